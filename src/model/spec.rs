@@ -1,0 +1,162 @@
+//! What the attention of a model is, as far as its logits and operands can be bounded from the weights.
+
+use serde::{Deserialize, Serialize};
+
+/// Everything about a model's attention that a bound needs, read from its `config.json`.
+///
+/// Shapes: `d_model` channels enter; `n_q_heads` query heads share `n_kv_heads` key/value heads of `d_head` channels.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttentionSpec {
+    /// Name shown to people: the preset, folder or file it came from.
+    pub name: String,
+    /// Family in the tensor-name table (`llama`, `gpt2`, ...).
+    pub family: String,
+    /// Number of layers.
+    pub layers: usize,
+    /// Model dimension d.
+    pub d_model: usize,
+    /// Query heads.
+    pub n_q_heads: usize,
+    /// Key and value heads; divides `n_q_heads`.
+    pub n_kv_heads: usize,
+    /// Head dimension r: a multiple of 8 from 16 to 256.
+    pub d_head: usize,
+    /// The normalisation whose output the q, k and v projections read.
+    pub norm: InputNorm,
+    /// Projections that carry a bias.
+    pub bias: QkvBias,
+    /// Rotary position embedding of each layer; `None` for a layer without (learned positions, NoPE).
+    pub rope: Vec<Option<Rope>>,
+    /// Normalisation of q and k after the projection.
+    pub qk_norm: Option<QkNorm>,
+    /// Softmax scale tau of each layer.
+    pub softmax_scale: Vec<f64>,
+    /// Logits pass through `cap * tanh(logit / cap)`.
+    pub soft_cap: Option<f64>,
+    /// Longest sequence of the config, where it names one.
+    pub max_positions: Option<usize>,
+}
+
+impl AttentionSpec {
+    /// Query heads that share one key/value head.
+    pub fn group(&self) -> usize {
+        self.n_q_heads / self.n_kv_heads
+    }
+}
+
+/// Normalisation in front of the projections: `y = gain * x_hat + shift`, `||x_hat|| <= sqrt(d_model)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InputNorm {
+    /// What is normalised.
+    pub kind: NormKind,
+    /// How the stored gain enters.
+    pub gain: GainForm,
+    /// Whether a shift (beta) is stored.
+    pub shift: bool,
+}
+
+/// Kinds of normalisation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NormKind {
+    /// Mean removed, then divided by the standard deviation.
+    LayerNorm,
+    /// Divided by the root mean square.
+    RmsNorm,
+    /// No normalisation: the input has no bound (OLMo 2).
+    None,
+}
+
+/// How a stored gain g multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GainForm {
+    /// By g.
+    Plain,
+    /// By 1 + g (Gemma).
+    OnePlus,
+    /// Nothing is stored: by 1.
+    Unit,
+}
+
+/// Which projections carry a bias.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QkvBias {
+    /// W_Q has one.
+    pub q: bool,
+    /// W_K has one.
+    pub k: bool,
+    /// W_V has one.
+    pub v: bool,
+}
+
+impl QkvBias {
+    /// True if any projection has one.
+    pub fn any(self) -> bool {
+        self.q || self.k || self.v
+    }
+}
+
+/// Rotary position embedding of the first `rotary_dim` channels of a head.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Rope {
+    /// Rotated channels (even, at most d_head); the rest pass unchanged.
+    pub rotary_dim: usize,
+    /// Which two channels make a pair.
+    pub layout: RopeLayout,
+    /// Factor on cos and sin (YaRN, LongRoPE); the largest where it depends on the length.
+    pub attention_factor: f64,
+    /// Angle per position of each of the `rotary_dim / 2` pairs, where the config determines it. Bounds do not need
+    /// it; the exact scan over positions and a forward do.
+    pub inv_freq: Option<Vec<f64>>,
+}
+
+/// Pairing of rotated channels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RopeLayout {
+    /// Channel b with b + rotary_dim / 2 (Llama, GPT-NeoX).
+    HalfSplit,
+    /// Channel 2b with 2b + 1 (GPT-J, Cohere).
+    Interleaved,
+}
+
+/// Normalisation of q and k between projection and rotation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QkNorm {
+    /// Over each head alone or over all heads jointly.
+    pub scope: QkNormScope,
+    /// RMS or LayerNorm.
+    pub kind: NormKind,
+    /// How the stored gain enters.
+    pub gain: GainForm,
+    /// Whether a shift is stored.
+    pub shift: bool,
+}
+
+/// What one QK normalisation runs over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum QkNormScope {
+    /// The d_head channels of one head (Qwen 3, Gemma 3).
+    PerHead,
+    /// All heads of the projection together (OLMo 2).
+    Joint,
+}
+
+impl Rope {
+    /// The rotated pairs, as channel indices of a head of `d_head`.
+    ///
+    /// ```
+    /// use sigmascale::model::{Rope, RopeLayout};
+    /// let rope = Rope { rotary_dim: 4, layout: RopeLayout::HalfSplit, attention_factor: 1.0, inv_freq: None };
+    /// assert_eq!(rope.pairs().collect::<Vec<_>>(), [(0, 2), (1, 3)]);
+    /// ```
+    pub fn pairs(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let half = self.rotary_dim / 2;
+        (0..half).map(move |b| match self.layout {
+            RopeLayout::HalfSplit => (b, b + half),
+            RopeLayout::Interleaved => (2 * b, 2 * b + 1),
+        })
+    }
+}

@@ -1,0 +1,63 @@
+//! What an attention call reports back.
+
+use serde::{Deserialize, Serialize};
+
+/// Statistics of one attention call in one layer.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepStats {
+    /// Logits before the softmax, per query head (`n_q`).
+    pub logits: Vec<LogitStats>,
+    /// Queries per query head (`n_q`).
+    pub q: Vec<CastStats>,
+    /// Keys per KV head (`n_kv`).
+    pub k: Vec<CastStats>,
+    /// Values per KV head (`n_kv`).
+    pub v: Vec<CastStats>,
+    /// Output per query head (`n_q`).
+    pub o: Vec<CastStats>,
+}
+
+/// One tensor's share of one head, seen at its cast to FP8.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct CastStats {
+    /// Largest |x| before scaling (NaN if any x is NaN).
+    pub amax: f32,
+    /// Values with |x / descale| above the format's maximum (448): overflow.
+    pub overflow: u64,
+    /// Values with |x / descale| past the last rounding boundary (464): they leave the format even by rounding.
+    pub beyond_rounding: u64,
+    /// NaN or infinite values.
+    pub non_finite: u64,
+    /// Values cast.
+    pub count: u64,
+}
+
+/// Logits of one query head that the mask kept.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LogitStats {
+    /// Largest logit; `-inf` when there was none.
+    pub max: f32,
+    /// Smallest logit; `+inf` when there was none.
+    pub min: f32,
+    /// Logits with |x / descale| > 448 (0 unless logits pass through E4M3 or counting was asked for).
+    pub overflow: u64,
+    /// Logits with |x / descale| > 464.
+    pub beyond_rounding: u64,
+    /// NaN or infinite logits.
+    pub non_finite: u64,
+    /// Logits that the mask kept.
+    pub count: u64,
+}
+
+impl Default for LogitStats {
+    fn default() -> Self {
+        Self { max: f32::NEG_INFINITY, min: f32::INFINITY, overflow: 0, beyond_rounding: 0, non_finite: 0, count: 0 }
+    }
+}
+
+impl LogitStats {
+    /// Largest |logit|; 0 when there was none.
+    pub fn amax(&self) -> f32 {
+        if self.count == 0 { 0.0 } else { self.max.abs().max(self.min.abs()) }
+    }
+}
