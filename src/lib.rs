@@ -3,9 +3,11 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 mod error;
+pub mod geometry;
 pub mod model;
 pub mod plan;
 mod scale;
+pub mod spectral;
 pub mod stats;
 pub mod tensor;
 

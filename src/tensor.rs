@@ -5,7 +5,8 @@
 //! same type. Reading converts to f64, which is exact for every dtype.
 
 use crate::error::{Error, Result};
-use half::{bf16, f16};
+use half::f16;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Element types of weights.
@@ -164,34 +165,57 @@ impl<'a> MatrixView<'a> {
     /// # Panics
     /// If the position leaves the matrix.
     pub fn get(&self, row: usize, col: usize) -> f64 {
-        assert!(row < self.rows && col < self.cols, "({row}, {col}) of {:?}", self.shape());
-        let index = self.offset + row * self.strides.0 + col * self.strides.1;
-        let size = self.dtype.size();
-        decode(self.dtype, &self.bytes[index * size..(index + 1) * size]) * self.scale_at(row, col)
+        let mut value = [0.0];
+        self.read_block(row..row + 1, col..col + 1, &mut value);
+        value[0]
     }
 
-    /// Writes row `row`, columns `start .. start + out.len()`, as f64 (exact).
+    /// Writes rows `rows`, columns `cols` as f64 (exact), row after row.
     ///
     /// # Panics
-    /// If the range leaves the matrix.
-    pub fn read_row(&self, row: usize, start: usize, out: &mut [f64]) {
-        assert!(row < self.rows && start + out.len() <= self.cols, "row {row} of {:?}", self.shape());
-        let first = self.offset + row * self.strides.0 + start * self.strides.1;
-        let size = self.dtype.size();
-        if self.strides.1 == 1 {
-            let bytes = &self.bytes[first * size..(first + out.len()) * size];
-            for (value, chunk) in out.iter_mut().zip(bytes.chunks_exact(size)) {
-                *value = decode(self.dtype, chunk);
-            }
-        } else {
-            for (i, value) in out.iter_mut().enumerate() {
-                let at = (first + i * self.strides.1) * size;
-                *value = decode(self.dtype, &self.bytes[at..at + size]);
-            }
+    /// If a range leaves the matrix or `out` does not hold exactly that many values.
+    pub fn read_block(&self, rows: Range<usize>, cols: Range<usize>, out: &mut [f64]) {
+        assert!(rows.end <= self.rows && cols.end <= self.cols, "{rows:?} x {cols:?} of {:?}", self.shape());
+        let width = cols.len();
+        assert_eq!(out.len(), rows.len() * width);
+        if width == 0 {
+            return;
+        }
+        macro_rules! read {
+            ($size:literal, $decode:expr) => {{
+                let at = |row: usize, col: usize| (self.offset + row * self.strides.0 + col * self.strides.1) * $size;
+                let decode = |bytes: &[u8]| $decode(bytes.try_into().expect("a whole element"));
+                if self.strides.1 == 1 {
+                    for (row, line) in rows.clone().zip(out.chunks_exact_mut(width)) {
+                        let first = at(row, cols.start);
+                        let bytes = &self.bytes[first..first + width * $size];
+                        for (value, chunk) in line.iter_mut().zip(bytes.chunks_exact($size)) {
+                            *value = decode(chunk);
+                        }
+                    }
+                } else {
+                    // Conv1D storage: neighbouring rows are neighbouring bytes, so they go in the inner loop.
+                    for (c, col) in cols.clone().enumerate() {
+                        for (r, row) in rows.clone().enumerate() {
+                            let first = at(row, col);
+                            out[r * width + c] = decode(&self.bytes[first..first + $size]);
+                        }
+                    }
+                }
+            }};
+        }
+        match self.dtype {
+            Dtype::F64 => read!(8, f64::from_le_bytes),
+            Dtype::F32 => read!(4, |b: [u8; 4]| f64::from(f32::from_le_bytes(b))),
+            Dtype::F16 => read!(2, |b: [u8; 2]| f16::from_le_bytes(b).to_f64()),
+            Dtype::Bf16 => read!(2, |b: [u8; 2]| f64::from(f32::from_bits(u32::from(u16::from_le_bytes(b)) << 16))),
+            Dtype::E4m3 => read!(1, |b: [u8; 1]| f64::from(float8::F8E4M3::from_bits(b[0]).to_f32())),
         }
         if self.scale.is_some() {
-            for (i, value) in out.iter_mut().enumerate() {
-                *value *= self.scale_at(row, start + i);
+            for (row, line) in rows.zip(out.chunks_exact_mut(width)) {
+                for (col, value) in cols.clone().zip(line) {
+                    *value *= self.scale_at(row, col);
+                }
             }
         }
     }
@@ -204,13 +228,48 @@ impl<'a> MatrixView<'a> {
     }
 }
 
-#[inline(always)]
-fn decode(dtype: Dtype, bytes: &[u8]) -> f64 {
-    match dtype {
-        Dtype::F64 => f64::from_le_bytes(bytes.try_into().expect("8 bytes")),
-        Dtype::F32 => f64::from(f32::from_le_bytes(bytes.try_into().expect("4 bytes"))),
-        Dtype::F16 => f16::from_le_bytes(bytes.try_into().expect("2 bytes")).to_f64(),
-        Dtype::Bf16 => f64::from(bf16::from_le_bytes(bytes.try_into().expect("2 bytes")).to_f32()),
-        Dtype::E4m3 => f64::from(float8::F8E4M3::from_bits(bytes[0]).to_f32()),
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_and_transposes_agree_with_indexing() {
+        let values: Vec<f32> = (0..6 * 10).map(|i| i as f32).collect();
+        let full = MatrixView::from_f32(&values, 6, 10).unwrap();
+        let view = full.slice_rows(1, 4).transpose().slice_rows(2, 5);
+        assert_eq!(view.shape(), (5, 4));
+        for row in 0..5 {
+            for col in 0..4 {
+                assert_eq!(view.get(row, col), f64::from(values[(col + 1) * 10 + row + 2]));
+            }
+        }
+        let mut block = vec![0.0; 2 * 3];
+        view.read_block(1..3, 1..4, &mut block);
+        assert_eq!(block, [23.0, 33.0, 43.0, 24.0, 34.0, 44.0]);
+    }
+
+    #[test]
+    fn block_scales_follow_slices_and_transposes() {
+        let ones = vec![0x38u8; 4 * 6];
+        let scale = BlockScale { values: vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0].into(), block: (2, 2), grid_cols: 3 };
+        let full = MatrixView::dense(&ones, Dtype::E4m3, 4, 6).unwrap().with_scale(scale);
+        assert_eq!(full.get(3, 5), 6.0);
+        assert_eq!(full.slice_rows(2, 2).slice_cols(1, 5).get(0, 0), 4.0);
+        assert_eq!(full.transpose().slice_rows(4, 2).get(0, 1), 3.0);
+    }
+
+    #[test]
+    fn every_dtype_decodes_exactly() {
+        let cases: [(Dtype, Vec<u8>); 5] = [
+            (Dtype::F64, (-1.5f64).to_le_bytes().to_vec()),
+            (Dtype::F32, (-1.5f32).to_le_bytes().to_vec()),
+            (Dtype::F16, f16::from_f32(-1.5).to_le_bytes().to_vec()),
+            (Dtype::Bf16, half::bf16::from_f32(-1.5).to_le_bytes().to_vec()),
+            (Dtype::E4m3, vec![0xbc]),
+        ];
+        for (dtype, bytes) in cases {
+            assert_eq!(MatrixView::dense(&bytes, dtype, 1, 1).unwrap().get(0, 0), -1.5, "{dtype:?}");
+        }
+        assert!(MatrixView::dense(&[0; 3], Dtype::F32, 1, 1).unwrap_err().is_argument());
     }
 }

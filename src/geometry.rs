@@ -1,0 +1,482 @@
+//! Per-head effective operators, without copies of the weights.
+//!
+//! A head's projection is `y = W_raw^T x` with `W_raw` of shape `d x r`. Behind a norm with gain g and shift beta it is
+//! `y = W^T x_hat + c` with `W = J diag(g) W_raw`, `c = W_raw^T beta + b`, `||x_hat|| <= sqrt(d)`, and `J = I - 11^T/d`
+//! for LayerNorm (x_hat has no mean), `I` for RMSNorm. The paper (Section 3.1) takes `W = W_raw`, `c = 0`, which is
+//! unsound for gains above one and for any shift or bias.
+//!
+//! Rotary channels are multiplied by the attention factor first, so that what remains is a rotation. Where q and k are
+//! normalised after the projection, their size does not depend on the weights and [`QkLimits`] takes the place of the
+//! operators. [`LayerGeometry::new`] refuses what cannot be bounded.
+
+use crate::error::{Error, Result};
+use crate::model::{AttentionSpec, GainForm, LayerWeights, NormKind, NormVectors, Projection, QkNorm, QkNormScope};
+use crate::tensor::MatrixView;
+use std::sync::Arc;
+
+/// Model-dimension entries read at a time.
+pub const PANEL: usize = 256;
+
+/// One layer's operators and everything else that a bound needs.
+#[derive(Clone, Debug)]
+pub struct LayerGeometry<'a> {
+    /// Layer number.
+    pub layer: usize,
+    /// Model dimension d.
+    pub d_model: usize,
+    /// Head dimension r.
+    pub d_head: usize,
+    /// Softmax scale tau.
+    pub softmax_scale: f64,
+    /// Soft-cap of the logits.
+    pub soft_cap: Option<f64>,
+    /// Query operators, `n_q`.
+    pub q: Vec<HeadOperator<'a>>,
+    /// Key operators, `n_kv`.
+    pub k: Vec<HeadOperator<'a>>,
+    /// Value operators, `n_kv`.
+    pub v: Vec<HeadOperator<'a>>,
+    /// Rotation of q and k.
+    pub rotary: Option<Rotary>,
+    /// Limits of q and k where they are normalised after the projection.
+    pub qk_limits: Option<QkLimits>,
+    /// Whether a norm bounds the projections' input; without one (OLMo 2) only normalised q and k have bounds.
+    pub input_bounded: bool,
+    /// Whether the input has its mean removed (LayerNorm).
+    pub centred: bool,
+}
+
+/// Which channels of a head rotate together, and by what angle a position.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rotary {
+    /// Channel pairs.
+    pub pairs: Vec<(usize, usize)>,
+    /// Channels that do not rotate.
+    pub fixed: Vec<usize>,
+    /// Angle per position of each pair, where known.
+    pub inv_freq: Option<Vec<f64>>,
+}
+
+/// Bounds on normalised q and k (after rotation): the norm of a whole head and of single channels.
+#[derive(Clone, Debug)]
+pub struct QkLimits {
+    /// One entry per query head.
+    pub q: Vec<HeadLimit>,
+    /// One entry per KV head.
+    pub k: Vec<HeadLimit>,
+    /// Whether a shift is added, so that pairs cannot be matched up.
+    pub shifted: bool,
+}
+
+/// Bounds of one normalised head: `|y_b| <= radius * pair_gain_b + shift`.
+#[derive(Clone, Debug)]
+pub struct HeadLimit {
+    /// sqrt of the number of channels normalised together.
+    pub radius: f64,
+    /// Largest |gain| of the rotation pair that each channel belongs to (its own without rotation), attention factor
+    /// included.
+    pub pair_gain: Vec<f64>,
+    /// Norm of the shift's pair for each channel (its own |shift| without rotation).
+    pub pair_shift: Vec<f64>,
+    /// Norm of the whole shift.
+    pub shift_norm: f64,
+}
+
+impl HeadLimit {
+    /// Bound on the norm of the head: `radius * max |gain| + ||shift||`.
+    pub fn norm(&self) -> f64 {
+        self.radius * self.pair_gain.iter().copied().fold(0.0, f64::max) + self.shift_norm
+    }
+
+    /// Bound on any channel.
+    pub fn channel(&self) -> f64 {
+        self.pair_gain.iter().zip(&self.pair_shift).map(|(g, s)| self.radius * g + s).fold(0.0, f64::max)
+    }
+}
+
+/// One head's effective operator `W = J diag(g) W_raw diag(s)` (`d x r`) and constant, as a recipe over borrowed weights.
+#[derive(Clone, Debug)]
+pub struct HeadOperator<'a> {
+    raw: MatrixView<'a>,
+    gain: Option<Arc<[f64]>>,
+    shift: Option<Arc<[f64]>>,
+    bias: Option<Vec<f64>>,
+    channel_scale: Option<Arc<[f64]>>,
+    centred: bool,
+    label: String,
+}
+
+/// What one pass over a head's weights tells about its channels, in f64.
+#[derive(Clone, Debug, Default)]
+pub struct Channels {
+    /// Mean over the model dimension of `diag(g) W_raw`, zero unless the input is centred.
+    pub mean: Vec<f64>,
+    /// `||w_c||^2` of the effective operator.
+    pub norm_sq: Vec<f64>,
+    /// `||diag(g) w_c||^2`, mean not removed.
+    pub folded_sq: Vec<f64>,
+    /// Constant `c = W_raw^T beta + b`.
+    pub constant: Vec<f64>,
+    /// `sum_i |beta_i w_ic| + |b_c|`: what rounding errors of the constant part scale with.
+    pub spread: Vec<f64>,
+    /// `w_a . w_b` of the effective operator for each rotation pair given.
+    pub pair_dot: Vec<f64>,
+}
+
+impl<'a> LayerGeometry<'a> {
+    /// The operators of one layer.
+    ///
+    /// # Errors
+    /// If a vector's length does not fit the spec, or if the layer is of a kind that has no bound: no norm in front of
+    /// the projections and none behind them.
+    pub fn new(spec: &AttentionSpec, weights: LayerWeights<'a>) -> Result<Self> {
+        let layer = weights.layer;
+        let place = || format!("{} layer {layer}", spec.name);
+        if spec.norm.kind == NormKind::None && spec.qk_norm.is_none() {
+            return Err(Error::unsupported(format_args!(
+                "{}: attention input without a norm, and q and k without one, have no bound",
+                place()
+            )));
+        }
+        let stored = |vector: &Option<Vec<f64>>, what: &str| -> Result<Option<Arc<[f64]>>> {
+            match vector {
+                Some(values) if values.len() != spec.d_model => Err(Error::mismatch(format_args!(
+                    "{}: input norm {what} has {} values, not d_model = {}",
+                    place(),
+                    values.len(),
+                    spec.d_model
+                ))),
+                Some(values) => Ok(Some(values.clone().into())),
+                None => Ok(None),
+            }
+        };
+        let gain = match spec.norm.gain {
+            GainForm::Unit => None,
+            form => stored(&weights.norm_gain, "gain")?.map(|g| apply_gain_form(&g, form).into()),
+        };
+        let shift = stored(&weights.norm_shift, "shift")?;
+        let centred = spec.norm.kind == NormKind::LayerNorm;
+        let rope = spec.rope.get(layer).cloned().flatten();
+        let rotary = rope.as_ref().map(|rope| {
+            let pairs: Vec<_> = rope.pairs().collect();
+            Rotary { pairs, fixed: (rope.rotary_dim..spec.d_head).collect(), inv_freq: rope.inv_freq.clone() }
+        });
+        let factor = rope.as_ref().map_or(1.0, |rope| rope.attention_factor);
+        let channel_scale: Option<Arc<[f64]>> = rope
+            .as_ref()
+            .filter(|_| factor != 1.0)
+            .map(|rope| (0..spec.d_head).map(|c| if c < rope.rotary_dim { factor } else { 1.0 }).collect());
+        let operators = |projection: Projection<'a>, heads: usize, scale: &Option<Arc<[f64]>>| {
+            operators(spec, projection, heads, &gain, &shift, scale, centred).map_err(|error| error.within(place()))
+        };
+        let qk_limits = match &spec.qk_norm {
+            Some(norm) => Some(QkLimits {
+                q: limits(spec, norm, &weights.q_norm, spec.n_q_heads, &rotary, factor)
+                    .map_err(|e| e.within(format_args!("{} q norm", place())))?,
+                k: limits(spec, norm, &weights.k_norm, spec.n_kv_heads, &rotary, factor)
+                    .map_err(|e| e.within(format_args!("{} k norm", place())))?,
+                shifted: norm.shift,
+            }),
+            None => None,
+        };
+        Ok(Self {
+            layer,
+            d_model: spec.d_model,
+            d_head: spec.d_head,
+            softmax_scale: spec.softmax_scale[layer],
+            soft_cap: spec.soft_cap,
+            q: operators(weights.q, spec.n_q_heads, &channel_scale)?,
+            k: operators(weights.k, spec.n_kv_heads, &channel_scale)?,
+            v: operators(weights.v, spec.n_kv_heads, &None)?,
+            rotary,
+            qk_limits,
+            input_bounded: spec.norm.kind != NormKind::None,
+            centred,
+        })
+    }
+
+    /// The KV head that query head `head` reads.
+    pub fn kv_head(&self, head: usize) -> usize {
+        head * self.k.len() / self.q.len()
+    }
+}
+
+fn apply_gain_form(stored: &[f64], form: GainForm) -> Vec<f64> {
+    stored
+        .iter()
+        .map(|g| match form {
+            GainForm::Plain => *g,
+            GainForm::OnePlus => 1.0 + g,
+            GainForm::Unit => 1.0,
+        })
+        .collect()
+}
+
+fn operators<'a>(
+    spec: &AttentionSpec,
+    projection: Projection<'a>,
+    heads: usize,
+    gain: &Option<Arc<[f64]>>,
+    shift: &Option<Arc<[f64]>>,
+    channel_scale: &Option<Arc<[f64]>>,
+    centred: bool,
+) -> Result<Vec<HeadOperator<'a>>> {
+    let Projection { heads: views, bias, name } = projection;
+    if views.len() != heads || views.iter().any(|view| view.shape() != (spec.d_head, spec.d_model)) {
+        return Err(Error::mismatch(format_args!(
+            "{name}: expected {heads} heads of {} x {} weights",
+            spec.d_head, spec.d_model
+        )));
+    }
+    if bias.as_ref().is_some_and(|bias| bias.len() != heads * spec.d_head) {
+        return Err(Error::mismatch(format_args!("{name}: bias does not have {} values", heads * spec.d_head)));
+    }
+    Ok(views
+        .into_iter()
+        .enumerate()
+        .map(|(head, raw)| HeadOperator {
+            raw,
+            gain: gain.clone(),
+            shift: shift.clone(),
+            bias: bias.as_ref().map(|bias| bias[head * spec.d_head..][..spec.d_head].to_vec()),
+            channel_scale: channel_scale.clone(),
+            centred,
+            label: format!("{name} head {head}"),
+        })
+        .collect())
+}
+
+fn limits(
+    spec: &AttentionSpec,
+    norm: &QkNorm,
+    vectors: &Option<NormVectors>,
+    heads: usize,
+    rotary: &Option<Rotary>,
+    factor: f64,
+) -> Result<Vec<HeadLimit>> {
+    let r = spec.d_head;
+    let stored = |values: &[f64], what: &str| {
+        if values.len() == r || values.len() == heads * r {
+            Ok(())
+        } else {
+            Err(Error::mismatch(format_args!("{what} has {} values, not {r} or {}", values.len(), heads * r)))
+        }
+    };
+    let gain = match vectors {
+        Some(vectors) => {
+            stored(&vectors.gain, "gain")?;
+            apply_gain_form(&vectors.gain, norm.gain)
+        }
+        None if norm.gain == GainForm::Unit => vec![1.0; r],
+        None => return Err(Error::mismatch("gain is missing")),
+    };
+    let shift = vectors.as_ref().and_then(|vectors| vectors.shift.clone()).unwrap_or_else(|| vec![0.0; r]);
+    stored(&shift, "shift")?;
+    let channels = match norm.scope {
+        QkNormScope::PerHead => r,
+        QkNormScope::Joint => heads * r,
+    };
+    Ok((0..heads)
+        .map(|head| {
+            let of = |values: &[f64], c: usize| if values.len() == r { values[c] } else { values[head * r + c] };
+            let mut pair_gain: Vec<f64> = (0..r).map(|c| of(&gain, c).abs()).collect();
+            let mut pair_shift: Vec<f64> = (0..r).map(|c| of(&shift, c).abs()).collect();
+            let mut rotated = vec![false; r];
+            for &(a, b) in rotary.iter().flat_map(|rotary| &rotary.pairs) {
+                let (g, s) = (pair_gain[a].max(pair_gain[b]), pair_shift[a].hypot(pair_shift[b]));
+                (pair_gain[a], pair_gain[b], pair_shift[a], pair_shift[b]) = (g, g, s, s);
+                (rotated[a], rotated[b]) = (true, true);
+            }
+            let mut shift_sq = 0.0;
+            for c in 0..r {
+                let factor = if rotated[c] { factor } else { 1.0 };
+                pair_gain[c] *= factor;
+                pair_shift[c] *= factor;
+                shift_sq += (of(&shift, c) * factor).powi(2);
+            }
+            HeadLimit { radius: (channels as f64).sqrt(), pair_gain, pair_shift, shift_norm: shift_sq.sqrt() }
+        })
+        .collect())
+}
+
+impl<'a> HeadOperator<'a> {
+    /// Head dimension and model dimension.
+    pub fn shape(&self) -> (usize, usize) {
+        self.raw.shape()
+    }
+
+    /// Tensor and head, for messages.
+    pub fn label(&self) -> &str {
+        &self.label
+    }
+
+    /// The raw weights, `r x d`.
+    pub fn raw(&self) -> &MatrixView<'a> {
+        &self.raw
+    }
+
+    /// Whether the effective operator is the raw weights.
+    pub fn is_raw(&self) -> bool {
+        self.gain.is_none() && !self.centred && self.channel_scale.is_none()
+    }
+
+    /// Writes columns `start .. start + n` of the effective operator (`n <= PANEL` model dimensions of all r channels),
+    /// channel after channel, given the channels' means.
+    pub fn read_panel(&self, start: usize, n: usize, mean: &[f64], out: &mut [f64]) {
+        self.read_folded(start, n, out);
+        if self.centred {
+            for (line, mean) in out.chunks_exact_mut(n).zip(mean) {
+                line.iter_mut().for_each(|w| *w -= mean);
+            }
+        }
+    }
+
+    /// The same for `diag(g) W_raw diag(s)`, mean not removed.
+    fn read_folded(&self, start: usize, n: usize, out: &mut [f64]) {
+        self.raw.read_block(0..self.shape().0, start..start + n, out);
+        if let Some(gain) = &self.gain {
+            for line in out.chunks_exact_mut(n) {
+                line.iter_mut().zip(&gain[start..start + n]).for_each(|(w, g)| *w *= g);
+            }
+        }
+        if let Some(scale) = &self.channel_scale {
+            for (line, s) in out.chunks_exact_mut(n).zip(scale.iter()) {
+                line.iter_mut().for_each(|w| *w *= s);
+            }
+        }
+    }
+
+    /// Norms, constants and pair products of the channels: one read of the weights, two where the input is centred.
+    ///
+    /// # Errors
+    /// If a weight, or a sum of them, is not finite; the message names the tensor, head and channel.
+    pub fn channels(&self, pairs: &[(usize, usize)]) -> Result<Channels> {
+        let (r, d) = self.shape();
+        let mut panel = vec![0.0; r * PANEL];
+        let mut mean = vec![0.0; r];
+        if self.centred {
+            for start in (0..d).step_by(PANEL) {
+                let n = PANEL.min(d - start);
+                let panel = &mut panel[..r * n];
+                self.read_folded(start, n, panel);
+                for (mean, line) in mean.iter_mut().zip(panel.chunks_exact(n)) {
+                    *mean += line.iter().sum::<f64>();
+                }
+            }
+            mean.iter_mut().for_each(|m| *m /= d as f64);
+        }
+        let mut out = Channels {
+            mean,
+            norm_sq: vec![0.0; r],
+            folded_sq: vec![0.0; r],
+            constant: vec![0.0; r],
+            spread: vec![0.0; r],
+            pair_dot: vec![0.0; pairs.len()],
+        };
+        for start in (0..d).step_by(PANEL) {
+            let n = PANEL.min(d - start);
+            let panel = &mut panel[..r * n];
+            if let Some(shift) = &self.shift {
+                self.raw.read_block(0..r, start..start + n, panel);
+                for (c, line) in panel.chunks_exact(n).enumerate() {
+                    let scale = self.channel_scale.as_ref().map_or(1.0, |s| s[c]);
+                    for (w, beta) in line.iter().zip(&shift[start..start + n]) {
+                        out.constant[c] += scale * w * beta;
+                        out.spread[c] += (scale * w * beta).abs();
+                    }
+                }
+            }
+            self.read_folded(start, n, panel);
+            for (c, line) in panel.chunks_exact_mut(n).enumerate() {
+                out.folded_sq[c] += line.iter().map(|w| w * w).sum::<f64>();
+                if self.centred {
+                    line.iter_mut().for_each(|w| *w -= out.mean[c]);
+                    out.norm_sq[c] += line.iter().map(|w| w * w).sum::<f64>();
+                }
+            }
+            for (dot, &(a, b)) in out.pair_dot.iter_mut().zip(pairs) {
+                *dot += panel[a * n..][..n].iter().zip(&panel[b * n..][..n]).map(|(x, y)| x * y).sum::<f64>();
+            }
+        }
+        if !self.centred {
+            out.norm_sq.clone_from(&out.folded_sq);
+        }
+        if let Some(bias) = &self.bias {
+            for (c, b) in bias.iter().enumerate() {
+                let b = b * self.channel_scale.as_ref().map_or(1.0, |s| s[c]);
+                out.constant[c] += b;
+                out.spread[c] += b.abs();
+            }
+        }
+        for c in 0..r {
+            if !(out.norm_sq[c] + out.folded_sq[c] + out.constant[c].powi(2) + out.spread[c].powi(2)).is_finite() {
+                return Err(Error::non_finite(format_args!(
+                    "{} channel {c} has a NaN, an infinite weight or a norm beyond f64",
+                    self.label
+                )));
+            }
+        }
+        Ok(out)
+    }
+
+    /// `y = W^T x` for the effective operator (`x` of d values, `y` of r), f64.
+    pub fn apply(&self, x: &[f64], mean: &[f64], y: &mut [f64]) {
+        let (r, d) = self.shape();
+        y.fill(0.0);
+        let mut panel = vec![0.0; r * PANEL];
+        for start in (0..d).step_by(PANEL) {
+            let n = PANEL.min(d - start);
+            let panel = &mut panel[..r * n];
+            self.read_panel(start, n, mean, panel);
+            for (y, line) in y.iter_mut().zip(panel.chunks_exact(n)) {
+                *y += dot(line, &x[start..start + n]);
+            }
+        }
+    }
+
+    /// `x += W y` for the effective operator (`y` of r values, `x` of d), f64.
+    pub fn apply_adjoint(&self, y: &[f64], mean: &[f64], x: &mut [f64]) {
+        let (r, d) = self.shape();
+        let mut panel = vec![0.0; r * PANEL];
+        for start in (0..d).step_by(PANEL) {
+            let n = PANEL.min(d - start);
+            let panel = &mut panel[..r * n];
+            self.read_panel(start, n, mean, panel);
+            let x = &mut x[start..start + n];
+            for (y, line) in y.iter().zip(panel.chunks_exact(n)) {
+                x.iter_mut().zip(line).for_each(|(x, w)| *x += y * w);
+            }
+        }
+    }
+
+    /// The same operator without its constant.
+    pub fn without_constant(&self) -> Self {
+        Self { shift: None, bias: None, ..self.clone() }
+    }
+
+    /// The same head with raw weights and no constant: what the paper bounds.
+    pub fn without_norm(&self) -> Self {
+        Self {
+            raw: self.raw.clone(),
+            gain: None,
+            shift: None,
+            bias: None,
+            channel_scale: None,
+            centred: false,
+            label: self.label.clone(),
+        }
+    }
+}
+
+/// Dot product in eight chains, so that it vectorises.
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    let mut sums = [0.0; 8];
+    let (a8, b8) = (a.chunks_exact(8), b.chunks_exact(8));
+    let rest: f64 = a8.remainder().iter().zip(b8.remainder()).map(|(x, y)| x * y).sum();
+    for (x, y) in a8.zip(b8) {
+        for i in 0..8 {
+            sums[i] += x[i] * y[i];
+        }
+    }
+    sums.iter().sum::<f64>() + rest
+}

@@ -1,0 +1,484 @@
+//! The paper's implicit power iteration (Section 4, Algorithms 2 and 3): parity, and a cheap tracker.
+//!
+//! One iteration is `u = M v / ||M v||`, `v = M^T u / ||M^T u||`, with `M v = W_Q (W_K^T v)`, so that M is never formed.
+//! `summed` iterates on `sum_h W_Q^h W_K^hT` as the paper does; with grouped queries the r-vectors are replicated on the
+//! way out and summed on the way back, and W_K is never expanded. The sum bounds no head (`W_Q, -W_Q` on one `W_K` cancel),
+//! so the default is one iteration per head.
+//!
+//! **An estimate is a lower bound**: `||M^T u|| <= sigma` for every unit u. [`certified_inflation`] says how far below it
+//! can be after k iterations from a random start; nothing is promised after a warm start on changed weights.
+
+use super::dense::lanczos_within;
+use super::{Constants, HeadSpectrum, LayerSpectrum, SpectralEngine, layer_channels};
+use crate::error::{Error, Result};
+use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL};
+use nalgebra::DVector;
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use rand_distr::{Distribution, StandardNormal};
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use statrs::function::beta::beta_reg;
+
+/// Format of a saved [`PowerState`].
+const STATE_VERSION: u32 = 1;
+
+/// Persistent singular vectors of a whole model, owned by the caller; save it to resume warm.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PowerState {
+    version: u32,
+    seed: u64,
+    d_model: usize,
+    n_q_heads: usize,
+    layers: Vec<Option<LayerVectors>>,
+}
+
+/// The vectors of one layer.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+struct LayerVectors {
+    heads: Vec<PowerVectors>,
+    raw: Vec<PowerVectors>,
+    summed: Option<PowerVectors>,
+}
+
+/// Estimates of the top left and right singular vectors of one matrix, `d` values each.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PowerVectors {
+    /// Left.
+    pub u: Vec<f32>,
+    /// Right.
+    pub v: Vec<f32>,
+}
+
+/// What one call of the iteration tells.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PowerEstimate {
+    /// `||M^T u||`: never above sigma (but for rounding).
+    pub sigma: f64,
+    /// `||M^T u - s v||` with `s = ||M v||`, of the last iteration's vectors: some singular value lies within it of s.
+    pub residual: f64,
+}
+
+impl PowerState {
+    /// A state without vectors: every layer starts cold, from vectors drawn from `seed`.
+    pub fn new(layers: usize, d_model: usize, n_q_heads: usize, seed: u64) -> Self {
+        Self { version: STATE_VERSION, seed, d_model, n_q_heads, layers: vec![None; layers] }
+    }
+
+    /// Whether a layer has vectors to start from.
+    pub fn is_warm(&self, layer: usize) -> bool {
+        self.layers.get(layer).is_some_and(Option::is_some)
+    }
+
+    fn check(&self, geometry: &LayerGeometry<'_>) -> Result<()> {
+        if self.version != STATE_VERSION {
+            return Err(Error::mismatch(format_args!(
+                "power state has version {}, this build reads {STATE_VERSION}",
+                self.version
+            )));
+        }
+        let here = (self.d_model, self.n_q_heads);
+        let there = (geometry.d_model, geometry.q.len());
+        if here != there || geometry.layer >= self.layers.len() {
+            return Err(Error::mismatch(format_args!(
+                "power state of {} layers with (d_model, n_q_heads) = {here:?} does not fit layer {} with {there:?}",
+                self.layers.len(),
+                geometry.layer
+            )));
+        }
+        let fits = |p: &PowerVectors| {
+            p.u.len() == self.d_model && p.v.len() == self.d_model && p.u.iter().chain(&p.v).all(|x| x.is_finite())
+        };
+        let sound = self.layers[geometry.layer].as_ref().is_none_or(|layer| {
+            layer.heads.len() == self.n_q_heads
+                && (layer.raw.is_empty() || layer.raw.len() == self.n_q_heads)
+                && layer.heads.iter().chain(&layer.raw).chain(&layer.summed).all(fits)
+        });
+        if !sound {
+            return Err(Error::mismatch(format_args!(
+                "power state of layer {} does not hold one finite pair of {} values per head",
+                geometry.layer, self.d_model
+            )));
+        }
+        Ok(())
+    }
+}
+
+impl PowerVectors {
+    /// A random unit right vector (a normalised Gaussian is uniform on the sphere) and no left one yet.
+    pub fn random(d: usize, seed: u64) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut v: Vec<f64> = (0..d).map(|_| StandardNormal.sample(&mut rng)).collect();
+        normalise(&mut v);
+        Self { u: vec![0.0; d], v: v.into_iter().map(|x| x as f32).collect() }
+    }
+
+    /// Runs `iterations >= 1` iterations of the operator given by `M x` and `M^T x`.
+    pub fn iterate(
+        &mut self,
+        iterations: usize,
+        mut forward: impl FnMut(&[f64]) -> Vec<f64>,
+        mut adjoint: impl FnMut(&[f64]) -> Vec<f64>,
+    ) -> PowerEstimate {
+        let mut v: Vec<f64> = self.v.iter().map(|&x| f64::from(x)).collect();
+        normalise(&mut v);
+        let mut estimate = PowerEstimate { sigma: 0.0, residual: 0.0 };
+        for _ in 0..iterations.max(1) {
+            let mut u = forward(&v);
+            let along = normalise(&mut u);
+            let mut next = adjoint(&u);
+            let residual = next.iter().zip(&v).map(|(n, v)| (n - along * v).powi(2)).sum::<f64>().sqrt();
+            let sigma = normalise(&mut next);
+            estimate = PowerEstimate { sigma, residual };
+            if sigma == 0.0 {
+                // M v = 0: the vectors stay as they are; a warm start that is orthogonal to M never moves.
+                break;
+            }
+            self.u = u.iter().map(|&x| x as f32).collect();
+            v = next;
+        }
+        self.v = v.iter().map(|&x| x as f32).collect();
+        estimate
+    }
+}
+
+/// Scales to unit length, returns the former length; a zero vector stays.
+fn normalise(x: &mut [f64]) -> f64 {
+    let norm = x.iter().map(|v| v * v).sum::<f64>().sqrt();
+    if norm > 0.0 {
+        x.iter_mut().for_each(|v| *v /= norm);
+    }
+    norm
+}
+
+/// The power-iteration engine: borrows the caller's state and advances it.
+#[derive(Debug)]
+pub struct PowerEngine<'s> {
+    state: &'s mut PowerState,
+    /// Iterations for a layer without vectors (the paper: 5).
+    pub cold: usize,
+    /// Iterations for a layer with vectors (the paper: 1).
+    pub warm: usize,
+    /// Whether to iterate on every head (sound form) beside the sum.
+    pub per_head: bool,
+}
+
+impl<'s> PowerEngine<'s> {
+    /// An engine with the paper's iteration counts.
+    pub fn new(state: &'s mut PowerState) -> Self {
+        Self { state, cold: 5, warm: 1, per_head: true }
+    }
+
+    /// The paper's summed estimate of one layer, raw weights (Algorithm 3; Algorithm 2 where every head has its own keys).
+    ///
+    /// # Errors
+    /// If the state belongs to another model.
+    pub fn summed(&mut self, geometry: &LayerGeometry<'_>) -> Result<PowerEstimate> {
+        self.state.check(geometry)?;
+        let seed = self.seed(geometry.layer, 0);
+        let layer = self.state.layers[geometry.layer].get_or_insert_default();
+        let (vectors, iterations) = match &mut layer.summed {
+            Some(vectors) => (vectors, self.warm),
+            none => (none.insert(PowerVectors::random(geometry.d_model, seed)), self.cold),
+        };
+        Ok(vectors.iterate(iterations, |v| summed_forward(geometry, v), |u| summed_adjoint(geometry, u)))
+    }
+
+    fn seed(&self, layer: usize, stream: usize) -> u64 {
+        // Distinct streams for distinct matrices, the same ones whenever the state is made again.
+        self.state.seed ^ ((layer as u64) << 32 | stream as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    }
+
+    fn heads(
+        &self,
+        geometry: &LayerGeometry<'_>,
+        old: &[PowerVectors],
+        stream: usize,
+        q: &[(HeadOperator<'_>, Vec<f64>)],
+        k: &[(HeadOperator<'_>, Vec<f64>)],
+    ) -> Vec<(PowerVectors, PowerEstimate)> {
+        (0..q.len())
+            .into_par_iter()
+            .map(|head| {
+                let (mut vectors, iterations) = match old.get(head) {
+                    Some(vectors) => (vectors.clone(), self.warm),
+                    None => {
+                        let seed = self.seed(geometry.layer, stream + head);
+                        (PowerVectors::random(geometry.d_model, seed), self.cold)
+                    }
+                };
+                let (q, k) = (&q[head], &k[geometry.kv_head(head)]);
+                let product = |from: &(HeadOperator<'_>, Vec<f64>), to: &(HeadOperator<'_>, Vec<f64>), x: &[f64]| {
+                    let mut y = vec![0.0; geometry.d_head];
+                    from.0.apply(x, &from.1, &mut y);
+                    let mut out = vec![0.0; geometry.d_model];
+                    to.0.apply_adjoint(&y, &to.1, &mut out);
+                    out
+                };
+                let estimate = vectors.iterate(iterations, |v| product(k, q, v), |u| product(q, k, u));
+                (vectors, estimate)
+            })
+            .collect()
+    }
+}
+
+impl SpectralEngine for PowerEngine<'_> {
+    fn layer(&mut self, geometry: &LayerGeometry<'_>) -> Result<LayerSpectrum> {
+        let [q, k, v] = layer_channels(geometry)?;
+        if geometry.qk_limits.is_some() {
+            return Ok(LayerSpectrum { layer: geometry.layer, heads: None, sigma_sum: None, q, k, v });
+        }
+        let sigma_sum = Some(self.summed(geometry)?.sigma);
+        let mut heads = Vec::new();
+        if self.per_head {
+            let old = self.state.layers[geometry.layer].clone().unwrap_or_default();
+            let effective = self.heads(
+                geometry,
+                &old.heads,
+                1,
+                &effective_operators(&geometry.q, &q),
+                &effective_operators(&geometry.k, &k),
+            );
+            let same = geometry.q.iter().chain(&geometry.k).all(HeadOperator::is_raw);
+            let raws = if same {
+                Vec::new()
+            } else {
+                self.heads(
+                    geometry,
+                    &old.raw,
+                    1 + geometry.q.len(),
+                    &raw_operators(&geometry.q),
+                    &raw_operators(&geometry.k),
+                )
+            };
+            for (head, (_, estimate)) in effective.iter().enumerate() {
+                let kv_head = geometry.kv_head(head);
+                heads.push(HeadSpectrum {
+                    head,
+                    kv_head,
+                    sigma: estimate.sigma,
+                    sigma_raw: raws.get(head).map_or(estimate.sigma, |(_, raw)| raw.sigma),
+                    exact: None,
+                    constants: constants(geometry, head, &q[head], &k[kv_head]),
+                });
+            }
+            let layer = self.state.layers[geometry.layer].get_or_insert_default();
+            layer.heads = effective.into_iter().map(|(vectors, _)| vectors).collect();
+            layer.raw = raws.into_iter().map(|(vectors, _)| vectors).collect();
+        }
+        Ok(LayerSpectrum { layer: geometry.layer, heads: Some(heads), sigma_sum, q, k, v })
+    }
+}
+
+/// Effective operators, each with its channels' means.
+fn effective_operators<'a>(heads: &[HeadOperator<'a>], channels: &[Channels]) -> Vec<(HeadOperator<'a>, Vec<f64>)> {
+    heads.iter().zip(channels).map(|(head, channels)| (head.without_constant(), channels.mean.clone())).collect()
+}
+
+/// Raw operators, which have no means to remove.
+fn raw_operators<'a>(heads: &[HeadOperator<'a>]) -> Vec<(HeadOperator<'a>, Vec<f64>)> {
+    heads.iter().map(|head| (head.without_norm(), vec![0.0; head.shape().0])).collect()
+}
+
+/// Constants from the operators alone, without Grams: norms by one product each.
+fn constants(geometry: &LayerGeometry<'_>, head: usize, q: &Channels, k: &Channels) -> Constants {
+    let norm = |x: &[f64]| x.iter().map(|v| v * v).sum::<f64>().sqrt();
+    let linear = |operator: &HeadOperator<'_>, own: &Channels, other: &Channels| {
+        let size = norm(&other.constant);
+        if size == 0.0 {
+            0.0
+        } else if geometry.rotary.is_some() {
+            // Over every rotation: the Frobenius norm is the cheap sound choice without Grams.
+            size * own.norm_sq.iter().sum::<f64>().sqrt()
+        } else {
+            let mut out = vec![0.0; geometry.d_model];
+            operator.apply_adjoint(&other.constant, &own.mean, &mut out);
+            norm(&out)
+        }
+    };
+    let c0 = match &geometry.rotary {
+        Some(rotary) => {
+            let pairs = rotary
+                .pairs
+                .iter()
+                .map(|&(a, b)| q.constant[a].hypot(q.constant[b]) * k.constant[a].hypot(k.constant[b]));
+            let fixed = |c: &Channels| norm(&rotary.fixed.iter().map(|&i| c.constant[i]).collect::<Vec<_>>());
+            pairs.sum::<f64>() + fixed(q) * fixed(k)
+        }
+        None => q.constant.iter().zip(&k.constant).map(|(a, b)| a * b).sum::<f64>().abs(),
+    };
+    Constants {
+        a: linear(&geometry.q[head], q, k),
+        b: linear(&geometry.k[geometry.kv_head(head)], k, q),
+        c0,
+        norm_q: norm(&q.constant),
+        norm_k: norm(&k.constant),
+        spread_q: norm(&q.spread),
+        spread_k: norm(&k.spread),
+    }
+}
+
+/// `sum_h W_Q^h W_K^{kv(h)T} v` on raw weights: the r-vectors of the keys are replicated over their group.
+fn summed_forward(geometry: &LayerGeometry<'_>, v: &[f64]) -> Vec<f64> {
+    let keys = all_apply(&geometry.k, v);
+    let outs: Vec<Vec<f64>> = geometry
+        .q
+        .par_iter()
+        .enumerate()
+        .map(|(head, q)| {
+            let mut out = vec![0.0; geometry.d_model];
+            let raw = q.without_norm();
+            raw.apply_adjoint(&keys[geometry.kv_head(head)], &vec![0.0; geometry.d_head], &mut out);
+            out
+        })
+        .collect();
+    sum_in_order(outs)
+}
+
+/// The adjoint: the r-vectors of a group of queries are summed before W_K sees them.
+fn summed_adjoint(geometry: &LayerGeometry<'_>, u: &[f64]) -> Vec<f64> {
+    let queries = all_apply(&geometry.q, u);
+    let mut groups = vec![vec![0.0; geometry.d_head]; geometry.k.len()];
+    for (head, y) in queries.iter().enumerate() {
+        groups[geometry.kv_head(head)].iter_mut().zip(y).for_each(|(g, y)| *g += y);
+    }
+    let outs: Vec<Vec<f64>> = geometry
+        .k
+        .par_iter()
+        .zip(&groups)
+        .map(|(k, y)| {
+            let mut out = vec![0.0; geometry.d_model];
+            k.without_norm().apply_adjoint(y, &vec![0.0; geometry.d_head], &mut out);
+            out
+        })
+        .collect();
+    sum_in_order(outs)
+}
+
+fn all_apply(heads: &[HeadOperator<'_>], x: &[f64]) -> Vec<Vec<f64>> {
+    heads
+        .par_iter()
+        .map(|head| {
+            let r = head.shape().0;
+            let mut y = vec![0.0; r];
+            head.without_norm().apply(x, &vec![0.0; r], &mut y);
+            y
+        })
+        .collect()
+}
+
+/// A fixed order of additions, so that the result does not depend on the threads.
+fn sum_in_order(outs: Vec<Vec<f64>>) -> Vec<f64> {
+    outs.into_iter()
+        .reduce(|mut sum, out| {
+            sum.iter_mut().zip(out).for_each(|(s, o)| *s += o);
+            sum
+        })
+        .unwrap_or_default()
+}
+
+/// `||sum_h W_Q^h W_K^hT||` on raw weights, converged (Lanczos on `M^T M`, relative 1e-6).
+///
+/// A group's queries share their keys, so their W_Q are added up once and the matrix is `d x (n_kv r)` times its
+/// partner; both are held in f32 for the time of the call.
+pub(super) fn summed_norm(geometry: &LayerGeometry<'_>) -> f64 {
+    let (d, r, n_kv) = (geometry.d_model, geometry.d_head, geometry.k.len());
+    let gather = |kv: usize, heads: &[HeadOperator<'_>], block: &mut [f32]| {
+        let mut panel = vec![0.0; r * PANEL];
+        for head in heads.iter().enumerate().filter(|(h, _)| h * n_kv / heads.len() == kv).map(|(_, head)| head) {
+            for start in (0..d).step_by(PANEL) {
+                let n = PANEL.min(d - start);
+                head.raw().read_block(0..r, start..start + n, &mut panel[..r * n]);
+                for (line, out) in panel[..r * n].chunks_exact(n).zip(block.chunks_exact_mut(d)) {
+                    out[start..start + n].iter_mut().zip(line).for_each(|(o, w)| *o += *w as f32);
+                }
+            }
+        }
+    };
+    let all = |heads: &[HeadOperator<'_>]| {
+        let mut matrix = vec![0.0f32; n_kv * r * d];
+        matrix.par_chunks_exact_mut(r * d).enumerate().for_each(|(kv, block)| gather(kv, heads, block));
+        matrix
+    };
+    let (q, k) = (all(&geometry.q), all(&geometry.k));
+    let half = |from: &[f32], to: &[f32], x: &[f32]| -> Vec<f32> {
+        let y: Vec<f32> = from.par_chunks_exact(d).map(|line| dot32(line, x)).collect();
+        let mut out = vec![0.0f32; d];
+        out.par_chunks_mut(1024).enumerate().for_each(|(block, out)| {
+            for (line, y) in to.chunks_exact(d).zip(&y) {
+                out.iter_mut().zip(&line[block * 1024..]).for_each(|(o, w)| *o += w * y);
+            }
+        });
+        out
+    };
+    // Squared weights must not leave f32.
+    let largest = |matrix: &[f32]| matrix.par_iter().map(|w| w.abs()).reduce(|| 0.0, f32::max);
+    let scale = f64::from(largest(&q)) * f64::from(largest(&k));
+    if scale == 0.0 || !scale.is_finite() {
+        return scale;
+    }
+    let (unit_q, unit_k) = (1.0 / largest(&q), 1.0 / largest(&k));
+    let square = lanczos_within(d, 0, 40, 1e-6, |x| {
+        let x: Vec<f32> = x.iter().map(|&x| x as f32 * unit_k).collect();
+        let u: Vec<f32> = half(&k, &q, &x).into_iter().map(|u| u * unit_q * unit_q).collect();
+        let out = half(&q, &k, &u);
+        DVector::from_iterator(d, out.into_iter().map(|x| f64::from(x) * f64::from(unit_k)))
+    });
+    square.sqrt() * scale
+}
+
+fn dot32(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0f32; 16];
+    let (a16, b16) = (a.chunks_exact(16), b.chunks_exact(16));
+    let rest: f32 = a16.remainder().iter().zip(b16.remainder()).map(|(x, y)| x * y).sum();
+    for (x, y) in a16.zip(b16) {
+        for i in 0..16 {
+            sums[i] += x[i] * y[i];
+        }
+    }
+    sums.iter().sum::<f32>() + rest
+}
+
+/// How much larger than its estimate sigma can be: the smallest factor f with `P(sigma > f sigma_hat) <= p` after
+/// `iterations` full iterations from a random start, for rank `r`.
+///
+/// From `P(sigma_hat^2 <= (1 - e) sigma^2) <= I_{q/(1+q)}(1/2, (r-1)/2)`, `m = 2k - 1`,
+/// `q = (1 - e)^(m+1) m^m / ((m+1)^(m+1) e)`; `f = (1 - e)^(-1/2)`.
+///
+/// # Errors
+/// If `iterations` is 0, `rank` is 0, or `p` is not between 0 and 1.
+///
+/// ```
+/// let factor = sigmascale::spectral::certified_inflation(20, 128, 1e-9)?;
+/// assert!((factor - 1.68).abs() < 0.01);
+/// # Ok::<(), sigmascale::Error>(())
+/// ```
+pub fn certified_inflation(iterations: usize, rank: usize, p: f64) -> Result<f64> {
+    if iterations == 0 || rank == 0 || !(p > 0.0 && p < 1.0) {
+        return Err(Error::argument(format_args!(
+            "inflation needs at least one iteration, rank 1 and 0 < p < 1, not {iterations}, {rank}, {p}"
+        )));
+    }
+    if rank == 1 {
+        return Ok(1.0);
+    }
+    let m = (2 * iterations - 1) as f64;
+    let probability = |factor: f64| {
+        let kept = factor.powi(-2);
+        let ln_q = (m + 1.0) * kept.ln() + m * m.ln() - (m + 1.0) * (m + 1.0).ln() - (1.0 - kept).ln();
+        let x = 1.0 / (1.0 + (-ln_q).exp());
+        beta_reg(0.5, 0.5 * (rank as f64 - 1.0), x)
+    };
+    let (mut low, mut high) = (0.0, 1.0);
+    while probability(f64::exp(high)) > p {
+        high *= 2.0;
+        if high > 600.0 {
+            return Err(Error::argument(format_args!("p = {p} is too small for {iterations} iterations")));
+        }
+    }
+    for _ in 0..100 {
+        let middle = 0.5 * (low + high);
+        if probability(f64::exp(middle)) > p { low = middle } else { high = middle }
+    }
+    Ok(high.exp())
+}
