@@ -2,6 +2,8 @@
 #![warn(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn)]
 
+pub mod bound;
+pub mod calibrate;
 mod error;
 pub mod geometry;
 pub mod model;

@@ -1,5 +1,7 @@
 //! What one layer's FP8 attention call gets.
 
+use crate::bound::{BoundKind, E4M3_MAX, LayerBounds, OperandBound};
+use crate::error::{Error, Result};
 use crate::scale::Descale;
 use serde::{Deserialize, Serialize};
 
@@ -32,9 +34,73 @@ pub struct OperandDescales {
     pub o: Option<Vec<Descale>>,
 }
 
+/// Whether every head has its own scale or all heads of a layer share the largest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Granularity {
+    /// One scale a head.
+    #[default]
+    Head,
+    /// One scale a layer; rows keep their length and all entries are equal.
+    Layer,
+}
+
+/// Share of the E4M3 range that a logit bound is mapped onto by default (the paper's eta).
+pub const DEFAULT_ETA: f64 = 0.8;
+
 impl ScalePlan {
+    /// The plan of one layer: logit descale = bound / (eta 448), with the rounded certain bound for
+    /// [`BoundKind::Certain`]; operand descales always from the certain bounds with rounding; o = 2 v.
+    ///
+    /// # Errors
+    /// If eta is not in (0, 1], if the layer does not have that bound, or if a descale leaves the range of f32.
+    pub fn from_bounds(bounds: &LayerBounds, kind: BoundKind, eta: f64, granularity: Granularity) -> Result<Self> {
+        if !(eta > 0.0 && eta <= 1.0) {
+            return Err(Error::argument(format_args!("eta {eta} must be greater than 0 and at most 1")));
+        }
+        let mut logit_bound = bounds.heads.iter().map(|head| head.for_scale(kind)).collect::<Result<Vec<_>>>()?;
+        if granularity == Granularity::Layer {
+            let largest = logit_bound.iter().copied().fold(0.0, f64::max);
+            logit_bound.fill(largest);
+        }
+        let logit_descale =
+            logit_bound.iter().map(|&bound| Descale::covering(bound, eta * E4M3_MAX)).collect::<Result<Vec<_>>>()?;
+        let plan = Self {
+            layer: bounds.layer,
+            logit_bound: Some(logit_bound),
+            logit_descale,
+            operands: OperandDescales::from_bounds(bounds, granularity)?,
+        };
+        Ok(plan)
+    }
+
     /// The largest descale of a row: the one scale of a call that takes one per tensor.
     pub fn per_tensor(row: &[Descale]) -> Descale {
         row.iter().copied().reduce(Descale::max).unwrap_or(Descale::ONE)
+    }
+}
+
+impl OperandDescales {
+    /// Descales from the certain operand bounds with rounding, `(B + A/32) / 448`.
+    ///
+    /// # Errors
+    /// If a descale leaves the range of f32.
+    pub fn from_bounds(bounds: &LayerBounds, granularity: Granularity) -> Result<Self> {
+        let n_kv = bounds.k.len();
+        let row = |heads: &[OperandBound]| -> Result<Vec<Descale>> {
+            let mut row = vec![0.0f64; n_kv];
+            for (head, bound) in heads.iter().enumerate() {
+                let slot = &mut row[head * n_kv / heads.len()];
+                *slot = slot.max(bound.rounded);
+            }
+            if granularity == Granularity::Layer {
+                let largest = row.iter().copied().fold(0.0, f64::max);
+                row.fill(largest);
+            }
+            row.into_iter().map(|bound| Descale::covering(bound, E4M3_MAX)).collect()
+        };
+        let v = bounds.v.as_deref().map(row).transpose()?;
+        let o = v.as_ref().map(|v| v.iter().map(|v| Descale::new(2.0 * v.get())).collect()).transpose()?;
+        Ok(Self { q: row(&bounds.q)?, k: row(&bounds.k)?, v, o })
     }
 }

@@ -1,0 +1,397 @@
+//! Offline profiles: `c_star` for a config, and with weights the norms, bounds and descales of every layer and head.
+//!
+//! The serialised form of [`Profile`] is the JSON of `sigmascale calibrate`.
+
+use crate::bound::{BoundKind, CStar, HeadBounds, LayerBounds, Tail};
+use crate::error::{Error, Result};
+use crate::geometry::LayerGeometry;
+use crate::model::{AttentionSpec, LayerWeights, NormKind, QkNormScope, QkvBias, RopeLayout};
+use crate::plan::{DEFAULT_ETA, Granularity, ScalePlan};
+use crate::scale::Descale;
+use crate::spectral::{GramEngine, HeadSpectrum, LayerSpectrum, PowerEngine, PowerState, SpectralEngine};
+use serde::Serialize;
+
+/// Which engine estimates the norms.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Estimator {
+    /// Exact and certified.
+    #[default]
+    Gram,
+    /// The paper's power iteration: a lower bound.
+    Power,
+}
+
+/// What a calibration is asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// The union bound of the probabilistic constants.
+    pub tail: Tail,
+    /// Share of the E4M3 range that logit bounds are mapped onto.
+    pub eta: f64,
+    /// Bound behind the logit descales.
+    pub bound: BoundKind,
+    /// One scale a head or a layer.
+    pub granularity: Granularity,
+    /// Engine.
+    pub estimator: Estimator,
+    /// Everything as the paper has it: summed sigma of raw weights, no gains, constants or rotation, one logit scale a
+    /// layer, no operand descales.
+    pub as_paper: bool,
+    /// Replaces `c_star` under `as_paper` (the paper used 0.08, 0.04, 0.03 and 0.02).
+    pub c: Option<f64>,
+    /// Seed of the power iteration's start vectors.
+    pub seed: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            tail: Tail::default(),
+            eta: DEFAULT_ETA,
+            bound: BoundKind::default(),
+            granularity: Granularity::default(),
+            estimator: Estimator::default(),
+            as_paper: false,
+            c: None,
+            seed: 0,
+        }
+    }
+}
+
+impl Options {
+    /// # Errors
+    /// If a value breaks its rule or two options contradict each other.
+    pub fn check(&self) -> Result<()> {
+        self.tail.check()?;
+        if !(self.eta > 0.0 && self.eta <= 1.0) {
+            return Err(Error::argument(format_args!("eta {} must be greater than 0 and at most 1", self.eta)));
+        }
+        match self.c {
+            Some(_) if !self.as_paper => return Err(Error::argument("--c replaces c_star only under --as-paper")),
+            Some(c) if !(c.is_finite() && c > 0.0) => {
+                return Err(Error::argument(format_args!("c {c} must be finite and greater than zero")));
+            }
+            _ => {}
+        }
+        if !self.as_paper && self.estimator == Estimator::Power {
+            match self.bound {
+                BoundKind::Certain => {
+                    return Err(Error::argument(
+                        "--bound certain needs --estimator gram: power iteration is a lower bound and cannot certify",
+                    ));
+                }
+                BoundKind::Spectrum => {
+                    return Err(Error::argument(
+                        "--bound spectrum needs --estimator gram: power iteration gives no Frobenius norm",
+                    ));
+                }
+                BoundKind::RankAware => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Result of a calibration.
+#[derive(Clone, Debug, Serialize)]
+pub struct Profile {
+    /// The model.
+    pub model: ModelSummary,
+    /// The union bound.
+    pub tail: TailSummary,
+    /// The paper's constants.
+    pub c_star: CStar,
+    /// How the layers were computed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub method: Option<Method>,
+    /// One entry a layer; only with weights.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layers: Option<Vec<LayerProfile>>,
+}
+
+/// How layers were computed.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Method {
+    /// Bound behind the logit descales.
+    pub bound: BoundKind,
+    /// Engine.
+    pub estimator: Estimator,
+    /// One scale a head or a layer.
+    pub granularity: Granularity,
+    /// Whether everything is as the paper has it.
+    pub as_paper: bool,
+    /// The constant that multiplied the worst case under `as_paper`.
+    pub c: Option<f64>,
+}
+
+/// A model in a line.
+#[derive(Clone, Debug, Serialize)]
+pub struct ModelSummary {
+    /// Preset, folder or file.
+    pub name: String,
+    /// Family.
+    pub family: String,
+    /// Layers.
+    pub layers: usize,
+    /// Model dimension.
+    pub d_model: usize,
+    /// Query heads.
+    pub n_q_heads: usize,
+    /// KV heads.
+    pub n_kv_heads: usize,
+    /// Head dimension.
+    pub d_head: usize,
+    /// Norm in front of attention.
+    pub norm: NormKind,
+    /// Pairing of the rotation, null without.
+    pub rope: Option<RopeLayout>,
+    /// Scope of the QK-norm, null without.
+    pub qk_norm: Option<QkNormScope>,
+    /// Biases of q, k and v.
+    pub bias: QkvBias,
+}
+
+impl ModelSummary {
+    /// The summary of a spec.
+    pub fn new(spec: &AttentionSpec) -> Self {
+        Self {
+            name: spec.name.clone(),
+            family: spec.family.clone(),
+            layers: spec.layers,
+            d_model: spec.d_model,
+            n_q_heads: spec.n_q_heads,
+            n_kv_heads: spec.n_kv_heads,
+            d_head: spec.d_head,
+            norm: spec.norm.kind,
+            rope: spec.rope.iter().flatten().next().map(|rope| rope.layout),
+            qk_norm: spec.qk_norm.map(|norm| norm.scope),
+            bias: spec.bias,
+        }
+    }
+}
+
+/// The union bound and eta.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct TailSummary {
+    /// Counts and failure probability.
+    #[serde(flatten)]
+    pub tail: Tail,
+    /// Share of the E4M3 range.
+    pub eta: f64,
+}
+
+/// One layer of a profile. Shapes: `heads` n_q, descales n_kv.
+#[derive(Clone, Debug, Serialize)]
+pub struct LayerProfile {
+    /// Layer number.
+    pub layer: usize,
+    /// Largest sigma of a head; the paper's summed sigma under `as_paper`; null with QK-norm.
+    pub sigma: Option<f64>,
+    /// The paper's summed sigma, raw weights.
+    pub sigma_sum: Option<f64>,
+    /// Largest logit bound of a head, of the chosen kind.
+    pub logit_bound: f64,
+    /// Largest logit descale of a head.
+    pub logit_descale: Descale,
+    /// Logit descale of each query head.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub logit_descales: Vec<Descale>,
+    /// Descales of q per KV head; null where there is no bound or under `as_paper`.
+    pub q_descale: Option<Vec<Descale>>,
+    /// Of k.
+    pub k_descale: Option<Vec<Descale>>,
+    /// Of v.
+    pub v_descale: Option<Vec<Descale>>,
+    /// Of o.
+    pub o_descale: Option<Vec<Descale>>,
+    /// The heads; absent under `as_paper`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub heads: Option<Vec<HeadProfile>>,
+}
+
+/// One query head of a profile.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct HeadProfile {
+    /// Query head.
+    pub head: usize,
+    /// The KV head it reads.
+    pub kv_head: usize,
+    /// Effective, unrotated norm.
+    pub sigma: Option<f64>,
+    /// Raw norm.
+    pub sigma_raw: Option<f64>,
+    /// Bound over every relative position.
+    pub sigma_rope: Option<f64>,
+    /// Certified upper bound of sigma_rope: what the certain bound uses.
+    pub sigma_certified: Option<f64>,
+    /// Frobenius norm.
+    pub frobenius: Option<f64>,
+    /// `frobenius^2 / sigma^2`.
+    pub stable_rank: Option<f64>,
+    /// What constants add to the certain bound.
+    pub bias_constant: Option<f64>,
+    /// See [`HeadBounds`].
+    pub bound_naive: Option<f64>,
+    /// See [`HeadBounds`].
+    pub bound_certain: Option<f64>,
+    /// See [`HeadBounds`].
+    pub bound_rounded: Option<f64>,
+    /// See [`HeadBounds`].
+    pub bound_rank_aware: Option<f64>,
+    /// See [`HeadBounds`].
+    pub bound_spectrum: Option<f64>,
+}
+
+impl HeadProfile {
+    fn new(head: usize, geometry: &LayerGeometry<'_>, spectrum: Option<&HeadSpectrum>, bounds: &HeadBounds) -> Self {
+        let exact = spectrum.and_then(|spectrum| spectrum.exact);
+        let root = (geometry.d_model as f64).sqrt();
+        Self {
+            head,
+            kv_head: geometry.kv_head(head),
+            sigma: spectrum.map(|s| s.sigma),
+            sigma_raw: spectrum.map(|s| s.sigma_raw),
+            sigma_rope: exact.map(|e| e.sigma_rope),
+            sigma_certified: exact.map(|e| e.sigma_rope_upper),
+            frobenius: exact.map(|e| e.frobenius),
+            stable_rank: spectrum.zip(exact).map(|(s, e)| e.stable_rank(s.sigma)),
+            bias_constant: spectrum
+                .map(|s| geometry.softmax_scale * (root * (s.constants.a + s.constants.b) + s.constants.c0)),
+            bound_naive: bounds.naive,
+            bound_certain: bounds.certain,
+            bound_rounded: bounds.rounded,
+            bound_rank_aware: bounds.rank_aware,
+            bound_spectrum: bounds.spectrum,
+        }
+    }
+}
+
+/// The profile of a config alone: `c_star`, no layers.
+///
+/// # Errors
+/// As [`Options::check`].
+pub fn calibrate_config(spec: &AttentionSpec, options: &Options) -> Result<Profile> {
+    options.check()?;
+    Ok(Profile {
+        model: ModelSummary::new(spec),
+        tail: TailSummary { tail: options.tail, eta: options.eta },
+        c_star: options.tail.c_star(spec)?,
+        method: None,
+        layers: None,
+    })
+}
+
+/// The profile of a model with weights, layer by layer in order.
+#[derive(Debug)]
+pub struct Calibration<'s> {
+    spec: &'s AttentionSpec,
+    options: Options,
+    c_star: CStar,
+    power: PowerState,
+    layers: Vec<LayerProfile>,
+}
+
+impl<'s> Calibration<'s> {
+    /// A calibration without layers yet.
+    ///
+    /// # Errors
+    /// As [`Options::check`].
+    pub fn new(spec: &'s AttentionSpec, options: Options) -> Result<Self> {
+        options.check()?;
+        let c_star = options.tail.c_star(spec)?;
+        let power = PowerState::new(spec.layers, spec.d_model, spec.n_q_heads, options.seed);
+        Ok(Self { spec, options, c_star, power, layers: Vec::with_capacity(spec.layers) })
+    }
+
+    /// Adds one layer and returns its profile.
+    ///
+    /// # Errors
+    /// If weights are not finite, of the wrong shape, or cannot be bounded.
+    pub fn layer(&mut self, weights: LayerWeights<'_>) -> Result<&LayerProfile> {
+        let geometry = LayerGeometry::new(self.spec, weights)?;
+        let profile = if self.options.as_paper { self.paper_layer(&geometry)? } else { self.sound_layer(&geometry)? };
+        self.layers.push(profile);
+        Ok(&self.layers[self.layers.len() - 1])
+    }
+
+    fn sound_layer(&mut self, geometry: &LayerGeometry<'_>) -> Result<LayerProfile> {
+        let spectrum = match self.options.estimator {
+            Estimator::Gram => GramEngine.layer(geometry)?,
+            Estimator::Power => PowerEngine::new(&mut self.power).layer(geometry)?,
+        };
+        let bounds = LayerBounds::new(self.spec, geometry, &spectrum, &self.options.tail)?;
+        let plan = ScalePlan::from_bounds(&bounds, self.options.bound, self.options.eta, self.options.granularity)
+            .map_err(|error| error.within(format_args!("{} layer {}", self.spec.name, geometry.layer)))?;
+        let sigma = spectrum.heads.as_ref().map(|heads| heads.iter().map(|head| head.sigma).fold(0.0, f64::max));
+        let heads = bounds
+            .heads
+            .iter()
+            .enumerate()
+            .map(|(head, bounds)| {
+                let spectrum = spectrum.heads.as_ref().map(|heads| &heads[head]);
+                HeadProfile::new(head, geometry, spectrum, bounds)
+            })
+            .collect();
+        Ok(LayerProfile {
+            layer: geometry.layer,
+            sigma,
+            sigma_sum: spectrum.sigma_sum,
+            logit_bound: plan.logit_bound.iter().flatten().copied().fold(0.0, f64::max),
+            logit_descale: ScalePlan::per_tensor(&plan.logit_descale),
+            logit_descales: plan.logit_descale,
+            q_descale: Some(plan.operands.q),
+            k_descale: Some(plan.operands.k),
+            v_descale: plan.operands.v,
+            o_descale: plan.operands.o,
+            heads: Some(heads),
+        })
+    }
+
+    /// Algorithm 1 of the paper: `s = c tau d sigma_sum / (eta 448)`.
+    fn paper_layer(&mut self, geometry: &LayerGeometry<'_>) -> Result<LayerProfile> {
+        let sigma_sum = match self.options.estimator {
+            Estimator::Power => PowerEngine::new(&mut self.power).summed(geometry)?.sigma,
+            Estimator::Gram => paper_sigma(&GramEngine.layer(geometry)?)?,
+        };
+        let c = self.options.c.unwrap_or(self.c_star.c_star);
+        let logit_bound = c * geometry.softmax_scale * geometry.d_model as f64 * sigma_sum;
+        Ok(LayerProfile {
+            layer: geometry.layer,
+            sigma: Some(sigma_sum),
+            sigma_sum: Some(sigma_sum),
+            logit_bound,
+            logit_descale: Descale::covering(logit_bound, self.options.eta * crate::bound::E4M3_MAX)?,
+            logit_descales: Vec::new(),
+            q_descale: None,
+            k_descale: None,
+            v_descale: None,
+            o_descale: None,
+            heads: None,
+        })
+    }
+
+    /// The finished profile.
+    pub fn finish(self) -> Profile {
+        let options = self.options;
+        Profile {
+            model: ModelSummary::new(self.spec),
+            tail: TailSummary { tail: options.tail, eta: options.eta },
+            c_star: self.c_star,
+            method: Some(Method {
+                bound: options.bound,
+                estimator: options.estimator,
+                granularity: options.granularity,
+                as_paper: options.as_paper,
+                c: options.as_paper.then(|| options.c.unwrap_or(self.c_star.c_star)),
+            }),
+            layers: Some(self.layers),
+        }
+    }
+}
+
+fn paper_sigma(spectrum: &LayerSpectrum) -> Result<f64> {
+    spectrum.sigma_sum.ok_or_else(|| {
+        Error::unsupported("the paper's sigma does not bound logits of normalised q and k: use the sound form")
+    })
+}
