@@ -1,7 +1,21 @@
 //! Models: what their attention is ([`AttentionSpec`]) and where its weights lie ([`LayerWeights`]).
+//!
+//! A [`Checkpoint`] maps a Hugging Face folder and hands out borrowed views; a [`SyntheticModel`] draws random weights
+//! of a prescribed spectral norm; a [`preset`] is a spec alone. What a family is stands in a table, and a family that is
+//! not in it is refused: no bound is better than a wrong one.
 
+mod checkpoint;
+mod config;
+mod families;
+mod preset;
 mod spec;
+mod synthetic;
 mod weights;
 
+#[doc(hidden)]
+pub use checkpoint::fuzz_safetensors;
+pub use checkpoint::{Checkpoint, StoredTensor};
+pub use preset::{paper_sigma_profile, preset, preset_names};
 pub use spec::{AttentionSpec, GainForm, InputNorm, NormKind, QkNorm, QkNormScope, QkvBias, Rope, RopeLayout};
+pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOptions};
 pub use weights::{LayerWeights, NormVectors, Projection};

@@ -1,0 +1,569 @@
+//! Checkpoints on disk: safetensors files, memory-mapped, read as borrowed views.
+//!
+//! Nothing is copied but vectors (norms, biases). A header is at most 100 MB and its length is checked before anything
+//! is read from it; offsets must cover the file without gap or overlap; an index may only name files inside its folder.
+//! Every error is one sentence that names the file, the tensor and the rule.
+//!
+//! A file must not change while it is mapped. Weights are not checked for NaN here (that takes a read of them all);
+//! vectors are.
+
+use super::config::{Config, read_capped};
+use super::families::{NormTensor, QkNormRule, QkNormStored, QkvTensors};
+use super::spec::{AttentionSpec, GainForm};
+use super::weights::{LayerWeights, NormVectors, Projection};
+use crate::error::{Error, Result};
+use crate::tensor::{BlockScale, Dtype, MatrixView};
+use memmap2::Mmap;
+use safetensors::{SafeTensorError, SafeTensors};
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+
+/// Longest safetensors header, in bytes (the format's own limit).
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Longest index of a sharded checkpoint, in bytes.
+const MAX_INDEX_BYTES: u64 = 64 << 20;
+const INDEX: &str = "model.safetensors.index.json";
+const SINGLE: &str = "model.safetensors";
+
+/// A mapped checkpoint with the spec of its attention.
+///
+/// ```no_run
+/// use sigmascale::model::Checkpoint;
+/// let checkpoint = Checkpoint::open("llama-3.1-8b".as_ref())?;
+/// let layer = checkpoint.layer(0)?;
+/// assert_eq!(layer.q.heads.len(), checkpoint.spec().n_q_heads);
+/// # Ok::<(), sigmascale::Error>(())
+/// ```
+pub struct Checkpoint {
+    path: PathBuf,
+    config: Config,
+    prefix: &'static str,
+    shards: Vec<Shard>,
+    tensors: HashMap<String, Entry>,
+}
+
+/// Any stored tensor of a checkpoint.
+#[derive(Clone, Debug)]
+pub struct StoredTensor<'a> {
+    /// The values: `shape[0] x shape[1]` for a matrix, one row for a vector or a scalar, the leading dimensions
+    /// together as rows for more than two.
+    pub view: MatrixView<'a>,
+    /// Shape in storage.
+    pub shape: Vec<usize>,
+}
+
+struct Shard {
+    path: PathBuf,
+    map: Mmap,
+    data: usize,
+}
+
+#[derive(Clone)]
+struct Entry {
+    shard: usize,
+    dtype: safetensors::Dtype,
+    shape: Vec<usize>,
+    start: usize,
+    end: usize,
+}
+
+impl Checkpoint {
+    /// Opens a folder with `config.json` and `model.safetensors` (or `model.safetensors.index.json` and its shards), or
+    /// one `.safetensors` file with `config.json` beside it.
+    ///
+    /// The spec is the config's, except that a bias found in the file counts even where the config has none: the
+    /// bounds with it also hold without it.
+    ///
+    /// # Errors
+    /// `is_io` if a file cannot be opened or mapped; `is_format` if a file breaks a rule of its format or holds no
+    /// attention of the config's family; `is_unsupported` as [`AttentionSpec::from_config_json`].
+    pub fn open(path: &Path) -> Result<Self> {
+        let metadata = std::fs::metadata(path).map_err(|e| Error::io(path, "open", e))?;
+        let (folder, file) = if metadata.is_dir() {
+            (path.to_owned(), None)
+        } else if path.extension().is_some_and(|extension| extension == "safetensors") {
+            (path.parent().map(Path::to_owned).unwrap_or_default(), Some(path.to_owned()))
+        } else {
+            return Err(Error::argument(format_args!(
+                "{}: a checkpoint is a folder or a .safetensors file",
+                path.display()
+            )));
+        };
+        let config = Config::read(&folder.join("config.json"))?;
+        let (shards, tensors) = match file {
+            Some(file) => open_single(file)?,
+            None if folder.join(SINGLE).exists() => open_single(folder.join(SINGLE))?,
+            None if folder.join(INDEX).exists() => open_sharded(&folder)?,
+            None => {
+                return Err(Error::format(path, format_args!("the folder has neither {SINGLE} nor {INDEX}")));
+            }
+        };
+        let mut checkpoint = Self { path: path.to_owned(), config, prefix: "", shards, tensors };
+        checkpoint.prefix = checkpoint.find_prefix()?;
+        checkpoint.count_biases();
+        Ok(checkpoint)
+    }
+
+    /// What the attention is.
+    pub fn spec(&self) -> &AttentionSpec {
+        &self.config.spec
+    }
+
+    /// The path that was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What stands in front of the family's tensor names in this file (`model.`, `transformer.`, nothing, ...).
+    pub fn prefix(&self) -> &str {
+        self.prefix
+    }
+
+    /// Names of all stored tensors, in no order.
+    pub fn tensor_names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// True if a tensor of this name is stored.
+    pub fn has_tensor(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// Any floating tensor by its full stored name; E4M3 comes with the scale that stands beside it.
+    ///
+    /// # Errors
+    /// `is_format` if there is none of this name, or its type is not read.
+    pub fn tensor(&self, name: &str) -> Result<StoredTensor<'_>> {
+        let entry = self.entry(name)?;
+        let (rows, cols) = match entry.shape.as_slice() {
+            [] => (1, 1),
+            [n] => (1, *n),
+            [leading @ .., cols] => (leading.iter().product(), *cols),
+        };
+        Ok(StoredTensor { view: self.view(name, entry, rows, cols)?, shape: entry.shape.clone() })
+    }
+
+    /// The weights of one layer as views.
+    ///
+    /// # Errors
+    /// `is_argument` if there is no such layer; `is_format` if a tensor is missing or has the wrong shape or type;
+    /// `is_non_finite` if a norm vector or a bias holds a NaN or an infinity.
+    pub fn layer(&self, layer: usize) -> Result<LayerWeights<'_>> {
+        let spec = &self.config.spec;
+        if layer >= spec.layers {
+            return Err(Error::argument(format_args!(
+                "{}: there is no layer {layer}, the model has {}",
+                self.path.display(),
+                spec.layers
+            )));
+        }
+        let (q, k, v) = self.projections(layer)?;
+        let (norm_gain, norm_shift) = match self.norm_name(layer) {
+            Some(name) => {
+                let gain = match spec.norm.gain {
+                    GainForm::Unit => None,
+                    _ => Some(self.vector(&self.named(&name, &["weight", "gamma"]), spec.d_model)?),
+                };
+                let shift = match spec.norm.shift {
+                    true => Some(self.vector(&self.named(&name, &["bias", "beta"]), spec.d_model)?),
+                    false => None,
+                };
+                (gain, shift)
+            }
+            None => (None, None),
+        };
+        let (q_norm, k_norm) = match (&self.config.family.qk_norm, spec.qk_norm) {
+            (Some(rule), Some(_)) => (
+                Some(self.qk_norm(rule, rule.q, layer, spec.n_q_heads)?),
+                Some(self.qk_norm(rule, rule.k, layer, spec.n_kv_heads)?),
+            ),
+            _ => (None, None),
+        };
+        Ok(LayerWeights { layer, q, k, v, norm_gain, norm_shift, q_norm, k_norm })
+    }
+
+    fn entry(&self, name: &str) -> Result<&Entry> {
+        self.tensors.get(name).ok_or_else(|| Error::format(&self.path, format_args!("tensor `{name}` is missing")))
+    }
+
+    /// An error about one tensor, with the file that holds it.
+    fn broken(&self, name: &str, entry: &Entry, rule: impl std::fmt::Display) -> Error {
+        Error::format(&self.shards[entry.shard].path, format_args!("tensor `{name}` {rule}"))
+    }
+
+    fn find_prefix(&self) -> Result<&'static str> {
+        let probe = match self.config.family.qkv {
+            QkvTensors::Separate { q, .. } => q,
+            QkvTensors::Concat { name, .. } | QkvTensors::Grouped { name } => name,
+        };
+        let probe = at(probe, 0) + ".weight";
+        let fits = |prefix: &&str| self.tensors.contains_key(&format!("{prefix}{probe}"));
+        self.config.family.prefixes.iter().copied().find(fits).ok_or_else(|| {
+            let family = self.config.family.name;
+            Error::format(&self.path, format_args!("no tensor is named `{probe}`, as family `{family}` has it"))
+        })
+    }
+
+    /// A bias that is stored counts, whatever the config says. One that is missing is found out by the layer.
+    fn count_biases(&mut self) {
+        let stored = |template: &str| {
+            (0..self.config.spec.layers)
+                .any(|i| self.tensors.contains_key(&format!("{}{}.bias", self.prefix, at(template, i))))
+        };
+        let (q, k, v) = match self.config.family.qkv {
+            QkvTensors::Separate { q, k, v } => (stored(q), stored(k), stored(v)),
+            QkvTensors::Concat { name, .. } | QkvTensors::Grouped { name } => {
+                let stored = stored(name);
+                (stored, stored, stored)
+            }
+        };
+        let bias = &mut self.config.spec.bias;
+        (bias.q, bias.k, bias.v) = (bias.q || q, bias.k || k, bias.v || v);
+    }
+
+    /// The first stored of `name.suffix`, else the name with the first suffix (for the message).
+    fn named(&self, name: &str, suffixes: &[&str]) -> String {
+        let full = |suffix: &&str| format!("{}{name}.{suffix}", self.prefix);
+        suffixes.iter().map(|s| full(s)).find(|n| self.tensors.contains_key(n)).unwrap_or_else(|| full(&suffixes[0]))
+    }
+
+    fn norm_name(&self, layer: usize) -> Option<String> {
+        match &self.config.family.norm_tensor {
+            NormTensor::Previous { first, .. } if layer == 0 => Some((*first).to_owned()),
+            NormTensor::Previous { rest, .. } => Some(rest.replace("{j}", &(layer - 1).to_string())),
+            _ => self.config.own_norm.map(|name| at(name, layer)),
+        }
+    }
+
+    fn projections(&self, layer: usize) -> Result<(Projection<'_>, Projection<'_>, Projection<'_>)> {
+        let spec = &self.config.spec;
+        let (n_q, n_kv, r, d) = (spec.n_q_heads, spec.n_kv_heads, spec.d_head, spec.d_model);
+        // First rows of the heads of q, k and v in the fused output.
+        let (name, conv1d, starts): (&str, bool, [Vec<usize>; 3]) = match self.config.family.qkv {
+            QkvTensors::Separate { q, k, v } => {
+                let one = |template: &str, heads: usize, bias: bool| {
+                    let name = at(template, layer);
+                    let rows: Vec<usize> = (0..heads).map(|h| h * r).collect();
+                    let weight = self.matrix(&self.named(&name, &["weight"]), heads * r, d, false)?;
+                    let bias = self.bias(&name, heads * r, bias)?;
+                    Ok(self.projection(&name, &weight, bias.as_deref(), &rows))
+                };
+                return Ok((one(q, n_q, spec.bias.q)?, one(k, n_kv, spec.bias.k)?, one(v, n_kv, spec.bias.v)?));
+            }
+            QkvTensors::Concat { name, conv1d } => {
+                let rows = |first: usize, heads: usize| (0..heads).map(|h| (first + h) * r).collect();
+                (name, conv1d, [rows(0, n_q), rows(n_q, n_kv), rows(n_q + n_kv, n_kv)])
+            }
+            QkvTensors::Grouped { name } => {
+                let group = spec.group();
+                let block = (group + 2) * r;
+                let q = (0..n_q).map(|h| h / group * block + h % group * r).collect();
+                let k = (0..n_kv).map(|g| g * block + group * r).collect();
+                let v = (0..n_kv).map(|g| g * block + (group + 1) * r).collect();
+                (name, false, [q, k, v])
+            }
+        };
+        let name = at(name, layer);
+        let rows = (n_q + 2 * n_kv) * r;
+        let weight = self.matrix(&self.named(&name, &["weight"]), rows, d, conv1d)?;
+        let bias = self.bias(&name, rows, spec.bias.any())?;
+        let [q, k, v] = starts.map(|rows| self.projection(&name, &weight, bias.as_deref(), &rows));
+        Ok((q, k, v))
+    }
+
+    fn projection<'a>(
+        &self,
+        name: &str,
+        weight: &MatrixView<'a>,
+        bias: Option<&[f64]>,
+        rows: &[usize],
+    ) -> Projection<'a> {
+        let r = self.config.spec.d_head;
+        Projection {
+            heads: rows.iter().map(|&row| weight.slice_rows(row, r)).collect(),
+            bias: bias.map(|b| rows.iter().flat_map(|&row| &b[row..row + r]).copied().collect()),
+            name: format!("{}{name}.weight", self.prefix),
+        }
+    }
+
+    fn bias(&self, name: &str, rows: usize, wanted: bool) -> Result<Option<Vec<f64>>> {
+        let name = self.named(name, &["bias"]);
+        if !wanted {
+            return Ok(None);
+        }
+        if !self.tensors.contains_key(&name) {
+            let rule = format_args!("tensor `{name}` is missing, and the config or another layer has this bias");
+            return Err(Error::format(&self.path, rule));
+        }
+        self.vector(&name, rows).map(Some)
+    }
+
+    fn qk_norm(&self, rule: &QkNormRule, template: &str, layer: usize, heads: usize) -> Result<NormVectors> {
+        let r = self.config.spec.d_head;
+        let name = at(template, layer);
+        let read = |suffix: &str| -> Result<Vec<f64>> {
+            match rule.stored {
+                QkNormStored::Shared => self.vector(&self.named(&name, &[suffix]), r),
+                QkNormStored::Flat => self.vector(&self.named(&name, &[suffix]), heads * r),
+                QkNormStored::PerHead => self.values(&self.named(&name, &[suffix]), &[heads, r]),
+                QkNormStored::TensorPerHead => {
+                    let mut all = Vec::with_capacity(heads * r);
+                    for h in 0..heads {
+                        let name = name.replace("{h}", &h.to_string());
+                        all.extend(self.vector(&self.named(&name, &[suffix]), r)?);
+                    }
+                    Ok(all)
+                }
+            }
+        };
+        let gain = read("weight")?;
+        let shift = if rule.norm.shift { Some(read("bias")?) } else { None };
+        Ok(NormVectors { gain, shift })
+    }
+
+    /// A projection as `rows x cols` (out x in), whatever its orientation in storage.
+    fn matrix(&self, name: &str, rows: usize, cols: usize, conv1d: bool) -> Result<MatrixView<'_>> {
+        let entry = self.entry(name)?;
+        let stored = if conv1d { (cols, rows) } else { (rows, cols) };
+        if entry.shape != [stored.0, stored.1] {
+            return Err(self.broken(
+                name,
+                entry,
+                format_args!("has shape {:?}, and the config needs [{}, {}]", entry.shape, stored.0, stored.1),
+            ));
+        }
+        let view = self.view(name, entry, stored.0, stored.1)?;
+        Ok(if conv1d { view.transpose() } else { view })
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Vec<f64>> {
+        self.values(name, &[len])
+    }
+
+    /// A small tensor of exactly this shape, all finite.
+    fn values(&self, name: &str, shape: &[usize]) -> Result<Vec<f64>> {
+        let entry = self.entry(name)?;
+        if entry.shape != shape {
+            return Err(self.broken(
+                name,
+                entry,
+                format_args!("has shape {:?}, and the config needs {shape:?}", entry.shape),
+            ));
+        }
+        if entry.dtype == safetensors::Dtype::F8_E4M3 {
+            return Err(self.broken(name, entry, "is a vector, and those are not read from FP8"));
+        }
+        let values = self.read(name, entry)?;
+        if values.iter().any(|x| !x.is_finite()) {
+            return Err(Error::non_finite(format_args!(
+                "{}: tensor `{name}` holds a value that is not finite",
+                self.shards[entry.shard].path.display()
+            )));
+        }
+        Ok(values)
+    }
+
+    fn read(&self, name: &str, entry: &Entry) -> Result<Vec<f64>> {
+        let len = entry.shape.iter().product();
+        let view = self.plain_view(name, entry, 1, len)?;
+        let mut values = vec![0.0; len];
+        view.read_row(0, 0, &mut values);
+        Ok(values)
+    }
+
+    fn plain_view(&self, name: &str, entry: &Entry, rows: usize, cols: usize) -> Result<MatrixView<'_>> {
+        let dtype = match entry.dtype {
+            safetensors::Dtype::F64 => Dtype::F64,
+            safetensors::Dtype::F32 => Dtype::F32,
+            safetensors::Dtype::F16 => Dtype::F16,
+            safetensors::Dtype::BF16 => Dtype::Bf16,
+            safetensors::Dtype::F8_E4M3 => Dtype::E4m3,
+            other => {
+                let rule = format_args!("has type {other:?}, and only F64, F32, F16, BF16 and F8_E4M3 are read");
+                return Err(self.broken(name, entry, rule));
+            }
+        };
+        let shard = &self.shards[entry.shard];
+        let bytes = shard.map.get(shard.data + entry.start..shard.data + entry.end);
+        let bytes = bytes.ok_or_else(|| self.broken(name, entry, "has offsets outside the file"))?;
+        MatrixView::dense(bytes, dtype, rows, cols).map_err(|e| e.within(shard.path.display()))
+    }
+
+    fn view(&self, name: &str, entry: &Entry, rows: usize, cols: usize) -> Result<MatrixView<'_>> {
+        let view = self.plain_view(name, entry, rows, cols)?;
+        if view.dtype() != Dtype::E4m3 {
+            return Ok(view);
+        }
+        let base = name.strip_suffix("weight").unwrap_or(name);
+        let names = [format!("{base}weight_scale_inv"), format!("{base}weight_scale")];
+        let Some(scale_name) = names.iter().find(|n| self.tensors.contains_key(*n)) else {
+            return Err(self.broken(name, entry, "is E4M3 and has no `weight_scale` or `weight_scale_inv` beside it"));
+        };
+        let scale = self.entry(scale_name)?;
+        let needs = |what: &str| {
+            self.broken(scale_name, scale, format_args!("has shape {:?}, and {what} for `{name}`", scale.shape))
+        };
+        let (grid, block) = match scale.shape.as_slice() {
+            [] | [1] | [1, 1] => ((1, 1), (rows, cols)),
+            [n] | [n, 1] if *n == rows => ((rows, 1), (1, cols)),
+            [grid_rows, grid_cols] => {
+                let side = |len: usize, tiles: usize| (tiles > 0 && len % tiles == 0).then(|| len / tiles);
+                let block = match self.config.fp8_block {
+                    Some(block) => Some(block),
+                    None => side(rows, *grid_rows).zip(side(cols, *grid_cols)),
+                };
+                let block = block.ok_or_else(|| needs("it does not say which tile each value scales"))?;
+                if (rows.div_ceil(block.0), cols.div_ceil(block.1)) != (*grid_rows, *grid_cols) {
+                    return Err(needs(&format!("tiles of {} x {} need another", block.0, block.1)));
+                }
+                ((*grid_rows, *grid_cols), block)
+            }
+            _ => return Err(needs("a scalar, one value a row or one a tile is needed")),
+        };
+        if scale.dtype == safetensors::Dtype::F8_E4M3 {
+            return Err(self.broken(scale_name, scale, "is a scale, and those are not read from FP8"));
+        }
+        let values = self.read(scale_name, scale)?;
+        if values.iter().any(|x| !x.is_finite()) {
+            return Err(Error::non_finite(format_args!(
+                "{}: tensor `{scale_name}` holds a value that is not finite",
+                self.shards[scale.shard].path.display()
+            )));
+        }
+        let values: Arc<[f32]> = values.into_iter().map(|x| x as f32).collect();
+        debug_assert_eq!(values.len(), grid.0 * grid.1);
+        // A zero side keeps the division defined for an empty matrix.
+        let block = (block.0.max(1), block.1.max(1));
+        Ok(view.with_scale(BlockScale { values, block, grid_cols: grid.1 }))
+    }
+}
+
+/// A name template at one layer.
+fn at(template: &str, layer: usize) -> String {
+    template.replace("{i}", &layer.to_string())
+}
+
+type Opened = (Vec<Shard>, HashMap<String, Entry>);
+
+fn open_single(path: PathBuf) -> Result<Opened> {
+    let (shard, entries) = open_shard(path, 0)?;
+    Ok((vec![shard], entries))
+}
+
+fn open_sharded(folder: &Path) -> Result<Opened> {
+    let index_path = folder.join(INDEX);
+    let bytes = read_capped(&index_path, MAX_INDEX_BYTES, "an index")?;
+    #[derive(serde::Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let index: Index = serde_json::from_slice(&bytes)
+        .map_err(|e| Error::format(&index_path, format_args!("the index has no readable `weight_map`: {e}")))?;
+    let mut shards = Vec::new();
+    let mut tensors = HashMap::new();
+    let mut seen: HashMap<&str, (usize, HashMap<String, Entry>)> = HashMap::new();
+    for (tensor, file) in &index.weight_map {
+        if !seen.contains_key(file.as_str()) {
+            // Links may lead anywhere (caches are made of them), names may not.
+            let inside = Path::new(file).components().all(|part| matches!(part, Component::Normal(_)));
+            if !inside || file.is_empty() {
+                let rule = format_args!("shard `{file}` of tensor `{tensor}` must lie in the folder");
+                return Err(Error::format(&index_path, rule));
+            }
+            let path = folder.join(file);
+            if !path.exists() {
+                let rule = format_args!("shard `{file}` of tensor `{tensor}` is missing");
+                return Err(Error::format(&index_path, rule));
+            }
+            let number = shards.len();
+            let (shard, entries) = open_shard(path, number)?;
+            shards.push(shard);
+            seen.insert(file, (number, entries));
+        }
+        let (number, entries) = &seen[file.as_str()];
+        let entry = entries.get(tensor).cloned().ok_or_else(|| {
+            let path = &shards[*number].path;
+            Error::format(path, format_args!("tensor `{tensor}` is missing, and the index says it is here"))
+        })?;
+        tensors.insert(tensor.clone(), entry);
+    }
+    Ok((shards, tensors))
+}
+
+fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, HashMap<String, Entry>)> {
+    let file = File::open(&path).map_err(|e| Error::io(&path, "open", e))?;
+    let metadata = file.metadata().map_err(|e| Error::io(&path, "read its size", e))?;
+    if !metadata.is_file() {
+        return Err(Error::format(&path, "a safetensors file must be a regular file"));
+    }
+    // An empty file cannot be mapped.
+    if metadata.len() < 8 {
+        return Err(Error::format(&path, format_args!("{} bytes are too few for a header", metadata.len())));
+    }
+    // SAFETY:
+    // 1. The map is read-only and lives as long as every view borrowed from it.
+    // 2. The bytes are only ever read as plain numbers, for which every bit pattern is valid.
+    // 3. Nothing in this crate writes to the file. Another process that shortens it while it is mapped ends this one
+    //    with a bus error; the module's documentation forbids that.
+    let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(&path, "map", e))?;
+    let (data, entries) = parse_header(&map, &path, number)?;
+    Ok((Shard { path, map, data }, entries))
+}
+
+/// Offset of the data and the tensors of a whole safetensors file.
+fn parse_header(bytes: &[u8], path: &Path, shard: usize) -> Result<(usize, HashMap<String, Entry>)> {
+    let Some(Ok(length)) = bytes.get(..8).map(|b| <[u8; 8]>::try_from(b).map(u64::from_le_bytes)) else {
+        return Err(Error::format(path, format_args!("{} bytes are too few for a header", bytes.len())));
+    };
+    if length > MAX_HEADER_BYTES {
+        let rule = format_args!("a header of {length} bytes is over the limit of {MAX_HEADER_BYTES}");
+        return Err(Error::format(path, rule));
+    }
+    if length > bytes.len() as u64 - 8 {
+        let rule = format_args!("a header of {length} bytes does not fit a file of {} bytes", bytes.len());
+        return Err(Error::format(path, rule));
+    }
+    let (length, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| Error::format(path, rule_of(&e)))?;
+    let entry = |info: &safetensors::tensor::TensorInfo| Entry {
+        shard,
+        dtype: info.dtype,
+        shape: info.shape.clone(),
+        start: info.data_offsets.0,
+        end: info.data_offsets.1,
+    };
+    let entries = metadata.tensors().into_iter().map(|(name, info)| (name, entry(info))).collect();
+    Ok((8 + length, entries))
+}
+
+fn rule_of(error: &SafeTensorError) -> String {
+    match error {
+        SafeTensorError::InvalidOffset(name) => {
+            format!("tensor `{name}` does not start where the one before it ends (overlap, gap or reversed offsets)")
+        }
+        SafeTensorError::MetadataIncompleteBuffer => {
+            "the tensors do not end where the file ends (truncated, or trailing bytes)".to_owned()
+        }
+        SafeTensorError::TensorInvalidInfo => {
+            "a tensor's shape and type do not have the bytes of its offsets".to_owned()
+        }
+        SafeTensorError::ValidationOverflow => "a tensor's shape has more elements than can be counted".to_owned(),
+        SafeTensorError::MisalignedSlice => "a tensor does not fill whole bytes".to_owned(),
+        other => other.to_string(),
+    }
+}
+
+/// Parses the header of a safetensors file held in memory and touches every tensor it names.
+///
+/// For fuzzing: gives the number of tensors, and reads nothing outside `bytes`.
+#[doc(hidden)]
+pub fn fuzz_safetensors(bytes: &[u8]) -> Result<usize> {
+    let path = Path::new("fuzz.safetensors");
+    let (data, entries) = parse_header(bytes, path, 0)?;
+    for entry in entries.values() {
+        let inside = bytes.get(data + entry.start..data + entry.end).is_some();
+        assert!(inside, "a header that was accepted points outside the file");
+    }
+    Ok(entries.len())
+}
