@@ -8,7 +8,7 @@ use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights, NormKind, QkNormScope, QkvBias, RopeLayout};
 use crate::plan::{DEFAULT_ETA, Granularity, ScalePlan};
 use crate::scale::Descale;
-use crate::spectral::{GramEngine, HeadSpectrum, LayerSpectrum, PowerEngine, PowerState, SpectralEngine};
+use crate::spectral::{GramEngine, HeadSpectrum, PowerEngine, PowerState, SpectralEngine, layer_channels, summed_norm};
 use serde::Serialize;
 
 /// Which engine estimates the norms.
@@ -350,9 +350,17 @@ impl<'s> Calibration<'s> {
 
     /// Algorithm 1 of the paper: `s = c tau d sigma_sum / (eta 448)`.
     fn paper_layer(&mut self, geometry: &LayerGeometry<'_>) -> Result<LayerProfile> {
+        if geometry.qk_limits.is_some() {
+            return Err(Error::unsupported(
+                "the paper's sigma does not bound logits of normalised q and k: use the sound form",
+            ));
+        }
         let sigma_sum = match self.options.estimator {
             Estimator::Power => PowerEngine::new(&mut self.power).summed(geometry)?.sigma,
-            Estimator::Gram => paper_sigma(&GramEngine.layer(geometry)?)?,
+            Estimator::Gram => {
+                layer_channels(geometry)?;
+                summed_norm(geometry)
+            }
         };
         let c = self.options.c.unwrap_or(self.c_star.c_star);
         let logit_bound = c * geometry.softmax_scale * geometry.d_model as f64 * sigma_sum;
@@ -388,10 +396,4 @@ impl<'s> Calibration<'s> {
             layers: Some(self.layers),
         }
     }
-}
-
-fn paper_sigma(spectrum: &LayerSpectrum) -> Result<f64> {
-    spectrum.sigma_sum.ok_or_else(|| {
-        Error::unsupported("the paper's sigma does not bound logits of normalised q and k: use the sound form")
-    })
 }

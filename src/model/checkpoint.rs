@@ -369,7 +369,8 @@ impl Checkpoint {
         let len = entry.shape.iter().product();
         let view = self.plain_view(name, entry, 1, len)?;
         let mut values = vec![0.0; len];
-        view.read_row(0, 0, &mut values);
+        let columns = values.len();
+        view.read_block(0..1, 0..columns, &mut values);
         Ok(values)
     }
 

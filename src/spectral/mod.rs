@@ -11,7 +11,7 @@ mod rope;
 mod scan;
 
 pub use gram::{Gram, GramEngine, HeadGrams};
-pub use power::{PowerEngine, PowerEstimate, PowerState, PowerVectors, certified_inflation};
+pub use power::{PowerEngine, PowerEstimate, PowerState, PowerVectors, certified_inflation, summed_norm};
 pub use scan::{Scan, scan_positions};
 
 use crate::error::Result;

@@ -381,7 +381,7 @@ fn sum_in_order(outs: Vec<Vec<f64>>) -> Vec<f64> {
 ///
 /// A group's queries share their keys, so their W_Q are added up once and the matrix is `d x (n_kv r)` times its
 /// partner; both are held in f32 for the time of the call.
-pub(super) fn summed_norm(geometry: &LayerGeometry<'_>) -> f64 {
+pub fn summed_norm(geometry: &LayerGeometry<'_>) -> f64 {
     let (d, r, n_kv) = (geometry.d_model, geometry.d_head, geometry.k.len());
     let gather = |kv: usize, heads: &[HeadOperator<'_>], block: &mut [f32]| {
         let mut panel = vec![0.0; r * PANEL];
