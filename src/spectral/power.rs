@@ -90,7 +90,7 @@ impl PowerState {
             p.u.len() == self.d_model && p.v.len() == self.d_model && p.u.iter().chain(&p.v).all(|x| x.is_finite())
         };
         let sound = self.layers[geometry.layer].as_ref().is_none_or(|layer| {
-            layer.heads.len() == self.n_q_heads
+            (layer.heads.is_empty() || layer.heads.len() == self.n_q_heads)
                 && (layer.raw.is_empty() || layer.raw.len() == self.n_q_heads)
                 && layer.heads.iter().chain(&layer.raw).chain(&layer.summed).all(fits)
         });
