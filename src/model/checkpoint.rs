@@ -226,7 +226,7 @@ impl Checkpoint {
     /// The first stored of `name.suffix`, else the name with the first suffix (for the message).
     fn named(&self, name: &str, suffixes: &[&str]) -> String {
         let full = |suffix: &&str| format!("{}{name}.{suffix}", self.prefix);
-        suffixes.iter().map(|s| full(s)).find(|n| self.tensors.contains_key(n)).unwrap_or_else(|| full(&suffixes[0]))
+        suffixes.iter().map(full).find(|n| self.tensors.contains_key(n)).unwrap_or_else(|| full(&suffixes[0]))
     }
 
     fn norm_name(&self, layer: usize) -> Option<String> {
@@ -410,7 +410,7 @@ impl Checkpoint {
             [] | [1] | [1, 1] => ((1, 1), (rows, cols)),
             [n] | [n, 1] if *n == rows => ((rows, 1), (1, cols)),
             [grid_rows, grid_cols] => {
-                let side = |len: usize, tiles: usize| (tiles > 0 && len % tiles == 0).then(|| len / tiles);
+                let side = |len: usize, tiles: usize| (tiles > 0 && len.is_multiple_of(tiles)).then(|| len / tiles);
                 let block = match self.config.fp8_block {
                     Some(block) => Some(block),
                     None => side(rows, *grid_rows).zip(side(cols, *grid_cols)),

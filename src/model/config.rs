@@ -327,7 +327,7 @@ impl<'a> Keys<'a> {
     fn d_head(&self, rule: &HeadDim, d_model: usize, n_q_heads: usize) -> Result<usize> {
         let stated = self.count("head_dim", MAX_D_MODEL)?;
         let derived = || {
-            if d_model % n_q_heads == 0 {
+            if d_model.is_multiple_of(n_q_heads) {
                 return Ok(d_model / n_q_heads);
             }
             Err(Error::format(
@@ -424,7 +424,7 @@ impl<'a> Keys<'a> {
             let share = self.share(settings, partial)?;
             // Truncated towards zero, as the reference implementation does.
             let rotary_dim = (d_head as f64 * share) as usize;
-            if rotary_dim == 0 || rotary_dim % 2 != 0 || rotary_dim > d_head {
+            if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) || rotary_dim > d_head {
                 return Err(Error::format(
                     self.file,
                     format_args!("a share of {share} of {d_head} channels is no even number of rotated channels"),
@@ -439,6 +439,12 @@ impl<'a> Keys<'a> {
                 return Err(Error::format(
                     self.file,
                     format_args!("the rotation's attention factor is {attention_factor}, and must be above zero"),
+                ));
+            }
+            if inv_freq.iter().flatten().any(|angle| !angle.is_finite()) {
+                return Err(Error::format(
+                    self.file,
+                    "the rotation's base and factors give angles that are not finite",
                 ));
             }
             Ok(Rope { rotary_dim, layout: *layout, attention_factor, inv_freq })
@@ -639,7 +645,7 @@ impl Angles {
             w / factor * stretch + w * (1.0 - stretch)
         };
         let angles: Vec<f64> = angles.into_iter().enumerate().map(scale).collect();
-        // A base of 1 or a reversed range leaves no angle to speak of; the bounds do not need one.
+        // A base of 1 leaves no pair to interpolate between; the bounds do not need the angles.
         Ok((attention_factor, angles.iter().all(|w| w.is_finite()).then_some(angles)))
     }
 

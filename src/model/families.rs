@@ -188,6 +188,7 @@ pub(crate) static COMMON_REFUSALS: &[Refusal] = &[
         unless: Setting::False,
         why: "the query is multiplied by a factor that grows with the position",
     },
+    Refusal { key: "use_mrope", unless: Setting::False, why: "rotation by several position axes is not known" },
     Refusal {
         key: "attn_temperature_tuning",
         unless: Setting::False,
