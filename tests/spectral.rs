@@ -1,11 +1,9 @@
 //! Spectral engines against dense decompositions, and the cases where the paper's forms fail.
 
-#[path = "common/planted.rs"]
-#[allow(dead_code)]
-mod planted;
+mod common;
 
+use common::planted::{Planted, dense_norm, gaussian, rope, spec};
 use nalgebra::DMatrix;
-use planted::{Planted, dense_norm, gaussian, rope, spec};
 use proptest::prelude::*;
 use rand::SeedableRng;
 use rand::rngs::StdRng;

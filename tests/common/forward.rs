@@ -110,7 +110,7 @@ fn project(projection: &Projection<'_>, x: &[f64]) -> Vec<Vec<f64>> {
         out.push(
             (0..r)
                 .map(|c| {
-                    head.read_row(c, 0, &mut row);
+                    head.read_block(c..c + 1, 0..d, &mut row);
                     dot(&row, x) + projection.bias.as_ref().map_or(0.0, |b| b[h * r + c])
                 })
                 .collect(),

@@ -87,19 +87,20 @@ impl Planted {
     }
 
     pub fn try_geometry(&self) -> sigmascale::Result<LayerGeometry<'_>> {
-        LayerGeometry::new(
-            &self.spec,
-            LayerWeights {
-                layer: 0,
-                q: projection(&self.q, &self.q_bias, "q_proj"),
-                k: projection(&self.k, &self.k_bias, "k_proj"),
-                v: projection(&self.v, &self.v_bias, "v_proj"),
-                norm_gain: self.gain.clone(),
-                norm_shift: self.shift.clone(),
-                q_norm: self.q_norm.clone(),
-                k_norm: self.k_norm.clone(),
-            },
-        )
+        LayerGeometry::new(&self.spec, self.weights())
+    }
+
+    pub fn weights(&self) -> LayerWeights<'_> {
+        LayerWeights {
+            layer: 0,
+            q: projection(&self.q, &self.q_bias, "q_proj"),
+            k: projection(&self.k, &self.k_bias, "k_proj"),
+            v: projection(&self.v, &self.v_bias, "v_proj"),
+            norm_gain: self.gain.clone(),
+            norm_shift: self.shift.clone(),
+            q_norm: self.q_norm.clone(),
+            k_norm: self.k_norm.clone(),
+        }
     }
 
     /// Random gains around one, shifts and biases, of the sizes trained models have.
