@@ -122,7 +122,6 @@ fn cases() -> Vec<Case> {
         grouped("olmo3", "olmo2", json!({"layer_types": vec!["full_attention"; LAYERS]})),
         grouped("phi3", "phi3", json!({"partial_rotary_factor": 0.5})),
         Case { bias: true, ..square("phi", "phi", json!({"partial_rotary_factor": 0.5, "rope_theta": 10000.0})) },
-        Case { bias: true, ..square("phi", "phi qk", json!({"partial_rotary_factor": 0.5, "qk_layernorm": true})) },
         Case {
             bias: true,
             prefix: "gpt_neox.",
@@ -243,7 +242,6 @@ fn draw(case: &Case, seed: u64) -> Tensors {
                         "qwen3" | "gemma3" => norm(&mut t, format!("{attn}.{name}_norm"), R, false, around),
                         "olmo2" => norm(&mut t, format!("{attn}.{name}_norm"), heads * R, false, 1.0),
                         "cohere" => t.add(format!("{attn}.{name}_norm.weight"), &[heads, R], 1.0, 0.3),
-                        "phi qk" => norm(&mut t, format!("{attn}.{name}_layernorm"), R, true, 1.0),
                         "stablelm" => {
                             for h in 0..heads {
                                 norm(&mut t, format!("{attn}.{name}_layernorm.norms.{h}"), R, false, 1.0);
@@ -451,10 +449,6 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                                 "qwen3" => rms_norm(head, gain(), 0.0),
                                 "gemma3" => rms_norm(head, gain(), 1.0),
                                 "cohere" => layer_norm(head, &gain()[h * R..(h + 1) * R], None),
-                                "phi qk" => {
-                                    let (g, b) = own(&format!("{attn}.{name}_layernorm"));
-                                    layer_norm(head, &g, b)
-                                }
                                 "stablelm" => {
                                     let (g, _) = own(&format!("{attn}.{name}_layernorm.norms.{h}"));
                                     layer_norm(head, &g, None)
@@ -468,7 +462,7 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             for head in q.iter_mut().chain(&mut k) {
                 match case.kind {
                     "cohere" => rope_interleaved(head, &frequencies(10_000.0, R), position),
-                    "phi" | "phi qk" => rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0),
+                    "phi" => rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0),
                     "stablelm" => rope_half(head, &frequencies(10_000.0, R / 4), position, 1.0),
                     "smollm3" if i == 2 => {}
                     "gemma3" if i % 2 == 1 => {

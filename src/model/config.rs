@@ -430,6 +430,12 @@ impl<'a> Keys<'a> {
                     format_args!("a share of {share} of {d_head} channels is no even number of rotated channels"),
                 ));
             }
+            if let Some(stated) = self.count("rotary_dim", MAX_D_MODEL)?
+                && stated != rotary_dim
+            {
+                let rule = format_args!("`rotary_dim` is {stated}, and the other keys say {rotary_dim}");
+                return Err(Error::format(self.file, rule));
+            }
             let angles = Angles { base: inner.or(base), rotary_dim, max_positions };
             let (attention_factor, inv_freq) = match settings {
                 Some(settings) => angles.scaled(settings, *self, longrope_names)?,
