@@ -4,6 +4,9 @@
 //! is read from it; offsets must cover the file without gap or overlap; an index may only name files inside its folder.
 //! Every error is one sentence that names the file, the tensor and the rule.
 //!
+//! E4M3 weights are read as the product with their scale. An engine that also casts the projection's input to FP8
+//! computes with other inputs than the norm's output, and the bounds do not speak of those.
+//!
 //! A file must not change while it is mapped. Weights are not checked for NaN here (that takes a read of them all);
 //! vectors are.
 
@@ -564,4 +567,15 @@ pub fn fuzz_safetensors(bytes: &[u8]) -> Result<usize> {
         assert!(inside, "a header that was accepted points outside the file");
     }
     Ok(entries.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_checkpoint_is_shared_by_threads() {
+        fn shared<T: Send + Sync>() {}
+        shared::<Checkpoint>();
+    }
 }
