@@ -206,10 +206,6 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                                 "qwen3" => rms_norm(head, gain(), 0.0),
                                 "gemma3" => rms_norm(head, gain(), 1.0),
                                 "cohere" => layer_norm(head, &gain()[h * R..(h + 1) * R], None),
-                                "phi qk" => {
-                                    let (g, b) = own(&format!("{attn}.{name}_layernorm"));
-                                    layer_norm(head, &g, b)
-                                }
                                 "stablelm" => {
                                     let (g, _) = own(&format!("{attn}.{name}_layernorm.norms.{h}"));
                                     layer_norm(head, &g, None)
@@ -223,7 +219,7 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             for head in q.iter_mut().chain(&mut k) {
                 match case.kind {
                     "cohere" => rope_interleaved(head, &frequencies(10_000.0, R), position),
-                    "phi" | "phi qk" => rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0),
+                    "phi" => rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0),
                     "stablelm" => rope_half(head, &frequencies(10_000.0, R / 4), position, 1.0),
                     "smollm3" if i == 2 => {}
                     "gemma3" if i % 2 == 1 => {

@@ -482,13 +482,8 @@ pub(crate) static FAMILIES: &[Family] = &[
         norm: LAYER_NORM,
         bias: Flag::Always,
         rope: partial(10_000.0, (&["partial_rotary_factor"], 0.5)),
-        qk_norm: Some(QkNormRule {
-            when: Flag::Key("qk_layernorm", false),
-            norm: QkNorm { scope: QkNormScope::PerHead, kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: true },
-            q: "layers.{i}.self_attn.q_layernorm",
-            k: "layers.{i}.self_attn.k_layernorm",
-            stored: QkNormStored::Shared,
-        }),
+        // `qk_layernorm` is refused: the reference implementation sizes its norm for one head and applies it to all at
+        // once, so what it means with several heads is not settled.
         ..LLAMA
     },
     Family {

@@ -114,7 +114,6 @@ pub fn cases() -> Vec<Case> {
         grouped("olmo3", "olmo2", json!({"layer_types": vec!["full_attention"; LAYERS]})),
         grouped("phi3", "phi3", json!({"partial_rotary_factor": 0.5})),
         Case { bias: true, ..square("phi", "phi", json!({"partial_rotary_factor": 0.5, "rope_theta": 10000.0})) },
-        Case { bias: true, ..square("phi", "phi qk", json!({"partial_rotary_factor": 0.5, "qk_layernorm": true})) },
         Case {
             bias: true,
             prefix: "gpt_neox.",
@@ -235,7 +234,6 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                         "qwen3" | "gemma3" => norm(&mut t, format!("{attn}.{name}_norm"), R, false, around),
                         "olmo2" => norm(&mut t, format!("{attn}.{name}_norm"), heads * R, false, 1.0),
                         "cohere" => t.add(format!("{attn}.{name}_norm.weight"), &[heads, R], 1.0, 0.3),
-                        "phi qk" => norm(&mut t, format!("{attn}.{name}_layernorm"), R, true, 1.0),
                         "stablelm" => {
                             for h in 0..heads {
                                 norm(&mut t, format!("{attn}.{name}_layernorm.norms.{h}"), R, false, 1.0);
