@@ -3,6 +3,7 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 mod error;
+pub mod fp8;
 pub mod model;
 pub mod plan;
 mod scale;
