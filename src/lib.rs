@@ -2,6 +2,7 @@
 #![warn(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn)]
 
+pub mod attention;
 mod error;
 pub mod fp8;
 pub mod model;

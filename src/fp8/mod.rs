@@ -248,6 +248,12 @@ fn round<L: Layout>(x: f32, saturate: bool) -> f32 {
     f32::from_bits((value.to_bits() & MAGNITUDE) | (x.to_bits() & !MAGNITUDE))
 }
 
+/// [`Format::round`] for the inner loops of this crate.
+#[inline(always)]
+pub(crate) fn round_e4m3(x: f32, saturate: bool) -> f32 {
+    round::<E4m3>(x, saturate)
+}
+
 #[inline(always)]
 fn decode<L: Layout>(code: u8) -> f32 {
     let magnitude = i32::from(code & 0x7f);

@@ -3,6 +3,8 @@
 use super::{Format, INFINITY, Layout, MAGNITUDE, OnOverflow, decode, encode, encode_stochastic, round, with_layout};
 use crate::error::{Error, Result};
 use half::bf16;
+use pulp::NullaryFnOnce;
+use std::marker::PhantomData;
 use std::ops::AddAssign;
 
 /// Values that one conversion saw. `y = x * multiplier` in f32, before the cast.
@@ -67,7 +69,7 @@ impl Format {
     pub fn encode_slice(self, x: &[f32], multiplier: f32, on_overflow: OnOverflow, out: &mut [u8]) -> Result<Counts> {
         check(x.len(), out.len(), multiplier)?;
         let saturate = on_overflow == OnOverflow::Saturate;
-        Ok(with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, |y| encode::<L>(y, saturate))))
+        Ok(with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| encode::<L>(y, saturate))))
     }
 
     /// [`Format::encode_slice`] from bf16.
@@ -83,7 +85,7 @@ impl Format {
     ) -> Result<Counts> {
         check(x.len(), out.len(), multiplier)?;
         let saturate = on_overflow == OnOverflow::Saturate;
-        Ok(with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, |y| encode::<L>(y, saturate))))
+        Ok(with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| encode::<L>(y, saturate))))
     }
 
     /// [`Format::encode_slice`] with [`Format::encode_stochastic`]; `random` holds 32 uniform bits for each value.
@@ -105,7 +107,7 @@ impl Format {
             for ((code, &x), &bits) in out.iter_mut().zip(x).zip(random) {
                 *code = encode_stochastic::<L>(x * multiplier, bits, saturate);
             }
-            count::<L, _>(x, multiplier)
+            count::<L>(x, multiplier)
         }))
     }
 
@@ -116,7 +118,7 @@ impl Format {
     pub fn round_slice(self, x: &[f32], multiplier: f32, on_overflow: OnOverflow, out: &mut [f32]) -> Result<Counts> {
         check(x.len(), out.len(), multiplier)?;
         let saturate = on_overflow == OnOverflow::Saturate;
-        Ok(with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, |y| round::<L>(y, saturate))))
+        Ok(with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| round::<L>(y, saturate))))
     }
 
     /// The counts of [`Format::encode_slice`] without the cast.
@@ -125,7 +127,7 @@ impl Format {
     /// If `multiplier` is not finite and greater than zero.
     pub fn count_slice(self, x: &[f32], multiplier: f32) -> Result<Counts> {
         check(0, 0, multiplier)?;
-        Ok(with_layout!(self, L => count::<L, _>(x, multiplier)))
+        Ok(with_layout!(self, L => count::<L>(x, multiplier)))
     }
 
     /// `decode(code) * multiplier`, the multiplier being the descale.
@@ -134,11 +136,9 @@ impl Format {
     /// As [`Format::encode_slice`].
     pub fn decode_slice(self, codes: &[u8], multiplier: f32, out: &mut [f32]) -> Result<()> {
         check(codes.len(), out.len(), multiplier)?;
-        with_layout!(self, L => pulp::Arch::new().dispatch(|| {
-            for (value, &code) in out.iter_mut().zip(codes) {
-                *value = decode::<L>(code) * multiplier;
-            }
-        }));
+        with_layout!(self, L => {
+            pulp::Arch::new().dispatch(Decode { codes, multiplier, out, layout: PhantomData::<L> });
+        });
         Ok(())
     }
 }
@@ -170,52 +170,100 @@ impl Tally {
     fn see<L: Layout>(&mut self, x: f32, y: f32) {
         let ax = (x.to_bits() & MAGNITUDE) as i32;
         let ay = (y.to_bits() & MAGNITUDE) as i32;
-        let finite = i32::from(ax < INFINITY);
         self.amax = self.amax.max(ax);
-        self.overflow += finite & i32::from(ay > L::MAX.to_bits() as i32);
-        self.beyond += finite & i32::from(ay > L::LAST_ROUNDING.to_bits() as i32);
-        self.non_finite += 1 - finite;
+        self.overflow += i32::from(ay > L::MAX.to_bits() as i32);
+        self.beyond += i32::from(ay > L::LAST_ROUNDING.to_bits() as i32);
+        self.non_finite += i32::from(ax >= INFINITY);
     }
 
     fn counts(&self, count: usize) -> Counts {
         Counts {
             amax: f32::from_bits(self.amax as u32),
-            overflow: self.overflow as u64,
-            beyond_rounding: self.beyond as u64,
+            // Scaling leaves NaN and infinity what they are, so these counts hold them too.
+            overflow: (self.overflow - self.non_finite) as u64,
+            beyond_rounding: (self.beyond - self.non_finite) as u64,
             non_finite: self.non_finite as u64,
             count: count as u64,
         }
     }
 }
 
-fn convert<L: Layout, S: Source, T>(x: &[S], multiplier: f32, out: &mut [T], cast: impl Fn(f32) -> T + Copy) -> Counts {
-    pulp::Arch::new().dispatch(|| {
+/// The loop of a conversion, compiled once for each vector width.
+struct Convert<'a, L, S, T, F> {
+    x: &'a [S],
+    multiplier: f32,
+    out: &'a mut [T],
+    cast: F,
+    layout: PhantomData<L>,
+}
+
+impl<L: Layout, S: Source, T, F: Fn(f32) -> T> NullaryFnOnce for Convert<'_, L, S, T, F> {
+    type Output = Counts;
+
+    #[inline(always)]
+    fn call(self) -> Counts {
         let mut total = Counts::default();
-        for (x, out) in x.chunks(CHUNK).zip(out.chunks_mut(CHUNK)) {
+        for (x, out) in self.x.chunks(CHUNK).zip(self.out.chunks_mut(CHUNK)) {
             let mut tally = Tally::default();
             for (out, x) in out.iter_mut().zip(x) {
                 let x = x.value();
-                let y = x * multiplier;
+                let y = x * self.multiplier;
                 tally.see::<L>(x, y);
-                *out = cast(y);
+                *out = (self.cast)(y);
             }
             total += tally.counts(x.len());
         }
         total
-    })
+    }
 }
 
-fn count<L: Layout, S: Source>(x: &[S], multiplier: f32) -> Counts {
-    pulp::Arch::new().dispatch(|| {
+fn convert<L: Layout, S: Source, T>(x: &[S], multiplier: f32, out: &mut [T], cast: impl Fn(f32) -> T) -> Counts {
+    pulp::Arch::new().dispatch(Convert { x, multiplier, out, cast, layout: PhantomData::<L> })
+}
+
+/// The loop of [`Format::count_slice`].
+struct Count<'a, L> {
+    x: &'a [f32],
+    multiplier: f32,
+    layout: PhantomData<L>,
+}
+
+impl<L: Layout> NullaryFnOnce for Count<'_, L> {
+    type Output = Counts;
+
+    #[inline(always)]
+    fn call(self) -> Counts {
         let mut total = Counts::default();
-        for x in x.chunks(CHUNK) {
+        for x in self.x.chunks(CHUNK) {
             let mut tally = Tally::default();
-            for x in x {
-                let x = x.value();
-                tally.see::<L>(x, x * multiplier);
+            for &x in x {
+                tally.see::<L>(x, x * self.multiplier);
             }
             total += tally.counts(x.len());
         }
         total
-    })
+    }
+}
+
+fn count<L: Layout>(x: &[f32], multiplier: f32) -> Counts {
+    pulp::Arch::new().dispatch(Count { x, multiplier, layout: PhantomData::<L> })
+}
+
+/// The loop of [`Format::decode_slice`].
+struct Decode<'a, L> {
+    codes: &'a [u8],
+    multiplier: f32,
+    out: &'a mut [f32],
+    layout: PhantomData<L>,
+}
+
+impl<L: Layout> NullaryFnOnce for Decode<'_, L> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for (value, &code) in self.out.iter_mut().zip(self.codes) {
+            *value = decode::<L>(code) * self.multiplier;
+        }
+    }
 }
