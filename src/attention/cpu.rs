@@ -8,8 +8,8 @@
 //! out = O dv / (256 l)     lse = m + ln l
 //! ```
 //!
-//! A GPU backend differs from this in the order of its sums and in the last bits of `exp`, nowhere else. Results do not
-//! depend on the number of threads or on the CPU.
+//! A GPU backend differs from this in the order of its sums and in the last bits of `exp`, nowhere else. Results depend
+//! neither on the number of threads nor on the CPU (`tanh` and `ln` are the platform's).
 
 use super::lanes::{self, LANES, TILE};
 use super::stabilised::Shift;
