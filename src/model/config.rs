@@ -6,8 +6,8 @@
 //! changes the logits. Sizes are capped before anything is allocated from them.
 
 use super::families::{
-    COMMON_REFUSALS, Count, Family, Flag, HeadDim, KvHeads, NormTensor, REFUSED, Refusal, RopeLayers, RopeRule,
-    ScaleRule, Setting, WRAPPERS, family,
+    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, Flag, HeadDim, KvHeads, NormTensor, REFUSED, Refusal, RopeLayers,
+    RopeRule, ScaleRule, Setting, WRAPPERS, family,
 };
 use super::spec::{AttentionSpec, QkvBias, Rope};
 use crate::error::{Error, Result};
@@ -273,9 +273,12 @@ impl<'a> Keys<'a> {
         let bias = self.set(&family.bias)?;
         let max_positions = self
             .first_count(&Count { keys: &["max_position_embeddings", "n_positions"], default: None }, MAX_POSITIONS)?;
+        let both_ways = BIDIRECTIONAL.contains(&family.name) && !self.flag("is_decoder")?.unwrap_or(false)
+            || self.flag("use_bidirectional_attention")?.unwrap_or(false);
         let spec = AttentionSpec {
             name: name_of(file),
             family: family.name.to_owned(),
+            causal: !both_ways,
             layers,
             d_model,
             n_q_heads,

@@ -6,6 +6,9 @@
 
 use super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
+/// Families whose tokens also see the ones behind them, unless the config makes the model a decoder.
+pub(crate) const BIDIRECTIONAL: &[&str] = &["bert", "roberta"];
+
 /// Everything that tells one family from another.
 pub(crate) struct Family {
     /// The family's name: the `model_type` of its text model.

@@ -28,6 +28,7 @@ pub fn spec(d: usize, r: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
     AttentionSpec {
         name: "planted".into(),
         family: "llama".into(),
+        causal: true,
         layers: 1,
         d_model: d,
         n_q_heads: n_q,
