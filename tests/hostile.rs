@@ -299,6 +299,21 @@ fn paths_that_lead_nowhere() {
 
 #[cfg(unix)]
 #[test]
+fn a_pipe_is_refused_and_not_waited_for() {
+    for name in ["model.safetensors", "config.json"] {
+        let folder = sound(1);
+        let path = folder.path().join(name);
+        std::fs::remove_file(&path).unwrap();
+        if !std::process::Command::new("mkfifo").arg(&path).status().is_ok_and(|status| status.success()) {
+            eprintln!("skipped a_pipe_is_refused_and_not_waited_for: no mkfifo");
+            return;
+        }
+        says(&refused(folder.path()), &[name, "regular file"]);
+    }
+}
+
+#[cfg(unix)]
+#[test]
 fn a_path_without_permission() {
     use std::os::unix::fs::PermissionsExt;
     let folder = sound(1);
