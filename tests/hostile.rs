@@ -188,6 +188,12 @@ fn vectors_must_be_finite_and_complete() {
     half.0.insert("model.layers.0.self_attn.q_proj.bias".to_owned(), (vec![32], vec![0.0; 32]));
     write_safetensors(&weights(&folder), &half.0, Dtype::F32);
     says(&refused(folder.path()), &["model.layers.1.self_attn.q_proj.bias", "is missing"]);
+    // Beside a norm with a shift, a bias that the config denies is a contradiction.
+    let folder = sound(1);
+    let mut denied = config();
+    (denied["model_type"], denied["use_bias"]) = (json!("starcoder2"), json!(false));
+    write_checkpoint(folder.path(), &denied, &half, Dtype::F32, 1);
+    says(&refused(folder.path()), &["model.layers.0.self_attn.q_proj.bias", "the config says that there is no bias"]);
     let folder = sound(1);
     let mut promised = config();
     promised["attention_bias"] = json!(true);

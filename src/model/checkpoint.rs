@@ -52,8 +52,8 @@ impl Checkpoint {
     /// Opens a folder with `config.json` and `model.safetensors` (or `model.safetensors.index.json` and its shards), or
     /// one `.safetensors` file with `config.json` beside it.
     ///
-    /// The spec is the config's, except that a bias found in the file counts even where the config has none: the
-    /// bounds with it also hold without it.
+    /// The spec is the config's, except that a bias found in the file counts even where the config has none (bounds with
+    /// it also hold without it); beside a norm with a shift that is not so, and the contradiction is refused.
     ///
     /// # Errors
     /// `is_io` if a file cannot be opened or mapped; `is_format` if a file breaks a rule of its format or holds no
@@ -81,7 +81,7 @@ impl Checkpoint {
         };
         let mut checkpoint = Self { path: path.to_owned(), config, prefix: "", shards, tensors };
         checkpoint.prefix = checkpoint.find_prefix()?;
-        checkpoint.count_biases();
+        checkpoint.count_biases()?;
         Ok(checkpoint)
     }
 
@@ -185,21 +185,32 @@ impl Checkpoint {
         })
     }
 
-    /// A bias that is stored counts, whatever the config says. One that is missing is found out by the layer.
-    fn count_biases(&mut self) {
+    /// A bias that is stored counts even where the config has none. One that is missing is found out by the layer.
+    ///
+    /// Without a shift the constant of a projection is its bias alone, so bounds with it hold without it too. With a
+    /// shift the two can cancel, and a config that contradicts its file is refused.
+    fn count_biases(&mut self) -> Result<()> {
         let stored = |template: &str| {
-            (0..self.config.spec.layers)
-                .any(|i| self.tensors.contains_key(&format!("{}{}.bias", self.prefix, at(template, i))))
+            let name = |i: usize| format!("{}{}.bias", self.prefix, at(template, i));
+            (0..self.config.spec.layers).map(name).find(|name| self.tensors.contains_key(name))
         };
         let (q, k, v) = match self.config.family.qkv {
             QkvTensors::Separate { q, k, v } => (stored(q), stored(k), stored(v)),
             QkvTensors::Concat { name, .. } | QkvTensors::Grouped { name } => {
                 let stored = stored(name);
-                (stored, stored, stored)
+                (stored.clone(), stored.clone(), stored)
             }
         };
-        let bias = &mut self.config.spec.bias;
-        (bias.q, bias.k, bias.v) = (bias.q || q, bias.k || k, bias.v || v);
+        let spec = &mut self.config.spec;
+        for (flag, stored) in [(&mut spec.bias.q, q), (&mut spec.bias.k, k), (&mut spec.bias.v, v)] {
+            let Some(name) = stored else { continue };
+            if !*flag && spec.norm.shift {
+                let rule = format_args!("tensor `{name}` is stored, and the config says that there is no bias");
+                return Err(Error::format(&self.path, rule));
+            }
+            *flag = true;
+        }
+        Ok(())
     }
 
     /// The first stored of `name.suffix`, else the name with the first suffix (for the message).
