@@ -5,7 +5,7 @@
 pub mod bound;
 pub mod calibrate;
 mod error;
-pub mod export;
+pub mod file;
 pub mod geometry;
 pub mod model;
 pub mod plan;

@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
-use sigmascale::export::{check_target, write_atomically};
+use sigmascale::file::{check_target, write_atomically};
 use sigmascale::{Error, Result};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};

@@ -8,7 +8,7 @@ use super::progress;
 use super::table::{Table, range, short};
 use serde::Serialize;
 use sigmascale::calibrate::{Calibration, HeadProfile, LayerProfile, ModelSummary, Options};
-use sigmascale::export::{check_target, write_atomically};
+use sigmascale::file::{check_target, write_atomically};
 use sigmascale::{Error, Result};
 use std::path::PathBuf;
 

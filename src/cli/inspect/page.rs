@@ -42,7 +42,7 @@ pub fn summary(inspection: &Inspection) -> String {
         let _ = write!(out, " The norm's gain multiplies a layer's sigma by {} to {}.", short(low), short(high));
     }
     if let Some(top) = largest(|head| head.rope_ratio).filter(|top| top.0 > 1.0 + 1e-6) {
-        let _ = write!(out, " Over all rotations it is bounded by up to {} times that.", place(top));
+        let _ = write!(out, " Rotation can multiply a head's sigma by at most {}.", place(top));
     }
     let sums: Vec<f64> = layers.iter().filter_map(|l| Some(l.sigma_sum? / l.sigma_raw?.max)).collect();
     if !sums.is_empty() && sums.iter().all(|ratio| ratio.is_finite()) {
@@ -329,7 +329,7 @@ fn heat_map(layers: &[Layer], value: fn(&Head) -> Option<f64>) -> String {
                 let _ = write!(
                     svg,
                     "<text class=\"{}\" pointer-events=\"none\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-                    if shade > 0.5 { "hi" } else { "lo" },
+                    if shade > 0.6 { "hi" } else { "lo" },
                     x + 0.5 * width,
                     y + 0.5 * height + 4.0,
                     short(value)
