@@ -1,4 +1,4 @@
-//! FP8 attention scales from the weights alone.
+#![doc = include_str!("../README.md")]
 #![warn(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn)]
 

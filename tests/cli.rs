@@ -70,8 +70,7 @@ fn as_paper_leaves_out_what_the_paper_has_not() {
 #[test]
 fn power_iteration_stays_below_the_exact_norm() {
     let exact = json(&["calibrate", TINY_LLAMA, "--format", "json"]);
-    let power =
-        json(&["calibrate", TINY_LLAMA, "--estimator", "power", "--bound", "rank-aware", "--format", "json"]);
+    let power = json(&["calibrate", TINY_LLAMA, "--estimator", "power", "--bound", "rank-aware", "--format", "json"]);
     for layer in 0..6 {
         for head in 0..4 {
             let of = |profile: &Value| profile["layers"][layer]["heads"][head]["sigma"].as_f64().unwrap();

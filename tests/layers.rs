@@ -37,9 +37,8 @@ fn code(source: &str) -> String {
 
 /// First names behind every `crate::`, `use crate::{a, b}` included.
 fn used(code: &str) -> Vec<String> {
-    let name = |text: &str| -> String {
-        text.trim_start().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
-    };
+    let name =
+        |text: &str| -> String { text.trim_start().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect() };
     let mut names = Vec::new();
     for (place, _) in code.match_indices("crate::") {
         // `$crate::` of a macro counts too; `my_crate::` does not.
@@ -91,9 +90,14 @@ fn violations(module: &str, top: bool, source: &str) -> Vec<String> {
     }
     // Ways around `crate::`.
     let climbs = |line: &str| {
-        if top { line.starts_with("use super::") || line.starts_with("pub use super::") } else { line.contains("super::super::") }
+        if top {
+            line.starts_with("use super::") || line.starts_with("pub use super::")
+        } else {
+            line.contains("super::super::")
+        }
     };
-    broken.extend(code.lines().filter(|line| climbs(line)).map(|line| format!("`{module}` climbs out: {}", line.trim())));
+    broken
+        .extend(code.lines().filter(|line| climbs(line)).map(|line| format!("`{module}` climbs out: {}", line.trim())));
     broken
 }
 

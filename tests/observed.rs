@@ -3,10 +3,10 @@
 //! `cargo test --test observed -- --nocapture` prints the table of the README.
 
 use serde::Deserialize;
+use sigmascale::Descale;
 use sigmascale::bound::E4M3_MAX;
 use sigmascale::calibrate::{Calibration, LayerProfile, Options, Profile};
 use sigmascale::model::Checkpoint;
-use sigmascale::Descale;
 use std::path::Path;
 
 /// Largest |q|, |k|, |v| and |logit| per head of one layer.
@@ -57,7 +57,9 @@ fn table_of_bounds_against_observation() {
     let paper = profile(Options { as_paper: true, ..Options::default() });
     let (d, r) = (sound.model.d_model as f64, sound.model.d_head as f64);
     let unit = sound.c_star.c_star * d / r.sqrt();
-    println!("| layer | real text | certain | with rounding | rank-aware | spectrum | c_star, no rotation | --as-paper |");
+    println!(
+        "| layer | real text | certain | with rounding | rank-aware | spectrum | c_star, no rotation | --as-paper |"
+    );
     println!("|---|---|---|---|---|---|---|---|");
     let mut passed = Vec::new();
     for ((layer, paper), seen) in
@@ -99,9 +101,7 @@ fn operands_neither_overflow_nor_waste_the_range() {
             ("v", &seen.v, layer.v_descale.as_ref().unwrap()),
         ];
         for (name, amax, descales) in operands {
-            for (kv_head, (amax, descale)) in
-                amax.chunks(amax.len() / descales.len()).zip(descales).enumerate()
-            {
+            for (kv_head, (amax, descale)) in amax.chunks(amax.len() / descales.len()).zip(descales).enumerate() {
                 let amax = largest(amax.iter().copied());
                 let bound = f64::from(descale.get()) * E4M3_MAX;
                 assert!(amax <= bound, "layer {} {name} KV head {kv_head}: {amax} passed {bound}", layer.layer);

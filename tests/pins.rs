@@ -34,8 +34,12 @@ fn constants_of_the_papers_models() {
 
 #[test]
 fn constants_that_the_paper_prints() {
-    let printed =
-        [("gpt2-xl", 2.98, 0.074), ("mistral-7b", 2.26, 0.035), ("llama-2-13b", 2.28, 0.028), ("llama-2-70b", 2.32, 0.018)];
+    let printed = [
+        ("gpt2-xl", 2.98, 0.074),
+        ("mistral-7b", 2.26, 0.035),
+        ("llama-2-13b", 2.28, 0.028),
+        ("llama-2-70b", 2.32, 0.018),
+    ];
     for (name, gamma, c_star) in printed {
         let profile = json(&["calibrate", name, "--format", "json"]);
         close(profile["c_star"]["gamma"].as_f64().unwrap(), gamma, 0.02, name);
@@ -45,8 +49,7 @@ fn constants_that_the_paper_prints() {
 
 #[test]
 fn batch_and_steps_enter_the_union() {
-    let expected =
-        [("gpt2-xl", 0.0892), ("mistral-7b", 0.0422), ("llama-2-13b", 0.0340), ("llama-2-70b", 0.0216)];
+    let expected = [("gpt2-xl", 0.0892), ("mistral-7b", 0.0422), ("llama-2-13b", 0.0340), ("llama-2-70b", 0.0216)];
     for (name, c_star) in expected {
         let profile = json(&["calibrate", name, "--batch", "8", "--steps", "3000", "--format", "json"]);
         close(profile["c_star"]["c_star"].as_f64().unwrap(), c_star, 5.1e-5, name);

@@ -173,17 +173,13 @@ fn table(profile: &Profile) -> String {
     let assumes = "WARNING: assumes isotropic tokens. Real text passes this bound on trained models; --bound certain cannot be passed.";
     if let Some(c) = method.c {
         let _ = writeln!(out, "logit bound: as the paper, {} tau d sigma_sum, eta {eta}", short(c));
-        let _ = writeln!(out, "  {assumes}\n  sigma_sum bounds no single head; gains, biases and rotation are left out.");
+        let _ =
+            writeln!(out, "  {assumes}\n  sigma_sum bounds no single head; gains, biases and rotation are left out.");
         out.push('\n');
         let mut table = Table::new(["layer", "sigma_sum", "logit bound", "logit descale"]);
         for layer in layers {
             let descale = f64::from(layer.logit_descale.get());
-            table.row([
-                layer.layer.to_string(),
-                short(layer.sigma_sum),
-                short(layer.logit_bound),
-                short(descale),
-            ]);
+            table.row([layer.layer.to_string(), short(layer.sigma_sum), short(layer.logit_bound), short(descale)]);
         }
         return out + &table.render();
     }
@@ -199,7 +195,15 @@ fn table(profile: &Profile) -> String {
     let _ = writeln!(out, "logit bound: {bound}; one scale a {grain}, eta {eta}\n  {remark}");
     let _ = writeln!(out, "operand descales: certain, with rounding; min..max over the heads\n");
     let mut table = Table::new([
-        "layer", "sigma", "sigma_sum", "logit bound", "logit descale", "q descale", "k descale", "v descale", "o descale",
+        "layer",
+        "sigma",
+        "sigma_sum",
+        "logit bound",
+        "logit descale",
+        "q descale",
+        "k descale",
+        "v descale",
+        "o descale",
     ]);
     let cells = |row: &Option<Vec<Descale>>| range(row.iter().flatten().map(|descale| f64::from(descale.get())));
     for layer in layers {

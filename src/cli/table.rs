@@ -58,7 +58,8 @@ mod tests {
 
     #[test]
     fn numbers_keep_four_digits() {
-        let cases = [(0.0, "0"), (0.035213846, "0.03521"), (1234.56, "1235"), (9.99996, "10.000"), (2.5e-7, "2.500e-7")];
+        let cases =
+            [(0.0, "0"), (0.035213846, "0.03521"), (1234.56, "1235"), (9.99996, "10.000"), (2.5e-7, "2.500e-7")];
         for (value, text) in cases {
             assert_eq!(short(value), text);
         }

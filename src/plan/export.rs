@@ -61,10 +61,7 @@ pub fn scales_safetensors(layers: &[TensorScales]) -> Result<Vec<u8>> {
     let mut values = Vec::with_capacity(3 * layers.len());
     for scales in layers {
         for (name, scale) in [("q", scales.q), ("k", scales.k), ("v", scales.v)] {
-            values.push((
-                format!("model.layers.{}.self_attn.{name}_scale", scales.layer),
-                scale.get().to_le_bytes(),
-            ));
+            values.push((format!("model.layers.{}.self_attn.{name}_scale", scales.layer), scale.get().to_le_bytes()));
         }
     }
     let mut names: Vec<&str> = values.iter().map(|(name, _)| name.as_str()).collect();

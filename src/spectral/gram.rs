@@ -14,6 +14,7 @@ use crate::error::Result;
 use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL, Rotary};
 use nalgebra::{DMatrix, DMatrixView, DVector, Dyn};
 use rayon::prelude::*;
+use std::time::Instant;
 
 /// Columns of one block of the symmetric product; only blocks on and below the diagonal are computed.
 const BLOCK: usize = 64;
@@ -146,14 +147,22 @@ impl HeadGrams<'_> {
 
 impl SpectralEngine for GramEngine {
     fn layer(&mut self, geometry: &LayerGeometry<'_>) -> Result<LayerSpectrum> {
+        let start = Instant::now();
         let [q, k, v] = layer_channels(geometry)?;
+        let channels_done = Instant::now();
         if geometry.qk_limits.is_some() {
             return Ok(LayerSpectrum { layer: geometry.layer, heads: None, sigma_sum: None, q, k, v });
         }
-        let sides = |heads: &[HeadOperator<'_>], channels: &[Channels]| -> Vec<Side> {
-            heads.par_iter().zip(channels).map(|(head, channels)| Side::new(head, channels, geometry)).collect()
-        };
-        let (qs, ks) = (sides(&geometry.q, &q), sides(&geometry.k, &k));
+        let operators: Vec<(&HeadOperator<'_>, &Channels)> =
+            geometry.q.iter().chain(&geometry.k).zip(q.iter().chain(&k)).collect();
+        let grams: Vec<_> = operators.par_iter().map(|(head, channels)| side_grams(head, channels)).collect();
+        let grams_done = Instant::now();
+        let mut qs: Vec<Side> = grams
+            .into_par_iter()
+            .zip(&operators)
+            .map(|((gram, raw), (_, channels))| Side::new(gram, raw, channels, geometry))
+            .collect();
+        let ks = qs.split_off(geometry.q.len());
         let heads = (0..qs.len())
             .into_par_iter()
             .map(|head| {
@@ -162,7 +171,16 @@ impl SpectralEngine for GramEngine {
                 head_spectrum(head, kv_head, &qs[head], &ks[kv_head], geometry.rotary.as_ref(), trace)
             })
             .collect();
+        let norms_done = Instant::now();
         let sigma_sum = Some(summed_norm(geometry));
+        tracing::debug!(
+            layer = geometry.layer,
+            channels_ms = (channels_done - start).as_secs_f64() * 1e3,
+            grams_ms = (grams_done - channels_done).as_secs_f64() * 1e3,
+            norms_ms = (norms_done - grams_done).as_secs_f64() * 1e3,
+            summed_ms = norms_done.elapsed().as_secs_f64() * 1e3,
+            "spectrum"
+        );
         Ok(LayerSpectrum { layer: geometry.layer, heads: Some(heads), sigma_sum, q, k, v })
     }
 }
@@ -181,11 +199,14 @@ struct Side {
     spread: f64,
 }
 
+/// The effective Gram and, where it differs, the raw one.
+fn side_grams(head: &HeadOperator<'_>, channels: &Channels) -> (Gram, Option<Gram>) {
+    (Gram::effective(head, channels), (!head.is_raw()).then(|| Gram::raw(head)))
+}
+
 impl Side {
-    fn new(head: &HeadOperator<'_>, channels: &Channels, geometry: &LayerGeometry<'_>) -> Self {
-        let gram = Gram::effective(head, channels);
-        let raw = (!head.is_raw()).then(|| {
-            let raw = Gram::raw(head);
+    fn new(gram: Gram, raw: Option<Gram>, channels: &Channels, geometry: &LayerGeometry<'_>) -> Self {
+        let raw = raw.map(|raw| {
             let largest = largest_eigenvalue(&raw.matrix);
             (raw, largest)
         });

@@ -147,7 +147,17 @@ fn table(inspection: &Inspection) -> String {
     out.push_str(&page::summary(inspection));
     out.push_str("\n\n");
     let mut table = Table::new([
-        "layer", "sigma min", "mean", "max", "raw min", "mean", "max", "stable rank", "RoPE ratio", "sigma_sum", "bound",
+        "layer",
+        "sigma min",
+        "mean",
+        "max",
+        "raw min",
+        "mean",
+        "max",
+        "stable rank",
+        "RoPE ratio",
+        "sigma_sum",
+        "bound",
     ]);
     let span = |s: Option<Statistics>| range(s.iter().flat_map(|s| [s.min, s.max]));
     for layer in &inspection.layers {

@@ -47,12 +47,8 @@ pub fn summary(inspection: &Inspection) -> String {
     let sums: Vec<f64> = layers.iter().filter_map(|l| Some(l.sigma_sum? / l.sigma_raw?.max)).collect();
     if !sums.is_empty() && sums.iter().all(|ratio| ratio.is_finite()) {
         let (low, high) = extremes(&sums);
-        let _ = write!(
-            out,
-            " The paper's summed norm is {} to {} times the largest head's, raw.",
-            short(low),
-            short(high)
-        );
+        let _ =
+            write!(out, " The paper's summed norm is {} to {} times the largest head's, raw.", short(low), short(high));
     }
     out
 }
@@ -69,8 +65,9 @@ pub fn render(inspection: &Inspection) -> String {
         page.figures(&[
             Figure {
                 title: "Sigma by layer".to_owned(),
-                caption: "Filled: each head with the norm's gain folded in. Hollow: raw weights. Bar: mean of the folded."
-                    .to_owned(),
+                caption:
+                    "Filled: each head with the norm's gain folded in. Hollow: raw weights. Bar: mean of the folded."
+                        .to_owned(),
                 content: strip(layers, |head| head.sigma, |head| head.sigma_raw),
             },
             Figure {
@@ -116,7 +113,15 @@ pub fn render(inspection: &Inspection) -> String {
 
 fn numbers(layers: &[Layer]) -> String {
     let head = [
-        "layer", "sigma min", "mean", "max", "raw max", "stable rank mean", "RoPE ratio max", "sigma_sum", "logit bound",
+        "layer",
+        "sigma min",
+        "mean",
+        "max",
+        "raw max",
+        "stable rank mean",
+        "RoPE ratio max",
+        "sigma_sum",
+        "logit bound",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     rows.extend(layers.iter().map(|layer| {
@@ -277,11 +282,7 @@ fn strip(layers: &[Layer], first: fn(&Head) -> Option<f64>, second: fn(&Head) ->
         }
     }
     let scale = if axis.log { "layer (logarithmic scale)" } else { "layer" };
-    let _ = write!(
-        svg,
-        "<text x=\"{left}\" y=\"{:.1}\">{scale}</text></svg>",
-        top + height + 32.0
-    );
+    let _ = write!(svg, "<text x=\"{left}\" y=\"{:.1}\">{scale}</text></svg>", top + height + 32.0);
     svg
 }
 
