@@ -1,8 +1,8 @@
 //! The command line as scripts see it: JSON keys, exit codes, files, hostile input.
 
-mod common;
+mod run;
 
-use common::{TINY_LLAMA, copy_of_tiny_llama, failure, json, sigmascale, text};
+use run::{TINY_LLAMA, copy_of_tiny_llama, failure, json, sigmascale, text};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use std::io::{Read, Write};
@@ -218,6 +218,57 @@ fn timings_go_to_stderr_when_asked_for() {
         .unwrap();
     assert!(String::from_utf8_lossy(&output.stderr).contains("calibrated"));
     serde_json::from_slice::<Value>(&output.stdout).unwrap();
+}
+
+/// The carried weights under another family's name, with q and k norms of these lengths.
+fn with_qk_norm(model_type: &str, lengths: [usize; 2]) -> (tempfile::TempDir, PathBuf) {
+    let (keep, folder) = copy_of_tiny_llama();
+    edit_config(&folder, "model_type", model_type.into());
+    let shards = [1, 2].map(|n| std::fs::read(folder.join(format!("model-0000{n}-of-00002.safetensors"))).unwrap());
+    let mut tensors: Vec<_> = shards
+        .iter()
+        .flat_map(|bytes| SafeTensors::deserialize(bytes).unwrap().tensors())
+        .map(|(name, view)| (name, view.shape().to_vec(), view.data().to_vec()))
+        .collect();
+    for layer in 0..6 {
+        for (name, length) in [("q", lengths[0]), ("k", lengths[1])] {
+            let gain = half::bf16::from_f32(1.5).to_le_bytes().repeat(length);
+            tensors.push((format!("model.layers.{layer}.self_attn.{name}_norm.weight"), vec![length], gain));
+        }
+    }
+    let views = tensors.iter().map(|(name, shape, data)| {
+        (name, safetensors::tensor::TensorView::new(Dtype::BF16, shape.clone(), data).unwrap())
+    });
+    std::fs::write(folder.join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    (keep, folder)
+}
+
+#[test]
+fn normalised_q_and_k_have_bounds_but_no_sigma() {
+    let (_keep, folder) = with_qk_norm("qwen3", [64, 64]);
+    let profile = json(&["calibrate", text(&folder), "--format", "json"]);
+    let layer = &profile["layers"][0];
+    assert!(layer["sigma"].is_null() && layer["sigma_sum"].is_null());
+    assert!(layer["heads"][0]["bound_rank_aware"].is_null() && layer["v_descale"].is_array());
+    // tau r gq gk = 64 / 8 * 1.5^2.
+    assert!((layer["heads"][0]["bound_certain"].as_f64().unwrap() - 18.0).abs() < 1e-9);
+    let page = folder.join("page.html");
+    let inspection = sigmascale(&["inspect", text(&folder), "--html", text(&page)]);
+    assert!(String::from_utf8(inspection.stdout).unwrap().contains("bound nothing"));
+    assert!(std::fs::read_to_string(&page).unwrap().contains("Certain logit bound by layer"));
+    let (code, log) = failure(&["calibrate", text(&folder), "--bound", "rank-aware"]);
+    assert!(code == 1 && log.contains("rank-aware bound is not available"), "{log}");
+}
+
+#[test]
+fn values_without_a_norm_in_front_are_not_exported() {
+    let (_keep, folder) = with_qk_norm("olmo2", [256, 128]);
+    let profile = json(&["calibrate", text(&folder), "--format", "json"]);
+    assert!(profile["layers"][0]["v_descale"].is_null() && profile["layers"][0]["o_descale"].is_null());
+    let file = folder.join("scales.safetensors");
+    let (code, log) = failure(&["calibrate", text(&folder), "--export-scales", text(&file)]);
+    assert!(code == 1 && log.contains("layer 0: v has no bound"), "{log}");
+    assert!(!file.exists());
 }
 
 /// First shard of a copy of the checkpoint, for breaking.

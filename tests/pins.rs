@@ -1,8 +1,8 @@
 //! Published and carried numbers, through the binary and through the library.
 
-mod common;
+mod run;
 
-use common::{json, sigmascale};
+use run::{json, sigmascale};
 use serde_json::Value;
 use sigmascale::bound::Tail;
 use sigmascale::model::preset;

@@ -3,9 +3,9 @@
 //! After a wanted change: `for p in calibration/presets/*.json; do n=$(basename $p .json); cargo run --release --
 //! calibrate $n --format json -o calibration/profiles/$n.json; done`.
 
-mod common;
+mod run;
 
-use common::{json, sigmascale, text};
+use run::{json, sigmascale, text};
 use serde_json::Value;
 use sigmascale::model::preset_names;
 use std::path::Path;

@@ -49,6 +49,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         .with_env_filter(filter)
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr)
+        .log_internal_errors(false)
         .init();
     let result = match cli.command {
         Command::Calibrate(args) => calibrate::run(args),
