@@ -4,6 +4,9 @@
 //! is read from it; offsets must cover the file without gap or overlap; an index may only name files inside its folder.
 //! Every error is one sentence that names the file, the tensor and the rule.
 //!
+//! E4M3 weights are read as the product with their scale. An engine that also casts the projection's input to FP8
+//! computes with other inputs than the norm's output, and the bounds do not speak of those.
+//!
 //! A file must not change while it is mapped. Weights are not checked for NaN here (that takes a read of them all);
 //! vectors are.
 
@@ -226,7 +229,7 @@ impl Checkpoint {
     /// The first stored of `name.suffix`, else the name with the first suffix (for the message).
     fn named(&self, name: &str, suffixes: &[&str]) -> String {
         let full = |suffix: &&str| format!("{}{name}.{suffix}", self.prefix);
-        suffixes.iter().map(|s| full(s)).find(|n| self.tensors.contains_key(n)).unwrap_or_else(|| full(&suffixes[0]))
+        suffixes.iter().map(full).find(|n| self.tensors.contains_key(n)).unwrap_or_else(|| full(&suffixes[0]))
     }
 
     fn norm_name(&self, layer: usize) -> Option<String> {
@@ -407,10 +410,11 @@ impl Checkpoint {
             self.broken(scale_name, scale, format_args!("has shape {:?}, and {what} for `{name}`", scale.shape))
         };
         let (grid, block) = match scale.shape.as_slice() {
-            [] | [1] | [1, 1] => ((1, 1), (rows, cols)),
-            [n] | [n, 1] if *n == rows => ((rows, 1), (1, cols)),
+            // A side of zero would divide by zero below.
+            [] | [1] | [1, 1] => ((1, 1), (rows.max(1), cols.max(1))),
+            [n] | [n, 1] if *n == rows => ((rows, 1), (1, cols.max(1))),
             [grid_rows, grid_cols] => {
-                let side = |len: usize, tiles: usize| (tiles > 0 && len % tiles == 0).then(|| len / tiles);
+                let side = |len: usize, tiles: usize| (len > 0 && len.is_multiple_of(tiles)).then(|| len / tiles);
                 let block = match self.config.fp8_block {
                     Some(block) => Some(block),
                     None => side(rows, *grid_rows).zip(side(cols, *grid_cols)),
@@ -426,17 +430,14 @@ impl Checkpoint {
         if scale.dtype == safetensors::Dtype::F8_E4M3 {
             return Err(self.broken(scale_name, scale, "is a scale, and those are not read from FP8"));
         }
-        let values = self.read(scale_name, scale)?;
+        let values: Arc<[f32]> = self.read(scale_name, scale)?.into_iter().map(|x| x as f32).collect();
         if values.iter().any(|x| !x.is_finite()) {
             return Err(Error::non_finite(format_args!(
                 "{}: tensor `{scale_name}` holds a value that is not finite",
                 self.shards[scale.shard].path.display()
             )));
         }
-        let values: Arc<[f32]> = values.into_iter().map(|x| x as f32).collect();
         debug_assert_eq!(values.len(), grid.0 * grid.1);
-        // A zero side keeps the division defined for an empty matrix.
-        let block = (block.0.max(1), block.1.max(1));
         Ok(view.with_scale(BlockScale { values, block, grid_cols: grid.1 }))
     }
 }
@@ -567,4 +568,15 @@ pub fn fuzz_safetensors(bytes: &[u8]) -> Result<usize> {
         assert!(inside, "a header that was accepted points outside the file");
     }
     Ok(entries.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_checkpoint_is_shared_by_threads() {
+        fn shared<T: Send + Sync>() {}
+        shared::<Checkpoint>();
+    }
 }

@@ -6,8 +6,8 @@
 //! changes the logits. Sizes are capped before anything is allocated from them.
 
 use super::families::{
-    COMMON_REFUSALS, Count, Family, Flag, HeadDim, KvHeads, NormTensor, REFUSED, Refusal, RopeLayers, RopeRule,
-    ScaleRule, Setting, WRAPPERS, family,
+    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, Flag, HeadDim, KvHeads, NormTensor, REFUSED, Refusal, RopeLayers,
+    RopeRule, ScaleRule, Setting, WRAPPERS, family,
 };
 use super::spec::{AttentionSpec, QkvBias, Rope};
 use crate::error::{Error, Result};
@@ -273,9 +273,12 @@ impl<'a> Keys<'a> {
         let bias = self.set(&family.bias)?;
         let max_positions = self
             .first_count(&Count { keys: &["max_position_embeddings", "n_positions"], default: None }, MAX_POSITIONS)?;
+        let both_ways = BIDIRECTIONAL.contains(&family.name) && !self.flag("is_decoder")?.unwrap_or(false)
+            || self.flag("use_bidirectional_attention")?.unwrap_or(false);
         let spec = AttentionSpec {
             name: name_of(file),
             family: family.name.to_owned(),
+            causal: !both_ways,
             layers,
             d_model,
             n_q_heads,
@@ -327,7 +330,7 @@ impl<'a> Keys<'a> {
     fn d_head(&self, rule: &HeadDim, d_model: usize, n_q_heads: usize) -> Result<usize> {
         let stated = self.count("head_dim", MAX_D_MODEL)?;
         let derived = || {
-            if d_model % n_q_heads == 0 {
+            if d_model.is_multiple_of(n_q_heads) {
                 return Ok(d_model / n_q_heads);
             }
             Err(Error::format(
@@ -424,11 +427,17 @@ impl<'a> Keys<'a> {
             let share = self.share(settings, partial)?;
             // Truncated towards zero, as the reference implementation does.
             let rotary_dim = (d_head as f64 * share) as usize;
-            if rotary_dim == 0 || rotary_dim % 2 != 0 || rotary_dim > d_head {
+            if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) || rotary_dim > d_head {
                 return Err(Error::format(
                     self.file,
                     format_args!("a share of {share} of {d_head} channels is no even number of rotated channels"),
                 ));
+            }
+            if let Some(stated) = self.count("rotary_dim", MAX_D_MODEL)?
+                && stated != rotary_dim
+            {
+                let rule = format_args!("`rotary_dim` is {stated}, and the other keys say {rotary_dim}");
+                return Err(Error::format(self.file, rule));
             }
             let angles = Angles { base: inner.or(base), rotary_dim, max_positions };
             let (attention_factor, inv_freq) = match settings {
@@ -439,6 +448,12 @@ impl<'a> Keys<'a> {
                 return Err(Error::format(
                     self.file,
                     format_args!("the rotation's attention factor is {attention_factor}, and must be above zero"),
+                ));
+            }
+            if inv_freq.iter().flatten().any(|angle| !angle.is_finite()) {
+                return Err(Error::format(
+                    self.file,
+                    "the rotation's base and factors give angles that are not finite",
                 ));
             }
             Ok(Rope { rotary_dim, layout: *layout, attention_factor, inv_freq })
@@ -639,7 +654,7 @@ impl Angles {
             w / factor * stretch + w * (1.0 - stretch)
         };
         let angles: Vec<f64> = angles.into_iter().enumerate().map(scale).collect();
-        // A base of 1 or a reversed range leaves no angle to speak of; the bounds do not need one.
+        // A base of 1 leaves no pair to interpolate between; the bounds do not need the angles.
         Ok((attention_factor, angles.iter().all(|w| w.is_finite()).then_some(angles)))
     }
 
@@ -717,13 +732,12 @@ fn quantization(keys: Keys<'_>) -> Result<Option<(usize, usize)>> {
 
 /// A name for people from the path of a config.
 fn name_of(file: &Path) -> String {
-    let parent = file.parent().and_then(Path::file_name);
-    let name = match file.file_name() {
-        Some(name) if name == "config.json" => parent.unwrap_or(name),
-        Some(_) => file.file_stem().unwrap_or_default(),
-        None => Default::default(),
-    };
-    name.to_string_lossy().into_owned()
+    if file.file_name().is_none_or(|name| name != "config.json") {
+        return file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    }
+    let folder = |path: &Path| path.parent()?.file_name().map(|name| name.to_string_lossy().into_owned());
+    // A relative path such as `./config.json` does not hold the folder's name.
+    folder(file).or_else(|| folder(&file.canonicalize().ok()?)).unwrap_or_else(|| "config".to_owned())
 }
 
 #[cfg(test)]
@@ -812,6 +826,48 @@ mod tests {
         )
         .unwrap();
         assert_eq!(old.rope, new.rope);
+    }
+
+    #[test]
+    fn layer_types_choose_among_nested_rotations() {
+        // Nested sets without a base take it from the old keys.
+        let mixed = spec(
+            r#"{"model_type":"gemma3_text","hidden_size":640,"num_hidden_layers":2,"rope_theta":1000000,
+                "rope_local_base_freq":10000,"layer_types":["full_attention","sliding_attention"],"rope_parameters":{
+                "full_attention":{"factor":8.0,"rope_type":"linear"},"sliding_attention":{"rope_type":"default"}}}"#,
+        )
+        .unwrap();
+        let angle = |spec: &AttentionSpec, layer: usize, b: usize| {
+            spec.rope[layer].as_ref().unwrap().inv_freq.as_ref().unwrap()[b]
+        };
+        assert!((angle(&mixed, 0, 64) - 1e-3 / 8.0).abs() < 1e-15);
+        assert!((angle(&mixed, 1, 64) - 0.01).abs() < 1e-15);
+        // Scaling in the old keys is that of the full layers alone.
+        let olmo3 = spec(
+            r#"{"model_type":"olmo3","hidden_size":256,"num_hidden_layers":4,"num_attention_heads":4,"rope_theta":500000,
+                "max_position_embeddings":65536,"rope_scaling":{"rope_type":"yarn","factor":8.0,
+                "original_max_position_embeddings":8192,"attention_factor":1.2079441541679836}}"#,
+        )
+        .unwrap();
+        let factors: Vec<f64> = olmo3.rope.iter().map(|rope| rope.as_ref().unwrap().attention_factor).collect();
+        assert_eq!(factors, [1.0, 1.0, 1.0, 1.2079441541679836]);
+        assert_eq!(olmo3.norm.kind, crate::model::NormKind::None);
+    }
+
+    #[test]
+    fn the_rotated_share_stands_in_either_place() {
+        let dim = |extra: &str| {
+            let json = format!(
+                r#"{{"model_type":"gpt_neox","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4{extra}}}"#
+            );
+            spec(&json).unwrap().rope[0].as_ref().unwrap().rotary_dim
+        };
+        assert_eq!(dim(""), 16);
+        assert_eq!(dim(r#","rotary_pct":1.0"#), 64);
+        assert_eq!(
+            dim(r#","rope_parameters":{"partial_rotary_factor":0.5,"rope_theta":1e4,"rope_type":"default"}"#),
+            32
+        );
     }
 
     #[test]
