@@ -1,4 +1,4 @@
-//! FP8 attention scales from the weights alone.
+#![doc = include_str!("../README.md")]
 #![warn(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn)]
 
@@ -6,6 +6,7 @@ pub mod attention;
 pub mod bound;
 pub mod calibrate;
 mod error;
+pub mod file;
 pub mod fp8;
 pub mod geometry;
 pub mod model;

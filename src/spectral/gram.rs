@@ -16,6 +16,7 @@ use crate::error::Result;
 use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL, Rotary, dot};
 use nalgebra::{DMatrix, DMatrixView, DVector, Dyn};
 use rayon::prelude::*;
+use std::time::Instant;
 
 /// Columns of one block of the symmetric product; only blocks on and below the diagonal are computed.
 const BLOCK: usize = 64;
@@ -177,12 +178,15 @@ impl HeadGrams<'_> {
 
 impl SpectralEngine for GramEngine {
     fn layer(&mut self, geometry: &LayerGeometry<'_>) -> Result<LayerSpectrum> {
+        let start = Instant::now();
         let [q, k, v] = layer_channels(geometry)?;
+        let channels_done = Instant::now();
         if geometry.qk_limits.is_some() {
             return Ok(LayerSpectrum { layer: geometry.layer, heads: None, sigma_sum: None, q, k, v });
         }
         let grams = LayerGrams::new(geometry, &q, &k);
-        let sides = |channels: &[Channels], grams: Vec<Pass>| -> Vec<Side> {
+        let grams_done = Instant::now();
+        let sides = |channels: &[Channels], grams: Vec<GramPair>| -> Vec<Side> {
             channels.par_iter().zip(grams).map(|(channels, grams)| Side::new(channels, grams, geometry)).collect()
         };
         let (qs, ks) = (sides(&q, grams.q), sides(&k, grams.k));
@@ -193,7 +197,16 @@ impl SpectralEngine for GramEngine {
                 head_spectrum(head, kv_head, &qs[head], &ks[kv_head], geometry.rotary.as_ref(), grams.trace[head])
             })
             .collect();
+        let norms_done = Instant::now();
         let sigma_sum = Some(summed_norm(geometry));
+        tracing::debug!(
+            layer = geometry.layer,
+            channels_ms = (channels_done - start).as_secs_f64() * 1e3,
+            grams_ms = (grams_done - channels_done).as_secs_f64() * 1e3,
+            norms_ms = (norms_done - grams_done).as_secs_f64() * 1e3,
+            summed_ms = norms_done.elapsed().as_secs_f64() * 1e3,
+            "spectrum"
+        );
         Ok(LayerSpectrum { layer: geometry.layer, heads: Some(heads), sigma_sum, q, k, v })
     }
 }
@@ -213,8 +226,8 @@ struct Side {
 }
 
 impl Side {
-    fn new(channels: &Channels, pass: Pass, geometry: &LayerGeometry<'_>) -> Self {
-        let Pass { effective: gram, raw } = pass;
+    fn new(channels: &Channels, pass: GramPair, geometry: &LayerGeometry<'_>) -> Self {
+        let GramPair { effective: gram, raw } = pass;
         let mut largest = largest_eigenvalue(&gram.matrix);
         largest.upper += gram.error();
         let folded_upper = if geometry.centred {
@@ -316,25 +329,31 @@ fn head_spectrum(head: usize, kv_head: usize, q: &Side, k: &Side, rotary: Option
 }
 
 /// Grams of all heads of a layer, from one read of W_Q and W_K.
-struct LayerGrams {
-    q: Vec<Pass>,
-    k: Vec<Pass>,
+#[derive(Clone, Debug)]
+pub struct LayerGrams {
+    /// Query heads.
+    pub q: Vec<GramPair>,
+    /// Key heads.
+    pub k: Vec<GramPair>,
     /// `tr(W_K^T W_Q) = sum_c w_q,c . w_k,c` of each query head.
-    trace: Vec<f64>,
+    pub trace: Vec<f64>,
 }
 
 /// What one head's weights add up to in a pass.
-struct Pass {
-    effective: Gram,
+#[derive(Clone, Debug)]
+pub struct GramPair {
+    /// Of the effective operator.
+    pub effective: Gram,
     /// Of the raw weights, where they differ.
-    raw: Option<Gram>,
+    pub raw: Option<Gram>,
 }
 
 /// Query heads that one task reads beside their keys.
 const TASK_HEADS: usize = 4;
 
 impl LayerGrams {
-    fn new(geometry: &LayerGeometry<'_>, q: &[Channels], k: &[Channels]) -> Self {
+    /// The Grams of a layer, given its channels (see [`layer_channels`]).
+    pub fn new(geometry: &LayerGeometry<'_>, q: &[Channels], k: &[Channels]) -> Self {
         let group = geometry.q.len() / geometry.k.len();
         let tasks: Vec<(usize, usize)> =
             (0..geometry.k.len()).flat_map(|kv| (0..group).step_by(TASK_HEADS).map(move |first| (kv, first))).collect();
@@ -362,11 +381,11 @@ impl LayerGrams {
         own_keys: bool,
         q: &[Channels],
         k: &[Channels],
-    ) -> (Vec<Pass>, Option<Pass>, Vec<f64>) {
+    ) -> (Vec<GramPair>, Option<GramPair>, Vec<f64>) {
         let (r, d) = geometry.k[kv].shape();
         let (mut key_panel, mut panel) = (vec![0.0; r * PANEL], vec![0.0; r * PANEL]);
-        let mut passes: Vec<Pass> = heads.clone().map(|head| Pass::new(&geometry.q[head])).collect();
-        let mut keys = own_keys.then(|| Pass::new(&geometry.k[kv]));
+        let mut passes: Vec<GramPair> = heads.clone().map(|head| GramPair::new(&geometry.q[head])).collect();
+        let mut keys = own_keys.then(|| GramPair::new(&geometry.k[kv]));
         let mut trace = vec![0.0; heads.len()];
         for start in (0..d).step_by(PANEL) {
             let n = PANEL.min(d - start);
@@ -380,7 +399,7 @@ impl LayerGrams {
                 trace[i] += dot(panel, key_panel);
             }
         }
-        let finish = |mut pass: Pass, channels: &Channels| {
+        let finish = |mut pass: GramPair, channels: &Channels| {
             pass.finish(channels);
             pass
         };
@@ -389,7 +408,7 @@ impl LayerGrams {
     }
 }
 
-impl Pass {
+impl GramPair {
     fn new(head: &HeadOperator<'_>) -> Self {
         Self { effective: Gram::zero(head), raw: (!head.is_raw()).then(|| Gram::zero(head)) }
     }
