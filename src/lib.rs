@@ -8,6 +8,7 @@ mod error;
 pub mod geometry;
 pub mod model;
 pub mod plan;
+pub mod policy;
 mod scale;
 pub mod spectral;
 pub mod stats;
