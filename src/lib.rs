@@ -2,9 +2,11 @@
 #![warn(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn)]
 
+pub mod attention;
 pub mod bound;
 pub mod calibrate;
 mod error;
+pub mod fp8;
 pub mod geometry;
 pub mod model;
 pub mod plan;

@@ -1,0 +1,103 @@
+//! The stabilised softmax: a row whose maximum repeats is shifted further, so that no P is exactly one.
+//!
+//! With several P equal to one, sums of P V in bf16 round with a bias that made trainings diverge. For the row maximum
+//! `r` of a key tile and `n`, the number of its logits within `epsilon` of `r`:
+//!
+//! ```text
+//! m = beta r   if r > 0 and n > 1        m = 0   if r < 0 and n > 1        m = r   otherwise
+//! ```
+//!
+//! Any m gives the same softmax in exact arithmetic. Source: "Why Low-Precision Transformer Training Fails", Algorithm 3
+//! (its line 10 drops the second case; section 4 has it). A maximum of exactly zero stays as it is, as there.
+//!
+//! **Departure.** m moves by at most [`Stabilised::MAX_SHIFT`] nats. The paper's m has no limit: with beta = 2 and a
+//! repeated maximum of 104 every f32 P is zero, and the row is 0 / 0.
+//!
+//! **With P in E4M3 it is refused**: P of at most `exp(-12.5)` is zero there even when scaled to the format's maximum, so a repeated maximum above 12.5
+//! would empty the row.
+
+use super::{AttentionCall, AttentionOutput, Inputs, Precision, Probabilities, cpu, lanes};
+use crate::error::{Error, Result};
+use crate::plan::ScalePlan;
+
+/// Parameters of the stabilised softmax.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Stabilised {
+    /// How far a positive repeated maximum is exceeded; greater than 1, the paper uses 2 to 8.
+    pub beta: f32,
+    /// Logits this close to the maximum repeat it, in nats; the paper's example is 1e-3.
+    pub epsilon: f32,
+}
+
+impl Default for Stabilised {
+    /// The paper's beta = 2 and epsilon = 1e-3.
+    fn default() -> Self {
+        Self { beta: 2.0, epsilon: 1e-3 }
+    }
+}
+
+/// What [`Stabilised::forward`] gives back.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StabilisedOutput {
+    /// Output, log-sum-exp and statistics.
+    pub output: AttentionOutput,
+    /// Repeated maxima per query head (`n_q`): pairs of a row and a tile of 64 keys in which the largest logit occurred
+    /// more than once.
+    pub repeated: Vec<u64>,
+}
+
+impl Stabilised {
+    /// Largest distance, in nats, of a row's shift from its maximum: `exp(-40)` leaves f32 and bf16 47 nats of normal
+    /// numbers for the row's smaller weights.
+    pub const MAX_SHIFT: f32 = 40.0;
+
+    /// The CPU backend's forward with this softmax.
+    ///
+    /// # Errors
+    /// If P is in E4M3 (`is_unsupported`), if `beta` is not above 1 or `epsilon` is negative, and as
+    /// [`Attention::forward`](super::Attention::forward).
+    pub fn forward(
+        &self,
+        call: &AttentionCall,
+        inputs: &Inputs<'_>,
+        plan: &ScalePlan,
+        precision: &Precision,
+    ) -> Result<StabilisedOutput> {
+        if precision.probabilities == Probabilities::E4m3 {
+            return Err(Error::unsupported(
+                "the stabilised softmax needs P in f32 or bf16: in E4M3 the shift of a repeated maximum above 12.5 makes \
+                 every P of its row zero",
+            ));
+        }
+        if !(self.beta.is_finite() && self.beta > 1.0) {
+            return Err(Error::argument(format_args!("beta {} must be finite and greater than 1", self.beta)));
+        }
+        if !(self.epsilon.is_finite() && self.epsilon >= 0.0) {
+            return Err(Error::argument(format_args!("epsilon {} must be finite and not negative", self.epsilon)));
+        }
+        let (output, repeated) = cpu::forward(call, inputs, plan, precision, Shift::Stabilised(*self))?;
+        Ok(StabilisedOutput { output, repeated })
+    }
+}
+
+/// Where a row's exponentials are shifted to.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Shift {
+    /// The row's maximum.
+    RowMaximum,
+    /// Further, where the maximum repeats.
+    Stabilised(Stabilised),
+}
+
+impl Shift {
+    /// The shift that the logits `s` with maximum `max` ask for, and whether the maximum repeats.
+    #[inline(always)]
+    pub(super) fn of(&self, s: &[f32], max: f32) -> (f32, bool) {
+        let Self::Stabilised(options) = self else { return (max, false) };
+        if lanes::count(s, |s| max - s <= options.epsilon) < 2 {
+            return (max, false);
+        }
+        let wanted = if max > 0.0 { options.beta * max } else { 0.0 };
+        (wanted.min(max + Stabilised::MAX_SHIFT), true)
+    }
+}

@@ -1,0 +1,269 @@
+//! Whole slices: one pass that scales, casts and counts.
+
+use super::{Format, INFINITY, Layout, MAGNITUDE, OnOverflow, decode, encode, encode_stochastic, round, with_layout};
+use crate::error::{Error, Result};
+use half::bf16;
+use pulp::NullaryFnOnce;
+use std::marker::PhantomData;
+use std::ops::AddAssign;
+
+/// Values that one conversion saw. `y = x * multiplier` in f32, before the cast.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Counts {
+    /// Largest |x| before scaling; NaN if any x is NaN.
+    pub amax: f32,
+    /// Finite x with |y| above the format's maximum (448 for E4M3).
+    pub overflow: u64,
+    /// Finite x with |y| above [`Format::last_rounding`] (464 for E4M3); counted in `overflow` too.
+    pub beyond_rounding: u64,
+    /// x that are NaN or infinite; in neither of the two above.
+    pub non_finite: u64,
+    /// Values seen.
+    pub count: u64,
+}
+
+impl AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        // As magnitudes of bit patterns NaN is the largest and stays.
+        self.amax = f32::from_bits(self.amax.to_bits().max(other.amax.to_bits()));
+        self.overflow += other.overflow;
+        self.beyond_rounding += other.beyond_rounding;
+        self.non_finite += other.non_finite;
+        self.count += other.count;
+    }
+}
+
+/// Element types that slices are read from.
+trait Source: Copy {
+    fn value(self) -> f32;
+}
+impl Source for f32 {
+    #[inline(always)]
+    fn value(self) -> f32 {
+        self
+    }
+}
+impl Source for bf16 {
+    #[inline(always)]
+    fn value(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+}
+
+impl Format {
+    /// Codes of `x * multiplier`, and what left the range.
+    ///
+    /// `multiplier` is a quantisation scale, `1 / descale`. `out` has the length of `x`.
+    ///
+    /// # Errors
+    /// If the lengths differ, or if `multiplier` is not finite and greater than zero.
+    ///
+    /// ```
+    /// # use sigmascale::fp8::{Format, OnOverflow};
+    /// let mut codes = [0; 3];
+    /// let counts = Format::E4m3.encode_slice(&[1.0, 450.0, 500.0], 1.0, OnOverflow::Saturate, &mut codes)?;
+    /// assert_eq!(codes, [0x38, 0x7e, 0x7e]);
+    /// assert_eq!((counts.overflow, counts.beyond_rounding), (2, 1));
+    /// # Ok::<(), sigmascale::Error>(())
+    /// ```
+    pub fn encode_slice(self, x: &[f32], multiplier: f32, on_overflow: OnOverflow, out: &mut [u8]) -> Result<Counts> {
+        check(x.len(), out.len(), multiplier)?;
+        let saturate = on_overflow == OnOverflow::Saturate;
+        Ok(with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| encode::<L>(y, saturate))))
+    }
+
+    /// [`Format::encode_slice`] from bf16.
+    ///
+    /// # Errors
+    /// As [`Format::encode_slice`].
+    pub fn encode_slice_bf16(
+        self,
+        x: &[bf16],
+        multiplier: f32,
+        on_overflow: OnOverflow,
+        out: &mut [u8],
+    ) -> Result<Counts> {
+        check(x.len(), out.len(), multiplier)?;
+        let saturate = on_overflow == OnOverflow::Saturate;
+        Ok(with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| encode::<L>(y, saturate))))
+    }
+
+    /// [`Format::encode_slice`] with [`Format::encode_stochastic`]; `random` holds 32 uniform bits for each value.
+    ///
+    /// # Errors
+    /// As [`Format::encode_slice`], and if `random` is of another length.
+    pub fn encode_slice_stochastic(
+        self,
+        x: &[f32],
+        multiplier: f32,
+        random: &[u32],
+        on_overflow: OnOverflow,
+        out: &mut [u8],
+    ) -> Result<Counts> {
+        check(x.len(), out.len(), multiplier)?;
+        check(x.len(), random.len(), multiplier)?;
+        let saturate = on_overflow == OnOverflow::Saturate;
+        Ok(with_layout!(self, L => {
+            for ((code, &x), &bits) in out.iter_mut().zip(x).zip(random) {
+                *code = encode_stochastic::<L>(x * multiplier, bits, saturate);
+            }
+            count::<L>(x, multiplier)
+        }))
+    }
+
+    /// The values that the codes of [`Format::encode_slice`] stand for, not multiplied back.
+    ///
+    /// # Errors
+    /// As [`Format::encode_slice`].
+    pub fn round_slice(self, x: &[f32], multiplier: f32, on_overflow: OnOverflow, out: &mut [f32]) -> Result<Counts> {
+        check(x.len(), out.len(), multiplier)?;
+        let saturate = on_overflow == OnOverflow::Saturate;
+        Ok(with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| round::<L>(y, saturate))))
+    }
+
+    /// The counts of [`Format::encode_slice`] without the cast.
+    ///
+    /// # Errors
+    /// If `multiplier` is not finite and greater than zero.
+    pub fn count_slice(self, x: &[f32], multiplier: f32) -> Result<Counts> {
+        check(0, 0, multiplier)?;
+        Ok(with_layout!(self, L => count::<L>(x, multiplier)))
+    }
+
+    /// `decode(code) * multiplier`, the multiplier being the descale.
+    ///
+    /// # Errors
+    /// As [`Format::encode_slice`].
+    pub fn decode_slice(self, codes: &[u8], multiplier: f32, out: &mut [f32]) -> Result<()> {
+        check(codes.len(), out.len(), multiplier)?;
+        with_layout!(self, L => {
+            pulp::Arch::new().dispatch(Decode { codes, multiplier, out, layout: PhantomData::<L> });
+        });
+        Ok(())
+    }
+}
+
+fn check(left: usize, right: usize, multiplier: f32) -> Result<()> {
+    if left != right {
+        return Err(Error::argument(format_args!("slices of {left} and {right} values must have one length")));
+    }
+    if !(multiplier.is_finite() && multiplier > 0.0) {
+        return Err(Error::argument(format_args!("multiplier {multiplier} must be finite and greater than zero")));
+    }
+    Ok(())
+}
+
+/// Short enough for u32 counters, long enough to forget the loop around it.
+const CHUNK: usize = 4096;
+
+/// Lane-wise tallies of one chunk, kept as integers so that the loop has no branch.
+#[derive(Default)]
+struct Tally {
+    amax: i32,
+    overflow: i32,
+    beyond: i32,
+    non_finite: i32,
+}
+
+impl Tally {
+    #[inline(always)]
+    fn see<L: Layout>(&mut self, x: f32, y: f32) {
+        let ax = (x.to_bits() & MAGNITUDE) as i32;
+        let ay = (y.to_bits() & MAGNITUDE) as i32;
+        self.amax = self.amax.max(ax);
+        self.overflow += i32::from(ay > L::MAX.to_bits() as i32);
+        self.beyond += i32::from(ay > L::LAST_ROUNDING.to_bits() as i32);
+        self.non_finite += i32::from(ax >= INFINITY);
+    }
+
+    fn counts(&self, count: usize) -> Counts {
+        Counts {
+            amax: f32::from_bits(self.amax as u32),
+            // Scaling leaves NaN and infinity what they are, so these counts hold them too.
+            overflow: (self.overflow - self.non_finite) as u64,
+            beyond_rounding: (self.beyond - self.non_finite) as u64,
+            non_finite: self.non_finite as u64,
+            count: count as u64,
+        }
+    }
+}
+
+/// The loop of a conversion, compiled once for each vector width.
+struct Convert<'a, L, S, T, F> {
+    x: &'a [S],
+    multiplier: f32,
+    out: &'a mut [T],
+    cast: F,
+    layout: PhantomData<L>,
+}
+
+impl<L: Layout, S: Source, T, F: Fn(f32) -> T> NullaryFnOnce for Convert<'_, L, S, T, F> {
+    type Output = Counts;
+
+    #[inline(always)]
+    fn call(self) -> Counts {
+        let mut total = Counts::default();
+        for (x, out) in self.x.chunks(CHUNK).zip(self.out.chunks_mut(CHUNK)) {
+            let mut tally = Tally::default();
+            for (out, x) in out.iter_mut().zip(x) {
+                let x = x.value();
+                let y = x * self.multiplier;
+                tally.see::<L>(x, y);
+                *out = (self.cast)(y);
+            }
+            total += tally.counts(x.len());
+        }
+        total
+    }
+}
+
+fn convert<L: Layout, S: Source, T>(x: &[S], multiplier: f32, out: &mut [T], cast: impl Fn(f32) -> T) -> Counts {
+    pulp::Arch::new().dispatch(Convert { x, multiplier, out, cast, layout: PhantomData::<L> })
+}
+
+/// The loop of [`Format::count_slice`].
+struct Count<'a, L> {
+    x: &'a [f32],
+    multiplier: f32,
+    layout: PhantomData<L>,
+}
+
+impl<L: Layout> NullaryFnOnce for Count<'_, L> {
+    type Output = Counts;
+
+    #[inline(always)]
+    fn call(self) -> Counts {
+        let mut total = Counts::default();
+        for x in self.x.chunks(CHUNK) {
+            let mut tally = Tally::default();
+            for &x in x {
+                tally.see::<L>(x, x * self.multiplier);
+            }
+            total += tally.counts(x.len());
+        }
+        total
+    }
+}
+
+fn count<L: Layout>(x: &[f32], multiplier: f32) -> Counts {
+    pulp::Arch::new().dispatch(Count { x, multiplier, layout: PhantomData::<L> })
+}
+
+/// The loop of [`Format::decode_slice`].
+struct Decode<'a, L> {
+    codes: &'a [u8],
+    multiplier: f32,
+    out: &'a mut [f32],
+    layout: PhantomData<L>,
+}
+
+impl<L: Layout> NullaryFnOnce for Decode<'_, L> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for (value, &code) in self.out.iter_mut().zip(self.codes) {
+            *value = decode::<L>(code) * self.multiplier;
+        }
+    }
+}
