@@ -426,6 +426,12 @@ fn collect_differences(path: &str, saved: &serde_json::Value, want: &serde_json:
             }
         }
         _ if saved == want => {}
+        (serde_json::Value::Array(a), serde_json::Value::Array(b)) if a.len() == b.len() => {
+            // One entry is enough to name a row.
+            if let Some(at) = (0..a.len()).find(|&at| a[at] != b[at]) {
+                collect_differences(&format!("{path}[{at}]"), &a[at], &b[at], found);
+            }
+        }
         _ => {
             let short = |value: &serde_json::Value| {
                 let text = value.to_string();
