@@ -18,7 +18,7 @@
 //! - **Forbidden**: after more than `max_restarts` restarts, and for a pool that saw only zeros.
 
 use super::geometry::check_eta;
-use super::report::largest;
+use super::report::{largest, overflows};
 use super::{
     Memory, Policy, PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Report, Restart, Tensor, share,
 };
@@ -287,8 +287,7 @@ impl AutoC {
             let Some(descales) = tensor.descales(plan) else { continue };
             let amax = tensor.amax_row(stats, &self.shape);
             for (head, (amax, descale)) in amax.iter().zip(descales).enumerate() {
-                // Written so that NaN counts as an overflow.
-                let fits = f64::from(*amax) <= E4M3_MAX * f64::from(descale.get());
+                let fits = !overflows(*amax, *descale);
                 let at = self.pool(tensor, plan.layer, head);
                 let pool = &mut self.state.pools[tensor as usize][at];
                 if let (false, Phase::Frozen { c }) = (fits, pool.phase) {

@@ -119,6 +119,12 @@ pub(super) fn largest(row: &[f32]) -> f32 {
     row.iter().copied().fold(0.0, |a, b| if a.is_nan() || a >= b { a } else { b })
 }
 
+/// Whether a value leaves the range, by division or by multiplication with the rounded inverse; NaN does.
+pub(super) fn overflows(amax: f32, descale: Descale) -> bool {
+    let fits = |scaled: f32| scaled <= E4M3_MAX as f32;
+    !(fits(amax / descale.get()) && fits(amax * descale.quant_scale().get()))
+}
+
 /// What one step of one layer did under a plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
