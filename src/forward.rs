@@ -55,7 +55,7 @@ impl Tokens {
     /// `is_argument` if `values` is not whole rows of `d_model`, `is_non_finite` if a value is not finite.
     pub fn from_rows(spec: &AttentionSpec, values: &[f32]) -> Result<Self> {
         let d = spec.d_model;
-        if values.is_empty() || values.len() % d != 0 {
+        if values.is_empty() || !values.len().is_multiple_of(d) {
             return Err(Error::argument(format_args!("{} values are not whole tokens of {d}", values.len())));
         }
         if values.iter().any(|x| !x.is_finite()) {

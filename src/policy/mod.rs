@@ -105,7 +105,7 @@ impl PolicyShape {
     /// If a count is zero or the query heads are not a multiple of the KV heads.
     pub fn check(&self) -> Result<()> {
         let Self { layers, n_q_heads, n_kv_heads } = *self;
-        if layers == 0 || n_q_heads == 0 || n_kv_heads == 0 || n_q_heads % n_kv_heads != 0 {
+        if layers == 0 || n_q_heads == 0 || n_kv_heads == 0 || !n_q_heads.is_multiple_of(n_kv_heads) {
             return Err(Error::argument(format_args!(
                 "a policy needs at least one layer and query heads that are a multiple of the KV heads, not {layers} \
                  layers with {n_q_heads} and {n_kv_heads}"

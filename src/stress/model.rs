@@ -20,7 +20,7 @@ pub struct StressModel {
 }
 
 enum Source {
-    Synthetic(SyntheticModel),
+    Synthetic(Box<SyntheticModel>),
     Checkpoint(Box<Checkpoint>),
 }
 
@@ -32,7 +32,7 @@ impl StressModel {
     /// As [`SyntheticModel::new`].
     pub fn synthetic(spec: &AttentionSpec, seed: u64) -> Result<Self> {
         let options = SyntheticOptions { sigma: paper_sigma_profile(&spec.name), ..SyntheticOptions::default() };
-        Ok(Self { source: Source::Synthetic(SyntheticModel::new(spec, seed, options)?) })
+        Ok(Self { source: Source::Synthetic(Box::new(SyntheticModel::new(spec, seed, options)?)) })
     }
 
     /// A checkpoint folder or file.
