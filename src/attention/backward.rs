@@ -22,6 +22,10 @@ use crate::fp8::{self, OnOverflow};
 use crate::plan::ScalePlan;
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
+use std::ops::Range;
+
+/// Rows of a block.
+const ROWS: usize = 8;
 
 /// Gradients of the operands, in their layouts.
 #[derive(Clone, Debug, PartialEq)]
@@ -125,38 +129,51 @@ impl NullaryFnOnce for Kernel<'_> {
         let mut dv = vec![0.0; shape.len_k * d];
         let tau = self.call.softmax_scale as f32;
         let saturate = self.precision.on_overflow == OnOverflow::Saturate;
-        let (mut p, mut dp) = (vec![0.0; shape.len_k], vec![0.0; shape.len_k]);
-        // d S' / d S of each key.
-        let mut slope = vec![1.0; shape.len_k];
+        // Rows of P, of dP and of d S' / d S; a block of rows meets each key once while it is in cache.
+        let blank = |x: f32| -> [Vec<f32>; ROWS] { std::array::from_fn(|_| vec![x; shape.len_k]) };
+        let (mut p, mut dp, mut slope) = (blank(0.0), blank(0.0), blank(1.0));
         let key = |j: usize| shape.kv_row(self.batch, j, self.kv_head);
         for member in 0..group {
             let head = self.kv_head * group + member;
             let descale = self.plan.logit_descale[head];
-            for row in 0..shape.len_q {
-                let keys = self.call.visible(row);
-                let at = shape.q_row(self.batch, row, head);
-                let (q, d_out) = (&self.inputs.q[at..at + d], &self.d_out[at..at + d]);
-                let lse = self.lse[shape.lse_at(self.batch, head, row)];
+            let dq = &mut dq[member * shape.len_q * d..][..shape.len_q * d];
+            for first in (0..shape.len_q).step_by(ROWS) {
+                let rows = first..shape.len_q.min(first + ROWS);
+                let visible: [Range<usize>; ROWS] = std::array::from_fn(|r| match first + r {
+                    row if row < rows.end => self.call.visible(row),
+                    _ => 0..0,
+                });
+                let seen = visible.iter().filter(|keys| !keys.is_empty());
+                let Some(keys) = seen.cloned().reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)) else { continue };
                 for j in keys.clone() {
-                    let mut s = tau * lanes::dot(q, &self.inputs.k[key(j)..][..d]);
-                    if let Some(cap) = self.call.soft_cap {
-                        let t = (s / cap as f32).tanh();
-                        slope[j] = 1.0 - t * t;
-                        s = cap as f32 * t;
+                    let (k, v) = (&self.inputs.k[key(j)..][..d], &self.inputs.v[key(j)..][..d]);
+                    for (r, row) in rows.clone().enumerate().filter(|(r, _)| visible[*r].contains(&j)) {
+                        let at = shape.q_row(self.batch, row, head);
+                        let mut s = tau * lanes::dot(&self.inputs.q[at..at + d], k);
+                        if let Some(cap) = self.call.soft_cap {
+                            let t = (s / cap as f32).tanh();
+                            slope[r][j] = 1.0 - t * t;
+                            s = cap as f32 * t;
+                        }
+                        if self.precision.logits == LogitCast::E4m3 {
+                            s = fp8::round_e4m3(s * descale.quant_scale().get(), saturate) * descale.get();
+                        }
+                        p[r][j] = lanes::exp(s - self.lse[shape.lse_at(self.batch, head, row)]);
+                        dp[r][j] = lanes::dot(&self.d_out[at..at + d], v);
                     }
-                    if self.precision.logits == LogitCast::E4m3 {
-                        s = fp8::round_e4m3(s * descale.quant_scale().get(), saturate) * descale.get();
-                    }
-                    p[j] = lanes::exp(s - lse);
-                    dp[j] = lanes::dot(d_out, &self.inputs.v[key(j)..][..d]);
                 }
-                let delta = lanes::dot(&p[keys.clone()], &dp[keys.clone()]);
-                let dq = &mut dq[(member * shape.len_q + row) * d..][..d];
+                let delta: [f32; ROWS] =
+                    std::array::from_fn(|r| lanes::dot(&p[r][visible[r].clone()], &dp[r][visible[r].clone()]));
                 for j in keys {
-                    let ds = tau * p[j] * (dp[j] - delta) * slope[j];
-                    lanes::add_scaled(dq, ds, &self.inputs.k[key(j)..][..d]);
-                    lanes::add_scaled(&mut dk[j * d..][..d], ds, q);
-                    lanes::add_scaled(&mut dv[j * d..][..d], p[j], d_out);
+                    let k = &self.inputs.k[key(j)..][..d];
+                    let (dk, dv) = (&mut dk[j * d..][..d], &mut dv[j * d..][..d]);
+                    for (r, row) in rows.clone().enumerate().filter(|(r, _)| visible[*r].contains(&j)) {
+                        let at = shape.q_row(self.batch, row, head);
+                        let ds = tau * p[r][j] * (dp[r][j] - delta[r]) * slope[r][j];
+                        lanes::add_scaled(&mut dq[row * d..][..d], ds, k);
+                        lanes::add_scaled(dk, ds, &self.inputs.q[at..at + d]);
+                        lanes::add_scaled(dv, p[r][j], &self.d_out[at..at + d]);
+                    }
                 }
             }
         }

@@ -8,8 +8,8 @@
 //! out = O dv / (256 l)     lse = m + ln l
 //! ```
 //!
-//! A GPU backend differs from this in the order of its sums and in the last bits of `exp`, nowhere else. Results do not
-//! depend on the number of threads or on the CPU.
+//! A GPU backend differs from this in the order of its sums and in the last bits of `exp`, nowhere else. Results depend
+//! neither on the number of threads nor on the CPU (`tanh` and `ln` are the platform's).
 
 use super::lanes::{self, LANES, TILE};
 use super::stabilised::Shift;
@@ -297,7 +297,10 @@ impl Engine<'_> {
 
 /// Counts against a descale; without one nothing overflows.
 fn count(x: &[f32], descale: Option<Descale>) -> Result<Counts> {
-    Format::E4m3.count_slice(x, descale.map_or(f32::MIN_POSITIVE, |descale| descale.quant_scale().get()))
+    match descale {
+        Some(descale) => Format::E4m3.count_slice(x, descale.quant_scale().get()),
+        None => Ok(Counts { overflow: 0, beyond_rounding: 0, ..Format::E4m3.count_slice(x, 1.0)? }),
+    }
 }
 
 fn merge(into: &mut LogitStats, from: &LogitStats) {

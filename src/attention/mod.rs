@@ -13,7 +13,8 @@
 //!
 //! **Where values are rounded** ([`Precision`] chooses; this order is what every backend has to match):
 //! 1. q, k, v: `e4m3(x * quant_scale)`, `quant_scale = 1 / descale` in f32, descales by KV head. Products are taken of
-//!    these numbers; `tau descale_q descale_k` multiplies the f32 sum once, and `descale_v / 256` the output once.
+//!    these numbers; `tau descale_q descale_k`, taken in f64 and rounded to f32, multiplies the f32 sum once, and
+//!    `descale_v / 256 / l` the output once.
 //! 2. The logit after the soft-cap, if asked for: `e4m3(s * quant_scale) * descale`, per query head; the result enters
 //!    the softmax (the spectral-bounds paper's Algorithm 1).
 //! 3. P, which lies in [0, 1]: `e4m3(256 p)` ([`P_SCALE`]), or bf16. The row sum is that of the unrounded f32 p. In a
@@ -143,14 +144,14 @@ impl Mask {
     /// Every key.
     pub const NONE: Self = Self { causal: false, window: None };
 
-    /// Keys that query `row` sees; `0..0` when there are none. Both ends grow with `row`, apart from empty ranges.
+    /// Keys that query `row` of `len_q` sees; `0..0` when there are none. Ends that are not empty grow with `row`.
     pub fn visible(&self, row: usize, len_q: usize, len_k: usize) -> Range<usize> {
         // One past the position, so that it needs no sign: `row + len_k - len_q + 1`, which may lie before the first key.
         let end = row + len_k + 1;
         let upto = |ahead: usize| end.saturating_add(ahead).saturating_sub(len_q).min(len_k);
         let stop = match (self.causal, self.window) {
             (true, _) => upto(0),
-            (false, Some(window)) => upto(window - 1),
+            (false, Some(window)) => upto(window.saturating_sub(1)),
             (false, None) => len_k,
         };
         let start = self.window.map_or(0, |window| end.saturating_sub(len_q.saturating_add(window)));

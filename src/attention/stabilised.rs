@@ -13,8 +13,8 @@
 //! **Departure.** m moves by at most [`Stabilised::MAX_SHIFT`] nats. The paper's m has no limit: with beta = 2 and a
 //! repeated maximum of 104 every f32 P is zero, and the row is 0 / 0.
 //!
-//! **With P in E4M3 it is refused**: P of at most `exp(-12.5)` is zero there even when scaled to the format's maximum, so a repeated maximum above 12.5
-//! would empty the row.
+//! **With P in E4M3 it is refused**: `exp(-12.5)` is zero there, even scaled as in [`P_SCALE`](super::P_SCALE), so that
+//! with beta = 2 a repeated maximum above 12.5 would empty its row.
 
 use super::{AttentionCall, AttentionOutput, Inputs, Precision, Probabilities, cpu, lanes};
 use crate::error::{Error, Result};
@@ -99,5 +99,28 @@ impl Shift {
         }
         let wanted = if max > 0.0 { options.beta * max } else { 0.0 };
         (wanted.min(max + Stabilised::MAX_SHIFT), true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shifts_are_those_of_the_paper_up_to_the_limit() {
+        let cases: [(&[f32], (f32, bool)); 8] = [
+            (&[1.5, 1.5, -3.0], (3.0, true)),
+            (&[1.5, 1.4995], (3.0, true)),
+            (&[1.5, 1.498], (1.5, false)),
+            (&[-1.5, -1.5, -3.0], (0.0, true)),
+            (&[0.0, 0.0], (0.0, true)),
+            (&[200.0, 200.0], (240.0, true)),
+            (&[-200.0, -200.0], (-160.0, true)),
+            (&[-200.0], (-200.0, false)),
+        ];
+        for (s, want) in cases {
+            assert_eq!(Shift::Stabilised(Stabilised::default()).of(s, lanes::max(s)), want, "{s:?}");
+            assert_eq!(Shift::RowMaximum.of(s, lanes::max(s)), (lanes::max(s), false));
+        }
     }
 }

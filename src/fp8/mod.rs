@@ -18,8 +18,8 @@
 //! **What this module does not do.** It never chooses a scale, and a saturating cast is silent: out-of-range values are
 //! visible only in [`Counts`].
 //!
-//! Source: OCP 8-bit floating point specification 1.0; the third format is that of IEEE P3109 drafts and `ml_dtypes`
-//! (`float8_e4m3`).
+//! Source: OCP 8-bit floating point specification 1.0; the third format follows IEEE 754's conventions, as `ml_dtypes`
+//! `float8_e4m3` does. The numerics paper (section 7.1) gives both maxima of E4M3.
 
 mod slice;
 
