@@ -2,6 +2,7 @@
 #![warn(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn)]
 
+pub mod cuda;
 mod error;
 pub mod model;
 pub mod plan;
