@@ -225,6 +225,53 @@ fn descale(c: &Case, m: &Made, which: usize, head: usize) -> f64 {
     if most == 0.0 { 1.0 } else { most / 448.0 }
 }
 
+/// sigma, or the smaller of the scaled product and sigma_Q sigma_K under rotation: math sections 2.4 and 3, in f64.
+fn sigma(c: &Case, m: &Made, h: usize) -> f64 {
+    let columns = |which: usize, head: usize, removed: bool| -> Vec<Vec<f64>> {
+        (0..c.r).map(|i| effective(&m.hosts[which].w[head * c.r + i], &m.gain, removed)).collect()
+    };
+    let gram = |x: &[Vec<f64>]| -> Vec<Vec<f64>> { x.iter().map(|a| x.iter().map(|b| dot(a, b)).collect()).collect() };
+    let kv = h / (c.n_q / c.n_kv);
+    let top = |apply: &dyn Fn(&[f64]) -> Vec<f64>| -> f64 {
+        let mut v: Vec<f64> = (0..c.r).map(|i| ((i * 7919 + 13) % 101) as f64 - 50.3).collect();
+        let mut lambda = 0.0;
+        for _ in 0..1500 {
+            let n = dot(&v, &v).sqrt();
+            v.iter_mut().for_each(|x| *x /= n);
+            let w = apply(&v);
+            lambda = dot(&w, &w).sqrt();
+            v = w;
+        }
+        lambda
+    };
+    let times = |g: &[Vec<f64>], v: &[f64]| -> Vec<f64> { g.iter().map(|row| dot(row, v)).collect() };
+    let (q, k) = (gram(&columns(0, h, c.layer_norm)), gram(&columns(1, kv, c.layer_norm)));
+    if c.rotary == 0 {
+        return top(&|v| times(&q, &times(&k, v))).sqrt();
+    }
+    let mut t = vec![1.0; c.r];
+    for p in 0..c.r / 2 {
+        let (i, j) = if p < c.rotary / 2 && !c.interleaved { (p, p + c.rotary / 2) } else { (2 * p, 2 * p + 1) };
+        if p < c.rotary / 2 {
+            t[i] = ((k[i][i] + k[j][j]) / (q[i][i] + q[j][j])).sqrt();
+            t[j] = t[i];
+        } else {
+            t[i] = (k[i][i] / q[i][i]).sqrt();
+            t[j] = (k[j][j] / q[j][j]).sqrt();
+        }
+    }
+    let scaled = |g: &[Vec<f64>], sign: f64| -> f64 {
+        let s: Vec<f64> = t.iter().map(|t| t.powf(sign / 2.0)).collect();
+        top(&|v| {
+            let x: Vec<f64> = v.iter().zip(&s).map(|(v, s)| v * s).collect();
+            times(g, &x).iter().zip(&s).map(|(y, s)| y * s).collect()
+        })
+    };
+    let (rq, rk) = (gram(&columns(0, h, false)), gram(&columns(1, kv, false)));
+    let raw = top(&|v| times(&rq, v)) * top(&|v| times(&rk, v));
+    (scaled(&q, 1.0) * scaled(&k, -1.0)).min(raw).sqrt()
+}
+
 fn check() -> Result<()> {
     let device = Device::open(0)?;
     println!("# {} {} cache {:?}", device.name()?, device.arch(), cuda::probe().cache);
@@ -262,6 +309,34 @@ fn check() -> Result<()> {
                 }
             }
         }
+        // Logit bounds: certified, and close to an f64 power iteration.
+        engine.plan(&stream)?;
+        let cold = engine.head_bounds().unwrap().read()?;
+        for _ in 0..8 {
+            engine.plan(&stream)?;
+        }
+        let bounds = engine.head_bounds().unwrap().read()?;
+        let plan_descales = engine.head_descales().read()?;
+        let (mut lowest, mut highest, mut highest_cold) = (f64::INFINITY, 0f64, 0f64);
+        for h in 0..c.n_q {
+            let want = sigma(c, &made, h);
+            let ratio = f64::from(bounds[h].sigma) / want;
+            lowest = lowest.min(ratio);
+            highest = highest.max(ratio);
+            highest_cold = highest_cold.max(f64::from(cold[h].sigma) / want);
+        }
+        let agree = got.iter().zip(&plan_descales).all(|(a, b)| (a / b - 1.0).abs() < 1e-5);
+        let status = engine.status().read()?[0];
+        let bounds_ok = lowest >= 1.0 && highest < 1.01 && agree && status == 0;
+        bad += i32::from(!bounds_ok);
+        println!(
+            "{} {:<24} sigma / f64 from {:.5} to {highest:.5} (cold {highest_cold:.4}) descales agree {agree} status {status} {:?}",
+            if bounds_ok { "ok  " } else { "BAD " },
+            c.name,
+            lowest,
+            bounds[0],
+        );
+        engine.descales(&stream)?;
         // The same bits again, also from a graph.
         let bits = |b: &Buffer<f32>| b.read().map(|v| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
         let (first, gram) = (bits(engine.head_descales())?, engine.read_gram(0)?);
@@ -316,13 +391,15 @@ struct Shape {
     n_kv: usize,
     r: usize,
     gpt: bool,
+    conv1d: bool,
 }
 
 const SHAPES: &[Shape] = &[
-    Shape { name: "gpt2-xl", layers: 48, d: 1600, n_q: 25, n_kv: 25, r: 64, gpt: true },
-    Shape { name: "mistral-7b", layers: 32, d: 4096, n_q: 32, n_kv: 8, r: 128, gpt: false },
-    Shape { name: "llama-2-13b", layers: 40, d: 5120, n_q: 40, n_kv: 40, r: 128, gpt: false },
-    Shape { name: "llama-2-70b", layers: 80, d: 8192, n_q: 64, n_kv: 8, r: 128, gpt: false },
+    Shape { name: "gpt2-xl-conv1d", layers: 48, d: 1600, n_q: 25, n_kv: 25, r: 64, gpt: true, conv1d: true },
+    Shape { name: "gpt2-xl", layers: 48, d: 1600, n_q: 25, n_kv: 25, r: 64, gpt: true, conv1d: false },
+    Shape { name: "mistral-7b", layers: 32, d: 4096, n_q: 32, n_kv: 8, r: 128, gpt: false, conv1d: false },
+    Shape { name: "llama-2-13b", layers: 40, d: 5120, n_q: 40, n_kv: 40, r: 128, gpt: false, conv1d: false },
+    Shape { name: "llama-2-70b", layers: 80, d: 8192, n_q: 64, n_kv: 8, r: 128, gpt: false, conv1d: false },
 ];
 
 fn median_us(stream: &Stream, mut work: impl FnMut(&Stream) -> Result<()>) -> Result<f64> {
@@ -378,9 +455,18 @@ fn bench(names: &[String]) -> Result<()> {
             Ok(ptr)
         };
         for _ in 0..s.layers {
+            let columns = (s.n_q + 2 * s.n_kv) * s.r;
+            let fused = if s.conv1d { random(columns * s.d, false)? } else { DevicePtr::NULL };
+            let mut start = 0;
             let mut projection = |heads: usize| -> Result<ProjectionInput> {
-                let ptr = random(heads * s.r * s.d, false)?;
-                let weight = DeviceMatrix { ptr, dtype: Dtype::Bf16, row_stride: s.d as i64, col_stride: 1 };
+                let weight = if s.conv1d {
+                    let ptr = fused.offset(start);
+                    start += 2 * (heads * s.r) as u64;
+                    DeviceMatrix { ptr, dtype: Dtype::Bf16, row_stride: 1, col_stride: columns as i64 }
+                } else {
+                    let ptr = random(heads * s.r * s.d, false)?;
+                    DeviceMatrix { ptr, dtype: Dtype::Bf16, row_stride: s.d as i64, col_stride: 1 }
+                };
                 let bias = if s.gpt { random(heads * s.r, false)? } else { DevicePtr::NULL };
                 Ok(ProjectionInput { weight, bias })
             };
@@ -408,6 +494,13 @@ fn bench(names: &[String]) -> Result<()> {
         stream.synchronize()?;
         // SAFETY: `memory` outlives the engine and is written no more.
         let engine = unsafe { ScaleEngine::new(&device, &inputs, true)? };
+        if std::env::var_os("ENGINE_PROBE_ONCE").is_some() {
+            // For a profiler: the chain twice, nothing else.
+            engine.plan(&stream)?;
+            engine.plan(&stream)?;
+            stream.synchronize()?;
+            continue;
+        }
         let layer = |heads: usize| 2.0 * (heads * s.r * s.d) as f64 / bandwidth * 1e6;
         let (qk, qkv) = (layer(s.n_q + s.n_kv), layer(s.n_q + 2 * s.n_kv));
         println!("{},floor_qk,{qk:.2},1.00\n{},floor_qkv,{qkv:.2},1.00", s.name, s.name);
@@ -417,6 +510,7 @@ fn bench(names: &[String]) -> Result<()> {
         };
         report("operand_descales", median_us(&stream, |s| engine.descales(s))?, qkv);
         report("grams_qk", median_us(&stream, |s| engine.grams(s))?, qk);
+        report("plan", median_us(&stream, |s| engine.plan(s))?, qkv);
         if engine.status().read()?[0] != 0 {
             println!("# status {:?}", engine.status().read()?);
         }

@@ -1,6 +1,6 @@
 // Operand descales of every layer from the channel statistics: (B + A/32) / 448 with
 //   B = sqrt(d) ||w_c|| + |c_c|,  A = sqrt(d) ||diag(g) w_c|| + sum |beta_i w_i| + |b_c|;
-// under rotation a pair's spectral norm and hypotenuses take the place of a channel's. One block a layer, a warp a
+// under rotation a pair's spectral norm and hypotenuses take the place of a channel's. One block a layer and projection, a warp a
 // head; q takes the largest of the query heads that share a KV head; o is twice v. NaN stays NaN and sets the status.
 #include "scale_types.cuh"
 
@@ -41,37 +41,39 @@ __device__ float pair_bound(const ChannelStats* s, const Layer& l, u32 p, u32 ro
 
 extern "C" __global__ void __launch_bounds__(512)
     scale_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, u32* status) {
+  extern __shared__ float bounds[];  // one a head of this projection
   const Layer l = layers[blockIdx.x];
-  const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = l.d_head / 2;
-  for (u32 task = warp; task < 3 * l.n_kv; task += 16) {
-    const u32 which = task / l.n_kv, head = task % l.n_kv;
-    const u32 first = which == 0 ? l.q_row : which == 1 ? l.k_row : l.v_row;
-    const u32 group = which == 0 ? l.n_q / l.n_kv : 1;
-    const float fixed = which == 0 ? l.fixed_q : which == 1 ? l.fixed_k : 0.f;
-    const u32 rotary = which == 2 ? 0 : l.rotary;
+  const u32 which = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = l.d_head / 2;
+  const u32 first = which == 0 ? l.q_row : which == 1 ? l.k_row : l.v_row;
+  const u32 count = which == 0 ? l.n_q : l.n_kv, group = count / l.n_kv;
+  const float fixed = which == 0 ? l.fixed_q : which == 1 ? l.fixed_k : 0.f;
+  const u32 rotary = which == 2 ? 0 : l.rotary;
+  for (u32 head = warp; head < count; head += 16) {
     float bound = fixed > 0.f ? fixed : 0.f;
     if (first != 0xffffffffu && !(fixed > 0.f))
-      for (u32 i = lane; i < group * half; i += 32) {
-        const ChannelStats* s = stats + first + (size_t)(head * group + i / half) * l.d_head;
-        bound = larger(bound, pair_bound(s, l, i % half, rotary, l.raw_pairs >> which & 1));
-      }
+      for (u32 i = lane; i < half; i += 32)
+        bound = larger(bound, pair_bound(stats + first + (size_t)head * l.d_head, l, i, rotary, l.raw_pairs >> which & 1));
 #pragma unroll
     for (int step = 16; step; step >>= 1) bound = larger(bound, __shfl_xor_sync(0xffffffffu, bound, step));
-    if (lane == 0) {
-      // Rounded up, so that bound / descale <= 448 in f32 too.
-      float descale = bound == 0.f ? 1.f : fmaxf(up(up(bound / 448.f)), 1.17549435e-38f);
-      if (!(bound < 3e38f)) descale = __uint_as_float(0x7fc00000u), atomicOr(status, STATUS_NON_FINITE_WEIGHT);
-      heads[l.out + which * l.n_kv + head] = descale;
-      if (which == 2) heads[l.out + 3 * l.n_kv + head] = bound == 0.f ? 1.f : 2.f * descale;
-    }
+    if (lane == 0) bounds[head] = bound;
   }
   __syncthreads();
-  // One descale a tensor: the largest of its heads.
-  if (warp < 4) {
-    float most = 0.f;
-    for (u32 head = lane; head < l.n_kv; head += 32) most = larger(most, heads[l.out + warp * l.n_kv + head]);
-#pragma unroll
-    for (int step = 16; step; step >>= 1) most = larger(most, __shfl_xor_sync(0xffffffffu, most, step));
-    if (lane == 0) tensors[blockIdx.x * 4 + warp] = most;
+  if (warp) return;
+  float most = 0.f;
+  for (u32 head = lane; head < l.n_kv; head += 32) {
+    float bound = 0.f;
+    for (u32 g = 0; g < group; g++) bound = larger(bound, bounds[head * group + g]);
+    // Rounded up, so that bound / descale <= 448 in f32 too.
+    float descale = bound == 0.f ? 1.f : fmaxf(up(up(bound / 448.f)), 1.17549435e-38f);
+    if (!(bound < 3e38f)) descale = __uint_as_float(0x7fc00000u), atomicOr(status, STATUS_NON_FINITE_WEIGHT);
+    heads[l.out + which * l.n_kv + head] = descale;
+    if (which == 2) heads[l.out + 3 * l.n_kv + head] = bound == 0.f ? 1.f : 2.f * descale;
+    most = larger(most, descale);
   }
+  // One descale a tensor: the largest of its heads.
+#pragma unroll
+  for (int step = 16; step; step >>= 1) most = larger(most, __shfl_xor_sync(0xffffffffu, most, step));
+  if (lane) return;
+  tensors[blockIdx.x * 4 + which] = most;
+  if (which == 2) tensors[blockIdx.x * 4 + 3] = 2.f * most;
 }

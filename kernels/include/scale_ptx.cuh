@@ -30,6 +30,14 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// Registers from one warpgroup to another; a multiple of 8, by all of its warps.
+template <int COUNT> __device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 // Global to shared memory by the copy engine, completing on an mbarrier.
 __device__ __forceinline__ void copy_tile(u32 to, u64 map, u32 x, u32 y, u32 barrier) {
   asm volatile(
@@ -61,6 +69,18 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
   u32 packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// Packed bf16 arithmetic, each rounded once.
+__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
 }
 
 // Descriptor of a shared-memory operand in 128-byte swizzled rows; atoms of 8 rows lie 1024 bytes apart.

@@ -58,7 +58,7 @@ __device__ __forceinline__ float f16_value(u16 bits) {
 // Eight values from a 16-byte aligned address (32 bytes for f32).
 template <u32 DTYPE> struct Vector8;
 template <> struct Vector8<DTYPE_BF16> {
-  uint4 raw;
+  uint4 raw = {0, 0, 0, 0};
   __device__ __forceinline__ void load(const void* base, i64 index) { raw = __ldg((const uint4*)((const u16*)base + index)); }
   __device__ __forceinline__ void get(float (&v)[8]) const {
     const u32 w[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -67,7 +67,7 @@ template <> struct Vector8<DTYPE_BF16> {
   }
 };
 template <> struct Vector8<DTYPE_F16> {
-  uint4 raw;
+  uint4 raw = {0, 0, 0, 0};
   __device__ __forceinline__ void load(const void* base, i64 index) { raw = __ldg((const uint4*)((const u16*)base + index)); }
   __device__ __forceinline__ void get(float (&v)[8]) const {
     const u32 w[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -76,7 +76,7 @@ template <> struct Vector8<DTYPE_F16> {
   }
 };
 template <> struct Vector8<DTYPE_F32> {
-  float4 a, b;
+  float4 a = {0, 0, 0, 0}, b = {0, 0, 0, 0};
   __device__ __forceinline__ void load(const void* base, i64 index) {
     const float4* p = (const float4*)((const float*)base + index);
     a = __ldg(p), b = __ldg(p + 1);

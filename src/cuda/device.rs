@@ -238,6 +238,8 @@ pub enum Arg {
     F32(f32),
     /// `double`.
     F64(f64),
+    /// A small struct, as 32-bit words.
+    Words([u32; 12]),
 }
 
 /// Types that fit one [`Arg`].
@@ -305,6 +307,7 @@ impl Kernel {
                 Arg::U64(v) => (&raw mut *v).cast(),
                 Arg::F32(v) => (&raw mut *v).cast(),
                 Arg::F64(v) => (&raw mut *v).cast(),
+                Arg::Words(v) => v.as_mut_ptr().cast(),
             })
             .collect();
         let doing = format_args!("launching {} with {launch:?}", self.name);

@@ -31,10 +31,15 @@ sources! {
     GRAMS = "scale_grams";
     /// Grams on Hopper's tensor cores.
     GRAMS_WGMMA = "scale_grams_wgmma";
+    /// Certified eigenvalues of small matrices.
+    BOUNDS = "scale_bounds";
+    /// Logit bounds and descales; statistics from Grams.
+    PLAN = "scale_plan";
 }
 
 /// Headers by the name they are included under.
 pub const HEADERS: &[(&str, &str)] = &[
     ("scale_types.cuh", include_str!("../../kernels/include/scale_types.cuh")),
+    ("scale_linalg.cuh", include_str!("../../kernels/include/scale_linalg.cuh")),
     ("scale_ptx.cuh", include_str!("../../kernels/include/scale_ptx.cuh")),
 ];

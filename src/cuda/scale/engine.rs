@@ -23,7 +23,6 @@ pub struct ScaleEngine {
     kernels: Kernels,
     projections: Buffer<tables::Projection>,
     gain_rows: Buffer<GainRow>,
-    gains: Buffer<f32>,
     squares: Buffer<f32>,
     padded: u32,
     row_blocks: (Buffer<NormBlock>, usize),
@@ -34,7 +33,36 @@ pub struct ScaleEngine {
     tensors: Buffer<f32>,
     status: Buffer<u32>,
     grams: Option<Grams>,
+    bounds: Option<Bounds>,
 }
+
+/// What the logit bounds need beside the Grams.
+#[derive(Debug)]
+struct Bounds {
+    eigen: Kernel,
+    products: Kernel,
+    plan: Kernel,
+    gram_stats: Kernel,
+    jobs: Buffer<Job>,
+    shared: u32,
+    product_jobs: Buffer<Job>,
+    product_shared: u32,
+    vectors: Buffer<f32>,
+    workspace: Buffer<f64>,
+    lambdas: Buffer<f64>,
+    aux: Buffer<f64>,
+    softmax_scales: Buffer<f32>,
+    biases: Buffer<u64>,
+    value_blocks: [(Buffer<NormBlock>, usize); 2],
+    heads: Buffer<HeadBound>,
+    /// Q and K statistics come from the Grams: no mean, no shift.
+    from_grams: bool,
+    eta: f32,
+    rounding: f32,
+}
+
+/// Power steps from a warm vector.
+const WARM_STEPS: u32 = 6;
 
 #[derive(Debug)]
 struct Kernels {
@@ -79,10 +107,13 @@ impl ScaleEngine {
         };
         let padded = layers[0].d_model.next_multiple_of(64);
         let grams = if with_grams { Some(Grams::new(device, layers, &built)?) } else { None };
+        let bounds = match &grams {
+            Some(g) if layers.iter().all(|l| l.fixed_bounds.is_none()) => Some(Bounds::new(device, layers, &built, g)?),
+            _ => None,
+        };
         Ok(Self {
             kernels,
             gain_rows: device.upload(&built.gain_rows)?,
-            gains: device.zeros(padded * layers.len())?,
             squares: device.zeros(padded * layers.len())?,
             padded: padded as u32,
             row_blocks: (device.upload(&built.row_blocks)?, built.row_blocks.len()),
@@ -94,6 +125,7 @@ impl ScaleEngine {
             status: device.zeros(1)?,
             projections: device.upload(&built.projections)?,
             grams,
+            bounds,
             layers: layers.to_vec(),
         })
     }
@@ -104,7 +136,11 @@ impl ScaleEngine {
     /// If a launch is refused.
     pub fn descales(&self, stream: &Stream) -> Result<()> {
         self.status.clear(stream)?;
-        self.norms(stream)?;
+        self.norms(stream, [&self.row_blocks, &self.column_blocks])?;
+        self.operand_descales(stream)
+    }
+
+    fn operand_descales(&self, stream: &Stream) -> Result<()> {
         let args = [
             Arg::Ptr(self.layer_table.ptr()),
             Arg::Ptr(self.stats.ptr()),
@@ -112,16 +148,16 @@ impl ScaleEngine {
             Arg::Ptr(self.tensors.ptr()),
             Arg::Ptr(self.status.ptr()),
         ];
+        let grid = (self.layers.len() as u32, 3, 1);
+        let launch = Launch { grid, block: 512, shared: 4 * self.layers[0].n_q as u32 };
         // SAFETY: 1. the arguments are the kernel's, in order; 2. and 3. all are this engine's buffers, written for these
         // layers, ordered by the stream.
-        unsafe { self.kernels.descales.launch(stream, Launch::linear(self.layers.len(), 512, 0), &args) }
+        unsafe { self.kernels.descales.launch(stream, launch, &args) }
     }
 
-    /// Channel statistics of all projections.
-    fn norms(&self, stream: &Stream) -> Result<()> {
-        for (kernel, (table, blocks)) in
-            [(&self.kernels.norms, &self.row_blocks), (&self.kernels.norms_columns, &self.column_blocks)]
-        {
+    /// Channel statistics of the projections in the two tables.
+    fn norms(&self, stream: &Stream, blocks: [&(Buffer<NormBlock>, usize); 2]) -> Result<()> {
+        for (kernel, (table, blocks)) in [&self.kernels.norms, &self.kernels.norms_columns].into_iter().zip(blocks) {
             if *blocks > 0 {
                 let args = [Arg::Ptr(self.projections.ptr()), Arg::Ptr(table.ptr()), Arg::Ptr(self.stats.ptr())];
                 // SAFETY: 1. the arguments are the kernel's, in order; 2. the tables are this engine's and reach the
@@ -138,11 +174,10 @@ impl ScaleEngine {
     /// If the engine was made without Grams, or a launch is refused.
     pub fn grams(&self, stream: &Stream) -> Result<()> {
         let grams = self.grams.as_ref().ok_or_else(|| Error::cuda("the engine was made without Grams"))?;
-        let blocks = self.padded.div_ceil(256);
+        let blocks = self.padded.div_ceil(512);
         let launch = Launch { grid: (blocks, self.layers.len() as u32, 1), block: 256, shared: 0 };
         let args = [
             Arg::Ptr(self.gain_rows.ptr()),
-            Arg::Ptr(self.gains.ptr()),
             Arg::Ptr(self.squares.ptr()),
             Arg::U32(self.padded),
         ];
@@ -165,6 +200,120 @@ impl ScaleEngine {
         // SAFETY: 1. the arguments are the kernel's of this route; 2. the tables are this engine's and reach the promised
         // weights; 3. every segment writes its own slot.
         unsafe { grams.kernel.launch(stream, grams.launch, &args) }
+    }
+
+    /// Puts the whole plan on `stream`: operand descales, and for every query head a certified logit bound and its
+    /// descale. One read of the weights where the norm has neither mean nor shift; W_Q and W_K are read twice where it
+    /// has.
+    ///
+    /// # Errors
+    /// If the engine was made without Grams, a QK-norm bounds the logits already, or a launch is refused.
+    pub fn plan(&self, stream: &Stream) -> Result<()> {
+        let (Some(grams), Some(b)) = (&self.grams, &self.bounds) else {
+            return Err(Error::cuda("the engine was made without logit bounds"));
+        };
+        let first = &self.layers[0];
+        let (layers, n_q, n_kv, r) = (self.layers.len(), first.n_q, first.n_kv, first.d_head);
+        self.status.clear(stream)?;
+        self.grams(stream)?;
+        let shape = Arg::Words([
+            n_q as u32,
+            n_kv as u32,
+            r as u32,
+            first.rotary as u32,
+            first.interleaved.into(),
+            first.d_model as u32,
+            layers as u32,
+            u32::from(!b.product_jobs.is_empty()),
+            first.rope_factor.to_bits(),
+            b.eta.to_bits(),
+            0,
+            0,
+        ]);
+        let (heads, partials) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()));
+        let (stats, status) = (Arg::Ptr(self.stats.ptr()), Arg::Ptr(self.status.ptr()));
+        if b.from_grams {
+            self.norms(stream, [&b.value_blocks[0], &b.value_blocks[1]])?;
+            let args =
+                [shape, heads, partials, Arg::Ptr(b.biases.ptr()), Arg::U32(first.vector_dtype as u32), stats];
+            // SAFETY: 1. the arguments are the kernel's; 2. the Grams' tables are this engine's, the biases those that
+            // `new`'s caller promised; 3. these rows are written by this launch alone.
+            unsafe { b.gram_stats.launch(stream, Launch::linear(layers * (n_q + n_kv), 128, 0), &args)? };
+        } else {
+            self.norms(stream, [&self.row_blocks, &self.column_blocks])?;
+        }
+        self.operand_descales(stream)?;
+        let small = Arg::Words([
+            r as u32,
+            first.rotary as u32,
+            first.interleaved.into(),
+            first.mean_removed.into(),
+            first.rope_factor.to_bits(),
+            b.rounding.to_bits(),
+            first.d_model as u32,
+            WARM_STEPS,
+            0,
+            0,
+            0,
+            0,
+        ]);
+        let lambdas = Arg::Ptr(b.lambdas.ptr());
+        let args =
+            [Arg::Ptr(b.jobs.ptr()), heads, partials, stats, small, Arg::Ptr(b.vectors.ptr()), lambdas, status];
+        // SAFETY: 1. the arguments are the kernel's; 2. all tables are this engine's; 3. every job has its own result and
+        // vector, and the Grams are finished, by the stream's order.
+        unsafe { b.eigen.launch(stream, Launch::linear(b.jobs.len(), 256, b.shared), &args)? };
+        if !b.product_jobs.is_empty() {
+            let args = [
+                Arg::Ptr(b.product_jobs.ptr()),
+                heads,
+                partials,
+                stats,
+                small,
+                Arg::Ptr(b.workspace.ptr()),
+                lambdas,
+                Arg::Ptr(b.aux.ptr()),
+                status,
+            ];
+            let launch = Launch::linear(b.product_jobs.len(), 256, b.product_shared);
+            // SAFETY: as above; each block has its own workspace.
+            unsafe { b.products.launch(stream, launch, &args)? };
+        }
+        let args = [
+            shape,
+            heads,
+            stats,
+            lambdas,
+            Arg::Ptr(b.aux.ptr()),
+            Arg::Ptr(b.softmax_scales.ptr()),
+            Arg::Ptr(self.heads.ptr()),
+            Arg::Ptr(b.heads.ptr()),
+            status,
+        ];
+        // SAFETY: 1. the arguments are the kernel's; 2. and 3. everything it reads was written by the launches before it.
+        unsafe { b.plan.launch(stream, Launch::linear((layers * n_q).div_ceil(4), 128, 0), &args) }
+    }
+
+    /// Logit bounds of [`ScaleEngine::plan`], `[layer][query head]`.
+    pub fn head_bounds(&self) -> Option<&Buffer<HeadBound>> {
+        self.bounds.as_ref().map(|b| &b.heads)
+    }
+
+    /// Bytes of device memory that the engine holds.
+    pub fn workspace_bytes(&self) -> usize {
+        let grams = self.grams.as_ref().map_or(0, |g| {
+            4 * g.partials.len() + 24 * g.segments.len() + 8 * g.maps.len() + 16 * g.heads.len() + 4 * g.shares.len()
+        });
+        let bounds = self.bounds.as_ref().map_or(0, |b| {
+            4 * b.vectors.len()
+                + 8 * (b.workspace.len() + b.lambdas.len() + b.aux.len() + b.biases.len())
+                + 16 * (b.jobs.len() + b.product_jobs.len() + b.heads.len())
+        });
+        let tables = 96 * self.projections.len()
+            + 32 * self.stats.len()
+            + 4 * (self.squares.len() + self.heads.len() + self.tensors.len())
+            + 8 * (self.row_blocks.1 + self.column_blocks.1);
+        grams + bounds + tables
     }
 
     /// Which kernel makes the Grams, if any.
@@ -280,7 +429,7 @@ impl Grams {
                     driver::tensor_map_bf16(p.weight, p.rows.into(), p.d_model.into(), p.col_stride as u64)?
                 });
             }
-            (cut, Launch::linear(device.processors(), 3 * 128 + 32, shared), kernel, maps)
+            (cut, Launch::linear(device.processors(), 4 * 128, shared), kernel, maps)
         } else {
             // Ranges of 1024 input channels, whatever the device: a segment is a block.
             let ranges = first.d_model.div_ceil(1024);
@@ -303,6 +452,89 @@ impl Grams {
     }
 }
 
+impl Bounds {
+    fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: &Grams) -> Result<Self> {
+        let first = &layers[0];
+        let (count, n_q, n_kv, r) = (layers.len(), first.n_q, first.n_kv, first.d_head);
+        let (mut jobs, mut products) = (vec![], vec![]);
+        // Results: raw q, raw k, then scaled q and scaled k, or products.
+        let (k_at, rest_at) = (count * n_q, count * (n_q + n_kv));
+        // Two f64 triangles have to fit shared memory.
+        let product_shared = 8 * (r * (r + 1) + 10 * r);
+        let by_product = first.rotary == 0 && product_shared <= 227 * 1024;
+        for layer in 0..count {
+            let heads = layer * (n_q + n_kv);
+            for h in 0..n_q {
+                let (q, k) = ((heads + h) as u32, (heads + n_q + h / (n_q / n_kv)) as u32);
+                let index = layer * n_q + h;
+                let mut job = |kind, result: usize| jobs.push(Job { kind, q, k, result: result as u32 });
+                job(0, index);
+                if first.rotary > 0 {
+                    job(2, rest_at + index);
+                    job(3, rest_at + count * n_q + index);
+                }
+                if by_product {
+                    products.push(Job { kind: 4, q, k, result: (rest_at + index) as u32 });
+                }
+            }
+            for h in 0..n_kv {
+                let k = (heads + n_q + h) as u32;
+                jobs.push(Job { kind: 1, q: k, k, result: (k_at + layer * n_kv + h) as u32 });
+            }
+        }
+        let results = rest_at + 2 * count * n_q;
+        let module = device.module(sources::BOUNDS, &[])?;
+        let plan = device.module(sources::PLAN, &[])?;
+        let (eigen, product) = (module.kernel("scale_bounds")?, module.kernel("scale_products")?);
+        let shared = (4 * (r * (r + 1) / 2 + 10 * r)) as u32;
+        eigen.allow_shared(shared)?;
+        if by_product {
+            product.allow_shared(product_shared as u32)?;
+        }
+        let values = |blocks: &[NormBlock]| -> Result<(Buffer<NormBlock>, usize)> {
+            let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
+            let list: Vec<NormBlock> = blocks.iter().filter(is_value).copied().collect();
+            Ok((device.upload(&list)?, list.len()))
+        };
+        let biases: Vec<u64> = layers
+            .iter()
+            .flat_map(|l| {
+                let each = move |bias: DevicePtr, heads: usize| {
+                    let step = (r * l.vector_dtype.size()) as u64;
+                    (0..heads as u64).map(move |h| if bias == DevicePtr::NULL { 0 } else { bias.0 + h * step })
+                };
+                each(l.q.bias, n_q).chain(each(l.k.bias, n_kv))
+            })
+            .collect();
+        let flush = 256 + first.d_model.div_ceil(256);
+        let split = if grams.route == GramRoute::Wgmma { 130 } else { 3 };
+        let parts = grams.host_heads.iter().map(|h| h.count as usize).max().unwrap_or(1);
+        // Scaling and the removal of the mean round too.
+        let rounding = flush + split + parts + 4 + if first.mean_removed { 8 } else { 0 };
+        Ok(Self {
+            eigen,
+            products: product,
+            plan: plan.kernel("scale_plan")?,
+            gram_stats: plan.kernel("scale_gram_stats")?,
+            jobs: device.upload(&jobs)?,
+            shared,
+            product_jobs: device.upload(&products)?,
+            product_shared: product_shared as u32,
+            vectors: device.zeros(results * 256)?,
+            workspace: device.zeros(products.len() * (r * (r + 1) / 2 + 256))?,
+            lambdas: device.zeros(results)?,
+            aux: device.zeros(2 * count * n_q)?,
+            softmax_scales: device.upload(&layers.iter().map(|l| l.softmax_scale as f32).collect::<Vec<_>>())?,
+            biases: device.upload(&biases)?,
+            value_blocks: [values(&built.row_blocks)?, values(&built.column_blocks)?],
+            heads: device.zeros(count * n_q)?,
+            from_grams: layers.iter().all(|l| !l.mean_removed && l.shift == DevicePtr::NULL),
+            eta: 0.8,
+            rounding: rounding as f32,
+        })
+    }
+}
+
 fn check(layers: &[LayerInput]) -> Result<()> {
     let first = layers.first().ok_or_else(|| Error::argument("a model needs at least one layer"))?;
     for (i, l) in layers.iter().enumerate() {
@@ -314,6 +546,10 @@ fn check(layers: &[LayerInput]) -> Result<()> {
             "the rotated channels must be even in number and at most d_head"
         } else if (l.d_model, l.n_q, l.n_kv, l.d_head) != (first.d_model, first.n_q, first.n_kv, first.d_head) {
             "every layer must have the shape of the first"
+        } else if (l.rotary, l.interleaved, l.mean_removed, l.vector_dtype, l.rope_factor)
+            != (first.rotary, first.interleaved, first.mean_removed, first.vector_dtype, first.rope_factor)
+        {
+            "every layer must have the norm, the rotation and the vector type of the first"
         } else if l.d_model == 0 || l.d_model > 1 << 20 || l.n_q > 1 << 12 {
             "d_model must be from 1 to 2^20 and there may be at most 4096 heads"
         } else {

@@ -11,4 +11,4 @@ mod engine;
 mod tables;
 
 pub use engine::{GramRoute, ScaleEngine};
-pub use tables::{ChannelStats, DeviceMatrix, Dtype, HeadGram, LayerInput, ProjectionInput};
+pub use tables::{ChannelStats, DeviceMatrix, Dtype, HeadBound, HeadGram, LayerInput, ProjectionInput};

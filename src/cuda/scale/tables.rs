@@ -195,6 +195,30 @@ pub struct ChannelStats {
     pub(super) pad: [f32; 2],
 }
 
+/// One certified eigenvalue: what of, of which heads, and where it goes.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Job {
+    pub kind: u32,
+    pub q: u32,
+    pub k: u32,
+    pub result: u32,
+}
+
+/// Logit bound of one query head, as the device keeps it.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct HeadBound {
+    /// Certified spectral norm of the interaction, over every relative position under RoPE.
+    pub sigma: f32,
+    /// Bound on the exact |logit|.
+    pub certain: f32,
+    /// Bound on |logit| from operands rounded to E4M3 with this plan's descales.
+    pub rounded: f32,
+    /// Descale of E4M3 logits.
+    pub descale: f32,
+}
+
 /// How Grams are cut into work: segments, the share of each block, and where each head's parts lie.
 #[derive(Debug, Default)]
 pub(super) struct Cut {
