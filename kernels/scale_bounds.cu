@@ -3,7 +3,7 @@
 //   SCALED_Q, _K     T^1/2 G_Q T^1/2 and T^-1/2 G_K T^-1/2, t_b = sqrt(tr G_K,bb / tr G_Q,bb) (rotation)
 //   PRODUCT          H = L^T (G_Q + e I) L with L L^T = G_K + e I, in f64 (no rotation)
 // G + e I stands for G, e = c 2^-24 tr G covering every rounding of the Gram. A Cholesky factor of mu I - S proves
-// lambda <= mu + r (r + 1) u mu; mu starts a little above the Rayleigh quotient of the vector that the last call left,
+// lambda <= mu + 2 r (r + 1) u mu; mu starts a little above the Rayleigh quotient of the vector that the last call left,
 // and grows until the factorisation succeeds; the trace always does. An all-zero matrix gives 0, NaN gives NaN.
 #include "scale_linalg.cuh"
 
@@ -36,21 +36,40 @@ __device__ float gram_entry(const float* partials, const HeadGram& head, u32 sid
   return sum;
 }
 
-// G, mean taken out if asked, as a packed triangle of T. Reads along the rows of the upper triangle.
+// G, mean taken out if asked, as a packed triangle of T. A thread brings four values of a row at a time.
 template <class T>
 __device__ void load_gram(T* a, const float* partials, const ChannelStats* stats, const HeadGram& head, const Shape& s, bool mean) {
-  const u32 side = (s.r + 63) / 64;
-  for (u32 i = threadIdx.x / 32; i < s.r; i += linalg::THREADS / 32)
-    for (u32 j = (i & ~31u) + (threadIdx.x & 31); j < s.r; j += 32)
-      if (j >= i) {
-        T g = gram_entry(partials, head, side, i, j);
-        if (mean) g -= (T)stats[head.stat_row + i].sum * (T)stats[head.stat_row + j].sum / (T)s.d_model;
-        a[linalg::packed(j, i)] = g;
+  const u32 side = (s.r + 63) / 64, blocks = side * (side + 1) / 2;
+  const u32 column = (threadIdx.x & 15) * 4, row = threadIdx.x >> 4;
+  for (u32 bi = 0, block = 0; bi < side; bi++)
+    for (u32 bj = bi; bj < side; bj++, block++) {
+      float4 sum[4] = {};
+      for (u32 part = 0; part < head.count; part++) {
+        const float* from = partials + ((size_t)(head.first + part * head.stride) * blocks + block) * 4096 + row * 64 + column;
+#pragma unroll
+        for (u32 m = 0; m < 4; m++) {
+          const float4 v = *(const float4*)(from + m * 16 * 64);
+          sum[m].x += v.x, sum[m].y += v.y, sum[m].z += v.z, sum[m].w += v.w;
+        }
       }
+#pragma unroll
+      for (u32 m = 0; m < 4; m++) {
+        const u32 i = bi * 64 + row + 16 * m;
+        const float v[4] = {sum[m].x, sum[m].y, sum[m].z, sum[m].w};
+#pragma unroll
+        for (u32 q = 0; q < 4; q++) {
+          const u32 j = bj * 64 + column + q;
+          if (i > j || j >= s.r) continue;
+          T g = v[q];
+          if (mean) g -= (T)stats[head.stat_row + i].sum * (T)stats[head.stat_row + j].sum / (T)s.d_model;
+          a[linalg::packed(j, i)] = g;
+        }
+      }
+    }
   __syncthreads();
 }
 
-template <class T> __device__ double trace(const T* a, u32 r, double* scratch) {
+template <class T> __device__ double trace(const T* a, u32 r, double2* scratch) {
   return linalg::block_sum(threadIdx.x < r ? (double)a[linalg::packed(threadIdx.x, threadIdx.x)] : 0.0, scratch);
 }
 
@@ -61,11 +80,11 @@ __device__ __forceinline__ float cold(u32 i) {
   return (float)(h >> 8) * (1.f / 8388608.f) - 1.f;
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 3)
     scale_bounds(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape s,
                  float* vectors, double* lambdas, u32* status) {
   extern __shared__ float memory[];
-  __shared__ double scratch[8];
+  __shared__ double2 scratch[8];
   __shared__ float diagonal_q[256], diagonal_k[256], factor[256];
   const Job job = jobs[blockIdx.x];
   const u32 r = s.r, i = threadIdx.x;
@@ -73,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(256)
   float* panel = a + r * (r + 1) / 2;     // r x 8
   float* x = panel + r * linalg::PANEL;
   float* y = x + r;
+  float* parts = y + r;
   const bool of_q = job.kind == RAW_Q || job.kind == SCALED_Q;
   const bool scaled = job.kind >= SCALED_Q, mean = s.mean && scaled;
   const HeadGram head = heads[of_q ? job.q : job.k];
@@ -124,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(256)
       const bool warm = length > 0.5 && length < 2.0;
       if (i < r) x[i] = warm ? start : cold(i);
       __syncthreads();
-      const double rho = linalg::power(a, x, y, r, warm ? s.steps : 3 * s.steps, scratch);
+      const double rho = linalg::power(a, x, y, parts, r, warm ? s.steps : 3 * s.steps, scratch);
       if (i < r) vectors[(size_t)job.result * 256 + i] = x[i];
       result = rho * (warm ? 1.002 : 1.01);
     } else {
@@ -144,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(256)
   }
   if (i == 0) {
     const double u = 0x1p-24;
-    if (result == result && result > 0.0) result += ((double)r * (r + 1) + 4) * u * result;
+    if (result == result && result > 0.0) result += (2.0 * r * (r + 1) + 4) * u * result;
     lambdas[job.result] = result;
     if (result != result) atomicOr(status, STATUS_NON_FINITE_BOUND);
     if (result >= top && top > 0.0 && r > 1) atomicOr(status, STATUS_FALLBACK_BOUND);
@@ -152,11 +172,11 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // sigma^2 of W_Q W_K^T, and the quadratic forms of the constants: aux = (c_k^T G_Q c_k, c_q^T G_K c_q).
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 2)
     scale_products(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape s,
                    double* workspace, double* lambdas, double2* aux, u32* status) {
   extern __shared__ double memory64[];
-  __shared__ double scratch[8];
+  __shared__ double2 scratch[8];
   const Job job = jobs[blockIdx.x];
   const u32 r = s.r, i = threadIdx.x, triangle = r * (r + 1) / 2;
   double* l = memory64;              // G_K + e I, then its factor
@@ -164,6 +184,7 @@ extern "C" __global__ void __launch_bounds__(256)
   double* panel = h + triangle;      // r x 8
   double* x = panel + r * linalg::PANEL;
   double* y = x + r;
+  double* parts = y + r;  // 256, also one column a lane of rows while H is formed
   const HeadGram q = heads[job.q], k = heads[job.k];
   load_gram(l, partials, stats, k, s, s.mean);
   load_gram(h, partials, stats, q, s, s.mean);
@@ -172,11 +193,11 @@ extern "C" __global__ void __launch_bounds__(256)
   {
     if (i < r) x[i] = stats[k.stat_row + i].constant;
     __syncthreads();
-    linalg::multiply(h, x, y, r);
+    linalg::multiply(h, x, y, parts, r);
     forms.x = linalg::block_sum(i < r ? x[i] * y[i] : 0.0, scratch);
     if (i < r) x[i] = stats[q.stat_row + i].constant;
     __syncthreads();
-    linalg::multiply(l, x, y, r);
+    linalg::multiply(l, x, y, parts, r);
     forms.y = linalg::block_sum(i < r ? x[i] * y[i] : 0.0, scratch);
   }
   const double e_q = s.rounding * 0x1p-24 * trace_q, e_k = s.rounding * 0x1p-24 * trace_k;
@@ -199,17 +220,23 @@ extern "C" __global__ void __launch_bounds__(256)
     // H(m, n) = sum_i L(i, m) (G L)(i, n), a column n at a time; finished columns wait in global memory, since every
     // column needs all of G.
     double* out = workspace + (size_t)blockIdx.x * (triangle + 256) + 256;
-    for (u32 n = 0; n < r; n++) {
-      if (i < r) {
+    const linalg::Rows rows(r);
+    const u32 span = linalg::THREADS / rows.lanes, row = rows.row;
+    for (u32 n0 = 0; n0 < r; n0 += rows.lanes) {
+      const u32 n = n0 + rows.lane;
+      if (row < r && n < r) {
         double sum = 0;
-        for (u32 j = n; j < r; j++) sum += linalg::symmetric(h, i, j) * l[linalg::packed(j, n)];
-        y[i] = sum;
+#pragma unroll 4
+        for (u32 j = n; j < r; j++) sum += linalg::symmetric(h, row, j) * l[linalg::packed(j, n)];
+        parts[rows.lane * span + row] = sum;
       }
       __syncthreads();
-      if (i >= n && i < r) {
+      if (row >= n && row < r) {
         double sum = 0;
-        for (u32 j = i; j < r; j++) sum += l[linalg::packed(j, i)] * y[j];
-        out[linalg::packed(i, n)] = sum;
+        u32 at = linalg::packed(row, row);
+#pragma unroll 4
+        for (u32 j = row; j < r; j++) sum += l[at] * parts[rows.lane * span + j], at += j + 1;
+        out[linalg::packed(row, n)] = sum;
       }
       __syncthreads();
     }
@@ -220,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const bool warm = length > 0.5 && length < 2.0;
     if (i < r) x[i] = warm ? start : (double)cold(i);
     __syncthreads();
-    const double rho = linalg::power(h, x, y, r, warm ? s.steps : 3 * s.steps, scratch);
+    const double rho = linalg::power(h, x, y, parts, r, warm ? s.steps : 3 * s.steps, scratch);
     if (i < r) vector[i] = x[i];
     double mu = rho * (warm ? 1.002 : 1.01);
     for (int attempt = 0; mu < fallback; attempt++) {
@@ -234,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(256)
       }
       mu *= 1.0 + 0.004 * (double)(1 << min(attempt, 20));
     }
-    result += ((double)r * (r + 1) * mu + 2.0 * r * fallback) * 0x1p-53;
+    result += (2.0 * r * (r + 1) * mu + 4.0 * r * fallback) * 0x1p-53;
   }
   if (i == 0) {
     lambdas[job.result] = result;

@@ -12,52 +12,78 @@ template <class T> __device__ __forceinline__ T symmetric(const T* a, u32 i, u32
   return i >= j ? a[packed(i, j)] : a[packed(j, i)];
 }
 
-// Sum over the block, the same bits in every thread. `scratch`: 8 values.
-__device__ __forceinline__ double block_sum(double v, double* scratch) {
+// Sums of two values over the block, the same bits in every thread. `scratch`: 8 pairs.
+__device__ __forceinline__ double2 block_sum2(double a, double b, double2* scratch) {
 #pragma unroll
-  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
+  for (int step = 16; step; step >>= 1) a += __shfl_xor_sync(0xffffffffu, a, step), b += __shfl_xor_sync(0xffffffffu, b, step);
   __syncthreads();
-  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = v;
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = make_double2(a, b);
   __syncthreads();
-  double total = 0;
+  double2 total = make_double2(0, 0);
 #pragma unroll
-  for (u32 w = 0; w < THREADS / 32; w++) total += scratch[w];
+  for (u32 w = 0; w < THREADS / 32; w++) total.x += scratch[w].x, total.y += scratch[w].y;
   return total;
 }
+__device__ __forceinline__ double block_sum(double v, double2* scratch) { return block_sum2(v, 0.0, scratch).x; }
 
-// y = A x; one thread a row. Rows from the first thread on; ends with a barrier.
-template <class T> __device__ void multiply(const T* a, const T* x, T* y, u32 r) {
-  const u32 i = threadIdx.x;
-  if (i < r) {
-    T s0 = 0, s1 = 0;
-    u32 j = 0;
+// How a block splits the rows of a matrix: `lanes` threads share a row, 256 at 16 rows down to 1 at 256.
+struct Rows {
+  u32 row, lane, lanes;
+  __device__ __forceinline__ explicit Rows(u32 r) {
+    const u32 span = r <= 64 ? 64 : r <= 128 ? 128 : 256;
+    row = threadIdx.x % span, lane = threadIdx.x / span, lanes = THREADS / span;
+  }
+};
+
+// y = A x. `parts`: THREADS values. Ends with a barrier.
+template <class T> __device__ void multiply(const T* a, const T* x, T* y, T* parts, u32 r) {
+  const Rows rows(r);
+  T s = 0;
+  if (rows.row < r) {
+    const u32 i = rows.row;
     const T* row = a + packed(i, 0);
-    for (; j + 1 <= i; j += 2) s0 += row[j] * x[j], s1 += row[j + 1] * x[j + 1];
-    for (; j < r; j++) s0 += symmetric(a, i, j) * x[j];
-    y[i] = s0 + s1;
+    u32 j = rows.lane;
+#pragma unroll 8
+    for (; j <= i; j += rows.lanes) s += row[j] * x[j];
+    u32 at = packed(j, i);
+#pragma unroll 8
+    for (; j < r; j += rows.lanes) {
+      s += a[at] * x[j];
+      at += rows.lanes * j + rows.lanes * (rows.lanes + 1) / 2;
+    }
+  }
+  parts[threadIdx.x] = s;
+  __syncthreads();
+  if (threadIdx.x < r) {
+    const u32 span = THREADS / rows.lanes;
+    T sum = 0;
+    for (u32 l = 0; l < rows.lanes; l++) sum += parts[l * span + threadIdx.x];
+    y[threadIdx.x] = sum;
   }
   __syncthreads();
 }
 
 // Power iteration on a positive semidefinite A from x; returns the Rayleigh quotient, a lower bound of the largest
 // eigenvalue. x becomes the last unit vector.
-template <class T> __device__ double power(const T* a, T* x, T* y, u32 r, int steps, double* scratch) {
+template <class T> __device__ double power(const T* a, T* x, T* y, T* parts, u32 r, int steps, double2* scratch) {
   double rho = 0;
   for (int step = 0; step < steps; step++) {
-    multiply(a, x, y, r);
+    multiply(a, x, y, parts, r);
     const double yi = threadIdx.x < r ? (double)y[threadIdx.x] : 0.0, xi = threadIdx.x < r ? (double)x[threadIdx.x] : 0.0;
-    rho = block_sum(xi * yi, scratch);
-    const double norm = sqrt(block_sum(yi * yi, scratch));
-    if (!(norm > 0.0)) break;
-    if (threadIdx.x < r) x[threadIdx.x] = (T)(yi / norm);
+    const double2 sums = block_sum2(xi * yi, yi * yi, scratch);
+    if (!(sums.y > 0.0)) break;
+    rho = sums.x;
+    if (threadIdx.x < r) x[threadIdx.x] = (T)(yi * rsqrt(sums.y));
     __syncthreads();
   }
   return rho;
 }
 
-// Cholesky of the packed lower triangle, in place; false as soon as a pivot is not positive. `panel`: r * PANEL values.
+// Cholesky of the packed lower triangle, in place; false as soon as a pivot is not positive. Divisions are products with
+// a rounded inverse, which at most doubles the constant of the backward error. `panel`: r * PANEL values.
 template <class T> __device__ bool cholesky(T* a, u32 r, T* panel) {
   __shared__ int failed;
+  __shared__ T inverses[PANEL];
   if (threadIdx.x == 0) failed = 0;
   __syncthreads();
   const u32 tx = threadIdx.x & 15, ty = threadIdx.x >> 4;
@@ -75,6 +101,7 @@ template <class T> __device__ bool cholesky(T* a, u32 r, T* panel) {
         if (!(pivot > (T)0) && lane == 0) failed = 1;
         const T inverse = (T)1 / sqrt(pivot);
         row[c] *= inverse;
+        if (lane == 0) inverses[c] = inverse;
 #pragma unroll
         for (u32 j = c + 1; j < PANEL; j++) {
           const T other = __shfl_sync(0xffffffffu, row[c], j);
@@ -95,7 +122,7 @@ template <class T> __device__ bool cholesky(T* a, u32 r, T* panel) {
         T s = a[packed(i, k + c)];
 #pragma unroll
         for (u32 m = 0; m < c; m++) s -= row[m] * a[packed(k + c, k + m)];
-        row[c] = s / a[packed(k + c, k + c)];
+        row[c] = s * inverses[c];
       }
 #pragma unroll
       for (u32 c = 0; c < PANEL; c++) a[packed(i, k + c)] = panel[i * PANEL + c] = row[c];
@@ -106,6 +133,7 @@ template <class T> __device__ bool cholesky(T* a, u32 r, T* panel) {
       T left[PANEL];
 #pragma unroll
       for (u32 c = 0; c < PANEL; c++) left[c] = panel[i * PANEL + c];
+#pragma unroll 2
       for (u32 j = k + PANEL + tx; j <= i; j += 16) {
         T s = a[packed(i, j)];
 #pragma unroll

@@ -460,7 +460,7 @@ impl Bounds {
         // Results: raw q, raw k, then scaled q and scaled k, or products.
         let (k_at, rest_at) = (count * n_q, count * (n_q + n_kv));
         // Two f64 triangles have to fit shared memory.
-        let product_shared = 8 * (r * (r + 1) + 10 * r);
+        let product_shared = 8 * (r * (r + 1) + 10 * r + 256);
         let by_product = first.rotary == 0 && product_shared <= 227 * 1024;
         for layer in 0..count {
             let heads = layer * (n_q + n_kv);
@@ -486,7 +486,7 @@ impl Bounds {
         let module = device.module(sources::BOUNDS, &[])?;
         let plan = device.module(sources::PLAN, &[])?;
         let (eigen, product) = (module.kernel("scale_bounds")?, module.kernel("scale_products")?);
-        let shared = (4 * (r * (r + 1) / 2 + 10 * r)) as u32;
+        let shared = (4 * (r * (r + 1) / 2 + 10 * r + 256)) as u32;
         eigen.allow_shared(shared)?;
         if by_product {
             product.allow_shared(product_shared as u32)?;
