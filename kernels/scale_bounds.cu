@@ -3,7 +3,7 @@
 //   SCALED_Q, _K     T^1/2 G_Q T^1/2 and T^-1/2 G_K T^-1/2, t_b = sqrt(tr G_K,bb / tr G_Q,bb) (rotation)
 //   PRODUCT          H = L^T (G_Q + e I) L with L L^T = G_K + e I, in f64 (no rotation)
 // G + e I stands for G, e = c 2^-24 tr G covering every rounding of the Gram. A Cholesky factor of mu I - S proves
-// lambda <= mu + 2 r (r + 1) u mu; mu starts a little above the Rayleigh quotient of the vector that the last call left,
+// lambda <= mu + r (r + 3) u mu; mu starts a little above the Rayleigh quotient of the vector that the last call left,
 // and grows until the factorisation succeeds; the trace always does. An all-zero matrix gives 0, NaN gives NaN.
 #include "scale_linalg.cuh"
 
@@ -151,7 +151,8 @@ extern "C" __global__ void __launch_bounds__(256, 3)
       // mu grows: 0.4, 1.2, 2.8, 6 % above the first guess, and so on up to the trace.
       result *= 1.0 + 0.004 * (double)(1 << min(attempt, 20));
     }
-    if (!(result < top)) {
+    // A quotient that is not positive (a Gram that is not semidefinite) would never grow.
+    if (!(result > 0.0 && result < top)) {
       result = top;
       break;
     }
@@ -164,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(256, 3)
   }
   if (i == 0) {
     const double u = 0x1p-24;
-    if (result == result && result > 0.0) result += (2.0 * r * (r + 1) + 4) * u * result;
+    if (result == result && result > 0.0) result += ((double)r * (r + 3) + 4) * u * result;
     lambdas[job.result] = result;
     if (result != result) atomicOr(status, STATUS_NON_FINITE_BOUND);
     if (result >= top && top > 0.0 && r > 1) atomicOr(status, STATUS_FALLBACK_BOUND);
@@ -250,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     const double rho = linalg::power(h, x, y, parts, r, warm ? s.steps : 3 * s.steps, scratch);
     if (i < r) vector[i] = x[i];
     double mu = rho * (warm ? 1.002 : 1.01);
-    for (int attempt = 0; mu < fallback; attempt++) {
+    for (int attempt = 0; mu > 0.0 && mu < fallback; attempt++) {
       for (u32 e = i; e < triangle; e += 256) l[e] = -h[e];
       __syncthreads();
       if (i < r) l[linalg::packed(i, i)] += mu;
@@ -261,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
       }
       mu *= 1.0 + 0.004 * (double)(1 << min(attempt, 20));
     }
-    result += (2.0 * r * (r + 1) * mu + 4.0 * r * fallback) * 0x1p-53;
+    result += ((double)r * (r + 3) * mu + 4.0 * r * fallback) * 0x1p-53;
   }
   if (i == 0) {
     lambdas[job.result] = result;

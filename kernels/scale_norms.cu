@@ -304,8 +304,14 @@ __device__ void along_channels(const Projection& p, ChannelStats* stats, u32 fir
 #pragma unroll
     for (int i = 0; i < 8; i++) scratch[slice][group * 8 + i] = q < 4 ? sums[q & 3][i] : dots[i];
     __syncthreads();
-    if (threadIdx.x < 64)
-      for (int s = 0; s < 32; s++) total[q] += scratch[s][threadIdx.x];
+    double part = 0;
+    const u32 c = threadIdx.x & 63, quarter = threadIdx.x >> 6;
+#pragma unroll
+    for (int s = 0; s < 8; s++) part += scratch[quarter * 8 + s][c];
+    __syncthreads();
+    scratch[quarter][c] = part;
+    __syncthreads();
+    total[q] = (scratch[0][c] + scratch[1][c]) + (scratch[2][c] + scratch[3][c]);
   }
   const u32 mine = first + threadIdx.x;
   if (threadIdx.x >= 64 || mine >= p.rows) return;

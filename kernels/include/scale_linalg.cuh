@@ -43,10 +43,10 @@ template <class T> __device__ void multiply(const T* a, const T* x, T* y, T* par
     const u32 i = rows.row;
     const T* row = a + packed(i, 0);
     u32 j = rows.lane;
-#pragma unroll 8
+#pragma unroll 4
     for (; j <= i; j += rows.lanes) s += row[j] * x[j];
     u32 at = packed(j, i);
-#pragma unroll 8
+#pragma unroll 4
     for (; j < r; j += rows.lanes) {
       s += a[at] * x[j];
       at += rows.lanes * j + rows.lanes * (rows.lanes + 1) / 2;
@@ -80,7 +80,7 @@ template <class T> __device__ double power(const T* a, T* x, T* y, T* parts, u32
 }
 
 // Cholesky of the packed lower triangle, in place; false as soon as a pivot is not positive. Divisions are products with
-// a rounded inverse, which at most doubles the constant of the backward error. `panel`: r * PANEL values.
+// a rounded inverse: the backward error is at most (r + 3) u tr A. `panel`: r * PANEL values.
 template <class T> __device__ bool cholesky(T* a, u32 r, T* panel) {
   __shared__ int failed;
   __shared__ T inverses[PANEL];
@@ -125,20 +125,26 @@ template <class T> __device__ bool cholesky(T* a, u32 r, T* panel) {
         row[c] = s * inverses[c];
       }
 #pragma unroll
-      for (u32 c = 0; c < PANEL; c++) a[packed(i, k + c)] = panel[i * PANEL + c] = row[c];
+      for (u32 c = 0; c < PANEL; c++) a[packed(i, k + c)] = panel[c * r + i] = row[c];
     }
     __syncthreads();
-    // Update what is left.
-    for (u32 i = k + PANEL + ty; i < r; i += 16) {
-      T left[PANEL];
+    // Update what is left, two rows a thread at a time.
+    for (u32 i = k + PANEL + ty; i < r; i += 32) {
+      const u32 i2 = i + 16;
+      T left[PANEL], left2[PANEL];
 #pragma unroll
-      for (u32 c = 0; c < PANEL; c++) left[c] = panel[i * PANEL + c];
+      for (u32 c = 0; c < PANEL; c++) left[c] = panel[c * r + i], left2[c] = i2 < r ? panel[c * r + i2] : (T)0;
+      const u32 last = i2 < r ? i2 : i;
 #pragma unroll 2
-      for (u32 j = k + PANEL + tx; j <= i; j += 16) {
-        T s = a[packed(i, j)];
+      for (u32 j = k + PANEL + tx; j <= last; j += 16) {
+        T s = 0, s2 = 0;
 #pragma unroll
-        for (u32 c = 0; c < PANEL; c++) s -= left[c] * panel[j * PANEL + c];
-        a[packed(i, j)] = s;
+        for (u32 c = 0; c < PANEL; c++) {
+          const T right = panel[c * r + j];
+          s += left[c] * right, s2 += left2[c] * right;
+        }
+        if (j <= i) a[packed(i, j)] -= s;
+        if (i2 < r) a[packed(i2, j)] -= s2;
       }
     }
     __syncthreads();

@@ -62,7 +62,7 @@ struct Bounds {
 }
 
 /// Power steps from a warm vector.
-const WARM_STEPS: u32 = 6;
+const WARM_STEPS: u32 = 4;
 
 #[derive(Debug)]
 struct Kernels {
