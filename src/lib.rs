@@ -5,6 +5,7 @@
 pub mod attention;
 pub mod bound;
 pub mod calibrate;
+pub mod cuda;
 mod error;
 pub mod file;
 pub mod forward;
