@@ -1,0 +1,632 @@
+// Fused attention forward on E4M3 operands: O = softmax(scale Q K^T) V for Hopper (sm_90a).
+//
+// One producer warp feeds shared memory through TMA; each consumer warpgroup owns 64 query rows of one head. A consumer
+// issues the logits of key tile j + 1 and the product P V of tile j together, and runs the softmax of j + 1 while the
+// second is still on the tensor cores. The grid is persistent: tiles come from a counter, longest first.
+//
+// Operands: Q, K by TMA from any [batch, length, heads, dim] strides. V in the layout that `cast_qkv` writes:
+// [batch, kv head, ceil(keys / 16), dim / 8, 8, 16] bytes, where byte 4 t + e of a group of 16 keys holds key
+// 8 (e / 2) + 2 t + e % 2. That is the K-major core-matrix order of `wgmma`, and its key order makes the accumulator
+// registers of the logits the operand registers of P.
+//
+// Numbers: P is scaled by 2^8 before the cast, so it never passes 256; its row sum takes the unrounded values in f32.
+// NOTES: the tensor core's FP8 accumulator is narrower than f32. Each tile's P V starts from zero and is added to O in
+// f32, in the same multiply-add that rescales O: the error does not grow with the number of keys.
+#include "barrier.cuh"
+#include "convert.cuh"
+#include "launch.cuh"
+#include "math.cuh"
+#include "tma.cuh"
+#include "types.cuh"
+#include "wgmma.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#endif
+#ifndef CAUSAL
+#define CAUSAL 0
+#endif
+#ifndef BLOCK_N
+#define BLOCK_N 128
+#endif
+#ifndef CONSUMERS
+#define CONSUMERS 2
+#endif
+#ifndef K_STAGES
+#define K_STAGES 3
+#endif
+#ifndef V_STAGES
+#define V_STAGES 3
+#endif
+// 1: the next tile's logits are issued before this tile's P V; 0: one tile at a time, which needs half the registers.
+#ifndef OVERLAP
+#define OVERLAP 1
+#endif
+// 1: consumer warpgroups take turns at the tensor cores.
+#ifndef PING_PONG
+#define PING_PONG 1
+#endif
+// One exponential in so many runs on the multiply-add pipe; 0: none.
+#ifndef POLY_EVERY
+#define POLY_EVERY 0
+#endif
+#ifndef OUT_E4M3
+#define OUT_E4M3 0
+#endif
+#ifndef TELEMETRY
+#define TELEMETRY 0
+#endif
+// 1: logits go through E4M3 by a logit descale per query head.
+#ifndef LOGITS_E4M3
+#define LOGITS_E4M3 0
+#endif
+
+// Written by the host byte for byte; strides count elements.
+struct Telemetry {
+  u32 max_logit;   // ordered(max)
+  u32 min_logit;   // ~ordered(min): initialise all four words with zero
+  u32 amax_o;      // bits of max |O|
+  u32 overflow;    // logits with |x / descale| > 448
+};
+struct Params {
+  void* o;
+  float* lse;                    // [batch, heads_q, len_q] or null
+  const float* q_descale;
+  const float* k_descale;
+  const float* v_descale;
+  const float* o_descale;        // E4M3 output only
+  const float* logit_descale;    // [heads_q], E4M3 logits only
+  Telemetry* telemetry;          // [heads_q]
+  u32* counter;                  // two words, zero before the first launch; left zero
+  i64 o_stride_batch, o_stride_row, o_stride_head;
+  i64 q_descale_batch, q_descale_head, k_descale_batch, k_descale_head;
+  i64 v_descale_batch, v_descale_head, o_descale_batch, o_descale_head;
+  float softmax_scale;
+  int batch, heads_q, heads_kv, len_q, len_k;
+  int packed;                    // 1: consumers take different heads of one group at the same rows
+  int row_blocks;                // ceil(len_q / (packed ? 64 : 64 * CONSUMERS))
+  int units;                     // batch * heads_q / (packed ? CONSUMERS : 1)
+  int section;                   // units whose keys and values share the L2 cache
+};
+static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4, "the host writes this layout");
+
+namespace {
+
+constexpr int kDim = HEAD_DIM;
+constexpr int kBlockN = BLOCK_N;
+constexpr int kConsumers = CONSUMERS;
+constexpr int kRows = 64;
+constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kQStages = 2;
+constexpr float kOffset = 8.0f;  // log2 of P's scale
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLowest = -1e30f;  // finite, so that no difference of two maxima is NaN
+
+static_assert(kDim == 64 || kDim == 128, "one swizzle row holds a head");
+static_assert(kBlockN % 32 == 0 && kBlockN <= 256, "P V consumes 32 keys a product");
+static_assert(kConsumers == 2 || kConsumers == 3, "the register file feeds two or three consumers");
+
+constexpr int kQBytes = kRows * kDim;
+constexpr int kTileBytes = kBlockN * kDim;
+constexpr int kOffsetK = kQStages * kConsumers * kQBytes;
+constexpr int kOffsetV = kOffsetK + K_STAGES * kTileBytes;
+constexpr int kOffsetBarriers = kOffsetV + V_STAGES * kTileBytes;
+constexpr int kBarriers = 2 * (kQStages * kConsumers + K_STAGES + V_STAGES);
+constexpr int kOffsetTile = kOffsetBarriers + 8 * kBarriers;
+// 1024 bytes of slack align the swizzle atoms. The host reads this value as SHARED_BYTES below.
+constexpr int kSharedBytes = kOffsetTile + 4 * kQStages * kConsumers + 1024;
+static_assert(kSharedBytes <= 232448, "shared memory of one multiprocessor");
+
+constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * 128 <= 65536, "register file");
+
+struct Tile {
+  int batch, head, row, key_tiles;
+};
+
+// Tile `index`, as its first consumer sees it: sections of heads, in a section the longest rows first, heads innermost.
+__device__ __forceinline__ Tile decode(const Params& p, int index) {
+  const int per_section = p.section * p.row_blocks;
+  const int s = index / per_section;
+  index -= s * per_section;
+  const int width = min(p.section, p.units - s * p.section);
+  int block = index / width;
+  const int unit = s * p.section + index - block * width;
+#if CAUSAL
+  block = p.row_blocks - 1 - block;
+#endif
+  const int per_batch = p.units / p.batch;
+  const int rows = p.packed ? kRows : kRows * kConsumers;
+  Tile t;
+  t.batch = unit / per_batch;
+  t.head = (unit - t.batch * per_batch) * (p.packed ? kConsumers : 1);
+  t.row = block * rows;
+  int keys = p.len_k;
+#if CAUSAL
+  keys = max(0, min(keys, min(t.row + rows, p.len_q) + p.len_k - p.len_q));
+#endif
+  t.key_tiles = ceil_div(keys, kBlockN);
+  return t;
+}
+// The same tile for consumer `w`.
+__device__ __forceinline__ Tile decode(const Params& p, int index, int w) {
+  Tile t = decode(p, index);
+  t.head += p.packed ? w : 0;
+  t.row += p.packed ? 0 : w * kRows;
+  return t;
+}
+
+template <int Index> __device__ __forceinline__ float exp2_share(float x) {
+  if constexpr (POLY_EVERY > 0) {
+    if constexpr (Index % (POLY_EVERY > 0 ? POLY_EVERY : 1) == 0) return exp2_poly(x);
+  }
+  return exp2_mufu(x);
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+using LogitMma = Wgmma<kBlockN>;
+using OutMma = Wgmma<kDim>;
+constexpr Swizzle kSwizzle = kDim == 128 ? Swizzle::B128 : Swizzle::B64;
+
+// What one thread knows of its two query rows: r = 0 is row l / 4 of the warp, r = 1 eight rows below.
+struct Rows {
+  float maximum[2];   // of the logits in units of the scale
+  float sum[2];       // of 2^8 p
+  float rescale[2];   // from the previous maximum to this one
+  float lowest[2];
+  float highest[2];   // before the cast to E4M3
+  u32 overflow;
+};
+
+__device__ __forceinline__ void issue_logits(float (&s)[kBlockN / 2], u64 q, u64 k) {
+  wgmma_hold(s);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kDim / 32; i++) LogitMma::ss(s, wgmma_advance(q, 32 * i), wgmma_advance(k, 32 * i), i != 0);
+  wgmma_commit();
+}
+__device__ __forceinline__ void issue_output(float (&acc)[kDim / 2], const u32 (&pr)[kBlockN / 8], u64 v) {
+  wgmma_hold(acc);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kBlockN / 32; i++)
+    OutMma::rs(acc, pr[4 * i], pr[4 * i + 1], pr[4 * i + 2], pr[4 * i + 3], wgmma_advance(v, 32 * kDim * i), i != 0);
+  wgmma_commit();
+}
+
+// Sets logits past a row's last visible key to minus infinity. `last[r]` counts from this thread's first key of the tile.
+__device__ __forceinline__ void mask(float (&s)[kBlockN / 2], const int (&last)[2]) {
+#pragma unroll
+  for (int i = 0; i < kBlockN / 2; i++)
+    if ((i >> 2) * 8 + (i & 1) > last[(i >> 1) & 1]) s[i] = __int_as_float(0xff800000);
+}
+
+template <int I> __device__ __forceinline__ void exponentiate(float (&s)[kBlockN / 2], float scale, const float (&shift)[2]) {
+  if constexpr (I < kBlockN / 2) {
+    s[I] = exp2_share<I / 4 + (I & 1)>(fmaf(s[I], scale, -shift[(I >> 1) & 1]));
+    exponentiate<I + 1>(s, scale, shift);
+  }
+}
+
+// Online softmax of one tile, in place: logits in, 2^8 p out.
+__device__ __forceinline__ void softmax(float (&s)[kBlockN / 2], Rows& rows, float scale) {
+  float top[2] = {s[0], s[2]};
+#pragma unroll
+  for (int i = 0; i < kBlockN / 2; i++) top[(i >> 1) & 1] = fmaxf(top[(i >> 1) & 1], s[i]);
+  float shift[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float m = fmaxf(rows.maximum[r], quad_max(top[r]));
+    shift[r] = fmaf(m, scale, -kOffset);
+    rows.rescale[r] = exp2_mufu((rows.maximum[r] - m) * scale);
+    rows.maximum[r] = m;
+  }
+  exponentiate<0>(s, scale, shift);
+  float part[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+  for (int i = 4; i < kBlockN / 2; i++) part[i & 3] += s[i];
+#pragma unroll
+  for (int r = 0; r < 2; r++) rows.sum[r] = fmaf(rows.sum[r], rows.rescale[r], part[2 * r] + part[2 * r + 1]);
+}
+
+__device__ __forceinline__ void pack(u32 (&pr)[kBlockN / 8], const float (&s)[kBlockN / 2]) {
+#pragma unroll
+  for (int i = 0; i < kBlockN / 16; i++) {
+    pr[2 * i] = e4m3x4(s[8 * i], s[8 * i + 1], s[8 * i + 4], s[8 * i + 5]);
+    pr[2 * i + 1] = e4m3x4(s[8 * i + 2], s[8 * i + 3], s[8 * i + 6], s[8 * i + 7]);
+  }
+}
+
+__device__ __forceinline__ void fold(float (&o)[kDim / 2], const float (&acc)[kDim / 2], const float (&rescale)[2]) {
+#pragma unroll
+  for (int i = 0; i < kDim / 2; i++) o[i] = fmaf(o[i], rescale[(i >> 1) & 1], acc[i]);
+}
+
+// Rounds logits to E4M3 in units of the descale, counting what would not fit.
+__device__ __forceinline__ void round_logits(float (&s)[kBlockN / 2], float to_units, u32& overflow) {
+#pragma unroll
+  for (int i = 0; i < kBlockN / 2; i += 2) {
+    float a = s[i] * to_units, b = s[i + 1] * to_units;
+    overflow += (fabsf(a) > 448.0f) + (fabsf(b) > 448.0f);
+    u32 h = f16x2_from_e4m3x2(e4m3x2(a, b));
+    s[i] = f32_from_f16((u16)h);
+    s[i + 1] = f32_from_f16((u16)(h >> 16));
+  }
+}
+
+// Turns four words a[j] of lane t (column block j, piece t) into four words of block t: word k is piece k.
+__device__ __forceinline__ void quad_transpose(u32 (&a)[4], int t) {
+  bool odd = t & 1, high = t & 2;
+  u32 x = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1), y = __shfl_xor_sync(~0u, odd ? a[2] : a[3], 1);
+  if (odd) { a[0] = x; a[2] = y; } else { a[1] = x; a[3] = y; }
+  x = __shfl_xor_sync(~0u, high ? a[0] : a[2], 2);
+  y = __shfl_xor_sync(~0u, high ? a[1] : a[3], 2);
+  if (high) { a[0] = x; a[1] = y; } else { a[2] = x; a[3] = y; }
+}
+
+}  // namespace
+
+extern "C" __constant__ int SHARED_BYTES = kSharedBytes;
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+              const __grid_constant__ TensorMap map_v, const __grid_constant__ Params p) {
+  extern __shared__ u8 raw[];
+  const u32 base = (smem_address(raw) + 1023u) & ~1023u;
+  int* tile_slots = reinterpret_cast<int*>(raw + (base - smem_address(raw)) + kOffsetTile);
+  const u32 bars = base + kOffsetBarriers;
+  auto q_full = [&](int stage, int w) { return bars + 8 * (stage * kConsumers + w); };
+  auto q_empty = [&](int stage, int w) { return bars + 8 * (kQStages * kConsumers + stage * kConsumers + w); };
+  const u32 k_full = bars + 16 * kQStages * kConsumers, k_empty = k_full + 8 * K_STAGES;
+  const u32 v_full = k_empty + 8 * K_STAGES, v_empty = v_full + 8 * V_STAGES;
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+
+  // Initialise barriers
+  if (threadIdx.x == 0) {
+    tma_prefetch(&map_q);
+    tma_prefetch(&map_k);
+    tma_prefetch(&map_v);
+    for (int i = 0; i < kQStages * kConsumers; i++) {
+      mbarrier_init(q_full(0, 0) + 8 * i, 1);
+      mbarrier_init(q_empty(0, 0) + 8 * i, 4);
+    }
+    for (int i = 0; i < K_STAGES; i++) {
+      mbarrier_init(k_full + 8 * i, 1);
+      mbarrier_init(k_empty + 8 * i, 4 * kConsumers);
+    }
+    for (int i = 0; i < V_STAGES; i++) {
+      mbarrier_init(v_full + 8 * i, 1);
+      mbarrier_init(v_empty + 8 * i, 4 * kConsumers);
+    }
+    fence_mbarrier_init();
+    fence_proxy_async();
+  }
+  __syncthreads();
+  grid_wait_for_previous();
+
+  const int tiles = p.units * p.row_blocks;
+
+  if (group == kConsumers) {
+    // Producer: one thread issues every copy
+    registers_shrink<kProducerRegisters>();
+    if (threadIdx.x == kConsumers * 128) {
+      Ring<kQStages> q;
+      Ring<K_STAGES> k;
+      Ring<V_STAGES> v;
+      const int group_size = p.heads_q / p.heads_kv;
+      int index = blockIdx.x;
+      while (true) {
+        const bool alive = index < tiles;
+        const int next = alive ? (int)(atomicAdd(p.counter, 1) + gridDim.x) : 0;
+
+        const Tile t = decode(p, alive ? index : 0);
+
+        // Hand out the tile and load its queries
+        for (int w = 0; w < kConsumers; w++) {
+          mbarrier_wait(q_empty(q.index, w), q.parity ^ 1);
+          tile_slots[q.index * kConsumers + w] = alive ? index : -1;
+          if (alive) {
+            mbarrier_arrive_expect(q_full(q.index, w), kQBytes);
+            tma_load_4d(base + (q.index * kConsumers + w) * kQBytes, &map_q, q_full(q.index, w), 0,
+                        t.head + (p.packed ? w : 0), t.row + (p.packed ? 0 : w * kRows), t.batch);
+          } else {
+            mbarrier_arrive(q_full(q.index, w));
+          }
+        }
+        if (!alive) break;
+        q.advance();
+
+        // Stream keys and values, the last tile first
+        const int head = t.head / group_size;
+        for (int n = t.key_tiles - 1; n >= 0; n--) {
+          mbarrier_wait(k_empty + 8 * k.index, k.parity ^ 1);
+          mbarrier_arrive_expect(k_full + 8 * k.index, kTileBytes);
+          tma_load_4d(base + kOffsetK + k.index * kTileBytes, &map_k, k_full + 8 * k.index, 0, head, n * kBlockN, t.batch);
+          k.advance();
+          mbarrier_wait(v_empty + 8 * v.index, v.parity ^ 1);
+          mbarrier_arrive_expect(v_full + 8 * v.index, kTileBytes);
+          tma_load_3d(base + kOffsetV + v.index * kTileBytes, &map_v, v_full + 8 * v.index, 0, n * (kBlockN / 16),
+                      t.batch * p.heads_kv + head);
+          v.advance();
+        }
+        index = next;
+      }
+
+      // Leave the counter at zero for the next launch
+      __threadfence();
+      if (atomicAdd(p.counter + 1, 1) == gridDim.x - 1) {
+        p.counter[0] = 0;
+        p.counter[1] = 0;
+      }
+    }
+  } else {
+    registers_grow<kConsumerRegisters>();
+    const int lane = threadIdx.x % 32, t4 = lane % 4;
+    const int my_row = (threadIdx.x % 128) / 32 * 16 + lane / 4;
+    const bool leader = lane == 0;
+    Ring<kQStages> q;
+    Ring<K_STAGES> k;
+    Ring<V_STAGES> v;
+    auto turn_begin = [&]() {
+      if constexpr (PING_PONG) named_barrier_sync(1 + group, 256);
+    };
+    auto turn_end = [&]() {
+      if constexpr (PING_PONG) named_barrier_arrive(1 + (group + 1) % kConsumers, 256);
+    };
+    if (PING_PONG && group == kConsumers - 1) turn_end();
+
+    while (true) {
+      mbarrier_wait(q_full(q.index, group), q.parity);
+      const int index = tile_slots[q.index * kConsumers + group];
+      if (index < 0) break;
+      const Tile t = decode(p, index, group);
+      const int kv_head = t.head / (p.heads_q / p.heads_kv);
+      const float logit_scale = p.softmax_scale * p.q_descale[t.batch * p.q_descale_batch + kv_head * p.q_descale_head] *
+                                p.k_descale[t.batch * p.k_descale_batch + kv_head * p.k_descale_head];
+#if LOGITS_E4M3
+      const float logit_descale = p.logit_descale[t.head];
+      const float to_units = logit_scale / logit_descale, scale = logit_descale * kLog2e;
+#else
+      const float scale = logit_scale * kLog2e;
+#endif
+      const u64 desc_q = wgmma_descriptor(base + (q.index * kConsumers + group) * kQBytes, 16, 8 * kDim, kSwizzle);
+      const u64 desc_k = wgmma_descriptor(base + kOffsetK, 16, 8 * kDim, kSwizzle);
+      // Core matrices of V: dims 128 bytes apart, groups of 16 keys 16 * kDim bytes apart
+      const u64 desc_v = wgmma_descriptor(base + kOffsetV, 16 * kDim, 128, Swizzle::None);
+
+      Rows rows = {{kLowest, kLowest}, {0.0f, 0.0f}, {1.0f, 1.0f}, {-kLowest, -kLowest}, {kLowest, kLowest}, 0};
+      float o[kDim / 2];
+#pragma unroll
+      for (int i = 0; i < kDim / 2; i++) o[i] = 0.0f;
+
+      // The last visible key of this thread's rows; tiles below `whole` need no mask
+      int last[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        int row = t.row + my_row + 8 * r;
+        last[r] = p.len_k - 1;
+#if CAUSAL
+        last[r] = min(last[r], row + p.len_k - p.len_q);
+#endif
+        if (row >= p.len_q) last[r] = -1;
+      }
+      int whole = p.len_k / kBlockN;
+#if CAUSAL
+      whole = min(whole, (max(0, t.row + p.len_k - p.len_q + 1)) / kBlockN);
+#endif
+
+      float s[kBlockN / 2];
+      u32 pr[kBlockN / 8];
+
+      auto visit = [&](int n) {
+#if TELEMETRY
+        if (n < whole) {
+#pragma unroll
+          for (int i = 0; i < kBlockN / 2; i++) rows.lowest[(i >> 1) & 1] = fminf(rows.lowest[(i >> 1) & 1], s[i]);
+        }
+#endif
+        if (n >= whole) {
+          int from = n * kBlockN + 2 * t4;
+          int limit[2] = {last[0] - from, last[1] - from};
+#if TELEMETRY
+#pragma unroll
+          for (int i = 0; i < kBlockN / 2; i++)
+            if ((i >> 2) * 8 + (i & 1) <= limit[(i >> 1) & 1]) rows.lowest[(i >> 1) & 1] = fminf(rows.lowest[(i >> 1) & 1], s[i]);
+#endif
+          mask(s, limit);
+        }
+#if LOGITS_E4M3
+#if TELEMETRY
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; i++) rows.highest[(i >> 1) & 1] = fmaxf(rows.highest[(i >> 1) & 1], s[i]);
+#endif
+        round_logits(s, to_units, rows.overflow);
+        if (n >= whole) {
+          int from = n * kBlockN + 2 * t4;
+          int limit[2] = {last[0] - from, last[1] - from};
+          mask(s, limit);
+        }
+#endif
+        softmax(s, rows, scale);
+      };
+
+      if (t.key_tiles > 0) {
+        if constexpr (OVERLAP) {
+          float acc[kDim / 2];
+          // First logits
+          turn_begin();
+          mbarrier_wait(k_full + 8 * k.index, k.parity);
+          issue_logits(s, desc_q, wgmma_advance(desc_k, k.index * kTileBytes));
+          turn_end();
+          wgmma_wait<0>();
+          wgmma_hold(s);
+          if (leader) mbarrier_arrive(k_empty + 8 * k.index);
+          k.advance();
+          visit(t.key_tiles - 1);
+          pack(pr, s);
+          float before[2] = {1.0f, 1.0f};
+#pragma unroll
+          for (int i = 0; i < kDim / 2; i++) acc[i] = 0.0f;
+
+          for (int n = t.key_tiles - 2; n >= 0; n--) {
+            // Issue the logits of this tile, then P V of the one before
+            turn_begin();
+            mbarrier_wait(k_full + 8 * k.index, k.parity);
+            issue_logits(s, desc_q, wgmma_advance(desc_k, k.index * kTileBytes));
+            fold(o, acc, before);
+            before[0] = rows.rescale[0];
+            before[1] = rows.rescale[1];
+            mbarrier_wait(v_full + 8 * v.index, v.parity);
+            issue_output(acc, pr, wgmma_advance(desc_v, v.index * kTileBytes));
+            turn_end();
+
+            // Softmax under P V
+            wgmma_wait<1>();
+            wgmma_hold(s);
+            if (leader) mbarrier_arrive(k_empty + 8 * k.index);
+            k.advance();
+            visit(n);
+
+            // Collect P V and round P for the next
+            wgmma_wait<0>();
+            wgmma_hold(acc);
+            if (leader) mbarrier_arrive(v_empty + 8 * v.index);
+            v.advance();
+            pack(pr, s);
+          }
+
+          // Release the queries and drain the last P V
+          if (leader) mbarrier_arrive(q_empty(q.index, group));
+          fold(o, acc, before);
+          mbarrier_wait(v_full + 8 * v.index, v.parity);
+          issue_output(acc, pr, wgmma_advance(desc_v, v.index * kTileBytes));
+          wgmma_wait<0>();
+          wgmma_hold(acc);
+          if (leader) mbarrier_arrive(v_empty + 8 * v.index);
+          v.advance();
+          fold(o, acc, rows.rescale);
+        } else {
+          for (int n = t.key_tiles - 1; n >= 0; n--) {
+            // Logits
+            turn_begin();
+            mbarrier_wait(k_full + 8 * k.index, k.parity);
+            issue_logits(s, desc_q, wgmma_advance(desc_k, k.index * kTileBytes));
+            turn_end();
+            wgmma_wait<0>();
+            wgmma_hold(s);
+            if (leader) mbarrier_arrive(k_empty + 8 * k.index);
+            k.advance();
+            if (n == 0 && leader) mbarrier_arrive(q_empty(q.index, group));
+
+            // Softmax
+            visit(n);
+            pack(pr, s);
+
+            // P V
+            float acc[kDim / 2];
+            mbarrier_wait(v_full + 8 * v.index, v.parity);
+            issue_output(acc, pr, wgmma_advance(desc_v, v.index * kTileBytes));
+            wgmma_wait<0>();
+            wgmma_hold(acc);
+            if (leader) mbarrier_arrive(v_empty + 8 * v.index);
+            v.advance();
+            fold(o, acc, rows.rescale);
+          }
+        }
+      } else if (leader) {
+        mbarrier_arrive(q_empty(q.index, group));
+      }
+      q.advance();
+
+      // Normalise
+      const float v_descale = p.v_descale[t.batch * p.v_descale_batch + kv_head * p.v_descale_head];
+      float factor[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float sum = quad_sum(rows.sum[r]);
+        int row = t.row + my_row + 8 * r;
+        factor[r] = sum > 0.0f ? v_descale / sum : 0.0f;
+        if (p.lse != nullptr && t4 == 0 && row < p.len_q)
+          p.lse[((i64)t.batch * p.heads_q + t.head) * p.len_q + row] =
+              sum > 0.0f ? (fmaf(rows.maximum[r], scale, -kOffset) + log2_mufu(sum)) * kLn2 : __int_as_float(0xff800000);
+      }
+#pragma unroll
+      for (int i = 0; i < kDim / 2; i++) o[i] *= factor[(i >> 1) & 1];
+
+#if TELEMETRY
+      {
+        float high = kLowest, low = -kLowest, amax = 0.0f;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          if (t.row + my_row + 8 * r < p.len_q) {
+            high = fmaxf(high, LOGITS_E4M3 ? rows.highest[r] : rows.maximum[r]);
+            low = fminf(low, rows.lowest[r]);
+#pragma unroll
+            for (int i = 0; i < kDim / 2; i++)
+              if (((i >> 1) & 1) == r) amax = fmaxf(amax, fabsf(o[i]));
+          }
+        }
+        u32 count = rows.overflow;
+#pragma unroll
+        for (int d = 16; d > 0; d >>= 1) {
+          high = fmaxf(high, __shfl_xor_sync(~0u, high, d));
+          low = fminf(low, __shfl_xor_sync(~0u, low, d));
+          amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, d));
+          count += __shfl_xor_sync(~0u, count, d);
+        }
+        if (leader) {
+          Telemetry* out = p.telemetry + t.head;
+          if (high > kLowest) atomicMax(&out->max_logit, ordered(high * logit_scale));
+          if (low < -kLowest) atomicMax(&out->min_logit, ~ordered(low * logit_scale));
+          atomicMax(&out->amax_o, __float_as_uint(amax));
+          if (count > 0) atomicAdd(&out->overflow, count);
+        }
+      }
+#endif
+
+      // Store: a transpose in each quad makes 16-byte (E4M3: 8-byte) pieces of one row
+#if OUT_E4M3
+      const float to_out = 1.0f / p.o_descale[t.batch * p.o_descale_batch + kv_head * p.o_descale_head];
+      u8* out = reinterpret_cast<u8*>(p.o) + t.batch * p.o_stride_batch + t.head * p.o_stride_head;
+#else
+      u16* out = reinterpret_cast<u16*>(p.o) + t.batch * p.o_stride_batch + t.head * p.o_stride_head;
+#endif
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int row = t.row + my_row + 8 * r;
+#pragma unroll
+        for (int c = 0; c < kDim / 32; c++) {
+          u32 a[4];
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            float x = o[16 * c + 4 * j + 2 * r], y = o[16 * c + 4 * j + 2 * r + 1];
+#if OUT_E4M3
+            a[j] = e4m3x2(x * to_out, y * to_out);
+#else
+            a[j] = bf16x2(x, y);
+#endif
+          }
+          quad_transpose(a, t4);
+          if (row < p.len_q) {
+#if OUT_E4M3
+            *reinterpret_cast<uint2*>(out + row * p.o_stride_row + 32 * c + 8 * t4) =
+                make_uint2(a[0] | a[1] << 16, a[2] | a[3] << 16);
+#else
+            *reinterpret_cast<uint4*>(out + row * p.o_stride_row + 32 * c + 8 * t4) = make_uint4(a[0], a[1], a[2], a[3]);
+#endif
+          }
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,24 @@
+// Base-2 exponentials: the special-function unit's, and one on the multiply-add pipe.
+#pragma once
+#include "types.cuh"
+
+__device__ __forceinline__ float exp2_mufu(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float log2_mufu(float x) {
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// 2^x = 2^n 2^f with n = round(x), f in [-1/2, 1/2], 2^f by a minimax cubic: relative error at most 1.1e-4 for x >= -120.
+__device__ __forceinline__ float exp2_poly(float x) {
+  x = fmaxf(x, -120.0f);
+  const float magic = 12582912.0f;  // 1.5 * 2^23: the low bits of x + magic hold round(x)
+  float t = x + magic;
+  float f = x - (t - magic);
+  float p = fmaf(fmaf(fmaf(0.05550410866f, f, 0.2402265070f), f, 0.6931471806f), f, 1.0f);
+  return __uint_as_float(__float_as_uint(p) + (__float_as_uint(t) << 23));
+}
