@@ -9,9 +9,10 @@
 // 8 (e / 2) + 2 t + e % 2. That is the K-major core-matrix order of `wgmma`, and its key order makes the accumulator
 // registers of the logits the operand registers of P.
 //
-// Numbers: P is scaled by 2^8 before the cast, so it never passes 256; its row sum takes the unrounded values in f32.
-// NOTES: the tensor core's FP8 accumulator is narrower than f32. Each tile's P V starts from zero and is added to O in
-// f32, in the same multiply-add that rescales O: the error does not grow with the number of keys.
+// Numbers: P = 2^(7 + logit - reference), where the reference is a row's running maximum that may lag by 1.5 before O is
+// rescaled: P never passes 2^8.5 = 362. Row sums take the unrounded values in f32.
+// NOTES: the tensor core's FP8 accumulator is narrower than f32. Every FLUSH_KEYS keys it is added to an f32 O in shared
+// memory and starts again from zero, so the error does not grow with the number of keys.
 #include "barrier.cuh"
 #include "convert.cuh"
 #include "launch.cuh"
@@ -32,15 +33,17 @@
 #ifndef CONSUMERS
 #define CONSUMERS 2
 #endif
+#ifndef Q_STAGES
+#define Q_STAGES 2
+#endif
 #ifndef K_STAGES
 #define K_STAGES 3
 #endif
 #ifndef V_STAGES
 #define V_STAGES 3
 #endif
-// 1: the next tile's logits are issued before this tile's P V; 0: one tile at a time, which needs half the registers.
-#ifndef OVERLAP
-#define OVERLAP 1
+#ifndef FLUSH_KEYS
+#define FLUSH_KEYS 2048
 #endif
 // 1: consumer warpgroups take turns at the tensor cores.
 #ifndef PING_PONG
@@ -97,8 +100,12 @@ constexpr int kBlockN = BLOCK_N;
 constexpr int kConsumers = CONSUMERS;
 constexpr int kRows = 64;
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kQStages = 2;
-constexpr float kOffset = 8.0f;  // log2 of P's scale
+constexpr int kQStages = Q_STAGES;
+constexpr float kOffset = 7.0f;  // log2 of P's scale
+constexpr float kLag = 1.5f;     // how far, in powers of two, a row's maximum may pass its reference
+static_assert(kOffset + kLag < 8.807f, "P stays below 448, the largest E4M3 value");
+constexpr int kFlushTiles = FLUSH_KEYS / BLOCK_N;
+static_assert(kFlushTiles > 1, "the first flush follows the first product");
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLowest = -1e30f;  // finite, so that no difference of two maxima is NaN
@@ -111,7 +118,8 @@ constexpr int kQBytes = kRows * kDim;
 constexpr int kTileBytes = kBlockN * kDim;
 constexpr int kOffsetK = kQStages * kConsumers * kQBytes;
 constexpr int kOffsetV = kOffsetK + K_STAGES * kTileBytes;
-constexpr int kOffsetBarriers = kOffsetV + V_STAGES * kTileBytes;
+constexpr int kOffsetO = kOffsetV + V_STAGES * kTileBytes;
+constexpr int kOffsetBarriers = kOffsetO + kConsumers * kRows * kDim * 4;
 constexpr int kBarriers = 2 * (kQStages * kConsumers + K_STAGES + V_STAGES);
 constexpr int kOffsetTile = kOffsetBarriers + 8 * kBarriers;
 // 1024 bytes of slack align the swizzle atoms. The host reads this value as SHARED_BYTES below.
@@ -180,11 +188,12 @@ constexpr Swizzle kSwizzle = kDim == 128 ? Swizzle::B128 : Swizzle::B64;
 
 // What one thread knows of its two query rows: r = 0 is row l / 4 of the warp, r = 1 eight rows below.
 struct Rows {
-  float maximum[2];   // of the logits in units of the scale
-  float sum[2];       // of 2^8 p
-  float rescale[2];   // from the previous maximum to this one
-  float lowest[2];
-  float highest[2];   // before the cast to E4M3
+  float reference[2];  // subtracted from the logits
+  float sum[2];        // of P before rounding, this thread's columns
+  float rescale[2];    // owed to O since the last tile
+  float carry[2];      // owed to the flushed O
+  float lowest[2];     // telemetry
+  float highest[2];
   u32 overflow;
 };
 
@@ -195,12 +204,12 @@ __device__ __forceinline__ void issue_logits(float (&s)[kBlockN / 2], u64 q, u64
   for (int i = 0; i < kDim / 32; i++) LogitMma::ss(s, wgmma_advance(q, 32 * i), wgmma_advance(k, 32 * i), i != 0);
   wgmma_commit();
 }
-__device__ __forceinline__ void issue_output(float (&acc)[kDim / 2], const u32 (&pr)[kBlockN / 8], u64 v) {
-  wgmma_hold(acc);
+__device__ __forceinline__ void issue_output(float (&o)[kDim / 2], const u32 (&pr)[kBlockN / 8], u64 v, bool fresh) {
+  wgmma_hold(o);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kBlockN / 32; i++)
-    OutMma::rs(acc, pr[4 * i], pr[4 * i + 1], pr[4 * i + 2], pr[4 * i + 3], wgmma_advance(v, 32 * kDim * i), i != 0);
+    OutMma::rs(o, pr[4 * i], pr[4 * i + 1], pr[4 * i + 2], pr[4 * i + 3], wgmma_advance(v, 32 * kDim * i), i != 0 || !fresh);
   wgmma_commit();
 }
 
@@ -218,25 +227,40 @@ template <int I> __device__ __forceinline__ void exponentiate(float (&s)[kBlockN
   }
 }
 
-// Online softmax of one tile, in place: logits in, 2^8 p out.
-__device__ __forceinline__ void softmax(float (&s)[kBlockN / 2], Rows& rows, float scale) {
-  float top[2] = {s[0], s[2]};
+// Online softmax of one tile, in place: logits in, P out. True where O must be multiplied by `rows.rescale`.
+__device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, float scale, float lag) {
+  float part[8] = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]};
 #pragma unroll
-  for (int i = 0; i < kBlockN / 2; i++) top[(i >> 1) & 1] = fmaxf(top[(i >> 1) & 1], s[i]);
-  float shift[2];
+  for (int i = 8; i < kBlockN / 2; i++) part[i & 7] = fmaxf(part[i & 7], s[i]);
+  float top[2];
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float m = fmaxf(rows.maximum[r], quad_max(top[r]));
-    shift[r] = fmaf(m, scale, -kOffset);
-    rows.rescale[r] = exp2_mufu((rows.maximum[r] - m) * scale);
-    rows.maximum[r] = m;
+  for (int r = 0; r < 2; r++)
+    top[r] = quad_max(fmaxf(fmaxf(part[2 * r], part[2 * r + 1]), fmaxf(part[2 * r + 4], part[2 * r + 5])));
+#if TELEMETRY && !LOGITS_E4M3
+  rows.highest[0] = fmaxf(rows.highest[0], top[0]);
+  rows.highest[1] = fmaxf(rows.highest[1], top[1]);
+#endif
+
+  const bool moved = __any_sync(~0u, top[0] > rows.reference[0] + lag || top[1] > rows.reference[1] + lag);
+  if (moved) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float m = fmaxf(rows.reference[r], top[r]);
+      rows.rescale[r] = exp2_mufu((rows.reference[r] - m) * scale);
+      rows.reference[r] = m;
+      rows.sum[r] *= rows.rescale[r];
+      rows.carry[r] *= rows.rescale[r];
+    }
   }
+  float shift[2] = {fmaf(rows.reference[0], scale, -kOffset), fmaf(rows.reference[1], scale, -kOffset)};
   exponentiate<0>(s, scale, shift);
-  float part[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+  for (int i = 0; i < 4; i++) part[i] = s[i];
 #pragma unroll
   for (int i = 4; i < kBlockN / 2; i++) part[i & 3] += s[i];
 #pragma unroll
-  for (int r = 0; r < 2; r++) rows.sum[r] = fmaf(rows.sum[r], rows.rescale[r], part[2 * r] + part[2 * r + 1]);
+  for (int r = 0; r < 2; r++) rows.sum[r] += part[2 * r] + part[2 * r + 1];
+  return moved;
 }
 
 __device__ __forceinline__ void pack(u32 (&pr)[kBlockN / 8], const float (&s)[kBlockN / 2]) {
@@ -247,9 +271,23 @@ __device__ __forceinline__ void pack(u32 (&pr)[kBlockN / 8], const float (&s)[kB
   }
 }
 
-__device__ __forceinline__ void fold(float (&o)[kDim / 2], const float (&acc)[kDim / 2], const float (&rescale)[2]) {
+__device__ __forceinline__ void multiply(float (&o)[kDim / 2], const float (&factor)[2]) {
 #pragma unroll
-  for (int i = 0; i < kDim / 2; i++) o[i] = fmaf(o[i], rescale[(i >> 1) & 1], acc[i]);
+  for (int i = 0; i < kDim / 2; i++) o[i] *= factor[(i >> 1) & 1];
+}
+
+// The second level of accumulation: o += factor * slot, then (when `store`) back to the slot. Slots are private to threads.
+template <bool Store>
+__device__ __forceinline__ void flush(float (&o)[kDim / 2], float4* slot, const float (&factor)[2], bool first) {
+#pragma unroll
+  for (int i = 0; i < kDim / 8; i++) {
+    float4 x = first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : slot[i * 128];
+    o[4 * i] = fmaf(x.x, factor[0], o[4 * i]);
+    o[4 * i + 1] = fmaf(x.y, factor[0], o[4 * i + 1]);
+    o[4 * i + 2] = fmaf(x.z, factor[1], o[4 * i + 2]);
+    o[4 * i + 3] = fmaf(x.w, factor[1], o[4 * i + 3]);
+    if (Store) slot[i * 128] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+  }
 }
 
 // Rounds logits to E4M3 in units of the descale, counting what would not fit.
@@ -282,8 +320,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
               const __grid_constant__ TensorMap map_v, const __grid_constant__ Params p) {
   extern __shared__ u8 raw[];
-  const u32 base = (smem_address(raw) + 1023u) & ~1023u;
-  int* tile_slots = reinterpret_cast<int*>(raw + (base - smem_address(raw)) + kOffsetTile);
+  u32 base = (smem_address(raw) + 1023u) & ~1023u;
+  u8* aligned = raw + (base - smem_address(raw));
+  opaque(base);
+  int* tile_slots = reinterpret_cast<int*>(aligned + kOffsetTile);
   const u32 bars = base + kOffsetBarriers;
   auto q_full = [&](int stage, int w) { return bars + 8 * (stage * kConsumers + w); };
   auto q_empty = [&](int stage, int w) { return bars + 8 * (kQStages * kConsumers + stage * kConsumers + w); };
@@ -374,6 +414,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     const int lane = threadIdx.x % 32, t4 = lane % 4;
     const int my_row = (threadIdx.x % 128) / 32 * 16 + lane / 4;
     const bool leader = lane == 0;
+    float4* slots = reinterpret_cast<float4*>(aligned + kOffsetO) + group * kRows * kDim / 4 + threadIdx.x % 128;
     Ring<kQStages> q;
     Ring<K_STAGES> k;
     Ring<V_STAGES> v;
@@ -399,15 +440,14 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #else
       const float scale = logit_scale * kLog2e;
 #endif
+      const float lag = kLag / scale;
       const u64 desc_q = wgmma_descriptor(base + (q.index * kConsumers + group) * kQBytes, 16, 8 * kDim, kSwizzle);
       const u64 desc_k = wgmma_descriptor(base + kOffsetK, 16, 8 * kDim, kSwizzle);
       // Core matrices of V: dims 128 bytes apart, groups of 16 keys 16 * kDim bytes apart
       const u64 desc_v = wgmma_descriptor(base + kOffsetV, 16 * kDim, 128, Swizzle::None);
 
-      Rows rows = {{kLowest, kLowest}, {0.0f, 0.0f}, {1.0f, 1.0f}, {-kLowest, -kLowest}, {kLowest, kLowest}, 0};
+      Rows rows = {{kLowest, kLowest}, {0.0f, 0.0f}, {1.0f, 1.0f}, {1.0f, 1.0f}, {-kLowest, -kLowest}, {kLowest, kLowest}, 0};
       float o[kDim / 2];
-#pragma unroll
-      for (int i = 0; i < kDim / 2; i++) o[i] = 0.0f;
 
       // The last visible key of this thread's rows; tiles below `whole` need no mask
       int last[2];
@@ -457,111 +497,87 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
           mask(s, limit);
         }
 #endif
-        softmax(s, rows, scale);
+        return softmax(s, rows, scale, lag);
       };
 
       if (t.key_tiles > 0) {
-        if constexpr (OVERLAP) {
-          float acc[kDim / 2];
-          // First logits
+        // First logits
+        turn_begin();
+        mbarrier_wait(k_full + 8 * k.index, k.parity);
+        issue_logits(s, desc_q, wgmma_advance(desc_k, k.index * kTileBytes));
+        turn_end();
+        wgmma_wait<0>();
+        wgmma_hold(s);
+        if (leader) mbarrier_arrive(k_empty + 8 * k.index);
+        k.advance();
+        visit(t.key_tiles - 1);
+        pack(pr, s);
+
+        int until_flush = kFlushTiles;
+        bool fresh = true, flushed = false;
+        for (int n = t.key_tiles - 2; n >= 0; n--) {
+          // Issue the logits of this tile, then P V of the one before
           turn_begin();
           mbarrier_wait(k_full + 8 * k.index, k.parity);
           issue_logits(s, desc_q, wgmma_advance(desc_k, k.index * kTileBytes));
-          turn_end();
-          wgmma_wait<0>();
-          wgmma_hold(s);
-          if (leader) mbarrier_arrive(k_empty + 8 * k.index);
-          k.advance();
-          visit(t.key_tiles - 1);
-          pack(pr, s);
-          float before[2] = {1.0f, 1.0f};
-#pragma unroll
-          for (int i = 0; i < kDim / 2; i++) acc[i] = 0.0f;
-
-          for (int n = t.key_tiles - 2; n >= 0; n--) {
-            // Issue the logits of this tile, then P V of the one before
-            turn_begin();
-            mbarrier_wait(k_full + 8 * k.index, k.parity);
-            issue_logits(s, desc_q, wgmma_advance(desc_k, k.index * kTileBytes));
-            fold(o, acc, before);
-            before[0] = rows.rescale[0];
-            before[1] = rows.rescale[1];
-            mbarrier_wait(v_full + 8 * v.index, v.parity);
-            issue_output(acc, pr, wgmma_advance(desc_v, v.index * kTileBytes));
-            turn_end();
-
-            // Softmax under P V
-            wgmma_wait<1>();
-            wgmma_hold(s);
-            if (leader) mbarrier_arrive(k_empty + 8 * k.index);
-            k.advance();
-            visit(n);
-
-            // Collect P V and round P for the next
-            wgmma_wait<0>();
-            wgmma_hold(acc);
-            if (leader) mbarrier_arrive(v_empty + 8 * v.index);
-            v.advance();
-            pack(pr, s);
-          }
-
-          // Release the queries and drain the last P V
-          if (leader) mbarrier_arrive(q_empty(q.index, group));
-          fold(o, acc, before);
           mbarrier_wait(v_full + 8 * v.index, v.parity);
-          issue_output(acc, pr, wgmma_advance(desc_v, v.index * kTileBytes));
+          issue_output(o, pr, wgmma_advance(desc_v, v.index * kTileBytes), fresh);
+          turn_end();
+          fresh = false;
+
+          // Softmax under P V
+          wgmma_wait<1>();
+          wgmma_hold(s);
+          const bool moved = visit(n);
+          // NOTES: the assembler would sink the softmax below the next wait. A release that depends on its result (and
+          // always happens: no sum is negative) pins it here.
+          if (leader && !(rows.sum[0] + rows.sum[1] < 0.0f)) mbarrier_arrive(k_empty + 8 * k.index);
+          k.advance();
+
+          // Collect P V and round P for the next
           wgmma_wait<0>();
-          wgmma_hold(acc);
+          wgmma_hold(o);
           if (leader) mbarrier_arrive(v_empty + 8 * v.index);
           v.advance();
-          fold(o, acc, rows.rescale);
-        } else {
-          for (int n = t.key_tiles - 1; n >= 0; n--) {
-            // Logits
-            turn_begin();
-            mbarrier_wait(k_full + 8 * k.index, k.parity);
-            issue_logits(s, desc_q, wgmma_advance(desc_k, k.index * kTileBytes));
-            turn_end();
-            wgmma_wait<0>();
-            wgmma_hold(s);
-            if (leader) mbarrier_arrive(k_empty + 8 * k.index);
-            k.advance();
-            if (n == 0 && leader) mbarrier_arrive(q_empty(q.index, group));
-
-            // Softmax
-            visit(n);
-            pack(pr, s);
-
-            // P V
-            float acc[kDim / 2];
-            mbarrier_wait(v_full + 8 * v.index, v.parity);
-            issue_output(acc, pr, wgmma_advance(desc_v, v.index * kTileBytes));
-            wgmma_wait<0>();
-            wgmma_hold(acc);
-            if (leader) mbarrier_arrive(v_empty + 8 * v.index);
-            v.advance();
-            fold(o, acc, rows.rescale);
+          if (moved) multiply(o, rows.rescale);
+          if (--until_flush == 0) {
+            flush<true>(o, slots, rows.carry, !flushed);
+            rows.carry[0] = rows.carry[1] = 1.0f;
+            until_flush = kFlushTiles;
+            fresh = flushed = true;
           }
+          pack(pr, s);
         }
-      } else if (leader) {
-        mbarrier_arrive(q_empty(q.index, group));
+
+        // Release the queries and drain the last P V
+        if (leader) mbarrier_arrive(q_empty(q.index, group));
+        mbarrier_wait(v_full + 8 * v.index, v.parity);
+        issue_output(o, pr, wgmma_advance(desc_v, v.index * kTileBytes), fresh);
+        wgmma_wait<0>();
+        wgmma_hold(o);
+        if (leader) mbarrier_arrive(v_empty + 8 * v.index);
+        v.advance();
+        if (flushed) flush<false>(o, slots, rows.carry, false);
+      } else {
+        if (leader) mbarrier_arrive(q_empty(q.index, group));
+#pragma unroll
+        for (int i = 0; i < kDim / 2; i++) o[i] = 0.0f;
       }
       q.advance();
 
       // Normalise
       const float v_descale = p.v_descale[t.batch * p.v_descale_batch + kv_head * p.v_descale_head];
-      float factor[2];
+      float factor[2];  // NOTES: a row with a visible key has a sum near 2^7 or more
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float sum = quad_sum(rows.sum[r]);
         int row = t.row + my_row + 8 * r;
-        factor[r] = sum > 0.0f ? v_descale / sum : 0.0f;
+        factor[r] = sum > 1.0f ? v_descale / sum : 0.0f;
         if (p.lse != nullptr && t4 == 0 && row < p.len_q)
           p.lse[((i64)t.batch * p.heads_q + t.head) * p.len_q + row] =
-              sum > 0.0f ? (fmaf(rows.maximum[r], scale, -kOffset) + log2_mufu(sum)) * kLn2 : __int_as_float(0xff800000);
+              sum > 1.0f ? (fmaf(rows.reference[r], scale, -kOffset) + log2_mufu(sum)) * kLn2 : __int_as_float(0xff800000);
       }
-#pragma unroll
-      for (int i = 0; i < kDim / 2; i++) o[i] *= factor[(i >> 1) & 1];
+      multiply(o, factor);
 
 #if TELEMETRY
       {
@@ -569,7 +585,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           if (t.row + my_row + 8 * r < p.len_q) {
-            high = fmaxf(high, LOGITS_E4M3 ? rows.highest[r] : rows.maximum[r]);
+            high = fmaxf(high, rows.highest[r]);
             low = fminf(low, rows.lowest[r]);
 #pragma unroll
             for (int i = 0; i < kDim / 2; i++)

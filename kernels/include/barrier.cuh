@@ -4,6 +4,9 @@
 
 __device__ __forceinline__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
+// Keeps a value in a register: the compiler forgets how to compute it again.
+__device__ __forceinline__ void opaque(u32& x) { asm volatile("" : "+r"(x)); }
+
 __device__ __forceinline__ void mbarrier_init(u32 bar, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
