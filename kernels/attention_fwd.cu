@@ -53,6 +53,10 @@
 #ifndef POLY_EVERY
 #define POLY_EVERY 0
 #endif
+// 1: P is rounded into a second set of registers while the first is in use.
+#ifndef DOUBLE_P
+#define DOUBLE_P 0
+#endif
 #ifndef OUT_E4M3
 #define OUT_E4M3 0
 #endif
@@ -501,6 +505,22 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       };
 
       if (t.key_tiles > 0) {
+        // Pass over tiles that only later rows of the block see
+        int n = t.key_tiles - 1;
+#if CAUSAL
+        const int mine = max(1, ceil_div(min(p.len_k, t.row + kRows + p.len_k - p.len_q), kBlockN));
+        for (; n >= mine; n--) {
+          turn_begin();
+          turn_end();
+          mbarrier_wait(k_full + 8 * k.index, k.parity);
+          if (leader) mbarrier_arrive(k_empty + 8 * k.index);
+          k.advance();
+          mbarrier_wait(v_full + 8 * v.index, v.parity);
+          if (leader) mbarrier_arrive(v_empty + 8 * v.index);
+          v.advance();
+        }
+#endif
+
         // First logits
         turn_begin();
         mbarrier_wait(k_full + 8 * k.index, k.parity);
@@ -510,18 +530,18 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         wgmma_hold(s);
         if (leader) mbarrier_arrive(k_empty + 8 * k.index);
         k.advance();
-        visit(t.key_tiles - 1);
+        visit(n--);
         pack(pr, s);
 
         int until_flush = kFlushTiles;
         bool fresh = true, flushed = false;
-        for (int n = t.key_tiles - 2; n >= 0; n--) {
+        auto step = [&](const u32 (&now)[kBlockN / 8], u32 (&next)[kBlockN / 8]) {
           // Issue the logits of this tile, then P V of the one before
           turn_begin();
           mbarrier_wait(k_full + 8 * k.index, k.parity);
           issue_logits(s, desc_q, wgmma_advance(desc_k, k.index * kTileBytes));
           mbarrier_wait(v_full + 8 * v.index, v.parity);
-          issue_output(o, pr, wgmma_advance(desc_v, v.index * kTileBytes), fresh);
+          issue_output(o, now, wgmma_advance(desc_v, v.index * kTileBytes), fresh);
           turn_end();
           fresh = false;
 
@@ -529,6 +549,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
           wgmma_wait<1>();
           wgmma_hold(s);
           const bool moved = visit(n);
+          if constexpr (DOUBLE_P) pack(next, s);
           // NOTES: the assembler would sink the softmax below the next wait. A release that depends on its result (and
           // always happens: no sum is negative) pins it here.
           if (leader && !(rows.sum[0] + rows.sum[1] < 0.0f)) mbarrier_arrive(k_empty + 8 * k.index);
@@ -546,15 +567,36 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
             until_flush = kFlushTiles;
             fresh = flushed = true;
           }
-          pack(pr, s);
+          if constexpr (!DOUBLE_P) pack(next, s);
+          n--;
+        };
+        auto drain = [&](const u32 (&now)[kBlockN / 8]) {
+          if (leader) mbarrier_arrive(q_empty(q.index, group));
+          mbarrier_wait(v_full + 8 * v.index, v.parity);
+          issue_output(o, now, wgmma_advance(desc_v, v.index * kTileBytes), fresh);
+          wgmma_wait<0>();
+          wgmma_hold(o);
+        };
+        if constexpr (DOUBLE_P) {
+          u32 other[kBlockN / 8];
+          while (true) {
+            if (n < 0) {
+              drain(pr);
+              break;
+            }
+            step(pr, other);
+            if (n < 0) {
+              drain(other);
+              break;
+            }
+            step(other, pr);
+          }
+        } else {
+          while (n >= 0) step(pr, pr);
+          drain(pr);
         }
 
-        // Release the queries and drain the last P V
-        if (leader) mbarrier_arrive(q_empty(q.index, group));
-        mbarrier_wait(v_full + 8 * v.index, v.parity);
-        issue_output(o, pr, wgmma_advance(desc_v, v.index * kTileBytes), fresh);
-        wgmma_wait<0>();
-        wgmma_hold(o);
+        // Collect the last P V
         if (leader) mbarrier_arrive(v_empty + 8 * v.index);
         v.advance();
         if (flushed) flush<false>(o, slots, rows.carry, false);

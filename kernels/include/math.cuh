@@ -20,5 +20,9 @@ __device__ __forceinline__ float exp2_poly(float x) {
   float t = x + magic;
   float f = x - (t - magic);
   float p = fmaf(fmaf(fmaf(0.05550410866f, f, 0.2402265070f), f, 0.6931471806f), f, 1.0f);
-  return __uint_as_float(__float_as_uint(p) + (__float_as_uint(t) << 23));
+  // NOTES: written as integer C++, the same two operations make the assembler serialise `wgmma` (C7511).
+  float r;
+  asm("{\n.reg .b32 a, b;\nmov.b32 a, %1;\nmov.b32 b, %2;\nshl.b32 b, b, 23;\nadd.s32 a, a, b;\nmov.b32 %0, a;\n}\n"
+      : "=f"(r) : "f"(p), "f"(t));
+  return r;
 }
