@@ -45,9 +45,10 @@
 #ifndef FLUSH_KEYS
 #define FLUSH_KEYS 2048
 #endif
-// 1: consumer warpgroups take turns at the tensor cores.
+// Consumer warpgroups take turns: 1 at issuing products, 2 at the exponentials, so that the special-function units serve one
+// while the others wait for the tensor cores; 0: they run free.
 #ifndef PING_PONG
-#define PING_PONG 1
+#define PING_PONG 2
 #endif
 // One exponential in so many runs on the multiply-add pipe; 0: none.
 #ifndef POLY_EVERY
@@ -232,7 +233,8 @@ template <int I> __device__ __forceinline__ void exponentiate(float (&s)[kBlockN
 }
 
 // Online softmax of one tile, in place: logits in, P out. True where O must be multiplied by `rows.rescale`.
-__device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, float scale, float lag) {
+template <class Turn>
+__device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, float scale, float lag, Turn begin) {
   float part[8] = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]};
 #pragma unroll
   for (int i = 8; i < kBlockN / 2; i++) part[i & 7] = fmaxf(part[i & 7], s[i]);
@@ -245,6 +247,8 @@ __device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, flo
   rows.highest[1] = fmaxf(rows.highest[1], top[1]);
 #endif
 
+  // NOTES: ahead of the branch, which keeps the assembler from lifting exponentials over the barrier.
+  begin();
   const bool moved = __any_sync(~0u, top[0] > rows.reference[0] + lag || top[1] > rows.reference[1] + lag);
   if (moved) {
 #pragma unroll
@@ -422,13 +426,13 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     Ring<kQStages> q;
     Ring<K_STAGES> k;
     Ring<V_STAGES> v;
-    auto turn_begin = [&]() {
-      if constexpr (PING_PONG) named_barrier_sync(1 + group, 256);
-    };
-    auto turn_end = [&]() {
-      if constexpr (PING_PONG) named_barrier_arrive(1 + (group + 1) % kConsumers, 256);
-    };
-    if (PING_PONG && group == kConsumers - 1) turn_end();
+    auto begin = [&]() { named_barrier_sync(1 + group, 256); };
+    auto end = [&]() { named_barrier_arrive(1 + (group + 1) % kConsumers, 256); };
+    auto issue_begin = [&]() { if constexpr (PING_PONG == 1) begin(); };
+    auto issue_end = [&]() { if constexpr (PING_PONG == 1) end(); };
+    auto exp_begin = [&]() { if constexpr (PING_PONG == 2) begin(); };
+    auto exp_end = [&]() { if constexpr (PING_PONG == 2) end(); };
+    if (PING_PONG && group == kConsumers - 1) end();
 
     while (true) {
       mbarrier_wait(q_full(q.index, group), q.parity);
@@ -501,7 +505,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
           mask(s, limit);
         }
 #endif
-        return softmax(s, rows, scale, lag);
+        return softmax(s, rows, scale, lag, exp_begin);
       };
 
       if (t.key_tiles > 0) {
@@ -510,8 +514,10 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #if CAUSAL
         const int mine = max(1, ceil_div(min(p.len_k, t.row + kRows + p.len_k - p.len_q), kBlockN));
         for (; n >= mine; n--) {
-          turn_begin();
-          turn_end();
+          if constexpr (PING_PONG) {
+            begin();
+            end();
+          }
           mbarrier_wait(k_full + 8 * k.index, k.parity);
           if (leader) mbarrier_arrive(k_empty + 8 * k.index);
           k.advance();
@@ -522,27 +528,28 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #endif
 
         // First logits
-        turn_begin();
+        issue_begin();
         mbarrier_wait(k_full + 8 * k.index, k.parity);
         issue_logits(s, desc_q, wgmma_advance(desc_k, k.index * kTileBytes));
-        turn_end();
+        issue_end();
         wgmma_wait<0>();
         wgmma_hold(s);
         if (leader) mbarrier_arrive(k_empty + 8 * k.index);
         k.advance();
         visit(n--);
+        exp_end();
         pack(pr, s);
 
         int until_flush = kFlushTiles;
         bool fresh = true, flushed = false;
         auto step = [&](const u32 (&now)[kBlockN / 8], u32 (&next)[kBlockN / 8]) {
           // Issue the logits of this tile, then P V of the one before
-          turn_begin();
+          issue_begin();
           mbarrier_wait(k_full + 8 * k.index, k.parity);
           issue_logits(s, desc_q, wgmma_advance(desc_k, k.index * kTileBytes));
           mbarrier_wait(v_full + 8 * v.index, v.parity);
           issue_output(o, now, wgmma_advance(desc_v, v.index * kTileBytes), fresh);
-          turn_end();
+          issue_end();
           fresh = false;
 
           // Softmax under P V
@@ -553,6 +560,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
           // NOTES: the assembler would sink the softmax below the next wait. A release that depends on its result (and
           // always happens: no sum is negative) pins it here.
           if (leader && !(rows.sum[0] + rows.sum[1] < 0.0f)) mbarrier_arrive(k_empty + 8 * k.index);
+          exp_end();
           k.advance();
 
           // Collect P V and round P for the next
