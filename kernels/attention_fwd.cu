@@ -126,18 +126,27 @@ constexpr int kOffsetV = kOffsetK + K_STAGES * kTileBytes;
 constexpr int kOffsetO = kOffsetV + V_STAGES * kTileBytes;
 constexpr int kOffsetBarriers = kOffsetO + kConsumers * kRows * kDim * 4;
 constexpr int kBarriers = 2 * (kQStages * kConsumers + K_STAGES + V_STAGES);
-constexpr int kOffsetTile = kOffsetBarriers + 8 * kBarriers;
+constexpr int kOffsetTile = kOffsetBarriers + ceil_div(8 * kBarriers, 16) * 16;
 // 1024 bytes of slack align the swizzle atoms. The host reads this value as SHARED_BYTES below.
-constexpr int kSharedBytes = kOffsetTile + 4 * kQStages * kConsumers + 1024;
+constexpr int kSharedBytes = kOffsetTile + 32 * kQStages * kConsumers + 1024;
 static_assert(kSharedBytes <= 232448, "shared memory of one multiprocessor");
 
-constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * 128 <= 65536, "register file");
 
 struct Tile {
   int batch, head, row, key_tiles;
 };
+// What the producer hands to a consumer with the queries.
+struct alignas(16) Work {
+  Tile tile;          // of this consumer; key_tiles < 0: no more work
+  float logit_scale;  // softmax scale and the descales of Q and K
+  float v_descale;
+  float to_out;       // 1 / o_descale
+  int unused;
+};
+static_assert(sizeof(Work) == 32, "shared-memory slots");
 
 // Tile `index`, as its first consumer sees it: sections of heads, in a section the longest rows first, heads innermost.
 __device__ __forceinline__ Tile decode(const Params& p, int index) {
@@ -163,14 +172,6 @@ __device__ __forceinline__ Tile decode(const Params& p, int index) {
   t.key_tiles = ceil_div(keys, kBlockN);
   return t;
 }
-// The same tile for consumer `w`.
-__device__ __forceinline__ Tile decode(const Params& p, int index, int w) {
-  Tile t = decode(p, index);
-  t.head += p.packed ? w : 0;
-  t.row += p.packed ? 0 : w * kRows;
-  return t;
-}
-
 template <int Index> __device__ __forceinline__ float exp2_share(float x) {
   if constexpr (POLY_EVERY > 0) {
     if constexpr (Index % (POLY_EVERY > 0 ? POLY_EVERY : 1) == 0) return exp2_poly(x);
@@ -190,6 +191,16 @@ __device__ __forceinline__ float quad_sum(float x) {
 using LogitMma = Wgmma<kBlockN>;
 using OutMma = Wgmma<kDim>;
 constexpr Swizzle kSwizzle = kDim == 128 ? Swizzle::B128 : Swizzle::B64;
+
+// A thread's row (of the first of its two) in the warpgroup and its place in a quad.
+struct Place {
+  int row, quad;
+};
+// NOTES: read anew at each use; kept, the two would cost registers that the main loop needs.
+__device__ __forceinline__ Place place() {
+  const u32 i = thread_index();
+  return {(int)(i % 128 / 32 * 16 + i % 32 / 4), (int)(i % 4)};
+}
 
 // What one thread knows of its two query rows: r = 0 is row l / 4 of the warp, r = 1 eight rows below.
 struct Rows {
@@ -298,12 +309,14 @@ __device__ __forceinline__ void flush(float (&o)[kDim / 2], float4* slot, const 
   }
 }
 
+// Masked logits are infinite.
+__device__ __forceinline__ u32 past(float x) { return fabsf(x) > 448.0f && fabsf(x) < __int_as_float(0x7f800000); }
 // Rounds logits to E4M3 in units of the descale, counting what would not fit.
 __device__ __forceinline__ void round_logits(float (&s)[kBlockN / 2], float to_units, u32& overflow) {
 #pragma unroll
   for (int i = 0; i < kBlockN / 2; i += 2) {
     float a = s[i] * to_units, b = s[i + 1] * to_units;
-    overflow += (fabsf(a) > 448.0f) + (fabsf(b) > 448.0f);
+    overflow += past(a) + past(b);
     u32 h = f16x2_from_e4m3x2(e4m3x2(a, b));
     s[i] = f32_from_f16((u16)h);
     s[i + 1] = f32_from_f16((u16)(h >> 16));
@@ -331,7 +344,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
   u32 base = (smem_address(raw) + 1023u) & ~1023u;
   u8* aligned = raw + (base - smem_address(raw));
   opaque(base);
-  int* tile_slots = reinterpret_cast<int*>(aligned + kOffsetTile);
+  Work* work = reinterpret_cast<Work*>(aligned + kOffsetTile);
   const u32 bars = base + kOffsetBarriers;
   auto q_full = [&](int stage, int w) { return bars + 8 * (stage * kConsumers + w); };
   auto q_empty = [&](int stage, int w) { return bars + 8 * (kQStages * kConsumers + stage * kConsumers + w); };
@@ -378,24 +391,34 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         const int next = alive ? (int)(atomicAdd(p.counter, 1) + gridDim.x) : 0;
 
         const Tile t = decode(p, alive ? index : 0);
+        const int head = t.head / group_size;
 
         // Hand out the tile and load its queries
+        Work item;
+        item.tile = t;
+        if (!alive) item.tile.key_tiles = -1;
+        item.logit_scale = p.softmax_scale * p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head] *
+                           p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head];
+        item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
+#if OUT_E4M3
+        item.to_out = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
+#endif
         for (int w = 0; w < kConsumers; w++) {
           mbarrier_wait(q_empty(q.index, w), q.parity ^ 1);
-          tile_slots[q.index * kConsumers + w] = alive ? index : -1;
+          work[q.index * kConsumers + w] = item;
           if (alive) {
             mbarrier_arrive_expect(q_full(q.index, w), kQBytes);
-            tma_load_4d(base + (q.index * kConsumers + w) * kQBytes, &map_q, q_full(q.index, w), 0,
-                        t.head + (p.packed ? w : 0), t.row + (p.packed ? 0 : w * kRows), t.batch);
+            tma_load_4d(base + (q.index * kConsumers + w) * kQBytes, &map_q, q_full(q.index, w), 0, item.tile.head,
+                        item.tile.row, t.batch);
           } else {
             mbarrier_arrive(q_full(q.index, w));
           }
+          if (p.packed) item.tile.head++; else item.tile.row += kRows;
         }
         if (!alive) break;
         q.advance();
 
         // Stream keys and values, the last tile first
-        const int head = t.head / group_size;
         for (int n = t.key_tiles - 1; n >= 0; n--) {
           mbarrier_wait(k_empty + 8 * k.index, k.parity ^ 1);
           mbarrier_arrive_expect(k_full + 8 * k.index, kTileBytes);
@@ -419,9 +442,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     }
   } else {
     registers_grow<kConsumerRegisters>();
-    const int lane = threadIdx.x % 32, t4 = lane % 4;
-    const int my_row = (threadIdx.x % 128) / 32 * 16 + lane / 4;
-    const bool leader = lane == 0;
+    const bool leader = threadIdx.x % 32 == 0;
     float4* slots = reinterpret_cast<float4*>(aligned + kOffsetO) + group * kRows * kDim / 4 + threadIdx.x % 128;
     Ring<kQStages> q;
     Ring<K_STAGES> k;
@@ -436,19 +457,17 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 
     while (true) {
       mbarrier_wait(q_full(q.index, group), q.parity);
-      const int index = tile_slots[q.index * kConsumers + group];
-      if (index < 0) break;
-      const Tile t = decode(p, index, group);
-      const int kv_head = t.head / (p.heads_q / p.heads_kv);
-      const float logit_scale = p.softmax_scale * p.q_descale[t.batch * p.q_descale_batch + kv_head * p.q_descale_head] *
-                                p.k_descale[t.batch * p.k_descale_batch + kv_head * p.k_descale_head];
+      const Work& slot = work[q.index * kConsumers + group];
+      const int key_tiles = slot.tile.key_tiles, first_row = slot.tile.row;
+      if (key_tiles < 0) break;
+      const float logit_scale = slot.logit_scale;
 #if LOGITS_E4M3
-      const float logit_descale = p.logit_descale[t.head];
+      const float logit_descale = p.logit_descale[slot.tile.head];
       const float to_units = logit_scale / logit_descale, scale = logit_descale * kLog2e;
 #else
       const float scale = logit_scale * kLog2e;
 #endif
-      const float lag = kLag / scale;
+      const float lag = kLag * reciprocal(scale);
       const u64 desc_q = wgmma_descriptor(base + (q.index * kConsumers + group) * kQBytes, 16, 8 * kDim, kSwizzle);
       const u64 desc_k = wgmma_descriptor(base + kOffsetK, 16, 8 * kDim, kSwizzle);
       // Core matrices of V: dims 128 bytes apart, groups of 16 keys 16 * kDim bytes apart
@@ -457,25 +476,25 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       Rows rows = {{kLowest, kLowest}, {0.0f, 0.0f}, {1.0f, 1.0f}, {1.0f, 1.0f}, {-kLowest, -kLowest}, {kLowest, kLowest}, 0};
       float o[kDim / 2];
 
-      // The last visible key of this thread's rows; tiles below `whole` need no mask
-      int last[2];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        int row = t.row + my_row + 8 * r;
-        last[r] = p.len_k - 1;
-#if CAUSAL
-        last[r] = min(last[r], row + p.len_k - p.len_q);
-#endif
-        if (row >= p.len_q) last[r] = -1;
-      }
+      // Tiles below `whole` need no mask
       int whole = p.len_k / kBlockN;
 #if CAUSAL
-      whole = min(whole, (max(0, t.row + p.len_k - p.len_q + 1)) / kBlockN);
+      whole = min(whole, max(0, first_row + p.len_k - p.len_q + 1) / kBlockN);
 #endif
 
       float s[kBlockN / 2];
       u32 pr[kBlockN / 8];
 
+      // The last key that row r of this thread sees, counted from its first key of tile n
+      auto last_key = [&](int n, int r) {
+        const Place at = place();
+        const int row = first_row + at.row + 8 * r;
+        int last = p.len_k - 1;
+#if CAUSAL
+        last = min(last, row + p.len_k - p.len_q);
+#endif
+        return (row < p.len_q ? last : -1) - n * kBlockN - 2 * at.quad;
+      };
       auto visit = [&](int n) {
 #if TELEMETRY
         if (n < whole) {
@@ -484,8 +503,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         }
 #endif
         if (n >= whole) {
-          int from = n * kBlockN + 2 * t4;
-          int limit[2] = {last[0] - from, last[1] - from};
+          const int limit[2] = {last_key(n, 0), last_key(n, 1)};
 #if TELEMETRY
 #pragma unroll
           for (int i = 0; i < kBlockN / 2; i++)
@@ -498,21 +516,21 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #pragma unroll
         for (int i = 0; i < kBlockN / 2; i++) rows.highest[(i >> 1) & 1] = fmaxf(rows.highest[(i >> 1) & 1], s[i]);
 #endif
+        // NOTES: rounding makes a masked logit -448, so the mask runs again.
         round_logits(s, to_units, rows.overflow);
         if (n >= whole) {
-          int from = n * kBlockN + 2 * t4;
-          int limit[2] = {last[0] - from, last[1] - from};
+          const int limit[2] = {last_key(n, 0), last_key(n, 1)};
           mask(s, limit);
         }
 #endif
         return softmax(s, rows, scale, lag, exp_begin);
       };
 
-      if (t.key_tiles > 0) {
+      if (key_tiles > 0) {
         // Pass over tiles that only later rows of the block see
-        int n = t.key_tiles - 1;
+        int n = key_tiles - 1;
 #if CAUSAL
-        const int mine = max(1, ceil_div(min(p.len_k, t.row + kRows + p.len_k - p.len_q), kBlockN));
+        const int mine = max(1, ceil_div(min(p.len_k, first_row + kRows + p.len_k - p.len_q), kBlockN));
         for (; n >= mine; n--) {
           if constexpr (PING_PONG) {
             begin();
@@ -579,7 +597,6 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
           n--;
         };
         auto drain = [&](const u32 (&now)[kBlockN / 8]) {
-          if (leader) mbarrier_arrive(q_empty(q.index, group));
           mbarrier_wait(v_full + 8 * v.index, v.parity);
           issue_output(o, now, wgmma_advance(desc_v, v.index * kTileBytes), fresh);
           wgmma_wait<0>();
@@ -609,20 +626,24 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         v.advance();
         if (flushed) flush<false>(o, slots, rows.carry, false);
       } else {
-        if (leader) mbarrier_arrive(q_empty(q.index, group));
 #pragma unroll
         for (int i = 0; i < kDim / 2; i++) o[i] = 0.0f;
       }
+
+      // Read the rest of the work item, release the queries
+      const Work item = slot;
+      const Tile& t = item.tile;
+      const int t4 = place().quad, my_row = place().row;
+      if (leader) mbarrier_arrive(q_empty(q.index, group));
       q.advance();
 
       // Normalise
-      const float v_descale = p.v_descale[t.batch * p.v_descale_batch + kv_head * p.v_descale_head];
       float factor[2];  // NOTES: a row with a visible key has a sum near 2^7 or more
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float sum = quad_sum(rows.sum[r]);
         int row = t.row + my_row + 8 * r;
-        factor[r] = sum > 1.0f ? v_descale / sum : 0.0f;
+        factor[r] = sum > 1.0f ? item.v_descale * reciprocal(sum) : 0.0f;
         if (p.lse != nullptr && t4 == 0 && row < p.len_q)
           p.lse[((i64)t.batch * p.heads_q + t.head) * p.len_q + row] =
               sum > 1.0f ? (fmaf(rows.reference[r], scale, -kOffset) + log2_mufu(sum)) * kLn2 : __int_as_float(0xff800000);
@@ -652,8 +673,8 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         }
         if (leader) {
           Telemetry* out = p.telemetry + t.head;
-          if (high > kLowest) atomicMax(&out->max_logit, ordered(high * logit_scale));
-          if (low < -kLowest) atomicMax(&out->min_logit, ~ordered(low * logit_scale));
+          if (high > kLowest) atomicMax(&out->max_logit, ordered(high * item.logit_scale));
+          if (low < -kLowest) atomicMax(&out->min_logit, ~ordered(low * item.logit_scale));
           atomicMax(&out->amax_o, __float_as_uint(amax));
           if (count > 0) atomicAdd(&out->overflow, count);
         }
@@ -662,7 +683,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 
       // Store: a transpose in each quad makes 16-byte (E4M3: 8-byte) pieces of one row
 #if OUT_E4M3
-      const float to_out = 1.0f / p.o_descale[t.batch * p.o_descale_batch + kv_head * p.o_descale_head];
+      const float to_out = item.to_out;
       u8* out = reinterpret_cast<u8*>(p.o) + t.batch * p.o_stride_batch + t.head * p.o_stride_head;
 #else
       u16* out = reinterpret_cast<u16*>(p.o) + t.batch * p.o_stride_batch + t.head * p.o_stride_head;

@@ -13,3 +13,9 @@ template <int Count> __device__ __forceinline__ void registers_shrink() {
 // Both do nothing in a kernel that was launched without the programmatic attribute.
 __device__ __forceinline__ void grid_wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void grid_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// threadIdx.x, not to be remembered.
+__device__ __forceinline__ u32 thread_index() {
+  u32 x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}

@@ -12,6 +12,11 @@ __device__ __forceinline__ float log2_mufu(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
 
 // 2^x = 2^n 2^f with n = round(x), f in [-1/2, 1/2], 2^f by a minimax cubic: relative error at most 1.1e-4 for x >= -120.
 __device__ __forceinline__ float exp2_poly(float x) {
