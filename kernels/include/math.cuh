@@ -31,3 +31,20 @@ __device__ __forceinline__ float exp2_poly(float x) {
       : "=f"(r) : "f"(p), "f"(t));
   return r;
 }
+
+// NaN if either is.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+__device__ __forceinline__ u32 warp_max(u32 x) {
+  u32 r;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(x));
+  return r;
+}
+__device__ __forceinline__ u32 warp_sum(u32 x) {
+  u32 r;
+  asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(x));
+  return r;
+}
