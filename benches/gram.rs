@@ -6,7 +6,7 @@ use nalgebra::DMatrix;
 use rayon::prelude::*;
 use sigmascale::geometry::LayerGeometry;
 use sigmascale::model::{SyntheticModel, SyntheticOptions, preset};
-use sigmascale::spectral::Gram;
+use sigmascale::spectral::{LayerGrams, layer_channels};
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -42,11 +42,12 @@ fn gram(criterion: &mut Criterion) {
     let model = SyntheticModel::new(&spec, 0, SyntheticOptions::default()).expect("a model");
     let drawn = model.layer(0).expect("a layer");
     let geometry = LayerGeometry::new(&spec, drawn.weights()).expect("a geometry");
-    let heads: Vec<_> = geometry.q.iter().chain(&geometry.k).collect();
-    let operations = 2.0 * spec.d_model as f64 * (spec.d_head as f64).powi(2) * heads.len() as f64;
+    let [q, k, _] = layer_channels(&geometry).expect("finite weights");
+    // Every head's Gram with its gain folded in and of its raw weights.
+    let grams = 2 * (geometry.q.len() + geometry.k.len());
+    let operations = 2.0 * spec.d_model as f64 * (spec.d_head as f64).powi(2) * grams as f64;
     let grams = || {
-        let all: Vec<Gram> = heads.par_iter().map(|head| Gram::raw(head)).collect();
-        black_box(all);
+        black_box(LayerGrams::new(&geometry, &q, &k));
     };
 
     let (ours, f64_rate, f32_rate) = (rate(operations, grams), product_rate::<f64>(), product_rate::<f32>());

@@ -5,15 +5,20 @@
 pub mod attention;
 pub mod bound;
 pub mod calibrate;
+pub mod cuda;
 mod error;
 pub mod file;
+pub mod forward;
 pub mod fp8;
 pub mod geometry;
 pub mod model;
 pub mod plan;
+pub mod policy;
+pub mod runtime;
 mod scale;
 pub mod spectral;
 pub mod stats;
+pub mod stress;
 pub mod tensor;
 
 pub use error::{Error, Result};

@@ -418,7 +418,7 @@ fn config_of_a_hundred_megabytes() {
 fn path_without_permission() {
     use std::os::unix::fs::PermissionsExt;
     let (_keep, folder) = copy_of_tiny_llama();
-    std::fs::set_permissions(shard(&folder), std::fs::Permissions::from_mode(0o0)).unwrap();
+    std::fs::set_permissions(shard(&folder), std::fs::Permissions::from_mode(0o000)).unwrap();
     if std::fs::File::open(shard(&folder)).is_ok() {
         // The superuser reads everything; a folder in the file's place cannot be read by anyone.
         eprintln!("path_without_permission: running as a user whom no permission stops");

@@ -188,6 +188,12 @@ fn vectors_must_be_finite_and_complete() {
     half.0.insert("model.layers.0.self_attn.q_proj.bias".to_owned(), (vec![32], vec![0.0; 32]));
     write_safetensors(&weights(&folder), &half.0, Dtype::F32);
     says(&refused(folder.path()), &["model.layers.1.self_attn.q_proj.bias", "is missing"]);
+    // Beside a norm with a shift, a bias that the config denies is a contradiction.
+    let folder = sound(1);
+    let mut denied = config();
+    (denied["model_type"], denied["use_bias"]) = (json!("starcoder2"), json!(false));
+    write_checkpoint(folder.path(), &denied, &half, Dtype::F32, 1);
+    says(&refused(folder.path()), &["model.layers.0.self_attn.q_proj.bias", "the config says that there is no bias"]);
     let folder = sound(1);
     let mut promised = config();
     promised["attention_bias"] = json!(true);
@@ -295,6 +301,21 @@ fn paths_that_lead_nowhere() {
     std::fs::remove_file(weights(&folder)).unwrap();
     std::fs::create_dir(weights(&folder)).unwrap();
     says(&refused(folder.path()), &["model.safetensors", "regular file"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_pipe_is_refused_and_not_waited_for() {
+    for name in ["model.safetensors", "config.json"] {
+        let folder = sound(1);
+        let path = folder.path().join(name);
+        std::fs::remove_file(&path).unwrap();
+        if !std::process::Command::new("mkfifo").arg(&path).status().is_ok_and(|status| status.success()) {
+            eprintln!("skipped a_pipe_is_refused_and_not_waited_for: no mkfifo");
+            return;
+        }
+        says(&refused(folder.path()), &[name, "regular file"]);
+    }
 }
 
 #[cfg(unix)]

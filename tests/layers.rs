@@ -8,7 +8,7 @@ const LAYERS: &[&[&str]] = &[
     &["error", "file", "fp8", "tensor"],
     &["scale", "cuda"],
     &["model"],
-    &["geometry"],
+    &["geometry", "forward"],
     &["spectral"],
     &["bound"],
     &["plan", "stats"],

@@ -297,7 +297,10 @@ impl Engine<'_> {
 
 /// Counts against a descale; without one nothing overflows.
 fn count(x: &[f32], descale: Option<Descale>) -> Result<Counts> {
-    Format::E4m3.count_slice(x, descale.map_or(f32::MIN_POSITIVE, |descale| descale.quant_scale().get()))
+    match descale {
+        Some(descale) => Format::E4m3.count_slice(x, descale.quant_scale().get()),
+        None => Ok(Counts { overflow: 0, beyond_rounding: 0, ..Format::E4m3.count_slice(x, 1.0)? }),
+    }
 }
 
 fn merge(into: &mut LogitStats, from: &LogitStats) {

@@ -545,7 +545,7 @@ fn the_stabilised_softmax_is_the_softmax() {
         assert!(errors(&have.output.lse, &wide(&want.lse)).0 < 1e-5);
         assert_eq!(have.output.stats.logits, want.stats.logits);
         // Head 1: every row repeats in each of its tiles but where it sees a single key of the tile.
-        let tiles = |row: usize| row / 64 + usize::from(row % 64 > 0);
+        let tiles = |row: usize| row.div_ceil(64);
         let want: usize = (0..140).map(tiles).sum();
         assert_eq!(have.repeated[2..], [want as u64; 2]);
         assert!(have.repeated[0] > 0 && have.repeated[0] < 140);

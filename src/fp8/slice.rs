@@ -4,8 +4,9 @@ use super::{Format, INFINITY, Layout, MAGNITUDE, OnOverflow, decode, encode, enc
 use crate::error::{Error, Result};
 use half::bf16;
 use pulp::NullaryFnOnce;
+use rayon::prelude::*;
 use std::marker::PhantomData;
-use std::ops::AddAssign;
+use std::ops::{Add, AddAssign};
 
 /// Values that one conversion saw. `y = x * multiplier` in f32, before the cast.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -33,8 +34,17 @@ impl AddAssign for Counts {
     }
 }
 
+impl Add for Counts {
+    type Output = Self;
+
+    fn add(mut self, other: Self) -> Self {
+        self += other;
+        self
+    }
+}
+
 /// Element types that slices are read from.
-trait Source: Copy {
+trait Source: Copy + Sync {
     fn value(self) -> f32;
 }
 impl Source for f32 {
@@ -156,6 +166,9 @@ fn check(left: usize, right: usize, multiplier: f32) -> Result<()> {
 /// Short enough for u32 counters, long enough to forget the loop around it.
 const CHUNK: usize = 4096;
 
+/// Values of one task of a long slice.
+const SHARE: usize = 1 << 16;
+
 /// Lane-wise tallies of one chunk, kept as integers so that the loop has no branch.
 #[derive(Default)]
 struct Tally {
@@ -217,8 +230,19 @@ impl<L: Layout, S: Source, T, F: Fn(f32) -> T> NullaryFnOnce for Convert<'_, L, 
     }
 }
 
-fn convert<L: Layout, S: Source, T>(x: &[S], multiplier: f32, out: &mut [T], cast: impl Fn(f32) -> T) -> Counts {
-    pulp::Arch::new().dispatch(Convert { x, multiplier, out, cast, layout: PhantomData::<L> })
+/// [`Convert`], over rayon's threads when the slice is long: a cast costs several times what it takes to read memory.
+fn convert<L: Layout, S: Source, T: Send>(
+    x: &[S],
+    multiplier: f32,
+    out: &mut [T],
+    cast: impl Fn(f32) -> T + Copy + Send + Sync,
+) -> Counts {
+    let run = |(x, out)| pulp::Arch::new().dispatch(Convert { x, multiplier, out, cast, layout: PhantomData::<L> });
+    if x.len() < 4 * SHARE {
+        return run((x, out));
+    }
+    let parts = x.par_chunks(SHARE).zip(out.par_chunks_mut(SHARE)).map(run);
+    parts.reduce(Counts::default, |a, b| a + b)
 }
 
 /// The loop of [`Format::count_slice`].

@@ -189,6 +189,22 @@ fn slices_count_what_leaves_the_range() {
     assert_eq!((e5m2.overflow, e5m2.beyond_rounding), (2, 1));
 }
 
+/// Long slices are shared among threads; 300007 values leave a short last part.
+#[test]
+fn long_slices_are_converted_whole() {
+    let x: Vec<f32> = (0..300_007u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32 * 6e-5 - 500.0).collect();
+    let (mut codes, mut values) = (vec![0; x.len()], vec![0.0; x.len()]);
+    let counts = Format::E4m3.encode_slice(&x, 1.0, OnOverflow::Saturate, &mut codes).unwrap();
+    assert_eq!(counts, Format::E4m3.count_slice(&x, 1.0).unwrap());
+    assert_eq!(counts, Format::E4m3.round_slice(&x, 1.0, OnOverflow::Saturate, &mut values).unwrap());
+    assert_eq!(counts.overflow, x.iter().filter(|x| x.abs() > 448.0).count() as u64);
+    assert!(counts.overflow > counts.beyond_rounding && counts.beyond_rounding > 0 && counts.count == 300_007);
+    for ((x, code), value) in x.iter().zip(&codes).zip(&values) {
+        assert_eq!(*code, Format::E4m3.encode(*x, OnOverflow::Saturate));
+        assert_eq!(*value, Format::E4m3.decode(*code));
+    }
+}
+
 #[test]
 fn slices_refuse_other_lengths_and_bad_multipliers() {
     let mut out = [0u8; 2];

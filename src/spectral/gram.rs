@@ -13,7 +13,7 @@ use super::power::summed_norm;
 use super::rope::{frobenius_square, pair_norm_square, scaled_square};
 use super::{Constants, ExactSpectrum, HeadSpectrum, LayerSpectrum, SpectralEngine, layer_channels};
 use crate::error::Result;
-use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL, Rotary};
+use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL, Rotary, dot};
 use nalgebra::{DMatrix, DMatrixView, DVector, Dyn};
 use rayon::prelude::*;
 use std::time::Instant;
@@ -46,17 +46,9 @@ pub struct HeadGrams<'g> {
 }
 
 impl Gram {
-    /// The Gram of a head's effective operator.
-    pub fn effective(head: &HeadOperator<'_>, channels: &Channels) -> Self {
-        Self::accumulate(head, &channels.mean, channels.folded_sq.clone())
-    }
-
-    /// The Gram of a head's raw weights.
-    pub fn raw(head: &HeadOperator<'_>) -> Self {
-        let raw = head.without_norm();
-        let mut gram = Self::accumulate(&raw, &vec![0.0; raw.shape().0], Vec::new());
-        gram.sizes = gram.matrix.diagonal().iter().copied().collect();
-        gram
+    fn zero(head: &HeadOperator<'_>) -> Self {
+        let (r, d) = head.shape();
+        Self { matrix: DMatrix::zeros(r, r), rounding: rounding(d), sizes: Vec::new() }
     }
 
     /// A Gram from its matrix, taken as exact.
@@ -78,19 +70,6 @@ impl Gram {
             rounding: self.rounding,
             sizes: self.sizes.iter().zip(t).map(|(size, t)| size * t * t).collect(),
         }
-    }
-
-    fn accumulate(head: &HeadOperator<'_>, mean: &[f64], sizes: Vec<f64>) -> Self {
-        let (r, d) = head.shape();
-        let mut matrix = DMatrix::zeros(r, r);
-        let mut panel = vec![0.0; r * PANEL];
-        for start in (0..d).step_by(PANEL) {
-            let n = PANEL.min(d - start);
-            head.read_panel(start, n, mean, &mut panel[..r * n]);
-            add_symmetric_product(&panel[..r * n], n, &mut matrix);
-        }
-        matrix.fill_upper_triangle_with_lower_triangle();
-        Self { matrix, rounding: rounding(d), sizes }
     }
 }
 
@@ -205,22 +184,17 @@ impl SpectralEngine for GramEngine {
         if geometry.qk_limits.is_some() {
             return Ok(LayerSpectrum { layer: geometry.layer, heads: None, sigma_sum: None, q, k, v });
         }
-        let operators: Vec<(&HeadOperator<'_>, &Channels)> =
-            geometry.q.iter().chain(&geometry.k).zip(q.iter().chain(&k)).collect();
-        let grams: Vec<_> = operators.par_iter().map(|(head, channels)| side_grams(head, channels)).collect();
+        let grams = LayerGrams::new(geometry, &q, &k);
         let grams_done = Instant::now();
-        let mut qs: Vec<Side> = grams
-            .into_par_iter()
-            .zip(&operators)
-            .map(|((gram, raw), (_, channels))| Side::new(gram, raw, channels, geometry))
-            .collect();
-        let ks = qs.split_off(geometry.q.len());
+        let sides = |channels: &[Channels], grams: Vec<GramPair>| -> Vec<Side> {
+            channels.par_iter().zip(grams).map(|(channels, grams)| Side::new(channels, grams, geometry)).collect()
+        };
+        let (qs, ks) = (sides(&q, grams.q), sides(&k, grams.k));
         let heads = (0..qs.len())
             .into_par_iter()
             .map(|head| {
                 let kv_head = geometry.kv_head(head);
-                let trace = trace_of_product(&geometry.q[head], &q[head], &geometry.k[kv_head], &k[kv_head]);
-                head_spectrum(head, kv_head, &qs[head], &ks[kv_head], geometry.rotary.as_ref(), trace)
+                head_spectrum(head, kv_head, &qs[head], &ks[kv_head], geometry.rotary.as_ref(), grams.trace[head])
             })
             .collect();
         let norms_done = Instant::now();
@@ -251,13 +225,9 @@ struct Side {
     spread: f64,
 }
 
-/// The effective Gram and, where it differs, the raw one.
-fn side_grams(head: &HeadOperator<'_>, channels: &Channels) -> (Gram, Option<Gram>) {
-    (Gram::effective(head, channels), (!head.is_raw()).then(|| Gram::raw(head)))
-}
-
 impl Side {
-    fn new(gram: Gram, raw: Option<Gram>, channels: &Channels, geometry: &LayerGeometry<'_>) -> Self {
+    fn new(channels: &Channels, pass: GramPair, geometry: &LayerGeometry<'_>) -> Self {
+        let GramPair { effective: gram, raw } = pass;
         let mut largest = largest_eigenvalue(&gram.matrix);
         largest.upper += gram.error();
         let folded_upper = if geometry.centred {
@@ -358,16 +328,109 @@ fn head_spectrum(head: usize, kv_head: usize, q: &Side, k: &Side, rotary: Option
     }
 }
 
-/// `tr(W_K^T W_Q) = sum_c w_q,c . w_k,c` of the effective operators.
-fn trace_of_product(q: &HeadOperator<'_>, qc: &Channels, k: &HeadOperator<'_>, kc: &Channels) -> f64 {
-    let (r, d) = q.shape();
-    let (mut a, mut b) = (vec![0.0; r * PANEL], vec![0.0; r * PANEL]);
-    let mut trace = 0.0;
-    for start in (0..d).step_by(PANEL) {
-        let n = PANEL.min(d - start);
-        q.read_panel(start, n, &qc.mean, &mut a[..r * n]);
-        k.read_panel(start, n, &kc.mean, &mut b[..r * n]);
-        trace += a[..r * n].iter().zip(&b[..r * n]).map(|(x, y)| x * y).sum::<f64>();
+/// Grams of all heads of a layer, from one read of W_Q and W_K.
+#[derive(Clone, Debug)]
+pub struct LayerGrams {
+    /// Query heads.
+    pub q: Vec<GramPair>,
+    /// Key heads.
+    pub k: Vec<GramPair>,
+    /// `tr(W_K^T W_Q) = sum_c w_q,c . w_k,c` of each query head.
+    pub trace: Vec<f64>,
+}
+
+/// What one head's weights add up to in a pass.
+#[derive(Clone, Debug)]
+pub struct GramPair {
+    /// Of the effective operator.
+    pub effective: Gram,
+    /// Of the raw weights, where they differ.
+    pub raw: Option<Gram>,
+}
+
+/// Query heads that one task reads beside their keys.
+const TASK_HEADS: usize = 4;
+
+impl LayerGrams {
+    /// The Grams of a layer, given its channels (see [`layer_channels`]).
+    pub fn new(geometry: &LayerGeometry<'_>, q: &[Channels], k: &[Channels]) -> Self {
+        let group = geometry.q.len() / geometry.k.len();
+        let tasks: Vec<(usize, usize)> =
+            (0..geometry.k.len()).flat_map(|kv| (0..group).step_by(TASK_HEADS).map(move |first| (kv, first))).collect();
+        let done: Vec<_> = tasks
+            .par_iter()
+            .map(|&(kv, first)| {
+                let heads = kv * group + first..kv * group + group.min(first + TASK_HEADS);
+                Self::task(geometry, heads, kv, first == 0, q, k)
+            })
+            .collect();
+        let mut grams = Self { q: Vec::new(), k: Vec::new(), trace: Vec::new() };
+        for (heads, keys, trace) in done {
+            grams.q.extend(heads);
+            grams.k.extend(keys);
+            grams.trace.extend(trace);
+        }
+        grams
     }
-    trace
+
+    /// A few query heads beside their keys, whose own Gram only one task of the group forms.
+    fn task(
+        geometry: &LayerGeometry<'_>,
+        heads: std::ops::Range<usize>,
+        kv: usize,
+        own_keys: bool,
+        q: &[Channels],
+        k: &[Channels],
+    ) -> (Vec<GramPair>, Option<GramPair>, Vec<f64>) {
+        let (r, d) = geometry.k[kv].shape();
+        let (mut key_panel, mut panel) = (vec![0.0; r * PANEL], vec![0.0; r * PANEL]);
+        let mut passes: Vec<GramPair> = heads.clone().map(|head| GramPair::new(&geometry.q[head])).collect();
+        let mut keys = own_keys.then(|| GramPair::new(&geometry.k[kv]));
+        let mut trace = vec![0.0; heads.len()];
+        for start in (0..d).step_by(PANEL) {
+            let n = PANEL.min(d - start);
+            let (key_panel, panel) = (&mut key_panel[..r * n], &mut panel[..r * n]);
+            match &mut keys {
+                Some(pass) => pass.add(&geometry.k[kv], start, n, &k[kv].mean, key_panel),
+                None => geometry.k[kv].read_panel(start, n, &k[kv].mean, key_panel),
+            }
+            for (i, head) in heads.clone().enumerate() {
+                passes[i].add(&geometry.q[head], start, n, &q[head].mean, panel);
+                trace[i] += dot(panel, key_panel);
+            }
+        }
+        let finish = |mut pass: GramPair, channels: &Channels| {
+            pass.finish(channels);
+            pass
+        };
+        let passes = passes.into_iter().zip(heads).map(|(pass, head)| finish(pass, &q[head])).collect();
+        (passes, keys.map(|pass| finish(pass, &k[kv])), trace)
+    }
+}
+
+impl GramPair {
+    fn new(head: &HeadOperator<'_>) -> Self {
+        Self { effective: Gram::zero(head), raw: (!head.is_raw()).then(|| Gram::zero(head)) }
+    }
+
+    /// Adds `n` model dimensions and leaves the effective panel in `panel`.
+    fn add(&mut self, head: &HeadOperator<'_>, start: usize, n: usize, mean: &[f64], panel: &mut [f64]) {
+        if let Some(raw) = &mut self.raw {
+            head.read_raw(start, n, panel);
+            add_symmetric_product(panel, n, &mut raw.matrix);
+            head.fold_panel(start, n, mean, panel);
+        } else {
+            head.read_panel(start, n, mean, panel);
+        }
+        add_symmetric_product(panel, n, &mut self.effective.matrix);
+    }
+
+    fn finish(&mut self, channels: &Channels) {
+        self.effective.matrix.fill_upper_triangle_with_lower_triangle();
+        self.effective.sizes.clone_from(&channels.folded_sq);
+        if let Some(raw) = &mut self.raw {
+            raw.matrix.fill_upper_triangle_with_lower_triangle();
+            raw.sizes = raw.matrix.diagonal().iter().copied().collect();
+        }
+    }
 }

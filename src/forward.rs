@@ -1,0 +1,378 @@
+//! q, k and v of one layer, from normalised tokens.
+//!
+//! ```text
+//! y = gain * x_hat + shift        q, k, v = W y + b        q, k: QK-norm, then rotation by the token's position
+//! ```
+//!
+//! f32 products with no other rounding. It is what a scenario feeds to attention, not a model: there is no residual
+//! stream, and where a layer has no norm in front (OLMo 2), the token itself is projected.
+
+use crate::error::{Error, Result};
+use crate::model::{
+    AttentionSpec, GainForm, LayerWeights, NormKind, NormVectors, Projection, QkNorm, QkNormScope, Rope,
+};
+use crate::tensor::MatrixView;
+use nalgebra::{DMatrix, DMatrixViewMut};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use rand_distr::{Distribution, StandardNormal};
+use rayon::prelude::*;
+
+/// Model-dimension entries of a weight panel.
+const PANEL: usize = 256;
+
+/// What QK-norms divide by: `sqrt(mean square + EPSILON)`.
+const EPSILON: f64 = 1e-6;
+
+/// Normalised tokens, before a norm's gain and shift: `||x_hat|| = sqrt(d_model)`.
+#[derive(Clone, Debug)]
+pub struct Tokens {
+    /// `count x d_model`, row-major.
+    values: Vec<f32>,
+    d_model: usize,
+}
+
+impl Tokens {
+    /// Independent tokens, uniform on the sphere (within the plane of zero mean for LayerNorm).
+    ///
+    /// Tokens of trained models are not like that: they align with the weights, and logits of the same weights are then
+    /// larger.
+    pub fn isotropic(spec: &AttentionSpec, count: usize, seed: u64) -> Self {
+        let d = spec.d_model;
+        let centred = spec.norm.kind == NormKind::LayerNorm;
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut values = vec![0f32; count * d];
+        for token in values.chunks_exact_mut(d) {
+            token.iter_mut().for_each(|x| *x = StandardNormal.sample(&mut rng));
+            normalise(token, centred);
+        }
+        Self { values, d_model: d }
+    }
+
+    /// Tokens from rows of any length above zero, brought to the norm's sphere.
+    ///
+    /// # Errors
+    /// `is_argument` if `values` is not whole rows of `d_model`, `is_non_finite` if a value is not finite.
+    pub fn from_rows(spec: &AttentionSpec, values: &[f32]) -> Result<Self> {
+        let d = spec.d_model;
+        if values.is_empty() || !values.len().is_multiple_of(d) {
+            return Err(Error::argument(format_args!("{} values are not whole tokens of {d}", values.len())));
+        }
+        if values.iter().any(|x| !x.is_finite()) {
+            return Err(Error::non_finite("a token has a NaN or an infinity"));
+        }
+        let mut values = values.to_vec();
+        let centred = spec.norm.kind == NormKind::LayerNorm;
+        values.chunks_exact_mut(d).for_each(|token| normalise(token, centred));
+        Ok(Self { values, d_model: d })
+    }
+
+    /// Number of tokens.
+    pub fn count(&self) -> usize {
+        self.values.len() / self.d_model
+    }
+}
+
+/// Brings a token to length sqrt(d), without its mean if `centred`; zero stays zero.
+fn normalise(token: &mut [f32], centred: bool) {
+    let d = token.len() as f64;
+    if centred {
+        let mean = (token.iter().map(|x| f64::from(*x)).sum::<f64>() / d) as f32;
+        token.iter_mut().for_each(|x| *x -= mean);
+    }
+    let norm = token.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    if norm > 0.0 {
+        let factor = (d.sqrt() / norm) as f32;
+        token.iter_mut().for_each(|x| *x *= factor);
+    }
+}
+
+/// Operands of one attention call, in its layout: `(token, head, channel)`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Projected {
+    /// Queries, `n_q_heads` a token.
+    pub q: Vec<f32>,
+    /// Keys, `n_kv_heads` a token.
+    pub k: Vec<f32>,
+    /// Values, `n_kv_heads` a token.
+    pub v: Vec<f32>,
+}
+
+/// q, k and v of one layer for tokens at positions 0, 1, ...
+///
+/// # Errors
+/// `is_unsupported` if the layer rotates by angles that its config does not determine, `is_mismatch` if a vector does not
+/// fit the spec.
+///
+/// ```
+/// use sigmascale::forward::{Tokens, project};
+/// use sigmascale::model::{SyntheticModel, SyntheticOptions, preset};
+/// let mut spec = preset("gpt2-xl").unwrap();
+/// (spec.d_model, spec.n_q_heads, spec.n_kv_heads) = (128, 2, 2);
+/// let layer = SyntheticModel::new(&spec, 1, SyntheticOptions::default())?.layer(0)?;
+/// let projected = project(&spec, &layer.weights(), &Tokens::isotropic(&spec, 5, 0))?;
+/// assert_eq!(projected.k.len(), 5 * 2 * 64);
+/// # Ok::<(), sigmascale::Error>(())
+/// ```
+pub fn project(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens) -> Result<Projected> {
+    let layer = weights.layer;
+    if tokens.d_model != spec.d_model || layer >= spec.layers {
+        return Err(Error::mismatch(format_args!("{} layer {layer}: weights and tokens do not fit it", spec.name)));
+    }
+    let input = normed(spec, weights, tokens)?;
+    let mut projected = Projected {
+        q: linear(spec, &weights.q, spec.n_q_heads, &input)?,
+        k: linear(spec, &weights.k, spec.n_kv_heads, &input)?,
+        v: linear(spec, &weights.v, spec.n_kv_heads, &input)?,
+    };
+    let sides = [
+        (&mut projected.q, spec.n_q_heads, &weights.q_norm, "q norm"),
+        (&mut projected.k, spec.n_kv_heads, &weights.k_norm, "k norm"),
+    ];
+    for (values, heads, vectors, name) in sides {
+        if let Some(norm) = &spec.qk_norm {
+            qk_norm(spec, norm, vectors.as_ref(), heads, values)
+                .map_err(|error| error.within(format_args!("{} layer {layer} {name}", spec.name)))?;
+        }
+        if let Some(rope) = &spec.rope[layer] {
+            rotate(spec, rope, heads, values)?;
+        }
+    }
+    Ok(projected)
+}
+
+fn stored_gain(stored: f64, form: GainForm) -> f64 {
+    match form {
+        GainForm::Plain => stored,
+        GainForm::OnePlus => 1.0 + stored,
+        GainForm::Unit => 1.0,
+    }
+}
+
+/// The projections' input, one token a column.
+fn normed(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens) -> Result<DMatrix<f32>> {
+    let d = spec.d_model;
+    let mut input = DMatrix::from_column_slice(d, tokens.count(), &tokens.values);
+    for (vector, name) in [(&weights.norm_gain, "gain"), (&weights.norm_shift, "shift")] {
+        if vector.as_ref().is_some_and(|vector| vector.len() != d) {
+            return Err(Error::mismatch(format_args!("{}: input norm {name} does not have {d} values", spec.name)));
+        }
+    }
+    for mut token in input.column_iter_mut() {
+        if let Some(gain) = &weights.norm_gain {
+            for (x, g) in token.iter_mut().zip(gain) {
+                *x *= stored_gain(*g, spec.norm.gain) as f32;
+            }
+        }
+        if let Some(shift) = &weights.norm_shift {
+            for (x, shift) in token.iter_mut().zip(shift) {
+                *x += *shift as f32;
+            }
+        }
+    }
+    Ok(input)
+}
+
+/// `W y + b` of every head, `(token, head, channel)`.
+fn linear(spec: &AttentionSpec, projection: &Projection<'_>, heads: usize, input: &DMatrix<f32>) -> Result<Vec<f32>> {
+    let (r, count) = (spec.d_head, input.ncols());
+    let fits = projection.heads.len() == heads
+        && projection.heads.iter().all(|head| head.shape() == (r, spec.d_model))
+        && projection.bias.as_ref().is_none_or(|bias| bias.len() == heads * r);
+    if !fits {
+        return Err(Error::mismatch(format_args!("{}: weights do not fit the model", projection.name)));
+    }
+    let columns: Vec<Vec<f32>> = projection.heads.par_iter().map(|head| head_product(head, input)).collect();
+    let mut out = vec![0f32; count * heads * r];
+    for (head, values) in columns.iter().enumerate() {
+        let bias = projection.bias.as_ref().map(|bias| &bias[head * r..][..r]);
+        for (token, from) in values.chunks_exact(r).enumerate() {
+            let to = &mut out[(token * heads + head) * r..][..r];
+            to.copy_from_slice(from);
+            for (x, b) in to.iter_mut().zip(bias.into_iter().flatten()) {
+                *x += *b as f32;
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// One head's `r x count` product, token after token.
+fn head_product(head: &MatrixView<'_>, input: &DMatrix<f32>) -> Vec<f32> {
+    let ((r, d), count) = (head.shape(), input.ncols());
+    let mut out = vec![0f32; r * count];
+    let mut block = vec![0f64; r * PANEL];
+    for start in (0..d).step_by(PANEL) {
+        let n = PANEL.min(d - start);
+        let block = &mut block[..r * n];
+        head.read_block(0..r, start..start + n, block);
+        let panel = DMatrix::from_row_iterator(r, n, block.iter().map(|w| *w as f32));
+        let mut view = DMatrixViewMut::from_slice(&mut out, r, count);
+        view.gemm(1.0, &panel, &input.rows(start, n), 1.0);
+    }
+    out
+}
+
+/// Normalises q or k over each head, or over all heads of a token.
+fn qk_norm(
+    spec: &AttentionSpec,
+    norm: &QkNorm,
+    vectors: Option<&NormVectors>,
+    heads: usize,
+    values: &mut [f32],
+) -> Result<()> {
+    let r = spec.d_head;
+    let span = match norm.scope {
+        QkNormScope::PerHead => r,
+        QkNormScope::Joint => heads * r,
+    };
+    let vector = |values: &[f64], what: &str| {
+        if values.len() == r || values.len() == heads * r {
+            Ok(())
+        } else {
+            Err(Error::mismatch(format_args!("{what} has {} values, not {r} or {}", values.len(), heads * r)))
+        }
+    };
+    let gain = vectors.map(|vectors| vectors.gain.as_slice());
+    let shift = vectors.and_then(|vectors| vectors.shift.as_deref());
+    gain.map_or(Ok(()), |gain| vector(gain, "gain"))?;
+    shift.map_or(Ok(()), |shift| vector(shift, "shift"))?;
+    for token in values.chunks_exact_mut(heads * r) {
+        for (at, part) in token.chunks_exact_mut(span).enumerate() {
+            let n = span as f64;
+            let mean = match norm.kind {
+                NormKind::LayerNorm => part.iter().map(|x| f64::from(*x)).sum::<f64>() / n,
+                NormKind::RmsNorm | NormKind::None => 0.0,
+            };
+            let square = part.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / n;
+            let factor = (square + EPSILON).sqrt().recip();
+            for (c, x) in part.iter_mut().enumerate() {
+                let channel = at * span + c;
+                let of = |row: &[f64]| row[channel % row.len()];
+                let g = gain.map_or(1.0, |gain| stored_gain(of(gain), norm.gain));
+                *x = ((f64::from(*x) - mean) * factor * g + shift.map_or(0.0, of)) as f32;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Rotates the pairs of every head by `position * inv_freq`, times the attention factor.
+fn rotate(spec: &AttentionSpec, rope: &Rope, heads: usize, values: &mut [f32]) -> Result<()> {
+    let Some(inv_freq) = &rope.inv_freq else {
+        return Err(Error::unsupported(format_args!(
+            "{}: the config does not determine the rotation's angles, so tokens cannot be run through it",
+            spec.name
+        )));
+    };
+    if inv_freq.len() * 2 != rope.rotary_dim || rope.rotary_dim > spec.d_head {
+        return Err(Error::mismatch(format_args!("{}: {} angles do not fit the rotation", spec.name, inv_freq.len())));
+    }
+    let pairs: Vec<_> = rope.pairs().collect();
+    for (position, token) in values.chunks_exact_mut(heads * spec.d_head).enumerate() {
+        let turns: Vec<(f32, f32)> = inv_freq
+            .iter()
+            .map(|f| {
+                let (sin, cos) = (position as f64 * f).sin_cos();
+                ((sin * rope.attention_factor) as f32, (cos * rope.attention_factor) as f32)
+            })
+            .collect();
+        for head in token.chunks_exact_mut(spec.d_head) {
+            for (&(a, b), &(sin, cos)) in pairs.iter().zip(&turns) {
+                let (x, y) = (head[a], head[b]);
+                head[a] = x * cos - y * sin;
+                head[b] = x * sin + y * cos;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{RopeLayout, SyntheticModel, SyntheticOptions, preset};
+
+    fn small(name: &str) -> AttentionSpec {
+        let mut spec = preset(name).unwrap();
+        (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.d_head, spec.layers) = (272, 4, 2, 16, 2);
+        for rope in spec.rope.iter_mut().flatten() {
+            rope.rotary_dim = 16;
+            rope.inv_freq = Some((0..8).map(|i| 0.7f64.powi(i)).collect());
+        }
+        spec
+    }
+
+    #[test]
+    fn tokens_lie_on_the_norms_sphere() {
+        for name in ["gpt2-xl", "mistral-7b"] {
+            let spec = small(name);
+            let tokens = Tokens::isotropic(&spec, 3, 1);
+            assert_eq!(tokens.count(), 3);
+            for token in tokens.values.chunks_exact(272) {
+                let sum: f64 = token.iter().map(|x| f64::from(*x)).sum();
+                let square: f64 = token.iter().map(|x| f64::from(*x).powi(2)).sum();
+                assert!((square - 272.0).abs() < 1e-3);
+                assert_eq!(sum.abs() < 1e-2, name == "gpt2-xl", "{sum}");
+            }
+        }
+        assert!(Tokens::from_rows(&small("gpt2-xl"), &[1.0; 7]).unwrap_err().is_argument());
+        assert!(Tokens::from_rows(&small("gpt2-xl"), &[f32::NAN; 272]).unwrap_err().is_non_finite());
+    }
+
+    #[test]
+    fn projections_equal_a_plain_sum_in_f64() {
+        let mut spec = small("mistral-7b");
+        spec.rope[1].as_mut().unwrap().layout = RopeLayout::Interleaved;
+        let model = SyntheticModel::new(&spec, 5, SyntheticOptions { gain: 1.3, ..Default::default() }).unwrap();
+        let tokens = Tokens::isotropic(&spec, 4, 2);
+        for layer in 0..2 {
+            let owned = model.layer(layer).unwrap();
+            let mut weights = owned.weights();
+            weights.q.bias = Some((0..64).map(|c| f64::from(c) * 0.01).collect());
+            weights.norm_shift = Some((0..272).map(|i| f64::from(i % 5) * 0.1).collect());
+            let projected = project(&spec, &weights, &tokens).unwrap();
+            let (token, head) = (3, 2);
+            let y: Vec<f64> = (0..272)
+                .map(|i| f64::from(tokens.values[token * 272 + i]) * 1.3 + f64::from(i as u32 % 5) * 0.1)
+                .collect();
+            let plain = |view: &MatrixView<'_>, c: usize| (0..272).map(|i| view.get(c, i) * y[i]).sum::<f64>();
+            let rope = spec.rope[layer].as_ref().unwrap();
+            let q: Vec<f64> =
+                (0..16).map(|c| plain(&weights.q.heads[head], c) + (head * 16 + c) as f64 * 0.01).collect();
+            for ((a, b), f) in rope.pairs().zip(rope.inv_freq.as_ref().unwrap()) {
+                let (sin, cos) = (3.0 * f).sin_cos();
+                let have = &projected.q[(token * 4 + head) * 16..][..16];
+                assert!((f64::from(have[a]) - (q[a] * cos - q[b] * sin)).abs() < 1e-4);
+                assert!((f64::from(have[b]) - (q[a] * sin + q[b] * cos)).abs() < 1e-4);
+            }
+            let v = f64::from(projected.v[(token * 2 + 1) * 16 + 5]);
+            assert!((v - plain(&weights.v.heads[1], 5)).abs() < 1e-4);
+        }
+    }
+
+    #[test]
+    fn normalised_heads_have_the_gains_size() {
+        let mut spec = preset("qwen3-8b").unwrap();
+        (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.layers) = (128, 4, 2, 1);
+        let owned = SyntheticModel::new(&spec, 5, SyntheticOptions::default()).unwrap().layer(0).unwrap();
+        let mut weights = owned.weights();
+        weights.q_norm = Some(NormVectors { gain: vec![2.0; 128], shift: None });
+        let projected = project(&spec, &weights, &Tokens::isotropic(&spec, 3, 2)).unwrap();
+        for head in projected.q.chunks_exact(128) {
+            let square: f64 = head.iter().map(|x| f64::from(*x).powi(2)).sum();
+            assert!((square - 4.0 * 128.0).abs() < 0.1, "{square}");
+        }
+        weights.q_norm = Some(NormVectors { gain: vec![2.0; 7], shift: None });
+        assert!(project(&spec, &weights, &Tokens::isotropic(&spec, 3, 2)).unwrap_err().is_mismatch());
+    }
+
+    #[test]
+    fn unknown_angles_are_refused() {
+        let mut spec = small("mistral-7b");
+        spec.rope[0].as_mut().unwrap().inv_freq = None;
+        let owned = SyntheticModel::new(&spec, 5, SyntheticOptions::default()).unwrap().layer(0).unwrap();
+        let tokens = Tokens::isotropic(&spec, 2, 2);
+        assert!(project(&spec, &owned.weights(), &tokens).unwrap_err().is_unsupported());
+    }
+}

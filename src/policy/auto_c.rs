@@ -1,0 +1,424 @@
+//! `auto-c`, Algorithm 4 of the spectral-bounds paper.
+//!
+//! ```text
+//! burn-in, T steps:  descales as geometry;  r = amax / bound of every head and step of a pool, n in all
+//! then:              c = min(1, kappa q)    q = smallest order statistic of rank >= 0.9999 n
+//! frozen:            descale = c bound / (eta 448) for logits, c (B + A/32) / 448 for q, k and v, o twice v
+//! ```
+//!
+//! The bound is the rounded certain one throughout, so burn-in cannot overflow, and `c` stops at 1. Logits, q, k and v
+//! have constants of their own. The promise of the bound ends with burn-in: what follows rests on the burn-in's data.
+//!
+//! - **Ends**: when every layer of the pool has `burn_in` finite steps. Later steps of a layer that waits for others are
+//!   not counted, so that n is known.
+//! - **Restarts**: by [`Policy::restart`] alone, when the caller replaces weights or data. It does not happen by itself:
+//!   ordinary training moves weights and bounds together.
+//! - **Falls back**: a value that overflows under a frozen `c` puts its pool back to the certain bound, at once and
+//!   until a restart; the step's report carries the safe plan.
+//! - **Forbidden**: after more than `max_restarts` restarts, and for a pool that saw only zeros.
+
+use super::geometry::check_eta;
+use super::report::{largest, overflows};
+use super::{
+    Memory, Policy, PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Report, Restart, Tensor, share,
+};
+use crate::bound::{E4M3_MAX, LayerBounds};
+use crate::error::{Error, Result};
+use crate::plan::{DEFAULT_ETA, Granularity, OperandDescales, ScalePlan};
+use crate::scale::Descale;
+use crate::stats::StepStats;
+use serde::{Deserialize, Serialize};
+
+/// Tensors that have constants, in this order everywhere.
+const TENSORS: [Tensor; 4] = [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V];
+
+/// Which ratios share one constant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Pooling {
+    /// All heads of all layers.
+    Model,
+    /// The heads of a layer.
+    #[default]
+    Layer,
+    /// Every head alone.
+    Head,
+}
+
+/// Parameters of `auto-c`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AutoCConfig {
+    /// T: steps observed before a constant is fixed.
+    pub burn_in: u32,
+    /// Safety factor on the observed ratio (the paper: 1).
+    pub kappa: f64,
+    /// Which ratios share a constant.
+    pub pooling: Pooling,
+    /// Share of the E4M3 range that a logit bound is mapped onto.
+    pub eta: f64,
+    /// One scale a head or a layer.
+    pub granularity: Granularity,
+    /// Restarts after which no constant is used.
+    pub max_restarts: u32,
+}
+
+impl Default for AutoCConfig {
+    fn default() -> Self {
+        Self {
+            burn_in: 100,
+            kappa: 1.5,
+            pooling: Pooling::default(),
+            eta: DEFAULT_ETA,
+            granularity: Granularity::Head,
+            max_restarts: 8,
+        }
+    }
+}
+
+/// Why no constant is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Forbidden {
+    /// More restarts than allowed: what is observed does not last.
+    TooManyRestarts,
+    /// Every observed value was zero: nothing to scale by.
+    NothingObserved,
+}
+
+/// Where a pool stands.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "phase", rename_all = "kebab-case")]
+pub enum Phase {
+    /// Observing; the certain bound is used.
+    BurnIn,
+    /// `c` times the bound is used.
+    Frozen {
+        /// The constant.
+        c: f64,
+    },
+    /// An overflow under `c` brought the certain bound back.
+    FellBack {
+        /// The constant given up.
+        c: f64,
+    },
+    /// The certain bound is used.
+    Forbidden {
+        /// Why.
+        reason: Forbidden,
+    },
+}
+
+impl Phase {
+    /// Multiplier of the certain bound.
+    pub fn c(self) -> f64 {
+        match self {
+            Self::Frozen { c } => c,
+            _ => 1.0,
+        }
+    }
+}
+
+/// One pool: its phase, and the largest ratios seen, as many as decide the order statistic, largest first.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RatioPool {
+    /// Where it stands.
+    pub phase: Phase,
+    /// Largest ratios, descending.
+    pub top: Vec<f64>,
+}
+
+/// What `auto-c` remembers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AutoCState {
+    /// Burn-in steps taken in by each layer.
+    pub seen: Vec<u32>,
+    /// Restarts so far.
+    pub restarts: u32,
+    /// Pools of logits, q, k and v.
+    pub pools: [Vec<RatioPool>; 4],
+}
+
+/// The policy.
+#[derive(Clone, Debug)]
+pub struct AutoC {
+    config: AutoCConfig,
+    shape: PolicyShape,
+    state: AutoCState,
+}
+
+impl AutoC {
+    /// A policy at the start of its burn-in.
+    ///
+    /// # Errors
+    /// `is_argument` if a parameter breaks its rule.
+    pub fn new(config: AutoCConfig, shape: PolicyShape) -> Result<Self> {
+        check(&config)?;
+        let pools = TENSORS.map(|tensor| vec![RatioPool::START; pool_count(&config, &shape, tensor)]);
+        let state = AutoCState { seen: vec![0; shape.layers], restarts: 0, pools };
+        Ok(Self { config, shape, state })
+    }
+
+    /// A policy that goes on from a state.
+    ///
+    /// # Errors
+    /// `is_mismatch` if the state does not fit the shape and parameters.
+    pub fn resume(config: AutoCConfig, shape: PolicyShape, state: AutoCState) -> Result<Self> {
+        check(&config)?;
+        let unit = |c: f64| c > 0.0 && c <= 1.0;
+        let fits = state.seen.len() == shape.layers
+            && state.seen.iter().all(|&seen| seen <= config.burn_in)
+            && state.pools.iter().zip(TENSORS).all(|(pools, tensor)| {
+                pools.len() == pool_count(&config, &shape, tensor)
+                    && pools.iter().all(|pool| {
+                        let phase = match pool.phase {
+                            Phase::Frozen { c } | Phase::FellBack { c } => unit(c),
+                            Phase::BurnIn | Phase::Forbidden { .. } => true,
+                        };
+                        phase
+                            && pool.top.len() as u64 <= kept(ratio_count(&config, &shape, tensor))
+                            && pool.top.iter().all(|ratio| ratio.is_finite() && *ratio >= 0.0)
+                            && pool.top.is_sorted_by(|a, b| a >= b)
+                    })
+            });
+        if !fits {
+            return Err(Error::mismatch("the pools of the saved auto-c state do not fit its own shape and parameters"));
+        }
+        Ok(Self { config, shape, state })
+    }
+
+    /// Where the pool of one head of one layer stands.
+    ///
+    /// # Panics
+    /// If there is no such layer, or if o is asked for, which has no constant of its own.
+    pub fn phase(&self, tensor: Tensor, layer: usize, head: usize) -> Phase {
+        assert!(tensor != Tensor::O && layer < self.shape.layers);
+        self.state.pools[tensor as usize][self.pool(tensor, layer, head)].phase
+    }
+
+    fn pool(&self, tensor: Tensor, layer: usize, head: usize) -> usize {
+        match self.config.pooling {
+            Pooling::Model => 0,
+            Pooling::Layer => layer,
+            Pooling::Head => layer * self.shape.row(tensor) + head,
+        }
+    }
+
+    /// The certain bounds of a tensor, one for each of its descales.
+    fn bounds(&self, tensor: Tensor, bounds: &LayerBounds) -> Option<Vec<f64>> {
+        let mut row = tensor.bound_row(bounds, &self.shape)?;
+        share(&mut row, self.config.granularity);
+        Some(row)
+    }
+
+    /// `c bound / target` for each head. With one scale a layer and a constant a head, the largest.
+    fn descales(&self, tensor: Tensor, bounds: &LayerBounds, target: f64) -> Result<Option<Vec<Descale>>> {
+        let Some(mut row) = self.bounds(tensor, bounds) else { return Ok(None) };
+        for (head, bound) in row.iter_mut().enumerate() {
+            *bound *= self.phase(tensor, bounds.layer, head).c();
+        }
+        share(&mut row, self.config.granularity);
+        row.into_iter().map(|bound| Descale::covering(bound, target)).collect::<Result<_>>().map(Some)
+    }
+
+    /// Takes a burn-in step in; nothing where a value is not finite.
+    fn burn_in(&mut self, bounds: &LayerBounds, stats: &StepStats, report: &mut Report) {
+        let layer = bounds.layer;
+        let mut rows = Vec::with_capacity(TENSORS.len());
+        for tensor in TENSORS {
+            let amax = tensor.amax_row(stats, &self.shape);
+            if !largest(&amax).is_finite() {
+                report.events.push(PolicyEvent::Skipped { tensor });
+                return;
+            }
+            rows.push(self.bounds(tensor, bounds).map(|bounds| {
+                // A zero bound is an all-zero head: nothing of it can be observed.
+                let ratio = |(&amax, bound): (&f32, f64)| if bound > 0.0 { f64::from(amax) / bound } else { 0.0 };
+                amax.iter().zip(bounds).map(ratio).collect::<Vec<_>>()
+            }));
+        }
+        for (row, tensor) in rows.into_iter().zip(TENSORS) {
+            let keep = kept(ratio_count(&self.config, &self.shape, tensor));
+            for (head, ratio) in row.into_iter().flatten().enumerate() {
+                let pool = self.pool(tensor, layer, head);
+                self.state.pools[tensor as usize][pool].push(ratio, keep);
+            }
+        }
+        self.state.seen[layer] += 1;
+    }
+
+    /// Fixes the constants of the pools that this layer's step completed.
+    fn freeze(&mut self, layer: usize, report: &mut Report) {
+        let done = |seen: u32| seen == self.config.burn_in;
+        let complete = match self.config.pooling {
+            Pooling::Model => self.state.seen.iter().all(|&seen| done(seen)),
+            Pooling::Layer | Pooling::Head => done(self.state.seen[layer]),
+        };
+        if !complete {
+            return;
+        }
+        for tensor in TENSORS {
+            let heads = if self.config.pooling == Pooling::Head { self.shape.row(tensor) } else { 1 };
+            for head in 0..heads {
+                let at = self.pool(tensor, layer, head);
+                let pool = &mut self.state.pools[tensor as usize][at];
+                if pool.phase != Phase::BurnIn {
+                    continue;
+                }
+                // Empty where the tensor has no bound (v of a model without an input norm).
+                let Some(&ratio) = pool.top.last() else { continue };
+                if ratio == 0.0 {
+                    let reason = Forbidden::NothingObserved;
+                    pool.phase = Phase::Forbidden { reason };
+                    report.events.push(PolicyEvent::Forbidden { reason });
+                    continue;
+                }
+                let c = (self.config.kappa * ratio).min(1.0);
+                *pool = RatioPool { phase: Phase::Frozen { c }, top: Vec::new() };
+                let head = (self.config.pooling == Pooling::Head).then_some(head);
+                report.events.push(PolicyEvent::Frozen { tensor, layer, head, c, ratio });
+            }
+        }
+    }
+
+    /// Gives up every constant under which something overflowed. Says whether there was one.
+    fn fall_back(&mut self, plan: &ScalePlan, stats: &StepStats, report: &mut Report) -> bool {
+        let mut any = false;
+        for tensor in TENSORS {
+            let Some(descales) = tensor.descales(plan) else { continue };
+            let amax = tensor.amax_row(stats, &self.shape);
+            for (head, (amax, descale)) in amax.iter().zip(descales).enumerate() {
+                let fits = !overflows(*amax, *descale);
+                let at = self.pool(tensor, plan.layer, head);
+                let pool = &mut self.state.pools[tensor as usize][at];
+                if let (false, Phase::Frozen { c }) = (fits, pool.phase) {
+                    pool.phase = Phase::FellBack { c };
+                    let head = (self.config.pooling == Pooling::Head).then_some(head);
+                    report.events.push(PolicyEvent::FellBack { tensor, layer: plan.layer, head, c });
+                    any = true;
+                }
+            }
+        }
+        any
+    }
+}
+
+impl RatioPool {
+    const START: Self = Self { phase: Phase::BurnIn, top: Vec::new() };
+
+    fn push(&mut self, ratio: f64, keep: u64) {
+        let at = self.top.partition_point(|&other| other >= ratio);
+        self.top.insert(at, ratio);
+        if self.top.len() as u64 > keep {
+            self.top.pop();
+        }
+    }
+}
+
+fn check(config: &AutoCConfig) -> Result<()> {
+    check_eta(config.eta)?;
+    if config.burn_in == 0 {
+        return Err(Error::argument("burn-in must be at least 1 step"));
+    }
+    if !(config.kappa.is_finite() && config.kappa >= 1.0) {
+        return Err(Error::argument(format_args!("kappa {} must be finite and at least 1", config.kappa)));
+    }
+    Ok(())
+}
+
+fn pool_count(config: &AutoCConfig, shape: &PolicyShape, tensor: Tensor) -> usize {
+    match config.pooling {
+        Pooling::Model => 1,
+        Pooling::Layer => shape.layers,
+        Pooling::Head => shape.layers * shape.row(tensor),
+    }
+}
+
+/// n: ratios that a pool has seen at the end of burn-in.
+fn ratio_count(config: &AutoCConfig, shape: &PolicyShape, tensor: Tensor) -> u64 {
+    let heads = match config.pooling {
+        Pooling::Model => shape.layers * shape.row(tensor),
+        Pooling::Layer => shape.row(tensor),
+        Pooling::Head => 1,
+    };
+    heads as u64 * u64::from(config.burn_in)
+}
+
+/// How many of the largest of n values decide the order statistic of rank `ceil(0.9999 n)`, in exact integers.
+fn kept(n: u64) -> u64 {
+    n - (n * 9_999).div_ceil(10_000) + 1
+}
+
+impl Policy for AutoC {
+    fn config(&self) -> PolicyConfig {
+        PolicyConfig::AutoC(self.config)
+    }
+
+    fn shape(&self) -> PolicyShape {
+        self.shape
+    }
+
+    fn plan(&self, bounds: &LayerBounds, _: Option<&StepStats>) -> Result<ScalePlan> {
+        self.shape.check_bounds(bounds)?;
+        let missing = || Error::unsupported("auto-c needs the certain bound, which is not available for this layer");
+        let logit_bound = self.bounds(Tensor::Logit, bounds).ok_or_else(missing)?;
+        let row = |tensor, target| self.descales(tensor, bounds, target);
+        let v = row(Tensor::V, E4M3_MAX)?;
+        let o = v.as_ref().map(|v| v.iter().map(|v| Descale::new(2.0 * v.get())).collect()).transpose()?;
+        Ok(ScalePlan {
+            layer: bounds.layer,
+            logit_bound: Some(logit_bound),
+            logit_descale: row(Tensor::Logit, self.config.eta * E4M3_MAX)?.ok_or_else(missing)?,
+            operands: OperandDescales {
+                q: row(Tensor::Q, E4M3_MAX)?.ok_or_else(missing)?,
+                k: row(Tensor::K, E4M3_MAX)?.ok_or_else(missing)?,
+                v,
+                o,
+            },
+        })
+    }
+
+    fn observe(&mut self, plan: &ScalePlan, bounds: &LayerBounds, stats: &StepStats) -> Result<Report> {
+        self.shape.check_step(plan, bounds, stats)?;
+        let mut report = Report::new(PolicyKind::AutoC, &self.shape, plan, bounds, stats);
+        if self.fall_back(plan, stats, &mut report) {
+            report.fallback = Some(self.plan(bounds, None)?);
+        }
+        let forbidden = self.state.restarts > self.config.max_restarts;
+        if !forbidden && self.state.seen[bounds.layer] < self.config.burn_in {
+            self.burn_in(bounds, stats, &mut report);
+            self.freeze(bounds.layer, &mut report);
+        }
+        Ok(report)
+    }
+
+    fn restart(&mut self, reason: Restart) -> Vec<PolicyEvent> {
+        self.state.restarts = self.state.restarts.saturating_add(1);
+        let forbidden = self.state.restarts > self.config.max_restarts;
+        let why = Forbidden::TooManyRestarts;
+        let phase = if forbidden { Phase::Forbidden { reason: why } } else { Phase::BurnIn };
+        self.state.seen.fill(0);
+        self.state.pools.iter_mut().for_each(|pools| pools.fill(RatioPool { phase, top: Vec::new() }));
+        let mut events = vec![PolicyEvent::Restarted { reason, restarts: self.state.restarts }];
+        if forbidden {
+            events.push(PolicyEvent::Forbidden { reason: why });
+        }
+        events
+    }
+
+    fn save(&self) -> PolicyState {
+        PolicyState::new(self, Memory::AutoC(self.state.clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_order_statistic_has_the_smallest_rank_that_reaches_the_share() {
+        for n in [1u64, 2, 100, 9_999, 10_000, 10_001, 19_999, 20_000, 160_000, 160_001] {
+            let rank = (n * 9_999).div_ceil(10_000);
+            assert_eq!(kept(n), n - rank + 1, "{n}");
+        }
+    }
+}

@@ -1,0 +1,432 @@
+//! Delayed scaling: scales from the maxima of earlier steps.
+//!
+//! `delayed-paper` is Eq. 1 of the spectral-bounds paper, `s = max(history) / (448 margin)`, with a history of ones at
+//! the start. `delayed-te` is TransformerEngine's recipe: a quantisation scale and a history of amax, updated after every
+//! step. Both are one scale a tensor and layer by default and observe o as well.
+
+use super::report::largest;
+use super::{Memory, Policy, PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Report, Tensor};
+use crate::bound::{E4M3_MAX, LayerBounds};
+use crate::error::{Error, Result};
+use crate::plan::{Granularity, OperandDescales, ScalePlan};
+use crate::scale::Descale;
+use crate::stats::StepStats;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Longest history that is accepted, so that a file cannot ask for any amount of memory.
+const MAX_HISTORY: usize = 1 << 16;
+
+/// One tensor's memory.
+pub trait Slot: Clone + fmt::Debug + PartialEq + Send + Sync + 'static {
+    /// Parameters.
+    type Config: Copy + fmt::Debug + PartialEq + Send + Sync;
+
+    /// A tensor that nothing is known about.
+    fn start(config: &Self::Config) -> Self;
+
+    /// The descale of the next step.
+    ///
+    /// # Errors
+    /// If it leaves the range of f32.
+    fn descale(&self, config: &Self::Config) -> Result<Descale>;
+
+    /// Takes in the amax of a step and says what was unusual about it.
+    fn record(&mut self, config: &Self::Config, amax: f32) -> Recorded;
+
+    /// Whether a loaded slot can have come from [`Slot::record`].
+    fn is_sound(&self, config: &Self::Config) -> bool;
+
+    /// # Errors
+    /// If a parameter breaks its rule.
+    fn check(config: &Self::Config) -> Result<()>;
+
+    /// One scale a head or a layer.
+    fn granularity(config: &Self::Config) -> Granularity;
+
+    /// The policy's parameters as one of the six.
+    fn policy(config: &Self::Config) -> PolicyConfig;
+
+    /// The state as one of the kinds.
+    fn memory(state: DelayedState<Self>) -> Memory;
+}
+
+/// What became of an amax.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recorded {
+    /// The scale follows it.
+    Taken,
+    /// Zero: the old scale stays.
+    Zero,
+    /// So small that the scale would be infinite: the largest finite scale is used.
+    Tiny,
+    /// NaN or infinite: the old scale stays.
+    NonFinite,
+}
+
+/// Parameters of `delayed-paper`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DelayedPaperConfig {
+    /// Steps remembered.
+    pub history: usize,
+    /// What the history holds at the start and after a resume without state.
+    pub initial: f32,
+    /// Share of 448 that the largest value is mapped onto.
+    pub margin: f64,
+    /// One scale a head or a layer.
+    pub granularity: Granularity,
+}
+
+impl Default for DelayedPaperConfig {
+    fn default() -> Self {
+        Self { history: 16, initial: 1.0, margin: 0.9, granularity: Granularity::Layer }
+    }
+}
+
+/// The last maxima of one tensor, oldest first.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PaperSlot {
+    /// Always full.
+    pub history: Vec<f32>,
+}
+
+impl Slot for PaperSlot {
+    type Config = DelayedPaperConfig;
+
+    fn start(config: &DelayedPaperConfig) -> Self {
+        Self { history: vec![config.initial; config.history] }
+    }
+
+    fn descale(&self, config: &DelayedPaperConfig) -> Result<Descale> {
+        Descale::covering(f64::from(largest(&self.history)), E4M3_MAX * config.margin)
+    }
+
+    /// A non-finite amax is left out: the paper does not say, and one would end every later plan.
+    fn record(&mut self, _: &DelayedPaperConfig, amax: f32) -> Recorded {
+        if !amax.is_finite() {
+            return Recorded::NonFinite;
+        }
+        self.history.rotate_left(1);
+        if let Some(newest) = self.history.last_mut() {
+            *newest = amax;
+        }
+        Recorded::Taken
+    }
+
+    fn is_sound(&self, config: &DelayedPaperConfig) -> bool {
+        self.history.len() == config.history && self.history.iter().all(|amax| amax.is_finite() && *amax >= 0.0)
+    }
+
+    fn check(config: &DelayedPaperConfig) -> Result<()> {
+        check_history(config.history)?;
+        if !(config.initial.is_finite() && config.initial > 0.0) {
+            return Err(Error::argument(format_args!("initial amax {} must be finite and above zero", config.initial)));
+        }
+        if !(config.margin > 0.0 && config.margin <= 1.0) {
+            return Err(Error::argument(format_args!("margin {} must be above 0 and at most 1", config.margin)));
+        }
+        Ok(())
+    }
+
+    fn granularity(config: &DelayedPaperConfig) -> Granularity {
+        config.granularity
+    }
+
+    fn policy(config: &DelayedPaperConfig) -> PolicyConfig {
+        PolicyConfig::DelayedPaper(*config)
+    }
+
+    fn memory(state: DelayedState<Self>) -> Memory {
+        Memory::DelayedPaper(state)
+    }
+}
+
+/// What TransformerEngine makes of a history.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AmaxAlgorithm {
+    /// Its maximum. NaN takes no part in it.
+    #[default]
+    Max,
+    /// The last step's amax.
+    MostRecent,
+}
+
+/// Parameters of `delayed-te`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DelayedTeConfig {
+    /// Steps remembered.
+    pub history: usize,
+    /// What is made of them.
+    pub algorithm: AmaxAlgorithm,
+    /// The amax is mapped onto `448 / 2^margin`.
+    pub margin: i32,
+    /// One scale a head or a layer.
+    pub granularity: Granularity,
+}
+
+impl Default for DelayedTeConfig {
+    fn default() -> Self {
+        Self { history: 1024, algorithm: AmaxAlgorithm::Max, margin: 0, granularity: Granularity::Layer }
+    }
+}
+
+/// One tensor's `scale` and `amax_history`, in TransformerEngine's order: slot 0 is where the running step writes, then
+/// the oldest to the newest.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TeSlot {
+    /// Quantisation scale of the next step.
+    pub scale: f32,
+    /// amax of earlier steps.
+    #[serde(with = "exact_row")]
+    pub history: Vec<f32>,
+}
+
+impl Slot for TeSlot {
+    type Config = DelayedTeConfig;
+
+    fn start(config: &DelayedTeConfig) -> Self {
+        Self { scale: 1.0, history: vec![0.0; config.history] }
+    }
+
+    fn descale(&self, _: &DelayedTeConfig) -> Result<Descale> {
+        // The largest scale has a subnormal inverse, which a descale may not be.
+        Descale::new((1.0 / self.scale).max(f32::MIN_POSITIVE))
+    }
+
+    /// The step wrote its amax into slot 0; then the scale is updated and the history rolled, which drops the oldest and
+    /// clears slot 0.
+    fn record(&mut self, config: &DelayedTeConfig, amax: f32) -> Recorded {
+        let Some(current) = self.history.first_mut() else { return Recorded::Zero };
+        *current = amax;
+        let reduced = match config.algorithm {
+            // `f32::max` drops NaN, as `fmaxf` does.
+            AmaxAlgorithm::Max => self.history.iter().copied().fold(0.0, f32::max),
+            AmaxAlgorithm::MostRecent => amax,
+        };
+        self.history.rotate_left(1);
+        self.history[0] = 0.0;
+        if !reduced.is_finite() {
+            return Recorded::NonFinite;
+        }
+        if reduced == 0.0 {
+            return if amax.is_finite() { Recorded::Zero } else { Recorded::NonFinite };
+        }
+        let scale = scaled_max(config) / reduced;
+        if scale.is_infinite() {
+            self.scale = f32::MAX;
+            return Recorded::Tiny;
+        }
+        self.scale = scale;
+        if amax.is_finite() { Recorded::Taken } else { Recorded::NonFinite }
+    }
+
+    fn is_sound(&self, config: &DelayedTeConfig) -> bool {
+        self.history.len() == config.history
+            && self.scale.is_finite()
+            && self.scale > 0.0
+            && self.history.iter().all(|amax| amax.is_nan() || *amax >= 0.0)
+    }
+
+    fn check(config: &DelayedTeConfig) -> Result<()> {
+        check_history(config.history)?;
+        if !(-32..=32).contains(&config.margin) {
+            return Err(Error::argument(format_args!("margin {} must lie between -32 and 32", config.margin)));
+        }
+        Ok(())
+    }
+
+    fn granularity(config: &DelayedTeConfig) -> Granularity {
+        config.granularity
+    }
+
+    fn policy(config: &DelayedTeConfig) -> PolicyConfig {
+        PolicyConfig::DelayedTe(*config)
+    }
+
+    fn memory(state: DelayedState<Self>) -> Memory {
+        Memory::DelayedTe(state)
+    }
+}
+
+fn scaled_max(config: &DelayedTeConfig) -> f32 {
+    E4M3_MAX as f32 * 2f32.powi(-config.margin)
+}
+
+fn check_history(history: usize) -> Result<()> {
+    if (1..=MAX_HISTORY).contains(&history) {
+        Ok(())
+    } else {
+        Err(Error::argument(format_args!("history {history} must lie between 1 and {MAX_HISTORY}")))
+    }
+}
+
+/// The slots of every layer, tensors in the order of [`Tensor::ALL`]: one a tensor, or one a head.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DelayedState<S> {
+    /// `layers` entries.
+    pub layers: Vec<[Vec<S>; 5]>,
+}
+
+/// A policy of slots.
+#[derive(Clone, Debug)]
+pub struct Delayed<S: Slot> {
+    config: S::Config,
+    shape: PolicyShape,
+    state: DelayedState<S>,
+}
+
+/// Eq. 1 of the paper.
+pub type DelayedPaper = Delayed<PaperSlot>;
+
+/// TransformerEngine's delayed scaling.
+pub type DelayedTe = Delayed<TeSlot>;
+
+impl<S: Slot> Delayed<S> {
+    /// A policy at its start: what a training run has after loading weights without state.
+    ///
+    /// # Errors
+    /// `is_argument` if a parameter breaks its rule.
+    pub fn new(config: S::Config, shape: PolicyShape) -> Result<Self> {
+        S::check(&config)?;
+        let layer = Tensor::ALL.map(|tensor| vec![S::start(&config); slots(&shape, S::granularity(&config), tensor)]);
+        Ok(Self { config, shape, state: DelayedState { layers: vec![layer; shape.layers] } })
+    }
+
+    /// A policy that goes on from a state.
+    ///
+    /// # Errors
+    /// `is_mismatch` if the state does not fit the shape and parameters.
+    pub fn resume(config: S::Config, shape: PolicyShape, state: DelayedState<S>) -> Result<Self> {
+        S::check(&config)?;
+        let fits = state.layers.len() == shape.layers
+            && state.layers.iter().flat_map(|layer| layer.iter().zip(Tensor::ALL)).all(|(row, tensor)| {
+                row.len() == slots(&shape, S::granularity(&config), tensor)
+                    && row.iter().all(|slot| slot.is_sound(&config))
+            });
+        if !fits {
+            return Err(Error::mismatch(format_args!(
+                "the histories of the saved {} state do not fit its own shape and parameters",
+                S::policy(&config).kind()
+            )));
+        }
+        Ok(Self { config, shape, state })
+    }
+
+    /// The memory of one tensor of one layer.
+    pub fn slots(&self, layer: usize, tensor: Tensor) -> &[S] {
+        &self.state.layers[layer][tensor as usize]
+    }
+}
+
+fn slots(shape: &PolicyShape, granularity: Granularity, tensor: Tensor) -> usize {
+    match granularity {
+        Granularity::Layer => 1,
+        Granularity::Head => shape.row(tensor),
+    }
+}
+
+impl<S: Slot> Policy for Delayed<S> {
+    fn config(&self) -> PolicyConfig {
+        S::policy(&self.config)
+    }
+
+    fn shape(&self) -> PolicyShape {
+        self.shape
+    }
+
+    fn plan(&self, bounds: &LayerBounds, _: Option<&StepStats>) -> Result<ScalePlan> {
+        self.shape.check_bounds(bounds)?;
+        let layer = &self.state.layers[bounds.layer];
+        let row = |tensor: Tensor| -> Result<Vec<Descale>> {
+            let slots = &layer[tensor as usize];
+            let n = self.shape.row(tensor);
+            (0..n).map(|head| slots[head * slots.len() / n].descale(&self.config)).collect()
+        };
+        Ok(ScalePlan {
+            layer: bounds.layer,
+            logit_bound: None,
+            logit_descale: row(Tensor::Logit)?,
+            operands: OperandDescales {
+                q: row(Tensor::Q)?,
+                k: row(Tensor::K)?,
+                v: Some(row(Tensor::V)?),
+                o: Some(row(Tensor::O)?),
+            },
+        })
+    }
+
+    fn observe(&mut self, plan: &ScalePlan, bounds: &LayerBounds, stats: &StepStats) -> Result<Report> {
+        self.shape.check_step(plan, bounds, stats)?;
+        let kind: PolicyKind = self.config().kind();
+        let mut report = Report::new(kind, &self.shape, plan, bounds, stats);
+        for (slots, tensor) in self.state.layers[plan.layer].iter_mut().zip(Tensor::ALL) {
+            let amax = tensor.amax_row(stats, &self.shape);
+            let heads = amax.len() / slots.len();
+            for (slot, heads) in slots.iter_mut().zip(amax.chunks(heads)) {
+                match slot.record(&self.config, largest(heads)) {
+                    Recorded::NonFinite => report.events.push(PolicyEvent::Skipped { tensor }),
+                    Recorded::Tiny => report.events.push(PolicyEvent::TinyAmax { tensor }),
+                    Recorded::Taken | Recorded::Zero => {}
+                }
+            }
+        }
+        Ok(report)
+    }
+
+    fn save(&self) -> PolicyState {
+        PolicyState::new(self, S::memory(self.state.clone()))
+    }
+}
+
+/// f32 in JSON without losing infinities and NaN, which are written as words.
+pub(super) mod exact {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+
+    #[derive(Serialize, Deserialize)]
+    #[serde(untagged)]
+    pub(super) enum Number {
+        Finite(f32),
+        Word(String),
+    }
+
+    impl Number {
+        pub(super) fn new(x: f32) -> Self {
+            if x.is_finite() { Self::Finite(x) } else { Self::Word(x.to_string()) }
+        }
+
+        pub(super) fn value(self) -> Result<f32, String> {
+            match self {
+                Self::Finite(x) => Ok(x),
+                Self::Word(word) => match word.as_str() {
+                    "inf" => Ok(f32::INFINITY),
+                    "-inf" => Ok(f32::NEG_INFINITY),
+                    "NaN" => Ok(f32::NAN),
+                    _ => Err(format!("{word} is no number")),
+                },
+            }
+        }
+    }
+
+    pub(in crate::policy) fn serialize<S: Serializer>(x: &f32, serializer: S) -> Result<S::Ok, S::Error> {
+        Number::new(*x).serialize(serializer)
+    }
+
+    pub(in crate::policy) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f32, D::Error> {
+        Number::deserialize(deserializer)?.value().map_err(D::Error::custom)
+    }
+}
+
+mod exact_row {
+    use super::exact::Number;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(row: &[f32], serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(row.iter().map(|x| Number::new(*x)))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<f32>, D::Error> {
+        let row = Vec::<Number>::deserialize(deserializer)?;
+        row.into_iter().map(|x| x.value().map_err(D::Error::custom)).collect()
+    }
+}

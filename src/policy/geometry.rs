@@ -1,0 +1,99 @@
+//! Scales from the weights alone: `geometry` and `geometry-c-star`.
+
+use super::{Memory, Policy, PolicyConfig, PolicyKind, PolicyShape, PolicyState, Report};
+use crate::bound::{BoundKind, LayerBounds};
+use crate::error::{Error, Result};
+use crate::plan::{DEFAULT_ETA, Granularity, ScalePlan};
+use crate::stats::StepStats;
+use serde::{Deserialize, Serialize};
+
+/// What `geometry-c-star` rests on.
+pub const ISOTROPY: &str = "geometry-c-star assumes that normalised tokens are independent and uniform on the sphere; \
+tokens of trained models align with the weights and can pass its logit bound";
+
+/// Parameters of the policies that only read the weights.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GeometryConfig {
+    /// Share of the E4M3 range that a logit bound is mapped onto.
+    pub eta: f64,
+    /// One scale a head or a layer.
+    pub granularity: Granularity,
+}
+
+impl Default for GeometryConfig {
+    fn default() -> Self {
+        Self { eta: DEFAULT_ETA, granularity: Granularity::Head }
+    }
+}
+
+/// Descales from bounds: logits `bound / (eta 448)`, operands `(B + A/32) / 448`, o twice v.
+///
+/// It remembers nothing, so a resume without state is the same as one with it.
+#[derive(Clone, Debug)]
+pub struct Geometry {
+    config: GeometryConfig,
+    shape: PolicyShape,
+    bound: BoundKind,
+}
+
+impl Geometry {
+    /// Policy `geometry`: logits from the rounded certain bound. No token of the model's norm overflows.
+    ///
+    /// # Errors
+    /// `is_argument` if eta is not in (0, 1].
+    pub fn certain(config: GeometryConfig, shape: PolicyShape) -> Result<Self> {
+        check_eta(config.eta)?;
+        Ok(Self { config, shape, bound: BoundKind::Certain })
+    }
+
+    /// Policy `geometry-c-star`: logits from the paper's calibrated bound (Proposition 3.4) on sound per-head norms.
+    /// It holds with probability `1 - delta` under [`ISOTROPY`] only.
+    ///
+    /// # Errors
+    /// `is_argument` if eta is not in (0, 1].
+    pub fn c_star(config: GeometryConfig, shape: PolicyShape) -> Result<Self> {
+        check_eta(config.eta)?;
+        Ok(Self { config, shape, bound: BoundKind::RankAware })
+    }
+}
+
+/// # Errors
+/// If eta is not in (0, 1].
+pub(super) fn check_eta(eta: f64) -> Result<()> {
+    if eta > 0.0 && eta <= 1.0 {
+        Ok(())
+    } else {
+        Err(Error::argument(format_args!("eta {eta} must be greater than 0 and at most 1")))
+    }
+}
+
+impl Policy for Geometry {
+    fn config(&self) -> PolicyConfig {
+        match self.bound {
+            BoundKind::RankAware => PolicyConfig::GeometryCStar(self.config),
+            _ => PolicyConfig::Geometry(self.config),
+        }
+    }
+
+    fn shape(&self) -> PolicyShape {
+        self.shape
+    }
+
+    fn assumption(&self) -> Option<&'static str> {
+        (self.config().kind() == PolicyKind::GeometryCStar).then_some(ISOTROPY)
+    }
+
+    fn plan(&self, bounds: &LayerBounds, _: Option<&StepStats>) -> Result<ScalePlan> {
+        self.shape.check_bounds(bounds)?;
+        ScalePlan::from_bounds(bounds, self.bound, self.config.eta, self.config.granularity)
+    }
+
+    fn observe(&mut self, plan: &ScalePlan, bounds: &LayerBounds, stats: &StepStats) -> Result<Report> {
+        self.shape.check_step(plan, bounds, stats)?;
+        Ok(Report::new(self.config().kind(), &self.shape, plan, bounds, stats))
+    }
+
+    fn save(&self) -> PolicyState {
+        PolicyState::new(self, Memory::None)
+    }
+}

@@ -1,0 +1,279 @@
+//! What a policy says about a step.
+
+use super::{Forbidden, PolicyKind, PolicyShape};
+use crate::bound::{E4M3_MAX, LayerBounds};
+use crate::plan::ScalePlan;
+use crate::scale::Descale;
+use crate::stats::{CastStats, StepStats};
+use serde::{Deserialize, Serialize};
+
+/// The tensors of an attention call that have scales.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Tensor {
+    /// Logits before the softmax.
+    Logit,
+    /// Queries.
+    Q,
+    /// Keys.
+    K,
+    /// Values.
+    V,
+    /// Output.
+    O,
+}
+
+impl Tensor {
+    /// All five, in the order of reports.
+    pub const ALL: [Self; 5] = [Self::Logit, Self::Q, Self::K, Self::V, Self::O];
+
+    /// Lower-case name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Logit => "logit",
+            Self::Q => "q",
+            Self::K => "k",
+            Self::V => "v",
+            Self::O => "o",
+        }
+    }
+
+    /// The plan's descales of this tensor; `None` where it has none.
+    pub fn descales(self, plan: &ScalePlan) -> Option<&[Descale]> {
+        match self {
+            Self::Logit => Some(&plan.logit_descale),
+            Self::Q => Some(&plan.operands.q),
+            Self::K => Some(&plan.operands.k),
+            Self::V => plan.operands.v.as_deref(),
+            Self::O => plan.operands.o.as_deref(),
+        }
+    }
+
+    /// Largest |value| for each of the tensor's descales (KV heads take the largest of their query heads). NaN where a
+    /// value was NaN, infinite where one was infinite.
+    ///
+    /// The statistics must have the shape's lengths.
+    pub(super) fn amax_row(self, stats: &StepStats, shape: &PolicyShape) -> Vec<f32> {
+        let group = shape.n_q_heads / shape.n_kv_heads;
+        let heads = |heads: &[CastStats]| heads.iter().map(amax).collect::<Vec<_>>();
+        let grouped = |row: Vec<f32>| row.chunks(group).map(largest).collect::<Vec<_>>();
+        match self {
+            Self::Logit => stats
+                .logits
+                .iter()
+                .map(|head| match head.amax() {
+                    finite if finite.is_finite() && head.non_finite > 0 => f32::NAN,
+                    amax => amax,
+                })
+                .collect(),
+            Self::Q => grouped(heads(&stats.q)),
+            Self::K => heads(&stats.k),
+            Self::V => heads(&stats.v),
+            Self::O => grouped(heads(&stats.o)),
+        }
+    }
+
+    /// The certain bound on each of the tensor's values with rounding, as far as there is one.
+    pub(super) fn bound_row(self, bounds: &LayerBounds, shape: &PolicyShape) -> Option<Vec<f64>> {
+        let group = shape.n_q_heads / shape.n_kv_heads;
+        match self {
+            Self::Logit => bounds.heads.iter().map(|head| head.rounded).collect(),
+            Self::Q => Some(bounds.q.chunks(group).map(|g| g.iter().map(|b| b.rounded).fold(0.0, f64::max)).collect()),
+            Self::K => Some(bounds.k.iter().map(|bound| bound.rounded).collect()),
+            Self::V => bounds.v.as_ref().map(|v| v.iter().map(|bound| bound.rounded).collect()),
+            Self::O => None,
+        }
+    }
+
+    /// Overflow, beyond rounding, non-finite and all values.
+    fn counts(self, stats: &StepStats) -> [u64; 4] {
+        let casts = |heads: &[CastStats]| {
+            heads
+                .iter()
+                .fold([0; 4], |sum, head| add(sum, [head.overflow, head.beyond_rounding, head.non_finite, head.count]))
+        };
+        match self {
+            Self::Logit => stats
+                .logits
+                .iter()
+                .fold([0; 4], |sum, head| add(sum, [head.overflow, head.beyond_rounding, head.non_finite, head.count])),
+            Self::Q => casts(&stats.q),
+            Self::K => casts(&stats.k),
+            Self::V => casts(&stats.v),
+            Self::O => casts(&stats.o),
+        }
+    }
+}
+
+fn add(a: [u64; 4], b: [u64; 4]) -> [u64; 4] {
+    std::array::from_fn(|i| a[i] + b[i])
+}
+
+/// A NaN that the amax may have lost is put back.
+fn amax(head: &CastStats) -> f32 {
+    if head.non_finite > 0 && head.amax.is_finite() { f32::NAN } else { head.amax }
+}
+
+/// The largest, where NaN is larger than everything.
+pub(super) fn largest(row: &[f32]) -> f32 {
+    row.iter().copied().fold(0.0, |a, b| if a.is_nan() || a >= b { a } else { b })
+}
+
+/// Whether a value leaves the range, by division or by multiplication with the rounded inverse; NaN does.
+pub(super) fn overflows(amax: f32, descale: Descale) -> bool {
+    let fits = |scaled: f32| scaled <= E4M3_MAX as f32;
+    !(fits(amax / descale.get()) && fits(amax * descale.quant_scale().get()))
+}
+
+/// What one step of one layer did under a plan.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// Policy that made the plan.
+    pub policy: PolicyKind,
+    /// Layer number.
+    pub layer: usize,
+    /// One entry for each of [`Tensor::ALL`].
+    pub tensors: Vec<TensorReport>,
+    /// Changes of the policy's state that a reader of logs should know.
+    pub events: Vec<PolicyEvent>,
+    /// A safe plan for the same step, where the one used overflowed and the policy has given it up: run the call again
+    /// with it, or go on with the saturated result.
+    pub fallback: Option<ScalePlan>,
+}
+
+/// One tensor of a step. An overflow is a value with `|x / descale| > 448`, before the cast.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TensorReport {
+    /// Which.
+    pub tensor: Tensor,
+    /// Largest |x|; NaN (null in JSON) if there was one.
+    #[serde(with = "super::delayed::exact")]
+    pub amax: f32,
+    /// Largest `|x / descale|` over the heads; divided by 448 it is the utilisation.
+    #[serde(with = "super::delayed::exact")]
+    pub max_scaled: f32,
+    /// Values that overflowed.
+    pub overflow: u64,
+    /// Values that leave the format even by rounding (`|x / descale| > 464`).
+    pub beyond_rounding: u64,
+    /// NaN or infinite values.
+    pub non_finite: u64,
+    /// All values.
+    pub count: u64,
+    /// Heads whose amax passed the certain bound. Never happens for tokens that the model's norm produced; it means
+    /// that the bounds are of other weights.
+    pub beyond_bound: usize,
+}
+
+impl TensorReport {
+    /// Whether any value overflowed.
+    pub fn overflowed(&self) -> bool {
+        self.overflow > 0 || self.max_scaled > E4M3_MAX as f32
+    }
+}
+
+/// Why what was observed so far no longer counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Restart {
+    /// Other weights were put in place of the old ones: a checkpoint load, a refit.
+    WeightsReplaced,
+    /// The data changed.
+    DataChanged,
+    /// A person asked.
+    Requested,
+}
+
+/// A change of a policy's state.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+pub enum PolicyEvent {
+    /// auto-c: burn-in is over and `c` is fixed for these layers.
+    Frozen {
+        /// Tensor.
+        tensor: Tensor,
+        /// First layer of the pool.
+        layer: usize,
+        /// Head, where every head has its own pool.
+        head: Option<usize>,
+        /// `min(1, kappa * ratio)`.
+        c: f64,
+        /// The order statistic of amax / bound.
+        ratio: f64,
+    },
+    /// auto-c: a value overflowed under the frozen `c`; this pool is back at the certain bound.
+    FellBack {
+        /// Tensor.
+        tensor: Tensor,
+        /// Layer that overflowed.
+        layer: usize,
+        /// Head, where every head has its own pool.
+        head: Option<usize>,
+        /// The constant given up.
+        c: f64,
+    },
+    /// auto-c: burn-in starts again.
+    Restarted {
+        /// Why.
+        reason: Restart,
+        /// How often so far.
+        restarts: u32,
+    },
+    /// auto-c: no constant will be used.
+    Forbidden {
+        /// Why.
+        reason: Forbidden,
+    },
+    /// A step with NaN or infinite values was not taken in.
+    Skipped {
+        /// Tensor.
+        tensor: Tensor,
+    },
+    /// delayed-te: the amax was too small for a finite scale; the largest finite one is used.
+    TinyAmax {
+        /// Tensor.
+        tensor: Tensor,
+    },
+}
+
+impl Report {
+    pub(super) fn new(
+        policy: PolicyKind,
+        shape: &PolicyShape,
+        plan: &ScalePlan,
+        bounds: &LayerBounds,
+        stats: &StepStats,
+    ) -> Self {
+        let tensors = Tensor::ALL
+            .into_iter()
+            .map(|tensor| {
+                let amax = tensor.amax_row(stats, shape);
+                let scaled: Vec<f32> = tensor
+                    .descales(plan)
+                    .map(|descales| amax.iter().zip(descales).map(|(amax, descale)| amax / descale.get()).collect())
+                    .unwrap_or_default();
+                let beyond_bound = tensor.bound_row(bounds, shape).map_or(0, |bounds| {
+                    amax.iter().zip(bounds).filter(|(amax, bound)| f64::from(**amax) > *bound).count()
+                });
+                let [overflow, beyond_rounding, non_finite, count] = tensor.counts(stats);
+                TensorReport {
+                    tensor,
+                    amax: largest(&amax),
+                    max_scaled: largest(&scaled),
+                    overflow,
+                    beyond_rounding,
+                    non_finite,
+                    count,
+                    beyond_bound,
+                }
+            })
+            .collect();
+        Self { policy, layer: plan.layer, tensors, events: Vec::new(), fallback: None }
+    }
+
+    /// The entry of one tensor.
+    pub fn tensor(&self, tensor: Tensor) -> &TensorReport {
+        // `Tensor::ALL` lists the variants in their order.
+        &self.tensors[tensor as usize]
+    }
+}

@@ -1,0 +1,565 @@
+//! Closes the loop: weights, spectrum, bounds, policy, plan, attention, statistics, and back to the policy.
+//!
+//! ```text
+//! step: weights changed?  -> geometry -> spectrum -> bounds       (kept until the weights change)
+//!       current policy?   -> measure the step                     (the others plan from what they know)
+//!       plan -> attention -> statistics -> policy                 (report, events, fallback)
+//! ```
+//!
+//! [`Runtime::step`] does all of it with an [`Attention`] backend of this crate. Around a foreign FP8 call, use
+//! [`Runtime::update_weights`], [`Runtime::plan`] and [`Runtime::observe`].
+//!
+//! **State.** [`Runtime::state`] holds everything that later plans depend on, apart from the weights: a resumed runtime
+//! is given the weights again at its first step and then plans the same bits as one that never stopped. Without state,
+//! each policy is where its table in [`crate::policy`] says it starts.
+//!
+//! **Events** go to `tracing`: `scale update` (info; layer, step, policy, tensor, old and new descale), `overflow` (warn;
+//! with counts), `not finite` and `beyond the certain bound` (warn), and the policy's own.
+
+use crate::attention::{Attention, AttentionCall, AttentionOutput, Inputs, Precision, measure};
+use crate::bound::{LayerBounds, Tail};
+use crate::error::{Error, Result};
+use crate::geometry::LayerGeometry;
+use crate::model::{AttentionSpec, LayerWeights};
+use crate::plan::ScalePlan;
+use crate::policy::{
+    Policy, PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Report, Restart, Tensor, differs,
+};
+use crate::spectral::{GramEngine, SpectralEngine};
+use crate::stats::StepStats;
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::Path;
+use tracing::{info, warn};
+
+/// Version of the state and its file: any other is refused.
+pub const STATE_VERSION: u32 = 1;
+
+/// First word of a state file.
+const MAGIC: &str = "sigmascale-state";
+
+/// Longest header line.
+const MAX_HEADER: usize = 96;
+
+/// Largest state file that is read.
+const MAX_FILE: u64 = 1 << 30;
+
+/// What a runtime is made from, beside the model.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RuntimeConfig {
+    /// Policy and its parameters.
+    pub policy: PolicyConfig,
+    /// Union bound of the isotropic bounds (only `geometry-c-star` reads them).
+    pub tail: Tail,
+}
+
+impl From<PolicyKind> for RuntimeConfig {
+    /// The policy with its default parameters.
+    fn from(kind: PolicyKind) -> Self {
+        Self { policy: kind.into(), tail: Tail::default() }
+    }
+}
+
+/// What a step knows about its layer's weights.
+#[derive(Clone, Debug)]
+pub enum Weights<'a> {
+    /// The same as at the layer's last step.
+    Unchanged,
+    /// New: bounds are recomputed.
+    Changed(LayerWeights<'a>),
+    /// With the caller's version number: bounds are recomputed if it is not that of the layer's last step.
+    Versioned(u64, LayerWeights<'a>),
+    /// New, with bounds that the caller computed.
+    Bounded(LayerBounds),
+}
+
+/// One attention call of one layer.
+#[derive(Debug)]
+pub struct Step<'a> {
+    /// Layer number.
+    pub layer: usize,
+    /// Its weights.
+    pub weights: Weights<'a>,
+    /// Sizes, mask, softmax scale and soft-cap; the last two must be the model's.
+    pub call: AttentionCall,
+    /// q, k and v after QK-norm and rotation.
+    pub inputs: Inputs<'a>,
+    /// What is cast.
+    pub precision: Precision,
+}
+
+/// What a step gives back.
+#[derive(Clone, Debug)]
+pub struct StepOutcome {
+    /// The scales used.
+    pub plan: ScalePlan,
+    /// Output, log-sum-exp and statistics.
+    pub output: AttentionOutput,
+    /// What the policy made of the statistics.
+    pub report: Report,
+    /// Whether bounds were recomputed.
+    pub recomputed: bool,
+}
+
+/// One layer between two steps.
+#[derive(Clone, Debug, Default)]
+struct Layer {
+    bounds: Option<LayerBounds>,
+    weights_version: Option<u64>,
+    steps: u64,
+    last: Option<ScalePlan>,
+}
+
+/// A policy at work on one model.
+///
+/// ```
+/// use sigmascale::model::{SyntheticModel, SyntheticOptions, preset};
+/// use sigmascale::policy::PolicyKind;
+/// use sigmascale::runtime::{Runtime, Weights};
+///
+/// let mut spec = preset("gpt2-xl").unwrap();
+/// (spec.d_model, spec.n_q_heads, spec.n_kv_heads) = (128, 2, 2);
+/// let model = SyntheticModel::new(&spec, 1, SyntheticOptions::default())?;
+/// let mut runtime = Runtime::new(&spec, PolicyKind::Geometry.into())?;
+/// // Around a foreign attention call:
+/// runtime.update_weights(0, Weights::Changed(model.layer(0)?.weights()))?;
+/// let plan = runtime.plan(0, None)?;
+/// assert_eq!(plan.operands.q.len(), 2);
+/// # Ok::<(), sigmascale::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Runtime {
+    spec: AttentionSpec,
+    config: RuntimeConfig,
+    policy: Box<dyn Policy>,
+    layers: Vec<Layer>,
+}
+
+impl Runtime {
+    /// A runtime whose policy is at its start. The policy's assumption, if it has one, is logged.
+    ///
+    /// # Errors
+    /// `is_argument` if a parameter breaks its rule.
+    pub fn new(spec: &AttentionSpec, config: RuntimeConfig) -> Result<Self> {
+        config.tail.check()?;
+        let policy = config.policy.build(shape(spec))?;
+        Ok(Self::with(spec, config, policy))
+    }
+
+    fn with(spec: &AttentionSpec, config: RuntimeConfig, policy: Box<dyn Policy>) -> Self {
+        if let Some(assumption) = policy.assumption() {
+            info!(policy = policy.name(), assumption, "assumption");
+        }
+        Self { spec: spec.clone(), config, policy, layers: vec![Layer::default(); spec.layers] }
+    }
+
+    /// A runtime that goes on from a state. Every layer's weights have to be given again.
+    ///
+    /// # Errors
+    /// `is_mismatch` if the state belongs to another version, model, policy or configuration; the message names what
+    /// differs.
+    pub fn resume(spec: &AttentionSpec, config: RuntimeConfig, state: RuntimeState) -> Result<Self> {
+        config.tail.check()?;
+        check_version(state.version)?;
+        differs("model", &nameless(&state.model), &nameless(spec))?;
+        differs("tail", &state.tail, &config.tail)?;
+        if state.layers.len() != spec.layers {
+            return Err(Error::mismatch(format_args!(
+                "the saved state has {} layers, the model {}",
+                state.layers.len(),
+                spec.layers
+            )));
+        }
+        let policy = state.policy.restore(&config.policy, shape(spec))?;
+        let mut runtime = Self::with(spec, config, policy);
+        for (layer, saved) in runtime.layers.iter_mut().zip(state.layers) {
+            (layer.steps, layer.last) = (saved.steps, saved.last);
+        }
+        Ok(runtime)
+    }
+
+    /// Everything that later plans depend on, apart from the weights.
+    pub fn state(&self) -> RuntimeState {
+        let layer = |layer: &Layer| LayerState { steps: layer.steps, last: layer.last.clone() };
+        RuntimeState {
+            version: STATE_VERSION,
+            model: self.spec.clone(),
+            tail: self.config.tail,
+            policy: self.policy.save(),
+            layers: self.layers.iter().map(layer).collect(),
+        }
+    }
+
+    /// The model.
+    pub fn spec(&self) -> &AttentionSpec {
+        &self.spec
+    }
+
+    /// The policy.
+    pub fn policy(&self) -> &dyn Policy {
+        &*self.policy
+    }
+
+    /// The bounds in use for a layer; `None` before its weights are known.
+    pub fn bounds(&self, layer: usize) -> Option<&LayerBounds> {
+        self.layers.get(layer)?.bounds.as_ref()
+    }
+
+    /// Tells the policy that what it observed no longer describes the model; see [`Policy::restart`].
+    pub fn restart(&mut self, reason: Restart) {
+        for event in self.policy.restart(reason) {
+            log_event(self.policy.name(), None, &event);
+        }
+    }
+
+    /// Recomputes a layer's bounds if its weights changed, and says whether it did.
+    ///
+    /// # Errors
+    /// `is_argument` if there is no such layer or its weights were never given; otherwise as [`LayerGeometry::new`],
+    /// [`SpectralEngine::layer`] and [`LayerBounds::new`].
+    pub fn update_weights(&mut self, layer: usize, weights: Weights<'_>) -> Result<bool> {
+        let kept = self.layer(layer)?;
+        let (version, weights) = match weights {
+            Weights::Unchanged => {
+                return match kept.bounds {
+                    Some(_) => Ok(false),
+                    None => Err(Error::argument(format_args!(
+                        "{} layer {layer}: its weights have not been given yet",
+                        self.spec.name
+                    ))),
+                };
+            }
+            Weights::Versioned(version, _) if kept.bounds.is_some() && kept.weights_version == Some(version) => {
+                return Ok(false);
+            }
+            Weights::Versioned(version, weights) => (Some(version), weights),
+            Weights::Changed(weights) => (None, weights),
+            Weights::Bounded(bounds) => {
+                self.check_layer(layer, bounds.layer, "bounds")?;
+                let kept = &mut self.layers[layer];
+                (kept.bounds, kept.weights_version) = (Some(bounds), None);
+                return Ok(true);
+            }
+        };
+        self.check_layer(layer, weights.layer, "weights")?;
+        // Nothing is kept of the old weights if the new ones cannot be bounded.
+        self.layers[layer].bounds = None;
+        let bounds = bounds_of(&self.spec, weights, &self.config.tail)?;
+        let kept = &mut self.layers[layer];
+        (kept.bounds, kept.weights_version) = (Some(bounds), version);
+        Ok(true)
+    }
+
+    /// The scales of a layer's next call; `measured` is for [`Policy::needs_measurement`].
+    ///
+    /// # Errors
+    /// As [`Policy::plan`]; `is_argument` if the layer's weights were never given.
+    pub fn plan(&self, layer: usize, measured: Option<&StepStats>) -> Result<ScalePlan> {
+        self.policy.plan(self.known_bounds(layer)?, measured)
+    }
+
+    /// Takes in what a call with `plan` reported, logs it, and returns the policy's report.
+    ///
+    /// # Errors
+    /// As [`Policy::observe`].
+    pub fn observe(&mut self, plan: &ScalePlan, stats: &StepStats) -> Result<Report> {
+        let layer = plan.layer;
+        self.layer(layer)?;
+        let kept = &mut self.layers[layer];
+        let bounds = kept.bounds.as_ref().ok_or_else(|| unknown(&self.spec, layer))?;
+        let report = self.policy.observe(plan, bounds, stats)?;
+        let name = self.policy.name();
+        log_update(name, kept.steps, kept.last.as_ref(), plan);
+        log_report(name, kept.steps, &report);
+        kept.steps += 1;
+        kept.last = Some(plan.clone());
+        Ok(report)
+    }
+
+    /// One step of one layer.
+    ///
+    /// # Errors
+    /// `is_mismatch` if the call is not that of the model (heads, softmax scale, soft-cap); otherwise as
+    /// [`Runtime::update_weights`], [`Runtime::plan`], [`Attention::forward`] and [`Runtime::observe`]. Nothing is
+    /// observed of a step that failed.
+    pub fn step(&mut self, step: Step<'_>, attention: &dyn Attention) -> Result<StepOutcome> {
+        self.layer(step.layer)?;
+        self.check_call(step.layer, &step.call)?;
+        let recomputed = self.update_weights(step.layer, step.weights)?;
+        let measured = if self.policy.needs_measurement() { Some(measure(&step.call, &step.inputs)?) } else { None };
+        let plan = self.plan(step.layer, measured.as_ref())?;
+        let output = attention.forward(&step.call, &step.inputs, &plan, &step.precision)?;
+        let report = self.observe(&plan, &output.stats)?;
+        Ok(StepOutcome { plan, output, report, recomputed })
+    }
+
+    fn layer(&self, layer: usize) -> Result<&Layer> {
+        self.layers.get(layer).ok_or_else(|| {
+            Error::argument(format_args!("there is no layer {layer}, {} has {}", self.spec.name, self.spec.layers))
+        })
+    }
+
+    fn known_bounds(&self, layer: usize) -> Result<&LayerBounds> {
+        self.layer(layer)?.bounds.as_ref().ok_or_else(|| unknown(&self.spec, layer))
+    }
+
+    fn check_layer(&self, step: usize, given: usize, what: &str) -> Result<()> {
+        if step == given {
+            Ok(())
+        } else {
+            Err(Error::mismatch(format_args!("a step of layer {step} was given the {what} of layer {given}")))
+        }
+    }
+
+    fn check_call(&self, layer: usize, call: &AttentionCall) -> Result<()> {
+        let spec = &self.spec;
+        let shape = &call.shape;
+        let heads = [shape.n_q_heads, shape.n_kv_heads, shape.d_head];
+        if heads != [spec.n_q_heads, spec.n_kv_heads, spec.d_head] {
+            return Err(Error::mismatch(format_args!(
+                "the call has {} query heads, {} KV heads and d_head {}, the model {}, {} and {}",
+                heads[0], heads[1], heads[2], spec.n_q_heads, spec.n_kv_heads, spec.d_head
+            )));
+        }
+        // Bounds include both: with others they would promise nothing.
+        let same = |a: f64, b: f64| (a - b).abs() <= 1e-6 * b.abs();
+        if !same(call.softmax_scale, spec.softmax_scale[layer]) {
+            return Err(Error::mismatch(format_args!(
+                "the call's softmax scale is {}, that of layer {layer} {}",
+                call.softmax_scale, spec.softmax_scale[layer]
+            )));
+        }
+        match (call.soft_cap, spec.soft_cap) {
+            (None, None) => Ok(()),
+            (Some(a), Some(b)) if same(a, b) => Ok(()),
+            (a, b) => Err(Error::mismatch(format_args!("the call's soft-cap is {a:?}, the model's {b:?}"))),
+        }
+    }
+}
+
+/// The bounds of one layer, with the exact engine.
+///
+/// # Errors
+/// As [`LayerGeometry::new`], [`SpectralEngine::layer`] and [`LayerBounds::new`].
+pub fn bounds_of(spec: &AttentionSpec, weights: LayerWeights<'_>, tail: &Tail) -> Result<LayerBounds> {
+    let geometry = LayerGeometry::new(spec, weights)?;
+    let spectrum = GramEngine.layer(&geometry)?;
+    LayerBounds::new(spec, &geometry, &spectrum, tail)
+}
+
+fn unknown(spec: &AttentionSpec, layer: usize) -> Error {
+    Error::argument(format_args!("{} layer {layer}: its weights have not been given yet", spec.name))
+}
+
+fn shape(spec: &AttentionSpec) -> PolicyShape {
+    PolicyShape { layers: spec.layers, n_q_heads: spec.n_q_heads, n_kv_heads: spec.n_kv_heads }
+}
+
+/// A model is the same wherever it was loaded from.
+fn nameless(spec: &AttentionSpec) -> AttentionSpec {
+    AttentionSpec { name: String::new(), ..spec.clone() }
+}
+
+fn log_update(policy: &str, step: u64, old: Option<&ScalePlan>, plan: &ScalePlan) {
+    for tensor in Tensor::ALL {
+        let new = tensor.descales(plan);
+        let old = old.and_then(|old| tensor.descales(old));
+        if new != old {
+            let one = |row: Option<&[crate::Descale]>| row.map(|row| f64::from(ScalePlan::per_tensor(row).get()));
+            let (old, new) = (one(old), one(new));
+            info!(layer = plan.layer, step, policy, tensor = tensor.name(), old, new, "scale update");
+        }
+    }
+}
+
+fn log_report(policy: &str, step: u64, report: &Report) {
+    let layer = report.layer;
+    for tensor in &report.tensors {
+        let name = tensor.tensor.name();
+        if tensor.overflowed() {
+            warn!(
+                layer,
+                step,
+                policy,
+                tensor = name,
+                overflow = tensor.overflow,
+                beyond_rounding = tensor.beyond_rounding,
+                count = tensor.count,
+                max_scaled = f64::from(tensor.max_scaled),
+                "overflow"
+            );
+        }
+        if tensor.non_finite > 0 {
+            warn!(layer, step, policy, tensor = name, non_finite = tensor.non_finite, "not finite");
+        }
+        if tensor.beyond_bound > 0 {
+            let (heads, amax) = (tensor.beyond_bound, f64::from(tensor.amax));
+            warn!(layer, step, policy, tensor = name, heads, amax, "beyond the certain bound");
+        }
+    }
+    for event in &report.events {
+        log_event(policy, Some(layer), event);
+    }
+}
+
+fn log_event(policy: &str, layer: Option<usize>, event: &PolicyEvent) {
+    match event {
+        PolicyEvent::Frozen { tensor, c, ratio, head, .. } => {
+            info!(layer, policy, tensor = tensor.name(), head, c, ratio, "constant frozen");
+        }
+        PolicyEvent::FellBack { tensor, c, head, .. } => {
+            warn!(layer, policy, tensor = tensor.name(), head, c, "back to the certain bound");
+        }
+        PolicyEvent::Restarted { reason, restarts } => info!(layer, policy, ?reason, restarts, "burn-in restarted"),
+        PolicyEvent::Forbidden { reason } => warn!(layer, policy, ?reason, "no constant will be used"),
+        PolicyEvent::Skipped { tensor } => warn!(layer, policy, tensor = tensor.name(), "step not taken in"),
+        PolicyEvent::TinyAmax { tensor } => warn!(layer, policy, tensor = tensor.name(), "amax too small for a scale"),
+    }
+}
+
+/// A runtime between two steps. Plain values: serialise them as you like, or use [`RuntimeState::write`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RuntimeState {
+    /// [`STATE_VERSION`] of the writer.
+    pub version: u32,
+    /// The model; its name may differ at a resume, nothing else.
+    pub model: AttentionSpec,
+    /// Union bound.
+    pub tail: Tail,
+    /// What the policy knows.
+    pub policy: PolicyState,
+    /// `model.layers` entries.
+    pub layers: Vec<LayerState>,
+}
+
+/// One layer of a state.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LayerState {
+    /// Steps observed.
+    pub steps: u64,
+    /// The last plan, so that logs go on where they stopped.
+    pub last: Option<ScalePlan>,
+}
+
+fn check_version(version: u32) -> Result<()> {
+    if version == STATE_VERSION {
+        return Ok(());
+    }
+    let age = if version < STATE_VERSION { "an older" } else { "a newer" };
+    Err(Error::mismatch(format_args!("the state has {age} version, {version}; this build reads {STATE_VERSION}")))
+}
+
+impl RuntimeState {
+    /// Writes the state so that a reader finds the old file or the new one, whenever the process ends: a temporary file
+    /// in the same folder is written, synchronised and renamed. One that a killed process left (`.NAME.PID.tmp`) is
+    /// never read.
+    ///
+    /// The file is one header line (`sigmascale-state VERSION BYTES HASH`) and JSON; length and 64-bit FNV-1a hash are
+    /// those of the JSON.
+    ///
+    /// # Errors
+    /// `is_io` if the folder or file cannot be written.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let bytes = self.encode().map_err(|error| Error::io(path, "encode the state", error))?;
+        replace(path, |file| file.write_all(&bytes)).map_err(|error| Error::io(path, "write the state", error))
+    }
+
+    /// Reads a state that [`RuntimeState::write`] wrote.
+    ///
+    /// # Errors
+    /// `is_io` if the file cannot be read; `is_format` if it is foreign, truncated or damaged; `is_mismatch` if it is of
+    /// another version. [`Runtime::resume`] checks that it belongs to the model and policy.
+    pub fn read(path: &Path) -> Result<Self> {
+        let read = || -> io::Result<Vec<u8>> {
+            let file = File::open(path)?;
+            let mut bytes = Vec::new();
+            file.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
+            Ok(bytes)
+        };
+        let bytes = read().map_err(|error| Error::io(path, "read the state", error))?;
+        if bytes.len() as u64 > MAX_FILE {
+            return Err(Error::format(path, format_args!("a state has at most {MAX_FILE} bytes")));
+        }
+        Self::decode(path, &bytes)
+    }
+
+    fn encode(&self) -> io::Result<Vec<u8>> {
+        let json = serde_json::to_vec(self)?;
+        let header = format!("{MAGIC} {} {} {:016x}\n", self.version, json.len(), fnv1a(&json));
+        Ok([header.into_bytes(), json].concat())
+    }
+
+    fn decode(path: &Path, bytes: &[u8]) -> Result<Self> {
+        let refuse = |rule: String| Error::format(path, rule);
+        let magic = MAGIC.as_bytes();
+        if !bytes.starts_with(magic) {
+            let cut = magic.starts_with(bytes);
+            return Err(refuse(if cut {
+                "the state is truncated".into()
+            } else {
+                "this is not a runtime state".into()
+            }));
+        }
+        let end = bytes.iter().take(MAX_HEADER).position(|b| *b == b'\n');
+        let Some(end) = end else { return Err(refuse("the state is truncated or its header damaged".into())) };
+        let header = std::str::from_utf8(&bytes[..end]).unwrap_or_default();
+        let words: Vec<_> = header.split(' ').collect();
+        let [_, version, length, hash] = words[..] else { return Err(refuse("the state's header is damaged".into())) };
+        let version: u32 = version.parse().map_err(|_| refuse("the state's version is no number".into()))?;
+        check_version(version).map_err(|error| error.within(path.display()))?;
+        let length: usize = length.parse().map_err(|_| refuse("the state's length is no number".into()))?;
+        let json = &bytes[end + 1..];
+        if json.len() < length {
+            return Err(refuse(format!("the state is truncated: {} of {length} bytes are there", json.len())));
+        }
+        if json.len() > length {
+            return Err(refuse(format!("{} bytes follow the state", json.len() - length)));
+        }
+        if hash != format!("{:016x}", fnv1a(json)) {
+            return Err(refuse("the state is damaged: its hash is not the header's".into()));
+        }
+        serde_json::from_slice(json).map_err(|error| refuse(format!("the state cannot be read: {error}")))
+    }
+}
+
+/// 64-bit FNV-1a: finds damage, not malice.
+fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, b| (hash ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// Puts a new file in the place of an old one, all or nothing.
+fn replace(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
+    let name = path.file_name().ok_or_else(|| io::Error::other("the path names no file"))?;
+    let folder = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    let temporary = folder.join(format!(".{}.{}.tmp", name.to_string_lossy(), std::process::id()));
+    let filled = File::create(&temporary).and_then(|mut file| {
+        write(&mut file)?;
+        file.sync_all()
+    });
+    match filled.and_then(|()| fs::rename(&temporary, path)) {
+        Ok(()) => sync_folder(folder),
+        Err(error) => {
+            // The first error is the one to report.
+            let _ = fs::remove_file(&temporary);
+            Err(error)
+        }
+    }
+}
+
+/// Makes the rename last through a power cut.
+#[cfg(unix)]
+fn sync_folder(folder: &Path) -> io::Result<()> {
+    File::open(folder)?.sync_all()
+}
+
+#[cfg(not(unix))]
+fn sync_folder(_: &Path) -> io::Result<()> {
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

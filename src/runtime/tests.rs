@@ -1,0 +1,273 @@
+use super::*;
+use crate::attention::{AttentionShape, Cpu};
+use crate::model::{SyntheticLayer, SyntheticModel, SyntheticOptions, preset};
+use crate::policy::{AutoCConfig, DelayedTeConfig};
+use std::sync::{Arc, Mutex};
+
+fn spec() -> AttentionSpec {
+    let mut spec = preset("mistral-7b").unwrap();
+    (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.d_head, spec.layers) = (64, 4, 2, 16, 2);
+    for rope in spec.rope.iter_mut().flatten() {
+        rope.rotary_dim = 16;
+        rope.inv_freq = None;
+    }
+    spec.softmax_scale = vec![0.25; 2];
+    spec.rope.truncate(2);
+    spec
+}
+
+fn config(kind: PolicyKind) -> RuntimeConfig {
+    let policy = match kind {
+        PolicyKind::AutoC => PolicyConfig::AutoC(AutoCConfig { burn_in: 3, ..AutoCConfig::default() }),
+        PolicyKind::DelayedTe => PolicyConfig::DelayedTe(DelayedTeConfig { history: 4, ..Default::default() }),
+        kind => kind.into(),
+    };
+    RuntimeConfig { policy, tail: Tail::default() }
+}
+
+/// Operands of a step, different at every step.
+struct Operands {
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+const SHAPE: AttentionShape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 5, len_k: 5, d_head: 16 };
+
+impl Operands {
+    fn new(step: usize) -> Self {
+        let fill =
+            |n: usize, seed: usize| (0..n).map(|i| (((i * 37 + seed * 11) % 97) as f32 / 97.0 - 0.5) * 2.0).collect();
+        Self {
+            q: fill(SHAPE.q_elements(), step),
+            k: fill(SHAPE.kv_elements(), step + 3),
+            v: fill(SHAPE.kv_elements(), step + 5),
+        }
+    }
+
+    fn step<'a>(&'a self, layer: usize, weights: Weights<'a>) -> Step<'a> {
+        Step {
+            layer,
+            weights,
+            call: AttentionCall { softmax_scale: 0.25, ..AttentionCall::causal(SHAPE) },
+            inputs: Inputs { q: &self.q, k: &self.k, v: &self.v },
+            precision: Precision::KERNEL,
+        }
+    }
+}
+
+fn layers(spec: &AttentionSpec, seed: u64) -> Vec<SyntheticLayer> {
+    let model = SyntheticModel::new(spec, seed, SyntheticOptions::default()).unwrap();
+    (0..spec.layers).map(|layer| model.layer(layer).unwrap()).collect()
+}
+
+#[test]
+fn bounds_are_recomputed_when_the_weights_change_and_only_then() {
+    let spec = spec();
+    let (old, new) = (layers(&spec, 1), layers(&spec, 2));
+    let mut runtime = Runtime::new(&spec, config(PolicyKind::Geometry)).unwrap();
+    let operands = Operands::new(0);
+    let error = runtime.step(operands.step(0, Weights::Unchanged), &Cpu).unwrap_err();
+    assert!(error.is_argument() && error.to_string().contains("layer 0"), "{error}");
+
+    let mut run = |weights| runtime.step(operands.step(0, weights), &Cpu).unwrap();
+    let first = run(Weights::Versioned(7, old[0].weights()));
+    assert!(first.recomputed);
+    assert!(!run(Weights::Versioned(7, new[0].weights())).recomputed, "the caller's version says unchanged");
+    assert!(!run(Weights::Unchanged).recomputed);
+    let changed = run(Weights::Versioned(8, new[0].weights()));
+    assert!(changed.recomputed);
+    assert_ne!(changed.plan, first.plan, "a new plan in the same step");
+    assert_eq!(changed.plan, run(Weights::Changed(new[0].weights())).plan);
+    assert_eq!(run(Weights::Bounded(bounds_of(&spec, old[0].weights(), &Tail::default()).unwrap())).plan, first.plan);
+    assert_eq!(run(Weights::Unchanged).plan, first.plan);
+}
+
+#[test]
+fn weights_that_cannot_be_bounded_leave_no_plan_behind() {
+    let spec = spec();
+    let (good, bad) = (layers(&spec, 1), layers(&spec, 2));
+    let mut runtime = Runtime::new(&spec, config(PolicyKind::Geometry)).unwrap();
+    runtime.update_weights(0, Weights::Changed(good[0].weights())).unwrap();
+    let mut weights = bad[0].weights();
+    weights.norm_gain = Some(vec![f64::NAN; spec.d_model]);
+    assert!(runtime.update_weights(0, Weights::Changed(weights)).unwrap_err().is_non_finite());
+    assert!(runtime.plan(0, None).unwrap_err().is_argument());
+    assert!(runtime.update_weights(0, Weights::Changed(good[1].weights())).unwrap_err().is_mismatch());
+    assert!(runtime.update_weights(2, Weights::Changed(good[1].weights())).unwrap_err().is_argument());
+}
+
+#[test]
+fn a_call_of_another_model_is_refused() {
+    let spec = spec();
+    let layers = layers(&spec, 1);
+    let mut runtime = Runtime::new(&spec, config(PolicyKind::Geometry)).unwrap();
+    let operands = Operands::new(0);
+    let mut step = operands.step(0, Weights::Changed(layers[0].weights()));
+    step.call.softmax_scale = 0.3;
+    assert!(runtime.step(step, &Cpu).unwrap_err().to_string().contains("softmax scale is 0.3"));
+    let mut step = operands.step(0, Weights::Changed(layers[0].weights()));
+    step.call.soft_cap = Some(50.0);
+    assert!(runtime.step(step, &Cpu).unwrap_err().is_mismatch());
+    let mut step = operands.step(0, Weights::Changed(layers[0].weights()));
+    step.call.shape.n_q_heads = 2;
+    assert!(runtime.step(step, &Cpu).unwrap_err().is_mismatch());
+}
+
+#[test]
+fn resuming_is_bit_equal_to_never_having_stopped() {
+    let spec = spec();
+    let layers = layers(&spec, 3);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    for kind in PolicyKind::ALL {
+        let mut through = Runtime::new(&spec, config(kind)).unwrap();
+        let mut resumed = Runtime::new(&spec, config(kind)).unwrap();
+        for i in 0..7 {
+            if i == 2 || i == 4 {
+                resumed.state().write(&path).unwrap();
+                let mut elsewhere = spec.clone();
+                elsewhere.name = "another folder".into();
+                resumed = Runtime::resume(&elsewhere, config(kind), RuntimeState::read(&path).unwrap()).unwrap();
+                assert!(resumed.plan(0, None).unwrap_err().is_argument(), "{kind}: weights have to be given again");
+            }
+            let operands = Operands::new(i);
+            for layer in &layers {
+                let weights = layer.weights();
+                let at = weights.layer;
+                let a = through.step(operands.step(at, Weights::Versioned(1, weights.clone())), &Cpu).unwrap();
+                let b = resumed.step(operands.step(at, Weights::Versioned(1, weights)), &Cpu).unwrap();
+                assert_eq!((a.plan, a.output), (b.plan, b.output), "{kind} step {i}");
+            }
+        }
+        assert_eq!(through.state().policy, resumed.state().policy, "{kind}");
+        assert_eq!(resumed.state().layers[1].steps, 7);
+    }
+}
+
+#[test]
+fn foreign_states_are_refused_by_name() {
+    let spec = spec();
+    let state = Runtime::new(&spec, config(PolicyKind::DelayedPaper)).unwrap().state();
+    let resume = |spec: &AttentionSpec, config, state: &RuntimeState| {
+        Runtime::resume(spec, config, state.clone()).unwrap_err().to_string()
+    };
+    let right = config(PolicyKind::DelayedPaper);
+    let mut other = spec.clone();
+    other.d_model = 128;
+    assert!(resume(&other, right, &state).contains("d_model is 64, not 128"));
+    let mut other = spec.clone();
+    other.softmax_scale[1] = 0.5;
+    assert!(resume(&other, right, &state).contains("softmax_scale[1] is 0.25, not 0.5"));
+    assert!(resume(&spec, config(PolicyKind::AutoC), &state).contains("delayed-paper, not auto-c"));
+    let tail = RuntimeConfig { tail: Tail { seq_len: 7, ..right.tail }, ..right };
+    assert!(resume(&spec, tail, &state).contains("seq_len is 1024, not 7"));
+    let old = RuntimeState { version: 0, ..state.clone() };
+    assert!(resume(&spec, right, &old).contains("an older version, 0"));
+    let short = RuntimeState { layers: Vec::new(), ..state };
+    assert!(resume(&spec, right, &short).contains("0 layers"));
+}
+
+#[test]
+fn a_state_cut_at_any_byte_is_refused() {
+    let state = Runtime::new(&spec(), config(PolicyKind::DelayedTe)).unwrap().state();
+    let bytes = state.encode().unwrap();
+    let path = Path::new("state");
+    assert_eq!(RuntimeState::decode(path, &bytes).unwrap(), state);
+    for length in 0..bytes.len() {
+        let error = RuntimeState::decode(path, &bytes[..length]).unwrap_err();
+        assert!(error.is_format() && error.to_string().contains("truncated"), "{length}: {error}");
+    }
+    for at in 0..bytes.len() {
+        let mut damaged = bytes.clone();
+        damaged[at] ^= 1;
+        let result = RuntimeState::decode(path, &damaged);
+        assert!(result.is_err(), "byte {at} changed and nobody saw");
+    }
+    let longer = [&bytes[..], b"}"].concat();
+    assert!(RuntimeState::decode(path, &longer).unwrap_err().to_string().contains("1 bytes follow"));
+    let foreign = RuntimeState::decode(path, b"{\"version\":1}").unwrap_err();
+    assert!(foreign.is_format() && foreign.to_string().contains("not a runtime state"));
+    let older = String::from_utf8(bytes).unwrap().replacen("state 1 ", "state 0 ", 1);
+    let error = RuntimeState::decode(path, older.as_bytes()).unwrap_err();
+    assert!(error.is_mismatch() && error.to_string().contains("an older version, 0"), "{error}");
+}
+
+#[test]
+fn a_save_that_dies_at_any_byte_leaves_the_old_state() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let old = Runtime::new(&spec(), config(PolicyKind::DelayedPaper)).unwrap().state();
+    let new = Runtime::new(&spec(), config(PolicyKind::AutoC)).unwrap().state();
+    old.write(&path).unwrap();
+    let bytes = new.encode().unwrap();
+    // A process that ends here leaves its temporary file behind.
+    let left = folder.path().join(".state.1.tmp");
+    for length in (0..=bytes.len()).step_by(7) {
+        fs::write(&left, &bytes[..length]).unwrap();
+        assert_eq!(RuntimeState::read(&path).unwrap(), old);
+        let full = |file: &mut File| {
+            file.write_all(&bytes[..length])?;
+            Err(io::Error::other("disk full"))
+        };
+        assert!(replace(&path, full).is_err());
+        assert_eq!(RuntimeState::read(&path).unwrap(), old);
+    }
+    fs::remove_file(&left).unwrap();
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "failed saves clean up");
+    new.write(&path).unwrap();
+    assert_eq!(RuntimeState::read(&path).unwrap(), new);
+    assert!(RuntimeState::read(&folder.path().join("none")).unwrap_err().is_io());
+    assert!(new.write(&folder.path().join("no/folder")).unwrap_err().is_io());
+}
+
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn updates_and_overflows_are_events_with_fields() {
+    let spec = spec();
+    let layers = layers(&spec, 1);
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+    tracing::subscriber::with_default(subscriber, || {
+        let mut runtime = Runtime::new(&spec, config(PolicyKind::DelayedPaper)).unwrap();
+        let mut operands = Operands::new(0);
+        operands.k[3] = 600.0;
+        runtime.step(operands.step(0, Weights::Changed(layers[0].weights())), &Cpu).unwrap();
+        runtime.step(operands.step(0, Weights::Unchanged), &Cpu).unwrap();
+        Runtime::new(&spec, config(PolicyKind::GeometryCStar)).unwrap();
+    });
+    let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    let line = |parts: &[&str]| text.lines().any(|line| parts.iter().all(|part| line.contains(part)));
+    assert!(
+        line(&[
+            "INFO",
+            "scale update",
+            "layer=0",
+            "step=1",
+            "policy=\"delayed-paper\"",
+            "tensor=\"k\"",
+            "old=",
+            "new="
+        ]),
+        "{text}"
+    );
+    assert!(
+        line(&["WARN", "overflow", "layer=0", "tensor=\"k\"", "overflow=1", "beyond_rounding=1", "max_scaled="]),
+        "{text}"
+    );
+    assert!(line(&["WARN", "beyond the certain bound", "tensor=\"k\"", "heads=1"]), "{text}");
+    assert!(line(&["INFO", "assumption", "uniform on the sphere"]), "{text}");
+}

@@ -1,0 +1,131 @@
+//! The weights of a scenario: synthetic presets and real checkpoints.
+
+use super::{call_of, token_seed};
+use crate::attention::{Inputs, measure};
+use crate::error::{Error, Result};
+use crate::forward::{Tokens, project};
+use crate::model::{
+    AttentionSpec, Checkpoint, GainForm, LayerWeights, NormKind, SyntheticLayer, SyntheticModel, SyntheticOptions,
+    paper_sigma_profile,
+};
+use crate::tensor::{BlockScale, Dtype};
+use std::path::Path;
+
+/// Largest ordinary |logit| of a synthetic layer.
+const ORDINARY_LOGIT: f64 = 20.0;
+
+/// A model to stress.
+pub struct StressModel {
+    source: Source,
+}
+
+enum Source {
+    Synthetic(Box<SyntheticModel>),
+    Checkpoint(Box<Checkpoint>),
+}
+
+impl StressModel {
+    /// Random weights in the shape of `spec`. The raw summed norm of each layer follows the paper's Table 6 where it has
+    /// this model; one constant norm gain a layer brings the largest |logit| of its first tokens to 20; biases are zero.
+    ///
+    /// # Errors
+    /// As [`SyntheticModel::new`].
+    pub fn synthetic(spec: &AttentionSpec, seed: u64) -> Result<Self> {
+        let options = SyntheticOptions { sigma: paper_sigma_profile(&spec.name), ..SyntheticOptions::default() };
+        Ok(Self { source: Source::Synthetic(Box::new(SyntheticModel::new(spec, seed, options)?)) })
+    }
+
+    /// A checkpoint folder or file.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn open(path: &Path) -> Result<Self> {
+        Ok(Self { source: Source::Checkpoint(Box::new(Checkpoint::open(path)?)) })
+    }
+
+    /// What the attention is.
+    pub fn spec(&self) -> &AttentionSpec {
+        match &self.source {
+            Source::Synthetic(model) => model.spec(),
+            Source::Checkpoint(checkpoint) => checkpoint.spec(),
+        }
+    }
+
+    /// Whether the weights are random.
+    pub fn is_synthetic(&self) -> bool {
+        matches!(self.source, Source::Synthetic(_))
+    }
+
+    pub(super) fn notes(&self) -> Vec<String> {
+        let Source::Synthetic(model) = &self.source else { return Vec::new() };
+        let sigma = match paper_sigma_profile(&model.spec().name) {
+            Some(_) => "the summed norm of each layer follows the paper's Table 6",
+            None => "W_Q and W_K have variance 1 / d_model",
+        };
+        vec![format!(
+            "synthetic weights: Gaussian heads, {sigma}; one norm gain a layer brings the largest ordinary |logit| to \
+             {ORDINARY_LOGIT}, where a gain reaches the logits"
+        )]
+    }
+
+    pub(super) fn layer(&self, layer: usize, seq_len: usize, seed: u64) -> Result<StressLayer<'_>> {
+        match &self.source {
+            Source::Checkpoint(checkpoint) => Ok(StressLayer::Borrowed(checkpoint, layer)),
+            Source::Synthetic(model) => {
+                let spec = model.spec();
+                let owned = model.layer(layer)?;
+                // Logits grow with the square of the gain; where q and k are normalised after it they do not move.
+                let movable = spec.norm.kind != NormKind::None
+                    && spec.norm.gain != GainForm::Unit
+                    && spec.qk_norm.is_none()
+                    && spec.soft_cap.is_none();
+                let mut gain = None;
+                if movable {
+                    let tokens = Tokens::isotropic(spec, seq_len, token_seed(seed, layer, 0));
+                    let projected = project(spec, &owned.weights(), &tokens)?;
+                    let inputs = Inputs { q: &projected.q, k: &projected.k, v: &projected.v };
+                    let stats = measure(&call_of(spec, layer, seq_len), &inputs)?;
+                    let largest = stats.logits.iter().map(|head| f64::from(head.amax())).fold(0.0, f64::max);
+                    gain = (largest > 0.0).then(|| (ORDINARY_LOGIT / largest).sqrt());
+                }
+                Ok(StressLayer::Owned { layer: Box::new(owned), gain, form: spec.norm.gain })
+            }
+        }
+    }
+}
+
+/// One layer's weights, ready to be scaled.
+pub(super) enum StressLayer<'a> {
+    Borrowed(&'a Checkpoint, usize),
+    Owned { layer: Box<SyntheticLayer>, gain: Option<f64>, form: GainForm },
+}
+
+impl StressLayer<'_> {
+    /// The weights with those of q, k and v, and their biases, times `factor`.
+    pub(super) fn weights(&self, factor: f32) -> Result<LayerWeights<'_>> {
+        let mut weights = match self {
+            Self::Borrowed(checkpoint, layer) => checkpoint.layer(*layer)?,
+            Self::Owned { layer, .. } => layer.weights(),
+        };
+        if let (Self::Owned { gain: Some(gain), form, .. }, Some(stored)) = (self, &mut weights.norm_gain) {
+            stored.fill(if *form == GainForm::OnePlus { gain - 1.0 } else { *gain });
+        }
+        if factor != 1.0 {
+            for projection in [&mut weights.q, &mut weights.k, &mut weights.v] {
+                for head in &mut projection.heads {
+                    if head.dtype() == Dtype::E4m3 {
+                        return Err(Error::unsupported(format_args!(
+                            "{}: FP8 weights have scales of their own and cannot be multiplied here",
+                            projection.name
+                        )));
+                    }
+                    // One tile that covers every index.
+                    let scale = BlockScale { values: [factor].into(), block: (usize::MAX, usize::MAX), grid_cols: 1 };
+                    *head = head.clone().with_scale(scale);
+                }
+                projection.bias.iter_mut().flatten().for_each(|b| *b *= f64::from(factor));
+            }
+        }
+        Ok(weights)
+    }
+}

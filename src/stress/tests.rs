@@ -1,0 +1,172 @@
+use super::*;
+use crate::model::preset;
+
+/// A few small layers of a preset.
+fn small(name: &str, layers: usize) -> StressModel {
+    let mut spec = preset(name).unwrap();
+    (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.d_head) = (128, 4, 2, 32);
+    spec.layers = layers;
+    spec.name = "small".into();
+    spec.rope.truncate(layers);
+    for rope in spec.rope.iter_mut().flatten() {
+        (rope.rotary_dim, rope.inv_freq) = (32, Some((0..16).map(|i| 0.6f64.powi(i)).collect()));
+    }
+    spec.softmax_scale = vec![32f64.sqrt().recip(); layers];
+    StressModel::synthetic(&spec, 3).unwrap()
+}
+
+fn options(mode: Mode) -> StressOptions {
+    StressOptions { mode, seq_len: 40, ..StressOptions::default() }
+}
+
+fn of(result: &StressResult, kind: PolicyKind) -> &PolicySummary {
+    result.policies.iter().find(|summary| summary.policy == kind).unwrap()
+}
+
+#[test]
+fn at_a_checkpoint_load_the_papers_delayed_overflows_everywhere_and_geometry_nowhere() {
+    for name in ["gpt2-xl", "mistral-7b"] {
+        let result = run(Scenario::CheckpointLoad, &small(name, 3), &options(Mode::Logit)).unwrap();
+        assert_eq!((result.model_layers, result.policies.len(), result.trace.len()), (3, 6, 18));
+        let delayed = of(&result, PolicyKind::DelayedPaper);
+        assert_eq!((delayed.overflow_layers, delayed.first_bad_step), (3, Some(0)));
+        // A history of ones: the largest logit, 20, becomes 20 * 448 * 0.9.
+        assert!((delayed.max_scaled - 20.0 * 403.2).abs() < 100.0, "{}", delayed.max_scaled);
+        for kind in [PolicyKind::Geometry, PolicyKind::AutoC, PolicyKind::Current, PolicyKind::DelayedTe] {
+            let summary = of(&result, kind);
+            assert_eq!((summary.overflow_layers, summary.overflow_values, summary.first_bad_step), (0, 0, None));
+            assert!(summary.overshoot.is_none());
+            assert!(summary.sqnr_db.unwrap() > delayed.sqnr_db.unwrap() + 5.0, "{name} {kind}");
+            assert!(summary.softmax_kl.unwrap() < delayed.softmax_kl.unwrap(), "{name} {kind}");
+        }
+        assert!(of(&result, PolicyKind::Current).utilisation.p90 > 0.9);
+        assert!(of(&result, PolicyKind::GeometryCStar).assumption.is_some());
+    }
+}
+
+#[test]
+fn small_operands_fit_transformer_engines_start() {
+    let result = run(Scenario::CheckpointLoad, &small("mistral-7b", 2), &options(Mode::Operands)).unwrap();
+    for summary in &result.policies {
+        let bad = summary.policy == PolicyKind::DelayedPaper;
+        assert_eq!(summary.overflow_layers, if bad { 2 } else { 0 }, "{}", summary.policy);
+        assert!(summary.sqnr_db.is_some() && summary.softmax_kl.is_some());
+    }
+}
+
+#[test]
+fn a_spike_moves_geometry_in_the_same_step_and_delayed_one_later() {
+    let options = StressOptions { steps: Some(14), ..options(Mode::Logit) };
+    let result = run(Scenario::WeightSpike, &small("gpt2-xl", 2), &options).unwrap();
+    let row =
+        |kind, step| result.trace.iter().find(|row| row.policy == kind && row.step == step && row.layer == 1).unwrap();
+    let ratio = |tensor: usize| {
+        row(PolicyKind::Geometry, 10).descales[tensor].unwrap() / row(PolicyKind::Geometry, 9).descales[tensor].unwrap()
+    };
+    assert!((ratio(0) - 16.0).abs() < 1e-3 && (ratio(1) - 4.0).abs() < 1e-3, "{} {}", ratio(0), ratio(1));
+    assert_eq!(of(&result, PolicyKind::Geometry).overflow_values, 0);
+    for kind in [PolicyKind::DelayedPaper, PolicyKind::DelayedTe] {
+        assert!(row(kind, 10).overflow > 0, "{kind}");
+        assert_eq!(row(kind, 9).overflow, 0, "{kind}");
+    }
+    // Other tokens may pass the last maximum by a little; nothing as large as the spike is left.
+    assert!(row(PolicyKind::DelayedPaper, 11).max_scaled < 1.5 * 448.0);
+    assert!(row(PolicyKind::DelayedPaper, 10).max_scaled > 8.0 * 448.0);
+    // Burn-in is over after 3 of 14 steps: the frozen constant moves with the bound.
+    assert_eq!(result.auto_c_burn_in, 3);
+    let auto = of(&result, PolicyKind::AutoC);
+    assert!(auto.utilisation.median > 2.0 * of(&result, PolicyKind::Geometry).utilisation.median);
+    assert_eq!((auto.overflow_values, auto.fallbacks), (0, 0));
+}
+
+#[test]
+fn growing_weights_leave_delayed_behind() {
+    let options = StressOptions { steps: Some(12), ..options(Mode::Operands) };
+    let result = run(Scenario::Refit, &small("mistral-7b", 1), &options).unwrap();
+    assert!(of(&result, PolicyKind::DelayedTe).overflow_steps >= 6);
+    assert!(of(&result, PolicyKind::DelayedTe).overshoot.unwrap().p90 < 1.7);
+    assert_eq!(of(&result, PolicyKind::Geometry).overflow_values, 0);
+    assert_eq!(of(&result, PolicyKind::Current).overflow_values, 0);
+}
+
+#[test]
+fn a_policy_without_its_bound_is_named_not_run() {
+    let mut spec = preset("qwen3-8b").unwrap();
+    (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.layers) = (128, 2, 1, 2);
+    let model = StressModel::synthetic(&spec, 3).unwrap();
+    let result = run(Scenario::CheckpointLoad, &model, &options(Mode::Logit)).unwrap();
+    assert_eq!(result.unavailable.len(), 1);
+    assert_eq!(result.unavailable[0].policy, PolicyKind::GeometryCStar);
+    assert!(result.trace.iter().all(|row| row.policy != PolicyKind::GeometryCStar));
+}
+
+#[test]
+fn the_json_has_the_keys_that_scripts_read() {
+    let result = run(Scenario::CheckpointLoad, &small("gpt2-xl", 1), &options(Mode::Logit)).unwrap();
+    let json = serde_json::to_value(&result).unwrap();
+    assert_eq!(json["scenario"], "checkpoint-load");
+    assert_eq!(json["mode"], "logit");
+    for key in ["model", "model_layers", "seed"] {
+        assert!(!json[key].is_null(), "{key}");
+    }
+    let policy = json["policies"][3].as_object().unwrap();
+    assert_eq!(policy["policy"], "delayed-paper");
+    for key in [
+        "layers",
+        "overflow_layers",
+        "overflow_steps",
+        "first_bad_step",
+        "overflow_values",
+        "max_scaled",
+        "sqnr_db",
+        "softmax_kl",
+    ] {
+        assert!(policy[key].is_number(), "{key}");
+    }
+    for key in ["p10", "median", "p90"] {
+        assert!(policy["utilisation"][key].is_number(), "{key}");
+    }
+    let row = json["trace"][0].as_object().unwrap();
+    assert_eq!(row["policy"], "geometry");
+    for key in ["step", "layer", "max_logit", "descale", "max_scaled", "overflow"] {
+        assert!(row[key].is_number(), "{key}");
+    }
+}
+
+#[test]
+fn runs_repeat_and_arguments_are_checked() {
+    let model = small("gpt2-xl", 2);
+    let json = |options: &StressOptions| {
+        serde_json::to_string(&run(Scenario::CheckpointLoad, &model, options).unwrap()).unwrap()
+    };
+    let first = options(Mode::Operands);
+    assert_eq!(json(&first), json(&first));
+    assert_ne!(json(&first), json(&StressOptions { seed: 9, ..first.clone() }));
+    for bad in [
+        StressOptions { layers: Some(3), ..first.clone() },
+        StressOptions { layers: Some(0), ..first.clone() },
+        StressOptions { seq_len: 0, ..first.clone() },
+        StressOptions { steps: Some(0), ..first.clone() },
+        StressOptions { policies: Vec::new(), ..first.clone() },
+    ] {
+        assert!(run(Scenario::CheckpointLoad, &model, &bad).unwrap_err().is_argument());
+    }
+    assert!(run(Scenario::Replay, &model, &first).unwrap_err().is_argument());
+}
+
+#[test]
+fn a_replay_counts_tensors() {
+    let step = |x: f32| ReplayStep { q: vec![x, 1.0], k: vec![x, 1.0], v: vec![x, 1.0], s: vec![x * x, 1.0] };
+    let trace =
+        Trace { what: String::new(), train: [1.0, 1.0, 3.0, 3.0].map(step).to_vec(), lr_spike: vec![step(6.0)] };
+    let options = StressOptions { policies: PolicyKind::ALL.to_vec(), ..options(Mode::Operands) };
+    let result = replay("recorded", &trace, &options).unwrap();
+    assert_eq!((result.policies.len(), result.unavailable.len(), result.steps), (3, 3, 5));
+    let te = of(&result, PolicyKind::DelayedTe);
+    // Layer 0, q, k and v: at steps 2 and 4.
+    assert_eq!((te.overflow_values, te.overflow_steps, te.overflow_layers, te.first_bad_step), (6, 2, 1, Some(2)));
+    assert!((te.overshoot.unwrap().p90 - 3.0).abs() < 1e-5);
+    assert_eq!(of(&result, PolicyKind::Current).overflow_values, 0);
+    let uneven = Trace { train: vec![ReplayStep { q: vec![1.0], ..step(1.0) }], ..trace };
+    assert!(replay("recorded", &uneven, &options).unwrap_err().is_format());
+}
