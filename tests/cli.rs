@@ -147,6 +147,10 @@ fn doctor_reports_the_machine() {
     assert!(report["presets"].as_u64().unwrap() >= 14);
     assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
     keys(&report, &["cache", "gpu"]);
+    for fact in report["gpu"]["facts"].as_array().unwrap() {
+        keys(fact, &["name", "found", "value"]);
+    }
+    assert_eq!(report["gpu"]["available"], sigmascale::cuda::is_available());
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use super::output::OutputArgs;
 use serde::Serialize;
 use sigmascale::Result;
+use sigmascale::cuda;
 use sigmascale::model::preset_names;
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -41,29 +42,31 @@ struct Cache {
     exists: bool,
 }
 
-/// What the CUDA module adds its facts to.
+/// What the CUDA module found. `available`: kernels can be compiled and launched.
 #[derive(Serialize)]
 struct Gpu {
-    checked: bool,
+    available: bool,
     facts: Vec<Fact>,
-    advice: Vec<String>,
 }
 
 #[derive(Serialize)]
 struct Fact {
     name: String,
+    found: bool,
+    /// What was found, or what is missing and what to do.
     value: String,
 }
 
 /// Runs the command.
 pub fn run(args: Args) -> Result<()> {
     args.output.check()?;
+    let probe = cuda::probe();
     let report = Report {
         version: env!("CARGO_PKG_VERSION"),
         presets: preset_names().count(),
         cpu: cpu(),
-        cache: cache(),
-        gpu: gpu(),
+        gpu: gpu(&probe),
+        cache: cache(probe.cache),
     };
     args.output.write(&report, table)
 }
@@ -99,15 +102,48 @@ fn features() -> Vec<&'static str> {
     Vec::new()
 }
 
-fn cache() -> Cache {
-    let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let base = variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache")));
-    let folder = base.map(|base| base.join("sigmascale"));
+fn cache(folder: Option<PathBuf>) -> Cache {
     Cache { exists: folder.as_ref().is_some_and(|folder| folder.is_dir()), folder }
 }
 
-fn gpu() -> Gpu {
-    Gpu { checked: false, facts: Vec::new(), advice: Vec::new() }
+fn gpu(probe: &cuda::Probe) -> Gpu {
+    let version = |(major, minor): &(i32, i32)| format!("CUDA {major}.{minor}");
+    let fact = |name: &str, result: Result<String, String>| Fact {
+        name: name.to_owned(),
+        found: result.is_ok(),
+        value: result.unwrap_or_else(|missing| missing),
+    };
+    let from = probe.compiler_from.as_deref().unwrap_or("unknown");
+    let mut facts = vec![
+        fact("driver", probe.driver.as_ref().map(version).map_err(Clone::clone)),
+        fact(
+            "gpus",
+            match &probe.devices {
+                Ok(0) => Err("the driver answers and has no device".to_owned()),
+                Ok(count) => Ok(count.to_string()),
+                Err(missing) => Err(missing.clone()),
+            },
+        ),
+        fact("nvrtc", probe.compiler.as_ref().map(|v| format!("{}, from {from}", version(v))).map_err(Clone::clone)),
+    ];
+    for ordinal in 0..*probe.devices.as_ref().unwrap_or(&0) {
+        facts.push(fact(&format!("gpu {ordinal}"), device(ordinal).map_err(|error| error.to_string())));
+    }
+    Gpu { available: cuda::is_available(), facts }
+}
+
+/// Name and memory of one device.
+fn device(ordinal: usize) -> Result<String> {
+    let device = cuda::Device::open(ordinal)?;
+    let (free, total) = device.memory()?;
+    let gib = |bytes: usize| bytes as f64 / (1u64 << 30) as f64;
+    Ok(format!(
+        "{}, {} multiprocessors, {:.1} of {:.1} GiB free",
+        device.name()?,
+        device.processors(),
+        gib(free),
+        gib(total)
+    ))
 }
 
 fn table(report: &Report) -> String {
@@ -129,17 +165,18 @@ fn table(report: &Report) -> String {
         match (&report.cache.folder, report.cache.exists) {
             (Some(folder), true) => folder.display().to_string(),
             (Some(folder), false) => format!("{} (not made yet)", folder.display()),
-            (None, _) => "no folder: set XDG_CACHE_HOME or HOME".to_owned(),
+            (None, _) => "no folder: set SIGMASCALE_CACHE, XDG_CACHE_HOME or HOME".to_owned(),
         },
     );
-    if !report.gpu.checked {
-        line("gpu", "not checked by this build; calibrate and inspect do not need one".to_owned());
-    }
     for fact in &report.gpu.facts {
-        line(&fact.name, fact.value.clone());
+        let mark = if fact.found { "" } else { "missing: " };
+        line(&fact.name, format!("{mark}{}", fact.value));
     }
-    for advice in &report.gpu.advice {
-        line("advice", advice.clone());
-    }
+    let gpu = if report.gpu.available {
+        "kernels can be compiled and launched"
+    } else {
+        "not available; calibrate and inspect do not need one"
+    };
+    line("gpu", gpu.to_owned());
     out
 }

@@ -225,7 +225,7 @@ fn strip(layers: &[Layer], first: fn(&Head) -> Option<f64>, second: fn(&Head) ->
     let values = layers.iter().flat_map(|l| &l.heads).flat_map(|h| [first(h), second(h)]).flatten();
     let axis = Axis::new(values, Some(0.0));
     let (left, top, height) = (44.0, 10.0, 250.0);
-    let step = (720.0 / layers.len() as f64).clamp(15.0, 44.0);
+    let step = (540.0 / layers.len() as f64).clamp(15.0, 44.0);
     let width = left + step * layers.len() as f64 + 8.0;
     let y = |value: f64| top + height * (1.0 - axis.place(value));
     let mut svg = open_svg(width, top + height + 38.0, "Sigma of every head by layer");
@@ -291,12 +291,14 @@ fn heat_map(layers: &[Layer], value: fn(&Head) -> Option<f64>) -> String {
     let axis = Axis::new(layers.iter().flat_map(|l| &l.heads).filter_map(value), None);
     let columns = layers.iter().map(|layer| layer.heads.len()).max().unwrap_or(0);
     let (left, top) = (32.0, 30.0);
-    let width = (560.0 / columns.max(1) as f64).clamp(10.0, 62.0);
+    let width = (520.0 / columns.max(1) as f64).clamp(10.0, 62.0);
     let height = (480.0 / layers.len().max(1) as f64).clamp(10.0, 30.0);
     let (right, bottom) = (left + width * columns as f64, top + height * layers.len() as f64);
     let mut svg = open_svg(right + 8.0, bottom + 6.0, "A value for every layer and head");
     let every = |cell: f64, room: f64| (room / cell).ceil() as usize;
-    let _ = write!(svg, "<text x=\"{left}\" y=\"11\">head</text>");
+    let scale = if axis.log { ", logarithmic shades" } else { "" };
+    let (low, high) = (short(axis.low), short(axis.high));
+    let _ = write!(svg, "<text x=\"{left}\" y=\"11\">head; values {low} to {high}{scale}</text>");
     for column in (0..columns).step_by(every(width, 22.0)) {
         let x = left + width * (column as f64 + 0.5);
         let _ = write!(svg, "<text x=\"{x:.1}\" y=\"25\" text-anchor=\"middle\">{column}</text>");
