@@ -6,7 +6,7 @@ use crate::bound::{BoundKind, CStar, HeadBounds, LayerBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights, NormKind, QkNormScope, QkvBias, RopeLayout};
-use crate::plan::{DEFAULT_ETA, Granularity, ScalePlan};
+use crate::plan::{DEFAULT_ETA, Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use crate::spectral::{GramEngine, HeadSpectrum, PowerEngine, PowerState, SpectralEngine, layer_channels, summed_norm};
 use serde::Serialize;
@@ -208,6 +208,18 @@ pub struct LayerProfile {
     /// The heads; absent under `as_paper`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub heads: Option<Vec<HeadProfile>>,
+}
+
+impl LayerProfile {
+    /// The operand descales as a plan has them; `None` under `as_paper`.
+    pub fn operands(&self) -> Option<OperandDescales> {
+        Some(OperandDescales {
+            q: self.q_descale.clone()?,
+            k: self.k_descale.clone()?,
+            v: self.v_descale.clone(),
+            o: self.o_descale.clone(),
+        })
+    }
 }
 
 /// One query head of a profile.

@@ -323,24 +323,34 @@ impl<'a> HeadOperator<'a> {
     /// Writes columns `start .. start + n` of the effective operator (`n <= PANEL` model dimensions of all r channels),
     /// channel after channel, given the channels' means.
     pub fn read_panel(&self, start: usize, n: usize, mean: &[f64], out: &mut [f64]) {
-        self.read_folded(start, n, out);
+        self.read_raw(start, n, out);
+        self.fold_panel(start, n, mean, out);
+    }
+
+    /// The same for the raw weights.
+    pub fn read_raw(&self, start: usize, n: usize, out: &mut [f64]) {
+        self.raw.read_block(0..self.shape().0, start..start + n, out);
+    }
+
+    /// Turns a raw panel into the effective one.
+    pub fn fold_panel(&self, start: usize, n: usize, mean: &[f64], panel: &mut [f64]) {
+        self.apply_gain(start, n, panel);
         if self.centred {
-            for (line, mean) in out.chunks_exact_mut(n).zip(mean) {
+            for (line, mean) in panel.chunks_exact_mut(n).zip(mean) {
                 line.iter_mut().for_each(|w| *w -= mean);
             }
         }
     }
 
-    /// The same for `diag(g) W_raw diag(s)`, mean not removed.
-    fn read_folded(&self, start: usize, n: usize, out: &mut [f64]) {
-        self.raw.read_block(0..self.shape().0, start..start + n, out);
+    /// Raw panel to `diag(g) W_raw diag(s)`, mean not removed.
+    fn apply_gain(&self, start: usize, n: usize, panel: &mut [f64]) {
         if let Some(gain) = &self.gain {
-            for line in out.chunks_exact_mut(n) {
+            for line in panel.chunks_exact_mut(n) {
                 line.iter_mut().zip(&gain[start..start + n]).for_each(|(w, g)| *w *= g);
             }
         }
         if let Some(scale) = &self.channel_scale {
-            for (line, s) in out.chunks_exact_mut(n).zip(scale.iter()) {
+            for (line, s) in panel.chunks_exact_mut(n).zip(scale.iter()) {
                 line.iter_mut().for_each(|w| *w *= s);
             }
         }
@@ -358,7 +368,8 @@ impl<'a> HeadOperator<'a> {
             for start in (0..d).step_by(PANEL) {
                 let n = PANEL.min(d - start);
                 let panel = &mut panel[..r * n];
-                self.read_folded(start, n, panel);
+                self.read_raw(start, n, panel);
+                self.apply_gain(start, n, panel);
                 for (mean, line) in mean.iter_mut().zip(panel.chunks_exact(n)) {
                     *mean += line.iter().sum::<f64>();
                 }
@@ -376,8 +387,8 @@ impl<'a> HeadOperator<'a> {
         for start in (0..d).step_by(PANEL) {
             let n = PANEL.min(d - start);
             let panel = &mut panel[..r * n];
+            self.read_raw(start, n, panel);
             if let Some(shift) = &self.shift {
-                self.raw.read_block(0..r, start..start + n, panel);
                 for (c, line) in panel.chunks_exact(n).enumerate() {
                     let scale = self.channel_scale.as_ref().map_or(1.0, |s| s[c]);
                     for (w, beta) in line.iter().zip(&shift[start..start + n]) {
@@ -386,16 +397,16 @@ impl<'a> HeadOperator<'a> {
                     }
                 }
             }
-            self.read_folded(start, n, panel);
+            self.apply_gain(start, n, panel);
             for (c, line) in panel.chunks_exact_mut(n).enumerate() {
-                out.folded_sq[c] += line.iter().map(|w| w * w).sum::<f64>();
+                out.folded_sq[c] += dot(line, line);
                 if self.centred {
                     line.iter_mut().for_each(|w| *w -= out.mean[c]);
-                    out.norm_sq[c] += line.iter().map(|w| w * w).sum::<f64>();
+                    out.norm_sq[c] += dot(line, line);
                 }
             }
-            for (dot, &(a, b)) in out.pair_dot.iter_mut().zip(pairs) {
-                *dot += panel[a * n..][..n].iter().zip(&panel[b * n..][..n]).map(|(x, y)| x * y).sum::<f64>();
+            for (sum, &(a, b)) in out.pair_dot.iter_mut().zip(pairs) {
+                *sum += dot(&panel[a * n..][..n], &panel[b * n..][..n]);
             }
         }
         if !self.centred {
@@ -469,7 +480,7 @@ impl<'a> HeadOperator<'a> {
 }
 
 /// Dot product in eight chains, so that it vectorises.
-fn dot(a: &[f64], b: &[f64]) -> f64 {
+pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
     let mut sums = [0.0; 8];
     let (a8, b8) = (a.chunks_exact(8), b.chunks_exact(8));
     let rest: f64 = a8.remainder().iter().zip(b8.remainder()).map(|(x, y)| x * y).sum();

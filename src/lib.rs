@@ -1,11 +1,13 @@
-//! FP8 attention scales from the weights alone.
+#![doc = include_str!("../README.md")]
 #![warn(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn)]
 
 pub mod attention;
 pub mod bound;
 pub mod calibrate;
+pub mod cuda;
 mod error;
+pub mod file;
 pub mod forward;
 pub mod fp8;
 pub mod geometry;

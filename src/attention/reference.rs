@@ -3,7 +3,7 @@
 use super::{AttentionCall, check_length};
 use crate::error::Result;
 
-/// What [`reference`] computes.
+/// What [`reference()`] computes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReferenceOutput {
     /// Output, `(batch, len_q, n_q_heads, d_head)`.

@@ -187,7 +187,7 @@ struct ModelConstants {
     c_star_halved: f64,
     /// `ln(8 N L^2 / delta)`: the linear terms beside `c_star(delta / 2)`.
     t_rank_aware: f64,
-    /// Off-diagonal entries, without and with constants.
+    /// Off-diagonal entries, without and with constants; twice as many pairs where attention is not causal.
     t_spectrum: (f64, f64),
     /// Diagonal entries.
     x_diagonal: f64,
@@ -196,11 +196,12 @@ struct ModelConstants {
 
 impl ModelConstants {
     fn new(spec: &AttentionSpec, tail: &Tail) -> Result<Self> {
+        let pairs = if spec.causal { 1.0 } else { 2.0 };
         Ok(Self {
             c_star: tail.c_star(spec)?.c_star,
             c_star_halved: tail.halved().c_star(spec)?.c_star,
             t_rank_aware: tail.log_union(8.0, spec, 2),
-            t_spectrum: (tail.log_union(2.0, spec, 2), tail.log_union(6.0, spec, 2)),
+            t_spectrum: (tail.log_union(2.0 * pairs, spec, 2), tail.log_union(6.0 * pairs, spec, 2)),
             x_diagonal: tail.log_union(4.0, spec, 1),
             sphere: sphere_factor(spec),
         })

@@ -4,28 +4,22 @@
 //! is read from it; offsets must cover the file without gap or overlap; an index may only name files inside its folder.
 //! Every error is one sentence that names the file, the tensor and the rule.
 //!
+//! E4M3 weights are read as the product with their scale. An engine that also casts the projection's input to FP8
+//! computes with other inputs than the norm's output, and the bounds do not speak of those.
+//!
 //! A file must not change while it is mapped. Weights are not checked for NaN here (that takes a read of them all);
 //! vectors are.
 
-use super::config::{Config, read_capped};
+use super::config::Config;
 use super::families::{NormTensor, QkNormRule, QkNormStored, QkvTensors};
+use super::shards::{Entry, INDEX, SINGLE, Shard, open_sharded, open_single};
 use super::spec::{AttentionSpec, GainForm};
 use super::weights::{LayerWeights, NormVectors, Projection};
 use crate::error::{Error, Result};
 use crate::tensor::{BlockScale, Dtype, MatrixView};
-use memmap2::Mmap;
-use safetensors::{SafeTensorError, SafeTensors};
-use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
-use std::path::{Component, Path, PathBuf};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-/// Longest safetensors header, in bytes (the format's own limit).
-const MAX_HEADER_BYTES: u64 = 100_000_000;
-/// Longest index of a sharded checkpoint, in bytes.
-const MAX_INDEX_BYTES: u64 = 64 << 20;
-const INDEX: &str = "model.safetensors.index.json";
-const SINGLE: &str = "model.safetensors";
 
 /// A mapped checkpoint with the spec of its attention.
 ///
@@ -54,27 +48,12 @@ pub struct StoredTensor<'a> {
     pub shape: Vec<usize>,
 }
 
-struct Shard {
-    path: PathBuf,
-    map: Mmap,
-    data: usize,
-}
-
-#[derive(Clone)]
-struct Entry {
-    shard: usize,
-    dtype: safetensors::Dtype,
-    shape: Vec<usize>,
-    start: usize,
-    end: usize,
-}
-
 impl Checkpoint {
     /// Opens a folder with `config.json` and `model.safetensors` (or `model.safetensors.index.json` and its shards), or
     /// one `.safetensors` file with `config.json` beside it.
     ///
-    /// The spec is the config's, except that a bias found in the file counts even where the config has none: the
-    /// bounds with it also hold without it.
+    /// The spec is the config's, except that a bias found in the file counts even where the config has none (bounds with
+    /// it also hold without it); beside a norm with a shift that is not so, and the contradiction is refused.
     ///
     /// # Errors
     /// `is_io` if a file cannot be opened or mapped; `is_format` if a file breaks a rule of its format or holds no
@@ -102,7 +81,7 @@ impl Checkpoint {
         };
         let mut checkpoint = Self { path: path.to_owned(), config, prefix: "", shards, tensors };
         checkpoint.prefix = checkpoint.find_prefix()?;
-        checkpoint.count_biases();
+        checkpoint.count_biases()?;
         Ok(checkpoint)
     }
 
@@ -206,27 +185,38 @@ impl Checkpoint {
         })
     }
 
-    /// A bias that is stored counts, whatever the config says. One that is missing is found out by the layer.
-    fn count_biases(&mut self) {
+    /// A bias that is stored counts even where the config has none. One that is missing is found out by the layer.
+    ///
+    /// Without a shift the constant of a projection is its bias alone, so bounds with it hold without it too. With a
+    /// shift the two can cancel, and a config that contradicts its file is refused.
+    fn count_biases(&mut self) -> Result<()> {
         let stored = |template: &str| {
-            (0..self.config.spec.layers)
-                .any(|i| self.tensors.contains_key(&format!("{}{}.bias", self.prefix, at(template, i))))
+            let name = |i: usize| format!("{}{}.bias", self.prefix, at(template, i));
+            (0..self.config.spec.layers).map(name).find(|name| self.tensors.contains_key(name))
         };
         let (q, k, v) = match self.config.family.qkv {
             QkvTensors::Separate { q, k, v } => (stored(q), stored(k), stored(v)),
             QkvTensors::Concat { name, .. } | QkvTensors::Grouped { name } => {
                 let stored = stored(name);
-                (stored, stored, stored)
+                (stored.clone(), stored.clone(), stored)
             }
         };
-        let bias = &mut self.config.spec.bias;
-        (bias.q, bias.k, bias.v) = (bias.q || q, bias.k || k, bias.v || v);
+        let spec = &mut self.config.spec;
+        for (flag, stored) in [(&mut spec.bias.q, q), (&mut spec.bias.k, k), (&mut spec.bias.v, v)] {
+            let Some(name) = stored else { continue };
+            if !*flag && spec.norm.shift {
+                let rule = format_args!("tensor `{name}` is stored, and the config says that there is no bias");
+                return Err(Error::format(&self.path, rule));
+            }
+            *flag = true;
+        }
+        Ok(())
     }
 
     /// The first stored of `name.suffix`, else the name with the first suffix (for the message).
     fn named(&self, name: &str, suffixes: &[&str]) -> String {
         let full = |suffix: &&str| format!("{}{name}.{suffix}", self.prefix);
-        suffixes.iter().map(|s| full(s)).find(|n| self.tensors.contains_key(n)).unwrap_or_else(|| full(&suffixes[0]))
+        suffixes.iter().map(full).find(|n| self.tensors.contains_key(n)).unwrap_or_else(|| full(&suffixes[0]))
     }
 
     fn norm_name(&self, layer: usize) -> Option<String> {
@@ -407,10 +397,11 @@ impl Checkpoint {
             self.broken(scale_name, scale, format_args!("has shape {:?}, and {what} for `{name}`", scale.shape))
         };
         let (grid, block) = match scale.shape.as_slice() {
-            [] | [1] | [1, 1] => ((1, 1), (rows, cols)),
-            [n] | [n, 1] if *n == rows => ((rows, 1), (1, cols)),
+            // A side of zero would divide by zero below.
+            [] | [1] | [1, 1] => ((1, 1), (rows.max(1), cols.max(1))),
+            [n] | [n, 1] if *n == rows => ((rows, 1), (1, cols.max(1))),
             [grid_rows, grid_cols] => {
-                let side = |len: usize, tiles: usize| (tiles > 0 && len % tiles == 0).then(|| len / tiles);
+                let side = |len: usize, tiles: usize| (len > 0 && len.is_multiple_of(tiles)).then(|| len / tiles);
                 let block = match self.config.fp8_block {
                     Some(block) => Some(block),
                     None => side(rows, *grid_rows).zip(side(cols, *grid_cols)),
@@ -426,17 +417,14 @@ impl Checkpoint {
         if scale.dtype == safetensors::Dtype::F8_E4M3 {
             return Err(self.broken(scale_name, scale, "is a scale, and those are not read from FP8"));
         }
-        let values = self.read(scale_name, scale)?;
+        let values: Arc<[f32]> = self.read(scale_name, scale)?.into_iter().map(|x| x as f32).collect();
         if values.iter().any(|x| !x.is_finite()) {
             return Err(Error::non_finite(format_args!(
                 "{}: tensor `{scale_name}` holds a value that is not finite",
                 self.shards[scale.shard].path.display()
             )));
         }
-        let values: Arc<[f32]> = values.into_iter().map(|x| x as f32).collect();
         debug_assert_eq!(values.len(), grid.0 * grid.1);
-        // A zero side keeps the division defined for an empty matrix.
-        let block = (block.0.max(1), block.1.max(1));
         Ok(view.with_scale(BlockScale { values, block, grid_cols: grid.1 }))
     }
 }
@@ -446,125 +434,13 @@ fn at(template: &str, layer: usize) -> String {
     template.replace("{i}", &layer.to_string())
 }
 
-type Opened = (Vec<Shard>, HashMap<String, Entry>);
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-fn open_single(path: PathBuf) -> Result<Opened> {
-    let (shard, entries) = open_shard(path, 0)?;
-    Ok((vec![shard], entries))
-}
-
-fn open_sharded(folder: &Path) -> Result<Opened> {
-    let index_path = folder.join(INDEX);
-    let bytes = read_capped(&index_path, MAX_INDEX_BYTES, "an index")?;
-    #[derive(serde::Deserialize)]
-    struct Index {
-        weight_map: BTreeMap<String, String>,
+    #[test]
+    fn a_checkpoint_is_shared_by_threads() {
+        fn shared<T: Send + Sync>() {}
+        shared::<Checkpoint>();
     }
-    let index: Index = serde_json::from_slice(&bytes)
-        .map_err(|e| Error::format(&index_path, format_args!("the index has no readable `weight_map`: {e}")))?;
-    let mut shards = Vec::new();
-    let mut tensors = HashMap::new();
-    let mut seen: HashMap<&str, (usize, HashMap<String, Entry>)> = HashMap::new();
-    for (tensor, file) in &index.weight_map {
-        if !seen.contains_key(file.as_str()) {
-            // Links may lead anywhere (caches are made of them), names may not.
-            let inside = Path::new(file).components().all(|part| matches!(part, Component::Normal(_)));
-            if !inside || file.is_empty() {
-                let rule = format_args!("shard `{file}` of tensor `{tensor}` must lie in the folder");
-                return Err(Error::format(&index_path, rule));
-            }
-            let path = folder.join(file);
-            if !path.exists() {
-                let rule = format_args!("shard `{file}` of tensor `{tensor}` is missing");
-                return Err(Error::format(&index_path, rule));
-            }
-            let number = shards.len();
-            let (shard, entries) = open_shard(path, number)?;
-            shards.push(shard);
-            seen.insert(file, (number, entries));
-        }
-        let (number, entries) = &seen[file.as_str()];
-        let entry = entries.get(tensor).cloned().ok_or_else(|| {
-            let path = &shards[*number].path;
-            Error::format(path, format_args!("tensor `{tensor}` is missing, and the index says it is here"))
-        })?;
-        tensors.insert(tensor.clone(), entry);
-    }
-    Ok((shards, tensors))
-}
-
-fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, HashMap<String, Entry>)> {
-    let file = File::open(&path).map_err(|e| Error::io(&path, "open", e))?;
-    let metadata = file.metadata().map_err(|e| Error::io(&path, "read its size", e))?;
-    if !metadata.is_file() {
-        return Err(Error::format(&path, "a safetensors file must be a regular file"));
-    }
-    // An empty file cannot be mapped.
-    if metadata.len() < 8 {
-        return Err(Error::format(&path, format_args!("{} bytes are too few for a header", metadata.len())));
-    }
-    // SAFETY:
-    // 1. The map is read-only and lives as long as every view borrowed from it.
-    // 2. The bytes are only ever read as plain numbers, for which every bit pattern is valid.
-    // 3. Nothing in this crate writes to the file. Another process that shortens it while it is mapped ends this one
-    //    with a bus error; the module's documentation forbids that.
-    let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(&path, "map", e))?;
-    let (data, entries) = parse_header(&map, &path, number)?;
-    Ok((Shard { path, map, data }, entries))
-}
-
-/// Offset of the data and the tensors of a whole safetensors file.
-fn parse_header(bytes: &[u8], path: &Path, shard: usize) -> Result<(usize, HashMap<String, Entry>)> {
-    let Some(Ok(length)) = bytes.get(..8).map(|b| <[u8; 8]>::try_from(b).map(u64::from_le_bytes)) else {
-        return Err(Error::format(path, format_args!("{} bytes are too few for a header", bytes.len())));
-    };
-    if length > MAX_HEADER_BYTES {
-        let rule = format_args!("a header of {length} bytes is over the limit of {MAX_HEADER_BYTES}");
-        return Err(Error::format(path, rule));
-    }
-    if length > bytes.len() as u64 - 8 {
-        let rule = format_args!("a header of {length} bytes does not fit a file of {} bytes", bytes.len());
-        return Err(Error::format(path, rule));
-    }
-    let (length, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| Error::format(path, rule_of(&e)))?;
-    let entry = |info: &safetensors::tensor::TensorInfo| Entry {
-        shard,
-        dtype: info.dtype,
-        shape: info.shape.clone(),
-        start: info.data_offsets.0,
-        end: info.data_offsets.1,
-    };
-    let entries = metadata.tensors().into_iter().map(|(name, info)| (name, entry(info))).collect();
-    Ok((8 + length, entries))
-}
-
-fn rule_of(error: &SafeTensorError) -> String {
-    match error {
-        SafeTensorError::InvalidOffset(name) => {
-            format!("tensor `{name}` does not start where the one before it ends (overlap, gap or reversed offsets)")
-        }
-        SafeTensorError::MetadataIncompleteBuffer => {
-            "the tensors do not end where the file ends (truncated, or trailing bytes)".to_owned()
-        }
-        SafeTensorError::TensorInvalidInfo => {
-            "a tensor's shape and type do not have the bytes of its offsets".to_owned()
-        }
-        SafeTensorError::ValidationOverflow => "a tensor's shape has more elements than can be counted".to_owned(),
-        SafeTensorError::MisalignedSlice => "a tensor does not fill whole bytes".to_owned(),
-        other => other.to_string(),
-    }
-}
-
-/// Parses the header of a safetensors file held in memory and touches every tensor it names.
-///
-/// For fuzzing: gives the number of tensors, and reads nothing outside `bytes`.
-#[doc(hidden)]
-pub fn fuzz_safetensors(bytes: &[u8]) -> Result<usize> {
-    let path = Path::new("fuzz.safetensors");
-    let (data, entries) = parse_header(bytes, path, 0)?;
-    for entry in entries.values() {
-        let inside = bytes.get(data + entry.start..data + entry.end).is_some();
-        assert!(inside, "a header that was accepted points outside the file");
-    }
-    Ok(entries.len())
 }

@@ -6,23 +6,16 @@
 //! changes the logits. Sizes are capped before anything is allocated from them.
 
 use super::families::{
-    COMMON_REFUSALS, Count, Family, Flag, HeadDim, KvHeads, NormTensor, REFUSED, Refusal, RopeLayers, RopeRule,
-    ScaleRule, Setting, WRAPPERS, family,
+    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, HeadDim, KvHeads, NormTensor, REFUSED, ScaleRule, WRAPPERS, family,
 };
-use super::spec::{AttentionSpec, QkvBias, Rope};
+use super::keys::{Keys, MAX_D_MODEL, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, read_capped, refuse, shorten, too_large};
+use super::spec::{AttentionSpec, QkvBias};
 use crate::error::{Error, Result};
-use serde_json::{Map, Value};
-use std::f64::consts::PI;
-use std::fs::File;
-use std::io::Read;
+use serde_json::Value;
 use std::path::Path;
 
 /// Longest config that is read, in bytes.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
-const MAX_LAYERS: usize = 10_000;
-const MAX_D_MODEL: usize = 1 << 20;
-const MAX_HEADS: usize = 1 << 14;
-const MAX_POSITIONS: usize = 1 << 40;
 
 impl AttentionSpec {
     /// Reads a Hugging Face `config.json` held in memory. `file` names it in messages and gives the spec its name: that
@@ -107,134 +100,7 @@ impl Config {
     }
 }
 
-/// Reads a file of at most `cap` bytes; a longer one is refused before it is read.
-pub(crate) fn read_capped(path: &Path, cap: u64, what: &str) -> Result<Vec<u8>> {
-    let file = File::open(path).map_err(|e| Error::io(path, "open", e))?;
-    let metadata = file.metadata().map_err(|e| Error::io(path, "read its size", e))?;
-    if !metadata.is_file() {
-        return Err(Error::format(path, format_args!("{what} must be a regular file")));
-    }
-    if metadata.len() > cap {
-        return Err(too_large(path, metadata.len(), cap, what));
-    }
-    let mut bytes = Vec::new();
-    // One byte over the cap, so that a file that grows meanwhile is still caught.
-    file.take(cap + 1).read_to_end(&mut bytes).map_err(|e| Error::io(path, "read", e))?;
-    if bytes.len() as u64 > cap {
-        return Err(too_large(path, bytes.len() as u64, cap, what));
-    }
-    Ok(bytes)
-}
-
-fn too_large(file: &Path, bytes: u64, cap: u64, what: &str) -> Error {
-    Error::format(file, format_args!("{what} may have at most {cap} bytes, and this has {bytes}"))
-}
-
-fn refuse(file: &Path, what: impl std::fmt::Display) -> Error {
-    Error::unsupported(format_args!("{}: {what}", file.display()))
-}
-
-/// Text from a stranger, short enough for a message.
-fn shorten(text: &str) -> String {
-    text.chars().filter(|c| !c.is_control()).take(64).collect()
-}
-
-/// An object of the config and the file it stands in.
-#[derive(Clone, Copy)]
-struct Keys<'a> {
-    map: &'a Map<String, Value>,
-    file: &'a Path,
-}
-
 impl<'a> Keys<'a> {
-    /// The value of a key; null is absent.
-    fn get(&self, key: &str) -> Option<&'a Value> {
-        self.map.get(key).filter(|value| !value.is_null())
-    }
-
-    fn wrong(&self, key: &str, want: &str, found: &Value) -> Error {
-        let found = shorten(&found.to_string());
-        Error::format(self.file, format_args!("`{key}` must be {want}, and is {found}"))
-    }
-
-    fn text(&self, key: &str) -> Result<Option<&'a str>> {
-        self.get(key).map(|v| v.as_str().ok_or_else(|| self.wrong(key, "a string", v))).transpose()
-    }
-
-    fn object(&self, key: &str) -> Result<Option<&'a Map<String, Value>>> {
-        self.get(key).map(|v| v.as_object().ok_or_else(|| self.wrong(key, "an object", v))).transpose()
-    }
-
-    fn array(&self, key: &str) -> Result<Option<&'a Vec<Value>>> {
-        self.get(key).map(|v| v.as_array().ok_or_else(|| self.wrong(key, "a list", v))).transpose()
-    }
-
-    fn flag(&self, key: &str) -> Result<Option<bool>> {
-        self.get(key).map(|v| v.as_bool().ok_or_else(|| self.wrong(key, "true or false", v))).transpose()
-    }
-
-    /// A finite number.
-    fn number(&self, key: &str) -> Result<Option<f64>> {
-        let read =
-            |v: &'a Value| v.as_f64().filter(|x| x.is_finite()).ok_or_else(|| self.wrong(key, "a finite number", v));
-        self.get(key).map(read).transpose()
-    }
-
-    /// A finite number above zero.
-    fn positive(&self, key: &str) -> Result<Option<f64>> {
-        match self.number(key)? {
-            Some(x) if x <= 0.0 => {
-                Err(Error::format(self.file, format_args!("`{key}` must be greater than zero, and is {x}")))
-            }
-            other => Ok(other),
-        }
-    }
-
-    /// A count from 1 to `max`.
-    fn count(&self, key: &str, max: usize) -> Result<Option<usize>> {
-        let Some(value) = self.get(key) else { return Ok(None) };
-        match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
-            Some(n) if (1..=max).contains(&n) => Ok(Some(n)),
-            _ => Err(self.wrong(key, &format!("a whole number from 1 to {max}"), value)),
-        }
-    }
-
-    fn first_count(&self, count: &Count, max: usize) -> Result<Option<usize>> {
-        for key in count.keys {
-            if let Some(n) = self.count(key, max)? {
-                return Ok(Some(n));
-            }
-        }
-        Ok(None)
-    }
-
-    fn size(&self, count: &Count, max: usize) -> Result<usize> {
-        self.first_count(count, max)?
-            .or(count.default)
-            .ok_or_else(|| Error::format(self.file, format_args!("`{}` is missing", count.keys[0])))
-    }
-
-    fn set(&self, flag: &Flag) -> Result<bool> {
-        match flag {
-            Flag::Always => Ok(true),
-            Flag::Never => Ok(false),
-            Flag::Key(key, default) => Ok(self.flag(key)?.unwrap_or(*default)),
-        }
-    }
-
-    fn check(&self, refusal: &Refusal) -> Result<()> {
-        let Some(value) = self.get(refusal.key) else { return Ok(()) };
-        let allowed = match refusal.unless {
-            Setting::False => value.as_bool() == Some(false),
-            Setting::Text(text) => value.as_str() == Some(text),
-        };
-        if allowed {
-            return Ok(());
-        }
-        let value = shorten(&value.to_string());
-        Err(refuse(self.file, format_args!("`{}` = {value} is refused: {}", refusal.key, refusal.why)))
-    }
-
     fn build(self, family: &'static Family, fp8_block: Option<(usize, usize)>) -> Result<Config> {
         let file = self.file;
         let layers = self.size(&family.sizes.layers, MAX_LAYERS)?;
@@ -273,9 +139,12 @@ impl<'a> Keys<'a> {
         let bias = self.set(&family.bias)?;
         let max_positions = self
             .first_count(&Count { keys: &["max_position_embeddings", "n_positions"], default: None }, MAX_POSITIONS)?;
+        let both_ways = BIDIRECTIONAL.contains(&family.name) && !self.flag("is_decoder")?.unwrap_or(false)
+            || self.flag("use_bidirectional_attention")?.unwrap_or(false);
         let spec = AttentionSpec {
             name: name_of(file),
             family: family.name.to_owned(),
+            causal: !both_ways,
             layers,
             d_model,
             n_q_heads,
@@ -327,7 +196,7 @@ impl<'a> Keys<'a> {
     fn d_head(&self, rule: &HeadDim, d_model: usize, n_q_heads: usize) -> Result<usize> {
         let stated = self.count("head_dim", MAX_D_MODEL)?;
         let derived = || {
-            if d_model % n_q_heads == 0 {
+            if d_model.is_multiple_of(n_q_heads) {
                 return Ok(d_model / n_q_heads);
             }
             Err(Error::format(
@@ -354,7 +223,7 @@ impl<'a> Keys<'a> {
     }
 
     /// `layer_types`: whether each layer is a full one, or `None` when absent.
-    fn layer_types(&self, layers: usize) -> Result<Option<Vec<bool>>> {
+    pub(super) fn layer_types(&self, layers: usize) -> Result<Option<Vec<bool>>> {
         let Some(list) = self.array("layer_types")? else { return Ok(None) };
         if list.len() != layers {
             return Err(Error::format(
@@ -391,291 +260,6 @@ impl<'a> Keys<'a> {
         };
         Ok(vec![same; layers])
     }
-
-    fn rope(
-        &self,
-        family: &Family,
-        layers: usize,
-        d_head: usize,
-        max_positions: Option<usize>,
-    ) -> Result<Vec<Option<Rope>>> {
-        let RopeRule::Rotary { layout, theta_keys, theta, partial, layers: rule, longrope_names } = &family.rope else {
-            return Ok(vec![None; layers]);
-        };
-        let nested = |kind: &str| -> Result<Option<Keys<'a>>> {
-            let Some(map) = self.object("rope_parameters")? else { return Ok(None) };
-            let all = Keys { map, file: self.file };
-            Ok(all.object(kind)?.map(|map| Keys { map, file: self.file }))
-        };
-        // The settings of one kind of layer: the nested set, else the common one, else `rope_scaling`.
-        let common = match self.object("rope_parameters")? {
-            Some(map) => Some(map),
-            None => self.object("rope_scaling")?,
-        };
-        let common = common.map(|map| Keys { map, file: self.file });
-        let mut base = None;
-        for key in theta_keys.iter().chain(&["rope_theta"]) {
-            if base.is_none() && !self.get(key).is_some_and(Value::is_object) {
-                base = self.positive(key)?;
-            }
-        }
-        let make = |settings: Option<Keys<'a>>, base: Option<f64>| -> Result<Rope> {
-            let inner = settings.map_or(Ok(None), |s| s.positive("rope_theta"))?;
-            let share = self.share(settings, partial)?;
-            // Truncated towards zero, as the reference implementation does.
-            let rotary_dim = (d_head as f64 * share) as usize;
-            if rotary_dim == 0 || rotary_dim % 2 != 0 || rotary_dim > d_head {
-                return Err(Error::format(
-                    self.file,
-                    format_args!("a share of {share} of {d_head} channels is no even number of rotated channels"),
-                ));
-            }
-            let angles = Angles { base: inner.or(base), rotary_dim, max_positions };
-            let (attention_factor, inv_freq) = match settings {
-                Some(settings) => angles.scaled(settings, *self, longrope_names)?,
-                None => (1.0, angles.plain()),
-            };
-            if !(attention_factor.is_finite() && attention_factor > 0.0) {
-                return Err(Error::format(
-                    self.file,
-                    format_args!("the rotation's attention factor is {attention_factor}, and must be above zero"),
-                ));
-            }
-            Ok(Rope { rotary_dim, layout: *layout, attention_factor, inv_freq })
-        };
-        let by_type = |full: Rope, sliding: Rope, types: &[bool]| {
-            types.iter().map(|is_full| Some(if *is_full { full.clone() } else { sliding.clone() })).collect()
-        };
-        let nested_sets = (nested("full_attention")?, nested("sliding_attention")?);
-        let is_nested = nested_sets.0.is_some() || nested_sets.1.is_some();
-        let common_base = base.or(*theta);
-        match rule {
-            RopeLayers::ByType { pattern: (keys, default), local_theta } => {
-                let types = match self.layer_types(layers)? {
-                    Some(types) => types,
-                    None => {
-                        let every = self.size(&Count { keys, default: Some(*default) }, MAX_LAYERS)?;
-                        (0..layers).map(|layer| (layer + 1) % every == 0).collect()
-                    }
-                };
-                let local = match local_theta {
-                    Some((key, default)) => Some(self.positive(key)?.unwrap_or(*default)),
-                    None => common_base,
-                };
-                let full = make(if is_nested { nested_sets.0 } else { common }, common_base)?;
-                let sliding = make(nested_sets.1, local)?;
-                Ok(by_type(full, sliding, &types))
-            }
-            _ if is_nested => {
-                let types = self.layer_types(layers)?.ok_or_else(|| {
-                    Error::format(self.file, "`rope_parameters` differ by layer type, and `layer_types` is missing")
-                })?;
-                if matches!(rule, RopeLayers::NoRope { .. }) {
-                    return Err(refuse(self.file, "`rope_parameters` by layer type beside layers without rotation"));
-                }
-                Ok(by_type(make(nested_sets.0, common_base)?, make(nested_sets.1, common_base)?, &types))
-            }
-            RopeLayers::Same => Ok(vec![Some(make(common, common_base)?); layers]),
-            RopeLayers::NoRope { interval: (key, default) } => {
-                let rope = make(common, common_base)?;
-                let rotated: Vec<bool> = match self.array("no_rope_layers")? {
-                    Some(list) => {
-                        if list.len() < layers {
-                            return Err(Error::format(
-                                self.file,
-                                format_args!("`no_rope_layers` has {} entries for {layers} layers", list.len()),
-                            ));
-                        }
-                        let bit = |v: &Value| match v.as_u64() {
-                            Some(bit @ (0 | 1)) => Ok(bit == 1),
-                            _ => Err(self.wrong("no_rope_layers", "a list of 0 and 1", v)),
-                        };
-                        list[..layers].iter().map(bit).collect::<Result<_>>()?
-                    }
-                    None => {
-                        let every = self.count(key, MAX_LAYERS)?.unwrap_or(*default);
-                        (0..layers).map(|layer| (layer + 1) % every != 0).collect()
-                    }
-                };
-                Ok(rotated.into_iter().map(|yes| yes.then(|| rope.clone())).collect())
-            }
-        }
-    }
-
-    /// The rotated share of a head.
-    fn share(&self, settings: Option<Keys<'a>>, rule: &(&[&str], f64)) -> Result<f64> {
-        let mut share = None;
-        if let Some(settings) = settings {
-            share = settings.positive("partial_rotary_factor")?;
-        }
-        let known = if rule.0.is_empty() { &["partial_rotary_factor"] } else { rule.0 };
-        for key in known {
-            if share.is_none() {
-                share = self.positive(key)?;
-            }
-        }
-        let share = share.unwrap_or(rule.1);
-        if share > 1.0 {
-            return Err(Error::format(
-                self.file,
-                format_args!("the rotated share {share} is more than the whole head"),
-            ));
-        }
-        if rule.0.is_empty() && share != 1.0 {
-            return Err(refuse(
-                self.file,
-                format_args!("this family is not known to rotate a share of {share} of a head"),
-            ));
-        }
-        Ok(share)
-    }
-}
-
-/// What the angles of a rotation come from.
-struct Angles {
-    base: Option<f64>,
-    rotary_dim: usize,
-    max_positions: Option<usize>,
-}
-
-impl Angles {
-    /// base^(-2b / rotary_dim).
-    fn plain(&self) -> Option<Vec<f64>> {
-        let base = self.base?;
-        let dim = self.rotary_dim as f64;
-        Some((0..self.rotary_dim / 2).map(|b| base.powf(-2.0 * b as f64 / dim)).collect())
-    }
-
-    /// Attention factor and angles of a scaled rotation.
-    fn scaled(&self, settings: Keys<'_>, config: Keys<'_>, longrope_names: &[&str]) -> Result<(f64, Option<Vec<f64>>)> {
-        let kind = match settings.text("rope_type")? {
-            Some(kind) => kind,
-            None => settings.text("type")?.unwrap_or("default"),
-        };
-        if settings.get("llama_4_scaling_beta").is_some() {
-            return Err(refuse(
-                settings.file,
-                "`llama_4_scaling_beta` is refused: the query is multiplied by a factor that grows with the position",
-            ));
-        }
-        if settings.get("mrope_section").is_some() {
-            return Err(refuse(settings.file, "rotation by several position axes (`mrope_section`) is not known"));
-        }
-        let kind = if longrope_names.contains(&kind) { "longrope" } else { kind };
-        match kind {
-            "default" => Ok((1.0, self.plain())),
-            "linear" => {
-                let factor = required(settings, "factor")?;
-                Ok((1.0, self.plain().map(|angles| angles.into_iter().map(|w| w / factor).collect())))
-            }
-            // The base moves with the length of the sequence, so there is no one set of angles.
-            "dynamic" => Ok((1.0, None)),
-            "llama3" => Ok((1.0, self.llama3(settings)?)),
-            "yarn" => self.yarn(settings),
-            "longrope" => Ok((self.longrope_factor(settings, config)?, None)),
-            other => Err(refuse(settings.file, format_args!("rotation type `{}` is not known", shorten(other)))),
-        }
-    }
-
-    fn llama3(&self, settings: Keys<'_>) -> Result<Option<Vec<f64>>> {
-        let factor = required(settings, "factor")?;
-        let low = required(settings, "low_freq_factor")?;
-        let high = required(settings, "high_freq_factor")?;
-        let original = required(settings, "original_max_position_embeddings")?;
-        if high <= low {
-            return Err(Error::format(settings.file, "`high_freq_factor` must be greater than `low_freq_factor`"));
-        }
-        let scale = |w: f64| {
-            // Turns within the original length: few turns are stretched, many are kept, between the two is a blend.
-            let turns = original * w / (2.0 * PI);
-            let keep = ((turns - low) / (high - low)).clamp(0.0, 1.0);
-            w * keep + w / factor * (1.0 - keep)
-        };
-        Ok(self.plain().map(|angles| angles.into_iter().map(scale).collect()))
-    }
-
-    fn yarn(&self, settings: Keys<'_>) -> Result<(f64, Option<Vec<f64>>)> {
-        let stated = settings.positive("factor")?;
-        let original = settings.count("original_max_position_embeddings", MAX_POSITIONS)?.or(self.max_positions);
-        let ratio = match (self.max_positions, original) {
-            (Some(max), Some(original)) => Some(max as f64 / original as f64),
-            _ => None,
-        };
-        let Some(factor) = stated.or(ratio) else {
-            return Err(Error::format(settings.file, "`factor` is missing from the YaRN rotation"));
-        };
-        let magnitude = |factor: f64, m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
-        let by = |factor: f64, m: Option<f64>, all: Option<f64>| match (m, all) {
-            (Some(m), Some(all)) => magnitude(factor, m) / magnitude(factor, all),
-            _ => magnitude(factor, 1.0),
-        };
-        let attention_factor = match settings.positive("attention_factor")? {
-            Some(factor) => factor,
-            None => {
-                // Zero switches these off, as absence does.
-                let m = settings.number("mscale")?.filter(|m| *m != 0.0);
-                let all = settings.number("mscale_all_dim")?.filter(|m| *m != 0.0);
-                // Releases differ on whether `factor` or the ratio of the lengths counts: the larger covers both.
-                by(factor, m, all).max(by(ratio.unwrap_or(factor), m, all))
-            }
-        };
-        let (Some(angles), Some(original)) = (self.plain(), original) else { return Ok((attention_factor, None)) };
-        let base = self.base.unwrap_or(1.0);
-        let fast = settings.positive("beta_fast")?.unwrap_or(32.0);
-        let slow = settings.positive("beta_slow")?.unwrap_or(1.0);
-        let dim = self.rotary_dim as f64;
-        // The pair that turns `turns` times within the original length.
-        let pair = |turns: f64| dim * (original as f64 / (turns * 2.0 * PI)).ln() / (2.0 * base.ln());
-        let (mut low, mut high) = (pair(fast), pair(slow));
-        if settings.flag("truncate")?.unwrap_or(true) {
-            (low, high) = (low.floor(), high.ceil());
-        }
-        let (low, mut high) = (low.max(0.0), high.min(dim - 1.0));
-        if low == high {
-            high += 0.001;
-        }
-        let scale = |(b, w): (usize, f64)| {
-            let stretch = ((b as f64 - low) / (high - low)).clamp(0.0, 1.0);
-            w / factor * stretch + w * (1.0 - stretch)
-        };
-        let angles: Vec<f64> = angles.into_iter().enumerate().map(scale).collect();
-        // A base of 1 or a reversed range leaves no angle to speak of; the bounds do not need one.
-        Ok((attention_factor, angles.iter().all(|w| w.is_finite()).then_some(angles)))
-    }
-
-    fn longrope_factor(&self, settings: Keys<'_>, config: Keys<'_>) -> Result<f64> {
-        for key in ["short_mscale", "long_mscale"] {
-            if settings.get(key).is_some() {
-                return Err(refuse(settings.file, format_args!("LongRoPE with `{key}` is not known")));
-            }
-        }
-        if let Some(factor) = settings.positive("attention_factor")? {
-            return Ok(factor);
-        }
-        let key = "original_max_position_embeddings";
-        let original = match config.count(key, MAX_POSITIONS)? {
-            Some(n) => Some(n),
-            None => settings.count(key, MAX_POSITIONS)?,
-        };
-        let (factor, original) = match (original, self.max_positions) {
-            (Some(original), Some(max)) => (max as f64 / original as f64, original),
-            (None, Some(max)) => (required(settings, "factor")?, max),
-            _ => return Err(Error::format(settings.file, "`max_position_embeddings` is missing beside LongRoPE")),
-        };
-        if factor <= 1.0 {
-            return Ok(1.0);
-        }
-        if original < 2 {
-            return Err(Error::format(settings.file, format_args!("`{key}` must be at least 2")));
-        }
-        Ok((1.0 + factor.ln() / (original as f64).ln()).sqrt())
-    }
-}
-
-fn required(settings: Keys<'_>, key: &str) -> Result<f64> {
-    settings
-        .positive(key)?
-        .ok_or_else(|| Error::format(settings.file, format_args!("`{key}` is missing from the rotation's settings")))
 }
 
 /// Refuses a config whose stored type is no floating type.
@@ -717,13 +301,12 @@ fn quantization(keys: Keys<'_>) -> Result<Option<(usize, usize)>> {
 
 /// A name for people from the path of a config.
 fn name_of(file: &Path) -> String {
-    let parent = file.parent().and_then(Path::file_name);
-    let name = match file.file_name() {
-        Some(name) if name == "config.json" => parent.unwrap_or(name),
-        Some(_) => file.file_stem().unwrap_or_default(),
-        None => Default::default(),
-    };
-    name.to_string_lossy().into_owned()
+    if file.file_name().is_none_or(|name| name != "config.json") {
+        return file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    }
+    let folder = |path: &Path| path.parent()?.file_name().map(|name| name.to_string_lossy().into_owned());
+    // A relative path such as `./config.json` does not hold the folder's name.
+    folder(file).or_else(|| folder(&file.canonicalize().ok()?)).unwrap_or_else(|| "config".to_owned())
 }
 
 #[cfg(test)]
@@ -812,6 +395,48 @@ mod tests {
         )
         .unwrap();
         assert_eq!(old.rope, new.rope);
+    }
+
+    #[test]
+    fn layer_types_choose_among_nested_rotations() {
+        // Nested sets without a base take it from the old keys.
+        let mixed = spec(
+            r#"{"model_type":"gemma3_text","hidden_size":640,"num_hidden_layers":2,"rope_theta":1000000,
+                "rope_local_base_freq":10000,"layer_types":["full_attention","sliding_attention"],"rope_parameters":{
+                "full_attention":{"factor":8.0,"rope_type":"linear"},"sliding_attention":{"rope_type":"default"}}}"#,
+        )
+        .unwrap();
+        let angle = |spec: &AttentionSpec, layer: usize, b: usize| {
+            spec.rope[layer].as_ref().unwrap().inv_freq.as_ref().unwrap()[b]
+        };
+        assert!((angle(&mixed, 0, 64) - 1e-3 / 8.0).abs() < 1e-15);
+        assert!((angle(&mixed, 1, 64) - 0.01).abs() < 1e-15);
+        // Scaling in the old keys is that of the full layers alone.
+        let olmo3 = spec(
+            r#"{"model_type":"olmo3","hidden_size":256,"num_hidden_layers":4,"num_attention_heads":4,"rope_theta":500000,
+                "max_position_embeddings":65536,"rope_scaling":{"rope_type":"yarn","factor":8.0,
+                "original_max_position_embeddings":8192,"attention_factor":1.2079441541679836}}"#,
+        )
+        .unwrap();
+        let factors: Vec<f64> = olmo3.rope.iter().map(|rope| rope.as_ref().unwrap().attention_factor).collect();
+        assert_eq!(factors, [1.0, 1.0, 1.0, 1.2079441541679836]);
+        assert_eq!(olmo3.norm.kind, crate::model::NormKind::None);
+    }
+
+    #[test]
+    fn the_rotated_share_stands_in_either_place() {
+        let dim = |extra: &str| {
+            let json = format!(
+                r#"{{"model_type":"gpt_neox","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4{extra}}}"#
+            );
+            spec(&json).unwrap().rope[0].as_ref().unwrap().rotary_dim
+        };
+        assert_eq!(dim(""), 16);
+        assert_eq!(dim(r#","rotary_pct":1.0"#), 64);
+        assert_eq!(
+            dim(r#","rope_parameters":{"partial_rotary_factor":0.5,"rope_theta":1e4,"rope_type":"default"}"#),
+            32
+        );
     }
 
     #[test]

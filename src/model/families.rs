@@ -6,6 +6,9 @@
 
 use super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
+/// Families whose tokens also see the ones behind them, unless the config makes the model a decoder.
+pub(crate) const BIDIRECTIONAL: &[&str] = &["bert", "roberta"];
+
 /// Everything that tells one family from another.
 pub(crate) struct Family {
     /// The family's name: the `model_type` of its text model.
@@ -188,6 +191,7 @@ pub(crate) static COMMON_REFUSALS: &[Refusal] = &[
         unless: Setting::False,
         why: "the query is multiplied by a factor that grows with the position",
     },
+    Refusal { key: "use_mrope", unless: Setting::False, why: "rotation by several position axes is not known" },
     Refusal {
         key: "attn_temperature_tuning",
         unless: Setting::False,
@@ -481,13 +485,8 @@ pub(crate) static FAMILIES: &[Family] = &[
         norm: LAYER_NORM,
         bias: Flag::Always,
         rope: partial(10_000.0, (&["partial_rotary_factor"], 0.5)),
-        qk_norm: Some(QkNormRule {
-            when: Flag::Key("qk_layernorm", false),
-            norm: QkNorm { scope: QkNormScope::PerHead, kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: true },
-            q: "layers.{i}.self_attn.q_layernorm",
-            k: "layers.{i}.self_attn.k_layernorm",
-            stored: QkNormStored::Shared,
-        }),
+        // `qk_layernorm` is refused: the reference implementation sizes its norm for one head and applies it to all at
+        // once, so what it means with several heads is not settled.
         ..LLAMA
     },
     Family {

@@ -7,15 +7,18 @@
 mod checkpoint;
 mod config;
 mod families;
+mod keys;
 mod preset;
+mod rotation;
+mod shards;
 mod spec;
 mod synthetic;
 mod weights;
 
-#[doc(hidden)]
-pub use checkpoint::fuzz_safetensors;
 pub use checkpoint::{Checkpoint, StoredTensor};
 pub use preset::{paper_sigma_profile, preset, preset_names};
+#[doc(hidden)]
+pub use shards::fuzz_safetensors;
 pub use spec::{AttentionSpec, GainForm, InputNorm, NormKind, QkNorm, QkNormScope, QkvBias, Rope, RopeLayout};
 pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOptions};
 pub use weights::{LayerWeights, NormVectors, Projection};

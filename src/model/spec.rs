@@ -11,6 +11,8 @@ pub struct AttentionSpec {
     pub name: String,
     /// Family in the tensor-name table (`llama`, `gpt2`, ...).
     pub family: String,
+    /// Whether a token sees only itself and the ones before it.
+    pub causal: bool,
     /// Number of layers.
     pub layers: usize,
     /// Model dimension d.

@@ -9,6 +9,9 @@ use nalgebra::{DMatrix, DVector};
 /// Unit roundoff of f64.
 pub const UNIT: f64 = f64::EPSILON / 2.0;
 
+/// What the certificate adds to the value found: more than Lanczos leaves out, less than anyone will see.
+const MARGIN: f64 = 1e-8;
+
 /// A largest eigenvalue and a certified upper bound on it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Largest {
@@ -39,13 +42,13 @@ pub fn largest_eigenvalue(matrix: &DMatrix<f64>) -> Largest {
     let mut value: f64 = 0.0;
     for start in 0..3 {
         value = value.max(lanczos(r, start, |x| &h * x));
-        let mu = value * (1.0 + 1e-11) + slack;
+        let mu = value * (1.0 + MARGIN) + slack;
         if proves(mu) {
             return Largest { value, upper: mu * (1.0 + slack) }.scaled(trace);
         }
     }
     value = value.max(h.clone().symmetric_eigen().eigenvalues.max());
-    let mut margin = 1e-11;
+    let mut margin = MARGIN;
     while margin < 1.0 {
         let mu = value * (1.0 + margin) + slack;
         if proves(mu) {
@@ -57,9 +60,9 @@ pub fn largest_eigenvalue(matrix: &DMatrix<f64>) -> Largest {
     Largest { value, upper: 1.0 + slack }.scaled(trace)
 }
 
-/// Largest eigenvalue of a symmetric operator on `r` values, from below, to rounding unless the start misses it.
+/// Largest eigenvalue of a symmetric operator on `r` values, from below, to about 1e-10 unless the start misses it.
 pub fn lanczos(r: usize, start: u64, apply: impl FnMut(&DVector<f64>) -> DVector<f64>) -> f64 {
-    lanczos_within(r, start, r, 1e-14, apply)
+    lanczos_within(r, start, r, 1e-11, apply)
 }
 
 /// The same with at most `steps` products, ended when three in a row gain less than `tolerance`, relative.
@@ -152,8 +155,8 @@ mod tests {
             let h = &b.transpose() * &b;
             let exact = h.clone().symmetric_eigen().eigenvalues.max();
             let got = largest_eigenvalue(&h);
-            prop_assert!((got.value - exact).abs() <= 1e-11 * exact, "{got:?} {exact}");
-            prop_assert!(got.upper >= exact && got.upper <= exact * (1.0 + 1e-9));
+            prop_assert!((got.value - exact).abs() <= 1e-9 * exact, "{got:?} {exact}");
+            prop_assert!(got.upper >= exact && got.upper <= exact * (1.0 + 1e-7));
         }
     }
 
@@ -176,7 +179,7 @@ mod tests {
         assert_eq!(largest_eigenvalue(&DMatrix::zeros(16, 16)).upper, 0.0);
         for scale in [1e-280, 1e280] {
             let got = largest_eigenvalue(&(DMatrix::identity(16, 16) * scale));
-            assert!(got.upper >= scale && got.upper <= scale * (1.0 + 1e-9));
+            assert!(got.upper >= scale && got.upper <= scale * (1.0 + 1e-7));
         }
     }
 }

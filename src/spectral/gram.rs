@@ -1,9 +1,11 @@
 //! Exact, certified spectral norms from one read of the weights.
 //!
-//! `sigma^2 = lambda_max(G_Q G_K)`, `F^2 = tr(G_Q G_K)`. Grams are accumulated in f64, so that `||G_computed - G|| <= e`
-//! with `e = (3 d + 16) 2^-53 tr G` (chain of d products, folding of gain and mean). With `A = G_Q + delta I = L L^T`
-//! (delta only lets the factorisation of a singular Gram succeed and errs upwards),
-//! `sigma^2 <= lambda_max(L^T G_K L) + e_K lambda_max(A) + e_Q lambda_max(G_K) + e_Q e_K`.
+//! `sigma^2 = lambda_max(G_Q G_K)`, `F^2 = tr(G_Q G_K)`. Grams are accumulated in f64: entry (i, j) is within
+//! `g ||w_i|| ||w_j||` of exact with `g = (3 d + 16) 2^-53` (chain of d products, folding of gain and mean), hence
+//! `||T (G_computed - G) T|| <= e = g sum_c t_c^2 ||w_c||^2` for every diagonal T. The product's eigenvalues do not change
+//! under `T G_Q T` and `T^-1 G_K T^-1`; a T of powers of two that equalises the two diagonals costs no rounding and takes
+//! badly scaled channels out. Then, with `A = G_Q + delta I = L L^T` (delta only lets the factorisation of a singular
+//! Gram succeed and errs upwards), `sigma^2 <= lambda_max(L^T G_K L) + e_K lambda_max(A) + e_Q lambda_max(G_K) + e_Q e_K`.
 //! Cost: `2 d r^2 (n_q + n_kv)` flop a layer, half of it saved by symmetry, and the same again for raw weights.
 
 use super::dense::{Largest, UNIT, largest_eigenvalue};
@@ -11,9 +13,10 @@ use super::power::summed_norm;
 use super::rope::{frobenius_square, pair_norm_square, scaled_square};
 use super::{Constants, ExactSpectrum, HeadSpectrum, LayerSpectrum, SpectralEngine, layer_channels};
 use crate::error::Result;
-use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL, Rotary};
+use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL, Rotary, dot};
 use nalgebra::{DMatrix, DMatrixView, DVector, Dyn};
 use rayon::prelude::*;
+use std::time::Instant;
 
 /// Columns of one block of the symmetric product; only blocks on and below the diagonal are computed.
 const BLOCK: usize = 64;
@@ -27,8 +30,10 @@ pub struct GramEngine;
 pub struct Gram {
     /// The computed matrix.
     pub matrix: DMatrix<f64>,
-    /// `||matrix - exact|| <= error`.
-    pub error: f64,
+    /// Error of an entry in units of the lengths of its two channels.
+    rounding: f64,
+    /// `||w_c||^2` that the rounding refers to (mean not removed).
+    sizes: Vec<f64>,
 }
 
 /// Grams of a query head and of the KV head it reads.
@@ -41,39 +46,34 @@ pub struct HeadGrams<'g> {
 }
 
 impl Gram {
-    /// The Gram of a head's effective operator.
-    pub fn effective(head: &HeadOperator<'_>, channels: &Channels) -> Self {
-        Self::accumulate(head, &channels.mean, channels.folded_sq.iter().sum())
-    }
-
-    /// The Gram of a head's raw weights.
-    pub fn raw(head: &HeadOperator<'_>) -> Self {
-        let raw = head.without_norm();
-        let mut gram = Self::accumulate(&raw, &vec![0.0; raw.shape().0], 0.0);
-        gram.error = rounding(raw.shape().1) * gram.matrix.trace();
-        gram
+    fn zero(head: &HeadOperator<'_>) -> Self {
+        let (r, d) = head.shape();
+        Self { matrix: DMatrix::zeros(r, r), rounding: rounding(d), sizes: Vec::new() }
     }
 
     /// A Gram from its matrix, taken as exact.
     pub fn exact(matrix: DMatrix<f64>) -> Self {
-        Self { matrix, error: 0.0 }
+        let sizes = matrix.diagonal().iter().copied().collect();
+        Self { matrix, rounding: 0.0, sizes }
     }
 
-    fn accumulate(head: &HeadOperator<'_>, mean: &[f64], trace: f64) -> Self {
-        let (r, d) = head.shape();
-        let mut matrix = DMatrix::zeros(r, r);
-        let mut panel = vec![0.0; r * PANEL];
-        for start in (0..d).step_by(PANEL) {
-            let n = PANEL.min(d - start);
-            head.read_panel(start, n, mean, &mut panel[..r * n]);
-            add_symmetric_product(&panel[..r * n], n, &mut matrix);
+    /// Bound on `||matrix - exact||`.
+    pub fn error(&self) -> f64 {
+        self.rounding * self.sizes.iter().sum::<f64>()
+    }
+
+    /// `T G T` for a diagonal T, errors included.
+    pub(super) fn scaled(&self, t: &[f64]) -> Self {
+        let r = self.matrix.nrows();
+        Self {
+            matrix: DMatrix::from_fn(r, r, |i, j| self.matrix[(i, j)] * (t[i] * t[j])),
+            rounding: self.rounding,
+            sizes: self.sizes.iter().zip(t).map(|(size, t)| size * t * t).collect(),
         }
-        matrix.fill_upper_triangle_with_lower_triangle();
-        Self { matrix, error: rounding(d) * trace }
     }
 }
 
-/// Relative error of a Gram over d rows, in units of its trace.
+/// Error of a Gram entry over d rows, in units of the lengths of its two channels.
 fn rounding(d: usize) -> f64 {
     (3 * d + 16) as f64 * UNIT
 }
@@ -81,6 +81,16 @@ fn rounding(d: usize) -> f64 {
 /// `matrix += P^T P` on the lower block triangle; `panel` holds the `n x r` P, channel after channel.
 fn add_symmetric_product(panel: &[f64], n: usize, matrix: &mut DMatrix<f64>) {
     let r = matrix.nrows();
+    // nalgebra's path for tiny products (below 6) reads strided views out of bounds; a narrow panel is a few dots.
+    if n < 8 {
+        for row in 0..r {
+            for col in 0..=row {
+                let (a, b) = (&panel[row * n..][..n], &panel[col * n..][..n]);
+                matrix[(row, col)] += a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+            }
+        }
+        return;
+    }
     for row in (0..r).step_by(BLOCK) {
         let rows = BLOCK.min(r - row);
         let left = &panel[row * n..(row + rows) * n];
@@ -94,31 +104,53 @@ fn add_symmetric_product(panel: &[f64], n: usize, matrix: &mut DMatrix<f64>) {
     }
 }
 
+/// Diagonals T and T^-1 of powers of two under which both Grams have about the same diagonal. A channel that is zero
+/// on one side adds nothing to the product and is left out of both.
+fn balance(q: &[f64], k: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    q.iter()
+        .zip(k)
+        .map(|(&q, &k)| {
+            if q == 0.0 || k == 0.0 {
+                return (0.0, 0.0);
+            }
+            let exponent = (0.25 * (k.log2() - q.log2())).round();
+            (exponent.exp2(), (-exponent).exp2())
+        })
+        .unzip()
+}
+
+/// `L` with `L L^T = matrix + jitter I`, for a semidefinite matrix of unit trace, and the jitter that it took.
+pub(super) fn cholesky_factor(matrix: &DMatrix<f64>) -> (DMatrix<f64>, f64) {
+    let r = matrix.nrows();
+    let mut jitter = 2.0 * UNIT * r as f64;
+    loop {
+        let shifted = matrix + DMatrix::identity(r, r) * jitter;
+        match shifted.cholesky() {
+            Some(factor) => return (factor.unpack(), jitter),
+            None => jitter *= 8.0,
+        }
+    }
+}
+
 impl HeadGrams<'_> {
     /// `sigma^2 = ||W_Q W_K^T||^2`, value and certified bound.
-    pub fn sigma_square(&self, q: Largest, k: Largest) -> Largest {
+    pub fn sigma_square(&self) -> Largest {
         let r = self.q.matrix.nrows();
-        let (tq, tk) = (self.q.matrix.trace(), self.k.matrix.trace());
-        if tq <= 0.0 || tk <= 0.0 {
+        let (tq, tk) = balance(&self.q.sizes, &self.k.sizes);
+        let (q, k) = (self.q.scaled(&tq), self.k.scaled(&tk));
+        let (trace_q, trace_k) = (q.matrix.trace(), k.matrix.trace());
+        if trace_q <= 0.0 || trace_k <= 0.0 {
             return Largest::default();
         }
-        let (gq, gk) = (&self.q.matrix / tq, &self.k.matrix / tk);
-        let mut jitter = 2.0 * UNIT * r as f64;
-        let factor = loop {
-            let mut shifted = gq.clone();
-            (0..r).for_each(|i| shifted[(i, i)] += jitter);
-            match shifted.cholesky() {
-                Some(factor) => break factor.unpack(),
-                None => jitter *= 8.0,
-            }
-        };
-        let half = &gk * &factor;
+        let (factor, jitter) = cholesky_factor(&(q.matrix.clone() / trace_q));
+        let half = (&k.matrix / trace_k) * &factor;
         let h = factor.tr_mul(&half);
-        let h = (&h + h.transpose()) * 0.5;
-        let largest = largest_eigenvalue(&h);
-        let (eq, ek) = (self.q.error / tq, self.k.error / tk);
-        let upper = largest.upper + 4.0 * r as f64 * UNIT + ek * (q.upper / tq + jitter) + eq * k.upper / tk + eq * ek;
-        Largest { value: largest.value, upper }.scaled(tq * tk)
+        let largest = largest_eigenvalue(&((&h + h.transpose()) * 0.5));
+        let (error_q, error_k) = (q.error() / trace_q, k.error() / trace_k);
+        // A unit trace bounds every eigenvalue of the two.
+        let upper =
+            largest.upper + 4.0 * r as f64 * UNIT + error_k * (1.0 + r as f64 * jitter) + error_q + error_q * error_k;
+        Largest { value: largest.value, upper }.scaled(trace_q * trace_k)
     }
 
     /// `F^2 = ||W_Q W_K^T||_F^2`.
@@ -130,8 +162,8 @@ impl HeadGrams<'_> {
     pub fn frobenius_rope_square(&self, rotary: Option<&Rotary>) -> f64 {
         let r = self.q.matrix.nrows();
         let lifted = |gram: &Gram| {
-            let mut matrix = gram.matrix.clone();
-            (0..r).for_each(|i| matrix[(i, i)] += gram.error);
+            let (mut matrix, error) = (gram.matrix.clone(), gram.error());
+            (0..r).for_each(|i| matrix[(i, i)] += error);
             matrix
         };
         let (q, k) = (lifted(self.q), lifted(self.k));
@@ -146,23 +178,35 @@ impl HeadGrams<'_> {
 
 impl SpectralEngine for GramEngine {
     fn layer(&mut self, geometry: &LayerGeometry<'_>) -> Result<LayerSpectrum> {
+        let start = Instant::now();
         let [q, k, v] = layer_channels(geometry)?;
+        let channels_done = Instant::now();
         if geometry.qk_limits.is_some() {
             return Ok(LayerSpectrum { layer: geometry.layer, heads: None, sigma_sum: None, q, k, v });
         }
-        let sides = |heads: &[HeadOperator<'_>], channels: &[Channels]| -> Vec<Side> {
-            heads.par_iter().zip(channels).map(|(head, channels)| Side::new(head, channels, geometry)).collect()
+        let grams = LayerGrams::new(geometry, &q, &k);
+        let grams_done = Instant::now();
+        let sides = |channels: &[Channels], grams: Vec<GramPair>| -> Vec<Side> {
+            channels.par_iter().zip(grams).map(|(channels, grams)| Side::new(channels, grams, geometry)).collect()
         };
-        let (qs, ks) = (sides(&geometry.q, &q), sides(&geometry.k, &k));
+        let (qs, ks) = (sides(&q, grams.q), sides(&k, grams.k));
         let heads = (0..qs.len())
             .into_par_iter()
             .map(|head| {
                 let kv_head = geometry.kv_head(head);
-                let trace = trace_of_product(&geometry.q[head], &q[head], &geometry.k[kv_head], &k[kv_head]);
-                head_spectrum(head, kv_head, &qs[head], &ks[kv_head], geometry.rotary.as_ref(), trace)
+                head_spectrum(head, kv_head, &qs[head], &ks[kv_head], geometry.rotary.as_ref(), grams.trace[head])
             })
             .collect();
+        let norms_done = Instant::now();
         let sigma_sum = Some(summed_norm(geometry));
+        tracing::debug!(
+            layer = geometry.layer,
+            channels_ms = (channels_done - start).as_secs_f64() * 1e3,
+            grams_ms = (grams_done - channels_done).as_secs_f64() * 1e3,
+            norms_ms = (norms_done - grams_done).as_secs_f64() * 1e3,
+            summed_ms = norms_done.elapsed().as_secs_f64() * 1e3,
+            "spectrum"
+        );
         Ok(LayerSpectrum { layer: geometry.layer, heads: Some(heads), sigma_sum, q, k, v })
     }
 }
@@ -171,7 +215,7 @@ impl SpectralEngine for GramEngine {
 struct Side {
     gram: Gram,
     /// Of the raw weights, where they differ.
-    raw: Option<(Gram, Largest)>,
+    raw: Option<Gram>,
     largest: Largest,
     folded_upper: f64,
     /// Certified norm of each rotation pair's two columns, then of the fixed columns together.
@@ -182,20 +226,15 @@ struct Side {
 }
 
 impl Side {
-    fn new(head: &HeadOperator<'_>, channels: &Channels, geometry: &LayerGeometry<'_>) -> Self {
-        let gram = Gram::effective(head, channels);
-        let raw = (!head.is_raw()).then(|| {
-            let raw = Gram::raw(head);
-            let largest = largest_eigenvalue(&raw.matrix);
-            (raw, largest)
-        });
+    fn new(channels: &Channels, pass: GramPair, geometry: &LayerGeometry<'_>) -> Self {
+        let GramPair { effective: gram, raw } = pass;
         let mut largest = largest_eigenvalue(&gram.matrix);
-        largest.upper += gram.error;
+        largest.upper += gram.error();
         let folded_upper = if geometry.centred {
             // diag(g) W_raw = J diag(g) W_raw + 1 mean^T, and the two parts are orthogonal.
             let mean = DVector::from_column_slice(&channels.mean);
             let folded = &gram.matrix + &mean * mean.transpose() * geometry.d_model as f64;
-            (largest_eigenvalue(&folded).upper + 2.0 * gram.error).sqrt()
+            (largest_eigenvalue(&folded).upper + 2.0 * gram.error()).sqrt()
         } else {
             largest.upper.sqrt()
         };
@@ -204,19 +243,19 @@ impl Side {
         if let Some(rotary) = &geometry.rotary {
             for &(a, b) in &rotary.pairs {
                 let g = &gram.matrix;
-                block_norms.push((pair_norm_square(g[(a, a)], g[(b, b)], g[(a, b)]) + gram.error).sqrt());
+                block_norms.push((pair_norm_square(g[(a, a)], g[(b, b)], g[(a, b)]) + gram.error()).sqrt());
                 block_constants.push(constant[a].hypot(constant[b]));
             }
             let fixed = gram.matrix.select_rows(&rotary.fixed).select_columns(&rotary.fixed);
-            block_norms.push((largest_eigenvalue(&fixed).upper + gram.error).sqrt());
+            block_norms.push((largest_eigenvalue(&fixed).upper + gram.error()).sqrt());
             block_constants.push(rotary.fixed.iter().map(|&c| constant[c].powi(2)).sum::<f64>().sqrt());
         }
         let spread = channels.spread.iter().map(|s| s * s).sum::<f64>().sqrt();
         Self { gram, raw, largest, folded_upper, block_norms, constant, block_constants, spread }
     }
 
-    fn raw(&self) -> (&Gram, Largest) {
-        self.raw.as_ref().map_or((&self.gram, self.largest), |(gram, largest)| (gram, *largest))
+    fn raw(&self) -> &Gram {
+        self.raw.as_ref().unwrap_or(&self.gram)
     }
 
     /// Bound on `||W R c||` over every rotation R, for the other side's constant c.
@@ -226,7 +265,7 @@ impl Side {
             return 0.0;
         }
         if rotary.is_none() {
-            let square = other.constant.dot(&(&self.gram.matrix * &other.constant)) + self.gram.error * norm * norm;
+            let square = other.constant.dot(&(&self.gram.matrix * &other.constant)) + self.gram.error() * norm * norm;
             return square.max(0.0).sqrt();
         }
         let blocks: f64 = self.block_norms.iter().zip(&other.block_constants).map(|(w, c)| w * c).sum();
@@ -236,12 +275,11 @@ impl Side {
 
 fn head_spectrum(head: usize, kv_head: usize, q: &Side, k: &Side, rotary: Option<&Rotary>, trace: f64) -> HeadSpectrum {
     let grams = HeadGrams { q: &q.gram, k: &k.gram };
-    let sigma = grams.sigma_square(q.largest, k.largest);
+    let sigma = grams.sigma_square();
     let sigma_raw = if q.raw.is_none() && k.raw.is_none() {
         sigma.value
     } else {
-        let ((rq, lq), (rk, lk)) = (q.raw(), k.raw());
-        HeadGrams { q: rq, k: rk }.sigma_square(lq, lk).value
+        HeadGrams { q: q.raw(), k: k.raw() }.sigma_square().value
     };
     let frobenius_square = grams.frobenius_square();
     let frobenius_rope_square = grams.frobenius_rope_square(rotary);
@@ -290,16 +328,109 @@ fn head_spectrum(head: usize, kv_head: usize, q: &Side, k: &Side, rotary: Option
     }
 }
 
-/// `tr(W_K^T W_Q) = sum_c w_q,c . w_k,c` of the effective operators.
-fn trace_of_product(q: &HeadOperator<'_>, qc: &Channels, k: &HeadOperator<'_>, kc: &Channels) -> f64 {
-    let (r, d) = q.shape();
-    let (mut a, mut b) = (vec![0.0; r * PANEL], vec![0.0; r * PANEL]);
-    let mut trace = 0.0;
-    for start in (0..d).step_by(PANEL) {
-        let n = PANEL.min(d - start);
-        q.read_panel(start, n, &qc.mean, &mut a[..r * n]);
-        k.read_panel(start, n, &kc.mean, &mut b[..r * n]);
-        trace += a[..r * n].iter().zip(&b[..r * n]).map(|(x, y)| x * y).sum::<f64>();
+/// Grams of all heads of a layer, from one read of W_Q and W_K.
+#[derive(Clone, Debug)]
+pub struct LayerGrams {
+    /// Query heads.
+    pub q: Vec<GramPair>,
+    /// Key heads.
+    pub k: Vec<GramPair>,
+    /// `tr(W_K^T W_Q) = sum_c w_q,c . w_k,c` of each query head.
+    pub trace: Vec<f64>,
+}
+
+/// What one head's weights add up to in a pass.
+#[derive(Clone, Debug)]
+pub struct GramPair {
+    /// Of the effective operator.
+    pub effective: Gram,
+    /// Of the raw weights, where they differ.
+    pub raw: Option<Gram>,
+}
+
+/// Query heads that one task reads beside their keys.
+const TASK_HEADS: usize = 4;
+
+impl LayerGrams {
+    /// The Grams of a layer, given its channels (see [`layer_channels`]).
+    pub fn new(geometry: &LayerGeometry<'_>, q: &[Channels], k: &[Channels]) -> Self {
+        let group = geometry.q.len() / geometry.k.len();
+        let tasks: Vec<(usize, usize)> =
+            (0..geometry.k.len()).flat_map(|kv| (0..group).step_by(TASK_HEADS).map(move |first| (kv, first))).collect();
+        let done: Vec<_> = tasks
+            .par_iter()
+            .map(|&(kv, first)| {
+                let heads = kv * group + first..kv * group + group.min(first + TASK_HEADS);
+                Self::task(geometry, heads, kv, first == 0, q, k)
+            })
+            .collect();
+        let mut grams = Self { q: Vec::new(), k: Vec::new(), trace: Vec::new() };
+        for (heads, keys, trace) in done {
+            grams.q.extend(heads);
+            grams.k.extend(keys);
+            grams.trace.extend(trace);
+        }
+        grams
     }
-    trace
+
+    /// A few query heads beside their keys, whose own Gram only one task of the group forms.
+    fn task(
+        geometry: &LayerGeometry<'_>,
+        heads: std::ops::Range<usize>,
+        kv: usize,
+        own_keys: bool,
+        q: &[Channels],
+        k: &[Channels],
+    ) -> (Vec<GramPair>, Option<GramPair>, Vec<f64>) {
+        let (r, d) = geometry.k[kv].shape();
+        let (mut key_panel, mut panel) = (vec![0.0; r * PANEL], vec![0.0; r * PANEL]);
+        let mut passes: Vec<GramPair> = heads.clone().map(|head| GramPair::new(&geometry.q[head])).collect();
+        let mut keys = own_keys.then(|| GramPair::new(&geometry.k[kv]));
+        let mut trace = vec![0.0; heads.len()];
+        for start in (0..d).step_by(PANEL) {
+            let n = PANEL.min(d - start);
+            let (key_panel, panel) = (&mut key_panel[..r * n], &mut panel[..r * n]);
+            match &mut keys {
+                Some(pass) => pass.add(&geometry.k[kv], start, n, &k[kv].mean, key_panel),
+                None => geometry.k[kv].read_panel(start, n, &k[kv].mean, key_panel),
+            }
+            for (i, head) in heads.clone().enumerate() {
+                passes[i].add(&geometry.q[head], start, n, &q[head].mean, panel);
+                trace[i] += dot(panel, key_panel);
+            }
+        }
+        let finish = |mut pass: GramPair, channels: &Channels| {
+            pass.finish(channels);
+            pass
+        };
+        let passes = passes.into_iter().zip(heads).map(|(pass, head)| finish(pass, &q[head])).collect();
+        (passes, keys.map(|pass| finish(pass, &k[kv])), trace)
+    }
+}
+
+impl GramPair {
+    fn new(head: &HeadOperator<'_>) -> Self {
+        Self { effective: Gram::zero(head), raw: (!head.is_raw()).then(|| Gram::zero(head)) }
+    }
+
+    /// Adds `n` model dimensions and leaves the effective panel in `panel`.
+    fn add(&mut self, head: &HeadOperator<'_>, start: usize, n: usize, mean: &[f64], panel: &mut [f64]) {
+        if let Some(raw) = &mut self.raw {
+            head.read_raw(start, n, panel);
+            add_symmetric_product(panel, n, &mut raw.matrix);
+            head.fold_panel(start, n, mean, panel);
+        } else {
+            head.read_panel(start, n, mean, panel);
+        }
+        add_symmetric_product(panel, n, &mut self.effective.matrix);
+    }
+
+    fn finish(&mut self, channels: &Channels) {
+        self.effective.matrix.fill_upper_triangle_with_lower_triangle();
+        self.effective.sizes.clone_from(&channels.folded_sq);
+        if let Some(raw) = &mut self.raw {
+            raw.matrix.fill_upper_triangle_with_lower_triangle();
+            raw.sizes = raw.matrix.diagonal().iter().copied().collect();
+        }
+    }
 }

@@ -10,7 +10,7 @@ mod power;
 mod rope;
 mod scan;
 
-pub use gram::{Gram, GramEngine, HeadGrams};
+pub use gram::{Gram, GramEngine, GramPair, HeadGrams, LayerGrams};
 pub use power::{PowerEngine, PowerEstimate, PowerState, PowerVectors, certified_inflation, summed_norm};
 pub use scan::{Scan, scan_positions};
 

@@ -90,7 +90,7 @@ impl PowerState {
             p.u.len() == self.d_model && p.v.len() == self.d_model && p.u.iter().chain(&p.v).all(|x| x.is_finite())
         };
         let sound = self.layers[geometry.layer].as_ref().is_none_or(|layer| {
-            layer.heads.len() == self.n_q_heads
+            (layer.heads.is_empty() || layer.heads.len() == self.n_q_heads)
                 && (layer.raw.is_empty() || layer.raw.len() == self.n_q_heads)
                 && layer.heads.iter().chain(&layer.raw).chain(&layer.summed).all(fits)
         });
@@ -377,7 +377,7 @@ fn sum_in_order(outs: Vec<Vec<f64>>) -> Vec<f64> {
         .unwrap_or_default()
 }
 
-/// `||sum_h W_Q^h W_K^hT||` on raw weights, converged (Lanczos on `M^T M`, relative 1e-6).
+/// `||sum_h W_Q^h W_K^hT||` on raw weights, converged to about 1e-4 (Lanczos on `M^T M`, from below).
 ///
 /// A group's queries share their keys, so their W_Q are added up once and the matrix is `d x (n_kv r)` times its
 /// partner; both are held in f32 for the time of the call.
@@ -418,7 +418,7 @@ pub fn summed_norm(geometry: &LayerGeometry<'_>) -> f64 {
         return scale;
     }
     let (unit_q, unit_k) = (1.0 / largest(&q), 1.0 / largest(&k));
-    let square = lanczos_within(d, 0, 40, 1e-6, |x| {
+    let square = lanczos_within(d, 0, 30, 1e-5, |x| {
         let x: Vec<f32> = x.iter().map(|&x| x as f32 * unit_k).collect();
         let u: Vec<f32> = half(&k, &q, &x).into_iter().map(|u| u * unit_q * unit_q).collect();
         let out = half(&q, &k, &u);

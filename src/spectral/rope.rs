@@ -23,12 +23,10 @@ pub fn scaled_square(q: &Gram, k: &Gram, rotary: &Rotary) -> Largest {
         root[c] = balance(q.matrix[(c, c)], k.matrix[(c, c)]);
     }
     let side = |gram: &Gram, root: &[f64]| {
-        let scaled = DMatrix::from_fn(r, r, |i, j| gram.matrix[(i, j)] * root[i] * root[j]);
-        let mut largest = largest_eigenvalue(&scaled);
-        // The Gram's own error, scaled by the same T.
-        largest.upper += gram.error * root.iter().map(|t| t * t).fold(0.0, f64::max);
-        // Rounding of the scaling itself.
-        largest.upper *= 1.0 + 8.0 * f64::EPSILON * r as f64;
+        let scaled = gram.scaled(root);
+        let mut largest = largest_eigenvalue(&scaled.matrix);
+        // The Gram's own error under the same T, and the rounding of the scaling.
+        largest.upper = (largest.upper + scaled.error()) * (1.0 + 8.0 * f64::EPSILON * r as f64);
         largest
     };
     let inverse: Vec<f64> = root.iter().map(|t| 1.0 / t).collect();

@@ -4,7 +4,7 @@
 //! signs of D are taken unless the mask is causal.
 
 use super::dense::{UNIT, lanczos, largest_eigenvalue};
-use super::gram::HeadGrams;
+use super::gram::{HeadGrams, cholesky_factor};
 use crate::error::{Error, Result};
 use crate::geometry::Rotary;
 use nalgebra::{DMatrix, DVector};
@@ -38,17 +38,7 @@ pub fn scan_positions(grams: HeadGrams<'_>, rotary: &Rotary, seq_len: usize) -> 
     if tq <= 0.0 || tk <= 0.0 {
         return Ok(Scan { sigma: 0.0, position: 0, upper: 0.0 });
     }
-    let factor = {
-        let mut jitter = 2.0 * UNIT * r as f64;
-        loop {
-            let mut shifted = q / tq;
-            (0..r).for_each(|i| shifted[(i, i)] += jitter);
-            match shifted.cholesky() {
-                Some(factor) => break factor.unpack(),
-                None => jitter *= 8.0,
-            }
-        }
-    };
+    let (factor, _) = cholesky_factor(&(q / tq));
     let k = k / tk;
     let reach = seq_len as i64 - 1;
     let rotated = |position: i64, sign: f64, x: &mut DVector<f64>| {

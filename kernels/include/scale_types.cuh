@@ -1,0 +1,104 @@
+// Tables that the host writes for the scale kernels, and reading of weights of any type. The host's mirror of every
+// struct is src/cuda/scale/tables.rs; the sizes are asserted on both sides.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+enum : u32 { DTYPE_BF16 = 0, DTYPE_F16 = 1, DTYPE_F32 = 2 };
+enum : u32 { HAS_MEAN = 1 };
+enum : u32 { STATUS_NON_FINITE_WEIGHT = 1, STATUS_NON_FINITE_BOUND = 2, STATUS_FALLBACK_BOUND = 4 };
+
+// One projection of one layer: y = W^T x, channel c being the row of W that starts at weight + c * row_stride.
+struct Projection {
+  u64 weight;       // address of the first value
+  u64 gain;         // d_model values of the input norm; 0: all ones
+  u64 shift;        // d_model values; 0: none
+  u64 bias;         // rows values; 0: none
+  i64 row_stride;   // values from a channel to the next
+  i64 col_stride;   // values from an input channel to the next
+  u32 rows;         // heads * d_head
+  u32 d_model;
+  u32 d_head;
+  u32 dtype;        // of the weight
+  u32 vector_dtype; // of gain, shift and bias
+  float gain_offset; // added to every stored gain (1 for 1 + g)
+  u32 flags;
+  u32 rotary;       // rotated channels of each head; 0 for values and for models without
+  u32 interleaved;  // pairs (2b, 2b+1) rather than (b, b + rotary/2)
+  u32 stat_row;     // first row of this projection in the statistics
+  u32 gain_row;     // row of this layer's prepared gains
+  u32 first_head;   // first head of this projection in the Gram table
+};
+static_assert(sizeof(Projection) == 96, "host mirror");
+
+// What one pass over a channel's weights leaves. w = diag(g) W[:, c], after removal of the mean where the norm does.
+struct ChannelStats {
+  float norm2;    // ||w||^2
+  float raw2;     // ||diag(g) W[:, c]||^2, mean kept
+  float pair;     // w . w' with the other channel of its rotation pair (stored at both)
+  float constant; // beta . W[:, c] + b_c
+  float absolute; // sum |beta_i W_ic| + |b_c|
+  float sum;      // sum g_i W_ic
+  float pad0, pad1;
+};
+static_assert(sizeof(ChannelStats) == 32, "host mirror");
+
+__device__ __forceinline__ float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
+__device__ __forceinline__ float bf16_high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
+__device__ __forceinline__ float f16_value(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// Eight values from a 16-byte aligned address (32 bytes for f32).
+template <u32 DTYPE> struct Vector8;
+template <> struct Vector8<DTYPE_BF16> {
+  uint4 raw = {0, 0, 0, 0};
+  __device__ __forceinline__ void load(const void* base, i64 index) { raw = __ldg((const uint4*)((const u16*)base + index)); }
+  __device__ __forceinline__ void get(float (&v)[8]) const {
+    const u32 w[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[2 * i] = bf16_low(w[i]), v[2 * i + 1] = bf16_high(w[i]);
+  }
+};
+template <> struct Vector8<DTYPE_F16> {
+  uint4 raw = {0, 0, 0, 0};
+  __device__ __forceinline__ void load(const void* base, i64 index) { raw = __ldg((const uint4*)((const u16*)base + index)); }
+  __device__ __forceinline__ void get(float (&v)[8]) const {
+    const u32 w[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[2 * i] = f16_value((u16)w[i]), v[2 * i + 1] = f16_value((u16)(w[i] >> 16));
+  }
+};
+template <> struct Vector8<DTYPE_F32> {
+  float4 a = {0, 0, 0, 0}, b = {0, 0, 0, 0};
+  __device__ __forceinline__ void load(const void* base, i64 index) {
+    const float4* p = (const float4*)((const float*)base + index);
+    a = __ldg(p), b = __ldg(p + 1);
+  }
+  __device__ __forceinline__ void get(float (&v)[8]) const {
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+  }
+};
+
+// One value, wherever it lies.
+__device__ __forceinline__ float load_value(u64 base, u32 dtype, i64 index) {
+  if (dtype == DTYPE_F32) return __ldg((const float*)base + index);
+  const u16 bits = __ldg((const u16*)base + index);
+  return dtype == DTYPE_BF16 ? __uint_as_float((u32)bits << 16) : f16_value(bits);
+}
+
+// The two channels of pair p of a head (p < d_head / 2): rotation pairs first, then the unrotated rest two by two.
+__device__ __forceinline__ void pair_channels(u32 p, u32 rotary, u32 interleaved, u32& a, u32& b) {
+  const u32 half = rotary / 2;
+  if (p < half && !interleaved) {
+    a = p, b = p + half;
+  } else {
+    a = 2 * p, b = 2 * p + 1;
+  }
+}

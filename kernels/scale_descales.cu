@@ -1,0 +1,79 @@
+// Operand descales of every layer from the channel statistics: (B + A/32) / 448 with
+//   B = sqrt(d) ||w_c|| + |c_c|,  A = sqrt(d) ||diag(g) w_c|| + sum |beta_i w_i| + |b_c|;
+// under rotation a pair's spectral norm and hypotenuses take the place of a channel's. One block a layer and projection, a warp a
+// head; q takes the largest of the query heads that share a KV head; o is twice v. NaN stays NaN and sets the status.
+#include "scale_types.cuh"
+
+struct Layer {
+  u32 q_row, k_row, v_row;     // first statistics row of each projection; 0xffffffff: v has no bound
+  u32 n_q, n_kv, d_head, d_model;
+  u32 rotary, interleaved, flags;
+  u32 raw_pairs;               // bit 0, 1: the pair products of q, k still hold the mean
+  u32 out;                     // first entry of this layer in `heads`: [4][n_kv], q k v o
+  float rope_factor;           // on rotated channels (YaRN)
+  float fixed_q, fixed_k;      // > 0: bound that comes from QK-norm gains, B + A/32
+  u32 pad;
+};
+static_assert(sizeof(Layer) == 64, "host mirror");
+
+__device__ __forceinline__ float up(float v) { return v > 0.f ? __uint_as_float(__float_as_uint(v) + 1) : v; }
+__device__ __forceinline__ float larger(float a, float b) { return a != a ? a : (b != b ? b : fmaxf(a, b)); }
+
+// B + A/32 of pair p of the head whose rows start at `row`.
+__device__ float pair_bound(const ChannelStats* s, const Layer& l, u32 p, u32 rotary, bool raw_pair) {
+  u32 a, b;
+  pair_channels(p, rotary, l.interleaved, a, b);
+  const ChannelStats x = s[a], y = s[b];
+  const float root = sqrtf((float)l.d_model);
+  const float ax = root * sqrtf(x.raw2) + x.absolute, ay = root * sqrtf(y.raw2) + y.absolute;
+  if (p >= rotary / 2) {
+    const float bx = root * sqrtf(x.norm2) + fabsf(x.constant) + ax * 0.03125f;
+    const float by = root * sqrtf(y.norm2) + fabsf(y.constant) + ay * 0.03125f;
+    return larger(bx, by);
+  }
+  float m = x.pair;
+  if (raw_pair && (l.flags & HAS_MEAN)) m -= x.sum * y.sum / (float)l.d_model;
+  const float mid = 0.5f * (x.norm2 + y.norm2), off = 0.5f * (x.norm2 - y.norm2);
+  const float sigma = sqrtf(mid + sqrtf(off * off + m * m));
+  const float bound = root * sigma + sqrtf(x.constant * x.constant + y.constant * y.constant);
+  return l.rope_factor * (bound + sqrtf(ax * ax + ay * ay) * 0.03125f);
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+    scale_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, u32* status) {
+  extern __shared__ float bounds[];  // one a head of this projection
+  const Layer l = layers[blockIdx.x];
+  const u32 which = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = l.d_head / 2;
+  const u32 first = which == 0 ? l.q_row : which == 1 ? l.k_row : l.v_row;
+  const u32 count = which == 0 ? l.n_q : l.n_kv, group = count / l.n_kv;
+  const float fixed = which == 0 ? l.fixed_q : which == 1 ? l.fixed_k : 0.f;
+  const u32 rotary = which == 2 ? 0 : l.rotary;
+  for (u32 head = warp; head < count; head += 16) {
+    float bound = fixed > 0.f ? fixed : 0.f;
+    if (first != 0xffffffffu && !(fixed > 0.f))
+      for (u32 i = lane; i < half; i += 32)
+        bound = larger(bound, pair_bound(stats + first + (size_t)head * l.d_head, l, i, rotary, l.raw_pairs >> which & 1));
+#pragma unroll
+    for (int step = 16; step; step >>= 1) bound = larger(bound, __shfl_xor_sync(0xffffffffu, bound, step));
+    if (lane == 0) bounds[head] = bound;
+  }
+  __syncthreads();
+  if (warp) return;
+  float most = 0.f;
+  for (u32 head = lane; head < l.n_kv; head += 32) {
+    float bound = 0.f;
+    for (u32 g = 0; g < group; g++) bound = larger(bound, bounds[head * group + g]);
+    // Rounded up, so that bound / descale <= 448 in f32 too.
+    float descale = bound == 0.f ? 1.f : fmaxf(up(up(bound / 448.f)), 1.17549435e-38f);
+    if (!(bound < 3e38f)) descale = __uint_as_float(0x7fc00000u), atomicOr(status, STATUS_NON_FINITE_WEIGHT);
+    heads[l.out + which * l.n_kv + head] = descale;
+    if (which == 2) heads[l.out + 3 * l.n_kv + head] = bound == 0.f ? 1.f : 2.f * descale;
+    most = larger(most, descale);
+  }
+  // One descale a tensor: the largest of its heads.
+#pragma unroll
+  for (int step = 16; step; step >>= 1) most = larger(most, __shfl_xor_sync(0xffffffffu, most, step));
+  if (lane) return;
+  tensors[blockIdx.x * 4 + which] = most;
+  if (which == 2) tensors[blockIdx.x * 4 + 3] = 2.f * most;
+}

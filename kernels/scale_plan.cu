@@ -1,0 +1,132 @@
+// The end of the chain, a warp a query head: certified eigenvalues and channel statistics to the logit bound and its
+// descale. And channel statistics read off the Grams, where the norm has neither mean nor shift.
+//
+//   certain = tau [d sigma + sqrt(d) (||a|| + ||b||) + |c0|],   rounded = certain + tau [(1 + e)^2 - 1] N_Q N_K + subnormals,
+//   N = sqrt(d) sigma_raw + ||c||, 1 + e = (1 + 1/17)(1 + 1/32), descale = rounded / (eta 448).
+// Under rotation sigma is the smaller of the scaled product and sigma_Q sigma_K, and the constants go pair by pair.
+#include "scale_types.cuh"
+
+struct HeadGram {
+  u32 first, stride, count, stat_row;
+};
+struct PlanShape {
+  u32 n_q, n_kv, r, rotary;
+  u32 interleaved, d_model, layers, products;  // products: 1 if sigma^2 comes from the product jobs
+  float rope_factor;
+  float eta;
+  u32 pad0, pad1;
+};
+static_assert(sizeof(PlanShape) == 48, "host mirror");
+
+struct HeadBound {
+  float sigma;    // certified, rotation included
+  float certain;
+  float rounded;
+  float descale;
+};
+
+__device__ __forceinline__ double warp_sum(double v) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
+  return v;
+}
+__device__ __forceinline__ float above(double v) {  // rounded up
+  const float f = (float)v;
+  return (double)f < v ? __uint_as_float(__float_as_uint(f) + 1) : f;
+}
+
+// A little above the root: f32 is enough for the constants, and never errs downwards.
+__device__ __forceinline__ double root_above(double v) { return (double)sqrtf((float)v) * (1.0 + 0x1p-21); }
+
+extern "C" __global__ void __launch_bounds__(128)
+    scale_plan(PlanShape s, const HeadGram* heads, const ChannelStats* stats, const double* lambdas, const double2* aux,
+               const float* softmax_scales, const float* operand_descales, HeadBound* bounds, u32* status) {
+  const u32 task = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (task >= s.layers * s.n_q) return;
+  const u32 layer = task / s.n_q, h = task % s.n_q, kv = h / (s.n_q / s.n_kv);
+  const u32 first = layer * (s.n_q + s.n_kv);
+  const ChannelStats* q = stats + heads[first + h].stat_row;
+  const ChannelStats* k = stats + heads[first + s.n_q + kv].stat_row;
+  const double raw_q = lambdas[task], raw_k = lambdas[s.layers * s.n_q + layer * s.n_kv + kv];
+  const double* rest = lambdas + s.layers * (s.n_q + s.n_kv);
+  const double sigma_q = sqrt(raw_q), sigma_k = sqrt(raw_k), root = sqrt((double)s.d_model);
+  const double yarn = s.rope_factor;
+
+  // Constants.
+  double cq2 = 0, ck2 = 0, c0 = 0, a = 0, b = 0, rest_q = 0, rest_k = 0, rest_cq = 0, rest_ck = 0, rest_c0 = 0;
+  for (u32 p = lane; p < s.r / 2; p += 32) {
+    u32 i, j;
+    pair_channels(p, s.rotary, s.interleaved, i, j);
+    const bool rotated = p < s.rotary / 2;
+    const double f = rotated ? yarn : 1.0;
+    const double q0 = f * q[i].constant, q1 = f * q[j].constant, k0 = f * k[i].constant, k1 = f * k[j].constant;
+    const double qq = q0 * q0 + q1 * q1, kk = k0 * k0 + k1 * k1;
+    cq2 += qq, ck2 += kk;
+    if (rotated) {
+      auto sigma_pair = [&](const ChannelStats* c) {
+        const double x = c[i].norm2, y = c[j].norm2, m = c[i].pair;
+        return f * root_above(0.5 * (x + y) + root_above(0.25 * (x - y) * (x - y) + m * m));
+      };
+      const double rq = root_above(qq), rk = root_above(kk);
+      c0 += rq * rk, a += sigma_pair(q) * rk, b += sigma_pair(k) * rq;
+    } else {
+      rest_c0 += q0 * k0 + q1 * k1, rest_cq += qq, rest_ck += kk;
+      rest_q += (double)q[i].norm2 + q[j].norm2, rest_k += (double)k[i].norm2 + k[j].norm2;
+    }
+  }
+  cq2 = warp_sum(cq2), ck2 = warp_sum(ck2), c0 = warp_sum(c0) + fabs(warp_sum(rest_c0));
+  a = warp_sum(a), b = warp_sum(b);
+  rest_q = warp_sum(rest_q), rest_k = warp_sum(rest_k), rest_cq = warp_sum(rest_cq), rest_ck = warp_sum(rest_ck);
+  if (lane) return;
+  a += sqrt(rest_q * rest_ck), b += sqrt(rest_k * rest_cq);
+  a = fmin(a, sigma_q * sqrt(ck2)), b = fmin(b, sigma_k * sqrt(cq2));
+  double sigma = sigma_q * sigma_k;
+  if (s.products) {
+    sigma = fmin(sigma, sqrt(rest[task]));
+    a = fmin(a, sqrt(aux[task].x)), b = fmin(b, sqrt(aux[task].y));
+  } else if (s.rotary) {
+    sigma = fmin(sigma, sqrt(rest[task] * rest[s.layers * s.n_q + task]));
+  }
+  const double tau = softmax_scales[layer], d = s.d_model;
+  const double certain = tau * (d * sigma + root * (a + b) + c0);
+  const double norm_q = root * sigma_q + sqrt(cq2), norm_k = root * sigma_k + sqrt(ck2);
+  const double e = (1.0 + 1.0 / 17.0) * (1.0 + 1.0 / 32.0);
+  // Elements below 2^-6 of their descale are off by up to 2^-10 of it.
+  const double small = sqrt((double)s.r) * 0x1p-10;
+  const double sq = small * operand_descales[layer * 4 * s.n_kv + kv];
+  const double sk = small * operand_descales[layer * 4 * s.n_kv + s.n_kv + kv];
+  double rounded = certain + tau * ((e * e - 1.0) * norm_q * norm_k + e * (norm_q * sk + norm_k * sq) + sq * sk);
+  // fmin drops a NaN.
+  if (!(raw_q + raw_k + (s.products || s.rotary ? rest[task] : 0.0) < 1e300)) {
+    rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
+  }
+  HeadBound out;
+  out.sigma = above(sigma), out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
+  out.descale = rounded == 0.0 ? 1.f : rounded == rounded ? fmaxf(above(rounded / (s.eta * 448.0)), 1.17549435e-38f) : (float)rounded;
+  bounds[task] = out;
+}
+
+// Statistics of Q and K channels from the diagonal and the pair entries of their Grams. A block a head; statistics of
+// heads of either projection start at the head's row.
+extern "C" __global__ void __launch_bounds__(128)
+    scale_gram_stats(PlanShape s, const HeadGram* heads, const float* partials, const u64* biases, u32 bias_dtype,
+                     ChannelStats* stats) {
+  const HeadGram head = heads[blockIdx.x];
+  const u32 side = (s.r + 63) / 64, blocks = side * (side + 1) / 2;
+  auto entry = [&](u32 i, u32 j) {
+    const u32 bi = i / 64, bj = j / 64, block = bi * side - bi * (bi - 1) / 2 + bj - bi;
+    float sum = 0.f;
+    for (u32 part = 0; part < head.count; part++)
+      sum += partials[((size_t)(head.first + part * head.stride) * blocks + block) * 4096 + (i % 64) * 64 + j % 64];
+    return sum;
+  };
+  const u32 p = threadIdx.x;
+  if (p >= s.r / 2) return;
+  u32 i, j;
+  pair_channels(p, s.rotary, s.interleaved, i, j);
+  const float x = entry(i, i), y = entry(j, j), m = entry(i, j);
+  const u64 bias = biases[blockIdx.x];
+  const float bx = bias ? load_value(bias, bias_dtype, i) : 0.f, by = bias ? load_value(bias, bias_dtype, j) : 0.f;
+  stats[head.stat_row + i] = {x, x, m, bx, fabsf(bx), 0.f, 0.f, 0.f};
+  stats[head.stat_row + j] = {y, y, m, by, fabsf(by), 0.f, 0.f, 0.f};
+}

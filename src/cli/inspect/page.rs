@@ -1,0 +1,369 @@
+//! The picture of a checkpoint: sigma per layer and head, as the paper's Figure 1, and what stands behind it.
+
+use super::{Head, Inspection, Layer};
+use crate::cli::html::{Figure, Page, escape, html_table};
+use crate::cli::model::headline;
+use crate::cli::table::short;
+use std::fmt::Write;
+
+/// Beyond this ratio of extremes an axis is logarithmic.
+const LOG_FROM: f64 = 12.0;
+
+/// The profile in a few sentences.
+pub fn summary(inspection: &Inspection) -> String {
+    let layers = &inspection.layers;
+    let heads = || layers.iter().flat_map(|layer| layer.heads.iter().map(move |head| (layer, head)));
+    let count = heads().count();
+    let largest = |value: fn(&Head) -> Option<f64>| {
+        heads().filter_map(|(l, h)| Some((value(h)?, l.layer, h.head))).max_by(|a, b| a.0.total_cmp(&b.0))
+    };
+    let place = |(value, layer, head): (f64, usize, usize)| format!("{} (layer {layer}, head {head})", short(value));
+    let Some(top) = largest(|head| head.sigma) else {
+        let bound = largest(|head| head.bound_certain).map(place).unwrap_or_default();
+        return format!(
+            "q and k of all {count} heads are normalised after the projection, so the norms of the weights bound \
+             nothing. Shown is the certain bound on a logit, from the gains: at most {bound}."
+        );
+    };
+    let sigmas: Vec<f64> = heads().filter_map(|(_, head)| head.sigma).collect();
+    let low = sigmas.iter().copied().fold(f64::INFINITY, f64::min);
+    let mean = sigmas.iter().sum::<f64>() / sigmas.len() as f64;
+    let mut out = format!(
+        "Sigma of {count} heads in {} layers runs from {} to {}, mean {}.",
+        layers.len(),
+        short(low),
+        place(top),
+        short(mean)
+    );
+    let folded: Vec<f64> =
+        layers.iter().filter_map(|l| Some(l.sigma?.max / l.sigma_raw?.max)).filter(|ratio| ratio.is_finite()).collect();
+    if folded.iter().any(|ratio| (ratio - 1.0).abs() > 1e-6) {
+        let (low, high) = extremes(&folded);
+        let _ = write!(out, " The norm's gain multiplies a layer's sigma by {} to {}.", short(low), short(high));
+    }
+    if let Some(top) = largest(|head| head.rope_ratio).filter(|top| top.0 > 1.0 + 1e-6) {
+        let _ = write!(out, " Rotation can multiply a head's sigma by at most {}.", place(top));
+    }
+    let sums: Vec<f64> = layers.iter().filter_map(|l| Some(l.sigma_sum? / l.sigma_raw?.max)).collect();
+    if !sums.is_empty() && sums.iter().all(|ratio| ratio.is_finite()) {
+        let (low, high) = extremes(&sums);
+        let _ =
+            write!(out, " The paper's summed norm is {} to {} times the largest head's, raw.", short(low), short(high));
+    }
+    out
+}
+
+/// The page.
+pub fn render(inspection: &Inspection) -> String {
+    let name = inspection.model.name.as_str();
+    let line = headline(&inspection.model);
+    let line = line.trim().strip_prefix(name).unwrap_or(&line).trim_start_matches([':', ' ']);
+    let mut page = Page::new(&format!("Spectral profile of {name}"), line, &summary(inspection));
+    let layers = &inspection.layers;
+    let has_sigma = layers.iter().any(|layer| layer.sigma.is_some());
+    if has_sigma {
+        page.figures(&[
+            Figure {
+                title: "Sigma by layer".to_owned(),
+                caption:
+                    "Filled: each head with the norm's gain folded in. Hollow: raw weights. Bar: mean of the folded."
+                        .to_owned(),
+                content: strip(layers, |head| head.sigma, |head| head.sigma_raw),
+            },
+            Figure {
+                title: "Sigma by layer and head".to_owned(),
+                caption: "Gain folded in. Darker in the light theme, brighter in the dark one, is larger.".to_owned(),
+                content: heat_map(layers, |head| head.sigma),
+            },
+        ]);
+        let mut more = vec![Figure {
+            title: "Stable rank".to_owned(),
+            caption: "F squared over sigma squared: how many directions share the head's energy.".to_owned(),
+            content: heat_map(layers, |head| head.stable_rank),
+        }];
+        if inspection.model.rope.is_some() {
+            more.push(Figure {
+                title: "RoPE ratio".to_owned(),
+                caption: "What rotation can add: bound over every relative position, divided by sigma.".to_owned(),
+                content: heat_map(layers, |head| head.rope_ratio),
+            });
+        }
+        page.figures(&more);
+    } else {
+        page.figures(&[
+            Figure {
+                title: "Certain logit bound by layer".to_owned(),
+                caption: "Each head, from the gains of its q and k norms. Bar: mean.".to_owned(),
+                content: strip(layers, |head| head.bound_certain, |_| None),
+            },
+            Figure {
+                title: "Certain logit bound by layer and head".to_owned(),
+                caption: "Darker in the light theme, brighter in the dark one, is larger.".to_owned(),
+                content: heat_map(layers, |head| head.bound_certain),
+            },
+        ]);
+    }
+    page.figures(&[Figure {
+        title: "Numbers by layer".to_owned(),
+        caption: "Over the heads of a layer. The last column is the certain bound on a logit.".to_owned(),
+        content: numbers(layers),
+    }]);
+    page.render()
+}
+
+fn numbers(layers: &[Layer]) -> String {
+    let head = [
+        "layer",
+        "sigma min",
+        "mean",
+        "max",
+        "raw max",
+        "stable rank mean",
+        "RoPE ratio max",
+        "sigma_sum",
+        "logit bound",
+    ];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    rows.extend(layers.iter().map(|layer| {
+        vec![
+            layer.layer.to_string(),
+            short(layer.sigma.map(|s| s.min)),
+            short(layer.sigma.map(|s| s.mean)),
+            short(layer.sigma.map(|s| s.max)),
+            short(layer.sigma_raw.map(|s| s.max)),
+            short(layer.stable_rank.map(|s| s.mean)),
+            short(layer.rope_ratio.map(|s| s.max)),
+            short(layer.sigma_sum),
+            short(layer.bound_certain),
+        ]
+    }));
+    html_table(&rows)
+}
+
+/// Every number of a head, for the tooltip.
+fn details(layer: &Layer, head: &Head) -> String {
+    let mut out = format!("layer {}, head {} (KV head {})", layer.layer, head.head, head.kv_head);
+    for (name, value) in [
+        ("sigma", head.sigma),
+        ("raw", head.sigma_raw),
+        ("over rotations", head.sigma_rope),
+        ("stable rank", head.stable_rank),
+        ("certain logit bound", head.bound_certain),
+    ] {
+        if let Some(value) = value {
+            let _ = write!(out, "\n{name} {value:.6}");
+        }
+    }
+    escape(&out)
+}
+
+/// An axis from the smallest to the largest value, logarithmic where they are far apart.
+struct Axis {
+    low: f64,
+    high: f64,
+    log: bool,
+}
+
+impl Axis {
+    /// Over the positive values; a linear axis starts at `floor` where that is given.
+    fn new(values: impl Iterator<Item = f64>, floor: Option<f64>) -> Self {
+        let values: Vec<f64> = values.filter(|x| x.is_finite() && *x > 0.0).collect();
+        if values.is_empty() {
+            return Self { low: 0.0, high: 1.0, log: false };
+        }
+        let (low, high) = extremes(&values);
+        if high / low > LOG_FROM {
+            return Self { low, high, log: true };
+        }
+        Self { low: floor.unwrap_or(low), high, log: false }
+    }
+
+    /// Place between 0 and 1.
+    fn place(&self, value: f64) -> f64 {
+        let (x, low, high) = match self.log {
+            true => (value.max(self.low).ln(), self.low.ln(), self.high.ln()),
+            false => (value, self.low, self.high),
+        };
+        if high > low { ((x - low) / (high - low)).clamp(0.0, 1.0) } else { 1.0 }
+    }
+
+    /// Round values to mark.
+    fn ticks(&self) -> Vec<f64> {
+        if self.log {
+            let decades = self.low.log10().floor() as i32..=self.high.log10().ceil() as i32;
+            let all = |steps: &'static [f64]| {
+                let values = decades.clone().flat_map(move |e| steps.iter().map(move |s| s * 10f64.powi(e)));
+                values.filter(|x| (self.low..=self.high).contains(x)).collect::<Vec<f64>>()
+            };
+            let fine = all(&[1.0, 2.0, 5.0]);
+            return if fine.len() > 7 { all(&[1.0]) } else { fine };
+        }
+        let rough = (self.high - self.low) / 4.0;
+        if rough <= 0.0 {
+            return vec![self.high];
+        }
+        let base = 10f64.powf(rough.log10().floor());
+        let step = [1.0, 2.0, 5.0, 10.0].map(|s| s * base).into_iter().find(|s| *s >= rough).unwrap_or(rough);
+        let first = (self.low / step).ceil() as i64;
+        (first..=(self.high / step).floor() as i64).map(|i| i as f64 * step).collect()
+    }
+}
+
+fn extremes(values: &[f64]) -> (f64, f64) {
+    values.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &x| (low.min(x), high.max(x)))
+}
+
+/// A tick label without needless zeros.
+fn label(value: f64) -> String {
+    let text = format!("{value:.6}");
+    let text = text.trim_end_matches('0').trim_end_matches('.');
+    if text == "0" && value != 0.0 { format!("{value:.0e}") } else { text.to_owned() }
+}
+
+/// Heads as dots over their layer, with the range and mean of the first series.
+fn strip(layers: &[Layer], first: fn(&Head) -> Option<f64>, second: fn(&Head) -> Option<f64>) -> String {
+    let values = layers.iter().flat_map(|l| &l.heads).flat_map(|h| [first(h), second(h)]).flatten();
+    let axis = Axis::new(values, Some(0.0));
+    let (left, top, height) = (44.0, 10.0, 250.0);
+    let step = (720.0 / layers.len() as f64).clamp(15.0, 44.0);
+    let width = left + step * layers.len() as f64 + 8.0;
+    let y = |value: f64| top + height * (1.0 - axis.place(value));
+    let mut svg = open_svg(width, top + height + 38.0, "Sigma of every head by layer");
+    for tick in axis.ticks() {
+        let y = y(tick);
+        let _ = write!(
+            svg,
+            "<line class=\"grid\" x1=\"{left}\" x2=\"{width:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>\
+             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+            left - 6.0,
+            y + 4.0,
+            label(tick)
+        );
+    }
+    let every = (24.0 / step).ceil() as usize;
+    for (place, layer) in layers.iter().enumerate() {
+        let x = left + step * (place as f64 + 0.5);
+        if place % every == 0 {
+            let _ = write!(
+                svg,
+                "<text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+                top + height + 16.0,
+                layer.layer
+            );
+        }
+        let values: Vec<f64> = layer.heads.iter().filter_map(first).collect();
+        if values.is_empty() {
+            continue;
+        }
+        let (low, high) = extremes(&values);
+        let mean = y(values.iter().sum::<f64>() / values.len() as f64);
+        let (side, offset) = (step * 0.26, step * 0.12);
+        let _ = write!(
+            svg,
+            "<line class=\"span\" x1=\"{0:.1}\" x2=\"{0:.1}\" y1=\"{1:.1}\" y2=\"{2:.1}\"/>\
+             <line class=\"mean\" x1=\"{3:.1}\" x2=\"{4:.1}\" y1=\"{mean:.1}\" y2=\"{mean:.1}\"/>",
+            x - offset,
+            y(low),
+            y(high),
+            x - offset - side,
+            x - offset + side
+        );
+        for head in &layer.heads {
+            let about = details(layer, head);
+            for (class, value, x) in [("second", second(head), x + offset), ("first", first(head), x - offset)] {
+                if let Some(value) = value {
+                    let _ = write!(
+                        svg,
+                        "<circle class=\"{class}\" cx=\"{x:.1}\" cy=\"{:.1}\" r=\"3\"><title>{about}</title></circle>",
+                        y(value)
+                    );
+                }
+            }
+        }
+    }
+    let scale = if axis.log { "layer (logarithmic scale)" } else { "layer" };
+    let _ = write!(svg, "<text x=\"{left}\" y=\"{:.1}\">{scale}</text></svg>", top + height + 32.0);
+    svg
+}
+
+/// One cell a head, layers downwards.
+fn heat_map(layers: &[Layer], value: fn(&Head) -> Option<f64>) -> String {
+    let axis = Axis::new(layers.iter().flat_map(|l| &l.heads).filter_map(value), None);
+    let columns = layers.iter().map(|layer| layer.heads.len()).max().unwrap_or(0);
+    let (left, top) = (32.0, 30.0);
+    let width = (560.0 / columns.max(1) as f64).clamp(10.0, 62.0);
+    let height = (480.0 / layers.len().max(1) as f64).clamp(10.0, 30.0);
+    let (right, bottom) = (left + width * columns as f64, top + height * layers.len() as f64);
+    let mut svg = open_svg(right + 8.0, bottom + 6.0, "A value for every layer and head");
+    let every = |cell: f64, room: f64| (room / cell).ceil() as usize;
+    let _ = write!(svg, "<text x=\"{left}\" y=\"11\">head</text>");
+    for column in (0..columns).step_by(every(width, 22.0)) {
+        let x = left + width * (column as f64 + 0.5);
+        let _ = write!(svg, "<text x=\"{x:.1}\" y=\"25\" text-anchor=\"middle\">{column}</text>");
+    }
+    for (place, layer) in layers.iter().enumerate() {
+        let y = top + height * place as f64;
+        if place % every(height, 14.0) == 0 {
+            let _ = write!(
+                svg,
+                "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+                left - 6.0,
+                y + 0.5 * height + 4.0,
+                layer.layer
+            );
+        }
+        for (column, head) in layer.heads.iter().enumerate() {
+            let Some(value) = value(head) else { continue };
+            let shade = axis.place(value);
+            let x = left + width * column as f64;
+            let _ = write!(
+                svg,
+                "<rect class=\"cell\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" \
+                 fill-opacity=\"{:.3}\"><title>{}</title></rect>",
+                width - 1.0,
+                height - 1.0,
+                0.08 + 0.92 * shade,
+                details(layer, head)
+            );
+            // The number itself where it fits.
+            if width >= 46.0 && height >= 20.0 {
+                let _ = write!(
+                    svg,
+                    "<text class=\"{}\" pointer-events=\"none\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+                    if shade > 0.6 { "hi" } else { "lo" },
+                    x + 0.5 * width,
+                    y + 0.5 * height + 4.0,
+                    short(value)
+                );
+            }
+        }
+    }
+    svg.push_str("</svg>");
+    svg
+}
+
+fn open_svg(width: f64, height: f64, name: &str) -> String {
+    format!(
+        "<svg width=\"{width:.0}\" height=\"{height:.0}\" viewBox=\"0 0 {width:.0} {height:.0}\" role=\"img\" \
+         aria-label=\"{}\">",
+        escape(name)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn axes_mark_round_values() {
+        let linear = Axis::new([2.0, 9.0].into_iter(), Some(0.0));
+        assert_eq!(linear.ticks(), [0.0, 5.0]);
+        let log = Axis::new([0.9, 110.0].into_iter(), Some(0.0));
+        assert!(log.log);
+        assert_eq!(log.ticks().first(), Some(&1.0));
+        assert_eq!((log.place(0.9), log.place(110.0)), (0.0, 1.0));
+        let one = Axis::new(std::iter::once(3.0), None);
+        assert_eq!((one.place(3.0), one.ticks()), (1.0, vec![3.0]));
+        assert_eq!([label(0.0), label(0.5), label(20.0), label(2e-8)], ["0", "0.5", "20", "2e-8"]);
+    }
+}

@@ -1,0 +1,77 @@
+//! Aligned text tables and short numbers.
+
+/// A table of right-aligned columns.
+pub struct Table {
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// A table with these column heads.
+    pub fn new<const N: usize>(heads: [&str; N]) -> Self {
+        Self { rows: vec![heads.map(str::to_owned).to_vec()] }
+    }
+
+    /// Adds a row.
+    pub fn row<const N: usize>(&mut self, cells: [String; N]) {
+        self.rows.push(cells.to_vec());
+    }
+
+    /// The text, a line a row.
+    pub fn render(&self) -> String {
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
+        let width = |c: usize| self.rows.iter().filter_map(|row| row.get(c)).map(|cell| cell.chars().count()).max();
+        let widths: Vec<usize> = (0..columns).map(|c| width(c).unwrap_or(0)).collect();
+        let line = |row: &Vec<String>| {
+            row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:>width$}")).collect::<Vec<_>>().join("  ")
+        };
+        self.rows.iter().map(|row| line(row) + "\n").collect()
+    }
+}
+
+/// A number with four significant digits; `-` where there is none.
+pub fn short(value: impl Into<Option<f64>>) -> String {
+    let Some(value) = value.into() else { return "-".to_owned() };
+    let size = value.abs();
+    if value == 0.0 || !value.is_finite() {
+        format!("{value}")
+    } else if !(1e-4..1e6).contains(&size) {
+        format!("{value:.3e}")
+    } else {
+        let digits = (3 - size.log10().floor() as i32).max(0) as usize;
+        format!("{value:.digits$}")
+    }
+}
+
+/// `min..max`, or one number where both read the same; `-` for nothing.
+pub fn range(values: impl Iterator<Item = f64>) -> String {
+    let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
+    if low > high {
+        return "-".to_owned();
+    }
+    let (low, high) = (short(low), short(high));
+    if low == high { low } else { format!("{low}..{high}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_keep_four_digits() {
+        let cases =
+            [(0.0, "0"), (0.035213846, "0.03521"), (1234.56, "1235"), (9.99996, "10.000"), (2.5e-7, "2.500e-7")];
+        for (value, text) in cases {
+            assert_eq!(short(value), text);
+        }
+        assert_eq!(short(None), "-");
+        assert_eq!(range([1.0, 2.0].into_iter()), "1.000..2.000");
+        assert_eq!(range(std::iter::empty()), "-");
+    }
+
+    #[test]
+    fn columns_are_aligned() {
+        let mut table = Table::new(["a", "long"]);
+        table.row(["1000".to_owned(), "2".to_owned()]);
+        assert_eq!(table.render(), "   a  long\n1000     2\n");
+    }
+}

@@ -1,0 +1,232 @@
+//! Compiled kernels on disk.
+//!
+//! One file an entry, named by a 128-bit hash of everything that goes into the compilation: the source and all headers,
+//! the compiler's version, the options, the architecture. A file is written under a temporary name in the same folder and
+//! published by one rename, so two processes can fill the same entry at once; the last one wins and both are right.
+//! Every entry carries its length and a checksum: a damaged one is compiled again, never loaded.
+//!
+//! The folder is `SIGMASCALE_CACHE`, else `$XDG_CACHE_HOME/sigmascale`, else `~/.cache/sigmascale`. A folder that cannot
+//! be written only costs time: the kernel is compiled again in the next process.
+
+use super::nvrtc::{Compiled, Request};
+use super::sources;
+use crate::error::Result;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const MAGIC: &[u8; 8] = b"sigma-c1";
+
+/// Where compiled kernels are kept, if the environment names a place.
+pub fn default_folder() -> Option<PathBuf> {
+    let variable = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    variable("SIGMASCALE_CACHE")
+        .or_else(|| variable("XDG_CACHE_HOME").map(|p| p.join("sigmascale")))
+        .or_else(|| variable("HOME").map(|p| p.join(".cache/sigmascale")))
+}
+
+/// A folder of compiled kernels.
+#[derive(Clone, Debug)]
+pub struct Cache {
+    folder: Option<PathBuf>,
+}
+
+impl Cache {
+    /// The cache in `folder`; `None` keeps nothing.
+    pub fn new(folder: Option<PathBuf>) -> Self {
+        Self { folder }
+    }
+
+    /// The entry of `request`, or `build`'s result, which is then kept.
+    ///
+    /// # Errors
+    /// Only those of `build`: a cache that cannot be read or written is passed over.
+    pub fn get_or_build(
+        &self,
+        request: &Request,
+        compiler: (i32, i32),
+        build: impl FnOnce() -> Result<Compiled>,
+    ) -> Result<Compiled> {
+        let Some(folder) = &self.folder else { return build() };
+        let path = folder.join(format!("{}-{}.cubin", request.source.name, key(request, compiler)));
+        if let Some(found) = std::fs::read(&path).ok().and_then(|bytes| decode(&bytes)) {
+            return Ok(found);
+        }
+        let built = build()?;
+        if let Err(e) = publish(folder, &path, &encode(&built)) {
+            tracing::debug!("compiled kernel not kept in {}: {e}", path.display());
+        }
+        Ok(built)
+    }
+}
+
+/// 128 bits over everything that determines the result, in hexadecimal.
+fn key(request: &Request, compiler: (i32, i32)) -> String {
+    let mut hash = Fnv128::new();
+    let mut field = |bytes: &[u8]| {
+        hash.write(&(bytes.len() as u64).to_le_bytes());
+        hash.write(bytes);
+    };
+    field(env!("CARGO_PKG_VERSION").as_bytes());
+    field(format!("nvrtc {}.{}", compiler.0, compiler.1).as_bytes());
+    field(request.source.name.as_bytes());
+    field(request.source.text.as_bytes());
+    for (name, body) in sources::HEADERS {
+        field(name.as_bytes());
+        field(body.as_bytes());
+    }
+    for option in request.options() {
+        field(option.as_bytes());
+    }
+    format!("{:032x}", hash.0)
+}
+
+/// FNV-1a over 128 bits: a content key among files of one's own, not a defence against an attacker.
+struct Fnv128(u128);
+
+impl Fnv128 {
+    fn new() -> Self {
+        Self(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d)
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for &b in bytes {
+            self.0 = (self.0 ^ u128::from(b)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
+        }
+    }
+}
+
+fn checksum(bytes: &[u8]) -> [u8; 16] {
+    let mut hash = Fnv128::new();
+    hash.write(bytes);
+    hash.0.to_le_bytes()
+}
+
+/// magic, cubin length, log length (u64, little endian), checksum of the rest, cubin, log.
+fn encode(compiled: &Compiled) -> Vec<u8> {
+    let body = [&compiled.cubin, compiled.log.as_bytes()].concat();
+    let lengths = [compiled.cubin.len() as u64, compiled.log.len() as u64].map(u64::to_le_bytes).concat();
+    [MAGIC.as_slice(), &lengths, &checksum(&body), &body].concat()
+}
+
+fn decode(bytes: &[u8]) -> Option<Compiled> {
+    let rest = bytes.strip_prefix(MAGIC)?;
+    let (lengths, rest) = rest.split_at_checked(16)?;
+    let (sum, body) = rest.split_at_checked(16)?;
+    let length = |i: usize| usize::try_from(u64::from_le_bytes(lengths[i..i + 8].try_into().ok()?)).ok();
+    let (cubin, log) = (length(0)?, length(8)?);
+    if cubin.checked_add(log)? != body.len() || checksum(body) != sum {
+        return None;
+    }
+    Some(Compiled { cubin: body[..cubin].to_vec(), log: String::from_utf8(body[cubin..].to_vec()).ok()? })
+}
+
+fn publish(folder: &Path, path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    static COUNTER: AtomicU64 = AtomicU64::new(0);
+    std::fs::create_dir_all(folder)?;
+    let unique = COUNTER.fetch_add(1, Ordering::Relaxed);
+    let temporary = folder.join(format!(".{}-{unique}.tmp", std::process::id()));
+    let done = std::fs::write(&temporary, bytes).and_then(|()| std::fs::rename(&temporary, path));
+    if done.is_err() {
+        let _ = std::fs::remove_file(&temporary);
+    }
+    done
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::nvrtc::Arch;
+    use super::*;
+    use crate::error::Error;
+    use std::cell::Cell;
+
+    fn request() -> Request {
+        Request::new(sources::ALL[0], Arch::SM90A).define("A", 1)
+    }
+
+    fn sample() -> Compiled {
+        Compiled { cubin: (0..=255).collect(), log: "said".into() }
+    }
+
+    #[test]
+    fn an_entry_is_built_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::new(Some(folder.path().join("deep/er")));
+        let built = Cell::new(0);
+        for _ in 0..3 {
+            let got = cache.get_or_build(&request(), (13, 0), || {
+                built.set(built.get() + 1);
+                Ok(sample())
+            });
+            assert_eq!(got.unwrap(), sample());
+        }
+        assert_eq!(built.get(), 1);
+        assert_eq!(std::fs::read_dir(folder.path().join("deep/er")).unwrap().count(), 1, "no temporary file stays");
+    }
+
+    #[test]
+    fn a_damaged_entry_is_rebuilt() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::new(Some(folder.path().into()));
+        cache.get_or_build(&request(), (13, 0), || Ok(sample())).unwrap();
+        let path = std::fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();
+        let good = std::fs::read(&path).unwrap();
+        for position in [0, 9, 20, 30, 41, good.len() - 1] {
+            let mut bad = good.clone();
+            bad[position] ^= 0x10;
+            std::fs::write(&path, &bad).unwrap();
+            let built = Cell::new(false);
+            cache
+                .get_or_build(&request(), (13, 0), || {
+                    built.set(true);
+                    Ok(sample())
+                })
+                .unwrap();
+            assert!(built.get(), "byte {position}");
+            assert_eq!(std::fs::read(&path).unwrap(), good);
+        }
+        for length in 0..good.len() {
+            assert_eq!(decode(&good[..length]), None, "{length}");
+        }
+    }
+
+    #[test]
+    fn everything_that_matters_is_in_the_key() {
+        let base = key(&request(), (13, 0));
+        assert_ne!(base, key(&request(), (13, 1)));
+        assert_ne!(base, key(&request().define("B", 2), (13, 0)));
+        assert_ne!(base, key(&Request { arch: Arch::SM80, ..request() }, (13, 0)));
+        let edited = sources::Source { text: "other", ..request().source };
+        assert_ne!(base, key(&Request { source: edited, ..request() }, (13, 0)));
+        assert_eq!(base, key(&request(), (13, 0)));
+    }
+
+    #[test]
+    fn a_failed_build_is_reported_and_not_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::new(Some(folder.path().into()));
+        assert!(cache.get_or_build(&request(), (13, 0), || Err(Error::cuda("no"))).unwrap_err().is_cuda());
+        assert_eq!(cache.get_or_build(&request(), (13, 0), || Ok(sample())).unwrap(), sample());
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_costs_only_time() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let cache = Cache::new(Some(file.path().join("below")));
+        assert_eq!(cache.get_or_build(&request(), (13, 0), || Ok(sample())).unwrap(), sample());
+    }
+
+    #[test]
+    fn many_writers_agree() {
+        let folder = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    let cache = Cache::new(Some(folder.path().into()));
+                    for _ in 0..20 {
+                        assert_eq!(cache.get_or_build(&request(), (13, 0), || Ok(sample())).unwrap(), sample());
+                    }
+                });
+            }
+        });
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+}

@@ -1,0 +1,514 @@
+//! Devices, modules, memory, streams, graphs.
+//!
+//! Nothing synchronises unless its name says so. Events of the driver wrapper are off: ordering is the caller's, by
+//! streams, which is what makes a capture possible.
+
+use super::cache::{Cache, default_folder};
+use super::driver::failed;
+use super::nvrtc::{self, Arch, Compiled, Request};
+use super::sources::Source;
+use crate::error::{Error, Result};
+use bytemuck::Pod;
+use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaGraph, CudaModule, CudaStream, result, sys};
+use cudarc::nvrtc::Ptx;
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+/// One GPU, through its primary context (the one PyTorch uses).
+#[derive(Clone, Debug)]
+pub struct Device {
+    context: Arc<CudaContext>,
+    cache: Cache,
+    arch: Arch,
+    processors: usize,
+}
+
+impl Device {
+    /// Opens a device.
+    ///
+    /// # Errors
+    /// If there is no driver, no such device, or its context cannot be made.
+    pub fn open(ordinal: usize) -> Result<Self> {
+        let count = super::driver::device_count().map_err(Error::cuda)?;
+        if ordinal >= count {
+            return Err(Error::cuda(format_args!("device {ordinal} does not exist: the driver lists {count}")));
+        }
+        let doing = format!("opening device {ordinal}");
+        let context = CudaContext::new(ordinal).map_err(failed(&doing))?;
+        // SAFETY: no buffer of the wrapper is used; `Buffer` is ordered by its users' streams.
+        unsafe { context.disable_event_tracking() };
+        let (major, minor) = context.compute_capability().map_err(failed(&doing))?;
+        let processors = context
+            .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+            .map_err(failed(&doing))?;
+        let arch = Arch::of((major * 10 + minor) as u32);
+        Ok(Self { context, cache: Cache::new(default_folder()), arch, processors: processors as usize })
+    }
+
+    /// The same device with compiled kernels kept elsewhere (`None`: nowhere).
+    pub fn with_cache(mut self, cache: Cache) -> Self {
+        self.cache = cache;
+        self
+    }
+
+    /// Name, as the driver gives it.
+    ///
+    /// # Errors
+    /// If the driver does not answer.
+    pub fn name(&self) -> Result<String> {
+        self.context.name().map_err(failed("reading the device's name"))
+    }
+
+    /// Architecture that kernels are compiled for.
+    pub fn arch(&self) -> Arch {
+        self.arch
+    }
+
+    /// Streaming multiprocessors.
+    pub fn processors(&self) -> usize {
+        self.processors
+    }
+
+    /// Free and total device memory in bytes.
+    ///
+    /// # Errors
+    /// If the driver does not answer.
+    pub fn memory(&self) -> Result<(usize, usize)> {
+        self.context.mem_get_info().map_err(failed("asking for device memory"))
+    }
+
+    /// Compiles `source` for this device, or takes it from the cache.
+    ///
+    /// # Errors
+    /// If NVRTC is missing, the source does not compile (the message holds the log), or the module does not load.
+    pub fn module(&self, source: Source, defines: &[(&'static str, String)]) -> Result<Module> {
+        let request = Request { source, arch: self.arch, defines: defines.to_vec() };
+        let compiled = self.cache.get_or_build(&request, nvrtc::compiler_version()?, || nvrtc::compile(&request))?;
+        self.load(source.name, &compiled)
+    }
+
+    /// Loads a compiled source.
+    ///
+    /// # Errors
+    /// If the driver refuses it (another architecture, a damaged file).
+    pub fn load(&self, name: &'static str, compiled: &Compiled) -> Result<Module> {
+        let image = Ptx::from_binary(compiled.cubin.clone());
+        let inner = self.context.load_module(image).map_err(failed(format_args!("loading {name}")))?;
+        Ok(Module { inner, name })
+    }
+
+    /// A new stream that does not wait for the legacy default stream.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn stream(&self) -> Result<Stream> {
+        Ok(Stream { inner: self.context.new_stream().map_err(failed("making a stream"))? })
+    }
+
+    /// The legacy default stream, where PyTorch works unless told otherwise. It cannot be captured.
+    pub fn default_stream(&self) -> Stream {
+        Stream { inner: self.context.default_stream() }
+    }
+
+    /// Another library's stream (`CUstream` / `cudaStream_t` as an integer). It is not destroyed here.
+    ///
+    /// # Safety
+    /// 1. `raw` is a live stream of this device's primary context.
+    /// 2. It stays alive while the returned value or a [`Graph`] made from it is used.
+    pub unsafe fn borrow_stream(&self, raw: u64) -> Stream {
+        // SAFETY: the caller's two promises are the ones that the wrapper asks for.
+        Stream { inner: unsafe { self.context.wrap_borrowed_stream(raw as sys::CUstream) } }
+    }
+
+    /// Device memory for `len` values; its content is undefined.
+    ///
+    /// # Errors
+    /// If the memory is not there: nothing is changed, and the device stays usable.
+    pub fn allocate<T: Pod>(&self, len: usize) -> Result<Buffer<T>> {
+        let bytes = len
+            .checked_mul(size_of::<T>())
+            .ok_or_else(|| Error::cuda(format_args!("{len} values of {} bytes overflow memory", size_of::<T>())))?;
+        self.context.bind_to_thread().map_err(failed("binding the device"))?;
+        // SAFETY: the context is bound; the size is at least one byte, as the driver asks.
+        let ptr = unsafe { result::malloc_sync(bytes.max(1)) }
+            .map_err(failed(format_args!("allocating {bytes} bytes on the device")))?;
+        Ok(Buffer { ptr, len, context: self.context.clone(), _type: PhantomData })
+    }
+
+    /// Device memory of zeros.
+    ///
+    /// # Errors
+    /// As [`Device::allocate`].
+    pub fn zeros<T: Pod>(&self, len: usize) -> Result<Buffer<T>> {
+        let buffer = self.allocate::<T>(len)?;
+        // SAFETY: the range is the buffer's own, and the context was bound by `allocate`.
+        unsafe { result::memset_d8_sync(buffer.ptr, 0, len * size_of::<T>()) }.map_err(failed("clearing memory"))?;
+        Ok(buffer)
+    }
+
+    /// Device memory with the values of `data`. Synchronous.
+    ///
+    /// # Errors
+    /// As [`Device::allocate`].
+    pub fn upload<T: Pod>(&self, data: &[T]) -> Result<Buffer<T>> {
+        let mut buffer = self.allocate::<T>(data.len())?;
+        buffer.write(data)?;
+        Ok(buffer)
+    }
+
+    /// Waits until the device is idle.
+    ///
+    /// # Errors
+    /// Errors of earlier work appear here.
+    pub fn synchronize(&self) -> Result<()> {
+        self.context.synchronize().map_err(failed("waiting for the device"))
+    }
+}
+
+/// A loaded source.
+#[derive(Clone, Debug)]
+pub struct Module {
+    inner: Arc<CudaModule>,
+    name: &'static str,
+}
+
+impl Module {
+    /// An entry point.
+    ///
+    /// # Errors
+    /// If the source has none of that name.
+    pub fn kernel(&self, name: &'static str) -> Result<Kernel> {
+        let inner =
+            self.inner.load_function(name).map_err(failed(format_args!("{} has no kernel {name}", self.name)))?;
+        Ok(Kernel { inner, name })
+    }
+}
+
+/// An entry point of a loaded source.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    inner: CudaFunction,
+    name: &'static str,
+}
+
+/// Grid, block and dynamic shared memory of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// Blocks.
+    pub grid: (u32, u32, u32),
+    /// Threads a block.
+    pub block: u32,
+    /// Dynamic shared memory a block, in bytes.
+    pub shared: u32,
+}
+
+impl Launch {
+    /// A one-dimensional launch.
+    pub fn linear(blocks: usize, block: u32, shared: u32) -> Self {
+        Self { grid: (blocks as u32, 1, 1), block, shared }
+    }
+}
+
+/// An address in device memory. Making one is safe; a kernel that reads through it is what has to be careful.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct DevicePtr(pub u64);
+
+impl DevicePtr {
+    /// No address: an absent vector.
+    pub const NULL: Self = Self(0);
+
+    /// The address `bytes` further on.
+    pub fn offset(self, bytes: u64) -> Self {
+        Self(self.0 + bytes)
+    }
+}
+
+/// One kernel argument by value.
+#[derive(Clone, Copy, Debug)]
+pub enum Arg {
+    /// A pointer.
+    Ptr(DevicePtr),
+    /// `unsigned int`.
+    U32(u32),
+    /// `unsigned long long`.
+    U64(u64),
+    /// `float`.
+    F32(f32),
+    /// `double`.
+    F64(f64),
+    /// A small struct, as 32-bit words.
+    Words([u32; 12]),
+}
+
+/// Types that fit one [`Arg`].
+pub trait Word {
+    /// As an argument.
+    fn arg(self) -> Arg;
+}
+macro_rules! word {
+    ($($t:ty => $v:ident),*) => {$(impl Word for $t { fn arg(self) -> Arg { Arg::$v(self) } })*};
+}
+word!(DevicePtr => Ptr, u32 => U32, u64 => U64, f32 => F32, f64 => F64);
+
+impl Kernel {
+    /// Name of the entry point.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Allows launches with up to `bytes` of dynamic shared memory.
+    ///
+    /// # Errors
+    /// If the device has less.
+    pub fn allow_shared(&self, bytes: u32) -> Result<()> {
+        let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        self.inner
+            .set_attribute(attribute, bytes as i32)
+            .map_err(failed(format_args!("{} wants {bytes} bytes of shared memory", self.name)))
+    }
+
+    /// Blocks of `block` threads and `shared` bytes that fit one multiprocessor at a time.
+    ///
+    /// # Errors
+    /// If the driver does not answer.
+    pub fn occupancy(&self, block: u32, shared: u32) -> Result<u32> {
+        // SAFETY: the function is loaded and the driver only reads its properties.
+        let blocks = unsafe {
+            result::occupancy::max_active_block_per_multiprocessor(
+                self.inner.cu_function(),
+                block as i32,
+                shared as usize,
+            )
+        };
+        blocks
+            .map(|n| n as u32)
+            .map_err(failed(format_args!("asking for the occupancy of {}", self.name)))
+    }
+
+    /// Puts the kernel on a stream. Asynchronous, and capturable.
+    ///
+    /// # Errors
+    /// If the driver refuses the configuration. Errors of the kernel itself appear at a later synchronisation.
+    ///
+    /// # Safety
+    /// 1. `args` has the number, the order and the sizes of the kernel's parameters.
+    /// 2. Every address it reaches, through arguments or through tables in device memory, is valid for its reads and
+    ///    writes until the kernel has run, also at each replay of a graph that captured it.
+    /// 3. Nothing else writes what it reads, or touches what it writes, without being ordered by a stream.
+    pub unsafe fn launch(&self, stream: &Stream, launch: Launch, args: &[Arg]) -> Result<()> {
+        let mut values: Vec<Arg> = args.to_vec();
+        let mut params: Vec<*mut c_void> = values
+            .iter_mut()
+            .map(|a| match a {
+                Arg::Ptr(v) => (&raw mut v.0).cast(),
+                Arg::U32(v) => (&raw mut *v).cast(),
+                Arg::U64(v) => (&raw mut *v).cast(),
+                Arg::F32(v) => (&raw mut *v).cast(),
+                Arg::F64(v) => (&raw mut *v).cast(),
+                Arg::Words(v) => v.as_mut_ptr().cast(),
+            })
+            .collect();
+        let doing = format_args!("launching {} with {launch:?}", self.name);
+        stream.inner.context().bind_to_thread().map_err(failed(doing))?;
+        // SAFETY: the parameters point into `values`, which outlives the call, and the driver copies them; the rest are
+        // the caller's promises.
+        unsafe {
+            result::launch_kernel(
+                self.inner.cu_function(),
+                launch.grid,
+                (launch.block, 1, 1),
+                launch.shared,
+                stream.inner.cu_stream(),
+                &mut params,
+            )
+        }
+        .map_err(failed(doing))
+    }
+}
+
+/// Owned device memory of `len` values. Freed on drop, after the device has finished with it.
+#[derive(Debug)]
+pub struct Buffer<T> {
+    ptr: sys::CUdeviceptr,
+    len: usize,
+    context: Arc<CudaContext>,
+    _type: PhantomData<T>,
+}
+
+impl<T: Pod> Buffer<T> {
+    /// Address of the first value.
+    pub fn ptr(&self) -> DevicePtr {
+        DevicePtr(self.ptr)
+    }
+
+    /// Address of value `index`.
+    ///
+    /// # Panics
+    /// If `index` is past the end.
+    pub fn at(&self, index: usize) -> DevicePtr {
+        assert!(index <= self.len, "value {index} of {}", self.len);
+        DevicePtr(self.ptr + (index * size_of::<T>()) as u64)
+    }
+
+    /// Number of values.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for no values.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Copies `data` to the device. Synchronous.
+    ///
+    /// # Errors
+    /// If the lengths differ or the driver fails.
+    pub fn write(&mut self, data: &[T]) -> Result<()> {
+        if data.len() != self.len {
+            return Err(Error::cuda(format_args!("{} values do not fill a buffer of {}", data.len(), self.len)));
+        }
+        if data.is_empty() {
+            return Ok(());
+        }
+        self.context.bind_to_thread().map_err(failed("binding the device"))?;
+        // SAFETY: the buffer holds `data.len()` values of plain data and the call returns when the host memory was read.
+        unsafe { result::memcpy_htod_sync(self.ptr, data) }.map_err(failed("copying to the device"))
+    }
+
+    /// Copies all values to the host. Waits for the device.
+    ///
+    /// # Errors
+    /// If the driver fails; errors of earlier work appear here.
+    pub fn read(&self) -> Result<Vec<T>> {
+        let mut data = vec![T::zeroed(); self.len];
+        if data.is_empty() {
+            return Ok(data);
+        }
+        self.context.synchronize().map_err(failed("waiting for the device"))?;
+        // SAFETY: both sides hold `len` values of plain data, and the device is idle.
+        unsafe { result::memcpy_dtoh_sync(&mut data, self.ptr) }.map_err(failed("copying from the device"))?;
+        Ok(data)
+    }
+
+    /// Sets every byte to zero, in the order of `stream`. Capturable.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn clear(&self, stream: &Stream) -> Result<()> {
+        stream.inner.context().bind_to_thread().map_err(failed("binding the device"))?;
+        // SAFETY: the range is the buffer's own; dropping it waits for the device.
+        unsafe { result::memset_d8_async(self.ptr, 0, self.len * size_of::<T>(), stream.inner.cu_stream()) }
+            .map_err(failed("clearing memory"))
+    }
+
+    /// Copies from another buffer of the same length, in the order of `stream`.
+    ///
+    /// # Errors
+    /// If the lengths differ or the driver refuses.
+    pub fn copy_from(&mut self, source: &Self, stream: &Stream) -> Result<()> {
+        if source.len != self.len {
+            return Err(Error::cuda(format_args!("{} values do not fill a buffer of {}", source.len, self.len)));
+        }
+        stream.inner.context().bind_to_thread().map_err(failed("binding the device"))?;
+        // SAFETY: both buffers own `len` values; dropping either waits for the device.
+        unsafe { result::memcpy_dtod_async(self.ptr, source.ptr, self.len * size_of::<T>(), stream.inner.cu_stream()) }
+            .map_err(failed("copying on the device"))
+    }
+}
+
+impl<T> Drop for Buffer<T> {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: the pointer came from `malloc_sync` and is freed once; the call waits for work that uses it. After
+            // a lost context it fails, and there is nothing to do.
+            let _ = unsafe { result::free_sync(self.ptr) };
+        }
+    }
+}
+
+/// An order of work on a device.
+#[derive(Clone, Debug)]
+pub struct Stream {
+    inner: Arc<CudaStream>,
+}
+
+impl Stream {
+    /// Waits until everything on the stream has run.
+    ///
+    /// # Errors
+    /// Errors of earlier work appear here.
+    pub fn synchronize(&self) -> Result<()> {
+        self.inner.synchronize().map_err(failed("waiting for a stream"))
+    }
+
+    /// Records what `work` puts on this stream as a graph; nothing runs yet. Everything that the captured kernels touch
+    /// must outlive the graph (see [`Kernel::launch`]).
+    ///
+    /// # Errors
+    /// Those of `work`, or if something in it cannot be captured.
+    pub fn capture(&self, work: impl FnOnce(&Self) -> Result<()>) -> Result<Graph> {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        self.inner.begin_capture(mode).map_err(failed("beginning a capture"))?;
+        let done = work(self);
+        // The capture has to end, whatever `work` said.
+        let graph = self.inner.end_capture(sys::CUgraphInstantiate_flags(0));
+        done?;
+        let inner = graph
+            .map_err(failed("ending a capture"))?
+            .ok_or_else(|| Error::cuda("the captured graph is empty"))?;
+        inner.upload().map_err(failed("uploading a graph"))?;
+        Ok(Graph { inner })
+    }
+
+    /// Marks this point of the stream, with its time.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn record(&self) -> Result<Event> {
+        let inner = self
+            .inner
+            .record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT))
+            .map_err(failed("recording an event"))?;
+        Ok(Event { inner })
+    }
+}
+
+/// A point in a stream.
+#[derive(Debug)]
+pub struct Event {
+    inner: CudaEvent,
+}
+
+impl Event {
+    /// Milliseconds from this event to `end`. Waits for both.
+    ///
+    /// # Errors
+    /// If the work between them failed.
+    pub fn milliseconds_to(&self, end: &Self) -> Result<f32> {
+        self.inner.elapsed_ms(&end.inner).map_err(failed("reading a time"))
+    }
+}
+
+/// Captured work.
+pub struct Graph {
+    inner: CudaGraph,
+}
+
+impl std::fmt::Debug for Graph {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Graph").finish_non_exhaustive()
+    }
+}
+
+impl Graph {
+    /// Runs it on the stream it was captured from. Asynchronous.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn launch(&self) -> Result<()> {
+        self.inner.launch().map_err(failed("launching a graph"))
+    }
+}

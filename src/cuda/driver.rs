@@ -1,0 +1,92 @@
+//! The thin unsafe edge to the driver library.
+
+use crate::error::{Error, Result};
+use cudarc::driver::{result, sys};
+use std::path::Path;
+use std::sync::OnceLock;
+
+/// True if `libcuda` can be loaded.
+pub(super) fn library_loads() -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    // SAFETY: loading libcuda runs its initialisers, which have no precondition; the handle is dropped again.
+    *FOUND.get_or_init(|| unsafe { sys::is_culib_present() })
+}
+
+/// CUDA version that the driver supports.
+pub(super) fn version() -> Result<(i32, i32), String> {
+    if !library_loads() {
+        return Err("no NVIDIA driver: libcuda.so.1 was not found".into());
+    }
+    let mut version = 0;
+    // SAFETY: the library is present, and the pointer is to a live integer.
+    unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(|e| e.to_string())?;
+    Ok((version / 1000, version % 1000 / 10))
+}
+
+/// Number of devices.
+pub(super) fn device_count() -> Result<usize, String> {
+    version()?;
+    result::init().map_err(|e| format!("the driver does not start: {e}"))?;
+    let count = result::device::get_count().map_err(|e| format!("the driver lists no devices: {e}"))?;
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// Loads a library by path and never unloads it; true on success.
+pub(super) fn load_for_ever(path: &Path) -> bool {
+    // SAFETY: the paths come from CUDA installations; their initialisers have no precondition. The handle is leaked, so
+    // no code is unmapped under a caller.
+    match unsafe { libloading::Library::new(path) } {
+        Ok(library) => {
+            std::mem::forget(library);
+            true
+        }
+        Err(_) => false,
+    }
+}
+
+/// A driver error with what was being done.
+pub(super) fn failed(doing: impl std::fmt::Display) -> impl FnOnce(result::DriverError) -> Error {
+    move |e| {
+        let hint = match e.0 {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => " (out of device memory)",
+            sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+            | sys::CUresult::CUDA_ERROR_LAUNCH_FAILED
+            | sys::CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR => {
+                " (the device context is lost: nothing more can run on it in this process)"
+            }
+            _ => "",
+        };
+        Error::cuda(format_args!("{doing}: {e}{hint}"))
+    }
+}
+
+/// Tensor map of a 2-D BF16 matrix, `inner` contiguous values by `outer` rows `stride` values apart, brought in boxes of
+/// 64 x 64 with 128-byte swizzle; what lies outside reads as zero.
+///
+/// # Errors
+/// If the driver refuses the shape (address or stride not a multiple of 16 bytes).
+pub(super) fn tensor_map_bf16(address: u64, inner: u64, outer: u64, stride: u64) -> Result<[u64; 16]> {
+    let mut map = sys::CUtensorMap { opaque: [0; 16] };
+    let (extent, strides, tile, steps) = ([inner, outer], [stride * 2], [64u32, 64], [1u32, 1]);
+    // SAFETY: every array has the two dimensions (one stride) that the rank says, and outlives the call. The address is
+    // only stored.
+    unsafe {
+        sys::cuTensorMapEncodeTiled(
+            &mut map,
+            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            2,
+            address as *mut std::ffi::c_void,
+            extent.as_ptr(),
+            strides.as_ptr(),
+            tile.as_ptr(),
+            steps.as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    }
+    .result()
+    .map_err(failed(format_args!("describing a {outer} x {inner} matrix at {address:#x} to the copy engine")))?;
+    Ok(map.opaque)
+}

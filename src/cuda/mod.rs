@@ -1,0 +1,24 @@
+//! CUDA: what is present, kernels compiled at run time, memory, streams, launches.
+//!
+//! The only module that touches the driver and NVRTC, and the only one with `unsafe` code. Nothing here is needed to
+//! build or to start the program: libraries are looked for when first asked for, and every answer to "is it there" is a
+//! value, never a panic.
+//!
+//! - [`is_available`] and [`probe`] say what was found.
+//! - [`Device`] opens a GPU, [`Device::module`] compiles one of [`sources`] through NVRTC (or takes it from the
+//!   [`cache`]), [`Kernel`] launches it, [`Buffer`] owns device memory, [`Stream`] orders work, [`Graph`] replays it.
+//! - [`scale`] holds the kernels that turn weights into scales.
+//!
+//! What it does not do: allocate or synchronise behind the caller's back once set up; own memory or streams of others.
+
+pub mod cache;
+mod device;
+mod driver;
+mod library;
+mod nvrtc;
+pub mod scale;
+pub mod sources;
+
+pub use device::{Arg, Buffer, Device, DevicePtr, Event, Graph, Kernel, Launch, Module, Stream, Word};
+pub use library::{Probe, is_available, probe};
+pub use nvrtc::{Arch, Compiled, Request, ResourceUse, compile, compiler_version, is_compiler_available};

@@ -1,0 +1,313 @@
+//! The host's side of the tables that the kernels read (`kernels/include/scale_types.cuh` and the structs at the head of
+//! each kernel file).
+
+use super::super::device::DevicePtr;
+use bytemuck::{Pod, Zeroable};
+
+/// Type of stored values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum Dtype {
+    /// bfloat16.
+    Bf16 = 0,
+    /// IEEE half.
+    F16 = 1,
+    /// IEEE single.
+    F32 = 2,
+}
+
+impl Dtype {
+    /// Bytes of one value.
+    pub fn size(self) -> usize {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+}
+
+/// A weight matrix in device memory, as it comes: channel c (output) and input channel i lie at
+/// `c * row_stride + i * col_stride` values from `ptr`. `[out, in]` has `col_stride` 1, Conv1D `[in, out]` has
+/// `row_stride` 1; a fused QKV is three of these.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceMatrix {
+    /// First value.
+    pub ptr: DevicePtr,
+    /// Type of the values.
+    pub dtype: Dtype,
+    /// Values from an output channel to the next.
+    pub row_stride: i64,
+    /// Values from an input channel to the next.
+    pub col_stride: i64,
+}
+
+/// One projection: its weight and, where it has one, its bias.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProjectionInput {
+    /// Weight.
+    pub weight: DeviceMatrix,
+    /// Bias, one value a channel, or NULL.
+    pub bias: DevicePtr,
+}
+
+/// One layer's attention weights in device memory, and its shape. All vectors share one type.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerInput {
+    /// Query projection.
+    pub q: ProjectionInput,
+    /// Key projection.
+    pub k: ProjectionInput,
+    /// Value projection; `None` where the values have no bound.
+    pub v: Option<ProjectionInput>,
+    /// Gain of the input norm, `d_model` values as stored, or NULL.
+    pub gain: DevicePtr,
+    /// Shift of the input norm, or NULL.
+    pub shift: DevicePtr,
+    /// Type of gain, shift and biases.
+    pub vector_dtype: Dtype,
+    /// Added to every stored gain (1 for norms that multiply by 1 + g).
+    pub gain_offset: f32,
+    /// The norm removes the mean (LayerNorm).
+    pub mean_removed: bool,
+    /// Model dimension.
+    pub d_model: usize,
+    /// Query heads.
+    pub n_q: usize,
+    /// Key and value heads.
+    pub n_kv: usize,
+    /// Channels of a head.
+    pub d_head: usize,
+    /// Rotated channels of a head; 0 without RoPE.
+    pub rotary: usize,
+    /// Rotation pairs are (2b, 2b + 1).
+    pub interleaved: bool,
+    /// Factor on rotated channels (YaRN, LongRoPE).
+    pub rope_factor: f32,
+    /// Softmax scale tau.
+    pub softmax_scale: f64,
+    /// Operand bounds B + A/32 that the gains of a QK-norm give, for q and k.
+    pub fixed_bounds: Option<(f32, f32)>,
+}
+
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Projection {
+    pub weight: u64,
+    pub gain: u64,
+    pub shift: u64,
+    pub bias: u64,
+    pub row_stride: i64,
+    pub col_stride: i64,
+    pub rows: u32,
+    pub d_model: u32,
+    pub d_head: u32,
+    pub dtype: u32,
+    pub vector_dtype: u32,
+    pub gain_offset: f32,
+    pub flags: u32,
+    pub rotary: u32,
+    pub interleaved: u32,
+    pub stat_row: u32,
+    pub gain_row: u32,
+    pub first_head: u32,
+}
+const _: () = assert!(size_of::<Projection>() == 96);
+pub(super) const HAS_MEAN: u32 = 1;
+
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct GainRow {
+    pub gain: u64,
+    pub dtype: u32,
+    pub d_model: u32,
+    pub offset: f32,
+    pub pad: u32,
+}
+
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct NormBlock {
+    pub projection: u32,
+    pub first: u32,
+}
+
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Layer {
+    pub q_row: u32,
+    pub k_row: u32,
+    pub v_row: u32,
+    pub n_q: u32,
+    pub n_kv: u32,
+    pub d_head: u32,
+    pub d_model: u32,
+    pub rotary: u32,
+    pub interleaved: u32,
+    pub flags: u32,
+    pub raw_pairs: u32,
+    pub out: u32,
+    pub rope_factor: f32,
+    pub fixed_q: f32,
+    pub fixed_k: f32,
+    pub pad: u32,
+}
+const _: () = assert!(size_of::<Layer>() == 64);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Segment {
+    pub projection: u32,
+    pub first_row: u32,
+    pub first: u32,
+    pub last: u32,
+    pub slot: u32,
+    pub heads: u32,
+}
+const _: () = assert!(size_of::<Segment>() == 24);
+
+/// Where the parts of a head's Gram lie: `count` of them, `stride` slots apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct HeadGram {
+    /// Slot of the first part.
+    pub first: u32,
+    /// Slots from a part to the next.
+    pub stride: u32,
+    /// Parts; their sum is the Gram.
+    pub count: u32,
+    /// Channel statistics row of the head's first channel.
+    pub stat_row: u32,
+}
+
+/// Statistics of one channel, as the device keeps them.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct ChannelStats {
+    /// Square of the column's norm, mean removed where the input norm does.
+    pub norm2: f32,
+    /// The same with the mean kept.
+    pub raw2: f32,
+    /// Product with the rotation partner's column.
+    pub pair: f32,
+    /// Constant part: shift through the weight, plus the bias.
+    pub constant: f32,
+    /// The same with absolute values.
+    pub absolute: f32,
+    /// Sum of the column, gains applied.
+    pub sum: f32,
+    pub(super) pad: [f32; 2],
+}
+
+/// One certified eigenvalue: what of, of which heads, and where it goes.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Job {
+    pub kind: u32,
+    pub q: u32,
+    pub k: u32,
+    pub result: u32,
+}
+
+/// Logit bound of one query head, as the device keeps it.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct HeadBound {
+    /// Certified spectral norm of the interaction, over every relative position under RoPE.
+    pub sigma: f32,
+    /// Bound on the exact |logit|.
+    pub certain: f32,
+    /// Bound on |logit| from operands rounded to E4M3 with this plan's descales.
+    pub rounded: f32,
+    /// Descale of E4M3 logits.
+    pub descale: f32,
+}
+
+/// How Grams are cut into work: segments, the share of each block, and where each head's parts lie.
+#[derive(Debug, Default)]
+pub(super) struct Cut {
+    pub segments: Vec<Segment>,
+    pub shares: Vec<u32>,
+    pub heads: Vec<HeadGram>,
+    pub slots: u32,
+}
+
+/// One run of heads that share a tile.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Unit {
+    pub projection: u32,
+    pub first_row: u32,
+    pub stat_row: u32,
+    pub heads: u32,
+    pub tiles: u32,
+}
+
+/// Cuts the units, end to end, into `blocks` equal shares.
+pub(super) fn cut(units: &[Unit], blocks: usize, d_head: u32) -> Cut {
+    let total: u64 = units.iter().map(|u| u64::from(u.tiles)).sum();
+    let mut cut = Cut { shares: vec![0], ..Cut::default() };
+    let mut block = 1u64;
+    let mut done = 0u64;
+    let boundary = |block: u64| total * block / blocks as u64;
+    for unit in units {
+        let base = cut.slots;
+        let mut tile = 0;
+        let mut parts = 0;
+        while tile < unit.tiles {
+            while boundary(block) <= done {
+                cut.shares.push(cut.segments.len() as u32);
+                block += 1;
+            }
+            let last = (boundary(block) - done + u64::from(tile)).min(u64::from(unit.tiles)) as u32;
+            cut.segments.push(Segment {
+                projection: unit.projection,
+                first_row: unit.first_row,
+                first: tile,
+                last,
+                slot: base + parts * unit.heads,
+                heads: unit.heads,
+            });
+            parts += 1;
+            done += u64::from(last - tile);
+            tile = last;
+        }
+        cut.slots += parts * unit.heads;
+        for h in 0..unit.heads {
+            let stat_row = unit.stat_row + h * d_head;
+            cut.heads.push(HeadGram { first: base + h, stride: unit.heads, count: parts, stat_row });
+        }
+    }
+    cut.shares.resize(blocks + 1, cut.segments.len() as u32);
+    cut
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cut_covers_every_tile_once_in_equal_shares() {
+        for (tiles, blocks) in [(5u32, 3usize), (64, 132), (25, 7), (1, 4)] {
+            let units: Vec<Unit> = (0..11)
+                .map(|i| Unit { projection: i, first_row: 0, stat_row: 0, heads: 1 + i % 3, tiles })
+                .collect();
+            let cut = cut(&units, blocks, 64);
+            assert_eq!(cut.shares.len(), blocks + 1);
+            let mut seen = vec![vec![0; tiles as usize]; 11];
+            let mut sizes = vec![];
+            for share in cut.shares.windows(2) {
+                let mut size = 0;
+                for s in &cut.segments[share[0] as usize..share[1] as usize] {
+                    for t in s.first..s.last {
+                        seen[s.projection as usize][t as usize] += 1;
+                    }
+                    size += s.last - s.first;
+                }
+                sizes.push(size);
+            }
+            assert!(seen.iter().flatten().all(|&n| n == 1));
+            assert!(sizes.iter().max().unwrap() - sizes.iter().min().unwrap() <= 1, "{sizes:?}");
+            assert_eq!(cut.heads.len(), units.iter().map(|u| u.heads as usize).sum::<usize>());
+            let mut slots: Vec<u32> =
+                cut.heads.iter().flat_map(|h| (0..h.count).map(move |i| h.first + i * h.stride)).collect();
+            slots.sort_unstable();
+            assert_eq!(slots, (0..cut.slots).collect::<Vec<_>>(), "every slot belongs to one head");
+        }
+    }
+}

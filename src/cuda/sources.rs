@@ -1,0 +1,45 @@
+//! The kernels' sources, embedded.
+//!
+//! One kernel family a file under `kernels/`; shared text under `kernels/include/`. No toolkit header is included, so a
+//! compilation needs nothing on disk.
+
+/// One source file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Source {
+    /// File name without its extension.
+    pub name: &'static str,
+    /// Text.
+    pub text: &'static str,
+}
+
+macro_rules! sources {
+    ($($(#[$doc:meta])* $constant:ident = $file:literal;)*) => {
+        $($(#[$doc])* pub const $constant: Source =
+            Source { name: $file, text: include_str!(concat!("../../kernels/", $file, ".cu")) };)*
+        /// Every source.
+        pub const ALL: &[Source] = &[$($constant),*];
+    };
+}
+sources! {
+    /// Prepared gains.
+    GAINS = "scale_gains";
+    /// Channel statistics.
+    NORMS = "scale_norms";
+    /// Operand descales from channel statistics.
+    DESCALES = "scale_descales";
+    /// Grams of any head, without tensor cores.
+    GRAMS = "scale_grams";
+    /// Grams on Hopper's tensor cores.
+    GRAMS_WGMMA = "scale_grams_wgmma";
+    /// Certified eigenvalues of small matrices.
+    BOUNDS = "scale_bounds";
+    /// Logit bounds and descales; statistics from Grams.
+    PLAN = "scale_plan";
+}
+
+/// Headers by the name they are included under.
+pub const HEADERS: &[(&str, &str)] = &[
+    ("scale_types.cuh", include_str!("../../kernels/include/scale_types.cuh")),
+    ("scale_linalg.cuh", include_str!("../../kernels/include/scale_linalg.cuh")),
+    ("scale_ptx.cuh", include_str!("../../kernels/include/scale_ptx.cuh")),
+];

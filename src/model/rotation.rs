@@ -1,0 +1,311 @@
+//! The rotary position embedding of every layer: layout, rotated share, attention factor and angles.
+//!
+//! Bounds need the first three. The angles are for a forward and the exact scan over positions, and are left out where
+//! they depend on the length of the sequence (dynamic scaling, LongRoPE).
+
+use super::families::{Count, Family, RopeLayers, RopeRule};
+use super::keys::{Keys, MAX_D_MODEL, MAX_LAYERS, MAX_POSITIONS, refuse, shorten};
+use super::spec::Rope;
+use crate::error::{Error, Result};
+use serde_json::Value;
+use std::f64::consts::PI;
+
+impl<'a> Keys<'a> {
+    /// The rotation of each layer.
+    pub fn rope(
+        &self,
+        family: &Family,
+        layers: usize,
+        d_head: usize,
+        max_positions: Option<usize>,
+    ) -> Result<Vec<Option<Rope>>> {
+        let RopeRule::Rotary { layout, theta_keys, theta, partial, layers: rule, longrope_names } = &family.rope else {
+            return Ok(vec![None; layers]);
+        };
+        let nested = |kind: &str| -> Result<Option<Keys<'a>>> {
+            let Some(map) = self.object("rope_parameters")? else { return Ok(None) };
+            let all = Keys { map, file: self.file };
+            Ok(all.object(kind)?.map(|map| Keys { map, file: self.file }))
+        };
+        // The settings of one kind of layer: the nested set, else the common one, else `rope_scaling`.
+        let common = match self.object("rope_parameters")? {
+            Some(map) => Some(map),
+            None => self.object("rope_scaling")?,
+        };
+        let common = common.map(|map| Keys { map, file: self.file });
+        let mut base = None;
+        for key in theta_keys.iter().chain(&["rope_theta"]) {
+            if base.is_none() && !self.get(key).is_some_and(Value::is_object) {
+                base = self.positive(key)?;
+            }
+        }
+        let make = |settings: Option<Keys<'a>>, base: Option<f64>| -> Result<Rope> {
+            let inner = settings.map_or(Ok(None), |s| s.positive("rope_theta"))?;
+            let share = self.share(settings, partial)?;
+            // Truncated towards zero, as the reference implementation does.
+            let rotary_dim = (d_head as f64 * share) as usize;
+            if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) || rotary_dim > d_head {
+                return Err(Error::format(
+                    self.file,
+                    format_args!("a share of {share} of {d_head} channels is no even number of rotated channels"),
+                ));
+            }
+            if let Some(stated) = self.count("rotary_dim", MAX_D_MODEL)?
+                && stated != rotary_dim
+            {
+                let rule = format_args!("`rotary_dim` is {stated}, and the other keys say {rotary_dim}");
+                return Err(Error::format(self.file, rule));
+            }
+            let angles = Angles { base: inner.or(base), rotary_dim, max_positions };
+            let (attention_factor, inv_freq) = match settings {
+                Some(settings) => angles.scaled(settings, *self, longrope_names)?,
+                None => (1.0, angles.plain()),
+            };
+            if !(attention_factor.is_finite() && attention_factor > 0.0) {
+                return Err(Error::format(
+                    self.file,
+                    format_args!("the rotation's attention factor is {attention_factor}, and must be above zero"),
+                ));
+            }
+            if inv_freq.iter().flatten().any(|angle| !angle.is_finite()) {
+                return Err(Error::format(
+                    self.file,
+                    "the rotation's base and factors give angles that are not finite",
+                ));
+            }
+            Ok(Rope { rotary_dim, layout: *layout, attention_factor, inv_freq })
+        };
+        let by_type = |full: Rope, sliding: Rope, types: &[bool]| {
+            types.iter().map(|is_full| Some(if *is_full { full.clone() } else { sliding.clone() })).collect()
+        };
+        let nested_sets = (nested("full_attention")?, nested("sliding_attention")?);
+        let is_nested = nested_sets.0.is_some() || nested_sets.1.is_some();
+        let common_base = base.or(*theta);
+        match rule {
+            RopeLayers::ByType { pattern: (keys, default), local_theta } => {
+                let types = match self.layer_types(layers)? {
+                    Some(types) => types,
+                    None => {
+                        let every = self.size(&Count { keys, default: Some(*default) }, MAX_LAYERS)?;
+                        (0..layers).map(|layer| (layer + 1) % every == 0).collect()
+                    }
+                };
+                let local = match local_theta {
+                    Some((key, default)) => Some(self.positive(key)?.unwrap_or(*default)),
+                    None => common_base,
+                };
+                let full = make(if is_nested { nested_sets.0 } else { common }, common_base)?;
+                let sliding = make(nested_sets.1, local)?;
+                Ok(by_type(full, sliding, &types))
+            }
+            _ if is_nested => {
+                let types = self.layer_types(layers)?.ok_or_else(|| {
+                    Error::format(self.file, "`rope_parameters` differ by layer type, and `layer_types` is missing")
+                })?;
+                if matches!(rule, RopeLayers::NoRope { .. }) {
+                    return Err(refuse(self.file, "`rope_parameters` by layer type beside layers without rotation"));
+                }
+                Ok(by_type(make(nested_sets.0, common_base)?, make(nested_sets.1, common_base)?, &types))
+            }
+            RopeLayers::Same => Ok(vec![Some(make(common, common_base)?); layers]),
+            RopeLayers::NoRope { interval: (key, default) } => {
+                let rope = make(common, common_base)?;
+                let rotated: Vec<bool> = match self.array("no_rope_layers")? {
+                    Some(list) => {
+                        if list.len() < layers {
+                            return Err(Error::format(
+                                self.file,
+                                format_args!("`no_rope_layers` has {} entries for {layers} layers", list.len()),
+                            ));
+                        }
+                        let bit = |v: &Value| match v.as_u64() {
+                            Some(bit @ (0 | 1)) => Ok(bit == 1),
+                            _ => Err(self.wrong("no_rope_layers", "a list of 0 and 1", v)),
+                        };
+                        list[..layers].iter().map(bit).collect::<Result<_>>()?
+                    }
+                    None => {
+                        let every = self.count(key, MAX_LAYERS)?.unwrap_or(*default);
+                        (0..layers).map(|layer| (layer + 1) % every != 0).collect()
+                    }
+                };
+                Ok(rotated.into_iter().map(|yes| yes.then(|| rope.clone())).collect())
+            }
+        }
+    }
+
+    /// The rotated share of a head.
+    fn share(&self, settings: Option<Keys<'a>>, rule: &(&[&str], f64)) -> Result<f64> {
+        let mut share = None;
+        if let Some(settings) = settings {
+            share = settings.positive("partial_rotary_factor")?;
+        }
+        let known = if rule.0.is_empty() { &["partial_rotary_factor"] } else { rule.0 };
+        for key in known {
+            if share.is_none() {
+                share = self.positive(key)?;
+            }
+        }
+        let share = share.unwrap_or(rule.1);
+        if share > 1.0 {
+            return Err(Error::format(
+                self.file,
+                format_args!("the rotated share {share} is more than the whole head"),
+            ));
+        }
+        if rule.0.is_empty() && share != 1.0 {
+            return Err(refuse(
+                self.file,
+                format_args!("this family is not known to rotate a share of {share} of a head"),
+            ));
+        }
+        Ok(share)
+    }
+}
+
+/// What the angles of a rotation come from.
+struct Angles {
+    base: Option<f64>,
+    rotary_dim: usize,
+    max_positions: Option<usize>,
+}
+
+impl Angles {
+    /// base^(-2b / rotary_dim).
+    fn plain(&self) -> Option<Vec<f64>> {
+        let base = self.base?;
+        let dim = self.rotary_dim as f64;
+        Some((0..self.rotary_dim / 2).map(|b| base.powf(-2.0 * b as f64 / dim)).collect())
+    }
+
+    /// Attention factor and angles of a scaled rotation.
+    fn scaled(&self, settings: Keys<'_>, config: Keys<'_>, longrope_names: &[&str]) -> Result<(f64, Option<Vec<f64>>)> {
+        let kind = match settings.text("rope_type")? {
+            Some(kind) => kind,
+            None => settings.text("type")?.unwrap_or("default"),
+        };
+        if settings.get("llama_4_scaling_beta").is_some() {
+            return Err(refuse(
+                settings.file,
+                "`llama_4_scaling_beta` is refused: the query is multiplied by a factor that grows with the position",
+            ));
+        }
+        if settings.get("mrope_section").is_some() {
+            return Err(refuse(settings.file, "rotation by several position axes (`mrope_section`) is not known"));
+        }
+        let kind = if longrope_names.contains(&kind) { "longrope" } else { kind };
+        match kind {
+            "default" => Ok((1.0, self.plain())),
+            "linear" => {
+                let factor = required(settings, "factor")?;
+                Ok((1.0, self.plain().map(|angles| angles.into_iter().map(|w| w / factor).collect())))
+            }
+            // The base moves with the length of the sequence, so there is no one set of angles.
+            "dynamic" => Ok((1.0, None)),
+            "llama3" => Ok((1.0, self.llama3(settings)?)),
+            "yarn" => self.yarn(settings),
+            "longrope" => Ok((self.longrope_factor(settings, config)?, None)),
+            other => Err(refuse(settings.file, format_args!("rotation type `{}` is not known", shorten(other)))),
+        }
+    }
+
+    fn llama3(&self, settings: Keys<'_>) -> Result<Option<Vec<f64>>> {
+        let factor = required(settings, "factor")?;
+        let low = required(settings, "low_freq_factor")?;
+        let high = required(settings, "high_freq_factor")?;
+        let original = required(settings, "original_max_position_embeddings")?;
+        if high <= low {
+            return Err(Error::format(settings.file, "`high_freq_factor` must be greater than `low_freq_factor`"));
+        }
+        let scale = |w: f64| {
+            // Turns within the original length: few turns are stretched, many are kept, between the two is a blend.
+            let turns = original * w / (2.0 * PI);
+            let keep = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+            w * keep + w / factor * (1.0 - keep)
+        };
+        Ok(self.plain().map(|angles| angles.into_iter().map(scale).collect()))
+    }
+
+    fn yarn(&self, settings: Keys<'_>) -> Result<(f64, Option<Vec<f64>>)> {
+        let stated = settings.positive("factor")?;
+        let original = settings.count("original_max_position_embeddings", MAX_POSITIONS)?.or(self.max_positions);
+        let ratio = match (self.max_positions, original) {
+            (Some(max), Some(original)) => Some(max as f64 / original as f64),
+            _ => None,
+        };
+        let Some(factor) = stated.or(ratio) else {
+            return Err(Error::format(settings.file, "`factor` is missing from the YaRN rotation"));
+        };
+        let magnitude = |factor: f64, m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
+        let by = |factor: f64, m: Option<f64>, all: Option<f64>| match (m, all) {
+            (Some(m), Some(all)) => magnitude(factor, m) / magnitude(factor, all),
+            _ => magnitude(factor, 1.0),
+        };
+        let attention_factor = match settings.positive("attention_factor")? {
+            Some(factor) => factor,
+            None => {
+                // Zero switches these off, as absence does.
+                let m = settings.number("mscale")?.filter(|m| *m != 0.0);
+                let all = settings.number("mscale_all_dim")?.filter(|m| *m != 0.0);
+                // Releases differ on whether `factor` or the ratio of the lengths counts: the larger covers both.
+                by(factor, m, all).max(by(ratio.unwrap_or(factor), m, all))
+            }
+        };
+        let (Some(angles), Some(original)) = (self.plain(), original) else { return Ok((attention_factor, None)) };
+        let base = self.base.unwrap_or(1.0);
+        let fast = settings.positive("beta_fast")?.unwrap_or(32.0);
+        let slow = settings.positive("beta_slow")?.unwrap_or(1.0);
+        let dim = self.rotary_dim as f64;
+        // The pair that turns `turns` times within the original length.
+        let pair = |turns: f64| dim * (original as f64 / (turns * 2.0 * PI)).ln() / (2.0 * base.ln());
+        let (mut low, mut high) = (pair(fast), pair(slow));
+        if settings.flag("truncate")?.unwrap_or(true) {
+            (low, high) = (low.floor(), high.ceil());
+        }
+        let (low, mut high) = (low.max(0.0), high.min(dim - 1.0));
+        if low == high {
+            high += 0.001;
+        }
+        let scale = |(b, w): (usize, f64)| {
+            let stretch = ((b as f64 - low) / (high - low)).clamp(0.0, 1.0);
+            w / factor * stretch + w * (1.0 - stretch)
+        };
+        let angles: Vec<f64> = angles.into_iter().enumerate().map(scale).collect();
+        // A base of 1 leaves no pair to interpolate between; the bounds do not need the angles.
+        Ok((attention_factor, angles.iter().all(|w| w.is_finite()).then_some(angles)))
+    }
+
+    fn longrope_factor(&self, settings: Keys<'_>, config: Keys<'_>) -> Result<f64> {
+        for key in ["short_mscale", "long_mscale"] {
+            if settings.get(key).is_some() {
+                return Err(refuse(settings.file, format_args!("LongRoPE with `{key}` is not known")));
+            }
+        }
+        if let Some(factor) = settings.positive("attention_factor")? {
+            return Ok(factor);
+        }
+        let key = "original_max_position_embeddings";
+        let original = match config.count(key, MAX_POSITIONS)? {
+            Some(n) => Some(n),
+            None => settings.count(key, MAX_POSITIONS)?,
+        };
+        let (factor, original) = match (original, self.max_positions) {
+            (Some(original), Some(max)) => (max as f64 / original as f64, original),
+            (None, Some(max)) => (required(settings, "factor")?, max),
+            _ => return Err(Error::format(settings.file, "`max_position_embeddings` is missing beside LongRoPE")),
+        };
+        if factor <= 1.0 {
+            return Ok(1.0);
+        }
+        if original < 2 {
+            return Err(Error::format(settings.file, format_args!("`{key}` must be at least 2")));
+        }
+        Ok((1.0 + factor.ln() / (original as f64).ln()).sqrt())
+    }
+}
+
+fn required(settings: Keys<'_>, key: &str) -> Result<f64> {
+    settings
+        .positive(key)?
+        .ok_or_else(|| Error::format(settings.file, format_args!("`{key}` is missing from the rotation's settings")))
+}

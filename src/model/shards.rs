@@ -1,0 +1,161 @@
+//! Safetensors files and their index: mapped, with every rule of the format checked before a tensor is handed out.
+
+use super::keys::read_capped;
+use crate::error::{Error, Result};
+use memmap2::Mmap;
+use safetensors::{SafeTensorError, SafeTensors};
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::path::{Component, Path, PathBuf};
+
+/// Longest safetensors header, in bytes (the format's own limit).
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Longest index of a sharded checkpoint, in bytes.
+const MAX_INDEX_BYTES: u64 = 64 << 20;
+/// Name of the index of a sharded checkpoint.
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+/// Name of the weights in one file.
+pub(super) const SINGLE: &str = "model.safetensors";
+
+/// One mapped file.
+pub(super) struct Shard {
+    pub path: PathBuf,
+    pub map: Mmap,
+    /// Where the data starts.
+    pub data: usize,
+}
+
+/// One tensor: its file, type and place in the file's data.
+#[derive(Clone)]
+pub(super) struct Entry {
+    pub shard: usize,
+    pub dtype: safetensors::Dtype,
+    pub shape: Vec<usize>,
+    pub start: usize,
+    pub end: usize,
+}
+
+/// Mapped files and the tensors in them.
+pub(super) type Opened = (Vec<Shard>, HashMap<String, Entry>);
+
+pub(super) fn open_single(path: PathBuf) -> Result<Opened> {
+    let (shard, entries) = open_shard(path, 0)?;
+    Ok((vec![shard], entries))
+}
+
+pub(super) fn open_sharded(folder: &Path) -> Result<Opened> {
+    let index_path = folder.join(INDEX);
+    let bytes = read_capped(&index_path, MAX_INDEX_BYTES, "an index")?;
+    #[derive(serde::Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let index: Index = serde_json::from_slice(&bytes)
+        .map_err(|e| Error::format(&index_path, format_args!("the index has no readable `weight_map`: {e}")))?;
+    let mut shards = Vec::new();
+    let mut tensors = HashMap::new();
+    let mut seen: HashMap<&str, (usize, HashMap<String, Entry>)> = HashMap::new();
+    for (tensor, file) in &index.weight_map {
+        if !seen.contains_key(file.as_str()) {
+            // Links may lead anywhere (caches are made of them), names may not.
+            let inside = Path::new(file).components().all(|part| matches!(part, Component::Normal(_)));
+            if !inside || file.is_empty() {
+                let rule = format_args!("shard `{file}` of tensor `{tensor}` must lie in the folder");
+                return Err(Error::format(&index_path, rule));
+            }
+            let path = folder.join(file);
+            if !path.exists() {
+                let rule = format_args!("shard `{file}` of tensor `{tensor}` is missing");
+                return Err(Error::format(&index_path, rule));
+            }
+            let number = shards.len();
+            let (shard, entries) = open_shard(path, number)?;
+            shards.push(shard);
+            seen.insert(file, (number, entries));
+        }
+        let (number, entries) = &seen[file.as_str()];
+        let entry = entries.get(tensor).cloned().ok_or_else(|| {
+            let path = &shards[*number].path;
+            Error::format(path, format_args!("tensor `{tensor}` is missing, and the index says it is here"))
+        })?;
+        tensors.insert(tensor.clone(), entry);
+    }
+    Ok((shards, tensors))
+}
+
+fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, HashMap<String, Entry>)> {
+    // Before it is opened: opening a pipe would wait for a writer.
+    let metadata = std::fs::metadata(&path).map_err(|e| Error::io(&path, "open", e))?;
+    if !metadata.is_file() {
+        return Err(Error::format(&path, "a safetensors file must be a regular file"));
+    }
+    let file = File::open(&path).map_err(|e| Error::io(&path, "open", e))?;
+    // An empty file cannot be mapped.
+    if metadata.len() < 8 {
+        return Err(Error::format(&path, format_args!("{} bytes are too few for a header", metadata.len())));
+    }
+    // SAFETY:
+    // 1. The map is read-only and lives as long as every view borrowed from it.
+    // 2. The bytes are only ever read as plain numbers, for which every bit pattern is valid.
+    // 3. Nothing in this crate writes to the file. Another process that shortens it while it is mapped ends this one
+    //    with a bus error; the module's documentation forbids that.
+    let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(&path, "map", e))?;
+    let (data, entries) = parse_header(&map, &path, number)?;
+    Ok((Shard { path, map, data }, entries))
+}
+
+/// Offset of the data and the tensors of a whole safetensors file.
+fn parse_header(bytes: &[u8], path: &Path, shard: usize) -> Result<(usize, HashMap<String, Entry>)> {
+    let Some(Ok(length)) = bytes.get(..8).map(|b| <[u8; 8]>::try_from(b).map(u64::from_le_bytes)) else {
+        return Err(Error::format(path, format_args!("{} bytes are too few for a header", bytes.len())));
+    };
+    if length > MAX_HEADER_BYTES {
+        let rule = format_args!("a header of {length} bytes is over the limit of {MAX_HEADER_BYTES}");
+        return Err(Error::format(path, rule));
+    }
+    if length > bytes.len() as u64 - 8 {
+        let rule = format_args!("a header of {length} bytes does not fit a file of {} bytes", bytes.len());
+        return Err(Error::format(path, rule));
+    }
+    let (length, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| Error::format(path, rule_of(&e)))?;
+    let entry = |info: &safetensors::tensor::TensorInfo| Entry {
+        shard,
+        dtype: info.dtype,
+        shape: info.shape.clone(),
+        start: info.data_offsets.0,
+        end: info.data_offsets.1,
+    };
+    let entries = metadata.tensors().into_iter().map(|(name, info)| (name, entry(info))).collect();
+    Ok((8 + length, entries))
+}
+
+fn rule_of(error: &SafeTensorError) -> String {
+    match error {
+        SafeTensorError::InvalidOffset(name) => {
+            format!("tensor `{name}` does not start where the one before it ends (overlap, gap or reversed offsets)")
+        }
+        SafeTensorError::MetadataIncompleteBuffer => {
+            "the tensors do not end where the file ends (truncated, or trailing bytes)".to_owned()
+        }
+        SafeTensorError::TensorInvalidInfo => {
+            "a tensor's shape and type do not have the bytes of its offsets".to_owned()
+        }
+        SafeTensorError::ValidationOverflow => "a tensor's shape has more elements than can be counted".to_owned(),
+        SafeTensorError::MisalignedSlice => "a tensor does not fill whole bytes".to_owned(),
+        other => other.to_string(),
+    }
+}
+
+/// Parses the header of a safetensors file held in memory and touches every tensor it names.
+///
+/// For fuzzing: gives the number of tensors, and reads nothing outside `bytes`.
+#[doc(hidden)]
+pub fn fuzz_safetensors(bytes: &[u8]) -> Result<usize> {
+    let path = Path::new("fuzz.safetensors");
+    let (data, entries) = parse_header(bytes, path, 0)?;
+    for entry in entries.values() {
+        let inside = bytes.get(data + entry.start..data + entry.end).is_some();
+        assert!(inside, "a header that was accepted points outside the file");
+    }
+    Ok(entries.len())
+}

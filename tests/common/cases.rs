@@ -1,0 +1,249 @@
+//! Small checkpoints of every family, in its real tensor names, shapes and layouts.
+
+use super::fixtures::{Draw, Tensors};
+use safetensors::Dtype;
+use serde_json::{Value, json};
+
+pub const LAYERS: usize = 4;
+pub const R: usize = 16;
+
+/// One checkpoint to write: its family's layout by `kind`.
+pub struct Case {
+    pub name: &'static str,
+    /// Which of the hand-written layouts and forwards below.
+    pub kind: &'static str,
+    pub prefix: &'static str,
+    pub config: Value,
+    pub d: usize,
+    pub n_q: usize,
+    pub n_kv: usize,
+    pub bias: bool,
+    pub dtype: Dtype,
+    pub shards: usize,
+}
+
+pub fn merge(mut base: Value, extra: Value) -> Value {
+    let object = base.as_object_mut().expect("object");
+    for (key, value) in extra.as_object().expect("object") {
+        object.insert(key.clone(), value.clone());
+    }
+    base
+}
+
+/// Grouped heads of 16 on a model dimension that is not their product, where the family allows it.
+pub fn grouped(name: &'static str, kind: &'static str, extra: Value) -> Case {
+    let base = json!({"model_type": name, "hidden_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": R, "max_position_embeddings": 512, "rope_theta": 10000.0});
+    Case {
+        name,
+        kind,
+        prefix: "model.",
+        config: merge(base, extra),
+        d: 48,
+        n_q: 4,
+        n_kv: 2,
+        bias: false,
+        dtype: Dtype::BF16,
+        shards: 1,
+    }
+}
+
+/// One key head a query head, d_model = heads x 16.
+pub fn square(name: &'static str, kind: &'static str, extra: Value) -> Case {
+    let base = json!({"model_type": name, "hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+        "max_position_embeddings": 512});
+    Case { config: merge(base, extra), d: 64, n_kv: 4, ..grouped(name, kind, json!({})) }
+}
+
+pub fn cases() -> Vec<Case> {
+    let gemma3 = json!({"query_pre_attn_scalar": 24, "rope_theta": 1000000.0, "sliding_window_pattern": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}});
+    let gpt2 = |prefix: &'static str| Case {
+        name: "gpt2",
+        prefix,
+        bias: true,
+        config: json!({"model_type": "gpt2", "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 64,
+            "scale_attn_by_inverse_layer_idx": true, "torch_dtype": "float32"}),
+        dtype: Dtype::F32,
+        ..square("gpt2", "gpt2", json!({}))
+    };
+    let wrapped = |model_type: &'static str, text: &'static str, kind: &'static str, prefix, extra: &Value| {
+        let case = grouped(text, kind, extra.clone());
+        Case { name: model_type, prefix, config: json!({"model_type": model_type, "text_config": case.config}), ..case }
+    };
+    vec![
+        gpt2("transformer."),
+        gpt2(""),
+        Case { shards: 3, ..grouped("llama", "llama", json!({"torch_dtype": "bfloat16"})) },
+        Case { bias: true, prefix: "", ..grouped("llama", "llama", json!({"attention_bias": true})) },
+        // A bias that the config does not mention counts as well.
+        Case { bias: true, ..grouped("llama", "llama", json!({})) },
+        grouped(
+            "llama",
+            "llama yarn",
+            json!({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}),
+        ),
+        grouped(
+            "llama",
+            "llama llama3",
+            json!({"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
+                "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}),
+        ),
+        Case { dtype: Dtype::F16, ..grouped("mistral", "llama", json!({"head_dim": R})) },
+        wrapped("mistral3", "mistral", "llama", "language_model.model.", &json!({})),
+        grouped("mixtral", "llama", json!({})),
+        Case { bias: true, ..grouped("qwen2", "llama", json!({"dtype": "bfloat16"})) },
+        Case { bias: true, ..grouped("qwen2_moe", "llama", json!({"qkv_bias": true})) },
+        grouped("qwen3", "qwen3", json!({})),
+        grouped("qwen3_moe", "qwen3", json!({})),
+        grouped("gemma", "gemma", json!({})),
+        grouped("gemma2", "gemma2", json!({"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0})),
+        grouped("gemma3_text", "gemma3", gemma3.clone()),
+        wrapped("gemma3", "gemma3_text", "gemma3", "language_model.model.", &gemma3),
+        wrapped("gemma3", "gemma3_text", "gemma3", "model.language_model.", &gemma3),
+        grouped(
+            "gemma3_text",
+            "gemma3",
+            json!({"query_pre_attn_scalar": 24,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+        ),
+        grouped("olmo2", "olmo2", json!({})),
+        grouped("olmo3", "olmo2", json!({"layer_types": vec!["full_attention"; LAYERS]})),
+        grouped("phi3", "phi3", json!({"partial_rotary_factor": 0.5})),
+        Case { bias: true, ..square("phi", "phi", json!({"partial_rotary_factor": 0.5, "rope_theta": 10000.0})) },
+        Case {
+            bias: true,
+            prefix: "gpt_neox.",
+            ..square("gpt_neox", "gpt_neox", json!({"rotary_pct": 0.5, "rotary_emb_base": 10000}))
+        },
+        Case {
+            prefix: "transformer.",
+            n_kv: 1,
+            ..square("falcon", "falcon", json!({"multi_query": true, "alibi": false}))
+        },
+        Case {
+            prefix: "transformer.",
+            n_kv: 2,
+            ..square("falcon", "falcon ln_attn", json!({"new_decoder_architecture": true, "num_kv_heads": 2}))
+        },
+        Case {
+            prefix: "transformer.",
+            n_kv: 2,
+            ..square(
+                "falcon",
+                "falcon",
+                json!({"new_decoder_architecture": true, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+            )
+        },
+        Case {
+            prefix: "",
+            bias: true,
+            ..square("falcon", "falcon", json!({"multi_query": false, "bias": true, "parallel_attn": false}))
+        },
+        Case { bias: true, ..grouped("starcoder2", "starcoder2", json!({"use_bias": true})) },
+        Case { bias: true, prefix: "bert.", ..square("bert", "bert", json!({})) },
+        Case { bias: true, prefix: "bert.", ..square("bert", "bert gamma", json!({})) },
+        Case {
+            bias: true,
+            prefix: "",
+            dtype: Dtype::F64,
+            ..square("roberta", "bert", json!({"position_embedding_type": "absolute"}))
+        },
+        grouped("granite", "granite", json!({"attention_multiplier": 0.015625})),
+        Case {
+            bias: true,
+            n_kv: 2,
+            ..square(
+                "stablelm",
+                "stablelm",
+                json!({"num_key_value_heads": 2, "use_qkv_bias": true, "qk_layernorm": true}),
+            )
+        },
+        grouped("cohere", "cohere", json!({"use_qk_norm": true})),
+        grouped("smollm3", "smollm3", json!({"no_rope_layers": [1, 1, 0, 1]})),
+        grouped("smollm3", "smollm3", json!({"no_rope_layer_interval": 3})),
+    ]
+}
+
+/// The stored tensors that a layer's attention reads.
+pub fn draw(case: &Case, seed: u64) -> Tensors {
+    let mut t = Draw::new(seed);
+    let (p, d, n_q, n_kv) = (case.prefix, case.d, case.n_q, case.n_kv);
+    let fused = (n_q + 2 * n_kv) * R;
+    let bias = |rows: usize| case.bias.then_some(rows);
+    let norm = |t: &mut Draw, name: String, len: usize, shift: bool, around: f64| {
+        t.add(format!("{name}.weight"), &[len], around, 0.3);
+        if shift {
+            t.add(format!("{name}.bias"), &[len], 0.0, 0.3);
+        }
+    };
+    for i in 0..LAYERS {
+        match case.kind.split(' ').next().unwrap() {
+            "gpt2" => {
+                norm(&mut t, format!("{p}h.{i}.ln_1"), d, true, 1.0);
+                t.linear(&format!("{p}h.{i}.attn.c_attn"), d, fused, bias(fused));
+            }
+            "phi3" => {
+                norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, false, 1.0);
+                t.linear(&format!("{p}layers.{i}.self_attn.qkv_proj"), fused, d, None);
+            }
+            "gpt_neox" => {
+                norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, true, 1.0);
+                t.linear(&format!("{p}layers.{i}.attention.query_key_value"), fused, d, bias(fused));
+            }
+            "falcon" => {
+                let name = if case.kind.ends_with("ln_attn") { "ln_attn" } else { "input_layernorm" };
+                norm(&mut t, format!("{p}h.{i}.{name}"), d, true, 1.0);
+                t.linear(&format!("{p}h.{i}.self_attention.query_key_value"), fused, d, bias(fused));
+            }
+            "bert" => {
+                let (gain, shift) = if case.kind.ends_with("gamma") { ("gamma", "beta") } else { ("weight", "bias") };
+                let mut both = |name: String| {
+                    t.add(format!("{name}.{gain}"), &[d], 1.0, 0.3);
+                    t.add(format!("{name}.{shift}"), &[d], 0.0, 0.3);
+                };
+                if i == 0 {
+                    both(format!("{p}embeddings.LayerNorm"));
+                }
+                both(format!("{p}encoder.layer.{i}.output.LayerNorm"));
+                // A trap: this one feeds the feed-forward, not the attention.
+                both(format!("{p}encoder.layer.{i}.attention.output.LayerNorm"));
+                for name in ["query", "key", "value"] {
+                    t.linear(&format!("{p}encoder.layer.{i}.attention.self.{name}"), d, d, bias(d));
+                }
+            }
+            kind => {
+                let around = if kind.starts_with("gemma") { 0.0 } else { 1.0 };
+                let layer_norm = ["phi", "starcoder2", "stablelm", "cohere"].contains(&kind);
+                if kind == "olmo2" {
+                    norm(&mut t, format!("{p}layers.{i}.post_attention_layernorm"), d, false, 1.0);
+                } else {
+                    let shift = layer_norm && kind != "cohere";
+                    norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, shift, around);
+                }
+                let attn = format!("{p}layers.{i}.self_attn");
+                for (name, heads) in [("q", n_q), ("k", n_kv), ("v", n_kv)] {
+                    t.linear(&format!("{attn}.{name}_proj"), heads * R, d, bias(heads * R));
+                    if name == "v" {
+                        continue;
+                    }
+                    match case.kind {
+                        "qwen3" | "gemma3" => norm(&mut t, format!("{attn}.{name}_norm"), R, false, around),
+                        "olmo2" => norm(&mut t, format!("{attn}.{name}_norm"), heads * R, false, 1.0),
+                        "cohere" => t.add(format!("{attn}.{name}_norm.weight"), &[heads, R], 1.0, 0.3),
+                        "stablelm" => {
+                            for h in 0..heads {
+                                norm(&mut t, format!("{attn}.{name}_layernorm.norms.{h}"), R, false, 1.0);
+                            }
+                        }
+                        _ => {}
+                    }
+                }
+            }
+        }
+    }
+    t.tensors
+}

@@ -1,0 +1,414 @@
+//! Every family, read from a small checkpoint in its real tensor names, shapes and layouts, against an independent
+//! forward written here straight from the raw tensors: norm, projection, QK-norm, rotation, logit.
+
+mod common;
+
+use common::cases::{Case, LAYERS, R, cases, draw, grouped};
+use common::fixtures::{Tensors, write_checkpoint};
+use common::forward::{dot, forward_qkv, logit, to_sphere};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use rand_distr::{Distribution, StandardNormal};
+use safetensors::Dtype;
+use serde_json::{Value, json};
+use sigmascale::model::{Checkpoint, NormKind};
+
+// The independent forward: plain vectors, raw tensors, one family after another.
+
+fn linear(t: &Tensors, name: &str, x: &[f64]) -> Vec<f64> {
+    let y: Vec<f64> = t.get(&format!("{name}.weight")).chunks(x.len()).map(|row| dot(row, x)).collect();
+    match t.find(&format!("{name}.bias")) {
+        Some(bias) => y.iter().zip(bias).map(|(y, b)| y + b).collect(),
+        None => y,
+    }
+}
+
+fn conv1d(t: &Tensors, name: &str, x: &[f64]) -> Vec<f64> {
+    let mut y = t.get(&format!("{name}.bias")).to_vec();
+    let out = y.len();
+    for (row, x) in t.get(&format!("{name}.weight")).chunks(out).zip(x) {
+        y.iter_mut().zip(row).for_each(|(y, w)| *y += w * x);
+    }
+    y
+}
+
+fn layer_norm(x: &[f64], gain: &[f64], shift: Option<&[f64]>) -> Vec<f64> {
+    let mean = x.iter().sum::<f64>() / x.len() as f64;
+    let variance = x.iter().map(|v| (v - mean) * (v - mean)).sum::<f64>() / x.len() as f64;
+    (0..x.len()).map(|i| (x[i] - mean) / variance.sqrt() * gain[i] + shift.map_or(0.0, |s| s[i])).collect()
+}
+
+fn rms_norm(x: &[f64], gain: &[f64], offset: f64) -> Vec<f64> {
+    let mean_square = x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64;
+    x.iter().zip(gain).map(|(x, g)| x / mean_square.sqrt() * (offset + g)).collect()
+}
+
+fn heads(y: &[f64]) -> Vec<Vec<f64>> {
+    y.chunks(R).map(<[f64]>::to_vec).collect()
+}
+
+fn frequencies(theta: f64, dim: usize) -> Vec<f64> {
+    (0..dim).step_by(2).map(|j| 1.0 / theta.powf(j as f64 / dim as f64)).collect()
+}
+
+/// x cos + rotate_half(x) sin on the first channels.
+fn rope_half(x: &mut [f64], freq: &[f64], position: f64, factor: f64) {
+    let half = freq.len();
+    let old = x.to_vec();
+    for c in 0..2 * half {
+        let angle = position * freq[c % half];
+        let turned = if c < half { -old[c + half] } else { old[c - half] };
+        x[c] = old[c] * (angle.cos() * factor) + turned * (angle.sin() * factor);
+    }
+}
+
+/// The same on neighbours.
+fn rope_interleaved(x: &mut [f64], freq: &[f64], position: f64) {
+    let old = x.to_vec();
+    for c in 0..2 * freq.len() {
+        let angle = position * freq[c / 2];
+        let turned = if c % 2 == 0 { -old[c + 1] } else { old[c - 1] };
+        x[c] = old[c] * angle.cos() + turned * angle.sin();
+    }
+}
+
+fn yarn(theta: f64, factor: f64, original: f64) -> (Vec<f64>, f64) {
+    let dim = R as f64;
+    let correction =
+        |rotations: f64| dim * (original / (rotations * 2.0 * std::f64::consts::PI)).ln() / (2.0 * theta.ln());
+    let (low, high) = (correction(32.0).floor().max(0.0), correction(1.0).ceil().min(dim - 1.0));
+    let freq = frequencies(theta, R)
+        .iter()
+        .enumerate()
+        .map(|(j, w)| {
+            let keep = 1.0 - ((j as f64 - low) / (high - low)).clamp(0.0, 1.0);
+            w / factor * (1.0 - keep) + w * keep
+        })
+        .collect();
+    (freq, 0.1 * factor.ln() + 1.0)
+}
+
+fn llama3(theta: f64, factor: f64, low: f64, high: f64, original: f64) -> Vec<f64> {
+    let scale = |w: &f64| {
+        let wavelength = 2.0 * std::f64::consts::PI / w;
+        if wavelength < original / high {
+            return *w;
+        }
+        if wavelength > original / low {
+            return w / factor;
+        }
+        let smooth = (original / wavelength - low) / (high - low);
+        (1.0 - smooth) * w / factor + smooth * w
+    };
+    frequencies(theta, R).iter().map(scale).collect()
+}
+
+struct Out {
+    q: Vec<Vec<f64>>,
+    k: Vec<Vec<f64>>,
+    v: Vec<Vec<f64>>,
+    scale: f64,
+    cap: Option<f64>,
+}
+
+fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) -> Out {
+    let (p, n_q, n_kv) = (case.prefix, case.n_q, case.n_kv);
+    let usual = 1.0 / (R as f64).sqrt();
+    let own = |name: &str| (t.get(&format!("{name}.weight")).to_vec(), t.find(&format!("{name}.bias")));
+    let family = case.kind.split(' ').next().unwrap();
+    match family {
+        "gpt2" => {
+            let (g, b) = own(&format!("{p}h.{i}.ln_1"));
+            let y = conv1d(t, &format!("{p}h.{i}.attn.c_attn"), &layer_norm(hidden, &g, b));
+            let (q, rest) = y.split_at(case.d);
+            let (k, v) = rest.split_at(case.d);
+            Out { q: heads(q), k: heads(k), v: heads(v), scale: usual / (i + 1) as f64, cap: None }
+        }
+        "phi3" => {
+            let (g, _) = own(&format!("{p}layers.{i}.input_layernorm"));
+            let y = linear(t, &format!("{p}layers.{i}.self_attn.qkv_proj"), &rms_norm(hidden, &g, 0.0));
+            let (mut q, mut k) = (heads(&y[..n_q * R]), heads(&y[n_q * R..(n_q + n_kv) * R]));
+            let v = heads(&y[(n_q + n_kv) * R..]);
+            for head in q.iter_mut().chain(&mut k) {
+                rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0);
+            }
+            Out { q, k, v, scale: usual, cap: None }
+        }
+        "gpt_neox" => {
+            let (g, b) = own(&format!("{p}layers.{i}.input_layernorm"));
+            let y = linear(t, &format!("{p}layers.{i}.attention.query_key_value"), &layer_norm(hidden, &g, b));
+            // Viewed as [heads, 3 * d_head].
+            let part = |which: usize| -> Vec<Vec<f64>> {
+                y.chunks(3 * R).map(|head| head[which * R..(which + 1) * R].to_vec()).collect()
+            };
+            let (mut q, mut k) = (part(0), part(1));
+            for head in q.iter_mut().chain(&mut k) {
+                rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0);
+            }
+            Out { q, k, v: part(2), scale: usual, cap: None }
+        }
+        "falcon" => {
+            let name = if case.kind.ends_with("ln_attn") { "ln_attn" } else { "input_layernorm" };
+            let (g, b) = own(&format!("{p}h.{i}.{name}"));
+            let y = linear(t, &format!("{p}h.{i}.self_attention.query_key_value"), &layer_norm(hidden, &g, b));
+            let y = heads(&y);
+            let (mut q, mut k, v);
+            if case.config["new_decoder_architecture"] == true {
+                // [kv heads, group + 2, d_head]: queries, key, value.
+                let groups: Vec<_> = y.chunks(n_q / n_kv + 2).collect();
+                q = groups.iter().flat_map(|g| g[..g.len() - 2].to_vec()).collect::<Vec<_>>();
+                k = groups.iter().map(|g| g[g.len() - 2].clone()).collect::<Vec<_>>();
+                v = groups.iter().map(|g| g[g.len() - 1].clone()).collect();
+            } else if case.config["multi_query"] == true {
+                // [heads + 2, d_head].
+                (q, k, v) = (y[..n_q].to_vec(), vec![y[n_q].clone()], vec![y[n_q + 1].clone()]);
+            } else {
+                // [heads, 3, d_head].
+                let part = |which: usize| y.iter().skip(which).step_by(3).cloned().collect::<Vec<_>>();
+                (q, k, v) = (part(0), part(1), part(2));
+            }
+            for head in q.iter_mut().chain(&mut k) {
+                rope_half(head, &frequencies(10_000.0, R), position, 1.0);
+            }
+            Out { q, k, v, scale: usual, cap: None }
+        }
+        "bert" => {
+            let name = match i {
+                0 => format!("{p}embeddings.LayerNorm"),
+                _ => format!("{p}encoder.layer.{}.output.LayerNorm", i - 1),
+            };
+            let (gain, shift) = if case.kind.ends_with("gamma") { ("gamma", "beta") } else { ("weight", "bias") };
+            let x = layer_norm(hidden, t.get(&format!("{name}.{gain}")), t.find(&format!("{name}.{shift}")));
+            let [q, k, v] = ["query", "key", "value"]
+                .map(|name| heads(&linear(t, &format!("{p}encoder.layer.{i}.attention.self.{name}"), &x)));
+            Out { q, k, v, scale: usual, cap: None }
+        }
+        _ => {
+            let x = if family == "olmo2" {
+                hidden.to_vec()
+            } else {
+                let (g, b) = own(&format!("{p}layers.{i}.input_layernorm"));
+                match family {
+                    "phi" | "starcoder2" | "stablelm" | "cohere" => layer_norm(hidden, &g, b),
+                    "gemma" | "gemma2" | "gemma3" => rms_norm(hidden, &g, 1.0),
+                    _ => rms_norm(hidden, &g, 0.0),
+                }
+            };
+            let attn = format!("{p}layers.{i}.self_attn");
+            let [mut q, mut k, v] = ["q", "k", "v"].map(|n| heads(&linear(t, &format!("{attn}.{n}_proj"), &x)));
+            for (name, all) in [("q", &mut q), ("k", &mut k)] {
+                let gain = || t.get(&format!("{attn}.{name}_norm.weight"));
+                match case.kind {
+                    "olmo2" => *all = heads(&rms_norm(&all.concat(), gain(), 0.0)),
+                    _ => {
+                        for (h, head) in all.iter_mut().enumerate() {
+                            *head = match case.kind {
+                                "qwen3" => rms_norm(head, gain(), 0.0),
+                                "gemma3" => rms_norm(head, gain(), 1.0),
+                                "cohere" => layer_norm(head, &gain()[h * R..(h + 1) * R], None),
+                                "stablelm" => {
+                                    let (g, _) = own(&format!("{attn}.{name}_layernorm.norms.{h}"));
+                                    layer_norm(head, &g, None)
+                                }
+                                _ => continue,
+                            }
+                        }
+                    }
+                }
+            }
+            for head in q.iter_mut().chain(&mut k) {
+                match case.kind {
+                    "cohere" => rope_interleaved(head, &frequencies(10_000.0, R), position),
+                    "phi" => rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0),
+                    "stablelm" => rope_half(head, &frequencies(10_000.0, R / 4), position, 1.0),
+                    "smollm3" if i == 2 => {}
+                    "gemma3" if i % 2 == 1 => {
+                        let freq: Vec<f64> = frequencies(1e6, R).iter().map(|w| w / 8.0).collect();
+                        rope_half(head, &freq, position, 1.0);
+                    }
+                    "llama yarn" => {
+                        let (freq, factor) = yarn(10_000.0, 4.0, 128.0);
+                        rope_half(head, &freq, position, factor);
+                    }
+                    "llama llama3" => rope_half(head, &llama3(10_000.0, 8.0, 1.0, 4.0, 64.0), position, 1.0),
+                    _ => rope_half(head, &frequencies(10_000.0, R), position, 1.0),
+                }
+            }
+            let scale = match family {
+                "gemma2" | "gemma3" => 1.0 / 24f64.sqrt(),
+                "granite" => 0.015625,
+                _ => usual,
+            };
+            Out { q, k, v, scale, cap: (family == "gemma2").then_some(5.0) }
+        }
+    }
+}
+
+fn close(got: &[Vec<f64>], want: &[Vec<f64>], what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}: heads");
+    for (h, (got, want)) in got.iter().zip(want).enumerate() {
+        assert_eq!(got.len(), want.len(), "{what}: head {h}");
+        for (c, (got, want)) in got.iter().zip(want).enumerate() {
+            assert!((got - want).abs() <= 1e-10 * (1.0 + want.abs()), "{what}: head {h} channel {c}: {got} for {want}");
+        }
+    }
+}
+
+#[test]
+fn every_family_computes_what_the_raw_tensors_say() {
+    for (number, case) in cases().iter().enumerate() {
+        let tensors = draw(case, 100 + number as u64);
+        let folder = tempfile::tempdir().unwrap();
+        write_checkpoint(folder.path(), &case.config, &tensors, case.dtype, case.shards);
+        let label = format!("{} ({}, prefix `{}`)", case.name, case.kind, case.prefix);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap_or_else(|e| panic!("{label}: {e}"));
+        let spec = checkpoint.spec();
+        assert_eq!(checkpoint.prefix(), case.prefix, "{label}");
+        assert_eq!((spec.n_q_heads, spec.n_kv_heads, spec.d_head), (case.n_q, case.n_kv, R), "{label}");
+        assert_eq!(spec.bias.any(), case.bias, "{label}");
+        let mut rng = StdRng::seed_from_u64(number as u64);
+        for layer in 0..LAYERS {
+            let weights = checkpoint.layer(layer).unwrap_or_else(|e| panic!("{label}: {e}"));
+            assert_eq!(weights.norm_gain.is_some(), spec.norm.kind != NormKind::None, "{label}");
+            let tokens: Vec<Vec<f64>> = (0..2)
+                .map(|_| {
+                    (0..case.d)
+                        .map(|_| {
+                            let normal: f64 = StandardNormal.sample(&mut rng);
+                            0.4 + 2.0 * normal
+                        })
+                        .collect()
+                })
+                .collect();
+            let positions = [3.0, 41.0];
+            let want: Vec<Out> =
+                tokens.iter().zip(positions).map(|(x, m)| reference(case, &tensors, layer, x, m)).collect();
+            let got: Vec<_> = tokens
+                .iter()
+                .zip(positions)
+                .map(|(x, m)| forward_qkv(spec, &weights, &to_sphere(spec.norm.kind, x), m))
+                .collect();
+            for (got, want) in got.iter().zip(&want) {
+                close(&got.q, &want.q, &format!("{label} layer {layer} q"));
+                close(&got.k, &want.k, &format!("{label} layer {layer} k"));
+                close(&got.v, &want.v, &format!("{label} layer {layer} v"));
+            }
+            for head in 0..case.n_q {
+                let raw = dot(&want[0].q[head], &want[1].k[head / (case.n_q / case.n_kv)]) * want[0].scale;
+                let want = want[0].cap.map_or(raw, |cap| (raw / cap).tanh() * cap);
+                let got = logit(spec, layer, head, &got[0], &got[1]);
+                assert!((got - want).abs() <= 1e-10 * (1.0 + want.abs()), "{label} layer {layer}: {got} for {want}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_family_has_a_case() {
+    let tried: std::collections::BTreeSet<&str> = cases().iter().map(|case| case.name).collect();
+    let wanted = [
+        "gpt2",
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "phi",
+        "gpt_neox",
+        "falcon",
+        "starcoder2",
+        "bert",
+        "roberta",
+        "granite",
+        "stablelm",
+        "cohere",
+        "smollm3",
+    ];
+    for name in wanted {
+        assert!(tried.contains(name), "{name}");
+    }
+}
+
+mod fp8 {
+    //! E4M3 weights and the three forms of scale beside them.
+
+    use super::*;
+    use float8::F8E4M3;
+    use safetensors::tensor::TensorView;
+
+    /// The one-layer llama of this module with q_proj in E4M3 and this scale beside it.
+    fn write(folder: &std::path::Path, scale: Option<(&str, &[usize], &[f32])>, config: Value) -> Vec<u8> {
+        let case = grouped("llama", "llama", config);
+        let tensors = draw(&case, 5);
+        write_checkpoint(folder, &case.config, &tensors, Dtype::F32, 1);
+        let name = "model.layers.0.self_attn.q_proj.weight";
+        let bits: Vec<u8> = tensors.get(name).iter().map(|x| F8E4M3::from_f64(*x * 64.0).to_bits()).collect();
+        let mut stored: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = tensors
+            .0
+            .iter()
+            .filter(|(n, _)| *n != name)
+            .map(|(n, (s, v))| {
+                (n.clone(), Dtype::F32, s.clone(), v.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect())
+            })
+            .collect();
+        stored.push((name.to_owned(), Dtype::F8_E4M3, vec![64, 48], bits.clone()));
+        if let Some((suffix, shape, values)) = scale {
+            let bytes = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+            stored.push((format!("{name}_{suffix}"), Dtype::F32, shape.to_vec(), bytes));
+        }
+        let views = stored.iter().map(|(n, dtype, s, b)| (n.as_str(), TensorView::new(*dtype, s.clone(), b).unwrap()));
+        safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
+        bits
+    }
+
+    fn check(suffix: &str, shape: &[usize], values: &[f32], config: Value, at: impl Fn(usize, usize) -> usize) {
+        let folder = tempfile::tempdir().unwrap();
+        let bits = write(folder.path(), Some((suffix, shape, values)), config);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let weights = checkpoint.layer(0).unwrap();
+        for (row, bits) in bits.chunks(48).enumerate() {
+            for (col, bits) in bits.iter().enumerate() {
+                let want = f64::from(F8E4M3::from_bits(*bits).to_f32()) * f64::from(values[at(row, col)]);
+                assert_eq!(weights.q.heads[row / R].get(row % R, col), want, "{row} {col}");
+            }
+        }
+    }
+
+    #[test]
+    fn scalar_row_and_tile_scales() {
+        check("scale", &[], &[0.25], json!({}), |_, _| 0);
+        check("scale", &[1], &[0.25], json!({}), |_, _| 0);
+        let rows: Vec<f32> = (0..64).map(|i| 0.5 + i as f32).collect();
+        check("scale", &[64, 1], &rows, json!({}), |row, _| row);
+        check("scale", &[64], &rows, json!({}), |row, _| row);
+        let tiles: Vec<f32> = (0..6).map(|i| 1.0 + i as f32).collect();
+        // 64 x 48 in tiles of 32 x 20: 2 x 3, the last column of tiles is narrow.
+        let config = json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 20]}});
+        check("scale_inv", &[2, 3], &tiles, config, |row, col| row / 32 * 3 + col / 20);
+        // Without the config, tiles that divide evenly are clear.
+        check("scale_inv", &[2, 3], &tiles, json!({}), |row, col| row / 32 * 3 + col / 16);
+    }
+
+    #[test]
+    fn a_missing_or_unclear_scale_is_refused() {
+        let says = |scale: Option<(&str, &[usize], &[f32])>, part: &str| {
+            let folder = tempfile::tempdir().unwrap();
+            write(folder.path(), scale, json!({}));
+            let error = Checkpoint::open(folder.path()).unwrap().layer(0).unwrap_err().to_string();
+            assert!(error.contains(part) && error.contains("model.safetensors"), "{error}");
+        };
+        says(None, "no `weight_scale`");
+        says(Some(("scale", &[3], &[1.0; 3])), "has shape [3]");
+        says(Some(("scale_inv", &[5, 1], &[1.0; 5])), "which tile");
+        says(Some(("scale", &[1], &[f32::NAN])), "not finite");
+    }
+}

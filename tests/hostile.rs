@@ -1,0 +1,365 @@
+//! Files from strangers: each broken rule gives one clear error that names the file and the rule, and nothing panics.
+
+mod common;
+
+use common::fixtures::{Draw, Tensors, write_checkpoint, write_safetensors};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use safetensors::Dtype;
+use serde_json::{Value, json};
+use sigmascale::model::{AttentionSpec, Checkpoint};
+use sigmascale::{Error, Result};
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+fn config() -> Value {
+    json!({"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "rope_theta": 10000.0})
+}
+
+fn tensors() -> Tensors {
+    let mut draw = Draw::new(1);
+    for i in 0..2 {
+        draw.add(format!("model.layers.{i}.input_layernorm.weight"), &[32], 1.0, 0.1);
+        for (name, rows) in [("q", 32), ("k", 16), ("v", 16)] {
+            draw.linear(&format!("model.layers.{i}.self_attn.{name}_proj"), rows, 32, None);
+        }
+    }
+    draw.tensors
+}
+
+/// A sound checkpoint to break.
+fn sound(shards: usize) -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    write_checkpoint(folder.path(), &config(), &tensors(), Dtype::F32, shards);
+    folder
+}
+
+fn weights(folder: &TempDir) -> PathBuf {
+    folder.path().join("model.safetensors")
+}
+
+/// Opens and reads every layer.
+fn read(path: &Path) -> Result<()> {
+    let checkpoint = Checkpoint::open(path)?;
+    (0..checkpoint.spec().layers).try_for_each(|i| checkpoint.layer(i).map(drop))
+}
+
+fn refused(path: &Path) -> Error {
+    read(path).expect_err("must be refused")
+}
+
+#[track_caller]
+fn says(error: &Error, parts: &[&str]) {
+    let message = error.to_string();
+    assert!(!message.contains('\n') && message.len() < 600, "one sentence: {message}");
+    for part in parts {
+        assert!(message.contains(part), "`{part}` in: {message}");
+    }
+}
+
+/// Writes a safetensors file from a header given as text.
+fn write_raw(path: &Path, header: &str, data: &[u8]) {
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(header.as_bytes());
+    bytes.extend_from_slice(data);
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_sound_checkpoint_is_read_as_a_folder_and_as_a_file() {
+    for shards in [1, 3] {
+        let folder = sound(shards);
+        read(folder.path()).unwrap();
+    }
+    let folder = sound(1);
+    read(&weights(&folder)).unwrap();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let stored = checkpoint.tensor("model.layers.0.input_layernorm.weight").unwrap();
+    assert_eq!((stored.shape.as_slice(), stored.view.shape()), (&[32][..], (1, 32)));
+    says(&checkpoint.tensor("nothing").unwrap_err(), &["`nothing` is missing"]);
+    assert!(checkpoint.layer(2).unwrap_err().is_argument());
+}
+
+#[test]
+fn truncated_at_any_length() {
+    let folder = sound(1);
+    let whole = std::fs::read(weights(&folder)).unwrap();
+    let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    for length in [0, 1, 7, 8, 9, header, header + 7, header + 8, whole.len() / 2, whole.len() - 1] {
+        std::fs::write(weights(&folder), &whole[..length]).unwrap();
+        let error = refused(folder.path());
+        assert!(error.is_format(), "{error}");
+        says(&error, &["model.safetensors"]);
+    }
+    let mut longer = whole.clone();
+    longer.push(0);
+    std::fs::write(weights(&folder), longer).unwrap();
+    says(&refused(folder.path()), &["trailing"]);
+}
+
+#[test]
+fn header_length_is_checked_before_anything_else() {
+    let folder = sound(1);
+    let mut bytes = std::fs::read(weights(&folder)).unwrap();
+    for (length, rule) in [
+        (1u64 << 60, "over the limit of 100000000"),
+        (u64::MAX, "over the limit"),
+        (100_000_001, "over the limit"),
+        (99_000_000, "does not fit a file"),
+    ] {
+        bytes[..8].copy_from_slice(&length.to_le_bytes());
+        std::fs::write(weights(&folder), &bytes).unwrap();
+        says(&refused(folder.path()), &["model.safetensors", &length.to_string(), rule]);
+    }
+}
+
+#[test]
+fn offsets_that_overlap_leave_gaps_run_backwards_or_lie() {
+    let folder = sound(1);
+    let entry = |name: &str, shape: &str, from: u64, to: u64| {
+        format!(r#""{name}":{{"dtype":"F32","shape":{shape},"data_offsets":[{from},{to}]}}"#)
+    };
+    let cases = [
+        (entry("a", "[4]", 0, 16) + "," + &entry("b", "[4]", 8, 24), "does not start where"),
+        (entry("a", "[4]", 0, 16) + "," + &entry("b", "[2]", 24, 32), "does not start where"),
+        (entry("a", "[4]", 16, 0), "does not start where"),
+        (entry("a", "[4]", 0, 24), "shape and type"),
+        (entry("a", "[4]", 0, 16), "where the file ends"),
+        (entry("a", "[4294967296,4294967296,4]", 0, 32), "more elements"),
+        (entry("a", "[12]", 0, 48), "where the file ends"),
+        (entry("a", "[-1]", 0, 16), "JSON"),
+        ("\"a\":7".to_owned(), "JSON"),
+    ];
+    for (header, rule) in cases {
+        write_raw(&weights(&folder), &format!("{{{header}}}"), &[0; 32]);
+        let error = refused(folder.path());
+        assert!(error.is_format(), "{error}");
+        says(&error, &["model.safetensors", rule]);
+    }
+    write_raw(&weights(&folder), "{not json", &[]);
+    says(&refused(folder.path()), &["JSON"]);
+    write_raw(&weights(&folder), "{}", &[]);
+    says(&refused(folder.path()), &["no tensor is named `layers.0.self_attn.q_proj.weight`", "llama"]);
+}
+
+#[test]
+fn wrong_type_shape_or_absence_names_the_tensor() {
+    let name = "model.layers.1.self_attn.k_proj.weight";
+    let folder = sound(1);
+    let mut broken = tensors();
+    broken.0.insert(name.to_owned(), (vec![17, 32], vec![0.0; 17 * 32]));
+    write_safetensors(&weights(&folder), &broken.0, Dtype::F32);
+    says(&refused(folder.path()), &["model.safetensors", name, "[17, 32]", "[16, 32]"]);
+    broken.0.remove(name);
+    write_safetensors(&weights(&folder), &broken.0, Dtype::F32);
+    says(&refused(folder.path()), &[name, "is missing"]);
+    // The same bytes under a type that is no weight.
+    write_safetensors(&weights(&folder), &tensors().0, Dtype::F32);
+    let bytes = std::fs::read(weights(&folder)).unwrap();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header = std::str::from_utf8(&bytes[8..8 + length]).unwrap().replace("\"F32\"", "\"I32\"");
+    write_raw(&weights(&folder), &header, &bytes[8 + length..]);
+    let error = refused(folder.path());
+    assert!(error.is_format());
+    says(&error, &["q_proj.weight", "I32"]);
+}
+
+#[test]
+fn vectors_must_be_finite_and_complete() {
+    for (value, name) in
+        [(f64::NAN, "model.layers.1.input_layernorm.weight"), (f64::INFINITY, "layers.0.self_attn.q_proj.bias")]
+    {
+        let folder = sound(1);
+        let mut broken = tensors();
+        for i in 0..2 {
+            broken.0.insert(format!("model.layers.{i}.self_attn.q_proj.bias"), (vec![32], vec![0.0; 32]));
+        }
+        let (_, (_, values)) = broken.0.iter_mut().find(|(n, _)| n.ends_with(name)).unwrap();
+        values[7] = value;
+        write_safetensors(&weights(&folder), &broken.0, Dtype::F32);
+        let error = refused(folder.path());
+        assert!(error.is_non_finite(), "{error}");
+        says(&error, &["model.safetensors", name, "not finite"]);
+    }
+    // A bias in one layer and not in the other, or promised and absent.
+    let folder = sound(1);
+    let mut half = tensors();
+    half.0.insert("model.layers.0.self_attn.q_proj.bias".to_owned(), (vec![32], vec![0.0; 32]));
+    write_safetensors(&weights(&folder), &half.0, Dtype::F32);
+    says(&refused(folder.path()), &["model.layers.1.self_attn.q_proj.bias", "is missing"]);
+    // Beside a norm with a shift, a bias that the config denies is a contradiction.
+    let folder = sound(1);
+    let mut denied = config();
+    (denied["model_type"], denied["use_bias"]) = (json!("starcoder2"), json!(false));
+    write_checkpoint(folder.path(), &denied, &half, Dtype::F32, 1);
+    says(&refused(folder.path()), &["model.layers.0.self_attn.q_proj.bias", "the config says that there is no bias"]);
+    let folder = sound(1);
+    let mut promised = config();
+    promised["attention_bias"] = json!(true);
+    write_checkpoint(folder.path(), &promised, &tensors(), Dtype::F32, 1);
+    says(&refused(folder.path()), &["model.layers.0.self_attn.q_proj.bias", "is missing"]);
+}
+
+#[test]
+fn an_index_may_only_name_files_of_its_folder_that_are_there() {
+    let folder = sound(2);
+    let index = folder.path().join("model.safetensors.index.json");
+    let shard = "model-00002-of-00002.safetensors";
+    std::fs::remove_file(folder.path().join(shard)).unwrap();
+    says(&refused(folder.path()), &["index.json", shard, "is missing"]);
+    for outside in ["../model.safetensors", "/etc/hostname", "a/../../b", ".", ""] {
+        std::fs::write(&index, json!({"weight_map": {"t": outside}}).to_string()).unwrap();
+        let error = refused(folder.path());
+        says(&error, &["index.json", "`t`", "must lie in the folder"]);
+    }
+    std::fs::write(&index, json!({"weight_map": {"t": "model-00001-of-00002.safetensors"}}).to_string()).unwrap();
+    says(&refused(folder.path()), &["00001-of-00002", "`t` is missing"]);
+    for broken in ["", "[]", "{\"weight_map\": 3}", "{\"weight_map\": {\"t\": 3}}"] {
+        std::fs::write(&index, broken).unwrap();
+        says(&refused(folder.path()), &["index.json", "weight_map"]);
+    }
+    std::fs::remove_file(&index).unwrap();
+    says(&refused(folder.path()), &["neither model.safetensors nor"]);
+}
+
+#[test]
+fn configs_that_make_no_sense() {
+    let with = |changes: Value| {
+        let mut config = config();
+        for (key, value) in changes.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        AttentionSpec::from_config_json(config.to_string().as_bytes(), "some/config.json".as_ref()).unwrap_err()
+    };
+    let cases = [
+        (json!({"num_attention_heads": 3}), "32 does not divide by 3 heads"),
+        (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "2 query heads do not divide by 3"),
+        (json!({"num_hidden_layers": 0}), "`num_hidden_layers` must be a whole number from 1"),
+        (json!({"num_hidden_layers": 10_001}), "`num_hidden_layers`"),
+        (json!({"num_hidden_layers": -1}), "`num_hidden_layers`"),
+        (json!({"num_hidden_layers": 2.5}), "`num_hidden_layers`"),
+        (json!({"num_hidden_layers": "2"}), "`num_hidden_layers`"),
+        (json!({"num_hidden_layers": null}), "`num_hidden_layers` is missing"),
+        (json!({"hidden_size": 1u64 << 40}), "`hidden_size`"),
+        (json!({"num_attention_heads": 0}), "`num_attention_heads`"),
+        (json!({"head_dim": 12}), "multiple of 8 from 16 to 256"),
+        (json!({"head_dim": 512}), "multiple of 8 from 16 to 256"),
+        (json!({"rope_theta": 0}), "`rope_theta` must be greater than zero"),
+        (json!({"rope_theta": "big"}), "`rope_theta` must be a finite number"),
+        (json!({"rope_scaling": {"rope_type": "linear"}}), "`factor` is missing"),
+        (json!({"rope_scaling": {"rope_type": "linear", "factor": -2}}), "`factor` must be greater"),
+        (json!({"rope_scaling": {"rope_type": "spiral", "factor": 2}}), "`spiral` is not known"),
+        (json!({"rope_scaling": 3}), "`rope_scaling` must be an object"),
+        (json!({"partial_rotary_factor": 0.5}), "rotate a share"),
+        (json!({"layer_types": ["full_attention"]}), "1 entries for 2 layers"),
+        (json!({"layer_types": ["full_attention", "linear_attention"]}), "linear_attention"),
+        (json!({"torch_dtype": "int8"}), "`int8`"),
+        (json!({"use_qk_norm": true}), "`use_qk_norm` is set"),
+        (json!({"model_type": "phi", "hidden_size": 64, "qk_layernorm": true}), "`qk_layernorm` is set"),
+        (json!({"model_type": "phi", "hidden_size": 64, "rotary_dim": 8}), "`rotary_dim` is 8"),
+        (json!({"model_type": 3}), "`model_type` must be a string"),
+        (json!({"model_type": null}), "`model_type` is missing"),
+        (json!({"model_type": "gemma3"}), "`text_config` is missing"),
+        (json!({"quantization_config": {"quant_method": "awq"}}), "`awq`"),
+        (json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 1]}}), "weight_block_size"),
+    ];
+    for (changes, rule) in cases {
+        let error = with(changes);
+        assert!(error.is_format() || error.is_unsupported(), "{error}");
+        says(&error, &["some/config.json", rule]);
+    }
+    for text in ["", "[]", "3", "{", "\u{0}", &"[".repeat(100_000)] {
+        let error = AttentionSpec::from_config_json(text.as_bytes(), "some/config.json".as_ref()).unwrap_err();
+        says(&error, &["some/config.json", "JSON"]);
+    }
+}
+
+#[test]
+fn a_config_of_100_mb_is_refused_by_its_size() {
+    let folder = sound(1);
+    let path = folder.path().join("config.json");
+    // Sparse: the size alone must be enough.
+    std::fs::File::create(&path).unwrap().set_len(100 << 20).unwrap();
+    let rule = ["config.json", "at most 16777216 bytes", "104857600"];
+    says(&AttentionSpec::from_config_file(&path).unwrap_err(), &rule);
+    says(&refused(folder.path()), &rule);
+}
+
+#[test]
+fn paths_that_lead_nowhere() {
+    let folder = sound(1);
+    let error = refused(&folder.path().join("absent"));
+    assert!(error.is_io());
+    says(&error, &["absent", "cannot open"]);
+    assert!(refused(&folder.path().join("config.json")).is_argument());
+    std::fs::remove_file(folder.path().join("config.json")).unwrap();
+    let error = refused(folder.path());
+    assert!(error.is_io());
+    says(&error, &["config.json"]);
+    let folder = sound(1);
+    std::fs::remove_file(weights(&folder)).unwrap();
+    std::fs::create_dir(weights(&folder)).unwrap();
+    says(&refused(folder.path()), &["model.safetensors", "regular file"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_pipe_is_refused_and_not_waited_for() {
+    for name in ["model.safetensors", "config.json"] {
+        let folder = sound(1);
+        let path = folder.path().join(name);
+        std::fs::remove_file(&path).unwrap();
+        if !std::process::Command::new("mkfifo").arg(&path).status().is_ok_and(|status| status.success()) {
+            eprintln!("skipped a_pipe_is_refused_and_not_waited_for: no mkfifo");
+            return;
+        }
+        says(&refused(folder.path()), &[name, "regular file"]);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_path_without_permission() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = sound(1);
+    for name in ["model.safetensors", "config.json"] {
+        let path = folder.path().join(name);
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o000)).unwrap();
+        if std::fs::File::open(&path).is_ok() {
+            eprintln!("skipped a_path_without_permission: this user may read any file");
+            return;
+        }
+        let error = refused(folder.path());
+        assert!(error.is_io(), "{error}");
+        says(&error, &[name, "cannot open"]);
+    }
+}
+
+#[test]
+fn random_damage_never_panics() {
+    let mut rng = StdRng::seed_from_u64(9);
+    let folder = sound(1);
+    let whole = std::fs::read(weights(&folder)).unwrap();
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let config = config().to_string().into_bytes();
+    for _ in 0..300 {
+        let mut bytes = whole.clone();
+        for _ in 0..rng.random_range(1..4) {
+            let at = rng.random_range(0..header);
+            bytes[at] = rng.random();
+        }
+        std::fs::write(weights(&folder), &bytes).unwrap();
+        if let Err(error) = read(folder.path()) {
+            says(&error, &[]);
+        }
+        let mut bytes = config.clone();
+        for _ in 0..rng.random_range(1..4) {
+            let at = rng.random_range(0..bytes.len());
+            bytes[at] = rng.random_range(b' '..b'~');
+        }
+        if let Err(error) = AttentionSpec::from_config_json(&bytes, "config.json".as_ref()) {
+            says(&error, &["config.json"]);
+        }
+    }
+}
