@@ -372,3 +372,23 @@ fn shapes_are_checked() {
     assert!(PolicyKind::parse_list("geometry,nope").unwrap_err().to_string().contains("unknown policy nope"));
     assert!(PolicyKind::parse_list(" , ").unwrap_err().is_argument());
 }
+
+#[test]
+fn one_scale_a_layer_is_the_largest() {
+    let config = AutoCConfig {
+        burn_in: 1,
+        kappa: 1.0,
+        pooling: Pooling::Head,
+        granularity: Granularity::Layer,
+        ..AutoCConfig::default()
+    };
+    let mut policy = AutoC::new(config, SHAPE).unwrap();
+    let (plan, _) = step(&mut policy, 0, &stats([40.0, 80.0, 20.0, 10.0], [4.0; 4], [3.0, 1.5], [0.8; 2], [0.1; 4]));
+    let near = |a: f32, b: f64| (f64::from(a) / b - 1.0).abs() < 2e-7;
+    assert!(plan.logit_descale.iter().all(|d| near(d.get(), 400.0 / 358.4)));
+    assert!(plan.operands.k.iter().all(|d| near(d.get(), 6.0 / 448.0)));
+    // Ratios are to the layer's bound; the largest constant holds for all.
+    let plan = policy.plan(&bounds(0), None).unwrap();
+    assert!(plan.logit_descale.iter().all(|d| near(d.get(), 80.0 / 358.4)));
+    assert!(plan.operands.k.iter().all(|d| near(d.get(), 3.0 / 448.0)));
+}

@@ -111,21 +111,65 @@ impl StressLayer<'_> {
             stored.fill(if *form == GainForm::OnePlus { gain - 1.0 } else { *gain });
         }
         if factor != 1.0 {
-            for projection in [&mut weights.q, &mut weights.k, &mut weights.v] {
-                for head in &mut projection.heads {
-                    if head.dtype() == Dtype::E4m3 {
-                        return Err(Error::unsupported(format_args!(
-                            "{}: FP8 weights have scales of their own and cannot be multiplied here",
-                            projection.name
-                        )));
-                    }
-                    // One tile that covers every index.
-                    let scale = BlockScale { values: [factor].into(), block: (usize::MAX, usize::MAX), grid_cols: 1 };
-                    *head = head.clone().with_scale(scale);
-                }
-                projection.bias.iter_mut().flatten().for_each(|b| *b *= f64::from(factor));
-            }
+            multiply(&mut weights, factor)?;
         }
         Ok(weights)
+    }
+}
+
+/// Weights and biases of q, k and v times `factor`, without touching the storage.
+fn multiply(weights: &mut LayerWeights<'_>, factor: f32) -> Result<()> {
+    for projection in [&mut weights.q, &mut weights.k, &mut weights.v] {
+        for head in &mut projection.heads {
+            if head.dtype() == Dtype::E4m3 {
+                return Err(Error::unsupported(format_args!(
+                    "{}: FP8 weights have scales of their own and cannot be multiplied here",
+                    projection.name
+                )));
+            }
+            // One tile that covers every index.
+            let scale = BlockScale { values: [factor].into(), block: (usize::MAX, usize::MAX), grid_cols: 1 };
+            *head = head.clone().with_scale(scale);
+        }
+        projection.bias.iter_mut().flatten().for_each(|b| *b *= f64::from(factor));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::preset;
+
+    #[test]
+    fn weights_and_biases_are_multiplied_and_nothing_else() {
+        let mut spec = preset("gpt2-xl").unwrap();
+        (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.layers) = (128, 2, 2, 1);
+        let owned = SyntheticModel::new(&spec, 3, SyntheticOptions::default()).unwrap().layer(0).unwrap();
+        let mut plain = owned.weights();
+        plain.q.bias = Some((0..128).map(f64::from).collect());
+        let mut weights = plain.clone();
+        multiply(&mut weights, 4.0).unwrap();
+        for (a, b) in [(&plain.q, &weights.q), (&plain.k, &weights.k), (&plain.v, &weights.v)] {
+            assert_eq!(4.0 * a.heads[1].get(63, 127), b.heads[1].get(63, 127));
+            for (a, b) in a.bias.iter().flatten().zip(b.bias.iter().flatten()) {
+                assert_eq!(4.0 * a, *b);
+            }
+        }
+        assert_eq!(plain.norm_gain, weights.norm_gain);
+    }
+
+    #[test]
+    fn the_gain_brings_the_largest_logit_to_twenty() {
+        let mut spec = preset("gpt2-xl").unwrap();
+        (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.layers) = (128, 2, 2, 1);
+        let model = StressModel::synthetic(&AttentionSpec { name: "small".into(), ..spec.clone() }, 3).unwrap();
+        let layer = model.layer(0, 50, 7).unwrap();
+        let tokens = Tokens::isotropic(&spec, 50, token_seed(7, 0, 0));
+        let projected = project(&spec, &layer.weights(1.0).unwrap(), &tokens).unwrap();
+        let inputs = Inputs { q: &projected.q, k: &projected.k, v: &projected.v };
+        let stats = measure(&call_of(&spec, 0, 50), &inputs).unwrap();
+        let largest = stats.logits.iter().map(|head| head.amax()).fold(0.0, f32::max);
+        assert!((largest - 20.0).abs() < 1e-3, "{largest}");
     }
 }

@@ -60,10 +60,12 @@ fn a_spike_moves_geometry_in_the_same_step_and_delayed_one_later() {
     let result = run(Scenario::WeightSpike, &small("gpt2-xl", 2), &options).unwrap();
     let row =
         |kind, step| result.trace.iter().find(|row| row.policy == kind && row.step == step && row.layer == 1).unwrap();
-    let ratio = |tensor: usize| {
-        row(PolicyKind::Geometry, 10).descales[tensor].unwrap() / row(PolicyKind::Geometry, 9).descales[tensor].unwrap()
+    let ratio = |of: fn(&PlanDescales) -> Option<f64>| {
+        let at = |step| of(&row(PolicyKind::Geometry, step).descales).unwrap();
+        at(10) / at(9)
     };
-    assert!((ratio(0) - 16.0).abs() < 1e-3 && (ratio(1) - 4.0).abs() < 1e-3, "{} {}", ratio(0), ratio(1));
+    let (logit, q) = (ratio(|d| d.logit_descale), ratio(|d| d.q_descale));
+    assert!((logit - 16.0).abs() < 1e-3 && (q - 4.0).abs() < 1e-3, "{logit} {q}");
     assert_eq!(of(&result, PolicyKind::Geometry).overflow_values, 0);
     for kind in [PolicyKind::DelayedPaper, PolicyKind::DelayedTe] {
         assert!(row(kind, 10).overflow > 0, "{kind}");
@@ -169,4 +171,40 @@ fn a_replay_counts_tensors() {
     assert_eq!(of(&result, PolicyKind::Current).overflow_values, 0);
     let uneven = Trace { train: vec![ReplayStep { q: vec![1.0], ..step(1.0) }], ..trace };
     assert!(replay("recorded", &uneven, &options).unwrap_err().is_format());
+}
+
+#[test]
+fn utilisation_uses_the_descale_of_each_heads_group() {
+    use crate::policy::PolicyShape;
+    use crate::stats::{CastStats, LogitStats, StepStats};
+    let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 1, len_k: 1, d_head: 16 };
+    let mut plan = identity(0, &shape);
+    let two = vec![Descale::ONE, Descale::new(2.0).unwrap()];
+    (plan.operands.q, plan.operands.k, plan.operands.v) = (two.clone(), two.clone(), Some(two));
+    let cast = |amax: f32| CastStats { amax, overflow: 1, count: 2, ..CastStats::default() };
+    let stats = StepStats {
+        logits: vec![LogitStats::default(); 4],
+        q: [448.0, 224.0, 448.0, 224.0].map(cast).to_vec(),
+        k: [448.0; 2].map(cast).to_vec(),
+        v: [896.0; 2].map(cast).to_vec(),
+        o: vec![CastStats::default(); 4],
+    };
+    let shape_of = PolicyShape { layers: 1, n_q_heads: 4, n_kv_heads: 2 };
+    let config = PolicyConfig::from(PolicyKind::DelayedPaper);
+    let mut policy = config.build(shape_of).unwrap();
+    let bounds = crate::bound::LayerBounds {
+        layer: 0,
+        heads: vec![crate::bound::HeadBounds::default(); 4],
+        q: vec![crate::bound::OperandBound { exact: 1.0, rounded: 1.0 }; 4],
+        k: vec![crate::bound::OperandBound { exact: 1.0, rounded: 1.0 }; 2],
+        v: None,
+    };
+    let report = policy.observe(&plan, &bounds, &stats).unwrap();
+    let output = crate::attention::AttentionOutput { out: vec![], lse: vec![], stats };
+    let outcome = StepOutcome { plan, output, report, recomputed: false };
+    let seen = look(Mode::Operands, &shape, &outcome);
+    assert_eq!(seen.utilisation, [1.0, 0.5, 0.5, 0.25, 1.0, 0.5, 2.0, 1.0]);
+    assert_eq!((seen.max_scaled, seen.overflow, seen.values), (896.0, 8, 16));
+    let row = row(0, PolicyKind::DelayedPaper, Mode::Operands, &outcome, &seen, None, None);
+    assert_eq!((row.tensor, row.descale, row.max_scaled), (Tensor::V, 2.0, 896.0));
 }
