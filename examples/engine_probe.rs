@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use sigmascale::Result;
-use sigmascale::cuda::scale::{DeviceMatrix, Dtype, LayerInput, ProjectionInput, ScaleEngine};
+use sigmascale::cuda::scale::{DeviceMatrix, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine};
 use sigmascale::cuda::sources::Source;
 use sigmascale::cuda::{self, Arg, Buffer, Device, DevicePtr, Launch, Stream};
 
@@ -489,6 +489,20 @@ fn check() -> Result<()> {
             bounds[0],
         );
         engine.descales(&stream)?;
+        if c.dtype == Dtype::Bf16 && !c.conv1d && matches!(c.r, 64 | 128) {
+            // The power iteration against the same quantity in f64, mean kept.
+            // SAFETY: as above.
+            let power = unsafe { PowerEngine::new(&device, &[made.input], false, 1)? };
+            for _ in 0..300 {
+                power.step(&stream)?;
+            }
+            let plain = Case { rotary: 0, layer_norm: false, ..*c };
+            let worst = power.sigma().read()?.iter().enumerate().fold(0f64, |worst, (h, &got)| {
+                worst.max((f64::from(got) / sigma(&plain, &made, h) - 1.0).abs())
+            });
+            bad += i32::from(worst.is_nan() || worst > 1e-4);
+            println!("{} {:<24} power sigma error {worst:.1e}", if worst < 1e-4 { "ok  " } else { "BAD " }, c.name);
+        }
         // The same bits again, also from a graph.
         let bits = |b: &Buffer<f32>| b.read().map(|v| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
         let (first, gram) = (bits(engine.head_descales())?, engine.read_gram(0)?);
@@ -661,6 +675,13 @@ fn bench(names: &[String]) -> Result<()> {
         };
         report("operand_descales", median_us(&stream, |s| engine.descales(s))?, qkv);
         report("grams_qk", median_us(&stream, |s| engine.grams(s))?, qk);
+        if !s.conv1d {
+            // SAFETY: as above.
+            let power = unsafe { PowerEngine::new(&device, &inputs, false, 1)? };
+            report("power_step", median_us(&stream, |s| power.step(s))?, qk);
+            let five = |s: &Stream| (0..5).try_for_each(|_| power.step(s));
+            report("power_five_steps", median_us(&stream, five)?, qk);
+        }
         report("plan", median_us(&stream, |s| engine.plan(s))?, qkv);
         if engine.status().read()?[0] != 0 {
             println!("# status {:?}", engine.status().read()?);

@@ -41,9 +41,12 @@ template <class T>
 __device__ void load_gram(T* a, const float* partials, const ChannelStats* stats, const HeadGram& head, const Shape& s, bool mean) {
   const u32 side = (s.r + 63) / 64, blocks = side * (side + 1) / 2;
   const u32 column = (threadIdx.x & 15) * 4, row = threadIdx.x >> 4;
+#pragma unroll 1
   for (u32 bi = 0, block = 0; bi < side; bi++)
+#pragma unroll 1
     for (u32 bj = bi; bj < side; bj++, block++) {
       float4 sum[4] = {};
+#pragma unroll 1
       for (u32 part = 0; part < head.count; part++) {
         const float* from = partials + ((size_t)(head.first + part * head.stride) * blocks + block) * 4096 + row * 64 + column;
 #pragma unroll
@@ -146,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(256, 3)
       __syncthreads();
       const double rho = linalg::power(a, x, y, parts, r, warm ? s.steps : 3 * s.steps, scratch);
       if (i < r) vectors[(size_t)job.result * 256 + i] = x[i];
-      result = rho * (warm ? 1.002 : 1.01);
+      result = rho * (warm ? 1.005 : 1.01);
     } else {
       // mu grows: 0.4, 1.2, 2.8, 6 % above the first guess, and so on up to the trace.
       result *= 1.0 + 0.004 * (double)(1 << min(attempt, 20));
@@ -250,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     __syncthreads();
     const double rho = linalg::power(h, x, y, parts, r, warm ? s.steps : 3 * s.steps, scratch);
     if (i < r) vector[i] = x[i];
-    double mu = rho * (warm ? 1.002 : 1.01);
+    double mu = rho * (warm ? 1.005 : 1.01);
     for (int attempt = 0; mu > 0.0 && mu < fallback; attempt++) {
       for (u32 e = i; e < triangle; e += 256) l[e] = -h[e];
       __syncthreads();

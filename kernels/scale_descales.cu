@@ -39,7 +39,7 @@ __device__ float pair_bound(const ChannelStats* s, const Layer& l, u32 p, u32 ro
   return l.rope_factor * (bound + sqrtf(ax * ax + ay * ay) * 0.03125f);
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(1024)
     scale_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, u32* status) {
   extern __shared__ float bounds[];  // one a head of this projection
   const Layer l = layers[blockIdx.x];
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(512)
   const u32 count = which == 0 ? l.n_q : l.n_kv, group = count / l.n_kv;
   const float fixed = which == 0 ? l.fixed_q : which == 1 ? l.fixed_k : 0.f;
   const u32 rotary = which == 2 ? 0 : l.rotary;
-  for (u32 head = warp; head < count; head += 16) {
+  for (u32 head = warp; head < count; head += 32) {
     float bound = fixed > 0.f ? fixed : 0.f;
     if (first != 0xffffffffu && !(fixed > 0.f))
       for (u32 i = lane; i < half; i += 32)

@@ -135,7 +135,7 @@ template <class T> __device__ bool cholesky(T* a, u32 r, T* panel) {
 #pragma unroll
       for (u32 c = 0; c < PANEL; c++) left[c] = panel[c * r + i], left2[c] = i2 < r ? panel[c * r + i2] : (T)0;
       const u32 last = i2 < r ? i2 : i;
-#pragma unroll 2
+#pragma unroll 1
       for (u32 j = k + PANEL + tx; j <= last; j += 16) {
         T s = 0, s2 = 0;
 #pragma unroll

@@ -33,6 +33,8 @@ sources! {
     GRAMS_WGMMA = "scale_grams_wgmma";
     /// Certified eigenvalues of small matrices.
     BOUNDS = "scale_bounds";
+    /// Implicit power iteration, each weight read once a step.
+    POWER = "scale_power";
     /// Logit bounds and descales; statistics from Grams.
     PLAN = "scale_plan";
 }

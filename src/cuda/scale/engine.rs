@@ -5,7 +5,7 @@ use super::super::{driver, sources};
 use super::tables::{self, *};
 use crate::error::{Error, Result};
 
-const NO_ROW: u32 = u32::MAX;
+pub(super) const NO_ROW: u32 = u32::MAX;
 
 /// Which kernel makes the Grams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +62,7 @@ struct Bounds {
 }
 
 /// Power steps from a warm vector.
-const WARM_STEPS: u32 = 4;
+const WARM_STEPS: u32 = 8;
 
 #[derive(Debug)]
 struct Kernels {
@@ -149,7 +149,7 @@ impl ScaleEngine {
             Arg::Ptr(self.status.ptr()),
         ];
         let grid = (self.layers.len() as u32, 3, 1);
-        let launch = Launch { grid, block: 512, shared: 4 * self.layers[0].n_q as u32 };
+        let launch = Launch { grid, block: 1024, shared: 4 * self.layers[0].n_q as u32 };
         // SAFETY: 1. the arguments are the kernel's, in order; 2. and 3. all are this engine's buffers, written for these
         // layers, ordered by the stream.
         unsafe { self.kernels.descales.launch(stream, launch, &args) }
@@ -529,7 +529,7 @@ impl Bounds {
     }
 }
 
-fn check(layers: &[LayerInput]) -> Result<()> {
+pub(super) fn check(layers: &[LayerInput]) -> Result<()> {
     let first = layers.first().ok_or_else(|| Error::argument("a model needs at least one layer"))?;
     for (i, l) in layers.iter().enumerate() {
         let rule = if !(16..=256).contains(&l.d_head) || l.d_head % 8 != 0 {
@@ -554,8 +554,8 @@ fn check(layers: &[LayerInput]) -> Result<()> {
     Ok(())
 }
 
-struct Tables {
-    projections: Vec<tables::Projection>,
+pub(super) struct Tables {
+    pub(super) projections: Vec<tables::Projection>,
     gain_rows: Vec<GainRow>,
     row_blocks: Vec<NormBlock>,
     column_blocks: Vec<NormBlock>,
@@ -565,7 +565,7 @@ struct Tables {
 }
 
 impl Tables {
-    fn new(layers: &[LayerInput]) -> Self {
+    pub(super) fn new(layers: &[LayerInput]) -> Self {
         let mut t = Self {
             projections: vec![],
             gain_rows: vec![],

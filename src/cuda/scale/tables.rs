@@ -195,6 +195,15 @@ pub struct ChannelStats {
     pub(super) pad: [f32; 2],
 }
 
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct PowerBlock {
+    pub projection: u32,
+    pub head: u32,
+    pub vector: u32,
+    pub count: u32,
+}
+
 /// One certified eigenvalue: what of, of which heads, and where it goes.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
