@@ -497,9 +497,12 @@ fn check() -> Result<()> {
                 power.step(&stream)?;
             }
             let plain = Case { rotary: 0, layer_norm: false, ..*c };
-            let worst = power.sigma().read()?.iter().enumerate().fold(0f64, |worst, (h, &got)| {
-                worst.max((f64::from(got) / sigma(&plain, &made, h) - 1.0).abs())
-            });
+            let worst = power
+                .sigma()
+                .read()?
+                .iter()
+                .enumerate()
+                .fold(0f64, |worst, (h, &got)| worst.max((f64::from(got) / sigma(&plain, &made, h) - 1.0).abs()));
             bad += i32::from(worst.is_nan() || worst > 1e-4);
             println!("{} {:<24} power sigma error {worst:.1e}", if worst < 1e-4 { "ok  " } else { "BAD " }, c.name);
         }
