@@ -241,6 +241,8 @@ fn updates_and_overflows_are_events_with_fields() {
     let log = Log::default();
     let writer = log.clone();
     let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+    // With one subscriber alone, a thread that has none may switch an event off for everybody while it is registered.
+    let _second = tracing::Dispatch::new(tracing_subscriber::fmt().with_writer(io::sink).finish());
     tracing::subscriber::with_default(subscriber, || {
         let mut runtime = Runtime::new(&spec, config(PolicyKind::DelayedPaper)).unwrap();
         let mut operands = Operands::new(0);
