@@ -48,17 +48,171 @@ struct Case {
 }
 
 const CASES: &[Case] = &[
-    Case { name: "gpt2-like fused Conv1D", d: 1600, r: 64, n_q: 5, n_kv: 5, dtype: Dtype::Bf16, vector: Dtype::F32, conv1d: true, layer_norm: true, affine: true, gain: true, rotary: 0, interleaved: false },
-    Case { name: "conv1d r128 rope", d: 640, r: 128, n_q: 3, n_kv: 1, dtype: Dtype::Bf16, vector: Dtype::Bf16, conv1d: true, layer_norm: false, affine: false, gain: true, rotary: 128, interleaved: false },
-    Case { name: "llama-like", d: 4096, r: 128, n_q: 4, n_kv: 2, dtype: Dtype::Bf16, vector: Dtype::Bf16, conv1d: false, layer_norm: false, affine: false, gain: true, rotary: 128, interleaved: false },
-    Case { name: "no gain", d: 5120, r: 128, n_q: 2, n_kv: 1, dtype: Dtype::Bf16, vector: Dtype::Bf16, conv1d: false, layer_norm: false, affine: false, gain: false, rotary: 128, interleaved: false },
-    Case { name: "qwen2-like r64", d: 896, r: 64, n_q: 14, n_kv: 2, dtype: Dtype::Bf16, vector: Dtype::Bf16, conv1d: false, layer_norm: false, affine: true, gain: true, rotary: 64, interleaved: false },
-    Case { name: "r64 odd d", d: 1000, r: 64, n_q: 7, n_kv: 1, dtype: Dtype::Bf16, vector: Dtype::F32, conv1d: false, layer_norm: true, affine: true, gain: true, rotary: 32, interleaved: true },
-    Case { name: "bert-like f32", d: 384, r: 32, n_q: 12, n_kv: 12, dtype: Dtype::F32, vector: Dtype::F32, conv1d: false, layer_norm: true, affine: true, gain: true, rotary: 0, interleaved: false },
-    Case { name: "f16 r80 interleaved", d: 328, r: 80, n_q: 3, n_kv: 1, dtype: Dtype::F16, vector: Dtype::F16, conv1d: false, layer_norm: false, affine: false, gain: true, rotary: 32, interleaved: true },
-    Case { name: "unaligned d", d: 101, r: 16, n_q: 3, n_kv: 3, dtype: Dtype::Bf16, vector: Dtype::Bf16, conv1d: false, layer_norm: true, affine: true, gain: true, rotary: 16, interleaved: false },
-    Case { name: "r256", d: 1024, r: 256, n_q: 2, n_kv: 1, dtype: Dtype::Bf16, vector: Dtype::F32, conv1d: false, layer_norm: false, affine: false, gain: true, rotary: 256, interleaved: false },
-    Case { name: "f32 conv1d", d: 200, r: 24, n_q: 4, n_kv: 2, dtype: Dtype::F32, vector: Dtype::F32, conv1d: true, layer_norm: true, affine: true, gain: true, rotary: 8, interleaved: false },
+    Case {
+        name: "gpt2-like fused Conv1D",
+        d: 1600,
+        r: 64,
+        n_q: 5,
+        n_kv: 5,
+        dtype: Dtype::Bf16,
+        vector: Dtype::F32,
+        conv1d: true,
+        layer_norm: true,
+        affine: true,
+        gain: true,
+        rotary: 0,
+        interleaved: false,
+    },
+    Case {
+        name: "conv1d r128 rope",
+        d: 640,
+        r: 128,
+        n_q: 3,
+        n_kv: 1,
+        dtype: Dtype::Bf16,
+        vector: Dtype::Bf16,
+        conv1d: true,
+        layer_norm: false,
+        affine: false,
+        gain: true,
+        rotary: 128,
+        interleaved: false,
+    },
+    Case {
+        name: "llama-like",
+        d: 4096,
+        r: 128,
+        n_q: 4,
+        n_kv: 2,
+        dtype: Dtype::Bf16,
+        vector: Dtype::Bf16,
+        conv1d: false,
+        layer_norm: false,
+        affine: false,
+        gain: true,
+        rotary: 128,
+        interleaved: false,
+    },
+    Case {
+        name: "no gain",
+        d: 5120,
+        r: 128,
+        n_q: 2,
+        n_kv: 1,
+        dtype: Dtype::Bf16,
+        vector: Dtype::Bf16,
+        conv1d: false,
+        layer_norm: false,
+        affine: false,
+        gain: false,
+        rotary: 128,
+        interleaved: false,
+    },
+    Case {
+        name: "qwen2-like r64",
+        d: 896,
+        r: 64,
+        n_q: 14,
+        n_kv: 2,
+        dtype: Dtype::Bf16,
+        vector: Dtype::Bf16,
+        conv1d: false,
+        layer_norm: false,
+        affine: true,
+        gain: true,
+        rotary: 64,
+        interleaved: false,
+    },
+    Case {
+        name: "r64 odd d",
+        d: 1000,
+        r: 64,
+        n_q: 7,
+        n_kv: 1,
+        dtype: Dtype::Bf16,
+        vector: Dtype::F32,
+        conv1d: false,
+        layer_norm: true,
+        affine: true,
+        gain: true,
+        rotary: 32,
+        interleaved: true,
+    },
+    Case {
+        name: "bert-like f32",
+        d: 384,
+        r: 32,
+        n_q: 12,
+        n_kv: 12,
+        dtype: Dtype::F32,
+        vector: Dtype::F32,
+        conv1d: false,
+        layer_norm: true,
+        affine: true,
+        gain: true,
+        rotary: 0,
+        interleaved: false,
+    },
+    Case {
+        name: "f16 r80 interleaved",
+        d: 328,
+        r: 80,
+        n_q: 3,
+        n_kv: 1,
+        dtype: Dtype::F16,
+        vector: Dtype::F16,
+        conv1d: false,
+        layer_norm: false,
+        affine: false,
+        gain: true,
+        rotary: 32,
+        interleaved: true,
+    },
+    Case {
+        name: "unaligned d",
+        d: 101,
+        r: 16,
+        n_q: 3,
+        n_kv: 3,
+        dtype: Dtype::Bf16,
+        vector: Dtype::Bf16,
+        conv1d: false,
+        layer_norm: true,
+        affine: true,
+        gain: true,
+        rotary: 16,
+        interleaved: false,
+    },
+    Case {
+        name: "r256",
+        d: 1024,
+        r: 256,
+        n_q: 2,
+        n_kv: 1,
+        dtype: Dtype::Bf16,
+        vector: Dtype::F32,
+        conv1d: false,
+        layer_norm: false,
+        affine: false,
+        gain: true,
+        rotary: 256,
+        interleaved: false,
+    },
+    Case {
+        name: "f32 conv1d",
+        d: 200,
+        r: 24,
+        n_q: 4,
+        n_kv: 2,
+        dtype: Dtype::F32,
+        vector: Dtype::F32,
+        conv1d: true,
+        layer_norm: true,
+        affine: true,
+        gain: true,
+        rotary: 8,
+        interleaved: false,
+    },
 ];
 
 fn round(v: f64, dtype: Dtype) -> f64 {
@@ -114,8 +268,7 @@ fn make(device: &Device, c: &Case, seed: u64, poison: bool) -> Result<Made> {
         let bias = c.affine.then(|| (0..heads * c.r).map(|_| round(0.1 * gauss(), c.vector)).collect());
         hosts.push(Host { w, bias });
     }
-    let gain: Vec<f64> =
-        (0..c.d).map(|_| if c.gain { round(1.0 + 0.5 * gauss(), c.vector) } else { 1.0 }).collect();
+    let gain: Vec<f64> = (0..c.d).map(|_| if c.gain { round(1.0 + 0.5 * gauss(), c.vector) } else { 1.0 }).collect();
     let shift = c.affine.then(|| (0..c.d).map(|_| round(0.2 * gauss(), c.vector)).collect::<Vec<f64>>());
     if c.affine {
         hosts[2].bias.as_mut().unwrap()[..c.r].fill(0.0);
@@ -204,9 +357,8 @@ fn descale(c: &Case, m: &Made, which: usize, head: usize) -> f64 {
         let shift = m.shift.as_ref().unwrap_or(&zero);
         let constant = dot(shift, w) + bias;
         let raw = effective(w, &m.gain, false);
-        let a = root * dot(&raw, &raw).sqrt()
-            + shift.iter().zip(w).map(|(s, w)| (s * w).abs()).sum::<f64>()
-            + bias.abs();
+        let a =
+            root * dot(&raw, &raw).sqrt() + shift.iter().zip(w).map(|(s, w)| (s * w).abs()).sum::<f64>() + bias.abs();
         (effective(w, &m.gain, c.layer_norm), constant, a)
     };
     let mut most = 0f64;
@@ -345,9 +497,12 @@ fn check() -> Result<()> {
                 power.step(&stream)?;
             }
             let plain = Case { rotary: 0, layer_norm: false, ..*c };
-            let worst = power.sigma().read()?.iter().enumerate().fold(0f64, |worst, (h, &got)| {
-                worst.max((f64::from(got) / sigma(&plain, &made, h) - 1.0).abs())
-            });
+            let worst = power
+                .sigma()
+                .read()?
+                .iter()
+                .enumerate()
+                .fold(0f64, |worst, (h, &got)| worst.max((f64::from(got) / sigma(&plain, &made, h) - 1.0).abs()));
             bad += i32::from(worst.is_nan() || worst > 1e-4);
             println!("{} {:<24} power sigma error {worst:.1e}", if worst < 1e-4 { "ok  " } else { "BAD " }, c.name);
         }
@@ -459,8 +614,7 @@ fn bench(names: &[String]) -> Result<()> {
         let mut seed = 1u32;
         let mut random = |values: usize, gain: bool| -> Result<DevicePtr> {
             let buffer = device.allocate::<u16>(values)?;
-            let args =
-                [Arg::Ptr(buffer.ptr()), Arg::U64(values as u64), Arg::U32(if gain { 0 } else { seed })];
+            let args = [Arg::Ptr(buffer.ptr()), Arg::U64(values as u64), Arg::U32(if gain { 0 } else { seed })];
             seed += 1;
             // SAFETY: the arguments are the kernel's and the buffer has that many values.
             unsafe { fill.launch(&stream, Launch::linear(1024, 256, 0), &args)? };

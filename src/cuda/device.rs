@@ -282,9 +282,7 @@ impl Kernel {
                 shared as usize,
             )
         };
-        blocks
-            .map(|n| n as u32)
-            .map_err(failed(format_args!("asking for the occupancy of {}", self.name)))
+        blocks.map(|n| n as u32).map_err(failed(format_args!("asking for the occupancy of {}", self.name)))
     }
 
     /// Puts the kernel on a stream. Asynchronous, and capturable.
@@ -456,9 +454,8 @@ impl Stream {
         // The capture has to end, whatever `work` said.
         let graph = self.inner.end_capture(sys::CUgraphInstantiate_flags(0));
         done?;
-        let inner = graph
-            .map_err(failed("ending a capture"))?
-            .ok_or_else(|| Error::cuda("the captured graph is empty"))?;
+        let inner =
+            graph.map_err(failed("ending a capture"))?.ok_or_else(|| Error::cuda("the captured graph is empty"))?;
         inner.upload().map_err(failed("uploading a graph"))?;
         Ok(Graph { inner })
     }

@@ -157,7 +157,8 @@ pub fn compile(request: &Request) -> Result<Compiled> {
     // SAFETY: the program is live and a compilation was tried.
     let log = unsafe { result::get_program_log(program.0) }.unwrap_or_default();
     // SAFETY: NVRTC ends its log with a zero byte, inside the buffer that the vector owns.
-    let log = if log.is_empty() { String::new() } else { unsafe { CStr::from_ptr(log.as_ptr()) }.to_string_lossy().into() };
+    let log =
+        if log.is_empty() { String::new() } else { unsafe { CStr::from_ptr(log.as_ptr()) }.to_string_lossy().into() };
     if let Err(e) = done {
         return Err(Error::cuda(format_args!("{name} does not compile for {}: {e}\n{log}", request.arch)));
     }

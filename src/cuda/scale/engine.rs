@@ -176,11 +176,7 @@ impl ScaleEngine {
         let grams = self.grams.as_ref().ok_or_else(|| Error::cuda("the engine was made without Grams"))?;
         let blocks = self.padded.div_ceil(512);
         let launch = Launch { grid: (blocks, self.layers.len() as u32, 1), block: 256, shared: 0 };
-        let args = [
-            Arg::Ptr(self.gain_rows.ptr()),
-            Arg::Ptr(self.squares.ptr()),
-            Arg::U32(self.padded),
-        ];
+        let args = [Arg::Ptr(self.gain_rows.ptr()), Arg::Ptr(self.squares.ptr()), Arg::U32(self.padded)];
         // SAFETY: 1. the arguments are the kernel's; 2. the gains are the ones `new`'s caller promised; 3. one writer.
         unsafe { self.kernels.gains.launch(stream, launch, &args)? };
         let (segments, projections) = (Arg::Ptr(grams.segments.ptr()), Arg::Ptr(self.projections.ptr()));
@@ -234,8 +230,7 @@ impl ScaleEngine {
         let (stats, status) = (Arg::Ptr(self.stats.ptr()), Arg::Ptr(self.status.ptr()));
         if b.from_grams {
             self.norms(stream, [&b.value_blocks[0], &b.value_blocks[1]])?;
-            let args =
-                [shape, heads, partials, Arg::Ptr(b.biases.ptr()), Arg::U32(first.vector_dtype as u32), stats];
+            let args = [shape, heads, partials, Arg::Ptr(b.biases.ptr()), Arg::U32(first.vector_dtype as u32), stats];
             // SAFETY: 1. the arguments are the kernel's; 2. the Grams' tables are this engine's, the biases those that
             // `new`'s caller promised; 3. these rows are written by this launch alone.
             unsafe { b.gram_stats.launch(stream, Launch::linear(layers * (n_q + n_kv), 128, 0), &args)? };
@@ -258,8 +253,7 @@ impl ScaleEngine {
             0,
         ]);
         let lambdas = Arg::Ptr(b.lambdas.ptr());
-        let args =
-            [Arg::Ptr(b.jobs.ptr()), heads, partials, stats, small, Arg::Ptr(b.vectors.ptr()), lambdas, status];
+        let args = [Arg::Ptr(b.jobs.ptr()), heads, partials, stats, small, Arg::Ptr(b.vectors.ptr()), lambdas, status];
         // SAFETY: 1. the arguments are the kernel's; 2. all tables are this engine's; 3. every job has its own result and
         // vector, and the Grams are finished, by the stream's order.
         unsafe { b.eigen.launch(stream, Launch::linear(b.jobs.len(), 256, b.shared), &args)? };

@@ -46,10 +46,11 @@ impl PowerEngine {
     pub unsafe fn new(device: &Device, layers: &[LayerInput], raw: bool, seed: u64) -> Result<Self> {
         check(layers)?;
         let first = &layers[0];
-        let fits = layers.iter().flat_map(|l| [l.q.weight, l.k.weight]).all(|m| {
-            m.dtype == Dtype::Bf16 && m.col_stride == 1 && m.row_stride % 8 == 0 && m.ptr.0 % 16 == 0
-        });
-        if !fits || !matches!(first.d_head, 64 | 128) || first.d_model % 8 != 0 {
+        let fits = layers
+            .iter()
+            .flat_map(|l| [l.q.weight, l.k.weight])
+            .all(|m| m.dtype == Dtype::Bf16 && m.col_stride == 1 && m.row_stride % 8 == 0 && m.ptr.0 % 16 == 0);
+        if !fits || !matches!(first.d_head, 64 | 128) || !first.d_model.is_multiple_of(8) {
             return Err(Error::unsupported(
                 "power iteration on the device takes BF16 [out, in] weights with 16-byte rows and d_head 64 or 128",
             ));

@@ -293,9 +293,8 @@ mod tests {
     #[test]
     fn a_cut_covers_every_tile_once_in_equal_shares() {
         for (tiles, blocks) in [(5u32, 3usize), (64, 132), (25, 7), (1, 4)] {
-            let units: Vec<Unit> = (0..11)
-                .map(|i| Unit { projection: i, first_row: 0, stat_row: 0, heads: 1 + i % 3, tiles })
-                .collect();
+            let units: Vec<Unit> =
+                (0..11).map(|i| Unit { projection: i, first_row: 0, stat_row: 0, heads: 1 + i % 3, tiles }).collect();
             let cut = cut(&units, blocks, 64);
             assert_eq!(cut.shares.len(), blocks + 1);
             let mut seen = vec![vec![0; tiles as usize]; 11];
