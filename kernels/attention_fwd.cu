@@ -243,16 +243,21 @@ __device__ __forceinline__ void mask(float (&s)[kBlockN / 2], const int (&last)[
     if ((i >> 2) * 8 + (i & 1) > last[(i >> 1) & 1]) s[i] = __int_as_float(0xff800000);
 }
 
-template <int I> __device__ __forceinline__ void exponentiate(float (&s)[kBlockN / 2], float scale, const float (&shift)[2]) {
+// Also gives the lowest logits, in the shade of the special-function unit.
+template <int I>
+__device__ __forceinline__ void exponentiate(float (&s)[kBlockN / 2], float scale, const float (&shift)[2], float (&low)[2]) {
   if constexpr (I < kBlockN / 2) {
+#if TELEMETRY && !LOGITS_E4M3
+    low[(I >> 1) & 1] = min_pinned(low[(I >> 1) & 1], s[I]);
+#endif
     s[I] = exp2_share<I / 4 + (I & 1)>(fmaf(s[I], scale, -shift[(I >> 1) & 1]));
-    exponentiate<I + 1>(s, scale, shift);
+    exponentiate<I + 1>(s, scale, shift, low);
   }
 }
 
-// Online softmax of one tile, in place: logits in, P out. True where O must be multiplied by `rows.rescale`.
+// Online softmax of one tile, in place: logits in, P out. `whole`: nothing is masked. True where O must be multiplied by `rows.rescale`.
 template <class Turn>
-__device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, float scale, float lag, Turn begin) {
+__device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, float scale, float lag, bool whole, Turn begin) {
   float part[8] = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]};
 #pragma unroll
   for (int i = 8; i < kBlockN / 2; i++) part[i & 7] = fmaxf(part[i & 7], s[i]);
@@ -279,7 +284,12 @@ __device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, flo
     }
   }
   float shift[2] = {fmaf(rows.reference[0], scale, -kOffset), fmaf(rows.reference[1], scale, -kOffset)};
-  exponentiate<0>(s, scale, shift);
+  float low[2] = {-kLowest, -kLowest};
+  exponentiate<0>(s, scale, shift, low);
+#if TELEMETRY && !LOGITS_E4M3
+#pragma unroll
+  for (int r = 0; r < 2; r++) rows.lowest[r] = whole ? fminf(rows.lowest[r], low[r]) : rows.lowest[r];
+#endif
 #pragma unroll
   for (int i = 0; i < 4; i++) part[i] = s[i];
 #pragma unroll
@@ -503,7 +513,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         return (row < p.len_q ? last : -1) - n * kBlockN - 2 * at.quad;
       };
       auto visit = [&](int n) {
-#if TELEMETRY
+#if TELEMETRY && LOGITS_E4M3
         if (n < whole) {
 #pragma unroll
           for (int i = 0; i < kBlockN / 2; i++) rows.lowest[(i >> 1) & 1] = fminf(rows.lowest[(i >> 1) & 1], s[i]);
@@ -530,7 +540,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
           mask(s, limit);
         }
 #endif
-        return softmax(s, rows, scale, lag, exp_begin);
+        return softmax(s, rows, scale, lag, n < whole, exp_begin);
       };
 
       if (key_tiles > 0) {
