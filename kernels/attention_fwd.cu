@@ -475,7 +475,8 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     while (true) {
       mbarrier_wait(q_full(q.index, group), q.parity);
       const Work& slot = work[q.index * kConsumers + group];
-      const int key_tiles = slot.tile.key_tiles, first_row = slot.tile.row;
+      // NOTES: through a shuffle the compiler knows them uniform, and keeps loop and rings in uniform registers.
+      const int key_tiles = __shfl_sync(~0u, slot.tile.key_tiles, 0), first_row = __shfl_sync(~0u, slot.tile.row, 0);
       if (key_tiles < 0) break;
       const float logit_scale = slot.logit_scale;
 #if LOGITS_E4M3
@@ -545,8 +546,9 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 
       if (key_tiles > 0) {
         // Pass over tiles that only later rows of the block see
+        // NOTES: with two consumers it is one tile at most, and the loop costs the compiler its knowledge of uniformity.
         int n = key_tiles - 1;
-#if CAUSAL
+#if CAUSAL && CONSUMERS > 2
         const int mine = max(1, ceil_div(min(p.len_k, first_row + kRows + p.len_k - p.len_q), kBlockN));
         for (; n >= mine; n--) {
           if constexpr (PING_PONG) {
