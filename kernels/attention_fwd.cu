@@ -243,15 +243,10 @@ __device__ __forceinline__ void mask(float (&s)[kBlockN / 2], const int (&last)[
     if ((i >> 2) * 8 + (i & 1) > last[(i >> 1) & 1]) s[i] = __int_as_float(0xff800000);
 }
 
-// Also gives the lowest logits, in the shade of the special-function unit.
-template <int I>
-__device__ __forceinline__ void exponentiate(float (&s)[kBlockN / 2], float scale, const float (&shift)[2], float (&low)[2]) {
+template <int I> __device__ __forceinline__ void exponentiate(float (&s)[kBlockN / 2], float scale, const float (&shift)[2]) {
   if constexpr (I < kBlockN / 2) {
-#if TELEMETRY && !LOGITS_E4M3
-    low[(I >> 1) & 1] = min_pinned(low[(I >> 1) & 1], s[I]);
-#endif
     s[I] = exp2_share<I / 4 + (I & 1)>(fmaf(s[I], scale, -shift[(I >> 1) & 1]));
-    exponentiate<I + 1>(s, scale, shift, low);
+    exponentiate<I + 1>(s, scale, shift);
   }
 }
 
@@ -270,6 +265,18 @@ __device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, flo
   rows.highest[1] = fmaxf(rows.highest[1], top[1]);
 #endif
 
+#if TELEMETRY && !LOGITS_E4M3
+  // The lowest logits, in the shade of the shuffles
+  float low[8] = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]};
+#pragma unroll
+  for (int i = 8; i < kBlockN / 2; i++) low[i & 7] = fminf(low[i & 7], s[i]);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float x = fminf(fminf(low[2 * r], low[2 * r + 1]), fminf(low[2 * r + 4], low[2 * r + 5]));
+    rows.lowest[r] = whole ? fminf(rows.lowest[r], x) : rows.lowest[r];
+  }
+#endif
+
   // NOTES: ahead of the branch, which keeps the assembler from lifting exponentials over the barrier.
   begin();
   const bool moved = __any_sync(~0u, top[0] > rows.reference[0] + lag || top[1] > rows.reference[1] + lag);
@@ -284,12 +291,7 @@ __device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, flo
     }
   }
   float shift[2] = {fmaf(rows.reference[0], scale, -kOffset), fmaf(rows.reference[1], scale, -kOffset)};
-  float low[2] = {-kLowest, -kLowest};
-  exponentiate<0>(s, scale, shift, low);
-#if TELEMETRY && !LOGITS_E4M3
-#pragma unroll
-  for (int r = 0; r < 2; r++) rows.lowest[r] = whole ? fminf(rows.lowest[r], low[r]) : rows.lowest[r];
-#endif
+  exponentiate<0>(s, scale, shift);
 #pragma unroll
   for (int i = 0; i < 4; i++) part[i] = s[i];
 #pragma unroll

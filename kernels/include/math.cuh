@@ -32,12 +32,6 @@ __device__ __forceinline__ float exp2_poly(float x) {
   return r;
 }
 
-// NOTES: as plain C++ among the exponentials, it makes the assembler serialise `wgmma` (C7511).
-__device__ __forceinline__ float min_pinned(float a, float b) {
-  asm("min.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
-  return a;
-}
-
 // NaN if either is.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float r;
