@@ -13,7 +13,7 @@
 // is exact. O is rescaled only by warps whose maximum moved. Row sums take the unrounded values in f32.
 // NOTES: a reference that lags (OFFSET 7, LAG 1.5) costs 4 % in error at 1024 keys: the largest P is then rounded as the others.
 // NOTES: the tensor core's FP8 accumulator is narrower than f32. Every FLUSH_KEYS keys it is added to an f32 O in shared
-// memory and starts again from zero, so the error does not grow with the number of keys.
+// memory and starts again from zero, so that its own error does not grow with the number of keys.
 #include "barrier.cuh"
 #include "convert.cuh"
 #include "launch.cuh"
