@@ -11,9 +11,9 @@
 //
 // Numbers: P = 2^(8 + logit - reference), where the reference is a row's running maximum: P never passes 256, and the largest
 // is exact. O is rescaled only by warps whose maximum moved. Row sums take the unrounded values in f32.
-// NOTES: a reference that lags (7 and 1.5) saves little and costs 4 % in error: the largest P is then rounded as the others.
+// NOTES: a reference that lags (OFFSET 7, LAG 1.5) costs 4 % in error at 1024 keys: the largest P is then rounded as the others.
 // NOTES: the tensor core's FP8 accumulator is narrower than f32. Every FLUSH_KEYS keys it is added to an f32 O in shared
-// memory and starts again from zero, so the error does not grow with the number of keys.
+// memory and starts again from zero, so that its own error does not grow with the number of keys.
 #include "barrier.cuh"
 #include "convert.cuh"
 #include "launch.cuh"
@@ -49,7 +49,7 @@
 // Consumer warpgroups take turns: 1 at issuing products, 2 at the exponentials, so that the special-function units serve one
 // while the others wait for the tensor cores; 0: they run free.
 #ifndef PING_PONG
-#define PING_PONG 2
+#define PING_PONG 1
 #endif
 // One exponential in so many runs on the multiply-add pipe; 0: none.
 #ifndef POLY_EVERY
@@ -250,9 +250,9 @@ template <int I> __device__ __forceinline__ void exponentiate(float (&s)[kBlockN
   }
 }
 
-// Online softmax of one tile, in place: logits in, P out. True where O must be multiplied by `rows.rescale`.
+// Online softmax of one tile, in place: logits in, P out. `whole`: nothing is masked. True where O must be multiplied by `rows.rescale`.
 template <class Turn>
-__device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, float scale, float lag, Turn begin) {
+__device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, float scale, float lag, bool whole, Turn begin) {
   float part[8] = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]};
 #pragma unroll
   for (int i = 8; i < kBlockN / 2; i++) part[i & 7] = fmaxf(part[i & 7], s[i]);
@@ -263,6 +263,18 @@ __device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, flo
 #if TELEMETRY && !LOGITS_E4M3
   rows.highest[0] = fmaxf(rows.highest[0], top[0]);
   rows.highest[1] = fmaxf(rows.highest[1], top[1]);
+#endif
+
+#if TELEMETRY && !LOGITS_E4M3
+  // The lowest logits, in the shade of the shuffles
+  float low[8] = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]};
+#pragma unroll
+  for (int i = 8; i < kBlockN / 2; i++) low[i & 7] = fminf(low[i & 7], s[i]);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float x = fminf(fminf(low[2 * r], low[2 * r + 1]), fminf(low[2 * r + 4], low[2 * r + 5]));
+    rows.lowest[r] = whole ? fminf(rows.lowest[r], x) : rows.lowest[r];
+  }
 #endif
 
   // NOTES: ahead of the branch, which keeps the assembler from lifting exponentials over the barrier.
@@ -465,7 +477,8 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     while (true) {
       mbarrier_wait(q_full(q.index, group), q.parity);
       const Work& slot = work[q.index * kConsumers + group];
-      const int key_tiles = slot.tile.key_tiles, first_row = slot.tile.row;
+      // NOTES: through a shuffle the compiler knows them uniform, and keeps loop and rings in uniform registers.
+      const int key_tiles = __shfl_sync(~0u, slot.tile.key_tiles, 0), first_row = __shfl_sync(~0u, slot.tile.row, 0);
       if (key_tiles < 0) break;
       const float logit_scale = slot.logit_scale;
 #if LOGITS_E4M3
@@ -503,7 +516,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         return (row < p.len_q ? last : -1) - n * kBlockN - 2 * at.quad;
       };
       auto visit = [&](int n) {
-#if TELEMETRY
+#if TELEMETRY && LOGITS_E4M3
         if (n < whole) {
 #pragma unroll
           for (int i = 0; i < kBlockN / 2; i++) rows.lowest[(i >> 1) & 1] = fminf(rows.lowest[(i >> 1) & 1], s[i]);
@@ -530,13 +543,14 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
           mask(s, limit);
         }
 #endif
-        return softmax(s, rows, scale, lag, exp_begin);
+        return softmax(s, rows, scale, lag, n < whole, exp_begin);
       };
 
       if (key_tiles > 0) {
         // Pass over tiles that only later rows of the block see
+        // NOTES: with two consumers it is one tile at most, and the loop costs the compiler its knowledge of uniformity.
         int n = key_tiles - 1;
-#if CAUSAL
+#if CAUSAL && CONSUMERS > 2
         const int mine = max(1, ceil_div(min(p.len_k, first_row + kRows + p.len_k - p.len_q), kBlockN));
         for (; n >= mine; n--) {
           if constexpr (PING_PONG) {

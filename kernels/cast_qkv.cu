@@ -128,7 +128,7 @@ __device__ __forceinline__ u32 warp_top(const float (&x)[8]) {
   return warp_max(__float_as_uint(top) & 0x7fffffff);
 }
 // The slow path: some value of the warp saturates or is not finite. Gives the finite maximum's bits.
-__device__ __noinline__ u32 count_past(const float (&x)[8], float to_units, CastStats* stats) {
+__device__ __forceinline__ u32 count_past(const float (&x)[8], float to_units, CastStats* stats) {
   float top = 0.0f;
   u32 saturated = 0, past = 0, bad = 0;
 #pragma unroll
