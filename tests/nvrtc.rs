@@ -29,6 +29,27 @@ fn variants() -> Vec<Request> {
             all.push(Request::new(source, arch));
         }
     }
+    all.extend(attention_variants());
+    all
+}
+
+/// The attention's tile configurations (d_head, keys a tile, consumer warpgroups, stages) and the cast's inputs.
+fn attention_variants() -> Vec<Request> {
+    let mut all = Vec::new();
+    for (d, n, consumers, stages) in [(128, 128, 2, 4), (128, 192, 2, 2), (64, 128, 3, 4), (64, 128, 2, 4)] {
+        for (causal, telemetry, logits) in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 0, 1)] {
+            let request = Request::new(sources::ATTENTION, Arch::SM90A).define("HEAD_DIM", d).define("BLOCK_N", n);
+            let request = request.define("CONSUMERS", consumers).define("K_STAGES", stages).define("V_STAGES", stages);
+            let request = request.define("CAUSAL", causal).define("TELEMETRY", telemetry);
+            all.push(request.define("LOGITS_E4M3", logits));
+        }
+    }
+    for d in [64, 128] {
+        for (input, rope) in [(0, 0), (0, 1), (0, 2), (1, 1), (2, 1)] {
+            let request = Request::new(sources::CAST, Arch::SM90A).define("HEAD_DIM", d).define("INPUT", input);
+            all.push(request.define("ROPE", rope).define("STATS", 1));
+        }
+    }
     all
 }
 

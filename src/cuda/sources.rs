@@ -37,11 +37,22 @@ sources! {
     POWER = "scale_power";
     /// Logit bounds and descales; statistics from Grams.
     PLAN = "scale_plan";
+    /// Fused E4M3 attention forward (Hopper).
+    ATTENTION = "attention_fwd";
+    /// Cast of q, k and v to E4M3 in the layouts that the attention reads.
+    CAST = "cast_qkv";
 }
 
 /// Headers by the name they are included under.
 pub const HEADERS: &[(&str, &str)] = &[
-    ("scale_types.cuh", include_str!("../../kernels/include/scale_types.cuh")),
+    ("barrier.cuh", include_str!("../../kernels/include/barrier.cuh")),
+    ("convert.cuh", include_str!("../../kernels/include/convert.cuh")),
+    ("launch.cuh", include_str!("../../kernels/include/launch.cuh")),
+    ("math.cuh", include_str!("../../kernels/include/math.cuh")),
     ("scale_linalg.cuh", include_str!("../../kernels/include/scale_linalg.cuh")),
     ("scale_ptx.cuh", include_str!("../../kernels/include/scale_ptx.cuh")),
+    ("scale_types.cuh", include_str!("../../kernels/include/scale_types.cuh")),
+    ("tma.cuh", include_str!("../../kernels/include/tma.cuh")),
+    ("types.cuh", include_str!("../../kernels/include/types.cuh")),
+    ("wgmma.cuh", include_str!("../../kernels/include/wgmma.cuh")),
 ];
