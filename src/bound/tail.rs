@@ -74,7 +74,7 @@ impl Tail {
     /// The constants of a model.
     ///
     /// # Errors
-    /// As [`Tail::check`].
+    /// As [`Tail::check`] and [`AttentionSpec::check`].
     ///
     /// ```
     /// # use sigmascale::{bound::Tail, model};
@@ -84,6 +84,7 @@ impl Tail {
     /// ```
     pub fn c_star(&self, spec: &AttentionSpec) -> Result<CStar> {
         self.check()?;
+        spec.check()?;
         let (d, r) = (spec.d_model as f64, spec.d_head as f64);
         let (t1, t2) = (self.log_union(2.0, spec, 1), self.log_union(4.0, spec, 2));
         let gamma = chernoff_gamma(r, t1);
