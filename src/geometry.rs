@@ -430,14 +430,14 @@ impl<'a> HeadOperator<'a> {
                 out.spread[c] += b.abs();
             }
         }
-        for c in 0..r {
+        for (c, nonzero) in nonzero.into_iter().enumerate() {
             if !(out.norm_sq[c] + out.folded_sq[c] + out.constant[c].powi(2) + out.spread[c].powi(2)).is_finite() {
                 return Err(Error::non_finite(format_args!(
                     "{} channel {c} has a NaN, an infinite weight or a norm beyond f64",
                     self.label
                 )));
             }
-            if (nonzero[c] && out.folded_sq[c] < LEAST_SQUARE)
+            if (nonzero && out.folded_sq[c] < LEAST_SQUARE)
                 || (out.spread[c] > 0.0 && out.spread[c].powi(2) < LEAST_SQUARE)
             {
                 return Err(Error::unsupported(format_args!(
