@@ -27,7 +27,7 @@ pub struct Scan {
 /// The largest `||W_Q R_D W_K^T||` over every `|D| < seq_len`.
 ///
 /// # Errors
-/// If the rotation's angles are not known, or `seq_len` is 0 or 2^32 or more.
+/// If the rotation's angles are not known, or `seq_len` is 0 or 2^32 or more, or a Gram matrix is not finite.
 pub fn scan_positions(grams: HeadGrams<'_>, rotary: &Rotary, seq_len: usize) -> Result<Scan> {
     let Some(inv_freq) = &rotary.inv_freq else {
         return Err(Error::unsupported("a scan over positions needs the angles of the rotary embedding"));
@@ -41,6 +41,9 @@ pub fn scan_positions(grams: HeadGrams<'_>, rotary: &Rotary, seq_len: usize) -> 
     let (q, k) = (&grams.q.matrix, &grams.k.matrix);
     let r = q.nrows();
     let (tq, tk) = (q.trace(), k.trace());
+    if !(tq.is_finite() && tk.is_finite() && q.iter().chain(k).all(|x| x.is_finite())) {
+        return Err(Error::non_finite("a Gram matrix is not finite"));
+    }
     if tq <= 0.0 || tk <= 0.0 {
         return Ok(Scan { sigma: 0.0, position: 0, upper: 0.0 });
     }
