@@ -116,13 +116,20 @@ impl LayerBounds {
     /// All bounds of a layer.
     ///
     /// # Errors
-    /// If a bound leaves the range of f64, or as [`Tail::check`].
+    /// If a bound leaves the range of f64, if the spectrum belongs to another layer, or as [`Tail::check`].
     pub fn new(
         spec: &AttentionSpec,
         geometry: &LayerGeometry<'_>,
         spectrum: &LayerSpectrum,
         tail: &Tail,
     ) -> Result<Self> {
+        let shape = (geometry.layer, geometry.q.len(), geometry.k.len(), geometry.qk_limits.is_none());
+        if shape != (spectrum.layer, spectrum.q.len(), spectrum.k.len(), spectrum.heads.is_some()) {
+            return Err(Error::mismatch(format_args!(
+                "{} layer {}: the spectrum is of layer {}, or of another model",
+                spec.name, geometry.layer, spectrum.layer
+            )));
+        }
         let (q, k) = match &geometry.qk_limits {
             Some(limits) => (
                 limits.q.iter().map(normalised_operand).collect::<Vec<_>>(),
