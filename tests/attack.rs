@@ -562,3 +562,39 @@ fn tiny_bounds_have_a_finite_inverse() {
         assert!(descale.quant_scale().get().is_finite() && descale.get() >= f32::MIN_POSITIVE, "{bound:e}");
     }
 }
+
+/// Raw weights beyond f64 behind gains that bring them back, and Grams with a NaN: no decomposition may run for ever.
+#[test]
+fn decompositions_end_on_what_is_not_finite() {
+    for (weight, gain) in [(1e200, 1e-200), (1e-165, 1e165)] {
+        let mut planted = Planted::gaussian(spec(64, 16, 1, 1), 3);
+        let exact = common::planted::dense_norm(&planted.q[0], &planted.k[0]);
+        planted.q[0] *= weight;
+        planted.k[0] *= weight;
+        planted.v[0] *= weight;
+        planted.gain = Some(vec![gain; 64]);
+        let bounds = try_bounds(&planted).unwrap();
+        close(bounds.heads[0].certain.unwrap(), 0.25 * 64.0 * exact, 1e-6, "certain");
+    }
+    let mut matrix = DMatrix::identity(16, 16);
+    (matrix[(3, 5)], matrix[(5, 3)]) = (f64::NAN, f64::NAN);
+    let (bad, good) = (Gram::exact(matrix), Gram::exact(DMatrix::identity(16, 16)));
+    let rotary =
+        sigmascale::geometry::Rotary { pairs: vec![(0, 1)], fixed: (2..16).collect(), inv_freq: Some(vec![1.0]) };
+    for (q, k) in [(&bad, &good), (&good, &bad)] {
+        assert!(scan_positions(HeadGrams { q, k }, &rotary, 4).unwrap_err().is_non_finite());
+    }
+}
+
+/// A spectrum of another layer or model bounds nothing.
+#[test]
+fn a_foreign_spectrum_is_refused() {
+    let planted = Planted::gaussian(spec(64, 16, 2, 1), 3);
+    let other = Planted::gaussian(spec(64, 16, 1, 1), 3);
+    let spectrum = GramEngine.layer(&other.geometry()).unwrap();
+    let error = LayerBounds::new(&planted.spec, &planted.geometry(), &spectrum, &Tail::default()).unwrap_err();
+    assert!(error.is_mismatch(), "{error}");
+    let mut spectrum = GramEngine.layer(&planted.geometry()).unwrap();
+    spectrum.layer = 1;
+    assert!(LayerBounds::new(&planted.spec, &planted.geometry(), &spectrum, &Tail::default()).is_err());
+}
