@@ -17,6 +17,9 @@ use std::sync::Arc;
 /// Model-dimension entries read at a time.
 pub const PANEL: usize = 256;
 
+/// Least square of a channel's length: a product of two must stay a normal f64, or bounds would be lost to underflow.
+const LEAST_SQUARE: f64 = 1e-140;
+
 /// One layer's operators and everything else that a bound needs.
 #[derive(Clone, Debug)]
 pub struct LayerGeometry<'a> {
@@ -127,10 +130,14 @@ impl<'a> LayerGeometry<'a> {
     /// The operators of one layer.
     ///
     /// # Errors
-    /// If a vector's length does not fit the spec, or if the layer is of a kind that has no bound: no norm in front of
-    /// the projections and none behind them.
+    /// As [`AttentionSpec::check`]; if a vector is missing or its length does not fit the spec; or if the layer is of a
+    /// kind that has no bound: no norm in front of the projections and none behind them.
     pub fn new(spec: &AttentionSpec, weights: LayerWeights<'a>) -> Result<Self> {
+        spec.check()?;
         let layer = weights.layer;
+        if layer >= spec.layers {
+            return Err(Error::argument(format_args!("{}: no layer {layer} of {}", spec.name, spec.layers)));
+        }
         let place = || format!("{} layer {layer}", spec.name);
         if spec.norm.kind == NormKind::None && spec.qk_norm.is_none() {
             return Err(Error::unsupported(format_args!(
@@ -138,8 +145,9 @@ impl<'a> LayerGeometry<'a> {
                 place()
             )));
         }
-        let stored = |vector: &Option<Vec<f64>>, what: &str| -> Result<Option<Arc<[f64]>>> {
+        let stored = |vector: &Option<Vec<f64>>, what: &str, wanted: bool| -> Result<Option<Arc<[f64]>>> {
             match vector {
+                None if wanted => Err(Error::mismatch(format_args!("{}: input norm {what} is missing", place()))),
                 Some(values) if values.len() != spec.d_model => Err(Error::mismatch(format_args!(
                     "{}: input norm {what} has {} values, not d_model = {}",
                     place(),
@@ -152,9 +160,10 @@ impl<'a> LayerGeometry<'a> {
         };
         let gain = match spec.norm.gain {
             GainForm::Unit => None,
-            form => stored(&weights.norm_gain, "gain")?.map(|g| apply_gain_form(&g, form).into()),
+            form => stored(&weights.norm_gain, "gain", spec.norm.kind != NormKind::None)?
+                .map(|g| apply_gain_form(&g, form).into()),
         };
-        let shift = stored(&weights.norm_shift, "shift")?;
+        let shift = stored(&weights.norm_shift, "shift", spec.norm.shift)?;
         let centred = spec.norm.kind == NormKind::LayerNorm;
         let rope = spec.rope.get(layer).cloned().flatten();
         let rotary = rope.as_ref().map(|rope| {
@@ -166,7 +175,10 @@ impl<'a> LayerGeometry<'a> {
             .as_ref()
             .filter(|_| factor != 1.0)
             .map(|rope| (0..spec.d_head).map(|c| if c < rope.rotary_dim { factor } else { 1.0 }).collect());
-        let operators = |projection: Projection<'a>, heads: usize, scale: &Option<Arc<[f64]>>| {
+        let operators = |projection: Projection<'a>, heads: usize, bias: bool, scale: &Option<Arc<[f64]>>| {
+            if bias && projection.bias.is_none() {
+                return Err(Error::mismatch(format_args!("{}: {}: bias is missing", place(), projection.name)));
+            }
             operators(spec, projection, heads, &gain, &shift, scale, centred).map_err(|error| error.within(place()))
         };
         let qk_limits = match &spec.qk_norm {
@@ -175,7 +187,10 @@ impl<'a> LayerGeometry<'a> {
                     .map_err(|e| e.within(format_args!("{} q norm", place())))?,
                 k: limits(spec, norm, &weights.k_norm, spec.n_kv_heads, &rotary, factor)
                     .map_err(|e| e.within(format_args!("{} k norm", place())))?,
-                shifted: norm.shift,
+                shifted: [&weights.q_norm, &weights.k_norm]
+                    .into_iter()
+                    .flatten()
+                    .any(|vectors| vectors.shift.is_some()),
             }),
             None => None,
         };
@@ -185,9 +200,9 @@ impl<'a> LayerGeometry<'a> {
             d_head: spec.d_head,
             softmax_scale: spec.softmax_scale[layer],
             soft_cap: spec.soft_cap,
-            q: operators(weights.q, spec.n_q_heads, &channel_scale)?,
-            k: operators(weights.k, spec.n_kv_heads, &channel_scale)?,
-            v: operators(weights.v, spec.n_kv_heads, &None)?,
+            q: operators(weights.q, spec.n_q_heads, spec.bias.q, &channel_scale)?,
+            k: operators(weights.k, spec.n_kv_heads, spec.bias.k, &channel_scale)?,
+            v: operators(weights.v, spec.n_kv_heads, spec.bias.v, &None)?,
             rotary,
             qk_limits,
             input_bounded: spec.norm.kind != NormKind::None,
@@ -256,10 +271,12 @@ fn limits(
 ) -> Result<Vec<HeadLimit>> {
     let r = spec.d_head;
     let stored = |values: &[f64], what: &str| {
-        if values.len() == r || values.len() == heads * r {
-            Ok(())
-        } else {
-            Err(Error::mismatch(format_args!("{what} has {} values, not {r} or {}", values.len(), heads * r)))
+        if values.len() != r && values.len() != heads * r {
+            return Err(Error::mismatch(format_args!("{what} has {} values, not {r} or {}", values.len(), heads * r)));
+        }
+        match values.iter().find(|value| !value.is_finite()) {
+            Some(value) => Err(Error::non_finite(format_args!("{what} holds {value}"))),
+            None => Ok(()),
         }
     };
     let gain = match vectors {
@@ -270,7 +287,10 @@ fn limits(
         None if norm.gain == GainForm::Unit => vec![1.0; r],
         None => return Err(Error::mismatch("gain is missing")),
     };
-    let shift = vectors.as_ref().and_then(|vectors| vectors.shift.clone()).unwrap_or_else(|| vec![0.0; r]);
+    let shift = match vectors.as_ref().and_then(|vectors| vectors.shift.clone()) {
+        None if norm.shift => return Err(Error::mismatch("shift is missing")),
+        shift => shift.unwrap_or_else(|| vec![0.0; r]),
+    };
     stored(&shift, "shift")?;
     let channels = match norm.scope {
         QkNormScope::PerHead => r,
@@ -359,7 +379,7 @@ impl<'a> HeadOperator<'a> {
     /// Norms, constants and pair products of the channels: one read of the weights, two where the input is centred.
     ///
     /// # Errors
-    /// If a weight, or a sum of them, is not finite; the message names the tensor, head and channel.
+    /// If a weight, or a sum of them, is not finite, or if squares underflow; the message names tensor, head and channel.
     pub fn channels(&self, pairs: &[(usize, usize)]) -> Result<Channels> {
         let (r, d) = self.shape();
         let mut panel = vec![0.0; r * PANEL];
@@ -384,6 +404,7 @@ impl<'a> HeadOperator<'a> {
             spread: vec![0.0; r],
             pair_dot: vec![0.0; pairs.len()],
         };
+        let mut nonzero = vec![false; r];
         for start in (0..d).step_by(PANEL) {
             let n = PANEL.min(d - start);
             let panel = &mut panel[..r * n];
@@ -399,6 +420,7 @@ impl<'a> HeadOperator<'a> {
             }
             self.apply_gain(start, n, panel);
             for (c, line) in panel.chunks_exact_mut(n).enumerate() {
+                nonzero[c] = nonzero[c] || line.iter().any(|w| *w != 0.0);
                 out.folded_sq[c] += dot(line, line);
                 if self.centred {
                     line.iter_mut().for_each(|w| *w -= out.mean[c]);
@@ -419,10 +441,18 @@ impl<'a> HeadOperator<'a> {
                 out.spread[c] += b.abs();
             }
         }
-        for c in 0..r {
+        for (c, nonzero) in nonzero.into_iter().enumerate() {
             if !(out.norm_sq[c] + out.folded_sq[c] + out.constant[c].powi(2) + out.spread[c].powi(2)).is_finite() {
                 return Err(Error::non_finite(format_args!(
                     "{} channel {c} has a NaN, an infinite weight or a norm beyond f64",
+                    self.label
+                )));
+            }
+            if (nonzero && out.folded_sq[c] < LEAST_SQUARE)
+                || (out.spread[c] > 0.0 && out.spread[c].powi(2) < LEAST_SQUARE)
+            {
+                return Err(Error::unsupported(format_args!(
+                    "{} channel {c} is not zero, and too small for its square to keep its digits in f64",
                     self.label
                 )));
             }

@@ -50,7 +50,7 @@ impl Descale {
         }
         let exact = bound / target;
         let mut value = exact as f32;
-        if f64::from(value) < exact {
+        if f64::from(value) * target < bound {
             value = value.next_up();
         }
         // A subnormal descale would make `1 / descale` infinite.

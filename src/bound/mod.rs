@@ -116,13 +116,20 @@ impl LayerBounds {
     /// All bounds of a layer.
     ///
     /// # Errors
-    /// If a bound leaves the range of f64, or as [`Tail::check`].
+    /// If a bound leaves the range of f64, if the spectrum belongs to another layer, or as [`Tail::check`].
     pub fn new(
         spec: &AttentionSpec,
         geometry: &LayerGeometry<'_>,
         spectrum: &LayerSpectrum,
         tail: &Tail,
     ) -> Result<Self> {
+        let shape = (geometry.layer, geometry.q.len(), geometry.k.len(), geometry.qk_limits.is_none());
+        if shape != (spectrum.layer, spectrum.q.len(), spectrum.k.len(), spectrum.heads.is_some()) {
+            return Err(Error::mismatch(format_args!(
+                "{} layer {}: the spectrum is of layer {}, or of another model",
+                spec.name, geometry.layer, spectrum.layer
+            )));
+        }
         let (q, k) = match &geometry.qk_limits {
             Some(limits) => (
                 limits.q.iter().map(normalised_operand).collect::<Vec<_>>(),
@@ -140,12 +147,12 @@ impl LayerBounds {
             .input_bounded
             .then(|| spectrum.v.iter().map(|channels| operand(geometry.d_model, channels, &[])).collect::<Vec<_>>());
         let constants = ModelConstants::new(spec, tail)?;
+        // Heads may share the layer's largest scale, whose E4M3 subnormals are the coarsest.
+        let step = |heads: &[OperandBound]| heads.iter().map(|head| head.rounded).fold(0.0, f64::max) / E4M3_MAX;
+        let steps = (step(&q), step(&k));
         let mut heads = Vec::with_capacity(geometry.q.len());
         for head in 0..geometry.q.len() {
             let kv_head = geometry.kv_head(head);
-            let group: Vec<usize> = (0..geometry.q.len()).filter(|&h| geometry.kv_head(h) == kv_head).collect();
-            let step_q = group.iter().map(|&h| q[h].rounded).fold(0.0, f64::max) / E4M3_MAX;
-            let steps = (step_q, k[kv_head].rounded / E4M3_MAX);
             let bounds = match &spectrum.heads {
                 Some(spectra) => projected_head(geometry, &spectra[head], steps, &constants),
                 None => normalised_head(geometry, head, kv_head, steps)?,
@@ -249,6 +256,10 @@ fn projected_head(
 }
 
 fn rounding_gap(tau: f64, size_q: f64, size_k: f64, flush_q: f64, flush_k: f64) -> f64 {
+    // Zeros stay zeros.
+    if size_q == 0.0 || size_k == 0.0 {
+        return 0.0;
+    }
     tau * ((ROUNDED_FACTOR * size_q + flush_q) * (ROUNDED_FACTOR * size_k + flush_k) - size_q * size_k)
 }
 

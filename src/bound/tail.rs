@@ -74,7 +74,7 @@ impl Tail {
     /// The constants of a model.
     ///
     /// # Errors
-    /// As [`Tail::check`].
+    /// As [`Tail::check`] and [`AttentionSpec::check`].
     ///
     /// ```
     /// # use sigmascale::{bound::Tail, model};
@@ -84,6 +84,7 @@ impl Tail {
     /// ```
     pub fn c_star(&self, spec: &AttentionSpec) -> Result<CStar> {
         self.check()?;
+        spec.check()?;
         let (d, r) = (spec.d_model as f64, spec.d_head as f64);
         let (t1, t2) = (self.log_union(2.0, spec, 1), self.log_union(4.0, spec, 2));
         let gamma = chernoff_gamma(r, t1);
@@ -111,6 +112,7 @@ impl Tail {
     /// As [`Tail::check`].
     pub fn operand(&self, spec: &AttentionSpec) -> Result<f64> {
         self.check()?;
+        spec.check()?;
         let d = spec.d_model as f64;
         let channels = spec.layers as f64 * spec.d_head as f64 * (spec.n_q_heads + 2 * spec.n_kv_heads) as f64;
         let count = self.seq_len as f64 * self.batch as f64 * self.steps as f64;
@@ -127,6 +129,7 @@ impl Tail {
     /// As [`Tail::check`], or if `k` is negative or not finite.
     pub fn c_spec(&self, spec: &AttentionSpec, k: f64) -> Result<f64> {
         self.check()?;
+        spec.check()?;
         if !(k >= 0.0 && k.is_finite()) {
             return Err(Error::argument(format_args!("stable rank {k} must be finite and not negative")));
         }

@@ -1,5 +1,6 @@
 //! What the attention of a model is, as far as its logits and operands can be bounded from the weights.
 
+use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// Everything about a model's attention that a bound needs, read from its `config.json`.
@@ -40,6 +41,60 @@ pub struct AttentionSpec {
 }
 
 impl AttentionSpec {
+    /// Whether the parts fit together: counts, one entry a layer, rotations within a head.
+    ///
+    /// # Errors
+    /// `is_argument`, naming the field and the rule.
+    pub fn check(&self) -> Result<()> {
+        let broken = |rule: std::fmt::Arguments<'_>| Err(Error::argument(format_args!("{}: {rule}", self.name)));
+        let counts = [
+            ("layers", self.layers),
+            ("d_model", self.d_model),
+            ("n_q_heads", self.n_q_heads),
+            ("n_kv_heads", self.n_kv_heads),
+            ("d_head", self.d_head),
+        ];
+        for (field, count) in counts {
+            if count == 0 {
+                return broken(format_args!("`{field}` must be at least 1"));
+            }
+        }
+        if !self.n_q_heads.is_multiple_of(self.n_kv_heads) {
+            return broken(format_args!("`n_kv_heads` {} does not divide {}", self.n_kv_heads, self.n_q_heads));
+        }
+        for (field, entries) in [("rope", self.rope.len()), ("softmax_scale", self.softmax_scale.len())] {
+            if entries != self.layers {
+                return broken(format_args!("`{field}` has {entries} entries for {} layers", self.layers));
+            }
+        }
+        let positive = |value: f64| value.is_finite() && value > 0.0;
+        if let Some(scale) = self.softmax_scale.iter().find(|scale| !positive(**scale)) {
+            return broken(format_args!("`softmax_scale` {scale} must be finite and greater than zero"));
+        }
+        if let Some(cap) = self.soft_cap.filter(|cap| !positive(*cap)) {
+            return broken(format_args!("`soft_cap` {cap} must be finite and greater than zero"));
+        }
+        for rope in self.rope.iter().flatten() {
+            // Channels are taken two by two, rotated or not.
+            if rope.rotary_dim > self.d_head || !(rope.rotary_dim.is_multiple_of(2) && self.d_head.is_multiple_of(2)) {
+                let (rotary, head) = (rope.rotary_dim, self.d_head);
+                return broken(format_args!("`rotary_dim` {rotary} of {head} channels: both even, at most the head"));
+            }
+            if !positive(rope.attention_factor) {
+                let factor = rope.attention_factor;
+                return broken(format_args!("`attention_factor` {factor} must be finite and greater than zero"));
+            }
+            let angles = rope.inv_freq.as_deref();
+            if angles.is_some_and(|w| w.len() != rope.rotary_dim / 2 || w.iter().any(|w| !w.is_finite())) {
+                return broken(format_args!("`inv_freq` needs {} finite angles", rope.rotary_dim / 2));
+            }
+        }
+        if self.qk_norm.is_some_and(|norm| norm.kind == NormKind::None) {
+            return broken(format_args!("`qk_norm` names no norm"));
+        }
+        Ok(())
+    }
+
     /// Query heads that share one key/value head.
     pub fn group(&self) -> usize {
         self.n_q_heads / self.n_kv_heads

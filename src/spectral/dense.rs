@@ -26,12 +26,19 @@ impl Largest {
     pub fn scaled(self, factor: f64) -> Self {
         Self { value: self.value * factor, upper: self.upper * factor }
     }
+
+    /// What is known of a matrix that left f64.
+    pub const UNKNOWN: Self = Self { value: f64::INFINITY, upper: f64::INFINITY };
 }
 
 /// Largest eigenvalue of a symmetric positive semidefinite matrix (rounding may make it slightly indefinite).
 pub fn largest_eigenvalue(matrix: &DMatrix<f64>) -> Largest {
     let r = matrix.nrows();
     let trace = matrix.trace();
+    // Decompositions need not end on a NaN.
+    if !(trace.is_finite() && matrix.iter().all(|x| x.is_finite())) {
+        return Largest::UNKNOWN;
+    }
     if trace <= 0.0 {
         return Largest::default();
     }

@@ -139,6 +139,10 @@ impl HeadGrams<'_> {
         let (tq, tk) = balance(&self.q.sizes, &self.k.sizes);
         let (q, k) = (self.q.scaled(&tq), self.k.scaled(&tk));
         let (trace_q, trace_k) = (q.matrix.trace(), k.matrix.trace());
+        let finite = |matrix: &DMatrix<f64>, trace: f64| trace.is_finite() && matrix.iter().all(|x| x.is_finite());
+        if !(finite(&q.matrix, trace_q) && finite(&k.matrix, trace_k)) {
+            return Largest::UNKNOWN;
+        }
         if trace_q <= 0.0 || trace_k <= 0.0 {
             return Largest::default();
         }

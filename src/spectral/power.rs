@@ -401,7 +401,7 @@ pub fn summed_norm(geometry: &LayerGeometry<'_>) -> f64 {
         matrix.par_chunks_exact_mut(r * d).enumerate().for_each(|(kv, block)| gather(kv, heads, block));
         matrix
     };
-    let (q, k) = (all(&geometry.q), all(&geometry.k));
+    let (mut q, mut k) = (all(&geometry.q), all(&geometry.k));
     let half = |from: &[f32], to: &[f32], x: &[f32]| -> Vec<f32> {
         let y: Vec<f32> = from.par_chunks_exact(d).map(|line| dot32(line, x)).collect();
         let mut out = vec![0.0f32; d];
@@ -412,20 +412,24 @@ pub fn summed_norm(geometry: &LayerGeometry<'_>) -> f64 {
         });
         out
     };
-    // Squared weights must not leave f32.
-    let largest = |matrix: &[f32]| matrix.par_iter().map(|w| w.abs()).reduce(|| 0.0, f32::max);
-    let scale = f64::from(largest(&q)) * f64::from(largest(&k));
+    // Squared weights must not leave f32: both get a largest entry of one.
+    let unit = |matrix: &mut [f32]| -> f64 {
+        let largest = f64::from(matrix.par_iter().map(|w| w.abs()).reduce(|| 0.0, f32::max));
+        if largest > 0.0 {
+            matrix.par_iter_mut().for_each(|w| *w = (f64::from(*w) / largest) as f32);
+        }
+        largest
+    };
+    let scale = unit(&mut q) * unit(&mut k);
     if scale == 0.0 || !scale.is_finite() {
         return scale;
     }
-    let (unit_q, unit_k) = (1.0 / largest(&q), 1.0 / largest(&k));
     // Each step reads both matrices twice: large ones get fewer, which matters only where the spectrum is flat.
     let steps = (120_000_000 / (q.len() + k.len())).clamp(14, 60);
     let square = lanczos_within(d, 0, steps, 1e-7, |x| {
-        let x: Vec<f32> = x.iter().map(|&x| x as f32 * unit_k).collect();
-        let u: Vec<f32> = half(&k, &q, &x).into_iter().map(|u| u * unit_q * unit_q).collect();
-        let out = half(&q, &k, &u);
-        DVector::from_iterator(d, out.into_iter().map(|x| f64::from(x) * f64::from(unit_k)))
+        let x: Vec<f32> = x.iter().map(|&x| x as f32).collect();
+        let out = half(&q, &k, &half(&k, &q, &x));
+        DVector::from_iterator(d, out.into_iter().map(f64::from))
     });
     square.sqrt() * scale
 }

@@ -10,6 +10,9 @@ use crate::geometry::Rotary;
 use nalgebra::{DMatrix, DVector};
 use rayon::prelude::*;
 
+/// Longest sequence of a scan: it walks every position.
+const MAX_SCAN: usize = u32::MAX as usize;
+
 /// Result of an exact scan.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Scan {
@@ -24,17 +27,23 @@ pub struct Scan {
 /// The largest `||W_Q R_D W_K^T||` over every `|D| < seq_len`.
 ///
 /// # Errors
-/// If the rotation's angles are not known or `seq_len` is 0.
+/// If the rotation's angles are not known, or `seq_len` is 0 or 2^32 or more, or a Gram matrix is not finite.
 pub fn scan_positions(grams: HeadGrams<'_>, rotary: &Rotary, seq_len: usize) -> Result<Scan> {
     let Some(inv_freq) = &rotary.inv_freq else {
         return Err(Error::unsupported("a scan over positions needs the angles of the rotary embedding"));
     };
-    if seq_len == 0 {
-        return Err(Error::argument("seq_len must be at least 1"));
+    if inv_freq.len() != rotary.pairs.len() {
+        return Err(Error::mismatch(format_args!("{} angles for {} pairs", inv_freq.len(), rotary.pairs.len())));
+    }
+    if seq_len == 0 || seq_len > MAX_SCAN {
+        return Err(Error::argument(format_args!("seq_len must lie between 1 and {MAX_SCAN}, not {seq_len}")));
     }
     let (q, k) = (&grams.q.matrix, &grams.k.matrix);
     let r = q.nrows();
     let (tq, tk) = (q.trace(), k.trace());
+    if !(tq.is_finite() && tk.is_finite() && q.iter().chain(k).all(|x| x.is_finite())) {
+        return Err(Error::non_finite("a Gram matrix is not finite"));
+    }
     if tq <= 0.0 || tk <= 0.0 {
         return Ok(Scan { sigma: 0.0, position: 0, upper: 0.0 });
     }

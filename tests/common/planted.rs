@@ -97,7 +97,7 @@ impl Planted {
             q: projection(&self.q, &self.q_bias, "q_proj"),
             k: projection(&self.k, &self.k_bias, "k_proj"),
             v: projection(&self.v, &self.v_bias, "v_proj"),
-            norm_gain: self.gain.clone(),
+            norm_gain: Some(self.gain.clone().unwrap_or_else(|| vec![1.0; self.spec.d_model])),
             norm_shift: self.shift.clone(),
             q_norm: self.q_norm.clone(),
             k_norm: self.k_norm.clone(),
