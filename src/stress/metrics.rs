@@ -152,4 +152,36 @@ mod tests {
         let want = 0.5 * (2f64.ln() + (2.0 / 3.0f64).ln());
         assert!((divergence(&[0.0, 0.0], &[0.0, 3f64.ln()]) - want).abs() < 1e-12);
     }
+
+    #[test]
+    fn each_head_is_compared_under_its_own_descale() {
+        use crate::Descale;
+        use crate::attention::AttentionShape;
+        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 6, len_k: 6, d_head: 16 };
+        let call = AttentionCall::causal(shape);
+        // Only query head 3 and KV head 1 have anything to lose.
+        let q: Vec<f32> = (0..shape.q_elements()).map(|i| if i / 16 % 4 == 3 { (i % 7) as f32 } else { 0.0 }).collect();
+        let k: Vec<f32> =
+            (0..shape.kv_elements()).map(|i| if i / 16 % 2 == 1 { (i % 5) as f32 } else { 0.0 }).collect();
+        let inputs = Inputs { q: &q, k: &k, v: &k };
+        let compared = Divergence::new(&call, &inputs);
+        let kl = |mode, change: &dyn Fn(&mut ScalePlan, Descale)| {
+            let mut plan = super::super::identity(0, &shape);
+            change(&mut plan, Descale::new(1e-4).unwrap());
+            compared.of(mode, &plan).unwrap().unwrap()
+        };
+        for head in 0..4 {
+            let wrong = kl(Mode::Logit, &|plan, tiny| plan.logit_descale[head] = tiny) > 0.1;
+            assert_eq!(wrong, head == 3, "logits, head {head}");
+        }
+        for head in 0..2 {
+            for operand in 0..2 {
+                let wrong = kl(Mode::Operands, &|plan, tiny| {
+                    let rows = [&mut plan.operands.q, &mut plan.operands.k];
+                    rows.into_iter().nth(operand).unwrap()[head] = tiny;
+                }) > 0.1;
+                assert_eq!(wrong, head == 1, "operand {operand}, head {head}");
+            }
+        }
+    }
 }

@@ -244,12 +244,38 @@ pub struct TraceRow {
     pub overflow: u64,
     /// The cast tensor that came closest to overflow.
     pub tensor: Tensor,
-    /// Largest descales of logits, q, k and v over the heads, whether cast or not.
-    pub descales: [Option<f64>; 4],
+    /// Those of every tensor, whether cast or not.
+    #[serde(flatten)]
+    pub descales: PlanDescales,
     /// See [`PolicySummary::sqnr_db`].
     pub sqnr_db: Option<f64>,
     /// See [`PolicySummary::softmax_kl`].
     pub softmax_kl: Option<f64>,
+}
+
+/// Largest descale of each tensor over the heads; null where the plan has none.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct PlanDescales {
+    /// Logits.
+    pub logit_descale: Option<f64>,
+    /// Queries.
+    pub q_descale: Option<f64>,
+    /// Keys.
+    pub k_descale: Option<f64>,
+    /// Values.
+    pub v_descale: Option<f64>,
+}
+
+impl PlanDescales {
+    fn of(plan: &ScalePlan) -> Self {
+        let [logit_descale, q_descale, k_descale, v_descale] =
+            [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V].map(|tensor| largest_descale(tensor, plan));
+        Self { logit_descale, q_descale, k_descale, v_descale }
+    }
+}
+
+fn largest_descale(tensor: Tensor, plan: &ScalePlan) -> Option<f64> {
+    tensor.descales(plan).map(|row| f64::from(ScalePlan::per_tensor(row).get()))
 }
 
 /// Runs a scenario.
@@ -539,18 +565,16 @@ fn row(
         .copied()
         .reduce(|a, b| if report.tensor(b).max_scaled > report.tensor(a).max_scaled { b } else { a });
     let tensor = tensor.unwrap_or(Tensor::Logit);
-    let largest =
-        |tensor: Tensor| tensor.descales(&outcome.plan).map(|row| f64::from(ScalePlan::per_tensor(row).get()));
     TraceRow {
         step,
         policy,
         layer: outcome.plan.layer,
         max_logit: f64::from(report.tensor(Tensor::Logit).amax),
-        descale: largest(tensor).unwrap_or(1.0),
+        descale: largest_descale(tensor, &outcome.plan).unwrap_or(1.0),
         max_scaled: seen.max_scaled,
         overflow: seen.overflow,
         tensor,
-        descales: [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V].map(largest),
+        descales: PlanDescales::of(&outcome.plan),
         sqnr_db,
         softmax_kl,
     }

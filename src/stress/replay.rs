@@ -4,10 +4,12 @@
 //! a tensor whose amax passes its descale's range, and there is no SQNR or KL. Steps between recorded ones are missing:
 //! a history of 16 spans 160 steps of training where every tenth was recorded.
 
-use super::{Mode, PolicySummary, Scenario, Seen, StressOptions, StressResult, Tally, TraceRow, Unavailable};
+use super::{
+    Mode, PlanDescales, PolicySummary, Scenario, Seen, StressOptions, StressResult, Tally, TraceRow, Unavailable,
+    largest_descale,
+};
 use crate::bound::{E4M3_MAX, HeadBounds, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
-use crate::plan::ScalePlan;
 use crate::policy::{PolicyConfig, PolicyKind, PolicyShape, Tensor};
 use crate::stats::{CastStats, LogitStats, StepStats};
 use serde::Deserialize;
@@ -120,18 +122,16 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
                     seen.utilisation.push(scaled / E4M3_MAX);
                 }
                 tally.add(layer, step, &seen);
-                let largest =
-                    |tensor: Tensor| tensor.descales(&plan).map(|row| f64::from(ScalePlan::per_tensor(row).get()));
                 rows.push(TraceRow {
                     step,
                     policy: kind,
                     layer,
                     max_logit: f64::from(recorded.s[layer]),
-                    descale: largest(worst).unwrap_or(1.0),
+                    descale: largest_descale(worst, &plan).unwrap_or(1.0),
                     max_scaled: seen.max_scaled,
                     overflow: seen.overflow,
                     tensor: worst,
-                    descales: [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V].map(largest),
+                    descales: PlanDescales::of(&plan),
                     sqnr_db: None,
                     softmax_kl: None,
                 });

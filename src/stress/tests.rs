@@ -60,10 +60,12 @@ fn a_spike_moves_geometry_in_the_same_step_and_delayed_one_later() {
     let result = run(Scenario::WeightSpike, &small("gpt2-xl", 2), &options).unwrap();
     let row =
         |kind, step| result.trace.iter().find(|row| row.policy == kind && row.step == step && row.layer == 1).unwrap();
-    let ratio = |tensor: usize| {
-        row(PolicyKind::Geometry, 10).descales[tensor].unwrap() / row(PolicyKind::Geometry, 9).descales[tensor].unwrap()
+    let ratio = |of: fn(&PlanDescales) -> Option<f64>| {
+        let at = |step| of(&row(PolicyKind::Geometry, step).descales).unwrap();
+        at(10) / at(9)
     };
-    assert!((ratio(0) - 16.0).abs() < 1e-3 && (ratio(1) - 4.0).abs() < 1e-3, "{} {}", ratio(0), ratio(1));
+    let (logit, q) = (ratio(|d| d.logit_descale), ratio(|d| d.q_descale));
+    assert!((logit - 16.0).abs() < 1e-3 && (q - 4.0).abs() < 1e-3, "{logit} {q}");
     assert_eq!(of(&result, PolicyKind::Geometry).overflow_values, 0);
     for kind in [PolicyKind::DelayedPaper, PolicyKind::DelayedTe] {
         assert!(row(kind, 10).overflow > 0, "{kind}");
