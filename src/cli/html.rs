@@ -28,7 +28,7 @@ th,td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--line);whit
 th{color:var(--dim);font-weight:600}
 section{margin-top:36px;border-top:1px solid var(--line);padding-top:18px}
 h2.title{font-size:19px;margin:0 0 8px;overflow-wrap:anywhere}
-ul{margin:0 0 20px;padding-left:18px;max-width:80ch}li{margin-bottom:6px}
+ul{margin:18px 0 22px;padding-left:18px;columns:430px 2;column-gap:44px;font-size:14px}li{margin-bottom:7px;break-inside:avoid}
 .words td:first-child,.words th:first-child{text-align:left}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 16px;font-size:13px}
 .legend span{display:inline-flex;align-items:center;gap:6px}
@@ -61,11 +61,17 @@ impl Page {
         Self { title: title.to_owned(), body }
     }
 
-    /// Starts a part of the page with its title and what has to be read first, a paragraph each.
-    pub fn section(&mut self, title: &str, paragraphs: &[String]) {
-        let _ = write!(self.body, "<section>\n<h2 class=\"title\">{}</h2>\n<ul>\n", escape(title));
-        for paragraph in paragraphs {
-            let _ = writeln!(self.body, "<li>{}</li>", escape(paragraph));
+    /// Starts a part of the page with its title and what has to be read first.
+    pub fn section(&mut self, title: &str, text: &str) {
+        let (title, text) = (escape(title), escape(text));
+        let _ = write!(self.body, "<section>\n<h2 class=\"title\">{title}</h2>\n<p>{text}</p>\n");
+    }
+
+    /// Adds remarks, side by side where there is room.
+    pub fn list(&mut self, remarks: &[String]) {
+        self.body.push_str("<ul>\n");
+        for remark in remarks {
+            let _ = writeln!(self.body, "<li>{}</li>", escape(remark));
         }
         self.body.push_str("</ul>\n");
     }

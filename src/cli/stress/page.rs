@@ -39,10 +39,13 @@ pub fn render(results: &Results) -> String {
 }
 
 fn part(page: &mut Page, run: &StressResult) {
-    page.section(&words::headline(run), &words::framing(run));
+    let mut framing = words::framing(run);
+    let rest = framing.split_off(1.min(framing.len()));
+    page.section(&words::headline(run), &framing.concat());
     let mut table = vec![HEADS.map(str::to_owned).to_vec()];
     table.extend(run.policies.iter().map(|policy| cells(run, policy).to_vec()));
-    page.raw(&format!("<div class=\"scroll words\">{}</div>\n<p></p>\n", html_table(&table)));
+    page.raw(&format!("<div class=\"scroll words\">{}</div>\n", html_table(&table)));
+    page.list(&rest);
     page.raw(&legend(run));
     let over = if run.steps > 1 { "step" } else { "layer" };
     let mut figures = vec![Figure {
@@ -195,7 +198,7 @@ fn lines(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, same: boo
         }
         svg.push_str("</g>");
     }
-    let scale = if axis.log { " (logarithmic scale)" } else { "" };
+    let scale = if axis.log { "; logarithmic upwards" } else { "" };
     let _ = write!(svg, "<text x=\"{left}\" y=\"{}\">{over}{scale}</text></svg>", top + height + 31.0);
     svg
 }
@@ -211,11 +214,11 @@ fn heat_map(run: &StressResult) -> String {
     for (column, policy) in run.policies.iter().enumerate() {
         let x = left + width * (column as f64 + 0.5);
         let name = policy.policy.name();
-        let (first, second) = name.split_once('-').unwrap_or((name, ""));
+        let (first, second) = name.split_once('-').filter(|_| name.len() > 8).unwrap_or((name, ""));
         let _ = write!(
             svg,
-            "<text x=\"{x:.1}\" y=\"12\" text-anchor=\"middle\">{first}</text>\
-             <text x=\"{x:.1}\" y=\"26\" text-anchor=\"middle\">{second}</text>"
+            "<text x=\"{x:.1}\" y=\"12\" text-anchor=\"middle\" style=\"font-size:10px\">{first}</text>\
+             <text x=\"{x:.1}\" y=\"26\" text-anchor=\"middle\" style=\"font-size:10px\">{second}</text>"
         );
         let mut layers = vec![(0usize, 0.0f64, 0u64); run.model_layers];
         for row in rows(run, policy.policy).filter(|row| row.overflow > 0) {
@@ -308,12 +311,7 @@ fn strip(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, limit: Op
         let points: Vec<(&TraceRow, f64)> =
             rows(run, policy.policy).filter_map(|row| Some((row, value(row).filter(|v| v.is_finite())?))).collect();
         let every = points.len().div_ceil(DOTS).max(1);
-        for (row, value) in points
-            .iter()
-            .enumerate()
-            .filter(|(at, (row, _))| at % every == 0 || row.overflow > 0 && at % 2 == 0)
-            .map(|(_, p)| p)
-        {
+        for (row, value) in points.iter().step_by(every) {
             // Spread by layer, so that equal values stay apart.
             let shift = (row.layer % 5) as f64 * 3.0 - 6.0;
             let class = if row.overflow > 0 && !heads { "first" } else { "dot faint" };

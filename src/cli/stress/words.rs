@@ -96,7 +96,7 @@ fn meaning(run: &StressResult) -> String {
         Mode::Operands => {
             "Mode operands casts q, k, v and P, as fused FP8 kernels do; logits stay in f32. An overflow is a \
                            value of q, k or v above 448 times its descale. It saturates alone: an overshoot of 1.04x \
-                           rounds to 448 anyway, one below 2x clips the few largest values."
+                           rounds to 448 anyway, a small one clips only the largest values."
                 .to_owned()
         }
     };
@@ -114,32 +114,37 @@ fn meaning(run: &StressResult) -> String {
     out
 }
 
+/// What a step cost a policy, beside geometry's; medians over the layers.
+fn cost(run: &StressResult, policy: PolicyKind, step: usize) -> Option<String> {
+    let pair = |kind: PolicyKind| {
+        let at = || rows(run, kind).filter(|row| row.step == step);
+        Some((median(at().filter_map(|row| row.sqnr_db))?, median(at().filter_map(|row| row.softmax_kl))?))
+    };
+    let (bad, good) = (pair(policy)?, pair(PolicyKind::Geometry)?);
+    Some(format!(
+        " There it had SQNR {:.1} dB and KL {}, geometry {:.1} dB and {}.",
+        bad.0,
+        brief(bad.1),
+        good.0,
+        brief(good.1)
+    ))
+}
+
 /// How the delayed policies start.
 fn first_forward(run: &StressResult) -> Vec<String> {
     let mut out = Vec::new();
     let what = if run.mode == Mode::Logit { "logits" } else { "operands" };
-    let reference = of(run, PolicyKind::Geometry);
     if of(run, PolicyKind::DelayedPaper).is_some() {
         let (worst, layers) = at_step(run, PolicyKind::DelayedPaper, 0);
+        let went = match layers {
+            0 => "stayed within that".to_owned(),
+            _ => format!("went past that on {layers} of {} layers, by up to {}", run.model_layers, times(worst)),
+        };
         let mut text = format!(
             "delayed-paper starts with a history of ones, so its first scale reaches to 1.11. At the first forward {what} \
-             went past that on {layers} of {} layers, by up to {}.",
-            run.model_layers,
-            times(worst)
+             {went}."
         );
-        let cost = |kind: PolicyKind, value: fn(&TraceRow) -> Option<f64>| {
-            median(rows(run, kind).filter(|row| row.step == 0).filter_map(value))
-        };
-        let pair = |kind| Some((cost(kind, |row| row.sqnr_db)?, cost(kind, |row| row.softmax_kl)?));
-        if let (Some(bad), Some(good)) = (pair(PolicyKind::DelayedPaper), reference.and_then(|p| pair(p.policy))) {
-            text.push_str(&format!(
-                " That step cost it SQNR {:.1} dB and KL {}; geometry had {:.1} dB and {}.",
-                bad.0,
-                brief(bad.1),
-                good.0,
-                brief(good.1)
-            ));
-        }
+        text.push_str(&cost(run, PolicyKind::DelayedPaper, 0).unwrap_or_default());
         out.push(text);
     }
     if of(run, PolicyKind::DelayedTe).is_some() {
@@ -221,9 +226,10 @@ fn moved(run: &StressResult) -> Option<String> {
         let (at, next) = (at_step(run, kind, after.step), at_step(run, kind, after.step + 1));
         let then = match next.1 {
             0 => "and fits one step later".to_owned(),
-            _ => format!("and one step later reaches {}, since other tokens can pass the last maximum", times(next.0)),
+            _ => format!("and one step later {}, since other tokens can pass the last maximum", times(next.0)),
         };
         text.push_str(&format!(" {kind} reaches {} of its range at this step {then}.", times(at.0)));
+        text.push_str(&cost(run, kind, after.step).unwrap_or_default().replace("There it", "At the spike it"));
     }
     Some(text)
 }
@@ -266,7 +272,7 @@ fn burn_in(run: &StressResult) -> Option<String> {
         return Some(format!("auto-c burns in for {burn_in} steps and until then plans as geometry does."));
     }
     Some(format!(
-        "auto-c plans as geometry for {burn_in} steps and then keeps the share of the bound that it saw; it went back to \
+        "auto-c plans as geometry for {burn_in} steps and then keeps the share of the bound that it saw; it fell back to \
          geometry {} times.",
         auto.fallbacks
     ))
