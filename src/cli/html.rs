@@ -27,6 +27,7 @@ table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
 th,td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th{color:var(--dim);font-weight:600}
 section{margin-top:36px;border-top:1px solid var(--line);padding-top:18px}
+section figure{width:356px}
 h2.title{font-size:19px;margin:0 0 8px;overflow-wrap:anywhere}
 ul{margin:18px 0 22px;padding-left:18px;columns:430px 2;column-gap:44px;font-size:14px}li{margin-bottom:7px;break-inside:avoid}
 .words td:first-child,.words th:first-child{text-align:left}

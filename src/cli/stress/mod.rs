@@ -42,7 +42,7 @@ pub struct Args {
     /// Steps [default: 1 for checkpoint-load, otherwise 30]
     #[arg(long, value_name = "N")]
     steps: Option<usize>,
-    /// Run this text through the model instead of generated tokens
+    /// Text to run through the model instead of generated tokens: not in this build
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
     /// Seed of synthetic weights and of tokens

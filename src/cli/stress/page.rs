@@ -75,25 +75,22 @@ fn part(page: &mut Page, run: &StressResult) {
         caption: "Above the dotted line values saturate.".to_owned(),
         content: lines(run, &|row| Some(row.max_scaled / RANGE), false, Some(1.0)),
     });
+    figures.push(Figure {
+        title: "Overflow by layer and policy".to_owned(),
+        caption: match run.steps {
+            1 => "Overshoot where a value overflowed, in units of the range. Empty: it fits.".to_owned(),
+            _ => "Largest overshoot of all steps where a value overflowed. Empty: it fits.".to_owned(),
+        },
+        content: heat_map(run),
+    });
     page.figures(&figures);
-    let mut figures = vec![
-        Figure {
-            title: "Overflow by layer and policy".to_owned(),
-            caption: match run.steps {
-                1 => "Overshoot where a value overflowed, in units of the range. Empty: it fits.".to_owned(),
-                _ => "Largest overshoot of all steps where a value overflowed. Empty: it fits.".to_owned(),
-            },
-            content: heat_map(run),
-        },
-        Figure {
-            title: "Utilisation".to_owned(),
-            caption:
-                "Share of the range used. Dots: layers and steps. Bar: p10 to p90 over heads; line: median. Right of \
+    let mut figures = vec![Figure {
+        title: "Utilisation".to_owned(),
+        caption: "Share of the range used. Dots: layers and steps. Bar: p10 to p90 over heads; line: median. Right of \
                       the dotted line is overflow."
-                    .to_owned(),
-            content: strip(run, &|row| Some(row.max_scaled / RANGE), Some(1.0), true),
-        },
-    ];
+            .to_owned(),
+        content: strip(run, &|row| Some(row.max_scaled / RANGE), Some(1.0), true),
+    }];
     if run.policies.iter().any(|policy| policy.sqnr_db.is_some()) {
         figures.push(Figure {
             title: "SQNR of the output, dB".to_owned(),

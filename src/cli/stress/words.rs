@@ -78,6 +78,9 @@ pub fn framing(run: &StressResult) -> Vec<String> {
     out.extend(moved(run));
     out.extend(range_and_cost(run));
     out.extend(burn_in(run));
+    if run.mode == Mode::Operands && of(run, PolicyKind::GeometryCStar).is_some() {
+        out.push("geometry-c-star has its own logit descale only, which this mode does not use; its operands are geometry's.".into());
+    }
     out.extend(run.policies.iter().filter_map(|policy| policy.assumption).map(|text| format!("Assumption: {text}.")));
     out.extend(run.unavailable.iter().map(|left_out| format!("{} is left out: {}.", left_out.policy, left_out.reason)));
     out.extend(run.notes.iter().map(|note| format!("Note: {note}.")));
