@@ -26,6 +26,20 @@ svg text.hi{fill:var(--bg)}svg text.lo{fill:var(--fg)}
 table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
 th,td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th{color:var(--dim);font-weight:600}
+section{margin-top:36px;border-top:1px solid var(--line);padding-top:18px}
+section figure{width:356px}
+h2.title{font-size:19px;margin:0 0 8px;overflow-wrap:anywhere}
+ul{margin:18px 0 22px;padding-left:18px;columns:430px 2;column-gap:44px;font-size:14px}li{margin-bottom:7px;break-inside:avoid}
+.words td:first-child,.words th:first-child{text-align:left}
+.legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 16px;font-size:13px}
+.legend span{display:inline-flex;align-items:center;gap:6px}
+:root{--p0:#1f5fae;--p1:#0f9aa8;--p2:#3d8b37;--p3:#c8321f;--p4:#d98a00;--p5:#7b4fb0}
+@media(prefers-color-scheme:dark){:root{--p0:#79b4ff;--p1:#4fd3dc;--p2:#86d67f;--p3:#ff7d6b;--p4:#ffc24d;--p5:#c59dff}}
+.p0{--c:var(--p0)}.p1{--c:var(--p1)}.p2{--c:var(--p2)}.p3{--c:var(--p3)}.p4{--c:var(--p4)}.p5{--c:var(--p5)}
+.curve{fill:none;stroke:var(--c,var(--fg));stroke-width:1.8;stroke-linejoin:round}
+.dot{fill:var(--c,var(--fg))}.faint{fill-opacity:.4}
+.bar{stroke:var(--c);stroke-width:7;stroke-opacity:.25}.mark{stroke:var(--c);stroke-width:2.5}
+.limit{stroke:var(--fg);stroke-dasharray:2 3}.bad{fill:var(--p3)}.fits{fill:var(--line);fill-opacity:.45}
 ";
 
 /// A page under construction.
@@ -46,6 +60,31 @@ impl Page {
             escape(summary)
         );
         Self { title: title.to_owned(), body }
+    }
+
+    /// Starts a part of the page with its title and what has to be read first.
+    pub fn section(&mut self, title: &str, text: &str) {
+        let (title, text) = (escape(title), escape(text));
+        let _ = write!(self.body, "<section>\n<h2 class=\"title\">{title}</h2>\n<p>{text}</p>\n");
+    }
+
+    /// Adds remarks, side by side where there is room.
+    pub fn list(&mut self, remarks: &[String]) {
+        self.body.push_str("<ul>\n");
+        for remark in remarks {
+            let _ = writeln!(self.body, "<li>{}</li>", escape(remark));
+        }
+        self.body.push_str("</ul>\n");
+    }
+
+    /// Ends the part.
+    pub fn end_section(&mut self) {
+        self.body.push_str("</section>\n");
+    }
+
+    /// Adds markup between figures.
+    pub fn raw(&mut self, markup: &str) {
+        self.body.push_str(markup);
     }
 
     /// Adds figures side by side; they wrap where the window is narrow. `content` is markup.

@@ -10,6 +10,8 @@ mod inspect;
 mod model;
 mod output;
 mod progress;
+mod stress;
+mod svg;
 mod table;
 
 use clap::{Parser, Subcommand};
@@ -31,6 +33,7 @@ struct Cli {
 enum Command {
     Calibrate(calibrate::Args),
     Inspect(inspect::Args),
+    Stress(stress::Args),
     Doctor(doctor::Args),
 }
 
@@ -44,7 +47,9 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
         }
     };
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    // The runtime warns of every overflow; in the stress lab they are the result.
+    let level = if matches!(cli.command, Command::Stress(_)) { "error" } else { "warn" };
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::stderr().is_terminal())
@@ -54,6 +59,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let result = match cli.command {
         Command::Calibrate(args) => calibrate::run(args),
         Command::Inspect(args) => inspect::run(args),
+        Command::Stress(args) => stress::run(args),
         Command::Doctor(args) => doctor::run(args),
     };
     match result {

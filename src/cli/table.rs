@@ -3,17 +3,24 @@
 /// A table of right-aligned columns.
 pub struct Table {
     rows: Vec<Vec<String>>,
+    left: bool,
 }
 
 impl Table {
     /// A table with these column heads.
     pub fn new<const N: usize>(heads: [&str; N]) -> Self {
-        Self { rows: vec![heads.map(str::to_owned).to_vec()] }
+        Self { rows: vec![heads.map(str::to_owned).to_vec()], left: false }
     }
 
     /// Adds a row.
     pub fn row<const N: usize>(&mut self, cells: [String; N]) {
         self.rows.push(cells.to_vec());
+    }
+
+    /// The first column holds words: aligned to the left.
+    pub fn left(mut self) -> Self {
+        self.left = true;
+        self
     }
 
     /// The text, a line a row.
@@ -22,7 +29,11 @@ impl Table {
         let width = |c: usize| self.rows.iter().filter_map(|row| row.get(c)).map(|cell| cell.chars().count()).max();
         let widths: Vec<usize> = (0..columns).map(|c| width(c).unwrap_or(0)).collect();
         let line = |row: &Vec<String>| {
-            row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:>width$}")).collect::<Vec<_>>().join("  ")
+            let cell = |(place, (cell, &width)): (usize, (&String, &usize))| match self.left && place == 0 {
+                true => format!("{cell:<width$}"),
+                false => format!("{cell:>width$}"),
+            };
+            row.iter().zip(&widths).enumerate().map(cell).collect::<Vec<_>>().join("  ")
         };
         self.rows.iter().map(|row| line(row) + "\n").collect()
     }
@@ -38,6 +49,19 @@ pub fn short(value: impl Into<Option<f64>>) -> String {
         format!("{value:.3e}")
     } else {
         let digits = (3 - size.log10().floor() as i32).max(0) as usize;
+        format!("{value:.digits$}")
+    }
+}
+
+/// A number with three significant digits at most.
+pub fn brief(value: f64) -> String {
+    let size = value.abs();
+    if value == 0.0 || !value.is_finite() {
+        format!("{value}")
+    } else if !(1e-2..1e5).contains(&size) {
+        format!("{value:.1e}")
+    } else {
+        let digits = (2 - size.log10().floor() as i32).max(0) as usize;
         format!("{value:.digits$}")
     }
 }
@@ -64,6 +88,7 @@ mod tests {
             assert_eq!(short(value), text);
         }
         assert_eq!(short(None), "-");
+        assert_eq!([0.0, 2.0, 16.04, 448.2, 4.62e-5].map(brief), ["0", "2.00", "16.0", "448", "4.6e-5"]);
         assert_eq!(range([1.0, 2.0].into_iter()), "1.000..2.000");
         assert_eq!(range(std::iter::empty()), "-");
     }

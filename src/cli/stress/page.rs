@@ -1,0 +1,339 @@
+//! The pictures of a run: what each policy's scales did, where values overflowed, and what it cost.
+
+use super::words::{self, RANGE, rows};
+use super::{HEADS, Results, cells};
+use crate::cli::html::{Figure, Page, escape, html_table};
+use crate::cli::svg::{Axis, label, open_svg};
+use crate::cli::table::brief;
+use sigmascale::policy::PolicyKind;
+use sigmascale::stress::{Mode, StressResult, TraceRow};
+use std::fmt::Write;
+
+/// Width of a chart: a phone's.
+const WIDTH: f64 = 356.0;
+/// Most dots that a row of a strip shows.
+const DOTS: usize = 200;
+/// Dashes of the policies' curves, so that colour is not needed to tell them apart.
+const DASHES: [&str; 6] = ["", "7 3", "2 2", "", "9 3 2 3", "4 4"];
+
+/// The page.
+pub fn render(results: &Results) -> String {
+    let runs = results.runs();
+    let model = runs.iter().map(|run| run.model.as_str()).next().unwrap_or("a model");
+    let mode = runs.first().map_or("", |run| words::mode_name(run.mode));
+    let names: Vec<&str> = runs.iter().map(|run| run.scenario.name()).collect();
+    let mut page = Page::new(
+        &format!("Scaling policies under stress: {model}"),
+        &format!("mode {mode}; {}", names.join(", ")),
+        "Every policy sees the same weights and the same tokens. Counts say where a scale was too small; the overshoot \
+         says by how much, SQNR and KL what it cost.",
+    );
+    for run in runs {
+        part(&mut page, run);
+    }
+    for left_out in results.left_out() {
+        let text = format!("Left out: {}: {}.", left_out.scenario, left_out.reason);
+        page.raw(&format!("<p class=\"dim\">{}</p>\n", escape(&text)));
+    }
+    page.render()
+}
+
+fn part(page: &mut Page, run: &StressResult) {
+    let mut framing = words::framing(run);
+    let rest = framing.split_off(1.min(framing.len()));
+    page.section(&words::headline(run), &framing.concat());
+    let mut table = vec![HEADS.map(str::to_owned).to_vec()];
+    table.extend(run.policies.iter().map(|policy| cells(run, policy).to_vec()));
+    page.raw(&format!("<div class=\"scroll words\">{}</div>\n", html_table(&table)));
+    page.list(&rest);
+    page.raw(&legend(run));
+    let over = if run.steps > 1 { "step" } else { "layer" };
+    let mut figures = vec![Figure {
+        title: format!("Largest |logit| by {over}"),
+        caption: match run.steps {
+            1 => "The same for every policy.".to_owned(),
+            _ => "Largest of all layers; the same for every policy.".to_owned(),
+        },
+        content: lines(run, &|row| Some(row.max_logit), true, None),
+    }];
+    let descale = |title: &str, value: &dyn Fn(&TraceRow) -> Option<f64>| Figure {
+        title: format!("{title} descale by {over}"),
+        caption: "Largest over the heads and layers. Reach is 448 times this."
+            .replace(" and layers", if run.steps > 1 { " and layers" } else { "" }),
+        content: lines(run, value, false, None),
+    };
+    match run.mode {
+        Mode::Logit => figures.push(descale("Logit", &|row| row.descales.logit_descale)),
+        Mode::Operands => {
+            figures.push(descale("q", &|row| row.descales.q_descale));
+            figures.push(descale("k", &|row| row.descales.k_descale));
+            figures.push(descale("v", &|row| row.descales.v_descale));
+        }
+    }
+    figures.push(Figure {
+        title: format!("Largest |x / descale| / 448 by {over}"),
+        caption: "Above the dotted line values saturate.".to_owned(),
+        content: lines(run, &|row| Some(row.max_scaled / RANGE), false, Some(1.0)),
+    });
+    figures.push(Figure {
+        title: "Overflow by layer and policy".to_owned(),
+        caption: match run.steps {
+            1 => "Overshoot where a value overflowed, in units of the range. Empty: it fits.".to_owned(),
+            _ => "Largest overshoot of all steps where a value overflowed. Empty: it fits.".to_owned(),
+        },
+        content: heat_map(run),
+    });
+    page.figures(&figures);
+    let mut figures = vec![Figure {
+        title: "Utilisation".to_owned(),
+        caption: "Share of the range used. Dots: layers and steps. Bar: p10 to p90 over heads; line: median. Right of \
+                      the dotted line is overflow."
+            .to_owned(),
+        content: strip(run, &|row| Some(row.max_scaled / RANGE), Some(1.0), true),
+    }];
+    if run.policies.iter().any(|policy| policy.sqnr_db.is_some()) {
+        figures.push(Figure {
+            title: "SQNR of the output, dB".to_owned(),
+            caption: "More is better. Dots: layers and steps, open where a value overflowed; line: median.".to_owned(),
+            content: strip(run, &|row| row.sqnr_db, None, false),
+        });
+        figures.push(Figure {
+            title: "KL of the softmax, nats".to_owned(),
+            caption: "Less is better. Dots: layers and steps, open where a value overflowed; line: median.".to_owned(),
+            content: strip(run, &|row| row.softmax_kl, None, false),
+        });
+    }
+    page.figures(&figures);
+    page.end_section();
+}
+
+/// Place of a policy among the six: its colour and dashes.
+fn place(policy: PolicyKind) -> usize {
+    PolicyKind::ALL.iter().position(|kind| *kind == policy).unwrap_or(0)
+}
+
+fn legend(run: &StressResult) -> String {
+    let mut out = String::from("<div class=\"legend\">");
+    for policy in &run.policies {
+        let at = place(policy.policy);
+        let _ = write!(
+            out,
+            "<span><svg class=\"p{at}\" width=\"34\" height=\"10\" aria-hidden=\"true\"><path class=\"curve\" \
+             stroke-dasharray=\"{}\" d=\"M0 5H34\"/></svg>{}</span>",
+            DASHES[at], policy.policy
+        );
+    }
+    out + "</div>\n"
+}
+
+/// A value over steps (the largest of the layers), or over layers where there is one step.
+fn series(run: &StressResult, policy: PolicyKind, value: &dyn Fn(&TraceRow) -> Option<f64>) -> Vec<(usize, f64)> {
+    let mut out: Vec<(usize, f64)> = Vec::new();
+    for row in rows(run, policy) {
+        let Some(y) = value(row).filter(|y| y.is_finite()) else { continue };
+        let x = if run.steps > 1 { row.step } else { row.layer };
+        match out.last_mut() {
+            Some((last, largest)) if *last == x => *largest = largest.max(y),
+            _ => out.push((x, y)),
+        }
+    }
+    out
+}
+
+/// A line chart of all policies, or of the first where the value is the same for all.
+fn lines(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, same: bool, limit: Option<f64>) -> String {
+    let count = if same { 1 } else { run.policies.len() };
+    let all: Vec<_> = run.policies.iter().take(count).map(|p| (p.policy, series(run, p.policy, value))).collect();
+    let axis = Axis::new(all.iter().flat_map(|(_, points)| points).map(|point| point.1).chain(limit), Some(0.0));
+    let (left, top, right, height) = (46.0, 8.0, WIDTH - 10.0, 190.0);
+    let last = if run.steps > 1 { run.steps } else { run.model_layers }.saturating_sub(1).max(1);
+    let x = |at: usize| left + 6.0 + (right - left - 12.0) * at as f64 / last as f64;
+    let y = |value: f64| top + height * (1.0 - axis.place(value));
+    let over = if run.steps > 1 { "step" } else { "layer" };
+    let mut svg = open_svg(WIDTH, top + height + 36.0, &format!("Line chart by {over}"));
+    for tick in axis.ticks() {
+        let _ = write!(
+            svg,
+            "<line class=\"grid\" x1=\"{left}\" x2=\"{right}\" y1=\"{0:.1}\" y2=\"{0:.1}\"/>\
+             <text x=\"{1:.1}\" y=\"{2:.1}\" text-anchor=\"end\">{3}</text>",
+            y(tick),
+            left - 6.0,
+            y(tick) + 4.0,
+            label(tick)
+        );
+    }
+    if let Some(limit) = limit {
+        let y = y(limit);
+        let _ = write!(svg, "<line class=\"limit\" x1=\"{left}\" x2=\"{right}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>");
+    }
+    let every = (last as f64 / 6.0).ceil().max(1.0) as usize;
+    let every = [1, 2, 5, 10, 20, 50, 100].into_iter().find(|step| *step >= every).unwrap_or(every);
+    for at in (0..=last).step_by(every) {
+        let _ =
+            write!(svg, "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{at}</text>", x(at), top + height + 15.0);
+    }
+    for (policy, points) in &all {
+        let at = place(*policy);
+        let (class, dash) = if same { (String::new(), "") } else { (format!("p{at}"), DASHES[at]) };
+        let path: String = points
+            .iter()
+            .enumerate()
+            .map(|(n, point)| format!("{}{:.1} {:.1}", if n == 0 { 'M' } else { 'L' }, x(point.0), y(point.1)))
+            .collect();
+        let _ = write!(svg, "<g class=\"{class}\"><path class=\"curve\" stroke-dasharray=\"{dash}\" d=\"{path}\"/>");
+        // Dots carry the numbers; hundreds of steps need none.
+        for point in points.iter().filter(|_| points.len() <= 40) {
+            let name = if same { String::new() } else { format!("{policy}, ") };
+            let _ = write!(
+                svg,
+                "<circle class=\"dot\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"2\"><title>{name}{over} {}: {}</title></circle>",
+                x(point.0),
+                y(point.1),
+                point.0,
+                brief(point.1)
+            );
+        }
+        svg.push_str("</g>");
+    }
+    let scale = if axis.log { "; logarithmic upwards" } else { "" };
+    let _ = write!(svg, "<text x=\"{left}\" y=\"{}\">{over}{scale}</text></svg>", top + height + 31.0);
+    svg
+}
+
+/// One cell a layer and policy: the largest overshoot where something overflowed.
+fn heat_map(run: &StressResult) -> String {
+    let (left, top, width) = (30.0, 34.0, 53.0);
+    let height = (480.0 / run.model_layers.max(1) as f64).clamp(9.0, 26.0);
+    let bottom = top + height * run.model_layers as f64;
+    let worst = run.policies.iter().map(|policy| policy.max_scaled / RANGE).fold(1.0, f64::max);
+    let mut svg = open_svg(WIDTH, bottom + 6.0, "Overflow by layer and policy");
+    let _ = write!(svg, "<text x=\"0\" y=\"26\">layer</text>");
+    for (column, policy) in run.policies.iter().enumerate() {
+        let x = left + width * (column as f64 + 0.5);
+        let name = policy.policy.name();
+        let (first, second) = name.split_once('-').filter(|_| name.len() > 8).unwrap_or((name, ""));
+        let _ = write!(
+            svg,
+            "<text x=\"{x:.1}\" y=\"12\" text-anchor=\"middle\" style=\"font-size:10px\">{first}</text>\
+             <text x=\"{x:.1}\" y=\"26\" text-anchor=\"middle\" style=\"font-size:10px\">{second}</text>"
+        );
+        let mut layers = vec![(0usize, 0.0f64, 0u64); run.model_layers];
+        for row in rows(run, policy.policy).filter(|row| row.overflow > 0) {
+            if let Some(cell) = layers.get_mut(row.layer) {
+                *cell = (cell.0 + 1, cell.1.max(row.max_scaled / RANGE), cell.2 + row.overflow);
+            }
+        }
+        for (layer, (steps, overshoot, values)) in layers.into_iter().enumerate() {
+            let (x, y) = (left + width * column as f64, top + height * layer as f64);
+            let about = match steps {
+                0 => format!("{name}, layer {layer}: fits"),
+                _ => format!(
+                    "{name}, layer {layer}: overshoot up to {}x\n{values} values in {steps} of {} steps",
+                    brief(overshoot),
+                    run.steps
+                ),
+            };
+            // Logarithmic: 1.1 and 16 both show.
+            let shade = if worst > 1.0 { overshoot.max(1.0).ln() / worst.ln() } else { 0.0 };
+            let (class, opacity) = if steps == 0 {
+                ("fits", String::new())
+            } else {
+                ("bad", format!(" fill-opacity=\"{:.3}\"", 0.2 + 0.8 * shade))
+            };
+            let _ = write!(
+                svg,
+                "<rect class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\"{opacity}><title>{about}</title></rect>",
+                width - 1.5,
+                height - 1.5
+            );
+            if steps > 0 && height >= 14.0 {
+                let _ = write!(
+                    svg,
+                    "<text class=\"{}\" pointer-events=\"none\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}x</text>",
+                    if shade > 0.55 { "hi" } else { "lo" },
+                    x + 0.5 * width,
+                    y + 0.5 * height + 3.5,
+                    brief(overshoot)
+                );
+            }
+        }
+    }
+    let every = (14.0 / height).ceil() as usize;
+    for layer in (0..run.model_layers).step_by(every) {
+        let y = top + height * (layer as f64 + 0.5) + 3.5;
+        let _ = write!(svg, "<text x=\"{:.1}\" y=\"{y:.1}\" text-anchor=\"end\">{layer}</text>", left - 6.0);
+    }
+    svg + "</svg>"
+}
+
+/// One row a policy: a dot for each layer and step, and the median; with `heads` the quantiles over heads.
+fn strip(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, limit: Option<f64>, heads: bool) -> String {
+    let values = run.trace.iter().filter_map(value).chain(limit);
+    let values = values.chain(run.policies.iter().filter(|_| heads).map(|policy| policy.utilisation.p10));
+    let axis = Axis::new(values, None);
+    let (left, top, height) = (96.0, 6.0, 30.0);
+    let right = WIDTH - 14.0;
+    let bottom = top + height * run.policies.len() as f64;
+    let x = |value: f64| left + (right - left) * axis.place(value);
+    let mut svg = open_svg(WIDTH, bottom + 32.0, "Distribution by policy");
+    for tick in axis.ticks() {
+        let x = x(tick);
+        let _ = write!(
+            svg,
+            "<line class=\"grid\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{top}\" y2=\"{bottom}\"/>\
+             <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+            bottom + 14.0,
+            label(tick)
+        );
+    }
+    if let Some(limit) = limit {
+        let x = x(limit);
+        let _ = write!(svg, "<line class=\"limit\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{top}\" y2=\"{bottom}\"/>");
+    }
+    for (place_of, policy) in run.policies.iter().enumerate() {
+        let y = top + height * (place_of as f64 + 0.5);
+        let _ = write!(
+            svg,
+            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text><g class=\"p{}\">",
+            left - 8.0,
+            y + 4.0,
+            policy.policy,
+            place(policy.policy)
+        );
+        let utilisation = &policy.utilisation;
+        if heads {
+            let (from, to) = (x(utilisation.p10), x(utilisation.p90));
+            let _ = write!(svg, "<line class=\"bar\" x1=\"{from:.1}\" x2=\"{to:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>");
+        }
+        let points: Vec<(&TraceRow, f64)> =
+            rows(run, policy.policy).filter_map(|row| Some((row, value(row).filter(|v| v.is_finite())?))).collect();
+        let every = points.len().div_ceil(DOTS).max(1);
+        for (row, value) in points.iter().step_by(every) {
+            // Spread by layer, so that equal values stay apart.
+            let shift = (row.layer % 5) as f64 * 3.0 - 6.0;
+            let class = if row.overflow > 0 && !heads { "first" } else { "dot faint" };
+            let style = if class == "first" { " style=\"fill:none;stroke:var(--c)\"" } else { "" };
+            let _ = write!(
+                svg,
+                "<circle class=\"{class}\"{style} cx=\"{:.1}\" cy=\"{:.1}\" r=\"2.4\"><title>{}, layer {}, step {}: {}</title></circle>",
+                x(*value),
+                y + shift,
+                policy.policy,
+                row.layer,
+                row.step,
+                brief(*value)
+            );
+        }
+        let mut sorted: Vec<f64> = points.iter().map(|point| point.1).collect();
+        sorted.sort_by(f64::total_cmp);
+        let own = sorted.get(sorted.len().saturating_sub(1) / 2).copied();
+        if let Some(median) = if heads { Some(utilisation.median) } else { own } {
+            let (x, low, high) = (x(median), y - 11.0, y + 11.0);
+            let _ = write!(svg, "<line class=\"mark\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{low:.1}\" y2=\"{high:.1}\"/>");
+        }
+        svg.push_str("</g>");
+    }
+    let scale = if axis.log { "logarithmic scale" } else { "" };
+    let _ = write!(svg, "<text x=\"{left}\" y=\"{:.1}\">{scale}</text></svg>", bottom + 29.0);
+    svg
+}

@@ -1,0 +1,325 @@
+//! What the numbers of a run mean, in sentences: the same on the terminal and on the page.
+
+use crate::cli::table::brief;
+use sigmascale::policy::PolicyKind;
+use sigmascale::stress::{Mode, PolicySummary, Scenario, StressResult, TraceRow};
+
+/// Largest finite E4M3 value.
+pub const RANGE: f64 = 448.0;
+
+/// The run in a line.
+pub fn headline(run: &StressResult) -> String {
+    let layers = match run.model_layers == run.model_layers_total {
+        true => format!("all {} layers", run.model_layers),
+        false => format!("the first {} of {} layers", run.model_layers, run.model_layers_total),
+    };
+    let steps = if run.steps == 1 { "1 step".to_owned() } else { format!("{} steps", run.steps) };
+    let tokens = match run.scenario {
+        Scenario::Replay => "recorded maxima".to_owned(),
+        _ => format!("{} tokens a step, seed {}", run.seq_len, run.seed),
+    };
+    format!("{}, mode {}: {}, {layers}, {steps}, {tokens}", run.scenario.name(), mode_name(run.mode), run.model)
+}
+
+/// The mode's name on the command line.
+pub fn mode_name(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Logit => "logit",
+        Mode::Operands => "operands",
+    }
+}
+
+/// `part` of `whole` in percent.
+pub fn percent(part: u64, whole: u64) -> String {
+    if part == 0 || whole == 0 {
+        return "0".to_owned();
+    }
+    percent_of(part as f64 / whole as f64)
+}
+
+/// Rows of one policy.
+pub fn rows(run: &StressResult, policy: PolicyKind) -> impl Iterator<Item = &TraceRow> {
+    run.trace.iter().filter(move |row| row.policy == policy)
+}
+
+/// Median SQNR and KL of the layers and steps in which the policy overflowed: the medians over all of them hide what a
+/// single bad step cost.
+pub fn where_it_overflowed(run: &StressResult, policy: &PolicySummary) -> (Option<f64>, Option<f64>) {
+    let over = || rows(run, policy.policy).filter(|row| row.overflow > 0);
+    (median(over().filter_map(|row| row.sqnr_db)), median(over().filter_map(|row| row.softmax_kl)))
+}
+
+fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len().saturating_sub(1) / 2).copied()
+}
+
+fn times(x: f64) -> String {
+    format!("{}x", brief(x))
+}
+
+fn of(run: &StressResult, policy: PolicyKind) -> Option<&PolicySummary> {
+    run.policies.iter().find(|summary| summary.policy == policy)
+}
+
+/// Largest |x / descale| of a policy at a step, in units of the range, and the layers in which values overflowed.
+fn at_step(run: &StressResult, policy: PolicyKind, step: usize) -> (f64, usize) {
+    let rows = || rows(run, policy).filter(move |row| row.step == step);
+    let worst = rows().map(|row| row.max_scaled / RANGE).fold(0.0, f64::max);
+    (worst, rows().filter(|row| row.overflow > 0).count())
+}
+
+/// What a reader has to know before the numbers argue for anything, a paragraph each.
+pub fn framing(run: &StressResult) -> Vec<String> {
+    let mut out = vec![meaning(run)];
+    out.extend(first_forward(run));
+    out.extend(after_the_start(run));
+    out.extend(moved(run));
+    out.extend(range_and_cost(run));
+    out.extend(burn_in(run));
+    if run.mode == Mode::Operands && of(run, PolicyKind::GeometryCStar).is_some() {
+        out.push("geometry-c-star has its own logit descale only, which this mode does not use; its operands are geometry's.".into());
+    }
+    out.extend(run.policies.iter().filter_map(|policy| policy.assumption).map(|text| format!("Assumption: {text}.")));
+    out.extend(run.unavailable.iter().map(|left_out| format!("{} is left out: {}.", left_out.policy, left_out.reason)));
+    out.extend(run.notes.iter().map(|note| format!("Note: {note}.")));
+    out
+}
+
+/// What an overflow is.
+fn meaning(run: &StressResult) -> String {
+    let mut out = match run.mode {
+        Mode::Logit => {
+            "Mode logit casts the logits to E4M3 and nothing else, as the paper does. An overflow is a |logit| \
+                        above 448 times its descale. It saturates, so the largest logits of a row become equal and the \
+                        softmax loses its peak. Fused FP8 kernels keep logits in f32: this failure is not theirs."
+                .to_owned()
+        }
+        Mode::Operands => {
+            "Mode operands casts q, k, v and P, as fused FP8 kernels do; logits stay in f32. An overflow is a \
+                           value of q, k or v above 448 times its descale. It saturates alone: an overshoot of 1.04x \
+                           rounds to 448 anyway, a small one clips only the largest values."
+                .to_owned()
+        }
+    };
+    if run.scenario == Scenario::Replay {
+        out.push_str(
+            " A trace has one maximum a tensor, layer and step: shares are of tensors, and SQNR and KL do not exist.",
+        );
+    } else {
+        out.push_str(
+            " Shares of the two modes do not compare. Read them with the overshoot (largest |x / descale| / 448, of the \
+             layers and steps that overflowed) and its cost: SQNR of the output and KL of the softmax against f32, \
+             medians over layers and steps, in the last column of those that overflowed.",
+        );
+    }
+    out
+}
+
+/// What a step cost a policy, beside geometry's; medians over the layers.
+fn cost(run: &StressResult, policy: PolicyKind, step: usize) -> Option<String> {
+    let pair = |kind: PolicyKind| {
+        let at = || rows(run, kind).filter(|row| row.step == step);
+        Some((median(at().filter_map(|row| row.sqnr_db))?, median(at().filter_map(|row| row.softmax_kl))?))
+    };
+    let (bad, good) = (pair(policy)?, pair(PolicyKind::Geometry)?);
+    Some(format!(
+        " There it had SQNR {:.1} dB and KL {}, geometry {:.1} dB and {}.",
+        bad.0,
+        brief(bad.1),
+        good.0,
+        brief(good.1)
+    ))
+}
+
+/// How the delayed policies start.
+fn first_forward(run: &StressResult) -> Vec<String> {
+    let mut out = Vec::new();
+    let what = if run.mode == Mode::Logit { "logits" } else { "operands" };
+    if of(run, PolicyKind::DelayedPaper).is_some() {
+        let (worst, layers) = at_step(run, PolicyKind::DelayedPaper, 0);
+        let went = match layers {
+            0 => "stayed within that".to_owned(),
+            _ => format!("went past that on {layers} of {} layers, by up to {}", run.model_layers, times(worst)),
+        };
+        let mut text = format!(
+            "delayed-paper starts with a history of ones, so its first scale reaches to 1.11. At the first forward {what} \
+             {went}."
+        );
+        text.push_str(&cost(run, PolicyKind::DelayedPaper, 0).unwrap_or_default());
+        out.push(text);
+    }
+    if of(run, PolicyKind::DelayedTe).is_some() {
+        let (worst, layers) = at_step(run, PolicyKind::DelayedTe, 0);
+        out.push(match layers {
+            0 => format!(
+                "delayed-te starts with scale 1, which reaches to 448. The largest value of the first forward was {}, so \
+                 this start did not overflow; on small activations it never does.",
+                brief(worst * RANGE)
+            ),
+            _ => format!(
+                "delayed-te starts with scale 1, which reaches to 448. The first forward went past that on {layers} of {} \
+                 layers, by up to {}.",
+                run.model_layers,
+                times(worst)
+            ),
+        });
+    }
+    out
+}
+
+/// Overflows of later steps, with their size.
+fn after_the_start(run: &StressResult) -> Option<String> {
+    let mut parts = Vec::new();
+    for policy in &run.policies {
+        let mut steps: Vec<usize> =
+            rows(run, policy.policy).filter(|row| row.overflow > 0 && row.step > 0).map(|row| row.step).collect();
+        steps.dedup();
+        let overshoot: Vec<f64> = rows(run, policy.policy)
+            .filter(|row| row.overflow > 0 && row.step > 0)
+            .map(|row| row.max_scaled / RANGE)
+            .collect();
+        let (Some(&first), Some(middle)) = (steps.first(), median(overshoot.iter().copied())) else { continue };
+        let worst = overshoot.iter().copied().fold(0.0, f64::max);
+        let when = match steps.len() {
+            1 => format!("at step {first}"),
+            count => format!("in {count} of {} steps from step {first}", run.steps - 1),
+        };
+        parts.push(format!("{} {when}, median {}, at most {}", policy.policy, times(middle), times(worst)));
+    }
+    if run.steps == 1 {
+        return None;
+    }
+    if parts.is_empty() {
+        return Some("After the first step no policy overflowed.".to_owned());
+    }
+    Some(format!("Overflows after the first step, with their overshoot: {}.", parts.join("; ")))
+}
+
+/// How the scales moved with the weights at the spike.
+fn moved(run: &StressResult) -> Option<String> {
+    if run.scenario != Scenario::WeightSpike {
+        return None;
+    }
+    // The step at which geometry's scale changed.
+    let mut own = rows(run, PolicyKind::Geometry).filter(|row| row.layer == 0);
+    let mut before = own.next()?;
+    let (before, after) = loop {
+        let next = own.next()?;
+        if next.descales != before.descales {
+            break (before, next);
+        }
+        before = next;
+    };
+    let ratio = |a: Option<f64>, b: Option<f64>| Some(b? / a?);
+    let logit = ratio(before.descales.logit_descale, after.descales.logit_descale)?;
+    let q = ratio(before.descales.q_descale, after.descales.q_descale)?;
+    let mut text = format!(
+        "At step {} the weights of q, k and v grew. Geometry's logit descale moved by {} and its q descale by {} in that \
+         step, before the forward.",
+        after.step,
+        times(logit),
+        times(q)
+    );
+    for kind in [PolicyKind::DelayedPaper, PolicyKind::DelayedTe] {
+        if of(run, kind).is_none() || after.step + 1 >= run.steps {
+            continue;
+        }
+        let (at, next) = (at_step(run, kind, after.step), at_step(run, kind, after.step + 1));
+        let then = match next.1 {
+            0 => "and fits one step later".to_owned(),
+            _ => format!("and one step later {}, since other tokens can pass the last maximum", times(next.0)),
+        };
+        text.push_str(&format!(" {kind} reaches {} of its range at this step {then}.", times(at.0)));
+        text.push_str(&cost(run, kind, after.step).unwrap_or_default().replace("There it", "At the spike it"));
+    }
+    Some(text)
+}
+
+/// What unused range costs.
+fn range_and_cost(run: &StressResult) -> Option<String> {
+    let (geometry, current) = (of(run, PolicyKind::Geometry)?, of(run, PolicyKind::Current)?);
+    let mut text = format!(
+        "geometry used {} of the range (median), current {}.",
+        percent_of(geometry.utilisation.median),
+        percent_of(current.utilisation.median)
+    );
+    if let (Some(a), Some(b), Some(c), Some(d)) =
+        (geometry.sqnr_db, current.sqnr_db, geometry.softmax_kl, current.softmax_kl)
+    {
+        text.push_str(&format!(
+            " Their SQNR is {a:.1} and {b:.1} dB, their KL {} and {}. E4M3 is a floating format: values far below 448 \
+             keep their relative precision down to 1/64, so utilisation alone says little about accuracy.",
+            brief(c),
+            brief(d)
+        ));
+    }
+    let pass = match run.mode {
+        Mode::Logit => "all logits of the step before it can cast one",
+        Mode::Operands => "q, k and v once more before it can cast them",
+    };
+    text.push_str(&format!(" current never overflows because it reads {pass}."));
+    Some(text)
+}
+
+fn percent_of(share: f64) -> String {
+    format!("{} %", brief(100.0 * share))
+}
+
+/// What `auto-c` is at this length.
+fn burn_in(run: &StressResult) -> Option<String> {
+    let auto = of(run, PolicyKind::AutoC)?;
+    let burn_in = run.auto_c_burn_in as usize;
+    if run.steps <= burn_in {
+        return Some(format!("auto-c burns in for {burn_in} steps and until then plans as geometry does."));
+    }
+    Some(format!(
+        "auto-c plans as geometry for {burn_in} steps and then keeps the share of the bound that it saw; it fell back to \
+         geometry {} times.",
+        auto.fallbacks
+    ))
+}
+
+/// Text in lines of at most `width` characters, the first behind `bullet`.
+pub fn wrapped(text: &str, bullet: &str, width: usize) -> String {
+    let mut out = String::from(bullet);
+    let mut line = bullet.len();
+    for (place, word) in text.split_whitespace().enumerate() {
+        let length = word.chars().count();
+        if place > 0 && line + 1 + length > width {
+            out.push('\n');
+            out.push_str(&" ".repeat(bullet.len()));
+            line = bullet.len();
+        } else if place > 0 {
+            out.push(' ');
+            line += 1;
+        }
+        out.push_str(word);
+        line += length;
+    }
+    out.push('\n');
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_wrapped_behind_their_bullet() {
+        assert_eq!(wrapped("one two three", "- ", 9), "- one two\n  three\n");
+        assert_eq!(wrapped("", "- ", 9), "- \n");
+    }
+
+    #[test]
+    fn shares_are_brief() {
+        assert_eq!(
+            [percent(0, 5), percent(1, 1), percent(1, 1000), percent(5, 100)],
+            ["0", "100 %", "0.100 %", "5.00 %"]
+        );
+        assert_eq!(percent(1, 10_000_000), "1.0e-5 %");
+        assert_eq!(median([3.0, 1.0, 2.0].into_iter()), Some(2.0));
+        assert_eq!(median(std::iter::empty()), None);
+    }
+}
