@@ -328,6 +328,7 @@ __device__ __forceinline__ void flush(float (&o)[kDim / 2], float4* slot, const 
   }
 }
 
+#if LOGITS_E4M3
 // Masked logits are infinite.
 __device__ __forceinline__ u32 past(float x) { return fabsf(x) > 448.0f && fabsf(x) < __int_as_float(0x7f800000); }
 // Rounds logits to E4M3 in units of the descale, counting what would not fit.
@@ -341,6 +342,7 @@ __device__ __forceinline__ void round_logits(float (&s)[kBlockN / 2], float to_u
     s[i + 1] = f32_from_f16((u16)(h >> 16));
   }
 }
+#endif
 
 // Turns four words a[j] of lane t (column block j, piece t) into four words of block t: word k is piece k.
 __device__ __forceinline__ void quad_transpose(u32 (&a)[4], int t) {

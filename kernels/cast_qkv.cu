@@ -85,6 +85,7 @@ __device__ __forceinline__ float value(const u32 (&w)[kWords], int i) {
 #endif
 }
 
+#if ROPE
 // Cosines and sines of this thread's dims. Half-split: one each; interleaved: one for two dims.
 struct Angles {
   float cosine[8], sine[8];
@@ -119,6 +120,7 @@ __device__ __forceinline__ void rotate(float (&x)[8], const float (&pair)[8], co
   }
 #endif
 }
+#endif
 
 // Bits of the largest |x| of the warp; a NaN counts as the largest.
 __device__ __forceinline__ u32 warp_top(const float (&x)[8]) {
@@ -253,6 +255,19 @@ cast_qkv(const __grid_constant__ CastParams p) {
     else if (live)
       *reinterpret_cast<uint2*>(t.out + (((i64)batch * t.length + row) * t.heads + head) * kDim + 8 * piece) = y;
   }
+
+  // Publish the block's maxima
+#if STATS
+  __syncthreads();
+  if (threadIdx.x < kHeads && first + threadIdx.x < t.heads) {
+    u32 top = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; w++) top = max(top, tops[threadIdx.x][w]);
+    // NOTES: a stale read only costs a needless atomic; most blocks find their maximum already passed.
+    u32* amax = &t.stats[first + threadIdx.x].amax;
+    if (top > *reinterpret_cast<volatile u32*>(amax)) atomicMax(amax, top);
+  }
+#endif
 }
 
 // V given in E4M3 as [batch, length, heads, dim] by the strides in `t` (bytes, multiples of 8), to the layout above.
