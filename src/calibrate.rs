@@ -8,7 +8,10 @@ use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights, NormKind, QkNormScope, QkvBias, RopeLayout};
 use crate::plan::{DEFAULT_ETA, Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
-use crate::spectral::{GramEngine, HeadSpectrum, PowerEngine, PowerState, SpectralEngine, layer_channels, summed_norm};
+use crate::spectral::{
+    GramEngine, HeadSpectrum, PowerEngine, PowerEstimate, PowerState, SpectralEngine, certified_inflation,
+    layer_channels, summed_norm,
+};
 use serde::Serialize;
 
 /// Which engine estimates the norms.
@@ -241,6 +244,9 @@ pub struct HeadProfile {
     pub frobenius: Option<f64>,
     /// `frobenius^2 / sigma^2`.
     pub stable_rank: Option<f64>,
+    /// With `--estimator power`: what the estimate is worth.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub power: Option<PowerProfile>,
     /// What constants add to the certain bound.
     pub bias_constant: Option<f64>,
     /// See [`HeadBounds`].
@@ -253,6 +259,31 @@ pub struct HeadProfile {
     pub bound_rank_aware: Option<f64>,
     /// See [`HeadBounds`].
     pub bound_spectrum: Option<f64>,
+}
+
+/// What a power iteration's sigma is worth: a lower bound.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct PowerProfile {
+    /// Always true: sigma is at least the estimate.
+    pub lower_bound: bool,
+    /// Some singular value lies within this of the last iteration's `||M v||`, which is at most the estimate.
+    pub residual: f64,
+    /// The estimate times this is an upper bound but for one start in [`INFLATION_FAILURE`]; null after a warm start.
+    pub certified_inflation: Option<f64>,
+}
+
+/// Failure probability of [`PowerProfile::certified_inflation`].
+pub const INFLATION_FAILURE: f64 = 1e-9;
+
+impl PowerProfile {
+    fn new(estimate: &PowerEstimate, d_head: usize) -> Self {
+        let inflation = |iterations| certified_inflation(iterations, d_head, INFLATION_FAILURE).ok();
+        Self {
+            lower_bound: true,
+            residual: estimate.residual,
+            certified_inflation: estimate.cold_iterations.and_then(inflation),
+        }
+    }
 }
 
 impl HeadProfile {
@@ -268,6 +299,7 @@ impl HeadProfile {
             sigma_certified: exact.map(|e| e.sigma_rope_upper),
             frobenius: exact.map(|e| e.frobenius),
             stable_rank: spectrum.zip(exact).map(|(s, e)| e.stable_rank(s.sigma)),
+            power: spectrum.and_then(|s| s.power).map(|estimate| PowerProfile::new(&estimate, geometry.d_head)),
             bias_constant: spectrum
                 .map(|s| geometry.softmax_scale * (root * (s.constants.a + s.constants.b) + s.constants.c0)),
             bound_naive: bounds.naive,

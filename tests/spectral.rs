@@ -258,6 +258,23 @@ fn five_cold_iterations_are_an_underestimate() {
     assert!(ratios.iter().all(|ratio| ratio * inflation >= 1.0));
 }
 
+/// An estimate carries its residual and, from a random start only, how many iterations it rests on.
+#[test]
+fn estimates_say_what_they_are_worth() {
+    let planted = Planted::gaussian(spec(96, 16, 2, 1), 3);
+    let mut state = PowerState::new(1, 96, 2, 0);
+    let mut step = || PowerEngine::new(&mut state).layer(&planted.geometry()).unwrap().heads.unwrap()[1].power.unwrap();
+    let cold = step();
+    assert_eq!(cold.cold_iterations, Some(5));
+    let mut last = step();
+    assert_eq!(last.cold_iterations, None);
+    for _ in 0..300 {
+        last = step();
+    }
+    assert!(last.residual < 1e-3 * cold.residual, "{last:?} {cold:?}");
+    assert!(gram(&planted).heads.unwrap()[1].power.is_none());
+}
+
 #[test]
 fn certified_inflation_has_the_published_values() {
     assert!((certified_inflation(5, 128, 1e-9).unwrap() - 8.4).abs() < 0.05);

@@ -320,6 +320,7 @@ fn head_spectrum(head: usize, kv_head: usize, q: &Side, k: &Side, rotary: Option
             folded_k_upper: k.folded_upper,
             trace,
         }),
+        power: None,
         constants: Constants {
             a: q.linear(k, rotary),
             b: k.linear(q, rotary),

@@ -59,6 +59,8 @@ pub struct HeadSpectrum {
     pub sigma_raw: f64,
     /// What the Gram matrices tell beyond that; `None` from power iteration.
     pub exact: Option<ExactSpectrum>,
+    /// How far the power iteration came; `None` from Grams.
+    pub power: Option<PowerEstimate>,
     /// The constant parts.
     pub constants: Constants,
 }

@@ -57,6 +57,8 @@ pub struct PowerEstimate {
     pub sigma: f64,
     /// `||M^T u - s v||` with `s = ||M v||`, of the last iteration's vectors: some singular value lies within it of s.
     pub residual: f64,
+    /// Iterations since a random start; `None` after a warm start, about which nothing can be certified.
+    pub cold_iterations: Option<usize>,
 }
 
 impl PowerState {
@@ -122,14 +124,14 @@ impl PowerVectors {
     ) -> PowerEstimate {
         let mut v: Vec<f64> = self.v.iter().map(|&x| f64::from(x)).collect();
         normalise(&mut v);
-        let mut estimate = PowerEstimate { sigma: 0.0, residual: 0.0 };
+        let mut estimate = PowerEstimate { sigma: 0.0, residual: 0.0, cold_iterations: None };
         for _ in 0..iterations.max(1) {
             let mut u = forward(&v);
             let along = normalise(&mut u);
             let mut next = adjoint(&u);
             let residual = next.iter().zip(&v).map(|(n, v)| (n - along * v).powi(2)).sum::<f64>().sqrt();
             let sigma = normalise(&mut next);
-            estimate = PowerEstimate { sigma, residual };
+            estimate = PowerEstimate { sigma, residual, cold_iterations: None };
             if sigma == 0.0 {
                 // M v = 0: the vectors stay as they are; a warm start that is orthogonal to M never moves.
                 break;
@@ -177,11 +179,12 @@ impl<'s> PowerEngine<'s> {
         self.state.check(geometry)?;
         let seed = self.seed(geometry.layer, 0);
         let layer = self.state.layers[geometry.layer].get_or_insert_default();
-        let (vectors, iterations) = match &mut layer.summed {
-            Some(vectors) => (vectors, self.warm),
-            none => (none.insert(PowerVectors::random(geometry.d_model, seed)), self.cold),
+        let (vectors, iterations, cold) = match &mut layer.summed {
+            Some(vectors) => (vectors, self.warm, None),
+            none => (none.insert(PowerVectors::random(geometry.d_model, seed)), self.cold, Some(self.cold)),
         };
-        Ok(vectors.iterate(iterations, |v| summed_forward(geometry, v), |u| summed_adjoint(geometry, u)))
+        let estimate = vectors.iterate(iterations, |v| summed_forward(geometry, v), |u| summed_adjoint(geometry, u));
+        Ok(PowerEstimate { cold_iterations: cold, ..estimate })
     }
 
     fn seed(&self, layer: usize, stream: usize) -> u64 {
@@ -200,11 +203,11 @@ impl<'s> PowerEngine<'s> {
         (0..q.len())
             .into_par_iter()
             .map(|head| {
-                let (mut vectors, iterations) = match old.get(head) {
-                    Some(vectors) => (vectors.clone(), self.warm),
+                let (mut vectors, iterations, cold) = match old.get(head) {
+                    Some(vectors) => (vectors.clone(), self.warm, None),
                     None => {
                         let seed = self.seed(geometry.layer, stream + head);
-                        (PowerVectors::random(geometry.d_model, seed), self.cold)
+                        (PowerVectors::random(geometry.d_model, seed), self.cold, Some(self.cold))
                     }
                 };
                 let (q, k) = (&q[head], &k[geometry.kv_head(head)]);
@@ -216,7 +219,7 @@ impl<'s> PowerEngine<'s> {
                     out
                 };
                 let estimate = vectors.iterate(iterations, |v| product(k, q, v), |u| product(q, k, u));
-                (vectors, estimate)
+                (vectors, PowerEstimate { cold_iterations: cold, ..estimate })
             })
             .collect()
     }
@@ -259,6 +262,7 @@ impl SpectralEngine for PowerEngine<'_> {
                     sigma: estimate.sigma,
                     sigma_raw: raws.get(head).map_or(estimate.sigma, |(_, raw)| raw.sigma),
                     exact: None,
+                    power: Some(*estimate),
                     constants: constants(geometry, head, &q[head], &k[kv_head]),
                 });
             }
