@@ -95,6 +95,8 @@ fn growing_weights_leave_delayed_behind() {
 fn a_policy_without_its_bound_is_named_not_run() {
     let mut spec = preset("qwen3-8b").unwrap();
     (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.layers) = (128, 2, 1, 2);
+    spec.rope.truncate(2);
+    spec.softmax_scale.truncate(2);
     let model = StressModel::synthetic(&spec, 3).unwrap();
     let result = run(Scenario::CheckpointLoad, &model, &options(Mode::Logit)).unwrap();
     assert_eq!(result.unavailable.len(), 1);
