@@ -88,7 +88,8 @@ pub fn lanczos_within(
         let last = basis.last().expect("the basis starts with one vector");
         let mut next = apply(last);
         alpha.push(next.dot(last));
-        // Twice is enough for orthogonality to rounding.
+        // Once is not enough: where the Krylov space is exhausted what is left is rounding noise, and a basis vector made
+        // of it that is not orthogonal raises the result above the truth. Twice is.
         for _ in 0..2 {
             for vector in &basis {
                 let overlap = next.dot(vector);
