@@ -1,4 +1,7 @@
-//! Exact, certified spectral norms from one read of the weights.
+//! Exact, certified spectral norms from Gram matrices.
+//!
+//! A layer is read three times here: for the channels' means and norms, for the Grams (which need the means), and for
+//! the paper's summed norm, which no bound uses.
 //!
 //! `sigma^2 = lambda_max(G_Q G_K)`, `F^2 = tr(G_Q G_K)`. Grams are accumulated in f64: entry (i, j) is within
 //! `g ||w_i|| ||w_j||` of exact with `g = (3 d + 16) 2^-53` (chain of d products, folding of gain and mean), hence
