@@ -156,7 +156,14 @@ impl Format {
     pub fn decode_slice(self, codes: &[u8], multiplier: f32, out: &mut [f32]) -> Result<()> {
         check(codes.len(), out.len(), multiplier)?;
         with_layout!(self, L => {
-            pulp::Arch::new().dispatch(Decode { codes, multiplier, out, layout: PhantomData::<L> });
+            let run = |(codes, out)| {
+                pulp::Arch::new().dispatch(Decode { codes, multiplier, out, layout: PhantomData::<L> });
+            };
+            if codes.len() < 4 * SHARE {
+                run((codes, out));
+            } else {
+                codes.par_chunks(SHARE).zip(out.par_chunks_mut(SHARE)).for_each(run);
+            }
         });
         Ok(())
     }

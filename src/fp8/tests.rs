@@ -203,6 +203,9 @@ fn long_slices_are_converted_whole() {
         assert_eq!(*code, Format::E4m3.encode(*x, OnOverflow::Saturate));
         assert_eq!(*value, Format::E4m3.decode(*code));
     }
+    let mut back = vec![0.0; x.len()];
+    Format::E4m3.decode_slice(&codes, 1.0, &mut back).unwrap();
+    assert_eq!(back, values);
 }
 
 #[test]
