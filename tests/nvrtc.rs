@@ -6,7 +6,8 @@ use sigmascale::cuda::{self, Arch, Request, sources};
 /// Every variant that the engines ask for, with the architectures its source allows.
 fn variants() -> Vec<Request> {
     let mut all = Vec::new();
-    for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_")) {
+    for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_") || s.name.starts_with("policy_"))
+    {
         if source == sources::GRAMS_WGMMA {
             for r in [64, 128] {
                 for along_channels in [0, 1] {

@@ -31,9 +31,12 @@ pub struct ScaleEngine {
     layer_table: Buffer<tables::Layer>,
     heads: Buffer<f32>,
     tensors: Buffer<f32>,
+    operand_bounds: Buffer<f32>,
     status: Buffer<u32>,
     grams: Option<Grams>,
     bounds: Option<Bounds>,
+    /// Weights that are the engine's own.
+    memory: Vec<Buffer<u8>>,
 }
 
 /// What the logit bounds need beside the Grams.
@@ -57,7 +60,7 @@ struct Bounds {
     heads: Buffer<HeadBound>,
     /// Q and K statistics come from the Grams: no mean, no shift.
     from_grams: bool,
-    eta: f32,
+    eta: f64,
     rounding: f32,
 }
 
@@ -122,12 +125,19 @@ impl ScaleEngine {
             layer_table: device.upload(&built.layers)?,
             heads: device.zeros(built.outputs)?,
             tensors: device.zeros(4 * layers.len())?,
+            operand_bounds: device.zeros(3 * layers[0].n_kv * layers.len())?,
             status: device.zeros(1)?,
             projections: device.upload(&built.projections)?,
             grams,
             bounds,
             layers: layers.to_vec(),
+            memory: Vec::new(),
         })
+    }
+
+    /// Keeps weights alive as long as the engine.
+    pub(super) fn own(&mut self, memory: Vec<Buffer<u8>>) {
+        self.memory = memory;
     }
 
     /// Puts the operand descales of every layer on `stream`: one read of W_Q, W_K and W_V.
@@ -146,6 +156,7 @@ impl ScaleEngine {
             Arg::Ptr(self.stats.ptr()),
             Arg::Ptr(self.heads.ptr()),
             Arg::Ptr(self.tensors.ptr()),
+            Arg::Ptr(self.operand_bounds.ptr()),
             Arg::Ptr(self.status.ptr()),
         ];
         let grid = (self.layers.len() as u32, 3, 1);
@@ -222,9 +233,9 @@ impl ScaleEngine {
             layers as u32,
             u32::from(!b.product_jobs.is_empty()),
             first.rope_factor.to_bits(),
-            b.eta.to_bits(),
             0,
-            0,
+            b.eta.to_bits() as u32,
+            (b.eta.to_bits() >> 32) as u32,
         ]);
         let (heads, partials) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()));
         let (stats, status) = (Arg::Ptr(self.stats.ptr()), Arg::Ptr(self.status.ptr()));
@@ -301,11 +312,12 @@ impl ScaleEngine {
         let bounds = self.bounds.as_ref().map_or(0, |b| {
             4 * b.vectors.len()
                 + 8 * (b.workspace.len() + b.lambdas.len() + b.aux.len() + b.biases.len())
-                + 16 * (b.jobs.len() + b.product_jobs.len() + b.heads.len())
+                + 16 * (b.jobs.len() + b.product_jobs.len())
+                + 32 * b.heads.len()
         });
         let tables = 96 * self.projections.len()
             + 32 * self.stats.len()
-            + 4 * (self.squares.len() + self.heads.len() + self.tensors.len())
+            + 4 * (self.squares.len() + self.heads.len() + self.tensors.len() + self.operand_bounds.len())
             + 8 * (self.row_blocks.1 + self.column_blocks.1);
         grams + bounds + tables
     }
@@ -323,6 +335,11 @@ impl ScaleEngine {
     /// The largest of each layer's heads, `[layer][q, k, v, o]` f32.
     pub fn tensor_descales(&self) -> &Buffer<f32> {
         &self.tensors
+    }
+
+    /// Operand bounds with rounding, `B + A/32`, `[layer][q, k, v][n_kv]` f32, rounded up; 0 for a head of zeros.
+    pub fn operand_bounds(&self) -> &Buffer<f32> {
+        &self.operand_bounds
     }
 
     /// Status word: 0, or bits for weights that are not finite (1), bounds that are not finite (2), bounds that fell back
