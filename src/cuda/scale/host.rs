@@ -156,7 +156,7 @@ mod tests {
         let view = MatrixView::dense(&bits, tensor::Dtype::Bf16, 2, 2).unwrap();
         assert_eq!(pack(std::slice::from_ref(&view), 2), (bits.clone(), Dtype::Bf16));
         let third = BlockScale { values: vec![1.0 / 3.0].into(), block: (2, 2), grid_cols: 1 };
-        let scaled = view.with_scale(third);
+        let scaled = view.with_scale(third).unwrap();
         let (bytes, dtype) = pack(std::slice::from_ref(&scaled), 2);
         assert_eq!(dtype, Dtype::F32);
         assert_eq!(bytes[..4], (1f32 / 3.0).to_le_bytes());
