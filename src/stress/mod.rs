@@ -26,6 +26,7 @@ pub use replay::{ReplayStep, Trace, replay};
 
 use crate::attention::{Attention, AttentionCall, AttentionShape, Cpu, Inputs, Mask, Precision};
 use crate::bound::{E4M3_MAX, Tail};
+use crate::device_plan::DeviceBounds;
 use crate::error::{Error, Result};
 use crate::forward::{Projected, Tokens, project};
 use crate::model::AttentionSpec;
@@ -134,6 +135,8 @@ pub struct StressOptions {
     pub seed: u64,
     /// Union bound of `geometry-c-star`.
     pub tail: Tail,
+    /// Bounds from the scale engine on the first GPU; everything else runs on the CPU in any case.
+    pub bounds_on_gpu: bool,
 }
 
 impl Default for StressOptions {
@@ -147,6 +150,7 @@ impl Default for StressOptions {
             burn_in: None,
             seed: 0,
             tail: Tail::default(),
+            bounds_on_gpu: false,
         }
     }
 }
@@ -299,6 +303,7 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
         }
     }
     let burn_in = options.burn_in.unwrap_or(if steps > 100 || steps == 1 { 100 } else { (steps / 4).max(1) as u32 });
+    let gpu = options.bounds_on_gpu.then(DeviceBounds::open).transpose()?;
     let mut lab = Lab::new(scenario, spec, options, burn_in)?;
     let mut trace = Vec::with_capacity(layers * steps * lab.runs.len());
     for layer in 0..layers {
@@ -308,13 +313,20 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
             let tokens = Tokens::isotropic(spec, options.seq_len, token_seed(options.seed, layer, step));
             let inputs = project(spec, &weights, &tokens)?;
             let changed = step == 0 || scenario.factor(step) != scenario.factor(step - 1);
-            let bounds = if changed { Some(bounds_of(spec, weights, &options.tail)?) } else { None };
+            let bounds = match &gpu {
+                _ if !changed => None,
+                Some(gpu) => Some(gpu.layer(spec, weights, &options.tail)?),
+                None => Some(bounds_of(spec, weights, &options.tail)?),
+            };
             let again = || bounds.clone().map_or(Weights::Unchanged, Weights::Bounded);
             lab.step(layer, step, &again, &inputs, &mut trace)?;
         }
     }
     trace.sort_by_key(|row: &TraceRow| (row.step, lab.place(row.policy), row.layer));
     let mut notes = model.notes();
+    if gpu.is_some() {
+        notes.push("bounds come from the scale engine on the GPU; attention runs on the CPU".into());
+    }
     if layers < spec.layers {
         notes.push(format!("the first {layers} of {} layers", spec.layers));
     }
