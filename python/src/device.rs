@@ -68,7 +68,7 @@ fn dtype(name: &str) -> Result<Dtype> {
 }
 
 impl Layer {
-    fn input(&self) -> Result<LayerInput> {
+    pub fn input(&self) -> Result<LayerInput> {
         let kind = dtype(&self.dtype)?;
         let one = |p: &Projection| ProjectionInput {
             weight: DeviceMatrix {
@@ -101,6 +101,16 @@ impl Layer {
     }
 }
 
+/// A stream by its handle; 0 is the legacy default stream.
+pub fn stream(device: &Device, raw: u64) -> Stream {
+    if raw == 0 {
+        return device.default_stream();
+    }
+    // SAFETY: 1. and 2. the package passes the handle of a stream of this device that PyTorch keeps for the life of the
+    // process.
+    unsafe { device.borrow_stream(raw) }
+}
+
 /// Descales, and with `logits` certified logit bounds, of many layers in one go.
 ///
 /// The caller (the package) keeps the weights alive and in place, and orders calls by streams.
@@ -109,17 +119,6 @@ pub struct ScaleEngine {
     engine: Mutex<scale::ScaleEngine>,
     device: Device,
     logits: bool,
-}
-
-impl ScaleEngine {
-    fn stream(&self, raw: u64) -> Stream {
-        if raw == 0 {
-            return self.device.default_stream();
-        }
-        // SAFETY: 1. and 2. the package passes the handle of a stream of this device that PyTorch keeps for the life of
-        // the process.
-        unsafe { self.device.borrow_stream(raw) }
-    }
 }
 
 #[pymethods]
@@ -143,21 +142,22 @@ impl ScaleEngine {
             let engine = self.engine.try_lock().map_err(|_| {
                 Error::argument("refresh() is running in another thread: call it from one thread at a time")
             })?;
-            let stream = self.stream(stream);
+            let stream = self::stream(&self.device, stream);
             if self.logits { engine.plan(&stream) } else { engine.descales(&stream) }
         });
         done.map_err(|error| raise(py, &error))
     }
 
     /// Addresses and lengths of the results: `heads` f32 `[layer][q, k, v, o][n_kv]`, `bounds` f32 `[layer][n_q][sigma,
-    /// certain, rounded, descale]` (absent without logits), `status` one u32.
+    /// certain, rounded, descale, ..]` (absent without logits), `status` one u32.
     fn results<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let results = PyDict::new(py);
         let engine = self.engine.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         results.set_item("heads", (engine.head_descales().ptr().0, engine.head_descales().len()))?;
         results.set_item("status", (engine.status().ptr().0, 1))?;
         if let (true, Some(bounds)) = (self.logits, engine.head_bounds()) {
-            results.set_item("bounds", (bounds.ptr().0, 4 * bounds.len()))?;
+            let words = size_of::<scale::HeadBound>() / 4;
+            results.set_item("bounds", (bounds.ptr().0, words * bounds.len()))?;
         }
         Ok(results)
     }

@@ -2,9 +2,11 @@
 //!
 //! Results that the command line prints as JSON cross as JSON text. The interpreter lock is released around work.
 
+mod attention;
 mod device;
 mod errors;
 mod offline;
+mod policy;
 
 use pyo3::prelude::*;
 
@@ -18,5 +20,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(offline::layout, module)?)?;
     module.add_function(wrap_pyfunction!(offline::presets, module)?)?;
     module.add_function(wrap_pyfunction!(device::gpu, module)?)?;
-    module.add_class::<device::ScaleEngine>()
+    module.add_class::<attention::Attention>()?;
+    module.add_class::<device::ScaleEngine>()?;
+    module.add_class::<policy::DevicePolicy>()
 }
