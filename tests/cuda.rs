@@ -124,5 +124,7 @@ fn a_failed_compilation_gives_the_whole_log_and_keeps_nothing() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(&path, bytes).unwrap();
-    assert_eq!(cache.get_or_build(&good, (13, 0), || cuda::compile(&good)).unwrap(), first);
+    // The log holds a time.
+    let again = cache.get_or_build(&good, (13, 0), || cuda::compile(&good)).unwrap();
+    assert!(again.cubin == first.cubin, "other bytes");
 }
