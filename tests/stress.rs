@@ -303,7 +303,6 @@ fn usage_errors_exit_2_and_write_nothing() {
         (&["lr-spike", "--model", "tiny-llama-train"], 2, "cargo feature `train`"),
         (&["checkpoint-load"], 2, "needs --model"),
         (&["nothing", "--model", TINY_LLAMA], 2, "possible values"),
-        (&["checkpoint-load", "--model", TINY_LLAMA, "--device", "cuda"], 2, "CPU alone"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--policies", "geometry,magic"], 2, "unknown policy magic"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--layers", "7"], 2, "layers 7"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "0"], 2, "seq-len 0"),

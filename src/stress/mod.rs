@@ -34,6 +34,7 @@ pub use tokens::{TokenFile, TokenSummary};
 
 use crate::attention::{AttentionCall, AttentionShape, Mask, Precision};
 use crate::bound::Tail;
+use crate::device_plan::DeviceBounds;
 use crate::error::{Error, Result};
 use crate::forward::project;
 use crate::model::AttentionSpec;
@@ -148,6 +149,8 @@ pub struct StressOptions {
     pub seed: u64,
     /// Union bound of `geometry-c-star`.
     pub tail: Tail,
+    /// Bounds from the scale engine on the first GPU; everything else runs on the CPU in any case.
+    pub bounds_on_gpu: bool,
 }
 
 impl Default for StressOptions {
@@ -162,6 +165,7 @@ impl Default for StressOptions {
             burn_in: None,
             seed: 0,
             tail: Tail::default(),
+            bounds_on_gpu: false,
         }
     }
 }
@@ -190,6 +194,7 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
         }
     }
     let burn_in = options.burn_in.unwrap_or(if steps > 100 || steps == 1 { 100 } else { (steps / 4).max(1) as u32 });
+    let gpu = options.bounds_on_gpu.then(DeviceBounds::open).transpose()?;
     let mut lab = Lab::new(scenario, spec, options, burn_in)?;
     let mut trace = Vec::with_capacity(layers * steps * lab.runs.len());
     let factor = |step: usize| if recorded.is_some() { 1.0 } else { scenario.factor(step) };
@@ -203,7 +208,11 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
             let weights = stored.weights(if recorded.is_some() { step } else { 0 }, factor(step))?;
             let inputs = project(spec, &weights, &source.tokens(spec, layer, step))?;
             let changed = recorded.is_some() || step == 0 || factor(step) != factor(step - 1);
-            let bounds = if changed { Some(bounds_of(spec, weights.clone(), &options.tail)?) } else { None };
+            let bounds = match &gpu {
+                _ if !changed => None,
+                Some(gpu) => Some(gpu.layer(spec, weights.clone(), &options.tail)?),
+                None => Some(bounds_of(spec, weights.clone(), &options.tail)?),
+            };
             let again = || bounds.clone().map_or(Weights::Unchanged, Weights::Bounded);
             let attention = lab.step(layer, step, &again, &inputs, &mut trace)?;
             if layer + 1 < layers {
@@ -213,6 +222,9 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
     }
     trace.sort_by_key(|row: &TraceRow| (row.step, lab.place(row.policy), row.layer));
     let mut notes = model.notes();
+    if gpu.is_some() {
+        notes.push("bounds come from the scale engine on the GPU; attention runs on the CPU".into());
+    }
     if layers < spec.layers {
         notes.push(format!("the first {layers} of {} layers", spec.layers));
     }

@@ -9,6 +9,7 @@ use super::progress;
 use super::table::{Table, brief};
 use clap::ValueEnum;
 use serde::Serialize;
+use sigmascale::cuda;
 use sigmascale::file::{check_target, write_atomically};
 use sigmascale::policy::PolicyKind;
 use sigmascale::stress::{
@@ -53,7 +54,7 @@ pub struct Args {
     /// Seed of synthetic weights and of tokens
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Where attention runs
+    /// Where spectra and bounds are computed; attention runs on the CPU
     #[arg(long, value_enum, default_value = "cpu")]
     device: Device,
     /// Recorded maxima, for replay and all
@@ -96,7 +97,7 @@ enum Cast {
 enum Device {
     /// This machine's cores
     Cpu,
-    /// Not in this build
+    /// The first GPU, by the scale engine
     Cuda,
 }
 
@@ -143,7 +144,10 @@ impl Args {
             return Err(Error::argument(format_args!("{name}: {NEEDS_TRAIN}")));
         }
         if self.device == Device::Cuda {
-            return refuse("--device cuda: the stress lab of this build runs on the CPU alone");
+            if self.scenario == Choice::Replay {
+                return refuse("a replay has no weights: --device cuda computes bounds from weights");
+            }
+            cuda::require().map_err(|error| error.within("--device cuda"))?;
         }
         if self.scenario == Choice::Replay && self.tokens.is_some() {
             return refuse("a replay has recorded maxima: leave --tokens out");
@@ -181,6 +185,7 @@ impl Args {
             tokens: self.tokens.as_deref().map(TokenFile::read).transpose()?,
             steps: self.steps,
             seed: self.seed,
+            bounds_on_gpu: self.device == Device::Cuda,
             ..StressOptions::default()
         })
     }
