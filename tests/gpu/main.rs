@@ -13,6 +13,7 @@ macro_rules! tests {
     };
 }
 
+mod attention;
 mod engine;
 
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -23,7 +24,7 @@ use std::sync::OnceLock;
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(1);
-    let cases = [engine::tests()].into_iter().flatten().collect();
+    let cases = [attention::tests(), engine::tests()].into_iter().flatten().collect();
     libtest_mimic::run(&arguments, cases).exit_code()
 }
 
