@@ -425,7 +425,7 @@ impl Checkpoint {
             )));
         }
         debug_assert_eq!(values.len(), grid.0 * grid.1);
-        Ok(view.with_scale(BlockScale { values, block, grid_cols: grid.1 }))
+        view.with_scale(BlockScale { values, block, grid_cols: grid.1 })
     }
 }
 

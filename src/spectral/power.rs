@@ -147,11 +147,15 @@ impl PowerVectors {
 
 /// Scales to unit length, returns the former length; a zero vector stays.
 fn normalise(x: &mut [f64]) -> f64 {
-    let norm = x.iter().map(|v| v * v).sum::<f64>().sqrt();
-    if norm > 0.0 {
-        x.iter_mut().for_each(|v| *v /= norm);
+    // Through the largest entry, or squares of values past 1e154 would be infinite and those below 1e-154 zero.
+    let largest = x.iter().fold(0.0f64, |largest, v| largest.max(v.abs()));
+    if largest == 0.0 {
+        return 0.0;
     }
-    norm
+    x.iter_mut().for_each(|v| *v /= largest);
+    let norm = x.iter().map(|v| v * v).sum::<f64>().sqrt();
+    x.iter_mut().for_each(|v| *v /= norm);
+    largest * norm
 }
 
 /// The power-iteration engine: borrows the caller's state and advances it.
@@ -535,4 +539,19 @@ pub fn certified_inflation(iterations: usize, rank: usize, p: f64) -> Result<f64
         if probability(f64::exp(middle)) > p { low = middle } else { high = middle }
     }
     Ok(high.exp())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operators_of_any_magnitude_have_an_estimate() {
+        for magnitude in [1e-200, 1.0, 1e200] {
+            let scaled = |x: &[f64]| x.iter().zip([3.0, 1.0]).map(|(x, s)| x * s * magnitude).collect::<Vec<_>>();
+            let estimate = PowerVectors::random(2, 1).iterate(40, scaled, scaled);
+            let relative = estimate.sigma / magnitude;
+            assert!((relative - 3.0).abs() < 1e-12, "{magnitude:e}: {relative}");
+        }
+    }
 }

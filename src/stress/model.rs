@@ -129,7 +129,7 @@ fn multiply(weights: &mut LayerWeights<'_>, factor: f32) -> Result<()> {
             }
             // One tile that covers every index.
             let scale = BlockScale { values: [factor].into(), block: (usize::MAX, usize::MAX), grid_cols: 1 };
-            *head = head.clone().with_scale(scale);
+            *head = head.clone().with_scale(scale)?;
         }
         projection.bias.iter_mut().flatten().for_each(|b| *b *= f64::from(factor));
     }
