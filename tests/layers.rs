@@ -15,6 +15,7 @@ const LAYERS: &[&[&str]] = &[
     &["device_plan", "policy", "attention"],
     &["runtime"],
     &["calibrate", "stress"],
+    &["train"],
 ];
 
 /// Items that `lib.rs` re-exports, and where they live.

@@ -33,7 +33,8 @@ use crate::plan::{OperandDescales, ScalePlan};
 use crate::policy::{AutoCConfig, PolicyConfig, PolicyEvent, PolicyKind, Tensor};
 use crate::runtime::{Runtime, RuntimeConfig, Step, StepOutcome, Weights, bounds_of};
 use crate::scale::Descale;
-use metrics::{Divergence, quantile};
+pub(crate) use metrics::Divergence;
+use metrics::quantile;
 use serde::Serialize;
 
 /// Steps of the scenarios that have more than one.
@@ -59,6 +60,10 @@ pub enum Scenario {
     Refit,
     /// Recorded amax.
     Replay,
+    /// Training that stops and goes on from its weights (feature `train`).
+    Resume,
+    /// Training under a learning-rate spike (feature `train`).
+    LrSpike,
 }
 
 impl Scenario {
@@ -69,6 +74,8 @@ impl Scenario {
             Self::WeightSpike => "weight-spike",
             Self::Refit => "refit",
             Self::Replay => "replay",
+            Self::Resume => "resume",
+            Self::LrSpike => "lr-spike",
         }
     }
 
@@ -99,7 +106,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    fn precision(self) -> Precision {
+    pub(crate) fn precision(self) -> Precision {
         match self {
             Self::Logit => Precision::PAPER_LOGITS,
             Self::Operands => Precision::KERNEL,
@@ -288,8 +295,12 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
     let steps = options.steps.unwrap_or(scenario.steps());
     let few = if model.is_synthetic() && steps > 1 { FEW_LAYERS } else { usize::MAX };
     let layers = options.layers.unwrap_or(few.min(spec.layers));
-    if scenario == Scenario::Replay {
-        return Err(Error::argument("a replay has a trace, not a model"));
+    match scenario {
+        Scenario::Replay => return Err(Error::argument("a replay has a trace, not a model")),
+        Scenario::Resume | Scenario::LrSpike => {
+            return Err(Error::argument(format_args!("{} trains its model: see the feature `train`", scenario.name())));
+        }
+        _ => {}
     }
     for (name, value, most) in
         [("layers", layers, spec.layers), ("steps", steps, 100_000), ("seq-len", options.seq_len, 16_384)]
@@ -361,7 +372,7 @@ fn call_of(spec: &AttentionSpec, layer: usize, seq_len: usize) -> AttentionCall 
 }
 
 /// A plan that changes nothing, for calls that cast nothing.
-fn identity(layer: usize, shape: &AttentionShape) -> ScalePlan {
+pub(crate) fn identity(layer: usize, shape: &AttentionShape) -> ScalePlan {
     let one = vec![Descale::ONE; shape.n_kv_heads];
     ScalePlan {
         layer,
@@ -381,7 +392,7 @@ struct Run {
 
 /// What accumulates over layers and steps.
 #[derive(Default)]
-struct Tally {
+pub(crate) struct Tally {
     bad_layers: Vec<usize>,
     bad_steps: Vec<usize>,
     overflow: u64,
@@ -389,13 +400,14 @@ struct Tally {
     max_scaled: f64,
     overshoot: Vec<f64>,
     utilisation: Vec<f64>,
-    sqnr: Vec<f64>,
-    kl: Vec<f64>,
-    fallbacks: usize,
+    pub(crate) sqnr: Vec<f64>,
+    pub(crate) kl: Vec<f64>,
+    pub(crate) fallbacks: usize,
 }
 
 /// One policy's row of a step, before it is written down.
-struct Seen {
+#[derive(Clone, Debug)]
+pub(crate) struct Seen {
     max_scaled: f64,
     overflow: u64,
     values: u64,
@@ -403,7 +415,7 @@ struct Seen {
 }
 
 impl Tally {
-    fn add(&mut self, layer: usize, step: usize, seen: &Seen) {
+    pub(crate) fn add(&mut self, layer: usize, step: usize, seen: &Seen) {
         self.overflow += seen.overflow;
         self.values += seen.values;
         self.max_scaled = self.max_scaled.max(seen.max_scaled);
@@ -415,7 +427,12 @@ impl Tally {
         }
     }
 
-    fn summary(mut self, policy: PolicyKind, layers: usize, assumption: Option<&'static str>) -> PolicySummary {
+    pub(crate) fn summary(
+        mut self,
+        policy: PolicyKind,
+        layers: usize,
+        assumption: Option<&'static str>,
+    ) -> PolicySummary {
         for bad in [&mut self.bad_layers, &mut self.bad_steps] {
             bad.sort_unstable();
             bad.dedup();
@@ -517,7 +534,7 @@ impl<'a> Lab<'a> {
 }
 
 /// The mode's tensors in one outcome, head by head.
-fn look(mode: Mode, shape: &AttentionShape, outcome: &StepOutcome) -> Seen {
+pub(crate) fn look(mode: Mode, shape: &AttentionShape, outcome: &StepOutcome) -> Seen {
     let stats = &outcome.output.stats;
     let group = shape.n_q_heads / shape.n_kv_heads;
     let mut seen = Seen { max_scaled: 0.0, overflow: 0, values: 0, utilisation: Vec::new() };
@@ -549,7 +566,7 @@ fn look(mode: Mode, shape: &AttentionShape, outcome: &StepOutcome) -> Seen {
     seen
 }
 
-fn row(
+pub(crate) fn row(
     step: usize,
     policy: PolicyKind,
     mode: Mode,
