@@ -66,6 +66,21 @@ def test_an_output_in_bf16_is_precise_enough():
     assert sigmascale.probe(dropped, **NUMPY).k == "dropped"
 
 
+def test_an_output_in_e4m3_is_precise_enough():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+
+    def rounded(q, k, v, q_descale, k_descale, v_descale):
+        out = emulated.attention(q, k, v, q_descale, k_descale, v_descale)
+        o_descale = 2 * v_descale.max()
+        return (out / o_descale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * o_descale
+
+    assert sigmascale.probe(rounded, per_tensor=True, **NUMPY).ok
+    for fault in ("dropped", "inverted"):
+        for operand in "qkv":
+            broken = emulated.faulty(rounded, 3 + "qkv".index(operand), CHANGES[fault])
+            assert getattr(sigmascale.probe(broken, per_tensor=True, **NUMPY), operand) == fault
+
+
 def test_what_no_fault_explains_is_said_so():
     wrong = lambda *arguments: emulated.attention(*arguments)[:, ::-1] * 3.7
     assert sigmascale.probe(wrong, **NUMPY).q == "unexplained"

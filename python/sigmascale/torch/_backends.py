@@ -5,6 +5,7 @@ Each backend: ``forward(q, k, v, descales, causal, scale, words) -> (out, lse)``
 the library does not return it. ``words`` gets maxima and overflow counts where given.
 """
 
+import contextlib
 import functools
 import threading
 
@@ -86,7 +87,7 @@ class Emulated:
         weights = (weights * _P_SCALE).to(E4M3).float()
         out = (weights @ v8) * (v_descale.repeat_interleave(group, dim=1)[:, :, None, None] / _P_SCALE)
         out = torch.where(total > 0, out / total, 0.0)
-        return out.transpose(1, 2).to(torch.bfloat16), (top + total.log()).squeeze(3)
+        return out.transpose(1, 2).to(torch.bfloat16).contiguous(), (top + total.log()).squeeze(3)
 
 
 class Native:
@@ -195,29 +196,45 @@ class TorchQuantised:
             "_scaled_dot_product_attention_quantized",
             f"PyTorch {torch.__version__} has no quantised SDPA",
         )
-        activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-        if activate is None:
+        import torch.nn.attention as switch
+
+        if not hasattr(switch, "activate_flash_attention_impl"):
             raise UnsupportedError(f"PyTorch {torch.__version__} cannot switch its flash attention to FA3")
+        self._switch = switch
+        with self._active():
+            pass
+
+    @contextlib.contextmanager
+    def _active(self):
+        """FA3 in PyTorch's dispatcher, for this call alone: the switch is one for the whole process."""
+        before = self._switch.current_flash_attention_impl()
         try:
-            activate("FA3")
+            self._switch.activate_flash_attention_impl("FA3")
         except Exception as error:
             raise UnsupportedError(f"PyTorch could not switch to FlashAttention-3: {error}") from error
+        try:
+            yield
+        finally:
+            self._switch.restore_flash_attention_impl(_raise_warn=False)
+            if before is not None:
+                self._switch.activate_flash_attention_impl(before)
 
     def forward(self, q, k, v, descales, causal, scale, words=None, operands=None):
         q8, k8, v8 = operands or cast_all(q, k, v, descales, words)
         if causal and q.shape[1] != k.shape[1]:
             raise UnsupportedError("PyTorch's quantised SDPA aligns a causal mask of unequal lengths otherwise: use fa3")
         q_descale, k_descale, v_descale = (d.contiguous() for d in descales[:3])
-        result = torch.ops.aten._scaled_dot_product_flash_attention.quantized(
-            *(x.transpose(1, 2) for x in (q8, k8, v8)),
-            q_descale,
-            k_descale,
-            v_descale,
-            0.0,
-            causal,
-            False,
-            scale=scale,
-        )
+        with self._active():
+            result = torch.ops.aten._scaled_dot_product_flash_attention.quantized(
+                *(x.transpose(1, 2) for x in (q8, k8, v8)),
+                q_descale,
+                k_descale,
+                v_descale,
+                0.0,
+                causal,
+                False,
+                scale=scale,
+            )
         return result[0].transpose(1, 2), result[1]
 
 
@@ -249,7 +266,8 @@ class Cudnn:
             **scalars,
             is_inference=False,
             attn_scale=scale,
-            diagonal_alignment=cudnn.diagonal_alignment.BOTTOM_RIGHT if causal else cudnn.diagonal_alignment.TOP_LEFT,
+            # On Hopper the other alignment is refused; for equal lengths both are the same.
+            diagonal_alignment=cudnn.diagonal_alignment.TOP_LEFT,
             left_bound=None,
             right_bound=0 if causal else None,
         )
@@ -270,6 +288,8 @@ class Cudnn:
         return graph, operands, scalars, (out, stats, amax_s, amax_o), space
 
     def forward(self, q, k, v, descales, causal, scale, words=None, operands=None):
+        if causal and q.shape[1] != k.shape[1]:
+            raise UnsupportedError("cuDNN's FP8 attention aligns a causal mask of unequal lengths otherwise: use fa3 or native")
         # One a tensor: the largest of all heads, so that none can overflow.
         descales = tuple(d.amax().expand_as(d) for d in descales)
         q8, k8, v8 = operands or cast_all(q, k, v, descales, words)

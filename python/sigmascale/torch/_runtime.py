@@ -61,6 +61,8 @@ class Runtime:
         self._given = layers is not None
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
+        # Called with the runtime at the end of every refresh, on its stream.
+        self.after_refresh = []
         found = list(layers) if self._given else _layers.find(model)
         self.device = _layers.check(found)
         shapes = {(l.n_q_heads, l.n_kv_heads, l.d_head) for l in found}
@@ -168,6 +170,8 @@ class Runtime:
                 self._normalised()
                 self._policy.update(self, stream)
                 self.words.zero_()
+                for work in self.after_refresh:
+                    work(self)
         finally:
             self._lock.release()
 
@@ -188,6 +192,11 @@ class Runtime:
                 descale = largest * (radius * _ROUNDING / _MAX)
                 self.descales[index, row].copy_(torch.where(descale == 0, 1.0, descale))
 
+    def observed(self):
+        """The same as :meth:`stats` without waiting, as device tensors: amax ``(layers, 3, n_kv)`` of q, k and v, and
+        counts ``(layers, 3, n_kv, [overflow, beyond, non_finite])``."""
+        return folded(self.words, self.n_q_heads, self.n_kv_heads)
+
     def stats(self):
         """What attention calls reported since the last refresh, as NumPy arrays; waits for the device.
 
@@ -195,8 +204,7 @@ class Runtime:
         ``non_finite`` likewise; ``peak``: the largest |x / descale|; ``logit_max`` and ``logit_min`` ``(layers, n_q)``
         where the kernel reports them, else NaN.
         """
-        plan = self.layers[0]
-        n_q, n_kv = plan.n_q_heads, plan.n_kv_heads
+        n_q, n_kv = self.n_q_heads, self.n_kv_heads
         words = self.words.cpu()
         amax, counts = folded(words, n_q, n_kv)
         descales = self.descales[:, :3].cpu()
