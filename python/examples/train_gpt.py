@@ -233,7 +233,7 @@ def train(args):
             watch.add(runtime)
             runtime.refresh()
         if step % args.every == 0 or step + 1 == args.steps:
-            write({"step": step, "loss": float(loss), "lr": rate} | (watch.take() if watch else {}))
+            write({"step": step, "loss": loss.item(), "lr": rate} | (watch.take() if watch else {}))
     with torch.no_grad():
         windows = batches(held_out, args.batch, args.seq_len, 1234)
         loss = sum(float(loss_of(model, next(windows))) for _ in range(20)) / 20

@@ -1,5 +1,6 @@
 """Makes the `fa3-fwd` wheel known to PyTorch under the name that it looks for, so that its quantised SDPA can be tested."""
 
+import importlib.machinery
 import importlib.util
 import sys
 import types
@@ -18,6 +19,7 @@ def _lend_fa3_to_torch():
     library.define("bwd(Tensor x) -> Tensor")
     library.impl("fwd", lambda *arguments: torch.ops.fa3_fwd.fwd(*arguments), "CUDA")
     module = types.ModuleType("flash_attn_interface")
+    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn_interface", None)
     module.flash_attn_func, module.library = fa3_fwd_interface.flash_attn_func, library
     sys.modules["flash_attn_interface"] = module
 

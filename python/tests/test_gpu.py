@@ -373,6 +373,23 @@ def test_the_native_kernel_reports_what_plain_casts_count():
     del model
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
+@pytest.mark.parametrize("d", [64, 80, 128])
+def test_the_fused_cast_gives_the_bits_and_counts_of_plain_pytorch(d, dtype):
+    from sigmascale.torch import _backends
+
+    x = (8 * torch.randn(2, 75, 6, d, device="cuda")).to(dtype)
+    x[0, 3, 2, 5], x[1, 70, 4, 1] = float("nan"), float("-inf")
+    x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    row = torch.tensor([[0.05, 0.1, 1.0]], device="cuda").expand(2, 3)
+    words = [torch.zeros(6, 4, dtype=torch.int32, device="cuda") for _ in range(2)]
+    ours, plain = (cast(x, row, word) for cast, word in zip((_backends.cast, _backends.plain_cast), words))
+    assert torch.equal(ours.view(torch.uint8) & 0x7F, plain.view(torch.uint8) & 0x7F)
+    assert torch.equal(words[0][:, 1:], words[1][:, 1:]) and words[0][:, 1].sum() > 0 and words[0][:, 3].sum() == 2
+    finite = [0, 1, 3, 5]
+    assert torch.equal(words[0][finite, 0], words[1][finite, 0]) and not torch.isfinite(words[0][[2, 4], 0].view(torch.float32)).any()
+
+
 def test_strides_of_the_layout_batch_heads_seq_need_no_copy():
     q, k, v = tensors()
     row = [torch.full((2,), 0.02, device="cuda") for _ in range(3)]
