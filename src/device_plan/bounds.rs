@@ -2,12 +2,13 @@
 
 use super::NO_BOUND;
 use crate::bound::{LayerBounds, OperandBound, Tail};
-use crate::cuda::scale::{HeadBound, HostLayer, HostProjection, LayerInput, ScaleEngine};
+use crate::cuda::scale::{DeviceWeights, HeadBound, HostLayer, HostProjection, LayerInput, ScaleEngine};
 use crate::cuda::{Device, Stream};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, GainForm, LayerWeights, NormKind, Projection, RopeLayout};
 use crate::spectral::{GramEngine, SpectralEngine};
+use std::sync::Arc;
 
 /// The smallest f32 that is not below `x`.
 fn above(x: f64) -> f32 {
@@ -111,7 +112,7 @@ fn projection<'a>(input: &'a Projection<'a>) -> HostProjection<'a> {
 ///
 /// # Errors
 /// `is_unsupported` if q and k are normalised after the projection, or if layers differ in their rotation; otherwise as
-/// [`ScaleEngine::from_host`].
+/// [`ScaleEngine::over`].
 pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeights<'_>]) -> Result<ScaleEngine> {
     spec.check()?;
     if spec.qk_norm.is_some() || spec.norm.kind == NormKind::None {
@@ -135,7 +136,8 @@ pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeight
             })
         })
         .collect::<Result<_>>()?;
-    ScaleEngine::from_host(device, &host, true).map_err(|error| error.within(&spec.name))
+    let weights = DeviceWeights::upload(device, &host).map_err(|error| error.within(&spec.name))?;
+    ScaleEngine::over(device, &Arc::new(weights), true).map_err(|error| error.within(&spec.name))
 }
 
 /// The bounds stage on a GPU, one layer at a time, from weights in host memory.

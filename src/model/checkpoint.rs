@@ -106,6 +106,11 @@ impl Checkpoint {
         &self.config.spec
     }
 
+    /// The text model's part of the config.
+    pub(super) fn settings(&self) -> &serde_json::Map<String, serde_json::Value> {
+        &self.config.settings
+    }
+
     /// The path that was opened.
     pub fn path(&self) -> &Path {
         &self.path
@@ -230,7 +235,7 @@ impl Checkpoint {
     }
 
     /// The first stored of `name.suffix`, else the name with the first suffix (for the message).
-    fn named(&self, name: &str, suffixes: &[&str]) -> String {
+    pub(super) fn named(&self, name: &str, suffixes: &[&str]) -> String {
         let full = |suffix: &&str| format!("{}{name}.{suffix}", self.prefix);
         suffixes.iter().map(full).find(|n| self.tensors.contains_key(n)).unwrap_or_else(|| full(&suffixes[0]))
     }
@@ -296,7 +301,7 @@ impl Checkpoint {
     }
 
     /// A projection as `rows x cols` (out x in), whatever its orientation in storage.
-    fn matrix(&self, name: &str, rows: usize, cols: usize, conv1d: bool) -> Result<MatrixView<'_>> {
+    pub(super) fn matrix(&self, name: &str, rows: usize, cols: usize, conv1d: bool) -> Result<MatrixView<'_>> {
         let entry = self.entry(name)?;
         let stored = if conv1d { (cols, rows) } else { (rows, cols) };
         if entry.shape != [stored.0, stored.1] {
@@ -310,7 +315,7 @@ impl Checkpoint {
         Ok(if conv1d { view.transpose() } else { view })
     }
 
-    fn vector(&self, name: &str, len: usize) -> Result<Vec<f64>> {
+    pub(super) fn vector(&self, name: &str, len: usize) -> Result<Vec<f64>> {
         self.values(name, &[len])
     }
 

@@ -4,6 +4,7 @@
 //! of a prescribed spectral norm; a [`preset`] is a spec alone. What a family is stands in a table, and a family that is
 //! not in it is refused: no bound is better than a wrong one.
 
+mod body;
 mod checkpoint;
 mod config;
 mod families;
@@ -17,6 +18,7 @@ mod spec;
 mod synthetic;
 mod weights;
 
+pub use body::{Activation, Block, Body, Linear, NormOrder};
 pub use checkpoint::{Checkpoint, StoredTensor};
 pub use layout::{LayerNames, Layout, ProjectionName};
 pub use preset::{paper_sigma_profile, preset, preset_names};

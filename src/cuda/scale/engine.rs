@@ -2,8 +2,10 @@
 
 use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::{driver, sources};
+use super::host::DeviceWeights;
 use super::tables::{self, *};
 use crate::error::{Error, Result};
+use std::sync::Arc;
 
 pub(super) const NO_ROW: u32 = u32::MAX;
 
@@ -35,8 +37,8 @@ pub struct ScaleEngine {
     status: Buffer<u32>,
     grams: Option<Grams>,
     bounds: Option<Bounds>,
-    /// Weights that are the engine's own.
-    memory: Vec<Buffer<u8>>,
+    /// Weights that the engine keeps alive; `None` where its maker promised to.
+    weights: Option<Arc<DeviceWeights>>,
 }
 
 /// What the logit bounds need beside the Grams.
@@ -131,13 +133,25 @@ impl ScaleEngine {
             grams,
             bounds,
             layers: layers.to_vec(),
-            memory: Vec::new(),
+            weights: None,
         })
     }
 
-    /// Keeps weights alive as long as the engine.
-    pub(super) fn own(&mut self, memory: Vec<Buffer<u8>>) {
-        self.memory = memory;
+    /// The same over weights that are kept alive with the engine.
+    ///
+    /// # Errors
+    /// As [`ScaleEngine::new`].
+    pub fn over(device: &Device, weights: &Arc<DeviceWeights>, with_grams: bool) -> Result<Self> {
+        // SAFETY: 1. every range was checked against the memory that `weights` owns; 2. the engine holds it, and nothing
+        // here writes it.
+        let mut engine = unsafe { Self::new(device, weights.layers(), with_grams)? };
+        engine.weights = Some(weights.clone());
+        Ok(engine)
+    }
+
+    /// The weights that the engine keeps alive.
+    pub fn weights(&self) -> Option<&Arc<DeviceWeights>> {
+        self.weights.as_ref()
     }
 
     /// Puts the operand descales of every layer on `stream`: one read of W_Q, W_K and W_V.

@@ -1,7 +1,6 @@
-//! Engines over weights that come from host memory: copied once, owned by the engine.
+//! Weights in device memory that belong to this crate: checked, or copied from the host.
 
 use super::super::device::{Buffer, Device, DevicePtr};
-use super::engine::ScaleEngine;
 use super::tables::{DeviceMatrix, Dtype, LayerInput, ProjectionInput};
 use crate::error::{Error, Result};
 use crate::tensor::{self, MatrixView};
@@ -33,13 +32,48 @@ pub struct HostLayer<'a> {
     pub shift: Option<&'a [f64]>,
 }
 
-impl ScaleEngine {
-    /// An engine over copies of these weights. BF16 and F16 stay what they are; everything else becomes f32, rounded where
-    /// it was finer (2^-24, inside the margins of the bounds).
+/// Weights in device memory that is owned here. Every address has been checked against it.
+#[derive(Debug)]
+pub struct DeviceWeights {
+    layers: Vec<LayerInput>,
+    _memory: Vec<Buffer<u8>>,
+}
+
+impl DeviceWeights {
+    /// Layers whose addresses all lie in `memory`.
     ///
     /// # Errors
-    /// As [`ScaleEngine::new`], or if a view or vector has another size than the form says.
-    pub fn from_host(device: &Device, layers: &[HostLayer<'_>], with_grams: bool) -> Result<Self> {
+    /// `is_argument` if a matrix or vector does not lie inside one buffer whole.
+    pub fn new(layers: Vec<LayerInput>, memory: Vec<Buffer<u8>>) -> Result<Self> {
+        let inside = |ptr: DevicePtr, bytes: Option<u64>| {
+            bytes.and_then(|bytes| ptr.0.checked_add(bytes)).is_some_and(|end| {
+                memory.iter().any(|buffer| ptr.0 >= buffer.ptr().0 && end <= buffer.ptr().0 + buffer.len() as u64)
+            })
+        };
+        for (i, l) in layers.iter().enumerate() {
+            let size = l.vector_dtype.size() as u64;
+            let vector = |ptr: DevicePtr, n: usize| ptr == DevicePtr::NULL || inside(ptr, (n as u64).checked_mul(size));
+            let norm = [l.gain, l.shift].into_iter().all(|ptr| vector(ptr, l.d_model));
+            let projection = |p: &ProjectionInput, heads: usize| {
+                let rows = heads.saturating_mul(l.d_head);
+                inside(p.weight.ptr, extent(&p.weight, rows, l.d_model)) && vector(p.bias, rows)
+            };
+            let v = l.v.as_ref().is_none_or(|v| projection(v, l.n_kv));
+            if !(norm && projection(&l.q, l.n_q) && projection(&l.k, l.n_kv) && v) {
+                return Err(Error::argument(format_args!(
+                    "layer {i}: a weight does not lie in the memory given with it"
+                )));
+            }
+        }
+        Ok(Self { layers, _memory: memory })
+    }
+
+    /// Copies of weights in host memory. BF16 and F16 stay what they are; everything else becomes f32, rounded where it
+    /// was finer (2^-24, inside the margins of the bounds).
+    ///
+    /// # Errors
+    /// If a view or vector has another size than its form says, or memory runs out.
+    pub fn upload(device: &Device, layers: &[HostLayer<'_>]) -> Result<Self> {
         let mut memory = Vec::new();
         let inputs = layers
             .iter()
@@ -48,12 +82,20 @@ impl ScaleEngine {
                 upload(device, layer, &mut memory).map_err(|error| error.within(format_args!("layer {i}")))
             })
             .collect::<Result<Vec<_>>>()?;
-        // SAFETY: 1. every address was just made from a matrix of the size that its form says; 2. the engine owns the
-        // memory and writes none of it.
-        let mut engine = unsafe { Self::new(device, &inputs, with_grams)? };
-        engine.own(memory);
-        Ok(engine)
+        Self::new(inputs, memory)
     }
+
+    /// One entry a layer.
+    pub fn layers(&self) -> &[LayerInput] {
+        &self.layers
+    }
+}
+
+/// Bytes from a matrix's first value to the end of its last; `None` for a stride that runs backwards.
+fn extent(m: &DeviceMatrix, rows: usize, columns: usize) -> Option<u64> {
+    let steps = |count: usize, stride: i64| (count as u64).checked_sub(1)?.checked_mul(u64::try_from(stride).ok()?);
+    let last = steps(rows, m.row_stride)?.checked_add(steps(columns, m.col_stride)?)?;
+    last.checked_add(1)?.checked_mul(m.dtype.size() as u64)
 }
 
 fn upload(device: &Device, layer: &HostLayer<'_>, memory: &mut Vec<Buffer<u8>>) -> Result<LayerInput> {
@@ -156,7 +198,7 @@ mod tests {
         let view = MatrixView::dense(&bits, tensor::Dtype::Bf16, 2, 2).unwrap();
         assert_eq!(pack(std::slice::from_ref(&view), 2), (bits.clone(), Dtype::Bf16));
         let third = BlockScale { values: vec![1.0 / 3.0].into(), block: (2, 2), grid_cols: 1 };
-        let scaled = view.with_scale(third);
+        let scaled = view.with_scale(third).unwrap();
         let (bytes, dtype) = pack(std::slice::from_ref(&scaled), 2);
         assert_eq!(dtype, Dtype::F32);
         assert_eq!(bytes[..4], (1f32 / 3.0).to_le_bytes());

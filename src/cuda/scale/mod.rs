@@ -13,6 +13,6 @@ mod power;
 mod tables;
 
 pub use engine::{GramRoute, ScaleEngine};
-pub use host::{HostLayer, HostProjection};
+pub use host::{DeviceWeights, HostLayer, HostProjection};
 pub use power::PowerEngine;
 pub use tables::{ChannelStats, DeviceMatrix, Dtype, HeadBound, HeadGram, LayerInput, ProjectionInput};
