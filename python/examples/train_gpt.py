@@ -4,6 +4,7 @@
     python train_gpt.py --text DIR --policy geometry --log geometry.jsonl
     python train_gpt.py --text DIR --policy bf16 --log bf16.jsonl          # the control: no FP8
     python train_gpt.py --plot losses.svg geometry.jsonl bf16.jsonl
+    python train_gpt.py --table geometry.jsonl bf16.jsonl
 
 The model reads bytes. Weights are f32, the rest runs in BF16 autocast; attention is cast to E4M3 by the policy's descales
 and runs in the package's kernel, with a BF16 backward. `--spike 200:8:15` multiplies the learning rate by 8 from step 200
@@ -152,10 +153,13 @@ class Watch:
     def __init__(self, runtime):
         self.overflow = torch.zeros(3, dtype=torch.int64, device=runtime.device)
         self.peak = torch.zeros(3, device=runtime.device)
+        self.steps = torch.zeros((), dtype=torch.int64, device=runtime.device)
 
     def add(self, runtime):
         amax, counts = runtime.observed()
-        self.overflow += counts[..., 0].sum(dim=(0, 2))
+        over = counts[..., 0].sum(dim=(0, 2))
+        self.overflow += over
+        self.steps += over.sum() > 0
         if runtime.policy != "current":
             peak = (amax / runtime.descales[:, :3]).amax(dim=(0, 2))
             self.peak = torch.maximum(self.peak, peak)
@@ -236,8 +240,9 @@ def train(args):
             write({"step": step, "loss": loss.item(), "lr": rate} | (watch.take() if watch else {}))
     with torch.no_grad():
         windows = batches(held_out, args.batch, args.seq_len, 1234)
-        loss = sum(float(loss_of(model, next(windows))) for _ in range(20)) / 20
-    write({"held_out_loss": loss, "seconds": round(time.time() - start, 1)})
+        loss = sum(loss_of(model, next(windows)).item() for _ in range(20)) / 20
+    end = {"overflow_steps": watch.steps.item()} if watch else {}
+    write({"held_out_loss": loss, "seconds": round(time.time() - start, 1)} | end)
 
 
 def plot(file, logs):
@@ -264,6 +269,26 @@ def plot(file, logs):
     figure.savefig(file)
 
 
+def table(logs):
+    """A line of Markdown for each log."""
+    print("| size | policy | seed | last loss | held-out loss | values that overflowed | steps with any | peak of q, k, v |")
+    print("|---|---|---|---|---|---|---|---|")
+    for log in logs:
+        head, *rows = [json.loads(line) for line in pathlib.Path(log).read_text().splitlines()]
+        steps, end = [row for row in rows if "step" in row], rows[-1]
+        last = sum(row["loss"] for row in steps[-5:]) / len(steps[-5:])
+        cells = [head["size"], head["policy"], head["seed"], f"{last:.4f}", f"{end['held_out_loss']:.4f}"]
+        if "overflow" in steps[0]:
+            over = sum(sum(row["overflow"]) for row in steps)
+            # Counts are those of `every` steps together.
+            peaks = [max(row["peak"][i] for row in steps) for i in range(3)]
+            peak = "448 by definition" if head["policy"] == "current" else ", ".join(f"{p:.0f}" for p in peaks)
+            cells += [f"{over}", f"{end['overflow_steps']} of {head['steps']}", peak]
+        else:
+            cells += ["-", "-", "-"]
+        print("| " + " | ".join(map(str, cells)) + " |")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", metavar="DIR", help="folder of text to train on")
@@ -281,15 +306,16 @@ def main():
     parser.add_argument("--every", type=int, default=10, help="steps between lines of the log")
     parser.add_argument("--log", metavar="FILE", help="where the lines go; stdout without it")
     parser.add_argument("--plot", metavar="FILE", help="draw the logs that follow, and train nothing")
-    parser.add_argument("logs", nargs="*", help="logs to draw")
+    parser.add_argument("--table", action="store_true", help="print the logs that follow as a table, and train nothing")
+    parser.add_argument("logs", nargs="*", help="logs to draw or print")
     args = parser.parse_args()
-    if args.plot:
-        return plot(args.plot, args.logs)
+    if args.plot or args.table:
+        return plot(args.plot, args.logs) if args.plot else table(args.logs)
     if not args.text:
         parser.error("--text DIR is needed: any folder of text, source code will do")
     if args.logs:
-        parser.error("logs are for --plot")
-    del args.logs, args.plot
+        parser.error("logs are for --plot and --table")
+    del args.logs, args.plot, args.table
     return train(args)
 
 
