@@ -2,6 +2,10 @@
 //!
 //! The serialised form of [`Profile`] is the JSON of `sigmascale calibrate`.
 
+mod inspection;
+
+pub use inspection::{HeadInspection, Inspection, LayerInspection, Statistics};
+
 use crate::bound::{BoundKind, CStar, HeadBounds, LayerBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;

@@ -12,8 +12,10 @@
 //! the logit before the mask. Without constants the certain bound is the paper's worst case `tau d sigma` (Eq. 7) on
 //! the effective, rotation-proof norm.
 
+mod device;
 mod tail;
 
+pub use device::isotropic;
 pub use tail::{CStar, Tail, sphere_factor};
 
 use crate::error::{Error, Result};

@@ -3,8 +3,9 @@
 //! Bounds need none of it. The stress lab does, to run text through a model, for the families of this table; the others
 //! are refused by name, since a block that is only nearly right gives wrong tokens without a sign.
 
-use super::checkpoint::{Checkpoint, at};
+use super::checkpoint::Checkpoint;
 use super::keys::Keys;
+use super::layout::at;
 use crate::error::{Error, Result};
 use crate::tensor::MatrixView;
 use std::path::Path;

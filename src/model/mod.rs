@@ -9,18 +9,22 @@ mod checkpoint;
 mod config;
 mod families;
 mod keys;
+mod layout;
 mod preset;
 mod rotation;
 mod shards;
+mod source;
 mod spec;
 mod synthetic;
 mod weights;
 
 pub use body::{Activation, Block, Body, Linear, NormOrder};
 pub use checkpoint::{Checkpoint, StoredTensor};
+pub use layout::{LayerNames, Layout, ProjectionName};
 pub use preset::{paper_sigma_profile, preset, preset_names};
 #[doc(hidden)]
 pub use shards::fuzz_safetensors;
+pub use source::ModelSource;
 pub use spec::{AttentionSpec, GainForm, InputNorm, NormKind, QkNorm, QkNormScope, QkvBias, Rope, RopeLayout};
 pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOptions};
 pub use weights::{LayerWeights, NormVectors, Projection};

@@ -26,6 +26,10 @@ mod replay;
 mod result;
 mod tokens;
 
+#[cfg(feature = "train")]
+pub(crate) use lab::{Seen, Tally, identity, look, row};
+#[cfg(feature = "train")]
+pub(crate) use metrics::Divergence;
 pub use metrics::{Quantiles, sqnr_db};
 pub use model::StressModel;
 pub use replay::{ReplayStep, Trace, replay};
@@ -34,6 +38,7 @@ pub use tokens::{TokenFile, TokenSummary};
 
 use crate::attention::{AttentionCall, AttentionShape, Mask, Precision};
 use crate::bound::Tail;
+use crate::device_plan::DeviceBounds;
 use crate::error::{Error, Result};
 use crate::forward::project;
 use crate::model::AttentionSpec;
@@ -71,6 +76,10 @@ pub enum Scenario {
     Refit,
     /// Recorded amax.
     Replay,
+    /// Training that stops and goes on from its weights (feature `train`).
+    Resume,
+    /// Training under a learning-rate spike (feature `train`).
+    LrSpike,
 }
 
 impl Scenario {
@@ -81,6 +90,8 @@ impl Scenario {
             Self::WeightSpike => "weight-spike",
             Self::Refit => "refit",
             Self::Replay => "replay",
+            Self::Resume => "resume",
+            Self::LrSpike => "lr-spike",
         }
     }
 
@@ -111,7 +122,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    fn precision(self) -> Precision {
+    pub(crate) fn precision(self) -> Precision {
         match self {
             Self::Logit => Precision::PAPER_LOGITS,
             Self::Operands => Precision::KERNEL,
@@ -148,6 +159,8 @@ pub struct StressOptions {
     pub seed: u64,
     /// Union bound of `geometry-c-star`.
     pub tail: Tail,
+    /// Bounds from the scale engine on the first GPU; everything else runs on the CPU in any case.
+    pub bounds_on_gpu: bool,
 }
 
 impl Default for StressOptions {
@@ -162,6 +175,7 @@ impl Default for StressOptions {
             burn_in: None,
             seed: 0,
             tail: Tail::default(),
+            bounds_on_gpu: false,
         }
     }
 }
@@ -173,8 +187,12 @@ impl Default for StressOptions {
 /// model and [`Runtime::step`]. A policy that cannot plan for this model is left out and named in the result.
 pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> Result<StressResult> {
     let spec = model.spec();
-    if scenario == Scenario::Replay {
-        return Err(Error::argument("a replay has a trace, not a model"));
+    match scenario {
+        Scenario::Replay => return Err(Error::argument("a replay has a trace, not a model")),
+        Scenario::Resume | Scenario::LrSpike => {
+            return Err(Error::argument(format_args!("{} trains its model: see the feature `train`", scenario.name())));
+        }
+        _ => {}
     }
     // Along a recorded path every step has its own checkpoint.
     let recorded = model.recorded_steps().filter(|_| scenario == Scenario::Refit);
@@ -190,6 +208,7 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
         }
     }
     let burn_in = options.burn_in.unwrap_or(if steps > 100 || steps == 1 { 100 } else { (steps / 4).max(1) as u32 });
+    let gpu = options.bounds_on_gpu.then(DeviceBounds::open).transpose()?;
     let mut lab = Lab::new(scenario, spec, options, burn_in)?;
     let mut trace = Vec::with_capacity(layers * steps * lab.runs.len());
     let factor = |step: usize| if recorded.is_some() { 1.0 } else { scenario.factor(step) };
@@ -203,7 +222,11 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
             let weights = stored.weights(if recorded.is_some() { step } else { 0 }, factor(step))?;
             let inputs = project(spec, &weights, &source.tokens(spec, layer, step))?;
             let changed = recorded.is_some() || step == 0 || factor(step) != factor(step - 1);
-            let bounds = if changed { Some(bounds_of(spec, weights.clone(), &options.tail)?) } else { None };
+            let bounds = match &gpu {
+                _ if !changed => None,
+                Some(gpu) => Some(gpu.layer(spec, weights.clone(), &options.tail)?),
+                None => Some(bounds_of(spec, weights.clone(), &options.tail)?),
+            };
             let again = || bounds.clone().map_or(Weights::Unchanged, Weights::Bounded);
             let attention = lab.step(layer, step, &again, &inputs, &mut trace)?;
             if layer + 1 < layers {
@@ -213,6 +236,9 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
     }
     trace.sort_by_key(|row: &TraceRow| (row.step, lab.place(row.policy), row.layer));
     let mut notes = model.notes();
+    if gpu.is_some() {
+        notes.push("bounds come from the scale engine on the GPU; attention runs on the CPU".into());
+    }
     if layers < spec.layers {
         notes.push(format!("the first {layers} of {} layers", spec.layers));
     }
