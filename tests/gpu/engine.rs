@@ -29,8 +29,8 @@ const OPERAND_BELOW: f64 = 2e-6;
 const OPERAND_ABOVE: f64 = 1e-5;
 /// How far a certified logit bound may lie below that of the CPU: the two balance rotation pairs in f32 and f64.
 const LOGIT_BELOW: f64 = 2e-6;
-/// How far above, from warm vectors.
-const LOGIT_ABOVE: f64 = 0.012;
+/// How far above, from warm vectors. Cancelling heads are held to sigma_Q sigma_K alone: f32 Grams have no more digits.
+const LOGIT_ABOVE: f64 = 0.025;
 
 fn cases() -> Vec<Case> {
     let case = Case::new;
@@ -130,7 +130,7 @@ fn compare(case: &Case, seed: u64) -> Vec<String> {
     check_operands("plan", engine.operand_bounds().read().unwrap(), engine.head_descales().read().unwrap());
     let warm = read(case, &engine).unwrap();
     // Without rotation, heads this wide have no room for two f64 triangles: sigma_Q sigma_K is used.
-    let coarse = case.rotary == 0 && case.r > 160;
+    let coarse = (case.rotary == 0 && case.r > 160) || case.kind == Kind::Cancelling;
     for (h, want) in truth.heads.iter().enumerate() {
         let pairs = |b: &LayerBounds| {
             let head = &b.heads[h];
@@ -139,7 +139,8 @@ fn compare(case: &Case, seed: u64) -> Vec<String> {
         for (name, bounds, above) in [("cold", &cold, f64::INFINITY), ("warm", &warm, LOGIT_ABOVE)] {
             for ((got, want), kind) in pairs(bounds).into_iter().zip(["certain", "rounded", "rank-aware"]) {
                 let ratio = ratio(got.unwrap(), want.unwrap());
-                let above = if coarse || want.unwrap() == 0.0 { f64::INFINITY } else { above };
+                let naive = truth.heads[h].naive.unwrap() / truth.heads[h].certain.unwrap();
+                let above = if coarse { above.max(1.02 * naive - 1.0) } else { above };
                 if !(1.0 - LOGIT_BELOW..=1.0 + above).contains(&ratio) {
                     bad.push(format!("{name} {kind} bound of head {h} is {ratio:.8} of f64"));
                 }
@@ -147,7 +148,7 @@ fn compare(case: &Case, seed: u64) -> Vec<String> {
         }
     }
     let status = engine.status().read().unwrap()[0];
-    if status != 0 && !coarse {
+    if status & 3 != 0 || (status != 0 && !coarse) {
         bad.push(format!("status {status}"));
     }
     bad.truncate(6);
@@ -330,7 +331,7 @@ fn host_weights_give_the_same_bounds() {
         let got = bounds.layer(&case.spec(), layer.weights(), &Tail::default()).unwrap();
         for (got, want) in got.heads.iter().zip(&truth.heads) {
             let ratio = ratio(got.rounded.unwrap(), want.rounded.unwrap());
-            let coarse = case.rotary == 0 && case.r > 160;
+            let coarse = (case.rotary == 0 && case.r > 160) || case.kind == Kind::Cancelling;
             assert!(ratio >= 1.0 - LOGIT_BELOW && (coarse || ratio < 1.1), "{}: {ratio}", case.name);
         }
     }
@@ -348,12 +349,18 @@ fn memory_that_runs_out_is_an_error() {
     // So little is left that an engine cannot be set up, and the next one can.
     let case = Case::new("large", (4096, 128), (32, 32));
     let layer = Layer::new(&case, 1);
-    let free = device().memory().unwrap().0;
-    let hog = device().allocate::<u8>(free - (24 << 20)).unwrap();
+    let mut hogs = vec![];
+    let mut size = device().memory().unwrap().0;
+    while size > 1 << 16 {
+        match device().allocate::<u8>(size) {
+            Ok(hog) => hogs.push(hog),
+            Err(_) => size /= 2,
+        }
+    }
     // SAFETY: `layer` holds the memory.
     let error = unsafe { ScaleEngine::new(device(), &[layer.input], true) }.unwrap_err();
     assert!(error.is_cuda() && error.to_string().contains("out of device memory"), "{error}");
-    drop(hog);
+    drop(hogs);
     let engine = engine(&layer);
     engine.plan(&stream()).unwrap();
     assert_eq!(engine.status().read().unwrap()[0], 0);
