@@ -47,7 +47,7 @@ pub use crate::cuda::attention::{Descales, Element, Rope, Tensors, View, Workspa
 use super::{
     Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Inputs, LogitCast, Precision, Probabilities, check,
 };
-use crate::cuda::attention::{AttentionEngine, HostCall, HostOutput, Sizes};
+use crate::cuda::attention::{AttentionEngine, HostOutput, Resident, Setup, Sizes};
 use crate::cuda::{Device, Stream};
 use crate::error::{Error, Result};
 use crate::fp8::{Format, OnOverflow};
@@ -135,6 +135,11 @@ impl Cuda {
     pub fn launch(&self, stream: &Stream, call: &AttentionCall, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
         agree(call, tensors)?;
         self.engine.forward(stream, tensors, call.mask.causal, call.softmax_scale as f32, workspace)
+    }
+
+    /// The engine below, for calls with memory of their own and for halves of a call.
+    pub fn engine(&self) -> &AttentionEngine {
+        &self.engine
     }
 }
 
@@ -224,16 +229,19 @@ impl Attention for Cuda {
         let rows = [values(&operands.q), values(&operands.k), values(v)];
         let logit = values(&plan.logit_descale);
         let o_descale = operands.o.as_deref().map(values);
-        let host = HostCall {
+        let setup = Setup {
             sizes,
             causal: call.mask.causal,
             softmax_scale: call.softmax_scale as f32,
-            operands: [inputs.q, inputs.k, inputs.v],
+            operands: Element::F32,
             descales: [&rows[0], &rows[1], &rows[2]],
+            rope: None,
+            stats: true,
             logit: (precision.logits == LogitCast::E4m3).then_some(&logit[..]),
             output: o_descale.as_deref().filter(|_| precision.output == Cast::E4m3),
         };
-        let HostOutput { mut out, lse, stats } = self.engine.run(&host)?;
+        let host = Host { setup, inputs };
+        let HostOutput { mut out, lse, stats } = self.run(&host)?;
         let mut stats = step_stats(call, &stats, 1)?;
         if precision.logits != LogitCast::F32 {
             self.count_logits(&host, &logit, &mut stats)?;
@@ -241,7 +249,7 @@ impl Attention for Cuda {
         if let Some(descales) = &operands.o {
             self.count_output(&host, descales, &out, &mut stats)?;
         }
-        if let Some(row) = host.output {
+        if let Some(row) = host.setup.output {
             let d = call.shape.d_head;
             for (at, head) in out.chunks_exact_mut(d).enumerate() {
                 let descale = row[call.shape.kv_head(at % call.shape.n_q_heads)];
@@ -252,18 +260,34 @@ impl Attention for Cuda {
     }
 }
 
+/// A call from host memory.
+#[derive(Clone, Copy)]
+struct Host<'a> {
+    setup: Setup<'a>,
+    inputs: &'a Inputs<'a>,
+}
+
 impl Cuda {
+    fn run(&self, host: &Host<'_>) -> Result<HostOutput> {
+        let mut call = Resident::new(&self.engine, &host.setup)?;
+        let Inputs { q, k, v } = host.inputs;
+        call.write([q, k, v].map(|x| bytemuck::cast_slice(x)))?;
+        let stream = self.device().stream()?;
+        call.launch(&self.engine, &stream)?;
+        call.read()
+    }
+
     /// Counts logits past 448 and 464 descales where the extremes say that there are any: the kernel counts in the mode
     /// that casts them, so it runs again in that mode for what one run does not tell.
-    fn count_logits(&self, host: &HostCall<'_>, descales: &[f32], stats: &mut StepStats) -> Result<()> {
+    fn count_logits(&self, host: &Host<'_>, descales: &[f32], stats: &mut StepStats) -> Result<()> {
         let past = |limit: f32| stats.logits.iter().zip(descales).any(|(s, d)| s.amax() / d > limit);
         let (any, any_beyond) = (past(448.0), past(464.0));
         let count = |factor: f32| {
             let row: Vec<f32> = descales.iter().map(|d| d * factor).collect();
-            let run = self.engine.run(&HostCall { logit: Some(&row), output: None, ..*host })?;
+            let run = self.run(&Host { setup: Setup { logit: Some(&row), output: None, ..host.setup }, ..*host })?;
             Ok::<_, Error>(run.stats.chunks_exact(4).map(|words| u64::from(words[3])).collect::<Vec<_>>())
         };
-        if any && host.logit.is_none() {
+        if any && host.setup.logit.is_none() {
             let counts = count(1.0)?;
             stats.logits.iter_mut().zip(counts).for_each(|(s, n)| s.overflow = n);
         }
@@ -275,23 +299,20 @@ impl Cuda {
     }
 
     /// Counts output values against their descale, on the BF16 output.
-    fn count_output(
-        &self,
-        host: &HostCall<'_>,
-        descales: &[Descale],
-        out: &[f32],
-        stats: &mut StepStats,
-    ) -> Result<()> {
-        let group = host.sizes.heads_q / host.sizes.heads_kv;
+    fn count_output(&self, host: &Host<'_>, descales: &[Descale], out: &[f32], stats: &mut StepStats) -> Result<()> {
+        let group = host.setup.sizes.heads_q / host.setup.sizes.heads_kv;
         let past = |(head, s): (usize, &CastStats)| !(s.amax / descales[head / group].get() <= 448.0);
         if !stats.o.iter().enumerate().any(past) && out.iter().all(|x| x.is_finite()) {
             return Ok(());
         }
-        let plain =
-            if host.output.is_some() { Some(self.engine.run(&HostCall { output: None, ..*host })?.out) } else { None };
-        let mut counts = vec![crate::fp8::Counts::default(); host.sizes.heads_q];
-        for (at, row) in plain.as_deref().unwrap_or(out).chunks_exact(host.sizes.d_head).enumerate() {
-            let head = at % host.sizes.heads_q;
+        let plain = if host.setup.output.is_some() {
+            Some(self.run(&Host { setup: Setup { output: None, ..host.setup }, ..*host })?.out)
+        } else {
+            None
+        };
+        let mut counts = vec![crate::fp8::Counts::default(); host.setup.sizes.heads_q];
+        for (at, row) in plain.as_deref().unwrap_or(out).chunks_exact(host.setup.sizes.d_head).enumerate() {
+            let head = at % host.setup.sizes.heads_q;
             counts[head] += Format::E4m3.count_slice(row, descales[head / group].quant_scale().get())?;
         }
         for (o, counts) in stats.o.iter_mut().zip(counts) {

@@ -12,6 +12,7 @@ use crate::plan::{OperandDescales, ScalePlan};
 use crate::policy::{AutoCConfig, PolicyConfig, PolicyEvent, PolicyKind, Tensor};
 use crate::runtime::{Runtime, RuntimeConfig, Step, StepOutcome, Weights};
 use crate::scale::Descale;
+use crate::spectral::Estimator;
 
 /// A plan that changes nothing, for calls that cast nothing.
 pub(super) fn identity(layer: usize, shape: &AttentionShape) -> ScalePlan {
@@ -118,7 +119,7 @@ impl<'a> Lab<'a> {
                 PolicyKind::AutoC => PolicyConfig::AutoC(AutoCConfig { burn_in, ..AutoCConfig::default() }),
                 kind => kind.into(),
             };
-            let runtime = Runtime::new(spec, RuntimeConfig { policy, tail: options.tail })?;
+            let runtime = Runtime::new(spec, RuntimeConfig { policy, tail: options.tail, estimator: Estimator::Gram })?;
             Ok(Run { kind, runtime, tally: Tally::default(), failed: None })
         };
         let runs = options.policies.iter().map(run).collect::<Result<_>>()?;

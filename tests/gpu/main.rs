@@ -13,6 +13,7 @@ macro_rules! tests {
     };
 }
 
+mod attention;
 mod engine;
 mod lost;
 mod policies;
@@ -30,7 +31,7 @@ fn main() -> ExitCode {
     }
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(1);
-    let cases = [engine::tests(), policies::tests(), lost::tests()].into_iter().flatten().collect();
+    let cases = [attention::tests(), engine::tests(), policies::tests(), lost::tests()].into_iter().flatten().collect();
     libtest_mimic::run(&arguments, cases).exit_code()
 }
 

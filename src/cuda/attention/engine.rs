@@ -55,23 +55,25 @@ impl Variant {
         }
     }
 
-    /// The kernels that a checked call launches.
-    fn of(tensors: &Tensors, sizes: &Sizes, causal: bool) -> [Self; 2] {
+    /// What a checked call launches first.
+    fn first(tensors: &Tensors, sizes: &Sizes) -> Self {
         let d_head = sizes.d_head;
-        let logits_e4m3 = tensors.descales.logit.is_some();
-        let first = match params::input_number(tensors.q.element()) {
+        match params::input_number(tensors.q.element()) {
             Some(input) => Self::Cast { d_head, input, rope: rope_number(tensors.rope.as_ref()) },
             None => Self::Repack { d_head },
-        };
-        let second = Self::Forward {
-            d_head,
+        }
+    }
+
+    /// What a checked call launches then.
+    fn second(tensors: &Tensors, sizes: &Sizes, causal: bool, tile: Tile) -> Self {
+        Self::Forward {
+            d_head: sizes.d_head,
             causal,
-            tile: Tile::of(sizes, causal, logits_e4m3),
+            tile,
             telemetry: tensors.stats.is_some(),
-            logits_e4m3,
+            logits_e4m3: tensors.descales.logit.is_some(),
             out_e4m3: tensors.out.element() == Element::E4m3,
-        };
-        [first, second]
+        }
     }
 }
 
@@ -163,7 +165,9 @@ impl AttentionEngine {
     /// If the call breaks a rule, or a kernel does not compile or load.
     pub fn prepare(&self, tensors: &Tensors, causal: bool) -> Result<()> {
         let sizes = tensors.check()?;
-        Variant::of(tensors, &sizes, causal).into_iter().try_for_each(|variant| self.load(variant).map(drop))
+        let tile = Tile::of(&sizes, causal, tensors.descales.logit.is_some());
+        self.load(Variant::first(tensors, &sizes))?;
+        self.load(Variant::second(tensors, &sizes, causal, tile)).map(drop)
     }
 
     /// Sets a workspace's header to zero, in the order of `stream`: once before the first call that uses the memory.
@@ -194,46 +198,83 @@ impl AttentionEngine {
         softmax_scale: f32,
         workspace: &View<1>,
     ) -> Result<()> {
+        self.cast(stream, tensors, workspace)?;
+        self.attend_after(stream, tensors, causal, softmax_scale, workspace, self.overlap)
+    }
+
+    /// The first half of [`AttentionEngine::forward`]: q, k and v to E4M3 in the workspace. Of operands that are E4M3
+    /// already, v is reordered.
+    ///
+    /// # Errors
+    /// As [`AttentionEngine::forward`].
+    pub fn cast(&self, stream: &Stream, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
+        let sizes = tensors.check()?;
+        let place = Workspace::of(&sizes, tensors.q.element());
+        place.check(workspace)?;
+        let at = |offset: usize| workspace.ptr().offset(offset as u64);
+        let variant = Variant::first(tensors, &sizes);
+        let kernel = self.load(variant)?;
+        match variant {
+            Variant::Repack { .. } => self.repack_values(stream, &kernel, tensors, &sizes, at(place.v)),
+            _ => self.cast_operands(stream, &kernel, tensors, &sizes, [at(place.q), at(place.k), at(place.v)]),
+        }
+    }
+
+    /// The second half of [`AttentionEngine::forward`], on what [`AttentionEngine::cast`] left in the workspace.
+    ///
+    /// # Errors
+    /// As [`AttentionEngine::forward`].
+    pub fn attend(
+        &self,
+        stream: &Stream,
+        tensors: &Tensors,
+        causal: bool,
+        softmax_scale: f32,
+        workspace: &View<1>,
+    ) -> Result<()> {
+        self.attend_after(stream, tensors, causal, softmax_scale, workspace, false)
+    }
+
+    /// `overlap`: the kernel in front on the stream is the cast of this call.
+    fn attend_after(
+        &self,
+        stream: &Stream,
+        tensors: &Tensors,
+        causal: bool,
+        softmax_scale: f32,
+        workspace: &View<1>,
+        overlap: bool,
+    ) -> Result<()> {
         let sizes = tensors.check()?;
         if !(softmax_scale.is_finite() && softmax_scale > 0.0) {
             return Err(Error::argument(format_args!(
                 "softmax scale {softmax_scale} must be finite and greater than zero"
             )));
         }
-        let place = Workspace::of(&sizes, tensors.q.element());
+        let element = tensors.q.element();
+        let place = Workspace::of(&sizes, element);
         place.check(workspace)?;
-        let [first, second] = Variant::of(tensors, &sizes, causal);
-        let (first, forward) = (self.load(first)?, self.load(second)?);
-        let Variant::Forward { tile, .. } = second else {
-            return Err(Error::argument("the second kernel of a call is the attention"));
-        };
         let at = |offset: usize| workspace.ptr().offset(offset as u64);
-        let (q, k) = if tensors.q.element() == Element::E4m3 {
-            self.repack(stream, &first, tensors, &sizes, at(place.v))?;
-            (operand_map(&tensors.q, ROWS)?, operand_map(&tensors.k, tile.keys as u32)?)
-        } else {
-            self.cast(stream, &first, tensors, &sizes, [at(place.q), at(place.k), at(place.v)])?;
-            // SAFETY: both lie in the workspace, whose size was checked and which is the caller's promise.
-            let (q, k) = unsafe {
-                (
-                    View::dense(at(place.q), Element::E4m3, sizes.q_shape()),
-                    View::dense(at(place.k), Element::E4m3, sizes.kv_shape()),
-                )
-            };
-            (operand_map(&q, ROWS)?, operand_map(&k, tile.keys as u32)?)
+        let tile = Tile::of(&sizes, causal, tensors.descales.logit.is_some());
+        let forward = self.load(Variant::second(tensors, &sizes, causal, tile))?;
+        // SAFETY: both lie in the workspace, whose size was checked and which is the caller's promise.
+        let cast = unsafe {
+            (
+                View::dense(at(place.q), Element::E4m3, sizes.q_shape()),
+                View::dense(at(place.k), Element::E4m3, sizes.kv_shape()),
+            )
         };
-        let v = values_map(at(place.v), &sizes, tile.keys)?;
+        let (q, k) = if element == Element::E4m3 { (tensors.q, tensors.k) } else { cast };
         let schedule = Schedule::of(&sizes, tile, self.device.processors());
         let mut params = self.forward_params(tensors, &sizes, &schedule, softmax_scale);
         params.counter = workspace.ptr().0;
         let launch = Launch::linear(schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
-        let mut maps = [q, k, v];
-        let [q, k, v] = &mut maps;
-        let parameters =
-            &mut [(&raw mut *q).cast(), (&raw mut *k).cast(), (&raw mut *v).cast(), (&raw mut params).cast()];
+        let (mut q, mut k) = (operand_map(&q, ROWS)?, operand_map(&k, tile.keys as u32)?);
+        let mut v = values_map(at(place.v), &sizes, tile.keys)?;
+        let parameters = &mut [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut params).cast()];
         // SAFETY: 1. three maps and the struct are the kernel's parameters; 2. and 3. every address comes from a view whose
         // shape was checked, or lies in the workspace; the kernel waits for the one in front of it before it reads.
-        unsafe { forward.kernel.launch_parameters(stream, launch, parameters, self.overlap) }
+        unsafe { forward.kernel.launch_parameters(stream, launch, parameters, overlap) }
     }
 
     fn forward_params(&self, t: &Tensors, sizes: &Sizes, schedule: &Schedule, softmax_scale: f32) -> params::Forward {
@@ -272,7 +313,14 @@ impl AttentionEngine {
         given.map_or((self.one.ptr().0, [0, 0]), |x| (x.ptr().0, x.strides()))
     }
 
-    fn cast(&self, stream: &Stream, cast: &Loaded, t: &Tensors, sizes: &Sizes, to: [DevicePtr; 3]) -> Result<()> {
+    fn cast_operands(
+        &self,
+        stream: &Stream,
+        cast: &Loaded,
+        t: &Tensors,
+        sizes: &Sizes,
+        to: [DevicePtr; 3],
+    ) -> Result<()> {
         let (heads_q, heads_kv) = (sizes.heads_q, sizes.heads_kv);
         // Rows of the statistics: logits, q, k, v.
         let rows = [heads_q, 2 * heads_q, 2 * heads_q + heads_kv];
@@ -299,7 +347,7 @@ impl AttentionEngine {
         unsafe { cast.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], false) }
     }
 
-    fn repack(&self, stream: &Stream, repack: &Loaded, t: &Tensors, sizes: &Sizes, to: DevicePtr) -> Result<()> {
+    fn repack_values(&self, stream: &Stream, repack: &Loaded, t: &Tensors, sizes: &Sizes, to: DevicePtr) -> Result<()> {
         let mut params = params::CastTensor { to: to.0, ..self.cast_tensor(&t.v, None) };
         let grid = (sizes.key_groups() as u32, sizes.heads_kv as u32, sizes.batch as u32);
         let launch = Launch { grid, block: 2 * sizes.d_head as u32, shared: repack.shared };

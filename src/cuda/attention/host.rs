@@ -1,111 +1,193 @@
-//! One call from host memory to host memory: for tests and tools, not for speed.
+//! A call with device memory of its own, for tests, tools and timings.
 
-use super::{AttentionEngine, Descales, Element, Sizes, Tensors, Workspace, stats_words};
-use crate::cuda::Buffer;
+use super::{AttentionEngine, Descales, Element, Rope, Sizes, Tensors, View, Workspace, stats_words};
+use crate::cuda::{Buffer, Stream};
 use crate::error::{Error, Result};
+use crate::fp8::Format;
 use half::bf16;
 
-/// Operands in f32, without gaps, in the layouts of [the module](super), and descales of a whole batch.
+/// What a [`Resident`] call is.
 #[derive(Clone, Copy, Debug)]
-pub struct HostCall<'a> {
+pub struct Setup<'a> {
     /// Sizes.
     pub sizes: Sizes,
     /// Only keys at or before the query's position.
     pub causal: bool,
     /// Multiplier of q . k.
     pub softmax_scale: f32,
-    /// Queries, keys, values.
-    pub operands: [&'a [f32]; 3],
+    /// Type of q, k and v.
+    pub operands: Element,
     /// Descales of q, k and v, `heads_kv` each.
     pub descales: [&'a [f32]; 3],
     /// Descales of E4M3 logits, `heads_q`; `None`: logits stay in f32.
     pub logit: Option<&'a [f32]>,
     /// Descales of an E4M3 output, `heads_kv`; `None`: the output is BF16.
     pub output: Option<&'a [f32]>,
+    /// Rotation of q and k.
+    pub rope: Option<RopeTables<'a>>,
+    /// Whether the call leaves telemetry.
+    pub stats: bool,
 }
 
-/// What a [`HostCall`] gives.
+/// Tables of a [`Rope`] in host memory, `(len_k, rotary / 2)` each.
+#[derive(Clone, Copy, Debug)]
+pub struct RopeTables<'a> {
+    /// Cosines.
+    pub cosine: &'a [f32],
+    /// Sines.
+    pub sine: &'a [f32],
+    /// Pairs are neighbours.
+    pub interleaved: bool,
+}
+
+/// What a call leaves.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HostOutput {
     /// Output as f32 (an E4M3 output still to be multiplied by its descale).
     pub out: Vec<f32>,
     /// Log-sum-exp.
     pub lse: Vec<f32>,
-    /// Telemetry, as [`stats_words`] has it.
+    /// Telemetry, as [`stats_words`] has it; empty without.
     pub stats: Vec<u32>,
 }
 
-impl AttentionEngine {
-    /// Runs a call on memory of its own and waits for it.
-    ///
-    /// # Errors
-    /// As [`AttentionEngine::forward`], or if lengths differ from the sizes or the memory is not there.
-    pub fn run(&self, call: &HostCall<'_>) -> Result<HostOutput> {
-        let sizes = call.sizes;
-        sizes.check()?;
-        let shapes = [sizes.q_shape(), sizes.kv_shape(), sizes.kv_shape()];
-        for ((name, x), shape) in ["q", "k", "v"].into_iter().zip(call.operands).zip(shapes) {
-            expect(name, x, shape.iter().product())?;
-        }
-        for (name, row) in ["q descales", "k descales", "v descales"].into_iter().zip(call.descales) {
-            expect(name, row, sizes.heads_kv)?;
-        }
-        let device = self.device();
-        let stream = device.stream()?;
-        let words = stats_words(sizes.heads_q, sizes.heads_kv);
-        let operands =
-            [device.upload(call.operands[0])?, device.upload(call.operands[1])?, device.upload(call.operands[2])?];
-        let rows =
-            [device.upload(call.descales[0])?, device.upload(call.descales[1])?, device.upload(call.descales[2])?];
-        let output = call.output.map(|row| expect("o descales", row, sizes.heads_kv).and_then(|()| device.upload(row)));
-        let logit =
-            call.logit.map(|row| expect("logit descales", row, sizes.heads_q).and_then(|()| device.upload(row)));
-        let (output, logit) = (output.transpose()?, logit.transpose()?);
-        let elements: usize = sizes.q_shape().iter().product();
-        let element = if output.is_some() { Element::E4m3 } else { Element::Bf16 };
-        let out: Buffer<u8> = device.zeros(elements * element.size())?;
-        let lse: Buffer<f32> = device.zeros(sizes.lse_shape().iter().product())?;
-        let stats: Buffer<u32> = device.zeros(words)?;
-        let bytes = Workspace::of(&sizes, Element::F32).bytes;
-        let workspace: Buffer<u8> = device.zeros(bytes)?;
-        // SAFETY: all buffers live until the end of this function, which waits for the work.
-        let (tensors, workspace) = unsafe {
-            // One row serves every sequence of the batch.
-            let row =
-                |row: &Buffer<f32>| super::View::new(row.ptr(), Element::F32, [sizes.batch, sizes.heads_kv], [0, 1]);
-            let tensors = Tensors {
-                q: operands[0].view(Element::F32, shapes[0])?,
-                k: operands[1].view(Element::F32, shapes[1])?,
-                v: operands[2].view(Element::F32, shapes[2])?,
-                descales: Descales {
-                    q: Some(row(&rows[0])),
-                    k: Some(row(&rows[1])),
-                    v: Some(row(&rows[2])),
-                    o: output.as_ref().map(row),
-                    logit: logit.as_ref().map(|x| x.view(Element::F32, [sizes.heads_q])).transpose()?,
-                },
-                rope: None,
-                out: out.view(element, sizes.q_shape())?,
-                lse: Some(lse.view(Element::F32, sizes.lse_shape())?),
-                stats: Some(stats.view(Element::U32, [words])?),
-            };
-            (tensors, workspace.view(Element::U8, [bytes])?)
-        };
-        self.forward(&stream, &tensors, call.causal, call.softmax_scale, &workspace)?;
-        stream.synchronize()?;
-        let bytes = out.read()?;
-        let out = match element {
-            Element::E4m3 => bytes.into_iter().map(|code| crate::fp8::Format::E4m3.decode(code)).collect(),
-            _ => bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
-        };
-        Ok(HostOutput { out, lse: lse.read()?, stats: stats.read()? })
-    }
+/// A call and all its device memory.
+#[derive(Debug)]
+pub struct Resident {
+    causal: bool,
+    softmax_scale: f32,
+    tensors: Tensors,
+    workspace: View<1>,
+    memory: Memory,
 }
 
-fn expect(name: &str, x: &[f32], want: usize) -> Result<()> {
-    if x.len() == want {
-        Ok(())
-    } else {
-        Err(Error::argument(format_args!("{name} has {} values where the shape asks for {want}", x.len())))
+#[derive(Debug)]
+struct Memory {
+    inputs: [Buffer<u8>; 3],
+    out: Buffer<u8>,
+    lse: Buffer<f32>,
+    stats: Option<Buffer<u32>>,
+    _scratch: Buffer<u8>,
+    _descales: Vec<Buffer<f32>>,
+}
+
+impl Resident {
+    /// Allocates everything; operands are zero.
+    ///
+    /// # Errors
+    /// If lengths differ from the sizes, or the memory is not there.
+    pub fn new(engine: &AttentionEngine, setup: &Setup<'_>) -> Result<Self> {
+        let (sizes, device) = (setup.sizes, engine.device());
+        sizes.check()?;
+        let mut kept = Vec::new();
+        let mut keep = |name: &str, values: &[f32], want: usize| {
+            if values.len() != want {
+                let have = values.len();
+                return Err(Error::argument(format_args!("{name}: {have} values where the shape asks for {want}")));
+            }
+            let buffer = device.upload(values)?;
+            let at = buffer.ptr();
+            kept.push(buffer);
+            Ok(at)
+        };
+        // SAFETY of all views: they lie in buffers that the result keeps as long as itself; a buffer waits for the device
+        // before it is freed.
+        let row = |at| unsafe { View::new(at, Element::F32, [sizes.batch, sizes.heads_kv], [0, 1]) };
+        let mut kv_row = |name: &str, values: &[f32]| keep(name, values, sizes.heads_kv).map(row);
+        let [q, k, v] = setup.descales;
+        let mut descales = Descales {
+            q: Some(kv_row("q descales", q)?),
+            k: Some(kv_row("k descales", k)?),
+            v: Some(kv_row("v descales", v)?),
+            o: setup.output.map(|o| kv_row("o descales", o)).transpose()?,
+            logit: None,
+        };
+        if let Some(values) = setup.logit {
+            let at = keep("logit descales", values, sizes.heads_q)?;
+            descales.logit = Some(unsafe { View::dense(at, Element::F32, [sizes.heads_q]) });
+        }
+        let rope = match &setup.rope {
+            Some(tables) => {
+                let shape = [sizes.len_k, tables.cosine.len() / sizes.len_k];
+                let cosine = keep("RoPE cosines", tables.cosine, shape[0] * shape[1])?;
+                let sine = keep("RoPE sines", tables.sine, shape[0] * shape[1])?;
+                let [cosine, sine] = [cosine, sine].map(|at| unsafe { View::dense(at, Element::F32, shape) });
+                Some(Rope { cosine, sine, positions: None, interleaved: tables.interleaved })
+            }
+            None => None,
+        };
+        let shapes = [sizes.q_shape(), sizes.kv_shape(), sizes.kv_shape()];
+        let bytes = |shape: [usize; 4], element: Element| shape.iter().product::<usize>() * element.size();
+        let zeros = |i: usize| device.zeros::<u8>(bytes(shapes[i], setup.operands));
+        let inputs = [zeros(0)?, zeros(1)?, zeros(2)?];
+        let element = if setup.output.is_some() { Element::E4m3 } else { Element::Bf16 };
+        let out = device.zeros::<u8>(bytes(sizes.q_shape(), element))?;
+        let lse = device.zeros::<f32>(sizes.lse_shape().iter().product())?;
+        let words = stats_words(sizes.heads_q, sizes.heads_kv);
+        let stats = if setup.stats { Some(device.zeros::<u32>(words)?) } else { None };
+        let size = Workspace::of(&sizes, setup.operands).bytes;
+        let scratch = device.zeros::<u8>(size)?;
+        let (tensors, workspace) = unsafe {
+            let tensors = Tensors {
+                q: inputs[0].view(setup.operands, shapes[0])?,
+                k: inputs[1].view(setup.operands, shapes[1])?,
+                v: inputs[2].view(setup.operands, shapes[2])?,
+                descales,
+                rope,
+                out: out.view(element, sizes.q_shape())?,
+                lse: Some(lse.view(Element::F32, sizes.lse_shape())?),
+                stats: stats.as_ref().map(|s| s.view(Element::U32, [words])).transpose()?,
+            };
+            (tensors, scratch.view(Element::U8, [size])?)
+        };
+        tensors.check()?;
+        let memory = Memory { inputs, out, lse, stats, _scratch: scratch, _descales: kept };
+        Ok(Self { causal: setup.causal, softmax_scale: setup.softmax_scale, tensors, workspace, memory })
+    }
+
+    /// Sets q, k and v from bytes of the operands' type. Synchronous.
+    ///
+    /// # Errors
+    /// If lengths differ, or the driver fails.
+    pub fn write(&mut self, operands: [&[u8]; 3]) -> Result<()> {
+        self.memory.inputs.iter_mut().zip(operands).try_for_each(|(buffer, bytes)| buffer.write(bytes))
+    }
+
+    /// Puts the whole call on `stream`.
+    ///
+    /// # Errors
+    /// As [`AttentionEngine::forward`].
+    pub fn launch(&self, engine: &AttentionEngine, stream: &Stream) -> Result<()> {
+        engine.forward(stream, &self.tensors, self.causal, self.softmax_scale, &self.workspace)
+    }
+
+    /// Puts its cast alone on `stream`.
+    ///
+    /// # Errors
+    /// As [`AttentionEngine::forward`].
+    pub fn cast(&self, engine: &AttentionEngine, stream: &Stream) -> Result<()> {
+        engine.cast(stream, &self.tensors, &self.workspace)
+    }
+
+    /// Puts its attention alone on `stream`, on what an earlier cast left.
+    ///
+    /// # Errors
+    /// As [`AttentionEngine::forward`].
+    pub fn attend(&self, engine: &AttentionEngine, stream: &Stream) -> Result<()> {
+        engine.attend(stream, &self.tensors, self.causal, self.softmax_scale, &self.workspace)
+    }
+
+    /// The results. Waits for the device.
+    ///
+    /// # Errors
+    /// If the work before failed.
+    pub fn read(&self) -> Result<HostOutput> {
+        let bytes = self.memory.out.read()?;
+        let out = match self.tensors.out.element() {
+            Element::E4m3 => bytes.into_iter().map(|code| Format::E4m3.decode(code)).collect(),
+            _ => bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+        };
+        let stats = self.memory.stats.as_ref().map(Buffer::read).transpose()?.unwrap_or_default();
+        Ok(HostOutput { out, lse: self.memory.lse.read()?, stats })
     }
 }

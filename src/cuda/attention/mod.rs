@@ -27,5 +27,5 @@ mod tile;
 pub use super::view::{Element, View};
 pub use call::{Descales, Rope, Sizes, Tensors, Workspace, stats_words};
 pub use engine::{AttentionEngine, attention_variants, cast_variants};
-pub use host::{HostCall, HostOutput};
+pub use host::{HostOutput, Resident, RopeTables, Setup};
 pub use tile::{Schedule, Tile};
