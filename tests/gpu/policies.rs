@@ -235,7 +235,8 @@ impl Pair {
 }
 
 fn every_policy_plans_the_bits_of_the_host() {
-    let sizes = [model(3, 8, 2), model(2, 5, 5), model(1, 7, 1)];
+    let mut sizes = [model(3, 8, 2), model(2, 5, 5), model(1, 7, 1)];
+    sizes[1].soft_cap = Some(300.0);
     let (mut frozen, mut fell, mut skipped, mut forbidden) = (0, 0, 0, 0);
     for (at, spec) in sizes.iter().enumerate() {
         for granularity in [Granularity::Head, Granularity::Layer] {
@@ -472,6 +473,7 @@ fn what_is_not_finite_is_flagged() {
     let mut row = StepWords::from_row(&[0; 8 * 6], 4, 2).unwrap();
     row.v[1].overflow = 2;
     row.q[0].non_finite = 1;
+    row.logits[2].amax_o = 1f32.to_bits();
     pair.plan.engine_mut().write_stats(0, &row.to_row()).unwrap();
     let mut past = StepWords::from_row(&[0; 8 * 6], 4, 2).unwrap();
     past.k[0].amax = 1e30f32.to_bits();
@@ -479,6 +481,14 @@ fn what_is_not_finite_is_flagged() {
     pair.plan.engine().observe(&stream).unwrap();
     let words = pair.plan.engine().read_status().unwrap();
     assert_eq!(words, [status::OVERFLOW | status::NON_FINITE, status::BEYOND_BOUND]);
+    pair.plan.engine().clear_status(&stream).unwrap();
+    let mut logits = StepWords::from_row(&[0; 8 * 6], 4, 2).unwrap();
+    logits.logits[2].amax_o = 1f32.to_bits();
+    pair.plan.engine_mut().write_stats(0, &logits.to_row()).unwrap();
+    logits.logits[3].overflow = 1;
+    pair.plan.engine_mut().write_stats(1, &logits.to_row()).unwrap();
+    pair.plan.engine().observe(&stream).unwrap();
+    assert_eq!(pair.plan.engine().read_status().unwrap(), [0, status::OVERFLOW]);
 }
 
 fn foreign_states_and_bounds_are_refused() {
