@@ -345,7 +345,7 @@ mod tests {
     fn regions_of_the_workspace_do_not_overlap() {
         let sizes = Sizes { batch: 3, heads_q: 6, heads_kv: 2, len_q: 113, len_k: 203, d_head: 64 };
         let w = Workspace::of(&sizes, Element::Bf16);
-        assert!(w.q >= Workspace::HEADER && w.q % 256 == 0 && w.k % 256 == 0 && w.v % 256 == 0);
+        assert!(w.q >= Workspace::HEADER && [w.q, w.k, w.v].iter().all(|at| at.is_multiple_of(256)));
         assert!(w.k - w.q >= 3 * 113 * 6 * 64 && w.v - w.k >= 3 * 203 * 2 * 64);
         assert_eq!(w.bytes - w.v, 3 * 2 * 208 * 64);
         assert!(Workspace::of(&sizes, Element::E4m3).bytes < w.bytes);
