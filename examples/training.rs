@@ -75,7 +75,9 @@ fn seed_tables(model: ModelKind, seeds: u64) -> Result<()> {
             table(scenario, mode, &results);
         }
     }
-    println!("## Certain bound: largest |x / descale| of all runs above (448 is the end; logits are mapped onto 358.4)\n");
+    println!(
+        "## Certain bound: largest |x / descale| of all runs above (448 is the end; logits are mapped onto 358.4)\n"
+    );
     println!("| tensor | peak |\n|---|---|");
     peaks.iter().for_each(|(name, peak)| println!("| {name} | {peak:.1} |"));
     Ok(())
@@ -91,7 +93,9 @@ fn table(scenario: Scenario, mode: Mode, results: &[TrainResult]) {
     for &arm in arms {
         let how = if scenario == Scenario::Resume { format!(", resumed {}", arm.name()) } else { String::new() };
         println!("Steps {}, the transition at {}{how}.\n", first.stress.steps, first.training.transition);
-        println!("| run | casts | steps with overflow in the 10 after | largest \\|x / descale\\| / 448 there | skipped in the 10 | skipped in all | went back | held-out loss | minus f32 |");
+        println!(
+            "| run | casts | steps with overflow in the 10 after | largest \\|x / descale\\| / 448 there | skipped in the 10 | skipped in all | went back | held-out loss | minus f32 |"
+        );
         println!("|---|---|---|---|---|---|---|---|---|");
         let control = of(results, None, Casts::Saturating, arm);
         for policy in std::iter::once(None).chain(PolicyKind::ALL.map(Some)) {
@@ -166,7 +170,9 @@ const TRANSITION: u64 = 100;
 
 fn regimes(model: ModelKind, seeds: u64) -> Result<()> {
     println!("# {}: regimes in which the policy may matter, {seeds} seeds, {STEPS} steps\n", model.name());
-    println!("| regime | mode | casts | run | overflow steps from {TRANSITION} | skipped | went back | held-out loss | minus f32 |");
+    println!(
+        "| regime | mode | casts | run | overflow steps from {TRANSITION} | skipped | went back | held-out loss | minus f32 |"
+    );
     println!("|---|---|---|---|---|---|---|---|---|");
     for regime in REGIMES {
         if regime.bias > 0.0 && model == ModelKind::Llama {

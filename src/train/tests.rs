@@ -22,8 +22,7 @@ fn plain(q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor> {
     let (_, len, heads, d) = q.dims4()?;
     let (q, k, v) = (spread(q, heads)?, spread(k, heads)?, spread(v, heads)?);
     let scores = (q.matmul(&k.transpose(2, 3)?.contiguous()?)? / (d as f64).sqrt())?;
-    let mask: Vec<f32> =
-        (0..len * len).map(|i| if i % len > i / len { f32::NEG_INFINITY } else { 0.0 }).collect();
+    let mask: Vec<f32> = (0..len * len).map(|i| if i % len > i / len { f32::NEG_INFINITY } else { 0.0 }).collect();
     let scores = scores.broadcast_add(&Tensor::from_vec(mask, (1, 1, len, len), &Device::Cpu)?)?;
     let p = candle_nn::ops::softmax(&scores, D::Minus1)?;
     p.matmul(&v)?.transpose(1, 2)?.contiguous()
@@ -200,7 +199,7 @@ fn an_overflow_that_is_nan_skips_the_step_and_halves_the_loss_scale() {
 
 #[test]
 fn after_too_many_bad_steps_the_run_goes_back() {
-    let tight = DelayedPaperConfig { initial: 1e-6, history: 1, ..DelayedPaperConfig::default() };
+    let tight = DelayedPaperConfig { initial: 1e-6, margin: 0.5, ..DelayedPaperConfig::default() };
     let watchdog = Watchdog { every: 2, patience: 2, cautious: 3, restore_scales: false };
     let options = TrainOptions { casts: Casts::Nan, watchdog, ..small(PolicyConfig::DelayedPaper(tight)) };
     let mut trainer = Trainer::new(options).unwrap();

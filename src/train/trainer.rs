@@ -1,10 +1,10 @@
 //! One training run: graph, backward, loss scaling, AdamW, and the runtime whose scales attention uses.
 
-use super::{Casts, failed};
 use super::language::{Batch, Language, mix};
 use super::model::{LAYERS, ModelKind, POSITIONS, Parameters};
 use super::op::Attended;
 use super::optimizer::{AdamW, LossScale};
+use super::{Casts, failed};
 use crate::attention::{Attention, AttentionCall, AttentionShape, Cpu, Inputs, Mask, Precision};
 use crate::bound::Tail;
 use crate::error::{Error, Result};
@@ -59,7 +59,7 @@ impl TrainOptions {
             mode: Mode::Logit,
             casts: Casts::Saturating,
             seed: 0,
-            batch: 8,
+            batch: 4,
             seq_len: POSITIONS,
             rate: 3e-3,
             warm_up: 10,
@@ -382,7 +382,10 @@ impl Trainer {
     /// # Errors
     /// If the graph, a bound or a plan fails. Values that are not finite are no error: the step is skipped.
     pub fn step(&mut self, factor: f64) -> Result<StepRecord> {
-        if self.bad == 0 && self.options.watchdog.every > 0 && self.step.is_multiple_of(self.options.watchdog.every.into()) {
+        if self.bad == 0
+            && self.options.watchdog.every > 0
+            && self.step.is_multiple_of(self.options.watchdog.every.into())
+        {
             self.good = Some(Box::new(self.state()));
         }
         let text = self.language.batch(self.step, self.options.batch, self.options.seq_len);
@@ -540,5 +543,10 @@ fn call_of(spec: &AttentionSpec, layer: usize, text: &Batch) -> AttentionCall {
         len_k: text.len,
         d_head: spec.d_head,
     };
-    AttentionCall { shape, mask: Mask::CAUSAL, softmax_scale: spec.softmax_scale[layer.min(LAYERS - 1)], soft_cap: None }
+    AttentionCall {
+        shape,
+        mask: Mask::CAUSAL,
+        softmax_scale: spec.softmax_scale[layer.min(LAYERS - 1)],
+        soft_cap: None,
+    }
 }

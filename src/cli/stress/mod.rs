@@ -275,7 +275,9 @@ pub fn run(args: Args) -> Result<()> {
     bar.finish_and_clear();
     let results = match args.scenario {
         Choice::All => {
-            let left = |names: &[&'static str], reason| names.iter().map(move |scenario| LeftOut { scenario, reason }).collect();
+            let left = |names: &[&'static str], reason| {
+                names.iter().map(move |scenario| LeftOut { scenario, reason }).collect()
+            };
             let mut left_out: Vec<LeftOut> = match args.trains() {
                 true => left(&["checkpoint-load", "weight-spike", "refit"], "a model that is trained starts at random"),
                 false => left(&["resume", "lr-spike"], NEEDS_TRAIN),

@@ -154,12 +154,7 @@ fn lines(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, same: boo
 }
 
 /// A curve for each policy; `None` is what has none.
-pub fn curves(
-    all: &[(Option<PolicyKind>, Vec<(usize, f64)>)],
-    last: usize,
-    over: &str,
-    limit: Option<f64>,
-) -> String {
+pub fn curves(all: &[(Option<PolicyKind>, Vec<(usize, f64)>)], last: usize, over: &str, limit: Option<f64>) -> String {
     let axis = Axis::new(all.iter().flat_map(|(_, points)| points).map(|point| point.1).chain(limit), Some(0.0));
     let (left, top, right, height) = (46.0, 8.0, WIDTH - 10.0, 190.0);
     let x = |at: usize| left + 6.0 + (right - left - 12.0) * at as f64 / last as f64;

@@ -27,7 +27,8 @@ const HEADS: [&str; 9] = [
 /// The scenarios that the arguments ask for.
 pub fn run(args: &Args, options: &StressOptions, bar: &ProgressBar) -> Result<Vec<Run>> {
     let kind = args.model.as_deref().and_then(ModelKind::of);
-    let kind = kind.ok_or_else(|| Error::argument("the models that are trained are tiny-llama-train and tiny-gpt2-train"))?;
+    let kind =
+        kind.ok_or_else(|| Error::argument("the models that are trained are tiny-llama-train and tiny-gpt2-train"))?;
     let base = LabOptions::new(kind);
     let scenarios: &[Scenario] = match args.scenario {
         Choice::Resume => &[Scenario::Resume],
