@@ -30,8 +30,8 @@
 
 // Written by the host byte for byte.
 struct CastStats {
-  u32 amax;        // bits of max |x|
-  u32 saturated;   // |x / descale| > 448, infinities too
+  u32 amax;        // bits of max |x|; NaN if any x is
+  u32 saturated;   // finite x with |x / descale| > 448
   u32 past_464;
   u32 non_finite;
 };
@@ -39,7 +39,7 @@ struct CastTensor {
   const void* in;
   u8* out;                              // Q, K: [batch, length, heads, dim]; V: the layout above
   const float* descale;                 // [batch, kv head] by the strides below
-  CastStats* stats;                     // [heads]
+  CastStats* stats;                     // [heads], or null
   i64 stride_batch, stride_row, stride_head;  // of `in`, elements; multiples of 8
   i64 descale_batch, descale_head;
   int length, heads;
@@ -129,17 +129,15 @@ __device__ __forceinline__ u32 warp_top(const float (&x)[8]) {
   for (int i = 0; i < 8; i++) top = max_nan(top, fabsf(x[i]));
   return warp_max(__float_as_uint(top) & 0x7fffffff);
 }
-// The slow path: some value of the warp saturates or is not finite. Gives the finite maximum's bits.
-__device__ __forceinline__ u32 count_past(const float (&x)[8], float to_units, CastStats* stats) {
-  float top = 0.0f;
+// The slow path: some value of the warp saturates or is not finite.
+__device__ __forceinline__ void count_past(const float (&x)[8], float to_units, CastStats* stats) {
   u32 saturated = 0, past = 0, bad = 0;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const float a = fabsf(x[i]), u = a * to_units;
     const bool finite = a < __int_as_float(0x7f800000);
-    top = fmaxf(top, finite ? a : 0.0f);
-    saturated += u > 448.0f;
-    past += u > 464.0f;
+    saturated += finite && u > 448.0f;
+    past += finite && u > 464.0f;
     bad += !finite;
   }
   const u32 sums[3] = {warp_sum(saturated), warp_sum(past), warp_sum(bad)};
@@ -148,7 +146,6 @@ __device__ __forceinline__ u32 count_past(const float (&x)[8], float to_units, C
     if (sums[1] > 0) atomicAdd(&stats->past_464, sums[1]);
     if (sums[2] > 0) atomicAdd(&stats->non_finite, sums[2]);
   }
-  return warp_max(__float_as_uint(top));
 }
 
 // One position's row of dims per line; the odd width spreads the columns over the banks.
@@ -241,9 +238,11 @@ cast_qkv(const __grid_constant__ CastParams p) {
     // Scale, round
     const float to_units = 1.0f / t.descale[batch * t.descale_batch + head / per_kv * t.descale_head];
 #if STATS
-    u32 top = warp_top(x);
-    if (top >= 0x7f800000 || __uint_as_float(top) * to_units > 448.0f) top = count_past(x, to_units, t.stats + head);
-    if (threadIdx.x % 32 == 0) tops[h][threadIdx.x / 32] = top;
+    if (t.stats != nullptr) {
+      const u32 top = warp_top(x);
+      if (top >= 0x7f800000 || __uint_as_float(top) * to_units > 448.0f) count_past(x, to_units, t.stats + head);
+      if (threadIdx.x % 32 == 0) tops[h][threadIdx.x / 32] = top;
+    }
 #endif
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] *= to_units;
@@ -259,7 +258,7 @@ cast_qkv(const __grid_constant__ CastParams p) {
   // Publish the block's maxima
 #if STATS
   __syncthreads();
-  if (threadIdx.x < kHeads && first + threadIdx.x < t.heads) {
+  if (t.stats != nullptr && threadIdx.x < kHeads && first + threadIdx.x < t.heads) {
     u32 top = 0;
 #pragma unroll
     for (int w = 0; w < kThreads / 32; w++) top = max(top, tops[threadIdx.x][w]);

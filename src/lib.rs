@@ -6,6 +6,7 @@ pub mod attention;
 pub mod bound;
 pub mod calibrate;
 pub mod cuda;
+pub mod device_plan;
 mod error;
 pub mod file;
 pub mod forward;

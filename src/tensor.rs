@@ -133,6 +133,16 @@ impl<'a> MatrixView<'a> {
         Ok(self)
     }
 
+    /// The same matrix times `factor`, without touching the storage: its multipliers, if it has any, are multiplied.
+    pub fn scaled(&self, factor: f32) -> Self {
+        let scale = match &self.scale {
+            Some(scale) => BlockScale { values: scale.values.iter().map(|x| x * factor).collect(), ..scale.clone() },
+            // One tile that covers every index.
+            None => BlockScale { values: [factor].into(), block: (usize::MAX, usize::MAX), grid_cols: 1 },
+        };
+        Self { scale: Some(scale), ..self.clone() }
+    }
+
     /// Rows and columns.
     pub fn shape(&self) -> (usize, usize) {
         (self.rows, self.cols)
@@ -292,6 +302,20 @@ mod tests {
         assert!(refused(5, (2, 2), 3), "a tile without a value");
         assert!(refused(6, (2, 2), 2), "a row of tiles too short");
         assert!(!refused(6, (2, 2), 3));
+    }
+
+    #[test]
+    fn a_factor_multiplies_every_element_with_and_without_scales() {
+        let codes = vec![0x38u8; 4 * 6];
+        let plain = MatrixView::dense(&codes, Dtype::E4m3, 4, 6).unwrap();
+        let scale = BlockScale { values: vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0].into(), block: (2, 2), grid_cols: 3 };
+        let tiles = plain.clone().with_scale(scale).unwrap().slice_rows(1, 3).transpose();
+        for view in [plain, tiles] {
+            let (rows, cols) = view.shape();
+            for (row, col) in (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col))) {
+                assert_eq!(view.scaled(4.0).scaled(0.5).get(row, col), 2.0 * view.get(row, col));
+            }
+        }
     }
 
     #[test]

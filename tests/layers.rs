@@ -12,8 +12,8 @@ const LAYERS: &[&[&str]] = &[
     &["spectral"],
     &["bound"],
     &["plan", "stats"],
-    &["device_plan", "policy", "attention"],
-    &["runtime"],
+    &["policy", "attention"],
+    &["runtime", "device_plan"],
     &["calibrate", "stress"],
     &["train"],
 ];

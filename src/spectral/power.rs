@@ -68,6 +68,22 @@ impl PowerState {
         Self { version: STATE_VERSION, seed, d_model, n_q_heads, layers: vec![None; layers] }
     }
 
+    /// Whether the state is of a model of this shape.
+    ///
+    /// # Errors
+    /// `is_mismatch`, naming what differs.
+    pub fn check_model(&self, layers: usize, d_model: usize, n_q_heads: usize) -> Result<()> {
+        let (here, there) = ([self.layers.len(), self.d_model, self.n_q_heads], [layers, d_model, n_q_heads]);
+        if self.version == STATE_VERSION && here == there {
+            return Ok(());
+        }
+        Err(Error::mismatch(format_args!(
+            "power state of version {} with (layers, d_model, n_q_heads) = {here:?} is not one of version \
+             {STATE_VERSION} with {there:?}",
+            self.version
+        )))
+    }
+
     /// Whether a layer has vectors to start from.
     pub fn is_warm(&self, layer: usize) -> bool {
         self.layers.get(layer).is_some_and(Option::is_some)

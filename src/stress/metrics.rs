@@ -166,7 +166,7 @@ mod tests {
         let inputs = Inputs { q: &q, k: &k, v: &k };
         let compared = Divergence::new(&call, &inputs);
         let kl = |mode, change: &dyn Fn(&mut ScalePlan, Descale)| {
-            let mut plan = super::super::identity(0, &shape);
+            let mut plan = super::super::lab::identity(0, &shape);
             change(&mut plan, Descale::new(1e-4).unwrap());
             compared.of(mode, &plan).unwrap().unwrap()
         };

@@ -455,6 +455,7 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
         seed: train.seed,
         steps: course.steps,
         seq_len: train.seq_len,
+        tokens: None,
         auto_c_burn_in: options.burn_in,
         notes: vec![format!(
             "a model of {parameters} parameters on a generated language, {} sequences a step; every policy trains a run of \

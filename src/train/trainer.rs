@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::model::AttentionSpec;
 use crate::policy::{PolicyConfig, Report};
 use crate::runtime::{Runtime, RuntimeConfig, RuntimeState, Step, StepOutcome, Weights, bounds_of};
+use crate::spectral::Estimator;
 use crate::stress::{Divergence, Mode, Seen, TraceRow, identity, look, row, sqnr_db};
 use candle_core::Tensor;
 use std::path::Path;
@@ -86,7 +87,7 @@ impl TrainOptions {
 
     /// What the run's runtime is made from, if it has one.
     fn runtime(&self) -> Option<RuntimeConfig> {
-        self.policy.map(|policy| RuntimeConfig { policy, tail: self.tail })
+        self.policy.map(|policy| RuntimeConfig { policy, tail: self.tail, estimator: Estimator::Gram })
     }
 
     fn precision(&self) -> Precision {
@@ -231,7 +232,7 @@ impl Trainer {
     pub fn shadow(&mut self, policies: &[PolicyConfig]) -> Result<()> {
         let tail = self.options.tail;
         for &policy in policies {
-            self.shadows.push(Runtime::new(&self.spec, RuntimeConfig { policy, tail })?);
+            self.shadows.push(Runtime::new(&self.spec, RuntimeConfig { policy, tail, estimator: Estimator::Gram })?);
         }
         Ok(())
     }

@@ -13,7 +13,11 @@ macro_rules! tests {
     };
 }
 
+mod attention;
 mod engine;
+mod lost;
+mod policies;
+mod weights;
 
 use libtest_mimic::{Arguments, Completion, Trial};
 use sigmascale::cuda::{self, Device};
@@ -21,9 +25,13 @@ use std::process::ExitCode;
 use std::sync::OnceLock;
 
 fn main() -> ExitCode {
+    if std::env::var_os(lost::LOSE).is_some() {
+        lost::lose();
+        return ExitCode::SUCCESS;
+    }
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(1);
-    let cases = [engine::tests()].into_iter().flatten().collect();
+    let cases = [attention::tests(), engine::tests(), policies::tests(), lost::tests()].into_iter().flatten().collect();
     libtest_mimic::run(&arguments, cases).exit_code()
 }
 

@@ -1,7 +1,5 @@
 //! `sigmascale bench`: times on this machine's GPU, as CSV in the columns of the usual Python scripts.
 
-#![allow(dead_code)] // Until both commands use it.
-
 mod attention;
 mod spectral;
 

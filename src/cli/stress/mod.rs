@@ -11,10 +11,12 @@ use super::progress;
 use super::table::{Table, brief};
 use clap::ValueEnum;
 use serde::Serialize;
+use sigmascale::cuda;
 use sigmascale::file::{check_target, write_atomically};
 use sigmascale::policy::PolicyKind;
 use sigmascale::stress::{
-    Mode, PolicySummary, Scenario, StressModel, StressOptions, StressResult, Trace, replay, run as run_scenario,
+    Mode, PolicySummary, Scenario, StressModel, StressOptions, StressResult, TokenFile, Trace, replay,
+    run as run_scenario,
 };
 use sigmascale::{Error, Result};
 use std::fmt::Write;
@@ -44,16 +46,20 @@ pub struct Args {
     /// Steps [default: 1 for checkpoint-load, 330 for resume, 150 for lr-spike, otherwise 30]
     #[arg(long, value_name = "N")]
     steps: Option<usize>,
-    /// Text to run through the model instead of generated tokens: not in this build
+    /// Text that runs through the model's own forward, instead of generated tokens: any file for a model that reads
+    /// bytes, token ids as a JSON list in FILE.json for the others
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
+    /// Checkpoints of the same training after MODEL, in order and comma-separated: refit takes one a step
+    #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
+    path: Vec<PathBuf>,
     /// Seed of synthetic weights and of tokens
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// For resume and lr-spike: what a value out of range becomes
     #[arg(long, value_enum)]
     casts: Option<CastKind>,
-    /// Where attention runs
+    /// Where spectra and bounds are computed; attention runs on the CPU
     #[arg(long, value_enum, default_value = "cpu")]
     device: Device,
     /// Recorded maxima, for replay and all
@@ -72,7 +78,7 @@ enum Choice {
     CheckpointLoad,
     /// Weights and biases of q, k and v times 4 at step 10
     WeightSpike,
-    /// Weights 5 % larger at every step
+    /// Weights replaced at every step: by the checkpoints of --path, else 5 % larger
     Refit,
     /// Recorded maxima through the policies that need no weights
     Replay,
@@ -106,7 +112,7 @@ enum CastKind {
 enum Device {
     /// This machine's cores
     Cpu,
-    /// Not in this build
+    /// The first GPU, by the scale engine
     Cuda,
 }
 
@@ -182,10 +188,16 @@ impl Args {
             return refuse("--casts is for resume and lr-spike: the other scenarios saturate");
         }
         if self.device == Device::Cuda {
-            return refuse("--device cuda: the stress lab of this build runs on the CPU alone");
+            if self.scenario == Choice::Replay {
+                return refuse("a replay has no weights: --device cuda computes bounds from weights");
+            }
+            cuda::require().map_err(|error| error.within("--device cuda"))?;
         }
-        if self.tokens.is_some() {
-            return refuse("--tokens: this build generates its tokens and does not run a model's own forward");
+        if self.scenario == Choice::Replay && self.tokens.is_some() {
+            return refuse("a replay has recorded maxima: leave --tokens out");
+        }
+        if !self.path.is_empty() && !matches!(self.scenario, Choice::Refit | Choice::All) {
+            return Err(Error::argument(format_args!("--path is for refit and all, not for {name}")));
         }
         match (self.scenario, &self.model, &self.trace) {
             (Choice::Replay, _, None) => return refuse("replay needs --trace FILE"),
@@ -214,8 +226,10 @@ impl Args {
             policies,
             layers: self.layers,
             seq_len: self.seq_len.unwrap_or(StressOptions::default().seq_len),
+            tokens: self.tokens.as_deref().map(TokenFile::read).transpose()?,
             steps: self.steps,
             seed: self.seed,
+            bounds_on_gpu: self.device == Device::Cuda,
             ..StressOptions::default()
         })
     }
@@ -245,7 +259,7 @@ pub fn run(args: Args) -> Result<()> {
     // Read first: a broken trace shall not end an hour of work.
     let trace = args.trace.as_deref().map(|file| Ok::<_, Error>((file, Trace::read(file)?))).transpose()?;
     let model = match args.model.as_deref().filter(|_| args.scenario != Choice::Replay && !args.trains()) {
-        Some(name) => Some(open(name, options.seed)?),
+        Some(name) => Some(open(name, &args.path, options.seed)?),
         None => None,
     };
     let scenarios: &[Scenario] = match args.scenario {
@@ -260,9 +274,9 @@ pub fn run(args: Args) -> Result<()> {
     for &scenario in scenarios {
         let Some(model) = &model else { break };
         bar.set_message(scenario.name());
-        // The steps asked for are those of a sequence of steps; a load has one.
-        let steps =
-            if args.scenario == Choice::All && scenario == Scenario::CheckpointLoad { None } else { options.steps };
+        // The steps asked for are those of a spike and of generated growth; a load and a recorded path have their own.
+        let own = scenario == Scenario::CheckpointLoad || scenario == Scenario::Refit && !args.path.is_empty();
+        let steps = if args.scenario == Choice::All && own { None } else { options.steps };
         runs.push(Run::from(run_scenario(scenario, model, &StressOptions { steps, ..options.clone() })?));
     }
     #[cfg(feature = "train")]
@@ -299,10 +313,16 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 /// Weights of a checkpoint as they are; random ones where there is a config alone.
-fn open(name: &str, seed: u64) -> Result<StressModel> {
+fn open(name: &str, path: &[PathBuf], seed: u64) -> Result<StressModel> {
     match Model::open(name)? {
+        Model::Config(_) if !path.is_empty() => {
+            Err(Error::argument(format_args!("--path needs a checkpoint as its model, and {name} has no weights")))
+        }
         Model::Config(spec) => StressModel::synthetic(&spec, seed),
-        Model::Checkpoint(_) => StressModel::open(Path::new(name)),
+        Model::Checkpoint(_) => {
+            let first = [PathBuf::from(name)];
+            StressModel::open_path(&first.iter().chain(path).collect::<Vec<_>>())
+        }
     }
 }
 

@@ -2,8 +2,10 @@
 
 use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::{driver, sources};
+use super::host::DeviceWeights;
 use super::tables::{self, *};
 use crate::error::{Error, Result};
+use std::sync::Arc;
 
 pub(super) const NO_ROW: u32 = u32::MAX;
 
@@ -31,9 +33,12 @@ pub struct ScaleEngine {
     layer_table: Buffer<tables::Layer>,
     heads: Buffer<f32>,
     tensors: Buffer<f32>,
+    operand_bounds: Buffer<f32>,
     status: Buffer<u32>,
     grams: Option<Grams>,
     bounds: Option<Bounds>,
+    /// Weights that the engine keeps alive; `None` where its maker promised to.
+    weights: Option<Arc<DeviceWeights>>,
 }
 
 /// What the logit bounds need beside the Grams.
@@ -57,7 +62,7 @@ struct Bounds {
     heads: Buffer<HeadBound>,
     /// Q and K statistics come from the Grams: no mean, no shift.
     from_grams: bool,
-    eta: f32,
+    eta: f64,
     rounding: f32,
 }
 
@@ -122,12 +127,31 @@ impl ScaleEngine {
             layer_table: device.upload(&built.layers)?,
             heads: device.zeros(built.outputs)?,
             tensors: device.zeros(4 * layers.len())?,
+            operand_bounds: device.zeros(3 * layers[0].n_kv * layers.len())?,
             status: device.zeros(1)?,
             projections: device.upload(&built.projections)?,
             grams,
             bounds,
             layers: layers.to_vec(),
+            weights: None,
         })
+    }
+
+    /// The same over weights that are kept alive with the engine.
+    ///
+    /// # Errors
+    /// As [`ScaleEngine::new`].
+    pub fn over(device: &Device, weights: &Arc<DeviceWeights>, with_grams: bool) -> Result<Self> {
+        // SAFETY: 1. every range was checked against the memory that `weights` owns; 2. the engine holds it, and nothing
+        // here writes it.
+        let mut engine = unsafe { Self::new(device, weights.layers(), with_grams)? };
+        engine.weights = Some(weights.clone());
+        Ok(engine)
+    }
+
+    /// The weights that the engine keeps alive.
+    pub fn weights(&self) -> Option<&Arc<DeviceWeights>> {
+        self.weights.as_ref()
     }
 
     /// Puts the operand descales of every layer on `stream`: one read of W_Q, W_K and W_V.
@@ -146,6 +170,7 @@ impl ScaleEngine {
             Arg::Ptr(self.stats.ptr()),
             Arg::Ptr(self.heads.ptr()),
             Arg::Ptr(self.tensors.ptr()),
+            Arg::Ptr(self.operand_bounds.ptr()),
             Arg::Ptr(self.status.ptr()),
         ];
         let grid = (self.layers.len() as u32, 3, 1);
@@ -222,9 +247,9 @@ impl ScaleEngine {
             layers as u32,
             u32::from(!b.product_jobs.is_empty()),
             first.rope_factor.to_bits(),
-            b.eta.to_bits(),
             0,
-            0,
+            b.eta.to_bits() as u32,
+            (b.eta.to_bits() >> 32) as u32,
         ]);
         let (heads, partials) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()));
         let (stats, status) = (Arg::Ptr(self.stats.ptr()), Arg::Ptr(self.status.ptr()));
@@ -301,11 +326,12 @@ impl ScaleEngine {
         let bounds = self.bounds.as_ref().map_or(0, |b| {
             4 * b.vectors.len()
                 + 8 * (b.workspace.len() + b.lambdas.len() + b.aux.len() + b.biases.len())
-                + 16 * (b.jobs.len() + b.product_jobs.len() + b.heads.len())
+                + 16 * (b.jobs.len() + b.product_jobs.len())
+                + 32 * b.heads.len()
         });
         let tables = 96 * self.projections.len()
             + 32 * self.stats.len()
-            + 4 * (self.squares.len() + self.heads.len() + self.tensors.len())
+            + 4 * (self.squares.len() + self.heads.len() + self.tensors.len() + self.operand_bounds.len())
             + 8 * (self.row_blocks.1 + self.column_blocks.1);
         grams + bounds + tables
     }
@@ -323,6 +349,11 @@ impl ScaleEngine {
     /// The largest of each layer's heads, `[layer][q, k, v, o]` f32.
     pub fn tensor_descales(&self) -> &Buffer<f32> {
         &self.tensors
+    }
+
+    /// Operand bounds with rounding, `B + A/32`, `[layer][q, k, v][n_kv]` f32, rounded up; 0 for a head of zeros.
+    pub fn operand_bounds(&self) -> &Buffer<f32> {
+        &self.operand_bounds
     }
 
     /// Status word: 0, or bits for weights that are not finite (1), bounds that are not finite (2), bounds that fell back

@@ -8,9 +8,11 @@
 //! `B = sqrt(d) ||w_c|| + |c_c|`, descale `(B + A/32) / 448`; and per head Grams for the logit bounds.
 
 mod engine;
+mod host;
 mod power;
 mod tables;
 
 pub use engine::{GramRoute, ScaleEngine};
+pub use host::{DeviceWeights, HostLayer, HostProjection};
 pub use power::PowerEngine;
 pub use tables::{ChannelStats, DeviceMatrix, Dtype, HeadBound, HeadGram, LayerInput, ProjectionInput};
