@@ -3,20 +3,19 @@
 Hopper GPU; prints CSV.
 
 Times are medians of events. `refresh` is timed from the launch of its first kernel to the end of its last, eager and
-replayed from a CUDA graph; `share` is that over the BF16 forward of the whole model at 4096 tokens, in the same run. Errors are relative RMS of
-the attention output against f64 attention on the unrounded operands of the carried checkpoint, the largest of its layers: with
-the plan's descales, with descales from the exact maxima of each head, and of BF16 SDPA.
+replayed from a CUDA graph; `share` is that over the BF16 forward of the whole model at 4096 tokens, in the same run. Errors are
+relative RMS of the attention output against f64 attention on the unrounded operands of the carried checkpoint, the largest of
+its layers: with the plan's descales, with descales from the exact maxima of each head, and of BF16 SDPA.
 """
 
 import pathlib
-
 import statistics
 
 import torch
 import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import sigmascale.torch as fp8
-import transformers.integrations.sdpa_attention  # noqa: F401
 
 
 def median_ms(work, repeat=15, warm=3):
@@ -52,7 +51,7 @@ def recorded():
 
     def record(module, query, key, value, mask, scaling=None, **kwargs):
         seen.append([x.transpose(1, 2) for x in (query, key, value)])
-        return transformers.integrations.sdpa_attention.sdpa_attention_forward(module, query, key, value, None, scaling=scaling)
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling)
 
     transformers.AttentionInterface.register("record", record)
     model.set_attn_implementation("record")
