@@ -60,14 +60,14 @@ pub(super) fn failed(doing: impl std::fmt::Display) -> impl FnOnce(result::Drive
     }
 }
 
-/// Tensor map of a 2-D BF16 matrix, `inner` contiguous values by `outer` rows `stride` values apart, brought in boxes of
-/// 64 x 64 with 128-byte swizzle; what lies outside reads as zero.
+/// Tensor map of a 2-D matrix of 16-bit values, `inner` contiguous ones by `outer` rows `stride` values apart, brought in
+/// boxes of 64 values by `rows` rows with 128-byte swizzle; what lies outside reads as zero.
 ///
 /// # Errors
 /// If the driver refuses the shape (address or stride not a multiple of 16 bytes).
-pub(super) fn tensor_map_bf16(address: u64, inner: u64, outer: u64, stride: u64) -> Result<[u64; 16]> {
+pub(super) fn tensor_map_16bit(address: u64, inner: u64, outer: u64, stride: u64, rows: u32) -> Result<[u64; 16]> {
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
-    let (extent, strides, tile, steps) = ([inner, outer], [stride * 2], [64u32, 64], [1u32, 1]);
+    let (extent, strides, tile, steps) = ([inner, outer], [stride * 2], [64u32, rows], [1u32, 1]);
     // SAFETY: every array has the two dimensions (one stride) that the rank says, and outlives the call. The address is
     // only stored.
     unsafe {
