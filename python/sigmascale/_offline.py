@@ -77,10 +77,26 @@ def export_scales(model, file, *, weights=None, **options):
     _native.export_scales(_source(model, weights), os.fspath(file), _options(options))
 
 
-def stress(scenario, model=None, *, mode="logit", policies=None, layers=None, seq_len=256, steps=None, seed=0, trace=None):
+def stress(
+    scenario,
+    model=None,
+    *,
+    mode="logit",
+    policies=None,
+    layers=None,
+    seq_len=None,
+    tokens=None,
+    path=(),
+    steps=None,
+    seed=0,
+    device="cpu",
+    trace=None,
+):
     """What every scaling policy does when the weights move: the JSON of ``sigmascale stress`` as a dict.
 
-    ``scenario`` is checkpoint-load, weight-spike, refit, or replay (which takes ``trace``, a file, and no model).
+    ``scenario`` is checkpoint-load, weight-spike, refit, or replay (which takes ``trace``, a file, and no model). ``tokens``
+    is a file that is run through the model's own forward, ``path`` the checkpoints that a refit goes through. The scenarios
+    that train a model are the command's alone.
     """
     if policies is not None and not isinstance(policies, str):
         policies = ",".join(policies)
@@ -90,8 +106,11 @@ def stress(scenario, model=None, *, mode="logit", policies=None, layers=None, se
         "policies": policies,
         "layers": layers,
         "seq_len": seq_len,
+        "tokens": None if tokens is None else os.fspath(tokens),
+        "path": [os.fspath(file) for file in path],
         "steps": steps,
         "seed": seed,
+        "device": device,
         "trace": None if trace is None else os.fspath(trace),
     }
     return json.loads(_native.stress(scenario, arguments))

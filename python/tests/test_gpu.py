@@ -444,6 +444,35 @@ def test_a_hugging_face_model_runs_and_trains(kind):
         model(tokens, attention_mask=mask)
 
 
+def test_an_encoder_sees_both_ways():
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**SMALL)).to(torch.bfloat16).cuda().eval()
+    tokens = torch.randint(0, 128, (2, 96), device="cuda")
+    with torch.no_grad():
+        reference = model(tokens).last_hidden_state
+        runtime = fp8.attach(model)
+        model.set_attn_implementation(fp8.register())
+        out = model(tokens).last_hidden_state
+    assert relative(out, reference) < 0.05 and not torch.equal(out, reference)
+    assert (runtime.stats()["overflow"] == 0).all()
+
+
+def test_values_without_a_bound_are_planned_from_what_is_seen():
+    torch.manual_seed(0)
+    config = transformers.Olmo2Config(**SMALL, num_key_value_heads=2)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).cuda()
+    with pytest.raises(sigmascale.UnsupportedError, match="v has no bound"):
+        fp8.attach(model)
+    tokens = torch.randint(0, 128, (2, 96), device="cuda")
+    reference = model(tokens).logits
+    runtime = fp8.attach(model, policy="delayed-te")
+    model.set_attn_implementation(fp8.register())
+    for _ in range(2):
+        out = model(tokens).logits
+        runtime.refresh()
+    assert relative(out, reference) < 0.1 and (runtime.descales != 1).any()
+
+
 def test_a_hugging_face_model_generates():
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).cuda().eval()
     prompt = torch.tensor([list(b"fn main() {\n    let ")], device="cuda")

@@ -42,6 +42,10 @@ def stored(folder):
         (["calibrate", MODEL, "--as-paper", "--c", "0.1"], lambda: sigmascale.calibrate(MODEL, as_paper=True, c=0.1)),
         (["inspect", MODEL], lambda: sigmascale.inspect(MODEL)),
         (
+            ["stress", "checkpoint-load", "--model", MODEL, "--tokens", ROOT / "README.md", "--seq-len", "64"],
+            lambda: sigmascale.stress("checkpoint-load", MODEL, tokens=ROOT / "README.md", seq_len=64),
+        ),
+        (
             ["stress", "refit", "--model", MODEL, "--layers", "1", "--steps", "2", "--seq-len", "32", "--policies", "delayed"],
             lambda: sigmascale.stress("refit", MODEL, layers=1, steps=2, seq_len=32, policies=["delayed-paper", "delayed-te"]),
         ),
