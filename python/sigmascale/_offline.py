@@ -39,7 +39,11 @@ def _safetensors(weights):
         dtype = _SAFETENSORS.get(array.dtype.name)
         if dtype is None:
             raise ArgumentError(f"{name} has type {array.dtype}: {', '.join(_SAFETENSORS)} are read")
-        header[str(name)] = {"dtype": dtype, "shape": list(np.shape(value)), "data_offsets": [offset, offset + array.nbytes]}
+        header[str(name)] = {
+            "dtype": dtype,
+            "shape": list(np.shape(value)),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
         chunks.append(array.reshape(-1).view(np.uint8).data)
         offset += array.nbytes
     text = json.dumps(header).encode()
@@ -124,7 +128,13 @@ def descales(profile):
     if "layers" not in profile:
         raise ArgumentError("the profile has no layers: calibrate a checkpoint, not a config alone")
     rows = {}
-    for name, key in [("q", "q_descale"), ("k", "k_descale"), ("v", "v_descale"), ("o", "o_descale"), ("logit", "logit_descales")]:
+    for name, key in [
+        ("q", "q_descale"),
+        ("k", "k_descale"),
+        ("v", "v_descale"),
+        ("o", "o_descale"),
+        ("logit", "logit_descales"),
+    ]:
         values = [layer.get(key) for layer in profile["layers"]]
         rows[name] = None if any(value is None for value in values) else np.asarray(values, dtype=np.float32)
     return rows

@@ -46,8 +46,23 @@ def stored(folder):
             lambda: sigmascale.stress("checkpoint-load", MODEL, tokens=ROOT / "README.md", seq_len=64),
         ),
         (
-            ["stress", "refit", "--model", MODEL, "--layers", "1", "--steps", "2", "--seq-len", "32", "--policies", "delayed"],
-            lambda: sigmascale.stress("refit", MODEL, layers=1, steps=2, seq_len=32, policies=["delayed-paper", "delayed-te"]),
+            [
+                "stress",
+                "refit",
+                "--model",
+                MODEL,
+                "--layers",
+                "1",
+                "--steps",
+                "2",
+                "--seq-len",
+                "32",
+                "--policies",
+                "delayed",
+            ],
+            lambda: sigmascale.stress(
+                "refit", MODEL, layers=1, steps=2, seq_len=32, policies=["delayed-paper", "delayed-te"]
+            ),
         ),
     ],
 )
@@ -68,7 +83,11 @@ def test_descales_are_arrays():
     profile = sigmascale.calibrate(MODEL)
     rows = sigmascale.descales(profile)
     assert {name: row.shape for name, row in rows.items()} == {
-        "q": (6, 2), "k": (6, 2), "v": (6, 2), "o": (6, 2), "logit": (6, 4)
+        "q": (6, 2),
+        "k": (6, 2),
+        "v": (6, 2),
+        "o": (6, 2),
+        "logit": (6, 4),
     }
     assert all(row.dtype == np.float32 and (row > 0).all() for row in rows.values())
     assert rows["k"][3, 1] == np.float32(profile["layers"][3]["k_descale"][1])
