@@ -223,8 +223,8 @@ class Runtime:
         """What attention calls reported since the last refresh, as NumPy arrays; waits for the device.
 
         ``amax`` ``(layers, 3, n_kv)`` of q, k and v; ``overflow`` (values past 448 descales), ``beyond`` (past 464) and
-        ``non_finite`` likewise; ``peak``: the largest |x / descale| (NaN under ``current``, whose descales are gone); ``logit_max`` and ``logit_min`` ``(layers, n_q)``
-        where the kernel reports them, else NaN.
+        ``non_finite`` likewise; ``peak``: the largest |x / descale| (NaN under ``current``, whose descales are gone);
+        ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN.
         """
         n_q, n_kv = self.n_q_heads, self.n_kv_heads
         words = self.words.cpu()
