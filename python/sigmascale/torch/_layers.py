@@ -85,7 +85,7 @@ def check(layers):
                 device, where = tensor.device, name
             elif tensor.device != device:
                 raise ArgumentError(
-                    f"{name} is on {tensor.device} and {where} on {device}: attach one runtime for the layers of each device"
+                    f"{name} is on {tensor.device} and {where} on {device}: attach one runtime for each device, with the layers=[...] of find_layers(model) that lie there"
                 )
             if tensor.dtype not in _DTYPES:
                 raise UnsupportedError(
@@ -196,7 +196,7 @@ class _Projection:
 
 
 def find(model):
-    """The layers of a Hugging Face model, by the family table."""
+    """The layers of a Hugging Face model, by the family table: what ``attach`` takes where it is given none."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_json_string"):
         raise UnsupportedError(
