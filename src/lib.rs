@@ -21,6 +21,8 @@ pub mod spectral;
 pub mod stats;
 pub mod stress;
 pub mod tensor;
+#[cfg(feature = "train")]
+pub mod train;
 
 pub use error::{Error, Result};
 pub use scale::{Descale, QuantScale};

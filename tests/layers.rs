@@ -15,6 +15,7 @@ const LAYERS: &[&[&str]] = &[
     &["policy", "attention"],
     &["runtime", "device_plan"],
     &["calibrate", "stress"],
+    &["train"],
 ];
 
 /// Items that `lib.rs` re-exports, and where they live.

@@ -299,8 +299,19 @@ fn usage_errors_exit_2_and_write_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let [page, result] = ["page.html", "result.json"].map(|name| folder.path().join(name));
     let cases: &[(&[&str], i32, &str)] = &[
+        #[cfg(not(feature = "train"))]
         (&["resume", "--model", "tiny-llama-train"], 2, "cargo feature `train`"),
+        #[cfg(not(feature = "train"))]
         (&["lr-spike", "--model", "tiny-llama-train"], 2, "cargo feature `train`"),
+        #[cfg(feature = "train")]
+        (&["lr-spike", "--model", TINY_LLAMA], 2, "--model tiny-llama-train"),
+        #[cfg(feature = "train")]
+        (&["lr-spike", "--model", "tiny-llama-train", "--steps", "100"], 2, "steps 100"),
+        #[cfg(feature = "train")]
+        (&["resume", "--model", "tiny-gpt2-train", "--seq-len", "65"], 2, "seq-len 65"),
+        #[cfg(feature = "train")]
+        (&["resume", "--model", "tiny-gpt2-train", "--layers", "1"], 2, "--layers"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--casts", "nan"], 2, "--casts is for"),
         (&["checkpoint-load"], 2, "needs --model"),
         (&["nothing", "--model", TINY_LLAMA], 2, "possible values"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--policies", "geometry,magic"], 2, "unknown policy magic"),

@@ -1,8 +1,9 @@
 """Is each descale of an FP8 attention call really applied, in the right direction and to the right head?
 
-In every sequence and head, key 0 scores ``s = tau q . k0 > 0`` and all others 0, and key 0 alone has a value, of ones. So
-the last row of the output is ``v_descale / (1 + (n - 1) exp(-s q_descale k_descale))``. Key 0 has the largest logit, hence
-the P = 1 that E4M3 holds exactly: the output tells the effective descales to its own precision. Descales differ between
+In every sequence and head, key 0 scores ``s = tau q . k0 > 0`` and all others 0, and key 0 alone has a value, v0. So the
+last row of the output is ``v0 v_descale / (1 + (n - 1) exp(-s q_descale k_descale))``. Key 0 has the largest logit, hence
+the P = 1 that E4M3 holds exactly: the output tells the effective descales to its own precision, and v0 runs through the
+mantissas of E4M3 over the channels and is large, so that even an FP8 output does on average. Descales differ between
 sequences, heads and calls and lie in [1.2, 2.8], so that 1, their inverses and each other are all far apart.
 """
 
@@ -86,7 +87,8 @@ def probe(
     q = np.ones((batch, seq_len, n_q_heads, d_head), np.float32)
     k = np.zeros((batch, seq_len, n_kv_heads, d_head), np.float32)
     v = np.zeros_like(k)
-    k[:, 0], v[:, 0] = k0, 1.0
+    v0 = (128.0 + 16 * (np.arange(d_head) % 8)).astype(np.float32)
+    k[:, 0], v[:, 0] = k0, v0
 
     count = batch * n_kv_heads
     ladder = lambda shift: _ladder(count, shift, per_tensor).reshape(batch, n_kv_heads)
@@ -100,7 +102,7 @@ def probe(
         (ladder(1), ladder(2), ladder(0)),
         (ladder(2), ladder(0), ladder(1)),
     ]
-    seen = np.stack([_run(call, (q, k, v), descales, framework, device) for descales in calls])
+    seen = np.stack([_run(call, (q, k, v), descales, framework, device) for descales in calls]) / v0.mean()
 
     spread = lambda row: np.repeat(row, group, axis=1)
     asked = [np.stack([spread(descales[i]) for descales in calls]) for i in range(3)]

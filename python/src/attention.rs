@@ -7,6 +7,7 @@ use sigmascale::attention::cuda::{Cuda, Descales, Element, Tensors, View, stats_
 use sigmascale::attention::{AttentionCall, AttentionShape, Mask};
 use sigmascale::cuda::{Device, DevicePtr};
 use sigmascale::{Error, Result};
+use std::sync::{Mutex, PoisonError};
 
 /// A tensor: address, type, shape and strides in elements.
 type Array = (u64, String, Vec<usize>, Vec<i64>);
@@ -65,6 +66,8 @@ pub struct Call {
 #[pyclass(frozen)]
 pub struct Attention {
     cuda: Cuda,
+    /// Cast and attention of one call share a workspace: those of two threads must not mix on one stream.
+    launching: Mutex<()>,
 }
 
 fn shape(q: &[usize], k: &[usize]) -> Result<AttentionShape> {
@@ -79,7 +82,7 @@ impl Attention {
     #[new]
     fn new(py: Python<'_>, device: usize) -> PyResult<Self> {
         let made = py.detach(|| Device::open(device).and_then(|device| Cuda::new(&device)));
-        made.map(|cuda| Self { cuda }).map_err(|error| raise(py, &error))
+        made.map(|cuda| Self { cuda, launching: Mutex::new(()) }).map_err(|error| raise(py, &error))
     }
 
     /// Bytes of workspace and words of telemetry of a call.
@@ -120,6 +123,7 @@ impl Attention {
             let workspace = view::<1>("workspace", &call.workspace)?;
             let stream = stream(self.cuda.device(), call.stream);
             let call = AttentionCall { mask, softmax_scale: call.softmax_scale, ..AttentionCall::causal(shape) };
+            let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
             self.cuda.launch(&stream, &call, &tensors, &workspace)
         });
         done.map_err(|error: Error| raise(py, &error))

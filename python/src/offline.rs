@@ -108,8 +108,7 @@ fn profile(py: Python<'_>, source: Source, options: Options) -> PyResult<Profile
     match detached(py, || source.open())? {
         ModelSource::Config(spec) => detached(py, || calibrate_config(&spec, &options)),
         ModelSource::Checkpoint(checkpoint) => {
-            let mut calibration =
-                Calibration::new(checkpoint.spec(), options).map_err(|error| raise(py, &error))?;
+            let mut calibration = Calibration::new(checkpoint.spec(), options).map_err(|error| raise(py, &error))?;
             for layer in 0..checkpoint.spec().layers {
                 py.check_signals()?;
                 detached(py, || calibration.layer(checkpoint.layer(layer)?).map(|_| ()))?;

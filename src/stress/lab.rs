@@ -15,7 +15,7 @@ use crate::scale::Descale;
 use crate::spectral::Estimator;
 
 /// A plan that changes nothing, for calls that cast nothing.
-pub(super) fn identity(layer: usize, shape: &AttentionShape) -> ScalePlan {
+pub(crate) fn identity(layer: usize, shape: &AttentionShape) -> ScalePlan {
     let one = vec![Descale::ONE; shape.n_kv_heads];
     ScalePlan {
         layer,
@@ -35,7 +35,7 @@ pub(super) struct Run {
 
 /// What accumulates over layers and steps.
 #[derive(Default)]
-pub(super) struct Tally {
+pub(crate) struct Tally {
     bad_layers: Vec<usize>,
     bad_steps: Vec<usize>,
     overflow: u64,
@@ -43,13 +43,14 @@ pub(super) struct Tally {
     max_scaled: f64,
     overshoot: Vec<f64>,
     utilisation: Vec<f64>,
-    sqnr: Vec<f64>,
-    kl: Vec<f64>,
-    fallbacks: usize,
+    pub(crate) sqnr: Vec<f64>,
+    pub(crate) kl: Vec<f64>,
+    pub(crate) fallbacks: usize,
 }
 
 /// One policy's row of a step, before it is written down.
-pub(super) struct Seen {
+#[derive(Clone, Debug)]
+pub(crate) struct Seen {
     pub(super) max_scaled: f64,
     pub(super) overflow: u64,
     pub(super) values: u64,
@@ -57,7 +58,7 @@ pub(super) struct Seen {
 }
 
 impl Tally {
-    pub(super) fn add(&mut self, layer: usize, step: usize, seen: &Seen) {
+    pub(crate) fn add(&mut self, layer: usize, step: usize, seen: &Seen) {
         self.overflow += seen.overflow;
         self.values += seen.values;
         self.max_scaled = self.max_scaled.max(seen.max_scaled);
@@ -69,7 +70,7 @@ impl Tally {
         }
     }
 
-    pub(super) fn summary(
+    pub(crate) fn summary(
         mut self,
         policy: PolicyKind,
         layers: usize,
@@ -181,7 +182,7 @@ impl<'a> Lab<'a> {
 }
 
 /// The mode's tensors in one outcome, head by head.
-pub(super) fn look(mode: Mode, shape: &AttentionShape, outcome: &StepOutcome) -> Seen {
+pub(crate) fn look(mode: Mode, shape: &AttentionShape, outcome: &StepOutcome) -> Seen {
     let stats = &outcome.output.stats;
     let group = shape.n_q_heads / shape.n_kv_heads;
     let mut seen = Seen { max_scaled: 0.0, overflow: 0, values: 0, utilisation: Vec::new() };
@@ -213,7 +214,7 @@ pub(super) fn look(mode: Mode, shape: &AttentionShape, outcome: &StepOutcome) ->
     seen
 }
 
-pub(super) fn row(
+pub(crate) fn row(
     step: usize,
     policy: PolicyKind,
     mode: Mode,

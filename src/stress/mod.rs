@@ -26,6 +26,10 @@ mod replay;
 mod result;
 mod tokens;
 
+#[cfg(feature = "train")]
+pub(crate) use lab::{Seen, Tally, identity, look, row};
+#[cfg(feature = "train")]
+pub(crate) use metrics::Divergence;
 pub use metrics::{Quantiles, sqnr_db};
 pub use model::StressModel;
 pub use replay::{ReplayStep, Trace, replay};
@@ -72,6 +76,10 @@ pub enum Scenario {
     Refit,
     /// Recorded amax.
     Replay,
+    /// Training that stops and goes on from its weights (feature `train`).
+    Resume,
+    /// Training under a learning-rate spike (feature `train`).
+    LrSpike,
 }
 
 impl Scenario {
@@ -82,6 +90,8 @@ impl Scenario {
             Self::WeightSpike => "weight-spike",
             Self::Refit => "refit",
             Self::Replay => "replay",
+            Self::Resume => "resume",
+            Self::LrSpike => "lr-spike",
         }
     }
 
@@ -112,7 +122,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    fn precision(self) -> Precision {
+    pub(crate) fn precision(self) -> Precision {
         match self {
             Self::Logit => Precision::PAPER_LOGITS,
             Self::Operands => Precision::KERNEL,
@@ -177,8 +187,12 @@ impl Default for StressOptions {
 /// model and [`Runtime::step`]. A policy that cannot plan for this model is left out and named in the result.
 pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> Result<StressResult> {
     let spec = model.spec();
-    if scenario == Scenario::Replay {
-        return Err(Error::argument("a replay has a trace, not a model"));
+    match scenario {
+        Scenario::Replay => return Err(Error::argument("a replay has a trace, not a model")),
+        Scenario::Resume | Scenario::LrSpike => {
+            return Err(Error::argument(format_args!("{} trains its model: see the feature `train`", scenario.name())));
+        }
+        _ => {}
     }
     // Along a recorded path every step has its own checkpoint.
     let recorded = model.recorded_steps().filter(|_| scenario == Scenario::Refit);

@@ -25,6 +25,7 @@ class LayerPlan:
         self._runtime = weakref.ref(runtime)
         self.index, self.name = index, layer.name
         self.n_q_heads, self.n_kv_heads, self.d_head = layer.n_q_heads, layer.n_kv_heads, layer.d_head
+        self.per_call = runtime._policy.per_call
         self.softmax_scale = self.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale
         self._descales = runtime.descales[index]
         self.words = runtime.words[index]
@@ -60,6 +61,8 @@ class Runtime:
         self._given = layers is not None
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
+        # Called with the runtime at the end of every refresh, on its stream.
+        self.after_refresh = []
         found = list(layers) if self._given else _layers.find(model)
         self.device = _layers.check(found)
         shapes = {(l.n_q_heads, l.n_kv_heads, l.d_head) for l in found}
@@ -79,7 +82,8 @@ class Runtime:
             # sigma, certain bound, rounded bound and logit descale by layer and query head.
             self.logits = make(len(found), n_q, 4) if bound else None
             self._status = make(1, dtype=torch.int32)
-        self._policy = make_policy(policy, len(found), n_q, n_kv, self.device)
+        self.n_q_heads, self.n_kv_heads = n_q, n_kv
+        self._policy = make_policy(policy)
         self._bind(found)
         self.layers = [LayerPlan(self, index, layer) for index, layer in enumerate(found)]
         self._register(found)
@@ -114,11 +118,12 @@ class Runtime:
                 self._sources += [(m._parameters, key, m._parameters[key], m._parameters[key].data_ptr()) for m, key in layer.sources]
             else:
                 self._sources += [(None, None, tensor, tensor.data_ptr()) for tensor in layer.tensors().values()]
-        if not self._policy.needs_geometry and self.logits is None:
-            return
         available, missing = _native.gpu()
         if not available:
             raise CudaError(f"kernels cannot be compiled and launched here: {missing}")
+        self._policy.bind(self, found)
+        if not self._policy.needs_geometry and self.logits is None:
+            return
         # An engine takes layers of one kind; models that rotate only some layers need several.
         kinds = {}
         for index, layer in enumerate(found):
@@ -163,8 +168,10 @@ class Runtime:
                 for engine in self._engines:
                     engine.run(stream, self)
                 self._normalised()
-                self._policy.update(self)
+                self._policy.update(self, stream)
                 self.words.zero_()
+                for work in self.after_refresh:
+                    work(self)
         finally:
             self._lock.release()
 
@@ -185,6 +192,11 @@ class Runtime:
                 descale = largest * (radius * _ROUNDING / _MAX)
                 self.descales[index, row].copy_(torch.where(descale == 0, 1.0, descale))
 
+    def observed(self):
+        """The same as :meth:`stats` without waiting, as device tensors: amax ``(layers, 3, n_kv)`` of q, k and v, and
+        counts ``(layers, 3, n_kv, [overflow, beyond, non_finite])``."""
+        return folded(self.words, self.n_q_heads, self.n_kv_heads)
+
     def stats(self):
         """What attention calls reported since the last refresh, as NumPy arrays; waits for the device.
 
@@ -192,8 +204,7 @@ class Runtime:
         ``non_finite`` likewise; ``peak``: the largest |x / descale|; ``logit_max`` and ``logit_min`` ``(layers, n_q)``
         where the kernel reports them, else NaN.
         """
-        plan = self.layers[0]
-        n_q, n_kv = plan.n_q_heads, plan.n_kv_heads
+        n_q, n_kv = self.n_q_heads, self.n_kv_heads
         words = self.words.cpu()
         amax, counts = folded(words, n_q, n_kv)
         descales = self.descales[:, :3].cpu()
@@ -227,7 +238,7 @@ class Runtime:
             "policy": self.policy,
             "shape": list(self.descales.shape),
             "descales": self.descales.clone(),
-            "state": {key: value.clone() for key, value in self._policy.state().items()},
+            "state": self._policy.save(),
         }
 
     def load_state_dict(self, state):
@@ -238,16 +249,13 @@ class Runtime:
                 raise MismatchError(f"the saved state has no {key!r}: it is no state of a sigmascale runtime")
             if state[key] != value:
                 raise MismatchError(f"the saved state has {key} {state[key]}, this runtime {value}")
-        own = self._policy.state()
-        if own.keys() != state["state"].keys():
-            raise MismatchError(f"the saved state holds {sorted(state['state'])}, this runtime {sorted(own)}")
-        for key, value in own.items():
-            if value.shape != state["state"][key].shape:
-                raise MismatchError(f"{key} of the saved state has shape {tuple(state['state'][key].shape)}, not {tuple(value.shape)}")
         with torch.no_grad():
-            for key, value in own.items():
-                value.copy_(state["state"][key])
+            self._policy.load(state["state"])
             self.descales.copy_(state["descales"])
+
+    def memory(self, owner, place, kind):
+        """Device memory that ``owner`` holds, as a tensor that keeps it alive."""
+        return torch.as_tensor(_Memory(owner, *place, kind), device=self.device)
 
 
 def folded(words, n_q, n_kv):
@@ -268,14 +276,14 @@ class _Engine:
         self._engine = engine
         count, device = len(layers), runtime.device
         results = engine.results()
-        n_kv, n_q = runtime.descales.shape[2], runtime.words.shape[1] // 2 - runtime.descales.shape[2]
+        n_q, n_kv = runtime.n_q_heads, runtime.n_kv_heads
         # (layer, part, q k v o, head of the part) -> (layer, q k v o, head)
-        heads = _tensor(engine, results["heads"], "<f4", device).view(count, parts, 4, n_kv // parts)
+        heads = runtime.memory(engine, results["heads"], "<f4").view(count, parts, 4, n_kv // parts)
         self._heads = heads.transpose(1, 2).reshape(count, 4, n_kv) if parts == 1 else heads.transpose(1, 2)
         self._bounds = None
         if "bounds" in results:
-            self._bounds = _tensor(engine, results["bounds"], "<f4", device).view(count, n_q, 4)
-        self._word = _tensor(engine, results["status"], "<i4", device)
+            self._bounds = runtime.memory(engine, results["bounds"], "<f4").view(count, n_q, -1)[..., :4]
+        self._word = runtime.memory(engine, results["status"], "<i4")
         consecutive = layers == list(range(layers[0], layers[0] + count))
         self._places = slice(layers[0], layers[0] + count) if consecutive else None
         self._index = None if consecutive else torch.tensor(layers, device=device)
@@ -309,10 +317,6 @@ class _Memory:
         self.__cuda_array_interface__ = {"shape": (length,), "typestr": kind, "data": (pointer, False), "version": 2}
 
 
-def _tensor(engine, place, kind, device):
-    return torch.as_tensor(_Memory(engine, *place, kind), device=device)
-
-
 # Plans by attention module, for the Hugging Face interface, which knows the module alone.
 PLANS = weakref.WeakKeyDictionary()
 
@@ -328,7 +332,8 @@ def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto")
 
     ``model`` is a Hugging Face model (its layers are found by the family table) or any ``nn.Module`` with ``layers``, a
     list of :class:`Layer`. No weight is copied. ``policy`` says where descales come from: ``geometry`` (the certain
-    bounds: no token can overflow them), ``delayed-te``, ``delayed-paper`` or ``current``. ``bound="certain"`` adds
+    bounds: no token can overflow them), ``geometry-c-star``, ``auto-c``, ``delayed-te``, ``delayed-paper`` or
+    ``current``. ``bound="certain"`` adds
     certified logit bounds (``runtime.logits``). ``backend`` is the attention call behind the wrappers: ``auto``,
     ``native``, ``fa3``, ``cudnn``, ``torch`` or ``emulated``.
 

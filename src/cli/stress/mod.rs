@@ -1,6 +1,8 @@
 //! `sigmascale stress`: what every scaling policy does when the weights move, as table, JSON or page.
 
 mod page;
+#[cfg(feature = "train")]
+mod training;
 mod words;
 
 use super::model::Model;
@@ -38,10 +40,10 @@ pub struct Args {
     /// The first N layers [default: all; 4 of synthetic weights where there are several steps]
     #[arg(long, value_name = "N")]
     layers: Option<usize>,
-    /// Tokens of a sequence
-    #[arg(long, default_value_t = 256)]
-    seq_len: usize,
-    /// Steps [default: 1 for checkpoint-load, otherwise 30]
+    /// Tokens of a sequence [default: 256; 64, which is the most, for resume and lr-spike]
+    #[arg(long, value_name = "N")]
+    seq_len: Option<usize>,
+    /// Steps [default: 1 for checkpoint-load, 330 for resume, 150 for lr-spike, otherwise 30]
     #[arg(long, value_name = "N")]
     steps: Option<usize>,
     /// Text that runs through the model's own forward, instead of generated tokens: any file for a model that reads
@@ -54,6 +56,9 @@ pub struct Args {
     /// Seed of synthetic weights and of tokens
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// For resume and lr-spike: what a value out of range becomes
+    #[arg(long, value_enum)]
+    casts: Option<CastKind>,
     /// Where spectra and bounds are computed; attention runs on the CPU
     #[arg(long, value_enum, default_value = "cpu")]
     device: Device,
@@ -94,6 +99,16 @@ enum Cast {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum CastKind {
+    /// 448 with its sign
+    Saturating,
+    /// NaN, which reaches the loss
+    Nan,
+    /// Each in runs of its own [default]
+    Both,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Device {
     /// This machine's cores
     Cpu,
@@ -101,16 +116,36 @@ enum Device {
     Cuda,
 }
 
+/// One scenario.
+#[derive(Serialize)]
+struct Run {
+    #[serde(flatten)]
+    stress: StressResult,
+    #[cfg(feature = "train")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    training: Option<sigmascale::train::Training>,
+}
+
+impl From<StressResult> for Run {
+    fn from(stress: StressResult) -> Self {
+        Self {
+            stress,
+            #[cfg(feature = "train")]
+            training: None,
+        }
+    }
+}
+
 /// What is written: one run as it is, several in a list.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Results {
-    One(Box<StressResult>),
-    All { runs: Vec<StressResult>, left_out: Vec<LeftOut> },
+    One(Box<Run>),
+    All { runs: Vec<Run>, left_out: Vec<LeftOut> },
 }
 
 impl Results {
-    fn runs(&self) -> &[StressResult] {
+    fn runs(&self) -> &[Run] {
         match self {
             Self::One(run) => std::slice::from_ref(run),
             Self::All { runs, .. } => runs,
@@ -132,16 +167,25 @@ struct LeftOut {
     reason: &'static str,
 }
 
-/// Why the scenarios on training models are refused.
+/// Why the scenarios on training models are refused or left out.
+#[cfg(not(feature = "train"))]
 const NEEDS_TRAIN: &str = "it trains a model, which needs the cargo feature `train`, and this build is without it";
+#[cfg(feature = "train")]
+const NEEDS_TRAIN: &str = "it trains a model of its own: --model tiny-llama-train or tiny-gpt2-train";
 
 impl Args {
     /// Checks what can be checked before any work.
     fn options(&self) -> Result<StressOptions> {
         let refuse = |what: &str| Err(Error::argument(what));
         let name = self.scenario.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
-        if matches!(self.scenario, Choice::Resume | Choice::LrSpike) {
+        if matches!(self.scenario, Choice::Resume | Choice::LrSpike) && !self.trains() {
             return Err(Error::argument(format_args!("{name}: {NEEDS_TRAIN}")));
+        }
+        if self.trains() && self.layers.is_some() {
+            return refuse("--layers: a model that is trained is trained whole");
+        }
+        if self.casts.is_some() && !self.trains() {
+            return refuse("--casts is for resume and lr-spike: the other scenarios saturate");
         }
         if self.device == Device::Cuda {
             if self.scenario == Choice::Replay {
@@ -181,13 +225,27 @@ impl Args {
             mode,
             policies,
             layers: self.layers,
-            seq_len: self.seq_len,
+            seq_len: self.seq_len.unwrap_or(StressOptions::default().seq_len),
             tokens: self.tokens.as_deref().map(TokenFile::read).transpose()?,
             steps: self.steps,
             seed: self.seed,
             bounds_on_gpu: self.device == Device::Cuda,
             ..StressOptions::default()
         })
+    }
+}
+
+impl Args {
+    /// Whether the model is one that is trained here.
+    #[cfg(feature = "train")]
+    fn trains(&self) -> bool {
+        let known = self.model.as_deref().and_then(sigmascale::train::ModelKind::of).is_some();
+        known && matches!(self.scenario, Choice::Resume | Choice::LrSpike | Choice::All)
+    }
+
+    #[cfg(not(feature = "train"))]
+    fn trains(&self) -> bool {
+        false
     }
 }
 
@@ -200,7 +258,7 @@ pub fn run(args: Args) -> Result<()> {
     }
     // Read first: a broken trace shall not end an hour of work.
     let trace = args.trace.as_deref().map(|file| Ok::<_, Error>((file, Trace::read(file)?))).transpose()?;
-    let model = match args.model.as_deref().filter(|_| args.scenario != Choice::Replay) {
+    let model = match args.model.as_deref().filter(|_| args.scenario != Choice::Replay && !args.trains()) {
         Some(name) => Some(open(name, &args.path, options.seed)?),
         None => None,
     };
@@ -219,18 +277,25 @@ pub fn run(args: Args) -> Result<()> {
         // The steps asked for are those of a spike and of generated growth; a load and a recorded path have their own.
         let own = scenario == Scenario::CheckpointLoad || scenario == Scenario::Refit && !args.path.is_empty();
         let steps = if args.scenario == Choice::All && own { None } else { options.steps };
-        runs.push(run_scenario(scenario, model, &StressOptions { steps, ..options.clone() })?);
+        runs.push(Run::from(run_scenario(scenario, model, &StressOptions { steps, ..options.clone() })?));
+    }
+    #[cfg(feature = "train")]
+    if args.trains() {
+        runs.extend(training::run(&args, &options, &bar)?);
     }
     if let Some((file, trace)) = &trace {
-        runs.push(replay(&trace_name(file), trace, &options)?);
+        runs.push(replay(&trace_name(file), trace, &options)?.into());
     }
     bar.finish_and_clear();
     let results = match args.scenario {
         Choice::All => {
-            let mut left_out = vec![
-                LeftOut { scenario: "resume", reason: NEEDS_TRAIN },
-                LeftOut { scenario: "lr-spike", reason: NEEDS_TRAIN },
-            ];
+            let left = |names: &[&'static str], reason| {
+                names.iter().map(move |scenario| LeftOut { scenario, reason }).collect()
+            };
+            let mut left_out: Vec<LeftOut> = match args.trains() {
+                true => left(&["checkpoint-load", "weight-spike", "refit"], "a model that is trained starts at random"),
+                false => left(&["resume", "lr-spike"], NEEDS_TRAIN),
+            };
             if trace.is_none() {
                 left_out.insert(0, LeftOut { scenario: "replay", reason: "it needs --trace FILE" });
             }
@@ -306,10 +371,11 @@ const HEADS: [&str; 9] = [
 /// The readable form.
 fn table(results: &Results) -> String {
     let mut out = String::new();
-    for (place, run) in results.runs().iter().enumerate() {
+    for (place, whole) in results.runs().iter().enumerate() {
         if place > 0 {
             out.push('\n');
         }
+        let run = &whole.stress;
         let _ = writeln!(out, "{}", words::headline(run));
         let mut table = Table::new(HEADS);
         for policy in &run.policies {
@@ -318,6 +384,10 @@ fn table(results: &Results) -> String {
         let _ = writeln!(out, "\n{}", table.left().render());
         for paragraph in words::framing(run) {
             out.push_str(&words::wrapped(&paragraph, "- ", 118));
+        }
+        #[cfg(feature = "train")]
+        if let Some(training) = &whole.training {
+            out.push_str(&training::table(run, training));
         }
     }
     if !results.left_out().is_empty() {

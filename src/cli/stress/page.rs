@@ -19,9 +19,9 @@ const DASHES: [&str; 6] = ["", "7 3", "2 2", "", "9 3 2 3", "4 4"];
 /// The page.
 pub fn render(results: &Results) -> String {
     let runs = results.runs();
-    let model = runs.iter().map(|run| run.model.as_str()).next().unwrap_or("a model");
-    let mode = runs.first().map_or("", |run| words::mode_name(run.mode));
-    let names: Vec<&str> = runs.iter().map(|run| run.scenario.name()).collect();
+    let model = runs.iter().map(|run| run.stress.model.as_str()).next().unwrap_or("a model");
+    let mode = runs.first().map_or("", |run| words::mode_name(run.stress.mode));
+    let names: Vec<&str> = runs.iter().map(|run| run.stress.scenario.name()).collect();
     let mut page = Page::new(
         &format!("Scaling policies under stress: {model}"),
         &format!("mode {mode}; {}", names.join(", ")),
@@ -29,7 +29,11 @@ pub fn render(results: &Results) -> String {
          says by how much, SQNR and KL what it cost.",
     );
     for run in runs {
-        part(&mut page, run);
+        part(&mut page, &run.stress);
+        #[cfg(feature = "train")]
+        if let Some(training) = &run.training {
+            super::training::part(&mut page, &run.stress, training);
+        }
     }
     for left_out in results.left_out() {
         let text = format!("Left out: {}: {}.", left_out.scenario, left_out.reason);
@@ -144,12 +148,17 @@ fn series(run: &StressResult, policy: PolicyKind, value: &dyn Fn(&TraceRow) -> O
 fn lines(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, same: bool, limit: Option<f64>) -> String {
     let count = if same { 1 } else { run.policies.len() };
     let all: Vec<_> = run.policies.iter().take(count).map(|p| (p.policy, series(run, p.policy, value))).collect();
+    let all: Vec<_> = all.into_iter().map(|(policy, points)| ((!same).then_some(policy), points)).collect();
+    let last = if run.steps > 1 { run.steps } else { run.model_layers }.saturating_sub(1).max(1);
+    curves(&all, last, if run.steps > 1 { "step" } else { "layer" }, limit)
+}
+
+/// A curve for each policy; `None` is what has none.
+pub fn curves(all: &[(Option<PolicyKind>, Vec<(usize, f64)>)], last: usize, over: &str, limit: Option<f64>) -> String {
     let axis = Axis::new(all.iter().flat_map(|(_, points)| points).map(|point| point.1).chain(limit), Some(0.0));
     let (left, top, right, height) = (46.0, 8.0, WIDTH - 10.0, 190.0);
-    let last = if run.steps > 1 { run.steps } else { run.model_layers }.saturating_sub(1).max(1);
     let x = |at: usize| left + 6.0 + (right - left - 12.0) * at as f64 / last as f64;
     let y = |value: f64| top + height * (1.0 - axis.place(value));
-    let over = if run.steps > 1 { "step" } else { "layer" };
     let mut svg = open_svg(WIDTH, top + height + 36.0, &format!("Line chart by {over}"));
     for tick in axis.ticks() {
         let _ = write!(
@@ -172,9 +181,11 @@ fn lines(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, same: boo
         let _ =
             write!(svg, "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{at}</text>", x(at), top + height + 15.0);
     }
-    for (policy, points) in &all {
-        let at = place(*policy);
-        let (class, dash) = if same { (String::new(), "") } else { (format!("p{at}"), DASHES[at]) };
+    for (policy, points) in all {
+        let (class, dash) = match policy.map(place) {
+            Some(at) => (format!("p{at}"), DASHES[at]),
+            None => (String::new(), ""),
+        };
         let path: String = points
             .iter()
             .enumerate()
@@ -183,7 +194,7 @@ fn lines(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, same: boo
         let _ = write!(svg, "<g class=\"{class}\"><path class=\"curve\" stroke-dasharray=\"{dash}\" d=\"{path}\"/>");
         // Dots carry the numbers; hundreds of steps need none.
         for point in points.iter().filter(|_| points.len() <= 40) {
-            let name = if same { String::new() } else { format!("{policy}, ") };
+            let name = policy.map_or(String::new(), |policy| format!("{policy}, "));
             let _ = write!(
                 svg,
                 "<circle class=\"dot\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"2\"><title>{name}{over} {}: {}</title></circle>",
