@@ -28,7 +28,7 @@ struct Extremes {
 
 namespace {
 constexpr int kThreads = 128;
-constexpr float kAccumulator = 4e-4f;
+constexpr float kAccumulator = 1.2e-3f;  // measured up to 8.4e-4 where q = k, whose terms all have one sign
 
 __device__ float decode(u8 code) { return f32_from_f16((u16)f16x2_from_e4m3x2(code)); }
 

@@ -444,6 +444,46 @@ def test_a_hugging_face_model_runs_and_trains(kind):
         model(tokens, attention_mask=mask)
 
 
+def test_a_hugging_face_model_generates():
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).cuda().eval()
+    prompt = torch.tensor([list(b"fn main() {\n    let ")], device="cuda")
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
+    before = model.generate(prompt, **options)
+    runtime = fp8.attach(model)
+    model.set_attn_implementation(fp8.register())
+    after = model.generate(prompt, **options)
+    assert after.shape == before.shape and (runtime.stats()["peak"] > 1).all()
+    # Greedy choices may differ where two tokens are close, but not from the first on.
+    assert (after == before)[0, : prompt.shape[1] + 4].all()
+
+
+def test_a_compiled_function_leaves_its_graph_for_the_call():
+    q, k, v = tensors(length=64)
+    row = [torch.full((2,), 0.02, device="cuda") for _ in range(3)]
+    compiled = torch.compile(lambda q: fp8.attention(q * 2, k, v, row) + 1, backend="eager")
+    assert torch.equal(compiled(q), fp8.attention(q * 2, k, v, row) + 1)
+
+
+def test_two_threads_on_one_stream_do_not_mix():
+    q, k, v = tensors(length=512)
+    row = [torch.full((2,), 0.02, device="cuda") for _ in range(3)]
+    expected = [fp8.attention(scale * q, k, v, row) for scale in (1, 2)]
+    wrong = []
+
+    def work(index):
+        with torch.no_grad():
+            for _ in range(50):
+                if not torch.equal(fp8.attention((1 + index) * q, k, v, row), expected[index]):
+                    wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
 def test_the_carried_checkpoint_keeps_its_loss():
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).cuda().eval()
     text = (MODEL.parents[1] / "README.md").read_bytes()[:8192]

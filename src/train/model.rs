@@ -35,7 +35,7 @@ const D_HEAD: usize = D_MODEL / HEADS;
 /// Hidden channels of the SwiGLU.
 const LLAMA_HIDDEN: usize = 128;
 /// Hidden channels of the GELU.
-const GPT2_HIDDEN: usize = 4 * D_MODEL;
+const GPT2_HIDDEN: usize = 2 * D_MODEL;
 /// Longest sequence.
 pub const POSITIONS: usize = 64;
 /// Epsilon of both norms.

@@ -17,7 +17,8 @@ pub const WINDOW: usize = 10;
 /// What a scenario is asked for.
 #[derive(Clone, Debug)]
 pub struct LabOptions {
-    /// Model, sizes, rate and seed of every run; policy, casts and mode in it are not read.
+    /// Model, sizes, rate and seed of every run; policy, casts and mode in it are not read, and `compare` is for the first
+    /// kind of casts.
     pub train: TrainOptions,
     /// What is cast.
     pub mode: Mode,
@@ -273,19 +274,24 @@ pub fn run(scenario: Scenario, options: &LabOptions) -> Result<TrainResult> {
     Ok(gather(&course, options, parameters, done))
 }
 
-/// Independent jobs on as many threads as there are cores; results in their order. A job's own arithmetic does not depend
-/// on where it ran.
+/// Independent jobs, one thread each, on as many threads as there are cores; results in their order. The work inside a
+/// job is too small to be shared.
 fn in_parallel<T: Send>(jobs: usize, work: impl Fn(usize) -> Result<T> + Sync) -> Result<Vec<T>> {
     let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(jobs);
     let next = AtomicUsize::new(0);
     let results: Vec<Mutex<Option<Result<T>>>> = (0..jobs).map(|_| Mutex::new(None)).collect();
+    let alone = |at: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
+        let pool = pool.map_err(|error| Error::argument(format_args!("no thread for a run: {error}")))?;
+        pool.install(|| work(at))
+    };
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
                 loop {
                     let at = next.fetch_add(1, Ordering::Relaxed);
                     let Some(slot) = results.get(at) else { break };
-                    let result = work(at);
+                    let result = alone(at);
                     *slot.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(result);
                 }
             });
@@ -318,7 +324,7 @@ fn follow(course: &Course, options: &LabOptions, policy: Option<PolicyKind>) -> 
             policy: policy.map(|kind| options.policy(kind)),
             mode: options.mode,
             casts,
-            compare: place == 0,
+            compare: options.train.compare && place == 0,
             ..options.train
         };
         let mut trainer = Trainer::new(train)?;
@@ -386,6 +392,7 @@ fn finish(
     let own = |record: &StepRecord| record.observed.iter().filter(|o| o.own).map(|o| o.row.overflow).sum::<u64>();
     let window = &records[course.transition..records.len().min(course.transition + WINDOW)];
     let largest = window.iter().flat_map(|record| &record.observed).filter(|o| o.own).map(|o| o.row.max_scaled);
+    let largest = largest.filter(|scaled| scaled.is_finite());
     let run = TrainRun {
         policy,
         casts,

@@ -199,7 +199,7 @@ fn an_overflow_that_is_nan_skips_the_step_and_halves_the_loss_scale() {
 
 #[test]
 fn after_too_many_bad_steps_the_run_goes_back() {
-    let tight = DelayedPaperConfig { initial: 1e-6, history: 1, ..DelayedPaperConfig::default() };
+    let tight = DelayedPaperConfig { initial: 1e-6, margin: 0.5, ..DelayedPaperConfig::default() };
     let watchdog = Watchdog { every: 2, patience: 2, cautious: 3, restore_scales: false };
     let options = TrainOptions { casts: Casts::Nan, watchdog, ..small(PolicyConfig::DelayedPaper(tight)) };
     let mut trainer = Trainer::new(options).unwrap();

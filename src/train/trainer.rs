@@ -8,7 +8,7 @@ use super::{Casts, failed};
 use crate::attention::{Attention, AttentionCall, AttentionShape, Cpu, Inputs, Mask, Precision};
 use crate::bound::Tail;
 use crate::error::{Error, Result};
-use crate::model::AttentionSpec;
+use crate::model::{AttentionSpec, LayerWeights};
 use crate::policy::{PolicyConfig, Report};
 use crate::runtime::{Runtime, RuntimeConfig, RuntimeState, Step, StepOutcome, Weights, bounds_of};
 use crate::spectral::Estimator;
@@ -60,7 +60,7 @@ impl TrainOptions {
             mode: Mode::Logit,
             casts: Casts::Saturating,
             seed: 0,
-            batch: 8,
+            batch: 4,
             seq_len: POSITIONS,
             rate: 3e-3,
             warm_up: 10,
@@ -337,6 +337,19 @@ impl Trainer {
     /// All parameters in order, for comparisons.
     pub fn weights(&self) -> impl Iterator<Item = (&str, &[f32])> {
         self.parameters.all.iter().map(|parameter| (parameter.name.as_str(), parameter.value.as_slice()))
+    }
+
+    /// The attention weights of a layer, as the bounds see them.
+    ///
+    /// # Errors
+    /// `is_mismatch` if there is no such layer.
+    pub fn layer_weights(&self, layer: usize) -> Result<LayerWeights<'_>> {
+        self.parameters.layer(layer)
+    }
+
+    /// The model's attention.
+    pub fn spec(&self) -> &AttentionSpec {
+        &self.spec
     }
 
     /// Number of parameters.

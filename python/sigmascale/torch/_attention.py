@@ -14,6 +14,8 @@ from . import _backends
 from ._runtime import PLANS, LayerPlan
 
 
+# Addresses and streams are read here: a compiled model leaves its graph for the call.
+@torch.compiler.disable
 def attention(q, k, v, plan, *, causal=True, softmax_scale=None, backend=None, return_lse=False):
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
 

@@ -4,6 +4,7 @@ import math
 import threading
 import weakref
 
+import numpy as np
 import torch
 
 from .. import _native
@@ -201,7 +202,7 @@ class Runtime:
         """What attention calls reported since the last refresh, as NumPy arrays; waits for the device.
 
         ``amax`` ``(layers, 3, n_kv)`` of q, k and v; ``overflow`` (values past 448 descales), ``beyond`` (past 464) and
-        ``non_finite`` likewise; ``peak``: the largest |x / descale|; ``logit_max`` and ``logit_min`` ``(layers, n_q)``
+        ``non_finite`` likewise; ``peak``: the largest |x / descale| (NaN under ``current``, whose descales are gone); ``logit_max`` and ``logit_min`` ``(layers, n_q)``
         where the kernel reports them, else NaN.
         """
         n_q, n_kv = self.n_q_heads, self.n_kv_heads
@@ -219,7 +220,7 @@ class Runtime:
             "overflow": counts[..., 0].numpy(),
             "beyond": counts[..., 1].numpy(),
             "non_finite": counts[..., 2].numpy(),
-            "peak": (amax / descales).numpy(),
+            "peak": (amax / descales).numpy() if not self._policy.per_call else np.full(amax.shape, np.nan, np.float32),
             "logit_max": extremes[..., 0].numpy(),
             "logit_min": extremes[..., 1].numpy(),
         }

@@ -85,7 +85,10 @@ fn cells(training: &Training, run: &TrainRun) -> [String; 9] {
         run.arm.name().to_owned(),
         counts(run.window_overflow_steps),
         if largest { brief(run.window_max_scaled / super::words::RANGE) } else { "-".to_owned() },
-        format!("{} of {}", counts(run.overflow_steps), run.losses.len()),
+        match run.policy {
+            None => "-".to_owned(),
+            Some(_) => format!("{} of {}", run.overflow_steps, run.losses.len()),
+        },
         match run.window_skipped {
             0 => run.skipped.to_string(),
             window => format!("{}, {window} of them in the {}", run.skipped, training.window),

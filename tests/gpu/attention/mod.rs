@@ -155,7 +155,8 @@ fn telemetry_is_the_cpus() {
     let gpu = cuda();
     for (seed, call) in cases().enumerate() {
         let data = Data::new(&call.shape, 100 + seed as u64);
-        let plan = data.plan(&call, 1.0);
+        // The casts of q and k move logits by a few percent.
+        let plan = data.plan(&call, 1.3);
         let have = gpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap().stats;
         let want = Cpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap().stats;
         same_casts(&have, &want);
