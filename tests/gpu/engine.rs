@@ -81,7 +81,7 @@ fn logit_above(case: &Case, naive: f64) -> f64 {
         // Under rotation the CPU knows the Frobenius form, which is sharper here; without, the product errs with the trace.
         Kind::Spiked => 0.1,
         // What the norm takes out of a Gram costs the digits that it had.
-        Kind::Offset => 0.3,
+        Kind::Offset => 0.4,
         _ => 0.02,
     };
     if coarse { by_kind.max(1.02 * naive - 1.0) } else { by_kind }
