@@ -34,7 +34,11 @@ def median_ms(work, repeat=15, warm=3):
 
 def model_of(n_kv):
     config = transformers.LlamaConfig(
-        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=n_kv, intermediate_size=11008
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=n_kv,
+        intermediate_size=11008,
     )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
@@ -46,7 +50,11 @@ def model_of(n_kv):
 def recorded():
     """q, k and v of every layer of the carried checkpoint on real text, with its runtime."""
     root = pathlib.Path(__file__).resolve().parents[2]
-    model = transformers.AutoModelForCausalLM.from_pretrained(root / "data" / "tiny-llama", dtype=torch.bfloat16).cuda().eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_pretrained(root / "data" / "tiny-llama", dtype=torch.bfloat16)
+        .cuda()
+        .eval()
+    )
     runtime, seen = fp8.attach(model), []
 
     def record(module, query, key, value, mask, scaling=None, **kwargs):
@@ -67,7 +75,9 @@ def errors():
         rows = []
         for plan, (q, k, v) in zip(runtime.layers, seen):
             heads = [x.transpose(1, 2) for x in (q, k, v)]
-            sdpa = lambda xs: torch.nn.functional.scaled_dot_product_attention(*xs, is_causal=True, enable_gqa=True).transpose(1, 2)
+            sdpa = lambda xs: torch.nn.functional.scaled_dot_product_attention(
+                *xs, is_causal=True, enable_gqa=True
+            ).transpose(1, 2)
             exact = sdpa([x.double() for x in heads])
             error = lambda out: ((out.double() - exact).norm() / exact.norm()).item()
             amax = [x.abs().amax(dim=(0, 1, 3)).float().view(k.shape[2], -1).amax(dim=1) for x in (q, k, v)]
