@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-BINARY = pathlib.Path(os.environ.get("SIGMASCALE_BIN", ROOT / "target" / "debug" / "sigmascale"))
+BINARY = pathlib.Path(os.environ.get("SIGMASCALE_BIN", ROOT / "target" / "debug" / "sigmascale")).resolve()
 
 
 def blocks(kind):
