@@ -13,11 +13,22 @@ fn variants() -> Vec<Request> {
     for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_") || s.name.starts_with("policy_"))
     {
         if source == sources::GRAMS_WGMMA {
-            for r in [64, 128] {
-                for along_channels in [0, 1] {
-                    let request = Request::new(source, Arch::SM90A);
-                    all.push(request.define("D_HEAD", r).define("ALONG_CHANNELS", along_channels));
-                }
+            for (r, along, f16) in
+                [(64, 0, 0), (128, 0, 0), (64, 1, 0), (128, 1, 0), (96, 0, 1), (80, 1, 1), (16, 0, 0)]
+            {
+                let request = Request::new(source, Arch::SM90A).define("D_HEAD", r);
+                all.push(request.define("ALONG_CHANNELS", along).define("F16", f16));
+            }
+            continue;
+        }
+        if source == sources::BOUNDS {
+            for (arch, sizes) in [
+                (Arch::SM80, &[64, 128][..]),
+                (Arch::SM89, &[64, 128]),
+                (Arch::SM90A, &[16, 32, 64, 80, 96, 128, 160, 192, 224, 256]),
+                (Arch::SM100, &[64, 128, 256]),
+            ] {
+                all.extend(sizes.iter().map(|r| Request::new(source, arch).define("D_HEAD", r)));
             }
             continue;
         }

@@ -90,9 +90,8 @@ impl Bench {
         let device = device();
         let module = device.module(REFERENCE, &[]).unwrap();
         let kernels = ["attention_reference", "compare", "fill"].map(|name| module.kernel(name).unwrap());
-        kernels[0].allow_shared(8 * 2500).unwrap();
         let codes: Vec<u8> =
-            (0..2 * ELEMENTS).map(|_| Format::E4m3.encode(StandardNormal.sample(rng), OnOverflow::Saturate)).collect();
+            (0..4 * ELEMENTS).map(|_| Format::E4m3.encode(StandardNormal.sample(rng), OnOverflow::Saturate)).collect();
         let rows = ELEMENTS / 64;
         let stream = device.stream().unwrap();
         Self {
@@ -201,7 +200,8 @@ impl Bench {
             sizes,
         ];
         let grid = (len_q as u32, n_q_heads as u32, batch as u32);
-        let launch = Launch { grid, block: 128, shared: 8 * len_k as u32 };
+        // The compiler reads four keys at a time, past the last too.
+        let launch = Launch { grid, block: 128, shared: 8 * len_k as u32 + 16 };
         // SAFETY: the arguments are the kernel's, and the buffers hold what the sizes say.
         unsafe { self.kernels[0].launch(&self.stream, launch, &args).unwrap() };
         let args = [
