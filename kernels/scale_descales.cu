@@ -2,6 +2,8 @@
 //   B = sqrt(d) ||w_c|| + |c_c|,  A = sqrt(d) ||diag(g) w_c|| + sum |beta_i w_i| + |b_c|;
 // under rotation a pair's spectral norm and hypotenuses take the place of a channel's. One block a layer and projection, a warp a
 // head; q takes the largest of the query heads that share a KV head; o is twice v. NaN stays NaN and sets the status.
+// The bounds themselves go to `operand_bounds`, [layer][q, k, v][n_kv].
+#include "covering.cuh"
 #include "scale_types.cuh"
 
 struct Layer {
@@ -16,7 +18,8 @@ struct Layer {
 };
 static_assert(sizeof(Layer) == 64, "host mirror");
 
-__device__ __forceinline__ float up(float v) { return v > 0.f ? __uint_as_float(__float_as_uint(v) + 1) : v; }
+// Relative error of a bound computed in f32 from its statistics: eight roundings at most, none above 2^-24.
+constexpr float ROUNDING = 0x1p-20f;
 __device__ __forceinline__ float larger(float a, float b) { return a != a ? a : (b != b ? b : fmaxf(a, b)); }
 
 // B + A/32 of pair p of the head whose rows start at `row`.
@@ -39,8 +42,9 @@ __device__ float pair_bound(const ChannelStats* s, const Layer& l, u32 p, u32 ro
   return l.rope_factor * (bound + sqrtf(ax * ax + ay * ay) * 0.03125f);
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
-    scale_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, u32* status) {
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    scale_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, float* operand_bounds,
+                   u32* status) {
   extern __shared__ float bounds[];  // one a head of this projection
   const Layer l = layers[blockIdx.x];
   const u32 which = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = l.d_head / 2;
@@ -63,9 +67,10 @@ extern "C" __global__ void __launch_bounds__(1024)
   for (u32 head = lane; head < l.n_kv; head += 32) {
     float bound = 0.f;
     for (u32 g = 0; g < group; g++) bound = larger(bound, bounds[head * group + g]);
-    // Rounded up, so that bound / descale <= 448 in f32 too.
-    float descale = bound == 0.f ? 1.f : fmaxf(up(up(bound / 448.f)), 1.17549435e-38f);
-    if (!(bound < 3e38f)) descale = __uint_as_float(0x7fc00000u), atomicOr(status, STATUS_NON_FINITE_WEIGHT);
+    bound += bound * ROUNDING;
+    if (!(bound < 3e38f)) bound = __uint_as_float(0x7fc00000u), atomicOr(status, STATUS_NON_FINITE_WEIGHT);
+    const float descale = covering(bound, 448.0);
+    operand_bounds[(blockIdx.x * 3 + which) * l.n_kv + head] = bound;
     heads[l.out + which * l.n_kv + head] = descale;
     if (which == 2) heads[l.out + 3 * l.n_kv + head] = bound == 0.f ? 1.f : 2.f * descale;
     most = larger(most, descale);

@@ -2,8 +2,9 @@
 // descale. And channel statistics read off the Grams, where the norm has neither mean nor shift.
 //
 //   certain = tau [d sigma + sqrt(d) (||a|| + ||b||) + |c0|],   rounded = certain + tau [(1 + e)^2 - 1] N_Q N_K + subnormals,
-//   N = sqrt(d) sigma_raw + ||c||, 1 + e = (1 + 1/17)(1 + 1/32), descale = rounded / (eta 448).
+//   N = sqrt(d) sigma_raw + ||c'||, c' the constants with absolute values, 1 + e = (1 + 1/17)(1 + 1/32), descale = rounded / (eta 448).
 // Under rotation sigma is the smaller of the scaled product and sigma_Q sigma_K, and the constants go pair by pair.
+#include "covering.cuh"
 #include "scale_types.cuh"
 
 struct HeadGram {
@@ -13,8 +14,8 @@ struct PlanShape {
   u32 n_q, n_kv, r, rotary;
   u32 interleaved, d_model, layers, products;  // products: 1 if sigma^2 comes from the product jobs
   float rope_factor;
-  float eta;
-  u32 pad0, pad1;
+  u32 pad;
+  double eta;
 };
 static_assert(sizeof(PlanShape) == 48, "host mirror");
 
@@ -23,7 +24,12 @@ struct HeadBound {
   float certain;
   float rounded;
   float descale;
+  float linear;     // ||a|| + ||b||
+  float constant;   // |c0|
+  float constants;  // ||c_q|| + ||c_k||: zero where there are none
+  float pad;
 };
+static_assert(sizeof(HeadBound) == 32, "host mirror");
 
 __device__ __forceinline__ double warp_sum(double v) {
 #pragma unroll
@@ -54,6 +60,7 @@ extern "C" __global__ void __launch_bounds__(128)
 
   // Constants.
   double cq2 = 0, ck2 = 0, c0 = 0, a = 0, b = 0, rest_q = 0, rest_k = 0, rest_cq = 0, rest_ck = 0, rest_c0 = 0;
+  double spread_q = 0, spread_k = 0;  // of what the constants are made of, before it cancels
   for (u32 p = lane; p < s.r / 2; p += 32) {
     u32 i, j;
     pair_channels(p, s.rotary, s.interleaved, i, j);
@@ -62,6 +69,8 @@ extern "C" __global__ void __launch_bounds__(128)
     const double q0 = f * q[i].constant, q1 = f * q[j].constant, k0 = f * k[i].constant, k1 = f * k[j].constant;
     const double qq = q0 * q0 + q1 * q1, kk = k0 * k0 + k1 * k1;
     cq2 += qq, ck2 += kk;
+    const double aq0 = f * q[i].absolute, aq1 = f * q[j].absolute, ak0 = f * k[i].absolute, ak1 = f * k[j].absolute;
+    spread_q += aq0 * aq0 + aq1 * aq1, spread_k += ak0 * ak0 + ak1 * ak1;
     if (rotated) {
       auto sigma_pair = [&](const ChannelStats* c) {
         const double x = c[i].norm2, y = c[j].norm2, m = c[i].pair;
@@ -75,8 +84,19 @@ extern "C" __global__ void __launch_bounds__(128)
     }
   }
   cq2 = warp_sum(cq2), ck2 = warp_sum(ck2), c0 = warp_sum(c0) + fabs(warp_sum(rest_c0));
-  a = warp_sum(a), b = warp_sum(b);
+  a = warp_sum(a), b = warp_sum(b), spread_q = warp_sum(spread_q), spread_k = warp_sum(spread_k);
   rest_q = warp_sum(rest_q), rest_k = warp_sum(rest_k), rest_cq = warp_sum(rest_cq), rest_ck = warp_sum(rest_ck);
+  // The coarsest of the layer: heads may share its largest scale.
+  float step_q = 0.f, step_k = 0.f;
+  for (u32 i = lane; i < s.n_kv; i += 32) {
+    step_q = fmaxf(step_q, operand_descales[layer * 4 * s.n_kv + i]);
+    step_k = fmaxf(step_k, operand_descales[(layer * 4 + 1) * s.n_kv + i]);
+  }
+#pragma unroll
+  for (int step = 16; step; step >>= 1) {
+    step_q = fmaxf(step_q, __shfl_xor_sync(0xffffffffu, step_q, step));
+    step_k = fmaxf(step_k, __shfl_xor_sync(0xffffffffu, step_k, step));
+  }
   if (lane) return;
   a += sqrt(rest_q * rest_ck), b += sqrt(rest_k * rest_cq);
   a = fmin(a, sigma_q * sqrt(ck2)), b = fmin(b, sigma_k * sqrt(cq2));
@@ -89,20 +109,23 @@ extern "C" __global__ void __launch_bounds__(128)
   }
   const double tau = softmax_scales[layer], d = s.d_model;
   const double certain = tau * (d * sigma + root * (a + b) + c0);
-  const double norm_q = root * sigma_q + sqrt(cq2), norm_k = root * sigma_k + sqrt(ck2);
+  const double norm_q = root * sigma_q + sqrt(spread_q), norm_k = root * sigma_k + sqrt(spread_k);
   const double e = (1.0 + 1.0 / 17.0) * (1.0 + 1.0 / 32.0);
   // Elements below 2^-6 of their descale are off by up to 2^-10 of it.
   const double small = sqrt((double)s.r) * 0x1p-10;
-  const double sq = small * operand_descales[layer * 4 * s.n_kv + kv];
-  const double sk = small * operand_descales[layer * 4 * s.n_kv + s.n_kv + kv];
-  double rounded = certain + tau * ((e * e - 1.0) * norm_q * norm_k + e * (norm_q * sk + norm_k * sq) + sq * sk);
+  const double sq = small * step_q, sk = small * step_k;
+  double rounded = certain;
+  // Zeros stay zeros.
+  if (norm_q != 0.0 && norm_k != 0.0)
+    rounded += tau * ((e * e - 1.0) * norm_q * norm_k + e * (norm_q * sk + norm_k * sq) + sq * sk);
   // fmin drops a NaN.
   if (!(raw_q + raw_k + (s.products || s.rotary ? rest[task] : 0.0) + rounded < 1e300)) {
     rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
   }
   HeadBound out;
   out.sigma = above(sigma), out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
-  out.descale = rounded == 0.0 ? 1.f : rounded == rounded ? fmaxf(above(rounded / (s.eta * 448.0)), 1.17549435e-38f) : (float)rounded;
+  out.descale = covering(out.rounded, s.eta * 448.0);
+  out.linear = above(a + b), out.constant = above(c0), out.constants = above(sqrt(cq2) + sqrt(ck2)), out.pad = 0.f;
   bounds[task] = out;
 }
 

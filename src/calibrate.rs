@@ -2,6 +2,10 @@
 //!
 //! The serialised form of [`Profile`] is the JSON of `sigmascale calibrate`.
 
+mod inspection;
+
+pub use inspection::{HeadInspection, Inspection, LayerInspection, Statistics};
+
 use crate::bound::{BoundKind, CStar, HeadBounds, LayerBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
@@ -14,16 +18,7 @@ use crate::spectral::{
 };
 use serde::Serialize;
 
-/// Which engine estimates the norms.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Estimator {
-    /// Exact and certified.
-    #[default]
-    Gram,
-    /// The paper's power iteration: a lower bound.
-    Power,
-}
+pub use crate::spectral::Estimator;
 
 /// What a calibration is asked for.
 #[derive(Clone, Copy, Debug)]

@@ -4,15 +4,19 @@
 //! y = gain * x_hat + shift        q, k, v = W y + b        q, k: QK-norm, then rotation by the token's position
 //! ```
 //!
-//! f32 products with no other rounding. It is what a scenario feeds to attention, not a model: there is no residual
-//! stream, and where a layer has no norm in front (OLMo 2), the token itself is projected.
+//! f32 products with no other rounding. Where a layer has no norm in front (OLMo 2), the token itself is projected.
+//! Tokens are drawn at random, given, or those of a model's own residual stream on text ([`Stream`]).
+
+mod stream;
+
+pub use stream::Stream;
 
 use crate::error::{Error, Result};
 use crate::model::{
     AttentionSpec, GainForm, LayerWeights, NormKind, NormVectors, Projection, QkNorm, QkNormScope, Rope,
 };
 use crate::tensor::MatrixView;
-use nalgebra::{DMatrix, DMatrixViewMut};
+use nalgebra::DMatrix;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
@@ -65,6 +69,16 @@ impl Tokens {
         let centred = spec.norm.kind == NormKind::LayerNorm;
         values.chunks_exact_mut(d).for_each(|token| normalise(token, centred));
         Ok(Self { values, d_model: d })
+    }
+
+    /// One token a column.
+    fn into_columns(self) -> DMatrix<f32> {
+        DMatrix::from_vec(self.d_model, self.values.len() / self.d_model, self.values)
+    }
+
+    /// The values, `count x d_model`.
+    pub fn values(&self) -> &[f32] {
+        &self.values
     }
 
     /// Number of tokens.
@@ -158,19 +172,20 @@ fn normed(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens) -> 
             return Err(Error::mismatch(format_args!("{}: input norm {name} does not have {d} values", spec.name)));
         }
     }
-    for mut token in input.column_iter_mut() {
-        if let Some(gain) = &weights.norm_gain {
-            for (x, g) in token.iter_mut().zip(gain) {
-                *x *= stored_gain(*g, spec.norm.gain) as f32;
-            }
+    affine(&mut input, weights.norm_gain.as_deref(), spec.norm.gain, weights.norm_shift.as_deref());
+    Ok(input)
+}
+
+/// Gain and shift of a norm, a token a column.
+fn affine(tokens: &mut DMatrix<f32>, gain: Option<&[f64]>, form: GainForm, shift: Option<&[f64]>) {
+    for mut token in tokens.column_iter_mut() {
+        for (x, g) in token.iter_mut().zip(gain.into_iter().flatten()) {
+            *x *= stored_gain(*g, form) as f32;
         }
-        if let Some(shift) = &weights.norm_shift {
-            for (x, shift) in token.iter_mut().zip(shift) {
-                *x += *shift as f32;
-            }
+        for (x, shift) in token.iter_mut().zip(shift.into_iter().flatten()) {
+            *x += *shift as f32;
         }
     }
-    Ok(input)
 }
 
 /// `W y + b` of every head, `(token, head, channel)`.
@@ -182,11 +197,11 @@ fn linear(spec: &AttentionSpec, projection: &Projection<'_>, heads: usize, input
     if !fits {
         return Err(Error::mismatch(format_args!("{}: weights do not fit the model", projection.name)));
     }
-    let columns: Vec<Vec<f32>> = projection.heads.par_iter().map(|head| head_product(head, input)).collect();
+    let products: Vec<_> = projection.heads.par_iter().map(|head| block_product(head, input)).collect();
     let mut out = vec![0f32; count * heads * r];
-    for (head, values) in columns.iter().enumerate() {
+    for (head, product) in products.iter().enumerate() {
         let bias = projection.bias.as_ref().map(|bias| &bias[head * r..][..r]);
-        for (token, from) in values.chunks_exact(r).enumerate() {
+        for (token, from) in product.as_slice().chunks_exact(r).enumerate() {
             let to = &mut out[(token * heads + head) * r..][..r];
             to.copy_from_slice(from);
             for (x, b) in to.iter_mut().zip(bias.into_iter().flatten()) {
@@ -197,18 +212,33 @@ fn linear(spec: &AttentionSpec, projection: &Projection<'_>, heads: usize, input
     Ok(out)
 }
 
-/// One head's `r x count` product, token after token.
-fn head_product(head: &MatrixView<'_>, input: &DMatrix<f32>) -> Vec<f32> {
-    let ((r, d), count) = (head.shape(), input.ncols());
-    let mut out = vec![0f32; r * count];
-    let mut block = vec![0f64; r * PANEL];
-    for start in (0..d).step_by(PANEL) {
-        let n = PANEL.min(d - start);
-        let block = &mut block[..r * n];
-        head.read_block(0..r, start..start + n, block);
-        let panel = DMatrix::from_row_iterator(r, n, block.iter().map(|w| *w as f32));
-        let mut view = DMatrixViewMut::from_slice(&mut out, r, count);
-        view.gemm(1.0, &panel, &input.rows(start, n), 1.0);
+/// Rows of a weight that one task multiplies.
+const ROWS: usize = 128;
+
+/// `W x` of any size, a token a column.
+fn product(weight: &MatrixView<'_>, input: &DMatrix<f32>) -> DMatrix<f32> {
+    let rows = weight.shape().0;
+    let starts: Vec<usize> = (0..rows).step_by(ROWS).collect();
+    let part = |&start: &usize| block_product(&weight.slice_rows(start, ROWS.min(rows - start)), input);
+    let parts: Vec<_> = starts.par_iter().map(part).collect();
+    let mut out = DMatrix::zeros(rows, input.ncols());
+    for (start, part) in starts.iter().zip(&parts) {
+        out.rows_mut(*start, part.nrows()).copy_from(part);
+    }
+    out
+}
+
+/// `W x` of a few rows, read panel by panel.
+fn block_product(weight: &MatrixView<'_>, input: &DMatrix<f32>) -> DMatrix<f32> {
+    let (rows, cols) = weight.shape();
+    let mut out = DMatrix::zeros(rows, input.ncols());
+    let mut block = vec![0f64; rows * PANEL];
+    for start in (0..cols).step_by(PANEL) {
+        let n = PANEL.min(cols - start);
+        let block = &mut block[..rows * n];
+        weight.read_block(0..rows, start..start + n, block);
+        let panel = DMatrix::from_row_iterator(rows, n, block.iter().map(|w| *w as f32));
+        out.gemm(1.0, &panel, &input.rows(start, n), 1.0);
     }
     out
 }

@@ -54,7 +54,7 @@ pub struct LayerGeometry<'a> {
 pub struct Rotary {
     /// Channel pairs.
     pub pairs: Vec<(usize, usize)>,
-    /// Channels that do not rotate.
+    /// Channels that do not rotate; an even number of them.
     pub fixed: Vec<usize>,
     /// Angle per position of each pair, where known.
     pub inv_freq: Option<Vec<f64>>,

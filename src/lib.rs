@@ -6,6 +6,7 @@ pub mod attention;
 pub mod bound;
 pub mod calibrate;
 pub mod cuda;
+pub mod device_plan;
 mod error;
 pub mod file;
 pub mod forward;
@@ -20,6 +21,8 @@ pub mod spectral;
 pub mod stats;
 pub mod stress;
 pub mod tensor;
+#[cfg(feature = "train")]
+pub mod train;
 
 pub use error::{Error, Result};
 pub use scale::{Descale, QuantScale};

@@ -13,10 +13,15 @@
 //! is given the weights again at its first step and then plans the same bits as one that never stopped. Without state,
 //! each policy is where its table in [`crate::policy`] says it starts.
 //!
+//! With [`Estimator::Power`] the state also holds the singular vectors and the bounds that came from them: an estimate
+//! depends on every step before it, so it cannot be had again from the weights alone. A resumed runtime then keeps its
+//! bounds until it is told that the weights changed, and goes on from warm vectors.
+//!
 //! **Events** go to `tracing`: `scale update` (info; layer, step, policy, tensor, old and new descale), `overflow` (warn;
-//! with counts), `not finite` and `beyond the certain bound` (warn), and the policy's own.
+//! with counts, for the tensors that the call casts and no others), `not finite` and `beyond the certain bound` (warn),
+//! and the policy's own.
 
-use crate::attention::{Attention, AttentionCall, AttentionOutput, Inputs, Precision, measure};
+use crate::attention::{Attention, AttentionCall, AttentionOutput, Cast, Inputs, LogitCast, Precision, measure};
 use crate::bound::{LayerBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
@@ -25,7 +30,7 @@ use crate::plan::ScalePlan;
 use crate::policy::{
     Policy, PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Report, Restart, Tensor, differs,
 };
-use crate::spectral::{GramEngine, SpectralEngine};
+use crate::spectral::{Estimator, GramEngine, PowerEngine, PowerState, SpectralEngine};
 use crate::stats::StepStats;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
@@ -34,7 +39,7 @@ use std::path::Path;
 use tracing::{info, warn};
 
 /// Version of the state and its file: any other is refused.
-pub const STATE_VERSION: u32 = 1;
+pub const STATE_VERSION: u32 = 2;
 
 /// First word of a state file.
 const MAGIC: &str = "sigmascale-state";
@@ -52,12 +57,29 @@ pub struct RuntimeConfig {
     pub policy: PolicyConfig,
     /// Union bound of the isotropic bounds (only `geometry-c-star` reads them).
     pub tail: Tail,
+    /// Where the norms come from. The paper's power iteration, five iterations cold and one a change of the weights, is
+    /// a lower bound: `geometry` and `auto-c`, which rest on the certain bound, need Grams.
+    pub estimator: Estimator,
 }
 
 impl From<PolicyKind> for RuntimeConfig {
     /// The policy with its default parameters.
     fn from(kind: PolicyKind) -> Self {
-        Self { policy: kind.into(), tail: Tail::default() }
+        Self { policy: kind.into(), tail: Tail::default(), estimator: Estimator::default() }
+    }
+}
+
+impl RuntimeConfig {
+    fn check(&self) -> Result<()> {
+        self.tail.check()?;
+        let kind = self.policy.kind();
+        let certain = matches!(kind, PolicyKind::Geometry | PolicyKind::AutoC);
+        if self.estimator == Estimator::Power && certain {
+            return Err(Error::argument(format_args!(
+                "policy {kind} rests on the certain bound and needs estimator gram: power iteration is a lower bound"
+            )));
+        }
+        Ok(())
     }
 }
 
@@ -133,6 +155,8 @@ pub struct Runtime {
     spec: AttentionSpec,
     config: RuntimeConfig,
     policy: Box<dyn Policy>,
+    /// Singular vectors of [`Estimator::Power`].
+    power: Option<PowerState>,
     layers: Vec<Layer>,
 }
 
@@ -142,7 +166,7 @@ impl Runtime {
     /// # Errors
     /// `is_argument` if a parameter breaks its rule.
     pub fn new(spec: &AttentionSpec, config: RuntimeConfig) -> Result<Self> {
-        config.tail.check()?;
+        config.check()?;
         let policy = config.policy.build(shape(spec))?;
         Ok(Self::with(spec, config, policy))
     }
@@ -151,19 +175,27 @@ impl Runtime {
         if let Some(assumption) = policy.assumption() {
             info!(policy = policy.name(), assumption, "assumption");
         }
-        Self { spec: spec.clone(), config, policy, layers: vec![Layer::default(); spec.layers] }
+        let cold = || PowerState::new(spec.layers, spec.d_model, spec.n_q_heads, 0);
+        let power = (config.estimator == Estimator::Power).then(cold);
+        Self { spec: spec.clone(), config, policy, power, layers: vec![Layer::default(); spec.layers] }
     }
 
-    /// A runtime that goes on from a state. Every layer's weights have to be given again.
+    /// A runtime that goes on from a state. Every layer's weights have to be given again, unless the estimator is power
+    /// and they did not change.
     ///
     /// # Errors
     /// `is_mismatch` if the state belongs to another version, model, policy or configuration; the message names what
     /// differs.
     pub fn resume(spec: &AttentionSpec, config: RuntimeConfig, state: RuntimeState) -> Result<Self> {
-        config.tail.check()?;
+        config.check()?;
         check_version(state.version)?;
         differs("model", &nameless(&state.model), &nameless(spec))?;
         differs("tail", &state.tail, &config.tail)?;
+        differs("estimator", &state.estimator, &config.estimator)?;
+        if state.power.is_some() != (config.estimator == Estimator::Power) {
+            return Err(Error::mismatch("the saved state's vectors do not fit its own estimator"));
+        }
+        state.power.as_ref().map_or(Ok(()), |power| power.check_model(spec.layers, spec.d_model, spec.n_q_heads))?;
         if state.layers.len() != spec.layers {
             return Err(Error::mismatch(format_args!(
                 "the saved state has {} layers, the model {}",
@@ -171,21 +203,38 @@ impl Runtime {
                 spec.layers
             )));
         }
+        let misplaced = |(at, layer): (usize, &LayerState)| {
+            layer.last.as_ref().is_some_and(|plan| plan.layer != at)
+                || layer.bounds.as_ref().is_some_and(|bounds| bounds.layer != at)
+        };
+        if state.layers.iter().enumerate().any(misplaced) {
+            return Err(Error::mismatch("the saved state's plans or bounds do not stand at their own layers"));
+        }
         let policy = state.policy.restore(&config.policy, shape(spec))?;
         let mut runtime = Self::with(spec, config, policy);
+        runtime.power = state.power;
         for (layer, saved) in runtime.layers.iter_mut().zip(state.layers) {
-            (layer.steps, layer.last) = (saved.steps, saved.last);
+            let LayerState { steps, last, bounds, weights_version } = saved;
+            *layer = Layer { bounds, weights_version, steps, last };
         }
         Ok(runtime)
     }
 
     /// Everything that later plans depend on, apart from the weights.
     pub fn state(&self) -> RuntimeState {
-        let layer = |layer: &Layer| LayerState { steps: layer.steps, last: layer.last.clone() };
+        let estimated = self.power.is_some();
+        let layer = |layer: &Layer| LayerState {
+            steps: layer.steps,
+            last: layer.last.clone(),
+            bounds: layer.bounds.clone().filter(|_| estimated),
+            weights_version: layer.weights_version.filter(|_| estimated),
+        };
         RuntimeState {
             version: STATE_VERSION,
             model: self.spec.clone(),
             tail: self.config.tail,
+            estimator: self.config.estimator,
+            power: self.power.clone(),
             policy: self.policy.save(),
             layers: self.layers.iter().map(layer).collect(),
         }
@@ -245,7 +294,10 @@ impl Runtime {
         self.check_layer(layer, weights.layer, "weights")?;
         // Nothing is kept of the old weights if the new ones cannot be bounded.
         self.layers[layer].bounds = None;
-        let bounds = bounds_of(&self.spec, weights, &self.config.tail)?;
+        let bounds = match &mut self.power {
+            None => bounds_of(&self.spec, weights, &self.config.tail)?,
+            Some(power) => bounds_by(&mut PowerEngine::new(power), &self.spec, weights, &self.config.tail)?,
+        };
         let kept = &mut self.layers[layer];
         (kept.bounds, kept.weights_version) = (Some(bounds), version);
         Ok(true)
@@ -259,11 +311,21 @@ impl Runtime {
         self.policy.plan(self.known_bounds(layer)?, measured)
     }
 
-    /// Takes in what a call with `plan` reported, logs it, and returns the policy's report.
+    /// Takes in what a fused FP8 call with `plan` reported, logs it, and returns the policy's report. Such a call casts q,
+    /// k, v and perhaps o, and keeps its logits in f32: a logit beyond its descale's range is in the report and no
+    /// overflow in the log.
     ///
     /// # Errors
     /// As [`Policy::observe`].
     pub fn observe(&mut self, plan: &ScalePlan, stats: &StepStats) -> Result<Report> {
+        self.observe_cast(plan, stats, &[Tensor::Q, Tensor::K, Tensor::V, Tensor::O])
+    }
+
+    /// [`Runtime::observe`] for a call that cast these tensors.
+    ///
+    /// # Errors
+    /// As [`Policy::observe`].
+    pub fn observe_cast(&mut self, plan: &ScalePlan, stats: &StepStats, cast: &[Tensor]) -> Result<Report> {
         let layer = plan.layer;
         self.layer(layer)?;
         let kept = &mut self.layers[layer];
@@ -271,7 +333,7 @@ impl Runtime {
         let report = self.policy.observe(plan, bounds, stats)?;
         let name = self.policy.name();
         log_update(name, kept.steps, kept.last.as_ref(), plan);
-        log_report(name, kept.steps, &report);
+        log_report(name, kept.steps, &report, cast);
         kept.steps += 1;
         kept.last = Some(plan.clone());
         Ok(report)
@@ -290,7 +352,7 @@ impl Runtime {
         let measured = if self.policy.needs_measurement() { Some(measure(&step.call, &step.inputs)?) } else { None };
         let plan = self.plan(step.layer, measured.as_ref())?;
         let output = attention.forward(&step.call, &step.inputs, &plan, &step.precision)?;
-        let report = self.observe(&plan, &output.stats)?;
+        let report = self.observe_cast(&plan, &output.stats, &casts(&step.precision, &plan))?;
         Ok(StepOutcome { plan, output, report, recomputed })
     }
 
@@ -343,9 +405,31 @@ impl Runtime {
 /// # Errors
 /// As [`LayerGeometry::new`], [`SpectralEngine::layer`] and [`LayerBounds::new`].
 pub fn bounds_of(spec: &AttentionSpec, weights: LayerWeights<'_>, tail: &Tail) -> Result<LayerBounds> {
+    bounds_by(&mut GramEngine, spec, weights, tail)
+}
+
+fn bounds_by(
+    engine: &mut dyn SpectralEngine,
+    spec: &AttentionSpec,
+    weights: LayerWeights<'_>,
+    tail: &Tail,
+) -> Result<LayerBounds> {
     let geometry = LayerGeometry::new(spec, weights)?;
-    let spectrum = GramEngine.layer(&geometry)?;
+    let spectrum = engine.layer(&geometry)?;
     LayerBounds::new(spec, &geometry, &spectrum, tail)
+}
+
+/// The tensors that a call at this precision casts with its plan's descales.
+fn casts(precision: &Precision, plan: &ScalePlan) -> Vec<Tensor> {
+    let cast = |tensor: &Tensor| {
+        let asked = match tensor {
+            Tensor::Logit => precision.logits == LogitCast::E4m3,
+            Tensor::Q | Tensor::K | Tensor::V => precision.operands == Cast::E4m3,
+            Tensor::O => precision.output == Cast::E4m3,
+        };
+        asked && tensor.descales(plan).is_some()
+    };
+    Tensor::ALL.into_iter().filter(cast).collect()
 }
 
 fn unknown(spec: &AttentionSpec, layer: usize) -> Error {
@@ -373,11 +457,11 @@ fn log_update(policy: &str, step: u64, old: Option<&ScalePlan>, plan: &ScalePlan
     }
 }
 
-fn log_report(policy: &str, step: u64, report: &Report) {
+fn log_report(policy: &str, step: u64, report: &Report, cast: &[Tensor]) {
     let layer = report.layer;
     for tensor in &report.tensors {
         let name = tensor.tensor.name();
-        if tensor.overflowed() {
+        if tensor.overflowed() && cast.contains(&tensor.tensor) {
             warn!(
                 layer,
                 step,
@@ -427,6 +511,10 @@ pub struct RuntimeState {
     pub model: AttentionSpec,
     /// Union bound.
     pub tail: Tail,
+    /// Where the norms come from.
+    pub estimator: Estimator,
+    /// Singular vectors, with [`Estimator::Power`].
+    pub power: Option<PowerState>,
     /// What the policy knows.
     pub policy: PolicyState,
     /// `model.layers` entries.
@@ -440,6 +528,10 @@ pub struct LayerState {
     pub steps: u64,
     /// The last plan, so that logs go on where they stopped.
     pub last: Option<ScalePlan>,
+    /// The bounds in use, where they are estimates.
+    pub bounds: Option<LayerBounds>,
+    /// The caller's version of the weights behind them.
+    pub weights_version: Option<u64>,
 }
 
 fn check_version(version: u32) -> Result<()> {

@@ -1,5 +1,6 @@
 //! What an attention call reports back.
 
+use crate::cuda::{CastWords, StepWords, unordered};
 use serde::{Deserialize, Serialize};
 
 /// Statistics of one attention call in one layer.
@@ -59,5 +60,40 @@ impl LogitStats {
     /// Largest |logit|; 0 when there was none.
     pub fn amax(&self) -> f32 {
         if self.count == 0 { 0.0 } else { self.max.abs().max(self.min.abs()) }
+    }
+}
+
+impl From<&StepWords> for StepStats {
+    /// What a call on a GPU left in device memory. It does not count values: an entry has 1 where something was seen, and
+    /// 0 otherwise. NaN and infinite logits are not counted either.
+    fn from(words: &StepWords) -> Self {
+        let cast = |w: &CastWords| CastStats {
+            amax: f32::from_bits(w.amax),
+            overflow: w.overflow.into(),
+            beyond_rounding: w.beyond_rounding.into(),
+            non_finite: w.non_finite.into(),
+            count: u64::from(*w != CastWords::default()),
+        };
+        let row = |heads: &[CastWords]| heads.iter().map(cast).collect();
+        Self {
+            logits: words
+                .logits
+                .iter()
+                .map(|w| match w.max {
+                    0 => LogitStats { overflow: w.overflow.into(), ..LogitStats::default() },
+                    max => LogitStats {
+                        max: unordered(max),
+                        min: unordered(!w.min),
+                        overflow: w.overflow.into(),
+                        count: 1,
+                        ..LogitStats::default()
+                    },
+                })
+                .collect(),
+            q: row(&words.q),
+            k: row(&words.k),
+            v: row(&words.v),
+            o: words.logits.iter().map(|w| cast(&CastWords { amax: w.amax_o, ..CastWords::default() })).collect(),
+        }
     }
 }

@@ -106,9 +106,41 @@ impl<'a> MatrixView<'a> {
     }
 
     /// The same matrix with dequantisation multipliers (before any slicing or transposition).
-    pub fn with_scale(mut self, scale: BlockScale) -> Self {
+    ///
+    /// # Errors
+    /// If the tiles do not cover the matrix: each side at least 1, and a value for every tile.
+    pub fn with_scale(mut self, scale: BlockScale) -> Result<Self> {
+        let covers = scale.block.0 > 0
+            && scale.block.1 > 0
+            && self.cols.div_ceil(scale.block.1) <= scale.grid_cols
+            && self
+                .rows
+                .div_ceil(scale.block.0)
+                .checked_mul(scale.grid_cols)
+                .is_some_and(|tiles| tiles <= scale.values.len());
+        if !covers {
+            return Err(Error::argument(format_args!(
+                "{} scales in rows of {}, one for {} x {} elements, do not cover a {} x {} matrix",
+                scale.values.len(),
+                scale.grid_cols,
+                scale.block.0,
+                scale.block.1,
+                self.rows,
+                self.cols
+            )));
+        }
         self.scale = Some(scale);
-        self
+        Ok(self)
+    }
+
+    /// The same matrix times `factor`, without touching the storage: its multipliers, if it has any, are multiplied.
+    pub fn scaled(&self, factor: f32) -> Self {
+        let scale = match &self.scale {
+            Some(scale) => BlockScale { values: scale.values.iter().map(|x| x * factor).collect(), ..scale.clone() },
+            // One tile that covers every index.
+            None => BlockScale { values: [factor].into(), block: (usize::MAX, usize::MAX), grid_cols: 1 },
+        };
+        Self { scale: Some(scale), ..self.clone() }
     }
 
     /// Rows and columns.
@@ -252,10 +284,38 @@ mod tests {
     fn block_scales_follow_slices_and_transposes() {
         let ones = vec![0x38u8; 4 * 6];
         let scale = BlockScale { values: vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0].into(), block: (2, 2), grid_cols: 3 };
-        let full = MatrixView::dense(&ones, Dtype::E4m3, 4, 6).unwrap().with_scale(scale);
+        let full = MatrixView::dense(&ones, Dtype::E4m3, 4, 6).unwrap().with_scale(scale).unwrap();
         assert_eq!(full.get(3, 5), 6.0);
         assert_eq!(full.slice_rows(2, 2).slice_cols(1, 5).get(0, 0), 4.0);
         assert_eq!(full.transpose().slice_rows(4, 2).get(0, 1), 3.0);
+    }
+
+    #[test]
+    fn scales_that_do_not_cover_the_matrix_are_refused() {
+        let ones = vec![0x38u8; 4 * 6];
+        let refused = |count: usize, block: (usize, usize), grid_cols: usize| {
+            let scale = BlockScale { values: vec![1.0; count].into(), block, grid_cols };
+            MatrixView::dense(&ones, Dtype::E4m3, 4, 6).unwrap().with_scale(scale).is_err_and(|e| e.is_argument())
+        };
+        assert!(refused(6, (0, 2), 3), "tiles without rows");
+        assert!(refused(6, (2, 0), 3), "tiles without columns");
+        assert!(refused(5, (2, 2), 3), "a tile without a value");
+        assert!(refused(6, (2, 2), 2), "a row of tiles too short");
+        assert!(!refused(6, (2, 2), 3));
+    }
+
+    #[test]
+    fn a_factor_multiplies_every_element_with_and_without_scales() {
+        let codes = vec![0x38u8; 4 * 6];
+        let plain = MatrixView::dense(&codes, Dtype::E4m3, 4, 6).unwrap();
+        let scale = BlockScale { values: vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0].into(), block: (2, 2), grid_cols: 3 };
+        let tiles = plain.clone().with_scale(scale).unwrap().slice_rows(1, 3).transpose();
+        for view in [plain, tiles] {
+            let (rows, cols) = view.shape();
+            for (row, col) in (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col))) {
+                assert_eq!(view.scaled(4.0).scaled(0.5).get(row, col), 2.0 * view.get(row, col));
+            }
+        }
     }
 
     #[test]

@@ -150,7 +150,50 @@ fn doctor_reports_the_machine() {
     for fact in report["gpu"]["facts"].as_array().unwrap() {
         keys(fact, &["name", "found", "value"]);
     }
-    assert_eq!(report["gpu"]["available"], sigmascale::cuda::is_available());
+    let available = sigmascale::cuda::is_available();
+    assert_eq!(report["gpu"]["available"], available);
+    let advice: Vec<&str> =
+        report["gpu"]["advice"].as_array().unwrap().iter().filter_map(|line| line.as_str()).collect();
+    if !available {
+        assert!(advice.iter().any(|line| line.starts_with("no GPU can be used: ")), "{advice:?}");
+    }
+    // Cache entries are counted, other files are not.
+    let folder = tempfile::tempdir().unwrap();
+    for (name, bytes) in [("a.cubin", 700), ("b.cubin", 1000), ("notes.txt", 9)] {
+        std::fs::write(folder.path().join(name), vec![0u8; bytes]).unwrap();
+    }
+    let said = with_cache(folder.path());
+    assert!(said.contains(&format!("{}, 2 kernels, 2 KiB", folder.path().display())), "{said}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 3, "doctor leaves nothing behind");
+    assert!(with_cache(&folder.path().join("later")).contains("(not made yet)"));
+}
+
+/// What `doctor` says with its kernels in `folder`.
+fn with_cache(folder: &Path) -> String {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_sigmascale"));
+    let output = command.arg("doctor").env("SIGMASCALE_CACHE", folder).output().unwrap();
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn what_needs_a_gpu_says_so() {
+    if sigmascale::cuda::is_available() {
+        println!("ignored: what_needs_a_gpu_says_so: there is one");
+        return;
+    }
+    for args in [
+        &["bench", "spectral"][..],
+        &["bench", "spectral", "--model", "512,8,2,64"],
+        &["stress", "checkpoint-load", "--model", TINY_LLAMA, "--device", "cuda"],
+    ] {
+        let (code, log) = failure(args);
+        assert!(code == 1 && log.contains("GPU") && log.lines().count() == 1, "{args:?}: {code} {log}");
+    }
+    // Before the GPU is looked for: what no GPU would mend.
+    let (code, log) = failure(&["bench", "spectral", "--model", "512,3,2,64"]);
+    assert!(code == 2 && log.contains("multiple of the KV heads"), "{log}");
+    let (code, log) = failure(&["stress", "replay", "--trace", "x.json", "--device", "cuda"]);
+    assert!(code == 2 && log.contains("no weights"), "{log}");
 }
 
 #[test]

@@ -12,9 +12,10 @@ const LAYERS: &[&[&str]] = &[
     &["spectral"],
     &["bound"],
     &["plan", "stats"],
-    &["device_plan", "policy", "attention"],
-    &["runtime"],
+    &["policy", "attention"],
+    &["runtime", "device_plan"],
     &["calibrate", "stress"],
+    &["train"],
 ];
 
 /// Items that `lib.rs` re-exports, and where they live.

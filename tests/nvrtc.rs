@@ -1,12 +1,17 @@
 //! Every kernel variant compiles for every architecture it claims, without spills and without serialised wgmma. Needs
 //! NVRTC and no GPU; without NVRTC each variant is reported as ignored, with the reason.
 
+use rayon::prelude::*;
+use sigmascale::cuda::attention::{attention_variants, cast_variants};
 use sigmascale::cuda::{self, Arch, Request, sources};
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// Every variant that the engines ask for, with the architectures its source allows.
 fn variants() -> Vec<Request> {
     let mut all = Vec::new();
-    for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_")) {
+    for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_") || s.name.starts_with("policy_"))
+    {
         if source == sources::GRAMS_WGMMA {
             for (r, along, f16) in
                 [(64, 0, 0), (128, 0, 0), (64, 1, 0), (128, 1, 0), (96, 0, 1), (80, 1, 1), (16, 0, 0)]
@@ -41,32 +46,39 @@ fn variants() -> Vec<Request> {
         }
     }
     all.extend(attention_variants());
-    all
-}
-
-/// The attention's tile configurations (d_head, keys a tile, consumer warpgroups, stages) and the cast's inputs.
-fn attention_variants() -> Vec<Request> {
-    let mut all = Vec::new();
-    for (d, n, consumers, stages) in [(128, 128, 2, 4), (128, 192, 2, 2), (64, 128, 3, 4), (64, 128, 2, 4)] {
-        for (causal, telemetry, logits) in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 0, 1)] {
-            let request = Request::new(sources::ATTENTION, Arch::SM90A).define("HEAD_DIM", d).define("BLOCK_N", n);
-            let request = request.define("CONSUMERS", consumers).define("K_STAGES", stages).define("V_STAGES", stages);
-            let request = request.define("CAUSAL", causal).define("TELEMETRY", telemetry);
-            all.push(request.define("LOGITS_E4M3", logits));
-        }
-    }
-    for d in [64, 128] {
-        for (input, rope) in [(0, 0), (0, 1), (0, 2), (1, 1), (2, 1)] {
-            let request = Request::new(sources::CAST, Arch::SM90A).define("HEAD_DIM", d).define("INPUT", input);
-            all.push(request.define("ROPE", rope).define("STATS", 1));
-        }
-    }
+    all.extend(cast_variants());
     all
 }
 
 fn label(request: &Request) -> String {
     let defines: Vec<String> = request.defines.iter().map(|(name, value)| format!("{name}={value}")).collect();
     format!("{} {} {}", request.source.name, request.arch, defines.join(" "))
+}
+
+/// nvdisasm of the Python environment that NVRTC comes from, or of a toolkit.
+fn disassembler() -> Option<PathBuf> {
+    let wheels = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from).into_iter().flat_map(|root| {
+        let pythons = std::fs::read_dir(root.join("lib")).into_iter().flatten().flatten();
+        pythons.map(|python| python.path().join("site-packages/nvidia/cu13/bin/nvdisasm")).collect::<Vec<_>>()
+    });
+    let toolkits = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(std::env::var_os).map(PathBuf::from);
+    let toolkits = toolkits.chain([PathBuf::from("/usr/local/cuda")]).map(|root| root.join("bin/nvdisasm"));
+    wheels.chain(toolkits).find(|path| path.exists())
+}
+
+fn disassembly(program: &Path, cubin: &[u8]) -> String {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), cubin).unwrap();
+    let output = Command::new(program).arg("-c").arg(file.path()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn the_attention_has_at_most_forty_variants() {
+    let mut all = attention_variants();
+    all.dedup();
+    assert!((1..=40).contains(&all.len()), "{}", all.len());
 }
 
 #[test]
@@ -79,37 +91,44 @@ fn every_variant_compiles_clean() {
         }
         return;
     }
-    let mut complaints = Vec::new();
-    for variant in &variants {
-        let name = label(variant);
-        match cuda::compile(variant) {
-            Err(e) => complaints.push(format!("{name}: {e}")),
-            Ok(compiled) => {
-                let resources = compiled.resources();
-                if resources.is_empty() {
-                    complaints.push(format!("{name}: the log names no kernel\n{}", compiled.log));
-                }
-                for kernel in &resources {
-                    println!("{name}: {} uses {} registers", kernel.kernel, kernel.registers);
-                    if kernel.spills > 0 {
-                        complaints.push(format!("{name}: {} spills {} bytes", kernel.kernel, kernel.spills));
-                    }
-                }
-                complaints.extend(
-                    compiled
-                        .log
-                        .lines()
-                        .filter(|line| line.contains("(C75") || line.contains("warning"))
-                        .map(|line| format!("{name}: {line}")),
-                );
-                // Same options, same bytes: what the cache relies on.
-                if variant.source == sources::GAINS {
-                    assert_eq!(cuda::compile(variant).unwrap().cubin, compiled.cubin, "{name}");
-                }
-            }
-        }
+    let disassembler = disassembler();
+    if disassembler.is_none() {
+        println!("ignored: instructions of the attention: nvdisasm was not found beside NVRTC");
     }
+    let complaints: Vec<String> =
+        variants.par_iter().flat_map_iter(|variant| complaints(variant, disassembler.as_deref())).collect();
     assert!(complaints.is_empty(), "{}", complaints.join("\n"));
+}
+
+/// What is wrong with one variant.
+fn complaints(variant: &Request, disassembler: Option<&Path>) -> Vec<String> {
+    let name = label(variant);
+    let compiled = match cuda::compile(variant) {
+        Ok(compiled) => compiled,
+        Err(e) => return vec![format!("{name}: {e}")],
+    };
+    let mut complaints = Vec::new();
+    let resources = compiled.resources();
+    if resources.is_empty() {
+        complaints.push(format!("{name}: the log names no kernel\n{}", compiled.log));
+    }
+    let spilling = resources.iter().filter(|kernel| kernel.spills > 0);
+    complaints.extend(spilling.map(|kernel| format!("{name}: {} spills {} bytes", kernel.kernel, kernel.spills)));
+    let warnings = compiled.log.lines().filter(|line| line.contains("(C75") || line.contains("warning"));
+    complaints.extend(warnings.map(|line| format!("{name}: {line}")));
+    if variant.source == sources::ATTENTION
+        && let Some(disassembler) = disassembler
+    {
+        let text = disassembly(disassembler, &compiled.cubin);
+        // The products on tensor cores in FP8, the copies by the copy engine.
+        let missing = ["QGMMA", "UTMALDG"].into_iter().filter(|instruction| !text.contains(instruction));
+        complaints.extend(missing.map(|instruction| format!("{name}: no {instruction} in the disassembly")));
+    }
+    // Same options, same bytes: what the cache relies on.
+    if variant.source == sources::GAINS {
+        assert_eq!(cuda::compile(variant).unwrap().cubin, compiled.cubin, "{name}");
+    }
+    complaints
 }
 
 #[test]

@@ -2,11 +2,13 @@
 
 mod run;
 
-use run::{TINY_LLAMA, failure, json, sigmascale, text};
+use run::{TINY_LLAMA, copy_of_tiny_llama, failure, json, sigmascale, text};
 use serde_json::Value;
 use std::collections::BTreeSet;
+use std::path::Path;
 
 const TRACE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/traces/tiny-llama.json");
+const SAMPLE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/sample.py");
 const ALL: [&str; 6] = ["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"];
 
 fn of<'a>(run: &'a Value, policy: &str) -> &'a Value {
@@ -93,6 +95,118 @@ fn a_spike_overflows_delayed_for_one_step_and_moves_geometry_with_it() {
             assert!(scaled(11) < 1.4 * 448.0, "{policy} layer {layer}: {}", scaled(11));
         }
     }
+}
+
+#[test]
+fn text_makes_the_logits_that_were_observed_on_text() {
+    let observed: Value =
+        serde_json::from_slice(&std::fs::read(Path::new(TINY_LLAMA).join("observed.json")).unwrap()).unwrap();
+    let args =
+        ["stress", "checkpoint-load", "--model", TINY_LLAMA, "--policies", "geometry,delayed", "--format", "json"];
+    let run = json(&[&args[..], &["--tokens", SAMPLE]].concat());
+    let isotropic = json(&args);
+    assert_eq!(run["tokens"]["file"], "sample.py");
+    assert!(isotropic["tokens"].is_null());
+    for layer in 0..6 {
+        let seen = observed["layers"][layer]["s"].as_array().unwrap();
+        let seen = seen.iter().map(|x| x.as_f64().unwrap()).fold(0.0, f64::max);
+        let here = |run| row(run, "geometry", 0, layer as u64)["max_logit"].as_f64().unwrap();
+        // One sequence of 256 bytes reaches less than 64 of 512, but not by much; isotropic tokens do not come near.
+        assert!((0.45..1.15).contains(&(here(&run) / seen)), "layer {layer}: {} against {seen}", here(&run));
+        assert!(here(&isotropic) < 0.45 * seen, "layer {layer}: {}", here(&isotropic));
+    }
+    assert_eq!(of(&run, "geometry")["overflow_values"], 0);
+    assert_eq!(of(&run, "delayed-te")["overflow_values"], 0);
+    let delayed = of(&run, "delayed-paper");
+    assert_eq!(delayed["overflow_layers"], 6);
+    assert!(delayed["sqnr_db"].as_f64().unwrap() < of(&run, "geometry")["sqnr_db"].as_f64().unwrap() - 15.0);
+}
+
+#[test]
+fn ids_in_json_are_the_bytes_of_the_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let ids = folder.path().join("ids.json");
+    let bytes: Vec<u32> = std::fs::read(SAMPLE).unwrap().into_iter().map(u32::from).collect();
+    std::fs::write(&ids, serde_json::to_vec(&bytes).unwrap()).unwrap();
+    let run = |file: &str| {
+        let args = ["stress", "checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "40", "--layers", "2"];
+        json(&[&args[..], &["--format", "json", "--tokens", file]].concat())["trace"].clone()
+    };
+    assert_eq!(run(SAMPLE), run(text(&ids)));
+    // A vocabulary of its own: the text alone does not say what the tokens are.
+    let (_parent, model) = copy_of_tiny_llama();
+    std::fs::write(model.join("tokenizer.json"), "{}").unwrap();
+    let (code, log) =
+        failure(&["stress", "checkpoint-load", "--model", text(&model), "--tokens", SAMPLE, "--layers", "1"]);
+    assert!(code == 2 && log.contains("tokenizer.json") && log.contains(".json"), "{log}");
+    std::fs::write(&ids, "[1, 256, 3]").unwrap();
+    let args = ["stress", "checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "2", "--tokens", text(&ids)];
+    let (code, log) = failure(&args);
+    assert!(code == 2 && log.contains("token id 256 is not below 256"), "{log}");
+}
+
+#[test]
+fn steps_take_the_sequences_of_the_text_in_turn() {
+    let folder = tempfile::tempdir().unwrap();
+    let short = folder.path().join("short.txt");
+    std::fs::write(&short, &std::fs::read(SAMPLE).unwrap()[..50]).unwrap();
+    let args = ["stress", "weight-spike", "--model", TINY_LLAMA, "--layers", "2", "--seq-len", "20", "--steps", "4"];
+    let run = json(&[&args[..], &["--format", "json", "--policies", "geometry", "--tokens", text(&short)]].concat());
+    assert_eq!((&run["tokens"]["tokens"], &run["tokens"]["sequences"]), (&50.into(), &2.into()));
+    let logit = |step, layer| row(&run, "geometry", step, layer)["max_logit"].as_f64().unwrap();
+    for layer in 0..2 {
+        assert_eq!((logit(0, layer), logit(1, layer)), (logit(2, layer), logit(3, layer)));
+        assert_ne!(logit(0, layer), logit(1, layer));
+    }
+}
+
+#[test]
+fn refit_goes_along_recorded_checkpoints() {
+    let (_gain, gain) = copy_of_tiny_llama();
+    double_tensor(&gain, "model.layers.1.input_layernorm.weight");
+    let (_out, out) = copy_of_tiny_llama();
+    double_tensor(&out, "model.layers.0.self_attn.o_proj.weight");
+    // One sequence, so that nothing but the weights differs between steps.
+    let folder = tempfile::tempdir().unwrap();
+    let short = folder.path().join("short.txt");
+    std::fs::write(&short, &std::fs::read(SAMPLE).unwrap()[..40]).unwrap();
+    let args = ["stress", "refit", "--model", TINY_LLAMA, "--layers", "2", "--seq-len", "32", "--format", "json"];
+    let path = format!("{},{},{TINY_LLAMA}", text(&gain), text(&out));
+    let run = json(&[&args[..], &["--path", &path, "--tokens", text(&short), "--policies", "geometry"]].concat());
+    assert_eq!(run["steps"], 4);
+    let at = |step, layer, key: &str| row(&run, "geometry", step, layer)[key].as_f64().unwrap();
+    for key in ["max_logit", "q_descale"] {
+        // The last checkpoint is the first again, and no change reaches layer 0.
+        assert!((1..4).all(|step| at(0, 0, key) == at(step, 0, key)) && at(0, 1, key) == at(3, 1, key));
+    }
+    assert!((at(1, 1, "q_descale") / at(0, 1, "q_descale") - 2.0).abs() < 1e-6);
+    assert!((at(1, 1, "max_logit") / at(0, 1, "max_logit") - 4.0).abs() < 1e-4);
+    // A layer's output projection is no part of any scale: the layer above reads other tokens.
+    assert_eq!(at(2, 1, "q_descale"), at(0, 1, "q_descale"));
+    assert_ne!(at(2, 1, "max_logit"), at(0, 1, "max_logit"));
+
+    let other = gain.join("config.json");
+    let config = std::fs::read_to_string(&other).unwrap().replace("10000.0", "500000.0");
+    std::fs::write(&other, config).unwrap();
+    let (code, log) = failure(&[&args[..], &["--path", text(&gain)]].concat());
+    assert!(code == 1 && log.contains("another model"), "{log}");
+}
+
+/// Doubles a BF16 tensor of a checkpoint in place.
+fn double_tensor(folder: &Path, name: &str) {
+    let index: Value =
+        serde_json::from_slice(&std::fs::read(folder.join("model.safetensors.index.json")).unwrap()).unwrap();
+    let file = folder.join(index["weight_map"][name].as_str().unwrap());
+    let mut bytes = std::fs::read(&file).unwrap();
+    let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..data]).unwrap();
+    let [start, end] = [0, 1].map(|at| data + header[name]["data_offsets"][at].as_u64().unwrap() as usize);
+    for value in bytes[start..end].chunks_exact_mut(2) {
+        // One more in the exponent field.
+        let doubled = u16::from_le_bytes(value.try_into().unwrap()) + 0x80;
+        value.copy_from_slice(&doubled.to_le_bytes());
+    }
+    std::fs::write(&file, bytes).unwrap();
 }
 
 #[test]
@@ -213,15 +327,40 @@ fn usage_errors_exit_2_and_write_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let [page, result] = ["page.html", "result.json"].map(|name| folder.path().join(name));
     let cases: &[(&[&str], i32, &str)] = &[
+        #[cfg(not(feature = "train"))]
         (&["resume", "--model", "tiny-llama-train"], 2, "cargo feature `train`"),
+        #[cfg(not(feature = "train"))]
         (&["lr-spike", "--model", "tiny-llama-train"], 2, "cargo feature `train`"),
+        #[cfg(feature = "train")]
+        (&["lr-spike", "--model", TINY_LLAMA], 2, "--model tiny-llama-train"),
+        #[cfg(feature = "train")]
+        (&["lr-spike", "--model", "tiny-llama-train", "--steps", "100"], 2, "steps 100"),
+        #[cfg(feature = "train")]
+        (&["resume", "--model", "tiny-gpt2-train", "--seq-len", "65"], 2, "seq-len 65"),
+        #[cfg(feature = "train")]
+        (&["resume", "--model", "tiny-gpt2-train", "--layers", "1"], 2, "--layers"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--casts", "nan"], 2, "--casts is for"),
         (&["checkpoint-load"], 2, "needs --model"),
         (&["nothing", "--model", TINY_LLAMA], 2, "possible values"),
-        (&["checkpoint-load", "--model", TINY_LLAMA, "--device", "cuda"], 2, "CPU alone"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--policies", "geometry,magic"], 2, "unknown policy magic"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--layers", "7"], 2, "layers 7"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "0"], 2, "seq-len 0"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--trace", TRACE], 2, "--trace is for replay"),
+        (&["checkpoint-load", "--model", "gpt2-xl", "--layers", "1", "--tokens", SAMPLE], 2, "synthetic weights"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", "/no/such/text"], 1, "/no/such/text"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", "/dev/null"], 1, "regular file"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", TRACE], 1, "token ids are a JSON list"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--seq-len", "9000"], 2, "are fewer than one"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--seq-len", "1025"], 2, "more than the 1024"),
+        (&["weight-spike", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--steps", "99999"], 2, "take fewer of either"),
+        (&["replay", "--trace", TRACE, "--tokens", SAMPLE], 2, "leave --tokens out"),
+        (&["weight-spike", "--model", TINY_LLAMA, "--path", TINY_LLAMA], 2, "--path is for refit"),
+        (&["refit", "--model", "gpt2-xl", "--path", TINY_LLAMA], 2, "gpt2-xl has no weights"),
+        (
+            &["refit", "--model", TINY_LLAMA, "--path", TINY_LLAMA, "--steps", "3"],
+            2,
+            "steps 3 must lie between 1 and 2",
+        ),
         (&["replay", "--model", TINY_LLAMA], 2, "replay needs --trace"),
         (&["replay", "--trace", TRACE, "--layers", "1"], 2, "--layers"),
         (&["checkpoint-load", "--model", "mistral-8b"], 1, "no preset of this name"),

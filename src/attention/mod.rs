@@ -29,6 +29,7 @@
 
 mod backward;
 mod cpu;
+pub mod cuda;
 mod lanes;
 mod reference;
 mod stabilised;

@@ -12,8 +12,10 @@
 //! the logit before the mask. Without constants the certain bound is the paper's worst case `tau d sigma` (Eq. 7) on
 //! the effective, rotation-proof norm.
 
+mod device;
 mod tail;
 
+pub use device::isotropic;
 pub use tail::{CStar, Tail, sphere_factor};
 
 use crate::error::{Error, Result};
@@ -49,7 +51,7 @@ pub enum BoundKind {
 }
 
 /// Bounds of one layer.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LayerBounds {
     /// Layer number.
     pub layer: usize,
@@ -64,7 +66,7 @@ pub struct LayerBounds {
 }
 
 /// Bounds on |logit| of one query head. Fields are `None` where the estimator or the family cannot give them.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HeadBounds {
     /// From `||W_Q|| ||W_K||`.
     pub naive: Option<f64>,
@@ -79,7 +81,7 @@ pub struct HeadBounds {
 }
 
 /// Bound on the values of one head of q, k or v.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OperandBound {
     /// In exact arithmetic.
     pub exact: f64,

@@ -40,6 +40,11 @@ struct Cpu {
 struct Cache {
     folder: Option<PathBuf>,
     exists: bool,
+    /// Kernels kept, and their size.
+    entries: usize,
+    bytes: u64,
+    /// Whether a new one could be kept; null before the folder is made.
+    writable: Option<bool>,
 }
 
 /// What the CUDA module found. `available`: kernels can be compiled and launched.
@@ -47,6 +52,8 @@ struct Cache {
 struct Gpu {
     available: bool,
     facts: Vec<Fact>,
+    /// What to do, a sentence each.
+    advice: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -103,7 +110,21 @@ fn features() -> Vec<&'static str> {
 }
 
 fn cache(folder: Option<PathBuf>) -> Cache {
-    Cache { exists: folder.as_ref().is_some_and(|folder| folder.is_dir()), folder }
+    let exists = folder.as_ref().is_some_and(|folder| folder.is_dir());
+    let kept: Vec<u64> = folder
+        .iter()
+        .filter_map(|folder| std::fs::read_dir(folder).ok())
+        .flatten()
+        .flatten()
+        .filter(|entry| entry.path().extension().is_some_and(|extension| extension == "cubin"))
+        .filter_map(|entry| Some(entry.metadata().ok()?.len()))
+        .collect();
+    // Asking the folder's permissions would not tell of a full or read-only disk.
+    let writable = folder.as_deref().filter(|_| exists).map(|folder| {
+        let probe = folder.join(format!(".doctor-{}", std::process::id()));
+        std::fs::write(&probe, b"probe").and_then(|()| std::fs::remove_file(&probe)).is_ok()
+    });
+    Cache { exists, entries: kept.len(), bytes: kept.iter().sum(), writable, folder }
 }
 
 fn gpu(probe: &cuda::Probe) -> Gpu {
@@ -126,20 +147,34 @@ fn gpu(probe: &cuda::Probe) -> Gpu {
         ),
         fact("nvrtc", probe.compiler.as_ref().map(|v| format!("{}, from {from}", version(v))).map_err(Clone::clone)),
     ];
+    let mut advice: Vec<String> = cuda::require().err().iter().map(ToString::to_string).collect();
     for ordinal in 0..*probe.devices.as_ref().unwrap_or(&0) {
-        facts.push(fact(&format!("gpu {ordinal}"), device(ordinal).map_err(|error| error.to_string())));
+        let found = cuda::Device::open(ordinal);
+        if let Ok(device) = &found {
+            advice.extend(limits(device.arch()).map(|limit| format!("gpu {ordinal}: {limit}")));
+        }
+        facts.push(fact(&format!("gpu {ordinal}"), found.and_then(|found| device(&found)).map_err(|e| e.to_string())));
     }
-    Gpu { available: cuda::is_available(), facts }
+    Gpu { available: cuda::is_available(), facts, advice }
 }
 
-/// Name and memory of one device.
-fn device(ordinal: usize) -> Result<String> {
-    let device = cuda::Device::open(ordinal)?;
+/// What an architecture cannot do.
+fn limits(arch: cuda::Arch) -> Option<String> {
+    match arch.compute {
+        90 => None,
+        80.. => Some(format!("{arch} runs the scale engine without its tensor-core path; FP8 attention needs sm_90a")),
+        _ => Some(format!("{arch} is older than sm_80, the first that the kernels are compiled for")),
+    }
+}
+
+/// Name, architecture and memory of one device.
+fn device(device: &cuda::Device) -> Result<String> {
     let (free, total) = device.memory()?;
     let gib = |bytes: usize| bytes as f64 / (1u64 << 30) as f64;
     Ok(format!(
-        "{}, {} multiprocessors, {:.1} of {:.1} GiB free",
+        "{}, {}, {} multiprocessors, {:.1} of {:.1} GiB free",
         device.name()?,
+        device.arch(),
         device.processors(),
         gib(free),
         gib(total)
@@ -163,7 +198,11 @@ fn table(report: &Report) -> String {
     line(
         "cache",
         match (&report.cache.folder, report.cache.exists) {
-            (Some(folder), true) => folder.display().to_string(),
+            (Some(folder), true) => {
+                let cache = &report.cache;
+                let closed = if cache.writable == Some(false) { "; it cannot be written" } else { "" };
+                format!("{}, {} kernels, {} KiB{closed}", folder.display(), cache.entries, cache.bytes.div_ceil(1024))
+            }
             (Some(folder), false) => format!("{} (not made yet)", folder.display()),
             (None, _) => "no folder: set SIGMASCALE_CACHE, XDG_CACHE_HOME or HOME".to_owned(),
         },
@@ -175,8 +214,11 @@ fn table(report: &Report) -> String {
     let gpu = if report.gpu.available {
         "kernels can be compiled and launched"
     } else {
-        "not available; calibrate and inspect do not need one"
+        "not available; only bench and --device cuda need one"
     };
     line("gpu", gpu.to_owned());
+    for advice in &report.gpu.advice {
+        line("to do", advice.clone());
+    }
     out
 }

@@ -1,40 +1,9 @@
-//! What a MODEL argument means: a preset name, a config, a `.safetensors` file or a folder.
+//! A model in a line.
+
+pub use sigmascale::model::ModelSource as Model;
 
 use sigmascale::calibrate::ModelSummary;
-use sigmascale::model::{AttentionSpec, Checkpoint, NormKind, QkNormScope, RopeLayout, preset, preset_names};
-use sigmascale::{Error, Result};
-use std::io::ErrorKind;
-use std::path::Path;
-
-/// A model, with or without weights.
-pub enum Model {
-    /// Config facts alone.
-    Config(Box<AttentionSpec>),
-    /// Mapped weights.
-    Checkpoint(Box<Checkpoint>),
-}
-
-impl Model {
-    /// Resolves the argument; a preset's name wins over a file of that name (write `./name` for the file).
-    pub fn open(argument: &str) -> Result<Self> {
-        if let Some(spec) = preset(argument) {
-            return Ok(Self::Config(Box::new(spec)));
-        }
-        let path = Path::new(argument);
-        match std::fs::metadata(path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                let presets = preset_names().collect::<Vec<_>>().join(", ");
-                let rule = format!("there is no such path, and no preset of this name; the presets are {presets}");
-                Err(Error::io(path, "open", std::io::Error::new(ErrorKind::NotFound, rule)))
-            }
-            Err(error) => Err(Error::io(path, "open", error)),
-            Ok(metadata) if metadata.is_file() && path.extension().is_some_and(|e| e == "json") => {
-                AttentionSpec::from_config_file(path).map(|spec| Self::Config(Box::new(spec)))
-            }
-            Ok(_) => Checkpoint::open(path).map(|checkpoint| Self::Checkpoint(Box::new(checkpoint))),
-        }
-    }
-}
+use sigmascale::model::{NormKind, QkNormScope, RopeLayout};
 
 /// A model in a line, for tables.
 pub fn headline(model: &ModelSummary) -> String {

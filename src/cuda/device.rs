@@ -7,9 +7,12 @@ use super::cache::{Cache, default_folder};
 use super::driver::failed;
 use super::nvrtc::{self, Arch, Compiled, Request};
 use super::sources::Source;
+use super::view::{Element, View};
 use crate::error::{Error, Result};
 use bytemuck::Pod;
-use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaGraph, CudaModule, CudaStream, result, sys};
+use cudarc::driver::{
+    CudaContext, CudaEvent, CudaFunction, CudaGraph, CudaModule, CudaStream, DevicePtr as _, result, sys,
+};
 use cudarc::nvrtc::Ptx;
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -95,7 +98,7 @@ impl Device {
     pub fn load(&self, name: &'static str, compiled: &Compiled) -> Result<Module> {
         let image = Ptx::from_binary(compiled.cubin.clone());
         let inner = self.context.load_module(image).map_err(failed(format_args!("loading {name}")))?;
-        Ok(Module { inner, name })
+        Ok(Module { inner, name, context: self.context.clone() })
     }
 
     /// A new stream that does not wait for the legacy default stream.
@@ -171,6 +174,7 @@ impl Device {
 pub struct Module {
     inner: Arc<CudaModule>,
     name: &'static str,
+    context: Arc<CudaContext>,
 }
 
 impl Module {
@@ -182,6 +186,23 @@ impl Module {
         let inner =
             self.inner.load_function(name).map_err(failed(format_args!("{} has no kernel {name}", self.name)))?;
         Ok(Kernel { inner, name })
+    }
+
+    /// The value of an `int` that the source declares `__constant__`. Synchronous.
+    ///
+    /// # Errors
+    /// If the source has none of that name.
+    pub(super) fn constant(&self, name: &str) -> Result<i32> {
+        let doing = format_args!("{} has no constant {name}", self.name);
+        let stream = self.context.default_stream();
+        let place = self.inner.get_global(name, &stream).map_err(failed(doing))?;
+        if place.len() != size_of::<i32>() {
+            return Err(Error::cuda(format_args!("{}: {name} has {} bytes", self.name, place.len())));
+        }
+        let mut value = [0i32];
+        // SAFETY: the module owns four bytes there.
+        unsafe { result::memcpy_dtoh_sync(&mut value, place.device_ptr(&stream).0) }.map_err(failed(doing))?;
+        Ok(value[0])
     }
 }
 
@@ -308,20 +329,46 @@ impl Kernel {
                 Arg::Words(v) => v.as_mut_ptr().cast(),
             })
             .collect();
+        // SAFETY: the parameters point into `values`, which outlives the call; the rest are the caller's promises.
+        unsafe { self.launch_parameters(stream, launch, &mut params, false) }
+    }
+
+    /// As [`Kernel::launch`], with parameters of any size by address. `overlap`: the kernel may start before the one in
+    /// front of it on the stream has ended, and waits for it itself (`griddepcontrol.wait`).
+    ///
+    /// # Safety
+    /// As [`Kernel::launch`]; every pointer is to a live value of its parameter's size, which the driver copies.
+    pub(super) unsafe fn launch_parameters(
+        &self,
+        stream: &Stream,
+        launch: Launch,
+        parameters: &mut [*mut c_void],
+        overlap: bool,
+    ) -> Result<()> {
         let doing = format_args!("launching {} with {launch:?}", self.name);
         stream.inner.context().bind_to_thread().map_err(failed(doing))?;
-        // SAFETY: the parameters point into `values`, which outlives the call, and the driver copies them; the rest are
-        // the caller's promises.
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: launch.grid.0,
+            gridDimY: launch.grid.1,
+            gridDimZ: launch.grid.2,
+            blockDimX: launch.block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: launch.shared,
+            hStream: stream.inner.cu_stream(),
+            attrs: &raw mut early,
+            numAttrs: overlap.into(),
+        };
+        // SAFETY: the configuration and its one attribute outlive the call; the rest are the caller's promises.
         unsafe {
-            result::launch_kernel(
-                self.inner.cu_function(),
-                launch.grid,
-                (launch.block, 1, 1),
-                launch.shared,
-                stream.inner.cu_stream(),
-                &mut params,
-            )
+            sys::cuLaunchKernelEx(&config, self.inner.cu_function(), parameters.as_mut_ptr(), std::ptr::null_mut())
         }
+        .result()
         .map_err(failed(doing))
     }
 }
@@ -348,6 +395,25 @@ impl<T: Pod> Buffer<T> {
     pub fn at(&self, index: usize) -> DevicePtr {
         assert!(index <= self.len, "value {index} of {}", self.len);
         DevicePtr(self.ptr + (index * size_of::<T>()) as u64)
+    }
+
+    /// The buffer as an array without gaps.
+    ///
+    /// # Errors
+    /// If the extents ask for more bytes than the buffer has.
+    ///
+    /// # Safety
+    /// As [`View::new`]: the buffer outlives all work that is given the view, and graphs of it.
+    pub unsafe fn view<const R: usize>(&self, element: Element, extents: [usize; R]) -> Result<View<R>> {
+        let bytes = extents.iter().try_fold(element.size(), |a, &b| a.checked_mul(b));
+        if bytes.is_none_or(|bytes| bytes > self.len * size_of::<T>()) {
+            return Err(Error::argument(format_args!(
+                "{extents:?} of {element:?} do not lie in a buffer of {}",
+                self.len
+            )));
+        }
+        // SAFETY: the elements lie in the buffer; the rest is the caller's promise.
+        Ok(unsafe { View::dense(self.ptr(), element, extents) })
     }
 
     /// Number of values.
@@ -440,6 +506,21 @@ impl Stream {
     /// Errors of earlier work appear here.
     pub fn synchronize(&self) -> Result<()> {
         self.inner.synchronize().map_err(failed("waiting for a stream"))
+    }
+
+    /// Sets every byte of an array without gaps to zero. Capturable.
+    ///
+    /// # Errors
+    /// If the array has gaps, or the driver refuses.
+    pub fn clear<const R: usize>(&self, view: &View<R>) -> Result<()> {
+        if !view.is_dense() {
+            return Err(Error::argument("an array with gaps cannot be cleared"));
+        }
+        let bytes = view.extents().iter().product::<usize>() * view.element().size();
+        self.inner.context().bind_to_thread().map_err(failed("binding the device"))?;
+        // SAFETY: the view's maker promised its memory, for work on streams.
+        unsafe { result::memset_d8_async(view.ptr().0, 0, bytes, self.inner.cu_stream()) }
+            .map_err(failed("clearing memory"))
     }
 
     /// Records what `work` puts on this stream as a graph; nothing runs yet. Everything that the captured kernels touch

@@ -35,6 +35,22 @@ pub fn is_available() -> bool {
     matches!(super::driver::device_count(), Ok(n) if n > 0) && compiler_library().is_ok()
 }
 
+/// Nothing where [`is_available`], otherwise what is missing and what to do, in one sentence.
+///
+/// # Errors
+/// `is_cuda`.
+pub fn require() -> crate::error::Result<()> {
+    if is_available() {
+        return Ok(());
+    }
+    let missing = match super::driver::device_count() {
+        Err(missing) => format!("{missing}; a GPU needs NVIDIA's driver, which brings it"),
+        Ok(0) => "the driver lists no device; check CUDA_VISIBLE_DEVICES and nvidia-smi".into(),
+        Ok(_) => compiler_library().err().unwrap_or("NVRTC does not answer").into(),
+    };
+    Err(crate::error::Error::cuda(format_args!("no GPU can be used: {missing}")))
+}
+
 /// What was found and what is missing. Never panics.
 pub fn probe() -> Probe {
     Probe {

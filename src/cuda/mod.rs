@@ -7,18 +7,27 @@
 //! - [`is_available`] and [`probe`] say what was found.
 //! - [`Device`] opens a GPU, [`Device::module`] compiles one of [`sources`] through NVRTC (or takes it from the
 //!   [`cache`]), [`Kernel`] launches it, [`Buffer`] owns device memory, [`Stream`] orders work, [`Graph`] replays it.
-//! - [`scale`] holds the kernels that turn weights into scales.
+//! - [`View`] is an array in device memory that belongs to somebody else.
+//! - [`attention`] holds the fused FP8 attention of Hopper.
+//! - [`scale`] holds the kernels that turn weights into scales, [`policy`] those that turn bounds and statistics into
+//!   plans.
 //!
 //! What it does not do: allocate or synchronise behind the caller's back once set up; own memory or streams of others.
 
+pub mod attention;
 pub mod cache;
 mod device;
 mod driver;
 mod library;
 mod nvrtc;
+pub mod policy;
 pub mod scale;
 pub mod sources;
+mod step_stats;
+mod view;
 
 pub use device::{Arg, Buffer, Device, DevicePtr, Event, Graph, Kernel, Launch, Module, Stream, Word};
-pub use library::{Probe, is_available, probe};
+pub use library::{Probe, is_available, probe, require};
 pub use nvrtc::{Arch, Compiled, Request, ResourceUse, compile, compiler_version, is_compiler_available};
+pub use step_stats::{CastWords, LogitWords, StepWords, ordered, stats_words, unordered};
+pub use view::{Element, View};

@@ -37,6 +37,10 @@ sources! {
     POWER = "scale_power";
     /// Logit bounds and descales; statistics from Grams.
     PLAN = "scale_plan";
+    /// Scales of the next call from bounds, history or measurement.
+    POLICY_PLAN = "policy_plan";
+    /// What a policy makes of a call's statistics.
+    POLICY_OBSERVE = "policy_observe";
     /// Fused E4M3 attention forward (Hopper).
     ATTENTION = "attention_fwd";
     /// Cast of q, k and v to E4M3 in the layouts that the attention reads.
@@ -47,11 +51,14 @@ sources! {
 pub const HEADERS: &[(&str, &str)] = &[
     ("barrier.cuh", include_str!("../../kernels/include/barrier.cuh")),
     ("convert.cuh", include_str!("../../kernels/include/convert.cuh")),
+    ("covering.cuh", include_str!("../../kernels/include/covering.cuh")),
     ("launch.cuh", include_str!("../../kernels/include/launch.cuh")),
     ("math.cuh", include_str!("../../kernels/include/math.cuh")),
+    ("policy_types.cuh", include_str!("../../kernels/include/policy_types.cuh")),
     ("scale_ptx.cuh", include_str!("../../kernels/include/scale_ptx.cuh")),
     ("scale_spectrum.cuh", include_str!("../../kernels/include/scale_spectrum.cuh")),
     ("scale_types.cuh", include_str!("../../kernels/include/scale_types.cuh")),
+    ("step_stats.cuh", include_str!("../../kernels/include/step_stats.cuh")),
     ("tma.cuh", include_str!("../../kernels/include/tma.cuh")),
     ("types.cuh", include_str!("../../kernels/include/types.cuh")),
     ("wgmma.cuh", include_str!("../../kernels/include/wgmma.cuh")),

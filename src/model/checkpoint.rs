@@ -11,8 +11,9 @@
 //! vectors are.
 
 use super::config::Config;
-use super::families::{NormTensor, QkNormRule, QkNormStored, QkvTensors};
-use super::shards::{Entry, INDEX, SINGLE, Shard, open_sharded, open_single};
+use super::families::{QkNormRule, QkNormStored, QkvTensors};
+use super::layout::{LayerNames, ProjectionName, at};
+use super::shards::{Entry, INDEX, Opened, SINGLE, Shard, open_held, open_sharded, open_single};
 use super::spec::{AttentionSpec, GainForm};
 use super::weights::{LayerWeights, NormVectors, Projection};
 use crate::error::{Error, Result};
@@ -71,7 +72,7 @@ impl Checkpoint {
             )));
         };
         let config = Config::read(&folder.join("config.json"))?;
-        let (shards, tensors) = match file {
+        let opened = match file {
             Some(file) => open_single(file)?,
             None if folder.join(SINGLE).exists() => open_single(folder.join(SINGLE))?,
             None if folder.join(INDEX).exists() => open_sharded(&folder)?,
@@ -79,6 +80,21 @@ impl Checkpoint {
                 return Err(Error::format(path, format_args!("the folder has neither {SINGLE} nor {INDEX}")));
             }
         };
+        Self::new(path, config, opened)
+    }
+
+    /// The same from memory: a config and the bytes of one safetensors file, under a name for messages.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`], without `is_io`.
+    pub fn from_memory(config: &[u8], weights: Vec<u8>, name: &str) -> Result<Self> {
+        let path = Path::new(name);
+        let mut parsed = Config::parse(config, path)?;
+        parsed.spec.name = name.to_owned();
+        Self::new(path, parsed, open_held(weights, path.to_owned())?)
+    }
+
+    fn new(path: &Path, config: Config, (shards, tensors): Opened) -> Result<Self> {
         let mut checkpoint = Self { path: path.to_owned(), config, prefix: "", shards, tensors };
         checkpoint.prefix = checkpoint.find_prefix()?;
         checkpoint.count_biases()?;
@@ -88,6 +104,11 @@ impl Checkpoint {
     /// What the attention is.
     pub fn spec(&self) -> &AttentionSpec {
         &self.config.spec
+    }
+
+    /// The text model's part of the config.
+    pub(super) fn settings(&self) -> &serde_json::Map<String, serde_json::Value> {
+        &self.config.settings
     }
 
     /// The path that was opened.
@@ -138,26 +159,26 @@ impl Checkpoint {
                 spec.layers
             )));
         }
-        let (q, k, v) = self.projections(layer)?;
-        let (norm_gain, norm_shift) = match self.norm_name(layer) {
+        let names = self.config.names(layer);
+        let (q, k, v) = self.projections(&names)?;
+        let (norm_gain, norm_shift) = match &names.norm {
             Some(name) => {
                 let gain = match spec.norm.gain {
                     GainForm::Unit => None,
-                    _ => Some(self.vector(&self.named(&name, &["weight", "gamma"]), spec.d_model)?),
+                    _ => Some(self.vector(&self.named(name, &["weight", "gamma"]), spec.d_model)?),
                 };
                 let shift = match spec.norm.shift {
-                    true => Some(self.vector(&self.named(&name, &["bias", "beta"]), spec.d_model)?),
+                    true => Some(self.vector(&self.named(name, &["bias", "beta"]), spec.d_model)?),
                     false => None,
                 };
                 (gain, shift)
             }
             None => (None, None),
         };
-        let (q_norm, k_norm) = match (&self.config.family.qk_norm, spec.qk_norm) {
-            (Some(rule), Some(_)) => (
-                Some(self.qk_norm(rule, rule.q, layer, spec.n_q_heads)?),
-                Some(self.qk_norm(rule, rule.k, layer, spec.n_kv_heads)?),
-            ),
+        let (q_norm, k_norm) = match (&self.config.family.qk_norm, &names.qk_norm) {
+            (Some(rule), Some((q, k))) => {
+                (Some(self.qk_norm(rule, q, spec.n_q_heads)?), Some(self.qk_norm(rule, k, spec.n_kv_heads)?))
+            }
             _ => (None, None),
         };
         Ok(LayerWeights { layer, q, k, v, norm_gain, norm_shift, q_norm, k_norm })
@@ -214,53 +235,20 @@ impl Checkpoint {
     }
 
     /// The first stored of `name.suffix`, else the name with the first suffix (for the message).
-    fn named(&self, name: &str, suffixes: &[&str]) -> String {
+    pub(super) fn named(&self, name: &str, suffixes: &[&str]) -> String {
         let full = |suffix: &&str| format!("{}{name}.{suffix}", self.prefix);
         suffixes.iter().map(full).find(|n| self.tensors.contains_key(n)).unwrap_or_else(|| full(&suffixes[0]))
     }
 
-    fn norm_name(&self, layer: usize) -> Option<String> {
-        match &self.config.family.norm_tensor {
-            NormTensor::Previous { first, .. } if layer == 0 => Some((*first).to_owned()),
-            NormTensor::Previous { rest, .. } => Some(rest.replace("{j}", &(layer - 1).to_string())),
-            _ => self.config.own_norm.map(|name| at(name, layer)),
-        }
-    }
-
-    fn projections(&self, layer: usize) -> Result<(Projection<'_>, Projection<'_>, Projection<'_>)> {
+    fn projections(&self, names: &LayerNames) -> Result<(Projection<'_>, Projection<'_>, Projection<'_>)> {
         let spec = &self.config.spec;
-        let (n_q, n_kv, r, d) = (spec.n_q_heads, spec.n_kv_heads, spec.d_head, spec.d_model);
-        // First rows of the heads of q, k and v in the fused output.
-        let (name, conv1d, starts): (&str, bool, [Vec<usize>; 3]) = match self.config.family.qkv {
-            QkvTensors::Separate { q, k, v } => {
-                let one = |template: &str, heads: usize, bias: bool| {
-                    let name = at(template, layer);
-                    let rows: Vec<usize> = (0..heads).map(|h| h * r).collect();
-                    let weight = self.matrix(&self.named(&name, &["weight"]), heads * r, d, false)?;
-                    let bias = self.bias(&name, heads * r, bias)?;
-                    Ok(self.projection(&name, &weight, bias.as_deref(), &rows))
-                };
-                return Ok((one(q, n_q, spec.bias.q)?, one(k, n_kv, spec.bias.k)?, one(v, n_kv, spec.bias.v)?));
-            }
-            QkvTensors::Concat { name, conv1d } => {
-                let rows = |first: usize, heads: usize| (0..heads).map(|h| (first + h) * r).collect();
-                (name, conv1d, [rows(0, n_q), rows(n_q, n_kv), rows(n_q + n_kv, n_kv)])
-            }
-            QkvTensors::Grouped { name } => {
-                let group = spec.group();
-                let block = (group + 2) * r;
-                let q = (0..n_q).map(|h| h / group * block + h % group * r).collect();
-                let k = (0..n_kv).map(|g| g * block + group * r).collect();
-                let v = (0..n_kv).map(|g| g * block + (group + 1) * r).collect();
-                (name, false, [q, k, v])
-            }
+        let one = |place: &ProjectionName, bias: bool| {
+            let weight =
+                self.matrix(&self.named(&place.name, &["weight"]), place.channels, spec.d_model, place.conv1d)?;
+            let bias = self.bias(&place.name, place.channels, bias)?;
+            Ok(self.projection(&place.name, &weight, bias.as_deref(), &place.heads))
         };
-        let name = at(name, layer);
-        let rows = (n_q + 2 * n_kv) * r;
-        let weight = self.matrix(&self.named(&name, &["weight"]), rows, d, conv1d)?;
-        let bias = self.bias(&name, rows, spec.bias.any())?;
-        let [q, k, v] = starts.map(|rows| self.projection(&name, &weight, bias.as_deref(), &rows));
-        Ok((q, k, v))
+        Ok((one(&names.q, spec.bias.q)?, one(&names.k, spec.bias.k)?, one(&names.v, spec.bias.v)?))
     }
 
     fn projection<'a>(
@@ -290,14 +278,13 @@ impl Checkpoint {
         self.vector(&name, rows).map(Some)
     }
 
-    fn qk_norm(&self, rule: &QkNormRule, template: &str, layer: usize, heads: usize) -> Result<NormVectors> {
+    fn qk_norm(&self, rule: &QkNormRule, name: &str, heads: usize) -> Result<NormVectors> {
         let r = self.config.spec.d_head;
-        let name = at(template, layer);
         let read = |suffix: &str| -> Result<Vec<f64>> {
             match rule.stored {
-                QkNormStored::Shared => self.vector(&self.named(&name, &[suffix]), r),
-                QkNormStored::Flat => self.vector(&self.named(&name, &[suffix]), heads * r),
-                QkNormStored::PerHead => self.values(&self.named(&name, &[suffix]), &[heads, r]),
+                QkNormStored::Shared => self.vector(&self.named(name, &[suffix]), r),
+                QkNormStored::Flat => self.vector(&self.named(name, &[suffix]), heads * r),
+                QkNormStored::PerHead => self.values(&self.named(name, &[suffix]), &[heads, r]),
                 QkNormStored::TensorPerHead => {
                     let mut all = Vec::with_capacity(heads * r);
                     for h in 0..heads {
@@ -314,7 +301,7 @@ impl Checkpoint {
     }
 
     /// A projection as `rows x cols` (out x in), whatever its orientation in storage.
-    fn matrix(&self, name: &str, rows: usize, cols: usize, conv1d: bool) -> Result<MatrixView<'_>> {
+    pub(super) fn matrix(&self, name: &str, rows: usize, cols: usize, conv1d: bool) -> Result<MatrixView<'_>> {
         let entry = self.entry(name)?;
         let stored = if conv1d { (cols, rows) } else { (rows, cols) };
         if entry.shape != [stored.0, stored.1] {
@@ -328,7 +315,7 @@ impl Checkpoint {
         Ok(if conv1d { view.transpose() } else { view })
     }
 
-    fn vector(&self, name: &str, len: usize) -> Result<Vec<f64>> {
+    pub(super) fn vector(&self, name: &str, len: usize) -> Result<Vec<f64>> {
         self.values(name, &[len])
     }
 
@@ -425,13 +412,8 @@ impl Checkpoint {
             )));
         }
         debug_assert_eq!(values.len(), grid.0 * grid.1);
-        Ok(view.with_scale(BlockScale { values, block, grid_cols: grid.1 }))
+        view.with_scale(BlockScale { values, block, grid_cols: grid.1 })
     }
-}
-
-/// A name template at one layer.
-fn at(template: &str, layer: usize) -> String {
-    template.replace("{i}", &layer.to_string())
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use super::families::{
 use super::keys::{Keys, MAX_D_MODEL, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, read_capped, refuse, shorten, too_large};
 use super::spec::{AttentionSpec, QkvBias};
 use crate::error::{Error, Result};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::path::Path;
 
 /// Longest config that is read, in bytes.
@@ -56,6 +56,8 @@ pub(crate) struct Config {
     pub own_norm: Option<&'static str>,
     /// Rows and columns of one tile of the FP8 scales, where the config says so.
     pub fp8_block: Option<(usize, usize)>,
+    /// The text model's own keys.
+    pub settings: Map<String, Value>,
 }
 
 impl Config {
@@ -172,7 +174,7 @@ impl<'a> Keys<'a> {
             }
             NormTensor::None | NormTensor::Previous { .. } => None,
         };
-        Ok(Config { spec, family, own_norm, fp8_block })
+        Ok(Config { spec, family, own_norm, fp8_block, settings: self.map.clone() })
     }
 
     fn kv_heads(&self, rule: &KvHeads, n_q_heads: usize) -> Result<usize> {

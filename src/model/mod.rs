@@ -4,21 +4,27 @@
 //! of a prescribed spectral norm; a [`preset`] is a spec alone. What a family is stands in a table, and a family that is
 //! not in it is refused: no bound is better than a wrong one.
 
+mod body;
 mod checkpoint;
 mod config;
 mod families;
 mod keys;
+mod layout;
 mod preset;
 mod rotation;
 mod shards;
+mod source;
 mod spec;
 mod synthetic;
 mod weights;
 
+pub use body::{Activation, Block, Body, Linear, NormOrder};
 pub use checkpoint::{Checkpoint, StoredTensor};
+pub use layout::{LayerNames, Layout, ProjectionName};
 pub use preset::{paper_sigma_profile, preset, preset_names};
 #[doc(hidden)]
 pub use shards::fuzz_safetensors;
+pub use source::ModelSource;
 pub use spec::{AttentionSpec, GainForm, InputNorm, NormKind, QkNorm, QkNormScope, QkvBias, Rope, RopeLayout};
 pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOptions};
 pub use weights::{LayerWeights, NormVectors, Projection};

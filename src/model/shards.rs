@@ -6,6 +6,7 @@ use memmap2::Mmap;
 use safetensors::{SafeTensorError, SafeTensors};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
+use std::ops::Deref;
 use std::path::{Component, Path, PathBuf};
 
 /// Longest safetensors header, in bytes (the format's own limit).
@@ -17,10 +18,27 @@ pub(super) const INDEX: &str = "model.safetensors.index.json";
 /// Name of the weights in one file.
 pub(super) const SINGLE: &str = "model.safetensors";
 
-/// One mapped file.
+/// The content of a file.
+pub(super) enum Content {
+    Mapped(Mmap),
+    Held(Vec<u8>),
+}
+
+impl Deref for Content {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Mapped(map) => map,
+            Self::Held(bytes) => bytes,
+        }
+    }
+}
+
+/// One file.
 pub(super) struct Shard {
     pub path: PathBuf,
-    pub map: Mmap,
+    pub map: Content,
     /// Where the data starts.
     pub data: usize,
 }
@@ -35,8 +53,13 @@ pub(super) struct Entry {
     pub end: usize,
 }
 
-/// Mapped files and the tensors in them.
+/// Files and the tensors in them.
 pub(super) type Opened = (Vec<Shard>, HashMap<String, Entry>);
+
+pub(super) fn open_held(bytes: Vec<u8>, path: PathBuf) -> Result<Opened> {
+    let (data, entries) = parse_header(&bytes, &path, 0)?;
+    Ok((vec![Shard { path, map: Content::Held(bytes), data }], entries))
+}
 
 pub(super) fn open_single(path: PathBuf) -> Result<Opened> {
     let (shard, entries) = open_shard(path, 0)?;
@@ -101,7 +124,7 @@ fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, HashMap<String, En
     //    with a bus error; the module's documentation forbids that.
     let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(&path, "map", e))?;
     let (data, entries) = parse_header(&map, &path, number)?;
-    Ok((Shard { path, map, data }, entries))
+    Ok((Shard { path, map: Content::Mapped(map), data }, entries))
 }
 
 /// Offset of the data and the tensors of a whole safetensors file.

@@ -343,6 +343,17 @@ fn ratio_count(config: &AutoCConfig, shape: &PolicyShape, tensor: Tensor) -> u64
     heads as u64 * u64::from(config.burn_in)
 }
 
+impl AutoCConfig {
+    /// How many of a pool's largest ratios decide its constant: those that are kept during burn-in.
+    ///
+    /// # Panics
+    /// If `tensor` is o, which has no pool.
+    pub fn kept_ratios(&self, shape: &PolicyShape, tensor: Tensor) -> usize {
+        assert!(tensor != Tensor::O);
+        usize::try_from(kept(ratio_count(self, shape, tensor))).unwrap_or(usize::MAX)
+    }
+}
+
 /// How many of the largest of n values decide the order statistic of rank `ceil(0.9999 n)`, in exact integers.
 fn kept(n: u64) -> u64 {
     n - (n * 9_999).div_ceil(10_000) + 1

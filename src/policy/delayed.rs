@@ -212,7 +212,7 @@ impl Slot for TeSlot {
         if reduced == 0.0 {
             return if amax.is_finite() { Recorded::Zero } else { Recorded::NonFinite };
         }
-        let scale = scaled_max(config) / reduced;
+        let scale = config.scaled_max() / reduced;
         if scale.is_infinite() {
             self.scale = f32::MAX;
             return Recorded::Tiny;
@@ -249,8 +249,11 @@ impl Slot for TeSlot {
     }
 }
 
-fn scaled_max(config: &DelayedTeConfig) -> f32 {
-    E4M3_MAX as f32 * 2f32.powi(-config.margin)
+impl DelayedTeConfig {
+    /// What the amax is mapped onto: `448 / 2^margin`.
+    pub fn scaled_max(&self) -> f32 {
+        E4M3_MAX as f32 * 2f32.powi(-self.margin)
+    }
 }
 
 fn check_history(history: usize) -> Result<()> {

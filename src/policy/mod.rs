@@ -23,7 +23,7 @@ mod report;
 #[cfg(test)]
 mod tests;
 
-pub use auto_c::{AutoC, AutoCConfig, AutoCState, Forbidden, Phase, Pooling};
+pub use auto_c::{AutoC, AutoCConfig, AutoCState, Forbidden, Phase, Pooling, RatioPool};
 pub use current::{Current, CurrentConfig};
 pub use delayed::{
     AmaxAlgorithm, Delayed, DelayedPaper, DelayedPaperConfig, DelayedState, DelayedTe, DelayedTeConfig, PaperSlot,

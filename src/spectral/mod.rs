@@ -17,6 +17,18 @@ pub use scan::{Scan, scan_positions};
 use crate::error::Result;
 use crate::geometry::{Channels, LayerGeometry};
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+/// Which engine estimates the norms.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Estimator {
+    /// Exact and certified.
+    #[default]
+    Gram,
+    /// The paper's power iteration: a lower bound.
+    Power,
+}
 
 /// Something that turns a layer's operators into spectral facts.
 pub trait SpectralEngine {

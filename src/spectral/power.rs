@@ -68,6 +68,22 @@ impl PowerState {
         Self { version: STATE_VERSION, seed, d_model, n_q_heads, layers: vec![None; layers] }
     }
 
+    /// Whether the state is of a model of this shape.
+    ///
+    /// # Errors
+    /// `is_mismatch`, naming what differs.
+    pub fn check_model(&self, layers: usize, d_model: usize, n_q_heads: usize) -> Result<()> {
+        let (here, there) = ([self.layers.len(), self.d_model, self.n_q_heads], [layers, d_model, n_q_heads]);
+        if self.version == STATE_VERSION && here == there {
+            return Ok(());
+        }
+        Err(Error::mismatch(format_args!(
+            "power state of version {} with (layers, d_model, n_q_heads) = {here:?} is not one of version \
+             {STATE_VERSION} with {there:?}",
+            self.version
+        )))
+    }
+
     /// Whether a layer has vectors to start from.
     pub fn is_warm(&self, layer: usize) -> bool {
         self.layers.get(layer).is_some_and(Option::is_some)
@@ -147,11 +163,15 @@ impl PowerVectors {
 
 /// Scales to unit length, returns the former length; a zero vector stays.
 fn normalise(x: &mut [f64]) -> f64 {
-    let norm = x.iter().map(|v| v * v).sum::<f64>().sqrt();
-    if norm > 0.0 {
-        x.iter_mut().for_each(|v| *v /= norm);
+    // Through the largest entry, or squares of values past 1e154 would be infinite and those below 1e-154 zero.
+    let largest = x.iter().fold(0.0f64, |largest, v| largest.max(v.abs()));
+    if largest == 0.0 {
+        return 0.0;
     }
-    norm
+    x.iter_mut().for_each(|v| *v /= largest);
+    let norm = x.iter().map(|v| v * v).sum::<f64>().sqrt();
+    x.iter_mut().for_each(|v| *v /= norm);
+    largest * norm
 }
 
 /// The power-iteration engine: borrows the caller's state and advances it.
@@ -535,4 +555,19 @@ pub fn certified_inflation(iterations: usize, rank: usize, p: f64) -> Result<f64
         if probability(f64::exp(middle)) > p { low = middle } else { high = middle }
     }
     Ok(high.exp())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operators_of_any_magnitude_have_an_estimate() {
+        for magnitude in [1e-200, 1.0, 1e200] {
+            let scaled = |x: &[f64]| x.iter().zip([3.0, 1.0]).map(|(x, s)| x * s * magnitude).collect::<Vec<_>>();
+            let estimate = PowerVectors::random(2, 1).iterate(40, scaled, scaled);
+            let relative = estimate.sigma / magnitude;
+            assert!((relative - 3.0).abs() < 1e-12, "{magnitude:e}: {relative}");
+        }
+    }
 }

@@ -51,7 +51,7 @@ pub fn sqnr_db(exact: &[f32], quantised: &[f32]) -> Option<f64> {
 /// Softmax rows of one call in f32, to compare quantised ones with.
 ///
 /// Rows are spread evenly over the sequence, 16 a head.
-pub(super) struct Divergence<'a> {
+pub(crate) struct Divergence<'a> {
     call: &'a AttentionCall,
     inputs: &'a Inputs<'a>,
     rows: Vec<(usize, usize)>,
@@ -59,7 +59,7 @@ pub(super) struct Divergence<'a> {
 }
 
 impl<'a> Divergence<'a> {
-    pub(super) fn new(call: &'a AttentionCall, inputs: &'a Inputs<'a>) -> Self {
+    pub(crate) fn new(call: &'a AttentionCall, inputs: &'a Inputs<'a>) -> Self {
         let shape = &call.shape;
         let step = shape.len_q.div_ceil(ROWS);
         let rows: Vec<_> = (0..shape.n_q_heads)
@@ -71,7 +71,7 @@ impl<'a> Divergence<'a> {
 
     /// Mean over the rows of `sum p ln(p / p')`, in nats, p from f32 and p' from what the plan makes of it; `None` if it is
     /// not finite.
-    pub(super) fn of(&self, mode: Mode, plan: &ScalePlan) -> Result<Option<f64>> {
+    pub(crate) fn of(&self, mode: Mode, plan: &ScalePlan) -> Result<Option<f64>> {
         let total: f64 = match mode {
             Mode::Logit => self
                 .rows
@@ -166,7 +166,7 @@ mod tests {
         let inputs = Inputs { q: &q, k: &k, v: &k };
         let compared = Divergence::new(&call, &inputs);
         let kl = |mode, change: &dyn Fn(&mut ScalePlan, Descale)| {
-            let mut plan = super::super::identity(0, &shape);
+            let mut plan = super::super::lab::identity(0, &shape);
             change(&mut plan, Descale::new(1e-4).unwrap());
             compared.of(mode, &plan).unwrap().unwrap()
         };

@@ -5,10 +5,9 @@ use crate::attention::{Inputs, measure};
 use crate::error::{Error, Result};
 use crate::forward::{Tokens, project};
 use crate::model::{
-    AttentionSpec, Checkpoint, GainForm, LayerWeights, NormKind, SyntheticLayer, SyntheticModel, SyntheticOptions,
-    paper_sigma_profile,
+    AttentionSpec, Body, Checkpoint, GainForm, LayerWeights, NormKind, SyntheticLayer, SyntheticModel,
+    SyntheticOptions, paper_sigma_profile,
 };
-use crate::tensor::{BlockScale, Dtype};
 use std::path::Path;
 
 /// Largest ordinary |logit| of a synthetic layer.
@@ -21,7 +20,8 @@ pub struct StressModel {
 
 enum Source {
     Synthetic(Box<SyntheticModel>),
-    Checkpoint(Box<Checkpoint>),
+    /// A path of training: one checkpoint, or one a step.
+    Checkpoints(Vec<Checkpoint>),
 }
 
 impl StressModel {
@@ -40,14 +40,58 @@ impl StressModel {
     /// # Errors
     /// As [`Checkpoint::open`].
     pub fn open(path: &Path) -> Result<Self> {
-        Ok(Self { source: Source::Checkpoint(Box::new(Checkpoint::open(path)?)) })
+        Self::open_path(&[path])
+    }
+
+    /// Checkpoints of one training run in their order: the model is the first, and `refit` goes through them all.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`]; `is_argument` without a path, `is_mismatch` if a later one is of another model.
+    pub fn open_path(paths: &[impl AsRef<Path>]) -> Result<Self> {
+        let checkpoints = paths.iter().map(|path| Checkpoint::open(path.as_ref())).collect::<Result<Vec<_>>>()?;
+        let nameless = |checkpoint: &Checkpoint| AttentionSpec { name: String::new(), ..checkpoint.spec().clone() };
+        let Some(first) = checkpoints.first() else {
+            return Err(Error::argument("a path of training has at least one checkpoint"));
+        };
+        let spec = nameless(first);
+        if let Some(other) = checkpoints.iter().find(|checkpoint| nameless(checkpoint) != spec) {
+            let (a, b) = (other.path().display(), first.path().display());
+            return Err(Error::mismatch(format_args!("{a}: its config is that of another model than {b}")));
+        }
+        Ok(Self { source: Source::Checkpoints(checkpoints) })
+    }
+
+    /// Steps of the recorded path; `None` without one.
+    pub fn recorded_steps(&self) -> Option<usize> {
+        match &self.source {
+            Source::Checkpoints(checkpoints) if checkpoints.len() > 1 => Some(checkpoints.len()),
+            _ => None,
+        }
+    }
+
+    pub(super) fn path_names(&self) -> Vec<String> {
+        match &self.source {
+            Source::Checkpoints(checkpoints) => checkpoints.iter().map(|c| c.spec().name.clone()).collect(),
+            Source::Synthetic(_) => Vec::new(),
+        }
+    }
+
+    /// What stands around attention in the checkpoint of a step.
+    pub(super) fn body(&self, at: usize) -> Result<Body<'_>> {
+        match &self.source {
+            Source::Checkpoints(checkpoints) => checkpoints[at].body(),
+            Source::Synthetic(model) => Err(Error::argument(format_args!(
+                "{}: a token file needs a checkpoint: synthetic weights have attention alone",
+                model.spec().name
+            ))),
+        }
     }
 
     /// What the attention is.
     pub fn spec(&self) -> &AttentionSpec {
         match &self.source {
             Source::Synthetic(model) => model.spec(),
-            Source::Checkpoint(checkpoint) => checkpoint.spec(),
+            Source::Checkpoints(checkpoints) => checkpoints[0].spec(),
         }
     }
 
@@ -70,7 +114,7 @@ impl StressModel {
 
     pub(super) fn layer(&self, layer: usize, seq_len: usize, seed: u64) -> Result<StressLayer<'_>> {
         match &self.source {
-            Source::Checkpoint(checkpoint) => Ok(StressLayer::Borrowed(checkpoint, layer)),
+            Source::Checkpoints(checkpoints) => Ok(StressLayer::Borrowed(checkpoints, layer)),
             Source::Synthetic(model) => {
                 let spec = model.spec();
                 let owned = model.layer(layer)?;
@@ -96,44 +140,33 @@ impl StressModel {
 
 /// One layer's weights, ready to be scaled.
 pub(super) enum StressLayer<'a> {
-    Borrowed(&'a Checkpoint, usize),
+    Borrowed(&'a [Checkpoint], usize),
     Owned { layer: Box<SyntheticLayer>, gain: Option<f64>, form: GainForm },
 }
 
 impl StressLayer<'_> {
-    /// The weights with those of q, k and v, and their biases, times `factor`.
-    pub(super) fn weights(&self, factor: f32) -> Result<LayerWeights<'_>> {
+    /// The weights with those of q, k and v, and their biases, times `factor`; `at` is the place on a recorded path.
+    pub(super) fn weights(&self, at: usize, factor: f32) -> Result<LayerWeights<'_>> {
         let mut weights = match self {
-            Self::Borrowed(checkpoint, layer) => checkpoint.layer(*layer)?,
+            Self::Borrowed(checkpoints, layer) => checkpoints[at].layer(*layer)?,
             Self::Owned { layer, .. } => layer.weights(),
         };
         if let (Self::Owned { gain: Some(gain), form, .. }, Some(stored)) = (self, &mut weights.norm_gain) {
             stored.fill(if *form == GainForm::OnePlus { gain - 1.0 } else { *gain });
         }
         if factor != 1.0 {
-            multiply(&mut weights, factor)?;
+            multiply(&mut weights, factor);
         }
         Ok(weights)
     }
 }
 
-/// Weights and biases of q, k and v times `factor`, without touching the storage.
-fn multiply(weights: &mut LayerWeights<'_>, factor: f32) -> Result<()> {
+/// Weights and biases of q, k and v times `factor`, without touching the storage. The scales of FP8 weights take it.
+fn multiply(weights: &mut LayerWeights<'_>, factor: f32) {
     for projection in [&mut weights.q, &mut weights.k, &mut weights.v] {
-        for head in &mut projection.heads {
-            if head.dtype() == Dtype::E4m3 {
-                return Err(Error::unsupported(format_args!(
-                    "{}: FP8 weights have scales of their own and cannot be multiplied here",
-                    projection.name
-                )));
-            }
-            // One tile that covers every index.
-            let scale = BlockScale { values: [factor].into(), block: (usize::MAX, usize::MAX), grid_cols: 1 };
-            *head = head.clone().with_scale(scale);
-        }
+        projection.heads.iter_mut().for_each(|head| *head = head.scaled(factor));
         projection.bias.iter_mut().flatten().for_each(|b| *b *= f64::from(factor));
     }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -149,7 +182,7 @@ mod tests {
         let mut plain = owned.weights();
         plain.q.bias = Some((0..128).map(f64::from).collect());
         let mut weights = plain.clone();
-        multiply(&mut weights, 4.0).unwrap();
+        multiply(&mut weights, 4.0);
         for (a, b) in [(&plain.q, &weights.q), (&plain.k, &weights.k), (&plain.v, &weights.v)] {
             assert_eq!(4.0 * a.heads[1].get(63, 127), b.heads[1].get(63, 127));
             for (a, b) in a.bias.iter().flatten().zip(b.bias.iter().flatten()) {
@@ -166,7 +199,7 @@ mod tests {
         let model = StressModel::synthetic(&AttentionSpec { name: "small".into(), ..spec.clone() }, 3).unwrap();
         let layer = model.layer(0, 50, 7).unwrap();
         let tokens = Tokens::isotropic(&spec, 50, token_seed(7, 0, 0));
-        let projected = project(&spec, &layer.weights(1.0).unwrap(), &tokens).unwrap();
+        let projected = project(&spec, &layer.weights(0, 1.0).unwrap(), &tokens).unwrap();
         let inputs = Inputs { q: &projected.q, k: &projected.k, v: &projected.v };
         let stats = measure(&call_of(&spec, 0, 50), &inputs).unwrap();
         let largest = stats.logits.iter().map(|head| head.amax()).fold(0.0, f32::max);

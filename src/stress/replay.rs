@@ -4,10 +4,9 @@
 //! a tensor whose amax passes its descale's range, and there is no SQNR or KL. Steps between recorded ones are missing:
 //! a history of 16 spans 160 steps of training where every tenth was recorded.
 
-use super::{
-    Mode, PlanDescales, PolicySummary, Scenario, Seen, StressOptions, StressResult, Tally, TraceRow, Unavailable,
-    largest_descale,
-};
+use super::lab::{Seen, Tally};
+use super::result::largest_descale;
+use super::{Mode, PlanDescales, PolicySummary, Scenario, StressOptions, StressResult, TraceRow, Unavailable};
 use crate::bound::{E4M3_MAX, HeadBounds, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
 use crate::policy::{PolicyConfig, PolicyKind, PolicyShape, Tensor};
@@ -158,6 +157,7 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
         seed: options.seed,
         steps,
         seq_len: options.seq_len,
+        tokens: None,
         auto_c_burn_in: 0,
         notes,
         policies,

@@ -1,5 +1,9 @@
+use super::lab::{identity, look, row};
 use super::*;
 use crate::model::preset;
+use crate::policy::PolicyConfig;
+use crate::runtime::StepOutcome;
+use crate::scale::Descale;
 
 /// A few small layers of a preset.
 fn small(name: &str, layers: usize) -> StressModel {

@@ -6,8 +6,7 @@ use super::model::{Model, headline};
 use super::output::OutputArgs;
 use super::progress;
 use super::table::{Table, range, short};
-use serde::Serialize;
-use sigmascale::calibrate::{Calibration, HeadProfile, LayerProfile, ModelSummary, Options};
+use sigmascale::calibrate::{Calibration, Inspection, Options, Statistics};
 use sigmascale::file::{check_target, write_atomically};
 use sigmascale::{Error, Result};
 use std::path::PathBuf;
@@ -24,96 +23,6 @@ pub struct Args {
     output: OutputArgs,
 }
 
-/// The profile. Numbers are null where q and k are normalised after the projection.
-#[derive(Serialize)]
-struct Inspection {
-    model: ModelSummary,
-    layers: Vec<Layer>,
-}
-
-/// One layer: statistics over its heads, then the heads.
-#[derive(Serialize)]
-struct Layer {
-    layer: usize,
-    /// Effective norm: gain folded, mean removed, unrotated.
-    sigma: Option<Statistics>,
-    /// Plain norm.
-    sigma_raw: Option<Statistics>,
-    stable_rank: Option<Statistics>,
-    /// `sigma_rope / sigma`.
-    rope_ratio: Option<Statistics>,
-    /// The paper's summed matrix.
-    sigma_sum: Option<f64>,
-    /// Largest certain bound on a logit.
-    bound_certain: Option<f64>,
-    heads: Vec<Head>,
-}
-
-#[derive(Serialize)]
-struct Head {
-    head: usize,
-    kv_head: usize,
-    sigma: Option<f64>,
-    sigma_raw: Option<f64>,
-    sigma_rope: Option<f64>,
-    rope_ratio: Option<f64>,
-    frobenius: Option<f64>,
-    stable_rank: Option<f64>,
-    bound_certain: Option<f64>,
-}
-
-#[derive(Clone, Copy, Serialize)]
-struct Statistics {
-    min: f64,
-    mean: f64,
-    max: f64,
-}
-
-impl Statistics {
-    /// Of the values there are; `None` without any.
-    fn of(values: impl Iterator<Item = Option<f64>>) -> Option<Self> {
-        let values: Vec<f64> = values.flatten().collect();
-        let min = values.iter().copied().reduce(f64::min)?;
-        let max = values.iter().copied().reduce(f64::max)?;
-        Some(Self { min, mean: values.iter().sum::<f64>() / values.len() as f64, max })
-    }
-}
-
-impl Head {
-    fn new(head: &HeadProfile) -> Self {
-        // A zero head has no ratio.
-        let ratio = head.sigma_rope.zip(head.sigma).filter(|(_, sigma)| *sigma > 0.0).map(|(rope, sigma)| rope / sigma);
-        Self {
-            head: head.head,
-            kv_head: head.kv_head,
-            sigma: head.sigma,
-            sigma_raw: head.sigma_raw,
-            sigma_rope: head.sigma_rope,
-            rope_ratio: ratio,
-            frobenius: head.frobenius,
-            stable_rank: head.stable_rank,
-            bound_certain: head.bound_certain,
-        }
-    }
-}
-
-impl Layer {
-    fn new(profile: &LayerProfile) -> Self {
-        let heads: Vec<Head> = profile.heads.iter().flatten().map(Head::new).collect();
-        let statistics = |value: fn(&Head) -> Option<f64>| Statistics::of(heads.iter().map(value));
-        Self {
-            layer: profile.layer,
-            sigma: statistics(|head| head.sigma),
-            sigma_raw: statistics(|head| head.sigma_raw),
-            stable_rank: statistics(|head| head.stable_rank),
-            rope_ratio: statistics(|head| head.rope_ratio),
-            sigma_sum: profile.sigma_sum,
-            bound_certain: statistics(|head| head.bound_certain).map(|bound| bound.max),
-            heads,
-        }
-    }
-}
-
 /// Runs the command.
 pub fn run(args: Args) -> Result<()> {
     args.output.check()?;
@@ -126,16 +35,14 @@ pub fn run(args: Args) -> Result<()> {
             args.checkpoint
         )));
     };
-    let spec = checkpoint.spec();
-    let bar = progress::layers(spec.layers);
-    let mut calibration = Calibration::new(spec, Options::default())?;
-    let mut layers = Vec::with_capacity(spec.layers);
-    for layer in 0..spec.layers {
-        layers.push(Layer::new(calibration.layer(checkpoint.layer(layer)?)?));
+    let bar = progress::layers(checkpoint.spec().layers);
+    let mut calibration = Calibration::new(checkpoint.spec(), Options::default())?;
+    for layer in 0..checkpoint.spec().layers {
+        calibration.layer(checkpoint.layer(layer)?)?;
         bar.inc(1);
     }
     bar.finish_and_clear();
-    let inspection = Inspection { model: ModelSummary::new(spec), layers };
+    let inspection = Inspection::new(calibration.finish());
     if let Some(file) = &args.html {
         write_atomically(file, page::render(&inspection).as_bytes())?;
     }

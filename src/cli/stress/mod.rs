@@ -1,6 +1,8 @@
 //! `sigmascale stress`: what every scaling policy does when the weights move, as table, JSON or page.
 
 mod page;
+#[cfg(feature = "train")]
+mod training;
 mod words;
 
 use super::model::Model;
@@ -9,10 +11,12 @@ use super::progress;
 use super::table::{Table, brief};
 use clap::ValueEnum;
 use serde::Serialize;
+use sigmascale::cuda;
 use sigmascale::file::{check_target, write_atomically};
 use sigmascale::policy::PolicyKind;
 use sigmascale::stress::{
-    Mode, PolicySummary, Scenario, StressModel, StressOptions, StressResult, Trace, replay, run as run_scenario,
+    Mode, PolicySummary, Scenario, StressModel, StressOptions, StressResult, TokenFile, Trace, replay,
+    run as run_scenario,
 };
 use sigmascale::{Error, Result};
 use std::fmt::Write;
@@ -36,19 +40,26 @@ pub struct Args {
     /// The first N layers [default: all; 4 of synthetic weights where there are several steps]
     #[arg(long, value_name = "N")]
     layers: Option<usize>,
-    /// Tokens of a sequence
-    #[arg(long, default_value_t = 256)]
-    seq_len: usize,
-    /// Steps [default: 1 for checkpoint-load, otherwise 30]
+    /// Tokens of a sequence [default: 256; 64, which is the most, for resume and lr-spike]
+    #[arg(long, value_name = "N")]
+    seq_len: Option<usize>,
+    /// Steps [default: 1 for checkpoint-load, 330 for resume, 150 for lr-spike, otherwise 30]
     #[arg(long, value_name = "N")]
     steps: Option<usize>,
-    /// Text to run through the model instead of generated tokens: not in this build
+    /// Text that runs through the model's own forward, instead of generated tokens: any file for a model that reads
+    /// bytes, token ids as a JSON list in FILE.json for the others
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
+    /// Checkpoints of the same training after MODEL, in order and comma-separated: refit takes one a step
+    #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
+    path: Vec<PathBuf>,
     /// Seed of synthetic weights and of tokens
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Where attention runs
+    /// For resume and lr-spike: what a value out of range becomes
+    #[arg(long, value_enum)]
+    casts: Option<CastKind>,
+    /// Where spectra and bounds are computed; attention runs on the CPU
     #[arg(long, value_enum, default_value = "cpu")]
     device: Device,
     /// Recorded maxima, for replay and all
@@ -67,7 +78,7 @@ enum Choice {
     CheckpointLoad,
     /// Weights and biases of q, k and v times 4 at step 10
     WeightSpike,
-    /// Weights 5 % larger at every step
+    /// Weights replaced at every step: by the checkpoints of --path, else 5 % larger
     Refit,
     /// Recorded maxima through the policies that need no weights
     Replay,
@@ -88,23 +99,53 @@ enum Cast {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum CastKind {
+    /// 448 with its sign
+    Saturating,
+    /// NaN, which reaches the loss
+    Nan,
+    /// Each in runs of its own [default]
+    Both,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Device {
     /// This machine's cores
     Cpu,
-    /// Not in this build
+    /// The first GPU, by the scale engine
     Cuda,
+}
+
+/// One scenario.
+#[derive(Serialize)]
+struct Run {
+    #[serde(flatten)]
+    stress: StressResult,
+    #[cfg(feature = "train")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    training: Option<sigmascale::train::Training>,
+}
+
+impl From<StressResult> for Run {
+    fn from(stress: StressResult) -> Self {
+        Self {
+            stress,
+            #[cfg(feature = "train")]
+            training: None,
+        }
+    }
 }
 
 /// What is written: one run as it is, several in a list.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Results {
-    One(Box<StressResult>),
-    All { runs: Vec<StressResult>, left_out: Vec<LeftOut> },
+    One(Box<Run>),
+    All { runs: Vec<Run>, left_out: Vec<LeftOut> },
 }
 
 impl Results {
-    fn runs(&self) -> &[StressResult] {
+    fn runs(&self) -> &[Run] {
         match self {
             Self::One(run) => std::slice::from_ref(run),
             Self::All { runs, .. } => runs,
@@ -126,22 +167,37 @@ struct LeftOut {
     reason: &'static str,
 }
 
-/// Why the scenarios on training models are refused.
+/// Why the scenarios on training models are refused or left out.
+#[cfg(not(feature = "train"))]
 const NEEDS_TRAIN: &str = "it trains a model, which needs the cargo feature `train`, and this build is without it";
+#[cfg(feature = "train")]
+const NEEDS_TRAIN: &str = "it trains a model of its own: --model tiny-llama-train or tiny-gpt2-train";
 
 impl Args {
     /// Checks what can be checked before any work.
     fn options(&self) -> Result<StressOptions> {
         let refuse = |what: &str| Err(Error::argument(what));
         let name = self.scenario.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
-        if matches!(self.scenario, Choice::Resume | Choice::LrSpike) {
+        if matches!(self.scenario, Choice::Resume | Choice::LrSpike) && !self.trains() {
             return Err(Error::argument(format_args!("{name}: {NEEDS_TRAIN}")));
         }
-        if self.device == Device::Cuda {
-            return refuse("--device cuda: the stress lab of this build runs on the CPU alone");
+        if self.trains() && self.layers.is_some() {
+            return refuse("--layers: a model that is trained is trained whole");
         }
-        if self.tokens.is_some() {
-            return refuse("--tokens: this build generates its tokens and does not run a model's own forward");
+        if self.casts.is_some() && !self.trains() {
+            return refuse("--casts is for resume and lr-spike: the other scenarios saturate");
+        }
+        if self.device == Device::Cuda {
+            if self.scenario == Choice::Replay {
+                return refuse("a replay has no weights: --device cuda computes bounds from weights");
+            }
+            cuda::require().map_err(|error| error.within("--device cuda"))?;
+        }
+        if self.scenario == Choice::Replay && self.tokens.is_some() {
+            return refuse("a replay has recorded maxima: leave --tokens out");
+        }
+        if !self.path.is_empty() && !matches!(self.scenario, Choice::Refit | Choice::All) {
+            return Err(Error::argument(format_args!("--path is for refit and all, not for {name}")));
         }
         match (self.scenario, &self.model, &self.trace) {
             (Choice::Replay, _, None) => return refuse("replay needs --trace FILE"),
@@ -169,11 +225,27 @@ impl Args {
             mode,
             policies,
             layers: self.layers,
-            seq_len: self.seq_len,
+            seq_len: self.seq_len.unwrap_or(StressOptions::default().seq_len),
+            tokens: self.tokens.as_deref().map(TokenFile::read).transpose()?,
             steps: self.steps,
             seed: self.seed,
+            bounds_on_gpu: self.device == Device::Cuda,
             ..StressOptions::default()
         })
+    }
+}
+
+impl Args {
+    /// Whether the model is one that is trained here.
+    #[cfg(feature = "train")]
+    fn trains(&self) -> bool {
+        let known = self.model.as_deref().and_then(sigmascale::train::ModelKind::of).is_some();
+        known && matches!(self.scenario, Choice::Resume | Choice::LrSpike | Choice::All)
+    }
+
+    #[cfg(not(feature = "train"))]
+    fn trains(&self) -> bool {
+        false
     }
 }
 
@@ -186,8 +258,8 @@ pub fn run(args: Args) -> Result<()> {
     }
     // Read first: a broken trace shall not end an hour of work.
     let trace = args.trace.as_deref().map(|file| Ok::<_, Error>((file, Trace::read(file)?))).transpose()?;
-    let model = match args.model.as_deref().filter(|_| args.scenario != Choice::Replay) {
-        Some(name) => Some(open(name, options.seed)?),
+    let model = match args.model.as_deref().filter(|_| args.scenario != Choice::Replay && !args.trains()) {
+        Some(name) => Some(open(name, &args.path, options.seed)?),
         None => None,
     };
     let scenarios: &[Scenario] = match args.scenario {
@@ -202,21 +274,28 @@ pub fn run(args: Args) -> Result<()> {
     for &scenario in scenarios {
         let Some(model) = &model else { break };
         bar.set_message(scenario.name());
-        // The steps asked for are those of a sequence of steps; a load has one.
-        let steps =
-            if args.scenario == Choice::All && scenario == Scenario::CheckpointLoad { None } else { options.steps };
-        runs.push(run_scenario(scenario, model, &StressOptions { steps, ..options.clone() })?);
+        // The steps asked for are those of a spike and of generated growth; a load and a recorded path have their own.
+        let own = scenario == Scenario::CheckpointLoad || scenario == Scenario::Refit && !args.path.is_empty();
+        let steps = if args.scenario == Choice::All && own { None } else { options.steps };
+        runs.push(Run::from(run_scenario(scenario, model, &StressOptions { steps, ..options.clone() })?));
+    }
+    #[cfg(feature = "train")]
+    if args.trains() {
+        runs.extend(training::run(&args, &options, &bar)?);
     }
     if let Some((file, trace)) = &trace {
-        runs.push(replay(&trace_name(file), trace, &options)?);
+        runs.push(replay(&trace_name(file), trace, &options)?.into());
     }
     bar.finish_and_clear();
     let results = match args.scenario {
         Choice::All => {
-            let mut left_out = vec![
-                LeftOut { scenario: "resume", reason: NEEDS_TRAIN },
-                LeftOut { scenario: "lr-spike", reason: NEEDS_TRAIN },
-            ];
+            let left = |names: &[&'static str], reason| {
+                names.iter().map(move |scenario| LeftOut { scenario, reason }).collect()
+            };
+            let mut left_out: Vec<LeftOut> = match args.trains() {
+                true => left(&["checkpoint-load", "weight-spike", "refit"], "a model that is trained starts at random"),
+                false => left(&["resume", "lr-spike"], NEEDS_TRAIN),
+            };
             if trace.is_none() {
                 left_out.insert(0, LeftOut { scenario: "replay", reason: "it needs --trace FILE" });
             }
@@ -234,10 +313,16 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 /// Weights of a checkpoint as they are; random ones where there is a config alone.
-fn open(name: &str, seed: u64) -> Result<StressModel> {
+fn open(name: &str, path: &[PathBuf], seed: u64) -> Result<StressModel> {
     match Model::open(name)? {
+        Model::Config(_) if !path.is_empty() => {
+            Err(Error::argument(format_args!("--path needs a checkpoint as its model, and {name} has no weights")))
+        }
         Model::Config(spec) => StressModel::synthetic(&spec, seed),
-        Model::Checkpoint(_) => StressModel::open(Path::new(name)),
+        Model::Checkpoint(_) => {
+            let first = [PathBuf::from(name)];
+            StressModel::open_path(&first.iter().chain(path).collect::<Vec<_>>())
+        }
     }
 }
 
@@ -286,10 +371,11 @@ const HEADS: [&str; 9] = [
 /// The readable form.
 fn table(results: &Results) -> String {
     let mut out = String::new();
-    for (place, run) in results.runs().iter().enumerate() {
+    for (place, whole) in results.runs().iter().enumerate() {
         if place > 0 {
             out.push('\n');
         }
+        let run = &whole.stress;
         let _ = writeln!(out, "{}", words::headline(run));
         let mut table = Table::new(HEADS);
         for policy in &run.policies {
@@ -298,6 +384,10 @@ fn table(results: &Results) -> String {
         let _ = writeln!(out, "\n{}", table.left().render());
         for paragraph in words::framing(run) {
             out.push_str(&words::wrapped(&paragraph, "- ", 118));
+        }
+        #[cfg(feature = "train")]
+        if let Some(training) = &whole.training {
+            out.push_str(&training::table(run, training));
         }
     }
     if !results.left_out().is_empty() {

@@ -19,9 +19,9 @@ const DASHES: [&str; 6] = ["", "7 3", "2 2", "", "9 3 2 3", "4 4"];
 /// The page.
 pub fn render(results: &Results) -> String {
     let runs = results.runs();
-    let model = runs.iter().map(|run| run.model.as_str()).next().unwrap_or("a model");
-    let mode = runs.first().map_or("", |run| words::mode_name(run.mode));
-    let names: Vec<&str> = runs.iter().map(|run| run.scenario.name()).collect();
+    let model = runs.iter().map(|run| run.stress.model.as_str()).next().unwrap_or("a model");
+    let mode = runs.first().map_or("", |run| words::mode_name(run.stress.mode));
+    let names: Vec<&str> = runs.iter().map(|run| run.stress.scenario.name()).collect();
     let mut page = Page::new(
         &format!("Scaling policies under stress: {model}"),
         &format!("mode {mode}; {}", names.join(", ")),
@@ -29,7 +29,11 @@ pub fn render(results: &Results) -> String {
          says by how much, SQNR and KL what it cost.",
     );
     for run in runs {
-        part(&mut page, run);
+        part(&mut page, &run.stress);
+        #[cfg(feature = "train")]
+        if let Some(training) = &run.training {
+            super::training::part(&mut page, &run.stress, training);
+        }
     }
     for left_out in results.left_out() {
         let text = format!("Left out: {}: {}.", left_out.scenario, left_out.reason);
@@ -83,24 +87,21 @@ fn part(page: &mut Page, run: &StressResult) {
         },
         content: heat_map(run),
     });
-    page.figures(&figures);
-    let mut figures = vec![Figure {
+    figures.push(Figure {
         title: "Utilisation".to_owned(),
         caption: "Share of the range used. Dots: layers and steps. Bar: p10 to p90 over heads; line: median. Right of \
-                      the dotted line is overflow."
+                  the dotted line is overflow."
             .to_owned(),
-        content: strip(run, &|row| Some(row.max_scaled / RANGE), Some(1.0), true),
-    }];
+        content: strip(run, &|row| Some(row.max_scaled / RANGE), Some(1.0), true, ""),
+    });
     if run.policies.iter().any(|policy| policy.sqnr_db.is_some()) {
+        // One figure, so that the heat map does not stand alone in its row.
+        let sqnr = strip(run, &|row| row.sqnr_db, None, false, "SQNR of the output, dB: more is better");
+        let kl = strip(run, &|row| row.softmax_kl, None, false, "KL of the softmax, nats: less is better");
         figures.push(Figure {
-            title: "SQNR of the output, dB".to_owned(),
-            caption: "More is better. Dots: layers and steps, open where a value overflowed; line: median.".to_owned(),
-            content: strip(run, &|row| row.sqnr_db, None, false),
-        });
-        figures.push(Figure {
-            title: "KL of the softmax, nats".to_owned(),
-            caption: "Less is better. Dots: layers and steps, open where a value overflowed; line: median.".to_owned(),
-            content: strip(run, &|row| row.softmax_kl, None, false),
+            title: "What it cost".to_owned(),
+            caption: "Dots: layers and steps, open where a value overflowed; line: median.".to_owned(),
+            content: sqnr + &kl,
         });
     }
     page.figures(&figures);
@@ -144,12 +145,17 @@ fn series(run: &StressResult, policy: PolicyKind, value: &dyn Fn(&TraceRow) -> O
 fn lines(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, same: bool, limit: Option<f64>) -> String {
     let count = if same { 1 } else { run.policies.len() };
     let all: Vec<_> = run.policies.iter().take(count).map(|p| (p.policy, series(run, p.policy, value))).collect();
+    let all: Vec<_> = all.into_iter().map(|(policy, points)| ((!same).then_some(policy), points)).collect();
+    let last = if run.steps > 1 { run.steps } else { run.model_layers }.saturating_sub(1).max(1);
+    curves(&all, last, if run.steps > 1 { "step" } else { "layer" }, limit)
+}
+
+/// A curve for each policy; `None` is what has none.
+pub fn curves(all: &[(Option<PolicyKind>, Vec<(usize, f64)>)], last: usize, over: &str, limit: Option<f64>) -> String {
     let axis = Axis::new(all.iter().flat_map(|(_, points)| points).map(|point| point.1).chain(limit), Some(0.0));
     let (left, top, right, height) = (46.0, 8.0, WIDTH - 10.0, 190.0);
-    let last = if run.steps > 1 { run.steps } else { run.model_layers }.saturating_sub(1).max(1);
     let x = |at: usize| left + 6.0 + (right - left - 12.0) * at as f64 / last as f64;
     let y = |value: f64| top + height * (1.0 - axis.place(value));
-    let over = if run.steps > 1 { "step" } else { "layer" };
     let mut svg = open_svg(WIDTH, top + height + 36.0, &format!("Line chart by {over}"));
     for tick in axis.ticks() {
         let _ = write!(
@@ -172,9 +178,11 @@ fn lines(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, same: boo
         let _ =
             write!(svg, "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{at}</text>", x(at), top + height + 15.0);
     }
-    for (policy, points) in &all {
-        let at = place(*policy);
-        let (class, dash) = if same { (String::new(), "") } else { (format!("p{at}"), DASHES[at]) };
+    for (policy, points) in all {
+        let (class, dash) = match policy.map(place) {
+            Some(at) => (format!("p{at}"), DASHES[at]),
+            None => (String::new(), ""),
+        };
         let path: String = points
             .iter()
             .enumerate()
@@ -183,7 +191,7 @@ fn lines(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, same: boo
         let _ = write!(svg, "<g class=\"{class}\"><path class=\"curve\" stroke-dasharray=\"{dash}\" d=\"{path}\"/>");
         // Dots carry the numbers; hundreds of steps need none.
         for point in points.iter().filter(|_| points.len() <= 40) {
-            let name = if same { String::new() } else { format!("{policy}, ") };
+            let name = policy.map_or(String::new(), |policy| format!("{policy}, "));
             let _ = write!(
                 svg,
                 "<circle class=\"dot\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"2\"><title>{name}{over} {}: {}</title></circle>",
@@ -267,15 +275,21 @@ fn heat_map(run: &StressResult) -> String {
 }
 
 /// One row a policy: a dot for each layer and step, and the median; with `heads` the quantiles over heads.
-fn strip(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, limit: Option<f64>, heads: bool) -> String {
+fn strip(
+    run: &StressResult,
+    value: &dyn Fn(&TraceRow) -> Option<f64>,
+    limit: Option<f64>,
+    heads: bool,
+    name: &str,
+) -> String {
     let values = run.trace.iter().filter_map(value).chain(limit);
     let values = values.chain(run.policies.iter().filter(|_| heads).map(|policy| policy.utilisation.p10));
     let axis = Axis::new(values, None);
-    let (left, top, height) = (96.0, 6.0, 30.0);
+    let (left, top, height) = (108.0, 6.0, 30.0);
     let right = WIDTH - 14.0;
     let bottom = top + height * run.policies.len() as f64;
     let x = |value: f64| left + (right - left) * axis.place(value);
-    let mut svg = open_svg(WIDTH, bottom + 32.0, "Distribution by policy");
+    let mut svg = open_svg(WIDTH, bottom + 36.0, if name.is_empty() { "Utilisation by policy" } else { name });
     for tick in axis.ticks() {
         let x = x(tick);
         let _ = write!(
@@ -334,6 +348,8 @@ fn strip(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, limit: Op
         svg.push_str("</g>");
     }
     let scale = if axis.log { "logarithmic scale" } else { "" };
-    let _ = write!(svg, "<text x=\"{left}\" y=\"{:.1}\">{scale}</text></svg>", bottom + 29.0);
+    let between = if name.is_empty() || scale.is_empty() { "" } else { "; " };
+    let (end, y) = (WIDTH - 2.0, bottom + 29.0);
+    let _ = write!(svg, "<text x=\"{end}\" y=\"{y:.1}\" text-anchor=\"end\">{name}{between}{scale}</text></svg>");
     svg
 }

@@ -26,7 +26,7 @@ pub(super) struct Bounds {
     pub heads: Buffer<HeadBound>,
     /// Q and K statistics come from the Grams of the plain route: no mean, no shift.
     pub from_grams: bool,
-    pub eta: f32,
+    pub eta: f64,
     rounding: f32,
     shape: LayerInput,
     layers: usize,
@@ -140,7 +140,8 @@ impl Bounds {
 
     pub fn bytes(&self) -> usize {
         8 * (self.lambdas.len() + self.aux.len() + self.biases.len())
-            + 16 * (self.jobs.len() + self.product_jobs.len() + self.heads.len())
+            + 16 * (self.jobs.len() + self.product_jobs.len())
+            + size_of::<HeadBound>() * self.heads.len()
             + 8 * (self.value_blocks[0].1 + self.value_blocks[1].1)
             + 4 * self.softmax_scales.len()
     }
@@ -153,7 +154,10 @@ impl Bounds {
         let products = if s.rotary == 0 && s.d_head <= PRODUCT_MOST { q } else { 0 };
         let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
         let values = built.row_blocks.iter().chain(&built.column_blocks).filter(is_value).count();
-        8 * (all + 2 * q + 2 * q + all + values) + 16 * (jobs + products + q) + 4 * layers.len()
+        8 * (all + 2 * q + 2 * q + all + values)
+            + 16 * (jobs + products)
+            + size_of::<HeadBound>() * q
+            + 4 * layers.len()
     }
 
     fn plan_shape(&self) -> Arg {
@@ -168,9 +172,9 @@ impl Bounds {
             self.layers as u32,
             self.products.is_some().into(),
             s.rope_factor.to_bits(),
-            self.eta.to_bits(),
             0,
-            0,
+            self.eta.to_bits() as u32,
+            (self.eta.to_bits() >> 32) as u32,
         ])
     }
 

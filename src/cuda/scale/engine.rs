@@ -4,8 +4,10 @@ use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Strea
 use super::super::sources;
 use super::bounds::Bounds;
 use super::grams::{GramRoute, Grams, Layout};
+use super::host::DeviceWeights;
 use super::tables::{self, ChannelStats, HAS_MEAN, HeadBound, LayerInput, NormBlock};
 use crate::error::{Error, Result};
+use std::sync::Arc;
 
 pub(super) const NO_ROW: u32 = u32::MAX;
 
@@ -24,9 +26,12 @@ pub struct ScaleEngine {
     layer_table: Buffer<tables::Layer>,
     heads: Buffer<f32>,
     tensors: Buffer<f32>,
+    operand_bounds: Buffer<f32>,
     status: Buffer<u32>,
     grams: Option<Grams>,
     bounds: Option<Bounds>,
+    /// Weights that the engine keeps alive; `None` where its maker promised to.
+    weights: Option<Arc<DeviceWeights>>,
 }
 
 #[derive(Debug)]
@@ -79,12 +84,31 @@ impl ScaleEngine {
             layer_table: device.upload(&built.layers)?,
             heads: device.zeros(built.outputs)?,
             tensors: device.zeros(4 * layers.len())?,
+            operand_bounds: device.zeros(3 * layers[0].n_kv * layers.len())?,
             status: device.zeros(1)?,
             projections: device.upload(&built.projections)?,
             grams,
             bounds,
             layers: layers.to_vec(),
+            weights: None,
         })
+    }
+
+    /// The same over weights that are kept alive with the engine.
+    ///
+    /// # Errors
+    /// As [`ScaleEngine::new`].
+    pub fn over(device: &Device, weights: &Arc<DeviceWeights>, with_grams: bool) -> Result<Self> {
+        // SAFETY: 1. every range was checked against the memory that `weights` owns; 2. the engine holds it, and nothing
+        // here writes it.
+        let mut engine = unsafe { Self::new(device, weights.layers(), with_grams)? };
+        engine.weights = Some(weights.clone());
+        Ok(engine)
+    }
+
+    /// The weights that the engine keeps alive.
+    pub fn weights(&self) -> Option<&Arc<DeviceWeights>> {
+        self.weights.as_ref()
     }
 
     /// Puts the operand descales of every layer on `stream`: one read of W_Q, W_K and W_V.
@@ -103,6 +127,7 @@ impl ScaleEngine {
             Arg::Ptr(self.stats.ptr()),
             Arg::Ptr(self.heads.ptr()),
             Arg::Ptr(self.tensors.ptr()),
+            Arg::Ptr(self.operand_bounds.ptr()),
             Arg::Ptr(self.status.ptr()),
         ];
         let grid = (self.layers.len() as u32, 3, 1);
@@ -175,7 +200,8 @@ impl ScaleEngine {
         let tables = 96 * self.projections.len()
             + 64 * self.layer_table.len()
             + 32 * self.stats.len()
-            + 4 * (self.gains.len() + self.scales.len() + self.heads.len() + self.tensors.len() + self.status.len())
+            + 4 * (self.gains.len() + self.scales.len() + self.heads.len() + self.tensors.len())
+            + 4 * (self.operand_bounds.len() + self.status.len())
             + 8 * (self.row_blocks.1 + self.column_blocks.1);
         grams + bounds + tables
     }
@@ -192,6 +218,7 @@ impl ScaleEngine {
             + 64 * built.layers.len()
             + 32 * built.rows
             + 4 * ((layers[0].d_model.next_multiple_of(128) + 1) * projections + built.outputs + 4 * layers.len() + 1)
+            + 12 * layers[0].n_kv * layers.len()
             + 8 * (built.row_blocks.len() + built.column_blocks.len());
         if with_grams {
             bytes += Layout::new(device, layers, &built).bytes(projections);
@@ -206,7 +233,7 @@ impl ScaleEngine {
     ///
     /// # Errors
     /// If `eta` is not above 0 and at most 1.
-    pub fn with_eta(mut self, eta: f32) -> Result<Self> {
+    pub fn with_eta(mut self, eta: f64) -> Result<Self> {
         if !(eta > 0.0 && eta <= 1.0) {
             return Err(Error::argument(format_args!("eta must be above 0 and at most 1, not {eta}")));
         }
@@ -235,6 +262,11 @@ impl ScaleEngine {
     /// The largest of each layer's heads, `[layer][q, k, v, o]` f32.
     pub fn tensor_descales(&self) -> &Buffer<f32> {
         &self.tensors
+    }
+
+    /// Operand bounds with rounding, `B + A/32`, `[layer][q, k, v][n_kv]` f32, rounded up; 0 for a head of zeros.
+    pub fn operand_bounds(&self) -> &Buffer<f32> {
+        &self.operand_bounds
     }
 
     /// Status word: 0, or bits for weights that are not finite (1), bounds that are not finite (2), bounds that fell back

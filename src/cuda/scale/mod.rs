@@ -11,10 +11,12 @@
 mod bounds;
 mod engine;
 mod grams;
+mod host;
 mod power;
 mod tables;
 
 pub use engine::ScaleEngine;
 pub use grams::GramRoute;
+pub use host::{DeviceWeights, HostLayer, HostProjection};
 pub use power::PowerEngine;
 pub use tables::{ChannelStats, DeviceMatrix, Dtype, HeadBound, HeadGram, LayerInput, ProjectionInput};

@@ -8,8 +8,10 @@
 use super::super::device::{Arg, Buffer, Device, Kernel, Launch, Stream};
 use super::super::sources;
 use super::engine::{NO_ROW, Tables, check};
+use super::host::DeviceWeights;
 use super::tables::{Dtype, LayerInput, PowerBlock, Projection};
 use crate::error::{Error, Result};
+use std::sync::Arc;
 
 /// Persistent power iteration over every head of a model.
 #[derive(Debug)]
@@ -27,6 +29,7 @@ pub struct PowerEngine {
     heads: usize,
     blocks: usize,
     raw: bool,
+    weights: Option<Arc<DeviceWeights>>,
 }
 
 /// Three stages of 16 bytes for each of 8 channels of every thread.
@@ -96,7 +99,24 @@ impl PowerEngine {
             ranges,
             heads,
             raw,
+            weights: None,
         })
+    }
+
+    /// The same over weights that are kept alive with the iteration.
+    ///
+    /// # Errors
+    /// As [`PowerEngine::new`].
+    pub fn over(device: &Device, weights: &Arc<DeviceWeights>, raw: bool, seed: u64) -> Result<Self> {
+        // SAFETY: every range was checked against the memory that `weights` owns, which is held and not written.
+        let mut power = unsafe { Self::new(device, weights.layers(), raw, seed)? };
+        power.weights = Some(weights.clone());
+        Ok(power)
+    }
+
+    /// The weights that are kept alive with it.
+    pub fn weights(&self) -> Option<&Arc<DeviceWeights>> {
+        self.weights.as_ref()
     }
 
     /// Puts one step of every head on `stream`: one read of W_Q and W_K. No allocation, no synchronisation.

@@ -86,6 +86,33 @@ pub struct LayerInput {
     pub fixed_bounds: Option<(f32, f32)>,
 }
 
+impl LayerInput {
+    /// No weights, sizes of zero, no rotation: for filling in what a layer has.
+    pub fn without_addresses() -> Self {
+        let weight = DeviceMatrix { ptr: DevicePtr::NULL, dtype: Dtype::F32, row_stride: 0, col_stride: 0 };
+        let projection = ProjectionInput { weight, bias: DevicePtr::NULL };
+        Self {
+            q: projection,
+            k: projection,
+            v: None,
+            gain: DevicePtr::NULL,
+            shift: DevicePtr::NULL,
+            vector_dtype: Dtype::F32,
+            gain_offset: 0.0,
+            mean_removed: false,
+            d_model: 0,
+            n_q: 0,
+            n_kv: 0,
+            d_head: 0,
+            rotary: 0,
+            interleaved: false,
+            rope_factor: 1.0,
+            softmax_scale: 1.0,
+            fixed_bounds: None,
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Projection {
@@ -222,7 +249,7 @@ pub(super) struct Job {
     pub result: u32,
 }
 
-/// Logit bound of one query head, as the device keeps it.
+/// Logit bound of one query head, as the device keeps it; everything rounded up.
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct HeadBound {
@@ -234,6 +261,14 @@ pub struct HeadBound {
     pub rounded: f32,
     /// Descale of E4M3 logits.
     pub descale: f32,
+    /// `||a|| + ||b||`: what the logit's linear terms scale with.
+    pub linear: f32,
+    /// `|c0|`: the constant part of the logit.
+    pub constant: f32,
+    /// `||c_q|| + ||c_k||`: zero where q and k have no constant part.
+    pub constants: f32,
+    /// Zero.
+    pub pad: f32,
 }
 
 /// How Grams are cut into work: segments, the share of each block, and where each head's parts lie.

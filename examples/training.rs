@@ -1,0 +1,296 @@
+//! Training under every policy over several seeds, as Markdown:
+//! `cargo run --release --features train --example training -- seeds|regimes|steps [MODEL] [SEEDS]`.
+//!
+//! `seeds` runs `resume` and `lr-spike` in both modes and with both kinds of casts; `regimes` looks for settings in which
+//! the policy matters; `steps` says how long a step takes here. `data/training` holds the committed results.
+
+use sigmascale::policy::{PolicyConfig, PolicyKind};
+use sigmascale::stress::{Mode, Scenario};
+use sigmascale::train::{
+    Arm, Casts, LabOptions, ModelKind, Spread, TrainOptions, TrainResult, TrainRun, Trainer, Watchdog, run,
+};
+use sigmascale::{Error, Result};
+use std::time::Instant;
+
+fn main() -> Result<()> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let what = args.first().map_or("seeds", String::as_str);
+    let name = args.get(1).map_or("tiny-llama-train", String::as_str);
+    let model = ModelKind::of(name).ok_or_else(|| Error::argument(format_args!("no training model {name}")))?;
+    let seeds = args.get(2).map_or(Ok(5), |count| count.parse()).map_err(|_| Error::argument("SEEDS is a count"))?;
+    let start = Instant::now();
+    match what {
+        "seeds" => seed_tables(model, seeds)?,
+        "regimes" => regimes(model, seeds)?,
+        "steps" => return steps(model),
+        other => return Err(Error::argument(format_args!("{other}: the tables are seeds, regimes and steps"))),
+    }
+    eprintln!("{:.0} s", start.elapsed().as_secs_f64());
+    Ok(())
+}
+
+fn mode_name(mode: Mode) -> &'static str {
+    if mode == Mode::Logit { "logit" } else { "operands" }
+}
+
+fn label(policy: Option<PolicyKind>) -> &'static str {
+    policy.map_or("f32 attention", PolicyKind::name)
+}
+
+/// `median (min..max)`, or the one value that all seeds have.
+fn spread(values: impl IntoIterator<Item = f64>, digits: usize) -> String {
+    match Spread::of(values) {
+        None => "-".into(),
+        Some(Spread { min, max, .. }) if min == max => format!("{min:.digits$}"),
+        Some(Spread { min, median, max }) => format!("{median:.digits$} ({min:.digits$}..{max:.digits$})"),
+    }
+}
+
+/// Runs of one policy, casts and arm, one a seed.
+fn of(results: &[TrainResult], policy: Option<PolicyKind>, casts: Casts, arm: Arm) -> Vec<&TrainRun> {
+    let fits = |run: &&TrainRun| run.policy == policy && run.casts == casts && run.arm == arm;
+    results.iter().filter_map(|result| result.training.runs.iter().find(fits)).collect()
+}
+
+fn seed_tables(model: ModelKind, seeds: u64) -> Result<()> {
+    println!("# {}, {seeds} seeds\n", model.name());
+    println!("Cells are the median over the seeds, with smallest and largest where they differ.\n");
+    let mut peaks: Vec<(String, f64)> = Vec::new();
+    for scenario in [Scenario::LrSpike, Scenario::Resume] {
+        for mode in [Mode::Logit, Mode::Operands] {
+            let mut results = Vec::new();
+            for seed in 0..seeds {
+                let base = LabOptions::new(model);
+                let train = TrainOptions { seed, ..base.train };
+                results.push(run(scenario, &LabOptions { train, mode, ..base })?);
+                eprintln!("{} {} seed {seed}", scenario.name(), mode_name(mode));
+            }
+            for peak in results.iter().flat_map(|result| &result.training.peaks) {
+                let name = format!("{:?}", peak.tensor).to_lowercase();
+                match peaks.iter_mut().find(|(known, _)| *known == name) {
+                    Some((_, largest)) => *largest = largest.max(peak.max_scaled),
+                    None => peaks.push((name, peak.max_scaled)),
+                }
+            }
+            table(scenario, mode, &results);
+        }
+    }
+    println!(
+        "## Certain bound: largest |x / descale| of all runs above (448 is the end; logits are mapped onto 358.4)\n"
+    );
+    println!("| tensor | peak |\n|---|---|");
+    peaks.iter().for_each(|(name, peak)| println!("| {name} | {peak:.1} |"));
+    Ok(())
+}
+
+fn table(scenario: Scenario, mode: Mode, results: &[TrainResult]) {
+    let Some(first) = results.first() else { return };
+    let arms: &[Arm] = match scenario {
+        Scenario::Resume => &[Arm::WeightsOnly, Arm::ScalesLost, Arm::WithState],
+        _ => &[Arm::NeverStopped],
+    };
+    println!("## {}, mode {}\n", scenario.name(), mode_name(mode));
+    for &arm in arms {
+        let how = if scenario == Scenario::Resume { format!(", resumed {}", arm.name()) } else { String::new() };
+        println!("Steps {}, the transition at {}{how}.\n", first.stress.steps, first.training.transition);
+        println!(
+            "| run | casts | steps with overflow in the 10 after | largest \\|x / descale\\| / 448 there | skipped in the 10 | skipped in all | went back | held-out loss | minus f32 |"
+        );
+        println!("|---|---|---|---|---|---|---|---|---|");
+        let control = of(results, None, Casts::Saturating, arm);
+        for policy in std::iter::once(None).chain(PolicyKind::ALL.map(Some)) {
+            for casts in Casts::ALL {
+                let runs = of(results, policy, casts, arm);
+                if policy.is_none() && casts == Casts::Nan || runs.is_empty() {
+                    continue;
+                }
+                let all = |value: &dyn Fn(&TrainRun) -> f64, digits| spread(runs.iter().map(|run| value(run)), digits);
+                let difference =
+                    runs.iter().zip(&control).map(|(run, control)| run.held_out_loss - control.held_out_loss);
+                let dash = |text: String| if policy.is_none() { "-".to_owned() } else { text };
+                println!(
+                    "| {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+                    label(policy),
+                    if policy.is_none() { "-" } else { casts.name() },
+                    dash(all(&|run| run.window_overflow_steps as f64, 0)),
+                    dash(all(&|run| run.window_max_scaled / 448.0, 3)),
+                    all(&|run| run.window_skipped as f64, 0),
+                    all(&|run| run.skipped as f64, 0),
+                    all(&|run| run.rollbacks as f64, 0),
+                    all(&|run| run.held_out_loss, 4),
+                    dash(spread(difference, 4)),
+                );
+            }
+        }
+        println!();
+        if arm == Arm::WithState {
+            let same = results.iter().flat_map(|result| &result.training.runs).filter(|run| run.arm == arm);
+            let (same, all) = same.fold((0, 0), |(same, all), run| {
+                (same + usize::from(run.same_as_never_stopped == Some(true)), all + 1)
+            });
+            println!("{same} of {all} runs resumed with state have the bits of the run that never stopped.\n");
+        }
+    }
+    println!("In shadow on the f32 run, steps with overflow in the 10 after the transition: ");
+    let shadows: Vec<String> = (0..first.training.shadow.len())
+        .map(|at| {
+            let counts = results.iter().map(|result| result.training.shadow_window[at] as f64);
+            format!("{} {}", first.training.shadow[at].policy, spread(counts, 0))
+        })
+        .collect();
+    println!("{}.\n", shadows.join("; "));
+}
+
+/// A setting in which a policy may matter.
+struct Regime {
+    name: &'static str,
+    /// What the spike multiplies the rate by, and for how long.
+    spike: (f64, u64),
+    bias: f32,
+    /// Steps before a history of another phase is put in place; 0: none.
+    foreign: u64,
+    restore_scales: bool,
+}
+
+const PLAIN: Regime = Regime { name: "plain", spike: (1.0, 0), bias: 0.0, foreign: 0, restore_scales: true };
+
+const REGIMES: [Regime; 7] = [
+    PLAIN,
+    Regime { name: "rate x8 for 15 steps", spike: (8.0, 15), ..PLAIN },
+    Regime { name: "rate x64 for 15 steps", spike: (64.0, 15), ..PLAIN },
+    Regime { name: "rate x512 for 3 steps", spike: (512.0, 3), ..PLAIN },
+    Regime { name: "biases of q and k, deviation 8", bias: 8.0, ..PLAIN },
+    Regime { name: "scaling state of step 1 at step 100", foreign: 1, ..PLAIN },
+    Regime { name: "scaling state of weights after rate x512, at step 100", foreign: 2, ..PLAIN },
+];
+
+/// Steps of a regime, the transition among them.
+const STEPS: u64 = 150;
+const TRANSITION: u64 = 100;
+
+fn regimes(model: ModelKind, seeds: u64) -> Result<()> {
+    println!("# {}: regimes in which the policy may matter, {seeds} seeds, {STEPS} steps\n", model.name());
+    println!(
+        "| regime | mode | casts | run | overflow steps from {TRANSITION} | skipped | went back | held-out loss | minus f32 |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|");
+    for regime in REGIMES {
+        if regime.bias > 0.0 && model == ModelKind::Llama {
+            continue;
+        }
+        for mode in [Mode::Logit, Mode::Operands] {
+            let control = one_regime(model, &regime, mode, Casts::Saturating, None, seeds)?;
+            for policy in std::iter::once(None).chain(PolicyKind::ALL.map(Some)) {
+                for casts in Casts::ALL {
+                    if policy.is_none() && casts == Casts::Nan {
+                        continue;
+                    }
+                    let ends = match policy {
+                        None => control.clone(),
+                        Some(_) => one_regime(model, &regime, mode, casts, policy, seeds)?,
+                    };
+                    let minus = ends.iter().zip(&control).map(|(a, b)| a.loss - b.loss);
+                    println!(
+                        "| {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+                        regime.name,
+                        mode_name(mode),
+                        if policy.is_none() { "-" } else { casts.name() },
+                        label(policy),
+                        spread(ends.iter().map(|end| end.over), 0),
+                        spread(ends.iter().map(|end| end.skipped), 0),
+                        spread(ends.iter().map(|end| end.back), 0),
+                        spread(ends.iter().map(|end| end.loss), 4),
+                        spread(minus, 4),
+                    );
+                }
+            }
+            eprintln!("{} {}", regime.name, mode_name(mode));
+        }
+    }
+    Ok(())
+}
+
+#[derive(Clone)]
+struct End {
+    over: f64,
+    skipped: f64,
+    back: f64,
+    loss: f64,
+}
+
+fn one_regime(
+    model: ModelKind,
+    regime: &Regime,
+    mode: Mode,
+    casts: Casts,
+    policy: Option<PolicyKind>,
+    seeds: u64,
+) -> Result<Vec<End>> {
+    let one = |seed: u64| -> Result<End> {
+        let watchdog = Watchdog { restore_scales: regime.restore_scales, ..Watchdog::default() };
+        let options = TrainOptions {
+            mode,
+            casts,
+            seed,
+            bias: regime.bias,
+            watchdog,
+            compare: false,
+            ..TrainOptions::new(model, policy.map(PolicyConfig::from))
+        };
+        let mut trainer = Trainer::new(options)?;
+        let mut end = End { over: 0.0, skipped: 0.0, back: 0.0, loss: 0.0 };
+        let mut early = None;
+        for step in 0..STEPS {
+            if step == 1 && regime.foreign == 1 {
+                early = trainer.scales();
+            }
+            if step == TRANSITION && regime.foreign == 2 {
+                early = wild(&options)?;
+            }
+            if let Some(state) = early.take_if(|_| step == TRANSITION) {
+                trainer.take_scales(state)?;
+            }
+            let spikes = (TRANSITION..TRANSITION + regime.spike.1).contains(&step);
+            let record = trainer.step(if spikes { regime.spike.0 } else { 1.0 })?;
+            if step >= TRANSITION && record.observed.iter().any(|o| o.own && o.row.overflow > 0) {
+                end.over += 1.0;
+            }
+            end.skipped += f64::from(u8::from(record.skipped));
+            end.back += f64::from(u8::from(record.rolled_back));
+        }
+        end.loss = trainer.held_out_loss()?;
+        Ok(end)
+    };
+    // Seeds side by side.
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..seeds).map(|seed| scope.spawn(move || one(seed))).collect();
+        threads.into_iter().map(|thread| thread.join().map_err(|_| Error::argument("a run panicked"))?).collect()
+    })
+}
+
+/// The scaling state of a run whose weights were blown up by a rate of 512 times the usual.
+fn wild(options: &TrainOptions) -> Result<Option<sigmascale::runtime::RuntimeState>> {
+    let mut trainer = Trainer::new(TrainOptions { casts: Casts::Saturating, ..*options })?;
+    for _ in 0..20 {
+        trainer.step(512.0)?;
+    }
+    Ok(trainer.scales())
+}
+
+fn steps(model: ModelKind) -> Result<()> {
+    for policy in [None, Some(PolicyKind::Geometry), Some(PolicyKind::DelayedTe)] {
+        let mut trainer = Trainer::new(TrainOptions::new(model, policy.map(PolicyConfig::from)))?;
+        let start = Instant::now();
+        let mut last = 0.0;
+        for step in 0..100 {
+            let record = trainer.step(1.0)?;
+            last = record.loss;
+            if step % 20 == 0 {
+                let amax = record.observed.iter().map(|o| o.row.max_logit).fold(0.0, f64::max);
+                println!("{step} loss {:.3} largest logit {amax:.1}", record.loss);
+            }
+        }
+        println!("{}: {:.1} ms a step, loss {last:.3}", label(policy), 10.0 * start.elapsed().as_secs_f64());
+    }
+    Ok(())
+}

@@ -1,0 +1,332 @@
+#!/usr/bin/env python3
+"""Trains a GPT on local text with FP8 attention under any scaling policy, on one GPU.
+
+    python train_gpt.py --text DIR --policy geometry --log geometry.jsonl
+    python train_gpt.py --text DIR --policy bf16 --log bf16.jsonl          # the control: no FP8
+    python train_gpt.py --plot losses.svg geometry.jsonl bf16.jsonl
+    python train_gpt.py --table geometry.jsonl bf16.jsonl
+
+The model reads bytes. Weights are f32, the rest runs in BF16 autocast; attention is cast to E4M3 by the policy's descales
+and runs in the package's kernel, with a BF16 backward. `--spike 200:8:15` multiplies the learning rate by 8 from step 200
+for 15 steps; `--resume 300` drops the policy's memory at step 300, as a resume from weights alone does
+(`--resume 300:state` keeps it).
+
+Each logged step is a line of JSON: loss, learning rate, and since the last line the number of values that overflowed
+(|x / descale| > 448) and the peak of |x / descale| for q, k and v. The last line has the loss on held-out text.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sigmascale.torch as fp8
+
+SIZES = {
+    "5m": dict(width=256, layers=6, heads=4, kv_heads=2),
+    "125m": dict(width=768, layers=18, heads=12, kv_heads=12),
+}
+SUFFIXES = {".txt", ".md", ".py", ".rs", ".rst", ".c", ".h", ".html", ".json", ".toml"}
+
+
+class Attention(nn.Module):
+    """Causal attention; `plan` is set by `attach`, or None for BF16."""
+
+    def __init__(self, width, heads, kv_heads, llama):
+        super().__init__()
+        self.d, self.heads, self.kv_heads, self.llama = width // heads, heads, kv_heads if llama else heads, llama
+        rows = (heads + 2 * self.kv_heads) * self.d
+        self.qkv = nn.Linear(width, rows, bias=not llama)
+        self.out = nn.Linear(heads * self.d, width, bias=not llama)
+        self.plan = None
+
+    def parts(self, fused):
+        """Rows of q, k and v of the fused weight or bias."""
+        return fused.detach().split([self.heads * self.d, self.kv_heads * self.d, self.kv_heads * self.d])
+
+    def forward(self, x, rotation):
+        sizes = [self.heads * self.d, self.kv_heads * self.d, self.kv_heads * self.d]
+        q, k, v = (y.unflatten(2, (-1, self.d)) for y in self.qkv(x).split(sizes, dim=2))
+        if self.llama:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if self.plan is None:
+            q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        else:
+            y = fp8.attention(q, k, v, self.plan)
+        return self.out(y.flatten(2))
+
+
+def rotate(x, rotation):
+    """Rotary embedding, half-split pairs."""
+    cosine, sine = rotation
+    a, b = x.float().chunk(2, dim=3)
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], dim=3).to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, kv_heads, llama):
+        super().__init__()
+        make_norm = (lambda: nn.RMSNorm(width, eps=1e-6)) if llama else (lambda: nn.LayerNorm(width))
+        self.norm, self.norm2, self.llama = make_norm(), make_norm(), llama
+        self.attention = Attention(width, heads, kv_heads, llama)
+        inner = width * 8 // 3 // 64 * 64 if llama else 4 * width
+        self.up = nn.Linear(width, 2 * inner if llama else inner, bias=not llama)
+        self.down = nn.Linear(inner, width, bias=not llama)
+
+    def forward(self, x, rotation):
+        x = x + self.attention(self.norm(x), rotation)
+        y = self.up(self.norm2(x))
+        if self.llama:
+            gate, y = y.chunk(2, dim=2)
+            return x + self.down(F.silu(gate) * y)
+        return x + self.down(F.gelu(y))
+
+
+class Gpt(nn.Module):
+    """Pre-norm decoder over bytes: Llama style (RMSNorm, RoPE, SwiGLU, grouped heads) or GPT-2 style."""
+
+    def __init__(self, style, length, width, layers, heads, kv_heads):
+        super().__init__()
+        self.llama = style == "llama"
+        self.tokens = nn.Embedding(256, width)
+        self.positions = None if self.llama else nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, self.llama) for _ in range(layers))
+        self.norm = nn.RMSNorm(width, eps=1e-6) if self.llama else nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                shrink = (2 * layers) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
+                nn.init.normal_(parameter, std=0.02 * shrink)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        d = width // heads
+        angles = torch.arange(length)[:, None] * 10_000.0 ** (-torch.arange(0, d, 2) / d)
+        self.register_buffer("cosine", angles.cos()[None, :, None], persistent=False)
+        self.register_buffer("sine", angles.sin()[None, :, None], persistent=False)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x, (self.cosine, self.sine))
+        return self.head(self.norm(x))
+
+    def attention_layers(self):
+        """What the package has to know of each layer."""
+        for block in self.blocks:
+            a = block.attention
+            q, k, v = a.parts(a.qkv.weight)
+            biases = {} if self.llama else dict(zip(("q_bias", "k_bias", "v_bias"), a.parts(a.qkv.bias)))
+            yield fp8.Layer(
+                q=q,
+                k=k,
+                v=v,
+                **biases,
+                n_q_heads=a.heads,
+                n_kv_heads=a.kv_heads,
+                norm="rms" if self.llama else "layer",
+                gain=block.norm.weight,
+                shift=None if self.llama else block.norm.bias,
+                rotary=a.d if self.llama else 0,
+                module=a,
+            )
+
+
+def attach(model, policy):
+    """FP8 attention under a policy; None for the control."""
+    if policy == "bf16":
+        return None
+    runtime = fp8.attach(model, policy=policy, layers=list(model.attention_layers()))
+    for block, plan in zip(model.blocks, runtime.layers):
+        block.attention.plan = plan
+    return runtime
+
+
+class Watch:
+    """Overflow counts and peaks of |x / descale| over many steps, kept on the device."""
+
+    def __init__(self, runtime):
+        self.overflow = torch.zeros(3, dtype=torch.int64, device=runtime.device)
+        self.peak = torch.zeros(3, device=runtime.device)
+        self.steps = torch.zeros((), dtype=torch.int64, device=runtime.device)
+
+    def add(self, runtime):
+        amax, counts = runtime.observed()
+        over = counts[..., 0].sum(dim=(0, 2))
+        self.overflow += over
+        self.steps += over.sum() > 0
+        if runtime.policy != "current":
+            peak = (amax / runtime.descales[:, :3]).amax(dim=(0, 2))
+            self.peak = torch.maximum(self.peak, peak)
+
+    def take(self):
+        row = {"overflow": self.overflow.tolist(), "peak": self.peak.tolist()}
+        self.overflow.zero_()
+        self.peak.zero_()
+        return row
+
+
+def read(folder):
+    """All text under a folder as bytes on the CPU; the last tenth is held out."""
+    files = sorted(p for p in pathlib.Path(folder).rglob("*") if p.suffix in SUFFIXES and p.is_file())
+    data = b"\n".join(p.read_bytes() for p in files)
+    if len(data) < 100_000:
+        sys.exit(f"{folder}: {len(data)} bytes of text in {len(files)} files are too few: at least 100 000 are needed")
+    tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return tokens[: -len(tokens) // 10], tokens[-len(tokens) // 10 :]
+
+
+def batches(tokens, batch, length, seed):
+    """Endless random windows."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(tokens) - length - 1, (batch,), generator=generator)
+        yield torch.stack([tokens[s : s + length + 1] for s in starts]).pin_memory().cuda(non_blocking=True).long()
+
+
+def loss_of(model, window):
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = model(window[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
+
+
+def learning_rate(args, step, spike):
+    warm = min(1.0, (step + 1) / args.warmup)
+    rate = args.lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * step / args.steps)))
+    return rate * (spike[1] if spike and spike[0] <= step < spike[0] + spike[2] else 1.0)
+
+
+def train(args):
+    torch.manual_seed(args.seed)
+    spike = tuple(int(x) for x in args.spike.split(":")) if args.spike else None
+    resume_at, _, with_state = (args.resume or "").partition(":")
+    text, held_out = read(args.text)
+    with torch.device("cuda"):
+        model = Gpt(args.style, args.seq_len, **SIZES[args.size])
+    runtime = attach(model, args.policy)
+    watch = Watch(runtime) if runtime else None
+    decay = [p for p in model.parameters() if p.dim() == 2]
+    other = [p for p in model.parameters() if p.dim() != 2]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    parameters = sum(p.numel() for p in model.parameters())
+    out = open(args.log, "w", encoding="utf-8") if args.log else sys.stdout
+    write = lambda row: print(json.dumps(row), file=out, flush=True)
+    write(vars(args) | {"parameters": parameters, "device": torch.cuda.get_device_name(), "torch": torch.__version__})
+    start = time.time()
+    for step, window in zip(range(args.steps), batches(text, args.batch, args.seq_len, args.seed)):
+        if resume_at and step == int(resume_at) and runtime:
+            state = runtime.state_dict() if with_state else None
+            runtime = attach(model, args.policy)
+            if state:
+                runtime.load_state_dict(state)
+        rate = learning_rate(args, step, spike)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = loss_of(model, window)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if runtime:
+            watch.add(runtime)
+            runtime.refresh()
+        if step % args.every == 0 or step + 1 == args.steps:
+            write({"step": step, "loss": loss.item(), "lr": rate} | (watch.take() if watch else {}))
+    with torch.no_grad():
+        windows = batches(held_out, args.batch, args.seq_len, 1234)
+        loss = sum(loss_of(model, next(windows)).item() for _ in range(20)) / 20
+    end = {"overflow_steps": watch.steps.item()} if watch else {}
+    write({"held_out_loss": loss, "seconds": round(time.time() - start, 1)} | end)
+
+
+def plot(file, logs):
+    """Training losses of several logs, and where values overflowed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 7), height_ratios=(2, 1))
+    for log in logs:
+        head, *rows = [json.loads(line) for line in pathlib.Path(log).read_text().splitlines()]
+        steps = [row for row in rows if "step" in row]
+        label = f"{head['policy']}, seed {head['seed']}"
+        (line,) = top.plot([r["step"] for r in steps], [r["loss"] for r in steps], label=label, linewidth=1)
+        counted = [r for r in steps if "overflow" in r]
+        bottom.plot(
+            [r["step"] for r in counted], [sum(r["overflow"]) for r in counted], color=line.get_color(), linewidth=1
+        )
+    top.set_ylabel("loss, nats a byte")
+    top.legend(fontsize=7)
+    bottom.set_yscale("symlog")
+    bottom.set_ylabel("values that overflowed")
+    bottom.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(file)
+
+
+def table(logs):
+    """A line of Markdown for each log."""
+    print(
+        "| size | policy | seed | last loss | held-out loss | values that overflowed | steps with any | peak of q, k, v |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for log in logs:
+        head, *rows = [json.loads(line) for line in pathlib.Path(log).read_text().splitlines()]
+        steps, end = [row for row in rows if "step" in row], rows[-1]
+        last = sum(row["loss"] for row in steps[-5:]) / len(steps[-5:])
+        cells = [head["size"], head["policy"], head["seed"], f"{last:.4f}", f"{end['held_out_loss']:.4f}"]
+        if "overflow" in steps[0]:
+            over = sum(sum(row["overflow"]) for row in steps)
+            # Counts are those of `every` steps together.
+            peaks = [max(row["peak"][i] for row in steps) for i in range(3)]
+            peak = "448 by definition" if head["policy"] == "current" else ", ".join(f"{p:.0f}" for p in peaks)
+            cells += [f"{over}", f"{end['overflow_steps']} of {head['steps']}", peak]
+        else:
+            cells += ["-", "-", "-"]
+        print("| " + " | ".join(map(str, cells)) + " |")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", metavar="DIR", help="folder of text to train on")
+    parser.add_argument("--policy", default="geometry", choices=["bf16", *fp8.POLICIES])
+    parser.add_argument("--style", default="llama", choices=["llama", "gpt2"])
+    parser.add_argument("--size", default="5m", choices=list(SIZES))
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--warmup", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--spike", metavar="STEP:FACTOR:STEPS", help="multiply the learning rate for a while")
+    parser.add_argument(
+        "--resume", metavar="STEP[:state]", help="start the policy anew at this step, or with its state"
+    )
+    parser.add_argument("--every", type=int, default=10, help="steps between lines of the log")
+    parser.add_argument("--log", metavar="FILE", help="where the lines go; stdout without it")
+    parser.add_argument("--plot", metavar="FILE", help="draw the logs that follow, and train nothing")
+    parser.add_argument("--table", action="store_true", help="print the logs that follow as a table, and train nothing")
+    parser.add_argument("logs", nargs="*", help="logs to draw or print")
+    args = parser.parse_args()
+    if args.plot or args.table:
+        return plot(args.plot, args.logs) if args.plot else table(args.logs)
+    if not args.text:
+        parser.error("--text DIR is needed: any folder of text, source code will do")
+    if args.logs:
+        parser.error("logs are for --plot and --table")
+    del args.logs, args.plot, args.table
+    return train(args)
+
+
+if __name__ == "__main__":
+    main()

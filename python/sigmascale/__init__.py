@@ -1,0 +1,38 @@
+"""FP8 attention scales from the weights alone.
+
+Offline, with NumPy: :func:`calibrate`, :func:`inspect`, :func:`stress`, :func:`export_scales`, :func:`descales`.
+Around any FP8 attention call: :func:`probe` says whether its descales are really applied.
+On a PyTorch model: :mod:`sigmascale.torch` (imported only when asked for).
+"""
+
+from ._errors import (
+    ArgumentError,
+    CudaError,
+    FormatError,
+    MismatchError,
+    NonFiniteError,
+    SigmascaleError,
+    UnsupportedError,
+)
+from ._native import __version__
+from ._offline import calibrate, descales, export_scales, inspect, presets, stress
+from ._probe import ProbeReport, probe
+
+__all__ = [
+    "ArgumentError",
+    "CudaError",
+    "FormatError",
+    "MismatchError",
+    "NonFiniteError",
+    "ProbeReport",
+    "SigmascaleError",
+    "UnsupportedError",
+    "__version__",
+    "calibrate",
+    "descales",
+    "export_scales",
+    "inspect",
+    "presets",
+    "probe",
+    "stress",
+]

@@ -1,0 +1,81 @@
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+__version__: str
+
+class SigmascaleError(Exception): ...
+class ArgumentError(SigmascaleError, ValueError): ...
+class UnsupportedError(SigmascaleError, ValueError): ...
+class FormatError(SigmascaleError, ValueError): ...
+class NonFiniteError(SigmascaleError, ValueError): ...
+class MismatchError(SigmascaleError, ValueError): ...
+class CudaError(SigmascaleError, RuntimeError): ...
+
+_Path = str | os.PathLike[str]
+_Model = _Path | Mapping[str, Any]
+_Weights = Mapping[str, NDArray[Any]] | None
+_Bound = Literal["certain", "rank-aware", "spectrum"]
+
+def calibrate(
+    model: _Model,
+    *,
+    weights: _Weights = None,
+    delta: float = 1e-6,
+    seq_len: int = 1024,
+    batch: int = 1,
+    steps: int = 1,
+    eta: float = 0.8,
+    bound: _Bound = "certain",
+    granularity: Literal["head", "layer"] = "head",
+    estimator: Literal["gram", "power"] = "gram",
+    as_paper: bool = False,
+    c: float | None = None,
+) -> dict[str, Any]: ...
+def inspect(model: _Model, *, weights: _Weights = None) -> dict[str, Any]: ...
+def export_scales(model: _Model, file: _Path, *, weights: _Weights = None, **options: Any) -> None: ...
+def stress(
+    scenario: Literal["checkpoint-load", "weight-spike", "refit", "replay"],
+    model: _Path | None = None,
+    *,
+    mode: Literal["logit", "operands"] = "logit",
+    policies: str | Iterable[str] | None = None,
+    layers: int | None = None,
+    seq_len: int | None = None,
+    tokens: _Path | None = None,
+    path: Iterable[_Path] = (),
+    steps: int | None = None,
+    seed: int = 0,
+    device: Literal["cpu", "cuda"] = "cpu",
+    trace: _Path | None = None,
+) -> dict[str, Any]: ...
+def descales(profile: Mapping[str, Any]) -> dict[str, NDArray[np.float32] | None]: ...
+def presets() -> list[str]: ...
+
+@dataclass(frozen=True)
+class ProbeReport:
+    q: str
+    k: str
+    v: str
+    worst_error: float
+    details: tuple[str, ...] = ...
+    @property
+    def ok(self) -> bool: ...
+
+def probe(
+    call: Callable[..., Any],
+    *,
+    batch: int = 2,
+    seq_len: int = 128,
+    n_q_heads: int = 4,
+    n_kv_heads: int = 2,
+    d_head: int = 64,
+    softmax_scale: float | None = None,
+    per_tensor: bool = False,
+    framework: Literal["torch", "numpy"] = "torch",
+    device: Any = "cuda",
+) -> ProbeReport: ...

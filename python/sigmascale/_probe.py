@@ -1,0 +1,186 @@
+"""Is each descale of an FP8 attention call really applied, in the right direction and to the right head?
+
+In every sequence and head, key 0 scores ``s = tau q . k0 > 0`` and all others 0, and key 0 alone has a value, v0. So the
+last row of the output is ``v0 v_descale / (1 + (n - 1) exp(-s q_descale k_descale))``. Key 0 has the largest logit, hence
+the P = 1 that E4M3 holds exactly: the output tells the effective descales to its own precision, and v0 runs through the
+mantissas of E4M3 over the channels and is large, so that even an FP8 output does on average. Descales differ between
+sequences, heads and calls and lie in [1.2, 2.8], so that 1, their inverses and each other are all far apart.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ._errors import ArgumentError
+
+_TOLERANCE = 0.02
+_LOWEST, _HIGHEST = 1.2, 2.8
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """What a probe found: for q, k and v one of ``applied``, ``dropped``, ``inverted``, ``permuted``, ``stale``,
+    ``per-tensor``, ``squared`` or ``unexplained``."""
+
+    q: str
+    k: str
+    v: str
+    worst_error: float
+    details: tuple[str, ...] = field(default=())
+
+    @property
+    def ok(self):
+        """True if every descale is applied as it should be."""
+        return self.q == self.k == self.v == "applied"
+
+    def __str__(self):
+        head = "every descale is applied" if self.ok else f"q descale {self.q}, k descale {self.k}, v descale {self.v}"
+        return "\n".join([f"{head} (largest relative error {self.worst_error:.2g})", *self.details])
+
+
+def _ladder(count, shift, per_tensor):
+    """``count`` values from the range in a fixed order that moves with ``shift``: no place keeps its value."""
+    steps = max(count, 9)
+    ladder = np.geomspace(_LOWEST, _HIGHEST, steps)
+    stride = next(s for s in range(steps // 2 + 1, 2 * steps) if math.gcd(s, steps) == 1)
+    places = (np.arange(count) * stride + 2 * shift + 1) % steps
+    return np.full(count, ladder[places[0]]) if per_tensor else ladder[places]
+
+
+def probe(
+    call,
+    *,
+    batch=2,
+    seq_len=128,
+    n_q_heads=4,
+    n_kv_heads=2,
+    d_head=64,
+    softmax_scale=None,
+    per_tensor=False,
+    framework="torch",
+    device="cuda",
+):
+    """Feeds ``call`` inputs that reveal which descales it applies, and how.
+
+    ``call(q, k, v, q_descale, k_descale, v_descale)`` gets E4M3 operands (``float8_e4m3fn``) in the layout ``(batch, seq,
+    heads, d_head)`` and float32 descales ``(batch, n_kv_heads)``, and returns the output in the same layout as q. Causal
+    or not makes no difference. ``per_tensor=True`` gives all heads the same descale, for calls that take one a tensor.
+    With ``framework="numpy"`` operands are float32 arrays of E4M3 values. It is called six times; a call that remembers
+    descales of an earlier one is found.
+
+    Returns a :class:`ProbeReport`; ``report.ok`` is True if everything is applied.
+    """
+    for name, value in [("batch", batch), ("seq_len", seq_len), ("n_kv_heads", n_kv_heads), ("d_head", d_head)]:
+        if value < 1:
+            raise ArgumentError(f"{name} {value} must be at least 1")
+    if seq_len < 8 or n_q_heads % n_kv_heads:
+        raise ArgumentError("seq_len must be at least 8, and n_q_heads a multiple of n_kv_heads")
+    if framework not in ("torch", "numpy"):
+        raise ArgumentError(f"framework {framework!r} is neither 'torch' nor 'numpy'")
+    tau = d_head**-0.5 if softmax_scale is None else softmax_scale
+    # q is 1 everywhere; k0 is the power of two that brings s nearest to 1/2.
+    k0 = 2.0 ** round(math.log2(0.5 / (tau * d_head)))
+    s = tau * d_head * k0
+    group = n_q_heads // n_kv_heads
+    q = np.ones((batch, seq_len, n_q_heads, d_head), np.float32)
+    k = np.zeros((batch, seq_len, n_kv_heads, d_head), np.float32)
+    v = np.zeros_like(k)
+    v0 = (128.0 + 16 * (np.arange(d_head) % 8)).astype(np.float32)
+    k[:, 0], v[:, 0] = k0, v0
+
+    count = batch * n_kv_heads
+    ladder = lambda shift: _ladder(count, shift, per_tensor).reshape(batch, n_kv_heads)
+    ones = np.ones((batch, n_kv_heads))
+    # First all at once, so that a call that keeps its first descales is caught; then one at a time; then all anew.
+    calls = [
+        (ladder(0), ladder(1), ladder(2)),
+        (ladder(3), ones, ones),
+        (ones, ladder(1), ones),
+        (ones, ones, ladder(3)),
+        (ladder(1), ladder(2), ladder(0)),
+        (ladder(2), ladder(0), ladder(1)),
+    ]
+    seen = np.stack([_run(call, (q, k, v), descales, framework, device) for descales in calls]) / v0.mean()
+
+    spread = lambda row: np.repeat(row, group, axis=1)
+    asked = [np.stack([spread(descales[i]) for descales in calls]) for i in range(3)]
+    softmax = lambda product: 1.0 / (1.0 + (seq_len - 1) * np.exp(-s * product))
+    # Estimates: v where q and k are 1, then the logits with that.
+    v_of_call = seen / softmax(asked[0] * asked[1])
+    with np.errstate(all="ignore"):
+        product_alone = {i: -np.log((1.0 / seen[i] - 1.0) / (seq_len - 1)) / s for i in (1, 2)}
+    guesses = [
+        _hypotheses(asked[0], product_alone[1], 1),
+        _hypotheses(asked[1], product_alone[2], 2),
+        _hypotheses(asked[2], v_of_call[3], 3),
+    ]
+    best = (math.inf, None)
+    for (q_name, q_row), (k_name, k_row), (v_name, v_row) in itertools.product(*guesses):
+        with np.errstate(all="ignore"):
+            error = np.max(np.abs(seen / (v_row * softmax(q_row * k_row)) - 1.0))
+        # The plainest explanation comes first and wins ties.
+        if error < best[0] * (1 - 1e-3):
+            best = (float(error), (q_name, k_name, v_name))
+    error, names = best
+    if names is None or not error <= _TOLERANCE:
+        names = ("unexplained",) * 3
+        error = float(np.max(np.abs(seen / (asked[2] * softmax(asked[0] * asked[1])) - 1.0)))
+        if not math.isfinite(error):
+            error = math.inf
+    return ProbeReport(*names, worst_error=error, details=tuple(_advice(names)))
+
+
+def _hypotheses(asked, alone, index):
+    """What could have been applied instead of ``asked`` (calls, batch, heads), the plainest first.
+
+    ``alone`` is the estimate of call ``index``, in which this descale alone is not one.
+    """
+    yield "applied", asked
+    yield "dropped", np.ones_like(asked)
+    yield "inverted", 1.0 / asked
+    first = np.broadcast_to(asked[:1], asked.shape)
+    yield "stale", first
+    yield "stale", np.concatenate([asked[:1], asked[:-1]])
+    yield "squared", asked**2
+    yield "per-tensor", np.broadcast_to(asked.max(axis=(1, 2), keepdims=True), asked.shape)
+    yield "per-tensor", np.broadcast_to(asked[:, :1, :1], asked.shape)
+    # Each place with the value that it seems to have had, by place.
+    flat = asked[index].reshape(-1)
+    with np.errstate(all="ignore"):
+        distance = np.abs(np.log(np.maximum(alone.reshape(-1, 1), 1e-30) / flat[None, :]))
+    places = np.argmin(np.where(np.isnan(distance), np.inf, distance), axis=1)
+    yield "permuted", asked.reshape(len(asked), -1)[:, places].reshape(asked.shape)
+
+
+def _advice(names):
+    words = {
+        "dropped": "is not applied at all: pass it to the kernel, and check that this path of the kernel reads it",
+        "inverted": "is applied as its inverse: the kernel multiplies by it, so pass value / code, not code / value",
+        "permuted": "reaches the wrong head or sequence: check its layout (batch, n_kv_heads) and strides",
+        "stale": "is that of an earlier call: keep its address and write the new values into it, or pass it again",
+        "per-tensor": "of one head is used for all: the kernel takes one a tensor",
+        "squared": "is applied twice",
+        "unexplained": "does not explain the output together with the others: is the layout (batch, seq, heads, d_head)?",
+    }
+    return [f"{operand} descale {words[name]}" for operand, name in zip("qkv", names) if name in words]
+
+
+def _run(call, operands, descales, framework, device):
+    """The last row of the output, ``(batch, n_q_heads)``, as float64."""
+    if framework == "numpy":
+        out = np.asarray(call(*operands, *(np.ascontiguousarray(d, np.float32) for d in descales)), np.float64)
+    else:
+        import torch
+
+        fp8 = [torch.from_numpy(x).to(device).to(torch.float8_e4m3fn) for x in operands]
+        rows = [torch.from_numpy(np.ascontiguousarray(d, np.float32)).to(device) for d in descales]
+        out = call(*fp8, *rows)
+        if not isinstance(out, torch.Tensor):
+            raise ArgumentError(f"the call must return the output tensor, not {type(out).__name__}")
+        out = out.detach().float().cpu().double().numpy()
+    if out.shape != operands[0].shape:
+        raise ArgumentError(f"the call returned shape {out.shape}, and q has {operands[0].shape}")
+    rows = out[:, -1]
+    return rows.mean(axis=-1)

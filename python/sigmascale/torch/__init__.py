@@ -1,0 +1,30 @@
+"""FP8 attention on PyTorch models, with scales from their weights.
+
+>>> runtime = sigmascale.torch.attach(model)            # once
+>>> out = sigmascale.torch.attention(q, k, v, runtime.layers[0])
+>>> runtime.refresh()                                   # after every optimizer step or weight refit
+
+Hugging Face: :func:`register`, then ``model.set_attn_implementation("sigmascale_fp8")``. Plain modules: :class:`patched`.
+TransformerEngine: :mod:`sigmascale.torch.te`.
+"""
+
+from ._attention import attention, patched, register, scaled_dot_product_attention
+from ._backends import backend
+from ._layers import Layer
+from ._layers import find as find_layers
+from ._policies import POLICIES
+from ._runtime import LayerPlan, Runtime, attach
+
+__all__ = [
+    "POLICIES",
+    "Layer",
+    "LayerPlan",
+    "Runtime",
+    "attach",
+    "attention",
+    "backend",
+    "find_layers",
+    "patched",
+    "register",
+    "scaled_dot_product_attention",
+]

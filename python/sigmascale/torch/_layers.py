@@ -1,0 +1,290 @@
+"""Finds the attention layers of a model and reads addresses, shapes and strides off their tensors."""
+
+import dataclasses
+import json
+
+import torch
+
+from .. import _native
+from .._errors import ArgumentError, UnsupportedError
+
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_WRAPPERS = ("_orig_mod.", "module.")
+
+
+@dataclasses.dataclass(eq=False)
+class Layer:
+    """One attention layer, for models that are found by no table. Tensors are the model's own, or views of them.
+
+    ``q``, ``k``, ``v``: weights ``(n_heads * d_head, d_model)``, any strides (a slice or ``.t()`` of a fused one is
+    fine). ``norm`` is what stands in front of the projections: ``"rms"``, ``"layer"`` or ``None`` where there is none,
+    which leaves q and k with a bound only if they are normalised themselves (``q_norm``, ``k_norm``: gains of RMS norms
+    over ``d_head`` values, per head).
+    ``gain_offset`` is 1 for norms that multiply by ``1 + gain``. ``rotary`` is the number of rotated channels of a head.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    n_q_heads: int
+    n_kv_heads: int
+    norm: str | None = "rms"
+    gain: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    q_bias: torch.Tensor | None = None
+    k_bias: torch.Tensor | None = None
+    v_bias: torch.Tensor | None = None
+    gain_offset: float = 0.0
+    rotary: int = 0
+    interleaved: bool = False
+    rope_factor: float = 1.0
+    softmax_scale: float | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    qk_norm_offset: float = 0.0
+    qk_norm_joint: bool = False
+    module: torch.nn.Module | None = None
+    name: str = "layer"
+    # For weights that hold more than one projection: first channels of the heads of q, k and v, and the head dimension.
+    heads: tuple[list[int], list[int], list[int]] | None = None
+    fused_d_head: int = 0
+    # Modules and parameter names that the tensors were read from.
+    sources: list = dataclasses.field(default_factory=list)
+
+    @property
+    def d_head(self):
+        """Channels of a head."""
+        return self.fused_d_head if self.heads is not None else self.q.shape[0] // max(self.n_q_heads, 1)
+
+    def tensors(self):
+        """Every tensor that the scales depend on, by name."""
+        fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return {f"{self.name}.{name}": value for name, value in fields if isinstance(value, torch.Tensor)}
+
+
+def check(layers):
+    """Raises an exception that says what to do if the layers cannot be read where they lie."""
+    if not layers:
+        raise ArgumentError("there are no attention layers: give layers=[sigmascale.torch.Layer(...), ...]")
+    device, where = None, None
+    for layer in layers:
+        for name, tensor in layer.tensors().items():
+            if type(tensor).__module__.startswith("torch.distributed"):
+                raise UnsupportedError(
+                    f"{name} is sharded over processes ({type(tensor).__name__}): attach before the model is sharded, or "
+                    "give each process its own heads as layers=[sigmascale.torch.Layer(...), ...]"
+                )
+            if tensor.device.type == "meta":
+                raise ArgumentError(f"{name} is on the meta device and has no values: load the weights first")
+            if tensor.device.type != "cuda":
+                raise ArgumentError(
+                    f"{name} is on {tensor.device}: move the model to a GPU first, or use sigmascale.calibrate on its "
+                    "checkpoint, which needs none"
+                )
+            if device is None:
+                device, where = tensor.device, name
+            elif tensor.device != device:
+                raise ArgumentError(
+                    f"{name} is on {tensor.device} and {where} on {device}: attach one runtime for each device, with the layers=[...] of find_layers(model) that lie there"
+                )
+            if tensor.dtype not in _DTYPES:
+                raise UnsupportedError(
+                    f"{name} has type {tensor.dtype}: bfloat16, float16 and float32 are read; attach to the unquantised model"
+                )
+        weights = {f"{layer.name}.{key}": getattr(layer, key) for key in "qkv"}
+        if len({tensor.dtype for tensor in weights.values()}) > 1:
+            kinds = ", ".join(f"{name} {tensor.dtype}" for name, tensor in weights.items())
+            raise ArgumentError(f"mixed types ({kinds}): cast q, k and v of a layer to one type")
+        vectors = _vectors(layer)
+        if len({vector.dtype for vector in vectors.values()}) > 1:
+            kinds = ", ".join(f"{name} {vector.dtype}" for name, vector in vectors.items())
+            raise ArgumentError(f"{layer.name}: mixed types ({kinds}): cast norm and biases of a layer to one type")
+        for name, vector in vectors.items():
+            if vector.dim() != 1 or not vector.is_contiguous():
+                raise ArgumentError(f"{layer.name}: {name} must be a contiguous vector, not {tuple(vector.shape)}")
+        _check_shapes(layer)
+    return device
+
+
+def _vectors(layer):
+    named = {name: getattr(layer, name) for name in ("gain", "shift", "q_bias", "k_bias", "v_bias")}
+    return {name: vector for name, vector in named.items() if vector is not None}
+
+
+def _check_shapes(layer):
+    if layer.norm not in ("rms", "layer", None):
+        raise ArgumentError(f"{layer.name}: norm {layer.norm!r} is not 'rms', 'layer' or None")
+    if layer.norm is None and layer.q_norm is None:
+        raise UnsupportedError(f"{layer.name}: attention input without a norm, and q and k without one, have no bound")
+    if layer.n_kv_heads < 1 or layer.n_q_heads < 1 or layer.n_q_heads % layer.n_kv_heads:
+        raise ArgumentError(
+            f"{layer.name}: {layer.n_q_heads} query heads are no multiple of {layer.n_kv_heads} KV heads"
+        )
+    for key, heads in [("q", layer.n_q_heads), ("k", layer.n_kv_heads), ("v", layer.n_kv_heads)]:
+        weight = getattr(layer, key)
+        if weight.dim() != 2 or weight.shape[1] != layer.q.shape[1]:
+            raise ArgumentError(
+                f"{layer.name}.{key} has shape {tuple(weight.shape)}: (n_heads * d_head, d_model) is needed, the same d_model "
+                "for q, k and v; a weight stored [in, out] is given as weight.t()"
+            )
+        if layer.heads is None and weight.shape[0] != heads * layer.d_head:
+            raise ArgumentError(
+                f"{layer.name}.{key} has {weight.shape[0]} channels, which are not {heads} heads of {layer.d_head}"
+            )
+    for key, length in [("gain", layer.q.shape[1]), ("shift", layer.q.shape[1])]:
+        vector = getattr(layer, key)
+        if vector is not None and vector.shape != (length,):
+            raise ArgumentError(
+                f"{layer.name}.{key} has shape {tuple(vector.shape)}, and the model dimension is {length}"
+            )
+    for key in "qkv":
+        bias, weight = getattr(layer, f"{key}_bias"), getattr(layer, key)
+        if bias is not None and bias.shape[0] != weight.shape[0]:
+            raise ArgumentError(f"{layer.name}.{key}_bias has {bias.shape[0]} values for {weight.shape[0]} channels")
+
+
+def entries(layer):
+    """The layer as the engine takes it: one entry, or one a KV head where heads are interleaved in a fused weight."""
+    r, group = layer.d_head, layer.n_q_heads // layer.n_kv_heads
+
+    def projection(key, first):
+        weight, bias = getattr(layer, key), getattr(layer, f"{key}_bias")
+        row, column = weight.stride()
+        address = weight.data_ptr() + first * row * weight.element_size()
+        offset = 0 if bias is None else bias.data_ptr() + first * bias.element_size()
+        return _Projection(address, row, column, offset)
+
+    vectors = list(_vectors(layer).values())
+    common = {
+        "dtype": _DTYPES[layer.q.dtype],
+        "gain": 0 if layer.gain is None else layer.gain.data_ptr(),
+        "shift": 0 if layer.shift is None else layer.shift.data_ptr(),
+        "vector_dtype": _DTYPES[vectors[0].dtype] if vectors else "float32",
+        "gain_offset": layer.gain_offset,
+        "mean_removed": layer.norm == "layer",
+        "d_model": layer.q.shape[1],
+        "d_head": r,
+        "rotary": layer.rotary,
+        "interleaved": layer.interleaved,
+        "rope_factor": layer.rope_factor,
+        "softmax_scale": r**-0.5 if layer.softmax_scale is None else layer.softmax_scale,
+        # Bounds of normalised q and k are computed from the gains at every refresh; these hold their place.
+        "fixed_bounds": None if layer.q_norm is None else (1.0, 1.0),
+    }
+    one = lambda n_q, n_kv, starts: (
+        common
+        | {
+            "q": projection("q", starts[0]),
+            "k": projection("k", starts[1]),
+            "v": None if layer.norm is None else projection("v", starts[2]),
+            "n_q": n_q,
+            "n_kv": n_kv,
+        }
+    )
+    if layer.heads is None:
+        return [one(layer.n_q_heads, layer.n_kv_heads, (0, 0, 0))]
+    steady = all(rows == list(range(rows[0], rows[0] + len(rows) * r, r)) for rows in layer.heads)
+    if steady:
+        return [one(layer.n_q_heads, layer.n_kv_heads, [rows[0] for rows in layer.heads])]
+    q, k, v = layer.heads
+    return [one(group, 1, (q[g * group], k[g], v[g])) for g in range(layer.n_kv_heads)]
+
+
+class _Projection:
+    def __init__(self, ptr, row_stride, col_stride, bias):
+        self.ptr, self.row_stride, self.col_stride, self.bias = ptr, row_stride, col_stride, bias
+
+
+def find(model):
+    """The layers of a Hugging Face model, by the family table: what ``attach`` takes where it is given none."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_json_string"):
+        raise UnsupportedError(
+            f"{type(model).__name__} is not understood: it has no Hugging Face config. Name its attention layers with "
+            "layers=[sigmascale.torch.Layer(...), ...]"
+        )
+    text = config.to_json_string(use_diff=False)
+    layout = json.loads(_native.layout(text, type(model).__name__))
+    spec = layout["spec"]
+    parameters = {_plain(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
+    modules = {_plain(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    if any(".lora_" in name for name in parameters):
+        raise UnsupportedError("the model has LoRA adapters that are not merged: merge them first (merge_and_unload)")
+    probe = layout["layers"][0]["q"]["name"] + ".weight"
+    prefix = next((p for p in layout["prefixes"] if p + probe in parameters), None)
+    if prefix is None:
+        found = [name for name in parameters if name.endswith("." + probe)]
+        if len(found) != 1:
+            raise UnsupportedError(
+                f"no parameter of {type(model).__name__} is named {probe}, as family {spec['family']} has it. Name the "
+                "attention layers with layers=[sigmascale.torch.Layer(...), ...]"
+            )
+        prefix = found[0][: -len(probe)]
+    return [_layer(spec, names, index, prefix, parameters, modules) for index, names in enumerate(layout["layers"])]
+
+
+def _plain(name):
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _layer(spec, names, index, prefix, parameters, modules):
+    sources = []
+
+    def get(name, wanted=True):
+        tensor = parameters.get(prefix + name)
+        if tensor is None and wanted:
+            raise UnsupportedError(f"parameter {prefix + name} is missing, and the config of the model needs it")
+        if tensor is not None:
+            owner, _, attribute = (prefix + name).rpartition(".")
+            sources.append((modules[owner], attribute))
+        return tensor
+
+    norm = spec["norm"]
+    kind = {"layer-norm": "layer", "rms-norm": "rms", "none": None}[norm["kind"]]
+    weights, biases, heads = {}, {}, {}
+    for key in "qkv":
+        place = names[key]
+        weight, bias = get(place["name"] + ".weight"), get(place["name"] + ".bias", wanted=False)
+        weight = weight.t() if place["conv1d"] else weight
+        if tuple(weight.shape) != (place["channels"], spec["d_model"]):
+            raise UnsupportedError(
+                f"{prefix + place['name']}.weight has shape {tuple(weight.shape)}, and the config needs "
+                f"{(place['channels'], spec['d_model'])}"
+            )
+        weights[key], biases[key], heads[key] = weight, bias, place["heads"]
+    rope = spec["rope"][index]
+    qk_norm = spec["qk_norm"]
+    q_norm = k_norm = None
+    if names["qk_norm"] is not None:
+        if any("{h}" in name for name in names["qk_norm"]):
+            raise UnsupportedError("norms of q and k with a tensor for each head are not read on the GPU")
+        q_norm, k_norm = (get(name + ".weight") for name in names["qk_norm"])
+    fused = names["q"]["channels"] != spec["n_q_heads"] * spec["d_head"]
+    has_gain = norm["gain"] != "unit" and names["norm"] is not None
+    return Layer(
+        **weights,
+        n_q_heads=spec["n_q_heads"],
+        n_kv_heads=spec["n_kv_heads"],
+        norm=kind,
+        gain=get(names["norm"] + ".weight") if has_gain else None,
+        shift=get(names["norm"] + ".bias") if norm["shift"] else None,
+        q_bias=biases["q"],
+        k_bias=biases["k"],
+        v_bias=biases["v"],
+        gain_offset=1.0 if norm["gain"] == "one-plus" else 0.0,
+        rotary=rope["rotary_dim"] if rope else 0,
+        interleaved=bool(rope) and rope["layout"] == "interleaved",
+        rope_factor=rope["attention_factor"] if rope else 1.0,
+        softmax_scale=spec["softmax_scale"][index],
+        q_norm=q_norm,
+        k_norm=k_norm,
+        qk_norm_offset=1.0 if qk_norm and qk_norm["gain"] == "one-plus" else 0.0,
+        qk_norm_joint=bool(qk_norm) and qk_norm["scope"] == "joint",
+        module=modules.get((prefix + names["q"]["name"]).rpartition(".")[0]),
+        name=f"layer {index}",
+        heads=(heads["q"], heads["k"], heads["v"]) if fused else None,
+        fused_d_head=spec["d_head"],
+        sources=sources,
+    )

@@ -1,0 +1,75 @@
+"""TransformerEngine: scales of its fused FP8 attention from a runtime, through ``CustomRecipe``.
+
+Written to the interface of ``CustomRecipe(qfactory=..., fp8_dpa=True)``, which TransformerEngine calls experimental, and
+**not tested against it**. Its attention takes one scale for q, k and v together, so the largest descale of the three
+counts. P gets its fixed scale, the output ``o_descale``; gradients and all other modules stay with delayed scaling.
+
+>>> runtime = sigmascale.torch.attach(model, layers=[...])
+>>> recipe = sigmascale.torch.te.recipe(runtime, {"layers.0.self_attention.core_attention": 0, ...})
+>>> with transformer_engine.pytorch.autocast(enabled=True, recipe=recipe):
+...     model(x)
+"""
+
+import torch
+
+from .._errors import ArgumentError, UnsupportedError
+
+# As in the other backends: P in [0, 1] becomes at most 256.
+_P_SCALE = 256.0
+_PLACES = {"qkv": 0, "s": 1, "o": 2}
+
+
+class Scales:
+    """Quantisation scales ``(layers, [qkv, s, o])``, one over the descale, that follow every ``refresh()`` in place."""
+
+    def __init__(self, runtime):
+        self.scales = torch.ones(len(runtime), 3, device=runtime.device)
+        self.amax = torch.zeros(len(runtime), 3, device=runtime.device)
+        runtime.after_refresh.append(self.update)
+        self.update(runtime)
+
+    def update(self, runtime):
+        """Puts the new scales on the current stream."""
+        self.scales[:, 0] = runtime.descales[:, :3].amax(dim=(1, 2)).reciprocal()
+        self.scales[:, 1] = _P_SCALE
+        self.scales[:, 2] = runtime.descales[:, 3].amax(dim=1).reciprocal()
+
+
+def quantizer_factory(runtime, names, fallback, make, scales=None):
+    """The ``qfactory``: ``make(scale, amax)`` for what a plan covers, ``fallback(role)`` for the rest."""
+    scales = scales or Scales(runtime)
+    for name, layer in names.items():
+        if not 0 <= layer < len(runtime):
+            raise ArgumentError(f"{name} is given layer {layer}, and the runtime has {len(runtime)}")
+
+    def factory(role):
+        module, tensor = getattr(role, "module_type", ""), getattr(role, "tensor_type", "")
+        if module != "dpa" or tensor not in _PLACES:
+            return fallback(role)
+        layer = names.get(role.name)
+        if layer is None:
+            raise ArgumentError(
+                f"the attention module {role.name!r} has no layer: the names given are {', '.join(names)}"
+            )
+        place = _PLACES[tensor]
+        return make(scales.scales[layer, place : place + 1], scales.amax[layer, place : place + 1])
+
+    return factory
+
+
+def recipe(runtime, names, fallback=None):
+    """A ``CustomRecipe`` whose attention scales come from ``runtime``.
+
+    ``names`` maps names of TransformerEngine's attention modules to layers of the runtime. ``fallback(role)`` gives the
+    quantizers of everything else; by default delayed scaling.
+    """
+    try:
+        import transformer_engine_torch as tex
+        from transformer_engine.common.recipe import CustomRecipe
+        from transformer_engine.pytorch.quantization import DelayedScalingRequest
+        from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+    except ImportError as error:
+        raise UnsupportedError("a TransformerEngine with CustomRecipe and DelayedScalingRequest is needed") from error
+    make = lambda scale, amax: Float8Quantizer(scale, amax, tex.DType.kFloat8E4M3)
+    factory = quantizer_factory(runtime, names, fallback or (lambda role: DelayedScalingRequest()), make)
+    return CustomRecipe(qfactory=factory, fp8_dpa=True)

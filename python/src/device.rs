@@ -1,0 +1,177 @@
+//! The scale engine over memory that Python owns.
+
+use crate::errors::raise;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use sigmascale::cuda::scale::{self, DeviceMatrix, Dtype, LayerInput, ProjectionInput};
+use sigmascale::cuda::{self, Device, DevicePtr, Stream};
+use sigmascale::{Error, Result};
+use std::sync::Mutex;
+
+/// One projection: address, element strides of an output and of an input channel, and the bias (0: none).
+#[derive(FromPyObject)]
+struct Projection {
+    ptr: u64,
+    row_stride: i64,
+    col_stride: i64,
+    bias: u64,
+}
+
+/// One layer, addresses as integers (0: none).
+#[derive(FromPyObject)]
+pub struct Layer {
+    #[pyo3(item)]
+    q: Projection,
+    #[pyo3(item)]
+    k: Projection,
+    #[pyo3(item)]
+    v: Option<Projection>,
+    #[pyo3(item)]
+    dtype: String,
+    #[pyo3(item)]
+    gain: u64,
+    #[pyo3(item)]
+    shift: u64,
+    #[pyo3(item)]
+    vector_dtype: String,
+    #[pyo3(item)]
+    gain_offset: f32,
+    #[pyo3(item)]
+    mean_removed: bool,
+    #[pyo3(item)]
+    d_model: usize,
+    #[pyo3(item)]
+    n_q: usize,
+    #[pyo3(item)]
+    n_kv: usize,
+    #[pyo3(item)]
+    d_head: usize,
+    #[pyo3(item)]
+    rotary: usize,
+    #[pyo3(item)]
+    interleaved: bool,
+    #[pyo3(item)]
+    rope_factor: f32,
+    #[pyo3(item)]
+    softmax_scale: f64,
+    #[pyo3(item)]
+    fixed_bounds: Option<(f32, f32)>,
+}
+
+fn dtype(name: &str) -> Result<Dtype> {
+    match name {
+        "bfloat16" => Ok(Dtype::Bf16),
+        "float16" => Ok(Dtype::F16),
+        "float32" => Ok(Dtype::F32),
+        other => Err(Error::argument(format_args!("weights of type {other}: bfloat16, float16 and float32 are read"))),
+    }
+}
+
+impl Layer {
+    pub fn input(&self) -> Result<LayerInput> {
+        let kind = dtype(&self.dtype)?;
+        let one = |p: &Projection| ProjectionInput {
+            weight: DeviceMatrix {
+                ptr: DevicePtr(p.ptr),
+                dtype: kind,
+                row_stride: p.row_stride,
+                col_stride: p.col_stride,
+            },
+            bias: DevicePtr(p.bias),
+        };
+        Ok(LayerInput {
+            q: one(&self.q),
+            k: one(&self.k),
+            v: self.v.as_ref().map(one),
+            gain: DevicePtr(self.gain),
+            shift: DevicePtr(self.shift),
+            vector_dtype: dtype(&self.vector_dtype)?,
+            gain_offset: self.gain_offset,
+            mean_removed: self.mean_removed,
+            d_model: self.d_model,
+            n_q: self.n_q,
+            n_kv: self.n_kv,
+            d_head: self.d_head,
+            rotary: self.rotary,
+            interleaved: self.interleaved,
+            rope_factor: self.rope_factor,
+            softmax_scale: self.softmax_scale,
+            fixed_bounds: self.fixed_bounds,
+        })
+    }
+}
+
+/// A stream by its handle; 0 is the legacy default stream.
+pub fn stream(device: &Device, raw: u64) -> Stream {
+    if raw == 0 {
+        return device.default_stream();
+    }
+    // SAFETY: 1. and 2. the package passes the handle of a stream of this device that PyTorch keeps for the life of the
+    // process.
+    unsafe { device.borrow_stream(raw) }
+}
+
+/// Descales, and with `logits` certified logit bounds, of many layers in one go.
+///
+/// The caller (the package) keeps the weights alive and in place, and orders calls by streams.
+#[pyclass(frozen)]
+pub struct ScaleEngine {
+    engine: Mutex<scale::ScaleEngine>,
+    device: Device,
+    logits: bool,
+}
+
+#[pymethods]
+impl ScaleEngine {
+    #[new]
+    fn new(py: Python<'_>, device: usize, layers: Vec<Layer>, logits: bool) -> PyResult<Self> {
+        let made = py.detach(|| {
+            let device = Device::open(device)?;
+            let inputs = layers.iter().map(Layer::input).collect::<Result<Vec<_>>>()?;
+            // SAFETY: 1. the package reads addresses, shapes and strides off live tensors of this device; 2. it checks at
+            // every launch that they still lie where they did, and orders launches on streams.
+            let engine = unsafe { scale::ScaleEngine::new(&device, &inputs, logits)? };
+            Ok::<_, Error>(Self { engine: Mutex::new(engine), device, logits })
+        });
+        made.map_err(|error| raise(py, &error))
+    }
+
+    /// Puts the work on a stream (its handle as an integer).
+    fn launch(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        let done = py.detach(|| {
+            let engine = self.engine.try_lock().map_err(|_| {
+                Error::argument("refresh() is running in another thread: call it from one thread at a time")
+            })?;
+            let stream = self::stream(&self.device, stream);
+            if self.logits { engine.plan(&stream) } else { engine.descales(&stream) }
+        });
+        done.map_err(|error| raise(py, &error))
+    }
+
+    /// Addresses and lengths of the results: `heads` f32 `[layer][q, k, v, o][n_kv]`, `bounds` f32 `[layer][n_q][sigma,
+    /// certain, rounded, descale, ..]` (absent without logits), `status` one u32.
+    fn results<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let results = PyDict::new(py);
+        let engine = self.engine.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        results.set_item("heads", (engine.head_descales().ptr().0, engine.head_descales().len()))?;
+        results.set_item("status", (engine.status().ptr().0, 1))?;
+        if let (true, Some(bounds)) = (self.logits, engine.head_bounds()) {
+            let words = size_of::<scale::HeadBound>() / 4;
+            results.set_item("bounds", (bounds.ptr().0, words * bounds.len()))?;
+        }
+        Ok(results)
+    }
+
+    #[getter]
+    fn workspace_bytes(&self) -> usize {
+        self.engine.lock().unwrap_or_else(std::sync::PoisonError::into_inner).workspace_bytes()
+    }
+}
+
+/// Whether kernels can be compiled and launched here, and if not, why.
+#[pyfunction]
+pub fn gpu() -> (bool, String) {
+    let probe = cuda::probe();
+    let missing = [probe.driver.err(), probe.devices.err(), probe.compiler.err()];
+    (cuda::is_available(), missing.into_iter().flatten().collect::<Vec<_>>().join("; "))
+}

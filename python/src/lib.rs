@@ -1,0 +1,26 @@
+//! The native half of the Python package `sigmascale`; private, see the package for what users call.
+//!
+//! Results that the command line prints as JSON cross as JSON text. The interpreter lock is released around work.
+
+mod attention;
+mod device;
+mod errors;
+mod offline;
+mod policy;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_function(wrap_pyfunction!(offline::calibrate, module)?)?;
+    module.add_function(wrap_pyfunction!(offline::inspect, module)?)?;
+    module.add_function(wrap_pyfunction!(offline::stress, module)?)?;
+    module.add_function(wrap_pyfunction!(offline::export_scales, module)?)?;
+    module.add_function(wrap_pyfunction!(offline::layout, module)?)?;
+    module.add_function(wrap_pyfunction!(offline::presets, module)?)?;
+    module.add_function(wrap_pyfunction!(device::gpu, module)?)?;
+    module.add_class::<attention::Attention>()?;
+    module.add_class::<device::ScaleEngine>()?;
+    module.add_class::<policy::DevicePolicy>()
+}

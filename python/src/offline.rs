@@ -1,0 +1,279 @@
+//! Calibrate, inspect, stress and export, as the command line does them.
+
+use crate::errors::raise;
+use pyo3::prelude::*;
+use serde::Serialize;
+use serde_json::json;
+use sigmascale::bound::{BoundKind, Tail};
+use sigmascale::calibrate::{Calibration, Estimator, Inspection, Options, Profile, calibrate_config};
+use sigmascale::cuda;
+use sigmascale::file::{check_target, write_atomically};
+use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
+use sigmascale::plan::Granularity;
+use sigmascale::plan::export::{TensorScales, scales_safetensors};
+use sigmascale::policy::PolicyKind;
+use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
+use sigmascale::{Error, Result};
+use std::path::{Path, PathBuf};
+
+/// A model as Python names it: a preset or path, or a config with weights in memory.
+#[derive(FromPyObject)]
+pub enum Source {
+    Named(String),
+    Memory(String, Option<Vec<u8>>, String),
+}
+
+impl Source {
+    fn open(self) -> Result<ModelSource> {
+        match self {
+            Self::Named(name) => ModelSource::open(&name),
+            Self::Memory(config, Some(weights), name) => {
+                Checkpoint::from_memory(config.as_bytes(), weights, &name).map(|c| ModelSource::Checkpoint(Box::new(c)))
+            }
+            Self::Memory(config, None, name) => {
+                let layout = Layout::from_config_json(config.as_bytes(), Path::new(&name))?;
+                Ok(ModelSource::Config(Box::new(layout.spec().clone())))
+            }
+        }
+    }
+}
+
+/// Options of `calibrate`, as keywords.
+#[derive(FromPyObject)]
+pub struct CalibrateOptions {
+    #[pyo3(item)]
+    delta: f64,
+    #[pyo3(item)]
+    seq_len: usize,
+    #[pyo3(item)]
+    batch: usize,
+    #[pyo3(item)]
+    steps: usize,
+    #[pyo3(item)]
+    eta: f64,
+    #[pyo3(item)]
+    bound: String,
+    #[pyo3(item)]
+    granularity: String,
+    #[pyo3(item)]
+    estimator: String,
+    #[pyo3(item)]
+    as_paper: bool,
+    #[pyo3(item)]
+    c: Option<f64>,
+}
+
+/// The value that a word stands for.
+fn word<T: Copy>(what: &str, given: &str, known: &[(&str, T)]) -> Result<T> {
+    known.iter().find(|(name, _)| *name == given).map(|(_, value)| *value).ok_or_else(|| {
+        let names = known.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+        Error::argument(format_args!("{what} {given:?} is not one of {names}"))
+    })
+}
+
+impl CalibrateOptions {
+    fn check(&self) -> Result<Options> {
+        let bounds =
+            [("certain", BoundKind::Certain), ("rank-aware", BoundKind::RankAware), ("spectrum", BoundKind::Spectrum)];
+        let options = Options {
+            tail: Tail { delta: self.delta, seq_len: self.seq_len, batch: self.batch, steps: self.steps },
+            eta: self.eta,
+            bound: word("bound", &self.bound, &bounds)?,
+            granularity: word(
+                "granularity",
+                &self.granularity,
+                &[("head", Granularity::Head), ("layer", Granularity::Layer)],
+            )?,
+            estimator: word("estimator", &self.estimator, &[("gram", Estimator::Gram), ("power", Estimator::Power)])?,
+            as_paper: self.as_paper,
+            c: self.c,
+            ..Options::default()
+        };
+        options.check()?;
+        Ok(options)
+    }
+}
+
+/// Runs `work` without the interpreter lock; `look` lets Python see signals (Ctrl-C) now and then.
+fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+    py.detach(work).map_err(|error| raise(py, &error))
+}
+
+fn text(value: &impl Serialize) -> Result<String> {
+    serde_json::to_string(value)
+        .map_err(|error| Error::non_finite(format_args!("the result cannot be written as JSON: {error}")))
+}
+
+/// The profile of a model; Ctrl-C is seen between layers.
+fn profile(py: Python<'_>, source: Source, options: Options) -> PyResult<Profile> {
+    match detached(py, || source.open())? {
+        ModelSource::Config(spec) => detached(py, || calibrate_config(&spec, &options)),
+        ModelSource::Checkpoint(checkpoint) => {
+            let mut calibration = Calibration::new(checkpoint.spec(), options).map_err(|error| raise(py, &error))?;
+            for layer in 0..checkpoint.spec().layers {
+                py.check_signals()?;
+                detached(py, || calibration.layer(checkpoint.layer(layer)?).map(|_| ()))?;
+            }
+            Ok(calibration.finish())
+        }
+    }
+}
+
+#[pyfunction]
+pub fn calibrate(py: Python<'_>, source: Source, options: CalibrateOptions) -> PyResult<String> {
+    let options = options.check().map_err(|error| raise(py, &error))?;
+    let profile = profile(py, source, options)?;
+    text(&profile).map_err(|error| raise(py, &error))
+}
+
+#[pyfunction]
+pub fn inspect(py: Python<'_>, source: Source) -> PyResult<String> {
+    let profile = profile(py, source, Options::default())?;
+    if profile.layers.is_none() {
+        let rule = "inspect needs weights, and this model is a config alone: give a checkpoint folder, a .safetensors \
+                    file or weights";
+        return Err(raise(py, &Error::argument(rule)));
+    }
+    text(&Inspection::new(profile)).map_err(|error| raise(py, &error))
+}
+
+#[pyfunction]
+pub fn export_scales(py: Python<'_>, source: Source, file: PathBuf, options: CalibrateOptions) -> PyResult<()> {
+    let prepare = || {
+        if options.as_paper {
+            return Err(Error::argument("exported scales need operand descales, and as_paper computes none"));
+        }
+        check_target(&file)?;
+        options.check()
+    };
+    let options = prepare().map_err(|error| raise(py, &error))?;
+    let profile = profile(py, source, options)?;
+    let Some(layers) = profile.layers else {
+        return Err(raise(py, &Error::argument("exported scales need weights, and this model is a config alone")));
+    };
+    detached(py, || {
+        let scales = layers
+            .iter()
+            .filter_map(|layer| Some(TensorScales::new(layer.layer, &layer.operands()?)))
+            .collect::<Result<Vec<_>>>()?;
+        write_atomically(&file, &scales_safetensors(&scales)?)
+    })
+}
+
+/// Options of `stress`.
+#[derive(FromPyObject)]
+pub struct StressArguments {
+    #[pyo3(item)]
+    model: Option<String>,
+    #[pyo3(item)]
+    mode: String,
+    #[pyo3(item)]
+    policies: Option<String>,
+    #[pyo3(item)]
+    layers: Option<usize>,
+    #[pyo3(item)]
+    seq_len: Option<usize>,
+    #[pyo3(item)]
+    tokens: Option<PathBuf>,
+    #[pyo3(item)]
+    path: Vec<PathBuf>,
+    #[pyo3(item)]
+    steps: Option<usize>,
+    #[pyo3(item)]
+    seed: u64,
+    #[pyo3(item)]
+    device: String,
+    #[pyo3(item)]
+    trace: Option<PathBuf>,
+}
+
+impl StressArguments {
+    fn options(&self) -> Result<StressOptions> {
+        let default = StressOptions::default();
+        let bounds_on_gpu = word("device", &self.device, &[("cpu", false), ("cuda", true)])?;
+        if bounds_on_gpu {
+            cuda::require()?;
+        }
+        Ok(StressOptions {
+            mode: word("mode", &self.mode, &[("logit", Mode::Logit), ("operands", Mode::Operands)])?,
+            policies: match &self.policies {
+                Some(list) => PolicyKind::parse_list(list)?,
+                None => default.policies.clone(),
+            },
+            layers: self.layers,
+            seq_len: self.seq_len.unwrap_or(default.seq_len),
+            tokens: self.tokens.as_deref().map(TokenFile::read).transpose()?,
+            steps: self.steps,
+            seed: self.seed,
+            bounds_on_gpu,
+            ..default
+        })
+    }
+
+    fn open(&self, name: &str) -> Result<StressModel> {
+        match ModelSource::open(name)? {
+            ModelSource::Config(_) if !self.path.is_empty() => {
+                Err(Error::argument(format_args!("path needs a checkpoint as its model, and {name} has no weights")))
+            }
+            ModelSource::Config(spec) => StressModel::synthetic(&spec, self.seed),
+            ModelSource::Checkpoint(_) => {
+                let first = [PathBuf::from(name)];
+                StressModel::open_path(&first.iter().chain(&self.path).collect::<Vec<_>>())
+            }
+        }
+    }
+}
+
+#[pyfunction]
+pub fn stress(py: Python<'_>, scenario: &str, arguments: StressArguments) -> PyResult<String> {
+    detached(py, || {
+        let known = [
+            ("checkpoint-load", Scenario::CheckpointLoad),
+            ("weight-spike", Scenario::WeightSpike),
+            ("refit", Scenario::Refit),
+            ("replay", Scenario::Replay),
+        ];
+        let scenario = word("scenario", scenario, &known)?;
+        let options = arguments.options()?;
+        if scenario != Scenario::Refit && !arguments.path.is_empty() {
+            return Err(Error::argument(format_args!("path is for refit, not for {}", scenario.name())));
+        }
+        match (scenario, &arguments.model, &arguments.trace) {
+            (Scenario::Replay, _, Some(file)) => {
+                let name = file.file_stem().unwrap_or(file.as_os_str()).to_string_lossy();
+                text(&replay(&name, &Trace::read(file)?, &options)?)
+            }
+            (Scenario::Replay, _, None) => Err(Error::argument("replay needs a trace")),
+            (_, None, _) => Err(Error::argument(format_args!("{} needs a model", scenario.name()))),
+            (_, _, Some(_)) => Err(Error::argument("a trace is for replay alone")),
+            (_, Some(name), None) => text(&run(scenario, &arguments.open(name)?, &options)?),
+        }
+    })
+}
+
+/// Names and places of a model's attention tensors, with its spec.
+#[pyfunction]
+pub fn layout(py: Python<'_>, config: &str, name: &str) -> PyResult<String> {
+    detached(py, || {
+        let layout = Layout::from_config_json(config.as_bytes(), Path::new(name))?;
+        let spec = layout.spec();
+        let layers = (0..spec.layers)
+            .map(|layer| {
+                let names = layout.layer(layer)?;
+                let one = |place: &sigmascale::model::ProjectionName| {
+                    json!({"name": place.name, "heads": place.heads, "channels": place.channels, "conv1d": place.conv1d})
+                };
+                Ok(json!({
+                    "q": one(&names.q), "k": one(&names.k), "v": one(&names.v),
+                    "norm": names.norm, "qk_norm": names.qk_norm,
+                }))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        text(&json!({"spec": spec, "prefixes": layout.prefixes(), "layers": layers}))
+    })
+}
+
+#[pyfunction]
+pub fn presets() -> Vec<&'static str> {
+    preset_names().collect()
+}

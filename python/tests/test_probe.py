@@ -1,0 +1,94 @@
+"""The probe finds planted faults and passes the right call."""
+
+import emulated
+import numpy as np
+import pytest
+
+import sigmascale
+
+NUMPY = {"framework": "numpy", "seq_len": 64}
+CHANGES = {
+    "dropped": np.ones_like,
+    "inverted": lambda descale: 1 / descale,
+    "permuted": lambda descale: descale[:, ::-1],
+    "squared": lambda descale: descale * descale,
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2), (6, 1), (8, 4)])
+def test_the_right_call_passes(causal, heads):
+    call = lambda *arguments: emulated.attention(*arguments, causal=causal)
+    report = sigmascale.probe(call, n_q_heads=heads[0], n_kv_heads=heads[1], **NUMPY)
+    assert report.ok and report.worst_error < 1e-4, report
+    assert str(report).startswith("every descale is applied")
+
+
+@pytest.mark.parametrize("fault", CHANGES)
+@pytest.mark.parametrize("operand", "qkv")
+def test_a_fault_is_named_at_its_operand(operand, fault):
+    call = emulated.faulty(emulated.attention, 3 + "qkv".index(operand), CHANGES[fault])
+    report = sigmascale.probe(call, **NUMPY)
+    expected = {name: "applied" for name in "qkv"} | {operand: fault}
+    assert {name: getattr(report, name) for name in "qkv"} == expected
+    assert not report.ok and f"{operand} descale" in str(report)
+
+
+@pytest.mark.parametrize("lag", [None, 1])
+@pytest.mark.parametrize("operand", "qkv")
+def test_descales_of_an_earlier_call_are_stale(operand, lag):
+    call = emulated.Stale(emulated.attention, 3 + "qkv".index(operand), lag)
+    report = sigmascale.probe(call, **NUMPY)
+    assert getattr(report, operand) == "stale" and not report.ok
+
+
+def test_two_faults_at_once():
+    call = emulated.faulty(emulated.attention, 3, CHANGES["inverted"])
+    report = sigmascale.probe(emulated.faulty(call, 5, CHANGES["dropped"]), **NUMPY)
+    assert (report.q, report.k, report.v) == ("inverted", "applied", "dropped")
+
+
+def test_sequences_swapped_and_one_scale_for_all():
+    swapped = emulated.faulty(emulated.attention, 4, lambda descale: descale[::-1])
+    assert sigmascale.probe(swapped, **NUMPY).k == "permuted"
+    largest = emulated.faulty(emulated.attention, 4, lambda descale: np.full_like(descale, descale.max()))
+    assert sigmascale.probe(largest, **NUMPY).k == "per-tensor"
+    assert sigmascale.probe(largest, per_tensor=True, **NUMPY).ok
+
+
+def test_an_output_in_bf16_is_precise_enough():
+    def rounded(*arguments):
+        bits = emulated.attention(*arguments).astype(np.float32).view(np.uint32)
+        return ((bits + 0x8000) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+    assert sigmascale.probe(rounded, **NUMPY).ok
+    dropped = emulated.faulty(rounded, 4, CHANGES["dropped"])
+    assert sigmascale.probe(dropped, **NUMPY).k == "dropped"
+
+
+def test_an_output_in_e4m3_is_precise_enough():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+
+    def rounded(q, k, v, q_descale, k_descale, v_descale):
+        out = emulated.attention(q, k, v, q_descale, k_descale, v_descale)
+        o_descale = 2 * v_descale.max()
+        return (out / o_descale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * o_descale
+
+    assert sigmascale.probe(rounded, per_tensor=True, **NUMPY).ok
+    for fault in ("dropped", "inverted"):
+        for operand in "qkv":
+            broken = emulated.faulty(rounded, 3 + "qkv".index(operand), CHANGES[fault])
+            assert getattr(sigmascale.probe(broken, per_tensor=True, **NUMPY), operand) == fault
+
+
+@pytest.mark.parametrize("operand", "qkv")
+def test_a_descale_that_is_a_little_off_does_not_pass(operand):
+    off = emulated.faulty(emulated.attention, 3 + "qkv".index(operand), lambda descale: 1.08 * descale)
+    assert not sigmascale.probe(off, **NUMPY).ok
+
+
+def test_what_no_fault_explains_is_said_so():
+    wrong = lambda *arguments: emulated.attention(*arguments)[:, ::-1] * 3.7
+    assert sigmascale.probe(wrong, **NUMPY).q == "unexplained"
+    with pytest.raises(ValueError, match="returned shape"):
+        sigmascale.probe(lambda *arguments: emulated.attention(*arguments).swapaxes(1, 2), **NUMPY)

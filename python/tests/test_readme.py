@@ -1,0 +1,62 @@
+"""The snippets of both READMEs run as they stand: NumPy and command lines anywhere, PyTorch on a GPU."""
+
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BINARY = pathlib.Path(os.environ.get("SIGMASCALE_BIN", ROOT / "target" / "debug" / "sigmascale")).resolve()
+
+
+def blocks(kind):
+    text = "\n".join(file.read_text() for file in (ROOT / "README.md", ROOT / "python" / "README.md") if file.exists())
+    return re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder with the repository's data, so that what snippets write stays away from it."""
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def needs_torch(code):
+    return "torch" in code or "runtime" in code
+
+
+def test_numpy_snippets(folder, capsys):
+    snippets = [code for code in blocks("python") if not needs_torch(code)]
+    names = {}
+    for code in snippets:
+        exec(compile(code, "README.md", "exec"), names)
+    assert len(snippets) >= 3 and (folder / "scales.safetensors").exists()
+
+
+def test_torch_snippets(folder):
+    torch = pytest.importorskip("torch")
+    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    snippets = [code for code in blocks("python") if needs_torch(code)]
+    names = {}
+    for code in snippets:
+        exec(compile(code, "README.md", "exec"), names)
+    assert len(snippets) >= 2 and names["out"].shape == (2, 512, 4, 64)
+
+
+@pytest.mark.skipif(not BINARY.exists(), reason=f"the command is not built at {BINARY}")
+def test_command_lines(folder):
+    lines = [line for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
+    commands = [line.split(" -- ", 1)[1] for line in lines if line.startswith("$ cargo run --release -- ")]
+    commands = [command for command in commands if "bench" not in command and "cuda" not in command]
+    for command in commands:
+        # What takes a minute in a build for tests is made small; what the arguments mean is tested with the command.
+        small = command.replace("--model mistral-7b --layers 2", "--model data/tiny-llama --layers 1 --steps 2")
+        arguments = shlex.split(small.replace("stress all", "stress refit --steps 2 --layers 1").split(" --trace")[0])
+        done = subprocess.run([BINARY, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, (command, done.stderr)
+    assert len(commands) >= 5

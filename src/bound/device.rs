@@ -1,0 +1,78 @@
+//! Bounds as the GPU left them.
+
+use super::{HeadBounds, LayerBounds, ModelConstants, OperandBound, Tail};
+use crate::cuda::policy::Isotropic;
+use crate::cuda::scale::HeadBound;
+use crate::error::{Error, Result};
+use crate::model::AttentionSpec;
+
+/// Constants of the paper's calibrated bound, as the device policies take them.
+///
+/// # Errors
+/// As [`Tail::check`].
+pub fn isotropic(spec: &AttentionSpec, tail: &Tail) -> Result<Isotropic> {
+    let model = ModelConstants::new(spec, tail)?;
+    Ok(Isotropic {
+        sphere: model.sphere,
+        c_star: model.c_star,
+        c_halved: model.c_star_halved,
+        linear: (2.0 * model.t_rank_aware).sqrt(),
+    })
+}
+
+impl LayerBounds {
+    /// The bounds of one layer from what the scale engine wrote: `heads` has `n_q` entries, `operands` the values
+    /// `[q, k, v][n_kv]`. Certain and rank-aware bounds are there; query heads of a group share the largest operand bound,
+    /// and `exact` is not told apart from `rounded`.
+    ///
+    /// # Errors
+    /// `is_non_finite` if a weight was; `is_mismatch` if a length is not the model's.
+    pub fn from_device(
+        spec: &AttentionSpec,
+        layer: usize,
+        heads: &[HeadBound],
+        operands: &[f32],
+        tail: &Tail,
+    ) -> Result<Self> {
+        if heads.len() != spec.n_q_heads || operands.len() != 3 * spec.n_kv_heads || layer >= spec.layers {
+            return Err(Error::mismatch(format_args!("{}: bounds of another model than layer {layer}'s", spec.name)));
+        }
+        let constants = isotropic(spec, tail)?;
+        let (d, tau) = (spec.d_model as f64, spec.softmax_scale[layer]);
+        let heads = heads.iter().map(|head| {
+            let sigma = f64::from(head.sigma);
+            // The kernel `policy_plan` does these operations in this order.
+            let rank_aware = if head.constants > 0.0 {
+                let linear = constants.linear * f64::from(head.linear);
+                tau * (constants.sphere * (constants.c_halved * d * sigma + linear) + f64::from(head.constant))
+            } else {
+                tau * constants.sphere * constants.c_star * d * sigma
+            };
+            HeadBounds {
+                certain: Some(head.certain.into()),
+                rounded: Some(head.rounded.into()),
+                rank_aware: Some(rank_aware),
+                ..HeadBounds::default()
+            }
+            .capped(spec.soft_cap)
+        });
+        let row = |which: usize, heads: usize| {
+            let operands = &operands[which * spec.n_kv_heads..][..spec.n_kv_heads];
+            let bound = |head: usize| f64::from(operands[head * spec.n_kv_heads / heads]);
+            (0..heads).map(|head| OperandBound { exact: bound(head), rounded: bound(head) }).collect::<Vec<_>>()
+        };
+        let bounds = Self {
+            layer,
+            heads: heads.collect(),
+            q: row(0, spec.n_q_heads),
+            k: row(1, spec.n_kv_heads),
+            v: Some(row(2, spec.n_kv_heads)),
+        };
+        // `min` with a soft-cap drops a NaN.
+        if bounds.heads.iter().any(|head| head.rounded.is_none_or(f64::is_nan)) {
+            return Err(Error::non_finite(format_args!("{} layer {layer}: a bound is NaN", spec.name)));
+        }
+        bounds.check().map_err(|error| error.within(format_args!("{} layer {layer}", spec.name)))?;
+        Ok(bounds)
+    }
+}

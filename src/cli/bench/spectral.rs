@@ -1,0 +1,283 @@
+//! `sigmascale bench spectral`: scales from weights, against one read of the weights.
+//!
+//! Every method runs over all layers of the model at once, captured in a CUDA graph; the median replay is divided by the
+//! layer count. Weights are random BF16 in memory of their own for each layer, so that the L2 cache does not serve them.
+
+use super::{Csv, CsvArgs, copy_bandwidth, median_us};
+use half::bf16;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use sigmascale::bound::E4M3_MAX;
+use sigmascale::cuda::policy::{BoundSource, PolicyEngine, PolicyMemory, PolicySetup, Rule, TENSORS};
+use sigmascale::cuda::scale::{
+    DeviceMatrix, DeviceWeights, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine,
+};
+use sigmascale::cuda::{Buffer, Device, DevicePtr, Stream, compiler_version};
+use sigmascale::model::{AttentionSpec, GainForm, NormKind, RopeLayout, preset, preset_names};
+use sigmascale::plan::DEFAULT_ETA;
+use sigmascale::{Error, Result};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Scales from weights in device memory, against one read of the weights
+#[derive(clap::Args)]
+pub struct Args {
+    /// Preset, config.json, or a shape D,Q_HEADS,KV_HEADS,D_HEAD[,LAYERS]; may be repeated [default: gpt2-xl, mistral-7b,
+    /// llama-2-13b, llama-2-70b]
+    #[arg(long = "model", value_name = "MODEL")]
+    models: Vec<String>,
+    /// Layers [default: the model's; 12 of a shape]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    layers: Option<u16>,
+    /// Weights as one fused [in, out] matrix, as GPT-2 stores them
+    #[arg(long)]
+    conv1d: bool,
+    #[command(flatten)]
+    output: CsvArgs,
+}
+
+/// What the peers' script measures.
+const PEERS: [&str; 4] = ["gpt2-xl", "mistral-7b", "llama-2-13b", "llama-2-70b"];
+
+/// One model to measure.
+#[derive(Clone, Debug, PartialEq)]
+struct Subject {
+    name: String,
+    layers: usize,
+    form: LayerInput,
+    shift: bool,
+    /// Biases of q, k and v.
+    biases: [bool; 3],
+}
+
+/// Runs the command.
+pub fn run(args: Args) -> Result<()> {
+    let named: Vec<&str> =
+        if args.models.is_empty() { PEERS.to_vec() } else { args.models.iter().map(String::as_str).collect() };
+    let layers = args.layers.map(usize::from);
+    let subjects = named.into_iter().map(|name| subject(name, layers)).collect::<Result<Vec<_>>>()?;
+    let mut csv = Csv::new(args.output)?;
+    let device = super::device()?;
+    let stream = device.stream()?;
+    let bandwidth = copy_bandwidth(&device, &stream)?;
+    let (major, minor) = compiler_version()?;
+    csv.line(&format!("# {} NVRTC {major}.{minor} copy {:.2} TB/s", device.name()?, bandwidth / 1e12));
+    csv.line(
+        "# floor: one read of W_Q and W_K; floor_qkv: and W_V, which operand_descales and plan are measured against",
+    );
+    csv.line("model,method,us_per_layer,ratio_to_floor");
+    for subject in &subjects {
+        measure(&device, &stream, bandwidth, subject, args.conv1d, &mut csv)?;
+    }
+    csv.finish()
+}
+
+fn subject(argument: &str, layers: Option<usize>) -> Result<Subject> {
+    let shape: Option<Vec<usize>> = argument.split(',').map(|number| number.trim().parse().ok()).collect();
+    if let Some(shape) = shape {
+        let ([d, n_q, n_kv, r] | [d, n_q, n_kv, r, _]) = shape[..] else {
+            return Err(Error::argument(format_args!(
+                "a shape is D,Q_HEADS,KV_HEADS,D_HEAD or D,Q_HEADS,KV_HEADS,D_HEAD,LAYERS, not {argument}"
+            )));
+        };
+        let layers = layers.or(shape.get(4).copied()).unwrap_or(12);
+        let form = LayerInput { d_model: d, n_q, n_kv, d_head: r, rotary: r, ..LayerInput::without_addresses() };
+        return checked(Subject { name: argument.replace(',', "x"), layers, form, shift: false, biases: [false; 3] });
+    }
+    let spec = match preset(argument) {
+        Some(spec) => spec,
+        None if Path::new(argument).exists() => AttentionSpec::from_config_file(Path::new(argument))?,
+        None => {
+            let presets = preset_names().collect::<Vec<_>>().join(", ");
+            return Err(Error::argument(format_args!(
+                "no preset, config or shape {argument}; the presets are {presets}"
+            )));
+        }
+    };
+    if spec.qk_norm.is_some() {
+        return Err(Error::unsupported(format_args!(
+            "{argument}: the gains of its QK-norm bound q and k, so there is no spectrum to measure"
+        )));
+    }
+    let rope = spec.rope.iter().flatten().next();
+    let form = LayerInput {
+        gain_offset: if spec.norm.gain == GainForm::OnePlus { 1.0 } else { 0.0 },
+        mean_removed: spec.norm.kind == NormKind::LayerNorm,
+        d_model: spec.d_model,
+        n_q: spec.n_q_heads,
+        n_kv: spec.n_kv_heads,
+        d_head: spec.d_head,
+        rotary: rope.map_or(0, |rope| rope.rotary_dim),
+        interleaved: rope.is_some_and(|rope| rope.layout == RopeLayout::Interleaved),
+        softmax_scale: spec.softmax_scale[0],
+        ..LayerInput::without_addresses()
+    };
+    let biases = [spec.bias.q, spec.bias.k, spec.bias.v];
+    let layers = layers.unwrap_or(spec.layers);
+    checked(Subject { name: argument.to_owned(), layers, form, shift: spec.norm.shift, biases })
+}
+
+/// Sizes that a typing error would make absurd are refused before memory is asked for.
+fn checked(subject: Subject) -> Result<Subject> {
+    let f = &subject.form;
+    let sizes = [f.d_model, f.n_q, f.n_kv, f.d_head, subject.layers];
+    if sizes.iter().any(|size| !(1..=1 << 20).contains(size)) || f.n_q > 4096 || f.n_q % f.n_kv != 0 {
+        return Err(Error::argument(format_args!(
+            "{}: sizes lie between 1 and 2^20, with up to 4096 query heads, a multiple of the KV heads",
+            subject.name
+        )));
+    }
+    Ok(subject)
+}
+
+/// Random weights of variance 1 / d and gains around 1; every layer has the same values at its own addresses.
+fn weights(device: &Device, stream: &Stream, subject: &Subject, conv1d: bool) -> Result<DeviceWeights> {
+    let form = &subject.form;
+    let mut rng = StdRng::seed_from_u64(1);
+    let mut random = |values: usize, mean: f32, spread: f32| -> Result<Buffer<u8>> {
+        let bytes: Vec<u8> = (0..values)
+            .flat_map(|_| bf16::from_f32(mean + spread * rng.random_range(-1.0..1.0f32)).to_le_bytes())
+            .collect();
+        device.upload(&bytes)
+    };
+    let counts = [form.n_q, form.n_kv, form.n_kv].map(|heads| heads * form.d_head);
+    let total: usize = counts.iter().sum();
+    let spread = (3.0 / form.d_model as f32).sqrt();
+    let pattern = random(total * form.d_model, 0.0, spread)?;
+    let gain = random(form.d_model, 1.0, 0.5)?;
+    let shift = random(form.d_model, 0.0, 0.1)?;
+    let bias = random(total, 0.0, 0.1)?;
+    let (mut memory, mut layers) = (Vec::new(), Vec::new());
+    for _ in 0..subject.layers {
+        let mut copy = device.allocate::<u8>(pattern.len())?;
+        copy.copy_from(&pattern, stream)?;
+        let start = copy.ptr();
+        memory.push(copy);
+        let mut row = 0u64;
+        let mut projections = counts.iter().zip(subject.biases).map(|(&rows, biased)| {
+            let offset = if conv1d { 2 * row } else { 2 * row * form.d_model as u64 };
+            let (row_stride, col_stride) = if conv1d { (1, total as i64) } else { (form.d_model as i64, 1) };
+            let weight = DeviceMatrix { ptr: start.offset(offset), dtype: Dtype::Bf16, row_stride, col_stride };
+            let bias = if biased { bias.ptr().offset(2 * row) } else { DevicePtr::NULL };
+            row += rows as u64;
+            ProjectionInput { weight, bias }
+        });
+        let mut next = || projections.next().ok_or_else(|| Error::argument("a layer has three projections"));
+        layers.push(LayerInput {
+            q: next()?,
+            k: next()?,
+            v: Some(next()?),
+            gain: gain.ptr(),
+            shift: if subject.shift { shift.ptr() } else { DevicePtr::NULL },
+            vector_dtype: Dtype::Bf16,
+            ..*form
+        });
+    }
+    memory.extend([gain, shift, bias]);
+    stream.synchronize()?;
+    DeviceWeights::new(layers, memory)
+}
+
+fn measure(
+    device: &Device,
+    stream: &Stream,
+    bandwidth: f64,
+    subject: &Subject,
+    conv1d: bool,
+    csv: &mut Csv,
+) -> Result<()> {
+    let weights = Arc::new(weights(device, stream, subject, conv1d)?);
+    let form = &subject.form;
+    let read = |heads: usize| 2.0 * (heads * form.d_head * form.d_model) as f64 / bandwidth * 1e6;
+    let (qk, qkv) = (read(form.n_q + form.n_kv), read(form.n_q + 2 * form.n_kv));
+    let mut row = |method: &str, us: f64, floor: f64| {
+        csv.line(&format!("{},{method},{us:.2},{:.3}", subject.name, us / floor));
+    };
+    row("floor", qk, qk);
+    row("floor_qkv", qkv, qkv);
+    let per_layer = |us: Result<f64>| us.map(|us| us / subject.layers as f64);
+    let engine = ScaleEngine::over(device, &weights, true)?;
+    row("operand_descales", per_layer(median_us(stream, |s| engine.descales(s)))?, qkv);
+    row("gram_head", per_layer(median_us(stream, |s| engine.grams(s)))?, qk);
+    // Its replays before the timed ones warm the vectors.
+    row("plan", per_layer(median_us(stream, |s| engine.plan(s)))?, qkv);
+    let status = engine.status().read()?.first().copied().unwrap_or(0);
+    // A step's whole job: weights to bounds to descales in memory, and the call's statistics taken in.
+    let geometry = policy(device, subject, Rule::Geometry, BoundSource::Weights(Box::new(engine)))?;
+    row("geometry_step", per_layer(median_us(stream, |s| whole_step(&geometry, s)))?, qkv);
+    drop(geometry);
+    let rule = Rule::DelayedTe { history: TE_HISTORY, most_recent: false, scaled_max: E4M3_MAX as f32 };
+    let delayed = policy(device, subject, rule, BoundSource::None)?;
+    row("delayed_te_step", per_layer(median_us(stream, |s| whole_step(&delayed, s)))?, qkv);
+    match PowerEngine::over(device, &weights, false, 1) {
+        Ok(power) => {
+            row("power_head", per_layer(median_us(stream, |s| power.step(s)))?, qk);
+            let five = |s: &Stream| (0..5).try_for_each(|_| power.step(s));
+            row("power_head_five", per_layer(median_us(stream, five))?, qk);
+        }
+        // A shape that the iteration does not take leaves its rows empty, as a peer that fails does.
+        Err(error) if error.is_unsupported() => csv.line(&format!("{},power_head,,  # {error}", subject.name)),
+        Err(error) => return Err(error),
+    }
+    if status != 0 {
+        csv.line(&format!("# {}: status {status} of the plan", subject.name));
+    }
+    Ok(())
+}
+
+/// Length of TransformerEngine's history by default.
+const TE_HISTORY: usize = 1024;
+
+/// A policy in device memory for the subject's sizes.
+fn policy(device: &Device, subject: &Subject, rule: Rule, source: BoundSource) -> Result<PolicyEngine> {
+    let form = &subject.form;
+    let setup = PolicySetup {
+        rule,
+        n_q: form.n_q,
+        n_kv: form.n_kv,
+        d_model: form.d_model,
+        per_layer: matches!(rule, Rule::DelayedTe { .. }),
+        has_values: true,
+        logit_target: DEFAULT_ETA * E4M3_MAX,
+        operand_target: E4M3_MAX,
+        soft_cap: None,
+        softmax_scales: vec![form.softmax_scale; subject.layers],
+    };
+    let slots = subject.layers * TENSORS;
+    let memory = match rule {
+        Rule::DelayedTe { history, .. } => PolicyMemory {
+            history: vec![0.0; slots * history],
+            places: vec![0; slots],
+            scales: vec![1.0; slots],
+            ..PolicyMemory::default()
+        },
+        _ => PolicyMemory::default(),
+    };
+    PolicyEngine::new(device, setup, source, &memory)
+}
+
+fn whole_step(policy: &PolicyEngine, stream: &Stream) -> Result<()> {
+    policy.update_bounds(stream)?;
+    policy.plan(stream)?;
+    policy.observe(stream)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_is_a_preset_or_a_shape() {
+        let shape = subject("512, 8,2,64", None).unwrap();
+        assert_eq!((shape.layers, shape.form.n_q, shape.form.n_kv, shape.form.rotary), (12, 8, 2, 64));
+        assert_eq!(subject("512,8,2,64,7", None).unwrap().layers, 7);
+        assert_eq!(subject("512,8,2,64,7", Some(3)).unwrap().layers, 3);
+        let gpt2 = subject("gpt2-xl", None).unwrap();
+        assert!(gpt2.shift && gpt2.biases == [true; 3] && gpt2.form.mean_removed && gpt2.form.rotary == 0);
+        assert_eq!((gpt2.layers, gpt2.form.d_model), (48, 1600));
+        for bad in ["1,2,3", "0,1,1,64", "512,3,2,64", "512,8,2,64,7,1", "9999999,1,1,64", "no-such-model"] {
+            assert!(subject(bad, None).unwrap_err().is_argument(), "{bad}");
+        }
+        assert!(subject("qwen3-8b", None).unwrap_err().is_unsupported());
+    }
+}

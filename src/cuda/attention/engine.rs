@@ -1,0 +1,420 @@
+//! Loading and launching.
+
+use super::params::{self, outer_strides};
+use super::{Descales, Element, Rope, Schedule, Sizes, Tensors, Tile, View, Workspace};
+use crate::cuda::driver::{Boxes, tensor_map};
+use crate::cuda::{Arch, Buffer, Device, DevicePtr, Kernel, Launch, Request, Stream, sources};
+use crate::error::{Error, Result};
+use bytemuck::Zeroable;
+use cudarc::driver::sys::{CUtensorMapDataType as MapType, CUtensorMapSwizzle as Swizzle};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Heads that one block of the cast takes.
+const CAST_HEADS: usize = 4;
+/// Positions that one block of the cast takes.
+const CAST_ROWS: usize = 16;
+/// Query rows that one consumer takes.
+const ROWS: u32 = 64;
+
+/// Compiled form of one kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Variant {
+    Forward { d_head: usize, causal: bool, tile: Tile, telemetry: bool, logits_e4m3: bool, out_e4m3: bool },
+    Cast { d_head: usize, input: u32, rope: u32 },
+    Repack { d_head: usize },
+}
+
+impl Variant {
+    fn request(self, arch: Arch) -> Request {
+        match self {
+            Self::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 } => {
+                Request::new(sources::ATTENTION, arch)
+                    .define("HEAD_DIM", d_head)
+                    .define("BLOCK_N", tile.keys)
+                    .define("CONSUMERS", tile.consumers)
+                    .define("K_STAGES", tile.stages)
+                    .define("V_STAGES", tile.stages)
+                    .define("CAUSAL", u8::from(causal))
+                    .define("TELEMETRY", u8::from(telemetry))
+                    .define("LOGITS_E4M3", u8::from(logits_e4m3))
+                    .define("OUT_E4M3", u8::from(out_e4m3))
+            }
+            Self::Cast { d_head, input, rope } => {
+                Request::new(sources::CAST, arch).define("HEAD_DIM", d_head).define("INPUT", input).define("ROPE", rope)
+            }
+            Self::Repack { d_head } => Self::Cast { d_head, input: 0, rope: 0 }.request(arch),
+        }
+    }
+
+    fn entry(self) -> &'static str {
+        match self {
+            Self::Forward { .. } => "attention_fwd",
+            Self::Cast { .. } => "cast_qkv",
+            Self::Repack { .. } => "repack_v",
+        }
+    }
+
+    /// What a checked call launches first.
+    fn first(tensors: &Tensors, sizes: &Sizes) -> Self {
+        let d_head = sizes.d_head;
+        match params::input_number(tensors.q.element()) {
+            Some(input) => Self::Cast { d_head, input, rope: rope_number(tensors.rope.as_ref()) },
+            None => Self::Repack { d_head },
+        }
+    }
+
+    /// What a checked call launches then.
+    fn second(tensors: &Tensors, sizes: &Sizes, causal: bool, tile: Tile) -> Self {
+        Self::Forward {
+            d_head: sizes.d_head,
+            causal,
+            tile,
+            telemetry: tensors.stats.is_some(),
+            logits_e4m3: tensors.descales.logit.is_some(),
+            out_e4m3: tensors.out.element() == Element::E4m3,
+        }
+    }
+}
+
+fn rope_number(rope: Option<&Rope>) -> u32 {
+    rope.map_or(0, |r| if r.interleaved { 2 } else { 1 })
+}
+
+/// Every variant of the attention kernel that a call can ask for.
+pub fn attention_variants() -> Vec<Request> {
+    let mut all = Vec::new();
+    for d_head in [64, 128] {
+        for causal in [false, true] {
+            for out_e4m3 in [false, true] {
+                for (tile, telemetry, logits_e4m3) in [
+                    (Tile::wide(d_head), false, false),
+                    (Tile::wide(d_head), true, false),
+                    (Tile::narrow(d_head), false, false),
+                    (Tile::narrow(d_head), true, false),
+                    (Tile::narrow(d_head), true, true),
+                ] {
+                    let variant = Variant::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 };
+                    all.push(variant.request(Arch::SM90A));
+                }
+            }
+        }
+    }
+    all
+}
+
+/// Every variant of the cast that a call can ask for.
+pub fn cast_variants() -> Vec<Request> {
+    let mut all = Vec::new();
+    for d_head in [64, 128] {
+        for input in 0..3 {
+            all.extend((0..3).map(|rope| Variant::Cast { d_head, input, rope }.request(Arch::SM90A)));
+        }
+    }
+    all
+}
+
+#[derive(Clone, Debug)]
+struct Loaded {
+    kernel: Kernel,
+    /// Dynamic shared memory of a block.
+    shared: u32,
+}
+
+/// The attention kernels of one device, loaded as calls need them.
+#[derive(Debug)]
+pub struct AttentionEngine {
+    device: Device,
+    loaded: Mutex<HashMap<Variant, Arc<Loaded>>>,
+    /// The descale of operands that have none.
+    one: Buffer<f32>,
+    overlap: bool,
+}
+
+impl AttentionEngine {
+    /// An engine for a device; nothing is compiled yet.
+    ///
+    /// # Errors
+    /// If the device is not of compute capability 9.0 (`is_unsupported`), or the driver fails.
+    pub fn new(device: &Device) -> Result<Self> {
+        if device.arch() != Arch::SM90A {
+            return Err(Error::unsupported(format_args!(
+                "the attention kernel needs wgmma of compute capability 9.0 (H100, H200), and this device is {}",
+                device.arch()
+            )));
+        }
+        let one = device.upload(&[1.0])?;
+        Ok(Self { device: device.clone(), loaded: Mutex::default(), one, overlap: true })
+    }
+
+    /// Whether the attention kernel may start while the cast drains (programmatic dependent launch); on by default.
+    pub fn with_overlap(mut self, overlap: bool) -> Self {
+        self.overlap = overlap;
+        self
+    }
+
+    /// The engine's device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Compiles and loads what [`AttentionEngine::forward`] would for this call, which otherwise its first call does. A
+    /// capture needs this before it.
+    ///
+    /// # Errors
+    /// If the call breaks a rule, or a kernel does not compile or load.
+    pub fn prepare(&self, tensors: &Tensors, causal: bool) -> Result<()> {
+        let sizes = tensors.check()?;
+        let tile = Tile::of(&sizes, causal, tensors.descales.logit.is_some());
+        self.load(Variant::first(tensors, &sizes))?;
+        self.load(Variant::second(tensors, &sizes, causal, tile)).map(drop)
+    }
+
+    /// Sets a workspace's header to zero, in the order of `stream`: once before the first call that uses the memory.
+    ///
+    /// # Errors
+    /// If it is smaller than the header, or the driver refuses.
+    pub fn initialise(&self, stream: &Stream, workspace: &View<1>) -> Result<()> {
+        let [bytes] = workspace.extents();
+        if bytes < Workspace::HEADER {
+            return Err(Error::argument(format_args!("a workspace of {bytes} bytes is shorter than its header")));
+        }
+        stream.clear(&workspace.first(Workspace::HEADER))
+    }
+
+    /// Puts one call on `stream`: `out = softmax(softmax_scale q k^T) v`, with `causal` over the keys at or before the
+    /// query's position (the last query stands at the last key).
+    ///
+    /// The workspace has [`Workspace::of`] bytes, 256-byte aligned, its header zero. Calls that can run at the same time
+    /// need one each.
+    ///
+    /// # Errors
+    /// If a rule of [`Tensors`] is broken, a kernel does not compile or load, or the driver refuses a launch.
+    pub fn forward(
+        &self,
+        stream: &Stream,
+        tensors: &Tensors,
+        causal: bool,
+        softmax_scale: f32,
+        workspace: &View<1>,
+    ) -> Result<()> {
+        self.cast(stream, tensors, workspace)?;
+        self.attend_after(stream, tensors, causal, softmax_scale, workspace, self.overlap)
+    }
+
+    /// The first half of [`AttentionEngine::forward`]: q, k and v to E4M3 in the workspace. Of operands that are E4M3
+    /// already, v is reordered.
+    ///
+    /// # Errors
+    /// As [`AttentionEngine::forward`].
+    pub fn cast(&self, stream: &Stream, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
+        let sizes = tensors.check()?;
+        let place = Workspace::of(&sizes, tensors.q.element());
+        place.check(workspace)?;
+        let at = |offset: usize| workspace.ptr().offset(offset as u64);
+        let variant = Variant::first(tensors, &sizes);
+        let kernel = self.load(variant)?;
+        match variant {
+            Variant::Repack { .. } => self.repack_values(stream, &kernel, tensors, &sizes, at(place.v)),
+            _ => self.cast_operands(stream, &kernel, tensors, &sizes, [at(place.q), at(place.k), at(place.v)]),
+        }
+    }
+
+    /// The second half of [`AttentionEngine::forward`], on what [`AttentionEngine::cast`] left in the workspace.
+    ///
+    /// # Errors
+    /// As [`AttentionEngine::forward`].
+    pub fn attend(
+        &self,
+        stream: &Stream,
+        tensors: &Tensors,
+        causal: bool,
+        softmax_scale: f32,
+        workspace: &View<1>,
+    ) -> Result<()> {
+        self.attend_after(stream, tensors, causal, softmax_scale, workspace, false)
+    }
+
+    /// `overlap`: the kernel in front on the stream is the cast of this call.
+    fn attend_after(
+        &self,
+        stream: &Stream,
+        tensors: &Tensors,
+        causal: bool,
+        softmax_scale: f32,
+        workspace: &View<1>,
+        overlap: bool,
+    ) -> Result<()> {
+        let sizes = tensors.check()?;
+        if !(softmax_scale.is_finite() && softmax_scale > 0.0) {
+            return Err(Error::argument(format_args!(
+                "softmax scale {softmax_scale} must be finite and greater than zero"
+            )));
+        }
+        let element = tensors.q.element();
+        let place = Workspace::of(&sizes, element);
+        place.check(workspace)?;
+        let at = |offset: usize| workspace.ptr().offset(offset as u64);
+        let tile = Tile::of(&sizes, causal, tensors.descales.logit.is_some());
+        let forward = self.load(Variant::second(tensors, &sizes, causal, tile))?;
+        // SAFETY: both lie in the workspace, whose size was checked and which is the caller's promise.
+        let cast = unsafe {
+            (
+                View::dense(at(place.q), Element::E4m3, sizes.q_shape()),
+                View::dense(at(place.k), Element::E4m3, sizes.kv_shape()),
+            )
+        };
+        let (q, k) = if element == Element::E4m3 { (tensors.q, tensors.k) } else { cast };
+        let schedule = Schedule::of(&sizes, tile, self.device.processors());
+        let mut params = self.forward_params(tensors, &sizes, &schedule, softmax_scale);
+        params.counter = workspace.ptr().0;
+        let launch = Launch::linear(schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
+        let (mut q, mut k) = (operand_map(&q, ROWS)?, operand_map(&k, tile.keys as u32)?);
+        let mut v = values_map(at(place.v), &sizes, tile.keys)?;
+        let parameters = &mut [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut params).cast()];
+        // SAFETY: 1. three maps and the struct are the kernel's parameters; 2. and 3. every address comes from a view whose
+        // shape was checked, or lies in the workspace; the kernel waits for the one in front of it before it reads.
+        unsafe { forward.kernel.launch_parameters(stream, launch, parameters, overlap) }
+    }
+
+    fn forward_params(&self, t: &Tensors, sizes: &Sizes, schedule: &Schedule, softmax_scale: f32) -> params::Forward {
+        let Descales { q, k, v, o, logit } = &t.descales;
+        let [q, k, v, o] = [q, k, v, o].map(|d| self.descale(d.as_ref()));
+        params::Forward {
+            o: t.out.ptr().0,
+            lse: t.lse.map_or(0, |x| x.ptr().0),
+            q_descale: q.0,
+            k_descale: k.0,
+            v_descale: v.0,
+            o_descale: o.0,
+            logit_descale: logit.map_or(0, |x| x.ptr().0),
+            telemetry: t.stats.map_or(0, |x| x.ptr().0),
+            counter: 0,
+            o_strides: outer_strides(&t.out),
+            q_descale_strides: q.1,
+            k_descale_strides: k.1,
+            v_descale_strides: v.1,
+            o_descale_strides: o.1,
+            softmax_scale,
+            batch: sizes.batch as i32,
+            heads_q: sizes.heads_q as i32,
+            heads_kv: sizes.heads_kv as i32,
+            len_q: sizes.len_q as i32,
+            len_k: sizes.len_k as i32,
+            packed: schedule.packed.into(),
+            row_blocks: schedule.row_blocks as i32,
+            units: schedule.units as i32,
+            section: schedule.section as i32,
+        }
+    }
+
+    /// Address and strides of a descale; of the one kept here where there is none.
+    fn descale(&self, given: Option<&View<2>>) -> (u64, [i64; 2]) {
+        given.map_or((self.one.ptr().0, [0, 0]), |x| (x.ptr().0, x.strides()))
+    }
+
+    fn cast_operands(
+        &self,
+        stream: &Stream,
+        cast: &Loaded,
+        t: &Tensors,
+        sizes: &Sizes,
+        to: [DevicePtr; 3],
+    ) -> Result<()> {
+        let (heads_q, heads_kv) = (sizes.heads_q, sizes.heads_kv);
+        // Rows of the statistics: logits, q, k, v.
+        let rows = [heads_q, 2 * heads_q, 2 * heads_q + heads_kv];
+        let tensor = |i: usize, x: &View<4>, descale: Option<&View<2>>| {
+            let stats = t.stats.map_or(0, |s| s.ptr().offset(16 * rows[i] as u64).0);
+            params::CastTensor { to: to[i].0, stats, ..self.cast_tensor(x, descale) }
+        };
+        let mut params = params::Cast {
+            q: tensor(0, &t.q, t.descales.q.as_ref()),
+            k: tensor(1, &t.k, t.descales.k.as_ref()),
+            v: tensor(2, &t.v, t.descales.v.as_ref()),
+            cosine: t.rope.map_or(0, |r| r.cosine.ptr().0),
+            sine: t.rope.map_or(0, |r| r.sine.ptr().0),
+            positions: t.rope.and_then(|r| r.positions).map_or(0, |p| p.ptr().0),
+            rotary: t.rope.map_or(0, |r| r.rotary() as i32),
+            q_start: sizes.len_k as i32 - sizes.len_q as i32,
+        };
+        let blocks = heads_q.div_ceil(CAST_HEADS) + 2 * heads_kv.div_ceil(CAST_HEADS);
+        let groups = sizes.len_q.max(sizes.len_k).div_ceil(CAST_ROWS);
+        let grid = (blocks as u32, groups as u32, sizes.batch as u32);
+        let launch = Launch { grid, block: 2 * sizes.d_head as u32, shared: cast.shared };
+        // SAFETY: 1. the struct is the kernel's parameter; 2. and 3. every address comes from a view whose shape was checked,
+        // or is a region of the workspace of the size that the shape asks for.
+        unsafe { cast.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], false) }
+    }
+
+    fn repack_values(&self, stream: &Stream, repack: &Loaded, t: &Tensors, sizes: &Sizes, to: DevicePtr) -> Result<()> {
+        let mut params = params::CastTensor { to: to.0, ..self.cast_tensor(&t.v, None) };
+        let grid = (sizes.key_groups() as u32, sizes.heads_kv as u32, sizes.batch as u32);
+        let launch = Launch { grid, block: 2 * sizes.d_head as u32, shared: repack.shared };
+        // SAFETY: as for the cast.
+        unsafe { repack.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], false) }
+    }
+
+    fn cast_tensor(&self, x: &View<4>, descale: Option<&View<2>>) -> params::CastTensor {
+        let [_, length, heads, _] = x.extents();
+        let (descale, descale_strides) = self.descale(descale);
+        params::CastTensor {
+            from: x.ptr().0,
+            descale,
+            descale_strides,
+            strides: outer_strides(x),
+            length: length as i32,
+            heads: heads as i32,
+            ..Zeroable::zeroed()
+        }
+    }
+
+    fn load(&self, variant: Variant) -> Result<Arc<Loaded>> {
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = loaded.get(&variant) {
+            return Ok(found.clone());
+        }
+        let request = variant.request(self.device.arch());
+        let module = self.device.module(request.source, &request.defines)?;
+        let kernel = module.kernel(variant.entry())?;
+        let shared = match variant {
+            Variant::Forward { .. } => {
+                let bytes = u32::try_from(module.constant("SHARED_BYTES")?)
+                    .map_err(|_| Error::cuda("attention_fwd tells a negative size of shared memory"))?;
+                kernel.allow_shared(bytes)?;
+                bytes
+            }
+            _ => 0,
+        };
+        let entry = Arc::new(Loaded { kernel, shared });
+        loaded.insert(variant, entry.clone());
+        Ok(entry)
+    }
+}
+
+/// Map of an E4M3 operand in boxes of `rows` positions of one head.
+fn operand_map(x: &View<4>, rows: u32) -> Result<cudarc::driver::sys::CUtensorMap> {
+    let [batch, length, heads, d] = x.extents().map(|n| n as u64);
+    let [by_batch, by_row, by_head] = outer_strides(x).map(|s| s as u64);
+    tensor_map(&Boxes {
+        address: x.ptr().0,
+        element: MapType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        extents: &[d, heads, length, batch],
+        strides: &[by_head, by_row, by_batch],
+        tile: &[d as u32, 1, rows, 1],
+        swizzle: if d == 128 { Swizzle::CU_TENSOR_MAP_SWIZZLE_128B } else { Swizzle::CU_TENSOR_MAP_SWIZZLE_64B },
+    })
+}
+
+/// Map of the reordered values, in boxes of `keys` keys of one head.
+fn values_map(address: DevicePtr, sizes: &Sizes, keys: usize) -> Result<cudarc::driver::sys::CUtensorMap> {
+    let (words, groups) = (2 * sizes.d_head as u64, sizes.key_groups() as u64);
+    tensor_map(&Boxes {
+        address: address.0,
+        element: MapType::CU_TENSOR_MAP_DATA_TYPE_UINT64,
+        extents: &[words, groups, (sizes.batch * sizes.heads_kv) as u64],
+        strides: &[8 * words, 8 * words * groups],
+        tile: &[words as u32, keys as u32 / 16, 1],
+        swizzle: Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+    })
+}

@@ -1,0 +1,50 @@
+//! The host's side of `kernels/include/policy_types.cuh`.
+
+use bytemuck::{Pod, Zeroable};
+
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct PolicyTable {
+    pub heads: u64,
+    pub operands: u64,
+    pub stats: u64,
+    pub seen_stats: u64,
+    pub plan: u64,
+    pub tensors: u64,
+    pub status: u64,
+    pub softmax_scales: u64,
+    pub seen: u64,
+    pub restarts: u64,
+    pub phases: u64,
+    pub constants: u64,
+    pub counts: u64,
+    pub top: u64,
+    pub history: u64,
+    pub places: u64,
+    pub scales: u64,
+    pub kind: u32,
+    pub layers: u32,
+    pub n_q: u32,
+    pub n_kv: u32,
+    pub per_layer: u32,
+    pub has_values: u32,
+    pub history_length: u32,
+    pub most_recent: u32,
+    pub logit_target: f64,
+    pub operand_target: f64,
+    pub soft_cap: f64,
+    pub kappa: f64,
+    pub pooling: u32,
+    pub burn_in: u32,
+    pub max_restarts: u32,
+    pub scaled_max: f32,
+    pub pool_base: [u32; 4],
+    pub keep: [u32; 4],
+    pub top_base: [u64; 4],
+    pub sphere: f64,
+    pub c_star: f64,
+    pub c_halved: f64,
+    pub linear_factor: f64,
+    pub d_model: f64,
+}
+const _: () = assert!(size_of::<PolicyTable>() == 17 * 8 + 8 * 4 + 4 * 8 + 4 * 4 + 2 * 16 + 4 * 8 + 5 * 8);

@@ -1,0 +1,178 @@
+//! Bounds between the two sides, and the bounds stage on weights in host memory.
+
+use super::NO_BOUND;
+use crate::bound::{LayerBounds, OperandBound, Tail};
+use crate::cuda::scale::{DeviceWeights, HeadBound, HostLayer, HostProjection, LayerInput, ScaleEngine};
+use crate::cuda::{Device, Stream};
+use crate::error::{Error, Result};
+use crate::geometry::LayerGeometry;
+use crate::model::{AttentionSpec, GainForm, LayerWeights, NormKind, Projection, RopeLayout};
+use crate::spectral::{GramEngine, SpectralEngine};
+use std::sync::Arc;
+
+/// The smallest f32 that is not below `x`.
+fn above(x: f64) -> f32 {
+    let near = x as f32;
+    if f64::from(near) < x { near.next_up() } else { near }
+}
+
+/// Bounds of every layer as the device keeps them. Isotropic bounds are carried by a sigma that gives them.
+pub(super) fn to_device(
+    spec: &AttentionSpec,
+    layers: &[LayerBounds],
+    tail: &Tail,
+) -> Result<(Vec<HeadBound>, Vec<f32>)> {
+    let (n_q, n_kv) = (spec.n_q_heads, spec.n_kv_heads);
+    let fits = |(place, b): (usize, &LayerBounds)| {
+        b.layer == place && b.heads.len() == n_q && b.q.len() == n_q && b.k.len() == n_kv
+    };
+    if layers.len() != spec.layers || !layers.iter().enumerate().all(fits) {
+        return Err(Error::mismatch(format_args!("{}: bounds of every layer, in order, are needed", spec.name)));
+    }
+    let constants = crate::bound::isotropic(spec, tail)?;
+    let (mut heads, mut operands) =
+        (Vec::with_capacity(layers.len() * n_q), Vec::with_capacity(3 * layers.len() * n_kv));
+    for bounds in layers {
+        let tau = spec.softmax_scale[bounds.layer];
+        for head in &bounds.heads {
+            let missing = || {
+                Error::unsupported(format_args!(
+                    "{} layer {}: a head without the certain bound has no plan on the device",
+                    spec.name, bounds.layer
+                ))
+            };
+            let rounded = above(head.rounded.ok_or_else(missing)?);
+            let sigma = head
+                .rank_aware
+                .map_or(0.0, |bound| bound / (tau * constants.sphere * constants.c_star * spec.d_model as f64));
+            heads.push(HeadBound {
+                sigma: above(sigma),
+                certain: above(head.certain.unwrap_or(rounded.into())),
+                rounded,
+                ..NO_BOUND
+            });
+        }
+        let rows = [Some(&bounds.q), Some(&bounds.k), bounds.v.as_ref()];
+        for row in rows {
+            let largest = |kv: usize| {
+                let of = |row: &Vec<OperandBound>| {
+                    let group = row.len() / n_kv;
+                    row[kv * group..(kv + 1) * group].iter().map(|bound| bound.rounded).fold(0.0, f64::max)
+                };
+                above(row.map_or(0.0, of))
+            };
+            operands.extend((0..n_kv).map(largest));
+        }
+    }
+    Ok((heads, operands))
+}
+
+pub(super) fn from_device(
+    spec: &AttentionSpec,
+    heads: &[HeadBound],
+    operands: &[f32],
+    tail: &Tail,
+) -> Result<Vec<LayerBounds>> {
+    let (n_q, n_kv) = (spec.n_q_heads, spec.n_kv_heads);
+    (0..spec.layers)
+        .map(|layer| {
+            let (heads, operands) = (&heads[layer * n_q..][..n_q], &operands[layer * 3 * n_kv..][..3 * n_kv]);
+            let mut bounds = LayerBounds::from_device(spec, layer, heads, operands, tail)?;
+            if spec.norm.kind == NormKind::None {
+                bounds.v = None;
+            }
+            Ok(bounds)
+        })
+        .collect()
+}
+
+/// Sizes, norm and rotation of a layer, without addresses.
+fn form(spec: &AttentionSpec, layer: usize) -> LayerInput {
+    let rope = spec.rope.get(layer).and_then(Option::as_ref);
+    LayerInput {
+        gain_offset: if spec.norm.gain == GainForm::OnePlus { 1.0 } else { 0.0 },
+        mean_removed: spec.norm.kind == NormKind::LayerNorm,
+        d_model: spec.d_model,
+        n_q: spec.n_q_heads,
+        n_kv: spec.n_kv_heads,
+        d_head: spec.d_head,
+        rotary: rope.map_or(0, |rope| rope.rotary_dim),
+        interleaved: rope.is_some_and(|rope| rope.layout == RopeLayout::Interleaved),
+        rope_factor: rope.map_or(1.0, |rope| above(rope.attention_factor)),
+        softmax_scale: spec.softmax_scale[layer],
+        ..LayerInput::without_addresses()
+    }
+}
+
+fn projection<'a>(input: &'a Projection<'a>) -> HostProjection<'a> {
+    HostProjection { heads: &input.heads, bias: input.bias.as_deref() }
+}
+
+/// A scale engine over copies of the layers' weights.
+///
+/// # Errors
+/// `is_unsupported` if q and k are normalised after the projection, or if layers differ in their rotation; otherwise as
+/// [`ScaleEngine::over`].
+pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeights<'_>]) -> Result<ScaleEngine> {
+    spec.check()?;
+    if spec.qk_norm.is_some() || spec.norm.kind == NormKind::None {
+        return Err(Error::unsupported(format_args!(
+            "{}: the scale engine bounds q and k that are linear in a normalised input; these are not",
+            spec.name
+        )));
+    }
+    let host: Vec<HostLayer<'_>> = layers
+        .iter()
+        .map(|weights| {
+            // The host's own checks of sizes and vectors.
+            LayerGeometry::new(spec, weights.clone())?;
+            Ok(HostLayer {
+                form: form(spec, weights.layer),
+                q: projection(&weights.q),
+                k: projection(&weights.k),
+                v: Some(projection(&weights.v)),
+                gain: weights.norm_gain.as_deref().filter(|_| spec.norm.gain != GainForm::Unit),
+                shift: weights.norm_shift.as_deref(),
+            })
+        })
+        .collect::<Result<_>>()?;
+    let weights = DeviceWeights::upload(device, &host).map_err(|error| error.within(&spec.name))?;
+    ScaleEngine::over(device, &Arc::new(weights), true).map_err(|error| error.within(&spec.name))
+}
+
+/// The bounds stage on a GPU, one layer at a time, from weights in host memory.
+#[derive(Debug)]
+pub struct DeviceBounds {
+    device: Device,
+    stream: Stream,
+}
+
+impl DeviceBounds {
+    /// On the first GPU.
+    ///
+    /// # Errors
+    /// `is_cuda`, saying what is missing.
+    pub fn open() -> Result<Self> {
+        crate::cuda::require()?;
+        let device = Device::open(0)?;
+        Ok(Self { stream: device.stream()?, device })
+    }
+
+    /// The bounds of one layer: those of the scale engine, or of the host where the gains of a QK-norm bound q and k
+    /// and there is no spectrum to compute.
+    ///
+    /// # Errors
+    /// `is_non_finite` if a weight is; otherwise as [`scale_engine`] and [`LayerBounds::new`].
+    pub fn layer(&self, spec: &AttentionSpec, weights: LayerWeights<'_>, tail: &Tail) -> Result<LayerBounds> {
+        if spec.qk_norm.is_some() {
+            let geometry = LayerGeometry::new(spec, weights)?;
+            let spectrum = GramEngine.layer(&geometry)?;
+            return LayerBounds::new(spec, &geometry, &spectrum, tail);
+        }
+        let layer = weights.layer;
+        let engine = scale_engine(&self.device, spec, std::slice::from_ref(&weights))?;
+        engine.plan(&self.stream)?;
+        let heads = engine.head_bounds().ok_or_else(|| Error::cuda("the engine was made without logit bounds"))?;
+        LayerBounds::from_device(spec, layer, &heads.read()?, &engine.operand_bounds().read()?, tail)
+    }
+}

@@ -1,0 +1,268 @@
+//! What of a model stands around its attention: embeddings, output projections, MLPs.
+//!
+//! Bounds need none of it. The stress lab does, to run text through a model, for the families of this table; the others
+//! are refused by name, since a block that is only nearly right gives wrong tokens without a sign.
+
+use super::checkpoint::Checkpoint;
+use super::keys::Keys;
+use super::layout::at;
+use crate::error::{Error, Result};
+use crate::tensor::MatrixView;
+use std::path::Path;
+
+/// Where the blocks of some families lie; names are templates without `.weight`.
+struct Layout {
+    families: &'static [&'static str],
+    tokens: &'static str,
+    /// Learned positions, added to the tokens.
+    positions: Option<&'static str>,
+    /// Segments; every token is of the first.
+    segments: Option<&'static str>,
+    order: NormOrder,
+    attention_out: &'static str,
+    /// The norm between attention and MLP.
+    norm: &'static str,
+    gate: Option<&'static str>,
+    up: &'static str,
+    down: &'static str,
+    /// Matrices are stored `[in, out]`.
+    conv1d: bool,
+    /// Key and default.
+    epsilon: (&'static str, f64),
+    activation: (&'static str, &'static str),
+}
+
+static LAYOUTS: &[Layout] = &[
+    Layout {
+        families: &["llama", "mistral", "qwen2", "qwen3"],
+        tokens: "embed_tokens",
+        positions: None,
+        segments: None,
+        order: NormOrder::Before,
+        attention_out: "layers.{i}.self_attn.o_proj",
+        norm: "layers.{i}.post_attention_layernorm",
+        gate: Some("layers.{i}.mlp.gate_proj"),
+        up: "layers.{i}.mlp.up_proj",
+        down: "layers.{i}.mlp.down_proj",
+        conv1d: false,
+        epsilon: ("rms_norm_eps", 1e-6),
+        activation: ("hidden_act", "silu"),
+    },
+    Layout {
+        families: &["gpt2"],
+        tokens: "wte",
+        positions: Some("wpe"),
+        segments: None,
+        order: NormOrder::Before,
+        attention_out: "h.{i}.attn.c_proj",
+        norm: "h.{i}.ln_2",
+        gate: None,
+        up: "h.{i}.mlp.c_fc",
+        down: "h.{i}.mlp.c_proj",
+        conv1d: true,
+        epsilon: ("layer_norm_epsilon", 1e-5),
+        activation: ("activation_function", "gelu_new"),
+    },
+    Layout {
+        families: &["bert"],
+        tokens: "embeddings.word_embeddings",
+        positions: Some("embeddings.position_embeddings"),
+        segments: Some("embeddings.token_type_embeddings"),
+        order: NormOrder::After,
+        attention_out: "encoder.layer.{i}.attention.output.dense",
+        norm: "encoder.layer.{i}.attention.output.LayerNorm",
+        gate: None,
+        up: "encoder.layer.{i}.intermediate.dense",
+        down: "encoder.layer.{i}.output.dense",
+        conv1d: false,
+        epsilon: ("layer_norm_eps", 1e-12),
+        activation: ("hidden_act", "gelu"),
+    },
+];
+
+/// Where a block's norms stand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormOrder {
+    /// In front of attention and MLP; the residual stream is never normalised (Llama, GPT-2).
+    Before,
+    /// Behind each residual sum; the norm's output is the residual stream (BERT).
+    After,
+}
+
+/// The nonlinearity of an MLP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// `x / (1 + e^-x)`.
+    Silu,
+    /// `x Phi(x)`.
+    Gelu,
+    /// Its tanh form.
+    GeluTanh,
+    /// `max(x, 0)`.
+    Relu,
+}
+
+impl Activation {
+    fn named(name: &str) -> Option<Self> {
+        match name {
+            "silu" | "swish" => Some(Self::Silu),
+            "gelu" => Some(Self::Gelu),
+            "gelu_new" | "gelu_pytorch_tanh" => Some(Self::GeluTanh),
+            "relu" => Some(Self::Relu),
+            _ => None,
+        }
+    }
+}
+
+/// What a forward needs of a checkpoint beside its attention layers.
+pub struct Body<'a> {
+    checkpoint: &'a Checkpoint,
+    layout: &'static Layout,
+    /// Token embeddings, `vocabulary x d_model`.
+    pub tokens: MatrixView<'a>,
+    /// Learned positions, `positions x d_model`.
+    pub positions: Option<MatrixView<'a>>,
+    /// Embedding of the first segment, `d_model` values.
+    pub segment: Option<Vec<f64>>,
+    /// Where the norms stand.
+    pub order: NormOrder,
+    /// The nonlinearity.
+    pub activation: Activation,
+    /// What every norm adds to the mean square.
+    pub epsilon: f64,
+    /// Longest sequence, and what limits it.
+    pub longest: Option<(usize, &'static str)>,
+}
+
+/// A linear map with its bias.
+pub struct Linear<'a> {
+    /// `out x in`.
+    pub weight: MatrixView<'a>,
+    /// `out` values.
+    pub bias: Option<Vec<f64>>,
+    /// Tensor name, for messages.
+    pub name: String,
+}
+
+/// One block, without q, k and v and their norm.
+pub struct Block<'a> {
+    /// From the heads' outputs, `d_model x (n_q_heads d_head)`.
+    pub attention_out: Linear<'a>,
+    /// Gain of the norm between attention and MLP.
+    pub gain: Vec<f64>,
+    /// Its shift.
+    pub shift: Option<Vec<f64>>,
+    /// Multiplies `up` behind the nonlinearity; without it the nonlinearity is `up`'s.
+    pub gate: Option<Linear<'a>>,
+    /// `inner x d_model`.
+    pub up: Linear<'a>,
+    /// `d_model x inner`.
+    pub down: Linear<'a>,
+}
+
+impl Checkpoint {
+    /// What stands around attention in this checkpoint.
+    ///
+    /// # Errors
+    /// `is_unsupported` if the family's blocks or the activation are not known; `is_format` if a tensor is missing or of
+    /// another shape.
+    pub fn body(&self) -> Result<Body<'_>> {
+        let spec = self.spec();
+        let Some(layout) = LAYOUTS.iter().find(|layout| layout.families.contains(&spec.family.as_str())) else {
+            let known: Vec<&str> = LAYOUTS.iter().flat_map(|layout| layout.families).copied().collect();
+            return Err(Error::unsupported(format_args!(
+                "{}: the whole forward of family `{}` is not known here, only that of {}",
+                self.path().display(),
+                spec.family,
+                known.join(", ")
+            )));
+        };
+        let file = self.path().join("config.json");
+        let keys = Keys { map: self.settings(), file: if self.path().is_dir() { &file } else { self.path() } };
+        let activation = keys.text(layout.activation.0)?.unwrap_or(layout.activation.1);
+        let activation = Activation::named(activation).ok_or_else(|| {
+            Error::unsupported(format_args!("{}: activation `{activation}` is not known here", keys.file.display()))
+        })?;
+        let table = |name: &str| -> Result<MatrixView<'_>> {
+            let name = self.named(name, &["weight"]);
+            let stored = self.tensor(&name)?;
+            match stored.shape[..] {
+                [rows, d] if rows > 0 && d == spec.d_model => Ok(stored.view),
+                _ => Err(Error::format(
+                    self.path(),
+                    format_args!("tensor `{name}` has shape {:?}, not rows of {}", stored.shape, spec.d_model),
+                )),
+            }
+        };
+        let positions = layout.positions.map(table).transpose()?;
+        let segment = layout.segments.map(table).transpose()?.map(|view| {
+            let mut first = vec![0.0; spec.d_model];
+            view.read_block(0..1, 0..spec.d_model, &mut first);
+            first
+        });
+        let epsilon = keys.number(layout.epsilon.0)?.unwrap_or(layout.epsilon.1);
+        if epsilon < 0.0 {
+            let rule = format_args!("`{}` is {epsilon} and must not be negative", layout.epsilon.0);
+            return Err(Error::format(keys.file, rule));
+        }
+        // A window that the config switches off does not count.
+        let windowed = keys.flag("use_sliding_window")?.unwrap_or(true);
+        let window = keys.count("sliding_window", usize::MAX >> 1).ok().flatten().filter(|_| windowed);
+        let longest = [
+            (positions.as_ref().map(|view| view.shape().0), "learned positions"),
+            (spec.max_positions, "positions of its config"),
+            (window, "keys of its sliding window"),
+        ];
+        Ok(Body {
+            checkpoint: self,
+            layout,
+            tokens: table(layout.tokens)?,
+            positions,
+            segment,
+            order: layout.order,
+            activation,
+            epsilon,
+            longest: longest.into_iter().filter_map(|(n, what)| Some((n?, what))).min_by_key(|(n, _)| *n),
+        })
+    }
+}
+
+impl<'a> Body<'a> {
+    /// Path of the checkpoint, for messages.
+    pub fn path(&self) -> &Path {
+        self.checkpoint.path()
+    }
+
+    /// The parts of one block.
+    ///
+    /// # Errors
+    /// `is_format` if a tensor is missing or of another shape, `is_non_finite` if a vector is not finite.
+    pub fn block(&self, layer: usize) -> Result<Block<'a>> {
+        let (checkpoint, layout) = (self.checkpoint, self.layout);
+        let spec = checkpoint.spec();
+        let (d, inner_out) = (spec.d_model, spec.n_q_heads * spec.d_head);
+        let up = checkpoint.named(&at(layout.up, layer), &["weight"]);
+        let shape = checkpoint.tensor(&up)?.shape;
+        let inner = shape.get(usize::from(layout.conv1d)).copied().unwrap_or(0);
+        let linear = |template: &str, rows: usize, cols: usize| -> Result<Linear<'a>> {
+            let name = at(template, layer);
+            let weight = checkpoint.named(&name, &["weight"]);
+            let bias = checkpoint.named(&name, &["bias"]);
+            Ok(Linear {
+                weight: checkpoint.matrix(&weight, rows, cols, layout.conv1d)?,
+                bias: checkpoint.has_tensor(&bias).then(|| checkpoint.vector(&bias, rows)).transpose()?,
+                name: weight,
+            })
+        };
+        let norm = at(layout.norm, layer);
+        let shift = checkpoint.named(&norm, &["bias", "beta"]);
+        Ok(Block {
+            attention_out: linear(layout.attention_out, d, inner_out)?,
+            gain: checkpoint.vector(&checkpoint.named(&norm, &["weight", "gamma"]), d)?,
+            shift: spec.norm.shift.then(|| checkpoint.vector(&shift, d)).transpose()?,
+            gate: layout.gate.map(|gate| linear(gate, inner, d)).transpose()?,
+            up: linear(layout.up, inner, d)?,
+            down: linear(layout.down, d, inner)?,
+        })
+    }
+}

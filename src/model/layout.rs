@@ -1,0 +1,155 @@
+//! Where a family keeps the attention tensors of a layer, by name.
+//!
+//! [`Checkpoint`](super::Checkpoint) reads these tensors from files; a caller whose tensors already lie in memory (a
+//! framework's modules, say) looks them up by [`Layout`].
+
+use super::config::Config;
+use super::families::{NormTensor, QkvTensors};
+use super::spec::AttentionSpec;
+use crate::error::{Error, Result};
+use std::path::Path;
+
+/// Names and places of a model's attention tensors.
+///
+/// ```
+/// use sigmascale::model::Layout;
+/// let config = br#"{"model_type": "gpt2", "n_embd": 128, "n_head": 2, "n_layer": 1}"#;
+/// let layout = Layout::from_config_json(config, "config.json".as_ref())?;
+/// let names = layout.layer(0)?;
+/// assert_eq!((names.k.name.as_str(), names.k.conv1d, names.k.heads.as_slice()), ("h.0.attn.c_attn", true, &[128, 192][..]));
+/// assert_eq!(names.norm.as_deref(), Some("h.0.ln_1"));
+/// # Ok::<(), sigmascale::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Layout {
+    config: Config,
+}
+
+/// The tensors of one layer; names are without prefix and without `.weight` or `.bias`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerNames {
+    /// Query projection.
+    pub q: ProjectionName,
+    /// Key projection.
+    pub k: ProjectionName,
+    /// Value projection.
+    pub v: ProjectionName,
+    /// Norm in front of the projections; `None` where there is none.
+    pub norm: Option<String>,
+    /// Norms of q and k behind the projections; `{h}` stands for the head where each head has a tensor of its own.
+    pub qk_norm: Option<(String, String)>,
+}
+
+/// One projection: a tensor, or some rows of a fused one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProjectionName {
+    /// Name.
+    pub name: String,
+    /// First output channel of each head in the stored tensor; a head has `d_head` consecutive ones.
+    pub heads: Vec<usize>,
+    /// Output channels of the stored tensor.
+    pub channels: usize,
+    /// Stored `[in, out]` rather than `[out, in]`.
+    pub conv1d: bool,
+}
+
+impl Layout {
+    /// The layout of a model by its Hugging Face config; `file` names it in messages.
+    ///
+    /// # Errors
+    /// As [`AttentionSpec::from_config_json`].
+    pub fn from_config_json(bytes: &[u8], file: &Path) -> Result<Self> {
+        Ok(Self { config: Config::parse(bytes, file)? })
+    }
+
+    /// What the attention is.
+    pub fn spec(&self) -> &AttentionSpec {
+        &self.config.spec
+    }
+
+    /// What may stand in front of every name; the first with which the first layer's projection exists is meant.
+    pub fn prefixes(&self) -> &'static [&'static str] {
+        self.config.family.prefixes
+    }
+
+    /// The tensors of one layer.
+    ///
+    /// # Errors
+    /// `is_argument` if there is no such layer.
+    pub fn layer(&self, layer: usize) -> Result<LayerNames> {
+        let spec = self.spec();
+        if layer >= spec.layers {
+            return Err(Error::argument(format_args!(
+                "{}: there is no layer {layer}, the model has {}",
+                spec.name, spec.layers
+            )));
+        }
+        Ok(self.config.names(layer))
+    }
+}
+
+impl Config {
+    /// The tensors of one layer, which exists.
+    pub(super) fn names(&self, layer: usize) -> LayerNames {
+        let [q, k, v] = self.projection_names(layer);
+        let norm = match &self.family.norm_tensor {
+            NormTensor::Previous { first, .. } if layer == 0 => Some((*first).to_owned()),
+            NormTensor::Previous { rest, .. } => Some(rest.replace("{j}", &(layer - 1).to_string())),
+            _ => self.own_norm.map(|name| at(name, layer)),
+        };
+        let qk_norm = match (&self.family.qk_norm, self.spec.qk_norm) {
+            (Some(rule), Some(_)) => Some((at(rule.q, layer), at(rule.k, layer))),
+            _ => None,
+        };
+        LayerNames { q, k, v, norm, qk_norm }
+    }
+
+    fn projection_names(&self, layer: usize) -> [ProjectionName; 3] {
+        let spec = &self.spec;
+        let (n_q, n_kv, r) = (spec.n_q_heads, spec.n_kv_heads, spec.d_head);
+        let rows = |first: usize, heads: usize| -> Vec<usize> { (0..heads).map(|h| (first + h) * r).collect() };
+        let (name, conv1d, starts) = match self.family.qkv {
+            QkvTensors::Separate { q, k, v } => {
+                return [(q, n_q), (k, n_kv), (v, n_kv)].map(|(template, heads)| ProjectionName {
+                    name: at(template, layer),
+                    heads: rows(0, heads),
+                    channels: heads * r,
+                    conv1d: false,
+                });
+            }
+            QkvTensors::Concat { name, conv1d } => {
+                (name, conv1d, [rows(0, n_q), rows(n_q, n_kv), rows(n_q + n_kv, n_kv)])
+            }
+            QkvTensors::Grouped { name } => {
+                let group = spec.group();
+                let block = (group + 2) * r;
+                let q = (0..n_q).map(|h| h / group * block + h % group * r).collect();
+                let k = (0..n_kv).map(|g| g * block + group * r).collect();
+                let v = (0..n_kv).map(|g| g * block + (group + 1) * r).collect();
+                (name, false, [q, k, v])
+            }
+        };
+        let channels = (n_q + 2 * n_kv) * r;
+        starts.map(|heads| ProjectionName { name: at(name, layer), heads, channels, conv1d })
+    }
+}
+
+/// A name template at one layer.
+pub(super) fn at(template: &str, layer: usize) -> String {
+    template.replace("{i}", &layer.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn grouped_heads_interleave_query_key_and_value() {
+        let config =
+            br#"{"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}"#;
+        let names = Layout::from_config_json(config, "config.json".as_ref()).unwrap().layer(1).unwrap();
+        assert_eq!(names.q.name, "layers.1.attention.query_key_value");
+        assert_eq!((&names.q.heads[..2], &names.k.heads[..2], names.v.heads[3]), (&[0, 48][..], &[16, 64][..], 176));
+        assert_eq!(names.v.channels, 192);
+    }
+}

@@ -1,0 +1,246 @@
+//! The policies at work, side by side on the same operands.
+
+use super::metrics::{Divergence, Quantiles, quantile, sqnr_db};
+use super::result::{PlanDescales, PolicySummary, TraceRow, Unavailable, largest_descale};
+use super::{Mode, Scenario, StressOptions, call_of};
+use crate::attention::{Attention, AttentionShape, Cpu, Inputs, Precision};
+use crate::bound::E4M3_MAX;
+use crate::error::{Error, Result};
+use crate::forward::Projected;
+use crate::model::AttentionSpec;
+use crate::plan::{OperandDescales, ScalePlan};
+use crate::policy::{AutoCConfig, PolicyConfig, PolicyEvent, PolicyKind, Tensor};
+use crate::runtime::{Runtime, RuntimeConfig, Step, StepOutcome, Weights};
+use crate::scale::Descale;
+use crate::spectral::Estimator;
+
+/// A plan that changes nothing, for calls that cast nothing.
+pub(crate) fn identity(layer: usize, shape: &AttentionShape) -> ScalePlan {
+    let one = vec![Descale::ONE; shape.n_kv_heads];
+    ScalePlan {
+        layer,
+        logit_bound: None,
+        logit_descale: vec![Descale::ONE; shape.n_q_heads],
+        operands: OperandDescales { q: one.clone(), k: one.clone(), v: Some(one.clone()), o: Some(one) },
+    }
+}
+
+/// One policy at work.
+pub(super) struct Run {
+    kind: PolicyKind,
+    runtime: Runtime,
+    tally: Tally,
+    failed: Option<String>,
+}
+
+/// What accumulates over layers and steps.
+#[derive(Default)]
+pub(crate) struct Tally {
+    bad_layers: Vec<usize>,
+    bad_steps: Vec<usize>,
+    overflow: u64,
+    values: u64,
+    max_scaled: f64,
+    overshoot: Vec<f64>,
+    utilisation: Vec<f64>,
+    pub(crate) sqnr: Vec<f64>,
+    pub(crate) kl: Vec<f64>,
+    pub(crate) fallbacks: usize,
+}
+
+/// One policy's row of a step, before it is written down.
+#[derive(Clone, Debug)]
+pub(crate) struct Seen {
+    pub(super) max_scaled: f64,
+    pub(super) overflow: u64,
+    pub(super) values: u64,
+    pub(super) utilisation: Vec<f64>,
+}
+
+impl Tally {
+    pub(crate) fn add(&mut self, layer: usize, step: usize, seen: &Seen) {
+        self.overflow += seen.overflow;
+        self.values += seen.values;
+        self.max_scaled = self.max_scaled.max(seen.max_scaled);
+        self.utilisation.extend(&seen.utilisation);
+        if seen.overflow > 0 {
+            self.overshoot.push(seen.max_scaled / E4M3_MAX);
+            self.bad_layers.push(layer);
+            self.bad_steps.push(step);
+        }
+    }
+
+    pub(crate) fn summary(
+        mut self,
+        policy: PolicyKind,
+        layers: usize,
+        assumption: Option<&'static str>,
+    ) -> PolicySummary {
+        for bad in [&mut self.bad_layers, &mut self.bad_steps] {
+            bad.sort_unstable();
+            bad.dedup();
+        }
+        PolicySummary {
+            policy,
+            layers,
+            overflow_layers: self.bad_layers.len(),
+            overflow_steps: self.bad_steps.len(),
+            first_bad_step: self.bad_steps.first().copied(),
+            overflow_values: self.overflow,
+            values: self.values,
+            max_scaled: self.max_scaled,
+            overshoot: (!self.overshoot.is_empty()).then(|| Quantiles::of(&mut self.overshoot)),
+            utilisation: Quantiles::of(&mut self.utilisation),
+            sqnr_db: quantile(&mut self.sqnr, 0.5),
+            softmax_kl: quantile(&mut self.kl, 0.5),
+            fallbacks: self.fallbacks,
+            assumption,
+        }
+    }
+}
+
+pub(super) struct Lab<'a> {
+    spec: &'a AttentionSpec,
+    options: &'a StressOptions,
+    pub(super) runs: Vec<Run>,
+}
+
+impl<'a> Lab<'a> {
+    pub(super) fn new(
+        scenario: Scenario,
+        spec: &'a AttentionSpec,
+        options: &'a StressOptions,
+        burn_in: u32,
+    ) -> Result<Self> {
+        if options.policies.is_empty() {
+            return Err(Error::argument(format_args!("{} needs at least one policy", scenario.name())));
+        }
+        let run = |&kind: &PolicyKind| {
+            let policy = match kind {
+                PolicyKind::AutoC => PolicyConfig::AutoC(AutoCConfig { burn_in, ..AutoCConfig::default() }),
+                kind => kind.into(),
+            };
+            let runtime = Runtime::new(spec, RuntimeConfig { policy, tail: options.tail, estimator: Estimator::Gram })?;
+            Ok(Run { kind, runtime, tally: Tally::default(), failed: None })
+        };
+        let runs = options.policies.iter().map(run).collect::<Result<_>>()?;
+        Ok(Self { spec, options, runs })
+    }
+
+    pub(super) fn place(&self, policy: PolicyKind) -> usize {
+        self.runs.iter().position(|run| run.kind == policy).unwrap_or(usize::MAX)
+    }
+
+    /// One layer at one step under every policy; gives the output of f32 attention.
+    pub(super) fn step<'w>(
+        &mut self,
+        layer: usize,
+        step: usize,
+        weights: &dyn Fn() -> Weights<'w>,
+        projected: &Projected,
+        trace: &mut Vec<TraceRow>,
+    ) -> Result<Vec<f32>> {
+        let mode = self.options.mode;
+        let call = call_of(self.spec, layer, self.options.seq_len);
+        let inputs = Inputs { q: &projected.q, k: &projected.k, v: &projected.v };
+        let exact = Cpu.forward(&call, &inputs, &identity(layer, &call.shape), &Precision::F32)?;
+        let divergence = Divergence::new(&call, &inputs);
+        for run in self.runs.iter_mut().filter(|run| run.failed.is_none()) {
+            let request = Step { layer, weights: weights(), call, inputs, precision: mode.precision() };
+            let outcome = match run.runtime.step(request, &Cpu) {
+                Ok(outcome) => outcome,
+                Err(error) if error.is_unsupported() => {
+                    run.failed = Some(error.to_string());
+                    trace.retain(|row| row.policy != run.kind);
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            let seen = look(mode, &call.shape, &outcome);
+            run.tally.add(layer, step, &seen);
+            let sqnr = sqnr_db(&exact.out, &outcome.output.out);
+            let kl = divergence.of(mode, &outcome.plan)?;
+            run.tally.sqnr.extend(sqnr);
+            run.tally.kl.extend(kl);
+            let fell_back = |event: &&PolicyEvent| matches!(event, PolicyEvent::FellBack { .. });
+            run.tally.fallbacks += outcome.report.events.iter().filter(fell_back).count();
+            trace.push(row(step, run.kind, mode, &outcome, &seen, sqnr, kl));
+        }
+        Ok(exact.out)
+    }
+
+    pub(super) fn finish(self, layers: usize) -> (Vec<PolicySummary>, Vec<Unavailable>) {
+        let (mut policies, mut unavailable) = (Vec::new(), Vec::new());
+        for run in self.runs {
+            match run.failed {
+                Some(reason) => unavailable.push(Unavailable { policy: run.kind, reason }),
+                None => policies.push(run.tally.summary(run.kind, layers, run.runtime.policy().assumption())),
+            }
+        }
+        (policies, unavailable)
+    }
+}
+
+/// The mode's tensors in one outcome, head by head.
+pub(crate) fn look(mode: Mode, shape: &AttentionShape, outcome: &StepOutcome) -> Seen {
+    let stats = &outcome.output.stats;
+    let group = shape.n_q_heads / shape.n_kv_heads;
+    let mut seen = Seen { max_scaled: 0.0, overflow: 0, values: 0, utilisation: Vec::new() };
+    let mut head = |amax: f32, descale: Option<Descale>, overflow: u64, count: u64| {
+        let Some(descale) = descale else { return };
+        let scaled = f64::from(amax / descale.get());
+        seen.utilisation.push(scaled / E4M3_MAX);
+        seen.max_scaled = seen.max_scaled.max(scaled);
+        seen.overflow += overflow;
+        seen.values += count;
+    };
+    for tensor in mode.tensors() {
+        let descales = tensor.descales(&outcome.plan);
+        let at = |head: usize| descales.map(|row| row[head]);
+        match tensor {
+            Tensor::Logit => {
+                stats.logits.iter().enumerate().for_each(|(h, x)| head(x.amax(), at(h), x.overflow, x.count));
+            }
+            Tensor::Q => {
+                stats.q.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h / group), x.overflow, x.count));
+            }
+            Tensor::K => stats.k.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h), x.overflow, x.count)),
+            Tensor::V => stats.v.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h), x.overflow, x.count)),
+            Tensor::O => {
+                stats.o.iter().enumerate().for_each(|(h, x)| head(x.amax, at(h / group), x.overflow, x.count));
+            }
+        }
+    }
+    seen
+}
+
+pub(crate) fn row(
+    step: usize,
+    policy: PolicyKind,
+    mode: Mode,
+    outcome: &StepOutcome,
+    seen: &Seen,
+    sqnr_db: Option<f64>,
+    softmax_kl: Option<f64>,
+) -> TraceRow {
+    let report = &outcome.report;
+    let tensor = mode
+        .tensors()
+        .iter()
+        .copied()
+        .reduce(|a, b| if report.tensor(b).max_scaled > report.tensor(a).max_scaled { b } else { a });
+    let tensor = tensor.unwrap_or(Tensor::Logit);
+    TraceRow {
+        step,
+        policy,
+        layer: outcome.plan.layer,
+        max_logit: f64::from(report.tensor(Tensor::Logit).amax),
+        descale: largest_descale(tensor, &outcome.plan).unwrap_or(1.0),
+        max_scaled: seen.max_scaled,
+        overflow: seen.overflow,
+        tensor,
+        descales: PlanDescales::of(&outcome.plan),
+        sqnr_db,
+        softmax_kl,
+    }
+}

@@ -1,0 +1,425 @@
+//! The scale engine against the CPU engine, which is f64 throughout.
+
+use crate::device;
+use crate::weights::{Case, Kind, Layer, Layout};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use sigmascale::bound::{E4M3_MAX, LayerBounds, Tail};
+use sigmascale::cuda::scale::{DeviceWeights, Dtype, GramRoute, LayerInput, ScaleEngine};
+use sigmascale::cuda::{Buffer, Stream};
+use sigmascale::device_plan::{DeviceBounds, scale_engine};
+use sigmascale::{Descale, Result};
+use std::sync::Arc;
+
+tests![
+    plans_are_never_below_the_truth_and_close_above_it,
+    random_shapes_hold_the_same,
+    many_layers_are_the_same_as_one,
+    the_same_input_gives_the_same_bits,
+    a_capture_and_its_replays_neither_allocate_nor_wait,
+    weights_written_in_place_are_seen,
+    weights_that_are_not_finite_are_flagged,
+    broken_arguments_are_refused_in_one_sentence,
+    host_weights_give_the_same_bounds,
+    weights_must_lie_in_their_memory,
+    memory_that_runs_out_is_an_error,
+];
+
+/// How far an operand bound of a whole plan may lie below f64, relative: sums of squares on the tensor cores err by less.
+/// Operand descales alone take f64 sums and lie nowhere below.
+const OPERAND_BELOW: f64 = 2e-6;
+/// How far above.
+const OPERAND_ABOVE: f64 = 1e-5;
+/// How far a certified logit bound may lie below that of the CPU: the two balance rotation pairs in f32 and f64.
+const LOGIT_BELOW: f64 = 2e-6;
+
+fn cases() -> Vec<Case> {
+    let case = Case::new;
+    let mut all = vec![
+        case("mistral", (1024, 128), (8, 2)),
+        case("llama", (1280, 128), (4, 4)),
+        Case { rotary: 0, layer_norm: true, biases: true, ..case("gpt2-xl", (1600, 64), (5, 5)) },
+        Case { layout: Layout::Conv1d, rotary: 0, layer_norm: true, biases: true, ..case("gpt2", (768, 64), (12, 12)) },
+        Case { layout: Layout::Fused, ..case("fused", (1024, 128), (6, 3)) },
+        Case { layout: Layout::Strided, ..case("strided", (512, 64), (4, 1)) },
+        Case { biases: true, ..case("qwen2", (896, 64), (14, 2)) },
+        Case { one_plus: true, ..case("gemma", (2048, 256), (8, 1)) },
+        Case { rotary: 32, ..case("partial", (640, 80), (4, 4)) },
+        Case { rotary: 32, interleaved: true, layer_norm: true, biases: true, ..case("gpt-j", (512, 128), (4, 4)) },
+        Case { interleaved: true, ..case("interleaved", (1024, 128), (4, 1)) },
+        Case { rope_factor: 1.35, ..case("yarn", (1024, 128), (8, 2)) },
+        case("odd d", (101, 64), (3, 1)),
+        Case { rotary: 0, ..case("one head", (64, 16), (1, 1)) },
+        Case { dtype: Dtype::F32, rotary: 0, layer_norm: true, ..case("master", (384, 32), (12, 12)) },
+        Case { dtype: Dtype::F16, ..case("half", (1000, 96), (6, 2)) },
+        Case { dtype: Dtype::F32, layout: Layout::Conv1d, ..case("f32 conv", (300, 40), (5, 5)) },
+    ];
+    for r in (16..=256).step_by(24) {
+        all.push(Case { rotary: r / 2 / 2 * 2, ..case("every head size", (320, r), (2, 1)) });
+    }
+    // A mean that only the norm takes out, on every way to the pairs of a rotation.
+    for layout in [Layout::Apart, Layout::Conv1d] {
+        let offset = Case { kind: Kind::Offset, layer_norm: true, layout, ..case("offset", (512, 64), (4, 2)) };
+        all.push(Case { dtype: Dtype::F32, ..offset.clone() });
+        all.push(Case { rotary: 0, ..offset.clone() });
+        all.push(offset);
+    }
+    for kind in [Kind::Spiked, Kind::BadlyScaled, Kind::Cancelling, Kind::ZeroHead] {
+        all.push(Case { kind, ..case("turned", (512, 64), (4, 2)) });
+        all.push(Case { kind, rotary: 0, ..case("fixed", (512, 64), (4, 2)) });
+        all.push(Case { kind, dtype: Dtype::F32, layer_norm: true, biases: true, ..case("f32", (200, 48), (4, 2)) });
+    }
+    all
+}
+
+/// How far a certified logit bound may lie above that of the CPU.
+fn logit_above(case: &Case, naive: f64) -> f64 {
+    // Without rotation, heads this wide have no room for the product of two Grams: sigma_Q sigma_K is used. Cancelling
+    // heads are held to it too: f32 Grams have no more digits.
+    let coarse = (case.rotary == 0 && case.r > 128) || case.kind == Kind::Cancelling;
+    let by_kind: f64 = match case.kind {
+        // Under rotation the CPU knows the Frobenius form, which is sharper here; without, the product errs with the trace.
+        Kind::Spiked => 0.1,
+        // What the norm takes out of a Gram costs the digits that it had.
+        Kind::Offset => 0.4,
+        _ => 0.02,
+    };
+    if coarse { by_kind.max(1.02 * naive - 1.0) } else { by_kind }
+}
+
+fn engine(layer: &Layer) -> ScaleEngine {
+    // SAFETY: the memory is held by `layer`, which outlives the engine in every test, and written by no launch.
+    unsafe { ScaleEngine::new(device(), &[layer.input], true) }.unwrap()
+}
+
+fn stream() -> Stream {
+    device().stream().unwrap()
+}
+
+fn bits(buffer: &Buffer<f32>) -> Vec<u32> {
+    buffer.read().unwrap().into_iter().map(f32::to_bits).collect()
+}
+
+/// The bounds that the engine's buffers hold.
+fn read(case: &Case, engine: &ScaleEngine) -> Result<LayerBounds> {
+    let heads = engine.head_bounds().unwrap().read()?;
+    LayerBounds::from_device(&case.spec(), 0, &heads, &engine.operand_bounds().read()?, &Tail::default())
+}
+
+/// Ratio of the device's value to the truth; 1 where both are zero.
+fn ratio(device: f64, truth: f64) -> f64 {
+    if truth == 0.0 && device == 0.0 { 1.0 } else { device / truth }
+}
+
+fn operands(case: &Case, truth: &LayerBounds) -> Vec<f64> {
+    let group = case.n_q / case.n_kv;
+    let q = truth.q.chunks(group).map(|heads| heads.iter().map(|b| b.rounded).fold(0.0, f64::max));
+    let rest = truth.k.iter().chain(truth.v.as_ref().unwrap()).map(|b| b.rounded);
+    q.chain(rest).collect()
+}
+
+/// Every failed expectation of one case.
+fn compare(case: &Case, seed: u64) -> Vec<String> {
+    let mut bad = vec![];
+    let layer = Layer::new(case, seed);
+    let (truth, engine, stream) = (layer.truth(), engine(&layer), stream());
+    let want = operands(case, &truth);
+    let mut check_operands = |name: &str, below: f64, got: Vec<f32>, descales: Vec<f32>| {
+        for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+            let ratio = ratio(f64::from(*got), *want);
+            if !(1.0 - below..=1.0 + OPERAND_ABOVE).contains(&ratio) {
+                bad.push(format!("{name} operand bound {i} is {ratio:.8} of f64"));
+            }
+            let descale = Descale::covering(f64::from(*got), E4M3_MAX).unwrap();
+            if descale.get() != descales[i] {
+                bad.push(format!("{name} descale {i} is {}, not {}", descales[i], descale.get()));
+            }
+        }
+        for kv in 0..case.n_kv {
+            let (v, o) = (descales[2 * case.n_kv + kv], descales[3 * case.n_kv + kv]);
+            let zero = want[2 * case.n_kv + kv] == 0.0;
+            if o != if zero { 1.0 } else { 2.0 * v } {
+                bad.push(format!("{name} o descale {kv} is {o} for v {v}"));
+            }
+        }
+    };
+    engine.descales(&stream).unwrap();
+    check_operands("lone", 0.0, engine.operand_bounds().read().unwrap(), engine.head_descales().read().unwrap());
+    engine.plan(&stream).unwrap();
+    let cold = read(case, &engine).unwrap();
+    for _ in 0..8 {
+        engine.plan(&stream).unwrap();
+    }
+    check_operands(
+        "plan",
+        OPERAND_BELOW,
+        engine.operand_bounds().read().unwrap(),
+        engine.head_descales().read().unwrap(),
+    );
+    let warm = read(case, &engine).unwrap();
+    for (h, want) in truth.heads.iter().enumerate() {
+        let pairs = |b: &LayerBounds| {
+            let head = &b.heads[h];
+            [(head.certain, want.certain), (head.rounded, want.rounded), (head.rank_aware, want.rank_aware)]
+        };
+        let above = logit_above(case, want.naive.unwrap() / want.certain.unwrap());
+        for (name, bounds, above) in [("first", &cold, f64::INFINITY), ("later", &warm, above)] {
+            for ((got, want), kind) in pairs(bounds).into_iter().zip(["certain", "rounded", "rank-aware"]) {
+                let ratio = ratio(got.unwrap(), want.unwrap());
+                if !(1.0 - LOGIT_BELOW..=1.0 + above).contains(&ratio) {
+                    bad.push(format!("{name} {kind} bound of head {h} is {ratio:.8} of f64"));
+                }
+            }
+        }
+    }
+    let status = engine.status().read().unwrap()[0];
+    if status & 3 != 0 {
+        bad.push(format!("status {status}"));
+    }
+    bad.truncate(6);
+    bad.into_iter().map(|rule| format!("{} ({:?}): {rule}", case.name, case)).collect()
+}
+
+fn plans_are_never_below_the_truth_and_close_above_it() {
+    let bad: Vec<String> = cases().iter().enumerate().flat_map(|(i, case)| compare(case, 7 + i as u64)).collect();
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+fn random_shapes_hold_the_same() {
+    let mut rng = StdRng::seed_from_u64(2026);
+    let bad: Vec<String> = (0..60).flat_map(|i| compare(&Case::random(&mut rng), 100 + i)).collect();
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+fn many_layers_are_the_same_as_one() {
+    let case = Case { biases: true, ..Case::new("layers", (512, 64), (6, 2)) };
+    let layers: Vec<Layer> = (0..5).map(|i| Layer::new(&case, 40 + i)).collect();
+    let inputs: Vec<LayerInput> = layers.iter().map(|layer| layer.input).collect();
+    // SAFETY: `layers` holds the memory.
+    let all = unsafe { ScaleEngine::new(device(), &inputs, true) }.unwrap();
+    let stream = stream();
+    for _ in 0..6 {
+        all.plan(&stream).unwrap();
+    }
+    let (heads, operands) = (all.head_bounds().unwrap().read().unwrap(), bits(all.operand_bounds()));
+    assert_eq!(heads.len(), 30);
+    for (i, layer) in layers.iter().enumerate() {
+        let truth = layer.truth();
+        for (head, want) in heads[6 * i..].iter().zip(&truth.heads) {
+            let ratio = f64::from(head.rounded) / want.rounded.unwrap();
+            assert!((1.0 - LOGIT_BELOW..1.02).contains(&ratio), "layer {i}: {ratio}");
+        }
+        for (got, want) in operands[6 * i..].iter().zip(self::operands(&case, &truth)) {
+            let ratio = f64::from(f32::from_bits(*got)) / want;
+            assert!((1.0 - OPERAND_BELOW..1.0 + OPERAND_ABOVE).contains(&ratio), "layer {i}: {ratio}");
+        }
+    }
+}
+
+fn the_same_input_gives_the_same_bits() {
+    for (i, case) in cases().iter().enumerate().filter(|(i, _)| i % 3 == 0) {
+        let layer = Layer::new(case, 300 + i as u64);
+        let run = || {
+            let (engine, stream) = (engine(&layer), stream());
+            for _ in 0..3 {
+                engine.plan(&stream).unwrap();
+            }
+            let heads = engine.head_bounds().unwrap().read().unwrap();
+            let heads: Vec<u32> = bytemuck::cast_slice(&heads).to_vec();
+            (heads, bits(engine.head_descales()), bits(engine.operand_bounds()))
+        };
+        assert_eq!(run(), run(), "{}", case.name);
+    }
+}
+
+fn a_capture_and_its_replays_neither_allocate_nor_wait() {
+    for (i, case) in cases().iter().enumerate().filter(|(i, _)| i % 4 == 1) {
+        let layer = Layer::new(case, 400 + i as u64);
+        let (direct, replayed, stream) = (engine(&layer), engine(&layer), stream());
+        // A capture fails at an allocation or a synchronisation.
+        let graph = stream.capture(|s| replayed.plan(s)).unwrap();
+        let free = device().memory().unwrap().0;
+        for _ in 0..4 {
+            direct.plan(&stream).unwrap();
+            graph.launch().unwrap();
+        }
+        stream.synchronize().unwrap();
+        assert_eq!(free, device().memory().unwrap().0, "{}", case.name);
+        let heads =
+            |e: &ScaleEngine| bytemuck::cast_slice::<_, u32>(&e.head_bounds().unwrap().read().unwrap()).to_vec();
+        assert_eq!(heads(&direct), heads(&replayed), "{}", case.name);
+        assert_eq!(bits(direct.head_descales()), bits(replayed.head_descales()), "{}", case.name);
+    }
+}
+
+fn weights_written_in_place_are_seen() {
+    let case = Case { dtype: Dtype::F32, ..Case::new("update", (512, 64), (4, 2)) };
+    let mut layer = Layer::new(&case, 1);
+    let (engine, stream) = (engine(&layer), stream());
+    for _ in 0..6 {
+        engine.plan(&stream).unwrap();
+    }
+    let before = engine.head_bounds().unwrap().read().unwrap();
+    let old = bits(engine.operand_bounds());
+    for buffer in layer.memory.iter_mut().take(3) {
+        let values = buffer.read().unwrap();
+        let value = |b: &[u8]| f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+        let doubled: Vec<u8> = values.chunks_exact(4).flat_map(|b| (2.0 * value(b)).to_le_bytes()).collect();
+        buffer.write(&doubled).unwrap();
+    }
+    engine.plan(&stream).unwrap();
+    for (new, old) in engine.head_bounds().unwrap().read().unwrap().iter().zip(&before) {
+        assert!((new.sigma / old.sigma / 4.0 - 1.0).abs() < 0.01, "{} for {}", new.sigma, old.sigma);
+    }
+    for (new, old) in bits(engine.operand_bounds()).into_iter().zip(old) {
+        assert_eq!(f32::from_bits(new), 2.0 * f32::from_bits(old));
+    }
+}
+
+fn weights_that_are_not_finite_are_flagged() {
+    for planted in [f32::NAN, f32::INFINITY] {
+        for case in [
+            Case::new("tensor cores", (512, 128), (4, 2)),
+            Case { dtype: Dtype::F32, rotary: 0, layer_norm: true, ..Case::new("plain", (300, 48), (4, 2)) },
+        ] {
+            let layer = Layer::broken(&case, 1, Some(planted));
+            let (engine, stream) = (engine(&layer), stream());
+            engine.descales(&stream).unwrap();
+            let descales = engine.head_descales().read().unwrap();
+            // Head 0 of k holds it; q, v and the other head do not.
+            for (i, descale) in descales.iter().enumerate() {
+                assert_eq!(descale.is_nan(), i == 2, "{planted} in {}: descale {i} is {descale}", case.name);
+            }
+            assert_eq!(engine.status().read().unwrap()[0], 1);
+            engine.plan(&stream).unwrap();
+            stream.synchronize().unwrap();
+            assert_eq!(engine.status().read().unwrap()[0] & 3, 3);
+            let heads = engine.head_bounds().unwrap().read().unwrap();
+            for (h, head) in heads.iter().enumerate() {
+                assert_eq!(head.rounded.is_nan() && head.descale.is_nan(), h < 2, "{planted}: head {h} {head:?}");
+            }
+            assert!(read(&case, &engine).unwrap_err().is_non_finite());
+            // The flag goes when the weights are mended.
+            let good = Layer::new(&case, 1);
+            let mended = self::engine(&good);
+            mended.plan(&stream).unwrap();
+            assert_eq!(mended.status().read().unwrap()[0] & 3, 0);
+        }
+    }
+}
+
+fn broken_arguments_are_refused_in_one_sentence() {
+    let good = Layer::new(&Case::new("good", (512, 64), (4, 2)), 1);
+    type Break = fn(&mut LayerInput);
+    let rules: [(&str, Break); 8] = [
+        ("d_head must be a multiple of 8 from 16 to 256", |l| l.d_head = 12),
+        ("d_head must be a multiple of 8 from 16 to 256", |l| l.d_head = 264),
+        ("must divide that of query heads", |l| l.n_kv = 0),
+        ("must divide that of query heads", |l| l.n_kv = 3),
+        ("even in number and at most d_head", |l| l.rotary = 3),
+        ("even in number and at most d_head", |l| l.rotary = 66),
+        ("d_model must be from 1 to 2^20", |l| l.d_model = 0),
+        ("at most 4096 heads", |l| (l.n_q, l.n_kv) = (8192, 2)),
+    ];
+    for (rule, change) in rules {
+        let mut input = good.input;
+        change(&mut input);
+        // SAFETY: refused before anything is read.
+        let error = unsafe { ScaleEngine::new(device(), &[input], true) }.unwrap_err();
+        let text = error.to_string();
+        assert!(error.is_argument() && text.contains(rule) && text.starts_with("layer 0: "), "{text}");
+    }
+    let others: [(&str, Break); 3] = [
+        ("the shape of the first", |l| l.n_q = 2),
+        ("the rotation", |l| l.rotary = 0),
+        ("the norm", |l| l.mean_removed = true),
+    ];
+    for (rule, change) in others {
+        let mut second = good.input;
+        change(&mut second);
+        // SAFETY: as above.
+        let error = unsafe { ScaleEngine::new(device(), &[good.input, second], true) }.unwrap_err();
+        assert!(error.is_argument() && error.to_string().contains(rule), "{error}");
+    }
+    // SAFETY: there is nothing to read.
+    assert!(unsafe { ScaleEngine::new(device(), &[], true) }.unwrap_err().is_argument());
+    // SAFETY: `good` holds the memory.
+    let lone = unsafe { ScaleEngine::new(device(), &[good.input], false) }.unwrap();
+    assert!(lone.plan(&stream()).unwrap_err().is_cuda());
+}
+
+fn host_weights_give_the_same_bounds() {
+    let bounds = DeviceBounds::open().unwrap();
+    for (i, case) in cases().iter().enumerate().filter(|(i, _)| i % 4 == 2) {
+        let layer = Layer::new(case, 500 + i as u64);
+        let truth = layer.truth();
+        let got = bounds.layer(&case.spec(), layer.weights(), &Tail::default()).unwrap();
+        for (got, want) in got.heads.iter().zip(&truth.heads) {
+            let ratio = ratio(got.rounded.unwrap(), want.rounded.unwrap());
+            let above = 1.0 + logit_above(case, want.naive.unwrap() / want.certain.unwrap());
+            assert!((1.0 - LOGIT_BELOW..=above).contains(&ratio), "{}: {ratio}", case.name);
+        }
+    }
+    let case = Case::new("nan", (256, 64), (2, 1));
+    let layer = Layer::broken(&case, 1, Some(f32::NAN));
+    assert!(bounds.layer(&case.spec(), layer.weights(), &Tail::default()).unwrap_err().is_non_finite());
+    let qk_norm = sigmascale::model::preset("qwen3-8b").unwrap();
+    assert!(scale_engine(device(), &qk_norm, &[]).unwrap_err().is_unsupported());
+}
+
+fn weights_must_lie_in_their_memory() {
+    for layout in [Layout::Apart, Layout::Conv1d] {
+        let case = Case { layout, biases: true, layer_norm: true, ..Case::new("owned", (256, 64), (4, 2)) };
+        type Break = fn(&mut LayerInput);
+        let breaks: [(Break, bool); 9] = [
+            (|_| (), true),
+            (|l| l.q.weight.ptr = l.q.weight.ptr.offset(2), false),
+            (|l| l.k.weight.ptr.0 = l.k.weight.ptr.0.wrapping_sub(1 << 30), false),
+            (|l| l.v.as_mut().unwrap().weight.row_stride *= 2, false),
+            (|l| l.k.weight.col_stride = -1, false),
+            (|l| l.d_model *= 1 << 20, false),
+            (|l| l.gain = l.gain.offset(4), false),
+            (|l| l.shift = l.shift.offset(4), false),
+            (|l| l.q.bias = l.q.bias.offset(4), false),
+        ];
+        for (at, (change, sound)) in breaks.into_iter().enumerate() {
+            let mut layer = Layer::new(&case, 1);
+            let mut input = layer.input;
+            change(&mut input);
+            // In one fused matrix, moving q or k by little stays inside.
+            let sound = sound || (layout == Layout::Conv1d && at == 1);
+            let weights = DeviceWeights::new(vec![input], std::mem::take(&mut layer.memory));
+            assert_eq!(weights.is_ok(), sound, "{layout:?} {at}");
+            if at == 0 {
+                let engine = ScaleEngine::over(device(), &Arc::new(weights.unwrap()), true).unwrap();
+                engine.plan(&stream()).unwrap();
+                assert_eq!(engine.status().read().unwrap()[0], 0);
+            }
+        }
+    }
+}
+
+fn memory_that_runs_out_is_an_error() {
+    let error = device().allocate::<u8>(1 << 46).unwrap_err();
+    assert!(error.is_cuda() && error.to_string().contains("out of device memory"), "{error}");
+    assert!(device().allocate::<f64>(usize::MAX / 4).unwrap_err().is_cuda());
+    // So little is left that an engine cannot be set up, and the next one can.
+    let case = Case::new("large", (4096, 128), (32, 32));
+    let layer = Layer::new(&case, 1);
+    let mut hogs = vec![];
+    let mut size = device().memory().unwrap().0;
+    while size > 1 << 16 {
+        match device().allocate::<u8>(size) {
+            Ok(hog) => hogs.push(hog),
+            Err(_) => size /= 2,
+        }
+    }
+    // SAFETY: `layer` holds the memory.
+    let error = unsafe { ScaleEngine::new(device(), &[layer.input], true) }.unwrap_err();
+    assert!(error.is_cuda() && error.to_string().contains("out of device memory"), "{error}");
+    drop(hogs);
+    let engine = engine(&layer);
+    engine.plan(&stream()).unwrap();
+    assert_eq!(engine.status().read().unwrap()[0], 0);
+    assert_eq!(engine.route(), Some(if device().arch().compute == 90 { GramRoute::Wgmma } else { GramRoute::Plain }));
+}

@@ -1,0 +1,536 @@
+//! Policies on the device against those of the host: the same bits, step after step.
+
+use crate::device;
+use crate::weights::{Case, Layer};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use sigmascale::attention::cuda::{Cuda, Descales, Element, Tensors, View};
+use sigmascale::attention::{AttentionCall, AttentionShape};
+use sigmascale::bound::{HeadBounds, LayerBounds, OperandBound, Tail};
+use sigmascale::cuda::policy::status;
+use sigmascale::cuda::scale::ScaleEngine;
+use sigmascale::cuda::{CastWords, LogitWords, StepWords, ordered};
+use sigmascale::device_plan::{Bounds, DevicePlan};
+use sigmascale::model::{AttentionSpec, preset};
+use sigmascale::plan::{Granularity, ScalePlan};
+use sigmascale::policy::{
+    AmaxAlgorithm, AutoCConfig, CurrentConfig, DelayedPaperConfig, DelayedTeConfig, GeometryConfig, Policy,
+    PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Pooling, Restart, Tensor,
+};
+use sigmascale::stats::StepStats;
+
+tests![
+    every_policy_plans_the_bits_of_the_host,
+    a_long_burn_in_keeps_several_ratios,
+    a_state_moves_between_host_and_device,
+    a_graph_replays_the_loop_at_the_same_addresses,
+    weights_become_plans_in_one_graph,
+    an_attention_call_feeds_the_policy,
+    what_is_not_finite_is_flagged,
+    foreign_states_and_bounds_are_refused,
+];
+
+fn model(layers: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
+    let mut spec = preset("mistral-7b").unwrap();
+    spec.layers = layers;
+    (spec.n_q_heads, spec.n_kv_heads, spec.d_model) = (n_q, n_kv, 256);
+    spec.rope.truncate(layers);
+    spec.softmax_scale.truncate(layers);
+    spec
+}
+
+fn shape(spec: &AttentionSpec) -> PolicyShape {
+    PolicyShape { layers: spec.layers, n_q_heads: spec.n_q_heads, n_kv_heads: spec.n_kv_heads }
+}
+
+/// Magnitudes over many binades, and sometimes zero.
+fn magnitude(rng: &mut StdRng) -> f32 {
+    if rng.random_range(0..40) == 0 { 0.0 } else { rng.random_range(-6.0..6.0f32).exp2() }
+}
+
+/// Bounds that f32 holds.
+fn bounds(spec: &AttentionSpec, layer: usize, rng: &mut StdRng) -> LayerBounds {
+    let operands = |heads: usize, rng: &mut StdRng| -> Vec<OperandBound> {
+        let bound = |rng: &mut StdRng| f64::from(40.0 * magnitude(rng));
+        (0..heads).map(|_| bound(rng)).map(|b| OperandBound { exact: b, rounded: b }).collect()
+    };
+    // One of the heads of a group carries the bound on the device, so they share it here.
+    let k = operands(spec.n_kv_heads, rng);
+    let per_kv = operands(spec.n_kv_heads, rng);
+    let q = (0..spec.n_q_heads).map(|h| per_kv[h * spec.n_kv_heads / spec.n_q_heads]).collect();
+    let head = |rng: &mut StdRng| {
+        let rounded = f64::from(500.0 * magnitude(rng));
+        HeadBounds {
+            certain: Some(rounded),
+            rounded: Some(rounded),
+            rank_aware: Some(rounded * 0.1),
+            ..HeadBounds::default()
+        }
+    };
+    let heads = (0..spec.n_q_heads).map(|_| head(rng)).collect();
+    LayerBounds { layer, heads, q, k, v: Some(operands(spec.n_kv_heads, rng)) }
+}
+
+/// What a call might leave; `share` of each certain bound is reached, more when something is planted.
+fn words(spec: &AttentionSpec, bounds: &LayerBounds, share: f32, rng: &mut StdRng) -> StepWords {
+    // About one step in four has a value that is not finite.
+    let odd_of = 13 * (spec.n_q_heads + 2 * spec.n_kv_heads);
+    let cast = |bound: f64, rng: &mut StdRng| {
+        let amax = (bound as f32) * share * rng.random_range(0.2..1.0f32);
+        let odd = rng.random_range(0..odd_of);
+        match odd {
+            0 => CastWords { amax: f32::NAN.to_bits(), non_finite: 3, ..Default::default() },
+            1 => CastWords { amax: amax.to_bits(), non_finite: 1, ..Default::default() },
+            2 => CastWords { amax: f32::INFINITY.to_bits(), non_finite: 1, overflow: 1, beyond_rounding: 1 },
+            3 => CastWords { amax: 1e-43f32.to_bits(), ..Default::default() },
+            4..10 => CastWords::default(),
+            _ => CastWords { amax: amax.to_bits(), ..Default::default() },
+        }
+    };
+    let logit = |bound: f64, rng: &mut StdRng| {
+        let most = bound as f32 * share * rng.random_range(0.2..1.0f32);
+        let (max, min) = if rng.random_bool(0.5) { (most, -0.3 * most) } else { (-0.1 * most, -most) };
+        match rng.random_range(0..60) {
+            0 => LogitWords::default(),
+            _ => LogitWords {
+                max: ordered(max),
+                min: !ordered(min),
+                amax_o: (0.7 * most).to_bits(),
+                overflow: u32::from(share > 1.0),
+            },
+        }
+    };
+    let row = |row: &[OperandBound], rng: &mut StdRng| row.iter().map(|b| cast(b.rounded, rng)).collect();
+    StepWords {
+        logits: (0..spec.n_q_heads).map(|h| logit(bounds.heads[h].rounded.unwrap(), rng)).collect(),
+        q: row(&bounds.q, rng),
+        k: row(&bounds.k, rng),
+        v: row(bounds.v.as_ref().unwrap(), rng),
+    }
+}
+
+fn bits(plan: &ScalePlan) -> Vec<u32> {
+    let rows = Tensor::ALL.iter().flat_map(|tensor| tensor.descales(plan).unwrap_or(&[]));
+    rows.map(|descale| descale.get().to_bits()).collect()
+}
+
+fn with_granularity(granularity: Granularity) -> Vec<PolicyConfig> {
+    let mut all = vec![
+        PolicyConfig::Geometry(GeometryConfig { granularity, ..Default::default() }),
+        PolicyConfig::GeometryCStar(GeometryConfig { granularity, eta: 0.7 }),
+        PolicyConfig::DelayedPaper(DelayedPaperConfig { granularity, ..Default::default() }),
+        PolicyConfig::DelayedPaper(DelayedPaperConfig { granularity, history: 1, initial: 3.0, margin: 0.37 }),
+        PolicyConfig::DelayedTe(DelayedTeConfig { granularity, history: 37, ..Default::default() }),
+        PolicyConfig::DelayedTe(DelayedTeConfig { granularity, history: 1, margin: 3, ..Default::default() }),
+        PolicyConfig::DelayedTe(DelayedTeConfig {
+            granularity,
+            history: 5,
+            margin: -2,
+            algorithm: AmaxAlgorithm::MostRecent,
+        }),
+        PolicyConfig::Current(CurrentConfig { granularity }),
+    ];
+    for pooling in [Pooling::Model, Pooling::Layer, Pooling::Head] {
+        all.push(PolicyConfig::AutoC(AutoCConfig {
+            burn_in: 40,
+            pooling,
+            granularity,
+            max_restarts: 2,
+            ..Default::default()
+        }));
+    }
+    // A burn-in this long keeps more than one ratio.
+    all.push(PolicyConfig::AutoC(AutoCConfig {
+        burn_in: 120,
+        pooling: Pooling::Model,
+        granularity,
+        kappa: 1.0,
+        max_restarts: 1,
+        ..Default::default()
+    }));
+    all
+}
+
+/// Host and device policy side by side.
+struct Pair {
+    host: Box<dyn Policy>,
+    plan: DevicePlan,
+    bounds: Vec<LayerBounds>,
+    name: String,
+}
+
+impl Pair {
+    fn new(spec: &AttentionSpec, config: PolicyConfig, rng: &mut StdRng) -> Self {
+        let host = config.build(shape(spec)).unwrap();
+        let needs = matches!(config.kind(), PolicyKind::Geometry | PolicyKind::GeometryCStar | PolicyKind::AutoC);
+        let source = if needs { Bounds::Host } else { Bounds::None };
+        let plan = DevicePlan::new(device(), spec, config, &Tail::default(), source).unwrap();
+        let mut pair = Self { host, plan, bounds: vec![], name: format!("{config:?}") };
+        pair.move_weights(spec, rng);
+        pair
+    }
+
+    fn move_weights(&mut self, spec: &AttentionSpec, rng: &mut StdRng) {
+        self.bounds = (0..spec.layers).map(|layer| bounds(spec, layer, rng)).collect();
+        if self.plan.engine().read_bounds().is_ok() {
+            self.plan.write_bounds(&self.bounds).unwrap();
+            // Isotropic bounds go through sigma: take what the device has.
+            self.bounds = self.plan.read_bounds().unwrap();
+        }
+    }
+
+    /// One step of every layer; says what the host's policy reported.
+    fn step(&mut self, spec: &AttentionSpec, step: usize, share: f32, rng: &mut StdRng) -> Vec<PolicyEvent> {
+        let stream = device().stream().unwrap();
+        let rows: Vec<StepWords> = self.bounds.iter().map(|b| words(spec, b, share, rng)).collect();
+        let measures = self.host.needs_measurement();
+        for (layer, row) in rows.iter().enumerate().filter(|_| measures) {
+            self.plan.engine_mut().write_stats(layer, &row.to_row()).unwrap();
+        }
+        self.plan.refresh(&stream).unwrap();
+        let mut events = vec![];
+        let mut plans = vec![];
+        for (bounds, row) in self.bounds.iter().zip(&rows) {
+            let stats = StepStats::from(row);
+            let layer = bounds.layer;
+            let device = self.plan.read_plan(layer);
+            match self.host.plan(bounds, measures.then_some(&stats)) {
+                Ok(host) => {
+                    let device = device.unwrap_or_else(|e| panic!("{} step {step} layer {layer}: {e}", self.name));
+                    assert_eq!(bits(&host), bits(&device), "{} step {step} layer {layer}", self.name);
+                    let tensors = self.plan.engine().read_tensor_descales().unwrap();
+                    for (tensor, largest) in Tensor::ALL.into_iter().zip(&tensors[layer * 5..]) {
+                        let row = tensor.descales(&host).unwrap();
+                        assert_eq!(ScalePlan::per_tensor(row).get(), *largest, "{} {tensor:?}", self.name);
+                    }
+                    plans.push(Some(host));
+                }
+                Err(error) => {
+                    assert!(error.is_non_finite(), "{error}");
+                    assert!(device.unwrap_err().is_non_finite());
+                    let word = self.plan.engine().read_status().unwrap()[layer];
+                    assert_ne!(word & status::NO_PLAN, 0, "{} step {step} layer {layer}", self.name);
+                    plans.push(None);
+                }
+            }
+        }
+        for (layer, row) in rows.iter().enumerate() {
+            self.plan.engine_mut().write_stats(layer, &row.to_row()).unwrap();
+        }
+        self.plan.engine().observe(&stream).unwrap();
+        let observed = self.plan.read_observed().unwrap();
+        for ((plan, bounds), row) in plans.iter().zip(&self.bounds).zip(&rows) {
+            let stats = StepStats::from(row);
+            let same = |a: &StepStats, b: &StepStats| format!("{a:?}") == format!("{b:?}");
+            assert!(same(&observed[bounds.layer], &stats));
+            if let Some(plan) = plan {
+                events.extend(self.host.observe(plan, bounds, &stats).unwrap().events);
+            }
+        }
+        events
+    }
+
+    fn same_state(&self, step: usize) {
+        // NaN in a history is a word in JSON, and not equal to itself as a number.
+        let text = |state: &PolicyState| serde_json::to_string(state).unwrap();
+        assert_eq!(text(&self.host.save()), text(&self.plan.save().unwrap()), "{} step {step}", self.name);
+    }
+}
+
+fn every_policy_plans_the_bits_of_the_host() {
+    let mut sizes = [model(3, 8, 2), model(2, 5, 5), model(1, 7, 1)];
+    sizes[1].soft_cap = Some(300.0);
+    let (mut frozen, mut fell, mut skipped, mut forbidden) = (0, 0, 0, 0);
+    for (at, spec) in sizes.iter().enumerate() {
+        for granularity in [Granularity::Head, Granularity::Layer] {
+            for config in with_granularity(granularity) {
+                let mut rng = StdRng::seed_from_u64(17 + at as u64);
+                let mut pair = Pair::new(spec, config, &mut rng);
+                for step in 0..260 {
+                    // Ordinary values, then a spike.
+                    let share = if step % 90 == 80 { 1.5 } else { 0.05 };
+                    if step % 60 == 59 {
+                        pair.move_weights(spec, &mut rng);
+                    }
+                    if step == 100 || step == 150 || step == 250 {
+                        let stream = device().stream().unwrap();
+                        pair.host.restart(Restart::WeightsReplaced);
+                        pair.plan.engine().restart(&stream).unwrap();
+                    }
+                    for event in pair.step(spec, step, share, &mut rng) {
+                        match event {
+                            PolicyEvent::Frozen { .. } => frozen += 1,
+                            PolicyEvent::FellBack { .. } => fell += 1,
+                            PolicyEvent::Skipped { .. } => skipped += 1,
+                            PolicyEvent::Forbidden { .. } => forbidden += 1,
+                            _ => {}
+                        }
+                    }
+                    if step % 20 == 19 {
+                        pair.same_state(step);
+                    }
+                }
+            }
+        }
+    }
+    println!("{frozen} constants frozen, {fell} given up, {skipped} steps skipped, {forbidden} forbidden");
+    assert!(frozen > 20 && fell > 20 && skipped > 100, "the steps did not reach every transition");
+}
+
+fn a_long_burn_in_keeps_several_ratios() {
+    // 128 logit ratios a step: after 160 steps three of the largest decide.
+    let spec = model(2, 64, 8);
+    let auto = AutoCConfig { burn_in: 160, pooling: Pooling::Model, ..Default::default() };
+    assert_eq!(auto.kept_ratios(&shape(&spec), Tensor::Logit), 3);
+    let mut rng = StdRng::seed_from_u64(21);
+    let mut pair = Pair::new(&spec, PolicyConfig::AutoC(auto), &mut rng);
+    let mut frozen = 0;
+    // A step with a value that is not finite is not counted, so it takes a few more; enough for both phases in any case.
+    for step in 0..1500 {
+        let events = pair.step(&spec, step, 0.05, &mut rng);
+        frozen += events.iter().filter(|event| matches!(event, PolicyEvent::Frozen { .. })).count();
+        if step % 40 == 0 {
+            pair.same_state(step);
+        }
+        if frozen > 0 {
+            break;
+        }
+    }
+    assert!(frozen > 0, "the burn-in did not end");
+    pair.same_state(0);
+}
+
+fn a_state_moves_between_host_and_device() {
+    let spec = model(3, 8, 2);
+    for config in with_granularity(Granularity::Head) {
+        let mut rng = StdRng::seed_from_u64(5);
+        let mut pair = Pair::new(&spec, config, &mut rng);
+        for step in 0..53 {
+            pair.step(&spec, step, 0.05, &mut rng);
+        }
+        // Through JSON: device to host, host to a new device policy, and back into the running one.
+        let text = serde_json::to_string(&pair.plan.save().unwrap()).unwrap();
+        let state: PolicyState = serde_json::from_str(&text).unwrap();
+        pair.host = state.clone().restore(&config, shape(&spec)).unwrap();
+        pair.plan.load(state.clone()).unwrap();
+        pair.same_state(53);
+        for step in 53..80 {
+            pair.step(&spec, step, 0.05, &mut rng);
+        }
+        pair.same_state(80);
+        let needs = pair.plan.engine().read_bounds().is_ok();
+        let source = if needs { Bounds::Host } else { Bounds::None };
+        pair.plan = DevicePlan::with_state(device(), &spec, pair.host.save(), &Tail::default(), source).unwrap();
+        pair.move_weights(&spec, &mut rng);
+        for step in 80..100 {
+            pair.step(&spec, step, 0.05, &mut rng);
+        }
+        pair.same_state(100);
+    }
+}
+
+fn a_graph_replays_the_loop_at_the_same_addresses() {
+    let spec = model(3, 8, 2);
+    for config in with_granularity(Granularity::Layer) {
+        let mut rng = StdRng::seed_from_u64(9);
+        let mut pair = Pair::new(&spec, config, &mut rng);
+        let stream = device().stream().unwrap();
+        let addresses = |plan: &DevicePlan| Tensor::ALL.map(|t| plan.descales(1, t).unwrap());
+        let before = addresses(&pair.plan);
+        // A capture refuses allocations and synchronisation.
+        let graph = stream.capture(|s| {
+            pair.plan.engine().observe(s)?;
+            pair.plan.refresh(s)
+        });
+        let graph = graph.unwrap();
+        for _ in 0..10 {
+            let rows: Vec<StepWords> = pair.bounds.iter().map(|b| words(&spec, b, 0.05, &mut rng)).collect();
+            for (layer, row) in rows.iter().enumerate() {
+                pair.plan.engine_mut().write_stats(layer, &row.to_row()).unwrap();
+            }
+            let mut plans = vec![];
+            for (bounds, row) in pair.bounds.iter().zip(&rows) {
+                let stats = StepStats::from(row);
+                plans.push(pair.host.plan(bounds, Some(&stats)));
+            }
+            for ((plan, bounds), row) in plans.iter().zip(&pair.bounds).zip(&rows) {
+                if let Ok(plan) = plan {
+                    pair.host.observe(plan, bounds, &StepStats::from(row)).unwrap();
+                }
+            }
+            graph.launch().unwrap();
+            stream.synchronize().unwrap();
+            pair.same_state(0);
+        }
+        assert_eq!(before, addresses(&pair.plan));
+    }
+}
+
+fn weights_become_plans_in_one_graph() {
+    let case = Case { biases: true, ..Case::new("chain", (512, 64), (6, 2)) };
+    let layer = Layer::new(&case, 77);
+    let spec = case.spec();
+    let truth = layer.truth();
+    let tail = Tail::default();
+    for kind in [PolicyKind::Geometry, PolicyKind::GeometryCStar, PolicyKind::AutoC] {
+        // SAFETY: `layer` holds the memory.
+        let engine = unsafe { ScaleEngine::new(device(), &[layer.input], true) }.unwrap();
+        let plan = DevicePlan::new(device(), &spec, kind.into(), &tail, Bounds::Weights(Box::new(engine))).unwrap();
+        let stream = device().stream().unwrap();
+        let graph = stream.capture(|s| plan.refresh(s)).unwrap();
+        for _ in 0..6 {
+            graph.launch().unwrap();
+        }
+        stream.synchronize().unwrap();
+        let got = plan.read_plan(0).unwrap();
+        let host = PolicyConfig::from(kind).build(shape(&spec)).unwrap();
+        assert_eq!(bits(&got), bits(&host.plan(&plan.read_bounds().unwrap()[0], None).unwrap()), "{kind}");
+        // And close above the plan from f64 throughout.
+        let want = host.plan(&truth, None).unwrap();
+        for tensor in Tensor::ALL {
+            for (got, want) in tensor.descales(&got).unwrap().iter().zip(tensor.descales(&want).unwrap()) {
+                let ratio = got.get() / want.get();
+                assert!((0.999_997..1.025).contains(&ratio), "{kind} {}: {ratio}", tensor.name());
+            }
+        }
+        assert_eq!(plan.engine().read_status().unwrap(), [0]);
+    }
+}
+
+fn an_attention_call_feeds_the_policy() {
+    let Ok(attention) = Cuda::new(device()) else {
+        println!("ignored: this architecture has no attention kernel");
+        return;
+    };
+    let mut spec = model(2, 8, 2);
+    spec.d_head = 64;
+    spec.rope.fill(None);
+    let mut rng = StdRng::seed_from_u64(8);
+    let mut plan =
+        DevicePlan::new(device(), &spec, PolicyKind::DelayedTe.into(), &Tail::default(), Bounds::None).unwrap();
+    let mut host = PolicyConfig::from(PolicyKind::DelayedTe).build(shape(&spec)).unwrap();
+    let call = AttentionCall::causal(AttentionShape {
+        batch: 2,
+        n_q_heads: 8,
+        n_kv_heads: 2,
+        len_q: 200,
+        len_k: 200,
+        d_head: 64,
+    });
+    let stream = device().stream().unwrap();
+    let bounds: Vec<LayerBounds> = (0..2).map(|layer| bounds(&spec, layer, &mut rng)).collect();
+    let random = |heads: usize, size: f32, rng: &mut StdRng| -> Vec<f32> {
+        (0..2 * 200 * heads * 64).map(|_| size * rng.random_range(-1.0..1.0f32)).collect()
+    };
+    let workspace_bytes = Cuda::workspace_bytes(&call, Element::F32).unwrap();
+    let workspace = device().zeros::<u8>(workspace_bytes).unwrap();
+    for step in 0..4 {
+        plan.refresh(&stream).unwrap();
+        let plans: Vec<ScalePlan> = bounds.iter().map(|b| host.plan(b, None).unwrap()).collect();
+        for (layer, want) in plans.iter().enumerate() {
+            assert_eq!(bits(&plan.read_plan(layer).unwrap()), bits(want), "step {step} layer {layer}");
+            let size = 3.0 * (1 + step + layer) as f32;
+            let [q, k, v] = [8, 2, 2].map(|heads| device().upload(&random(heads, size, &mut rng)).unwrap());
+            let out = device().zeros::<u16>(2 * 200 * 8 * 64).unwrap();
+            // SAFETY: every array has the size of its view and outlives the call, which is waited for.
+            unsafe {
+                let row = |tensor| {
+                    let ptr = plan.descales(layer, tensor).unwrap();
+                    Some(View::new(ptr, Element::F32, [2, 2], [0, 1]))
+                };
+                let words = sigmascale::cuda::stats_words(8, 2);
+                let tensors = Tensors {
+                    q: View::dense(q.ptr(), Element::F32, [2, 200, 8, 64]),
+                    k: View::dense(k.ptr(), Element::F32, [2, 200, 2, 64]),
+                    v: View::dense(v.ptr(), Element::F32, [2, 200, 2, 64]),
+                    descales: Descales {
+                        q: row(Tensor::Q),
+                        k: row(Tensor::K),
+                        v: row(Tensor::V),
+                        o: None,
+                        logit: None,
+                    },
+                    rope: None,
+                    out: View::dense(out.ptr(), Element::Bf16, [2, 200, 8, 64]),
+                    lse: None,
+                    stats: Some(View::dense(plan.stats(layer).unwrap(), Element::U32, [words])),
+                };
+                let workspace = View::dense(workspace.ptr(), Element::U8, [workspace_bytes]);
+                attention.launch(&stream, &call, &tensors, &workspace).unwrap();
+            }
+            stream.synchronize().unwrap();
+        }
+        plan.engine().observe(&stream).unwrap();
+        let observed = plan.read_observed().unwrap();
+        for (layer, want) in plans.iter().enumerate() {
+            let size = 3.0 * (1 + step + layer) as f32;
+            let amax = observed[layer].q.iter().map(|head| head.amax).fold(0.0, f32::max);
+            assert!(amax > 0.99 * size && amax <= size, "step {step} layer {layer}: {amax} of {size}");
+            assert!(observed[layer].logits.iter().all(|head| head.max > 0.0 && head.min < 0.0));
+            host.observe(want, &bounds[layer], &observed[layer]).unwrap();
+        }
+        assert_eq!(plan.save().unwrap(), host.save(), "step {step}");
+    }
+    // The statistics were cleared: a step without calls leaves zeros.
+    plan.engine().observe(&stream).unwrap();
+    assert!(plan.read_observed().unwrap().iter().all(|stats| stats.q.iter().all(|head| head.amax == 0.0)));
+    plan.engine_mut().clear_status(&stream).unwrap();
+}
+
+fn what_is_not_finite_is_flagged() {
+    let spec = model(2, 4, 2);
+    let mut rng = StdRng::seed_from_u64(3);
+    let mut pair = Pair::new(&spec, PolicyKind::Geometry.into(), &mut rng);
+    let stream = device().stream().unwrap();
+    let (mut heads, operands) = pair.plan.engine().read_bounds().unwrap();
+    heads[5].rounded = f32::NAN;
+    pair.plan.engine_mut().write_bounds(&heads, &operands).unwrap();
+    pair.plan.refresh(&stream).unwrap();
+    assert!(pair.plan.read_plan(0).is_ok());
+    let error = pair.plan.read_plan(1).unwrap_err();
+    assert!(error.is_non_finite() && error.to_string().contains("layer 1: a logit descale"), "{error}");
+    assert!(pair.plan.read_bounds().unwrap_err().is_non_finite());
+    assert_eq!(pair.plan.engine().read_status().unwrap(), [0, status::NO_PLAN]);
+    pair.plan.engine().clear_status(&stream).unwrap();
+    heads[5].rounded = 7.0;
+    pair.plan.engine_mut().write_bounds(&heads, &operands).unwrap();
+    pair.plan.refresh(&stream).unwrap();
+    assert_eq!(pair.plan.engine().read_status().unwrap(), [0, 0]);
+    // Statistics: an overflow, a NaN, a value past its bound.
+    let mut row = StepWords::from_row(&[0; 8 * 6], 4, 2).unwrap();
+    row.v[1].overflow = 2;
+    row.q[0].non_finite = 1;
+    row.logits[2].amax_o = 1f32.to_bits();
+    pair.plan.engine_mut().write_stats(0, &row.to_row()).unwrap();
+    let mut past = StepWords::from_row(&[0; 8 * 6], 4, 2).unwrap();
+    past.k[0].amax = 1e30f32.to_bits();
+    pair.plan.engine_mut().write_stats(1, &past.to_row()).unwrap();
+    pair.plan.engine().observe(&stream).unwrap();
+    let words = pair.plan.engine().read_status().unwrap();
+    assert_eq!(words, [status::OVERFLOW | status::NON_FINITE, status::BEYOND_BOUND]);
+    pair.plan.engine().clear_status(&stream).unwrap();
+    let mut logits = StepWords::from_row(&[0; 8 * 6], 4, 2).unwrap();
+    logits.logits[2].amax_o = 1f32.to_bits();
+    pair.plan.engine_mut().write_stats(0, &logits.to_row()).unwrap();
+    logits.logits[3].overflow = 1;
+    pair.plan.engine_mut().write_stats(1, &logits.to_row()).unwrap();
+    pair.plan.engine().observe(&stream).unwrap();
+    assert_eq!(pair.plan.engine().read_status().unwrap(), [0, status::OVERFLOW]);
+}
+
+fn foreign_states_and_bounds_are_refused() {
+    let spec = model(2, 4, 2);
+    let mut rng = StdRng::seed_from_u64(4);
+    let mut plan = Pair::new(&spec, PolicyKind::DelayedTe.into(), &mut rng).plan;
+    let other = PolicyConfig::from(PolicyKind::DelayedPaper).build(shape(&spec)).unwrap().save();
+    assert!(plan.load(other.clone()).unwrap_err().is_mismatch());
+    let larger = model(3, 4, 2);
+    let error = DevicePlan::with_state(device(), &larger, other, &Tail::default(), Bounds::None).unwrap_err();
+    assert!(error.is_mismatch() && error.to_string().contains("layers is 2, not 3"), "{error}");
+    let none = DevicePlan::new(device(), &spec, PolicyKind::Geometry.into(), &Tail::default(), Bounds::None);
+    assert!(none.unwrap_err().is_argument());
+    let mut geometry = Pair::new(&spec, PolicyKind::Geometry.into(), &mut rng);
+    let short = geometry.bounds[..1].to_vec();
+    assert!(geometry.plan.write_bounds(&short).unwrap_err().is_mismatch());
+    assert!(geometry.plan.descales(2, Tensor::Q).unwrap_err().is_argument());
+}

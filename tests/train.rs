@@ -1,0 +1,110 @@
+//! Training scenarios: promises that hold for every seed, and the command.
+#![cfg(feature = "train")]
+
+use sigmascale::policy::PolicyKind;
+use sigmascale::stress::{Mode, Scenario};
+use sigmascale::train::{Arm, Casts, LabOptions, ModelKind, TrainOptions, run};
+use std::process::Command;
+
+fn short(model: ModelKind, mode: Mode) -> LabOptions {
+    let base = LabOptions::new(model);
+    LabOptions {
+        train: TrainOptions { batch: 2, seq_len: 24, seed: 5, ..base.train },
+        mode,
+        transition: Some(12),
+        after: Some(4),
+        burn_in: 6,
+        ..base
+    }
+}
+
+#[test]
+fn lr_spike_runs_every_policy_and_geometry_never_overflows() {
+    for mode in [Mode::Logit, Mode::Operands] {
+        let options = LabOptions { spike: 30.0, ..short(ModelKind::Gpt2, mode) };
+        let result = run(Scenario::LrSpike, &options).unwrap();
+        let kinds: Vec<_> = result.stress.policies.iter().map(|policy| policy.policy).collect();
+        assert_eq!(kinds, PolicyKind::ALL);
+        let training = &result.training;
+        // The control and six policies, each with both kinds of casts.
+        assert_eq!(training.runs.len(), 14);
+        for run in &training.runs {
+            assert_eq!(run.losses.len(), 16);
+            assert!(run.held_out_loss.is_finite(), "{run:?}");
+            if matches!(run.policy, None | Some(PolicyKind::Geometry | PolicyKind::Current)) {
+                assert_eq!((run.overflow_values, run.skipped, run.rollbacks), (0, 0, 0), "{run:?}");
+                assert_eq!(run.same_as_saturating, run.casts == Casts::Nan);
+            }
+        }
+        let delayed = training.runs.iter().filter(|run| run.policy == Some(PolicyKind::DelayedPaper));
+        for run in delayed {
+            // Operands of a fresh model pass a history of ones.
+            assert!(mode == Mode::Logit || run.overflow_steps > 0, "{run:?}");
+            assert!(run.skipped == 0 || run.casts == Casts::Nan);
+        }
+        assert_eq!(training.peaks.len(), 5);
+        for peak in &training.peaks {
+            assert!(peak.max_scaled > 0.0 && peak.max_scaled <= 448.0, "{peak:?}");
+        }
+        assert_eq!(training.shadow.len(), 6);
+        assert_eq!(training.shadow[0].overflow_values, 0);
+    }
+}
+
+#[test]
+fn resume_with_state_changes_nothing_and_without_it_something() {
+    let options = LabOptions {
+        policies: vec![PolicyKind::Geometry, PolicyKind::DelayedTe],
+        casts: vec![Casts::Saturating],
+        ..short(ModelKind::Llama, Mode::Operands)
+    };
+    let result = run(Scenario::Resume, &options).unwrap();
+    assert_eq!(result.training.runs.len(), 3 * 4);
+    for run in &result.training.runs {
+        match run.arm {
+            Arm::NeverStopped => assert_eq!(run.same_as_never_stopped, None),
+            Arm::WithState => assert_eq!(run.same_as_never_stopped, Some(true), "{run:?}"),
+            // Geometry has no state to lose, and the control neither.
+            Arm::ScalesLost => {
+                assert_eq!(run.same_as_never_stopped, Some(run.policy != Some(PolicyKind::DelayedTe)), "{run:?}");
+            }
+            Arm::WeightsOnly => assert_eq!(run.same_as_never_stopped, Some(false), "{run:?}"),
+        }
+    }
+}
+
+#[test]
+fn bits_do_not_depend_on_the_number_of_threads() {
+    let output = |threads: &str| {
+        let output = Command::new(env!("CARGO_BIN_EXE_sigmascale"))
+            .args(["stress", "lr-spike", "--model", "tiny-llama-train", "--seq-len", "16", "--steps", "101"])
+            .args(["--policies", "geometry", "--casts", "saturating", "--format", "json"])
+            .env("RAYON_NUM_THREADS", threads)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        output.stdout
+    };
+    let one = output("1");
+    let json: serde_json::Value = serde_json::from_slice(&one).unwrap();
+    for key in ["scenario", "mode", "model", "model_layers", "seed", "policies", "trace", "training"] {
+        assert!(!json[key].is_null(), "{key}");
+    }
+    assert_eq!(json["policies"][0]["overflow_values"], 0);
+    assert!(json["training"]["runs"][1]["losses"][100].as_f64().unwrap() < 3.5, "it learns");
+    assert!(one == output("3"));
+}
+
+#[test]
+fn refused_options_name_their_rule() {
+    let refused = |options: LabOptions, part: &str| {
+        let error = run(Scenario::LrSpike, &options).unwrap_err();
+        assert!(error.is_argument() && error.to_string().contains(part), "{error}");
+    };
+    let base = || short(ModelKind::Llama, Mode::Logit);
+    refused(LabOptions { policies: Vec::new(), ..base() }, "at least one policy");
+    refused(LabOptions { transition: Some(0), ..base() }, "before the transition: 0");
+    refused(LabOptions { spike: f64::NAN, ..base() }, "spike NaN");
+    refused(LabOptions { train: TrainOptions { seq_len: 65, ..base().train }, ..base() }, "seq-len 65");
+    assert!(run(Scenario::Refit, &base()).unwrap_err().is_argument());
+}
