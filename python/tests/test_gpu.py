@@ -185,6 +185,24 @@ def test_refresh_is_captured_and_replayed_without_the_host(policy, llama):
     assert torch.isfinite(replayed).all()
 
 
+def test_statistics_are_those_since_the_last_refresh(llama):
+    q, k, v = tensors(heads=(4, 2), d=64, length=64)
+    runtime = fp8.attach(llama)
+    fp8.attention(8 * q, k, v, runtime.layers[0])
+    runtime.refresh()
+    assert (runtime.stats()["amax"] == 0).all() and np.isnan(runtime.stats()["logit_max"]).all()
+    fp8.attention(q, k, v, runtime.layers[0])
+    stats = runtime.stats()
+    assert stats["amax"][0, 0].max() == float(q.abs().max()) and (stats["amax"][1:] == 0).all()
+    logits = (q.float().transpose(1, 2) @ k.float().repeat_interleave(2, dim=2).permute(0, 2, 3, 1)) / 8
+    seen = logits.masked_fill(torch.ones(64, 64, device="cuda").triu(1).bool(), float("nan"))
+    largest, least = np.nanmax(seen.cpu().numpy(), axis=(0, 2, 3)), np.nanmin(seen.cpu().numpy(), axis=(0, 2, 3))
+    # The kernel's logits come from E4M3 operands.
+    assert np.allclose(stats["logit_max"][0], largest, rtol=0.15) and np.allclose(
+        stats["logit_min"][0], least, rtol=0.15
+    )
+
+
 def test_moved_weights_are_found_again(llama):
     runtime = fp8.attach(llama)
     address, before = runtime.descales.data_ptr(), runtime.descales.clone()
@@ -373,8 +391,7 @@ def test_gradients_follow_those_of_the_seen_operands(name, heads):
 
 def test_the_native_kernel_reports_what_plain_casts_count():
     q, k, v = tensors(scale=3.0)
-    model = random_model("llama")
-    row = [torch.full((2,), 0.01, device="cuda") for _ in range(3)]
+    row = [torch.full((2,), descale, device="cuda") for descale in (0.01, 0.005, 0.015)]
     from sigmascale.torch import _backends
 
     words = [torch.zeros(2 * (8 + 2), 4, dtype=torch.int32, device="cuda") for _ in range(2)]
@@ -382,7 +399,6 @@ def test_the_native_kernel_reports_what_plain_casts_count():
         descales = tuple(r.expand(2, -1) for r in row)
         _backends.backend(backend).forward(q, k, v, descales, True, 128**-0.5, word)
     assert torch.equal(words[0][8:], words[1][8:]) and words[0][8:, 1].sum() > 0
-    del model
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])

@@ -14,7 +14,7 @@ import sigmascale
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = ROOT / "data" / "tiny-llama"
-BINARY = pathlib.Path(os.environ.get("SIGMASCALE_BIN", ROOT / "target" / "debug" / "sigmascale"))
+BINARY = pathlib.Path(os.environ.get("SIGMASCALE_BIN", ROOT / "target" / "debug" / "sigmascale")).resolve()
 
 
 def stored(folder):
