@@ -1,6 +1,7 @@
 //! What each scaling policy does when the weights move.
 //!
-//! A scenario drives one [`Runtime`] a policy through the same weights and tokens and sets the results side by side.
+//! A scenario drives one [`Runtime`](crate::runtime::Runtime) a policy through the same weights and tokens and sets the
+//! results side by side.
 //!
 //! | scenario | steps | weights |
 //! |---|---|---|
@@ -185,8 +186,9 @@ impl Default for StressOptions {
 /// Runs a scenario.
 ///
 /// # Errors
-/// `is_argument` if an option breaks its rule, `is_unsupported` if the model cannot be run on tokens or on text; otherwise as the
-/// model and [`Runtime::step`]. A policy that cannot plan for this model is left out and named in the result.
+/// `is_argument` if an option breaks its rule, `is_unsupported` if the model cannot be run on tokens or on text; otherwise
+/// as the model and [`Runtime::step`](crate::runtime::Runtime::step). A policy that cannot plan for this model is left out
+/// and named in the result.
 pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> Result<StressResult> {
     let spec = model.spec();
     match scenario {
