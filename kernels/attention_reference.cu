@@ -28,7 +28,7 @@ struct Extremes {
 
 namespace {
 constexpr int kThreads = 128;
-constexpr float kAccumulator = 4e-4f;
+constexpr float kAccumulator = 1.2e-3f;  // measured up to 8.4e-4 where q = k, whose terms all have one sign
 
 __device__ float decode(u8 code) { return f32_from_f16((u16)f16x2_from_e4m3x2(code)); }
 
@@ -153,21 +153,22 @@ compare(const void* o, int e4m3, const float* o_descale, const float* out, const
   u32 wrong = 0, worst = 0, wrong_lse = 0, guard = 0;
   float error2 = 0, reference2 = 0;
   for (i64 i = first; i < elements; i += step) {
-    float x, rounding;
+    float x, rounding, want = out[i];
     if (e4m3) {
       const int head = i / s.d % s.heads_q, batch = i / s.d / s.heads_q / s.len_q;
       const float descale = o_descale[batch * s.heads_kv + head / (s.heads_q / s.heads_kv)];
       x = decode(((const u8*)o)[i]) * descale;
-      rounding = fabsf(out[i]) / 16 + descale * 0x1p-10f;
+      want = fminf(fmaxf(want, -448.0f * descale), 448.0f * descale);
+      rounding = fabsf(want) / 16 + descale * 0x1p-10f;
     } else {
       x = f32_from_bf16(((const u16*)o)[i]);
-      rounding = fabsf(out[i]) / 256;
+      rounding = fabsf(want) / 256;
     }
-    const float allowed = room[i] * 1.05f + rounding * 1.1f + 1e-30f, e = fabsf(x - out[i]);
+    const float allowed = room[i] * 1.05f + rounding * 1.1f + 1e-30f, e = fabsf(x - want);
     wrong += !(e <= allowed);
     worst = max(worst, __float_as_uint(e / allowed));
     error2 += e * e;
-    reference2 += out[i] * out[i];
+    reference2 += want * want;
   }
   for (i64 i = first; i < rows; i += step) {
     const float a = lse[i], b = reference_lse[i];

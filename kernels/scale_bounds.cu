@@ -1,13 +1,19 @@
 // Certified largest eigenvalues of the small matrices that a logit bound is made of. One block a job:
 //   RAW_Q, RAW_K     G as it is (mean kept): sigma_Q^2, sigma_K^2
 //   SCALED_Q, _K     T^1/2 G_Q T^1/2 and T^-1/2 G_K T^-1/2, t_b = sqrt(tr G_K,bb / tr G_Q,bb) (rotation)
-//   PRODUCT          H = L^T (G_Q + e I) L with L L^T = G_K + e I, in f64 (no rotation)
-// G + e I stands for G, e = c 2^-24 tr G covering every rounding of the Gram. A Cholesky factor of mu I - S proves
-// lambda <= mu + r (r + 3) u mu; mu starts a little above the Rayleigh quotient of the vector that the last call left,
-// and grows until the factorisation succeeds; the trace always does. An all-zero matrix gives 0, NaN gives NaN.
-#include "scale_linalg.cuh"
+//   PRODUCT          H = L^T (G_Q + e I) L with L L^T = G_K + e I (no rotation)
+// G + e I stands for G, e = c 2^-24 tr G (mean kept) covering every rounding of its sums. What rounding took from channel i
+// before, delta_i, enters by sigma(exact) <= sigma(rounded) + (sum delta_i^2)^1/2, or for a product by
+// G <= (1 + t)(G_rounded + (sum delta_i^2 / t) I). Sums s_i over the model dimension are those of exact channels; that
+// moves G - s s^T/d by at most (2 ||s|| + sqrt(d) delta) delta / sqrt(d). An all-zero matrix gives 0, NaN gives NaN.
+#include "scale_spectrum.cuh"
 
-enum : u32 { RAW_Q = 0, RAW_K = 1, SCALED_Q = 2, SCALED_K = 3, PRODUCT = 4 };
+using namespace spectrum;
+
+// What a certificate may leave open, of lambda. Raw norms enter through the roundings of the operands only.
+constexpr float OPEN = 0.006f, RAW_OPEN = 0.015f;
+
+enum : u32 { RAW_Q = 0, RAW_K = 1, SCALED_Q = 2, SCALED_K = 3 };
 
 struct HeadGram {
   u32 first, stride, count, stat_row;
@@ -15,262 +21,299 @@ struct HeadGram {
 struct Job {
   u32 kind;
   u32 q, k;    // heads in the Gram table; RAW jobs use the one they name
-  u32 result;  // where lambda goes; the vector lies at result * 256
+  u32 result;  // where lambda goes
 };
 struct Shape {
-  u32 r, rotary, interleaved, mean;  // mean: 1 if the norm removes it
+  u32 rotary, interleaved, mean, d_model;  // mean: 1 if the norm removes it
   float rope_factor;
-  float rounding;                    // c
-  u32 d_model;
-  u32 steps;                         // power steps from a warm vector; three times as many from a cold one
+  float rounding;                          // c
 };
-static_assert(sizeof(HeadGram) == 16 && sizeof(Job) == 16 && sizeof(Shape) == 32, "host mirror");
+static_assert(sizeof(HeadGram) == 16 && sizeof(Job) == 16 && sizeof(Shape) == 24, "host mirror");
 
-// Entry (i, j), i <= j, of a head's Gram: the sum of its parts, in order.
-__device__ float gram_entry(const float* partials, const HeadGram& head, u32 side, u32 i, u32 j) {
-  const u32 bi = i / 64, bj = j / 64, block = bi * side - bi * (bi - 1) / 2 + bj - bi;
-  const u32 blocks = side * (side + 1) / 2;
-  float sum = 0.f;
-  for (u32 part = 0; part < head.count; part++)
-    sum += partials[((size_t)(head.first + part * head.stride) * blocks + block) * 4096 + (i % 64) * 64 + j % 64];
-  return sum;
-}
+constexpr u32 GRAM_SIDE = (N + 63) / 64, GRAM_BLOCKS = GRAM_SIDE * (GRAM_SIDE + 1) / 2;
 
-// G, mean taken out if asked, as a packed triangle of T. A thread brings four values of a row at a time.
-template <class T>
-__device__ void load_gram(T* a, const float* partials, const ChannelStats* stats, const HeadGram& head, const Shape& s, bool mean) {
-  const u32 side = (s.r + 63) / 64, blocks = side * (side + 1) / 2;
-  const u32 column = (threadIdx.x & 15) * 4, row = threadIdx.x >> 4;
-#pragma unroll 1
-  for (u32 bi = 0, block = 0; bi < side; bi++)
-#pragma unroll 1
-    for (u32 bj = bi; bj < side; bj++, block++) {
-      float4 sum[4] = {};
-#pragma unroll 1
-      for (u32 part = 0; part < head.count; part++) {
-        const float* from = partials + ((size_t)(head.first + part * head.stride) * blocks + block) * 4096 + row * 64 + column;
+// This thread's values of a head's Gram: the sum of its parts, in order.
+__device__ __forceinline__ void load_gram(Values (&s)[EACH], const Unit (&units)[EACH], const float* partials, const HeadGram& head) {
+  const u32 g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
 #pragma unroll
-        for (u32 m = 0; m < 4; m++) {
-          const float4 v = *(const float4*)(from + m * 16 * 64);
-          sum[m].x += v.x, sum[m].y += v.y, sum[m].z += v.z, sum[m].w += v.w;
-        }
-      }
+  for (u32 e = 0; e < EACH; e++) {
 #pragma unroll
-      for (u32 m = 0; m < 4; m++) {
-        const u32 i = bi * 64 + row + 16 * m;
-        const float v[4] = {sum[m].x, sum[m].y, sum[m].z, sum[m].w};
+    for (u32 i = 0; i < 32; i++) s[e].v[i / 16][i / 4 % 4][i % 4] = 0.f;
+    const Unit u = units[e];
+    if (u.weight() == 0.f) continue;
+    const u32 bi = u.row / 64, bj = u.column / 64, block = bi * GRAM_SIDE - bi * (bi - 1) / 2 + bj - bi;
+    const float* from = partials + ((size_t)head.first * GRAM_BLOCKS + block) * 4096 + (u.row % 64 + g) * 64 + u.column % 64 + 2 * t;
+    for (u32 part = 0; part < head.count; part++, from += (size_t)head.stride * GRAM_BLOCKS * 4096) {
 #pragma unroll
-        for (u32 q = 0; q < 4; q++) {
-          const u32 j = bj * 64 + column + q;
-          if (i > j || j >= s.r) continue;
-          T g = v[q];
-          if (mean) g -= (T)stats[head.stat_row + i].sum * (T)stats[head.stat_row + j].sum / (T)s.d_model;
-          a[linalg::packed(j, i)] = g;
-        }
-      }
+      for (u32 m = 0; m < 2; m++)
+#pragma unroll
+        for (u32 n = 0; n < 4; n++)
+#pragma unroll
+          for (u32 h = 0; h < 2; h++) {
+            const float2 v = __ldg((const float2*)(from + (16 * m + 8 * h) * 64 + 8 * n));
+            s[e].v[m][n][2 * h] += v.x, s[e].v[m][n][2 * h + 1] += v.y;
+          }
     }
-  __syncthreads();
+  }
 }
 
-template <class T> __device__ double trace(const T* a, u32 r, double2* scratch) {
-  return linalg::block_sum(threadIdx.x < r ? (double)a[linalg::packed(threadIdx.x, threadIdx.x)] : 0.0, scratch);
+__device__ __forceinline__ u32 partner(u32 i, const Shape& s) {
+  if (i >= s.rotary) return i;
+  return s.interleaved ? i ^ 1 : (i < s.rotary / 2 ? i + s.rotary / 2 : i - s.rotary / 2);
 }
 
-// Pseudo-random unit-free start that depends on the channel alone.
-__device__ __forceinline__ float cold(u32 i) {
-  u32 h = i * 2654435761u + 12345u;
-  h ^= h >> 15, h *= 0x2c1b3c6du, h ^= h >> 12, h *= 0x297a2d39u, h ^= h >> 15;
-  return (float)(h >> 8) * (1.f / 8388608.f) - 1.f;
-}
-
-extern "C" __global__ void __launch_bounds__(256, 3)
-    scale_bounds(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape s,
-                 float* vectors, double* lambdas, u32* status) {
-  extern __shared__ float memory[];
-  __shared__ double2 scratch[8];
-  __shared__ float diagonal_q[256], diagonal_k[256], factor[256];
+// About 100 registers a thread, where a block leaves room for several.
+extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 100 / THREADS)
+    scale_bounds(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
+                 double* lambdas, u32* status) {
+  extern __shared__ u8 x[];
+  __shared__ float factor[SIDE], sum[SIDE], norm_q[SIDE], norm_k[SIDE];
+  __shared__ float4 scratch[WARPS];
   const Job job = jobs[blockIdx.x];
-  const u32 r = s.r, i = threadIdx.x;
-  float* a = memory;                      // packed triangle
-  float* panel = a + r * (r + 1) / 2;     // r x 8
-  float* x = panel + r * linalg::PANEL;
-  float* y = x + r;
-  float* parts = y + r;
-  const bool of_q = job.kind == RAW_Q || job.kind == SCALED_Q;
-  const bool scaled = job.kind >= SCALED_Q, mean = s.mean && scaled;
+  const bool of_q = job.kind == RAW_Q || job.kind == SCALED_Q, scaled = job.kind >= SCALED_Q, mean = shape.mean && scaled;
   const HeadGram head = heads[of_q ? job.q : job.k];
-  const u32 side = (r + 63) / 64;
+  Unit units[EACH];
+#pragma unroll
+  for (u32 e = 0; e < EACH; e++) units[e] = unit(e);
+  Values s[EACH];
+  load_gram(s, units, partials, head);
+  const ChannelStats* own = stats + head.stat_row;
+  float raw = 0.f;
+  for (u32 i = threadIdx.x; i < SIDE; i += THREADS) {
+    if (i < N) raw += own[i].raw2;
+    sum[i] = i < N && mean ? own[i].sum : 0.f;
+    if (scaled && i < N) norm_q[i] = stats[heads[job.q].stat_row + i].norm2, norm_k[i] = stats[heads[job.k].stat_row + i].norm2;
+  }
+  const float added = shape.rounding * 0x1p-24f * block_sums({raw, 0.f, 0.f}, scratch).x;
   // Diagonal scaling, in powers that cancel between q and k.
-  if (i < r) {
-    factor[i] = i < s.rotary ? s.rope_factor : 1.f;
-    if (scaled) {
-      const HeadGram q = heads[job.q], k = heads[job.k];
-      diagonal_q[i] = gram_entry(partials, q, side, i, i), diagonal_k[i] = gram_entry(partials, k, side, i, i);
-      if (mean) {
-        const float sq = stats[q.stat_row + i].sum, sk = stats[k.stat_row + i].sum;
-        diagonal_q[i] -= sq * sq / s.d_model, diagonal_k[i] -= sk * sk / s.d_model;
-      }
+  float3 sums = {0.f, 0.f, 0.f};  // trace, delta^2, ||s||^2, scaled
+  for (u32 i = threadIdx.x; i < SIDE; i += THREADS) {
+    float f = i >= N ? 0.f : i < shape.rotary ? shape.rope_factor : 1.f;
+    if (scaled && i < N) {
+      const u32 other = partner(i, shape);
+      float tq = norm_q[i], tk = norm_k[i];
+      if (other != i) tq += norm_q[other], tk += norm_k[other];
+      const float fourth = tq > 0.f && tk > 0.f ? sqrtf(sqrtf(tk / tq)) : 1.f;  // t^1/2 = (tr k / tr q)^1/4
+      f *= of_q ? fourth : 1.f / fourth;
+    }
+    factor[i] = f;
+    if (i < N) {
+      sums.x += f * f * ((scaled ? own[i].norm2 : own[i].raw2) + added);
+      sums.y += f * f * own[i].rounding, sums.z += f * f * sum[i] * sum[i];
     }
   }
   __syncthreads();
-  if (scaled && i < r) {
-    u32 partner = i;
-    if (i < s.rotary) partner = s.interleaved ? i ^ 1 : (i < s.rotary / 2 ? i + s.rotary / 2 : i - s.rotary / 2);
-    float tq = diagonal_q[i], tk = diagonal_k[i];
-    if (partner != i) tq += diagonal_q[partner], tk += diagonal_k[partner];
-    const float fourth = tq > 0.f && tk > 0.f ? sqrtf(sqrtf(tk / tq)) : 1.f;  // t^1/2 = (tr k / tr q)^1/4
-    factor[i] *= of_q ? fourth : 1.f / fourth;
+  sums = block_sums(sums, scratch);
+  const float trace = sums.x;
+  double result = 0.0;
+  if (!(trace > 0.f && trace < 3e38f)) {
+    result = trace == 0.f ? 0.0 : __longlong_as_double(0x7ff8000000000000ll);
+  } else {
+    const float inverse = 1.f / trace, per = mean ? 1.f / shape.d_model : 0.f;
+#pragma unroll
+    for (u32 e = 0; e < EACH; e++)
+      each(s[e], units[e], [&](float& v, u32 i, u32 j) {
+        v = i < N && j < N ? (v - sum[i] * sum[j] * per) * factor[i] * (factor[j] * inverse) : 0.f;
+      });
+#pragma unroll
+    for (u32 e = 0; e < EACH; e++)
+      diagonal(s[e], units[e], [&](float& v, u32 i, bool on) {
+        const float f = on ? factor[i] : 0.f;
+        v += added * f * (f * inverse);
+      });
+    // The last factor covers the roundings of the scaling.
+    const float top = largest(s, units, x, scaled ? OPEN : RAW_OPEN);
+    if (threadIdx.x) return;
+    const double lambda = (double)top * trace * (1.0 + 0x1p-19);
+    const double delta = sqrt((double)sums.y), moved = delta / sqrt((double)shape.d_model);
+    const double sigma = sqrt(lambda + (mean ? (2.0 * sqrt((double)sums.z) + delta) * moved : 0.0)) + delta;
+    result = sigma * sigma;
   }
-  double top = 0, result = 0;
-  float e = 0.f;
-  int attempt = -1;
-  for (;;) {
-    // (Re)load: a failed factorisation has overwritten the matrix.
-    load_gram(a, partials, stats, head, s, mean);
-    if (attempt < 0) e = (float)(s.rounding * 0x1p-24 * trace(a, r, scratch));
-    __syncthreads();
-    for (u32 row = i / 32; row < r; row += 8)
-      for (u32 column = i & 31; column <= row; column += 32) {
-        float& v = a[linalg::packed(row, column)];
-        v = (v + (row == column ? e : 0.f)) * factor[row] * factor[column];
-      }
-    __syncthreads();
-    if (attempt < 0) {
-      const double tr = trace(a, r, scratch);
-      if (!(tr > 0.0) || !(tr < 1e300)) {
-        result = tr == 0.0 ? 0.0 : __longlong_as_double(0x7ff8000000000000ll);
-        break;
-      }
-      top = tr;
-      float start = i < r ? vectors[(size_t)job.result * 256 + i] : 0.f;
-      const double length = linalg::block_sum((double)start * start, scratch);
-      const bool warm = length > 0.5 && length < 2.0;
-      if (i < r) x[i] = warm ? start : cold(i);
-      __syncthreads();
-      const double rho = linalg::power(a, x, y, parts, r, warm ? s.steps : 3 * s.steps, scratch);
-      if (i < r) vectors[(size_t)job.result * 256 + i] = x[i];
-      result = rho * (warm ? 1.005 : 1.01);
-    } else {
-      // mu grows: 0.4, 1.2, 2.8, 6 % above the first guess, and so on up to the trace.
-      result *= 1.0 + 0.004 * (double)(1 << min(attempt, 20));
-    }
-    // A quotient that is not positive (a Gram that is not semidefinite) would never grow.
-    if (!(result > 0.0 && result < top)) {
-      result = top;
-      break;
-    }
-    if (i < r) a[linalg::packed(i, i)] -= (float)result;
-    __syncthreads();
-    for (u32 e2 = i; e2 < r * (r + 1) / 2; e2 += 256) a[e2] = -a[e2];
-    __syncthreads();
-    if (linalg::cholesky(a, r, panel)) break;
-    attempt++;
-  }
-  if (i == 0) {
-    const double u = 0x1p-24;
-    if (result == result && result > 0.0) result += ((double)r * (r + 3) + 4) * u * result;
+  if (threadIdx.x == 0) {
     lambdas[job.result] = result;
-    if (result != result) atomicOr(status, STATUS_NON_FINITE_BOUND);
-    if (result >= top && top > 0.0 && r > 1) atomicOr(status, STATUS_FALLBACK_BOUND);
+    if (!(result < 1e300)) atomicOr(status, STATUS_NON_FINITE_BOUND);
   }
 }
 
-// sigma^2 of W_Q W_K^T, and the quadratic forms of the constants: aux = (c_k^T G_Q c_k, c_q^T G_K c_q).
-extern "C" __global__ void __launch_bounds__(256, 2)
-    scale_products(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape s,
-                   double* workspace, double* lambdas, double2* aux, u32* status) {
-  extern __shared__ double memory64[];
-  __shared__ double2 scratch[8];
-  const Job job = jobs[blockIdx.x];
-  const u32 r = s.r, i = threadIdx.x, triangle = r * (r + 1) / 2;
-  double* l = memory64;              // G_K + e I, then its factor
-  double* h = l + triangle;          // G_Q + e I, then H
-  double* panel = h + triangle;      // r x 8
-  double* x = panel + r * linalg::PANEL;
-  double* y = x + r;
-  double* parts = y + r;  // 256, also one column a lane of rows while H is formed
-  const HeadGram q = heads[job.q], k = heads[job.k];
-  load_gram(l, partials, stats, k, s, s.mean);
-  load_gram(h, partials, stats, q, s, s.mean);
-  const double trace_q = trace(h, r, scratch), trace_k = trace(l, r, scratch);
-  double2 forms;
-  {
-    if (i < r) x[i] = stats[k.stat_row + i].constant;
-    __syncthreads();
-    linalg::multiply(h, x, y, parts, r);
-    forms.x = linalg::block_sum(i < r ? x[i] * y[i] : 0.0, scratch);
-    if (i < r) x[i] = stats[q.stat_row + i].constant;
-    __syncthreads();
-    linalg::multiply(l, x, y, parts, r);
-    forms.y = linalg::block_sum(i < r ? x[i] * y[i] : 0.0, scratch);
-  }
-  const double e_q = s.rounding * 0x1p-24 * trace_q, e_k = s.rounding * 0x1p-24 * trace_k;
-  // The certificate covers the forms too.
-  {
-    double ck = i < r ? stats[k.stat_row + i].constant : 0.0, cq = i < r ? stats[q.stat_row + i].constant : 0.0;
-    forms.x = fmax(forms.x, 0.0) + e_q * linalg::block_sum(ck * ck, scratch);
-    forms.y = fmax(forms.y, 0.0) + e_k * linalg::block_sum(cq * cq, scratch);
-  }
-  const double fallback = (trace_q + r * e_q) * (trace_k + r * e_k);
-  double result = fallback;
-  bool fine = fallback > 0.0 && fallback < 1e300;
-  if (!fine) result = fallback == 0.0 ? 0.0 : __longlong_as_double(0x7ff8000000000000ll);
-  if (fine) {
-    if (i < r) l[linalg::packed(i, i)] += e_k, h[linalg::packed(i, i)] += e_q;
-    __syncthreads();
-    fine = linalg::cholesky(l, r, panel);
-  }
-  if (fine) {
-    // H(m, n) = sum_i L(i, m) (G L)(i, n), a column n at a time; finished columns wait in global memory, since every
-    // column needs all of G.
-    double* out = workspace + (size_t)blockIdx.x * (triangle + 256) + 256;
-    const linalg::Rows rows(r);
-    const u32 span = linalg::THREADS / rows.lanes, row = rows.row;
-    for (u32 n0 = 0; n0 < r; n0 += rows.lanes) {
-      const u32 n = n0 + rows.lane;
-      if (row < r && n < r) {
-        double sum = 0;
-#pragma unroll 4
-        for (u32 j = n; j < r; j++) sum += linalg::symmetric(h, row, j) * l[linalg::packed(j, n)];
-        parts[rows.lane * span + row] = sum;
-      }
-      __syncthreads();
-      if (row >= n && row < r) {
-        double sum = 0;
-        u32 at = linalg::packed(row, row);
-#pragma unroll 4
-        for (u32 j = row; j < r; j++) sum += l[at] * parts[rows.lane * span + j], at += j + 1;
-        out[linalg::packed(row, n)] = sum;
-      }
-      __syncthreads();
+#if D_HEAD <= 128
+// sigma^2 of W_Q W_K^T, and the quadratic forms of the constants: aux = (c_k^T G_Q c_k, c_q^T G_K c_q). In f32: the factor
+// and the products are within 2 (N + 2) 2^-24 ||L||_F^2 ||G_Q||_F, which is added.
+constexpr u32 ROW = SIDE + 4;  // f32 values
+
+// acc += A^T B over rows `from` to SIDE of A (columns at `row`) and B (columns at `column`); a lane has 8 x 4 values. `limit`:
+// 1 where A, 2 where B is lower triangular and its other half is something else.
+template <int LIMIT>
+__device__ __forceinline__ void outer(float (&acc)[8][4], const float* a, const float* b, u32 row, u32 column, u32 from) {
+  const u32 lane = threadIdx.x & 31, r = row + lane / 8 * 8, c = column + lane % 8 * 4;
+#pragma unroll 1
+  for (u32 k = from; k < SIDE; k++) {
+    const float4 a0 = *(const float4*)(a + k * ROW + r), a1 = *(const float4*)(a + k * ROW + r + 4);
+    const float4 b0 = *(const float4*)(b + k * ROW + c);
+    float left[8] = {a0.x, a0.y, a0.z, a0.w, a1.x, a1.y, a1.z, a1.w}, right[4] = {b0.x, b0.y, b0.z, b0.w};
+    if (k < from + 32) {
+#pragma unroll
+      for (u32 i = 0; i < 8; i++) left[i] = LIMIT == 1 && k < r + i ? 0.f : left[i];
+#pragma unroll
+      for (u32 j = 0; j < 4; j++) right[j] = LIMIT == 2 && k < c + j ? 0.f : right[j];
     }
-    double* vector = out - 256;
-    for (u32 e = i; e < triangle; e += 256) h[e] = out[e];
-    __syncthreads();
-    const double start = i < r ? vector[i] : 0.0, length = linalg::block_sum(start * start, scratch);
-    const bool warm = length > 0.5 && length < 2.0;
-    if (i < r) x[i] = warm ? start : (double)cold(i);
-    __syncthreads();
-    const double rho = linalg::power(h, x, y, parts, r, warm ? s.steps : 3 * s.steps, scratch);
-    if (i < r) vector[i] = x[i];
-    double mu = rho * (warm ? 1.005 : 1.01);
-    for (int attempt = 0; mu > 0.0 && mu < fallback; attempt++) {
-      for (u32 e = i; e < triangle; e += 256) l[e] = -h[e];
-      __syncthreads();
-      if (i < r) l[linalg::packed(i, i)] += mu;
-      __syncthreads();
-      if (linalg::cholesky(l, r, panel)) {
-        result = mu;
-        break;
-      }
-      mu *= 1.0 + 0.004 * (double)(1 << min(attempt, 20));
-    }
-    result += ((double)r * (r + 3) * mu + 4.0 * r * fallback) * 0x1p-53;
-  }
-  if (i == 0) {
-    lambdas[job.result] = result;
-    aux[blockIdx.x] = forms;
-    if (result != result) atomicOr(status, STATUS_NON_FINITE_BOUND);
-    if (result >= fallback && fallback > 0.0 && r > 1) atomicOr(status, STATUS_FALLBACK_BOUND);
+#pragma unroll
+    for (u32 i = 0; i < 8; i++)
+#pragma unroll
+      for (u32 j = 0; j < 4; j++) acc[i][j] += left[i] * right[j];
   }
 }
+__device__ __forceinline__ void put(float* to, const float (&acc)[8][4], u32 row, u32 column) {
+  const u32 lane = threadIdx.x & 31, r = row + lane / 8 * 8, c = column + lane % 8 * 4;
+#pragma unroll
+  for (u32 i = 0; i < 8; i++)
+    *(float4*)(to + (r + i) * ROW + c) = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 192 / THREADS)
+    scale_products(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
+                   double* lambdas, double2* aux, u32* status) {
+  extern __shared__ float memory[];
+  __shared__ float4 scratch[2][WARPS];
+  __shared__ float inverses[SIDE], constant_q[SIDE], constant_k[SIDE];
+  __shared__ int failed;
+  const Job job = jobs[blockIdx.x];
+  const HeadGram q = heads[job.q], k = heads[job.k];
+  float* l = memory;               // G_K + e I; its factor below the diagonal, transposed above
+  float* g = l + SIDE * ROW;       // G_Q + e I, then H
+  float* t = g + SIDE * ROW;       // G_Q L, then the matrices that are squared
+  const float per = shape.mean ? 1.f / shape.d_model : 0.f;
+  float3 sums = {0.f, 0.f, 0.f}, lost = {0.f, 0.f, 0.f}, means = {0.f, 0.f, 0.f};
+  Unit units[EACH];
+#pragma unroll
+  for (u32 e = 0; e < EACH; e++) units[e] = unit(e);
+  Values s[EACH];
+#pragma unroll 1
+  for (u32 which = 0; which < 2; which++) {
+    float* to = which ? l : g;
+    const ChannelStats* own = stats + (which ? k : q).stat_row;
+    load_gram(s, units, partials, which ? k : q);
+    for (u32 i = threadIdx.x; i < SIDE; i += THREADS) {
+      inverses[i] = i < N ? own[i].sum : 0.f;
+      (which ? constant_k : constant_q)[i] = i < N ? own[i].constant : 0.f;
+      const float raw = i < N ? own[i].raw2 : 0.f, gone = i < N ? own[i].rounding : 0.f, s2 = inverses[i] * inverses[i];
+      sums.x += which ? 0.f : raw, sums.y += which ? raw : 0.f;
+      lost.x += which ? 0.f : gone, lost.y += which ? gone : 0.f;
+      means.x += which ? 0.f : s2, means.y += which ? s2 : 0.f;
+    }
+    __syncthreads();
+#pragma unroll
+    for (u32 e = 0; e < EACH; e++) {
+      const Unit u = units[e];
+      if (u.weight() == 0.f) continue;
+      each(s[e], u, [&](float& v, u32 i, u32 j) {
+        const float value = i < N && j < N ? v - inverses[i] * inverses[j] * per : 0.f;
+        to[i * ROW + j] = value;
+        if (u.weight() == 2.f) to[j * ROW + i] = value;
+        sums.z += which ? 0.f : u.weight() * value * value;
+      });
+    }
+    __syncthreads();
+  }
+  sums = block_sums(sums, scratch[0]);
+  lost = block_sums(lost, scratch[1]);
+  __syncthreads();
+  means = block_sums(means, scratch[0]);
+  __syncthreads();
+  const float u24 = 0x1p-24f, loosened = lost.x + lost.y > 0.f ? 0x1p-10f : 0.f;
+  auto added = [&](float c, float trace, float lost2, float mean2) {
+    const float delta = sqrtf(lost2), moved = shape.mean ? (2.f * sqrtf(mean2) + delta) * delta * rsqrtf((float)shape.d_model) : 0.f;
+    return (c * u24 * trace + moved) * 1.0001f + 0x1p10f * lost2;
+  };
+  const float e_q = added(shape.rounding, sums.x, lost.x, means.x);
+  const float e_k = added(shape.rounding + N + 3, sums.y, lost.y, means.y);
+  // The forms; the certificate and the sum's own rounding cover them.
+  float3 forms = {0.f, 0.f, 0.f};
+  float cq2 = 0.f, ck2 = 0.f;
+#pragma unroll 4
+  for (u32 i = threadIdx.x; i < SIDE * SIDE; i += THREADS) {
+    const u32 row = i / SIDE, column = i % SIDE;
+    forms.x += constant_k[row] * constant_k[column] * g[row * ROW + column];
+    forms.y += constant_q[row] * constant_q[column] * l[row * ROW + column];
+    if (row == column) cq2 += constant_q[row] * constant_q[row], ck2 += constant_k[row] * constant_k[row];
+  }
+  forms = block_sums(forms, scratch[1]);
+  const double grow = 1.0 + loosened;
+  const float3 squares = block_sums({cq2, ck2, 0.f}, scratch[0]);
+  const float more = 64.f + SIDE * SIDE / THREADS;
+  const double form_x = grow * (fmax((double)forms.x, 0.0) + ((double)e_q + more * u24 * sums.x) * squares.y * 1.0001);
+  const double form_y = grow * (fmax((double)forms.y, 0.0) + ((double)e_k + more * u24 * sums.y) * squares.x * 1.0001);
+  if (threadIdx.x == 0) aux[blockIdx.x] = make_double2(form_x, form_y);
+  const double fallback = ((double)sums.x + (double)N * e_q) * ((double)sums.y + (double)N * e_k) * 1.01;
+  // Balanced, so that neither f32 nor f16 leaves its range: traces of 1.
+  const float scale_q = 1.f / (sums.x + N * e_q), scale_k = 1.f / (sums.y + N * e_k);
+  double result = fallback;
+  bool fine = fallback > 0.0 && scale_q > 0.f && scale_k > 0.f && scale_q < 3e38f && scale_k < 3e38f;
+  if (!fine) result = sums.x == 0.f || sums.y == 0.f ? 0.0 : __longlong_as_double(0x7ff8000000000000ll);
+  if (fine) {
+    if (threadIdx.x == 0) failed = 0;
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < SIDE * SIDE; i += THREADS) {
+      const u32 row = i / SIDE, column = i % SIDE, at = row * ROW + column;
+      const bool diagonal = row == column;
+      g[at] = (g[at] + (diagonal ? e_q : 0.f)) * scale_q;
+      l[at] = column < N || !diagonal ? (l[at] + (diagonal ? e_k : 0.f)) * scale_k : 1.f;
+    }
+    __syncthreads();
+    // Cholesky on the upper half, rows unscaled until the end: L(j, i) = A(i, j) / sqrt(A(i, i)).
+    for (u32 c = 0; c < N; c++) {
+      const float pivot = l[c * ROW + c];
+      if (threadIdx.x == 0 && !(pivot > 0.f)) failed = 1;
+      const float inverse = 1.f / pivot;
+#pragma unroll 1
+      for (u32 i = c + 1 + (threadIdx.x >> 5); i < N; i += WARPS) {
+        const float left = l[c * ROW + i] * inverse;
+#pragma unroll 2
+        for (u32 j = i + (threadIdx.x & 31); j < N; j += 32) l[i * ROW + j] -= left * l[c * ROW + j];
+      }
+      __syncthreads();
+    }
+    fine = !failed;
+  }
+  if (fine) {
+    for (u32 i = threadIdx.x; i < SIDE; i += THREADS) inverses[i] = rsqrtf(l[i * ROW + i]);
+    __syncthreads();
+    float lengths = 0.f;
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < SIDE * SIDE; i += THREADS) {
+      const u32 row = i / SIDE, column = i % SIDE;
+      if (column < row) continue;
+      // Padding counts as nothing.
+      const float v = column < N ? l[row * ROW + column] * inverses[row] : 0.f;
+      l[row * ROW + column] = l[column * ROW + row] = v;
+      lengths += v * v;
+    }
+    lengths = block_sums({lengths, 0.f, 0.f}, scratch[1]).x;
+#pragma unroll 1
+    for (u32 index = threadIdx.x >> 5; index < BANDS * BANDS; index += WARPS) {
+      const u32 row = index / BANDS * 32, column = index % BANDS * 32;
+      float acc[8][4] = {};
+      outer<2>(acc, g, l, row, column, column);
+      put(t, acc, row, column);
+    }
+    __syncthreads();
+    {
+      float acc[8][4] = {};
+      outer<1>(acc, l, t, units[0].row, units[0].column, units[0].row);
+      put(g, acc, units[0].row, units[0].column);
+    }
+    __syncthreads();
+    each(s[0], units[0], [&](float& v, u32 i, u32 j) { v = g[i * ROW + j]; });
+    const float frobenius = sqrtf(sums.z) * 1.0001f * scale_q + N * e_q * scale_q;
+    const double slack = 2.0 * (N + 2) * u24 * lengths * frobenius;
+    const float top = largest(s, units, (u8*)t, 2.f * OPEN);
+    if (threadIdx.x) return;
+    result = grow * grow * ((double)top + slack) / scale_q / scale_k * (1.0 + 0x1p-19);
+  }
+  if (threadIdx.x == 0) {
+    lambdas[job.result] = result;
+    if (!(result < 1e300)) atomicOr(status, STATUS_NON_FINITE_BOUND);
+    if (result >= fallback && fallback > 0.0 && N > 1) atomicOr(status, STATUS_FALLBACK_BOUND);
+  }
+}
+static_assert(EACH == 1, "one unit a warp");
+#endif

@@ -42,7 +42,7 @@ __device__ float pair_bound(const ChannelStats* s, const Layer& l, u32 p, u32 ro
   return l.rope_factor * (bound + sqrtf(ax * ax + ay * ay) * 0.03125f);
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(1024, 1)
     scale_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, float* operand_bounds,
                    u32* status) {
   extern __shared__ float bounds[];  // one a head of this projection

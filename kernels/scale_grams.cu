@@ -9,9 +9,9 @@ struct Segment {
   u32 first_row;    // first channel of the head
   u32 first, last;  // ranges of 64 input channels
   u32 slot;         // of the partial Gram
-  u32 heads;
+  u32 heads, stat, pad;
 };
-static_assert(sizeof(Segment) == 24, "host mirror");
+static_assert(sizeof(Segment) == 32, "host mirror");
 
 constexpr u32 STEP = 16;
 

@@ -1,14 +1,15 @@
-// Gram matrices G = W^T diag(g^2) W of every Q and K head of a model, BF16 weights, d_head 64 or 128 (macro D_HEAD),
-// one read of the weights. Hopper.
+// Gram matrices G = W^T diag(g^2) W of every Q and K head of a model and, on the way, the norms of every channel: one read of
+// the weights. 16-bit weights, d_head up to 128 (macro D_HEAD). Hopper.
 //
-// The model dimension of all heads, laid end to end, is cut into equal shares, one a block (a share is a list of
-// segments: head, range). A warp brings tiles of 64 input channels through the copy engine; three warpgroups multiply, each
-// one 64 x 64 block: for 128 the blocks (0,0) (0,1) (1,1) of one head, for 64 one head each.
+// The model dimension of all tiles of 128 channels, laid end to end, is cut into equal shares, one a block (a share is a
+// list of segments: tile, range). A warp brings 64 input channels at a time through the copy engine; four warpgroups turn
+// them in place into y = f16(s g w), s the projection's power of two, and sum up norms and pair products; two warpgroups
+// multiply: for more than 64 channels a head the blocks (0,0) (0,1) and (1,1) of one head, up to 64 one head each.
 //
-// The gain is not rounded to bf16: the left operand, in registers, is g^2 w split into two bf16, the right one is w as
-// stored. g^2 itself is a sum of two bf16. Relative error of a product: 2^-18 twice (once where g is bf16).
-// Accumulators are flushed into a second f32 sum every 256 input channels. Rounding: the sum of all is at most
-// (256 + d/256 + 128 + 2) 2^-24 tr G in norm.
+// One product with y on both sides instead of two with a split one. Rounding changes a value of exponent e by at most
+// 2^(e - 11), or 2^-25 below the normal ones, which is summed up for every channel: delta_i >= ||y_i - exact||, so that
+// sigma(exact) <= sigma(y) + (sum delta_i^2)^1/2. Accumulators are flushed into a second f32 sum every 256 input channels:
+// the accumulation's error is at most (256 + d/256) 2^-24 tr G in norm.
 #include "scale_ptx.cuh"
 
 #ifndef D_HEAD
@@ -17,173 +18,300 @@
 #ifndef ALONG_CHANNELS  // 1: stored [in, out]
 #define ALONG_CHANNELS 0
 #endif
+#ifndef F16  // 1: weights in f16, 0: in bf16
+#define F16 0
+#endif
 
-constexpr int BOXES = D_HEAD == 128 ? 2 : 3;  // boxes of 64 channels a tile
-constexpr int TILE = 64;                      // input channels a tile
+constexpr u32 N = D_HEAD;
+constexpr bool ONE = N > 64;                 // one head a tile
+constexpr u32 HEADS = ONE ? 1 : 2;           // of a tile, one a box; one in two boxes where it has more than 64 channels
+constexpr u32 ROWS[2] = {N < 64 ? N : 64, ONE ? N - 64 : N};  // channels in each box
+constexpr int TILE = 64;                     // input channels a tile
 constexpr int BOX_BYTES = 64 * TILE * 2;
+constexpr int COPIED = ALONG_CHANNELS ? 2 * BOX_BYTES : (ROWS[0] + ROWS[1]) * TILE * 2;
 constexpr int GAIN_BYTES = TILE * 4;
-constexpr int STAGES = D_HEAD == 128 ? 12 : 8;
+constexpr int STAGES = 12;
 constexpr int FLUSH = 4;  // tiles
-constexpr int WARPGROUPS = 3;
-// The host's number: room for alignment, boxes, gains, barriers.
-static_assert(1024 + STAGES * (BOXES * BOX_BYTES + GAIN_BYTES + 16) <= (D_HEAD == 128 ? 200896 : 199808), "shared memory");
+constexpr int MEETING_BYTES = 8 * 5 * 64 * 4;  // sums of the converting warps
+constexpr u32 MULTIPLIERS = 256, CONVERTERS = 512, THREADS = MULTIPLIERS + CONVERTERS + 128;
+// The host's number: room for alignment, boxes, gains, barriers and sums.
+static_assert(1024 + STAGES * (2 * BOX_BYTES + GAIN_BYTES + 24) + MEETING_BYTES <= 211456, "shared memory");
 
 struct Segment {
   u32 projection;
   u32 first_row;    // channel
   u32 first, last;  // tiles
   u32 slot;         // of the first head's partial Gram
-  u32 heads;        // heads of 64 in this segment's tile (1 for 128)
+  u32 heads;        // heads whose Grams are wanted; 0: norms only
+  u32 stat;         // first row of this segment's channel parts
+  u32 pad;
 };
-static_assert(sizeof(Segment) == 24, "host mirror");
+static_assert(sizeof(Segment) == 32, "host mirror");
+
+// What one segment saw of one channel.
+struct ChannelPart {
+  float norm2, pair, delta2, pad;
+};
 
 struct Pipeline {
-  u32 boxes, gains, full, empty;
+  u32 boxes, gains, full, ready, empty, meeting;
   u32 stage = 0, phase = 0;
   __device__ __forceinline__ void next() {
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
 };
 
-__device__ void load_tiles(Pipeline pipe, const Segment* segments, u32 begin, u32 end, const Projection* projections,
-                           u64 maps, const uint2* squares, u32 padded) {
+__device__ void load_tiles(Pipeline pipe, const Segment* segments, u32 begin, u32 end, u64 maps, const float* gains, u32 padded) {
   for (u32 s = begin; s < end; s++) {
     const Segment segment = segments[s];
-    const Projection& p = projections[segment.projection];
-    const u64 map = maps + segment.projection * 128ull;
-    const uint2* square = squares + (size_t)p.gain_row * (padded / 2);
+    const u64 map = maps + segment.projection * 256ull;
+    const float* gain = gains + (size_t)segment.projection * padded;
     for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
-      const u32 full = pipe.full + pipe.stage * 8, to = pipe.boxes + pipe.stage * BOXES * BOX_BYTES;
-      // Wait until the three warpgroups have left the stage.
+      const u32 full = pipe.full + pipe.stage * 8, to = pipe.boxes + pipe.stage * 2 * BOX_BYTES;
       ptx::barrier_wait(pipe.empty + pipe.stage * 8, pipe.phase ^ 1);
-      ptx::barrier_expect(full, BOXES * BOX_BYTES + GAIN_BYTES);
-      ptx::copy_bytes(pipe.gains + pipe.stage * GAIN_BYTES, square + tile * (TILE / 2), GAIN_BYTES, full);
+      ptx::barrier_expect(full, COPIED + GAIN_BYTES);
+      ptx::copy_bytes(pipe.gains + pipe.stage * GAIN_BYTES, gain + tile * TILE, GAIN_BYTES, full);
 #pragma unroll
-      for (int b = 0; b < BOXES; b++) {
-        const u32 row = segment.first_row + 64 * b, k = tile * TILE;
-        ptx::copy_tile(to + b * BOX_BYTES, map, ALONG_CHANNELS ? row : k, ALONG_CHANNELS ? k : row, full);
+      for (u32 b = 0; b < 2; b++) {
+        const u32 row = segment.first_row + (b ? ROWS[0] : 0), k = tile * TILE;
+        ptx::copy_tile(to + b * BOX_BYTES, map + (b && ROWS[1] != ROWS[0] ? 128 : 0), ALONG_CHANNELS ? row : k,
+                       ALONG_CHANNELS ? k : row, full);
       }
     }
   }
 }
 
-// One lane's part of a 64 x 16 fragment of w as stored, and of g^2 = high + low beside it.
-struct Fragment {
-  u32 w[4];
-  uint2 near, far;  // channels k, k + 1 and k + 8, k + 9: (high, low)
-  __device__ __forceinline__ void load(u32 address, u32 gains) {
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(near.x), "=r"(near.y) : "r"(gains));
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(far.x), "=r"(far.y) : "r"(gains + 32));
-    ptx::load_fragment<ALONG_CHANNELS>(w, address);
-  }
-  // g^2 w as two bf16. high = round(w gh) and w gh - high fits bf16 exactly; w gl is added with one rounding.
-  __device__ __forceinline__ void split(u32 (&high)[4], u32 (&low)[4]) const {
+__device__ __forceinline__ void unpack(const uint4& raw, float (&v)[8]) {
+  Vector8<F16 ? DTYPE_F16 : DTYPE_BF16> values;
+  values.raw = raw, values.get(v);
+}
+__device__ __forceinline__ uint4 load16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ float load4(u32 address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ void store4(u32 address, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+// Eight values to f16 in place; what rounding may change of each, squared, in units of 2^-22, is added to `lost`.
+template <int SUMS> __device__ __forceinline__ void store_f16(u32 address, const float (&z)[8], float (&lost)[SUMS]) {
+  u32 packed[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint2 g = i < 2 ? near : far;
-      high[i] = ptx::mul_bf16x2(w[i], g.x);
-      low[i] = ptx::fma_bf16x2(w[i], g.y, ptx::fma_bf16x2(w[i], g.x, high[i] ^ 0x80008000u));
-    }
-  }
-};
-
-// One warpgroup: its 64 x 64 block of every segment.
-__device__ __forceinline__ void multiply(Pipeline pipe, const Segment* segments, u32 begin, u32 end, float* partials) {
-  const u32 group = threadIdx.x / 128, lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
-  const u32 left = D_HEAD == 128 ? group / 2 : group, right = D_HEAD == 128 ? (group + 1) / 2 : group;
-  // ldmatrix: where this lane's 16 bytes of a 16 x 16 block lie, for each of the four steps of a tile.
-  u32 offset[4];
+  for (int i = 0; i < 4; i++) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed[i]) : "f"(z[2 * i + 1]), "f"(z[2 * i]));
 #pragma unroll
-  for (int k = 0; k < 4; k++) {
-    u32 row, chunk;
-    if (ALONG_CHANNELS) {
-      row = k * 16 + (lane & 7) + (lane >> 4) * 8, chunk = warp * 2 + (lane >> 3 & 1);
-    } else {
-      row = warp * 16 + (lane & 15), chunk = k * 2 + (lane >> 4);
-    }
-    offset[k] = left * BOX_BYTES + row * 128 + ((chunk ^ (row & 7)) << 4);
+  for (int i = 0; i < 8; i++) {
+    const float power = __uint_as_float(__float_as_uint(z[i]) & 0x7f800000u);
+    lost[i % SUMS] += power * power;
   }
-  const u32 gain_offset = (lane & 3) * 8;
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+               : "memory");
+}
+// The copy engine and the tensor cores see what this warp has written, and may go on.
+__device__ __forceinline__ void hand_over(u32 barrier) {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+  ptx::barrier_arrive_if(barrier, (threadIdx.x & 31) == 0);
+}
 
-  float acc[32], sum[32];
+// Four warpgroups: y in place, and sums over the segment for every channel.
+__device__ void convert(Pipeline pipe, const Segment* segments, u32 begin, u32 end, const Projection* projections,
+                        const float* scales, ChannelPart* parts) {
+  const u32 thread = threadIdx.x - MULTIPLIERS, lane = thread & 31, warp = thread >> 5;
   for (u32 s = begin; s < end; s++) {
     const Segment segment = segments[s];
+    const bool gram = segment.heads > 0;
+    const float scale = scales[segment.projection], back = 1.f / (scale * scale);
+    if (!ALONG_CHANNELS) {
+      // A lane one pair of channels, a warp eight input channels: gains are the same for all lanes, and neighbouring
+      // channels lie in different banks.
+      const u32 chunk = warp & 7, pair = (warp >> 3) * 32 + lane, head = pair / (N / 2);
+      const bool in = head < HEADS;
+      u32 a, b;
+      {
+        const Projection& p = projections[segment.projection];
+        // Without rotation any two may be a pair: the halves, whose banks do not collide.
+        pair_channels(pair % (N / 2), p.rotary ? p.rotary : N, p.rotary && p.interleaved, a, b);
+        if (!in) a = b = 0;
+      }
+      const u32 base = in ? head * 64 : 0;
+      const u32 offset_a = (base + a) * 128 + ((chunk ^ ((base + a) & 7)) << 4);
+      const u32 offset_b = (base + b) * 128 + ((chunk ^ ((base + b) & 7)) << 4);
+      float norm_a = 0.f, norm_b = 0.f, dot = 0.f, lost_a[1] = {0.f}, lost_b[1] = {0.f};
+      for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
+        const u32 boxes = pipe.boxes + pipe.stage * 2 * BOX_BYTES, gains = pipe.gains + pipe.stage * GAIN_BYTES + chunk * 32;
+        ptx::barrier_wait(pipe.full + pipe.stage * 8, pipe.phase);
+        if (in) {
+          const uint4 low = load16(gains), high = load16(gains + 16);
+          const u32 g[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+          float za[8], zb[8];
+          unpack(load16(boxes + offset_a), za), unpack(load16(boxes + offset_b), zb);
+          float sum_a = 0.f, sum_b = 0.f, product = 0.f;
 #pragma unroll
-    for (int i = 0; i < 32; i++) acc[i] = 0.f, sum[i] = 0.f;
+          for (int i = 0; i < 8; i++) {
+            za[i] *= __uint_as_float(g[i]), zb[i] *= __uint_as_float(g[i]);
+            sum_a += za[i] * za[i], sum_b += zb[i] * zb[i], product += za[i] * zb[i];
+          }
+          norm_a += sum_a, norm_b += sum_b, dot += product;
+          if (gram) store_f16(boxes + offset_a, za, lost_a), store_f16(boxes + offset_b, zb, lost_b);
+        }
+        hand_over(pipe.ready + pipe.stage * 8);
+      }
+      // The eight warps of a pair meet in shared memory.
+      const float mine[5] = {norm_a, norm_b, dot, lost_a[0], lost_b[0]};
+#pragma unroll
+      for (int i = 0; i < 5; i++) store4(pipe.meeting + ((chunk * 5 + i) * 64 + pair) * 4, mine[i]);
+      asm volatile("bar.sync 1, 512;" ::: "memory");
+      if (chunk == 0 && in) {
+        float total[5] = {};
+        for (u32 c = 0; c < 8; c++)
+#pragma unroll
+          for (int i = 0; i < 5; i++) total[i] += load4(pipe.meeting + ((c * 5 + i) * 64 + pair) * 4);
+        const float below = (segment.last - segment.first) * TILE * 0x1p-50f;
+        float4* out = (float4*)(parts + segment.stat + head * N);
+        out[a] = make_float4(total[0] * back, total[2] * back, (total[3] * 0x1p-22f + below) * back, 0.f);
+        out[b] = make_float4(total[1] * back, total[2] * back, (total[4] * 0x1p-22f + below) * back, 0.f);
+      }
+      asm volatile("bar.sync 1, 512;" ::: "memory");
+    } else {
+      // A lane: eight channels of two input channels. Norms come from another kernel.
+      const u32 box = warp & 1, chunk = lane & 7, row = (warp >> 1) * 4 + (lane >> 3);
+      float lost[8] = {};
+      for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
+        const u32 boxes = pipe.boxes + pipe.stage * 2 * BOX_BYTES + box * BOX_BYTES + row * 128 + ((chunk ^ (row & 7)) << 4);
+        const u32 gains = pipe.gains + pipe.stage * GAIN_BYTES + row * 4;
+        ptx::barrier_wait(pipe.full + pipe.stage * 8, pipe.phase);
+#pragma unroll
+        for (u32 r = 0; r < 2; r++) {
+          float z[8];
+          unpack(load16(boxes + r * 32 * 128), z);
+          const float g = load4(gains + r * 128);
+#pragma unroll
+          for (int i = 0; i < 8; i++) z[i] *= g;
+          store_f16(boxes + r * 32 * 128, z, lost);
+        }
+        hand_over(pipe.ready + pipe.stage * 8);
+      }
+      // Eight parts of 128 channels a segment, one of each pair of warps.
+      const float below = (segment.last - segment.first) * (TILE / 8) * 0x1p-50f;
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        lost[i] += __shfl_xor_sync(0xffffffffu, lost[i], 8);
+        lost[i] += __shfl_xor_sync(0xffffffffu, lost[i], 16);
+        if (lane < 8 && ROWS[box] > chunk * 8)
+          *(float4*)(parts + segment.stat + (warp >> 1) * 128 + (ONE ? box * 64 : box * N) + chunk * 8 + i) =
+              make_float4(0.f, 0.f, (lost[i] * 0x1p-22f + below) * back, 0.f);
+      }
+    }
+  }
+}
+
+// One warpgroup: `BLOCKS` 64 x 64 blocks of every segment, side by side, the left operand from box LEFT.
+template <int BLOCKS, int LEFT> __device__ __forceinline__ void multiply(Pipeline pipe, const Segment* segments, u32 begin, u32 end, const float* scales, float* partials) {
+  const u32 lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
+  float acc[BLOCKS][32], sum[BLOCKS][32];
+  for (u32 s = begin; s < end; s++) {
+    const Segment segment = segments[s];
+    if (segment.heads == 0) {
+      for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
+        ptx::barrier_wait(pipe.ready + pipe.stage * 8, pipe.phase);
+        ptx::barrier_arrive_if(pipe.empty + pipe.stage * 8, lane == 0);
+      }
+      continue;
+    }
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+      for (int i = 0; i < 32; i++) acc[b][i] = 0.f, sum[b][i] = 0.f;
     for (u32 tile = segment.first; tile < segment.last; tile += FLUSH) {
       const u32 count = min((u32)FLUSH, segment.last - tile);
       u32 previous = pipe.empty;
       for (u32 t = 0; t < count; t++) {
-        ptx::barrier_wait(pipe.full + pipe.stage * 8, pipe.phase);
-        const u32 boxes = pipe.boxes + pipe.stage * BOXES * BOX_BYTES;
-        const u32 gains = pipe.gains + pipe.stage * GAIN_BYTES + gain_offset;
-        const u64 b = ptx::swizzled_operand(boxes + right * BOX_BYTES);
-        u32 high[4][4], low[4][4];
-        Fragment raw[2];
-        raw[0].load(boxes + offset[0], gains);
+        ptx::barrier_wait(pipe.ready + pipe.stage * 8, pipe.phase);
+        const u32 boxes = pipe.boxes + pipe.stage * 2 * BOX_BYTES;
+        const u64 left = ptx::swizzled_operand(boxes + LEFT * BOX_BYTES);
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) ptx::keep(acc[b]);
+        ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-          if (k < 3) raw[(k + 1) & 1].load(boxes + offset[k + 1], gains + (k + 1) * 64);
-          // The step four back has to be done with its registers; then the stage before this one is free.
-          ptx::wgmma_wait<3>();
-          if (k == 3) ptx::barrier_arrive_if(previous, lane == 0 && t > 0);
-          raw[k & 1].split(high[k], low[k]);
-          ptx::keep(acc), ptx::keep(high[k]), ptx::keep(low[k]);
-          ptx::wgmma_fence();
-          const u64 step = b + (ALONG_CHANNELS ? k * 16 * 128 / 16 : k * 32 / 16);
-          ptx::wgmma_64x64x16<ALONG_CHANNELS>(acc, high[k], step, t + k > 0);
-          ptx::wgmma_64x64x16<ALONG_CHANNELS>(acc, low[k], step, 1);
-          ptx::wgmma_commit();
+          const u64 step = ALONG_CHANNELS ? k * 16 * 128 / 16 : k * 32 / 16;
+#pragma unroll
+          for (int b = 0; b < BLOCKS; b++)
+            ptx::wgmma_f16_64x64x16<ALONG_CHANNELS>(acc[b], left + step, left + b * (BOX_BYTES / 16) + step, t + k > 0);
         }
+        ptx::wgmma_commit();
+        // The tile before this one is done with: its stage is free.
+        ptx::wgmma_wait<1>();
+        ptx::barrier_arrive_if(previous, lane == 0 && t > 0);
         previous = pipe.empty + pipe.stage * 8;
         pipe.next();
       }
-      // Flush into the second sum.
       ptx::wgmma_wait<0>();
-      ptx::keep(acc);
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) ptx::keep(acc[b]);
       ptx::barrier_arrive_if(previous, lane == 0);
 #pragma unroll
-      for (int i = 0; i < 32; i++) sum[i] += acc[i];
+      for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+        for (int i = 0; i < 32; i++) sum[b][i] += acc[b][i];
     }
     // Store this share's part.
-    if (D_HEAD == 128 || group < segment.heads) {
-      const u32 block = D_HEAD == 128 ? segment.slot * 3 + group : segment.slot + group;
-      float* out = partials + (size_t)block * 4096 + (warp * 16 + lane / 4) * 64 + (lane & 3) * 2;
+    const float scale = scales[segment.projection], back = 1.f / (scale * scale);
+    if (ONE || LEFT < segment.heads) {
+      const u32 block = ONE ? segment.slot * 3 + LEFT * 2 : segment.slot + LEFT;
 #pragma unroll
-      for (int j = 0; j < 8; j++) {
-        *(float2*)(out + j * 8) = make_float2(sum[4 * j], sum[4 * j + 1]);
-        *(float2*)(out + 8 * 64 + j * 8) = make_float2(sum[4 * j + 2], sum[4 * j + 3]);
+      for (int b = 0; b < BLOCKS; b++) {
+        float* out = partials + (size_t)(block + b) * 4096 + (warp * 16 + lane / 4) * 64 + (lane & 3) * 2;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+          *(float2*)(out + j * 8) = make_float2(sum[b][4 * j] * back, sum[b][4 * j + 1] * back);
+          *(float2*)(out + 8 * 64 + j * 8) = make_float2(sum[b][4 * j + 2] * back, sum[b][4 * j + 3] * back);
+        }
       }
     }
   }
 }
 
-// D_HEAD 64 adds three heads a tile, of which the last tile of a projection fills fewer.
-extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     scale_grams_wgmma(const Segment* segments, const u32* shares, const Projection* projections, u64 maps,
-                      const uint2* squares, u32 padded, float* partials) {
+                      const float* gains, const float* scales, u32 padded, float* partials, ChannelPart* parts) {
   extern __shared__ u8 shared[];
   const u32 base = (ptx::shared_address(shared) + 1023) & ~1023u;
   Pipeline pipe;
   pipe.boxes = base;
-  pipe.gains = base + STAGES * BOXES * BOX_BYTES;
+  pipe.gains = base + STAGES * 2 * BOX_BYTES;
   pipe.full = pipe.gains + STAGES * GAIN_BYTES;
-  pipe.empty = pipe.full + STAGES * 8;
+  pipe.ready = pipe.full + STAGES * 8;
+  pipe.empty = pipe.ready + STAGES * 8;
+  pipe.meeting = pipe.empty + STAGES * 8;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       ptx::barrier_init(pipe.full + s * 8, 1);
-      ptx::barrier_init(pipe.empty + s * 8, WARPGROUPS * 4);
+      ptx::barrier_init(pipe.ready + s * 8, CONVERTERS / 32);
+      ptx::barrier_init(pipe.empty + s * 8, MULTIPLIERS / 32);
     }
     ptx::barrier_init_fence();
   }
   __syncthreads();
   const u32 begin = shares[blockIdx.x], end = shares[blockIdx.x + 1];
   const u32 group = threadIdx.x / 128;
-  if (group == WARPGROUPS) {
+  // 72 a thread at the start, 504 in all: 160 + 88 + 4 * 56 + 24.
+  if (group == 0) {
+    ptx::take_registers<160>();
+    multiply<ONE ? 2 : 1, 0>(pipe, segments, begin, end, scales, partials);
+  } else if (group == 1) {
+    ptx::take_registers<88>();
+    multiply<1, 1>(pipe, segments, begin, end, scales, partials);
+  } else if (group < 6) {
     ptx::give_registers<56>();
-    if (threadIdx.x % 128 == 0) load_tiles(pipe, segments, begin, end, projections, maps, squares, padded);
+    convert(pipe, segments, begin, end, projections, scales, parts);
   } else {
-    ptx::take_registers<152>();
-    multiply(pipe, segments, begin, end, partials);
+    ptx::give_registers<24>();
+    if (threadIdx.x % 128 == 0) load_tiles(pipe, segments, begin, end, maps, gains, padded);
   }
 }

@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(128)
   if (norm_q != 0.0 && norm_k != 0.0)
     rounded += tau * ((e * e - 1.0) * norm_q * norm_k + e * (norm_q * sk + norm_k * sq) + sq * sk);
   // fmin drops a NaN.
-  if (!(raw_q + raw_k + (s.products || s.rotary ? rest[task] : 0.0) < 1e300)) {
+  if (!(raw_q + raw_k + (s.products || s.rotary ? rest[task] : 0.0) + rounded < 1e300)) {
     rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
   }
   HeadBound out;
@@ -152,4 +152,38 @@ extern "C" __global__ void __launch_bounds__(128)
   const float bx = bias ? load_value(bias, bias_dtype, i) : 0.f, by = bias ? load_value(bias, bias_dtype, j) : 0.f;
   stats[head.stat_row + i] = {x, x, m, bx, fabsf(bx), 0.f, 0.f, 0.f};
   stats[head.stat_row + j] = {y, y, m, by, fabsf(by), 0.f, 0.f, 0.f};
+}
+
+// Channel statistics from the parts that the Gram kernel left. A block a tile of up to 128 channels.
+struct ChannelPart {
+  float norm2, pair, delta2, pad;
+};
+struct StatTile {
+  u64 bias;         // of the first channel; 0: none
+  u32 stat_row;     // of the first channel
+  u32 rows;
+  u32 first, parts; // parts of 128 rows each
+  u32 bias_dtype;
+  u32 rounding_only;  // the rest comes from another kernel
+};
+static_assert(sizeof(StatTile) == 32, "host mirror");
+
+extern "C" __global__ void __launch_bounds__(128)
+    scale_part_stats(const StatTile* tiles, const ChannelPart* parts, ChannelStats* stats) {
+  const StatTile tile = tiles[blockIdx.x];
+  const u32 i = threadIdx.x;
+  if (i >= tile.rows) return;
+  double norm2 = 0, pair = 0, delta2 = 0;
+  for (u32 part = 0; part < tile.parts; part++) {
+    const float4 v = *(const float4*)(parts + tile.first + part * 128 + i);
+    norm2 += v.x, pair += v.y, delta2 += v.z;
+  }
+  ChannelStats& out = stats[tile.stat_row + i];
+  const float rounding = (float)delta2 * 1.0001f;
+  if (tile.rounding_only) {
+    out.rounding = rounding;
+    return;
+  }
+  const float b = tile.bias ? load_value(tile.bias, tile.bias_dtype, i) : 0.f;
+  out = {(float)norm2, (float)norm2, (float)pair, b, fabsf(b), 0.f, rounding, 0.f};
 }

@@ -426,7 +426,9 @@ fn formulas_with_everything() {
         for (head, got) in bounds.heads.iter().enumerate() {
             let (q, k) = (&qs[head], &ks[head / 2]);
             let sigma = spectrum.heads.as_ref().unwrap()[head].exact.unwrap().sigma_rope_upper;
-            let c0: f64 = blocks.iter().map(|b| part(&q.constant, b) * part(&k.constant, b)).sum();
+            let turned: f64 = blocks[..rotary / 2].iter().map(|b| part(&q.constant, b) * part(&k.constant, b)).sum();
+            // Channels that do not rotate have one product, whatever the position.
+            let c0 = turned + (rotary..r).map(|c| q.constant[c] * k.constant[c]).sum::<f64>().abs();
             let constants = root * (linear(&q.w, &k.constant) + linear(&k.w, &q.constant)) + c0;
             let certain = got.certain.unwrap();
             close(certain, tau * (d as f64 * sigma + constants), 1e-7, "certain");

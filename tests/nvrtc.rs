@@ -1,6 +1,7 @@
 //! Every kernel variant compiles for every architecture it claims, without spills and without serialised wgmma. Needs
 //! NVRTC and no GPU; without NVRTC each variant is reported as ignored, with the reason.
 
+use rayon::prelude::*;
 use sigmascale::cuda::attention::{attention_variants, cast_variants};
 use sigmascale::cuda::{self, Arch, Request, sources};
 use std::path::{Path, PathBuf};
@@ -12,11 +13,22 @@ fn variants() -> Vec<Request> {
     for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_") || s.name.starts_with("policy_"))
     {
         if source == sources::GRAMS_WGMMA {
-            for r in [64, 128] {
-                for along_channels in [0, 1] {
-                    let request = Request::new(source, Arch::SM90A);
-                    all.push(request.define("D_HEAD", r).define("ALONG_CHANNELS", along_channels));
-                }
+            for (r, along, f16) in
+                [(64, 0, 0), (128, 0, 0), (64, 1, 0), (128, 1, 0), (96, 0, 1), (80, 1, 1), (16, 0, 0)]
+            {
+                let request = Request::new(source, Arch::SM90A).define("D_HEAD", r);
+                all.push(request.define("ALONG_CHANNELS", along).define("F16", f16));
+            }
+            continue;
+        }
+        if source == sources::BOUNDS {
+            for (arch, sizes) in [
+                (Arch::SM80, &[64, 128][..]),
+                (Arch::SM89, &[64, 128]),
+                (Arch::SM90A, &[16, 32, 64, 80, 96, 128, 160, 192, 224, 256]),
+                (Arch::SM100, &[64, 128, 256]),
+            ] {
+                all.extend(sizes.iter().map(|r| Request::new(source, arch).define("D_HEAD", r)));
             }
             continue;
         }
@@ -83,48 +95,40 @@ fn every_variant_compiles_clean() {
     if disassembler.is_none() {
         println!("ignored: instructions of the attention: nvdisasm was not found beside NVRTC");
     }
-    let mut complaints = Vec::new();
-    for variant in &variants {
-        let name = label(variant);
-        match cuda::compile(variant) {
-            Err(e) => complaints.push(format!("{name}: {e}")),
-            Ok(compiled) => {
-                let resources = compiled.resources();
-                if resources.is_empty() {
-                    complaints.push(format!("{name}: the log names no kernel\n{}", compiled.log));
-                }
-                for kernel in &resources {
-                    println!("{name}: {} uses {} registers", kernel.kernel, kernel.registers);
-                    if kernel.spills > 0 {
-                        complaints.push(format!("{name}: {} spills {} bytes", kernel.kernel, kernel.spills));
-                    }
-                }
-                complaints.extend(
-                    compiled
-                        .log
-                        .lines()
-                        .filter(|line| line.contains("(C75") || line.contains("warning"))
-                        .map(|line| format!("{name}: {line}")),
-                );
-                if variant.source == sources::ATTENTION
-                    && let Some(disassembler) = &disassembler
-                {
-                    let text = disassembly(disassembler, &compiled.cubin);
-                    // The products on tensor cores in FP8, the copies by the copy engine.
-                    for instruction in ["QGMMA", "UTMALDG"] {
-                        if !text.contains(instruction) {
-                            complaints.push(format!("{name}: no {instruction} in the disassembly"));
-                        }
-                    }
-                }
-                // Same options, same bytes: what the cache relies on.
-                if variant.source == sources::GAINS {
-                    assert_eq!(cuda::compile(variant).unwrap().cubin, compiled.cubin, "{name}");
-                }
-            }
-        }
-    }
+    let complaints: Vec<String> =
+        variants.par_iter().flat_map_iter(|variant| complaints(variant, disassembler.as_deref())).collect();
     assert!(complaints.is_empty(), "{}", complaints.join("\n"));
+}
+
+/// What is wrong with one variant.
+fn complaints(variant: &Request, disassembler: Option<&Path>) -> Vec<String> {
+    let name = label(variant);
+    let compiled = match cuda::compile(variant) {
+        Ok(compiled) => compiled,
+        Err(e) => return vec![format!("{name}: {e}")],
+    };
+    let mut complaints = Vec::new();
+    let resources = compiled.resources();
+    if resources.is_empty() {
+        complaints.push(format!("{name}: the log names no kernel\n{}", compiled.log));
+    }
+    let spilling = resources.iter().filter(|kernel| kernel.spills > 0);
+    complaints.extend(spilling.map(|kernel| format!("{name}: {} spills {} bytes", kernel.kernel, kernel.spills)));
+    let warnings = compiled.log.lines().filter(|line| line.contains("(C75") || line.contains("warning"));
+    complaints.extend(warnings.map(|line| format!("{name}: {line}")));
+    if variant.source == sources::ATTENTION
+        && let Some(disassembler) = disassembler
+    {
+        let text = disassembly(disassembler, &compiled.cubin);
+        // The products on tensor cores in FP8, the copies by the copy engine.
+        let missing = ["QGMMA", "UTMALDG"].into_iter().filter(|instruction| !text.contains(instruction));
+        complaints.extend(missing.map(|instruction| format!("{name}: no {instruction} in the disassembly")));
+    }
+    // Same options, same bytes: what the cache relies on.
+    if variant.source == sources::GAINS {
+        assert_eq!(cuda::compile(variant).unwrap().cubin, compiled.cubin, "{name}");
+    }
+    complaints
 }
 
 #[test]

@@ -307,7 +307,22 @@ fn sequences_that_a_model_cannot_read_are_refused_by_name() {
     assert!(stream.advance(spec, &body, &weights, &block, &[0.0; D]).unwrap_err().is_mismatch());
     assert!(stream.advance(spec, &body, &weights, &block, &[f32::NAN; D * TOKENS]).unwrap_err().is_non_finite());
 
+    let mut broken = tensors.clone();
+    broken.0.get_mut("model.layers.0.mlp.down_proj.weight").unwrap().1[7] = f64::NAN;
+    write_checkpoint(folder.path(), &config, &broken, Dtype::BF16, 1);
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let (spec, body) = (checkpoint.spec(), checkpoint.body().unwrap());
+    let mut stream = Stream::embed(spec, &body, &IDS).unwrap();
+    let (weights, block) = (checkpoint.layer(0).unwrap(), body.block(0).unwrap());
+    let error = stream.advance(spec, &body, &weights, &block, &[0.5; D * TOKENS]).unwrap_err();
+    assert!(error.is_non_finite() && error.to_string().contains("layers.0.mlp.down_proj"), "{error}");
+
     let mut other = config.clone();
+    other["rms_norm_eps"] = json!(-1e-6);
+    write_checkpoint(folder.path(), &other, &tensors, Dtype::BF16, 1);
+    let error = Checkpoint::open(folder.path()).unwrap().body().err().unwrap();
+    assert!(error.is_format() && error.to_string().contains("`rms_norm_eps`"), "{error}");
+    other["rms_norm_eps"] = json!(1e-6);
     other["hidden_act"] = json!("softplus");
     write_checkpoint(folder.path(), &other, &tensors, Dtype::BF16, 1);
     let error = Checkpoint::open(folder.path()).unwrap().body().err().unwrap();

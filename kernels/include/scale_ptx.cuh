@@ -51,38 +51,6 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 bytes, 
                : "memory");
 }
 
-template <bool TRANSPOSED> __device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 address) {
-  if (TRANSPOSED)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(address)
-                 : "memory");
-  else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-// Two f32 to packed bf16, round to nearest; `low` goes to the lower half.
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-  u32 packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// Packed bf16 arithmetic, each rounded once.
-__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-
 // Descriptor of a shared-memory operand in 128-byte swizzled rows; atoms of 8 rows lie 1024 bytes apart.
 __device__ __forceinline__ u64 swizzled_operand(u32 address) {
   return (u64)((address & 0x3ffff) >> 4) | (u64)(1024 >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
@@ -97,26 +65,22 @@ __device__ __forceinline__ void keep(float (&d)[32]) {
 #pragma unroll
   for (int i = 0; i < 32; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
-__device__ __forceinline__ void keep(u32 (&a)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[i])::"memory");
-}
 
-// d (64 x 64) = a (64 x 16, registers) * b (64 x 16)^T + (accumulate ? d : 0), bf16 in, f32 out. B_ALONG_N: b is stored
-// with its 64 side contiguous.
-template <bool B_ALONG_N>
-__device__ __forceinline__ void wgmma_64x64x16(float (&d)[32], const u32 (&a)[4], u64 b, int accumulate) {
+// d (64 x 64) = a (64 x 16) * b (64 x 16)^T + (accumulate ? d : 0), f16 in, f32 out, both in shared memory. ALONG: stored with
+// the 64 side contiguous.
+template <bool ALONG>
+__device__ __forceinline__ void wgmma_f16_64x64x16(float (&d)[32], u64 a, u64 b, int accumulate) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
       "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
       "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-      "{%32,%33,%34,%35}, %36, p, 1, 1, %38;\n}\n"
+      "%32, %33, p, 1, 1, %35, %35;\n}\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
         "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
         "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
         "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(B_ALONG_N ? 1 : 0));
+      : "l"(a), "l"(b), "r"(accumulate), "n"(ALONG ? 1 : 0));
 }
 
 }  // namespace ptx

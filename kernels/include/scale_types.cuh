@@ -30,7 +30,7 @@ struct Projection {
   u32 rotary;       // rotated channels of each head; 0 for values and for models without
   u32 interleaved;  // pairs (2b, 2b+1) rather than (b, b + rotary/2)
   u32 stat_row;     // first row of this projection in the statistics
-  u32 gain_row;     // row of this layer's prepared gains
+  u32 pad;
   u32 first_head;   // first head of this projection in the Gram table
 };
 static_assert(sizeof(Projection) == 96, "host mirror");
@@ -43,7 +43,8 @@ struct ChannelStats {
   float constant; // beta . W[:, c] + b_c
   float absolute; // sum |beta_i W_ic| + |b_c|
   float sum;      // sum g_i W_ic
-  float pad0, pad1;
+  float rounding; // square of the norm of what the Gram's operands lost of this channel
+  float pad;
 };
 static_assert(sizeof(ChannelStats) == 32, "host mirror");
 

@@ -28,7 +28,10 @@ from torch import nn
 
 import sigmascale.torch as fp8
 
-SIZES = {"5m": dict(width=256, layers=6, heads=4, kv_heads=2), "125m": dict(width=768, layers=18, heads=12, kv_heads=12)}
+SIZES = {
+    "5m": dict(width=256, layers=6, heads=4, kv_heads=2),
+    "125m": dict(width=768, layers=18, heads=12, kv_heads=12),
+}
 SUFFIXES = {".txt", ".md", ".py", ".rs", ".rst", ".c", ".h", ".html", ".json", ".toml"}
 
 
@@ -259,7 +262,9 @@ def plot(file, logs):
         label = f"{head['policy']}, seed {head['seed']}"
         (line,) = top.plot([r["step"] for r in steps], [r["loss"] for r in steps], label=label, linewidth=1)
         counted = [r for r in steps if "overflow" in r]
-        bottom.plot([r["step"] for r in counted], [sum(r["overflow"]) for r in counted], color=line.get_color(), linewidth=1)
+        bottom.plot(
+            [r["step"] for r in counted], [sum(r["overflow"]) for r in counted], color=line.get_color(), linewidth=1
+        )
     top.set_ylabel("loss, nats a byte")
     top.legend(fontsize=7)
     bottom.set_yscale("symlog")
@@ -271,7 +276,9 @@ def plot(file, logs):
 
 def table(logs):
     """A line of Markdown for each log."""
-    print("| size | policy | seed | last loss | held-out loss | values that overflowed | steps with any | peak of q, k, v |")
+    print(
+        "| size | policy | seed | last loss | held-out loss | values that overflowed | steps with any | peak of q, k, v |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for log in logs:
         head, *rows = [json.loads(line) for line in pathlib.Path(log).read_text().splitlines()]
@@ -302,7 +309,9 @@ def main():
     parser.add_argument("--warmup", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--spike", metavar="STEP:FACTOR:STEPS", help="multiply the learning rate for a while")
-    parser.add_argument("--resume", metavar="STEP[:state]", help="start the policy anew at this step, or with its state")
+    parser.add_argument(
+        "--resume", metavar="STEP[:state]", help="start the policy anew at this step, or with its state"
+    )
     parser.add_argument("--every", type=int, default=10, help="steps between lines of the log")
     parser.add_argument("--log", metavar="FILE", help="where the lines go; stdout without it")
     parser.add_argument("--plot", metavar="FILE", help="draw the logs that follow, and train nothing")

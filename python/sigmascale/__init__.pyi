@@ -45,13 +45,17 @@ def stress(
     mode: Literal["logit", "operands"] = "logit",
     policies: str | Iterable[str] | None = None,
     layers: int | None = None,
-    seq_len: int = 256,
+    seq_len: int | None = None,
+    tokens: _Path | None = None,
+    path: Iterable[_Path] = (),
     steps: int | None = None,
     seed: int = 0,
+    device: Literal["cpu", "cuda"] = "cpu",
     trace: _Path | None = None,
 ) -> dict[str, Any]: ...
 def descales(profile: Mapping[str, Any]) -> dict[str, NDArray[np.float32] | None]: ...
 def presets() -> list[str]: ...
+
 @dataclass(frozen=True)
 class ProbeReport:
     q: str

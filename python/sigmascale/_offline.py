@@ -39,7 +39,11 @@ def _safetensors(weights):
         dtype = _SAFETENSORS.get(array.dtype.name)
         if dtype is None:
             raise ArgumentError(f"{name} has type {array.dtype}: {', '.join(_SAFETENSORS)} are read")
-        header[str(name)] = {"dtype": dtype, "shape": list(np.shape(value)), "data_offsets": [offset, offset + array.nbytes]}
+        header[str(name)] = {
+            "dtype": dtype,
+            "shape": list(np.shape(value)),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
         chunks.append(array.reshape(-1).view(np.uint8).data)
         offset += array.nbytes
     text = json.dumps(header).encode()
@@ -77,10 +81,26 @@ def export_scales(model, file, *, weights=None, **options):
     _native.export_scales(_source(model, weights), os.fspath(file), _options(options))
 
 
-def stress(scenario, model=None, *, mode="logit", policies=None, layers=None, seq_len=256, steps=None, seed=0, trace=None):
+def stress(
+    scenario,
+    model=None,
+    *,
+    mode="logit",
+    policies=None,
+    layers=None,
+    seq_len=None,
+    tokens=None,
+    path=(),
+    steps=None,
+    seed=0,
+    device="cpu",
+    trace=None,
+):
     """What every scaling policy does when the weights move: the JSON of ``sigmascale stress`` as a dict.
 
-    ``scenario`` is checkpoint-load, weight-spike, refit, or replay (which takes ``trace``, a file, and no model).
+    ``scenario`` is checkpoint-load, weight-spike, refit, or replay (which takes ``trace``, a file, and no model). ``tokens``
+    is a file that is run through the model's own forward, ``path`` the checkpoints that a refit goes through. The scenarios
+    that train a model are the command's alone.
     """
     if policies is not None and not isinstance(policies, str):
         policies = ",".join(policies)
@@ -90,8 +110,11 @@ def stress(scenario, model=None, *, mode="logit", policies=None, layers=None, se
         "policies": policies,
         "layers": layers,
         "seq_len": seq_len,
+        "tokens": None if tokens is None else os.fspath(tokens),
+        "path": [os.fspath(file) for file in path],
         "steps": steps,
         "seed": seed,
+        "device": device,
         "trace": None if trace is None else os.fspath(trace),
     }
     return json.loads(_native.stress(scenario, arguments))
@@ -105,7 +128,13 @@ def descales(profile):
     if "layers" not in profile:
         raise ArgumentError("the profile has no layers: calibrate a checkpoint, not a config alone")
     rows = {}
-    for name, key in [("q", "q_descale"), ("k", "k_descale"), ("v", "v_descale"), ("o", "o_descale"), ("logit", "logit_descales")]:
+    for name, key in [
+        ("q", "q_descale"),
+        ("k", "k_descale"),
+        ("v", "v_descale"),
+        ("o", "o_descale"),
+        ("logit", "logit_descales"),
+    ]:
         values = [layer.get(key) for layer in profile["layers"]]
         rows[name] = None if any(value is None for value in values) else np.asarray(values, dtype=np.float32)
     return rows

@@ -6,12 +6,13 @@ use serde::Serialize;
 use serde_json::json;
 use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{Calibration, Estimator, Inspection, Options, Profile, calibrate_config};
+use sigmascale::cuda;
 use sigmascale::file::{check_target, write_atomically};
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::plan::Granularity;
 use sigmascale::plan::export::{TensorScales, scales_safetensors};
 use sigmascale::policy::PolicyKind;
-use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, Trace, replay, run};
+use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use sigmascale::{Error, Result};
 use std::path::{Path, PathBuf};
 
@@ -171,13 +172,56 @@ pub struct StressArguments {
     #[pyo3(item)]
     layers: Option<usize>,
     #[pyo3(item)]
-    seq_len: usize,
+    seq_len: Option<usize>,
+    #[pyo3(item)]
+    tokens: Option<PathBuf>,
+    #[pyo3(item)]
+    path: Vec<PathBuf>,
     #[pyo3(item)]
     steps: Option<usize>,
     #[pyo3(item)]
     seed: u64,
     #[pyo3(item)]
+    device: String,
+    #[pyo3(item)]
     trace: Option<PathBuf>,
+}
+
+impl StressArguments {
+    fn options(&self) -> Result<StressOptions> {
+        let default = StressOptions::default();
+        let bounds_on_gpu = word("device", &self.device, &[("cpu", false), ("cuda", true)])?;
+        if bounds_on_gpu {
+            cuda::require()?;
+        }
+        Ok(StressOptions {
+            mode: word("mode", &self.mode, &[("logit", Mode::Logit), ("operands", Mode::Operands)])?,
+            policies: match &self.policies {
+                Some(list) => PolicyKind::parse_list(list)?,
+                None => default.policies.clone(),
+            },
+            layers: self.layers,
+            seq_len: self.seq_len.unwrap_or(default.seq_len),
+            tokens: self.tokens.as_deref().map(TokenFile::read).transpose()?,
+            steps: self.steps,
+            seed: self.seed,
+            bounds_on_gpu,
+            ..default
+        })
+    }
+
+    fn open(&self, name: &str) -> Result<StressModel> {
+        match ModelSource::open(name)? {
+            ModelSource::Config(_) if !self.path.is_empty() => {
+                Err(Error::argument(format_args!("path needs a checkpoint as its model, and {name} has no weights")))
+            }
+            ModelSource::Config(spec) => StressModel::synthetic(&spec, self.seed),
+            ModelSource::Checkpoint(_) => {
+                let first = [PathBuf::from(name)];
+                StressModel::open_path(&first.iter().chain(&self.path).collect::<Vec<_>>())
+            }
+        }
+    }
 }
 
 #[pyfunction]
@@ -190,18 +234,10 @@ pub fn stress(py: Python<'_>, scenario: &str, arguments: StressArguments) -> PyR
             ("replay", Scenario::Replay),
         ];
         let scenario = word("scenario", scenario, &known)?;
-        let options = StressOptions {
-            mode: word("mode", &arguments.mode, &[("logit", Mode::Logit), ("operands", Mode::Operands)])?,
-            policies: match &arguments.policies {
-                Some(list) => PolicyKind::parse_list(list)?,
-                None => PolicyKind::ALL.to_vec(),
-            },
-            layers: arguments.layers,
-            seq_len: arguments.seq_len,
-            steps: arguments.steps,
-            seed: arguments.seed,
-            ..StressOptions::default()
-        };
+        let options = arguments.options()?;
+        if scenario != Scenario::Refit && !arguments.path.is_empty() {
+            return Err(Error::argument(format_args!("path is for refit, not for {}", scenario.name())));
+        }
         match (scenario, &arguments.model, &arguments.trace) {
             (Scenario::Replay, _, Some(file)) => {
                 let name = file.file_stem().unwrap_or(file.as_os_str()).to_string_lossy();
@@ -210,13 +246,7 @@ pub fn stress(py: Python<'_>, scenario: &str, arguments: StressArguments) -> PyR
             (Scenario::Replay, _, None) => Err(Error::argument("replay needs a trace")),
             (_, None, _) => Err(Error::argument(format_args!("{} needs a model", scenario.name()))),
             (_, _, Some(_)) => Err(Error::argument("a trace is for replay alone")),
-            (_, Some(name), None) => {
-                let model = match ModelSource::open(name)? {
-                    ModelSource::Config(spec) => StressModel::synthetic(&spec, options.seed)?,
-                    ModelSource::Checkpoint(_) => StressModel::open(Path::new(name))?,
-                };
-                text(&run(scenario, &model, &options)?)
-            }
+            (_, Some(name), None) => text(&run(scenario, &arguments.open(name)?, &options)?),
         }
     })
 }

@@ -14,7 +14,7 @@ import sigmascale
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = ROOT / "data" / "tiny-llama"
-BINARY = pathlib.Path(os.environ.get("SIGMASCALE_BIN", ROOT / "target" / "debug" / "sigmascale"))
+BINARY = pathlib.Path(os.environ.get("SIGMASCALE_BIN", ROOT / "target" / "debug" / "sigmascale")).resolve()
 
 
 def stored(folder):
@@ -42,8 +42,27 @@ def stored(folder):
         (["calibrate", MODEL, "--as-paper", "--c", "0.1"], lambda: sigmascale.calibrate(MODEL, as_paper=True, c=0.1)),
         (["inspect", MODEL], lambda: sigmascale.inspect(MODEL)),
         (
-            ["stress", "refit", "--model", MODEL, "--layers", "1", "--steps", "2", "--seq-len", "32", "--policies", "delayed"],
-            lambda: sigmascale.stress("refit", MODEL, layers=1, steps=2, seq_len=32, policies=["delayed-paper", "delayed-te"]),
+            ["stress", "checkpoint-load", "--model", MODEL, "--tokens", ROOT / "README.md", "--seq-len", "64"],
+            lambda: sigmascale.stress("checkpoint-load", MODEL, tokens=ROOT / "README.md", seq_len=64),
+        ),
+        (
+            [
+                "stress",
+                "refit",
+                "--model",
+                MODEL,
+                "--layers",
+                "1",
+                "--steps",
+                "2",
+                "--seq-len",
+                "32",
+                "--policies",
+                "delayed",
+            ],
+            lambda: sigmascale.stress(
+                "refit", MODEL, layers=1, steps=2, seq_len=32, policies=["delayed-paper", "delayed-te"]
+            ),
         ),
     ],
 )
@@ -64,7 +83,11 @@ def test_descales_are_arrays():
     profile = sigmascale.calibrate(MODEL)
     rows = sigmascale.descales(profile)
     assert {name: row.shape for name, row in rows.items()} == {
-        "q": (6, 2), "k": (6, 2), "v": (6, 2), "o": (6, 2), "logit": (6, 4)
+        "q": (6, 2),
+        "k": (6, 2),
+        "v": (6, 2),
+        "o": (6, 2),
+        "logit": (6, 4),
     }
     assert all(row.dtype == np.float32 and (row > 0).all() for row in rows.values())
     assert rows["k"][3, 1] == np.float32(profile["layers"][3]["k_descale"][1])

@@ -81,6 +81,12 @@ def test_an_output_in_e4m3_is_precise_enough():
             assert getattr(sigmascale.probe(broken, per_tensor=True, **NUMPY), operand) == fault
 
 
+@pytest.mark.parametrize("operand", "qkv")
+def test_a_descale_that_is_a_little_off_does_not_pass(operand):
+    off = emulated.faulty(emulated.attention, 3 + "qkv".index(operand), lambda descale: 1.08 * descale)
+    assert not sigmascale.probe(off, **NUMPY).ok
+
+
 def test_what_no_fault_explains_is_said_so():
     wrong = lambda *arguments: emulated.attention(*arguments)[:, ::-1] * 3.7
     assert sigmascale.probe(wrong, **NUMPY).q == "unexplained"

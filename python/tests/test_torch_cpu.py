@@ -17,7 +17,9 @@ def operands(batch=2, length=33, heads=(4, 2), d=32, **options):
 
 def exact(q, k, v, causal):
     heads = lambda x: x.transpose(1, 2)
-    out = torch.nn.functional.scaled_dot_product_attention(heads(q), heads(k), heads(v), is_causal=causal, enable_gqa=True)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        heads(q), heads(k), heads(v), is_causal=causal, enable_gqa=True
+    )
     return out.transpose(1, 2)
 
 
@@ -131,10 +133,19 @@ def test_unknown_words_are_refused():
 
 def test_layers_are_found_by_the_family_table():
     transformers = pytest.importorskip("transformers")
-    common = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
+    common = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 100,
+    }
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, num_key_value_heads=2))
     found = _layers.find(llama)
-    assert found[1].q is llama.model.layers[1].self_attn.q_proj.weight and found[1].module is llama.model.layers[1].self_attn
+    assert (
+        found[1].q is llama.model.layers[1].self_attn.q_proj.weight
+        and found[1].module is llama.model.layers[1].self_attn
+    )
     assert found[0].gain is llama.model.layers[0].input_layernorm.weight and found[0].rotary == 16
     # Query, key and value interleaved by head in one weight: one entry a head.
     neox = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**common))

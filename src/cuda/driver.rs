@@ -107,18 +107,18 @@ pub(super) fn tensor_map(boxes: &Boxes<'_>) -> Result<sys::CUtensorMap> {
     Ok(map)
 }
 
-/// Tensor map of a 2-D BF16 matrix, `inner` contiguous values by `outer` rows `stride` values apart, brought in boxes of
-/// 64 x 64 with 128-byte swizzle; what lies outside reads as zero.
+/// Tensor map of a 2-D matrix of 16-bit values, `inner` contiguous ones by `outer` rows `stride` values apart, brought in
+/// boxes of 64 values by `rows` rows with 128-byte swizzle; what lies outside reads as zero.
 ///
 /// # Errors
 /// If the driver refuses the shape (address or stride not a multiple of 16 bytes).
-pub(super) fn tensor_map_bf16(address: u64, inner: u64, outer: u64, stride: u64) -> Result<[u64; 16]> {
+pub(super) fn tensor_map_16bit(address: u64, inner: u64, outer: u64, stride: u64, rows: u32) -> Result<[u64; 16]> {
     let boxes = Boxes {
         address,
         element: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         extents: &[inner, outer],
         strides: &[stride * 2],
-        tile: &[64, 64],
+        tile: &[64, rows],
         swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
     };
     Ok(tensor_map(&boxes)?.opaque)

@@ -124,7 +124,7 @@ impl<const R: usize> View<R> {
 
     /// Checks the address (in bytes) and the strides but the last (in elements); the last must be 1 then.
     pub(super) fn expect_aligned(&self, name: &str, bytes: u64, elements: i64) -> Result<()> {
-        if self.ptr.0 % bytes != 0 {
+        if !self.ptr.0.is_multiple_of(bytes) {
             return Err(Error::argument(format_args!("{name} must start at a multiple of {bytes} bytes")));
         }
         let strides = self.unit_free_strides();

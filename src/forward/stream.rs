@@ -37,7 +37,7 @@ impl Stream {
         }
         if let Some((longest, what)) = body.longest.filter(|(longest, _)| ids.len() > *longest) {
             let (name, count) = (&spec.name, ids.len());
-            return Err(Error::argument(format_args!("{count} tokens are more than the {longest} {what} of {name}")));
+            return Err(Error::argument(format_args!("{name}: {count} tokens are more than the {longest} {what}")));
         }
         if let Some(id) = ids.iter().find(|id| **id as usize >= vocabulary) {
             let name = &spec.name;

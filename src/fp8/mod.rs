@@ -248,6 +248,47 @@ fn round<L: Layout>(x: f32, saturate: bool) -> f32 {
     f32::from_bits((value.to_bits() & MAGNITUDE) | (x.to_bits() & !MAGNITUDE))
 }
 
+/// f32 bits of the format's smallest normal number.
+const fn min_normal_bits<L: Layout>() -> i32 {
+    L::MIN_EXPONENT << 23
+}
+
+/// A number whose last bit weighs as much as a step between the format's subnormals.
+#[inline(always)]
+fn subnormal_magic<L: Layout>() -> f32 {
+    f32::from_bits(((L::MIN_EXPONENT + 23 - L::MANTISSA as i32) << 23) as u32)
+}
+
+/// Bits of a normal magnitude, rounded to even at the format's last mantissa bit; the bits below it are left over.
+#[inline(always)]
+fn rounded_bits<L: Layout>(magnitude: i32) -> i32 {
+    let cut = 23 - L::MANTISSA;
+    magnitude + ((1 << (cut - 1)) - 1) + ((magnitude >> cut) & 1)
+}
+
+/// [`encode`] of a number that is not above the format's maximum: half the work.
+#[inline(always)]
+fn encode_within<L: Layout>(x: f32) -> u8 {
+    let bits = x.to_bits() as i32;
+    let magnitude = bits & MAGNITUDE as i32;
+    let normal = (rounded_bits::<L>(magnitude) >> (23 - L::MANTISSA)) - ((127 - L::BIAS) << L::MANTISSA);
+    let magic = subnormal_magic::<L>();
+    let subnormal = (f32::from_bits(magnitude as u32) + magic).to_bits() as i32 - magic.to_bits() as i32;
+    let code = if magnitude < min_normal_bits::<L>() { subnormal } else { normal };
+    (code | ((bits >> 24) & 0x80)) as u8
+}
+
+/// [`round`] of a number that is not above the format's maximum.
+#[inline(always)]
+fn round_within<L: Layout>(x: f32) -> f32 {
+    let magnitude = (x.to_bits() & MAGNITUDE) as i32;
+    let normal = rounded_bits::<L>(magnitude) & !((1 << (23 - L::MANTISSA)) - 1);
+    let magic = subnormal_magic::<L>();
+    let subnormal = ((f32::from_bits(magnitude as u32) + magic) - magic).to_bits() as i32;
+    let value = if magnitude < min_normal_bits::<L>() { subnormal } else { normal };
+    f32::from_bits(value as u32 | (x.to_bits() & !MAGNITUDE))
+}
+
 /// [`Format::round`] for the inner loops of this crate.
 #[inline(always)]
 pub(crate) fn round_e4m3(x: f32, saturate: bool) -> f32 {

@@ -1,6 +1,9 @@
 //! Whole slices: one pass that scales, casts and counts.
 
-use super::{Format, INFINITY, Layout, MAGNITUDE, OnOverflow, decode, encode, encode_stochastic, round, with_layout};
+use super::{
+    Format, INFINITY, Layout, MAGNITUDE, OnOverflow, decode, encode, encode_stochastic, encode_within, round,
+    round_within, with_layout,
+};
 use crate::error::{Error, Result};
 use half::bf16;
 use pulp::NullaryFnOnce;
@@ -79,7 +82,9 @@ impl Format {
     pub fn encode_slice(self, x: &[f32], multiplier: f32, on_overflow: OnOverflow, out: &mut [u8]) -> Result<Counts> {
         check(x.len(), out.len(), multiplier)?;
         let saturate = on_overflow == OnOverflow::Saturate;
-        Ok(with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| encode::<L>(y, saturate))))
+        Ok(
+            with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| encode::<L>(y, saturate), encode_within::<L>)),
+        )
     }
 
     /// [`Format::encode_slice`] from bf16.
@@ -95,7 +100,9 @@ impl Format {
     ) -> Result<Counts> {
         check(x.len(), out.len(), multiplier)?;
         let saturate = on_overflow == OnOverflow::Saturate;
-        Ok(with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| encode::<L>(y, saturate))))
+        Ok(
+            with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| encode::<L>(y, saturate), encode_within::<L>)),
+        )
     }
 
     /// [`Format::encode_slice`] with [`Format::encode_stochastic`]; `random` holds 32 uniform bits for each value.
@@ -128,7 +135,9 @@ impl Format {
     pub fn round_slice(self, x: &[f32], multiplier: f32, on_overflow: OnOverflow, out: &mut [f32]) -> Result<Counts> {
         check(x.len(), out.len(), multiplier)?;
         let saturate = on_overflow == OnOverflow::Saturate;
-        Ok(with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| round::<L>(y, saturate))))
+        Ok(
+            with_layout!(self, L => convert::<L, _, _>(x, multiplier, out, move |y| round::<L>(y, saturate), round_within::<L>)),
+        )
     }
 
     /// The counts of [`Format::encode_slice`] without the cast.
@@ -147,7 +156,14 @@ impl Format {
     pub fn decode_slice(self, codes: &[u8], multiplier: f32, out: &mut [f32]) -> Result<()> {
         check(codes.len(), out.len(), multiplier)?;
         with_layout!(self, L => {
-            pulp::Arch::new().dispatch(Decode { codes, multiplier, out, layout: PhantomData::<L> });
+            let run = |(codes, out)| {
+                pulp::Arch::new().dispatch(Decode { codes, multiplier, out, layout: PhantomData::<L> });
+            };
+            if codes.len() < 4 * SHARE {
+                run((codes, out));
+            } else {
+                codes.par_chunks(SHARE).zip(out.par_chunks_mut(SHARE)).for_each(run);
+            }
         });
         Ok(())
     }
@@ -202,21 +218,33 @@ impl Tally {
 }
 
 /// The loop of a conversion, compiled once for each vector width.
-struct Convert<'a, L, S, T, F> {
+struct Convert<'a, L, S, T, F, W> {
     x: &'a [S],
     multiplier: f32,
     out: &'a mut [T],
     cast: F,
+    within: W,
     layout: PhantomData<L>,
 }
 
-impl<L: Layout, S: Source, T, F: Fn(f32) -> T> NullaryFnOnce for Convert<'_, L, S, T, F> {
+impl<L: Layout, S: Source, T, F: Fn(f32) -> T, W: Fn(f32) -> T> NullaryFnOnce for Convert<'_, L, S, T, F, W> {
     type Output = Counts;
 
     #[inline(always)]
     fn call(self) -> Counts {
         let mut total = Counts::default();
         for (x, out) in self.x.chunks(CHUNK).zip(self.out.chunks_mut(CHUNK)) {
+            // The second look at a chunk finds it in the nearest cache.
+            let amax = x.iter().fold(0, |amax: i32, x| amax.max((x.value().to_bits() & MAGNITUDE) as i32));
+            let amax = f32::from_bits(amax as u32);
+            // A product with a number above zero grows with the other factor, rounded or not.
+            if amax * self.multiplier <= L::MAX {
+                for (out, x) in out.iter_mut().zip(x) {
+                    *out = (self.within)(x.value() * self.multiplier);
+                }
+                total += Counts { amax, count: x.len() as u64, ..Counts::default() };
+                continue;
+            }
             let mut tally = Tally::default();
             for (out, x) in out.iter_mut().zip(x) {
                 let x = x.value();
@@ -230,14 +258,16 @@ impl<L: Layout, S: Source, T, F: Fn(f32) -> T> NullaryFnOnce for Convert<'_, L, 
     }
 }
 
-/// [`Convert`], over rayon's threads when the slice is long: a cast costs several times what it takes to read memory.
+/// [`Convert`], over rayon's threads when the slice is long.
 fn convert<L: Layout, S: Source, T: Send>(
     x: &[S],
     multiplier: f32,
     out: &mut [T],
     cast: impl Fn(f32) -> T + Copy + Send + Sync,
+    within: impl Fn(f32) -> T + Copy + Send + Sync,
 ) -> Counts {
-    let run = |(x, out)| pulp::Arch::new().dispatch(Convert { x, multiplier, out, cast, layout: PhantomData::<L> });
+    let run =
+        |(x, out)| pulp::Arch::new().dispatch(Convert { x, multiplier, out, cast, within, layout: PhantomData::<L> });
     if x.len() < 4 * SHARE {
         return run((x, out));
     }
@@ -259,6 +289,12 @@ impl<L: Layout> NullaryFnOnce for Count<'_, L> {
     fn call(self) -> Counts {
         let mut total = Counts::default();
         for x in self.x.chunks(CHUNK) {
+            let amax = x.iter().fold(0, |amax: i32, x| amax.max((x.to_bits() & MAGNITUDE) as i32));
+            let amax = f32::from_bits(amax as u32);
+            if amax * self.multiplier <= L::MAX {
+                total += Counts { amax, count: x.len() as u64, ..Counts::default() };
+                continue;
+            }
             let mut tally = Tally::default();
             for &x in x {
                 tally.see::<L>(x, x * self.multiplier);

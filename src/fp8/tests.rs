@@ -203,6 +203,9 @@ fn long_slices_are_converted_whole() {
         assert_eq!(*code, Format::E4m3.encode(*x, OnOverflow::Saturate));
         assert_eq!(*value, Format::E4m3.decode(*code));
     }
+    let mut back = vec![0.0; x.len()];
+    Format::E4m3.decode_slice(&codes, 1.0, &mut back).unwrap();
+    assert_eq!(back, values);
 }
 
 #[test]
@@ -264,5 +267,30 @@ proptest! {
         let descale = (f64::from(amax) * (1.0 + 2f64.powi(-22)) / 448.0) as f32;
         prop_assume!(f64::from(descale) * 448.0 >= f64::from(amax) * (1.0 + 2f64.powi(-22)));
         prop_assert_eq!(Format::E4m3.count_slice(&[amax], 1.0 / descale).unwrap().overflow, 0);
+    }
+}
+
+#[test]
+fn slices_within_the_range_are_cast_as_single_values_are() {
+    for format in Format::ALL {
+        let max = format.max().to_bits();
+        // A prime step meets every binade at unrelated places; grid points, midpoints and their neighbours come on top.
+        let mut x: Vec<f32> = (0..=max).step_by(1021).map(f32::from_bits).collect();
+        for pair in grid(format).windows(2) {
+            let middle = (pair[0].1 + pair[1].1) / 2.0;
+            x.extend([pair[1].1, pair[1].1.next_down(), middle, middle.next_down(), middle.next_up()]);
+        }
+        x.extend(x.clone().iter().map(|x| -x));
+        for multiplier in [1.0, 0.37, 2f32.powi(-60)] {
+            let (mut codes, mut values) = (vec![0; x.len()], vec![0.0; x.len()]);
+            let counts = format.encode_slice(&x, multiplier, OnOverflow::Saturate, &mut codes).unwrap();
+            format.round_slice(&x, multiplier, OnOverflow::NonFinite, &mut values).unwrap();
+            assert_eq!((counts.amax, counts.overflow, counts.count), (format.max(), 0, x.len() as u64));
+            for ((x, code), value) in x.iter().zip(&codes).zip(&values) {
+                let y = x * multiplier;
+                assert_eq!(*code, format.encode(y, OnOverflow::Saturate), "{format:?} {y:e}");
+                assert!(same(*value, format.round(y, OnOverflow::NonFinite)), "{format:?} {y:e}");
+            }
+        }
     }
 }

@@ -200,6 +200,11 @@ impl Checkpoint {
             view.read_block(0..1, 0..spec.d_model, &mut first);
             first
         });
+        let epsilon = keys.number(layout.epsilon.0)?.unwrap_or(layout.epsilon.1);
+        if epsilon < 0.0 {
+            let rule = format_args!("`{}` is {epsilon} and must not be negative", layout.epsilon.0);
+            return Err(Error::format(keys.file, rule));
+        }
         // A window that the config switches off does not count.
         let windowed = keys.flag("use_sliding_window")?.unwrap_or(true);
         let window = keys.count("sliding_window", usize::MAX >> 1).ok().flatten().filter(|_| windowed);
@@ -216,7 +221,7 @@ impl Checkpoint {
             segment,
             order: layout.order,
             activation,
-            epsilon: keys.number(layout.epsilon.0)?.unwrap_or(layout.epsilon.1),
+            epsilon,
             longest: longest.into_iter().filter_map(|(n, what)| Some((n?, what))).min_by_key(|(n, _)| *n),
         })
     }

@@ -21,7 +21,13 @@ fn bounds(layer: usize) -> LayerBounds {
 fn stats(logits: [f32; 4], q: [f32; 4], k: [f32; 2], v: [f32; 2], o: [f32; 4]) -> StepStats {
     let cast =
         |amax: f32| CastStats { amax, count: 10, non_finite: u64::from(!amax.is_finite()), ..CastStats::default() };
-    let logit = |amax: f32| LogitStats { max: 0.0, min: -amax, count: 10, ..LogitStats::default() };
+    let logit = |amax: f32| LogitStats {
+        max: 0.0,
+        min: -amax,
+        count: 10,
+        non_finite: u64::from(!amax.is_finite()),
+        ..LogitStats::default()
+    };
     StepStats {
         logits: logits.map(logit).to_vec(),
         q: q.map(cast).to_vec(),
@@ -199,37 +205,76 @@ fn te_forgets_a_peak_after_exactly_its_history() {
     assert_eq!(scales, [56.0, 56.0, 56.0, 448.0]);
 }
 
-#[test]
-fn te_has_four_amax_cases() {
-    let config = DelayedTeConfig { history: 2, algorithm: AmaxAlgorithm::MostRecent, ..DelayedTeConfig::default() };
-    let mut slot = TeSlot::start(&config);
-    assert_eq!(slot.descale(&config).unwrap().get(), 1.0);
-    slot.record(&config, 0.0);
-    assert_eq!(slot.scale, 1.0, "zero keeps the scale");
-    slot.record(&config, 7.0);
-    assert_eq!(slot.scale, 64.0);
-    for bad in [f32::NAN, f32::INFINITY, 0.0] {
-        slot.record(&config, bad);
-        assert_eq!(slot.scale, 64.0, "{bad} keeps the scale");
+/// A slot that has seen 7, so that its scale is 64, and then each of these.
+fn te_after(config: &DelayedTeConfig, then: &[f32]) -> TeSlot {
+    let mut slot = TeSlot::start(config);
+    slot.record(config, 7.0);
+    assert_eq!(slot.scale, config.scaled_max() / 7.0);
+    for amax in then {
+        slot.record(config, *amax);
     }
-    slot.record(&config, 1e-38);
-    assert_eq!(slot.scale, f32::MAX, "tiny");
-    assert!(slot.descale(&config).unwrap().get() > 0.0);
+    slot
+}
 
-    let config = DelayedTeConfig { margin: 2, ..config };
-    slot.record(&config, 7.0);
-    assert_eq!(slot.scale, 16.0, "margin 2 keeps two binades");
+const MOST_RECENT: DelayedTeConfig =
+    DelayedTeConfig { history: 2, algorithm: AmaxAlgorithm::MostRecent, margin: 0, granularity: Granularity::Layer };
 
-    // With max an infinity holds the scale for as long as it is remembered.
-    let config = DelayedTeConfig { history: 2, ..DelayedTeConfig::default() };
-    let mut slot = TeSlot::start(&config);
-    slot.record(&config, 7.0);
-    slot.record(&config, f32::INFINITY);
-    assert_eq!(slot.scale, 64.0);
-    slot.record(&config, 14.0);
-    assert_eq!(slot.scale, 64.0);
-    slot.record(&config, 14.0);
-    assert_eq!(slot.scale, 32.0);
+#[test]
+fn te_amax_zero_keeps_the_scale() {
+    assert_eq!(te_after(&MOST_RECENT, &[0.0, 0.0]).scale, 64.0);
+    // With max the scale holds too once nothing else is remembered.
+    let max = DelayedTeConfig { algorithm: AmaxAlgorithm::Max, ..MOST_RECENT };
+    assert_eq!(te_after(&max, &[0.0; 5]).scale, 64.0);
+    let mut slot = TeSlot::start(&MOST_RECENT);
+    slot.record(&MOST_RECENT, 0.0);
+    assert_eq!((slot.scale, slot.descale(&MOST_RECENT).unwrap().get()), (1.0, 1.0));
+}
+
+#[test]
+fn te_amax_that_is_normal_lands_on_the_maximum() {
+    assert_eq!(te_after(&MOST_RECENT, &[14.0]).scale, 32.0);
+    let margin = DelayedTeConfig { margin: 2, ..MOST_RECENT };
+    assert_eq!(te_after(&margin, &[7.0]).scale, 16.0, "margin 2 keeps two binades");
+}
+
+#[test]
+fn te_amax_that_is_tiny_takes_the_largest_finite_scale() {
+    // 448 / amax leaves f32 at 1.32e-36.
+    let last = 448.0 / f32::MAX;
+    assert!((448.0 / last).is_finite() && (448.0 / last.next_down()).is_infinite());
+    let above = te_after(&MOST_RECENT, &[last]);
+    assert!(above.scale.is_finite() && above.scale == 448.0 / last);
+    for tiny in [last.next_down(), 1e-38, f32::from_bits(1)] {
+        let slot = te_after(&MOST_RECENT, &[tiny]);
+        assert_eq!(slot.scale, f32::MAX, "{tiny:e}");
+        // Its inverse is subnormal, and a descale is not.
+        assert_eq!(slot.descale(&MOST_RECENT).unwrap().get(), f32::MIN_POSITIVE);
+        assert!(slot.is_sound(&MOST_RECENT));
+        assert_eq!(te_after(&MOST_RECENT, &[tiny, 14.0]).scale, 32.0, "and goes back");
+    }
+    let mut policy = DelayedTe::new(MOST_RECENT, SHAPE).unwrap();
+    let (_, report) = step(&mut policy, 0, &even(1e-38));
+    let named = Tensor::ALL.map(|tensor| PolicyEvent::TinyAmax { tensor });
+    assert_eq!(report.events, named);
+    let (plan, report) = step(&mut policy, 0, &even(1.0));
+    assert_eq!(plan.operands.k[0].get(), f32::MIN_POSITIVE);
+    assert!(report.events.is_empty() && report.tensor(Tensor::K).overflowed());
+}
+
+#[test]
+fn te_amax_that_is_not_finite_keeps_the_scale() {
+    for bad in [f32::NAN, f32::INFINITY] {
+        assert_eq!(te_after(&MOST_RECENT, &[bad]).scale, 64.0, "{bad}");
+        assert_eq!(te_after(&MOST_RECENT, &[bad, 14.0]).scale, 32.0, "{bad} is forgotten");
+        let mut policy = DelayedTe::new(MOST_RECENT, SHAPE).unwrap();
+        let (_, report) = step(&mut policy, 0, &even(bad));
+        assert_eq!(report.events, Tensor::ALL.map(|tensor| PolicyEvent::Skipped { tensor }));
+    }
+    // With max an infinity holds the scale for as long as it is remembered, and NaN takes no part.
+    let max = DelayedTeConfig { algorithm: AmaxAlgorithm::Max, ..MOST_RECENT };
+    assert_eq!(te_after(&max, &[f32::INFINITY, 14.0]).scale, 64.0);
+    assert_eq!(te_after(&max, &[f32::INFINITY, 14.0, 14.0]).scale, 32.0);
+    assert_eq!(te_after(&max, &[f32::NAN, 3.5]).scale, 128.0);
 }
 
 #[test]

@@ -303,7 +303,12 @@ fn head_spectrum(head: usize, kv_head: usize, q: &Side, k: &Side, rotary: Option
         None => sigma,
     };
     let c0 = match rotary {
-        Some(_) => q.block_constants.iter().zip(&k.block_constants).map(|(a, b)| a * b).sum(),
+        Some(rotary) => {
+            // Channels that do not rotate give the same product at every relative position.
+            let fixed: f64 = rotary.fixed.iter().map(|&c| q.constant[c] * k.constant[c]).sum();
+            let turned = q.block_constants.iter().zip(&k.block_constants).take(rotary.pairs.len());
+            turned.map(|(a, b)| a * b).sum::<f64>() + fixed.abs()
+        }
         None => q.constant.dot(&k.constant).abs(),
     };
     HeadSpectrum {

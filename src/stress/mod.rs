@@ -61,6 +61,8 @@ const FEW_LAYERS: usize = 4;
 
 /// Longest run.
 const MAX_STEPS: usize = 100_000;
+/// Longest generated refit: the growth of longer ones leaves f32.
+const MAX_GROWTH_STEPS: usize = 500;
 /// Longest sequence.
 const MAX_SEQ_LEN: usize = 16_384;
 
@@ -199,7 +201,7 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
     let steps = options.steps.or(recorded).unwrap_or(scenario.steps());
     let few = if model.is_synthetic() && steps > 1 { FEW_LAYERS } else { usize::MAX };
     let layers = options.layers.unwrap_or(few.min(spec.layers));
-    let most = recorded.unwrap_or(MAX_STEPS);
+    let most = recorded.unwrap_or(if scenario == Scenario::Refit { MAX_GROWTH_STEPS } else { MAX_STEPS });
     for (name, value, most) in
         [("layers", layers, spec.layers), ("steps", steps, most), ("seq-len", options.seq_len, MAX_SEQ_LEN)]
     {

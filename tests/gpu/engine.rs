@@ -5,10 +5,11 @@ use crate::weights::{Case, Kind, Layer, Layout};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use sigmascale::bound::{E4M3_MAX, LayerBounds, Tail};
-use sigmascale::cuda::scale::{Dtype, GramRoute, LayerInput, ScaleEngine};
+use sigmascale::cuda::scale::{DeviceWeights, Dtype, GramRoute, LayerInput, ScaleEngine};
 use sigmascale::cuda::{Buffer, Stream};
 use sigmascale::device_plan::{DeviceBounds, scale_engine};
 use sigmascale::{Descale, Result};
+use std::sync::Arc;
 
 tests![
     plans_are_never_below_the_truth_and_close_above_it,
@@ -20,17 +21,17 @@ tests![
     weights_that_are_not_finite_are_flagged,
     broken_arguments_are_refused_in_one_sentence,
     host_weights_give_the_same_bounds,
+    weights_must_lie_in_their_memory,
     memory_that_runs_out_is_an_error,
 ];
 
-/// How far an operand bound may lie below f64, relative: f32 sums of squares on the tensor cores err by less.
+/// How far an operand bound of a whole plan may lie below f64, relative: sums of squares on the tensor cores err by less.
+/// Operand descales alone take f64 sums and lie nowhere below.
 const OPERAND_BELOW: f64 = 2e-6;
 /// How far above.
 const OPERAND_ABOVE: f64 = 1e-5;
 /// How far a certified logit bound may lie below that of the CPU: the two balance rotation pairs in f32 and f64.
 const LOGIT_BELOW: f64 = 2e-6;
-/// How far above, from warm vectors.
-const LOGIT_ABOVE: f64 = 0.012;
 
 fn cases() -> Vec<Case> {
     let case = Case::new;
@@ -56,12 +57,34 @@ fn cases() -> Vec<Case> {
     for r in (16..=256).step_by(24) {
         all.push(Case { rotary: r / 2 / 2 * 2, ..case("every head size", (320, r), (2, 1)) });
     }
+    // A mean that only the norm takes out, on every way to the pairs of a rotation.
+    for layout in [Layout::Apart, Layout::Conv1d] {
+        let offset = Case { kind: Kind::Offset, layer_norm: true, layout, ..case("offset", (512, 64), (4, 2)) };
+        all.push(Case { dtype: Dtype::F32, ..offset.clone() });
+        all.push(Case { rotary: 0, ..offset.clone() });
+        all.push(offset);
+    }
     for kind in [Kind::Spiked, Kind::BadlyScaled, Kind::Cancelling, Kind::ZeroHead] {
         all.push(Case { kind, ..case("turned", (512, 64), (4, 2)) });
         all.push(Case { kind, rotary: 0, ..case("fixed", (512, 64), (4, 2)) });
         all.push(Case { kind, dtype: Dtype::F32, layer_norm: true, biases: true, ..case("f32", (200, 48), (4, 2)) });
     }
     all
+}
+
+/// How far a certified logit bound may lie above that of the CPU.
+fn logit_above(case: &Case, naive: f64) -> f64 {
+    // Without rotation, heads this wide have no room for the product of two Grams: sigma_Q sigma_K is used. Cancelling
+    // heads are held to it too: f32 Grams have no more digits.
+    let coarse = (case.rotary == 0 && case.r > 128) || case.kind == Kind::Cancelling;
+    let by_kind: f64 = match case.kind {
+        // Under rotation the CPU knows the Frobenius form, which is sharper here; without, the product errs with the trace.
+        Kind::Spiked => 0.1,
+        // What the norm takes out of a Gram costs the digits that it had.
+        Kind::Offset => 0.4,
+        _ => 0.02,
+    };
+    if coarse { by_kind.max(1.02 * naive - 1.0) } else { by_kind }
 }
 
 fn engine(layer: &Layer) -> ScaleEngine {
@@ -101,10 +124,10 @@ fn compare(case: &Case, seed: u64) -> Vec<String> {
     let layer = Layer::new(case, seed);
     let (truth, engine, stream) = (layer.truth(), engine(&layer), stream());
     let want = operands(case, &truth);
-    let mut check_operands = |name: &str, got: Vec<f32>, descales: Vec<f32>| {
+    let mut check_operands = |name: &str, below: f64, got: Vec<f32>, descales: Vec<f32>| {
         for (i, (got, want)) in got.iter().zip(&want).enumerate() {
             let ratio = ratio(f64::from(*got), *want);
-            if !(1.0 - OPERAND_BELOW..=1.0 + OPERAND_ABOVE).contains(&ratio) {
+            if !(1.0 - below..=1.0 + OPERAND_ABOVE).contains(&ratio) {
                 bad.push(format!("{name} operand bound {i} is {ratio:.8} of f64"));
             }
             let descale = Descale::covering(f64::from(*got), E4M3_MAX).unwrap();
@@ -121,25 +144,28 @@ fn compare(case: &Case, seed: u64) -> Vec<String> {
         }
     };
     engine.descales(&stream).unwrap();
-    check_operands("lone", engine.operand_bounds().read().unwrap(), engine.head_descales().read().unwrap());
+    check_operands("lone", 0.0, engine.operand_bounds().read().unwrap(), engine.head_descales().read().unwrap());
     engine.plan(&stream).unwrap();
     let cold = read(case, &engine).unwrap();
     for _ in 0..8 {
         engine.plan(&stream).unwrap();
     }
-    check_operands("plan", engine.operand_bounds().read().unwrap(), engine.head_descales().read().unwrap());
+    check_operands(
+        "plan",
+        OPERAND_BELOW,
+        engine.operand_bounds().read().unwrap(),
+        engine.head_descales().read().unwrap(),
+    );
     let warm = read(case, &engine).unwrap();
-    // Without rotation, heads this wide have no room for two f64 triangles: sigma_Q sigma_K is used.
-    let coarse = case.rotary == 0 && case.r > 160;
     for (h, want) in truth.heads.iter().enumerate() {
         let pairs = |b: &LayerBounds| {
             let head = &b.heads[h];
             [(head.certain, want.certain), (head.rounded, want.rounded), (head.rank_aware, want.rank_aware)]
         };
-        for (name, bounds, above) in [("cold", &cold, f64::INFINITY), ("warm", &warm, LOGIT_ABOVE)] {
+        let above = logit_above(case, want.naive.unwrap() / want.certain.unwrap());
+        for (name, bounds, above) in [("first", &cold, f64::INFINITY), ("later", &warm, above)] {
             for ((got, want), kind) in pairs(bounds).into_iter().zip(["certain", "rounded", "rank-aware"]) {
                 let ratio = ratio(got.unwrap(), want.unwrap());
-                let above = if coarse || want.unwrap() == 0.0 { f64::INFINITY } else { above };
                 if !(1.0 - LOGIT_BELOW..=1.0 + above).contains(&ratio) {
                     bad.push(format!("{name} {kind} bound of head {h} is {ratio:.8} of f64"));
                 }
@@ -147,7 +173,7 @@ fn compare(case: &Case, seed: u64) -> Vec<String> {
         }
     }
     let status = engine.status().read().unwrap()[0];
-    if status != 0 && !coarse {
+    if status & 3 != 0 {
         bad.push(format!("status {status}"));
     }
     bad.truncate(6);
@@ -181,7 +207,7 @@ fn many_layers_are_the_same_as_one() {
         let truth = layer.truth();
         for (head, want) in heads[6 * i..].iter().zip(&truth.heads) {
             let ratio = f64::from(head.rounded) / want.rounded.unwrap();
-            assert!((1.0 - LOGIT_BELOW..1.0 + LOGIT_ABOVE).contains(&ratio), "layer {i}: {ratio}");
+            assert!((1.0 - LOGIT_BELOW..1.02).contains(&ratio), "layer {i}: {ratio}");
         }
         for (got, want) in operands[6 * i..].iter().zip(self::operands(&case, &truth)) {
             let ratio = f64::from(f32::from_bits(*got)) / want;
@@ -330,8 +356,8 @@ fn host_weights_give_the_same_bounds() {
         let got = bounds.layer(&case.spec(), layer.weights(), &Tail::default()).unwrap();
         for (got, want) in got.heads.iter().zip(&truth.heads) {
             let ratio = ratio(got.rounded.unwrap(), want.rounded.unwrap());
-            let coarse = case.rotary == 0 && case.r > 160;
-            assert!(ratio >= 1.0 - LOGIT_BELOW && (coarse || ratio < 1.1), "{}: {ratio}", case.name);
+            let above = 1.0 + logit_above(case, want.naive.unwrap() / want.certain.unwrap());
+            assert!((1.0 - LOGIT_BELOW..=above).contains(&ratio), "{}: {ratio}", case.name);
         }
     }
     let case = Case::new("nan", (256, 64), (2, 1));
@@ -341,6 +367,38 @@ fn host_weights_give_the_same_bounds() {
     assert!(scale_engine(device(), &qk_norm, &[]).unwrap_err().is_unsupported());
 }
 
+fn weights_must_lie_in_their_memory() {
+    for layout in [Layout::Apart, Layout::Conv1d] {
+        let case = Case { layout, biases: true, layer_norm: true, ..Case::new("owned", (256, 64), (4, 2)) };
+        type Break = fn(&mut LayerInput);
+        let breaks: [(Break, bool); 9] = [
+            (|_| (), true),
+            (|l| l.q.weight.ptr = l.q.weight.ptr.offset(2), false),
+            (|l| l.k.weight.ptr.0 = l.k.weight.ptr.0.wrapping_sub(1 << 30), false),
+            (|l| l.v.as_mut().unwrap().weight.row_stride *= 2, false),
+            (|l| l.k.weight.col_stride = -1, false),
+            (|l| l.d_model *= 1 << 20, false),
+            (|l| l.gain = l.gain.offset(4), false),
+            (|l| l.shift = l.shift.offset(4), false),
+            (|l| l.q.bias = l.q.bias.offset(4), false),
+        ];
+        for (at, (change, sound)) in breaks.into_iter().enumerate() {
+            let mut layer = Layer::new(&case, 1);
+            let mut input = layer.input;
+            change(&mut input);
+            // In one fused matrix, moving q or k by little stays inside.
+            let sound = sound || (layout == Layout::Conv1d && at == 1);
+            let weights = DeviceWeights::new(vec![input], std::mem::take(&mut layer.memory));
+            assert_eq!(weights.is_ok(), sound, "{layout:?} {at}");
+            if at == 0 {
+                let engine = ScaleEngine::over(device(), &Arc::new(weights.unwrap()), true).unwrap();
+                engine.plan(&stream()).unwrap();
+                assert_eq!(engine.status().read().unwrap()[0], 0);
+            }
+        }
+    }
+}
+
 fn memory_that_runs_out_is_an_error() {
     let error = device().allocate::<u8>(1 << 46).unwrap_err();
     assert!(error.is_cuda() && error.to_string().contains("out of device memory"), "{error}");
@@ -348,12 +406,18 @@ fn memory_that_runs_out_is_an_error() {
     // So little is left that an engine cannot be set up, and the next one can.
     let case = Case::new("large", (4096, 128), (32, 32));
     let layer = Layer::new(&case, 1);
-    let free = device().memory().unwrap().0;
-    let hog = device().allocate::<u8>(free - (24 << 20)).unwrap();
+    let mut hogs = vec![];
+    let mut size = device().memory().unwrap().0;
+    while size > 1 << 16 {
+        match device().allocate::<u8>(size) {
+            Ok(hog) => hogs.push(hog),
+            Err(_) => size /= 2,
+        }
+    }
     // SAFETY: `layer` holds the memory.
     let error = unsafe { ScaleEngine::new(device(), &[layer.input], true) }.unwrap_err();
     assert!(error.is_cuda() && error.to_string().contains("out of device memory"), "{error}");
-    drop(hog);
+    drop(hogs);
     let engine = engine(&layer);
     engine.plan(&stream()).unwrap();
     assert_eq!(engine.status().read().unwrap()[0], 0);

@@ -11,6 +11,7 @@ TransformerEngine: :mod:`sigmascale.torch.te`.
 from ._attention import attention, patched, register, scaled_dot_product_attention
 from ._backends import backend
 from ._layers import Layer
+from ._layers import find as find_layers
 from ._policies import POLICIES
 from ._runtime import LayerPlan, Runtime, attach
 
@@ -22,6 +23,7 @@ __all__ = [
     "attach",
     "attention",
     "backend",
+    "find_layers",
     "patched",
     "register",
     "scaled_dot_product_attention",

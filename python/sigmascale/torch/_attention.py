@@ -5,7 +5,6 @@ dequantised E4M3 operands and with the forward's log-sum-exp, so that ``exp(S - 
 and its rows sum to one; gradients pass through the casts unchanged (straight-through).
 """
 
-
 import torch
 import torch.nn.functional as F
 
@@ -14,6 +13,8 @@ from . import _backends
 from ._runtime import PLANS, LayerPlan
 
 
+# Addresses and streams are read here: a compiled model leaves its graph for the call.
+@torch.compiler.disable
 def attention(q, k, v, plan, *, causal=True, softmax_scale=None, backend=None, return_lse=False):
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
 
@@ -30,7 +31,9 @@ def attention(q, k, v, plan, *, causal=True, softmax_scale=None, backend=None, r
                 f"has {q.shape[2]} and {n_kv} of {q.shape[3]}"
             )
         if q.device != plan.words.device:
-            raise ArgumentError(f"q is on {q.device} and the plan of {plan.name} on {plan.words.device}: move q, k and v there")
+            raise ArgumentError(
+                f"q is on {q.device} and the plan of {plan.name} on {plan.words.device}: move q, k and v there"
+            )
         words, scale = plan.words, plan.softmax_scale
         name = backend or plan.runtime.backend
         descales = _current(q, k, v) if plan.per_call else tuple(d.expand(batch, -1) for d in plan._descales)
@@ -56,14 +59,18 @@ def _check(q, k, v):
         if x.dtype != q.dtype:
             raise ArgumentError(f"{name} has type {x.dtype} and q {q.dtype}: cast them to one type")
     if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise MismatchError(f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}, which do not fit")
+        raise MismatchError(
+            f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}, which do not fit"
+        )
     if q.shape[2] % k.shape[2]:
         raise MismatchError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} KV heads")
 
 
 def _row(descale, key, batch, n_kv, device):
     if descale.shape not in ((n_kv,), (batch, n_kv)):
-        raise MismatchError(f"the {key} descale has shape {tuple(descale.shape)}: ({n_kv},) or ({batch}, {n_kv}) is needed")
+        raise MismatchError(
+            f"the {key} descale has shape {tuple(descale.shape)}: ({n_kv},) or ({batch}, {n_kv}) is needed"
+        )
     if descale.dtype != torch.float32 or descale.device != device:
         raise ArgumentError(f"the {key} descale is {descale.dtype} on {descale.device}: float32 on {device} is needed")
     return descale.expand(batch, -1)
@@ -72,7 +79,9 @@ def _row(descale, key, batch, n_kv, device):
 def _current(q, k, v):
     """Descales from this call's own maxima, one a tensor."""
     # One ulp up, else the division can put the maximum itself past 448.
-    one = lambda x: (x.detach().abs().amax().float() * ((1 + 2**-22) / 448.0)).clamp_min(torch.finfo(torch.float32).tiny)
+    one = lambda x: (x.detach().abs().amax().float() * ((1 + 2**-22) / 448.0)).clamp_min(
+        torch.finfo(torch.float32).tiny
+    )
     rows = [one(x).expand(k.shape[0], k.shape[2]) for x in (q, k, v)]
     return (*rows, 2 * rows[2])
 
@@ -146,7 +155,17 @@ def plain_backward(grad, q, k, v, out, lse, causal, scale):
 
 
 def scaled_dot_product_attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *, plan, backend=None
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    *,
+    plan,
+    backend=None,
 ):
     """``torch.nn.functional.scaled_dot_product_attention`` in FP8: its arguments and layout ``(batch, heads, seq, d_head)``,
     and a ``plan``. Masks and dropout are refused, since no FP8 kernel takes them."""
@@ -166,7 +185,9 @@ def scaled_dot_product_attention(
 
 def _refuse(mask, dropout):
     if mask is not None:
-        raise UnsupportedError("FP8 kernels take no attention mask: use batches without padding, or keep this layer in BF16")
+        raise UnsupportedError(
+            "FP8 kernels take no attention mask: use batches without padding, or keep this layer in BF16"
+        )
     if dropout:
         raise UnsupportedError(f"dropout {dropout}: FP8 kernels have none, set attention dropout to 0")
 
@@ -221,7 +242,10 @@ def hugging_face(module, query, key, value, attention_mask, scaling=None, dropou
         raise UnsupportedError(f"a sliding window of {window} is not offered in FP8 for {key.shape[2]} keys")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     out = attention(
-        *(x.transpose(1, 2) for x in (query, key, value)), plan, causal=causal and query.shape[2] > 1, softmax_scale=scaling
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        plan,
+        causal=causal and query.shape[2] > 1,
+        softmax_scale=scaling,
     )
     return out.to(query.dtype), None
 

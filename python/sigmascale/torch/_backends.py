@@ -238,7 +238,9 @@ class TorchQuantised:
     def forward(self, q, k, v, descales, causal, scale, words=None, operands=None):
         q8, k8, v8 = operands or cast_all(q, k, v, descales, words)
         if causal and q.shape[1] != k.shape[1]:
-            raise UnsupportedError("PyTorch's quantised SDPA aligns a causal mask of unequal lengths otherwise: use fa3")
+            raise UnsupportedError(
+                "PyTorch's quantised SDPA aligns a causal mask of unequal lengths otherwise: use fa3"
+            )
         q_descale, k_descale, v_descale = (d.contiguous() for d in descales[:3])
         with self._active():
             result = torch.ops.aten._scaled_dot_product_flash_attention.quantized(
@@ -288,8 +290,12 @@ class Cudnn:
             right_bound=0 if causal else None,
         )
         batch, heads, length, d = shapes[0]
-        out.set_output(True).set_dim([batch, heads, length, d]).set_stride([length * heads * d, d, heads * d, 1]).set_data_type(fp8)
-        stats.set_output(True).set_dim([batch, heads, length, 1]).set_stride([heads * length, length, 1, 1]).set_data_type(f32)
+        out.set_output(True).set_dim([batch, heads, length, d]).set_stride(
+            [length * heads * d, d, heads * d, 1]
+        ).set_data_type(fp8)
+        stats.set_output(True).set_dim([batch, heads, length, 1]).set_stride(
+            [heads * length, length, 1, 1]
+        ).set_data_type(f32)
         for amax in (amax_s, amax_o):
             amax.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(f32)
         try:
@@ -299,34 +305,42 @@ class Cudnn:
             graph.check_support()
             graph.build_plans()
         except Exception as error:
-            raise UnsupportedError(f"cuDNN does not offer this FP8 attention (q {shapes[0]}, k {shapes[1]}): {error}") from error
+            raise UnsupportedError(
+                f"cuDNN does not offer this FP8 attention (q {shapes[0]}, k {shapes[1]}): {error}"
+            ) from error
         space = torch.empty(max(1, graph.get_workspace_size()), device=device, dtype=torch.uint8)
-        return graph, operands, scalars, (out, stats, amax_s, amax_o), space
+        # P's scale and its inverse.
+        fixed = [torch.full((1, 1, 1, 1), value, device=device) for value in (_P_SCALE, 1 / _P_SCALE)]
+        return graph, operands, scalars, (out, stats, amax_s, amax_o), fixed, space
 
     def forward(self, q, k, v, descales, causal, scale, words=None, operands=None):
         if causal and q.shape[1] != k.shape[1]:
-            raise UnsupportedError("cuDNN's FP8 attention aligns a causal mask of unequal lengths otherwise: use fa3 or native")
+            raise UnsupportedError(
+                "cuDNN's FP8 attention aligns a causal mask of unequal lengths otherwise: use fa3 or native"
+            )
         # One a tensor: the largest of all heads, so that none can overflow.
         descales = tuple(d.amax().expand_as(d) for d in descales)
         q8, k8, v8 = operands or cast_all(q, k, v, descales, words)
         q8, k8, v8 = (x.transpose(1, 2) for x in (q8, k8, v8))
         shapes, strides = (tuple(tuple(f(x)) for x in (q8, k8, v8)) for f in (lambda x: x.shape, lambda x: x.stride()))
-        graph, places, scalars, outputs, space = self._graph(shapes, strides, causal, float(scale), q.device)
+        graph, places, scalars, outputs, fixed, space = self._graph(shapes, strides, causal, float(scale), q.device)
         one = lambda d: d.reshape(-1)[:1].contiguous().view(1, 1, 1, 1)
-        constant = lambda value: torch.full((1, 1, 1, 1), value, device=q.device)
         o_descale = one(descales[3]) if len(descales) > 3 else one(descales[2]) * 2
         values = {
             "descale_q": one(descales[0]),
             "descale_k": one(descales[1]),
             "descale_v": one(descales[2]),
-            "descale_s": constant(1 / _P_SCALE),
-            "scale_s": constant(_P_SCALE),
+            "descale_s": fixed[1],
+            "scale_s": fixed[0],
             "scale_o": o_descale.reciprocal(),
         }
         out = torch.empty(q.shape, device=q.device, dtype=E4M3).transpose(1, 2)
         stats = torch.empty(*out.shape[:3], 1, device=q.device)
-        results = (out, stats, constant(0.0), constant(0.0))
-        pack = dict(zip(places, (q8, k8, v8))) | {scalars[n]: x for n, x in values.items()} | dict(zip(outputs, results))
+        # Maxima of P and of the output, which nobody reads.
+        results = (out, stats, *torch.empty(2, 1, 1, 1, 1, device=q.device))
+        pack = (
+            dict(zip(places, (q8, k8, v8))) | {scalars[n]: x for n, x in values.items()} | dict(zip(outputs, results))
+        )
         graph.execute(pack, space)
         return (out.transpose(1, 2).float() * o_descale).to(torch.bfloat16), stats.squeeze(3)
 

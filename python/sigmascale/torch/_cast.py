@@ -8,8 +8,23 @@ _ROWS = 32
 
 
 @triton.jit
-def _cast(x, out, descale, words, rows, heads, group, stride_b, stride_s, stride_h, d: tl.constexpr, width: tl.constexpr,
-          step: tl.constexpr, descale_b, counts: tl.constexpr):
+def _cast(
+    x,
+    out,
+    descale,
+    words,
+    rows,
+    heads,
+    group,
+    stride_b,
+    stride_s,
+    stride_h,
+    d: tl.constexpr,
+    width: tl.constexpr,
+    step: tl.constexpr,
+    descale_b,
+    counts: tl.constexpr,
+):
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, channel = block * step + tl.arange(0, step), tl.arange(0, width)
     kept = (row[:, None] < rows) & (channel[None, :] < d)
@@ -46,7 +61,18 @@ def cast(x, descale, words=None):
     grid = (triton.cdiv(rows, _ROWS), heads, batch)
     with torch.cuda.device(x.device):
         _cast[grid](
-            x, out, descale, words if words is not None else out, rows, heads, heads // descale.shape[1], *x.stride()[:3],
-            d, triton.next_power_of_2(d), _ROWS, descale.stride(0), words is not None,
+            x,
+            out,
+            descale,
+            words if words is not None else out,
+            rows,
+            heads,
+            heads // descale.shape[1],
+            *x.stride()[:3],
+            d,
+            triton.next_power_of_2(d),
+            _ROWS,
+            descale.stride(0),
+            words is not None,
         )
     return out

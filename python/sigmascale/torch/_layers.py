@@ -85,7 +85,7 @@ def check(layers):
                 device, where = tensor.device, name
             elif tensor.device != device:
                 raise ArgumentError(
-                    f"{name} is on {tensor.device} and {where} on {device}: attach one runtime for the layers of each device"
+                    f"{name} is on {tensor.device} and {where} on {device}: attach one runtime for each device, with the layers=[...] of find_layers(model) that lie there"
                 )
             if tensor.dtype not in _DTYPES:
                 raise UnsupportedError(
@@ -117,7 +117,9 @@ def _check_shapes(layer):
     if layer.norm is None and layer.q_norm is None:
         raise UnsupportedError(f"{layer.name}: attention input without a norm, and q and k without one, have no bound")
     if layer.n_kv_heads < 1 or layer.n_q_heads < 1 or layer.n_q_heads % layer.n_kv_heads:
-        raise ArgumentError(f"{layer.name}: {layer.n_q_heads} query heads are no multiple of {layer.n_kv_heads} KV heads")
+        raise ArgumentError(
+            f"{layer.name}: {layer.n_q_heads} query heads are no multiple of {layer.n_kv_heads} KV heads"
+        )
     for key, heads in [("q", layer.n_q_heads), ("k", layer.n_kv_heads), ("v", layer.n_kv_heads)]:
         weight = getattr(layer, key)
         if weight.dim() != 2 or weight.shape[1] != layer.q.shape[1]:
@@ -132,7 +134,9 @@ def _check_shapes(layer):
     for key, length in [("gain", layer.q.shape[1]), ("shift", layer.q.shape[1])]:
         vector = getattr(layer, key)
         if vector is not None and vector.shape != (length,):
-            raise ArgumentError(f"{layer.name}.{key} has shape {tuple(vector.shape)}, and the model dimension is {length}")
+            raise ArgumentError(
+                f"{layer.name}.{key} has shape {tuple(vector.shape)}, and the model dimension is {length}"
+            )
     for key in "qkv":
         bias, weight = getattr(layer, f"{key}_bias"), getattr(layer, key)
         if bias is not None and bias.shape[0] != weight.shape[0]:
@@ -167,13 +171,16 @@ def entries(layer):
         # Bounds of normalised q and k are computed from the gains at every refresh; these hold their place.
         "fixed_bounds": None if layer.q_norm is None else (1.0, 1.0),
     }
-    one = lambda n_q, n_kv, starts: common | {
-        "q": projection("q", starts[0]),
-        "k": projection("k", starts[1]),
-        "v": None if layer.norm is None else projection("v", starts[2]),
-        "n_q": n_q,
-        "n_kv": n_kv,
-    }
+    one = lambda n_q, n_kv, starts: (
+        common
+        | {
+            "q": projection("q", starts[0]),
+            "k": projection("k", starts[1]),
+            "v": None if layer.norm is None else projection("v", starts[2]),
+            "n_q": n_q,
+            "n_kv": n_kv,
+        }
+    )
     if layer.heads is None:
         return [one(layer.n_q_heads, layer.n_kv_heads, (0, 0, 0))]
     steady = all(rows == list(range(rows[0], rows[0] + len(rows) * r, r)) for rows in layer.heads)
@@ -189,7 +196,7 @@ class _Projection:
 
 
 def find(model):
-    """The layers of a Hugging Face model, by the family table."""
+    """The layers of a Hugging Face model, by the family table: what ``attach`` takes where it is given none."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_json_string"):
         raise UnsupportedError(

@@ -2,15 +2,14 @@
 
 import json
 
-import torch
 
 from .. import _native
 from .._errors import UnsupportedError
 from . import _layers
 
 POLICIES = ("geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current")
-# Policies that plan from logit bounds as well as from what was observed.
-_FROM_BOUNDS = ("geometry-c-star", "auto-c")
+# Policies that plan from bounds.
+FROM_BOUNDS = ("geometry", "geometry-c-star", "auto-c")
 
 
 class Geometry:
@@ -49,7 +48,7 @@ class Observing(Geometry):
     def bind(self, runtime, found):
         state = None if self._native is None else self._native.save()
         rows = None
-        if self._name in _FROM_BOUNDS:
+        if self._name in FROM_BOUNDS:
             entries = [_layers.entries(layer) for layer in found]
             if any(len(parts) > 1 for parts in entries) or any(layer.q_norm is not None for layer in found):
                 raise UnsupportedError(
@@ -91,12 +90,15 @@ def make_policy(name):
 def _spec(found):
     """The layers as the crate's attention spec."""
     first = found[0]
-    rope = lambda layer: layer.rotary and {
-        "rotary_dim": layer.rotary,
-        "layout": "interleaved" if layer.interleaved else "half-split",
-        "attention_factor": layer.rope_factor,
-        "inv_freq": None,
-    }
+    rope = lambda layer: (
+        layer.rotary
+        and {
+            "rotary_dim": layer.rotary,
+            "layout": "interleaved" if layer.interleaved else "half-split",
+            "attention_factor": layer.rope_factor,
+            "inv_freq": None,
+        }
+    )
     return {
         "name": "model",
         "family": "torch",
@@ -114,7 +116,9 @@ def _spec(found):
         "bias": {key: getattr(first, f"{key}_bias") is not None for key in "qkv"},
         "rope": [rope(layer) or None for layer in found],
         "qk_norm": None,
-        "softmax_scale": [layer.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale for layer in found],
+        "softmax_scale": [
+            layer.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale for layer in found
+        ],
         "soft_cap": None,
         "max_positions": None,
     }

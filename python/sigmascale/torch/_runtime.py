@@ -4,12 +4,13 @@ import math
 import threading
 import weakref
 
+import numpy as np
 import torch
 
 from .. import _native
 from .._errors import ArgumentError, CudaError, MismatchError, NonFiniteError, SigmascaleError, UnsupportedError
 from . import _layers
-from ._policies import POLICIES, make_policy
+from ._policies import FROM_BOUNDS, POLICIES, make_policy
 
 STATE_VERSION = 1
 _MAX = 448.0
@@ -41,7 +42,9 @@ class LayerPlan:
         """The runtime, or an exception if it is gone."""
         runtime = self._runtime()
         if runtime is None:
-            raise SigmascaleError("the runtime of this plan is gone: keep what attach() returned for as long as it is used")
+            raise SigmascaleError(
+                "the runtime of this plan is gone: keep what attach() returned for as long as it is used"
+            )
         return runtime
 
     def descales(self, batch):
@@ -65,10 +68,12 @@ class Runtime:
         self.after_refresh = []
         found = list(layers) if self._given else _layers.find(model)
         self.device = _layers.check(found)
-        shapes = {(l.n_q_heads, l.n_kv_heads, l.d_head) for l in found}
+        shapes = {(layer.n_q_heads, layer.n_kv_heads, layer.d_head) for layer in found}
         if len(shapes) > 1:
-            raise UnsupportedError(f"layers of different head counts or dimensions {sorted(shapes)}: attach one runtime for each")
-        if policy == "geometry" and any(l.norm is None for l in found):
+            raise UnsupportedError(
+                f"layers of different head counts or dimensions {sorted(shapes)}: attach one runtime for each"
+            )
+        if policy in FROM_BOUNDS and any(layer.norm is None for layer in found):
             raise UnsupportedError(
                 "there is no norm in front of the projections, so v has no bound: take policy='delayed-te' or 'current'"
             )
@@ -81,7 +86,6 @@ class Runtime:
             self.words = make(len(found), 2 * (n_q + n_kv), 4, dtype=torch.int32)
             # sigma, certain bound, rounded bound and logit descale by layer and query head.
             self.logits = make(len(found), n_q, 4) if bound else None
-            self._status = make(1, dtype=torch.int32)
         self.n_q_heads, self.n_kv_heads = n_q, n_kv
         self._policy = make_policy(policy)
         self._bind(found)
@@ -113,11 +117,14 @@ class Runtime:
     def _bind(self, found):
         """Sets engines up over the tensors where they lie now."""
         self._tensors, self._sources, self._engines = found, [], []
+        owners = _storages(self._model()) if self._given else {}
         for layer in found:
-            if layer.sources:
-                self._sources += [(m._parameters, key, m._parameters[key], m._parameters[key].data_ptr()) for m, key in layer.sources]
-            else:
-                self._sources += [(None, None, tensor, tensor.data_ptr()) for tensor in layer.tensors().values()]
+            places = [(module._parameters, key) for module, key in layer.sources]
+            for tensor in layer.tensors().values() if self._given else ():
+                owner = owners.get(tensor.untyped_storage().data_ptr())
+                places += [owner] if owner else []
+                self._sources.append((None, None, tensor, tensor.data_ptr()))
+            self._sources += [(held, key, held[key], held[key].data_ptr()) for held, key in places]
         available, missing = _native.gpu()
         if not available:
             raise CudaError(f"kernels cannot be compiled and launched here: {missing}")
@@ -128,7 +135,13 @@ class Runtime:
         kinds = {}
         for index, layer in enumerate(found):
             rows = _layers.entries(layer)
-            key = (len(rows), *(rows[0][k] for k in ("rotary", "interleaved", "rope_factor", "mean_removed", "vector_dtype", "d_model")))
+            key = (
+                len(rows),
+                *(
+                    rows[0][k]
+                    for k in ("rotary", "interleaved", "rope_factor", "mean_removed", "vector_dtype", "d_model")
+                ),
+            )
             kinds.setdefault(key, []).append((index, rows))
         for members in kinds.values():
             rows = [row for _, entries in members for row in entries]
@@ -149,6 +162,15 @@ class Runtime:
         if torch.cuda.is_current_stream_capturing():
             raise SigmascaleError("weights have moved since the last refresh(): call refresh() once before the capture")
         found = self._tensors if self._given else _layers.find(self._model())
+        if self._given:
+            current = _storages(self._model())
+            # Copies that never were the model's own are the caller's to keep.
+            owned = any(held is not None for held, *_ in self._sources)
+            tensors = [tensor for layer in found for tensor in layer.tensors().values()]
+            if owned and any(tensor.untyped_storage().data_ptr() not in current for tensor in tensors):
+                raise SigmascaleError(
+                    "weights were replaced by others since attach(): attach again, with layers that name them"
+                )
         if _layers.check(found) != self.device:
             raise ArgumentError(f"the model has left {self.device}: attach again on its new device")
         self._bind(found)
@@ -201,8 +223,8 @@ class Runtime:
         """What attention calls reported since the last refresh, as NumPy arrays; waits for the device.
 
         ``amax`` ``(layers, 3, n_kv)`` of q, k and v; ``overflow`` (values past 448 descales), ``beyond`` (past 464) and
-        ``non_finite`` likewise; ``peak``: the largest |x / descale|; ``logit_max`` and ``logit_min`` ``(layers, n_q)``
-        where the kernel reports them, else NaN.
+        ``non_finite`` likewise; ``peak``: the largest |x / descale| (NaN under ``current``, whose descales are gone);
+        ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN.
         """
         n_q, n_kv = self.n_q_heads, self.n_kv_heads
         words = self.words.cpu()
@@ -219,7 +241,7 @@ class Runtime:
             "overflow": counts[..., 0].numpy(),
             "beyond": counts[..., 1].numpy(),
             "non_finite": counts[..., 2].numpy(),
-            "peak": (amax / descales).numpy(),
+            "peak": (amax / descales).numpy() if not self._policy.per_call else np.full(amax.shape, np.nan, np.float32),
             "logit_max": extremes[..., 0].numpy(),
             "logit_min": extremes[..., 1].numpy(),
         }
@@ -229,7 +251,9 @@ class Runtime:
         status = sum(engine.status() & 3 for engine in self._engines)
         bad = (~torch.isfinite(self.descales)).any(dim=2).any(dim=1).nonzero().flatten().tolist()
         if status or bad:
-            raise NonFiniteError(f"weights or bounds are not finite in layers {bad or 'unknown'}: the plan is not usable")
+            raise NonFiniteError(
+                f"weights or bounds are not finite in layers {bad or 'unknown'}: the plan is not usable"
+            )
 
     def state_dict(self):
         """All that later plans depend on, apart from the weights."""
@@ -267,6 +291,16 @@ def folded(words, n_q, n_kv):
     amax = torch.stack([q[..., 0].amax(dim=2), k[..., 0], v[..., 0]], dim=1).view(torch.float32)
     counts = torch.stack([q[..., 1:].sum(dim=2).to(torch.int32), k[..., 1:], v[..., 1:]], dim=1)
     return amax, counts
+
+
+def _storages(model):
+    """Where each memory block that a model's parameters lie in is held: (dict, name) by address."""
+    return {
+        parameter.untyped_storage().data_ptr(): (module._parameters, key)
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and parameter.device.type == "cuda"
+    }
 
 
 class _Engine:

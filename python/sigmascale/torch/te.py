@@ -48,7 +48,9 @@ def quantizer_factory(runtime, names, fallback, make, scales=None):
             return fallback(role)
         layer = names.get(role.name)
         if layer is None:
-            raise ArgumentError(f"the attention module {role.name!r} has no layer: the names given are {', '.join(names)}")
+            raise ArgumentError(
+                f"the attention module {role.name!r} has no layer: the names given are {', '.join(names)}"
+            )
         place = _PLACES[tensor]
         return make(scales.scales[layer, place : place + 1], scales.amax[layer, place : place + 1])
 

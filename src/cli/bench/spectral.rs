@@ -7,11 +7,14 @@ use super::{Csv, CsvArgs, copy_bandwidth, median_us};
 use half::bf16;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use sigmascale::bound::E4M3_MAX;
+use sigmascale::cuda::policy::{BoundSource, PolicyEngine, PolicyMemory, PolicySetup, Rule, TENSORS};
 use sigmascale::cuda::scale::{
     DeviceMatrix, DeviceWeights, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine,
 };
 use sigmascale::cuda::{Buffer, Device, DevicePtr, Stream, compiler_version};
 use sigmascale::model::{AttentionSpec, GainForm, NormKind, RopeLayout, preset, preset_names};
+use sigmascale::plan::DEFAULT_ETA;
 use sigmascale::{Error, Result};
 use std::path::Path;
 use std::sync::Arc;
@@ -199,6 +202,13 @@ fn measure(
     // Its replays before the timed ones warm the vectors.
     row("plan", per_layer(median_us(stream, |s| engine.plan(s)))?, qkv);
     let status = engine.status().read()?.first().copied().unwrap_or(0);
+    // A step's whole job: weights to bounds to descales in memory, and the call's statistics taken in.
+    let geometry = policy(device, subject, Rule::Geometry, BoundSource::Weights(Box::new(engine)))?;
+    row("geometry_step", per_layer(median_us(stream, |s| whole_step(&geometry, s)))?, qkv);
+    drop(geometry);
+    let rule = Rule::DelayedTe { history: TE_HISTORY, most_recent: false, scaled_max: E4M3_MAX as f32 };
+    let delayed = policy(device, subject, rule, BoundSource::None)?;
+    row("delayed_te_step", per_layer(median_us(stream, |s| whole_step(&delayed, s)))?, qkv);
     match PowerEngine::over(device, &weights, false, 1) {
         Ok(power) => {
             row("power_head", per_layer(median_us(stream, |s| power.step(s)))?, qk);
@@ -213,6 +223,43 @@ fn measure(
         csv.line(&format!("# {}: status {status} of the plan", subject.name));
     }
     Ok(())
+}
+
+/// Length of TransformerEngine's history by default.
+const TE_HISTORY: usize = 1024;
+
+/// A policy in device memory for the subject's sizes.
+fn policy(device: &Device, subject: &Subject, rule: Rule, source: BoundSource) -> Result<PolicyEngine> {
+    let form = &subject.form;
+    let setup = PolicySetup {
+        rule,
+        n_q: form.n_q,
+        n_kv: form.n_kv,
+        d_model: form.d_model,
+        per_layer: matches!(rule, Rule::DelayedTe { .. }),
+        has_values: true,
+        logit_target: DEFAULT_ETA * E4M3_MAX,
+        operand_target: E4M3_MAX,
+        soft_cap: None,
+        softmax_scales: vec![form.softmax_scale; subject.layers],
+    };
+    let slots = subject.layers * TENSORS;
+    let memory = match rule {
+        Rule::DelayedTe { history, .. } => PolicyMemory {
+            history: vec![0.0; slots * history],
+            places: vec![0; slots],
+            scales: vec![1.0; slots],
+            ..PolicyMemory::default()
+        },
+        _ => PolicyMemory::default(),
+    };
+    PolicyEngine::new(device, setup, source, &memory)
+}
+
+fn whole_step(policy: &PolicyEngine, stream: &Stream) -> Result<()> {
+    policy.update_bounds(stream)?;
+    policy.plan(stream)?;
+    policy.observe(stream)
 }
 
 #[cfg(test)]

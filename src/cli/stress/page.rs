@@ -87,24 +87,21 @@ fn part(page: &mut Page, run: &StressResult) {
         },
         content: heat_map(run),
     });
-    page.figures(&figures);
-    let mut figures = vec![Figure {
+    figures.push(Figure {
         title: "Utilisation".to_owned(),
         caption: "Share of the range used. Dots: layers and steps. Bar: p10 to p90 over heads; line: median. Right of \
-                      the dotted line is overflow."
+                  the dotted line is overflow."
             .to_owned(),
-        content: strip(run, &|row| Some(row.max_scaled / RANGE), Some(1.0), true),
-    }];
+        content: strip(run, &|row| Some(row.max_scaled / RANGE), Some(1.0), true, ""),
+    });
     if run.policies.iter().any(|policy| policy.sqnr_db.is_some()) {
+        // One figure, so that the heat map does not stand alone in its row.
+        let sqnr = strip(run, &|row| row.sqnr_db, None, false, "SQNR of the output, dB: more is better");
+        let kl = strip(run, &|row| row.softmax_kl, None, false, "KL of the softmax, nats: less is better");
         figures.push(Figure {
-            title: "SQNR of the output, dB".to_owned(),
-            caption: "More is better. Dots: layers and steps, open where a value overflowed; line: median.".to_owned(),
-            content: strip(run, &|row| row.sqnr_db, None, false),
-        });
-        figures.push(Figure {
-            title: "KL of the softmax, nats".to_owned(),
-            caption: "Less is better. Dots: layers and steps, open where a value overflowed; line: median.".to_owned(),
-            content: strip(run, &|row| row.softmax_kl, None, false),
+            title: "What it cost".to_owned(),
+            caption: "Dots: layers and steps, open where a value overflowed; line: median.".to_owned(),
+            content: sqnr + &kl,
         });
     }
     page.figures(&figures);
@@ -278,15 +275,21 @@ fn heat_map(run: &StressResult) -> String {
 }
 
 /// One row a policy: a dot for each layer and step, and the median; with `heads` the quantiles over heads.
-fn strip(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, limit: Option<f64>, heads: bool) -> String {
+fn strip(
+    run: &StressResult,
+    value: &dyn Fn(&TraceRow) -> Option<f64>,
+    limit: Option<f64>,
+    heads: bool,
+    name: &str,
+) -> String {
     let values = run.trace.iter().filter_map(value).chain(limit);
     let values = values.chain(run.policies.iter().filter(|_| heads).map(|policy| policy.utilisation.p10));
     let axis = Axis::new(values, None);
-    let (left, top, height) = (96.0, 6.0, 30.0);
+    let (left, top, height) = (108.0, 6.0, 30.0);
     let right = WIDTH - 14.0;
     let bottom = top + height * run.policies.len() as f64;
     let x = |value: f64| left + (right - left) * axis.place(value);
-    let mut svg = open_svg(WIDTH, bottom + 32.0, "Distribution by policy");
+    let mut svg = open_svg(WIDTH, bottom + 36.0, if name.is_empty() { "Utilisation by policy" } else { name });
     for tick in axis.ticks() {
         let x = x(tick);
         let _ = write!(
@@ -345,6 +348,8 @@ fn strip(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, limit: Op
         svg.push_str("</g>");
     }
     let scale = if axis.log { "logarithmic scale" } else { "" };
-    let _ = write!(svg, "<text x=\"{left}\" y=\"{:.1}\">{scale}</text></svg>", bottom + 29.0);
+    let between = if name.is_empty() || scale.is_empty() { "" } else { "; " };
+    let (end, y) = (WIDTH - 2.0, bottom + 29.0);
+    let _ = write!(svg, "<text x=\"{end}\" y=\"{y:.1}\" text-anchor=\"end\">{name}{between}{scale}</text></svg>");
     svg
 }

@@ -16,10 +16,13 @@ pub fn headline(run: &StressResult) -> String {
     let steps = if run.steps == 1 { "1 step".to_owned() } else { format!("{} steps", run.steps) };
     let tokens = match run.scenario {
         Scenario::Replay => "recorded maxima".to_owned(),
-        _ => match &run.tokens {
-            Some(text) => format!("{} tokens of {} a step", run.seq_len, text.file),
-            None => format!("{} isotropic tokens a step, seed {}", run.seq_len, run.seed),
-        },
+        _ => {
+            let plural = if run.seq_len == 1 { "" } else { "s" };
+            match &run.tokens {
+                Some(text) => format!("{} token{plural} of {} a step", run.seq_len, text.file),
+                None => format!("{} isotropic token{plural} a step, seed {}", run.seq_len, run.seed),
+            }
+        }
     };
     format!("{}, mode {}: {}, {layers}, {steps}, {tokens}", run.scenario.name(), mode_name(run.mode), run.model)
 }

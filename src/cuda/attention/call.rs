@@ -1,6 +1,7 @@
 //! What a call is made of, and the rules it has to keep.
 
 use super::{Element, View};
+use crate::cuda::stats_words;
 use crate::error::{Error, Result};
 
 /// Sizes of one call.
@@ -126,21 +127,9 @@ pub struct Tensors {
     pub out: View<4>,
     /// Log-sum-exp in nats, f32, `(batch, heads_q, len_q)` without gaps; `-inf` where a row sees no key.
     pub lse: Option<View<3>>,
-    /// Telemetry, [`stats_words`] u32 without gaps. Calls add to it: maxima and sums over all calls since it was zero.
+    /// Telemetry, [`stats_words`] u32 without gaps, as [`StepWords`](crate::cuda::StepWords) has them. Calls add to it:
+    /// maxima and sums over all calls since it was zero. Of E4M3 operands only the logits' words are written.
     pub stats: Option<View<1>>,
-}
-
-/// Words of a call's telemetry: four u32 for each query head's logits, then for each head of q, k and v.
-///
-/// | rows | words |
-/// |---|---|
-/// | logits, `heads_q` | max, min, amax of the output, logits past 448 descales |
-/// | q (`heads_q`), k, v (`heads_kv`) | amax, finite values past 448 descales, of these past 464, not finite |
-///
-/// amax is the bits of an f32 (NaN if a value is NaN). max is [`ordered`](crate::cuda::attention) bits and min their
-/// complement, so that all are maxima of unsigned integers and zero means none.
-pub fn stats_words(heads_q: usize, heads_kv: usize) -> usize {
-    4 * (2 * heads_q + 2 * heads_kv)
 }
 
 impl Tensors {
@@ -345,7 +334,7 @@ mod tests {
     fn regions_of_the_workspace_do_not_overlap() {
         let sizes = Sizes { batch: 3, heads_q: 6, heads_kv: 2, len_q: 113, len_k: 203, d_head: 64 };
         let w = Workspace::of(&sizes, Element::Bf16);
-        assert!(w.q >= Workspace::HEADER && w.q % 256 == 0 && w.k % 256 == 0 && w.v % 256 == 0);
+        assert!(w.q >= Workspace::HEADER && [w.q, w.k, w.v].iter().all(|at| at.is_multiple_of(256)));
         assert!(w.k - w.q >= 3 * 113 * 6 * 64 && w.v - w.k >= 3 * 203 * 2 * 64);
         assert_eq!(w.bytes - w.v, 3 * 2 * 208 * 64);
         assert!(Workspace::of(&sizes, Element::E4m3).bytes < w.bytes);

@@ -1,7 +1,7 @@
 //! A call with device memory of its own, for tests, tools and timings.
 
-use super::{AttentionEngine, Descales, Element, Rope, Sizes, Tensors, View, Workspace, stats_words};
-use crate::cuda::{Buffer, Stream};
+use super::{AttentionEngine, Descales, Element, Rope, Sizes, Tensors, View, Workspace};
+use crate::cuda::{Buffer, Stream, stats_words};
 use crate::error::{Error, Result};
 use crate::fp8::Format;
 use half::bf16;

@@ -25,7 +25,7 @@ mod params;
 mod tile;
 
 pub use super::view::{Element, View};
-pub use call::{Descales, Rope, Sizes, Tensors, Workspace, stats_words};
+pub use call::{Descales, Rope, Sizes, Tensors, Workspace};
 pub use engine::{AttentionEngine, attention_variants, cast_variants};
 pub use host::{HostOutput, Resident, RopeTables, Setup};
 pub use tile::{Schedule, Tile};

@@ -128,7 +128,7 @@ mod tests {
     #[test]
     fn a_section_holds_whole_groups_and_fits_the_cache() {
         let long = Schedule::of(&sizes(1, 64, 8, 16_384, 128), Tile::wide(128), 132);
-        assert!(long.packed && long.section % 4 == 0 && long.section < long.units, "{long:?}");
+        assert!(long.packed && long.section.is_multiple_of(4) && long.section < long.units, "{long:?}");
         let short = Schedule::of(&sizes(16, 64, 8, 1024, 128), Tile::narrow(128), 132);
         assert!(short.section > long.section);
         let endless = Schedule::of(&sizes(1, 8, 8, 1 << 20, 128), Tile::wide(128), 132);

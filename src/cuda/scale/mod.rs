@@ -7,12 +7,15 @@
 //! What it computes: `math` sections 2 and 5 as the CPU engine does, per channel
 //! `B = sqrt(d) ||w_c|| + |c_c|`, descale `(B + A/32) / 448`; and per head Grams for the logit bounds.
 
+mod bounds;
 mod engine;
+mod grams;
 mod host;
 mod power;
 mod tables;
 
-pub use engine::{GramRoute, ScaleEngine};
+pub use engine::ScaleEngine;
+pub use grams::GramRoute;
 pub use host::{DeviceWeights, HostLayer, HostProjection};
 pub use power::PowerEngine;
 pub use tables::{ChannelStats, DeviceMatrix, Dtype, HeadBound, HeadGram, LayerInput, ProjectionInput};

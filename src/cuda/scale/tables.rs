@@ -132,21 +132,11 @@ pub(super) struct Projection {
     pub rotary: u32,
     pub interleaved: u32,
     pub stat_row: u32,
-    pub gain_row: u32,
+    pub pad: u32,
     pub first_head: u32,
 }
 const _: () = assert!(size_of::<Projection>() == 96);
 pub(super) const HAS_MEAN: u32 = 1;
-
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct GainRow {
-    pub gain: u64,
-    pub dtype: u32,
-    pub d_model: u32,
-    pub offset: f32,
-    pub pad: u32,
-}
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
@@ -186,8 +176,24 @@ pub(super) struct Segment {
     pub last: u32,
     pub slot: u32,
     pub heads: u32,
+    pub stat: u32,
+    pub pad: u32,
 }
-const _: () = assert!(size_of::<Segment>() == 24);
+const _: () = assert!(size_of::<Segment>() == 32);
+
+/// Where the parts of a tile's channel statistics lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct StatTile {
+    pub bias: u64,
+    pub stat_row: u32,
+    pub rows: u32,
+    pub first: u32,
+    pub parts: u32,
+    pub bias_dtype: u32,
+    pub rounding_only: u32,
+}
+const _: () = assert!(size_of::<StatTile>() == 32);
 
 /// Where the parts of a head's Gram lie: `count` of them, `stride` slots apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
@@ -219,7 +225,9 @@ pub struct ChannelStats {
     pub absolute: f32,
     /// Sum of the column, gains applied.
     pub sum: f32,
-    pub(super) pad: [f32; 2],
+    /// Square of the norm of what the Gram's operands lost of the column by rounding.
+    pub rounding: f32,
+    pub(super) pad: f32,
 }
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -270,6 +278,9 @@ pub(super) struct Cut {
     pub shares: Vec<u32>,
     pub heads: Vec<HeadGram>,
     pub slots: u32,
+    /// First part and number of parts of every unit's statistics, in runs of 128 rows.
+    pub stats: Vec<(u32, u32)>,
+    pub stat_parts: u32,
 }
 
 /// One run of heads that share a tile.
@@ -280,10 +291,12 @@ pub(super) struct Unit {
     pub stat_row: u32,
     pub heads: u32,
     pub tiles: u32,
+    /// Grams are wanted, not norms alone.
+    pub gram: bool,
 }
 
-/// Cuts the units, end to end, into `blocks` equal shares.
-pub(super) fn cut(units: &[Unit], blocks: usize, d_head: u32) -> Cut {
+/// Cuts the units, end to end, into `blocks` equal shares. A segment leaves `stat_runs` parts of its statistics.
+pub(super) fn cut(units: &[Unit], blocks: usize, d_head: u32, stat_runs: u32) -> Cut {
     let total: u64 = units.iter().map(|u| u64::from(u.tiles)).sum();
     let mut cut = Cut { shares: vec![0], ..Cut::default() };
     let mut block = 1u64;
@@ -291,6 +304,8 @@ pub(super) fn cut(units: &[Unit], blocks: usize, d_head: u32) -> Cut {
     let boundary = |block: u64| total * block / blocks as u64;
     for unit in units {
         let base = cut.slots;
+        let first_stat = cut.stat_parts;
+        let heads = if unit.gram { unit.heads } else { 0 };
         let mut tile = 0;
         let mut parts = 0;
         while tile < unit.tiles {
@@ -304,17 +319,21 @@ pub(super) fn cut(units: &[Unit], blocks: usize, d_head: u32) -> Cut {
                 first_row: unit.first_row,
                 first: tile,
                 last,
-                slot: base + parts * unit.heads,
-                heads: unit.heads,
+                slot: base + parts * heads,
+                heads,
+                stat: cut.stat_parts * 128,
+                pad: 0,
             });
             parts += 1;
+            cut.stat_parts += stat_runs;
             done += u64::from(last - tile);
             tile = last;
         }
-        cut.slots += parts * unit.heads;
-        for h in 0..unit.heads {
+        cut.stats.push((first_stat * 128, cut.stat_parts - first_stat));
+        cut.slots += parts * heads;
+        for h in 0..heads {
             let stat_row = unit.stat_row + h * d_head;
-            cut.heads.push(HeadGram { first: base + h, stride: unit.heads, count: parts, stat_row });
+            cut.heads.push(HeadGram { first: base + h, stride: heads, count: parts, stat_row });
         }
     }
     cut.shares.resize(blocks + 1, cut.segments.len() as u32);
@@ -328,9 +347,10 @@ mod tests {
     #[test]
     fn a_cut_covers_every_tile_once_in_equal_shares() {
         for (tiles, blocks) in [(5u32, 3usize), (64, 132), (25, 7), (1, 4)] {
-            let units: Vec<Unit> =
-                (0..11).map(|i| Unit { projection: i, first_row: 0, stat_row: 0, heads: 1 + i % 3, tiles }).collect();
-            let cut = cut(&units, blocks, 64);
+            let units: Vec<Unit> = (0..11)
+                .map(|i| Unit { projection: i, first_row: 0, stat_row: 0, heads: 1 + i % 3, tiles, gram: i != 4 })
+                .collect();
+            let cut = cut(&units, blocks, 64, 2);
             assert_eq!(cut.shares.len(), blocks + 1);
             let mut seen = vec![vec![0; tiles as usize]; 11];
             let mut sizes = vec![];
@@ -346,7 +366,13 @@ mod tests {
             }
             assert!(seen.iter().flatten().all(|&n| n == 1));
             assert!(sizes.iter().max().unwrap() - sizes.iter().min().unwrap() <= 1, "{sizes:?}");
-            assert_eq!(cut.heads.len(), units.iter().map(|u| u.heads as usize).sum::<usize>());
+            let wanted = units.iter().filter(|u| u.gram);
+            assert_eq!(cut.heads.len(), wanted.map(|u| u.heads as usize).sum::<usize>());
+            let mut rows: Vec<u32> = cut.segments.iter().map(|s| s.stat).collect();
+            rows.dedup();
+            assert_eq!(rows.len(), cut.segments.len(), "every segment has its own statistics");
+            assert_eq!(cut.stats.iter().map(|s| s.1).sum::<u32>(), cut.stat_parts);
+            assert_eq!(cut.stat_parts as usize, 2 * cut.segments.len());
             let mut slots: Vec<u32> =
                 cut.heads.iter().flat_map(|h| (0..h.count).map(move |i| h.first + i * h.stride)).collect();
             slots.sort_unstable();

@@ -9,7 +9,7 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use random::random_shapes;
 use sigmascale::Descale;
-use sigmascale::attention::cuda::{Cuda, Descales, Element, Rope, Tensors, View, stats_words, step_stats};
+use sigmascale::attention::cuda::{Cuda, Descales, Element, Rope, Tensors, View, Workspace, stats_words, step_stats};
 use sigmascale::attention::{
     Attention, AttentionCall, AttentionShape, Cast, Cpu, Inputs, LogitCast, Mask, Precision, dequantised, measure,
     reference,
@@ -155,7 +155,8 @@ fn telemetry_is_the_cpus() {
     let gpu = cuda();
     for (seed, call) in cases().enumerate() {
         let data = Data::new(&call.shape, 100 + seed as u64);
-        let plan = data.plan(&call, 1.0);
+        // The casts of q and k move logits by a few percent.
+        let plan = data.plan(&call, 1.3);
         let have = gpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap().stats;
         let want = Cpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap().stats;
         same_casts(&have, &want);
@@ -507,7 +508,8 @@ fn rope_is_rotation_then_cast() {
 fn calls_repeat_bit_for_bit_also_from_a_graph() {
     let gpu = cuda();
     for d in [64, 128] {
-        let shape = AttentionShape { batch: 3, n_q_heads: 8, n_kv_heads: 4, len_q: 700, len_k: 900, d_head: d };
+        // More tiles than multiprocessors: every block takes several.
+        let shape = AttentionShape { batch: 3, n_q_heads: 8, n_kv_heads: 4, len_q: 1100, len_k: 1300, d_head: d };
         let call = AttentionCall::causal(shape);
         let data = Data::new(&shape, 13);
         let bytes = [bf16_bytes(&data.q), bf16_bytes(&data.k), bf16_bytes(&data.v)];
@@ -527,6 +529,7 @@ fn calls_repeat_bit_for_bit_also_from_a_graph() {
             poison(&stream);
             gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
             assert!(memory.results() == first, "d {d}");
+            assert!(memory.workspace.read().unwrap()[..Workspace::HEADER].iter().all(|&b| b == 0), "d {d}: the header");
         }
         let graph = stream.capture(|stream| gpu.launch(stream, &call, &tensors, &workspace)).unwrap();
         poison(&stream);

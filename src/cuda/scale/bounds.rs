@@ -1,0 +1,232 @@
+//! Certified norms of every head and the logit bounds made of them.
+
+use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
+use super::super::sources;
+use super::engine::{NO_ROW, Tables};
+use super::grams::{GramRoute, Grams};
+use super::tables::{HeadBound, Job, LayerInput, NormBlock};
+use crate::error::Result;
+
+/// What the logit bounds need beside the Grams.
+#[derive(Debug)]
+pub(super) struct Bounds {
+    eigen: Kernel,
+    products: Option<Kernel>,
+    plan: Kernel,
+    gram_stats: Kernel,
+    jobs: Buffer<Job>,
+    eigen_launch: Launch,
+    product_jobs: Buffer<Job>,
+    product_launch: Launch,
+    lambdas: Buffer<f64>,
+    aux: Buffer<f64>,
+    softmax_scales: Buffer<f32>,
+    biases: Buffer<u64>,
+    pub value_blocks: [(Buffer<NormBlock>, usize); 2],
+    pub heads: Buffer<HeadBound>,
+    /// Q and K statistics come from the Grams of the plain route: no mean, no shift.
+    pub from_grams: bool,
+    eta: f64,
+    rounding: f32,
+    shape: LayerInput,
+    layers: usize,
+}
+
+/// Threads and shared memory of the kernels that square matrices (`kernels/include/scale_spectrum.cuh`).
+fn squaring(r: usize) -> (u32, u32) {
+    let bands = r.div_ceil(32);
+    let units = bands * (bands + 1) / 2;
+    let each = if units <= 15 {
+        1
+    } else if units <= 28 {
+        2
+    } else {
+        3
+    };
+    (32 * units.div_ceil(each) as u32, (bands * 32 * (bands * 32 + 8) * 2) as u32)
+}
+
+/// Largest d_head whose product without rotation fits a block's shared memory.
+const PRODUCT_MOST: usize = 128;
+
+impl Bounds {
+    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: &Grams) -> Result<Self> {
+        let first = &layers[0];
+        let (count, n_q, n_kv, r) = (layers.len(), first.n_q, first.n_kv, first.d_head);
+        let (mut jobs, mut products) = (vec![], vec![]);
+        // Results: raw q, raw k, then scaled q and scaled k, or products.
+        let (k_at, rest_at) = (count * n_q, count * (n_q + n_kv));
+        let by_product = first.rotary == 0 && r <= PRODUCT_MOST;
+        // Jobs that read the same Gram follow one another, so that the cache serves them.
+        for layer in 0..count {
+            let heads = layer * (n_q + n_kv);
+            for kv in 0..n_kv {
+                let k = (heads + n_q + kv) as u32;
+                for h in kv * (n_q / n_kv)..(kv + 1) * (n_q / n_kv) {
+                    let q = (heads + h) as u32;
+                    let index = layer * n_q + h;
+                    let mut job = |kind, result: usize| jobs.push(Job { kind, q, k, result: result as u32 });
+                    job(0, index);
+                    if first.rotary > 0 {
+                        job(2, rest_at + index);
+                        job(3, rest_at + count * n_q + index);
+                    }
+                    if by_product {
+                        products.push(Job { kind: 4, q, k, result: (rest_at + index) as u32 });
+                    }
+                }
+                jobs.push(Job { kind: 1, q: k, k, result: (k_at + layer * n_kv + kv) as u32 });
+            }
+        }
+        let results = rest_at + 2 * count * n_q;
+        let module = device.module(sources::BOUNDS, &[("D_HEAD", r.to_string())])?;
+        let plan = device.module(sources::PLAN, &[])?;
+        let eigen = module.kernel("scale_bounds")?;
+        let (threads, shared) = squaring(r);
+        eigen.allow_shared(shared)?;
+        let side = r.next_multiple_of(32);
+        let product_shared = (3 * side * (side + 4) * 4) as u32;
+        let product = if by_product {
+            let kernel = module.kernel("scale_products")?;
+            kernel.allow_shared(product_shared)?;
+            Some(kernel)
+        } else {
+            None
+        };
+        let values = |blocks: &[NormBlock]| -> Result<(Buffer<NormBlock>, usize)> {
+            let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
+            let list: Vec<NormBlock> = blocks.iter().filter(is_value).copied().collect();
+            Ok((device.upload(&list)?, list.len()))
+        };
+        let biases: Vec<u64> = layers
+            .iter()
+            .flat_map(|l| {
+                let each = move |bias: DevicePtr, heads: usize| {
+                    let step = (r * l.vector_dtype.size()) as u64;
+                    (0..heads as u64).map(move |h| if bias == DevicePtr::NULL { 0 } else { bias.0 + h * step })
+                };
+                each(l.q.bias, n_q).chain(each(l.k.bias, n_kv))
+            })
+            .collect();
+        let flush = 256 + first.d_model.div_ceil(256);
+        // The plain route rounds g w once.
+        let split = if grams.route == GramRoute::Plain { 3 } else { 0 };
+        let parts = grams.host_heads.iter().map(|h| h.count as usize).max().unwrap_or(1);
+        // The removal of the mean rounds too.
+        let rounding = flush + split + parts + 4 + if first.mean_removed { 8 } else { 0 };
+        Ok(Self {
+            eigen,
+            products: product,
+            plan: plan.kernel("scale_plan")?,
+            gram_stats: plan.kernel("scale_gram_stats")?,
+            eigen_launch: Launch::linear(jobs.len(), threads, shared),
+            jobs: device.upload(&jobs)?,
+            product_launch: Launch::linear(products.len(), threads, product_shared),
+            product_jobs: device.upload(&products)?,
+            lambdas: device.zeros(results)?,
+            aux: device.zeros(2 * count * n_q)?,
+            softmax_scales: device.upload(&layers.iter().map(|l| l.softmax_scale as f32).collect::<Vec<_>>())?,
+            biases: device.upload(&biases)?,
+            value_blocks: [values(&built.row_blocks)?, values(&built.column_blocks)?],
+            heads: device.zeros(count * n_q)?,
+            from_grams: grams.route == GramRoute::Plain
+                && layers.iter().all(|l| !l.mean_removed && l.shift == DevicePtr::NULL),
+            eta: 0.8,
+            rounding: rounding as f32,
+            shape: *first,
+            layers: count,
+        })
+    }
+
+    pub fn bytes(&self) -> usize {
+        8 * (self.lambdas.len() + self.aux.len() + self.biases.len())
+            + 16 * (self.jobs.len() + self.product_jobs.len())
+            + 32 * self.heads.len()
+    }
+
+    fn plan_shape(&self) -> Arg {
+        let s = &self.shape;
+        Arg::Words([
+            s.n_q as u32,
+            s.n_kv as u32,
+            s.d_head as u32,
+            s.rotary as u32,
+            s.interleaved.into(),
+            s.d_model as u32,
+            self.layers as u32,
+            self.products.is_some().into(),
+            s.rope_factor.to_bits(),
+            0,
+            self.eta.to_bits() as u32,
+            (self.eta.to_bits() >> 32) as u32,
+        ])
+    }
+
+    /// Statistics of the Q and K channels, from the Grams.
+    pub fn stats(&self, stream: &Stream, grams: &Grams, stats: DevicePtr) -> Result<()> {
+        let args = [
+            self.plan_shape(),
+            Arg::Ptr(grams.heads.ptr()),
+            Arg::Ptr(grams.partials.ptr()),
+            Arg::Ptr(self.biases.ptr()),
+            Arg::U32(self.shape.vector_dtype as u32),
+            Arg::Ptr(stats),
+        ];
+        let blocks = self.layers * (self.shape.n_q + self.shape.n_kv);
+        // SAFETY: 1. the arguments are the kernel's; 2. the Grams' tables are the engine's, the biases those that its
+        // maker's caller promised; 3. these rows are written by this launch alone.
+        unsafe { self.gram_stats.launch(stream, Launch::linear(blocks, 128, 0), &args) }
+    }
+
+    /// Bounds of every query head, from Grams, channel statistics and operand descales.
+    pub fn run(
+        &self,
+        stream: &Stream,
+        grams: &Grams,
+        stats: DevicePtr,
+        descales: DevicePtr,
+        status: DevicePtr,
+    ) -> Result<()> {
+        let s = &self.shape;
+        let shape = Arg::Words([
+            s.rotary as u32,
+            s.interleaved.into(),
+            s.mean_removed.into(),
+            s.d_model as u32,
+            s.rope_factor.to_bits(),
+            self.rounding.to_bits(),
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+        ]);
+        let (heads, partials) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()));
+        let (stats, status, lambdas) = (Arg::Ptr(stats), Arg::Ptr(status), Arg::Ptr(self.lambdas.ptr()));
+        let args = [Arg::Ptr(self.jobs.ptr()), heads, partials, stats, shape, lambdas, status];
+        // SAFETY: 1. the arguments are the kernel's (a struct may be passed longer than it is); 2. all tables are the
+        // engine's; 3. every job has its own result, and the Grams are finished, by the stream's order.
+        unsafe { self.eigen.launch(stream, self.eigen_launch, &args)? };
+        if let Some(products) = &self.products {
+            let aux = Arg::Ptr(self.aux.ptr());
+            let args = [Arg::Ptr(self.product_jobs.ptr()), heads, partials, stats, shape, lambdas, aux, status];
+            // SAFETY: as above.
+            unsafe { products.launch(stream, self.product_launch, &args)? };
+        }
+        let args = [
+            self.plan_shape(),
+            heads,
+            stats,
+            lambdas,
+            Arg::Ptr(self.aux.ptr()),
+            Arg::Ptr(self.softmax_scales.ptr()),
+            Arg::Ptr(descales),
+            Arg::Ptr(self.heads.ptr()),
+            status,
+        ];
+        let launch = Launch::linear((self.layers * s.n_q).div_ceil(4), 128, 0);
+        // SAFETY: 1. the arguments are the kernel's; 2. and 3. everything it reads was written by the launches before it.
+        unsafe { self.plan.launch(stream, launch, &args) }
+    }
+}

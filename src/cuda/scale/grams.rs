@@ -1,0 +1,226 @@
+//! Gram matrices of every Q and K head: the cut of the work, the launch, and the reading for tests.
+
+use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
+use super::super::{driver, sources};
+use super::engine::{NO_ROW, Tables};
+use super::tables::{self, DeviceMatrix, Dtype, HeadGram, LayerInput, Segment, StatTile, Unit};
+use crate::error::Result;
+
+/// Which kernel makes the Grams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GramRoute {
+    /// Tensor cores of Hopper: 16-bit weights, d_head up to 128, 16-byte rows.
+    Wgmma,
+    /// f32 without tensor cores: everything else.
+    Plain,
+}
+
+/// Dynamic shared memory of the tensor-core kernel (asserted there).
+const WGMMA_SHARED: u32 = 211_456;
+
+#[derive(Debug)]
+pub(super) struct Grams {
+    pub route: GramRoute,
+    kernel: Kernel,
+    launch: Launch,
+    segments: Buffer<Segment>,
+    shares: Buffer<u32>,
+    maps: Buffer<u64>,
+    pub partials: Buffer<f32>,
+    pub heads: Buffer<HeadGram>,
+    pub host_heads: Vec<HeadGram>,
+    channel_parts: Buffer<f32>,
+    stats: Option<(Kernel, Buffer<StatTile>)>,
+    /// The norms of every channel come out of the same pass.
+    pub has_norms: bool,
+}
+
+impl Grams {
+    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables) -> Result<Self> {
+        let first = &layers[0];
+        let dtype = first.q.weight.dtype;
+        let along_model = |m: &DeviceMatrix| m.col_stride == 1 && m.row_stride % 8 == 0;
+        let along_channels = |m: &DeviceMatrix| m.row_stride == 1 && m.col_stride % 8 == 0;
+        let fits = |m: &DeviceMatrix| m.dtype == dtype && dtype != Dtype::F32 && m.ptr.0 % 16 == 0;
+        let all = |test: &dyn Fn(&DeviceMatrix) -> bool| {
+            layers.iter().flat_map(|l| [l.q.weight, l.k.weight]).all(|m| fits(&m) && test(&m))
+        };
+        let (rows, columns) = (all(&along_model), all(&along_channels));
+        let wgmma = device.arch().compute == 90 && first.d_head <= 128 && (rows || columns);
+        // One read for everything: neither mean nor shift, and values like the rest.
+        let values = layers.iter().filter_map(|l| l.v.as_ref()).all(|v| fits(&v.weight) && along_model(&v.weight));
+        let plain_norm = layers.iter().all(|l| !l.mean_removed && l.shift == DevicePtr::NULL);
+        let has_norms = wgmma && rows && values && plain_norm;
+        let r = first.d_head as u32;
+        let per_tile = if wgmma && r <= 64 { 2 } else { 1 };
+        let mut units = Vec::new();
+        for (index, p) in built.projections.iter().enumerate() {
+            let gram = p.first_head != NO_ROW;
+            if !gram && !has_norms {
+                continue;
+            }
+            for head in (0..p.rows / r).step_by(per_tile as usize) {
+                units.push(Unit {
+                    projection: index as u32,
+                    first_row: head * r,
+                    stat_row: p.stat_row + head * r,
+                    heads: per_tile.min(p.rows / r - head),
+                    tiles: p.d_model.div_ceil(64),
+                    gram,
+                });
+            }
+        }
+        let side = first.d_head.div_ceil(64);
+        let blocks = side * (side + 1) / 2;
+        let (cut, launch, kernel, maps) = if wgmma {
+            // Stored along the channels, eight groups of warps leave their own sums.
+            let cut = tables::cut(&units, device.processors(), r, if rows { 1 } else { 8 });
+            let defines = [
+                ("D_HEAD", r.to_string()),
+                ("ALONG_CHANNELS", u32::from(!rows).to_string()),
+                ("F16", u32::from(dtype == Dtype::F16).to_string()),
+            ];
+            let kernel = device.module(sources::GRAMS_WGMMA, &defines)?.kernel("scale_grams_wgmma")?;
+            kernel.allow_shared(WGMMA_SHARED)?;
+            let mut maps = Vec::with_capacity(32 * built.projections.len());
+            for p in &built.projections {
+                // Channels in the first and in the second box of a tile.
+                for box_rows in [r.min(64), if r > 64 { r - 64 } else { r }] {
+                    maps.extend(if p.first_head == NO_ROW && !has_norms {
+                        [0; 16]
+                    } else if rows {
+                        let (inner, outer, stride) = (p.d_model.into(), p.rows.into(), p.row_stride as u64);
+                        driver::tensor_map_16bit(p.weight, inner, outer, stride, box_rows)?
+                    } else {
+                        let (inner, outer, stride) = (p.rows.into(), p.d_model.into(), p.col_stride as u64);
+                        driver::tensor_map_16bit(p.weight, inner, outer, stride, 64)?
+                    });
+                }
+            }
+            (cut, Launch::linear(device.processors(), 7 * 128, WGMMA_SHARED), kernel, maps)
+        } else {
+            // Ranges of 1024 input channels, whatever the device: a segment is a block.
+            let ranges = first.d_model.div_ceil(1024);
+            let cut = tables::cut(&units, units.len() * ranges, r, 0);
+            let kernel = device.module(sources::GRAMS, &[])?.kernel("scale_grams")?;
+            let grid = (cut.segments.len() as u32, blocks as u32, 1);
+            (cut, Launch { grid, block: 256, shared: 0 }, kernel, vec![0])
+        };
+        let stats = if wgmma {
+            let tiles: Vec<StatTile> = units
+                .iter()
+                .zip(&cut.stats)
+                .map(|(unit, &(first, parts))| {
+                    let p = &built.projections[unit.projection as usize];
+                    let offset = u64::from(unit.first_row) * layers[0].vector_dtype.size() as u64;
+                    StatTile {
+                        bias: if p.bias == 0 { 0 } else { p.bias + offset },
+                        stat_row: unit.stat_row,
+                        rows: unit.heads * r,
+                        first,
+                        parts,
+                        bias_dtype: p.vector_dtype,
+                        rounding_only: (!has_norms).into(),
+                    }
+                })
+                .collect();
+            let kernel = device.module(sources::PLAN, &[])?.kernel("scale_part_stats")?;
+            Some((kernel, device.upload(&tiles)?))
+        } else {
+            None
+        };
+        Ok(Self {
+            route: if wgmma { GramRoute::Wgmma } else { GramRoute::Plain },
+            kernel,
+            launch,
+            segments: device.upload(&cut.segments)?,
+            shares: device.upload(&cut.shares)?,
+            maps: device.upload(&maps)?,
+            partials: device.zeros(cut.slots as usize * blocks * 4096)?,
+            heads: device.upload(&cut.heads)?,
+            host_heads: cut.heads,
+            channel_parts: device.zeros(cut.stat_parts as usize * 128 * 4)?,
+            stats,
+            has_norms,
+        })
+    }
+
+    /// Puts the Grams on `stream`, and with them the norms of all channels where this pass has them.
+    pub fn launch(
+        &self,
+        stream: &Stream,
+        projections: DevicePtr,
+        gains: DevicePtr,
+        scales: DevicePtr,
+        padded: u32,
+    ) -> Result<()> {
+        let (segments, projections) = (Arg::Ptr(self.segments.ptr()), Arg::Ptr(projections));
+        let partials = Arg::Ptr(self.partials.ptr());
+        let args = match self.route {
+            GramRoute::Wgmma => vec![
+                segments,
+                Arg::Ptr(self.shares.ptr()),
+                projections,
+                Arg::Ptr(self.maps.ptr()),
+                Arg::Ptr(gains),
+                Arg::Ptr(scales),
+                Arg::U32(padded),
+                partials,
+                Arg::Ptr(self.channel_parts.ptr()),
+            ],
+            GramRoute::Plain => vec![segments, projections, partials],
+        };
+        // SAFETY: 1. the arguments are the kernel's of this route; 2. the tables are the engine's and reach the promised
+        // weights; 3. every segment writes its own slots.
+        unsafe { self.kernel.launch(stream, self.launch, &args) }
+    }
+
+    /// Sums what the segments saw of each channel; after the norms, where those come from another kernel.
+    pub fn part_stats(&self, stream: &Stream, stats: DevicePtr) -> Result<()> {
+        let Some((kernel, tiles)) = &self.stats else { return Ok(()) };
+        let args = [Arg::Ptr(tiles.ptr()), Arg::Ptr(self.channel_parts.ptr()), Arg::Ptr(stats)];
+        // SAFETY: 1. the arguments are the kernel's; 2. the tables are the engine's, the biases those that its maker's
+        // caller promised; 3. every tile has its own rows.
+        unsafe { kernel.launch(stream, Launch::linear(tiles.len(), 128, 0), &args) }
+    }
+
+    pub fn bytes(&self) -> usize {
+        4 * (self.partials.len() + self.shares.len() + self.channel_parts.len())
+            + 32 * (self.segments.len() + self.stats.as_ref().map_or(0, |s| s.1.len()))
+            + 8 * self.maps.len()
+            + 16 * self.heads.len()
+    }
+
+    /// One head's Gram, row-major.
+    pub fn read(&self, head: usize, r: usize) -> Result<Vec<f64>> {
+        let side = r.div_ceil(64);
+        let blocks = side * (side + 1) / 2;
+        let all = self.partials.read()?;
+        let place = self.host_heads[head];
+        let mut gram = vec![0.0; r * r];
+        for part in 0..place.count {
+            let slot = (place.first + part * place.stride) as usize;
+            let mut block = 0;
+            for i in 0..side {
+                for j in i..side {
+                    let values = &all[(slot * blocks + block) * 4096..][..4096];
+                    block += 1;
+                    for a in 0..64.min(r - i * 64) {
+                        for b in 0..64.min(r - j * 64) {
+                            let (row, column) = (i * 64 + a, j * 64 + b);
+                            if row <= column {
+                                gram[row * r + column] += f64::from(values[a * 64 + b]);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        for row in 0..r {
+            for column in 0..row {
+                gram[row * r + column] = gram[column * r + row];
+            }
+        }
+        Ok(gram)
+    }
+}
