@@ -2,8 +2,9 @@
 // layout that `attention_fwd` reads.
 //
 // A block owns 16 positions of up to 4 heads of one tensor: blockIdx.x runs over ceil(heads / 4) for Q, then K, then V,
-// blockIdx.y over groups of 16 positions, blockIdx.z over the batch. A thread holds a piece of 8 dims of one position, for each
-// head: neighbouring heads are neighbours in memory, and share their cosines. Q and K leave as [batch, length, heads, dim]; V leaves as
+// blockIdx.y over groups of 16 positions, blockIdx.z over the batch. A thread holds 8 dims of one position, for each head:
+// neighbouring heads are neighbours in memory, and share their cosines. The 8 dims are one piece, or, where halves rotate
+// against each other, 4 of the one half and 4 of the other. Q and K leave as [batch, length, heads, dim]; V leaves as
 // [batch, kv head, ceil(length / 16), dim / 8, 8, 16], byte 4 t + e of a group being key 8 (e / 2) + 2 t + e % 2.
 //
 // By-products per head, order-independent: amax of the values before the scale, and counts of scaled values past 448 (which
@@ -62,11 +63,21 @@ constexpr int kPieces = kDim / 8;
 constexpr int kKeys = 16;
 constexpr int kThreads = kKeys * kPieces;
 constexpr int kHeads = 4;
-static_assert(32 % kPieces == 0, "a warp holds whole rows: pieces of a rotation pair meet by shuffle");
 static_assert(kDim == 64 || kDim == 128, "head dimensions of the attention kernel");
 
 constexpr int kWords = INPUT == 2 ? 8 : 4;  // of a piece as it is stored
 
+// Two halves of 4 dims.
+__device__ __forceinline__ void load_halves(u32 (&w)[kWords], const void* in, i64 low, i64 high) {
+  const u8* p = reinterpret_cast<const u8*>(in);
+#if INPUT == 2
+  const uint4 x = *reinterpret_cast<const uint4*>(p + 4 * low), y = *reinterpret_cast<const uint4*>(p + 4 * high);
+  w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w, w[4] = y.x, w[5] = y.y, w[6] = y.z, w[7] = y.w;
+#else
+  const uint2 x = *reinterpret_cast<const uint2*>(p + 2 * low), y = *reinterpret_cast<const uint2*>(p + 2 * high);
+  w[0] = x.x, w[1] = x.y, w[2] = y.x, w[3] = y.y;
+#endif
+}
 __device__ __forceinline__ void load(u32 (&w)[kWords], const void* in, i64 offset) {
   const uint4* p = reinterpret_cast<const uint4*>(reinterpret_cast<const u8*>(in) + offset * (INPUT == 2 ? 4 : 2));
 #pragma unroll
@@ -86,39 +97,25 @@ __device__ __forceinline__ float value(const u32 (&w)[kWords], int i) {
 }
 
 #if ROPE
-// Cosines and sines of this thread's dims. Half-split: one each; interleaved: one for two dims.
+// Cosines and sines of this thread's four pairs.
 struct Angles {
-  float cosine[8], sine[8];
+  float cosine[4], sine[4];
 };
 __device__ __forceinline__ void load_angles(Angles& a, const CastParams& p, int piece, i64 position) {
-  const int half = p.rotary / 2, c = 8 * piece;
-#if ROPE == 1
-  const i64 at = position * half + (c < half ? c : c - half);
-  constexpr int kCount = 8;
-#else
-  const i64 at = position * half + c / 2;
-  constexpr int kCount = 4;
-#endif
-#pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
-    const float4 x = *reinterpret_cast<const float4*>(p.cosine + at + i), y = *reinterpret_cast<const float4*>(p.sine + at + i);
-    a.cosine[i] = x.x, a.cosine[i + 1] = x.y, a.cosine[i + 2] = x.z, a.cosine[i + 3] = x.w;
-    a.sine[i] = y.x, a.sine[i + 1] = y.y, a.sine[i + 2] = y.z, a.sine[i + 3] = y.w;
-  }
+  const i64 at = position * (p.rotary / 2) + 4 * piece;
+  const float4 x = *reinterpret_cast<const float4*>(p.cosine + at), y = *reinterpret_cast<const float4*>(p.sine + at);
+  a.cosine[0] = x.x, a.cosine[1] = x.y, a.cosine[2] = x.z, a.cosine[3] = x.w;
+  a.sine[0] = y.x, a.sine[1] = y.y, a.sine[2] = y.z, a.sine[3] = y.w;
 }
-// Rotates one piece; `pair` holds the other half's eight dims (half-split), `low` says which half this is.
-__device__ __forceinline__ void rotate(float (&x)[8], const float (&pair)[8], const Angles& a, bool low) {
-#if ROPE == 1
-#pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = fmaf(x[i], a.cosine[i], pair[i] * (low ? -a.sine[i] : a.sine[i]));
-#else
+// Half-split: the pairs are x[i], x[i + 4]; interleaved: x[2 i], x[2 i + 1].
+__device__ __forceinline__ void rotate(float (&x)[8], const Angles& a) {
+  constexpr int kStep = ROPE == 1 ? 1 : 2, kPair = ROPE == 1 ? 4 : 1;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const float e = x[2 * i], o = x[2 * i + 1];
-    x[2 * i] = fmaf(e, a.cosine[i], -o * a.sine[i]);
-    x[2 * i + 1] = fmaf(o, a.cosine[i], e * a.sine[i]);
+    const float e = x[kStep * i], o = x[kStep * i + kPair];
+    x[kStep * i] = fmaf(e, a.cosine[i], -o * a.sine[i]);
+    x[kStep * i + kPair] = fmaf(o, a.cosine[i], e * a.sine[i]);
   }
-#endif
 }
 #endif
 
@@ -198,12 +195,28 @@ cast_qkv(const __grid_constant__ CastParams p) {
 
   // Load every head's piece, then the angles
   u32 raw[kHeads][kWords] = {};
-  const i64 at = batch * t.stride_batch + row * t.stride_row + 8 * piece;
-#pragma unroll
-  for (int h = 0; h < kHeads; h++)
-    if (live && first + h < t.heads) load(raw[h], t.in, at + (first + h) * t.stride_head);
 #if ROPE
   const bool turns = !is_v && 8 * piece < p.rotary;
+#endif
+#if ROPE == 1
+  const int low = turns ? 4 * piece : 8 * piece, high = turns ? low + p.rotary / 2 : low + 4;
+#else
+  const int low = 8 * piece;
+#endif
+  const i64 at = batch * t.stride_batch + row * t.stride_row;
+#pragma unroll
+  for (int h = 0; h < kHeads; h++) {
+    if (!live || first + h >= t.heads) continue;
+    const i64 head_at = at + (first + h) * t.stride_head;
+#if ROPE == 1
+    if (turns) {
+      load_halves(raw[h], t.in, head_at + low, head_at + high);
+      continue;
+    }
+#endif
+    load(raw[h], t.in, head_at + low);
+  }
+#if ROPE
   Angles angles;
   if (turns && live) {
     const i64 shown = row + (is_q ? p.q_start : 0);
@@ -220,19 +233,8 @@ cast_qkv(const __grid_constant__ CastParams p) {
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] = value(raw[h], i);
 
-    // Rotate
 #if ROPE
-    float pair[8] = {};
-    const bool low = piece < p.rotary / 16;
-#if ROPE == 1
-    u32 other[kWords];
-#pragma unroll
-    for (int i = 0; i < kWords; i++)
-      other[i] = __shfl_sync(~0u, raw[h][i], threadIdx.x % 32 + (!turns ? 0 : low ? p.rotary / 16 : -(p.rotary / 16)));
-#pragma unroll
-    for (int i = 0; i < 8; i++) pair[i] = value(other, i);
-#endif
-    if (turns && live) rotate(x, pair, angles, low);
+    if (turns && live) rotate(x, angles);
 #endif
 
     // Scale, round
@@ -249,10 +251,17 @@ cast_qkv(const __grid_constant__ CastParams p) {
     const uint2 y = make_uint2(e4m3x4(x[0], x[1], x[2], x[3]), e4m3x4(x[4], x[5], x[6], x[7]));
 
     // Store: rows for Q and K, core matrices of 8 dims by 16 keys for V
-    if (is_v)
+    u8* out = t.out + (((i64)batch * t.length + row) * t.heads + head) * kDim;
+    if (is_v) {
       store_v(tile[h], y, group_of(t, batch, head, group));
-    else if (live)
-      *reinterpret_cast<uint2*>(t.out + (((i64)batch * t.length + row) * t.heads + head) * kDim + 8 * piece) = y;
+    } else if (live) {
+#if ROPE == 1
+      *reinterpret_cast<u32*>(out + low) = y.x;
+      *reinterpret_cast<u32*>(out + high) = y.y;
+#else
+      *reinterpret_cast<uint2*>(out + low) = y;
+#endif
+    }
   }
 
   // Publish the block's maxima

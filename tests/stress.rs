@@ -146,21 +146,49 @@ fn ids_in_json_are_the_bytes_of_the_text() {
 }
 
 #[test]
+fn steps_take_the_sequences_of_the_text_in_turn() {
+    let folder = tempfile::tempdir().unwrap();
+    let short = folder.path().join("short.txt");
+    std::fs::write(&short, &std::fs::read(SAMPLE).unwrap()[..50]).unwrap();
+    let args = ["stress", "weight-spike", "--model", TINY_LLAMA, "--layers", "2", "--seq-len", "20", "--steps", "4"];
+    let run = json(&[&args[..], &["--format", "json", "--policies", "geometry", "--tokens", text(&short)]].concat());
+    assert_eq!((&run["tokens"]["tokens"], &run["tokens"]["sequences"]), (&50.into(), &2.into()));
+    let logit = |step, layer| row(&run, "geometry", step, layer)["max_logit"].as_f64().unwrap();
+    for layer in 0..2 {
+        assert_eq!((logit(0, layer), logit(1, layer)), (logit(2, layer), logit(3, layer)));
+        assert_ne!(logit(0, layer), logit(1, layer));
+    }
+}
+
+#[test]
 fn refit_goes_along_recorded_checkpoints() {
-    let (_parent, folder) = copy_of_tiny_llama();
-    // The same weights with a gain of another layer: only that layer's scales move.
-    double_tensor(&folder, "model.layers.1.input_layernorm.weight");
+    let (_gain, gain) = copy_of_tiny_llama();
+    double_tensor(&gain, "model.layers.1.input_layernorm.weight");
+    let (_out, out) = copy_of_tiny_llama();
+    double_tensor(&out, "model.layers.0.self_attn.o_proj.weight");
+    // One sequence, so that nothing but the weights differs between steps.
+    let folder = tempfile::tempdir().unwrap();
+    let short = folder.path().join("short.txt");
+    std::fs::write(&short, &std::fs::read(SAMPLE).unwrap()[..40]).unwrap();
     let args = ["stress", "refit", "--model", TINY_LLAMA, "--layers", "2", "--seq-len", "32", "--format", "json"];
-    let path = format!("{0},{TINY_LLAMA}", text(&folder));
-    let run = json(&[&args[..], &["--path", &path, "--tokens", SAMPLE, "--policies", "geometry"]].concat());
-    assert_eq!(run["steps"], 3);
-    let descale = |step, layer| row(&run, "geometry", step, layer)["q_descale"].as_f64().unwrap();
-    assert_eq!((descale(0, 0), descale(0, 1)), (descale(1, 0), descale(2, 1)));
-    assert!((descale(1, 1) / descale(0, 1) - 2.0).abs() < 1e-6);
-    let other = folder.join("config.json");
+    let path = format!("{},{},{TINY_LLAMA}", text(&gain), text(&out));
+    let run = json(&[&args[..], &["--path", &path, "--tokens", text(&short), "--policies", "geometry"]].concat());
+    assert_eq!(run["steps"], 4);
+    let at = |step, layer, key: &str| row(&run, "geometry", step, layer)[key].as_f64().unwrap();
+    for key in ["max_logit", "q_descale"] {
+        // The last checkpoint is the first again, and no change reaches layer 0.
+        assert!((1..4).all(|step| at(0, 0, key) == at(step, 0, key)) && at(0, 1, key) == at(3, 1, key));
+    }
+    assert!((at(1, 1, "q_descale") / at(0, 1, "q_descale") - 2.0).abs() < 1e-6);
+    assert!((at(1, 1, "max_logit") / at(0, 1, "max_logit") - 4.0).abs() < 1e-4);
+    // A layer's output projection is no part of any scale: the layer above reads other tokens.
+    assert_eq!(at(2, 1, "q_descale"), at(0, 1, "q_descale"));
+    assert_ne!(at(2, 1, "max_logit"), at(0, 1, "max_logit"));
+
+    let other = gain.join("config.json");
     let config = std::fs::read_to_string(&other).unwrap().replace("10000.0", "500000.0");
     std::fs::write(&other, config).unwrap();
-    let (code, log) = failure(&[&args[..], &["--path", text(&folder)]].concat());
+    let (code, log) = failure(&[&args[..], &["--path", text(&gain)]].concat());
     assert!(code == 1 && log.contains("another model"), "{log}");
 }
 

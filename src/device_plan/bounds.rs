@@ -171,8 +171,6 @@ impl DeviceBounds {
         }
         let layer = weights.layer;
         let engine = scale_engine(&self.device, spec, std::slice::from_ref(&weights))?;
-        // The first call starts from cold vectors and certifies a few percent above the second.
-        engine.plan(&self.stream)?;
         engine.plan(&self.stream)?;
         let heads = engine.head_bounds().ok_or_else(|| Error::cuda("the engine was made without logit bounds"))?;
         LayerBounds::from_device(spec, layer, &heads.read()?, &engine.operand_bounds().read()?, tail)

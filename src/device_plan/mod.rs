@@ -276,9 +276,8 @@ fn setup(spec: &AttentionSpec, config: &PolicyConfig, shape: &PolicyShape, tail:
         }
         PolicyConfig::Current(c) => (Rule::Current, 1.0, c.granularity),
     };
-    let operand_target = if matches!(rule, Rule::DelayedPaper { .. }) { E4M3_MAX * eta } else { E4M3_MAX };
-    // Same product as on the host: eta 448 for plans from bounds, 448 margin for histories.
-    let logit_target = if matches!(rule, Rule::DelayedPaper { .. }) { E4M3_MAX * eta } else { eta * E4M3_MAX };
+    let logit_target = eta * E4M3_MAX;
+    let operand_target = if matches!(rule, Rule::DelayedPaper { .. }) { logit_target } else { E4M3_MAX };
     Ok(PolicySetup {
         rule,
         n_q: shape.n_q_heads,

@@ -210,7 +210,9 @@ fn te_after(config: &DelayedTeConfig, then: &[f32]) -> TeSlot {
     let mut slot = TeSlot::start(config);
     slot.record(config, 7.0);
     assert_eq!(slot.scale, config.scaled_max() / 7.0);
-    then.iter().for_each(|amax| drop(slot.record(config, *amax)));
+    for amax in then {
+        slot.record(config, *amax);
+    }
     slot
 }
 

@@ -32,8 +32,6 @@ const OPERAND_BELOW: f64 = 2e-6;
 const OPERAND_ABOVE: f64 = 1e-5;
 /// How far a certified logit bound may lie below that of the CPU: the two balance rotation pairs in f32 and f64.
 const LOGIT_BELOW: f64 = 2e-6;
-/// How far above, from warm vectors. Cancelling heads are held to sigma_Q sigma_K alone: f32 Grams have no more digits.
-const LOGIT_ABOVE: f64 = 0.025;
 
 fn cases() -> Vec<Case> {
     let case = Case::new;
@@ -59,12 +57,34 @@ fn cases() -> Vec<Case> {
     for r in (16..=256).step_by(24) {
         all.push(Case { rotary: r / 2 / 2 * 2, ..case("every head size", (320, r), (2, 1)) });
     }
+    // A mean that only the norm takes out, on every way to the pairs of a rotation.
+    for layout in [Layout::Apart, Layout::Conv1d] {
+        let offset = Case { kind: Kind::Offset, layer_norm: true, layout, ..case("offset", (512, 64), (4, 2)) };
+        all.push(Case { dtype: Dtype::F32, ..offset.clone() });
+        all.push(Case { rotary: 0, ..offset.clone() });
+        all.push(offset);
+    }
     for kind in [Kind::Spiked, Kind::BadlyScaled, Kind::Cancelling, Kind::ZeroHead] {
         all.push(Case { kind, ..case("turned", (512, 64), (4, 2)) });
         all.push(Case { kind, rotary: 0, ..case("fixed", (512, 64), (4, 2)) });
         all.push(Case { kind, dtype: Dtype::F32, layer_norm: true, biases: true, ..case("f32", (200, 48), (4, 2)) });
     }
     all
+}
+
+/// How far a certified logit bound may lie above that of the CPU.
+fn logit_above(case: &Case, naive: f64) -> f64 {
+    // Without rotation, heads this wide have no room for the product of two Grams: sigma_Q sigma_K is used. Cancelling
+    // heads are held to it too: f32 Grams have no more digits.
+    let coarse = (case.rotary == 0 && case.r > 128) || case.kind == Kind::Cancelling;
+    let by_kind: f64 = match case.kind {
+        // Under rotation the CPU knows the Frobenius form, which is sharper here; without, the product errs with the trace.
+        Kind::Spiked => 0.1,
+        // What the norm takes out of a Gram costs the digits that it had.
+        Kind::Offset => 0.4,
+        _ => 0.02,
+    };
+    if coarse { by_kind.max(1.02 * naive - 1.0) } else { by_kind }
 }
 
 fn engine(layer: &Layer) -> ScaleEngine {
@@ -137,18 +157,15 @@ fn compare(case: &Case, seed: u64) -> Vec<String> {
         engine.head_descales().read().unwrap(),
     );
     let warm = read(case, &engine).unwrap();
-    // Without rotation, heads this wide have no room for two f64 triangles: sigma_Q sigma_K is used.
-    let coarse = (case.rotary == 0 && case.r > 160) || case.kind == Kind::Cancelling;
     for (h, want) in truth.heads.iter().enumerate() {
         let pairs = |b: &LayerBounds| {
             let head = &b.heads[h];
             [(head.certain, want.certain), (head.rounded, want.rounded), (head.rank_aware, want.rank_aware)]
         };
-        for (name, bounds, above) in [("cold", &cold, f64::INFINITY), ("warm", &warm, LOGIT_ABOVE)] {
+        let above = logit_above(case, want.naive.unwrap() / want.certain.unwrap());
+        for (name, bounds, above) in [("first", &cold, f64::INFINITY), ("later", &warm, above)] {
             for ((got, want), kind) in pairs(bounds).into_iter().zip(["certain", "rounded", "rank-aware"]) {
                 let ratio = ratio(got.unwrap(), want.unwrap());
-                let naive = truth.heads[h].naive.unwrap() / truth.heads[h].certain.unwrap();
-                let above = if coarse { above.max(1.02 * naive - 1.0) } else { above };
                 if !(1.0 - LOGIT_BELOW..=1.0 + above).contains(&ratio) {
                     bad.push(format!("{name} {kind} bound of head {h} is {ratio:.8} of f64"));
                 }
@@ -156,7 +173,7 @@ fn compare(case: &Case, seed: u64) -> Vec<String> {
         }
     }
     let status = engine.status().read().unwrap()[0];
-    if status & 3 != 0 || (status != 0 && !coarse) {
+    if status & 3 != 0 {
         bad.push(format!("status {status}"));
     }
     bad.truncate(6);
@@ -190,7 +207,7 @@ fn many_layers_are_the_same_as_one() {
         let truth = layer.truth();
         for (head, want) in heads[6 * i..].iter().zip(&truth.heads) {
             let ratio = f64::from(head.rounded) / want.rounded.unwrap();
-            assert!((1.0 - LOGIT_BELOW..1.0 + LOGIT_ABOVE).contains(&ratio), "layer {i}: {ratio}");
+            assert!((1.0 - LOGIT_BELOW..1.02).contains(&ratio), "layer {i}: {ratio}");
         }
         for (got, want) in operands[6 * i..].iter().zip(self::operands(&case, &truth)) {
             let ratio = f64::from(f32::from_bits(*got)) / want;
@@ -339,8 +356,8 @@ fn host_weights_give_the_same_bounds() {
         let got = bounds.layer(&case.spec(), layer.weights(), &Tail::default()).unwrap();
         for (got, want) in got.heads.iter().zip(&truth.heads) {
             let ratio = ratio(got.rounded.unwrap(), want.rounded.unwrap());
-            let coarse = (case.rotary == 0 && case.r > 160) || case.kind == Kind::Cancelling;
-            assert!(ratio >= 1.0 - LOGIT_BELOW && (coarse || ratio < 1.1), "{}: {ratio}", case.name);
+            let above = 1.0 + logit_above(case, want.naive.unwrap() / want.certain.unwrap());
+            assert!((1.0 - LOGIT_BELOW..=above).contains(&ratio), "{}: {ratio}", case.name);
         }
     }
     let case = Case::new("nan", (256, 64), (2, 1));

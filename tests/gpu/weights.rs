@@ -55,6 +55,8 @@ pub enum Kind {
     Cancelling,
     /// The last KV head is zero.
     ZeroHead,
+    /// Every weight has the same offset, which a LayerNorm takes out.
+    Offset,
 }
 
 impl Case {
@@ -82,12 +84,12 @@ impl Case {
         let r = 8 * rng.random_range(2..=32);
         let n_kv = rng.random_range(1..=3);
         let layouts = [Layout::Apart, Layout::Fused, Layout::Conv1d, Layout::Strided];
-        let kinds = [Kind::Gaussian, Kind::Spiked, Kind::BadlyScaled, Kind::Cancelling, Kind::ZeroHead];
+        let kinds = [Kind::Gaussian, Kind::Spiked, Kind::BadlyScaled, Kind::Cancelling, Kind::ZeroHead, Kind::Offset];
         let (d, group) = (rng.random_range(r..r + 400), any(rng, &[1, 2, 3, 7]));
         let mut case = Self::new("random", (d, r), (n_kv * group, n_kv));
         case.dtype = [Dtype::Bf16, Dtype::F16, Dtype::F32][rng.random_range(0..3)];
         case.layout = layouts[rng.random_range(0..4)];
-        case.kind = kinds[rng.random_range(0..5)];
+        case.kind = kinds[rng.random_range(0..6)];
         case.layer_norm = rng.random_bool(0.4);
         case.biases = rng.random_bool(0.4);
         case.one_plus = rng.random_bool(0.3);
@@ -163,6 +165,7 @@ fn heads(case: &Case, which: usize, rng: &mut StdRng) -> Vec<f32> {
                     row.iter_mut().for_each(|x| *x *= if large { 1.0 } else { 1e-3 });
                 }
             }
+            Kind::Offset => rows.iter_mut().for_each(|x| *x += 1.5 * scale),
             Kind::ZeroHead => {
                 if which > 0 && head + 1 == count {
                     rows.fill(0.0);

@@ -250,7 +250,12 @@ impl PolicySetup {
     }
 
     fn check(&self) -> Result<()> {
-        if self.layers() == 0 || self.n_kv == 0 || self.n_q == 0 || self.n_q > 4096 || self.n_q % self.n_kv != 0 {
+        if self.layers() == 0
+            || self.n_kv == 0
+            || self.n_q == 0
+            || self.n_q > 4096
+            || !self.n_q.is_multiple_of(self.n_kv)
+        {
             return Err(Error::argument(format_args!(
                 "policies on the device take at least one layer and up to 4096 query heads, a multiple of the KV heads, \
                  not {} layers with {} and {}",

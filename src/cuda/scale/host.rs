@@ -150,16 +150,19 @@ fn keep(device: &Device, bytes: &[u8], memory: &mut Vec<Buffer<u8>>) -> Result<D
 
 /// The heads' rows one after another, in their own type where it holds their values.
 fn pack(heads: &[MatrixView<'_>], d_model: usize) -> (Vec<u8>, Dtype) {
-    let stored = heads.first().map(MatrixView::dtype);
-    if stored == Some(tensor::Dtype::Bf16) {
-        if let Some(bytes) = rows(heads, d_model, |x| exact(x, bf16::from_f64(x), bf16::to_f64).map(bf16::to_le_bytes))
-        {
-            return (bytes, Dtype::Bf16);
+    let kept = match heads.first().map(MatrixView::dtype) {
+        Some(tensor::Dtype::Bf16) => {
+            let convert = |x| exact(x, bf16::from_f64(x), bf16::to_f64).map(bf16::to_le_bytes);
+            rows(heads, d_model, convert).map(|bytes| (bytes, Dtype::Bf16))
         }
-    } else if stored == Some(tensor::Dtype::F16) {
-        if let Some(bytes) = rows(heads, d_model, |x| exact(x, f16::from_f64(x), f16::to_f64).map(f16::to_le_bytes)) {
-            return (bytes, Dtype::F16);
+        Some(tensor::Dtype::F16) => {
+            let convert = |x| exact(x, f16::from_f64(x), f16::to_f64).map(f16::to_le_bytes);
+            rows(heads, d_model, convert).map(|bytes| (bytes, Dtype::F16))
         }
+        _ => None,
+    };
+    if let Some(kept) = kept {
+        return kept;
     }
     (rows(heads, d_model, |x| Some((x as f32).to_le_bytes())).unwrap_or_default(), Dtype::F32)
 }

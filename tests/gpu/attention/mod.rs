@@ -9,7 +9,7 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use random::random_shapes;
 use sigmascale::Descale;
-use sigmascale::attention::cuda::{Cuda, Descales, Element, Rope, Tensors, View, stats_words, step_stats};
+use sigmascale::attention::cuda::{Cuda, Descales, Element, Rope, Tensors, View, Workspace, stats_words, step_stats};
 use sigmascale::attention::{
     Attention, AttentionCall, AttentionShape, Cast, Cpu, Inputs, LogitCast, Mask, Precision, dequantised, measure,
     reference,
