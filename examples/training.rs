@@ -1,14 +1,12 @@
 //! Training under every policy over several seeds, as Markdown:
-//! `cargo run --release --features train --example training -- seeds|regimes|steps [MODEL] [SEEDS]`.
+//! `cargo run --release --features train --example training -- seeds|regimes|steps [MODEL] [SEEDS] [SCENARIO]`.
 //!
-//! `seeds` runs `resume` and `lr-spike` in both modes and with both kinds of casts; `regimes` looks for settings in which
+//! `seeds` runs `lr-spike` and `resume` (or SCENARIO) in both modes and with both kinds of casts; `regimes` looks for settings in which
 //! the policy matters; `steps` says how long a step takes here. `data/training` holds the committed results.
 
 use sigmascale::policy::{PolicyConfig, PolicyKind};
 use sigmascale::stress::{Mode, Scenario};
-use sigmascale::train::{
-    Arm, Casts, LabOptions, ModelKind, Spread, TrainOptions, TrainResult, TrainRun, Trainer, Watchdog, run,
-};
+use sigmascale::train::{Arm, Casts, LabOptions, ModelKind, Spread, TrainOptions, TrainResult, TrainRun, Trainer, run};
 use sigmascale::{Error, Result};
 use std::time::Instant;
 
@@ -20,7 +18,7 @@ fn main() -> Result<()> {
     let seeds = args.get(2).map_or(Ok(5), |count| count.parse()).map_err(|_| Error::argument("SEEDS is a count"))?;
     let start = Instant::now();
     match what {
-        "seeds" => seed_tables(model, seeds)?,
+        "seeds" => seed_tables(model, seeds, args.get(3).map(String::as_str))?,
         "regimes" => regimes(model, seeds)?,
         "steps" => return steps(model),
         other => return Err(Error::argument(format_args!("{other}: the tables are seeds, regimes and steps"))),
@@ -52,16 +50,17 @@ fn of(results: &[TrainResult], policy: Option<PolicyKind>, casts: Casts, arm: Ar
     results.iter().filter_map(|result| result.training.runs.iter().find(fits)).collect()
 }
 
-fn seed_tables(model: ModelKind, seeds: u64) -> Result<()> {
+fn seed_tables(model: ModelKind, seeds: u64, only: Option<&str>) -> Result<()> {
     println!("# {}, {seeds} seeds\n", model.name());
     println!("Cells are the median over the seeds, with smallest and largest where they differ.\n");
     let mut peaks: Vec<(String, f64)> = Vec::new();
-    for scenario in [Scenario::LrSpike, Scenario::Resume] {
+    let scenarios = [Scenario::LrSpike, Scenario::Resume];
+    for scenario in scenarios.into_iter().filter(|scenario| only.is_none_or(|name| name == scenario.name())) {
         for mode in [Mode::Logit, Mode::Operands] {
             let mut results = Vec::new();
             for seed in 0..seeds {
                 let base = LabOptions::new(model);
-                let train = TrainOptions { seed, ..base.train };
+                let train = TrainOptions { seed, compare: false, ..base.train };
                 results.push(run(scenario, &LabOptions { train, mode, ..base })?);
                 eprintln!("{} {} seed {seed}", scenario.name(), mode_name(mode));
             }
@@ -146,26 +145,28 @@ struct Regime {
     name: &'static str,
     /// What the spike multiplies the rate by, and for how long.
     spike: (f64, u64),
+    /// Deviation of the biases of q and k at the start.
     bias: f32,
-    /// Steps before a history of another phase is put in place; 0: none.
-    foreign: u64,
-    restore_scales: bool,
+    /// Whether the scaling state of a run whose weights blew up is put in place.
+    foreign: bool,
 }
 
-const PLAIN: Regime = Regime { name: "plain", spike: (1.0, 0), bias: 0.0, foreign: 0, restore_scales: true };
+const PLAIN: Regime = Regime { name: "plain", spike: (1.0, 0), bias: 0.0, foreign: false };
 
-const REGIMES: [Regime; 7] = [
+const REGIMES: [Regime; 5] = [
     PLAIN,
-    Regime { name: "rate x8 for 15 steps", spike: (8.0, 15), ..PLAIN },
     Regime { name: "rate x64 for 15 steps", spike: (64.0, 15), ..PLAIN },
     Regime { name: "rate x512 for 3 steps", spike: (512.0, 3), ..PLAIN },
     Regime { name: "biases of q and k, deviation 8", bias: 8.0, ..PLAIN },
-    Regime { name: "scaling state of step 1 at step 100", foreign: 1, ..PLAIN },
-    Regime { name: "scaling state of weights after rate x512, at step 100", foreign: 2, ..PLAIN },
+    Regime { name: "state of a run that blew up", foreign: true, ..PLAIN },
 ];
 
+/// Policies of the search: the others plan as one of these, or measure first.
+const SEARCHED: [PolicyKind; 4] =
+    [PolicyKind::Geometry, PolicyKind::AutoC, PolicyKind::DelayedPaper, PolicyKind::DelayedTe];
+
 /// Steps of a regime, the transition among them.
-const STEPS: u64 = 150;
+const STEPS: u64 = 140;
 const TRANSITION: u64 = 100;
 
 fn regimes(model: ModelKind, seeds: u64) -> Result<()> {
@@ -180,28 +181,14 @@ fn regimes(model: ModelKind, seeds: u64) -> Result<()> {
         }
         for mode in [Mode::Logit, Mode::Operands] {
             let control = one_regime(model, &regime, mode, Casts::Saturating, None, seeds)?;
-            for policy in std::iter::once(None).chain(PolicyKind::ALL.map(Some)) {
-                for casts in Casts::ALL {
-                    if policy.is_none() && casts == Casts::Nan {
-                        continue;
-                    }
-                    let ends = match policy {
-                        None => control.clone(),
-                        Some(_) => one_regime(model, &regime, mode, casts, policy, seeds)?,
-                    };
-                    let minus = ends.iter().zip(&control).map(|(a, b)| a.loss - b.loss);
-                    println!(
-                        "| {} | {} | {} | {} | {} | {} | {} | {} | {} |",
-                        regime.name,
-                        mode_name(mode),
-                        if policy.is_none() { "-" } else { casts.name() },
-                        label(policy),
-                        spread(ends.iter().map(|end| end.over), 0),
-                        spread(ends.iter().map(|end| end.skipped), 0),
-                        spread(ends.iter().map(|end| end.back), 0),
-                        spread(ends.iter().map(|end| end.loss), 4),
-                        spread(minus, 4),
-                    );
+            row(&regime, mode, "-", None, &control, &control);
+            for policy in SEARCHED {
+                let ends = one_regime(model, &regime, mode, Casts::Saturating, Some(policy), seeds)?;
+                row(&regime, mode, Casts::Saturating.name(), Some(policy), &ends, &control);
+                // Without an overflow the bits are the same.
+                if ends.iter().any(|end| end.over > 0.0) {
+                    let ends = one_regime(model, &regime, mode, Casts::Nan, Some(policy), seeds)?;
+                    row(&regime, mode, Casts::Nan.name(), Some(policy), &ends, &control);
                 }
             }
             eprintln!("{} {}", regime.name, mode_name(mode));
@@ -210,9 +197,27 @@ fn regimes(model: ModelKind, seeds: u64) -> Result<()> {
     Ok(())
 }
 
-#[derive(Clone)]
+fn row(regime: &Regime, mode: Mode, casts: &str, policy: Option<PolicyKind>, ends: &[End], control: &[End]) {
+    let minus = ends.iter().zip(control).map(|(a, b)| a.loss - b.loss);
+    let dash = |text: String| if policy.is_none() { "-".to_owned() } else { text };
+    println!(
+        "| {} | {} | {casts} | {} | {} | {} | {} | {} | {} |",
+        regime.name,
+        mode_name(mode),
+        label(policy),
+        dash(spread(ends.iter().map(|end| end.late), 0)),
+        spread(ends.iter().map(|end| end.skipped), 0),
+        spread(ends.iter().map(|end| end.back), 0),
+        spread(ends.iter().map(|end| end.loss), 4),
+        dash(spread(minus, 4)),
+    );
+}
+
 struct End {
+    /// Steps with an overflow.
     over: f64,
+    /// Those from the transition on.
+    late: f64,
     skipped: f64,
     back: f64,
     loss: f64,
@@ -227,33 +232,23 @@ fn one_regime(
     seeds: u64,
 ) -> Result<Vec<End>> {
     let one = |seed: u64| -> Result<End> {
-        let watchdog = Watchdog { restore_scales: regime.restore_scales, ..Watchdog::default() };
-        let options = TrainOptions {
-            mode,
-            casts,
-            seed,
-            bias: regime.bias,
-            watchdog,
-            compare: false,
-            ..TrainOptions::new(model, policy.map(PolicyConfig::from))
-        };
+        let policy = policy.map(PolicyConfig::from);
+        let base = TrainOptions::new(model, policy);
+        let options = TrainOptions { mode, casts, seed, bias: regime.bias, compare: false, ..base };
         let mut trainer = Trainer::new(options)?;
-        let mut end = End { over: 0.0, skipped: 0.0, back: 0.0, loss: 0.0 };
-        let mut early = None;
+        let mut end = End { over: 0.0, late: 0.0, skipped: 0.0, back: 0.0, loss: 0.0 };
         for step in 0..STEPS {
-            if step == 1 && regime.foreign == 1 {
-                early = trainer.scales();
-            }
-            if step == TRANSITION && regime.foreign == 2 {
-                early = wild(&options)?;
-            }
-            if let Some(state) = early.take_if(|_| step == TRANSITION) {
+            if regime.foreign
+                && step == TRANSITION
+                && let Some(state) = wild(&options)?
+            {
                 trainer.take_scales(state)?;
             }
             let spikes = (TRANSITION..TRANSITION + regime.spike.1).contains(&step);
             let record = trainer.step(if spikes { regime.spike.0 } else { 1.0 })?;
-            if step >= TRANSITION && record.observed.iter().any(|o| o.own && o.row.overflow > 0) {
+            if record.observed.iter().any(|o| o.own && o.row.overflow > 0) {
                 end.over += 1.0;
+                end.late += f64::from(u8::from(step >= TRANSITION));
             }
             end.skipped += f64::from(u8::from(record.skipped));
             end.back += f64::from(u8::from(record.rolled_back));

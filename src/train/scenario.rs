@@ -309,6 +309,8 @@ fn in_parallel<T: Send>(jobs: usize, work: impl Fn(usize) -> Result<T> + Sync) -
 /// A policy (or the control) with every kind of casts and every way of going on.
 fn follow(course: &Course, options: &LabOptions, policy: Option<PolicyKind>) -> Result<Vec<Done>> {
     let mut all: Vec<Done> = Vec::new();
+    // What `resume` trains once: its steps before the stop are those of the first kind of casts.
+    let mut trunk: Option<(Vec<StepRecord>, TrainState)> = None;
     for (place, &casts) in options.casts.iter().enumerate() {
         let clean = |done: &Done| done.run.overflow_values == 0;
         if place > 0 && all.iter().all(clean) {
@@ -327,34 +329,34 @@ fn follow(course: &Course, options: &LabOptions, policy: Option<PolicyKind>) -> 
             compare: options.train.compare && place == 0,
             ..options.train
         };
-        let mut trainer = Trainer::new(train)?;
         let shadows: Vec<PolicyConfig> = match policy {
             None if place == 0 => options.policies.iter().map(|kind| options.policy(*kind)).collect(),
             _ => Vec::new(),
         };
+        let mut trainer = match &trunk {
+            Some((_, state)) => Trainer::resume(train, state)?,
+            None => Trainer::new(train)?,
+        };
         trainer.shadow(&shadows)?;
-        let first = course.advance(&mut trainer, course.transition)?;
         if course.scenario == Scenario::LrSpike {
-            let mut records = first;
-            records.extend(course.advance(&mut trainer, course.steps)?);
-            all.push(finish(course, policy, casts, Arm::NeverStopped, &trainer, records, None)?);
+            let records = course.advance(&mut trainer, course.steps)?;
+            all.push(finish(course, policy, casts, Arm::NeverStopped, &trainer, records)?);
             continue;
         }
-        let state = trainer.state();
+        let before = course.advance(&mut trainer, course.transition)?;
+        let (first, state) = &*trunk.get_or_insert_with(|| (before, trainer.state()));
+        let records = |after: Vec<StepRecord>| first.iter().cloned().chain(after).collect();
+        let straight = course.advance(&mut trainer, course.steps)?;
+        let straight = finish(course, policy, casts, Arm::NeverStopped, &trainer, records(straight))?;
         for arm in [Arm::WeightsOnly, Arm::ScalesLost, Arm::WithState] {
-            let mut resumed = go_on(train, &state, arm)?;
+            let mut resumed = go_on(train, state, arm)?;
             if arm == Arm::WeightsOnly {
                 resumed.shadow(&shadows)?;
             }
             let after = course.advance(&mut resumed, course.steps)?;
-            let records = first.iter().cloned().chain(after).collect();
-            all.push(finish(course, policy, casts, arm, &resumed, records, None)?);
-        }
-        let mut records = first;
-        records.extend(course.advance(&mut trainer, course.steps)?);
-        let straight = finish(course, policy, casts, Arm::NeverStopped, &trainer, records, None)?;
-        for done in all.iter_mut().filter(|done| done.run.casts == casts) {
+            let mut done = finish(course, policy, casts, arm, &resumed, records(after))?;
             done.run.same_as_never_stopped = Some(same(&done.run, &straight.run));
+            all.push(done);
         }
         all.push(straight);
     }
@@ -387,7 +389,6 @@ fn finish(
     arm: Arm,
     trainer: &Trainer,
     records: Vec<StepRecord>,
-    same_as_never_stopped: Option<bool>,
 ) -> Result<Done> {
     let own = |record: &StepRecord| record.observed.iter().filter(|o| o.own).map(|o| o.row.overflow).sum::<u64>();
     let window = &records[course.transition..records.len().min(course.transition + WINDOW)];
@@ -398,7 +399,7 @@ fn finish(
         casts,
         arm,
         same_as_saturating: false,
-        same_as_never_stopped,
+        same_as_never_stopped: None,
         window_overflow_steps: window.iter().filter(|record| own(record) > 0).count(),
         window_skipped: window.iter().filter(|record| record.skipped).count(),
         window_max_scaled: largest.fold(0.0, f64::max),

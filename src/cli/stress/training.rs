@@ -134,7 +134,8 @@ pub fn part(page: &mut Page, run: &StressResult, training: &Training) {
         if drawn.iter().any(|(policy, _)| policy.is_some()) {
             figures.push(Figure {
                 title: format!("Loss by step, casts {}", casts.name()),
-                caption: "Without a colour: attention in f32. A gap is a step that was skipped.".to_owned(),
+                caption: "Means of a few steps; skipped ones are left out. Without a colour: attention in f32."
+                    .to_owned(),
                 content: curves(&drawn, run.steps.saturating_sub(1).max(1), "step", None),
             });
         }
