@@ -111,10 +111,12 @@ pub struct Profile {
 /// How layers were computed.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Method {
-    /// Bound behind the logit descales.
-    pub bound: BoundKind,
+    /// Bound behind the logit descales; null under `as_paper`, which has a bound of its own.
+    pub bound: Option<BoundKind>,
     /// Engine.
     pub estimator: Estimator,
+    /// Whether the logit bound holds under the model's rotation: power iteration and `as_paper` leave RoPE out.
+    pub rotation: bool,
     /// One scale a head or a layer.
     pub granularity: Granularity,
     /// Whether everything is as the paper has it.
@@ -426,9 +428,11 @@ impl<'s> Calibration<'s> {
             tail: TailSummary { tail: options.tail, eta: options.eta },
             c_star: self.c_star,
             method: Some(Method {
-                bound: options.bound,
+                bound: (!options.as_paper).then_some(options.bound),
                 estimator: options.estimator,
-                granularity: options.granularity,
+                rotation: !self.spec.rope.iter().any(Option::is_some)
+                    || (options.estimator == Estimator::Gram && !options.as_paper),
+                granularity: if options.as_paper { Granularity::Layer } else { options.granularity },
                 as_paper: options.as_paper,
                 c: options.as_paper.then(|| options.c.unwrap_or(self.c_star.c_star)),
             }),

@@ -49,6 +49,11 @@ impl Descale {
             return Ok(Self::ONE);
         }
         let exact = bound / target;
+        if exact > f64::from(f32::MAX) {
+            return Err(Error::non_finite(format_args!(
+                "bound {bound:e} needs a descale of {exact:e}, past the range of f32"
+            )));
+        }
         let mut value = exact as f32;
         if f64::from(value) * target < bound {
             value = value.next_up();

@@ -63,6 +63,8 @@ fn as_paper_leaves_out_what_the_paper_has_not() {
         let bound = 0.08 * 32.0 * paper["sigma"].as_f64().unwrap();
         assert!((chosen["logit_bound"].as_f64().unwrap() / bound - 1.0).abs() < 1e-12);
     }
+    assert!(paper["method"]["bound"].is_null() && paper["method"]["granularity"] == "layer");
+    assert_eq!((&paper["method"]["rotation"], &ours["method"]["rotation"]), (&false.into(), &true.into()));
     let table = String::from_utf8(sigmascale(&["calibrate", TINY_LLAMA, "--as-paper"]).stdout).unwrap();
     assert!(table.contains("assumes isotropic tokens") && table.contains("sigma_sum bounds no single head"));
 }
@@ -70,7 +72,11 @@ fn as_paper_leaves_out_what_the_paper_has_not() {
 #[test]
 fn power_iteration_stays_below_the_exact_norm() {
     let exact = json(&["calibrate", TINY_LLAMA, "--format", "json"]);
-    let power = json(&["calibrate", TINY_LLAMA, "--estimator", "power", "--bound", "rank-aware", "--format", "json"]);
+    let asked = ["calibrate", TINY_LLAMA, "--estimator", "power", "--bound", "rank-aware"];
+    let power = json(&[&asked[..], &["--format", "json"]].concat());
+    assert_eq!(power["method"]["rotation"], false);
+    let table = String::from_utf8(sigmascale(&asked).stdout).unwrap();
+    assert!(table.contains("from below") && table.contains("rotation is left out"), "{table}");
     for layer in 0..6 {
         for head in 0..4 {
             let of = |profile: &Value| profile["layers"][layer]["heads"][head]["sigma"].as_f64().unwrap();
@@ -209,6 +215,10 @@ fn usage_errors_exit_2() {
         (&["calibrate", "mistral-7b", "--bound", "tight"], "possible values"),
         (&["calibrate", "mistral-7b", "--export-scales", "x.safetensors"], "needs weights"),
         (&["calibrate", TINY_LLAMA, "--as-paper", "--export-scales", "x.safetensors"], "--as-paper"),
+        (&["calibrate", "mistral-7b", "--as-paper", "--bound", "certain"], "leave --bound out"),
+        (&["calibrate", "mistral-7b", "--as-paper", "--granularity", "head"], "one scale a layer"),
+        (&["calibrate", TINY_LLAMA, "--export-scales", "x.out", "-o", "./x.out"], "name the same file"),
+        (&["inspect", TINY_LLAMA, "--html", "x.out", "-o", "tests/../x.out"], "name the same file"),
         (&["inspect", "mistral-7b"], "needs weights"),
         (&["calibrate"], "MODEL"),
         (&["nothing"], "unrecognized subcommand"),
@@ -219,7 +229,7 @@ fn usage_errors_exit_2() {
         assert_eq!(code, 2, "{args:?}: {log}");
         assert!(log.contains(part), "{args:?}: {log}");
     }
-    assert!(!Path::new("x.safetensors").exists());
+    assert!(!Path::new("x.safetensors").exists() && !Path::new("x.out").exists());
     assert!(sigmascale(&["--version"]).status.success() && sigmascale(&["calibrate", "--help"]).status.success());
 }
 

@@ -15,7 +15,7 @@ fn request() -> Request {
 }
 
 fn cubin() -> Compiled {
-    Compiled { cubin: (0..20_000u32).map(|i| (i * 31 >> 3) as u8).collect(), log: "Used 40 registers".into() }
+    Compiled { cubin: (0..20_000u32).map(|i| ((i * 31) >> 3) as u8).collect(), log: "Used 40 registers".into() }
 }
 
 fn child(test: &str, folder: &Path) -> Child {

@@ -153,6 +153,7 @@ fn steps_take_the_sequences_of_the_text_in_turn() {
     let args = ["stress", "weight-spike", "--model", TINY_LLAMA, "--layers", "2", "--seq-len", "20", "--steps", "4"];
     let run = json(&[&args[..], &["--format", "json", "--policies", "geometry", "--tokens", text(&short)]].concat());
     assert_eq!((&run["tokens"]["tokens"], &run["tokens"]["sequences"]), (&50.into(), &2.into()));
+    assert!(run["notes"].to_string().contains("ends before step 10"), "{}", run["notes"]);
     let logit = |step, layer| row(&run, "geometry", step, layer)["max_logit"].as_f64().unwrap();
     for layer in 0..2 {
         assert_eq!((logit(0, layer), logit(1, layer)), (logit(2, layer), logit(3, layer)));
@@ -363,6 +364,7 @@ fn usage_errors_exit_2_and_write_nothing() {
         ),
         (&["replay", "--model", TINY_LLAMA], 2, "replay needs --trace"),
         (&["replay", "--trace", TRACE, "--layers", "1"], 2, "--layers"),
+        (&["replay", "--trace", TRACE, "--policies", "geometry,auto-c"], 1, "none of the policies asked for can run"),
         (&["checkpoint-load", "--model", "mistral-8b"], 1, "no preset of this name"),
         (&["replay", "--trace", "/no/such/trace.json"], 1, "/no/such/trace.json"),
         (&["replay", "--trace", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")], 1, "no trace"),

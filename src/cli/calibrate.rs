@@ -35,12 +35,12 @@ pub struct Args {
     /// Share of the E4M3 range that a logit bound is mapped onto
     #[arg(long, default_value_t = 0.8)]
     eta: f64,
-    /// Bound behind the logit descales
-    #[arg(long, value_enum, default_value = "certain")]
-    bound: Bound,
-    /// One scale a head or a layer
-    #[arg(long, value_enum, default_value = "head")]
-    granularity: Grain,
+    /// Bound behind the logit descales [default: certain]
+    #[arg(long, value_enum)]
+    bound: Option<Bound>,
+    /// One scale a head or a layer [default: head]
+    #[arg(long, value_enum)]
+    granularity: Option<Grain>,
     /// How norms are computed
     #[arg(long, value_enum, default_value = "gram")]
     estimator: Engine,
@@ -85,15 +85,21 @@ enum Engine {
 
 impl Args {
     fn options(&self) -> Result<Options> {
+        if self.as_paper && matches!(self.bound, Some(Bound::Certain | Bound::Spectrum)) {
+            return Err(Error::argument("--as-paper has the paper's bound: leave --bound out"));
+        }
+        if self.as_paper && matches!(self.granularity, Some(Grain::Head)) {
+            return Err(Error::argument("--as-paper has one scale a layer: leave --granularity out"));
+        }
         let options = Options {
             tail: Tail { delta: self.delta, seq_len: self.seq_len, batch: self.batch, steps: self.steps },
             eta: self.eta,
-            bound: match self.bound {
+            bound: match self.bound.unwrap_or(Bound::Certain) {
                 Bound::Certain => BoundKind::Certain,
                 Bound::RankAware => BoundKind::RankAware,
                 Bound::Spectrum => BoundKind::Spectrum,
             },
-            granularity: match self.granularity {
+            granularity: match self.granularity.unwrap_or(Grain::Head) {
                 Grain::Head => Granularity::Head,
                 Grain::Layer => Granularity::Layer,
             },
@@ -119,6 +125,7 @@ pub fn run(args: Args) -> Result<()> {
     args.output.check()?;
     if let Some(file) = &args.export_scales {
         check_target(file)?;
+        args.output.check_apart("--export-scales", file)?;
     }
     let profile = match Model::open(&args.model)? {
         Model::Config(_) if args.export_scales.is_some() => {
@@ -188,11 +195,17 @@ fn table(profile: &Profile) -> String {
         Granularity::Layer => "layer",
     };
     let (bound, remark) = match method.bound {
-        BoundKind::Certain => ("certain, with rounding", "no token can pass it"),
-        BoundKind::RankAware => ("rank-aware", assumes),
-        BoundKind::Spectrum => ("spectrum", assumes),
+        Some(BoundKind::Certain) => ("certain, with rounding", "no token can pass it"),
+        Some(BoundKind::RankAware) | None => ("rank-aware", assumes),
+        Some(BoundKind::Spectrum) => ("spectrum", assumes),
     };
     let _ = writeln!(out, "logit bound: {bound}; one scale a {grain}, eta {eta}\n  {remark}");
+    if method.estimator == Estimator::Power {
+        out.push_str("  sigma is a power iteration's estimate from below; ");
+        out.push_str(if method.rotation { "--estimator gram is exact.\n" } else {
+            "rotation is left out, and RoPE can raise logits above this bound; --estimator gram is exact and includes it.\n"
+        });
+    }
     let _ = writeln!(out, "operand descales: certain, with rounding; min..max over the heads\n");
     let mut table = Table::new([
         "layer",

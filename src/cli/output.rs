@@ -13,7 +13,7 @@ pub struct OutputArgs {
     /// Form of the result
     #[arg(long, value_enum, default_value = "table")]
     format: Format,
-    /// Write the result to FILE (by rename) instead of stdout
+    /// Write the result to FILE (by rename) instead of stdout; - is stdout
     #[arg(short = 'o', long = "output", value_name = "FILE")]
     file: Option<PathBuf>,
 }
@@ -30,7 +30,22 @@ enum Format {
 impl OutputArgs {
     /// Finds out before the work starts that the file cannot be written.
     pub fn check(&self) -> Result<()> {
-        self.file.as_deref().map_or(Ok(()), check_target)
+        self.file().map_or(Ok(()), check_target)
+    }
+
+    /// Refuses another output of the command that is the same file.
+    pub fn check_apart(&self, option: &str, other: &Path) -> Result<()> {
+        match self.file() {
+            Some(file) if place(file) == place(other) => Err(Error::argument(format_args!(
+                "-o and {option} name the same file, {}, and one would replace the other",
+                file.display()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    fn file(&self) -> Option<&Path> {
+        self.file.as_deref().filter(|file| *file != Path::new("-"))
     }
 
     /// Writes a result in the form asked for.
@@ -43,11 +58,21 @@ impl OutputArgs {
         if !text.ends_with('\n') {
             text.push('\n');
         }
-        match &self.file {
+        match self.file() {
             Some(file) => write_atomically(file, text.as_bytes()),
             None => write_stdout(&text),
         }
     }
+}
+
+/// Where a file is or will be, whatever the path to it looks like.
+fn place(file: &Path) -> PathBuf {
+    if let Ok(place) = file.canonicalize() {
+        return place;
+    }
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+    file.file_name().map_or_else(|| folder.clone(), |name| folder.join(name))
 }
 
 /// A reader that stops reading (`| head`) is not a failure.

@@ -294,3 +294,28 @@ fn slices_within_the_range_are_cast_as_single_values_are() {
         }
     }
 }
+
+#[test]
+fn a_slice_that_barely_leaves_the_range_is_counted() {
+    for format in Format::ALL {
+        let (max, last) = (format.max(), format.last_rounding());
+        // Scales of both kinds: what counts is the product.
+        for multiplier in [1.0, 2f32.powi(-20), 2f32.powi(20)] {
+            for (y, overflow, beyond) in [(max, 0, 0), (max.next_up(), 2, 0), (last, 2, 0), (last.next_up(), 2, 2)] {
+                let x = [0.25 / multiplier, y / multiplier, -y / multiplier];
+                let (mut codes, mut values) = ([0; 3], [0.0; 3]);
+                let counts = [
+                    format.encode_slice(&x, multiplier, OnOverflow::NonFinite, &mut codes).unwrap(),
+                    format.round_slice(&x, multiplier, OnOverflow::NonFinite, &mut values).unwrap(),
+                    format.count_slice(&x, multiplier).unwrap(),
+                ];
+                for counts in counts {
+                    let have = (counts.overflow, counts.beyond_rounding, counts.non_finite, counts.amax);
+                    assert_eq!(have, (overflow, beyond, 0, y / multiplier), "{format:?} {y} by {multiplier}");
+                }
+                assert_eq!(codes[1], format.encode(y, OnOverflow::NonFinite));
+                assert!(same(values[2], format.round(-y, OnOverflow::NonFinite)));
+            }
+        }
+    }
+}

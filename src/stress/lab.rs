@@ -181,6 +181,12 @@ impl<'a> Lab<'a> {
     }
 }
 
+/// `|x / descale|` as policies see it, in f32; in f64 where that is infinite though amax is not.
+pub(super) fn scaled(amax: f32, descale: Descale) -> f64 {
+    let scaled = amax / descale.get();
+    if scaled.is_infinite() { f64::from(amax) / f64::from(descale.get()) } else { f64::from(scaled) }
+}
+
 /// The mode's tensors in one outcome, head by head.
 pub(crate) fn look(mode: Mode, shape: &AttentionShape, outcome: &StepOutcome) -> Seen {
     let stats = &outcome.output.stats;
@@ -188,7 +194,7 @@ pub(crate) fn look(mode: Mode, shape: &AttentionShape, outcome: &StepOutcome) ->
     let mut seen = Seen { max_scaled: 0.0, overflow: 0, values: 0, utilisation: Vec::new() };
     let mut head = |amax: f32, descale: Option<Descale>, overflow: u64, count: u64| {
         let Some(descale) = descale else { return };
-        let scaled = f64::from(amax / descale.get());
+        let scaled = scaled(amax, descale);
         seen.utilisation.push(scaled / E4M3_MAX);
         seen.max_scaled = seen.max_scaled.max(scaled);
         seen.overflow += overflow;

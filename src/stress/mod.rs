@@ -1,6 +1,7 @@
 //! What each scaling policy does when the weights move.
 //!
-//! A scenario drives one [`Runtime`] a policy through the same weights and tokens and sets the results side by side.
+//! A scenario drives one [`Runtime`](crate::runtime::Runtime) a policy through the same weights and tokens and sets the
+//! results side by side.
 //!
 //! | scenario | steps | weights |
 //! |---|---|---|
@@ -51,9 +52,9 @@ use tokens::Source;
 /// Steps of the scenarios that have more than one.
 const STEPS: usize = 30;
 /// When the spike comes.
-const SPIKE_STEP: usize = 10;
+pub const SPIKE_STEP: usize = 10;
 /// What it multiplies weights and biases by.
-const SPIKE: f32 = 4.0;
+pub const SPIKE: f32 = 4.0;
 /// Growth of the weights a step of `refit`.
 const REFIT_GROWTH: f32 = 1.05;
 /// Layers of a synthetic model that a scenario of more than one step takes by default.
@@ -185,8 +186,9 @@ impl Default for StressOptions {
 /// Runs a scenario.
 ///
 /// # Errors
-/// `is_argument` if an option breaks its rule, `is_unsupported` if the model cannot be run on tokens or on text; otherwise as the
-/// model and [`Runtime::step`]. A policy that cannot plan for this model is left out and named in the result.
+/// `is_argument` if an option breaks its rule, `is_unsupported` if the model cannot be run on tokens or on text; otherwise
+/// as the model and [`Runtime::step`](crate::runtime::Runtime::step). A policy that cannot plan for this model is left out
+/// and named in the result.
 pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> Result<StressResult> {
     let spec = model.spec();
     match scenario {
@@ -247,12 +249,16 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
     if recorded.is_some() {
         notes.push(format!("weights of {}, one a step", model.path_names().join(", ")));
     }
+    if scenario == Scenario::WeightSpike && steps <= SPIKE_STEP {
+        notes.push(format!("the run ends before step {SPIKE_STEP}, at which the weights would have grown"));
+    }
     let tokens = source.summary();
     notes.push(match &tokens {
         Some(text) => text.note(options.seq_len, steps, scenario),
         None => "tokens are isotropic; those of trained models align with the weights and give larger logits".into(),
     });
     let (policies, unavailable) = lab.finish(layers);
+    refuse_without_policies(&policies, &unavailable)?;
     Ok(StressResult {
         scenario,
         mode: options.mode,
@@ -269,6 +275,17 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
         unavailable,
         trace,
     })
+}
+
+/// A result of no policy at all would read as one without overflows.
+fn refuse_without_policies(policies: &[PolicySummary], unavailable: &[Unavailable]) -> Result<()> {
+    match unavailable.first() {
+        Some(first) if policies.is_empty() => Err(Error::unsupported(format_args!(
+            "none of the policies asked for can run here: {}: {}",
+            first.policy, first.reason
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// Seeds of different steps and layers are unrelated.

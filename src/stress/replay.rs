@@ -4,9 +4,12 @@
 //! a tensor whose amax passes its descale's range, and there is no SQNR or KL. Steps between recorded ones are missing:
 //! a history of 16 spans 160 steps of training where every tenth was recorded.
 
-use super::lab::{Seen, Tally};
+use super::lab::{Seen, Tally, scaled};
 use super::result::largest_descale;
-use super::{Mode, PlanDescales, PolicySummary, Scenario, StressOptions, StressResult, TraceRow, Unavailable};
+use super::{
+    Mode, PlanDescales, PolicySummary, Scenario, StressOptions, StressResult, TraceRow, Unavailable,
+    refuse_without_policies,
+};
 use crate::bound::{E4M3_MAX, HeadBounds, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
 use crate::policy::{PolicyConfig, PolicyKind, PolicyShape, Tensor};
@@ -112,7 +115,8 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
                 let mut seen = Seen { max_scaled: 0.0, overflow: 0, values: 0, utilisation: Vec::new() };
                 let mut worst = Tensor::Logit;
                 for tensor in tensors {
-                    let scaled = f64::from(tensor.max_scaled);
+                    let Some(descale) = tensor.tensor.descales(&plan).and_then(|row| row.first()) else { continue };
+                    let scaled = scaled(tensor.amax, *descale);
                     if seen.values == 0 || scaled > seen.max_scaled {
                         (seen.max_scaled, worst) = (scaled, tensor.tensor);
                     }
@@ -138,6 +142,7 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
         }
         policies.push(tally.summary(kind, layers, policy.assumption()));
     }
+    refuse_without_policies(&policies, &unavailable)?;
     let place = |kind: PolicyKind| options.policies.iter().position(|policy| *policy == kind);
     rows.sort_by_key(|row| (row.step, place(row.policy), row.layer));
     let steps = trace.steps().count();

@@ -8,6 +8,7 @@ use sigmascale::bound::{E4M3_MAX, LayerBounds, Tail};
 use sigmascale::cuda::scale::{DeviceWeights, Dtype, GramRoute, LayerInput, ScaleEngine};
 use sigmascale::cuda::{Buffer, Stream};
 use sigmascale::device_plan::{DeviceBounds, scale_engine};
+use sigmascale::plan::DEFAULT_ETA;
 use sigmascale::{Descale, Result};
 use std::sync::Arc;
 
@@ -170,6 +171,12 @@ fn compare(case: &Case, seed: u64) -> Vec<String> {
                     bad.push(format!("{name} {kind} bound of head {h} is {ratio:.8} of f64"));
                 }
             }
+        }
+    }
+    for (h, head) in engine.head_bounds().unwrap().read().unwrap().iter().enumerate() {
+        let descale = Descale::covering(f64::from(head.rounded), DEFAULT_ETA * E4M3_MAX).unwrap();
+        if head.descale != descale.get() {
+            bad.push(format!("logit descale of head {h} is {}, not {}", head.descale, descale.get()));
         }
     }
     let status = engine.status().read().unwrap()[0];

@@ -28,6 +28,7 @@ pub fn run(args: Args) -> Result<()> {
     args.output.check()?;
     if let Some(file) = &args.html {
         check_target(file)?;
+        args.output.check_apart("--html", file)?;
     }
     let Model::Checkpoint(checkpoint) = Model::open(&args.checkpoint)? else {
         return Err(Error::argument(format_args!(

@@ -46,8 +46,8 @@ pub struct Args {
     /// Steps [default: 1 for checkpoint-load, 330 for resume, 150 for lr-spike, otherwise 30]
     #[arg(long, value_name = "N")]
     steps: Option<usize>,
-    /// Text that runs through the model's own forward, instead of generated tokens: any file for a model that reads
-    /// bytes, token ids as a JSON list in FILE.json for the others
+    /// Text that runs through the model's own forward, instead of generated tokens: token ids as a JSON list
+    /// where it is called FILE.json, bytes of any other file for a model that reads bytes
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
     /// Checkpoints of the same training after MODEL, in order and comma-separated: refit takes one a step
@@ -255,6 +255,7 @@ pub fn run(args: Args) -> Result<()> {
     args.output.check()?;
     if let Some(file) = &args.html {
         check_target(file)?;
+        args.output.check_apart("--html", file)?;
     }
     // Read first: a broken trace shall not end an hour of work.
     let trace = args.trace.as_deref().map(|file| Ok::<_, Error>((file, Trace::read(file)?))).transpose()?;

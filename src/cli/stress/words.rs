@@ -2,7 +2,7 @@
 
 use crate::cli::table::brief;
 use sigmascale::policy::PolicyKind;
-use sigmascale::stress::{Mode, PolicySummary, Scenario, StressResult, TraceRow};
+use sigmascale::stress::{Mode, PolicySummary, SPIKE, SPIKE_STEP, Scenario, StressResult, TraceRow};
 
 /// Largest finite E4M3 value.
 pub const RANGE: f64 = 448.0;
@@ -10,6 +10,7 @@ pub const RANGE: f64 = 448.0;
 /// The run in a line.
 pub fn headline(run: &StressResult) -> String {
     let layers = match run.model_layers == run.model_layers_total {
+        true if run.model_layers == 1 => "its one layer".to_owned(),
         true => format!("all {} layers", run.model_layers),
         false => format!("the first {} of {} layers", run.model_layers, run.model_layers_total),
     };
@@ -104,8 +105,8 @@ fn meaning(run: &StressResult) -> String {
         }
         Mode::Operands => {
             "Mode operands casts q, k, v and P, as fused FP8 kernels do; logits stay in f32. An overflow is a \
-                           value of q, k or v above 448 times its descale. It saturates alone: an overshoot of 1.04x \
-                           rounds to 448 anyway, a small one clips only the largest values."
+                           value of q, k or v above 448 times its descale. It saturates, and nothing else happens: up to \
+                           464 (1.036x) a value rounds to 448 anyway, and a small overshoot clips only the largest."
                 .to_owned()
         }
     };
@@ -205,9 +206,14 @@ fn after_the_start(run: &StressResult) -> Option<String> {
 
 /// How the scales moved with the weights at the spike.
 fn moved(run: &StressResult) -> Option<String> {
-    if run.scenario != Scenario::WeightSpike {
+    if run.scenario != Scenario::WeightSpike || run.steps <= SPIKE_STEP {
         return None;
     }
+    let grew = format!("At step {SPIKE_STEP} weights and biases of q, k and v grow by {}.", times(f64::from(SPIKE)));
+    Some(grew + &moved_by(run).unwrap_or_default())
+}
+
+fn moved_by(run: &StressResult) -> Option<String> {
     // The step at which geometry's scale changed.
     let mut own = rows(run, PolicyKind::Geometry).filter(|row| row.layer == 0);
     let mut before = own.next()?;
@@ -222,9 +228,7 @@ fn moved(run: &StressResult) -> Option<String> {
     let logit = ratio(before.descales.logit_descale, after.descales.logit_descale)?;
     let q = ratio(before.descales.q_descale, after.descales.q_descale)?;
     let mut text = format!(
-        "At step {} the weights of q, k and v grew. Geometry's logit descale moved by {} and its q descale by {} in that \
-         step, before the forward.",
-        after.step,
+        " Geometry's logit descale moved by {} and its q descale by {} in that step, before the forward.",
         times(logit),
         times(q)
     );
@@ -233,6 +237,10 @@ fn moved(run: &StressResult) -> Option<String> {
             continue;
         }
         let (at, next) = (at_step(run, kind, after.step), at_step(run, kind, after.step + 1));
+        if at.1 == 0 {
+            text.push_str(&format!(" {kind} stays within its range at this step (at most {}).", times(at.0)));
+            continue;
+        }
         let then = match next.1 {
             0 => "and fits one step later".to_owned(),
             _ => format!("and one step later {}, since other tokens can pass the last maximum", times(next.0)),
