@@ -43,6 +43,7 @@ __device__ __forceinline__ void load_gram(Values (&s)[EACH], const Unit (&units)
     if (u.weight() == 0.f) continue;
     const u32 bi = u.row / 64, bj = u.column / 64, block = bi * GRAM_SIDE - bi * (bi - 1) / 2 + bj - bi;
     const float* from = partials + ((size_t)head.first * GRAM_BLOCKS + block) * 4096 + (u.row % 64 + g) * 64 + u.column % 64 + 2 * t;
+#pragma unroll 1
     for (u32 part = 0; part < head.count; part++, from += (size_t)head.stride * GRAM_BLOCKS * 4096) {
 #pragma unroll
       for (u32 m = 0; m < 2; m++)
@@ -63,11 +64,15 @@ __device__ __forceinline__ u32 partner(u32 i, const Shape& s) {
 }
 
 // About 100 registers a thread, where a block leaves room for several.
-extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 100 / THREADS)
+constexpr u32 SHARING = N > 160 ? 1 : 65536 / 100 / THREADS;
+
+extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
     scale_bounds(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
                  double* lambdas, u32* status) {
   extern __shared__ u8 x[];
-  __shared__ float factor[SIDE], sum[SIDE], norm_q[SIDE], norm_k[SIDE];
+  // Zeros behind the end, where units that do not exist look.
+  __shared__ __align__(16) float factor[SIDE + 32], sum[SIDE + 32];
+  __shared__ float norm_q[SIDE], norm_k[SIDE];
   __shared__ float4 scratch[WARPS];
   const Job job = jobs[blockIdx.x];
   const bool of_q = job.kind == RAW_Q || job.kind == SCALED_Q, scaled = job.kind >= SCALED_Q, mean = shape.mean && scaled;
@@ -84,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 100 / THREADS)
     sum[i] = i < N && mean ? own[i].sum : 0.f;
     if (scaled && i < N) norm_q[i] = stats[heads[job.q].stat_row + i].norm2, norm_k[i] = stats[heads[job.k].stat_row + i].norm2;
   }
+  if (threadIdx.x < 32) factor[SIDE + threadIdx.x] = sum[SIDE + threadIdx.x] = 0.f;
   const float added = shape.rounding * 0x1p-24f * block_sums({raw, 0.f, 0.f}, scratch).x;
   // Diagonal scaling, in powers that cancel between q and k.
   float3 sums = {0.f, 0.f, 0.f};  // trace, delta^2, ||s||^2, scaled
@@ -110,18 +116,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 100 / THREADS)
     result = trace == 0.f ? 0.0 : __longlong_as_double(0x7ff8000000000000ll);
   } else {
     const float inverse = 1.f / trace, per = mean ? 1.f / shape.d_model : 0.f;
+    const u32 g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
 #pragma unroll
-    for (u32 e = 0; e < EACH; e++)
-      each(s[e], units[e], [&](float& v, u32 i, u32 j) {
-        v = i < N && j < N ? (v - sum[i] * sum[j] * per) * factor[i] * (factor[j] * inverse) : 0.f;
-      });
+    for (u32 e = 0; e < EACH; e++) {
+      // Rows beyond the head hold anything.
+      if (N % 64) each(s[e], units[e], [&](float& v, u32 i, u32 j) { v = i < N && j < N ? v : 0.f; });
 #pragma unroll
-    for (u32 e = 0; e < EACH; e++)
+      for (u32 n = 0; n < 4; n++) {
+        const u32 j = units[e].column + 8 * n + 2 * c;
+        const float2 right = *(const float2*)(factor + j), mean_right = *(const float2*)(sum + j);
+#pragma unroll
+        for (u32 m = 0; m < 2; m++)
+#pragma unroll
+          for (u32 h = 0; h < 2; h++) {
+            const u32 i = units[e].row + 16 * m + 8 * h + g;
+            const float left = factor[i] * inverse;
+            float &low = s[e].v[m][n][2 * h], &high = s[e].v[m][n][2 * h + 1];
+            if (mean) {
+              const float mean_left = sum[i] * per;
+              low -= mean_left * mean_right.x, high -= mean_left * mean_right.y;
+            }
+            low *= left * right.x, high *= left * right.y;
+          }
+      }
       diagonal(s[e], units[e], [&](float& v, u32 i, bool on) {
         const float f = on ? factor[i] : 0.f;
         v += added * f * (f * inverse);
       });
-    // The last factor covers the roundings of the scaling.
+    }
     const float top = largest(s, units, x, scaled ? OPEN : RAW_OPEN);
     if (threadIdx.x) return;
     const double lambda = (double)top * trace * (1.0 + 0x1p-19);
@@ -210,6 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 192 / THREADS)
         to[i * ROW + j] = value;
         if (u.weight() == 2.f) to[j * ROW + i] = value;
         sums.z += which ? 0.f : u.weight() * value * value;
+        lost.z += which ? u.weight() * value * value : 0.f;
       });
     }
     __syncthreads();
@@ -219,13 +242,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 192 / THREADS)
   __syncthreads();
   means = block_sums(means, scratch[0]);
   __syncthreads();
-  const float u24 = 0x1p-24f, loosened = lost.x + lost.y > 0.f ? 0x1p-10f : 0.f;
-  auto added = [&](float c, float trace, float lost2, float mean2) {
-    const float delta = sqrtf(lost2), moved = shape.mean ? (2.f * sqrtf(mean2) + delta) * delta * rsqrtf((float)shape.d_model) : 0.f;
-    return (c * u24 * trace + moved) * 1.0001f + 0x1p10f * lost2;
+  const float u24 = 0x1p-24f;
+  // t near delta / sigma, with sigma^2 taken as ||G||_F^2 / tr G: any t holds.
+  auto loosen = [](float delta2, float trace, float squares) {
+    return delta2 > 0.f && squares > 0.f ? fminf(sqrtf(delta2 * trace / squares), 0.5f) : 0.f;
   };
-  const float e_q = added(shape.rounding, sums.x, lost.x, means.x);
-  const float e_k = added(shape.rounding + N + 3, sums.y, lost.y, means.y);
+  const float t_q = loosen(lost.x, sums.x, sums.z), t_k = loosen(lost.y, sums.y, lost.z);
+  auto added = [&](float c, float trace, float delta2, float mean2, float t) {
+    const float delta = sqrtf(delta2), moved = shape.mean ? (2.f * sqrtf(mean2) + delta) * delta * rsqrtf((float)shape.d_model) : 0.f;
+    return ((c * u24 * trace + moved) + (delta2 > 0.f ? delta2 / t : 0.f)) * 1.0001f;
+  };
+  const float e_q = added(shape.rounding, sums.x, lost.x, means.x, t_q);
+  const float e_k = added(shape.rounding + N + 12, sums.y, lost.y, means.y, t_k);
   // The forms; the certificate and the sum's own rounding cover them.
   float3 forms = {0.f, 0.f, 0.f};
   float cq2 = 0.f, ck2 = 0.f;
@@ -237,13 +265,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 192 / THREADS)
     if (row == column) cq2 += constant_q[row] * constant_q[row], ck2 += constant_k[row] * constant_k[row];
   }
   forms = block_sums(forms, scratch[1]);
-  const double grow = 1.0 + loosened;
   const float3 squares = block_sums({cq2, ck2, 0.f}, scratch[0]);
   const float more = 64.f + SIDE * SIDE / THREADS;
-  const double form_x = grow * (fmax((double)forms.x, 0.0) + ((double)e_q + more * u24 * sums.x) * squares.y * 1.0001);
-  const double form_y = grow * (fmax((double)forms.y, 0.0) + ((double)e_k + more * u24 * sums.y) * squares.x * 1.0001);
+  const double form_x = (1.0 + t_q) * (fmax((double)forms.x, 0.0) + ((double)e_q + more * u24 * sums.x) * squares.y * 1.0001);
+  const double form_y = (1.0 + t_k) * (fmax((double)forms.y, 0.0) + ((double)e_k + more * u24 * sums.y) * squares.x * 1.0001);
   if (threadIdx.x == 0) aux[blockIdx.x] = make_double2(form_x, form_y);
-  const double fallback = ((double)sums.x + (double)N * e_q) * ((double)sums.y + (double)N * e_k) * 1.01;
+  const double fallback = ((double)sums.x + (double)N * e_q) * ((double)sums.y + (double)N * e_k) * (1.0 + t_q) * (1.0 + t_k) * 1.0001;
   // Balanced, so that neither f32 nor f16 leaves its range: traces of 1.
   const float scale_q = 1.f / (sums.x + N * e_q), scale_k = 1.f / (sums.y + N * e_k);
   double result = fallback;
@@ -259,31 +286,74 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 192 / THREADS)
       l[at] = column < N || !diagonal ? (l[at] + (diagonal ? e_k : 0.f)) * scale_k : 1.f;
     }
     __syncthreads();
-    // Cholesky on the upper half, rows unscaled until the end: L(j, i) = A(i, j) / sqrt(A(i, i)).
-    for (u32 c = 0; c < N; c++) {
-      const float pivot = l[c * ROW + c];
-      if (threadIdx.x == 0 && !(pivot > 0.f)) failed = 1;
-      const float inverse = 1.f / pivot;
+    // Cholesky on the upper half, U = L^T, four rows at a time. Every thread factors the 4 x 4 block for itself.
 #pragma unroll 1
-      for (u32 i = c + 1 + (threadIdx.x >> 5); i < N; i += WARPS) {
-        const float left = l[c * ROW + i] * inverse;
-#pragma unroll 2
-        for (u32 j = i + (threadIdx.x & 31); j < N; j += 32) l[i * ROW + j] -= left * l[c * ROW + j];
+    for (u32 c = 0; c < SIDE; c += 4) {
+      float block[4][4], inverse[4];
+#pragma unroll
+      for (u32 i = 0; i < 4; i++)
+#pragma unroll
+        for (u32 j = i; j < 4; j++) block[i][j] = l[(c + i) * ROW + c + j];
+#pragma unroll
+      for (u32 i = 0; i < 4; i++) {
+        if (threadIdx.x == 0 && !(block[i][i] > 0.f)) failed = 1;
+        inverse[i] = 1.f / sqrtf(block[i][i]);
+#pragma unroll
+        for (u32 j = i; j < 4; j++) block[i][j] *= inverse[i];
+#pragma unroll
+        for (u32 k = i + 1; k < 4; k++)
+#pragma unroll
+          for (u32 j = k; j < 4; j++) block[k][j] -= block[i][k] * block[i][j];
+      }
+      __syncthreads();
+      for (u32 j = c + threadIdx.x; j < SIDE; j += THREADS) {
+        float column[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) column[i] = l[(c + i) * ROW + j];
+        if (j >= c + 4)
+#pragma unroll
+          for (u32 i = 0; i < 4; i++) {
+            column[i] *= inverse[i];
+#pragma unroll
+            for (u32 k = i + 1; k < 4; k++) column[k] -= block[i][k] * column[i];
+          }
+        else
+#pragma unroll
+          for (u32 i = 0; i < 4; i++)
+#pragma unroll
+            for (u32 k = i; k < 4; k++)
+              if (j == c + k) column[i] = block[i][k];
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) l[(c + i) * ROW + j] = column[i];
+      }
+      __syncthreads();
+      const u32 lane = threadIdx.x & 31;
+#pragma unroll 1
+      for (u32 j = (c + 4) / 32 * 32 + lane; j < SIDE; j += 32) {
+        float right[4];
+#pragma unroll
+        for (u32 q = 0; q < 4; q++) right[q] = l[(c + q) * ROW + j];
+#pragma unroll 4
+        for (u32 i = c + 4 + (threadIdx.x >> 5); i < SIDE; i += WARPS) {
+          if (i > j - lane + 31) break;
+          float v = l[i * ROW + j];
+#pragma unroll
+          for (u32 q = 0; q < 4; q++) v -= l[(c + q) * ROW + i] * right[q];
+          if (j >= i) l[i * ROW + j] = v;
+        }
       }
       __syncthreads();
     }
     fine = !failed;
   }
   if (fine) {
-    for (u32 i = threadIdx.x; i < SIDE; i += THREADS) inverses[i] = rsqrtf(l[i * ROW + i]);
-    __syncthreads();
     float lengths = 0.f;
 #pragma unroll 4
     for (u32 i = threadIdx.x; i < SIDE * SIDE; i += THREADS) {
       const u32 row = i / SIDE, column = i % SIDE;
       if (column < row) continue;
       // Padding counts as nothing.
-      const float v = column < N ? l[row * ROW + column] * inverses[row] : 0.f;
+      const float v = column < N ? l[row * ROW + column] : 0.f;
       l[row * ROW + column] = l[column * ROW + row] = v;
       lengths += v * v;
     }
@@ -307,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 192 / THREADS)
     const double slack = 2.0 * (N + 2) * u24 * lengths * frobenius;
     const float top = largest(s, units, (u8*)t, 2.f * OPEN);
     if (threadIdx.x) return;
-    result = grow * grow * ((double)top + slack) / scale_q / scale_k * (1.0 + 0x1p-19);
+    result = (1.0 + t_q) * (1.0 + t_k) * ((double)top + slack) / scale_q / scale_k * (1.0 + 0x1p-19);
   }
   if (threadIdx.x == 0) {
     lambdas[job.result] = result;

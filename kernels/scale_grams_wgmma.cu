@@ -2,7 +2,7 @@
 // the weights. 16-bit weights, d_head up to 128 (macro D_HEAD). Hopper.
 //
 // The model dimension of all tiles of 128 channels, laid end to end, is cut into equal shares, one a block (a share is a
-// list of segments: tile, range). A warp brings 64 input channels at a time through the copy engine; four warpgroups turn
+// list of segments: tile, range). A warp brings 128 input channels at a time through the copy engine; four warpgroups turn
 // them in place into y = f16(s g w), s the projection's power of two, and sum up norms and pair products; two warpgroups
 // multiply: for more than 64 channels a head the blocks (0,0) (0,1) and (1,1) of one head, up to 64 one head each.
 //
@@ -18,6 +18,9 @@
 #ifndef ALONG_CHANNELS  // 1: stored [in, out]
 #define ALONG_CHANNELS 0
 #endif
+#ifndef NORMS  // 0: channel norms come from another kernel
+#define NORMS 1
+#endif
 #ifndef F16  // 1: weights in f16, 0: in bf16
 #define F16 0
 #endif
@@ -26,16 +29,16 @@ constexpr u32 N = D_HEAD;
 constexpr bool ONE = N > 64;                 // one head a tile
 constexpr u32 HEADS = ONE ? 1 : 2;           // of a tile, one a box; one in two boxes where it has more than 64 channels
 constexpr u32 ROWS[2] = {N < 64 ? N : 64, ONE ? N - 64 : N};  // channels in each box
-constexpr int TILE = 64;                     // input channels a tile
-constexpr int BOX_BYTES = 64 * TILE * 2;
-constexpr int COPIED = ALONG_CHANNELS ? 2 * BOX_BYTES : (ROWS[0] + ROWS[1]) * TILE * 2;
+constexpr int TILE = 128;                    // input channels a tile, in two halves
+constexpr int BOX_BYTES = 64 * 64 * 2, HALF_BYTES = 2 * BOX_BYTES, TILE_BYTES = 2 * HALF_BYTES;
+constexpr int COPIED = ALONG_CHANNELS ? TILE_BYTES : (ROWS[0] + ROWS[1]) * TILE * 2;
 constexpr int GAIN_BYTES = TILE * 4;
-constexpr int STAGES = 12;
-constexpr int FLUSH = 4;  // tiles
+constexpr int STAGES = 6;
+constexpr int FLUSH = 2;  // tiles
 constexpr int MEETING_BYTES = 8 * 5 * 64 * 4;  // sums of the converting warps
 constexpr u32 MULTIPLIERS = 256, CONVERTERS = 512, THREADS = MULTIPLIERS + CONVERTERS + 128;
 // The host's number: room for alignment, boxes, gains, barriers and sums.
-static_assert(1024 + STAGES * (2 * BOX_BYTES + GAIN_BYTES + 24) + MEETING_BYTES <= 211456, "shared memory");
+static_assert(1024 + STAGES * (TILE_BYTES + GAIN_BYTES + 24) + MEETING_BYTES <= 211456, "shared memory");
 
 struct Segment {
   u32 projection;
@@ -67,14 +70,14 @@ __device__ void load_tiles(Pipeline pipe, const Segment* segments, u32 begin, u3
     const u64 map = maps + segment.projection * 256ull;
     const float* gain = gains + (size_t)segment.projection * padded;
     for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
-      const u32 full = pipe.full + pipe.stage * 8, to = pipe.boxes + pipe.stage * 2 * BOX_BYTES;
+      const u32 full = pipe.full + pipe.stage * 8, to = pipe.boxes + pipe.stage * TILE_BYTES;
       ptx::barrier_wait(pipe.empty + pipe.stage * 8, pipe.phase ^ 1);
       ptx::barrier_expect(full, COPIED + GAIN_BYTES);
       ptx::copy_bytes(pipe.gains + pipe.stage * GAIN_BYTES, gain + tile * TILE, GAIN_BYTES, full);
 #pragma unroll
-      for (u32 b = 0; b < 2; b++) {
-        const u32 row = segment.first_row + (b ? ROWS[0] : 0), k = tile * TILE;
-        ptx::copy_tile(to + b * BOX_BYTES, map + (b && ROWS[1] != ROWS[0] ? 128 : 0), ALONG_CHANNELS ? row : k,
+      for (u32 b = 0; b < 4; b++) {
+        const u32 row = segment.first_row + (b % 2 ? ROWS[0] : 0), k = tile * TILE + b / 2 * 64;
+        ptx::copy_tile(to + b * BOX_BYTES, map + (b % 2 && ROWS[1] != ROWS[0] ? 128 : 0), ALONG_CHANNELS ? row : k,
                        ALONG_CHANNELS ? k : row, full);
       }
     }
@@ -143,21 +146,33 @@ __device__ void convert(Pipeline pipe, const Segment* segments, u32 begin, u32 e
       const u32 offset_b = (base + b) * 128 + ((chunk ^ ((base + b) & 7)) << 4);
       float norm_a = 0.f, norm_b = 0.f, dot = 0.f, lost_a[1] = {0.f}, lost_b[1] = {0.f};
       for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
-        const u32 boxes = pipe.boxes + pipe.stage * 2 * BOX_BYTES, gains = pipe.gains + pipe.stage * GAIN_BYTES + chunk * 32;
+        const u32 boxes = pipe.boxes + pipe.stage * TILE_BYTES, gains = pipe.gains + pipe.stage * GAIN_BYTES + chunk * 32;
         ptx::barrier_wait(pipe.full + pipe.stage * 8, pipe.phase);
-        if (in) {
-          const uint4 low = load16(gains), high = load16(gains + 16);
+        if (in)
+#pragma unroll(ONE ? 2 : 1)
+        for (u32 half = 0; half < 2; half++) {
+          const uint4 low = load16(gains + half * 256), high = load16(gains + half * 256 + 16);
           const u32 g[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
           float za[8], zb[8];
-          unpack(load16(boxes + offset_a), za), unpack(load16(boxes + offset_b), zb);
-          float sum_a = 0.f, sum_b = 0.f, product = 0.f;
+          const u32 at_a = boxes + half * HALF_BYTES + offset_a, at_b = boxes + half * HALF_BYTES + offset_b;
+          unpack(load16(at_a), za), unpack(load16(at_b), zb);
 #pragma unroll
-          for (int i = 0; i < 8; i++) {
-            za[i] *= __uint_as_float(g[i]), zb[i] *= __uint_as_float(g[i]);
-            sum_a += za[i] * za[i], sum_b += zb[i] * zb[i], product += za[i] * zb[i];
+          for (int i = 0; i < 8; i++) za[i] *= __uint_as_float(g[i]), zb[i] *= __uint_as_float(g[i]);
+          if (NORMS) {
+            float sum_a = 0.f, sum_b = 0.f;
+#pragma unroll
+            for (int i = 0; i < 8; i++) sum_a += za[i] * za[i], sum_b += zb[i] * zb[i];
+            norm_a += sum_a, norm_b += sum_b;
           }
-          norm_a += sum_a, norm_b += sum_b, dot += product;
-          if (gram) store_f16(boxes + offset_a, za, lost_a), store_f16(boxes + offset_b, zb, lost_b);
+          if (gram) {
+            if (NORMS) {
+              float product = 0.f;
+#pragma unroll
+              for (int i = 0; i < 8; i++) product += za[i] * zb[i];
+              dot += product;
+            }
+            store_f16(at_a, za, lost_a), store_f16(at_b, zb, lost_b);
+          }
         }
         hand_over(pipe.ready + pipe.stage * 8);
       }
@@ -182,17 +197,18 @@ __device__ void convert(Pipeline pipe, const Segment* segments, u32 begin, u32 e
       const u32 box = warp & 1, chunk = lane & 7, row = (warp >> 1) * 4 + (lane >> 3);
       float lost[8] = {};
       for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
-        const u32 boxes = pipe.boxes + pipe.stage * 2 * BOX_BYTES + box * BOX_BYTES + row * 128 + ((chunk ^ (row & 7)) << 4);
+        const u32 boxes = pipe.boxes + pipe.stage * TILE_BYTES + box * BOX_BYTES + row * 128 + ((chunk ^ (row & 7)) << 4);
         const u32 gains = pipe.gains + pipe.stage * GAIN_BYTES + row * 4;
         ptx::barrier_wait(pipe.full + pipe.stage * 8, pipe.phase);
 #pragma unroll
-        for (u32 r = 0; r < 2; r++) {
+        for (u32 r = 0; r < 4; r++) {
           float z[8];
-          unpack(load16(boxes + r * 32 * 128), z);
+          const u32 at = boxes + r / 2 * HALF_BYTES + r % 2 * 32 * 128;
+          unpack(load16(at), z);
           const float g = load4(gains + r * 128);
 #pragma unroll
           for (int i = 0; i < 8; i++) z[i] *= g;
-          store_f16(boxes + r * 32 * 128, z, lost);
+          store_f16(at, z, lost);
         }
         hand_over(pipe.ready + pipe.stage * 8);
       }
@@ -232,14 +248,14 @@ template <int BLOCKS, int LEFT> __device__ __forceinline__ void multiply(Pipelin
       u32 previous = pipe.empty;
       for (u32 t = 0; t < count; t++) {
         ptx::barrier_wait(pipe.ready + pipe.stage * 8, pipe.phase);
-        const u32 boxes = pipe.boxes + pipe.stage * 2 * BOX_BYTES;
+        const u32 boxes = pipe.boxes + pipe.stage * TILE_BYTES;
         const u64 left = ptx::swizzled_operand(boxes + LEFT * BOX_BYTES);
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) ptx::keep(acc[b]);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-          const u64 step = ALONG_CHANNELS ? k * 16 * 128 / 16 : k * 32 / 16;
+        for (int k = 0; k < 8; k++) {
+          const u64 step = (k / 4 * HALF_BYTES + (ALONG_CHANNELS ? k % 4 * 16 * 128 : k % 4 * 32)) / 16;
 #pragma unroll
           for (int b = 0; b < BLOCKS; b++)
             ptx::wgmma_f16_64x64x16<ALONG_CHANNELS>(acc[b], left + step, left + b * (BOX_BYTES / 16) + step, t + k > 0);
@@ -284,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const u32 base = (ptx::shared_address(shared) + 1023) & ~1023u;
   Pipeline pipe;
   pipe.boxes = base;
-  pipe.gains = base + STAGES * 2 * BOX_BYTES;
+  pipe.gains = base + STAGES * TILE_BYTES;
   pipe.full = pipe.gains + STAGES * GAIN_BYTES;
   pipe.ready = pipe.full + STAGES * 8;
   pipe.empty = pipe.ready + STAGES * 8;

@@ -2,7 +2,7 @@
 // rotation partner, sum g_i w_i, beta . w, sum |beta_i w_i|. A pure read of the weights.
 //
 // A block takes 32 channels of one projection (16 pairs), a warp two pairs. Sums run in f32 over the 8 values of one
-// load and in f64 beyond, in a fixed order: same input, same bits.
+// load and beyond in f64, with a mean or a shift up to 16384 input channels in f32; in a fixed order: same input, same bits.
 #include "scale_types.cuh"
 
 struct NormBlock {
@@ -14,7 +14,7 @@ struct Sums {
   double raw2 = 0, sum = 0, constant = 0, absolute = 0;
 };
 
-__device__ __forceinline__ double warp_sum(double v) {
+template <class T> __device__ __forceinline__ T warp_sum(T v) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
   return v;
@@ -54,18 +54,21 @@ __device__ __forceinline__ void load8(u64 base, u32 dtype, u32 k, float (&v)[8])
 
 // Sums sixteen values over the warp at once; lane l returns the sum of value l / 2. Half of the values change lanes at
 // each step, so it takes 16 exchanges where sixteen sums take 80.
-template <int WIDTH> __device__ __forceinline__ void fold(double (&v)[16]) {
+template <int WIDTH, class T> __device__ __forceinline__ void fold(T (&v)[16]) {
   const bool upper = threadIdx.x & (WIDTH * 2);
 #pragma unroll
   for (int i = 0; i < WIDTH; i++) {
-    const double mine = upper ? v[i + WIDTH] : v[i], theirs = upper ? v[i] : v[i + WIDTH];
+    const T mine = upper ? v[i + WIDTH] : v[i], theirs = upper ? v[i] : v[i + WIDTH];
     v[i] = mine + __shfl_xor_sync(0xffffffffu, theirs, WIDTH * 2);
   }
 }
-__device__ __forceinline__ double warp_sum16(double (&v)[16]) {
+template <class T> __device__ __forceinline__ T warp_sum16(T (&v)[16]) {
   fold<8>(v), fold<4>(v), fold<2>(v), fold<1>(v);
   return v[0] + __shfl_xor_sync(0xffffffffu, v[0], 1);
 }
+
+template <bool SHORT> struct Sum { typedef double T; };
+template <> struct Sum<true> { typedef float T; };
 
 // Contiguous along the model dimension: lanes stride over it, 8 values a load, four channels at a time.
 template <u32 DTYPE, bool SUMS, bool SHIFT>
@@ -75,7 +78,8 @@ __device__ void along_model(const Projection& p, ChannelStats* stats, const u32 
 #pragma unroll
   for (int r = 0; r < 4; r++) base[r] = (const u8*)p.weight + p.row_stride * (i64)rows[r] * (DTYPE == DTYPE_F32 ? 4 : 2);
   // raw2 x 4, sum x 4, constant x 4, absolute x 4; the products of the two pairs.
-  double sums[16] = {}, dot[2] = {0, 0};
+  // In f32 where there are four sums a channel: registers for more warps, at most d/256 + 13 roundings deep.
+  typename Sum<SUMS>::T sums[16] = {}, dot[2] = {0, 0};
   constexpr int AHEAD = DTYPE == DTYPE_F32 || SUMS ? 1 : 2;
   constexpr bool EARLY = DTYPE != DTYPE_F32;  // registers allow the next round's loads before this round's sums
   Vector8<DTYPE> raw[AHEAD][4];
@@ -105,7 +109,6 @@ __device__ void along_model(const Projection& p, ChannelStats* stats, const u32 
       if (SHIFT) load8(p.shift, p.vector_dtype, k, s);
 #pragma unroll
       for (int q = 0; q < 2; q++) {
-        float y[2][8];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const int r = 2 * q + h;
@@ -113,9 +116,9 @@ __device__ void along_model(const Projection& p, ChannelStats* stats, const u32 
           raw[u][r].get(w);
 #pragma unroll
           for (int i = 0; i < 8; i++) {
-            y[h][i] = g[i] * w[i];
-            raw2 += y[h][i] * y[h][i];
-            if (SUMS) sum += y[h][i];
+            const float y = g[i] * w[i];
+            raw2 += y * y;
+            if (SUMS) sum += y;
             if (SHIFT) {
               const float c = s[i] * w[i];
               constant += c, absolute += fabsf(c);
@@ -125,10 +128,14 @@ __device__ void along_model(const Projection& p, ChannelStats* stats, const u32 
           if (SUMS) sums[4 + r] += sum;
           if (SHIFT) sums[8 + r] += constant, sums[12 + r] += absolute;
         }
-        float m = 0;
+        // Anew, so that the registers of the first are free: not every model rotates.
+        if (!SUMS || p.rotary) {
+          float w[8], x[8], m = 0;
+          raw[u][2 * q].get(w), raw[u][2 * q + 1].get(x);
 #pragma unroll
-        for (int i = 0; i < 8; i++) m += y[0][i] * y[1][i];
-        dot[q] += m;
+          for (int i = 0; i < 8; i++) m += (g[i] * w[i]) * (g[i] * x[i]);
+          dot[q] += m;
+        }
       }
       // The next round's values, as soon as these are used up.
       if (EARLY && k + 256 * AHEAD < p.d_model)
@@ -137,7 +144,7 @@ __device__ void along_model(const Projection& p, ChannelStats* stats, const u32 
     }
   }
   if (!SUMS) sums[4] = dot[0], sums[5] = dot[1];
-  const double total = warp_sum16(sums);
+  const auto total = warp_sum16(sums);
   if (SUMS) dot[0] = warp_sum(dot[0]), dot[1] = warp_sum(dot[1]);
   // Lanes 0 to 3 finish one channel each.
   auto value = [&](int i) { return __shfl_sync(0xffffffffu, total, 2 * i); };
@@ -188,8 +195,8 @@ __device__ __forceinline__ void rows_of_pair(const Projection& p, u32 pair, u32&
   a += head * p.d_head, b += head * p.d_head;
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2)
-    scale_norms(const Projection* projections, const NormBlock* blocks, ChannelStats* stats) {
+template <bool SUMS>
+__device__ __forceinline__ void norms(const Projection* projections, const NormBlock* blocks, ChannelStats* stats) {
   const NormBlock block = blocks[blockIdx.x];
   const Projection p = projections[block.projection];
   const u32 pair = block.first_pair + (threadIdx.x >> 5) * 2, pairs = p.rows / 2;
@@ -200,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
   rows_of_pair(p, second ? pair + 1 : pair, rows[2], rows[3]);
 
   const u32 bytes = p.dtype == DTYPE_F32 ? 4 : 2;
-  const bool vectors = p.col_stride == 1 && p.d_model % 8 == 0 && p.weight % 16 == 0 &&
+  const bool vectors = p.col_stride == 1 && p.d_model % 8 == 0 && p.weight % 16 == 0 && (!SUMS || p.d_model <= 16384) &&
                        (p.row_stride * bytes) % 16 == 0 && p.gain % 16 == 0 && p.shift % 16 == 0;
   if (!vectors) {
     anywhere(p, stats, rows[0], rows[1]);
@@ -208,12 +215,10 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     return;
   }
 #define CASES(DTYPE)                                                       \
-  if (p.shift)                                                             \
-    along_model<DTYPE, true, true>(p, stats, rows, second);                \
-  else if (p.flags & HAS_MEAN)                                             \
-    along_model<DTYPE, true, false>(p, stats, rows, second);               \
+  if (SUMS && p.shift)                                                     \
+    along_model<DTYPE, SUMS, SUMS>(p, stats, rows, second);                \
   else                                                                     \
-    along_model<DTYPE, false, false>(p, stats, rows, second);
+    along_model<DTYPE, SUMS, false>(p, stats, rows, second);
   if (p.dtype == DTYPE_BF16) {
     CASES(DTYPE_BF16)
   } else if (p.dtype == DTYPE_F16) {
@@ -222,6 +227,16 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     CASES(DTYPE_F32)
   }
 #undef CASES
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2)
+    scale_norms(const Projection* projections, const NormBlock* blocks, ChannelStats* stats) {
+  norms<false>(projections, blocks, stats);
+}
+// The same where a norm has a mean or a shift.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    scale_norms_sums(const Projection* projections, const NormBlock* blocks, ChannelStats* stats) {
+  norms<true>(projections, blocks, stats);
 }
 
 // Contiguous along the channels (Conv1D, [in, out]): a block takes 64 channels as 8 lanes of 8 and splits the model

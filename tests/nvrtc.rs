@@ -23,10 +23,10 @@ fn variants() -> Vec<Request> {
         }
         if source == sources::BOUNDS {
             for (arch, sizes) in [
-                (Arch::SM80, &[64, 128][..]),
-                (Arch::SM89, &[64, 128]),
-                (Arch::SM90A, &[16, 32, 64, 80, 96, 128, 160, 192, 224, 256]),
-                (Arch::SM100, &[64, 128, 256]),
+                (Arch::SM80, &[64][..]),
+                (Arch::SM89, &[128]),
+                (Arch::SM90A, &[16, 64, 96, 128, 192, 256]),
+                (Arch::SM100, &[128]),
             ] {
                 all.extend(sizes.iter().map(|r| Request::new(source, arch).define("D_HEAD", r)));
             }

@@ -2,7 +2,7 @@
 // cores, without vectors and without a state. One block a matrix.
 //
 //   X_0 = a_0 (S - c_0 I),  P_j = X_j X_j^T,  X_j+1 = a_j+1 (P_j - c_j+1 I), each X rounded to f16.
-// With eps_j >= ||rounding of X_j|| (summed up from the values themselves, and a term for the tensor cores) the norms obey
+// With eps_j >= ||rounding of X_j|| (2^-11 ||X_j||_F, and a term for the tensor cores) the norms obey
 //   ||X_j||^2 = lambda(P_j) <= (||X_j+1|| + eps_j+1) / a_j+1 + c_j+1,   lambda(S) <= (||X_0|| + eps_0) / a_0 + c_0,
 // whatever a and c are, and the last one lambda(P) <= s1/n + sqrt((1 - 1/n)(s2 - s1^2/n)), s1 = tr P, s2 = ||P||_F^2 (no
 // eigenvalue lies further from the mean). The shift that makes the remaining bound smallest if lambda(P) is about
@@ -100,6 +100,12 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u3
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
 __device__ __forceinline__ u32 pack_f16(float low, float high) {
   u32 packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -116,9 +122,10 @@ __device__ __forceinline__ void square(Values (&p)[EACH], const Unit (&units)[EA
   const u32 lane = threadIdx.x & 31, at = ((lane & 15) * STRIDE + (lane >> 4) * 8) * 2;
 #pragma unroll
   for (u32 e = 0; e < EACH; e++) {
-#pragma unroll
-    for (u32 i = 0; i < 32; i++) p[e].v[i / 16][i / 4 % 4][i % 4] = 0.f;
     if (units[e].row >= SIDE) continue;
+    if (SIDE > 128)
+#pragma unroll
+      for (u32 i = 0; i < 32; i++) p[e].v[i / 16][i / 4 % 4][i % 4] = 0.f;
     const u32 left = x + units[e].row * STRIDE * 2 + at, right = x + units[e].column * STRIDE * 2 + at;
 #pragma unroll(SIDE <= 128 ? SIDE / 16 : 1)
     for (u32 k = 0; k < SIDE * 2; k += 32) {
@@ -128,16 +135,18 @@ __device__ __forceinline__ void square(Values (&p)[EACH], const Unit (&units)[EA
 #pragma unroll
       for (u32 m = 0; m < 2; m++)
 #pragma unroll
-        for (u32 n = 0; n < 4; n++) mma(p[e].v[m][n], a[m], b[n / 2][n % 2], b[n / 2][2 + n % 2]);
+        for (u32 n = 0; n < 4; n++) {
+          const u32 b0 = b[n / 2][n % 2], b1 = b[n / 2][2 + n % 2];
+          if (SIDE <= 128 && k == 0) mma_first(p[e].v[m][n], a[m], b0, b1);
+          else mma(p[e].v[m][n], a[m], b0, b1);
+        }
     }
   }
 }
 
-// X = f16(a (P - c I)), both triangles. MEASURE: returns the sum of the squares of what rounding changed.
-template <bool MEASURE>
-__device__ __forceinline__ float store(Values (&p)[EACH], const Unit (&units)[EACH], u8* x, float a, float c) {
+// X = f16(a (P - c I)), both triangles.
+__device__ __forceinline__ void store(Values (&p)[EACH], const Unit (&units)[EACH], u8* x, float a, float c) {
   const u32 g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  float changed = 0.f;
 #pragma unroll
   for (u32 e = 0; e < EACH; e++) {
     const Unit u = units[e];
@@ -146,7 +155,6 @@ __device__ __forceinline__ float store(Values (&p)[EACH], const Unit (&units)[EA
     u8* own = x + ((u.row + g) * STRIDE + u.column + 2 * t) * 2;
     u8* other = x + ((u.column + g) * STRIDE + u.row + 2 * t) * 2;
     u32 packed[2][2][4];
-    float part = 0.f;
 #pragma unroll
     for (u32 m = 0; m < 2; m++)
 #pragma unroll
@@ -154,12 +162,8 @@ __device__ __forceinline__ float store(Values (&p)[EACH], const Unit (&units)[EA
 #pragma unroll
         for (u32 n = 0; n < 4; n++) {
           const float low = p[e].v[m][n][2 * h] * a, high = p[e].v[m][n][2 * h + 1] * a;
-          const u32 both = packed[m][h][n] = pack_f16(low, high);
-          if (MEASURE) {
-            const float dl = f16_value((u16)both) - low, dh = f16_value((u16)(both >> 16)) - high;
-            part += dl * dl + dh * dh;
-          }
-          *(u32*)(own + ((16 * m + 8 * h) * STRIDE + 8 * n) * 2) = both;
+          packed[m][h][n] = pack_f16(low, high);
+          *(u32*)(own + ((16 * m + 8 * h) * STRIDE + 8 * n) * 2) = packed[m][h][n];
         }
     if (u.weight() == 2.f)
 #pragma unroll
@@ -171,9 +175,7 @@ __device__ __forceinline__ float store(Values (&p)[EACH], const Unit (&units)[EA
             // Kept where registers allow it.
             *(u32*)(other + (8 * n * STRIDE + 16 * m + 8 * h) * 2) =
                 transpose(EACH < 3 ? packed[m][h][n] : pack_f16(p[e].v[m][n][2 * h] * a, p[e].v[m][n][2 * h + 1] * a));
-    changed += u.weight() * part;
   }
-  return changed;
 }
 
 // (trace, squared Frobenius norm) of this thread's values.
@@ -218,29 +220,26 @@ __device__ float largest(Values (&s)[EACH], const Unit (&units)[EACH], u8* x, fl
   if (!(sums.y > 0.f && sums.y < 1e30f)) return sums.y == 0.f ? 0.f : __uint_as_float(0x7fc00000u);
   Shift shift = best_shift(sums.x, sums.y);
   float part = 1.f - __fdividef(shift.c, shift.top);
-  // What rounding to f16 changes: measured at first, later 2^-11 of a matrix of norm 1 (its scale is off by a few percent
-  // where the shift leaves little) and 2^-25 of each value below the normal ones.
-  float changed = store<true>(s, units, x, shift.a, shift.c);
-  float error = shift.a * 0x1p-22f * (shift.top + shift.c * N);
+  // Rounding to f16 changes 2^-11 of a matrix of norm 1 at most (its scale is off by a few percent where the shift leaves
+  // little), and 2^-25 of each value below the normal ones.
+  const float rounding = 1.07f * 0x1p-11f + N * 0x1p-25f + 1e-7f;
+  float error = rounding + shift.a * 0x1p-22f * (shift.top + shift.c * N);
+  store(s, units, x, shift.a, shift.c);
   __syncthreads();
   int last = 0;
   for (;; last++) {
+    if (threadIdx.x == 0) shifts[last] = shift.c, scales[last] = shift.a, errors[last] = error;
     square(s, units, address);
     mine = moments(s, units);
-    sums = block_sums({mine.x, mine.y, changed}, scratch[(last + 1) & 1]);
-    if (threadIdx.x == 0) {
-      if (last == 0) error += sqrtf(sums.z) * 1.0001f;
-      shifts[last] = shift.c, scales[last] = shift.a, errors[last] = error + 1e-7f;
-    }
+    sums = block_sums({mine.x, mine.y, 0.f}, scratch[(last + 1) & 1]);
     // What the certificate leaves open: lambda(P) lies between s2/s1 and the bound of the head.
-    const float mean = sums.x / N, spread = fmaxf((1.f - 1.f / N) * (sums.y - sums.x * mean), 0.f);
-    const float ratio = __fdividef((mean + sqrtf(spread)) * sums.x, sums.y);
+    const float mean = sums.x / N, spread = fmaxf((1.f - 1.f / N) * (sums.y - sums.x * mean), 1e-30f);
+    const float ratio = __fdividef((mean + spread * rsqrtf(spread)) * sums.x, sums.y);
     if (last == MOST - 1 || !(sums.x > 0.f) || (last >= 1 && 0.5f * part * (ratio - 1.f) < open)) break;
     shift = best_shift(sums.x, sums.y);
     part *= 0.5f * (1.f - __fdividef(shift.c, shift.top));
-    changed = 0.f;
-    store<false>(s, units, x, shift.a, shift.c);
-    error = shift.a * (0x1p-22f * (shift.top + shift.c * N) + cut * sums.x) + 1.07f * 0x1p-11f + N * 0x1p-25f;
+    error = rounding + shift.a * (0x1p-22f * (shift.top + shift.c * N) + cut * sums.x);
+    store(s, units, x, shift.a, shift.c);
     __syncthreads();
   }
   __syncthreads();

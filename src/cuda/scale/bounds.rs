@@ -26,7 +26,7 @@ pub(super) struct Bounds {
     pub heads: Buffer<HeadBound>,
     /// Q and K statistics come from the Grams of the plain route: no mean, no shift.
     pub from_grams: bool,
-    eta: f64,
+    pub eta: f64,
     rounding: f32,
     shape: LayerInput,
     layers: usize,
@@ -109,8 +109,8 @@ impl Bounds {
             })
             .collect();
         let flush = 256 + first.d_model.div_ceil(256);
-        // The plain route rounds g w once.
-        let split = if grams.route == GramRoute::Plain { 3 } else { 0 };
+        // g w is rounded once.
+        let split = 3;
         let parts = grams.host_heads.iter().map(|h| h.count as usize).max().unwrap_or(1);
         // The removal of the mean rounds too.
         let rounding = flush + split + parts + 4 + if first.mean_removed { 8 } else { 0 };
@@ -141,7 +141,23 @@ impl Bounds {
     pub fn bytes(&self) -> usize {
         8 * (self.lambdas.len() + self.aux.len() + self.biases.len())
             + 16 * (self.jobs.len() + self.product_jobs.len())
-            + 32 * self.heads.len()
+            + size_of::<HeadBound>() * self.heads.len()
+            + 8 * (self.value_blocks[0].1 + self.value_blocks[1].1)
+            + 4 * self.softmax_scales.len()
+    }
+
+    /// The same before anything is allocated.
+    pub fn bytes_for(layers: &[LayerInput], built: &Tables) -> usize {
+        let s = &layers[0];
+        let (q, all) = (layers.len() * s.n_q, layers.len() * (s.n_q + s.n_kv));
+        let jobs = all + if s.rotary > 0 { 2 * q } else { 0 };
+        let products = if s.rotary == 0 && s.d_head <= PRODUCT_MOST { q } else { 0 };
+        let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
+        let values = built.row_blocks.iter().chain(&built.column_blocks).filter(is_value).count();
+        8 * (all + 2 * q + 2 * q + all + values)
+            + 16 * (jobs + products)
+            + size_of::<HeadBound>() * q
+            + 4 * layers.len()
     }
 
     fn plan_shape(&self) -> Arg {

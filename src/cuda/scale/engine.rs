@@ -1,9 +1,9 @@
 //! The launches.
 
-use super::super::device::{Arg, Buffer, Device, Kernel, Launch, Stream};
+use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
 use super::bounds::Bounds;
-use super::grams::{GramRoute, Grams};
+use super::grams::{GramRoute, Grams, Layout};
 use super::host::DeviceWeights;
 use super::tables::{self, ChannelStats, HAS_MEAN, HeadBound, LayerInput, NormBlock};
 use crate::error::{Error, Result};
@@ -56,14 +56,19 @@ impl ScaleEngine {
         check(layers)?;
         let built = Tables::new(layers);
         let kernel = |source, name| device.module(source, &[])?.kernel(name);
+        let sums = layers.iter().any(|l| l.mean_removed || l.shift != DevicePtr::NULL);
         let kernels = Kernels {
             gains: kernel(sources::GAINS, "scale_gains")?,
-            norms: kernel(sources::NORMS, "scale_norms")?,
+            norms: kernel(sources::NORMS, if sums { "scale_norms_sums" } else { "scale_norms" })?,
             norms_columns: kernel(sources::NORMS, "scale_norms_columns")?,
             descales: kernel(sources::DESCALES, "scale_descales")?,
         };
-        let padded = layers[0].d_model.next_multiple_of(64);
-        let grams = if with_grams { Some(Grams::new(device, layers, &built)?) } else { None };
+        let padded = layers[0].d_model.next_multiple_of(128);
+        let grams = if with_grams {
+            Some(Grams::new(device, layers, &built, Layout::new(device, layers, &built))?)
+        } else {
+            None
+        };
         let bounds = match &grams {
             Some(g) if layers.iter().all(|l| l.fixed_bounds.is_none()) => Some(Bounds::new(device, layers, &built, g)?),
             _ => None,
@@ -145,7 +150,8 @@ impl ScaleEngine {
         Ok(())
     }
 
-    /// Puts the Grams of every Q and K head on `stream`: one read of W_Q and W_K.
+    /// Puts the Grams of every Q and K head on `stream`: one read of W_Q and W_K, and of W_V where
+    /// [`ScaleEngine::one_pass`] says so.
     ///
     /// # Errors
     /// If the engine was made without Grams, or a launch is refused.
@@ -192,10 +198,55 @@ impl ScaleEngine {
         let grams = self.grams.as_ref().map_or(0, Grams::bytes);
         let bounds = self.bounds.as_ref().map_or(0, Bounds::bytes);
         let tables = 96 * self.projections.len()
+            + 64 * self.layer_table.len()
             + 32 * self.stats.len()
-            + 4 * (self.gains.len() + self.heads.len() + self.tensors.len() + self.operand_bounds.len())
+            + 4 * (self.gains.len() + self.scales.len() + self.heads.len() + self.tensors.len())
+            + 4 * (self.operand_bounds.len() + self.status.len())
             + 8 * (self.row_blocks.1 + self.column_blocks.1);
         grams + bounds + tables
+    }
+
+    /// What [`ScaleEngine::workspace_bytes`] of an engine for these layers will be, without compiling or allocating.
+    ///
+    /// # Errors
+    /// As [`ScaleEngine::new`], for shapes.
+    pub fn workspace_bytes_for(device: &Device, layers: &[LayerInput], with_grams: bool) -> Result<usize> {
+        check(layers)?;
+        let built = Tables::new(layers);
+        let projections = built.projections.len();
+        let mut bytes = 96 * projections
+            + 64 * built.layers.len()
+            + 32 * built.rows
+            + 4 * ((layers[0].d_model.next_multiple_of(128) + 1) * projections + built.outputs + 4 * layers.len() + 1)
+            + 12 * layers[0].n_kv * layers.len()
+            + 8 * (built.row_blocks.len() + built.column_blocks.len());
+        if with_grams {
+            bytes += Layout::new(device, layers, &built).bytes(projections);
+            if layers.iter().all(|l| l.fixed_bounds.is_none()) {
+                bytes += Bounds::bytes_for(layers, &built);
+            }
+        }
+        Ok(bytes)
+    }
+
+    /// The same engine with logit descales bound / (eta 448); 0.8 unless this is called.
+    ///
+    /// # Errors
+    /// If `eta` is not above 0 and at most 1.
+    pub fn with_eta(mut self, eta: f64) -> Result<Self> {
+        if !(eta > 0.0 && eta <= 1.0) {
+            return Err(Error::argument(format_args!("eta must be above 0 and at most 1, not {eta}")));
+        }
+        if let Some(bounds) = &mut self.bounds {
+            bounds.eta = eta;
+        }
+        Ok(self)
+    }
+
+    /// True if [`ScaleEngine::grams`] passes over W_V too and brings every channel's norm, so that
+    /// [`ScaleEngine::plan`] reads each weight once.
+    pub fn one_pass(&self) -> bool {
+        self.grams.as_ref().is_some_and(|g| g.has_norms)
     }
 
     /// Which kernel makes the Grams, if any.

@@ -3,7 +3,7 @@
 use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::{driver, sources};
 use super::engine::{NO_ROW, Tables};
-use super::tables::{self, DeviceMatrix, Dtype, HeadGram, LayerInput, Segment, StatTile, Unit};
+use super::tables::{self, Cut, DeviceMatrix, Dtype, HeadGram, LayerInput, Segment, StatTile, Unit};
 use crate::error::Result;
 
 /// Which kernel makes the Grams.
@@ -35,13 +35,23 @@ pub(super) struct Grams {
     pub has_norms: bool,
 }
 
-impl Grams {
-    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables) -> Result<Self> {
+/// How the Grams of a model are made, before anything is allocated.
+pub(super) struct Layout {
+    wgmma: bool,
+    rows: bool,
+    pub has_norms: bool,
+    units: Vec<Unit>,
+    pub cut: Cut,
+    blocks: usize,
+}
+
+impl Layout {
+    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables) -> Self {
         let first = &layers[0];
         let dtype = first.q.weight.dtype;
         let along_model = |m: &DeviceMatrix| m.col_stride == 1 && m.row_stride % 8 == 0;
         let along_channels = |m: &DeviceMatrix| m.row_stride == 1 && m.col_stride % 8 == 0;
-        let fits = |m: &DeviceMatrix| m.dtype == dtype && dtype != Dtype::F32 && m.ptr.0 % 16 == 0;
+        let fits = |m: &DeviceMatrix| m.dtype == dtype && dtype != Dtype::F32 && m.ptr.0.is_multiple_of(16);
         let all = |test: &dyn Fn(&DeviceMatrix) -> bool| {
             layers.iter().flat_map(|l| [l.q.weight, l.k.weight]).all(|m| fits(&m) && test(&m))
         };
@@ -65,20 +75,44 @@ impl Grams {
                     first_row: head * r,
                     stat_row: p.stat_row + head * r,
                     heads: per_tile.min(p.rows / r - head),
-                    tiles: p.d_model.div_ceil(64),
+                    tiles: p.d_model.div_ceil(if wgmma { 128 } else { 64 }),
                     gram,
                 });
             }
         }
         let side = first.d_head.div_ceil(64);
         let blocks = side * (side + 1) / 2;
-        let (cut, launch, kernel, maps) = if wgmma {
+        let cut = if wgmma {
             // Stored along the channels, eight groups of warps leave their own sums.
-            let cut = tables::cut(&units, device.processors(), r, if rows { 1 } else { 8 });
+            tables::cut(&units, device.processors(), r, if rows { 1 } else { 8 })
+        } else {
+            // Ranges of 1024 input channels, whatever the device: a segment is a block.
+            tables::cut(&units, units.len() * first.d_model.div_ceil(1024), r, 0)
+        };
+        Self { wgmma, rows, has_norms, units, cut, blocks }
+    }
+
+    /// Bytes of device memory.
+    pub fn bytes(&self, projections: usize) -> usize {
+        let (cut, wgmma) = (&self.cut, usize::from(self.wgmma));
+        4 * (cut.slots as usize * self.blocks * 4096 + cut.shares.len() + 512 * cut.stat_parts as usize)
+            + 32 * (cut.segments.len() + wgmma * self.units.len())
+            + if self.wgmma { 256 * projections } else { 8 }
+            + 16 * cut.heads.len()
+    }
+}
+
+impl Grams {
+    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, layout: Layout) -> Result<Self> {
+        let Layout { wgmma, rows, has_norms, units, cut, blocks } = layout;
+        let r = layers[0].d_head as u32;
+        let dtype = layers[0].q.weight.dtype;
+        let (launch, kernel, maps) = if wgmma {
             let defines = [
                 ("D_HEAD", r.to_string()),
                 ("ALONG_CHANNELS", u32::from(!rows).to_string()),
                 ("F16", u32::from(dtype == Dtype::F16).to_string()),
+                ("NORMS", u32::from(has_norms).to_string()),
             ];
             let kernel = device.module(sources::GRAMS_WGMMA, &defines)?.kernel("scale_grams_wgmma")?;
             kernel.allow_shared(WGMMA_SHARED)?;
@@ -97,14 +131,11 @@ impl Grams {
                     });
                 }
             }
-            (cut, Launch::linear(device.processors(), 7 * 128, WGMMA_SHARED), kernel, maps)
+            (Launch::linear(device.processors(), 7 * 128, WGMMA_SHARED), kernel, maps)
         } else {
-            // Ranges of 1024 input channels, whatever the device: a segment is a block.
-            let ranges = first.d_model.div_ceil(1024);
-            let cut = tables::cut(&units, units.len() * ranges, r, 0);
             let kernel = device.module(sources::GRAMS, &[])?.kernel("scale_grams")?;
             let grid = (cut.segments.len() as u32, blocks as u32, 1);
-            (cut, Launch { grid, block: 256, shared: 0 }, kernel, vec![0])
+            (Launch { grid, block: 256, shared: 0 }, kernel, vec![0])
         };
         let stats = if wgmma {
             let tiles: Vec<StatTile> = units

@@ -4,8 +4,9 @@
 //! the caller's stream, capturable, deterministic (fixed partition, fixed order of every sum). Weights are read anew at
 //! each call, so an update in place is seen.
 //!
-//! What it computes: `math` sections 2 and 5 as the CPU engine does, per channel
-//! `B = sqrt(d) ||w_c|| + |c_c|`, descale `(B + A/32) / 448`; and per head Grams for the logit bounds.
+//! What it computes: what the CPU engine does, per channel `B = sqrt(d) ||w_c|| + |c_c|`, descale `(B + A/32) / 448`; and
+//! per head Grams, certified norms made of them by shifted squarings on tensor cores, and logit bounds. There is no state
+//! between calls: the same weights give the same bits.
 
 mod bounds;
 mod engine;
