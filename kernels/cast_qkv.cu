@@ -67,6 +67,7 @@ static_assert(kDim == 64 || kDim == 128, "head dimensions of the attention kerne
 
 constexpr int kWords = INPUT == 2 ? 8 : 4;  // of a piece as it is stored
 
+#if ROPE == 1
 // Two halves of 4 dims.
 __device__ __forceinline__ void load_halves(u32 (&w)[kWords], const void* in, i64 low, i64 high) {
   const u8* p = reinterpret_cast<const u8*>(in);
@@ -78,6 +79,7 @@ __device__ __forceinline__ void load_halves(u32 (&w)[kWords], const void* in, i6
   w[0] = x.x, w[1] = x.y, w[2] = y.x, w[3] = y.y;
 #endif
 }
+#endif
 __device__ __forceinline__ void load(u32 (&w)[kWords], const void* in, i64 offset) {
   const uint4* p = reinterpret_cast<const uint4*>(reinterpret_cast<const u8*>(in) + offset * (INPUT == 2 ? 4 : 2));
 #pragma unroll

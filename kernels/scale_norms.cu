@@ -160,10 +160,12 @@ __device__ void along_model(const Projection& p, ChannelStats* stats, const u32 
     norm2 = raw2 - sum * sum * inverse, m -= sum * partner * inverse;
     norm2 = norm2 < 0.0 ? 0.0 : norm2;
   }
+  // What f32 sums may have lost: three of them, each at most d/256 + 13 roundings deep.
+  const double lost = SUMS ? raw2 * (3 * (p.d_model / 256 + 13) * 0x1p-24) : 0.0;
   const u32 row = r == 0 ? rows[0] : r == 1 ? rows[1] : r == 2 ? rows[2] : rows[3];
   const double bias = p.bias ? load_value(p.bias, p.vector_dtype, row) : 0.f;
   float4* out = (float4*)(stats + p.stat_row + row);
-  out[0] = make_float4((float)norm2, (float)raw2, (float)m, (float)(constant + bias));
+  out[0] = make_float4((float)(norm2 + lost), (float)(raw2 + lost), (float)m, (float)(constant + bias));
   out[1] = make_float4((float)(absolute + fabs(bias)), (float)sum, 0.f, 0.f);
 }
 

@@ -8,13 +8,12 @@
 //! use sigmascale::attention::cuda::{Cuda, Element, Tensors, View, Workspace};
 //! use sigmascale::attention::{AttentionCall, AttentionShape};
 //! use sigmascale::cuda::{Device, DevicePtr};
-//! # fn pointers() -> [DevicePtr; 5] { unimplemented!() }
+//! # fn example([q, k, v, out, workspace]: [DevicePtr; 5]) -> sigmascale::Result<()> {
 //! let device = Device::open(0)?;
 //! let attention = Cuda::new(&device)?;
 //! let shape = AttentionShape { batch: 2, n_q_heads: 64, n_kv_heads: 8, len_q: 8192, len_k: 8192, d_head: 128 };
 //! let call = AttentionCall::causal(shape);
 //! let bytes = Cuda::workspace_bytes(&call, Element::Bf16)?;
-//! let [q, k, v, out, workspace] = pointers();
 //! // SAFETY: the pointers reach arrays of these shapes, which outlive the work.
 //! let (tensors, workspace) = unsafe {
 //!     let tensors = Tensors {
@@ -32,7 +31,8 @@
 //! let stream = device.stream()?;
 //! attention.initialise(&stream, &workspace)?; // once
 //! attention.launch(&stream, &call, &tensors, &workspace)?;
-//! # Ok::<(), sigmascale::Error>(())
+//! # Ok(())
+//! # }
 //! ```
 //!
 //! **Where it differs from the CPU**, beyond the order of sums: the tensor core's FP8 accumulator of q . k truncates, so a

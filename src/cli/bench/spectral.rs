@@ -121,7 +121,7 @@ fn subject(argument: &str, layers: Option<usize>) -> Result<Subject> {
 fn checked(subject: Subject) -> Result<Subject> {
     let f = &subject.form;
     let sizes = [f.d_model, f.n_q, f.n_kv, f.d_head, subject.layers];
-    if sizes.iter().any(|size| !(1..=1 << 20).contains(size)) || f.n_q > 4096 || f.n_q % f.n_kv != 0 {
+    if sizes.iter().any(|size| !(1..=1 << 20).contains(size)) || f.n_q > 4096 || !f.n_q.is_multiple_of(f.n_kv) {
         return Err(Error::argument(format_args!(
             "{}: sizes lie between 1 and 2^20, with up to 4096 query heads, a multiple of the KV heads",
             subject.name

@@ -150,10 +150,10 @@ fn lines(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, same: boo
     curves(&all, last, if run.steps > 1 { "step" } else { "layer" }, limit)
 }
 
-/// The points of a policy; `None` is what has none.
+/// Values over steps; `None` is the control without a policy.
 pub type Curve = (Option<PolicyKind>, Vec<(usize, f64)>);
 
-/// A line chart of curves over 0 to `last`.
+/// A line chart, a line for each curve.
 pub fn curves(all: &[Curve], last: usize, over: &str, limit: Option<f64>) -> String {
     let axis = Axis::new(all.iter().flat_map(|(_, points)| points).map(|point| point.1).chain(limit), Some(0.0));
     let (left, top, right, height) = (46.0, 8.0, WIDTH - 10.0, 190.0);

@@ -51,7 +51,7 @@ impl Layout {
         let dtype = first.q.weight.dtype;
         let along_model = |m: &DeviceMatrix| m.col_stride == 1 && m.row_stride % 8 == 0;
         let along_channels = |m: &DeviceMatrix| m.row_stride == 1 && m.col_stride % 8 == 0;
-        let fits = |m: &DeviceMatrix| m.dtype == dtype && dtype != Dtype::F32 && m.ptr.0 % 16 == 0;
+        let fits = |m: &DeviceMatrix| m.dtype == dtype && dtype != Dtype::F32 && m.ptr.0.is_multiple_of(16);
         let all = |test: &dyn Fn(&DeviceMatrix) -> bool| {
             layers.iter().flat_map(|l| [l.q.weight, l.k.weight]).all(|m| fits(&m) && test(&m))
         };
