@@ -1,8 +1,8 @@
 //! Training under every policy over several seeds, as Markdown:
-//! `cargo run --release --features train --example training -- seeds|peaks|regimes|steps [MODEL] [SEEDS] [SCENARIO]`.
+//! `cargo run --release --features train --example training -- seeds|peaks|regimes|steps [MODEL] [SEEDS] [ONLY]`.
 //!
-//! `seeds` runs `lr-spike` and `resume` (or SCENARIO) in both modes and with both kinds of casts; `peaks` tells how close
-//! training came to the end of the range under the certain bound; `regimes` looks for settings in which
+//! `seeds` runs `lr-spike` and `resume` (or ONLY one) in both modes and with both kinds of casts; `peaks` tells how close
+//! training came to the end of the range under the certain bound; `regimes` looks for settings (with ONLY in their name) in which
 //! the policy matters; `steps` says how long a step takes here. `data/training` holds the committed results.
 
 use sigmascale::policy::{PolicyConfig, PolicyKind, Tensor};
@@ -21,7 +21,7 @@ fn main() -> Result<()> {
     match what {
         "seeds" => seed_tables(model, seeds, args.get(3).map(String::as_str))?,
         "peaks" => peaks(model, seeds)?,
-        "regimes" => regimes(model, seeds)?,
+        "regimes" => regimes(model, seeds, args.get(3).map(String::as_str))?,
         "steps" => return steps(model),
         other => return Err(Error::argument(format_args!("{other}: the tables are seeds, peaks, regimes and steps"))),
     }
@@ -190,13 +190,13 @@ const SEARCHED: [PolicyKind; 4] =
 const STEPS: u64 = 140;
 const TRANSITION: u64 = 100;
 
-fn regimes(model: ModelKind, seeds: u64) -> Result<()> {
+fn regimes(model: ModelKind, seeds: u64, only: Option<&str>) -> Result<()> {
     println!("# {}: regimes in which the policy may matter, {seeds} seeds, {STEPS} steps\n", model.name());
     println!(
         "| regime | mode | casts | run | overflow steps from {TRANSITION} | skipped | went back | held-out loss | minus f32 |"
     );
     println!("|---|---|---|---|---|---|---|---|---|");
-    for regime in REGIMES {
+    for regime in REGIMES.into_iter().filter(|regime| only.is_none_or(|part| regime.name.contains(part))) {
         if regime.bias > 0.0 && model == ModelKind::Llama {
             continue;
         }
