@@ -98,11 +98,27 @@ impl Config {
         for refusal in COMMON_REFUSALS.iter().chain(family.refusals) {
             text.check(refusal)?;
         }
+        text.check_epsilons()?;
         text.build(family, fp8_block)
     }
 }
 
 impl<'a> Keys<'a> {
+    /// A norm divides by `sqrt(mean square + epsilon)`: below zero, its output could be longer than `sqrt(d)`, which every
+    /// bound rests on.
+    fn check_epsilons(&self) -> Result<()> {
+        for key in ["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"] {
+            match self.number(key)? {
+                Some(epsilon) if epsilon < 0.0 => {
+                    let rule = format_args!("`{key}` must not be negative, and is {epsilon}");
+                    return Err(Error::format(self.file, rule));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
     fn build(self, family: &'static Family, fp8_block: Option<(usize, usize)>) -> Result<Config> {
         let file = self.file;
         let layers = self.size(&family.sizes.layers, MAX_LAYERS)?;
@@ -453,6 +469,19 @@ mod tests {
         )
         .unwrap();
         assert_eq!((gemma.softmax_scale[0], gemma.soft_cap), (1.0 / 12.0, Some(50.0)));
+    }
+
+    #[test]
+    fn a_norm_that_could_lengthen_its_input_is_refused() {
+        let with = |epsilon: &str| {
+            spec(&format!(
+                r#"{{"model_type":"llama","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
+                    "rms_norm_eps":{epsilon}}}"#
+            ))
+        };
+        let error = with("-1e-6").unwrap_err();
+        assert!(error.to_string().contains("`rms_norm_eps` must not be negative"), "{error}");
+        assert!(with("0").is_ok() && with("1e-6").is_ok());
     }
 
     #[test]
