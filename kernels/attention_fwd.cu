@@ -1,8 +1,11 @@
 // Fused attention forward on E4M3 operands: O = softmax(scale Q K^T) V for Hopper (sm_90a).
 //
-// One producer warp feeds shared memory through TMA; each consumer warpgroup owns 64 query rows of one head. A consumer
-// issues the logits of key tile j + 1 and the product P V of tile j together, and runs the softmax of j + 1 while the
-// second is still on the tensor cores. The grid is persistent: tiles come from a counter, longest first.
+// One producer warp feeds shared memory through TMA; each consumer warpgroup owns 64 query rows of one head. The grid is
+// persistent: tiles come from a counter, longest first. A consumer follows one of two schedules:
+//  ahead (two consumers, 128 keys): the logits of tile j + 1 go to a second set of accumulators during the exponentials of
+//    tile j; P V of tile j is issued in parts as P is ready, and the maxima of tile j + 1 are looked for meanwhile.
+//  turns (any other tile): the logits of tile j + 1 and P V of tile j are issued together, the consumers taking turns, and
+//    the softmax of j + 1 runs while P V is on the tensor cores.
 //
 // Operands: Q, K by TMA from any [batch, length, heads, dim] strides. V in the layout that `cast_qkv` writes:
 // [batch, kv head, ceil(keys / 16), dim / 8, 8, 16] bytes, where byte 4 t + e of a group of 16 keys holds key
@@ -11,7 +14,6 @@
 //
 // Numbers: P = 2^(8 + logit - reference), where the reference is a row's running maximum: P never passes 256, and the largest
 // is exact. O is rescaled only by warps whose maximum moved. Row sums take the unrounded values in f32.
-// NOTES: a reference that lags (OFFSET 7, LAG 1.5) costs 4 % in error at 1024 keys: the largest P is then rounded as the others.
 // NOTES: the tensor core's FP8 accumulator is narrower than f32. Every FLUSH_KEYS keys it is added to an f32 O in shared
 // memory and starts again from zero, so that its own error does not grow with the number of keys.
 #include "barrier.cuh"
@@ -46,19 +48,6 @@
 #ifndef FLUSH_KEYS
 #define FLUSH_KEYS 2048
 #endif
-// Consumer warpgroups take turns: 1 at issuing products, 2 at the exponentials, so that the special-function units serve one
-// while the others wait for the tensor cores; 0: they run free.
-#ifndef PING_PONG
-#define PING_PONG 1
-#endif
-// One exponential in so many runs on the multiply-add pipe; 0: none.
-#ifndef POLY_EVERY
-#define POLY_EVERY 0
-#endif
-// 1: P is rounded into a second set of registers while the first is in use.
-#ifndef DOUBLE_P
-#define DOUBLE_P 0
-#endif
 #ifndef OUT_E4M3
 #define OUT_E4M3 0
 #endif
@@ -69,6 +58,13 @@
 #ifndef LOGITS_E4M3
 #define LOGITS_E4M3 0
 #endif
+
+// 1: the schedule `ahead`, 0: `turns`. Not the default, though faster: it has been compared on eight shapes only, and not
+// under the sanitizer.
+#ifndef AHEAD
+#define AHEAD 0
+#endif
+static_assert(!AHEAD || (CONSUMERS == 2 && BLOCK_N == 128 && !TELEMETRY && !LOGITS_E4M3), "what `ahead` is written for");
 
 // Written by the host byte for byte; strides count elements.
 struct Telemetry {
@@ -107,17 +103,10 @@ constexpr int kConsumers = CONSUMERS;
 constexpr int kRows = 64;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kQStages = Q_STAGES;
-#ifndef OFFSET
-#define OFFSET 8.0f
-#endif
-#ifndef LAG
-#define LAG 0.0f
-#endif
-constexpr float kOffset = OFFSET;  // log2 of P's scale
-constexpr float kLag = LAG;        // how far, in powers of two, a row's maximum may pass its reference
-static_assert(kOffset + kLag < 8.807f, "P stays below 448, the largest E4M3 value");
+constexpr float kOffset = 8.0f;  // log2 of P's scale: the largest is 256, below E4M3's 448
+constexpr float kLag = 0.0f;     // how far, in powers of two, a row's maximum may pass its reference
 constexpr int kFlushTiles = FLUSH_KEYS / BLOCK_N;
-static_assert(kFlushTiles > 1, "the first flush follows the first product");
+static_assert(kFlushTiles > 1 && kFlushTiles % 2 == 0, "the first flush follows the first product; tiles go in pairs");
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLowest = -1e30f;  // finite, so that no difference of two maxima is NaN
@@ -125,6 +114,11 @@ constexpr float kLowest = -1e30f;  // finite, so that no difference of two maxim
 static_assert(kDim == 64 || kDim == 128, "one swizzle row holds a head");
 static_assert(kBlockN % 32 == 0 && kBlockN <= 256, "P V consumes 32 keys a product");
 static_assert(kConsumers == 2 || kConsumers == 3, "the register file feeds two or three consumers");
+#if AHEAD
+constexpr int kPart = 64;                     // keys whose P goes to the tensor cores together
+constexpr int kLead = kDim == 128 ? 32 : 16;  // scaled values that wait for their exponentials
+static_assert(kBlockN == 2 * kPart && !TELEMETRY && !LOGITS_E4M3, "two parts, and logits that nobody else looks at");
+#endif
 
 constexpr int kQBytes = kRows * kDim;
 constexpr int kTileBytes = kBlockN * kDim;
@@ -179,11 +173,10 @@ __device__ __forceinline__ Tile decode(const Params& p, int index) {
   t.key_tiles = ceil_div(keys, kBlockN);
   return t;
 }
-template <int Index> __device__ __forceinline__ float exp2_share(float x) {
-  if constexpr (POLY_EVERY > 0) {
-    if constexpr (Index % (POLY_EVERY > 0 ? POLY_EVERY : 1) == 0) return exp2_poly(x);
-  }
-  return exp2_mufu(x);
+// Waits for a phase of a barrier.
+__device__ __forceinline__ void wait_for(u32 bar, u32 parity) {
+  if constexpr (AHEAD) mbarrier_wait_uniform(bar, parity);
+  else mbarrier_wait(bar, parity);
 }
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -218,21 +211,21 @@ struct Rows {
   float lowest[2];     // telemetry
   float highest[2];
   u32 overflow;
+  bool positive;       // no reference of the warp is negative: integer order serves
 };
 
 __device__ __forceinline__ void issue_logits(float (&s)[kBlockN / 2], u64 q, u64 k) {
+#if AHEAD
+  wgmma_fence();
+  LogitMma::start(s, q, k);
+#pragma unroll
+  for (int i = 1; i < kDim / 32; i++) LogitMma::ss(s, wgmma_advance(q, 32 * i), wgmma_advance(k, 32 * i), 1);
+#else
   wgmma_hold(s);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kDim / 32; i++) LogitMma::ss(s, wgmma_advance(q, 32 * i), wgmma_advance(k, 32 * i), i != 0);
-  wgmma_commit();
-}
-__device__ __forceinline__ void issue_output(float (&o)[kDim / 2], const u32 (&pr)[kBlockN / 8], u64 v, bool fresh) {
-  wgmma_hold(o);
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kBlockN / 32; i++)
-    OutMma::rs(o, pr[4 * i], pr[4 * i + 1], pr[4 * i + 2], pr[4 * i + 3], wgmma_advance(v, 32 * kDim * i), i != 0 || !fresh);
+#endif
   wgmma_commit();
 }
 
@@ -243,16 +236,85 @@ __device__ __forceinline__ void mask(float (&s)[kBlockN / 2], const int (&last)[
     if ((i >> 2) * 8 + (i & 1) > last[(i >> 1) & 1]) s[i] = __int_as_float(0xff800000);
 }
 
+#if AHEAD
+// The maximum of three words compared as signed integers: one instruction for two values.
+// NOTES: with integer types outside the assembly, the assembler serialises `wgmma` (C7511).
+__device__ __forceinline__ float max3_signed(float a, float b, float c) {
+  float r;
+  asm("{\n.reg .s32 a, b, c;\nmov.b32 a, %1;\nmov.b32 b, %2;\nmov.b32 c, %3;\nmax.s32 a, a, b;\nmax.s32 a, a, c;\nmov.b32 %0, a;\n}\n"
+      : "=f"(r) : "f"(a), "f"(b), "f"(c));
+  return r;
+}
+// NOTES: volatile, to stay where it is written: among the exponentials.
+__device__ __forceinline__ float shuffle_xor(float x, int d) {
+  float r;
+  asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=f"(r) : "f"(x), "r"(d));
+  return r;
+}
+// Maxima of two rows. Non-negative floats are ordered as signed integers; negative ones come out in no useful order.
+__device__ __forceinline__ void signed_maxima(const float (&s)[kBlockN / 2], float (&top)[2]) {
+  float part[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+  for (int i = 4; i + 4 < kBlockN / 2; i += 8) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) part[j] = max3_signed(part[j], s[i + j], s[i + 4 + j]);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int last = kBlockN / 2 - 4 + 2 * r;
+    top[r] = max3_signed(part[2 * r], part[2 * r + 1], max3_signed(s[last], s[last], s[last + 1]));
+  }
+#pragma unroll
+  for (int d = 1; d < 4; d *= 2)
+#pragma unroll
+    for (int r = 0; r < 2; r++) top[r] = max3_signed(top[r], top[r], shuffle_xor(top[r], d));
+}
+
+// Row maxima of one tile: `top` from signed_maxima, which serves while no reference is negative, since no other order matters
+// then. True where a reference moved: O must be multiplied by `rows.rescale`.
+__device__ __forceinline__ bool maxima(const float (&s)[kBlockN / 2], float (&top)[2], Rows& rows, float scale, float lag) {
+  if (!rows.positive) {
+    float part[8] = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]};
+#pragma unroll
+    for (int i = 8; i < kBlockN / 2; i++) part[i & 7] = fmaxf(part[i & 7], s[i]);
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      top[r] = quad_max(fmaxf(fmaxf(part[2 * r], part[2 * r + 1]), fmaxf(part[2 * r + 4], part[2 * r + 5])));
+  }
+  const bool moved = __any_sync(~0u, top[0] > rows.reference[0] + lag || top[1] > rows.reference[1] + lag);
+  if (moved) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float m = fmaxf(rows.reference[r], top[r]);
+      rows.rescale[r] = exp2_mufu((rows.reference[r] - m) * scale);
+      rows.reference[r] = m;
+      rows.sum[r] *= rows.rescale[r];
+      rows.carry[r] *= rows.rescale[r];
+    }
+    rows.positive = __shfl_sync(~0u, __all_sync(~0u, rows.reference[0] >= 0.0f && rows.reference[1] >= 0.0f), 0);
+  }
+  return moved;
+}
+
+#else
+__device__ __forceinline__ void issue_output(float (&o)[kDim / 2], const u32 (&pr)[kBlockN / 8], u64 v, bool fresh) {
+  wgmma_hold(o);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kBlockN / 32; i++)
+    OutMma::rs(o, pr[4 * i], pr[4 * i + 1], pr[4 * i + 2], pr[4 * i + 3], wgmma_advance(v, 32 * kDim * i), i != 0 || !fresh);
+  wgmma_commit();
+}
+
 template <int I> __device__ __forceinline__ void exponentiate(float (&s)[kBlockN / 2], float scale, const float (&shift)[2]) {
   if constexpr (I < kBlockN / 2) {
-    s[I] = exp2_share<I / 4 + (I & 1)>(fmaf(s[I], scale, -shift[(I >> 1) & 1]));
+    s[I] = exp2_mufu(fmaf(s[I], scale, -shift[(I >> 1) & 1]));
     exponentiate<I + 1>(s, scale, shift);
   }
 }
 
 // Online softmax of one tile, in place: logits in, P out. `whole`: nothing is masked. True where O must be multiplied by `rows.rescale`.
-template <class Turn>
-__device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, float scale, float lag, bool whole, Turn begin) {
+__device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, float scale, float lag, bool whole) {
   float part[8] = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]};
 #pragma unroll
   for (int i = 8; i < kBlockN / 2; i++) part[i & 7] = fmaxf(part[i & 7], s[i]);
@@ -277,8 +339,6 @@ __device__ __forceinline__ bool softmax(float (&s)[kBlockN / 2], Rows& rows, flo
   }
 #endif
 
-  // NOTES: ahead of the branch, which keeps the assembler from lifting exponentials over the barrier.
-  begin();
   const bool moved = __any_sync(~0u, top[0] > rows.reference[0] + lag || top[1] > rows.reference[1] + lag);
   if (moved) {
 #pragma unroll
@@ -308,6 +368,8 @@ __device__ __forceinline__ void pack(u32 (&pr)[kBlockN / 8], const float (&s)[kB
     pr[2 * i + 1] = e4m3x4(s[8 * i + 2], s[8 * i + 3], s[8 * i + 6], s[8 * i + 7]);
   }
 }
+
+#endif
 
 __device__ __forceinline__ void multiply(float (&o)[kDim / 2], const float (&factor)[2]) {
 #pragma unroll
@@ -425,7 +487,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         item.to_out = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
 #endif
         for (int w = 0; w < kConsumers; w++) {
-          mbarrier_wait(q_empty(q.index, w), q.parity ^ 1);
+          wait_for(q_empty(q.index, w), q.parity ^ 1);
           work[q.index * kConsumers + w] = item;
           if (alive) {
             mbarrier_arrive_expect(q_full(q.index, w), kQBytes);
@@ -441,11 +503,11 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 
         // Stream keys and values, the last tile first
         for (int n = t.key_tiles - 1; n >= 0; n--) {
-          mbarrier_wait(k_empty + 8 * k.index, k.parity ^ 1);
+          wait_for(k_empty + 8 * k.index, k.parity ^ 1);
           mbarrier_arrive_expect(k_full + 8 * k.index, kTileBytes);
           tma_load_4d(base + kOffsetK + k.index * kTileBytes, &map_k, k_full + 8 * k.index, 0, head, n * kBlockN, t.batch);
           k.advance();
-          mbarrier_wait(v_empty + 8 * v.index, v.parity ^ 1);
+          wait_for(v_empty + 8 * v.index, v.parity ^ 1);
           mbarrier_arrive_expect(v_full + 8 * v.index, kTileBytes);
           tma_load_3d(base + kOffsetV + v.index * kTileBytes, &map_v, v_full + 8 * v.index, 0, n * (kBlockN / 16),
                       t.batch * p.heads_kv + head);
@@ -466,18 +528,22 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     const bool leader = threadIdx.x % 32 == 0;
     float4* slots = reinterpret_cast<float4*>(aligned + kOffsetO) + group * kRows * kDim / 4 + threadIdx.x % 128;
     Ring<kQStages> q;
+#if AHEAD
+    u32 it = 0;  // key tiles taken so far: the place in both rings
+    // Core matrices of V: dims 128 bytes apart, groups of 16 keys 16 * kDim bytes apart
+    const u32 uniform = __shfl_sync(~0u, base, 0);
+    const u64 desc_k = wgmma_descriptor(uniform + kOffsetK, 16, 8 * kDim, kSwizzle);
+    const u64 desc_v = wgmma_descriptor(uniform + kOffsetV, 16 * kDim, 128, Swizzle::None);
+#else
     Ring<K_STAGES> k;
     Ring<V_STAGES> v;
     auto begin = [&]() { named_barrier_sync(1 + group, 256); };
     auto end = [&]() { named_barrier_arrive(1 + (group + 1) % kConsumers, 256); };
-    auto issue_begin = [&]() { if constexpr (PING_PONG == 1) begin(); };
-    auto issue_end = [&]() { if constexpr (PING_PONG == 1) end(); };
-    auto exp_begin = [&]() { if constexpr (PING_PONG == 2) begin(); };
-    auto exp_end = [&]() { if constexpr (PING_PONG == 2) end(); };
-    if (PING_PONG && group == kConsumers - 1) end();
+    if (group == kConsumers - 1) end();
+#endif
 
     while (true) {
-      mbarrier_wait(q_full(q.index, group), q.parity);
+      wait_for(q_full(q.index, group), q.parity);
       const Work& slot = work[q.index * kConsumers + group];
       // NOTES: through a shuffle the compiler knows them uniform, and keeps loop and rings in uniform registers.
       const int key_tiles = __shfl_sync(~0u, slot.tile.key_tiles, 0), first_row = __shfl_sync(~0u, slot.tile.row, 0);
@@ -490,12 +556,16 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       const float scale = logit_scale * kLog2e;
 #endif
       const float lag = kLag * reciprocal(scale);
+#if AHEAD
+      const u64 desc_q = wgmma_descriptor(__shfl_sync(~0u, base + (q.index * kConsumers + group) * kQBytes, 0), 16, 8 * kDim, kSwizzle);
+#else
       const u64 desc_q = wgmma_descriptor(base + (q.index * kConsumers + group) * kQBytes, 16, 8 * kDim, kSwizzle);
       const u64 desc_k = wgmma_descriptor(base + kOffsetK, 16, 8 * kDim, kSwizzle);
       // Core matrices of V: dims 128 bytes apart, groups of 16 keys 16 * kDim bytes apart
       const u64 desc_v = wgmma_descriptor(base + kOffsetV, 16 * kDim, 128, Swizzle::None);
+#endif
 
-      Rows rows = {{kLowest, kLowest}, {0.0f, 0.0f}, {1.0f, 1.0f}, {1.0f, 1.0f}, {-kLowest, -kLowest}, {kLowest, kLowest}, 0};
+      Rows rows = {{kLowest, kLowest}, {0.0f, 0.0f}, {1.0f, 1.0f}, {1.0f, 1.0f}, {-kLowest, -kLowest}, {kLowest, kLowest}, 0, false};
       float o[kDim / 2];
 
       // Tiles below `whole` need no mask
@@ -504,7 +574,11 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       whole = min(whole, max(0, first_row + p.len_k - p.len_q + 1) / kBlockN);
 #endif
 
+#if AHEAD
+      float even[kBlockN / 2], odd[kBlockN / 2];
+#else
       float s[kBlockN / 2];
+#endif
       u32 pr[kBlockN / 8];
 
       // The last key that row r of this thread sees, counted from its first key of tile n
@@ -517,6 +591,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #endif
         return (row < p.len_q ? last : -1) - n * kBlockN - 2 * at.quad;
       };
+#if !AHEAD
       auto visit = [&](int n) {
 #if TELEMETRY && LOGITS_E4M3
         if (n < whole) {
@@ -545,20 +620,141 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
           mask(s, limit);
         }
 #endif
-        return softmax(s, rows, scale, lag, n < whole, exp_begin);
+        return softmax(s, rows, scale, lag, n < whole);
       };
+#endif
 
       if (key_tiles > 0) {
+#if AHEAD
+        const int n = key_tiles - 1;
+        auto hide = [&](float (&s)[kBlockN / 2], int n, bool masked) {
+          if (masked && n >= whole) {
+            const int limit[2] = {last_key(n, 0), last_key(n, 1)};
+            mask(s, limit);
+          }
+        };
+        const u32 end = it + key_tiles;
+        bool fresh = true, flushed = false;
+
+        u32 ready_k = 0;
+        auto k_barrier = [&](u32 t) { return k_full + 8 * (t % K_STAGES); };
+        auto k_parity = [&](u32 t) { return t / K_STAGES & 1; };
+        // Issue the logits of the next tile
+        auto feed = [&](float (&s)[kBlockN / 2], u32 t) {
+          mbarrier_wait_uniform(k_barrier(t), k_parity(t), ready_k);
+          issue_logits(s, desc_q, wgmma_advance(desc_k, t % K_STAGES * kTileBytes));
+        };
+        auto release_k = [&](u32 t) {
+          if (leader) mbarrier_arrive(k_empty + 8 * (t % K_STAGES));
+        };
+        // P of this tile, a part at a time, and P V; with `more`, the maxima of the next tile meanwhile
+        auto product = [&](float (&s)[kBlockN / 2], u32 t, float (&next)[kBlockN / 2], float (&top)[2], int n, bool masked, bool more) {
+          float shift[2] = {fmaf(rows.reference[0], scale, -kOffset), fmaf(rows.reference[1], scale, -kOffset)};
+          const u64 desc = wgmma_advance(desc_v, t % V_STAGES * kTileBytes);
+          float part[4] = {};
+          wgmma_hold(o);
+#pragma unroll
+          for (int c = 0; c < kBlockN / kPart; c++) {
+            if (more && c == 1) {
+              wgmma_wait<1>();
+              wgmma_hold(next);
+              release_k(t + 1);
+              hide(next, n, masked);
+              signed_maxima(next, top);
+            }
+#pragma unroll
+            for (int i = kPart / 2 * c; i < kPart / 2 * (c + 1); i++) {
+              // NOTES: adds nothing; it ties the scaling of these columns to earlier exponentials, so that the assembler spreads
+              // it among them instead of doing all of it first.
+              if (i % (kLead / 2) == 0 && i >= kLead)
+                for (int r = 0; r < 2; r++) shift[r] = fmaf(s[i - kLead + 2 * r], 0.0f, shift[r]);
+              s[i] = exp2_mufu(fmaf(s[i], scale, -shift[(i >> 1) & 1]));
+              part[i & 3] = i < 4 ? s[i] : part[i & 3] + s[i];
+            }
+#pragma unroll
+            for (int i = kPart / 16 * c; i < kPart / 16 * (c + 1); i++) {
+              pr[2 * i] = e4m3x4_merged(s[8 * i], s[8 * i + 1], s[8 * i + 4], s[8 * i + 5]);
+              pr[2 * i + 1] = e4m3x4_merged(s[8 * i + 2], s[8 * i + 3], s[8 * i + 6], s[8 * i + 7]);
+            }
+            if (c == 0) mbarrier_wait_uniform(v_full + 8 * (t % V_STAGES), t / V_STAGES & 1);
+            wgmma_fence();
+#pragma unroll
+            for (int i = kPart / 32 * c; i < kPart / 32 * (c + 1); i++)
+              OutMma::rs(o, pr[4 * i], pr[4 * i + 1], pr[4 * i + 2], pr[4 * i + 3], wgmma_advance(desc, 32 * kDim * i), i != 0 || !fresh);
+            wgmma_commit();
+          }
+          fresh = false;
+#pragma unroll
+          for (int r = 0; r < 2; r++) rows.sum[r] += part[2 * r] + part[2 * r + 1];
+        };
+        // Collect P V of tile t
+        auto collect = [&](bool moved, u32 t) {
+          wgmma_wait<0>();
+          wgmma_hold(o);
+          if (leader) mbarrier_arrive(v_empty + 8 * (t % V_STAGES));
+          if (moved) multiply(o, rows.rescale);
+        };
+        auto step = [&](float (&s)[kBlockN / 2], float (&next)[kBlockN / 2], bool masked) {
+          const u32 t = it;
+          feed(next, t);
+          it = t + 1;
+          float top[2];
+          const int n = end - it;
+          product(s, t - 1, next, top, n, masked, true);
+          ready_k = mbarrier_try_wait(k_barrier(it), k_parity(it));
+          collect(maxima(next, top, rows, scale, lag), t - 1);
+        };
+
+        auto first = [&](float (&s)[kBlockN / 2]) {
+          feed(s, it);
+          wgmma_wait<0>();
+          wgmma_hold(s);
+          release_k(it);
+          it++;
+          hide(s, n, true);
+          float top[2];
+          maxima(s, top, rows, scale, lag);
+        };
+        if (key_tiles % 2 != 0) {
+          first(even);
+        } else {
+          first(odd);
+          step(odd, even, true);
+        }
+        // Pairs of tiles: the masked ones apart, and a flush every kFlushTiles
+        it = __shfl_sync(~0u, it, 0);
+        int pairs = (key_tiles - 1) / 2, masked_pairs = (max(0, (int)(end - it) - whole) + 1) / 2;
+        while (pairs > 0) {
+          int run = min(pairs, kFlushTiles / 2);
+          pairs -= run;
+          for (; run > 0 && masked_pairs > 0; run--, masked_pairs--) {
+            step(even, odd, true);
+            step(odd, even, true);
+          }
+          for (; run > 0; run--) {
+            step(even, odd, false);
+            step(odd, even, false);
+          }
+          if (pairs > 0) {
+            flush<true>(o, slots, rows.carry, !flushed);
+            rows.carry[0] = rows.carry[1] = 1.0f;
+            fresh = flushed = true;
+          }
+        }
+        float none[2];
+        product(even, it - 1, odd, none, 0, false, false);
+        wgmma_wait<0>();
+        wgmma_hold(o);
+
+#else
         // Pass over tiles that only later rows of the block see
         // NOTES: with two consumers it is one tile at most, and the loop costs the compiler its knowledge of uniformity.
         int n = key_tiles - 1;
 #if CAUSAL && CONSUMERS > 2
         const int mine = max(1, ceil_div(min(p.len_k, first_row + kRows + p.len_k - p.len_q), kBlockN));
         for (; n >= mine; n--) {
-          if constexpr (PING_PONG) {
-            begin();
-            end();
-          }
+          begin();
+          end();
           mbarrier_wait(k_full + 8 * k.index, k.parity);
           if (leader) mbarrier_arrive(k_empty + 8 * k.index);
           k.advance();
@@ -569,40 +765,37 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #endif
 
         // First logits
-        issue_begin();
+        begin();
         mbarrier_wait(k_full + 8 * k.index, k.parity);
         issue_logits(s, desc_q, wgmma_advance(desc_k, k.index * kTileBytes));
-        issue_end();
+        end();
         wgmma_wait<0>();
         wgmma_hold(s);
         if (leader) mbarrier_arrive(k_empty + 8 * k.index);
         k.advance();
         visit(n--);
-        exp_end();
         pack(pr, s);
 
         int until_flush = kFlushTiles;
         bool fresh = true, flushed = false;
-        auto step = [&](const u32 (&now)[kBlockN / 8], u32 (&next)[kBlockN / 8]) {
+        auto step = [&]() {
           // Issue the logits of this tile, then P V of the one before
-          issue_begin();
+          begin();
           mbarrier_wait(k_full + 8 * k.index, k.parity);
           issue_logits(s, desc_q, wgmma_advance(desc_k, k.index * kTileBytes));
           mbarrier_wait(v_full + 8 * v.index, v.parity);
-          issue_output(o, now, wgmma_advance(desc_v, v.index * kTileBytes), fresh);
-          issue_end();
+          issue_output(o, pr, wgmma_advance(desc_v, v.index * kTileBytes), fresh);
+          end();
           fresh = false;
 
           // Softmax under P V
           wgmma_wait<1>();
           wgmma_hold(s);
           const bool moved = visit(n);
-          if constexpr (DOUBLE_P) pack(next, s);
           // NOTES: the assembler would sink the softmax below the next wait. A release that depends on its result (and
           // always happens: no sum is negative) pins it here.
           if (leader && !(rows.sum[0] + rows.sum[1] < 0.0f)) mbarrier_arrive(k_empty + 8 * k.index);
-          exp_end();
-          k.advance();
+            k.advance();
 
           // Collect P V and round P for the next
           wgmma_wait<0>();
@@ -616,37 +809,24 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
             until_flush = kFlushTiles;
             fresh = flushed = true;
           }
-          if constexpr (!DOUBLE_P) pack(next, s);
+          pack(pr, s);
           n--;
         };
-        auto drain = [&](const u32 (&now)[kBlockN / 8]) {
-          mbarrier_wait(v_full + 8 * v.index, v.parity);
-          issue_output(o, now, wgmma_advance(desc_v, v.index * kTileBytes), fresh);
-          wgmma_wait<0>();
-          wgmma_hold(o);
-        };
-        if constexpr (DOUBLE_P) {
-          u32 other[kBlockN / 8];
-          while (true) {
-            if (n < 0) {
-              drain(pr);
-              break;
-            }
-            step(pr, other);
-            if (n < 0) {
-              drain(other);
-              break;
-            }
-            step(other, pr);
-          }
-        } else {
-          while (n >= 0) step(pr, pr);
-          drain(pr);
-        }
+        while (n >= 0) step();
+        mbarrier_wait(v_full + 8 * v.index, v.parity);
+        issue_output(o, pr, wgmma_advance(desc_v, v.index * kTileBytes), fresh);
+        wgmma_wait<0>();
+        wgmma_hold(o);
+
+#endif
 
         // Collect the last P V
+#if AHEAD
+        if (leader) mbarrier_arrive(v_empty + 8 * ((it - 1) % V_STAGES));
+#else
         if (leader) mbarrier_arrive(v_empty + 8 * v.index);
         v.advance();
+#endif
         if (flushed) flush<false>(o, slots, rows.carry, false);
       } else {
 #pragma unroll

@@ -16,18 +16,43 @@ __device__ __forceinline__ void mbarrier_arrive(u32 bar) {
 __device__ __forceinline__ void mbarrier_arrive_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ bool mbarrier_try_wait(u32 bar, u32 parity) {
+// Not zero when the phase is over.
+__device__ __forceinline__ u32 mbarrier_try_wait(u32 bar, u32 parity) {
   u32 done;
   asm volatile(
       "{\n.reg .pred p;\n"
       "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
       "selp.u32 %0, 1, 0, p;\n}\n"
       : "=r"(done) : "r"(bar), "r"(parity) : "memory");
-  return done != 0;
+  return done;
 }
 __device__ __forceinline__ void mbarrier_wait(u32 bar, u32 parity) {
   while (!mbarrier_try_wait(bar, parity)) {
   }
+}
+
+// NOTES: the branch is the same for a whole warp; said so, what follows stays uniform to the assembler.
+__device__ __forceinline__ void mbarrier_wait_uniform(u32 bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra.uni DONE;\n"
+      "bra.uni WAIT;\n"
+      "DONE:\n}\n" ::"r"(bar), "r"(parity) : "memory");
+}
+
+// As above; nothing to wait for when `ready`.
+__device__ __forceinline__ void mbarrier_wait_uniform(u32 bar, u32 parity, u32 ready) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p bra.uni DONE;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra.uni DONE;\n"
+      "bra.uni WAIT;\n"
+      "DONE:\n}\n" ::"r"(bar), "r"(parity), "r"(ready) : "memory");
 }
 
 // Makes initialised mbarriers visible to the asynchronous proxy.

@@ -17,6 +17,16 @@ __device__ __forceinline__ u32 e4m3x4(float a, float b, float c, float d) {
       : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
   return r;
 }
+// The same. NOTES: the upper pair first, so that the second conversion merges and no permutation follows.
+__device__ __forceinline__ u32 e4m3x4_merged(float a, float b, float c, float d) {
+  u32 r;
+  asm("{\n.reg .b16 l, h;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 h, %4, %3;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 l, %2, %1;\n"
+      "mov.b32 %0, {l, h};\n}\n"
+      : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
 __device__ __forceinline__ u32 f16x2_from_e4m3x2(u16 x) {
   u32 r;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(x));

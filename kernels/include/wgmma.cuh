@@ -30,6 +30,10 @@ template <int N> struct Wgmma;
 
 #define W(...) __VA_ARGS__
 #define ACC8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define OUT8(i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3]), "=f"(d[i + 4]), "=f"(d[i + 5]), "=f"(d[i + 6]), "=f"(d[i + 7])
+#define OUT16(i) OUT8(i), OUT8(i + 8)
+#define OUT32(i) OUT16(i), OUT16(i + 16)
+#define OUT64(i) OUT32(i), OUT32(i + 32)
 #define ACC16(i) ACC8(i), ACC8(i + 8)
 #define ACC32(i) ACC16(i), ACC16(i + 16)
 #define ACC64(i) ACC32(i), ACC32(i + 32)
@@ -43,13 +47,18 @@ template <int N> struct Wgmma;
 #define REG112 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // Operands after the accumulators: %A.. the A descriptor or four A registers, then the B descriptor and the accumulate flag.
-#define WGMMA_SHAPE(N, REGS, ACCS, I0, I1, I2, I3, I4, I5)                                                              \
+#define WGMMA_SHAPE(N, REGS, ACCS, OUTS, I0, I1, I2, I3, I4, I5)                                                              \
   template <> struct Wgmma<N> {                                                                                         \
     static constexpr int kAccumulators = N / 2;                                                                         \
     __device__ static __forceinline__ void ss(float (&d)[N / 2], u64 a, u64 b, int accumulate) {                        \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2 ", 0;\n"                                                 \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" REGS "}, %" #I0 ", %" #I1 ", p, 1, 1;\n}\n" \
                    : ACCS : "l"(a), "l"(b), "r"(accumulate));                                                           \
+    }                                                                                                                   \
+    __device__ static __forceinline__ void start(float (&d)[N / 2], u64 a, u64 b) {                                     \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2 ", 0;\n"                                                 \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" REGS "}, %" #I0 ", %" #I1 ", p, 1, 1;\n}\n" \
+                   : OUTS : "l"(a), "l"(b), "r"(0));                                                                    \
     }                                                                                                                   \
     __device__ static __forceinline__ void rs(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int accumulate) { \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5 ", 0;\n"                                                 \
@@ -59,13 +68,13 @@ template <int N> struct Wgmma;
     }                                                                                                                   \
   };
 
-WGMMA_SHAPE(64, REG0 ", " REG16, W(ACC32(0)), 32, 33, 34, 35, 36, 37)
-WGMMA_SHAPE(96, REG0 ", " REG16 ", " REG32, W(ACC32(0), ACC16(32)), 48, 49, 50, 51, 52, 53)
-WGMMA_SHAPE(128, REG0 ", " REG16 ", " REG32 ", " REG48, W(ACC64(0)), 64, 65, 66, 67, 68, 69)
-WGMMA_SHAPE(160, REG0 ", " REG16 ", " REG32 ", " REG48 ", " REG64, W(ACC64(0), ACC16(64)), 80, 81, 82, 83, 84, 85)
-WGMMA_SHAPE(192, REG0 ", " REG16 ", " REG32 ", " REG48 ", " REG64 ", " REG80, W(ACC64(0), ACC32(64)), 96, 97, 98, 99, 100, 101)
-WGMMA_SHAPE(224, REG0 ", " REG16 ", " REG32 ", " REG48 ", " REG64 ", " REG80 ", " REG96, W(ACC64(0), ACC32(64), ACC16(96)), 112, 113, 114, 115, 116, 117)
-WGMMA_SHAPE(256, REG0 ", " REG16 ", " REG32 ", " REG48 ", " REG64 ", " REG80 ", " REG96 ", " REG112, W(ACC64(0), ACC64(64)), 128, 129, 130, 131, 132, 133)
+WGMMA_SHAPE(64, REG0 ", " REG16, W(ACC32(0)), W(OUT32(0)), 32, 33, 34, 35, 36, 37)
+WGMMA_SHAPE(96, REG0 ", " REG16 ", " REG32, W(ACC32(0), ACC16(32)), W(OUT32(0), OUT16(32)), 48, 49, 50, 51, 52, 53)
+WGMMA_SHAPE(128, REG0 ", " REG16 ", " REG32 ", " REG48, W(ACC64(0)), W(OUT64(0)), 64, 65, 66, 67, 68, 69)
+WGMMA_SHAPE(160, REG0 ", " REG16 ", " REG32 ", " REG48 ", " REG64, W(ACC64(0), ACC16(64)), W(OUT64(0), OUT16(64)), 80, 81, 82, 83, 84, 85)
+WGMMA_SHAPE(192, REG0 ", " REG16 ", " REG32 ", " REG48 ", " REG64 ", " REG80, W(ACC64(0), ACC32(64)), W(OUT64(0), OUT32(64)), 96, 97, 98, 99, 100, 101)
+WGMMA_SHAPE(224, REG0 ", " REG16 ", " REG32 ", " REG48 ", " REG64 ", " REG80 ", " REG96, W(ACC64(0), ACC32(64), ACC16(96)), W(OUT64(0), OUT32(64), OUT16(96)), 112, 113, 114, 115, 116, 117)
+WGMMA_SHAPE(256, REG0 ", " REG16 ", " REG32 ", " REG48 ", " REG64 ", " REG80 ", " REG96 ", " REG112, W(ACC64(0), ACC64(64)), W(OUT64(0), OUT64(64)), 128, 129, 130, 131, 132, 133)
 
 #undef WGMMA_SHAPE
 #undef W
