@@ -201,10 +201,6 @@ impl Checkpoint {
             first
         });
         let epsilon = keys.number(layout.epsilon.0)?.unwrap_or(layout.epsilon.1);
-        if epsilon < 0.0 {
-            let rule = format_args!("`{}` is {epsilon} and must not be negative", layout.epsilon.0);
-            return Err(Error::format(keys.file, rule));
-        }
         // A window that the config switches off does not count.
         let windowed = keys.flag("use_sliding_window")?.unwrap_or(true);
         let window = keys.count("sliding_window", usize::MAX >> 1).ok().flatten().filter(|_| windowed);
