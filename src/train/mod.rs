@@ -29,6 +29,8 @@ mod op;
 mod optimizer;
 mod options;
 mod scenario;
+#[cfg(test)]
+mod scenario_tests;
 mod state;
 #[cfg(test)]
 mod tests;

@@ -59,9 +59,9 @@ pub struct Trainer {
     pub(super) parameters: Parameters,
     runtime: Option<Runtime>,
     shadows: Vec<Runtime>,
-    counters: Counters,
+    pub(super) counters: Counters,
     /// The last good checkpoint.
-    good: Option<Snapshot>,
+    pub(super) good: Option<Snapshot>,
 }
 
 impl Trainer {
@@ -334,7 +334,7 @@ impl Trainer {
             if !value.iter().all(|x| x.is_finite()) {
                 let step = self.counters.step;
                 return Err(Error::non_finite(format_args!(
-                    "step {step}: a rate of {rate:e} drove `{name}` out of f32"
+                    "step {step}: a rate of {rate:.1e} drove `{name}` out of f32"
                 )));
             }
         }

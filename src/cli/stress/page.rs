@@ -318,6 +318,13 @@ fn heat_map(run: &StressResult) -> String {
     svg + "</svg>"
 }
 
+fn shares_a_factor(mut a: usize, mut b: usize) -> bool {
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a > 1
+}
+
 /// One row a policy: a dot for each layer and step, and the median; with `heads` the quantiles over heads.
 fn strip(
     run: &StressResult,
@@ -365,7 +372,11 @@ fn strip(
         }
         let points: Vec<(&TraceRow, f64)> =
             rows(run, policy.policy).filter_map(|row| Some((row, value(row).filter(|v| v.is_finite())?))).collect();
-        let every = points.len().div_ceil(DOTS).max(1);
+        // Points come layer after layer: a stride that shares a factor with their number would leave layers out.
+        let mut every = points.len().div_ceil(DOTS).max(1);
+        while shares_a_factor(every, run.model_layers) {
+            every += 1;
+        }
         for (row, value) in points.iter().step_by(every) {
             // Spread by layer, so that equal values stay apart.
             let shift = (row.layer % 5) as f64 * 3.0 - 6.0;
