@@ -202,28 +202,32 @@ fn an_overflow_that_is_nan_skips_the_step_and_halves_the_loss_scale() {
 fn after_too_many_bad_steps_the_run_goes_back() {
     let tight = DelayedPaperConfig { initial: 1e-6, margin: 0.5, ..DelayedPaperConfig::default() };
     let watchdog = Watchdog { every: 2, patience: 2, cautious: 3, restore_scales: false };
-    let options = TrainOptions { casts: Casts::Nan, watchdog, ..small(PolicyConfig::DelayedPaper(tight)) };
+    let options = TrainOptions { casts: Casts::Nan, watchdog, warm_up: 1, ..small(PolicyConfig::DelayedPaper(tight)) };
     let mut trainer = Trainer::new(options).unwrap();
     advance(&mut trainer, 2 * LAYERS);
-    // A state that overflows at once, put in place of the one that had learned: three bad steps follow.
-    let fresh = Trainer::new(options).unwrap().scales().unwrap();
     let (good, at) = (weights(&trainer), trainer.steps());
     assert!(at.is_multiple_of(2));
-    trainer.take_scales(fresh).unwrap();
+    // A good step behind the checkpoint, then a scaling state that overflows at once, the checkpoint still there.
+    assert!(!trainer.step(1.0).unwrap().skipped);
+    assert_ne!(weights(&trainer), good);
+    let checkpoint = trainer.good.clone();
+    trainer.take_scales(Trainer::new(options).unwrap().scales().unwrap()).unwrap();
+    trainer.good = checkpoint;
     let first = trainer.step(1.0).unwrap();
     assert!(first.skipped && !first.rolled_back);
     let second = trainer.step(1.0).unwrap();
     assert!(second.rolled_back, "{second:?}");
     assert_eq!(weights(&trainer), good);
-    // Weights, moments and count of updates are those of the checkpoint at that step; text and loss scale go on.
+    // Weights, moments and count of updates are those of the checkpoint; text, loss scale and here the scales go on.
     let state = trainer.state();
     let (now, saved) = (state.now, state.good.unwrap());
     assert!(now.parameters == saved.parameters && now.counters.updates == saved.counters.updates);
-    assert_eq!((saved.counters.step, now.counters.step), (at, at + 2));
+    assert!(now.scales != saved.scales);
+    assert_eq!((saved.counters.step, now.counters.step), (at, at + 3));
     assert_eq!(now.counters.loss_scale.factor, saved.counters.loss_scale.factor / 4.0);
     assert_eq!((now.counters.bad, now.counters.cautious), (0, 3));
-    let rates: Vec<f64> = advance(&mut trainer, 6).iter().filter(|r| !r.skipped).map(|r| r.rate).collect();
-    assert!(rates[0] < 0.6 * rates.last().unwrap(), "{rates:?}");
+    let rates: Vec<f64> = advance(&mut trainer, 8).iter().filter(|r| !r.skipped).map(|r| r.rate).collect();
+    assert_eq!(rates[..4], [0.5, 0.5, 0.5, 1.0].map(|half| half * options.rate));
 }
 
 #[test]
@@ -408,8 +412,9 @@ fn a_run_resumed_from_its_file_goes_back_where_the_straight_one_does() {
         let good = trainer.good.clone();
         assert!(good.is_some());
         trainer.take_scales(fresh.clone()).unwrap();
-        trainer.good = good;
+        trainer.good = good.clone();
         assert!(trainer.step(1.0).unwrap().rolled_back);
+        assert_eq!(trainer.scales(), good.unwrap().scales);
         advance(trainer, 3);
     }
     assert_eq!(weights(&straight), weights(&resumed));
