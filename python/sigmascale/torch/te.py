@@ -23,8 +23,8 @@ class Scales:
     """Quantisation scales ``(layers, [qkv, s, o])``, one over the descale, that follow every ``refresh()`` in place."""
 
     def __init__(self, runtime):
-        self.scales = torch.ones(len(runtime), 3, device=runtime.device)
-        self.amax = torch.zeros(len(runtime), 3, device=runtime.device)
+        self.scales = torch.ones(len(runtime), 3, device=runtime.device, dtype=torch.float32)
+        self.amax = torch.zeros(len(runtime), 3, device=runtime.device, dtype=torch.float32)
         runtime.after_refresh.append(self.update)
         self.update(runtime)
 
