@@ -3,6 +3,8 @@
 import gc
 import json
 import pathlib
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -334,7 +336,7 @@ def test_the_default_dtype_and_inference_mode_change_nothing(llama):
                     except sigmascale.UnsupportedError:
                         continue
                     assert lse.dtype == torch.float32 and torch.isfinite(lse).all() and torch.isfinite(out).all()
-            again = fp8.attach(llama)
+            again = fp8.attach(llama, bound="certain")
             out, lse = fp8.attention(q, k, v, again.layers[0], return_lse=True)
         finally:
             torch.set_default_dtype(torch.float32)
@@ -721,44 +723,28 @@ def test_a_model_in_f32_trains_under_autocast(kind):
     assert (runtime.stats()["amax"] > 0).all() and (runtime.stats()["overflow"] == 0).all()
 
 
-@pytest.mark.parametrize("style", ["llama", "gpt2"])
-def test_the_training_example_runs(style, tmp_path):
-    import subprocess
-    import sys
-
-    script, text = MODEL.parents[1] / "python" / "examples" / "train_gpt.py", tmp_path / "text"
+@pytest.mark.parametrize(("style", "policies"), [("llama", ["bf16", "geometry"]), ("gpt2", ["delayed-te"])])
+def test_the_training_example_runs(style, policies, tmp_path):
+    root = MODEL.parents[1]
+    text = tmp_path / "text"
     text.mkdir()
-    source = (MODEL.parents[1] / "README.md").read_text()
+    source = (root / "README.md").read_text()
     (text / "a.md").write_text(source * (1 + 120_000 // len(source)))
-    common = [sys.executable, str(script)]
-    small = [
-        "--style",
-        style,
-        "--width",
-        "128",
-        "--layers",
-        "2",
-        "--heads",
-        "2",
-        "--kv-heads",
-        "2",
-        "--steps",
-        "12",
-        "--every",
-        "2",
-    ]
-    options = ["--seq-len", "64", "--batch", "4", "--warmup", "2", "--spike", "6:4:2", "--resume", "8:state"]
-    logs = []
-    for policy in ("bf16", "delayed-te", "geometry"):
-        logs.append(str(tmp_path / f"{policy}.jsonl"))
-        arguments = [*common, "--text", str(text), "--policy", policy, *small, *options, "--log", logs[-1]]
-        subprocess.run(arguments, check=True, capture_output=True, text=True)
-    rows = [json.loads(line) for line in pathlib.Path(logs[2]).read_text().splitlines()]
-    assert [row["step"] for row in rows if "step" in row] == [0, 2, 4, 6, 8, 10, 11]
-    assert rows[4]["lr"] > 2 * rows[3]["lr"] and rows[-1]["overflow_steps"] == 0
-    assert all(sum(row["overflow"]) == 0 and 1 < max(row["peak"]) <= 448 for row in rows if "step" in row)
-    printed = subprocess.run([*common, "--table", *logs], check=True, capture_output=True, text=True).stdout
-    assert len(printed.splitlines()) == 5 and "delayed-te" in printed
+    script = [sys.executable, str(root / "python" / "examples" / "train_gpt.py")]
+    small = "--width 128 --layers 2 --heads 2 --kv-heads 2 --steps 12 --every 2 --seq-len 64 --batch 4 --warmup 2"
+    moments = "--spike 6:4:2 --resume 8:state"
+    logs = [str(tmp_path / f"{policy}.jsonl") for policy in policies]
+    for policy, log in zip(policies, logs):
+        named = ["--style", style, "--text", str(text), "--policy", policy, "--log", log]
+        subprocess.run([*script, *named, *small.split(), *moments.split()], check=True)
+    rows = [json.loads(line) for line in pathlib.Path(logs[-1]).read_text().splitlines()]
+    steps = [row for row in rows if "step" in row]
+    assert [row["step"] for row in steps] == [0, 2, 4, 6, 8, 10, 11] and steps[3]["lr"] > 2 * steps[2]["lr"]
+    assert all(max(row["peak"]) > 1 for row in steps)
+    if policies[-1] == "geometry":
+        assert rows[-1]["overflow_steps"] == 0 and all(max(row["peak"]) <= 448 for row in steps)
+    printed = subprocess.run([*script, "--table", *logs], check=True, capture_output=True, text=True).stdout
+    assert len(printed.splitlines()) == 2 + len(logs) and policies[-1] in printed
 
 
 def test_an_encoder_sees_both_ways():
@@ -905,24 +891,16 @@ def test_calls_of_another_shape_or_device_are_refused(llama):
         fp8.attention(q, k, v, plan)
 
 
-def test_transformer_engine_factory_gives_scales_that_follow_refresh(llama):
-    """With stand-ins for TransformerEngine's role and quantizer: the library itself is not here."""
+def test_transformer_engine_gets_scales_that_follow_refresh(llama):
     import types
 
     from sigmascale.torch import te
 
     runtime = fp8.attach(llama)
-    factory = te.quantizer_factory(runtime, {"a": 0, "b": 2}, lambda role: "other", lambda scale, amax: scale)
-    role = lambda tensor, name="b", module="dpa": types.SimpleNamespace(
-        module_type=module, tensor_type=tensor, name=name
-    )
-    assert factory(role("input", module="linear")) == "other" and factory(role("do")) == "other"
-    qkv, s, o = (factory(role(tensor)) for tensor in ("qkv", "s", "o"))
-    assert torch.equal(qkv, runtime.descales[2, :3].max().reciprocal().view(1)) and float(s) == 256.0
+    factory = te.quantizer_factory(runtime, {"b": 2}, lambda role: "other", lambda scale, amax: scale)
+    o = factory(types.SimpleNamespace(module_type="", tensor_type="", name="b.dpa_output"))
     before = o.clone()
     with torch.no_grad():
         llama.model.layers[2].self_attn.v_proj.weight.mul_(4)
     runtime.refresh()
     assert torch.allclose(o, before / 4, rtol=1e-5)
-    with pytest.raises(ValueError, match="has no layer"):
-        factory(role("qkv", "c"))

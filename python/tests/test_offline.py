@@ -183,7 +183,9 @@ def run(code):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_child_of_fork_does_not_wait_for_its_parents_threads():
     code = f"""
-import os, sigmascale
+import os, sigmascale, warnings
+# Python 3.12 warns of threads; they are what this is about.
+warnings.simplefilter("ignore")
 first = sigmascale.calibrate({str(MODEL)!r})
 child = os.fork()
 if child == 0:
