@@ -147,3 +147,12 @@ def test_bad_settings_are_refused(kind, message, options):
         sigmascale.probe(emulated.attention, **NUMPY | options)
     with pytest.raises(TypeError, match="call must be a function"):
         sigmascale.probe(None, **NUMPY)
+
+
+def test_no_place_keeps_its_descale_from_call_to_call():
+    from sigmascale._probe import _ladder
+
+    for count in (1, 4, 9, 16):
+        rows = np.stack([_ladder(count, shift, False) for shift in range(4)])
+        assert all(len(set(column)) == 4 for column in rows.T)
+        assert ((rows > 1.19) & (rows < 2.81)).all() and len(set(rows[0])) == count

@@ -57,11 +57,41 @@ def test_a_descale_that_is_too_small_saturates_and_is_counted():
     from sigmascale.torch import _backends
 
     words = torch.zeros(2, 4, dtype=torch.int32)
-    x = torch.tensor([1.0, -449.0, 470.0, float("nan")]).view(1, 1, 2, 2)
-    eight = _backends.cast(x, torch.ones(1, 2), words)
-    assert eight.float()[0, 0, 0].tolist() == [1.0, -448.0] and eight.float()[0, 0, 1, 0] == 448.0
-    assert words[:, 1:].tolist() == [[1, 0, 0], [1, 1, 1]]
+    x = torch.tensor([[1.0, -449.0, 448.0], [470.0, float("nan"), float("-inf")]]).view(1, 1, 2, 3)
+    eight = _backends.cast(x, torch.ones(1, 2), words).float()
+    assert eight[0, 0, 0].tolist() == [1.0, -448.0, 448.0] and eight[0, 0, 1, 0] == 448.0
+    assert words[:, 1:].tolist() == [[1, 0, 0], [1, 1, 2]]
     assert words[0, 0].view(torch.float32) == 449.0
+
+
+def test_every_head_is_cast_by_its_own_descale():
+    q, k, v = operands()
+    even, own = rows(k), [torch.tensor([0.01, 0.05]), torch.tensor([0.08, 0.02]), torch.tensor([0.03, 0.2])]
+    out, reference = (fp8.attention(q, k, v, row).float() for row in (own, even))
+    assert float((out - reference).detach().norm() / reference.detach().norm()) < 0.08
+    by_sequence = [torch.stack([row, row.flip(0)]) for row in own]
+    assert torch.equal(fp8.attention(q, k, v, by_sequence)[0], fp8.attention(q, k, v, own)[0])
+
+
+def test_the_weights_of_the_softmax_are_rounded_to_e4m3():
+    q, v = torch.ones(1, 1, 1, 16), torch.zeros(1, 2, 1, 16)
+    k = torch.stack([torch.full((1, 1, 16), 0.25), torch.full((1, 1, 16), 0.25 - 0.0625)], dim=1)
+    v[:, 1] = 1.0
+    out = fp8.attention(q, k, v, [torch.tensor([2.0**-6])] * 3, causal=False).float()
+    p = torch.exp(torch.tensor(-0.25))
+    exact, rounded = p / (1 + p), (256 * p).to(torch.float8_e4m3fn).float() / 256 / (1 + p)
+    assert torch.equal(out[0, 0, 0, 0], rounded.bfloat16().float()) and abs(rounded - exact) > 0.01
+
+
+def test_rows_that_see_no_key_are_zero_and_give_no_gradient():
+    q, k, v = (x.detach() for x in operands())
+    k, v = k[:, :20].requires_grad_(True), v[:, :20].requires_grad_(True)
+    q.requires_grad_(True)
+    out, lse = fp8.attention(q, k, v, rows(k), return_lse=True)
+    assert (out[:, :13] == 0).all() and (lse[:, :, :13] == -torch.inf).all() and torch.isfinite(lse[:, :, 13:]).all()
+    grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert all(torch.isfinite(grad).all() for grad in grads) and (grads[0][:, :13] == 0).all()
+    assert (grads[0][:, 14:] != 0).any()
 
 
 def test_unequal_lengths_align_to_the_last_key():
@@ -152,6 +182,20 @@ def test_layers_are_found_by_the_family_table():
     entries = _layers.entries(_layers.find(neox)[0])
     start = neox.gpt_neox.layers[0].attention.query_key_value.weight.data_ptr()
     assert [(e["k"].ptr - start) // 4 for e in entries] == [(48 * head + 16) * 64 for head in range(4)]
+    # The same with two query heads for each key and value.
+    config = transformers.FalconConfig(
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=100,
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+    )
+    falcon = transformers.FalconForCausalLM(config)
+    entries = _layers.entries(_layers.find(falcon)[0])
+    start = falcon.transformer.h[0].self_attention.query_key_value.weight.data_ptr()
+    places = [[(e[key].ptr - start) // (4 * 64 * 16) for e in entries] for key in "qkv"]
+    assert places == [[0, 4], [2, 6], [3, 7]] and [(e["n_q"], e["n_kv"]) for e in entries] == [(2, 1)] * 2
     # Conv1D is read through its transpose.
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=64, n_head=4, n_layer=1, vocab_size=100))
     (entry,) = _layers.entries(_layers.find(gpt2)[0])
@@ -180,11 +224,15 @@ def test_a_model_in_memory_is_calibrated_from_its_state_dict(tmp_path):
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"head_dim": 32}])
-def test_bounds_of_normalised_q_and_k_are_those_of_the_cpu(options):
+@pytest.mark.parametrize(
+    ("kind", "options"), [("Qwen3", {"head_dim": 16}), ("Qwen3", {"head_dim": 32}), ("Olmo2", {})], ids=str
+)
+def test_bounds_of_normalised_q_and_k_are_those_of_the_cpu(kind, options):
+    import dataclasses
+
     from sigmascale.torch import _qk_norm
 
-    model = small("Qwen3", num_key_value_heads=2, **{"head_dim": 16} | options)
+    model = small(kind, num_key_value_heads=2, **options)
     profile = sigmascale.calibrate(model.config, weights=model.state_dict())
     for layer, row in zip(_layers.find(model), profile["layers"]):
         with torch.no_grad():
@@ -193,6 +241,10 @@ def test_bounds_of_normalised_q_and_k_are_those_of_the_cpu(options):
         exact = torch.tensor([[row["q_descale"], row["k_descale"]]], dtype=torch.float64)
         assert ((descales >= exact * (1 - 1e-9)) & (descales <= exact * (1 + 1e-6))).all()
         heads = [[0.0, h["bound_certain"], h["bound_rounded"], d] for h, d in zip(row["heads"], row["logit_descales"])]
+        shifted = dataclasses.replace(
+            layer, q_norm=layer.q_norm.detach() - 1, k_norm=layer.k_norm.detach() - 1, qk_norm_offset=1.0
+        )
+        assert torch.allclose(_qk_norm.operand_bounds(shifted), _qk_norm.operand_bounds(layer), rtol=1e-5)
         exact = torch.tensor(heads, dtype=torch.float64)
         assert ((ours >= exact * (1 - 1e-9)) & (ours <= exact * (1 + 1e-6))).all()
 

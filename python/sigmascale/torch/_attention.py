@@ -138,7 +138,8 @@ class _Fp8Attention(torch.autograd.Function):
             operands = [_backends.dequantised(x, d) for x, d in zip((q, k, v), descales)]
             run = _fused_backward if q.is_cuda and q.shape[1] == k.shape[1] else plain_backward
             grads = run(grad, *operands, out, lse, ctx.causal, ctx.scale)
-        return (*(g.to(x.dtype) for g, x in zip(grads, (q, k, v))), None, None, None, None, None)
+        # PyTorch gives them the types of q, k and v.
+        return (*grads, None, None, None, None, None)
 
 
 def _fused_backward(grad, q, k, v, out, lse, causal, scale):
