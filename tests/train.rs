@@ -123,9 +123,8 @@ fn the_page_has_losses_overflow_and_its_own_text() {
     {
         assert!(!page.contains(absent) && !text.contains(absent), "{absent}");
     }
-    // The transition stands in each line chart: five of them, and one without, above and three kinds of this part.
-    let upright = page.matches("class=\"limit\"").count();
-    assert!(upright >= 8, "{upright}");
+    // The transition in five charts of scales, four of losses and that of overflow; levels of 1 in two, of 0 in two.
+    assert_eq!(page.matches("class=\"limit\"").count(), 10 + 4);
 }
 
 #[test]
