@@ -10,7 +10,7 @@ use sigmascale::cuda;
 use sigmascale::file::{check_target, write_atomically};
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::plan::Granularity;
-use sigmascale::plan::export::{TensorScales, scales_safetensors};
+use sigmascale::plan::export::scales_safetensors;
 use sigmascale::policy::PolicyKind;
 use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use sigmascale::{Error, Result};
@@ -148,16 +148,10 @@ pub fn export_scales(py: Python<'_>, source: Source, file: PathBuf, options: Cal
     };
     let options = prepare().map_err(|error| raise(py, &error))?;
     let profile = profile(py, source, options)?;
-    let Some(layers) = profile.layers else {
+    if profile.layers.is_none() {
         return Err(raise(py, &Error::argument("exported scales need weights, and this model is a config alone")));
-    };
-    detached(py, || {
-        let scales = layers
-            .iter()
-            .filter_map(|layer| Some(TensorScales::new(layer.layer, &layer.operands()?)))
-            .collect::<Result<Vec<_>>>()?;
-        write_atomically(&file, &scales_safetensors(&scales)?)
-    })
+    }
+    detached(py, || write_atomically(&file, &scales_safetensors(&profile.tensor_scales()?)?))
 }
 
 /// Options of `stress`.
