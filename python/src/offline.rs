@@ -11,7 +11,7 @@ use sigmascale::cuda;
 use sigmascale::file::{check_target, write_atomically};
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::plan::Granularity;
-use sigmascale::plan::export::{TensorScales, scales_safetensors};
+use sigmascale::plan::export::scales_safetensors;
 use sigmascale::policy::PolicyKind;
 use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use sigmascale::{Error, Result};
@@ -141,14 +141,11 @@ pub fn export_scales(py: Python<'_>, source: Source, file: PathBuf, options: Cal
             return Err(Error::argument("exported scales need operand descales, and as_paper computes none"));
         }
         check_target(&file)?;
-        let Some(layers) = profile(source, options.check()?, stop)?.layers else {
+        let profile = profile(source, options.check()?, stop)?;
+        if profile.layers.is_none() {
             return Err(Error::argument("exported scales need weights, and this model is a config alone"));
-        };
-        let scales = layers
-            .iter()
-            .filter_map(|layer| Some(TensorScales::new(layer.layer, &layer.operands()?)))
-            .collect::<Result<Vec<_>>>()?;
-        write_atomically(&file, &scales_safetensors(&scales)?)
+        }
+        write_atomically(&file, &scales_safetensors(&profile.tensor_scales()?)?)
     })
 }
 

@@ -169,6 +169,15 @@ pub(crate) enum QkvTensors {
     Grouped { name: &'static str },
 }
 
+impl QkvTensors {
+    /// Name of the tensor that holds the query heads.
+    pub fn first(&self) -> &'static str {
+        match self {
+            Self::Separate { q: name, .. } | Self::Concat { name, .. } | Self::Grouped { name } => name,
+        }
+    }
+}
+
 /// A setting that is refused unless it is absent, null or the one value.
 pub(crate) struct Refusal {
     pub key: &'static str,
@@ -612,6 +621,16 @@ pub(crate) fn family(model_type: &str) -> Option<&'static Family> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_layer_has_the_module_name_of_its_family() {
+        let module = |family| crate::model::attention_module(family, 11).unwrap();
+        assert_eq!(module("llama"), "model.layers.11.self_attn");
+        assert_eq!(module("gpt2"), "transformer.h.11.attn");
+        assert_eq!(module("gpt_neox"), "gpt_neox.layers.11.attention");
+        assert_eq!(module("bert"), "bert.encoder.layer.11.attention.self");
+        assert!(crate::model::attention_module("unheard-of", 0).is_none());
+    }
 
     #[test]
     fn every_model_type_stands_once() {

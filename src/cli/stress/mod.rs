@@ -204,6 +204,7 @@ impl Args {
             (Choice::Replay, ..) if self.layers.is_some() || self.steps.is_some() => {
                 return refuse("a replay runs every layer and step of its trace: leave --layers and --steps out");
             }
+            (Choice::Replay, Some(model), _) => tracing::warn!(model, "a replay has no weights: --model is not read"),
             (Choice::Replay | Choice::All, ..) => {}
             (.., Some(_)) => {
                 return Err(Error::argument(format_args!("--trace is for replay and all, not for {name}")));
