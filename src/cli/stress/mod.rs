@@ -126,6 +126,16 @@ struct Run {
     training: Option<sigmascale::train::Training>,
 }
 
+impl Run {
+    /// The step at which training stopped or its rate rose.
+    fn transition(&self) -> Option<usize> {
+        #[cfg(feature = "train")]
+        return self.training.as_ref().map(|training| training.transition);
+        #[cfg(not(feature = "train"))]
+        None
+    }
+}
+
 impl From<StressResult> for Run {
     fn from(stress: StressResult) -> Self {
         Self {
@@ -183,6 +193,11 @@ impl Args {
         }
         if self.trains() && self.layers.is_some() {
             return refuse("--layers: a model that is trained is trained whole");
+        }
+        if self.trains() && (self.tokens.is_some() || !self.path.is_empty() || self.device == Device::Cuda) {
+            return refuse(
+                "--tokens, --path and --device cuda: a model that is trained has its own text, weights and the CPU",
+            );
         }
         if self.casts.is_some() && !self.trains() {
             return refuse("--casts is for resume and lr-spike: the other scenarios saturate");
