@@ -124,7 +124,8 @@ def inspect(model, *, weights=None):
 
 
 def export_scales(model, file, *, weights=None, **options):
-    """Writes ``model.layers.{i}.self_attn.{q,k,v}_scale``, f32 scalars, as vLLM and mistral.rs read them.
+    """Writes ``model.layers.{i}.self_attn.{q,k,v}_scale`` (other families: by their attention modules' names), f32 scalars,
+    as vLLM and mistral.rs read them.
 
     Each is the largest descale of the layer's heads. ``file`` is a safetensors file, which appears whole or not at all;
     the rest as for :func:`calibrate`.
