@@ -344,8 +344,14 @@ fn the_text_is_that_of_the_seed_and_the_held_out_loss_that_of_the_weights() {
         trainer
     };
     let mut same = load(small(policy));
-    assert_eq!(same.held_out_loss().unwrap(), control.held_out_loss().unwrap());
+    let held_out = control.held_out_loss().unwrap();
+    assert_eq!(same.held_out_loss().unwrap(), held_out);
+    let (text, variables) = (Language::new(0).held_out(8, 24), control.parameters.variables().unwrap());
+    let loss = control.parameters.loss(&variables, &text, &mut ours).unwrap();
+    assert_eq!(f64::from(loss.to_scalar::<f32>().unwrap()), held_out);
     let mut other = load(TrainOptions { seed: 1, ..small(policy) });
+    let start = |seed: u64| weights(&Trainer::new(TrainOptions { seed, ..small(None) }).unwrap());
+    assert!(start(1) != start(2) && start(1) == start(1));
     assert_ne!(same.step(1.0).unwrap().loss, other.step(1.0).unwrap().loss);
 }
 
@@ -398,14 +404,18 @@ fn what_is_forgotten_is_at_its_start() {
 #[test]
 fn a_run_resumed_from_its_file_goes_back_where_the_straight_one_does() {
     let tight = DelayedPaperConfig { initial: 1e-6, margin: 0.5, ..DelayedPaperConfig::default() };
-    let watchdog = Watchdog { every: 4, patience: 1, ..Watchdog::default() };
-    let options = TrainOptions { casts: Casts::Nan, watchdog, ..small(PolicyConfig::DelayedPaper(tight)) };
+    let watchdog = Watchdog { every: 4, patience: 1, restore_scales: false, ..Watchdog::default() };
+    let learning = TrainOptions { casts: Casts::Nan, watchdog, ..small(PolicyConfig::DelayedPaper(tight)) };
+    let options = TrainOptions { watchdog: Watchdog { restore_scales: true, ..watchdog }, ..learning };
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("state.safetensors");
-    let mut straight = Trainer::new(options).unwrap();
-    advance(&mut straight, 3 * LAYERS + 2);
-    straight.state().write(&file).unwrap();
+    let mut trainer = Trainer::new(learning).unwrap();
+    advance(&mut trainer, 3 * LAYERS + 2);
+    assert!(trainer.good.as_ref().unwrap().counters.updates > 0);
+    trainer.state().write(&file).unwrap();
+    let mut straight = Trainer::resume(options, &trainer.state()).unwrap();
     let mut resumed = Trainer::resume(options, &TrainState::read(&file).unwrap()).unwrap();
+    assert!(resumed.parameters == trainer.parameters && resumed.counters == trainer.counters);
     let fresh = Trainer::new(options).unwrap().scales().unwrap();
     for trainer in [&mut straight, &mut resumed] {
         // As if the scaling state alone had gone bad, the last good checkpoint still there.

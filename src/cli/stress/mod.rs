@@ -191,6 +191,11 @@ impl Args {
         if matches!(self.scenario, Choice::Resume | Choice::LrSpike) && !self.trains() {
             return Err(Error::argument(format_args!("{name}: {NEEDS_TRAIN}")));
         }
+        if !self.trains() && self.scenario != Choice::Replay && self.names_training_model() {
+            return Err(Error::argument(format_args!(
+                "{name} needs weights: resume and lr-spike train models of this name"
+            )));
+        }
         if self.trains() && self.layers.is_some() {
             return refuse("--layers: a model that is trained is trained whole");
         }
@@ -255,12 +260,21 @@ impl Args {
     /// Whether the model is one that is trained here.
     #[cfg(feature = "train")]
     fn trains(&self) -> bool {
-        let known = self.model.as_deref().and_then(sigmascale::train::ModelKind::of).is_some();
-        known && matches!(self.scenario, Choice::Resume | Choice::LrSpike | Choice::All)
+        self.names_training_model() && matches!(self.scenario, Choice::Resume | Choice::LrSpike | Choice::All)
+    }
+
+    #[cfg(feature = "train")]
+    fn names_training_model(&self) -> bool {
+        self.model.as_deref().and_then(sigmascale::train::ModelKind::of).is_some()
     }
 
     #[cfg(not(feature = "train"))]
     fn trains(&self) -> bool {
+        false
+    }
+
+    #[cfg(not(feature = "train"))]
+    fn names_training_model(&self) -> bool {
         false
     }
 }
