@@ -311,6 +311,8 @@ def _layer(spec, names, index, prefix, parameters, modules):
     if names["qk_norm"] is not None:
         if any("{h}" in name for name in names["qk_norm"]):
             raise UnsupportedError("norms of q and k with a tensor for each head are not read on the GPU")
+        if qk_norm["shift"]:
+            raise UnsupportedError("norms of q and k with a shift are not read on the GPU")
         q_norm, k_norm = (get(name + ".weight") for name in names["qk_norm"])
     fused = names["q"]["channels"] != spec["n_q_heads"] * spec["d_head"]
     has_gain = norm["gain"] != "unit" and names["norm"] is not None
