@@ -17,7 +17,7 @@
 //! the control's trajectory all policies also plan in shadow: they see the same operands, and change nothing.
 //!
 //! **Casts** saturate, or make NaN of what is out of range. NaN reaches the loss, so that the step is skipped. A run in
-//! which nothing overflows is the same either way, and is not run twice. The steps before the stop of `resume` saturate.
+//! which nothing overflows is the same either way, and is not run twice. The steps before the stop of `resume` have the first kind asked for.
 //!
 //! **Reproducible.** A run's bits follow from its options. Sums run in a fixed order whatever the number of threads.
 //!

@@ -1,13 +1,10 @@
-//! AdamW with moments that can be saved, and dynamic loss scaling.
-//!
-//! [`AdamW`] is candle-nn's, operation by operation (a test compares the bits). It stands here because candle's keeps its
-//! moments private up to 0.11: a run could neither resume with the bits of one that never stopped nor go back to its last
-//! good checkpoint.
+//! AdamW with moments that can be saved (a test compares its bits with candle-nn 0.11), and dynamic loss scaling.
 
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// Parameters of [`AdamW`].
+/// AdamW as candle-nn computes it, to the bit; it is here because candle keeps the moments private, without which a run
+/// can neither resume with its own bits nor go back to a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdamW {
     /// Decay of the first moment.
