@@ -9,7 +9,8 @@ pub use inspection::{HeadInspection, Inspection, LayerInspection, Statistics};
 use crate::bound::{BoundKind, CStar, HeadBounds, LayerBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
-use crate::model::{AttentionSpec, LayerWeights, NormKind, QkNormScope, QkvBias, RopeLayout};
+use crate::model::{AttentionSpec, LayerWeights, NormKind, QkNormScope, QkvBias, RopeLayout, attention_module};
+use crate::plan::export::TensorScales;
 use crate::plan::{DEFAULT_ETA, Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use crate::spectral::{
@@ -106,6 +107,22 @@ pub struct Profile {
     /// One entry a layer; only with weights.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layers: Option<Vec<LayerProfile>>,
+}
+
+impl Profile {
+    /// One scale each for q, k and v of every layer; none for a config alone or under `as_paper`.
+    ///
+    /// # Errors
+    /// `is_unsupported` if the values of a layer have no bound, or the family has no place in the table.
+    pub fn tensor_scales(&self) -> Result<Vec<TensorScales>> {
+        let family = &self.model.family;
+        let scales = |(layer, operands): (usize, OperandDescales)| {
+            let module = attention_module(family, layer)
+                .ok_or_else(|| Error::unsupported(format_args!("family `{family}` has no names for its layers")))?;
+            TensorScales::new(module, &operands)
+        };
+        self.layers.iter().flatten().filter_map(|layer| Some((layer.layer, layer.operands()?))).map(scales).collect()
+    }
 }
 
 /// How layers were computed.

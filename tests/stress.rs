@@ -190,7 +190,7 @@ fn refit_goes_along_recorded_checkpoints() {
     let config = std::fs::read_to_string(&other).unwrap().replace("10000.0", "500000.0");
     std::fs::write(&other, config).unwrap();
     let (code, log) = failure(&[&args[..], &["--path", text(&gain)]].concat());
-    assert!(code == 1 && log.contains("another model"), "{log}");
+    assert!(code == 1 && log.contains("differs from that of") && log.contains("rope[0]"), "{log}");
 }
 
 /// Doubles a BF16 tensor of a checkpoint in place.
@@ -224,6 +224,17 @@ fn a_trace_runs_through_the_policies_that_need_no_weights() {
         assert!(of(&run, "delayed-te")["sqnr_db"].is_null());
         assert!(of(&run, "delayed-te")["overflow_steps"].as_u64().unwrap() > 0);
     }
+}
+
+#[test]
+fn text_of_a_file_cannot_steer_the_terminal() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.json");
+    let trace = r#"{"what": "a\u001b[2Jb", "train": [{"q": [1.0], "k": [1.0], "v": [1.0], "s": [1.0]}]}"#;
+    std::fs::write(&file, trace).unwrap();
+    let output = sigmascale(&["stress", "replay", "--trace", text(&file)]);
+    let table = String::from_utf8(output.stdout).unwrap();
+    assert!(table.contains("a [2Jb") && !table.contains('\u{1b}'), "{table}");
 }
 
 #[test]
@@ -340,6 +351,12 @@ fn usage_errors_exit_2_and_write_nothing() {
         (&["resume", "--model", "tiny-gpt2-train", "--seq-len", "65"], 2, "seq-len 65"),
         #[cfg(feature = "train")]
         (&["resume", "--model", "tiny-gpt2-train", "--layers", "1"], 2, "--layers"),
+        #[cfg(feature = "train")]
+        (&["lr-spike", "--model", "tiny-llama-train", "--tokens", TRACE], 2, "its own text"),
+        #[cfg(feature = "train")]
+        (&["all", "--model", "tiny-llama-train", "--path", TINY_LLAMA], 2, "its own text"),
+        #[cfg(feature = "train")]
+        (&["refit", "--model", "tiny-llama-train"], 2, "refit needs weights"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--casts", "nan"], 2, "--casts is for"),
         (&["checkpoint-load"], 2, "needs --model"),
         (&["nothing", "--model", TINY_LLAMA], 2, "possible values"),

@@ -9,7 +9,7 @@ use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{Calibration, Estimator, Options, Profile, calibrate_config};
 use sigmascale::file::{check_target, write_atomically};
 use sigmascale::plan::Granularity;
-use sigmascale::plan::export::{TensorScales, scales_safetensors};
+use sigmascale::plan::export::scales_safetensors;
 use sigmascale::{Descale, Error, Result};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -152,13 +152,7 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 fn export(profile: &Profile, file: &Path) -> Result<()> {
-    let scales = profile
-        .layers
-        .iter()
-        .flatten()
-        .filter_map(|layer| Some(TensorScales::new(layer.layer, &layer.operands()?)))
-        .collect::<Result<Vec<_>>>()?;
-    write_atomically(file, &scales_safetensors(&scales)?)
+    write_atomically(file, &scales_safetensors(&profile.tensor_scales()?)?)
 }
 
 /// The readable form.

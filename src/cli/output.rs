@@ -51,7 +51,7 @@ impl OutputArgs {
     /// Writes a result in the form asked for.
     pub fn write<T: Serialize>(&self, value: &T, table: impl FnOnce(&T) -> String) -> Result<()> {
         let mut text = match self.format {
-            Format::Table => table(value),
+            Format::Table => printable(&table(value)),
             Format::Json => serde_json::to_string_pretty(value)
                 .map_err(|e| Error::non_finite(format_args!("the result cannot be written as JSON: {e}")))?,
         };
@@ -63,6 +63,11 @@ impl OutputArgs {
             None => write_stdout(&text),
         }
     }
+}
+
+/// Text without control characters, which could rewrite a terminal: names come from files.
+pub fn printable(text: &str) -> String {
+    text.replace(|c: char| c.is_control() && c != '\n', " ")
 }
 
 /// Where a file is or will be, whatever the path to it looks like.

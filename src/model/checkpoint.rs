@@ -98,6 +98,12 @@ impl Checkpoint {
         let mut checkpoint = Self { path: path.to_owned(), config, prefix: "", shards, tensors };
         checkpoint.prefix = checkpoint.find_prefix()?;
         checkpoint.count_biases()?;
+        let family = checkpoint.config.family;
+        let next = format!("{}{}.weight", checkpoint.prefix, at(family.qkv.first(), checkpoint.config.spec.layers));
+        if checkpoint.has_tensor(&next) {
+            // Layers for multi-token prediction lie behind the model's own; a shortened config looks the same.
+            tracing::warn!(tensor = next, "{}: weights behind the config's last layer are not read", path.display());
+        }
         Ok(checkpoint)
     }
 
@@ -194,11 +200,7 @@ impl Checkpoint {
     }
 
     fn find_prefix(&self) -> Result<&'static str> {
-        let probe = match self.config.family.qkv {
-            QkvTensors::Separate { q, .. } => q,
-            QkvTensors::Concat { name, .. } | QkvTensors::Grouped { name } => name,
-        };
-        let probe = at(probe, 0) + ".weight";
+        let probe = at(self.config.family.qkv.first(), 0) + ".weight";
         let fits = |prefix: &&str| self.tensors.contains_key(&format!("{prefix}{probe}"));
         self.config.family.prefixes.iter().copied().find(fits).ok_or_else(|| {
             let family = self.config.family.name;

@@ -4,7 +4,7 @@
 //! framework's modules, say) looks them up by [`Layout`].
 
 use super::config::Config;
-use super::families::{NormTensor, QkvTensors};
+use super::families::{self, NormTensor, QkvTensors};
 use super::spec::AttentionSpec;
 use crate::error::{Error, Result};
 use std::path::Path;
@@ -86,6 +86,20 @@ impl Layout {
         }
         Ok(self.config.names(layer))
     }
+}
+
+/// The module that holds a layer's attention, by the name that loaders know it by: `model.layers.3.self_attn`,
+/// `transformer.h.3.attn`. `None` if there is no such family.
+///
+/// ```
+/// use sigmascale::model::attention_module;
+/// assert_eq!(attention_module("gpt2", 3).as_deref(), Some("transformer.h.3.attn"));
+/// ```
+pub fn attention_module(family: &str, layer: usize) -> Option<String> {
+    let family = families::family(family)?;
+    let projection = at(family.qkv.first(), layer);
+    let (module, _) = projection.rsplit_once('.')?;
+    Some(format!("{}{module}", family.prefixes.first()?))
 }
 
 impl Config {

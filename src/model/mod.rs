@@ -20,7 +20,7 @@ mod weights;
 
 pub use body::{Activation, Block, Body, Linear, NormOrder};
 pub use checkpoint::{Checkpoint, StoredTensor};
-pub use layout::{LayerNames, Layout, ProjectionName};
+pub use layout::{LayerNames, Layout, ProjectionName, attention_module};
 pub use preset::{paper_sigma_profile, preset, preset_names};
 #[doc(hidden)]
 pub use shards::fuzz_safetensors;

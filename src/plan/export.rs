@@ -1,7 +1,7 @@
 //! Scales as files that other software loads.
 //!
-//! vLLM and mistral.rs read `model.layers.{i}.self_attn.{q,k,v}_scale`: one f32 scalar a tensor, in the dequant
-//! convention (`value = code * scale`), which is [`Descale`]. The largest of the heads is written, so no head can
+//! vLLM and mistral.rs read `model.layers.{i}.self_attn.{q,k,v}_scale` (other families by the name of their attention
+//! module): one f32 scalar a tensor, in the dequant convention (`value = code * scale`), which is [`Descale`]. The largest of the heads is written, so no head can
 //! overflow.
 
 use super::{OperandDescales, ScalePlan};
@@ -12,10 +12,10 @@ use std::collections::HashMap;
 use std::path::Path;
 
 /// One scale each for q, k and v of one layer.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct TensorScales {
-    /// Layer number.
-    pub layer: usize,
+    /// Module that holds the layer's attention, as [`attention_module`](crate::model::attention_module) names it.
+    pub module: String,
     /// Queries, after rotation.
     pub q: Descale,
     /// Keys, after rotation.
@@ -28,27 +28,27 @@ impl TensorScales {
     /// The largest descales over the heads of one layer.
     ///
     /// # Errors
-    /// `is_unsupported` if the layer's values have no bound.
+    /// `is_unsupported` if the values have no bound.
     ///
     /// ```
     /// use sigmascale::{Descale, plan::OperandDescales, plan::export::TensorScales};
     /// let row = |a, b| -> sigmascale::Result<Vec<Descale>> { Ok(vec![Descale::new(a)?, Descale::new(b)?]) };
     /// let heads = OperandDescales { q: row(0.1, 0.2)?, k: row(0.4, 0.3)?, v: Some(row(0.5, 0.6)?), o: None };
-    /// let scales = TensorScales::new(0, &heads)?;
+    /// let scales = TensorScales::new("model.layers.0.self_attn".into(), &heads)?;
     /// assert_eq!((scales.q.get(), scales.k.get(), scales.v.get()), (0.2, 0.4, 0.6));
     /// # Ok::<(), sigmascale::Error>(())
     /// ```
-    pub fn new(layer: usize, operands: &OperandDescales) -> Result<Self> {
+    pub fn new(module: String, operands: &OperandDescales) -> Result<Self> {
         let v = operands.v.as_deref().ok_or_else(|| {
             Error::unsupported(format_args!(
-                "layer {layer}: v has no bound (no norm in front of its projection), so there is no v_scale to export"
+                "{module}: v has no bound (no norm in front of its projection), so there is no v_scale to export"
             ))
         })?;
         Ok(Self {
-            layer,
             q: ScalePlan::per_tensor(&operands.q),
             k: ScalePlan::per_tensor(&operands.k),
             v: ScalePlan::per_tensor(v),
+            module,
         })
     }
 }
@@ -61,7 +61,7 @@ pub fn scales_safetensors(layers: &[TensorScales]) -> Result<Vec<u8>> {
     let mut values = Vec::with_capacity(3 * layers.len());
     for scales in layers {
         for (name, scale) in [("q", scales.q), ("k", scales.k), ("v", scales.v)] {
-            values.push((format!("model.layers.{}.self_attn.{name}_scale", scales.layer), scale.get().to_le_bytes()));
+            values.push((format!("{}.{name}_scale", scales.module), scale.get().to_le_bytes()));
         }
     }
     let mut names: Vec<&str> = values.iter().map(|(name, _)| name.as_str()).collect();
@@ -84,7 +84,12 @@ mod tests {
 
     fn scales(layer: usize) -> TensorScales {
         let descale = |x| Descale::new(x).unwrap();
-        TensorScales { layer, q: descale(0.5), k: descale(0.25), v: descale(0.125) }
+        TensorScales {
+            module: format!("model.layers.{layer}.self_attn"),
+            q: descale(0.5),
+            k: descale(0.25),
+            v: descale(0.125),
+        }
     }
 
     #[test]
@@ -102,7 +107,7 @@ mod tests {
     fn values_without_a_bound_are_refused() {
         let one = vec![Descale::ONE];
         let operands = OperandDescales { q: one.clone(), k: one, v: None, o: None };
-        let error = TensorScales::new(4, &operands).unwrap_err();
-        assert!(error.is_unsupported() && error.to_string().contains("layer 4: v has no bound"));
+        let error = TensorScales::new("transformer.h.4.attn".into(), &operands).unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains("transformer.h.4.attn: v has no bound"));
     }
 }

@@ -404,13 +404,18 @@ impl PolicyState {
 /// # Errors
 /// `is_mismatch`, in the form `what: field is saved, not expected`.
 pub fn differs<T: Serialize>(what: &str, saved: &T, expected: &T) -> Result<()> {
-    let value = |x: &T| serde_json::to_value(x).map_err(|error| Error::argument(format_args!("{what}: {error}")));
-    let mut found = Vec::new();
-    collect_differences("", &value(saved)?, &value(expected)?, &mut found);
-    if found.is_empty() {
-        return Ok(());
+    match differences(saved, expected).map_err(|error| error.within(what))? {
+        found if found.is_empty() => Ok(()),
+        found => Err(Error::mismatch(format_args!("{what} of the saved state differs: {}", found.join(", ")))),
     }
-    Err(Error::mismatch(format_args!("{what} of the saved state differs: {}", found.join(", "))))
+}
+
+/// The fields in which two values serialise differently, in the form `field is this, not that`.
+pub(crate) fn differences<T: Serialize>(this: &T, that: &T) -> Result<Vec<String>> {
+    let value = |x: &T| serde_json::to_value(x).map_err(Error::argument);
+    let mut found = Vec::new();
+    collect_differences("", &value(this)?, &value(that)?, &mut found);
+    Ok(found)
 }
 
 fn collect_differences(path: &str, saved: &serde_json::Value, want: &serde_json::Value, found: &mut Vec<String>) {

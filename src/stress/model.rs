@@ -8,6 +8,7 @@ use crate::model::{
     AttentionSpec, Body, Checkpoint, GainForm, LayerWeights, NormKind, SyntheticLayer, SyntheticModel,
     SyntheticOptions, paper_sigma_profile,
 };
+use crate::policy::differences;
 use std::path::Path;
 
 /// Largest ordinary |logit| of a synthetic layer.
@@ -54,9 +55,12 @@ impl StressModel {
             return Err(Error::argument("a path of training has at least one checkpoint"));
         };
         let spec = nameless(first);
-        if let Some(other) = checkpoints.iter().find(|checkpoint| nameless(checkpoint) != spec) {
-            let (a, b) = (other.path().display(), first.path().display());
-            return Err(Error::mismatch(format_args!("{a}: its config is that of another model than {b}")));
+        for other in &checkpoints[1..] {
+            let found = differences(&nameless(other), &spec)?;
+            if !found.is_empty() {
+                let (a, b, found) = (other.path().display(), first.path().display(), found.join(", "));
+                return Err(Error::mismatch(format_args!("{a}: its model differs from that of {b}: {found}")));
+            }
         }
         Ok(Self { source: Source::Checkpoints(checkpoints) })
     }

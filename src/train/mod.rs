@@ -27,7 +27,11 @@ mod language;
 mod model;
 mod op;
 mod optimizer;
+mod options;
 mod scenario;
+#[cfg(test)]
+mod scenario_tests;
+mod state;
 #[cfg(test)]
 mod tests;
 mod trainer;
@@ -35,8 +39,10 @@ mod trainer;
 pub use language::{Batch, Language, VOCABULARY};
 pub use model::ModelKind;
 pub use optimizer::{AdamW, LossScale};
+pub use options::{TrainOptions, Watchdog};
 pub use scenario::{Arm, LabOptions, Peak, Spread, TrainResult, TrainRun, Training, run};
-pub use trainer::{Observed, StepRecord, TrainOptions, TrainState, Trainer, Watchdog};
+pub use state::TrainState;
+pub use trainer::{Observed, StepRecord, Trainer};
 
 use crate::error::Error;
 use crate::fp8::OnOverflow;

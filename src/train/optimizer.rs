@@ -4,6 +4,7 @@
 //! moments private up to 0.11: a run could neither resume with the bits of one that never stopped nor go back to its last
 //! good checkpoint.
 
+use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// Parameters of [`AdamW`].
@@ -86,6 +87,17 @@ impl Default for LossScale {
 impl LossScale {
     /// Smallest and largest factor.
     pub const RANGE: (f64, f64) = (1.0, 16_777_216.0);
+
+    pub(super) fn check(&self) -> Result<()> {
+        let (low, high) = Self::RANGE;
+        if !(low..=high).contains(&self.factor) || self.patience == 0 || self.streak >= self.patience {
+            return Err(Error::argument(format_args!(
+                "loss scale {} with a streak of {} must lie between {low} and {high}, the streak below its patience {}",
+                self.factor, self.streak, self.patience
+            )));
+        }
+        Ok(())
+    }
 
     /// Takes in a step.
     pub fn observe(&mut self, finite: bool) {
