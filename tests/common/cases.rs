@@ -227,13 +227,16 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                 if case.kind == "gpt_bigcode" {
                     t.linear(&format!("{p}h.{i}.attn.c_attn"), fused, d, bias(fused));
                 } else {
-                    ["q", "k", "v"].map(|name| t.linear(&format!("{p}h.{i}.attn.{name}_proj"), d, d, None));
+                    for name in ["q", "k", "v"] {
+                        t.linear(&format!("{p}h.{i}.attn.{name}_proj"), d, d, None);
+                    }
                 }
             }
             "opt" => {
                 norm(&mut t, format!("{p}decoder.layers.{i}.self_attn_layer_norm"), d, true, 1.0);
-                ["q", "k", "v"]
-                    .map(|name| t.linear(&format!("{p}decoder.layers.{i}.self_attn.{name}_proj"), d, d, bias(d)));
+                for name in ["q", "k", "v"] {
+                    t.linear(&format!("{p}decoder.layers.{i}.self_attn.{name}_proj"), d, d, bias(d));
+                }
             }
             "phi3" => {
                 norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, false, 1.0);

@@ -62,7 +62,12 @@ fn cases() -> Vec<Case> {
         all.push(Case { rotary: 0, ..offset.clone() });
         all.push(offset);
     }
+    // What only constants, only a gain of 1 + g or only a part without rotation can show.
+    all.push(Case { rope_factor: 1.35, biases: true, ..case("yarn with constants", (512, 64), (4, 2)) });
+    all.push(Case { one_plus: true, ..case("one plus", (512, 128), (4, 2)) });
+    all.push(Case { kind: Kind::Cancelling, rotary: 16, biases: true, ..case("part turned", (512, 64), (4, 2)) });
     for kind in [Kind::Spiked, Kind::BadlyScaled, Kind::Cancelling, Kind::ZeroHead] {
+        all.push(Case { kind, rotary: 0, biases: true, ..case("fixed with constants", (512, 64), (4, 2)) });
         all.push(Case { kind, ..case("turned", (512, 64), (4, 2)) });
         all.push(Case { kind, rotary: 0, ..case("fixed", (512, 64), (4, 2)) });
         all.push(Case { kind, dtype: Dtype::F32, layer_norm: true, biases: true, ..case("f32", (200, 48), (4, 2)) });
