@@ -7,7 +7,9 @@ use half::{bf16, f16};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use sigmascale::Result;
-use sigmascale::cuda::scale::{DeviceMatrix, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine};
+use sigmascale::cuda::scale::{
+    DeviceMatrix, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine, SummedPowerEngine,
+};
 use sigmascale::cuda::sources::Source;
 use sigmascale::cuda::{self, Arg, Buffer, Device, DevicePtr, Launch, Stream};
 
@@ -503,15 +505,15 @@ fn check() -> Result<()> {
             bounds[0],
         );
         engine.descales(&stream)?;
-        if c.dtype == Dtype::Bf16 && !c.conv1d && matches!(c.r, 64 | 128) {
-            // The power iteration against the same quantity in f64, mean kept.
+        if c.dtype == Dtype::Bf16 && c.d.is_multiple_of(8) {
+            // The power iteration against the same quantity in f64, without rotation.
             // SAFETY: as above.
             let power = unsafe { PowerEngine::new(&device, &[made.input], false, 1)? };
             // A flat spectrum converges slowly.
             for _ in 0..if c.name.starts_with("flat") { 3000 } else { 300 } {
                 power.step(&stream)?;
             }
-            let plain = Case { rotary: 0, layer_norm: false, ..*c };
+            let plain = Case { rotary: 0, ..*c };
             let worst = power
                 .sigma()
                 .read()?
@@ -702,13 +704,13 @@ fn bench(names: &[String]) -> Result<()> {
         report("operand_descales", median_us(&stream, |s| engine.descales(s))?, qkv);
         let (name, floor) = if engine.one_pass() { ("grams_norms_qkv", qkv) } else { ("grams_qk", qk) };
         report(name, median_us(&stream, |s| engine.grams(s))?, floor);
-        if !s.conv1d {
-            // SAFETY: as above.
-            let power = unsafe { PowerEngine::new(&device, &inputs, false, 1)? };
-            report("power_step", median_us(&stream, |s| power.step(s))?, qk);
-            let five = |s: &Stream| (0..5).try_for_each(|_| power.step(s));
-            report("power_five_steps", median_us(&stream, five)?, qk);
-        }
+        // SAFETY: as above.
+        let power = unsafe { PowerEngine::new(&device, &inputs, false, 1)? };
+        report("power_step", median_us(&stream, |s| power.step(s))?, qk);
+        report("power_five_steps", median_us(&stream, |s| power.steps(s, 5))?, qk);
+        // SAFETY: as above.
+        let summed = unsafe { SummedPowerEngine::new(&device, &inputs, 1)? };
+        report("power_sum_step", median_us(&stream, |s| summed.steps(s, 1))?, qk);
         report("plan", median_us(&stream, |s| engine.plan(s))?, qkv);
         if engine.status().read()?[0] != 0 {
             println!("# status {:?}", engine.status().read()?);

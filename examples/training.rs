@@ -2,9 +2,10 @@
 //! `cargo run --release --features train --example training -- seeds|peaks|regimes|steps [MODEL] [SEEDS] [ONLY]`.
 //!
 //! `seeds` runs `lr-spike` and `resume` (or ONLY one) in both modes and with both kinds of casts; `peaks` tells how close
-//! training came to the end of the range under the certain bound; `regimes` looks for settings (with ONLY in their name) in which
-//! the policy matters; `steps` says how long a step takes here. `data/training` holds the committed results.
+//! training came to the end of the range under the certain bound; `regimes` looks for settings (those with ONLY in their name) in
+//! which the policy matters; `steps` says how long a step takes here. `data/training` holds the committed results.
 
+use rayon::prelude::*;
 use sigmascale::policy::{PolicyConfig, PolicyKind, Tensor};
 use sigmascale::stress::{Mode, Scenario};
 use sigmascale::train::{Arm, Casts, LabOptions, ModelKind, Spread, TrainOptions, TrainResult, TrainRun, Trainer, run};
@@ -16,7 +17,10 @@ fn main() -> Result<()> {
     let what = args.first().map_or("seeds", String::as_str);
     let name = args.get(1).map_or("tiny-llama-train", String::as_str);
     let model = ModelKind::of(name).ok_or_else(|| Error::argument(format_args!("no training model {name}")))?;
-    let seeds = args.get(2).map_or(Ok(5), |count| count.parse()).map_err(|_| Error::argument("SEEDS is a count"))?;
+    let seeds: u64 = args.get(2).map_or(Ok(5), |count| count.parse()).unwrap_or(0);
+    if !(1..=1000).contains(&seeds) {
+        return Err(Error::argument("SEEDS must lie between 1 and 1000"));
+    }
     let start = Instant::now();
     match what {
         "seeds" => seed_tables(model, seeds, args.get(3).map(String::as_str))?,
@@ -46,17 +50,36 @@ fn spread(values: impl IntoIterator<Item = f64>, digits: usize) -> String {
     }
 }
 
+/// Differences from the control, seed by seed, and in how many seeds the loss was above it.
+fn beside(losses: &[f64], control: &[f64]) -> String {
+    let minus: Vec<f64> = losses.iter().zip(control).map(|(loss, control)| loss - control).collect();
+    let above = minus.iter().filter(|minus| **minus > 0.0).count();
+    format!("{} | {above} of {}", spread(minus.iter().copied(), 4), minus.len())
+}
+
 /// Runs of one policy, casts and arm, one a seed.
 fn of(results: &[TrainResult], policy: Option<PolicyKind>, casts: Casts, arm: Arm) -> Vec<&TrainRun> {
     let fits = |run: &&TrainRun| run.policy == policy && run.casts == casts && run.arm == arm;
     results.iter().filter_map(|result| result.training.runs.iter().find(fits)).collect()
 }
 
+/// Those with `only` in their name.
+fn chosen<T>(
+    all: impl IntoIterator<Item = T>,
+    only: Option<&str>,
+    name: impl Fn(&T) -> &'static str,
+) -> Result<Vec<T>> {
+    let found: Vec<T> = all.into_iter().filter(|one| only.is_none_or(|part| name(one).contains(part))).collect();
+    if found.is_empty() {
+        return Err(Error::argument(format_args!("nothing here has {:?} in its name", only.unwrap_or_default())));
+    }
+    Ok(found)
+}
+
 fn seed_tables(model: ModelKind, seeds: u64, only: Option<&str>) -> Result<()> {
     println!("# {}, {seeds} seeds\n", model.name());
     println!("Cells are the median over the seeds, with smallest and largest where they differ.\n");
-    let scenarios = [Scenario::LrSpike, Scenario::Resume];
-    for scenario in scenarios.into_iter().filter(|scenario| only.is_none_or(|name| name == scenario.name())) {
+    for scenario in chosen([Scenario::LrSpike, Scenario::Resume], only, |scenario| scenario.name())? {
         for mode in [Mode::Logit, Mode::Operands] {
             let mut results = Vec::new();
             for seed in 0..seeds {
@@ -114,10 +137,11 @@ fn table(scenario: Scenario, mode: Mode, results: &[TrainResult]) {
         let how = if scenario == Scenario::Resume { format!(", resumed {}", arm.name()) } else { String::new() };
         println!("Steps {}, the transition at {}{how}.\n", first.stress.steps, first.training.transition);
         println!(
-            "| run | casts | steps with overflow in the 10 after | largest \\|x / descale\\| / 448 there | skipped in the 10 | skipped in all | went back | held-out loss | minus f32 |"
+            "| run | casts | steps with overflow in the 10 after | largest \\|x / descale\\| / 448 there | skipped in the 10 | skipped in all | went back | held-out loss | minus f32 | above it |"
         );
-        println!("|---|---|---|---|---|---|---|---|---|");
-        let control = of(results, None, Casts::Saturating, arm);
+        println!("|---|---|---|---|---|---|---|---|---|---|");
+        let losses = |runs: &[&TrainRun]| runs.iter().map(|run| run.held_out_loss).collect::<Vec<_>>();
+        let control = losses(&of(results, None, Casts::Saturating, arm));
         for policy in std::iter::once(None).chain(PolicyKind::ALL.map(Some)) {
             for casts in Casts::ALL {
                 let runs = of(results, policy, casts, arm);
@@ -125,8 +149,6 @@ fn table(scenario: Scenario, mode: Mode, results: &[TrainResult]) {
                     continue;
                 }
                 let all = |value: &dyn Fn(&TrainRun) -> f64, digits| spread(runs.iter().map(|run| value(run)), digits);
-                let difference =
-                    runs.iter().zip(&control).map(|(run, control)| run.held_out_loss - control.held_out_loss);
                 let dash = |text: String| if policy.is_none() { "-".to_owned() } else { text };
                 println!(
                     "| {} | {} | {} | {} | {} | {} | {} | {} | {} |",
@@ -138,7 +160,7 @@ fn table(scenario: Scenario, mode: Mode, results: &[TrainResult]) {
                     all(&|run| run.skipped as f64, 0),
                     all(&|run| run.rollbacks as f64, 0),
                     all(&|run| run.held_out_loss, 4),
-                    dash(spread(difference, 4)),
+                    if policy.is_none() { "- | -".to_owned() } else { beside(&losses(&runs), &control) },
                 );
             }
         }
@@ -168,35 +190,47 @@ struct Regime {
     spike: (f64, u64),
     /// Deviation of the biases of q and k at the start.
     bias: f32,
-    /// Whether the scaling state of a run whose weights blew up is put in place.
-    foreign: bool,
+    /// What becomes of the scaling state at the transition.
+    scales: Scales,
 }
 
-const PLAIN: Regime = Regime { name: "plain", spike: (1.0, 0), bias: 0.0, foreign: false };
+/// The scaling state at the transition.
+#[derive(Clone, Copy, PartialEq)]
+enum Scales {
+    Kept,
+    Lost,
+    /// That of a run whose weights blew up stands in its place.
+    Foreign,
+}
 
-const REGIMES: [Regime; 5] = [
+const PLAIN: Regime = Regime { name: "plain", spike: (1.0, 0), bias: 0.0, scales: Scales::Kept };
+
+const REGIMES: [Regime; 6] = [
     PLAIN,
     Regime { name: "rate x64 for 15 steps", spike: (64.0, 15), ..PLAIN },
     Regime { name: "rate x512 for 3 steps", spike: (512.0, 3), ..PLAIN },
     Regime { name: "biases of q and k, deviation 8", bias: 8.0, ..PLAIN },
-    Regime { name: "state of a run that blew up", foreign: true, ..PLAIN },
+    Regime { name: "scaling state lost", scales: Scales::Lost, ..PLAIN },
+    Regime { name: "state of a run that blew up", scales: Scales::Foreign, ..PLAIN },
 ];
 
-/// Policies of the search: the others plan as one of these, or measure first.
-const SEARCHED: [PolicyKind; 4] =
-    [PolicyKind::Geometry, PolicyKind::AutoC, PolicyKind::DelayedPaper, PolicyKind::DelayedTe];
+/// Policies of the search. `current` never overflows and uses the whole range: how far it ends from f32 is what E4M3 and
+/// chance do without a transient.
+const SEARCHED: [PolicyKind; 5] =
+    [PolicyKind::Current, PolicyKind::Geometry, PolicyKind::AutoC, PolicyKind::DelayedPaper, PolicyKind::DelayedTe];
 
 /// Steps of a regime, the transition among them.
 const STEPS: u64 = 140;
 const TRANSITION: u64 = 100;
 
 fn regimes(model: ModelKind, seeds: u64, only: Option<&str>) -> Result<()> {
+    let regimes = chosen(REGIMES, only, |regime| regime.name)?;
     println!("# {}: regimes in which the policy may matter, {seeds} seeds, {STEPS} steps\n", model.name());
     println!(
-        "| regime | mode | casts | run | overflow steps from {TRANSITION} | skipped | went back | held-out loss | minus f32 |"
+        "| regime | mode | casts | run | overflow steps from {TRANSITION} | skipped | went back | held-out loss | minus f32 | above it |"
     );
-    println!("|---|---|---|---|---|---|---|---|---|");
-    for regime in REGIMES.into_iter().filter(|regime| only.is_none_or(|part| regime.name.contains(part))) {
+    println!("|---|---|---|---|---|---|---|---|---|---|");
+    for regime in regimes {
         if regime.bias > 0.0 && model == ModelKind::Llama {
             continue;
         }
@@ -219,7 +253,7 @@ fn regimes(model: ModelKind, seeds: u64, only: Option<&str>) -> Result<()> {
 }
 
 fn row(regime: &Regime, mode: Mode, casts: &str, policy: Option<PolicyKind>, ends: &[End], control: &[End]) {
-    let minus = ends.iter().zip(control).map(|(a, b)| a.loss - b.loss);
+    let losses = |ends: &[End]| ends.iter().map(|end| end.loss).collect::<Vec<_>>();
     let dash = |text: String| if policy.is_none() { "-".to_owned() } else { text };
     println!(
         "| {} | {} | {casts} | {} | {} | {} | {} | {} | {} |",
@@ -230,7 +264,7 @@ fn row(regime: &Regime, mode: Mode, casts: &str, policy: Option<PolicyKind>, end
         spread(ends.iter().map(|end| end.skipped), 0),
         spread(ends.iter().map(|end| end.back), 0),
         spread(ends.iter().map(|end| end.loss), 4),
-        dash(spread(minus, 4)),
+        if policy.is_none() { "- | -".to_owned() } else { beside(&losses(ends), &losses(control)) },
     );
 }
 
@@ -259,11 +293,16 @@ fn one_regime(
         let mut trainer = Trainer::new(options)?;
         let mut end = End { over: 0.0, late: 0.0, skipped: 0.0, back: 0.0, loss: 0.0 };
         for step in 0..STEPS {
-            if regime.foreign
-                && step == TRANSITION
-                && let Some(state) = wild(&options)?
-            {
-                trainer.take_scales(state)?;
+            if step == TRANSITION {
+                match regime.scales {
+                    Scales::Kept => {}
+                    Scales::Lost => trainer.forget_scales()?,
+                    Scales::Foreign => {
+                        if let Some(state) = wild(&options)? {
+                            trainer.take_scales(state)?;
+                        }
+                    }
+                }
             }
             let spikes = (TRANSITION..TRANSITION + regime.spike.1).contains(&step);
             let record = trainer.step(if spikes { regime.spike.0 } else { 1.0 })?;
@@ -277,11 +316,7 @@ fn one_regime(
         end.loss = trainer.held_out_loss()?;
         Ok(end)
     };
-    // Seeds side by side.
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..seeds).map(|seed| scope.spawn(move || one(seed))).collect();
-        threads.into_iter().map(|thread| thread.join().map_err(|_| Error::argument("a run panicked"))?).collect()
-    })
+    (0..seeds).into_par_iter().map(one).collect()
 }
 
 /// The scaling state of a run whose weights were blown up by a rate of 512 times the usual.

@@ -2,7 +2,9 @@
 //   RAW_Q, RAW_K     G as it is (mean kept): sigma_Q^2, sigma_K^2
 //   SCALED_Q, _K     T^1/2 G_Q T^1/2 and T^-1/2 G_K T^-1/2, t_b = sqrt(tr G_K,bb / tr G_Q,bb) (rotation)
 //   PRODUCT          H = L^T (G_Q + e I) L with L L^T = G_K + e I (no rotation)
-// G + e I stands for G, e = c 2^-24 tr G (mean kept) covering every rounding of its sums. What rounding took from channel i
+// G + e I stands for G, e = c 2^-24 tr G (mean kept) covering every rounding of its sums; G and e are those of the scaled
+// channels, since an entry errs by c 2^-24 ||w_i|| ||w_j|| at most. A product is the same whatever its channels are scaled by, so
+// q and k are balanced by powers of two first, and heads whose large channels meet small ones keep their digits. What rounding took from channel i
 // before, delta_i, enters by sigma(exact) <= sigma(rounded) + (sum delta_i^2)^1/2, or for a product by
 // G <= (1 + t)(G_rounded + (sum delta_i^2 / t) I). Sums s_i over the model dimension are those of exact channels; that
 // moves G - s s^T/d by at most (2 ||s|| + sqrt(d) delta) delta / sqrt(d). An all-zero matrix gives 0, NaN gives NaN.
@@ -10,8 +12,8 @@
 
 using namespace spectrum;
 
-// What a certificate may leave open, of lambda. Raw norms enter through the roundings of the operands only.
-constexpr float OPEN = 0.006f, RAW_OPEN = 0.015f;
+// What a certificate may leave open, of lambda. Norms as they are too: their product is sigma where it is the smaller one.
+constexpr float OPEN = 0.004f;
 
 enum : u32 { RAW_Q = 0, RAW_K = 1, SCALED_Q = 2, SCALED_K = 3 };
 
@@ -73,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
   // Zeros behind the end, where units that do not exist look.
   __shared__ __align__(16) float factor[SIDE + 32], sum[SIDE + 32];
   __shared__ float norm_q[SIDE], norm_k[SIDE];
-  __shared__ float4 scratch[WARPS];
+  __shared__ float4 scratch[2][WARPS];
   const Job job = jobs[blockIdx.x];
   const bool of_q = job.kind == RAW_Q || job.kind == SCALED_Q, scaled = job.kind >= SCALED_Q, mean = shape.mean && scaled;
   const HeadGram head = heads[of_q ? job.q : job.k];
@@ -83,16 +85,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
   Values s[EACH];
   load_gram(s, units, partials, head);
   const ChannelStats* own = stats + head.stat_row;
-  float raw = 0.f;
   for (u32 i = threadIdx.x; i < SIDE; i += THREADS) {
-    if (i < N) raw += own[i].raw2;
     sum[i] = i < N && mean ? own[i].sum : 0.f;
     if (scaled && i < N) norm_q[i] = stats[heads[job.q].stat_row + i].norm2, norm_k[i] = stats[heads[job.k].stat_row + i].norm2;
   }
   if (threadIdx.x < 32) factor[SIDE + threadIdx.x] = sum[SIDE + threadIdx.x] = 0.f;
-  const float added = shape.rounding * 0x1p-24f * block_sums({raw, 0.f, 0.f}, scratch).x;
+  __syncthreads();
   // Diagonal scaling, in powers that cancel between q and k.
   float3 sums = {0.f, 0.f, 0.f};  // trace, delta^2, ||s||^2, scaled
+  float raw = 0.f;                // trace, scaled, mean kept
   for (u32 i = threadIdx.x; i < SIDE; i += THREADS) {
     float f = i >= N ? 0.f : i < shape.rotary ? shape.rope_factor : 1.f;
     if (scaled && i < N) {
@@ -104,13 +105,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
     }
     factor[i] = f;
     if (i < N) {
-      sums.x += f * f * ((scaled ? own[i].norm2 : own[i].raw2) + added);
+      raw += f * f * own[i].raw2;
+      if (scaled) sums.x += f * f * own[i].norm2;
       sums.y += f * f * own[i].rounding, sums.z += f * f * sum[i] * sum[i];
     }
   }
-  __syncthreads();
-  sums = block_sums(sums, scratch);
-  const float trace = sums.x;
+  sums = block_sums(sums, scratch[0]);
+  raw = block_sums({raw, 0.f, 0.f}, scratch[1]).x;
+  const float added = shape.rounding * 0x1p-24f * raw, trace = (scaled ? sums.x : raw) + N * added;
   double result = 0.0;
   if (!(trace > 0.f && trace < 3e38f)) {
     result = trace == 0.f ? 0.0 : __longlong_as_double(0x7ff8000000000000ll);
@@ -139,12 +141,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
             low *= left * right.x, high *= left * right.y;
           }
       }
-      diagonal(s[e], units[e], [&](float& v, u32 i, bool on) {
-        const float f = on ? factor[i] : 0.f;
-        v += added * f * (f * inverse);
-      });
+      diagonal(s[e], units[e], [&](float& v, u32 i, bool on) { v += on && i < N ? added * inverse : 0.f; });
     }
-    const float top = largest(s, units, x, scaled ? OPEN : RAW_OPEN);
+    const float top = largest(s, units, x, OPEN);
     if (threadIdx.x) return;
     const double lambda = (double)top * trace * (1.0 + 0x1p-19);
     const double delta = sqrt((double)sums.y), moved = delta / sqrt((double)shape.d_model);
@@ -161,6 +160,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
 // sigma^2 of W_Q W_K^T, and the quadratic forms of the constants: aux = (c_k^T G_Q c_k, c_q^T G_K c_q). In f32: the factor
 // and the products are within 2 (N + 2) 2^-24 ||L||_F^2 ||G_Q||_F, which is added.
 constexpr u32 ROW = SIDE + 4;  // f32 values
+
+// A power of two near (other/own)^1/4; the same of both sides cancel.
+__device__ __forceinline__ float balanced(float own, float other) {
+  if (!(own > 0.f && other > 0.f)) return 1.f;
+  const int ratio = (int)(__float_as_uint(other) >> 23) - (int)(__float_as_uint(own) >> 23);
+  const int power = ratio >= 0 ? (ratio + 2) / 4 : -((2 - ratio) / 4);
+  return __uint_as_float((u32)(127 + max(-24, min(24, power))) << 23);
+}
 
 // acc += A^T B over rows `from` to SIDE of A (columns at `row`) and B (columns at `column`); a lane has 8 x 4 values. `limit`:
 // 1 where A, 2 where B is lower triangular and its other half is something else.
@@ -196,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 192 / THREADS)
                    double* lambdas, double2* aux, u32* status) {
   extern __shared__ float memory[];
   __shared__ float4 scratch[2][WARPS];
-  __shared__ float inverses[SIDE], constant_q[SIDE], constant_k[SIDE];
+  __shared__ float own_sum[SIDE], constant_q[SIDE], constant_k[SIDE], balance[SIDE];
   __shared__ int failed;
   const Job job = jobs[blockIdx.x];
   const HeadGram q = heads[job.q], k = heads[job.k];
@@ -209,26 +216,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 192 / THREADS)
 #pragma unroll
   for (u32 e = 0; e < EACH; e++) units[e] = unit(e);
   Values s[EACH];
+  // (sum |c_i| ||w_i||, sum |c_i| delta_i, s . c) of the forms of q and of k: what their roundings are measured by.
+  float3 of_q = {0.f, 0.f, 0.f}, of_k = {0.f, 0.f, 0.f};
 #pragma unroll 1
   for (u32 which = 0; which < 2; which++) {
     float* to = which ? l : g;
-    const ChannelStats* own = stats + (which ? k : q).stat_row;
+    const ChannelStats *own = stats + (which ? k : q).stat_row, *other = stats + (which ? q : k).stat_row;
     load_gram(s, units, partials, which ? k : q);
+    float3 form = {0.f, 0.f, 0.f};
     for (u32 i = threadIdx.x; i < SIDE; i += THREADS) {
-      inverses[i] = i < N ? own[i].sum : 0.f;
-      (which ? constant_k : constant_q)[i] = i < N ? own[i].constant : 0.f;
-      const float raw = i < N ? own[i].raw2 : 0.f, gone = i < N ? own[i].rounding : 0.f, s2 = inverses[i] * inverses[i];
+      const float f = i < N ? balanced(own[i].norm2, other[i].norm2) : 1.f;
+      balance[i] = f;
+      own_sum[i] = i < N ? own[i].sum * f : 0.f;
+      // The other's constants meet this Gram.
+      const float c = i < N ? other[i].constant / f : 0.f;
+      (which ? constant_q : constant_k)[i] = c;
+      const float raw = i < N ? own[i].raw2 * f * f : 0.f, gone = i < N ? own[i].rounding * f * f : 0.f, s2 = own_sum[i] * own_sum[i];
+      form.x += fabsf(c) * sqrtf(raw), form.y += fabsf(c) * sqrtf(gone), form.z += c * own_sum[i];
       sums.x += which ? 0.f : raw, sums.y += which ? raw : 0.f;
       lost.x += which ? 0.f : gone, lost.y += which ? gone : 0.f;
       means.x += which ? 0.f : s2, means.y += which ? s2 : 0.f;
     }
+    if (which) of_k = form;
+    else of_q = form;
     __syncthreads();
 #pragma unroll
     for (u32 e = 0; e < EACH; e++) {
       const Unit u = units[e];
       if (u.weight() == 0.f) continue;
       each(s[e], u, [&](float& v, u32 i, u32 j) {
-        const float value = i < N && j < N ? v - inverses[i] * inverses[j] * per : 0.f;
+        const float value = i < N && j < N ? v * balance[i] * balance[j] - own_sum[i] * own_sum[j] * per : 0.f;
         to[i * ROW + j] = value;
         if (u.weight() == 2.f) to[j * ROW + i] = value;
         sums.z += which ? 0.f : u.weight() * value * value;
@@ -254,21 +271,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 192 / THREADS)
   };
   const float e_q = added(shape.rounding, sums.x, lost.x, means.x, t_q);
   const float e_k = added(shape.rounding + N + 12, sums.y, lost.y, means.y, t_k);
-  // The forms; the certificate and the sum's own rounding cover them.
+  // ||W c||^2 for the other's constants c: the form, its rounding, and what the operands lost before.
   float3 forms = {0.f, 0.f, 0.f};
-  float cq2 = 0.f, ck2 = 0.f;
 #pragma unroll 4
   for (u32 i = threadIdx.x; i < SIDE * SIDE; i += THREADS) {
     const u32 row = i / SIDE, column = i % SIDE;
     forms.x += constant_k[row] * constant_k[column] * g[row * ROW + column];
     forms.y += constant_q[row] * constant_q[column] * l[row * ROW + column];
-    if (row == column) cq2 += constant_q[row] * constant_q[row], ck2 += constant_k[row] * constant_k[row];
   }
   forms = block_sums(forms, scratch[1]);
-  const float3 squares = block_sums({cq2, ck2, 0.f}, scratch[0]);
+  of_q = block_sums(of_q, scratch[0]);
+  of_k = block_sums(of_k, scratch[1]);
   const float more = 64.f + SIDE * SIDE / THREADS;
-  const double form_x = (1.0 + t_q) * (fmax((double)forms.x, 0.0) + ((double)e_q + more * u24 * sums.x) * squares.y * 1.0001);
-  const double form_y = (1.0 + t_k) * (fmax((double)forms.y, 0.0) + ((double)e_k + more * u24 * sums.y) * squares.x * 1.0001);
+  auto form_above = [&](float form, const float3& of) {
+    const double norm = of.x * 1.0001, delta = of.y * 1.0001;
+    const double f = fmax((double)form, 0.0) + ((double)shape.rounding + more) * u24 * norm * norm;
+    return f + 2.0 * delta * sqrt(f + (double)of.z * of.z * per * 1.0001) + delta * delta;
+  };
+  const double form_x = form_above(forms.x, of_q), form_y = form_above(forms.y, of_k);
   if (threadIdx.x == 0) aux[blockIdx.x] = make_double2(form_x, form_y);
   const double fallback = ((double)sums.x + (double)N * e_q) * ((double)sums.y + (double)N * e_k) * (1.0 + t_q) * (1.0 + t_k) * 1.0001;
   // Balanced, so that neither f32 nor f16 leaves its range: traces of 1.

@@ -14,7 +14,7 @@ struct PlanShape {
   u32 n_q, n_kv, r, rotary;
   u32 interleaved, d_model, layers, products;  // products: 1 if sigma^2 comes from the product jobs
   float rope_factor;
-  u32 pad;
+  u32 raw_pairs;  // bit 0, 1: in some layer the pair products of q, k still hold the mean
   double eta;
 };
 static_assert(sizeof(PlanShape) == 48, "host mirror");
@@ -60,6 +60,7 @@ extern "C" __global__ void __launch_bounds__(128)
 
   // Constants.
   double cq2 = 0, ck2 = 0, c0 = 0, a = 0, b = 0, rest_q = 0, rest_k = 0, rest_cq = 0, rest_ck = 0, rest_c0 = 0;
+  double rest_a = 0, rest_b = 0;      // channel by channel
   double spread_q = 0, spread_k = 0;  // of what the constants are made of, before it cancels
   for (u32 p = lane; p < s.r / 2; p += 32) {
     u32 i, j;
@@ -72,20 +73,25 @@ extern "C" __global__ void __launch_bounds__(128)
     const double aq0 = f * q[i].absolute, aq1 = f * q[j].absolute, ak0 = f * k[i].absolute, ak1 = f * k[j].absolute;
     spread_q += aq0 * aq0 + aq1 * aq1, spread_k += ak0 * ak0 + ak1 * ak1;
     if (rotated) {
-      auto sigma_pair = [&](const ChannelStats* c) {
-        const double x = c[i].norm2, y = c[j].norm2, m = c[i].pair;
+      auto sigma_pair = [&](const ChannelStats* c, u32 which) {
+        const double x = c[i].norm2, y = c[j].norm2;
+        const double less = s.raw_pairs >> which & 1 ? (double)c[i].sum * c[j].sum / s.d_model : 0.0;
+        const double pair = c[i].pair, m = fmax(fabs(pair), fabs(pair - less));
         return f * root_above(0.5 * (x + y) + root_above(0.25 * (x - y) * (x - y) + m * m));
       };
       const double rq = root_above(qq), rk = root_above(kk);
-      c0 += rq * rk, a += sigma_pair(q) * rk, b += sigma_pair(k) * rq;
+      c0 += rq * rk, a += sigma_pair(q, 0) * rk, b += sigma_pair(k, 1) * rq;
     } else {
       rest_c0 += q0 * k0 + q1 * k1, rest_cq += qq, rest_ck += kk;
       rest_q += (double)q[i].norm2 + q[j].norm2, rest_k += (double)k[i].norm2 + k[j].norm2;
+      rest_a += root_above(q[i].norm2) * fabs(k0) + root_above(q[j].norm2) * fabs(k1);
+      rest_b += root_above(k[i].norm2) * fabs(q0) + root_above(k[j].norm2) * fabs(q1);
     }
   }
   cq2 = warp_sum(cq2), ck2 = warp_sum(ck2), c0 = warp_sum(c0) + fabs(warp_sum(rest_c0));
   a = warp_sum(a), b = warp_sum(b), spread_q = warp_sum(spread_q), spread_k = warp_sum(spread_k);
   rest_q = warp_sum(rest_q), rest_k = warp_sum(rest_k), rest_cq = warp_sum(rest_cq), rest_ck = warp_sum(rest_ck);
+  rest_a = warp_sum(rest_a), rest_b = warp_sum(rest_b);
   // The coarsest of the layer: heads may share its largest scale.
   float step_q = 0.f, step_k = 0.f;
   for (u32 i = lane; i < s.n_kv; i += 32) {
@@ -98,7 +104,8 @@ extern "C" __global__ void __launch_bounds__(128)
     step_k = fmaxf(step_k, __shfl_xor_sync(0xffffffffu, step_k, step));
   }
   if (lane) return;
-  a += sqrt(rest_q * rest_ck), b += sqrt(rest_k * rest_cq);
+  a += fmin(fmin(sqrt(rest_q), sigma_q) * sqrt(rest_ck), rest_a);
+  b += fmin(fmin(sqrt(rest_k), sigma_k) * sqrt(rest_cq), rest_b);
   a = fmin(a, sigma_q * sqrt(ck2)), b = fmin(b, sigma_k * sqrt(cq2));
   double sigma = sigma_q * sigma_k;
   if (s.products) {

@@ -1,154 +1,393 @@
-// One implicit power step per head that reads each weight once: y <- G_K (G_Q y), G = W^T diag(g^2) W, never formed.
+// One implicit power step per head that reads each weight once: z = G_Q y, then y <- G_K z, G = W^T W never formed, W with
+// the norm's gain and without its mean.
 //
-// The two products of one weight are fused over the model dimension: for a range of input channels u_i = g_i^2 w_i . y is
-// complete, so y'_c = sum_i w_ic u_i can start from the same tile. Tiles of one head and 256 input channels come through
-// three stages of shared memory; every thread copies what it alone reads back (8 channels of a warp, 8 input channels of a
-// lane). A K head serves all query heads of its group from one load (no expansion). The parts of y' are summed in order
-// by scale_power_reduce.
+// The two products of one weight are fused over the model dimension: u = W y is complete for the input channels of a tile,
+// so W^T u starts from the same tile. A warp takes runs of 16 input channels of the tile for both, and u never leaves its registers:
+// the result of the first product has the layout of the second's left operand. Tiles come through the copy engine; the warp
+// that is the last to have read one asks for the next, and nothing in the loop is a barrier of the block. Vectors enter as
+// three bf16 terms on tensor cores, exact to f32, four or eight at once, so that a K head serves the query heads of its group
+// from one read. The mean of a LayerNorm is a term of rank one, G_effective = G - s s^T / d with s = W^T 1, and s is one more
+// row of the second product. Every warp leaves its part of a head; scale_power_reduce sums them in order.
 //
-// BF16, [out, in], d_head 64 or 128 (macro D_HEAD). The estimate is a lower bound; the mean is kept.
-#include "scale_types.cuh"
+// sigma = sqrt((z . G_K z) / (y . z)) is ||M^T u|| for the unit u = M v / ||M v||, M = W_Q W_K^T, y = W_K^T v: never above
+// the norm of M. A vector that is mapped to zero stays as it is.
+//
+// BF16, [out, in] or (d_head a multiple of 64) [in, out].
+#include "scale_mma.cuh"
+#include "scale_ptx.cuh"
 
 #ifndef D_HEAD
 #define D_HEAD 128
 #endif
-constexpr int ROWS = 8, WARPS = D_HEAD / ROWS;
+#ifndef ALONG_CHANNELS  // 1: stored [in, out]
+#define ALONG_CHANNELS 0
+#endif
 
 struct PowerBlock {
   u32 projection;
-  u32 head;     // of the projection
-  u32 vector;   // first vector (query head, counted over the model) it multiplies
-  u32 count;    // vectors: 1 for q, the group for k
+  u32 head;    // of the projection
+  u32 vector;  // first vector (query head, counted over the model) it multiplies
+  u32 count;   // vectors: 1 for q, up to 8 of the group for k
 };
+
+struct Step {
+  u64 maps;         // a tensor map a projection
+  u64 projections;
+  u64 blocks;
+  u64 from;         // vectors in: y, or z
+  u64 to;           // z, or y
+  u64 parts;        // [slot][warp][rows][D_HEAD]
+  u64 scales;       // of each vector: y . z and the exponent that was taken out of z
+  u64 sigma;
+  u32 count;        // of the table
+  u32 tiles;        // of a head
+  u32 rows;         // of a part
+  u32 finish;       // 0: to z; 1: to y
+  u32 raw;          // 1: neither gain nor mean
+  u32 grid;         // blocks of scale_power, at most one an item
+};
+static_assert(sizeof(Step) == 88, "host mirror");
+
+constexpr u32 N = D_HEAD, CHUNKS = (N + 15) / 16;  // of 16 channels
+// A warp takes `GROUPS` runs of 16 input channels of a tile: independent work to hide latencies with.
+constexpr u32 WARPS = N <= 128 ? 8 : 4, GROUPS = N <= 128 ? 2 : 1, THREADS = WARPS * 32, TILE = WARPS * GROUPS * 16;
+constexpr u32 BLOCKS = N <= 64 ? 2 : 1;  // of a multiprocessor, where the registers suffice
+constexpr u32 BOXES = ALONG_CHANNELS ? (N + 63) / 64 : TILE / 64;
+constexpr u32 BOX_BYTES = (ALONG_CHANNELS ? TILE : CHUNKS * 16) * 128, TILE_BYTES = BOXES * BOX_BYTES;
+constexpr u32 COPIED = N * TILE * 2;
+static_assert(!ALONG_CHANNELS || N % 64 == 0, "whole boxes");
+// Terms of the vectors are kept in registers where there is room.
+constexpr bool HELD = N <= 128;
+constexpr u32 TERM_BYTES = HELD ? 0 : WARPS * CHUNKS * 768;
+constexpr u32 FITTING = (221184 / BLOCKS - TERM_BYTES) / TILE_BYTES, STAGES = FITTING < 12 ? FITTING : 12;
+
+extern "C" __constant__ int SHARED_BYTES = 1024 + STAGES * TILE_BYTES + TERM_BYTES;
+extern "C" __constant__ int BLOCK_THREADS = THREADS;
+extern "C" __constant__ int TILE_INPUTS = TILE;
 
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
   return v;
 }
-
-constexpr u32 THREADS = WARPS * 32, STAGES = 3;
-constexpr u32 STAGE_BYTES = THREADS * ROWS * 16;
-
-// 16 bytes to shared memory, or zeros.
-__device__ __forceinline__ void copy16(u32 to, const void* from, bool in) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(in ? 16 : 0) : "memory");
+__device__ __forceinline__ float warp_most(float v) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, step));
+  return v;
 }
 
-// Sums eight values over the warp at once: lane l returns value l / 4.
-template <int WIDTH> __device__ __forceinline__ void fold(float (&v)[8]) {
-  const bool upper = threadIdx.x & (WIDTH * 4);
-#pragma unroll
-  for (int i = 0; i < WIDTH; i++) {
-    const float mine = upper ? v[i + WIDTH] : v[i], theirs = upper ? v[i] : v[i + WIDTH];
-    v[i] = mine + __shfl_xor_sync(0xffffffffu, theirs, WIDTH * 4);
+// Equal runs of `items` for each of the blocks, and the block that has an item.
+__device__ __forceinline__ u32 run_start(u32 items, u32 block, u32 grid) { return (u32)((u64)items * block / grid); }
+__device__ __forceinline__ u32 block_of(u32 items, u32 item, u32 grid) {
+  return (u32)((((u64)item + 1) * grid - 1) / items);
+}
+
+struct Ring {
+  u32 stage = 0, phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
   }
+};
+
+// Asks for the tile of `item`, of a head of the table.
+__device__ __forceinline__ void bring(const Step& step, const PowerBlock& block, u32 head, u32 item, u32 to, u32 full) {
+  const u64 map = step.maps + block.projection * 128ull;
+  const u32 at = (item - head * step.tiles) * TILE;
+  ptx::barrier_expect(full, COPIED);
+#pragma unroll
+  for (u32 b = 0; b < BOXES; b++)
+    ptx::copy_tile(to + b * BOX_BYTES, map, ALONG_CHANNELS ? block.head * N + b * 64 : at + b * 64,
+                   ALONG_CHANNELS ? at : block.head * N, full);
+}
+__device__ __forceinline__ PowerBlock entry(const Step& step, u32 head) {
+  const uint4 raw = __ldg((const uint4*)step.blocks + head);
+  return {raw.x, raw.y, raw.z, raw.w};
 }
 
-// A persistent grid; items are (head, range), an equal run of them a block. parts: [vector][range][D_HEAD].
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
-    scale_power(const Projection* projections, const PowerBlock* blocks, u32 items, const float* y, float* parts, u32 raw) {
-  extern __shared__ u8 tiles[];
-  __shared__ float partial[WARPS][256];
-  __shared__ float vector[D_HEAD];
-  const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const u32 ranges = (projections[0].d_model + 255) / 256;
-  const u32 first = (u32)((u64)items * blockIdx.x / gridDim.x), last = (u32)((u64)items * (blockIdx.x + 1) / gridDim.x);
-  const u32 base = (u32)__cvta_generic_to_shared(tiles) + threadIdx.x * 16;
+// What one load of weights gives: two right operands for the product over the channels, or over the inputs.
+struct Weights {
+  u32 r[4];
+  template <bool TRANSPOSED> __device__ __forceinline__ void load(u32 address) { mma::load<TRANSPOSED>(r, address); }
+  template <bool TRANSPOSED> __device__ __forceinline__ u32 operand(int tile, int half) const {
+    return TRANSPOSED ? r[2 * tile + half] : r[tile + 2 * half];
+  }
+};
 
-  auto load = [&](u32 item, u32 stage) {
-    if (item < last) {
-      const PowerBlock block = blocks[item / ranges];
-      const Projection& p = projections[block.projection];
-      const u32 k = item % ranges * 256 + lane * 8;
-      const bool in = k < p.d_model;
-      const u16* from = (const u16*)p.weight + p.row_stride * (i64)(block.head * D_HEAD + warp * ROWS) + (in ? k : 0);
+struct Norm {
+  u64 gain;
+  float offset;
+  u32 dtype, d_model;
+  bool mean;
+};
+__device__ __forceinline__ Norm norm_of(const Step& step, u32 projection) {
+  const Projection& p = ((const Projection*)step.projections)[projection];
+  return {step.raw ? 0 : p.gain, p.gain_offset, p.vector_dtype, p.d_model, (p.flags & HAS_MEAN) && !step.raw};
+}
+
+// PACKED: up to four vectors, or three and a mean; else up to eight, or seven and a mean.
+template <bool PACKED>
+__device__ void multiply(const Step& step, u32 tiles, u32 terms, u32 full, u32* released, u32 first, u32 last) {
+  const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
+  // Rows of vector g are this lane's; the sum of weights is made in the last.
+  constexpr u32 VECTORS = PACKED ? 4 : 8, MEAN = VECTORS - 1;
+  const u32 g = (lane >> 2) % VECTORS;
+  terms += warp * CHUNKS * 768 + lane * 4;
+  // Where this lane reads: rows of channels in a box of 64 inputs, or rows of inputs in boxes of 64 channels.
+  u32 place[GROUPS];
 #pragma unroll
-      for (u32 r = 0; r < ROWS; r++)
-        copy16(base + stage * STAGE_BYTES + r * THREADS * 16, from + p.row_stride * r, in);
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+  for (u32 i = 0; i < GROUPS; i++) {
+    const u32 run = warp * GROUPS + i;
+    const u32 box = ALONG_CHANNELS ? 0 : run / 4 * BOX_BYTES, row = (ALONG_CHANNELS ? run * 16 : 0) + (lane & 15);
+    const u32 chunk = (ALONG_CHANNELS ? 0 : run % 4 * 2) + (lane >> 4);
+    place[i] = box + row * 128 + ((chunk ^ (row & 7)) << 4);
+  }
+  auto address = [&](u32 stage, u32 i, u32 c) {
+    const u32 tile = tiles + stage * TILE_BYTES;
+    return ALONG_CHANNELS ? tile + (c / 4 * BOX_BYTES + (place[i] ^ (c % 4 * 32))) : tile + place[i] + c * 2048;
   };
-  load(first, 0), load(first + 1, 1);
-  u32 stage = 0;
-  for (u32 item = first; item < last; item++) {
-    const u32 ahead = stage == 0 ? 2 : stage - 1;
-    load(item + 2, ahead);
-    const PowerBlock block = blocks[item / ranges];
-    const Projection& p = projections[block.projection];
-    const u32 range = item % ranges, mine = range * 256 + threadIdx.x;
-    float square = 0.f;
-    if (threadIdx.x < 256 && mine < p.d_model) {
-      const float g = p.gain && !raw ? load_value(p.gain, p.vector_dtype, mine) + p.gain_offset : 1.f;
-      square = g * g;
-    }
-    // This thread's own copies have landed; nobody else reads them.
-    asm volatile("cp.async.wait_group 2;" ::: "memory");
-    const uint4* tile = (const uint4*)(tiles + stage * STAGE_BYTES) + threadIdx.x;
-#pragma unroll 1
-    for (u32 v = 0; v < block.count; v++) {
-      __syncthreads();
-      if (threadIdx.x < D_HEAD) vector[threadIdx.x] = y[(size_t)(block.vector + v) * D_HEAD + threadIdx.x];
-      __syncthreads();
-      // u over this warp's channels, then over the warps.
-      float u[8] = {};
+  auto gains_of = [&](const Norm& norm, u32 tile, float (&gains)[GROUPS][4]) {
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-        Vector8<DTYPE_BF16> w;
-        float x[8];
-        w.raw = tile[r * THREADS], w.get(x);
-        const float yr = vector[warp * ROWS + r];
+    for (u32 i = 0; i < GROUPS; i++)
 #pragma unroll
-        for (int i = 0; i < 8; i++) u[i] += x[i] * yr;
+      for (u32 j = 0; j < 4; j++) {
+        const u32 input = tile * TILE + (warp * GROUPS + i) * 16 + t * 2 + j / 2 * 8 + j % 2;
+        gains[i][j] = input >= norm.d_model ? 0.f : norm.gain ? load_value(norm.gain, norm.dtype, input) + norm.offset : 1.f;
       }
-      float4* to = (float4*)&partial[warp][lane * 8];
-      to[0] = make_float4(u[0], u[1], u[2], u[3]), to[1] = make_float4(u[4], u[5], u[6], u[7]);
-      __syncthreads();
-      float sum = 0.f;
-      if (threadIdx.x < 256)
+  };
+  Ring ring;
+  u32 head = first / step.tiles;
+  PowerBlock block = entry(step, head);
+  Norm norm = norm_of(step, block.projection);
+  float gains[GROUPS][4];
+  gains_of(norm, first - head * step.tiles, gains);
+  for (u32 item = first; item < last; head++) {
+    const u32 end = min(last, (head + 1) * step.tiles);
+    // What the next head needs is on its way while this one is worked on.
+    const PowerBlock next_block = entry(step, min(head + 1, step.count - 1));
+    const Norm next_norm = norm_of(step, next_block.projection);
+
+    mma::Terms<PACKED> held[HELD ? CHUNKS : 1];
+    {
+      const float* from = (const float*)step.from + (size_t)(block.vector + g) * N;
 #pragma unroll
-        for (int q = 0; q < WARPS; q++) sum += partial[q][threadIdx.x];
-      __syncthreads();
-      if (threadIdx.x < 256) partial[0][threadIdx.x] = sum * square;
-      __syncthreads();
-      const float4 a = *(const float4*)&partial[0][lane * 8], b = *(const float4*)&partial[0][lane * 8 + 4];
-      float dot[8];
+      for (u32 c = 0; c < CHUNKS; c++) {
+        mma::Terms<PACKED>& a = held[HELD ? c : 0];
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-        Vector8<DTYPE_BF16> w;
-        float x[8];
-        w.raw = tile[r * THREADS], w.get(x);
-        dot[r] = x[0] * a.x + x[1] * a.y + x[2] * a.z + x[3] * a.w + x[4] * b.x + x[5] * b.y + x[6] * b.z + x[7] * b.w;
+        for (u32 half = 0; half < 2; half++) {
+          const u32 at = c * 16 + half * 8 + t * 2;
+          const float2 x = g < block.count && at < N ? __ldcg((const float2*)(from + at)) : make_float2(0.f, 0.f);
+          a.set(half, x.x, x.y);
+        }
+        if (!HELD) a.store(terms + c * 768);
       }
-      fold<4>(dot), fold<2>(dot), fold<1>(dot);
-      dot[0] += __shfl_xor_sync(0xffffffffu, dot[0], 2);
-      dot[0] += __shfl_xor_sync(0xffffffffu, dot[0], 1);
-      float* out = parts + ((size_t)(block.vector + v) * ranges + range) * D_HEAD + warp * ROWS;
-      if ((lane & 3) == 0) out[lane >> 2] = dot[0];
     }
-    stage = stage == STAGES - 1 ? 0 : stage + 1;
+    auto term = [&](u32 c) {
+      mma::Terms<PACKED> a = held[HELD ? c : 0];
+      if (!HELD) a.reload(terms + c * 768);
+      return a;
+    };
+
+    float sum[2 * CHUNKS][4];
+#pragma unroll
+    for (u32 i = 0; i < 2 * CHUNKS; i++) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0.f;
+
+    for (; item < end; item++, ring.next()) {
+      // The gains of the next tile are on their way.
+      float ahead[GROUPS][4];
+      if (item + 1 < end) gains_of(norm, item + 1 - head * step.tiles, ahead);
+      else gains_of(next_norm, 0, ahead);
+      ptx::barrier_wait(full + ring.stage * 8, ring.phase);
+      float high[GROUPS][2][4] = {}, low[GROUPS][2][4] = {};
+#pragma unroll
+      for (u32 c = 0; c < CHUNKS; c++) {
+        Weights w[GROUPS];
+#pragma unroll
+        for (u32 i = 0; i < GROUPS; i++) w[i].load<!ALONG_CHANNELS>(address(ring.stage, i, c));
+        const mma::Terms<PACKED> a = term(c);
+#pragma unroll
+        for (u32 i = 0; i < GROUPS; i++)
+#pragma unroll
+          for (u32 n = 0; n < 2; n++) {
+            const u32 b0 = w[i].operand<!ALONG_CHANNELS>(n, 0), b1 = w[i].operand<!ALONG_CHANNELS>(n, 1);
+            mma::high_terms(high[i][n], a, b0, b1);
+            mma::low_terms(low[i][n], a, b0, b1);
+          }
+      }
+      // u of vector g, with the gain on both sides; or the gain alone, which makes s.
+      mma::Terms<PACKED> u[GROUPS];
+#pragma unroll
+      for (u32 i = 0; i < GROUPS; i++)
+#pragma unroll
+        for (u32 n = 0; n < 2; n++) {
+          float x[2];
+#pragma unroll
+          for (u32 j = 0; j < 2; j++) {
+            const float value = mma::rows<PACKED>(high[i][n][j] + low[i][n][j], high[i][n][j + 2]), factor = gains[i][n * 2 + j];
+            x[j] = norm.mean && g == MEAN ? factor : value * factor * factor;
+            gains[i][n * 2 + j] = ahead[i][n * 2 + j];
+          }
+          u[i].set(n, x[0], x[1]);
+        }
+#pragma unroll
+      for (u32 c = 0; c < CHUNKS; c++) {
+        Weights w[GROUPS];
+#pragma unroll
+        for (u32 i = 0; i < GROUPS; i++) w[i].load<ALONG_CHANNELS>(address(ring.stage, i, c));
+#pragma unroll
+        for (u32 i = 0; i < GROUPS; i++)
+#pragma unroll
+          for (u32 n = 0; n < 2; n++)
+            mma::high_terms(sum[2 * c + n], u[i], w[i].operand<ALONG_CHANNELS>(n, 0), w[i].operand<ALONG_CHANNELS>(n, 1));
+#pragma unroll
+        for (u32 i = 0; i < GROUPS; i++)
+#pragma unroll
+          for (u32 n = 0; n < 2; n++)
+            mma::low_terms(sum[2 * c + n], u[i], w[i].operand<ALONG_CHANNELS>(n, 0), w[i].operand<ALONG_CHANNELS>(n, 1));
+      }
+      __syncwarp();
+      if (lane == 0) {
+        u32 before;
+        asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;"
+                     : "=r"(before)
+                     : "r"(ptx::shared_address(released + ring.stage))
+                     : "memory");
+        // The counter runs on: a multiple of the warps is a tile that all have read.
+        if ((before + 1) % WARPS == 0 && item + STAGES < last) {
+          const u32 ahead = item + STAGES, its = ahead / step.tiles;
+          bring(step, its == head ? block : its == head + 1 ? next_block : entry(step, its), its, ahead,
+                tiles + ring.stage * TILE_BYTES, full + ring.stage * 8);
+        }
+      }
+      __syncwarp();
+    }
+
+    // This warp's part of the head.
+    const u32 part_row = g < block.count ? g : norm.mean && g == MEAN ? block.count : ~0u;
+    float* to = (float*)step.parts + (((size_t)(blockIdx.x + head) * WARPS + warp) * step.rows + part_row) * N + t * 2;
+#pragma unroll
+    for (u32 i = 0; i < 2 * CHUNKS; i++) {
+      const float2 part = make_float2(mma::rows<PACKED>(sum[i][0], sum[i][2]), mma::rows<PACKED>(sum[i][1], sum[i][3]));
+      // With PACKED lanes 16 apart have the same.
+      if (part_row != ~0u && lane < VECTORS * 4 && i * 8 < N) __stcg((float2*)(to + i * 8), part);
+    }
+    block = next_block, norm = next_norm;
   }
 }
 
-// y' = sum of the parts of one vector. After the second product (`finish`) it is normalised and
-// sigma = sqrt(||G_K G_Q y|| / ||y||); a zero vector is left as it is, with sigma 0. A block a vector, a thread a channel.
-extern "C" __global__ void __launch_bounds__(D_HEAD)
-    scale_power_reduce(const float* parts, u32 ranges, float* y, float* sigma, u32 finish) {
-  __shared__ float squares[D_HEAD / 32];
-  const float* from = parts + (size_t)blockIdx.x * ranges * D_HEAD + threadIdx.x;
-  float sum = 0.f;
-#pragma unroll 8
-  for (u32 range = 0; range < ranges; range++) sum += from[(size_t)range * D_HEAD];
-  if (finish) {
-    const float part = warp_sum(sum * sum);
-    if ((threadIdx.x & 31) == 0) squares[threadIdx.x >> 5] = part;
-    __syncthreads();
-    float total = 0.f;
-#pragma unroll
-    for (int w = 0; w < D_HEAD / 32; w++) total += squares[w];
-    const float norm = sqrtf(total);
-    if (norm > 0.f) sum /= norm;
-    if (threadIdx.x == 0) sigma[blockIdx.x] = sqrtf(norm);
+template <bool PACKED> __device__ __forceinline__ void pass(const Step& step) {
+  extern __shared__ u8 shared[];
+  __shared__ u64 barriers[STAGES];
+  __shared__ u32 released[STAGES];
+  const u32 tiles = (ptx::shared_address(shared) + 1023) & ~1023u, terms = tiles + STAGES * TILE_BYTES;
+  const u32 full = ptx::shared_address(barriers);
+  if (threadIdx.x < STAGES) ptx::barrier_init(full + threadIdx.x * 8, 1), released[threadIdx.x] = 0;
+  ptx::barrier_init_fence();
+  if (!ALONG_CHANNELS && N % 16) {
+    // Channels that the copies never write.
+    for (u32 i = threadIdx.x; i < STAGES * BOXES * 64; i += THREADS)
+      asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(tiles + i / 64 * BOX_BYTES + N * 128 + i % 64 * 16), "r"(0)
+                   : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
-  y[(size_t)blockIdx.x * D_HEAD + threadIdx.x] = sum;
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  __syncthreads();
+  const u32 items = step.count * step.tiles;
+  const u32 first = run_start(items, blockIdx.x, gridDim.x), last = run_start(items, blockIdx.x + 1, gridDim.x);
+  // The weights do not depend on the launch in front, the vectors do.
+  if (threadIdx.x == 0)
+    for (u32 i = 0; i < STAGES && first + i < last; i++) {
+      const u32 head = (first + i) / step.tiles;
+      bring(step, entry(step, head), head, first + i, tiles + i * TILE_BYTES, full + i * 8);
+    }
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  multiply<PACKED>(step, tiles, terms, full, released, first, last);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scale_power(const __grid_constant__ Step step) { pass<true>(step); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) scale_power_wide(const __grid_constant__ Step step) { pass<false>(step); }
+
+// Sums the parts of every vector, in order, and finishes it. A block a head, a warp a vector.
+extern "C" __global__ void __launch_bounds__(256) scale_power_reduce(const __grid_constant__ Step step) {
+  constexpr u32 RUNS = (N + 127) / 128;
+  const u32 lane = threadIdx.x & 31, row = threadIdx.x >> 5, head = blockIdx.x;
+  const PowerBlock block = entry(step, head);
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (row >= block.count) return;
+  const Norm norm = norm_of(step, block.projection);
+  const u32 items = step.count * step.tiles, vector = block.vector + row;
+  const u32 first = block_of(items, head * step.tiles, step.grid), last = block_of(items, (head + 1) * step.tiles - 1, step.grid);
+  const u32 part = step.rows * N, count = (last - first + 1) * WARPS;
+  const float* parts = (const float*)step.parts + (size_t)(first + head) * WARPS * part;
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  auto total = [&](u32 row, float4 (&sum)[RUNS]) {
+#pragma unroll
+    for (u32 j = 0; j < RUNS; j++) {
+      sum[j] = make_float4(0.f, 0.f, 0.f, 0.f);
+      const u32 c = j * 128 + lane * 4;
+      if (c >= N) continue;
+#pragma unroll 8
+      for (u32 i = 0; i < count; i++) {
+        const float4 x = __ldcg((const float4*)(parts + (size_t)i * part + row * N + c));
+        sum[j].x += x.x, sum[j].y += x.y, sum[j].z += x.z, sum[j].w += x.w;
+      }
+    }
+  };
+  auto dot = [&](const float4 (&a)[RUNS], const float4 (&b)[RUNS]) {
+    float sum = 0.f;
+#pragma unroll
+    for (u32 j = 0; j < RUNS; j++) sum += a[j].x * b[j].x + a[j].y * b[j].y + a[j].z * b[j].z + a[j].w * b[j].w;
+    return warp_sum(sum);
+  };
+  float4 x[RUNS], y[RUNS];
+#pragma unroll
+  for (u32 j = 0; j < RUNS; j++) {
+    const u32 c = j * 128 + lane * 4;
+    x[j] = c < N ? __ldcg((const float4*)((const float*)step.from + (size_t)vector * N + c)) : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  total(row, y);
+  if (norm.mean) {
+    float4 sums[RUNS];
+    total(block.count, sums);
+    const float factor = dot(sums, x) / (float)norm.d_model;
+#pragma unroll
+    for (u32 j = 0; j < RUNS; j++)
+      y[j].x -= factor * sums[j].x, y[j].y -= factor * sums[j].y, y[j].z -= factor * sums[j].z, y[j].w -= factor * sums[j].w;
+  }
+  float most = 0.f;
+#pragma unroll
+  for (u32 j = 0; j < RUNS; j++)
+    most = fmaxf(fmaxf(most, fmaxf(fabsf(y[j].x), fabsf(y[j].y))), fmaxf(fabsf(y[j].z), fabsf(y[j].w)));
+  most = warp_most(most);
+  // A power of two out of every result keeps products of tiny and of huge weights in f32.
+  const float infinite = __uint_as_float(0x7f800000u);
+  const int exponent = most > 0.f && most < infinite ? ilogbf(most) : 0;
+#pragma unroll
+  for (u32 j = 0; j < RUNS; j++) {
+    y[j].x = scalbnf(y[j].x, -exponent), y[j].y = scalbnf(y[j].y, -exponent);
+    y[j].z = scalbnf(y[j].z, -exponent), y[j].w = scalbnf(y[j].w, -exponent);
+  }
+  const float along = dot(x, y);
+  float2* scale = (float2*)step.scales + vector;
+  bool keep = true;
+  float factor = 1.f;
+  if (!step.finish) {
+    if (lane == 0) *scale = make_float2(along, (float)exponent);
+  } else {
+    const float2 before = __ldcg(scale);
+    const float length = sqrtf(dot(y, y));
+    keep = length > 0.f && length < infinite;
+    factor = 1.f / length;
+    if (lane == 0) {
+      // (2^e z . 2^f y') / (y . 2^e z). Rounding may leave a product that is zero below it; what is not a number stays so.
+      const bool none = before.x <= 0.f || along <= 0.f;
+      const double square = (double)along / (double)before.x;
+      ((float*)step.sigma)[vector] = none ? 0.f : (float)sqrt(scalbn(square, exponent + (int)before.y));
+    }
+  }
+#pragma unroll
+  for (u32 j = 0; j < RUNS; j++) {
+    const u32 c = j * 128 + lane * 4;
+    if (c < N && keep)
+      *(float4*)((float*)step.to + (size_t)vector * N + c) =
+          make_float4(y[j].x * factor, y[j].y * factor, y[j].z * factor, y[j].w * factor);
+  }
 }

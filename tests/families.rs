@@ -11,7 +11,7 @@ use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 use safetensors::Dtype;
 use serde_json::{Value, json};
-use sigmascale::model::{Checkpoint, NormKind};
+use sigmascale::model::{Checkpoint, GainForm};
 
 // The independent forward: plain vectors, raw tensors, one family after another.
 
@@ -124,6 +124,26 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             let (k, v) = rest.split_at(case.d);
             Out { q: heads(q), k: heads(k), v: heads(v), scale: usual / (i + 1) as f64, cap: None }
         }
+        "gptj" | "gpt_bigcode" | "opt" => {
+            let layer = if family == "opt" { format!("{p}decoder.layers.{i}") } else { format!("{p}h.{i}") };
+            let (g, b) = own(&format!("{layer}.{}", if family == "opt" { "self_attn_layer_norm" } else { "ln_1" }));
+            let x = layer_norm(hidden, &g, b);
+            if family == "gpt_bigcode" {
+                // [model dimension, one key head, one value head].
+                let y = linear(t, &format!("{layer}.attn.c_attn"), &x);
+                let (q, rest) = y.split_at(case.d);
+                let (k, v) = rest.split_at(R);
+                return Out { q: heads(q), k: heads(k), v: heads(v), scale: usual, cap: None };
+            }
+            let attn = format!("{layer}.{}", if family == "opt" { "self_attn" } else { "attn" });
+            let [mut q, mut k, v] = ["q", "k", "v"].map(|n| heads(&linear(t, &format!("{attn}.{n}_proj"), &x)));
+            if family == "gptj" {
+                for head in q.iter_mut().chain(&mut k) {
+                    rope_interleaved(head, &frequencies(10_000.0, 8), position);
+                }
+            }
+            Out { q, k, v, scale: usual, cap: None }
+        }
         "phi3" => {
             let (g, _) = own(&format!("{p}layers.{i}.input_layernorm"));
             let y = linear(t, &format!("{p}layers.{i}.self_attn.qkv_proj"), &rms_norm(hidden, &g, 0.0));
@@ -184,26 +204,32 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             Out { q, k, v, scale: usual, cap: None }
         }
         _ => {
-            let x = if family == "olmo2" {
-                hidden.to_vec()
-            } else {
-                let (g, b) = own(&format!("{p}layers.{i}.input_layernorm"));
-                match family {
-                    "phi" | "starcoder2" | "stablelm" | "cohere" => layer_norm(hidden, &g, b),
-                    "gemma" | "gemma2" | "gemma3" => rms_norm(hidden, &g, 1.0),
-                    _ => rms_norm(hidden, &g, 0.0),
+            let input = || own(&format!("{p}layers.{i}.input_layernorm"));
+            let x = match family {
+                "olmo2" | "exaone4" => hidden.to_vec(),
+                "olmo" => layer_norm(hidden, &vec![1.0; case.d], None),
+                "apertus" => rms_norm(hidden, t.get(&format!("{p}layers.{i}.attention_layernorm.weight")), 0.0),
+                "nemotron" => {
+                    let (g, b) = input();
+                    layer_norm(hidden, &g.iter().map(|g| 1.0 + g).collect::<Vec<_>>(), b)
                 }
+                "phi" | "starcoder2" | "stablelm" | "cohere" | "cohere2" => {
+                    let (g, b) = input();
+                    layer_norm(hidden, &g, b)
+                }
+                "gemma" | "gemma2" | "gemma3" => rms_norm(hidden, &input().0, 1.0),
+                _ => rms_norm(hidden, &input().0, 0.0),
             };
             let attn = format!("{p}layers.{i}.self_attn");
             let [mut q, mut k, v] = ["q", "k", "v"].map(|n| heads(&linear(t, &format!("{attn}.{n}_proj"), &x)));
             for (name, all) in [("q", &mut q), ("k", &mut k)] {
                 let gain = || t.get(&format!("{attn}.{name}_norm.weight"));
                 match case.kind {
-                    "olmo2" => *all = heads(&rms_norm(&all.concat(), gain(), 0.0)),
+                    "olmo2" | "olmoe" | "minimax_m2" => *all = heads(&rms_norm(&all.concat(), gain(), 0.0)),
                     _ => {
                         for (h, head) in all.iter_mut().enumerate() {
                             *head = match case.kind {
-                                "qwen3" => rms_norm(head, gain(), 0.0),
+                                "qwen3" | "glm4_moe" | "exaone4" | "apertus" => rms_norm(head, gain(), 0.0),
                                 "gemma3" => rms_norm(head, gain(), 1.0),
                                 "cohere" => layer_norm(head, &gain()[h * R..(h + 1) * R], None),
                                 "stablelm" => {
@@ -218,8 +244,13 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             }
             for head in q.iter_mut().chain(&mut k) {
                 match case.kind {
-                    "cohere" => rope_interleaved(head, &frequencies(10_000.0, R), position),
-                    "phi" => rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0),
+                    // Layers 0 and 2 are sliding ones, and only those are rotated.
+                    "cohere2" | "exaone4" if i % 2 == 1 => {}
+                    "cohere" | "cohere2" | "helium" => rope_interleaved(head, &frequencies(10_000.0, R), position),
+                    "glm4" => rope_interleaved(head, &frequencies(10_000.0, R / 2), position),
+                    "phi" | "glm4_moe" | "llama half" | "nemotron" | "minimax_m2" => {
+                        rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0);
+                    }
                     "stablelm" => rope_half(head, &frequencies(10_000.0, R / 4), position, 1.0),
                     "smollm3" if i == 2 => {}
                     "gemma3" if i % 2 == 1 => {
@@ -269,7 +300,7 @@ fn every_family_computes_what_the_raw_tensors_say() {
         let mut rng = StdRng::seed_from_u64(number as u64);
         for layer in 0..LAYERS {
             let weights = checkpoint.layer(layer).unwrap_or_else(|e| panic!("{label}: {e}"));
-            assert_eq!(weights.norm_gain.is_some(), spec.norm.kind != NormKind::None, "{label}");
+            assert_eq!(weights.norm_gain.is_some(), spec.norm.gain != GainForm::Unit, "{label}");
             let tokens: Vec<Vec<f64>> = (0..2)
                 .map(|_| {
                     (0..case.d)
@@ -332,6 +363,30 @@ fn every_family_has_a_case() {
         "stablelm",
         "cohere",
         "smollm3",
+        "gpt_oss",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "minimax_m2",
+        "olmo",
+        "olmoe",
+        "cohere2",
+        "exaone4",
+        "seed_oss",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "nemotron",
+        "arcee",
+        "helium",
+        "apertus",
+        "dots1",
+        "granitemoe",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "opt",
+        "gptj",
+        "gpt_bigcode",
     ];
     for name in wanted {
         assert!(tried.contains(name), "{name}");

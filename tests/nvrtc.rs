@@ -33,12 +33,15 @@ fn variants() -> Vec<Request> {
             continue;
         }
         if source == sources::POWER {
-            all.extend(
-                [Arch::SM80, Arch::SM89, Arch::SM90A, Arch::SM100]
-                    .into_iter()
-                    .flat_map(|arch| [64, 128].map(|r| Request::new(source, arch).define("D_HEAD", r))),
-            );
+            // The copy engine for tensors came with Hopper.
+            for (r, along) in [(16, 0), (24, 0), (64, 0), (96, 0), (128, 0), (256, 0), (64, 1), (128, 1), (256, 1)] {
+                all.push(Request::new(source, Arch::SM90A).define("D_HEAD", r).define("ALONG_CHANNELS", along));
+            }
+            all.push(Request::new(source, Arch::SM100).define("D_HEAD", 128));
             continue;
+        }
+        if source == sources::POWER_SUM {
+            all.extend([0, 1, 2].map(|dtype| Request::new(source, Arch::SM90A).define("WEIGHTS", dtype)));
         }
         // mul.rn.bf16x2 in the shared header asks for sm_90 where it is used, which these sources do not.
         for arch in [Arch::SM80, Arch::SM89, Arch::SM90A, Arch::SM100] {

@@ -351,6 +351,12 @@ fn usage_errors_exit_2_and_write_nothing() {
         (&["resume", "--model", "tiny-gpt2-train", "--seq-len", "65"], 2, "seq-len 65"),
         #[cfg(feature = "train")]
         (&["resume", "--model", "tiny-gpt2-train", "--layers", "1"], 2, "--layers"),
+        #[cfg(feature = "train")]
+        (&["lr-spike", "--model", "tiny-llama-train", "--tokens", TRACE], 2, "its own text"),
+        #[cfg(feature = "train")]
+        (&["all", "--model", "tiny-llama-train", "--path", TINY_LLAMA], 2, "its own text"),
+        #[cfg(feature = "train")]
+        (&["refit", "--model", "tiny-llama-train"], 2, "refit needs weights"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--casts", "nan"], 2, "--casts is for"),
         (&["checkpoint-load"], 2, "needs --model"),
         (&["nothing", "--model", TINY_LLAMA], 2, "possible values"),

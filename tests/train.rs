@@ -54,19 +54,22 @@ fn lr_spike_runs_every_policy_and_geometry_never_overflows() {
 #[test]
 fn resume_with_state_changes_nothing_and_without_it_something() {
     let options = LabOptions {
-        policies: vec![PolicyKind::Geometry, PolicyKind::DelayedTe],
+        policies: vec![PolicyKind::Geometry, PolicyKind::DelayedTe, PolicyKind::DelayedPaper],
         casts: vec![Casts::Saturating],
         ..short(ModelKind::Llama, Mode::Operands)
     };
     let result = run(Scenario::Resume, &options).unwrap();
-    assert_eq!(result.training.runs.len(), 3 * 4);
+    assert_eq!(result.training.runs.len(), 4 * 4);
+    // The shadows resume without their history too: one of ones is too short for operands.
+    assert!(result.training.shadow_window[2] > 0 && result.training.shadow_window[0] == 0);
     for run in &result.training.runs {
+        let delayed = matches!(run.policy, Some(PolicyKind::DelayedTe | PolicyKind::DelayedPaper));
         match run.arm {
             Arm::NeverStopped => assert_eq!(run.same_as_never_stopped, None),
             Arm::WithState => assert_eq!(run.same_as_never_stopped, Some(true), "{run:?}"),
             // Geometry has no state to lose, and the control neither.
             Arm::ScalesLost => {
-                assert_eq!(run.same_as_never_stopped, Some(run.policy != Some(PolicyKind::DelayedTe)), "{run:?}");
+                assert_eq!(run.same_as_never_stopped, Some(!delayed), "{run:?}");
             }
             Arm::WeightsOnly => assert_eq!(run.same_as_never_stopped, Some(false), "{run:?}"),
         }
@@ -93,6 +96,35 @@ fn bits_do_not_depend_on_the_number_of_threads() {
     assert_eq!(json["policies"][0]["overflow_values"], 0);
     assert!(json["training"]["runs"][1]["losses"][100].as_f64().unwrap() < 3.5, "it learns");
     assert!(one == output("3"));
+}
+
+#[test]
+fn the_page_has_losses_overflow_and_its_own_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("page.html");
+    let output = Command::new(env!("CARGO_BIN_EXE_sigmascale"))
+        .args(["stress", "lr-spike", "--model", "tiny-gpt2-train", "--seq-len", "16", "--steps", "103"])
+        .args(["--policies", "geometry,delayed-te", "--mode", "operands", "--html"])
+        .arg(&file)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let (page, text) = (std::fs::read_to_string(&file).unwrap(), String::from_utf8(output.stdout).unwrap());
+    for part in
+        ["Training loss, casts saturating", "The same minus f32&#39;s, casts NaN", "Steps with an overflow so far"]
+    {
+        assert_eq!(page.matches(part).count(), 1, "{part}");
+    }
+    for part in ["a generated language", "each policy in its own run", "Every policy trains a run of its own"] {
+        assert!(page.contains(part), "{part}");
+    }
+    for absent in
+        ["isotropic token", "The same for every policy", "the same weights and the same tokens", "NaN\"", "inf\""]
+    {
+        assert!(!page.contains(absent) && !text.contains(absent), "{absent}");
+    }
+    // The transition in five charts of scales, four of losses and that of overflow; levels of 1 in two, of 0 in two.
+    assert_eq!(page.matches("class=\"limit\"").count(), 10 + 4);
 }
 
 #[test]

@@ -6,7 +6,7 @@
     python train_gpt.py --plot losses.svg geometry.jsonl bf16.jsonl
     python train_gpt.py --table geometry.jsonl bf16.jsonl
 
-The model reads bytes. Weights are f32, the rest runs in BF16 autocast; attention is cast to E4M3 by the policy's descales
+The model reads bytes; `--size` names its dimensions, `--width`, `--layers`, `--heads` and `--kv-heads` change them. Weights are f32, the rest runs in BF16 autocast; attention is cast to E4M3 by the policy's descales
 and runs in the package's kernel, with a BF16 backward. `--spike 200:8:15` multiplies the learning rate by 8 from step 200
 for 15 steps; `--resume 300` drops the policy's memory at step 300, as a resume from weights alone does
 (`--resume 300:state` keeps it).
@@ -198,19 +198,53 @@ def loss_of(model, window):
     return F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
 
 
-def learning_rate(args, step, spike):
+def positive(text):
+    """A whole number above zero."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def spike(text):
+    """First step, factor, and number of steps."""
+    parts = text.split(":")
+    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not STEP:FACTOR:STEPS")
+    return tuple(int(part) for part in parts)
+
+
+def resume(text):
+    """A step, and whether the state goes along."""
+    step, colon, word = text.partition(":")
+    if not step.isdecimal() or (colon and word != "state"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither STEP nor STEP:state")
+    return int(step), bool(colon)
+
+
+def dimensions(args):
+    """The model's dimensions: those of the named size, with what the arguments change."""
+    given = {name: getattr(args, name) for name in ("width", "layers", "heads", "kv_heads")}
+    size = SIZES[args.size] | {name: value for name, value in given.items() if value is not None}
+    if size["width"] % (2 * size["heads"]) or size["heads"] % size["kv_heads"]:
+        sys.exit(f"{size}: the width must be a multiple of twice the heads, and the heads one of the KV heads")
+    return size
+
+
+def learning_rate(args, step):
     warm = min(1.0, (step + 1) / args.warmup)
     rate = args.lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * step / args.steps)))
-    return rate * (spike[1] if spike and spike[0] <= step < spike[0] + spike[2] else 1.0)
+    first, factor, steps = args.spike or (0, 1, 0)
+    return rate * (factor if first <= step < first + steps else 1.0)
 
 
 def train(args):
     torch.manual_seed(args.seed)
-    spike = tuple(int(x) for x in args.spike.split(":")) if args.spike else None
-    resume_at, _, with_state = (args.resume or "").partition(":")
-    text, held_out = read(args.text)
+    resume_at, with_state = args.resume or (None, False)
+    size, (text, held_out) = dimensions(args), read(args.text)
+    if not torch.cuda.is_available():
+        sys.exit("training needs a CUDA GPU, and PyTorch finds none; --plot and --table work without")
     with torch.device("cuda"):
-        model = Gpt(args.style, args.seq_len, **SIZES[args.size])
+        model = Gpt(args.style, args.seq_len, **size)
     runtime = attach(model, args.policy)
     watch = Watch(runtime) if runtime else None
     decay = [p for p in model.parameters() if p.dim() == 2]
@@ -220,15 +254,19 @@ def train(args):
     parameters = sum(p.numel() for p in model.parameters())
     out = open(args.log, "w", encoding="utf-8") if args.log else sys.stdout
     write = lambda row: print(json.dumps(row), file=out, flush=True)
-    write(vars(args) | {"parameters": parameters, "device": torch.cuda.get_device_name(), "torch": torch.__version__})
+    write(
+        vars(args)
+        | size
+        | {"parameters": parameters, "device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    )
     start = time.time()
     for step, window in zip(range(args.steps), batches(text, args.batch, args.seq_len, args.seed)):
-        if resume_at and step == int(resume_at) and runtime:
+        if step == resume_at and runtime:
             state = runtime.state_dict() if with_state else None
             runtime = attach(model, args.policy)
             if state:
                 runtime.load_state_dict(state)
-        rate = learning_rate(args, step, spike)
+        rate = learning_rate(args, step)
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss = loss_of(model, window)
@@ -282,6 +320,8 @@ def table(logs):
     print("|---|---|---|---|---|---|---|---|")
     for log in logs:
         head, *rows = [json.loads(line) for line in pathlib.Path(log).read_text().splitlines()]
+        if not rows or "held_out_loss" not in rows[-1]:
+            sys.exit(f"{log}: this run did not come to its end")
         steps, end = [row for row in rows if "step" in row], rows[-1]
         last = sum(row["loss"] for row in steps[-5:]) / len(steps[-5:])
         cells = [head["size"], head["policy"], head["seed"], f"{last:.4f}", f"{end['held_out_loss']:.4f}"]
@@ -302,17 +342,21 @@ def main():
     parser.add_argument("--policy", default="geometry", choices=["bf16", *fp8.POLICIES])
     parser.add_argument("--style", default="llama", choices=["llama", "gpt2"])
     parser.add_argument("--size", default="5m", choices=list(SIZES))
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--seq-len", type=int, default=512)
+    for name in ("--width", "--layers", "--heads", "--kv-heads"):
+        parser.add_argument(name, type=positive, help="in place of the size's")
+    parser.add_argument("--steps", type=positive, default=600)
+    parser.add_argument("--batch", type=positive, default=16)
+    parser.add_argument("--seq-len", type=positive, default=512)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--warmup", type=int, default=50)
+    parser.add_argument("--warmup", type=positive, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--spike", metavar="STEP:FACTOR:STEPS", help="multiply the learning rate for a while")
     parser.add_argument(
-        "--resume", metavar="STEP[:state]", help="start the policy anew at this step, or with its state"
+        "--spike", type=spike, metavar="STEP:FACTOR:STEPS", help="multiply the learning rate for a while"
     )
-    parser.add_argument("--every", type=int, default=10, help="steps between lines of the log")
+    parser.add_argument(
+        "--resume", type=resume, metavar="STEP[:state]", help="start the policy anew at this step, or with its state"
+    )
+    parser.add_argument("--every", type=positive, default=10, help="steps between lines of the log")
     parser.add_argument("--log", metavar="FILE", help="where the lines go; stdout without it")
     parser.add_argument("--plot", metavar="FILE", help="draw the logs that follow, and train nothing")
     parser.add_argument("--table", action="store_true", help="print the logs that follow as a table, and train nothing")

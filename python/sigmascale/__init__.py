@@ -2,8 +2,10 @@
 
 Offline, with NumPy: :func:`calibrate`, :func:`inspect`, :func:`stress`, :func:`export_scales`, :func:`descales`.
 Around any FP8 attention call: :func:`probe` says whether its descales are really applied.
-On a PyTorch model: :mod:`sigmascale.torch` (imported only when asked for).
+On a PyTorch model: :mod:`sigmascale.torch` (imported when it is first used).
 """
+
+import importlib
 
 from ._errors import (
     ArgumentError,
@@ -36,3 +38,9 @@ __all__ = [
     "probe",
     "stress",
 ]
+
+
+def __getattr__(name):
+    if name == "torch":
+        return importlib.import_module(".torch", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

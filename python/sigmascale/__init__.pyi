@@ -1,10 +1,31 @@
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from . import torch as torch
+
+__all__ = [
+    "ArgumentError",
+    "CudaError",
+    "FormatError",
+    "MismatchError",
+    "NonFiniteError",
+    "ProbeReport",
+    "SigmascaleError",
+    "UnsupportedError",
+    "__version__",
+    "calibrate",
+    "descales",
+    "export_scales",
+    "inspect",
+    "presets",
+    "probe",
+    "stress",
+]
 
 __version__: str
 
@@ -17,8 +38,14 @@ class MismatchError(SigmascaleError, ValueError): ...
 class CudaError(SigmascaleError, RuntimeError): ...
 
 _Path = str | os.PathLike[str]
-_Model = _Path | Mapping[str, Any]
-_Weights = Mapping[str, NDArray[Any]] | None
+
+class _Config(Protocol):
+    def to_json_string(self, use_diff: bool = ...) -> str: ...
+
+# A path or preset, a config as a dict, or one of Hugging Face transformers.
+_Model = _Path | Mapping[str, Any] | _Config
+# NumPy arrays or PyTorch tensors.
+_Weights = Mapping[str, Any] | None
 _Bound = Literal["certain", "rank-aware", "spectrum"]
 
 def calibrate(
@@ -37,7 +64,22 @@ def calibrate(
     c: float | None = None,
 ) -> dict[str, Any]: ...
 def inspect(model: _Model, *, weights: _Weights = None) -> dict[str, Any]: ...
-def export_scales(model: _Model, file: _Path, *, weights: _Weights = None, **options: Any) -> None: ...
+def export_scales(
+    model: _Model,
+    file: _Path,
+    *,
+    weights: _Weights = None,
+    delta: float = 1e-6,
+    seq_len: int = 1024,
+    batch: int = 1,
+    steps: int = 1,
+    eta: float = 0.8,
+    bound: _Bound = "certain",
+    granularity: Literal["head", "layer"] = "head",
+    estimator: Literal["gram", "power"] = "gram",
+    as_paper: bool = False,
+    c: float | None = None,
+) -> None: ...
 def stress(
     scenario: Literal["checkpoint-load", "weight-spike", "refit", "replay"],
     model: _Path | None = None,
@@ -47,7 +89,7 @@ def stress(
     layers: int | None = None,
     seq_len: int | None = None,
     tokens: _Path | None = None,
-    path: Iterable[_Path] = (),
+    path: _Path | Iterable[_Path] = (),
     steps: int | None = None,
     seed: int = 0,
     device: Literal["cpu", "cuda"] = "cpu",

@@ -7,78 +7,130 @@ from collections.abc import Mapping
 import numpy as np
 
 from . import _native
+from ._arguments import flag, optional, real, text, whole
 from ._errors import ArgumentError
 
 _SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+# Defaults and checks of the options of `calibrate`.
+_OPTIONS = {
+    "delta": (1e-6, real),
+    "seq_len": (1024, whole),
+    "batch": (1, whole),
+    "steps": (1, whole),
+    "eta": (0.8, real),
+    "bound": ("certain", text),
+    "granularity": ("head", text),
+    "estimator": ("gram", text),
+    "as_paper": (False, flag),
+    "c": (None, optional(real)),
+}
 
 
 def _options(keywords):
-    options = {
-        "delta": 1e-6,
-        "seq_len": 1024,
-        "batch": 1,
-        "steps": 1,
-        "eta": 0.8,
-        "bound": "certain",
-        "granularity": "head",
-        "estimator": "gram",
-        "as_paper": False,
-        "c": None,
-    }
-    unknown = sorted(keywords.keys() - options.keys())
+    unknown = sorted(keywords.keys() - _OPTIONS.keys())
     if unknown:
-        raise TypeError(f"unknown option {unknown[0]!r}: the options are {', '.join(options)}")
-    return options | keywords
+        raise TypeError(f"unknown option {unknown[0]!r}: the options are {', '.join(_OPTIONS)}")
+    return {name: check(name, keywords.get(name, default)) for name, (default, check) in _OPTIONS.items()}
+
+
+def _stored(name, value):
+    """Type name, shape and little-endian bytes of a NumPy array or a PyTorch tensor."""
+    if hasattr(value, "untyped_storage"):
+        import torch
+
+        tensor = value.detach().cpu().contiguous()
+        return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.view(-1).view(torch.uint8).numpy()
+    array = np.asarray(value)
+    shape = array.shape
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return array.dtype.name, shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _safetensors(weights):
     """The arrays as the bytes of one safetensors file."""
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights must map tensor names to arrays, and is a {type(weights).__name__}")
     header, chunks, offset = {}, [], 0
     for name, value in weights.items():
-        array = np.ascontiguousarray(value)
-        dtype = _SAFETENSORS.get(array.dtype.name)
-        if dtype is None:
-            raise ArgumentError(f"{name} has type {array.dtype}: {', '.join(_SAFETENSORS)} are read")
+        dtype, shape, data = _stored(name, value)
+        if dtype not in _SAFETENSORS:
+            raise ArgumentError(f"{name} has type {dtype}: {', '.join(_SAFETENSORS)} are read")
         header[str(name)] = {
-            "dtype": dtype,
-            "shape": list(np.shape(value)),
-            "data_offsets": [offset, offset + array.nbytes],
+            "dtype": _SAFETENSORS[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, offset + data.nbytes],
         }
-        chunks.append(array.reshape(-1).view(np.uint8).data)
-        offset += array.nbytes
-    text = json.dumps(header).encode()
-    return b"".join([len(text).to_bytes(8, "little"), text, *chunks])
+        chunks.append(data.data)
+        offset += data.nbytes
+    head = json.dumps(header).encode()
+    return b"".join([len(head).to_bytes(8, "little"), head, *chunks])
+
+
+def _path(name, value):
+    """A path as a str that the native half takes."""
+    path = os.fsdecode(value)
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ArgumentError(f"{name} {path!r} is not valid UTF-8") from None
+    return path
 
 
 def _source(model, weights):
+    held = None if weights is None else _safetensors(weights)
+    if hasattr(model, "to_json_string"):
+        # A config of Hugging Face transformers.
+        return model.to_json_string(use_diff=False), held, type(model).__name__
     if isinstance(model, Mapping):
-        name = str(model.get("_name_or_path") or "model")
-        return (json.dumps(dict(model)), None if weights is None else _safetensors(weights), name)
-    if weights is not None:
-        with open(os.fspath(model), encoding="utf-8") as file:
-            return (file.read(), _safetensors(weights), os.fspath(model))
-    return os.fspath(model)
+        return json.dumps(dict(model)), held, str(model.get("_name_or_path") or "model")
+    path = _path("model", model)
+    if held is None:
+        return path
+    file = os.path.join(path, "config.json") if os.path.isdir(path) else path
+    if not os.path.exists(file):
+        raise ArgumentError(f"weights go with a config: {path!r} is no config.json, and no folder that has one")
+    with open(file, encoding="utf-8") as config:
+        return config.read(), held, path
 
 
 def calibrate(model, *, weights=None, **options):
     """Constants, norms, bounds and descales of a model: the JSON of ``sigmascale calibrate`` as a dict.
 
-    ``model`` is a preset name, a ``config.json``, a ``.safetensors`` file, a checkpoint folder, or a config as a dict.
-    ``weights`` maps tensor names to NumPy arrays and then stands in for the files. Options: ``delta``, ``seq_len``,
-    ``batch``, ``steps``, ``eta``, ``bound`` (certain, rank-aware, spectrum), ``granularity`` (head, layer),
-    ``estimator`` (gram, power), ``as_paper``, ``c``.
+    ``model`` is a preset name, a ``config.json``, a ``.safetensors`` file, a checkpoint folder, or a config as a dict or
+    as a Hugging Face config object. ``weights`` maps tensor names to NumPy arrays or PyTorch tensors (a ``state_dict()``)
+    and then stands in for the files. Options, keyword only:
+
+    - ``delta`` (1e-6), ``seq_len`` (1024), ``batch`` (1), ``steps`` (1): failure probability and number of the logits that
+      the paper's c_star is for.
+    - ``bound``: ``certain`` (no token passes it), ``rank-aware`` or ``spectrum``; the logit descale is bound / (eta 448).
+    - ``eta`` (0.8): share of the E4M3 range that the logit bound is mapped onto.
+    - ``granularity``: a scale for each ``head``, or one a ``layer``. ``estimator``: ``gram`` (exact) or ``power``.
+    - ``as_paper``: everything as the paper has it; ``c`` then replaces c_star.
+
+    Operand descales are always (B + B/32) / 448 of the certain bound B, in units of the tensor that is cast; see
+    :func:`descales` for them as arrays. Raises :class:`FormatError`, :class:`UnsupportedError` and
+    :class:`NonFiniteError` for what the model is, :class:`ArgumentError` for options, ``OSError`` for files.
     """
     return json.loads(_native.calibrate(_source(model, weights), _options(options)))
 
 
 def inspect(model, *, weights=None):
-    """The spectral profile of every layer and head: the JSON of ``sigmascale inspect`` as a dict."""
+    """The spectral profile of every layer and head: the JSON of ``sigmascale inspect`` as a dict.
+
+    ``model`` and ``weights`` as for :func:`calibrate`; a config alone is an :class:`ArgumentError`.
+    """
     return json.loads(_native.inspect(_source(model, weights)))
 
 
 def export_scales(model, file, *, weights=None, **options):
-    """Writes q, k and v scales as vLLM and mistral.rs read them; the file appears whole or not at all."""
-    _native.export_scales(_source(model, weights), os.fspath(file), _options(options))
+    """Writes ``model.layers.{i}.self_attn.{q,k,v}_scale`` (other families: by their attention modules' names), f32 scalars,
+    as vLLM and mistral.rs read them.
+
+    Each is the largest descale of the layer's heads. ``file`` is a safetensors file, which appears whole or not at all;
+    the rest as for :func:`calibrate`.
+    """
+    _native.export_scales(_source(model, weights), _path("file", file), _options(options))
 
 
 def stress(
@@ -103,29 +155,33 @@ def stress(
     that train a model are the command's alone.
     """
     if policies is not None and not isinstance(policies, str):
-        policies = ",".join(policies)
+        policies = ",".join(text("a policy", policy) for policy in policies)
+    count, file = optional(whole), optional(_path)
     arguments = {
-        "model": None if model is None else os.fspath(model),
-        "mode": mode,
+        "model": file("model", model),
+        "mode": text("mode", mode),
         "policies": policies,
-        "layers": layers,
-        "seq_len": seq_len,
-        "tokens": None if tokens is None else os.fspath(tokens),
-        "path": [os.fspath(file) for file in path],
-        "steps": steps,
-        "seed": seed,
-        "device": device,
-        "trace": None if trace is None else os.fspath(trace),
+        "layers": count("layers", layers),
+        "seq_len": count("seq_len", seq_len),
+        "tokens": file("tokens", tokens),
+        "path": [_path("path", place) for place in ([path] if isinstance(path, str | os.PathLike) else path)],
+        "steps": count("steps", steps),
+        "seed": whole("seed", seed),
+        "device": text("device", device),
+        "trace": file("trace", trace),
     }
-    return json.loads(_native.stress(scenario, arguments))
+    return json.loads(_native.stress(text("scenario", scenario), arguments))
 
 
 def descales(profile):
     """The descales of a profile as float32 arrays: q, k, v, o ``(layers, n_kv)`` and logit ``(layers, n_q)``.
 
-    Divide a tensor by its descale before the cast; the kernel multiplies it back.
+    ``profile`` is what :func:`calibrate` returned. Divide a tensor by its descale before the cast; the kernel multiplies
+    it back. None stands where there are none (v and o without a norm in front of them, all but logit with ``as_paper``).
     """
-    if "layers" not in profile:
+    if not isinstance(profile, Mapping):
+        raise TypeError(f"profile must be what calibrate() returned, and is a {type(profile).__name__}")
+    if not profile.get("layers"):
         raise ArgumentError("the profile has no layers: calibrate a checkpoint, not a config alone")
     rows = {}
     for name, key in [

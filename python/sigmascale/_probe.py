@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ._arguments import positive, whole
 from ._errors import ArgumentError
 
 _TOLERANCE = 0.02
@@ -67,24 +68,39 @@ def probe(
     ``call(q, k, v, q_descale, k_descale, v_descale)`` gets E4M3 operands (``float8_e4m3fn``) in the layout ``(batch, seq,
     heads, d_head)`` and float32 descales ``(batch, n_kv_heads)``, and returns the output in the same layout as q. Causal
     or not makes no difference. ``per_tensor=True`` gives all heads the same descale, for calls that take one a tensor.
-    With ``framework="numpy"`` operands are float32 arrays of E4M3 values. It is called six times; a call that remembers
-    descales of an earlier one is found.
+    With ``framework="numpy"`` operands are float32 arrays of E4M3 values. ``softmax_scale`` is what the call multiplies
+    logits by, ``d_head ** -0.5`` where it is None. It is called six times; a call that remembers descales of an earlier
+    one is found.
 
-    Returns a :class:`ProbeReport`; ``report.ok`` is True if everything is applied.
+    Returns a :class:`ProbeReport`; ``report.ok`` is True if everything is applied. An effective descale that is more than
+    some 2 % off is not. Raises :class:`ArgumentError` if the call returns another shape than q's; what the call raises
+    goes through. Only the product of the q and k descales of a head reaches the output, so swapping those two is no fault.
     """
-    for name, value in [("batch", batch), ("seq_len", seq_len), ("n_kv_heads", n_kv_heads), ("d_head", d_head)]:
-        if value < 1:
-            raise ArgumentError(f"{name} {value} must be at least 1")
-    if seq_len < 8 or n_q_heads % n_kv_heads:
-        raise ArgumentError("seq_len must be at least 8, and n_q_heads a multiple of n_kv_heads")
+    batch, n_q_heads, n_kv_heads, d_head = (
+        whole(name, value, least=1)
+        for name, value in [
+            ("batch", batch),
+            ("n_q_heads", n_q_heads),
+            ("n_kv_heads", n_kv_heads),
+            ("d_head", d_head),
+        ]
+    )
+    seq_len = whole("seq_len", seq_len, least=8)
+    if n_q_heads % n_kv_heads:
+        raise ArgumentError(f"n_q_heads {n_q_heads} must be a multiple of n_kv_heads {n_kv_heads}")
     if framework not in ("torch", "numpy"):
         raise ArgumentError(f"framework {framework!r} is neither 'torch' nor 'numpy'")
-    tau = d_head**-0.5 if softmax_scale is None else softmax_scale
-    # q is 1 everywhere; k0 is the power of two that brings s nearest to 1/2.
-    k0 = 2.0 ** round(math.log2(0.5 / (tau * d_head)))
-    s = tau * d_head * k0
+    if not callable(call):
+        raise TypeError(f"call must be a function of (q, k, v, q_descale, k_descale, v_descale), not {call!r}")
+    tau = d_head**-0.5 if softmax_scale is None else positive("softmax_scale", softmax_scale)
+    # q0 and k0 are powers of two that E4M3 holds and that bring s nearest to 1/2.
+    exponent = round(math.log2(0.5 / (tau * d_head)))
+    if not -12 <= exponent <= 16:
+        raise ArgumentError(f"softmax_scale {tau} with d_head {d_head} needs logits that E4M3 operands cannot give")
+    q0, k0 = 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2)
+    s = tau * d_head * q0 * k0
     group = n_q_heads // n_kv_heads
-    q = np.ones((batch, seq_len, n_q_heads, d_head), np.float32)
+    q = np.full((batch, seq_len, n_q_heads, d_head), q0, np.float32)
     k = np.zeros((batch, seq_len, n_kv_heads, d_head), np.float32)
     v = np.zeros_like(k)
     v0 = (128.0 + 16 * (np.arange(d_head) % 8)).astype(np.float32)
@@ -102,7 +118,9 @@ def probe(
         (ladder(1), ladder(2), ladder(0)),
         (ladder(2), ladder(0), ladder(1)),
     ]
-    seen = np.stack([_run(call, (q, k, v), descales, framework, device) for descales in calls]) / v0.mean()
+    # All inputs live until the end: memory that is used again would hide a call that kept the address of an earlier one.
+    alive = []
+    seen = np.stack([_run(call, (q, k, v), descales, framework, device, alive) for descales in calls]) / v0.mean()
 
     spread = lambda row: np.repeat(row, group, axis=1)
     asked = [np.stack([spread(descales[i]) for descales in calls]) for i in range(3)]
@@ -167,20 +185,24 @@ def _advice(names):
     return [f"{operand} descale {words[name]}" for operand, name in zip("qkv", names) if name in words]
 
 
-def _run(call, operands, descales, framework, device):
-    """The last row of the output, ``(batch, n_q_heads)``, as float64."""
+def _run(call, operands, descales, framework, device, alive):
+    """The last row of the output, averaged over channels, ``(batch, n_q_heads)``, as float64."""
+    rows = [np.ascontiguousarray(descale, np.float32) for descale in descales]
     if framework == "numpy":
-        out = np.asarray(call(*operands, *(np.ascontiguousarray(d, np.float32) for d in descales)), np.float64)
+        given = [*(x.copy() for x in operands), *rows]
     else:
         import torch
 
-        fp8 = [torch.from_numpy(x).to(device).to(torch.float8_e4m3fn) for x in operands]
-        rows = [torch.from_numpy(np.ascontiguousarray(d, np.float32)).to(device) for d in descales]
-        out = call(*fp8, *rows)
-        if not isinstance(out, torch.Tensor):
-            raise ArgumentError(f"the call must return the output tensor, not {type(out).__name__}")
+        given = [torch.from_numpy(x).to(device).to(torch.float8_e4m3fn) for x in operands]
+        given += [torch.from_numpy(row).to(device) for row in rows]
+    alive.append(given)
+    out = call(*given)
+    if framework == "numpy":
+        out = np.asarray(out, np.float64)
+    elif isinstance(out, torch.Tensor):
         out = out.detach().float().cpu().double().numpy()
+    else:
+        raise ArgumentError(f"the call must return the output tensor, not {type(out).__name__}")
     if out.shape != operands[0].shape:
         raise ArgumentError(f"the call returned shape {out.shape}, and q has {operands[0].shape}")
-    rows = out[:, -1]
-    return rows.mean(axis=-1)
+    return out[:, -1].mean(axis=-1)

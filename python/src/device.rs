@@ -19,7 +19,7 @@ struct Projection {
 
 /// One layer, addresses as integers (0: none).
 #[derive(FromPyObject)]
-pub struct Layer {
+struct Layer {
     #[pyo3(item)]
     q: Projection,
     #[pyo3(item)]
@@ -68,7 +68,7 @@ fn dtype(name: &str) -> Result<Dtype> {
 }
 
 impl Layer {
-    pub fn input(&self) -> Result<LayerInput> {
+    fn input(&self) -> Result<LayerInput> {
         let kind = dtype(&self.dtype)?;
         let one = |p: &Projection| ProjectionInput {
             weight: DeviceMatrix {
@@ -148,12 +148,13 @@ impl ScaleEngine {
         done.map_err(|error| raise(py, &error))
     }
 
-    /// Addresses and lengths of the results: `heads` f32 `[layer][q, k, v, o][n_kv]`, `bounds` f32 `[layer][n_q][sigma,
-    /// certain, rounded, descale, ..]` (absent without logits), `status` one u32.
+    /// Addresses and lengths of the results: `heads` f32 `[layer][q, k, v, o][n_kv]`, `operands` f32 `[layer][q, k, v][n_kv]`,
+    /// `bounds` f32 `[layer][n_q][sigma, certain, rounded, descale, ..]` (absent without logits), `status` one u32.
     fn results<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let results = PyDict::new(py);
         let engine = self.engine.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         results.set_item("heads", (engine.head_descales().ptr().0, engine.head_descales().len()))?;
+        results.set_item("operands", (engine.operand_bounds().ptr().0, engine.operand_bounds().len()))?;
         results.set_item("status", (engine.status().ptr().0, 1))?;
         if let (true, Some(bounds)) = (self.logits, engine.head_bounds()) {
             let words = size_of::<scale::HeadBound>() / 4;

@@ -7,6 +7,7 @@ mod device;
 mod errors;
 mod offline;
 mod policy;
+mod work;
 
 use pyo3::prelude::*;
 

@@ -1,6 +1,7 @@
 //! Calibrate, inspect, stress and export, as the command line does them.
 
 use crate::errors::raise;
+use crate::work::{Stop, detached};
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
@@ -94,25 +95,20 @@ impl CalibrateOptions {
     }
 }
 
-/// Runs `work` without the interpreter lock; `look` lets Python see signals (Ctrl-C) now and then.
-fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
-    py.detach(work).map_err(|error| raise(py, &error))
-}
-
 fn text(value: &impl Serialize) -> Result<String> {
     serde_json::to_string(value)
         .map_err(|error| Error::non_finite(format_args!("the result cannot be written as JSON: {error}")))
 }
 
-/// The profile of a model; Ctrl-C is seen between layers.
-fn profile(py: Python<'_>, source: Source, options: Options) -> PyResult<Profile> {
-    match detached(py, || source.open())? {
-        ModelSource::Config(spec) => detached(py, || calibrate_config(&spec, &options)),
+/// The profile of a model, unless it is told to stop between two layers.
+fn profile(source: Source, options: Options, stop: &Stop) -> Result<Profile> {
+    match source.open()? {
+        ModelSource::Config(spec) => calibrate_config(&spec, &options),
         ModelSource::Checkpoint(checkpoint) => {
-            let mut calibration = Calibration::new(checkpoint.spec(), options).map_err(|error| raise(py, &error))?;
+            let mut calibration = Calibration::new(checkpoint.spec(), options)?;
             for layer in 0..checkpoint.spec().layers {
-                py.check_signals()?;
-                detached(py, || calibration.layer(checkpoint.layer(layer)?).map(|_| ()))?;
+                stop.check()?;
+                calibration.layer(checkpoint.layer(layer)?)?;
             }
             Ok(calibration.finish())
         }
@@ -121,37 +117,36 @@ fn profile(py: Python<'_>, source: Source, options: Options) -> PyResult<Profile
 
 #[pyfunction]
 pub fn calibrate(py: Python<'_>, source: Source, options: CalibrateOptions) -> PyResult<String> {
-    let options = options.check().map_err(|error| raise(py, &error))?;
-    let profile = profile(py, source, options)?;
-    text(&profile).map_err(|error| raise(py, &error))
+    detached(py, move |stop| text(&profile(source, options.check()?, stop)?))
 }
 
 #[pyfunction]
 pub fn inspect(py: Python<'_>, source: Source) -> PyResult<String> {
-    let profile = profile(py, source, Options::default())?;
-    if profile.layers.is_none() {
-        let rule = "inspect needs weights, and this model is a config alone: give a checkpoint folder, a .safetensors \
-                    file or weights";
-        return Err(raise(py, &Error::argument(rule)));
-    }
-    text(&Inspection::new(profile)).map_err(|error| raise(py, &error))
+    detached(py, move |stop| {
+        let profile = profile(source, Options::default(), stop)?;
+        if profile.layers.is_none() {
+            return Err(Error::argument(
+                "inspect needs weights, and this model is a config alone: give a checkpoint folder, a .safetensors file or \
+                 weights",
+            ));
+        }
+        text(&Inspection::new(profile))
+    })
 }
 
 #[pyfunction]
 pub fn export_scales(py: Python<'_>, source: Source, file: PathBuf, options: CalibrateOptions) -> PyResult<()> {
-    let prepare = || {
+    detached(py, move |stop| {
         if options.as_paper {
             return Err(Error::argument("exported scales need operand descales, and as_paper computes none"));
         }
         check_target(&file)?;
-        options.check()
-    };
-    let options = prepare().map_err(|error| raise(py, &error))?;
-    let profile = profile(py, source, options)?;
-    if profile.layers.is_none() {
-        return Err(raise(py, &Error::argument("exported scales need weights, and this model is a config alone")));
-    }
-    detached(py, || write_atomically(&file, &scales_safetensors(&profile.tensor_scales()?)?))
+        let profile = profile(source, options.check()?, stop)?;
+        if profile.layers.is_none() {
+            return Err(Error::argument("exported scales need weights, and this model is a config alone"));
+        }
+        write_atomically(&file, &scales_safetensors(&profile.tensor_scales()?)?)
+    })
 }
 
 /// Options of `stress`.
@@ -219,15 +214,15 @@ impl StressArguments {
 }
 
 #[pyfunction]
-pub fn stress(py: Python<'_>, scenario: &str, arguments: StressArguments) -> PyResult<String> {
-    detached(py, || {
+pub fn stress(py: Python<'_>, scenario: String, arguments: StressArguments) -> PyResult<String> {
+    detached(py, move |_| {
         let known = [
             ("checkpoint-load", Scenario::CheckpointLoad),
             ("weight-spike", Scenario::WeightSpike),
             ("refit", Scenario::Refit),
             ("replay", Scenario::Replay),
         ];
-        let scenario = word("scenario", scenario, &known)?;
+        let scenario = word("scenario", &scenario, &known)?;
         let options = arguments.options()?;
         if scenario != Scenario::Refit && !arguments.path.is_empty() {
             return Err(Error::argument(format_args!("path is for refit, not for {}", scenario.name())));
@@ -248,7 +243,7 @@ pub fn stress(py: Python<'_>, scenario: &str, arguments: StressArguments) -> PyR
 /// Names and places of a model's attention tensors, with its spec.
 #[pyfunction]
 pub fn layout(py: Python<'_>, config: &str, name: &str) -> PyResult<String> {
-    detached(py, || {
+    let described = || {
         let layout = Layout::from_config_json(config.as_bytes(), Path::new(name))?;
         let spec = layout.spec();
         let layers = (0..spec.layers)
@@ -264,7 +259,8 @@ pub fn layout(py: Python<'_>, config: &str, name: &str) -> PyResult<String> {
             })
             .collect::<Result<Vec<_>>>()?;
         text(&json!({"spec": spec, "prefixes": layout.prefixes(), "layers": layers}))
-    })
+    };
+    described().map_err(|error| raise(py, &error))
 }
 
 #[pyfunction]

@@ -1,16 +1,16 @@
 //! Scaling policies whose memory is on the device.
 
-use crate::device::{Layer, stream};
+use crate::device::stream;
 use crate::errors::raise;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use sigmascale::Error;
 use sigmascale::bound::Tail;
 use sigmascale::cuda::Device;
-use sigmascale::cuda::scale::ScaleEngine;
+use sigmascale::cuda::scale::HeadBound;
 use sigmascale::device_plan::{Bounds, DevicePlan};
 use sigmascale::model::AttentionSpec;
 use sigmascale::policy::{PolicyKind, PolicyState, Tensor};
-use sigmascale::{Error, Result};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// One policy for all layers of a model.
@@ -18,7 +18,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub struct DevicePolicy {
     plan: Mutex<DevicePlan>,
     device: Device,
-    has_weights: bool,
     spec: AttentionSpec,
 }
 
@@ -30,9 +29,10 @@ impl DevicePolicy {
 
 #[pymethods]
 impl DevicePolicy {
-    /// `spec` is an attention spec as JSON; `layers` are given to policies that plan from bounds.
+    /// `spec` is an attention spec as JSON; `bounded` for policies that plan from bounds, which are written to the addresses
+    /// of `results`.
     #[new]
-    fn new(py: Python<'_>, device: usize, spec: &str, policy: &str, layers: Option<Vec<Layer>>) -> PyResult<Self> {
+    fn new(py: Python<'_>, device: usize, spec: &str, policy: &str, bounded: bool) -> PyResult<Self> {
         let made = py.detach(|| {
             let device = Device::open(device)?;
             let spec: AttentionSpec =
@@ -41,37 +41,27 @@ impl DevicePolicy {
             let &[kind] = &kinds[..] else {
                 return Err(Error::argument(format_args!("{policy} names more than one policy")));
             };
-            let bounds = match &layers {
-                None => Bounds::None,
-                Some(layers) => {
-                    let inputs = layers.iter().map(Layer::input).collect::<Result<Vec<_>>>()?;
-                    // SAFETY: as for the engine of its own, see `device`.
-                    Bounds::Weights(Box::new(unsafe { ScaleEngine::new(&device, &inputs, true)? }))
-                }
-            };
+            let bounds = if bounded { Bounds::Host } else { Bounds::None };
             let plan = DevicePlan::new(&device, &spec, kind.into(), &Tail::default(), bounds)?;
-            Ok::<_, Error>(Self { plan: Mutex::new(plan), device, has_weights: layers.is_some(), spec })
+            Ok::<_, Error>(Self { plan: Mutex::new(plan), device, spec })
         });
         made.map_err(|error| raise(py, &error))
     }
 
-    /// Takes in the statistics (if `observe`), reads the weights where there are any, and plans.
-    fn launch(&self, py: Python<'_>, stream: u64, observe: bool) -> PyResult<()> {
-        let done = py.detach(|| {
-            let plan = self.plan();
-            let stream = self::stream(&self.device, stream);
-            if observe {
-                plan.engine().observe(&stream)?;
-            }
-            if self.has_weights {
-                plan.engine().update_bounds(&stream)?;
-            }
-            plan.engine().plan(&stream)
-        });
-        done.map_err(|error: Error| raise(py, &error))
+    /// Takes in the statistics of the calls that the last plan was for; before its bounds are overwritten.
+    fn observe(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        let done = py.detach(|| self.plan().engine().observe(&self::stream(&self.device, stream)));
+        done.map_err(|error| raise(py, &error))
     }
 
-    /// Addresses and lengths: `stats` u32 `[layer][word]`, `descales` f32 `[layer][logit n_q, q, k, v, o n_kv each]`.
+    /// Plans, from memory or from the bounds as they are.
+    fn launch(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        let done = py.detach(|| self.plan().engine().plan(&self::stream(&self.device, stream)));
+        done.map_err(|error| raise(py, &error))
+    }
+
+    /// Addresses and lengths: `stats` u32 `[layer][word]`, `descales` f32 `[layer][logit n_q, q, k, v, o n_kv each]`; where
+    /// the policy is bounded also `bounds` f32 `[layer][n_q][word]` and `operands` f32 `[layer][q, k, v][n_kv]`.
     fn results<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let results = PyDict::new(py);
         let (layers, n_q, n_kv) = (self.spec.layers, self.spec.n_q_heads, self.spec.n_kv_heads);
@@ -80,6 +70,10 @@ impl DevicePolicy {
         let (stats, descales) = places().map_err(|error| raise(py, &error))?;
         results.set_item("stats", (stats.0, layers * 8 * (n_q + n_kv)))?;
         results.set_item("descales", (descales.0, layers * (n_q + 4 * n_kv)))?;
+        if let Some((heads, operands)) = plan.engine().host_bounds() {
+            results.set_item("bounds", (heads.0, layers * n_q * (size_of::<HeadBound>() / 4)))?;
+            results.set_item("operands", (operands.0, layers * 3 * n_kv))?;
+        }
         Ok(results)
     }
 

@@ -5,6 +5,8 @@ import importlib.util
 import sys
 import types
 
+import pytest
+
 
 def _lend_fa3_to_torch():
     import torch
@@ -28,3 +30,11 @@ try:
     _lend_fa3_to_torch()
 except ImportError:
     pass
+
+
+@pytest.fixture
+def llama():
+    """A small Llama with random weights on the GPU."""
+    from gpu import random_model
+
+    return random_model("llama")

@@ -119,7 +119,7 @@ def main():
         model.set_attn_implementation(fp8.register())
         eight = median_ms(lambda: model.model(tokens, use_cache=False), 5, 2)
         print(f"{name},forward fp8 attention,{eight:.3f},{eight / forward:.4f}")
-        del model, runtime, graph
+        model = runtime = graph = None
         torch.cuda.empty_cache()
     print("call,backend,ms,over bf16 sdpa")
     for batch, length in [(2, 2048), (2, 8192)]:

@@ -3,7 +3,9 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -79,6 +81,17 @@ def test_weights_in_memory_give_what_their_files_give():
     assert sigmascale.calibrate(MODEL / "config.json", weights=stored(MODEL))["layers"] == from_files["layers"]
 
 
+def test_numbers_and_arrays_of_numpy_are_taken_as_they_are():
+    plain = sigmascale.calibrate("gpt2-xl", seq_len=64, eta=0.5, as_paper=True)
+    assert plain == sigmascale.calibrate("gpt2-xl", seq_len=np.int32(64), eta=np.float64(0.5), as_paper=np.bool_(True))
+    config, weights = json.loads((MODEL / "config.json").read_text()), stored(MODEL)
+    swapped = {name: value.astype(">f4") for name, value in weights.items()}
+    apart = {name: value.copy(order="F") for name, value in weights.items()}
+    layers = sigmascale.calibrate(MODEL, weights=weights)["layers"]
+    assert sigmascale.calibrate(config, weights=swapped)["layers"] == layers
+    assert sigmascale.calibrate(config, weights=apart)["layers"] == layers
+
+
 def test_descales_are_arrays():
     profile = sigmascale.calibrate(MODEL)
     rows = sigmascale.descales(profile)
@@ -119,6 +132,20 @@ def test_exported_scales_are_the_largest_of_the_heads(tmp_path):
         (sigmascale.ArgumentError, "scenario", lambda: sigmascale.stress("rain", MODEL)),
         (sigmascale.ArgumentError, "needs a model", lambda: sigmascale.stress("refit")),
         (sigmascale.ArgumentError, "int64", lambda: sigmascale.calibrate({}, weights={"x": np.zeros(3, np.int64)})),
+        (TypeError, "seq_len must be an integer, not 1.5", lambda: sigmascale.calibrate("gpt2-xl", seq_len=1.5)),
+        (sigmascale.ArgumentError, "steps -1 must be at least 0", lambda: sigmascale.calibrate("gpt2-xl", steps=-1)),
+        (sigmascale.ArgumentError, "batch 2361183", lambda: sigmascale.calibrate("gpt2-xl", batch=2**71)),
+        (TypeError, "delta must be a number", lambda: sigmascale.calibrate("gpt2-xl", delta="1e-6")),
+        (TypeError, "as_paper must be True or False", lambda: sigmascale.calibrate("gpt2-xl", as_paper=1)),
+        (TypeError, "bound must be a str", lambda: sigmascale.calibrate("gpt2-xl", bound=None)),
+        (TypeError, "str, bytes or os.PathLike", lambda: sigmascale.calibrate(3)),
+        (sigmascale.ArgumentError, "UTF-8", lambda: sigmascale.calibrate("\udc80")),
+        (TypeError, "weights must map", lambda: sigmascale.calibrate(MODEL, weights=[1])),
+        (sigmascale.ArgumentError, "go with a config", lambda: sigmascale.calibrate("gpt2-xl", weights={})),
+        (sigmascale.FormatError, "no tensor is named", lambda: sigmascale.calibrate(MODEL, weights={})),
+        (TypeError, "seed must be an integer", lambda: sigmascale.stress("refit", MODEL, seed="1")),
+        (TypeError, "a policy must be a str", lambda: sigmascale.stress("refit", MODEL, policies=[1])),
+        (TypeError, "profile must be", lambda: sigmascale.descales(None)),
         (OSError, "folder", lambda: sigmascale.export_scales(MODEL, "/no/such/folder/scales.safetensors")),
     ],
 )
@@ -145,3 +172,47 @@ def test_the_interpreter_lock_is_released():
         time.sleep(0.001)
     # With the lock held throughout, this loop would run once or twice.
     assert ticks > 20
+
+
+def run(code):
+    """What a fresh interpreter prints; it must end by itself."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_of_fork_does_not_wait_for_its_parents_threads():
+    code = f"""
+import os, sigmascale, warnings
+# Python 3.12 warns of threads; they are what this is about.
+warnings.simplefilter("ignore")
+first = sigmascale.calibrate({str(MODEL)!r})
+child = os.fork()
+if child == 0:
+    same = sigmascale.calibrate({str(MODEL)!r}) == first
+    print("same" if same else "other", flush=True)
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+    assert run(code).split() == ["same", "0"]
+
+
+def test_an_interrupt_ends_the_wait():
+    code = """
+import os, signal, sigmascale, threading, time
+threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+start = time.monotonic()
+try:
+    sigmascale.stress("weight-spike", "mistral-7b", layers=1, steps=100_000)
+except KeyboardInterrupt:
+    # The work itself would take days.
+    print("interrupted", flush=True)
+os._exit(0)
+"""
+    assert hasattr(signal, "SIGINT") and run(code).split() == ["interrupted"]
+
+
+def test_pytorch_is_not_imported_before_it_is_used():
+    code = "import sigmascale, sys; sigmascale.calibrate('gpt2-xl'); print('torch' in sys.modules); sigmascale.nothing"
+    printed = run(code)
+    assert printed.startswith("False") and "has no attribute 'nothing'" in printed

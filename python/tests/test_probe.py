@@ -92,3 +92,67 @@ def test_what_no_fault_explains_is_said_so():
     assert sigmascale.probe(wrong, **NUMPY).q == "unexplained"
     with pytest.raises(ValueError, match="returned shape"):
         sigmascale.probe(lambda *arguments: emulated.attention(*arguments).swapaxes(1, 2), **NUMPY)
+
+
+def test_memory_of_one_call_is_not_that_of_another():
+    """Else a call that keeps an address (a CUDA graph) would read the new values there, and not look stale."""
+    seen = []
+
+    def call(*arguments):
+        seen.append([x.ctypes.data for x in arguments])
+        return emulated.attention(*arguments)
+
+    assert sigmascale.probe(call, **NUMPY).ok
+    assert all(len(set(column)) == len(seen) for column in zip(*seen))
+
+
+def test_a_call_may_write_into_its_operands():
+    def call(q, k, v, q_descale, k_descale, v_descale):
+        out = emulated.attention(q, k, v, q_descale, k_descale, v_descale)
+        q *= 0
+        k *= 3
+        v_descale *= 7
+        return out
+
+    assert sigmascale.probe(call, **NUMPY).ok
+
+
+@pytest.mark.parametrize(("d_head", "scale"), [(64, 1.0), (256, 1.0), (512, 1.0), (64, 1e-5), (1, None), (8, 30.0)])
+def test_any_softmax_scale_is_probed(d_head, scale):
+    def call(*arguments):
+        factor = (d_head**-0.5 if scale is None else scale) * d_head**0.5
+        return emulated.attention(arguments[0] * factor, *arguments[1:])
+
+    settings = NUMPY | {"d_head": d_head, "softmax_scale": scale}
+    assert sigmascale.probe(call, **settings).ok
+    dropped = emulated.faulty(call, 4, CHANGES["dropped"])
+    assert sigmascale.probe(dropped, **settings).k == "dropped"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "options"),
+    [
+        (sigmascale.ArgumentError, "n_q_heads 0", {"n_q_heads": 0}),
+        (sigmascale.ArgumentError, "multiple", {"n_q_heads": 3}),
+        (TypeError, "batch must be an integer", {"batch": 2.5}),
+        (sigmascale.ArgumentError, "seq_len 7", {"seq_len": 7}),
+        (sigmascale.ArgumentError, "softmax_scale -1", {"softmax_scale": -1}),
+        (sigmascale.ArgumentError, "softmax_scale nan", {"softmax_scale": float("nan")}),
+        (sigmascale.ArgumentError, "cannot give", {"softmax_scale": 1e-9}),
+        (sigmascale.ArgumentError, "framework 'jax'", {"framework": "jax"}),
+    ],
+)
+def test_bad_settings_are_refused(kind, message, options):
+    with pytest.raises(kind, match=message):
+        sigmascale.probe(emulated.attention, **NUMPY | options)
+    with pytest.raises(TypeError, match="call must be a function"):
+        sigmascale.probe(None, **NUMPY)
+
+
+def test_no_place_keeps_its_descale_from_call_to_call():
+    from sigmascale._probe import _ladder
+
+    for count in (1, 4, 9, 16):
+        rows = np.stack([_ladder(count, shift, False) for shift in range(4)])
+        assert all(len(set(column)) == 4 for column in rows.T)
+        assert ((rows > 1.19) & (rows < 2.81)).all() and len(set(rows[0])) == count

@@ -25,27 +25,36 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def needs_torch(code):
-    return "torch" in code or "runtime" in code
+def snippets(*kinds):
+    """Python snippets that need NumPy alone, PyTorch on the CPU, or a GPU."""
+    needs = lambda code: "gpu" if "cuda" in code or "runtime" in code else "torch" if "torch" in code else "numpy"
+    return [code for code in blocks("python") if needs(code) in kinds]
 
 
-def test_numpy_snippets(folder, capsys):
-    snippets = [code for code in blocks("python") if not needs_torch(code)]
+def run(codes):
     names = {}
-    for code in snippets:
+    for code in codes:
         exec(compile(code, "README.md", "exec"), names)
-    assert len(snippets) >= 3 and (folder / "scales.safetensors").exists()
+    return names
 
 
-def test_torch_snippets(folder):
+def test_numpy_snippets(folder):
+    run(snippets("numpy"))
+    assert len(snippets("numpy")) >= 4 and (folder / "scales.safetensors").exists()
+
+
+def test_snippets_of_pytorch_on_the_cpu(folder):
+    pytest.importorskip("transformers")
+    run(snippets("numpy", "torch"))
+    assert len(snippets("torch")) >= 1
+
+
+def test_gpu_snippets(folder):
     torch = pytest.importorskip("torch")
     if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
         pytest.skip("needs a GPU of compute capability 9.0")
-    snippets = [code for code in blocks("python") if needs_torch(code)]
-    names = {}
-    for code in snippets:
-        exec(compile(code, "README.md", "exec"), names)
-    assert len(snippets) >= 2 and names["out"].shape == (2, 512, 4, 64)
+    names = run(snippets("gpu"))
+    assert len(snippets("gpu")) >= 2 and names["out"].shape == (2, 512, 4, 64)
 
 
 @pytest.mark.skipif(not BINARY.exists(), reason=f"the command is not built at {BINARY}")

@@ -19,10 +19,34 @@ def test_stubs_agree_with_the_package(name):
     declared = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     public = {key for key in getattr(module, "__all__", declared) if inspect.isroutine(getattr(module, key))}
     assert public <= declared.keys()
-    for key, node in declared.items():
+    # What begins with an underscore is the stubs' own.
+    for key, node in {key: node for key, node in declared.items() if not key.startswith("_")}.items():
         assert hasattr(module, key), key
         if isinstance(node, ast.FunctionDef):
             given = list(inspect.signature(getattr(module, key)).parameters.values())
             names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             if not any(p.kind is p.VAR_KEYWORD for p in given):
                 assert names == [p.name for p in given], key
+
+
+USE = """
+import sigmascale
+c: float = sigmascale.calibrate("gpt2-xl", steps=3)["c_star"]["c_star"]
+rows = sigmascale.descales(sigmascale.calibrate({"model_type": "llama"}, bound="certain"))
+ok: bool = sigmascale.probe(lambda *operands: operands[0], framework="numpy").ok
+"""
+WRONG = [
+    'sigmascale.calibrate("x", bound="safe")',
+    "sigmascale.calibrate(3)",
+    'sigmascale.stress("rain")',
+    'sigmascale.probe("call")',
+    "sigmascale.export_scales('x')",
+]
+
+
+def test_a_strict_checker_accepts_right_calls_and_no_others():
+    api = pytest.importorskip("mypy.api", reason="mypy is not installed")
+    printed, _, status = api.run(["--strict", "--cache-dir", "/dev/null", "-c", USE + "\n".join(WRONG)])
+    first = USE.count("\n") + 1
+    lines = {int(line.split(":")[1]) for line in printed.splitlines() if ": error:" in line}
+    assert status == 1 and lines == set(range(first, first + len(WRONG))), printed

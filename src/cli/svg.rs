@@ -29,6 +29,17 @@ impl Axis {
         Self { low: floor.unwrap_or(low), high, log: false }
     }
 
+    /// Linear, over values of any sign.
+    #[cfg(any(test, feature = "train"))]
+    pub fn linear(values: impl Iterator<Item = f64>) -> Self {
+        let values: Vec<f64> = values.filter(|x| x.is_finite()).collect();
+        if values.is_empty() {
+            return Self { low: 0.0, high: 1.0, log: false };
+        }
+        let (low, high) = extremes(&values);
+        Self { low, high, log: false }
+    }
+
     /// Place between 0 and 1.
     pub fn place(&self, value: f64) -> f64 {
         let (x, low, high) = match self.log {
@@ -95,6 +106,8 @@ mod tests {
         assert_eq!((log.place(0.9), log.place(110.0)), (0.0, 1.0));
         let one = Axis::new(std::iter::once(3.0), None);
         assert_eq!((one.place(3.0), one.ticks()), (1.0, vec![3.0]));
+        let signed = Axis::linear([-0.25, f64::NAN, 0.25].into_iter());
+        assert_eq!((signed.place(0.0), signed.ticks()), (0.5, vec![-0.2, 0.0, 0.2]));
         assert_eq!([label(0.0), label(0.5), label(20.0), label(2e-8)], ["0", "0.5", "20", "2e-8"]);
     }
 }

@@ -35,6 +35,8 @@ sources! {
     BOUNDS = "scale_bounds";
     /// Implicit power iteration, each weight read once a step.
     POWER = "scale_power";
+    /// The paper's power iteration on a whole layer.
+    POWER_SUM = "scale_power_sum";
     /// Logit bounds and descales; statistics from Grams.
     PLAN = "scale_plan";
     /// Scales of the next call from bounds, history or measurement.
@@ -58,6 +60,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("launch.cuh", include_str!("../../kernels/include/launch.cuh")),
     ("math.cuh", include_str!("../../kernels/include/math.cuh")),
     ("policy_types.cuh", include_str!("../../kernels/include/policy_types.cuh")),
+    ("scale_mma.cuh", include_str!("../../kernels/include/scale_mma.cuh")),
     ("scale_ptx.cuh", include_str!("../../kernels/include/scale_ptx.cuh")),
     ("scale_spectrum.cuh", include_str!("../../kernels/include/scale_spectrum.cuh")),
     ("scale_types.cuh", include_str!("../../kernels/include/scale_types.cuh")),

@@ -78,13 +78,17 @@ impl Config {
         let top = Keys { map: &map, file };
         let model_type = top.text("model_type")?.ok_or_else(|| Error::format(file, "`model_type` is missing"))?;
         let (text, model_type) = match WRAPPERS.iter().find(|(wrapper, _)| *wrapper == model_type) {
-            Some((_, family)) => {
-                let inner = top.object("text_config")?.ok_or_else(|| {
-                    Error::format(file, format_args!("`text_config` is missing from this `{model_type}` config"))
-                })?;
-                let inner = Keys { map: inner, file };
-                (inner, inner.text("model_type")?.unwrap_or(family))
-            }
+            Some((_, text)) => match top.object("text_config")? {
+                Some(inner) => {
+                    let inner = Keys { map: inner, file };
+                    (inner, inner.text("model_type")?.unwrap_or(text))
+                }
+                None if top.get("hidden_size").is_some() => (top, *text),
+                None => {
+                    let rule = format_args!("`text_config` is missing from this `{model_type}` config");
+                    return Err(Error::format(file, rule));
+                }
+            },
             None => (top, model_type),
         };
         if let Some((_, why)) = REFUSED.iter().find(|(name, _)| *name == model_type) {
@@ -196,6 +200,7 @@ impl<'a> Keys<'a> {
     fn kv_heads(&self, rule: &KvHeads, n_q_heads: usize) -> Result<usize> {
         match rule {
             KvHeads::SameAsQuery => Ok(n_q_heads),
+            KvHeads::One => Ok(1),
             KvHeads::Key(count) => {
                 let null = count.keys.iter().any(|key| self.map.get(*key).is_some_and(Value::is_null));
                 let default = if null { None } else { count.default };
@@ -298,7 +303,8 @@ fn quantization(keys: Keys<'_>) -> Result<Option<(usize, usize)>> {
     let settings = Keys { map, file: keys.file };
     let method = settings.text("quant_method")?.unwrap_or("unnamed");
     let known = match method {
-        "fp8" | "fbgemm_fp8" => true,
+        // `mxfp4` is for the experts alone; a projection stored so would have a type that is not read.
+        "fp8" | "fbgemm_fp8" | "mxfp4" => true,
         "compressed-tensors" => settings.text("format")? == Some("float-quantized"),
         "modelopt" => settings.text("quant_algo")? == Some("FP8"),
         _ => false,
@@ -472,6 +478,56 @@ mod tests {
     }
 
     #[test]
+    fn rotation_by_several_axes_has_no_one_set_of_angles() {
+        let vision = |rope: &str| {
+            spec(&format!(
+                r#"{{"model_type":"qwen2_5_vl","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
+                    "num_key_value_heads":2{rope}}}"#
+            ))
+        };
+        for kind in ["mrope", "default"] {
+            let several = format!(r#","rope_scaling":{{"type":"{kind}","mrope_section":[16,8,8]}}"#);
+            let rope = vision(&several).unwrap().rope[0].clone().unwrap();
+            assert_eq!((rope.rotary_dim, rope.attention_factor, rope.inv_freq), (64, 1.0, None));
+        }
+        assert!(vision("").unwrap().rope[0].clone().unwrap().inv_freq.is_some());
+        let stretched = r#","rope_scaling":{"type":"yarn","factor":4.0,"original_max_position_embeddings":32768,"mrope_section":[16,8,8]}"#;
+        let rope = vision(stretched).unwrap().rope[0].clone().unwrap();
+        assert!(rope.attention_factor > 1.1 && rope.inv_freq.is_none());
+        assert!(vision(r#","rope_scaling":{"type":"mrope"}"#).unwrap_err().is_unsupported());
+        let missing = spec(r#"{"model_type":"qwen2_5_vl"}"#).unwrap_err().to_string();
+        assert!(missing.contains("`text_config` is missing"), "{missing}");
+    }
+
+    #[test]
+    fn where_only_sliding_layers_rotate() {
+        let rotated = |family: &str, extra: &str| -> Vec<bool> {
+            let json = format!(
+                r#"{{"model_type":"{family}","hidden_size":256,"num_hidden_layers":4,"num_attention_heads":4,
+                    "num_key_value_heads":4{extra}}}"#
+            );
+            spec(&json).unwrap().rope.iter().map(Option::is_some).collect()
+        };
+        assert_eq!(rotated("cohere2", ""), [true, true, true, false]);
+        assert_eq!(rotated("cohere2", r#","sliding_window_pattern":2"#), [true, false, true, false]);
+        let full = r#","layer_types":["full_attention","full_attention","full_attention","full_attention"]"#;
+        assert_eq!(rotated("exaone4", full), [false; 4]);
+        assert_eq!(rotated("exaone4", &format!(r#"{full},"sliding_window":null"#)), [true; 4]);
+    }
+
+    #[test]
+    fn rotated_channels_can_be_counted() {
+        let dim = |extra: &str| {
+            let json = format!(r#"{{"model_type":"gptj","n_embd":1024,"n_layer":1,"n_head":4{extra}}}"#);
+            spec(&json).map(|spec| spec.rope[0].clone().unwrap().rotary_dim)
+        };
+        assert_eq!(dim("").unwrap(), 64);
+        assert_eq!(dim(r#","rotary_dim":128"#).unwrap(), 128);
+        assert_eq!(dim(r#","rotary_dim":null"#).unwrap(), 256);
+        assert!(dim(r#","rotary_dim":300"#).is_err() && dim(r#","rotary_dim":33"#).is_err());
+    }
+
+    #[test]
     fn a_norm_that_could_lengthen_its_input_is_refused() {
         let with = |epsilon: &str| {
             spec(&format!(
@@ -508,6 +564,16 @@ mod tests {
                "quantization_config":{"quant_method":"gptq"}}"#,
             "gptq",
         );
+        says(
+            r#"{"model_type":"olmo","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,"clip_qkv":8.0}"#,
+            "clipping can raise a logit",
+        );
+        says(
+            r#"{"model_type":"opt","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
+               "do_layer_norm_before":false}"#,
+            "behind attention",
+        );
+        says(r#"{"model_type":"gpt_bigcode","n_embd":256,"n_layer":1,"n_head":4,"multi_query":false}"#, "multi-query");
         says(
             r#"{"model_type":"llama","hidden_size":48,"num_hidden_layers":1,"num_attention_heads":4}"#,
             "head dimension 12",

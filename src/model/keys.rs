@@ -136,6 +136,7 @@ impl<'a> Keys<'a> {
         let Some(value) = self.get(refusal.key) else { return Ok(()) };
         let allowed = match refusal.unless {
             Setting::False => value.as_bool() == Some(false),
+            Setting::True => value.as_bool() == Some(true),
             Setting::Text(text) => value.as_str() == Some(text),
         };
         if allowed {

@@ -3,7 +3,7 @@
 //! Bounds need the first three. The angles are for a forward and the exact scan over positions, and are left out where
 //! they depend on the length of the sequence (dynamic scaling, LongRoPE).
 
-use super::families::{Count, Family, RopeLayers, RopeRule};
+use super::families::{Count, Family, RopeLayers, RopeRule, RotaryShare};
 use super::keys::{Keys, MAX_D_MODEL, MAX_LAYERS, MAX_POSITIONS, refuse, shorten};
 use super::spec::Rope;
 use crate::error::{Error, Result};
@@ -19,7 +19,7 @@ impl<'a> Keys<'a> {
         d_head: usize,
         max_positions: Option<usize>,
     ) -> Result<Vec<Option<Rope>>> {
-        let RopeRule::Rotary { layout, theta_keys, theta, partial, layers: rule, longrope_names } = &family.rope else {
+        let RopeRule::Rotary { layout, theta_keys, theta, share, layers: rule, longrope_names } = &family.rope else {
             return Ok(vec![None; layers]);
         };
         let nested = |kind: &str| -> Result<Option<Keys<'a>>> {
@@ -41,13 +41,11 @@ impl<'a> Keys<'a> {
         }
         let make = |settings: Option<Keys<'a>>, base: Option<f64>| -> Result<Rope> {
             let inner = settings.map_or(Ok(None), |s| s.positive("rope_theta"))?;
-            let share = self.share(settings, partial)?;
-            // Truncated towards zero, as the reference implementation does.
-            let rotary_dim = (d_head as f64 * share) as usize;
+            let rotary_dim = self.rotated(settings, share, d_head)?;
             if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) || rotary_dim > d_head {
                 return Err(Error::format(
                     self.file,
-                    format_args!("a share of {share} of {d_head} channels is no even number of rotated channels"),
+                    format_args!("{rotary_dim} of {d_head} channels are no even number of rotated channels"),
                 ));
             }
             if let Some(stated) = self.count("rotary_dim", MAX_D_MODEL)?
@@ -82,14 +80,8 @@ impl<'a> Keys<'a> {
         let is_nested = nested_sets.0.is_some() || nested_sets.1.is_some();
         let common_base = base.or(*theta);
         match rule {
-            RopeLayers::ByType { pattern: (keys, default), local_theta } => {
-                let types = match self.layer_types(layers)? {
-                    Some(types) => types,
-                    None => {
-                        let every = self.size(&Count { keys, default: Some(*default) }, MAX_LAYERS)?;
-                        (0..layers).map(|layer| (layer + 1) % every == 0).collect()
-                    }
-                };
+            RopeLayers::ByType { pattern, local_theta } => {
+                let types = self.full_layers(layers, pattern)?;
                 let local = match local_theta {
                     Some((key, default)) => Some(self.positive(key)?.unwrap_or(*default)),
                     None => common_base,
@@ -102,12 +94,20 @@ impl<'a> Keys<'a> {
                 let types = self.layer_types(layers)?.ok_or_else(|| {
                     Error::format(self.file, "`rope_parameters` differ by layer type, and `layer_types` is missing")
                 })?;
-                if matches!(rule, RopeLayers::NoRope { .. }) {
+                if matches!(rule, RopeLayers::NoRope { .. } | RopeLayers::Sliding { .. }) {
                     return Err(refuse(self.file, "`rope_parameters` by layer type beside layers without rotation"));
                 }
                 Ok(by_type(make(nested_sets.0, common_base)?, make(nested_sets.1, common_base)?, &types))
             }
             RopeLayers::Same => Ok(vec![Some(make(common, common_base)?); layers]),
+            RopeLayers::Sliding { pattern, or_all } => {
+                let rope = make(common, common_base)?;
+                if *or_all && self.map.get("sliding_window").is_some_and(Value::is_null) {
+                    return Ok(vec![Some(rope); layers]);
+                }
+                let full = self.full_layers(layers, pattern)?;
+                Ok(full.into_iter().map(|full| (!full).then(|| rope.clone())).collect())
+            }
             RopeLayers::NoRope { interval: (key, default) } => {
                 let rope = make(common, common_base)?;
                 let rotated: Vec<bool> = match self.array("no_rope_layers")? {
@@ -134,32 +134,50 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The rotated share of a head.
-    fn share(&self, settings: Option<Keys<'a>>, rule: &(&[&str], f64)) -> Result<f64> {
-        let mut share = None;
-        if let Some(settings) = settings {
-            share = settings.positive("partial_rotary_factor")?;
-        }
-        let known = if rule.0.is_empty() { &["partial_rotary_factor"] } else { rule.0 };
-        for key in known {
+    /// Rotated channels of a head.
+    fn rotated(&self, settings: Option<Keys<'a>>, rule: &RotaryShare, d_head: usize) -> Result<usize> {
+        const COMMON: &str = "partial_rotary_factor";
+        let (keys, default): (&[&str], f64) = match rule {
+            RotaryShare::Whole => (&[COMMON], 1.0),
+            RotaryShare::Part(keys, default) => (keys, *default),
+            RotaryShare::Channels(key, default) => {
+                if let Some(count) = self.count(key, MAX_D_MODEL)? {
+                    return Ok(count);
+                }
+                let count = if self.map.contains_key(*key) { None } else { *default };
+                (&[COMMON], count.unwrap_or(d_head) as f64 / d_head as f64)
+            }
+        };
+        let mut share = settings.map_or(Ok(None), |settings| settings.positive(COMMON))?;
+        for key in keys {
             if share.is_none() {
                 share = self.positive(key)?;
             }
         }
-        let share = share.unwrap_or(rule.1);
+        let share = share.unwrap_or(default);
         if share > 1.0 {
             return Err(Error::format(
                 self.file,
                 format_args!("the rotated share {share} is more than the whole head"),
             ));
         }
-        if rule.0.is_empty() && share != 1.0 {
+        if matches!(rule, RotaryShare::Whole) && share != 1.0 {
             return Err(refuse(
                 self.file,
                 format_args!("this family is not known to rotate a share of {share} of a head"),
             ));
         }
-        Ok(share)
+        // Truncated towards zero, as the reference implementation does.
+        Ok((d_head as f64 * share) as usize)
+    }
+
+    /// Which layers are full ones: `layer_types`, else every n-th.
+    fn full_layers(&self, layers: usize, (keys, default): &(&'static [&'static str], usize)) -> Result<Vec<bool>> {
+        if let Some(types) = self.layer_types(layers)? {
+            return Ok(types);
+        }
+        let every = self.size(&Count { keys, default: Some(*default) }, MAX_LAYERS)?;
+        Ok((0..layers).map(|layer| (layer + 1) % every == 0).collect())
     }
 }
 
@@ -190,11 +208,16 @@ impl Angles {
                 "`llama_4_scaling_beta` is refused: the query is multiplied by a factor that grows with the position",
             ));
         }
-        if settings.get("mrope_section").is_some() {
-            return Err(refuse(settings.file, "rotation by several position axes (`mrope_section`) is not known"));
-        }
         let kind = if longrope_names.contains(&kind) { "longrope" } else { kind };
+        let (factor, angles) = self.scaled_by(kind, settings, config)?;
+        // Pairs that turn by different axes of a position have no one set of angles; bounds hold for any.
+        let several_axes = settings.get("mrope_section").is_some();
+        Ok((factor, angles.filter(|_| !several_axes)))
+    }
+
+    fn scaled_by(&self, kind: &str, settings: Keys<'_>, config: Keys<'_>) -> Result<(f64, Option<Vec<f64>>)> {
         match kind {
+            "mrope" if settings.get("mrope_section").is_some() => Ok((1.0, None)),
             "default" => Ok((1.0, self.plain())),
             "linear" => {
                 let factor = required(settings, "factor")?;

@@ -227,6 +227,8 @@ struct Side {
     folded_upper: f64,
     /// Certified norm of each rotation pair's two columns, then of the fixed columns together.
     block_norms: Vec<f64>,
+    /// The fixed columns one by one, with their certified norms.
+    fixed_norms: Vec<(usize, f64)>,
     constant: DVector<f64>,
     block_constants: Vec<f64>,
     spread: f64,
@@ -247,6 +249,7 @@ impl Side {
         };
         let constant = DVector::from_column_slice(&channels.constant);
         let (mut block_norms, mut block_constants) = (Vec::new(), Vec::new());
+        let mut fixed_norms = Vec::new();
         if let Some(rotary) = &geometry.rotary {
             for &(a, b) in &rotary.pairs {
                 let g = &gram.matrix;
@@ -256,9 +259,11 @@ impl Side {
             let fixed = gram.matrix.select_rows(&rotary.fixed).select_columns(&rotary.fixed);
             block_norms.push((largest_eigenvalue(&fixed).upper + gram.error()).sqrt());
             block_constants.push(rotary.fixed.iter().map(|&c| constant[c].powi(2)).sum::<f64>().sqrt());
+            let error = gram.error();
+            fixed_norms.extend(rotary.fixed.iter().map(|&c| (c, (gram.matrix[(c, c)].max(0.0) + error).sqrt())));
         }
         let spread = channels.spread.iter().map(|s| s * s).sum::<f64>().sqrt();
-        Self { gram, raw, largest, folded_upper, block_norms, constant, block_constants, spread }
+        Self { gram, raw, largest, folded_upper, block_norms, fixed_norms, constant, block_constants, spread }
     }
 
     fn raw(&self) -> &Gram {
@@ -275,8 +280,13 @@ impl Side {
             let square = other.constant.dot(&(&self.gram.matrix * &other.constant)) + self.gram.error() * norm * norm;
             return square.max(0.0).sqrt();
         }
-        let blocks: f64 = self.block_norms.iter().zip(&other.block_constants).map(|(w, c)| w * c).sum();
-        blocks.min(self.largest.upper.sqrt() * norm)
+        let mut blocks: Vec<f64> = self.block_norms.iter().zip(&other.block_constants).map(|(w, c)| w * c).collect();
+        // Column by column where large ones meet small constants.
+        let columns: f64 = self.fixed_norms.iter().map(|&(c, norm)| norm * other.constant[c].abs()).sum();
+        if let Some(fixed) = blocks.last_mut() {
+            *fixed = fixed.min(columns);
+        }
+        blocks.iter().sum::<f64>().min(self.largest.upper.sqrt() * norm)
     }
 }
 

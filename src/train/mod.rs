@@ -17,7 +17,7 @@
 //! the control's trajectory all policies also plan in shadow: they see the same operands, and change nothing.
 //!
 //! **Casts** saturate, or make NaN of what is out of range. NaN reaches the loss, so that the step is skipped. A run in
-//! which nothing overflows is the same either way, and is not run twice. The steps before the stop of `resume` saturate.
+//! which nothing overflows is the same either way, and is not run twice. The steps before the stop of `resume` have the first kind asked for.
 //!
 //! **Reproducible.** A run's bits follow from its options. Sums run in a fixed order whatever the number of threads.
 //!
@@ -27,7 +27,11 @@ mod language;
 mod model;
 mod op;
 mod optimizer;
+mod options;
 mod scenario;
+#[cfg(test)]
+mod scenario_tests;
+mod state;
 #[cfg(test)]
 mod tests;
 mod trainer;
@@ -35,8 +39,10 @@ mod trainer;
 pub use language::{Batch, Language, VOCABULARY};
 pub use model::ModelKind;
 pub use optimizer::{AdamW, LossScale};
+pub use options::{TrainOptions, Watchdog};
 pub use scenario::{Arm, LabOptions, Peak, Spread, TrainResult, TrainRun, Training, run};
-pub use trainer::{Observed, StepRecord, TrainOptions, TrainState, Trainer, Watchdog};
+pub use state::TrainState;
+pub use trainer::{Observed, StepRecord, Trainer};
 
 use crate::error::Error;
 use crate::fp8::OnOverflow;

@@ -20,6 +20,7 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 use safetensors::tensor::TensorView;
+use serde::{Deserialize, Serialize};
 use std::path::Path;
 
 /// Layers of both models.
@@ -46,11 +47,13 @@ const THETA: f64 = 10_000.0;
 const EMBEDDING: f32 = 0.1;
 
 /// Which model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ModelKind {
     /// `tiny-llama-train`.
+    #[serde(rename = "tiny-llama-train")]
     Llama,
     /// `tiny-gpt2-train`.
+    #[serde(rename = "tiny-gpt2-train")]
     Gpt2,
 }
 
@@ -102,7 +105,7 @@ impl ModelKind {
     }
 
     /// Names, shapes and starts of all parameters.
-    fn layout(self) -> Vec<(String, Vec<usize>, Start)> {
+    pub(super) fn layout(self) -> Vec<(String, Vec<usize>, Start)> {
         let mut all = Vec::new();
         let mut add = |name: String, shape: &[usize], start: Start| all.push((name, shape.to_vec(), start));
         // What is added to the residual stream starts smaller, as GPT-2 does.
@@ -158,7 +161,7 @@ impl ModelKind {
 
 /// How a parameter starts.
 #[derive(Clone, Copy)]
-enum Start {
+pub(super) enum Start {
     Zero,
     One,
     Normal(f32),

@@ -1,12 +1,10 @@
-//! AdamW with moments that can be saved, and dynamic loss scaling.
-//!
-//! [`AdamW`] is candle-nn's, operation by operation (a test compares the bits). It stands here because candle's keeps its
-//! moments private up to 0.11: a run could neither resume with the bits of one that never stopped nor go back to its last
-//! good checkpoint.
+//! AdamW with moments that can be saved (a test compares its bits with candle-nn 0.11), and dynamic loss scaling.
 
+use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// Parameters of [`AdamW`].
+/// AdamW as candle-nn computes it, to the bit; it is here because candle keeps the moments private, without which a run
+/// can neither resume with its own bits nor go back to a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdamW {
     /// Decay of the first moment.
@@ -86,6 +84,17 @@ impl Default for LossScale {
 impl LossScale {
     /// Smallest and largest factor.
     pub const RANGE: (f64, f64) = (1.0, 16_777_216.0);
+
+    pub(super) fn check(&self) -> Result<()> {
+        let (low, high) = Self::RANGE;
+        if !(low..=high).contains(&self.factor) || self.patience == 0 || self.streak >= self.patience {
+            return Err(Error::argument(format_args!(
+                "loss scale {} with a streak of {} must lie between {low} and {high}, the streak below its patience {}",
+                self.factor, self.streak, self.patience
+            )));
+        }
+        Ok(())
+    }
 
     /// Takes in a step.
     pub fn observe(&mut self, finite: bool) {

@@ -2,12 +2,15 @@
 
 use super::Casts;
 use super::model::{LAYERS, ModelKind};
-use super::trainer::{Observed, StepRecord, TrainOptions, TrainState, Trainer};
+use super::options::TrainOptions;
+use super::state::TrainState;
+use super::trainer::{Observed, StepRecord, Trainer};
 use crate::error::{Error, Result};
 use crate::policy::{AutoCConfig, PolicyConfig, PolicyEvent, PolicyKind, Tensor};
 use crate::stress::{Mode, PolicySummary, Scenario, StressResult, Tally, TraceRow};
 use serde::Serialize;
 use std::num::NonZero;
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -151,6 +154,8 @@ pub struct Training {
     pub rate: f64,
     /// What the spike multiplied it by; null without one.
     pub spike: Option<f64>,
+    /// Steps of the spike.
+    pub spike_steps: Option<usize>,
     /// The control first, then the policies.
     pub runs: Vec<TrainRun>,
     /// All policies in shadow on the control's trajectory, over all steps.
@@ -233,8 +238,8 @@ impl Course {
     }
 
     fn factor(&self, step: usize) -> f64 {
-        let spikes =
-            self.scenario == Scenario::LrSpike && (self.transition..self.transition + self.spike_steps).contains(&step);
+        let since = step.checked_sub(self.transition);
+        let spikes = self.scenario == Scenario::LrSpike && since.is_some_and(|since| since < self.spike_steps);
         if spikes { self.spike } else { 1.0 }
     }
 
@@ -260,18 +265,25 @@ struct Done {
 /// `is_argument` if an option breaks its rule; otherwise as [`Trainer::step`].
 pub fn run(scenario: Scenario, options: &LabOptions) -> Result<TrainResult> {
     let course = Course::new(scenario, options)?;
-    if options.policies.is_empty() || options.casts.is_empty() {
-        return Err(Error::argument(format_args!(
-            "{} needs at least one policy and one kind of casts",
-            scenario.name()
-        )));
-    }
+    distinct("policy", &options.policies, PolicyKind::name)?;
+    distinct("kind of casts", &options.casts, Casts::name)?;
     // The control is the longest, since it carries the shadows: it starts first.
     let jobs: Vec<Option<PolicyKind>> =
         std::iter::once(None).chain(options.policies.iter().copied().map(Some)).collect();
     let done = in_parallel(jobs.len(), |at| follow(&course, options, jobs[at]))?;
     let parameters = Trainer::new(options.train)?.parameters();
     Ok(gather(&course, options, parameters, done))
+}
+
+/// Refuses an empty list and one that names a thing twice.
+fn distinct<T: Copy + PartialEq>(what: &str, all: &[T], name: impl Fn(T) -> &'static str) -> Result<()> {
+    if all.is_empty() {
+        return Err(Error::argument(format_args!("a training scenario needs at least one {what}")));
+    }
+    match all.iter().enumerate().find(|(at, one)| all[..*at].contains(one)) {
+        Some((_, twice)) => Err(Error::argument(format_args!("{what} {} is named twice", name(*twice)))),
+        None => Ok(()),
+    }
 }
 
 /// Independent jobs, one thread each, on as many threads as there are cores; results in their order. The work inside a
@@ -344,7 +356,13 @@ fn follow(course: &Course, options: &LabOptions, policy: Option<PolicyKind>) -> 
             continue;
         }
         let before = course.advance(&mut trainer, course.transition)?;
-        let (first, state) = &*trunk.get_or_insert_with(|| (before, trainer.state()));
+        if trunk.is_none() {
+            // Through the bytes of the file: a stop is real.
+            let name = Path::new("saved state");
+            let state = TrainState::decode(name, &trainer.state().encode(name)?)?;
+            trunk = Some((before, state));
+        }
+        let Some((first, state)) = &trunk else { continue };
         let records = |after: Vec<StepRecord>| first.iter().cloned().chain(after).collect();
         let straight = course.advance(&mut trainer, course.steps)?;
         let straight = finish(course, policy, casts, Arm::NeverStopped, &trainer, records(straight))?;
@@ -408,7 +426,7 @@ fn finish(
         skipped: records.iter().filter(|record| record.skipped).count(),
         rollbacks: records.iter().filter(|record| record.rolled_back).count(),
         held_out_loss: trainer.held_out_loss()?,
-        loss_scale: records.last().map_or(1.0, |record| record.loss_scale),
+        loss_scale: trainer.loss_scale(),
         losses: records.iter().map(|record| record.loss).collect(),
     };
     Ok(Done { run, records })
@@ -474,6 +492,7 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
         parameters,
         rate: train.rate,
         spike: (course.scenario == Scenario::LrSpike).then_some(course.spike),
+        spike_steps: (course.scenario == Scenario::LrSpike).then_some(course.spike_steps),
         runs: done.into_iter().flatten().map(|done| done.run).collect(),
         shadow,
         shadow_window,

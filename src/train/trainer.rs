@@ -1,124 +1,20 @@
 //! One training run: graph, backward, loss scaling, AdamW, and the runtime whose scales attention uses.
 
+use super::failed;
 use super::language::{Batch, Language, mix};
-use super::model::{LAYERS, ModelKind, POSITIONS, Parameters};
+use super::model::{Parameter, Parameters};
 use super::op::Attended;
-use super::optimizer::{AdamW, LossScale};
-use super::{Casts, failed};
+use super::options::TrainOptions;
+use super::state::{Counters, Snapshot, TrainState};
 use crate::attention::{Attention, AttentionCall, AttentionShape, Cpu, Inputs, Mask, Precision};
-use crate::bound::Tail;
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, LayerWeights};
 use crate::policy::{PolicyConfig, Report};
 use crate::runtime::{Runtime, RuntimeConfig, RuntimeState, Step, StepOutcome, Weights, bounds_of};
 use crate::spectral::Estimator;
-use crate::stress::{Divergence, Mode, Seen, TraceRow, identity, look, row, sqnr_db};
+use crate::stress::{Divergence, Seen, TraceRow, identity, look, row, sqnr_db};
 use candle_core::Tensor;
 use std::path::Path;
-
-/// What a run is made from.
-#[derive(Clone, Copy, Debug)]
-pub struct TrainOptions {
-    /// Model.
-    pub model: ModelKind,
-    /// Policy; `None` is attention in f32, the control.
-    pub policy: Option<PolicyConfig>,
-    /// What is cast.
-    pub mode: Mode,
-    /// What a value out of range becomes.
-    pub casts: Casts,
-    /// Seed of parameters and text.
-    pub seed: u64,
-    /// Sequences of a step.
-    pub batch: usize,
-    /// Tokens of a sequence, at most 64.
-    pub seq_len: usize,
-    /// Learning rate.
-    pub rate: f64,
-    /// Steps over which the rate rises from zero at the start.
-    pub warm_up: u32,
-    /// Optimizer.
-    pub optimizer: AdamW,
-    /// Largest norm of all gradients together.
-    pub clip: f64,
-    /// Union bound of `geometry-c-star`.
-    pub tail: Tail,
-    /// What is done about steps that are not finite.
-    pub watchdog: Watchdog,
-    /// Factor on the biases of q and k at the start (GPT-2 alone has them): they are drawn with this deviation.
-    pub bias: f32,
-    /// Whether every step also compares attention with f32 on the same operands.
-    pub compare: bool,
-}
-
-impl TrainOptions {
-    /// The defaults of the scenarios.
-    pub fn new(model: ModelKind, policy: Option<PolicyConfig>) -> Self {
-        Self {
-            model,
-            policy,
-            mode: Mode::Logit,
-            casts: Casts::Saturating,
-            seed: 0,
-            batch: 4,
-            seq_len: POSITIONS,
-            rate: 3e-3,
-            warm_up: 10,
-            optimizer: AdamW::default(),
-            clip: 1.0,
-            tail: Tail::default(),
-            watchdog: Watchdog::default(),
-            bias: 0.0,
-            compare: true,
-        }
-    }
-
-    fn check(&self) -> Result<()> {
-        for (name, value, most) in [("batch", self.batch, 4096), ("seq-len", self.seq_len, POSITIONS)] {
-            if !(1..=most).contains(&value) {
-                return Err(Error::argument(format_args!("{name} {value} must lie between 1 and {most}")));
-            }
-        }
-        if !(self.rate.is_finite() && self.rate > 0.0) {
-            return Err(Error::argument(format_args!("rate {} must be finite and greater than zero", self.rate)));
-        }
-        Ok(())
-    }
-
-    /// What the run's runtime is made from, if it has one.
-    fn runtime(&self) -> Option<RuntimeConfig> {
-        self.policy.map(|policy| RuntimeConfig { policy, tail: self.tail, estimator: Estimator::Gram })
-    }
-
-    fn precision(&self) -> Precision {
-        match self.policy {
-            None => Precision::F32,
-            Some(_) => Precision { on_overflow: self.casts.on_overflow(), ..self.mode.precision() },
-        }
-    }
-}
-
-/// Skip and recovery (numerics paper, sections 12.3 and 12.5).
-///
-/// A step whose loss or gradients are not finite changes no weight. After `patience` such steps in a row weights,
-/// moments and scaling state go back to the last good checkpoint, and the rate is halved for `cautious` steps.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Watchdog {
-    /// Good steps between two checkpoints.
-    pub every: u32,
-    /// Bad steps in a row before the run goes back.
-    pub patience: u32,
-    /// Steps at half the rate after that.
-    pub cautious: u32,
-    /// Whether the scaling state goes back too; without, a policy keeps what it saw on the way.
-    pub restore_scales: bool,
-}
-
-impl Default for Watchdog {
-    fn default() -> Self {
-        Self { every: 25, patience: 8, cautious: 10, restore_scales: true }
-    }
-}
 
 /// One policy in one layer of a step.
 #[derive(Clone, Debug)]
@@ -154,18 +50,6 @@ pub struct StepRecord {
     pub observed: Vec<Observed>,
 }
 
-/// Everything that a resume needs.
-#[derive(Clone, Debug)]
-pub struct TrainState {
-    parameters: Parameters,
-    scales: Option<RuntimeState>,
-    updates: u32,
-    loss_scale: LossScale,
-    bad: u32,
-    cautious: u32,
-    step: u64,
-}
-
 /// A run.
 #[derive(Debug)]
 pub struct Trainer {
@@ -175,15 +59,9 @@ pub struct Trainer {
     pub(super) parameters: Parameters,
     runtime: Option<Runtime>,
     shadows: Vec<Runtime>,
-    /// Updates that the optimizer has done.
-    updates: u32,
-    loss_scale: LossScale,
-    /// Bad steps in a row.
-    bad: u32,
-    /// Steps left at half the rate.
-    cautious: u32,
-    step: u64,
-    good: Option<Box<TrainState>>,
+    pub(super) counters: Counters,
+    /// The last good checkpoint.
+    pub(super) good: Option<Snapshot>,
 }
 
 impl Trainer {
@@ -212,11 +90,7 @@ impl Trainer {
             parameters,
             runtime: None,
             shadows: Vec::new(),
-            updates: 0,
-            loss_scale: LossScale::default(),
-            bad: 0,
-            cautious: 0,
-            step: 0,
+            counters: Counters::default(),
             good: None,
             spec,
             options,
@@ -256,18 +130,17 @@ impl Trainer {
             parameter.moments.first.fill(0.0);
             parameter.moments.second.fill(0.0);
         }
-        (self.updates, self.loss_scale, self.bad, self.cautious) = (0, LossScale::default(), 0, 0);
+        self.counters = Counters { step: self.counters.step, ..Counters::default() };
         self.forget_scales()
     }
 
-    /// A policy's state of another run, model or time in place of this run's.
+    /// A policy's state of another run or time in place of this run's.
     ///
     /// # Errors
-    /// As [`Runtime::resume`].
+    /// As [`Runtime::resume`]; `is_mismatch` for the control, which has no scales.
     pub fn take_scales(&mut self, state: RuntimeState) -> Result<()> {
-        if let Some(config) = self.options.runtime() {
-            self.runtime = Some(Runtime::resume(&self.spec, config, state)?);
-        }
+        let config = self.options.runtime().ok_or_else(|| Error::mismatch("the control has no scales to replace"))?;
+        self.runtime = Some(Runtime::resume(&self.spec, config, state)?);
         self.good = None;
         Ok(())
     }
@@ -294,42 +167,39 @@ impl Trainer {
         for (own, loaded) in self.parameters.all.iter_mut().zip(loaded.all) {
             own.value = loaded.value;
         }
+        self.good = None;
         Ok(())
     }
 
     /// Everything that [`Trainer::resume`] needs.
     pub fn state(&self) -> TrainState {
-        TrainState {
-            parameters: self.parameters.clone(),
-            scales: self.scales(),
-            updates: self.updates,
-            loss_scale: self.loss_scale,
-            bad: self.bad,
-            cautious: self.cautious,
-            step: self.step,
-        }
+        TrainState { run: self.options.identity(), now: self.snapshot(), good: self.good.clone() }
     }
 
-    /// A run that goes on from a state with the bits of one that never stopped.
+    fn snapshot(&self) -> Snapshot {
+        Snapshot { parameters: self.parameters.clone(), scales: self.scales(), counters: self.counters }
+    }
+
+    /// A run that goes on from a state with the bits of one that never stopped, if the options are the same; shadows are
+    /// put beside it anew.
     ///
     /// # Errors
-    /// As [`Trainer::new`] and [`Runtime::resume`]; `is_mismatch` if the state is of another model.
+    /// As [`Trainer::new`] and [`Runtime::resume`]; `is_mismatch` if the state is of another model, seed, batch, length or
+    /// policy.
     pub fn resume(options: TrainOptions, state: &TrainState) -> Result<Self> {
-        if state.parameters.kind != options.model || state.scales.is_some() != options.policy.is_some() {
-            return Err(Error::mismatch("the training state is of another model or policy"));
-        }
+        state.check(options.identity(), options.policy.map(|policy| policy.kind().name()))?;
         let mut trainer = Self::new(options)?;
-        trainer.restore(state, true)?;
-        trainer.step = state.step;
+        trainer.restore(&state.now, true)?;
+        trainer.counters = state.now.counters;
+        trainer.good = state.good.clone();
         Ok(trainer)
     }
 
-    fn restore(&mut self, state: &TrainState, scales: bool) -> Result<()> {
-        self.parameters = state.parameters.clone();
-        (self.updates, self.loss_scale) = (state.updates, state.loss_scale);
-        (self.bad, self.cautious) = (state.bad, state.cautious);
-        if let (true, Some(scales)) = (scales, &state.scales) {
-            self.take_scales(scales.clone())?;
+    /// Parameters and, if asked for, scales of a snapshot.
+    fn restore(&mut self, snapshot: &Snapshot, scales: bool) -> Result<()> {
+        self.parameters = snapshot.parameters.clone();
+        if let (true, Some(scales), Some(config)) = (scales, &snapshot.scales, self.options.runtime()) {
+            self.runtime = Some(Runtime::resume(&self.spec, config, scales.clone())?);
         }
         Ok(())
     }
@@ -359,7 +229,12 @@ impl Trainer {
 
     /// Steps done.
     pub fn steps(&self) -> u64 {
-        self.step
+        self.counters.step
+    }
+
+    /// Factor of the loss scaling.
+    pub fn loss_scale(&self) -> f64 {
+        self.counters.loss_scale.factor
     }
 
     /// Mean cross entropy of text that no step has seen, with attention in f32: it judges the weights, not the scales.
@@ -385,7 +260,7 @@ impl Trainer {
     /// # Errors
     /// As [`Trainer::step`].
     pub fn forward(&mut self) -> Result<f64> {
-        let text = self.language.batch(self.step, self.options.batch, self.options.seq_len);
+        let text = self.language.batch(self.counters.step, self.options.batch, self.options.seq_len);
         let variables = self.parameters.variables()?;
         let (loss, _) = self.attend_all(&variables, &text)?;
         scalar(&loss)
@@ -394,19 +269,22 @@ impl Trainer {
     /// One step at `factor` times the rate.
     ///
     /// # Errors
-    /// If the graph, a bound or a plan fails. Values that are not finite are no error: the step is skipped.
+    /// `is_argument` if the factor is not finite or below zero; otherwise if the graph, a bound or a plan fails. Values
+    /// that are not finite are no error: the step is skipped.
     pub fn step(&mut self, factor: f64) -> Result<StepRecord> {
-        if self.bad == 0
-            && self.options.watchdog.every > 0
-            && self.step.is_multiple_of(self.options.watchdog.every.into())
-        {
-            self.good = Some(Box::new(self.state()));
+        if !(factor.is_finite() && factor >= 0.0) {
+            return Err(Error::argument(format_args!("factor {factor} of the rate must be finite and not below zero")));
         }
-        let text = self.language.batch(self.step, self.options.batch, self.options.seq_len);
+        let Counters { step, updates, bad, cautious, loss_scale } = self.counters;
+        let every = u64::from(self.options.watchdog.every);
+        if bad == 0 && every > 0 && step.is_multiple_of(every) {
+            self.good = Some(self.snapshot());
+        }
+        let text = self.language.batch(step, self.options.batch, self.options.seq_len);
         let variables = self.parameters.variables()?;
         let (loss, observed) = self.attend_all(&variables, &text)?;
         let loss_value = scalar(&loss)?;
-        let scale = self.loss_scale.factor;
+        let scale = loss_scale.factor;
         let gradients = (loss * scale).and_then(|loss| loss.backward()).map_err(failed)?;
         // A parameter that the text did not touch has no gradient.
         let mut rows = Vec::with_capacity(variables.len());
@@ -418,62 +296,69 @@ impl Trainer {
         let norm = rows.iter().flatten().map(square).sum::<f64>().sqrt();
         let finite = loss_value.is_finite() && norm.is_finite();
 
-        let warm = (f64::from(self.updates + 1) / f64::from(self.options.warm_up.max(1))).min(1.0);
-        let rate = self.options.rate * factor * warm * if self.cautious > 0 { 0.5 } else { 1.0 };
-        let mut record = StepRecord {
-            step: self.step,
+        let warm = (f64::from(updates + 1) / f64::from(self.options.warm_up.max(1))).min(1.0);
+        let rate = self.options.rate * factor * warm * if cautious > 0 { 0.5 } else { 1.0 };
+        self.counters.loss_scale.observe(finite);
+        let mut rolled_back = false;
+        if finite {
+            self.update(rate, norm, rows)?;
+            (self.counters.bad, self.counters.cautious) = (0, cautious.saturating_sub(1));
+        } else {
+            self.counters.bad += 1;
+            rolled_back = self.go_back()?;
+        }
+        self.counters.step += 1;
+        Ok(StepRecord {
+            step,
             loss: loss_value,
             gradient_norm: norm,
             rate,
             loss_scale: scale,
             skipped: !finite,
-            rolled_back: false,
+            rolled_back,
             observed,
-        };
-        self.loss_scale.observe(finite);
-        if finite {
-            self.update(rate, norm, rows);
-            self.bad = 0;
-            self.cautious = self.cautious.saturating_sub(1);
-        } else {
-            self.bad += 1;
-            record.rolled_back = self.go_back()?;
-        }
-        self.step += 1;
-        Ok(record)
+        })
     }
 
-    fn update(&mut self, rate: f64, norm: f64, rows: Vec<Option<Vec<f32>>>) {
+    fn update(&mut self, rate: f64, norm: f64, rows: Vec<Option<Vec<f32>>>) -> Result<()> {
         // As torch's clip_grad_norm_.
         let clip = (self.options.clip / (norm + 1e-6)).min(1.0) as f32;
-        self.updates += 1;
+        self.counters.updates += 1;
         for (parameter, row) in self.parameters.all.iter_mut().zip(rows) {
             let Some(mut row) = row else { continue };
             if clip < 1.0 {
                 row.iter_mut().for_each(|g| *g *= clip);
             }
-            self.options.optimizer.update(self.updates, rate, &mut parameter.value, &mut parameter.moments, &row);
+            let Parameter { name, value, moments, .. } = parameter;
+            self.options.optimizer.update(self.counters.updates, rate, value, moments, &row);
+            if !value.iter().all(|x| x.is_finite()) {
+                let step = self.counters.step;
+                return Err(Error::non_finite(format_args!(
+                    "step {step}: a rate of {rate:.1e} drove `{name}` out of f32"
+                )));
+            }
         }
+        Ok(())
     }
 
     /// After too many bad steps: weights and moments of the last good checkpoint, and half the rate for a while.
     fn go_back(&mut self) -> Result<bool> {
         let watchdog = self.options.watchdog;
-        if self.bad < watchdog.patience {
+        if self.counters.bad < watchdog.patience {
             return Ok(false);
         }
         let Some(good) = self.good.take() else { return Ok(false) };
-        let scale = self.loss_scale;
         self.restore(&good, watchdog.restore_scales)?;
-        // The loss scale does not go back: it fell for a reason.
-        (self.loss_scale, self.bad, self.cautious) = (scale, 0, watchdog.cautious);
+        // Text goes on, and the loss scale does not go back: it fell for a reason.
+        let Counters { step, loss_scale, .. } = self.counters;
+        self.counters = Counters { step, loss_scale, bad: 0, cautious: watchdog.cautious, ..good.counters };
         self.good = Some(good);
         Ok(true)
     }
 
     /// The loss of a text under the run's own scales, and what every policy's scales did in every layer.
     fn attend_all(&mut self, variables: &[candle_core::Var], text: &Batch) -> Result<(Tensor, Vec<Observed>)> {
-        let Self { options, spec, parameters, runtime, shadows, step, .. } = self;
+        let Self { options, spec, parameters, runtime, shadows, counters, .. } = self;
         let mut observed = Vec::new();
         let watched = runtime.is_some() || !shadows.is_empty();
         let mut call_layer = |layer: usize, inputs: Inputs<'_>| -> Result<Attended> {
@@ -494,7 +379,7 @@ impl Trainer {
                 let sqnr = exact.as_ref().and_then(|exact| sqnr_db(&exact.out, &outcome.output.out));
                 let kl = divergence.as_ref().map(|d| d.of(options.mode, &outcome.plan)).transpose()?.flatten();
                 let kind = outcome.report.policy;
-                let row = row(*step as usize, kind, options.mode, &outcome, &seen, sqnr, kl);
+                let row = row(counters.step as usize, kind, options.mode, &outcome, &seen, sqnr, kl);
                 observed.push(Observed { row, seen, report: outcome.report.clone(), own });
                 // A policy that gave its scale up says which one is safe: the call is run again with it.
                 if let Some(safe) = outcome.report.fallback.take().filter(|_| own) {
@@ -557,10 +442,5 @@ fn call_of(spec: &AttentionSpec, layer: usize, text: &Batch) -> AttentionCall {
         len_k: text.len,
         d_head: spec.d_head,
     };
-    AttentionCall {
-        shape,
-        mask: Mask::CAUSAL,
-        softmax_scale: spec.softmax_scale[layer.min(LAYERS - 1)],
-        soft_cap: None,
-    }
+    AttentionCall { shape, mask: Mask::CAUSAL, softmax_scale: spec.softmax_scale[layer], soft_cap: None }
 }

@@ -165,6 +165,42 @@ pub fn cases() -> Vec<Case> {
         grouped("cohere", "cohere", json!({"use_qk_norm": true})),
         grouped("smollm3", "smollm3", json!({"no_rope_layers": [1, 1, 0, 1]})),
         grouped("smollm3", "smollm3", json!({"no_rope_layer_interval": 3})),
+        Case { bias: true, ..grouped("gpt_oss", "llama", json!({"quantization_config": {"quant_method": "mxfp4"}})) },
+        Case { bias: true, ..grouped("glm", "glm4", json!({})) },
+        grouped("glm4", "glm4", json!({"attention_bias": false, "partial_rotary_factor": 0.5})),
+        grouped("glm4_moe", "glm4_moe", json!({"use_qk_norm": true})),
+        grouped("glm4_moe", "llama half", json!({})),
+        grouped("minimax_m2", "minimax_m2", json!({"rotary_dim": 8})),
+        square("olmo", "olmo", json!({"clip_qkv": null})),
+        grouped("olmoe", "olmoe", json!({})),
+        grouped("cohere2", "cohere2", json!({"sliding_window_pattern": 2})),
+        grouped(
+            "exaone4",
+            "exaone4",
+            json!({"layer_types":
+            ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}),
+        ),
+        Case { bias: true, ..grouped("seed_oss", "llama", json!({})) },
+        Case { bias: true, ..grouped("ernie4_5", "helium", json!({"use_bias": true})) },
+        grouped("ernie4_5_moe", "helium", json!({})),
+        grouped("nemotron", "nemotron", json!({})),
+        grouped("arcee", "llama", json!({})),
+        grouped("helium", "helium", json!({})),
+        grouped("apertus", "apertus", json!({})),
+        grouped("dots1", "qwen3", json!({})),
+        grouped("granitemoe", "granite", json!({"attention_multiplier": 0.015625})),
+        Case { bias: true, ..grouped("qwen2_5_vl", "llama", json!({})) },
+        Case { bias: true, ..wrapped("qwen2_vl", "qwen2_vl_text", "llama", "model.language_model.", &json!({})) },
+        wrapped("qwen3_vl", "qwen3_vl_text", "qwen3", "model.language_model.", &json!({})),
+        Case { bias: true, ..square("opt", "opt", json!({"do_layer_norm_before": true})) },
+        Case { prefix: "", bias: true, ..square("opt", "opt", json!({"hidden_act": "relu"})) },
+        Case { prefix: "transformer.", ..square("gptj", "gptj", json!({"n_embd": 64, "n_head": 4, "rotary_dim": 8})) },
+        Case {
+            prefix: "transformer.",
+            n_kv: 1,
+            bias: true,
+            ..square("gpt_bigcode", "gpt_bigcode", json!({"n_embd": 64, "n_head": 4, "multi_query": true}))
+        },
     ]
 }
 
@@ -185,6 +221,19 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
             "gpt2" => {
                 norm(&mut t, format!("{p}h.{i}.ln_1"), d, true, 1.0);
                 t.linear(&format!("{p}h.{i}.attn.c_attn"), d, fused, bias(fused));
+            }
+            "gptj" | "gpt_bigcode" => {
+                norm(&mut t, format!("{p}h.{i}.ln_1"), d, true, 1.0);
+                if case.kind == "gpt_bigcode" {
+                    t.linear(&format!("{p}h.{i}.attn.c_attn"), fused, d, bias(fused));
+                } else {
+                    ["q", "k", "v"].map(|name| t.linear(&format!("{p}h.{i}.attn.{name}_proj"), d, d, None));
+                }
+            }
+            "opt" => {
+                norm(&mut t, format!("{p}decoder.layers.{i}.self_attn_layer_norm"), d, true, 1.0);
+                ["q", "k", "v"]
+                    .map(|name| t.linear(&format!("{p}decoder.layers.{i}.self_attn.{name}_proj"), d, d, bias(d)));
             }
             "phi3" => {
                 norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, false, 1.0);
@@ -216,13 +265,16 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                 }
             }
             kind => {
-                let around = if kind.starts_with("gemma") { 0.0 } else { 1.0 };
-                let layer_norm = ["phi", "starcoder2", "stablelm", "cohere"].contains(&kind);
-                if kind == "olmo2" {
-                    norm(&mut t, format!("{p}layers.{i}.post_attention_layernorm"), d, false, 1.0);
-                } else {
-                    let shift = layer_norm && kind != "cohere";
-                    norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, shift, around);
+                let around = if kind.starts_with("gemma") || kind == "nemotron" { 0.0 } else { 1.0 };
+                let shift = ["phi", "starcoder2", "stablelm", "nemotron"].contains(&case.kind);
+                match kind {
+                    // A trap: this one feeds the feed-forward, not the attention.
+                    "olmo2" | "exaone4" => {
+                        norm(&mut t, format!("{p}layers.{i}.post_attention_layernorm"), d, false, 1.0);
+                    }
+                    "apertus" => norm(&mut t, format!("{p}layers.{i}.attention_layernorm"), d, false, 1.0),
+                    "olmo" => {}
+                    _ => norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, shift, around),
                 }
                 let attn = format!("{p}layers.{i}.self_attn");
                 for (name, heads) in [("q", n_q), ("k", n_kv), ("v", n_kv)] {
@@ -231,8 +283,12 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                         continue;
                     }
                     match case.kind {
-                        "qwen3" | "gemma3" => norm(&mut t, format!("{attn}.{name}_norm"), R, false, around),
-                        "olmo2" => norm(&mut t, format!("{attn}.{name}_norm"), heads * R, false, 1.0),
+                        "qwen3" | "gemma3" | "glm4_moe" | "exaone4" | "apertus" => {
+                            norm(&mut t, format!("{attn}.{name}_norm"), R, false, around)
+                        }
+                        "olmo2" | "olmoe" | "minimax_m2" => {
+                            norm(&mut t, format!("{attn}.{name}_norm"), heads * R, false, 1.0);
+                        }
                         "cohere" => t.add(format!("{attn}.{name}_norm.weight"), &[heads, R], 1.0, 0.3),
                         "stablelm" => {
                             for h in 0..heads {

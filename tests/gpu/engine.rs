@@ -26,10 +26,7 @@ tests![
     memory_that_runs_out_is_an_error,
 ];
 
-/// How far an operand bound of a whole plan may lie below f64, relative: sums of squares on the tensor cores err by less.
-/// Operand descales alone take f64 sums and lie nowhere below.
-const OPERAND_BELOW: f64 = 2e-6;
-/// How far above.
+/// How far an operand bound may lie above f64, relative; nowhere below.
 const OPERAND_ABOVE: f64 = 1e-5;
 /// How far a certified logit bound may lie below that of the CPU: the two balance rotation pairs in f32 and f64.
 const LOGIT_BELOW: f64 = 2e-6;
@@ -75,17 +72,17 @@ fn cases() -> Vec<Case> {
 
 /// How far a certified logit bound may lie above that of the CPU.
 fn logit_above(case: &Case, naive: f64) -> f64 {
-    // Without rotation, heads this wide have no room for the product of two Grams: sigma_Q sigma_K is used. Cancelling
-    // heads are held to it too: f32 Grams have no more digits.
-    let coarse = (case.rotary == 0 && case.r > 128) || case.kind == Kind::Cancelling;
     let by_kind: f64 = match case.kind {
-        // Under rotation the CPU knows the Frobenius form, which is sharper here; without, the product errs with the trace.
-        Kind::Spiked => 0.1,
+        // Under rotation the CPU knows the Frobenius form, which is sharper here.
+        Kind::Spiked if case.rotary > 0 => 0.1,
         // What the norm takes out of a Gram costs the digits that it had.
         Kind::Offset => 0.4,
-        _ => 0.02,
+        // Constants that meet channels without rotation: the CPU knows the norm of these channels together.
+        Kind::Cancelling if case.rotary > 0 && case.rotary < case.r => 0.05,
+        _ => 0.01,
     };
-    if coarse { by_kind.max(1.02 * naive - 1.0) } else { by_kind }
+    // Without rotation, heads this wide have no room for the product of two Grams: sigma_Q sigma_K is used.
+    if case.rotary == 0 && case.r > 128 { by_kind.max(1.02 * naive - 1.0) } else { by_kind }
 }
 
 fn engine(layer: &Layer) -> ScaleEngine {
@@ -125,10 +122,10 @@ fn compare(case: &Case, seed: u64) -> Vec<String> {
     let layer = Layer::new(case, seed);
     let (truth, engine, stream) = (layer.truth(), engine(&layer), stream());
     let want = operands(case, &truth);
-    let mut check_operands = |name: &str, below: f64, got: Vec<f32>, descales: Vec<f32>| {
+    let mut check_operands = |name: &str, got: Vec<f32>, descales: Vec<f32>| {
         for (i, (got, want)) in got.iter().zip(&want).enumerate() {
             let ratio = ratio(f64::from(*got), *want);
-            if !(1.0 - below..=1.0 + OPERAND_ABOVE).contains(&ratio) {
+            if !(1.0..=1.0 + OPERAND_ABOVE).contains(&ratio) {
                 bad.push(format!("{name} operand bound {i} is {ratio:.8} of f64"));
             }
             let descale = Descale::covering(f64::from(*got), E4M3_MAX).unwrap();
@@ -145,18 +142,13 @@ fn compare(case: &Case, seed: u64) -> Vec<String> {
         }
     };
     engine.descales(&stream).unwrap();
-    check_operands("lone", 0.0, engine.operand_bounds().read().unwrap(), engine.head_descales().read().unwrap());
+    check_operands("lone", engine.operand_bounds().read().unwrap(), engine.head_descales().read().unwrap());
     engine.plan(&stream).unwrap();
     let cold = read(case, &engine).unwrap();
     for _ in 0..8 {
         engine.plan(&stream).unwrap();
     }
-    check_operands(
-        "plan",
-        OPERAND_BELOW,
-        engine.operand_bounds().read().unwrap(),
-        engine.head_descales().read().unwrap(),
-    );
+    check_operands("plan", engine.operand_bounds().read().unwrap(), engine.head_descales().read().unwrap());
     let warm = read(case, &engine).unwrap();
     for (h, want) in truth.heads.iter().enumerate() {
         let pairs = |b: &LayerBounds| {
@@ -166,6 +158,8 @@ fn compare(case: &Case, seed: u64) -> Vec<String> {
         let above = logit_above(case, want.naive.unwrap() / want.certain.unwrap());
         for (name, bounds, above) in [("first", &cold, f64::INFINITY), ("later", &warm, above)] {
             for ((got, want), kind) in pairs(bounds).into_iter().zip(["certain", "rounded", "rank-aware"]) {
+                // Two products of norms are in it.
+                let above = if kind == "rounded" { above.max(0.02) } else { above };
                 let ratio = ratio(got.unwrap(), want.unwrap());
                 if !(1.0 - LOGIT_BELOW..=1.0 + above).contains(&ratio) {
                     bad.push(format!("{name} {kind} bound of head {h} is {ratio:.8} of f64"));
@@ -218,7 +212,7 @@ fn many_layers_are_the_same_as_one() {
         }
         for (got, want) in operands[6 * i..].iter().zip(self::operands(&case, &truth)) {
             let ratio = f64::from(f32::from_bits(*got)) / want;
-            assert!((1.0 - OPERAND_BELOW..1.0 + OPERAND_ABOVE).contains(&ratio), "layer {i}: {ratio}");
+            assert!((1.0..1.0 + OPERAND_ABOVE).contains(&ratio), "layer {i}: {ratio}");
         }
     }
 }
@@ -363,7 +357,7 @@ fn host_weights_give_the_same_bounds() {
         let got = bounds.layer(&case.spec(), layer.weights(), &Tail::default()).unwrap();
         for (got, want) in got.heads.iter().zip(&truth.heads) {
             let ratio = ratio(got.rounded.unwrap(), want.rounded.unwrap());
-            let above = 1.0 + logit_above(case, want.naive.unwrap() / want.certain.unwrap());
+            let above = 1.0 + logit_above(case, want.naive.unwrap() / want.certain.unwrap()).max(0.02);
             assert!((1.0 - LOGIT_BELOW..=above).contains(&ratio), "{}: {ratio}", case.name);
         }
     }

@@ -8,6 +8,7 @@ Hugging Face: :func:`register`, then ``model.set_attn_implementation("sigmascale
 TransformerEngine: :mod:`sigmascale.torch.te`.
 """
 
+from . import te
 from ._attention import attention, patched, register, scaled_dot_product_attention
 from ._backends import backend
 from ._layers import Layer
@@ -27,4 +28,5 @@ __all__ = [
     "patched",
     "register",
     "scaled_dot_product_attention",
+    "te",
 ]

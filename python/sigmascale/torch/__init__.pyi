@@ -1,9 +1,27 @@
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from . import te as te
+
+__all__ = [
+    "POLICIES",
+    "Layer",
+    "LayerPlan",
+    "Runtime",
+    "attach",
+    "attention",
+    "backend",
+    "find_layers",
+    "patched",
+    "register",
+    "scaled_dot_product_attention",
+    "te",
+]
 
 _Policy = Literal["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"]
 _Backend = Literal["auto", "native", "fa3", "cudnn", "torch", "emulated"]
@@ -15,38 +33,71 @@ class Layer:
     v: torch.Tensor
     n_q_heads: int
     n_kv_heads: int
-    norm: Literal["rms", "layer"] | None
-    gain: torch.Tensor | None
-    shift: torch.Tensor | None
-    q_bias: torch.Tensor | None
-    k_bias: torch.Tensor | None
-    v_bias: torch.Tensor | None
-    gain_offset: float
-    rotary: int
-    interleaved: bool
-    rope_factor: float
-    softmax_scale: float | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    qk_norm_offset: float
-    qk_norm_joint: bool
-    module: torch.nn.Module | None
-    name: str
+    norm: Literal["rms", "layer"] | None = "rms"
+    gain: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    q_bias: torch.Tensor | None = None
+    k_bias: torch.Tensor | None = None
+    v_bias: torch.Tensor | None = None
+    gain_offset: float = 0.0
+    rotary: int = 0
+    interleaved: bool = False
+    rope_factor: float = 1.0
+    softmax_scale: float | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    qk_norm_offset: float = 0.0
+    qk_norm_joint: bool = False
+    module: torch.nn.Module | None = None
+    name: str = "layer"
+    heads: tuple[list[int], list[int], list[int]] | None = None
+    fused_d_head: int = 0
+    sources: list[tuple[dict[str, Any], str, Any]] = ...
     def __init__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n_q_heads: int, n_kv_heads: int, **options: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        n_q_heads: int,
+        n_kv_heads: int,
+        norm: Literal["rms", "layer"] | None = "rms",
+        gain: torch.Tensor | None = None,
+        shift: torch.Tensor | None = None,
+        q_bias: torch.Tensor | None = None,
+        k_bias: torch.Tensor | None = None,
+        v_bias: torch.Tensor | None = None,
+        gain_offset: float = 0.0,
+        rotary: int = 0,
+        interleaved: bool = False,
+        rope_factor: float = 1.0,
+        softmax_scale: float | None = None,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        qk_norm_offset: float = 0.0,
+        qk_norm_joint: bool = False,
+        module: torch.nn.Module | None = None,
+        name: str = "layer",
+        heads: tuple[list[int], list[int], list[int]] | None = None,
+        fused_d_head: int = 0,
+        sources: list[tuple[dict[str, Any], str, Any]] = ...,
     ) -> None: ...
     @property
     def d_head(self) -> int: ...
+    def tensors(self) -> dict[str, torch.Tensor]: ...
 
 class LayerPlan:
+    def __init__(self, runtime: Runtime, index: int, layer: Layer) -> None: ...
     index: int
     name: str
     n_q_heads: int
     n_kv_heads: int
     d_head: int
     softmax_scale: float
+    per_call: bool
     logit_descale: torch.Tensor | None
     words: torch.Tensor
+    @property
+    def runtime(self) -> Runtime: ...
     @property
     def q_descale(self) -> torch.Tensor: ...
     @property
@@ -58,12 +109,26 @@ class LayerPlan:
     def descales(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 class Runtime:
-    policy: str
+    policy: _Policy
+    bound: Literal["certain"] | None
+    backend: _Backend
+    n_q_heads: int
+    n_kv_heads: int
     device: torch.device
     descales: torch.Tensor
+    words: torch.Tensor
     logits: torch.Tensor | None
+    logit_descales: torch.Tensor | None
     layers: list[LayerPlan]
     after_refresh: list[Callable[[Runtime], None]]
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        policy: _Policy,
+        bound: Literal["certain"] | None,
+        layers: Sequence[Layer] | None,
+        backend: _Backend,
+    ) -> None: ...
     def __len__(self) -> int: ...
     def refresh(self) -> None: ...
     def check(self) -> None: ...
@@ -71,7 +136,8 @@ class Runtime:
     def stats(self) -> dict[str, NDArray[np.generic]]: ...
     def plan_of(self, module: torch.nn.Module) -> LayerPlan: ...
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def memory(self, owner: object, place: tuple[int, int], kind: str) -> torch.Tensor: ...
 
 def find_layers(model: torch.nn.Module) -> list[Layer]: ...
 def attach(
@@ -82,6 +148,7 @@ def attach(
     layers: Sequence[Layer] | None = None,
     backend: _Backend = "auto",
 ) -> Runtime: ...
+@overload
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -91,8 +158,20 @@ def attention(
     causal: bool = True,
     softmax_scale: float | None = None,
     backend: _Backend | None = None,
-    return_lse: bool = False,
-) -> Any: ...
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: LayerPlan | Sequence[torch.Tensor],
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    backend: _Backend | None = None,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -110,7 +189,9 @@ def scaled_dot_product_attention(
 class patched:
     def __init__(self, runtime: Runtime) -> None: ...
     def __enter__(self) -> Runtime: ...
-    def __exit__(self, *exception: Any) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...
 
 def register(name: str = "sigmascale_fp8") -> str: ...
 def backend(name: str) -> Any: ...

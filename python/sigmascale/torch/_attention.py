@@ -5,12 +5,18 @@ dequantised E4M3 operands and with the forward's log-sum-exp, so that ``exp(S - 
 and its rows sum to one; gradients pass through the casts unchanged (straight-through).
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
+from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _backends
-from ._runtime import PLANS, LayerPlan
+from ._runtime import LayerPlan, Runtime, plan_of_module
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 # Addresses and streams are read here: a compiled model leaves its graph for the call.
@@ -18,9 +24,16 @@ from ._runtime import PLANS, LayerPlan
 def attention(q, k, v, plan, *, causal=True, softmax_scale=None, backend=None, return_lse=False):
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
 
-    ``plan`` is a layer of a :class:`Runtime`, or three descales ``(batch, n_kv_heads)`` or ``(n_kv_heads,)`` of q, k, v.
-    Causal masks are aligned to the last query and the last key.
+    ``q``, ``k``, ``v``: bfloat16, float16 or float32, of one type (autocast makes them so), any strides with channels
+    together; query heads a multiple of KV heads. ``plan`` is a layer of a :class:`Runtime`, or three descales f32
+    ``(batch, n_kv_heads)`` or ``(n_kv_heads,)`` of q, k, v. Causal masks are aligned to the last query and the last key.
+    ``softmax_scale``: by default the plan's, or ``d_head ** -0.5``. ``backend``: by default the runtime's.
+
+    Returns the output in bfloat16, and with ``return_lse`` also the log-sum-exp of each row's logits, f32
+    ``(batch, n_q_heads, seq)`` in nats, not differentiable. Raises :class:`ArgumentError` and :class:`MismatchError` for
+    operands that do not fit, :class:`UnsupportedError` for what the backend does not offer.
     """
+    q, k, v = _lowered(q, k, v)
     _check(q, k, v)
     batch, n_kv = k.shape[0], k.shape[2]
     words = None
@@ -38,11 +51,26 @@ def attention(q, k, v, plan, *, causal=True, softmax_scale=None, backend=None, r
         name = backend or plan.runtime.backend
         descales = _current(q, k, v) if plan.per_call else tuple(d.expand(batch, -1) for d in plan._descales)
     else:
+        if not isinstance(plan, Sequence | torch.Tensor) or len(plan) != 3:
+            raise TypeError(f"plan must be a layer of a Runtime or the three descales of q, k and v, not {plan!r}")
         scale, name = q.shape[3] ** -0.5, backend or "auto"
         descales = tuple(_row(d, key, batch, n_kv, q.device) for key, d in zip("qkv", plan))
+    if softmax_scale is not None:
+        scale = positive("softmax_scale", softmax_scale)
     chosen = _backends.choose(name, q)
-    out, lse = _Fp8Attention.apply(q, k, v, descales, words, bool(causal), float(softmax_scale or scale), chosen)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = _Fp8Attention.apply(q, k, v, descales, words, bool(causal), float(scale), chosen)
     return (out, lse) if return_lse else out
+
+
+def _lowered(*tensors):
+    """Under autocast its type, as PyTorch's own attention takes it."""
+    kinds = {x.device.type for x in tensors if isinstance(x, torch.Tensor)}
+    if len(kinds) != 1 or not torch.is_autocast_enabled(*kinds):
+        return tensors
+    dtype = torch.get_autocast_dtype(*kinds)
+    lower = lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in (*_DTYPES, dtype) else x
+    return tuple(lower(x) for x in tensors)
 
 
 def _check(q, k, v):
@@ -50,7 +78,9 @@ def _check(q, k, v):
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise ArgumentError(f"{name} must be (batch, seq, heads, d_head), not {shape}")
-        if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if 0 in x.shape:
+            raise ArgumentError(f"{name} has shape {tuple(x.shape)}: there is nothing to attend to or from")
+        if x.dtype not in _DTYPES:
             raise ArgumentError(f"{name} has type {x.dtype}: give it as bfloat16, float16 or float32, it is cast here")
         if x.stride(3) != 1:
             raise ArgumentError(f"{name} has stride {x.stride(3)} between channels of a head: call .contiguous() on it")
@@ -67,6 +97,8 @@ def _check(q, k, v):
 
 
 def _row(descale, key, batch, n_kv, device):
+    if not isinstance(descale, torch.Tensor):
+        raise TypeError(f"the {key} descale must be a tensor, not {type(descale).__name__}")
     if descale.shape not in ((n_kv,), (batch, n_kv)):
         raise MismatchError(
             f"the {key} descale has shape {tuple(descale.shape)}: ({n_kv},) or ({batch}, {n_kv}) is needed"
@@ -97,13 +129,17 @@ class _Fp8Attention(torch.autograd.Function):
         ctx.mark_non_differentiable(lse)
         return out, lse
 
+    # The casts are no functions that could be differentiated again.
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad, _):
         q, k, v, out, lse, *descales = ctx.saved_tensors
-        operands = [_backends.dequantised(x, d) for x, d in zip((q, k, v), descales)]
-        run = _fused_backward if q.is_cuda and q.shape[1] == k.shape[1] else plain_backward
-        grads = run(grad, *operands, out, lse, ctx.causal, ctx.scale)
-        return (*(g.to(x.dtype) for g, x in zip(grads, (q, k, v))), None, None, None, None, None)
+        with torch.autocast(q.device.type, enabled=False):
+            operands = [_backends.dequantised(x, d) for x, d in zip((q, k, v), descales)]
+            run = _fused_backward if q.is_cuda and q.shape[1] == k.shape[1] else plain_backward
+            grads = run(grad, *operands, out, lse, ctx.causal, ctx.scale)
+        # PyTorch gives them the types of q, k and v.
+        return (*grads, None, None, None, None, None)
 
 
 def _fused_backward(grad, q, k, v, out, lse, causal, scale):
@@ -168,15 +204,22 @@ def scaled_dot_product_attention(
     backend=None,
 ):
     """``torch.nn.functional.scaled_dot_product_attention`` in FP8: its arguments and layout ``(batch, heads, seq, d_head)``,
-    and a ``plan``. Masks and dropout are refused, since no FP8 kernel takes them."""
+    and a ``plan`` as for :func:`attention`. The output has the type of ``query``.
+
+    Masks and dropout are refused by an :class:`UnsupportedError`, since no FP8 kernel takes them.
+    """
     _refuse(attn_mask, dropout_p)
-    if key.dim() == 4 and query.dim() == 4 and key.shape[1] != query.shape[1] and not enable_gqa:
+    for name, x in [("query", query), ("key", key), ("value", value)]:
+        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+            shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ArgumentError(f"{name} must be (batch, heads, seq, d_head), not {shape}")
+    if key.shape[1] != query.shape[1] and not enable_gqa:
         raise ArgumentError(f"{query.shape[1]} query and {key.shape[1]} key heads: set enable_gqa=True")
     if is_causal and query.shape[2] != key.shape[2]:
         raise UnsupportedError(
             "is_causal with unequal lengths aligns to the first key in PyTorch and to the last here: use sigmascale.torch.attention"
         )
-    heads = lambda x: x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.dim() == 4 else x
+    heads = lambda x: x.transpose(1, 2)
     out = attention(
         heads(query), heads(key), heads(value), plan, causal=is_causal, softmax_scale=scale, backend=backend
     )
@@ -195,14 +238,18 @@ def _refuse(mask, dropout):
 class patched:
     """``with patched(runtime):`` sends ``F.scaled_dot_product_attention`` of the runtime's modules through FP8.
 
-    For plain modules that call it themselves: while one of the runtime's attention modules runs, its calls use its plan;
-    all others are left alone. One thread at a time.
+    For plain modules that call it by that name: while one of the runtime's attention modules runs, its calls use its plan;
+    all others are left alone. It replaces a function of the whole process, so one thread at a time.
     """
 
     def __init__(self, runtime):
+        if not isinstance(runtime, Runtime):
+            raise TypeError(f"runtime must be what attach() returned, not {type(runtime).__name__}")
         self._runtime, self._stack, self._hooks = runtime, [], []
 
     def __enter__(self):
+        if self._hooks:
+            raise ArgumentError("this patched() is in use: make another one")
         if not self._runtime._modules:
             raise ArgumentError("the layers of this runtime name no modules: give layers=[Layer(..., module=...)]")
         for module, plan in self._runtime._modules.items():
@@ -227,12 +274,7 @@ class patched:
 
 def hugging_face(module, query, key, value, attention_mask, scaling=None, dropout=0.0, is_causal=None, **kwargs):
     """The function behind ``attn_implementation="sigmascale_fp8"``."""
-    plan = PLANS.get(module)
-    if plan is None:
-        raise ArgumentError(
-            f"{type(module).__name__} has no plan: call sigmascale.torch.attach(model) after the model is loaded, and keep what "
-            "it returns"
-        )
+    plan = plan_of_module(module)
     _refuse(attention_mask, dropout)
     for setting in ("softcap", "sinks", "s_aux", "position_bias"):
         if kwargs.get(setting) is not None:
@@ -251,7 +293,11 @@ def hugging_face(module, query, key, value, attention_mask, scaling=None, dropou
 
 
 def register(name="sigmascale_fp8"):
-    """Makes ``attn_implementation=name`` known to Hugging Face transformers."""
+    """Makes ``attn_implementation=name`` known to Hugging Face transformers, and returns the name.
+
+    Then ``model.set_attn_implementation(name)`` sends every attention layer of an attached model through FP8. Raises
+    :class:`UnsupportedError` if transformers is not there or too old.
+    """
     try:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask

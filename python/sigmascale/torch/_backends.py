@@ -8,6 +8,7 @@ the library does not return it. ``words`` gets maxima and overflow counts where 
 import contextlib
 import functools
 import threading
+import warnings
 
 import torch
 
@@ -128,7 +129,7 @@ class Native:
         kind = str(q.dtype).removeprefix("torch.")
         stream = torch.cuda.current_stream(device).cuda_stream
         out = torch.empty(q.shape, device=device, dtype=torch.bfloat16)
-        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=device)
+        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=device, dtype=torch.float32)
         space = self._space(q, k, kind, stream)
         with torch.cuda.device(device):
             engine.forward(
@@ -183,6 +184,16 @@ class Fa3:
             "flash_attn_func",
             "FlashAttention-3 is not installed: build flash-attention/hopper, or pip install fa3-fwd",
         )
+
+    @staticmethod
+    def takes(q):
+        """Whether the library is there and offers this call in FP8."""
+        if not (q.is_cuda and q.shape[3] in (64, 128, 256) and torch.cuda.get_device_capability(q.device) == (9, 0)):
+            return False
+        try:
+            return backend("fa3") is not None
+        except UnsupportedError:
+            return False
 
     def forward(self, q, k, v, descales, causal, scale, words=None, operands=None):
         q8, k8, v8 = operands or cast_all(q, k, v, descales, words)
@@ -310,7 +321,9 @@ class Cudnn:
             ) from error
         space = torch.empty(max(1, graph.get_workspace_size()), device=device, dtype=torch.uint8)
         # P's scale and its inverse.
-        fixed = [torch.full((1, 1, 1, 1), value, device=device) for value in (_P_SCALE, 1 / _P_SCALE)]
+        fixed = [
+            torch.full((1, 1, 1, 1), value, device=device, dtype=torch.float32) for value in (_P_SCALE, 1 / _P_SCALE)
+        ]
         return graph, operands, scalars, (out, stats, amax_s, amax_o), fixed, space
 
     def forward(self, q, k, v, descales, causal, scale, words=None, operands=None):
@@ -335,9 +348,9 @@ class Cudnn:
             "scale_o": o_descale.reciprocal(),
         }
         out = torch.empty(q.shape, device=q.device, dtype=E4M3).transpose(1, 2)
-        stats = torch.empty(*out.shape[:3], 1, device=q.device)
+        stats = torch.empty(*out.shape[:3], 1, device=q.device, dtype=torch.float32)
         # Maxima of P and of the output, which nobody reads.
-        results = (out, stats, *torch.empty(2, 1, 1, 1, 1, device=q.device))
+        results = (out, stats, *torch.empty(2, 1, 1, 1, 1, device=q.device, dtype=torch.float32))
         pack = (
             dict(zip(places, (q8, k8, v8))) | {scalars[n]: x for n, x in values.items()} | dict(zip(outputs, results))
         )
@@ -368,7 +381,23 @@ def backend(name):
 
 
 def choose(name, q):
-    """The backend of a call; ``auto`` takes the native kernel where it offers the call."""
-    if name == "auto":
-        name = "native" if Native.takes(q) else "emulated"
-    return backend(name)
+    """The backend of a call; ``auto`` takes the first of native, FlashAttention-3 and the emulation that offers it."""
+    if name != "auto":
+        return backend(name)
+    if Native.takes(q):
+        return backend("native")
+    if Fa3.takes(q):
+        return backend("fa3")
+    if q.is_cuda:
+        _warn_of_emulation(q.shape[3], torch.cuda.get_device_capability(q.device))
+    return backend("emulated")
+
+
+@functools.cache
+def _warn_of_emulation(d_head, capability):
+    warnings.warn(
+        f"no FP8 kernel takes d_head {d_head} on compute capability {capability[0]}.{capability[1]} here, so attention is "
+        "emulated in plain PyTorch, which is slow: on Hopper, pip install fa3-fwd, or keep such layers in BF16",
+        RuntimeWarning,
+        stacklevel=4,
+    )

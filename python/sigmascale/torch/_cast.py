@@ -28,7 +28,12 @@ def _cast(
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, channel = block * step + tl.arange(0, step), tl.arange(0, width)
     kept = (row[:, None] < rows) & (channel[None, :] < d)
-    at = batch.to(tl.int64) * stride_b + row[:, None].to(tl.int64) * stride_s + head * stride_h + channel[None, :]
+    at = (
+        batch.to(tl.int64) * stride_b
+        + row[:, None].to(tl.int64) * stride_s
+        + head.to(tl.int64) * stride_h
+        + channel[None, :]
+    )
     value = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.load(descale + batch * descale_b + head // group)
     scaled = value * inverse

@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+import math
 
 import torch
 
 from .. import _native
+from .._arguments import positive, real, whole
 from .._errors import ArgumentError, UnsupportedError
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_WRAPPERS = ("_orig_mod.", "module.")
+# Parts of names that wrappers (torch.compile, data parallelism, FSDP, activation checkpoints) put in.
+_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,7 +51,7 @@ class Layer:
     # For weights that hold more than one projection: first channels of the heads of q, k and v, and the head dimension.
     heads: tuple[list[int], list[int], list[int]] | None = None
     fused_d_head: int = 0
-    # Modules and parameter names that the tensors were read from.
+    # Where the tensors were read from, as (dict of a module, key, what was there): parameters, and the modules above them.
     sources: list = dataclasses.field(default_factory=list)
 
     @property
@@ -68,6 +71,7 @@ def check(layers):
         raise ArgumentError("there are no attention layers: give layers=[sigmascale.torch.Layer(...), ...]")
     device, where = None, None
     for layer in layers:
+        _check_values(layer)
         for name, tensor in layer.tensors().items():
             if type(tensor).__module__.startswith("torch.distributed"):
                 raise UnsupportedError(
@@ -88,8 +92,13 @@ def check(layers):
                     f"{name} is on {tensor.device} and {where} on {device}: attach one runtime for each device, with the layers=[...] of find_layers(model) that lie there"
                 )
             if tensor.dtype not in _DTYPES:
+                remedy = (
+                    "cast the model to one of them"
+                    if tensor.dtype == torch.float64
+                    else "attach to the unquantised model"
+                )
                 raise UnsupportedError(
-                    f"{name} has type {tensor.dtype}: bfloat16, float16 and float32 are read; attach to the unquantised model"
+                    f"{name} has type {tensor.dtype}: bfloat16, float16 and float32 are read; {remedy}"
                 )
         weights = {f"{layer.name}.{key}": getattr(layer, key) for key in "qkv"}
         if len({tensor.dtype for tensor in weights.values()}) > 1:
@@ -106,6 +115,37 @@ def check(layers):
     return device
 
 
+def _check_values(layer):
+    """Types and numbers, before anything is computed with them."""
+    if not isinstance(layer, Layer):
+        raise TypeError(f"layers must be sigmascale.torch.Layer objects, not {type(layer).__name__}")
+    for key in "qkv":
+        weight = getattr(layer, key)
+        if not isinstance(weight, torch.Tensor):
+            raise TypeError(f"{layer.name}.{key} must be the weight, a tensor, not {type(weight).__name__}")
+        if weight.dim() != 2:
+            raise ArgumentError(
+                f"{layer.name}.{key} has shape {tuple(weight.shape)}: (n_heads * d_head, d_model) is needed"
+            )
+    for key in ("gain", "shift", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm"):
+        vector = getattr(layer, key)
+        if vector is not None and not isinstance(vector, torch.Tensor):
+            raise TypeError(f"{layer.name}.{key} must be a tensor or None, not {type(vector).__name__}")
+    if (layer.q_norm is None) != (layer.k_norm is None):
+        raise ArgumentError(f"{layer.name}: q_norm and k_norm are given together or not at all")
+    for key in ("n_q_heads", "n_kv_heads"):
+        whole(f"{layer.name}.{key}", getattr(layer, key), least=1)
+    rotary = whole(f"{layer.name}.rotary", layer.rotary)
+    if rotary % 2 or rotary > layer.d_head:
+        raise ArgumentError(f"{layer.name}.rotary {rotary} must be even and at most the head dimension {layer.d_head}")
+    for key in ("gain_offset", "qk_norm_offset"):
+        if not math.isfinite(real(f"{layer.name}.{key}", getattr(layer, key))):
+            raise ArgumentError(f"{layer.name}.{key} must be finite")
+    positive(f"{layer.name}.rope_factor", layer.rope_factor)
+    if layer.softmax_scale is not None:
+        positive(f"{layer.name}.softmax_scale", layer.softmax_scale)
+
+
 def _vectors(layer):
     named = {name: getattr(layer, name) for name in ("gain", "shift", "q_bias", "k_bias", "v_bias")}
     return {name: vector for name, vector in named.items() if vector is not None}
@@ -116,13 +156,13 @@ def _check_shapes(layer):
         raise ArgumentError(f"{layer.name}: norm {layer.norm!r} is not 'rms', 'layer' or None")
     if layer.norm is None and layer.q_norm is None:
         raise UnsupportedError(f"{layer.name}: attention input without a norm, and q and k without one, have no bound")
-    if layer.n_kv_heads < 1 or layer.n_q_heads < 1 or layer.n_q_heads % layer.n_kv_heads:
+    if layer.n_q_heads % layer.n_kv_heads:
         raise ArgumentError(
             f"{layer.name}: {layer.n_q_heads} query heads are no multiple of {layer.n_kv_heads} KV heads"
         )
     for key, heads in [("q", layer.n_q_heads), ("k", layer.n_kv_heads), ("v", layer.n_kv_heads)]:
         weight = getattr(layer, key)
-        if weight.dim() != 2 or weight.shape[1] != layer.q.shape[1]:
+        if weight.shape[1] != layer.q.shape[1]:
             raise ArgumentError(
                 f"{layer.name}.{key} has shape {tuple(weight.shape)}: (n_heads * d_head, d_model) is needed, the same d_model "
                 "for q, k and v; a weight stored [in, out] is given as weight.t()"
@@ -141,6 +181,12 @@ def _check_shapes(layer):
         bias, weight = getattr(layer, f"{key}_bias"), getattr(layer, key)
         if bias is not None and bias.shape[0] != weight.shape[0]:
             raise ArgumentError(f"{layer.name}.{key}_bias has {bias.shape[0]} values for {weight.shape[0]} channels")
+    for key, heads in [("q_norm", layer.n_q_heads), ("k_norm", layer.n_kv_heads)]:
+        gain = getattr(layer, key)
+        if gain is not None and gain.shape not in ((layer.d_head,), (heads * layer.d_head,)):
+            raise ArgumentError(
+                f"{layer.name}.{key} has shape {tuple(gain.shape)}: ({layer.d_head},) or ({heads * layer.d_head},) is needed"
+            )
 
 
 def entries(layer):
@@ -196,7 +242,11 @@ class _Projection:
 
 
 def find(model):
-    """The layers of a Hugging Face model, by the family table: what ``attach`` takes where it is given none."""
+    """The layers of a Hugging Face model, by the family table: what ``attach`` takes where it is given none.
+
+    Returns a list of :class:`Layer`, one for each attention layer in order. Raises :class:`UnsupportedError` if the model
+    or a tensor of it is not understood.
+    """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_json_string"):
         raise UnsupportedError(
@@ -224,9 +274,7 @@ def find(model):
 
 
 def _plain(name):
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _layer(spec, names, index, prefix, parameters, modules):
@@ -238,7 +286,10 @@ def _layer(spec, names, index, prefix, parameters, modules):
             raise UnsupportedError(f"parameter {prefix + name} is missing, and the config of the model needs it")
         if tensor is not None:
             owner, _, attribute = (prefix + name).rpartition(".")
-            sources.append((modules[owner], attribute))
+            sources.append((modules[owner]._parameters, attribute, tensor))
+            above, _, place = owner.rpartition(".")
+            if above in modules and place in modules[above]._modules:
+                sources.append((modules[above]._modules, place, modules[above]._modules[place]))
         return tensor
 
     norm = spec["norm"]
@@ -260,6 +311,8 @@ def _layer(spec, names, index, prefix, parameters, modules):
     if names["qk_norm"] is not None:
         if any("{h}" in name for name in names["qk_norm"]):
             raise UnsupportedError("norms of q and k with a tensor for each head are not read on the GPU")
+        if qk_norm["shift"]:
+            raise UnsupportedError("norms of q and k with a shift are not read on the GPU")
         q_norm, k_norm = (get(name + ".weight") for name in names["qk_norm"])
     fused = names["q"]["channels"] != spec["n_q_heads"] * spec["d_head"]
     has_gain = norm["gain"] != "unit" and names["norm"] is not None

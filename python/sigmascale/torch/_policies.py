@@ -2,10 +2,7 @@
 
 import json
 
-
 from .. import _native
-from .._errors import UnsupportedError
-from . import _layers
 
 POLICIES = ("geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current")
 # Policies that plan from bounds.
@@ -15,13 +12,21 @@ FROM_BOUNDS = ("geometry", "geometry-c-star", "auto-c")
 class Geometry:
     """Descales are the engine's certain bounds; nothing is remembered."""
 
-    needs_geometry, per_call = True, False
+    # Whether each call makes its own descales, the policy has a memory, and it has descales for logits.
+    per_call, remembers, has_logits = False, False, False
 
     def bind(self, runtime, found):
         """Sets up over the tensors where they lie now."""
 
+    def targets(self, runtime):
+        """Where an engine's results go, by their names."""
+        return {"heads": [runtime.descales]}
+
+    def observe(self, runtime, stream):
+        """Takes in what the calls since the last refresh reported, while their bounds still stand."""
+
     def update(self, runtime, stream):
-        """Goes from one step to the next."""
+        """Plans the next step."""
 
     def save(self):
         """What a resume needs, as plain values."""
@@ -34,47 +39,57 @@ class Geometry:
 class Current(Geometry):
     """Every call takes the amax of its own operands, one a tensor."""
 
-    needs_geometry, per_call = False, True
+    per_call = True
+
+    def targets(self, runtime):
+        return {}
 
 
-class Observing(Geometry):
-    """A policy of the crate, with its memory on the device."""
+class Native(Geometry):
+    """A policy of the crate, with its memory on the device; where it plans from bounds, engines write them into it."""
 
-    needs_geometry, per_call = False, False
+    has_logits = True
 
     def __init__(self, name):
         self._name, self._native, self._fresh = name, None, True
+        self.remembers = name != "geometry-c-star"
 
     def bind(self, runtime, found):
         state = None if self._native is None else self._native.save()
-        rows = None
-        if self._name in FROM_BOUNDS:
-            entries = [_layers.entries(layer) for layer in found]
-            if any(len(parts) > 1 for parts in entries) or any(layer.q_norm is not None for layer in found):
-                raise UnsupportedError(
-                    f"policy {self._name!r} reads logit bounds on the GPU, which are not there for interleaved fused weights "
-                    "and for normalised q and k: take policy='geometry'"
-                )
-            rows = [parts[0] for parts in entries]
-        self._native = _native.DevicePolicy(runtime.device.index, json.dumps(_spec(found)), self._name, rows)
+        bounded = self._name in FROM_BOUNDS
+        self._native = _native.DevicePolicy(runtime.device.index, json.dumps(_spec(found)), self._name, bounded)
         self._fresh = state is None
         if state is not None:
             self._native.load(state)
         results = self._native.results()
         n_q, n_kv, count = runtime.n_q_heads, runtime.n_kv_heads, len(found)
-        memory = runtime.memory
-        self._stats = memory(self._native, results["stats"], "<i4").view(count, 2 * (n_q + n_kv), 4)
-        descales = memory(self._native, results["descales"], "<f4").view(count, n_q + 4 * n_kv)
-        self._descales = descales[:, n_q:].view(count, 4, n_kv)
+        memory = lambda name, kind: runtime.memory(self._native, results[name], kind)
+        self._stats = memory("stats", "<i4").view(count, 2 * (n_q + n_kv), 4)
+        descales = memory("descales", "<f4").view(count, n_q + 4 * n_kv)
+        self._logits, self._descales = descales[:, :n_q], descales[:, n_q:].view(count, 4, n_kv)
+        self._targets = {}
+        if bounded:
+            self._targets = {
+                "bounds": [memory("bounds", "<f4").view(count, n_q, -1)],
+                "operands": [memory("operands", "<f4").view(count, 3, n_kv)],
+            }
+
+    def targets(self, runtime):
+        return {name: list(places) for name, places in self._targets.items()}
+
+    def observe(self, runtime, stream):
+        if not self._fresh:
+            self._stats.copy_(runtime.words)
+            self._native.observe(stream)
 
     def update(self, runtime, stream):
-        self._stats.copy_(runtime.words)
-        self._native.launch(stream, not self._fresh)
+        self._native.launch(stream)
         self._fresh = False
         runtime.descales.copy_(self._descales)
+        runtime.logit_descales.copy_(self._logits)
 
     def save(self):
-        return json.loads(self._native.save())
+        return json.loads(self._native.save()) if self.remembers else None
 
     def load(self, state):
         self._native.load(json.dumps(state))
@@ -84,7 +99,7 @@ def make_policy(name):
     """A policy at its start."""
     if name == "geometry":
         return Geometry()
-    return Current() if name == "current" else Observing(name)
+    return Current() if name == "current" else Native(name)
 
 
 def _spec(found):

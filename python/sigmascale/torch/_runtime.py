@@ -3,19 +3,17 @@
 import math
 import threading
 import weakref
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from .. import _native
 from .._errors import ArgumentError, CudaError, MismatchError, NonFiniteError, SigmascaleError, UnsupportedError
-from . import _layers
+from . import _backends, _layers, _qk_norm
 from ._policies import FROM_BOUNDS, POLICIES, make_policy
 
-STATE_VERSION = 1
-_MAX = 448.0
-# The share of the rounding errors of projection, norm and rotation that a certain operand bound carries.
-_ROUNDING = 1.0 + 1.0 / 32.0
+STATE_VERSION = 2
 
 
 class LayerPlan:
@@ -30,7 +28,7 @@ class LayerPlan:
         self.softmax_scale = self.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale
         self._descales = runtime.descales[index]
         self.words = runtime.words[index]
-        self.logit_descale = None if runtime.logits is None else runtime.logits[index, :, 3]
+        self.logit_descale = None if runtime.logit_descales is None else runtime.logit_descales[index]
 
     q_descale = property(lambda self: self._descales[0], doc="Descales of q, (n_kv_heads).")
     k_descale = property(lambda self: self._descales[1], doc="Descales of k, (n_kv_heads).")
@@ -51,43 +49,66 @@ class LayerPlan:
         """q, k and v descales as FlashAttention-3 takes them: ``(batch, n_kv_heads)``, batch stride 0, no copy."""
         return tuple(self._descales[i].expand(batch, -1) for i in range(3))
 
+    def __repr__(self):
+        return (
+            f"<sigmascale plan of {self.name}: {self.n_q_heads} query and {self.n_kv_heads} KV heads of {self.d_head}>"
+        )
+
+    def __reduce_ex__(self, _):
+        _refuse_copies("LayerPlan")
+
 
 class Runtime:
-    """See :func:`attach`."""
+    """Plans of a model's attention layers; made by :func:`attach`, which see.
 
+    ``layers``: a :class:`LayerPlan` for each layer. ``descales`` f32 ``(layers, [q, k, v, o], n_kv_heads)``: what a plan's
+    rows are views of; a value is divided by its descale before the cast. ``logits`` f32 ``(layers, n_q_heads, [sigma,
+    certain bound, bound with rounding, descale])`` or None. ``logit_descales`` f32 ``(layers, n_q_heads)``: what maps the
+    policy's logit bound onto 0.8 of E4M3, or None where there is none. ``after_refresh``: functions that are called with
+    the runtime at the end of every refresh, on its stream. All tensors keep their addresses.
+    """
+
+    # Tensors that a runtime writes in place must not be inference tensors, which may not be.
+    @torch.inference_mode(False)
     def __init__(self, model, policy, bound, layers, backend):
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if policy not in POLICIES:
             raise ArgumentError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
         if bound not in (None, "certain"):
             raise ArgumentError(f"bound {bound!r}: the GPU computes the certain logit bound ('certain') or none (None)")
+        if backend != "auto":
+            _backends.backend(backend)
+        # What torch.compile returns may be gone while the model that it wraps is in use.
+        model = getattr(model, "_orig_mod", model)
         self.policy, self.bound, self.backend = policy, bound, backend
         self._given = layers is not None
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
-        # Called with the runtime at the end of every refresh, on its stream.
         self.after_refresh = []
         found = list(layers) if self._given else _layers.find(model)
         self.device = _layers.check(found)
-        shapes = {(layer.n_q_heads, layer.n_kv_heads, layer.d_head) for layer in found}
-        if len(shapes) > 1:
-            raise UnsupportedError(
-                f"layers of different head counts or dimensions {sorted(shapes)}: attach one runtime for each"
-            )
+        self._shape = _shape(found)
         if policy in FROM_BOUNDS and any(layer.norm is None for layer in found):
             raise UnsupportedError(
                 "there is no norm in front of the projections, so v has no bound: take policy='delayed-te' or 'current'"
             )
-        n_q, n_kv, _ = next(iter(shapes))
-        make = lambda *shape, **options: torch.zeros(*shape, device=self.device, **options)
+        if policy == "geometry-c-star" and any(layer.q_norm is not None for layer in found):
+            raise UnsupportedError(
+                "q and k are normalised after the projection, and c_star bounds the logits of projections: take "
+                "policy='geometry', whose operand descales are the same"
+            )
+        count, n_q, n_kv, _ = self._shape
+        # Types are named: the default one may be another.
+        make = lambda *shape, dtype=torch.float32: torch.zeros(*shape, device=self.device, dtype=dtype)
         with torch.cuda.device(self.device):
-            # q, k, v, o by layer and KV head; addresses never change.
-            self.descales = torch.ones(len(found), 4, n_kv, device=self.device)
+            self.descales = make(count, 4, n_kv) + 1
             # What attention calls report: rows of four words for logits and q by query head, k and v by KV head.
-            self.words = make(len(found), 2 * (n_q + n_kv), 4, dtype=torch.int32)
-            # sigma, certain bound, rounded bound and logit descale by layer and query head.
-            self.logits = make(len(found), n_q, 4) if bound else None
+            self.words = make(count, 2 * (n_q + n_kv), 4, dtype=torch.int32)
+            self.logits = make(count, n_q, 4) if bound else None
+            self._policy = make_policy(policy)
+            self.logit_descales = make(count, n_q) + 1 if bound or self._policy.has_logits else None
         self.n_q_heads, self.n_kv_heads = n_q, n_kv
-        self._policy = make_policy(policy)
         self._bind(found)
         self.layers = [LayerPlan(self, index, layer) for index, layer in enumerate(found)]
         self._register(found)
@@ -97,6 +118,9 @@ class Runtime:
     def __len__(self):
         return len(self.layers)
 
+    def __reduce_ex__(self, _):
+        _refuse_copies("Runtime")
+
     def __repr__(self):
         return f"<sigmascale Runtime: {len(self.layers)} layers, policy {self.policy}, {self.device}>"
 
@@ -105,7 +129,7 @@ class Runtime:
         for plan, layer in zip(self.layers, found):
             if layer.module is not None:
                 self._modules[layer.module] = plan
-                PLANS[layer.module] = plan
+                PLANS.setdefault(layer.module, []).append(plan)
 
     def plan_of(self, module):
         """The plan of an attention module."""
@@ -116,80 +140,78 @@ class Runtime:
 
     def _bind(self, found):
         """Sets engines up over the tensors where they lie now."""
-        self._tensors, self._sources, self._engines = found, [], []
-        owners = _storages(self._model()) if self._given else {}
-        for layer in found:
-            places = [(module._parameters, key) for module, key in layer.sources]
-            for tensor in layer.tensors().values() if self._given else ():
-                owner = owners.get(tensor.untyped_storage().data_ptr())
-                places += [owner] if owner else []
-                self._sources.append((None, None, tensor, tensor.data_ptr()))
-            self._sources += [(held, key, held[key], held[key].data_ptr()) for held, key in places]
+        self._tensors, self._engines, self._targets = found, [], {}
+        self._sources = _sources(found, _storages(self._model()) if self._given else {})
+        self._owned = any(holder is not None for holder, *_ in self._sources)
         available, missing = _native.gpu()
         if not available:
             raise CudaError(f"kernels cannot be compiled and launched here: {missing}")
         self._policy.bind(self, found)
-        if not self._policy.needs_geometry and self.logits is None:
+        targets = self._policy.targets(self)
+        if self.logits is not None:
+            targets["bounds"] = [*targets.get("bounds", []), self.logits]
+        if not targets:
             return
+        self._targets = targets
         # An engine takes layers of one kind; models that rotate only some layers need several.
         kinds = {}
         for index, layer in enumerate(found):
             rows = _layers.entries(layer)
-            key = (
-                len(rows),
-                *(
-                    rows[0][k]
-                    for k in ("rotary", "interleaved", "rope_factor", "mean_removed", "vector_dtype", "d_model")
-                ),
-            )
-            kinds.setdefault(key, []).append((index, rows))
+            keys = ("rotary", "interleaved", "rope_factor", "mean_removed", "vector_dtype", "d_model", "fixed_bounds")
+            kinds.setdefault((len(rows), *(rows[0][key] for key in keys)), []).append((index, rows))
         for members in kinds.values():
             rows = [row for _, entries in members for row in entries]
-            logits = self.logits is not None and all(row["fixed_bounds"] is None for row in rows)
+            # Logits of normalised q and k follow from their gains.
+            logits = "bounds" in targets and rows[0]["fixed_bounds"] is None
             engine = _native.ScaleEngine(self.device.index, rows, logits)
-            self._engines.append(_Engine(engine, [index for index, _ in members], len(members[0][1]), self))
+            places = [index for index, _ in members]
+            self._engines.append(_Engine(engine, places, len(members[0][1]), targets, self))
 
     def _check(self):
         if self._model() is None or self._tensors is None:
             raise SigmascaleError("the model was deleted: attach to the model that is in use")
-        moved = False
-        for parameters, key, tensor, pointer in self._sources:
-            if tensor.data_ptr() != pointer or (parameters is not None and parameters.get(key) is not tensor):
-                moved = True
-                break
-        if not moved:
+        if all(
+            (holder is None or holder.get(key) is held) and (where is None or _where(held) == where)
+            for holder, key, held, where in self._sources
+        ):
             return
         if torch.cuda.is_current_stream_capturing():
             raise SigmascaleError("weights have moved since the last refresh(): call refresh() once before the capture")
         found = self._tensors if self._given else _layers.find(self._model())
-        if self._given:
+        # Copies that never were the model's own are the caller's to keep.
+        if self._given and self._owned:
             current = _storages(self._model())
-            # Copies that never were the model's own are the caller's to keep.
-            owned = any(held is not None for held, *_ in self._sources)
             tensors = [tensor for layer in found for tensor in layer.tensors().values()]
-            if owned and any(tensor.untyped_storage().data_ptr() not in current for tensor in tensors):
+            if any(tensor.untyped_storage().data_ptr() not in current for tensor in tensors):
                 raise SigmascaleError(
                     "weights were replaced by others since attach(): attach again, with layers that name them"
                 )
         if _layers.check(found) != self.device:
             raise ArgumentError(f"the model has left {self.device}: attach again on its new device")
+        if _shape(found) != self._shape:
+            raise SigmascaleError("the model has other layers or heads than at attach(): attach again")
         self._bind(found)
 
     def refresh(self):
         """Recomputes every plan from the weights as they are, on the current stream.
 
-        Call it after an optimizer step or a weight refit. No host synchronisation and no allocation on the device once
-        the first call is done, so it can be captured in a CUDA graph and replayed.
+        Call it after an optimizer step or a weight refit, not between a forward and its backward. No host synchronisation
+        and no allocation by the driver once the first call is done, so it can be captured in a CUDA graph and replayed.
+        Weights that have moved are found again. Raises :class:`SigmascaleError` if the model is gone, its weights were
+        replaced, or another thread is in here; :class:`ArgumentError` if they have left the device.
         """
         if not self._lock.acquire(blocking=False):
             raise SigmascaleError("refresh() is running in another thread: call it from one thread at a time")
         try:
             self._check()
-            with torch.cuda.device(self.device), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self.device):
                 stream = torch.cuda.current_stream(self.device).cuda_stream
+                self._policy.observe(self, stream)
                 for engine in self._engines:
-                    engine.run(stream, self)
+                    engine.run(stream)
                 self._normalised()
+                if self.logits is not None:
+                    self.logit_descales.copy_(self.logits[..., 3])
                 self._policy.update(self, stream)
                 self.words.zero_()
                 for work in self.after_refresh:
@@ -198,21 +220,22 @@ class Runtime:
             self._lock.release()
 
     def _normalised(self):
-        """Bounds of q and k that are normalised after the projection, from the gains alone."""
-        if not self._policy.needs_geometry:
+        """The same for q and k that are normalised after the projection."""
+        if not self._targets:
             return
         for index, layer in enumerate(self._tensors):
             if layer.q_norm is None:
                 continue
-            for row, (gain, heads) in enumerate([(layer.q_norm, layer.n_q_heads), (layer.k_norm, layer.n_kv_heads)]):
-                r = layer.d_head
-                gain = (gain.float() + layer.qk_norm_offset).abs().reshape(-1, r)
-                if layer.rope_factor != 1.0:
-                    gain = torch.cat([gain[:, : layer.rotary] * layer.rope_factor, gain[:, layer.rotary :]], dim=1)
-                largest = gain.amax(dim=1).expand(heads).reshape(layer.n_kv_heads, -1).amax(dim=1)
-                radius = math.sqrt(heads * r if layer.qk_norm_joint else r)
-                descale = largest * (radius * _ROUNDING / _MAX)
-                self.descales[index, row].copy_(torch.where(descale == 0, 1.0, descale))
+            bounds = _qk_norm.operand_bounds(layer)
+            descales = _qk_norm.descales(bounds)
+            for target in self._targets.get("heads", ()):
+                target[index, :2].copy_(descales)
+            for target in self._targets.get("operands", ()):
+                target[index, :2].copy_(bounds)
+            if targets := self._targets.get("bounds"):
+                logits = _qk_norm.logit_bounds(layer, descales)
+                for target in targets:
+                    target[index, :, :4].copy_(logits)
 
     def observed(self):
         """The same as :meth:`stats` without waiting, as device tensors: amax ``(layers, 3, n_kv)`` of q, k and v, and
@@ -256,26 +279,44 @@ class Runtime:
             )
 
     def state_dict(self):
-        """All that later plans depend on, apart from the weights."""
+        """All that later plans depend on, apart from the weights: a dict of plain values and one tensor.
+
+        Empty of both for the policies that remember nothing (``geometry``, ``geometry-c-star``, ``current``). Waits for the
+        device.
+        """
+        state = self._policy.save()
+        descales = None if state is None else self.descales.clone()
         return {
             "version": STATE_VERSION,
             "policy": self.policy,
             "shape": list(self.descales.shape),
-            "descales": self.descales.clone(),
-            "state": self._policy.save(),
+            "descales": descales,
+            "state": state,
         }
 
     def load_state_dict(self, state):
-        """Goes on from a saved state; one of another policy, version or shape is refused by name."""
+        """Goes on from a saved state. Raises :class:`MismatchError`, and changes nothing, if it is damaged or of another
+        policy, version or shape. Descales of policies that remember nothing stay those of the present weights."""
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be what state_dict() returned, and is a {type(state).__name__}")
         mine = {"version": STATE_VERSION, "policy": self.policy, "shape": list(self.descales.shape)}
-        for key, value in mine.items():
+        for key in (*mine, "descales", "state"):
             if key not in state:
                 raise MismatchError(f"the saved state has no {key!r}: it is no state of a sigmascale runtime")
-            if state[key] != value:
-                raise MismatchError(f"the saved state has {key} {state[key]}, this runtime {value}")
-        with torch.no_grad():
+        for key, value in mine.items():
+            saved = list(state[key]) if key == "shape" else state[key]
+            if saved != value:
+                raise MismatchError(f"the saved state has {key} {saved!r}, this runtime {value!r}")
+        if not self._policy.remembers:
+            return
+        saved = state["descales"]
+        if not isinstance(saved, torch.Tensor) or list(saved.shape) != mine["shape"] or saved.dtype != torch.float32:
+            raise MismatchError(f"the descales of the saved state are no float32 tensor of shape {mine['shape']}")
+        if not bool((torch.isfinite(saved) & (saved > 0)).all()):
+            raise MismatchError("the saved state has descales that are not finite and above 0")
+        with torch.inference_mode(False), torch.no_grad():
             self._policy.load(state["state"])
-            self.descales.copy_(state["descales"])
+            self.descales.copy_(saved)
 
     def memory(self, owner, place, kind):
         """Device memory that ``owner`` holds, as a tensor that keeps it alive."""
@@ -303,41 +344,80 @@ def _storages(model):
     }
 
 
+def _shape(found):
+    """Layers, query heads, KV heads and head dimension."""
+    shapes = {(layer.n_q_heads, layer.n_kv_heads, layer.d_head) for layer in found}
+    if len(shapes) > 1:
+        raise UnsupportedError(
+            f"layers of different head counts or dimensions {sorted(shapes)}: attach one runtime for each"
+        )
+    return (len(found), *shapes.pop())
+
+
+def _where(tensor):
+    """What an engine was told of a tensor."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _sources(found, owners):
+    """What must be as it is for the engines to hold: (dict, key, what is in it, where that lies).
+
+    ``owners``: the parameters by the address of their memory, for layers that name tensors and not modules.
+    """
+    sources = []
+    for layer in found:
+        for holder, key, held in layer.sources:
+            sources.append((holder, key, held, _where(held) if isinstance(held, torch.Tensor) else None))
+        if layer.sources:
+            continue
+        for tensor in layer.tensors().values():
+            sources.append((None, None, tensor, _where(tensor)))
+            if owner := owners.get(tensor.untyped_storage().data_ptr()):
+                holder, key = owner
+                sources.append((holder, key, holder[key], _where(holder[key])))
+    return sources
+
+
+def _refuse_copies(kind):
+    raise TypeError(
+        f"a {kind} belongs to its model and its device, and is neither copied nor pickled: save state_dict() of the runtime, "
+        "and attach() to the other model"
+    )
+
+
 class _Engine:
-    """One native engine and where its results go."""
+    """One native engine, and where its results go."""
 
-    def __init__(self, engine, layers, parts, runtime):
+    def __init__(self, engine, layers, parts, targets, runtime):
         self._engine = engine
-        count, device = len(layers), runtime.device
+        count, n_q, n_kv = len(layers), runtime.n_q_heads, runtime.n_kv_heads
         results = engine.results()
-        n_q, n_kv = runtime.n_q_heads, runtime.n_kv_heads
-        # (layer, part, q k v o, head of the part) -> (layer, q k v o, head)
-        heads = runtime.memory(engine, results["heads"], "<f4").view(count, parts, 4, n_kv // parts)
-        self._heads = heads.transpose(1, 2).reshape(count, 4, n_kv) if parts == 1 else heads.transpose(1, 2)
-        self._bounds = None
-        if "bounds" in results:
-            self._bounds = runtime.memory(engine, results["bounds"], "<f4").view(count, n_q, -1)[..., :4]
-        self._word = runtime.memory(engine, results["status"], "<i4")
+        # (layer, part, tensor, head of the part) -> (layer, tensor, part, head of the part), split as the target is.
+        by_head = lambda values, rows: values.view(count, parts, rows, n_kv // parts).transpose(1, 2)
+        views = {
+            "heads": lambda values: by_head(values, 4),
+            "operands": lambda values: by_head(values, 3),
+            "bounds": lambda values: values.view(count, n_q, -1),
+        }
         consecutive = layers == list(range(layers[0], layers[0] + count))
-        self._places = slice(layers[0], layers[0] + count) if consecutive else None
-        self._index = None if consecutive else torch.tensor(layers, device=device)
-        self._writes = runtime._policy.needs_geometry
+        rows = slice(layers[0], layers[0] + count) if consecutive else torch.tensor(layers, device=runtime.device)
+        # Source, target and rows of the target.
+        self._copies = []
+        for name, places in targets.items():
+            if name in results:
+                values = views[name](runtime.memory(engine, results[name], "<f4"))
+                self._copies += [
+                    (values[..., : place.shape[-1]] if name == "bounds" else values, place, rows) for place in places
+                ]
+        self._word = runtime.memory(engine, results["status"], "<i4")
 
-    def run(self, stream, runtime):
+    def run(self, stream):
         self._engine.launch(stream)
-        if self._writes:
-            self._store(runtime.descales, self._heads)
-        if self._bounds is not None:
-            self._store(runtime.logits, self._bounds)
-
-    def _store(self, target, values):
-        shape = (values.shape[0], *target.shape[1:])
-        if self._index is not None:
-            target.index_copy_(0, self._index, values.reshape(shape))
-        elif values.dim() == 4:
-            target[self._places].view(values.shape[0], 4, values.shape[2], -1).copy_(values)
-        else:
-            target[self._places].copy_(values)
+        for values, target, rows in self._copies:
+            if isinstance(rows, torch.Tensor):
+                target.index_copy_(0, rows, values.reshape(-1, *target.shape[1:]))
+            else:
+                target[rows].view(values.shape).copy_(values)
 
     def status(self):
         return int(self._word.item())
@@ -351,8 +431,20 @@ class _Memory:
         self.__cuda_array_interface__ = {"shape": (length,), "typestr": kind, "data": (pointer, False), "version": 2}
 
 
-# Plans by attention module, for the Hugging Face interface, which knows the module alone.
+# Plans by attention module, the latest last, for the Hugging Face interface, which knows the module alone.
 PLANS = weakref.WeakKeyDictionary()
+
+
+def plan_of_module(module):
+    """The latest plan of a module whose runtime is alive."""
+    plans = PLANS.get(module, [])
+    plans[:] = [plan for plan in plans if plan._runtime() is not None]
+    if not plans:
+        raise ArgumentError(
+            f"{type(module).__name__} has no plan: call sigmascale.torch.attach(model) after the model is loaded, and keep what "
+            "it returns"
+        )
+    return plans[-1]
 
 
 def _release(reference):

@@ -1,8 +1,9 @@
 """TransformerEngine: scales of its fused FP8 attention from a runtime, through ``CustomRecipe``.
 
-Written to the interface of ``CustomRecipe(qfactory=..., fp8_dpa=True)``, which TransformerEngine calls experimental, and
-**not tested against it**. Its attention takes one scale for q, k and v together, so the largest descale of the three
-counts. P gets its fixed scale, the output ``o_descale``; gradients and all other modules stay with delayed scaling.
+Written to the interface of ``CustomRecipe(qfactory=..., fp8_dpa=True)``, which TransformerEngine calls experimental. Tested
+against the classes of its 2.20 (recipe, roles, quantizers, their making) on the CPU; **its kernels were never run with it**.
+Its attention takes one scale for q, k and v together, so the largest descale of the three counts. P gets its fixed scale,
+the output ``o_descale``; gradients and all other modules stay with delayed scaling.
 
 >>> runtime = sigmascale.torch.attach(model, layers=[...])
 >>> recipe = sigmascale.torch.te.recipe(runtime, {"layers.0.self_attention.core_attention": 0, ...})
@@ -12,19 +13,22 @@ counts. P gets its fixed scale, the output ``o_descale``; gradients and all othe
 
 import torch
 
+from .._arguments import whole
 from .._errors import ArgumentError, UnsupportedError
 
 # As in the other backends: P in [0, 1] becomes at most 256.
 _P_SCALE = 256.0
 _PLACES = {"qkv": 0, "s": 1, "o": 2}
+# How a role of the output is named where no module behind the attention claims it.
+_OUTPUT = ".dpa_output"
 
 
 class Scales:
-    """Quantisation scales ``(layers, [qkv, s, o])``, one over the descale, that follow every ``refresh()`` in place."""
+    """Quantisation scales f32 ``(layers, [qkv, s, o])``, one over the descale, that follow every ``refresh()`` in place."""
 
     def __init__(self, runtime):
-        self.scales = torch.ones(len(runtime), 3, device=runtime.device)
-        self.amax = torch.zeros(len(runtime), 3, device=runtime.device)
+        self.scales = torch.ones(len(runtime), 3, device=runtime.device, dtype=torch.float32)
+        self.amax = torch.zeros(len(runtime), 3, device=runtime.device, dtype=torch.float32)
         runtime.after_refresh.append(self.update)
         self.update(runtime)
 
@@ -37,20 +41,21 @@ class Scales:
 
 def quantizer_factory(runtime, names, fallback, make, scales=None):
     """The ``qfactory``: ``make(scale, amax)`` for what a plan covers, ``fallback(role)`` for the rest."""
-    scales = scales or Scales(runtime)
     for name, layer in names.items():
-        if not 0 <= layer < len(runtime):
+        if not 0 <= whole(f"the layer of {name}", layer) < len(runtime):
             raise ArgumentError(f"{name} is given layer {layer}, and the runtime has {len(runtime)}")
+    scales = scales or Scales(runtime)
 
     def factory(role):
-        module, tensor = getattr(role, "module_type", ""), getattr(role, "tensor_type", "")
+        # Slots at a boundary may have no role.
+        module, tensor, name = (getattr(role, key, "") or "" for key in ("module_type", "tensor_type", "name"))
+        if not module and name.endswith(_OUTPUT):
+            module, tensor, name = "dpa", "o", name.removesuffix(_OUTPUT)
         if module != "dpa" or tensor not in _PLACES:
             return fallback(role)
-        layer = names.get(role.name)
+        layer = names.get(name)
         if layer is None:
-            raise ArgumentError(
-                f"the attention module {role.name!r} has no layer: the names given are {', '.join(names)}"
-            )
+            raise ArgumentError(f"the attention module {name!r} has no layer: the names given are {', '.join(names)}")
         place = _PLACES[tensor]
         return make(scales.scales[layer, place : place + 1], scales.amax[layer, place : place + 1])
 
@@ -60,8 +65,9 @@ def quantizer_factory(runtime, names, fallback, make, scales=None):
 def recipe(runtime, names, fallback=None):
     """A ``CustomRecipe`` whose attention scales come from ``runtime``.
 
-    ``names`` maps names of TransformerEngine's attention modules to layers of the runtime. ``fallback(role)`` gives the
-    quantizers of everything else; by default delayed scaling.
+    ``names`` maps names of TransformerEngine's attention modules (their ``name=``) to layers of the runtime.
+    ``fallback(role)`` gives the quantizers of everything else; by default delayed scaling. Raises
+    :class:`UnsupportedError` if TransformerEngine is not there or too old, :class:`ArgumentError` for a layer that is not.
     """
     try:
         import transformer_engine_torch as tex

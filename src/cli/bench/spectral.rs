@@ -10,7 +10,7 @@ use rand::{RngExt, SeedableRng};
 use sigmascale::bound::E4M3_MAX;
 use sigmascale::cuda::policy::{BoundSource, PolicyEngine, PolicyMemory, PolicySetup, Rule, TENSORS};
 use sigmascale::cuda::scale::{
-    DeviceMatrix, DeviceWeights, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine,
+    DeviceMatrix, DeviceWeights, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine, SummedPowerEngine,
 };
 use sigmascale::cuda::{Buffer, Device, DevicePtr, Stream, compiler_version};
 use sigmascale::model::{AttentionSpec, GainForm, NormKind, RopeLayout, preset, preset_names};
@@ -209,15 +209,23 @@ fn measure(
     let rule = Rule::DelayedTe { history: TE_HISTORY, most_recent: false, scaled_max: E4M3_MAX as f32 };
     let delayed = policy(device, subject, rule, BoundSource::None)?;
     row("delayed_te_step", per_layer(median_us(stream, |s| whole_step(&delayed, s)))?, qkv);
+    // A shape that an iteration does not take leaves its rows empty, as a peer that fails does.
+    let mut refused = Vec::new();
     match PowerEngine::over(device, &weights, false, 1) {
         Ok(power) => {
             row("power_head", per_layer(median_us(stream, |s| power.step(s)))?, qk);
-            let five = |s: &Stream| (0..5).try_for_each(|_| power.step(s));
-            row("power_head_five", per_layer(median_us(stream, five))?, qk);
+            row("power_head_five", per_layer(median_us(stream, |s| power.steps(s, 5)))?, qk);
         }
-        // A shape that the iteration does not take leaves its rows empty, as a peer that fails does.
-        Err(error) if error.is_unsupported() => csv.line(&format!("{},power_head,,  # {error}", subject.name)),
+        Err(error) if error.is_unsupported() => refused.push(("power_head", error)),
         Err(error) => return Err(error),
+    }
+    match SummedPowerEngine::over(device, &weights, 1) {
+        Ok(power) => row("power_sum", per_layer(median_us(stream, |s| power.steps(s, 1)))?, qk),
+        Err(error) if error.is_unsupported() => refused.push(("power_sum", error)),
+        Err(error) => return Err(error),
+    }
+    for (method, error) in refused {
+        csv.line(&format!("{},{method},,  # {error}", subject.name));
     }
     if status != 0 {
         csv.line(&format!("# {}: status {status} of the plan", subject.name));

@@ -126,6 +126,16 @@ struct Run {
     training: Option<sigmascale::train::Training>,
 }
 
+impl Run {
+    /// The step at which training stopped or its rate rose.
+    fn transition(&self) -> Option<usize> {
+        #[cfg(feature = "train")]
+        return self.training.as_ref().map(|training| training.transition);
+        #[cfg(not(feature = "train"))]
+        None
+    }
+}
+
 impl From<StressResult> for Run {
     fn from(stress: StressResult) -> Self {
         Self {
@@ -181,8 +191,18 @@ impl Args {
         if matches!(self.scenario, Choice::Resume | Choice::LrSpike) && !self.trains() {
             return Err(Error::argument(format_args!("{name}: {NEEDS_TRAIN}")));
         }
+        if !self.trains() && self.scenario != Choice::Replay && self.names_training_model() {
+            return Err(Error::argument(format_args!(
+                "{name} needs weights: resume and lr-spike train models of this name"
+            )));
+        }
         if self.trains() && self.layers.is_some() {
             return refuse("--layers: a model that is trained is trained whole");
+        }
+        if self.trains() && (self.tokens.is_some() || !self.path.is_empty() || self.device == Device::Cuda) {
+            return refuse(
+                "--tokens, --path and --device cuda: a model that is trained has its own text, weights and the CPU",
+            );
         }
         if self.casts.is_some() && !self.trains() {
             return refuse("--casts is for resume and lr-spike: the other scenarios saturate");
@@ -240,12 +260,21 @@ impl Args {
     /// Whether the model is one that is trained here.
     #[cfg(feature = "train")]
     fn trains(&self) -> bool {
-        let known = self.model.as_deref().and_then(sigmascale::train::ModelKind::of).is_some();
-        known && matches!(self.scenario, Choice::Resume | Choice::LrSpike | Choice::All)
+        self.names_training_model() && matches!(self.scenario, Choice::Resume | Choice::LrSpike | Choice::All)
+    }
+
+    #[cfg(feature = "train")]
+    fn names_training_model(&self) -> bool {
+        self.model.as_deref().and_then(sigmascale::train::ModelKind::of).is_some()
     }
 
     #[cfg(not(feature = "train"))]
     fn trains(&self) -> bool {
+        false
+    }
+
+    #[cfg(not(feature = "train"))]
+    fn names_training_model(&self) -> bool {
         false
     }
 }

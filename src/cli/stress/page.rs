@@ -22,14 +22,18 @@ pub fn render(results: &Results) -> String {
     let model = runs.iter().map(|run| run.stress.model.as_str()).next().unwrap_or("a model");
     let mode = runs.first().map_or("", |run| words::mode_name(run.stress.mode));
     let names: Vec<&str> = runs.iter().map(|run| run.stress.scenario.name()).collect();
+    let same = match runs.iter().any(|run| words::trains(&run.stress)) {
+        true => "Every policy trains a run of its own from the same weights and text.",
+        false => "Every policy sees the same weights and the same tokens.",
+    };
+    let summary = "Counts say where a scale was too small; the overshoot says by how much, SQNR and KL what it cost.";
     let mut page = Page::new(
         &format!("Scaling policies under stress: {model}"),
         &format!("mode {mode}; {}", names.join(", ")),
-        "Every policy sees the same weights and the same tokens. Counts say where a scale was too small; the overshoot \
-         says by how much, SQNR and KL what it cost.",
+        &format!("{same} {summary}"),
     );
     for run in runs {
-        part(&mut page, &run.stress);
+        part(&mut page, &run.stress, run.transition());
         #[cfg(feature = "train")]
         if let Some(training) = &run.training {
             super::training::part(&mut page, &run.stress, training);
@@ -42,7 +46,8 @@ pub fn render(results: &Results) -> String {
     page.render()
 }
 
-fn part(page: &mut Page, run: &StressResult) {
+/// `mark` is the step of the transition, where there is one.
+fn part(page: &mut Page, run: &StressResult, mark: Option<usize>) {
     let mut framing = words::framing(run);
     let rest = framing.split_off(1.min(framing.len()));
     page.section(&words::headline(run), &framing.concat());
@@ -50,21 +55,23 @@ fn part(page: &mut Page, run: &StressResult) {
     table.extend(run.policies.iter().map(|policy| cells(run, policy).to_vec()));
     page.raw(&format!("<div class=\"scroll words\">{}</div>\n", html_table(&table)));
     page.list(&rest);
-    page.raw(&legend(run));
+    page.raw(&legend(&run.policies.iter().map(|policy| Some(policy.policy)).collect::<Vec<_>>()));
     let over = if run.steps > 1 { "step" } else { "layer" };
+    let same = !words::trains(run);
     let mut figures = vec![Figure {
         title: format!("Largest |logit| by {over}"),
-        caption: match run.steps {
-            1 => "The same for every policy.".to_owned(),
-            _ => "Largest of all layers; the same for every policy.".to_owned(),
+        caption: match (run.steps, same) {
+            (1, _) => "The same for every policy.".to_owned(),
+            (_, true) => "Largest of all layers; the same for every policy.".to_owned(),
+            (_, false) => "Largest of all layers, each policy in its own run.".to_owned(),
         },
-        content: lines(run, &|row| Some(row.max_logit), true, None),
+        content: lines(run, &|row| Some(row.max_logit), same, None, mark),
     }];
     let descale = |title: &str, value: &dyn Fn(&TraceRow) -> Option<f64>| Figure {
         title: format!("{title} descale by {over}"),
         caption: "Largest over the heads and layers. Reach is 448 times this."
             .replace(" and layers", if run.steps > 1 { " and layers" } else { "" }),
-        content: lines(run, value, false, None),
+        content: lines(run, value, false, None, mark),
     };
     match run.mode {
         Mode::Logit => figures.push(descale("Logit", &|row| row.descales.logit_descale)),
@@ -76,8 +83,11 @@ fn part(page: &mut Page, run: &StressResult) {
     }
     figures.push(Figure {
         title: format!("Largest |x / descale| / 448 by {over}"),
-        caption: "Above the dotted line values saturate.".to_owned(),
-        content: lines(run, &|row| Some(row.max_scaled / RANGE), false, Some(1.0)),
+        caption: match mark {
+            None => "Above the dotted line values saturate.".to_owned(),
+            Some(step) => format!("Above the level dotted line values overflow; the upright one is step {step}."),
+        },
+        content: lines(run, &|row| Some(row.max_scaled / RANGE), false, Some(1.0), mark),
     });
     figures.push(Figure {
         title: "Overflow by layer and policy".to_owned(),
@@ -113,18 +123,24 @@ fn place(policy: PolicyKind) -> usize {
     PolicyKind::ALL.iter().position(|kind| *kind == policy).unwrap_or(0)
 }
 
-fn legend(run: &StressResult) -> String {
+/// What each curve is; `None` is the control.
+pub fn legend(curves: &[Option<PolicyKind>]) -> String {
     let mut out = String::from("<div class=\"legend\">");
-    for policy in &run.policies {
-        let at = place(policy.policy);
+    for policy in curves {
+        let (class, dash) = look(*policy);
         let _ = write!(
             out,
-            "<span><svg class=\"p{at}\" width=\"34\" height=\"10\" aria-hidden=\"true\"><path class=\"curve\" \
-             stroke-dasharray=\"{}\" d=\"M0 5H34\"/></svg>{}</span>",
-            DASHES[at], policy.policy
+            "<span><svg class=\"{class}\" width=\"34\" height=\"10\" aria-hidden=\"true\"><path class=\"curve\" \
+             stroke-dasharray=\"{dash}\" d=\"M0 5H34\"/></svg>{}</span>",
+            policy.map_or("f32", PolicyKind::name)
         );
     }
     out + "</div>\n"
+}
+
+/// Class and dashes of a curve.
+fn look(policy: Option<PolicyKind>) -> (String, &'static str) {
+    policy.map(place).map_or_else(Default::default, |at| (format!("p{at}"), DASHES[at]))
 }
 
 /// A value over steps (the largest of the layers), or over layers where there is one step.
@@ -142,20 +158,44 @@ fn series(run: &StressResult, policy: PolicyKind, value: &dyn Fn(&TraceRow) -> O
 }
 
 /// A line chart of all policies, or of the first where the value is the same for all.
-fn lines(run: &StressResult, value: &dyn Fn(&TraceRow) -> Option<f64>, same: bool, limit: Option<f64>) -> String {
+fn lines(
+    run: &StressResult,
+    value: &dyn Fn(&TraceRow) -> Option<f64>,
+    same: bool,
+    limit: Option<f64>,
+    mark: Option<usize>,
+) -> String {
     let count = if same { 1 } else { run.policies.len() };
     let all: Vec<_> = run.policies.iter().take(count).map(|p| (p.policy, series(run, p.policy, value))).collect();
     let all: Vec<_> = all.into_iter().map(|(policy, points)| ((!same).then_some(policy), points)).collect();
     let last = if run.steps > 1 { run.steps } else { run.model_layers }.saturating_sub(1).max(1);
-    curves(&all, last, if run.steps > 1 { "step" } else { "layer" }, limit)
+    let over = if run.steps > 1 { "step" } else { "layer" };
+    let values = all.iter().flat_map(|(_, points)| points).map(|point| point.1).chain(limit);
+    let axis = Axis::new(values, Some(0.0));
+    curves(&all, &Frame { axis, last, over, limit, mark })
 }
 
 /// Values over steps; `None` is the control without a policy.
 pub type Curve = (Option<PolicyKind>, Vec<(usize, f64)>);
 
+/// What stands around the curves of a line chart.
+pub struct Frame {
+    /// Upwards.
+    pub axis: Axis,
+    /// Last place to the right; the first is 0.
+    pub last: usize,
+    /// What runs to the right.
+    pub over: &'static str,
+    /// A level to mark.
+    pub limit: Option<f64>,
+    /// A place to mark.
+    pub mark: Option<usize>,
+}
+
 /// A line chart, a line for each curve.
-pub fn curves(all: &[Curve], last: usize, over: &str, limit: Option<f64>) -> String {
-    let axis = Axis::new(all.iter().flat_map(|(_, points)| points).map(|point| point.1).chain(limit), Some(0.0));
+pub fn curves(all: &[Curve], frame: &Frame) -> String {
+    let Frame { axis, last, over, limit, mark } = frame;
+    let last = *last;
     let (left, top, right, height) = (46.0, 8.0, WIDTH - 10.0, 190.0);
     let x = |at: usize| left + 6.0 + (right - left - 12.0) * at as f64 / last as f64;
     let y = |value: f64| top + height * (1.0 - axis.place(value));
@@ -172,8 +212,12 @@ pub fn curves(all: &[Curve], last: usize, over: &str, limit: Option<f64>) -> Str
         );
     }
     if let Some(limit) = limit {
-        let y = y(limit);
+        let y = y(*limit);
         let _ = write!(svg, "<line class=\"limit\" x1=\"{left}\" x2=\"{right}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>");
+    }
+    if let Some(mark) = mark {
+        let (x, bottom) = (x(*mark), top + height);
+        let _ = write!(svg, "<line class=\"limit\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{top}\" y2=\"{bottom}\"/>");
     }
     let every = (last as f64 / 6.0).ceil().max(1.0) as usize;
     let every = [1, 2, 5, 10, 20, 50, 100].into_iter().find(|step| *step >= every).unwrap_or(every);
@@ -182,10 +226,7 @@ pub fn curves(all: &[Curve], last: usize, over: &str, limit: Option<f64>) -> Str
             write!(svg, "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{at}</text>", x(at), top + height + 15.0);
     }
     for (policy, points) in all {
-        let (class, dash) = match policy.map(place) {
-            Some(at) => (format!("p{at}"), DASHES[at]),
-            None => (String::new(), ""),
-        };
+        let (class, dash) = look(*policy);
         let path: String = points
             .iter()
             .enumerate()
@@ -277,6 +318,13 @@ fn heat_map(run: &StressResult) -> String {
     svg + "</svg>"
 }
 
+fn shares_a_factor(mut a: usize, mut b: usize) -> bool {
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a > 1
+}
+
 /// One row a policy: a dot for each layer and step, and the median; with `heads` the quantiles over heads.
 fn strip(
     run: &StressResult,
@@ -324,7 +372,11 @@ fn strip(
         }
         let points: Vec<(&TraceRow, f64)> =
             rows(run, policy.policy).filter_map(|row| Some((row, value(row).filter(|v| v.is_finite())?))).collect();
-        let every = points.len().div_ceil(DOTS).max(1);
+        // Points come layer after layer: a stride that shares a factor with their number would leave layers out.
+        let mut every = points.len().div_ceil(DOTS).max(1);
+        while shares_a_factor(every, run.model_layers) {
+            every += 1;
+        }
         for (row, value) in points.iter().step_by(every) {
             // Spread by layer, so that equal values stay apart.
             let shift = (row.layer % 5) as f64 * 3.0 - 6.0;

@@ -1,9 +1,10 @@
 //! What the scenarios that train add: their options, a table of runs, sentences and loss curves.
 
-use super::page::curves;
-use super::words::{mode_name, wrapped};
+use super::page::{Curve, Frame, curves, legend};
+use super::words::{mode_name, rows, wrapped};
 use super::{Args, CastKind, Choice, Run};
 use crate::cli::html::{Figure, Page, html_table};
+use crate::cli::svg::Axis;
 use crate::cli::table::{Table, brief};
 use indicatif::ProgressBar;
 use sigmascale::policy::{PolicyKind, Tensor};
@@ -123,25 +124,83 @@ pub fn part(page: &mut Page, run: &StressResult, training: &Training) {
     rows.extend(shown(training).map(|run| cells(training, run).to_vec()));
     page.raw(&format!("<div class=\"scroll words\">{}</div>\n", html_table(&rows)));
     page.list(&rest);
-    let mut figures = Vec::new();
-    for casts in Casts::ALL {
-        let drawn: Vec<_> = training
-            .runs
-            .iter()
-            .filter(|run| run.casts == casts && primary(training, run))
-            .map(|run| (run.policy, points(&run.losses)))
-            .collect();
-        if drawn.iter().any(|(policy, _)| policy.is_some()) {
-            figures.push(Figure {
-                title: format!("Loss by step, casts {}", casts.name()),
-                caption: "Means of a few steps; skipped ones are left out. Without a colour: attention in f32."
-                    .to_owned(),
-                content: curves(&drawn, run.steps.saturating_sub(1).max(1), "step", None),
-            });
-        }
-    }
+    let known = std::iter::once(None).chain(run.policies.iter().map(|policy| Some(policy.policy)));
+    page.raw(&legend(&known.collect::<Vec<_>>()));
+    let mut figures: Vec<Figure> =
+        Casts::ALL.into_iter().flat_map(|casts| loss_figures(run, training, casts)).collect();
+    figures.push(overflow_figure(run, training));
     page.figures(&figures);
     page.end_section();
+}
+
+/// Loss curves of the runs with one kind of casts: as they are, and beside the control's, since runs differ by far less
+/// than steps do.
+fn loss_figures(run: &StressResult, training: &Training, casts: Casts) -> Vec<Figure> {
+    let drawn: Vec<&TrainRun> =
+        training.runs.iter().filter(|run| run.casts == casts && primary(training, run)).collect();
+    let Some(control) = drawn.iter().find(|run| run.policy.is_none()).filter(|_| drawn.len() > 1) else {
+        return Vec::new();
+    };
+    let beside = |run: &TrainRun| -> Vec<f64> { run.losses.iter().zip(&control.losses).map(|(a, b)| a - b).collect() };
+    let losses: Vec<Curve> = drawn.iter().map(|run| (run.policy, points(&run.losses))).collect();
+    let differences: Vec<Curve> =
+        drawn.iter().filter(|run| run.policy.is_some()).map(|run| (run.policy, points(&beside(run)))).collect();
+    let figure = |title: String, caption: &str, curves_of: &[Curve], limit: Option<f64>| {
+        let values = curves_of.iter().flat_map(|(_, points)| points).map(|point| point.1).chain(limit);
+        let frame = Frame {
+            axis: Axis::linear(values),
+            last: run.steps.saturating_sub(1).max(1),
+            over: "step",
+            limit,
+            mark: Some(training.transition),
+        };
+        Figure { title, caption: caption.to_owned(), content: curves(curves_of, &frame) }
+    };
+    vec![
+        figure(
+            format!("Training loss, casts {}", casts.name()),
+            "Nats, means of five steps or more; steps that were skipped are left out. Dotted: the transition.",
+            &losses,
+            None,
+        ),
+        figure(
+            format!("The same minus f32's, casts {}", casts.name()),
+            "Nats. Every run has the same text, so what is left is the policy and chance.",
+            &differences,
+            Some(0.0),
+        ),
+    ]
+}
+
+/// Steps with an overflow up to each step, of the runs of the table.
+fn overflow_figure(run: &StressResult, training: &Training) -> Figure {
+    let counts = |policy: PolicyKind| -> Vec<(usize, f64)> {
+        let mut over = vec![false; run.steps];
+        for row in rows(run, policy).filter(|row| row.overflow > 0) {
+            if let Some(step) = over.get_mut(row.step) {
+                *step = true;
+            }
+        }
+        let sum = |so_far: &mut f64, (step, over): (usize, bool)| {
+            *so_far += f64::from(u8::from(over));
+            Some((step, *so_far))
+        };
+        over.into_iter().enumerate().scan(0.0, sum).collect()
+    };
+    let all: Vec<Curve> = run.policies.iter().map(|policy| (Some(policy.policy), counts(policy.policy))).collect();
+    let most = all.iter().filter_map(|(_, points)| points.last()).map(|point| point.1).fold(1.0, f64::max);
+    let frame = Frame {
+        axis: Axis::linear([0.0, most].into_iter()),
+        last: run.steps.saturating_sub(1).max(1),
+        over: "step",
+        limit: None,
+        mark: Some(training.transition),
+    };
+    Figure {
+        title: "Steps with an overflow so far".to_owned(),
+        caption: "Counted in each policy's own run; a level line overflows no more. Dotted: the transition.".to_owned(),
+        content: curves(&all, &frame),
+    }
 }
 
 /// Whether a run went on in the way that its scenario is about.
@@ -149,12 +208,12 @@ fn primary(training: &Training, run: &TrainRun) -> bool {
     training.spike.is_some() || run.arm == Arm::WeightsOnly
 }
 
-/// Means of ten steps and no more than 60 points: single steps are noise.
+/// Means of at least five steps, at their middle, and no more than 60 points: single steps are noise.
 fn points(losses: &[f64]) -> Vec<(usize, f64)> {
-    let every = losses.len().div_ceil(60).max(1);
+    let every = losses.len().div_ceil(60).max(5);
     let mean = |(at, part): (usize, &[f64])| {
         let finite: Vec<f64> = part.iter().copied().filter(|x| x.is_finite()).collect();
-        (!finite.is_empty()).then(|| (at * every, finite.iter().sum::<f64>() / finite.len() as f64))
+        (!finite.is_empty()).then(|| (at * every + part.len() / 2, finite.iter().sum::<f64>() / finite.len() as f64))
     };
     losses.chunks(every).enumerate().filter_map(mean).collect()
 }
@@ -162,12 +221,13 @@ fn points(losses: &[f64]) -> Vec<(usize, f64)> {
 fn sentences(run: &StressResult, training: &Training) -> Vec<String> {
     let mut out = vec![match training.spike {
         Some(factor) => format!(
-            "Own runs, {} parameters, {} sequences a step, rate {}. At step {} the rate is multiplied by {} for 15 steps.",
+            "Own runs, {} parameters, {} sequences a step, rate {}. At step {} the rate is multiplied by {} for {} steps.",
             training.parameters,
             training.batch,
             brief(training.rate),
             training.transition,
-            brief(factor)
+            brief(factor),
+            training.spike_steps.unwrap_or(0)
         ),
         None => format!(
             "Own runs, {} parameters, {} sequences a step, rate {}. Each stops at step {} and goes on in four ways; \

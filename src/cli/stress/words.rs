@@ -21,11 +21,19 @@ pub fn headline(run: &StressResult) -> String {
             let plural = if run.seq_len == 1 { "" } else { "s" };
             match &run.tokens {
                 Some(text) => format!("{} token{plural} of {} a step", run.seq_len, text.file),
+                None if trains(run) => {
+                    format!("{} token{plural} of a generated language a step, seed {}", run.seq_len, run.seed)
+                }
                 None => format!("{} isotropic token{plural} a step, seed {}", run.seq_len, run.seed),
             }
         }
     };
     format!("{}, mode {}: {}, {layers}, {steps}, {tokens}", run.scenario.name(), mode_name(run.mode), run.model)
+}
+
+/// Whether the scenario trains: every policy then has weights and text of a run of its own.
+pub fn trains(run: &StressResult) -> bool {
+    matches!(run.scenario, Scenario::Resume | Scenario::LrSpike)
 }
 
 /// The mode's name on the command line.
@@ -110,6 +118,9 @@ fn meaning(run: &StressResult) -> String {
                 .to_owned()
         }
     };
+    if trains(run) {
+        out.push_str(" Where casts make NaN instead, the step is lost.");
+    }
     if run.scenario == Scenario::Replay {
         out.push_str(
             " A trace has one maximum a tensor, layer and step: shares are of tensors, and SQNR and KL do not exist.",

@@ -133,7 +133,7 @@ pub enum BoundSource {
     None,
     /// From weights in device memory.
     Weights(Box<ScaleEngine>),
-    /// Written by the host: [`PolicyEngine::write_bounds`].
+    /// Written from outside: [`PolicyEngine::write_bounds`] or [`PolicyEngine::host_bounds`].
     Host,
 }
 
@@ -405,6 +405,12 @@ impl PolicyEngine {
             BoundSource::Weights(engine) => engine.plan(stream),
             BoundSource::None | BoundSource::Host => Ok(()),
         }
+    }
+
+    /// Where bounds lie that do not come from weights, `[layer][n_q]` of [`HeadBound`] and `[layer][q, k, v][n_kv]` f32: a
+    /// stream's work may write them in place of [`PolicyEngine::write_bounds`]. Always the same addresses.
+    pub fn host_bounds(&self) -> Option<(DevicePtr, DevicePtr)> {
+        self.host_bounds.as_ref().map(|(heads, operands)| (heads.ptr(), operands.ptr()))
     }
 
     /// Gives the bounds of every layer: `[layer][n_q]` and `[layer][q, k, v][n_kv]`. Synchronous.

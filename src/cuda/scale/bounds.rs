@@ -28,6 +28,8 @@ pub(super) struct Bounds {
     pub from_grams: bool,
     pub eta: f64,
     rounding: f32,
+    /// Bits of the projections whose pair products still hold the mean, of any layer.
+    raw_pairs: u32,
     shape: LayerInput,
     layers: usize,
 }
@@ -112,8 +114,9 @@ impl Bounds {
         // g w is rounded once.
         let split = 3;
         let parts = grams.host_heads.iter().map(|h| h.count as usize).max().unwrap_or(1);
-        // The removal of the mean rounds too.
-        let rounding = flush + split + parts + 4 + if first.mean_removed { 8 } else { 0 };
+        // The removal of the mean rounds too, and its two sums are as deep as the norms' (`scale_norms.cu`).
+        let mean = if first.mean_removed { 2 * (first.d_model.div_ceil(256) + 13) + 8 } else { 0 };
+        let rounding = flush + split + parts + 4 + mean;
         Ok(Self {
             eigen,
             products: product,
@@ -133,6 +136,7 @@ impl Bounds {
                 && layers.iter().all(|l| !l.mean_removed && l.shift == DevicePtr::NULL),
             eta: 0.8,
             rounding: rounding as f32,
+            raw_pairs: if first.mean_removed { built.layers.iter().fold(0, |bits, l| bits | l.raw_pairs) } else { 0 },
             shape: *first,
             layers: count,
         })
@@ -172,7 +176,7 @@ impl Bounds {
             self.layers as u32,
             self.products.is_some().into(),
             s.rope_factor.to_bits(),
-            0,
+            self.raw_pairs,
             self.eta.to_bits() as u32,
             (self.eta.to_bits() >> 32) as u32,
         ])

@@ -320,7 +320,7 @@ pub(super) struct Tables {
     pub(super) projections: Vec<tables::Projection>,
     pub(super) row_blocks: Vec<NormBlock>,
     pub(super) column_blocks: Vec<NormBlock>,
-    layers: Vec<tables::Layer>,
+    pub(super) layers: Vec<tables::Layer>,
     rows: usize,
     outputs: usize,
 }

@@ -13,10 +13,12 @@ mod engine;
 mod grams;
 mod host;
 mod power;
+mod power_sum;
 mod tables;
 
 pub use engine::ScaleEngine;
 pub use grams::GramRoute;
 pub use host::{DeviceWeights, HostLayer, HostProjection};
 pub use power::PowerEngine;
+pub use power_sum::SummedPowerEngine;
 pub use tables::{ChannelStats, DeviceMatrix, Dtype, HeadBound, HeadGram, LayerInput, ProjectionInput};

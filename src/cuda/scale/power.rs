@@ -1,47 +1,81 @@
 //! The paper's implicit power iteration, head by head, with persistent vectors on the device.
 //!
-//! A step is `y <- G_K (G_Q y)` with `G = W^T diag(g^2) W` never formed: `u = W y` and `W^T u` come from one read of the
-//! weight, so a warm step reads W_Q and W_K once. It is the paper's Algorithm 3 per head, seen from the head's side
-//! (`y = W_K^T v`), and without expanding grouped KV heads. The estimate `sqrt(||G_K G_Q y|| / ||y||)` is a lower bound of
-//! sigma: it certifies nothing. The mean of a LayerNorm is kept, as in the paper.
+//! A step is `z = G_Q y`, `y <- G_K z`, with `G = W^T W` never formed: `u = W y` and `W^T u` come from one read of the
+//! weight, so a warm step reads W_Q and W_K once. It is the paper's Algorithm 3 per head seen from the head's side,
+//! `y = W_K^T v`, and without expanding grouped KV heads. W is what the CPU's iteration takes: the gains of the norm are in
+//! it, the mean of a LayerNorm is not.
 
-use super::super::device::{Arg, Buffer, Device, Kernel, Launch, Stream};
-use super::super::sources;
+use super::super::device::{Buffer, Device, DevicePtr, Kernel, Launch, Stream};
+use super::super::{driver, sources};
 use super::engine::{NO_ROW, Tables, check};
 use super::host::DeviceWeights;
-use super::tables::{Dtype, LayerInput, PowerBlock, Projection};
+use super::tables::{DeviceMatrix, Dtype, LayerInput, PowerBlock, Projection};
 use crate::error::{Error, Result};
+use bytemuck::{Pod, Zeroable};
 use std::sync::Arc;
 
 /// Persistent power iteration over every head of a model.
+///
+/// The estimate of a step is `sigma = sqrt((z . G_K z) / (y . z))`, the norm of `M^T u` for the unit vector
+/// `u = M v / ||M v||`: a lower bound, but for rounding. It certifies nothing. RoPE is left out, as in the paper.
 #[derive(Debug)]
 pub struct PowerEngine {
-    step: Kernel,
     reduce: Kernel,
     projections: Buffer<Projection>,
-    q: Buffer<PowerBlock>,
-    k: Buffer<PowerBlock>,
+    maps: Buffer<u64>,
+    halves: [Half; 2],
     vectors: Buffer<f32>,
+    middle: Buffer<f32>,
     parts: Buffer<f32>,
+    scales: Buffer<f32>,
     sigma: Buffer<f32>,
-    d_head: usize,
-    ranges: usize,
-    heads: usize,
-    blocks: usize,
+    tiles: u32,
     raw: bool,
     weights: Option<Arc<DeviceWeights>>,
 }
 
-/// Three stages of 16 bytes for each of 8 channels of every thread.
-fn shared_bytes(d_head: usize) -> u32 {
-    (3 * 4 * d_head * 8 * 16) as u32
+/// One of the two products.
+#[derive(Debug)]
+struct Half {
+    kernel: Kernel,
+    launch: Launch,
+    blocks: Buffer<PowerBlock>,
+    /// Vectors of a block, at most.
+    most: u32,
+    rows: u32,
 }
 
+/// Arguments of the kernel.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Step {
+    maps: u64,
+    projections: u64,
+    blocks: u64,
+    from: u64,
+    to: u64,
+    parts: u64,
+    scales: u64,
+    sigma: u64,
+    count: u32,
+    tiles: u32,
+    rows: u32,
+    finish: u32,
+    raw: u32,
+    grid: u32,
+}
+const _: () = assert!(size_of::<Step>() == 88);
+
+/// Vectors that one pass over a head takes, of which a mean takes one: the quick kernel's, and the other's.
+const PACKED: u32 = 4;
+const WIDE: u32 = 8;
+
 impl PowerEngine {
-    /// Sets up the iteration from pseudo-random vectors of `seed`; `raw` leaves the gains out, as the paper does.
+    /// Sets up the iteration from pseudo-random vectors of `seed`; `raw` leaves gains and mean out, as the paper does.
     ///
     /// # Errors
-    /// If the weights are not BF16 `[out, in]` with 16-byte rows and d_head 64 or 128, or anything that
+    /// If the weights are not BF16 with 16-byte rows, `[out, in]`, or `[in, out]` with d_head a multiple of 64; if
+    /// the device has no copy engine for tensors (before Hopper); or anything that
     /// [`ScaleEngine::new`](super::ScaleEngine::new) refuses.
     ///
     /// # Safety
@@ -49,55 +83,78 @@ impl PowerEngine {
     pub unsafe fn new(device: &Device, layers: &[LayerInput], raw: bool, seed: u64) -> Result<Self> {
         check(layers)?;
         let first = &layers[0];
-        let fits = layers
-            .iter()
-            .flat_map(|l| [l.q.weight, l.k.weight])
-            .all(|m| m.dtype == Dtype::Bf16 && m.col_stride == 1 && m.row_stride % 8 == 0 && m.ptr.0 % 16 == 0);
-        if !fits || !matches!(first.d_head, 64 | 128) || !first.d_model.is_multiple_of(8) {
+        let all = |test: &dyn Fn(&DeviceMatrix) -> bool| {
+            let fits = |m: &DeviceMatrix| m.dtype == Dtype::Bf16 && m.ptr.0.is_multiple_of(16) && test(m);
+            layers.iter().all(|l| fits(&l.q.weight) && fits(&l.k.weight))
+        };
+        let rows = all(&|m| m.col_stride == 1 && m.row_stride % 8 == 0);
+        let columns = all(&|m| m.row_stride == 1 && m.col_stride % 8 == 0) && first.d_head.is_multiple_of(64);
+        if !(rows || columns) {
             return Err(Error::unsupported(
-                "power iteration on the device takes BF16 [out, in] weights with 16-byte rows and d_head 64 or 128",
+                "power iteration on the device takes BF16 weights with 16-byte rows, [out, in], or [in, out] with d_head a multiple of 64",
+            ));
+        }
+        if device.arch().compute < 90 {
+            return Err(Error::unsupported(
+                "power iteration on the device needs a GPU of the Hopper generation or later",
             ));
         }
         let built = Tables::new(layers);
-        let group = first.n_q / first.n_kv;
-        let (mut q, mut k) = (vec![], vec![]);
-        let (mut layer, mut is_k) = (0, false);
-        for (index, p) in built.projections.iter().enumerate().filter(|(_, p)| p.first_head != NO_ROW) {
-            for head in 0..p.rows / p.d_head {
-                let vector = (layer * first.n_q) as u32 + if is_k { head * group as u32 } else { head };
-                let count = if is_k { group as u32 } else { 1 };
-                let block = PowerBlock { projection: index as u32, head, vector, count };
-                if is_k { k.push(block) } else { q.push(block) }
-            }
-            layer += usize::from(is_k);
-            is_k = !is_k;
-        }
-        let defines = [("D_HEAD", first.d_head.to_string())];
+        let defines = [("D_HEAD", first.d_head.to_string()), ("ALONG_CHANNELS", u32::from(!rows).to_string())];
         let module = device.module(sources::POWER, &defines)?;
-        let heads = layers.len() * first.n_q;
-        let ranges = first.d_model.div_ceil(256);
-        let mut state = seed ^ 0x9e37_79b9_7f4a_7c15;
-        let start: Vec<f32> = (0..heads * first.d_head)
-            .map(|_| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                ((state >> 40) as f32 - 8_388_608.0) / 8_388_608.0
+        let number = |name| {
+            let value = module.constant(name)?;
+            u32::try_from(value).map_err(|_| Error::cuda(format_args!("scale_power: {name} is {value}")))
+        };
+        let (shared, threads, tile) =
+            (number("SHARED_BYTES")?, number("BLOCK_THREADS")?, number("TILE_INPUTS")?.max(1));
+        let mean = u32::from(layers.iter().any(|l| l.mean_removed) && !raw);
+        let tables = blocks(&built.projections, first.n_q, first.n_kv, WIDE - mean);
+        let mut maps = Vec::with_capacity(16 * built.projections.len());
+        for p in &built.projections {
+            maps.extend(if p.first_head == NO_ROW {
+                [0; 16]
+            } else if rows {
+                let (inner, outer, stride) = (p.d_model.into(), p.rows.into(), p.row_stride as u64);
+                driver::tensor_map_16bit(p.weight, inner, outer, stride, p.d_head)?
+            } else {
+                let (inner, outer, stride) = (p.rows.into(), p.d_model.into(), p.col_stride as u64);
+                driver::tensor_map_16bit(p.weight, inner, outer, stride, tile)?
+            });
+        }
+        let tiles = (first.d_model as u32).div_ceil(tile);
+        let warps = threads as usize / 32;
+        let mut parts = 0;
+        let mut half = |table: &[PowerBlock]| -> Result<Half> {
+            let most = table.iter().map(|b| b.count).max().unwrap_or(1);
+            let rows = most + mean;
+            let kernel = module.kernel(if rows <= PACKED { "scale_power" } else { "scale_power_wide" })?;
+            kernel.allow_shared(shared)?;
+            let resident = device.processors() * kernel.occupancy(threads, shared)?.max(1) as usize;
+            // Every block has a tile, so that no slot of a part stays unwritten.
+            let grid = resident.min(table.len() * tiles as usize);
+            parts = parts.max((table.len() + grid) * warps * rows as usize * first.d_head);
+            Ok(Half {
+                kernel,
+                launch: Launch::linear(grid, threads, shared),
+                blocks: device.upload(table)?,
+                most,
+                rows,
             })
-            .collect();
-        let step = module.kernel("scale_power")?;
-        step.allow_shared(shared_bytes(first.d_head))?;
+        };
+        let halves = [half(&tables[0])?, half(&tables[1])?];
+        let heads = layers.len() * first.n_q;
         Ok(Self {
-            step,
-            blocks: device.processors() * 128 / first.d_head,
             reduce: module.kernel("scale_power_reduce")?,
             projections: device.upload(&built.projections)?,
-            q: device.upload(&q)?,
-            k: device.upload(&k)?,
-            vectors: device.upload(&start)?,
-            parts: device.zeros(heads * ranges * first.d_head)?,
+            maps: device.upload(&maps)?,
+            halves,
+            vectors: device.upload(&start(heads, first.d_head, seed))?,
+            middle: device.zeros(heads * first.d_head)?,
+            parts: device.zeros(parts)?,
+            scales: device.zeros(2 * heads)?,
             sigma: device.zeros(heads)?,
-            d_head: first.d_head,
-            ranges,
-            heads,
+            tiles,
             raw,
             weights: None,
         })
@@ -124,34 +181,50 @@ impl PowerEngine {
     /// # Errors
     /// If a launch is refused.
     pub fn step(&self, stream: &Stream) -> Result<()> {
-        for (blocks, finish) in [(&self.q, 0), (&self.k, 1)] {
-            let threads = 4 * self.d_head as u32;
-            let launch = Launch::linear(self.blocks, threads, shared_bytes(self.d_head));
-            let args = [
-                Arg::Ptr(self.projections.ptr()),
-                Arg::Ptr(blocks.ptr()),
-                Arg::U32((blocks.len() * self.ranges) as u32),
-                Arg::Ptr(self.vectors.ptr()),
-                Arg::Ptr(self.parts.ptr()),
-                Arg::U32(self.raw.into()),
-            ];
-            // SAFETY: 1. the arguments are the kernel's; 2. the tables reach the weights that `new`'s caller promised;
-            // 3. every block writes its own parts.
-            unsafe { self.step.launch(stream, launch, &args)? };
-            let args = [
-                Arg::Ptr(self.parts.ptr()),
-                Arg::U32(self.ranges as u32),
-                Arg::Ptr(self.vectors.ptr()),
-                Arg::Ptr(self.sigma.ptr()),
-                Arg::U32(finish),
-            ];
-            // SAFETY: as above; a block a vector.
-            unsafe { self.reduce.launch(stream, Launch::linear(self.heads, self.d_head as u32, 0), &args)? };
+        self.steps(stream, 1)
+    }
+
+    /// Puts `count` steps of every head on `stream`: 1 from persistent vectors, 5 from random ones (the paper).
+    ///
+    /// # Errors
+    /// If a launch is refused.
+    pub fn steps(&self, stream: &Stream, count: usize) -> Result<()> {
+        let (y, z) = (self.vectors.ptr(), self.middle.ptr());
+        for launch in 0..2 * count {
+            let finish = launch % 2;
+            let (from, to): (DevicePtr, DevicePtr) = if finish == 0 { (y, z) } else { (z, y) };
+            let half = &self.halves[finish];
+            let mut step = Step {
+                maps: self.maps.ptr().0,
+                projections: self.projections.ptr().0,
+                blocks: half.blocks.ptr().0,
+                from: from.0,
+                to: to.0,
+                parts: self.parts.ptr().0,
+                scales: self.scales.ptr().0,
+                sigma: self.sigma.ptr().0,
+                count: half.blocks.len() as u32,
+                tiles: self.tiles,
+                rows: half.rows,
+                finish: finish as u32,
+                raw: self.raw.into(),
+                grid: half.launch.grid.0,
+            };
+            let parameters = &mut [(&raw mut step).cast()];
+            // The first waits for whatever wrote the weights; the others may bring weights in before the one in front ends.
+            // SAFETY: 1. the argument is the kernels'; 2. the tables reach the weights that `new`'s caller promised; 3. every
+            // warp writes its own parts, which the second kernel sums, and a kernel waits for the one in front before it reads
+            // or writes what that one touches.
+            unsafe {
+                half.kernel.launch_parameters(stream, half.launch, parameters, launch > 0)?;
+                let reduce = Launch::linear(half.blocks.len(), 32 * half.most, 0);
+                self.reduce.launch_parameters(stream, reduce, parameters, true)?;
+            }
         }
         Ok(())
     }
 
-    /// Estimates of the last step, `[layer][query head]`: lower bounds of sigma.
+    /// Estimates of the last step, `[layer][query head]`: lower bounds of sigma; NaN where weights are not finite.
     pub fn sigma(&self) -> &Buffer<f32> {
         &self.sigma
     }
@@ -159,5 +232,112 @@ impl PowerEngine {
     /// The vectors, `[layer][query head][d_head]`: what a resume has to keep.
     pub fn vectors(&self) -> &Buffer<f32> {
         &self.vectors
+    }
+
+    /// Goes on from saved vectors. Waits for the device.
+    ///
+    /// # Errors
+    /// If their number is not that of [`PowerEngine::vectors`], one is not finite, or the copy fails.
+    pub fn restore(&mut self, vectors: &[f32]) -> Result<()> {
+        check_vectors(vectors, self.vectors.len())?;
+        self.vectors.write(vectors)
+    }
+}
+
+/// Whether saved vectors can be gone on from.
+pub(super) fn check_vectors(vectors: &[f32], want: usize) -> Result<()> {
+    if vectors.len() != want {
+        return Err(Error::mismatch(format_args!(
+            "{} values of power iteration vectors do not fit a model with {want}",
+            vectors.len()
+        )));
+    }
+    if vectors.iter().any(|x| !x.is_finite()) {
+        return Err(Error::mismatch("a power iteration vector is not finite"));
+    }
+    Ok(())
+}
+
+/// The heads that each product passes over: all of q, all of k. `most` vectors at a time share a read of k.
+fn blocks(projections: &[Projection], n_q: usize, n_kv: usize, most: u32) -> [Vec<PowerBlock>; 2] {
+    let group = (n_q / n_kv) as u32;
+    let mut tables = [vec![], vec![]];
+    let mut of_keys = false;
+    let mut first = 0;
+    for (index, p) in projections.iter().enumerate().filter(|(_, p)| p.first_head != NO_ROW) {
+        let projection = index as u32;
+        for head in 0..p.rows / p.d_head {
+            if of_keys {
+                for done in (0..group).step_by(most as usize) {
+                    let (vector, count) = (first + head * group + done, most.min(group - done));
+                    tables[1].push(PowerBlock { projection, head, vector, count });
+                }
+            } else {
+                tables[0].push(PowerBlock { projection, head, vector: first + head, count: 1 });
+            }
+        }
+        first += if of_keys { n_q as u32 } else { 0 };
+        of_keys = !of_keys;
+    }
+    tables
+}
+
+/// Unit vectors with independent signs and sizes.
+pub(super) fn start(heads: usize, d_head: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed ^ 0x9e37_79b9_7f4a_7c15;
+    let mut vectors: Vec<f32> = (0..heads * d_head)
+        .map(|_| {
+            // The sum of four uniform values is close enough to a Gaussian for every direction to be as likely.
+            (0..4)
+                .map(|_| {
+                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    ((state >> 40) as f32 - 8_388_607.5) / 8_388_608.0
+                })
+                .sum()
+        })
+        .collect();
+    for vector in vectors.chunks_exact_mut(d_head) {
+        let length = vector.iter().map(|x| x * x).sum::<f32>().sqrt();
+        vector.iter_mut().for_each(|x| *x /= length);
+    }
+    vectors
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_query_head_is_multiplied_once_by_each_side() {
+        for (n_q, n_kv, most) in [(25, 25, 7), (32, 8, 8), (64, 8, 8), (71, 1, 8), (24, 2, 7)] {
+            let side =
+                |heads: u32, first_head| Projection { rows: heads * 64, d_head: 64, first_head, ..Zeroable::zeroed() };
+            let layer = [side(n_q, 0), side(n_kv, 0), side(n_kv, NO_ROW)];
+            let [q, k] = blocks(&[layer, layer].concat(), n_q as usize, n_kv as usize, most);
+            for (table, is_k) in [(&q, false), (&k, true)] {
+                let mut next = 0;
+                for b in table {
+                    let (layer, head) = (b.vector / n_q, b.vector % n_q);
+                    assert_eq!((b.vector, b.projection), (next, 3 * layer + u32::from(is_k)));
+                    assert_eq!(b.head, if is_k { head / (n_q / n_kv) } else { head });
+                    assert_eq!(b.head, if is_k { (head + b.count - 1) / (n_q / n_kv) } else { head });
+                    assert!((1..=most).contains(&b.count));
+                    next += b.count;
+                }
+                assert_eq!(next, 2 * n_q);
+            }
+        }
+    }
+
+    #[test]
+    fn vectors_start_apart_and_at_unit_length() {
+        let vectors = start(3, 64, 1);
+        for (i, a) in vectors.chunks_exact(64).enumerate() {
+            for (j, b) in vectors.chunks_exact(64).enumerate() {
+                let dot: f32 = a.iter().zip(b).map(|(a, b)| a * b).sum();
+                assert!(if i == j { (dot - 1.0).abs() < 1e-5 } else { dot.abs() < 0.5 }, "{i} {j} {dot}");
+            }
+        }
+        assert_ne!(vectors, start(3, 64, 2));
     }
 }

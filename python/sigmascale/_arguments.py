@@ -1,0 +1,58 @@
+"""Arguments as numbers, or an exception that names the argument and its rule."""
+
+import math
+import operator
+
+from ._errors import ArgumentError
+
+_U64 = 2**64 - 1
+
+
+def whole(name, value, least=0, most=_U64):
+    """``value`` as an int between ``least`` and ``most``; NumPy's integers count."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {value!r}") from None
+    if not least <= number <= most:
+        raise ArgumentError(
+            f"{name} {number} must be at least {least}" + ("" if number < least else f" and at most {most}")
+        )
+    return number
+
+
+def real(name, value):
+    """``value`` as a float."""
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, not {value!r}") from None
+
+
+def positive(name, value):
+    """``value`` as a float that is finite and above zero."""
+    number = real(name, value)
+    if not (number > 0 and math.isfinite(number)):
+        raise ArgumentError(f"{name} {number} must be finite and above 0")
+    return number
+
+
+def flag(name, value):
+    """``value`` as a bool; NumPy's count, other values do not."""
+    if type(value).__name__ not in ("bool", "bool_"):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+    return bool(value)
+
+
+def text(name, value):
+    """``value``, which must be a str."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, not {value!r}")
+    return value
+
+
+def optional(check):
+    """The check, with None let through."""
+    return lambda name, value: None if value is None else check(name, value)

@@ -1,0 +1,75 @@
+//! Long work beside the interpreter: without its lock, open to Ctrl-C, and safe in a child of `fork`.
+
+use crate::errors::raise;
+use pyo3::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use sigmascale::{Error, Result};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// How often a waiting call looks for signals.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Whether the caller has gone.
+pub struct Stop(AtomicBool);
+
+impl Stop {
+    /// # Errors
+    /// If nobody waits for the result any more.
+    pub fn check(&self) -> Result<()> {
+        if self.0.load(Ordering::Relaxed) { Err(Error::argument("interrupted")) } else { Ok(()) }
+    }
+}
+
+/// The pool of this process. A child of `fork` has the memory of its parent and none of its threads: work handed to the
+/// parent's pool would wait for ever there.
+fn pool() -> Result<Arc<ThreadPool>> {
+    static POOL: Mutex<Option<(u32, Arc<ThreadPool>)>> = Mutex::new(None);
+    let mut held = POOL.lock().unwrap_or_else(PoisonError::into_inner);
+    let process = std::process::id();
+    if let Some((owner, pool)) = &*held
+        && *owner == process
+    {
+        return Ok(Arc::clone(pool));
+    }
+    let made = ThreadPoolBuilder::new().thread_name(|index| format!("sigmascale-{index}")).build();
+    let made = Arc::new(made.map_err(|error| Error::argument(format_args!("no threads can be started: {error}")))?);
+    // The parent's is not dropped: that would wake threads that are not there.
+    std::mem::forget(held.replace((process, Arc::clone(&made))));
+    Ok(made)
+}
+
+/// Runs `work` on the pool of this process while Python goes on. A signal handler that raises (Ctrl-C) ends the wait at
+/// once; work that does not look at its [`Stop`] then runs to its end in the background, and its result is dropped.
+pub fn detached<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce(&Stop) -> Result<T> + Send + 'static,
+) -> PyResult<T> {
+    let (sender, receiver) = channel();
+    let stop = Arc::new(Stop(AtomicBool::new(false)));
+    let seen = Arc::clone(&stop);
+    py.detach(move || {
+        let pool = pool().map_err(|error| Python::attach(|py| raise(py, &error)))?;
+        pool.spawn(move || {
+            // Nobody listens after an interrupt.
+            let _ = sender.send(catch_unwind(AssertUnwindSafe(|| work(&seen))));
+        });
+        loop {
+            match receiver.recv_timeout(LOOK) {
+                Ok(Ok(done)) => return done.map_err(|error| Python::attach(|py| raise(py, &error))),
+                // PyO3 makes an exception of it.
+                Ok(Err(panic)) => resume_unwind(panic),
+                Err(RecvTimeoutError::Timeout) => {
+                    Python::attach(|py| py.check_signals()).inspect_err(|_| stop.0.store(true, Ordering::Relaxed))?;
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    let error = Error::argument("the work ended without a result");
+                    return Err(Python::attach(|py| raise(py, &error)));
+                }
+            }
+        }
+    })
+}

@@ -1,0 +1,100 @@
+"""Plans and their refresh on a Hopper GPU, beside those of the CPU."""
+
+import numpy as np
+import pytest
+from gpu import CONFIGS, random_model, stored_plan, tensors, torch
+
+import sigmascale
+import sigmascale.torch as fp8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_plans_are_those_of_the_cpu(kind, dtype, tmp_path):
+    model = random_model(kind, dtype)
+    runtime = fp8.attach(model)
+    runtime.check()
+    rows = stored_plan(model, tmp_path)
+    for index, name in enumerate("qkv"):
+        assert np.allclose(runtime.descales[:, index].cpu().numpy(), rows[name], rtol=2e-5), name
+    if rows["o"] is not None:
+        assert np.allclose(runtime.descales[:, 3].cpu().numpy(), rows["o"], rtol=2e-5)
+
+
+def test_logit_bounds_are_certified_and_close(tmp_path, llama):
+    runtime = fp8.attach(llama, bound="certain")
+    for _ in range(8):
+        runtime.refresh()
+    llama.save_pretrained(tmp_path)
+    profile = sigmascale.calibrate(tmp_path)
+    exact = np.array([[head["bound_rounded"] for head in layer["heads"]] for layer in profile["layers"]])
+    ours = runtime.logits[:, :, 2].cpu().numpy()
+    assert (ours >= exact * (1 - 1e-6)).all() and (ours <= exact * 1.02).all()
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "falcon", "qwen3", "smollm3"])
+def test_logit_bounds_of_every_layout_are_those_of_the_cpu(kind, tmp_path):
+    """Interleaved fused weights, normalised q and k, layers of which some rotate."""
+    model = random_model(kind)
+    runtime = fp8.attach(model, bound="certain")
+    for _ in range(4):
+        runtime.refresh()
+    model.save_pretrained(tmp_path)
+    layers = sigmascale.calibrate(tmp_path)["layers"]
+    for name, column in [("bound_certain", 1), ("bound_rounded", 2)]:
+        exact = np.array([[head[name] for head in layer["heads"]] for layer in layers])
+        ours = runtime.logits[:, :, column].cpu().numpy()
+        assert (ours >= exact * (1 - 1e-6)).all() and (ours <= exact * 1.03).all(), name
+    descales = np.array([layer["logit_descales"] for layer in layers])
+    assert np.allclose(runtime.logit_descales.cpu().numpy(), descales, rtol=0.03)
+    assert runtime.layers[1].logit_descale.data_ptr() == runtime.logit_descales[1].data_ptr()
+
+
+@pytest.mark.parametrize("policy", ["geometry-c-star", "auto-c"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "falcon", "qwen3", "smollm3", "gpt2"])
+def test_policies_that_plan_from_bounds_take_every_layout(kind, policy):
+    model = random_model(kind)
+    if (kind, policy) == ("qwen3", "geometry-c-star"):
+        with pytest.raises(sigmascale.UnsupportedError, match="take policy='geometry'"):
+            fp8.attach(model, policy=policy)
+        return
+    runtime, geometry = fp8.attach(model, policy=policy), fp8.attach(model, bound="certain")
+    # In its burn-in auto-c plans as geometry does; operands of c-star are those of geometry.
+    assert torch.allclose(runtime.descales, geometry.descales, rtol=1e-6)
+    close = torch.allclose(runtime.logit_descales, geometry.logit_descales, rtol=0.02)
+    assert close == (policy == "auto-c") and (runtime.logit_descales > 0).all()
+
+
+def test_auto_c_observes_against_the_bounds_that_were_in_force():
+    """Its constant is the largest ratio of a value to its bound, so weights that grow at each refresh must not shrink it."""
+    q, k, v = tensors(heads=(4, 2), d=64, length=64, scale=0.1)
+    constants = []
+    for growth in (1.0, 8.0):
+        model = random_model("llama")
+        runtime = fp8.attach(model, policy="auto-c")
+        certain = fp8.attach(model)
+        for step in range(101):
+            if step == 0:
+                before = certain.descales.clone()
+                with torch.no_grad():
+                    for layer in model.model.layers:
+                        layer.self_attn.k_proj.weight.mul_(growth)
+            for plan in runtime.layers:
+                fp8.attention(q, k, v, plan)
+            runtime.refresh()
+            certain.refresh()
+        constants.append(runtime.descales[:, 1] / (before[:, 1] * growth))
+    assert torch.allclose(constants[0], constants[1], rtol=1e-4) and (constants[0] < 0.9).all()
+
+
+def test_a_layer_may_be_named_by_hand(llama):
+    attention = [layer.self_attn for layer in llama.model.layers]
+    fused = [torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]).detach() for a in attention]
+    layers = [
+        fp8.Layer(
+            q=w[:256], k=w[256:384], v=w[384:], n_q_heads=4, n_kv_heads=2, gain=layer.input_layernorm.weight, rotary=64
+        )
+        for w, layer in zip(fused, llama.model.layers)
+    ]
+    by_hand = fp8.attach(llama, layers=layers)
+    assert torch.equal(by_hand.descales, fp8.attach(llama).descales)

@@ -1,0 +1,133 @@
+//! What a training run is made from, and the rules of each option.
+
+use super::Casts;
+use super::model::{ModelKind, POSITIONS};
+use super::optimizer::AdamW;
+use super::state::Identity;
+use crate::attention::Precision;
+use crate::bound::Tail;
+use crate::error::{Error, Result};
+use crate::policy::PolicyConfig;
+use crate::runtime::RuntimeConfig;
+use crate::spectral::Estimator;
+use crate::stress::Mode;
+
+/// What a run is made from.
+#[derive(Clone, Copy, Debug)]
+pub struct TrainOptions {
+    /// Model.
+    pub model: ModelKind,
+    /// Policy; `None` is attention in f32, the control.
+    pub policy: Option<PolicyConfig>,
+    /// What is cast.
+    pub mode: Mode,
+    /// What a value out of range becomes.
+    pub casts: Casts,
+    /// Seed of parameters and text.
+    pub seed: u64,
+    /// Sequences of a step.
+    pub batch: usize,
+    /// Tokens of a sequence, at most 64.
+    pub seq_len: usize,
+    /// Learning rate.
+    pub rate: f64,
+    /// Steps over which the rate rises from zero at the start.
+    pub warm_up: u32,
+    /// Optimizer.
+    pub optimizer: AdamW,
+    /// Largest norm of all gradients together.
+    pub clip: f64,
+    /// Union bound of `geometry-c-star`.
+    pub tail: Tail,
+    /// What is done about steps that are not finite.
+    pub watchdog: Watchdog,
+    /// Deviation of the biases of q and k at the start; only GPT-2 has them.
+    pub bias: f32,
+    /// Whether every step also compares attention with f32 on the same operands.
+    pub compare: bool,
+}
+
+impl TrainOptions {
+    /// The defaults of the scenarios.
+    pub fn new(model: ModelKind, policy: Option<PolicyConfig>) -> Self {
+        Self {
+            model,
+            policy,
+            mode: Mode::Logit,
+            casts: Casts::Saturating,
+            seed: 0,
+            batch: 4,
+            seq_len: POSITIONS,
+            rate: 3e-3,
+            warm_up: 10,
+            optimizer: AdamW::default(),
+            clip: 1.0,
+            tail: Tail::default(),
+            watchdog: Watchdog::default(),
+            bias: 0.0,
+            compare: true,
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        for (name, value, most) in [("batch", self.batch, 4096), ("seq-len", self.seq_len, POSITIONS)] {
+            if !(1..=most).contains(&value) {
+                return Err(Error::argument(format_args!("{name} {value} must lie between 1 and {most}")));
+            }
+        }
+        let finite = |name: &str, value: f64, rule: &str, holds: bool| match holds && value.is_finite() {
+            true => Ok(()),
+            false => Err(Error::argument(format_args!("{name} {value} must be finite and {rule}"))),
+        };
+        let (above_zero, not_below) = ("greater than zero", "not below zero");
+        finite("rate", self.rate, above_zero, self.rate > 0.0)?;
+        finite("clip", self.clip, above_zero, self.clip > 0.0)?;
+        finite("bias", self.bias.into(), not_below, self.bias >= 0.0)?;
+        let AdamW { beta1, beta2, eps, weight_decay } = self.optimizer;
+        for (name, beta) in [("beta1", beta1), ("beta2", beta2)] {
+            finite(name, beta, "at least 0 and below 1", (0.0..1.0).contains(&beta))?;
+        }
+        finite("eps", eps, above_zero, eps > 0.0)?;
+        finite("weight decay", weight_decay, not_below, weight_decay >= 0.0)?;
+        self.tail.check()
+    }
+
+    /// What a saved state must have the same of.
+    pub(super) fn identity(&self) -> Identity {
+        Identity { model: self.model, seed: self.seed, batch: self.batch, seq_len: self.seq_len }
+    }
+
+    /// What the run's runtime is made from, if it has one.
+    pub(super) fn runtime(&self) -> Option<RuntimeConfig> {
+        self.policy.map(|policy| RuntimeConfig { policy, tail: self.tail, estimator: Estimator::Gram })
+    }
+
+    pub(super) fn precision(&self) -> Precision {
+        match self.policy {
+            None => Precision::F32,
+            Some(_) => Precision { on_overflow: self.casts.on_overflow(), ..self.mode.precision() },
+        }
+    }
+}
+
+/// Skip and recovery (numerics paper, sections 12.3 and 12.5).
+///
+/// A step whose loss or gradients are not finite changes no weight. After `patience` such steps in a row weights,
+/// moments and scaling state go back to the last good checkpoint, and the rate is halved for `cautious` steps.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Watchdog {
+    /// Steps between two checkpoints, kept in memory; 0: none is kept, so that the run never goes back.
+    pub every: u32,
+    /// Bad steps in a row before the run goes back.
+    pub patience: u32,
+    /// Steps at half the rate after that.
+    pub cautious: u32,
+    /// Whether the scaling state goes back too; without, a policy keeps what it saw on the way.
+    pub restore_scales: bool,
+}
+
+impl Default for Watchdog {
+    fn default() -> Self {
+        Self { every: 25, patience: 8, cautious: 10, restore_scales: true }
+    }
+}
