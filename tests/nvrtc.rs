@@ -49,9 +49,6 @@ fn variants() -> Vec<Request> {
         }
     }
     all.extend(attention_variants());
-    // The schedule that the host does not ask for yet.
-    let ahead = Request::new(sources::ATTENTION, Arch::SM90A).define("AHEAD", 1);
-    all.extend([0, 1].map(|causal| ahead.clone().define("CAUSAL", causal)));
     all.extend(cast_variants());
     all
 }

@@ -147,6 +147,8 @@ impl Device {
         let buffer = self.allocate::<T>(len)?;
         // SAFETY: the range is the buffer's own, and the context was bound by `allocate`.
         unsafe { result::memset_d8_sync(buffer.ptr, 0, len * size_of::<T>()) }.map_err(failed("clearing memory"))?;
+        // The driver clears device memory on the legacy stream and returns at once; other streams do not wait for that one.
+        self.context.default_stream().synchronize().map_err(failed("clearing memory"))?;
         Ok(buffer)
     }
 

@@ -65,13 +65,14 @@ impl Variant {
     }
 
     /// What a checked call launches then.
-    fn second(tensors: &Tensors, sizes: &Sizes, causal: bool, tile: Tile) -> Self {
+    fn second(tensors: &Tensors, sizes: &Sizes, causal: bool) -> Self {
+        let logits_e4m3 = tensors.descales.logit.is_some();
         Self::Forward {
             d_head: sizes.d_head,
             causal,
-            tile,
+            tile: Tile::of(sizes.d_head, logits_e4m3),
             telemetry: tensors.stats.is_some(),
-            logits_e4m3: tensors.descales.logit.is_some(),
+            logits_e4m3,
             out_e4m3: tensors.out.element() == Element::E4m3,
         }
     }
@@ -87,13 +88,8 @@ pub fn attention_variants() -> Vec<Request> {
     for d_head in [64, 128] {
         for causal in [false, true] {
             for out_e4m3 in [false, true] {
-                for (tile, telemetry, logits_e4m3) in [
-                    (Tile::wide(d_head), false, false),
-                    (Tile::wide(d_head), true, false),
-                    (Tile::narrow(d_head), false, false),
-                    (Tile::narrow(d_head), true, false),
-                    (Tile::narrow(d_head), true, true),
-                ] {
+                for (telemetry, logits_e4m3) in [(false, false), (true, false), (true, true)] {
+                    let tile = Tile::of(d_head, logits_e4m3);
                     let variant = Variant::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 };
                     all.push(variant.request(Arch::SM90A));
                 }
@@ -112,6 +108,33 @@ pub fn cast_variants() -> Vec<Request> {
         }
     }
     all
+}
+
+/// A call that keeps every rule, and where its parts lie.
+struct Call<'a> {
+    tensors: &'a Tensors,
+    sizes: Sizes,
+    /// The tile counter.
+    header: DevicePtr,
+    /// q, k and v as the workspace holds them.
+    operands: [DevicePtr; 3],
+}
+
+impl<'a> Call<'a> {
+    fn new(tensors: &'a Tensors, workspace: &View<1>) -> Result<Self> {
+        let sizes = tensors.check()?;
+        let place = Workspace::of(&sizes, tensors.q.element());
+        place.check(workspace)?;
+        let operands = [place.q, place.k, place.v].map(|offset| workspace.ptr().offset(offset as u64));
+        Ok(Self { tensors, sizes, header: workspace.ptr(), operands })
+    }
+}
+
+fn check_scale(softmax_scale: f32) -> Result<()> {
+    if softmax_scale.is_finite() && softmax_scale > 0.0 {
+        return Ok(());
+    }
+    Err(Error::argument(format_args!("softmax scale {softmax_scale} must be finite and greater than zero")))
 }
 
 #[derive(Clone, Debug)]
@@ -165,9 +188,8 @@ impl AttentionEngine {
     /// If the call breaks a rule, or a kernel does not compile or load.
     pub fn prepare(&self, tensors: &Tensors, causal: bool) -> Result<()> {
         let sizes = tensors.check()?;
-        let tile = Tile::of(&sizes, causal, tensors.descales.logit.is_some());
         self.load(Variant::first(tensors, &sizes))?;
-        self.load(Variant::second(tensors, &sizes, causal, tile)).map(drop)
+        self.load(Variant::second(tensors, &sizes, causal)).map(drop)
     }
 
     /// Sets a workspace's header to zero, in the order of `stream`: once before the first call that uses the memory.
@@ -198,8 +220,10 @@ impl AttentionEngine {
         softmax_scale: f32,
         workspace: &View<1>,
     ) -> Result<()> {
-        self.cast(stream, tensors, workspace)?;
-        self.attend_after(stream, tensors, causal, softmax_scale, workspace, self.overlap)
+        let call = Call::new(tensors, workspace)?;
+        check_scale(softmax_scale)?;
+        self.launch_cast(stream, &call)?;
+        self.launch_attention(stream, &call, causal, softmax_scale, self.overlap)
     }
 
     /// The first half of [`AttentionEngine::forward`]: q, k and v to E4M3 in the workspace. Of operands that are E4M3
@@ -208,16 +232,7 @@ impl AttentionEngine {
     /// # Errors
     /// As [`AttentionEngine::forward`].
     pub fn cast(&self, stream: &Stream, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
-        let sizes = tensors.check()?;
-        let place = Workspace::of(&sizes, tensors.q.element());
-        place.check(workspace)?;
-        let at = |offset: usize| workspace.ptr().offset(offset as u64);
-        let variant = Variant::first(tensors, &sizes);
-        let kernel = self.load(variant)?;
-        match variant {
-            Variant::Repack { .. } => self.repack_values(stream, &kernel, tensors, &sizes, at(place.v)),
-            _ => self.cast_operands(stream, &kernel, tensors, &sizes, [at(place.q), at(place.k), at(place.v)]),
-        }
+        self.launch_cast(stream, &Call::new(tensors, workspace)?)
     }
 
     /// The second half of [`AttentionEngine::forward`], on what [`AttentionEngine::cast`] left in the workspace.
@@ -232,45 +247,43 @@ impl AttentionEngine {
         softmax_scale: f32,
         workspace: &View<1>,
     ) -> Result<()> {
-        self.attend_after(stream, tensors, causal, softmax_scale, workspace, false)
+        check_scale(softmax_scale)?;
+        self.launch_attention(stream, &Call::new(tensors, workspace)?, causal, softmax_scale, false)
+    }
+
+    fn launch_cast(&self, stream: &Stream, call: &Call) -> Result<()> {
+        let variant = Variant::first(call.tensors, &call.sizes);
+        let kernel = self.load(variant)?;
+        let [q, k, v] = call.operands;
+        match variant {
+            Variant::Repack { .. } => self.repack_values(stream, &kernel, call.tensors, &call.sizes, v),
+            _ => self.cast_operands(stream, &kernel, call.tensors, &call.sizes, [q, k, v]),
+        }
     }
 
     /// `overlap`: the kernel in front on the stream is the cast of this call.
-    fn attend_after(
+    fn launch_attention(
         &self,
         stream: &Stream,
-        tensors: &Tensors,
+        call: &Call,
         causal: bool,
         softmax_scale: f32,
-        workspace: &View<1>,
         overlap: bool,
     ) -> Result<()> {
-        let sizes = tensors.check()?;
-        if !(softmax_scale.is_finite() && softmax_scale > 0.0) {
-            return Err(Error::argument(format_args!(
-                "softmax scale {softmax_scale} must be finite and greater than zero"
-            )));
-        }
-        let element = tensors.q.element();
-        let place = Workspace::of(&sizes, element);
-        place.check(workspace)?;
-        let at = |offset: usize| workspace.ptr().offset(offset as u64);
-        let tile = Tile::of(&sizes, causal, tensors.descales.logit.is_some());
-        let forward = self.load(Variant::second(tensors, &sizes, causal, tile))?;
+        let Call { tensors, sizes, header, operands: [at_q, at_k, at_v] } = *call;
+        let forward = self.load(Variant::second(tensors, &sizes, causal))?;
+        let tile = Tile::of(sizes.d_head, tensors.descales.logit.is_some());
         // SAFETY: both lie in the workspace, whose size was checked and which is the caller's promise.
         let cast = unsafe {
-            (
-                View::dense(at(place.q), Element::E4m3, sizes.q_shape()),
-                View::dense(at(place.k), Element::E4m3, sizes.kv_shape()),
-            )
+            (View::dense(at_q, Element::E4m3, sizes.q_shape()), View::dense(at_k, Element::E4m3, sizes.kv_shape()))
         };
-        let (q, k) = if element == Element::E4m3 { (tensors.q, tensors.k) } else { cast };
+        let (q, k) = if tensors.q.element() == Element::E4m3 { (tensors.q, tensors.k) } else { cast };
         let schedule = Schedule::of(&sizes, tile, self.device.processors());
         let mut params = self.forward_params(tensors, &sizes, &schedule, softmax_scale);
-        params.counter = workspace.ptr().0;
+        params.counter = header.0;
         let launch = Launch::linear(schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
         let (mut q, mut k) = (operand_map(&q, ROWS)?, operand_map(&k, tile.keys as u32)?);
-        let mut v = values_map(at(place.v), &sizes, tile.keys)?;
+        let mut v = values_map(at_v, &sizes, tile.keys)?;
         let parameters = &mut [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut params).cast()];
         // SAFETY: 1. three maps and the struct are the kernel's parameters; 2. and 3. every address comes from a view whose
         // shape was checked, or lies in the workspace; the kernel waits for the one in front of it before it reads.

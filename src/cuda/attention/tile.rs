@@ -19,30 +19,15 @@ const ROWS: usize = 64;
 const SHARED_BYTES: usize = 24_000_000;
 
 impl Tile {
-    /// d = 128: short sequences, where the tail of the last tile weighs; 64: short causal ones; and every call whose logits
-    /// go through E4M3, whose registers the larger tiles would spill.
-    pub const fn narrow(d_head: usize) -> Self {
-        let _ = d_head;
-        Self { keys: 128, consumers: 2, stages: 4 }
-    }
-
-    /// Everything else.
-    pub const fn wide(d_head: usize) -> Self {
-        if d_head == 128 {
-            Self { keys: 192, consumers: 2, stages: 2 }
-        } else {
-            Self { keys: 128, consumers: 3, stages: 4 }
-        }
-    }
+    /// d = 128, where the registers of two consumers hold the logits of two tiles, and every call whose logits go through
+    /// E4M3, whose registers three would spill.
+    pub const TWO: Self = Self { keys: 128, consumers: 2, stages: 4 };
+    /// d = 64.
+    pub const THREE: Self = Self { keys: 128, consumers: 3, stages: 4 };
 
     /// The tile of a call. `logits_e4m3`: logits pass through E4M3.
-    pub fn of(sizes: &Sizes, causal: bool, logits_e4m3: bool) -> Self {
-        let short = match (sizes.d_head, causal) {
-            (128, false) => sizes.len_k <= 2048,
-            (128, true) => sizes.len_k <= 1024,
-            (_, causal) => causal && sizes.len_k <= 1024,
-        };
-        if logits_e4m3 || short { Self::narrow(sizes.d_head) } else { Self::wide(sizes.d_head) }
+    pub const fn of(d_head: usize, logits_e4m3: bool) -> Self {
+        if d_head == 128 || logits_e4m3 { Self::TWO } else { Self::THREE }
     }
 }
 
@@ -96,18 +81,16 @@ mod tests {
                 [(1, 1), (2, 1), (3, 1), (4, 2), (5, 5), (6, 1), (6, 2), (64, 8), (32, 32), (9, 3)]
             {
                 for len in [1, 63, 64, 65, 128, 129, 1023, 5000, 70_000] {
-                    for causal in [false, true] {
-                        for logits in [false, true] {
-                            let sizes = sizes(3, heads_q, heads_kv, len, d);
-                            let tile = Tile::of(&sizes, causal, logits);
-                            let s = Schedule::of(&sizes, tile, 132);
-                            let (heads, rows) = if s.packed { (tile.consumers, 64) } else { (1, 64 * tile.consumers) };
-                            assert_eq!(s.units * heads, 3 * heads_q, "{sizes:?}");
-                            assert!(s.row_blocks * rows >= len && (s.row_blocks - 1) * rows < len, "{sizes:?}");
-                            assert!((heads_q / heads_kv).is_multiple_of(heads), "a block's heads share their keys");
-                            assert!((1..=s.units).contains(&s.section));
-                            assert!(s.grid >= 1 && s.grid <= 132 && s.grid <= s.tiles());
-                        }
+                    for logits in [false, true] {
+                        let sizes = sizes(3, heads_q, heads_kv, len, d);
+                        let tile = Tile::of(d, logits);
+                        let s = Schedule::of(&sizes, tile, 132);
+                        let (heads, rows) = if s.packed { (tile.consumers, 64) } else { (1, 64 * tile.consumers) };
+                        assert_eq!(s.units * heads, 3 * heads_q, "{sizes:?}");
+                        assert!(s.row_blocks * rows >= len && (s.row_blocks - 1) * rows < len, "{sizes:?}");
+                        assert!((heads_q / heads_kv).is_multiple_of(heads), "a block's heads share their keys");
+                        assert!((1..=s.units).contains(&s.section));
+                        assert!(s.grid >= 1 && s.grid <= 132 && s.grid <= s.tiles());
                     }
                 }
             }
@@ -116,22 +99,17 @@ mod tests {
 
     #[test]
     fn logits_in_e4m3_take_the_tile_that_does_not_spill() {
-        for d in [64, 128] {
-            for causal in [false, true] {
-                assert_eq!(Tile::of(&sizes(1, 8, 8, 16_384, d), causal, true), Tile::narrow(d));
-                assert_eq!(Tile::of(&sizes(1, 8, 8, 16_384, d), causal, false), Tile::wide(d));
-            }
-        }
-        assert_eq!(Tile::of(&sizes(1, 8, 8, 1024, 128), false, false), Tile::narrow(128));
+        assert_eq!([64, 128].map(|d| Tile::of(d, true)), [Tile::TWO; 2]);
+        assert_eq!([64, 128].map(|d| Tile::of(d, false)), [Tile::THREE, Tile::TWO]);
     }
 
     #[test]
     fn a_section_holds_whole_groups_and_fits_the_cache() {
-        let long = Schedule::of(&sizes(1, 64, 8, 16_384, 128), Tile::wide(128), 132);
+        let long = Schedule::of(&sizes(1, 64, 8, 16_384, 128), Tile::TWO, 132);
         assert!(long.packed && long.section.is_multiple_of(4) && long.section < long.units, "{long:?}");
-        let short = Schedule::of(&sizes(16, 64, 8, 1024, 128), Tile::narrow(128), 132);
+        let short = Schedule::of(&sizes(16, 64, 8, 1024, 128), Tile::TWO, 132);
         assert!(short.section > long.section);
-        let endless = Schedule::of(&sizes(1, 8, 8, 1 << 20, 128), Tile::wide(128), 132);
+        let endless = Schedule::of(&sizes(1, 8, 8, 1 << 20, 128), Tile::TWO, 132);
         assert_eq!(endless.section, 1);
     }
 }

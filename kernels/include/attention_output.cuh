@@ -1,0 +1,92 @@
+// What `attention_fwd` writes of one warpgroup's tile: telemetry and O.
+#pragma once
+#include "attention_tile.cuh"
+#include "convert.cuh"
+#include "types.cuh"
+
+namespace {
+
+// Turns four words a[j] of lane t (column block j, piece t) into four words of block t: word k is piece k.
+__device__ __forceinline__ void quad_transpose(u32 (&a)[4], int t) {
+  bool odd = t & 1, high = t & 2;
+  u32 x = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1), y = __shfl_xor_sync(~0u, odd ? a[2] : a[3], 1);
+  if (odd) { a[0] = x; a[2] = y; } else { a[1] = x; a[3] = y; }
+  x = __shfl_xor_sync(~0u, high ? a[0] : a[2], 2);
+  y = __shfl_xor_sync(~0u, high ? a[1] : a[3], 2);
+  if (high) { a[0] = x; a[1] = y; } else { a[2] = x; a[3] = y; }
+}
+
+#if TELEMETRY
+// Adds one tile to its head's telemetry; `row`: of this thread's first row, in the tile.
+__device__ __forceinline__ void report(const Params& p, const Work& item, const Rows& rows, const float (&o)[kDim / 2], int row) {
+  float high = kLowest, low = -kLowest, amax = 0.0f;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    if (item.tile.row + row + 8 * r < p.len_q) {
+#if LOGITS_E4M3
+      high = fmaxf(high, rows.highest[r]);
+#else
+      high = fmaxf(high, rows.reference[r]);
+#endif
+      low = fminf(low, rows.lowest[r]);
+#pragma unroll
+      for (int i = 0; i < kDim / 2; i++)
+        if (((i >> 1) & 1) == r) amax = fmaxf(amax, fabsf(o[i]));
+    }
+  }
+  u32 count = rows.overflow;
+#pragma unroll
+  for (int d = 16; d > 0; d >>= 1) {
+    high = fmaxf(high, __shfl_xor_sync(~0u, high, d));
+    low = fminf(low, __shfl_xor_sync(~0u, low, d));
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, d));
+    count += __shfl_xor_sync(~0u, count, d);
+  }
+  if (threadIdx.x % 32 == 0) {
+    Telemetry* out = p.telemetry + item.tile.head;
+    if (high > kLowest) atomicMax(&out->max_logit, ordered(high * item.logit_scale));
+    if (low < -kLowest) atomicMax(&out->min_logit, ~ordered(low * item.logit_scale));
+    atomicMax(&out->amax_o, __float_as_uint(amax));
+    if (count > 0) atomicAdd(&out->overflow, count);
+  }
+}
+#endif
+
+// Stores a tile of O, row `first_row` of it and the one eight below by this thread's quad: a transpose in each quad makes 16-byte
+// (E4M3: 8-byte) pieces of one row.
+__device__ __forceinline__ void store(const Params& p, const Work& item, const float (&o)[kDim / 2], int first_row, int quad) {
+#if OUT_E4M3
+  const float to_out = item.to_out;
+  u8* out = reinterpret_cast<u8*>(p.o) + item.tile.batch * p.o_stride_batch + item.tile.head * p.o_stride_head;
+#else
+  u16* out = reinterpret_cast<u16*>(p.o) + item.tile.batch * p.o_stride_batch + item.tile.head * p.o_stride_head;
+#endif
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = item.tile.row + first_row + 8 * r;
+#pragma unroll
+    for (int c = 0; c < kDim / 32; c++) {
+      u32 a[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        float x = o[16 * c + 4 * j + 2 * r], y = o[16 * c + 4 * j + 2 * r + 1];
+#if OUT_E4M3
+        a[j] = e4m3x2(x * to_out, y * to_out);
+#else
+        a[j] = bf16x2(x, y);
+#endif
+      }
+      quad_transpose(a, quad);
+      if (row < p.len_q) {
+#if OUT_E4M3
+        *reinterpret_cast<uint2*>(out + row * p.o_stride_row + 32 * c + 8 * quad) =
+            make_uint2(a[0] | a[1] << 16, a[2] | a[3] << 16);
+#else
+        *reinterpret_cast<uint4*>(out + row * p.o_stride_row + 32 * c + 8 * quad) = make_uint4(a[0], a[1], a[2], a[3]);
+#endif
+      }
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,143 @@
+// Pieces of the online softmax of `attention_fwd` on one warpgroup's tile of logits, in the accumulator layout of wgmma.cuh:
+// value i of a thread lies in row r = i / 2 % 2 of its two, column 8 (i / 4) + i % 2 of those that the thread sees.
+#pragma once
+#include "convert.cuh"
+#include "math.cuh"
+#include "types.cuh"
+
+// The maximum of three words compared as signed (unsigned) integers: one instruction for two values.
+// NOTES: with integer types outside the assembly, the assembler serialises `wgmma` (C7511).
+__device__ __forceinline__ float max3_signed(float a, float b, float c) {
+  float r;
+  asm("{\n.reg .s32 a, b, c;\nmov.b32 a, %1;\nmov.b32 b, %2;\nmov.b32 c, %3;\nmax.s32 a, a, b;\nmax.s32 a, a, c;\nmov.b32 %0, a;\n}\n"
+      : "=f"(r) : "f"(a), "f"(b), "f"(c));
+  return r;
+}
+__device__ __forceinline__ float max3_unsigned(float a, float b, float c) {
+  float r;
+  asm("{\n.reg .u32 a, b, c;\nmov.b32 a, %1;\nmov.b32 b, %2;\nmov.b32 c, %3;\nmax.u32 a, a, b;\nmax.u32 a, a, c;\nmov.b32 %0, a;\n}\n"
+      : "=f"(r) : "f"(a), "f"(b), "f"(c));
+  return r;
+}
+// NOTES: volatile, to stay where it is written: among the exponentials.
+__device__ __forceinline__ float shuffle_xor(float x, int d) {
+  float r;
+  asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=f"(r) : "f"(x), "r"(d));
+  return r;
+}
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Largest value of each row. Right where it is not negative, since floats of that sign are ordered as integers are.
+template <int N> __device__ __forceinline__ void largest_signed(const float (&s)[N], float (&top)[2]) {
+  float part[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+  for (int i = 4; i + 4 < N; i += 8) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) part[j] = max3_signed(part[j], s[i + j], s[i + 4 + j]);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int last = N - 4 + 2 * r;
+    top[r] = max3_signed(part[2 * r], part[2 * r + 1], max3_signed(s[last], s[last], s[last + 1]));
+  }
+#pragma unroll
+  for (int d = 1; d < 4; d *= 2) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) top[r] = max3_signed(top[r], top[r], shuffle_xor(top[r], d));
+  }
+}
+template <int N> __device__ __forceinline__ void largest(const float (&s)[N], float (&top)[2]) {
+  float part[8] = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]};
+#pragma unroll
+  for (int i = 8; i < N; i++) part[i & 7] = fmaxf(part[i & 7], s[i]);
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+    top[r] = quad_max(fmaxf(fmaxf(part[2 * r], part[2 * r + 1]), fmaxf(part[2 * r + 4], part[2 * r + 5])));
+}
+// Smallest value that this thread has seen in each row. The first is right where `low` is negative: the integer order of
+// negative floats is the reverse, and unsigned they pass every other.
+template <int N> __device__ __forceinline__ void smallest_unsigned(const float (&s)[N], float (&low)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 2) low[(i >> 1) & 1] = max3_unsigned(low[(i >> 1) & 1], s[i], s[i + 1]);
+}
+template <int N> __device__ __forceinline__ void smallest(const float (&s)[N], float (&low)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) low[(i >> 1) & 1] = fminf(low[(i >> 1) & 1], s[i]);
+}
+
+// Sets logits past a row's last visible key to minus infinity. `last[r]` counts from this thread's first key of the tile.
+template <int N> __device__ __forceinline__ void mask(float (&s)[N], const int (&last)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; i++)
+    if ((i >> 2) * 8 + (i & 1) > last[(i >> 1) & 1]) s[i] = __int_as_float(0xff800000);
+}
+
+template <int N> __device__ __forceinline__ void multiply(float (&o)[N], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) o[i] *= factor[(i >> 1) & 1];
+}
+
+// P of the logits [First, Last), in place, and the sums of its columns: `part[2 r]` and `part[2 r + 1]` of row r.
+template <int First, int Last, int N>
+__device__ __forceinline__ void exponentials(float (&s)[N], float scale, const float (&shift)[2], float (&part)[4]) {
+#pragma unroll
+  for (int i = First; i < Last; i++) {
+    s[i] = exp2_mufu(fmaf(s[i], scale, -shift[(i >> 1) & 1]));
+    part[i & 3] = i < 4 ? s[i] : part[i & 3] + s[i];
+  }
+}
+// The operand registers of 16 keys of P from their eight values.
+template <int N> __device__ __forceinline__ void pack(u32 (&p)[N / 4], const float (&s)[N], int group) {
+  const int i = 8 * group;
+  p[2 * group] = e4m3x4_merged(s[i], s[i + 1], s[i + 4], s[i + 5]);
+  p[2 * group + 1] = e4m3x4_merged(s[i + 2], s[i + 3], s[i + 6], s[i + 7]);
+}
+
+// The second level of accumulation: o += factor * slot, then (when `Store`) back to the slot. Slots are private to threads.
+template <bool Store, int N>
+__device__ __forceinline__ void flush(float (&o)[N], float4* slot, const float (&factor)[2], bool first) {
+#pragma unroll
+  for (int i = 0; i < N / 4; i++) {
+    float4 x = first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : slot[i * 128];
+    o[4 * i] = fmaf(x.x, factor[0], o[4 * i]);
+    o[4 * i + 1] = fmaf(x.y, factor[0], o[4 * i + 1]);
+    o[4 * i + 2] = fmaf(x.z, factor[1], o[4 * i + 2]);
+    o[4 * i + 3] = fmaf(x.w, factor[1], o[4 * i + 3]);
+    if (Store) slot[i * 128] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+  }
+}
+
+// Takes in the smallest and largest logit of each row that this thread sees; masked ones are minus infinity.
+template <int N> __device__ __forceinline__ void extremes(const float (&s)[N], float (&low)[2], float (&high)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    low[(i >> 1) & 1] = fminf(low[(i >> 1) & 1], s[i] < -1e30f ? 1e30f : s[i]);
+    high[(i >> 1) & 1] = fmaxf(high[(i >> 1) & 1], s[i]);
+  }
+}
+// Logits that do not fit E4M3 in units of the descale, but for masked ones.
+template <int N> __device__ __forceinline__ u32 count_past(const float (&s)[N], float to_units) {
+  u32 count = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const float x = fabsf(s[i] * to_units);
+    count += x > 448.0f && x < __int_as_float(0x7f800000);
+  }
+  return count;
+}
+// Rounds logits to E4M3 in units of the descale.
+template <int N> __device__ __forceinline__ void round_logits(float (&s)[N], float to_units) {
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
+    const u32 h = f16x2_from_e4m3x2(e4m3x2(s[i] * to_units, s[i + 1] * to_units));
+    s[i] = f32_from_f16((u16)h);
+    s[i + 1] = f32_from_f16((u16)(h >> 16));
+  }
+}
