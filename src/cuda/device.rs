@@ -147,8 +147,7 @@ impl Device {
         let buffer = self.allocate::<T>(len)?;
         // SAFETY: the range is the buffer's own, and the context was bound by `allocate`.
         unsafe { result::memset_d8_sync(buffer.ptr, 0, len * size_of::<T>()) }.map_err(failed("clearing memory"))?;
-        // The driver clears device memory on the legacy stream and returns at once; other streams do not wait for that one.
-        self.context.default_stream().synchronize().map_err(failed("clearing memory"))?;
+        wait_for_legacy_stream(&self.context, "clearing memory")?;
         Ok(buffer)
     }
 
@@ -169,6 +168,12 @@ impl Device {
     pub fn synchronize(&self) -> Result<()> {
         self.context.synchronize().map_err(failed("waiting for the device"))
     }
+}
+
+/// Waits for what the driver still does on the legacy stream: it returns once a fill is asked for, or once values to copy
+/// lie in its own memory, and other streams do not wait for that one.
+fn wait_for_legacy_stream(context: &Arc<CudaContext>, doing: &'static str) -> Result<()> {
+    context.default_stream().synchronize().map_err(failed(doing))
 }
 
 /// A loaded source.
@@ -441,7 +446,8 @@ impl<T: Pod> Buffer<T> {
         }
         self.context.bind_to_thread().map_err(failed("binding the device"))?;
         // SAFETY: the buffer holds `data.len()` values of plain data and the call returns when the host memory was read.
-        unsafe { result::memcpy_htod_sync(self.ptr, data) }.map_err(failed("copying to the device"))
+        unsafe { result::memcpy_htod_sync(self.ptr, data) }.map_err(failed("copying to the device"))?;
+        wait_for_legacy_stream(&self.context, "copying to the device")
     }
 
     /// Copies all values to the host. Waits for the device.
