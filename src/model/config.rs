@@ -77,13 +77,13 @@ impl Config {
         };
         let top = Keys { map: &map, file };
         let model_type = top.text("model_type")?.ok_or_else(|| Error::format(file, "`model_type` is missing"))?;
-        let (text, model_type) = match WRAPPERS.iter().find(|(wrapper, _)| *wrapper == model_type) {
-            Some((_, text)) => match top.object("text_config")? {
+        let (text, model_type) = match WRAPPERS.iter().find(|wrapper| wrapper.model_type == model_type) {
+            Some(wrapper) => match top.object("text_config")? {
                 Some(inner) => {
                     let inner = Keys { map: inner, file };
-                    (inner, inner.text("model_type")?.unwrap_or(text))
+                    (inner, inner.text("model_type")?.unwrap_or(wrapper.text))
                 }
-                None if top.get("hidden_size").is_some() => (top, *text),
+                None if wrapper.flat && top.get("hidden_size").is_some() => (top, wrapper.text),
                 None => {
                     let rule = format_args!("`text_config` is missing from this `{model_type}` config");
                     return Err(Error::format(file, rule));

@@ -253,15 +253,23 @@ const MLA: &str = "multi-head latent attention (MLA) builds keys and queries fro
 const ALIBI: &str = "ALiBi adds a position bias to the logits";
 const RELATIVE: &str = "relative position terms are added to the logits";
 
-/// Model types that wrap a text model described by `text_config`, and the text model's type when that names none.
-pub(crate) static WRAPPERS: &[(&str, &str)] = &[
-    ("gemma3", "gemma3_text"),
-    ("mistral3", "mistral"),
-    // Older configs of these have the text model's keys at the top.
-    ("qwen2_vl", "qwen2_vl_text"),
-    ("qwen2_5_vl", "qwen2_5_vl_text"),
-    ("qwen3_vl", "qwen3_vl_text"),
-    ("qwen3_vl_moe", "qwen3_vl_moe_text"),
+/// A model type that wraps a text model described by `text_config`.
+pub(crate) struct Wrapper {
+    pub model_type: &'static str,
+    /// The text model's type when `text_config` names none.
+    pub text: &'static str,
+    /// Older configs have the text model's keys at the top.
+    pub flat: bool,
+}
+
+/// The wrappers that are known.
+pub(crate) static WRAPPERS: &[Wrapper] = &[
+    Wrapper { model_type: "gemma3", text: "gemma3_text", flat: false },
+    Wrapper { model_type: "mistral3", text: "mistral", flat: false },
+    Wrapper { model_type: "qwen2_vl", text: "qwen2_vl_text", flat: true },
+    Wrapper { model_type: "qwen2_5_vl", text: "qwen2_5_vl_text", flat: true },
+    Wrapper { model_type: "qwen3_vl", text: "qwen3_vl_text", flat: false },
+    Wrapper { model_type: "qwen3_vl_moe", text: "qwen3_vl_moe_text", flat: false },
 ];
 
 /// The family of a `model_type`.
@@ -294,8 +302,8 @@ mod tests {
         for (model_type, _) in REFUSED {
             assert!(seen.insert(model_type), "{model_type} twice");
         }
-        for (wrapper, text) in WRAPPERS {
-            assert!(seen.insert(wrapper), "{wrapper} twice");
+        for Wrapper { model_type, text, .. } in WRAPPERS {
+            assert!(seen.insert(model_type), "{model_type} twice");
             assert!(family(text).is_some(), "{text} is no family");
         }
     }
