@@ -44,7 +44,7 @@ __device__ __forceinline__ float above(double v) {  // rounded up
 // A little above the root: f32 is enough for the constants, and never errs downwards.
 __device__ __forceinline__ double root_above(double v) { return (double)sqrtf((float)v) * (1.0 + 0x1p-21); }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the assembler spills on older architectures
     scale_plan(PlanShape s, const HeadGram* heads, const ChannelStats* stats, const double* lambdas, const double2* aux,
                const float* softmax_scales, const float* operand_descales, HeadBound* bounds, u32* status) {
   const u32 task = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
