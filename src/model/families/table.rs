@@ -54,6 +54,16 @@ const fn llama_sizes(kv_heads: KvHeads, d_head: HeadDim) -> Sizes {
     Sizes { layers: LAYERS, d_model: WIDTH, q_heads: HEADS, kv_heads, d_head }
 }
 
+const fn gpt_sizes(kv_heads: KvHeads) -> Sizes {
+    Sizes {
+        layers: required(&["n_layer", "num_hidden_layers"]),
+        d_model: required(&["n_embd", "hidden_size"]),
+        q_heads: required(&["n_head", "num_attention_heads"]),
+        kv_heads,
+        d_head: HeadDim::Derived,
+    }
+}
+
 const fn head_rms(gain: GainForm) -> QkNormRule {
     QkNormRule {
         when: Flag::Always,
@@ -553,13 +563,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         name: "gptj",
         model_types: &["gptj"],
         prefixes: &["transformer.", ""],
-        sizes: Sizes {
-            layers: required(&["n_layer", "num_hidden_layers"]),
-            d_model: required(&["n_embd", "hidden_size"]),
-            q_heads: required(&["n_head", "num_attention_heads"]),
-            kv_heads: KvHeads::SameAsQuery,
-            d_head: HeadDim::Derived,
-        },
+        sizes: gpt_sizes(KvHeads::SameAsQuery),
         norm: LAYER_NORM,
         norm_tensor: NormTensor::Own("h.{i}.ln_1"),
         bias: Flag::Never,
@@ -571,13 +575,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         name: "gpt_bigcode",
         model_types: &["gpt_bigcode"],
         prefixes: &["transformer.", ""],
-        sizes: Sizes {
-            layers: required(&["n_layer", "num_hidden_layers"]),
-            d_model: required(&["n_embd", "hidden_size"]),
-            q_heads: required(&["n_head", "num_attention_heads"]),
-            kv_heads: KvHeads::One,
-            d_head: HeadDim::Derived,
-        },
+        sizes: gpt_sizes(KvHeads::One),
         norm: LAYER_NORM,
         norm_tensor: NormTensor::Own("h.{i}.ln_1"),
         bias: Flag::Always,
