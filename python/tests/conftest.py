@@ -10,19 +10,20 @@ import pytest
 
 def _lend_fa3_to_torch():
     import torch
+    from torch import library
 
     if not torch.cuda.is_available() or importlib.util.find_spec("flash_attn_interface") is not None:
         return
     import fa3_fwd_interface  # noqa: F401
 
     schema = str(torch.ops.fa3_fwd.fwd.default._schema).split("fa3_fwd::", 1)[1]
-    library = torch.library.Library("flash_attn_3", "DEF")
-    library.define(schema)
-    library.define("bwd(Tensor x) -> Tensor")
-    library.impl("fwd", lambda *arguments: torch.ops.fa3_fwd.fwd(*arguments), "CUDA")
+    operators = library.Library("flash_attn_3", "DEF")
+    operators.define(schema)
+    operators.define("bwd(Tensor x) -> Tensor")
+    operators.impl("fwd", lambda *arguments: torch.ops.fa3_fwd.fwd(*arguments), "CUDA")
     module = types.ModuleType("flash_attn_interface")
     module.__spec__ = importlib.machinery.ModuleSpec("flash_attn_interface", None)
-    module.flash_attn_func, module.library = fa3_fwd_interface.flash_attn_func, library
+    module.flash_attn_func, module.operators = fa3_fwd_interface.flash_attn_func, operators
     sys.modules["flash_attn_interface"] = module
 
 
