@@ -70,7 +70,7 @@ pub enum Rule {
     Current,
 }
 
-/// What a [`PolicyEngine`] is made from.
+/// What a [`PolicyEngine`](super::PolicyEngine) is made from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PolicySetup {
     /// The policy.
@@ -119,7 +119,7 @@ impl PolicySetup {
         self.layers() * if self.per_layer { TENSORS } else { self.n_q + 4 * self.n_kv }
     }
 
-    /// Lengths of the memory's vectors, in the order of [`PolicyMemory`].
+    /// Lengths of the memory's vectors, in the order of [`PolicyMemory`](super::PolicyMemory).
     pub(super) fn lengths(&self) -> [usize; 9] {
         let pools = self.pools();
         match self.rule {
