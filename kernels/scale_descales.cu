@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
   }
   __syncthreads();
   if (warp) return;
-  float most = 0.f;
+  float most = 0.f, most_o = 0.f;
   for (u32 head = lane; head < l.n_kv; head += 32) {
     float bound = 0.f;
     for (u32 g = 0; g < group; g++) bound = larger(bound, bounds[head * group + g]);
@@ -74,13 +74,17 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     const float descale = covering(bound, 448.0);
     operand_bounds[(blockIdx.x * 3 + which) * l.n_kv + head] = bound;
     heads[l.out + which * l.n_kv + head] = descale;
-    if (which == 2) heads[l.out + 3 * l.n_kv + head] = bound == 0.f ? 1.f : 2.f * descale;
-    most = larger(most, descale);
+    const float o = bound == 0.f ? 1.f : 2.f * descale;
+    if (which == 2) heads[l.out + 3 * l.n_kv + head] = o;
+    most = larger(most, descale), most_o = larger(most_o, o);
   }
   // One descale a tensor: the largest of its heads.
 #pragma unroll
-  for (int step = 16; step; step >>= 1) most = larger(most, __shfl_xor_sync(0xffffffffu, most, step));
+  for (int step = 16; step; step >>= 1) {
+    most = larger(most, __shfl_xor_sync(0xffffffffu, most, step));
+    most_o = larger(most_o, __shfl_xor_sync(0xffffffffu, most_o, step));
+  }
   if (lane) return;
   tensors[blockIdx.x * 4 + which] = most;
-  if (which == 2) tensors[blockIdx.x * 4 + 3] = 2.f * most;
+  if (which == 2) tensors[blockIdx.x * 4 + 3] = most_o;
 }

@@ -33,6 +33,8 @@ sources! {
     GRAMS_WGMMA = "scale_grams_wgmma";
     /// Certified eigenvalues of small matrices.
     BOUNDS = "scale_bounds";
+    /// Frobenius norms from Grams.
+    FROBENIUS = "scale_frobenius";
     /// Implicit power iteration, each weight read once a step.
     POWER = "scale_power";
     /// The paper's power iteration on a whole layer.

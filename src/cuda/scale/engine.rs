@@ -3,10 +3,11 @@
 use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
 use super::bounds::Bounds;
+use super::frobenius::Frobenius;
 use super::grams::{GramRoute, Grams, Layout};
 use super::host::DeviceWeights;
 use super::qk_norm::{self, QkNorm};
-use super::tables::{self, ChannelStats, HAS_MEAN, HeadBound, LayerInput, NormBlock};
+use super::tables::{self, ChannelStats, HAS_MEAN, HeadBound, HeadFrobenius, LayerInput, NormBlock};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
@@ -31,6 +32,7 @@ pub struct ScaleEngine {
     status: Buffer<u32>,
     grams: Option<Grams>,
     bounds: Option<Bounds>,
+    frobenius: Option<Frobenius>,
     qk_norm: Option<QkNorm>,
     /// Weights that the engine keeps alive; `None` where its maker promised to.
     weights: Option<Arc<DeviceWeights>>,
@@ -73,6 +75,7 @@ impl ScaleEngine {
             None
         };
         let bounds = grams.as_ref().map(|g| Bounds::new(device, layers, &built, g)).transpose()?;
+        let frobenius = bounds.as_ref().map(|_| Frobenius::new(device, layers)).transpose()?;
         let qk_norm = match normalised {
             true => Some(QkNorm::new(device, layers, built.layers.iter().map(|l| l.out))?),
             false => None,
@@ -93,6 +96,7 @@ impl ScaleEngine {
             projections: device.upload(&built.projections)?,
             grams,
             bounds,
+            frobenius,
             qk_norm,
             layers: layers.to_vec(),
             weights: None,
@@ -204,6 +208,24 @@ impl ScaleEngine {
         normalised.or_else(|| self.bounds.as_ref().map(|b| &b.heads))
     }
 
+    /// Puts the Frobenius norms `||W_Q W_K^T||_F` of every query head on `stream`, behind [`ScaleEngine::plan`], whose Grams
+    /// it reads: no weight is read again. Where the Frobenius norm over every relative position is the sharper bound of sigma
+    /// (few directions carry the head), sigma, the bounds and the logit descale of that head fall with it.
+    ///
+    /// # Errors
+    /// If the engine has no Grams (it was made without, or q and k are normalised), or the launch is refused.
+    pub fn frobenius(&self, stream: &Stream) -> Result<()> {
+        let (Some(frobenius), Some(grams), Some(bounds)) = (&self.frobenius, &self.grams, &self.bounds) else {
+            return Err(Error::cuda("the engine was made without Grams"));
+        };
+        frobenius.run(stream, &self.layers[0], grams, bounds, self.stats.ptr())
+    }
+
+    /// What [`ScaleEngine::frobenius`] leaves, `[layer][query head]`.
+    pub fn head_frobenius(&self) -> Option<&Buffer<HeadFrobenius>> {
+        self.frobenius.as_ref().map(|f| &f.norms)
+    }
+
     /// Bytes of device memory that the engine holds.
     pub fn workspace_bytes(&self) -> usize {
         let grams = self.grams.as_ref().map_or(0, Grams::bytes);
@@ -215,7 +237,8 @@ impl ScaleEngine {
             + 4 * (self.operand_bounds.len() + self.status.len())
             + 8 * (self.row_blocks.1 + self.column_blocks.1);
         let normalised = if self.qk_norm.is_some() { QkNorm::bytes_for(&self.layers) } else { 0 };
-        grams + bounds + normalised + tables
+        let frobenius = if self.frobenius.is_some() { Frobenius::bytes_for(&self.layers) } else { 0 };
+        grams + bounds + frobenius + normalised + tables
     }
 
     /// What [`ScaleEngine::workspace_bytes`] of an engine for these layers will be, without compiling or allocating.
@@ -235,7 +258,9 @@ impl ScaleEngine {
         if layers[0].qk_norm.is_some() {
             bytes += QkNorm::bytes_for(layers);
         } else if with_grams {
-            bytes += Layout::new(device, layers, &built).bytes(projections) + Bounds::bytes_for(layers, &built);
+            bytes += Layout::new(device, layers, &built).bytes(projections)
+                + Bounds::bytes_for(layers, &built)
+                + Frobenius::bytes_for(layers);
         }
         Ok(bytes)
     }

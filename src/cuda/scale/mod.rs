@@ -10,6 +10,7 @@
 
 mod bounds;
 mod engine;
+mod frobenius;
 mod grams;
 mod host;
 mod power;
@@ -23,5 +24,6 @@ pub use host::{DeviceWeights, HostLayer, HostProjection, HostQkNorm};
 pub use power::PowerEngine;
 pub use power_sum::SummedPowerEngine;
 pub use tables::{
-    ChannelStats, DeviceMatrix, Dtype, HeadBound, HeadGram, LayerInput, ProjectionInput, QkNormInput, QkNormSide,
+    ChannelStats, DeviceMatrix, Dtype, HeadBound, HeadFrobenius, HeadGram, LayerInput, ProjectionInput, QkNormInput,
+    QkNormSide,
 };

@@ -321,6 +321,23 @@ pub struct HeadBound {
     pub pad: f32,
 }
 
+/// Frobenius norm of one query head's interaction `W_Q W_K^T`, as the device keeps it.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct HeadFrobenius {
+    /// The norm at relative position 0.
+    pub norm: f32,
+    /// Certified bound over every relative position, rounded up.
+    pub bound: f32,
+}
+
+impl HeadFrobenius {
+    /// `F^2 / sigma^2`, between 1 and d_head; 0 for a head of zeros.
+    pub fn stable_rank(&self, sigma: f32) -> f64 {
+        if sigma == 0.0 { 0.0 } else { (f64::from(self.norm) / f64::from(sigma)).powi(2) }
+    }
+}
+
 /// How Grams are cut into work: segments, the share of each block, and where each head's parts lie.
 #[derive(Debug, Default)]
 pub(super) struct Cut {
