@@ -29,8 +29,10 @@ sources! {
     DESCALES = "scale_descales";
     /// Grams of any head, without tensor cores.
     GRAMS = "scale_grams";
-    /// Grams on Hopper's tensor cores.
+    /// Grams on Hopper's tensor cores, the weights rounded once.
     GRAMS_WGMMA = "scale_grams_wgmma";
+    /// Grams on Hopper's tensor cores, the weights in two pieces.
+    GRAMS_PIECES = "scale_grams_pieces";
     /// Certified eigenvalues of small matrices.
     BOUNDS = "scale_bounds";
     /// Frobenius norms from Grams.
