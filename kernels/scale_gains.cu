@@ -1,7 +1,8 @@
 // Prepared gains of every projection for the Gram kernels, a block of bytes for every 128 input channels, padded with zeros.
 // With s a power of two of the projection, by `form`:
 //   SCALED   s g in f32, for scale_grams_wgmma.cu
-//   PIECES   hi + lo >= (s g)^2, rounded up, in the type of the weights, in the order of the fragments of scale_grams_pieces.cu
+//   PIECES   (s g)^2 as hi + lo in the type of the weights, in the order of the fragments of scale_grams_pieces.cu: within
+//            2^-17 in bf16, exact for gains in bf16; rounded up in f16, which has few exponents
 //   COLUMNS  and after them the columns of a right operand: s g in three pieces, beta in three, |beta| in two (bf16)
 //
 // s brings the largest of 256 sampled values of s g w near 1, so that f16 holds all of them. Where pieces are f16, it brings
@@ -62,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const float least = f16 ? 0.f : scale * __uint_as_float(widest) * 0x1p-40f;
   auto square = [&](float g) {
     const float size = g != 0.f && fabsf(g) < least ? least : g;
-    return __fmul_ru(size, size);
+    return f16 ? __fmul_ru(size, size) : size * size;
   };
   if (blockIdx.y == 0) {
     float slack = 0.f;
@@ -98,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (f16) {
       hi = f16_nearest(whole), lo = f16_above(whole - f16_value(hi));
     } else {
-      hi = bf16_nearest(whole), lo = bf16_above(whole - bf16_value(hi));
+      hi = bf16_nearest(whole), lo = bf16_nearest(whole - bf16_value(hi));
     }
     *(u16*)(tile + step * 64 + at * 16 + half) = hi;
     *(u16*)(tile + step * 64 + at * 16 + 8 + half) = lo;

@@ -6,9 +6,9 @@
 // multiply: for more than 64 channels a head the blocks (0,0) (0,1) and (1,1) of one head, up to 64 one head each.
 //
 // The weights in shared memory are the right operand as they are. The left one, g^2 w in two pieces of their type, is made in
-// registers: g^2, rounded up, as hi + lo, z = w hi + w lo, and e = (w hi - z) + w lo is what z lacks, both products summed up in
-// one accumulator. So nothing is written back and no gain is rounded but upwards. What is lost, at most 2^-16 of a value
-// (f16: 2^-22), is summed up for every channel. Accumulators are flushed into a second f32 sum every 256 input channels: the
+// registers: g^2 as hi + lo, z = w hi + w lo, and e = (w hi - z) + w lo is what z lacks, both products summed up in
+// one accumulator. So nothing is written back. What is lost, at most 2^-15 of a value (f16: 2^-22), is summed up for every
+// channel. Accumulators are flushed into a second f32 sum every 256 input channels: the
 // accumulation's error is at most (256 + d/256) 2^-24 tr G in norm, for each of the two products.
 #include "scale_ptx.cuh"
 
@@ -87,7 +87,7 @@ __device__ void load_tiles(Pipeline pipe, const Segment* segments, u32 begin, u3
 // The multiplier's share of 16 input channels, in the fragments of a 16 x 16 left operand.
 struct Step {
   u32 w[4];          // rows l/4 and l/4 + 8 of inputs 2(l%4) and the next; the same of inputs + 8
-  u32 hi[2], lo[2];  // g^2 of these inputs, rounded up
+  u32 hi[2], lo[2];  // g^2 of these inputs
   __device__ __forceinline__ void load(u32 weights, u32 gains) {
     ptx::load_fragment<ALONG_CHANNELS>(w, weights);
     ptx::load16(hi[0], hi[1], lo[0], lo[1], gains + threadIdx.x % 4 * 16);
@@ -110,9 +110,15 @@ template <int COLUMNS, u32 SIDE> __device__ __forceinline__ void multiply(Pipeli
     const u32 k = lane % 8 + lane / 16 * 8;
     from = base + (ALONG_CHANNELS ? k * 128 + ((in / 8 ^ k % 8) << 4) : in * 128 + ((lane / 16 ^ in % 8) << 4));
   }
+  if (begin == end) return;
   float acc[VALUES], sum[VALUES];
+  Segment next = segments[begin];
   for (u32 s = begin; s < end; s++) {
-    const Segment segment = segments[s];
+    // What follows is on its way before it is asked for.
+    const Segment segment = next;
+    next = segments[min(s + 1, end - 1)];
+    const float2 scale = scales[segment.projection];
+    const u32 rotary = projections[segment.projection].rotary, interleaved = projections[segment.projection].interleaved;
     float sums[4] = {}, open[4] = {}, absolute[4] = {};
 #pragma unroll
     for (int i = 0; i < VALUES; i++) acc[i] = 0.f, sum[i] = 0.f;
@@ -172,7 +178,6 @@ template <int COLUMNS, u32 SIDE> __device__ __forceinline__ void multiply(Pipeli
     }
 
     // Store this share's part.
-    const float2 scale = scales[segment.projection];
     const float back = 1.f / (scale.x * scale.x);
     const u32 row = warp * 16 + lane / 4;
     if (segment.heads > (ONE ? 0 : SIDE)) {
@@ -183,11 +188,10 @@ template <int COLUMNS, u32 SIDE> __device__ __forceinline__ void multiply(Pipeli
         *(float2*)(out + j / 8 * 4096 + 8 * 64 + j % 8 * 8) = make_float2(sum[4 * j + 2] * back, sum[4 * j + 3] * back);
       }
     }
-    const Projection& p = projections[segment.projection];
     const u32 first = ONE ? SIDE * 64 : 0;  // channel of the block's first row
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const u32 own = first + row + 8 * h, other = pair_partner(own, p.rotary, p.interleaved);
+      const u32 own = first + row + 8 * h, other = pair_partner(own, rotary, interleaved);
       // Entry (own, own) lies in columns 16 warp + 8 h + l/4 of the block.
       float norm2 = 0.f, pair = 0.f;
 #pragma unroll
@@ -196,7 +200,7 @@ template <int COLUMNS, u32 SIDE> __device__ __forceinline__ void multiply(Pipeli
         norm2 = w == warp ? (lane / 4 % 2 ? odd : even) : norm2;
       }
       norm2 = quad_sum(lane % 4 == lane / 8 ? norm2 : 0.f);
-      if (p.rotary) {
+      if (rotary) {
 #pragma unroll
         for (int i = 0; i < VALUES / 2; i++) {
           const u32 column = first + i / 2 * 8 + lane % 4 * 2 + i % 2;
@@ -215,9 +219,9 @@ template <int COLUMNS, u32 SIDE> __device__ __forceinline__ void multiply(Pipeli
         // The upper of two Gram entries, for both of a pair.
         if (own < other) out[own].pair = out[other].pair = pair * back;
         out[own].norm2 = norm2 * back;
-        // E = W^T D D^-1 (Z - D^2 W), its upper triangle mirrored: ||E|| <= 2^1/2 sigma (sum d_c^2)^1/2, d_c = 2^-16 ||w_c||, or
+        // E = W^T D D^-1 (Z - D^2 W), its upper triangle mirrored: ||E|| <= 2^1/2 sigma (sum d_c^2)^1/2, d_c = 2^-15 ||w_c||, or
         // 2^-22 and 2^-25 of values below the normal ones. So sigma moves by at most (2 sum d_c^2)^1/2.
-        out[own].rounding = (F16 ? 0x1.1p-43f * norm2 + scale.y : 0x1.1p-31f * norm2) * back;
+        out[own].rounding = (F16 ? 0x1.1p-43f * norm2 + scale.y : 0x1.1p-29f * norm2) * back;
         if (SUMS) out[own].sum = all / scale.x, out[own].constant = constant, out[own].absolute = positive * 1.0001f;
       }
     }

@@ -119,6 +119,14 @@ WGMMA(64, false, "bf16.bf16", P32, LIST(VALUES32), "%32,%33,%34,%35", "%36", "%3
 WGMMA(64, true, "f16.f16", P32, LIST(VALUES32), "%32,%33,%34,%35", "%36", "%37", "%38")
 WGMMA(128, false, "bf16.bf16", P64, LIST(VALUES64), "%64,%65,%66,%67", "%68", "%69", "%70")
 WGMMA(128, true, "f16.f16", P64, LIST(VALUES64), "%64,%65,%66,%67", "%68", "%69", "%70")
+
+// The same in f16 with a in shared memory too, both stored along the inputs.
+__device__ __forceinline__ void wgmma_f16_64x128x16(float (&d)[64], u64 a, u64 b, int accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" P64 "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
+               : D32(0), D32(32)
+               : "l"(a), "l"(b), "r"(accumulate));
+}
 #undef D8
 #undef D32
 #undef P32

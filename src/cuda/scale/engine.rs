@@ -28,6 +28,8 @@ pub struct ScaleEngine {
     operand_bounds: Buffer<f32>,
     status: Buffer<u32>,
     grams: Option<Grams>,
+    /// The same pass for norms alone, where it is the faster way to them and there are no Grams.
+    norms_pass: Option<Grams>,
     bounds: Option<Bounds>,
     frobenius: Option<Frobenius>,
     qk_norm: Option<QkNorm>,
@@ -63,11 +65,12 @@ impl ScaleEngine {
             descales: kernel(sources::DESCALES, "scale_descales")?,
         };
         let normalised = layers[0].qk_norm.is_some();
-        let grams = if with_grams && !normalised {
-            Some(Grams::new(device, layers, &built, Layout::new(device, layers, &built))?)
-        } else {
-            None
+        let pass = |wanted| -> Result<_> {
+            let layout = pass(device, layers, &built, wanted);
+            layout.map(|layout| Grams::new(device, layers, &built, layout)).transpose()
         };
+        let grams = if with_grams { pass(true)? } else { None };
+        let norms_pass = if with_grams { None } else { pass(false)? };
         let bounds = grams.as_ref().map(|g| Bounds::new(device, layers, &built, g)).transpose()?;
         let frobenius = bounds.as_ref().map(|_| Frobenius::new(device, layers)).transpose()?;
         let qk_norm = match normalised {
@@ -86,6 +89,7 @@ impl ScaleEngine {
             status: device.zeros(1)?,
             projections: device.upload(&built.projections)?,
             grams,
+            norms_pass,
             bounds,
             frobenius,
             qk_norm,
@@ -117,7 +121,13 @@ impl ScaleEngine {
     /// If a launch is refused.
     pub fn descales(&self, stream: &Stream) -> Result<()> {
         self.status.clear(stream)?;
-        self.norms(stream, [&self.row_blocks, &self.column_blocks])?;
+        match self.grams.as_ref().filter(|grams| grams.fast_norms).or(self.norms_pass.as_ref()) {
+            Some(pass) => {
+                pass.launch(stream, self.projections.ptr())?;
+                pass.part_stats(stream, self.projections.ptr(), self.stats.ptr())?;
+            }
+            None => self.norms(stream, [&self.row_blocks, &self.column_blocks])?,
+        }
         self.operand_descales(stream)
     }
 
@@ -214,7 +224,7 @@ impl ScaleEngine {
 
     /// Bytes of device memory that the engine holds.
     pub fn workspace_bytes(&self) -> usize {
-        let grams = self.grams.as_ref().map_or(0, Grams::bytes);
+        let grams: usize = self.grams.iter().chain(&self.norms_pass).map(Grams::bytes).sum();
         let bounds = self.bounds.as_ref().map_or(0, Bounds::bytes);
         let tables = 96 * self.projections.len()
             + 64 * self.layer_table.len()
@@ -241,12 +251,13 @@ impl ScaleEngine {
             + 4 * (built.outputs + 4 * layers.len() + 1)
             + 12 * layers[0].n_kv * layers.len()
             + 8 * (built.row_blocks.len() + built.column_blocks.len());
+        if let Some(layout) = pass(device, layers, &built, with_grams) {
+            bytes += layout.bytes(projections, layers[0].d_model);
+        }
         if layers[0].qk_norm.is_some() {
             bytes += QkNorm::bytes_for(layers);
         } else if with_grams {
-            bytes += Layout::new(device, layers, &built).bytes(projections, layers[0].d_model)
-                + Bounds::bytes_for(layers, &built)
-                + Frobenius::bytes_for(layers);
+            bytes += Bounds::bytes_for(layers, &built) + Frobenius::bytes_for(layers);
         }
         Ok(bytes)
     }
@@ -314,6 +325,15 @@ impl ScaleEngine {
         let grams = self.grams.as_ref().ok_or_else(|| Error::cuda("the engine was made without Grams"))?;
         grams.read(head, self.layers[0].d_head)
     }
+}
+
+/// The pass that makes the Grams, or norms alone where it is the faster way to them.
+fn pass(device: &Device, layers: &[LayerInput], built: &Tables, with_grams: bool) -> Option<Layout> {
+    if layers[0].qk_norm.is_some() {
+        return None;
+    }
+    let layout = Layout::new(device, layers, built, with_grams);
+    (with_grams || layout.fast_norms()).then_some(layout)
 }
 
 pub(super) fn check(layers: &[LayerInput]) -> Result<()> {

@@ -41,6 +41,8 @@ pub(super) struct Grams {
     stats: Option<(Kernel, Buffer<StatTile>)>,
     /// The norms of every channel come out of the same pass.
     pub has_norms: bool,
+    /// See [`Layout::fast_norms`].
+    pub fast_norms: bool,
 }
 
 /// How the Grams of a model are made, before anything is allocated.
@@ -58,7 +60,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables) -> Self {
+    /// `grams`: the Grams of q and k are wanted; norms alone else.
+    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: bool) -> Self {
         let first = &layers[0];
         let dtype = first.q.weight.dtype;
         let along_model = |m: &DeviceMatrix| m.col_stride == 1 && m.row_stride % 8 == 0;
@@ -80,7 +83,7 @@ impl Layout {
         let per_tile = if wgmma && r <= 64 { 2 } else { 1 };
         let mut units = Vec::new();
         for (index, p) in built.projections.iter().enumerate() {
-            let gram = p.first_head != NO_ROW;
+            let gram = grams && p.first_head != NO_ROW;
             if !gram && !has_norms {
                 continue;
             }
@@ -106,6 +109,12 @@ impl Layout {
         Self { wgmma, rows, pieces, has_norms, sums, units, cut, blocks }
     }
 
+    /// The norms of this pass are there sooner than those of `scale_norms`, which is slow with a mean, a shift or
+    /// weights stored `[in, out]`.
+    pub fn fast_norms(&self) -> bool {
+        self.has_norms && (self.sums || !self.rows)
+    }
+
     /// Bytes of device memory.
     pub fn bytes(&self, projections: usize, d_model: usize) -> usize {
         let (cut, wgmma) = (&self.cut, usize::from(self.wgmma));
@@ -124,7 +133,7 @@ impl Layout {
 impl Grams {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, layout: Layout) -> Result<Self> {
         let (r, d) = (layers[0].d_head as u32, layers[0].d_model);
-        let gain_bytes = layout.gain_bytes(d);
+        let (gain_bytes, fast_norms) = (layout.gain_bytes(d), layout.fast_norms());
         let Layout { wgmma, rows, pieces, has_norms, sums, units, cut, blocks } = layout;
         let projections = if wgmma { built.projections.len() } else { 0 };
         let dtype = layers[0].q.weight.dtype;
@@ -199,6 +208,7 @@ impl Grams {
             channel_parts: device.zeros(if wgmma { cut.stat_parts as usize * 128 * 8 } else { 0 })?,
             stats,
             has_norms,
+            fast_norms,
         })
     }
 

@@ -1,0 +1,295 @@
+// Gram matrices G = W^T diag(g^2) W of every Q and K head of a model and, on the way, the norms of every channel: one read of
+// the weights. 16-bit weights stored [out, in], d_head from 72 to 128 (macro D_HEAD), norms with neither mean nor shift;
+// scale_grams_pieces.cu does what this one does not. Hopper.
+//
+// The model dimension of all tiles of 128 channels, laid end to end, is cut into equal shares, one a block (a share is a
+// list of segments: tile, range). A warp brings 128 input channels at a time through the copy engine; four warpgroups turn
+// them in place into y = f16(s g w), s the projection's power of two, and sum up norms and pair products; two warpgroups
+// multiply: the blocks (0,0) and (0,1), and (1,1).
+//
+// One product with y on both sides instead of two with a split one. Rounding changes a value of exponent e by at most
+// 2^(e - 11), or 2^-25 below the normal ones, which is summed up for every channel: delta_i >= ||y_i - exact||, so that
+// sigma(exact) <= sigma(y) + (sum delta_i^2)^1/2. Accumulators are flushed into a second f32 sum every 256 input channels:
+// the accumulation's error is at most (256 + d/256) 2^-24 tr G in norm.
+#include "scale_ptx.cuh"
+__device__ __forceinline__ void wg128(float (&d)[64], u64 a, u64 b, int accumulate) {
+#define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, p, 1, 1, 0, 0;\n}\n"
+  : D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56) : "l"(a), "l"(b), "r"(accumulate));
+}
+
+#ifndef D_HEAD
+#define D_HEAD 128
+#endif
+#ifndef F16  // 1: weights in f16, 0: in bf16
+#define F16 0
+#endif
+
+constexpr u32 N = D_HEAD;
+constexpr u32 ROWS[2] = {64, N - 64};         // channels in each box
+static_assert(N > 64 && N <= 128, "one head a tile");
+constexpr int TILE = 128;                    // input channels a tile, in two halves
+constexpr int BOX_BYTES = 64 * 64 * 2, HALF_BYTES = 2 * BOX_BYTES, TILE_BYTES = 2 * HALF_BYTES;
+constexpr int COPIED = N * TILE * 2;
+constexpr int GAIN_BYTES = TILE * 4;
+constexpr int STAGES = 6;
+constexpr int FLUSH = 2;  // tiles
+constexpr int MEETING_BYTES = 8 * 5 * 64 * 4;  // sums of the converting warps
+constexpr u32 MULTIPLIERS = 256, CONVERTERS = 256, THREADS = MULTIPLIERS + CONVERTERS + 128;
+// The host's number: room for alignment, boxes, gains, barriers and sums.
+static_assert(1024 + STAGES * (TILE_BYTES + GAIN_BYTES + 24) + MEETING_BYTES <= 211456, "shared memory");
+
+struct Segment {
+  u32 projection;
+  u32 first_row;    // channel
+  u32 first, last;  // tiles
+  u32 slot;         // of the first head's partial Gram
+  u32 heads;        // heads whose Grams are wanted; 0: norms only
+  u32 stat;         // first row of this segment's channel parts
+  u32 pad;
+};
+static_assert(sizeof(Segment) == 32, "host mirror");
+
+// What one segment saw of one channel.
+struct ChannelPart {
+  float norm2, pair, rounding, pad[5];
+};
+
+struct Pipeline {
+  u32 boxes, gains, full, ready, empty, meeting;
+  u32 stage = 0, phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+__device__ void load_tiles(Pipeline pipe, const Segment* segments, u32 begin, u32 end, u64 maps, const float* gains, u32 tiles) {
+  for (u32 s = begin; s < end; s++) {
+    const Segment segment = segments[s];
+    const u64 map = maps + segment.projection * 256ull;
+    const float* gain = gains + (size_t)segment.projection * tiles * TILE;
+    for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
+      const u32 full = pipe.full + pipe.stage * 8, to = pipe.boxes + pipe.stage * TILE_BYTES;
+      ptx::barrier_wait(pipe.empty + pipe.stage * 8, pipe.phase ^ 1);
+      ptx::barrier_expect(full, COPIED + GAIN_BYTES);
+      ptx::copy_bytes(pipe.gains + pipe.stage * GAIN_BYTES, gain + tile * TILE, GAIN_BYTES, full);
+#pragma unroll
+      for (u32 b = 0; b < 4; b++) {
+        const u32 row = segment.first_row + (b % 2 ? ROWS[0] : 0), k = tile * TILE + b / 2 * 64;
+        ptx::copy_tile(to + b * BOX_BYTES, map + (b % 2 && ROWS[1] != ROWS[0] ? 128 : 0), k, row, full);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void unpack(const uint4& raw, float (&v)[8]) {
+  Vector8<F16 ? DTYPE_F16 : DTYPE_BF16> values;
+  values.raw = raw, values.get(v);
+}
+__device__ __forceinline__ uint4 load16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ float load4(u32 address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ void store4(u32 address, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+// Eight values to f16 in place; what rounding may change of each, squared, in units of 2^-22, is added to `lost`.
+__device__ __forceinline__ void store_f16(u32 address, const float (&z)[8], float& lost) {
+  u32 packed[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed[i]) : "f"(z[2 * i + 1]), "f"(z[2 * i]));
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float power = __uint_as_float(__float_as_uint(z[i]) & 0x7f800000u);
+    lost += power * power;
+  }
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+               : "memory");
+}
+// The copy engine and the tensor cores see what this warp has written, and may go on.
+__device__ __forceinline__ void hand_over(u32 barrier) {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+  ptx::barrier_arrive_if(barrier, (threadIdx.x & 31) == 0);
+}
+
+// Four warpgroups: y in place, and sums over the segment for every channel.
+__device__ void convert(Pipeline pipe, const Segment* segments, u32 begin, u32 end, const Projection* projections,
+                        const float2* scales, ChannelPart* parts) {
+  const u32 thread = threadIdx.x - MULTIPLIERS, lane = thread & 31, warp = thread >> 5;
+  for (u32 s = begin; s < end; s++) {
+    const Segment segment = segments[s];
+    const bool gram = segment.heads > 0;
+    const float scale = scales[segment.projection].x, back = 1.f / (scale * scale);
+    // A lane two pairs of channels, a warp eight input channels: gains are the same for all lanes, and neighbouring
+    // channels lie in different banks.
+    const u32 chunk = warp;
+    u32 a[2], b[2], offset_a[2], offset_b[2];
+    bool in[2];
+    {
+      const Projection& p = projections[segment.projection];
+#pragma unroll
+      for (u32 q = 0; q < 2; q++) {
+        in[q] = lane + 32 * q < N / 2;
+        // Without rotation any two may be a pair: the halves, whose banks do not collide.
+        pair_channels(in[q] ? lane + 32 * q : 0, p.rotary ? p.rotary : N, p.rotary && p.interleaved, a[q], b[q]);
+        offset_a[q] = a[q] * 128 + ((chunk ^ (a[q] & 7)) << 4), offset_b[q] = b[q] * 128 + ((chunk ^ (b[q] & 7)) << 4);
+      }
+    }
+    float sums[2][5] = {};
+    for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
+      const u32 boxes = pipe.boxes + pipe.stage * TILE_BYTES, gains = pipe.gains + pipe.stage * GAIN_BYTES + chunk * 32;
+      ptx::barrier_wait(pipe.full + pipe.stage * 8, pipe.phase);
+      uint4 raw[2][2][2];
+#pragma unroll
+      for (u32 half = 0; half < 2; half++)
+#pragma unroll
+        for (u32 q = 0; q < 2; q++)
+          if (N == 128 || in[q])
+            raw[half][q][0] = load16(boxes + half * HALF_BYTES + offset_a[q]), raw[half][q][1] = load16(boxes + half * HALF_BYTES + offset_b[q]);
+#pragma unroll
+      for (u32 half = 0; half < 2; half++) {
+        const uint4 low = load16(gains + half * 256), high = load16(gains + half * 256 + 16);
+        const u32 g[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (u32 q = 0; q < 2; q++)
+        if (N == 128 || in[q]) {
+          float za[8], zb[8];
+          unpack(raw[half][q][0], za), unpack(raw[half][q][1], zb);
+#pragma unroll
+          for (int i = 0; i < 8; i++) za[i] *= __uint_as_float(g[i]), zb[i] *= __uint_as_float(g[i]);
+          float sum_a = 0.f, sum_b = 0.f;
+#pragma unroll
+          for (int i = 0; i < 8; i++) sum_a += za[i] * za[i], sum_b += zb[i] * zb[i];
+          sums[q][0] += sum_a, sums[q][1] += sum_b;
+          if (gram) {
+            float product = 0.f;
+#pragma unroll
+            for (int i = 0; i < 8; i++) product += za[i] * zb[i];
+            sums[q][2] += product;
+            store_f16(boxes + half * HALF_BYTES + offset_a[q], za, sums[q][3]), store_f16(boxes + half * HALF_BYTES + offset_b[q], zb, sums[q][4]);
+          }
+        }
+      }
+      hand_over(pipe.ready + pipe.stage * 8);
+    }
+    // The eight warps of a pair meet in shared memory.
+#pragma unroll
+    for (u32 q = 0; q < 2; q++)
+#pragma unroll
+    for (int i = 0; i < 5; i++) store4(pipe.meeting + ((chunk * 5 + i) * 64 + lane + 32 * q) * 4, sums[q][i]);
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+    if (warp < 2 && lane + 32 * warp < N / 2) {
+      float total[5] = {};
+      for (u32 c = 0; c < 8; c++)
+#pragma unroll
+        for (int i = 0; i < 5; i++) total[i] += load4(pipe.meeting + ((c * 5 + i) * 64 + lane + 32 * warp) * 4);
+      const float below = (segment.last - segment.first) * TILE * 0x1p-50f;
+      ChannelPart* out = parts + segment.stat;
+      *(float4*)(out + (warp ? a[1] : a[0])) = make_float4(total[0] * back, total[2] * back, (total[3] * 0x1p-22f + below) * back, 0.f);
+      *(float4*)(out + (warp ? b[1] : b[0])) = make_float4(total[1] * back, total[2] * back, (total[4] * 0x1p-22f + below) * back, 0.f);
+    }
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+  }
+}
+
+// One warpgroup: `BLOCKS` 64 x 64 blocks of every segment, side by side, the left operand from box LEFT.
+template <int BLOCKS, int LEFT> __device__ __forceinline__ void multiply(Pipeline pipe, const Segment* segments, u32 begin, u32 end, const float2* scales, float* partials) {
+  const u32 lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
+  float acc[BLOCKS * 32], sum[BLOCKS * 32];
+  for (u32 s = begin; s < end; s++) {
+    const Segment segment = segments[s];
+    if (segment.heads == 0) {
+      for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
+        ptx::barrier_wait(pipe.ready + pipe.stage * 8, pipe.phase);
+        ptx::barrier_arrive_if(pipe.empty + pipe.stage * 8, lane == 0);
+      }
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < 32 * BLOCKS; i++) acc[i] = 0.f, sum[i] = 0.f;
+    for (u32 tile = segment.first; tile < segment.last; tile += FLUSH) {
+      const u32 count = min((u32)FLUSH, segment.last - tile);
+      u32 previous = pipe.empty;
+      for (u32 t = 0; t < count; t++) {
+        ptx::barrier_wait(pipe.ready + pipe.stage * 8, pipe.phase);
+        const u32 boxes = pipe.boxes + pipe.stage * TILE_BYTES;
+        const u64 left = ptx::swizzled_operand(boxes + LEFT * BOX_BYTES);
+        ptx::keep(acc);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+          const u64 step = (k / 4 * HALF_BYTES + k % 4 * 32) / 16;
+          if constexpr (BLOCKS == 2) wg128(acc, left + step, left + step, t + k > 0); else ptx::wgmma_f16_64x64x16<false>(acc, left + step, left + step, t + k > 0);
+        }
+        ptx::wgmma_commit();
+        // The tile before this one is done with: its stage is free.
+        ptx::wgmma_wait<1>();
+        ptx::barrier_arrive_if(previous, lane == 0 && t > 0);
+        previous = pipe.empty + pipe.stage * 8;
+        pipe.next();
+      }
+      ptx::wgmma_wait<0>();
+      ptx::keep(acc);
+      ptx::barrier_arrive_if(previous, lane == 0);
+#pragma unroll
+      for (int i = 0; i < 32 * BLOCKS; i++) sum[i] += acc[i];
+    }
+    // Store this share's part.
+    const float scale = scales[segment.projection].x, back = 1.f / (scale * scale);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      float* out = partials + (size_t)(segment.slot * 3 + LEFT * 2 + b) * 4096 + (warp * 16 + lane / 4) * 64 + (lane & 3) * 2;
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        *(float2*)(out + j * 8) = make_float2(sum[32 * b + 4 * j] * back, sum[32 * b + 4 * j + 1] * back);
+        *(float2*)(out + 8 * 64 + j * 8) = make_float2(sum[32 * b + 4 * j + 2] * back, sum[32 * b + 4 * j + 3] * back);
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    scale_grams_wgmma(const Segment* segments, const u32* shares, const Projection* projections, u64 maps,
+                      const float* gains, const float2* scales, u32 tiles, float* partials, ChannelPart* parts) {
+  extern __shared__ u8 shared[];
+  const u32 base = (ptx::shared_address(shared) + 1023) & ~1023u;
+  Pipeline pipe;
+  pipe.boxes = base;
+  pipe.gains = base + STAGES * TILE_BYTES;
+  pipe.full = pipe.gains + STAGES * GAIN_BYTES;
+  pipe.ready = pipe.full + STAGES * 8;
+  pipe.empty = pipe.ready + STAGES * 8;
+  pipe.meeting = pipe.empty + STAGES * 8;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) {
+      ptx::barrier_init(pipe.full + s * 8, 1);
+      ptx::barrier_init(pipe.ready + s * 8, CONVERTERS / 32);
+      ptx::barrier_init(pipe.empty + s * 8, MULTIPLIERS / 32);
+    }
+    ptx::barrier_init_fence();
+  }
+  __syncthreads();
+  const u32 begin = shares[blockIdx.x], end = shares[blockIdx.x + 1];
+  const u32 group = threadIdx.x / 128;
+  // 72 a thread at the start, 504 in all: 160 + 88 + 4 * 56 + 24.
+  if (group == 0) {
+    ptx::take_registers<168>();
+    multiply<2, 0>(pipe, segments, begin, end, scales, partials);
+  } else if (group == 1) {
+    ptx::give_registers<96>();
+    multiply<1, 1>(pipe, segments, begin, end, scales, partials);
+  } else if (group < 4) {
+    ptx::give_registers<96>();
+    convert(pipe, segments, begin, end, projections, scales, parts);
+  } else {
+    ptx::give_registers<24>();
+    if (threadIdx.x % 128 == 0) load_tiles(pipe, segments, begin, end, maps, gains, tiles);
+  }
+}
