@@ -162,7 +162,7 @@ impl Grams {
                     });
                 }
             }
-            let threads = if pieces { 3 * 128 } else { 7 * 128 };
+            let threads = if pieces { 3 * 128 } else { 5 * 128 };
             (Launch::linear(device.processors(), threads, WGMMA_SHARED), kernel, maps)
         } else {
             let kernel = device.module(sources::GRAMS, &[])?.kernel("scale_grams")?;
