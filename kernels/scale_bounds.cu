@@ -1,38 +1,13 @@
-// Certified largest eigenvalues of the small matrices that a logit bound is made of. One block a job:
-//   RAW_Q, RAW_K     G as it is (mean kept): sigma_Q^2, sigma_K^2
-//   SCALED_Q, _K     T^1/2 G_Q T^1/2 and T^-1/2 G_K T^-1/2, t_b = sqrt(tr G_K,bb / tr G_Q,bb) (rotation)
-//   PRODUCT          H = L^T (G_Q + e I) L with L L^T = G_K + e I (no rotation)
-// G + e I stands for G, e = c 2^-24 tr G (mean kept) covering every rounding of its sums; G and e are those of the scaled
-// channels, since an entry errs by c 2^-24 ||w_i|| ||w_j|| at most. A product is the same whatever its channels are scaled by, so
-// q and k are balanced by powers of two first, and heads whose large channels meet small ones keep their digits. What rounding took from channel i
-// before, delta_i, enters by sigma(exact) <= sigma(rounded) + (sum delta_i^2)^1/2, or for a product by
-// G <= (1 + t)(G_rounded + (sum delta_i^2 / t) I). Sums s_i over the model dimension are those of exact channels; that
-// moves G - s s^T/d by at most (2 ||s|| + sqrt(d) delta) delta / sqrt(d). An all-zero matrix gives 0, NaN gives NaN.
+// Certified largest eigenvalues of the small matrices that a logit bound is made of (include/scale_jobs.cuh), one block a
+// job, for any architecture and d_head; and of products without rotation:
+//   PRODUCT          H = L^T (G_Q + e I) L with L L^T = G_K + e I
+// A product is the same whatever its channels are scaled by, so q and k are balanced by powers of two first, and heads whose
+// large channels meet small ones keep their digits. What rounding took from the operands enters by
+// G <= 1/(1 - t) (G_rounded + R/t I) for any t in (0, 1), whether one side of a Gram's products was rounded or both.
+#include "scale_jobs.cuh"
 #include "scale_spectrum.cuh"
 
 using namespace spectrum;
-
-// What a certificate may leave open, of lambda. Norms as they are too: their product is sigma where it is the smaller one.
-constexpr float OPEN = 0.004f;
-
-enum : u32 { RAW_Q = 0, RAW_K = 1, SCALED_Q = 2, SCALED_K = 3 };
-
-struct HeadGram {
-  u32 first, stride, count, stat_row;
-};
-struct Job {
-  u32 kind;
-  u32 q, k;    // heads in the Gram table; RAW jobs use the one they name
-  u32 result;  // where lambda goes
-};
-struct Shape {
-  u32 rotary, interleaved, mean, d_model;  // mean: 1 if the norm removes it
-  float rope_factor;
-  float rounding;                          // c
-};
-static_assert(sizeof(HeadGram) == 16 && sizeof(Job) == 16 && sizeof(Shape) == 24, "host mirror");
-
-constexpr u32 GRAM_SIDE = (N + 63) / 64, GRAM_BLOCKS = GRAM_SIDE * (GRAM_SIDE + 1) / 2;
 
 // This thread's values of a head's Gram: the sum of its parts, in order.
 __device__ __forceinline__ void load_gram(Values (&s)[EACH], const Unit (&units)[EACH], const float* partials, const HeadGram& head) {
@@ -60,11 +35,6 @@ __device__ __forceinline__ void load_gram(Values (&s)[EACH], const Unit (&units)
   }
 }
 
-__device__ __forceinline__ u32 partner(u32 i, const Shape& s) {
-  if (i >= s.rotary) return i;
-  return s.interleaved ? i ^ 1 : (i < s.rotary / 2 ? i + s.rotary / 2 : i - s.rotary / 2);
-}
-
 // About 100 registers a thread, where a block leaves room for several.
 constexpr u32 SHARING = N > 160 ? 1 : 65536 / 100 / THREADS;
 
@@ -74,50 +44,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
   extern __shared__ u8 x[];
   // Zeros behind the end, where units that do not exist look.
   __shared__ __align__(16) float factor[SIDE + 32], sum[SIDE + 32];
-  __shared__ float norm_q[SIDE], norm_k[SIDE];
   __shared__ float4 scratch[2][WARPS];
   const Job job = jobs[blockIdx.x];
-  const bool of_q = job.kind == RAW_Q || job.kind == SCALED_Q, scaled = job.kind >= SCALED_Q, mean = shape.mean && scaled;
-  const HeadGram head = heads[of_q ? job.q : job.k];
+  const bool mean = shape.mean && job.scaled();
   Unit units[EACH];
 #pragma unroll
   for (u32 e = 0; e < EACH; e++) units[e] = unit(e);
   Values s[EACH];
-  load_gram(s, units, partials, head);
-  const ChannelStats* own = stats + head.stat_row;
-  for (u32 i = threadIdx.x; i < SIDE; i += THREADS) {
-    sum[i] = i < N && mean ? own[i].sum : 0.f;
-    if (scaled && i < N) norm_q[i] = stats[heads[job.q].stat_row + i].norm2, norm_k[i] = stats[heads[job.k].stat_row + i].norm2;
-  }
+  const HeadGram of_q = heads[job.q], of_k = heads[job.k];
+  load_gram(s, units, partials, job.of_q() ? of_q : of_k);
   if (threadIdx.x < 32) factor[SIDE + threadIdx.x] = sum[SIDE + threadIdx.x] = 0.f;
-  __syncthreads();
-  // Diagonal scaling, in powers that cancel between q and k.
-  float3 sums = {0.f, 0.f, 0.f};  // trace, delta^2, ||s||^2, scaled
-  float raw = 0.f;                // trace, scaled, mean kept
+  Totals totals = {0.f, 0.f, 0.f, 0.f};
   for (u32 i = threadIdx.x; i < SIDE; i += THREADS) {
-    float f = i >= N ? 0.f : i < shape.rotary ? shape.rope_factor : 1.f;
-    if (scaled && i < N) {
-      const u32 other = partner(i, shape);
-      float tq = norm_q[i], tk = norm_k[i];
-      if (other != i) tq += norm_q[other], tk += norm_k[other];
-      const float fourth = tq > 0.f && tk > 0.f ? sqrtf(sqrtf(tk / tq)) : 1.f;  // t^1/2 = (tr k / tr q)^1/4
-      f *= of_q ? fourth : 1.f / fourth;
-    }
-    factor[i] = f;
-    if (i < N) {
-      raw += f * f * own[i].raw2;
-      if (scaled) sums.x += f * f * own[i].norm2;
-      sums.y += f * f * own[i].rounding, sums.z += f * f * sum[i] * sum[i];
-    }
+    Channel own = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    if (i < N) own = channel_of(i, known_of(i, job, of_q, of_k, stats, shape), job, shape);
+    factor[i] = own.factor, sum[i] = own.sum;
+    totals.trace += own.trace, totals.raw += own.raw, totals.lost += own.lost, totals.mean += own.mean;
   }
-  sums = block_sums(sums, scratch[0]);
-  raw = block_sums({raw, 0.f, 0.f}, scratch[1]).x;
-  const float added = shape.rounding * 0x1p-24f * raw, trace = (scaled ? sums.x : raw) + N * added;
-  double result = 0.0;
-  if (!(trace > 0.f && trace < 3e38f)) {
-    result = trace == 0.f ? 0.0 : __longlong_as_double(0x7ff8000000000000ll);
-  } else {
-    const float inverse = 1.f / trace, per = mean ? 1.f / shape.d_model : 0.f;
+  {
+    const float3 a = block_sums({totals.trace, totals.raw, totals.lost}, scratch[0]);
+    const float3 b = block_sums({totals.mean, 0.f, 0.f}, scratch[1]);
+    totals = {a.x, a.y, a.z, b.x};
+  }
+  const float added = totals.added(shape), trace = totals.trace + N * added;
+  float result = trace == 0.f ? 0.f : __uint_as_float(0x7fc00000u);
+  if (trace > 0.f && trace < 3e38f) {
+    const float unit = 1.f / trace, per = mean ? 1.f / shape.d_model : 0.f;
     const u32 g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
 #pragma unroll
     for (u32 e = 0; e < EACH; e++) {
@@ -132,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
 #pragma unroll
           for (u32 h = 0; h < 2; h++) {
             const u32 i = units[e].row + 16 * m + 8 * h + g;
-            const float left = factor[i] * inverse;
+            const float left = factor[i] * unit;
             float &low = s[e].v[m][n][2 * h], &high = s[e].v[m][n][2 * h + 1];
             if (mean) {
               const float mean_left = sum[i] * per;
@@ -141,19 +93,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
             low *= left * right.x, high *= left * right.y;
           }
       }
-      diagonal(s[e], units[e], [&](float& v, u32 i, bool on) { v += on && i < N ? added * inverse : 0.f; });
+      diagonal(s[e], units[e], [&](float& v, u32 i, bool on) { v += on && i < N ? added * unit : 0.f; });
     }
     const float top = largest(s, units, x, OPEN);
     if (threadIdx.x) return;
-    const double lambda = (double)top * trace * (1.0 + 0x1p-19);
-    const double delta = sqrt((double)sums.y), moved = delta / sqrt((double)shape.d_model);
-    const double sigma = sqrt(lambda + (mean ? (2.0 * sqrt((double)sums.z) + delta) * moved : 0.0)) + delta;
-    result = sigma * sigma;
+    result = top == 0.f ? 0.f : exact_lambda(__fmul_ru(top, trace), totals, shape);
   }
-  if (threadIdx.x == 0) {
-    lambdas[job.result] = result;
-    if (!(result < 1e300)) atomicOr(status, STATUS_NON_FINITE_BOUND);
-  }
+  if (threadIdx.x == 0) put_lambda(lambdas + job.result, result, status);
 }
 
 #if D_HEAD <= 128
@@ -260,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 192 / THREADS)
   means = block_sums(means, scratch[0]);
   __syncthreads();
   const float u24 = 0x1p-24f;
-  // t near delta / sigma, with sigma^2 taken as ||G||_F^2 / tr G: any t holds.
+  // t near delta / sigma, with sigma^2 taken as ||G||_F^2 / tr G: any t in (0, 1) holds.
   auto loosen = [](float delta2, float trace, float squares) {
     return delta2 > 0.f && squares > 0.f ? fminf(sqrtf(delta2 * trace / squares), 0.5f) : 0.f;
   };
@@ -286,11 +232,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 192 / THREADS)
   auto form_above = [&](float form, const float3& of) {
     const double norm = of.x * 1.0001, delta = of.y * 1.0001;
     const double f = fmax((double)form, 0.0) + ((double)shape.rounding + more) * u24 * norm * norm;
-    return f + 2.0 * delta * sqrt(f + (double)of.z * of.z * per * 1.0001) + delta * delta;
+    return f + 2.0 * delta * (sqrt(f + (double)of.z * of.z * per * 1.0001 + delta * delta) + delta);
   };
   const double form_x = form_above(forms.x, of_q), form_y = form_above(forms.y, of_k);
   if (threadIdx.x == 0) aux[blockIdx.x] = make_double2(form_x, form_y);
-  const double fallback = ((double)sums.x + (double)N * e_q) * ((double)sums.y + (double)N * e_k) * (1.0 + t_q) * (1.0 + t_k) * 1.0001;
+  const double fallback = ((double)sums.x + (double)N * e_q) * ((double)sums.y + (double)N * e_k) * 1.0001 / ((1.0 - t_q) * (1.0 - t_k));
   // Balanced, so that neither f32 nor f16 leaves its range: traces of 1.
   const float scale_q = 1.f / (sums.x + N * e_q), scale_k = 1.f / (sums.y + N * e_k);
   double result = fallback;
@@ -395,13 +341,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 192 / THREADS)
     each(s[0], units[0], [&](float& v, u32 i, u32 j) { v = g[i * ROW + j]; });
     const float frobenius = sqrtf(sums.z) * 1.0001f * scale_q + N * e_q * scale_q;
     const double slack = 2.0 * (N + 2) * u24 * lengths * frobenius;
-    const float top = largest(s, units, (u8*)t, 2.f * OPEN);
+    const float top = largest(s, units, (u8*)t, OPEN);
     if (threadIdx.x) return;
-    result = (1.0 + t_q) * (1.0 + t_k) * ((double)top + slack) / scale_q / scale_k * (1.0 + 0x1p-19);
+    result = ((double)top + slack) / ((1.0 - t_q) * (1.0 - t_k)) / scale_q / scale_k * (1.0 + 0x1p-19);
   }
   if (threadIdx.x == 0) {
-    lambdas[job.result] = result;
-    if (!(result < 1e300)) atomicOr(status, STATUS_NON_FINITE_BOUND);
+    put_lambda(lambdas + job.result, result, status);
     if (result >= fallback && fallback > 0.0 && N > 1) atomicOr(status, STATUS_FALLBACK_BOUND);
   }
 }

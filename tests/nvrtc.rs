@@ -32,6 +32,10 @@ fn variants() -> Vec<Request> {
             }
             continue;
         }
+        if source == sources::BOUNDS_WGMMA {
+            all.extend([16, 64, 80, 96, 128].map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
+            continue;
+        }
         if source == sources::POWER {
             // The copy engine for tensors came with Hopper.
             for (r, along) in [(16, 0), (24, 0), (64, 0), (96, 0), (128, 0), (256, 0), (64, 1), (128, 1), (256, 1)] {

@@ -33,6 +33,8 @@ sources! {
     GRAMS_WGMMA = "scale_grams_wgmma";
     /// Certified eigenvalues of small matrices.
     BOUNDS = "scale_bounds";
+    /// The same on Hopper's tensor cores.
+    BOUNDS_WGMMA = "scale_bounds_wgmma";
     /// Implicit power iteration, each weight read once a step.
     POWER = "scale_power";
     /// The paper's power iteration on a whole layer.
@@ -60,6 +62,8 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("launch.cuh", include_str!("../../kernels/include/launch.cuh")),
     ("math.cuh", include_str!("../../kernels/include/math.cuh")),
     ("policy_types.cuh", include_str!("../../kernels/include/policy_types.cuh")),
+    ("scale_chain.cuh", include_str!("../../kernels/include/scale_chain.cuh")),
+    ("scale_jobs.cuh", include_str!("../../kernels/include/scale_jobs.cuh")),
     ("scale_mma.cuh", include_str!("../../kernels/include/scale_mma.cuh")),
     ("scale_ptx.cuh", include_str!("../../kernels/include/scale_ptx.cuh")),
     ("scale_spectrum.cuh", include_str!("../../kernels/include/scale_spectrum.cuh")),
