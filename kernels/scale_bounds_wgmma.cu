@@ -205,7 +205,7 @@ __device__ __forceinline__ void square(Values& p, u32 x) {
   each(p, [](float& x) { asm volatile("" : "+f"(x)::"memory"); });
 }
 
-extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 7)
+extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
     scale_bounds(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
                  double* lambdas, u32* status) {
   extern __shared__ u8 memory[];
@@ -219,17 +219,11 @@ extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 7)
   const Job job = jobs[blockIdx.x];
   // A thread a channel.
   const u32 i = threadIdx.x;
-  Known known;
+  const HeadGram q = heads[job.q], k = heads[job.k], head = job.of_q() ? q : k;
+  const Known known = known_of(min(i, N - 1), job, q, k, stats, shape);
   Values v;
-  {
-    const HeadGram q = heads[job.q], k = heads[job.k];
-    known = known_of(min(i, N - 1), job, q, k, stats, shape);
-    const HeadGram own = job.of_q() ? q : k;
-    const float* from = partials + (size_t)own.first * GRAM_BLOCKS * 4096 + at.row() * 64 + 2 * at.c;
-    load_part<true>(v, from);
-#pragma unroll 1
-    for (u32 part = 1; part < own.count; part++) load_part<false>(v, from += (size_t)own.stride * GRAM_BLOCKS * 4096);
-  }
+  const float* from = partials + (size_t)head.first * GRAM_BLOCKS * 4096 + at.row() * 64 + 2 * at.c;
+  load_part<true>(v, from);
   {
     Channel own = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
     if (i < N) own = channel_of(i, known, job, shape);
@@ -241,6 +235,8 @@ extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 7)
     if (i % 32 == 0) totals_of[at.warp] = make_float4(a.x, a.y, b.x, b.y), ends_of[at.warp] = make_uint2(least, most);
     __syncthreads();
   }
+#pragma unroll 1
+  for (u32 part = 1; part < head.count; part++) load_part<false>(v, from += (size_t)head.stride * GRAM_BLOCKS * 4096);
   auto totals = [&] {
     float4 t = totals_of[0];
 #pragma unroll

@@ -2,11 +2,16 @@
 #pragma once
 #include "scale_chain.cuh"
 
+#ifndef LEAST_WARPS  // of a block that has other work for them
+#define LEAST_WARPS 1
+#endif
+
 namespace spectrum {
 
 constexpr u32 SIDE = (N + 31) / 32 * 32, BANDS = SIDE / 32, UNITS = BANDS * (BANDS + 1) / 2;
 // 32 x 32 units of the upper triangle: one a warp, two or three where there are more than 15.
-constexpr u32 EACH = UNITS <= 15 ? 1 : UNITS <= 28 ? 2 : 3, WARPS = (UNITS + EACH - 1) / EACH, THREADS = WARPS * 32;
+constexpr u32 EACH = UNITS <= 15 ? 1 : UNITS <= 28 ? 2 : 3, NEEDED = (UNITS + EACH - 1) / EACH;
+constexpr u32 WARPS = NEEDED < LEAST_WARPS ? LEAST_WARPS : NEEDED, THREADS = WARPS * 32;
 constexpr u32 STRIDE = SIDE + 8;  // f16 values a row: eight rows of 16 bytes touch all banks
 constexpr u32 X_BYTES = SIDE * STRIDE * 2;
 
@@ -58,8 +63,10 @@ __device__ __forceinline__ float3 block_sums(float3 v, float4* scratch) {
     v.y += __shfl_xor_sync(0xffffffffu, v.y, step);
     v.z += __shfl_xor_sync(0xffffffffu, v.z, step);
   }
-  const u32 lane = threadIdx.x & 31;
-  if (lane == 0) scratch[threadIdx.x >> 5] = make_float4(v.x, v.y, v.z, 0.f);
+  u32 thread;  // not to be remembered from one call to the next
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const u32 lane = thread & 31;
+  if (lane == 0) scratch[thread >> 5] = make_float4(v.x, v.y, v.z, 0.f);
   __syncthreads();
   static_assert(WARPS <= 16, "one lane a warp");
   const float4 part = lane % 16 < WARPS ? scratch[lane % 16] : make_float4(0.f, 0.f, 0.f, 0.f);

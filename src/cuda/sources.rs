@@ -35,6 +35,8 @@ sources! {
     BOUNDS = "scale_bounds";
     /// The same on Hopper's tensor cores.
     BOUNDS_WGMMA = "scale_bounds_wgmma";
+    /// Norms of products without rotation.
+    PRODUCTS = "scale_products";
     /// Frobenius norms from Grams.
     FROBENIUS = "scale_frobenius";
     /// Implicit power iteration, each weight read once a step.

@@ -60,6 +60,8 @@ const WGMMA_MOST: usize = 128;
 
 /// Largest d_head whose product without rotation fits a block's shared memory.
 const PRODUCT_MOST: usize = 128;
+/// At least so many threads make one (`kernels/scale_products.cu`).
+const PRODUCT_THREADS: u32 = 256;
 
 impl Bounds {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: &Grams) -> Result<Self> {
@@ -105,7 +107,7 @@ impl Bounds {
         let side = r.next_multiple_of(32);
         let product_shared = (3 * side * (side + 4) * 4) as u32;
         let product = if by_product {
-            let kernel = module(sources::BOUNDS)?.kernel("scale_products")?;
+            let kernel = module(sources::PRODUCTS)?.kernel("scale_products")?;
             kernel.allow_shared(product_shared)?;
             Some(kernel)
         } else {
@@ -140,7 +142,7 @@ impl Bounds {
             gram_stats: plan.kernel("scale_gram_stats")?,
             eigen_launch: Launch::linear(jobs.len(), threads, shared),
             jobs: device.upload(&jobs)?,
-            product_launch: Launch::linear(products.len(), squaring(r).0, product_shared),
+            product_launch: Launch::linear(products.len(), squaring(r).0.max(PRODUCT_THREADS), product_shared),
             product_jobs: device.upload(&products)?,
             lambdas: device.zeros(results)?,
             aux: device.zeros(2 * count * n_q)?,
