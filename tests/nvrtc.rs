@@ -45,6 +45,21 @@ fn variants() -> Vec<Request> {
             }
             continue;
         }
+        if source == sources::PRODUCTS {
+            for (arch, sizes) in [
+                (Arch::SM80, &[64][..]),
+                (Arch::SM89, &[64]),
+                (Arch::SM90A, &[16, 40, 64, 96, 128]),
+                (Arch::SM100, &[64]),
+            ] {
+                all.extend(sizes.iter().map(|r| Request::new(source, arch).define("D_HEAD", r)));
+            }
+            continue;
+        }
+        if source == sources::BOUNDS_WGMMA {
+            all.extend([16, 64, 80, 96, 128].map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
+            continue;
+        }
         if source == sources::POWER {
             // The copy engine for tensors came with Hopper.
             for (r, along) in [(16, 0), (24, 0), (64, 0), (96, 0), (128, 0), (256, 0), (64, 1), (128, 1), (256, 1)] {

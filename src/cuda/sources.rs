@@ -35,6 +35,10 @@ sources! {
     GRAMS_PIECES = "scale_grams_pieces";
     /// Certified eigenvalues of small matrices.
     BOUNDS = "scale_bounds";
+    /// The same on Hopper's tensor cores.
+    BOUNDS_WGMMA = "scale_bounds_wgmma";
+    /// Norms of products without rotation.
+    PRODUCTS = "scale_products";
     /// Frobenius norms from Grams.
     FROBENIUS = "scale_frobenius";
     /// Implicit power iteration, each weight read once a step.
@@ -67,6 +71,8 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("launch.cuh", include_str!("../../kernels/include/launch.cuh")),
     ("math.cuh", include_str!("../../kernels/include/math.cuh")),
     ("policy_types.cuh", include_str!("../../kernels/include/policy_types.cuh")),
+    ("scale_chain.cuh", include_str!("../../kernels/include/scale_chain.cuh")),
+    ("scale_jobs.cuh", include_str!("../../kernels/include/scale_jobs.cuh")),
     ("scale_mma.cuh", include_str!("../../kernels/include/scale_mma.cuh")),
     ("scale_ptx.cuh", include_str!("../../kernels/include/scale_ptx.cuh")),
     ("scale_spectrum.cuh", include_str!("../../kernels/include/scale_spectrum.cuh")),
