@@ -110,7 +110,7 @@ impl Bounds {
                 each(l.q.bias, n_q).chain(each(l.k.bias, n_kv))
             })
             .collect();
-        let flush = 256 + first.d_model.div_ceil(256);
+        let flush = grams.route.depth(first.d_model);
         // g w is rounded once.
         let split = 3;
         let parts = grams.host_heads.iter().map(|h| h.count as usize).max().unwrap_or(1);
