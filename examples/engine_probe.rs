@@ -550,7 +550,9 @@ fn check(names: &[String]) -> Result<()> {
         graph.launch()?;
         let same = first == bits(engine.head_descales())? && gram == engine.read_gram(0)?;
         let status = engine.status().read()?[0];
-        let ok = worst < 1e-5 && gram_error < 2e-5 && same && status == 0;
+        // Roundings of few values do not average out.
+        let gram_ok = gram_error < 2e-5 * (100.0 / c.d as f64).max(1.0);
+        let ok = worst < 1e-5 && gram_ok && same && status == 0;
         bad += i32::from(!ok);
         println!(
             "{} {:<24} {:?} descale error {worst:.1e} (lowest {below:.1e}) gram error / trace {gram_error:.1e} \

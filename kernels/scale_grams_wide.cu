@@ -92,11 +92,6 @@ template <u32 COUNT> struct Ring {
   }
 };
 
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-  if (CTAS == 2) ptx::cluster_wait(barrier, parity);
-  else ptx::barrier_wait(barrier, parity);
-}
-
 __device__ void load_tiles(const Segment* segments, const u32* shares, u64 maps, const float* gains, u32 padded) {
   const Pipeline pipe;
   const u32 begin = shares[blockIdx.x / CTAS], end = shares[blockIdx.x / CTAS + 1];
@@ -216,25 +211,25 @@ __device__ void convert(const Segment* segments, const u32* shares, const Projec
     for (u32 tile = segment.first; tile < segment.last; tile++, from.next()) {
       ptx::barrier_wait(pipe.full(from.stage), from.phase);
       const u32 source = pipe.raw(from.stage);
+      Run run[TASKS][2];
+      auto load = [&](u32 t, u32 step) {
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) run[t][i].load(source + (raw[t][i] ^ (step * 64)));
+      };
 #pragma unroll 1
       for (u32 step = 0; step < STEPS; step++) {
+        if (EARLY)
+#pragma unroll
+          for (u32 t = 0; t < TASKS; t++) load(t, step);
         const u32 gains = pipe.gains(from.stage) + (step * STEP + chunk * 8) * 4;
         const uint4 low = load16(gains), high = load16(gains + 16);
         const u32 g[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        Run run[TASKS][2];
-        auto load = [&](u32 t) {
-#pragma unroll
-          for (u32 i = 0; i < 2; i++) run[t][i].load(source + (raw[t][i] ^ (step * 64)));
-        };
-        if (EARLY)
-#pragma unroll
-          for (u32 t = 0; t < TASKS; t++) load(t);
         const u32 target = pipe.piece(to.stage);
-        if (gram) wait(pipe.done(to.stage), to.phase ^ 1);
+        if (gram) ptx::barrier_wait(pipe.done(to.stage), to.phase ^ 1);
 #pragma unroll
         for (u32 t = 0; t < TASKS; t++) {
           if (PAIRS % 32 && (group + t * AT_ONCE) * 32 + lane >= PAIRS) continue;
-          if (!EARLY) load(t);
+          if (!EARLY) load(t, step);
           float z[2][8];
           run[t][0].get(z[0]), run[t][1].get(z[1]);
 #pragma unroll
@@ -329,9 +324,9 @@ __device__ __forceinline__ void multiply(const Segment* segments, const u32* sha
   const u32 lane = threadIdx.x & 31;
   constexpr u32 SLAB = 64 * STEP * 2;
   const u32 other_done = CTAS == 2 ? ptx::at_rank(pipe.done(0), pipe.rank ^ 1) : 0;
-  auto release = [&](u32 stage, bool yes) {
-    ptx::barrier_arrive_if(pipe.done(stage), lane == 0 && yes);
-    if (CTAS == 2) ptx::cluster_arrive_if(other_done + stage * 8, lane == 0 && yes);
+  auto release = [&](u32 stage) {
+    ptx::barrier_arrive_if(pipe.done(stage), lane == 0);
+    if (CTAS == 2) ptx::cluster_arrive_if(other_done + stage * 8, lane == 0);
   };
   float wide[WIDE ? 2 : 1][WIDE ? 32 : 2], narrow[NARROW ? 32 : 2];
   u32 wide_sum[WIDE ? 2 : 1][WIDE ? 16 : 1], narrow_sum[NARROW ? 16 : 1];
@@ -346,10 +341,10 @@ __device__ __forceinline__ void multiply(const Segment* segments, const u32* sha
     const u32 stages = (segment.last - segment.first) * STEPS;
     for (u32 first = 0; first < stages; first += FLUSH) {
       const u32 count = min(FLUSH, stages - first);
-      u32 previous = 0;
       for (u32 t = 0; t < count; t++) {
-        wait(pipe.ready(ring.stage), ring.phase);
-        const u32 stage = pipe.operands(ring.stage);
+        ptx::barrier_wait(pipe.ready(ring.stage), ring.phase);
+        // The same in all lanes, and said so: what is made of it is made once a warp.
+        const u32 stage = __shfl_sync(0xffffffffu, pipe.operands(ring.stage), 0);
         if (WIDE) ptx::keep_all(wide[0]), ptx::keep_all(wide[WIDE]);
         if (NARROW) ptx::keep_all(narrow);
         ptx::wgmma_fence();
@@ -369,16 +364,13 @@ __device__ __forceinline__ void multiply(const Segment* segments, const u32* sha
               ptx::wgmma_f16_64x64x16<false>(narrow, base + at.narrow_left * (SLAB / 16), base + at.narrow_right * (SLAB / 16), 1);
           }
         ptx::wgmma_commit();
-        // The stage before this one is done with.
-        ptx::wgmma_wait<1>();
-        release(previous, t > 0);
-        previous = ring.stage;
+        // Given back at once: with few stages the next products may hang on it.
+        ptx::wgmma_wait<0>();
+        release(ring.stage);
         ring.next();
       }
-      ptx::wgmma_wait<0>();
       if (WIDE) ptx::keep_all(wide[0]), ptx::keep_all(wide[WIDE]);
       if (NARROW) ptx::keep_all(narrow);
-      release(previous, true);
       if constexpr (WIDE) fold(wide[0], wide_sum[0]), fold(wide[1], wide_sum[1]);
       if constexpr (NARROW) fold(narrow, narrow_sum);
     }

@@ -32,6 +32,10 @@ fn variants() -> Vec<Request> {
             }
             continue;
         }
+        if source == sources::BOUNDS_WIDE {
+            all.extend([136, 192, 200, 256].map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
+            continue;
+        }
         if source == sources::BOUNDS {
             for (arch, sizes) in [
                 (Arch::SM80, &[64][..]),

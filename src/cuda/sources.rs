@@ -35,6 +35,8 @@ sources! {
     GRAMS_WIDE = "scale_grams_wide";
     /// Certified eigenvalues of small matrices.
     BOUNDS = "scale_bounds";
+    /// The same for heads of more than 128 channels, on Hopper.
+    BOUNDS_WIDE = "scale_bounds_wide";
     /// Implicit power iteration, each weight read once a step.
     POWER = "scale_power";
     /// The paper's power iteration on a whole layer.

@@ -48,6 +48,13 @@ fn squaring(r: usize) -> (u32, u32) {
     (32 * units.div_ceil(each) as u32, (bands * 32 * (bands * 32 + 8) * 2) as u32)
 }
 
+/// The same where heads have more than 128 channels (`kernels/scale_bounds_wide.cu`): two 64 x 64 blocks a warpgroup, and
+/// the matrix in f16 with room for its alignment.
+fn wide_squaring(r: usize) -> (u32, u32) {
+    let side = r.div_ceil(64);
+    (32 * (side * (side + 1)) as u32, (1024 + 2 * 64 * 64 * side * side) as u32)
+}
+
 /// Largest d_head whose product without rotation fits a block's shared memory.
 const PRODUCT_MOST: usize = 128;
 
@@ -81,10 +88,16 @@ impl Bounds {
             }
         }
         let results = rest_at + 2 * count * n_q;
-        let module = device.module(sources::BOUNDS, &[("D_HEAD", r.to_string())])?;
+        let defines = [("D_HEAD", r.to_string())];
+        let module = device.module(sources::BOUNDS, &defines)?;
         let plan = device.module(sources::PLAN, &[])?;
-        let eigen = module.kernel("scale_bounds")?;
-        let (threads, shared) = squaring(r);
+        let wide = r > 128 && device.arch().compute == 90;
+        let eigen = if wide {
+            device.module(sources::BOUNDS_WIDE, &defines)?.kernel("scale_bounds_wide")?
+        } else {
+            module.kernel("scale_bounds")?
+        };
+        let (threads, shared) = if wide { wide_squaring(r) } else { squaring(r) };
         eigen.allow_shared(shared)?;
         let side = r.next_multiple_of(32);
         let product_shared = (3 * side * (side + 4) * 4) as u32;

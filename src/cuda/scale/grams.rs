@@ -107,6 +107,8 @@ impl Layout {
         let has_norms = tensor_cores && rows && values && plain_norm;
         let r = first.d_head as u32;
         let per_tile = if tensor_cores && r <= 64 { 2 } else { 1 };
+        // Elsewhere a tile takes as long as its bytes.
+        let waits_for_products = route == GramRoute::Wide && dtype != Dtype::F32;
         let mut units = Vec::new();
         for (index, p) in built.projections.iter().enumerate() {
             let gram = p.first_head != NO_ROW;
@@ -120,6 +122,7 @@ impl Layout {
                     stat_row: p.stat_row + head * r,
                     heads: per_tile.min(p.rows / r - head),
                     tiles: first.d_model.div_ceil(route.tile(first.d_head, dtype)) as u32,
+                    cost: if gram && waits_for_products { 2 } else { 1 },
                     gram,
                 });
             }
