@@ -133,6 +133,22 @@ __device__ __forceinline__ void load_gram(Values& s, const float* partials, cons
   }
 }
 
+// Rows and columns beyond the head hold anything: zeros instead. They come and go eight at a time.
+__device__ __forceinline__ void clear_rest(Values& s) {
+  constexpr u32 LAST = SLABS - 1, FULL = N / 8 - LAST * 8;
+  const u32 thread = thread_anew();
+#pragma unroll
+  for (u32 b = 0; b < 2; b++) {
+    const Place at = place(thread / 128, b);
+    if (at.j != LAST) continue;
+#pragma unroll
+    for (u32 i = 0; i < 32; i++) {
+      const bool below = at.i == LAST && thread / 32 % 4 * 2 + i / 2 % 2 >= FULL;
+      s.v[b][i] = i / 4 >= FULL || below ? 0.f : s.v[b][i];
+    }
+  }
+}
+
 __device__ __forceinline__ u32 pack_f16(float low, float high) {
   u32 packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -340,12 +356,11 @@ __device__ __forceinline__ void bound(const Job* jobs, const HeadGram* heads, co
         const float left = room.sum[row];
         low -= left * right.x, high -= left * right.y;
       });
+    if (N % 64) clear_rest(s);
     each(s, [&](float& low, float& high, u32 row, u32 column) {
-      // Rows beyond the head hold anything.
-      if (N % 64) low = row < N && column < N ? low : 0.f, high = row < N && column + 1 < N ? high : 0.f;
       const float2 right = *(const float2*)(room.factor + column);
-      const float left = room.factor[row] * room.inverse;
-      low *= left * right.x, high *= left * right.y;
+      const float left = room.factor[row] * room.inverse, first = left * right.x, second = left * right.y;
+      low *= first, high *= second;
     });
     diagonal(s, [&](float& v, u32 i, bool on) { v += on && i < N ? room.added : 0.f; });
     const float top = largest(s, room.scratch, room.chain);
