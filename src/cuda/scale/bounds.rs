@@ -89,21 +89,19 @@ impl Bounds {
             }
         }
         let results = rest_at + 2 * count * n_q;
-        let defines = [("D_HEAD", r.to_string())];
-        let module = device.module(sources::BOUNDS, &defines)?;
+        let module = |source| device.module(source, &[("D_HEAD", r.to_string())]);
         let plan = device.module(sources::PLAN, &[])?;
         let wide = r > 128 && device.arch().compute == 90;
-        let eigen = if wide {
-            device.module(sources::BOUNDS_WIDE, &defines)?.kernel("scale_bounds_wide")?
+        let (eigen, (threads, shared)) = if wide {
+            (module(sources::BOUNDS_WIDE)?.kernel("scale_bounds_wide")?, wide_squaring(r))
         } else {
-            module.kernel("scale_bounds")?
+            (module(sources::BOUNDS)?.kernel("scale_bounds")?, squaring(r))
         };
-        let (threads, shared) = if wide { wide_squaring(r) } else { squaring(r) };
         eigen.allow_shared(shared)?;
         let side = r.next_multiple_of(32);
         let product_shared = (3 * side * (side + 4) * 4) as u32;
         let product = if by_product {
-            let kernel = module.kernel("scale_products")?;
+            let kernel = module(sources::BOUNDS)?.kernel("scale_products")?;
             kernel.allow_shared(product_shared)?;
             Some(kernel)
         } else {
