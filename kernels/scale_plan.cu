@@ -138,28 +138,28 @@ extern "C" __global__ void __launch_bounds__(128)
   stats[head.stat_row + j] = {y, y, m, by, fabsf(by), 0.f, 0.f, 0.f};
 }
 
-// Channel statistics from the parts that the Gram kernel left. A block a tile of up to 128 channels, whole heads.
+// Channel statistics from the parts that the Gram kernel left. A block a tile of whole heads, a thread a row of a part.
 struct ChannelPart {
   float norm2, pair, rounding, sum, constant, absolute, pad[2];
 };
 struct StatTile {
   u32 projection, first_row, rows;
-  u32 first, parts;  // parts of 128 rows each
+  u32 first, parts;  // parts of as many rows as the block has threads
   u32 norms;         // 0: all but the rounding comes from another kernel
   u32 sums, pad;
 };
 static_assert(sizeof(ChannelPart) == 32 && sizeof(StatTile) == 32, "host mirror");
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(256)
     scale_part_stats(const StatTile* tiles, const Projection* projections, const ChannelPart* parts, ChannelStats* stats) {
-  __shared__ double channel_sums[128];
+  __shared__ double channel_sums[256];
   const StatTile tile = tiles[blockIdx.x];
   const Projection& p = projections[tile.projection];
   const u32 i = threadIdx.x;
   double norm2 = 0, pair = 0, rounding = 0, sum = 0, constant = 0, absolute = 0;
   if (i < tile.rows)
     for (u32 part = 0; part < tile.parts; part++) {
-      const float4* from = (const float4*)(parts + tile.first + part * 128 + i);
+      const float4* from = (const float4*)(parts + tile.first + part * blockDim.x + i);
       const float4 v = from[0];
       norm2 += v.x, pair += v.y, rounding += v.z;
       if (tile.sums) {
@@ -167,6 +167,7 @@ extern "C" __global__ void __launch_bounds__(128)
         sum += v.w, constant += w.x, absolute += w.y;
       }
     }
+  rounding *= 1.001;  // f32 sums of up to thousands of terms
   channel_sums[i] = sum;
   __syncthreads();
   if (i >= tile.rows) return;
