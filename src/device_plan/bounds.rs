@@ -83,7 +83,9 @@ pub(super) fn from_device(
 
 /// Sizes, norm and rotation of a layer, without addresses.
 fn form(spec: &AttentionSpec, layer: usize) -> LayerInput {
-    let rope = spec.rope.get(layer).and_then(Option::as_ref);
+    // A rotation in front of a norm of q and k changes none of their bounds.
+    let unturned = spec.qk_norm.is_some_and(|norm| norm.behind_rotation);
+    let rope = spec.rope.get(layer).and_then(Option::as_ref).filter(|_| !unturned);
     LayerInput {
         gain_offset: if spec.norm.gain == GainForm::OnePlus { 1.0 } else { 0.0 },
         mean_removed: spec.norm.kind == NormKind::LayerNorm,

@@ -37,10 +37,18 @@ struct Form {
     /// Values of every head's own.
     per_head: bool,
     input_norm: bool,
+    /// Behind the rotation.
+    behind: bool,
 }
 
-const PLAIN: Form =
-    Form { scope: QkNormScope::PerHead, gain: GainForm::Plain, shift: false, per_head: false, input_norm: true };
+const PLAIN: Form = Form {
+    scope: QkNormScope::PerHead,
+    gain: GainForm::Plain,
+    shift: false,
+    per_head: false,
+    input_norm: true,
+    behind: false,
+};
 
 fn forms() -> Vec<Form> {
     vec![
@@ -49,6 +57,7 @@ fn forms() -> Vec<Form> {
         Form { gain: GainForm::Unit, ..PLAIN },
         Form { per_head: true, shift: true, ..PLAIN },
         Form { shift: true, ..PLAIN },
+        Form { behind: true, ..PLAIN },
         Form { scope: QkNormScope::Joint, per_head: true, input_norm: false, ..PLAIN },
         Form { scope: QkNormScope::Joint, ..PLAIN },
     ]
@@ -77,7 +86,13 @@ impl Normalised {
     fn new(case: &Case, form: Form, seed: u64) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let mut spec = case.spec();
-        spec.qk_norm = Some(QkNorm { scope: form.scope, kind: NormKind::RmsNorm, gain: form.gain, shift: form.shift });
+        spec.qk_norm = Some(QkNorm {
+            scope: form.scope,
+            kind: NormKind::RmsNorm,
+            gain: form.gain,
+            shift: form.shift,
+            behind_rotation: form.behind,
+        });
         if !form.input_norm {
             spec.norm.kind = NormKind::None;
             spec.norm.gain = GainForm::Unit;

@@ -321,8 +321,9 @@ def _layer(spec, names, index, prefix, parameters, modules):
                 f"{(place['channels'], spec['d_model'])}"
             )
         weights[key], biases[key], heads[key] = weight, bias, place["heads"]
-    rope = spec["rope"][index]
     qk_norm = spec["qk_norm"]
+    # In front of a norm of q and k a rotation changes none of their bounds.
+    rope = None if qk_norm and qk_norm["behind_rotation"] else spec["rope"][index]
     q_norm = k_norm = None
     if names["qk_norm"] is not None:
         if any("{h}" in name for name in names["qk_norm"]):
