@@ -93,8 +93,8 @@ __device__ __forceinline__ void send(u32 to, const float (&v)[EACH], u32 barrier
                  "r"(__float_as_uint(v[0])), "r"(__float_as_uint(v[1 % EACH])), "r"(barrier)
                  : "memory");
   else
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(v[0])),
-                 "r"(barrier)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                 "r"(__float_as_uint(v[0])), "r"(barrier)
                  : "memory");
 }
 template <u32 COUNT> __device__ __forceinline__ void load_floats(float (&v)[COUNT], u32 address) {
@@ -113,7 +113,8 @@ template <u32 COUNT> __device__ __forceinline__ void load_floats(float (&v)[COUN
 }
 template <u32 COUNT> __device__ __forceinline__ void store_floats(u32 address, const float* v) {
   if (COUNT == 4)
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1 % COUNT]), "f"(v[2 % COUNT]), "f"(v[3 % COUNT])
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1 % COUNT]), "f"(v[2 % COUNT]),
+                 "f"(v[3 % COUNT])
                  : "memory");
   else if (COUNT == 2)
     asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(v[0]), "f"(v[1 % COUNT]) : "memory");
@@ -122,7 +123,10 @@ template <u32 COUNT> __device__ __forceinline__ void store_floats(u32 address, c
 }
 __device__ __forceinline__ void load_weights(float (&w)[VALUES], u32 address) {
   u32 r[4];
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
 #pragma unroll
   for (u32 i = 0; i < 4; i++) {
     if (WEIGHTS == DTYPE_F32)
@@ -221,7 +225,9 @@ struct Columns {
   u32 lane, warp;
   __device__ __forceinline__ Columns(u32 lane, u32 warp) : x{}, t{}, lane(lane), warp(warp) {}
   __device__ __forceinline__ bool has() const { return BOX == 32 * VALUES || lane * VALUES < BOX; }
-  __device__ __forceinline__ u32 place(u32 b, u32 i) const { return b * BOX_BYTES + ((i * WARPS + warp) * BOX + lane * VALUES) * SIZE; }
+  __device__ __forceinline__ u32 place(u32 b, u32 i) const {
+    return b * BOX_BYTES + ((i * WARPS + warp) * BOX + lane * VALUES) * SIZE;
+  }
   __device__ __forceinline__ void take(u32 from) {
     if (!has()) return;
 #pragma unroll

@@ -2,7 +2,7 @@
 //!
 //! A step is `W^T (W x)` with W_Q, then with W_K. `u = W x` needs every channel of an input channel, more than one
 //! multiprocessor's memory holds, so a cluster of blocks shares a tile: some inputs, all channels, each block its share. The
-//! normalisation of `u` is a factor, which comes after.
+//! normalisation of `u` is a factor, which comes afterwards.
 
 use super::super::device::{Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::{driver, sources};
@@ -184,9 +184,9 @@ impl Once {
             };
             let keys = (s.n_kv * s.d_head).div_ceil(128) as u32;
             let launch = Launch { grid: (keys, self.layers as u32, 1), block: 128, shared: 0 };
-            // SAFETY: 1. the arguments are the kernels'; 2. the maps reach the weights that the engine's caller promised; 3. every
-            // block writes its own parts, which the second kernel sums, and a kernel waits for the one in front before it reads
-            // or writes what that one touches.
+            // SAFETY: 1. the arguments are the kernels'; 2. the maps reach the weights that the engine's caller promised; 3.
+            // every block writes its own parts, which the second kernel sums, and a kernel waits for the one in front before
+            // it reads or writes what that one touches.
             unsafe {
                 let overlaps = overlaps || finish == 1;
                 from.pass.launch_parameters(stream, from.launch, &mut [(&raw mut pass).cast()], overlaps)?;
