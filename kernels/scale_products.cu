@@ -6,7 +6,7 @@
 // G <= 1/(1 - t) (G_rounded + R/t I) for any t in (0, 1), whether one side of a Gram's products was rounded or both; the sums
 // of a Gram as in include/scale_jobs.cuh. In f32: the factor and the products are within 2 (N + 2) 2^-24 ||L||_F^2 ||G_Q||_F,
 // which is added.
-#define LEAST_WARPS 8
+#define LEAST_WARPS 4
 #include "scale_jobs.cuh"
 #include "scale_spectrum.cuh"
 
@@ -136,7 +136,7 @@ __device__ __forceinline__ bool factor(float* a, float* inverses, int* failed) {
   return !*failed;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, SIDE == 64 || SIDE == 96 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, SIDE == 64 ? 4 : 1)
     scale_products(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
                    double* lambdas, double2* aux, u32* status) {
   extern __shared__ float memory[];

@@ -83,14 +83,14 @@ struct Chain {
     // The power of two that brings the norm into [1/2, 1].
     const int power = (126 - (int)(__float_as_uint(left) >> 23)) >> 1;
     scale = __uint_as_float((u32)(127 + power) << 23), back = __uint_as_float((u32)(127 - power) << 23);
-    // To f16, then by the power of two: 2^-11 of the norm, whose square is known to 4e-5 s2, and 2^-25 of each value below
-    // the normal ones; and the f32 arithmetic before.
-    const float squares = left + 4e-5f * s2;
+    // A value v changes by at most 2^-11 |v| or, below the normal ones, 2^-25: in norm the root of 2^-22 ||.||_F^2 + N^2 2^-50,
+    // the squares known to 4e-5 s2 + 2^-24. The power of two is exact but for small values where it is below 1. And the f32
+    // arithmetic before.
+    const float lost = 0x1p-22f * (left + 4e-5f * s2 + 0x1p-24f) + N * N * 0x1p-50f;
     if (threadIdx.x == 0 && keep) {
       links.shift[count] = shift, links.back[count] = back;
-      links.error[count] =
-          N * 0x1p-25f * (1.f + scale) + 1e-7f +
-          scale * (1.0001f * 0x1p-11f * squares * inverse_root(squares) + 0x1p-22f * (top + shift * N) + before);
+      links.error[count] = 1e-7f + (scale < 1.f ? N * 0x1p-25f : 0.f) +
+                           scale * (1.0001f * lost * inverse_root(lost) + 0x1p-22f * (top + shift * N) + before);
     }
     count += keep;
   }
