@@ -340,7 +340,7 @@ fn make(device: &Device, c: &Case, seed: u64, poison: bool) -> Result<Made> {
         interleaved: c.interleaved,
         rope_factor: 1.0,
         softmax_scale: 1.0 / (c.r as f64).sqrt(),
-        fixed_bounds: None,
+        qk_norm: None,
     };
     Ok(Made { hosts, gain, shift, input, _memory: memory })
 }
@@ -681,7 +681,7 @@ fn bench(names: &[String]) -> Result<()> {
                 interleaved: false,
                 rope_factor: 1.0,
                 softmax_scale: 1.0 / (s.r as f64).sqrt(),
-                fixed_bounds: None,
+                qk_norm: None,
             });
         }
         stream.synchronize()?;

@@ -13,8 +13,8 @@ struct Layer {
   u32 raw_pairs;               // bit 0, 1: the pair products of q, k still hold the mean
   u32 out;                     // first entry of this layer in `heads`: [4][n_kv], q k v o
   float rope_factor;           // on rotated channels (YaRN)
-  float fixed_q, fixed_k;      // > 0: bound that comes from QK-norm gains, B + A/32
-  u32 pad;
+  u32 normalised;              // 1: q and k go by `scale_qk_norm`
+  u32 pad[2];
 };
 static_assert(sizeof(Layer) == 64, "host mirror");
 
@@ -48,14 +48,15 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
                    u32* status) {
   extern __shared__ float bounds[];  // one a head of this projection
   const Layer l = layers[blockIdx.x];
-  const u32 which = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = l.d_head / 2;
+  const u32 which = blockIdx.y;
+  if (l.normalised && which < 2) return;
+  const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = l.d_head / 2;
   const u32 first = which == 0 ? l.q_row : which == 1 ? l.k_row : l.v_row;
   const u32 count = which == 0 ? l.n_q : l.n_kv, group = count / l.n_kv;
-  const float fixed = which == 0 ? l.fixed_q : which == 1 ? l.fixed_k : 0.f;
   const u32 rotary = which == 2 ? 0 : l.rotary;
   for (u32 head = warp; head < count; head += 32) {
-    float bound = fixed > 0.f ? fixed : 0.f;
-    if (first != 0xffffffffu && !(fixed > 0.f))
+    float bound = 0.f;
+    if (first != 0xffffffffu)
       for (u32 i = lane; i < half; i += 32)
         bound = larger(bound, pair_bound(stats + first + (size_t)head * l.d_head, l, i, rotary, l.raw_pairs >> which & 1));
 #pragma unroll
@@ -64,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
   }
   __syncthreads();
   if (warp) return;
-  float most = 0.f;
+  float most = 0.f, most_o = 0.f;
   for (u32 head = lane; head < l.n_kv; head += 32) {
     float bound = 0.f;
     for (u32 g = 0; g < group; g++) bound = larger(bound, bounds[head * group + g]);
@@ -73,13 +74,17 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     const float descale = covering(bound, 448.0);
     operand_bounds[(blockIdx.x * 3 + which) * l.n_kv + head] = bound;
     heads[l.out + which * l.n_kv + head] = descale;
-    if (which == 2) heads[l.out + 3 * l.n_kv + head] = bound == 0.f ? 1.f : 2.f * descale;
-    most = larger(most, descale);
+    const float o = bound == 0.f ? 1.f : 2.f * descale;
+    if (which == 2) heads[l.out + 3 * l.n_kv + head] = o;
+    most = larger(most, descale), most_o = larger(most_o, o);
   }
   // One descale a tensor: the largest of its heads.
 #pragma unroll
-  for (int step = 16; step; step >>= 1) most = larger(most, __shfl_xor_sync(0xffffffffu, most, step));
+  for (int step = 16; step; step >>= 1) {
+    most = larger(most, __shfl_xor_sync(0xffffffffu, most, step));
+    most_o = larger(most_o, __shfl_xor_sync(0xffffffffu, most_o, step));
+  }
   if (lane) return;
   tensors[blockIdx.x * 4 + which] = most;
-  if (which == 2) tensors[blockIdx.x * 4 + 3] = 2.f * most;
+  if (which == 2) tensors[blockIdx.x * 4 + 3] = most_o;
 }

@@ -5,6 +5,7 @@
 //   N = sqrt(d) sigma_raw + ||c'||, c' the constants with absolute values, 1 + e = (1 + 1/17)(1 + 1/32), descale = rounded / (eta 448).
 // Under rotation sigma is the smaller of the scaled product and sigma_Q sigma_K, and the constants go pair by pair.
 #include "covering.cuh"
+#include "head_bound.cuh"
 #include "scale_types.cuh"
 
 struct HeadGram {
@@ -19,28 +20,11 @@ struct PlanShape {
 };
 static_assert(sizeof(PlanShape) == 48, "host mirror");
 
-struct HeadBound {
-  float sigma;    // certified, rotation included
-  float certain;
-  float rounded;
-  float descale;
-  float linear;     // ||a|| + ||b||
-  float constant;   // |c0|
-  float constants;  // ||c_q|| + ||c_k||: zero where there are none
-  float pad;
-};
-static_assert(sizeof(HeadBound) == 32, "host mirror");
-
 __device__ __forceinline__ double warp_sum(double v) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
   return v;
 }
-__device__ __forceinline__ float above(double v) {  // rounded up
-  const float f = (float)v;
-  return (double)f < v ? __uint_as_float(__float_as_uint(f) + 1) : f;
-}
-
 // A little above the root: f32 is enough for the constants, and never errs downwards.
 __device__ __forceinline__ double root_above(double v) { return (double)sqrtf((float)v) * (1.0 + 0x1p-21); }
 
@@ -117,14 +101,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   const double tau = softmax_scales[layer], d = s.d_model;
   const double certain = tau * (d * sigma + root * (a + b) + c0);
   const double norm_q = root * sigma_q + sqrt(spread_q), norm_k = root * sigma_k + sqrt(spread_k);
-  const double e = (1.0 + 1.0 / 17.0) * (1.0 + 1.0 / 32.0);
-  // Elements below 2^-6 of their descale are off by up to 2^-10 of it.
-  const double small = sqrt((double)s.r) * 0x1p-10;
-  const double sq = small * step_q, sk = small * step_k;
-  double rounded = certain;
-  // Zeros stay zeros.
-  if (norm_q != 0.0 && norm_k != 0.0)
-    rounded += tau * ((e * e - 1.0) * norm_q * norm_k + e * (norm_q * sk + norm_k * sq) + sq * sk);
+  double rounded = certain + rounding_gap(tau, norm_q, norm_k, step_q, step_k, s.r);
   // fmin drops a NaN.
   if (!(raw_q + raw_k + (s.products || s.rotary ? rest[task] : 0.0) + rounded < 1e300)) {
     rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);

@@ -144,13 +144,18 @@ pub fn project(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens
         (&mut projected.k, spec.n_kv_heads, &weights.k_norm, "k norm"),
     ];
     for (values, heads, vectors, name) in sides {
-        if let Some(norm) = &spec.qk_norm {
-            qk_norm(spec, norm, vectors.as_ref(), heads, values)
-                .map_err(|error| error.within(format_args!("{} layer {layer} {name}", spec.name)))?;
-        }
+        let normalise = |values: &mut [f32], behind_rotation: bool| match &spec.qk_norm {
+            Some(norm) if norm.behind_rotation == behind_rotation => {
+                qk_norm(spec, norm, vectors.as_ref(), heads, values)
+                    .map_err(|error| error.within(format_args!("{} layer {layer} {name}", spec.name)))
+            }
+            _ => Ok(()),
+        };
+        normalise(values, false)?;
         if let Some(rope) = &spec.rope[layer] {
             rotate(spec, rope, heads, values)?;
         }
+        normalise(values, true)?;
     }
     Ok(projected)
 }

@@ -270,6 +270,8 @@ fn limits(
     factor: f64,
 ) -> Result<Vec<HeadLimit>> {
     let r = spec.d_head;
+    // A rotation in front of the norm changes no length that the norm sees, and none comes behind it.
+    let (rotary, factor) = if norm.behind_rotation { (&None, 1.0) } else { (rotary, factor) };
     let stored = |values: &[f64], what: &str| {
         if values.len() != r && values.len() != heads * r {
             return Err(Error::mismatch(format_args!("{what} has {} values, not {r} or {}", values.len(), heads * r)));

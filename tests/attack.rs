@@ -240,8 +240,13 @@ fn a_spec_that_breaks_a_rule_is_refused() {
 
 fn qk_normed(planted: &mut Planted) {
     let vectors = NormVectors { gain: vec![1.0; 16], shift: None };
-    planted.spec.qk_norm =
-        Some(QkNorm { scope: QkNormScope::PerHead, kind: NormKind::RmsNorm, gain: GainForm::Plain, shift: false });
+    planted.spec.qk_norm = Some(QkNorm {
+        scope: QkNormScope::PerHead,
+        kind: NormKind::RmsNorm,
+        gain: GainForm::Plain,
+        shift: false,
+        behind_rotation: false,
+    });
     (planted.q_norm, planted.k_norm) = (Some(vectors.clone()), Some(vectors));
 }
 

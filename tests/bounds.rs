@@ -113,8 +113,13 @@ fn normalised_heads_are_bounded_by_their_gains() {
     // Pair 1 of q and pair 1 of k meet: channels 1 and 9.
     planted.q_norm = Some(NormVectors { gain: gains(16, 1), shift: None });
     planted.k_norm = Some(NormVectors { gain: gains(16, 9), shift: None });
-    planted.spec.qk_norm =
-        Some(QkNorm { scope: QkNormScope::PerHead, kind: NormKind::RmsNorm, gain: GainForm::Plain, shift: false });
+    planted.spec.qk_norm = Some(QkNorm {
+        scope: QkNormScope::PerHead,
+        kind: NormKind::RmsNorm,
+        gain: GainForm::Plain,
+        shift: false,
+        behind_rotation: false,
+    });
     let got = bounds(&planted);
     close(got.heads[0].certain.unwrap(), 0.25 * 16.0 * 9.0);
     assert_eq!((got.heads[0].rank_aware, got.heads[0].spectrum), (None, None));

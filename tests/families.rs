@@ -213,7 +213,7 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     let (g, b) = input();
                     layer_norm(hidden, &g.iter().map(|g| 1.0 + g).collect::<Vec<_>>(), b)
                 }
-                "phi" | "starcoder2" | "stablelm" | "cohere" | "cohere2" => {
+                "phi" | "phimoe" | "starcoder2" | "stablelm" | "cohere" | "cohere2" => {
                     let (g, b) = input();
                     layer_norm(hidden, &g, b)
                 }
@@ -261,8 +261,18 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                         let (freq, factor) = yarn(10_000.0, 4.0, 128.0);
                         rope_half(head, &freq, position, factor);
                     }
+                    "hunyuan alpha" => {
+                        let theta = 10_000.0 * 100f64.powf(R as f64 / (R as f64 - 2.0));
+                        rope_half(head, &frequencies(theta, R), position, 1.0);
+                    }
                     "llama llama3" => rope_half(head, &llama3(10_000.0, 8.0, 1.0, 4.0, 64.0), position, 1.0),
                     _ => rope_half(head, &frequencies(10_000.0, R), position, 1.0),
+                }
+            }
+            if family == "hunyuan" {
+                for (name, all) in [("query", &mut q), ("key", &mut k)] {
+                    let gain = t.get(&format!("{attn}.{name}_layernorm.weight"));
+                    all.iter_mut().for_each(|head| *head = rms_norm(head, gain, 0.0));
                 }
             }
             let scale = match family {
@@ -379,6 +389,9 @@ fn every_family_has_a_case() {
         "arcee",
         "helium",
         "apertus",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "phimoe",
         "dots1",
         "granitemoe",
         "qwen2_vl",

@@ -272,9 +272,13 @@ fn forward_bf16(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &[f64],
             })
             .collect()
     };
+    let finish = |heads, vectors| match spec.qk_norm.is_some_and(|norm| norm.behind_rotation) {
+        true => normalise(rotate(heads), vectors),
+        false => rotate(normalise(heads, vectors)),
+    };
     Qkv {
-        q: rotate(normalise(project(&weights.q), &weights.q_norm)),
-        k: rotate(normalise(project(&weights.k), &weights.k_norm)),
+        q: finish(project(&weights.q), &weights.q_norm),
+        k: finish(project(&weights.k), &weights.k_norm),
         v: project(&weights.v),
     }
 }

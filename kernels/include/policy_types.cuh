@@ -1,6 +1,7 @@
 // The table that a policy's kernels read: sizes, parameters, and where bounds, statistics, memory and plans lie. The host
 // writes it once (src/cuda/policy/table.rs); sizes are asserted on both sides.
 #pragma once
+#include "head_bound.cuh"
 #include "step_stats.cuh"
 
 enum : u32 { GEOMETRY = 0, GEOMETRY_C_STAR = 1, AUTO_C = 2, DELAYED_PAPER = 3, DELAYED_TE = 4, CURRENT = 5 };
@@ -17,12 +18,6 @@ enum : u32 {
   STATUS_TINY = 16,         // delayed-te: an amax too small for a finite scale
   STATUS_NO_PLAN = 32,      // a descale is NaN: its bound or measurement is not finite
 };
-
-// Logit bound of a query head, as scale_plan leaves it.
-struct HeadBound {
-  float sigma, certain, rounded, descale, linear, constant, constants, pad;
-};
-static_assert(sizeof(HeadBound) == 32, "host mirror");
 
 struct PolicyTable {
   const HeadBound* heads;       // [layers][n_q], or null: this policy needs no bounds

@@ -3,7 +3,7 @@
 use crate::errors::raise;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use sigmascale::cuda::scale::{self, DeviceMatrix, Dtype, LayerInput, ProjectionInput};
+use sigmascale::cuda::scale::{self, DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
 use sigmascale::cuda::{self, Device, DevicePtr, Stream};
 use sigmascale::{Error, Result};
 use std::sync::Mutex;
@@ -15,6 +15,15 @@ struct Projection {
     row_stride: i64,
     col_stride: i64,
     bias: u64,
+}
+
+/// Gains of the norms of q and k: addresses, whether each head has its own, and how many channels go together.
+#[derive(FromPyObject)]
+struct QkNorm {
+    q: (u64, bool, u32),
+    k: (u64, bool, u32),
+    dtype: String,
+    offset: f32,
 }
 
 /// One layer, addresses as integers (0: none).
@@ -55,7 +64,7 @@ struct Layer {
     #[pyo3(item)]
     softmax_scale: f64,
     #[pyo3(item)]
-    fixed_bounds: Option<(f32, f32)>,
+    qk_norm: Option<QkNorm>,
 }
 
 fn dtype(name: &str) -> Result<Dtype> {
@@ -64,6 +73,19 @@ fn dtype(name: &str) -> Result<Dtype> {
         "float16" => Ok(Dtype::F16),
         "float32" => Ok(Dtype::F32),
         other => Err(Error::argument(format_args!("weights of type {other}: bfloat16, float16 and float32 are read"))),
+    }
+}
+
+impl QkNorm {
+    fn input(&self) -> Result<QkNormInput> {
+        let side = |(gain, per_head, channels): (u64, bool, u32)| QkNormSide {
+            gain: DevicePtr(gain),
+            shift: DevicePtr::NULL,
+            per_head,
+            channels,
+        };
+        let dtype = dtype(&self.dtype)?;
+        Ok(QkNormInput { q: side(self.q), k: side(self.k), dtype, gain_offset: self.offset })
     }
 }
 
@@ -96,7 +118,7 @@ impl Layer {
             interleaved: self.interleaved,
             rope_factor: self.rope_factor,
             softmax_scale: self.softmax_scale,
-            fixed_bounds: self.fixed_bounds,
+            qk_norm: self.qk_norm.as_ref().map(QkNorm::input).transpose()?,
         })
     }
 }

@@ -31,6 +31,8 @@ CONFIGS = {
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL, num_key_value_heads=2),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=64),
+    "gemma3_text": lambda: transformers.Gemma3TextConfig(**SMALL, num_key_value_heads=2, head_dim=64),
+    "hunyuan_v1_dense": lambda: transformers.HunYuanDenseV1Config(**SMALL, num_key_value_heads=2, head_dim=64),
     "smollm3": lambda: transformers.SmolLM3Config(
         **(SMALL | {"num_hidden_layers": 5}), num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2
     ),

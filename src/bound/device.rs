@@ -4,7 +4,7 @@ use super::{HeadBounds, LayerBounds, ModelConstants, OperandBound, Tail};
 use crate::cuda::policy::Isotropic;
 use crate::cuda::scale::HeadBound;
 use crate::error::{Error, Result};
-use crate::model::AttentionSpec;
+use crate::model::{AttentionSpec, NormKind};
 
 /// Constants of the paper's calibrated bound, as the device policies take them.
 ///
@@ -22,8 +22,8 @@ pub fn isotropic(spec: &AttentionSpec, tail: &Tail) -> Result<Isotropic> {
 
 impl LayerBounds {
     /// The bounds of one layer from what the scale engine wrote: `heads` has `n_q` entries, `operands` the values
-    /// `[q, k, v][n_kv]`. Certain and rank-aware bounds are there; query heads of a group share the largest operand bound,
-    /// and `exact` is not told apart from `rounded`.
+    /// `[q, k, v][n_kv]`. Certain and rank-aware bounds are there (the latter not with a QK-norm); query heads of a group share
+    /// the largest operand bound, and `exact` is not told apart from `rounded`. Values of an input without a norm have none.
     ///
     /// # Errors
     /// `is_non_finite` if a weight was; `is_mismatch` if a length is not the model's.
@@ -51,7 +51,7 @@ impl LayerBounds {
             HeadBounds {
                 certain: Some(head.certain.into()),
                 rounded: Some(head.rounded.into()),
-                rank_aware: Some(rank_aware),
+                rank_aware: spec.qk_norm.is_none().then_some(rank_aware),
                 ..HeadBounds::default()
             }
             .capped(spec.soft_cap)
@@ -66,7 +66,7 @@ impl LayerBounds {
             heads: heads.collect(),
             q: row(0, spec.n_q_heads),
             k: row(1, spec.n_kv_heads),
-            v: Some(row(2, spec.n_kv_heads)),
+            v: (spec.norm.kind != NormKind::None).then(|| row(2, spec.n_kv_heads)),
         };
         // `min` with a soft-cap drops a NaN.
         if bounds.heads.iter().any(|head| head.rounded.is_none_or(f64::is_nan)) {

@@ -145,6 +145,9 @@ impl Device {
     /// As [`Device::allocate`].
     pub fn zeros<T: Pod>(&self, len: usize) -> Result<Buffer<T>> {
         let buffer = self.allocate::<T>(len)?;
+        if len == 0 {
+            return Ok(buffer);
+        }
         // SAFETY: the range is the buffer's own, and the context was bound by `allocate`.
         unsafe { result::memset_d8_sync(buffer.ptr, 0, len * size_of::<T>()) }.map_err(failed("clearing memory"))?;
         wait_for_legacy_stream(&self.context, "clearing memory")?;

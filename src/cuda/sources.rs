@@ -33,10 +33,14 @@ sources! {
     GRAMS_WGMMA = "scale_grams_wgmma";
     /// Certified eigenvalues of small matrices.
     BOUNDS = "scale_bounds";
+    /// Frobenius norms from Grams.
+    FROBENIUS = "scale_frobenius";
     /// Implicit power iteration, each weight read once a step.
     POWER = "scale_power";
     /// The paper's power iteration on a whole layer.
     POWER_SUM = "scale_power_sum";
+    /// Bounds of q and k that are normalised after the projection.
+    QK_NORM = "scale_qk_norm";
     /// Logit bounds and descales; statistics from Grams.
     PLAN = "scale_plan";
     /// Scales of the next call from bounds, history or measurement.
@@ -57,6 +61,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("barrier.cuh", include_str!("../../kernels/include/barrier.cuh")),
     ("convert.cuh", include_str!("../../kernels/include/convert.cuh")),
     ("covering.cuh", include_str!("../../kernels/include/covering.cuh")),
+    ("head_bound.cuh", include_str!("../../kernels/include/head_bound.cuh")),
     ("launch.cuh", include_str!("../../kernels/include/launch.cuh")),
     ("math.cuh", include_str!("../../kernels/include/math.cuh")),
     ("policy_types.cuh", include_str!("../../kernels/include/policy_types.cuh")),

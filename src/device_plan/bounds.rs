@@ -2,12 +2,11 @@
 
 use super::NO_BOUND;
 use crate::bound::{LayerBounds, OperandBound, Tail};
-use crate::cuda::scale::{DeviceWeights, HeadBound, HostLayer, HostProjection, LayerInput, ScaleEngine};
+use crate::cuda::scale::{DeviceWeights, HeadBound, HostLayer, HostProjection, HostQkNorm, LayerInput, ScaleEngine};
 use crate::cuda::{Device, Stream};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
-use crate::model::{AttentionSpec, GainForm, LayerWeights, NormKind, Projection, RopeLayout};
-use crate::spectral::{GramEngine, SpectralEngine};
+use crate::model::{AttentionSpec, GainForm, LayerWeights, NormKind, Projection, QkNormScope, RopeLayout};
 use std::sync::Arc;
 
 /// The smallest f32 that is not below `x`.
@@ -77,18 +76,16 @@ pub(super) fn from_device(
     (0..spec.layers)
         .map(|layer| {
             let (heads, operands) = (&heads[layer * n_q..][..n_q], &operands[layer * 3 * n_kv..][..3 * n_kv]);
-            let mut bounds = LayerBounds::from_device(spec, layer, heads, operands, tail)?;
-            if spec.norm.kind == NormKind::None {
-                bounds.v = None;
-            }
-            Ok(bounds)
+            LayerBounds::from_device(spec, layer, heads, operands, tail)
         })
         .collect()
 }
 
 /// Sizes, norm and rotation of a layer, without addresses.
 fn form(spec: &AttentionSpec, layer: usize) -> LayerInput {
-    let rope = spec.rope.get(layer).and_then(Option::as_ref);
+    // A rotation in front of a norm of q and k changes none of their bounds.
+    let unturned = spec.qk_norm.is_some_and(|norm| norm.behind_rotation);
+    let rope = spec.rope.get(layer).and_then(Option::as_ref).filter(|_| !unturned);
     LayerInput {
         gain_offset: if spec.norm.gain == GainForm::OnePlus { 1.0 } else { 0.0 },
         mean_removed: spec.norm.kind == NormKind::LayerNorm,
@@ -108,19 +105,13 @@ fn projection<'a>(input: &'a Projection<'a>) -> HostProjection<'a> {
     HostProjection { heads: &input.heads, bias: input.bias.as_deref() }
 }
 
-/// A scale engine over copies of the layers' weights.
+/// A scale engine over copies of the layers' weights, as far as bounds depend on them.
 ///
 /// # Errors
-/// `is_unsupported` if q and k are normalised after the projection, or if layers differ in their rotation; otherwise as
-/// [`ScaleEngine::over`].
+/// `is_unsupported` if neither the attention's input nor q and k are normalised, `is_argument` if layers differ in their
+/// rotation (which normalised q and k may); otherwise as [`LayerGeometry::new`] and [`ScaleEngine::over`].
 pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeights<'_>]) -> Result<ScaleEngine> {
     spec.check()?;
-    if spec.qk_norm.is_some() || spec.norm.kind == NormKind::None {
-        return Err(Error::unsupported(format_args!(
-            "{}: the scale engine bounds q and k that are linear in a normalised input; these are not",
-            spec.name
-        )));
-    }
     let host: Vec<HostLayer<'_>> = layers
         .iter()
         .map(|weights| {
@@ -130,9 +121,18 @@ pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeight
                 form: form(spec, weights.layer),
                 q: projection(&weights.q),
                 k: projection(&weights.k),
-                v: Some(projection(&weights.v)),
+                v: (spec.norm.kind != NormKind::None).then(|| projection(&weights.v)),
                 gain: weights.norm_gain.as_deref().filter(|_| spec.norm.gain != GainForm::Unit),
                 shift: weights.norm_shift.as_deref(),
+                qk_norm: spec.qk_norm.map(|norm| {
+                    let sides = [&weights.q_norm, &weights.k_norm].map(Option::as_ref);
+                    HostQkNorm {
+                        gains: sides.map(|side| Some(side?.gain.as_slice()).filter(|_| norm.gain != GainForm::Unit)),
+                        shifts: sides.map(|side| side.and_then(|vectors| vectors.shift.as_deref())),
+                        gain_offset: if norm.gain == GainForm::OnePlus { 1.0 } else { 0.0 },
+                        joint: norm.scope == QkNormScope::Joint,
+                    }
+                }),
             })
         })
         .collect::<Result<_>>()?;
@@ -158,17 +158,11 @@ impl DeviceBounds {
         Ok(Self { stream: device.stream()?, device })
     }
 
-    /// The bounds of one layer: those of the scale engine, or of the host where the gains of a QK-norm bound q and k
-    /// and there is no spectrum to compute.
+    /// The bounds of one layer, as the scale engine makes them.
     ///
     /// # Errors
     /// `is_non_finite` if a weight is; otherwise as [`scale_engine`] and [`LayerBounds::new`].
     pub fn layer(&self, spec: &AttentionSpec, weights: LayerWeights<'_>, tail: &Tail) -> Result<LayerBounds> {
-        if spec.qk_norm.is_some() {
-            let geometry = LayerGeometry::new(spec, weights)?;
-            let spectrum = GramEngine.layer(&geometry)?;
-            return LayerBounds::new(spec, &geometry, &spectrum, tail);
-        }
         let layer = weights.layer;
         let engine = scale_engine(&self.device, spec, std::slice::from_ref(&weights))?;
         engine.plan(&self.stream)?;

@@ -61,7 +61,7 @@ impl DevicePlan {
     ///
     /// # Errors
     /// `is_argument` if a parameter breaks its rule or bounds are missing, `is_mismatch` if the engine's weights are of
-    /// another shape, `is_unsupported` for QK-norm with [`Bounds::Weights`]; otherwise as the device.
+    /// another shape, `is_unsupported` for geometry-c-star with a QK-norm; otherwise as the device.
     pub fn new(
         device: &Device,
         spec: &AttentionSpec,
@@ -89,13 +89,13 @@ impl DevicePlan {
         let config = state.config;
         // The host's own checks of a state, whose parts may come from a file.
         let state = state.restore(&config, shape)?.save();
+        if spec.qk_norm.is_some() && matches!(config, PolicyConfig::GeometryCStar(_)) {
+            return Err(Error::unsupported(format_args!(
+                "{}: q and k are normalised after the projection, so there is no rank-aware bound",
+                spec.name
+            )));
+        }
         let source = match bounds {
-            Bounds::Weights(_) if spec.qk_norm.is_some() => {
-                return Err(Error::unsupported(format_args!(
-                    "{}: q and k are normalised after the projection, so their bounds come from the host",
-                    spec.name
-                )));
-            }
             Bounds::None => BoundSource::None,
             Bounds::Weights(engine) => BoundSource::Weights(engine),
             Bounds::Host => BoundSource::Host,

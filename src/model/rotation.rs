@@ -223,8 +223,16 @@ impl Angles {
                 let factor = required(settings, "factor")?;
                 Ok((1.0, self.plain().map(|angles| angles.into_iter().map(|w| w / factor).collect())))
             }
-            // The base moves with the length of the sequence, so there is no one set of angles.
-            "dynamic" => Ok((1.0, None)),
+            "dynamic" => match settings.positive("alpha")? {
+                // HunYuan: one larger base for every length.
+                Some(alpha) => {
+                    let dim = self.rotary_dim as f64;
+                    let base = self.base.map(|base| base * alpha.powf(dim / (dim - 2.0)));
+                    Ok((1.0, Self { base, ..*self }.plain()))
+                }
+                // The base moves with the length of the sequence, so there is no one set of angles.
+                None => Ok((1.0, None)),
+            },
             "llama3" => Ok((1.0, self.llama3(settings)?)),
             "yarn" => self.yarn(settings),
             "longrope" => Ok((self.longrope_factor(settings, config)?, None)),
@@ -299,10 +307,9 @@ impl Angles {
     }
 
     fn longrope_factor(&self, settings: Keys<'_>, config: Keys<'_>) -> Result<f64> {
-        for key in ["short_mscale", "long_mscale"] {
-            if settings.get(key).is_some() {
-                return Err(refuse(settings.file, format_args!("LongRoPE with `{key}` is not known")));
-            }
+        if ["short_mscale", "long_mscale"].iter().any(|key| settings.get(key).is_some()) {
+            // One within the original length, the other beyond it: the larger covers both.
+            return Ok(required(settings, "short_mscale")?.max(required(settings, "long_mscale")?));
         }
         if let Some(factor) = settings.positive("attention_factor")? {
             return Ok(factor);

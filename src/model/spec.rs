@@ -178,7 +178,7 @@ pub enum RopeLayout {
     Interleaved,
 }
 
-/// Normalisation of q and k between projection and rotation.
+/// Normalisation of q and k between projection and attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QkNorm {
     /// Over each head alone or over all heads jointly.
@@ -189,6 +189,9 @@ pub struct QkNorm {
     pub gain: GainForm,
     /// Whether a shift is stored.
     pub shift: bool,
+    /// Whether it comes behind the rotation (HunYuan), so that gains are never mixed by it, and not in front.
+    #[serde(default)]
+    pub behind_rotation: bool,
 }
 
 /// What one QK normalisation runs over.

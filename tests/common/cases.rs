@@ -188,6 +188,10 @@ pub fn cases() -> Vec<Case> {
         grouped("helium", "helium", json!({})),
         grouped("apertus", "apertus", json!({})),
         grouped("dots1", "qwen3", json!({})),
+        grouped("hunyuan_v1_dense", "hunyuan", json!({})),
+        grouped("hunyuan_v1_moe", "hunyuan alpha", json!({"rope_scaling": {"type": "dynamic", "alpha": 100.0}})),
+        grouped("phimoe", "phimoe", json!({"rope_theta": 10000.0})),
+        Case { bias: true, ..grouped("phimoe", "phimoe", json!({"rope_theta": 10000.0, "attention_bias": true})) },
         grouped("granitemoe", "granite", json!({"attention_multiplier": 0.015625})),
         Case { bias: true, ..grouped("qwen2_5_vl", "llama", json!({})) },
         Case { bias: true, ..wrapped("qwen2_vl", "qwen2_vl_text", "llama", "model.language_model.", &json!({})) },
@@ -269,7 +273,7 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
             }
             kind => {
                 let around = if kind.starts_with("gemma") || kind == "nemotron" { 0.0 } else { 1.0 };
-                let shift = ["phi", "starcoder2", "stablelm", "nemotron"].contains(&case.kind);
+                let shift = ["phi", "starcoder2", "stablelm", "nemotron", "phimoe"].contains(&case.kind);
                 match kind {
                     // A trap: this one feeds the feed-forward, not the attention.
                     "olmo2" | "exaone4" => {
@@ -288,6 +292,10 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                     match case.kind {
                         "qwen3" | "gemma3" | "glm4_moe" | "exaone4" | "apertus" => {
                             norm(&mut t, format!("{attn}.{name}_norm"), R, false, around)
+                        }
+                        "hunyuan" | "hunyuan alpha" => {
+                            let name = if name == "q" { "query" } else { "key" };
+                            norm(&mut t, format!("{attn}.{name}_layernorm"), R, false, 1.0);
                         }
                         "olmo2" | "olmoe" | "minimax_m2" => {
                             norm(&mut t, format!("{attn}.{name}_norm"), heads * R, false, 1.0);

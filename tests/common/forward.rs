@@ -38,13 +38,15 @@ pub fn forward_qkv_at(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &
     let mut q = project(&weights.q, &x);
     let mut k = project(&weights.k, &x);
     let v = project(&weights.v, &x);
-    if let Some(norm) = &spec.qk_norm {
-        q = qk_norm(norm, weights.q_norm.as_ref().expect("q norm"), &q);
-        k = qk_norm(norm, weights.k_norm.as_ref().expect("k norm"), &k);
-    }
-    if let Some(rope) = &spec.rope[weights.layer] {
-        for head in q.iter_mut().chain(&mut k) {
-            rotate(rope, head, angles);
+    for behind_rotation in [false, true] {
+        if let Some(norm) = spec.qk_norm.filter(|norm| norm.behind_rotation == behind_rotation) {
+            q = qk_norm(&norm, weights.q_norm.as_ref().expect("q norm"), &q);
+            k = qk_norm(&norm, weights.k_norm.as_ref().expect("k norm"), &k);
+        }
+        if let (Some(rope), false) = (&spec.rope[weights.layer], behind_rotation) {
+            for head in q.iter_mut().chain(&mut k) {
+                rotate(rope, head, angles);
+            }
         }
     }
     Qkv { q, k, v }

@@ -7,14 +7,17 @@ use rand::rngs::StdRng;
 use sigmascale::bound::{E4M3_MAX, LayerBounds, Tail};
 use sigmascale::cuda::scale::{DeviceWeights, Dtype, GramRoute, LayerInput, ScaleEngine};
 use sigmascale::cuda::{Buffer, Stream};
-use sigmascale::device_plan::{DeviceBounds, scale_engine};
+use sigmascale::device_plan::DeviceBounds;
+use sigmascale::geometry::LayerGeometry;
 use sigmascale::plan::DEFAULT_ETA;
+use sigmascale::spectral::{GramEngine, SpectralEngine};
 use sigmascale::{Descale, Result};
 use std::sync::Arc;
 
 tests![
     plans_are_never_below_the_truth_and_close_above_it,
     random_shapes_hold_the_same,
+    frobenius_norms_are_the_cpus_and_sharpen_bounds,
     many_layers_are_the_same_as_one,
     the_same_input_gives_the_same_bits,
     a_capture_and_its_replays_neither_allocate_nor_wait,
@@ -197,6 +200,49 @@ fn random_shapes_hold_the_same() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
+fn frobenius_norms_are_the_cpus_and_sharpen_bounds() {
+    let mut rng = StdRng::seed_from_u64(7);
+    let random: Vec<Case> = (0..20).map(|_| Case::random(&mut rng)).collect();
+    let mut sharpened = 0;
+    for (i, case) in cases().iter().chain(&random).enumerate() {
+        let layer = Layer::new(case, 600 + i as u64);
+        let geometry = LayerGeometry::new(&case.spec(), layer.weights()).unwrap();
+        let spectrum = GramEngine.layer(&geometry).unwrap();
+        let (truth, engine, stream) = (layer.truth(), engine(&layer), stream());
+        engine.plan(&stream).unwrap();
+        let before = engine.head_bounds().unwrap().read().unwrap();
+        engine.frobenius(&stream).unwrap();
+        stream.synchronize().unwrap();
+        let after = engine.head_bounds().unwrap().read().unwrap();
+        let norms = engine.head_frobenius().unwrap().read().unwrap();
+        for (h, want) in spectrum.heads.unwrap().iter().enumerate() {
+            let place = format!("{} ({case:?}): head {h}", case.name);
+            let exact = want.exact.unwrap();
+            // What is left of cancelling heads is made of rounding.
+            let near = if matches!(case.kind, Kind::Cancelling | Kind::Offset) { 0.2 } else { 2e-3 };
+            let norm = ratio(norms[h].norm.into(), exact.frobenius);
+            assert!((norm - 1.0).abs() < near, "{place}: F is {norm:.6} of f64");
+            let above = if matches!(case.kind, Kind::Gaussian | Kind::Spiked) { 0.02 } else { f64::INFINITY };
+            let bound = ratio(norms[h].bound.into(), exact.frobenius_rope_upper);
+            // Where heads cancel the CPU does not balance the two sides, and is far above.
+            let below = if case.kind == Kind::Cancelling { 1.0 } else { LOGIT_BELOW };
+            assert!((1.0 - below..=1.0 + above).contains(&bound), "{place}: bound of F is {bound:.6} of f64");
+            assert!(f64::from(norms[h].bound) >= exact.frobenius * (1.0 - LOGIT_BELOW), "{place}: bound of F below F");
+            let certain = ratio(after[h].certain.into(), truth.heads[h].certain.unwrap());
+            assert!(certain >= 1.0 - below, "{place}: certain bound is {certain:.8} of f64");
+            assert!(after[h].rounded <= before[h].rounded && after[h].certain <= before[h].certain, "{place}");
+            assert!(after[h].sigma == before[h].sigma.min(norms[h].bound), "{place}");
+            if case.kind == Kind::Spiked && case.r <= 128 {
+                assert!(certain <= 1.01, "{place}: certain bound is {certain:.8} of f64");
+            }
+            sharpened += usize::from(after[h].sigma < 0.99 * before[h].sigma);
+            let descale = Descale::covering(f64::from(after[h].rounded), DEFAULT_ETA * E4M3_MAX).unwrap();
+            assert_eq!(after[h].descale, descale.get(), "{place}");
+        }
+    }
+    assert!(sharpened > 0, "no head was sharpened");
+}
+
 fn many_layers_are_the_same_as_one() {
     let case = Case { biases: true, ..Case::new("layers", (512, 64), (6, 2)) };
     let layers: Vec<Layer> = (0..5).map(|i| Layer::new(&case, 40 + i)).collect();
@@ -369,8 +415,6 @@ fn host_weights_give_the_same_bounds() {
     let case = Case::new("nan", (256, 64), (2, 1));
     let layer = Layer::broken(&case, 1, Some(f32::NAN));
     assert!(bounds.layer(&case.spec(), layer.weights(), &Tail::default()).unwrap_err().is_non_finite());
-    let qk_norm = sigmascale::model::preset("qwen3-8b").unwrap();
-    assert!(scale_engine(device(), &qk_norm, &[]).unwrap_err().is_unsupported());
 }
 
 fn weights_must_lie_in_their_memory() {

@@ -18,6 +18,7 @@ mod engine;
 mod lost;
 mod policies;
 mod power;
+mod qk_norm;
 mod weights;
 
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -32,10 +33,11 @@ fn main() -> ExitCode {
     }
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(1);
-    let cases = [attention::tests(), engine::tests(), policies::tests(), power::tests(), lost::tests()]
-        .into_iter()
-        .flatten()
-        .collect();
+    let cases =
+        [attention::tests(), engine::tests(), policies::tests(), power::tests(), qk_norm::tests(), lost::tests()]
+            .into_iter()
+            .flatten()
+            .collect();
     libtest_mimic::run(&arguments, cases).exit_code()
 }
 

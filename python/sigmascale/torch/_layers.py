@@ -108,7 +108,10 @@ def check(layers):
         if len({vector.dtype for vector in vectors.values()}) > 1:
             kinds = ", ".join(f"{name} {vector.dtype}" for name, vector in vectors.items())
             raise ArgumentError(f"{layer.name}: mixed types ({kinds}): cast norm and biases of a layer to one type")
-        for name, vector in vectors.items():
+        norms = {name: getattr(layer, name) for name in ("q_norm", "k_norm") if getattr(layer, name) is not None}
+        if len({vector.dtype for vector in norms.values()}) > 1:
+            raise ArgumentError(f"{layer.name}: cast q_norm and k_norm to one type")
+        for name, vector in (vectors | norms).items():
             if vector.dim() != 1 or not vector.is_contiguous():
                 raise ArgumentError(f"{layer.name}: {name} must be a contiguous vector, not {tuple(vector.shape)}")
         _check_shapes(layer)
@@ -214,12 +217,11 @@ def entries(layer):
         "interleaved": layer.interleaved,
         "rope_factor": layer.rope_factor,
         "softmax_scale": r**-0.5 if layer.softmax_scale is None else layer.softmax_scale,
-        # Bounds of normalised q and k are computed from the gains at every refresh; these hold their place.
-        "fixed_bounds": None if layer.q_norm is None else (1.0, 1.0),
     }
-    one = lambda n_q, n_kv, starts: (
+    one = lambda n_q, n_kv, starts, first=(0, 0): (
         common
         | {
+            "qk_norm": None if layer.q_norm is None else _QkNorm(layer, first),
             "q": projection("q", starts[0]),
             "k": projection("k", starts[1]),
             "v": None if layer.norm is None else projection("v", starts[2]),
@@ -233,7 +235,21 @@ def entries(layer):
     if steady:
         return [one(layer.n_q_heads, layer.n_kv_heads, [rows[0] for rows in layer.heads])]
     q, k, v = layer.heads
-    return [one(group, 1, (q[g * group], k[g], v[g])) for g in range(layer.n_kv_heads)]
+    return [one(group, 1, (q[g * group], k[g], v[g]), (g * group, g)) for g in range(layer.n_kv_heads)]
+
+
+class _QkNorm:
+    """The norms of q and k from heads ``first`` on."""
+
+    def __init__(self, layer, first):
+        def side(gain, heads, head):
+            per_head = gain.shape[0] != layer.d_head
+            address = gain.data_ptr() + (head * layer.d_head * gain.element_size() if per_head else 0)
+            return address, per_head, (heads if layer.qk_norm_joint else 1) * layer.d_head
+
+        self.q = side(layer.q_norm, layer.n_q_heads, first[0])
+        self.k = side(layer.k_norm, layer.n_kv_heads, first[1])
+        self.dtype, self.offset = _DTYPES[layer.q_norm.dtype], layer.qk_norm_offset
 
 
 class _Projection:
@@ -305,8 +321,9 @@ def _layer(spec, names, index, prefix, parameters, modules):
                 f"{(place['channels'], spec['d_model'])}"
             )
         weights[key], biases[key], heads[key] = weight, bias, place["heads"]
-    rope = spec["rope"][index]
     qk_norm = spec["qk_norm"]
+    # In front of a norm of q and k a rotation changes none of their bounds.
+    rope = None if qk_norm and qk_norm["behind_rotation"] else spec["rope"][index]
     q_norm = k_norm = None
     if names["qk_norm"] is not None:
         if any("{h}" in name for name in names["qk_norm"]):

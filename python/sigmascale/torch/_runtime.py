@@ -10,7 +10,7 @@ import torch
 
 from .. import _native
 from .._errors import ArgumentError, CudaError, MismatchError, NonFiniteError, SigmascaleError, UnsupportedError
-from . import _backends, _layers, _qk_norm
+from . import _backends, _layers
 from ._policies import FROM_BOUNDS, POLICIES, make_policy
 
 STATE_VERSION = 2
@@ -157,13 +157,12 @@ class Runtime:
         kinds = {}
         for index, layer in enumerate(found):
             rows = _layers.entries(layer)
-            keys = ("rotary", "interleaved", "rope_factor", "mean_removed", "vector_dtype", "d_model", "fixed_bounds")
-            kinds.setdefault((len(rows), *(rows[0][key] for key in keys)), []).append((index, rows))
+            keys = ("rotary", "interleaved", "rope_factor", "mean_removed", "vector_dtype", "d_model")
+            kind = (len(rows), layer.q_norm is None, *(rows[0][key] for key in keys))
+            kinds.setdefault(kind, []).append((index, rows))
         for members in kinds.values():
             rows = [row for _, entries in members for row in entries]
-            # Logits of normalised q and k follow from their gains.
-            logits = "bounds" in targets and rows[0]["fixed_bounds"] is None
-            engine = _native.ScaleEngine(self.device.index, rows, logits)
+            engine = _native.ScaleEngine(self.device.index, rows, "bounds" in targets)
             places = [index for index, _ in members]
             self._engines.append(_Engine(engine, places, len(members[0][1]), targets, self))
 
@@ -209,7 +208,6 @@ class Runtime:
                 self._policy.observe(self, stream)
                 for engine in self._engines:
                     engine.run(stream)
-                self._normalised()
                 if self.logits is not None:
                     self.logit_descales.copy_(self.logits[..., 3])
                 self._policy.update(self, stream)
@@ -218,24 +216,6 @@ class Runtime:
                     work(self)
         finally:
             self._lock.release()
-
-    def _normalised(self):
-        """The same for q and k that are normalised after the projection."""
-        if not self._targets:
-            return
-        for index, layer in enumerate(self._tensors):
-            if layer.q_norm is None:
-                continue
-            bounds = _qk_norm.operand_bounds(layer)
-            descales = _qk_norm.descales(bounds)
-            for target in self._targets.get("heads", ()):
-                target[index, :2].copy_(descales)
-            for target in self._targets.get("operands", ()):
-                target[index, :2].copy_(bounds)
-            if targets := self._targets.get("bounds"):
-                logits = _qk_norm.logit_bounds(layer, descales)
-                for target in targets:
-                    target[index, :, :4].copy_(logits)
 
     def observed(self):
         """The same as :meth:`stats` without waiting, as device tensors: amax ``(layers, 3, n_kv)`` of q, k and v, and

@@ -20,14 +20,15 @@ pub(super) struct Bounds {
     product_launch: Launch,
     lambdas: Buffer<f64>,
     aux: Buffer<f64>,
-    softmax_scales: Buffer<f32>,
+    pub softmax_scales: Buffer<f32>,
     biases: Buffer<u64>,
     pub value_blocks: [(Buffer<NormBlock>, usize); 2],
     pub heads: Buffer<HeadBound>,
     /// Q and K statistics come from the Grams of the plain route: no mean, no shift.
     pub from_grams: bool,
     pub eta: f64,
-    rounding: f32,
+    /// Allowance of a Gram's entries, in units of 2^-24 tr G.
+    pub rounding: f32,
     /// Bits of the projections whose pair products still hold the mean, of any layer.
     raw_pairs: u32,
     shape: LayerInput,

@@ -3,9 +3,11 @@
 use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
 use super::bounds::Bounds;
+use super::frobenius::Frobenius;
 use super::grams::{GramRoute, Grams, Layout};
 use super::host::DeviceWeights;
-use super::tables::{self, ChannelStats, HAS_MEAN, HeadBound, LayerInput, NormBlock};
+use super::qk_norm::{self, QkNorm};
+use super::tables::{self, ChannelStats, HAS_MEAN, HeadBound, HeadFrobenius, LayerInput, NormBlock};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
@@ -30,6 +32,8 @@ pub struct ScaleEngine {
     status: Buffer<u32>,
     grams: Option<Grams>,
     bounds: Option<Bounds>,
+    frobenius: Option<Frobenius>,
+    qk_norm: Option<QkNorm>,
     /// Weights that the engine keeps alive; `None` where its maker promised to.
     weights: Option<Arc<DeviceWeights>>,
 }
@@ -64,14 +68,17 @@ impl ScaleEngine {
             descales: kernel(sources::DESCALES, "scale_descales")?,
         };
         let padded = layers[0].d_model.next_multiple_of(128);
-        let grams = if with_grams {
+        let normalised = layers[0].qk_norm.is_some();
+        let grams = if with_grams && !normalised {
             Some(Grams::new(device, layers, &built, Layout::new(device, layers, &built))?)
         } else {
             None
         };
-        let bounds = match &grams {
-            Some(g) if layers.iter().all(|l| l.fixed_bounds.is_none()) => Some(Bounds::new(device, layers, &built, g)?),
-            _ => None,
+        let bounds = grams.as_ref().map(|g| Bounds::new(device, layers, &built, g)).transpose()?;
+        let frobenius = bounds.as_ref().map(|_| Frobenius::new(device, layers)).transpose()?;
+        let qk_norm = match normalised {
+            true => Some(QkNorm::new(device, layers, built.layers.iter().map(|l| l.out))?),
+            false => None,
         };
         Ok(Self {
             kernels,
@@ -89,6 +96,8 @@ impl ScaleEngine {
             projections: device.upload(&built.projections)?,
             grams,
             bounds,
+            frobenius,
+            qk_norm,
             layers: layers.to_vec(),
             weights: None,
         })
@@ -134,7 +143,9 @@ impl ScaleEngine {
         let launch = Launch { grid, block: 1024, shared: 4 * self.layers[0].n_q as u32 };
         // SAFETY: 1. the arguments are the kernel's, in order; 2. and 3. all are this engine's buffers, written for these
         // layers, ordered by the stream.
-        unsafe { self.kernels.descales.launch(stream, launch, &args) }
+        unsafe { self.kernels.descales.launch(stream, launch, &args)? };
+        let results = [self.heads.ptr(), self.tensors.ptr(), self.operand_bounds.ptr(), self.status.ptr()];
+        self.qk_norm.as_ref().map_or(Ok(()), |norm| norm.run(stream, results))
     }
 
     /// Channel statistics of the projections in the two tables.
@@ -167,11 +178,14 @@ impl ScaleEngine {
 
     /// Puts the whole plan on `stream`: operand descales, and for every query head a certified logit bound and its
     /// descale. One read of the weights on the tensor-core route where the norm has neither mean nor shift; W_Q and W_K are
-    /// read twice elsewhere.
+    /// read twice elsewhere, and not at all where q and k are normalised after the projection.
     ///
     /// # Errors
-    /// If the engine was made without Grams, a QK-norm bounds the logits already, or a launch is refused.
+    /// If the engine was made without Grams, or a launch is refused.
     pub fn plan(&self, stream: &Stream) -> Result<()> {
+        if self.qk_norm.is_some() {
+            return self.descales(stream);
+        }
         let (Some(grams), Some(b)) = (&self.grams, &self.bounds) else {
             return Err(Error::cuda("the engine was made without logit bounds"));
         };
@@ -190,7 +204,26 @@ impl ScaleEngine {
 
     /// Logit bounds of [`ScaleEngine::plan`], `[layer][query head]`.
     pub fn head_bounds(&self) -> Option<&Buffer<HeadBound>> {
-        self.bounds.as_ref().map(|b| &b.heads)
+        let normalised = self.qk_norm.as_ref().map(|norm| &norm.heads);
+        normalised.or_else(|| self.bounds.as_ref().map(|b| &b.heads))
+    }
+
+    /// Puts the Frobenius norms `||W_Q W_K^T||_F` of every query head on `stream`, behind [`ScaleEngine::plan`], whose Grams
+    /// it reads: no weight is read again. Where the Frobenius norm over every relative position is the sharper bound of sigma
+    /// (few directions carry the head), sigma, the bounds and the logit descale of that head fall with it.
+    ///
+    /// # Errors
+    /// If the engine has no Grams (it was made without, or q and k are normalised), or the launch is refused.
+    pub fn frobenius(&self, stream: &Stream) -> Result<()> {
+        let (Some(frobenius), Some(grams), Some(bounds)) = (&self.frobenius, &self.grams, &self.bounds) else {
+            return Err(Error::cuda("the engine was made without Grams"));
+        };
+        frobenius.run(stream, &self.layers[0], grams, bounds, self.stats.ptr())
+    }
+
+    /// What [`ScaleEngine::frobenius`] leaves, `[layer][query head]`.
+    pub fn head_frobenius(&self) -> Option<&Buffer<HeadFrobenius>> {
+        self.frobenius.as_ref().map(|f| &f.norms)
     }
 
     /// Bytes of device memory that the engine holds.
@@ -203,7 +236,9 @@ impl ScaleEngine {
             + 4 * (self.gains.len() + self.scales.len() + self.heads.len() + self.tensors.len())
             + 4 * (self.operand_bounds.len() + self.status.len())
             + 8 * (self.row_blocks.1 + self.column_blocks.1);
-        grams + bounds + tables
+        let normalised = if self.qk_norm.is_some() { QkNorm::bytes_for(&self.layers) } else { 0 };
+        let frobenius = if self.frobenius.is_some() { Frobenius::bytes_for(&self.layers) } else { 0 };
+        grams + bounds + frobenius + normalised + tables
     }
 
     /// What [`ScaleEngine::workspace_bytes`] of an engine for these layers will be, without compiling or allocating.
@@ -220,11 +255,12 @@ impl ScaleEngine {
             + 4 * ((layers[0].d_model.next_multiple_of(128) + 1) * projections + built.outputs + 4 * layers.len() + 1)
             + 12 * layers[0].n_kv * layers.len()
             + 8 * (built.row_blocks.len() + built.column_blocks.len());
-        if with_grams {
-            bytes += Layout::new(device, layers, &built).bytes(projections);
-            if layers.iter().all(|l| l.fixed_bounds.is_none()) {
-                bytes += Bounds::bytes_for(layers, &built);
-            }
+        if layers[0].qk_norm.is_some() {
+            bytes += QkNorm::bytes_for(layers);
+        } else if with_grams {
+            bytes += Layout::new(device, layers, &built).bytes(projections)
+                + Bounds::bytes_for(layers, &built)
+                + Frobenius::bytes_for(layers);
         }
         Ok(bytes)
     }
@@ -239,6 +275,9 @@ impl ScaleEngine {
         }
         if let Some(bounds) = &mut self.bounds {
             bounds.eta = eta;
+        }
+        if let Some(norm) = &mut self.qk_norm {
+            norm.eta = eta;
         }
         Ok(self)
     }
@@ -302,13 +341,18 @@ pub(super) fn check(layers: &[LayerInput]) -> Result<()> {
             "the rotated channels must be even in number and at most d_head"
         } else if (l.d_model, l.n_q, l.n_kv, l.d_head) != (first.d_model, first.n_q, first.n_kv, first.d_head) {
             "every layer must have the shape of the first"
-        } else if (l.rotary, l.interleaved, l.mean_removed, l.vector_dtype, l.rope_factor)
-            != (first.rotary, first.interleaved, first.mean_removed, first.vector_dtype, first.rope_factor)
+        } else if (l.mean_removed, l.vector_dtype) != (first.mean_removed, first.vector_dtype)
+            // Bounds of normalised q and k take each layer's own rotation.
+            || (l.qk_norm.is_none()
+                && (l.rotary, l.interleaved, l.rope_factor) != (first.rotary, first.interleaved, first.rope_factor))
         {
             "every layer must have the norm, the rotation and the vector type of the first"
+        } else if l.qk_norm.is_some() != first.qk_norm.is_some() {
+            "either every layer normalises q and k after the projection, or none"
         } else if l.d_model == 0 || l.d_model > 1 << 20 || l.n_q > 1 << 12 {
             "d_model must be from 1 to 2^20 and there may be at most 4096 heads"
         } else {
+            qk_norm::check(l).map_err(|error| error.within(format_args!("layer {i}")))?;
             continue;
         };
         return Err(Error::argument(format_args!("layer {i}: {rule}")));
@@ -339,7 +383,12 @@ impl Tables {
         for l in layers {
             let mut starts = [NO_ROW; 3];
             let mut raw_pairs = 0;
-            let inputs = [Some((&l.q, l.n_q)), Some((&l.k, l.n_kv)), l.v.as_ref().map(|v| (v, l.n_kv))];
+            let projected = l.qk_norm.is_none();
+            let inputs = [
+                projected.then_some((&l.q, l.n_q)),
+                projected.then_some((&l.k, l.n_kv)),
+                l.v.as_ref().map(|v| (v, l.n_kv)),
+            ];
             for (which, input) in inputs.into_iter().enumerate() {
                 let Some((p, heads)) = input else { continue };
                 let rotary = if which == 2 { 0 } else { l.rotary };
@@ -396,9 +445,8 @@ impl Tables {
                 raw_pairs,
                 out: t.outputs as u32,
                 rope_factor: l.rope_factor,
-                fixed_q: l.fixed_bounds.map_or(0.0, |b| b.0),
-                fixed_k: l.fixed_bounds.map_or(0.0, |b| b.1),
-                pad: 0,
+                normalised: l.qk_norm.is_some().into(),
+                pad: [0; 2],
             });
             t.outputs += 4 * l.n_kv;
         }

@@ -1,7 +1,7 @@
 //! Weights in device memory that belong to this crate: checked, or copied from the host.
 
 use super::super::device::{Buffer, Device, DevicePtr};
-use super::tables::{DeviceMatrix, Dtype, LayerInput, ProjectionInput};
+use super::tables::{DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
 use crate::error::{Error, Result};
 use crate::tensor::{self, MatrixView};
 use half::{bf16, f16};
@@ -30,6 +30,21 @@ pub struct HostLayer<'a> {
     pub gain: Option<&'a [f64]>,
     /// Stored shift of the input norm.
     pub shift: Option<&'a [f64]>,
+    /// Norms of q and k between projection and rotation. W_Q and W_K stay on the host then.
+    pub qk_norm: Option<HostQkNorm<'a>>,
+}
+
+/// Norms of q and k in host memory: each `d_head` values that all heads share, or `heads * d_head`.
+#[derive(Clone, Copy, Debug)]
+pub struct HostQkNorm<'a> {
+    /// Stored gains of q and of k; `None` for ones.
+    pub gains: [Option<&'a [f64]>; 2],
+    /// Stored shifts of q and of k.
+    pub shifts: [Option<&'a [f64]>; 2],
+    /// Added to every stored gain.
+    pub gain_offset: f32,
+    /// All heads of a projection are normalised together, rather than each alone.
+    pub joint: bool,
 }
 
 /// Weights in device memory that is owned here. Every address has been checked against it.
@@ -59,7 +74,15 @@ impl DeviceWeights {
                 inside(p.weight.ptr, extent(&p.weight, rows, l.d_model)) && vector(p.bias, rows)
             };
             let v = l.v.as_ref().is_none_or(|v| projection(v, l.n_kv));
-            if !(norm && projection(&l.q, l.n_q) && projection(&l.k, l.n_kv) && v) {
+            let q_and_k = match &l.qk_norm {
+                None => projection(&l.q, l.n_q) && projection(&l.k, l.n_kv),
+                Some(norm) => [(&norm.q, l.n_q), (&norm.k, l.n_kv)].into_iter().all(|(side, heads)| {
+                    let values = if side.per_head { heads.saturating_mul(l.d_head) } else { l.d_head };
+                    let bytes = (values as u64).checked_mul(norm.dtype.size() as u64);
+                    [side.gain, side.shift].into_iter().all(|ptr| ptr == DevicePtr::NULL || inside(ptr, bytes))
+                }),
+            };
+            if !(norm && q_and_k && v) {
                 return Err(Error::argument(format_args!(
                     "layer {i}: a weight does not lie in the memory given with it"
                 )));
@@ -115,6 +138,29 @@ fn upload(device: &Device, layer: &HostLayer<'_>, memory: &mut Vec<Buffer<u8>>) 
         .zip([form.n_q, form.n_kv, form.n_kv])
         .map(|(p, heads)| vector(p.and_then(|p| p.bias), "a bias", heads * form.d_head))
         .collect::<Result<Vec<_>>>()?;
+    let qk_norm = match &layer.qk_norm {
+        None => None,
+        Some(norm) => {
+            let mut side = |which: usize, name: [&str; 2], heads: usize| -> Result<QkNormSide> {
+                let stored = [norm.gains[which], norm.shifts[which]];
+                let per_head = stored.into_iter().flatten().any(|values| values.len() != form.d_head);
+                let want = if per_head { heads * form.d_head } else { form.d_head };
+                let mut keep = |values: Option<&[f64]>, name: &str| match values {
+                    // Shared by all heads, beside a vector that is not.
+                    Some(shared) if shared.len() == form.d_head => {
+                        vector(Some(&shared.repeat(want / form.d_head)), name, want)
+                    }
+                    other => vector(other, name, want),
+                };
+                let (gain, shift) = (keep(stored[0], name[0])?, keep(stored[1], name[1])?);
+                let channels = if norm.joint { heads * form.d_head } else { form.d_head };
+                Ok(QkNormSide { gain, shift, per_head, channels: channels as u32 })
+            };
+            let q = side(0, ["the q norm's gain", "the q norm's shift"], form.n_q)?;
+            let k = side(1, ["the k norm's gain", "the k norm's shift"], form.n_kv)?;
+            Some(QkNormInput { q, k, dtype: Dtype::F32, gain_offset: norm.gain_offset })
+        }
+    };
     let mut projection = |input: HostProjection<'_>, heads: usize, bias: DevicePtr| -> Result<ProjectionInput> {
         let shape = (form.d_head, form.d_model);
         if input.heads.len() != heads || input.heads.iter().any(|view| view.shape() != shape) {
@@ -130,13 +176,16 @@ fn upload(device: &Device, layer: &HostLayer<'_>, memory: &mut Vec<Buffer<u8>>) 
             bias,
         })
     };
+    // Where their norms bound q and k, nothing reads W_Q and W_K.
+    let read = qk_norm.is_none();
     Ok(LayerInput {
-        q: projection(layer.q, form.n_q, bias[0])?,
-        k: projection(layer.k, form.n_kv, bias[1])?,
+        q: if read { projection(layer.q, form.n_q, bias[0])? } else { form.q },
+        k: if read { projection(layer.k, form.n_kv, bias[1])? } else { form.k },
         v: layer.v.map(|v| projection(v, form.n_kv, bias[2])).transpose()?,
         gain,
         shift,
         vector_dtype: Dtype::F32,
+        qk_norm,
         ..form
     })
 }

@@ -10,15 +10,20 @@
 
 mod bounds;
 mod engine;
+mod frobenius;
 mod grams;
 mod host;
 mod power;
 mod power_sum;
+mod qk_norm;
 mod tables;
 
 pub use engine::ScaleEngine;
 pub use grams::GramRoute;
-pub use host::{DeviceWeights, HostLayer, HostProjection};
+pub use host::{DeviceWeights, HostLayer, HostProjection, HostQkNorm};
 pub use power::PowerEngine;
 pub use power_sum::SummedPowerEngine;
-pub use tables::{ChannelStats, DeviceMatrix, Dtype, HeadBound, HeadGram, LayerInput, ProjectionInput};
+pub use tables::{
+    ChannelStats, DeviceMatrix, Dtype, HeadBound, HeadFrobenius, HeadGram, LayerInput, ProjectionInput, QkNormInput,
+    QkNormSide,
+};

@@ -82,8 +82,34 @@ pub struct LayerInput {
     pub rope_factor: f32,
     /// Softmax scale tau.
     pub softmax_scale: f64,
-    /// Operand bounds B + A/32 that the gains of a QK-norm give, for q and k.
-    pub fixed_bounds: Option<(f32, f32)>,
+    /// Norms of q and k between projection and rotation. Their bounds come from these alone: W_Q and W_K are not read.
+    pub qk_norm: Option<QkNormInput>,
+}
+
+/// Norms of q and k between projection and rotation: `|y_b| <= sqrt(channels) |gain_b| + |shift_b|`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QkNormInput {
+    /// Norm of the query heads.
+    pub q: QkNormSide,
+    /// Norm of the key heads.
+    pub k: QkNormSide,
+    /// Type of the stored vectors.
+    pub dtype: Dtype,
+    /// Added to every stored gain (1 for norms that multiply by 1 + g).
+    pub gain_offset: f32,
+}
+
+/// The vectors of one norm, as stored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QkNormSide {
+    /// Gains, or NULL for ones (to which no offset is added).
+    pub gain: DevicePtr,
+    /// Shifts, or NULL for none.
+    pub shift: DevicePtr,
+    /// Every head has values of its own, `heads * d_head` of them; otherwise all heads share `d_head`.
+    pub per_head: bool,
+    /// Channels that are normalised together: d_head (Qwen 3, Gemma 3), or those of all heads (OLMo 2).
+    pub channels: u32,
 }
 
 impl LayerInput {
@@ -108,7 +134,7 @@ impl LayerInput {
             interleaved: false,
             rope_factor: 1.0,
             softmax_scale: 1.0,
-            fixed_bounds: None,
+            qk_norm: None,
         }
     }
 }
@@ -161,11 +187,35 @@ pub(super) struct Layer {
     pub raw_pairs: u32,
     pub out: u32,
     pub rope_factor: f32,
-    pub fixed_q: f32,
-    pub fixed_k: f32,
-    pub pad: u32,
+    pub normalised: u32,
+    pub pad: [u32; 2],
 }
 const _: () = assert!(size_of::<Layer>() == 64);
+
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct QkSide {
+    pub gain: u64,
+    pub shift: u64,
+    pub stride: u32,
+    pub channels: u32,
+}
+
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct QkLayer {
+    pub q: QkSide,
+    pub k: QkSide,
+    pub dtype: u32,
+    pub gain_offset: f32,
+    pub rope_factor: f32,
+    pub softmax_scale: f32,
+    pub rotary: u32,
+    pub interleaved: u32,
+    pub out: u32,
+    pub pad: u32,
+}
+const _: () = assert!(size_of::<QkLayer>() == 80);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
@@ -269,6 +319,23 @@ pub struct HeadBound {
     pub constants: f32,
     /// Zero.
     pub pad: f32,
+}
+
+/// Frobenius norm of one query head's interaction `W_Q W_K^T`, as the device keeps it.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct HeadFrobenius {
+    /// The norm at relative position 0.
+    pub norm: f32,
+    /// Certified bound over every relative position, rounded up.
+    pub bound: f32,
+}
+
+impl HeadFrobenius {
+    /// `F^2 / sigma^2`, between 1 and d_head; 0 for a head of zeros.
+    pub fn stable_rank(&self, sigma: f32) -> f64 {
+        if sigma == 0.0 { 0.0 } else { (f64::from(self.norm) / f64::from(sigma)).powi(2) }
+    }
 }
 
 /// How Grams are cut into work: segments, the share of each block, and where each head's parts lie.

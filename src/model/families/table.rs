@@ -67,7 +67,13 @@ const fn gpt_sizes(kv_heads: KvHeads) -> Sizes {
 const fn head_rms(gain: GainForm) -> QkNormRule {
     QkNormRule {
         when: Flag::Always,
-        norm: QkNorm { scope: QkNormScope::PerHead, kind: NormKind::RmsNorm, gain, shift: false },
+        norm: QkNorm {
+            scope: QkNormScope::PerHead,
+            kind: NormKind::RmsNorm,
+            gain,
+            shift: false,
+            behind_rotation: false,
+        },
         q: "layers.{i}.self_attn.q_norm",
         k: "layers.{i}.self_attn.k_norm",
         stored: QkNormStored::Shared,
@@ -106,7 +112,13 @@ const CLIP: &[Refusal] = &[Refusal {
 
 const JOINT_RMS: QkNormRule = QkNormRule {
     when: Flag::Always,
-    norm: QkNorm { scope: QkNormScope::Joint, kind: NormKind::RmsNorm, gain: GainForm::Plain, shift: false },
+    norm: QkNorm {
+        scope: QkNormScope::Joint,
+        kind: NormKind::RmsNorm,
+        gain: GainForm::Plain,
+        shift: false,
+        behind_rotation: false,
+    },
     q: "layers.{i}.self_attn.q_norm",
     k: "layers.{i}.self_attn.k_norm",
     stored: QkNormStored::Flat,
@@ -371,6 +383,7 @@ pub(crate) static FAMILIES: &[Family] = &[
                 kind: NormKind::LayerNorm,
                 gain: GainForm::Plain,
                 shift: false,
+                behind_rotation: false,
             },
             q: "layers.{i}.self_attn.q_layernorm.norms.{h}",
             k: "layers.{i}.self_attn.k_layernorm.norms.{h}",
@@ -398,6 +411,7 @@ pub(crate) static FAMILIES: &[Family] = &[
                 kind: NormKind::LayerNorm,
                 gain: GainForm::Plain,
                 shift: false,
+                behind_rotation: false,
             },
             q: "layers.{i}.self_attn.q_norm",
             k: "layers.{i}.self_attn.k_norm",
@@ -510,6 +524,32 @@ pub(crate) static FAMILIES: &[Family] = &[
         norm_tensor: NormTensor::Own("layers.{i}.attention_layernorm"),
         rope: half_split(12e6),
         qk_norm: Some(head_rms(GainForm::Plain)),
+        ..LLAMA
+    },
+    Family {
+        name: "hunyuan_v1_dense",
+        model_types: &["hunyuan_v1_dense", "hunyuan_v1_moe"],
+        sizes: llama_sizes(kv(None), HeadDim::Key(None)),
+        qk_norm: Some(QkNormRule {
+            norm: QkNorm {
+                scope: QkNormScope::PerHead,
+                kind: NormKind::RmsNorm,
+                gain: GainForm::Plain,
+                shift: false,
+                behind_rotation: true,
+            },
+            q: "layers.{i}.self_attn.query_layernorm",
+            k: "layers.{i}.self_attn.key_layernorm",
+            ..head_rms(GainForm::Plain)
+        }),
+        ..LLAMA
+    },
+    Family {
+        name: "phimoe",
+        model_types: &["phimoe"],
+        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
+        norm: LAYER_NORM,
+        rope: half_split(1e6),
         ..LLAMA
     },
     Family { name: "dots1", model_types: &["dots1"], qk_norm: Some(head_rms(GainForm::Plain)), ..LLAMA },
