@@ -395,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 192 / THREADS)
     each(s[0], units[0], [&](float& v, u32 i, u32 j) { v = g[i * ROW + j]; });
     const float frobenius = sqrtf(sums.z) * 1.0001f * scale_q + N * e_q * scale_q;
     const double slack = 2.0 * (N + 2) * u24 * lengths * frobenius;
-    const float top = largest(s, units, (u8*)t, 2.f * OPEN);
+    const float top = largest(s, units, (u8*)t, 0.25f * OPEN);  // the factor has lost enough already
     if (threadIdx.x) return;
     result = (1.0 + t_q) * (1.0 + t_k) * ((double)top + slack) / scale_q / scale_k * (1.0 + 0x1p-19);
   }

@@ -31,8 +31,12 @@ sources! {
     GRAMS = "scale_grams";
     /// Grams on Hopper's tensor cores.
     GRAMS_WGMMA = "scale_grams_wgmma";
+    /// The same where heads have more than 128 channels, or weights are f32.
+    GRAMS_WIDE = "scale_grams_wide";
     /// Certified eigenvalues of small matrices.
     BOUNDS = "scale_bounds";
+    /// The same for heads of more than 128 channels, on Hopper.
+    BOUNDS_WIDE = "scale_bounds_wide";
     /// Frobenius norms from Grams.
     FROBENIUS = "scale_frobenius";
     /// Implicit power iteration, each weight read once a step.
@@ -67,6 +71,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("launch.cuh", include_str!("../../kernels/include/launch.cuh")),
     ("math.cuh", include_str!("../../kernels/include/math.cuh")),
     ("policy_types.cuh", include_str!("../../kernels/include/policy_types.cuh")),
+    ("scale_cluster.cuh", include_str!("../../kernels/include/scale_cluster.cuh")),
     ("scale_mma.cuh", include_str!("../../kernels/include/scale_mma.cuh")),
     ("scale_ptx.cuh", include_str!("../../kernels/include/scale_ptx.cuh")),
     ("scale_spectrum.cuh", include_str!("../../kernels/include/scale_spectrum.cuh")),

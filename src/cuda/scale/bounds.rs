@@ -49,6 +49,13 @@ fn squaring(r: usize) -> (u32, u32) {
     (32 * units.div_ceil(each) as u32, (bands * 32 * (bands * 32 + 8) * 2) as u32)
 }
 
+/// The same where heads have more than 128 channels (`kernels/scale_bounds_wide.cu`): two 64 x 64 blocks a warpgroup, and
+/// the matrix in f16 with room for its alignment.
+fn wide_squaring(r: usize) -> (u32, u32) {
+    let side = r.div_ceil(64);
+    (32 * (side * (side + 1)) as u32, (1024 + 2 * 64 * 64 * side * side) as u32)
+}
+
 /// Largest d_head whose product without rotation fits a block's shared memory.
 const PRODUCT_MOST: usize = 128;
 
@@ -82,15 +89,19 @@ impl Bounds {
             }
         }
         let results = rest_at + 2 * count * n_q;
-        let module = device.module(sources::BOUNDS, &[("D_HEAD", r.to_string())])?;
+        let module = |source| device.module(source, &[("D_HEAD", r.to_string())]);
         let plan = device.module(sources::PLAN, &[])?;
-        let eigen = module.kernel("scale_bounds")?;
-        let (threads, shared) = squaring(r);
+        let wide = r > 128 && device.arch().compute == 90;
+        let (eigen, (threads, shared)) = if wide {
+            (module(sources::BOUNDS_WIDE)?.kernel("scale_bounds_wide")?, wide_squaring(r))
+        } else {
+            (module(sources::BOUNDS)?.kernel("scale_bounds")?, squaring(r))
+        };
         eigen.allow_shared(shared)?;
         let side = r.next_multiple_of(32);
         let product_shared = (3 * side * (side + 4) * 4) as u32;
         let product = if by_product {
-            let kernel = module.kernel("scale_products")?;
+            let kernel = module(sources::BOUNDS)?.kernel("scale_products")?;
             kernel.allow_shared(product_shared)?;
             Some(kernel)
         } else {
@@ -111,7 +122,7 @@ impl Bounds {
                 each(l.q.bias, n_q).chain(each(l.k.bias, n_kv))
             })
             .collect();
-        let flush = 256 + first.d_model.div_ceil(256);
+        let flush = grams.route.depth(first.d_model);
         // g w is rounded once.
         let split = 3;
         let parts = grams.host_heads.iter().map(|h| h.count as usize).max().unwrap_or(1);
