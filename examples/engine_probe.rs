@@ -711,6 +711,9 @@ fn bench(names: &[String]) -> Result<()> {
         // SAFETY: as above.
         let summed = unsafe { SummedPowerEngine::new(&device, &inputs, 1)? };
         report("power_sum_step", median_us(&stream, |s| summed.steps(s, 1))?, qk);
+        // SAFETY: as above.
+        let twice = unsafe { SummedPowerEngine::reading_twice(&device, &inputs, 1)? };
+        report("power_sum_step_two_reads", median_us(&stream, |s| twice.steps(s, 1))?, qk);
         report("plan", median_us(&stream, |s| engine.plan(s))?, qkv);
         if engine.status().read()?[0] != 0 {
             println!("# status {:?}", engine.status().read()?);

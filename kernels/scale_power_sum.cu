@@ -4,6 +4,8 @@
 // vector. Between the products one block a layer sums parts in order, normalises, and lays out the next vector.
 //
 // sigma = ||M^T u|| of the unit u, never above ||M||. A vector that is mapped to zero stays as it is.
+//
+// For devices before Hopper and what scale_power_once does not take: that one reads each weight once.
 #include "scale_types.cuh"
 
 #ifndef WEIGHTS

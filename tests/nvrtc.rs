@@ -55,6 +55,28 @@ fn variants() -> Vec<Request> {
             all.push(Request::new(source, Arch::SM100).define("D_HEAD", 128));
             continue;
         }
+        if source == sources::POWER_ONCE {
+            // Type, [in, out], blocks, channels of a block and of a box, inputs of a tile.
+            for shape in [
+                [0, 0, 8, 512, 256, 64],
+                [0, 0, 16, 1024, 256, 32],
+                [0, 0, 4, 400, 200, 64],
+                [1, 0, 2, 120, 120, 64],
+                [2, 0, 1, 40, 40, 32],
+                [2, 0, 16, 512, 256, 32],
+                [0, 1, 4, 400, 200, 64],
+                [0, 1, 16, 768, 256, 32],
+                [1, 1, 8, 512, 256, 64],
+                [2, 1, 8, 512, 128, 32],
+            ] {
+                let names = ["WEIGHTS", "ALONG_CHANNELS", "PEERS", "SHARE", "BOX", "TILE"];
+                let request = Request::new(source, Arch::SM90A);
+                all.push(
+                    names.into_iter().zip(shape).fold(request, |request, (name, value)| request.define(name, value)),
+                );
+            }
+            continue;
+        }
         if source == sources::POWER_SUM {
             all.extend([0, 1, 2].map(|dtype| Request::new(source, Arch::SM90A).define("WEIGHTS", dtype)));
         }

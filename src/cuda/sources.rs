@@ -43,6 +43,8 @@ sources! {
     POWER = "scale_power";
     /// The paper's power iteration on a whole layer.
     POWER_SUM = "scale_power_sum";
+    /// The same with each weight read once a step, in clusters (Hopper).
+    POWER_ONCE = "scale_power_once";
     /// Bounds of q and k that are normalised after the projection.
     QK_NORM = "scale_qk_norm";
     /// Logit bounds and descales; statistics from Grams.

@@ -21,6 +21,7 @@ tests![
     every_summed_step_is_that_of_f64,
     the_summed_form_converges_to_the_cpus,
     summed_layers_are_apart_and_broken_ones_leave_no_trace,
+    a_summed_resume_goes_on_with_the_same_bits,
 ];
 
 fn cases() -> Vec<Case> {
@@ -308,6 +309,12 @@ fn summed(inputs: &[LayerInput]) -> SummedPowerEngine {
     unsafe { SummedPowerEngine::new(device(), inputs, 5) }.unwrap()
 }
 
+/// On the kernels that other devices take.
+fn summed_twice(inputs: &[LayerInput]) -> SummedPowerEngine {
+    // SAFETY: as for `engine`.
+    unsafe { SummedPowerEngine::reading_twice(device(), inputs, 5) }.unwrap()
+}
+
 fn summed_cases() -> Vec<Case> {
     let case = |name, shape, heads| Case { rotary: 0, ..Case::new(name, shape, heads) };
     vec![
@@ -319,14 +326,24 @@ fn summed_cases() -> Vec<Case> {
         Case { layout: Layout::Conv1d, dtype: Dtype::F32, ..case("f32 conv", (99, 40), (5, 5)) },
         case("narrower than its heads", (64, 64), (8, 4)),
         Case { kind: Kind::Spiked, ..case("spiked", (512, 64), (4, 2)) },
+        case("a cluster of eight", (328, 128), (64, 8)),
+        case("a cluster of sixteen", (136, 128), (72, 8)),
+        case("shares of no whole box", (2568, 104), (11, 11)),
+        case("one head", (24, 16), (1, 1)),
+        Case { dtype: Dtype::F16, ..case("one key head", (1032, 64), (71, 1)) },
+        Case { dtype: Dtype::F32, ..case("f32", (808, 128), (16, 4)) },
+        Case { layout: Layout::Conv1d, ..case("gpt2-xl", (1600, 64), (25, 25)) },
+        Case { layout: Layout::Conv1d, dtype: Dtype::F16, ..case("wide conv", (77, 128), (40, 8)) },
     ]
 }
 
 fn every_summed_step_is_that_of_f64() {
+    let mut bad = vec![];
     for (i, case) in summed_cases().iter().enumerate() {
         let layer = Layer::new(case, 700 + i as u64);
         let [q, k] = columns(&layer, true);
-        let (power, stream) = (summed(&[layer.input]), stream());
+        let (power, twice, stream) = (summed(&[layer.input]), summed_twice(&[layer.input]), stream());
+        assert_eq!((power.reads(), twice.reads()), (1, 2), "{}", case.name);
         let mut y: Vec<f64> = power.vectors().read().unwrap().into_iter().map(f64::from).collect();
         let group = case.n_q / case.n_kv;
         let out = |heads: &[Vec<Vec<f64>>], x: &dyn Fn(usize) -> Vec<f64>| {
@@ -341,23 +358,38 @@ fn every_summed_step_is_that_of_f64() {
             (u, norm)
         };
         for step in 0..3 {
-            power.steps(&stream, 1).unwrap();
             let (u, _) = out(&q, &|h| y[h / group * case.r..][..case.r].to_vec());
             let back: Vec<Vec<f64>> = q.iter().map(|head| head.iter().map(|w| dot(w, &u)).collect()).collect();
             let sums = |kv: usize| (0..case.r).map(|c| (0..group).map(|g| back[kv * group + g][c]).sum()).collect();
             let (v, want) = out(&k, &sums);
             y = k.iter().flatten().map(|w| dot(w, &v)).collect();
-            let got = f64::from(power.sigma().read().unwrap()[0]);
-            assert!((got / want - 1.0).abs() < 1e-5, "{} step {step}: {got} for {want}", case.name);
-            let after = power.vectors().read().unwrap();
-            let off = after.iter().zip(&y).map(|(a, b)| (f64::from(*a) - b).powi(2)).sum::<f64>().sqrt();
-            assert!(off < 1e-4 * dot(&y, &y).sqrt(), "{} step {step}: vector off by {off:e}", case.name);
+            for (power, reads) in [(&power, "once"), (&twice, "twice")] {
+                power.steps(&stream, 1).unwrap();
+                let got = f64::from(power.sigma().read().unwrap()[0]);
+                let off = power
+                    .vectors()
+                    .read()
+                    .unwrap()
+                    .iter()
+                    .zip(&y)
+                    .map(|(a, b)| (f64::from(*a) - b).powi(2))
+                    .sum::<f64>();
+                if !((got / want - 1.0).abs() < 1e-5 && off.sqrt() < 1e-4 * dot(&y, &y).sqrt()) {
+                    bad.push(format!(
+                        "{} {reads} step {step}: {got} for {want}, vector off by {:e}",
+                        case.name,
+                        off.sqrt()
+                    ));
+                }
+            }
         }
     }
+    assert!(bad.is_empty(), "{} of them\n{}", bad.len(), bad[..bad.len().min(20)].join("\n"));
 }
 
 fn the_summed_form_converges_to_the_cpus() {
-    for (i, case) in summed_cases().iter().enumerate() {
+    // Small ones: what a step is does not depend on the size, but how many it takes does.
+    for (i, case) in summed_cases().iter().enumerate().filter(|(_, case)| case.d * case.n_q * case.r <= 1 << 20) {
         let layer = Layer::new(case, 750 + i as u64);
         let spec = case.spec();
         let geometry = LayerGeometry::new(&spec, layer.weights()).unwrap();
@@ -373,22 +405,52 @@ fn the_summed_form_converges_to_the_cpus() {
 }
 
 fn summed_layers_are_apart_and_broken_ones_leave_no_trace() {
-    let case = Case::new("layers", (512, 64), (6, 2));
-    let layers: Vec<Layer> = (0..3).map(|i| Layer::broken(&case, 40 + i, (i == 1).then_some(f32::NAN))).collect();
-    let inputs: Vec<LayerInput> = layers.iter().map(|layer| layer.input).collect();
-    let (all, stream) = (summed(&inputs), stream());
-    let start = all.vectors().read().unwrap();
-    let graph = stream.capture(|s| all.steps(s, 3)).unwrap();
-    graph.launch().unwrap();
-    let (sigma, keys) = (all.sigma().read().unwrap(), 2 * 64);
-    let after = all.vectors().read().unwrap();
-    for (i, layer) in layers.iter().enumerate() {
-        let mut one = summed(&[layer.input]);
-        one.restore(&start[i * keys..(i + 1) * keys]).unwrap();
-        one.steps(&stream, 3).unwrap();
-        assert_eq!(one.sigma().read().unwrap()[0].to_bits(), sigma[i].to_bits(), "layer {i}");
-        assert_eq!(one.vectors().read().unwrap(), after[i * keys..(i + 1) * keys], "layer {i}");
+    let case = |name, shape, heads| Case { rotary: 0, ..Case::new(name, shape, heads) };
+    // Clusters of one block, of four and of two that go from layer to layer, and layers of a few tiles.
+    for case in [
+        case("layers", (4104, 64), (6, 2)),
+        case("wide layers", (2056, 64), (25, 25)),
+        Case { layout: Layout::Conv1d, ..case("conv layers", (2056, 64), (10, 5)) },
+        case("short layers", (72, 64), (4, 2)),
+    ] {
+        let layers: Vec<Layer> = (0..7).map(|i| Layer::broken(&case, 40 + i, (i == 1).then_some(f32::NAN))).collect();
+        let inputs: Vec<LayerInput> = layers.iter().map(|layer| layer.input).collect();
+        let (all, stream) = (summed(&inputs), stream());
+        let start = all.vectors().read().unwrap();
+        let graph = stream.capture(|s| all.steps(s, 3)).unwrap();
+        graph.launch().unwrap();
+        let (sigma, keys) = (all.sigma().read().unwrap(), case.n_kv * case.r);
+        let after = all.vectors().read().unwrap();
+        for (i, layer) in layers.iter().enumerate() {
+            let mut one = summed(&[layer.input]);
+            one.restore(&start[i * keys..(i + 1) * keys]).unwrap();
+            one.steps(&stream, 3).unwrap();
+            // How a layer's inputs are dealt to the clusters, and so the order of sums, depends on the others.
+            let (got, y) = (one.sigma().read().unwrap()[0], one.vectors().read().unwrap());
+            let same = if i == 1 { got.is_nan() && sigma[i].is_nan() } else { (got / sigma[i] - 1.0).abs() < 1e-6 };
+            assert!(same, "{}: layer {i}: {} for {got}", case.name, sigma[i]);
+            let length = y.iter().map(|y| y * y).sum::<f32>().sqrt();
+            let near = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-5 * length;
+            assert!(y.iter().zip(&after[i * keys..]).all(near), "{}: layer {i}", case.name);
+        }
+        assert_eq!(after[keys..2 * keys], start[keys..2 * keys], "{}", case.name);
     }
-    assert!(sigma[1].is_nan() && sigma[0] > 0.0 && sigma[2] > 0.0, "{sigma:?}");
-    assert_eq!(after[keys..2 * keys], start[keys..2 * keys]);
+}
+
+fn a_summed_resume_goes_on_with_the_same_bits() {
+    for (i, case) in summed_cases().iter().enumerate().filter(|(i, _)| i % 2 == 0) {
+        let layers: Vec<Layer> = (0..3).map(|l| Layer::new(case, 60 + 3 * i as u64 + l)).collect();
+        let inputs: Vec<LayerInput> = layers.iter().map(|layer| layer.input).collect();
+        let (whole, first, stream) = (summed(&inputs), summed(&inputs), stream());
+        whole.steps(&stream, 5).unwrap();
+        first.steps(&stream, 2).unwrap();
+        // SAFETY: as for `engine`.
+        let mut resumed = unsafe { SummedPowerEngine::new(device(), &inputs, 77) }.unwrap();
+        resumed.restore(&first.vectors().read().unwrap()).unwrap();
+        for _ in 0..3 {
+            resumed.steps(&stream, 1).unwrap();
+        }
+        assert_eq!(bits(whole.sigma()), bits(resumed.sigma()), "{}", case.name);
+        assert_eq!(bits(whole.vectors()), bits(resumed.vectors()), "{}", case.name);
+    }
 }

@@ -14,6 +14,7 @@ mod frobenius;
 mod grams;
 mod host;
 mod power;
+mod power_once;
 mod power_sum;
 mod qk_norm;
 mod tables;

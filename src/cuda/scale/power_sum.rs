@@ -1,10 +1,11 @@
 //! The paper's power iteration as it stands: one norm a layer, of the sum over its heads.
 
-use super::super::device::{Arg, Buffer, Device, Kernel, Launch, Stream};
+use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
 use super::engine::{NO_ROW, Tables, check};
 use super::host::DeviceWeights;
 use super::power::start;
+use super::power_once::Once;
 use super::tables::{DeviceMatrix, Dtype, LayerInput, Projection};
 use crate::error::{Error, Result};
 use std::sync::Arc;
@@ -13,22 +14,34 @@ use std::sync::Arc;
 ///
 /// For parity with the paper: the sum bounds no head. A step is `u = M v / ||M v||`, `sigma = ||M^T u||`, kept as
 /// `y = W_K^T v`, `[KV head][d_head]`, which is repeated over a group and summed over it, never W_K. It reads W_Q and W_K
-/// twice.
+/// once on Hopper ([`SummedPowerEngine::reads`]).
 #[derive(Debug)]
 pub struct SummedPowerEngine {
+    route: Route,
+    vectors: Buffer<f32>,
+    sigma: Buffer<f32>,
+    weights: Option<Arc<DeviceWeights>>,
+}
+
+#[derive(Debug)]
+enum Route {
+    Once(Once),
+    Twice(Twice),
+}
+
+/// Four products a step, each a read.
+#[derive(Debug)]
+struct Twice {
     along: Kernel,
     across: Kernel,
     next: Kernel,
     projections: Buffer<Projection>,
     of_layer: Buffer<u32>,
-    vectors: Buffer<f32>,
     x: Buffer<f32>,
     parts: Buffer<f32>,
-    sigma: Buffer<f32>,
     shape: LayerInput,
     layers: usize,
     columns: bool,
-    weights: Option<Arc<DeviceWeights>>,
 }
 
 /// Rows that one block of `scale_sum_across` takes, and values of each.
@@ -44,6 +57,22 @@ impl SummedPowerEngine {
     /// # Safety
     /// The same as [`ScaleEngine::new`](super::ScaleEngine::new).
     pub unsafe fn new(device: &Device, layers: &[LayerInput], seed: u64) -> Result<Self> {
+        Self::with_route(device, layers, seed, true)
+    }
+
+    /// The same on the kernels that read each weight twice, whatever the device: what other devices take.
+    ///
+    /// # Errors
+    /// As [`SummedPowerEngine::new`].
+    ///
+    /// # Safety
+    /// As [`SummedPowerEngine::new`].
+    #[doc(hidden)]
+    pub unsafe fn reading_twice(device: &Device, layers: &[LayerInput], seed: u64) -> Result<Self> {
+        Self::with_route(device, layers, seed, false)
+    }
+
+    fn with_route(device: &Device, layers: &[LayerInput], seed: u64, once: bool) -> Result<Self> {
         check(layers)?;
         let shape = layers[0];
         let dtype = shape.q.weight.dtype;
@@ -60,26 +89,16 @@ impl SummedPowerEngine {
             ));
         }
         let built = Tables::new(layers);
-        let with_gram = built.projections.iter().enumerate().filter(|(_, p)| p.first_head != NO_ROW);
-        let of_layer: Vec<u32> = with_gram.map(|(index, _)| index as u32).collect();
-        let module = device.module(sources::POWER_SUM, &[("WEIGHTS", (dtype as u32).to_string())])?;
-        let widest = widest(&shape);
-        let ranges = widest.div_ceil(ACROSS.0);
-        Ok(Self {
-            along: module.kernel("scale_sum_along")?,
-            across: module.kernel("scale_sum_across")?,
-            next: module.kernel("scale_sum_next")?,
-            projections: device.upload(&built.projections)?,
-            of_layer: device.upload(&of_layer)?,
-            vectors: device.upload(&start(layers.len(), shape.n_kv * shape.d_head, seed))?,
-            x: device.zeros(layers.len() * widest)?,
-            parts: device.zeros(layers.len() * ranges * widest)?,
-            sigma: device.zeros(layers.len())?,
-            shape,
-            layers: layers.len(),
-            columns: !rows,
-            weights: None,
-        })
+        let fused = if once { Once::new(device, &shape, &built.projections, !rows)? } else { None };
+        let route = match fused {
+            Some(once) => Route::Once(once),
+            None => Route::Twice(Twice::new(device, &shape, &built.projections, !rows)?),
+        };
+        let vectors = start(layers.len(), shape.n_kv * shape.d_head, seed);
+        let mut engine =
+            Self { route, vectors: device.upload(&vectors)?, sigma: device.zeros(layers.len())?, weights: None };
+        engine.restore(&vectors)?;
+        Ok(engine)
     }
 
     /// The same over weights that are kept alive with the iteration.
@@ -98,17 +117,80 @@ impl SummedPowerEngine {
         self.weights.as_ref()
     }
 
+    /// How often a step reads each weight: 1, or 2 before Hopper and where a shape does not fit.
+    pub fn reads(&self) -> usize {
+        match self.route {
+            Route::Once(_) => 1,
+            Route::Twice(_) => 2,
+        }
+    }
+
     /// Puts `count` steps of every layer on `stream`. No allocation, no synchronisation.
     ///
     /// # Errors
     /// If a launch is refused.
     pub fn steps(&self, stream: &Stream, count: usize) -> Result<()> {
-        self.next(stream, 0, 1)?;
+        let (y, sigma) = (self.vectors.ptr(), self.sigma.ptr());
+        match &self.route {
+            Route::Once(once) => (0..count).try_for_each(|step| once.step(stream, y, sigma, step > 0)),
+            Route::Twice(twice) => twice.steps(stream, y, sigma, count),
+        }
+    }
+
+    /// Estimates of the last step, one a layer: lower bounds of the norm of the sum; NaN where weights are not finite.
+    pub fn sigma(&self) -> &Buffer<f32> {
+        &self.sigma
+    }
+
+    /// The vectors `W_K^T v`, `[layer][KV head][d_head]`: what a resume has to keep.
+    pub fn vectors(&self) -> &Buffer<f32> {
+        &self.vectors
+    }
+
+    /// Goes on from saved vectors. Waits for the device.
+    ///
+    /// # Errors
+    /// If their number is not that of [`SummedPowerEngine::vectors`], one is not finite, or the copy fails.
+    pub fn restore(&mut self, vectors: &[f32]) -> Result<()> {
+        super::power::check_vectors(vectors, self.vectors.len())?;
+        self.vectors.write(vectors)?;
+        match &mut self.route {
+            Route::Once(once) => once.start(vectors),
+            Route::Twice(_) => Ok(()),
+        }
+    }
+}
+
+impl Twice {
+    fn new(device: &Device, shape: &LayerInput, projections: &[Projection], columns: bool) -> Result<Self> {
+        let with_gram = projections.iter().enumerate().filter(|(_, p)| p.first_head != NO_ROW);
+        let of_layer: Vec<u32> = with_gram.map(|(index, _)| index as u32).collect();
+        let layers = of_layer.len() / 2;
+        let dtype = shape.q.weight.dtype;
+        let module = device.module(sources::POWER_SUM, &[("WEIGHTS", (dtype as u32).to_string())])?;
+        let widest = widest(shape);
+        let ranges = widest.div_ceil(ACROSS.0);
+        Ok(Self {
+            along: module.kernel("scale_sum_along")?,
+            across: module.kernel("scale_sum_across")?,
+            next: module.kernel("scale_sum_next")?,
+            projections: device.upload(projections)?,
+            of_layer: device.upload(&of_layer)?,
+            x: device.zeros(layers * widest)?,
+            parts: device.zeros(layers * ranges * widest)?,
+            shape: *shape,
+            layers,
+            columns,
+        })
+    }
+
+    fn steps(&self, stream: &Stream, y: DevicePtr, sigma: DevicePtr, count: usize) -> Result<()> {
+        self.next(stream, y, sigma, 0, 1)?;
         for _ in 0..count {
             // W_Q y, W_Q^T u, W_K y, W_K^T v: from the channels to the model and back.
             for (product, of_k) in [false, false, true, true].into_iter().enumerate() {
                 let ranges = self.product(stream, of_k, product % 2 == 0)?;
-                self.next(stream, product as u32 + 1, ranges)?;
+                self.next(stream, y, sigma, product as u32 + 1, ranges)?;
             }
         }
         Ok(())
@@ -152,36 +234,17 @@ impl SummedPowerEngine {
         Ok(ranges)
     }
 
-    fn next(&self, stream: &Stream, stage: u32, ranges: u32) -> Result<()> {
+    fn next(&self, stream: &Stream, y: DevicePtr, sigma: DevicePtr, stage: u32, ranges: u32) -> Result<()> {
         let args = [
             Arg::Words(self.words(false, stage)),
             Arg::Ptr(self.parts.ptr()),
             Arg::U32(ranges),
             Arg::Ptr(self.x.ptr()),
-            Arg::Ptr(self.vectors.ptr()),
-            Arg::Ptr(self.sigma.ptr()),
+            Arg::Ptr(y),
+            Arg::Ptr(sigma),
         ];
-        // SAFETY: 1. the arguments are the kernel's; 2. and 3. all are this engine's buffers, a block a layer.
+        // SAFETY: 1. the arguments are the kernel's; 2. and 3. all are the engine's buffers, a block a layer.
         unsafe { self.next.launch(stream, Launch::linear(self.layers, 1024, 0), &args) }
-    }
-
-    /// Estimates of the last step, one a layer: lower bounds of the norm of the sum; NaN where weights are not finite.
-    pub fn sigma(&self) -> &Buffer<f32> {
-        &self.sigma
-    }
-
-    /// The vectors `W_K^T v`, `[layer][KV head][d_head]`: what a resume has to keep.
-    pub fn vectors(&self) -> &Buffer<f32> {
-        &self.vectors
-    }
-
-    /// Goes on from saved vectors. Waits for the device.
-    ///
-    /// # Errors
-    /// If their number is not that of [`SummedPowerEngine::vectors`], one is not finite, or the copy fails.
-    pub fn restore(&mut self, vectors: &[f32]) -> Result<()> {
-        super::power::check_vectors(vectors, self.vectors.len())?;
-        self.vectors.write(vectors)
     }
 }
 
