@@ -60,7 +60,7 @@ static_assert(sizeof(Segment) == 32, "host mirror");
 
 // What one block saw of one channel in one segment.
 struct ChannelPart {
-  float norm2, pair, delta2, pad;
+  float norm2, pair, rounding, pad[5];
 };
 
 // Shared memory. Barriers: a raw stage is full, is used; an own piece is made; a stage is ready for products, is done with.
@@ -92,14 +92,14 @@ template <u32 COUNT> struct Ring {
   }
 };
 
-__device__ void load_tiles(const Segment* segments, const u32* shares, u64 maps, const float* gains, u32 padded) {
+__device__ void load_tiles(const Segment* segments, const u32* shares, u64 maps, const float* gains, u32 gain_tiles) {
   const Pipeline pipe;
   const u32 begin = shares[blockIdx.x / CTAS], end = shares[blockIdx.x / CTAS + 1];
   Ring<RAW_STAGES> at;
   for (u32 s = begin; s < end; s++) {
     const Segment segment = segments[s];
     const u64 map = maps + segment.projection * 128ull;
-    const float* gain = gains + (size_t)segment.projection * padded;
+    const float* gain = gains + (size_t)segment.projection * gain_tiles * 128;
     for (u32 tile = segment.first; tile < segment.last; tile++, at.next()) {
       const u32 full = pipe.full(at.stage), k = (tile * CTAS + pipe.rank) * STEP * STEPS;
       ptx::barrier_wait(pipe.used(at.stage), at.phase ^ 1);
@@ -182,7 +182,7 @@ __device__ __forceinline__ void store_f16(u32 address, const float (&z)[8], floa
 // y into this block's pieces, and sums over the segment for every channel. A lane one pair of channels, a warp eight input
 // channels of each piece: gains are the same for all lanes, and neighbouring channels lie in different banks.
 __device__ void convert(const Segment* segments, const u32* shares, const Projection* projections,
-                        const float* scales, ChannelPart* parts) {
+                        const float2* scales, ChannelPart* parts) {
   const Pipeline pipe;
   const u32 begin = shares[blockIdx.x / CTAS], end = shares[blockIdx.x / CTAS + 1];
   const u32 lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - MULTIPLIERS, chunk = warp & 3, group = warp >> 2;
@@ -271,7 +271,7 @@ __device__ void convert(const Segment* segments, const u32* shares, const Projec
       for (u32 i = 0; i < 5; i++) store4(pipe.meeting() + ((chunk * 5 + i) * GROUPS * 32 + (group + t * AT_ONCE) * 32 + lane) * 4, mine[i]);
     }
     asm volatile("bar.sync 1, %0;" ::"n"(CONVERTERS * 32) : "memory");
-    const float scale = scales[segment.projection], back = 1.f / (scale * scale);
+    const float scale = scales[segment.projection].x, back = 1.f / (scale * scale);
 #pragma unroll
     for (u32 t = 0; t < TASKS; t++) {
       const u32 pair = (group + t * AT_ONCE) * 32 + lane;
@@ -280,11 +280,11 @@ __device__ void convert(const Segment* segments, const u32* shares, const Projec
       for (u32 c = 0; c < 4; c++)
 #pragma unroll
         for (u32 i = 0; i < 5; i++) total[i] += load4(pipe.meeting() + ((c * 5 + i) * GROUPS * 32 + pair) * 4);
-      float4* out = (float4*)(parts + segment.stat + (CTAS == 2 ? pipe.rank * 256 : 0) + pair / HALF * N);
+      ChannelPart* out = parts + (segment.stat + (CTAS == 2 ? pipe.rank * 256 : 0) + pair / HALF * N);
       u32 a, b;
       pair_channels(pair % HALF, rotary, interleaved, a, b);
-      out[a] = make_float4(total[0] * back, total[2] * back, total[3] * back, 0.f);
-      out[b] = make_float4(total[1] * back, total[2] * back, total[4] * back, 0.f);
+      *(float4*)(out + a) = make_float4(total[0] * back, total[2] * back, total[3] * back, 0.f);
+      *(float4*)(out + b) = make_float4(total[1] * back, total[2] * back, total[4] * back, 0.f);
     }
     asm volatile("bar.sync 1, %0;" ::"n"(CONVERTERS * 32) : "memory");
   }
@@ -317,7 +317,7 @@ struct Products {
 };
 
 template <bool WIDE, bool NARROW>
-__device__ __forceinline__ void multiply(const Segment* segments, const u32* shares, const float* scales, float* partials,
+__device__ __forceinline__ void multiply(const Segment* segments, const u32* shares, const float2* scales, float* partials,
                                          const Products& at) {
   const Pipeline pipe;
   const u32 begin = shares[blockIdx.x / CTAS], end = shares[blockIdx.x / CTAS + 1];
@@ -374,7 +374,7 @@ __device__ __forceinline__ void multiply(const Segment* segments, const u32* sha
       if constexpr (WIDE) fold(wide[0], wide_sum[0]), fold(wide[1], wide_sum[1]);
       if constexpr (NARROW) fold(narrow, narrow_sum);
     }
-    const float scale = scales[segment.projection], back = 1.f / (scale * scale);
+    const float scale = scales[segment.projection].x, back = 1.f / (scale * scale);
     float* out = partials + (size_t)segment.slot * BLOCKS * 4096;
     if constexpr (WIDE) {
       store_block(out + at.block * 4096, wide[0], wide_sum[0], back);
@@ -393,7 +393,7 @@ __cluster_dims__(2, 1, 1)
 #endif
 __launch_bounds__(THREADS, 1)
     scale_grams_wide(const Segment* segments, const u32* shares, const Projection* projections, u64 maps, const float* gains,
-                     const float* scales, u32 padded, float* partials, ChannelPart* parts) {
+                     const float2* scales, u32 gain_tiles, float* partials, ChannelPart* parts) {
   if (threadIdx.x == 0) {
     const Pipeline pipe;
     for (u32 s = 0; s < RAW_STAGES; s++) ptx::barrier_init(pipe.full(s), 1), ptx::barrier_init(pipe.used(s), CONVERTERS);
@@ -431,7 +431,7 @@ __launch_bounds__(THREADS, 1)
     convert(segments, shares, projections, scales, parts);
   } else {
     ptx::set_registers<START, COPYING>();
-    if (threadIdx.x % 128 == 0) load_tiles(segments, shares, maps, gains, padded);
+    if (threadIdx.x % 128 == 0) load_tiles(segments, shares, maps, gains, gain_tiles);
     if (CTAS == 2 && threadIdx.x % 128 == 32) send_pieces(segments, shares);
   }
   // Neither block leaves while the other may still reach its memory.

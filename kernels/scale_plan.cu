@@ -138,36 +138,53 @@ extern "C" __global__ void __launch_bounds__(128)
   stats[head.stat_row + j] = {y, y, m, by, fabsf(by), 0.f, 0.f, 0.f};
 }
 
-// Channel statistics from the parts that the Gram kernel left. A block a tile of channels, a thread a row of a part.
+// Channel statistics from the parts that the Gram kernel left. A block a tile of whole heads, a thread a row of a part.
 struct ChannelPart {
-  float norm2, pair, delta2, pad;
+  float norm2, pair, rounding, sum, constant, absolute, pad[2];
 };
 struct StatTile {
-  u64 bias;         // of the first channel; 0: none
-  u32 stat_row;     // of the first channel
-  u32 rows;
-  u32 first, parts; // parts of as many rows as the block has threads
-  u32 bias_dtype;
-  u32 rounding_only;  // the rest comes from another kernel
+  u32 projection, first_row, rows;
+  u32 first, parts;  // parts of as many rows as the block has threads
+  u32 norms;         // 0: all but the rounding comes from another kernel
+  u32 sums, pad;
 };
-static_assert(sizeof(StatTile) == 32, "host mirror");
+static_assert(sizeof(ChannelPart) == 32 && sizeof(StatTile) == 32, "host mirror");
 
 extern "C" __global__ void __launch_bounds__(256)
-    scale_part_stats(const StatTile* tiles, const ChannelPart* parts, ChannelStats* stats) {
+    scale_part_stats(const StatTile* tiles, const Projection* projections, const ChannelPart* parts, ChannelStats* stats) {
+  __shared__ double channel_sums[256];
   const StatTile tile = tiles[blockIdx.x];
+  const Projection& p = projections[tile.projection];
   const u32 i = threadIdx.x;
+  double norm2 = 0, pair = 0, rounding = 0, sum = 0, constant = 0, absolute = 0;
+  if (i < tile.rows)
+    for (u32 part = 0; part < tile.parts; part++) {
+      const float4* from = (const float4*)(parts + tile.first + part * blockDim.x + i);
+      const float4 v = from[0];
+      norm2 += v.x, pair += v.y, rounding += v.z;
+      if (tile.sums) {
+        const float4 w = from[1];
+        sum += v.w, constant += w.x, absolute += w.y;
+      }
+    }
+  rounding *= 1.001;  // f32 sums of up to thousands of terms
+  channel_sums[i] = sum;
+  __syncthreads();
   if (i >= tile.rows) return;
-  double norm2 = 0, pair = 0, delta2 = 0;
-  for (u32 part = 0; part < tile.parts; part++) {
-    const float4 v = *(const float4*)(parts + tile.first + part * blockDim.x + i);
-    norm2 += v.x, pair += v.y, delta2 += v.z;
-  }
-  ChannelStats& out = stats[tile.stat_row + i];
-  const float rounding = (float)delta2 * 1.001f;  // f32 sums of up to thousands of terms
-  if (tile.rounding_only) {
-    out.rounding = rounding;
+  ChannelStats& out = stats[p.stat_row + tile.first_row + i];
+  if (!tile.norms) {
+    out.rounding = (float)rounding;
     return;
   }
-  const float b = tile.bias ? load_value(tile.bias, tile.bias_dtype, i) : 0.f;
-  out = {(float)norm2, (float)norm2, (float)pair, b, fabsf(b), 0.f, rounding, 0.f};
+  // Tensor cores cut off below 2^-23 of a sum, 16 products at a time.
+  const double raw2 = norm2, lost = tile.sums ? norm2 * 0x1p-19 : 0.0;
+  if (p.flags & HAS_MEAN) {
+    norm2 -= sum * sum / p.d_model;
+    norm2 = norm2 < 0.0 ? 0.0 : norm2;
+    const u32 head = i / p.d_head * p.d_head;
+    if (!p.raw_pairs) pair -= sum * channel_sums[head + pair_partner(i - head, p.rotary, p.interleaved)] / p.d_model;
+  }
+  const float b = p.bias ? load_value(p.bias, p.vector_dtype, tile.first_row + i) : 0.f;
+  out = {(float)(norm2 + lost), (float)(raw2 + lost), (float)pair, (float)(constant + b),
+         (float)(absolute + fabsf(b)), (float)sum, (float)rounding, 0.f};
 }

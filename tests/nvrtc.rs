@@ -13,12 +13,25 @@ fn variants() -> Vec<Request> {
     for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_") || s.name.starts_with("policy_"))
     {
         if source == sources::GRAMS_WGMMA {
-            for (r, along, f16) in
-                [(64, 0, 0), (128, 0, 0), (64, 1, 0), (128, 1, 0), (96, 0, 1), (80, 1, 1), (16, 0, 0)]
-            {
-                let request = Request::new(source, Arch::SM90A).define("D_HEAD", r);
-                all.push(request.define("ALONG_CHANNELS", along).define("F16", f16));
-            }
+            let request = |r, f16| Request::new(source, Arch::SM90A).define("D_HEAD", r).define("F16", f16);
+            all.extend([(128, 0), (96, 1), (72, 0)].map(|(r, f16)| request(r, f16)));
+            continue;
+        }
+        if source == sources::GRAMS_PIECES {
+            let one = |(r, along, f16, sums): (u32, u32, u32, u32)| {
+                let request = Request::new(source, Arch::SM90A).define("D_HEAD", r).define("F16", f16);
+                request.define("ALONG_CHANNELS", along).define("SUMS", sums)
+            };
+            let shapes = [
+                (64, 0, 0, 0),
+                (64, 0, 0, 1),
+                (64, 1, 0, 1),
+                (128, 0, 0, 1),
+                (128, 1, 0, 0),
+                (80, 1, 1, 0),
+                (16, 0, 1, 0),
+            ];
+            all.extend(shapes.map(one));
             continue;
         }
         if source == sources::GRAMS_WIDE {
@@ -45,6 +58,21 @@ fn variants() -> Vec<Request> {
             ] {
                 all.extend(sizes.iter().map(|r| Request::new(source, arch).define("D_HEAD", r)));
             }
+            continue;
+        }
+        if source == sources::PRODUCTS {
+            for (arch, sizes) in [
+                (Arch::SM80, &[64][..]),
+                (Arch::SM89, &[64]),
+                (Arch::SM90A, &[16, 40, 64, 96, 128]),
+                (Arch::SM100, &[64]),
+            ] {
+                all.extend(sizes.iter().map(|r| Request::new(source, arch).define("D_HEAD", r)));
+            }
+            continue;
+        }
+        if source == sources::BOUNDS_WGMMA {
+            all.extend([16, 64, 80, 96, 128].map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
             continue;
         }
         if source == sources::POWER {

@@ -51,9 +51,15 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 bytes, 
                : "memory");
 }
 
-// Descriptor of a shared-memory operand in 128-byte swizzled rows; atoms of 8 rows lie 1024 bytes apart.
-__device__ __forceinline__ u64 swizzled_operand(u32 address) {
-  return (u64)((address & 0x3ffff) >> 4) | (u64)(1024 >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+// Descriptor of a shared-memory operand in 128-byte swizzled rows; atoms of 8 rows lie 1024 bytes apart. `next`: bytes from one
+// run of 64 values to the next where these are contiguous along the operand's side.
+__device__ __forceinline__ u64 swizzled_operand(u32 address, u32 next = 1024) {
+  return (u64)((address & 0x3ffff) >> 4) | (u64)(next >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+// 8 x 16 values as two blocks of 8 rows of 16 bytes, one after the other.
+__device__ __forceinline__ u64 plain_operand(u32 address) {
+  return (u64)((address & 0x3ffff) >> 4) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -61,9 +67,9 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-__device__ __forceinline__ void keep(float (&d)[32]) {
+template <int COUNT> __device__ __forceinline__ void keep(float (&d)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < 32; i++) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // d (64 x 64) = a (64 x 16) * b (64 x 16)^T + (accumulate ? d : 0), f16 in, f32 out, both in shared memory. ALONG: stored with
@@ -81,6 +87,90 @@ __device__ __forceinline__ void wgmma_f16_64x64x16(float (&d)[32], u64 a, u64 b,
         "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
         "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "l"(a), "l"(b), "r"(accumulate), "n"(ALONG ? 1 : 0));
+}
+
+// d (64 x COLUMNS) = a (64 x 16) b (COLUMNS x 16)^T + (accumulate ? d : 0), f16 or bf16 in, f32 out; a in registers, b in
+// shared memory. ALONG: stored with the COLUMNS side contiguous. Value i of a lane lies at row 16 warp + l/4 + 8 (i/2 % 2),
+// column 8 (i/4) + 2 (l%4) + i%2.
+template <int COLUMNS, bool ALONG, bool HALF> struct Wgmma;
+#define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
+#define P32 \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define P64 \
+  P32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WGMMA(COLUMNS, HALF, TYPES, REGISTERS, VALUES, A, B, ACCUMULATE, TURNED)                                          \
+  template <bool ALONG> struct Wgmma<COLUMNS, ALONG, HALF> {                                                              \
+    __device__ static __forceinline__ void run(float (&d)[COLUMNS / 2], const u32 (&a)[4], u64 b, int accumulate) {      \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n"                                              \
+                   "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPES " {" REGISTERS "}, {" A "}, " B        \
+                   ", p, 1, 1, " TURNED ";\n}\n"                                                                        \
+                   : VALUES                                                                                              \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ALONG ? 1 : 0));           \
+    }                                                                                                                    \
+  };
+#define VALUES4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define VALUES32 D32(0)
+#define VALUES64 D32(0), D32(32)
+#define LIST(...) __VA_ARGS__
+WGMMA(8, false, "bf16.bf16", "%0,%1,%2,%3", LIST(VALUES4), "%4,%5,%6,%7", "%8", "%9", "%10")
+WGMMA(8, true, "f16.f16", "%0,%1,%2,%3", LIST(VALUES4), "%4,%5,%6,%7", "%8", "%9", "%10")
+WGMMA(64, false, "bf16.bf16", P32, LIST(VALUES32), "%32,%33,%34,%35", "%36", "%37", "%38")
+WGMMA(64, true, "f16.f16", P32, LIST(VALUES32), "%32,%33,%34,%35", "%36", "%37", "%38")
+WGMMA(128, false, "bf16.bf16", P64, LIST(VALUES64), "%64,%65,%66,%67", "%68", "%69", "%70")
+WGMMA(128, true, "f16.f16", P64, LIST(VALUES64), "%64,%65,%66,%67", "%68", "%69", "%70")
+
+// The same in f16 with a in shared memory too, both stored along the inputs.
+__device__ __forceinline__ void wgmma_f16_64x128x16(float (&d)[64], u64 a, u64 b, int accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" P64 "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
+               : D32(0), D32(32)
+               : "l"(a), "l"(b), "r"(accumulate));
+}
+#undef D8
+#undef D32
+#undef P32
+#undef P64
+#undef WGMMA
+#undef VALUES4
+#undef VALUES32
+#undef VALUES64
+#undef LIST
+
+// Two values at once, rounded once.
+template <bool HALF> __device__ __forceinline__ u32 fma(u32 a, u32 b, u32 c) {
+  u32 d;
+  if (HALF) asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+template <bool HALF> __device__ __forceinline__ u32 product(u32 a, u32 b) {
+  u32 d;
+  if (HALF) asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  else asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+template <bool HALF> __device__ __forceinline__ u32 negated(u32 a) {
+  u32 d;
+  if (HALF) asm("neg.f16x2 %0, %1;" : "=r"(d) : "r"(a));
+  else asm("neg.bf16x2 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+
+// A 16 x 16 operand from shared memory, every lane naming 16 bytes of it; turned where these run along the other side.
+template <bool TURNED> __device__ __forceinline__ void load_fragment(u32 (&a)[4], u32 address) {
+  if (TURNED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address));
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address));
+}
+__device__ __forceinline__ void load8(u32& a, u32& b, u32 address) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(address));
+}
+__device__ __forceinline__ void load16(u32& a, u32& b, u32& c, u32& d, u32 address) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
 }
 
 }  // namespace ptx

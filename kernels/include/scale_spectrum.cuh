@@ -1,29 +1,19 @@
-// The largest eigenvalue of a small symmetric matrix, bounded from above by a certificate: shifted squarings on tensor
-// cores, without vectors and without a state. One block a matrix.
-//
-//   X_0 = a_0 (S - c_0 I),  P_j = X_j X_j^T,  X_j+1 = a_j+1 (P_j - c_j+1 I), each X rounded to f16.
-// With eps_j >= ||rounding of X_j|| (2^-11 ||X_j||_F, and a term for the tensor cores) the norms obey
-//   ||X_j||^2 = lambda(P_j) <= (||X_j+1|| + eps_j+1) / a_j+1 + c_j+1,   lambda(S) <= (||X_0|| + eps_0) / a_0 + c_0,
-// whatever a and c are, and the last one lambda(P) <= s1/n + sqrt((1 - 1/n)(s2 - s1^2/n)), s1 = tr P, s2 = ||P||_F^2 (no
-// eigenvalue lies further from the mean). The shift that makes the remaining bound smallest if lambda(P) is about
-// sqrt(s2) is c = (s1 T - s2) / (n T - s1), T = sqrt(s2): a flat spectrum is moved into a small ball around 0, a spiked one
-// stays. The weighted mean s2/s1 <= lambda(P) says how much is still open, so squaring ends when it is little: after
-// two to four products on weights, where plain squaring takes eight.
+// Certified largest eigenvalues (scale_chain.cuh) with mma.sync, a block a matrix, for any architecture and d_head.
 #pragma once
-#include "scale_types.cuh"
+#include "scale_chain.cuh"
 
-#ifndef D_HEAD
-#define D_HEAD 128
+#ifndef LEAST_WARPS  // of a block that has other work for them
+#define LEAST_WARPS 1
 #endif
 
 namespace spectrum {
 
-constexpr u32 N = D_HEAD, SIDE = (N + 31) / 32 * 32, BANDS = SIDE / 32, UNITS = BANDS * (BANDS + 1) / 2;
+constexpr u32 SIDE = (N + 31) / 32 * 32, BANDS = SIDE / 32, UNITS = BANDS * (BANDS + 1) / 2;
 // 32 x 32 units of the upper triangle: one a warp, two or three where there are more than 15.
-constexpr u32 EACH = UNITS <= 15 ? 1 : UNITS <= 28 ? 2 : 3, WARPS = (UNITS + EACH - 1) / EACH, THREADS = WARPS * 32;
+constexpr u32 EACH = UNITS <= 15 ? 1 : UNITS <= 28 ? 2 : 3, NEEDED = (UNITS + EACH - 1) / EACH;
+constexpr u32 WARPS = NEEDED < LEAST_WARPS ? LEAST_WARPS : NEEDED, THREADS = WARPS * 32;
 constexpr u32 STRIDE = SIDE + 8;  // f16 values a row: eight rows of 16 bytes touch all banks
 constexpr u32 X_BYTES = SIDE * STRIDE * 2;
-constexpr int MOST = 9;           // products
 
 struct Unit {
   u32 row, column;  // first of the 32 x 32 values
@@ -73,8 +63,10 @@ __device__ __forceinline__ float3 block_sums(float3 v, float4* scratch) {
     v.y += __shfl_xor_sync(0xffffffffu, v.y, step);
     v.z += __shfl_xor_sync(0xffffffffu, v.z, step);
   }
-  const u32 lane = threadIdx.x & 31;
-  if (lane == 0) scratch[threadIdx.x >> 5] = make_float4(v.x, v.y, v.z, 0.f);
+  u32 thread;  // not to be remembered from one call to the next
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const u32 lane = thread & 31;
+  if (lane == 0) scratch[thread >> 5] = make_float4(v.x, v.y, v.z, 0.f);
   __syncthreads();
   static_assert(WARPS <= 16, "one lane a warp");
   const float4 part = lane % 16 < WARPS ? scratch[lane % 16] : make_float4(0.f, 0.f, 0.f, 0.f);
@@ -105,11 +97,6 @@ __device__ __forceinline__ void mma_first(float (&d)[4], const u32 (&a)[4], u32 
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
-}
-__device__ __forceinline__ u32 pack_f16(float low, float high) {
-  u32 packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
 }
 __device__ __forceinline__ u32 transpose(u32 fragment) {
   u32 turned;
@@ -144,9 +131,9 @@ __device__ __forceinline__ void square(Values (&p)[EACH], const Unit (&units)[EA
   }
 }
 
-// X = f16(a (P - c I)), both triangles.
+// X = a f16(P - c I), both triangles.
 __device__ __forceinline__ void store(Values (&p)[EACH], const Unit (&units)[EACH], u8* x, float a, float c) {
-  const u32 g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+  const u32 g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3, factor = both_f16(a);
 #pragma unroll
   for (u32 e = 0; e < EACH; e++) {
     const Unit u = units[e];
@@ -161,8 +148,7 @@ __device__ __forceinline__ void store(Values (&p)[EACH], const Unit (&units)[EAC
       for (u32 h = 0; h < 2; h++)
 #pragma unroll
         for (u32 n = 0; n < 4; n++) {
-          const float low = p[e].v[m][n][2 * h] * a, high = p[e].v[m][n][2 * h + 1] * a;
-          packed[m][h][n] = pack_f16(low, high);
+          packed[m][h][n] = scaled_f16(pack_f16(p[e].v[m][n][2 * h], p[e].v[m][n][2 * h + 1]), factor);
           *(u32*)(own + ((16 * m + 8 * h) * STRIDE + 8 * n) * 2) = packed[m][h][n];
         }
     if (u.weight() == 2.f)
@@ -174,7 +160,8 @@ __device__ __forceinline__ void store(Values (&p)[EACH], const Unit (&units)[EAC
           for (u32 n = 0; n < 4; n++)
             // Kept where registers allow it.
             *(u32*)(other + (8 * n * STRIDE + 16 * m + 8 * h) * 2) =
-                transpose(EACH < 3 ? packed[m][h][n] : pack_f16(p[e].v[m][n][2 * h] * a, p[e].v[m][n][2 * h + 1] * a));
+                transpose(EACH < 3 ? packed[m][h][n]
+                                   : scaled_f16(pack_f16(p[e].v[m][n][2 * h], p[e].v[m][n][2 * h + 1]), factor));
   }
 }
 
@@ -195,66 +182,33 @@ __device__ __forceinline__ float2 moments(Values (&p)[EACH], const Unit (&units)
   return make_float2(trace, squares);
 }
 
-struct Shift {
-  float c, a, top;
-};
-// For a matrix of trace s1 and squared Frobenius norm s2. Whatever the rounding, the result holds.
-__device__ __forceinline__ Shift best_shift(float s1, float s2) {
-  const float top = s2 * rsqrtf(s2), room = N * top - s1;
-  const float c = room > 1e-5f * s1 ? fmaxf(__fdividef(s1 * top - s2, room), 0.f) : 0.f;
-  const float left = fmaxf(s2 - 2.f * c * s1 + (float)N * c * c, 1e-4f * s2);
-  return {c, rsqrtf(left), top};
-}
-
-// Upper bound of the largest eigenvalue of the matrix in `s` (upper units; positive semidefinite but for rounding), of
-// trace about 1, within `open` of it. 0 for zeros, NaN for NaN. `x`: X_BYTES of shared memory, whose last use is behind a
-// barrier.
+// Upper bound of the largest eigenvalue of the matrix in `s` (upper units; positive semidefinite but for rounding),
+// within `open` of it. 0 for zeros, NaN for NaN. `x`: X_BYTES of shared memory, whose last use is behind
+// a barrier.
 __device__ float largest(Values (&s)[EACH], const Unit (&units)[EACH], u8* x, float open) {
   __shared__ float4 scratch[2][WARPS];
-  __shared__ float shifts[MOST], scales[MOST], errors[MOST];
+  __shared__ Links links;
   const u32 address = (u32)__cvta_generic_to_shared(x);
-  // Tensor cores: N + 16 aligned terms, each cut off below 2^-23 of the largest.
-  const float cut = (N + 16) * 0x1p-23f;
   float2 mine = moments(s, units);
   float3 sums = block_sums({mine.x, mine.y, 0.f}, scratch[0]);
   if (!(sums.y > 0.f && sums.y < 1e30f)) return sums.y == 0.f ? 0.f : __uint_as_float(0x7fc00000u);
-  Shift shift = best_shift(sums.x, sums.y);
-  float part = 1.f - __fdividef(shift.c, shift.top);
-  // Rounding to f16 changes 2^-11 of a matrix of norm 1 at most (its scale is off by a few percent where the shift leaves
-  // little), and 2^-25 of each value below the normal ones.
-  const float rounding = 1.07f * 0x1p-11f + N * 0x1p-25f + 1e-7f;
-  float error = rounding + shift.a * 0x1p-22f * (shift.top + shift.c * N);
-  store(s, units, x, shift.a, shift.c);
-  __syncthreads();
-  int last = 0;
-  for (;; last++) {
-    if (threadIdx.x == 0) shifts[last] = shift.c, scales[last] = shift.a, errors[last] = error;
+  // To a norm in [2, 4) by a power of two, whose values are normal numbers of f16.
+  const int exponent = ((int)(__float_as_uint(sums.y) >> 23) - 127) >> 1;
+  const float unit = __uint_as_float((u32)(128 - exponent) << 23), back = __uint_as_float((u32)(126 + exponent) << 23);
+#pragma unroll
+  for (u32 e = 0; e < EACH; e++) each(s[e], units[e], [&](float& v, u32, u32) { v *= unit; });
+  Chain chain;
+  chain.first(sums.x * unit, sums.y * unit * unit, 0.f, 0.f, links);
+  for (u32 turn = 1;; turn ^= 1) {
+    store(s, units, x, chain.scale, chain.shift);
+    __syncthreads();
     square(s, units, address);
     mine = moments(s, units);
-    sums = block_sums({mine.x, mine.y, 0.f}, scratch[(last + 1) & 1]);
-    // What the certificate leaves open: lambda(P) lies between s2/s1 and the bound of the head.
-    const float mean = sums.x / N, spread = fmaxf((1.f - 1.f / N) * (sums.y - sums.x * mean), 1e-30f);
-    const float ratio = __fdividef((mean + spread * rsqrtf(spread)) * sums.x, sums.y);
-    if (last == MOST - 1 || !(sums.x > 0.f) || (last >= 1 && 0.5f * part * (ratio - 1.f) < open)) break;
-    shift = best_shift(sums.x, sums.y);
-    part *= 0.5f * (1.f - __fdividef(shift.c, shift.top));
-    error = rounding + shift.a * (0x1p-22f * (shift.top + shift.c * N) + cut * sums.x);
-    store(s, units, x, shift.a, shift.c);
-    __syncthreads();
+    sums = block_sums({mine.x, mine.y, 0.f}, scratch[turn]);
+    if (!chain.go_on(sums.x, sums.y, open, links)) break;
   }
   __syncthreads();
-  if (threadIdx.x >= 32) return 0.f;
-  // Back through the chain, every step rounded up. The sums are within 1e-5.
-  const float s1 = __fmul_ru(sums.x, 1.00001f), s2 = __fmul_ru(sums.y, 1.00001f), low = sums.x * 0.99999f;
-  const float spread = fmaxf(__fsub_ru(s2, __fdiv_rd(__fmul_rd(low, low), (float)N)), 0.f);
-  float norm = __fadd_ru(__fadd_ru(__fdiv_ru(s1, (float)N), __fsqrt_ru(spread)), __fmul_ru(cut, s1));
-  norm = __fsqrt_ru(norm);
-#pragma unroll 1
-  for (int j = last; j >= 0; j--) {
-    norm = __fadd_ru(__fdiv_ru(__fadd_ru(norm, errors[j]), scales[j]), shifts[j]);
-    if (j) norm = __fsqrt_ru(norm);
-  }
-  return norm;
+  return threadIdx.x < 32 ? __fmul_ru(chain.certificate(sums.x, sums.y, links), back) : 0.f;
 }
 
 }  // namespace spectrum

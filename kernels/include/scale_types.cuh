@@ -30,7 +30,7 @@ struct Projection {
   u32 rotary;       // rotated channels of each head; 0 for values and for models without
   u32 interleaved;  // pairs (2b, 2b+1) rather than (b, b + rotary/2)
   u32 stat_row;     // first row of this projection in the statistics
-  u32 pad;
+  u32 raw_pairs;    // pair products of its statistics still hold the mean
   u32 first_head;   // first head of this projection in the Gram table
 };
 static_assert(sizeof(Projection) == 96, "host mirror");
@@ -43,7 +43,7 @@ struct ChannelStats {
   float constant; // beta . W[:, c] + b_c
   float absolute; // sum |beta_i W_ic| + |b_c|
   float sum;      // sum g_i W_ic
-  float rounding; // square of the norm of what the Gram's operands lost of this channel
+  float rounding; // delta^2: what the Gram's rounded operands take from sigma is at most (sum over the channels)^1/2
   float pad;
 };
 static_assert(sizeof(ChannelStats) == 32, "host mirror");
@@ -102,4 +102,9 @@ __device__ __forceinline__ void pair_channels(u32 p, u32 rotary, u32 interleaved
   } else {
     a = 2 * p, b = 2 * p + 1;
   }
+}
+// The other channel of a pair.
+__device__ __forceinline__ u32 pair_partner(u32 channel, u32 rotary, u32 interleaved) {
+  const u32 half = rotary / 2;
+  return interleaved || channel >= rotary ? channel ^ 1 : channel < half ? channel + half : channel - half;
 }

@@ -29,14 +29,20 @@ sources! {
     DESCALES = "scale_descales";
     /// Grams of any head, without tensor cores.
     GRAMS = "scale_grams";
-    /// Grams on Hopper's tensor cores.
+    /// Grams on Hopper's tensor cores, the weights rounded once.
     GRAMS_WGMMA = "scale_grams_wgmma";
-    /// The same where heads have more than 128 channels, or weights are f32.
+    /// Grams on Hopper's tensor cores, the weights in two pieces.
+    GRAMS_PIECES = "scale_grams_pieces";
+    /// Grams where heads have more than 128 channels, or weights are f32.
     GRAMS_WIDE = "scale_grams_wide";
     /// Certified eigenvalues of small matrices.
     BOUNDS = "scale_bounds";
+    /// The same on Hopper's tensor cores.
+    BOUNDS_WGMMA = "scale_bounds_wgmma";
     /// The same for heads of more than 128 channels, on Hopper.
     BOUNDS_WIDE = "scale_bounds_wide";
+    /// Norms of products without rotation.
+    PRODUCTS = "scale_products";
     /// Frobenius norms from Grams.
     FROBENIUS = "scale_frobenius";
     /// Implicit power iteration, each weight read once a step.
@@ -71,7 +77,9 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("launch.cuh", include_str!("../../kernels/include/launch.cuh")),
     ("math.cuh", include_str!("../../kernels/include/math.cuh")),
     ("policy_types.cuh", include_str!("../../kernels/include/policy_types.cuh")),
+    ("scale_chain.cuh", include_str!("../../kernels/include/scale_chain.cuh")),
     ("scale_cluster.cuh", include_str!("../../kernels/include/scale_cluster.cuh")),
+    ("scale_jobs.cuh", include_str!("../../kernels/include/scale_jobs.cuh")),
     ("scale_mma.cuh", include_str!("../../kernels/include/scale_mma.cuh")),
     ("scale_ptx.cuh", include_str!("../../kernels/include/scale_ptx.cuh")),
     ("scale_spectrum.cuh", include_str!("../../kernels/include/scale_spectrum.cuh")),

@@ -57,6 +57,8 @@ pub enum Kind {
     ZeroHead,
     /// Every weight has the same offset, which a LayerNorm takes out.
     Offset,
+    /// One channel of every head is near zero: with many input channels, a flat spectrum but for its small end.
+    WeakChannel,
 }
 
 impl Case {
@@ -165,6 +167,7 @@ fn heads(case: &Case, which: usize, rng: &mut StdRng) -> Vec<f32> {
                     row.iter_mut().for_each(|x| *x *= if large { 1.0 } else { 1e-3 });
                 }
             }
+            Kind::WeakChannel => rows[5 * d..6 * d].iter_mut().for_each(|x| *x *= 0.02),
             Kind::Offset => rows.iter_mut().for_each(|x| *x += 1.5 * scale),
             Kind::ZeroHead => {
                 if which > 0 && head + 1 == count {

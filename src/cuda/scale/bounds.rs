@@ -49,6 +49,15 @@ fn squaring(r: usize) -> (u32, u32) {
     (32 * units.div_ceil(each) as u32, (bands * 32 * (bands * 32 + 8) * 2) as u32)
 }
 
+/// The same of the kernel on Hopper's tensor cores, one warpgroup a matrix (`kernels/scale_bounds_wgmma.cu`).
+fn squaring_wgmma(r: usize) -> (u32, u32) {
+    let side = r.next_multiple_of(64) as u32;
+    (128, side * side * 2 + 1024)
+}
+
+/// Largest d_head that it takes.
+const WGMMA_MOST: usize = 128;
+
 /// The same where heads have more than 128 channels (`kernels/scale_bounds_wide.cu`): two 64 x 64 blocks a warpgroup, and
 /// the matrix in f16 with room for its alignment.
 fn wide_squaring(r: usize) -> (u32, u32) {
@@ -58,6 +67,8 @@ fn wide_squaring(r: usize) -> (u32, u32) {
 
 /// Largest d_head whose product without rotation fits a block's shared memory.
 const PRODUCT_MOST: usize = 128;
+/// At least so many threads make one (`kernels/scale_products.cu`).
+const PRODUCT_THREADS: u32 = 128;
 
 impl Bounds {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: &Grams) -> Result<Self> {
@@ -72,36 +83,41 @@ impl Bounds {
             let heads = layer * (n_q + n_kv);
             for kv in 0..n_kv {
                 let k = (heads + n_q + kv) as u32;
-                for h in kv * (n_q / n_kv)..(kv + 1) * (n_q / n_kv) {
-                    let q = (heads + h) as u32;
-                    let index = layer * n_q + h;
-                    let mut job = |kind, result: usize| jobs.push(Job { kind, q, k, result: result as u32 });
-                    job(0, index);
+                let group = kv * (n_q / n_kv)..(kv + 1) * (n_q / n_kv);
+                jobs.push(Job { kind: 1, q: k, k, result: (k_at + layer * n_kv + kv) as u32 });
+                if first.rotary > 0 {
+                    jobs.extend(group.clone().map(|h| {
+                        let result = (rest_at + (count + layer) * n_q + h) as u32;
+                        Job { kind: 3, q: (heads + h) as u32, k, result }
+                    }));
+                }
+                for h in group {
+                    let (q, index) = ((heads + h) as u32, layer * n_q + h);
+                    jobs.push(Job { kind: 0, q, k, result: index as u32 });
                     if first.rotary > 0 {
-                        job(2, rest_at + index);
-                        job(3, rest_at + count * n_q + index);
+                        jobs.push(Job { kind: 2, q, k, result: (rest_at + index) as u32 });
                     }
                     if by_product {
                         products.push(Job { kind: 4, q, k, result: (rest_at + index) as u32 });
                     }
                 }
-                jobs.push(Job { kind: 1, q: k, k, result: (k_at + layer * n_kv + kv) as u32 });
             }
         }
         let results = rest_at + 2 * count * n_q;
         let module = |source| device.module(source, &[("D_HEAD", r.to_string())]);
         let plan = device.module(sources::PLAN, &[])?;
-        let wide = r > 128 && device.arch().compute == 90;
-        let (eigen, (threads, shared)) = if wide {
-            (module(sources::BOUNDS_WIDE)?.kernel("scale_bounds_wide")?, wide_squaring(r))
-        } else {
-            (module(sources::BOUNDS)?.kernel("scale_bounds")?, squaring(r))
+        let hopper = device.arch().compute == 90;
+        let (source, name, (threads, shared)) = match hopper {
+            true if r <= WGMMA_MOST => (sources::BOUNDS_WGMMA, "scale_bounds", squaring_wgmma(r)),
+            true => (sources::BOUNDS_WIDE, "scale_bounds_wide", wide_squaring(r)),
+            false => (sources::BOUNDS, "scale_bounds", squaring(r)),
         };
+        let eigen = module(source)?.kernel(name)?;
         eigen.allow_shared(shared)?;
         let side = r.next_multiple_of(32);
         let product_shared = (3 * side * (side + 4) * 4) as u32;
         let product = if by_product {
-            let kernel = module(sources::BOUNDS)?.kernel("scale_products")?;
+            let kernel = module(sources::PRODUCTS)?.kernel("scale_products")?;
             kernel.allow_shared(product_shared)?;
             Some(kernel)
         } else {
@@ -122,7 +138,7 @@ impl Bounds {
                 each(l.q.bias, n_q).chain(each(l.k.bias, n_kv))
             })
             .collect();
-        let flush = grams.route.depth(first.d_model);
+        let flush = grams.depth(first.d_model);
         // g w is rounded once.
         let split = 3;
         let parts = grams.host_heads.iter().map(|h| h.count as usize).max().unwrap_or(1);
@@ -136,7 +152,7 @@ impl Bounds {
             gram_stats: plan.kernel("scale_gram_stats")?,
             eigen_launch: Launch::linear(jobs.len(), threads, shared),
             jobs: device.upload(&jobs)?,
-            product_launch: Launch::linear(products.len(), threads, product_shared),
+            product_launch: Launch::linear(products.len(), squaring(r).0.max(PRODUCT_THREADS), product_shared),
             product_jobs: device.upload(&products)?,
             lambdas: device.zeros(results)?,
             aux: device.zeros(2 * count * n_q)?,

@@ -19,9 +19,6 @@ pub struct ScaleEngine {
     layers: Vec<LayerInput>,
     kernels: Kernels,
     projections: Buffer<tables::Projection>,
-    scales: Buffer<f32>,
-    gains: Buffer<f32>,
-    padded: u32,
     row_blocks: (Buffer<NormBlock>, usize),
     column_blocks: (Buffer<NormBlock>, usize),
     stats: Buffer<ChannelStats>,
@@ -31,6 +28,8 @@ pub struct ScaleEngine {
     operand_bounds: Buffer<f32>,
     status: Buffer<u32>,
     grams: Option<Grams>,
+    /// The same pass for norms alone, where it is the faster way to them and there are no Grams.
+    norms_pass: Option<Grams>,
     bounds: Option<Bounds>,
     frobenius: Option<Frobenius>,
     qk_norm: Option<QkNorm>,
@@ -40,7 +39,6 @@ pub struct ScaleEngine {
 
 #[derive(Debug)]
 struct Kernels {
-    gains: Kernel,
     norms: Kernel,
     norms_columns: Kernel,
     descales: Kernel,
@@ -62,18 +60,17 @@ impl ScaleEngine {
         let kernel = |source, name| device.module(source, &[])?.kernel(name);
         let sums = layers.iter().any(|l| l.mean_removed || l.shift != DevicePtr::NULL);
         let kernels = Kernels {
-            gains: kernel(sources::GAINS, "scale_gains")?,
             norms: kernel(sources::NORMS, if sums { "scale_norms_sums" } else { "scale_norms" })?,
             norms_columns: kernel(sources::NORMS, "scale_norms_columns")?,
             descales: kernel(sources::DESCALES, "scale_descales")?,
         };
-        let padded = layers[0].d_model.next_multiple_of(128);
         let normalised = layers[0].qk_norm.is_some();
-        let grams = if with_grams && !normalised {
-            Some(Grams::new(device, layers, &built, Layout::new(device, layers, &built))?)
-        } else {
-            None
+        let pass = |wanted| -> Result<_> {
+            let layout = pass(device, layers, &built, wanted);
+            layout.map(|layout| Grams::new(device, layers, &built, layout)).transpose()
         };
+        let grams = if with_grams { pass(true)? } else { None };
+        let norms_pass = if with_grams { None } else { pass(false)? };
         let bounds = grams.as_ref().map(|g| Bounds::new(device, layers, &built, g)).transpose()?;
         let frobenius = bounds.as_ref().map(|_| Frobenius::new(device, layers)).transpose()?;
         let qk_norm = match normalised {
@@ -82,9 +79,6 @@ impl ScaleEngine {
         };
         Ok(Self {
             kernels,
-            scales: device.zeros(built.projections.len())?,
-            gains: device.zeros(padded * built.projections.len())?,
-            padded: padded as u32,
             row_blocks: (device.upload(&built.row_blocks)?, built.row_blocks.len()),
             column_blocks: (device.upload(&built.column_blocks)?, built.column_blocks.len()),
             stats: device.zeros(built.rows)?,
@@ -95,6 +89,7 @@ impl ScaleEngine {
             status: device.zeros(1)?,
             projections: device.upload(&built.projections)?,
             grams,
+            norms_pass,
             bounds,
             frobenius,
             qk_norm,
@@ -126,7 +121,13 @@ impl ScaleEngine {
     /// If a launch is refused.
     pub fn descales(&self, stream: &Stream) -> Result<()> {
         self.status.clear(stream)?;
-        self.norms(stream, [&self.row_blocks, &self.column_blocks])?;
+        match self.grams.as_ref().filter(|grams| grams.fast_norms).or(self.norms_pass.as_ref()) {
+            Some(pass) => {
+                pass.launch(stream, self.projections.ptr())?;
+                pass.part_stats(stream, self.projections.ptr(), self.stats.ptr())?;
+            }
+            None => self.norms(stream, [&self.row_blocks, &self.column_blocks])?,
+        }
         self.operand_descales(stream)
     }
 
@@ -168,17 +169,12 @@ impl ScaleEngine {
     /// If the engine was made without Grams, or a launch is refused.
     pub fn grams(&self, stream: &Stream) -> Result<()> {
         let grams = self.grams.as_ref().ok_or_else(|| Error::cuda("the engine was made without Grams"))?;
-        let (projections, gains, scales) = (self.projections.ptr(), self.gains.ptr(), self.scales.ptr());
-        let args = [Arg::Ptr(projections), Arg::Ptr(gains), Arg::Ptr(scales), Arg::U32(self.padded)];
-        // SAFETY: 1. the arguments are the kernel's; 2. weights and gains are the ones `new`'s caller promised; 3. a block
-        // writes the row of its own projection.
-        unsafe { self.kernels.gains.launch(stream, Launch::linear(self.scales.len(), 256, 0), &args)? };
-        grams.launch(stream, projections, gains, scales, self.padded)
+        grams.launch(stream, self.projections.ptr())
     }
 
     /// Puts the whole plan on `stream`: operand descales, and for every query head a certified logit bound and its
-    /// descale. One read of the weights on the tensor-core route where the norm has neither mean nor shift; W_Q and W_K are
-    /// read twice elsewhere, and not at all where q and k are normalised after the projection.
+    /// descale. One read of the weights where [`ScaleEngine::one_pass`] says so; W_Q and W_K are read twice elsewhere, and
+    /// not at all where q and k are normalised after the projection.
     ///
     /// # Errors
     /// If the engine was made without Grams, or a launch is refused.
@@ -197,7 +193,7 @@ impl ScaleEngine {
         } else if !grams.has_norms {
             self.norms(stream, [&self.row_blocks, &self.column_blocks])?;
         }
-        grams.part_stats(stream, self.stats.ptr())?;
+        grams.part_stats(stream, self.projections.ptr(), self.stats.ptr())?;
         self.operand_descales(stream)?;
         b.run(stream, grams, self.stats.ptr(), self.heads.ptr(), self.status.ptr())
     }
@@ -228,12 +224,12 @@ impl ScaleEngine {
 
     /// Bytes of device memory that the engine holds.
     pub fn workspace_bytes(&self) -> usize {
-        let grams = self.grams.as_ref().map_or(0, Grams::bytes);
+        let grams: usize = self.grams.iter().chain(&self.norms_pass).map(Grams::bytes).sum();
         let bounds = self.bounds.as_ref().map_or(0, Bounds::bytes);
         let tables = 96 * self.projections.len()
             + 64 * self.layer_table.len()
             + 32 * self.stats.len()
-            + 4 * (self.gains.len() + self.scales.len() + self.heads.len() + self.tensors.len())
+            + 4 * (self.heads.len() + self.tensors.len())
             + 4 * (self.operand_bounds.len() + self.status.len())
             + 8 * (self.row_blocks.1 + self.column_blocks.1);
         let normalised = if self.qk_norm.is_some() { QkNorm::bytes_for(&self.layers) } else { 0 };
@@ -252,15 +248,16 @@ impl ScaleEngine {
         let mut bytes = 96 * projections
             + 64 * built.layers.len()
             + 32 * built.rows
-            + 4 * ((layers[0].d_model.next_multiple_of(128) + 1) * projections + built.outputs + 4 * layers.len() + 1)
+            + 4 * (built.outputs + 4 * layers.len() + 1)
             + 12 * layers[0].n_kv * layers.len()
             + 8 * (built.row_blocks.len() + built.column_blocks.len());
+        if let Some(layout) = pass(device, layers, &built, with_grams) {
+            bytes += layout.bytes(projections, layers[0].d_model);
+        }
         if layers[0].qk_norm.is_some() {
             bytes += QkNorm::bytes_for(layers);
         } else if with_grams {
-            bytes += Layout::new(device, layers, &built).bytes(projections)
-                + Bounds::bytes_for(layers, &built)
-                + Frobenius::bytes_for(layers);
+            bytes += Bounds::bytes_for(layers, &built) + Frobenius::bytes_for(layers);
         }
         Ok(bytes)
     }
@@ -328,6 +325,15 @@ impl ScaleEngine {
         let grams = self.grams.as_ref().ok_or_else(|| Error::cuda("the engine was made without Grams"))?;
         grams.read(head, self.layers[0].d_head)
     }
+}
+
+/// The pass that makes the Grams, or norms alone where it is the faster way to them.
+fn pass(device: &Device, layers: &[LayerInput], built: &Tables, with_grams: bool) -> Option<Layout> {
+    if layers[0].qk_norm.is_some() {
+        return None;
+    }
+    let layout = Layout::new(device, layers, built, with_grams);
+    (with_grams || layout.fast_norms()).then_some(layout)
 }
 
 pub(super) fn check(layers: &[LayerInput]) -> Result<()> {
@@ -423,7 +429,7 @@ impl Tables {
                     rotary: rotary as u32,
                     interleaved: l.interleaved.into(),
                     stat_row: t.rows as u32,
-                    pad: 0,
+                    raw_pairs: columns.into(),
                     first_head: if which == 2 { NO_ROW } else { head },
                 });
                 if which < 2 {

@@ -18,7 +18,7 @@ pub enum GramRoute {
 }
 
 /// Dynamic shared memory of the tensor-core kernels (asserted there).
-const WGMMA_SHARED: u32 = 211_456;
+const WGMMA_SHARED: u32 = 213_248;
 const WIDE_SHARED: u32 = 227 * 1024;
 
 impl GramRoute {
@@ -35,11 +35,6 @@ impl GramRoute {
             Self::Wide => self.blocks_a_head(d_head) * 128 / dtype.size(),
             Self::Plain => 64,
         }
-    }
-
-    /// Roundings that a sum over `d_model` products is deep.
-    pub(super) fn depth(self, d_model: usize) -> usize {
-        256 + d_model.div_ceil(256) * if self == Self::Wide { 2 } else { 1 }
     }
 }
 
@@ -62,6 +57,14 @@ pub(super) struct Grams {
     segments: Buffer<Segment>,
     shares: Buffer<u32>,
     maps: Buffer<u64>,
+    gains: Buffer<u8>,
+    scales: Buffer<[f32; 2]>,
+    gain_kernel: Option<Kernel>,
+    tiles: u32,
+    /// Of the gains (`kernels/scale_gains.cu`).
+    form: u32,
+    /// Roundings of one accumulator before it is flushed.
+    pub chain: usize,
     pub partials: Buffer<f32>,
     pub heads: Buffer<HeadGram>,
     pub host_heads: Vec<HeadGram>,
@@ -70,20 +73,27 @@ pub(super) struct Grams {
     stat_rows: u32,
     /// The norms of every channel come out of the same pass.
     pub has_norms: bool,
+    /// See [`Layout::fast_norms`].
+    pub fast_norms: bool,
 }
 
 /// How the Grams of a model are made, before anything is allocated.
 pub(super) struct Layout {
     route: GramRoute,
     rows: bool,
+    /// g^2 w in two pieces rather than one rounded g w on both sides: slower by a tenth, for everything.
+    pieces: bool,
     pub has_norms: bool,
+    /// And, for a mean or a shift, the sums that these need.
+    sums: bool,
     units: Vec<Unit>,
     pub cut: Cut,
     blocks: usize,
 }
 
 impl Layout {
-    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables) -> Self {
+    /// `grams`: the Grams of q and k are wanted; norms alone else.
+    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: bool) -> Self {
         let first = &layers[0];
         let dtype = first.q.weight.dtype;
         let step = (16 / dtype.size()) as i64;
@@ -100,18 +110,21 @@ impl Layout {
             true if !small && rows => GramRoute::Wide,
             _ => GramRoute::Plain,
         };
-        let tensor_cores = route != GramRoute::Plain;
-        // One read for everything: neither mean nor shift, and values like the rest.
-        let values = layers.iter().filter_map(|l| l.v.as_ref()).all(|v| fits(&v.weight) && along_model(&v.weight));
-        let plain_norm = layers.iter().all(|l| !l.mean_removed && l.shift == DevicePtr::NULL);
-        let has_norms = tensor_cores && rows && values && plain_norm;
+        let (tensor_cores, wgmma) = (route != GramRoute::Plain, route == GramRoute::Wgmma);
+        // One read for everything: values like the rest.
+        let values = layers.iter().filter_map(|l| l.v.as_ref()).map(|v| v.weight);
+        let values = values.into_iter().all(|m| fits(&m) && if rows { along_model(&m) } else { along_channels(&m) });
+        let sums = layers.iter().any(|l| l.mean_removed || l.shift != DevicePtr::NULL);
+        let has_norms = tensor_cores && values && (!sums || wgmma && dtype == Dtype::Bf16);
+        let pieces = wgmma && !(rows && has_norms && !sums && first.d_head > 64);
+        let sums = sums && has_norms;
         let r = first.d_head as u32;
         let per_tile = if tensor_cores && r <= 64 { 2 } else { 1 };
         // Elsewhere a tile takes as long as its bytes.
         let waits_for_products = route == GramRoute::Wide && dtype != Dtype::F32;
         let mut units = Vec::new();
         for (index, p) in built.projections.iter().enumerate() {
-            let gram = p.first_head != NO_ROW;
+            let gram = grams && p.first_head != NO_ROW;
             if !gram && !has_norms {
                 continue;
             }
@@ -131,45 +144,60 @@ impl Layout {
         let blocks = side * (side + 1) / 2;
         let sharing = route.blocks_a_head(first.d_head);
         let cut = match route {
-            // Stored along the channels, eight groups of warps leave their own sums.
-            GramRoute::Wgmma => tables::cut(&units, device.processors(), r, if rows { 1 } else { 8 }),
+            GramRoute::Wgmma => tables::cut(&units, device.processors(), r, 1),
             // Each block of a pair leaves its own, room for 256 channels.
             GramRoute::Wide => tables::cut(&units, device.processors() / sharing, r, if sharing == 2 { 4 } else { 1 }),
             // Ranges of 1024 input channels, whatever the device: a segment is a block.
             GramRoute::Plain => tables::cut(&units, units.len() * first.d_model.div_ceil(1024), r, 0),
         };
-        Self { route, rows, has_norms, units, cut, blocks }
+        Self { route, rows, pieces, has_norms, sums, units, cut, blocks }
+    }
+
+    /// The norms of this pass are there sooner than those of `scale_norms`, which is slow with a mean, a shift or
+    /// weights stored `[in, out]`.
+    pub fn fast_norms(&self) -> bool {
+        self.has_norms && (self.sums || !self.rows)
     }
 
     /// Bytes of device memory.
-    pub fn bytes(&self, projections: usize) -> usize {
-        let (cut, tiles) = (&self.cut, if self.route == GramRoute::Plain { 0 } else { self.units.len() });
+    pub fn bytes(&self, projections: usize, d_model: usize) -> usize {
+        let (cut, tensor_cores) = (&self.cut, usize::from(self.route != GramRoute::Plain));
         let maps = match self.route {
             GramRoute::Wgmma => 256 * projections,
             GramRoute::Wide => 128 * projections,
             GramRoute::Plain => 8,
         };
-        4 * (cut.slots as usize * self.blocks * 4096 + cut.shares.len() + 512 * cut.stat_parts as usize)
-            + 32 * (cut.segments.len() + tiles)
+        4 * (cut.slots as usize * self.blocks * 4096 + cut.shares.len())
+            + 32 * (cut.segments.len() + tensor_cores * (self.units.len() + 128 * cut.stat_parts as usize))
+            + tensor_cores * (8 + self.gain_bytes(d_model)) * projections
             + maps
             + 16 * cut.heads.len()
+    }
+
+    /// Prepared gains of one projection (`kernels/scale_gains.cu`).
+    fn gain_bytes(&self, d_model: usize) -> usize {
+        d_model.next_multiple_of(128) * if self.sums { 20 } else { 4 }
     }
 }
 
 impl Grams {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, layout: Layout) -> Result<Self> {
-        let Layout { route, rows, has_norms, units, cut, blocks } = layout;
-        let r = layers[0].d_head as u32;
+        let (r, d) = (layers[0].d_head as u32, layers[0].d_model);
+        let (gain_bytes, fast_norms) = (layout.gain_bytes(d), layout.fast_norms());
+        let Layout { route, rows, pieces, has_norms, sums, units, cut, blocks } = layout;
+        let tensor_cores = route != GramRoute::Plain;
+        let projections = if tensor_cores { built.projections.len() } else { 0 };
         let dtype = layers[0].q.weight.dtype;
         let (launch, kernel, maps) = match route {
             GramRoute::Wgmma => {
-                let defines = [
-                    ("D_HEAD", r.to_string()),
-                    ("ALONG_CHANNELS", u32::from(!rows).to_string()),
-                    ("F16", u32::from(dtype == Dtype::F16).to_string()),
-                    ("NORMS", u32::from(has_norms).to_string()),
-                ];
-                let kernel = device.module(sources::GRAMS_WGMMA, &defines)?.kernel("scale_grams_wgmma")?;
+                let mut defines = vec![("D_HEAD", r.to_string()), ("F16", u32::from(dtype == Dtype::F16).to_string())];
+                let kernel = if pieces {
+                    defines.push(("ALONG_CHANNELS", u32::from(!rows).to_string()));
+                    defines.push(("SUMS", u32::from(sums).to_string()));
+                    device.module(sources::GRAMS_PIECES, &defines)?.kernel("scale_grams_pieces")?
+                } else {
+                    device.module(sources::GRAMS_WGMMA, &defines)?.kernel("scale_grams_wgmma")?
+                };
                 kernel.allow_shared(WGMMA_SHARED)?;
                 let mut maps = Vec::with_capacity(32 * built.projections.len());
                 for p in &built.projections {
@@ -186,7 +214,8 @@ impl Grams {
                         });
                     }
                 }
-                (Launch::linear(device.processors(), 7 * 128, WGMMA_SHARED), kernel, maps)
+                let threads = if pieces { 3 * 128 } else { 5 * 128 };
+                (Launch::linear(device.processors(), threads, WGMMA_SHARED), kernel, maps)
             }
             GramRoute::Wide => {
                 let defines = [
@@ -221,18 +250,15 @@ impl Grams {
             let tiles: Vec<StatTile> = units
                 .iter()
                 .zip(&cut.stats)
-                .map(|(unit, &(first, parts))| {
-                    let p = &built.projections[unit.projection as usize];
-                    let offset = u64::from(unit.first_row) * layers[0].vector_dtype.size() as u64;
-                    StatTile {
-                        bias: if p.bias == 0 { 0 } else { p.bias + offset },
-                        stat_row: unit.stat_row,
-                        rows: unit.heads * r,
-                        first,
-                        parts: parts * 128 / stat_rows,
-                        bias_dtype: p.vector_dtype,
-                        rounding_only: (!has_norms).into(),
-                    }
+                .map(|(unit, &(first, parts))| StatTile {
+                    projection: unit.projection,
+                    first_row: unit.first_row,
+                    rows: unit.heads * r,
+                    first,
+                    parts: parts * 128 / stat_rows,
+                    norms: has_norms.into(),
+                    sums: sums.into(),
+                    pad: 0,
                 })
                 .collect();
             let kernel = device.module(sources::PLAN, &[])?.kernel("scale_part_stats")?;
@@ -247,25 +273,37 @@ impl Grams {
             segments: device.upload(&cut.segments)?,
             shares: device.upload(&cut.shares)?,
             maps: device.upload(&maps)?,
+            gains: device.zeros(gain_bytes * projections)?,
+            scales: device.zeros(projections)?,
+            gain_kernel: if tensor_cores {
+                Some(device.module(sources::GAINS, &[])?.kernel("scale_gains")?)
+            } else {
+                None
+            },
+            tiles: d.div_ceil(128) as u32,
+            form: u32::from(pieces) + u32::from(sums),
+            chain: if pieces { 512 } else { 256 },
             partials: device.zeros(cut.slots as usize * blocks * 4096)?,
             heads: device.upload(&cut.heads)?,
             host_heads: cut.heads,
-            channel_parts: device.zeros(cut.stat_parts as usize * 128 * 4)?,
+            channel_parts: device.zeros(if tensor_cores { cut.stat_parts as usize * 128 * 8 } else { 0 })?,
             stats,
             stat_rows,
             has_norms,
+            fast_norms,
         })
     }
 
     /// Puts the Grams on `stream`, and with them the norms of all channels where this pass has them.
-    pub fn launch(
-        &self,
-        stream: &Stream,
-        projections: DevicePtr,
-        gains: DevicePtr,
-        scales: DevicePtr,
-        padded: u32,
-    ) -> Result<()> {
+    pub fn launch(&self, stream: &Stream, projections: DevicePtr) -> Result<()> {
+        let (gains, scales) = (Arg::Ptr(self.gains.ptr()), Arg::Ptr(self.scales.ptr()));
+        if let Some(kernel) = &self.gain_kernel {
+            let args = [Arg::Ptr(projections), gains, scales, Arg::U32(self.tiles), Arg::U32(self.form)];
+            // SAFETY: 1. the arguments are the kernel's; 2. weights, gains and shifts are the ones that the engine's maker
+            // promised; 3. a block writes the gains of its own projection.
+            let grid = (self.scales.len() as u32, self.tiles.div_ceil(8), 1);
+            unsafe { kernel.launch(stream, Launch { grid, block: 256, shared: 0 }, &args)? };
+        }
         let (segments, projections) = (Arg::Ptr(self.segments.ptr()), Arg::Ptr(projections));
         let partials = Arg::Ptr(self.partials.ptr());
         let args = match self.route {
@@ -274,9 +312,9 @@ impl Grams {
                 Arg::Ptr(self.shares.ptr()),
                 projections,
                 Arg::Ptr(self.maps.ptr()),
-                Arg::Ptr(gains),
-                Arg::Ptr(scales),
-                Arg::U32(padded),
+                gains,
+                scales,
+                Arg::U32(self.tiles),
                 partials,
                 Arg::Ptr(self.channel_parts.ptr()),
             ],
@@ -287,10 +325,16 @@ impl Grams {
         unsafe { self.kernel.launch(stream, self.launch, &args) }
     }
 
+    /// Roundings that a sum over `d_model` products is deep.
+    pub fn depth(&self, d_model: usize) -> usize {
+        self.chain + d_model.div_ceil(256) * if self.route == GramRoute::Wide { 2 } else { 1 }
+    }
+
     /// Sums what the segments saw of each channel; after the norms, where those come from another kernel.
-    pub fn part_stats(&self, stream: &Stream, stats: DevicePtr) -> Result<()> {
+    pub fn part_stats(&self, stream: &Stream, projections: DevicePtr, stats: DevicePtr) -> Result<()> {
         let Some((kernel, tiles)) = &self.stats else { return Ok(()) };
-        let args = [Arg::Ptr(tiles.ptr()), Arg::Ptr(self.channel_parts.ptr()), Arg::Ptr(stats)];
+        let parts = Arg::Ptr(self.channel_parts.ptr());
+        let args = [Arg::Ptr(tiles.ptr()), Arg::Ptr(projections), parts, Arg::Ptr(stats)];
         // SAFETY: 1. the arguments are the kernel's; 2. the tables are the engine's, the biases those that its maker's
         // caller promised; 3. every tile has its own rows.
         unsafe { kernel.launch(stream, Launch::linear(tiles.len(), self.stat_rows, 0), &args) }
@@ -299,7 +343,8 @@ impl Grams {
     pub fn bytes(&self) -> usize {
         4 * (self.partials.len() + self.shares.len() + self.channel_parts.len())
             + 32 * (self.segments.len() + self.stats.as_ref().map_or(0, |s| s.1.len()))
-            + 8 * self.maps.len()
+            + 8 * (self.maps.len() + self.scales.len())
+            + self.gains.len()
             + 16 * self.heads.len()
     }
 

@@ -158,7 +158,7 @@ pub(super) struct Projection {
     pub rotary: u32,
     pub interleaved: u32,
     pub stat_row: u32,
-    pub pad: u32,
+    pub raw_pairs: u32,
     pub first_head: u32,
 }
 const _: () = assert!(size_of::<Projection>() == 96);
@@ -235,13 +235,14 @@ const _: () = assert!(size_of::<Segment>() == 32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct StatTile {
-    pub bias: u64,
-    pub stat_row: u32,
+    pub projection: u32,
+    pub first_row: u32,
     pub rows: u32,
     pub first: u32,
     pub parts: u32,
-    pub bias_dtype: u32,
-    pub rounding_only: u32,
+    pub norms: u32,
+    pub sums: u32,
+    pub pad: u32,
 }
 const _: () = assert!(size_of::<StatTile>() == 32);
 
@@ -275,7 +276,7 @@ pub struct ChannelStats {
     pub absolute: f32,
     /// Sum of the column, gains applied.
     pub sum: f32,
-    /// Square of the norm of what the Gram's operands lost of the column by rounding.
+    /// Square of what the Gram's rounded operands take from the column: sigma moves by at most the root of the channels' sum.
     pub rounding: f32,
     pub(super) pad: f32,
 }

@@ -1,0 +1,92 @@
+// What a certified eigenvalue is asked of, and how a head's Gram becomes the matrix that is squared:
+//   RAW_Q, RAW_K     G as it is (mean kept): sigma_Q^2, sigma_K^2
+//   SCALED_Q, _K     T^1/2 G_Q T^1/2 and T^-1/2 G_K T^-1/2, t_b = sqrt(tr G_K,bb / tr G_Q,bb) (rotation)
+// G + e I stands for G, e = c 2^-24 tr G (mean kept) covering every rounding of its sums; G and e are those of the scaled
+// channels, since an entry errs by c 2^-24 ||w_i|| ||w_j|| at most. What rounding took from channel i before, delta_i, enters
+// by R = sum delta_i^2, sigma(exact) <= sqrt(lambda + R) + sqrt(R): this holds whether one side of the products that made the
+// Gram was rounded or both. Sums s_i over the model dimension are those of exact channels; that moves G - s s^T/d by at
+// most (2 ||s|| + sqrt(d) delta) delta / sqrt(d). An all-zero matrix gives 0, NaN gives NaN.
+#pragma once
+#include "scale_chain.cuh"
+
+// What a certificate may leave open, of lambda. Norms as they are too: their product is sigma where it is the smaller one.
+constexpr float OPEN = 0.001f;
+
+enum : u32 { RAW_Q = 0, RAW_K = 1, SCALED_Q = 2, SCALED_K = 3 };
+
+struct HeadGram {
+  u32 first, stride, count, stat_row;
+};
+struct Job {
+  u32 kind;
+  u32 q, k;    // heads in the Gram table; RAW jobs use the one they name
+  u32 result;  // where lambda goes
+  __device__ __forceinline__ bool of_q() const { return kind == RAW_Q || kind == SCALED_Q; }
+  __device__ __forceinline__ bool scaled() const { return kind >= SCALED_Q; }
+};
+struct Shape {
+  u32 rotary, interleaved, mean, d_model;  // mean: 1 if the norm removes it
+  float rope_factor;
+  float rounding;                          // c
+};
+static_assert(sizeof(HeadGram) == 16 && sizeof(Job) == 16 && sizeof(Shape) == 24, "host mirror");
+
+// Parts of Grams: the upper 64 x 64 blocks one after another, row-major.
+constexpr u32 GRAM_SIDE = (spectrum::N + 63) / 64, GRAM_BLOCKS = GRAM_SIDE * (GRAM_SIDE + 1) / 2;
+
+__device__ __forceinline__ u32 partner(u32 i, const Shape& s) {
+  if (i >= s.rotary) return i;
+  return s.interleaved ? i ^ 1 : (i < s.rotary / 2 ? i + s.rotary / 2 : i - s.rotary / 2);
+}
+
+// What is known of a channel, loaded ahead and without a branch, so that the Gram's loads follow at once.
+struct Known {
+  float4 norms, sums;              // the channel's own: norm2, raw2, pair, constant; absolute, sum, rounding, -
+  float q, k, q_other, k_other;    // norm^2 of it and of the other of its rotation pair
+};
+__device__ __forceinline__ Known known_of(u32 i, const Job& job, const HeadGram& of_q, const HeadGram& of_k, const ChannelStats* stats, const Shape& shape) {
+  const ChannelStats *q = stats + of_q.stat_row, *k = stats + of_k.stat_row, *own = (job.of_q() ? q : k) + i;
+  const u32 other = partner(i, shape);
+  return {*(const float4*)own, *((const float4*)own + 1), q[i].norm2, k[i].norm2, q[other].norm2, k[other].norm2};
+}
+
+// One channel of a job: what its row and column of the Gram are multiplied by, its sum where the mean is removed, and its
+// share of the totals.
+struct Channel {
+  float factor, sum;
+  float trace, raw, lost, mean;  // norm^2, with the mean kept, R, sum^2, scaled
+};
+__device__ __forceinline__ Channel channel_of(u32 i, const Known& known, const Job& job, const Shape& shape) {
+  float f = i < shape.rotary ? shape.rope_factor : 1.f;
+  // t = sqrt(tr k / tr q) of the pair, in powers that cancel between q and k.
+  const float q = i < shape.rotary ? known.q + known.q_other : known.q, k = i < shape.rotary ? known.k + known.k_other : known.k;
+  if (job.scaled() && q > 0.f && k > 0.f) {
+    const float t2 = k * spectrum::inverse(q), t = t2 * spectrum::inverse_root(t2), half = t * spectrum::inverse_root(t);
+    f *= job.of_q() ? half : spectrum::inverse(half);
+  }
+  const float f2 = f * f, sum = job.scaled() && shape.mean ? known.sums.y : 0.f;
+  return {f, sum, f2 * (job.scaled() ? known.norms.x : known.norms.y), f2 * known.norms.y, f2 * known.sums.z, f2 * sum * sum};
+}
+
+// Sums over the channels.
+struct Totals {
+  float trace, raw, lost, mean;
+  // e
+  __device__ __forceinline__ float added(const Shape& shape) const { return shape.rounding * 0x1p-24f * raw; }
+};
+
+// sigma^2 of the exact channels from the certificate of their Gram, every step rounded up.
+__device__ __forceinline__ float exact_lambda(float lambda, const Totals& totals, const Shape& shape) {
+  const float lost = totals.lost * (1.f + 0x1p-20f), delta = __fsqrt_ru(lost);
+  const float sums = __fadd_ru(2.f * __fsqrt_ru(totals.mean * (1.f + 0x1p-20f)), delta);
+  const float moved = shape.mean ? __fmul_ru(__fmul_ru(sums, delta), __fdiv_ru(1.f, __fsqrt_rd((float)shape.d_model))) : 0.f;
+  // Factors and channel sums in f32: within 2^-19.
+  const float before = __fadd_ru(__fmul_ru(lambda, 1.f + 0x1p-19f), __fadd_ru(moved, lost));
+  const float sigma = __fadd_ru(__fsqrt_ru(before), delta);
+  return __fmul_ru(sigma, sigma);
+}
+
+__device__ __forceinline__ void put_lambda(double* to, double value, u32* status) {
+  *to = value;
+  if (!(value < 1e300)) atomicOr(status, STATUS_NON_FINITE_BOUND);
+}
