@@ -214,7 +214,7 @@ impl Grams {
                         });
                     }
                 }
-                let threads = if pieces { 3 * 128 } else { 5 * 128 };
+                let threads = if pieces { 3 * 128 } else { 7 * 128 };
                 (Launch::linear(device.processors(), threads, WGMMA_SHARED), kernel, maps)
             }
             GramRoute::Wide => {
