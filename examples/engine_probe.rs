@@ -1,6 +1,6 @@
 //! Checks the GPU scale engine against f64 and times it on whole models.
 //!
-//! `engine_probe check` compares; `engine_probe bench [MODEL..]` prints CSV `model,method,us_per_layer,ratio_to_floor`, the
+//! `engine_probe check [PART OF A NAME..]` compares; `engine_probe bench [MODEL..]` prints CSV `model,method,us_per_layer,ratio_to_floor`, the
 //! floor being the bytes of the weights over the copy bandwidth of the same run. Needs a GPU; says so without one.
 
 use half::{bf16, f16};
@@ -20,9 +20,9 @@ fn main() {
     }
     let args: Vec<String> = std::env::args().skip(1).collect();
     let done = match args.first().map(String::as_str) {
-        Some("check") => check(),
+        Some("check") => check(&args[1..]),
         Some("bench") => bench(&args[1..]),
-        _ => check().and_then(|()| bench(&[])),
+        _ => check(&[]).and_then(|()| bench(&[])),
     };
     if let Err(e) = done {
         println!("FAIL {e}");
@@ -217,12 +217,30 @@ const CASES: &[Case] = &[
     },
 ];
 
+/// Heads of more than 128 channels, and f32 weights.
+const WIDE: &[Case] = &[
+    Case { name: "r136 part turned", d: 712, r: 136, n_q: 3, n_kv: 1, rotary: 64, interleaved: true, ..CASES[2] },
+    Case { name: "r160 f16", d: 1000, r: 160, n_q: 2, n_kv: 2, rotary: 160, dtype: Dtype::F16, ..CASES[2] },
+    Case { name: "r192 layer norm", d: 1096, r: 192, rotary: 192, layer_norm: true, affine: true, ..CASES[2] },
+    Case { name: "r256 gemma", d: 3584, r: 256, n_q: 2, n_kv: 1, rotary: 256, ..CASES[2] },
+    Case { name: "r248 interleaved", d: 520, r: 248, n_q: 5, n_kv: 5, rotary: 248, interleaved: true, ..CASES[2] },
+    Case { name: "f32 r128", d: 4096, r: 128, dtype: Dtype::F32, ..CASES[2] },
+    Case { name: "f32 r64 odd heads", d: 1004, r: 64, n_q: 7, n_kv: 1, dtype: Dtype::F32, rotary: 32, ..CASES[7] },
+    Case { name: "f32 r16", d: 36, r: 16, n_q: 3, n_kv: 3, dtype: Dtype::F32, rotary: 16, ..CASES[2] },
+    Case { name: "f32 r96", d: 772, r: 96, n_q: 3, n_kv: 3, dtype: Dtype::F32, rotary: 0, ..CASES[0] },
+    Case { name: "f32 r256", d: 1100, r: 256, n_q: 2, n_kv: 1, dtype: Dtype::F32, rotary: 256, ..CASES[2] },
+    Case { name: "f32 r184 part turned", d: 900, r: 184, n_q: 2, n_kv: 2, dtype: Dtype::F32, rotary: 90, ..CASES[2] },
+];
+
 /// Heads of independent values of one size: the flattest spectrum that weights have, the hardest for a certificate.
 const FLAT: &[Case] = &[
     Case { name: "flat r128", d: 8192, r: 128, n_q: 2, n_kv: 1, rotary: 128, ..CASES[2] },
     Case { name: "flat r64", d: 1600, r: 64, n_q: 3, n_kv: 3, ..CASES[0] },
     Case { name: "flat r96 f16", d: 3072, r: 96, n_q: 2, n_kv: 2, rotary: 96, dtype: Dtype::F16, ..CASES[2] },
     Case { name: "flat r256", d: 2048, r: 256, n_q: 1, n_kv: 1, rotary: 256, ..CASES[2] },
+    Case { name: "flat r192", d: 8192, r: 192, n_q: 1, n_kv: 1, rotary: 192, ..CASES[2] },
+    Case { name: "flat f32 r128", d: 8192, r: 128, n_q: 2, n_kv: 1, dtype: Dtype::F32, rotary: 128, ..CASES[2] },
+    Case { name: "flat f32 r256", d: 3584, r: 256, n_q: 1, n_kv: 1, dtype: Dtype::F32, rotary: 256, ..CASES[2] },
 ];
 
 fn round(v: f64, dtype: Dtype) -> f64 {
@@ -435,12 +453,14 @@ fn sigma(c: &Case, m: &Made, h: usize) -> f64 {
     (scaled(&q, 1.0) * scaled(&k, -1.0)).min(raw).sqrt()
 }
 
-fn check() -> Result<()> {
+fn check(names: &[String]) -> Result<()> {
     let device = Device::open(0)?;
     println!("# {} {} cache {:?}", device.name()?, device.arch(), cuda::probe().cache);
     let stream = device.stream()?;
     let mut bad = 0;
-    for (index, c) in CASES.iter().chain(FLAT).enumerate() {
+    let wanted = |c: &&Case| names.is_empty() || names.iter().any(|n| c.name.contains(n));
+    let cases = || CASES.iter().chain(WIDE).chain(FLAT).filter(wanted);
+    for (index, c) in cases().enumerate() {
         let made = make(&device, c, 7 + index as u64, false)?;
         // SAFETY: the memory is held by `made`, and written no more.
         let engine = unsafe { ScaleEngine::new(&device, &[made.input], true)? };
@@ -530,7 +550,9 @@ fn check() -> Result<()> {
         graph.launch()?;
         let same = first == bits(engine.head_descales())? && gram == engine.read_gram(0)?;
         let status = engine.status().read()?[0];
-        let ok = worst < 1e-5 && gram_error < 2e-5 && same && status == 0;
+        // Roundings of few values do not average out.
+        let gram_ok = gram_error < 2e-5 * (100.0 / c.d as f64).max(1.0);
+        let ok = worst < 1e-5 && gram_ok && same && status == 0;
         bad += i32::from(!ok);
         println!(
             "{} {:<24} {:?} descale error {worst:.1e} (lowest {below:.1e}) gram error / trace {gram_error:.1e} \
@@ -559,7 +581,7 @@ fn check() -> Result<()> {
             println!("BAD  {:<24} a NaN weight is not flagged: {:?}", c.name, &got[..2 * c.n_kv]);
         }
     }
-    println!("{} cases, {bad} bad", CASES.len() + FLAT.len());
+    println!("{} cases, {bad} bad", cases().count());
     if bad > 0 { std::process::exit(1) } else { Ok(()) }
 }
 
@@ -567,16 +589,18 @@ fn check() -> Result<()> {
 
 const FILL: Source = Source {
     name: "fill",
-    text: "extern \"C\" __global__ void fill(unsigned short* x, unsigned long long n, unsigned seed) {\n\
+    text: "extern \"C\" __global__ void fill(unsigned short* x, unsigned long long n, unsigned seed, unsigned f32) {\n\
            unsigned long long i = blockIdx.x * 256ull + threadIdx.x;\n\
            for (; i < n; i += gridDim.x * 256ull) {\n\
            unsigned h = (unsigned)i * 2654435761u + (unsigned)(i >> 32) * 97u + seed * 40503u;\n\
            float s = 0;\n\
            for (int k = 0; k < 4; k++) { h ^= h >> 16; h *= 0x7feb352du; h ^= h >> 15; h *= 0x846ca68bu; h ^= h >> 16;\n\
            s += (float)(h >> 8) * (1.f / 16777216.f) - 0.5f; }\n\
-           x[i] = (unsigned short)(__float_as_uint(0.02f * 1.732f * s + (seed == 0 ? 1.f : 0.f)) >> 16); } }",
+           float v = 0.02f * 1.732f * s + (seed == 0 ? 1.f : 0.f);\n\
+           if (f32) ((float*)x)[i] = v; else x[i] = (unsigned short)(__float_as_uint(v) >> 16); } }",
 };
 
+#[derive(Clone, Copy)]
 struct Shape {
     name: &'static str,
     layers: usize,
@@ -586,14 +610,40 @@ struct Shape {
     r: usize,
     gpt: bool,
     conv1d: bool,
+    f32: bool,
 }
 
+const LLAMA_13B: Shape = Shape {
+    name: "llama-2-13b",
+    layers: 40,
+    d: 5120,
+    n_q: 40,
+    n_kv: 40,
+    r: 128,
+    gpt: false,
+    conv1d: false,
+    f32: false,
+};
+const GPT2_XL: Shape = Shape { name: "gpt2-xl", layers: 48, d: 1600, n_q: 25, n_kv: 25, r: 64, gpt: true, ..LLAMA_13B };
+const MISTRAL: Shape = Shape { name: "mistral-7b", layers: 32, d: 4096, n_q: 32, n_kv: 8, ..LLAMA_13B };
+const LLAMA_70B: Shape = Shape { name: "llama-2-70b", layers: 80, d: 8192, n_q: 64, n_kv: 8, ..LLAMA_13B };
+const GEMMA_9B: Shape = Shape { name: "gemma-2-9b", layers: 42, d: 3584, n_q: 16, n_kv: 8, r: 256, ..LLAMA_13B };
+
 const SHAPES: &[Shape] = &[
-    Shape { name: "gpt2-xl-conv1d", layers: 48, d: 1600, n_q: 25, n_kv: 25, r: 64, gpt: true, conv1d: true },
-    Shape { name: "gpt2-xl", layers: 48, d: 1600, n_q: 25, n_kv: 25, r: 64, gpt: true, conv1d: false },
-    Shape { name: "mistral-7b", layers: 32, d: 4096, n_q: 32, n_kv: 8, r: 128, gpt: false, conv1d: false },
-    Shape { name: "llama-2-13b", layers: 40, d: 5120, n_q: 40, n_kv: 40, r: 128, gpt: false, conv1d: false },
-    Shape { name: "llama-2-70b", layers: 80, d: 8192, n_q: 64, n_kv: 8, r: 128, gpt: false, conv1d: false },
+    Shape { name: "gpt2-xl-conv1d", conv1d: true, ..GPT2_XL },
+    GPT2_XL,
+    MISTRAL,
+    LLAMA_13B,
+    LLAMA_70B,
+    GEMMA_9B,
+    Shape { name: "gemma-2-2b", layers: 26, d: 2304, n_q: 8, n_kv: 4, ..GEMMA_9B },
+    Shape { name: "heads-of-192", d: 4096, n_q: 32, n_kv: 8, r: 192, ..GEMMA_9B },
+    Shape { name: "heads-of-160", d: 5120, n_q: 32, n_kv: 8, r: 160, ..GEMMA_9B },
+    Shape { name: "gpt2-xl-f32", f32: true, ..GPT2_XL },
+    Shape { name: "mistral-7b-f32", f32: true, ..MISTRAL },
+    Shape { name: "llama-2-13b-f32", f32: true, ..LLAMA_13B },
+    Shape { name: "llama-2-70b-f32", f32: true, layers: 40, ..LLAMA_70B },
+    Shape { name: "gemma-2-9b-f32", f32: true, ..GEMMA_9B },
 ];
 
 fn median_us(stream: &Stream, mut work: impl FnMut(&Stream) -> Result<()>) -> Result<f64> {
@@ -637,9 +687,11 @@ fn bench(names: &[String]) -> Result<()> {
         let mut memory = vec![];
         let mut inputs = vec![];
         let mut seed = 1u32;
+        let (dtype, size) = if s.f32 { (Dtype::F32, 4) } else { (Dtype::Bf16, 2) };
         let mut random = |values: usize, gain: bool| -> Result<DevicePtr> {
-            let buffer = device.allocate::<u16>(values)?;
-            let args = [Arg::Ptr(buffer.ptr()), Arg::U64(values as u64), Arg::U32(if gain { 0 } else { seed })];
+            let buffer = device.allocate::<u8>(values * size)?;
+            let first = if gain { 0 } else { seed };
+            let args = [Arg::Ptr(buffer.ptr()), Arg::U64(values as u64), Arg::U32(first), Arg::U32(s.f32.into())];
             seed += 1;
             // SAFETY: the arguments are the kernel's and the buffer has that many values.
             unsafe { fill.launch(&stream, Launch::linear(1024, 256, 0), &args)? };
@@ -654,11 +706,11 @@ fn bench(names: &[String]) -> Result<()> {
             let mut projection = |heads: usize| -> Result<ProjectionInput> {
                 let weight = if s.conv1d {
                     let ptr = fused.offset(start);
-                    start += 2 * (heads * s.r) as u64;
-                    DeviceMatrix { ptr, dtype: Dtype::Bf16, row_stride: 1, col_stride: columns as i64 }
+                    start += (size * heads * s.r) as u64;
+                    DeviceMatrix { ptr, dtype, row_stride: 1, col_stride: columns as i64 }
                 } else {
                     let ptr = random(heads * s.r * s.d, false)?;
-                    DeviceMatrix { ptr, dtype: Dtype::Bf16, row_stride: s.d as i64, col_stride: 1 }
+                    DeviceMatrix { ptr, dtype, row_stride: s.d as i64, col_stride: 1 }
                 };
                 let bias = if s.gpt { random(heads * s.r, false)? } else { DevicePtr::NULL };
                 Ok(ProjectionInput { weight, bias })
@@ -670,7 +722,7 @@ fn bench(names: &[String]) -> Result<()> {
                 v: Some(v),
                 gain: random(s.d, true)?,
                 shift: if s.gpt { random(s.d, false)? } else { DevicePtr::NULL },
-                vector_dtype: Dtype::Bf16,
+                vector_dtype: dtype,
                 gain_offset: 0.0,
                 mean_removed: s.gpt,
                 d_model: s.d,
@@ -694,7 +746,7 @@ fn bench(names: &[String]) -> Result<()> {
             stream.synchronize()?;
             continue;
         }
-        let layer = |heads: usize| 2.0 * (heads * s.r * s.d) as f64 / bandwidth * 1e6;
+        let layer = |heads: usize| (size * heads * s.r * s.d) as f64 / bandwidth * 1e6;
         let (qk, qkv) = (layer(s.n_q + s.n_kv), layer(s.n_q + 2 * s.n_kv));
         println!("{},floor_qk,{qk:.2},1.00\n{},floor_qkv,{qkv:.2},1.00", s.name, s.name);
         let report = |method: &str, us: f64, floor: f64| {
@@ -704,16 +756,18 @@ fn bench(names: &[String]) -> Result<()> {
         report("operand_descales", median_us(&stream, |s| engine.descales(s))?, qkv);
         let (name, floor) = if engine.one_pass() { ("grams_norms_qkv", qkv) } else { ("grams_qk", qk) };
         report(name, median_us(&stream, |s| engine.grams(s))?, floor);
-        // SAFETY: as above.
-        let power = unsafe { PowerEngine::new(&device, &inputs, false, 1)? };
-        report("power_step", median_us(&stream, |s| power.step(s))?, qk);
-        report("power_five_steps", median_us(&stream, |s| power.steps(s, 5))?, qk);
-        // SAFETY: as above.
-        let summed = unsafe { SummedPowerEngine::new(&device, &inputs, 1)? };
-        report("power_sum_step", median_us(&stream, |s| summed.steps(s, 1))?, qk);
-        // SAFETY: as above.
-        let twice = unsafe { SummedPowerEngine::reading_twice(&device, &inputs, 1)? };
-        report("power_sum_step_two_reads", median_us(&stream, |s| twice.steps(s, 1))?, qk);
+        if !s.f32 && s.r <= 128 {
+            // SAFETY: as above.
+            let power = unsafe { PowerEngine::new(&device, &inputs, false, 1)? };
+            report("power_step", median_us(&stream, |s| power.step(s))?, qk);
+            report("power_five_steps", median_us(&stream, |s| power.steps(s, 5))?, qk);
+            // SAFETY: as above.
+            let summed = unsafe { SummedPowerEngine::new(&device, &inputs, 1)? };
+            report("power_sum_step", median_us(&stream, |s| summed.steps(s, 1))?, qk);
+            // SAFETY: as above.
+            let twice = unsafe { SummedPowerEngine::reading_twice(&device, &inputs, 1)? };
+            report("power_sum_step_two_reads", median_us(&stream, |s| twice.steps(s, 1))?, qk);
+        }
         report("plan", median_us(&stream, |s| engine.plan(s))?, qkv);
         if engine.status().read()?[0] != 0 {
             println!("# status {:?}", engine.status().read()?);

@@ -4,7 +4,7 @@
 // persistent: tiles come from a counter, longest first. A consumer follows one of two schedules:
 //  ahead (two consumers, tiles of at most 128 keys): the logits of tile j + 1 are computed in a second set of accumulators
 //    during the exponentials of tile j, P V of tile j is issued in parts as P is ready, and the maxima of tile j + 1 are
-//    looked for among the exponentials of tile j.
+//    looked for among the exponentials of tile j. After an item's last tile comes the first of the next item.
 //  together (three consumers, larger tiles, or logits through E4M3): the logits of tile j + 1 and P V of tile j are issued
 //    together, and the softmax of j + 1 runs while P V, and the other consumers' products, are on the tensor cores.
 //
@@ -32,6 +32,7 @@ namespace {
 
 using LogitMma = Wgmma<kBlockN>;
 using OutMma = Wgmma<kDim>;
+constexpr bool kMinimum = TELEMETRY && !LOGITS_E4M3;  // minima are looked for beside the maxima
 constexpr Swizzle kSwizzle = kDim == 128 ? Swizzle::B128 : Swizzle::B64;
 
 __device__ __forceinline__ void issue_logits(float (&s)[kBlockN / 2], u64 q, u64 k) {
@@ -50,29 +51,22 @@ __device__ __forceinline__ void issue_output(float (&o)[kDim / 2], const u32 (&p
     OutMma::rs(o, pr[4 * i], pr[4 * i + 1], pr[4 * i + 2], pr[4 * i + 3], wgmma_advance(v, 32 * kDim * i), i != 0 || !fresh);
 }
 
-// Looks through one tile's logits where integer order serves.
-__device__ __forceinline__ void scan(const float (&s)[kBlockN / 2], const Rows& rows, float (&top)[2], float (&low)[2]) {
-  largest_signed(s, top);
-#if TELEMETRY && !LOGITS_E4M3
-  low[0] = rows.lowest[0], low[1] = rows.lowest[1];
-  smallest_unsigned(s, low);
-#endif
-}
-// Takes in the maxima of one tile (from `scan`; looked for here where that was not enough). `whole`: nothing is masked. True
-// where a maximum moved: O must be multiplied by `rows.rescale`.
+// Takes in the maxima and minima of one tile, as `scan` found them, or looked for here where integer order does not serve.
+// `masked`: the minima are those of what is not masked. True where a maximum moved: O must be multiplied by `rows.rescale`.
 __device__ __forceinline__ bool settle(const float (&s)[kBlockN / 2], float (&top)[2], float (&low)[2], Rows& rows, float scale,
-                                       bool whole) {
+                                       bool masked) {
   if (!rows.plain) {
-    largest(s, top);
-#if TELEMETRY && !LOGITS_E4M3
-    low[0] = rows.lowest[0], low[1] = rows.lowest[1];
-    smallest(s, low);
-#endif
+    bool plain = fmaxf(top[0], rows.reference[0]) >= 0.0f && fmaxf(top[1], rows.reference[1]) >= 0.0f;
+    if (kMinimum) plain = plain && fminf(low[0], rows.lowest[0]) < 0.0f && fminf(low[1], rows.lowest[1]) < 0.0f;
+    // NOTES: through a shuffle the assembler knows it uniform. References only rise and minima only fall, so it stays true.
+    rows.plain = __shfl_sync(~0u, __all_sync(~0u, plain), 0);
+    if (!rows.plain) {
+      largest(s, top);
+      if (kMinimum && !masked) smallest(s, low);
+    }
   }
-#if TELEMETRY && !LOGITS_E4M3
 #pragma unroll
-  for (int r = 0; r < 2; r++) rows.lowest[r] = whole ? low[r] : rows.lowest[r];
-#endif
+  for (int r = 0; kMinimum && r < 2; r++) rows.lowest[r] = fminf(rows.lowest[r], low[r]);
   const bool moved = __any_sync(~0u, top[0] > rows.reference[0] || top[1] > rows.reference[1]);
   if (moved) {
 #pragma unroll
@@ -83,12 +77,6 @@ __device__ __forceinline__ bool settle(const float (&s)[kBlockN / 2], float (&to
       rows.sum[r] *= rows.rescale[r];
       rows.carry[r] *= rows.rescale[r];
     }
-    bool plain = rows.reference[0] >= 0.0f && rows.reference[1] >= 0.0f;
-#if TELEMETRY && !LOGITS_E4M3
-    plain = plain && rows.lowest[0] < 0.0f && rows.lowest[1] < 0.0f;
-#endif
-    // NOTES: through a shuffle the assembler knows it uniform.
-    rows.plain = __shfl_sync(~0u, __all_sync(~0u, plain), 0);
   }
   return moved;
 }
@@ -100,6 +88,17 @@ __device__ __forceinline__ void add_up(Rows& rows, const float (&part)[4]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) rows.sum[r] += part[2 * r] + part[2 * r + 1];
 }
+
+// A word of a work item.
+// NOTES: one lane of a warp reads it, the one that hands the slot back, and the others get it from that lane. So the compiler knows
+// it uniform, too, and keeps loop and rings in uniform registers.
+__device__ __forceinline__ int handed(const int& word) {
+  int x;
+  asm volatile("mov.b32 %0, 0;" : "=r"(x));  // NOTES: of a plain zero the assembler keeps a copy, and spills it
+  if (threadIdx.x % 32 == 0) x = word;
+  return __shfl_sync(~0u, x, 0);
+}
+__device__ __forceinline__ float handed(const float& word) { return __int_as_float(handed(reinterpret_cast<const int&>(word))); }
 
 }  // namespace
 
@@ -211,7 +210,9 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
   } else {
     registers_grow<kConsumerRegisters>();
     const bool leader = threadIdx.x % 32 == 0;
-    float4* slots = reinterpret_cast<float4*>(aligned + kOffsetO) + group * kRows * kDim / 4 + threadIdx.x % 128;
+    // This warpgroup, and this thread's part of the second level. NOTES: read anew at each use, as `place` is.
+    auto mine = [&]() { return thread_index() / 128; };
+    auto slots = [&]() { return reinterpret_cast<float4*>(aligned + kOffsetO) + mine() * kRows * kDim / 4 + thread_index() % 128; };
     u32 items = 0, it = 0;  // work items and key tiles taken so far: the places in the rings
     const u32 uniform_base = __shfl_sync(~0u, base, 0);
     const u64 desc_k = wgmma_descriptor(uniform_base + kOffsetK, 16, 8 * kDim, kSwizzle);
@@ -226,288 +227,345 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     auto k_operand = [&](u32 t) { return wgmma_advance(desc_k, t % K_STAGES * kTileBytes); };
     auto v_operand = [&](u32 t) { return wgmma_advance(desc_v, t % V_STAGES * kTileBytes); };
 
-    while (true) {
-      const u32 q_stage = items % kQStages;
-      mbarrier_wait_uniform(q_full(q_stage, group), items / kQStages & 1);
-      const Work& slot = work[q_stage * kConsumers + group];
-      // NOTES: through a shuffle the compiler knows them uniform, and keeps loop and rings in uniform registers.
-      const int key_tiles = __shfl_sync(~0u, slot.tile.key_tiles, 0), first_row = __shfl_sync(~0u, slot.tile.row, 0);
-      if (key_tiles < 0) break;
-      const float logit_scale = slot.logit_scale;
-#if LOGITS_E4M3
-      const float logit_descale = p.logit_descale[slot.tile.head];
-      const float to_units = logit_scale / logit_descale, scale = logit_descale * kLog2e;
-#else
-      const float scale = logit_scale * kLog2e;
-#endif
-      const u32 queries = __shfl_sync(~0u, base + (q_stage * kConsumers + group) * kQBytes, 0);
-      const u64 desc_q = wgmma_descriptor(queries, 16, 8 * kDim, kSwizzle);
+    // Work items, once their queries are there; key_tiles < 0: there are no more
+    struct Task {
+      int key_tiles, row;
+      u64 queries;
+    };
+    auto slot = [&](u32 item) -> const Work& { return work[item % kQStages * kConsumers + mine()]; };
+    auto take = [&](u32 item) {
+      mbarrier_wait_uniform(q_full(item % kQStages, mine()), item / kQStages & 1);
+      const u32 at = __shfl_sync(~0u, base + (item % kQStages * kConsumers + mine()) * kQBytes, 0);
+      return Task{handed(slot(item).tile.key_tiles), handed(slot(item).tile.row),
+                  wgmma_descriptor(at, 16, 8 * kDim, kSwizzle)};
+    };
+    Task task = take(0);
 
-      Rows rows = {{kLowest, kLowest}, {0.0f, 0.0f}, {1.0f, 1.0f}, {1.0f, 1.0f}, {-kLowest, -kLowest}, {kLowest, kLowest}, 0, 0};
-      float o[kDim / 2];
-
-      // Tiles below `whole` need no mask
+    // Key tiles of the task below this one need no mask
+    auto whole_tiles = [&]() {
       int whole = p.len_k / kBlockN;
 #if CAUSAL
-      whole = min(whole, max(0, first_row + p.len_k - p.len_q + 1) / kBlockN);
+      whole = min(whole, max(0, task.row + p.len_k - p.len_q + 1) / kBlockN);
 #endif
-
-      u32 pr[kBlockN / 8];
-
-      // The last key that row r of this thread sees, counted from its first key of tile n
-      auto last_key = [&](int n, int r) {
-        const Place at = place();
-        const int row = first_row + at.row + 8 * r;
-        int last = p.len_k - 1;
+      return whole;
+    };
+    // The last key that row r of this thread sees, counted from its first key of tile n
+    auto last_key = [&](int n, int r) {
+      const Place at = place();
+      const int row = task.row + at.row + 8 * r;
+      int last = p.len_k - 1;
 #if CAUSAL
-        last = min(last, row + p.len_k - p.len_q);
+      last = min(last, row + p.len_k - p.len_q);
 #endif
-        return (row < p.len_q ? last : -1) - n * kBlockN - 2 * at.quad;
-      };
-      // Masks (and rounds) the logits of tile n
-      auto prepare = [&](float (&s)[kBlockN / 2], int n, bool masked) {
-        masked = masked && n >= whole;
-        int limit[2];
-        if (masked) {
-          limit[0] = last_key(n, 0), limit[1] = last_key(n, 1);
-          mask(s, limit);
-        }
-#if TELEMETRY && !LOGITS_E4M3
-        if (masked) extremes(s, rows.lowest, rows.highest);
-#endif
+      return (row < p.len_q ? last : -1) - n * kBlockN - 2 * at.quad;
+    };
+
+    // What the warpgroup holds of the item at hand
+    float o[kDim / 2], scale;
 #if LOGITS_E4M3
-        float high[2] = {kLowest, kLowest}, low[2] = {-kLowest, -kLowest};
-        extremes(s, low, high);
-        // NOTES: counted where this thread's extremes show that there is something to count.
-        const float most = fmaxf(fmaxf(high[0], high[1]), -fminf(low[0], low[1])) * to_units;
-        if (__any_sync(~0u, most > 448.0f)) rows.overflow += count_past(s, to_units);
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          rows.highest[r] = fmaxf(rows.highest[r], high[r]);
-          rows.lowest[r] = fminf(rows.lowest[r], low[r]);
-        }
-        // NOTES: rounding makes a masked logit -448, so the mask runs again.
-        round_logits(s, to_units);
-        if (masked) mask(s, limit);
+    float to_units;
 #endif
-      };
-
-      if (key_tiles > 0) {
-        const u32 stop = it + key_tiles;
-        bool fresh = true, flushed = false;
-        float top[2], low[2];
-        auto second_level = [&]() {
-          flush<true>(o, slots, rows.carry, !flushed);
-          rows.carry[0] = rows.carry[1] = 1.0f;
-          fresh = flushed = true;
-        };
-
-#if AHEAD
-        float even[kBlockN / 2], odd[kBlockN / 2];
-        u32 ready = 0;
-        // P of tile t and P V, a part at a time; with `more`, also what can be known of the next tile
-        auto product = [&](float (&s)[kBlockN / 2], u32 t, bool more, float (&next)[kBlockN / 2], int n, bool masked) {
-          float shift[2], part[4] = {};
-          offsets(rows, scale, shift);
-          wgmma_hold(o);
-#pragma unroll
-          for (int c = 0; c < kBlockN / kPart; c++) {
-            if (more && c == kBlockN / kPart - 1) {
-              wgmma_wait<(kBlockN > kPart ? 1 : 0)>();
-              wgmma_hold(next);
-              release_k(t + 1);
-              prepare(next, n, masked);
-              scan(next, rows, top, low);
-            }
-            if (c == 0) exponentials<0, kPart / 2>(s, scale, shift, part);
-            if (c == 1) exponentials<kPart / 2, kBlockN / 2>(s, scale, shift, part);
-#pragma unroll
-            for (int i = kPart / 16 * c; i < kPart / 16 * (c + 1); i++) pack(pr, s, i);
-            if (c == 0) mbarrier_wait_uniform(v_barrier(t), v_parity(t));
-            if (c == 0) issue_output<0, kPart / 32>(o, pr, v_operand(t), fresh);
-            if (c == 1) issue_output<kPart / 32, kBlockN / 32>(o, pr, v_operand(t), fresh);
-            wgmma_commit();
-          }
-          fresh = false;
-          add_up(rows, part);
-        };
-        auto step = [&](float (&s)[kBlockN / 2], float (&next)[kBlockN / 2], bool masked) {
-          const u32 t = it;
-          const int n = stop - t - 1;
-          mbarrier_wait_uniform(k_barrier(t), k_parity(t), ready);
-          issue_logits(next, desc_q, k_operand(t));
-          it = t + 1;
-          product(s, t - 1, true, next, n, masked);
-          ready = masked ? 0 : mbarrier_try_wait(k_barrier(t + 1), k_parity(t + 1));
-
-          // Collect P V
-          const bool moved = settle(next, top, low, rows, scale, !masked || n < whole);
-          wgmma_wait<0>();
-          wgmma_hold(o);
-          release_v(t - 1);
-          if (moved) multiply(o, rows.rescale);
-        };
-        auto first = [&](float (&s)[kBlockN / 2]) {
-          mbarrier_wait_uniform(k_barrier(it), k_parity(it));
-          issue_logits(s, desc_q, k_operand(it));
-          wgmma_wait<0>();
-          wgmma_hold(s);
-          release_k(it);
-          it++;
-          prepare(s, key_tiles - 1, true);
-          settle(s, top, low, rows, scale, key_tiles <= whole);
-        };
-
-        // Pairs of tiles follow, so that the last one's logits are in `even`: the masked ones apart, and a flush where due
-        if (key_tiles % 2 != 0) {
-          first(even);
-        } else {
-          first(odd);
-          step(odd, even, true);
-        }
-        // NOTES: through a shuffle the assembler knows it uniform.
-        it = __shfl_sync(~0u, it, 0);
-        int pairs = (key_tiles - 1) / 2, masked_pairs = (max(0, (int)(stop - it) - whole) + 1) / 2;
-        while (pairs > 0) {
-          int run = min(pairs, kFlushTiles / 2);
-          pairs -= run;
-          for (; run > 0 && masked_pairs > 0; run--, masked_pairs--) {
-            step(even, odd, true);
-            step(odd, even, true);
-          }
-          for (; run > 0; run--) {
-            step(even, odd, false);
-            step(odd, even, false);
-          }
-          if (pairs > 0) second_level();
-        }
-        product(even, it - 1, false, odd, 0, false);
-#else
-        float s[kBlockN / 2];
-        auto exponentiate = [&]() {
-          float shift[2], part[4] = {};
-          offsets(rows, scale, shift);
-          exponentials<0, kBlockN / 2>(s, scale, shift, part);
-          add_up(rows, part);
-        };
-        auto pack_all = [&]() {
-#pragma unroll
-          for (int i = 0; i < kBlockN / 16; i++) pack(pr, s, i);
-        };
-        auto step = [&](bool masked) {
-          // Issue the logits of this tile, then P V of the one before
-          const u32 t = it;
-          const int n = stop - t - 1;
-          mbarrier_wait_uniform(k_barrier(t), k_parity(t));
-          issue_logits(s, desc_q, k_operand(t));
-          mbarrier_wait_uniform(v_barrier(t - 1), v_parity(t - 1));
-          wgmma_hold(o);
-          issue_output<0, kBlockN / 32>(o, pr, v_operand(t - 1), fresh);
-          wgmma_commit();
-          fresh = false;
-          it = t + 1;
-
-          // Softmax under P V
-          wgmma_wait<1>();
-          wgmma_hold(s);
-          prepare(s, n, masked);
-          if (rows.plain) scan(s, rows, top, low);
-          const bool moved = settle(s, top, low, rows, scale, !masked || n < whole);
-          exponentiate();
-          // NOTES: the assembler would sink the softmax below the next wait. A release that depends on its result (and
-          // always happens: no sum is negative) pins it here.
-          if (!(rows.sum[0] + rows.sum[1] < 0.0f)) release_k(t);
-
-          // Collect P V and round P for the next
-          wgmma_wait<0>();
-          wgmma_hold(o);
-          release_v(t - 1);
-          if (moved) multiply(o, rows.rescale);
-          pack_all();
-        };
-
-#if CAUSAL && CONSUMERS > 2
-        // Pass over tiles that only later rows of the block see
-        // NOTES: with two consumers it is one tile at most, and the loop costs the compiler its knowledge of uniformity.
-        const int mine = max(1, ceil_div(min(p.len_k, first_row + kRows + p.len_k - p.len_q), kBlockN));
-        for (int n = key_tiles; n > mine; n--, it++) {
-          mbarrier_wait_uniform(k_barrier(it), k_parity(it));
-          release_k(it);
-          mbarrier_wait_uniform(v_barrier(it), v_parity(it));
-          release_v(it);
-        }
-#endif
-
-        // First logits
-        mbarrier_wait_uniform(k_barrier(it), k_parity(it));
-        issue_logits(s, desc_q, k_operand(it));
-        wgmma_wait<0>();
-        wgmma_hold(s);
-        release_k(it);
-        it++;
-        prepare(s, stop - it, true);
-        settle(s, top, low, rows, scale, (int)(stop - it) < whole);
-        exponentiate();
-        pack_all();
-
-        it = __shfl_sync(~0u, it, 0);
-        int left = stop - it;
-#if !LOGITS_E4M3
-        int masked_left = max(0, left - whole);
-#endif
-        while (left > 0) {
-          int run = min(left, kFlushTiles);
-          left -= run;
+    u32 pr[kBlockN / 8];
+    Rows rows;
+    bool fresh, flushed;  // O starts at the next product; part of it lies in shared memory
+    auto open = [&]() {
+      rows = {{kLowest, kLowest}, {0.0f, 0.0f}, {1.0f, 1.0f}, {1.0f, 1.0f}, {-kLowest, -kLowest}, {kLowest, kLowest}, 0, 0};
+      fresh = true, flushed = false;
+      const float logit_scale = handed(slot(items).logit_scale);
 #if LOGITS_E4M3
-          // NOTES: a second copy of this longer step costs registers.
-          for (; run > 0; run--) step(true);
+      const float logit_descale = p.logit_descale[handed(slot(items).tile.head)];
+      to_units = logit_scale / logit_descale, scale = logit_descale * kLog2e;
 #else
-          for (; run > 0 && masked_left > 0; run--, masked_left--) step(true);
-          for (; run > 0; run--) step(false);
+      scale = logit_scale * kLog2e;
 #endif
-          if (left > 0) second_level();
-        }
-        mbarrier_wait_uniform(v_barrier(it - 1), v_parity(it - 1));
-        wgmma_hold(o);
-        issue_output<0, kBlockN / 32>(o, pr, v_operand(it - 1), fresh);
-        wgmma_commit();
-#endif
-
-        // Collect the last P V
-        wgmma_wait<0>();
-        wgmma_hold(o);
-        release_v(it - 1);
-        if (flushed) flush<false>(o, slots, rows.carry, false);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kDim / 2; i++) o[i] = 0.0f;
+    };
+    auto second_level = [&]() {
+      flush<true>(o, slots(), rows.carry, !flushed);
+      rows.carry[0] = rows.carry[1] = 1.0f;
+      fresh = flushed = true;
+    };
+    // Masks (and rounds) the logits of tile n, and looks through them
+    auto prepare = [&](float (&s)[kBlockN / 2], int n, bool masked, float (&top)[2], float (&low)[2]) {
+      int limit[2];
+      float seen[2] = {-kLowest, -kLowest};
+      if (masked) {
+        limit[0] = last_key(n, 0), limit[1] = last_key(n, 1);
+        if (kMinimum) mask(s, limit, seen); else mask(s, limit);
       }
+#if LOGITS_E4M3
+      float high[2] = {kLowest, kLowest};
+      extremes(s, seen, high);
+      // NOTES: counted where this thread's extremes show that there is something to count.
+      const float most = fmaxf(fmaxf(high[0], high[1]), -fminf(seen[0], seen[1])) * to_units;
+      if (__any_sync(~0u, most > 448.0f)) rows.overflow += count_past(s, to_units);
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        rows.highest[r] = fmaxf(rows.highest[r], high[r]);
+        rows.lowest[r] = fminf(rows.lowest[r], seen[r]);
+      }
+      // NOTES: rounding makes a masked logit -448, so the mask runs again.
+      round_logits(s, to_units);
+      if (masked) mask(s, limit);
+#endif
+      scan<kMinimum>(s, top, low);
+      if (masked) low[0] = seen[0], low[1] = seen[1];
+    };
+    // The end of an item: reads the rest of it, hands its slot back, writes what it came to
+    auto close = [&]() {
+      if (flushed) flush<false>(o, slots(), rows.carry, false);
+      Work item;
+      item.tile = {handed(slot(items).tile.batch), handed(slot(items).tile.head), handed(slot(items).tile.row), 0};
+      item.logit_scale = handed(slot(items).logit_scale);
+      item.v_descale = handed(slot(items).v_descale);
+#if OUT_E4M3
+      item.to_out = handed(slot(items).to_out);
+#endif
+      if (leader) mbarrier_arrive(q_empty(items % kQStages, mine()));
+      items = __shfl_sync(~0u, items + 1, 0);
 
-      // Read the rest of the work item, release the queries
-      const Work item = slot;
       const Tile& t = item.tile;
-      const int t4 = place().quad, my_row = place().row;
-      __syncwarp();  // every lane has read its copy
-      if (leader) mbarrier_arrive(q_empty(q_stage, group));
-      items++;
-
-      // Normalise
+      const int quad = place().quad, my_row = place().row;
       float factor[2];  // NOTES: a row with a visible key has a sum near 2^7 or more
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float sum = quad_sum(rows.sum[r]);
         int row = t.row + my_row + 8 * r;
         factor[r] = sum > 1.0f ? item.v_descale * reciprocal(sum) : 0.0f;
-        if (p.lse != nullptr && t4 == 0 && row < p.len_q)
+        if (p.lse != nullptr && quad == 0 && row < p.len_q)
           p.lse[((i64)t.batch * p.heads_q + t.head) * p.len_q + row] =
               sum > 1.0f ? (fmaf(rows.reference[r], scale, -kOffset) + log2_mufu(sum)) * kLn2 : __int_as_float(0xff800000);
       }
       multiply(o, factor);
-
 #if TELEMETRY
       report(p, item, rows, o, my_row);
 #endif
-      store(p, item, o, my_row, t4);
+      store(p, item, o, my_row, quad);
+    };
+
+#if AHEAD
+    // `odd` may hold the first logits of the task, computed under the last product of the item before; `top` and `low` what
+    // `prepare` found in them.
+    float even[kBlockN / 2], odd[kBlockN / 2], top[2], low[2];
+    bool begun = false;
+    while (task.key_tiles >= 0) {
+      open();
+      if (task.key_tiles == 0) {
+#pragma unroll
+        for (int i = 0; i < kDim / 2; i++) o[i] = 0.0f;
+        close();
+        task = take(items);
+        continue;
+      }
+      const int key_tiles = task.key_tiles;
+      const u32 stop = it + key_tiles - (begun ? 1 : 0);
+      int whole = whole_tiles();
+      u32 ready = 0;
+      // P of tile t and P V, a part at a time, with what can be known of tile n, whose logits are on their way. Not `real`: they
+      // are of no tile.
+      auto product = [&](float (&s)[kBlockN / 2], u32 t, float (&next)[kBlockN / 2], int n, bool masked, bool real) {
+        float shift[2], part[4] = {};
+        offsets(rows, scale, shift);
+        wgmma_hold(o);
+#pragma unroll
+        for (int c = 0; c < kBlockN / kPart; c++) {
+          if (c == kBlockN / kPart - 1) {
+            wgmma_wait<(kBlockN > kPart ? 1 : 0)>();
+            wgmma_hold(next);
+            if (real) release_k(t + 1);
+            prepare(next, n, masked, top, low);
+          }
+          if (c == 0) exponentials<0, kPart / 2>(s, scale, shift, part);
+          if (c == 1) exponentials<kPart / 2, kBlockN / 2>(s, scale, shift, part);
+#pragma unroll
+          for (int i = kPart / 16 * c; i < kPart / 16 * (c + 1); i++) pack(pr, s, i);
+          if (c == 0) mbarrier_wait_uniform(v_barrier(t), v_parity(t));
+          if (c == 0) issue_output<0, kPart / 32>(o, pr, v_operand(t), fresh);
+          if (c == 1) issue_output<kPart / 32, kBlockN / 32>(o, pr, v_operand(t), fresh);
+          wgmma_commit();
+        }
+        fresh = false;
+        add_up(rows, part);
+      };
+      auto step = [&](float (&s)[kBlockN / 2], float (&next)[kBlockN / 2], bool masked) {
+        const u32 t = it;
+        const int n = stop - t - 1;
+        mbarrier_wait_uniform(k_barrier(t), k_parity(t), ready);
+        issue_logits(next, task.queries, k_operand(t));
+        it = t + 1;
+        product(s, t - 1, next, n, masked && n >= whole, true);
+        ready = masked ? 0 : mbarrier_try_wait(k_barrier(t + 1), k_parity(t + 1));
+
+        // Collect P V
+        const bool moved = settle(next, top, low, rows, scale, masked && n >= whole);
+        wgmma_wait<0>();
+        wgmma_hold(o);
+        release_v(t - 1);
+        if (moved) multiply(o, rows.rescale);
+      };
+
+      // First logits, where the item before did not bring them
+      if (!begun) {
+        mbarrier_wait_uniform(k_barrier(it), k_parity(it));
+        issue_logits(odd, task.queries, k_operand(it));
+        wgmma_wait<0>();
+        wgmma_hold(odd);
+        release_k(it);
+        it++;
+        prepare(odd, key_tiles - 1, key_tiles > whole, top, low);
+      }
+      settle(odd, top, low, rows, scale, key_tiles > whole);
+
+      // Pairs of tiles follow, so that the last one's logits are in `even`: the masked ones apart, and a flush where due
+      if (key_tiles % 2 != 0) {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; i++) even[i] = odd[i];
+      } else {
+        // NOTES: a loop that never repeats, since straight code costs spills.
+        do step(odd, even, true);
+        while (p.units < 0);
+      }
+      // NOTES: through a shuffle the assembler knows it uniform.
+      it = __shfl_sync(~0u, it, 0);
+      int pairs = (key_tiles - 1) / 2, masked_pairs = (max(0, (int)(stop - it) - whole) + 1) / 2;
+      while (pairs > 0) {
+        int run = min(pairs, kFlushTiles / 2);
+        pairs -= run;
+        for (; run > 0 && masked_pairs > 0; run--, masked_pairs--) {
+          step(even, odd, true);
+          step(odd, even, true);
+        }
+        for (; run > 0; run--) {
+          step(even, odd, false);
+          step(odd, even, false);
+        }
+        if (pairs > 0) second_level();
+      }
+
+      // The last product, and the next item's first logits
+      // NOTES: where there are none the tensor cores go through stale memory and nobody looks: a branch would serialise them. The
+      // loop never repeats, as above.
+      const u32 t = it;
+      task = take(items + 1);
+      if (CAUSAL) whole = whole_tiles();
+      begun = task.key_tiles > 0;
+      do {
+        mbarrier_wait_uniform(k_barrier(t), k_parity(t), begun ? ready : 1);
+        issue_logits(odd, task.queries, k_operand(t));
+        product(even, t - 1, odd, task.key_tiles - 1, task.key_tiles > whole, begun);
+        wgmma_wait<0>();
+        wgmma_hold(o);
+        release_v(t - 1);
+      } while (p.units < 0);
+      it = __shfl_sync(~0u, begun ? t + 1 : t, 0);
+      close();
     }
+#else
+    while (task.key_tiles >= 0) {
+      open();
+      if (task.key_tiles == 0) {
+#pragma unroll
+        for (int i = 0; i < kDim / 2; i++) o[i] = 0.0f;
+        close();
+        task = take(items);
+        continue;
+      }
+      const u32 stop = it + task.key_tiles;
+      const int whole = whole_tiles();
+      float s[kBlockN / 2], top[2], low[2];
+      auto exponentiate = [&]() {
+        float shift[2], part[4] = {};
+        offsets(rows, scale, shift);
+        exponentials<0, kBlockN / 2>(s, scale, shift, part);
+        add_up(rows, part);
+      };
+      auto pack_all = [&]() {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 16; i++) pack(pr, s, i);
+      };
+      auto step = [&](bool masked) {
+        // Issue the logits of this tile, then P V of the one before
+        const u32 t = it;
+        const int n = stop - t - 1;
+        mbarrier_wait_uniform(k_barrier(t), k_parity(t));
+        issue_logits(s, task.queries, k_operand(t));
+        mbarrier_wait_uniform(v_barrier(t - 1), v_parity(t - 1));
+        wgmma_hold(o);
+        issue_output<0, kBlockN / 32>(o, pr, v_operand(t - 1), fresh);
+        wgmma_commit();
+        fresh = false;
+        it = t + 1;
+
+        // Softmax under P V
+        masked = masked && n >= whole;
+        wgmma_wait<1>();
+        wgmma_hold(s);
+        prepare(s, n, masked, top, low);
+        const bool moved = settle(s, top, low, rows, scale, masked);
+        exponentiate();
+        // NOTES: the assembler would sink the softmax below the next wait. A release that depends on its result (and
+        // always happens: no sum is negative) pins it here.
+        if (!(rows.sum[0] + rows.sum[1] < 0.0f)) release_k(t);
+
+        // Collect P V and round P for the next
+        wgmma_wait<0>();
+        wgmma_hold(o);
+        release_v(t - 1);
+        if (moved) multiply(o, rows.rescale);
+        pack_all();
+      };
+
+#if CAUSAL && CONSUMERS > 2
+      // Pass over tiles that only later rows of the block see
+      // NOTES: with two consumers it is one tile at most, and the loop costs the compiler its knowledge of uniformity.
+      const int mine = max(1, ceil_div(min(p.len_k, task.row + kRows + p.len_k - p.len_q), kBlockN));
+      for (int n = task.key_tiles; n > mine; n--, it++) {
+        mbarrier_wait_uniform(k_barrier(it), k_parity(it));
+        release_k(it);
+        mbarrier_wait_uniform(v_barrier(it), v_parity(it));
+        release_v(it);
+      }
+#endif
+
+      // First logits
+      mbarrier_wait_uniform(k_barrier(it), k_parity(it));
+      issue_logits(s, task.queries, k_operand(it));
+      wgmma_wait<0>();
+      wgmma_hold(s);
+      release_k(it);
+      it++;
+      const bool masked = (int)(stop - it) >= whole;
+      prepare(s, stop - it, masked, top, low);
+      settle(s, top, low, rows, scale, masked);
+      exponentiate();
+      pack_all();
+
+      it = __shfl_sync(~0u, it, 0);
+      int left = stop - it;
+#if !LOGITS_E4M3
+      int masked_left = max(0, left - whole);
+#endif
+      while (left > 0) {
+        int run = min(left, kFlushTiles);
+        left -= run;
+#if LOGITS_E4M3
+        // NOTES: a second copy of this longer step costs registers.
+        for (; run > 0; run--) step(true);
+#else
+        for (; run > 0 && masked_left > 0; run--, masked_left--) step(true);
+        for (; run > 0; run--) step(false);
+#endif
+        if (left > 0) second_level();
+      }
+      mbarrier_wait_uniform(v_barrier(it - 1), v_parity(it - 1));
+      wgmma_hold(o);
+      issue_output<0, kBlockN / 32>(o, pr, v_operand(it - 1), fresh);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_hold(o);
+      release_v(it - 1);
+      close();
+      task = take(items);
+    }
+#endif
   }
 }

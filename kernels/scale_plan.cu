@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(128)
   stats[head.stat_row + j] = {y, y, m, by, fabsf(by), 0.f, 0.f, 0.f};
 }
 
-// Channel statistics from the parts that the Gram kernel left. A block a tile of up to 128 channels.
+// Channel statistics from the parts that the Gram kernel left. A block a tile of channels, a thread a row of a part.
 struct ChannelPart {
   float norm2, pair, delta2, pad;
 };
@@ -146,20 +146,20 @@ struct StatTile {
   u64 bias;         // of the first channel; 0: none
   u32 stat_row;     // of the first channel
   u32 rows;
-  u32 first, parts; // parts of 128 rows each
+  u32 first, parts; // parts of as many rows as the block has threads
   u32 bias_dtype;
   u32 rounding_only;  // the rest comes from another kernel
 };
 static_assert(sizeof(StatTile) == 32, "host mirror");
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(256)
     scale_part_stats(const StatTile* tiles, const ChannelPart* parts, ChannelStats* stats) {
   const StatTile tile = tiles[blockIdx.x];
   const u32 i = threadIdx.x;
   if (i >= tile.rows) return;
   double norm2 = 0, pair = 0, delta2 = 0;
   for (u32 part = 0; part < tile.parts; part++) {
-    const float4 v = *(const float4*)(parts + tile.first + part * 128 + i);
+    const float4 v = *(const float4*)(parts + tile.first + part * blockDim.x + i);
     norm2 += v.x, pair += v.y, delta2 += v.z;
   }
   ChannelStats& out = stats[tile.stat_row + i];

@@ -21,6 +21,21 @@ fn variants() -> Vec<Request> {
             }
             continue;
         }
+        if source == sources::GRAMS_WIDE {
+            let wide = [(136, 0), (160, 1), (192, 0), (192, 2), (200, 2), (256, 0), (256, 1), (256, 2)];
+            let f32s = [(16, 2), (40, 2), (64, 2), (96, 2), (128, 2)];
+            for (r, weights) in wide.into_iter().chain(f32s) {
+                for norms in [0, 1] {
+                    let request = Request::new(source, Arch::SM90A).define("D_HEAD", r);
+                    all.push(request.define("WEIGHTS", weights).define("NORMS", norms));
+                }
+            }
+            continue;
+        }
+        if source == sources::BOUNDS_WIDE {
+            all.extend([136, 192, 200, 256].map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
+            continue;
+        }
         if source == sources::BOUNDS {
             for (arch, sizes) in [
                 (Arch::SM80, &[64][..]),

@@ -2,6 +2,7 @@
 #pragma once
 #include "attention_tile.cuh"
 #include "convert.cuh"
+#include "math.cuh"
 #include "types.cuh"
 
 namespace {
@@ -34,19 +35,14 @@ __device__ __forceinline__ void report(const Params& p, const Work& item, const 
         if (((i >> 1) & 1) == r) amax = fmaxf(amax, fabsf(o[i]));
     }
   }
-  u32 count = rows.overflow;
-#pragma unroll
-  for (int d = 16; d > 0; d >>= 1) {
-    high = fmaxf(high, __shfl_xor_sync(~0u, high, d));
-    low = fminf(low, __shfl_xor_sync(~0u, low, d));
-    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, d));
-    count += __shfl_xor_sync(~0u, count, d);
-  }
+  const u32 words[3] = {warp_max(high > kLowest ? ordered(high * item.logit_scale) : 0),
+                        warp_max(low < -kLowest ? ~ordered(low * item.logit_scale) : 0), warp_max(__float_as_uint(amax))};
+  const u32 count = LOGITS_E4M3 ? warp_sum(rows.overflow) : 0;
   if (threadIdx.x % 32 == 0) {
     Telemetry* out = p.telemetry + item.tile.head;
-    if (high > kLowest) atomicMax(&out->max_logit, ordered(high * item.logit_scale));
-    if (low < -kLowest) atomicMax(&out->min_logit, ~ordered(low * item.logit_scale));
-    atomicMax(&out->amax_o, __float_as_uint(amax));
+    atomicMax(&out->max_logit, words[0]);
+    atomicMax(&out->min_logit, words[1]);
+    atomicMax(&out->amax_o, words[2]);
     if (count > 0) atomicAdd(&out->overflow, count);
   }
 }

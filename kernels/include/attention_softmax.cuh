@@ -34,18 +34,28 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Largest value of each row. Right where it is not negative, since floats of that sign are ordered as integers are.
-template <int N> __device__ __forceinline__ void largest_signed(const float (&s)[N], float (&top)[2]) {
-  float part[4] = {s[0], s[1], s[2], s[3]};
+// Largest value of each row, right where it is not negative, since floats of that sign are ordered as integers are. With `Low`
+// also the smallest that this thread has, right where it is negative: the integer order of negative floats is the reverse, and
+// unsigned they pass every other.
+// NOTES: both look at the same two values one after the other, which spares the second its operands' way from the registers.
+template <bool Low, int N> __device__ __forceinline__ void scan(const float (&s)[N], float (&top)[2], float (&low)[2]) {
+  float part[4] = {s[0], s[1], s[2], s[3]}, least[4] = {-0.0f, -0.0f, -0.0f, -0.0f};
 #pragma unroll
   for (int i = 4; i + 4 < N; i += 8) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) part[j] = max3_signed(part[j], s[i + j], s[i + 4 + j]);
+    for (int j = 0; j < 4; j++) {
+      part[j] = max3_signed(part[j], s[i + j], s[i + 4 + j]);
+      if (Low) least[j] = max3_unsigned(least[j], s[i + j], s[i + 4 + j]);
+    }
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int last = N - 4 + 2 * r;
     top[r] = max3_signed(part[2 * r], part[2 * r + 1], max3_signed(s[last], s[last], s[last + 1]));
+    if (Low) {
+      const float ends = max3_unsigned(s[2 * r], s[2 * r + 1], max3_unsigned(s[last], s[last], s[last + 1]));
+      low[r] = max3_unsigned(least[2 * r], least[2 * r + 1], ends);
+    }
   }
 #pragma unroll
   for (int d = 1; d < 4; d *= 2) {
@@ -61,13 +71,8 @@ template <int N> __device__ __forceinline__ void largest(const float (&s)[N], fl
   for (int r = 0; r < 2; r++)
     top[r] = quad_max(fmaxf(fmaxf(part[2 * r], part[2 * r + 1]), fmaxf(part[2 * r + 4], part[2 * r + 5])));
 }
-// Smallest value that this thread has seen in each row. The first is right where `low` is negative: the integer order of
-// negative floats is the reverse, and unsigned they pass every other.
-template <int N> __device__ __forceinline__ void smallest_unsigned(const float (&s)[N], float (&low)[2]) {
-#pragma unroll
-  for (int i = 0; i < N; i += 2) low[(i >> 1) & 1] = max3_unsigned(low[(i >> 1) & 1], s[i], s[i + 1]);
-}
 template <int N> __device__ __forceinline__ void smallest(const float (&s)[N], float (&low)[2]) {
+  low[0] = s[0], low[1] = s[2];
 #pragma unroll
   for (int i = 0; i < N; i++) low[(i >> 1) & 1] = fminf(low[(i >> 1) & 1], s[i]);
 }
@@ -77,6 +82,16 @@ template <int N> __device__ __forceinline__ void mask(float (&s)[N], const int (
 #pragma unroll
   for (int i = 0; i < N; i++)
     if ((i >> 2) * 8 + (i & 1) > last[(i >> 1) & 1]) s[i] = __int_as_float(0xff800000);
+}
+// The same; `low` takes in the smallest of what stays.
+template <int N> __device__ __forceinline__ void mask(float (&s)[N], const int (&last)[2], float (&low)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const int r = (i >> 1) & 1;
+    const bool hidden = (i >> 2) * 8 + (i & 1) > last[r];
+    low[r] = hidden ? low[r] : fminf(low[r], s[i]);
+    s[i] = hidden ? __int_as_float(0xff800000) : s[i];
+  }
 }
 
 template <int N> __device__ __forceinline__ void multiply(float (&o)[N], const float (&factor)[2]) {

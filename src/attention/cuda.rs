@@ -99,6 +99,12 @@ impl Cuda {
         Self { engine: self.engine.with_overlap(overlap) }
     }
 
+    /// How many multiprocessors the attention kernel takes, at most all and at least one. All by default; fewer leave room
+    /// for other work on the device, such as a collective. Results do not depend on it.
+    pub fn with_processors(self, processors: usize) -> Self {
+        Self { engine: self.engine.with_processors(processors) }
+    }
+
     /// The device.
     pub fn device(&self) -> &Device {
         self.engine.device()

@@ -107,21 +107,41 @@ pub(super) fn tensor_map(boxes: &Boxes<'_>) -> Result<sys::CUtensorMap> {
     Ok(map)
 }
 
-/// Tensor map of a 2-D matrix of 16-bit values, `inner` contiguous ones by `outer` rows `stride` values apart, brought in
-/// boxes of 64 values by `rows` rows with 128-byte swizzle; what lies outside reads as zero.
+/// Tensor map of a 2-D matrix of 16-bit or f32 values, `inner` contiguous ones by `outer` rows `stride` values apart, brought
+/// in boxes of 128 bytes by `rows` rows with 128-byte swizzle; what lies outside reads as zero.
 ///
 /// # Errors
 /// If the driver refuses the shape (address or stride not a multiple of 16 bytes).
-pub(super) fn tensor_map_16bit(address: u64, inner: u64, outer: u64, stride: u64, rows: u32) -> Result<[u64; 16]> {
+pub(super) fn tensor_map_rows(
+    address: u64,
+    is_f32: bool,
+    inner: u64,
+    outer: u64,
+    stride: u64,
+    rows: u32,
+) -> Result<[u64; 16]> {
+    let (element, size) = if is_f32 {
+        (sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4)
+    } else {
+        (sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2)
+    };
     let boxes = Boxes {
         address,
-        element: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        element,
         extents: &[inner, outer],
-        strides: &[stride * 2],
-        tile: &[64, rows],
+        strides: &[stride * size],
+        tile: &[128 / size as u32, rows],
         swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
     };
     Ok(tensor_map(&boxes)?.opaque)
+}
+
+/// The same of 16-bit values.
+///
+/// # Errors
+/// As [`tensor_map_rows`].
+pub(super) fn tensor_map_16bit(address: u64, inner: u64, outer: u64, stride: u64, rows: u32) -> Result<[u64; 16]> {
+    tensor_map_rows(address, false, inner, outer, stride, rows)
 }
 
 /// Tensor map of a 2-D matrix, `inner` contiguous 16-bit words by `outer` rows `stride` bytes apart, brought in boxes of

@@ -31,10 +31,14 @@ sources! {
     GRAMS = "scale_grams";
     /// Grams on Hopper's tensor cores.
     GRAMS_WGMMA = "scale_grams_wgmma";
+    /// The same where heads have more than 128 channels, or weights are f32.
+    GRAMS_WIDE = "scale_grams_wide";
     /// Certified eigenvalues of small matrices.
     BOUNDS = "scale_bounds";
     /// The same on Hopper's tensor cores.
     BOUNDS_WGMMA = "scale_bounds_wgmma";
+    /// The same for heads of more than 128 channels, on Hopper.
+    BOUNDS_WIDE = "scale_bounds_wide";
     /// Norms of products without rotation.
     PRODUCTS = "scale_products";
     /// Frobenius norms from Grams.
@@ -73,6 +77,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("policy_types.cuh", include_str!("../../kernels/include/policy_types.cuh")),
     ("scale_chain.cuh", include_str!("../../kernels/include/scale_chain.cuh")),
     ("scale_jobs.cuh", include_str!("../../kernels/include/scale_jobs.cuh")),
+    ("scale_cluster.cuh", include_str!("../../kernels/include/scale_cluster.cuh")),
     ("scale_mma.cuh", include_str!("../../kernels/include/scale_mma.cuh")),
     ("scale_ptx.cuh", include_str!("../../kernels/include/scale_ptx.cuh")),
     ("scale_spectrum.cuh", include_str!("../../kernels/include/scale_spectrum.cuh")),

@@ -152,6 +152,7 @@ pub struct AttentionEngine {
     /// The descale of operands that have none.
     one: Buffer<f32>,
     overlap: bool,
+    processors: usize,
 }
 
 impl AttentionEngine {
@@ -167,12 +168,20 @@ impl AttentionEngine {
             )));
         }
         let one = device.upload(&[1.0])?;
-        Ok(Self { device: device.clone(), loaded: Mutex::default(), one, overlap: true })
+        let processors = device.processors();
+        Ok(Self { device: device.clone(), loaded: Mutex::default(), one, overlap: true, processors })
     }
 
     /// Whether the attention kernel may start while the cast drains (programmatic dependent launch); on by default.
     pub fn with_overlap(mut self, overlap: bool) -> Self {
         self.overlap = overlap;
+        self
+    }
+
+    /// How many multiprocessors the attention kernel takes, at most all and at least one. All by default; fewer leave room
+    /// for other work on the device, such as a collective. The cast is not bound by it.
+    pub fn with_processors(mut self, processors: usize) -> Self {
+        self.processors = processors.clamp(1, self.device.processors());
         self
     }
 
@@ -278,7 +287,7 @@ impl AttentionEngine {
             (View::dense(at_q, Element::E4m3, sizes.q_shape()), View::dense(at_k, Element::E4m3, sizes.kv_shape()))
         };
         let (q, k) = if tensors.q.element() == Element::E4m3 { (tensors.q, tensors.k) } else { cast };
-        let schedule = Schedule::of(&sizes, tile, self.device.processors());
+        let schedule = Schedule::of(&sizes, tile, self.processors);
         let mut params = self.forward_params(tensors, &sizes, &schedule, softmax_scale);
         params.counter = header.0;
         let launch = Launch::linear(schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);

@@ -58,6 +58,13 @@ fn squaring_wgmma(r: usize) -> (u32, u32) {
 /// Largest d_head that it takes.
 const WGMMA_MOST: usize = 128;
 
+/// The same where heads have more than 128 channels (`kernels/scale_bounds_wide.cu`): two 64 x 64 blocks a warpgroup, and
+/// the matrix in f16 with room for its alignment.
+fn wide_squaring(r: usize) -> (u32, u32) {
+    let side = r.div_ceil(64);
+    (32 * (side * (side + 1)) as u32, (1024 + 2 * 64 * 64 * side * side) as u32)
+}
+
 /// Largest d_head whose product without rotation fits a block's shared memory.
 const PRODUCT_MOST: usize = 128;
 /// At least so many threads make one (`kernels/scale_products.cu`).
@@ -99,10 +106,12 @@ impl Bounds {
         let results = rest_at + 2 * count * n_q;
         let module = |source| device.module(source, &[("D_HEAD", r.to_string())]);
         let plan = device.module(sources::PLAN, &[])?;
-        let wgmma = device.arch().compute == 90 && r <= WGMMA_MOST;
-        let (source, (threads, shared)) =
-            if wgmma { (sources::BOUNDS_WGMMA, squaring_wgmma(r)) } else { (sources::BOUNDS, squaring(r)) };
-        let eigen = module(source)?.kernel("scale_bounds")?;
+        let (source, name, (threads, shared)) = match device.arch().compute == 90 {
+            true if r <= WGMMA_MOST => (sources::BOUNDS_WGMMA, "scale_bounds", squaring_wgmma(r)),
+            true => (sources::BOUNDS_WIDE, "scale_bounds_wide", wide_squaring(r)),
+            false => (sources::BOUNDS, "scale_bounds", squaring(r)),
+        };
+        let eigen = module(source)?.kernel(name)?;
         eigen.allow_shared(shared)?;
         let side = r.next_multiple_of(32);
         let product_shared = (3 * side * (side + 4) * 4) as u32;
@@ -128,7 +137,7 @@ impl Bounds {
                 each(l.q.bias, n_q).chain(each(l.k.bias, n_kv))
             })
             .collect();
-        let flush = 256 + first.d_model.div_ceil(256);
+        let flush = grams.route.depth(first.d_model);
         // g w is rounded once.
         let split = 3;
         let parts = grams.host_heads.iter().map(|h| h.count as usize).max().unwrap_or(1);

@@ -11,12 +11,48 @@ use crate::error::Result;
 pub enum GramRoute {
     /// Tensor cores of Hopper: 16-bit weights, d_head up to 128, 16-byte rows.
     Wgmma,
+    /// Tensor cores of Hopper: f32 weights or d_head above 128, stored `[out, in]` in 16-byte rows.
+    Wide,
     /// f32 without tensor cores: everything else.
     Plain,
 }
 
-/// Dynamic shared memory of the tensor-core kernel (asserted there).
+/// Dynamic shared memory of the tensor-core kernels (asserted there).
 const WGMMA_SHARED: u32 = 211_456;
+const WIDE_SHARED: u32 = 227 * 1024;
+
+impl GramRoute {
+    /// Blocks that share a head.
+    fn blocks_a_head(self, d_head: usize) -> usize {
+        if self == Self::Wide && d_head > 128 { 2 } else { 1 }
+    }
+
+    /// Input channels of a tile.
+    fn tile(self, d_head: usize, dtype: Dtype) -> usize {
+        match self {
+            Self::Wgmma => 128,
+            // 128 bytes of a row for each block.
+            Self::Wide => self.blocks_a_head(d_head) * 128 / dtype.size(),
+            Self::Plain => 64,
+        }
+    }
+
+    /// Roundings that a sum over `d_model` products is deep.
+    pub(super) fn depth(self, d_model: usize) -> usize {
+        256 + d_model.div_ceil(256) * if self == Self::Wide { 2 } else { 1 }
+    }
+}
+
+/// Threads of the wide kernel: two multiplying warpgroups, the converting ones, and one that copies.
+fn wide_threads(d_head: usize) -> u32 {
+    let pairs = if d_head > 64 { d_head / 2 } else { d_head };
+    let converting = match pairs.div_ceil(32) {
+        1 => 1,
+        3 => 3,
+        _ => 2,
+    };
+    128 * (2 + converting + 1)
+}
 
 #[derive(Debug)]
 pub(super) struct Grams {
@@ -31,13 +67,14 @@ pub(super) struct Grams {
     pub host_heads: Vec<HeadGram>,
     channel_parts: Buffer<f32>,
     stats: Option<(Kernel, Buffer<StatTile>)>,
+    stat_rows: u32,
     /// The norms of every channel come out of the same pass.
     pub has_norms: bool,
 }
 
 /// How the Grams of a model are made, before anything is allocated.
 pub(super) struct Layout {
-    wgmma: bool,
+    route: GramRoute,
     rows: bool,
     pub has_norms: bool,
     units: Vec<Unit>,
@@ -49,20 +86,29 @@ impl Layout {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables) -> Self {
         let first = &layers[0];
         let dtype = first.q.weight.dtype;
-        let along_model = |m: &DeviceMatrix| m.col_stride == 1 && m.row_stride % 8 == 0;
-        let along_channels = |m: &DeviceMatrix| m.row_stride == 1 && m.col_stride % 8 == 0;
-        let fits = |m: &DeviceMatrix| m.dtype == dtype && dtype != Dtype::F32 && m.ptr.0.is_multiple_of(16);
+        let step = (16 / dtype.size()) as i64;
+        let along_model = |m: &DeviceMatrix| m.col_stride == 1 && m.row_stride % step == 0;
+        let along_channels = |m: &DeviceMatrix| m.row_stride == 1 && m.col_stride % step == 0;
+        let fits = |m: &DeviceMatrix| m.dtype == dtype && m.ptr.0.is_multiple_of(16);
         let all = |test: &dyn Fn(&DeviceMatrix) -> bool| {
             layers.iter().flat_map(|l| [l.q.weight, l.k.weight]).all(|m| fits(&m) && test(&m))
         };
         let (rows, columns) = (all(&along_model), all(&along_channels));
-        let wgmma = device.arch().compute == 90 && first.d_head <= 128 && (rows || columns);
+        let small = first.d_head <= 128 && dtype != Dtype::F32;
+        let route = match device.arch().compute == 90 {
+            true if small && (rows || columns) => GramRoute::Wgmma,
+            true if !small && rows => GramRoute::Wide,
+            _ => GramRoute::Plain,
+        };
+        let tensor_cores = route != GramRoute::Plain;
         // One read for everything: neither mean nor shift, and values like the rest.
         let values = layers.iter().filter_map(|l| l.v.as_ref()).all(|v| fits(&v.weight) && along_model(&v.weight));
         let plain_norm = layers.iter().all(|l| !l.mean_removed && l.shift == DevicePtr::NULL);
-        let has_norms = wgmma && rows && values && plain_norm;
+        let has_norms = tensor_cores && rows && values && plain_norm;
         let r = first.d_head as u32;
-        let per_tile = if wgmma && r <= 64 { 2 } else { 1 };
+        let per_tile = if tensor_cores && r <= 64 { 2 } else { 1 };
+        // Elsewhere a tile takes as long as its bytes.
+        let waits_for_products = route == GramRoute::Wide && dtype != Dtype::F32;
         let mut units = Vec::new();
         for (index, p) in built.projections.iter().enumerate() {
             let gram = p.first_head != NO_ROW;
@@ -75,69 +121,103 @@ impl Layout {
                     first_row: head * r,
                     stat_row: p.stat_row + head * r,
                     heads: per_tile.min(p.rows / r - head),
-                    tiles: p.d_model.div_ceil(if wgmma { 128 } else { 64 }),
+                    tiles: first.d_model.div_ceil(route.tile(first.d_head, dtype)) as u32,
+                    cost: if gram && waits_for_products { 2 } else { 1 },
                     gram,
                 });
             }
         }
         let side = first.d_head.div_ceil(64);
         let blocks = side * (side + 1) / 2;
-        let cut = if wgmma {
+        let sharing = route.blocks_a_head(first.d_head);
+        let cut = match route {
             // Stored along the channels, eight groups of warps leave their own sums.
-            tables::cut(&units, device.processors(), r, if rows { 1 } else { 8 })
-        } else {
+            GramRoute::Wgmma => tables::cut(&units, device.processors(), r, if rows { 1 } else { 8 }),
+            // Each block of a pair leaves its own, room for 256 channels.
+            GramRoute::Wide => tables::cut(&units, device.processors() / sharing, r, if sharing == 2 { 4 } else { 1 }),
             // Ranges of 1024 input channels, whatever the device: a segment is a block.
-            tables::cut(&units, units.len() * first.d_model.div_ceil(1024), r, 0)
+            GramRoute::Plain => tables::cut(&units, units.len() * first.d_model.div_ceil(1024), r, 0),
         };
-        Self { wgmma, rows, has_norms, units, cut, blocks }
+        Self { route, rows, has_norms, units, cut, blocks }
     }
 
     /// Bytes of device memory.
     pub fn bytes(&self, projections: usize) -> usize {
-        let (cut, wgmma) = (&self.cut, usize::from(self.wgmma));
+        let (cut, tiles) = (&self.cut, if self.route == GramRoute::Plain { 0 } else { self.units.len() });
+        let maps = match self.route {
+            GramRoute::Wgmma => 256 * projections,
+            GramRoute::Wide => 128 * projections,
+            GramRoute::Plain => 8,
+        };
         4 * (cut.slots as usize * self.blocks * 4096 + cut.shares.len() + 512 * cut.stat_parts as usize)
-            + 32 * (cut.segments.len() + wgmma * self.units.len())
-            + if self.wgmma { 256 * projections } else { 8 }
+            + 32 * (cut.segments.len() + tiles)
+            + maps
             + 16 * cut.heads.len()
     }
 }
 
 impl Grams {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, layout: Layout) -> Result<Self> {
-        let Layout { wgmma, rows, has_norms, units, cut, blocks } = layout;
+        let Layout { route, rows, has_norms, units, cut, blocks } = layout;
         let r = layers[0].d_head as u32;
         let dtype = layers[0].q.weight.dtype;
-        let (launch, kernel, maps) = if wgmma {
-            let defines = [
-                ("D_HEAD", r.to_string()),
-                ("ALONG_CHANNELS", u32::from(!rows).to_string()),
-                ("F16", u32::from(dtype == Dtype::F16).to_string()),
-                ("NORMS", u32::from(has_norms).to_string()),
-            ];
-            let kernel = device.module(sources::GRAMS_WGMMA, &defines)?.kernel("scale_grams_wgmma")?;
-            kernel.allow_shared(WGMMA_SHARED)?;
-            let mut maps = Vec::with_capacity(32 * built.projections.len());
-            for p in &built.projections {
-                // Channels in the first and in the second box of a tile.
-                for box_rows in [r.min(64), if r > 64 { r - 64 } else { r }] {
+        let (launch, kernel, maps) = match route {
+            GramRoute::Wgmma => {
+                let defines = [
+                    ("D_HEAD", r.to_string()),
+                    ("ALONG_CHANNELS", u32::from(!rows).to_string()),
+                    ("F16", u32::from(dtype == Dtype::F16).to_string()),
+                    ("NORMS", u32::from(has_norms).to_string()),
+                ];
+                let kernel = device.module(sources::GRAMS_WGMMA, &defines)?.kernel("scale_grams_wgmma")?;
+                kernel.allow_shared(WGMMA_SHARED)?;
+                let mut maps = Vec::with_capacity(32 * built.projections.len());
+                for p in &built.projections {
+                    // Channels in the first and in the second box of a tile.
+                    for box_rows in [r.min(64), if r > 64 { r - 64 } else { r }] {
+                        maps.extend(if p.first_head == NO_ROW && !has_norms {
+                            [0; 16]
+                        } else if rows {
+                            let (inner, outer, stride) = (p.d_model.into(), p.rows.into(), p.row_stride as u64);
+                            driver::tensor_map_16bit(p.weight, inner, outer, stride, box_rows)?
+                        } else {
+                            let (inner, outer, stride) = (p.rows.into(), p.d_model.into(), p.col_stride as u64);
+                            driver::tensor_map_16bit(p.weight, inner, outer, stride, 64)?
+                        });
+                    }
+                }
+                (Launch::linear(device.processors(), 7 * 128, WGMMA_SHARED), kernel, maps)
+            }
+            GramRoute::Wide => {
+                let defines = [
+                    ("D_HEAD", r.to_string()),
+                    ("WEIGHTS", (dtype as u32).to_string()),
+                    ("NORMS", u32::from(has_norms).to_string()),
+                ];
+                let kernel = device.module(sources::GRAMS_WIDE, &defines)?.kernel("scale_grams_wide")?;
+                kernel.allow_shared(WIDE_SHARED)?;
+                let mut maps = Vec::with_capacity(16 * built.projections.len());
+                for p in &built.projections {
                     maps.extend(if p.first_head == NO_ROW && !has_norms {
                         [0; 16]
-                    } else if rows {
-                        let (inner, outer, stride) = (p.d_model.into(), p.rows.into(), p.row_stride as u64);
-                        driver::tensor_map_16bit(p.weight, inner, outer, stride, box_rows)?
                     } else {
-                        let (inner, outer, stride) = (p.rows.into(), p.d_model.into(), p.col_stride as u64);
-                        driver::tensor_map_16bit(p.weight, inner, outer, stride, 64)?
+                        let (inner, outer, stride) = (p.d_model.into(), p.rows.into(), p.row_stride as u64);
+                        driver::tensor_map_rows(p.weight, dtype == Dtype::F32, inner, outer, stride, r)?
                     });
                 }
+                let sharing = route.blocks_a_head(r as usize);
+                let blocks = device.processors() / sharing * sharing;
+                (Launch::linear(blocks, wide_threads(r as usize), WIDE_SHARED), kernel, maps)
             }
-            (Launch::linear(device.processors(), 7 * 128, WGMMA_SHARED), kernel, maps)
-        } else {
-            let kernel = device.module(sources::GRAMS, &[])?.kernel("scale_grams")?;
-            let grid = (cut.segments.len() as u32, blocks as u32, 1);
-            (Launch { grid, block: 256, shared: 0 }, kernel, vec![0])
+            GramRoute::Plain => {
+                let kernel = device.module(sources::GRAMS, &[])?.kernel("scale_grams")?;
+                let grid = (cut.segments.len() as u32, blocks as u32, 1);
+                (Launch { grid, block: 256, shared: 0 }, kernel, vec![0])
+            }
         };
-        let stats = if wgmma {
+        // Rows of a part: two runs where heads are that wide.
+        let stat_rows = 128 * route.blocks_a_head(r as usize) as u32;
+        let stats = if route != GramRoute::Plain {
             let tiles: Vec<StatTile> = units
                 .iter()
                 .zip(&cut.stats)
@@ -149,7 +229,7 @@ impl Grams {
                         stat_row: unit.stat_row,
                         rows: unit.heads * r,
                         first,
-                        parts,
+                        parts: parts * 128 / stat_rows,
                         bias_dtype: p.vector_dtype,
                         rounding_only: (!has_norms).into(),
                     }
@@ -161,7 +241,7 @@ impl Grams {
             None
         };
         Ok(Self {
-            route: if wgmma { GramRoute::Wgmma } else { GramRoute::Plain },
+            route,
             kernel,
             launch,
             segments: device.upload(&cut.segments)?,
@@ -172,6 +252,7 @@ impl Grams {
             host_heads: cut.heads,
             channel_parts: device.zeros(cut.stat_parts as usize * 128 * 4)?,
             stats,
+            stat_rows,
             has_norms,
         })
     }
@@ -188,7 +269,7 @@ impl Grams {
         let (segments, projections) = (Arg::Ptr(self.segments.ptr()), Arg::Ptr(projections));
         let partials = Arg::Ptr(self.partials.ptr());
         let args = match self.route {
-            GramRoute::Wgmma => vec![
+            GramRoute::Wgmma | GramRoute::Wide => vec![
                 segments,
                 Arg::Ptr(self.shares.ptr()),
                 projections,
@@ -212,7 +293,7 @@ impl Grams {
         let args = [Arg::Ptr(tiles.ptr()), Arg::Ptr(self.channel_parts.ptr()), Arg::Ptr(stats)];
         // SAFETY: 1. the arguments are the kernel's; 2. the tables are the engine's, the biases those that its maker's
         // caller promised; 3. every tile has its own rows.
-        unsafe { kernel.launch(stream, Launch::linear(tiles.len(), 128, 0), &args) }
+        unsafe { kernel.launch(stream, Launch::linear(tiles.len(), self.stat_rows, 0), &args) }
     }
 
     pub fn bytes(&self) -> usize {

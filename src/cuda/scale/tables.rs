@@ -358,13 +358,15 @@ pub(super) struct Unit {
     pub stat_row: u32,
     pub heads: u32,
     pub tiles: u32,
+    /// What a tile costs beside those of other units.
+    pub cost: u32,
     /// Grams are wanted, not norms alone.
     pub gram: bool,
 }
 
-/// Cuts the units, end to end, into `blocks` equal shares. A segment leaves `stat_runs` parts of its statistics.
+/// Cuts the units, end to end, into `blocks` shares of equal cost. A segment leaves `stat_runs` parts of its statistics.
 pub(super) fn cut(units: &[Unit], blocks: usize, d_head: u32, stat_runs: u32) -> Cut {
-    let total: u64 = units.iter().map(|u| u64::from(u.tiles)).sum();
+    let total: u64 = units.iter().map(|u| u64::from(u.tiles) * u64::from(u.cost)).sum();
     let mut cut = Cut { shares: vec![0], ..Cut::default() };
     let mut block = 1u64;
     let mut done = 0u64;
@@ -380,7 +382,8 @@ pub(super) fn cut(units: &[Unit], blocks: usize, d_head: u32, stat_runs: u32) ->
                 cut.shares.push(cut.segments.len() as u32);
                 block += 1;
             }
-            let last = (boundary(block) - done + u64::from(tile)).min(u64::from(unit.tiles)) as u32;
+            let cost = u64::from(unit.cost);
+            let last = ((boundary(block) - done).div_ceil(cost) + u64::from(tile)).min(u64::from(unit.tiles)) as u32;
             cut.segments.push(Segment {
                 projection: unit.projection,
                 first_row: unit.first_row,
@@ -393,7 +396,7 @@ pub(super) fn cut(units: &[Unit], blocks: usize, d_head: u32, stat_runs: u32) ->
             });
             parts += 1;
             cut.stat_parts += stat_runs;
-            done += u64::from(last - tile);
+            done += u64::from(last - tile) * cost;
             tile = last;
         }
         cut.stats.push((first_stat * 128, cut.stat_parts - first_stat));
@@ -412,10 +415,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cut_covers_every_tile_once_in_equal_shares() {
+    fn a_cut_covers_every_tile_once_in_shares_of_equal_cost() {
         for (tiles, blocks) in [(5u32, 3usize), (64, 132), (25, 7), (1, 4)] {
             let units: Vec<Unit> = (0..11)
-                .map(|i| Unit { projection: i, first_row: 0, stat_row: 0, heads: 1 + i % 3, tiles, gram: i != 4 })
+                .map(|i| Unit {
+                    projection: i,
+                    first_row: 0,
+                    stat_row: 0,
+                    heads: 1 + i % 3,
+                    tiles,
+                    cost: if i == 4 { 2 } else { 3 },
+                    gram: i != 4,
+                })
                 .collect();
             let cut = cut(&units, blocks, 64, 2);
             assert_eq!(cut.shares.len(), blocks + 1);
@@ -427,12 +438,12 @@ mod tests {
                     for t in s.first..s.last {
                         seen[s.projection as usize][t as usize] += 1;
                     }
-                    size += s.last - s.first;
+                    size += (s.last - s.first) * units[s.projection as usize].cost;
                 }
                 sizes.push(size);
             }
             assert!(seen.iter().flatten().all(|&n| n == 1));
-            assert!(sizes.iter().max().unwrap() - sizes.iter().min().unwrap() <= 1, "{sizes:?}");
+            assert!(sizes.iter().max().unwrap() - sizes.iter().min().unwrap() <= 2 * 3, "{sizes:?}");
             let wanted = units.iter().filter(|u| u.gram);
             assert_eq!(cut.heads.len(), wanted.map(|u| u.heads as usize).sum::<usize>());
             let mut rows: Vec<u32> = cut.segments.iter().map(|s| s.stat).collect();

@@ -1,8 +1,10 @@
 //! The fused attention against the CPU backend, and against itself.
 
+mod errors;
 mod random;
 
 use crate::device;
+use errors::errors_are_those_of_a_plain_implementation;
 use half::bf16;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -31,6 +33,7 @@ tests![
     rope_is_rotation_then_cast,
     calls_repeat_bit_for_bit_also_from_a_graph,
     needles_and_sinks,
+    errors_are_those_of_a_plain_implementation,
     random_shapes,
 ];
 
@@ -530,6 +533,12 @@ fn calls_repeat_bit_for_bit_also_from_a_graph() {
             gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
             assert!(memory.results() == first, "d {d}");
             assert!(memory.workspace.read().unwrap()[..Workspace::HEADER].iter().all(|&b| b == 0), "d {d}: the header");
+        }
+        // Which block takes which tiles, and after which others, changes nothing.
+        for processors in [1, 7] {
+            poison(&stream);
+            cuda().with_processors(processors).launch(&stream, &call, &tensors, &workspace).unwrap();
+            assert!(memory.results() == first, "d {d}: {processors} multiprocessors");
         }
         let graph = stream.capture(|stream| gpu.launch(stream, &call, &tensors, &workspace)).unwrap();
         poison(&stream);

@@ -18,6 +18,8 @@ const REFERENCE: Source =
 /// Elements of the largest q (and k, v) drawn.
 const ELEMENTS: usize = 1 << 20;
 const GUARD_WORDS: usize = 64;
+/// Multiprocessors that the backends take.
+const PROCESSORS: [usize; 4] = [1, 3, 10, usize::MAX];
 /// A NaN in every format.
 const POISON: u32 = 0x7fff_7fff;
 
@@ -34,6 +36,8 @@ struct Case {
     logits_e4m3: bool,
     out_e4m3: bool,
     telemetry: bool,
+    /// Which of the bench's backends: blocks that take one tile after another go through more of the kernel.
+    backend: usize,
     /// Where q, k and v start among the random codes. Keys never overlap queries: q = k is no random case.
     offsets: [usize; 3],
 }
@@ -60,6 +64,7 @@ impl Case {
             logits_e4m3,
             out_e4m3: rng.random_bool(0.3),
             telemetry: logits_e4m3 || rng.random_bool(0.5),
+            backend: rng.random_range(0..PROCESSORS.len()),
             offsets: [(); 3].map(|()| rng.random_range(0..ELEMENTS / 256) * 256),
         }
     }
@@ -67,7 +72,7 @@ impl Case {
 
 /// Memory that serves every case.
 struct Bench {
-    attention: Cuda,
+    attention: [Cuda; PROCESSORS.len()],
     stream: Stream,
     kernels: [Kernel; 3],
     codes: Buffer<u8>,
@@ -95,7 +100,7 @@ impl Bench {
         let rows = ELEMENTS / 64;
         let stream = device.stream().unwrap();
         Self {
-            attention: Cuda::new(device).unwrap(),
+            attention: PROCESSORS.map(|n| Cuda::new(device).unwrap().with_processors(n)),
             kernels,
             codes: device.upload(&codes).unwrap(),
             descales: device.zeros(4 * 12 + 24).unwrap(),
@@ -166,7 +171,7 @@ impl Bench {
         };
         let mask = Mask { causal: case.causal, window: None };
         let call = AttentionCall { shape, mask, softmax_scale: f64::from(case.softmax_scale), soft_cap: None };
-        self.attention.launch(&self.stream, &call, &tensors, &workspace).unwrap();
+        self.attention[case.backend].launch(&self.stream, &call, &tensors, &workspace).unwrap();
 
         let sizes = Arg::Words([
             batch as u32,
