@@ -68,7 +68,7 @@ fn wide_squaring(r: usize) -> (u32, u32) {
 /// Largest d_head whose product without rotation fits a block's shared memory.
 const PRODUCT_MOST: usize = 128;
 /// At least so many threads make one (`kernels/scale_products.cu`).
-const PRODUCT_THREADS: u32 = 128;
+const PRODUCT_THREADS: u32 = 256;
 
 impl Bounds {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: &Grams) -> Result<Self> {
