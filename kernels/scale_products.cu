@@ -49,7 +49,7 @@ struct Lift {
 template <bool LESS>
 __device__ __forceinline__ void outer(float (&acc)[4][4], const float* a, const float* b, u32 row, u32 column, u32 from, u32 to) {
   const u32 lane = threadIdx.x & 31, r = row + lane / 4 * 4, c = column + lane % 4 * 4;
-#pragma unroll 4
+#pragma unroll 2
   for (u32 k = from; k < to; k++) {
     const float4 x = *(const float4*)(a + k * ROW + r), y = *(const float4*)(b + k * ROW + c);
     const float left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
@@ -90,6 +90,7 @@ __device__ __forceinline__ bool factor(float* a, float* inverses, int* failed) {
       for (u32 k = 0; k < 32; k++) column[k] = a[(c + k) * ROW + c + lane];
 #pragma unroll
       for (u32 k = 0; k < 32; k++) {
+        asm volatile("" ::: "memory");
         const float pivot = __shfl_sync(0xffffffffu, column[k], k);
         if (!(pivot > 0.f)) *failed = 1;
         const float over = inverse_root(pivot);
@@ -135,7 +136,7 @@ __device__ __forceinline__ bool factor(float* a, float* inverses, int* failed) {
   return !*failed;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, SIDE > 96 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, SIDE == 64 || SIDE == 96 ? 2 : 1)
     scale_products(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
                    double* lambdas, double2* aux, u32* status) {
   extern __shared__ float memory[];
@@ -269,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIDE > 96 ? 1 : 2)
   if (fine) {
     // L, and zeros above it and in the padding.
     float lengths = 0.f;
-#pragma unroll 4
+#pragma unroll 1
     for (u32 i = threadIdx.x; i < SIDE * SIDE; i += THREADS) {
       const u32 row = i / SIDE, column = i % SIDE;
       if (column < row) continue;
