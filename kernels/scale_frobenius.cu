@@ -5,7 +5,7 @@
 // and y of G_K, tr(x R y^T R'^T) splits into parts that turn by the sum and by the difference of the two angles,
 //   F_rope^2 <= sum_blocks (|x|+ |y|+ + |x|- |y|-) / 2,   |x|+- = hypot(x00 +- x11, x01 -+ x10).
 // A certified one takes G' = (G + (e + R/t) I)/(1 - t) >= the exact Gram in place of G: e covers the sums' roundings, R what
-// the operands lost (see `scale_bounds`). Neither norm changes where channels of q are scaled by what those of k are divided
+// the operands lost (see `scale_products`). Neither norm changes where channels of q are scaled by what those of k are divided
 // by, alike in a rotation pair; so both sides are balanced first, and what I adds is small beside every channel. The bound bounds sigma over every position too, and is the sharper one where few
 // directions carry a head: there the logit bound falls with it.
 #include "covering.cuh"
@@ -20,7 +20,7 @@ struct FrobeniusShape {
   u32 interleaved, mean, d_model;
   float rope_factor;
   float rounding;  // e in units of 2^-24 tr G
-  u32 pad;
+  u32 one_sided;   // 1: one side of the products that made the Grams was rounded, 0: both
   double eta;
 };
 static_assert(sizeof(HeadGram) == 16 && sizeof(FrobeniusShape) == 48, "host mirror");
@@ -70,10 +70,13 @@ struct Side {
   // Sets the lift, from sums over the channels and ||G||_F^2.
   __device__ void certify(double raw, double lost, double means, double squares) {
     const double root = sqrt(lost);
-    double t = lost > 0.0 && squares > 0.0 ? fmin(sqrt(lost * raw / squares), 0.5) : 0.0;
     // The sums of the mean are those of exact channels.
     const double moved = s.mean ? (2.0 * sqrt(means) + 2.0 * root) * 2.0 * root * rsqrt((double)s.d_model) : 0.0;
-    lift = ((double)s.rounding * 0x1p-24 * raw + moved + (t > 0.0 ? lost / t : 0.0)) * 1.0001;
+    const double sums = (double)s.rounding * 0x1p-24 * raw + moved;
+    // As in `scale_products`.
+    const double wanted = s.one_sided ? root / (sqrt(sqrt(squares) + sums) + 2.0 * root) : sqrt(lost * raw / squares);
+    const double t = lost > 0.0 && squares > 0.0 ? fmin(wanted, 0.5) : 0.0;
+    lift = (sums + (t > 0.0 ? lost / t : 0.0)) * 1.0001;
     grow = 1.0 / (1.0 - t);
   }
 };

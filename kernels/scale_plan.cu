@@ -146,7 +146,8 @@ struct StatTile {
   u32 projection, first_row, rows;
   u32 first, parts;  // parts of as many rows as the block has threads
   u32 norms;         // 0: all but the rounding comes from another kernel
-  u32 sums, pad;
+  u32 sums;
+  u32 from_gram;     // 1: norms are entries of a Gram
 };
 static_assert(sizeof(ChannelPart) == 32 && sizeof(StatTile) == 32, "host mirror");
 
@@ -177,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(256)
     return;
   }
   // Tensor cores cut off below 2^-23 of a sum, 16 products at a time.
-  const double raw2 = norm2, lost = tile.sums ? norm2 * 0x1p-19 : 0.0;
+  const double raw2 = norm2, lost = tile.from_gram ? norm2 * 0x1p-19 : 0.0;
   if (p.flags & HAS_MEAN) {
     norm2 -= sum * sum / p.d_model;
     norm2 = norm2 < 0.0 ? 0.0 : norm2;

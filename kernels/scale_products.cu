@@ -3,7 +3,8 @@
 //
 // A product is the same whatever its channels are scaled by, so q and k are balanced by powers of two first, and heads whose
 // large channels meet small ones keep their digits. What rounding took from the operands enters by
-// G <= 1/(1 - t) (G_rounded + R/t I) for any t in (0, 1), whether one side of a Gram's products was rounded or both; the sums
+// G <= 1/(1 - t) (G_rounded + R/t I) for any t in (0, 1) where both sides of a Gram's products were rounded, for t <= sqrt(R)/sigma
+// where one was; the sums
 // of a Gram as in include/scale_jobs.cuh. In f32: the factor and the products are within 2 (N + 2) 2^-24 ||L||_F^2 ||G_Q||_F,
 // which is added.
 #define LEAST_WARPS 8
@@ -231,10 +232,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIDE == 64 || SIDE == 96 ?
     const u32 which = threadIdx.x;
     const SideSums s = side(which);
     const float square = which ? of_grams.y : of_grams.x, form = which ? form_k : of_grams.z;
-    // t near delta / sigma, with sigma^2 taken as ||G||_F^2 / tr G: any t in (0, 1) holds.
-    const float t = s.lost > 0.f && square > 0.f ? fminf(root(s.lost * s.raw * inverse(square)), 0.5f) : 0.f;
     const float delta = root(s.lost), moved = shape.mean ? (2.f * root(s.mean) + delta) * delta * inverse_root((float)shape.d_model) : 0.f;
     const float c = shape.rounding + (which ? N + 24 : 0);  // the factorisation too
+    // t near delta / sigma. Both sides rounded: sigma^2 taken as ||G||_F^2 / tr G, since any t in (0, 1) holds. One side: the error
+    // is known in norm alone, sqrt(R) sigma, which R / t covers where sigma is not taken too small.
+    const float sigma = root(1.0001f * root(square) + c * u24 * s.raw + moved) + 2.f * delta;
+    const float wanted = shape.one_sided ? delta * inverse(sigma) : root(s.lost * s.raw * inverse(square));
+    const float t = s.lost > 0.f && square > 0.f ? fminf(wanted, 0.5f) : 0.f;
     const float added = (c * u24 * s.raw + moved + (s.lost > 0.f ? s.lost * inverse(t) : 0.f)) * 1.0001f;
     // To a trace of 1, so that neither f32 nor f16 leaves its range.
     const float scale = inverse(s.raw + N * added);
@@ -243,7 +247,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIDE == 64 || SIDE == 96 ?
     // ||W c||^2 for the other's constants c: the form, its rounding, and what the operands lost before.
     const double norm = s.of_norms * 1.0001, lost = s.of_lost * 1.0001, more = shape.rounding + 64.0 + 2.0 * SIDE * SIDE / THREADS;
     const double f = fmax((double)form, 0.0) + more * u24 * norm * norm;
-    const double above = f + 2.0 * lost * (sqrt(f + (double)s.of_s * s.of_s * per * 1.0001 + lost * lost) + lost);
+    const double length = shape.one_sided ? norm : sqrt(f + (double)s.of_s * s.of_s * per * 1.0001 + lost * lost);
+    const double above = f + 2.0 * lost * (length + lost);
     // fmax drops a NaN.
     ((double*)(aux + blockIdx.x))[which] = form == form ? above : __longlong_as_double(0x7ff8000000000000ll);
   }

@@ -28,8 +28,9 @@ struct Shape {
   u32 rotary, interleaved, mean, d_model;  // mean: 1 if the norm removes it
   float rope_factor;
   float rounding;                          // c
+  u32 one_sided;                           // 1: one side of the products that made the Grams was rounded, 0: both
 };
-static_assert(sizeof(HeadGram) == 16 && sizeof(Job) == 16 && sizeof(Shape) == 24, "host mirror");
+static_assert(sizeof(HeadGram) == 16 && sizeof(Job) == 16 && sizeof(Shape) == 28, "host mirror");
 
 // Parts of Grams: the upper 64 x 64 blocks one after another, row-major.
 constexpr u32 GRAM_SIDE = (spectrum::N + 63) / 64, GRAM_BLOCKS = GRAM_SIDE * (GRAM_SIDE + 1) / 2;

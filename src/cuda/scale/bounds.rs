@@ -243,7 +243,7 @@ impl Bounds {
             s.d_model as u32,
             s.rope_factor.to_bits(),
             self.rounding.to_bits(),
-            0,
+            grams.one_sided().into(),
             0,
             0,
             0,

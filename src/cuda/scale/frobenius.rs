@@ -47,7 +47,7 @@ impl Frobenius {
             first.d_model as u32,
             first.rope_factor.to_bits(),
             bounds.rounding.to_bits(),
-            0,
+            grams.one_sided().into(),
             eta as u32,
             (eta >> 32) as u32,
         ]);

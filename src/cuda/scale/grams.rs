@@ -258,7 +258,7 @@ impl Grams {
                     parts: parts * 128 / stat_rows,
                     norms: has_norms.into(),
                     sums: sums.into(),
-                    pad: 0,
+                    from_gram: pieces.into(),
                 })
                 .collect();
             let kernel = device.module(sources::PLAN, &[])?.kernel("scale_part_stats")?;
@@ -323,6 +323,11 @@ impl Grams {
         // SAFETY: 1. the arguments are the kernel's of this route; 2. the tables are the engine's and reach the promised
         // weights; 3. every segment writes its own slots.
         unsafe { self.kernel.launch(stream, self.launch, &args) }
+    }
+
+    /// One side of the products was rounded, not both.
+    pub fn one_sided(&self) -> bool {
+        self.form > 0
     }
 
     /// Roundings that a sum over `d_model` products is deep.

@@ -242,7 +242,7 @@ pub(super) struct StatTile {
     pub parts: u32,
     pub norms: u32,
     pub sums: u32,
-    pub pad: u32,
+    pub from_gram: u32,
 }
 const _: () = assert!(size_of::<StatTile>() == 32);
 
