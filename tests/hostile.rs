@@ -256,6 +256,8 @@ fn configs_that_make_no_sense() {
         (json!({"layer_types": ["full_attention", "linear_attention"]}), "linear_attention"),
         (json!({"torch_dtype": "int8"}), "`int8`"),
         (json!({"use_qk_norm": true}), "`use_qk_norm` is set"),
+        (json!({"model_type": "hunyuan_v1_dense", "use_qk_norm": false}), "`use_qk_norm`"),
+        (json!({"model_type": "hunyuan_v1_moe", "use_cla": true}), "`use_cla`"),
         (json!({"model_type": "phi", "hidden_size": 64, "qk_layernorm": true}), "`qk_layernorm` is set"),
         (json!({"model_type": "phi", "hidden_size": 64, "rotary_dim": 8}), "`rotary_dim` is 8"),
         (json!({"model_type": 3}), "`model_type` must be a string"),

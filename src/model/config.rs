@@ -399,6 +399,32 @@ mod tests {
     }
 
     #[test]
+    fn where_engines_differ_on_a_factor_the_largest_counts() {
+        let factor = |extra: &str| llama(extra).unwrap().rope[0].as_ref().unwrap().attention_factor;
+        let long = |original: usize, extra: &str| {
+            factor(&format!(
+                r#","rope_scaling":{{"type":"longrope","original_max_position_embeddings":{original},
+                    "short_factor":[1.0],"long_factor":[1.0]{extra}}}"#
+            ))
+        };
+        let root = |factor: f64, original: f64| (1.0 + factor.ln() / original.ln()).sqrt();
+        // A stated factor, or the ratio of the lengths.
+        assert!((long(131_072, r#","factor":32.0"#) - root(32.0, 131_072.0)).abs() < 1e-15);
+        assert!((long(4096, r#","factor":2.0"#) - root(32.0, 4096.0)).abs() < 1e-15);
+        // Scales of cosines and sines, which not all engines read.
+        assert!((long(4096, r#","short_mscale":1.0,"long_mscale":1.0"#) - root(32.0, 4096.0)).abs() < 1e-15);
+        assert_eq!(long(4096, r#","short_mscale":3.0,"long_mscale":2.0"#), 3.0);
+        let scales = r#","short_mscale":2.0,"long_mscale":3.0"#;
+        assert_eq!(factor(&format!(r#","rope_scaling":{{"type":"linear","factor":2.0{scales}}}"#)), 3.0);
+        assert_eq!(factor(&format!(r#","rope_scaling":{{"type":"default"{scales}}}"#)), 1.0);
+        // Two generations of keys side by side.
+        let yarn = r#""rope_scaling":{"type":"yarn","factor":4.0,"original_max_position_embeddings":32768}"#;
+        let both = format!(r#","rope_parameters":{{"rope_type":"default","rope_theta":10000.0}},{yarn}"#);
+        assert!((factor(&both) - (0.1 * 4f64.ln() + 1.0)).abs() < 1e-15);
+        assert_eq!(llama(&both).unwrap().rope[0].as_ref().unwrap().inv_freq, None);
+    }
+
+    #[test]
     fn gemma3_layers_alternate() {
         let old = spec(
             r#"{"model_type":"gemma3","text_config":{"hidden_size":2560,"num_hidden_layers":12,

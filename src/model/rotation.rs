@@ -55,10 +55,16 @@ impl<'a> Keys<'a> {
                 return Err(Error::format(self.file, rule));
             }
             let angles = Angles { base: inner.or(base), rotary_dim, max_positions };
-            let (attention_factor, inv_freq) = match settings {
+            let (mut attention_factor, mut inv_freq) = match settings {
                 Some(settings) => angles.scaled(settings, *self, longrope_names)?,
                 None => (1.0, angles.plain()),
             };
+            // Releases differ on which of the two keys counts: the larger factor covers both.
+            if let (Some(_), Some(map)) = (self.object("rope_parameters")?, self.object("rope_scaling")?) {
+                let (factor, other) = angles.scaled(Keys { map, file: self.file }, *self, longrope_names)?;
+                attention_factor = attention_factor.max(factor);
+                inv_freq = inv_freq.filter(|angles| other.as_ref() == Some(angles));
+            }
             if !(attention_factor.is_finite() && attention_factor > 0.0) {
                 return Err(Error::format(
                     self.file,
@@ -209,7 +215,14 @@ impl Angles {
             ));
         }
         let kind = if longrope_names.contains(&kind) { "longrope" } else { kind };
-        let (factor, angles) = self.scaled_by(kind, settings, config)?;
+        let (mut factor, mut angles) = self.scaled_by(kind, settings, config)?;
+        if kind != "default" {
+            // Phi-MoE: one within the original length, the other beyond it. In other families some engines take them and some
+            // do not. The largest covers all.
+            let scales = [settings.positive("short_mscale")?, settings.positive("long_mscale")?];
+            factor = scales.into_iter().flatten().fold(factor, f64::max);
+            angles = angles.filter(|_| scales[0] == scales[1]);
+        }
         // Pairs that turn by different axes of a position have no one set of angles; bounds hold for any.
         let several_axes = settings.get("mrope_section").is_some();
         Ok((factor, angles.filter(|_| !several_axes)))
@@ -307,10 +320,6 @@ impl Angles {
     }
 
     fn longrope_factor(&self, settings: Keys<'_>, config: Keys<'_>) -> Result<f64> {
-        if ["short_mscale", "long_mscale"].iter().any(|key| settings.get(key).is_some()) {
-            // One within the original length, the other beyond it: the larger covers both.
-            return Ok(required(settings, "short_mscale")?.max(required(settings, "long_mscale")?));
-        }
         if let Some(factor) = settings.positive("attention_factor")? {
             return Ok(factor);
         }
@@ -320,7 +329,10 @@ impl Angles {
             None => settings.count(key, MAX_POSITIONS)?,
         };
         let (factor, original) = match (original, self.max_positions) {
-            (Some(original), Some(max)) => (max as f64 / original as f64, original),
+            // Releases differ on whether `factor` or the ratio of the lengths counts: the larger covers both.
+            (Some(original), Some(max)) => {
+                ((max as f64 / original as f64).max(settings.positive("factor")?.unwrap_or(1.0)), original)
+            }
             (None, Some(max)) => (required(settings, "factor")?, max),
             _ => return Err(Error::format(settings.file, "`max_position_embeddings` is missing beside LongRoPE")),
         };

@@ -542,6 +542,11 @@ pub(crate) static FAMILIES: &[Family] = &[
             k: "layers.{i}.self_attn.key_layernorm",
             ..head_rms(GainForm::Plain)
         }),
+        refusals: &[
+            Refusal { key: "use_qk_norm", unless: Setting::True, why: "without the norm, its gains bound nothing" },
+            Refusal { key: "qk_norm", unless: Setting::True, why: "without the norm, its gains bound nothing" },
+            Refusal { key: "use_cla", unless: Setting::False, why: "some layers take another layer's keys and values" },
+        ],
         ..LLAMA
     },
     Family {
