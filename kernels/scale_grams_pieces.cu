@@ -11,6 +11,7 @@
 // channel. Accumulators are flushed into a second f32 sum every 256 input channels: the
 // accumulation's error is at most (256 + d/256) 2^-24 tr G in norm, for each of the two products.
 #include "scale_ptx.cuh"
+#include "scale_segments.cuh"
 
 #ifndef D_HEAD
 #define D_HEAD 128
@@ -39,22 +40,6 @@ constexpr int AHEAD = 2;  // steps whose operands are on their way
 constexpr u32 MULTIPLIERS = 256, THREADS = MULTIPLIERS + 128;
 // The host's number: room for alignment, boxes, gains and barriers.
 static_assert(1024 + STAGES * (TILE_BYTES + GAIN_BYTES + 16) <= 213248, "shared memory");
-
-struct Segment {
-  u32 projection;
-  u32 first_row;    // channel
-  u32 first, last;  // tiles
-  u32 slot;         // of the first head's partial Gram
-  u32 heads;        // heads whose Grams are wanted; 0: norms only
-  u32 stat;         // first row of this segment's channel parts
-  u32 pad;
-};
-static_assert(sizeof(Segment) == 32, "host mirror");
-
-// What one segment saw of one channel.
-struct ChannelPart {
-  float norm2, pair, rounding, sum, constant, absolute, pad[2];
-};
 
 struct Pipeline {
   u32 boxes, gains, full, empty;

@@ -12,6 +12,7 @@
 // sigma(exact) <= sigma(y) + (sum delta_i^2)^1/2. Accumulators are flushed into a second f32 sum every 256 input channels:
 // the accumulation's error is at most (256 + d/256) 2^-24 tr G in norm.
 #include "scale_ptx.cuh"
+#include "scale_segments.cuh"
 
 #ifndef D_HEAD
 #define D_HEAD 128
@@ -33,22 +34,6 @@ constexpr int MEETING_BYTES = 8 * 5 * 64 * 4;  // sums of the converting warps
 constexpr u32 MULTIPLIERS = 256, CONVERTERS = 512, THREADS = MULTIPLIERS + CONVERTERS + 128;
 // The host's number: room for alignment, boxes, gains, barriers and sums.
 static_assert(1024 + STAGES * (TILE_BYTES + GAIN_BYTES + 24) + MEETING_BYTES <= 211456, "shared memory");
-
-struct Segment {
-  u32 projection;
-  u32 first_row;    // channel
-  u32 first, last;  // tiles
-  u32 slot;         // of the first head's partial Gram
-  u32 heads;        // heads whose Grams are wanted; 0: norms only
-  u32 stat;         // first row of this segment's channel parts
-  u32 pad;
-};
-static_assert(sizeof(Segment) == 32, "host mirror");
-
-// What one segment saw of one channel.
-struct ChannelPart {
-  float norm2, pair, rounding, pad[5];
-};
 
 struct Pipeline {
   u32 boxes, gains, full, ready, empty, meeting;

@@ -10,6 +10,7 @@
 // channels an accumulator t is split, t = bf16(t) + rest: the rest stays where it is, so a sum costs half a register more and
 // not a whole one. That adds 256 2^-24 2^-8 |t| to the error of the next 256: (256 + 2 d/256) 2^-24 tr G in norm altogether.
 #include "scale_cluster.cuh"
+#include "scale_segments.cuh"
 
 #ifndef D_HEAD
 #define D_HEAD 256
@@ -46,22 +47,6 @@ constexpr int FIRST = SLABS == 4 ? 168 : 136, SECOND = SLABS == 4 ? 120 : 88, CO
 constexpr int SPARE = (int)(START * (THREADS / 128) - FIRST - SECOND - COPYING) / (int)AT_ONCE / 8 * 8, CONVERTING = SPARE < 128 ? SPARE : 128;
 
 constexpr bool EARLY = !F32 && NORMS;  // registers allow all loads before the first sum
-
-struct Segment {
-  u32 projection;
-  u32 first_row;    // channel
-  u32 first, last;  // tiles: a raw stage of every block
-  u32 slot;         // of the first head's partial Gram
-  u32 heads;        // heads whose Grams are wanted; 0: norms only
-  u32 stat;         // first row of this segment's channel parts
-  u32 pad;
-};
-static_assert(sizeof(Segment) == 32, "host mirror");
-
-// What one block saw of one channel in one segment.
-struct ChannelPart {
-  float norm2, pair, rounding, pad[5];
-};
 
 // Shared memory. Barriers: a raw stage is full, is used; an own piece is made; a stage is ready for products, is done with.
 struct Pipeline {

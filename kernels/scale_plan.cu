@@ -6,7 +6,7 @@
 // Under rotation sigma is the smaller of the scaled product and sigma_Q sigma_K, and the constants go pair by pair.
 #include "covering.cuh"
 #include "head_bound.cuh"
-#include "scale_types.cuh"
+#include "scale_segments.cuh"
 
 struct HeadGram {
   u32 first, stride, count, stat_row;
@@ -139,9 +139,6 @@ extern "C" __global__ void __launch_bounds__(128)
 }
 
 // Channel statistics from the parts that the Gram kernel left. A block a tile of whole heads, a thread a row of a part.
-struct ChannelPart {
-  float norm2, pair, rounding, sum, constant, absolute, pad[2];
-};
 struct StatTile {
   u32 projection, first_row, rows;
   u32 first, parts;  // parts of as many rows as the block has threads
@@ -149,7 +146,7 @@ struct StatTile {
   u32 sums;
   u32 from_gram;     // 1: norms are entries of a Gram
 };
-static_assert(sizeof(ChannelPart) == 32 && sizeof(StatTile) == 32, "host mirror");
+static_assert(sizeof(StatTile) == 32, "host mirror");
 
 extern "C" __global__ void __launch_bounds__(256)
     scale_part_stats(const StatTile* tiles, const Projection* projections, const ChannelPart* parts, ChannelStats* stats) {

@@ -82,6 +82,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("scale_jobs.cuh", include_str!("../../kernels/include/scale_jobs.cuh")),
     ("scale_mma.cuh", include_str!("../../kernels/include/scale_mma.cuh")),
     ("scale_ptx.cuh", include_str!("../../kernels/include/scale_ptx.cuh")),
+    ("scale_segments.cuh", include_str!("../../kernels/include/scale_segments.cuh")),
     ("scale_spectrum.cuh", include_str!("../../kernels/include/scale_spectrum.cuh")),
     ("scale_types.cuh", include_str!("../../kernels/include/scale_types.cuh")),
     ("step_stats.cuh", include_str!("../../kernels/include/step_stats.cuh")),

@@ -1,0 +1,20 @@
+// What the kernels that make Grams on tensor cores are given, and what they leave of every channel.
+#pragma once
+#include "scale_types.cuh"
+
+// A run of tiles of the model dimension, for the heads that share a tile.
+struct Segment {
+  u32 projection;
+  u32 first_row;    // channel
+  u32 first, last;  // tiles
+  u32 slot;         // of the first head's partial Gram
+  u32 heads;        // heads whose Grams are wanted; 0: norms only
+  u32 stat;         // first row of this segment's channel parts
+  u32 pad;
+};
+
+// What one segment (or one block's share of it) saw of one channel. Sums are there where the norm has a mean or a shift.
+struct ChannelPart {
+  float norm2, pair, rounding, sum, constant, absolute, pad[2];
+};
+static_assert(sizeof(Segment) == 32 && sizeof(ChannelPart) == 32, "host mirror");
