@@ -2,6 +2,7 @@
 // mathematics (scale_bounds.cu, scale_spectrum.cuh), with the squarings as warpgroup products. A block a job, a warpgroup two
 // 64 x 64 blocks of the upper triangle; the matrix lies in shared memory once, in f16. Hopper.
 #include "scale_ptx.cuh"
+#include "scale_segments.cuh"
 
 #ifndef D_HEAD
 #define D_HEAD 256
@@ -12,9 +13,6 @@ constexpr float OPEN = 0.004f;
 
 enum : u32 { RAW_Q = 0, RAW_K = 1, SCALED_Q = 2, SCALED_K = 3 };
 
-struct HeadGram {
-  u32 first, stride, count, stat_row;
-};
 struct Job {
   u32 kind;
   u32 q, k;    // heads in the Gram table; RAW jobs use the one they name
@@ -25,7 +23,7 @@ struct Shape {
   float rope_factor;
   float rounding;                          // c
 };
-static_assert(sizeof(HeadGram) == 16 && sizeof(Job) == 16 && sizeof(Shape) == 24, "host mirror");
+static_assert(sizeof(Job) == 16 && sizeof(Shape) == 24, "host mirror");
 
 constexpr u32 N = D_HEAD, SLABS = (N + 63) / 64, SIDE = SLABS * 64, BLOCKS = SLABS * (SLABS + 1) / 2;
 constexpr u32 PANEL = SIDE * 128, X_BYTES = SLABS * PANEL;  // 64 columns, rows of 128 bytes

@@ -10,11 +10,8 @@
 // directions carry a head: there the logit bound falls with it.
 #include "covering.cuh"
 #include "head_bound.cuh"
-#include "scale_types.cuh"
+#include "scale_segments.cuh"
 
-struct HeadGram {
-  u32 first, stride, count, stat_row;
-};
 struct FrobeniusShape {
   u32 n_q, n_kv, r, rotary;
   u32 interleaved, mean, d_model;
@@ -23,7 +20,7 @@ struct FrobeniusShape {
   u32 one_sided;   // 1: one side of the products that made the Grams was rounded, 0: both
   double eta;
 };
-static_assert(sizeof(HeadGram) == 16 && sizeof(FrobeniusShape) == 48, "host mirror");
+static_assert(sizeof(FrobeniusShape) == 48, "host mirror");
 
 struct HeadFrobenius {
   float norm;   // F

@@ -8,9 +8,6 @@
 #include "head_bound.cuh"
 #include "scale_segments.cuh"
 
-struct HeadGram {
-  u32 first, stride, count, stat_row;
-};
 struct PlanShape {
   u32 n_q, n_kv, r, rotary;
   u32 interleaved, d_model, layers, products;  // products: 1 if sigma^2 comes from the product jobs

@@ -8,15 +8,13 @@
 // most (2 ||s|| + sqrt(d) delta) delta / sqrt(d). An all-zero matrix gives 0, NaN gives NaN.
 #pragma once
 #include "scale_chain.cuh"
+#include "scale_segments.cuh"
 
 // What a certificate may leave open, of lambda. Norms as they are too: their product is sigma where it is the smaller one.
 constexpr float OPEN = 0.001f;
 
 enum : u32 { RAW_Q = 0, RAW_K = 1, SCALED_Q = 2, SCALED_K = 3 };
 
-struct HeadGram {
-  u32 first, stride, count, stat_row;
-};
 struct Job {
   u32 kind;
   u32 q, k;    // heads in the Gram table; RAW jobs use the one they name
@@ -30,7 +28,7 @@ struct Shape {
   float rounding;                          // c
   u32 one_sided;                           // 1: one side of the products that made the Grams was rounded, 0: both
 };
-static_assert(sizeof(HeadGram) == 16 && sizeof(Job) == 16 && sizeof(Shape) == 28, "host mirror");
+static_assert(sizeof(Job) == 16 && sizeof(Shape) == 28, "host mirror");
 
 // Parts of Grams: the upper 64 x 64 blocks one after another, row-major.
 constexpr u32 GRAM_SIDE = (spectrum::N + 63) / 64, GRAM_BLOCKS = GRAM_SIDE * (GRAM_SIDE + 1) / 2;

@@ -1,4 +1,4 @@
-// What the kernels that make Grams on tensor cores are given, and what they leave of every channel.
+// What the kernels that make Grams on tensor cores are given, what they leave of every channel, and where Grams lie.
 #pragma once
 #include "scale_types.cuh"
 
@@ -17,4 +17,10 @@ struct Segment {
 struct ChannelPart {
   float norm2, pair, rounding, sum, constant, absolute, pad[2];
 };
-static_assert(sizeof(Segment) == 32 && sizeof(ChannelPart) == 32, "host mirror");
+
+// Where the parts of a head's Gram lie, `stride` slots apart; their sum is the Gram.
+struct HeadGram {
+  u32 first, stride, count;
+  u32 stat_row;  // statistics of the head's first channel
+};
+static_assert(sizeof(Segment) == 32 && sizeof(ChannelPart) == 32 && sizeof(HeadGram) == 16, "host mirror");

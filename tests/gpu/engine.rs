@@ -271,6 +271,9 @@ fn frobenius_norms_are_the_cpus_and_sharpen_bounds() {
             assert!(certain >= 1.0 - below, "{place}: certain bound is {certain:.8} of f64");
             assert!(after[h].rounded <= before[h].rounded && after[h].certain <= before[h].certain, "{place}");
             assert!(after[h].sigma == before[h].sigma.min(norms[h].bound), "{place}");
+            // However sharp: never below the norm at relative position 0.
+            let sigma = ratio(after[h].sigma.into(), want.sigma);
+            assert!(sigma >= 1.0 - LOGIT_BELOW, "{place}: sigma is {sigma:.8} of f64");
             if case.kind == Kind::Spiked && case.r <= 128 {
                 assert!(certain <= 1.01, "{place}: certain bound is {certain:.8} of f64");
             }
