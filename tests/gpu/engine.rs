@@ -413,7 +413,7 @@ fn every_shape_takes_its_kernel() {
     let shape = |d, r| Case::new("route", (d, r), (2, 1));
     for (case, route, one_pass) in [
         (shape(256, 128), GramRoute::Wgmma, true),
-        (conv1d(shape(256, 128)), GramRoute::Wgmma, false),
+        (conv1d(shape(256, 128)), GramRoute::Wgmma, true),
         (shape(256, 136), GramRoute::Wide, true),
         (Case { layer_norm: true, ..shape(256, 136) }, GramRoute::Wide, false),
         (f32s(shape(100, 16)), GramRoute::Wide, true),
