@@ -774,6 +774,16 @@ fn bench(names: &[String]) -> Result<()> {
         if engine.status().read()?[0] != 0 {
             println!("# status {:?}", engine.status().read()?);
         }
+        drop(engine);
+        if !s.gpt {
+            // Two kinds of layers, as Cohere 2 and SmolLM3 have them, and the second kind alone.
+            for (method, step) in [("plan_fourth_unrotated", 4), ("plan_unrotated", 1)] {
+                inputs.iter_mut().skip(step - 1).step_by(step).for_each(|l| l.rotary = 0);
+                // SAFETY: as above.
+                let engine = unsafe { ScaleEngine::new(&device, &inputs, true)? };
+                report(method, median_us(&stream, |s| engine.plan(s))?, qkv);
+            }
+        }
     }
     Ok(())
 }

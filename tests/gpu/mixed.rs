@@ -147,7 +147,8 @@ fn same_bits(layers: &[Mixed], with_grams: bool, launches: &[fn(&ScaleEngine, &S
                         assert!(got.1.iter().all(|word| f32::from_bits(*word).is_nan()), "{place}");
                     } else if got.0 != "logit bounds" || whole.head_bounds().is_some() {
                         assert_eq!(got.1, want.1, "{place}");
-                        assert!(got.1.iter().any(|word| *word != 0) || step == 0 || !with_grams, "{place}");
+                        let written = got.0.contains("descales") || got.0.contains("logit") && step > 0;
+                        assert!(!written || got.1.iter().any(|word| *word != 0), "{place}");
                     }
                 }
             }
@@ -193,11 +194,15 @@ fn a_mixed_engine_has_the_bits_of_an_engine_for_each_kind() {
 
 fn layers_that_share_nothing_have_the_bits_of_engines_of_their_own() {
     let mut rng = StdRng::seed_from_u64(61);
-    for round in 0..3 {
-        // Shapes this random do not meet twice.
+    for round in 0..2 {
+        // Shapes this random do not meet twice; heads of one size, so that few kernels have to be compiled.
         let layers: Vec<Mixed> = ('a'..'i')
             .enumerate()
-            .map(|(i, kind)| Mixed::plain(kind, &Case::random(&mut rng), 700 + 10 * round + i as u64))
+            .map(|(i, kind)| {
+                let case = Case::random(&mut rng);
+                let case = Case { r: 64, rotary: case.rotary.min(64), ..case };
+                Mixed::plain(kind, &case, 700 + 10 * round + i as u64)
+            })
             .collect();
         same_bits(&layers, true, &EVERY[1..3]);
     }

@@ -111,8 +111,16 @@ impl Joined {
         let operand_bounds = device.zeros(3 * kv)?;
         let bounds = if runs.has_bounds { Some(device.zeros(q)?) } else { None };
         // Where there is no Gram, there is no norm, and no number stands for it.
-        let none = HeadFrobenius { norm: f32::NAN, bound: f32::NAN };
-        let frobenius = if runs.has_frobenius() { Some(device.upload(&vec![none; q])?) } else { None };
+        let frobenius = if runs.has_frobenius() {
+            let none = |layer| partition.place(layer).is_some_and(|(group, _)| normalised[group]);
+            let start = |layer| {
+                let value = if none(layer) { f32::NAN } else { 0.0 };
+                std::iter::repeat_n(HeadFrobenius { norm: value, bound: value }, partition.heads.q(layer).len())
+            };
+            Some(device.upload(&(0..layers).flat_map(start).collect::<Vec<_>>())?)
+        } else {
+            None
+        };
         let ends = |part, group: &Group| match part {
             Part::Frobenius => Some((group.head_frobenius()?.ptr(), frobenius.as_ref()?.ptr())),
             Part::LogitBounds => Some((group.head_bounds()?.ptr(), bounds.as_ref()?.ptr())),
