@@ -33,7 +33,7 @@ tests![
 /// How far an operand bound may lie above f64, relative; nowhere below.
 const OPERAND_ABOVE: f64 = 1e-5;
 /// How far a certified logit bound may lie below that of the CPU: the two balance rotation pairs in f32 and f64.
-const LOGIT_BELOW: f64 = 2e-6;
+pub const LOGIT_BELOW: f64 = 2e-6;
 
 fn cases() -> Vec<Case> {
     let case = Case::new;
@@ -90,7 +90,7 @@ fn cases() -> Vec<Case> {
     all.push(Case { rope_factor: 1.35, biases: true, ..case("yarn with constants", (512, 64), (4, 2)) });
     all.push(Case { one_plus: true, ..case("one plus", (512, 128), (4, 2)) });
     all.push(Case { kind: Kind::Cancelling, rotary: 16, biases: true, ..case("part turned", (512, 64), (4, 2)) });
-    for (r, rotary) in [(64, 64), (64, 0), (128, 128)] {
+    for (r, rotary) in [(64, 64), (64, 0), (128, 128), (200, 200), (256, 256)] {
         all.push(Case { kind: Kind::WeakChannel, rotary, ..case("weak channel", (2048, r), (2, 1)) });
     }
     for kind in [Kind::Spiked, Kind::BadlyScaled, Kind::Cancelling, Kind::ZeroHead] {
@@ -139,7 +139,7 @@ fn read(case: &Case, engine: &ScaleEngine) -> Result<LayerBounds> {
 }
 
 /// Ratio of the device's value to the truth; 1 where both are zero.
-fn ratio(device: f64, truth: f64) -> f64 {
+pub fn ratio(device: f64, truth: f64) -> f64 {
     if truth == 0.0 && device == 0.0 { 1.0 } else { device / truth }
 }
 

@@ -19,6 +19,7 @@ mod lost;
 mod policies;
 mod power;
 mod qk_norm;
+mod small;
 mod weights;
 
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -33,11 +34,18 @@ fn main() -> ExitCode {
     }
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(1);
-    let cases =
-        [attention::tests(), engine::tests(), policies::tests(), power::tests(), qk_norm::tests(), lost::tests()]
-            .into_iter()
-            .flatten()
-            .collect();
+    let cases = [
+        attention::tests(),
+        small::tests(),
+        engine::tests(),
+        policies::tests(),
+        power::tests(),
+        qk_norm::tests(),
+        lost::tests(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
     libtest_mimic::run(&arguments, cases).exit_code()
 }
 

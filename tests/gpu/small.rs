@@ -1,0 +1,134 @@
+//! One case a kernel family, each with few kernels and so many tiles that every ring of buffers goes round: what
+//! compute-sanitizer is run on, which is too slow for the rest (`compute-sanitizer --tool racecheck gpu small`).
+
+use crate::device;
+use crate::engine::{LOGIT_BELOW, ratio};
+use crate::weights::{Case, Layer, Layout};
+use sigmascale::cuda::scale::{Dtype, GramRoute, PowerEngine, ScaleEngine, SummedPowerEngine};
+use sigmascale::geometry::LayerGeometry;
+use sigmascale::spectral::{GramEngine, SpectralEngine};
+
+tests![
+    one_rounded_product,
+    two_pieces_with_a_mean,
+    two_pieces_along_channels,
+    heads_of_256,
+    two_heads_of_f32,
+    a_head_of_f32,
+    without_tensor_cores,
+    a_power_step,
+    a_power_step_along_channels,
+    a_summed_power_step,
+    a_summed_power_step_along_channels,
+];
+
+fn rounded() -> Case {
+    Case::new("one rounded product", (8192, 128), (8, 4))
+}
+
+fn fixed() -> Case {
+    let case = Case::new("two pieces", (8192, 64), (10, 10));
+    Case { rotary: 0, layer_norm: true, biases: true, ..case }
+}
+
+fn plan(case: Case, route: GramRoute) {
+    let layer = Layer::new(&case, 1);
+    let truth = layer.truth();
+    // SAFETY: `layer` holds the memory.
+    let engine = unsafe { ScaleEngine::new(device(), &[layer.input], true) }.unwrap();
+    if device().arch().compute == 90 {
+        assert_eq!(engine.route(), Some(route), "{}", case.name);
+    }
+    let stream = device().stream().unwrap();
+    engine.descales(&stream).unwrap();
+    engine.plan(&stream).unwrap();
+    engine.frobenius(&stream).unwrap();
+    stream.synchronize().unwrap();
+    assert_eq!(engine.status().read().unwrap()[0] & 3, 0, "{}", case.name);
+    let above = if case.rotary == 0 && case.r > 128 { f64::INFINITY } else { 1.02 };
+    for (h, (got, want)) in engine.head_bounds().unwrap().read().unwrap().iter().zip(&truth.heads).enumerate() {
+        let ratio = ratio(got.rounded.into(), want.rounded.unwrap());
+        assert!((1.0 - LOGIT_BELOW..=above).contains(&ratio), "{}: head {h}: {ratio}", case.name);
+    }
+}
+
+fn one_rounded_product() {
+    plan(rounded(), GramRoute::Wgmma);
+}
+
+fn two_pieces_with_a_mean() {
+    plan(fixed(), GramRoute::Wgmma);
+}
+
+fn two_pieces_along_channels() {
+    let case = Case::new("along channels", (8192, 80), (8, 4));
+    plan(Case { dtype: Dtype::F16, layout: Layout::Conv1d, ..case }, GramRoute::Wgmma);
+}
+
+fn heads_of_256() {
+    plan(Case::new("heads of 256", (4096, 256), (6, 2)), GramRoute::Wide);
+}
+
+fn two_heads_of_f32() {
+    plan(Case { dtype: Dtype::F32, rotary: 32, ..Case::new("two heads", (2048, 64), (20, 10)) }, GramRoute::Wide);
+}
+
+fn a_head_of_f32() {
+    plan(Case { dtype: Dtype::F32, ..Case::new("a head", (4096, 128), (6, 3)) }, GramRoute::Wide);
+}
+
+fn without_tensor_cores() {
+    let case = Case::new("plain", (200, 192), (2, 1));
+    plan(Case { layout: Layout::Conv1d, layer_norm: true, biases: true, ..case }, GramRoute::Plain);
+}
+
+/// The largest norm that the step may come to, of each head.
+fn norms(layer: &Layer) -> Vec<f64> {
+    let spec = layer.case.spec();
+    let geometry = LayerGeometry::new(&spec, layer.weights()).unwrap();
+    GramEngine.layer(&geometry).unwrap().heads.unwrap().iter().map(|head| head.sigma).collect()
+}
+
+fn step(case: Case) {
+    let layer = Layer::new(&case, 2);
+    // SAFETY: `layer` holds the memory.
+    let power = unsafe { PowerEngine::new(device(), &[layer.input], false, 5) }.unwrap();
+    let stream = device().stream().unwrap();
+    for _ in 0..8 {
+        power.step(&stream).unwrap();
+    }
+    for (h, (got, want)) in power.sigma().read().unwrap().iter().zip(norms(&layer)).enumerate() {
+        let ratio = f64::from(*got) / want;
+        assert!((0.8..=1.0 + 1e-5).contains(&ratio), "{}: head {h}: {ratio}", case.name);
+    }
+}
+
+fn a_power_step() {
+    step(Case { rotary: 0, ..rounded() });
+}
+
+fn a_power_step_along_channels() {
+    step(Case { layout: Layout::Conv1d, ..fixed() });
+}
+
+/// Read once, and by the kernels that other devices take.
+fn sum(case: Case) {
+    let layer = Layer::new(&case, 3);
+    // SAFETY: `layer` holds the memory.
+    let once = unsafe { SummedPowerEngine::new(device(), &[layer.input], 5) }.unwrap();
+    // SAFETY: as above.
+    let twice = unsafe { SummedPowerEngine::reading_twice(device(), &[layer.input], 5) }.unwrap();
+    let stream = device().stream().unwrap();
+    once.steps(&stream, 3).unwrap();
+    twice.steps(&stream, 3).unwrap();
+    let (once, twice) = (once.sigma().read().unwrap()[0], twice.sigma().read().unwrap()[0]);
+    assert!(twice > 0.0 && (once / twice - 1.0).abs() < 1e-4, "{}: {once} and {twice}", case.name);
+}
+
+fn a_summed_power_step() {
+    sum(Case { rotary: 0, ..rounded() });
+}
+
+fn a_summed_power_step_along_channels() {
+    sum(Case { layout: Layout::Conv1d, ..fixed() });
+}
