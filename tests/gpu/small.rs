@@ -1,8 +1,9 @@
 //! One case a kernel family, each with few kernels and so many tiles that every ring of buffers goes round: what
-//! compute-sanitizer is run on, which is too slow for the rest (`compute-sanitizer --tool racecheck gpu small`).
+//! compute-sanitizer is run on, which is too slow for the rest. Racecheck follows an arrival at a barrier by the accesses of the
+//! arriving thread alone, so for it every lane arrives: `SIGMASCALE_EVERY_LANE=1 compute-sanitizer --tool racecheck gpu small`.
 
 use crate::device;
-use crate::engine::{LOGIT_BELOW, ratio};
+use crate::engine::{LOGIT_BELOW, OPERAND_ABOVE, operands, ratio};
 use crate::weights::{Case, Layer, Layout};
 use sigmascale::cuda::scale::{Dtype, GramRoute, PowerEngine, ScaleEngine, SummedPowerEngine};
 use sigmascale::geometry::LayerGeometry;
@@ -45,6 +46,10 @@ fn plan(case: Case, route: GramRoute) {
     engine.frobenius(&stream).unwrap();
     stream.synchronize().unwrap();
     assert_eq!(engine.status().read().unwrap()[0] & 3, 0, "{}", case.name);
+    for (i, (got, want)) in engine.operand_bounds().read().unwrap().iter().zip(operands(&case, &truth)).enumerate() {
+        let ratio = ratio(f64::from(*got), want);
+        assert!((1.0..=1.0 + OPERAND_ABOVE).contains(&ratio), "{}: operand bound {i}: {ratio:.8}", case.name);
+    }
     let above = if case.rotary == 0 && case.r > 128 { f64::INFINITY } else { 1.02 };
     for (h, (got, want)) in engine.head_bounds().unwrap().read().unwrap().iter().zip(&truth.heads).enumerate() {
         let ratio = ratio(got.rounded.into(), want.rounded.unwrap());
@@ -114,15 +119,17 @@ fn a_power_step_along_channels() {
 /// Read once, and by the kernels that other devices take.
 fn sum(case: Case) {
     let layer = Layer::new(&case, 3);
+    let layers = [layer.input; 6];
     // SAFETY: `layer` holds the memory.
-    let once = unsafe { SummedPowerEngine::new(device(), &[layer.input], 5) }.unwrap();
+    let once = unsafe { SummedPowerEngine::new(device(), &layers, 5) }.unwrap();
     // SAFETY: as above.
-    let twice = unsafe { SummedPowerEngine::reading_twice(device(), &[layer.input], 5) }.unwrap();
+    let twice = unsafe { SummedPowerEngine::reading_twice(device(), &layers, 5) }.unwrap();
     let stream = device().stream().unwrap();
     once.steps(&stream, 3).unwrap();
     twice.steps(&stream, 3).unwrap();
-    let (once, twice) = (once.sigma().read().unwrap()[0], twice.sigma().read().unwrap()[0]);
-    assert!(twice > 0.0 && (once / twice - 1.0).abs() < 1e-4, "{}: {once} and {twice}", case.name);
+    for (once, twice) in once.sigma().read().unwrap().into_iter().zip(twice.sigma().read().unwrap()) {
+        assert!(twice > 0.0 && (once / twice - 1.0).abs() < 1e-4, "{}: {once} and {twice}", case.name);
+    }
 }
 
 fn a_summed_power_step() {
