@@ -94,6 +94,9 @@ fn cases() -> Vec<Case> {
         all.push(Case { kind, interleaved: true, ..case("interleaved kinds", (640, r), (4, 2)) });
         all.push(Case { kind, interleaved: true, rotary: r / 2, ..case("interleaved parts", (640, r), (4, 2)) });
     }
+    for interleaved in [false, true] {
+        all.push(Case { kind: Kind::Turning, interleaved, ..case("turning pairs", (512, 64), (4, 2)) });
+    }
     for r in [24, 40, 72, 104] {
         all.push(Case { rotary: 0, ..case("fixed of every size", (384, r), (6, 3)) });
     }
