@@ -20,6 +20,7 @@ mod mixed;
 mod policies;
 mod power;
 mod qk_norm;
+mod small;
 mod weights;
 
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -36,6 +37,7 @@ fn main() -> ExitCode {
     arguments.test_threads.get_or_insert(1);
     let cases = [
         attention::tests(),
+        small::tests(),
         engine::tests(),
         mixed::tests(),
         policies::tests(),
