@@ -635,6 +635,8 @@ const SHAPES: &[Shape] = &[
     MISTRAL,
     LLAMA_13B,
     LLAMA_70B,
+    Shape { name: "gpt2", layers: 12, d: 768, n_q: 12, n_kv: 12, ..GPT2_XL },
+    Shape { name: "qwen-2.5-0.5b", layers: 24, d: 896, n_q: 14, n_kv: 2, r: 64, ..MISTRAL },
     GEMMA_9B,
     Shape { name: "gemma-2-2b", layers: 26, d: 2304, n_q: 8, n_kv: 4, ..GEMMA_9B },
     Shape { name: "heads-of-192", d: 4096, n_q: 32, n_kv: 8, r: 192, ..GEMMA_9B },

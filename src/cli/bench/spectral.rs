@@ -62,9 +62,7 @@ pub fn run(args: Args) -> Result<()> {
     let bandwidth = copy_bandwidth(&device, &stream)?;
     let (major, minor) = compiler_version()?;
     csv.line(&format!("# {} NVRTC {major}.{minor} copy {:.2} TB/s", device.name()?, bandwidth / 1e12));
-    csv.line(
-        "# floor: one read of W_Q and W_K; floor_qkv: and W_V, which operand_descales and plan are measured against",
-    );
+    csv.line("# floor: one read of W_Q and W_K, for gram_head and power_*; floor_qkv: of W_V too, for the rest");
     csv.line("model,method,us_per_layer,ratio_to_floor");
     for subject in &subjects {
         measure(&device, &stream, bandwidth, subject, args.conv1d, &mut csv)?;
@@ -198,7 +196,10 @@ fn measure(
     let per_layer = |us: Result<f64>| us.map(|us| us / subject.layers as f64);
     let engine = ScaleEngine::over(device, &weights, true)?;
     row("operand_descales", per_layer(median_us(stream, |s| engine.descales(s)))?, qkv);
-    row("gram_head", per_layer(median_us(stream, |s| engine.grams(s)))?, qk);
+    // As the peers: Grams of Q and K, which is all that this engine reads.
+    let grams = ScaleEngine::over(device, &Arc::new(weights.without_values()), true)?;
+    row("gram_head", per_layer(median_us(stream, |s| grams.grams(s)))?, qk);
+    drop(grams);
     // Its replays before the timed ones warm the vectors.
     row("plan", per_layer(median_us(stream, |s| engine.plan(s)))?, qkv);
     let status = engine.status().read()?.first().copied().unwrap_or(0);

@@ -5,6 +5,7 @@ use super::tables::{DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInpu
 use crate::error::{Error, Result};
 use crate::tensor::{self, MatrixView};
 use half::{bf16, f16};
+use std::sync::Arc;
 
 /// One projection in host memory.
 #[derive(Clone, Copy, Debug)]
@@ -51,7 +52,7 @@ pub struct HostQkNorm<'a> {
 #[derive(Debug)]
 pub struct DeviceWeights {
     layers: Vec<LayerInput>,
-    _memory: Vec<Buffer<u8>>,
+    memory: Arc<Vec<Buffer<u8>>>,
 }
 
 impl DeviceWeights {
@@ -88,7 +89,7 @@ impl DeviceWeights {
                 )));
             }
         }
-        Ok(Self { layers, _memory: memory })
+        Ok(Self { layers, memory: Arc::new(memory) })
     }
 
     /// Copies of weights in host memory. BF16 and F16 stay what they are; everything else becomes f32, rounded where it
@@ -106,6 +107,12 @@ impl DeviceWeights {
             })
             .collect::<Result<Vec<_>>>()?;
         Self::new(inputs, memory)
+    }
+
+    /// W_Q and W_K of the same memory, without W_V: for an engine that is asked for logit bounds alone.
+    pub fn without_values(&self) -> Self {
+        let layers = self.layers.iter().map(|layer| LayerInput { v: None, ..*layer }).collect();
+        Self { layers, memory: self.memory.clone() }
     }
 
     /// One entry a layer.
