@@ -71,6 +71,10 @@ fn variants() -> Vec<Request> {
             }
             continue;
         }
+        if source == sources::PRODUCTS_WGMMA {
+            all.extend([16, 40, 56, 64].map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
+            continue;
+        }
         if source == sources::BOUNDS_WGMMA {
             all.extend([16, 64, 80, 96, 128].map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
             continue;

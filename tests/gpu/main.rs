@@ -16,6 +16,7 @@ macro_rules! tests {
 mod attention;
 mod engine;
 mod lost;
+mod mixed;
 mod policies;
 mod power;
 mod qk_norm;
@@ -38,14 +39,13 @@ fn main() -> ExitCode {
         attention::tests(),
         small::tests(),
         engine::tests(),
+        mixed::tests(),
         policies::tests(),
         power::tests(),
         qk_norm::tests(),
         lost::tests(),
-    ]
-    .into_iter()
-    .flatten()
-    .collect();
+    ];
+    let cases = cases.into_iter().flatten().collect();
     libtest_mimic::run(&arguments, cases).exit_code()
 }
 

@@ -57,7 +57,7 @@ fn check_gram(layer: &Layer, engine: &ScaleEngine, of_k: bool, near: Near) {
     let columns: Vec<Vec<f64>> = (0..case.r).map(column).collect();
     let dot = |a: usize, b: usize| columns[a].iter().zip(&columns[b]).map(|(x, y)| x * y).sum::<f64>();
     let norms: Vec<f64> = (0..case.r).map(|c| dot(c, c).sqrt()).collect();
-    let got = engine.read_gram(if of_k { case.n_q + case.n_kv - 1 } else { 0 }).unwrap();
+    let got = engine.read_gram(0, if of_k { case.n_q + case.n_kv - 1 } else { 0 }).unwrap();
     for (a, b) in (0..case.r).flat_map(|a| (a..case.r).map(move |b| (a, b))) {
         let error = (got[a * case.r + b] - dot(a, b)).abs() / (norms[a] * norms[b]);
         assert!(error < near.entry, "{}: of k {of_k}: entry {a}, {b} is off by {error:.1e}", case.name);
@@ -73,7 +73,7 @@ fn plan(case: Case, route: GramRoute, near: Near) {
     // SAFETY: `layer` holds the memory.
     let engine = unsafe { ScaleEngine::new(device(), &[layer.input], true) }.unwrap();
     if device().arch().compute == 90 {
-        assert_eq!(engine.route(), Some(route), "{}", case.name);
+        assert_eq!(engine.route(0), Some(route), "{}", case.name);
     }
     let stream = device().stream().unwrap();
     engine.descales(&stream).unwrap();

@@ -2,8 +2,8 @@
 
 use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
-use super::engine::{NO_ROW, Tables};
 use super::grams::{GramRoute, Grams};
+use super::group::{NO_ROW, Tables};
 use super::tables::{HeadBound, Job, LayerInput, NormBlock};
 use crate::error::Result;
 
@@ -67,8 +67,16 @@ fn wide_squaring(r: usize) -> (u32, u32) {
 
 /// Largest d_head whose product without rotation fits a block's shared memory.
 const PRODUCT_MOST: usize = 128;
-/// At least so many threads make one (`kernels/scale_products.cu`).
-const PRODUCT_THREADS: u32 = 256;
+
+/// The kernel of these products, its threads and shared memory.
+fn product_route(r: usize, hopper: bool) -> (sources::Source, u32, u32) {
+    if hopper && r <= 64 {
+        // The factored Gram in f32, an operand in two pieces of f16, and room for its alignment.
+        return (sources::PRODUCTS_WGMMA, 128, 1024 + 64 * 68 * 4 + 2 * 64 * 64 * 2);
+    }
+    let side = r.next_multiple_of(32) as u32;
+    (sources::PRODUCTS, squaring(r).0.max(256), 3 * side * (side + 4) * 4)
+}
 
 impl Bounds {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: &Grams) -> Result<Self> {
@@ -114,10 +122,9 @@ impl Bounds {
         };
         let eigen = module(source)?.kernel(name)?;
         eigen.allow_shared(shared)?;
-        let side = r.next_multiple_of(32);
-        let product_shared = (3 * side * (side + 4) * 4) as u32;
+        let (product_source, product_threads, product_shared) = product_route(r, hopper);
         let product = if by_product {
-            let kernel = module(sources::PRODUCTS)?.kernel("scale_products")?;
+            let kernel = module(product_source)?.kernel("scale_products")?;
             kernel.allow_shared(product_shared)?;
             Some(kernel)
         } else {
@@ -152,7 +159,7 @@ impl Bounds {
             gram_stats: plan.kernel("scale_gram_stats")?,
             eigen_launch: Launch::linear(jobs.len(), threads, shared),
             jobs: device.upload(&jobs)?,
-            product_launch: Launch::linear(products.len(), squaring(r).0.max(PRODUCT_THREADS), product_shared),
+            product_launch: Launch::linear(products.len(), product_threads, product_shared),
             product_jobs: device.upload(&products)?,
             lambdas: device.zeros(results)?,
             aux: device.zeros(2 * count * n_q)?,
