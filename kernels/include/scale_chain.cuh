@@ -99,7 +99,7 @@ struct Chain {
   // Back through the chain, every step rounded up. The sums are within 1e-5, and squares within 2^-24 beside.
   __device__ __forceinline__ float certificate(float sum, float squares, const Links& links) const {
     const float s1 = __fmul_ru(sum, 1.00001f), s2 = __fmaf_ru(squares, 1.00001f, 0x1p-24f), low = sum * 0.99999f;
-    const float spread = fmaxf(__fsub_ru(s2, __fdiv_rd(__fmul_rd(low, low), (float)N)), 0.f);
+    const float spread = fmaxf(__fmul_ru(1.f - 1.f / N, __fsub_ru(s2, __fdiv_rd(__fmul_rd(low, low), (float)N))), 0.f);
     float norm = __fadd_ru(__fadd_ru(__fdiv_ru(s1, (float)N), __fsqrt_ru(spread)), __fmul_ru(CUT, s1));
     norm = __fsqrt_ru(norm);
 #pragma unroll 1

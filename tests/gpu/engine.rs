@@ -97,6 +97,9 @@ fn cases() -> Vec<Case> {
     for interleaved in [false, true] {
         all.push(Case { kind: Kind::Turning, interleaved, ..case("turning pairs", (512, 64), (4, 2)) });
     }
+    for (r, rotary) in [(64, 0), (64, 64), (128, 128), (192, 192)] {
+        all.push(Case { kind: Kind::TwoDirections, rotary, ..case("two directions", (384, r), (6, 3)) });
+    }
     for r in [24, 40, 72, 104] {
         all.push(Case { rotary: 0, ..case("fixed of every size", (384, r), (6, 3)) });
     }
