@@ -1,5 +1,6 @@
 // What `attention_fwd` writes of one warpgroup's tile: telemetry and O.
 #pragma once
+#include "attention_softmax.cuh"
 #include "attention_tile.cuh"
 #include "convert.cuh"
 #include "math.cuh"
@@ -17,7 +18,25 @@ __device__ __forceinline__ void quad_transpose(u32 (&a)[4], int t) {
   if (high) { a[0] = x; a[1] = y; } else { a[2] = x; a[3] = y; }
 }
 
-#if TELEMETRY
+#if TELEMETRY && SPLIT
+// Adds one tile to its heads' telemetry, but for O, whose parts are not joined yet.
+__device__ __forceinline__ void report(const Params& p, const Work& item, const Rows& rows, int row, int quad) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float high = LOGITS_E4M3 ? quad_max(rows.highest[r]) : rows.reference[r], low = -quad_max(-rows.lowest[r]);
+    const Row at = row_of(p, row + 8 * r);
+    if (quad == 0 && at.exists && item.tile.row + at.position < p.len_q) {
+      Telemetry* out = p.telemetry + item.tile.head + at.head;
+      if (high > kLowest) atomicMax(&out->max_logit, ordered(high * item.logit_scale));
+      if (low < -kLowest) atomicMax(&out->min_logit, ~ordered(low * item.logit_scale));
+    }
+  }
+#if LOGITS_E4M3
+  const u32 count = warp_sum(rows.overflow);  // one head a tile, by the host
+  if (threadIdx.x % 32 == 0 && count > 0) atomicAdd(&p.telemetry[item.tile.head].overflow, count);
+#endif
+}
+#elif TELEMETRY
 // Adds one tile to its head's telemetry; `row`: of this thread's first row, in the tile.
 __device__ __forceinline__ void report(const Params& p, const Work& item, const Rows& rows, const float (&o)[kDim / 2], int row) {
   float high = kLowest, low = -kLowest, amax = 0.0f;
@@ -48,6 +67,26 @@ __device__ __forceinline__ void report(const Params& p, const Work& item, const 
 }
 #endif
 
+#if SPLIT
+// Where a row of a part lies, in rows; less than 0: nowhere.
+__device__ __forceinline__ i64 part_row(const Params& p, const Tile& t, int row) {
+  const Row at = row_of(p, row);
+  const int position = t.row + at.position;
+  if (!at.exists || position >= p.len_q) return -1;
+  return (((i64)t.part * p.batch + t.batch) * p.len_q + position) * p.heads_q + t.head + at.head;
+}
+// Stores a part of O as it is, row `first_row` and the one eight below by this thread's quad.
+__device__ __forceinline__ void store(const Params& p, const Work& item, const float (&o)[kDim / 2], int first_row, int quad) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const i64 at = part_row(p, item.tile, first_row + 8 * r);
+    if (at < 0) continue;
+    float2* out = reinterpret_cast<float2*>(p.parts_o + at * kDim) + quad;
+#pragma unroll
+    for (int c = 0; c < kDim / 8; c++) out[4 * c] = make_float2(o[4 * c + 2 * r], o[4 * c + 2 * r + 1]);
+  }
+}
+#else
 // Stores a tile of O, row `first_row` of it and the one eight below by this thread's quad: a transpose in each quad makes 16-byte
 // (E4M3: 8-byte) pieces of one row.
 __device__ __forceinline__ void store(const Params& p, const Work& item, const float (&o)[kDim / 2], int first_row, int quad) {
@@ -84,5 +123,6 @@ __device__ __forceinline__ void store(const Params& p, const Work& item, const f
     }
   }
 }
+#endif
 
 }  // namespace
