@@ -34,7 +34,7 @@ namespace {
 
 using LogitMma = Wgmma<kBlockN>;
 using OutMma = Wgmma<kDim>;
-constexpr bool kMinimum = TELEMETRY && !LOGITS_E4M3;  // minima are looked for beside the maxima
+constexpr bool kMinimum = TELEMETRY;  // minima are looked for beside the maxima
 constexpr Swizzle kSwizzle = kDim == 128 ? Swizzle::B128 : Swizzle::B64;
 
 __device__ __forceinline__ void issue_logits(float (&s)[kBlockN / 2], u64 q, u64 k) {
@@ -53,12 +53,12 @@ __device__ __forceinline__ void issue_output(float (&o)[kDim / 2], const u32 (&p
     OutMma::rs(o, pr[4 * i], pr[4 * i + 1], pr[4 * i + 2], pr[4 * i + 3], wgmma_advance(v, 32 * kDim * i), i != 0 || !fresh);
 }
 
-// Takes in the maxima and minima of one tile, as `scan` found them, or looked for here where integer order does not serve.
-// `masked`: the minima are those of what is not masked. True where a maximum moved: O must be multiplied by `rows.rescale`.
-__device__ __forceinline__ bool settle(const float (&s)[kBlockN / 2], float (&top)[2], float (&low)[2], Rows& rows, float scale,
-                                       bool masked) {
+// Sees to maxima and minima of one tile that `scan` could not find by integer order, and takes in the minima. `highest`: the largest
+// logit of each row before; `masked`: the minima are those of what is not masked.
+__device__ __forceinline__ void confirm(const float (&s)[kBlockN / 2], float (&top)[2], float (&low)[2], Rows& rows,
+                                        const float (&highest)[2], bool masked) {
   if (!rows.plain) {
-    bool plain = fmaxf(top[0], rows.reference[0]) >= 0.0f && fmaxf(top[1], rows.reference[1]) >= 0.0f;
+    bool plain = fmaxf(top[0], highest[0]) >= 0.0f && fmaxf(top[1], highest[1]) >= 0.0f;
     if (kMinimum) plain = plain && fminf(low[0], rows.lowest[0]) < 0.0f && fminf(low[1], rows.lowest[1]) < 0.0f;
     // NOTES: through a shuffle the assembler knows it uniform. References only rise and minima only fall, so it stays true.
     rows.plain = __shfl_sync(~0u, __all_sync(~0u, plain), 0);
@@ -69,6 +69,11 @@ __device__ __forceinline__ bool settle(const float (&s)[kBlockN / 2], float (&to
   }
 #pragma unroll
   for (int r = 0; kMinimum && r < 2; r++) rows.lowest[r] = fminf(rows.lowest[r], low[r]);
+}
+// Takes in the maxima of one tile. True where one moved: O must be multiplied by `rows.rescale`.
+__device__ __forceinline__ bool settle(const float (&s)[kBlockN / 2], float (&top)[2], float (&low)[2], Rows& rows, float scale,
+                                       bool masked) {
+  if (!LOGITS_E4M3) confirm(s, top, low, rows, rows.reference, masked);
   const bool moved = __any_sync(~0u, top[0] > rows.reference[0] || top[1] > rows.reference[1]);
   if (moved) {
 #pragma unroll
@@ -144,6 +149,8 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
   }
   __syncthreads();
   grid_wait_for_previous();
+  // NOTES: the blocks that join parts come as soon as there is room, and wait for the last part.
+  if (kSplit) grid_launch_dependents();
 
   const int tiles = p.units * p.row_blocks * (kSplit ? p.parts : 1);
 
@@ -295,7 +302,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const Row at = row_of(p, place().row + 8 * r);
-        if (!at.exists || first_row + at.position >= p.len_q) rows.reference[r] = 0.0f, rows.lowest[r] = -1.0f;
+        if (!at.exists || first_row + at.position >= p.len_q) rows.reference[r] = rows.highest[r] = 0.0f, rows.lowest[r] = -1.0f;
       }
 #endif
       const float logit_scale = handed(slot(items).logit_scale);
@@ -319,23 +326,26 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         limit[0] = last_key(n, 0), limit[1] = last_key(n, 1);
         if (kMinimum) mask(s, limit, seen); else mask(s, limit);
       }
-#if LOGITS_E4M3
-      float high[2] = {kLowest, kLowest};
-      extremes(s, seen, high);
-      // NOTES: counted where this thread's extremes show that there is something to count.
-      const float most = fmaxf(fmaxf(high[0], high[1]), -fminf(seen[0], seen[1])) * to_units;
-      if (__any_sync(~0u, most > 448.0f)) rows.overflow += count_past(s, to_units);
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        rows.highest[r] = fmaxf(rows.highest[r], high[r]);
-        rows.lowest[r] = fminf(rows.lowest[r], seen[r]);
-      }
-      // NOTES: rounding makes a masked logit -448, so the mask runs again.
-      round_logits(s, to_units);
-      if (masked) mask(s, limit);
-#endif
       scan<kMinimum>(s, top, low);
       if (masked) low[0] = seen[0], low[1] = seen[1];
+#if LOGITS_E4M3
+      confirm(s, top, low, rows, rows.highest, masked);
+      // NOTES: counted where the extremes show that there is something to count.
+      const float most = fmaxf(fmaxf(top[0], top[1]), -fminf(low[0], low[1])) * to_units;
+      if (__any_sync(~0u, most > 448.0f)) rows.overflow += count_past(s, to_units);
+      // NOTES: rounding keeps order, so the largest logit rounded is the largest rounded logit. It makes a masked one -448, so the
+      // mask runs again.
+#pragma unroll
+      for (int r = 0; r < 2; r++) rows.highest[r] = fmaxf(rows.highest[r], top[r]);
+      const float tops[2] = {top[0], top[1]};
+      round_logits(top, to_units);
+      round_logits(s, to_units);
+      if (masked) {
+        mask(s, limit);
+#pragma unroll
+        for (int r = 0; r < 2; r++) top[r] = tops[r] < kLowest ? tops[r] : top[r];
+      }
+#endif
     };
     // The end of an item: reads the rest of it, hands its slot back, writes what it came to
     auto close = [&]() {

@@ -1,6 +1,5 @@
 // What `attention_fwd` writes of one warpgroup's tile: telemetry and O.
 #pragma once
-#include "attention_softmax.cuh"
 #include "attention_tile.cuh"
 #include "convert.cuh"
 #include "math.cuh"
@@ -21,14 +20,35 @@ __device__ __forceinline__ void quad_transpose(u32 (&a)[4], int t) {
 #if TELEMETRY && SPLIT
 // Adds one tile to its heads' telemetry, but for O, whose parts are not joined yet.
 __device__ __forceinline__ void report(const Params& p, const Work& item, const Rows& rows, int row, int quad) {
+  u32 high[2], low[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float high = LOGITS_E4M3 ? quad_max(rows.highest[r]) : rows.reference[r], low = -quad_max(-rows.lowest[r]);
+    const float top = LOGITS_E4M3 ? rows.highest[r] : rows.reference[r];
     const Row at = row_of(p, row + 8 * r);
-    if (quad == 0 && at.exists && item.tile.row + at.position < p.len_q) {
-      Telemetry* out = p.telemetry + item.tile.head + at.head;
-      if (high > kLowest) atomicMax(&out->max_logit, ordered(high * item.logit_scale));
-      if (low < -kLowest) atomicMax(&out->min_logit, ~ordered(low * item.logit_scale));
+    const bool counts = at.exists && item.tile.row + at.position < p.len_q;
+    high[r] = counts && top > kLowest ? ordered(top * item.logit_scale) : 0;
+    low[r] = counts && rows.lowest[r] < -kLowest ? ~ordered(rows.lowest[r] * item.logit_scale) : 0;
+#pragma unroll
+    for (int d = 1; d < 4; d *= 2) {
+      high[r] = max(high[r], __shfl_xor_sync(~0u, high[r], d));
+      low[r] = max(low[r], __shfl_xor_sync(~0u, low[r], d));
+    }
+  }
+  // NOTES: rows of one head meet first, since atomics on its words take their turns.
+  const bool meet = 8 % p.tile_heads == 0;
+  if (meet) {
+    high[0] = max(high[0], high[1]), low[0] = max(low[0], low[1]);
+    for (int d = 4 * p.tile_heads; d < 32; d *= 2) {
+      high[0] = max(high[0], __shfl_xor_sync(~0u, high[0], d));
+      low[0] = max(low[0], __shfl_xor_sync(~0u, low[0], d));
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    if (quad == 0 && (!meet || (r == 0 && threadIdx.x % 32 / 4 < p.tile_heads))) {
+      Telemetry* out = p.telemetry + item.tile.head + row_of(p, row + 8 * r).head;
+      if (high[r] > 0) atomicMax(&out->max_logit, high[r]);
+      if (low[r] > 0) atomicMax(&out->min_logit, low[r]);
     }
   }
 #if LOGITS_E4M3

@@ -107,6 +107,7 @@ static_assert(kDim == 64 || kDim == 128, "one swizzle row holds a head");
 static_assert(kBlockN % 32 == 0 && kBlockN <= 256, "P V consumes 32 keys a product");
 static_assert(kConsumers == 2 || kConsumers == 3, "the register file feeds two or three consumers");
 static_assert(!kAhead || kBlockN % kPart == 0, "whole parts");
+static_assert(TELEMETRY || !LOGITS_E4M3, "overflow must not go unseen");
 static_assert(!kSplit || (CAUSAL && kConsumers == 2 && !OUT_E4M3), "the form that parts are made in");
 
 constexpr int kQBytes = kRows * kDim;

@@ -102,7 +102,7 @@ impl Variant {
         if split {
             return Self::Parts { d_head, telemetry, logits_e4m3 };
         }
-        let tile = Tile::of(d_head, logits_e4m3);
+        let tile = Tile::of(d_head);
         let out_e4m3 = tensors.out.element() == Element::E4m3;
         Self::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 }
     }
@@ -124,7 +124,7 @@ pub fn attention_variants() -> Vec<Request> {
         for causal in [false, true] {
             for out_e4m3 in [false, true] {
                 for (telemetry, logits_e4m3) in TELEMETRY_LOGITS {
-                    let tile = Tile::of(d_head, logits_e4m3);
+                    let tile = Tile::of(d_head);
                     let variant = Variant::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 };
                     all.push(variant.request(Arch::SM90A));
                 }
@@ -338,7 +338,7 @@ impl AttentionEngine {
         let (tile, schedule) = match split {
             Some((split, _)) => (Split::TILE, Schedule::split(&sizes, split, self.processors)),
             None => {
-                let tile = Tile::of(sizes.d_head, tensors.descales.logit.is_some());
+                let tile = Tile::of(sizes.d_head);
                 (tile, Schedule::whole(&sizes, tile, self.processors))
             }
         };

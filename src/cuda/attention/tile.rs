@@ -25,15 +25,14 @@ const PARTS_BYTES: usize = 64 << 20;
 const SHARED_BYTES: usize = 24_000_000;
 
 impl Tile {
-    /// d = 128, where the registers of two consumers hold the logits of two tiles, and every call whose logits go through
-    /// E4M3, whose registers three would spill.
+    /// d = 128, where the registers of two consumers hold the logits of two tiles.
     pub const TWO: Self = Self { keys: 128, consumers: 2, stages: 4 };
     /// d = 64.
     pub const THREE: Self = Self { keys: 128, consumers: 3, stages: 4 };
 
-    /// The tile of a call. `logits_e4m3`: logits pass through E4M3.
-    pub const fn of(d_head: usize, logits_e4m3: bool) -> Self {
-        if d_head == 128 || logits_e4m3 { Self::TWO } else { Self::THREE }
+    /// The tile of a call.
+    pub const fn of(d_head: usize) -> Self {
+        if d_head == 128 { Self::TWO } else { Self::THREE }
     }
 }
 
@@ -61,7 +60,7 @@ impl Split {
     /// a call has the same parts, and so the same bits.
     pub fn of(sizes: &Sizes, logits_e4m3: bool) -> Option<Self> {
         let time = |items: usize, key_tiles: usize| items.div_ceil(PROCESSORS) * (key_tiles + ITEM);
-        let whole = Tile::of(sizes.d_head, logits_e4m3);
+        let whole = Tile::of(sizes.d_head);
         let whole = time(Schedule::whole(sizes, whole, 1).tiles(), sizes.len_k.div_ceil(whole.keys));
 
         let group = sizes.heads_q / sizes.heads_kv;
@@ -167,26 +166,18 @@ mod tests {
                 [(1, 1), (2, 1), (3, 1), (4, 2), (5, 5), (6, 1), (6, 2), (64, 8), (32, 32), (9, 3)]
             {
                 for len in [1, 63, 64, 65, 128, 129, 1023, 5000, 70_000] {
-                    for logits in [false, true] {
-                        let sizes = sizes(3, heads_q, heads_kv, len, d);
-                        let tile = Tile::of(d, logits);
-                        let s = Schedule::whole(&sizes, tile, 132);
-                        let (heads, rows) = if s.packed { (tile.consumers, 64) } else { (1, 64 * tile.consumers) };
-                        assert_eq!(s.units * heads, 3 * heads_q, "{sizes:?}");
-                        assert!(s.row_blocks * rows >= len && (s.row_blocks - 1) * rows < len, "{sizes:?}");
-                        assert!((heads_q / heads_kv).is_multiple_of(heads), "a block's heads share their keys");
-                        assert!((1..=s.units).contains(&s.section));
-                        assert!(s.grid >= 1 && s.grid <= 132 && s.grid <= s.tiles());
-                    }
+                    let sizes = sizes(3, heads_q, heads_kv, len, d);
+                    let tile = Tile::of(d);
+                    let s = Schedule::whole(&sizes, tile, 132);
+                    let (heads, rows) = if s.packed { (tile.consumers, 64) } else { (1, 64 * tile.consumers) };
+                    assert_eq!(s.units * heads, 3 * heads_q, "{sizes:?}");
+                    assert!(s.row_blocks * rows >= len && (s.row_blocks - 1) * rows < len, "{sizes:?}");
+                    assert!((heads_q / heads_kv).is_multiple_of(heads), "a block's heads share their keys");
+                    assert!((1..=s.units).contains(&s.section));
+                    assert!(s.grid >= 1 && s.grid <= 132 && s.grid <= s.tiles());
                 }
             }
         }
-    }
-
-    #[test]
-    fn logits_in_e4m3_take_the_tile_that_does_not_spill() {
-        assert_eq!([64, 128].map(|d| Tile::of(d, true)), [Tile::TWO; 2]);
-        assert_eq!([64, 128].map(|d| Tile::of(d, false)), [Tile::THREE, Tile::TWO]);
     }
 
     #[test]
