@@ -65,6 +65,8 @@ sources! {
     POLICY_OBSERVE = "policy_observe";
     /// Fused E4M3 attention forward (Hopper).
     ATTENTION = "attention_fwd";
+    /// Joins the parts of an attention call that was split.
+    COMBINE = "attention_combine";
     /// Cast of q, k and v to E4M3 in the layouts that the attention reads.
     CAST = "cast_qkv";
 }
