@@ -15,6 +15,8 @@ static_assert(N <= SIDE, "d_head");
 constexpr u32 ROW = SIDE + 4;                   // f32 values
 constexpr u32 STEPS = (N + 15) / 16, EDGE = STEPS * 16;
 constexpr u32 OPERAND_BYTES = SIDE * SIDE * 2;  // f16
+// Roundings of the factorisation: sums of 16 products, as many before in the diagonal block, one a block, and the roots'.
+constexpr u32 FACTOR_DEPTH = 32 + SIDE / 16 + 24;
 constexpr float UP = 0x1p12f;                   // of f16 pairs: low parts are normal numbers, no value is above 1
 constexpr float CUT_PAIRS = (N + 28) * 0x1p-23f;
 
@@ -154,8 +156,11 @@ __device__ __forceinline__ void store_pairs(const float (&v)[32], u32 x, float s
   publish();
 }
 
-// Cholesky of the upper triangle, U^T U, in place, 16 rows at a time: two warps with a lane a column, both with the diagonal
-// block beside, so that they need not wait for each other; then all of what is left. Zeros below the diagonal in its blocks.
+// Where diagonal block `p` of U goes: below the diagonal, where nothing is read, since two warps read the block itself.
+__device__ __forceinline__ u32 corner_at(u32 p) { return p < 3 ? (p + 1) * 16 * ROW + p * 16 : 48 * ROW; }
+
+// Cholesky of the upper triangle, U^T U, in place but for the diagonal blocks, 16 rows at a time: two warps with a lane a
+// column, both with the diagonal block beside, so that they need not wait for each other; then all of what is left.
 __device__ __forceinline__ void factor(float* a, int* failed) {
   const u32 lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
 #pragma unroll 1
@@ -170,8 +175,6 @@ __device__ __forceinline__ void factor(float* a, int* failed) {
         corner[k] = rows[k * ROW + k0 + lane % 16];
         column[k] = rows[k * ROW + (inside ? j : k0)];
       }
-      // Both have read what one writes.
-      if (k0 + 48 < EDGE) asm volatile("bar.sync 1, 64;" ::: "memory");
 #pragma unroll
       for (u32 k = 0; k < 16; k++) {
         const float pivot = __shfl_sync(0xffffffffu, corner[k], k);
@@ -184,9 +187,10 @@ __device__ __forceinline__ void factor(float* a, int* failed) {
           corner[i] -= u * corner[k], column[i] -= u * column[k];
         }
       }
+      float* spare = a + corner_at(k0 / 16);
 #pragma unroll
       for (u32 k = 0; k < 16; k++) {
-        if (warp == 0 && lane < 16) rows[k * ROW + k0 + lane] = k <= lane ? corner[k] : 0.f;
+        if (threadIdx.x < 16) spare[k * ROW + lane] = k <= lane ? corner[k] : 0.f;
         if (inside) rows[k * ROW + j] = column[k];
       }
     }
@@ -199,22 +203,20 @@ __device__ __forceinline__ void factor(float* a, int* failed) {
       for (u32 column = row; column < EDGE; column += 16) {
         if (index++ % 4 != warp) continue;
         const u32 r = row + lane / 8 * 4, c = column + lane % 8 * 2;
-        float acc[4][2];
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-          const float2 x = *(const float2*)(a + (r + i) * ROW + c);
-          acc[i][0] = x.x, acc[i][1] = x.y;
-        }
-#pragma unroll
+        float acc[4][2] = {};
+#pragma unroll 8
         for (u32 k = 0; k < 16; k++) {
           const float4 x = *(const float4*)(rows + k * ROW + r);
           const float2 y = *(const float2*)(rows + k * ROW + c);
           const float left[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-          for (u32 i = 0; i < 4; i++) acc[i][0] -= left[i] * y.x, acc[i][1] -= left[i] * y.y;
+          for (u32 i = 0; i < 4; i++) acc[i][0] += left[i] * y.x, acc[i][1] += left[i] * y.y;
         }
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) *(float2*)(a + (r + i) * ROW + c) = make_float2(acc[i][0], acc[i][1]);
+        for (u32 i = 0; i < 4; i++) {
+          float2* to = (float2*)(a + (r + i) * ROW + c);
+          *to = make_float2(to->x - acc[i][0], to->y - acc[i][1]);
+        }
       }
     __syncthreads();
   }
@@ -264,7 +266,7 @@ __device__ __forceinline__ float2 moments(float (&v)[32], const Lane& at, uint2*
 
 extern "C" __global__ void __launch_bounds__(THREADS, 5)
     scale_products(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
-                   double* lambdas, double2* aux, u32* status) {
+                   double* lambdas, double2* aux, float*, u32* status) {
   extern __shared__ u8 memory[];
   __shared__ __align__(16) float balance[2][SIDE], sum[2][SIDE], constant[2][SIDE];
   __shared__ float4 scratch[4], scratch_of_h[4];
@@ -300,8 +302,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
     const u32 which = warp & 1;
     SideSums side = parts[2 * which];
     side.add(parts[2 * which + 1]);
-    if (warp == 0) lifts[0] = lift_of<false>(side, of_grams.x, shape);
-    else if (warp == 1) lifts[1] = lift_of<true>(side, of_grams.y, shape);
+    if (warp == 0) lifts[0] = lift_of<0>(side, of_grams.x, shape);
+    else if (warp == 1) lifts[1] = lift_of<FACTOR_DEPTH>(side, of_grams.y, shape);
     else ((double*)(aux + blockIdx.x))[which] = form_above(side, which ? of_grams.w : of_grams.z, per, 64 + 2 * SIDE * SIDE / THREADS, shape);
   }
   __syncthreads();
@@ -333,7 +335,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
       for (u32 p = 0; p < 4; p++) {
         const u32 column = 16 * s + 2 * at.c + p / 2 * 8;
         float2 v = make_float2(0.f, 0.f);
-        if (s >= at.warp) v = *(const float2*)(u + (at.row() + p % 2 * 8) * ROW + column);
+        if (s > at.warp) v = *(const float2*)(u + (at.row() + p % 2 * 8) * ROW + column);
+        if (s == at.warp) v = *(const float2*)(u + corner_at(s) + (at.g + p % 2 * 8) * ROW + column % 16);
         if (N % 16) v.x = column < N ? v.x : 0.f, v.y = column + 1 < N ? v.y : 0.f;
         lengths += v.x * v.x + v.y * v.y;
         const Pair both = split(v.x * UP, v.y * UP);

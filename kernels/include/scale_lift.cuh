@@ -57,18 +57,18 @@ struct Lift {
   // ||scale (G + added I)||_F, a hair below or above.
   __device__ __forceinline__ float frobenius() const { return (norm + sqrtf((float)N) * added) * scale; }
 };
-// `square`: ||G||_F^2. FACTORED: U^T U is within (N + 24) 2^-24 of its trace of what it stands for.
-template <bool FACTORED> __device__ __forceinline__ Lift lift_of(const SideSums& s, float square, const Shape& shape) {
+// `square`: ||G||_F^2. DEPTH: U^T U is within DEPTH 2^-24 of its trace of what it stands for; 0 where it is not factored.
+template <u32 DEPTH> __device__ __forceinline__ Lift lift_of(const SideSums& s, float square, const Shape& shape) {
   const float u24 = 0x1p-24f;
   const float delta = root(s.lost), moved = shape.mean ? (2.f * root(s.mean) + delta) * delta * inverse_root((float)shape.d_model) : 0.f;
-  const float c = shape.rounding + (FACTORED ? N + 24 : 0);
+  const float c = shape.rounding + DEPTH;
   // t near delta / sigma. Both sides rounded: sigma^2 taken as ||G||_F^2 / tr G, since any t in (0, 1) holds. One side: the error
   // is known in norm alone, sqrt(R) sigma, which R / t covers where sigma is not taken too small.
   const float sigma = root(1.0001f * root(square) + c * u24 * s.raw + moved) + 2.f * delta;
   const float wanted = shape.one_sided ? delta * inverse(sigma) : root(s.lost * s.raw * inverse(square));
   const float t = s.lost > 0.f && square > 0.f ? fminf(wanted, 0.5f) : 0.f;
   // What is added is part of the trace too.
-  constexpr float ITSELF = FACTORED ? 1.02f * (N + 24) * N * 0x1p-24f : 0.f;
+  constexpr float ITSELF = 1.02f * DEPTH * N * 0x1p-24f;
   const float added = (c * u24 * s.raw + moved + (s.lost > 0.f ? s.lost * inverse(t) : 0.f)) * (1.0001f + ITSELF);
   // To a trace of 1, so that neither f32 nor f16 leaves its range.
   const float scale = inverse(s.raw + N * added);

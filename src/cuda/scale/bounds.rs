@@ -18,6 +18,7 @@ pub(super) struct Bounds {
     eigen_launch: Launch,
     product_jobs: Buffer<Job>,
     product_launch: Launch,
+    product_room: Buffer<f32>,
     lambdas: Buffer<f64>,
     aux: Buffer<f64>,
     pub softmax_scales: Buffer<f32>,
@@ -65,17 +66,30 @@ fn wide_squaring(r: usize) -> (u32, u32) {
     (32 * (side * (side + 1)) as u32, (1024 + 2 * 64 * 64 * side * side) as u32)
 }
 
-/// Largest d_head whose product without rotation fits a block's shared memory.
-const PRODUCT_MOST: usize = 128;
-
-/// The kernel of these products, its threads and shared memory.
+/// The kernel of products without rotation, its threads and shared memory.
 fn product_route(r: usize, hopper: bool) -> (sources::Source, u32, u32) {
     if hopper && r <= 64 {
         // The factored Gram in f32, an operand in two pieces of f16, and room for its alignment.
         return (sources::PRODUCTS_WGMMA, 128, 1024 + 64 * 68 * 4 + 2 * 64 * 64 * 2);
     }
-    let side = r.next_multiple_of(32) as u32;
-    (sources::PRODUCTS, squaring(r).0.max(256), 3 * side * (side + 4) * 4)
+    if r <= 128 {
+        return (sources::PRODUCTS, squaring(r).0.max(256), 4 * product_values(r) as u32);
+    }
+    // The matrix in f16 alone; three units of it a warp.
+    let bands = r.div_ceil(32);
+    (sources::PRODUCTS, 32 * (bands * (bands + 1) / 2).div_ceil(3).max(8) as u32, squaring(r).1)
+}
+
+/// Values of the three matrices of a product.
+fn product_values(r: usize) -> usize {
+    let side = r.next_multiple_of(32);
+    3 * side * (side + 4)
+}
+
+/// Products of one launch, and the values of device memory that they need: one a multiprocessor where heads are wide.
+fn product_rooms(device: &Device, r: usize, products: usize) -> (usize, usize) {
+    let wide = products.min(device.processors());
+    if r > 128 { (wide, wide * product_values(r)) } else { (products, 0) }
 }
 
 impl Bounds {
@@ -85,7 +99,7 @@ impl Bounds {
         let (mut jobs, mut products) = (vec![], vec![]);
         // Results: raw q, raw k, then scaled q and scaled k, or products.
         let (k_at, rest_at) = (count * n_q, count * (n_q + n_kv));
-        let by_product = first.rotary == 0 && r <= PRODUCT_MOST;
+        let by_product = first.rotary == 0;
         // Jobs that read the same Gram follow one another, so that the cache serves them.
         for layer in 0..count {
             let heads = layer * (n_q + n_kv);
@@ -123,6 +137,7 @@ impl Bounds {
         let eigen = module(source)?.kernel(name)?;
         eigen.allow_shared(shared)?;
         let (product_source, product_threads, product_shared) = product_route(r, hopper);
+        let (together, room) = product_rooms(device, r, products.len());
         let product = if by_product {
             let kernel = module(product_source)?.kernel("scale_products")?;
             kernel.allow_shared(product_shared)?;
@@ -159,7 +174,8 @@ impl Bounds {
             gram_stats: plan.kernel("scale_gram_stats")?,
             eigen_launch: Launch::linear(jobs.len(), threads, shared),
             jobs: device.upload(&jobs)?,
-            product_launch: Launch::linear(products.len(), product_threads, product_shared),
+            product_launch: Launch::linear(together, product_threads, product_shared),
+            product_room: device.allocate(room)?,
             product_jobs: device.upload(&products)?,
             lambdas: device.zeros(results)?,
             aux: device.zeros(2 * count * n_q)?,
@@ -180,21 +196,23 @@ impl Bounds {
     pub fn bytes(&self) -> usize {
         8 * (self.lambdas.len() + self.aux.len() + self.biases.len())
             + 16 * (self.jobs.len() + self.product_jobs.len())
+            + 4 * self.product_room.len()
             + size_of::<HeadBound>() * self.heads.len()
             + 8 * (self.value_blocks[0].1 + self.value_blocks[1].1)
             + 4 * self.softmax_scales.len()
     }
 
     /// The same before anything is allocated.
-    pub fn bytes_for(layers: &[LayerInput], built: &Tables) -> usize {
+    pub fn bytes_for(device: &Device, layers: &[LayerInput], built: &Tables) -> usize {
         let s = &layers[0];
         let (q, all) = (layers.len() * s.n_q, layers.len() * (s.n_q + s.n_kv));
         let jobs = all + if s.rotary > 0 { 2 * q } else { 0 };
-        let products = if s.rotary == 0 && s.d_head <= PRODUCT_MOST { q } else { 0 };
+        let products = if s.rotary == 0 { q } else { 0 };
         let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
         let values = built.row_blocks.iter().chain(&built.column_blocks).filter(is_value).count();
         8 * (all + 2 * q + 2 * q + all + values)
             + 16 * (jobs + products)
+            + 4 * product_rooms(device, s.d_head, products).1
             + size_of::<HeadBound>() * q
             + 4 * layers.len()
     }
@@ -264,10 +282,17 @@ impl Bounds {
         // engine's; 3. every job has its own result, and the Grams are finished, by the stream's order.
         unsafe { self.eigen.launch(stream, self.eigen_launch, &args)? };
         if let Some(products) = &self.products {
-            let aux = Arg::Ptr(self.aux.ptr());
-            let args = [Arg::Ptr(self.product_jobs.ptr()), heads, partials, stats, shape, lambdas, aux, status];
-            // SAFETY: as above.
-            unsafe { products.launch(stream, self.product_launch, &args)? };
+            let (count, together) = (self.product_jobs.len(), self.product_launch.grid.0 as usize);
+            let room = Arg::Ptr(self.product_room.ptr());
+            for first in (0..count).step_by(together) {
+                let jobs = Arg::Ptr(self.product_jobs.ptr().offset((first * size_of::<Job>()) as u64));
+                let aux = Arg::Ptr(self.aux.ptr().offset((first * 2 * size_of::<f64>()) as u64));
+                let args = [jobs, heads, partials, stats, shape, lambdas, aux, room, status];
+                let launch =
+                    Launch::linear(together.min(count - first), self.product_launch.block, self.product_launch.shared);
+                // SAFETY: as above; a block has its own part of the room.
+                unsafe { products.launch(stream, launch, &args)? };
+            }
         }
         let args = [
             self.plan_shape(),

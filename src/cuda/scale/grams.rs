@@ -113,7 +113,7 @@ impl Storage {
 pub(super) struct Layout {
     route: GramRoute,
     rows: bool,
-    /// g^2 w in two pieces rather than one rounded g w on both sides: slower by a tenth, for everything.
+    /// g^2 w in two pieces rather than one rounded g w on both sides: slower by a tenth.
     pieces: bool,
     pub has_norms: bool,
     /// And, for a mean or a shift, the sums that these need.
@@ -137,7 +137,8 @@ impl Layout {
         let (tensor_cores, wgmma) = (route != GramRoute::Plain, route == GramRoute::Wgmma);
         let sums = layers.iter().any(|l| l.mean_removed || l.shift != DevicePtr::NULL);
         let has_norms = tensor_cores && values && (!sums || wgmma && dtype == Dtype::Bf16);
-        let pieces = wgmma && !(rows && has_norms && !sums && first.d_head > 64);
+        // Without rotation both sides' losses meet in one norm, and one rounding a side is more than the bounds allow.
+        let pieces = wgmma && !(rows && has_norms && !sums && first.d_head > 64 && first.rotary > 0);
         let sums = sums && has_norms;
         let r = first.d_head as u32;
         let per_tile = if tensor_cores && r <= 64 { 2 } else { 1 };

@@ -202,7 +202,7 @@ impl Group {
         if layers[0].qk_norm.is_some() {
             bytes += QkNorm::bytes_for(layers);
         } else if with_grams {
-            bytes += Bounds::bytes_for(layers, &built) + Frobenius::bytes_for(layers);
+            bytes += Bounds::bytes_for(device, layers, &built) + Frobenius::bytes_for(layers);
         }
         bytes
     }
