@@ -264,8 +264,10 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     };
     Task task = take(0);
 
-    // The last key that a query sees by the causal rule
+#if CAUSAL
+    // The last key that a query sees by that rule
     auto limit_of = [&](int row) { return kSplit ? row + p.diagonal : row + p.len_k - p.len_q; };
+#endif
     // Key tiles of the task below this one need no mask
     auto whole_tiles = [&]() {
       int whole = p.len_k / kBlockN;
@@ -369,13 +371,13 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float sum = quad_sum(rows.sum[r]);
-        int row = t.row + my_row + 8 * r;
         factor[r] = sum > 1.0f ? item.v_descale * reciprocal(sum) : 0.0f;
 #if SPLIT
         const i64 at = part_row(p, t, my_row + 8 * r);
         if (quad == 0 && at >= 0)
           p.parts_lse[at] = sum > 1.0f ? fmaf(rows.reference[r], scale, -kOffset) + log2_mufu(sum) : __int_as_float(0xff800000);
 #else
+        const int row = t.row + my_row + 8 * r;
         if (p.lse != nullptr && quad == 0 && row < p.len_q)
           p.lse[((i64)t.batch * p.heads_q + t.head) * p.len_q + row] =
               sum > 1.0f ? (fmaf(rows.reference[r], scale, -kOffset) + log2_mufu(sum)) * kLn2 : __int_as_float(0xff800000);
