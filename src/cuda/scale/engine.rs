@@ -33,6 +33,8 @@ pub struct ScaleEngine {
     bounds: Option<Bounds>,
     frobenius: Option<Frobenius>,
     qk_norm: Option<QkNorm>,
+    /// Kernels may start before the one in front has ended, and wait for it (Hopper and later).
+    early: bool,
     /// Weights that the engine keeps alive; `None` where its maker promised to.
     weights: Option<Arc<DeviceWeights>>,
 }
@@ -94,6 +96,7 @@ impl ScaleEngine {
             frobenius,
             qk_norm,
             layers: layers.to_vec(),
+            early: device.arch().compute >= 90,
             weights: None,
         })
     }
@@ -128,10 +131,11 @@ impl ScaleEngine {
             }
             None => self.norms(stream, [&self.row_blocks, &self.column_blocks])?,
         }
-        self.operand_descales(stream)
+        self.operand_descales(stream, false)
     }
 
-    fn operand_descales(&self, stream: &Stream) -> Result<()> {
+    /// `behind`: the launch in front does not change the statistics, and waited for the one that made them.
+    fn operand_descales(&self, stream: &Stream, behind: bool) -> Result<()> {
         let args = [
             Arg::Ptr(self.layer_table.ptr()),
             Arg::Ptr(self.stats.ptr()),
@@ -139,12 +143,14 @@ impl ScaleEngine {
             Arg::Ptr(self.tensors.ptr()),
             Arg::Ptr(self.operand_bounds.ptr()),
             Arg::Ptr(self.status.ptr()),
+            Arg::U32(behind.into()),
         ];
         let grid = (self.layers.len() as u32, 3, 1);
-        let launch = Launch { grid, block: 1024, shared: 4 * self.layers[0].n_q as u32 };
+        // Small enough for the room that the launch in front leaves.
+        let launch = Launch { grid, block: if behind { 256 } else { 1024 }, shared: 4 * self.layers[0].n_q as u32 };
         // SAFETY: 1. the arguments are the kernel's, in order; 2. and 3. all are this engine's buffers, written for these
         // layers, ordered by the stream.
-        unsafe { self.kernels.descales.launch(stream, launch, &args)? };
+        unsafe { self.kernels.descales.launch_early(stream, launch, &args, self.early)? };
         let results = [self.heads.ptr(), self.tensors.ptr(), self.operand_bounds.ptr(), self.status.ptr()];
         self.qk_norm.as_ref().map_or(Ok(()), |norm| norm.run(stream, results))
     }
@@ -194,8 +200,9 @@ impl ScaleEngine {
             self.norms(stream, [&self.row_blocks, &self.column_blocks])?;
         }
         grams.part_stats(stream, self.projections.ptr(), self.stats.ptr())?;
-        self.operand_descales(stream)?;
-        b.run(stream, grams, self.stats.ptr(), self.heads.ptr(), self.status.ptr())
+        b.norms(stream, grams, self.stats.ptr(), self.status.ptr())?;
+        self.operand_descales(stream, self.early && b.early())?;
+        b.finish(stream, grams, self.stats.ptr(), self.heads.ptr(), self.status.ptr())
     }
 
     /// Logit bounds of [`ScaleEngine::plan`], `[layer][query head]`.
@@ -257,7 +264,7 @@ impl ScaleEngine {
         if layers[0].qk_norm.is_some() {
             bytes += QkNorm::bytes_for(layers);
         } else if with_grams {
-            bytes += Bounds::bytes_for(layers, &built) + Frobenius::bytes_for(layers);
+            bytes += Bounds::bytes_for(device, layers, &built) + Frobenius::bytes_for(layers);
         }
         Ok(bytes)
     }
