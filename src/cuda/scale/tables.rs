@@ -319,7 +319,7 @@ impl Task {
     /// Of heads in the Gram table.
     pub fn new(job: &Job, heads: &[HeadGram]) -> Self {
         let (q, k) = (heads[job.q as usize], heads[job.k as usize]);
-        let own = if job.kind % 2 == 0 { q } else { k };
+        let own = if job.kind.is_multiple_of(2) { q } else { k };
         let HeadGram { first, stride, count, .. } = own;
         Self { kind: job.kind, result: job.result, first, stride, count, q_row: q.stat_row, k_row: k.stat_row, pad: 0 }
     }
