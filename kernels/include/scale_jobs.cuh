@@ -43,7 +43,6 @@ struct Known {
   float4 norms, sums;              // the channel's own: norm2, raw2, pair, constant; absolute, sum, rounding, -
   float q, k, q_other, k_other;    // norm^2 of it and of the other of its rotation pair
 };
-// The same with the statistics of both heads by address.
 __device__ __forceinline__ Known known_of(u32 i, const Job& job, const ChannelStats* q, const ChannelStats* k, const Shape& shape) {
   const ChannelStats* own = (job.of_q() ? q : k) + i;
   const u32 other = partner(i, shape);

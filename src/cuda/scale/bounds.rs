@@ -293,7 +293,8 @@ impl Bounds {
         let shape = self.gram_shape(grams);
         let (heads, partials) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()));
         let (stats, status, lambdas) = (Arg::Ptr(stats), Arg::Ptr(status), Arg::Ptr(self.lambdas.ptr()));
-        // SAFETY: 1. the arguments are the kernel's; 2. all tables are the engine's; 3. every job has its own result, and the Grams are finished, by the stream's order or the kernel's wait.
+        // SAFETY: 1. the arguments are the kernel's; 2. all tables are the engine's; 3. every job has its own result, and the
+        // Grams are finished, by the stream's order or the kernel's wait.
         unsafe {
             match &self.jobs {
                 Jobs::Heads(jobs) => {

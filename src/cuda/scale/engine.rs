@@ -96,7 +96,8 @@ impl ScaleEngine {
             frobenius,
             qk_norm,
             layers: layers.to_vec(),
-            early: device.arch().compute >= 90,
+            // Behind a fill there is no kernel to overlap with: where q and k are normalised and v has no bound.
+            early: device.arch().compute >= 90 && !normalised,
             weights: None,
         })
     }
