@@ -236,6 +236,18 @@ const WIDE: &[Case] = &[
 const FLAT: &[Case] = &[
     Case { name: "flat r128", d: 8192, r: 128, n_q: 2, n_kv: 1, rotary: 128, ..CASES[2] },
     Case { name: "flat r64", d: 1600, r: 64, n_q: 3, n_kv: 3, ..CASES[0] },
+    Case { name: "flat r128 fixed", d: 4096, r: 128, n_q: 2, n_kv: 2, ..CASES[0] },
+    Case { name: "flat r128 without rotation", d: 8192, r: 128, n_q: 2, n_kv: 1, rotary: 0, ..CASES[2] },
+    Case {
+        name: "flat f32 without rotation",
+        d: 4096,
+        r: 128,
+        n_q: 2,
+        n_kv: 1,
+        rotary: 0,
+        dtype: Dtype::F32,
+        ..CASES[2]
+    },
     Case { name: "flat r96 f16", d: 3072, r: 96, n_q: 2, n_kv: 2, rotary: 96, dtype: Dtype::F16, ..CASES[2] },
     Case { name: "flat r256", d: 2048, r: 256, n_q: 1, n_kv: 1, rotary: 256, ..CASES[2] },
     Case { name: "flat r192", d: 8192, r: 192, n_q: 1, n_kv: 1, rotary: 192, ..CASES[2] },
@@ -488,7 +500,7 @@ fn check(names: &[String]) -> Result<()> {
             let (which, h) = if head < c.n_q { (0, head) } else { (1, head - c.n_q) };
             let columns: Vec<Vec<f64>> =
                 (0..c.r).map(|i| effective(&made.hosts[which].w[h * c.r + i], &made.gain, false)).collect();
-            let gram = engine.read_gram(head)?;
+            let gram = engine.read_gram(0, head)?;
             let trace: f64 = columns.iter().map(|x| dot(x, x)).sum();
             for i in 0..c.r {
                 for j in i..c.r {
@@ -545,10 +557,10 @@ fn check(names: &[String]) -> Result<()> {
         }
         // The same bits again, also from a graph.
         let bits = |b: &Buffer<f32>| b.read().map(|v| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
-        let (first, gram) = (bits(engine.head_descales())?, engine.read_gram(0)?);
+        let (first, gram) = (bits(engine.head_descales())?, engine.read_gram(0, 0)?);
         let graph = stream.capture(|s| engine.descales(s).and_then(|()| engine.grams(s)))?;
         graph.launch()?;
-        let same = first == bits(engine.head_descales())? && gram == engine.read_gram(0)?;
+        let same = first == bits(engine.head_descales())? && gram == engine.read_gram(0, 0)?;
         let status = engine.status().read()?[0];
         // Roundings of few values do not average out.
         let gram_ok = gram_error < 2e-5 * (100.0 / c.d as f64).max(1.0);
@@ -559,7 +571,7 @@ fn check(names: &[String]) -> Result<()> {
              same bits {same} status {status}",
             if ok { "ok  " } else { "BAD " },
             c.name,
-            engine.route().unwrap(),
+            engine.route(0).unwrap(),
         );
         // A NaN weight is flagged.
         let made = make(&device, c, 7, true)?;
@@ -636,10 +648,12 @@ const SHAPES: &[Shape] = &[
     LLAMA_13B,
     LLAMA_70B,
     Shape { name: "gpt2", layers: 12, d: 768, n_q: 12, n_kv: 12, ..GPT2_XL },
+    Shape { name: "opt-6.7b", layers: 32, d: 4096, n_q: 32, n_kv: 32, r: 128, ..GPT2_XL },
     Shape { name: "qwen-2.5-0.5b", layers: 24, d: 896, n_q: 14, n_kv: 2, r: 64, ..MISTRAL },
     GEMMA_9B,
     Shape { name: "gemma-2-2b", layers: 26, d: 2304, n_q: 8, n_kv: 4, ..GEMMA_9B },
     Shape { name: "heads-of-192", d: 4096, n_q: 32, n_kv: 8, r: 192, ..GEMMA_9B },
+    Shape { name: "heads-of-192-fixed", d: 4096, n_q: 32, n_kv: 8, r: 192, gpt: true, ..GEMMA_9B },
     Shape { name: "heads-of-160", d: 5120, n_q: 32, n_kv: 8, r: 160, ..GEMMA_9B },
     Shape { name: "gpt2-xl-f32", f32: true, ..GPT2_XL },
     Shape { name: "mistral-7b-f32", f32: true, ..MISTRAL },
@@ -773,6 +787,16 @@ fn bench(names: &[String]) -> Result<()> {
         report("plan", median_us(&stream, |s| engine.plan(s))?, qkv);
         if engine.status().read()?[0] != 0 {
             println!("# status {:?}", engine.status().read()?);
+        }
+        drop(engine);
+        if !s.gpt {
+            // Two kinds of layers, as Cohere 2 and SmolLM3 have them, and the second kind alone.
+            for (method, step) in [("plan_fourth_unrotated", 4), ("plan_unrotated", 1)] {
+                inputs.iter_mut().skip(step - 1).step_by(step).for_each(|l| l.rotary = 0);
+                // SAFETY: as above.
+                let engine = unsafe { ScaleEngine::new(&device, &inputs, true)? };
+                report(method, median_us(&stream, |s| engine.plan(s))?, qkv);
+            }
         }
     }
     Ok(())

@@ -8,6 +8,8 @@
 //  together (three consumers, larger tiles, or logits through E4M3): the logits of tile j + 1 and P V of tile j are issued
 //    together, and the softmax of j + 1 runs while P V, and the other consumers' products, are on the tensor cores.
 //
+// Calls with few rows are compiled with SPLIT, as attention_tile.cuh says.
+//
 // Operands: Q, K by TMA from any [batch, length, heads, dim] strides. V in the layout that `cast_qkv` writes:
 // [batch, kv head, ceil(keys / 16), dim / 8, 8, 16] bytes, where byte 4 t + e of a group of 16 keys holds key
 // 8 (e / 2) + 2 t + e % 2. That is the K-major core-matrix order of `wgmma`, and its key order makes the accumulator
@@ -32,7 +34,7 @@ namespace {
 
 using LogitMma = Wgmma<kBlockN>;
 using OutMma = Wgmma<kDim>;
-constexpr bool kMinimum = TELEMETRY && !LOGITS_E4M3;  // minima are looked for beside the maxima
+constexpr bool kMinimum = TELEMETRY;  // minima are looked for beside the maxima
 constexpr Swizzle kSwizzle = kDim == 128 ? Swizzle::B128 : Swizzle::B64;
 
 __device__ __forceinline__ void issue_logits(float (&s)[kBlockN / 2], u64 q, u64 k) {
@@ -51,12 +53,12 @@ __device__ __forceinline__ void issue_output(float (&o)[kDim / 2], const u32 (&p
     OutMma::rs(o, pr[4 * i], pr[4 * i + 1], pr[4 * i + 2], pr[4 * i + 3], wgmma_advance(v, 32 * kDim * i), i != 0 || !fresh);
 }
 
-// Takes in the maxima and minima of one tile, as `scan` found them, or looked for here where integer order does not serve.
-// `masked`: the minima are those of what is not masked. True where a maximum moved: O must be multiplied by `rows.rescale`.
-__device__ __forceinline__ bool settle(const float (&s)[kBlockN / 2], float (&top)[2], float (&low)[2], Rows& rows, float scale,
-                                       bool masked) {
+// Sees to maxima and minima of one tile that `scan` could not find by integer order, and takes in the minima. `highest`: the largest
+// logit of each row before; `masked`: the minima are those of what is not masked.
+__device__ __forceinline__ void confirm(const float (&s)[kBlockN / 2], float (&top)[2], float (&low)[2], Rows& rows,
+                                        const float (&highest)[2], bool masked) {
   if (!rows.plain) {
-    bool plain = fmaxf(top[0], rows.reference[0]) >= 0.0f && fmaxf(top[1], rows.reference[1]) >= 0.0f;
+    bool plain = fmaxf(top[0], highest[0]) >= 0.0f && fmaxf(top[1], highest[1]) >= 0.0f;
     if (kMinimum) plain = plain && fminf(low[0], rows.lowest[0]) < 0.0f && fminf(low[1], rows.lowest[1]) < 0.0f;
     // NOTES: through a shuffle the assembler knows it uniform. References only rise and minima only fall, so it stays true.
     rows.plain = __shfl_sync(~0u, __all_sync(~0u, plain), 0);
@@ -67,6 +69,11 @@ __device__ __forceinline__ bool settle(const float (&s)[kBlockN / 2], float (&to
   }
 #pragma unroll
   for (int r = 0; kMinimum && r < 2; r++) rows.lowest[r] = fminf(rows.lowest[r], low[r]);
+}
+// Takes in the maxima of one tile. True where one moved: O must be multiplied by `rows.rescale`.
+__device__ __forceinline__ bool settle(const float (&s)[kBlockN / 2], float (&top)[2], float (&low)[2], Rows& rows, float scale,
+                                       bool masked) {
+  if (!LOGITS_E4M3) confirm(s, top, low, rows, rows.reference, masked);
   const bool moved = __any_sync(~0u, top[0] > rows.reference[0] || top[1] > rows.reference[1]);
   if (moved) {
 #pragma unroll
@@ -118,6 +125,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
   const u32 k_full = bars + 16 * kQStages * kConsumers, k_empty = k_full + 8 * K_STAGES;
   const u32 v_full = k_empty + 8 * K_STAGES, v_empty = v_full + 8 * V_STAGES;
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int consumers = kSplit ? p.consumers : kConsumers;
 
   // Initialise barriers
   if (threadIdx.x == 0) {
@@ -130,19 +138,21 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     }
     for (int i = 0; i < K_STAGES; i++) {
       mbarrier_init(k_full + 8 * i, 1);
-      mbarrier_init(k_empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(k_empty + 8 * i, 4 * consumers);
     }
     for (int i = 0; i < V_STAGES; i++) {
       mbarrier_init(v_full + 8 * i, 1);
-      mbarrier_init(v_empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(v_empty + 8 * i, 4 * consumers);
     }
     fence_mbarrier_init();
     fence_proxy_async();
   }
   __syncthreads();
   grid_wait_for_previous();
+  // NOTES: the blocks that join parts come as soon as there is room, and wait for the last part.
+  if (kSplit) grid_launch_dependents();
 
-  const int tiles = p.units * p.row_blocks;
+  const int tiles = p.units * p.row_blocks * (kSplit ? p.parts : 1);
 
   if (group == kConsumers) {
     // Producer: one thread issues every copy
@@ -159,6 +169,11 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 
         const Tile t = decode(p, alive ? index : 0);
         const int head = t.head / group_size;
+#if SPLIT
+        const int query_bytes = p.positions * p.tile_heads * kDim, first = t.first;
+#else
+        const int query_bytes = kQBytes, first = 0;
+#endif
 
         // Hand out the tile and load its queries
         Work item;
@@ -170,23 +185,27 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #if OUT_E4M3
         item.to_out = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
 #endif
-        for (int w = 0; w < kConsumers; w++) {
+        for (int w = 0; w < consumers; w++) {
           mbarrier_wait_uniform(q_empty(q.index, w), q.parity ^ 1);
           work[q.index * kConsumers + w] = item;
           if (alive) {
-            mbarrier_arrive_expect(q_full(q.index, w), kQBytes);
+            mbarrier_arrive_expect(q_full(q.index, w), query_bytes);
             tma_load_4d(base + (q.index * kConsumers + w) * kQBytes, &map_q, q_full(q.index, w), 0, item.tile.head,
                         item.tile.row, t.batch);
           } else {
             mbarrier_arrive(q_full(q.index, w));
           }
+#if SPLIT
+          item.tile.row += p.positions;
+#else
           if (p.packed) item.tile.head++; else item.tile.row += kRows;
+#endif
         }
         if (!alive) break;
         q.advance();
 
         // Stream keys and values, the last tile first
-        for (int n = t.key_tiles - 1; n >= 0; n--) {
+        for (int n = first + t.key_tiles - 1; n >= first; n--) {
           mbarrier_wait_uniform(k_empty + 8 * k.index, k.parity ^ 1);
           mbarrier_arrive_expect(k_full + 8 * k.index, kTileBytes);
           tma_load_4d(base + kOffsetK + k.index * kTileBytes, &map_k, k_full + 8 * k.index, 0, head, n * kBlockN, t.batch);
@@ -207,7 +226,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         p.counter[1] = 0;
       }
     }
-  } else {
+  } else if (!kSplit || group < consumers) {
     registers_grow<kConsumerRegisters>();
     const bool leader = threadIdx.x % 32 == 0;
     // This warpgroup, and this thread's part of the second level. NOTES: read anew at each use, as `place` is.
@@ -229,35 +248,41 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 
     // Work items, once their queries are there; key_tiles < 0: there are no more
     struct Task {
-      int key_tiles, row;
+      int key_tiles, row, first;
       u64 queries;
     };
     auto slot = [&](u32 item) -> const Work& { return work[item % kQStages * kConsumers + mine()]; };
     auto take = [&](u32 item) {
       mbarrier_wait_uniform(q_full(item % kQStages, mine()), item / kQStages & 1);
       const u32 at = __shfl_sync(~0u, base + (item % kQStages * kConsumers + mine()) * kQBytes, 0);
-      return Task{handed(slot(item).tile.key_tiles), handed(slot(item).tile.row),
+      int first = 0;
+#if SPLIT
+      first = handed(slot(item).tile.first);
+#endif
+      return Task{handed(slot(item).tile.key_tiles), handed(slot(item).tile.row), first,
                   wgmma_descriptor(at, 16, 8 * kDim, kSwizzle)};
     };
     Task task = take(0);
 
+    // The last key that a query sees by the causal rule
+    auto limit_of = [&](int row) { return kSplit ? row + p.diagonal : row + p.len_k - p.len_q; };
     // Key tiles of the task below this one need no mask
     auto whole_tiles = [&]() {
       int whole = p.len_k / kBlockN;
 #if CAUSAL
-      whole = min(whole, max(0, task.row + p.len_k - p.len_q + 1) / kBlockN);
+      whole = min(whole, max(0, limit_of(task.row) + 1) / kBlockN);
 #endif
-      return whole;
+      return kSplit ? max(0, whole - task.first) : whole;
     };
     // The last key that row r of this thread sees, counted from its first key of tile n
     auto last_key = [&](int n, int r) {
       const Place at = place();
-      const int row = task.row + at.row + 8 * r;
+      const int row = task.row + row_of(p, at.row + 8 * r).position;
       int last = p.len_k - 1;
 #if CAUSAL
-      last = min(last, row + p.len_k - p.len_q);
+      last = min(last, limit_of(row));
 #endif
-      return (row < p.len_q ? last : -1) - n * kBlockN - 2 * at.quad;
+      return (row < p.len_q ? last : -1) - (task.first + n) * kBlockN - 2 * at.quad;
     };
 
     // What the warpgroup holds of the item at hand
@@ -271,6 +296,15 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     auto open = [&]() {
       rows = {{kLowest, kLowest}, {0.0f, 0.0f}, {1.0f, 1.0f}, {1.0f, 1.0f}, {-kLowest, -kLowest}, {kLowest, kLowest}, 0, 0};
       fresh = true, flushed = false;
+#if SPLIT
+      // NOTES: else a row that is none would keep its warp from integer order. Nobody reads what it comes to.
+      const int first_row = handed(slot(items).tile.row);
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const Row at = row_of(p, place().row + 8 * r);
+        if (!at.exists || first_row + at.position >= p.len_q) rows.reference[r] = rows.highest[r] = 0.0f, rows.lowest[r] = -1.0f;
+      }
+#endif
       const float logit_scale = handed(slot(items).logit_scale);
 #if LOGITS_E4M3
       const float logit_descale = p.logit_descale[handed(slot(items).tile.head)];
@@ -292,29 +326,35 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         limit[0] = last_key(n, 0), limit[1] = last_key(n, 1);
         if (kMinimum) mask(s, limit, seen); else mask(s, limit);
       }
-#if LOGITS_E4M3
-      float high[2] = {kLowest, kLowest};
-      extremes(s, seen, high);
-      // NOTES: counted where this thread's extremes show that there is something to count.
-      const float most = fmaxf(fmaxf(high[0], high[1]), -fminf(seen[0], seen[1])) * to_units;
-      if (__any_sync(~0u, most > 448.0f)) rows.overflow += count_past(s, to_units);
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        rows.highest[r] = fmaxf(rows.highest[r], high[r]);
-        rows.lowest[r] = fminf(rows.lowest[r], seen[r]);
-      }
-      // NOTES: rounding makes a masked logit -448, so the mask runs again.
-      round_logits(s, to_units);
-      if (masked) mask(s, limit);
-#endif
       scan<kMinimum>(s, top, low);
       if (masked) low[0] = seen[0], low[1] = seen[1];
+#if LOGITS_E4M3
+      confirm(s, top, low, rows, rows.highest, masked);
+      // NOTES: counted where the extremes show that there is something to count.
+      const float most = fmaxf(fmaxf(top[0], top[1]), -fminf(low[0], low[1])) * to_units;
+      if (__any_sync(~0u, most > 448.0f)) rows.overflow += count_past(s, to_units);
+      // NOTES: rounding keeps order, so the largest logit rounded is the largest rounded logit. It makes a masked one -448, so the
+      // mask runs again.
+#pragma unroll
+      for (int r = 0; r < 2; r++) rows.highest[r] = fmaxf(rows.highest[r], top[r]);
+      const float tops[2] = {top[0], top[1]};
+      round_logits(top, to_units);
+      round_logits(s, to_units);
+      if (masked) {
+        mask(s, limit);
+#pragma unroll
+        for (int r = 0; r < 2; r++) top[r] = tops[r] < kLowest ? tops[r] : top[r];
+      }
+#endif
     };
     // The end of an item: reads the rest of it, hands its slot back, writes what it came to
     auto close = [&]() {
       if (flushed) flush<false>(o, slots(), rows.carry, false);
       Work item;
       item.tile = {handed(slot(items).tile.batch), handed(slot(items).tile.head), handed(slot(items).tile.row), 0};
+#if SPLIT
+      item.tile.part = handed(slot(items).tile.part);
+#endif
       item.logit_scale = handed(slot(items).logit_scale);
       item.v_descale = handed(slot(items).v_descale);
 #if OUT_E4M3
@@ -331,12 +371,20 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         float sum = quad_sum(rows.sum[r]);
         int row = t.row + my_row + 8 * r;
         factor[r] = sum > 1.0f ? item.v_descale * reciprocal(sum) : 0.0f;
+#if SPLIT
+        const i64 at = part_row(p, t, my_row + 8 * r);
+        if (quad == 0 && at >= 0)
+          p.parts_lse[at] = sum > 1.0f ? fmaf(rows.reference[r], scale, -kOffset) + log2_mufu(sum) : __int_as_float(0xff800000);
+#else
         if (p.lse != nullptr && quad == 0 && row < p.len_q)
           p.lse[((i64)t.batch * p.heads_q + t.head) * p.len_q + row] =
               sum > 1.0f ? (fmaf(rows.reference[r], scale, -kOffset) + log2_mufu(sum)) * kLn2 : __int_as_float(0xff800000);
+#endif
       }
       multiply(o, factor);
-#if TELEMETRY
+#if TELEMETRY && SPLIT
+      report(p, item, rows, my_row, quad);
+#elif TELEMETRY
       report(p, item, rows, o, my_row);
 #endif
       store(p, item, o, my_row, quad);

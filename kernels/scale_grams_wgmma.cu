@@ -95,7 +95,7 @@ __device__ __forceinline__ void store_f16(u32 address, const float (&z)[8], floa
 __device__ __forceinline__ void hand_over(u32 barrier) {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
-  ptx::barrier_arrive_if(barrier, (threadIdx.x & 31) == 0);
+  ptx::barrier_arrive_if(barrier, ptx::arrives(threadIdx.x & 31));
 }
 
 // Two warpgroups: y in place, and sums over the segment for every channel.
@@ -194,7 +194,7 @@ __device__ __forceinline__ void multiply(Pipeline pipe, const Segment* segments,
     if (segment.heads == 0) {
       for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
         ptx::barrier_wait(pipe.ready + pipe.stage * 8, pipe.phase);
-        ptx::barrier_arrive_if(pipe.empty + pipe.stage * 8, lane == 0);
+        ptx::barrier_arrive_if(pipe.empty + pipe.stage * 8, ptx::arrives(lane));
       }
       continue;
     }
@@ -216,7 +216,7 @@ __device__ __forceinline__ void multiply(Pipeline pipe, const Segment* segments,
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
       ptx::keep(acc);
-      ptx::barrier_arrive_if(pipe.empty + pipe.stage * 8, lane == 0);
+      ptx::barrier_arrive_if(pipe.empty + pipe.stage * 8, ptx::arrives(lane));
 #pragma unroll
       for (int i = 0; i < COLUMNS / 2; i++) sum[i] += acc[i];
     }
@@ -247,8 +247,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       ptx::barrier_init(pipe.full + s * 8, 1);
-      ptx::barrier_init(pipe.ready + s * 8, CONVERTERS / 32);
-      ptx::barrier_init(pipe.empty + s * 8, MULTIPLIERS / 32);
+      ptx::barrier_init(pipe.ready + s * 8, CONVERTERS / 32 * ptx::ARRIVALS);
+      ptx::barrier_init(pipe.empty + s * 8, MULTIPLIERS / 32 * ptx::ARRIVALS);
     }
     ptx::barrier_init_fence();
   }

@@ -1,53 +1,38 @@
-// sigma^2 of W_Q W_K^T without rotation, as the largest eigenvalue of H = L^T (G_Q + e I) L with L L^T = G_K + e I, d_head up to
-// 128 (macro D_HEAD), one block a query head; and the quadratic forms of the constants, aux = (c_k^T G_Q c_k, c_q^T G_K c_q).
-//
-// A product is the same whatever its channels are scaled by, so q and k are balanced by powers of two first, and heads whose
-// large channels meet small ones keep their digits. What rounding took from the operands enters by
-// G <= 1/(1 - t) (G_rounded + R/t I) for any t in (0, 1) where both sides of a Gram's products were rounded, for t <= sqrt(R)/sigma
-// where one was; the sums
-// of a Gram as in include/scale_jobs.cuh. In f32: the factor and the products are within 2 (N + 2) 2^-24 ||L||_F^2 ||G_Q||_F,
-// which is added.
+// sigma^2 of W_Q W_K^T without rotation (include/scale_lift.cuh), and the quadratic forms of the constants,
+// aux = (c_k^T G_Q c_k, c_q^T G_K c_q): any d_head (macro D_HEAD), one block a query head, in f32. Above 128 channels the three
+// matrices are more than shared memory holds: they lie in `room`, 3 SIDE ROW values a block.
 #define LEAST_WARPS 8
-#include "scale_jobs.cuh"
+#if D_HEAD > 128
+#define LEAST_UNITS 3
+#endif
+#include "scale_lift.cuh"
 #include "scale_spectrum.cuh"
 
 using namespace spectrum;
 
 constexpr u32 ROW = SIDE + 4;  // f32 values
-static_assert(EACH == 1 && THREADS >= 2 * SIDE, "one unit a warp, a thread a channel of either side");
+static_assert(THREADS >= SIDE, "a thread a channel");
+constexpr bool ROOMY = SIDE > 128;
+// Roundings of the factorisation: sums of 32 products, as many before in the diagonal block, one a block, and the roots'.
+constexpr u32 FACTOR_DEPTH = 64 + SIDE / 32 + 24;
 
-// A power of two near (other/own)^1/4; the same of both sides cancel.
-__device__ __forceinline__ float balanced(float own, float other) {
-  if (!(own > 0.f && other > 0.f)) return 1.f;
-  const int ratio = (int)(__float_as_uint(other) >> 23) - (int)(__float_as_uint(own) >> 23);
-  const int power = ratio >= 0 ? (ratio + 2) / 4 : -((2 - ratio) / 4);
-  return __uint_as_float((u32)(127 + max(-24, min(24, power))) << 23);
-}
-
-// This warp, not to be remembered.
-__device__ __forceinline__ u32 warp_index() {
+// This thread and warp, not to be remembered.
+__device__ __forceinline__ u32 thread_index() {
   u32 thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread >> 5;
+  return thread;
+}
+__device__ __forceinline__ u32 warp_index() { return thread_index() >> 5; }
+
+// Four values of shared memory, in the order of the program: registers are few.
+__device__ __forceinline__ void ordered_load(float (&v)[4], const float* from) {
+  asm volatile("ld.volatile.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "r"((u32)__cvta_generic_to_shared(from))
+               : "memory");
 }
 
-// Within 2^-21.
-__device__ __forceinline__ float root(float x) { return x > 0.f ? x * inverse_root(x) : x; }
-
-// What the channels of one side add up to, balanced.
-struct SideSums {
-  float raw, lost, mean;          // ||w||^2 with the mean kept, R, ||s||^2
-  float of_norms, of_lost, of_s;  // sum |c_i| ||w_i||, sum |c_i| delta_i, s . c, for the other side's constants c
-};
-
-// What stands for one side's Gram: (G + added I) / (1 - t), times `scale`; 0 for a head of zeros, NaN where values are not
-// finite. `norm`: of G.
-struct Lift {
-  float t, added, scale, norm;
-};
-
-// acc += A^T B over rows `from` to `to` of A (32 columns at `row`) and B (16 columns at `column`), or -= ; a lane has 4 x 4 values.
-template <bool LESS>
+// acc += A^T B over rows `from` to `to` of A (32 columns at `row`) and B (16 columns at `column`); a lane has 4 x 4 values.
 __device__ __forceinline__ void outer(float (&acc)[4][4], const float* a, const float* b, u32 row, u32 column, u32 from, u32 to) {
   const u32 lane = threadIdx.x & 31, r = row + lane / 4 * 4, c = column + lane % 4 * 4;
 #pragma unroll 2
@@ -57,7 +42,19 @@ __device__ __forceinline__ void outer(float (&acc)[4][4], const float* a, const 
 #pragma unroll
     for (u32 i = 0; i < 4; i++)
 #pragma unroll
-      for (u32 j = 0; j < 4; j++) acc[i][j] += (LESS ? -left[i] : left[i]) * right[j];
+      for (u32 j = 0; j < 4; j++) acc[i][j] += left[i] * right[j];
+  }
+}
+// A^T B over rows `from` on, 32 of them at a time, so that a sum is 32 + SIDE/32 roundings deep.
+__device__ __forceinline__ void product(float (&sum)[4][4], const float* a, const float* b, u32 row, u32 column, u32 from) {
+#pragma unroll 1
+  for (; from < SIDE; from += 32) {
+    float acc[4][4] = {};
+    outer(acc, a, b, row, column, from, min(from + 32, SIDE));
+#pragma unroll
+    for (u32 i = 0; i < 4; i++)
+#pragma unroll
+      for (u32 j = 0; j < 4; j++) sum[i][j] += acc[i][j];
   }
 }
 template <bool PUT> __device__ __forceinline__ void piece(float* at, float (&acc)[4][4], u32 row, u32 column) {
@@ -80,9 +77,11 @@ template <class F> __device__ __forceinline__ void upper_pieces(u32 first, F f) 
 
 // Cholesky of the upper triangle, U^T U, in place, 32 rows at a time: the diagonal block in one warp's registers, a lane a
 // column; the rows beside it a lane a column; the rest by all. False if the matrix is not positive definite.
-__device__ __forceinline__ bool factor(float* a, float* inverses, int* failed) {
+// `room`: shared memory for a diagonal block where the matrix is elsewhere.
+__device__ __forceinline__ bool factor(float* a, float* room, float* inverses, int* failed) {
+  constexpr u32 CORNER = ROOMY ? 36 : ROW;
   // The same in a warp, and known to be.
-  const u32 lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+  const u32 thread = ROOMY ? thread_index() : threadIdx.x, lane = thread & 31, warp = __shfl_sync(0xffffffffu, thread >> 5, 0);
 #pragma unroll 1
   for (u32 c = 0; c < SIDE; c += 32) {
     if (warp == 0) {
@@ -103,22 +102,26 @@ __device__ __forceinline__ bool factor(float* a, float* inverses, int* failed) {
 #pragma unroll
       for (u32 k = 0; k < 32; k++)
         if (k <= lane) a[(c + k) * ROW + c + lane] = column[k];
+      if (ROOMY)
+#pragma unroll
+        for (u32 k = 0; k < 32; k++) room[k * CORNER + lane] = column[k];
     }
     __syncthreads();
-    const u32 j = c + 32 + threadIdx.x;
+    const u32 j = c + 32 + thread;
     if (j < SIDE) {
-      float column[32];
+      float column[32], *own = a + c * ROW + j;
+      const float* corner = ROOMY ? room : a + c * ROW + c;
+      if (ROOMY) asm volatile("" : "+l"(own));  // one address, not one a row
 #pragma unroll
-      for (u32 k = 0; k < 32; k++) column[k] = a[(c + k) * ROW + j];
+      for (u32 k = 0; k < 32; k++) column[k] = own[k * ROW];
 #pragma unroll
       for (u32 k = 0; k < 32; k++) {
-        asm volatile("" ::: "memory");  // loads of one row at a time: registers are few
         column[k] *= inverses[k];
-        a[(c + k) * ROW + j] = column[k];
+        *(volatile float*)(own + k * ROW) = column[k];  // before the next row is loaded
 #pragma unroll
         for (u32 i = (k + 1) / 4 * 4; i < 32; i += 4) {
-          const float4 u = *(const float4*)(a + (c + k) * ROW + c + i);
-          const float row[4] = {u.x, u.y, u.z, u.w};
+          float row[4];
+          ordered_load(row, corner + k * CORNER + i);
 #pragma unroll
           for (u32 q = 0; q < 4; q++)
             if (i + q > k) column[i + q] -= row[q] * column[k];
@@ -127,10 +130,14 @@ __device__ __forceinline__ bool factor(float* a, float* inverses, int* failed) {
     }
     __syncthreads();
     upper_pieces(c + 32, [&](u32 row, u32 column) {
-      float acc[4][4];
-      piece<false>(a, acc, row, column);
-      outer<true>(acc, a, a, row, column, c, c + 32);
-      piece<true>(a, acc, row, column);
+      float acc[4][4] = {}, rest[4][4];
+      outer(acc, a, a, row, column, c, c + 32);
+      piece<false>(a, rest, row, column);
+#pragma unroll
+      for (u32 i = 0; i < 4; i++)
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) rest[i][j] -= acc[i][j];
+      piece<true>(a, rest, row, column);
     });
     __syncthreads();
   }
@@ -139,54 +146,40 @@ __device__ __forceinline__ bool factor(float* a, float* inverses, int* failed) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, SIDE == 64 || SIDE == 96 ? 2 : 1)
     scale_products(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
-                   double* lambdas, double2* aux, u32* status) {
+                   double* lambdas, double2* aux, float* room, u32* status) {
   extern __shared__ float memory[];
   __shared__ float4 scratch[2][WARPS];
   __shared__ float balance[2][SIDE], sum[2][SIDE], constant[2][SIDE], inverses[32];
-  __shared__ SideSums parts[THREADS / 32];
+  __shared__ SideSums parts[2][SIDE / 32];
   __shared__ Lift lifts[2];
   __shared__ int failed;
   const Job job = jobs[blockIdx.x];
   const HeadGram of_q = heads[job.q], of_k = heads[job.k];
-  float* g = memory;               // G_Q + e I, then H
-  float* l = g + SIDE * ROW;       // G_K + e I; U = L^T, then L
-  float* t = l + SIDE * ROW;       // G_Q L, then the matrices that are squared
+  // G_Q + e I, then H; G_K + e I, U = L^T, then L; G_Q L, then, where it is shared memory, the matrices that are squared.
+  enum { G = 0, L = 1, T = 2 };
+  auto matrix = [&](u32 index) -> float* {
+    if (!ROOMY) return memory + index * SIDE * ROW;
+    u32 block;  // addresses are not to be remembered
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    return room + ((size_t)block * 3 + index) * SIDE * ROW;
+  };
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   if (threadIdx.x == 0) failed = 0;
-  // A thread a channel, q before k; a warp has one side's.
-  SideSums own = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-  if (threadIdx.x < 2 * SIDE) {
-    const u32 which = threadIdx.x / SIDE, i = threadIdx.x % SIDE;
-    float f = 1.f, s = 0.f, c = 0.f;
+  if (threadIdx.x < SIDE) {
+    const u32 i = threadIdx.x;
+    BalancedChannel sides[2] = {{1.f, 0.f, 0.f, {}}, {1.f, 0.f, 0.f, {}}};
     if (i < N) {
-      const u32 row = which ? of_k.stat_row : of_q.stat_row, beside = which ? of_q.stat_row : of_k.stat_row;
-      const ChannelStats mine = stats[row + i], other = stats[beside + i];
-      f = balanced(mine.norm2, other.norm2);
-      s = mine.sum * f;
-      c = other.constant * inverse(f);  // a power of two
-      const float raw = mine.raw2 * f * f, lost = mine.rounding * f * f;
-      own = {raw, lost, s * s, fabsf(c) * root(raw), fabsf(c) * root(lost), c * s};
+      const ChannelStats q = stats[of_q.stat_row + i], k = stats[of_k.stat_row + i];
+      sides[0] = balanced_channel(q, k), sides[1] = balanced_channel(k, q);
     }
-    balance[which][i] = f, sum[which][i] = s, constant[which][i] = c;
-  }
 #pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    own.raw += __shfl_xor_sync(0xffffffffu, own.raw, step), own.lost += __shfl_xor_sync(0xffffffffu, own.lost, step);
-    own.mean += __shfl_xor_sync(0xffffffffu, own.mean, step), own.of_norms += __shfl_xor_sync(0xffffffffu, own.of_norms, step);
-    own.of_lost += __shfl_xor_sync(0xffffffffu, own.of_lost, step), own.of_s += __shfl_xor_sync(0xffffffffu, own.of_s, step);
+    for (u32 which = 0; which < 2; which++) {
+      balance[which][i] = sides[which].factor, sum[which][i] = sides[which].sum, constant[which][i] = sides[which].constant;
+      sides[which].share.add_warp();
+      if (lane == 0) parts[which][warp] = sides[which].share;
+    }
   }
-  if (lane == 0) parts[warp] = own;
   __syncthreads();
-  auto side = [&](u32 which) {
-    SideSums sum = parts[which * (SIDE / 32)];
-#pragma unroll
-    for (u32 w = 1; w < SIDE / 32; w++) {
-      const SideSums more = parts[which * (SIDE / 32) + w];
-      sum.raw += more.raw, sum.lost += more.lost, sum.mean += more.mean;
-      sum.of_norms += more.of_norms, sum.of_lost += more.of_lost, sum.of_s += more.of_s;
-    }
-    return sum;
-  };
   // Both Grams in 16 x 16 pieces of the upper triangle, mirrored; their squares, and the constants' forms.
   const float per = shape.mean ? 1.f / shape.d_model : 0.f;
   float squares[2] = {0.f, 0.f}, forms[2] = {0.f, 0.f};
@@ -210,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIDE == 64 || SIDE == 96 ?
           const float2 x = __ldg((const float2*)(from + 8 * h * 64 + 8 * n));
           v[h][n].x += x.x, v[h][n].y += x.y;
         }
-    float* to = which ? l : g;
+    float* to = matrix(which ? L : G);
     float square = 0.f, form = 0.f;
 #pragma unroll
     for (u32 q = 0; q < 8; q++) {
@@ -227,30 +220,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIDE == 64 || SIDE == 96 ?
     forms[0] += which ? 0.f : form, forms[1] += which ? form : 0.f;
   }
   const float3 of_grams = block_sums({squares[0], squares[1], forms[0]}, scratch[0]);
-  const float u24 = 0x1p-24f, form_k = block_sums({forms[1], 0.f, 0.f}, scratch[1]).x;
+  const float form_k = block_sums({forms[1], 0.f, 0.f}, scratch[1]).x;
   if (threadIdx.x < 2) {
     const u32 which = threadIdx.x;
-    const SideSums s = side(which);
-    const float square = which ? of_grams.y : of_grams.x, form = which ? form_k : of_grams.z;
-    const float delta = root(s.lost), moved = shape.mean ? (2.f * root(s.mean) + delta) * delta * inverse_root((float)shape.d_model) : 0.f;
-    const float c = shape.rounding + (which ? N + 24 : 0);  // the factorisation too
-    // t near delta / sigma. Both sides rounded: sigma^2 taken as ||G||_F^2 / tr G, since any t in (0, 1) holds. One side: the error
-    // is known in norm alone, sqrt(R) sigma, which R / t covers where sigma is not taken too small.
-    const float sigma = root(1.0001f * root(square) + c * u24 * s.raw + moved) + 2.f * delta;
-    const float wanted = shape.one_sided ? delta * inverse(sigma) : root(s.lost * s.raw * inverse(square));
-    const float t = s.lost > 0.f && square > 0.f ? fminf(wanted, 0.5f) : 0.f;
-    const float added = (c * u24 * s.raw + moved + (s.lost > 0.f ? s.lost * inverse(t) : 0.f)) * 1.0001f;
-    // To a trace of 1, so that neither f32 nor f16 leaves its range.
-    const float scale = inverse(s.raw + N * added);
-    lifts[which] = {t, added, s.raw == 0.f ? 0.f : square < 3e38f && scale > 0.f && scale < 3e38f ? scale : __uint_as_float(0x7fc00000u),
-                    root(square) * 1.0001f};
-    // ||W c||^2 for the other's constants c: the form, its rounding, and what the operands lost before.
-    const double norm = s.of_norms * 1.0001, lost = s.of_lost * 1.0001, more = shape.rounding + 64.0 + 2.0 * SIDE * SIDE / THREADS;
-    const double f = fmax((double)form, 0.0) + more * u24 * norm * norm;
-    const double length = shape.one_sided ? norm : sqrt(f + (double)s.of_s * s.of_s * per * 1.0001 + lost * lost);
-    const double above = f + 2.0 * lost * (length + lost);
-    // fmax drops a NaN.
-    ((double*)(aux + blockIdx.x))[which] = form == form ? above : __longlong_as_double(0x7ff8000000000000ll);
+    SideSums side = parts[which][0];
+#pragma unroll 1
+    for (u32 w = 1; w < SIDE / 32; w++) side.add(parts[which][w]);
+    lifts[which] = which ? lift_of<FACTOR_DEPTH>(side, of_grams.y, shape) : lift_of<0>(side, of_grams.x, shape);
+    ((double*)(aux + blockIdx.x))[which] = form_above(side, which ? form_k : of_grams.z, per, 64 + 2 * SIDE * SIDE / THREADS, shape);
   }
   __syncthreads();
   if (!(lifts[0].scale > 0.f && lifts[1].scale > 0.f)) {
@@ -259,22 +236,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIDE == 64 || SIDE == 96 ?
     return;
   }
   if (threadIdx.x < SIDE) {
+    float *g = matrix(G), *l = matrix(L);
     const u32 at = threadIdx.x * ROW + threadIdx.x;
     g[at] += lifts[0].added, l[at] = threadIdx.x < N ? l[at] + lifts[1].added : inverse(lifts[1].scale);
   }
   __syncthreads();
   for (u32 i = threadIdx.x; i < SIDE * SIDE / 4; i += THREADS) {
-    float4 *a = (float4*)(g + i / (SIDE / 4) * ROW) + i % (SIDE / 4), *b = (float4*)(l + i / (SIDE / 4) * ROW) + i % (SIDE / 4);
+    float4 *a = (float4*)(matrix(G) + i / (SIDE / 4) * ROW) + i % (SIDE / 4), *b = (float4*)(matrix(L) + i / (SIDE / 4) * ROW) + i % (SIDE / 4);
     const float4 x = *a, y = *b;
     const float q = lifts[0].scale, k = lifts[1].scale;
     *a = make_float4(x.x * q, x.y * q, x.z * q, x.w * q), *b = make_float4(y.x * k, y.y * k, y.z * k, y.w * k);
   }
   __syncthreads();
-  const bool fine = factor(l, inverses, &failed);
+  const bool fine = factor(matrix(L), memory, inverses, &failed);
   float top = 0.f, slack = 0.f;
   if (fine) {
     // L, and zeros above it and in the padding.
-    float lengths = 0.f;
+    float lengths = 0.f, products = 0.f;
+    float* l = matrix(L);
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < SIDE * SIDE; i += THREADS) {
       const u32 row = i / SIDE, column = i % SIDE;
@@ -284,34 +263,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIDE == 64 || SIDE == 96 ?
       l[column * ROW + row] = v;
       lengths += v * v;
     }
-    lengths = block_sums({lengths, 0.f, 0.f}, scratch[0]).x;
+    __syncthreads();
 #pragma unroll 1
     for (u32 index = warp_index(); index < SIDE / 32 * (SIDE / 16); index += WARPS) {
       const u32 row = index / (SIDE / 16) * 32, column = index % (SIDE / 16) * 16;
       float acc[4][4] = {};
-      outer<false>(acc, g, l, row, column, column, SIDE);
-      piece<true>(t, acc, row, column);
+      product(acc, matrix(G), matrix(L), row, column, column);
+      piece<true>(matrix(T), acc, row, column);
+#pragma unroll
+      for (u32 i = 0; i < 16; i++) products += acc[i / 4][i % 4] * acc[i / 4][i % 4];
     }
-    __syncthreads();
+    const float3 sums = block_sums({lengths, products, 0.f}, scratch[0]);
     upper_pieces(0, [&](u32 row, u32 column) {
       float acc[4][4] = {};
-      outer<false>(acc, l, t, row, column, row, SIDE);
-      piece<true>(g, acc, row, column);
+      product(acc, matrix(L), matrix(T), row, column, row);
+      piece<true>(matrix(G), acc, row, column);
     });
     __syncthreads();
-    Unit units[1] = {unit(0)};
-    Values s[1] = {};
-    if (units[0].weight() > 0.f) each(s[0], units[0], [&](float& v, u32 i, u32 j) { v = j >= i ? g[i * ROW + j] : g[j * ROW + i]; });
-    const float frobenius = (lifts[0].norm + N * lifts[0].added) * lifts[0].scale;
-    slack = 2.0001f * (N + 2) * u24 * lengths * frobenius;
-    top = largest(s, units, (u8*)t, OPEN);
+    Unit units[EACH];
+    Values s[EACH] = {};
+#pragma unroll
+    for (u32 e = 0; e < EACH; e++) {
+      units[e] = unit(e);
+      const float* g = matrix(G);
+      if (units[e].weight() > 0.f) each(s[e], units[e], [&](float& v, u32 i, u32 j) { v = j >= i ? g[i * ROW + j] : g[j * ROW + i]; });
+    }
+    slack = product_slack((32 + SIDE / 32 + 2) * 0x1p-24f, sums.x, sums.y, lifts);
+    top = largest(s, units, (u8*)(memory + (ROOMY ? 0 : T * SIDE * ROW)), OPEN);
   }
   if (threadIdx.x == 0) {
-    const double grown = 1.0 / ((1.0 - lifts[0].t) * (1.0 - lifts[1].t)) / lifts[0].scale / lifts[1].scale;
-    const double fallback = 1.0001 * grown, result = fine ? ((double)top + slack) * grown * (1.0 + 0x1p-19) : fallback;
     u32 block = blockIdx.x;
     asm volatile("" : "+r"(block));  // where it goes is not remembered
-    put_lambda(lambdas + jobs[block].result, result, status);
-    if (result >= fallback && N > 1) atomicOr(status, STATUS_FALLBACK_BOUND);
+    put_product(lambdas + jobs[block].result, fine, top, slack, lifts, status);
   }
 }

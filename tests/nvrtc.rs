@@ -62,13 +62,17 @@ fn variants() -> Vec<Request> {
         }
         if source == sources::PRODUCTS {
             for (arch, sizes) in [
-                (Arch::SM80, &[64][..]),
+                (Arch::SM80, &[64, 136][..]),
                 (Arch::SM89, &[64]),
-                (Arch::SM90A, &[16, 40, 64, 96, 128]),
+                (Arch::SM90A, &[16, 40, 64, 96, 128, 136, 168, 192, 200, 256]),
                 (Arch::SM100, &[64]),
             ] {
                 all.extend(sizes.iter().map(|r| Request::new(source, arch).define("D_HEAD", r)));
             }
+            continue;
+        }
+        if source == sources::PRODUCTS_WGMMA {
+            all.extend([16, 40, 56, 64].map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
             continue;
         }
         if source == sources::BOUNDS_WGMMA {

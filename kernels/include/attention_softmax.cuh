@@ -129,14 +129,6 @@ __device__ __forceinline__ void flush(float (&o)[N], float4* slot, const float (
   }
 }
 
-// Takes in the smallest and largest logit of each row that this thread sees; masked ones are minus infinity.
-template <int N> __device__ __forceinline__ void extremes(const float (&s)[N], float (&low)[2], float (&high)[2]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    low[(i >> 1) & 1] = fminf(low[(i >> 1) & 1], s[i] < -1e30f ? 1e30f : s[i]);
-    high[(i >> 1) & 1] = fmaxf(high[(i >> 1) & 1], s[i]);
-  }
-}
 // Logits that do not fit E4M3 in units of the descale, but for masked ones.
 template <int N> __device__ __forceinline__ u32 count_past(const float (&s)[N], float to_units) {
   u32 count = 0;

@@ -37,6 +37,11 @@
 #ifndef LOGITS_E4M3
 #define LOGITS_E4M3 0
 #endif
+// 1: for calls with few query rows. A tile's rows are positions and heads of a group, heads innermost, which share its keys; keys are
+// split over blocks, and `attention_combine` joins the parts. Compiled with CAUSAL, masked or not by `Params::diagonal`.
+#ifndef SPLIT
+#define SPLIT 0
+#endif
 
 // Written by the host byte for byte; strides count elements.
 struct Telemetry {
@@ -64,8 +69,17 @@ struct Params {
   int row_blocks;                // ceil(len_q / (packed ? 64 : 64 * CONSUMERS))
   int units;                     // batch * heads_q / (packed ? CONSUMERS : 1)
   int section;                   // units whose keys and values share the L2 cache
+  // With SPLIT only: units are `tile_heads` heads of one group, row_blocks ceil(len_q / (consumers * positions)).
+  float* parts_o;                // [parts, batch, len_q, heads_q, d]
+  float* parts_lse;              // [parts, batch, len_q, heads_q], to the base 2
+  int diagonal;                  // query i sees the keys up to i + diagonal
+  int parts;                     // that a tile's keys are split into
+  int consumers;                 // that take tiles: 1 where one has room for all rows
+  int tile_heads;
+  int positions;                 // 64 / tile_heads, rounded down
+  int per_head;                  // 2^16 / tile_heads, rounded up
 };
-static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4, "the host writes this layout");
+static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4 + 2 * 8 + 6 * 4, "the host writes this layout");
 
 namespace {
 
@@ -80,6 +94,7 @@ constexpr int kQStages = Q_STAGES;
 #define AHEAD (CONSUMERS == 2 && BLOCK_N <= 128 && !LOGITS_E4M3)
 #endif
 constexpr bool kAhead = AHEAD;
+constexpr bool kSplit = SPLIT;
 constexpr int kPart = 64;  // keys whose P goes to the tensor cores together, under `ahead`
 constexpr float kOffset = 8.0f;  // log2 of P's scale: the largest is 256, below E4M3's 448
 constexpr int kFlushTiles = FLUSH_KEYS / BLOCK_N;
@@ -92,6 +107,8 @@ static_assert(kDim == 64 || kDim == 128, "one swizzle row holds a head");
 static_assert(kBlockN % 32 == 0 && kBlockN <= 256, "P V consumes 32 keys a product");
 static_assert(kConsumers == 2 || kConsumers == 3, "the register file feeds two or three consumers");
 static_assert(!kAhead || kBlockN % kPart == 0, "whole parts");
+static_assert(TELEMETRY || !LOGITS_E4M3, "overflow must not go unseen");
+static_assert(!kSplit || (CAUSAL && kConsumers == 2 && !OUT_E4M3), "the form that parts are made in");
 
 constexpr int kQBytes = kRows * kDim;
 constexpr int kTileBytes = kBlockN * kDim;
@@ -113,17 +130,39 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumer
 
 struct Tile {
   int batch, head, row, key_tiles;
+#if SPLIT
+  int first, part;    // key tile that it starts at, and which part of the keys that is
+#endif
 };
 // What the producer hands to a consumer with the queries.
 struct alignas(16) Work {
   Tile tile;          // of this consumer; key_tiles < 0: no more work
   float logit_scale;  // softmax scale and the descales of Q and K
   float v_descale;
+#if !SPLIT
   float to_out;       // 1 / o_descale
   int unused;
+#endif
 };
 static_assert(sizeof(Work) == 32, "shared-memory slots");
 
+#if SPLIT
+// Tile `index`, as its first consumer sees it: those that share keys are neighbours.
+__device__ __forceinline__ Tile decode(const Params& p, int index) {
+  Tile t;
+  const int block = index % p.row_blocks;
+  index /= p.row_blocks;
+  t.part = index % p.parts;
+  const int unit = index / p.parts, per_batch = p.units / p.batch, rows = p.positions * p.consumers;
+  t.batch = unit / per_batch;
+  t.head = (unit - t.batch * per_batch) * p.tile_heads;
+  t.row = block * rows;
+  const int keys = max(0, min(p.len_k, min(t.row + rows, p.len_q) + p.diagonal)), key_tiles = ceil_div(keys, kBlockN);
+  t.first = t.part * key_tiles / p.parts;
+  t.key_tiles = (t.part + 1) * key_tiles / p.parts - t.first;
+  return t;
+}
+#else
 // Tile `index`, as its first consumer sees it: sections of heads, in a section the longest rows first, heads innermost.
 __device__ __forceinline__ Tile decode(const Params& p, int index) {
   const int per_section = p.section * p.row_blocks;
@@ -148,6 +187,7 @@ __device__ __forceinline__ Tile decode(const Params& p, int index) {
   t.key_tiles = ceil_div(keys, kBlockN);
   return t;
 }
+#endif
 
 // A thread's row (of the first of its two) in the warpgroup and its place in a quad.
 struct Place {
@@ -157,6 +197,20 @@ struct Place {
 __device__ __forceinline__ Place place() {
   const u32 i = thread_index();
   return {(int)(i % 128 / 32 * 16 + i % 32 / 4), (int)(i % 4)};
+}
+
+// Row `i` of a warpgroup's 64, counted from its tile's first position and head.
+struct Row {
+  int position, head;
+  bool exists;  // a tile has no more positions than `positions`
+};
+__device__ __forceinline__ Row row_of(const Params& p, int i) {
+#if SPLIT
+  const int position = i * p.per_head >> 16;
+  return {position, i - position * p.tile_heads, position < p.positions};
+#else
+  return {i, 0, true};
+#endif
 }
 
 // What one thread knows of its two query rows: r = 0 is row l / 4 of the warp, r = 1 eight rows below.

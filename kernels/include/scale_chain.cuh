@@ -106,8 +106,9 @@ struct Chain {
   // Back through the chain, every step rounded up. The sums are within 1e-5, and squares within 2^-24 beside.
   __device__ __forceinline__ float certificate(float sum, float squares, const Links& links) const {
     constexpr float ABOVE = (1.f + 0x1p-22f) / N, BELOW = (1.f - 0x1p-22f) / N;  // of 1 / N
+    constexpr float OTHERS = (1.f - 1.f / N) * (1.f + 0x1p-22f);
     const float s1 = __fmul_ru(sum, 1.00001f), s2 = __fmaf_ru(squares, 1.00001f, 0x1p-24f), low = sum * 0.99999f;
-    const float spread = fmaxf(__fsub_ru(s2, __fmul_rd(__fmul_rd(low, low), BELOW)), 0.f);
+    const float spread = fmaxf(__fmul_ru(OTHERS, __fsub_ru(s2, __fmul_rd(__fmul_rd(low, low), BELOW))), 0.f);
     float norm = __fadd_ru(__fadd_ru(__fmul_ru(s1, ABOVE), root_above(spread)), __fmul_ru(CUT, s1));
     norm = root_above(norm);
 #pragma unroll 1

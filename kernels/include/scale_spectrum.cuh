@@ -5,12 +5,15 @@
 #ifndef LEAST_WARPS  // of a block that has other work for them
 #define LEAST_WARPS 1
 #endif
+#ifndef LEAST_UNITS  // of a warp that needs registers, so that warps are few
+#define LEAST_UNITS 1
+#endif
 
 namespace spectrum {
 
 constexpr u32 SIDE = (N + 31) / 32 * 32, BANDS = SIDE / 32, UNITS = BANDS * (BANDS + 1) / 2;
 // 32 x 32 units of the upper triangle: one a warp, two or three where there are more than 15.
-constexpr u32 EACH = UNITS <= 15 ? 1 : UNITS <= 28 ? 2 : 3, NEEDED = (UNITS + EACH - 1) / EACH;
+constexpr u32 FEWEST = UNITS <= 15 ? 1 : UNITS <= 28 ? 2 : 3, EACH = FEWEST < LEAST_UNITS ? LEAST_UNITS : FEWEST, NEEDED = (UNITS + EACH - 1) / EACH;
 constexpr u32 WARPS = NEEDED < LEAST_WARPS ? LEAST_WARPS : NEEDED, THREADS = WARPS * 32;
 constexpr u32 STRIDE = SIDE + 8;  // f16 values a row: eight rows of 16 bytes touch all banks
 constexpr u32 X_BYTES = SIDE * STRIDE * 2;

@@ -99,6 +99,12 @@ impl Cuda {
         Self { engine: self.engine.with_overlap(overlap) }
     }
 
+    /// Whether calls with few query rows, such as decoding, are split: the heads of a group share tiles, and the keys are cut into
+    /// parts that run side by side. On by default.
+    pub fn with_split(self, split: bool) -> Self {
+        Self { engine: self.engine.with_split(split) }
+    }
+
     /// How many multiprocessors the attention kernel takes, at most all and at least one. All by default; fewer leave room
     /// for other work on the device, such as a collective. Results do not depend on it.
     pub fn with_processors(self, processors: usize) -> Self {

@@ -43,8 +43,12 @@ sources! {
     BOUNDS_WIDE = "scale_bounds_wide";
     /// Norms of products without rotation.
     PRODUCTS = "scale_products";
+    /// The same for small heads on Hopper's tensor cores.
+    PRODUCTS_WGMMA = "scale_products_wgmma";
     /// Frobenius norms from Grams.
     FROBENIUS = "scale_frobenius";
+    /// Results of unlike layers, brought together.
+    JOIN = "scale_join";
     /// Implicit power iteration, each weight read once a step.
     POWER = "scale_power";
     /// The paper's power iteration on a whole layer.
@@ -61,6 +65,8 @@ sources! {
     POLICY_OBSERVE = "policy_observe";
     /// Fused E4M3 attention forward (Hopper).
     ATTENTION = "attention_fwd";
+    /// Joins the parts of an attention call that was split.
+    COMBINE = "attention_combine";
     /// Cast of q, k and v to E4M3 in the layouts that the attention reads.
     CAST = "cast_qkv";
 }
@@ -80,6 +86,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("scale_chain.cuh", include_str!("../../kernels/include/scale_chain.cuh")),
     ("scale_cluster.cuh", include_str!("../../kernels/include/scale_cluster.cuh")),
     ("scale_jobs.cuh", include_str!("../../kernels/include/scale_jobs.cuh")),
+    ("scale_lift.cuh", include_str!("../../kernels/include/scale_lift.cuh")),
     ("scale_mma.cuh", include_str!("../../kernels/include/scale_mma.cuh")),
     ("scale_ptx.cuh", include_str!("../../kernels/include/scale_ptx.cuh")),
     ("scale_segments.cuh", include_str!("../../kernels/include/scale_segments.cuh")),

@@ -13,18 +13,21 @@ use sigmascale::{Error, Result};
 /// The attention kernel and its casts
 ///
 /// Each figure is the median of --reps event-timed launches after --warmup; inputs rotate among --sets buffers. FLOPs =
-/// 4 B Hq Sq Sk D, halved when causal. Kernels: `fp8` is the attention alone on E4M3 operands; `+telemetry` adds maximum
+/// 4 B Hq D for each pair of a query and a key that it sees. Kernels: `fp8` is the attention alone on E4M3 operands; `+telemetry` adds maximum
 /// and minimum of the logits and amax of the output, `+o8` writes E4M3, `+logits8` passes the logits through E4M3. `cast`
 /// and `cast+rope` are the cast alone from BF16; `e2e` is cast and attention from BF16, `+rope` with the rotation in the
-/// cast, `+serial` without the overlap of the two.
+/// cast, `+serial` without the overlap of the two, `+whole` without splitting calls that have few queries.
 #[derive(clap::Args)]
 pub struct Args {
     /// heads_q x heads_kv x head_dim, comma separated
     #[arg(long, default_value = "64x8x128,32x32x64", value_delimiter = ',', value_parser = parse_shape)]
     shapes: Vec<[usize; 3]>,
-    /// Lengths of queries and keys
+    /// Lengths of keys, and of queries unless --queries says otherwise
     #[arg(long, default_value = "1024,2048,4096,8192,16384", value_delimiter = ',')]
     seqlens: Vec<usize>,
+    /// Queries of a sequence, at the end of its keys, as in decoding
+    #[arg(long)]
+    queries: Option<usize>,
     /// batch = max(1, tokens / seqlen)
     #[arg(long, default_value_t = 16384)]
     tokens: usize,
@@ -42,6 +45,9 @@ pub struct Args {
     /// Launches that count
     #[arg(long, default_value_t = 20)]
     reps: usize,
+    /// Time replays of a graph of one launch a set, so that launching from the host costs nothing
+    #[arg(long)]
+    graph: bool,
     /// Sets of inputs
     #[arg(long, default_value_t = 3)]
     sets: usize,
@@ -65,6 +71,7 @@ struct Timed {
     out_e4m3: bool,
     logits_e4m3: bool,
     serial: bool,
+    whole: bool,
 }
 
 impl Timed {
@@ -84,7 +91,8 @@ impl Timed {
                 "o8" => timed.out_e4m3 = true,
                 "logits8" => timed.logits_e4m3 = true,
                 "serial" => timed.serial = true,
-                _ => return Err(format!("{text}: unknown part {part}: rope, telemetry, o8, logits8 or serial")),
+                "whole" => timed.whole = true,
+                _ => return Err(format!("{text}: unknown part {part}: rope, telemetry, o8, logits8, serial or whole")),
             }
         }
         timed.telemetry |= timed.logits_e4m3;
@@ -94,25 +102,23 @@ impl Timed {
 
 /// Runs the command.
 pub fn run(args: Args) -> Result<()> {
-    if args.seqlens.contains(&0) || args.tokens == 0 || args.reps == 0 || args.sets == 0 {
-        return Err(Error::argument("lengths, tokens, reps and sets must be greater than zero"));
+    if args.seqlens.contains(&0) || args.queries == Some(0) || args.tokens == 0 || args.reps == 0 || args.sets == 0 {
+        return Err(Error::argument("lengths, queries, tokens, reps and sets must be greater than zero"));
     }
     let device = device()?;
-    let engines = [true, false].map(|overlap| AttentionEngine::new(&device).map(|e| e.with_overlap(overlap)));
-    let [overlapping, serial] = engines;
-    let (overlapping, serial) = (overlapping?, serial?);
     let stream = device.stream()?;
     let mut csv = Csv::new(args.output)?;
     csv.line(&format!("# {}", device.name()?));
     csv.line("kernel,heads_q,heads_kv,head_dim,seqlen,batch,causal,ms,tflops");
     for &[heads_q, heads_kv, d_head] in &args.shapes {
         for &len in &args.seqlens {
-            let sizes = Sizes { batch: (args.tokens / len).max(1), heads_q, heads_kv, len_q: len, len_k: len, d_head };
+            let (batch, len_q) = ((args.tokens / len).max(1), args.queries.unwrap_or(len));
+            let sizes = Sizes { batch, heads_q, heads_kv, len_q, len_k: len, d_head };
             sizes.check()?;
             let operands = Operands::draw(&sizes);
             for causal in [false, true] {
                 for timed in &args.kernels {
-                    let engine = if timed.serial { &serial } else { &overlapping };
+                    let engine = &AttentionEngine::new(&device)?.with_overlap(!timed.serial).with_split(!timed.whole);
                     let sets = (0..args.sets)
                         .map(|_| operands.call(engine, timed, &sizes, causal))
                         .collect::<Result<Vec<_>>>()?;
@@ -126,20 +132,36 @@ pub fn run(args: Args) -> Result<()> {
                     };
                     // The attention alone reads what one cast left.
                     sets.iter().try_for_each(|call| call.launch(engine, &stream))?;
-                    let ms = median_ms(&stream, launch, args.warmup, args.reps)?;
-                    let pairs = (sizes.batch * heads_q * len * len) as f64 / if causal { 2.0 } else { 1.0 };
+                    let ms = if args.graph {
+                        let graph = stream.capture(|_| (0..args.sets).try_for_each(launch))?;
+                        let replay = |_| graph.launch();
+                        median_ms(&stream, replay, args.warmup, args.reps)? / args.sets as f32
+                    } else {
+                        median_ms(&stream, launch, args.warmup, args.reps)?
+                    };
+                    let pairs = (batch * heads_q) as f64 * pairs(len_q, len, causal);
                     let tflops = if timed.attention {
                         format!("{:.1}", 4.0 * pairs * d_head as f64 / f64::from(ms) / 1e9)
                     } else {
                         String::new()
                     };
-                    let (name, batch, causal) = (&timed.name, sizes.batch, u8::from(causal));
+                    let (name, causal) = (&timed.name, u8::from(causal));
                     csv.line(&format!("{name},{heads_q},{heads_kv},{d_head},{len},{batch},{causal},{ms:.4},{tflops}"));
                 }
             }
         }
     }
     csv.finish()
+}
+
+/// Pairs of a query and a key that it sees, half a square where causal queries are as many as keys.
+fn pairs(len_q: usize, len_k: usize, causal: bool) -> f64 {
+    let (q, k) = (len_q as f64, len_k as f64);
+    match causal {
+        false => q * k,
+        true if q <= k => q * (k - q / 2.0),
+        true => k * k / 2.0,
+    }
 }
 
 /// Normal numbers in BF16, and unit tables of rotations.
@@ -217,9 +239,21 @@ mod tests {
     use super::*;
 
     #[test]
+    fn pairs_that_a_mask_shows() {
+        let counted = |q: usize, k: usize| (0..q).map(|i| (i + 1 + k).saturating_sub(q)).sum::<usize>() as f64;
+        for (q, k) in [(1, 9000), (16, 9000), (4096, 4096), (4096, 100)] {
+            let have = pairs(q, k, true);
+            // Half of the diagonal is left out.
+            assert!((have - counted(q, k)).abs() <= 0.5 * q as f64, "{q} x {k}: {have}");
+            assert_eq!(pairs(q, k, false), (q * k) as f64);
+        }
+    }
+
+    #[test]
     fn names_of_kernels_and_shapes() {
         let timed = Timed::parse("e2e+rope+logits8").unwrap();
         assert!(timed.cast && timed.attention && timed.rope && timed.logits_e4m3 && timed.telemetry && !timed.serial);
+        assert!(Timed::parse("fp8+whole").is_ok_and(|timed| timed.whole && !timed.telemetry));
         assert!(Timed::parse("bf16").is_err() && Timed::parse("fp8+fast").is_err());
         assert_eq!(parse_shape("64x8x128").unwrap(), [64, 8, 128]);
         assert!(parse_shape("64x8").is_err() && parse_shape("axbxc").is_err());

@@ -13,7 +13,7 @@ use sigmascale::cuda::scale::{
     DeviceMatrix, DeviceWeights, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine, SummedPowerEngine,
 };
 use sigmascale::cuda::{Buffer, Device, DevicePtr, Stream, compiler_version};
-use sigmascale::model::{AttentionSpec, GainForm, NormKind, RopeLayout, preset, preset_names};
+use sigmascale::model::{AttentionSpec, GainForm, NormKind, Rope, RopeLayout, preset, preset_names};
 use sigmascale::plan::DEFAULT_ETA;
 use sigmascale::{Error, Result};
 use std::path::Path;
@@ -45,6 +45,8 @@ struct Subject {
     name: String,
     layers: usize,
     form: LayerInput,
+    /// Rotated channels, whether pairs are interleaved, and the factor, of one layer after the other, then again.
+    rotations: Vec<(usize, bool, f32)>,
     shift: bool,
     /// Biases of q, k and v.
     biases: [bool; 3],
@@ -79,8 +81,9 @@ fn subject(argument: &str, layers: Option<usize>) -> Result<Subject> {
             )));
         };
         let layers = layers.or(shape.get(4).copied()).unwrap_or(12);
-        let form = LayerInput { d_model: d, n_q, n_kv, d_head: r, rotary: r, ..LayerInput::without_addresses() };
-        return checked(Subject { name: argument.replace(',', "x"), layers, form, shift: false, biases: [false; 3] });
+        let form = LayerInput { d_model: d, n_q, n_kv, d_head: r, ..LayerInput::without_addresses() };
+        let (name, rotations) = (argument.replace(',', "x"), vec![(r, false, 1.0)]);
+        return checked(Subject { name, layers, form, rotations, shift: false, biases: [false; 3] });
     }
     let spec = match preset(argument) {
         Some(spec) => spec,
@@ -97,7 +100,11 @@ fn subject(argument: &str, layers: Option<usize>) -> Result<Subject> {
             "{argument}: the gains of its QK-norm bound q and k, so there is no spectrum to measure"
         )));
     }
-    let rope = spec.rope.iter().flatten().next();
+    let rotation = |rope: &Option<Rope>| match rope {
+        Some(rope) => (rope.rotary_dim, rope.layout == RopeLayout::Interleaved, rope.attention_factor as f32),
+        None => (0, false, 1.0),
+    };
+    let rotations = spec.rope.iter().map(rotation).collect();
     let form = LayerInput {
         gain_offset: if spec.norm.gain == GainForm::OnePlus { 1.0 } else { 0.0 },
         mean_removed: spec.norm.kind == NormKind::LayerNorm,
@@ -105,14 +112,12 @@ fn subject(argument: &str, layers: Option<usize>) -> Result<Subject> {
         n_q: spec.n_q_heads,
         n_kv: spec.n_kv_heads,
         d_head: spec.d_head,
-        rotary: rope.map_or(0, |rope| rope.rotary_dim),
-        interleaved: rope.is_some_and(|rope| rope.layout == RopeLayout::Interleaved),
         softmax_scale: spec.softmax_scale[0],
         ..LayerInput::without_addresses()
     };
     let biases = [spec.bias.q, spec.bias.k, spec.bias.v];
     let layers = layers.unwrap_or(spec.layers);
-    checked(Subject { name: argument.to_owned(), layers, form, shift: spec.norm.shift, biases })
+    checked(Subject { name: argument.to_owned(), layers, form, rotations, shift: spec.norm.shift, biases })
 }
 
 /// Sizes that a typing error would make absurd are refused before memory is asked for.
@@ -146,7 +151,7 @@ fn weights(device: &Device, stream: &Stream, subject: &Subject, conv1d: bool) ->
     let shift = random(form.d_model, 0.0, 0.1)?;
     let bias = random(total, 0.0, 0.1)?;
     let (mut memory, mut layers) = (Vec::new(), Vec::new());
-    for _ in 0..subject.layers {
+    for (_, &(rotary, interleaved, rope_factor)) in (0..subject.layers).zip(subject.rotations.iter().cycle()) {
         let mut copy = device.allocate::<u8>(pattern.len())?;
         copy.copy_from(&pattern, stream)?;
         let start = copy.ptr();
@@ -168,6 +173,9 @@ fn weights(device: &Device, stream: &Stream, subject: &Subject, conv1d: bool) ->
             gain: gain.ptr(),
             shift: if subject.shift { shift.ptr() } else { DevicePtr::NULL },
             vector_dtype: Dtype::Bf16,
+            rotary,
+            interleaved,
+            rope_factor,
             ..*form
         });
     }
@@ -278,11 +286,16 @@ mod tests {
     #[test]
     fn a_model_is_a_preset_or_a_shape() {
         let shape = subject("512, 8,2,64", None).unwrap();
-        assert_eq!((shape.layers, shape.form.n_q, shape.form.n_kv, shape.form.rotary), (12, 8, 2, 64));
+        assert_eq!((shape.layers, shape.form.n_q, shape.form.n_kv), (12, 8, 2));
+        assert_eq!(shape.rotations, [(64, false, 1.0)]);
         assert_eq!(subject("512,8,2,64,7", None).unwrap().layers, 7);
         assert_eq!(subject("512,8,2,64,7", Some(3)).unwrap().layers, 3);
         let gpt2 = subject("gpt2-xl", None).unwrap();
-        assert!(gpt2.shift && gpt2.biases == [true; 3] && gpt2.form.mean_removed && gpt2.form.rotary == 0);
+        assert!(
+            gpt2.shift && gpt2.biases == [true; 3] && gpt2.form.mean_removed && gpt2.rotations.iter().all(|r| r.0 == 0)
+        );
+        let smollm = subject("smollm3-3b", Some(4)).unwrap();
+        assert_eq!([0, 1, 2, 3].map(|layer| smollm.rotations[layer].0), [128, 128, 128, 0]);
         assert_eq!((gpt2.layers, gpt2.form.d_model), (48, 1600));
         for bad in ["1,2,3", "0,1,1,64", "512,3,2,64", "512,8,2,64,7,1", "9999999,1,1,64", "no-such-model"] {
             assert!(subject(bad, None).unwrap_err().is_argument(), "{bad}");

@@ -1,6 +1,6 @@
 //! What a call is made of, and the rules it has to keep.
 
-use super::{Element, View};
+use super::{Element, Split, View};
 use crate::cuda::stats_words;
 use crate::error::{Error, Result};
 
@@ -228,6 +228,8 @@ pub struct Workspace {
     pub k: usize,
     /// Values in E4M3, `(batch, heads_kv, ceil(len_k / 16), d / 8, 8, 16)`.
     pub v: usize,
+    /// What the parts of a split call come to.
+    pub parts: usize,
     /// Size of it all.
     pub bytes: usize,
 }
@@ -244,7 +246,10 @@ impl Workspace {
         let q = Self::HEADER;
         let k = q + q_bytes;
         let v = k + k_bytes;
-        Self { q, k, v, bytes: v + sizes.batch * sizes.heads_kv * sizes.key_groups() * 16 * sizes.d_head }
+        let parts = v + (sizes.batch * sizes.heads_kv * sizes.key_groups() * 16 * sizes.d_head).next_multiple_of(256);
+        let cuts = [false, true].map(|logits_e4m3| Split::of(sizes, logits_e4m3));
+        let parts_bytes = cuts.into_iter().flatten().map(|cut| cut.parts_bytes(sizes)).max().unwrap_or(0);
+        Self { q, k, v, parts, bytes: parts + parts_bytes }
     }
 
     pub(super) fn check(&self, workspace: &View<1>) -> Result<()> {
@@ -336,8 +341,13 @@ mod tests {
         let w = Workspace::of(&sizes, Element::Bf16);
         assert!(w.q >= Workspace::HEADER && [w.q, w.k, w.v].iter().all(|at| at.is_multiple_of(256)));
         assert!(w.k - w.q >= 3 * 113 * 6 * 64 && w.v - w.k >= 3 * 203 * 2 * 64);
-        assert_eq!(w.bytes - w.v, 3 * 2 * 208 * 64);
+        assert!(w.parts.is_multiple_of(256) && w.parts - w.v >= 3 * 2 * 208 * 64);
         assert!(Workspace::of(&sizes, Element::E4m3).bytes < w.bytes);
+        let decode = Sizes { len_q: 1, len_k: 8192, ..sizes };
+        let w = Workspace::of(&decode, Element::Bf16);
+        let room = [false, true].map(|logits| Split::of(&decode, logits).unwrap().parts_bytes(&decode));
+        assert_eq!(w.bytes - w.parts, room.into_iter().max().unwrap());
+        let w = Workspace::of(&sizes, Element::Bf16);
         let short = dense(Element::U8, [w.bytes - 1]);
         assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
         assert!(w.check(&dense(Element::U8, [w.bytes + 5])).is_ok());

@@ -1,7 +1,7 @@
 //! Loading and launching.
 
 use super::params::{self, outer_strides};
-use super::{Descales, Element, Rope, Schedule, Sizes, Tensors, Tile, View, Workspace};
+use super::{Descales, Element, Rope, Schedule, Sizes, Split, Tensors, Tile, View, Workspace};
 use crate::cuda::driver::{Boxes, tensor_map};
 use crate::cuda::{Arch, Buffer, Device, DevicePtr, Kernel, Launch, Request, Stream, sources};
 use crate::error::{Error, Result};
@@ -15,19 +15,49 @@ const CAST_HEADS: usize = 4;
 /// Positions that one block of the cast takes.
 const CAST_ROWS: usize = 16;
 /// Query rows that one consumer takes.
-const ROWS: u32 = 64;
+const ROWS: usize = 64;
+/// Threads of a block of the kernel that joins parts, a row each.
+const COMBINE_THREADS: u32 = 128;
 
 /// Compiled form of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Variant {
-    Forward { d_head: usize, causal: bool, tile: Tile, telemetry: bool, logits_e4m3: bool, out_e4m3: bool },
-    Cast { d_head: usize, input: u32, rope: u32 },
-    Repack { d_head: usize },
+    Forward {
+        d_head: usize,
+        causal: bool,
+        tile: Tile,
+        telemetry: bool,
+        logits_e4m3: bool,
+        out_e4m3: bool,
+    },
+    /// Parts of a split call, masked or not.
+    Parts {
+        d_head: usize,
+        telemetry: bool,
+        logits_e4m3: bool,
+    },
+    Combine {
+        d_head: usize,
+    },
+    Cast {
+        d_head: usize,
+        input: u32,
+        rope: u32,
+    },
+    Repack {
+        d_head: usize,
+    },
 }
 
 impl Variant {
     fn request(self, arch: Arch) -> Request {
         match self {
+            Self::Parts { d_head, telemetry, logits_e4m3 } => {
+                let tile = Split::TILE;
+                let forward = Self::Forward { d_head, causal: true, tile, telemetry, logits_e4m3, out_e4m3: false };
+                forward.request(arch).define("SPLIT", 1)
+            }
+            Self::Combine { d_head } => Request::new(sources::COMBINE, arch).define("HEAD_DIM", d_head),
             Self::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 } => {
                 Request::new(sources::ATTENTION, arch)
                     .define("HEAD_DIM", d_head)
@@ -49,7 +79,8 @@ impl Variant {
 
     fn entry(self) -> &'static str {
         match self {
-            Self::Forward { .. } => "attention_fwd",
+            Self::Forward { .. } | Self::Parts { .. } => "attention_fwd",
+            Self::Combine { .. } => "attention_combine",
             Self::Cast { .. } => "cast_qkv",
             Self::Repack { .. } => "repack_v",
         }
@@ -65,16 +96,15 @@ impl Variant {
     }
 
     /// What a checked call launches then.
-    fn second(tensors: &Tensors, sizes: &Sizes, causal: bool) -> Self {
-        let logits_e4m3 = tensors.descales.logit.is_some();
-        Self::Forward {
-            d_head: sizes.d_head,
-            causal,
-            tile: Tile::of(sizes.d_head, logits_e4m3),
-            telemetry: tensors.stats.is_some(),
-            logits_e4m3,
-            out_e4m3: tensors.out.element() == Element::E4m3,
+    fn second(tensors: &Tensors, sizes: &Sizes, causal: bool, split: bool) -> Self {
+        let (d_head, logits_e4m3) = (sizes.d_head, tensors.descales.logit.is_some());
+        let telemetry = tensors.stats.is_some();
+        if split {
+            return Self::Parts { d_head, telemetry, logits_e4m3 };
         }
+        let tile = Tile::of(d_head);
+        let out_e4m3 = tensors.out.element() == Element::E4m3;
+        Self::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 }
     }
 }
 
@@ -82,14 +112,19 @@ fn rope_number(rope: Option<&Rope>) -> u32 {
     rope.map_or(0, |r| if r.interleaved { 2 } else { 1 })
 }
 
-/// Every variant of the attention kernel that a call can ask for.
+/// Every variant of the attention kernels that a call can ask for.
 pub fn attention_variants() -> Vec<Request> {
+    const TELEMETRY_LOGITS: [(bool, bool); 3] = [(false, false), (true, false), (true, true)];
     let mut all = Vec::new();
     for d_head in [64, 128] {
+        all.push(Variant::Combine { d_head }.request(Arch::SM90A));
+        for (telemetry, logits_e4m3) in TELEMETRY_LOGITS {
+            all.push(Variant::Parts { d_head, telemetry, logits_e4m3 }.request(Arch::SM90A));
+        }
         for causal in [false, true] {
             for out_e4m3 in [false, true] {
-                for (telemetry, logits_e4m3) in [(false, false), (true, false), (true, true)] {
-                    let tile = Tile::of(d_head, logits_e4m3);
+                for (telemetry, logits_e4m3) in TELEMETRY_LOGITS {
+                    let tile = Tile::of(d_head);
                     let variant = Variant::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 };
                     all.push(variant.request(Arch::SM90A));
                 }
@@ -118,15 +153,19 @@ struct Call<'a> {
     header: DevicePtr,
     /// q, k and v as the workspace holds them.
     operands: [DevicePtr; 3],
+    /// How the call is split, and where its parts lie.
+    split: Option<(Split, DevicePtr)>,
 }
 
 impl<'a> Call<'a> {
-    fn new(tensors: &'a Tensors, workspace: &View<1>) -> Result<Self> {
+    fn new(engine: &AttentionEngine, tensors: &'a Tensors, workspace: &View<1>) -> Result<Self> {
         let sizes = tensors.check()?;
         let place = Workspace::of(&sizes, tensors.q.element());
         place.check(workspace)?;
         let operands = [place.q, place.k, place.v].map(|offset| workspace.ptr().offset(offset as u64));
-        Ok(Self { tensors, sizes, header: workspace.ptr(), operands })
+        let parts = workspace.ptr().offset(place.parts as u64);
+        let split = engine.split_of(tensors, &sizes).map(|split| (split, parts));
+        Ok(Self { tensors, sizes, header: workspace.ptr(), operands, split })
     }
 }
 
@@ -152,6 +191,7 @@ pub struct AttentionEngine {
     /// The descale of operands that have none.
     one: Buffer<f32>,
     overlap: bool,
+    split: bool,
     processors: usize,
 }
 
@@ -169,12 +209,18 @@ impl AttentionEngine {
         }
         let one = device.upload(&[1.0])?;
         let processors = device.processors();
-        Ok(Self { device: device.clone(), loaded: Mutex::default(), one, overlap: true, processors })
+        Ok(Self { device: device.clone(), loaded: Mutex::default(), one, overlap: true, split: true, processors })
     }
 
     /// Whether the attention kernel may start while the cast drains (programmatic dependent launch); on by default.
     pub fn with_overlap(mut self, overlap: bool) -> Self {
         self.overlap = overlap;
+        self
+    }
+
+    /// Whether calls with few query rows are split ([`Split::of`]); on by default. The workspace has room for it either way.
+    pub fn with_split(mut self, split: bool) -> Self {
+        self.split = split;
         self
     }
 
@@ -198,7 +244,15 @@ impl AttentionEngine {
     pub fn prepare(&self, tensors: &Tensors, causal: bool) -> Result<()> {
         let sizes = tensors.check()?;
         self.load(Variant::first(tensors, &sizes))?;
-        self.load(Variant::second(tensors, &sizes, causal)).map(drop)
+        let split = self.split_of(tensors, &sizes).is_some();
+        if split {
+            self.load(Variant::Combine { d_head: sizes.d_head })?;
+        }
+        self.load(Variant::second(tensors, &sizes, causal, split)).map(drop)
+    }
+
+    fn split_of(&self, tensors: &Tensors, sizes: &Sizes) -> Option<Split> {
+        if self.split { Split::of(sizes, tensors.descales.logit.is_some()) } else { None }
     }
 
     /// Sets a workspace's header to zero, in the order of `stream`: once before the first call that uses the memory.
@@ -229,7 +283,7 @@ impl AttentionEngine {
         softmax_scale: f32,
         workspace: &View<1>,
     ) -> Result<()> {
-        let call = Call::new(tensors, workspace)?;
+        let call = Call::new(self, tensors, workspace)?;
         check_scale(softmax_scale)?;
         self.launch_cast(stream, &call)?;
         self.launch_attention(stream, &call, causal, softmax_scale, self.overlap)
@@ -241,7 +295,7 @@ impl AttentionEngine {
     /// # Errors
     /// As [`AttentionEngine::forward`].
     pub fn cast(&self, stream: &Stream, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
-        self.launch_cast(stream, &Call::new(tensors, workspace)?)
+        self.launch_cast(stream, &Call::new(self, tensors, workspace)?)
     }
 
     /// The second half of [`AttentionEngine::forward`], on what [`AttentionEngine::cast`] left in the workspace.
@@ -257,7 +311,7 @@ impl AttentionEngine {
         workspace: &View<1>,
     ) -> Result<()> {
         check_scale(softmax_scale)?;
-        self.launch_attention(stream, &Call::new(tensors, workspace)?, causal, softmax_scale, false)
+        self.launch_attention(stream, &Call::new(self, tensors, workspace)?, causal, softmax_scale, false)
     }
 
     fn launch_cast(&self, stream: &Stream, call: &Call) -> Result<()> {
@@ -279,24 +333,76 @@ impl AttentionEngine {
         softmax_scale: f32,
         overlap: bool,
     ) -> Result<()> {
-        let Call { tensors, sizes, header, operands: [at_q, at_k, at_v] } = *call;
-        let forward = self.load(Variant::second(tensors, &sizes, causal))?;
-        let tile = Tile::of(sizes.d_head, tensors.descales.logit.is_some());
+        let Call { tensors, sizes, header, operands: [at_q, at_k, at_v], split } = *call;
+        let forward = self.load(Variant::second(tensors, &sizes, causal, split.is_some()))?;
+        let (tile, schedule) = match split {
+            Some((split, _)) => (Split::TILE, Schedule::split(&sizes, split, self.processors)),
+            None => {
+                let tile = Tile::of(sizes.d_head);
+                (tile, Schedule::whole(&sizes, tile, self.processors))
+            }
+        };
         // SAFETY: both lie in the workspace, whose size was checked and which is the caller's promise.
         let cast = unsafe {
             (View::dense(at_q, Element::E4m3, sizes.q_shape()), View::dense(at_k, Element::E4m3, sizes.kv_shape()))
         };
         let (q, k) = if tensors.q.element() == Element::E4m3 { (tensors.q, tensors.k) } else { cast };
-        let schedule = Schedule::of(&sizes, tile, self.processors);
         let mut params = self.forward_params(tensors, &sizes, &schedule, softmax_scale);
         params.counter = header.0;
+        let (mut heads, mut positions) = (1, ROWS);
+        if let Some((split, at)) = split {
+            (heads, positions) = (split.heads, split.positions);
+            params.parts_o = at.0;
+            params.parts_lse = at.offset(split.outputs_bytes(&sizes) as u64).0;
+            params.diagonal = if causal { sizes.len_k as i32 - sizes.len_q as i32 } else { sizes.len_k as i32 };
+            params.parts = split.parts as i32;
+            params.consumers = split.consumers as i32;
+            params.tile_heads = heads as i32;
+            params.positions = positions as i32;
+            params.per_head = (1usize << 16).div_ceil(heads) as i32;
+        }
         let launch = Launch::linear(schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
-        let (mut q, mut k) = (operand_map(&q, ROWS)?, operand_map(&k, tile.keys as u32)?);
+        let (mut q, mut k) = (operand_map(&q, heads, positions)?, operand_map(&k, 1, tile.keys)?);
         let mut v = values_map(at_v, &sizes, tile.keys)?;
         let parameters = &mut [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut params).cast()];
         // SAFETY: 1. three maps and the struct are the kernel's parameters; 2. and 3. every address comes from a view whose
         // shape was checked, or lies in the workspace; the kernel waits for the one in front of it before it reads.
-        unsafe { forward.kernel.launch_parameters(stream, launch, parameters, overlap) }
+        unsafe { forward.kernel.launch_parameters(stream, launch, parameters, overlap) }?;
+        match split {
+            Some((split, _)) => self.launch_combine(stream, tensors, &sizes, split, &params),
+            None => Ok(()),
+        }
+    }
+
+    fn launch_combine(
+        &self,
+        stream: &Stream,
+        tensors: &Tensors,
+        sizes: &Sizes,
+        split: Split,
+        forward: &params::Forward,
+    ) -> Result<()> {
+        let combine = self.load(Variant::Combine { d_head: sizes.d_head })?;
+        let mut params = params::Combine {
+            o: forward.o,
+            lse: forward.lse,
+            o_descale: forward.o_descale,
+            telemetry: forward.telemetry,
+            parts_o: forward.parts_o,
+            parts_lse: forward.parts_lse,
+            o_strides: forward.o_strides,
+            o_descale_strides: forward.o_descale_strides,
+            batch: forward.batch,
+            heads_q: forward.heads_q,
+            heads_kv: forward.heads_kv,
+            len_q: forward.len_q,
+            parts: split.parts as i32,
+            e4m3: (tensors.out.element() == Element::E4m3).into(),
+        };
+        let rows = sizes.batch * sizes.len_q * sizes.heads_q;
+        let launch = Launch::linear(rows, COMBINE_THREADS, combine.shared);
+        // SAFETY: as for the attention, which it waits for.
+        unsafe { combine.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], true) }
     }
 
     fn forward_params(&self, t: &Tensors, sizes: &Sizes, schedule: &Schedule, softmax_scale: f32) -> params::Forward {
@@ -327,6 +433,7 @@ impl AttentionEngine {
             row_blocks: schedule.row_blocks as i32,
             units: schedule.units as i32,
             section: schedule.section as i32,
+            ..Zeroable::zeroed()
         }
     }
 
@@ -400,7 +507,7 @@ impl AttentionEngine {
         let module = self.device.module(request.source, &request.defines)?;
         let kernel = module.kernel(variant.entry())?;
         let shared = match variant {
-            Variant::Forward { .. } => {
+            Variant::Forward { .. } | Variant::Parts { .. } => {
                 let bytes = u32::try_from(module.constant("SHARED_BYTES")?)
                     .map_err(|_| Error::cuda("attention_fwd tells a negative size of shared memory"))?;
                 kernel.allow_shared(bytes)?;
@@ -414,16 +521,16 @@ impl AttentionEngine {
     }
 }
 
-/// Map of an E4M3 operand in boxes of `rows` positions of one head.
-fn operand_map(x: &View<4>, rows: u32) -> Result<cudarc::driver::sys::CUtensorMap> {
-    let [batch, length, heads, d] = x.extents().map(|n| n as u64);
+/// Map of an E4M3 operand in boxes of `positions` positions of `heads` heads, heads innermost.
+fn operand_map(x: &View<4>, heads: usize, positions: usize) -> Result<cudarc::driver::sys::CUtensorMap> {
+    let [batch, length, all_heads, d] = x.extents().map(|n| n as u64);
     let [by_batch, by_row, by_head] = outer_strides(x).map(|s| s as u64);
     tensor_map(&Boxes {
         address: x.ptr().0,
         element: MapType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        extents: &[d, heads, length, batch],
+        extents: &[d, all_heads, length, batch],
         strides: &[by_head, by_row, by_batch],
-        tile: &[d as u32, 1, rows, 1],
+        tile: &[d as u32, heads as u32, positions as u32, 1],
         swizzle: if d == 128 { Swizzle::CU_TENSOR_MAP_SWIZZLE_128B } else { Swizzle::CU_TENSOR_MAP_SWIZZLE_64B },
     })
 }

@@ -1,12 +1,15 @@
 //! Fused E4M3 attention on Hopper: cast, attention forward, telemetry.
 //!
-//! [`AttentionEngine::forward`] puts two kernels on the caller's stream:
+//! [`AttentionEngine::forward`] puts two kernels on the caller's stream, three where the call is split:
 //!
 //! 1. **Cast.** q, k and v in BF16, F16 or F32 become E4M3 by descales known beforehand, in one pass; RoPE on q and k
 //!    can be part of it; v leaves in the order that the tensor cores want. Operands that are E4M3 already are taken as
 //!    they are: only v is reordered.
 //! 2. **Attention**, with the numbers of `crate::attention`: logits in f32 (or through E4M3), P in E4M3 at `2^8`, output in
 //!    BF16 or E4M3, log-sum-exp in nats.
+//!
+//! 3. **Combine.** Calls with few query rows, such as decoding, are split ([`Split`]): the heads of a group share a tile, and the keys
+//!    are cut into parts, whose outputs are joined by their log-sum-exps.
 //!
 //! It allocates nothing and waits for nothing once the kernels that a call needs are loaded ([`AttentionEngine::prepare`]
 //! does that beforehand), so it can be captured in a graph.
@@ -28,4 +31,4 @@ pub use super::view::{Element, View};
 pub use call::{Descales, Rope, Sizes, Tensors, Workspace};
 pub use engine::{AttentionEngine, attention_variants, cast_variants};
 pub use host::{HostOutput, Resident, RopeTables, Setup};
-pub use tile::{Schedule, Tile};
+pub use tile::{Schedule, Split, Tile};

@@ -15,19 +15,94 @@ pub struct Tile {
 
 /// Query rows of one consumer.
 const ROWS: usize = 64;
+/// Multiprocessors that [`Split`] reckons with. Not those of the device: results must not depend on them.
+const PROCESSORS: usize = 132;
+/// What a work item costs beside its keys, and what joining parts costs, in tiles of keys.
+const ITEM: usize = 3;
+/// Room for parts at most, in bytes.
+const PARTS_BYTES: usize = 64 << 20;
 /// Bytes of keys and values that blocks running together should share in the L2 cache.
 const SHARED_BYTES: usize = 24_000_000;
 
 impl Tile {
-    /// d = 128, where the registers of two consumers hold the logits of two tiles, and every call whose logits go through
-    /// E4M3, whose registers three would spill.
+    /// d = 128, where the registers of two consumers hold the logits of two tiles.
     pub const TWO: Self = Self { keys: 128, consumers: 2, stages: 4 };
     /// d = 64.
     pub const THREE: Self = Self { keys: 128, consumers: 3, stages: 4 };
 
-    /// The tile of a call. `logits_e4m3`: logits pass through E4M3.
-    pub const fn of(d_head: usize, logits_e4m3: bool) -> Self {
-        if d_head == 128 || logits_e4m3 { Self::TWO } else { Self::THREE }
+    /// The tile of a call.
+    pub const fn of(d_head: usize) -> Self {
+        if d_head == 128 { Self::TWO } else { Self::THREE }
+    }
+}
+
+/// How a call with few query rows is cut, whose tiles would be mostly padding, or too few for the device: the rows of a tile are
+/// positions and heads of one group, which share its keys, and the keys are split into parts that a second kernel joins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Split {
+    /// Heads of one group in a tile; they divide the group.
+    pub heads: usize,
+    /// Positions that one consumer takes: 64 / heads, rounded down.
+    pub positions: usize,
+    /// Consumers of a block that take tiles.
+    pub consumers: usize,
+    /// Parts of the keys.
+    pub parts: usize,
+}
+
+impl Split {
+    /// The tile of a split call, for either head dimension.
+    pub const TILE: Tile = Tile::TWO;
+
+    /// The cut of a call, where it promises to be faster by a tenth than whole tiles.
+    ///
+    /// Time is reckoned in tiles of keys that one multiprocessor after another takes. A pure function of the sizes: on any device
+    /// a call has the same parts, and so the same bits.
+    pub fn of(sizes: &Sizes, logits_e4m3: bool) -> Option<Self> {
+        let time = |items: usize, key_tiles: usize| items.div_ceil(PROCESSORS) * (key_tiles + ITEM);
+        let whole = Tile::of(sizes.d_head);
+        let whole = time(Schedule::whole(sizes, whole, 1).tiles(), sizes.len_k.div_ceil(whole.keys));
+
+        let group = sizes.heads_q / sizes.heads_kv;
+        // Logits in E4M3 have a descale a head, so that a tile has one head.
+        let most_heads = if logits_e4m3 { 1 } else { group.min(ROWS) };
+        let cuts = (1..=most_heads).filter(|heads| group.is_multiple_of(*heads)).map(|heads| {
+            let positions = ROWS / heads;
+            let consumers = if sizes.len_q <= positions { 1 } else { Self::TILE.consumers };
+            Self { heads, positions, consumers, parts: 1 }
+        });
+        let one = cuts.min_by_key(|cut| cut.tiles(sizes))?;
+        let (tiles, key_tiles) = (one.tiles(sizes), sizes.len_k.div_ceil(Self::TILE.keys));
+        let parts = (1..=key_tiles.min((2 * PROCESSORS / tiles).max(1)))
+            .min_by_key(|&parts| time(tiles * parts, key_tiles.div_ceil(parts)))?;
+        let cut = Self { parts, ..one };
+        let split = time(tiles * parts, key_tiles.div_ceil(parts)) + ITEM;
+        (11 * split <= 10 * whole && cut.parts_bytes(sizes) <= PARTS_BYTES).then_some(cut)
+    }
+
+    /// Blocks of rows a unit of `heads` heads.
+    pub fn row_blocks(&self, sizes: &Sizes) -> usize {
+        sizes.len_q.div_ceil(self.positions * self.consumers)
+    }
+
+    /// Tiles of rows of the call, each of which has `parts` parts.
+    fn tiles(&self, sizes: &Sizes) -> usize {
+        sizes.batch * sizes.heads_q / self.heads * self.row_blocks(sizes)
+    }
+
+    /// Rows of all parts.
+    fn rows(&self, sizes: &Sizes) -> usize {
+        self.parts * sizes.batch * sizes.len_q * sizes.heads_q
+    }
+
+    /// Bytes of the parts' outputs, f32.
+    pub fn outputs_bytes(&self, sizes: &Sizes) -> usize {
+        4 * self.rows(sizes) * sizes.d_head
+    }
+
+    /// Bytes of the parts' outputs and log-sum-exps.
+    pub fn parts_bytes(&self, sizes: &Sizes) -> usize {
+        self.outputs_bytes(sizes) + 4 * self.rows(sizes)
     }
 }
 
@@ -44,11 +119,21 @@ pub struct Schedule {
     pub section: usize,
     /// Thread blocks: each takes tiles until there are none.
     pub grid: usize,
+    /// Rows and parts of tiles, where the call is split. Units are then `heads` heads each.
+    pub split: Option<Split>,
 }
 
 impl Schedule {
-    /// The schedule of a call on a device with that many multiprocessors.
-    pub fn of(sizes: &Sizes, tile: Tile, processors: usize) -> Self {
+    /// The schedule of a call that is split, on a device with that many multiprocessors.
+    pub fn split(sizes: &Sizes, split: Split, processors: usize) -> Self {
+        let units = sizes.batch * sizes.heads_q / split.heads;
+        let row_blocks = split.row_blocks(sizes);
+        let grid = processors.min(units * row_blocks * split.parts).max(1);
+        Self { packed: false, row_blocks, units, section: units, grid, split: Some(split) }
+    }
+
+    /// The schedule of a call in whole tiles, on a device with that many multiprocessors.
+    pub fn whole(sizes: &Sizes, tile: Tile, processors: usize) -> Self {
         let group = sizes.heads_q / sizes.heads_kv;
         let packed = group.is_multiple_of(tile.consumers);
         let heads = if packed { tile.consumers } else { 1 };
@@ -57,12 +142,12 @@ impl Schedule {
         let row_blocks = sizes.len_q.div_ceil(rows);
         let kv_heads = (SHARED_BYTES / (2 * sizes.len_k * sizes.d_head)).max(1);
         let section = (kv_heads * (group / heads).max(1)).clamp(1, units);
-        Self { packed, row_blocks, units, section, grid: processors.min(units * row_blocks).max(1) }
+        Self { packed, row_blocks, units, section, grid: processors.min(units * row_blocks).max(1), split: None }
     }
 
-    /// Tiles of the call.
+    /// Work items of the call.
     pub fn tiles(&self) -> usize {
-        self.units * self.row_blocks
+        self.units * self.row_blocks * self.split.map_or(1, |split| split.parts)
     }
 }
 
@@ -81,35 +166,63 @@ mod tests {
                 [(1, 1), (2, 1), (3, 1), (4, 2), (5, 5), (6, 1), (6, 2), (64, 8), (32, 32), (9, 3)]
             {
                 for len in [1, 63, 64, 65, 128, 129, 1023, 5000, 70_000] {
-                    for logits in [false, true] {
-                        let sizes = sizes(3, heads_q, heads_kv, len, d);
-                        let tile = Tile::of(d, logits);
-                        let s = Schedule::of(&sizes, tile, 132);
-                        let (heads, rows) = if s.packed { (tile.consumers, 64) } else { (1, 64 * tile.consumers) };
-                        assert_eq!(s.units * heads, 3 * heads_q, "{sizes:?}");
-                        assert!(s.row_blocks * rows >= len && (s.row_blocks - 1) * rows < len, "{sizes:?}");
-                        assert!((heads_q / heads_kv).is_multiple_of(heads), "a block's heads share their keys");
-                        assert!((1..=s.units).contains(&s.section));
-                        assert!(s.grid >= 1 && s.grid <= 132 && s.grid <= s.tiles());
-                    }
+                    let sizes = sizes(3, heads_q, heads_kv, len, d);
+                    let tile = Tile::of(d);
+                    let s = Schedule::whole(&sizes, tile, 132);
+                    let (heads, rows) = if s.packed { (tile.consumers, 64) } else { (1, 64 * tile.consumers) };
+                    assert_eq!(s.units * heads, 3 * heads_q, "{sizes:?}");
+                    assert!(s.row_blocks * rows >= len && (s.row_blocks - 1) * rows < len, "{sizes:?}");
+                    assert!((heads_q / heads_kv).is_multiple_of(heads), "a block's heads share their keys");
+                    assert!((1..=s.units).contains(&s.section));
+                    assert!(s.grid >= 1 && s.grid <= 132 && s.grid <= s.tiles());
                 }
             }
         }
     }
 
     #[test]
-    fn logits_in_e4m3_take_the_tile_that_does_not_spill() {
-        assert_eq!([64, 128].map(|d| Tile::of(d, true)), [Tile::TWO; 2]);
-        assert_eq!([64, 128].map(|d| Tile::of(d, false)), [Tile::THREE, Tile::TWO]);
+    fn few_rows_are_packed_and_their_keys_split() {
+        let decode = Sizes { len_q: 1, len_k: 8192, ..sizes(1, 64, 8, 1, 128) };
+        let cut = Split::of(&decode, false).unwrap();
+        assert_eq!((cut.heads, cut.positions, cut.consumers), (8, 8, 1));
+        assert!(cut.parts >= 8 && cut.parts * 8 <= 2 * PROCESSORS, "{cut:?}");
+        let schedule = Schedule::split(&decode, cut, 7);
+        assert_eq!((schedule.units, schedule.row_blocks, schedule.grid), (8, 1, 7));
+        // Sixteen positions of eight heads fill two consumers; a full batch leaves nothing to split.
+        let drafts = Split::of(&Sizes { len_q: 16, ..decode }, false).unwrap();
+        assert_eq!((drafts.heads, drafts.positions, drafts.consumers), (8, 8, 2));
+        assert_eq!(Split::of(&Sizes { batch: 64, ..decode }, false).unwrap().parts, 1);
+        // Long sequences stay whole, and so do calls with nothing to gain.
+        assert_eq!(Split::of(&sizes(8, 64, 8, 2048, 128), false), None);
+        assert_eq!(Split::of(&Sizes { len_k: 100, ..decode }, false), None);
+        // A head of E4M3 logits has a descale of its own.
+        assert_eq!(Split::of(&decode, true).unwrap().heads, 1);
+    }
+
+    #[test]
+    fn a_split_covers_every_row_and_keeps_to_its_room() {
+        for (heads_q, heads_kv) in [(1, 1), (6, 2), (10, 2), (64, 8), (71, 1), (128, 1), (32, 32)] {
+            for (batch, len_q) in [(1, 1), (1, 5), (2, 16), (1, 64), (3, 65), (1, 300), (300, 1)] {
+                for (len_k, logits, d_head) in [(1000, false, 64), (8192, true, 128), (100_000, false, 128)] {
+                    let sizes = Sizes { batch, heads_q, heads_kv, len_q, len_k, d_head };
+                    let Some(cut) = Split::of(&sizes, logits) else { continue };
+                    assert!((heads_q / heads_kv).is_multiple_of(cut.heads) && cut.heads * cut.positions <= ROWS);
+                    assert!(cut.row_blocks(&sizes) * cut.positions * cut.consumers >= len_q, "{sizes:?} {cut:?}");
+                    assert!((1..=len_k.div_ceil(128)).contains(&cut.parts), "{sizes:?} {cut:?}");
+                    assert!(cut.parts_bytes(&sizes) <= PARTS_BYTES, "{sizes:?} {cut:?}");
+                    assert!(!logits || cut.heads == 1);
+                }
+            }
+        }
     }
 
     #[test]
     fn a_section_holds_whole_groups_and_fits_the_cache() {
-        let long = Schedule::of(&sizes(1, 64, 8, 16_384, 128), Tile::TWO, 132);
+        let long = Schedule::whole(&sizes(1, 64, 8, 16_384, 128), Tile::TWO, 132);
         assert!(long.packed && long.section.is_multiple_of(4) && long.section < long.units, "{long:?}");
-        let short = Schedule::of(&sizes(16, 64, 8, 1024, 128), Tile::TWO, 132);
+        let short = Schedule::whole(&sizes(16, 64, 8, 1024, 128), Tile::TWO, 132);
         assert!(short.section > long.section);
-        let endless = Schedule::of(&sizes(1, 8, 8, 1 << 20, 128), Tile::TWO, 132);
+        let endless = Schedule::whole(&sizes(1, 8, 8, 1 << 20, 128), Tile::TWO, 132);
         assert_eq!(endless.section, 1);
     }
 }

@@ -2,8 +2,8 @@
 
 use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
-use super::engine::{NO_ROW, Tables};
 use super::grams::{GramRoute, Grams};
+use super::group::{NO_ROW, Tables};
 use super::tables::{HeadBound, Job, LayerInput, NormBlock, Task};
 use crate::error::Result;
 
@@ -18,6 +18,7 @@ pub(super) struct Bounds {
     eigen_launch: Launch,
     product_jobs: Buffer<Job>,
     product_launch: Launch,
+    product_room: Buffer<f32>,
     lambdas: Buffer<f64>,
     aux: Buffer<f64>,
     pub softmax_scales: Buffer<f32>,
@@ -95,10 +96,31 @@ fn wide_squaring(r: usize) -> (u32, u32) {
     (32 * (side * (side + 1)) as u32, (1024 + 2 * 64 * 64 * side * side) as u32)
 }
 
-/// Largest d_head whose product without rotation fits a block's shared memory.
-const PRODUCT_MOST: usize = 128;
-/// At least so many threads make one (`kernels/scale_products.cu`).
-const PRODUCT_THREADS: u32 = 256;
+/// The kernel of products without rotation, its threads and shared memory.
+fn product_route(r: usize, hopper: bool) -> (sources::Source, u32, u32) {
+    if hopper && r <= 64 {
+        // The factored Gram in f32, an operand in two pieces of f16, and room for its alignment.
+        return (sources::PRODUCTS_WGMMA, 128, 1024 + 64 * 68 * 4 + 2 * 64 * 64 * 2);
+    }
+    if r <= 128 {
+        return (sources::PRODUCTS, squaring(r).0.max(256), 4 * product_values(r) as u32);
+    }
+    // The matrix in f16 alone; three units of it a warp.
+    let bands = r.div_ceil(32);
+    (sources::PRODUCTS, 32 * (bands * (bands + 1) / 2).div_ceil(3).max(8) as u32, squaring(r).1)
+}
+
+/// Values of the three matrices of a product.
+fn product_values(r: usize) -> usize {
+    let side = r.next_multiple_of(32);
+    3 * side * (side + 4)
+}
+
+/// Products of one launch, and the values of device memory that they need: one a multiprocessor where heads are wide.
+fn product_rooms(device: &Device, r: usize, products: usize) -> (usize, usize) {
+    let wide = products.min(device.processors());
+    if r > 128 { (wide, wide * product_values(r)) } else { (products, 0) }
+}
 
 impl Bounds {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: &Grams) -> Result<Self> {
@@ -107,7 +129,7 @@ impl Bounds {
         let (mut jobs, mut products) = (vec![], vec![]);
         // Results: raw q, raw k, then scaled q and scaled k, or products.
         let (k_at, rest_at) = (count * n_q, count * (n_q + n_kv));
-        let by_product = first.rotary == 0 && r <= PRODUCT_MOST;
+        let by_product = first.rotary == 0;
         // Jobs that read the same Gram follow one another, so that the cache serves them.
         for layer in 0..count {
             let heads = layer * (n_q + n_kv);
@@ -144,10 +166,10 @@ impl Bounds {
         };
         let eigen = module(source)?.kernel(name)?;
         eigen.allow_shared(shared)?;
-        let side = r.next_multiple_of(32);
-        let product_shared = (3 * side * (side + 4) * 4) as u32;
+        let (product_source, product_threads, product_shared) = product_route(r, hopper);
+        let (together, room) = product_rooms(device, r, products.len());
         let product = if by_product {
-            let kernel = module(sources::PRODUCTS)?.kernel("scale_products")?;
+            let kernel = module(product_source)?.kernel("scale_products")?;
             kernel.allow_shared(product_shared)?;
             Some(kernel)
         } else {
@@ -188,7 +210,8 @@ impl Bounds {
                 Jobs::Heads(device.upload(&jobs)?)
             },
             early: device.arch().compute >= 90,
-            product_launch: Launch::linear(products.len(), squaring(r).0.max(PRODUCT_THREADS), product_shared),
+            product_launch: Launch::linear(together, product_threads, product_shared),
+            product_room: device.allocate(room)?,
             product_jobs: device.upload(&products)?,
             lambdas: device.zeros(results)?,
             aux: device.zeros(2 * count * n_q)?,
@@ -210,6 +233,7 @@ impl Bounds {
         8 * (self.lambdas.len() + self.aux.len() + self.biases.len())
             + self.jobs.bytes()
             + 16 * self.product_jobs.len()
+            + 4 * self.product_room.len()
             + size_of::<HeadBound>() * self.heads.len()
             + 8 * (self.value_blocks[0].1 + self.value_blocks[1].1)
             + 4 * self.softmax_scales.len()
@@ -220,12 +244,13 @@ impl Bounds {
         let s = &layers[0];
         let (q, all) = (layers.len() * s.n_q, layers.len() * (s.n_q + s.n_kv));
         let jobs = all + if s.rotary > 0 { 2 * q } else { 0 };
-        let products = if s.rotary == 0 && s.d_head <= PRODUCT_MOST { q } else { 0 };
+        let products = if s.rotary == 0 { q } else { 0 };
         let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
         let values = built.row_blocks.iter().chain(&built.column_blocks).filter(is_value).count();
         8 * (all + 2 * q + 2 * q + all + values)
             + Jobs::size(by_warpgroups(device, s.d_head)) * jobs
             + 16 * products
+            + 4 * product_rooms(device, s.d_head, products).1
             + size_of::<HeadBound>() * q
             + 4 * layers.len()
     }
@@ -321,11 +346,18 @@ impl Bounds {
         let (heads, stats, status) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(stats), Arg::Ptr(status));
         let lambdas = Arg::Ptr(self.lambdas.ptr());
         if let Some(products) = &self.products {
-            let aux = Arg::Ptr(self.aux.ptr());
             let (partials, shape) = (Arg::Ptr(grams.partials.ptr()), self.gram_shape(grams));
-            let args = [Arg::Ptr(self.product_jobs.ptr()), heads, partials, stats, shape, lambdas, aux, status];
-            // SAFETY: as for the norms.
-            unsafe { products.launch(stream, self.product_launch, &args)? };
+            let (count, together) = (self.product_jobs.len(), self.product_launch.grid.0 as usize);
+            let room = Arg::Ptr(self.product_room.ptr());
+            for first in (0..count).step_by(together) {
+                let jobs = Arg::Ptr(self.product_jobs.ptr().offset((first * size_of::<Job>()) as u64));
+                let aux = Arg::Ptr(self.aux.ptr().offset((first * 2 * size_of::<f64>()) as u64));
+                let args = [jobs, heads, partials, stats, shape, lambdas, aux, room, status];
+                let launch =
+                    Launch::linear(together.min(count - first), self.product_launch.block, self.product_launch.shared);
+                // SAFETY: as for the norms; a block has its own part of the room.
+                unsafe { products.launch(stream, launch, &args)? };
+            }
         }
         let args = [
             self.plan_shape(),

@@ -125,22 +125,29 @@ fn cuda() -> Cuda {
     Cuda::new(device()).unwrap()
 }
 
+/// Calls with few rows split, and whole as others are.
+fn both() -> [Cuda; 2] {
+    [true, false].map(|split| cuda().with_split(split))
+}
+
 /// BF16 keeps 8 bits: a relative rounding error of 2^-9 at most, 2^-9 / sqrt(3) in the mean square.
 const BF16: f64 = 1.2e-3;
 
 fn agrees_with_the_cpu() {
-    let gpu = cuda();
+    let gpus = both();
     for (seed, call) in cases().enumerate() {
         let data = Data::new(&call.shape, seed as u64);
         let plan = data.plan(&call, 1.0);
-        let have = gpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap();
         let cpu = Cpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap();
         let want = exact(&call, &data.inputs(), &plan);
-        let (ours, theirs) = (distance(&have.out, &want), distance(&cpu.out, &want));
-        // A row of one key has no error from P; what is left is BF16.
-        assert!(ours <= 1.15 * theirs + BF16, "{call:?}: {ours:.3e}, CPU {theirs:.3e}");
-        for (at, (a, b)) in have.lse.iter().zip(&cpu.lse).enumerate() {
-            assert!(a == b || (a - b).abs() <= 4e-3, "{call:?}: lse {at} {a} for {b}");
+        for gpu in &gpus {
+            let have = gpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap();
+            let (ours, theirs) = (distance(&have.out, &want), distance(&cpu.out, &want));
+            // A row of one key has no error from P; what is left is BF16.
+            assert!(ours <= 1.15 * theirs + BF16, "{call:?}: {ours:.3e}, CPU {theirs:.3e}");
+            for (at, (a, b)) in have.lse.iter().zip(&cpu.lse).enumerate() {
+                assert!(a == b || (a - b).abs() <= 4e-3, "{call:?}: lse {at} {a} for {b}");
+            }
         }
     }
 }
@@ -155,8 +162,7 @@ fn logit_error(call: &AttentionCall, data: &Data) -> f32 {
 }
 
 fn telemetry_is_the_cpus() {
-    let gpu = cuda();
-    for (seed, call) in cases().enumerate() {
+    for (seed, (call, gpu)) in cases().flat_map(|call| both().map(|gpu| (call, gpu))).enumerate() {
         let data = Data::new(&call.shape, 100 + seed as u64);
         // The casts of q and k move logits by a few percent.
         let plan = data.plan(&call, 1.3);
@@ -184,9 +190,8 @@ fn same_casts(have: &StepStats, want: &StepStats) {
 }
 
 fn logits_through_e4m3() {
-    let gpu = cuda();
     let precision = Precision { logits: LogitCast::E4m3, ..Precision::KERNEL };
-    for (seed, call) in cases().enumerate() {
+    for (seed, (call, gpu)) in cases().flat_map(|call| both().map(|gpu| (call, gpu))).enumerate() {
         let data = Data::new(&call.shape, 200 + seed as u64);
         // A third of the largest logit fits: many overflow.
         let plan = data.plan(&call, 0.33);
@@ -209,9 +214,8 @@ fn logits_through_e4m3() {
 }
 
 fn an_e4m3_output() {
-    let gpu = cuda();
     let precision = Precision { output: Cast::E4m3, ..Precision::KERNEL };
-    for (seed, call) in cases().enumerate() {
+    for (seed, (call, gpu)) in cases().flat_map(|call| both().map(|gpu| (call, gpu))).enumerate() {
         let data = Data::new(&call.shape, 300 + seed as u64);
         let plan = data.plan(&call, 1.0);
         let have = gpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
@@ -510,9 +514,11 @@ fn rope_is_rotation_then_cast() {
 
 fn calls_repeat_bit_for_bit_also_from_a_graph() {
     let gpu = cuda();
-    for d in [64, 128] {
-        // More tiles than multiprocessors: every block takes several.
-        let shape = AttentionShape { batch: 3, n_q_heads: 8, n_kv_heads: 4, len_q: 1100, len_k: 1300, d_head: d };
+    // More tiles than multiprocessors, so that every block takes several; and few rows of many keys, which are split.
+    for (d, n_q_heads, len_q, len_k) in
+        [(64, 8, 1100, 1300), (128, 8, 1100, 1300), (64, 20, 3, 5000), (128, 20, 20, 5000)]
+    {
+        let shape = AttentionShape { batch: 3, n_q_heads, n_kv_heads: 4, len_q, len_k, d_head: d };
         let call = AttentionCall::causal(shape);
         let data = Data::new(&shape, 13);
         let bytes = [bf16_bytes(&data.q), bf16_bytes(&data.k), bf16_bytes(&data.v)];

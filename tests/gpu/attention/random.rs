@@ -18,6 +18,8 @@ const REFERENCE: Source =
 /// Elements of the largest q (and k, v) drawn.
 const ELEMENTS: usize = 1 << 20;
 const GUARD_WORDS: usize = 64;
+/// Room for the parts of any split call.
+const PARTS_BYTES: usize = 64 << 20;
 /// Multiprocessors that the backends take.
 const PROCESSORS: [usize; 4] = [1, 3, 10, usize::MAX];
 /// A NaN in every format.
@@ -36,6 +38,8 @@ struct Case {
     logits_e4m3: bool,
     out_e4m3: bool,
     telemetry: bool,
+    /// Whether few rows are split.
+    split: bool,
     /// Which of the bench's backends: blocks that take one tile after another go through more of the kernel.
     backend: usize,
     /// Where q, k and v start among the random codes. Keys never overlap queries: q = k is no random case.
@@ -64,6 +68,7 @@ impl Case {
             logits_e4m3,
             out_e4m3: rng.random_bool(0.3),
             telemetry: logits_e4m3 || rng.random_bool(0.5),
+            split: rng.random_bool(0.5),
             backend: rng.random_range(0..PROCESSORS.len()),
             offsets: [(); 3].map(|()| rng.random_range(0..ELEMENTS / 256) * 256),
         }
@@ -72,7 +77,8 @@ impl Case {
 
 /// Memory that serves every case.
 struct Bench {
-    attention: [Cuda; PROCESSORS.len()],
+    /// Whole, then split.
+    attention: [[Cuda; PROCESSORS.len()]; 2],
     stream: Stream,
     kernels: [Kernel; 3],
     codes: Buffer<u8>,
@@ -100,14 +106,15 @@ impl Bench {
         let rows = ELEMENTS / 64;
         let stream = device.stream().unwrap();
         Self {
-            attention: PROCESSORS.map(|n| Cuda::new(device).unwrap().with_processors(n)),
+            attention: [false, true]
+                .map(|split| PROCESSORS.map(|n| Cuda::new(device).unwrap().with_processors(n).with_split(split))),
             kernels,
             codes: device.upload(&codes).unwrap(),
             descales: device.zeros(4 * 12 + 24).unwrap(),
             out: device.zeros(2 * ELEMENTS + 4 * GUARD_WORDS).unwrap(),
             lse: device.zeros(rows + GUARD_WORDS).unwrap(),
             stats: device.zeros(stats_words(24, 4)).unwrap(),
-            workspace: device.zeros(Workspace::HEADER + 2 * ELEMENTS + 16 * 128 * 12).unwrap(),
+            workspace: device.zeros(Workspace::HEADER + 2 * ELEMENTS + 16 * 128 * 12 + PARTS_BYTES).unwrap(),
             reference: device.zeros(ELEMENTS).unwrap(),
             room: device.zeros(ELEMENTS).unwrap(),
             reference_lse: device.zeros(rows).unwrap(),
@@ -171,7 +178,9 @@ impl Bench {
         };
         let mask = Mask { causal: case.causal, window: None };
         let call = AttentionCall { shape, mask, softmax_scale: f64::from(case.softmax_scale), soft_cap: None };
-        self.attention[case.backend].launch(&self.stream, &call, &tensors, &workspace).unwrap();
+        self.attention[usize::from(case.split)][case.backend]
+            .launch(&self.stream, &call, &tensors, &workspace)
+            .unwrap();
 
         let sizes = Arg::Words([
             batch as u32,
