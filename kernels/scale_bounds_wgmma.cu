@@ -10,6 +10,9 @@ using namespace spectrum;
 
 constexpr bool BIG = N > 64;
 constexpr u32 SIDE = BIG ? 128 : 64, TILES = SIDE / 8;
+// What may be left open by estimate, of lambda; a fifth of it is on average. Norms as they are may be looser: their product is
+// sigma only where it is the smaller one, which is seldom, and by little.
+constexpr float SCALED_OPEN = 0.002f, RAW_OPEN = 0.003f;
 constexpr float TRACE = 16.f;            // of S: its values are normal numbers of f16
 constexpr u32 PANEL_BYTES = SIDE * 128;  // 64 columns of every row
 
@@ -205,9 +208,17 @@ __device__ __forceinline__ void square(Values& p, u32 x) {
   each(p, [](float& x) { asm volatile("" : "+f"(x)::"memory"); });
 }
 
+// A matrix, with everything that asking for it takes.
+struct Task {
+  u32 kind, result;
+  u32 first, stride, count;  // its Gram's parts
+  u32 q_row, k_row;          // statistics of the two heads
+  u32 pad;
+};
+static_assert(sizeof(Task) == 32, "host mirror");
+
 extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
-    scale_bounds(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
-                 double* lambdas, u32* status) {
+    scale_bounds(const Task* tasks, const float* partials, const ChannelStats* stats, Shape shape, double* lambdas, u32* status) {
   extern __shared__ u8 memory[];
   __shared__ __align__(16) float factor[SIDE], sum[SIDE];
   __shared__ __align__(16) uint2 scratch[4];
@@ -216,13 +227,15 @@ extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
   __shared__ Links links;
   const u32 x = (ptx::shared_address(memory) + 1023) & ~1023u;
   const Lane at;
-  const Job job = jobs[blockIdx.x];
+  const Task task = tasks[blockIdx.x];
+  const Job job = {task.kind};
+  wait_for_previous();
+  let_next_start();
   // A thread a channel.
   const u32 i = threadIdx.x;
-  const HeadGram q = heads[job.q], k = heads[job.k], head = job.of_q() ? q : k;
-  const Known known = known_of(min(i, N - 1), job, q, k, stats, shape);
+  const Known known = known_of(min(i, N - 1), job, stats + task.q_row, stats + task.k_row, shape);
   Values v;
-  const float* from = partials + (size_t)head.first * GRAM_BLOCKS * 4096 + at.row() * 64 + 2 * at.c;
+  const float* from = partials + (size_t)task.first * GRAM_BLOCKS * 4096 + at.row() * 64 + 2 * at.c;
   load_part<true>(v, from);
   {
     Channel own = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
@@ -236,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
     __syncthreads();
   }
 #pragma unroll 1
-  for (u32 part = 1; part < head.count; part++) load_part<false>(v, from += (size_t)head.stride * GRAM_BLOCKS * 4096);
+  for (u32 part = 1; part < task.count; part++) load_part<false>(v, from += (size_t)task.stride * GRAM_BLOCKS * 4096);
   auto totals = [&] {
     float4 t = totals_of[0];
 #pragma unroll
@@ -248,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
   };
   const float added = totals().added(shape), trace = totals().trace + N * added;
   if (!(trace > 0.f && trace < 3e38f)) {
-    if (threadIdx.x == 0) put_lambda(lambdas + job.result, trace == 0.f ? 0.0 : __longlong_as_double(0x7ff8000000000000ll), status);
+    if (threadIdx.x == 0) put_lambda(lambdas + task.result, trace == 0.f ? 0.0 : __longlong_as_double(0x7ff8000000000000ll), status);
     return;
   }
   const float to_trace = TRACE * inverse(trace), extra = added * to_trace;
@@ -266,9 +279,10 @@ extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
   diagonal(v, at, [&](float& value, bool on, u32 i) { value += on && i < N ? extra : 0.f; });
   float2 sums = moments<true, (int)TRACE * 2>(v, at, scratch);
   if (!(sums.y > 0.f)) {
-    if (threadIdx.x == 0) put_lambda(lambdas + job.result, sums.y == 0.f ? 0.0 : __longlong_as_double(0x7ff8000000000000ll), status);
+    if (threadIdx.x == 0) put_lambda(lambdas + task.result, sums.y == 0.f ? 0.0 : __longlong_as_double(0x7ff8000000000000ll), status);
     return;
   }
+  const float open = job.scaled() ? SCALED_OPEN : RAW_OPEN;
   Chain chain;
   {
     uint2 ends = ends_of[0];
@@ -281,11 +295,11 @@ extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
     store(v, at, x, chain.shift, chain.scale);
     square(v, x);
     sums = moments<false, 2>(v, at, scratch);
-    if (!chain.go_on(sums.x, sums.y, OPEN, links)) break;
+    if (!chain.go_on(sums.x, sums.y, open, links)) break;
   }
   if (threadIdx.x == 0) {
     const Totals t = totals();
     const float top = __fmul_ru(chain.certificate(sums.x, sums.y, links), (t.trace + N * t.added(shape)) / TRACE);
-    put_lambda(lambdas + job.result, exact_lambda(top, t, shape), status);
+    put_lambda(lambdas + task.result, exact_lambda(top, t, shape), status);
   }
 }

@@ -45,16 +45,19 @@ __device__ float pair_bound(const ChannelStats* s, const Layer& l, u32 p, u32 ro
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
     scale_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, float* operand_bounds,
-                   u32* status) {
+                   u32* status, u32 behind) {
   extern __shared__ float bounds[];  // one a head of this projection
   const Layer l = layers[blockIdx.x];
   const u32 which = blockIdx.y;
+  // `behind`: the launch in front left the statistics as they were; what comes next waits for both.
+  if (!behind) wait_for_previous();
+  let_next_start();
   if (l.normalised && which < 2) return;
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = l.d_head / 2;
   const u32 first = which == 0 ? l.q_row : which == 1 ? l.k_row : l.v_row;
   const u32 count = which == 0 ? l.n_q : l.n_kv, group = count / l.n_kv;
   const u32 rotary = which == 2 ? 0 : l.rotary;
-  for (u32 head = warp; head < count; head += 32) {
+  for (u32 head = warp; head < count; head += blockDim.x / 32) {
     float bound = 0.f;
     if (first != 0xffffffffu)
       for (u32 i = lane; i < half; i += 32)
@@ -63,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     for (int step = 16; step; step >>= 1) bound = larger(bound, __shfl_xor_sync(0xffffffffu, bound, step));
     if (lane == 0) bounds[head] = bound;
   }
+  if (behind) wait_for_previous();
   __syncthreads();
   if (warp) return;
   float most = 0.f, most_o = 0.f;

@@ -236,6 +236,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   const u32 begin = shares[blockIdx.x], end = shares[blockIdx.x + 1];
+  wait_for_previous();
+  let_next_start();
   if (threadIdx.x < 128) {
     ptx::take_registers<240>();
     multiply<ONE ? 128 : 64, 0>(pipe, segments, begin, end, projections, scales, partials, parts);

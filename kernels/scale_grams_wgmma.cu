@@ -3,14 +3,14 @@
 // scale_grams_pieces.cu does what this one does not. Hopper.
 //
 // The model dimension of all tiles of 128 channels, laid end to end, is cut into equal shares, one a block (a share is a
-// list of segments: tile, range). A warp brings 128 input channels at a time through the copy engine; four warpgroups turn
+// list of segments: tile, range). A warp brings 128 input channels at a time through the copy engine; two warpgroups turn
 // them in place into y = f16(s g w), s the projection's power of two, and sum up norms and pair products; two warpgroups
 // multiply: the blocks (0,0) and (0,1), and (1,1).
 //
 // One product with y on both sides instead of two with a split one. Rounding changes a value of exponent e by at most
 // 2^(e - 11), or 2^-25 below the normal ones, which is summed up for every channel: delta_i >= ||y_i - exact||, so that
-// sigma(exact) <= sigma(y) + (sum delta_i^2)^1/2. Accumulators are flushed into a second f32 sum every 256 input channels:
-// the accumulation's error is at most (256 + d/256) 2^-24 tr G in norm.
+// sigma(exact) <= sigma(y) + (sum delta_i^2)^1/2. Accumulators are flushed into a second f32 sum with every tile: the
+// accumulation's error is at most (128 + d/128) 2^-24 tr G in norm.
 #include "scale_ptx.cuh"
 #include "scale_segments.cuh"
 
@@ -29,9 +29,8 @@ constexpr int BOX_BYTES = 64 * 64 * 2, HALF_BYTES = 2 * BOX_BYTES, TILE_BYTES = 
 constexpr int COPIED = N * TILE * 2;
 constexpr int GAIN_BYTES = TILE * 4;
 constexpr int STAGES = 6;
-constexpr int FLUSH = 2;  // tiles
 constexpr int MEETING_BYTES = 8 * 5 * 64 * 4;  // sums of the converting warps
-constexpr u32 MULTIPLIERS = 256, CONVERTERS = 512, THREADS = MULTIPLIERS + CONVERTERS + 128;
+constexpr u32 MULTIPLIERS = 256, CONVERTERS = 256, THREADS = MULTIPLIERS + CONVERTERS + 128;
 // The host's number: room for alignment, boxes, gains, barriers and sums.
 static_assert(1024 + STAGES * (TILE_BYTES + GAIN_BYTES + 24) + MEETING_BYTES <= 211456, "shared memory");
 
@@ -99,7 +98,7 @@ __device__ __forceinline__ void hand_over(u32 barrier) {
   ptx::barrier_arrive_if(barrier, ptx::arrives(threadIdx.x & 31));
 }
 
-// Four warpgroups: y in place, and sums over the segment for every channel.
+// Two warpgroups: y in place, and sums over the segment for every channel.
 __device__ void convert(Pipeline pipe, const Segment* segments, u32 begin, u32 end, const Projection* projections,
                         const float2* scales, ChannelPart* parts) {
   const u32 thread = threadIdx.x - MULTIPLIERS, lane = thread & 31, warp = thread >> 5;
@@ -107,70 +106,89 @@ __device__ void convert(Pipeline pipe, const Segment* segments, u32 begin, u32 e
     const Segment segment = segments[s];
     const bool gram = segment.heads > 0;
     const float scale = scales[segment.projection].x, back = 1.f / (scale * scale);
-    // A lane one pair of channels, a warp eight input channels: gains are the same for all lanes, and neighbouring
+    // A lane two pairs of channels, a warp eight input channels: gains are the same for all lanes, and neighbouring
     // channels lie in different banks.
-    const u32 chunk = warp & 7, pair = (warp >> 3) * 32 + lane;
-    const bool in = pair < N / 2;
-    u32 a, b;
+    u32 a[2], b[2];
+    bool in[2];
     {
       const Projection& p = projections[segment.projection];
-      // Without rotation any two may be a pair: the halves, whose banks do not collide.
-      pair_channels(pair, p.rotary ? p.rotary : N, p.rotary && p.interleaved, a, b);
-      if (!in) a = b = 0;
+#pragma unroll
+      for (u32 q = 0; q < 2; q++) {
+        in[q] = lane + 32 * q < N / 2;
+        // Without rotation any two may be a pair: the halves, whose banks do not collide.
+        pair_channels(in[q] ? lane + 32 * q : 0, p.rotary ? p.rotary : N, p.rotary && p.interleaved, a[q], b[q]);
+      }
     }
-    const u32 offset_a = a * 128 + ((chunk ^ (a & 7)) << 4);
-    const u32 offset_b = b * 128 + ((chunk ^ (b & 7)) << 4);
-    float norm_a = 0.f, norm_b = 0.f, dot = 0.f, lost_a = 0.f, lost_b = 0.f;
+    auto offset = [&](u32 channel) { return channel * 128 + ((warp ^ (channel & 7)) << 4); };
+    const u32 offset_a[2] = {offset(a[0]), offset(a[1])}, offset_b[2] = {offset(b[0]), offset(b[1])};
+    float sums[2][5] = {};  // norms of both, their product, what rounding may change of both
     for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
-      const u32 boxes = pipe.boxes + pipe.stage * TILE_BYTES, gains = pipe.gains + pipe.stage * GAIN_BYTES + chunk * 32;
+      const u32 boxes = pipe.boxes + pipe.stage * TILE_BYTES, gains = pipe.gains + pipe.stage * GAIN_BYTES + warp * 32;
       ptx::barrier_wait(pipe.full + pipe.stage * 8, pipe.phase);
-      if (in)
 #pragma unroll
       for (u32 half = 0; half < 2; half++) {
         const uint4 low = load16(gains + half * 256), high = load16(gains + half * 256 + 16);
         const u32 g[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        float za[8], zb[8];
-        const u32 at_a = boxes + half * HALF_BYTES + offset_a, at_b = boxes + half * HALF_BYTES + offset_b;
-        unpack(load16(at_a), za), unpack(load16(at_b), zb);
+        uint4 raw[2][2];
 #pragma unroll
-        for (int i = 0; i < 8; i++) za[i] *= __uint_as_float(g[i]), zb[i] *= __uint_as_float(g[i]);
-        float sum_a = 0.f, sum_b = 0.f;
+        for (u32 q = 0; q < 2; q++) {
+          raw[q][0] = load16(boxes + half * HALF_BYTES + offset_a[q]), raw[q][1] = load16(boxes + half * HALF_BYTES + offset_b[q]);
+        }
 #pragma unroll
-        for (int i = 0; i < 8; i++) sum_a += za[i] * za[i], sum_b += zb[i] * zb[i];
-        norm_a += sum_a, norm_b += sum_b;
-        if (gram) {
-          float product = 0.f;
+        for (u32 q = 0; q < 2; q++) {
+          if (N < 128 && !in[q]) continue;
+          float za[8], zb[8];
+          unpack(raw[q][0], za), unpack(raw[q][1], zb);
 #pragma unroll
-          for (int i = 0; i < 8; i++) product += za[i] * zb[i];
-          dot += product;
-          store_f16(at_a, za, lost_a), store_f16(at_b, zb, lost_b);
+          for (int i = 0; i < 8; i++) za[i] *= __uint_as_float(g[i]), zb[i] *= __uint_as_float(g[i]);
+          float sum_a = 0.f, sum_b = 0.f;
+#pragma unroll
+          for (int i = 0; i < 8; i++) sum_a += za[i] * za[i], sum_b += zb[i] * zb[i];
+          sums[q][0] += sum_a, sums[q][1] += sum_b;
+          if (gram) {
+            float product = 0.f;
+#pragma unroll
+            for (int i = 0; i < 8; i++) product += za[i] * zb[i];
+            sums[q][2] += product;
+            store_f16(boxes + half * HALF_BYTES + offset_a[q], za, sums[q][3]);
+            store_f16(boxes + half * HALF_BYTES + offset_b[q], zb, sums[q][4]);
+          }
         }
       }
       hand_over(pipe.ready + pipe.stage * 8);
     }
     // The eight warps of a pair meet in shared memory.
-    const float mine[5] = {norm_a, norm_b, dot, lost_a, lost_b};
 #pragma unroll
-    for (int i = 0; i < 5; i++) store4(pipe.meeting + ((chunk * 5 + i) * 64 + pair) * 4, mine[i]);
-    asm volatile("bar.sync 1, 512;" ::: "memory");
-    if (chunk == 0 && in) {
+    for (u32 q = 0; q < 2; q++)
+#pragma unroll
+      for (int i = 0; i < 5; i++) store4(pipe.meeting + ((warp * 5 + i) * 64 + lane + 32 * q) * 4, sums[q][i]);
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+    if (warp < 2 && (warp ? in[1] : in[0])) {
       float total[5] = {};
       for (u32 c = 0; c < 8; c++)
 #pragma unroll
-        for (int i = 0; i < 5; i++) total[i] += load4(pipe.meeting + ((c * 5 + i) * 64 + pair) * 4);
+        for (int i = 0; i < 5; i++) total[i] += load4(pipe.meeting + ((c * 5 + i) * 64 + lane + 32 * warp) * 4);
       const float below = (segment.last - segment.first) * TILE * 0x1p-50f;
       ChannelPart* out = parts + segment.stat;
-      *(float4*)(out + a) = make_float4(total[0] * back, total[2] * back, (total[3] * 0x1p-22f + below) * back, 0.f);
-      *(float4*)(out + b) = make_float4(total[1] * back, total[2] * back, (total[4] * 0x1p-22f + below) * back, 0.f);
+      *(float4*)(out + (warp ? a[1] : a[0])) = make_float4(total[0] * back, total[2] * back, (total[3] * 0x1p-22f + below) * back, 0.f);
+      *(float4*)(out + (warp ? b[1] : b[0])) = make_float4(total[1] * back, total[2] * back, (total[4] * 0x1p-22f + below) * back, 0.f);
     }
-    asm volatile("bar.sync 1, 512;" ::: "memory");
+    asm volatile("bar.sync 1, 256;" ::: "memory");
   }
 }
 
-// One warpgroup: `BLOCKS` 64 x 64 blocks of every segment, side by side, the left operand from box LEFT.
-template <int BLOCKS, int LEFT> __device__ __forceinline__ void multiply(Pipeline pipe, const Segment* segments, u32 begin, u32 end, const float2* scales, float* partials) {
+__device__ __forceinline__ void product(float (&d)[32], u64 a, u64 b, int accumulate) {
+  ptx::wgmma_f16_64x64x16<false>(d, a, b, accumulate);
+}
+__device__ __forceinline__ void product(float (&d)[64], u64 a, u64 b, int accumulate) {
+  ptx::wgmma_f16_64x128x16(d, a, b, accumulate);
+}
+
+// One warpgroup: COLUMNS columns of every segment's Gram from the channel on that box LEFT starts with, for that box's rows.
+template <int COLUMNS, int LEFT>
+__device__ __forceinline__ void multiply(Pipeline pipe, const Segment* segments, u32 begin, u32 end, const float2* scales, float* partials) {
   const u32 lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
-  float acc[BLOCKS][32], sum[BLOCKS][32];
+  float acc[COLUMNS / 2], sum[COLUMNS / 2];
   for (u32 s = begin; s < end; s++) {
     const Segment segment = segments[s];
     if (segment.heads == 0) {
@@ -181,52 +199,35 @@ template <int BLOCKS, int LEFT> __device__ __forceinline__ void multiply(Pipelin
       continue;
     }
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++)
+    for (int i = 0; i < COLUMNS / 2; i++) acc[i] = 0.f, sum[i] = 0.f;
+    for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
+      ptx::barrier_wait(pipe.ready + pipe.stage * 8, pipe.phase);
+      const u64 box = ptx::swizzled_operand(pipe.boxes + pipe.stage * TILE_BYTES + LEFT * BOX_BYTES);
+      // Zero; were it known, the assembler would clear the sums itself and serialise the products.
+      u32 continued = 0;
+      asm volatile("" : "+r"(continued));
+      ptx::keep(acc);
+      ptx::wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 32; i++) acc[b][i] = 0.f, sum[b][i] = 0.f;
-    for (u32 tile = segment.first; tile < segment.last; tile += FLUSH) {
-      const u32 count = min((u32)FLUSH, segment.last - tile);
-      u32 previous = pipe.empty;
-      for (u32 t = 0; t < count; t++) {
-        ptx::barrier_wait(pipe.ready + pipe.stage * 8, pipe.phase);
-        const u32 boxes = pipe.boxes + pipe.stage * TILE_BYTES;
-        const u64 left = ptx::swizzled_operand(boxes + LEFT * BOX_BYTES);
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) ptx::keep(acc[b]);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-          const u64 step = (k / 4 * HALF_BYTES + k % 4 * 32) / 16;
-#pragma unroll
-          for (int b = 0; b < BLOCKS; b++)
-            ptx::wgmma_f16_64x64x16<false>(acc[b], left + step, left + b * (BOX_BYTES / 16) + step, t + k > 0);
-        }
-        ptx::wgmma_commit();
-        // The tile before this one is done with: its stage is free.
-        ptx::wgmma_wait<1>();
-        ptx::barrier_arrive_if(previous, ptx::arrives(lane) && t > 0);
-        previous = pipe.empty + pipe.stage * 8;
-        pipe.next();
+      for (int k = 0; k < 8; k++) {
+        const u64 at = box + (k / 4 * HALF_BYTES + k % 4 * 32) / 16;
+        product(acc, at, at, continued + k > 0);
       }
+      ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
+      ptx::keep(acc);
+      ptx::barrier_arrive_if(pipe.empty + pipe.stage * 8, ptx::arrives(lane));
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++) ptx::keep(acc[b]);
-      ptx::barrier_arrive_if(previous, ptx::arrives(lane));
-#pragma unroll
-      for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-        for (int i = 0; i < 32; i++) sum[b][i] += acc[b][i];
+      for (int i = 0; i < COLUMNS / 2; i++) sum[i] += acc[i];
     }
     // Store this share's part.
     const float scale = scales[segment.projection].x, back = 1.f / (scale * scale);
+    float* out = partials + (size_t)(segment.slot * 3 + LEFT * 2) * 4096 + (warp * 16 + lane / 4) * 64 + (lane & 3) * 2;
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++) {
-      float* out = partials + (size_t)(segment.slot * 3 + LEFT * 2 + b) * 4096 + (warp * 16 + lane / 4) * 64 + (lane & 3) * 2;
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        *(float2*)(out + j * 8) = make_float2(sum[b][4 * j] * back, sum[b][4 * j + 1] * back);
-        *(float2*)(out + 8 * 64 + j * 8) = make_float2(sum[b][4 * j + 2] * back, sum[b][4 * j + 3] * back);
-      }
+    for (int j = 0; j < COLUMNS / 8; j++) {
+      float* to = out + j / 8 * 4096 + j % 8 * 8;
+      *(float2*)to = make_float2(sum[4 * j] * back, sum[4 * j + 1] * back);
+      *(float2*)(to + 8 * 64) = make_float2(sum[4 * j + 2] * back, sum[4 * j + 3] * back);
     }
   }
 }
@@ -253,16 +254,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   const u32 begin = shares[blockIdx.x], end = shares[blockIdx.x + 1];
+  wait_for_previous();
+  let_next_start();
   const u32 group = threadIdx.x / 128;
-  // 72 a thread at the start, 504 in all: 160 + 88 + 4 * 56 + 24.
+  // 96 a thread at the start, 480 in all: 168 + 3 * 96 + 24. A product of 128 columns does not assemble below 90.
   if (group == 0) {
-    ptx::take_registers<160>();
-    multiply<2, 0>(pipe, segments, begin, end, scales, partials);
+    ptx::take_registers<168>();
+    multiply<128, 0>(pipe, segments, begin, end, scales, partials);
   } else if (group == 1) {
-    ptx::take_registers<88>();
-    multiply<1, 1>(pipe, segments, begin, end, scales, partials);
-  } else if (group < 6) {
-    ptx::give_registers<56>();
+    ptx::give_registers<96>();
+    multiply<64, 1>(pipe, segments, begin, end, scales, partials);
+  } else if (group < 4) {
+    ptx::give_registers<96>();
     convert(pipe, segments, begin, end, projections, scales, parts);
   } else {
     ptx::give_registers<24>();

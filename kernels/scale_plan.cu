@@ -34,9 +34,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   const u32 first = layer * (s.n_q + s.n_kv);
   const ChannelStats* q = stats + heads[first + h].stat_row;
   const ChannelStats* k = stats + heads[first + s.n_q + kv].stat_row;
-  const double raw_q = lambdas[task], raw_k = lambdas[s.layers * s.n_q + layer * s.n_kv + kv];
-  const double* rest = lambdas + s.layers * (s.n_q + s.n_kv);
-  const double sigma_q = sqrt(raw_q), sigma_k = sqrt(raw_k), root = sqrt((double)s.d_model);
+  const double root = sqrt((double)s.d_model);
   const double yarn = s.rope_factor;
 
   // Constants.
@@ -73,6 +71,11 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   a = warp_sum(a), b = warp_sum(b), spread_q = warp_sum(spread_q), spread_k = warp_sum(spread_k);
   rest_q = warp_sum(rest_q), rest_k = warp_sum(rest_k), rest_cq = warp_sum(rest_cq), rest_ck = warp_sum(rest_ck);
   rest_a = warp_sum(rest_a), rest_b = warp_sum(rest_b);
+  // All before this is of the launch before the one in front.
+  wait_for_previous();
+  const double raw_q = lambdas[task], raw_k = lambdas[s.layers * s.n_q + layer * s.n_kv + kv];
+  const double* rest = lambdas + s.layers * (s.n_q + s.n_kv);
+  const double sigma_q = sqrt(raw_q), sigma_k = sqrt(raw_k);
   // The coarsest of the layer: heads may share its largest scale.
   float step_q = 0.f, step_k = 0.f;
   for (u32 i = lane; i < s.n_kv; i += 32) {
@@ -151,6 +154,10 @@ extern "C" __global__ void __launch_bounds__(256)
   const StatTile tile = tiles[blockIdx.x];
   const Projection& p = projections[tile.projection];
   const u32 i = threadIdx.x;
+  const u32 flags = p.flags;  // the projection's line is there when it is wanted
+  const u64 bias = p.bias;
+  wait_for_previous();
+  let_next_start();
   double norm2 = 0, pair = 0, rounding = 0, sum = 0, constant = 0, absolute = 0;
   if (i < tile.rows)
     for (u32 part = 0; part < tile.parts; part++) {
@@ -173,13 +180,13 @@ extern "C" __global__ void __launch_bounds__(256)
   }
   // Tensor cores cut off below 2^-23 of a sum, 16 products at a time.
   const double raw2 = norm2, lost = tile.from_gram ? norm2 * 0x1p-19 : 0.0;
-  if (p.flags & HAS_MEAN) {
+  if (flags & HAS_MEAN) {
     norm2 -= sum * sum / p.d_model;
     norm2 = norm2 < 0.0 ? 0.0 : norm2;
     const u32 head = i / p.d_head * p.d_head;
     if (!p.raw_pairs) pair -= sum * channel_sums[head + pair_partner(i - head, p.rotary, p.interleaved)] / p.d_model;
   }
-  const float b = p.bias ? load_value(p.bias, p.vector_dtype, tile.first_row + i) : 0.f;
+  const float b = bias ? load_value(bias, p.vector_dtype, tile.first_row + i) : 0.f;
   out = {(float)(norm2 + lost), (float)(raw2 + lost), (float)pair, (float)(constant + b),
          (float)(absolute + fabsf(b)), (float)sum, (float)rounding, 0.f};
 }

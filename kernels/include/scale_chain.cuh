@@ -36,6 +36,13 @@ __device__ __forceinline__ float inverse_root(float x) {
   return r;
 }
 
+// Not below the root of x >= 0: the approximation is within 2^-22.9, its product within 2^-24. NaN stays NaN.
+__device__ __forceinline__ float root_above(float x) {
+  const bool small = x < 0x1p-60f;  // which the approximation takes for zero
+  const float y = small ? x * 0x1p80f : x, root = __fmul_ru(y * inverse_root(y), 1.f + 0x1p-21f);
+  return x > 0.f ? (small ? __fmul_ru(root, 0x1p-40f) : root) : x;
+}
+
 // What is remembered of each squaring, by one thread for the end.
 struct Links {
   float shift[MOST], back[MOST], error[MOST];  // c, 1/a, eps
@@ -98,14 +105,16 @@ struct Chain {
  public:
   // Back through the chain, every step rounded up. The sums are within 1e-5, and squares within 2^-24 beside.
   __device__ __forceinline__ float certificate(float sum, float squares, const Links& links) const {
+    constexpr float ABOVE = (1.f + 0x1p-22f) / N, BELOW = (1.f - 0x1p-22f) / N;  // of 1 / N
+    constexpr float OTHERS = (1.f - 1.f / N) * (1.f + 0x1p-22f);
     const float s1 = __fmul_ru(sum, 1.00001f), s2 = __fmaf_ru(squares, 1.00001f, 0x1p-24f), low = sum * 0.99999f;
-    const float spread = fmaxf(__fmul_ru(1.f - 1.f / N, __fsub_ru(s2, __fdiv_rd(__fmul_rd(low, low), (float)N))), 0.f);
-    float norm = __fadd_ru(__fadd_ru(__fdiv_ru(s1, (float)N), __fsqrt_ru(spread)), __fmul_ru(CUT, s1));
-    norm = __fsqrt_ru(norm);
+    const float spread = fmaxf(__fmul_ru(OTHERS, __fsub_ru(s2, __fmul_rd(__fmul_rd(low, low), BELOW))), 0.f);
+    float norm = __fadd_ru(__fadd_ru(__fmul_ru(s1, ABOVE), root_above(spread)), __fmul_ru(CUT, s1));
+    norm = root_above(norm);
 #pragma unroll 1
     for (int j = count - 1; j >= 0; j--) {
       norm = __fadd_ru(__fmul_ru(__fadd_ru(norm, links.error[j]), links.back[j]), links.shift[j]);
-      if (j) norm = __fsqrt_ru(norm);
+      if (j) norm = root_above(norm);
     }
     return norm;
   }

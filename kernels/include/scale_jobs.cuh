@@ -43,10 +43,13 @@ struct Known {
   float4 norms, sums;              // the channel's own: norm2, raw2, pair, constant; absolute, sum, rounding, -
   float q, k, q_other, k_other;    // norm^2 of it and of the other of its rotation pair
 };
-__device__ __forceinline__ Known known_of(u32 i, const Job& job, const HeadGram& of_q, const HeadGram& of_k, const ChannelStats* stats, const Shape& shape) {
-  const ChannelStats *q = stats + of_q.stat_row, *k = stats + of_k.stat_row, *own = (job.of_q() ? q : k) + i;
+__device__ __forceinline__ Known known_of(u32 i, const Job& job, const ChannelStats* q, const ChannelStats* k, const Shape& shape) {
+  const ChannelStats* own = (job.of_q() ? q : k) + i;
   const u32 other = partner(i, shape);
   return {*(const float4*)own, *((const float4*)own + 1), q[i].norm2, k[i].norm2, q[other].norm2, k[other].norm2};
+}
+__device__ __forceinline__ Known known_of(u32 i, const Job& job, const HeadGram& of_q, const HeadGram& of_k, const ChannelStats* stats, const Shape& shape) {
+  return known_of(i, job, stats + of_q.stat_row, stats + of_k.stat_row, shape);
 }
 
 // One channel of a job: what its row and column of the Gram are multiplied by, its sum where the mean is removed, and its
@@ -76,12 +79,12 @@ struct Totals {
 
 // sigma^2 of the exact channels from the certificate of their Gram, every step rounded up.
 __device__ __forceinline__ float exact_lambda(float lambda, const Totals& totals, const Shape& shape) {
-  const float lost = totals.lost * (1.f + 0x1p-20f), delta = __fsqrt_ru(lost);
-  const float sums = __fadd_ru(2.f * __fsqrt_ru(totals.mean * (1.f + 0x1p-20f)), delta);
-  const float moved = shape.mean ? __fmul_ru(__fmul_ru(sums, delta), __fdiv_ru(1.f, __fsqrt_rd((float)shape.d_model))) : 0.f;
+  const float lost = totals.lost * (1.f + 0x1p-20f), delta = spectrum::root_above(lost);
+  const float sums = __fadd_ru(2.f * spectrum::root_above(totals.mean * (1.f + 0x1p-20f)), delta);
+  const float moved = shape.mean ? __fmul_ru(__fmul_ru(sums, delta), spectrum::inverse_root((float)shape.d_model) * (1.f + 0x1p-20f)) : 0.f;
   // Factors and channel sums in f32: within 2^-19.
   const float before = __fadd_ru(__fmul_ru(lambda, 1.f + 0x1p-19f), __fadd_ru(moved, lost));
-  const float sigma = __fadd_ru(__fsqrt_ru(before), delta);
+  const float sigma = __fadd_ru(spectrum::root_above(before), delta);
   return __fmul_ru(sigma, sigma);
 }
 

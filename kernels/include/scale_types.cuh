@@ -108,3 +108,17 @@ __device__ __forceinline__ u32 pair_partner(u32 channel, u32 rotary, u32 interle
   const u32 half = rotary / 2;
   return interleaved || channel >= rotary ? channel ^ 1 : channel < half ? channel + half : channel - half;
 }
+
+// Programmatic dependent launch, from Hopper on: both do nothing in a kernel that was launched without it. What a kernel reads
+// or writes of the launch in front lies behind the wait; what the launch before that one left may be read ahead of it if the
+// one in front waited before it let this one start.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

@@ -340,6 +340,16 @@ impl Kernel {
     ///    writes until the kernel has run, also at each replay of a graph that captured it.
     /// 3. Nothing else writes what it reads, or touches what it writes, without being ordered by a stream.
     pub unsafe fn launch(&self, stream: &Stream, launch: Launch, args: &[Arg]) -> Result<()> {
+        // SAFETY: the caller's promises.
+        unsafe { self.launch_early(stream, launch, args, false) }
+    }
+
+    /// As [`Kernel::launch`]. `early`: the kernel may start before the one in front of it on the stream has ended, and waits
+    /// for it itself (`griddepcontrol.wait`; Hopper and later).
+    ///
+    /// # Safety
+    /// As [`Kernel::launch`].
+    pub(super) unsafe fn launch_early(&self, stream: &Stream, launch: Launch, args: &[Arg], early: bool) -> Result<()> {
         let mut values: Vec<Arg> = args.to_vec();
         let mut params: Vec<*mut c_void> = values
             .iter_mut()
@@ -353,7 +363,7 @@ impl Kernel {
             })
             .collect();
         // SAFETY: the parameters point into `values`, which outlives the call; the rest are the caller's promises.
-        unsafe { self.launch_parameters(stream, launch, &mut params, false) }
+        unsafe { self.launch_parameters(stream, launch, &mut params, early) }
     }
 
     /// As [`Kernel::launch`], with parameters of any size by address. `overlap`: the kernel may start before the one in

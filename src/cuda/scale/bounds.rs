@@ -4,7 +4,7 @@ use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Strea
 use super::super::sources;
 use super::grams::{GramRoute, Grams};
 use super::group::{NO_ROW, Tables};
-use super::tables::{HeadBound, Job, LayerInput, NormBlock};
+use super::tables::{HeadBound, Job, LayerInput, NormBlock, Task};
 use crate::error::Result;
 
 /// What the logit bounds need beside the Grams.
@@ -14,7 +14,7 @@ pub(super) struct Bounds {
     products: Option<Kernel>,
     plan: Kernel,
     gram_stats: Kernel,
-    jobs: Buffer<Job>,
+    jobs: Jobs,
     eigen_launch: Launch,
     product_jobs: Buffer<Job>,
     product_launch: Launch,
@@ -34,6 +34,36 @@ pub(super) struct Bounds {
     raw_pairs: u32,
     shape: LayerInput,
     layers: usize,
+    /// Kernels may start before the one in front has ended.
+    early: bool,
+}
+
+/// The matrices, as the kernel wants them.
+#[derive(Debug)]
+enum Jobs {
+    /// By their heads.
+    Heads(Buffer<Job>),
+    /// With their places, one load less ahead of the Gram (`kernels/scale_bounds_wgmma.cu`).
+    Places(Buffer<Task>),
+}
+
+impl Jobs {
+    /// Bytes of one.
+    fn size(places: bool) -> usize {
+        if places { size_of::<Task>() } else { size_of::<Job>() }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Heads(jobs) => size_of::<Job>() * jobs.len(),
+            Self::Places(tasks) => size_of::<Task>() * tasks.len(),
+        }
+    }
+}
+
+/// Hopper's tensor cores make the certificates, a warpgroup a matrix.
+fn by_warpgroups(device: &Device, r: usize) -> bool {
+    device.arch().compute == 90 && r <= WGMMA_MOST
 }
 
 /// Threads and shared memory of the kernels that square matrices (`kernels/include/scale_spectrum.cuh`).
@@ -128,9 +158,9 @@ impl Bounds {
         let results = rest_at + 2 * count * n_q;
         let module = |source| device.module(source, &[("D_HEAD", r.to_string())]);
         let plan = device.module(sources::PLAN, &[])?;
-        let hopper = device.arch().compute == 90;
+        let (hopper, warpgroups) = (device.arch().compute == 90, by_warpgroups(device, r));
         let (source, name, (threads, shared)) = match hopper {
-            true if r <= WGMMA_MOST => (sources::BOUNDS_WGMMA, "scale_bounds", squaring_wgmma(r)),
+            true if warpgroups => (sources::BOUNDS_WGMMA, "scale_bounds", squaring_wgmma(r)),
             true => (sources::BOUNDS_WIDE, "scale_bounds_wide", wide_squaring(r)),
             false => (sources::BOUNDS, "scale_bounds", squaring(r)),
         };
@@ -173,7 +203,13 @@ impl Bounds {
             plan: plan.kernel("scale_plan")?,
             gram_stats: plan.kernel("scale_gram_stats")?,
             eigen_launch: Launch::linear(jobs.len(), threads, shared),
-            jobs: device.upload(&jobs)?,
+            jobs: if warpgroups {
+                let tasks: Vec<Task> = jobs.iter().map(|job| Task::new(job, &grams.host_heads)).collect();
+                Jobs::Places(device.upload(&tasks)?)
+            } else {
+                Jobs::Heads(device.upload(&jobs)?)
+            },
+            early: device.arch().compute >= 90,
             product_launch: Launch::linear(together, product_threads, product_shared),
             product_room: device.allocate(room)?,
             product_jobs: device.upload(&products)?,
@@ -195,7 +231,8 @@ impl Bounds {
 
     pub fn bytes(&self) -> usize {
         8 * (self.lambdas.len() + self.aux.len() + self.biases.len())
-            + 16 * (self.jobs.len() + self.product_jobs.len())
+            + self.jobs.bytes()
+            + 16 * self.product_jobs.len()
             + 4 * self.product_room.len()
             + size_of::<HeadBound>() * self.heads.len()
             + 8 * (self.value_blocks[0].1 + self.value_blocks[1].1)
@@ -211,7 +248,8 @@ impl Bounds {
         let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
         let values = built.row_blocks.iter().chain(&built.column_blocks).filter(is_value).count();
         8 * (all + 2 * q + 2 * q + all + values)
-            + 16 * (jobs + products)
+            + Jobs::size(by_warpgroups(device, s.d_head)) * jobs
+            + 16 * products
             + 4 * product_rooms(device, s.d_head, products).1
             + size_of::<HeadBound>() * q
             + 4 * layers.len()
@@ -251,17 +289,15 @@ impl Bounds {
         unsafe { self.gram_stats.launch(stream, Launch::linear(blocks, 128, 0), &args) }
     }
 
-    /// Bounds of every query head, from Grams, channel statistics and operand descales.
-    pub fn run(
-        &self,
-        stream: &Stream,
-        grams: &Grams,
-        stats: DevicePtr,
-        descales: DevicePtr,
-        status: DevicePtr,
-    ) -> Result<()> {
+    /// The launch of [`Bounds::norms`] lets the next one start early.
+    pub fn early(&self) -> bool {
+        matches!(self.jobs, Jobs::Places(_))
+    }
+
+    fn gram_shape(&self, grams: &Grams) -> Arg {
         let s = &self.shape;
-        let shape = Arg::Words([
+        // A struct may be passed longer than it is.
+        Arg::Words([
             s.rotary as u32,
             s.interleaved.into(),
             s.mean_removed.into(),
@@ -274,14 +310,43 @@ impl Bounds {
             0,
             0,
             0,
-        ]);
+        ])
+    }
+
+    /// Certified norms of every head as it is and, under rotation, scaled, from Grams and channel statistics.
+    pub fn norms(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, status: DevicePtr) -> Result<()> {
+        let shape = self.gram_shape(grams);
         let (heads, partials) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()));
         let (stats, status, lambdas) = (Arg::Ptr(stats), Arg::Ptr(status), Arg::Ptr(self.lambdas.ptr()));
-        let args = [Arg::Ptr(self.jobs.ptr()), heads, partials, stats, shape, lambdas, status];
-        // SAFETY: 1. the arguments are the kernel's (a struct may be passed longer than it is); 2. all tables are the
-        // engine's; 3. every job has its own result, and the Grams are finished, by the stream's order.
-        unsafe { self.eigen.launch(stream, self.eigen_launch, &args)? };
+        // SAFETY: 1. the arguments are the kernel's; 2. all tables are the engine's; 3. every job has its own result, and the
+        // Grams are finished, by the stream's order or the kernel's wait.
+        unsafe {
+            match &self.jobs {
+                Jobs::Heads(jobs) => {
+                    let args = [Arg::Ptr(jobs.ptr()), heads, partials, stats, shape, lambdas, status];
+                    self.eigen.launch(stream, self.eigen_launch, &args)
+                }
+                Jobs::Places(tasks) => {
+                    let args = [Arg::Ptr(tasks.ptr()), partials, stats, shape, lambdas, status];
+                    self.eigen.launch_early(stream, self.eigen_launch, &args, true)
+                }
+            }
+        }
+    }
+
+    /// Bounds of every query head, from what [`Bounds::norms`] left, channel statistics and operand descales.
+    pub fn finish(
+        &self,
+        stream: &Stream,
+        grams: &Grams,
+        stats: DevicePtr,
+        descales: DevicePtr,
+        status: DevicePtr,
+    ) -> Result<()> {
+        let (heads, stats, status) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(stats), Arg::Ptr(status));
+        let lambdas = Arg::Ptr(self.lambdas.ptr());
         if let Some(products) = &self.products {
+            let (partials, shape) = (Arg::Ptr(grams.partials.ptr()), self.gram_shape(grams));
             let (count, together) = (self.product_jobs.len(), self.product_launch.grid.0 as usize);
             let room = Arg::Ptr(self.product_room.ptr());
             for first in (0..count).step_by(together) {
@@ -290,7 +355,7 @@ impl Bounds {
                 let args = [jobs, heads, partials, stats, shape, lambdas, aux, room, status];
                 let launch =
                     Launch::linear(together.min(count - first), self.product_launch.block, self.product_launch.shared);
-                // SAFETY: as above; a block has its own part of the room.
+                // SAFETY: as for the norms; a block has its own part of the room.
                 unsafe { products.launch(stream, launch, &args)? };
             }
         }
@@ -305,8 +370,9 @@ impl Bounds {
             Arg::Ptr(self.heads.ptr()),
             status,
         ];
-        let launch = Launch::linear((self.layers * s.n_q).div_ceil(4), 128, 0);
-        // SAFETY: 1. the arguments are the kernel's; 2. and 3. everything it reads was written by the launches before it.
-        unsafe { self.plan.launch(stream, launch, &args) }
+        let launch = Launch::linear((self.layers * self.shape.n_q).div_ceil(4), 128, 0);
+        // SAFETY: 1. the arguments are the kernel's; 2. and 3. everything it reads was written by the launches before it,
+        // and what it reads ahead of its wait by one that the launch in front waited for.
+        unsafe { self.plan.launch_early(stream, launch, &args, self.early) }
     }
 }

@@ -64,7 +64,9 @@ pub(super) struct Grams {
     /// Of the gains (`kernels/scale_gains.cu`).
     form: u32,
     /// Roundings of one accumulator before it is flushed.
-    pub chain: usize,
+    chain: usize,
+    /// Such sums that meet in a second one, for every 256 input channels.
+    flushes: usize,
     pub partials: Buffer<f32>,
     pub heads: Buffer<HeadGram>,
     pub host_heads: Vec<HeadGram>,
@@ -236,7 +238,7 @@ impl Grams {
                         });
                     }
                 }
-                let threads = if pieces { 3 * 128 } else { 7 * 128 };
+                let threads = if pieces { 3 * 128 } else { 5 * 128 };
                 (Launch::linear(device.processors(), threads, WGMMA_SHARED), kernel, maps)
             }
             GramRoute::Wide => {
@@ -304,7 +306,12 @@ impl Grams {
             },
             tiles: d.div_ceil(128) as u32,
             form: u32::from(pieces) + u32::from(sums),
-            chain: if pieces { 512 } else { 256 },
+            chain: match route {
+                GramRoute::Wgmma if pieces => 512,
+                GramRoute::Wgmma => 128,
+                _ => 256,
+            },
+            flushes: if route == GramRoute::Wide || route == GramRoute::Wgmma && !pieces { 2 } else { 1 },
             partials: device.zeros(cut.slots as usize * blocks * 4096)?,
             heads: device.upload(&cut.heads)?,
             host_heads: cut.heads,
@@ -344,7 +351,7 @@ impl Grams {
         };
         // SAFETY: 1. the arguments are the kernel's of this route; 2. the tables are the engine's and reach the promised
         // weights; 3. every segment writes its own slots.
-        unsafe { self.kernel.launch(stream, self.launch, &args) }
+        unsafe { self.kernel.launch_early(stream, self.launch, &args, self.route == GramRoute::Wgmma) }
     }
 
     /// One side of the products was rounded, not both.
@@ -354,7 +361,7 @@ impl Grams {
 
     /// Roundings that a sum over `d_model` products is deep.
     pub fn depth(&self, d_model: usize) -> usize {
-        self.chain + d_model.div_ceil(256) * if self.route == GramRoute::Wide { 2 } else { 1 }
+        self.chain + self.flushes * d_model.div_ceil(256)
     }
 
     /// Sums what the segments saw of each channel; after the norms, where those come from another kernel.
@@ -363,8 +370,8 @@ impl Grams {
         let parts = Arg::Ptr(self.channel_parts.ptr());
         let args = [Arg::Ptr(tiles.ptr()), Arg::Ptr(projections), parts, Arg::Ptr(stats)];
         // SAFETY: 1. the arguments are the kernel's; 2. the tables are the engine's, the biases those that its maker's
-        // caller promised; 3. every tile has its own rows.
-        unsafe { kernel.launch(stream, Launch::linear(tiles.len(), self.stat_rows, 0), &args) }
+        // caller promised; 3. every tile has its own rows. These routes are Hopper's.
+        unsafe { kernel.launch_early(stream, Launch::linear(tiles.len(), self.stat_rows, 0), &args, true) }
     }
 
     pub fn bytes(&self) -> usize {

@@ -33,6 +33,8 @@ pub(super) struct Group {
     bounds: Option<Bounds>,
     frobenius: Option<Frobenius>,
     qk_norm: Option<QkNorm>,
+    /// Kernels may start before the one in front has ended, and wait for it (Hopper and later).
+    early: bool,
 }
 
 #[derive(Debug)]
@@ -80,6 +82,8 @@ impl Group {
             norms_pass,
             bounds,
             frobenius,
+            // Behind a fill there is no kernel to overlap with: where q and k are normalised and v has no bound.
+            early: device.arch().compute >= 90 && qk_norm.is_none(),
             qk_norm,
             layers,
         })
@@ -99,10 +103,11 @@ impl Group {
             }
             None => self.norms(stream, [&self.row_blocks, &self.column_blocks])?,
         }
-        self.operand_descales(stream, status)
+        self.operand_descales(stream, status, false)
     }
 
-    fn operand_descales(&self, stream: &Stream, status: DevicePtr) -> Result<()> {
+    /// `behind`: the launch in front does not change the statistics, and waited for the one that made them.
+    fn operand_descales(&self, stream: &Stream, status: DevicePtr, behind: bool) -> Result<()> {
         let args = [
             Arg::Ptr(self.layer_table.ptr()),
             Arg::Ptr(self.stats.ptr()),
@@ -110,12 +115,14 @@ impl Group {
             Arg::Ptr(self.tensors.ptr()),
             Arg::Ptr(self.operand_bounds.ptr()),
             Arg::Ptr(status),
+            Arg::U32(behind.into()),
         ];
         let grid = (self.layers.len() as u32, 3, 1);
-        let launch = Launch { grid, block: 1024, shared: 4 * self.layers[0].n_q as u32 };
+        // Small enough for the room that the launch in front leaves.
+        let launch = Launch { grid, block: if behind { 256 } else { 1024 }, shared: 4 * self.layers[0].n_q as u32 };
         // SAFETY: 1. the arguments are the kernel's, in order; 2. and 3. all are the engine's buffers, written for these
         // layers, ordered by the stream.
-        unsafe { self.kernels.descales.launch(stream, launch, &args)? };
+        unsafe { self.kernels.descales.launch_early(stream, launch, &args, self.early)? };
         let results = [self.heads.ptr(), self.tensors.ptr(), self.operand_bounds.ptr(), status];
         self.qk_norm.as_ref().map_or(Ok(()), |norm| norm.run(stream, results))
     }
@@ -149,8 +156,9 @@ impl Group {
             self.norms(stream, [&self.row_blocks, &self.column_blocks])?;
         }
         grams.part_stats(stream, self.projections.ptr(), self.stats.ptr())?;
-        self.operand_descales(stream, status)?;
-        b.run(stream, grams, self.stats.ptr(), self.heads.ptr(), status)
+        b.norms(stream, grams, self.stats.ptr(), status)?;
+        self.operand_descales(stream, status, self.early && b.early())?;
+        b.finish(stream, grams, self.stats.ptr(), self.heads.ptr(), status)
     }
 
     /// `[layer][query head]`.

@@ -300,6 +300,31 @@ pub(super) struct Job {
     pub result: u32,
 }
 
+/// The same with everything that asking for its matrix takes.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Task {
+    pub kind: u32,
+    pub result: u32,
+    pub first: u32,
+    pub stride: u32,
+    pub count: u32,
+    pub q_row: u32,
+    pub k_row: u32,
+    pub pad: u32,
+}
+const _: () = assert!(size_of::<Task>() == 32);
+
+impl Task {
+    /// Of heads in the Gram table.
+    pub fn new(job: &Job, heads: &[HeadGram]) -> Self {
+        let (q, k) = (heads[job.q as usize], heads[job.k as usize]);
+        let own = if job.kind.is_multiple_of(2) { q } else { k };
+        let HeadGram { first, stride, count, .. } = own;
+        Self { kind: job.kind, result: job.result, first, stride, count, q_row: q.stat_row, k_row: k.stat_row, pad: 0 }
+    }
+}
+
 /// Logit bound of one query head, as the device keeps it; everything rounded up.
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 #[repr(C)]
