@@ -500,7 +500,7 @@ fn check(names: &[String]) -> Result<()> {
             let (which, h) = if head < c.n_q { (0, head) } else { (1, head - c.n_q) };
             let columns: Vec<Vec<f64>> =
                 (0..c.r).map(|i| effective(&made.hosts[which].w[h * c.r + i], &made.gain, false)).collect();
-            let gram = engine.read_gram(head)?;
+            let gram = engine.read_gram(0, head)?;
             let trace: f64 = columns.iter().map(|x| dot(x, x)).sum();
             for i in 0..c.r {
                 for j in i..c.r {
@@ -557,10 +557,10 @@ fn check(names: &[String]) -> Result<()> {
         }
         // The same bits again, also from a graph.
         let bits = |b: &Buffer<f32>| b.read().map(|v| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
-        let (first, gram) = (bits(engine.head_descales())?, engine.read_gram(0)?);
+        let (first, gram) = (bits(engine.head_descales())?, engine.read_gram(0, 0)?);
         let graph = stream.capture(|s| engine.descales(s).and_then(|()| engine.grams(s)))?;
         graph.launch()?;
-        let same = first == bits(engine.head_descales())? && gram == engine.read_gram(0)?;
+        let same = first == bits(engine.head_descales())? && gram == engine.read_gram(0, 0)?;
         let status = engine.status().read()?[0];
         // Roundings of few values do not average out.
         let gram_ok = gram_error < 2e-5 * (100.0 / c.d as f64).max(1.0);
@@ -571,7 +571,7 @@ fn check(names: &[String]) -> Result<()> {
              same bits {same} status {status}",
             if ok { "ok  " } else { "BAD " },
             c.name,
-            engine.route().unwrap(),
+            engine.route(0).unwrap(),
         );
         // A NaN weight is flagged.
         let made = make(&device, c, 7, true)?;
@@ -787,6 +787,16 @@ fn bench(names: &[String]) -> Result<()> {
         report("plan", median_us(&stream, |s| engine.plan(s))?, qkv);
         if engine.status().read()?[0] != 0 {
             println!("# status {:?}", engine.status().read()?);
+        }
+        drop(engine);
+        if !s.gpt {
+            // Two kinds of layers, as Cohere 2 and SmolLM3 have them, and the second kind alone.
+            for (method, step) in [("plan_fourth_unrotated", 4), ("plan_unrotated", 1)] {
+                inputs.iter_mut().skip(step - 1).step_by(step).for_each(|l| l.rotary = 0);
+                // SAFETY: as above.
+                let engine = unsafe { ScaleEngine::new(&device, &inputs, true)? };
+                report(method, median_us(&stream, |s| engine.plan(s))?, qkv);
+            }
         }
     }
     Ok(())

@@ -1,34 +1,17 @@
-// Certified largest eigenvalues as scale_bounds makes them, for heads of more than 128 channels: the same jobs, tables and
-// mathematics (scale_bounds.cu, scale_spectrum.cuh), with the squarings as warpgroup products. A block a job, a warpgroup two
-// 64 x 64 blocks of the upper triangle; the matrix lies in shared memory once, in f16. Hopper.
+// Certified largest eigenvalues of the matrices that a logit bound is made of (include/scale_jobs.cuh), for heads of more than
+// 128 channels (macro D_HEAD). Hopper: a block a job, a warpgroup two 64 x 64 blocks of the upper triangle; the matrix lies in
+// shared memory once, in f16.
+#include "scale_jobs.cuh"
 #include "scale_ptx.cuh"
-#include "scale_segments.cuh"
 
-#ifndef D_HEAD
-#define D_HEAD 256
-#endif
+using namespace spectrum;
 
-// What a certificate may leave open, of lambda.
-constexpr float OPEN = 0.004f;
+// What a certificate may leave open, of lambda: products of this size cost more than they do at 128 channels.
+constexpr float WIDE_OPEN = 0.002f;
 
-enum : u32 { RAW_Q = 0, RAW_K = 1, SCALED_Q = 2, SCALED_K = 3 };
-
-struct Job {
-  u32 kind;
-  u32 q, k;    // heads in the Gram table; RAW jobs use the one they name
-  u32 result;  // where lambda goes
-};
-struct Shape {
-  u32 rotary, interleaved, mean, d_model;  // mean: 1 if the norm removes it
-  float rope_factor;
-  float rounding;                          // c
-};
-static_assert(sizeof(Job) == 16 && sizeof(Shape) == 24, "host mirror");
-
-constexpr u32 N = D_HEAD, SLABS = (N + 63) / 64, SIDE = SLABS * 64, BLOCKS = SLABS * (SLABS + 1) / 2;
+constexpr u32 SLABS = GRAM_SIDE, SIDE = SLABS * 64, BLOCKS = GRAM_BLOCKS;
 constexpr u32 PANEL = SIDE * 128, X_BYTES = SLABS * PANEL;  // 64 columns, rows of 128 bytes
 constexpr u32 THREADS = BLOCKS / 2 * 128, WARPS = THREADS / 32;
-constexpr int MOST = 9;  // products
 static_assert(N > 128 && X_BYTES + 1024 <= 132096, "host's number");
 
 // The thread's number, read here: what is made of it is not kept from before, where registers are short.
@@ -147,11 +130,6 @@ __device__ __forceinline__ void clear_rest(Values& s) {
   }
 }
 
-__device__ __forceinline__ u32 pack_f16(float low, float high) {
-  u32 packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
 // Four 8 x 8 matrices; lane 8 i + j gives the address of row j of matrix i. TURNED: of its column j.
 template <bool TURNED> __device__ __forceinline__ void put(u32 address, const u32 (&v)[4]) {
   if (TURNED)
@@ -236,115 +214,70 @@ __device__ __forceinline__ float4 moments(Values& s, float lost) {
   return make_float4(trace, squares, lost, 0.f);
 }
 
-struct Shift {
-  float c, a, top;
+struct Room {
+  float factor[SIDE], sum[SIDE];
+  float4 scratch[2][WARPS];
+  uint2 ends[WARPS];  // bits of the smallest and the largest diagonal entry
+  Links links;
+  Totals totals;
+  float inverse, added;  // 1 / trace, and the allowance of S
+  u32 head, mean;
 };
-// For a matrix of trace s1 and squared Frobenius norm s2. Whatever the rounding, the result holds.
-__device__ __forceinline__ Shift best_shift(float s1, float s2) {
-  const float top = s2 * rsqrtf(s2), room = N * top - s1;
-  const float c = room > 1e-5f * s1 ? fmaxf(__fdividef(s1 * top - s2, room), 0.f) : 0.f;
-  const float left = fmaxf(s2 - 2.f * c * s1 + (float)N * c * c, 1e-4f * s2);
-  return {c, rsqrtf(left), top};
-}
 
 // Upper bound of the largest eigenvalue of the matrix in `s`, positive semidefinite but for rounding, of trace about 1. 0 for
-// zeros, NaN for NaN. In warp 0.
-__device__ __forceinline__ float largest(Values& s, float4 (*scratch)[WARPS], float* chain) {
+// zeros, NaN for NaN. In thread 0.
+__device__ __forceinline__ float largest(Values& s, Room& room) {
   extern __shared__ u8 shared[];
   u32 x = ptx::shared_address(shared);
   asm volatile("" : "+r"(x));
   x = (x + 1023) & ~1023u;
-  float *shifts = chain, *scales = chain + MOST, *errors = chain + 2 * MOST;
-  // Tensor cores: N + 16 aligned terms, each cut off below 2^-23 of the largest.
-  const float cut = (N + 16) * 0x1p-23f;
-  float4 sums = block_sums<3>(moments(s, 0.f), scratch[0]);
+  float4 sums = block_sums<3>(moments(s, 0.f), room.scratch[0]);
   if (!(sums.y > 0.f && sums.y < 1e30f)) return sums.y == 0.f ? 0.f : __uint_as_float(0x7fc00000u);
-  Shift shift = best_shift(sums.x, sums.y);
-  float part = 1.f - __fdividef(shift.c, shift.top);
-  // Of X, whose norm is about 1, beside what rounding it to f16 changes, which is measured.
-  float error = 1e-7f + shift.a * 0x1p-22f * (shift.top + shift.c * N);
-  float lost = store<true>(s, x, shift.a, shift.c);
+  const u32 lane = threadIdx.x & 31;
+  const uint2 ends = lane < WARPS ? room.ends[lane] : make_uint2(0x7f800000u, 0u);
+  const float low = __uint_as_float(__reduce_min_sync(0xffffffffu, ends.x)) * room.inverse;
+  const float high = __uint_as_float(__reduce_max_sync(0xffffffffu, ends.y)) * room.inverse;
+  Chain chain;
+  chain.first(sums.x, sums.y, low, high, room.links);
+  // What rounding the first X changes is measured: flat heads of this size need it. The rest is f32 arithmetic.
+  if (threadIdx.x == 0) room.links.error[0] = 1e-7f + chain.scale * 0x1p-22f * (sqrtf(sums.y) + chain.shift * N);
+  float lost = store<true>(s, x, chain.scale, chain.shift);
   __syncthreads();
-  int last = 0;
-  for (;; last++) {
+#pragma unroll 1
+  for (u32 turn = 1;; turn ^= 1) {
     square(s, x);
-    sums = block_sums<3>(moments(s, lost), scratch[(last + 1) & 1]);
-    if (threadIdx.x == 0) shifts[last] = shift.c, scales[last] = shift.a, errors[last] = error + 1.0001f * sqrtf(sums.z);
-    // What the certificate leaves open: lambda(P) lies between s2/s1 and the bound of the head.
-    const float mean = sums.x / N, spread = fmaxf((1.f - 1.f / N) * (sums.y - sums.x * mean), 1e-30f);
-    const float ratio = __fdividef((mean + spread * rsqrtf(spread)) * sums.x, sums.y);
-    if (last == MOST - 1 || !(sums.x > 0.f) || (last >= 1 && 0.5f * part * (ratio - 1.f) < OPEN)) break;
-    shift = best_shift(sums.x, sums.y);
-    part *= 0.5f * (1.f - __fdividef(shift.c, shift.top));
-    error = 1e-7f + shift.a * (0x1p-22f * (shift.top + shift.c * N) + cut * sums.x);
-    // Further on less depends on it: 2^-11 of a norm of about 1, and 2^-25 a value below the normal ones, squared.
-    store<false>(s, x, shift.a, shift.c);
-    error += 1.07f * 0x1p-11f + N * 0x1p-25f, lost = 0.f;
+    sums = block_sums<3>(moments(s, lost), room.scratch[turn]);
+    if (threadIdx.x == 0) room.links.error[0] += 1.0001f * sqrtf(sums.z);
+    if (!chain.go_on(sums.x, sums.y, WIDE_OPEN, room.links)) break;
+    store<false>(s, x, chain.scale, chain.shift), lost = 0.f;
     __syncthreads();
   }
-  if (threadIdx.x >= 32) return 0.f;
-  __syncwarp();
-  // Back through the chain, every step rounded up. The sums are within 1e-5.
-  const float s1 = __fmul_ru(sums.x, 1.00001f), s2 = __fmul_ru(sums.y, 1.00001f), low = sums.x * 0.99999f;
-  const float spread = fmaxf(__fsub_ru(s2, __fdiv_rd(__fmul_rd(low, low), (float)N)), 0.f);
-  float norm = __fadd_ru(__fadd_ru(__fdiv_ru(s1, (float)N), __fsqrt_ru(spread)), __fmul_ru(cut, s1));
-  norm = __fsqrt_ru(norm);
-#pragma unroll 1
-  for (int j = last; j >= 0; j--) {
-    norm = __fadd_ru(__fdiv_ru(__fadd_ru(norm, errors[j]), scales[j]), shifts[j]);
-    if (j) norm = __fsqrt_ru(norm);
-  }
-  return norm;
+  return threadIdx.x == 0 ? chain.certificate(sums.x, sums.y, room.links) : 0.f;
 }
-
-__device__ __forceinline__ u32 partner(u32 i, const Shape& s) {
-  if (i >= s.rotary) return i;
-  return s.interleaved ? i ^ 1 : (i < s.rotary / 2 ? i + s.rotary / 2 : i - s.rotary / 2);
-}
-
-struct Room {
-  float factor[SIDE], sum[SIDE];
-  float4 scratch[2][WARPS];
-  float chain[3 * MOST];
-  float4 sums;
-  float inverse, added;
-  u32 head, mean;
-};
 
 __device__ __forceinline__ void bound(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats,
                                       const Shape& shape, double* lambdas, u32* status, Room& room) {
-  const Job job = jobs[blockIdx.x];
-  const bool of_q = job.kind == RAW_Q || job.kind == SCALED_Q, scaled = job.kind >= SCALED_Q, mean = shape.mean && scaled;
-  const u32 head = of_q ? job.q : job.k;
-  const ChannelStats* own = stats + heads[head].stat_row;
-  // Trace, delta^2, ||s||^2 of scaled channels, and their trace with the mean kept. Scaling in factors that cancel
-  // between q and k.
-  float4 sums = {0.f, 0.f, 0.f, 0.f};
-  if (threadIdx.x == 0) room.head = head, room.mean = mean;
-  if (const u32 i = threadIdx.x; i < SIDE) {
-    float f = i >= N ? 0.f : i < shape.rotary ? shape.rope_factor : 1.f;
-    ChannelStats c = {};
-    if (i < N) c = own[i];
-    if (scaled && i < N) {
-      const ChannelStats *q = stats + heads[job.q].stat_row, *k = stats + heads[job.k].stat_row;
-      const u32 other = partner(i, shape);
-      float tq = q[i].norm2, tk = k[i].norm2;
-      if (other != i) tq += q[other].norm2, tk += k[other].norm2;
-      const float fourth = tq > 0.f && tk > 0.f ? sqrtf(sqrtf(tk / tq)) : 1.f;  // t^1/2 = (tr k / tr q)^1/4
-      f *= of_q ? fourth : 1.f / fourth;
-    }
-    const float total = mean ? c.sum : 0.f;
-    room.factor[i] = f, room.sum[i] = total * (1.f / sqrtf((float)shape.d_model));
-    sums = {scaled ? f * f * c.norm2 : 0.f, f * f * c.rounding, f * f * total * total, f * f * c.raw2};
+  float trace;
+  {
+    const Job job = jobs[blockIdx.x];
+    Channel own = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    const u32 i = threadIdx.x;
+    if (i < N) own = channel_of(i, known_of(i, job, heads[job.q], heads[job.k], stats, shape), job, shape);
+    if (i < SIDE) room.factor[i] = own.factor, room.sum[i] = own.sum * (1.f / sqrtf((float)shape.d_model));
+    // Not negative, so that their bits are in order.
+    const u32 least = __reduce_min_sync(0xffffffffu, i < N ? __float_as_uint(own.trace) : 0x7f800000u);
+    const u32 most = __reduce_max_sync(0xffffffffu, __float_as_uint(own.trace));
+    if (i % 32 == 0) room.ends[i / 32] = make_uint2(least, most);
+    if (i == 0) room.head = job.of_q() ? job.q : job.k, room.mean = shape.mean && job.scaled();
+    const float4 sums = block_sums<4>(make_float4(own.trace, own.raw, own.lost, own.mean), room.scratch[1]);
+    const Totals totals = {sums.x, sums.y, sums.z, sums.w};
+    const float added = totals.added(shape);
+    trace = totals.trace + N * added;
+    // What only the end needs, out of the registers.
+    if (i == 0) room.totals = totals, room.inverse = 1.f / trace, room.added = added / trace;
   }
-  sums = block_sums<4>(sums, room.scratch[1]);
-  const float added = shape.rounding * 0x1p-24f * sums.w, trace = (scaled ? sums.x : sums.w) + N * added;
-  // What only the end needs, out of the registers.
-  if (threadIdx.x == 0) room.sums = {trace, sums.y, sums.z, mean ? 1.f : 0.f}, room.inverse = 1.f / trace, room.added = added / trace;
-  double result = 0.0;
-  if (!(trace > 0.f && trace < 3e38f)) {
-    result = trace == 0.f ? 0.0 : __longlong_as_double(0x7ff8000000000000ll);
-  } else {
+  float lambda = trace == 0.f ? 0.f : __uint_as_float(0x7fc00000u);
+  if (trace > 0.f && trace < 3e38f) {
     Values s;
     load_gram(s, partials, heads[room.head]);
     __syncthreads();
@@ -361,18 +294,13 @@ __device__ __forceinline__ void bound(const Job* jobs, const HeadGram* heads, co
       low *= first, high *= second;
     });
     diagonal(s, [&](float& v, u32 i, bool on) { v += on && i < N ? room.added : 0.f; });
-    const float top = largest(s, room.scratch, room.chain);
-    if (threadIdx.x) return;
-    const float4 kept = room.sums;
-    const double lambda = (double)top * kept.x * (1.0 + 0x1p-19);
-    const double delta = sqrt((double)kept.y), moved = kept.w * delta / sqrt((double)shape.d_model);
-    const double sigma = sqrt(lambda + (2.0 * sqrt((double)kept.z) + delta) * moved) + delta;
-    result = sigma * sigma;
+    lambda = largest(s, room);
+    if (threadIdx.x == 0 && lambda > 0.f) {
+      const Totals totals = room.totals;
+      lambda = exact_lambda(__fmul_ru(lambda, totals.trace + N * totals.added(shape)), totals, shape);
+    }
   }
-  if (threadIdx.x == 0) {
-    lambdas[jobs[blockIdx.x].result] = result;
-    if (!(result < 1e300)) atomicOr(status, STATUS_NON_FINITE_BOUND);
-  }
+  if (threadIdx.x == 0) put_lambda(lambdas + jobs[blockIdx.x].result, lambda, status);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

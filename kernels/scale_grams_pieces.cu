@@ -145,14 +145,18 @@ template <int COLUMNS, u32 SIDE> __device__ __forceinline__ void multiply(Pipeli
           ptx::wgmma_commit();
           ptx::wgmma_wait<1>();
           // The tile before this one is done with: its stage is free.
-          if (k == 0) ptx::barrier_arrive_if(previous, lane == 0 && t > 0);
+          if (k == 0) {
+            __syncwarp();
+            ptx::barrier_arrive_if(previous, ptx::arrives(lane) && t > 0);
+          }
         }
         previous = pipe.empty + pipe.stage * 8;
         pipe.next();
       }
       ptx::wgmma_wait<0>();
       ptx::keep(acc);
-      ptx::barrier_arrive_if(previous, lane == 0);
+      __syncwarp();
+      ptx::barrier_arrive_if(previous, ptx::arrives(lane));
 #pragma unroll
       for (int i = 0; i < VALUES; i++) sum[i] += acc[i];
       if (SUMS) {
@@ -226,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       ptx::barrier_init(pipe.full + s * 8, 1);
-      ptx::barrier_init(pipe.empty + s * 8, MULTIPLIERS / 32);
+      ptx::barrier_init(pipe.empty + s * 8, MULTIPLIERS / 32 * ptx::ARRIVALS);
     }
     ptx::barrier_init_fence();
   }

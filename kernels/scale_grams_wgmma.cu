@@ -96,7 +96,7 @@ __device__ __forceinline__ void store_f16(u32 address, const float (&z)[8], floa
 __device__ __forceinline__ void hand_over(u32 barrier) {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
-  ptx::barrier_arrive_if(barrier, (threadIdx.x & 31) == 0);
+  ptx::barrier_arrive_if(barrier, ptx::arrives(threadIdx.x & 31));
 }
 
 // Four warpgroups: y in place, and sums over the segment for every channel.
@@ -176,7 +176,7 @@ template <int BLOCKS, int LEFT> __device__ __forceinline__ void multiply(Pipelin
     if (segment.heads == 0) {
       for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
         ptx::barrier_wait(pipe.ready + pipe.stage * 8, pipe.phase);
-        ptx::barrier_arrive_if(pipe.empty + pipe.stage * 8, lane == 0);
+        ptx::barrier_arrive_if(pipe.empty + pipe.stage * 8, ptx::arrives(lane));
       }
       continue;
     }
@@ -204,14 +204,14 @@ template <int BLOCKS, int LEFT> __device__ __forceinline__ void multiply(Pipelin
         ptx::wgmma_commit();
         // The tile before this one is done with: its stage is free.
         ptx::wgmma_wait<1>();
-        ptx::barrier_arrive_if(previous, lane == 0 && t > 0);
+        ptx::barrier_arrive_if(previous, ptx::arrives(lane) && t > 0);
         previous = pipe.empty + pipe.stage * 8;
         pipe.next();
       }
       ptx::wgmma_wait<0>();
 #pragma unroll
       for (int b = 0; b < BLOCKS; b++) ptx::keep(acc[b]);
-      ptx::barrier_arrive_if(previous, lane == 0);
+      ptx::barrier_arrive_if(previous, ptx::arrives(lane));
 #pragma unroll
       for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
@@ -246,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       ptx::barrier_init(pipe.full + s * 8, 1);
-      ptx::barrier_init(pipe.ready + s * 8, CONVERTERS / 32);
-      ptx::barrier_init(pipe.empty + s * 8, MULTIPLIERS / 32);
+      ptx::barrier_init(pipe.ready + s * 8, CONVERTERS / 32 * ptx::ARRIVALS);
+      ptx::barrier_init(pipe.empty + s * 8, MULTIPLIERS / 32 * ptx::ARRIVALS);
     }
     ptx::barrier_init_fence();
   }

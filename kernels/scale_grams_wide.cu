@@ -241,12 +241,12 @@ __device__ void convert(const Segment* segments, const u32* shares, const Projec
           // The tensor cores and the copy engine see what this warp has written.
           asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
           __syncwarp();
-          ptx::barrier_arrive_if(CTAS == 2 ? pipe.made(to.stage) : pipe.ready(to.stage), lane == 0);
+          ptx::barrier_arrive_if(CTAS == 2 ? pipe.made(to.stage) : pipe.ready(to.stage), ptx::arrives(lane));
           to.next();
         }
       }
       __syncwarp();
-      ptx::barrier_arrive_if(pipe.used(from.stage), lane == 0);
+      ptx::barrier_arrive_if(pipe.used(from.stage), ptx::arrives(lane));
     }
     // The four warps of a pair meet in shared memory.
 #pragma unroll
@@ -310,8 +310,8 @@ __device__ __forceinline__ void multiply(const Segment* segments, const u32* sha
   constexpr u32 SLAB = 64 * STEP * 2;
   const u32 other_done = CTAS == 2 ? ptx::at_rank(pipe.done(0), pipe.rank ^ 1) : 0;
   auto release = [&](u32 stage) {
-    ptx::barrier_arrive_if(pipe.done(stage), lane == 0);
-    if (CTAS == 2) ptx::cluster_arrive_if(other_done + stage * 8, lane == 0);
+    ptx::barrier_arrive_if(pipe.done(stage), ptx::arrives(lane));
+    if (CTAS == 2) ptx::cluster_arrive_if(other_done + stage * 8, ptx::arrives(lane));
   };
   float wide[WIDE ? 2 : 1][WIDE ? 32 : 2], narrow[NARROW ? 32 : 2];
   u32 wide_sum[WIDE ? 2 : 1][WIDE ? 16 : 1], narrow_sum[NARROW ? 16 : 1];
@@ -381,11 +381,11 @@ __launch_bounds__(THREADS, 1)
                      const float2* scales, u32 gain_tiles, float* partials, ChannelPart* parts) {
   if (threadIdx.x == 0) {
     const Pipeline pipe;
-    for (u32 s = 0; s < RAW_STAGES; s++) ptx::barrier_init(pipe.full(s), 1), ptx::barrier_init(pipe.used(s), CONVERTERS);
+    for (u32 s = 0; s < RAW_STAGES; s++) ptx::barrier_init(pipe.full(s), 1), ptx::barrier_init(pipe.used(s), CONVERTERS * ptx::ARRIVALS);
     for (u32 s = 0; s < STAGES; s++) {
-      ptx::barrier_init(pipe.made(s), CONVERTERS);
-      ptx::barrier_init(pipe.ready(s), CTAS == 2 ? 1 : CONVERTERS);
-      ptx::barrier_init(pipe.done(s), CTAS * MULTIPLIERS);
+      ptx::barrier_init(pipe.made(s), CONVERTERS * ptx::ARRIVALS);
+      ptx::barrier_init(pipe.ready(s), CTAS == 2 ? 1 : CONVERTERS * ptx::ARRIVALS);
+      ptx::barrier_init(pipe.done(s), CTAS * MULTIPLIERS * ptx::ARRIVALS);
     }
     ptx::barrier_init_fence();
   }

@@ -336,9 +336,10 @@ extern "C" __global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(THREA
   const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, me = rank();
   const u32 cluster = blockIdx.x / PEERS, clusters = gridDim.x / PEERS;
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < STAGES; i++) ptx::barrier_init(full + i * 8, 1), ptx::barrier_init(empty + i * 8, WARPS);
+    for (u32 i = 0; i < STAGES; i++) ptx::barrier_init(full + i * 8, 1), ptx::barrier_init(empty + i * 8, WARPS * ptx::ARRIVALS);
     for (u32 i = 0; i < 2; i++) {
-      ptx::barrier_init(own + i * 8, WARPS), ptx::barrier_init(all + i * 8, 1), ptx::barrier_init(ready + i * 8, 1);
+      ptx::barrier_init(own + i * 8, WARPS * ptx::ARRIVALS), ptx::barrier_init(all + i * 8, 1);
+      ptx::barrier_init(ready + i * 8, ptx::ARRIVALS);
       ptx::barrier_expect(all + i * 8, PEERS * TILE * 4);
     }
     ptx::barrier_init_fence();
@@ -408,8 +409,8 @@ extern "C" __global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(THREA
 #pragma unroll
       for (u32 e = 0; e < EACH; e++) square += (double)u[e] * u[e];
       __syncwarp();
-      if (lane == 0) {
-        if (PEERS > 1) ptx::barrier_expect(all + slot * 8, PEERS * TILE * 4);
+      if (ptx::arrives(lane)) {
+        if (PEERS > 1 && lane == 0) ptx::barrier_expect(all + slot * 8, PEERS * TILE * 4);
         ptx::barrier_arrive_if(ready + slot * 8, true);
       }
       if (at.ends()) {
@@ -429,7 +430,7 @@ extern "C" __global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(THREA
       product.second(tile, sums + slot * TILE * 4);
       if (at.ends()) product.leave(tile, (float*)pass.parts + ((size_t)slot_of(at) * PEERS + me) * SHARE);
       __syncwarp();
-      ptx::barrier_arrive_if(empty + at.stage * 8, lane == 0);
+      ptx::barrier_arrive_if(empty + at.stage * 8, ptx::arrives(lane));
     };
     Cursor before = at;
     for (; at.more(); at.next()) {
@@ -438,7 +439,7 @@ extern "C" __global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(THREA
       if (at.starts()) product.take(tile + TILE_BYTES);
       product.first(tile, of_warps + slot * PARTS * TILE * 4);
       __syncwarp();
-      ptx::barrier_arrive_if(own + slot * 8, lane == 0);
+      ptx::barrier_arrive_if(own + slot * 8, ptx::arrives(lane));
       if (at.n > 0) second(before);
       before = at;
     }

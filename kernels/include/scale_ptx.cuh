@@ -30,6 +30,14 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// A warp arrives by its lane 0, once all its lanes are there. EVERY_LANE 1: by all of them, for racecheck of compute-sanitizer,
+// which follows an arrival by the accesses of the arriving thread alone.
+#ifndef EVERY_LANE
+#define EVERY_LANE 0
+#endif
+constexpr u32 ARRIVALS = EVERY_LANE ? 32 : 1;  // of a warp
+__device__ __forceinline__ bool arrives(u32 lane) { return EVERY_LANE || lane == 0; }
+
 // Registers from one warpgroup to another; a multiple of 8, by all of its warps.
 template <int COUNT> __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));

@@ -171,7 +171,8 @@ impl ScaleEngine {
     }
 
     /// Addresses and lengths of the results: `heads` f32 `[layer][q, k, v, o][n_kv]`, `operands` f32 `[layer][q, k, v][n_kv]`,
-    /// `bounds` f32 `[layer][n_q][sigma, certain, rounded, descale, ..]` (absent without logits), `status` one u32.
+    /// `bounds` f32 `[layer][n_q][sigma, certain, rounded, descale, ..]` (absent without logits), `status` one u32. Each layer has
+    /// its own heads, without padding.
     fn results<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let results = PyDict::new(py);
         let engine = self.engine.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -86,7 +86,11 @@ impl Device {
     /// # Errors
     /// If NVRTC is missing, the source does not compile (the message holds the log), or the module does not load.
     pub fn module(&self, source: Source, defines: &[(&'static str, String)]) -> Result<Module> {
-        let request = Request { source, arch: self.arch, defines: defines.to_vec() };
+        let mut request = Request { source, arch: self.arch, defines: defines.to_vec() };
+        // For racecheck of compute-sanitizer (`kernels/include/scale_ptx.cuh`); slower.
+        if std::env::var_os("SIGMASCALE_EVERY_LANE").is_some() {
+            request = request.define("EVERY_LANE", 1);
+        }
         let compiled = self.cache.get_or_build(&request, nvrtc::compiler_version()?, || nvrtc::compile(&request))?;
         self.load(source.name, &compiled)
     }

@@ -18,6 +18,7 @@ pub mod attention;
 pub mod cache;
 mod device;
 mod driver;
+mod heads;
 mod library;
 mod nvrtc;
 pub mod policy;
@@ -27,6 +28,7 @@ mod step_stats;
 mod view;
 
 pub use device::{Arg, Buffer, Device, DevicePtr, Event, Graph, Kernel, Launch, Module, Stream, Word};
+pub use heads::HeadOffsets;
 pub use library::{Probe, is_available, probe, require};
 pub use nvrtc::{Arch, Compiled, Request, ResourceUse, compile, compiler_version, is_compiler_available};
 pub use step_stats::{CastWords, LogitWords, StepWords, ordered, stats_words, unordered};

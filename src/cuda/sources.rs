@@ -47,6 +47,8 @@ sources! {
     PRODUCTS_WGMMA = "scale_products_wgmma";
     /// Frobenius norms from Grams.
     FROBENIUS = "scale_frobenius";
+    /// Results of unlike layers, brought together.
+    JOIN = "scale_join";
     /// Implicit power iteration, each weight read once a step.
     POWER = "scale_power";
     /// The paper's power iteration on a whole layer.

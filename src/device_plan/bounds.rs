@@ -105,11 +105,12 @@ fn projection<'a>(input: &'a Projection<'a>) -> HostProjection<'a> {
     HostProjection { heads: &input.heads, bias: input.bias.as_deref() }
 }
 
-/// A scale engine over copies of the layers' weights, as far as bounds depend on them.
+/// A scale engine over copies of the layers' weights, as far as bounds depend on them. Layers may differ in rotation, softmax
+/// scale and type.
 ///
 /// # Errors
-/// `is_unsupported` if neither the attention's input nor q and k are normalised, `is_argument` if layers differ in their
-/// rotation (which normalised q and k may); otherwise as [`LayerGeometry::new`] and [`ScaleEngine::over`].
+/// `is_unsupported` if neither the attention's input nor q and k are normalised; otherwise as [`LayerGeometry::new`] and
+/// [`ScaleEngine::over`].
 pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeights<'_>]) -> Result<ScaleEngine> {
     spec.check()?;
     let host: Vec<HostLayer<'_>> = layers

@@ -246,8 +246,12 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
     ("ministral3", "its query is multiplied by a factor that grows with the position"),
     ("llama4", "its query is multiplied by a factor that grows with the position"),
     ("llama4_text", "its query is multiplied by a factor that grows with the position"),
+    ("openelm", UNEQUAL),
+    ("deci", UNEQUAL),
+    ("nemotron-nas", UNEQUAL),
 ];
 
+const UNEQUAL: &str = "its layers have unequal numbers of heads, and a description holds one number for all";
 const MLA: &str = "multi-head latent attention (MLA) builds keys and queries from a compressed latent with a norm in \
                    between and a rotary part shared by all heads, which per-head projection bounds do not cover";
 const ALIBI: &str = "ALiBi adds a position bias to the logits";

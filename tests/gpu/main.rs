@@ -16,9 +16,11 @@ macro_rules! tests {
 mod attention;
 mod engine;
 mod lost;
+mod mixed;
 mod policies;
 mod power;
 mod qk_norm;
+mod small;
 mod weights;
 
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -33,11 +35,17 @@ fn main() -> ExitCode {
     }
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(1);
-    let cases =
-        [attention::tests(), engine::tests(), policies::tests(), power::tests(), qk_norm::tests(), lost::tests()]
-            .into_iter()
-            .flatten()
-            .collect();
+    let cases = [
+        attention::tests(),
+        small::tests(),
+        engine::tests(),
+        mixed::tests(),
+        policies::tests(),
+        power::tests(),
+        qk_norm::tests(),
+        lost::tests(),
+    ];
+    let cases = cases.into_iter().flatten().collect();
     libtest_mimic::run(&arguments, cases).exit_code()
 }
 

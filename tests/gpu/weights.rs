@@ -59,6 +59,8 @@ pub enum Kind {
     Offset,
     /// One channel of every head is near zero: with many input channels, a flat spectrum but for its small end.
     WeakChannel,
+    /// Channels of a rotation pair are real and imaginary part of one: products of two pairs are themselves turns.
+    Turning,
 }
 
 impl Case {
@@ -165,6 +167,14 @@ fn heads(case: &Case, which: usize, rng: &mut StdRng) -> Vec<f32> {
                 for (c, row) in rows.chunks_exact_mut(d).enumerate() {
                     let large = (c % 2 == 0) == (which == 0);
                     row.iter_mut().for_each(|x| *x *= if large { 1.0 } else { 1e-3 });
+                }
+            }
+            Kind::Turning => {
+                for p in 0..r / 2 {
+                    let (a, b) = if case.interleaved { (2 * p, 2 * p + 1) } else { (p, p + r / 2) };
+                    for j in (0..d - 1).step_by(2) {
+                        (rows[b * d + j], rows[b * d + j + 1]) = (-rows[a * d + j + 1], rows[a * d + j]);
+                    }
                 }
             }
             Kind::WeakChannel => rows[5 * d..6 * d].iter_mut().for_each(|x| *x *= 0.02),

@@ -2,7 +2,11 @@
 
 import json
 
+import torch
+
 from .. import _native
+from .._errors import MismatchError
+from ._results import Target
 
 POLICIES = ("geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current")
 # Policies that plan from bounds.
@@ -19,8 +23,8 @@ class Geometry:
         """Sets up over the tensors where they lie now."""
 
     def targets(self, runtime):
-        """Where an engine's results go, by their names."""
-        return {"heads": [runtime.descales]}
+        """Where an engine's results go: targets by the names of results."""
+        return {"heads": [Target(runtime.descales)]}
 
     def observe(self, runtime, stream):
         """Takes in what the calls since the last refresh reported, while their bounds still stand."""
@@ -46,53 +50,92 @@ class Current(Geometry):
 
 
 class Native(Geometry):
-    """A policy of the crate, with its memory on the device; where it plans from bounds, engines write them into it."""
+    """A policy of the crate, with its memory on the device; where it plans from bounds, engines write them into it.
+
+    Layers of as many heads have one native policy. Its parameters couple no layers, so several of them are one policy.
+    """
 
     has_logits = True
 
     def __init__(self, name):
-        self._name, self._native, self._fresh = name, None, True
+        self._name, self._parts, self._fresh = name, [], True
         self.remembers = name != "geometry-c-star"
 
     def bind(self, runtime, found):
-        state = None if self._native is None else self._native.save()
-        bounded = self._name in FROM_BOUNDS
-        self._native = _native.DevicePolicy(runtime.device.index, json.dumps(_spec(found)), self._name, bounded)
-        self._fresh = state is None
-        if state is not None:
-            self._native.load(state)
-        results = self._native.results()
-        n_q, n_kv, count = runtime.n_q_heads, runtime.n_kv_heads, len(found)
-        memory = lambda name, kind: runtime.memory(self._native, results[name], kind)
-        self._stats = memory("stats", "<i4").view(count, 2 * (n_q + n_kv), 4)
-        descales = memory("descales", "<f4").view(count, n_q + 4 * n_kv)
-        self._logits, self._descales = descales[:, :n_q], descales[:, n_q:].view(count, 4, n_kv)
-        self._targets = {}
-        if bounded:
-            self._targets = {
-                "bounds": [memory("bounds", "<f4").view(count, n_q, -1)],
-                "operands": [memory("operands", "<f4").view(count, 3, n_kv)],
-            }
+        states = [part.native.save() for part in self._parts]
+        groups = runtime._heads.groups().values()
+        self._parts = [_Part(self._name, runtime, [found[index] for index in layers], layers) for layers in groups]
+        self._fresh = not states
+        for part, state in zip(self._parts, states):
+            part.native.load(state)
 
     def targets(self, runtime):
-        return {name: list(places) for name, places in self._targets.items()}
+        targets = {}
+        for part in self._parts:
+            for name, tensor in part.bounds.items():
+                targets.setdefault(name, []).append(Target(tensor, part.layers))
+        return targets
 
     def observe(self, runtime, stream):
         if not self._fresh:
-            self._stats.copy_(runtime.words)
-            self._native.observe(stream)
+            for part in self._parts:
+                part.observe(runtime, stream)
 
     def update(self, runtime, stream):
-        self._native.launch(stream)
+        for part in self._parts:
+            part.update(runtime, stream)
         self._fresh = False
-        runtime.descales.copy_(self._descales)
-        runtime.logit_descales.copy_(self._logits)
 
     def save(self):
-        return json.loads(self._native.save()) if self.remembers else None
+        if not self.remembers:
+            return None
+        states = [json.loads(part.native.save()) for part in self._parts]
+        return states[0] if len(states) == 1 else states
 
     def load(self, state):
-        self._native.load(json.dumps(state))
+        states = [state] if len(self._parts) == 1 else state
+        if not isinstance(states, list) or len(states) != len(self._parts):
+            raise MismatchError(f"the saved state is no list of the states of {len(self._parts)} kinds of layers")
+        before = [part.native.save() for part in self._parts]
+        try:
+            for part, each in zip(self._parts, states):
+                part.native.load(json.dumps(each))
+        except BaseException:
+            for part, each in zip(self._parts, before):
+                part.native.load(each)
+            raise
+
+
+class _Part:
+    """The native policy of the layers with as many heads."""
+
+    def __init__(self, name, runtime, found, layers):
+        bounded = name in FROM_BOUNDS
+        self.native = _native.DevicePolicy(runtime.device.index, json.dumps(_spec(found)), name, bounded)
+        self.layers, count = layers, len(found)
+        # Rows of the runtime's tensors.
+        self._rows = slice(None) if runtime._heads.equal else torch.tensor(layers, device=runtime.device)
+        self._n_q, self._n_kv = n_q, n_kv = found[0].n_q_heads, found[0].n_kv_heads
+        results = self.native.results()
+        memory = lambda name, kind: runtime.memory(self.native, results[name], kind)
+        self._stats = memory("stats", "<i4").view(count, 2 * (n_q + n_kv), 4)
+        descales = memory("descales", "<f4").view(count, n_q + 4 * n_kv)
+        self._logits, self._descales = descales[:, :n_q], descales[:, n_q:].view(count, 4, n_kv)
+        self.bounds = {}
+        if bounded:
+            self.bounds = {
+                "bounds": memory("bounds", "<f4").view(count, n_q, -1),
+                "operands": memory("operands", "<f4").view(count, 3, n_kv),
+            }
+
+    def observe(self, runtime, stream):
+        self._stats.copy_(runtime.words[self._rows, : 2 * (self._n_q + self._n_kv)])
+        self.native.observe(stream)
+
+    def update(self, runtime, stream):
+        self.native.launch(stream)
+        runtime.descales[self._rows, :, : self._n_kv] = self._descales
+        runtime.logit_descales[self._rows, : self._n_q] = self._logits
 
 
 def make_policy(name):

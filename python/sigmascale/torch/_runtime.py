@@ -10,7 +10,7 @@ import torch
 
 from .. import _native
 from .._errors import ArgumentError, CudaError, MismatchError, NonFiniteError, SigmascaleError, UnsupportedError
-from . import _backends, _layers
+from . import _backends, _layers, _results
 from ._policies import FROM_BOUNDS, POLICIES, make_policy
 
 STATE_VERSION = 2
@@ -26,9 +26,10 @@ class LayerPlan:
         self.n_q_heads, self.n_kv_heads, self.d_head = layer.n_q_heads, layer.n_kv_heads, layer.d_head
         self.per_call = runtime._policy.per_call
         self.softmax_scale = self.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale
-        self._descales = runtime.descales[index]
-        self.words = runtime.words[index]
-        self.logit_descale = None if runtime.logit_descales is None else runtime.logit_descales[index]
+        self._descales = runtime.descales[index, :, : self.n_kv_heads]
+        self.words = runtime.words[index, : 2 * (self.n_q_heads + self.n_kv_heads)]
+        logits = runtime.logit_descales
+        self.logit_descale = None if logits is None else logits[index, : self.n_q_heads]
 
     q_descale = property(lambda self: self._descales[0], doc="Descales of q, (n_kv_heads).")
     k_descale = property(lambda self: self._descales[1], doc="Descales of k, (n_kv_heads).")
@@ -66,6 +67,9 @@ class Runtime:
     certain bound, bound with rounding, descale])`` or None. ``logit_descales`` f32 ``(layers, n_q_heads)``: what maps the
     policy's logit bound onto 0.8 of E4M3, or None where there is none. ``after_refresh``: functions that are called with
     the runtime at the end of every refresh, on its stream. All tensors keep their addresses.
+
+    Layers may have unequal heads. Then the tensors have room for the most, ``n_q_heads`` and ``n_kv_heads``, and what lies
+    past a layer's own heads is the smallest normal float, which no maximum takes; a plan's views end at its own heads.
     """
 
     # Tensors that a runtime writes in place must not be inference tensors, which may not be.
@@ -88,7 +92,7 @@ class Runtime:
         self.after_refresh = []
         found = list(layers) if self._given else _layers.find(model)
         self.device = _layers.check(found)
-        self._shape = _shape(found)
+        self._shape, self._heads = _shape(found), _results.Heads(found)
         if policy in FROM_BOUNDS and any(layer.norm is None for layer in found):
             raise UnsupportedError(
                 "there is no norm in front of the projections, so v has no bound: take policy='delayed-te' or 'current'"
@@ -98,16 +102,27 @@ class Runtime:
                 "q and k are normalised after the projection, and c_star bounds the logits of projections: take "
                 "policy='geometry', whose operand descales are the same"
             )
-        count, n_q, n_kv, _ = self._shape
+        if policy == "geometry-c-star" and not self._heads.equal:
+            (n_q, n_kv), counts = self._heads.counts[0], self._heads.counts
+            other = next(index for index, count in enumerate(counts) if count != counts[0])
+            raise UnsupportedError(
+                f"{found[other].name} has {counts[other][0]} query and {counts[other][1]} KV heads and {found[0].name} {n_q} and "
+                f"{n_kv}: c_star is one constant of a model whose layers have as many; take policy='geometry', whose operand "
+                "descales are the same"
+            )
+        count, n_q, n_kv = len(found), self._heads.n_q, self._heads.n_kv
         # Types are named: the default one may be another.
         make = lambda *shape, dtype=torch.float32: torch.zeros(*shape, device=self.device, dtype=dtype)
         with torch.cuda.device(self.device):
-            self.descales = make(count, 4, n_kv) + 1
+            self.descales = self._heads.pad(make(count, 4, n_kv) + 1, 1)
             # What attention calls report: rows of four words for logits and q by query head, k and v by KV head.
             self.words = make(count, 2 * (n_q + n_kv), 4, dtype=torch.int32)
             self.logits = make(count, n_q, 4) if bound else None
+            if bound:
+                self._heads.pad(self.logits[..., 3], 0)
             self._policy = make_policy(policy)
-            self.logit_descales = make(count, n_q) + 1 if bound or self._policy.has_logits else None
+            has_logits = bound or self._policy.has_logits
+            self.logit_descales = self._heads.pad(make(count, n_q) + 1, 0) if has_logits else None
         self.n_q_heads, self.n_kv_heads = n_q, n_kv
         self._bind(found)
         self.layers = [LayerPlan(self, index, layer) for index, layer in enumerate(found)]
@@ -140,7 +155,7 @@ class Runtime:
 
     def _bind(self, found):
         """Sets engines up over the tensors where they lie now."""
-        self._tensors, self._engines, self._targets = found, [], {}
+        self._tensors, self._engine = found, None
         self._sources = _sources(found, _storages(self._model()) if self._given else {})
         self._owned = any(holder is not None for holder, *_ in self._sources)
         available, missing = _native.gpu()
@@ -149,22 +164,9 @@ class Runtime:
         self._policy.bind(self, found)
         targets = self._policy.targets(self)
         if self.logits is not None:
-            targets["bounds"] = [*targets.get("bounds", []), self.logits]
-        if not targets:
-            return
-        self._targets = targets
-        # An engine takes layers of one kind; models that rotate only some layers need several.
-        kinds = {}
-        for index, layer in enumerate(found):
-            rows = _layers.entries(layer)
-            keys = ("rotary", "interleaved", "rope_factor", "mean_removed", "vector_dtype", "d_model")
-            kind = (len(rows), layer.q_norm is None, *(rows[0][key] for key in keys))
-            kinds.setdefault(kind, []).append((index, rows))
-        for members in kinds.values():
-            rows = [row for _, entries in members for row in entries]
-            engine = _native.ScaleEngine(self.device.index, rows, "bounds" in targets)
-            places = [index for index, _ in members]
-            self._engines.append(_Engine(engine, places, len(members[0][1]), targets, self))
+            targets["bounds"] = [*targets.get("bounds", []), _results.Target(self.logits)]
+        if targets:
+            self._engine = _Engine(found, targets, self)
 
     def _check(self):
         if self._model() is None or self._tensors is None:
@@ -206,8 +208,8 @@ class Runtime:
             with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self.device):
                 stream = torch.cuda.current_stream(self.device).cuda_stream
                 self._policy.observe(self, stream)
-                for engine in self._engines:
-                    engine.run(stream)
+                if self._engine is not None:
+                    self._engine.run(stream)
                 if self.logits is not None:
                     self.logit_descales.copy_(self.logits[..., 3])
                 self._policy.update(self, stream)
@@ -220,20 +222,22 @@ class Runtime:
     def observed(self):
         """The same as :meth:`stats` without waiting, as device tensors: amax ``(layers, 3, n_kv)`` of q, k and v, and
         counts ``(layers, 3, n_kv, [overflow, beyond, non_finite])``."""
-        return folded(self.words, self.n_q_heads, self.n_kv_heads)
+        return _results.observed(self.words, self._heads)
 
     def stats(self):
         """What attention calls reported since the last refresh, as NumPy arrays; waits for the device.
 
         ``amax`` ``(layers, 3, n_kv)`` of q, k and v; ``overflow`` (values past 448 descales), ``beyond`` (past 464) and
         ``non_finite`` likewise; ``peak``: the largest |x / descale| (NaN under ``current``, whose descales are gone);
-        ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN.
+        ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN. Past a layer's own heads
+        there is nothing: zeros, and NaN for logits.
         """
-        n_q, n_kv = self.n_q_heads, self.n_kv_heads
         words = self.words.cpu()
-        amax, counts = folded(words, n_q, n_kv)
+        amax, counts = _results.observed(words, self._heads)
         descales = self.descales[:, :3].cpu()
-        ordered = words[:, :n_q, :2].long() & 0xFFFFFFFF
+        ordered = words[:, : self.n_q_heads, :2].long() & 0xFFFFFFFF
+        for index, (n_q, _) in enumerate(self._heads.counts):
+            ordered[index, n_q:] = 0
         empty = ordered == 0
         low = ordered.clone()
         low[..., 1] ^= 0xFFFFFFFF
@@ -251,7 +255,7 @@ class Runtime:
 
     def check(self):
         """Raises :class:`NonFiniteError` if the last refresh met weights or bounds that are not finite. Waits."""
-        status = sum(engine.status() & 3 for engine in self._engines)
+        status = 0 if self._engine is None else self._engine.status() & 3
         bad = (~torch.isfinite(self.descales)).any(dim=2).any(dim=1).nonzero().flatten().tolist()
         if status or bad:
             raise NonFiniteError(
@@ -269,17 +273,22 @@ class Runtime:
         return {
             "version": STATE_VERSION,
             "policy": self.policy,
-            "shape": list(self.descales.shape),
+            "shape": self._state_shape(),
             "descales": descales,
             "state": state,
         }
+
+    def _state_shape(self):
+        """Shape of the descales, and where layers have unequal heads those of each."""
+        unequal = [] if self._heads.equal else [list(count) for count in self._heads.counts]
+        return [*self.descales.shape, *unequal]
 
     def load_state_dict(self, state):
         """Goes on from a saved state. Raises :class:`MismatchError`, and changes nothing, if it is damaged or of another
         policy, version or shape. Descales of policies that remember nothing stay those of the present weights."""
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be what state_dict() returned, and is a {type(state).__name__}")
-        mine = {"version": STATE_VERSION, "policy": self.policy, "shape": list(self.descales.shape)}
+        mine = {"version": STATE_VERSION, "policy": self.policy, "shape": self._state_shape()}
         for key in (*mine, "descales", "state"):
             if key not in state:
                 raise MismatchError(f"the saved state has no {key!r}: it is no state of a sigmascale runtime")
@@ -290,8 +299,9 @@ class Runtime:
         if not self._policy.remembers:
             return
         saved = state["descales"]
-        if not isinstance(saved, torch.Tensor) or list(saved.shape) != mine["shape"] or saved.dtype != torch.float32:
-            raise MismatchError(f"the descales of the saved state are no float32 tensor of shape {mine['shape']}")
+        shape = list(self.descales.shape)
+        if not isinstance(saved, torch.Tensor) or list(saved.shape) != shape or saved.dtype != torch.float32:
+            raise MismatchError(f"the descales of the saved state are no float32 tensor of shape {shape}")
         if not bool((torch.isfinite(saved) & (saved > 0)).all()):
             raise MismatchError("the saved state has descales that are not finite and above 0")
         with torch.inference_mode(False), torch.no_grad():
@@ -300,18 +310,7 @@ class Runtime:
 
     def memory(self, owner, place, kind):
         """Device memory that ``owner`` holds, as a tensor that keeps it alive."""
-        return torch.as_tensor(_Memory(owner, *place, kind), device=self.device)
-
-
-def folded(words, n_q, n_kv):
-    """amax ``(layers, 3, n_kv)`` and counts ``(layers, 3, n_kv, 3)`` from a runtime's words."""
-    rows = words[:, n_q:].reshape(words.shape[0], -1, 4)
-    q, k, v = rows.split([n_q, n_kv, n_kv], dim=1)
-    q = q.reshape(words.shape[0], n_kv, -1, 4)
-    # Bits of numbers that are not negative keep their order as integers.
-    amax = torch.stack([q[..., 0].amax(dim=2), k[..., 0], v[..., 0]], dim=1).view(torch.float32)
-    counts = torch.stack([q[..., 1:].sum(dim=2).to(torch.int32), k[..., 1:], v[..., 1:]], dim=1)
-    return amax, counts
+        return torch.as_tensor(_results.Memory(owner, *place, kind), device=self.device)
 
 
 def _storages(model):
@@ -325,13 +324,8 @@ def _storages(model):
 
 
 def _shape(found):
-    """Layers, query heads, KV heads and head dimension."""
-    shapes = {(layer.n_q_heads, layer.n_kv_heads, layer.d_head) for layer in found}
-    if len(shapes) > 1:
-        raise UnsupportedError(
-            f"layers of different head counts or dimensions {sorted(shapes)}: attach one runtime for each"
-        )
-    return (len(found), *shapes.pop())
+    """Query heads, KV heads and head dimension of each layer."""
+    return [(layer.n_q_heads, layer.n_kv_heads, layer.d_head) for layer in found]
 
 
 def _where(tensor):
@@ -366,49 +360,25 @@ def _refuse_copies(kind):
 
 
 class _Engine:
-    """One native engine, and where its results go."""
+    """The native engine over a model's layers, and where its results go."""
 
-    def __init__(self, engine, layers, parts, targets, runtime):
-        self._engine = engine
-        count, n_q, n_kv = len(layers), runtime.n_q_heads, runtime.n_kv_heads
-        results = engine.results()
-        # (layer, part, tensor, head of the part) -> (layer, tensor, part, head of the part), split as the target is.
-        by_head = lambda values, rows: values.view(count, parts, rows, n_kv // parts).transpose(1, 2)
-        views = {
-            "heads": lambda values: by_head(values, 4),
-            "operands": lambda values: by_head(values, 3),
-            "bounds": lambda values: values.view(count, n_q, -1),
-        }
-        consecutive = layers == list(range(layers[0], layers[0] + count))
-        rows = slice(layers[0], layers[0] + count) if consecutive else torch.tensor(layers, device=runtime.device)
-        # Source, target and rows of the target.
-        self._copies = []
-        for name, places in targets.items():
-            if name in results:
-                values = views[name](runtime.memory(engine, results[name], "<f4"))
-                self._copies += [
-                    (values[..., : place.shape[-1]] if name == "bounds" else values, place, rows) for place in places
-                ]
-        self._word = runtime.memory(engine, results["status"], "<i4")
+    def __init__(self, found, targets, runtime):
+        entries = [_layers.entries(layer) for layer in found]
+        rows = [row for each in entries for row in each]
+        self._engine = _native.ScaleEngine(runtime.device.index, rows, "bounds" in targets)
+        results = self._engine.results()
+        self._word = runtime.memory(self._engine, results.pop("status"), "<i4")
+        values = {name: runtime.memory(self._engine, place, "<f4") for name, place in results.items()}
+        every = _results.runs(runtime._heads.counts, [len(each) for each in entries])
+        self._copies = _results.copies(values, targets, every)
 
     def run(self, stream):
         self._engine.launch(stream)
-        for values, target, rows in self._copies:
-            if isinstance(rows, torch.Tensor):
-                target.index_copy_(0, rows, values.reshape(-1, *target.shape[1:]))
-            else:
-                target[rows].view(values.shape).copy_(values)
+        for source, target in self._copies:
+            target.copy_(source)
 
     def status(self):
         return int(self._word.item())
-
-
-class _Memory:
-    """Device memory of the engine, in the form that ``torch.as_tensor`` takes; keeps the engine alive."""
-
-    def __init__(self, engine, pointer, length, kind):
-        self._engine = engine
-        self.__cuda_array_interface__ = {"shape": (length,), "typestr": kind, "data": (pointer, False), "version": 2}
 
 
 # Plans by attention module, the latest last, for the Hugging Face interface, which knows the module alone.
@@ -430,7 +400,7 @@ def plan_of_module(module):
 def _release(reference):
     runtime = reference()
     if runtime is not None:
-        runtime._tensors, runtime._sources, runtime._engines = None, [], []
+        runtime._tensors, runtime._sources, runtime._engine = None, [], None
 
 
 def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto"):

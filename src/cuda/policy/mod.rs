@@ -14,6 +14,7 @@ mod setup;
 mod table;
 
 use super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
+use super::heads::HeadOffsets;
 use super::scale::{HeadBound, ScaleEngine};
 use super::sources;
 use super::step_stats::stats_words;
@@ -136,6 +137,24 @@ impl PolicyMemory {
     }
 }
 
+/// Whether bounds of these heads are the policy's.
+fn fits(heads: &HeadOffsets, layers: usize, n_q: usize, n_kv: usize) -> Result<()> {
+    if heads.layers() != layers {
+        let count = heads.layers();
+        return Err(Error::mismatch(format_args!("the scale engine has {count} layers, the policy {layers}")));
+    }
+    let other = |layer: &usize| (heads.q(*layer).len(), heads.kv(*layer).len()) != (n_q, n_kv);
+    match (0..layers).find(other) {
+        None => Ok(()),
+        Some(layer) => Err(Error::mismatch(format_args!(
+            "layer {layer} of the scale engine has {} query and {} KV heads; a policy takes layers of as many heads, here \
+             {n_q} and {n_kv}",
+            heads.q(layer).len(),
+            heads.kv(layer).len()
+        ))),
+    }
+}
+
 impl PolicyEngine {
     /// Sets everything up; `memory` is what the policy starts from.
     ///
@@ -159,9 +178,7 @@ impl PolicyEngine {
                 let heads = engine
                     .head_bounds()
                     .ok_or_else(|| Error::unsupported("the scale engine was made without logit bounds"))?;
-                if heads.len() != layers * n_q || engine.operand_bounds().len() != 3 * layers * n_kv {
-                    return Err(Error::mismatch("the scale engine's weights have another shape than the policy"));
-                }
+                fits(engine.heads(), layers, n_q, n_kv)?;
                 (heads.ptr(), engine.operand_bounds().ptr())
             }
             BoundSource::Host => {

@@ -2,8 +2,8 @@
 
 use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
-use super::engine::{NO_ROW, Tables};
 use super::grams::{GramRoute, Grams};
+use super::group::{NO_ROW, Tables};
 use super::tables::{HeadBound, Job, LayerInput, NormBlock};
 use crate::error::Result;
 

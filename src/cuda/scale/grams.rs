@@ -2,7 +2,7 @@
 
 use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::{driver, sources};
-use super::engine::{NO_ROW, Tables};
+use super::group::{NO_ROW, Tables};
 use super::tables::{self, Cut, DeviceMatrix, Dtype, HeadGram, LayerInput, Segment, StatTile, Unit};
 use crate::error::Result;
 
@@ -77,6 +77,38 @@ pub(super) struct Grams {
     pub fast_norms: bool,
 }
 
+/// How a layer's weights lie, as far as a kernel depends on it: the same in every layer of one pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Storage {
+    dtype: Dtype,
+    /// Q and K are `[out, in]`, of one type, in rows of 16 bytes.
+    rows: bool,
+    /// The same of `[in, out]`.
+    columns: bool,
+    /// V, where there is one, lies like them: one read for everything.
+    values: bool,
+}
+
+impl Storage {
+    /// Of one layer.
+    pub fn of(layer: &LayerInput) -> Self {
+        let dtype = layer.q.weight.dtype;
+        let step = (16 / dtype.size()) as i64;
+        let fits = |m: &DeviceMatrix| m.dtype == dtype && m.ptr.0.is_multiple_of(16);
+        let along_model = |m: &DeviceMatrix| fits(m) && m.col_stride == 1 && m.row_stride % step == 0;
+        let along_channels = |m: &DeviceMatrix| fits(m) && m.row_stride == 1 && m.col_stride % step == 0;
+        let (q, k) = (&layer.q.weight, &layer.k.weight);
+        let rows = along_model(q) && along_model(k);
+        let columns = along_channels(q) && along_channels(k);
+        if !(rows || columns) {
+            // Read value by value, whatever the type.
+            return Self { dtype: Dtype::F32, rows, columns, values: false };
+        }
+        let like = |m: &DeviceMatrix| if rows { along_model(m) } else { along_channels(m) };
+        Self { dtype, rows, columns, values: layer.v.is_none_or(|v| like(&v.weight)) }
+    }
+}
+
 /// How the Grams of a model are made, before anything is allocated.
 pub(super) struct Layout {
     route: GramRoute,
@@ -92,18 +124,10 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// `grams`: the Grams of q and k are wanted; norms alone else.
+    /// For layers of one [`Storage`]. `grams`: the Grams of q and k are wanted; norms alone else.
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: bool) -> Self {
         let first = &layers[0];
-        let dtype = first.q.weight.dtype;
-        let step = (16 / dtype.size()) as i64;
-        let along_model = |m: &DeviceMatrix| m.col_stride == 1 && m.row_stride % step == 0;
-        let along_channels = |m: &DeviceMatrix| m.row_stride == 1 && m.col_stride % step == 0;
-        let fits = |m: &DeviceMatrix| m.dtype == dtype && m.ptr.0.is_multiple_of(16);
-        let all = |test: &dyn Fn(&DeviceMatrix) -> bool| {
-            layers.iter().flat_map(|l| [l.q.weight, l.k.weight]).all(|m| fits(&m) && test(&m))
-        };
-        let (rows, columns) = (all(&along_model), all(&along_channels));
+        let Storage { dtype, rows, columns, values } = Storage::of(first);
         let small = first.d_head <= 128 && dtype != Dtype::F32;
         let route = match device.arch().compute == 90 {
             true if small && (rows || columns) => GramRoute::Wgmma,
@@ -111,9 +135,6 @@ impl Layout {
             _ => GramRoute::Plain,
         };
         let (tensor_cores, wgmma) = (route != GramRoute::Plain, route == GramRoute::Wgmma);
-        // One read for everything: values like the rest.
-        let values = layers.iter().filter_map(|l| l.v.as_ref()).map(|v| v.weight);
-        let values = values.into_iter().all(|m| fits(&m) && if rows { along_model(&m) } else { along_channels(&m) });
         let sums = layers.iter().any(|l| l.mean_removed || l.shift != DevicePtr::NULL);
         let has_norms = tensor_cores && values && (!sums || wgmma && dtype == Dtype::Bf16);
         // Without rotation both sides' losses meet in one norm, and one rounding a side is more than the bounds allow.

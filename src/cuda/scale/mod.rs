@@ -4,6 +4,9 @@
 //! the caller's stream, capturable, deterministic (fixed partition, fixed order of every sum). Weights are read anew at
 //! each call, so an update in place is seen.
 //!
+//! Layers need not be alike: those that share shape, rotation, norm and storage share their launches, and the results of all
+//! lie one layer behind the other ([`ScaleEngine::heads`]).
+//!
 //! What it computes: what the CPU engine does, per channel `B = sqrt(d) ||w_c|| + |c_c|`, descale `(B + A/32) / 448`; and
 //! per head Grams, certified norms made of them by shifted squarings on tensor cores, and logit bounds. There is no state
 //! between calls: the same weights give the same bits.
@@ -12,7 +15,10 @@ mod bounds;
 mod engine;
 mod frobenius;
 mod grams;
+mod group;
 mod host;
+mod joined;
+mod partition;
 mod power;
 mod power_once;
 mod power_sum;

@@ -7,8 +7,9 @@
 
 use super::super::device::{Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::{driver, sources};
-use super::engine::{NO_ROW, Tables, check};
+use super::group::{NO_ROW, Tables};
 use super::host::DeviceWeights;
+use super::partition::check_power;
 use super::tables::{DeviceMatrix, Dtype, LayerInput, PowerBlock, Projection};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
@@ -81,7 +82,7 @@ impl PowerEngine {
     /// # Safety
     /// The same as [`ScaleEngine::new`](super::ScaleEngine::new).
     pub unsafe fn new(device: &Device, layers: &[LayerInput], raw: bool, seed: u64) -> Result<Self> {
-        check(layers)?;
+        check_power(layers)?;
         let first = &layers[0];
         let all = |test: &dyn Fn(&DeviceMatrix) -> bool| {
             let fits = |m: &DeviceMatrix| m.dtype == Dtype::Bf16 && m.ptr.0.is_multiple_of(16) && test(m);

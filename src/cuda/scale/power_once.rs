@@ -6,7 +6,7 @@
 
 use super::super::device::{Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::{driver, sources};
-use super::engine::NO_ROW;
+use super::group::NO_ROW;
 use super::tables::{LayerInput, Projection};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};

@@ -2,8 +2,9 @@
 
 use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
-use super::engine::{NO_ROW, Tables, check};
+use super::group::{NO_ROW, Tables};
 use super::host::DeviceWeights;
+use super::partition::check_power;
 use super::power::start;
 use super::power_once::Once;
 use super::tables::{DeviceMatrix, Dtype, LayerInput, Projection};
@@ -73,7 +74,7 @@ impl SummedPowerEngine {
     }
 
     fn with_route(device: &Device, layers: &[LayerInput], seed: u64, once: bool) -> Result<Self> {
-        check(layers)?;
+        check_power(layers)?;
         let shape = layers[0];
         let dtype = shape.q.weight.dtype;
         let whole = if dtype == Dtype::F32 { 4 } else { 8 };

@@ -1,0 +1,177 @@
+//! One case a kernel family, each with few kernels and so many tiles that every ring of buffers goes round: what
+//! compute-sanitizer is run on, which is too slow for the rest. Racecheck follows an arrival at a barrier by the accesses of the
+//! arriving thread alone, so for it every lane arrives: `SIGMASCALE_EVERY_LANE=1 compute-sanitizer --tool racecheck gpu small`.
+
+use crate::device;
+use crate::engine::{LOGIT_BELOW, OPERAND_ABOVE, operands, ratio};
+use crate::weights::{Case, Layer, Layout};
+use sigmascale::cuda::scale::{Dtype, GramRoute, PowerEngine, ScaleEngine, SummedPowerEngine};
+use sigmascale::geometry::LayerGeometry;
+use sigmascale::spectral::{GramEngine, SpectralEngine};
+
+tests![
+    one_rounded_product,
+    two_pieces_with_a_mean,
+    two_pieces_along_channels,
+    heads_of_256,
+    two_heads_of_f32,
+    a_head_of_f32,
+    without_tensor_cores,
+    a_power_step,
+    a_power_step_along_channels,
+    a_summed_power_step,
+    a_summed_power_step_along_channels,
+];
+
+fn rounded() -> Case {
+    Case::new("one rounded product", (8192, 128), (8, 4))
+}
+
+fn fixed() -> Case {
+    let case = Case::new("two pieces", (8192, 64), (10, 10));
+    Case { rotary: 0, layer_norm: true, biases: true, ..case }
+}
+
+/// Entries of a Gram within `near` of the product of two channels' norms, and 3e-6 of the trace: what tensor cores cut off in
+/// 256 inputs, but not in all of them.
+fn check_gram(layer: &Layer, engine: &ScaleEngine, of_k: bool, near: f64) {
+    let (case, weights) = (&layer.case, layer.weights());
+    let view = if of_k { &weights.k.heads[case.n_kv - 1] } else { &weights.q.heads[0] };
+    let offset = if case.one_plus { 1.0 } else { 0.0 };
+    let gain: Vec<f64> = weights.norm_gain.as_ref().unwrap().iter().map(|g| g + offset).collect();
+    let column = |c| {
+        let mut x = vec![0.0; case.d];
+        view.read_block(c..c + 1, 0..case.d, &mut x);
+        x.iter_mut().zip(&gain).for_each(|(x, g)| *x *= g);
+        x
+    };
+    let columns: Vec<Vec<f64>> = (0..case.r).map(column).collect();
+    let dot = |a: usize, b: usize| columns[a].iter().zip(&columns[b]).map(|(x, y)| x * y).sum::<f64>();
+    let norms: Vec<f64> = (0..case.r).map(|c| dot(c, c).sqrt()).collect();
+    let got = engine.read_gram(0, if of_k { case.n_q + case.n_kv - 1 } else { 0 }).unwrap();
+    for (a, b) in (0..case.r).flat_map(|a| (a..case.r).map(move |b| (a, b))) {
+        let error = (got[a * case.r + b] - dot(a, b)).abs() / (norms[a] * norms[b]);
+        assert!(error < near, "{}: of k {of_k}: entry {a}, {b} is off by {error:.1e}", case.name);
+    }
+    let (trace, want) =
+        ((0..case.r).map(|c| got[c * case.r + c]).sum::<f64>(), norms.iter().map(|n| n * n).sum::<f64>());
+    assert!((trace / want - 1.0).abs() < 3e-6, "{}: of k {of_k}: trace {trace} of {want}", case.name);
+}
+
+/// What rounding the weights to f16 may do to an entry of these sizes; in two pieces, or not rounded, there is less.
+const ROUNDED: f64 = 5e-5;
+const EXACT: f64 = 4e-6;
+
+fn plan(case: Case, route: GramRoute, near: f64) {
+    let layer = Layer::new(&case, 1);
+    let truth = layer.truth();
+    // SAFETY: `layer` holds the memory.
+    let engine = unsafe { ScaleEngine::new(device(), &[layer.input], true) }.unwrap();
+    if device().arch().compute == 90 {
+        assert_eq!(engine.route(0), Some(route), "{}", case.name);
+    }
+    let stream = device().stream().unwrap();
+    engine.descales(&stream).unwrap();
+    engine.plan(&stream).unwrap();
+    engine.frobenius(&stream).unwrap();
+    stream.synchronize().unwrap();
+    assert_eq!(engine.status().read().unwrap()[0] & 3, 0, "{}", case.name);
+    for (i, (got, want)) in engine.operand_bounds().read().unwrap().iter().zip(operands(&case, &truth)).enumerate() {
+        let ratio = ratio(f64::from(*got), want);
+        assert!((1.0..=1.0 + OPERAND_ABOVE).contains(&ratio), "{}: operand bound {i}: {ratio:.8}", case.name);
+    }
+    check_gram(&layer, &engine, false, near);
+    check_gram(&layer, &engine, true, near);
+    let above = if case.rotary == 0 && case.r > 128 { f64::INFINITY } else { 1.02 };
+    for (h, (got, want)) in engine.head_bounds().unwrap().read().unwrap().iter().zip(&truth.heads).enumerate() {
+        let ratio = ratio(got.rounded.into(), want.rounded.unwrap());
+        assert!((1.0 - LOGIT_BELOW..=above).contains(&ratio), "{}: head {h}: {ratio}", case.name);
+    }
+}
+
+fn one_rounded_product() {
+    plan(rounded(), GramRoute::Wgmma, ROUNDED);
+}
+
+fn two_pieces_with_a_mean() {
+    plan(fixed(), GramRoute::Wgmma, EXACT);
+}
+
+fn two_pieces_along_channels() {
+    let case = Case::new("along channels", (8192, 80), (8, 4));
+    plan(Case { dtype: Dtype::F16, layout: Layout::Conv1d, ..case }, GramRoute::Wgmma, EXACT);
+}
+
+fn heads_of_256() {
+    plan(Case::new("heads of 256", (4096, 256), (6, 2)), GramRoute::Wide, ROUNDED);
+}
+
+fn two_heads_of_f32() {
+    plan(
+        Case { dtype: Dtype::F32, rotary: 32, ..Case::new("two heads", (2048, 64), (20, 10)) },
+        GramRoute::Wide,
+        ROUNDED,
+    );
+}
+
+fn a_head_of_f32() {
+    plan(Case { dtype: Dtype::F32, ..Case::new("a head", (4096, 128), (6, 3)) }, GramRoute::Wide, ROUNDED);
+}
+
+fn without_tensor_cores() {
+    let case = Case::new("plain", (200, 192), (2, 1));
+    plan(Case { layout: Layout::Conv1d, layer_norm: true, biases: true, ..case }, GramRoute::Plain, EXACT);
+}
+
+/// The largest norm that the step may come to, of each head.
+fn norms(layer: &Layer) -> Vec<f64> {
+    let spec = layer.case.spec();
+    let geometry = LayerGeometry::new(&spec, layer.weights()).unwrap();
+    GramEngine.layer(&geometry).unwrap().heads.unwrap().iter().map(|head| head.sigma).collect()
+}
+
+fn step(case: Case) {
+    let layer = Layer::new(&case, 2);
+    // SAFETY: `layer` holds the memory.
+    let power = unsafe { PowerEngine::new(device(), &[layer.input], false, 5) }.unwrap();
+    let stream = device().stream().unwrap();
+    for _ in 0..8 {
+        power.step(&stream).unwrap();
+    }
+    for (h, (got, want)) in power.sigma().read().unwrap().iter().zip(norms(&layer)).enumerate() {
+        let ratio = f64::from(*got) / want;
+        assert!((0.8..=1.0 + 1e-5).contains(&ratio), "{}: head {h}: {ratio}", case.name);
+    }
+}
+
+fn a_power_step() {
+    step(Case { rotary: 0, ..rounded() });
+}
+
+fn a_power_step_along_channels() {
+    step(Case { layout: Layout::Conv1d, ..fixed() });
+}
+
+/// Read once, and by the kernels that other devices take.
+fn sum(case: Case) {
+    let layer = Layer::new(&case, 3);
+    let layers = [layer.input; 6];
+    // SAFETY: `layer` holds the memory.
+    let once = unsafe { SummedPowerEngine::new(device(), &layers, 5) }.unwrap();
+    // SAFETY: as above.
+    let twice = unsafe { SummedPowerEngine::reading_twice(device(), &layers, 5) }.unwrap();
+    let stream = device().stream().unwrap();
+    once.steps(&stream, 3).unwrap();
+    twice.steps(&stream, 3).unwrap();
+    for (once, twice) in once.sigma().read().unwrap().into_iter().zip(twice.sigma().read().unwrap()) {
+        assert!(twice > 0.0 && (once / twice - 1.0).abs() < 1e-4, "{}: {once} and {twice}", case.name);
+    }
+}
+
+fn a_summed_power_step() {
+    sum(Case { rotary: 0, ..rounded() });
+}
+
+fn a_summed_power_step_along_channels() {
+    sum(Case { layout: Layout::Conv1d, ..fixed() });
+}
