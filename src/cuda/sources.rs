@@ -74,6 +74,7 @@ sources! {
 /// Headers by the name they are included under.
 pub const HEADERS: &[(&str, &str)] = &[
     ("attention_output.cuh", include_str!("../../kernels/include/attention_output.cuh")),
+    ("attention_rows.cuh", include_str!("../../kernels/include/attention_rows.cuh")),
     ("attention_softmax.cuh", include_str!("../../kernels/include/attention_softmax.cuh")),
     ("attention_tile.cuh", include_str!("../../kernels/include/attention_tile.cuh")),
     ("barrier.cuh", include_str!("../../kernels/include/barrier.cuh")),
