@@ -144,7 +144,13 @@ __device__ __forceinline__ bool factor(float* a, float* room, float* inverses, i
   return !*failed;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, SIDE == 64 || SIDE == 96 ? 2 : 1)
+#if __CUDA_ARCH__ >= 1000  // two blocks of 64 channels spill there
+constexpr u32 SHARING = SIDE == 96 ? 2 : 1;
+#else
+constexpr u32 SHARING = SIDE == 64 || SIDE == 96 ? 2 : 1;
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
     scale_products(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
                    double* lambdas, double2* aux, float* room, u32* status) {
   extern __shared__ float memory[];
