@@ -34,7 +34,7 @@ __device__ __forceinline__ void ordered_load(float (&v)[4], const float* from) {
 
 // acc += A^T B over rows `from` to `to` of A (32 columns at `row`) and B (16 columns at `column`); a lane has 4 x 4 values.
 __device__ __forceinline__ void outer(float (&acc)[4][4], const float* a, const float* b, u32 row, u32 column, u32 from, u32 to) {
-  const u32 lane = threadIdx.x & 31, r = row + lane / 4 * 4, c = column + lane % 4 * 4;
+  const u32 lane = thread_index() & 31, r = row + lane / 4 * 4, c = column + lane % 4 * 4;
 #pragma unroll 2
   for (u32 k = from; k < to; k++) {
     const float4 x = *(const float4*)(a + k * ROW + r), y = *(const float4*)(b + k * ROW + c);
@@ -58,7 +58,7 @@ __device__ __forceinline__ void product(float (&sum)[4][4], const float* a, cons
   }
 }
 template <bool PUT> __device__ __forceinline__ void piece(float* at, float (&acc)[4][4], u32 row, u32 column) {
-  const u32 lane = threadIdx.x & 31, r = row + lane / 4 * 4, c = column + lane % 4 * 4;
+  const u32 lane = thread_index() & 31, r = row + lane / 4 * 4, c = column + lane % 4 * 4;
 #pragma unroll
   for (u32 i = 0; i < 4; i++) {
     float4* p = (float4*)(at + (r + i) * ROW + c);
