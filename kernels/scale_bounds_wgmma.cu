@@ -229,6 +229,7 @@ extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
   const Lane at;
   const Task task = tasks[blockIdx.x];
   const Job job = {task.kind};
+  // This order is what lets descales and plan read statistics ahead of their own waits.
   wait_for_previous();
   let_next_start();
   // A thread a channel.

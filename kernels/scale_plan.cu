@@ -71,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   a = warp_sum(a), b = warp_sum(b), spread_q = warp_sum(spread_q), spread_k = warp_sum(spread_k);
   rest_q = warp_sum(rest_q), rest_k = warp_sum(rest_k), rest_cq = warp_sum(rest_cq), rest_ck = warp_sum(rest_ck);
   rest_a = warp_sum(rest_a), rest_b = warp_sum(rest_b);
-  // All before this is of the launch before the one in front.
+  // Before this, constants and statistics alone: complete before a block of the bounds let the descales start. lambdas, aux and
+  // operand_descales are not.
   wait_for_previous();
   const double raw_q = lambdas[task], raw_k = lambdas[s.layers * s.n_q + layer * s.n_kv + kv];
   const double* rest = lambdas + s.layers * (s.n_q + s.n_kv);
@@ -156,6 +157,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const u32 i = threadIdx.x;
   const u32 flags = p.flags;  // the projection's line is there when it is wanted
   const u64 bias = p.bias;
+  // This order is what lets the bounds read Grams through the cache of constants.
   wait_for_previous();
   let_next_start();
   double norm2 = 0, pair = 0, rounding = 0, sum = 0, constant = 0, absolute = 0;

@@ -110,8 +110,8 @@ __device__ __forceinline__ u32 pair_partner(u32 channel, u32 rotary, u32 interle
 }
 
 // Programmatic dependent launch, from Hopper on: both do nothing in a kernel that was launched without it. What a kernel reads
-// or writes of the launch in front lies behind the wait; what the launch before that one left may be read ahead of it if the
-// one in front waited before it let this one start.
+// or writes of the launch in front lies behind the wait; what an earlier launch left may be read ahead of it if some launch
+// since waited for it before it let the next one start.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

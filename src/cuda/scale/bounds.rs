@@ -372,7 +372,7 @@ impl Bounds {
         ];
         let launch = Launch::linear((self.layers * self.shape.n_q).div_ceil(4), 128, 0);
         // SAFETY: 1. the arguments are the kernel's; 2. and 3. everything it reads was written by the launches before it,
-        // and what it reads ahead of its wait by one that the launch in front waited for.
+        // and what it reads ahead of its wait, the statistics, by one that the bounds waited for before they let anything start.
         unsafe { self.plan.launch_early(stream, launch, &args, self.early) }
     }
 }
