@@ -1,4 +1,4 @@
-//! Devices, modules, memory, streams, graphs.
+//! Devices, memory, streams, graphs.
 //!
 //! Nothing synchronises unless its name says so. Events of the driver wrapper are off: ordering is the caller's, by
 //! streams, which is what makes a capture possible.
@@ -8,13 +8,11 @@ use super::driver::failed;
 use super::nvrtc::{self, Arch, Compiled, Request};
 use super::sources::Source;
 use super::view::{Element, View};
+use super::{DevicePtr, Module};
 use crate::error::{Error, Result};
 use bytemuck::Pod;
-use cudarc::driver::{
-    CudaContext, CudaEvent, CudaFunction, CudaGraph, CudaModule, CudaStream, DevicePtr as _, result, sys,
-};
+use cudarc::driver::{CudaContext, CudaEvent, CudaGraph, CudaStream, result, sys};
 use cudarc::nvrtc::Ptx;
-use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -183,229 +181,6 @@ fn wait_for_legacy_stream(context: &Arc<CudaContext>, doing: &'static str) -> Re
     context.default_stream().synchronize().map_err(failed(doing))
 }
 
-/// A loaded source.
-#[derive(Clone, Debug)]
-pub struct Module {
-    inner: Arc<CudaModule>,
-    name: &'static str,
-    context: Arc<CudaContext>,
-}
-
-impl Module {
-    /// An entry point.
-    ///
-    /// # Errors
-    /// If the source has none of that name.
-    pub fn kernel(&self, name: &'static str) -> Result<Kernel> {
-        let inner =
-            self.inner.load_function(name).map_err(failed(format_args!("{} has no kernel {name}", self.name)))?;
-        Ok(Kernel { inner, name })
-    }
-
-    /// The value of an `int` that the source declares `__constant__`. Synchronous.
-    ///
-    /// # Errors
-    /// If the source has none of that name.
-    pub(super) fn constant(&self, name: &str) -> Result<i32> {
-        let doing = format_args!("{} has no constant {name}", self.name);
-        let stream = self.context.default_stream();
-        let place = self.inner.get_global(name, &stream).map_err(failed(doing))?;
-        if place.len() != size_of::<i32>() {
-            return Err(Error::cuda(format_args!("{}: {name} has {} bytes", self.name, place.len())));
-        }
-        let mut value = [0i32];
-        // SAFETY: the module owns four bytes there.
-        unsafe { result::memcpy_dtoh_sync(&mut value, place.device_ptr(&stream).0) }.map_err(failed(doing))?;
-        Ok(value[0])
-    }
-}
-
-/// An entry point of a loaded source.
-#[derive(Clone, Debug)]
-pub struct Kernel {
-    inner: CudaFunction,
-    name: &'static str,
-}
-
-/// Grid, block and dynamic shared memory of a launch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Launch {
-    /// Blocks.
-    pub grid: (u32, u32, u32),
-    /// Threads a block.
-    pub block: u32,
-    /// Dynamic shared memory a block, in bytes.
-    pub shared: u32,
-}
-
-impl Launch {
-    /// A one-dimensional launch.
-    pub fn linear(blocks: usize, block: u32, shared: u32) -> Self {
-        Self { grid: (blocks as u32, 1, 1), block, shared }
-    }
-}
-
-/// An address in device memory. Making one is safe; a kernel that reads through it is what has to be careful.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct DevicePtr(pub u64);
-
-impl DevicePtr {
-    /// No address: an absent vector.
-    pub const NULL: Self = Self(0);
-
-    /// The address `bytes` further on.
-    pub fn offset(self, bytes: u64) -> Self {
-        Self(self.0 + bytes)
-    }
-}
-
-/// One kernel argument by value.
-#[derive(Clone, Copy, Debug)]
-pub enum Arg {
-    /// A pointer.
-    Ptr(DevicePtr),
-    /// `unsigned int`.
-    U32(u32),
-    /// `unsigned long long`.
-    U64(u64),
-    /// `float`.
-    F32(f32),
-    /// `double`.
-    F64(f64),
-    /// A small struct, as 32-bit words.
-    Words([u32; 12]),
-}
-
-/// Types that fit one [`Arg`].
-pub trait Word {
-    /// As an argument.
-    fn arg(self) -> Arg;
-}
-macro_rules! word {
-    ($($t:ty => $v:ident),*) => {$(impl Word for $t { fn arg(self) -> Arg { Arg::$v(self) } })*};
-}
-word!(DevicePtr => Ptr, u32 => U32, u64 => U64, f32 => F32, f64 => F64);
-
-impl Kernel {
-    /// Name of the entry point.
-    pub fn name(&self) -> &'static str {
-        self.name
-    }
-
-    /// Allows launches with up to `bytes` of dynamic shared memory.
-    ///
-    /// # Errors
-    /// If the device has less.
-    pub fn allow_shared(&self, bytes: u32) -> Result<()> {
-        let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        self.inner
-            .set_attribute(attribute, bytes as i32)
-            .map_err(failed(format_args!("{} wants {bytes} bytes of shared memory", self.name)))
-    }
-
-    /// Blocks of `block` threads and `shared` bytes that fit one multiprocessor at a time.
-    ///
-    /// # Errors
-    /// If the driver does not answer.
-    pub fn occupancy(&self, block: u32, shared: u32) -> Result<u32> {
-        // SAFETY: the function is loaded and the driver only reads its properties.
-        let blocks = unsafe {
-            result::occupancy::max_active_block_per_multiprocessor(
-                self.inner.cu_function(),
-                block as i32,
-                shared as usize,
-            )
-        };
-        blocks.map(|n| n as u32).map_err(failed(format_args!("asking for the occupancy of {}", self.name)))
-    }
-
-    /// Clusters that the device holds at a time, of a kernel compiled for clusters of `size` blocks. Allows any size.
-    ///
-    /// # Errors
-    /// If the driver does not answer.
-    pub(super) fn clusters(&self, size: u32, block: u32, shared: u32) -> Result<u32> {
-        super::driver::clusters(&self.inner, size, block, shared)
-            .map_err(failed(format_args!("asking for the clusters of {}", self.name)))
-    }
-
-    /// Puts the kernel on a stream. Asynchronous, and capturable.
-    ///
-    /// # Errors
-    /// If the driver refuses the configuration. Errors of the kernel itself appear at a later synchronisation.
-    ///
-    /// # Safety
-    /// 1. `args` has the number, the order and the sizes of the kernel's parameters.
-    /// 2. Every address it reaches, through arguments or through tables in device memory, is valid for its reads and
-    ///    writes until the kernel has run, also at each replay of a graph that captured it.
-    /// 3. Nothing else writes what it reads, or touches what it writes, without being ordered by a stream.
-    pub unsafe fn launch(&self, stream: &Stream, launch: Launch, args: &[Arg]) -> Result<()> {
-        // SAFETY: the caller's promises.
-        unsafe { self.launch_early(stream, launch, args, false) }
-    }
-
-    /// As [`Kernel::launch`]. `early`: the kernel may start before the one in front of it on the stream has ended, and waits
-    /// for it itself (`griddepcontrol.wait`; Hopper and later).
-    ///
-    /// # Safety
-    /// As [`Kernel::launch`].
-    pub(super) unsafe fn launch_early(&self, stream: &Stream, launch: Launch, args: &[Arg], early: bool) -> Result<()> {
-        let mut values: Vec<Arg> = args.to_vec();
-        let mut params: Vec<*mut c_void> = values
-            .iter_mut()
-            .map(|a| match a {
-                Arg::Ptr(v) => (&raw mut v.0).cast(),
-                Arg::U32(v) => (&raw mut *v).cast(),
-                Arg::U64(v) => (&raw mut *v).cast(),
-                Arg::F32(v) => (&raw mut *v).cast(),
-                Arg::F64(v) => (&raw mut *v).cast(),
-                Arg::Words(v) => v.as_mut_ptr().cast(),
-            })
-            .collect();
-        // SAFETY: the parameters point into `values`, which outlives the call; the rest are the caller's promises.
-        unsafe { self.launch_parameters(stream, launch, &mut params, early) }
-    }
-
-    /// As [`Kernel::launch`], with parameters of any size by address. `overlap`: the kernel may start before the one in
-    /// front of it on the stream has ended, and waits for it itself (`griddepcontrol.wait`).
-    ///
-    /// # Safety
-    /// As [`Kernel::launch`]; every pointer is to a live value of its parameter's size, which the driver copies.
-    pub(super) unsafe fn launch_parameters(
-        &self,
-        stream: &Stream,
-        launch: Launch,
-        parameters: &mut [*mut c_void],
-        overlap: bool,
-    ) -> Result<()> {
-        let doing = format_args!("launching {} with {launch:?}", self.name);
-        stream.inner.context().bind_to_thread().map_err(failed(doing))?;
-        let mut early = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
-        let config = sys::CUlaunchConfig {
-            gridDimX: launch.grid.0,
-            gridDimY: launch.grid.1,
-            gridDimZ: launch.grid.2,
-            blockDimX: launch.block,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: launch.shared,
-            hStream: stream.inner.cu_stream(),
-            attrs: &raw mut early,
-            numAttrs: overlap.into(),
-        };
-        // SAFETY: the configuration and its one attribute outlive the call; the rest are the caller's promises.
-        unsafe {
-            sys::cuLaunchKernelEx(&config, self.inner.cu_function(), parameters.as_mut_ptr(), std::ptr::null_mut())
-        }
-        .result()
-        .map_err(failed(doing))
-    }
-}
-
 /// Owned device memory of `len` values. Freed on drop, after the device has finished with it.
 #[derive(Debug)]
 pub struct Buffer<T> {
@@ -530,7 +305,7 @@ impl<T> Drop for Buffer<T> {
 /// An order of work on a device.
 #[derive(Clone, Debug)]
 pub struct Stream {
-    inner: Arc<CudaStream>,
+    pub(super) inner: Arc<CudaStream>,
 }
 
 impl Stream {

@@ -19,6 +19,7 @@ pub mod cache;
 mod device;
 mod driver;
 mod heads;
+mod kernel;
 mod library;
 mod nvrtc;
 pub mod policy;
@@ -27,8 +28,9 @@ pub mod sources;
 mod step_stats;
 mod view;
 
-pub use device::{Arg, Buffer, Device, DevicePtr, Event, Graph, Kernel, Launch, Module, Stream, Word};
+pub use device::{Buffer, Device, Event, Graph, Stream};
 pub use heads::HeadOffsets;
+pub use kernel::{Arg, DevicePtr, Kernel, Launch, Module, Word};
 pub use library::{Probe, is_available, probe, require};
 pub use nvrtc::{Arch, Compiled, Request, ResourceUse, compile, compiler_version, is_compiler_available};
 pub use step_stats::{CastWords, LogitWords, StepWords, ordered, stats_words, unordered};

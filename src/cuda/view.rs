@@ -1,6 +1,6 @@
 //! Arrays in device memory that belong to somebody else.
 
-use super::device::DevicePtr;
+use super::DevicePtr;
 use crate::error::{Error, Result};
 
 /// Type of the elements of a [`View`].

@@ -13,11 +13,11 @@
 mod setup;
 mod table;
 
-use super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::heads::HeadOffsets;
 use super::scale::{HeadBound, ScaleEngine};
 use super::sources;
 use super::step_stats::stats_words;
+use super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::{Error, Result};
 pub use setup::{Isotropic, PolicySetup, Pool, Rule, TENSORS};
 use table::PolicyTable;

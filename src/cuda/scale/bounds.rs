@@ -1,7 +1,7 @@
 //! Certified norms of every head and the logit bounds made of them.
 
-use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
+use super::super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::grams::{GramRoute, Grams};
 use super::group::{NO_ROW, Tables};
 use super::tables::{HeadBound, Job, LayerInput, NormBlock, Task};

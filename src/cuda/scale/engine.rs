@@ -1,7 +1,7 @@
 //! Scales of a whole model, whose layers need not be alike.
 
 use super::super::HeadOffsets;
-use super::super::device::{Buffer, Device, Stream};
+use super::super::{Buffer, Device, Stream};
 use super::grams::GramRoute;
 use super::group::Group;
 use super::host::DeviceWeights;

@@ -1,7 +1,7 @@
 //! Frobenius norms of every head's interaction, from the Grams.
 
-use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
+use super::super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::bounds::Bounds;
 use super::grams::Grams;
 use super::tables::{HeadFrobenius, LayerInput};

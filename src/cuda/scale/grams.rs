@@ -1,6 +1,6 @@
 //! Gram matrices of every Q and K head: the cut of the work, the launch, and the reading for tests.
 
-use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
+use super::super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::{driver, sources};
 use super::group::{NO_ROW, Tables};
 use super::tables::{self, Cut, DeviceMatrix, Dtype, HeadGram, LayerInput, Segment, StatTile, Unit};

@@ -1,7 +1,7 @@
 //! The launches for layers that are alike in everything that a launch takes once ([`super::partition`]).
 
-use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
+use super::super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::bounds::Bounds;
 use super::frobenius::Frobenius;
 use super::grams::{GramRoute, Grams, Layout};

@@ -1,6 +1,6 @@
 //! Weights in device memory that belong to this crate: checked, or copied from the host.
 
-use super::super::device::{Buffer, Device, DevicePtr};
+use super::super::{Buffer, Device, DevicePtr};
 use super::tables::{DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
 use crate::error::{Error, Result};
 use crate::tensor::{self, MatrixView};

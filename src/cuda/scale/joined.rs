@@ -1,7 +1,7 @@
 //! Results of several groups of layers, brought together in the order of the layers.
 
-use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
+use super::super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::group::Group;
 use super::partition::{Partition, Run};
 use super::tables::{HeadBound, HeadFrobenius};

@@ -5,7 +5,7 @@
 //! `y = W_K^T v`, and without expanding grouped KV heads. W is what the CPU's iteration takes: the gains of the norm are in
 //! it, the mean of a LayerNorm is not.
 
-use super::super::device::{Buffer, Device, DevicePtr, Kernel, Launch, Stream};
+use super::super::{Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::{driver, sources};
 use super::group::{NO_ROW, Tables};
 use super::host::DeviceWeights;

@@ -4,7 +4,7 @@
 //! multiprocessor's memory holds, so a cluster of blocks shares a tile: some inputs, all channels, each block its share. The
 //! normalisation of `u` is a factor, which comes afterwards.
 
-use super::super::device::{Buffer, Device, DevicePtr, Kernel, Launch, Stream};
+use super::super::{Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::{driver, sources};
 use super::group::NO_ROW;
 use super::tables::{LayerInput, Projection};

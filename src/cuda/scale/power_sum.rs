@@ -1,7 +1,7 @@
 //! The paper's power iteration as it stands: one norm a layer, of the sum over its heads.
 
-use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
+use super::super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::group::{NO_ROW, Tables};
 use super::host::DeviceWeights;
 use super::partition::check_power;

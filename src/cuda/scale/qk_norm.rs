@@ -1,7 +1,7 @@
 //! Bounds of q and k that are normalised between projection and rotation.
 
-use super::super::device::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::sources;
+use super::super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::tables::{HeadBound, LayerInput, QkLayer, QkNormInput, QkNormSide, QkSide};
 use crate::error::{Error, Result};
 

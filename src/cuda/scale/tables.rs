@@ -1,7 +1,7 @@
 //! The host's side of the tables that the kernels read (`kernels/include/scale_types.cuh` and the structs at the head of
 //! each kernel file).
 
-use super::super::device::DevicePtr;
+use super::super::DevicePtr;
 use bytemuck::{Pod, Zeroable};
 
 /// Type of stored values.
