@@ -333,7 +333,7 @@ impl Stream {
     }
 
     /// Records what `work` puts on this stream as a graph; nothing runs yet. Everything that the captured kernels touch
-    /// must outlive the graph (see [`Kernel::launch`]).
+    /// must outlive the graph (see [`Kernel::launch`](super::Kernel::launch)).
     ///
     /// # Errors
     /// Those of `work`, or if something in it cannot be captured.
