@@ -287,6 +287,7 @@ impl Checkpoint {
                 QkNormStored::Shared => self.vector(&self.named(name, &[suffix]), r),
                 QkNormStored::Flat => self.vector(&self.named(name, &[suffix]), heads * r),
                 QkNormStored::PerHead => self.values(&self.named(name, &[suffix]), &[heads, r]),
+                QkNormStored::Nothing => Ok(vec![1.0; r]),
                 QkNormStored::TensorPerHead => {
                     let mut all = Vec::with_capacity(heads * r);
                     for h in 0..heads {

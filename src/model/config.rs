@@ -272,7 +272,7 @@ impl<'a> Keys<'a> {
             ScaleRule::QueryPreAttnScalar(default) => {
                 self.positive("query_pre_attn_scalar")?.unwrap_or(*default).sqrt().recip()
             }
-            ScaleRule::Multiplier(key, default) => self.positive(key)?.unwrap_or(*default),
+            ScaleRule::Multiplier(key, default) => self.positive(key)?.or(*default).unwrap_or(usual),
             ScaleRule::Gpt2 => {
                 let base = if self.flag("scale_attn_weights")?.unwrap_or(true) { usual } else { 1.0 };
                 if self.flag("scale_attn_by_inverse_layer_idx")?.unwrap_or(false) {
@@ -539,6 +539,39 @@ mod tests {
         let full = r#","layer_types":["full_attention","full_attention","full_attention","full_attention"]"#;
         assert_eq!(rotated("exaone4", full), [false; 4]);
         assert_eq!(rotated("exaone4", &format!(r#"{full},"sliding_window":null"#)), [true; 4]);
+    }
+
+    #[test]
+    fn a_layer_can_have_a_base_of_its_own() {
+        let granite = |extra: &str| {
+            spec(&format!(
+                r#"{{"model_type":"granite_swa","hidden_size":256,"num_hidden_layers":3,"num_attention_heads":4,
+                    "rope_parameters":{{"rope_type":"default","rope_theta":500.0}}{extra}}}"#
+            ))
+        };
+        let bases = |spec: AttentionSpec| -> Vec<Option<f64>> {
+            // angle b = base^(-2 b / 64), so the base is angle 16 to the power -2.
+            let base = |rope: &Option<crate::model::Rope>| Some(rope.as_ref()?.inv_freq.as_ref()?[16].powi(-2).round());
+            spec.rope.iter().map(base).collect()
+        };
+        assert_eq!(bases(granite("").unwrap()), [Some(500.0); 3]);
+        let own = granite(r#","layer_rope_theta":[10000.0,0,500000]"#).unwrap();
+        assert_eq!(bases(own), [Some(10_000.0), None, Some(500_000.0)]);
+        let refused = |extra: &str| granite(extra).unwrap_err().to_string();
+        assert!(refused(r#","layer_rope_theta":[1.0,2.0]"#).contains("2 entries for 3 layers"));
+        assert!(refused(r#","layer_rope_theta":[1.0,2.0,-1.0]"#).contains("from 0 on"));
+    }
+
+    #[test]
+    fn a_scale_that_is_not_stated_is_the_usual_one() {
+        let scale = |extra: &str| {
+            let json = format!(
+                r#"{{"model_type":"hyperclovax","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4{extra}}}"#
+            );
+            spec(&json).unwrap().softmax_scale[0]
+        };
+        assert_eq!((scale(""), scale(r#","attention_multiplier":null"#)), (0.125, 0.125));
+        assert_eq!(scale(r#","attention_multiplier":0.5"#), 0.5);
     }
 
     #[test]

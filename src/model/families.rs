@@ -121,6 +121,8 @@ pub(crate) enum RopeLayers {
     /// is absent. `local_theta`: key and default of the sliding layers' base; without one they take the common base.
     /// Scaling in the old generation of keys belongs to the full layers alone.
     ByType { pattern: (&'static [&'static str], usize), local_theta: Option<(&'static str, f64)> },
+    /// A list of bases, one a layer, 0 for a layer that is not rotated; absent or null: the common base in all.
+    Bases(&'static str),
     /// `no_rope_layers` (1: rotated, 0: not), else every n-th layer has none.
     NoRope { interval: (&'static str, usize) },
     /// Only sliding layers are rotated; every n-th layer is full when `layer_types` is absent. With `or_all`, every layer
@@ -150,6 +152,8 @@ pub(crate) enum QkNormStored {
     PerHead,
     /// One `[d_head]` tensor a head, named with `{h}`.
     TensorPerHead,
+    /// Nothing: the norm has no gains.
+    Nothing,
 }
 
 /// Softmax scale.
@@ -158,8 +162,8 @@ pub(crate) enum ScaleRule {
     InverseSqrtHead,
     /// `query_pre_attn_scalar`^-1/2, and the scalar when absent.
     QueryPreAttnScalar(f64),
-    /// A key that is the scale itself, and its value when absent.
-    Multiplier(&'static str, f64),
+    /// A key that is the scale itself, and its value when absent or null (`None`: d_head^-1/2).
+    Multiplier(&'static str, Option<f64>),
     /// d_head^-1/2 unless `scale_attn_weights` is false, over layer + 1 if `scale_attn_by_inverse_layer_idx`.
     Gpt2,
 }

@@ -4,7 +4,7 @@
 //! framework's modules, say) looks them up by [`Layout`].
 
 use super::config::Config;
-use super::families::{self, NormTensor, QkvTensors};
+use super::families::{self, NormTensor, QkNormStored, QkvTensors};
 use super::spec::AttentionSpec;
 use crate::error::{Error, Result};
 use std::path::Path;
@@ -36,7 +36,8 @@ pub struct LayerNames {
     pub v: ProjectionName,
     /// Norm in front of the projections; `None` where there is none.
     pub norm: Option<String>,
-    /// Norms of q and k behind the projections; `{h}` stands for the head where each head has a tensor of its own.
+    /// Norms of q and k behind the projections; `{h}` stands for the head where each head has a tensor of its own. `None` where
+    /// there are none, or none with gains.
     pub qk_norm: Option<(String, String)>,
 }
 
@@ -112,7 +113,9 @@ impl Config {
             _ => self.own_norm.map(|name| at(name, layer)),
         };
         let qk_norm = match (&self.family.qk_norm, self.spec.qk_norm) {
-            (Some(rule), Some(_)) => Some((at(rule.q, layer), at(rule.k, layer))),
+            (Some(rule), Some(_)) if rule.stored != QkNormStored::Nothing => {
+                Some((at(rule.q, layer), at(rule.k, layer)))
+            }
             _ => None,
         };
         LayerNames { q, k, v, norm, qk_norm }
