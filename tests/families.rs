@@ -154,14 +154,21 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             }
             Out { q, k, v, scale: usual, cap: None }
         }
-        "gpt_neox" => {
+        "gpt_neox" | "persimmon" => {
             let (g, b) = own(&format!("{p}layers.{i}.input_layernorm"));
-            let y = linear(t, &format!("{p}layers.{i}.attention.query_key_value"), &layer_norm(hidden, &g, b));
+            let attn = format!("{p}layers.{i}.{}", if family == "persimmon" { "self_attn" } else { "attention" });
+            let y = linear(t, &format!("{attn}.query_key_value"), &layer_norm(hidden, &g, b));
             // Viewed as [heads, 3 * d_head].
             let part = |which: usize| -> Vec<Vec<f64>> {
                 y.chunks(3 * R).map(|head| head[which * R..(which + 1) * R].to_vec()).collect()
             };
             let (mut q, mut k) = (part(0), part(1));
+            if family == "persimmon" {
+                for (name, all) in [("q", &mut q), ("k", &mut k)] {
+                    let (g, b) = own(&format!("{attn}.{name}_layernorm"));
+                    all.iter_mut().for_each(|head| *head = layer_norm(head, &g, b));
+                }
+            }
             for head in q.iter_mut().chain(&mut k) {
                 rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0);
             }
@@ -208,6 +215,7 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             let x = match family {
                 "olmo2" | "exaone4" => hidden.to_vec(),
                 "olmo" => layer_norm(hidden, &vec![1.0; case.d], None),
+                "nanochat" => rms_norm(hidden, &vec![1.0; case.d], 0.0),
                 "apertus" => rms_norm(hidden, t.get(&format!("{p}layers.{i}.attention_layernorm.weight")), 0.0),
                 "nemotron" => {
                     let (g, b) = input();
@@ -229,7 +237,9 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     _ => {
                         for (h, head) in all.iter_mut().enumerate() {
                             *head = match case.kind {
-                                "qwen3" | "glm4_moe" | "exaone4" | "apertus" => rms_norm(head, gain(), 0.0),
+                                "qwen3" | "glm4_moe" | "exaone4" | "exaone_moe" | "apertus" => {
+                                    rms_norm(head, gain(), 0.0)
+                                }
                                 "gemma3" => rms_norm(head, gain(), 1.0),
                                 "cohere" => layer_norm(head, &gain()[h * R..(h + 1) * R], None),
                                 "stablelm" => {
@@ -245,7 +255,7 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             for head in q.iter_mut().chain(&mut k) {
                 match case.kind {
                     // Layers 0 and 2 are sliding ones, and only those are rotated.
-                    "cohere2" | "exaone4" if i % 2 == 1 => {}
+                    "cohere2" | "exaone4" | "exaone_moe" | "granite bases" if i % 2 == 1 => {}
                     "cohere" | "cohere2" | "helium" => rope_interleaved(head, &frequencies(10_000.0, R), position),
                     "glm4" => rope_interleaved(head, &frequencies(10_000.0, R / 2), position),
                     "phi" | "glm4_moe" | "llama half" | "nemotron" | "minimax_m2" => {
@@ -274,6 +284,9 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     let gain = t.get(&format!("{attn}.{name}_layernorm.weight"));
                     all.iter_mut().for_each(|head| *head = rms_norm(head, gain, 0.0));
                 }
+            }
+            if family == "nanochat" {
+                q.iter_mut().chain(&mut k).for_each(|head| *head = rms_norm(head, &[1.0; R], 0.0));
             }
             let scale = match family {
                 "gemma2" | "gemma3" => 1.0 / 24f64.sqrt(),
@@ -400,6 +413,20 @@ fn every_family_has_a_case() {
         "opt",
         "gptj",
         "gpt_bigcode",
+        "ministral",
+        "cwm",
+        "solar_open",
+        "hyperclovax",
+        "granite_swa",
+        "granitemoe_swa",
+        "vaultgemma",
+        "jais2",
+        "exaone_moe",
+        "afmoe",
+        "hy_v3",
+        "flex_olmo",
+        "nanochat",
+        "persimmon",
     ];
     for name in wanted {
         assert!(tried.contains(name), "{name}");

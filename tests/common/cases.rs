@@ -196,6 +196,26 @@ pub fn cases() -> Vec<Case> {
         Case { bias: true, ..grouped("qwen2_5_vl", "llama", json!({})) },
         Case { bias: true, ..wrapped("qwen2_vl", "qwen2_vl_text", "llama", "model.language_model.", &json!({})) },
         wrapped("qwen3_vl", "qwen3_vl_text", "qwen3", "model.language_model.", &json!({})),
+        grouped("ministral", "llama", json!({"layer_types": vec!["sliding_attention"; LAYERS]})),
+        grouped("cwm", "llama", json!({})),
+        Case { bias: true, ..grouped("solar_open", "llama", json!({"attention_bias": true})) },
+        grouped("hyperclovax", "granite", json!({"attention_multiplier": 0.015625})),
+        grouped("hyperclovax", "llama", json!({"use_post_norm": true})),
+        grouped(
+            "granite_swa",
+            "granite bases",
+            json!({"attention_multiplier": 0.015625,
+            "layer_rope_theta": [10000.0, 0, 10000, 0.0]}),
+        ),
+        grouped("granitemoe_swa", "granite", json!({"attention_multiplier": 0.015625})),
+        grouped("vaultgemma", "gemma2", json!({"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0})),
+        Case { bias: true, ..grouped("jais2", "starcoder2", json!({})) },
+        grouped("exaone_moe", "exaone_moe", json!({"sliding_window_pattern": 2})),
+        grouped("afmoe", "exaone_moe", json!({"global_attn_every_n_layers": 2})),
+        grouped("hy_v3", "qwen3", json!({})),
+        grouped("flex_olmo", "olmo2", json!({})),
+        square("nanochat", "nanochat", json!({})),
+        Case { bias: true, ..square("persimmon", "persimmon", json!({"partial_rotary_factor": 0.5})) },
         Case { bias: true, ..square("opt", "opt", json!({"do_layer_norm_before": true})) },
         Case { prefix: "", bias: true, ..square("opt", "opt", json!({"hidden_act": "relu"})) },
         Case { prefix: "transformer.", ..square("gptj", "gptj", json!({"n_embd": 64, "n_head": 4, "rotary_dim": 8})) },
@@ -250,6 +270,13 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                 norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, true, 1.0);
                 t.linear(&format!("{p}layers.{i}.attention.query_key_value"), fused, d, bias(fused));
             }
+            "persimmon" => {
+                norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, true, 1.0);
+                t.linear(&format!("{p}layers.{i}.self_attn.query_key_value"), fused, d, bias(fused));
+                for name in ["q", "k"] {
+                    norm(&mut t, format!("{p}layers.{i}.self_attn.{name}_layernorm"), R, true, 1.0);
+                }
+            }
             "falcon" => {
                 let name = if case.kind.ends_with("ln_attn") { "ln_attn" } else { "input_layernorm" };
                 norm(&mut t, format!("{p}h.{i}.{name}"), d, true, 1.0);
@@ -280,7 +307,7 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                         norm(&mut t, format!("{p}layers.{i}.post_attention_layernorm"), d, false, 1.0);
                     }
                     "apertus" => norm(&mut t, format!("{p}layers.{i}.attention_layernorm"), d, false, 1.0),
-                    "olmo" => {}
+                    "olmo" | "nanochat" => {}
                     _ => norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, shift, around),
                 }
                 let attn = format!("{p}layers.{i}.self_attn");
@@ -290,7 +317,7 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                         continue;
                     }
                     match case.kind {
-                        "qwen3" | "gemma3" | "glm4_moe" | "exaone4" | "apertus" => {
+                        "qwen3" | "gemma3" | "glm4_moe" | "exaone4" | "exaone_moe" | "apertus" => {
                             norm(&mut t, format!("{attn}.{name}_norm"), R, false, around)
                         }
                         "hunyuan" | "hunyuan alpha" => {

@@ -722,6 +722,7 @@ pub(crate) static FAMILIES: &[Family] = &[
     Family {
         name: "nanochat",
         model_types: &["nanochat"],
+        // It turns pairs the other way round, which changes no norm and so no bound.
         norm: InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Unit, shift: false },
         norm_tensor: NormTensor::None,
         qk_norm: Some(QkNormRule {
