@@ -27,9 +27,7 @@ use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights};
 use crate::plan::ScalePlan;
-use crate::policy::{
-    Policy, PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Report, Restart, Tensor, differs,
-};
+use crate::policy::{Policy, PolicyConfig, PolicyEvent, PolicyKind, PolicyState, Report, Restart, Tensor, differs};
 use crate::spectral::{Estimator, GramEngine, PowerEngine, PowerState, SpectralEngine};
 use crate::stats::StepStats;
 use serde::{Deserialize, Serialize};
@@ -38,8 +36,11 @@ use std::io::{self, Read, Write};
 use std::path::Path;
 use tracing::{info, warn};
 
-/// Version of the state and its file: any other is refused.
+/// Version of the state and its file where every layer has the same heads ([`AttentionSpec::is_plain`]).
 pub const STATE_VERSION: u32 = 2;
+
+/// Version of the state and its file where layers differ in their heads, or some have no attention. Any third is refused.
+pub const UNLIKE_STATE_VERSION: u32 = 3;
 
 /// First word of a state file.
 const MAGIC: &str = "sigmascale-state";
@@ -141,7 +142,8 @@ struct Layer {
 /// use sigmascale::runtime::{Runtime, Weights};
 ///
 /// let mut spec = preset("gpt2-xl").unwrap();
-/// (spec.d_model, spec.n_q_heads, spec.n_kv_heads) = (128, 2, 2);
+/// spec.d_model = 128;
+/// spec.set_heads(2, 2, 64);
 /// let model = SyntheticModel::new(&spec, 1, SyntheticOptions::default())?;
 /// let mut runtime = Runtime::new(&spec, PolicyKind::Geometry.into())?;
 /// // Around a foreign attention call:
@@ -167,7 +169,7 @@ impl Runtime {
     /// `is_argument` if a parameter breaks its rule.
     pub fn new(spec: &AttentionSpec, config: RuntimeConfig) -> Result<Self> {
         config.check()?;
-        let policy = config.policy.build(shape(spec))?;
+        let policy = config.policy.build(spec.into())?;
         Ok(Self::with(spec, config, policy))
     }
 
@@ -175,9 +177,9 @@ impl Runtime {
         if let Some(assumption) = policy.assumption() {
             info!(policy = policy.name(), assumption, "assumption");
         }
-        let cold = || PowerState::new(spec.layers, spec.d_model, spec.n_q_heads, 0);
+        let cold = || PowerState::new(spec, 0);
         let power = (config.estimator == Estimator::Power).then(cold);
-        Self { spec: spec.clone(), config, policy, power, layers: vec![Layer::default(); spec.layers] }
+        Self { spec: spec.clone(), config, policy, power, layers: vec![Layer::default(); spec.layers.len()] }
     }
 
     /// A runtime that goes on from a state. Every layer's weights have to be given again, unless the estimator is power
@@ -189,18 +191,24 @@ impl Runtime {
     pub fn resume(spec: &AttentionSpec, config: RuntimeConfig, state: RuntimeState) -> Result<Self> {
         config.check()?;
         check_version(state.version)?;
+        if state.version != version_of(&state.model) {
+            return Err(Error::mismatch(format_args!(
+                "a state of version {} does not fit its own layers",
+                state.version
+            )));
+        }
         differs("model", &nameless(&state.model), &nameless(spec))?;
         differs("tail", &state.tail, &config.tail)?;
         differs("estimator", &state.estimator, &config.estimator)?;
         if state.power.is_some() != (config.estimator == Estimator::Power) {
             return Err(Error::mismatch("the saved state's vectors do not fit its own estimator"));
         }
-        state.power.as_ref().map_or(Ok(()), |power| power.check_model(spec.layers, spec.d_model, spec.n_q_heads))?;
-        if state.layers.len() != spec.layers {
+        state.power.as_ref().map_or(Ok(()), |power| power.check_model(spec))?;
+        if state.layers.len() != spec.layers.len() {
             return Err(Error::mismatch(format_args!(
                 "the saved state has {} layers, the model {}",
                 state.layers.len(),
-                spec.layers
+                spec.layers.len()
             )));
         }
         let misplaced = |(at, layer): (usize, &LayerState)| {
@@ -210,7 +218,7 @@ impl Runtime {
         if state.layers.iter().enumerate().any(misplaced) {
             return Err(Error::mismatch("the saved state's plans or bounds do not stand at their own layers"));
         }
-        let policy = state.policy.restore(&config.policy, shape(spec))?;
+        let policy = state.policy.restore(&config.policy, spec.into())?;
         let mut runtime = Self::with(spec, config, policy);
         runtime.power = state.power;
         for (layer, saved) in runtime.layers.iter_mut().zip(state.layers) {
@@ -230,7 +238,7 @@ impl Runtime {
             weights_version: layer.weights_version.filter(|_| estimated),
         };
         RuntimeState {
-            version: STATE_VERSION,
+            version: version_of(&self.spec),
             model: self.spec.clone(),
             tail: self.config.tail,
             estimator: self.config.estimator,
@@ -357,9 +365,8 @@ impl Runtime {
     }
 
     fn layer(&self, layer: usize) -> Result<&Layer> {
-        self.layers.get(layer).ok_or_else(|| {
-            Error::argument(format_args!("there is no layer {layer}, {} has {}", self.spec.name, self.spec.layers))
-        })
+        self.spec.layer(layer)?;
+        Ok(&self.layers[layer])
     }
 
     fn known_bounds(&self, layer: usize) -> Result<&LayerBounds> {
@@ -375,24 +382,23 @@ impl Runtime {
     }
 
     fn check_call(&self, layer: usize, call: &AttentionCall) -> Result<()> {
-        let spec = &self.spec;
-        let shape = &call.shape;
+        let (own, shape) = (self.spec.layer(layer)?, &call.shape);
         let heads = [shape.n_q_heads, shape.n_kv_heads, shape.d_head];
-        if heads != [spec.n_q_heads, spec.n_kv_heads, spec.d_head] {
+        if heads != [own.n_q_heads, own.n_kv_heads, own.d_head] {
             return Err(Error::mismatch(format_args!(
-                "the call has {} query heads, {} KV heads and d_head {}, the model {}, {} and {}",
-                heads[0], heads[1], heads[2], spec.n_q_heads, spec.n_kv_heads, spec.d_head
+                "the call has {} query heads, {} KV heads and d_head {}, layer {layer} {}, {} and {}",
+                heads[0], heads[1], heads[2], own.n_q_heads, own.n_kv_heads, own.d_head
             )));
         }
         // Bounds include both: with others they would promise nothing.
         let same = |a: f64, b: f64| (a - b).abs() <= 1e-6 * b.abs();
-        if !same(call.softmax_scale, spec.softmax_scale[layer]) {
+        if !same(call.softmax_scale, own.softmax_scale) {
             return Err(Error::mismatch(format_args!(
                 "the call's softmax scale is {}, that of layer {layer} {}",
-                call.softmax_scale, spec.softmax_scale[layer]
+                call.softmax_scale, own.softmax_scale
             )));
         }
-        match (call.soft_cap, spec.soft_cap) {
+        match (call.soft_cap, self.spec.soft_cap) {
             (None, None) => Ok(()),
             (Some(a), Some(b)) if same(a, b) => Ok(()),
             (a, b) => Err(Error::mismatch(format_args!("the call's soft-cap is {a:?}, the model's {b:?}"))),
@@ -434,10 +440,6 @@ fn casts(precision: &Precision, plan: &ScalePlan) -> Vec<Tensor> {
 
 fn unknown(spec: &AttentionSpec, layer: usize) -> Error {
     Error::argument(format_args!("{} layer {layer}: its weights have not been given yet", spec.name))
-}
-
-fn shape(spec: &AttentionSpec) -> PolicyShape {
-    PolicyShape { layers: spec.layers, n_q_heads: spec.n_q_heads, n_kv_heads: spec.n_kv_heads }
 }
 
 /// A model is the same wherever it was loaded from.
@@ -505,7 +507,7 @@ fn log_event(policy: &str, layer: Option<usize>, event: &PolicyEvent) {
 /// A runtime between two steps. Plain values: serialise them as you like, or use [`RuntimeState::write`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RuntimeState {
-    /// [`STATE_VERSION`] of the writer.
+    /// [`STATE_VERSION`] or [`UNLIKE_STATE_VERSION`], by the model.
     pub version: u32,
     /// The model; its name may differ at a resume, nothing else.
     pub model: AttentionSpec,
@@ -534,12 +536,18 @@ pub struct LayerState {
     pub weights_version: Option<u64>,
 }
 
+fn version_of(spec: &AttentionSpec) -> u32 {
+    if spec.is_plain() { STATE_VERSION } else { UNLIKE_STATE_VERSION }
+}
+
 fn check_version(version: u32) -> Result<()> {
-    if version == STATE_VERSION {
+    if [STATE_VERSION, UNLIKE_STATE_VERSION].contains(&version) {
         return Ok(());
     }
     let age = if version < STATE_VERSION { "an older" } else { "a newer" };
-    Err(Error::mismatch(format_args!("the state has {age} version, {version}; this build reads {STATE_VERSION}")))
+    Err(Error::mismatch(format_args!(
+        "the state has {age} version, {version}; this build reads {STATE_VERSION} and {UNLIKE_STATE_VERSION}"
+    )))
 }
 
 impl RuntimeState {

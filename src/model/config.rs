@@ -6,10 +6,11 @@
 //! changes the logits. Sizes are capped before anything is allocated from them.
 
 use super::families::{
-    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, HeadDim, KvHeads, NormTensor, REFUSED, ScaleRule, WRAPPERS, family,
+    BIDIRECTIONAL, BLOCK_REFUSALS, COMMON_REFUSALS, Count, Family, HeadDim, KvHeads, LayerHeads, NormTensor, REFUSED,
+    ScaleRule, Sizes, WRAPPERS, family,
 };
 use super::keys::{Keys, MAX_D_MODEL, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, read_capped, refuse, shorten, too_large};
-use super::spec::{AttentionSpec, QkvBias};
+use super::spec::{AttentionSpec, LayerSpec, QkvBias};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -26,7 +27,8 @@ impl AttentionSpec {
     /// let config = br#"{"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2,
     ///     "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 10000.0}"#;
     /// let spec = AttentionSpec::from_config_json(config, "tiny/config.json".as_ref())?;
-    /// assert_eq!((spec.name.as_str(), spec.d_head, spec.group()), ("tiny", 64, 2));
+    /// let layer = spec.layer(1)?;
+    /// assert_eq!((spec.name.as_str(), layer.d_head, layer.group()), ("tiny", 64, 2));
     /// # Ok::<(), sigmascale::Error>(())
     /// ```
     ///
@@ -51,6 +53,8 @@ impl AttentionSpec {
 #[derive(Clone)]
 pub(crate) struct Config {
     pub spec: AttentionSpec,
+    /// Layers of the model, also those without attention.
+    pub layers: usize,
     pub family: &'static Family,
     /// Name of the layer's own input norm, where the family has more than one.
     pub own_norm: Option<&'static str>,
@@ -127,15 +131,11 @@ impl<'a> Keys<'a> {
         let file = self.file;
         let layers = self.size(&family.sizes.layers, MAX_LAYERS)?;
         let d_model = self.size(&family.sizes.d_model, MAX_D_MODEL)?;
-        let n_q_heads = self.size(&family.sizes.q_heads, MAX_HEADS)?;
-        let n_kv_heads = self.kv_heads(&family.sizes.kv_heads, n_q_heads)?;
-        if n_q_heads % n_kv_heads != 0 {
-            return Err(Error::format(
-                file,
-                format_args!("{n_q_heads} query heads do not divide by {n_kv_heads} key/value heads"),
-            ));
-        }
-        let d_head = self.d_head(&family.sizes.d_head, d_model, n_q_heads)?;
+        let heads = self.heads(&family.sizes, layers)?;
+        let Some(most) = heads.iter().flatten().map(|(n_q, _)| *n_q).max() else {
+            return Err(refuse(file, "no layer has attention"));
+        };
+        let d_head = self.d_head(&family.sizes.d_head, d_model, most)?;
         if d_head % 8 != 0 || !(16..=256).contains(&d_head) {
             return Err(refuse(
                 file,
@@ -159,24 +159,27 @@ impl<'a> Keys<'a> {
             }
         };
         let bias = self.set(&family.bias)?;
-        let max_positions = self
-            .first_count(&Count { keys: &["max_position_embeddings", "n_positions"], default: None }, MAX_POSITIONS)?;
+        let max_positions = self.first_count(
+            &Count { keys: &["max_position_embeddings", "n_positions", "max_context_length"], default: None },
+            MAX_POSITIONS,
+        )?;
         let both_ways = BIDIRECTIONAL.contains(&family.name) && !self.flag("is_decoder")?.unwrap_or(false)
             || self.flag("use_bidirectional_attention")?.unwrap_or(false);
+        let rope = self.rope(family, layers, d_head, max_positions)?;
+        let scales = self.softmax_scale(&family.scale, layers, d_head)?;
+        let own = |(number, ((heads, rope), softmax_scale)): (usize, ((Option<(usize, usize)>, _), f64))| {
+            let (n_q_heads, n_kv_heads) = heads?;
+            Some(LayerSpec { number, n_q_heads, n_kv_heads, d_head, rope, softmax_scale })
+        };
         let spec = AttentionSpec {
             name: name_of(file),
             family: family.name.to_owned(),
             causal: !both_ways,
-            layers,
+            layers: heads.into_iter().zip(rope).zip(scales).enumerate().filter_map(own).collect(),
             d_model,
-            n_q_heads,
-            n_kv_heads,
-            d_head,
             norm: family.norm,
             bias: QkvBias { q: bias, k: bias, v: bias },
-            rope: self.rope(family, layers, d_head, max_positions)?,
             qk_norm,
-            softmax_scale: self.softmax_scale(&family.scale, layers, d_head)?,
             soft_cap: match family.soft_cap {
                 // Present and null switches the cap off.
                 Some((key, default)) if !self.map.contains_key(key) => default,
@@ -194,7 +197,74 @@ impl<'a> Keys<'a> {
             }
             NormTensor::None | NormTensor::Previous { .. } => None,
         };
-        Ok(Config { spec, family, own_norm, fp8_block, settings: self.map.clone() })
+        Ok(Config { spec, layers, family, own_norm, fp8_block, settings: self.map.clone() })
+    }
+
+    /// Query and KV heads of each layer; `None` where it has no attention.
+    fn heads(&self, sizes: &Sizes, layers: usize) -> Result<Vec<Option<(usize, usize)>>> {
+        let heads: Vec<Option<(usize, usize)>> = match &sizes.layer_heads {
+            LayerHeads::Alike => {
+                let n_q = self.size(&sizes.q_heads, MAX_HEADS)?;
+                vec![Some((n_q, self.kv_heads(&sizes.kv_heads, n_q)?)); layers]
+            }
+            LayerHeads::Lists { q, kv } => {
+                let list = |key: &str| {
+                    let missing = || Error::format(self.file, format_args!("`{key}` is missing"));
+                    self.counts(key, layers, MAX_HEADS)?.ok_or_else(missing)
+                };
+                list(q)?.into_iter().zip(list(kv)?).map(Some).collect()
+            }
+            LayerHeads::Blocks => {
+                let n_q = self.size(&sizes.q_heads, MAX_HEADS)?;
+                self.blocks(layers, n_q)?.into_iter().map(|n_kv| Some((n_q, n_kv?))).collect()
+            }
+        };
+        let unequal = |heads: &Option<(usize, usize)>| heads.is_some_and(|(n_q, n_kv)| n_q % n_kv != 0);
+        if let Some((number, Some((n_q, n_kv)))) = heads.iter().enumerate().find(|(_, heads)| unequal(heads)) {
+            let rule = format_args!("layer {number}: {n_q} query heads do not divide by {n_kv} key/value heads");
+            return Err(Error::format(self.file, rule));
+        }
+        Ok(heads)
+    }
+
+    /// DeciLM: KV heads of each layer from `block_configs`, or from the list of its first release; `None` where a layer
+    /// has no attention.
+    fn blocks(&self, layers: usize, n_q: usize) -> Result<Vec<Option<usize>>> {
+        let Some(blocks) = self.array("block_configs")? else {
+            let key = "num_key_value_heads_per_layer";
+            let counts = self.counts(key, layers, MAX_HEADS)?;
+            let missing = || Error::format(self.file, format_args!("neither `block_configs` nor `{key}` is there"));
+            return Ok(counts.ok_or_else(missing)?.into_iter().map(Some).collect());
+        };
+        if blocks.len() != layers {
+            let rule = format_args!("`block_configs` has {} entries for {layers} layers", blocks.len());
+            return Err(Error::format(self.file, rule));
+        }
+        let kv_heads = |(number, block): (usize, &Value)| {
+            let at = |e: Error| e.within(format_args!("block {number}"));
+            let Some(Value::Object(map)) = block.get("attention") else {
+                return Err(Error::format(self.file, format_args!("block {number}: `attention` must be an object")));
+            };
+            let attention = Keys { map, file: self.file };
+            // A linear layer in attention's place has no logits.
+            for absent in ["no_op", "replace_with_linear"] {
+                if attention.flag(absent).map_err(at)?.unwrap_or(false) {
+                    return Ok(None);
+                }
+            }
+            for refusal in BLOCK_REFUSALS {
+                attention.check(refusal).map_err(at)?;
+            }
+            match attention.count("n_heads_in_group", MAX_HEADS).map_err(at)? {
+                Some(group) if n_q % group == 0 => Ok(Some(n_q / group)),
+                Some(group) => {
+                    let rule = format_args!("block {number}: {n_q} query heads do not divide into groups of {group}");
+                    Err(Error::format(self.file, rule))
+                }
+                None => Err(Error::format(self.file, format_args!("block {number}: `n_heads_in_group` is missing"))),
+            }
+        };
+        blocks.iter().enumerate().map(kv_heads).collect()
     }
 
     fn kv_heads(&self, rule: &KvHeads, n_q_heads: usize) -> Result<usize> {
@@ -355,7 +425,7 @@ mod tests {
         let new =
             llama(r#","rope_parameters":{"rope_theta":500000.0,"rope_type":"default"},"dtype":"bfloat16""#).unwrap();
         assert_eq!(old, new);
-        let rope = old.rope[1].as_ref().unwrap();
+        let rope = old.layers[1].rope.as_ref().unwrap();
         assert_eq!((rope.rotary_dim, rope.layout), (64, RopeLayout::HalfSplit));
         let angles = rope.inv_freq.as_ref().unwrap();
         assert!((angles[16] - 500_000f64.powf(-0.5)).abs() < 1e-15);
@@ -363,7 +433,7 @@ mod tests {
 
     #[test]
     fn scaled_rotations() {
-        let factor = |extra: &str| llama(extra).unwrap().rope[0].clone().unwrap();
+        let factor = |extra: &str| llama(extra).unwrap().layers[0].rope.clone().unwrap();
         let yarn = factor(
             r#","rope_theta":1e4,"rope_scaling":{"type":"yarn","factor":4.0,"original_max_position_embeddings":32768}"#,
         );
@@ -394,13 +464,13 @@ mod tests {
                 "rope_scaling":{"type":"su","short_factor":[1.0],"long_factor":[1.0]}}"#,
         )
         .unwrap();
-        let factor = spec.rope[0].as_ref().unwrap().attention_factor;
+        let factor = spec.layers[0].rope.as_ref().unwrap().attention_factor;
         assert!((factor - (1.0 + 32f64.ln() / 4096f64.ln()).sqrt()).abs() < 1e-15);
     }
 
     #[test]
     fn where_engines_differ_on_a_factor_the_largest_counts() {
-        let factor = |extra: &str| llama(extra).unwrap().rope[0].as_ref().unwrap().attention_factor;
+        let factor = |extra: &str| llama(extra).unwrap().layers[0].rope.as_ref().unwrap().attention_factor;
         let long = |original: usize, extra: &str| {
             factor(&format!(
                 r#","rope_scaling":{{"type":"longrope","original_max_position_embeddings":{original},
@@ -421,7 +491,7 @@ mod tests {
         let yarn = r#""rope_scaling":{"type":"yarn","factor":4.0,"original_max_position_embeddings":32768}"#;
         let both = format!(r#","rope_parameters":{{"rope_type":"default","rope_theta":10000.0}},{yarn}"#);
         assert!((factor(&both) - (0.1 * 4f64.ln() + 1.0)).abs() < 1e-15);
-        assert_eq!(llama(&both).unwrap().rope[0].as_ref().unwrap().inv_freq, None);
+        assert_eq!(llama(&both).unwrap().layers[0].rope.as_ref().unwrap().inv_freq, None);
     }
 
     #[test]
@@ -431,9 +501,10 @@ mod tests {
                 "rope_scaling":{"rope_type":"linear","factor":8.0}}}"#,
         )
         .unwrap();
-        assert_eq!((old.n_q_heads, old.n_kv_heads, old.d_head, old.layers), (8, 4, 256, 12));
+        let first = &old.layers[0];
+        assert_eq!((first.n_q_heads, first.n_kv_heads, first.d_head, old.layers.len()), (8, 4, 256, 12));
         let angle = |spec: &AttentionSpec, layer: usize, b: usize| {
-            spec.rope[layer].as_ref().unwrap().inv_freq.as_ref().unwrap()[b]
+            spec.layers[layer].rope.as_ref().unwrap().inv_freq.as_ref().unwrap()[b]
         };
         assert_eq!((angle(&old, 0, 0), angle(&old, 5, 0)), (1.0, 0.125));
         assert!((angle(&old, 0, 64) - 0.01).abs() < 1e-15);
@@ -444,7 +515,7 @@ mod tests {
                 "sliding_attention":{"rope_type":"default","rope_theta":10000.0}}}"#,
         )
         .unwrap();
-        assert_eq!(old.rope, new.rope);
+        assert_eq!(old.layers, new.layers);
     }
 
     #[test]
@@ -457,7 +528,7 @@ mod tests {
         )
         .unwrap();
         let angle = |spec: &AttentionSpec, layer: usize, b: usize| {
-            spec.rope[layer].as_ref().unwrap().inv_freq.as_ref().unwrap()[b]
+            spec.layers[layer].rope.as_ref().unwrap().inv_freq.as_ref().unwrap()[b]
         };
         assert!((angle(&mixed, 0, 64) - 1e-3 / 8.0).abs() < 1e-15);
         assert!((angle(&mixed, 1, 64) - 0.01).abs() < 1e-15);
@@ -468,7 +539,8 @@ mod tests {
                 "original_max_position_embeddings":8192,"attention_factor":1.2079441541679836}}"#,
         )
         .unwrap();
-        let factors: Vec<f64> = olmo3.rope.iter().map(|rope| rope.as_ref().unwrap().attention_factor).collect();
+        let factors: Vec<f64> =
+            olmo3.layers.iter().map(|layer| layer.rope.as_ref().unwrap().attention_factor).collect();
         assert_eq!(factors, [1.0, 1.0, 1.0, 1.2079441541679836]);
         assert_eq!(olmo3.norm.kind, crate::model::NormKind::None);
     }
@@ -479,7 +551,7 @@ mod tests {
             let json = format!(
                 r#"{{"model_type":"gpt_neox","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4{extra}}}"#
             );
-            spec(&json).unwrap().rope[0].as_ref().unwrap().rotary_dim
+            spec(&json).unwrap().layers[0].rope.as_ref().unwrap().rotary_dim
         };
         assert_eq!(dim(""), 16);
         assert_eq!(dim(r#","rotary_pct":1.0"#), 64);
@@ -491,16 +563,17 @@ mod tests {
 
     #[test]
     fn softmax_scales() {
+        let scales = |spec: &AttentionSpec| spec.layers.iter().map(|layer| layer.softmax_scale).collect::<Vec<_>>();
         let gpt2 = spec(r#"{"model_type":"gpt2","n_layer":3,"scale_attn_by_inverse_layer_idx":true}"#).unwrap();
-        assert_eq!(gpt2.softmax_scale, [0.125, 0.0625, 0.125 / 3.0]);
+        assert_eq!(scales(&gpt2), [0.125, 0.0625, 0.125 / 3.0]);
         let plain = spec(r#"{"model_type":"gpt2","n_layer":1,"scale_attn_weights":false}"#).unwrap();
-        assert_eq!(plain.softmax_scale, [1.0]);
+        assert_eq!(scales(&plain), [1.0]);
         let gemma = spec(
             r#"{"model_type":"gemma2","hidden_size":4608,"num_hidden_layers":1,"num_attention_heads":32,
                 "num_key_value_heads":16,"head_dim":128,"query_pre_attn_scalar":144}"#,
         )
         .unwrap();
-        assert_eq!((gemma.softmax_scale[0], gemma.soft_cap), (1.0 / 12.0, Some(50.0)));
+        assert_eq!((scales(&gemma)[0], gemma.soft_cap), (1.0 / 12.0, Some(50.0)));
     }
 
     #[test]
@@ -513,12 +586,12 @@ mod tests {
         };
         for kind in ["mrope", "default"] {
             let several = format!(r#","rope_scaling":{{"type":"{kind}","mrope_section":[16,8,8]}}"#);
-            let rope = vision(&several).unwrap().rope[0].clone().unwrap();
+            let rope = vision(&several).unwrap().layers[0].rope.clone().unwrap();
             assert_eq!((rope.rotary_dim, rope.attention_factor, rope.inv_freq), (64, 1.0, None));
         }
-        assert!(vision("").unwrap().rope[0].clone().unwrap().inv_freq.is_some());
+        assert!(vision("").unwrap().layers[0].rope.clone().unwrap().inv_freq.is_some());
         let stretched = r#","rope_scaling":{"type":"yarn","factor":4.0,"original_max_position_embeddings":32768,"mrope_section":[16,8,8]}"#;
-        let rope = vision(stretched).unwrap().rope[0].clone().unwrap();
+        let rope = vision(stretched).unwrap().layers[0].rope.clone().unwrap();
         assert!(rope.attention_factor > 1.1 && rope.inv_freq.is_none());
         assert!(vision(r#","rope_scaling":{"type":"mrope"}"#).unwrap_err().is_unsupported());
         let missing = spec(r#"{"model_type":"qwen2_5_vl"}"#).unwrap_err().to_string();
@@ -532,7 +605,7 @@ mod tests {
                 r#"{{"model_type":"{family}","hidden_size":256,"num_hidden_layers":4,"num_attention_heads":4,
                     "num_key_value_heads":4{extra}}}"#
             );
-            spec(&json).unwrap().rope.iter().map(Option::is_some).collect()
+            spec(&json).unwrap().layers.iter().map(|layer| layer.rope.is_some()).collect()
         };
         assert_eq!(rotated("cohere2", ""), [true, true, true, false]);
         assert_eq!(rotated("cohere2", r#","sliding_window_pattern":2"#), [true, false, true, false]);
@@ -552,7 +625,7 @@ mod tests {
         let bases = |spec: AttentionSpec| -> Vec<Option<f64>> {
             // angle b = base^(-2 b / 64), so the base is angle 16 to the power -2.
             let base = |rope: &Option<crate::model::Rope>| Some(rope.as_ref()?.inv_freq.as_ref()?[16].powi(-2).round());
-            spec.rope.iter().map(base).collect()
+            spec.layers.iter().map(|layer| base(&layer.rope)).collect()
         };
         assert_eq!(bases(granite("").unwrap()), [Some(500.0); 3]);
         let own = granite(r#","layer_rope_theta":[10000.0,0,500000]"#).unwrap();
@@ -568,7 +641,7 @@ mod tests {
             let json = format!(
                 r#"{{"model_type":"hyperclovax","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4{extra}}}"#
             );
-            spec(&json).unwrap().softmax_scale[0]
+            spec(&json).unwrap().layers[0].softmax_scale
         };
         assert_eq!((scale(""), scale(r#","attention_multiplier":null"#)), (0.125, 0.125));
         assert_eq!(scale(r#","attention_multiplier":0.5"#), 0.5);
@@ -578,7 +651,7 @@ mod tests {
     fn rotated_channels_can_be_counted() {
         let dim = |extra: &str| {
             let json = format!(r#"{{"model_type":"gptj","n_embd":1024,"n_layer":1,"n_head":4{extra}}}"#);
-            spec(&json).map(|spec| spec.rope[0].clone().unwrap().rotary_dim)
+            spec(&json).map(|spec| spec.layers[0].rope.clone().unwrap().rotary_dim)
         };
         assert_eq!(dim("").unwrap(), 64);
         assert_eq!(dim(r#","rotary_dim":128"#).unwrap(), 128);

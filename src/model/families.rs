@@ -55,6 +55,18 @@ pub(crate) struct Sizes {
     pub q_heads: Count,
     pub kv_heads: KvHeads,
     pub d_head: HeadDim,
+    pub layer_heads: LayerHeads,
+}
+
+/// Whether layers differ in their heads, and where that stands.
+pub(crate) enum LayerHeads {
+    /// Every layer has those of the sizes.
+    Alike,
+    /// OpenELM: two lists with a number for each layer.
+    Lists { q: &'static str, kv: &'static str },
+    /// DeciLM: `block_configs` gives the query heads of a KV head in each layer, or says that it has no attention; the first
+    /// release has `num_key_value_heads_per_layer`.
+    Blocks,
 }
 
 /// Number of key/value heads.
@@ -250,12 +262,23 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
     ("ministral3", "its query is multiplied by a factor that grows with the position"),
     ("llama4", "its query is multiplied by a factor that grows with the position"),
     ("llama4_text", "its query is multiplied by a factor that grows with the position"),
-    ("openelm", UNEQUAL),
-    ("deci", UNEQUAL),
-    ("nemotron-nas", UNEQUAL),
 ];
 
-const UNEQUAL: &str = "its layers have unequal numbers of heads, and a description holds one number for all";
+/// Settings of one DeciLM block's attention that no bound here covers.
+pub(crate) static BLOCK_REFUSALS: &[Refusal] = &[
+    Refusal { key: "sparsify", unless: Setting::False, why: "what it leaves out of the projections is not known" },
+    Refusal {
+        key: "mamba",
+        unless: Setting::False,
+        why: "a block with a state space in attention's place is not known",
+    },
+    Refusal {
+        key: "llama4",
+        unless: Setting::False,
+        why: "its query is multiplied by a factor that grows with the position",
+    },
+];
+
 const MLA: &str = "multi-head latent attention (MLA) builds keys and queries from a compressed latent with a norm in \
                    between and a rotary part shared by all heads, which per-head projection bounds do not cover";
 const ALIBI: &str = "ALiBi adds a position bias to the logits";

@@ -5,8 +5,8 @@
 
 use super::config::Config;
 use super::families::{self, NormTensor, QkNormStored, QkvTensors};
-use super::spec::AttentionSpec;
-use crate::error::{Error, Result};
+use super::spec::{AttentionSpec, LayerSpec};
+use crate::error::Result;
 use std::path::Path;
 
 /// Names and places of a model's attention tensors.
@@ -78,35 +78,29 @@ impl Layout {
     /// # Errors
     /// `is_argument` if there is no such layer.
     pub fn layer(&self, layer: usize) -> Result<LayerNames> {
-        let spec = self.spec();
-        if layer >= spec.layers {
-            return Err(Error::argument(format_args!(
-                "{}: there is no layer {layer}, the model has {}",
-                spec.name, spec.layers
-            )));
-        }
-        Ok(self.config.names(layer))
+        Ok(self.config.names(self.spec().layer(layer)?))
     }
 }
 
 /// The module that holds a layer's attention, by the name that loaders know it by: `model.layers.3.self_attn`,
-/// `transformer.h.3.attn`. `None` if there is no such family.
+/// `transformer.h.3.attn`. `number` is the model's own ([`LayerSpec::number`]). `None` if there is no such family.
 ///
 /// ```
 /// use sigmascale::model::attention_module;
 /// assert_eq!(attention_module("gpt2", 3).as_deref(), Some("transformer.h.3.attn"));
 /// ```
-pub fn attention_module(family: &str, layer: usize) -> Option<String> {
+pub fn attention_module(family: &str, number: usize) -> Option<String> {
     let family = families::family(family)?;
-    let projection = at(family.qkv.first(), layer);
+    let projection = at(family.qkv.first(), number);
     let (module, _) = projection.rsplit_once('.')?;
     Some(format!("{}{module}", family.prefixes.first()?))
 }
 
 impl Config {
-    /// The tensors of one layer, which exists.
-    pub(super) fn names(&self, layer: usize) -> LayerNames {
-        let [q, k, v] = self.projection_names(layer);
+    /// The tensors of one layer.
+    pub(super) fn names(&self, spec: &LayerSpec) -> LayerNames {
+        let [q, k, v] = self.projection_names(spec);
+        let layer = spec.number;
         let norm = match &self.family.norm_tensor {
             NormTensor::Previous { first, .. } if layer == 0 => Some((*first).to_owned()),
             NormTensor::Previous { rest, .. } => Some(rest.replace("{j}", &(layer - 1).to_string())),
@@ -121,8 +115,8 @@ impl Config {
         LayerNames { q, k, v, norm, qk_norm }
     }
 
-    fn projection_names(&self, layer: usize) -> [ProjectionName; 3] {
-        let spec = &self.spec;
+    fn projection_names(&self, spec: &LayerSpec) -> [ProjectionName; 3] {
+        let layer = spec.number;
         let (n_q, n_kv, r) = (spec.n_q_heads, spec.n_kv_heads, spec.d_head);
         let rows = |first: usize, heads: usize| -> Vec<usize> { (0..heads).map(|h| (first + h) * r).collect() };
         let (name, conv1d, starts) = match self.family.qkv {

@@ -393,7 +393,7 @@ fn the_summed_form_converges_to_the_cpus() {
         let layer = Layer::new(case, 750 + i as u64);
         let spec = case.spec();
         let geometry = LayerGeometry::new(&spec, layer.weights()).unwrap();
-        let mut state = PowerState::new(1, case.d, case.n_q, 1);
+        let mut state = PowerState::new(&spec, 1);
         let mut cpu = spectral::PowerEngine::new(&mut state);
         cpu.cold = 600;
         let want = cpu.summed(&geometry).unwrap().sigma;

@@ -111,16 +111,17 @@ impl Case {
     pub fn spec(&self) -> AttentionSpec {
         let mut spec = preset("mistral-7b").unwrap();
         spec.name = format!("{self:?}");
-        (spec.layers, spec.d_model, spec.d_head) = (1, self.d, self.r);
-        (spec.n_q_heads, spec.n_kv_heads) = (self.n_q, self.n_kv);
+        spec.d_model = self.d;
+        spec.layers.truncate(1);
+        spec.set_heads(self.n_q, self.n_kv, self.r);
         spec.norm.kind = if self.layer_norm { NormKind::LayerNorm } else { NormKind::RmsNorm };
         spec.norm.shift = self.layer_norm;
         spec.norm.gain = if self.one_plus { GainForm::OnePlus } else { GainForm::Plain };
         (spec.bias.q, spec.bias.k, spec.bias.v) = (self.biases, self.biases, self.biases);
-        spec.softmax_scale = vec![1.0 / (self.r as f64).sqrt()];
+        spec.layers[0].softmax_scale = 1.0 / (self.r as f64).sqrt();
         let layout = if self.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit };
         let rope = Rope { rotary_dim: self.rotary, layout, attention_factor: self.rope_factor, inv_freq: None };
-        spec.rope = vec![(self.rotary > 0).then_some(rope)];
+        spec.layers[0].rope = (self.rotary > 0).then_some(rope);
         spec
     }
 }

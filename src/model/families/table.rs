@@ -2,8 +2,8 @@
 
 use super::super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 use super::{
-    Count, Family, Flag, HeadDim, KvHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal, RopeLayers,
-    RopeRule, RotaryShare, ScaleRule, Setting, Sizes,
+    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal,
+    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes,
 };
 
 const DECODER_PREFIXES: &[&str] =
@@ -51,7 +51,7 @@ const fn rotary(theta: f64, share: RotaryShare) -> RopeRule {
 }
 
 const fn llama_sizes(kv_heads: KvHeads, d_head: HeadDim) -> Sizes {
-    Sizes { layers: LAYERS, d_model: WIDTH, q_heads: HEADS, kv_heads, d_head }
+    Sizes { layers: LAYERS, d_model: WIDTH, q_heads: HEADS, kv_heads, d_head, layer_heads: LayerHeads::Alike }
 }
 
 const fn gpt_sizes(kv_heads: KvHeads) -> Sizes {
@@ -61,6 +61,7 @@ const fn gpt_sizes(kv_heads: KvHeads) -> Sizes {
         q_heads: required(&["n_head", "num_attention_heads"]),
         kv_heads,
         d_head: HeadDim::Derived,
+        layer_heads: LayerHeads::Alike,
     }
 }
 
@@ -179,6 +180,7 @@ pub(crate) static FAMILIES: &[Family] = &[
             q_heads: Count { keys: &["n_head", "num_attention_heads"], default: Some(12) },
             kv_heads: KvHeads::SameAsQuery,
             d_head: HeadDim::Derived,
+            layer_heads: LayerHeads::Alike,
         },
         norm: LAYER_NORM,
         norm_tensor: NormTensor::Own("h.{i}.ln_1"),
@@ -252,6 +254,7 @@ pub(crate) static FAMILIES: &[Family] = &[
             q_heads: Count { keys: &["num_attention_heads"], default: Some(8) },
             kv_heads: kv(Some(4)),
             d_head: HeadDim::Key(Some(256)),
+            layer_heads: LayerHeads::Alike,
         },
         norm: RMS_ONE_PLUS,
         rope: RopeRule::Rotary {
@@ -349,6 +352,7 @@ pub(crate) static FAMILIES: &[Family] = &[
             q_heads: required(&["num_attention_heads", "n_head"]),
             kv_heads: KvHeads::Falcon,
             d_head: HeadDim::Derived,
+            layer_heads: LayerHeads::Alike,
         },
         norm: LAYER_NORM,
         norm_tensor: NormTensor::Falcon { two: "h.{i}.ln_attn", one: "h.{i}.input_layernorm" },
@@ -617,6 +621,48 @@ pub(crate) static FAMILIES: &[Family] = &[
         bias: Flag::Never,
         rope: interleaved(10_000.0, RotaryShare::Channels("rotary_dim", Some(64))),
         qkv: QkvTensors::Separate { q: "h.{i}.attn.q_proj", k: "h.{i}.attn.k_proj", v: "h.{i}.attn.v_proj" },
+        ..LLAMA
+    },
+    Family {
+        name: "openelm",
+        model_types: &["openelm"],
+        prefixes: &["transformer.", ""],
+        sizes: Sizes {
+            layers: required(&["num_transformer_layers"]),
+            d_model: required(&["model_dim"]),
+            q_heads: required(&["num_query_heads"]),
+            kv_heads: KvHeads::SameAsQuery,
+            d_head: HeadDim::Key(None),
+            layer_heads: LayerHeads::Lists { q: "num_query_heads", kv: "num_kv_heads" },
+        },
+        norm_tensor: NormTensor::Own("layers.{i}.attn_norm"),
+        bias: Flag::Never,
+        rope: RopeRule::Rotary {
+            layout: RopeLayout::HalfSplit,
+            theta_keys: &["rope_freq_constant"],
+            theta: Some(10_000.0),
+            share: RotaryShare::Whole,
+            layers: RopeLayers::Same,
+            longrope_names: &[],
+        },
+        qk_norm: Some(QkNormRule {
+            when: Flag::Key("normalize_qk_projections", false),
+            q: "layers.{i}.attn.q_norm",
+            k: "layers.{i}.attn.k_norm",
+            ..head_rms(GainForm::Plain)
+        }),
+        qkv: QkvTensors::Concat { name: "layers.{i}.attn.qkv_proj", conv1d: false },
+        refusals: &[Refusal {
+            key: "normalization_layer_name",
+            unless: Setting::Text("rms_norm"),
+            why: "only its RMS norm is known",
+        }],
+        ..LLAMA
+    },
+    Family {
+        name: "deci",
+        model_types: &["deci", "nemotron-nas"],
+        sizes: Sizes { layer_heads: LayerHeads::Blocks, ..llama_sizes(kv(None), HeadDim::Key(None)) },
         ..LLAMA
     },
     Family {
