@@ -214,7 +214,7 @@ impl Checkpoint {
             self.config.spec.layers.iter().map(name).find(|name| self.tensors.contains_key(name))
         };
         let (q, k, v) = match self.config.family.qkv {
-            QkvTensors::Separate { q, k, v } => (stored(q), stored(k), stored(v)),
+            QkvTensors::Separate { q, k, v } | QkvTensors::Gated { q, k, v } => (stored(q), stored(k), stored(v)),
             QkvTensors::Concat { name, .. } | QkvTensors::Grouped { name } => {
                 let stored = stored(name);
                 (stored.clone(), stored.clone(), stored)

@@ -9,7 +9,7 @@ use super::families::{
     BIDIRECTIONAL, BLOCK_REFUSALS, COMMON_REFUSALS, Count, Family, HeadDim, KvHeads, LayerHeads, NormTensor, REFUSED,
     ScaleRule, Sizes, WRAPPERS, family,
 };
-use super::keys::{Keys, MAX_D_MODEL, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, read_capped, refuse, shorten, too_large};
+use super::keys::{Keys, MAX_D_MODEL, MAX_HEADS, MAX_POSITIONS, read_capped, refuse, shorten, too_large};
 use super::spec::{AttentionSpec, LayerSpec, QkvBias};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
@@ -129,7 +129,7 @@ impl<'a> Keys<'a> {
 
     fn build(self, family: &'static Family, fp8_block: Option<(usize, usize)>) -> Result<Config> {
         let file = self.file;
-        let layers = self.size(&family.sizes.layers, MAX_LAYERS)?;
+        let layers = self.layer_count(&family.sizes)?;
         let d_model = self.size(&family.sizes.d_model, MAX_D_MODEL)?;
         let heads = self.heads(&family.sizes, layers)?;
         let Some(most) = heads.iter().flatten().map(|(n_q, _)| *n_q).max() else {
@@ -142,7 +142,9 @@ impl<'a> Keys<'a> {
                 format_args!("head dimension {d_head} is refused: it must be a multiple of 8 from 16 to 256"),
             ));
         }
-        self.layer_types(layers)?;
+        if !matches!(family.sizes.layer_heads, LayerHeads::Hybrid { .. }) {
+            self.layer_types(layers)?;
+        }
         let qk_norm = match &family.qk_norm {
             Some(rule) if self.set(&rule.when)? => Some(rule.norm),
             Some(_) => None,
@@ -217,6 +219,11 @@ impl<'a> Keys<'a> {
             LayerHeads::Blocks => {
                 let n_q = self.size(&sizes.q_heads, MAX_HEADS)?;
                 self.blocks(layers, n_q)?.into_iter().map(|n_kv| Some((n_q, n_kv?))).collect()
+            }
+            LayerHeads::Hybrid { keys, otherwise } => {
+                let n_q = self.size(&sizes.q_heads, MAX_HEADS)?;
+                let heads = (n_q, self.kv_heads(&sizes.kv_heads, n_q)?);
+                self.attention_layers(keys, otherwise, layers)?.into_iter().map(|has| has.then_some(heads)).collect()
             }
         };
         let unequal = |heads: &Option<(usize, usize)>| heads.is_some_and(|(n_q, n_kv)| n_q % n_kv != 0);

@@ -67,6 +67,20 @@ pub(crate) enum LayerHeads {
     /// DeciLM: `block_configs` gives the query heads of a KV head in each layer, or says that it has no attention; the first
     /// release has `num_key_value_heads_per_layer`.
     Blocks,
+    /// Those of the sizes in the layers that have softmax attention: a list of kinds under one of these keys says which.
+    Hybrid { keys: &'static [&'static str], otherwise: Otherwise },
+}
+
+/// Which layers have softmax attention where no list of kinds says so.
+pub(crate) enum Otherwise {
+    /// The last of every so many.
+    LastOf(Count),
+    /// Those whose number leaves `offset` when divided by `period`; keys with what they are when absent.
+    Period { period: (&'static str, usize), offset: (&'static str, usize) },
+    /// A list of layer numbers; absent: all layers or none.
+    Numbers { key: &'static str, absent: bool },
+    /// A string with a letter a layer, `*` for attention.
+    Letters(&'static str),
 }
 
 /// Number of key/value heads.
@@ -133,6 +147,8 @@ pub(crate) enum RopeLayers {
     /// is absent. `local_theta`: key and default of the sliding layers' base; without one they take the common base.
     /// Scaling in the old generation of keys belongs to the full layers alone.
     ByType { pattern: (&'static [&'static str], usize), local_theta: Option<(&'static str, f64)> },
+    /// The same in all if this key has this value, else none.
+    If(&'static str, &'static str),
     /// A list of bases, one a layer, 0 for a layer that is not rotated; absent or null: the common base in all.
     Bases(&'static str),
     /// `no_rope_layers` (1: rotated, 0: not), else every n-th layer has none.
@@ -196,6 +212,8 @@ pub(crate) enum NormTensor {
 pub(crate) enum QkvTensors {
     /// One each, `[out, in]`.
     Separate { q: &'static str, k: &'static str, v: &'static str },
+    /// One each; the query tensor holds the channels of a query head and as many of its output's gate, head after head.
+    Gated { q: &'static str, k: &'static str, v: &'static str },
     /// All query heads, then all key heads, then all value heads; `[in, out]` if `conv1d`.
     Concat { name: &'static str, conv1d: bool },
     /// For each key/value head: its query heads, its key, its value; `[out, in]`.
@@ -206,7 +224,10 @@ impl QkvTensors {
     /// Name of the tensor that holds the query heads.
     pub fn first(&self) -> &'static str {
         match self {
-            Self::Separate { q: name, .. } | Self::Concat { name, .. } | Self::Grouped { name } => name,
+            Self::Separate { q: name, .. }
+            | Self::Gated { q: name, .. }
+            | Self::Concat { name, .. }
+            | Self::Grouped { name } => name,
         }
     }
 }
@@ -301,6 +322,8 @@ pub(crate) static WRAPPERS: &[Wrapper] = &[
     Wrapper { model_type: "qwen2_5_vl", text: "qwen2_5_vl_text", flat: true },
     Wrapper { model_type: "qwen3_vl", text: "qwen3_vl_text", flat: false },
     Wrapper { model_type: "qwen3_vl_moe", text: "qwen3_vl_moe_text", flat: false },
+    Wrapper { model_type: "qwen3_5", text: "qwen3_5_text", flat: false },
+    Wrapper { model_type: "qwen3_5_moe", text: "qwen3_5_moe_text", flat: false },
 ];
 
 /// The family of a `model_type`.

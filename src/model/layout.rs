@@ -120,12 +120,16 @@ impl Config {
         let (n_q, n_kv, r) = (spec.n_q_heads, spec.n_kv_heads, spec.d_head);
         let rows = |first: usize, heads: usize| -> Vec<usize> { (0..heads).map(|h| (first + h) * r).collect() };
         let (name, conv1d, starts) = match self.family.qkv {
-            QkvTensors::Separate { q, k, v } => {
-                return [(q, n_q), (k, n_kv), (v, n_kv)].map(|(template, heads)| ProjectionName {
-                    name: at(template, layer),
-                    heads: rows(0, heads),
-                    channels: heads * r,
-                    conv1d: false,
+            QkvTensors::Separate { q, k, v } | QkvTensors::Gated { q, k, v } => {
+                let gated = matches!(self.family.qkv, QkvTensors::Gated { .. });
+                return [(q, n_q, gated), (k, n_kv, false), (v, n_kv, false)].map(|(template, heads, gated)| {
+                    let each = if gated { 2 * r } else { r };
+                    ProjectionName {
+                        name: at(template, layer),
+                        heads: (0..heads).map(|h| h * each).collect(),
+                        channels: heads * each,
+                        conv1d: false,
+                    }
                 });
             }
             QkvTensors::Concat { name, conv1d } => {

@@ -108,6 +108,8 @@ impl<'a> Keys<'a> {
                 }
                 Ok(by_type(make(nested_sets.0, common_base)?, make(nested_sets.1, common_base)?, &types))
             }
+            RopeLayers::If(key, value) if self.text(key)? != Some(value) => Ok(vec![None; layers]),
+            RopeLayers::Same | RopeLayers::If(..) => Ok(vec![Some(make(common, common_base)?); layers]),
             RopeLayers::Bases(key) => {
                 let Some(list) = self.array(key)? else { return Ok(vec![Some(make(common, common_base)?); layers]) };
                 if list.len() != layers {
@@ -121,7 +123,6 @@ impl<'a> Keys<'a> {
                 };
                 list.iter().map(rope).collect()
             }
-            RopeLayers::Same => Ok(vec![Some(make(common, common_base)?); layers]),
             RopeLayers::Sliding { pattern, or_all } => {
                 let rope = make(common, common_base)?;
                 if *or_all && self.map.get("sliding_window").is_some_and(Value::is_null) {
