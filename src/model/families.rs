@@ -4,6 +4,7 @@
 //! are those of the reference implementation (Hugging Face transformers). A model type outside the table is refused by
 //! name: an architecture that is not understood has no bound.
 
+mod parts;
 mod table;
 
 use super::spec::{InputNorm, QkNorm, RopeLayout};
@@ -258,6 +259,14 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
     ("ministral3", "its query is multiplied by a factor that grows with the position"),
     ("llama4", "its query is multiplied by a factor that grows with the position"),
     ("llama4_text", "its query is multiplied by a factor that grows with the position"),
+    ("gemma3n", SHARED_KV),
+    ("gemma3n_text", SHARED_KV),
+    ("gemma4", WIDE_HEADS),
+    ("gemma4_text", WIDE_HEADS),
+    ("mimo_v2", NARROW_VALUES),
+    ("mimo_v2_flash", NARROW_VALUES),
+    ("step3p5", TURNED_LAYERS),
+    ("step3p7", TURNED_LAYERS),
 ];
 
 /// Settings of one DeciLM block's attention that no bound here covers.
@@ -278,6 +287,12 @@ pub(crate) static BLOCK_REFUSALS: &[Refusal] = &[
 const MLA: &str = "multi-head latent attention (MLA) builds keys and queries from a compressed latent with a norm in \
                    between and a rotary part shared by all heads, which per-head projection bounds do not cover";
 const ALIBI: &str = "ALiBi adds a position bias to the logits";
+const SHARED_KV: &str = "its last layers take the keys and values of earlier ones";
+const WIDE_HEADS: &str = "its full layers have heads of 512 channels, and heads of at most 256 are read; others take the keys \
+                          and values of earlier layers, or have none of their own for values";
+const NARROW_VALUES: &str = "its values are narrower than its keys, and a head has one width here";
+const TURNED_LAYERS: &str =
+    "its layers differ in the base and the rotated share of their rotation, and one of each is read";
 const RELATIVE: &str = "relative position terms are added to the logits";
 
 /// A model type that wraps a text model described by `text_config`.

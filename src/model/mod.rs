@@ -8,6 +8,7 @@ mod body;
 mod checkpoint;
 mod config;
 mod families;
+mod heads;
 mod keys;
 mod layout;
 mod preset;
