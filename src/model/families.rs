@@ -4,10 +4,11 @@
 //! are those of the reference implementation (Hugging Face transformers). A model type outside the table is refused by
 //! name: an architecture that is not understood has no bound.
 
+mod hybrids;
+mod parts;
 mod table;
 
 use super::spec::{InputNorm, QkNorm, RopeLayout};
-pub(crate) use table::FAMILIES;
 
 /// Families whose tokens also see the ones behind them, unless the config makes the model a decoder.
 pub(crate) const BIDIRECTIONAL: &[&str] = &["bert", "roberta"];
@@ -283,6 +284,14 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
     ("ministral3", "its query is multiplied by a factor that grows with the position"),
     ("llama4", "its query is multiplied by a factor that grows with the position"),
     ("llama4_text", "its query is multiplied by a factor that grows with the position"),
+    ("gemma3n", SHARED_KV),
+    ("gemma3n_text", SHARED_KV),
+    ("gemma4", WIDE_HEADS),
+    ("gemma4_text", WIDE_HEADS),
+    ("mimo_v2", NARROW_VALUES),
+    ("mimo_v2_flash", NARROW_VALUES),
+    ("step3p5", TURNED_LAYERS),
+    ("step3p7", TURNED_LAYERS),
 ];
 
 /// Settings of one DeciLM block's attention that no bound here covers.
@@ -303,6 +312,12 @@ pub(crate) static BLOCK_REFUSALS: &[Refusal] = &[
 const MLA: &str = "multi-head latent attention (MLA) builds keys and queries from a compressed latent with a norm in \
                    between and a rotary part shared by all heads, which per-head projection bounds do not cover";
 const ALIBI: &str = "ALiBi adds a position bias to the logits";
+const SHARED_KV: &str = "its last layers take the keys and values of earlier ones";
+const WIDE_HEADS: &str = "its full layers have heads of 512 channels, and heads of at most 256 are read; others take the keys \
+                          and values of earlier layers, or have none of their own for values";
+const NARROW_VALUES: &str = "its values are narrower than its keys, and a head has one width here";
+const TURNED_LAYERS: &str =
+    "its layers differ in the base and the rotated share of their rotation, and one of each is read";
 const RELATIVE: &str = "relative position terms are added to the logits";
 
 /// A model type that wraps a text model described by `text_config`.
@@ -326,9 +341,14 @@ pub(crate) static WRAPPERS: &[Wrapper] = &[
     Wrapper { model_type: "qwen3_5_moe", text: "qwen3_5_moe_text", flat: false },
 ];
 
+/// All of them.
+fn families() -> impl Iterator<Item = &'static Family> {
+    table::FAMILIES.iter().chain(hybrids::HYBRIDS)
+}
+
 /// The family of a `model_type`.
 pub(crate) fn family(model_type: &str) -> Option<&'static Family> {
-    FAMILIES.iter().find(|family| family.model_types.contains(&model_type))
+    families().find(|family| family.model_types.contains(&model_type))
 }
 
 #[cfg(test)]
@@ -348,7 +368,7 @@ mod tests {
     #[test]
     fn every_model_type_stands_once() {
         let mut seen = std::collections::BTreeSet::new();
-        for family in FAMILIES {
+        for family in families() {
             for model_type in family.model_types {
                 assert!(seen.insert(*model_type), "{model_type} twice");
             }

@@ -1,7 +1,11 @@
+use super::state::replace;
 use super::*;
 use crate::attention::{AttentionShape, Cpu};
 use crate::model::{SyntheticLayer, SyntheticModel, SyntheticOptions, preset};
 use crate::policy::{AutoCConfig, DelayedTeConfig};
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 fn spec() -> AttentionSpec {
