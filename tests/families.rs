@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::cases::{Case, LAYERS, R, cases, draw, grouped};
+use common::cases::{Case, R, cases, draw, grouped};
 use common::fixtures::{Tensors, write_checkpoint};
 use common::forward::{dot, forward_qkv, logit, to_sphere};
 use rand::SeedableRng;
@@ -225,11 +225,17 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     let (g, b) = input();
                     layer_norm(hidden, &g, b)
                 }
-                "gemma" | "gemma2" | "gemma3" => rms_norm(hidden, &input().0, 1.0),
+                "gemma" | "gemma2" | "gemma3" | "qwen3_next" => rms_norm(hidden, &input().0, 1.0),
+                "lfm2" => rms_norm(hidden, t.get(&format!("{p}layers.{i}.operator_norm.weight")), 0.0),
+                "nemotron_h" => rms_norm(hidden, t.get(&format!("{p}layers.{i}.norm.weight")), 0.0),
                 _ => rms_norm(hidden, &input().0, 0.0),
             };
-            let attn = format!("{p}layers.{i}.self_attn");
+            let attn = format!("{p}layers.{i}.{}", if family == "nemotron_h" { "mixer" } else { "self_attn" });
             let [mut q, mut k, v] = ["q", "k", "v"].map(|n| heads(&linear(t, &format!("{attn}.{n}_proj"), &x)));
+            if family == "qwen3_next" {
+                // Viewed as [heads, query and gate].
+                q = q.into_iter().step_by(2).collect();
+            }
             for (name, all) in [("q", &mut q), ("k", &mut k)] {
                 let gain = || t.get(&format!("{attn}.{name}_norm.weight"));
                 match case.kind {
@@ -240,7 +246,8 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                                 "qwen3" | "glm4_moe" | "exaone4" | "exaone_moe" | "apertus" => {
                                     rms_norm(head, gain(), 0.0)
                                 }
-                                "gemma3" => rms_norm(head, gain(), 1.0),
+                                "gemma3" | "qwen3_next" => rms_norm(head, gain(), 1.0),
+                                "lfm2" => rms_norm(head, t.get(&format!("{attn}.{name}_layernorm.weight")), 0.0),
                                 "cohere" => layer_norm(head, &gain()[h * R..(h + 1) * R], None),
                                 "stablelm" => {
                                     let (g, _) = own(&format!("{attn}.{name}_layernorm.norms.{h}"));
@@ -258,7 +265,8 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     "cohere2" | "exaone4" | "exaone_moe" | "granite bases" if i % 2 == 1 => {}
                     "cohere" | "cohere2" | "helium" => rope_interleaved(head, &frequencies(10_000.0, R), position),
                     "glm4" => rope_interleaved(head, &frequencies(10_000.0, R / 2), position),
-                    "phi" | "glm4_moe" | "llama half" | "nemotron" | "minimax_m2" => {
+                    "granite fixed" | "llama fixed" | "nemotron_h" => {}
+                    "phi" | "glm4_moe" | "llama half" | "nemotron" | "minimax_m2" | "qwen3_next" => {
                         rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0);
                     }
                     "stablelm" => rope_half(head, &frequencies(10_000.0, R / 4), position, 1.0),
@@ -323,7 +331,9 @@ fn every_family_computes_what_the_raw_tensors_say() {
         }
         assert_eq!(spec.bias.any(), case.bias, "{label}");
         let mut rng = StdRng::seed_from_u64(number as u64);
-        for layer in 0..LAYERS {
+        let numbers: Vec<usize> = spec.layers.iter().map(|layer| layer.number).collect();
+        assert_eq!(numbers, case.attention, "{label}");
+        for (layer, &own) in numbers.iter().enumerate() {
             let weights = checkpoint.layer(layer).unwrap_or_else(|e| panic!("{label}: {e}"));
             assert_eq!(weights.norm_gain.is_some(), spec.norm.gain != GainForm::Unit, "{label}");
             let tokens: Vec<Vec<f64>> = (0..2)
@@ -338,7 +348,7 @@ fn every_family_computes_what_the_raw_tensors_say() {
                 .collect();
             let positions = [3.0, 41.0];
             let want: Vec<Out> =
-                tokens.iter().zip(positions).map(|(x, m)| reference(case, &tensors, layer, x, m)).collect();
+                tokens.iter().zip(positions).map(|(x, m)| reference(case, &tensors, own, x, m)).collect();
             let got: Vec<_> = tokens
                 .iter()
                 .zip(positions)
@@ -429,6 +439,16 @@ fn every_family_has_a_case() {
         "flex_olmo",
         "nanochat",
         "persimmon",
+        "qwen3_next",
+        "qwen3_5",
+        "lfm2",
+        "lfm2_moe",
+        "granitemoehybrid",
+        "jamba",
+        "nemotron_h",
+        "bamba",
+        "olmo_hybrid",
+        "minimax",
     ];
     for name in wanted {
         assert!(tried.contains(name), "{name}");
