@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) policy_observe(const Po
   __shared__ double scratch[THREADS / 32];
   const PolicyTable& p = *table;
   for (u32 layer = first_layer + blockIdx.x; layer < first_layer + count; layer += gridDim.x) {
-    const PolicyLayer l = p.sizes[layer];
+    const PolicyLayer& l = p.sizes[layer];
     observe(p, l, layer, row, scratch);
     __syncthreads();
   }

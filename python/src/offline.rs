@@ -248,11 +248,12 @@ pub fn layout(py: Python<'_>, config: &str, name: &str) -> PyResult<String> {
         let spec = layout.spec();
         let layers = (0..spec.layers.len())
             .map(|layer| {
-                let names = layout.layer(layer)?;
+                let (own, names) = (spec.layer(layer)?, layout.layer(layer)?);
                 let one = |place: &sigmascale::model::ProjectionName| {
                     json!({"name": place.name, "heads": place.heads, "channels": place.channels, "conv1d": place.conv1d})
                 };
                 Ok(json!({
+                    "number": own.number, "n_q_heads": own.n_q_heads, "n_kv_heads": own.n_kv_heads, "d_head": own.d_head,
                     "q": one(&names.q), "k": one(&names.k), "v": one(&names.v),
                     "norm": names.norm, "qk_norm": names.qk_norm,
                 }))
