@@ -214,7 +214,7 @@ impl Checkpoint {
             self.config.spec.layers.iter().map(name).find(|name| self.tensors.contains_key(name))
         };
         let (q, k, v) = match self.config.family.qkv {
-            QkvTensors::Separate { q, k, v } => (stored(q), stored(k), stored(v)),
+            QkvTensors::Separate { q, k, v } | QkvTensors::Gated { q, k, v } => (stored(q), stored(k), stored(v)),
             QkvTensors::Concat { name, .. } | QkvTensors::Grouped { name } => {
                 let stored = stored(name);
                 (stored.clone(), stored.clone(), stored)
@@ -286,6 +286,7 @@ impl Checkpoint {
                 QkNormStored::Shared => self.vector(&self.named(name, &[suffix]), r),
                 QkNormStored::Flat => self.vector(&self.named(name, &[suffix]), heads * r),
                 QkNormStored::PerHead => self.values(&self.named(name, &[suffix]), &[heads, r]),
+                QkNormStored::Nothing => Ok(vec![1.0; r]),
                 QkNormStored::TensorPerHead => {
                     let mut all = Vec::with_capacity(heads * r);
                     for h in 0..heads {

@@ -6,9 +6,9 @@
 //! changes the logits. Sizes are capped before anything is allocated from them.
 
 use super::families::{
-    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, NormTensor, REFUSED, ScaleRule, WRAPPERS, family,
+    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, LayerHeads, NormTensor, REFUSED, ScaleRule, WRAPPERS, family,
 };
-use super::keys::{Keys, MAX_D_MODEL, MAX_LAYERS, MAX_POSITIONS, read_capped, refuse, shorten, too_large};
+use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, read_capped, refuse, shorten, too_large};
 use super::spec::{AttentionSpec, LayerSpec, QkvBias};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
@@ -128,7 +128,7 @@ impl<'a> Keys<'a> {
 
     fn build(self, family: &'static Family, fp8_block: Option<(usize, usize)>) -> Result<Config> {
         let file = self.file;
-        let layers = self.size(&family.sizes.layers, MAX_LAYERS)?;
+        let layers = self.layer_count(&family.sizes)?;
         let d_model = self.size(&family.sizes.d_model, MAX_D_MODEL)?;
         let heads = self.heads(&family.sizes, layers)?;
         let Some(most) = heads.iter().flatten().map(|(n_q, _)| *n_q).max() else {
@@ -141,7 +141,9 @@ impl<'a> Keys<'a> {
                 format_args!("head dimension {d_head} is refused: it must be a multiple of 8 from 16 to 256"),
             ));
         }
-        self.layer_types(layers)?;
+        if !matches!(family.sizes.layer_heads, LayerHeads::Hybrid { .. }) {
+            self.layer_types(layers)?;
+        }
         let qk_norm = match &family.qk_norm {
             Some(rule) if self.set(&rule.when)? => Some(rule.norm),
             Some(_) => None,
@@ -166,15 +168,16 @@ impl<'a> Keys<'a> {
             || self.flag("use_bidirectional_attention")?.unwrap_or(false);
         let rope = self.rope(family, layers, d_head, max_positions)?;
         let scales = self.softmax_scale(&family.scale, layers, d_head)?;
-        let own = |(number, ((heads, rope), softmax_scale)): (usize, ((Option<(usize, usize)>, _), f64))| {
+        let parts = rope.into_iter().zip(scales).enumerate();
+        let own = heads.into_iter().zip(parts).filter_map(|(heads, (number, (rope, softmax_scale)))| {
             let (n_q_heads, n_kv_heads) = heads?;
             Some(LayerSpec { number, n_q_heads, n_kv_heads, d_head, rope, softmax_scale })
-        };
+        });
         let spec = AttentionSpec {
             name: name_of(file),
             family: family.name.to_owned(),
             causal: !both_ways,
-            layers: heads.into_iter().zip(rope).zip(scales).enumerate().filter_map(own).collect(),
+            layers: own.collect(),
             d_model,
             norm: family.norm,
             bias: QkvBias { q: bias, k: bias, v: bias },
@@ -226,7 +229,7 @@ impl<'a> Keys<'a> {
             ScaleRule::QueryPreAttnScalar(default) => {
                 self.positive("query_pre_attn_scalar")?.unwrap_or(*default).sqrt().recip()
             }
-            ScaleRule::Multiplier(key, default) => self.positive(key)?.unwrap_or(*default),
+            ScaleRule::Multiplier(key, default) => self.positive(key)?.or(*default).unwrap_or(usual),
             ScaleRule::Gpt2 => {
                 let base = if self.flag("scale_attn_weights")?.unwrap_or(true) { usual } else { 1.0 };
                 if self.flag("scale_attn_by_inverse_layer_idx")?.unwrap_or(false) {

@@ -24,6 +24,11 @@ impl Keys<'_> {
                 let n_q = self.size(&sizes.q_heads, MAX_HEADS)?;
                 self.blocks(layers, n_q)?.into_iter().map(|n_kv| Some((n_q, n_kv?))).collect()
             }
+            LayerHeads::Hybrid { keys, otherwise } => {
+                let n_q = self.size(&sizes.q_heads, MAX_HEADS)?;
+                let heads = (n_q, self.kv_heads(&sizes.kv_heads, n_q)?);
+                self.attention_layers(keys, otherwise, layers)?.into_iter().map(|has| has.then_some(heads)).collect()
+            }
         };
         let unequal = |heads: &Option<(usize, usize)>| heads.is_some_and(|(n_q, n_kv)| n_q % n_kv != 0);
         if let Some((number, Some((n_q, n_kv)))) = heads.iter().enumerate().find(|(_, heads)| unequal(heads)) {
@@ -62,7 +67,7 @@ impl Keys<'_> {
                 attention.check(refusal).map_err(at)?;
             }
             match attention.count("n_heads_in_group", MAX_HEADS).map_err(at)? {
-                Some(group) if n_q % group == 0 => Ok(Some(n_q / group)),
+                Some(group) if n_q.is_multiple_of(group) => Ok(Some(n_q / group)),
                 Some(group) => {
                     let rule = format_args!("block {number}: {n_q} query heads do not divide into groups of {group}");
                     Err(Error::format(self.file, rule))

@@ -4,7 +4,7 @@
 //! framework's modules, say) looks them up by [`Layout`].
 
 use super::config::Config;
-use super::families::{self, NormTensor, QkvTensors};
+use super::families::{self, NormTensor, QkNormStored, QkvTensors};
 use super::spec::{AttentionSpec, LayerSpec};
 use crate::error::Result;
 use std::path::Path;
@@ -36,7 +36,8 @@ pub struct LayerNames {
     pub v: ProjectionName,
     /// Norm in front of the projections; `None` where there is none.
     pub norm: Option<String>,
-    /// Norms of q and k behind the projections; `{h}` stands for the head where each head has a tensor of its own.
+    /// Norms of q and k behind the projections; `{h}` stands for the head where each head has a tensor of its own. `None` where
+    /// there are none, or none with gains.
     pub qk_norm: Option<(String, String)>,
 }
 
@@ -106,7 +107,9 @@ impl Config {
             _ => self.own_norm.map(|name| at(name, layer)),
         };
         let qk_norm = match (&self.family.qk_norm, self.spec.qk_norm) {
-            (Some(rule), Some(_)) => Some((at(rule.q, layer), at(rule.k, layer))),
+            (Some(rule), Some(_)) if rule.stored != QkNormStored::Nothing => {
+                Some((at(rule.q, layer), at(rule.k, layer)))
+            }
             _ => None,
         };
         LayerNames { q, k, v, norm, qk_norm }
@@ -117,12 +120,16 @@ impl Config {
         let (n_q, n_kv, r) = (spec.n_q_heads, spec.n_kv_heads, spec.d_head);
         let rows = |first: usize, heads: usize| -> Vec<usize> { (0..heads).map(|h| (first + h) * r).collect() };
         let (name, conv1d, starts) = match self.family.qkv {
-            QkvTensors::Separate { q, k, v } => {
-                return [(q, n_q), (k, n_kv), (v, n_kv)].map(|(template, heads)| ProjectionName {
-                    name: at(template, layer),
-                    heads: rows(0, heads),
-                    channels: heads * r,
-                    conv1d: false,
+            QkvTensors::Separate { q, k, v } | QkvTensors::Gated { q, k, v } => {
+                let gated = matches!(self.family.qkv, QkvTensors::Gated { .. });
+                return [(q, n_q, gated), (k, n_kv, false), (v, n_kv, false)].map(|(template, heads, gated)| {
+                    let each = if gated { 2 * r } else { r };
+                    ProjectionName {
+                        name: at(template, layer),
+                        heads: (0..heads).map(|h| h * each).collect(),
+                        channels: heads * each,
+                        conv1d: false,
+                    }
                 });
             }
             QkvTensors::Concat { name, conv1d } => {

@@ -9,6 +9,7 @@ mod checkpoint;
 mod config;
 mod families;
 mod heads;
+mod hybrid;
 mod keys;
 mod layout;
 mod preset;

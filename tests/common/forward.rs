@@ -40,8 +40,8 @@ pub fn forward_qkv_at(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &
     let v = project(&weights.v, &x);
     for behind_rotation in [false, true] {
         if let Some(norm) = spec.qk_norm.filter(|norm| norm.behind_rotation == behind_rotation) {
-            q = qk_norm(&norm, weights.q_norm.as_ref().expect("q norm"), &q);
-            k = qk_norm(&norm, weights.k_norm.as_ref().expect("k norm"), &k);
+            q = qk_norm(&norm, weights.q_norm.as_ref(), &q);
+            k = qk_norm(&norm, weights.k_norm.as_ref(), &k);
         }
         if let (Some(rope), false) = (&spec.layers[weights.layer].rope, behind_rotation) {
             for head in q.iter_mut().chain(&mut k) {
@@ -121,8 +121,10 @@ fn project(projection: &Projection<'_>, x: &[f64]) -> Vec<Vec<f64>> {
     out
 }
 
-fn qk_norm(norm: &QkNorm, vectors: &NormVectors, heads: &[Vec<f64>]) -> Vec<Vec<f64>> {
+fn qk_norm(norm: &QkNorm, vectors: Option<&NormVectors>, heads: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let r = heads[0].len();
+    let bare = NormVectors { gain: vec![1.0; r], shift: None };
+    let vectors = vectors.unwrap_or(&bare);
     match norm.scope {
         QkNormScope::Joint => {
             let all = to_sphere(norm.kind, &heads.concat());

@@ -331,6 +331,9 @@ def _layer(spec, names, index, prefix, parameters, modules):
         if qk_norm["shift"]:
             raise UnsupportedError("norms of q and k with a shift are not read on the GPU")
         q_norm, k_norm = (get(name + ".weight") for name in names["qk_norm"])
+    elif qk_norm is not None:
+        # A norm without gains.
+        q_norm = k_norm = torch.ones(names["d_head"], device=weights["q"].device, dtype=weights["q"].dtype)
     fused = names["q"]["channels"] != names["n_q_heads"] * names["d_head"]
     has_gain = norm["gain"] != "unit" and names["norm"] is not None
     return Layer(

@@ -203,6 +203,86 @@ fn where_only_sliding_layers_rotate() {
 }
 
 #[test]
+fn a_layer_can_have_a_base_of_its_own() {
+    let granite = |extra: &str| {
+        spec(&format!(
+            r#"{{"model_type":"granite_swa","hidden_size":256,"num_hidden_layers":3,"num_attention_heads":4,
+                "rope_parameters":{{"rope_type":"default","rope_theta":500.0}}{extra}}}"#
+        ))
+    };
+    let bases = |spec: AttentionSpec| -> Vec<Option<f64>> {
+        // angle b = base^(-2 b / 64), so the base is angle 16 to the power -2.
+        let base = |rope: &Option<crate::model::Rope>| Some(rope.as_ref()?.inv_freq.as_ref()?[16].powi(-2).round());
+        spec.layers.iter().map(|layer| base(&layer.rope)).collect()
+    };
+    assert_eq!(bases(granite("").unwrap()), [Some(500.0); 3]);
+    let own = granite(r#","layer_rope_theta":[10000.0,0,500000]"#).unwrap();
+    assert_eq!(bases(own), [Some(10_000.0), None, Some(500_000.0)]);
+    let refused = |extra: &str| granite(extra).unwrap_err().to_string();
+    assert!(refused(r#","layer_rope_theta":[1.0,2.0]"#).contains("2 entries for 3 layers"));
+    assert!(refused(r#","layer_rope_theta":[1.0,2.0,-1.0]"#).contains("from 0 on"));
+}
+
+#[test]
+fn a_scale_that_is_not_stated_is_the_usual_one() {
+    let scale = |extra: &str| {
+        let json = format!(
+            r#"{{"model_type":"hyperclovax","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4{extra}}}"#
+        );
+        spec(&json).unwrap().layers[0].softmax_scale
+    };
+    assert_eq!((scale(""), scale(r#","attention_multiplier":null"#)), (0.125, 0.125));
+    assert_eq!(scale(r#","attention_multiplier":0.5"#), 0.5);
+}
+
+#[test]
+fn hybrid_models_name_the_layers_that_have_attention() {
+    let numbers = |model_type: &str, extra: &str| {
+        spec(&format!(
+            r#"{{"model_type":"{model_type}","hidden_size":256,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":64{extra}}}"#
+        ))
+        .map(|spec| spec.layers.iter().map(|layer| layer.number).collect::<Vec<_>>())
+    };
+    let eight = |model_type: &str, extra: &str| numbers(model_type, &format!(r#","num_hidden_layers":8{extra}"#));
+    assert_eq!(eight("qwen3_next", "").unwrap(), [3, 7]);
+    assert_eq!(eight("qwen3_next", r#","full_attention_interval":3"#).unwrap(), [2, 5]);
+    assert_eq!(eight("jamba", "").unwrap(), [4]);
+    assert_eq!(eight("jamba", r#","attn_layer_period":4,"attn_layer_offset":0"#).unwrap(), [0, 4]);
+    assert_eq!(eight("lfm2", "").unwrap(), [0, 1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(eight("lfm2", r#","full_attn_idxs":[2,5]"#).unwrap(), [2, 5]);
+    assert_eq!(eight("bamba", r#","attn_layer_indices":[1,6]"#).unwrap(), [1, 6]);
+    assert_eq!(eight("minimax", "").unwrap(), [0, 2, 4, 6]);
+    assert_eq!(numbers("nemotron_h", r#","hybrid_override_pattern":"M-M*-E*""#).unwrap(), [3, 6]);
+    let kinds = r#","layers_block_type":["mamba","attention","moe","full_attention"]"#;
+    assert_eq!(numbers("nemotron_h", kinds).unwrap(), [1, 3]);
+    let refused = |model_type: &str, extra: &str| numbers(model_type, extra).unwrap_err().to_string();
+    assert!(refused("nemotron_h", r#","hybrid_override_pattern":"M?""#).contains("unknown letter '?'"));
+    assert!(refused("nemotron_h", "").contains("`num_hidden_layers` is missing"));
+    assert!(
+        refused("nemotron_h", r#","num_hidden_layers":3,"hybrid_override_pattern":"M*""#).contains("2 entries for 3")
+    );
+    assert!(refused("bamba", r#","num_hidden_layers":8"#).contains("no layer has attention"));
+    assert!(
+        refused("bamba", r#","num_hidden_layers":2,"attn_layer_indices":[2]"#).contains("a list of layers under 2")
+    );
+    assert!(refused("jamba", r#","num_hidden_layers":8,"attn_layer_offset":8"#).contains("a whole number under 8"));
+    assert!(refused("lfm2", r#","num_hidden_layers":1,"layer_types":["retention"]"#).contains("retention"));
+}
+
+#[test]
+fn a_key_can_say_whether_layers_rotate() {
+    let rotated = |extra: &str| {
+        let json = format!(
+            r#"{{"model_type":"granitemoehybrid","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":4,
+                "layer_types":["mamba","attention"]{extra}}}"#
+        );
+        spec(&json).unwrap().layers.iter().map(|layer| layer.rope.is_some()).collect::<Vec<_>>()
+    };
+    assert_eq!(rotated(r#","position_embedding_type":"rope""#), [true]);
+    assert_eq!((rotated(r#","position_embedding_type":"nope""#), rotated("")), (vec![false], vec![false]));
+}
+
+#[test]
 fn rotated_channels_can_be_counted() {
     let dim = |extra: &str| {
         let json = format!(r#"{{"model_type":"gptj","n_embd":1024,"n_layer":1,"n_head":4{extra}}}"#);

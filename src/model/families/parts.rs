@@ -82,6 +82,7 @@ pub(super) const fn head_rms(gain: GainForm) -> QkNormRule {
 }
 
 pub(super) const PARTIAL: &[&str] = &["partial_rotary_factor"];
+pub(super) const PATTERN: &[&str] = &["sliding_window_pattern"];
 
 pub(super) const fn interleaved(theta: f64, share: RotaryShare) -> RopeRule {
     RopeRule::Rotary {
@@ -94,13 +95,13 @@ pub(super) const fn interleaved(theta: f64, share: RotaryShare) -> RopeRule {
     }
 }
 
-pub(super) const fn sliding_only(layout: RopeLayout, or_all: bool) -> RopeRule {
+pub(super) const fn sliding_only(layout: RopeLayout, pattern: &'static [&'static str], or_all: bool) -> RopeRule {
     RopeRule::Rotary {
         layout,
         theta_keys: &[],
         theta: Some(10_000.0),
         share: RotaryShare::Whole,
-        layers: RopeLayers::Sliding { pattern: (&["sliding_window_pattern"], 4), or_all },
+        layers: RopeLayers::Sliding { pattern: (pattern, 4), or_all },
         longrope_names: &[],
     }
 }
@@ -139,6 +140,14 @@ pub(super) const LLAMA: Family = Family {
     soft_cap: None,
     qkv: SEPARATE,
     refusals: &[],
+};
+
+pub(super) const MISTRAL: Family = Family {
+    name: "mistral",
+    model_types: &["mistral"],
+    sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
+    bias: Flag::Never,
+    ..LLAMA
 };
 
 pub(super) const BERT: Family = Family {

@@ -30,13 +30,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         ..LLAMA
     },
     LLAMA,
-    Family {
-        name: "mistral",
-        model_types: &["mistral"],
-        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
-        bias: Flag::Never,
-        ..LLAMA
-    },
+    MISTRAL,
     Family {
         name: "mixtral",
         model_types: &["mixtral"],
@@ -218,7 +212,7 @@ pub(crate) static FAMILIES: &[Family] = &[
     Family {
         name: "granite",
         model_types: &["granite"],
-        scale: ScaleRule::Multiplier("attention_multiplier", 1.0),
+        scale: ScaleRule::Multiplier("attention_multiplier", Some(1.0)),
         ..LLAMA
     },
     Family {
@@ -333,7 +327,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         model_types: &["cohere2"],
         sizes: llama_sizes(kv(None), HeadDim::Key(None)),
         norm: InputNorm { kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: false },
-        rope: sliding_only(RopeLayout::Interleaved, false),
+        rope: sliding_only(RopeLayout::Interleaved, PATTERN, false),
         ..LLAMA
     },
     Family {
@@ -343,7 +337,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         norm: InputNorm { kind: NormKind::None, gain: GainForm::Unit, shift: false },
         norm_tensor: NormTensor::None,
         bias: Flag::Never,
-        rope: sliding_only(RopeLayout::HalfSplit, true),
+        rope: sliding_only(RopeLayout::HalfSplit, PATTERN, true),
         qk_norm: Some(head_rms(GainForm::Plain)),
         ..LLAMA
     },
@@ -413,7 +407,7 @@ pub(crate) static FAMILIES: &[Family] = &[
     Family {
         name: "granitemoe",
         model_types: &["granitemoe", "granitemoeshared"],
-        scale: ScaleRule::Multiplier("attention_multiplier", 1.0),
+        scale: ScaleRule::Multiplier("attention_multiplier", Some(1.0)),
         ..LLAMA
     },
     Family {
@@ -522,6 +516,134 @@ pub(crate) static FAMILIES: &[Family] = &[
         scale: ScaleRule::Gpt2,
         qkv: QkvTensors::Concat { name: "h.{i}.attn.c_attn", conv1d: false },
         refusals: &[Refusal { key: "multi_query", unless: Setting::True, why: "only its multi-query form is known" }],
+        ..LLAMA
+    },
+    Family { name: "ministral", model_types: &["ministral"], ..MISTRAL },
+    Family {
+        name: "cwm",
+        model_types: &["cwm"],
+        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(128))),
+        bias: Flag::Never,
+        rope: half_split(1e6),
+        ..LLAMA
+    },
+    Family {
+        name: "solar_open",
+        model_types: &["solar_open"],
+        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(128))),
+        rope: half_split(1e6),
+        ..LLAMA
+    },
+    Family {
+        name: "hyperclovax",
+        model_types: &["hyperclovax"],
+        scale: ScaleRule::Multiplier("attention_multiplier", None),
+        ..LLAMA
+    },
+    Family {
+        name: "granite_swa",
+        model_types: &["granite_swa", "granitemoe_swa"],
+        rope: RopeRule::Rotary {
+            layout: RopeLayout::HalfSplit,
+            theta_keys: &[],
+            theta: Some(10_000.0),
+            share: RotaryShare::Whole,
+            layers: RopeLayers::Bases("layer_rope_theta"),
+            longrope_names: &[],
+        },
+        scale: ScaleRule::Multiplier("attention_multiplier", Some(1.0)),
+        ..LLAMA
+    },
+    Family {
+        name: "vaultgemma",
+        model_types: &["vaultgemma"],
+        sizes: llama_sizes(kv(Some(4)), HeadDim::Key(Some(256))),
+        norm: RMS_ONE_PLUS,
+        scale: ScaleRule::QueryPreAttnScalar(256.0),
+        soft_cap: Some(("attn_logit_softcapping", Some(50.0))),
+        ..LLAMA
+    },
+    Family {
+        name: "jais2",
+        model_types: &["jais2"],
+        norm: LAYER_NORM,
+        bias: Flag::Key("attention_bias", true),
+        ..LLAMA
+    },
+    Family {
+        name: "exaone_moe",
+        model_types: &["exaone_moe"],
+        sizes: llama_sizes(kv(Some(32)), HeadDim::Key(None)),
+        bias: Flag::Never,
+        rope: sliding_only(RopeLayout::HalfSplit, PATTERN, true),
+        qk_norm: Some(head_rms(GainForm::Plain)),
+        ..LLAMA
+    },
+    Family {
+        name: "afmoe",
+        model_types: &["afmoe"],
+        sizes: llama_sizes(kv(None), HeadDim::Key(Some(128))),
+        rope: sliding_only(RopeLayout::HalfSplit, &["global_attn_every_n_layers"], false),
+        qk_norm: Some(head_rms(GainForm::Plain)),
+        ..LLAMA
+    },
+    Family {
+        name: "hy_v3",
+        model_types: &["hy_v3"],
+        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(128))),
+        rope: half_split(11_158_840.0),
+        qk_norm: Some(head_rms(GainForm::Plain)),
+        ..LLAMA
+    },
+    Family {
+        name: "flex_olmo",
+        model_types: &["flex_olmo"],
+        norm: InputNorm { kind: NormKind::None, gain: GainForm::Unit, shift: false },
+        norm_tensor: NormTensor::None,
+        rope: half_split(500_000.0),
+        qk_norm: Some(JOINT_RMS),
+        ..LLAMA
+    },
+    Family {
+        name: "nanochat",
+        model_types: &["nanochat"],
+        // It turns pairs the other way round, which changes no norm and so no bound.
+        norm: InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Unit, shift: false },
+        norm_tensor: NormTensor::None,
+        qk_norm: Some(QkNormRule {
+            norm: QkNorm {
+                scope: QkNormScope::PerHead,
+                kind: NormKind::RmsNorm,
+                gain: GainForm::Unit,
+                shift: false,
+                behind_rotation: true,
+            },
+            stored: QkNormStored::Nothing,
+            ..head_rms(GainForm::Unit)
+        }),
+        ..LLAMA
+    },
+    Family {
+        name: "persimmon",
+        model_types: &["persimmon"],
+        sizes: llama_sizes(KvHeads::SameAsQuery, HeadDim::Derived),
+        norm: LAYER_NORM,
+        bias: Flag::Always,
+        rope: rotary(10_000.0, RotaryShare::Part(PARTIAL, 0.5)),
+        qk_norm: Some(QkNormRule {
+            when: Flag::Key("qk_layernorm", true),
+            norm: QkNorm {
+                scope: QkNormScope::PerHead,
+                kind: NormKind::LayerNorm,
+                gain: GainForm::Plain,
+                shift: true,
+                behind_rotation: false,
+            },
+            q: "layers.{i}.self_attn.q_layernorm",
+            k: "layers.{i}.self_attn.k_layernorm",
+            stored: QkNormStored::Shared,
+        }),
+        qkv: QkvTensors::Grouped { name: "layers.{i}.self_attn.query_key_value" },
         ..LLAMA
     },
 ];
