@@ -168,15 +168,16 @@ impl<'a> Keys<'a> {
             || self.flag("use_bidirectional_attention")?.unwrap_or(false);
         let rope = self.rope(family, layers, d_head, max_positions)?;
         let scales = self.softmax_scale(&family.scale, layers, d_head)?;
-        let own = |(number, ((heads, rope), softmax_scale)): (usize, ((Option<(usize, usize)>, _), f64))| {
+        let parts = rope.into_iter().zip(scales).enumerate();
+        let own = heads.into_iter().zip(parts).filter_map(|(heads, (number, (rope, softmax_scale)))| {
             let (n_q_heads, n_kv_heads) = heads?;
             Some(LayerSpec { number, n_q_heads, n_kv_heads, d_head, rope, softmax_scale })
-        };
+        });
         let spec = AttentionSpec {
             name: name_of(file),
             family: family.name.to_owned(),
             causal: !both_ways,
-            layers: heads.into_iter().zip(rope).zip(scales).enumerate().filter_map(own).collect(),
+            layers: own.collect(),
             d_model,
             norm: family.norm,
             bias: QkvBias { q: bias, k: bias, v: bias },
