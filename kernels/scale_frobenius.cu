@@ -80,8 +80,8 @@ struct Lift {
 // `channels`: parts of ||w||^2 with the mean kept, R and ||s||^2; `squares`: ||G||_F^2.
 __device__ Lift lift_of(const double (*channels)[WARPS], double squares, const FrobeniusShape& s) {
   const double raw = sum_of(channels[0]), lost = sum_of(channels[1]), root = sqrt(lost);
-  // The sums of the mean are those of exact channels.
-  const double moved = s.mean ? (2.0 * sqrt(sum_of(channels[2])) + 2.0 * root) * 2.0 * root * rsqrt((double)s.d_model) : 0.0;
+  // The sums of the mean are those of exact channels (scale_jobs.cuh).
+  const double moved = s.mean ? (2.0 * sqrt(sum_of(channels[2]) / s.d_model) + root) * root : 0.0;
   const double sums = (double)s.rounding * 0x1p-24 * raw + moved;
   // As in `scale_products`.
   const double wanted = s.one_sided ? root / (sqrt(sqrt(squares) + sums) + 2.0 * root) : sqrt(lost * raw / squares);

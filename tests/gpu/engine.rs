@@ -150,6 +150,7 @@ fn few_directions() -> Vec<Case> {
 
 /// How far a certified logit bound may lie above that of the CPU.
 fn logit_above(case: &Case) -> f64 {
+    let part_turned = case.rotary > 0 && case.rotary < case.r;
     match case.kind {
         // Nothing but constants is left, and the norm that they meet keeps the mean.
         Kind::ZeroHead if case.layer_norm && case.biases => 0.02,
@@ -158,7 +159,8 @@ fn logit_above(case: &Case) -> f64 {
         // What the norm takes out of a Gram costs the digits that it had.
         Kind::Offset => 0.4,
         // Constants that meet channels without rotation: the CPU knows the norm of these channels together.
-        Kind::Cancelling | Kind::Spiked if case.rotary > 0 && case.rotary < case.r => 0.05,
+        Kind::Cancelling if part_turned => 0.05,
+        Kind::Spiked | Kind::Uneven if part_turned && (case.biases || case.layer_norm) => 0.05,
         _ => 0.01,
     }
 }

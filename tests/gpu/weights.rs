@@ -193,7 +193,7 @@ fn heads(case: &Case, which: usize, rng: &mut StdRng) -> Vec<f32> {
                 for row in rows.chunks_exact_mut(d) {
                     let sign = if rng.random_bool(0.5) { 1.0 } else { -1.0 };
                     let size = sign * rng.random_range(-9.0..0.0f32).exp2();
-                    let mean = if case.layer_norm { 0.3 * scale } else { 0.0 };
+                    let mean = if case.layer_norm { 0.1 * scale } else { 0.0 };
                     row.iter_mut().zip(&direction).for_each(|(x, u)| *x = 0.3 * *x + size * u + mean);
                 }
             }
