@@ -173,16 +173,16 @@ impl<'a> Keys<'a> {
         let tempered = |rope: &Option<Rope>| {
             temperature.filter(|_| rope.is_none() || family.temperature != TemperatureRule::Llama4)
         };
-        let own = |(number, ((heads, rope), softmax_scale)): (usize, ((Option<(usize, usize)>, _), f64))| {
-            let (n_q_heads, n_kv_heads) = heads?;
-            let temperature = tempered(&rope);
+        let parts = rope.into_iter().zip(scales).enumerate();
+        let own = heads.into_iter().zip(parts).filter_map(|(heads, (number, (rope, softmax_scale)))| {
+            let ((n_q_heads, n_kv_heads), temperature) = (heads?, tempered(&rope));
             Some(LayerSpec { number, n_q_heads, n_kv_heads, d_head, rope, softmax_scale, temperature })
-        };
+        });
         let spec = AttentionSpec {
             name: name_of(file),
             family: family.name.to_owned(),
             causal: !both_ways,
-            layers: heads.into_iter().zip(rope).zip(scales).enumerate().filter_map(own).collect(),
+            layers: own.collect(),
             d_model,
             norm: family.norm,
             bias: QkvBias { q: bias, k: bias, v: bias },

@@ -67,7 +67,7 @@ impl Keys<'_> {
                 attention.check(refusal).map_err(at)?;
             }
             match attention.count("n_heads_in_group", MAX_HEADS).map_err(at)? {
-                Some(group) if n_q % group == 0 => Ok(Some(n_q / group)),
+                Some(group) if n_q.is_multiple_of(group) => Ok(Some(n_q / group)),
                 Some(group) => {
                     let rule = format_args!("block {number}: {n_q} query heads do not divide into groups of {group}");
                     Err(Error::format(self.file, rule))

@@ -64,7 +64,7 @@ pub enum Kind {
     /// Channels of a rotation pair are real and imaginary part of one: products of two pairs are themselves turns.
     Turning,
     /// One direction whose channels lie over nine binades, others in Q than in K, above a third as much of noise: few directions
-    /// carry the head, and the two that balance its rotation pairs are far from them.
+    /// carry the head, and the two that balance its rotation pairs are far from them. Where the norm takes a mean out, there is one.
     Uneven,
 }
 
@@ -194,7 +194,8 @@ fn heads(case: &Case, which: usize, rng: &mut StdRng) -> Vec<f32> {
                 for row in rows.chunks_exact_mut(d) {
                     let sign = if rng.random_bool(0.5) { 1.0 } else { -1.0 };
                     let size = sign * rng.random_range(-9.0..0.0f32).exp2();
-                    row.iter_mut().zip(&direction).for_each(|(x, u)| *x = 0.3 * *x + size * u);
+                    let mean = if case.layer_norm { 0.1 * scale } else { 0.0 };
+                    row.iter_mut().zip(&direction).for_each(|(x, u)| *x = 0.3 * *x + size * u + mean);
                 }
             }
             Kind::WeakChannel => rows[5 * d..6 * d].iter_mut().for_each(|x| *x *= 0.02),

@@ -167,7 +167,7 @@ impl Joined {
         let [bounds, normalised, _] = self.starts;
         let all = self.moves.len();
         let (first, last) = match behind {
-            Behind::Frobenius => (0, normalised),
+            Behind::Frobenius => (0, bounds),
             Behind::Plan => (bounds, all),
             Behind::Descales => (normalised, all),
         };
