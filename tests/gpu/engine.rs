@@ -337,26 +337,30 @@ fn frobenius_norms_are_the_cpus_and_leave_the_plan() {
 }
 
 fn many_layers_are_the_same_as_one() {
-    let case = Case { biases: true, ..Case::new("layers", (512, 64), (6, 2)) };
-    let layers: Vec<Layer> = (0..5).map(|i| Layer::new(&case, 40 + i)).collect();
-    let inputs: Vec<LayerInput> = layers.iter().map(|layer| layer.input).collect();
-    // SAFETY: `layers` holds the memory.
-    let all = unsafe { ScaleEngine::new(device(), &inputs, true) }.unwrap();
-    let stream = stream();
-    for _ in 0..6 {
-        all.plan(&stream).unwrap();
-    }
-    let (heads, operands) = (all.head_bounds().unwrap().read().unwrap(), bits(all.operand_bounds()));
-    assert_eq!(heads.len(), 30);
-    for (i, layer) in layers.iter().enumerate() {
-        let truth = layer.truth();
-        for (head, want) in heads[6 * i..].iter().zip(&truth.heads) {
-            let ratio = f64::from(head.rounded) / want.rounded.unwrap();
-            assert!((1.0 - LOGIT_BELOW..1.02).contains(&ratio), "layer {i}: {ratio}");
+    // Tiles that several blocks share, and so many that most belong to one.
+    for (r, count) in [(64, 5), (128, 5), (128, 40), (64, 40)] {
+        let case = Case { biases: true, ..Case::new("layers", (512, r), (6, 2)) };
+        let layers: Vec<Layer> = (0..5).map(|i| Layer::new(&case, 40 + i)).collect();
+        let inputs: Vec<LayerInput> = layers.iter().cycle().take(count).map(|layer| layer.input).collect();
+        // SAFETY: `layers` holds the memory.
+        let all = unsafe { ScaleEngine::new(device(), &inputs, true) }.unwrap();
+        assert_eq!(all.workspace_bytes(), ScaleEngine::workspace_bytes_for(device(), &inputs, true).unwrap());
+        let stream = stream();
+        for _ in 0..6 {
+            all.plan(&stream).unwrap();
         }
-        for (got, want) in operands[6 * i..].iter().zip(self::operands(&case, &truth)) {
-            let ratio = f64::from(f32::from_bits(*got)) / want;
-            assert!((1.0..1.0 + OPERAND_ABOVE).contains(&ratio), "layer {i}: {ratio}");
+        let (heads, operands) = (all.head_bounds().unwrap().read().unwrap(), bits(all.operand_bounds()));
+        assert_eq!(heads.len(), 6 * count);
+        let truths: Vec<LayerBounds> = layers.iter().map(Layer::truth).collect();
+        for (i, truth) in truths.iter().cycle().take(count).enumerate() {
+            for (head, want) in heads[6 * i..].iter().zip(&truth.heads) {
+                let ratio = f64::from(head.rounded) / want.rounded.unwrap();
+                assert!((1.0 - LOGIT_BELOW..1.02).contains(&ratio), "layer {i}: {ratio}");
+            }
+            for (got, want) in operands[6 * i..].iter().zip(self::operands(&case, truth)) {
+                let ratio = f64::from(f32::from_bits(*got)) / want;
+                assert!((1.0..1.0 + OPERAND_ABOVE).contains(&ratio), "layer {i}: {ratio}");
+            }
         }
     }
 }

@@ -174,11 +174,14 @@ impl Layout {
         let blocks = side * (side + 1) / 2;
         let sharing = route.blocks_a_head(first.d_head);
         let cut = match route {
-            GramRoute::Wgmma => tables::cut(&units, device.processors(), r, 1),
+            // Without mean and shift a channel needs nothing of another for its statistics.
+            GramRoute::Wgmma => tables::cut(&units, device.processors(), r, 1, !pieces),
             // Each block of a pair leaves its own, room for 256 channels.
-            GramRoute::Wide => tables::cut(&units, device.processors() / sharing, r, if sharing == 2 { 4 } else { 1 }),
+            GramRoute::Wide => {
+                tables::cut(&units, device.processors() / sharing, r, if sharing == 2 { 4 } else { 1 }, false)
+            }
             // Ranges of 1024 input channels, whatever the device: a segment is a block.
-            GramRoute::Plain => tables::cut(&units, units.len() * first.d_model.div_ceil(1024), r, 0),
+            GramRoute::Plain => tables::cut(&units, units.len() * first.d_model.div_ceil(1024), r, 0, false),
         };
         Self { route, rows, pieces, has_norms, values_apart, sums, units, cut, blocks }
     }
@@ -187,6 +190,11 @@ impl Layout {
     /// weights stored `[in, out]`.
     pub fn fast_norms(&self) -> bool {
         self.has_norms && (self.sums || !self.rows)
+    }
+
+    /// Units whose statistics are left in parts, and where.
+    fn in_parts(&self) -> impl Iterator<Item = (&Unit, &(u32, u32))> {
+        self.units.iter().zip(&self.cut.stats).filter(|(_, (_, parts))| *parts > 0)
     }
 
     /// Bytes of device memory.
@@ -198,7 +206,7 @@ impl Layout {
             GramRoute::Plain => 8,
         };
         4 * (cut.slots as usize * self.blocks * 4096 + cut.shares.len())
-            + 32 * (cut.segments.len() + tensor_cores * (self.units.len() + 128 * cut.stat_parts as usize))
+            + 32 * (cut.segments.len() + tensor_cores * (self.in_parts().count() + 128 * cut.stat_parts as usize))
             + tensor_cores * (8 + self.gain_bytes(d_model)) * projections
             + maps
             + 16 * cut.heads.len()
@@ -214,7 +222,20 @@ impl Grams {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, layout: Layout) -> Result<Self> {
         let (r, d) = (layers[0].d_head as u32, layers[0].d_model);
         let (gain_bytes, fast_norms) = (layout.gain_bytes(d), layout.fast_norms());
-        let Layout { route, rows, pieces, has_norms, values_apart, sums, units, cut, blocks } = layout;
+        // Rows of a part: two runs where heads are that wide.
+        let stat_rows = 128 * layout.route.blocks_a_head(r as usize) as u32;
+        let tile = |(unit, &(first, parts)): (&Unit, &(u32, u32))| StatTile {
+            projection: unit.projection,
+            first_row: unit.first_row,
+            rows: unit.heads * r,
+            first,
+            parts: parts * 128 / stat_rows,
+            norms: layout.has_norms.into(),
+            sums: layout.sums.into(),
+            from_gram: layout.pieces.into(),
+        };
+        let tiles: Vec<StatTile> = layout.in_parts().map(tile).collect();
+        let Layout { route, rows, pieces, has_norms, values_apart, sums, cut, blocks, .. } = layout;
         let tensor_cores = route != GramRoute::Plain;
         let projections = if tensor_cores { built.projections.len() } else { 0 };
         let dtype = layers[0].q.weight.dtype;
@@ -277,27 +298,11 @@ impl Grams {
                 (Launch { grid, block: 256, shared: 0 }, kernel, vec![0])
             }
         };
-        // Rows of a part: two runs where heads are that wide.
-        let stat_rows = 128 * route.blocks_a_head(r as usize) as u32;
-        let stats = if route != GramRoute::Plain {
-            let tiles: Vec<StatTile> = units
-                .iter()
-                .zip(&cut.stats)
-                .map(|(unit, &(first, parts))| StatTile {
-                    projection: unit.projection,
-                    first_row: unit.first_row,
-                    rows: unit.heads * r,
-                    first,
-                    parts: parts * 128 / stat_rows,
-                    norms: has_norms.into(),
-                    sums: sums.into(),
-                    from_gram: pieces.into(),
-                })
-                .collect();
+        let stats = if tiles.is_empty() {
+            None
+        } else {
             let kernel = device.module(sources::PLAN, &[])?.overlapping_kernel("scale_part_stats")?;
             Some((kernel, device.upload(&tiles)?))
-        } else {
-            None
         };
         Ok(Self {
             route,
@@ -342,9 +347,9 @@ impl Grams {
         Ok(DevicePtr::NULL)
     }
 
-    /// Puts the Grams on `stream`, and with them the norms of all channels where this pass has them. `status`: what
-    /// [`Grams::clear`] returned.
-    pub fn launch(&self, stream: &Stream, projections: DevicePtr, status: DevicePtr) -> Result<()> {
+    /// Puts the Grams on `stream`, and with them the norms of all channels where this pass has them; [`Grams::part_stats`] ends
+    /// what of these is left in parts. `status`: what [`Grams::clear`] returned.
+    pub fn launch(&self, stream: &Stream, projections: DevicePtr, stats: DevicePtr, status: DevicePtr) -> Result<()> {
         let (gains, scales) = (Arg::Ptr(self.gains.ptr()), Arg::Ptr(self.scales.ptr()));
         if let Some(kernel) = &self.gain_kernel {
             let (tiles, form, apart) = (self.tiles, self.form, self.values_apart);
@@ -364,7 +369,7 @@ impl Grams {
         }
         let (segments, projections) = (Arg::Ptr(self.segments.ptr()), Arg::Ptr(projections));
         let partials = Arg::Ptr(self.partials.ptr());
-        let args = match self.route {
+        let mut args = match self.route {
             GramRoute::Wgmma | GramRoute::Wide => vec![
                 segments,
                 Arg::Ptr(self.shares.ptr()),
@@ -378,8 +383,11 @@ impl Grams {
             ],
             GramRoute::Plain => vec![segments, projections, partials],
         };
+        if self.route == GramRoute::Wgmma && self.form == 0 {
+            args.push(Arg::Ptr(stats));
+        }
         // SAFETY: 1. the arguments are the kernel's of this route; 2. the tables are the engine's and reach the promised
-        // weights; 3. every segment writes its own slots.
+        // weights; 3. every segment writes its own slots, and statistics that no other writes.
         unsafe { self.kernel.launch_early(stream, self.launch, &args, self.route == GramRoute::Wgmma) }
     }
 

@@ -112,7 +112,7 @@ impl Group {
         let cleared = if clear { Grams::clear(pass, status, stream)? } else { DevicePtr::NULL };
         match pass {
             Some(pass) => {
-                pass.launch(stream, self.projections.ptr(), cleared)?;
+                pass.launch(stream, self.projections.ptr(), self.stats.ptr(), cleared)?;
                 pass.part_stats(stream, self.projections.ptr(), self.stats.ptr())?;
             }
             None => self.norms(stream, [&self.row_blocks, &self.column_blocks])?,
@@ -158,7 +158,8 @@ impl Group {
 
     /// The Grams, if this group has them.
     pub fn grams(&self, stream: &Stream) -> Result<()> {
-        self.grams.as_ref().map_or(Ok(()), |grams| grams.launch(stream, self.projections.ptr(), DevicePtr::NULL))
+        let Some(grams) = &self.grams else { return Ok(()) };
+        grams.launch(stream, self.projections.ptr(), self.stats.ptr(), DevicePtr::NULL)
     }
 
     /// Operand descales and logit bounds. `clear`: the status has to be cleared first.
@@ -167,7 +168,7 @@ impl Group {
             return self.descales(stream, status, clear);
         };
         let cleared = if clear { Grams::clear(Some(grams), status, stream)? } else { DevicePtr::NULL };
-        grams.launch(stream, self.projections.ptr(), cleared)?;
+        grams.launch(stream, self.projections.ptr(), self.stats.ptr(), cleared)?;
         let status = status.ptr();
         if b.from_grams {
             self.norms(stream, [&b.value_blocks[0], &b.value_blocks[1]])?;
