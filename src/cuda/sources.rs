@@ -25,6 +25,8 @@ sources! {
     GAINS = "scale_gains";
     /// Channel statistics.
     NORMS = "scale_norms";
+    /// The same of 16-bit weights by Hopper's copy engine.
+    NORMS_HEADS = "scale_norms_heads";
     /// Operand descales from channel statistics.
     DESCALES = "scale_descales";
     /// Grams of any head, without tensor cores.

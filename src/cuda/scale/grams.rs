@@ -75,8 +75,6 @@ pub(super) struct Grams {
     stat_rows: u32,
     /// The norms of every channel come out of the same pass.
     pub has_norms: bool,
-    /// See [`Layout::fast_norms`].
-    pub fast_norms: bool,
 }
 
 /// How a layer's weights lie, as far as a kernel depends on it: the same in every layer of one pass.
@@ -126,8 +124,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// For layers of one [`Storage`]. `grams`: the Grams of q and k are wanted; norms alone else.
-    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: bool) -> Self {
+    /// For layers of one [`Storage`].
+    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables) -> Self {
         let first = &layers[0];
         let Storage { dtype, rows, columns, values } = Storage::of(first);
         let small = first.d_head <= 128 && dtype != Dtype::F32;
@@ -148,7 +146,7 @@ impl Layout {
         let waits_for_products = route == GramRoute::Wide && dtype != Dtype::F32;
         let mut units = Vec::new();
         for (index, p) in built.projections.iter().enumerate() {
-            let gram = grams && p.first_head != NO_ROW;
+            let gram = p.first_head != NO_ROW;
             if !gram && !has_norms {
                 continue;
             }
@@ -177,12 +175,6 @@ impl Layout {
         Self { route, rows, pieces, has_norms, sums, units, cut, blocks }
     }
 
-    /// The norms of this pass are there sooner than those of `scale_norms`, which is slow with a mean, a shift or
-    /// weights stored `[in, out]`.
-    pub fn fast_norms(&self) -> bool {
-        self.has_norms && (self.sums || !self.rows)
-    }
-
     /// Bytes of device memory.
     pub fn bytes(&self, projections: usize, d_model: usize) -> usize {
         let (cut, tensor_cores) = (&self.cut, usize::from(self.route != GramRoute::Plain));
@@ -207,7 +199,7 @@ impl Layout {
 impl Grams {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, layout: Layout) -> Result<Self> {
         let (r, d) = (layers[0].d_head as u32, layers[0].d_model);
-        let (gain_bytes, fast_norms) = (layout.gain_bytes(d), layout.fast_norms());
+        let gain_bytes = layout.gain_bytes(d);
         let Layout { route, rows, pieces, has_norms, sums, units, cut, blocks } = layout;
         let tensor_cores = route != GramRoute::Plain;
         let projections = if tensor_cores { built.projections.len() } else { 0 };
@@ -319,7 +311,6 @@ impl Grams {
             stats,
             stat_rows,
             has_norms,
-            fast_norms,
         })
     }
 
