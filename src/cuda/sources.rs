@@ -27,6 +27,8 @@ sources! {
     NORMS = "scale_norms";
     /// The same of 16-bit weights by Hopper's copy engine.
     NORMS_HEADS = "scale_norms_heads";
+    /// Norms of V channels, beside the certificates.
+    VALUES = "scale_values";
     /// Operand descales from channel statistics.
     DESCALES = "scale_descales";
     /// Grams of any head, without tensor cores.

@@ -124,6 +124,11 @@ fn product_rooms(device: &Device, r: usize, products: usize) -> (usize, usize) {
     if r > 128 { (wide, wide * product_values(r)) } else { (products, 0) }
 }
 
+/// The same launch and, where it stands beside the one in front, the block that waits for that.
+fn waiting(launch: Launch, beside: bool) -> Launch {
+    Launch { grid: (launch.grid.0 + u32::from(beside), 1, 1), ..launch }
+}
+
 /// Squares of a query head behind those of its raw sides: both scaled sides and the Frobenius bound, or the product.
 fn rest(layer: &LayerInput) -> usize {
     if layer.rotary > 0 { 3 } else { 1 }
@@ -170,12 +175,12 @@ impl Bounds {
             true => (sources::BOUNDS_WIDE, "scale_bounds_wide", wide_squaring(r)),
             false => (sources::BOUNDS, "scale_bounds", squaring(r)),
         };
-        let eigen = module(source)?.kernel(name)?;
+        let eigen = module(source)?.overlapping_kernel(name)?;
         eigen.allow_shared(shared)?;
         let (product_source, product_threads, product_shared) = product_route(r, hopper);
         let (together, room) = product_rooms(device, r, products.len());
         let product = if by_product {
-            let kernel = module(product_source)?.kernel("scale_products")?;
+            let kernel = module(product_source)?.overlapping_kernel("scale_products")?;
             kernel.allow_shared(product_shared)?;
             Some(kernel)
         } else {
@@ -209,8 +214,8 @@ impl Bounds {
         Ok(Self {
             eigen,
             products: product,
-            plan: plan.kernel("scale_plan")?,
-            gram_stats: plan.kernel("scale_gram_stats")?,
+            plan: plan.overlapping_kernel("scale_plan")?,
+            gram_stats: plan.overlapping_kernel("scale_gram_stats")?,
             eigen_launch: Launch::linear(jobs.len(), threads, shared),
             jobs: if warpgroups {
                 let tasks: Vec<Task> = jobs.iter().map(|job| Task::new(job, &grams.host_heads)).collect();
@@ -303,7 +308,8 @@ impl Bounds {
         matches!(self.jobs, Jobs::Places(_))
     }
 
-    fn gram_shape(&self, grams: &Grams) -> Arg {
+    /// `beside`: the launch in front leaves what is read as it is (`kernels/include/scale_jobs.cuh`).
+    fn gram_shape(&self, grams: &Grams, beside: bool) -> Arg {
         let s = &self.shape;
         // A struct may be passed longer than it is.
         Arg::Words([
@@ -314,7 +320,7 @@ impl Bounds {
             s.rope_factor.to_bits(),
             self.rounding.to_bits(),
             grams.one_sided().into(),
-            0,
+            beside.into(),
             0,
             0,
             0,
@@ -322,9 +328,11 @@ impl Bounds {
         ])
     }
 
-    /// Certified norms of every head as it is and, under rotation, scaled, from Grams and channel statistics.
+    /// Certified norms of every head as it is and, under rotation, scaled, from Grams and channel statistics. Where norms of
+    /// V are apart, behind the launch that makes them, and beside it.
     pub fn norms(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, status: DevicePtr) -> Result<()> {
-        let shape = self.gram_shape(grams);
+        let beside = grams.values_apart && self.early();
+        let shape = self.gram_shape(grams, beside);
         let (heads, partials) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()));
         let (stats, status, lambdas) = (Arg::Ptr(stats), Arg::Ptr(status), Arg::Ptr(self.lambdas.ptr()));
         // SAFETY: 1. the arguments are the kernel's; 2. all tables are the engine's; 3. every job has its own result, and the
@@ -337,13 +345,35 @@ impl Bounds {
                 }
                 Jobs::Places(tasks) => {
                     let args = [Arg::Ptr(tasks.ptr()), partials, stats, shape, lambdas, status];
-                    self.eigen.launch_early(stream, self.eigen_launch, &args, true)
+                    self.eigen.launch_early(stream, waiting(self.eigen_launch, beside), &args, true)
                 }
             }
         }
     }
 
-    /// Bounds of every query head, from what [`Bounds::norms`] left, channel statistics and operand descales.
+    /// Norms of products without rotation, behind the operand descales and, where [`Bounds::norms`] lets those start early, beside
+    /// both.
+    pub fn products(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, status: DevicePtr) -> Result<()> {
+        let Some(products) = &self.products else { return Ok(()) };
+        let (heads, partials) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()));
+        let (stats, status, lambdas) = (Arg::Ptr(stats), Arg::Ptr(status), Arg::Ptr(self.lambdas.ptr()));
+        let (count, together) = (self.product_jobs.len(), self.product_launch.grid.0 as usize);
+        let beside = self.early() && together == count;
+        let (shape, room) = (self.gram_shape(grams, beside), Arg::Ptr(self.product_room.ptr()));
+        for first in (0..count).step_by(together) {
+            let jobs = Arg::Ptr(self.product_jobs.ptr().offset((first * size_of::<Job>()) as u64));
+            let aux = Arg::Ptr(self.aux.ptr().offset((first * 2 * size_of::<f64>()) as u64));
+            let args = [jobs, heads, partials, stats, shape, lambdas, aux, room, status];
+            let launch =
+                Launch::linear(together.min(count - first), self.product_launch.block, self.product_launch.shared);
+            // SAFETY: as for the norms; a block has its own part of the room.
+            unsafe { products.launch_early(stream, waiting(launch, beside), &args, beside)? };
+        }
+        Ok(())
+    }
+
+    /// Bounds of every query head, from what [`Bounds::norms`] and [`Bounds::products`] left, channel statistics and operand
+    /// descales.
     pub fn finish(
         &self,
         stream: &Stream,
@@ -352,32 +382,16 @@ impl Bounds {
         descales: DevicePtr,
         status: DevicePtr,
     ) -> Result<()> {
-        let (heads, stats, status) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(stats), Arg::Ptr(status));
-        let lambdas = Arg::Ptr(self.lambdas.ptr());
-        if let Some(products) = &self.products {
-            let (partials, shape) = (Arg::Ptr(grams.partials.ptr()), self.gram_shape(grams));
-            let (count, together) = (self.product_jobs.len(), self.product_launch.grid.0 as usize);
-            let room = Arg::Ptr(self.product_room.ptr());
-            for first in (0..count).step_by(together) {
-                let jobs = Arg::Ptr(self.product_jobs.ptr().offset((first * size_of::<Job>()) as u64));
-                let aux = Arg::Ptr(self.aux.ptr().offset((first * 2 * size_of::<f64>()) as u64));
-                let args = [jobs, heads, partials, stats, shape, lambdas, aux, room, status];
-                let launch =
-                    Launch::linear(together.min(count - first), self.product_launch.block, self.product_launch.shared);
-                // SAFETY: as for the norms; a block has its own part of the room.
-                unsafe { products.launch(stream, launch, &args)? };
-            }
-        }
         let args = [
             self.plan_shape(),
-            heads,
-            stats,
-            lambdas,
+            Arg::Ptr(grams.heads.ptr()),
+            Arg::Ptr(stats),
+            Arg::Ptr(self.lambdas.ptr()),
             Arg::Ptr(self.aux.ptr()),
             Arg::Ptr(self.softmax_scales.ptr()),
             Arg::Ptr(descales),
             Arg::Ptr(self.heads.ptr()),
-            status,
+            Arg::Ptr(status),
         ];
         let launch = Launch::linear((self.layers * self.shape.n_q).div_ceil(4), 128, 0);
         // SAFETY: 1. the arguments are the kernel's; 2. and 3. everything it reads was written by the launches before it,

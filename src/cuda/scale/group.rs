@@ -8,6 +8,7 @@ use super::grams::{GramRoute, Grams, Layout};
 use super::norms::HeadNorms;
 use super::qk_norm::QkNorm;
 use super::tables::{self, ChannelStats, HAS_MEAN, HeadBound, HeadFrobenius, LayerInput, NormBlock};
+use super::values::Values;
 use crate::error::{Error, Result};
 
 pub(super) const NO_ROW: u32 = u32::MAX;
@@ -31,6 +32,8 @@ pub(super) struct Group {
     grams: Option<Grams>,
     /// Norms alone, where the copy engine brings the weights.
     head_norms: Option<HeadNorms>,
+    /// Norms of V channels, where the Grams leave them.
+    values: Option<Values>,
     bounds: Option<Bounds>,
     frobenius: Option<Frobenius>,
     qk_norm: Option<QkNorm>,
@@ -55,11 +58,15 @@ impl Group {
         let kernels = Kernels {
             norms: kernel(sources::NORMS, if sums { "scale_norms_sums" } else { "scale_norms" })?,
             norms_columns: kernel(sources::NORMS, "scale_norms_columns")?,
-            descales: kernel(sources::DESCALES, "scale_descales")?,
+            descales: device.module(sources::DESCALES, &[])?.overlapping_kernel("scale_descales")?,
         };
         let grams = layout(device, &layers, &built, with_grams)
             .map(|layout| Grams::new(device, &layers, &built, layout))
             .transpose()?;
+        let values = match &grams {
+            Some(grams) if grams.values_apart => Some(Values::new(device, &layers)?),
+            _ => None,
+        };
         let head_norms = HeadNorms::new(device, &layers, &built)?;
         let bounds = grams.as_ref().map(|g| Bounds::new(device, &layers, &built, g)).transpose()?;
         let frobenius = match (&grams, &bounds) {
@@ -82,6 +89,7 @@ impl Group {
             projections: device.upload(&built.projections)?,
             grams,
             head_norms,
+            values,
             bounds,
             frobenius,
             // Behind a fill there is no kernel to overlap with: where q and k are normalised and v has no bound.
@@ -97,12 +105,17 @@ impl Group {
     }
 
     /// Operand descales; with normalised q and k the logit bounds too.
-    pub fn descales(&self, stream: &Stream, status: DevicePtr) -> Result<()> {
+    /// `clear`: the status has to be cleared first.
+    pub fn descales(&self, stream: &Stream, status: &Buffer<u32>, clear: bool) -> Result<()> {
+        if clear {
+            status.clear(stream)?;
+        }
         self.channel_norms(stream)?;
-        self.operand_descales(stream, status, false)
+        self.operand_descales(stream, status.ptr(), false)
     }
 
-    /// `behind`: the launch in front does not change the statistics, and waited for the one that made them.
+    /// `behind`: the launch in front does not change the statistics, and started when they were there, but for those of V
+    /// where these are apart.
     fn operand_descales(&self, stream: &Stream, status: DevicePtr, behind: bool) -> Result<()> {
         let args = [
             Arg::Ptr(self.layer_table.ptr()),
@@ -112,6 +125,7 @@ impl Group {
             Arg::Ptr(self.operand_bounds.ptr()),
             Arg::Ptr(status),
             Arg::U32(behind.into()),
+            Arg::U32((behind && self.values.is_some()).into()),
         ];
         let grid = (self.layers.len() as u32, 3, 1);
         // Small enough for the room that the launch in front leaves.
@@ -146,15 +160,18 @@ impl Group {
 
     /// The Grams, if this group has them.
     pub fn grams(&self, stream: &Stream) -> Result<()> {
-        self.grams.as_ref().map_or(Ok(()), |grams| grams.launch(stream, self.projections.ptr()))
+        let Some(grams) = &self.grams else { return Ok(()) };
+        grams.launch(stream, self.projections.ptr(), self.stats.ptr(), DevicePtr::NULL)
     }
 
-    /// Operand descales and logit bounds.
-    pub fn plan(&self, stream: &Stream, status: DevicePtr) -> Result<()> {
+    /// Operand descales and logit bounds. `clear`: the status has to be cleared first.
+    pub fn plan(&self, stream: &Stream, status: &Buffer<u32>, clear: bool) -> Result<()> {
         let (Some(grams), Some(b), Some(f)) = (&self.grams, &self.bounds, &self.frobenius) else {
-            return self.descales(stream, status);
+            return self.descales(stream, status, clear);
         };
-        grams.launch(stream, self.projections.ptr())?;
+        let cleared = if clear { grams.clear(status, stream)? } else { DevicePtr::NULL };
+        grams.launch(stream, self.projections.ptr(), self.stats.ptr(), cleared)?;
+        let status = status.ptr();
         if b.from_grams {
             self.norms(stream, [&b.value_blocks[0], &b.value_blocks[1]])?;
             b.stats(stream, grams, self.stats.ptr())?;
@@ -162,8 +179,13 @@ impl Group {
             self.channel_norms(stream)?;
         }
         grams.part_stats(stream, self.projections.ptr(), self.stats.ptr())?;
+        if let Some(values) = &self.values {
+            values.run(stream, self.projections.ptr(), grams, self.stats.ptr())?;
+        }
         b.norms(stream, grams, self.stats.ptr(), status)?;
         self.operand_descales(stream, status, self.early && b.early())?;
+        // Products without rotation, the Frobenius bound with it.
+        b.products(stream, grams, self.stats.ptr(), status)?;
         f.bound(stream, grams, b, self.stats.ptr())?;
         b.finish(stream, grams, self.stats.ptr(), self.heads.ptr(), status)
     }
@@ -232,9 +254,14 @@ impl Group {
         }
     }
 
-    /// Whether the pass that makes the Grams brings every channel's norm; `None` without Grams.
+    /// Whether a plan reads each weight once; `None` without Grams.
     pub fn one_pass(&self) -> Option<bool> {
         self.grams.as_ref().map(|g| g.has_norms)
+    }
+
+    /// The Grams leave the norms of V to a plan; `None` without Grams.
+    pub fn values_apart(&self) -> Option<bool> {
+        self.grams.as_ref().map(|g| g.values_apart)
     }
 
     /// Which kernel makes the Grams, if any.

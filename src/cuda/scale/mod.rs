@@ -26,6 +26,7 @@ mod power_once;
 mod power_sum;
 mod qk_norm;
 mod tables;
+mod values;
 
 pub use engine::ScaleEngine;
 pub use grams::GramRoute;

@@ -23,7 +23,7 @@ fn along_channels(device: &Device, projections: &[Projection]) -> Option<bool> {
     let columns = |p: &Projection| p.row_stride == 1 && p.col_stride > 0 && p.col_stride % 8 == 0;
     let fits = |p: &Projection| {
         let aligned = [p.weight, p.gain, p.shift].iter().all(|address| address % 16 == 0);
-        aligned && p.d_model % 8 == 0 && p.dtype == first.dtype && p.dtype != Dtype::F32 as u32
+        aligned && p.d_model.is_multiple_of(8) && p.dtype == first.dtype && p.dtype != Dtype::F32 as u32
     };
     match projections.iter().all(fits) {
         true if projections.iter().all(rows) => Some(false),
@@ -67,7 +67,7 @@ impl HeadNorms {
             ("VECTORS", (layers[0].vector_dtype as u32).to_string()),
         ];
         let module = device.module(sources::NORMS_HEADS, &defines)?;
-        let kernel = module.kernel("scale_norms_heads")?;
+        let kernel = module.overlapping_kernel("scale_norms_heads")?;
         let (threads, shared) = (module.constant("BLOCK_THREADS")? as u32, module.constant("SHARED_BYTES")? as u32);
         kernel.allow_shared(shared)?;
         let mut maps = Vec::with_capacity(16 * built.projections.len());
