@@ -17,6 +17,7 @@ mod attention;
 mod engine;
 mod lost;
 mod mixed;
+mod norms;
 mod policies;
 mod power;
 mod qk_norm;
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
         attention::tests(),
         small::tests(),
         engine::tests(),
+        norms::tests(),
         mixed::tests(),
         policies::tests(),
         power::tests(),
