@@ -1,6 +1,6 @@
 // Joins what `attention_fwd` made of parts of the keys (SPLIT): with l_i the log2-sum-exp of part i and w_i = 2^(l_i - max l),
-// O = sum_i w_i O_i / sum_i w_i. A block a row; its warps take every kWarps-th part, and their sums meet in one order, so that a
-// call repeats bit for bit.
+// O = sum_i w_i O_i / sum_i w_i. Each of the warps that share a row joins its parts, and what they come to meets in one order, so
+// that a call repeats bit for bit.
 #include "attention_tile.cuh"
 #include "convert.cuh"
 #include "launch.cuh"
@@ -20,76 +20,105 @@ struct Combine {
   int batch, heads_q, heads_kv, len_q;
   int parts;
   int e4m3;                      // 1: O leaves as E4M3 by its descale, 0: as BF16
+  int share;                     // log2 of the warps that share a row: 0 to 3
+  int unused;
 };
-static_assert(sizeof(Combine) == 6 * 8 + 5 * 8 + 6 * 4, "the host writes this layout");
+static_assert(sizeof(Combine) == 6 * 8 + 5 * 8 + 8 * 4, "the host writes this layout");
 
 namespace {
-constexpr int kWarps = 4;
+constexpr int kWarps = 8;
 constexpr int kMine = kDim / 32;  // elements of a row that one lane has, neighbours
+constexpr int kBatch = 8;         // parts that a warp loads at once
 template <int N> struct alignas(4 * N) Floats { float at[N]; };
+// The log2-sum-exp of a part in which a row sees no key.
+__device__ __forceinline__ float none() { return __int_as_float(0xff800000); }
+
+// Parts of a row, joined: O is sum / total, and the log2-sum-exp `most` + log2(total).
+struct Joined {
+  float most = none(), total = 0.0f, sum[kMine] = {};
+  // Makes room for parts up to `lse`.
+  __device__ __forceinline__ void rise(float lse) {
+    const float top = fmaxf(most, lse), keep = most > none() ? exp2_mufu(most - top) : 0.0f;
+#pragma unroll
+    for (int j = 0; j < kMine; j++) sum[j] *= keep;
+    total *= keep;
+    most = top;
+  }
+  // Takes in what has weight 2^lse; `lse` at most `most`.
+  __device__ __forceinline__ void take(float lse, float weight, const float (&x)[kMine]) {
+    const float w = lse > none() ? exp2_mufu(lse - most) : 0.0f;
+#pragma unroll
+    for (int j = 0; j < kMine; j++) sum[j] = fmaf(w, x[j], sum[j]);  // NOTES: also where w is 0, so that a NaN is not lost
+    total = fmaf(w, weight, total);
+  }
+};
 }  // namespace
 
-// grid batch * len_q * heads_q, 32 kWarps threads
+// grid (ceil(heads_q * 2^share / kWarps), len_q, batch), 32 kWarps threads
 extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(const __grid_constant__ Combine p) {
-  __shared__ float sums[kWarps][kDim], totals[kWarps];
+  __shared__ float sums[kWarps][kDim], tops[kWarps], totals[kWarps];
   grid_wait_for_previous();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const i64 rows = (i64)p.batch * p.len_q * p.heads_q, row = blockIdx.x;
-  const float none = __int_as_float(0xff800000);
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u32 share = 1u << p.share, mine = warp & (share - 1), head = (blockIdx.x * kWarps + warp) >> p.share;
+  const u32 rows = p.batch * p.len_q * p.heads_q, row = (blockIdx.z * p.len_q + blockIdx.y) * p.heads_q + head;
+  const bool exists = head < p.heads_q;
 
-  float most = none;
-  for (int i = lane; i < p.parts; i += 32) most = fmaxf(most, p.parts_lse[i * rows + row]);
+  Joined joined;
+  for (int first = mine; exists && first < p.parts; first += kBatch << p.share) {
+    float lse[kBatch];
+    Floats<kMine> x[kBatch];
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
-
-  // NOTES: a part without a visible key weighs nothing, and where no part has one the largest is none either.
-  float sum[kMine] = {}, total = 0.0f;
-#pragma unroll 4
-  for (int i = warp; i < p.parts; i += kWarps) {
-    const float lse = p.parts_lse[i * rows + row];
-    const float weight = lse > none ? exp2_mufu(lse - most) : 0.0f;
-    const Floats<kMine> x = reinterpret_cast<const Floats<kMine>*>(p.parts_o + (i * rows + row) * kDim)[lane];
+    for (int j = 0; j < kBatch; j++) {
+      const int part = first + (j << p.share);
+      const u32 at = part * rows + row;
+      lse[j] = part < p.parts ? p.parts_lse[at] : none();
+      x[j] = part < p.parts ? reinterpret_cast<const Floats<kMine>*>(p.parts_o + (i64)at * kDim)[lane] : Floats<kMine>{};
+    }
+    float top = lse[0];
 #pragma unroll
-    for (int j = 0; j < kMine; j++) sum[j] = fmaf(weight, x.at[j], sum[j]);
-    total += weight;
+    for (int j = 1; j < kBatch; j++) top = fmaxf(top, lse[j]);
+    joined.rise(top);
+#pragma unroll
+    for (int j = 0; j < kBatch; j++) joined.take(lse[j], 1.0f, x[j].at);
   }
+  if (share > 1) {
 #pragma unroll
-  for (int j = 0; j < kMine; j++) sums[warp][kMine * lane + j] = sum[j];
-  if (lane == 0) totals[warp] = total;
-  __syncthreads();
-  if (warp > 0) return;
-
-  // The first warp writes the row
-  total = 0.0f;
+    for (int j = 0; j < kMine; j++) sums[warp][kMine * lane + j] = joined.sum[j];
+    if (lane == 0) tops[warp] = joined.most, totals[warp] = joined.total;
+    __syncthreads();
+    if (mine > 0) return;
+    for (u32 w = warp + 1; w < warp + share; w++) {
+      float x[kMine];
 #pragma unroll
-  for (int w = 0; w < kWarps; w++) total += totals[w];
-  const float factor = total > 0.0f ? 1.0f / total : 0.0f;
-  float amax = 0.0f;
-#pragma unroll
-  for (int j = 0; j < kMine; j++) {
-    sum[j] = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWarps; w++) sum[j] += sums[w][kMine * lane + j];
-    sum[j] *= factor;
-    amax = fmaxf(amax, fabsf(sum[j]));
+      for (int j = 0; j < kMine; j++) x[j] = sums[w][kMine * lane + j];
+      joined.rise(tops[w]);
+      joined.take(tops[w], totals[w], x);
+    }
   }
-  const int head = row % p.heads_q, position = row / p.heads_q % p.len_q, batch = row / p.heads_q / p.len_q;
+  if (!exists) return;
+
+  const float factor = joined.total > 0.0f ? 1.0f / joined.total : 0.0f;
+  float amax = 0.0f, out[kMine];
+#pragma unroll
+  for (int j = 0; j < kMine; j++) out[j] = joined.sum[j] * factor, amax = fmaxf(amax, fabsf(out[j]));
+  const u32 position = blockIdx.y, batch = blockIdx.z;
   if (p.lse != nullptr && lane == 0)
-    p.lse[((i64)batch * p.heads_q + head) * p.len_q + position] = total > 0.0f ? (most + log2_mufu(total)) * kLn2 : none;
+    p.lse[((i64)batch * p.heads_q + head) * p.len_q + position] =
+        joined.total > 0.0f ? (joined.most + log2_mufu(joined.total)) * kLn2 : none();
   if (p.telemetry != nullptr) {
     const u32 word = warp_max(__float_as_uint(amax));
     if (lane == 0) atomicMax(&p.telemetry[head].amax_o, word);
   }
   const i64 at = batch * p.o_stride_batch + position * p.o_stride_row + head * p.o_stride_head + kMine * lane;
   if (p.e4m3) {
-    const int kv = head / (p.heads_q / p.heads_kv);
+    const u32 kv = head / (p.heads_q / p.heads_kv);
     const float to_out = 1.0f / p.o_descale[batch * p.o_descale_batch + kv * p.o_descale_head];
 #pragma unroll
     for (int j = 0; j < kMine; j += 2)
-      reinterpret_cast<u16*>(reinterpret_cast<u8*>(p.o) + at)[j / 2] = e4m3x2(sum[j] * to_out, sum[j + 1] * to_out);
+      reinterpret_cast<u16*>(reinterpret_cast<u8*>(p.o) + at)[j / 2] = e4m3x2(out[j] * to_out, out[j + 1] * to_out);
   } else {
 #pragma unroll
     for (int j = 0; j < kMine; j += 2)
-      reinterpret_cast<u32*>(reinterpret_cast<u16*>(p.o) + at)[j / 2] = bf16x2(sum[j], sum[j + 1]);
+      reinterpret_cast<u32*>(reinterpret_cast<u16*>(p.o) + at)[j / 2] = bf16x2(out[j], out[j + 1]);
   }
 }

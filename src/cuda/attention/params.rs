@@ -40,8 +40,10 @@ pub(super) struct Forward {
     pub tile_heads: i32,
     pub positions: i32,
     pub per_head: i32,
+    pub per_batch: i32,
+    pub e4m3: i32,
 }
-const _: () = assert!(size_of::<Forward>() == 240, "the kernel asserts the same");
+const _: () = assert!(size_of::<Forward>() == 248, "the kernel asserts the same");
 
 /// `Combine` of `attention_combine`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -61,8 +63,10 @@ pub(super) struct Combine {
     pub len_q: i32,
     pub parts: i32,
     pub e4m3: i32,
+    pub share: i32,
+    pub unused: i32,
 }
-const _: () = assert!(size_of::<Combine>() == 112, "the kernel asserts the same");
+const _: () = assert!(size_of::<Combine>() == 120, "the kernel asserts the same");
 
 /// `CastTensor` of `cast_qkv`; also the parameter of `repack_v`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
