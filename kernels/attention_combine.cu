@@ -13,23 +13,25 @@ struct Combine {
   float* lse;                    // [batch, heads_q, len_q] or null
   const float* o_descale;
   Telemetry* telemetry;          // [heads_q] or null
-  const float* parts_o;          // as Params has them
+  const void* parts_o;           // as Params has them
   const float* parts_lse;
+  const Extremes* parts_extremes;
+  const float* v_descale;
   i64 o_stride_batch, o_stride_row, o_stride_head;
-  i64 o_descale_batch, o_descale_head;
+  i64 o_descale_batch, o_descale_head, v_descale_batch, v_descale_head;
   int batch, heads_q, heads_kv, len_q;
   int parts;
   int e4m3;                      // 1: O leaves as E4M3 by its descale, 0: as BF16
   int share;                     // log2 of the warps that share a row: 0 to 3
   int unused;
 };
-static_assert(sizeof(Combine) == 6 * 8 + 5 * 8 + 8 * 4, "the host writes this layout");
+static_assert(sizeof(Combine) == 8 * 8 + 7 * 8 + 8 * 4, "the host writes this layout");
 
 namespace {
 constexpr int kWarps = 8;
 constexpr int kMine = kDim / 32;  // elements of a row that one lane has, neighbours
 constexpr int kBatch = 8;         // parts that a warp loads at once
-template <int N> struct alignas(4 * N) Floats { float at[N]; };
+struct alignas(2 * kMine) Halves { u32 pairs[kMine / 2]; };
 // The log2-sum-exp of a part in which a row sees no key.
 __device__ __forceinline__ float none() { return __int_as_float(0xff800000); }
 
@@ -44,7 +46,7 @@ struct Joined {
     total *= keep;
     most = top;
   }
-  // Takes in what has weight 2^lse; `lse` at most `most`.
+  // Takes in what has weight `weight` 2^lse; `lse` at most `most`.
   __device__ __forceinline__ void take(float lse, float weight, const float (&x)[kMine]) {
     const float w = lse > none() ? exp2_mufu(lse - most) : 0.0f;
 #pragma unroll
@@ -63,23 +65,36 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(cons
   const u32 rows = p.batch * p.len_q * p.heads_q, row = (blockIdx.z * p.len_q + blockIdx.y) * p.heads_q + head;
   const bool exists = head < p.heads_q;
 
+  u32 words[3] = {};
+  for (int part = lane; p.telemetry != nullptr && exists && mine == 0 && part < p.parts; part += 32) {
+    const Extremes e = p.parts_extremes[part * rows + row];
+    words[0] = max(words[0], e.max_logit), words[1] = max(words[1], e.min_logit);
+  }
+  const u32 kv = head / (p.heads_q / p.heads_kv), batch = blockIdx.z, position = blockIdx.y;
+  const float v_descale = exists ? p.v_descale[batch * p.v_descale_batch + kv * p.v_descale_head] : 0.0f;
+
   Joined joined;
   for (int first = mine; exists && first < p.parts; first += kBatch << p.share) {
     float lse[kBatch];
-    Floats<kMine> x[kBatch];
+    Halves halves[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; j++) {
       const int part = first + (j << p.share);
       const u32 at = part * rows + row;
       lse[j] = part < p.parts ? p.parts_lse[at] : none();
-      x[j] = part < p.parts ? reinterpret_cast<const Floats<kMine>*>(p.parts_o + (i64)at * kDim)[lane] : Floats<kMine>{};
+      halves[j] = part < p.parts ? static_cast<const Halves*>(p.parts_o)[(i64)at * 32 + lane] : Halves{};
     }
     float top = lse[0];
 #pragma unroll
     for (int j = 1; j < kBatch; j++) top = fmaxf(top, lse[j]);
     joined.rise(top);
 #pragma unroll
-    for (int j = 0; j < kBatch; j++) joined.take(lse[j], 1.0f, x[j].at);
+    for (int j = 0; j < kBatch; j++) {
+      float x[kMine];
+#pragma unroll
+      for (int i = 0; i < kMine; i++) x[i] = f32_from_f16(halves[j].pairs[i / 2] >> 16 * (i % 2));
+      joined.take(lse[j], 1.0f, x);
+    }
   }
   if (share > 1) {
 #pragma unroll
@@ -97,21 +112,23 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(cons
   }
   if (!exists) return;
 
-  const float factor = joined.total > 0.0f ? 1.0f / joined.total : 0.0f;
+  const float factor = joined.total > 0.0f ? v_descale / joined.total : 0.0f;
   float amax = 0.0f, out[kMine];
 #pragma unroll
   for (int j = 0; j < kMine; j++) out[j] = joined.sum[j] * factor, amax = fmaxf(amax, fabsf(out[j]));
-  const u32 position = blockIdx.y, batch = blockIdx.z;
   if (p.lse != nullptr && lane == 0)
     p.lse[((i64)batch * p.heads_q + head) * p.len_q + position] =
         joined.total > 0.0f ? (joined.most + log2_mufu(joined.total)) * kLn2 : none();
   if (p.telemetry != nullptr) {
-    const u32 word = warp_max(__float_as_uint(amax));
-    if (lane == 0) atomicMax(&p.telemetry[head].amax_o, word);
+    words[2] = __float_as_uint(amax);
+#pragma unroll
+    for (int w = 0; w < 3; w++) words[w] = warp_max(words[w]);
+    u32* at = &p.telemetry[head].max_logit + lane;
+    const u32 word = lane == 0 ? words[0] : lane == 1 ? words[1] : words[2];
+    if (lane < 3 && word > load_relaxed(at)) atomicMax(at, word);
   }
   const i64 at = batch * p.o_stride_batch + position * p.o_stride_row + head * p.o_stride_head + kMine * lane;
   if (p.e4m3) {
-    const u32 kv = head / (p.heads_q / p.heads_kv);
     const float to_out = 1.0f / p.o_descale[batch * p.o_descale_batch + kv * p.o_descale_head];
 #pragma unroll
     for (int j = 0; j < kMine; j += 2)

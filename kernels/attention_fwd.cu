@@ -163,7 +163,8 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         if (!alive) item.tile.key_tiles = -1;
         item.logit_scale = p.softmax_scale * p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head] *
                            p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head];
-        item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
+        item.v_descale = 1.0f;
+        if (!kSplit || p.parts == 1) item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
 #if OUT_E4M3
         item.to_out = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
 #endif

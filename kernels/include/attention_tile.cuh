@@ -50,6 +50,10 @@ struct Telemetry {
   u32 amax_o;      // bits of max |O|
   u32 overflow;    // logits with |x / descale| > 448
 };
+// Of one row in one part, as Telemetry has them.
+struct alignas(8) Extremes {
+  u32 max_logit, min_logit;
+};
 struct Params {
   void* o;
   float* lse;                    // [batch, heads_q, len_q] or null
@@ -70,7 +74,7 @@ struct Params {
   int units;                     // batch * heads_q / (packed ? CONSUMERS : 1)
   int section;                   // units whose keys and values share the L2 cache
   // With SPLIT only: units are `tile_heads` heads of one group, row_blocks ceil(len_q / (consumers * positions)).
-  float* parts_o;                // [parts, batch, len_q, heads_q, d]
+  void* parts_o;                 // [parts, batch, len_q, heads_q, d] in F16, in units of v's descale: at most 448
   float* parts_lse;              // [parts, batch, len_q, heads_q], to the base 2
   int diagonal;                  // query i sees the keys up to i + diagonal
   int parts;                     // that a tile's keys are split into
@@ -80,8 +84,9 @@ struct Params {
   int per_head;                  // 2^16 / tile_heads, rounded up
   int per_batch;                 // units of a sequence
   int e4m3;                      // 1: the output of a single part leaves as E4M3 by its descale, 0: as BF16
+  Extremes* parts_extremes;      // as parts_lse, with telemetry
 };
-static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4 + 2 * 8 + 8 * 4, "the host writes this layout");
+static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4 + 2 * 8 + 8 * 4 + 8, "the host writes this layout");
 
 namespace {
 

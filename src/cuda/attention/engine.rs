@@ -353,8 +353,8 @@ impl AttentionEngine {
         let (mut heads, mut positions) = (1, ROWS);
         if let Some((split, at)) = split {
             (heads, positions) = (split.heads, split.positions);
-            params.parts_o = at.0;
-            params.parts_lse = at.offset(split.outputs_bytes(&sizes) as u64).0;
+            let [lse, extremes] = split.offsets(&sizes).map(|offset| at.offset(offset as u64).0);
+            (params.parts_o, params.parts_lse, params.parts_extremes) = (at.0, lse, extremes);
             params.diagonal = if causal { sizes.len_k as i32 - sizes.len_q as i32 } else { sizes.len_k as i32 };
             params.parts = split.parts as i32;
             params.consumers = split.consumers as i32;
@@ -392,8 +392,11 @@ impl AttentionEngine {
             telemetry: forward.telemetry,
             parts_o: forward.parts_o,
             parts_lse: forward.parts_lse,
+            parts_extremes: forward.parts_extremes,
+            v_descale: forward.v_descale,
             o_strides: forward.o_strides,
             o_descale_strides: forward.o_descale_strides,
+            v_descale_strides: forward.v_descale_strides,
             batch: forward.batch,
             heads_q: forward.heads_q,
             heads_kv: forward.heads_kv,

@@ -39,7 +39,7 @@ impl Tile {
     /// [`Tile::TWO`], and its keys less.
     pub const NARROW: Self = Self { keys: 96, consumers: 3, stages: 3 };
     /// Keys from which [`Tile::NARROW`] is faster.
-    const NARROW_FROM: usize = 2048;
+    const NARROW_FROM: usize = 1536;
 
     /// The tile of a call.
     pub const fn of(sizes: &Sizes, logits_e4m3: bool) -> Self {
@@ -152,14 +152,16 @@ impl Split {
         self.parts.div_ceil(AT_ONCE).next_power_of_two().min(8).trailing_zeros()
     }
 
-    /// Bytes of the parts' outputs, f32.
-    pub fn outputs_bytes(&self, sizes: &Sizes) -> usize {
-        4 * self.rows(sizes) * sizes.d_head
+    /// Where the log-sum-exps and the extreme logits of the parts begin, in bytes behind their outputs' first.
+    pub(super) fn offsets(&self, sizes: &Sizes) -> [usize; 2] {
+        let rows = self.rows(sizes);
+        // Outputs in F16, log-sum-exps in f32, extremes in two words.
+        [2 * rows * sizes.d_head, 2 * rows * sizes.d_head + 4 * rows.next_multiple_of(2)]
     }
 
-    /// Bytes of the parts' outputs and log-sum-exps.
+    /// Bytes of what all parts leave.
     pub fn parts_bytes(&self, sizes: &Sizes) -> usize {
-        self.outputs_bytes(sizes) + 4 * self.rows(sizes)
+        self.offsets(sizes)[1] + 8 * self.rows(sizes)
     }
 }
 
