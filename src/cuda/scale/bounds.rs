@@ -19,7 +19,8 @@ pub(super) struct Bounds {
     product_jobs: Buffer<Job>,
     product_launch: Launch,
     product_room: Buffer<f32>,
-    lambdas: Buffer<f64>,
+    /// Squares: raw q, raw k, then scaled q, scaled k and the Frobenius bound, or products.
+    pub lambdas: Buffer<f64>,
     aux: Buffer<f64>,
     pub softmax_scales: Buffer<f32>,
     biases: Buffer<u64>,
@@ -122,12 +123,16 @@ fn product_rooms(device: &Device, r: usize, products: usize) -> (usize, usize) {
     if r > 128 { (wide, wide * product_values(r)) } else { (products, 0) }
 }
 
+/// Squares of a query head behind those of its raw sides: both scaled sides and the Frobenius bound, or the product.
+fn rest(layer: &LayerInput) -> usize {
+    if layer.rotary > 0 { 3 } else { 1 }
+}
+
 impl Bounds {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: &Grams) -> Result<Self> {
         let first = &layers[0];
         let (count, n_q, n_kv, r) = (layers.len(), first.n_q, first.n_kv, first.d_head);
         let (mut jobs, mut products) = (vec![], vec![]);
-        // Results: raw q, raw k, then scaled q and scaled k, or products.
         let (k_at, rest_at) = (count * n_q, count * (n_q + n_kv));
         let by_product = first.rotary == 0;
         // Jobs that read the same Gram follow one another, so that the cache serves them.
@@ -155,7 +160,7 @@ impl Bounds {
                 }
             }
         }
-        let results = rest_at + 2 * count * n_q;
+        let results = rest_at + rest(first) * count * n_q;
         let module = |source| device.module(source, &[("D_HEAD", r.to_string())]);
         let plan = device.module(sources::PLAN, &[])?;
         let (hopper, warpgroups) = (device.arch().compute == 90, by_warpgroups(device, r));
@@ -247,7 +252,7 @@ impl Bounds {
         let products = if s.rotary == 0 { q } else { 0 };
         let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
         let values = built.row_blocks.iter().chain(&built.column_blocks).filter(is_value).count();
-        8 * (all + 2 * q + 2 * q + all + values)
+        8 * (all + rest(s) * q + 2 * q + all + values)
             + Jobs::size(by_warpgroups(device, s.d_head)) * jobs
             + 16 * products
             + 4 * product_rooms(device, s.d_head, products).1
