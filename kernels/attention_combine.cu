@@ -56,13 +56,13 @@ struct Joined {
 };
 }  // namespace
 
-// grid (ceil(heads_q * 2^share / kWarps), len_q, batch), 32 kWarps threads
+// grid (len_q, ceil(heads_q * 2^share / kWarps), batch), 32 kWarps threads
 extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(const __grid_constant__ Combine p) {
   __shared__ float sums[kWarps][kDim], tops[kWarps], totals[kWarps];
   grid_wait_for_previous();
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const u32 share = 1u << p.share, mine = warp & (share - 1), head = (blockIdx.x * kWarps + warp) >> p.share;
-  const u32 rows = p.batch * p.len_q * p.heads_q, row = (blockIdx.z * p.len_q + blockIdx.y) * p.heads_q + head;
+  const u32 share = 1u << p.share, mine = warp & (share - 1), head = (blockIdx.y * kWarps + warp) >> p.share;
+  const u32 rows = p.batch * p.len_q * p.heads_q, row = (blockIdx.z * p.len_q + blockIdx.x) * p.heads_q + head;
   const bool exists = head < p.heads_q;
 
   u32 words[3] = {};
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(cons
     const Extremes e = p.parts_extremes[part * rows + row];
     words[0] = max(words[0], e.max_logit), words[1] = max(words[1], e.min_logit);
   }
-  const u32 kv = head / (p.heads_q / p.heads_kv), batch = blockIdx.z, position = blockIdx.y;
+  const u32 kv = head / (p.heads_q / p.heads_kv), batch = blockIdx.z, position = blockIdx.x;
   const float v_descale = exists ? p.v_descale[batch * p.v_descale_batch + kv * p.v_descale_head] : 0.0f;
 
   Joined joined;

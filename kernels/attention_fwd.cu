@@ -128,7 +128,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         const int next = alive ? (int)(atomicAdd(p.counter, 1) + gridDim.x) : 0;
 
         const Tile t = decode(p, alive ? index : 0);
-        const int head = kShortProducer ? t.head * p.heads_kv / p.heads_q : t.head / group_size;
+        const int head = kShortProducer ? (u32)t.head * p.heads_kv / p.heads_q : t.head / group_size;
         auto load_keys = [&](int n) {
           mbarrier_wait_uniform(k_empty + 8 * k.index, k.parity ^ 1);
           mbarrier_arrive_expect(k_full + 8 * k.index, kTileBytes);

@@ -16,8 +16,6 @@ const CAST_HEADS: usize = 4;
 const CAST_ROWS: usize = 16;
 /// Query rows that one consumer takes.
 const ROWS: usize = 64;
-/// Warps of a block of the kernel that joins parts.
-const COMBINE_WARPS: usize = 8;
 
 /// Compiled form of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -377,13 +375,7 @@ impl AttentionEngine {
         }
     }
 
-    fn launch_combine(
-        &self,
-        stream: &Stream,
-        sizes: &Sizes,
-        split: Split,
-        forward: &params::Forward,
-    ) -> Result<()> {
+    fn launch_combine(&self, stream: &Stream, sizes: &Sizes, split: Split, forward: &params::Forward) -> Result<()> {
         let combine = self.load(Variant::Combine { d_head: sizes.d_head })?;
         let mut params = params::Combine {
             o: forward.o,
@@ -406,9 +398,8 @@ impl AttentionEngine {
             share: split.share() as i32,
             unused: 0,
         };
-        let blocks = (sizes.heads_q << split.share()).div_ceil(COMBINE_WARPS);
-        let grid = (blocks as u32, sizes.len_q as u32, sizes.batch as u32);
-        let launch = Launch { grid, block: 32 * COMBINE_WARPS as u32, shared: combine.shared };
+        let [x, y, z] = split.joining_grid(sizes).map(|blocks| blocks as u32);
+        let launch = Launch { grid: (x, y, z), block: 32 * Split::JOINING_WARPS as u32, shared: combine.shared };
         // SAFETY: as for the attention, which it waits for.
         unsafe { combine.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], true) }
     }

@@ -39,7 +39,7 @@ impl Tile {
     /// [`Tile::TWO`], and its keys less.
     pub const NARROW: Self = Self { keys: 96, consumers: 3, stages: 3 };
     /// Keys from which [`Tile::NARROW`] is faster.
-    const NARROW_FROM: usize = 1536;
+    const NARROW_FROM: usize = 2048;
 
     /// The tile of a call.
     pub const fn of(sizes: &Sizes, logits_e4m3: bool) -> Self {
@@ -89,6 +89,8 @@ pub struct Split {
 impl Split {
     /// The tile of a split call, for either head dimension.
     pub const TILE: Tile = Tile::TWO;
+    /// Warps of a block of the kernel that joins parts.
+    pub(super) const JOINING_WARPS: usize = 8;
 
     /// The cut of a call, where it promises to be faster by a tenth than whole tiles.
     ///
@@ -150,6 +152,11 @@ impl Split {
     pub(super) fn share(&self) -> u32 {
         const AT_ONCE: usize = 8;
         self.parts.div_ceil(AT_ONCE).next_power_of_two().min(8).trailing_zeros()
+    }
+
+    /// Blocks of the kernel that joins parts: queries first, since only that dimension of a grid has more than 16 bits.
+    pub(super) fn joining_grid(&self, sizes: &Sizes) -> [usize; 3] {
+        [sizes.len_q, (sizes.heads_q << self.share()).div_ceil(Self::JOINING_WARPS), sizes.batch]
     }
 
     /// Where the log-sum-exps and the extreme logits of the parts begin, in bytes behind their outputs' first.
@@ -268,8 +275,9 @@ mod tests {
 
     #[test]
     fn a_split_covers_every_row_and_keeps_to_its_room() {
+        let mut many_queries = 0;
         for (heads_q, heads_kv) in [(1, 1), (6, 2), (10, 2), (64, 8), (71, 1), (128, 1), (32, 32)] {
-            for (batch, len_q) in [(1, 1), (1, 5), (2, 16), (1, 64), (3, 65), (1, 300), (300, 1)] {
+            for (batch, len_q) in [(1, 1), (1, 5), (2, 16), (1, 64), (3, 65), (1, 300), (300, 1), (1, 67_600)] {
                 for (len_k, logits, d_head) in [(1000, false, 64), (8192, true, 128), (100_000, false, 128)] {
                     let sizes = Sizes { batch, heads_q, heads_kv, len_q, len_k, d_head };
                     let Some(cut) = Split::of(&sizes, logits) else { continue };
@@ -277,10 +285,15 @@ mod tests {
                     assert!(cut.row_blocks(&sizes) * cut.positions * cut.consumers >= len_q, "{sizes:?} {cut:?}");
                     assert!((1..=len_k.div_ceil(128)).contains(&cut.parts), "{sizes:?} {cut:?}");
                     assert!(cut.parts_bytes(&sizes) <= PARTS_BYTES, "{sizes:?} {cut:?}");
+                    let [_, heads, sequences] = cut.joining_grid(&sizes);
+                    assert!(heads * Split::JOINING_WARPS >= heads_q << cut.share(), "{sizes:?} {cut:?}");
+                    assert!(heads.max(sequences) <= 65_535, "{sizes:?} {cut:?}");
+                    many_queries += usize::from(cut.parts > 1 && len_q > 65_535);
                     assert!(!logits || cut.heads == 1);
                 }
             }
         }
+        assert!(many_queries > 0, "a call of more queries than a grid's second dimension has blocks");
     }
 
     #[test]
