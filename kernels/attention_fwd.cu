@@ -116,8 +116,8 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     registers_shrink<kProducerRegisters>();
     if (threadIdx.x == kConsumers * 128) {
       Ring<kQStages> q;
-      // NOTES: keys and values keep step, so that one ring would do. Where registers are short it does; elsewhere two make code
-      // that was measured faster.
+      // NOTES: keys and values keep step, so that one ring would do. Where registers are short it does; elsewhere the code
+      // with two is what was measured.
       Ring<K_STAGES> k;
       Ring<V_STAGES> own;
       Ring<V_STAGES>& v = kShortProducer ? k : own;
