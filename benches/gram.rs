@@ -36,16 +36,14 @@ fn product_rate<T: nalgebra::RealField + Copy + Send + Sync>() -> f64 {
 
 fn gram(criterion: &mut Criterion) {
     let mut spec = preset("mistral-7b").expect("a preset");
-    spec.layers = 1;
-    spec.rope.truncate(1);
-    spec.softmax_scale.truncate(1);
+    spec.layers.truncate(1);
     let model = SyntheticModel::new(&spec, 0, SyntheticOptions::default()).expect("a model");
     let drawn = model.layer(0).expect("a layer");
     let geometry = LayerGeometry::new(&spec, drawn.weights()).expect("a geometry");
     let [q, k, _] = layer_channels(&geometry).expect("finite weights");
     // Every head's Gram with its gain folded in and of its raw weights.
     let grams = 2 * (geometry.q.len() + geometry.k.len());
-    let operations = 2.0 * spec.d_model as f64 * (spec.d_head as f64).powi(2) * grams as f64;
+    let operations = 2.0 * spec.d_model as f64 * (spec.layers[0].d_head as f64).powi(2) * grams as f64;
     let grams = || {
         black_box(LayerGrams::new(&geometry, &q, &k));
     };

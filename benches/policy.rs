@@ -9,7 +9,7 @@ use sigmascale::stats::{CastStats, LogitStats, StepStats};
 use std::hint::black_box;
 
 fn policies(criterion: &mut Criterion) {
-    let shape = PolicyShape { layers: 80, n_q_heads: 64, n_kv_heads: 8 };
+    let shape = PolicyShape::alike(80, 64, 8);
     let operand = OperandBound { exact: 9.0, rounded: 10.0 };
     let head = HeadBounds { rounded: Some(100.0), rank_aware: Some(20.0), ..HeadBounds::default() };
     let bounds = LayerBounds {
@@ -25,7 +25,7 @@ fn policies(criterion: &mut Criterion) {
         StepStats { logits: vec![logit; 64], q: vec![cast; 64], k: vec![cast; 8], v: vec![cast; 8], o: vec![cast; 64] };
     let mut group = criterion.benchmark_group("plan and observe");
     for kind in PolicyKind::ALL {
-        let mut policy = PolicyConfig::from(kind).build(shape).expect("default parameters");
+        let mut policy = PolicyConfig::from(kind).build(shape.clone()).expect("default parameters");
         group.bench_function(kind.name(), |bencher| {
             bencher.iter(|| {
                 let plan = policy.plan(black_box(&bounds), Some(black_box(&stats))).expect("sound bounds");

@@ -255,6 +255,23 @@ const FLAT: &[Case] = &[
     Case { name: "flat f32 r256", d: 3584, r: 256, n_q: 1, n_kv: 1, dtype: Dtype::F32, rotary: 256, ..CASES[2] },
 ];
 
+/// Heads that few directions carry over uneven channels, where the Frobenius norm is the sharpest bound.
+const UNEVEN: &[Case] = &[
+    Case { name: "uneven r128", d: 4096, r: 128, n_q: 4, n_kv: 2, rotary: 128, ..CASES[2] },
+    Case { name: "uneven r64 layer norm", d: 1000, r: 64, n_q: 6, n_kv: 2, rotary: 64, ..CASES[5] },
+    Case {
+        name: "uneven r256 interleaved",
+        d: 2304,
+        r: 256,
+        n_q: 2,
+        n_kv: 1,
+        rotary: 256,
+        interleaved: true,
+        ..CASES[2]
+    },
+    Case { name: "uneven f32 r96", d: 772, r: 96, n_q: 3, n_kv: 3, dtype: Dtype::F32, rotary: 96, ..CASES[2] },
+];
+
 fn round(v: f64, dtype: Dtype) -> f64 {
     match dtype {
         Dtype::Bf16 => bf16::from_f64(v).to_f64(),
@@ -293,8 +310,16 @@ fn make(device: &Device, c: &Case, seed: u64, poison: bool) -> Result<Made> {
     let mut gauss = || (0..12).map(|_| rng.random::<f64>()).sum::<f64>() - 6.0;
     let mut hosts = vec![];
     for (which, heads) in [c.n_q, c.n_kv, c.n_kv].into_iter().enumerate() {
+        let uneven = c.name.starts_with("uneven") && which < 2;
+        let directions: Vec<Vec<f64>> =
+            (0..if uneven { heads } else { 0 }).map(|_| (0..c.d).map(|_| gauss()).collect()).collect();
         let mut w: Vec<Vec<f64>> = (0..heads * c.r)
             .map(|row| {
+                if uneven {
+                    let size = gauss().signum() * (2.6 * gauss() - 4.5).min(0.0).exp2();
+                    let along = &directions[row / c.r];
+                    return along.iter().map(|u| round(0.02 * (0.3 * gauss() + size * u), c.dtype)).collect();
+                }
                 let flat = c.name.starts_with("flat");
                 let (scale, mean) = if flat { (0.02, 0.0) } else { (0.02 * (1.0 + (row % 7) as f64), 0.3) };
                 (0..c.d).map(|_| round(scale * (gauss() + mean), c.dtype)).collect()
@@ -418,7 +443,8 @@ fn descale(c: &Case, m: &Made, which: usize, head: usize) -> f64 {
     if most == 0.0 { 1.0 } else { most / 448.0 }
 }
 
-/// sigma, or the smaller of the scaled product and sigma_Q sigma_K under rotation: math sections 2.4 and 3, in f64.
+/// sigma; under rotation the smallest of the scaled product, sigma_Q sigma_K and the Frobenius norm over every relative
+/// position. In f64.
 fn sigma(c: &Case, m: &Made, h: usize) -> f64 {
     let columns = |which: usize, head: usize, removed: bool| -> Vec<Vec<f64>> {
         (0..c.r).map(|i| effective(&m.hosts[which].w[head * c.r + i], &m.gain, removed)).collect()
@@ -462,7 +488,21 @@ fn sigma(c: &Case, m: &Made, h: usize) -> f64 {
     };
     let (rq, rk) = (gram(&columns(0, h, false)), gram(&columns(1, kv, false)));
     let raw = top(&|v| times(&rq, v)) * top(&|v| times(&rk, v));
-    (scaled(&q, 1.0) * scaled(&k, -1.0)).min(raw).sqrt()
+    let pairs: Vec<(usize, usize)> = (0..c.r / 2)
+        .map(|p| if p < c.rotary / 2 && !c.interleaved { (p, p + c.rotary / 2) } else { (2 * p, 2 * p + 1) })
+        .collect();
+    let mut frobenius = 0.0;
+    for &(a0, a1) in &pairs {
+        for &(b0, b1) in &pairs {
+            let lengths = |g: &[Vec<f64>]| {
+                let (x00, x01, x10, x11) = (g[a0][b0], g[a0][b1], g[a1][b0], g[a1][b1]);
+                ((x00 + x11).hypot(x01 - x10), (x00 - x11).hypot(x01 + x10))
+            };
+            let ((same_q, mirror_q), (same_k, mirror_k)) = (lengths(&q), lengths(&k));
+            frobenius += 0.5 * (same_q * same_k + mirror_q * mirror_k);
+        }
+    }
+    (scaled(&q, 1.0) * scaled(&k, -1.0)).min(raw).min(frobenius).sqrt()
 }
 
 fn check(names: &[String]) -> Result<()> {
@@ -471,7 +511,7 @@ fn check(names: &[String]) -> Result<()> {
     let stream = device.stream()?;
     let mut bad = 0;
     let wanted = |c: &&Case| names.is_empty() || names.iter().any(|n| c.name.contains(n));
-    let cases = || CASES.iter().chain(WIDE).chain(FLAT).filter(wanted);
+    let cases = || CASES.iter().chain(WIDE).chain(FLAT).chain(UNEVEN).filter(wanted);
     for (index, c) in cases().enumerate() {
         let made = make(&device, c, 7 + index as u64, false)?;
         // SAFETY: the memory is held by `made`, and written no more.
@@ -601,14 +641,21 @@ fn check(names: &[String]) -> Result<()> {
 
 const FILL: Source = Source {
     name: "fill",
-    text: "extern \"C\" __global__ void fill(unsigned short* x, unsigned long long n, unsigned seed, unsigned f32) {\n\
+    text: "__device__ unsigned mixed(unsigned h) {\n\
+           h ^= h >> 16; h *= 0x7feb352du; h ^= h >> 15; h *= 0x846ca68bu; return h ^ h >> 16; }\n\
+           __device__ float gauss(unsigned h) { float s = 0;\n\
+           for (int k = 0; k < 4; k++) { h = mixed(h); s += (float)(h >> 8) * (1.f / 16777216.f) - 0.5f; }\n\
+           return 1.732f * s; }\n\
+           extern \"C\" __global__ void fill(unsigned short* x, unsigned long long n, unsigned seed, unsigned f32,\n\
+           unsigned d, unsigned r) {\n\
            unsigned long long i = blockIdx.x * 256ull + threadIdx.x;\n\
            for (; i < n; i += gridDim.x * 256ull) {\n\
            unsigned h = (unsigned)i * 2654435761u + (unsigned)(i >> 32) * 97u + seed * 40503u;\n\
-           float s = 0;\n\
-           for (int k = 0; k < 4; k++) { h ^= h >> 16; h *= 0x7feb352du; h ^= h >> 15; h *= 0x846ca68bu; h ^= h >> 16;\n\
-           s += (float)(h >> 8) * (1.f / 16777216.f) - 0.5f; }\n\
-           float v = 0.02f * 1.732f * s + (seed == 0 ? 1.f : 0.f);\n\
+           float v = 0.02f * gauss(h) + (seed == 0 ? 1.f : 0.f);\n\
+           if (r) {\n\
+           unsigned row = (unsigned)(i / d), one = mixed(row * 2246822519u + seed * 3266489917u);\n\
+           float size = exp2f((float)(one >> 8) * (-9.f / 16777216.f)) * (one & 1 ? 1.f : -1.f);\n\
+           v = 0.3f * v + 0.02f * size * gauss((row / r * d + (unsigned)(i % d)) * 2654435761u + seed * 668265263u); }\n\
            if (f32) ((float*)x)[i] = v; else x[i] = (unsigned short)(__float_as_uint(v) >> 16); } }",
 };
 
@@ -623,6 +670,8 @@ struct Shape {
     gpt: bool,
     conv1d: bool,
     f32: bool,
+    /// Every head of q and k is carried by few directions over uneven channels.
+    uneven: bool,
 }
 
 const LLAMA_13B: Shape = Shape {
@@ -635,6 +684,7 @@ const LLAMA_13B: Shape = Shape {
     gpt: false,
     conv1d: false,
     f32: false,
+    uneven: false,
 };
 const GPT2_XL: Shape = Shape { name: "gpt2-xl", layers: 48, d: 1600, n_q: 25, n_kv: 25, r: 64, gpt: true, ..LLAMA_13B };
 const MISTRAL: Shape = Shape { name: "mistral-7b", layers: 32, d: 4096, n_q: 32, n_kv: 8, ..LLAMA_13B };
@@ -655,6 +705,8 @@ const SHAPES: &[Shape] = &[
     Shape { name: "heads-of-192", d: 4096, n_q: 32, n_kv: 8, r: 192, ..GEMMA_9B },
     Shape { name: "heads-of-192-fixed", d: 4096, n_q: 32, n_kv: 8, r: 192, gpt: true, ..GEMMA_9B },
     Shape { name: "heads-of-160", d: 5120, n_q: 32, n_kv: 8, r: 160, ..GEMMA_9B },
+    Shape { name: "mistral-7b-uneven", uneven: true, ..MISTRAL },
+    Shape { name: "llama-2-13b-uneven", uneven: true, ..LLAMA_13B },
     Shape { name: "gpt2-xl-f32", f32: true, ..GPT2_XL },
     Shape { name: "mistral-7b-f32", f32: true, ..MISTRAL },
     Shape { name: "llama-2-13b-f32", f32: true, ..LLAMA_13B },
@@ -704,10 +756,12 @@ fn bench(names: &[String]) -> Result<()> {
         let mut inputs = vec![];
         let mut seed = 1u32;
         let (dtype, size) = if s.f32 { (Dtype::F32, 4) } else { (Dtype::Bf16, 2) };
-        let mut random = |values: usize, gain: bool| -> Result<DevicePtr> {
+        let mut random = |values: usize, gain: bool, uneven: bool| -> Result<DevicePtr> {
             let buffer = device.allocate::<u8>(values * size)?;
             let first = if gain { 0 } else { seed };
-            let args = [Arg::Ptr(buffer.ptr()), Arg::U64(values as u64), Arg::U32(first), Arg::U32(s.f32.into())];
+            let mut args =
+                vec![Arg::Ptr(buffer.ptr()), Arg::U64(values as u64), Arg::U32(first), Arg::U32(s.f32.into())];
+            args.extend([Arg::U32(s.d as u32), Arg::U32(if uneven { s.r as u32 } else { 0 })]);
             seed += 1;
             // SAFETY: the arguments are the kernel's and the buffer has that many values.
             unsafe { fill.launch(&stream, Launch::linear(1024, 256, 0), &args)? };
@@ -717,27 +771,27 @@ fn bench(names: &[String]) -> Result<()> {
         };
         for _ in 0..s.layers {
             let columns = (s.n_q + 2 * s.n_kv) * s.r;
-            let fused = if s.conv1d { random(columns * s.d, false)? } else { DevicePtr::NULL };
+            let fused = if s.conv1d { random(columns * s.d, false, false)? } else { DevicePtr::NULL };
             let mut start = 0;
-            let mut projection = |heads: usize| -> Result<ProjectionInput> {
+            let mut projection = |heads: usize, uneven: bool| -> Result<ProjectionInput> {
                 let weight = if s.conv1d {
                     let ptr = fused.offset(start);
                     start += (size * heads * s.r) as u64;
                     DeviceMatrix { ptr, dtype, row_stride: 1, col_stride: columns as i64 }
                 } else {
-                    let ptr = random(heads * s.r * s.d, false)?;
+                    let ptr = random(heads * s.r * s.d, false, uneven)?;
                     DeviceMatrix { ptr, dtype, row_stride: s.d as i64, col_stride: 1 }
                 };
-                let bias = if s.gpt { random(heads * s.r, false)? } else { DevicePtr::NULL };
+                let bias = if s.gpt { random(heads * s.r, false, false)? } else { DevicePtr::NULL };
                 Ok(ProjectionInput { weight, bias })
             };
-            let (q, k, v) = (projection(s.n_q)?, projection(s.n_kv)?, projection(s.n_kv)?);
+            let (q, k, v) = (projection(s.n_q, s.uneven)?, projection(s.n_kv, s.uneven)?, projection(s.n_kv, false)?);
             inputs.push(LayerInput {
                 q,
                 k,
                 v: Some(v),
-                gain: random(s.d, true)?,
-                shift: if s.gpt { random(s.d, false)? } else { DevicePtr::NULL },
+                gain: random(s.d, true, false)?,
+                shift: if s.gpt { random(s.d, false, false)? } else { DevicePtr::NULL },
                 vector_dtype: dtype,
                 gain_offset: 0.0,
                 mean_removed: s.gpt,

@@ -21,9 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let folder = PathBuf::from(args.next().ok_or(usage)?);
     let mut spec = preset(&name).ok_or("no such preset")?;
     if let Some(layers) = args.next() {
-        spec.layers = layers.parse::<usize>()?.min(spec.layers);
-        spec.rope.truncate(spec.layers);
-        spec.softmax_scale.truncate(spec.layers);
+        spec.layers.truncate(layers.parse()?);
     }
     if spec.bias.any() || spec.qk_norm.is_some() || !["llama", "mistral"].contains(&spec.family.as_str()) {
         return Err("only Llama-style presets without biases and QK-norm are written".into());
@@ -31,17 +29,17 @@ fn main() -> Result<(), Box<dyn Error>> {
     std::fs::create_dir_all(&folder)?;
     let preset_file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("calibration/presets/{name}.json"));
     let mut config: Value = serde_json::from_slice(&std::fs::read(preset_file)?)?;
-    config["num_hidden_layers"] = spec.layers.into();
+    config["num_hidden_layers"] = spec.layers.len().into();
     config["torch_dtype"] = "bfloat16".into();
     std::fs::write(folder.join("config.json"), serde_json::to_string_pretty(&config)?)?;
 
     let model = SyntheticModel::new(&spec, 0, SyntheticOptions::default())?;
-    let shards = spec.layers.div_ceil(LAYERS_A_SHARD);
+    let shards = spec.layers.len().div_ceil(LAYERS_A_SHARD);
     let mut weight_map = BTreeMap::new();
     for shard in 0..shards {
         let file = format!("model-{:05}-of-{shards:05}.safetensors", shard + 1);
         let mut tensors: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
-        for layer in (shard * LAYERS_A_SHARD..spec.layers).take(LAYERS_A_SHARD) {
+        for layer in (shard * LAYERS_A_SHARD..spec.layers.len()).take(LAYERS_A_SHARD) {
             let drawn = model.layer(layer)?;
             let weights = drawn.weights();
             let prefix = format!("model.layers.{layer}");
@@ -49,12 +47,12 @@ fn main() -> Result<(), Box<dyn Error>> {
                 let mut bytes = Vec::new();
                 let mut row = vec![0.0; spec.d_model];
                 for head in &projection.heads {
-                    for channel in 0..spec.d_head {
+                    for channel in 0..spec.layers[layer].d_head {
                         head.read_block(channel..channel + 1, 0..spec.d_model, &mut row);
                         bytes.extend(row.iter().flat_map(|x| half::bf16::from_f64(*x).to_le_bytes()));
                     }
                 }
-                let shape = vec![projection.heads.len() * spec.d_head, spec.d_model];
+                let shape = vec![projection.heads.len() * spec.layers[layer].d_head, spec.d_model];
                 tensors.push((format!("{prefix}.self_attn.{name}_proj.weight"), shape, bytes));
             }
             // Gains that are not one, so that folding is not skipped.

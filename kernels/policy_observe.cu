@@ -12,16 +12,16 @@ __device__ __forceinline__ bool overflows(float amax, float descale) {
 }
 
 // Gives up every constant under which something overflowed.
-__device__ void fall_back(const PolicyTable& p, u32 layer) {
+__device__ void fall_back(const PolicyTable& p, const PolicyLayer& l, u32 layer) {
   bool any = false;
   for (u32 tensor = LOGIT; tensor < OUTPUT; tensor++) {
     if (tensor == OPERAND_V && !p.has_values) continue;
-    const float* descales = plan_row(p, layer, tensor);
-    for (u32 i = threadIdx.x; i < row_length(p, tensor); i += THREADS) {
-      const u32 pool = pool_of(p, tensor, layer, i);
+    const float* descales = plan_row(p, l, tensor);
+    for (u32 i = threadIdx.x; i < row_length(l, tensor); i += THREADS) {
+      const u32 pool = pool_of(p, l, tensor, layer, i);
       // Heads of one pool write the same word.
       const u32 phase = p.phases[pool];
-      if ((phase == FROZEN || phase == FELL_BACK) && overflows(amax_entry(p, layer, tensor, i), descales[i])) {
+      if ((phase == FROZEN || phase == FELL_BACK) && overflows(amax_entry(p, l, tensor, i), descales[i])) {
         any |= phase == FROZEN;
         p.phases[pool] = FELL_BACK;
       }
@@ -31,9 +31,9 @@ __device__ void fall_back(const PolicyTable& p, u32 layer) {
 }
 
 // Adds a ratio to the largest of its pool, descending.
-__device__ void push(const PolicyTable& p, u32 tensor, u32 pool, double ratio) {
-  const u32 keep = p.keep[tensor], count = p.counts[pool];
-  double* top = p.top + p.top_base[tensor] + (size_t)(pool - p.pool_base[tensor]) * keep;
+__device__ void push(const PolicyTable& p, const PolicyLayer& l, u32 tensor, u32 pool, double ratio) {
+  const u32 keep = l.keep[tensor], count = p.counts[pool];
+  double* top = p.top + p.top_base[tensor] + (size_t)(pool - p.pool_base[tensor]) * p.room[tensor];
   if (count == keep && top[count - 1] >= ratio) return;
   u32 at = count < keep ? count : keep - 1;
   for (; at > 0 && top[at - 1] < ratio; at--) top[at] = top[at - 1];
@@ -42,32 +42,32 @@ __device__ void push(const PolicyTable& p, u32 tensor, u32 pool, double ratio) {
 }
 
 // Takes a burn-in step in; nothing where a value is not finite. Says whether it did.
-__device__ bool burn_in(const PolicyTable& p, u32 layer, double* row, double* scratch) {
+__device__ bool burn_in(const PolicyTable& p, const PolicyLayer& l, u32 layer, double* row, double* scratch) {
   bool bad = false;
   for (u32 tensor = LOGIT; tensor < OUTPUT; tensor++)
-    for (u32 i = threadIdx.x; i < row_length(p, tensor); i += THREADS) bad |= !is_finite(amax_entry(p, layer, tensor, i));
+    for (u32 i = threadIdx.x; i < row_length(l, tensor); i += THREADS) bad |= !is_finite(amax_entry(p, l, tensor, i));
   if (__syncthreads_or(bad)) return false;
   for (u32 tensor = LOGIT; tensor < OUTPUT; tensor++) {
     if (tensor == OPERAND_V && !p.has_values) continue;
-    const u32 n = row_length(p, tensor);
+    const u32 n = row_length(l, tensor);
     double most = 0.0;
     for (u32 i = threadIdx.x; i < n; i += THREADS) {
-      const double bound = bound_entry(p, layer, tensor, i);
+      const double bound = bound_entry(p, l, tensor, i);
       most = most != most || most >= bound ? most : bound;
     }
     if (p.per_layer) most = block_largest(most, scratch);
     for (u32 i = threadIdx.x; i < n; i += THREADS) {
-      const double bound = p.per_layer ? most : bound_entry(p, layer, tensor, i);
+      const double bound = p.per_layer ? most : bound_entry(p, l, tensor, i);
       // A zero bound is an all-zero head: nothing of it can be observed.
-      const double ratio = bound > 0.0 ? (double)amax_entry(p, layer, tensor, i) / bound : 0.0;
+      const double ratio = bound > 0.0 ? (double)amax_entry(p, l, tensor, i) / bound : 0.0;
       if (p.pooling == POOL_HEAD)
-        push(p, tensor, pool_of(p, tensor, layer, i), ratio);
+        push(p, l, tensor, pool_of(p, l, tensor, layer, i), ratio);
       else
         row[i] = ratio;
     }
     __syncthreads();
     if (p.pooling != POOL_HEAD && threadIdx.x == 0)
-      for (u32 i = 0; i < n; i++) push(p, tensor, pool_of(p, tensor, layer, i), row[i]);
+      for (u32 i = 0; i < n; i++) push(p, l, tensor, pool_of(p, l, tensor, layer, i), row[i]);
     __syncthreads();
   }
   if (threadIdx.x == 0) p.seen[layer]++;
@@ -76,17 +76,17 @@ __device__ bool burn_in(const PolicyTable& p, u32 layer, double* row, double* sc
 }
 
 // Fixes the constants of the pools that this layer's step completed.
-__device__ void freeze(const PolicyTable& p, u32 layer) {
+__device__ void freeze(const PolicyTable& p, const PolicyLayer& l, u32 layer) {
   bool waits = p.seen[layer] != p.burn_in;
   if (p.pooling == POOL_MODEL)
     for (u32 l = threadIdx.x; l < p.layers; l += THREADS) waits |= p.seen[l] != p.burn_in;
   if (__syncthreads_or(waits)) return;
   for (u32 tensor = LOGIT; tensor < OUTPUT; tensor++) {
-    const u32 heads = p.pooling == POOL_HEAD ? row_length(p, tensor) : 1;
+    const u32 heads = p.pooling == POOL_HEAD ? row_length(l, tensor) : 1;
     for (u32 i = threadIdx.x; i < heads; i += THREADS) {
-      const u32 pool = pool_of(p, tensor, layer, i), count = p.counts[pool];
+      const u32 pool = pool_of(p, l, tensor, layer, i), count = p.counts[pool];
       if (p.phases[pool] != BURN_IN || count == 0) continue;
-      const double* top = p.top + p.top_base[tensor] + (size_t)(pool - p.pool_base[tensor]) * p.keep[tensor];
+      const double* top = p.top + p.top_base[tensor] + (size_t)(pool - p.pool_base[tensor]) * p.room[tensor];
       const double ratio = top[count - 1];
       if (ratio == 0.0) {
         p.phases[pool] = NOTHING_OBSERVED;
@@ -131,62 +131,63 @@ __device__ void record(const PolicyTable& p, u32 slot, float amax, u32 lane, u32
     p.scales[slot] = 3.4028235e38f, status |= STATUS_TINY;
 }
 
-__device__ void record_layer(const PolicyTable& p, u32 layer, u32& status) {
+__device__ void record_layer(const PolicyTable& p, const PolicyLayer& l, u32 layer, u32& status) {
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const u32 slots = p.per_layer ? (u32)TENSORS : p.n_q + 4 * p.n_kv;
+  const u32 slots = slot_count(p, l), first = first_slot(p, l, layer);
   for (u32 s = warp; s < slots; s += THREADS / 32) {
     u32 tensor = s, i = 0;
     if (!p.per_layer) {
       tensor = LOGIT;
-      while (tensor < OUTPUT && s >= row_offset(p, tensor + 1)) tensor++;
-      i = s - row_offset(p, tensor);
+      while (tensor < OUTPUT && s >= row_offset(l, tensor + 1)) tensor++;
+      i = s - row_offset(l, tensor);
     }
     float amax = 0.f;
     if (p.per_layer) {
-      for (u32 j = lane; j < row_length(p, tensor); j += 32) amax = larger(amax, amax_entry(p, layer, tensor, j));
+      for (u32 j = lane; j < row_length(l, tensor); j += 32) amax = larger(amax, amax_entry(p, l, tensor, j));
 #pragma unroll
       for (int step = 16; step; step >>= 1) amax = larger(amax, __shfl_xor_sync(0xffffffffu, amax, step));
     } else {
-      amax = amax_entry(p, layer, tensor, i);
+      amax = amax_entry(p, l, tensor, i);
     }
-    record(p, layer * slots + s, amax, lane, status);
+    record(p, first + s, amax, lane, status);
   }
 }
 
-__device__ void observe(const PolicyTable& p, u32 layer, double* row, double* scratch) {
+__device__ void observe(const PolicyTable& p, const PolicyLayer& l, u32 layer, double* row, double* scratch) {
   u32 status = 0;
-  if (p.kind == DELAYED_PAPER || p.kind == DELAYED_TE) record_layer(p, layer, status);
+  if (p.kind == DELAYED_PAPER || p.kind == DELAYED_TE) record_layer(p, l, layer, status);
   if (p.kind == AUTO_C) {
-    fall_back(p, layer);
+    fall_back(p, l, layer);
     if (*p.restarts <= p.max_restarts && p.seen[layer] < p.burn_in) {
-      if (!burn_in(p, layer, row, scratch) && threadIdx.x == 0) status |= STATUS_NON_FINITE;
-      freeze(p, layer);
+      if (!burn_in(p, l, layer, row, scratch) && threadIdx.x == 0) status |= STATUS_NON_FINITE;
+      freeze(p, l, layer);
     }
   }
   if (p.heads != nullptr)
     for (u32 tensor = LOGIT; tensor < OUTPUT; tensor++)
       if (tensor != OPERAND_V || p.has_values)
-        for (u32 i = threadIdx.x; i < row_length(p, tensor); i += THREADS)
-          if ((double)amax_entry(p, layer, tensor, i) > bound_entry(p, layer, tensor, i)) status |= STATUS_BEYOND_BOUND;
+        for (u32 i = threadIdx.x; i < row_length(l, tensor); i += THREADS)
+          if ((double)amax_entry(p, l, tensor, i) > bound_entry(p, l, tensor, i)) status |= STATUS_BEYOND_BOUND;
   __syncthreads();
-  const u32 words = stats_words(p.n_q, p.n_kv);
-  u32* from = p.stats + (size_t)layer * words;
+  const u32 words = stats_words(l.n_q, l.n_kv);
+  u32 *from = p.stats + stats_row(l), *seen = p.seen_stats + stats_row(l);
   for (u32 i = threadIdx.x; i < words; i += THREADS) {
     const u32 word = from[i];
-    if (word && (i % 4 == (i < 4 * p.n_q ? 3 : 1))) status |= STATUS_OVERFLOW;
-    if (word && i >= 4 * p.n_q && i % 4 == 3) status |= STATUS_NON_FINITE;
-    p.seen_stats[(size_t)layer * words + i] = word;
+    if (word && (i % 4 == (i < 4 * l.n_q ? 3 : 1))) status |= STATUS_OVERFLOW;
+    if (word && i >= 4 * l.n_q && i % 4 == 3) status |= STATUS_NON_FINITE;
+    seen[i] = word;
     from[i] = 0;
   }
   if (status) atomicOr(&p.status[layer], status);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) policy_observe(const PolicyTable* table, u32 first_layer, u32 count) {
-  extern __shared__ double row[];  // n_q values
+  extern __shared__ double row[];  // as many values as a layer has query heads, at most
   __shared__ double scratch[THREADS / 32];
   const PolicyTable& p = *table;
   for (u32 layer = first_layer + blockIdx.x; layer < first_layer + count; layer += gridDim.x) {
-    observe(p, layer, row, scratch);
+    const PolicyLayer& l = p.sizes[layer];
+    observe(p, l, layer, row, scratch);
     __syncthreads();
   }
 }

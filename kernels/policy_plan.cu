@@ -14,9 +14,9 @@
 
 constexpr u32 THREADS = 256;
 
-__device__ double c_star_bound(const PolicyTable& p, u32 layer, u32 i) {
-  const HeadBound head = p.heads[(size_t)layer * p.n_q + i];
-  const double tau = p.softmax_scales[layer], sigma = head.sigma;
+__device__ double c_star_bound(const PolicyTable& p, const PolicyLayer& l, u32 i) {
+  const HeadBound head = p.heads[l.first_q + i];
+  const double tau = l.softmax_scale, sigma = head.sigma;
   double bound;
   if (head.constants > 0.f) {
     const double linear = __dmul_rn(p.linear_factor, head.linear);
@@ -31,23 +31,23 @@ __device__ double c_star_bound(const PolicyTable& p, u32 layer, u32 i) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) policy_plan(const PolicyTable* table, u32 first_layer) {
-  extern __shared__ double row[];  // n_q values
+  extern __shared__ double row[];  // as many values as a layer has query heads, at most
   __shared__ double scratch[THREADS / 32];
   __shared__ float scratch_f[THREADS / 32];
   const PolicyTable& p = *table;
   const u32 layer = first_layer + blockIdx.x;
+  const PolicyLayer l = p.sizes[layer];
   const bool delayed = p.kind == DELAYED_PAPER || p.kind == DELAYED_TE;
-  const u32 slots = p.per_layer ? (u32)TENSORS : p.n_q + 4 * p.n_kv;
   bool missing = false;
 
   for (u32 tensor = LOGIT; tensor < (delayed ? TENSORS : OUTPUT); tensor++) {
-    const u32 n = row_length(p, tensor);
+    const u32 n = row_length(l, tensor);
     const double target = tensor == LOGIT ? p.logit_target : p.operand_target;
-    float* out = plan_row(p, layer, tensor);
+    float* out = plan_row(p, l, tensor);
 
     // What each descale has to cover
     if (delayed) {
-      const u32 first = layer * slots + (p.per_layer ? tensor : row_offset(p, tensor)), count = p.per_layer ? 1 : n;
+      const u32 first = first_slot(p, l, layer) + (p.per_layer ? tensor : row_offset(l, tensor)), count = p.per_layer ? 1 : n;
       const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
       for (u32 s = warp; s < count; s += THREADS / 32) {
         float most = 0.f;
@@ -66,9 +66,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) policy_plan(const PolicyTa
       for (u32 i = threadIdx.x; i < n; i += THREADS) {
         double value = 0.0;
         if (p.kind == CURRENT)
-          value = amax_entry(p, layer, tensor, i);
+          value = amax_entry(p, l, tensor, i);
         else if (bounded)
-          value = p.kind == GEOMETRY_C_STAR && tensor == LOGIT ? c_star_bound(p, layer, i) : bound_entry(p, layer, tensor, i);
+          value = p.kind == GEOMETRY_C_STAR && tensor == LOGIT ? c_star_bound(p, l, i) : bound_entry(p, l, tensor, i);
         row[i] = value;
         most = most != most || most >= value ? most : value;
       }
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) policy_plan(const PolicyTa
       if (p.kind == AUTO_C) {
         most = 0.0;
         for (u32 i = threadIdx.x; i < n; i += THREADS) {
-          const u32 pool = pool_of(p, tensor, layer, i);
+          const u32 pool = pool_of(p, l, tensor, layer, i);
           const double value = row[i] * (p.phases[pool] == FROZEN ? p.constants[pool] : 1.0);
           row[i] = value;
           most = most != most || most >= value ? most : value;
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) policy_plan(const PolicyTa
       if (tensor == OPERAND_V && !delayed) {
         const bool zero = !p.has_values && p.kind != CURRENT;
         const float twice = 2.f * descale, o = zero ? 1.f : is_finite(twice) ? twice : __uint_as_float(0x7fc00000u);
-        out[p.n_kv + i] = o;
+        out[l.n_kv + i] = o;
         missing |= o != o;
       }
       missing |= descale != descale;

@@ -1,24 +1,25 @@
-// Frobenius norms of every head's interaction, from its Grams; behind `scale_plan`. One block a query head.
+// Frobenius norms of every head's interaction, from its Grams. One block a query head.
 //
 //   F^2 = ||W_Q W_K^T||_F^2 = sum_ij G_Q,ij G_K,ij
-// and a bound over every relative position, every rotation pair turned by an angle of its own: for 2 x 2 blocks x of G_Q
+// and a bound over every relative position, every pair of channels turned by an angle of its own: for 2 x 2 blocks x of G_Q
 // and y of G_K, tr(x R y^T R'^T) splits into parts that turn by the sum and by the difference of the two angles,
 //   F_rope^2 <= sum_blocks (|x|+ |y|+ + |x|- |y|-) / 2,   |x|+- = hypot(x00 +- x11, x01 -+ x10).
 // A certified one takes G' = (G + (e + R/t) I)/(1 - t) >= the exact Gram in place of G: e covers the sums' roundings, R what
-// the operands lost (see `scale_products`). Neither norm changes where channels of q are scaled by what those of k are divided
-// by, alike in a rotation pair; so both sides are balanced first, and what I adds is small beside every channel. The bound bounds sigma over every position too, and is the sharper one where few
-// directions carry a head: there the logit bound falls with it.
-#include "covering.cuh"
-#include "head_bound.cuh"
+// the operands lost (see `scale_products`). No term changes where a pair of q is scaled by what that of k is divided by. So both
+// sides are balanced for what I adds, which is then small beside every pair; it meets the diagonal alone, where it adds
+//   l_Q tr G_K + l_K tr G_Q + r l_Q l_K.
+// The bound bounds sigma over every position too, and is the sharpest one where few directions carry a head over uneven
+// channels: a plan takes it there. Elsewhere it leaves early, since no term is below 0: before it reads a Gram where the
+// diagonal blocks, tr x tr y / 2 at least, pass what the eigenvalues certified, and after any round that does.
 #include "scale_segments.cuh"
 
 struct FrobeniusShape {
   u32 n_q, n_kv, r, rotary;
-  u32 interleaved, mean, d_model;
+  u32 interleaved, mean, d_model, layers;
   float rope_factor;
   float rounding;  // e in units of 2^-24 tr G
   u32 one_sided;   // 1: one side of the products that made the Grams was rounded, 0: both
-  double eta;
+  u32 pad;
 };
 static_assert(sizeof(FrobeniusShape) == 48, "host mirror");
 
@@ -27,145 +28,207 @@ struct HeadFrobenius {
   float bound;  // certified, over every relative position; rounded up
 };
 
-constexpr u32 THREADS = 256;
+constexpr u32 THREADS = 128, WARPS = THREADS / 32;
 
-__device__ double3 block_sum(double3 v, double3* scratch) {
+// Sums over the block: `parts`, one a warp and value, until the next call.
+template <u32 COUNT> __device__ __forceinline__ void to_parts(double (&v)[COUNT], double (*parts)[WARPS]) {
 #pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    v.x += __shfl_xor_sync(0xffffffffu, v.x, step);
-    v.y += __shfl_xor_sync(0xffffffffu, v.y, step);
-    v.z += __shfl_xor_sync(0xffffffffu, v.z, step);
-  }
+  for (u32 i = 0; i < COUNT; i++)
+#pragma unroll
+    for (int step = 16; step; step >>= 1) v[i] += __shfl_xor_sync(0xffffffffu, v[i], step);
   __syncthreads();
-  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = v;
+  if ((threadIdx.x & 31) == 0)
+#pragma unroll
+    for (u32 i = 0; i < COUNT; i++) parts[i][threadIdx.x >> 5] = v[i];
   __syncthreads();
-  v = {0.0, 0.0, 0.0};
-  for (u32 w = 0; w < THREADS / 32; w++) v.x += scratch[w].x, v.y += scratch[w].y, v.z += scratch[w].z;
-  return v;
+}
+__device__ __forceinline__ double sum_of(const double (&parts)[WARPS]) {
+  double sum = 0.0;
+#pragma unroll
+  for (u32 w = 0; w < WARPS; w++) sum += parts[w];
+  return sum;
 }
 
-// One head's Gram, the mean removed where the norm does, rotated channels times the attention factor.
+// One head's side.
 struct Side {
   HeadGram head;
-  const float* partials;
-  const ChannelStats* stats;
-  const FrobeniusShape& s;
-  const double* factors;  // attention factor and balance of each channel
-  double lift = 0.0;      // e + R/t
-  double grow = 1.0;      // 1/(1 - t)
+  float sums[256];      // of each channel
+  double weights[128];  // of each pair: attention factor and balance, squared
 
-  __device__ double entry(u32 i, u32 j) const {
-    const u32 side = (s.r + 63) / 64, blocks = side * (side + 1) / 2;
-    const u32 low = i / 64 <= j / 64 ? i : j, high = i / 64 <= j / 64 ? j : i;
-    const u32 bi = low / 64, bj = high / 64, block = bi * side - bi * (bi - 1) / 2 + bj - bi;
-    double sum = 0.0;
-    for (u32 part = 0; part < head.count; part++)
-      sum += partials[((size_t)(head.first + part * head.stride) * blocks + block) * 4096 + low % 64 * 64 + high % 64];
-    if (s.mean) sum -= (double)stats[i].sum * stats[j].sum / s.d_model;
-    return sum * factors[i] * factors[j];
-  }
-  // Sets the lift, from sums over the channels and ||G||_F^2.
-  __device__ void certify(double raw, double lost, double means, double squares) {
-    const double root = sqrt(lost);
-    // The sums of the mean are those of exact channels.
-    const double moved = s.mean ? (2.0 * sqrt(means) + 2.0 * root) * 2.0 * root * rsqrt((double)s.d_model) : 0.0;
-    const double sums = (double)s.rounding * 0x1p-24 * raw + moved;
-    // As in `scale_products`.
-    const double wanted = s.one_sided ? root / (sqrt(sqrt(squares) + sums) + 2.0 * root) : sqrt(lost * raw / squares);
-    const double t = lost > 0.0 && squares > 0.0 ? fmin(wanted, 0.5) : 0.0;
-    lift = (sums + (t > 0.0 ? lost / t : 0.0)) * 1.0001;
-    grow = 1.0 / (1.0 - t);
+  // Values of the Gram, the mean removed where the norm does; those of channels i and j lie at `at`.
+  template <u32 COUNT>
+  __device__ void read(float (&v)[COUNT][4], const u32 (&at)[COUNT][4], const float* partials, u32 part_values) const {
+    const float* from = partials + (size_t)head.first * part_values;
+#pragma unroll
+    for (u32 n = 0; n < COUNT; n++)
+#pragma unroll
+      for (u32 i = 0; i < 4; i++) v[n][i] = __ldg(from + at[n][i]);
+#pragma unroll 1
+    for (u32 part = 1; part < head.count; part++) {
+      from += (size_t)head.stride * part_values;
+#pragma unroll
+      for (u32 n = 0; n < COUNT; n++)
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) v[n][i] += __ldg(from + at[n][i]);
+    }
   }
 };
 
-__device__ double3 channel_sums(const Side& side) {
-  double3 sums = {0.0, 0.0, 0.0};
-  for (u32 i = threadIdx.x; i < side.s.r; i += THREADS) {
-    const ChannelStats c = side.stats[i];
-    const double f2 = side.factors[i] * side.factors[i];
-    sums.x += f2 * c.raw2, sums.y += f2 * c.rounding, sums.z += f2 * c.sum * c.sum;
-  }
-  return sums;
+struct Lift {
+  double added, grown;  // l, 1/(1 - t)
+};
+// `channels`: parts of ||w||^2 with the mean kept, R and ||s||^2; `squares`: ||G||_F^2.
+__device__ Lift lift_of(const double (*channels)[WARPS], double squares, const FrobeniusShape& s) {
+  const double raw = sum_of(channels[0]), lost = sum_of(channels[1]), root = sqrt(lost);
+  // The sums of the mean are those of exact channels (scale_jobs.cuh).
+  const double moved = s.mean ? (2.0 * sqrt(sum_of(channels[2]) / s.d_model) + root) * root : 0.0;
+  const double sums = (double)s.rounding * 0x1p-24 * raw + moved;
+  // As in `scale_products`.
+  const double wanted = s.one_sided ? root / (sqrt(sqrt(squares) + sums) + 2.0 * root) : sqrt(lost * raw / squares);
+  const double t = lost > 0.0 && squares > 0.0 ? fmin(wanted, 0.5) : 0.0;
+  return {(sums + (t > 0.0 ? lost / t : 0.0)) * 1.0001, 1.0 / (1.0 - t)};
 }
 
-// Every 2 x 2 block of the two Grams on and above the diagonal: visit(block of q, block of k, on the diagonal).
-template <class Visit> __device__ __forceinline__ void each_block(const Side& q, const Side& k, Visit visit) {
-  const u32 pairs = q.s.r / 2;
-  for (u32 index = threadIdx.x; index < pairs * pairs; index += THREADS) {
-    const u32 p = index / pairs, o = index % pairs;
-    if (o < p) continue;
-    u32 a[2], b[2];
-    pair_channels(p, q.s.rotary, q.s.interleaved, a[0], a[1]);
-    pair_channels(o, q.s.rotary, q.s.interleaved, b[0], b[1]);
-    double x[4], y[4];
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) x[i] = q.entry(a[i / 2], b[i % 2]), y[i] = k.entry(a[i / 2], b[i % 2]);
-    visit(x, y, p == o);
-  }
+// Squares of |x|+ and |x|-. Sums of two f32 values are within 2^-24 of theirs.
+__device__ __forceinline__ double2 lengths(const float (&x)[4]) {
+  const double sum = x[0] + x[3], skew = x[1] - x[2], less = x[0] - x[3], both = x[1] + x[2];
+  return make_double2(sum * sum + skew * skew, less * less + both * both);
 }
-__device__ __forceinline__ double length(double a, double b) { return sqrt(a * a + b * b); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)  // left to itself, the assembler spills on other architectures
-    scale_frobenius(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats,
-                    const float* softmax_scales, HeadFrobenius* norms, HeadBound* bounds) {
-  __shared__ double3 scratch[THREADS / 32];
-  __shared__ double factors_q[256], factors_k[256];
-  const u32 layer = blockIdx.x / s.n_q, h = blockIdx.x % s.n_q, first = layer * (s.n_q + s.n_kv);
-  const HeadGram of_q = heads[first + h], of_k = heads[first + s.n_q + h / (s.n_q / s.n_kv)];
-  Side q = {of_q, partials, stats + of_q.stat_row, s, factors_q}, k = {of_k, partials, stats + of_k.stat_row, s, factors_k};
-  const u32 pairs = s.r / 2;
-  for (u32 p = threadIdx.x; p < pairs; p += THREADS) {
+// EVERY: to `norms`, of every head. Otherwise to the plan, where the bound is the sharpest one: `lambdas` are what
+// `scale_bounds` certified, with room for one square a head behind them.
+template <bool EVERY>
+__device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGram* heads, const float* partials,
+                                          const ChannelStats* stats, double* lambdas, HeadFrobenius* norms) {
+  __shared__ double channel_parts[7][WARPS], parts[6][WARPS];
+  __shared__ Side q, k;
+  const u32 layer = blockIdx.x / s.n_q, h = blockIdx.x % s.n_q, kv = h / (s.n_q / s.n_kv), first = layer * (s.n_q + s.n_kv);
+  const u32 pairs = s.r / 2, half = s.rotary / 2, thread = threadIdx.x;
+  const HeadGram of_q = heads[first + h], of_k = heads[first + s.n_q + kv];
+  const double turned = (double)s.rope_factor * s.rope_factor;
+  if (!EVERY) let_next_start();
+  // Statistics are complete before a block of the bounds lets anything start.
+  double of_channels[7] = {};
+  if (thread < pairs) {
     u32 c[2];
-    pair_channels(p, s.rotary, s.interleaved, c[0], c[1]);
-    const bool rotated = p < s.rotary / 2;
-#pragma unroll
-    for (u32 i = 0; i < 2; i++) {
-      double size_q = q.stats[c[i]].norm2, size_k = k.stats[c[i]].norm2;
-      if (rotated) size_q += q.stats[c[1 - i]].norm2, size_k += k.stats[c[1 - i]].norm2;
-      const double balance = size_q > 0.0 && size_k > 0.0 ? sqrt(sqrt(size_k / size_q)) : 1.0;
-      const double factor = rotated ? s.rope_factor : 1.0;
-      factors_q[c[i]] = factor * balance, factors_k[c[i]] = factor / balance;
+    pair_channels(thread, s.rotary, s.interleaved, c[0], c[1]);
+    const ChannelStats q0 = stats[of_q.stat_row + c[0]], q1 = stats[of_q.stat_row + c[1]];
+    const ChannelStats k0 = stats[of_k.stat_row + c[0]], k1 = stats[of_k.stat_row + c[1]];
+    const double trace_q = (double)q0.norm2 + q1.norm2, trace_k = (double)k0.norm2 + k1.norm2;
+    const double factor = thread < half ? turned : 1.0;
+    const double balance = trace_q > 0.0 && trace_k > 0.0 ? sqrt(trace_k / trace_q) : 1.0;
+    const double to_q = factor * balance, to_k = factor / balance;
+    q.sums[c[0]] = q0.sum, q.sums[c[1]] = q1.sum, k.sums[c[0]] = k0.sum, k.sums[c[1]] = k1.sum;
+    q.weights[thread] = to_q, k.weights[thread] = to_k;
+    of_channels[0] = to_q * ((double)q0.raw2 + q1.raw2), of_channels[1] = to_q * ((double)q0.rounding + q1.rounding);
+    of_channels[2] = to_q * ((double)q0.sum * q0.sum + (double)q1.sum * q1.sum);
+    of_channels[3] = to_k * ((double)k0.raw2 + k1.raw2), of_channels[4] = to_k * ((double)k0.rounding + k1.rounding);
+    of_channels[5] = to_k * ((double)k0.sum * k0.sum + (double)k1.sum * k1.sum);
+    of_channels[6] = 0.5 * factor * factor * trace_q * trace_k;
+  }
+  if (thread == 0) q.head = of_q, k.head = of_k;
+  to_parts(of_channels, channel_parts);
+
+  const u32 all_q = s.layers * s.n_q;
+  double limit = 0.0;
+  double* result = nullptr;
+  if (!EVERY) {
+    wait_for_previous();
+    double* scaled = lambdas + all_q + s.layers * s.n_kv + blockIdx.x;
+    result = scaled + 2 * all_q;
+    limit = fmin(lambdas[blockIdx.x] * lambdas[all_q + layer * s.n_kv + kv], scaled[0] * scaled[all_q]);
+    if (!(sum_of(channel_parts[6]) < limit)) {
+      if (thread == 0) *result = __longlong_as_double(0x7ff0000000000000ll);
+      return;
     }
   }
-  __syncthreads();
-  const double3 q_sums = block_sum(channel_sums(q), scratch), k_sums = block_sum(channel_sums(k), scratch);
 
-  // F^2 and the squares of both Grams; then the bound, whose lifts need them.
-  double3 sums = {0.0, 0.0, 0.0};
-  each_block(q, k, [&](const double(&x)[4], const double(&y)[4], bool diagonal) {
-    const double weight = diagonal ? 1.0 : 2.0;
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) sums.x += weight * x[i] * y[i], sums.y += weight * x[i] * x[i], sums.z += weight * y[i] * y[i];
-  });
-  sums = block_sum(sums, scratch);
-  q.certify(q_sums.x, q_sums.y, q_sums.z, sums.y);
-  k.certify(k_sums.x, k_sums.y, k_sums.z, sums.z);
-  double3 bound = {0.0, 0.0, 0.0};
-  each_block(q, k, [&](double(&x)[4], double(&y)[4], bool diagonal) {
-    const double weight = diagonal ? 1.0 : 2.0;
-    if (diagonal) x[0] += q.lift, x[3] += q.lift, y[0] += k.lift, y[3] += k.lift;
-    if (s.rotary) {
-      bound.x += weight * 0.5 * (length(x[0] + x[3], x[2] - x[1]) * length(y[0] + y[3], y[2] - y[1]) +
-                                 length(x[0] - x[3], x[1] + x[2]) * length(y[0] - y[3], y[1] + y[2]));
-    } else {
-#pragma unroll
-      for (u32 i = 0; i < 4; i++) bound.x += weight * x[i] * y[i];
+  // A warp 8 x 8 blocks at a time, on and above the diagonal.
+  const u32 side = (s.r + 63) / 64, part_values = side * (side + 1) / 2 * 4096;
+  const u32 across = (pairs + 7) / 8, tiles = across * (across + 1) / 2, warp = thread >> 5, lane = thread & 31;
+  const float per = 1.f / s.d_model;
+  // The bound, ||G_Q||_F^2, ||G_K||_F^2, tr G_Q, tr G_K, F^2.
+  double sums[6] = {};
+#pragma unroll 1
+  for (u32 tile = warp; tile - warp < tiles; tile += WARPS) {
+    if (!EVERY && tile > warp) {
+      double so_far[1] = {sums[0]};
+      to_parts(so_far, parts);
+      if (!(sum_of(parts[0]) < limit)) {
+        if (thread == 0) *result = __longlong_as_double(0x7ff0000000000000ll);
+        return;
+      }
     }
-  });
-  bound = block_sum(bound, scratch);
-  if (threadIdx.x) return;
-  const double square = fmax(bound.x, 0.0) * q.grow * k.grow * (1.0 + 1e-9);
-  const float certified = above(sqrt(square));
-  // fmax drops a NaN.
-  const bool known = sums.x == sums.x && bound.x == bound.x;
-  norms[blockIdx.x].norm = known ? (float)sqrt(fmax(sums.x, 0.0)) : (float)sums.x;
-  norms[blockIdx.x].bound = known ? certified : __uint_as_float(0x7fc00000u);
-  HeadBound head = bounds[blockIdx.x];
-  if (!(known && head.rounded == head.rounded && certified < head.sigma)) return;
-  // sigma was rounded up, so that a little less comes off.
-  const double less = (double)softmax_scales[layer] * s.d_model * ((double)head.sigma * (1.0 - 0x1p-23) - certified);
-  if (less <= 0.0) return;
-  head.sigma = certified, head.certain = above(head.certain - less), head.rounded = above(head.rounded - less);
-  head.descale = covering(head.rounded, s.eta * 448.0);
-  bounds[blockIdx.x] = head;
+    if (tile >= tiles) continue;
+    u32 row = 0, column = tile;
+    while (column >= across - row) column -= across - row, row++;
+    column += row;
+    const u32 p = min(row * 8 + lane / 4, pairs - 1);
+    u32 a[2], o[2], b[2][2], at[2][4];
+    pair_channels(p, s.rotary, s.interleaved, a[0], a[1]);
+#pragma unroll
+    for (u32 n = 0; n < 2; n++) {
+      o[n] = min(column * 8 + lane % 4 + 4 * n, pairs - 1);
+      pair_channels(o[n], s.rotary, s.interleaved, b[n][0], b[n][1]);
+#pragma unroll
+      for (u32 i = 0; i < 4; i++) {
+        const u32 x = a[i / 2], y = b[n][i % 2];
+        const u32 low = x / 64 <= y / 64 ? x : y, high = x / 64 <= y / 64 ? y : x, bi = low / 64, bj = high / 64;
+        at[n][i] = (bi * side - bi * (bi - 1) / 2 + bj - bi) * 4096 + low % 64 * 64 + high % 64;
+      }
+    }
+    float x[2][4], y[2][4];
+    q.read(x, at, partials, part_values), k.read(y, at, partials, part_values);
+#pragma unroll
+    for (u32 n = 0; n < 2; n++) {
+      const bool there = row * 8 + lane / 4 < pairs && column * 8 + lane % 4 + 4 * n < pairs;
+      const double weight = !there ? 0.0 : row == column ? 1.0 : 2.0;
+      if (s.mean)
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+          x[n][i] -= q.sums[a[i / 2]] * per * q.sums[b[n][i % 2]];
+          y[n][i] -= k.sums[a[i / 2]] * per * k.sums[b[n][i % 2]];
+        }
+      const double2 of_x = lengths(x[n]), of_y = lengths(y[n]);
+      const double factor = weight * (p < half ? turned : 1.0) * (o[n] < half ? turned : 1.0);
+      double product = 0.0;
+      if (EVERY) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) product += (double)x[n][i] * y[n][i];
+      }
+      if (EVERY && !s.rotary) sums[0] += factor * product;
+      else sums[0] += 0.5 * factor * (sqrt(of_x.x * of_y.x) + sqrt(of_x.y * of_y.y));
+      sums[1] += 0.5 * weight * q.weights[p] * q.weights[o[n]] * (of_x.x + of_x.y);
+      sums[2] += 0.5 * weight * k.weights[p] * k.weights[o[n]] * (of_y.x + of_y.y);
+      if (there && p == o[n]) {
+        sums[3] += q.weights[p] * fabs((double)x[n][0] + x[n][3]);
+        sums[4] += k.weights[p] * fabs((double)y[n][0] + y[n][3]);
+      }
+      sums[5] += factor * product;
+    }
+  }
+  to_parts(sums, parts);
+  if (thread) return;
+  const Lift lift_q = lift_of(channel_parts, sum_of(parts[1]), s), lift_k = lift_of(channel_parts + 3, sum_of(parts[2]), s);
+  const double lifted =
+      lift_q.added * sum_of(parts[4]) + lift_k.added * sum_of(parts[3]) + s.r * lift_q.added * lift_k.added;
+  const double square = (sum_of(parts[0]) + lifted) * lift_q.grown * lift_k.grown * (1.0 + 1e-6);
+  // Of no use where it is not a number.
+  if (!EVERY) *result = square >= 0.0 ? square : __longlong_as_double(0x7ff0000000000000ll);
+  else {
+    const double norm = sum_of(parts[5]);
+    // Not by fmax, which drops a NaN.
+    norms[blockIdx.x] = {(float)sqrt(norm < 0.0 ? 0.0 : norm), __double2float_ru(sqrt(square < 0.0 ? 0.0 : square))};
+  }
+}
+
+// Squares of the bound behind the eigenvalues of a plan; infinite where another is sharper.
+extern "C" __global__ void __launch_bounds__(THREADS, 5)
+    scale_frobenius_bound(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats, double* lambdas) {
+  frobenius<false>(s, heads, partials, stats, lambdas, nullptr);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+    scale_frobenius(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats, HeadFrobenius* norms) {
+  frobenius<true>(s, heads, partials, stats, nullptr, norms);
 }

@@ -3,7 +3,8 @@
 //
 //   certain = tau [d sigma + sqrt(d) (||a|| + ||b||) + |c0|],   rounded = certain + tau [(1 + e)^2 - 1] N_Q N_K + subnormals,
 //   N = sqrt(d) sigma_raw + ||c'||, c' the constants with absolute values, 1 + e = (1 + 1/17)(1 + 1/32), descale = rounded / (eta 448).
-// Under rotation sigma is the smaller of the scaled product and sigma_Q sigma_K, and the constants go pair by pair.
+// Under rotation sigma is the smallest of the scaled product, sigma_Q sigma_K and the Frobenius bound, and the constants go pair by
+// pair.
 #include "covering.cuh"
 #include "head_bound.cuh"
 #include "scale_segments.cuh"
@@ -97,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     sigma = fmin(sigma, sqrt(rest[task]));
     a = fmin(a, sqrt(aux[task].x)), b = fmin(b, sqrt(aux[task].y));
   } else if (s.rotary) {
-    sigma = fmin(sigma, sqrt(rest[task] * rest[s.layers * s.n_q + task]));
+    const u32 all = s.layers * s.n_q;
+    sigma = fmin(sigma, sqrt(fmin(rest[task] * rest[all + task], rest[2 * all + task])));
   }
   const double tau = softmax_scales[layer], d = s.d_model;
   const double certain = tau * (d * sigma + root * (a + b) + c0);

@@ -9,7 +9,9 @@ pub use inspection::{HeadInspection, Inspection, LayerInspection, Statistics};
 use crate::bound::{BoundKind, CStar, HeadBounds, LayerBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
-use crate::model::{AttentionSpec, LayerWeights, NormKind, QkNormScope, QkvBias, RopeLayout, attention_module};
+use crate::model::{
+    AttentionSpec, LayerWeights, NormKind, PerLayer, QkNormScope, QkvBias, RopeLayout, attention_module,
+};
 use crate::plan::export::TensorScales;
 use crate::plan::{DEFAULT_ETA, Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
@@ -116,12 +118,12 @@ impl Profile {
     /// `is_unsupported` if the values of a layer have no bound, or the family has no place in the table.
     pub fn tensor_scales(&self) -> Result<Vec<TensorScales>> {
         let family = &self.model.family;
-        let scales = |(layer, operands): (usize, OperandDescales)| {
-            let module = attention_module(family, layer)
+        let scales = |(number, operands): (usize, OperandDescales)| {
+            let module = attention_module(family, number)
                 .ok_or_else(|| Error::unsupported(format_args!("family `{family}` has no names for its layers")))?;
             TensorScales::new(module, &operands)
         };
-        self.layers.iter().flatten().filter_map(|layer| Some((layer.layer, layer.operands()?))).map(scales).collect()
+        self.layers.iter().flatten().filter_map(|layer| Some((layer.number, layer.operands()?))).map(scales).collect()
     }
 }
 
@@ -153,12 +155,12 @@ pub struct ModelSummary {
     pub layers: usize,
     /// Model dimension.
     pub d_model: usize,
-    /// Query heads.
-    pub n_q_heads: usize,
+    /// Query heads: a number, or a list with one for each layer where layers differ. So are the next two.
+    pub n_q_heads: PerLayer,
     /// KV heads.
-    pub n_kv_heads: usize,
+    pub n_kv_heads: PerLayer,
     /// Head dimension.
-    pub d_head: usize,
+    pub d_head: PerLayer,
     /// Norm in front of attention.
     pub norm: NormKind,
     /// Pairing of the rotation, null without.
@@ -175,13 +177,13 @@ impl ModelSummary {
         Self {
             name: spec.name.clone(),
             family: spec.family.clone(),
-            layers: spec.layers,
+            layers: spec.layers.len(),
             d_model: spec.d_model,
-            n_q_heads: spec.n_q_heads,
-            n_kv_heads: spec.n_kv_heads,
-            d_head: spec.d_head,
+            n_q_heads: PerLayer::new(spec.layers.iter().map(|layer| layer.n_q_heads)),
+            n_kv_heads: PerLayer::new(spec.layers.iter().map(|layer| layer.n_kv_heads)),
+            d_head: PerLayer::new(spec.layers.iter().map(|layer| layer.d_head)),
             norm: spec.norm.kind,
-            rope: spec.rope.iter().flatten().next().map(|rope| rope.layout),
+            rope: spec.layers.iter().find_map(|layer| layer.rope.as_ref()).map(|rope| rope.layout),
             qk_norm: spec.qk_norm.map(|norm| norm.scope),
             bias: spec.bias,
         }
@@ -201,8 +203,10 @@ pub struct TailSummary {
 /// One layer of a profile. Shapes: `heads` n_q, descales n_kv.
 #[derive(Clone, Debug, Serialize)]
 pub struct LayerProfile {
-    /// Layer number.
+    /// Place among the layers that have attention.
     pub layer: usize,
+    /// The model's own number of the layer, as tensor names have it: another where layers without attention stand in front.
+    pub number: usize,
     /// Largest sigma of a head; the paper's summed sigma under `as_paper`; null with QK-norm.
     pub sigma: Option<f64>,
     /// The paper's summed sigma, raw weights.
@@ -358,8 +362,8 @@ impl<'s> Calibration<'s> {
     pub fn new(spec: &'s AttentionSpec, options: Options) -> Result<Self> {
         options.check()?;
         let c_star = options.tail.c_star(spec)?;
-        let power = PowerState::new(spec.layers, spec.d_model, spec.n_q_heads, options.seed);
-        Ok(Self { spec, options, c_star, power, layers: Vec::with_capacity(spec.layers) })
+        let power = PowerState::new(spec, options.seed);
+        Ok(Self { spec, options, c_star, power, layers: Vec::with_capacity(spec.layers.len()) })
     }
 
     /// Adds one layer and returns its profile.
@@ -393,6 +397,7 @@ impl<'s> Calibration<'s> {
             .collect();
         Ok(LayerProfile {
             layer: geometry.layer,
+            number: self.spec.layer(geometry.layer)?.number,
             sigma,
             sigma_sum: spectrum.sigma_sum,
             logit_bound: plan.logit_bound.iter().flatten().copied().fold(0.0, f64::max),
@@ -424,6 +429,7 @@ impl<'s> Calibration<'s> {
         let logit_bound = c * geometry.softmax_scale * geometry.d_model as f64 * sigma_sum;
         Ok(LayerProfile {
             layer: geometry.layer,
+            number: self.spec.layer(geometry.layer)?.number,
             sigma: Some(sigma_sum),
             sigma_sum: Some(sigma_sum),
             logit_bound,
@@ -447,7 +453,7 @@ impl<'s> Calibration<'s> {
             method: Some(Method {
                 bound: (!options.as_paper).then_some(options.bound),
                 estimator: options.estimator,
-                rotation: !self.spec.rope.iter().any(Option::is_some)
+                rotation: !self.spec.layers.iter().any(|layer| layer.rope.is_some())
                     || (options.estimator == Estimator::Gram && !options.as_paper),
                 granularity: if options.as_paper { Granularity::Layer } else { options.granularity },
                 as_paper: options.as_paper,

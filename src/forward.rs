@@ -122,7 +122,8 @@ pub struct Projected {
 /// use sigmascale::forward::{Tokens, project};
 /// use sigmascale::model::{SyntheticModel, SyntheticOptions, preset};
 /// let mut spec = preset("gpt2-xl").unwrap();
-/// (spec.d_model, spec.n_q_heads, spec.n_kv_heads) = (128, 2, 2);
+/// spec.d_model = 128;
+/// spec.set_heads(2, 2, 64);
 /// let layer = SyntheticModel::new(&spec, 1, SyntheticOptions::default())?.layer(0)?;
 /// let projected = project(&spec, &layer.weights(), &Tokens::isotropic(&spec, 5, 0))?;
 /// assert_eq!(projected.k.len(), 5 * 2 * 64);
@@ -130,30 +131,28 @@ pub struct Projected {
 /// ```
 pub fn project(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens) -> Result<Projected> {
     let layer = weights.layer;
-    if tokens.d_model != spec.d_model || layer >= spec.layers {
+    let own = spec.layer(layer)?;
+    if tokens.d_model != spec.d_model {
         return Err(Error::mismatch(format_args!("{} layer {layer}: weights and tokens do not fit it", spec.name)));
     }
+    let (n_q, n_kv, r) = (own.n_q_heads, own.n_kv_heads, own.d_head);
     let input = normed(spec, weights, tokens)?;
     let mut projected = Projected {
-        q: linear(spec, &weights.q, spec.n_q_heads, &input)?,
-        k: linear(spec, &weights.k, spec.n_kv_heads, &input)?,
-        v: linear(spec, &weights.v, spec.n_kv_heads, &input)?,
+        q: linear(&weights.q, n_q, r, &input)?,
+        k: linear(&weights.k, n_kv, r, &input)?,
+        v: linear(&weights.v, n_kv, r, &input)?,
     };
-    let sides = [
-        (&mut projected.q, spec.n_q_heads, &weights.q_norm, "q norm"),
-        (&mut projected.k, spec.n_kv_heads, &weights.k_norm, "k norm"),
-    ];
+    let sides =
+        [(&mut projected.q, n_q, &weights.q_norm, "q norm"), (&mut projected.k, n_kv, &weights.k_norm, "k norm")];
     for (values, heads, vectors, name) in sides {
         let normalise = |values: &mut [f32], behind_rotation: bool| match &spec.qk_norm {
-            Some(norm) if norm.behind_rotation == behind_rotation => {
-                qk_norm(spec, norm, vectors.as_ref(), heads, values)
-                    .map_err(|error| error.within(format_args!("{} layer {layer} {name}", spec.name)))
-            }
+            Some(norm) if norm.behind_rotation == behind_rotation => qk_norm(r, norm, vectors.as_ref(), heads, values)
+                .map_err(|error| error.within(format_args!("{} layer {layer} {name}", spec.name))),
             _ => Ok(()),
         };
         normalise(values, false)?;
-        if let Some(rope) = &spec.rope[layer] {
-            rotate(spec, rope, heads, values)?;
+        if let Some(rope) = &own.rope {
+            rotate(&spec.name, rope, (heads, r), values)?;
         }
         normalise(values, true)?;
     }
@@ -194,10 +193,10 @@ fn affine(tokens: &mut DMatrix<f32>, gain: Option<&[f64]>, form: GainForm, shift
 }
 
 /// `W y + b` of every head, `(token, head, channel)`.
-fn linear(spec: &AttentionSpec, projection: &Projection<'_>, heads: usize, input: &DMatrix<f32>) -> Result<Vec<f32>> {
-    let (r, count) = (spec.d_head, input.ncols());
+fn linear(projection: &Projection<'_>, heads: usize, r: usize, input: &DMatrix<f32>) -> Result<Vec<f32>> {
+    let (d, count) = input.shape();
     let fits = projection.heads.len() == heads
-        && projection.heads.iter().all(|head| head.shape() == (r, spec.d_model))
+        && projection.heads.iter().all(|head| head.shape() == (r, d))
         && projection.bias.as_ref().is_none_or(|bias| bias.len() == heads * r);
     if !fits {
         return Err(Error::mismatch(format_args!("{}: weights do not fit the model", projection.name)));
@@ -249,14 +248,7 @@ fn block_product(weight: &MatrixView<'_>, input: &DMatrix<f32>) -> DMatrix<f32> 
 }
 
 /// Normalises q or k over each head, or over all heads of a token.
-fn qk_norm(
-    spec: &AttentionSpec,
-    norm: &QkNorm,
-    vectors: Option<&NormVectors>,
-    heads: usize,
-    values: &mut [f32],
-) -> Result<()> {
-    let r = spec.d_head;
+fn qk_norm(r: usize, norm: &QkNorm, vectors: Option<&NormVectors>, heads: usize, values: &mut [f32]) -> Result<()> {
     let span = match norm.scope {
         QkNormScope::PerHead => r,
         QkNormScope::Joint => heads * r,
@@ -293,18 +285,17 @@ fn qk_norm(
 }
 
 /// Rotates the pairs of every head by `position * inv_freq`, times the attention factor.
-fn rotate(spec: &AttentionSpec, rope: &Rope, heads: usize, values: &mut [f32]) -> Result<()> {
+fn rotate(model: &str, rope: &Rope, (heads, r): (usize, usize), values: &mut [f32]) -> Result<()> {
     let Some(inv_freq) = &rope.inv_freq else {
         return Err(Error::unsupported(format_args!(
-            "{}: the config does not determine the rotation's angles, so tokens cannot be run through it",
-            spec.name
+            "{model}: the config does not determine the rotation's angles, so tokens cannot be run through it"
         )));
     };
-    if inv_freq.len() * 2 != rope.rotary_dim || rope.rotary_dim > spec.d_head {
-        return Err(Error::mismatch(format_args!("{}: {} angles do not fit the rotation", spec.name, inv_freq.len())));
+    if inv_freq.len() * 2 != rope.rotary_dim || rope.rotary_dim > r {
+        return Err(Error::mismatch(format_args!("{model}: {} angles do not fit the rotation", inv_freq.len())));
     }
     let pairs: Vec<_> = rope.pairs().collect();
-    for (position, token) in values.chunks_exact_mut(heads * spec.d_head).enumerate() {
+    for (position, token) in values.chunks_exact_mut(heads * r).enumerate() {
         let turns: Vec<(f32, f32)> = inv_freq
             .iter()
             .map(|f| {
@@ -312,7 +303,7 @@ fn rotate(spec: &AttentionSpec, rope: &Rope, heads: usize, values: &mut [f32]) -
                 ((sin * rope.attention_factor) as f32, (cos * rope.attention_factor) as f32)
             })
             .collect();
-        for head in token.chunks_exact_mut(spec.d_head) {
+        for head in token.chunks_exact_mut(r) {
             for (&(a, b), &(sin, cos)) in pairs.iter().zip(&turns) {
                 let (x, y) = (head[a], head[b]);
                 head[a] = x * cos - y * sin;
@@ -330,8 +321,10 @@ mod tests {
 
     fn small(name: &str) -> AttentionSpec {
         let mut spec = preset(name).unwrap();
-        (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.d_head, spec.layers) = (272, 4, 2, 16, 2);
-        for rope in spec.rope.iter_mut().flatten() {
+        spec.d_model = 272;
+        spec.layers.truncate(2);
+        spec.set_heads(4, 2, 16);
+        for rope in spec.layers.iter_mut().flat_map(|layer| &mut layer.rope) {
             rope.rotary_dim = 16;
             rope.inv_freq = Some((0..8).map(|i| 0.7f64.powi(i)).collect());
         }
@@ -358,7 +351,7 @@ mod tests {
     #[test]
     fn projections_equal_a_plain_sum_in_f64() {
         let mut spec = small("mistral-7b");
-        spec.rope[1].as_mut().unwrap().layout = RopeLayout::Interleaved;
+        spec.layers[1].rope.as_mut().unwrap().layout = RopeLayout::Interleaved;
         let model = SyntheticModel::new(&spec, 5, SyntheticOptions { gain: 1.3, ..Default::default() }).unwrap();
         let tokens = Tokens::isotropic(&spec, 4, 2);
         for layer in 0..2 {
@@ -372,7 +365,7 @@ mod tests {
                 .map(|i| f64::from(tokens.values[token * 272 + i]) * 1.3 + f64::from(i as u32 % 5) * 0.1)
                 .collect();
             let plain = |view: &MatrixView<'_>, c: usize| (0..272).map(|i| view.get(c, i) * y[i]).sum::<f64>();
-            let rope = spec.rope[layer].as_ref().unwrap();
+            let rope = spec.layers[layer].rope.as_ref().unwrap();
             let q: Vec<f64> =
                 (0..16).map(|c| plain(&weights.q.heads[head], c) + (head * 16 + c) as f64 * 0.01).collect();
             for ((a, b), f) in rope.pairs().zip(rope.inv_freq.as_ref().unwrap()) {
@@ -389,7 +382,9 @@ mod tests {
     #[test]
     fn normalised_heads_have_the_gains_size() {
         let mut spec = preset("qwen3-8b").unwrap();
-        (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.layers) = (128, 4, 2, 1);
+        spec.d_model = 128;
+        spec.layers.truncate(1);
+        spec.set_heads(4, 2, spec.layers[0].d_head);
         let owned = SyntheticModel::new(&spec, 5, SyntheticOptions::default()).unwrap().layer(0).unwrap();
         let mut weights = owned.weights();
         weights.q_norm = Some(NormVectors { gain: vec![2.0; 128], shift: None });
@@ -405,7 +400,7 @@ mod tests {
     #[test]
     fn unknown_angles_are_refused() {
         let mut spec = small("mistral-7b");
-        spec.rope[0].as_mut().unwrap().inv_freq = None;
+        spec.layers[0].rope.as_mut().unwrap().inv_freq = None;
         let owned = SyntheticModel::new(&spec, 5, SyntheticOptions::default()).unwrap().layer(0).unwrap();
         let tokens = Tokens::isotropic(&spec, 2, 2);
         assert!(project(&spec, &owned.weights(), &tokens).unwrap_err().is_unsupported());

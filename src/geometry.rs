@@ -135,10 +135,9 @@ impl<'a> LayerGeometry<'a> {
     pub fn new(spec: &AttentionSpec, weights: LayerWeights<'a>) -> Result<Self> {
         spec.check()?;
         let layer = weights.layer;
-        if layer >= spec.layers {
-            return Err(Error::argument(format_args!("{}: no layer {layer} of {}", spec.name, spec.layers)));
-        }
-        let place = || format!("{} layer {layer}", spec.name);
+        let own = spec.layer(layer)?;
+        let r = own.d_head;
+        let place = || format!("{} layer {}", spec.name, own.number);
         if spec.norm.kind == NormKind::None && spec.qk_norm.is_none() {
             return Err(Error::unsupported(format_args!(
                 "{}: attention input without a norm, and q and k without one, have no bound",
@@ -165,27 +164,27 @@ impl<'a> LayerGeometry<'a> {
         };
         let shift = stored(&weights.norm_shift, "shift", spec.norm.shift)?;
         let centred = spec.norm.kind == NormKind::LayerNorm;
-        let rope = spec.rope.get(layer).cloned().flatten();
-        let rotary = rope.as_ref().map(|rope| {
+        let rope = own.rope.as_ref();
+        let rotary = rope.map(|rope| {
             let pairs: Vec<_> = rope.pairs().collect();
-            Rotary { pairs, fixed: (rope.rotary_dim..spec.d_head).collect(), inv_freq: rope.inv_freq.clone() }
+            Rotary { pairs, fixed: (rope.rotary_dim..r).collect(), inv_freq: rope.inv_freq.clone() }
         });
-        let factor = rope.as_ref().map_or(1.0, |rope| rope.attention_factor);
+        let factor = rope.map_or(1.0, |rope| rope.attention_factor);
         let channel_scale: Option<Arc<[f64]>> = rope
-            .as_ref()
             .filter(|_| factor != 1.0)
-            .map(|rope| (0..spec.d_head).map(|c| if c < rope.rotary_dim { factor } else { 1.0 }).collect());
+            .map(|rope| (0..r).map(|c| if c < rope.rotary_dim { factor } else { 1.0 }).collect());
         let operators = |projection: Projection<'a>, heads: usize, bias: bool, scale: &Option<Arc<[f64]>>| {
             if bias && projection.bias.is_none() {
                 return Err(Error::mismatch(format_args!("{}: {}: bias is missing", place(), projection.name)));
             }
-            operators(spec, projection, heads, &gain, &shift, scale, centred).map_err(|error| error.within(place()))
+            operators((r, spec.d_model), projection, heads, &gain, &shift, scale, centred)
+                .map_err(|error| error.within(place()))
         };
         let qk_limits = match &spec.qk_norm {
             Some(norm) => Some(QkLimits {
-                q: limits(spec, norm, &weights.q_norm, spec.n_q_heads, &rotary, factor)
+                q: limits(r, norm, &weights.q_norm, own.n_q_heads, &rotary, factor)
                     .map_err(|e| e.within(format_args!("{} q norm", place())))?,
-                k: limits(spec, norm, &weights.k_norm, spec.n_kv_heads, &rotary, factor)
+                k: limits(r, norm, &weights.k_norm, own.n_kv_heads, &rotary, factor)
                     .map_err(|e| e.within(format_args!("{} k norm", place())))?,
                 shifted: [&weights.q_norm, &weights.k_norm]
                     .into_iter()
@@ -197,12 +196,12 @@ impl<'a> LayerGeometry<'a> {
         Ok(Self {
             layer,
             d_model: spec.d_model,
-            d_head: spec.d_head,
-            softmax_scale: spec.softmax_scale[layer],
+            d_head: r,
+            softmax_scale: own.softmax_scale,
             soft_cap: spec.soft_cap,
-            q: operators(weights.q, spec.n_q_heads, spec.bias.q, &channel_scale)?,
-            k: operators(weights.k, spec.n_kv_heads, spec.bias.k, &channel_scale)?,
-            v: operators(weights.v, spec.n_kv_heads, spec.bias.v, &None)?,
+            q: operators(weights.q, own.n_q_heads, spec.bias.q, &channel_scale)?,
+            k: operators(weights.k, own.n_kv_heads, spec.bias.k, &channel_scale)?,
+            v: operators(weights.v, own.n_kv_heads, spec.bias.v, &None)?,
             rotary,
             qk_limits,
             input_bounded: spec.norm.kind != NormKind::None,
@@ -228,7 +227,7 @@ fn apply_gain_form(stored: &[f64], form: GainForm) -> Vec<f64> {
 }
 
 fn operators<'a>(
-    spec: &AttentionSpec,
+    (r, d): (usize, usize),
     projection: Projection<'a>,
     heads: usize,
     gain: &Option<Arc<[f64]>>,
@@ -237,14 +236,11 @@ fn operators<'a>(
     centred: bool,
 ) -> Result<Vec<HeadOperator<'a>>> {
     let Projection { heads: views, bias, name } = projection;
-    if views.len() != heads || views.iter().any(|view| view.shape() != (spec.d_head, spec.d_model)) {
-        return Err(Error::mismatch(format_args!(
-            "{name}: expected {heads} heads of {} x {} weights",
-            spec.d_head, spec.d_model
-        )));
+    if views.len() != heads || views.iter().any(|view| view.shape() != (r, d)) {
+        return Err(Error::mismatch(format_args!("{name}: expected {heads} heads of {r} x {d} weights")));
     }
-    if bias.as_ref().is_some_and(|bias| bias.len() != heads * spec.d_head) {
-        return Err(Error::mismatch(format_args!("{name}: bias does not have {} values", heads * spec.d_head)));
+    if bias.as_ref().is_some_and(|bias| bias.len() != heads * r) {
+        return Err(Error::mismatch(format_args!("{name}: bias does not have {} values", heads * r)));
     }
     Ok(views
         .into_iter()
@@ -253,7 +249,7 @@ fn operators<'a>(
             raw,
             gain: gain.clone(),
             shift: shift.clone(),
-            bias: bias.as_ref().map(|bias| bias[head * spec.d_head..][..spec.d_head].to_vec()),
+            bias: bias.as_ref().map(|bias| bias[head * r..][..r].to_vec()),
             channel_scale: channel_scale.clone(),
             centred,
             label: format!("{name} head {head}"),
@@ -262,14 +258,13 @@ fn operators<'a>(
 }
 
 fn limits(
-    spec: &AttentionSpec,
+    r: usize,
     norm: &QkNorm,
     vectors: &Option<NormVectors>,
     heads: usize,
     rotary: &Option<Rotary>,
     factor: f64,
 ) -> Result<Vec<HeadLimit>> {
-    let r = spec.d_head;
     // A rotation in front of the norm changes no length that the norm sees, and none comes behind it.
     let (rotary, factor) = if norm.behind_rotation { (&None, 1.0) } else { (rotary, factor) };
     let stored = |values: &[f64], what: &str| {

@@ -21,34 +21,21 @@
 //! with counts, for the tensors that the call casts and no others), `not finite` and `beyond the certain bound` (warn),
 //! and the policy's own.
 
+mod state;
+
 use crate::attention::{Attention, AttentionCall, AttentionOutput, Cast, Inputs, LogitCast, Precision, measure};
 use crate::bound::{LayerBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights};
 use crate::plan::ScalePlan;
-use crate::policy::{
-    Policy, PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Report, Restart, Tensor, differs,
-};
+use crate::policy::{Policy, PolicyConfig, PolicyEvent, PolicyKind, Report, Restart, Tensor, differs};
 use crate::spectral::{Estimator, GramEngine, PowerEngine, PowerState, SpectralEngine};
 use crate::stats::StepStats;
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
-use std::io::{self, Read, Write};
-use std::path::Path;
+pub use state::{LayerState, RuntimeState, STATE_VERSION, UNLIKE_STATE_VERSION};
+use state::{check_version, version_of};
 use tracing::{info, warn};
-
-/// Version of the state and its file: any other is refused.
-pub const STATE_VERSION: u32 = 2;
-
-/// First word of a state file.
-const MAGIC: &str = "sigmascale-state";
-
-/// Longest header line.
-const MAX_HEADER: usize = 96;
-
-/// Largest state file that is read.
-const MAX_FILE: u64 = 1 << 30;
 
 /// What a runtime is made from, beside the model.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -141,7 +128,8 @@ struct Layer {
 /// use sigmascale::runtime::{Runtime, Weights};
 ///
 /// let mut spec = preset("gpt2-xl").unwrap();
-/// (spec.d_model, spec.n_q_heads, spec.n_kv_heads) = (128, 2, 2);
+/// spec.d_model = 128;
+/// spec.set_heads(2, 2, 64);
 /// let model = SyntheticModel::new(&spec, 1, SyntheticOptions::default())?;
 /// let mut runtime = Runtime::new(&spec, PolicyKind::Geometry.into())?;
 /// // Around a foreign attention call:
@@ -167,7 +155,7 @@ impl Runtime {
     /// `is_argument` if a parameter breaks its rule.
     pub fn new(spec: &AttentionSpec, config: RuntimeConfig) -> Result<Self> {
         config.check()?;
-        let policy = config.policy.build(shape(spec))?;
+        let policy = config.policy.build(spec.into())?;
         Ok(Self::with(spec, config, policy))
     }
 
@@ -175,9 +163,9 @@ impl Runtime {
         if let Some(assumption) = policy.assumption() {
             info!(policy = policy.name(), assumption, "assumption");
         }
-        let cold = || PowerState::new(spec.layers, spec.d_model, spec.n_q_heads, 0);
+        let cold = || PowerState::new(spec, 0);
         let power = (config.estimator == Estimator::Power).then(cold);
-        Self { spec: spec.clone(), config, policy, power, layers: vec![Layer::default(); spec.layers] }
+        Self { spec: spec.clone(), config, policy, power, layers: vec![Layer::default(); spec.layers.len()] }
     }
 
     /// A runtime that goes on from a state. Every layer's weights have to be given again, unless the estimator is power
@@ -189,18 +177,24 @@ impl Runtime {
     pub fn resume(spec: &AttentionSpec, config: RuntimeConfig, state: RuntimeState) -> Result<Self> {
         config.check()?;
         check_version(state.version)?;
+        if state.version != version_of(&state.model) {
+            return Err(Error::mismatch(format_args!(
+                "a state of version {} does not fit its own layers",
+                state.version
+            )));
+        }
         differs("model", &nameless(&state.model), &nameless(spec))?;
         differs("tail", &state.tail, &config.tail)?;
         differs("estimator", &state.estimator, &config.estimator)?;
         if state.power.is_some() != (config.estimator == Estimator::Power) {
             return Err(Error::mismatch("the saved state's vectors do not fit its own estimator"));
         }
-        state.power.as_ref().map_or(Ok(()), |power| power.check_model(spec.layers, spec.d_model, spec.n_q_heads))?;
-        if state.layers.len() != spec.layers {
+        state.power.as_ref().map_or(Ok(()), |power| power.check_model(spec))?;
+        if state.layers.len() != spec.layers.len() {
             return Err(Error::mismatch(format_args!(
                 "the saved state has {} layers, the model {}",
                 state.layers.len(),
-                spec.layers
+                spec.layers.len()
             )));
         }
         let misplaced = |(at, layer): (usize, &LayerState)| {
@@ -210,7 +204,7 @@ impl Runtime {
         if state.layers.iter().enumerate().any(misplaced) {
             return Err(Error::mismatch("the saved state's plans or bounds do not stand at their own layers"));
         }
-        let policy = state.policy.restore(&config.policy, shape(spec))?;
+        let policy = state.policy.restore(&config.policy, spec.into())?;
         let mut runtime = Self::with(spec, config, policy);
         runtime.power = state.power;
         for (layer, saved) in runtime.layers.iter_mut().zip(state.layers) {
@@ -230,7 +224,7 @@ impl Runtime {
             weights_version: layer.weights_version.filter(|_| estimated),
         };
         RuntimeState {
-            version: STATE_VERSION,
+            version: version_of(&self.spec),
             model: self.spec.clone(),
             tail: self.config.tail,
             estimator: self.config.estimator,
@@ -357,9 +351,8 @@ impl Runtime {
     }
 
     fn layer(&self, layer: usize) -> Result<&Layer> {
-        self.layers.get(layer).ok_or_else(|| {
-            Error::argument(format_args!("there is no layer {layer}, {} has {}", self.spec.name, self.spec.layers))
-        })
+        self.spec.layer(layer)?;
+        Ok(&self.layers[layer])
     }
 
     fn known_bounds(&self, layer: usize) -> Result<&LayerBounds> {
@@ -375,24 +368,23 @@ impl Runtime {
     }
 
     fn check_call(&self, layer: usize, call: &AttentionCall) -> Result<()> {
-        let spec = &self.spec;
-        let shape = &call.shape;
+        let (own, shape) = (self.spec.layer(layer)?, &call.shape);
         let heads = [shape.n_q_heads, shape.n_kv_heads, shape.d_head];
-        if heads != [spec.n_q_heads, spec.n_kv_heads, spec.d_head] {
+        if heads != [own.n_q_heads, own.n_kv_heads, own.d_head] {
             return Err(Error::mismatch(format_args!(
-                "the call has {} query heads, {} KV heads and d_head {}, the model {}, {} and {}",
-                heads[0], heads[1], heads[2], spec.n_q_heads, spec.n_kv_heads, spec.d_head
+                "the call has {} query heads, {} KV heads and d_head {}, layer {layer} {}, {} and {}",
+                heads[0], heads[1], heads[2], own.n_q_heads, own.n_kv_heads, own.d_head
             )));
         }
         // Bounds include both: with others they would promise nothing.
         let same = |a: f64, b: f64| (a - b).abs() <= 1e-6 * b.abs();
-        if !same(call.softmax_scale, spec.softmax_scale[layer]) {
+        if !same(call.softmax_scale, own.softmax_scale) {
             return Err(Error::mismatch(format_args!(
                 "the call's softmax scale is {}, that of layer {layer} {}",
-                call.softmax_scale, spec.softmax_scale[layer]
+                call.softmax_scale, own.softmax_scale
             )));
         }
-        match (call.soft_cap, spec.soft_cap) {
+        match (call.soft_cap, self.spec.soft_cap) {
             (None, None) => Ok(()),
             (Some(a), Some(b)) if same(a, b) => Ok(()),
             (a, b) => Err(Error::mismatch(format_args!("the call's soft-cap is {a:?}, the model's {b:?}"))),
@@ -434,10 +426,6 @@ fn casts(precision: &Precision, plan: &ScalePlan) -> Vec<Tensor> {
 
 fn unknown(spec: &AttentionSpec, layer: usize) -> Error {
     Error::argument(format_args!("{} layer {layer}: its weights have not been given yet", spec.name))
-}
-
-fn shape(spec: &AttentionSpec) -> PolicyShape {
-    PolicyShape { layers: spec.layers, n_q_heads: spec.n_q_heads, n_kv_heads: spec.n_kv_heads }
 }
 
 /// A model is the same wherever it was loaded from.
@@ -500,157 +488,6 @@ fn log_event(policy: &str, layer: Option<usize>, event: &PolicyEvent) {
         PolicyEvent::Skipped { tensor } => warn!(layer, policy, tensor = tensor.name(), "step not taken in"),
         PolicyEvent::TinyAmax { tensor } => warn!(layer, policy, tensor = tensor.name(), "amax too small for a scale"),
     }
-}
-
-/// A runtime between two steps. Plain values: serialise them as you like, or use [`RuntimeState::write`].
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct RuntimeState {
-    /// [`STATE_VERSION`] of the writer.
-    pub version: u32,
-    /// The model; its name may differ at a resume, nothing else.
-    pub model: AttentionSpec,
-    /// Union bound.
-    pub tail: Tail,
-    /// Where the norms come from.
-    pub estimator: Estimator,
-    /// Singular vectors, with [`Estimator::Power`].
-    pub power: Option<PowerState>,
-    /// What the policy knows.
-    pub policy: PolicyState,
-    /// `model.layers` entries.
-    pub layers: Vec<LayerState>,
-}
-
-/// One layer of a state.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct LayerState {
-    /// Steps observed.
-    pub steps: u64,
-    /// The last plan, so that logs go on where they stopped.
-    pub last: Option<ScalePlan>,
-    /// The bounds in use, where they are estimates.
-    pub bounds: Option<LayerBounds>,
-    /// The caller's version of the weights behind them.
-    pub weights_version: Option<u64>,
-}
-
-fn check_version(version: u32) -> Result<()> {
-    if version == STATE_VERSION {
-        return Ok(());
-    }
-    let age = if version < STATE_VERSION { "an older" } else { "a newer" };
-    Err(Error::mismatch(format_args!("the state has {age} version, {version}; this build reads {STATE_VERSION}")))
-}
-
-impl RuntimeState {
-    /// Writes the state so that a reader finds the old file or the new one, whenever the process ends: a temporary file
-    /// in the same folder is written, synchronised and renamed. One that a killed process left (`.NAME.PID.tmp`) is
-    /// never read.
-    ///
-    /// The file is one header line (`sigmascale-state VERSION BYTES HASH`) and JSON; length and 64-bit FNV-1a hash are
-    /// those of the JSON.
-    ///
-    /// # Errors
-    /// `is_io` if the folder or file cannot be written.
-    pub fn write(&self, path: &Path) -> Result<()> {
-        let bytes = self.encode().map_err(|error| Error::io(path, "encode the state", error))?;
-        replace(path, |file| file.write_all(&bytes)).map_err(|error| Error::io(path, "write the state", error))
-    }
-
-    /// Reads a state that [`RuntimeState::write`] wrote.
-    ///
-    /// # Errors
-    /// `is_io` if the file cannot be read; `is_format` if it is foreign, truncated or damaged; `is_mismatch` if it is of
-    /// another version. [`Runtime::resume`] checks that it belongs to the model and policy.
-    pub fn read(path: &Path) -> Result<Self> {
-        let read = || -> io::Result<Vec<u8>> {
-            let file = File::open(path)?;
-            let mut bytes = Vec::new();
-            file.take(MAX_FILE + 1).read_to_end(&mut bytes)?;
-            Ok(bytes)
-        };
-        let bytes = read().map_err(|error| Error::io(path, "read the state", error))?;
-        if bytes.len() as u64 > MAX_FILE {
-            return Err(Error::format(path, format_args!("a state has at most {MAX_FILE} bytes")));
-        }
-        Self::decode(path, &bytes)
-    }
-
-    fn encode(&self) -> io::Result<Vec<u8>> {
-        let json = serde_json::to_vec(self)?;
-        let header = format!("{MAGIC} {} {} {:016x}\n", self.version, json.len(), fnv1a(&json));
-        Ok([header.into_bytes(), json].concat())
-    }
-
-    fn decode(path: &Path, bytes: &[u8]) -> Result<Self> {
-        let refuse = |rule: String| Error::format(path, rule);
-        let magic = MAGIC.as_bytes();
-        if !bytes.starts_with(magic) {
-            let cut = magic.starts_with(bytes);
-            return Err(refuse(if cut {
-                "the state is truncated".into()
-            } else {
-                "this is not a runtime state".into()
-            }));
-        }
-        let end = bytes.iter().take(MAX_HEADER).position(|b| *b == b'\n');
-        let Some(end) = end else { return Err(refuse("the state is truncated or its header damaged".into())) };
-        let header = std::str::from_utf8(&bytes[..end]).unwrap_or_default();
-        let words: Vec<_> = header.split(' ').collect();
-        let [_, version, length, hash] = words[..] else { return Err(refuse("the state's header is damaged".into())) };
-        let version: u32 = version.parse().map_err(|_| refuse("the state's version is no number".into()))?;
-        check_version(version).map_err(|error| error.within(path.display()))?;
-        let length: usize = length.parse().map_err(|_| refuse("the state's length is no number".into()))?;
-        let json = &bytes[end + 1..];
-        if json.len() < length {
-            return Err(refuse(format!("the state is truncated: {} of {length} bytes are there", json.len())));
-        }
-        if json.len() > length {
-            return Err(refuse(format!("{} bytes follow the state", json.len() - length)));
-        }
-        if hash != format!("{:016x}", fnv1a(json)) {
-            return Err(refuse("the state is damaged: its hash is not the header's".into()));
-        }
-        serde_json::from_slice(json).map_err(|error| refuse(format!("the state cannot be read: {error}")))
-    }
-}
-
-/// 64-bit FNV-1a: finds damage, not malice.
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, b| (hash ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))
-}
-
-/// Puts a new file in the place of an old one, all or nothing.
-fn replace(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
-    let name = path.file_name().ok_or_else(|| io::Error::other("the path names no file"))?;
-    let folder = match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    };
-    let temporary = folder.join(format!(".{}.{}.tmp", name.to_string_lossy(), std::process::id()));
-    let filled = File::create(&temporary).and_then(|mut file| {
-        write(&mut file)?;
-        file.sync_all()
-    });
-    match filled.and_then(|()| fs::rename(&temporary, path)) {
-        Ok(()) => sync_folder(folder),
-        Err(error) => {
-            // The first error is the one to report.
-            let _ = fs::remove_file(&temporary);
-            Err(error)
-        }
-    }
-}
-
-/// Makes the rename last through a power cut.
-#[cfg(unix)]
-fn sync_folder(folder: &Path) -> io::Result<()> {
-    File::open(folder)?.sync_all()
-}
-
-#[cfg(not(unix))]
-fn sync_folder(_: &Path) -> io::Result<()> {
-    Ok(())
 }
 
 #[cfg(test)]

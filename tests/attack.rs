@@ -26,9 +26,9 @@ fn worst_logit(planted: &Planted, head: usize, seed: u64) -> f64 {
     let (spec, weights) = (&planted.spec, planted.weights());
     let mut rng = StdRng::seed_from_u64(seed);
     let root = (spec.d_model as f64).sqrt();
-    let kv = head / spec.group();
+    let (kv, r) = (head / spec.layers[0].group(), spec.layers[0].d_head);
     let side = |w: &DMatrix<f64>, bias: &Option<Vec<f64>>, head: usize| {
-        let mut c = DVector::from_fn(spec.d_head, |c, _| bias.as_ref().map_or(0.0, |b| b[head * spec.d_head + c]));
+        let mut c = DVector::from_fn(r, |c, _| bias.as_ref().map_or(0.0, |b| b[head * r + c]));
         if let Some(shift) = &planted.shift {
             c += w.tr_mul(&DVector::from_column_slice(shift));
         }
@@ -36,7 +36,7 @@ fn worst_logit(planted: &Planted, head: usize, seed: u64) -> f64 {
     };
     let (wq, cq) = side(&planted.q[head], &planted.q_bias, head);
     let (wk, ck) = side(&planted.k[kv], &planted.k_bias, kv);
-    let rotation = spec.rope[0].clone();
+    let rotation = spec.layers[0].rope.clone();
     let turn = |y: DVector<f64>, angles: &[f64], sign: f64| {
         let mut out = y.clone();
         for ((a, b), angle) in rotation.iter().flat_map(Rope::pairs).zip(angles) {
@@ -58,7 +58,7 @@ fn worst_logit(planted: &Planted, head: usize, seed: u64) -> f64 {
         };
         let (aq, ak) = (angles(), angles());
         let sign = if attempt % 2 == 0 { 1.0 } else { -1.0 };
-        let mut y = onto(&wk * gaussian(spec.d_head, 1, &mut rng).column(0));
+        let mut y = onto(&wk * gaussian(spec.layers[0].d_head, 1, &mut rng).column(0));
         let mut x = y.clone();
         for _ in 0..100 {
             x = onto(&wq * turn(turn(wk.tr_mul(&y) + &ck, &ak, 1.0), &aq, -1.0) * sign);
@@ -108,24 +108,24 @@ fn certain_bounds_hold_on_the_edges() {
             p.k[0] *= 1e25;
         }),
         ("partial rotation with a factor", 64, 24, 2, 1, |p| {
-            p.spec.rope = vec![Some(Rope { attention_factor: 1.3, ..rope(10, RopeLayout::HalfSplit, 1e4) })];
+            p.spec.layers[0].rope = Some(Rope { attention_factor: 1.3, ..rope(10, RopeLayout::HalfSplit, 1e4) });
         }),
         ("interleaved rotation and constants", 64, 16, 2, 1, |p| {
-            p.spec.rope = vec![Some(Rope { attention_factor: 0.7, ..rope(6, RopeLayout::Interleaved, 1e4) })];
+            p.spec.layers[0].rope = Some(Rope { attention_factor: 0.7, ..rope(6, RopeLayout::Interleaved, 1e4) });
             p.q_bias = Some(vec![3.0; 32]);
             p.k_bias = Some((0..16).map(f64::from).collect());
         }),
         ("rotation, small keys", 64, 16, 1, 1, |p| {
-            p.spec.rope = vec![Some(rope(12, RopeLayout::HalfSplit, 1e4))];
+            p.spec.layers[0].rope = Some(rope(12, RopeLayout::HalfSplit, 1e4));
             p.k[0] *= 1e-3;
         }),
         ("rotation, heads that meet only when turned", 64, 16, 1, 1, |p| {
-            p.spec.rope = vec![Some(rope(16, RopeLayout::Interleaved, 1e4))];
+            p.spec.layers[0].rope = Some(rope(16, RopeLayout::Interleaved, 1e4));
             p.q[0] = DMatrix::from_fn(64, 16, |i, c| f64::from((i, c) == (0, 0)));
             p.k[0] = DMatrix::from_fn(64, 16, |i, c| f64::from((i, c) == (0, 1)));
         }),
         ("rotation, uneven pairs", 64, 16, 1, 1, |p| {
-            p.spec.rope = vec![Some(rope(12, RopeLayout::Interleaved, 1e4))];
+            p.spec.layers[0].rope = Some(rope(12, RopeLayout::Interleaved, 1e4));
             (0..16).for_each(|c| p.q[0].column_mut(c).scale_mut(10f64.powi(c as i32 % 5 - 2)));
             (0..16).for_each(|c| p.k[0].column_mut(c).scale_mut(10f64.powi(2 - c as i32 % 5)));
         }),
@@ -138,7 +138,7 @@ fn certain_bounds_hold_on_the_edges() {
             let (bound, worst) = (bounds.heads[head].certain.unwrap(), worst_logit(&planted, head, 5));
             assert!(worst <= bound * (1.0 + 1e-12), "{name}, head {head}: {worst} past {bound}");
             let constant = planted.q_bias.is_some();
-            if planted.spec.rope[0].is_none() && !constant {
+            if planted.spec.layers[0].rope.is_none() && !constant {
                 assert!(worst > 0.99 * bound, "{name}, head {head}: {worst} of {bound}");
             }
         }
@@ -170,7 +170,7 @@ fn a_shared_descale_does_not_pass_the_rounded_bound() {
         for head in 0..2 {
             let q = cast(&token.q[head], plan.operands.q[head]);
             let k = cast(&token.k[head], plan.operands.k[head]);
-            let logit = dot(&q, &k).abs() * planted.spec.softmax_scale[0];
+            let logit = dot(&q, &k).abs() * planted.spec.layers[0].softmax_scale;
             let bound = plan.logit_bound.as_ref().unwrap()[head];
             assert!(logit <= bound, "{granularity:?} head {head}: {logit} past {bound}");
         }
@@ -181,32 +181,31 @@ fn a_shared_descale_does_not_pass_the_rounded_bound() {
 #[test]
 fn a_spec_that_breaks_a_rule_is_refused() {
     type Break = fn(&mut Planted);
-    let cases: [(&str, Break); 24] = [
-        ("layers", |p| p.spec.layers = 0),
-        ("rope", |p| p.spec.rope = vec![]),
-        ("rope", |p| p.spec.rope = vec![None; 2]),
-        ("softmax_scale", |p| p.spec.softmax_scale = vec![]),
-        ("softmax_scale", |p| p.spec.softmax_scale = vec![f64::NAN]),
-        ("softmax_scale", |p| p.spec.softmax_scale = vec![-0.25]),
+    let cases: [(&str, Break); 22] = [
+        ("layers", |p| p.spec.layers.clear()),
+        ("layer 0 stands in front of layer 0", |p| p.spec.layers.push(p.spec.layers[0].clone())),
+        ("softmax_scale", |p| p.spec.layers[0].softmax_scale = f64::NAN),
+        ("softmax_scale", |p| p.spec.layers[0].softmax_scale = -0.25),
         ("soft_cap", |p| p.spec.soft_cap = Some(f64::NAN)),
         ("soft_cap", |p| p.spec.soft_cap = Some(-1.0)),
-        ("n_kv_heads", |p| p.spec.n_kv_heads = 0),
-        ("n_kv_heads", |p| p.spec.n_q_heads = 3),
+        ("n_kv_heads", |p| p.spec.layers[0].n_kv_heads = 0),
+        ("n_kv_heads", |p| p.spec.layers[0].n_q_heads = 3),
         ("d_model", |p| p.spec.d_model = 0),
-        ("d_head", |p| p.spec.d_head = 0),
-        ("rotary_dim", |p| p.spec.rope = vec![Some(rope(32, RopeLayout::HalfSplit, 1e4))]),
-        ("rotary_dim", |p| p.spec.rope = vec![Some(Rope { rotary_dim: 7, ..rope(6, RopeLayout::HalfSplit, 1e4) })]),
+        ("d_head", |p| p.spec.layers[0].d_head = 0),
+        ("rotary_dim", |p| p.spec.layers[0].rope = Some(rope(32, RopeLayout::HalfSplit, 1e4))),
+        ("rotary_dim", |p| p.spec.layers[0].rope = Some(Rope { rotary_dim: 7, ..rope(6, RopeLayout::HalfSplit, 1e4) })),
         ("attention_factor", |p| {
-            p.spec.rope = vec![Some(Rope { attention_factor: -1.0, ..rope(8, RopeLayout::HalfSplit, 1e4) })];
+            p.spec.layers[0].rope = Some(Rope { attention_factor: -1.0, ..rope(8, RopeLayout::HalfSplit, 1e4) });
         }),
         ("attention_factor", |p| {
-            p.spec.rope = vec![Some(Rope { attention_factor: f64::NAN, ..rope(8, RopeLayout::HalfSplit, 1e4) })];
+            p.spec.layers[0].rope = Some(Rope { attention_factor: f64::NAN, ..rope(8, RopeLayout::HalfSplit, 1e4) });
         }),
         ("inv_freq", |p| {
-            p.spec.rope = vec![Some(Rope { inv_freq: Some(vec![1.0]), ..rope(8, RopeLayout::HalfSplit, 1e4) })];
+            p.spec.layers[0].rope = Some(Rope { inv_freq: Some(vec![1.0]), ..rope(8, RopeLayout::HalfSplit, 1e4) });
         }),
         ("inv_freq", |p| {
-            p.spec.rope = vec![Some(Rope { inv_freq: Some(vec![f64::NAN; 4]), ..rope(8, RopeLayout::HalfSplit, 1e4) })];
+            p.spec.layers[0].rope =
+                Some(Rope { inv_freq: Some(vec![f64::NAN; 4]), ..rope(8, RopeLayout::HalfSplit, 1e4) });
         }),
         ("input norm shift", |p| p.spec.norm.shift = true),
         ("q_proj: bias", |p| p.spec.bias.q = true),
@@ -272,7 +271,7 @@ fn extreme_weights_give_a_sound_bound_or_an_error() {
                 let mut planted = Planted::gaussian(spec(24, 16, 1, 1), 3);
                 planted.spec.norm.kind = kind;
                 if rotated {
-                    planted.spec.rope = vec![Some(rope(8, RopeLayout::HalfSplit, 1e4))];
+                    planted.spec.layers[0].rope = Some(rope(8, RopeLayout::HalfSplit, 1e4));
                 }
                 planted.q[0] *= a;
                 planted.k[0] *= b;
@@ -337,7 +336,7 @@ fn grams(geometry: &LayerGeometry<'_>) -> (Gram, Gram) {
 #[test]
 fn a_scan_refuses_what_it_cannot_walk() {
     let mut planted = Planted::gaussian(spec(64, 16, 1, 1), 3);
-    planted.spec.rope = vec![Some(rope(16, RopeLayout::HalfSplit, 1e4))];
+    planted.spec.layers[0].rope = Some(rope(16, RopeLayout::HalfSplit, 1e4));
     let geometry = planted.geometry();
     let (q, k) = grams(&geometry);
     let mut rotary = geometry.rotary.clone().unwrap();
@@ -360,7 +359,7 @@ fn formulas_with_everything() {
     let root = (d as f64).sqrt();
     for (layout, concentrated) in [(RopeLayout::HalfSplit, false), (RopeLayout::Interleaved, true)] {
         let mut planted = Planted::gaussian(spec(d, r, 4, 2), 31).with_random_norm(31, NormKind::LayerNorm, true);
-        planted.spec.rope = vec![Some(Rope { attention_factor: factor, ..rope(rotary, layout, 1e4) })];
+        planted.spec.layers[0].rope = Some(Rope { attention_factor: factor, ..rope(rotary, layout, 1e4) });
         planted.q[1] *= 3.0;
         if concentrated {
             planted.shift = Some(vec![0.0; d]);
@@ -398,7 +397,7 @@ fn formulas_with_everything() {
         };
         let (qs, ks) = (sides(&planted.q, &planted.q_bias), sides(&planted.k, &planted.k_bias));
         let mut blocks: Vec<Vec<usize>> =
-            planted.spec.rope[0].as_ref().unwrap().pairs().map(|(a, b)| vec![a, b]).collect();
+            planted.spec.layers[0].rope.as_ref().unwrap().pairs().map(|(a, b)| vec![a, b]).collect();
         blocks.push((rotary..r).collect());
         let part = |v: &DVector<f64>, block: &[usize]| block.iter().map(|&c| v[c] * v[c]).sum::<f64>().sqrt();
         let linear = |w: &DMatrix<f64>, c: &DVector<f64>| {
@@ -427,7 +426,7 @@ fn formulas_with_everything() {
         }
         let largest = |bounds: &[sigmascale::bound::OperandBound]| bounds.iter().map(|b| b.rounded).fold(0.0, f64::max);
         let flush = |bounds| (r as f64).sqrt() / 1024.0 * largest(bounds) / 448.0;
-        let (tau, factor_e) = (planted.spec.softmax_scale[0], 18.0 / 17.0 * 33.0 / 32.0);
+        let (tau, factor_e) = (planted.spec.layers[0].softmax_scale, 18.0 / 17.0 * 33.0 / 32.0);
         for (head, got) in bounds.heads.iter().enumerate() {
             let (q, k) = (&qs[head], &ks[head / 2]);
             let sigma = spectrum.heads.as_ref().unwrap()[head].exact.unwrap().sigma_rope_upper;
@@ -460,7 +459,7 @@ fn formulas_of_a_qk_norm_with_shift_and_factor() {
     planted.spec.qk_norm.as_mut().unwrap().shift = true;
     planted.spec.qk_norm.as_mut().unwrap().gain = GainForm::OnePlus;
     let factor = 1.5;
-    planted.spec.rope = vec![Some(Rope { attention_factor: factor, ..rope(8, RopeLayout::HalfSplit, 1e4) })];
+    planted.spec.layers[0].rope = Some(Rope { attention_factor: factor, ..rope(8, RopeLayout::HalfSplit, 1e4) });
     let gain: Vec<f64> = (0..16).map(|c| if c == 2 { 1.0 } else { -0.5 }).collect();
     let shift: Vec<f64> = (0..16)
         .map(|c| {

@@ -93,9 +93,10 @@ fn rope_operands_take_the_spectral_norm_of_a_pair() {
     let d = 64;
     for layout in [RopeLayout::HalfSplit, RopeLayout::Interleaved] {
         let mut planted = Planted::gaussian(spec(d, 16, 1, 1), 8);
-        planted.spec.rope = vec![Some(rope(12, layout, 1e4))];
+        planted.spec.layers[0].rope = Some(rope(12, layout, 1e4));
         let k = &planted.k[0];
-        let rotated = planted.spec.rope[0]
+        let rotated = planted.spec.layers[0]
+            .rope
             .as_ref()
             .unwrap()
             .pairs()
@@ -109,7 +110,7 @@ fn rope_operands_take_the_spectral_norm_of_a_pair() {
 fn normalised_heads_are_bounded_by_their_gains() {
     let mut planted = Planted::gaussian(spec(64, 16, 4, 2), 8);
     let gains = |n: usize, top: usize| -> Vec<f64> { (0..n).map(|c| if c == top { -3.0 } else { 0.5 }).collect() };
-    planted.spec.rope = vec![Some(rope(16, RopeLayout::HalfSplit, 1e4))];
+    planted.spec.layers[0].rope = Some(rope(16, RopeLayout::HalfSplit, 1e4));
     // Pair 1 of q and pair 1 of k meet: channels 1 and 9.
     planted.q_norm = Some(NormVectors { gain: gains(16, 1), shift: None });
     planted.k_norm = Some(NormVectors { gain: gains(16, 9), shift: None });
@@ -155,14 +156,14 @@ fn diagonal_entries_pass_the_papers_bound() {
     planted.q[0] = planted.q[0].clone().qr().q();
     planted.k[0] = planted.q[0].clone();
     let head = bounds(&planted).heads[0];
-    let paper = TAIL.c_star(&planted.spec).unwrap().c_star * planted.spec.softmax_scale[0] * d as f64;
+    let paper = TAIL.c_star(&planted.spec).unwrap().c_star * planted.spec.layers[0].softmax_scale * d as f64;
     close(head.rank_aware.unwrap(), paper);
     let mut rng = StdRng::seed_from_u64(0);
     let (mut past_paper, mut largest) = (0, 0.0f64);
     for _ in 0..1024 {
         let x = DVector::from_vec(common::forward::random_x_hat(&planted.spec, &mut rng));
         let y = planted.q[0].tr_mul(&x);
-        let logit = y.norm_squared() * planted.spec.softmax_scale[0];
+        let logit = y.norm_squared() * planted.spec.layers[0].softmax_scale;
         past_paper += usize::from(logit > paper);
         largest = largest.max(logit);
     }
@@ -174,7 +175,7 @@ fn diagonal_entries_pass_the_papers_bound() {
 #[test]
 fn isotropic_tokens_keep_the_tail_bounds() {
     let mut planted = Planted::gaussian(spec(128, 16, 1, 1), 6).with_random_norm(6, NormKind::RmsNorm, true);
-    planted.spec.rope = vec![Some(rope(16, RopeLayout::HalfSplit, 1e4))];
+    planted.spec.layers[0].rope = Some(rope(16, RopeLayout::HalfSplit, 1e4));
     let head = bounds(&planted).heads[0];
     let weights = planted.weights();
     let mut rng = StdRng::seed_from_u64(1);
@@ -238,7 +239,7 @@ fn zero_heads_get_descale_one() {
 fn power_iteration_cannot_certify() {
     let planted = Planted::gaussian(spec(64, 16, 2, 1), 5);
     let geometry = planted.geometry();
-    let mut state = PowerState::new(1, 64, 2, 0);
+    let mut state = PowerState::new(&planted.spec, 0);
     let spectrum = PowerEngine::new(&mut state).layer(&geometry).unwrap();
     let got = LayerBounds::new(&planted.spec, &geometry, &spectrum, &TAIL).unwrap();
     assert_eq!((got.heads[0].certain, got.heads[0].rounded, got.heads[0].spectrum), (None, None, None));

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::cases::{Case, LAYERS, R, cases, draw, grouped};
+use common::cases::{Case, R, cases, draw, grouped};
 use common::fixtures::{Tensors, write_checkpoint};
 use common::forward::{dot, forward_qkv, logit, to_sphere};
 use rand::SeedableRng;
@@ -154,14 +154,21 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             }
             Out { q, k, v, scale: usual, cap: None }
         }
-        "gpt_neox" => {
+        "gpt_neox" | "persimmon" => {
             let (g, b) = own(&format!("{p}layers.{i}.input_layernorm"));
-            let y = linear(t, &format!("{p}layers.{i}.attention.query_key_value"), &layer_norm(hidden, &g, b));
+            let attn = format!("{p}layers.{i}.{}", if family == "persimmon" { "self_attn" } else { "attention" });
+            let y = linear(t, &format!("{attn}.query_key_value"), &layer_norm(hidden, &g, b));
             // Viewed as [heads, 3 * d_head].
             let part = |which: usize| -> Vec<Vec<f64>> {
                 y.chunks(3 * R).map(|head| head[which * R..(which + 1) * R].to_vec()).collect()
             };
             let (mut q, mut k) = (part(0), part(1));
+            if family == "persimmon" {
+                for (name, all) in [("q", &mut q), ("k", &mut k)] {
+                    let (g, b) = own(&format!("{attn}.{name}_layernorm"));
+                    all.iter_mut().for_each(|head| *head = layer_norm(head, &g, b));
+                }
+            }
             for head in q.iter_mut().chain(&mut k) {
                 rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0);
             }
@@ -208,6 +215,7 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             let x = match family {
                 "olmo2" | "exaone4" => hidden.to_vec(),
                 "olmo" => layer_norm(hidden, &vec![1.0; case.d], None),
+                "nanochat" => rms_norm(hidden, &vec![1.0; case.d], 0.0),
                 "apertus" => rms_norm(hidden, t.get(&format!("{p}layers.{i}.attention_layernorm.weight")), 0.0),
                 "nemotron" => {
                     let (g, b) = input();
@@ -217,11 +225,17 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     let (g, b) = input();
                     layer_norm(hidden, &g, b)
                 }
-                "gemma" | "gemma2" | "gemma3" => rms_norm(hidden, &input().0, 1.0),
+                "gemma" | "gemma2" | "gemma3" | "qwen3_next" => rms_norm(hidden, &input().0, 1.0),
+                "lfm2" => rms_norm(hidden, t.get(&format!("{p}layers.{i}.operator_norm.weight")), 0.0),
+                "nemotron_h" => rms_norm(hidden, t.get(&format!("{p}layers.{i}.norm.weight")), 0.0),
                 _ => rms_norm(hidden, &input().0, 0.0),
             };
-            let attn = format!("{p}layers.{i}.self_attn");
+            let attn = format!("{p}layers.{i}.{}", if family == "nemotron_h" { "mixer" } else { "self_attn" });
             let [mut q, mut k, v] = ["q", "k", "v"].map(|n| heads(&linear(t, &format!("{attn}.{n}_proj"), &x)));
+            if family == "qwen3_next" {
+                // Viewed as [heads, query and gate].
+                q = q.into_iter().step_by(2).collect();
+            }
             for (name, all) in [("q", &mut q), ("k", &mut k)] {
                 let gain = || t.get(&format!("{attn}.{name}_norm.weight"));
                 match case.kind {
@@ -229,8 +243,11 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     _ => {
                         for (h, head) in all.iter_mut().enumerate() {
                             *head = match case.kind {
-                                "qwen3" | "glm4_moe" | "exaone4" | "apertus" => rms_norm(head, gain(), 0.0),
-                                "gemma3" => rms_norm(head, gain(), 1.0),
+                                "qwen3" | "glm4_moe" | "exaone4" | "exaone_moe" | "apertus" => {
+                                    rms_norm(head, gain(), 0.0)
+                                }
+                                "gemma3" | "qwen3_next" => rms_norm(head, gain(), 1.0),
+                                "lfm2" => rms_norm(head, t.get(&format!("{attn}.{name}_layernorm.weight")), 0.0),
                                 "cohere" => layer_norm(head, &gain()[h * R..(h + 1) * R], None),
                                 "stablelm" => {
                                     let (g, _) = own(&format!("{attn}.{name}_layernorm.norms.{h}"));
@@ -245,10 +262,11 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             for head in q.iter_mut().chain(&mut k) {
                 match case.kind {
                     // Layers 0 and 2 are sliding ones, and only those are rotated.
-                    "cohere2" | "exaone4" if i % 2 == 1 => {}
+                    "cohere2" | "exaone4" | "exaone_moe" | "granite bases" if i % 2 == 1 => {}
                     "cohere" | "cohere2" | "helium" => rope_interleaved(head, &frequencies(10_000.0, R), position),
                     "glm4" => rope_interleaved(head, &frequencies(10_000.0, R / 2), position),
-                    "phi" | "glm4_moe" | "llama half" | "nemotron" | "minimax_m2" => {
+                    "granite fixed" | "llama fixed" | "nemotron_h" => {}
+                    "phi" | "glm4_moe" | "llama half" | "nemotron" | "minimax_m2" | "qwen3_next" => {
                         rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0);
                     }
                     "stablelm" => rope_half(head, &frequencies(10_000.0, R / 4), position, 1.0),
@@ -274,6 +292,9 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     let gain = t.get(&format!("{attn}.{name}_layernorm.weight"));
                     all.iter_mut().for_each(|head| *head = rms_norm(head, gain, 0.0));
                 }
+            }
+            if family == "nanochat" {
+                q.iter_mut().chain(&mut k).for_each(|head| *head = rms_norm(head, &[1.0; R], 0.0));
             }
             let scale = match family {
                 "gemma2" | "gemma3" => 1.0 / 24f64.sqrt(),
@@ -305,10 +326,14 @@ fn every_family_computes_what_the_raw_tensors_say() {
         let checkpoint = Checkpoint::open(folder.path()).unwrap_or_else(|e| panic!("{label}: {e}"));
         let spec = checkpoint.spec();
         assert_eq!(checkpoint.prefix(), case.prefix, "{label}");
-        assert_eq!((spec.n_q_heads, spec.n_kv_heads, spec.d_head), (case.n_q, case.n_kv, R), "{label}");
+        for own in &spec.layers {
+            assert_eq!((own.n_q_heads, own.n_kv_heads, own.d_head), (case.n_q, case.n_kv, R), "{label}");
+        }
         assert_eq!(spec.bias.any(), case.bias, "{label}");
         let mut rng = StdRng::seed_from_u64(number as u64);
-        for layer in 0..LAYERS {
+        let numbers: Vec<usize> = spec.layers.iter().map(|layer| layer.number).collect();
+        assert_eq!(numbers, case.attention, "{label}");
+        for (layer, &own) in numbers.iter().enumerate() {
             let weights = checkpoint.layer(layer).unwrap_or_else(|e| panic!("{label}: {e}"));
             assert_eq!(weights.norm_gain.is_some(), spec.norm.gain != GainForm::Unit, "{label}");
             let tokens: Vec<Vec<f64>> = (0..2)
@@ -323,7 +348,7 @@ fn every_family_computes_what_the_raw_tensors_say() {
                 .collect();
             let positions = [3.0, 41.0];
             let want: Vec<Out> =
-                tokens.iter().zip(positions).map(|(x, m)| reference(case, &tensors, layer, x, m)).collect();
+                tokens.iter().zip(positions).map(|(x, m)| reference(case, &tensors, own, x, m)).collect();
             let got: Vec<_> = tokens
                 .iter()
                 .zip(positions)
@@ -400,6 +425,30 @@ fn every_family_has_a_case() {
         "opt",
         "gptj",
         "gpt_bigcode",
+        "ministral",
+        "cwm",
+        "solar_open",
+        "hyperclovax",
+        "granite_swa",
+        "granitemoe_swa",
+        "vaultgemma",
+        "jais2",
+        "exaone_moe",
+        "afmoe",
+        "hy_v3",
+        "flex_olmo",
+        "nanochat",
+        "persimmon",
+        "qwen3_next",
+        "qwen3_5",
+        "lfm2",
+        "lfm2_moe",
+        "granitemoehybrid",
+        "jamba",
+        "nemotron_h",
+        "bamba",
+        "olmo_hybrid",
+        "minimax",
     ];
     for name in wanted {
         assert!(tried.contains(name), "{name}");

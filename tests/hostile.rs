@@ -42,7 +42,7 @@ fn weights(folder: &TempDir) -> PathBuf {
 /// Opens and reads every layer.
 fn read(path: &Path) -> Result<()> {
     let checkpoint = Checkpoint::open(path)?;
-    (0..checkpoint.spec().layers).try_for_each(|i| checkpoint.layer(i).map(drop))
+    (0..checkpoint.spec().layers.len()).try_for_each(|i| checkpoint.layer(i).map(drop))
 }
 
 fn refused(path: &Path) -> Error {

@@ -35,7 +35,7 @@ fn observed() -> Vec<Observed> {
 fn profile(options: Options) -> Profile {
     let checkpoint = Checkpoint::open(folder()).unwrap();
     let mut calibration = Calibration::new(checkpoint.spec(), options).unwrap();
-    for layer in 0..checkpoint.spec().layers {
+    for layer in 0..checkpoint.spec().layers.len() {
         calibration.layer(checkpoint.layer(layer).unwrap()).unwrap();
     }
     calibration.finish()
@@ -55,7 +55,7 @@ fn held(layer: &LayerProfile, seen: &Observed, bound: impl Fn(usize) -> f64) -> 
 fn table_of_bounds_against_observation() {
     let sound = profile(Options::default());
     let paper = profile(Options { as_paper: true, ..Options::default() });
-    let (d, r) = (sound.model.d_model as f64, sound.model.d_head as f64);
+    let (d, r) = (sound.model.d_model as f64, sound.model.d_head.each(1).unwrap()[0] as f64);
     let unit = sound.c_star.c_star * d / r.sqrt();
     println!(
         "| layer | real text | certain | with rounding | rank-aware | spectrum | c_star, no rotation | --as-paper |"

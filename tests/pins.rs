@@ -64,7 +64,7 @@ fn sharper_tails() {
         let tail = Tail::default();
         let of = |key: &str| pin[key].as_f64().unwrap();
         close(tail.operand(&spec).unwrap(), of("operand_tail_t"), 5.1e-7, &name);
-        close(tail.c_spec(&spec, spec.d_head as f64).unwrap(), of("c_spec_flat"), 5.1e-7, &name);
+        close(tail.c_spec(&spec, spec.layers[0].d_head as f64).unwrap(), of("c_spec_flat"), 5.1e-7, &name);
         close(tail.c_spec(&spec, 1.0).unwrap(), of("c_spec_rank1"), 5.1e-7, &name);
         let gamma = beta.iter().find(|(known, _)| *known == name).unwrap().1;
         close(tail.c_star(&spec).unwrap().gamma_beta, gamma, 5.1e-4, &name);

@@ -26,7 +26,8 @@ struct Affine {
 
 impl Affine {
     fn of(spec: &AttentionSpec, weights: &LayerWeights<'_>, side: impl Fn(&Qkv) -> &[f64]) -> Self {
-        let plain = AttentionSpec { qk_norm: None, rope: vec![None; spec.layers], ..spec.clone() };
+        let mut plain = AttentionSpec { qk_norm: None, ..spec.clone() };
+        plain.layers.iter_mut().for_each(|layer| layer.rope = None);
         let d = spec.d_model;
         let at = |x: &[f64]| DVector::from_column_slice(side(&forward_qkv_at(&plain, weights, x, &[])));
         let c = at(&vec![0.0; d]);
@@ -62,7 +63,7 @@ fn sphere(spec: &AttentionSpec) -> NormKind {
 
 fn turn(spec: &AttentionSpec, layer: usize, angles: &[f64], y: &DVector<f64>, sign: f64) -> DVector<f64> {
     let mut out = y.clone();
-    if let Some(rope) = &spec.rope[layer] {
+    if let Some(rope) = &spec.layers[layer].rope {
         for ((a, b), angle) in rope.pairs().zip(angles) {
             let (sin, cos) = (sign * angle).sin_cos();
             out[a] = rope.attention_factor * (y[a] * cos - y[b] * sin);
@@ -81,14 +82,14 @@ struct Attack<'a> {
 
 impl Attack<'_> {
     fn angles(&mut self) -> Vec<f64> {
-        let pairs = self.spec.rope[self.weights.layer].as_ref().map_or(0, |rope| rope.rotary_dim / 2);
+        let pairs = self.spec.layers[self.weights.layer].rope.as_ref().map_or(0, |rope| rope.rotary_dim / 2);
         (0..pairs).map(|_| self.rng.random_range(0.0..std::f64::consts::TAU)).collect()
     }
 
     /// (query token, its angles, key token, its angles), head by head.
     fn logits(&mut self, head: usize) -> Vec<[(Vec<f64>, Vec<f64>); 2]> {
         let (spec, layer) = (self.spec, self.weights.layer);
-        let kv = head / spec.group();
+        let kv = head / spec.layers[layer].group();
         let q = Affine::of(spec, self.weights, |out| &out.q[head]);
         let k = Affine::of(spec, self.weights, |out| &out.k[kv]);
         let kind = sphere(spec);
@@ -109,8 +110,8 @@ impl Attack<'_> {
             found.push([(x, aq), (y, ak)]);
         }
         if spec.qk_norm.is_some() {
-            for c in 0..spec.d_head {
-                let axis = DVector::from_fn(spec.d_head, |i, _| f64::from(i == c));
+            for c in 0..spec.layers[layer].d_head {
+                let axis = DVector::from_fn(spec.layers[layer].d_head, |i, _| f64::from(i == c));
                 let zero = vec![0.0; self.angles().len()];
                 found.push([(q.onto(kind, &axis), zero.clone()), (k.onto(kind, &axis), zero)]);
             }
@@ -123,9 +124,10 @@ impl Attack<'_> {
         let affine = Affine::of(self.spec, self.weights, side);
         let (kind, layer) = (sphere(self.spec), self.weights.layer);
         let mut found = vec![(random_x_hat(self.spec, &mut self.rng), self.angles())];
-        for c in 0..self.spec.d_head {
+        let r = self.spec.layers[layer].d_head;
+        for c in 0..r {
             for sign in [1.0, -1.0] {
-                let axis = DVector::from_fn(self.spec.d_head, |i, _| if i == c { sign } else { 0.0 });
+                let axis = DVector::from_fn(r, |i, _| if i == c { sign } else { 0.0 });
                 // Without rotation, and turned by an angle at which the pair's larger direction lands in the channel.
                 let zero = vec![0.0; self.angles().len()];
                 let tries = if rotated { 12 } else { 1 };
@@ -172,9 +174,10 @@ fn every_layer(mut check: impl FnMut(&AttentionSpec, &LayerWeights<'_>, &str)) {
 fn no_token_passes_a_certain_bound() {
     let mut tightest: f64 = 0.0;
     every_layer(|spec, weights, label| {
+        let own = &spec.layers[weights.layer];
         let (bounds, _) = bounds_of(spec, weights);
         let mut attack = Attack { spec, weights, rng: StdRng::seed_from_u64(7) };
-        for head in 0..spec.n_q_heads {
+        for head in 0..own.n_q_heads {
             let bound = bounds.heads[head].certain.unwrap();
             for [(x, ax), (y, ay)] in attack.logits(head) {
                 let query = forward_qkv_at(spec, weights, &x, &ax);
@@ -186,8 +189,8 @@ fn no_token_passes_a_certain_bound() {
                 }
             }
         }
-        for kv in 0..spec.n_kv_heads {
-            for head in (0..spec.n_q_heads).filter(|h| h / spec.group() == kv) {
+        for kv in 0..own.n_kv_heads {
+            for head in (0..own.n_q_heads).filter(|h| h / own.group() == kv) {
                 for (x, angles) in attack.operands(|out| &out.q[head], true) {
                     let got = amax(&forward_qkv_at(spec, weights, &x, &angles).q[head]);
                     let bound = bounds.q[head].exact;
@@ -238,7 +241,7 @@ fn forward_bf16(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &[f64],
     };
     let normalise = |heads: Vec<Vec<f64>>, vectors: &Option<sigmascale::model::NormVectors>| -> Vec<Vec<f64>> {
         let (Some(norm), Some(vectors)) = (&spec.qk_norm, vectors) else { return heads };
-        let r = spec.d_head;
+        let r = spec.layers[weights.layer].d_head;
         let hats: Vec<Vec<f64>> = match norm.scope {
             QkNormScope::Joint => to_sphere(norm.kind, &heads.concat()).chunks(r).map(<[f64]>::to_vec).collect(),
             QkNormScope::PerHead => heads.iter().map(|head| to_sphere(norm.kind, head)).collect(),
@@ -257,7 +260,7 @@ fn forward_bf16(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &[f64],
             .collect()
     };
     let rotate = |heads: Vec<Vec<f64>>| -> Vec<Vec<f64>> {
-        let Some(rope) = &spec.rope[weights.layer] else { return heads };
+        let Some(rope) = &spec.layers[weights.layer].rope else { return heads };
         heads
             .into_iter()
             .map(|mut y| {
@@ -287,6 +290,7 @@ fn forward_bf16(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &[f64],
 fn no_rounded_token_overflows_or_passes_the_rounded_bound() {
     let mut closest: f64 = 0.0;
     every_layer(|spec, weights, label| {
+        let own = &spec.layers[weights.layer];
         let (bounds, plan) = bounds_of(spec, weights);
         let mut attack = Attack { spec, weights, rng: StdRng::seed_from_u64(11) };
         let cast = |values: &[f64], descale: f64| -> Vec<f64> {
@@ -297,8 +301,8 @@ fn no_rounded_token_overflows_or_passes_the_rounded_bound() {
             assert!(scaled <= 448.0, "{label} {what}: {scaled}");
             closest = closest.max(scaled);
         };
-        for head in 0..spec.n_q_heads {
-            let kv = head / spec.group();
+        for head in 0..own.n_q_heads {
+            let kv = head / own.group();
             let (dq, dk) = (f64::from(plan.operands.q[kv].get()), f64::from(plan.operands.k[kv].get()));
             let bound = bounds.heads[head].rounded.unwrap();
             for [(x, ax), (y, ay)] in attack.logits(head) {
@@ -306,12 +310,12 @@ fn no_rounded_token_overflows_or_passes_the_rounded_bound() {
                 let key = forward_bf16(spec, weights, &y, &ay);
                 fits(&query.q[head], dq, "q");
                 fits(&key.k[kv], dk, "k");
-                let raw = dot(&cast(&query.q[head], dq), &cast(&key.k[kv], dk)) * spec.softmax_scale[weights.layer];
+                let raw = dot(&cast(&query.q[head], dq), &cast(&key.k[kv], dk)) * own.softmax_scale;
                 let logit = spec.soft_cap.map_or(raw, |cap| cap * (raw / cap).tanh()).abs();
                 assert!(logit <= bound, "{label} head {head}: {logit} past {bound}");
             }
         }
-        for kv in 0..spec.n_kv_heads {
+        for kv in 0..own.n_kv_heads {
             for (x, angles) in attack.operands(|out| &out.k[kv], true) {
                 let descale = f64::from(plan.operands.k[kv].get());
                 fits(&forward_bf16(spec, weights, &x, &angles).k[kv], descale, "k");
@@ -412,12 +416,12 @@ fn rope_passes_the_papers_worst_case() {
             side.scale_mut(0.01);
             side[(3, channel)] += 1.0;
         }
-        planted.spec.rope = vec![Some(rope(r, layout, 1e4))];
+        planted.spec.layers[0].rope = Some(rope(r, layout, 1e4));
         let weights = planted.weights();
         let (bounds, _) = bounds_of(&planted.spec, &weights);
         let paper = {
             let sigma = common::planted::dense_norm(&planted.q[0], &planted.k[0]);
-            planted.spec.softmax_scale[0] * d as f64 * sigma
+            planted.spec.layers[0].softmax_scale * d as f64 * sigma
         };
         let x = to_sphere(NormKind::RmsNorm, &(0..d).map(|i| if i == 3 { 1.0 } else { 1e-3 }).collect::<Vec<_>>());
         let largest = (0..64)

@@ -83,7 +83,7 @@ proptest! {
     fn effective_operators_equal_their_definition(seed in 0u64..1000, layer_norm: bool, factor in 1.0f64..1.5) {
         let kind = if layer_norm { NormKind::LayerNorm } else { NormKind::RmsNorm };
         let mut planted = Planted::gaussian(spec(300, 16, 2, 1), seed).with_random_norm(seed, kind, true);
-        planted.spec.rope = vec![Some(Rope { attention_factor: factor, ..rope(8, RopeLayout::HalfSplit, 1e4) })];
+        planted.spec.layers[0].rope = Some(Rope { attention_factor: factor, ..rope(8, RopeLayout::HalfSplit, 1e4) });
         let spectrum = gram(&planted);
         for head in spectrum.heads.unwrap() {
             let scaled = |w: &DMatrix<f64>| {
@@ -104,7 +104,7 @@ proptest! {
         let exact = dense_norm(&q, &k);
         let planted = Planted::pair(q, k);
         let geometry = planted.geometry();
-        let mut state = PowerState::new(1, 120, 1, seed);
+        let mut state = PowerState::new(&planted.spec, seed);
         for step in 0..400 {
             let mut engine = PowerEngine::new(&mut state);
             engine.warm = 8;
@@ -127,7 +127,7 @@ proptest! {
             planted.q[0].column_mut(c).scale_mut(10f64.powf(uneven * (c as f64 / 15.0 - 0.5)));
             planted.k[0].column_mut(c).scale_mut(10f64.powf(-uneven * (c as f64 / 15.0 - 0.3)));
         }
-        planted.spec.rope = vec![Some(rope(rotary, layout, 100.0))];
+        planted.spec.layers[0].rope = Some(rope(rotary, layout, 100.0));
         let geometry = planted.geometry();
         let exact = gram(&planted).heads.unwrap()[0].exact.unwrap();
         let grams = (Gram::exact(planted.q[0].tr_mul(&planted.q[0])), Gram::exact(planted.k[0].tr_mul(&planted.k[0])));
@@ -168,7 +168,7 @@ fn the_summed_matrix_bounds_no_head() {
     let spectrum = gram(&planted);
     let largest = spectrum.heads.as_ref().unwrap().iter().map(|head| head.sigma).fold(0.0, f64::max);
     assert!(spectrum.sigma_sum.unwrap() < 1e-6 * largest, "{:?} {largest}", spectrum.sigma_sum);
-    let mut state = PowerState::new(1, 64, 2, 0);
+    let mut state = PowerState::new(&planted.spec, 0);
     let summed = PowerEngine::new(&mut state).summed(&planted.geometry()).unwrap();
     assert!(summed.sigma < 1e-12 * largest);
     assert!(largest > 0.5);
@@ -181,7 +181,7 @@ fn rope_can_raise_the_norm_from_zero_to_one() {
     let mut planted = Planted::pair(unit(0), unit(8));
     let without = gram(&planted).heads.unwrap()[0].exact.unwrap();
     assert!(without.sigma_upper < 1e-6);
-    planted.spec.rope = vec![Some(rope(16, RopeLayout::HalfSplit, 1e4))];
+    planted.spec.layers[0].rope = Some(rope(16, RopeLayout::HalfSplit, 1e4));
     let spectrum = gram(&planted);
     let head = &spectrum.heads.as_ref().unwrap()[0];
     assert!(head.sigma < 1e-6, "the paper's sigma is zero");
@@ -210,7 +210,7 @@ fn each_form_of_sigma_rope_wins_somewhere() {
             }
         }
         let mut planted = Planted::pair(q, k);
-        planted.spec.rope = vec![Some(rope(16, RopeLayout::HalfSplit, 1e4))];
+        planted.spec.layers[0].rope = Some(rope(16, RopeLayout::HalfSplit, 1e4));
         let exact = gram(&planted).heads.unwrap()[0].exact.unwrap();
         let product = exact.sigma_q_upper * exact.sigma_k_upper;
         let which = if exact.sigma_rope_upper >= product * (1.0 - 1e-12) {
@@ -231,7 +231,7 @@ fn a_warm_power_iteration_can_miss_a_new_head_for_ever() {
     let axis = |i: usize, c: usize| DMatrix::from_fn(32, 16, |row, col| f64::from(row == i && col == c));
     let before = Planted::pair(axis(0, 0), axis(0, 0));
     let after = Planted::pair(axis(1, 0), axis(1, 0));
-    let mut state = PowerState::new(1, 32, 1, 0);
+    let mut state = PowerState::new(&before.spec, 0);
     let mut step =
         |planted: &Planted| PowerEngine::new(&mut state).layer(&planted.geometry()).unwrap().heads.unwrap()[0].sigma;
     assert!((step(&before) - 1.0).abs() < 1e-6);
@@ -248,7 +248,7 @@ fn five_cold_iterations_are_an_underestimate() {
         .map(|seed| {
             let planted = Planted::gaussian(spec(512, 64, 1, 1), seed);
             let exact = dense_norm(&planted.q[0], &planted.k[0]);
-            let mut state = PowerState::new(1, 512, 1, seed);
+            let mut state = PowerState::new(&planted.spec, seed);
             PowerEngine::new(&mut state).layer(&planted.geometry()).unwrap().heads.unwrap()[0].sigma / exact
         })
         .collect();
@@ -262,7 +262,7 @@ fn five_cold_iterations_are_an_underestimate() {
 #[test]
 fn estimates_say_what_they_are_worth() {
     let planted = Planted::gaussian(spec(96, 16, 2, 1), 3);
-    let mut state = PowerState::new(1, 96, 2, 0);
+    let mut state = PowerState::new(&planted.spec, 0);
     let mut step = || PowerEngine::new(&mut state).layer(&planted.geometry()).unwrap().heads.unwrap()[1].power.unwrap();
     let cold = step();
     assert_eq!(cold.cold_iterations, Some(5));
@@ -295,7 +295,7 @@ fn gains_and_constants_break_the_raw_bound() {
     let spectrum = GramEngine.layer(&geometry).unwrap();
     let head = &spectrum.heads.as_ref().unwrap()[0];
     let bounds = LayerBounds::new(&planted.spec, &geometry, &spectrum, &Tail::default()).unwrap();
-    let worst_paper = planted.spec.softmax_scale[0] * d as f64 * head.sigma_raw;
+    let worst_paper = planted.spec.layers[0].softmax_scale * d as f64 * head.sigma_raw;
     // The top singular pair of the effective matrix, both tokens on the sphere.
     let m = &planted.q[0] * 3.0 * (&planted.k[0] * 3.0).transpose();
     let svd = m.svd(true, true);
@@ -304,7 +304,8 @@ fn gains_and_constants_break_the_raw_bound() {
     let (x, y) = (svd.u.unwrap().column(top) * root, svd.v_t.unwrap().row(top).transpose() * root);
     let project = |w: &DMatrix<f64>, x: &nalgebra::DVector<f64>| (w * 3.0).tr_mul(x).add_scalar(10.0);
     let logit = |sx: f64, sy: f64| {
-        (project(&planted.q[0], &(&x * sx)).dot(&project(&planted.k[0], &(&y * sy))) * planted.spec.softmax_scale[0])
+        (project(&planted.q[0], &(&x * sx)).dot(&project(&planted.k[0], &(&y * sy)))
+            * planted.spec.layers[0].softmax_scale)
             .abs()
     };
     let largest = logit(1.0, 1.0).max(logit(-1.0, -1.0)).max(logit(1.0, -1.0)).max(logit(-1.0, 1.0));
@@ -317,7 +318,7 @@ fn power_state_survives_a_save_and_refuses_a_foreign_model() {
     let planted = Planted::gaussian(spec(96, 16, 4, 2), 1);
     let geometry = planted.geometry();
     let run = |state: &mut PowerState| PowerEngine::new(state).layer(&geometry).unwrap().heads.unwrap()[0].sigma;
-    let mut kept = PowerState::new(1, 96, 4, 9);
+    let mut kept = PowerState::new(&planted.spec, 9);
     run(&mut kept);
     let mut loaded: PowerState = serde_json::from_str(&serde_json::to_string(&kept).unwrap()).unwrap();
     assert!(loaded.is_warm(0));
@@ -325,7 +326,7 @@ fn power_state_survives_a_save_and_refuses_a_foreign_model() {
     for _ in 0..3 {
         assert_eq!(run(&mut kept).to_bits(), run(&mut loaded).to_bits());
     }
-    let mut foreign = PowerState::new(1, 128, 4, 9);
+    let mut foreign = PowerState::new(&spec(128, 16, 4, 2), 9);
     let error = PowerEngine::new(&mut foreign).layer(&geometry).unwrap_err();
     assert!(error.is_mismatch() && error.to_string().contains("128"), "{error}");
 }
@@ -340,7 +341,7 @@ fn implicit_gqa_equals_explicit_expansion() {
     }
     let exact = sum.singular_values().max();
     let geometry = planted.geometry();
-    let mut state = PowerState::new(1, 80, 6, 0);
+    let mut state = PowerState::new(&planted.spec, 0);
     let mut sigma = 0.0;
     for _ in 0..300 {
         sigma = PowerEngine::new(&mut state).summed(&geometry).unwrap().sigma;

@@ -270,8 +270,8 @@ fn every_layer_reads_what_the_layers_below_it_made() {
             }
             let shape = AttentionShape {
                 batch: 1,
-                n_q_heads: spec.n_q_heads,
-                n_kv_heads: spec.n_kv_heads,
+                n_q_heads: spec.layers[layer].n_q_heads,
+                n_kv_heads: spec.layers[layer].n_kv_heads,
                 len_q: TOKENS,
                 len_k: TOKENS,
                 d_head: HEAD,

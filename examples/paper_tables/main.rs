@@ -108,7 +108,7 @@ fn constants() -> Result<()> {
         let c = tail.c_star(&spec)?;
         println!(
             "{:<12} {:>6} {:>5} {:>9.4} {:>9.2} {:>12.4}",
-            printed.name, spec.d_model, spec.d_head, c.gamma, printed.gamma, c.improvement
+            printed.name, spec.d_model, spec.layers[0].d_head, c.gamma, printed.gamma, c.improvement
         );
     }
     println!("\nTable 3: the calibration constant\n");
@@ -120,8 +120,8 @@ fn constants() -> Result<()> {
             "{:<12} {:>6} {:>5} {:>6} {:>9.6} {:>9.3} {:>9.2}",
             printed.name,
             spec.d_model,
-            spec.d_head,
-            spec.n_q_heads * spec.layers,
+            spec.layers[0].d_head,
+            spec.all_q_heads(),
             c.c_star,
             printed.c_star,
             printed.used
@@ -157,7 +157,8 @@ fn as_paper_of(printed: &Printed, layers: usize) -> Result<Vec<(f64, f64)>> {
     let spec = preset(printed.name).ok_or(printed.name)?;
     let options = SyntheticOptions { sigma: paper_sigma_profile(printed.name), ..SyntheticOptions::default() };
     let model = SyntheticModel::new(&spec, 0, options)?;
-    let owned = (0..layers.min(spec.layers)).map(|layer| model.layer(layer)).collect::<sigmascale::Result<Vec<_>>>()?;
+    let owned =
+        (0..layers.min(spec.layers.len())).map(|layer| model.layer(layer)).collect::<sigmascale::Result<Vec<_>>>()?;
     as_paper(&spec, printed.used, owned.iter().map(|layer| Ok(layer.weights())))
 }
 
@@ -215,7 +216,7 @@ fn sigma(layers: usize) -> Result<()> {
     let checkpoint = Checkpoint::open(Path::new(TINY))?;
     let spec = checkpoint.spec();
     let c = Tail::default().c_star(spec)?.c_star;
-    let paper = as_paper(spec, c, (0..spec.layers).map(|layer| checkpoint.layer(layer)))?;
+    let paper = as_paper(spec, c, (0..spec.layers.len()).map(|layer| checkpoint.layer(layer)))?;
     let mut calibration = Calibration::new(spec, Options::default())?;
     println!(
         "A model that was trained (data/tiny-llama): layer, sigma of the sum, largest sigma of a head, certain bound"

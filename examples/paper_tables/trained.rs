@@ -58,7 +58,7 @@ fn train(model: ModelKind, policy: Option<PolicyKind>) -> Result<Run> {
         if policy == Some(PolicyKind::GeometryCStar) {
             let spec = trainer.spec();
             let mut calibration = Calibration::new(spec, Options { as_paper: true, ..Options::default() })?;
-            for layer in 0..spec.layers {
+            for layer in 0..spec.layers.len() {
                 scales.push(f64::from(calibration.layer(trainer.layer_weights(layer)?)?.logit_descale.get()));
             }
         }
@@ -190,14 +190,14 @@ fn overhead() -> Result<()> {
         let spec = trainer.spec();
         let tail = Options::default().tail;
         let bounds = protocol(|| {
-            for layer in 0..spec.layers {
+            for layer in 0..spec.layers.len() {
                 std::hint::black_box(sigmascale::runtime::bounds_of(spec, trainer.layer_weights(layer)?, &tail)?);
             }
             Ok(())
         })?;
-        let mut state = PowerState::new(spec.layers, spec.d_model, spec.n_q_heads, 0);
+        let mut state = PowerState::new(&spec, 0);
         let power = protocol(|| {
-            for layer in 0..spec.layers {
+            for layer in 0..spec.layers.len() {
                 let geometry = LayerGeometry::new(spec, trainer.layer_weights(layer)?)?;
                 std::hint::black_box(PowerEngine::new(&mut state).summed(&geometry)?);
             }
@@ -205,7 +205,7 @@ fn overhead() -> Result<()> {
         })?;
         let delayed = forward(PolicyKind::DelayedPaper)? - bounds;
         let certain = forward(PolicyKind::Geometry)?;
-        let attention = if spec.n_q_heads == spec.n_kv_heads { "MHA" } else { "GQA 2:1" };
+        let attention = if spec.layers[0].group() == 1 { "MHA" } else { "GQA 2:1" };
         let over = |with: f64| format!("{with:.2} ({:+.1} %)", 100.0 * (with / delayed - 1.0));
         println!("{:<17} {attention:<9} {delayed:>8.2}  {:<28} {}", model.name(), over(delayed + power), over(certain));
     }

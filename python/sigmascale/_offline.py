@@ -178,6 +178,8 @@ def descales(profile):
 
     ``profile`` is what :func:`calibrate` returned. Divide a tensor by its descale before the cast; the kernel multiplies
     it back. None stands where there are none (v and o without a norm in front of them, all but logit with ``as_paper``).
+    Where layers differ in their heads, arrays have room for the most, and what lies past a layer's own heads is the
+    smallest normal float, which no maximum takes.
     """
     if not isinstance(profile, Mapping):
         raise TypeError(f"profile must be what calibrate() returned, and is a {type(profile).__name__}")
@@ -192,7 +194,14 @@ def descales(profile):
         ("logit", "logit_descales"),
     ]:
         values = [layer.get(key) for layer in profile["layers"]]
-        rows[name] = None if any(value is None for value in values) else np.asarray(values, dtype=np.float32)
+        rows[name] = None if any(value is None for value in values) else _rows(values)
+    return rows
+
+
+def _rows(values):
+    rows = np.full((len(values), max(map(len, values))), np.finfo(np.float32).tiny, np.float32)
+    for row, value in zip(rows, values):
+        row[: len(value)] = value
     return rows
 
 

@@ -106,7 +106,7 @@ fn profile(source: Source, options: Options, stop: &Stop) -> Result<Profile> {
         ModelSource::Config(spec) => calibrate_config(&spec, &options),
         ModelSource::Checkpoint(checkpoint) => {
             let mut calibration = Calibration::new(checkpoint.spec(), options)?;
-            for layer in 0..checkpoint.spec().layers {
+            for layer in 0..checkpoint.spec().layers.len() {
                 stop.check()?;
                 calibration.layer(checkpoint.layer(layer)?)?;
             }
@@ -246,13 +246,14 @@ pub fn layout(py: Python<'_>, config: &str, name: &str) -> PyResult<String> {
     let described = || {
         let layout = Layout::from_config_json(config.as_bytes(), Path::new(name))?;
         let spec = layout.spec();
-        let layers = (0..spec.layers)
+        let layers = (0..spec.layers.len())
             .map(|layer| {
-                let names = layout.layer(layer)?;
+                let (own, names) = (spec.layer(layer)?, layout.layer(layer)?);
                 let one = |place: &sigmascale::model::ProjectionName| {
                     json!({"name": place.name, "heads": place.heads, "channels": place.channels, "conv1d": place.conv1d})
                 };
                 Ok(json!({
+                    "number": own.number, "n_q_heads": own.n_q_heads, "n_kv_heads": own.n_kv_heads, "d_head": own.d_head,
                     "q": one(&names.q), "k": one(&names.k), "v": one(&names.v),
                     "norm": names.norm, "qk_norm": names.qk_norm,
                 }))

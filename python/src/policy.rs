@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sigmascale::Error;
 use sigmascale::bound::Tail;
-use sigmascale::cuda::Device;
+use sigmascale::cuda::{Device, stats_words};
 use sigmascale::cuda::scale::HeadBound;
 use sigmascale::device_plan::{Bounds, DevicePlan};
 use sigmascale::model::AttentionSpec;
@@ -18,7 +18,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub struct DevicePolicy {
     plan: Mutex<DevicePlan>,
     device: Device,
-    spec: AttentionSpec,
 }
 
 impl DevicePolicy {
@@ -43,7 +42,7 @@ impl DevicePolicy {
             };
             let bounds = if bounded { Bounds::Host } else { Bounds::None };
             let plan = DevicePlan::new(&device, &spec, kind.into(), &Tail::default(), bounds)?;
-            Ok::<_, Error>(Self { plan: Mutex::new(plan), device, spec })
+            Ok::<_, Error>(Self { plan: Mutex::new(plan), device })
         });
         made.map_err(|error| raise(py, &error))
     }
@@ -61,18 +60,20 @@ impl DevicePolicy {
     }
 
     /// Addresses and lengths: `stats` u32 `[layer][word]`, `descales` f32 `[layer][logit n_q, q, k, v, o n_kv each]`; where
-    /// the policy is bounded also `bounds` f32 `[layer][n_q][word]` and `operands` f32 `[layer][q, k, v][n_kv]`.
+    /// the policy is bounded also `bounds` f32 `[layer][n_q][word]` and `operands` f32 `[layer][q, k, v][n_kv]`. Each layer has
+    /// its own heads, without padding.
     fn results<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let results = PyDict::new(py);
-        let (layers, n_q, n_kv) = (self.spec.layers, self.spec.n_q_heads, self.spec.n_kv_heads);
         let plan = self.plan();
+        let heads = &plan.engine().setup().heads;
+        let (all_q, all_kv) = (heads.all_q(), heads.all_kv());
         let places = || Ok::<_, Error>((plan.stats(0)?, plan.descales(0, Tensor::Logit)?));
         let (stats, descales) = places().map_err(|error| raise(py, &error))?;
-        results.set_item("stats", (stats.0, layers * 8 * (n_q + n_kv)))?;
-        results.set_item("descales", (descales.0, layers * (n_q + 4 * n_kv)))?;
+        results.set_item("stats", (stats.0, stats_words(all_q, all_kv)))?;
+        results.set_item("descales", (descales.0, all_q + 4 * all_kv))?;
         if let Some((heads, operands)) = plan.engine().host_bounds() {
-            results.set_item("bounds", (heads.0, layers * n_q * (size_of::<HeadBound>() / 4)))?;
-            results.set_item("operands", (operands.0, layers * 3 * n_kv))?;
+            results.set_item("bounds", (heads.0, all_q * (size_of::<HeadBound>() / 4)))?;
+            results.set_item("operands", (operands.0, 3 * all_kv))?;
         }
         Ok(results)
     }

@@ -108,6 +108,32 @@ def test_descales_are_arrays():
         sigmascale.descales(sigmascale.calibrate("gpt2-xl"))
 
 
+def test_layers_may_differ_in_their_heads():
+    heads = [(4, 2), (6, 3), (3, 1)]
+    config = {
+        "model_type": "openelm",
+        "model_dim": 48,
+        "num_transformer_layers": 3,
+        "head_dim": 16,
+        "num_query_heads": [q for q, _ in heads],
+        "num_kv_heads": [kv for _, kv in heads],
+    }
+    random = np.random.default_rng(0)
+    weights = {}
+    for i, (q, kv) in enumerate(heads):
+        layer = f"transformer.layers.{i}."
+        weights[layer + "attn_norm.weight"] = np.ones(48, np.float32)
+        weights[layer + "attn.qkv_proj.weight"] = random.standard_normal(((q + 2 * kv) * 16, 48)).astype(np.float32)
+    profile = sigmascale.calibrate(config, weights=weights)
+    assert (profile["model"]["n_q_heads"], profile["model"]["d_head"]) == ([4, 6, 3], 16)
+    rows, past = sigmascale.descales(profile), np.finfo(np.float32).tiny
+    assert rows["k"].shape == (3, 3) and rows["logit"].shape == (3, 6)
+    for i, (q, kv) in enumerate(heads):
+        assert (rows["k"][i, :kv] > past).all() and (rows["k"][i, kv:] == past).all()
+        assert (rows["logit"][i, :q] > past).all() and (rows["logit"][i, q:] == past).all()
+        assert rows["v"][i, 0] == np.float32(profile["layers"][i]["v_descale"][0])
+
+
 def test_exported_scales_are_the_largest_of_the_heads(tmp_path):
     file = tmp_path / "scales.safetensors"
     sigmascale.export_scales(MODEL, file)

@@ -26,7 +26,7 @@ impl LayerBounds {
     /// the largest operand bound, and `exact` is not told apart from `rounded`. Values of an input without a norm have none.
     ///
     /// # Errors
-    /// `is_non_finite` if a weight was; `is_mismatch` if a length is not the model's.
+    /// `is_non_finite` if a weight was; `is_mismatch` if a length is not the layer's; `is_argument` if there is no such layer.
     pub fn from_device(
         spec: &AttentionSpec,
         layer: usize,
@@ -34,11 +34,13 @@ impl LayerBounds {
         operands: &[f32],
         tail: &Tail,
     ) -> Result<Self> {
-        if heads.len() != spec.n_q_heads || operands.len() != 3 * spec.n_kv_heads || layer >= spec.layers {
+        let own = spec.layer(layer)?;
+        let (n_q, n_kv) = (own.n_q_heads, own.n_kv_heads);
+        if heads.len() != n_q || operands.len() != 3 * n_kv {
             return Err(Error::mismatch(format_args!("{}: bounds of another model than layer {layer}'s", spec.name)));
         }
         let constants = isotropic(spec, tail)?;
-        let (d, tau) = (spec.d_model as f64, spec.softmax_scale[layer]);
+        let (d, tau) = (spec.d_model as f64, own.softmax_scale);
         let heads = heads.iter().map(|head| {
             let sigma = f64::from(head.sigma);
             // The kernel `policy_plan` does these operations in this order.
@@ -57,16 +59,16 @@ impl LayerBounds {
             .capped(spec.soft_cap)
         });
         let row = |which: usize, heads: usize| {
-            let operands = &operands[which * spec.n_kv_heads..][..spec.n_kv_heads];
-            let bound = |head: usize| f64::from(operands[head * spec.n_kv_heads / heads]);
+            let operands = &operands[which * n_kv..][..n_kv];
+            let bound = |head: usize| f64::from(operands[head * n_kv / heads]);
             (0..heads).map(|head| OperandBound { exact: bound(head), rounded: bound(head) }).collect::<Vec<_>>()
         };
         let bounds = Self {
             layer,
             heads: heads.collect(),
-            q: row(0, spec.n_q_heads),
-            k: row(1, spec.n_kv_heads),
-            v: (spec.norm.kind != NormKind::None).then(|| row(2, spec.n_kv_heads)),
+            q: row(0, n_q),
+            k: row(1, n_kv),
+            v: (spec.norm.kind != NormKind::None).then(|| row(2, n_kv)),
         };
         // `min` with a soft-cap drops a NaN.
         if bounds.heads.iter().any(|head| head.rounded.is_none_or(f64::is_nan)) {

@@ -4,7 +4,7 @@
 //! break it: real text passes `c_star` bounds. Nothing here is used unless it is asked for by name.
 
 use crate::error::{Error, Result};
-use crate::model::{AttentionSpec, NormKind};
+use crate::model::{AttentionSpec, LayerSpec, NormKind};
 use serde::{Deserialize, Serialize};
 use statrs::function::beta::beta_reg;
 
@@ -59,9 +59,9 @@ impl Tail {
         Ok(())
     }
 
-    /// `ln(factor N L^power batch steps / delta)`, N the heads of the model.
+    /// `ln(factor N L^power batch steps / delta)`, N the query heads of all layers.
     pub fn log_union(&self, factor: f64, spec: &AttentionSpec, power: i32) -> f64 {
-        let heads = spec.n_q_heads as f64 * spec.layers as f64;
+        let heads = spec.all_q_heads() as f64;
         // Summed logarithms: the product itself may leave f64.
         factor.ln()
             + heads.ln()
@@ -71,7 +71,8 @@ impl Tail {
             - self.delta.ln()
     }
 
-    /// The constants of a model.
+    /// The constants of a model. Where heads differ in width, they are those of the widest, which cover the others: both
+    /// grow with r.
     ///
     /// # Errors
     /// As [`Tail::check`] and [`AttentionSpec::check`].
@@ -85,7 +86,8 @@ impl Tail {
     pub fn c_star(&self, spec: &AttentionSpec) -> Result<CStar> {
         self.check()?;
         spec.check()?;
-        let (d, r) = (spec.d_model as f64, spec.d_head as f64);
+        let widest = spec.layers.iter().map(|layer| layer.d_head).max().unwrap_or(0);
+        let (d, r) = (spec.d_model as f64, widest as f64);
         let (t1, t2) = (self.log_union(2.0, spec, 1), self.log_union(4.0, spec, 2));
         let gamma = chernoff_gamma(r, t1);
         let gamma_beta = beta_gamma(r, d, t1);
@@ -106,7 +108,7 @@ impl Tail {
     }
 
     /// `t` such that no operand channel passes `t ||w_c|| + |c_c|`: `sqrt(d (1 - eps^(2/(d-1))))`,
-    /// `eps = delta / (L layers r (n_q + 2 n_kv))`.
+    /// `eps = delta / (L sum over layers of r (n_q + 2 n_kv))`.
     ///
     /// # Errors
     /// As [`Tail::check`].
@@ -114,7 +116,8 @@ impl Tail {
         self.check()?;
         spec.check()?;
         let d = spec.d_model as f64;
-        let channels = spec.layers as f64 * spec.d_head as f64 * (spec.n_q_heads + 2 * spec.n_kv_heads) as f64;
+        let of = |layer: &LayerSpec| (layer.d_head * (layer.n_q_heads + 2 * layer.n_kv_heads)) as f64;
+        let channels: f64 = spec.layers.iter().map(of).sum();
         let count = self.seq_len as f64 * self.batch as f64 * self.steps as f64;
         let ln_eps = self.delta.ln() - (count * channels).ln();
         Ok((d * -(2.0 * ln_eps / (d - 1.0)).exp_m1()).sqrt())

@@ -15,8 +15,10 @@ pub struct Inspection {
 /// One layer: statistics over its heads, then the heads.
 #[derive(Clone, Debug, Serialize)]
 pub struct LayerInspection {
-    /// Layer number.
+    /// Place among the layers that have attention.
     pub layer: usize,
+    /// The model's own number of the layer.
+    pub number: usize,
     /// Effective norm: gain folded, mean removed, unrotated.
     pub sigma: Option<Statistics>,
     /// Plain norm.
@@ -101,6 +103,7 @@ impl LayerInspection {
         let statistics = |value: fn(&HeadInspection) -> Option<f64>| Statistics::of(heads.iter().map(value));
         Self {
             layer: profile.layer,
+            number: profile.number,
             sigma: statistics(|head| head.sigma),
             sigma_raw: statistics(|head| head.sigma_raw),
             stable_rank: statistics(|head| head.stable_rank),

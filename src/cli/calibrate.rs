@@ -134,9 +134,10 @@ pub fn run(args: Args) -> Result<()> {
         Model::Config(spec) => calibrate_config(&spec, &options)?,
         Model::Checkpoint(checkpoint) => {
             let start = Instant::now();
-            let bar = progress::layers(checkpoint.spec().layers);
+            let layers = checkpoint.spec().layers.len();
+            let bar = progress::layers(layers);
             let mut calibration = Calibration::new(checkpoint.spec(), options)?;
-            for layer in 0..checkpoint.spec().layers {
+            for layer in 0..layers {
                 calibration.layer(checkpoint.layer(layer)?)?;
                 bar.inc(1);
             }
@@ -180,7 +181,7 @@ fn table(profile: &Profile) -> String {
         let mut table = Table::new(["layer", "sigma_sum", "logit bound", "logit descale"]);
         for layer in layers {
             let descale = f64::from(layer.logit_descale.get());
-            table.row([layer.layer.to_string(), short(layer.sigma_sum), short(layer.logit_bound), short(descale)]);
+            table.row([layer.number.to_string(), short(layer.sigma_sum), short(layer.logit_bound), short(descale)]);
         }
         return out + &table.render();
     }
@@ -215,7 +216,7 @@ fn table(profile: &Profile) -> String {
     let cells = |row: &Option<Vec<Descale>>| range(row.iter().flatten().map(|descale| f64::from(descale.get())));
     for layer in layers {
         table.row([
-            layer.layer.to_string(),
+            layer.number.to_string(),
             short(layer.sigma),
             short(layer.sigma_sum),
             short(layer.logit_bound),

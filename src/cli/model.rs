@@ -3,7 +3,7 @@
 pub use sigmascale::model::ModelSource as Model;
 
 use sigmascale::calibrate::ModelSummary;
-use sigmascale::model::{NormKind, QkNormScope, RopeLayout};
+use sigmascale::model::{NormKind, PerLayer, QkNormScope, RopeLayout};
 
 /// A model in a line, for tables.
 pub fn headline(model: &ModelSummary) -> String {
@@ -27,6 +27,23 @@ pub fn headline(model: &ModelSummary) -> String {
     let bias = if biases.is_empty() { String::new() } else { format!(", bias on {biases}") };
     format!(
         "{}: {}, {} layers, d {}, {} query and {} KV heads of {}, {norm}{rope}{qk_norm}{bias}\n",
-        model.name, model.family, model.layers, model.d_model, model.n_q_heads, model.n_kv_heads, model.d_head
+        model.name,
+        model.family,
+        model.layers,
+        model.d_model,
+        span(&model.n_q_heads),
+        span(&model.n_kv_heads),
+        span(&model.d_head)
     )
+}
+
+/// A number, or the least and the most where layers differ.
+fn span(counts: &PerLayer) -> String {
+    match counts {
+        PerLayer::Same(count) => count.to_string(),
+        PerLayer::Each(counts) => {
+            let least = counts.iter().min().copied().unwrap_or(0);
+            format!("{least}..{}", counts.iter().max().copied().unwrap_or(0))
+        }
+    }
 }

@@ -50,6 +50,11 @@ impl HeadOffsets {
         self.starts[layer].1..self.starts[layer + 1].1
     }
 
+    /// Most query heads of a layer.
+    pub fn most_q(&self) -> usize {
+        (0..self.layers()).map(|layer| self.q(layer).len()).max().unwrap_or(0)
+    }
+
     /// Query heads of all layers.
     pub fn all_q(&self) -> usize {
         self.starts[self.layers()].0

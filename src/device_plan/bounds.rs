@@ -6,7 +6,8 @@ use crate::cuda::scale::{DeviceWeights, HeadBound, HostLayer, HostProjection, Ho
 use crate::cuda::{Device, Stream};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
-use crate::model::{AttentionSpec, GainForm, LayerWeights, NormKind, Projection, QkNormScope, RopeLayout};
+use crate::model::{AttentionSpec, GainForm, LayerSpec, LayerWeights, NormKind, Projection, QkNormScope, RopeLayout};
+use crate::policy::PolicyShape;
 use std::sync::Arc;
 
 /// The smallest f32 that is not below `x`.
@@ -21,18 +22,17 @@ pub(super) fn to_device(
     layers: &[LayerBounds],
     tail: &Tail,
 ) -> Result<(Vec<HeadBound>, Vec<f32>)> {
-    let (n_q, n_kv) = (spec.n_q_heads, spec.n_kv_heads);
-    let fits = |(place, b): (usize, &LayerBounds)| {
+    let fits = |(place, (own, b)): (usize, (&LayerSpec, &LayerBounds))| {
+        let (n_q, n_kv) = (own.n_q_heads, own.n_kv_heads);
         b.layer == place && b.heads.len() == n_q && b.q.len() == n_q && b.k.len() == n_kv
     };
-    if layers.len() != spec.layers || !layers.iter().enumerate().all(fits) {
+    if layers.len() != spec.layers.len() || !spec.layers.iter().zip(layers).enumerate().all(fits) {
         return Err(Error::mismatch(format_args!("{}: bounds of every layer, in order, are needed", spec.name)));
     }
     let constants = crate::bound::isotropic(spec, tail)?;
-    let (mut heads, mut operands) =
-        (Vec::with_capacity(layers.len() * n_q), Vec::with_capacity(3 * layers.len() * n_kv));
-    for bounds in layers {
-        let tau = spec.softmax_scale[bounds.layer];
+    let (mut heads, mut operands) = (Vec::new(), Vec::new());
+    for (own, bounds) in spec.layers.iter().zip(layers) {
+        let (tau, n_kv) = (own.softmax_scale, own.n_kv_heads);
         for head in &bounds.heads {
             let missing = || {
                 Error::unsupported(format_args!(
@@ -72,31 +72,33 @@ pub(super) fn from_device(
     operands: &[f32],
     tail: &Tail,
 ) -> Result<Vec<LayerBounds>> {
-    let (n_q, n_kv) = (spec.n_q_heads, spec.n_kv_heads);
-    (0..spec.layers)
+    let offsets = PolicyShape::from(spec);
+    let offsets = offsets.heads();
+    (0..spec.layers.len())
         .map(|layer| {
-            let (heads, operands) = (&heads[layer * n_q..][..n_q], &operands[layer * 3 * n_kv..][..3 * n_kv]);
+            let kv = offsets.kv(layer);
+            let (heads, operands) = (&heads[offsets.q(layer)], &operands[3 * kv.start..3 * kv.end]);
             LayerBounds::from_device(spec, layer, heads, operands, tail)
         })
         .collect()
 }
 
 /// Sizes, norm and rotation of a layer, without addresses.
-fn form(spec: &AttentionSpec, layer: usize) -> LayerInput {
+fn form(spec: &AttentionSpec, own: &LayerSpec) -> LayerInput {
     // A rotation in front of a norm of q and k changes none of their bounds.
     let unturned = spec.qk_norm.is_some_and(|norm| norm.behind_rotation);
-    let rope = spec.rope.get(layer).and_then(Option::as_ref).filter(|_| !unturned);
+    let rope = own.rope.as_ref().filter(|_| !unturned);
     LayerInput {
         gain_offset: if spec.norm.gain == GainForm::OnePlus { 1.0 } else { 0.0 },
         mean_removed: spec.norm.kind == NormKind::LayerNorm,
         d_model: spec.d_model,
-        n_q: spec.n_q_heads,
-        n_kv: spec.n_kv_heads,
-        d_head: spec.d_head,
+        n_q: own.n_q_heads,
+        n_kv: own.n_kv_heads,
+        d_head: own.d_head,
         rotary: rope.map_or(0, |rope| rope.rotary_dim),
         interleaved: rope.is_some_and(|rope| rope.layout == RopeLayout::Interleaved),
         rope_factor: rope.map_or(1.0, |rope| above(rope.attention_factor)),
-        softmax_scale: spec.softmax_scale[layer],
+        softmax_scale: own.softmax_scale,
         ..LayerInput::without_addresses()
     }
 }
@@ -105,8 +107,8 @@ fn projection<'a>(input: &'a Projection<'a>) -> HostProjection<'a> {
     HostProjection { heads: &input.heads, bias: input.bias.as_deref() }
 }
 
-/// A scale engine over copies of the layers' weights, as far as bounds depend on them. Layers may differ in rotation, softmax
-/// scale and type.
+/// A scale engine over copies of the layers' weights, as far as bounds depend on them. Layers may differ in heads,
+/// rotation, softmax scale and type.
 ///
 /// # Errors
 /// `is_unsupported` if neither the attention's input nor q and k are normalised; otherwise as [`LayerGeometry::new`] and
@@ -119,7 +121,7 @@ pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeight
             // The host's own checks of sizes and vectors.
             LayerGeometry::new(spec, weights.clone())?;
             Ok(HostLayer {
-                form: form(spec, weights.layer),
+                form: form(spec, spec.layer(weights.layer)?),
                 q: projection(&weights.q),
                 k: projection(&weights.k),
                 v: (spec.norm.kind != NormKind::None).then(|| projection(&weights.v)),

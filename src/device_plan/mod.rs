@@ -27,7 +27,7 @@ pub use bounds::{DeviceBounds, scale_engine};
 use crate::bound::{E4M3_MAX, LayerBounds, Tail, isotropic};
 use crate::cuda::policy::{BoundSource, PolicyEngine, PolicySetup, Pool, Rule, TENSORS};
 use crate::cuda::scale::{HeadBound, ScaleEngine};
-use crate::cuda::{Device, DevicePtr, StepWords, Stream, stats_words};
+use crate::cuda::{Device, DevicePtr, StepWords, Stream};
 use crate::error::{Error, Result};
 use crate::model::AttentionSpec;
 use crate::plan::{Granularity, OperandDescales, ScalePlan};
@@ -69,8 +69,7 @@ impl DevicePlan {
         tail: &Tail,
         bounds: Bounds,
     ) -> Result<Self> {
-        let shape = PolicyShape { layers: spec.layers, n_q_heads: spec.n_q_heads, n_kv_heads: spec.n_kv_heads };
-        Self::with_state(device, spec, config.build(shape)?.save(), tail, bounds)
+        Self::with_state(device, spec, config.build(spec.into())?.save(), tail, bounds)
     }
 
     /// A policy that goes on from a state, whichever side saved it.
@@ -85,10 +84,10 @@ impl DevicePlan {
         bounds: Bounds,
     ) -> Result<Self> {
         spec.check()?;
-        let shape = PolicyShape { layers: spec.layers, n_q_heads: spec.n_q_heads, n_kv_heads: spec.n_kv_heads };
+        let shape = PolicyShape::from(spec);
         let config = state.config;
         // The host's own checks of a state, whose parts may come from a file.
-        let state = state.restore(&config, shape)?.save();
+        let state = state.restore(&config, shape.clone())?.save();
         if spec.qk_norm.is_some() && matches!(config, PolicyConfig::GeometryCStar(_)) {
             return Err(Error::unsupported(format_args!(
                 "{}: q and k are normalised after the projection, so there is no rank-aware bound",
@@ -126,7 +125,7 @@ impl DevicePlan {
         self.engine.plan(stream)
     }
 
-    /// Where a layer's call reads the descales of a tensor: `n_q` f32 for logits, `n_kv` for q, k, v and o. Always the
+    /// Where a layer's call reads the descales of a tensor: its `n_q` f32 for logits, `n_kv` for q, k, v and o. Always the
     /// same address.
     ///
     /// # Errors
@@ -146,10 +145,7 @@ impl DevicePlan {
     }
 
     fn check_layer(&self, layer: usize) -> Result<()> {
-        if layer < self.shape.layers {
-            return Ok(());
-        }
-        Err(Error::argument(format_args!("there is no layer {layer}, {} has {}", self.spec.name, self.shape.layers)))
+        self.spec.layer(layer).map(drop)
     }
 
     /// Gives bounds that the host computed, one entry a layer in order; they are rounded up to f32.
@@ -176,12 +172,9 @@ impl DevicePlan {
     /// `is_argument` if there is no such layer, `is_non_finite` if a descale is NaN; otherwise as the device.
     pub fn read_plan(&self, layer: usize) -> Result<ScalePlan> {
         self.check_layer(layer)?;
-        let (n_q, n_kv) = (self.shape.n_q_heads, self.shape.n_kv_heads);
         let all = self.engine.read_descales()?;
         let row = |tensor: Tensor| -> Result<Vec<Descale>> {
-            let (offset, count) =
-                if tensor == Tensor::Logit { (0, n_q) } else { (n_q + (tensor as usize - 1) * n_kv, n_kv) };
-            let values = &all[layer * (n_q + 4 * n_kv) + offset..][..count];
+            let values = &all[self.engine.setup().descales(layer, tensor as usize)];
             if values.iter().any(|value| value.is_nan()) {
                 return Err(Error::non_finite(format_args!(
                     "layer {layer}: a {} descale is NaN, since its bound or measurement was not finite",
@@ -211,11 +204,12 @@ impl DevicePlan {
     /// # Errors
     /// As the device.
     pub fn read_observed(&self) -> Result<Vec<StepStats>> {
-        let (n_q, n_kv) = (self.shape.n_q_heads, self.shape.n_kv_heads);
         let all = self.engine.read_observed()?;
-        all.chunks_exact(stats_words(n_q, n_kv))
-            .map(|row| {
-                let words = StepWords::from_row(row, n_q, n_kv);
+        (0..self.spec.layers.len())
+            .map(|layer| {
+                let own = self.spec.layer(layer)?;
+                let row = &all[self.engine.setup().stats(layer)];
+                let words = StepWords::from_row(row, own.n_q_heads, own.n_kv_heads);
                 words
                     .map(|words| StepStats::from(&words))
                     .ok_or_else(|| Error::cuda("a row of statistics is cut short"))
@@ -229,7 +223,7 @@ impl DevicePlan {
     /// As the device.
     pub fn save(&self) -> Result<PolicyState> {
         let memory = state::from_device(self.engine.setup(), &self.config, &self.engine.read_memory()?);
-        Ok(PolicyState { version: crate::policy::STATE_VERSION, config: self.config, shape: self.shape, memory })
+        Ok(PolicyState::new(self.config, &self.shape, memory))
     }
 
     /// Goes on from a state, in place: addresses and captured graphs stay valid. Synchronous.
@@ -237,7 +231,7 @@ impl DevicePlan {
     /// # Errors
     /// As [`PolicyState::restore`], or as the device.
     pub fn load(&mut self, state: PolicyState) -> Result<()> {
-        let state = state.restore(&self.config, self.shape)?.save();
+        let state = state.restore(&self.config, self.shape.clone())?.save();
         let memory = state::to_device(self.engine.setup(), &state.memory);
         self.engine.write_memory(&memory)
     }
@@ -254,6 +248,7 @@ fn plans_from_bounds(config: &PolicyConfig) -> bool {
 
 /// A policy's parameters as numbers.
 fn setup(spec: &AttentionSpec, config: &PolicyConfig, shape: &PolicyShape, tail: &Tail) -> Result<PolicySetup> {
+    let mut keep = Vec::new();
     let (rule, eta, granularity) = match config {
         PolicyConfig::Geometry(c) => (Rule::Geometry, c.eta, c.granularity),
         PolicyConfig::GeometryCStar(c) => (Rule::GeometryCStar(isotropic(spec, tail)?), c.eta, c.granularity),
@@ -263,8 +258,9 @@ fn setup(spec: &AttentionSpec, config: &PolicyConfig, shape: &PolicyShape, tail:
                 Pooling::Layer => Pool::Layer,
                 Pooling::Head => Pool::Head,
             };
-            let keep = [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V].map(|tensor| c.kept_ratios(shape, tensor));
-            let rule = Rule::AutoC { kappa: c.kappa, burn_in: c.burn_in, max_restarts: c.max_restarts, pool, keep };
+            let pooled = [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V];
+            keep = (0..shape.layers()).map(|layer| pooled.map(|tensor| c.kept_ratios(shape, layer, tensor))).collect();
+            let rule = Rule::AutoC { kappa: c.kappa, burn_in: c.burn_in, max_restarts: c.max_restarts, pool };
             (rule, c.eta, c.granularity)
         }
         // The paper's margin takes eta's place, for every tensor.
@@ -280,15 +276,15 @@ fn setup(spec: &AttentionSpec, config: &PolicyConfig, shape: &PolicyShape, tail:
     let operand_target = if matches!(rule, Rule::DelayedPaper { .. }) { logit_target } else { E4M3_MAX };
     Ok(PolicySetup {
         rule,
-        n_q: shape.n_q_heads,
-        n_kv: shape.n_kv_heads,
+        heads: shape.heads().clone(),
         d_model: spec.d_model,
         per_layer: granularity == Granularity::Layer,
         has_values: spec.norm.kind != crate::model::NormKind::None,
         logit_target,
         operand_target,
         soft_cap: spec.soft_cap,
-        softmax_scales: spec.softmax_scale.clone(),
+        softmax_scales: spec.layers.iter().map(|layer| layer.softmax_scale).collect(),
+        keep,
     })
 }
 

@@ -1,6 +1,6 @@
 //! A policy's memory between its serde form and the device's vectors.
 
-use crate::cuda::policy::{PolicyMemory, PolicySetup, Rule, phase};
+use crate::cuda::policy::{PolicyMemory, PolicySetup, phase};
 use crate::policy::{AutoCState, DelayedState, Forbidden, Memory, PaperSlot, Phase, PolicyConfig, RatioPool, TeSlot};
 
 /// The device's form of a state that [`crate::policy::PolicyState::restore`] has accepted.
@@ -11,7 +11,7 @@ pub(super) fn to_device(setup: &PolicySetup, memory: &Memory) -> PolicyMemory {
         Memory::AutoC(state) => {
             device.seen = state.seen.clone();
             device.restarts = vec![state.restarts];
-            for (pools, keep) in state.pools.iter().zip(keep(setup)) {
+            for (pools, room) in state.pools.iter().zip(setup.room()) {
                 for pool in pools {
                     let (code, c) = match pool.phase {
                         Phase::BurnIn => (phase::BURN_IN, 0.0),
@@ -23,7 +23,7 @@ pub(super) fn to_device(setup: &PolicySetup, memory: &Memory) -> PolicyMemory {
                     device.phases.push(code);
                     device.constants.push(c);
                     device.counts.push(pool.top.len() as u32);
-                    let end = device.top.len() + keep;
+                    let end = device.top.len() + room;
                     device.top.extend_from_slice(&pool.top);
                     device.top.resize(end, 0.0);
                 }
@@ -48,12 +48,12 @@ pub(super) fn to_device(setup: &PolicySetup, memory: &Memory) -> PolicyMemory {
 
 /// The serde form of the device's memory, the same values that the host's policy would hold.
 pub(super) fn from_device(setup: &PolicySetup, config: &PolicyConfig, device: &PolicyMemory) -> Memory {
-    let layers = setup.softmax_scales.len();
+    let layers = setup.heads.layers();
     match config {
         PolicyConfig::Geometry(_) | PolicyConfig::GeometryCStar(_) | PolicyConfig::Current(_) => Memory::None,
         PolicyConfig::AutoC(_) => {
             let counts = setup.pools();
-            let keep = keep(setup);
+            let room = setup.room();
             let (mut pool, mut place) = (0, 0);
             let pools = std::array::from_fn(|tensor| {
                 (0..counts[tensor])
@@ -68,7 +68,7 @@ pub(super) fn from_device(setup: &PolicySetup, config: &PolicyConfig, device: &P
                         };
                         let top = device.top[place..place + device.counts[pool] as usize].to_vec();
                         pool += 1;
-                        place += keep[tensor];
+                        place += room[tensor];
                         RatioPool { phase, top }
                     })
                     .collect()
@@ -87,13 +87,6 @@ pub(super) fn from_device(setup: &PolicySetup, config: &PolicyConfig, device: &P
     }
 }
 
-fn keep(setup: &PolicySetup) -> [usize; 4] {
-    match setup.rule {
-        Rule::AutoC { keep, .. } => keep,
-        _ => [0; 4],
-    }
-}
-
 /// A ring from its place on.
 fn unrolled(device: &PolicyMemory, slot: usize, length: usize) -> Vec<f32> {
     let mut history = device.history[slot * length..(slot + 1) * length].to_vec();
@@ -104,9 +97,9 @@ fn unrolled(device: &PolicyMemory, slot: usize, length: usize) -> Vec<f32> {
 fn per_layer<S>(setup: &PolicySetup, layers: usize, slot: impl Fn(usize) -> S) -> Vec<[Vec<S>; 5]> {
     let mut next = 0;
     (0..layers)
-        .map(|_| {
+        .map(|layer| {
             std::array::from_fn(|tensor| {
-                let count = if setup.per_layer { 1 } else { setup.row(tensor) };
+                let count = if setup.per_layer { 1 } else { setup.row(layer, tensor) };
                 let first = next;
                 next += count;
                 (first..next).map(&slot).collect()

@@ -92,7 +92,8 @@ impl Stream {
         attention: &[f32],
     ) -> Result<()> {
         let (d, count) = (spec.d_model, self.count());
-        let inner = spec.n_q_heads * spec.d_head;
+        let own = spec.layer(weights.layer)?;
+        let inner = own.n_q_heads * own.d_head;
         if attention.len() != inner * count {
             return Err(Error::mismatch(format_args!(
                 "{} layer {}: an attention output of {} values does not fit {count} tokens of {inner}",

@@ -236,7 +236,8 @@ impl<'a> Body<'a> {
     pub fn block(&self, layer: usize) -> Result<Block<'a>> {
         let (checkpoint, layout) = (self.checkpoint, self.layout);
         let spec = checkpoint.spec();
-        let (d, inner_out) = (spec.d_model, spec.n_q_heads * spec.d_head);
+        let own = spec.layer(layer)?;
+        let (layer, d, inner_out) = (own.number, spec.d_model, own.n_q_heads * own.d_head);
         let up = checkpoint.named(&at(layout.up, layer), &["weight"]);
         let shape = checkpoint.tensor(&up)?.shape;
         let inner = shape.get(usize::from(layout.conv1d)).copied().unwrap_or(0);

@@ -14,7 +14,7 @@ use super::config::Config;
 use super::families::{QkNormRule, QkNormStored, QkvTensors};
 use super::layout::{LayerNames, ProjectionName, at};
 use super::shards::{Entry, INDEX, Opened, SINGLE, Shard, open_held, open_sharded, open_single};
-use super::spec::{AttentionSpec, GainForm};
+use super::spec::{AttentionSpec, GainForm, LayerSpec};
 use super::weights::{LayerWeights, NormVectors, Projection};
 use crate::error::{Error, Result};
 use crate::tensor::{BlockScale, Dtype, MatrixView};
@@ -28,7 +28,7 @@ use std::sync::Arc;
 /// use sigmascale::model::Checkpoint;
 /// let checkpoint = Checkpoint::open("llama-3.1-8b".as_ref())?;
 /// let layer = checkpoint.layer(0)?;
-/// assert_eq!(layer.q.heads.len(), checkpoint.spec().n_q_heads);
+/// assert_eq!(layer.q.heads.len(), checkpoint.spec().layer(0)?.n_q_heads);
 /// # Ok::<(), sigmascale::Error>(())
 /// ```
 pub struct Checkpoint {
@@ -99,7 +99,7 @@ impl Checkpoint {
         checkpoint.prefix = checkpoint.find_prefix()?;
         checkpoint.count_biases()?;
         let family = checkpoint.config.family;
-        let next = format!("{}{}.weight", checkpoint.prefix, at(family.qkv.first(), checkpoint.config.spec.layers));
+        let next = format!("{}{}.weight", checkpoint.prefix, at(family.qkv.first(), checkpoint.config.layers));
         if checkpoint.has_tensor(&next) {
             // Layers for multi-token prediction lie behind the model's own; a shortened config looks the same.
             tracing::warn!(tensor = next, "{}: weights behind the config's last layer are not read", path.display());
@@ -158,15 +158,9 @@ impl Checkpoint {
     /// `is_non_finite` if a norm vector or a bias holds a NaN or an infinity.
     pub fn layer(&self, layer: usize) -> Result<LayerWeights<'_>> {
         let spec = &self.config.spec;
-        if layer >= spec.layers {
-            return Err(Error::argument(format_args!(
-                "{}: there is no layer {layer}, the model has {}",
-                self.path.display(),
-                spec.layers
-            )));
-        }
-        let names = self.config.names(layer);
-        let (q, k, v) = self.projections(&names)?;
+        let own = spec.layer(layer).map_err(|error| error.within(self.path.display()))?;
+        let names = self.config.names(own);
+        let (q, k, v) = self.projections(own, &names)?;
         let (norm_gain, norm_shift) = match &names.norm {
             Some(name) => {
                 let gain = match spec.norm.gain {
@@ -183,7 +177,8 @@ impl Checkpoint {
         };
         let (q_norm, k_norm) = match (&self.config.family.qk_norm, &names.qk_norm) {
             (Some(rule), Some((q, k))) => {
-                (Some(self.qk_norm(rule, q, spec.n_q_heads)?), Some(self.qk_norm(rule, k, spec.n_kv_heads)?))
+                let read = |name, heads| self.qk_norm(rule, name, heads, own.d_head).map(Some);
+                (read(q, own.n_q_heads)?, read(k, own.n_kv_heads)?)
             }
             _ => (None, None),
         };
@@ -200,7 +195,8 @@ impl Checkpoint {
     }
 
     fn find_prefix(&self) -> Result<&'static str> {
-        let probe = at(self.config.family.qkv.first(), 0) + ".weight";
+        let first = self.config.spec.layers.first().map_or(0, |layer| layer.number);
+        let probe = at(self.config.family.qkv.first(), first) + ".weight";
         let fits = |prefix: &&str| self.tensors.contains_key(&format!("{prefix}{probe}"));
         self.config.family.prefixes.iter().copied().find(fits).ok_or_else(|| {
             let family = self.config.family.name;
@@ -214,11 +210,11 @@ impl Checkpoint {
     /// shift the two can cancel, and a config that contradicts its file is refused.
     fn count_biases(&mut self) -> Result<()> {
         let stored = |template: &str| {
-            let name = |i: usize| format!("{}{}.bias", self.prefix, at(template, i));
-            (0..self.config.spec.layers).map(name).find(|name| self.tensors.contains_key(name))
+            let name = |layer: &LayerSpec| format!("{}{}.bias", self.prefix, at(template, layer.number));
+            self.config.spec.layers.iter().map(name).find(|name| self.tensors.contains_key(name))
         };
         let (q, k, v) = match self.config.family.qkv {
-            QkvTensors::Separate { q, k, v } => (stored(q), stored(k), stored(v)),
+            QkvTensors::Separate { q, k, v } | QkvTensors::Gated { q, k, v } => (stored(q), stored(k), stored(v)),
             QkvTensors::Concat { name, .. } | QkvTensors::Grouped { name } => {
                 let stored = stored(name);
                 (stored.clone(), stored.clone(), stored)
@@ -242,29 +238,33 @@ impl Checkpoint {
         suffixes.iter().map(full).find(|n| self.tensors.contains_key(n)).unwrap_or_else(|| full(&suffixes[0]))
     }
 
-    fn projections(&self, names: &LayerNames) -> Result<(Projection<'_>, Projection<'_>, Projection<'_>)> {
+    fn projections(
+        &self,
+        layer: &LayerSpec,
+        names: &LayerNames,
+    ) -> Result<(Projection<'_>, Projection<'_>, Projection<'_>)> {
         let spec = &self.config.spec;
         let one = |place: &ProjectionName, bias: bool| {
             let weight =
                 self.matrix(&self.named(&place.name, &["weight"]), place.channels, spec.d_model, place.conv1d)?;
             let bias = self.bias(&place.name, place.channels, bias)?;
-            Ok(self.projection(&place.name, &weight, bias.as_deref(), &place.heads))
+            Ok(self.projection(place, layer.d_head, &weight, bias.as_deref()))
         };
         Ok((one(&names.q, spec.bias.q)?, one(&names.k, spec.bias.k)?, one(&names.v, spec.bias.v)?))
     }
 
     fn projection<'a>(
         &self,
-        name: &str,
+        place: &ProjectionName,
+        r: usize,
         weight: &MatrixView<'a>,
         bias: Option<&[f64]>,
-        rows: &[usize],
     ) -> Projection<'a> {
-        let r = self.config.spec.d_head;
+        let rows = &place.heads;
         Projection {
             heads: rows.iter().map(|&row| weight.slice_rows(row, r)).collect(),
             bias: bias.map(|b| rows.iter().flat_map(|&row| &b[row..row + r]).copied().collect()),
-            name: format!("{}{name}.weight", self.prefix),
+            name: format!("{}{}.weight", self.prefix, place.name),
         }
     }
 
@@ -280,13 +280,13 @@ impl Checkpoint {
         self.vector(&name, rows).map(Some)
     }
 
-    fn qk_norm(&self, rule: &QkNormRule, name: &str, heads: usize) -> Result<NormVectors> {
-        let r = self.config.spec.d_head;
+    fn qk_norm(&self, rule: &QkNormRule, name: &str, heads: usize, r: usize) -> Result<NormVectors> {
         let read = |suffix: &str| -> Result<Vec<f64>> {
             match rule.stored {
                 QkNormStored::Shared => self.vector(&self.named(name, &[suffix]), r),
                 QkNormStored::Flat => self.vector(&self.named(name, &[suffix]), heads * r),
                 QkNormStored::PerHead => self.values(&self.named(name, &[suffix]), &[heads, r]),
+                QkNormStored::Nothing => Ok(vec![1.0; r]),
                 QkNormStored::TensorPerHead => {
                     let mut all = Vec::with_capacity(heads * r);
                     for h in 0..heads {

@@ -6,10 +6,10 @@
 //! changes the logits. Sizes are capped before anything is allocated from them.
 
 use super::families::{
-    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, HeadDim, KvHeads, NormTensor, REFUSED, ScaleRule, WRAPPERS, family,
+    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, LayerHeads, NormTensor, REFUSED, ScaleRule, WRAPPERS, family,
 };
-use super::keys::{Keys, MAX_D_MODEL, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, read_capped, refuse, shorten, too_large};
-use super::spec::{AttentionSpec, QkvBias};
+use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, read_capped, refuse, shorten, too_large};
+use super::spec::{AttentionSpec, LayerSpec, QkvBias};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -26,7 +26,8 @@ impl AttentionSpec {
     /// let config = br#"{"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2,
     ///     "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 10000.0}"#;
     /// let spec = AttentionSpec::from_config_json(config, "tiny/config.json".as_ref())?;
-    /// assert_eq!((spec.name.as_str(), spec.d_head, spec.group()), ("tiny", 64, 2));
+    /// let layer = spec.layer(1)?;
+    /// assert_eq!((spec.name.as_str(), layer.d_head, layer.group()), ("tiny", 64, 2));
     /// # Ok::<(), sigmascale::Error>(())
     /// ```
     ///
@@ -51,6 +52,8 @@ impl AttentionSpec {
 #[derive(Clone)]
 pub(crate) struct Config {
     pub spec: AttentionSpec,
+    /// Layers of the model, also those without attention.
+    pub layers: usize,
     pub family: &'static Family,
     /// Name of the layer's own input norm, where the family has more than one.
     pub own_norm: Option<&'static str>,
@@ -125,24 +128,22 @@ impl<'a> Keys<'a> {
 
     fn build(self, family: &'static Family, fp8_block: Option<(usize, usize)>) -> Result<Config> {
         let file = self.file;
-        let layers = self.size(&family.sizes.layers, MAX_LAYERS)?;
+        let layers = self.layer_count(&family.sizes)?;
         let d_model = self.size(&family.sizes.d_model, MAX_D_MODEL)?;
-        let n_q_heads = self.size(&family.sizes.q_heads, MAX_HEADS)?;
-        let n_kv_heads = self.kv_heads(&family.sizes.kv_heads, n_q_heads)?;
-        if n_q_heads % n_kv_heads != 0 {
-            return Err(Error::format(
-                file,
-                format_args!("{n_q_heads} query heads do not divide by {n_kv_heads} key/value heads"),
-            ));
-        }
-        let d_head = self.d_head(&family.sizes.d_head, d_model, n_q_heads)?;
+        let heads = self.heads(&family.sizes, layers)?;
+        let Some(most) = heads.iter().flatten().map(|(n_q, _)| *n_q).max() else {
+            return Err(refuse(file, "no layer has attention"));
+        };
+        let d_head = self.d_head(&family.sizes.d_head, d_model, most)?;
         if d_head % 8 != 0 || !(16..=256).contains(&d_head) {
             return Err(refuse(
                 file,
                 format_args!("head dimension {d_head} is refused: it must be a multiple of 8 from 16 to 256"),
             ));
         }
-        self.layer_types(layers)?;
+        if !matches!(family.sizes.layer_heads, LayerHeads::Hybrid { .. }) {
+            self.layer_types(layers)?;
+        }
         let qk_norm = match &family.qk_norm {
             Some(rule) if self.set(&rule.when)? => Some(rule.norm),
             Some(_) => None,
@@ -159,24 +160,28 @@ impl<'a> Keys<'a> {
             }
         };
         let bias = self.set(&family.bias)?;
-        let max_positions = self
-            .first_count(&Count { keys: &["max_position_embeddings", "n_positions"], default: None }, MAX_POSITIONS)?;
+        let max_positions = self.first_count(
+            &Count { keys: &["max_position_embeddings", "n_positions", "max_context_length"], default: None },
+            MAX_POSITIONS,
+        )?;
         let both_ways = BIDIRECTIONAL.contains(&family.name) && !self.flag("is_decoder")?.unwrap_or(false)
             || self.flag("use_bidirectional_attention")?.unwrap_or(false);
+        let rope = self.rope(family, layers, d_head, max_positions)?;
+        let scales = self.softmax_scale(&family.scale, layers, d_head)?;
+        let parts = rope.into_iter().zip(scales).enumerate();
+        let own = heads.into_iter().zip(parts).filter_map(|(heads, (number, (rope, softmax_scale)))| {
+            let (n_q_heads, n_kv_heads) = heads?;
+            Some(LayerSpec { number, n_q_heads, n_kv_heads, d_head, rope, softmax_scale })
+        });
         let spec = AttentionSpec {
             name: name_of(file),
             family: family.name.to_owned(),
             causal: !both_ways,
-            layers,
+            layers: own.collect(),
             d_model,
-            n_q_heads,
-            n_kv_heads,
-            d_head,
             norm: family.norm,
             bias: QkvBias { q: bias, k: bias, v: bias },
-            rope: self.rope(family, layers, d_head, max_positions)?,
             qk_norm,
-            softmax_scale: self.softmax_scale(&family.scale, layers, d_head)?,
             soft_cap: match family.soft_cap {
                 // Present and null switches the cap off.
                 Some((key, default)) if !self.map.contains_key(key) => default,
@@ -194,55 +199,7 @@ impl<'a> Keys<'a> {
             }
             NormTensor::None | NormTensor::Previous { .. } => None,
         };
-        Ok(Config { spec, family, own_norm, fp8_block, settings: self.map.clone() })
-    }
-
-    fn kv_heads(&self, rule: &KvHeads, n_q_heads: usize) -> Result<usize> {
-        match rule {
-            KvHeads::SameAsQuery => Ok(n_q_heads),
-            KvHeads::One => Ok(1),
-            KvHeads::Key(count) => {
-                let null = count.keys.iter().any(|key| self.map.get(*key).is_some_and(Value::is_null));
-                let default = if null { None } else { count.default };
-                Ok(self.first_count(count, MAX_HEADS)?.or(default).unwrap_or(n_q_heads))
-            }
-            KvHeads::Falcon => {
-                let keys = Count { keys: &["num_kv_heads", "n_head_kv"], default: None };
-                if self.flag("new_decoder_architecture")?.unwrap_or(false) {
-                    return Ok(self.first_count(&keys, MAX_HEADS)?.unwrap_or(n_q_heads));
-                }
-                Ok(if self.flag("multi_query")?.unwrap_or(true) { 1 } else { n_q_heads })
-            }
-        }
-    }
-
-    fn d_head(&self, rule: &HeadDim, d_model: usize, n_q_heads: usize) -> Result<usize> {
-        let stated = self.count("head_dim", MAX_D_MODEL)?;
-        let derived = || {
-            if d_model.is_multiple_of(n_q_heads) {
-                return Ok(d_model / n_q_heads);
-            }
-            Err(Error::format(
-                self.file,
-                format_args!("model dimension {d_model} does not divide by {n_q_heads} heads"),
-            ))
-        };
-        match rule {
-            HeadDim::Key(default) => {
-                let null = self.map.get("head_dim").is_some_and(Value::is_null);
-                stated.or(if null { None } else { *default }).map_or_else(derived, Ok)
-            }
-            HeadDim::Derived => {
-                let derived = derived()?;
-                match stated {
-                    Some(n) if n != derived => Err(Error::format(
-                        self.file,
-                        format_args!("`head_dim` is {n}, and this family takes {derived} = model dimension / heads"),
-                    )),
-                    _ => Ok(derived),
-                }
-            }
-        }
+        Ok(Config { spec, layers, family, own_norm, fp8_block, settings: self.map.clone() })
     }
 
     /// `layer_types`: whether each layer is a full one, or `None` when absent.
@@ -272,7 +229,7 @@ impl<'a> Keys<'a> {
             ScaleRule::QueryPreAttnScalar(default) => {
                 self.positive("query_pre_attn_scalar")?.unwrap_or(*default).sqrt().recip()
             }
-            ScaleRule::Multiplier(key, default) => self.positive(key)?.unwrap_or(*default),
+            ScaleRule::Multiplier(key, default) => self.positive(key)?.or(*default).unwrap_or(usual),
             ScaleRule::Gpt2 => {
                 let base = if self.flag("scale_attn_weights")?.unwrap_or(true) { usual } else { 1.0 };
                 if self.flag("scale_attn_by_inverse_layer_idx")?.unwrap_or(false) {
@@ -334,275 +291,4 @@ fn name_of(file: &Path) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::model::RopeLayout;
-
-    fn spec(json: &str) -> Result<AttentionSpec> {
-        AttentionSpec::from_config_json(json.as_bytes(), Path::new("m/config.json"))
-    }
-
-    fn llama(extra: &str) -> Result<AttentionSpec> {
-        spec(&format!(
-            r#"{{"model_type":"llama","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":4,
-               "max_position_embeddings":131072{extra}}}"#
-        ))
-    }
-
-    #[test]
-    fn both_generations_of_rope_keys_agree() {
-        let old = llama(r#","rope_theta":500000.0,"torch_dtype":"bfloat16""#).unwrap();
-        let new =
-            llama(r#","rope_parameters":{"rope_theta":500000.0,"rope_type":"default"},"dtype":"bfloat16""#).unwrap();
-        assert_eq!(old, new);
-        let rope = old.rope[1].as_ref().unwrap();
-        assert_eq!((rope.rotary_dim, rope.layout), (64, RopeLayout::HalfSplit));
-        let angles = rope.inv_freq.as_ref().unwrap();
-        assert!((angles[16] - 500_000f64.powf(-0.5)).abs() < 1e-15);
-    }
-
-    #[test]
-    fn scaled_rotations() {
-        let factor = |extra: &str| llama(extra).unwrap().rope[0].clone().unwrap();
-        let yarn = factor(
-            r#","rope_theta":1e4,"rope_scaling":{"type":"yarn","factor":4.0,"original_max_position_embeddings":32768}"#,
-        );
-        assert!((yarn.attention_factor - (0.1 * 4f64.ln() + 1.0)).abs() < 1e-15);
-        // mscale equal to mscale_all_dim: no factor is left.
-        let even = factor(
-            r#","rope_theta":1e4,"rope_parameters":{"rope_type":"yarn","rope_theta":1e4,"factor":4.0,"mscale":1.0,"mscale_all_dim":1.0,"original_max_position_embeddings":32768}"#,
-        );
-        assert_eq!(even.attention_factor, 1.0);
-        let linear = factor(r#","rope_theta":1e4,"rope_scaling":{"rope_type":"linear","factor":8.0}"#);
-        assert_eq!(linear.inv_freq.unwrap()[0], 0.125);
-        assert_eq!(factor(r#","rope_scaling":{"type":"dynamic","factor":2.0}"#).inv_freq, None);
-        let llama3 = factor(
-            r#","rope_theta":5e5,"rope_scaling":{"rope_type":"llama3","factor":8.0,"low_freq_factor":1.0,"high_freq_factor":4.0,"original_max_position_embeddings":8192}"#,
-        );
-        let angles = llama3.inv_freq.unwrap();
-        let plain = |b: i32| 5e5f64.powf(-2.0 * f64::from(b) / 64.0);
-        assert_eq!(angles[0], 1.0);
-        assert!((angles[31] - plain(31) / 8.0).abs() < 1e-18);
-        assert!(llama(r#","rope_scaling":{"rope_type":"spiral"}"#).unwrap_err().is_unsupported());
-    }
-
-    #[test]
-    fn longrope_factor_is_that_of_phi3() {
-        let spec = spec(
-            r#"{"model_type":"phi3","hidden_size":3072,"num_hidden_layers":1,"num_attention_heads":32,
-                "max_position_embeddings":131072,"original_max_position_embeddings":4096,
-                "rope_scaling":{"type":"su","short_factor":[1.0],"long_factor":[1.0]}}"#,
-        )
-        .unwrap();
-        let factor = spec.rope[0].as_ref().unwrap().attention_factor;
-        assert!((factor - (1.0 + 32f64.ln() / 4096f64.ln()).sqrt()).abs() < 1e-15);
-    }
-
-    #[test]
-    fn where_engines_differ_on_a_factor_the_largest_counts() {
-        let factor = |extra: &str| llama(extra).unwrap().rope[0].as_ref().unwrap().attention_factor;
-        let long = |original: usize, extra: &str| {
-            factor(&format!(
-                r#","rope_scaling":{{"type":"longrope","original_max_position_embeddings":{original},
-                    "short_factor":[1.0],"long_factor":[1.0]{extra}}}"#
-            ))
-        };
-        let root = |factor: f64, original: f64| (1.0 + factor.ln() / original.ln()).sqrt();
-        // A stated factor, or the ratio of the lengths.
-        assert!((long(131_072, r#","factor":32.0"#) - root(32.0, 131_072.0)).abs() < 1e-15);
-        assert!((long(4096, r#","factor":2.0"#) - root(32.0, 4096.0)).abs() < 1e-15);
-        // Scales of cosines and sines, which not all engines read.
-        assert!((long(4096, r#","short_mscale":1.0,"long_mscale":1.0"#) - root(32.0, 4096.0)).abs() < 1e-15);
-        assert_eq!(long(4096, r#","short_mscale":3.0,"long_mscale":2.0"#), 3.0);
-        let scales = r#","short_mscale":2.0,"long_mscale":3.0"#;
-        assert_eq!(factor(&format!(r#","rope_scaling":{{"type":"linear","factor":2.0{scales}}}"#)), 3.0);
-        assert_eq!(factor(&format!(r#","rope_scaling":{{"type":"default"{scales}}}"#)), 1.0);
-        // Two generations of keys side by side.
-        let yarn = r#""rope_scaling":{"type":"yarn","factor":4.0,"original_max_position_embeddings":32768}"#;
-        let both = format!(r#","rope_parameters":{{"rope_type":"default","rope_theta":10000.0}},{yarn}"#);
-        assert!((factor(&both) - (0.1 * 4f64.ln() + 1.0)).abs() < 1e-15);
-        assert_eq!(llama(&both).unwrap().rope[0].as_ref().unwrap().inv_freq, None);
-    }
-
-    #[test]
-    fn gemma3_layers_alternate() {
-        let old = spec(
-            r#"{"model_type":"gemma3","text_config":{"hidden_size":2560,"num_hidden_layers":12,
-                "rope_scaling":{"rope_type":"linear","factor":8.0}}}"#,
-        )
-        .unwrap();
-        assert_eq!((old.n_q_heads, old.n_kv_heads, old.d_head, old.layers), (8, 4, 256, 12));
-        let angle = |spec: &AttentionSpec, layer: usize, b: usize| {
-            spec.rope[layer].as_ref().unwrap().inv_freq.as_ref().unwrap()[b]
-        };
-        assert_eq!((angle(&old, 0, 0), angle(&old, 5, 0)), (1.0, 0.125));
-        assert!((angle(&old, 0, 64) - 0.01).abs() < 1e-15);
-        assert!((angle(&old, 5, 64) - 1e-3 / 8.0).abs() < 1e-15);
-        let new = spec(
-            r#"{"model_type":"gemma3_text","hidden_size":2560,"num_hidden_layers":12,"rope_parameters":{
-                "full_attention":{"rope_type":"linear","factor":8.0,"rope_theta":1000000.0},
-                "sliding_attention":{"rope_type":"default","rope_theta":10000.0}}}"#,
-        )
-        .unwrap();
-        assert_eq!(old.rope, new.rope);
-    }
-
-    #[test]
-    fn layer_types_choose_among_nested_rotations() {
-        // Nested sets without a base take it from the old keys.
-        let mixed = spec(
-            r#"{"model_type":"gemma3_text","hidden_size":640,"num_hidden_layers":2,"rope_theta":1000000,
-                "rope_local_base_freq":10000,"layer_types":["full_attention","sliding_attention"],"rope_parameters":{
-                "full_attention":{"factor":8.0,"rope_type":"linear"},"sliding_attention":{"rope_type":"default"}}}"#,
-        )
-        .unwrap();
-        let angle = |spec: &AttentionSpec, layer: usize, b: usize| {
-            spec.rope[layer].as_ref().unwrap().inv_freq.as_ref().unwrap()[b]
-        };
-        assert!((angle(&mixed, 0, 64) - 1e-3 / 8.0).abs() < 1e-15);
-        assert!((angle(&mixed, 1, 64) - 0.01).abs() < 1e-15);
-        // Scaling in the old keys is that of the full layers alone.
-        let olmo3 = spec(
-            r#"{"model_type":"olmo3","hidden_size":256,"num_hidden_layers":4,"num_attention_heads":4,"rope_theta":500000,
-                "max_position_embeddings":65536,"rope_scaling":{"rope_type":"yarn","factor":8.0,
-                "original_max_position_embeddings":8192,"attention_factor":1.2079441541679836}}"#,
-        )
-        .unwrap();
-        let factors: Vec<f64> = olmo3.rope.iter().map(|rope| rope.as_ref().unwrap().attention_factor).collect();
-        assert_eq!(factors, [1.0, 1.0, 1.0, 1.2079441541679836]);
-        assert_eq!(olmo3.norm.kind, crate::model::NormKind::None);
-    }
-
-    #[test]
-    fn the_rotated_share_stands_in_either_place() {
-        let dim = |extra: &str| {
-            let json = format!(
-                r#"{{"model_type":"gpt_neox","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4{extra}}}"#
-            );
-            spec(&json).unwrap().rope[0].as_ref().unwrap().rotary_dim
-        };
-        assert_eq!(dim(""), 16);
-        assert_eq!(dim(r#","rotary_pct":1.0"#), 64);
-        assert_eq!(
-            dim(r#","rope_parameters":{"partial_rotary_factor":0.5,"rope_theta":1e4,"rope_type":"default"}"#),
-            32
-        );
-    }
-
-    #[test]
-    fn softmax_scales() {
-        let gpt2 = spec(r#"{"model_type":"gpt2","n_layer":3,"scale_attn_by_inverse_layer_idx":true}"#).unwrap();
-        assert_eq!(gpt2.softmax_scale, [0.125, 0.0625, 0.125 / 3.0]);
-        let plain = spec(r#"{"model_type":"gpt2","n_layer":1,"scale_attn_weights":false}"#).unwrap();
-        assert_eq!(plain.softmax_scale, [1.0]);
-        let gemma = spec(
-            r#"{"model_type":"gemma2","hidden_size":4608,"num_hidden_layers":1,"num_attention_heads":32,
-                "num_key_value_heads":16,"head_dim":128,"query_pre_attn_scalar":144}"#,
-        )
-        .unwrap();
-        assert_eq!((gemma.softmax_scale[0], gemma.soft_cap), (1.0 / 12.0, Some(50.0)));
-    }
-
-    #[test]
-    fn rotation_by_several_axes_has_no_one_set_of_angles() {
-        let vision = |rope: &str| {
-            spec(&format!(
-                r#"{{"model_type":"qwen2_5_vl","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
-                    "num_key_value_heads":2{rope}}}"#
-            ))
-        };
-        for kind in ["mrope", "default"] {
-            let several = format!(r#","rope_scaling":{{"type":"{kind}","mrope_section":[16,8,8]}}"#);
-            let rope = vision(&several).unwrap().rope[0].clone().unwrap();
-            assert_eq!((rope.rotary_dim, rope.attention_factor, rope.inv_freq), (64, 1.0, None));
-        }
-        assert!(vision("").unwrap().rope[0].clone().unwrap().inv_freq.is_some());
-        let stretched = r#","rope_scaling":{"type":"yarn","factor":4.0,"original_max_position_embeddings":32768,"mrope_section":[16,8,8]}"#;
-        let rope = vision(stretched).unwrap().rope[0].clone().unwrap();
-        assert!(rope.attention_factor > 1.1 && rope.inv_freq.is_none());
-        assert!(vision(r#","rope_scaling":{"type":"mrope"}"#).unwrap_err().is_unsupported());
-        let missing = spec(r#"{"model_type":"qwen2_5_vl"}"#).unwrap_err().to_string();
-        assert!(missing.contains("`text_config` is missing"), "{missing}");
-    }
-
-    #[test]
-    fn where_only_sliding_layers_rotate() {
-        let rotated = |family: &str, extra: &str| -> Vec<bool> {
-            let json = format!(
-                r#"{{"model_type":"{family}","hidden_size":256,"num_hidden_layers":4,"num_attention_heads":4,
-                    "num_key_value_heads":4{extra}}}"#
-            );
-            spec(&json).unwrap().rope.iter().map(Option::is_some).collect()
-        };
-        assert_eq!(rotated("cohere2", ""), [true, true, true, false]);
-        assert_eq!(rotated("cohere2", r#","sliding_window_pattern":2"#), [true, false, true, false]);
-        let full = r#","layer_types":["full_attention","full_attention","full_attention","full_attention"]"#;
-        assert_eq!(rotated("exaone4", full), [false; 4]);
-        assert_eq!(rotated("exaone4", &format!(r#"{full},"sliding_window":null"#)), [true; 4]);
-    }
-
-    #[test]
-    fn rotated_channels_can_be_counted() {
-        let dim = |extra: &str| {
-            let json = format!(r#"{{"model_type":"gptj","n_embd":1024,"n_layer":1,"n_head":4{extra}}}"#);
-            spec(&json).map(|spec| spec.rope[0].clone().unwrap().rotary_dim)
-        };
-        assert_eq!(dim("").unwrap(), 64);
-        assert_eq!(dim(r#","rotary_dim":128"#).unwrap(), 128);
-        assert_eq!(dim(r#","rotary_dim":null"#).unwrap(), 256);
-        assert!(dim(r#","rotary_dim":300"#).is_err() && dim(r#","rotary_dim":33"#).is_err());
-    }
-
-    #[test]
-    fn a_norm_that_could_lengthen_its_input_is_refused() {
-        let with = |epsilon: &str| {
-            spec(&format!(
-                r#"{{"model_type":"llama","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
-                    "rms_norm_eps":{epsilon}}}"#
-            ))
-        };
-        let error = with("-1e-6").unwrap_err();
-        assert!(error.to_string().contains("`rms_norm_eps` must not be negative"), "{error}");
-        assert!(with("0").is_ok() && with("1e-6").is_ok());
-    }
-
-    #[test]
-    fn refusals_name_what_is_refused() {
-        let says = |json: &str, part: &str| {
-            let error = spec(json).unwrap_err();
-            assert!(error.is_unsupported(), "{error}");
-            assert!(error.to_string().contains(part), "{error}");
-        };
-        says(r#"{"model_type":"deepseek_v3"}"#, "latent attention");
-        says(r#"{"model_type":"deepseek_v2"}"#, "latent attention");
-        says(r#"{"model_type":"mamba"}"#, "`mamba` is not known");
-        says(
-            r#"{"model_type":"falcon","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,"alibi":true}"#,
-            "ALiBi",
-        );
-        says(
-            r#"{"model_type":"bert","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
-               "position_embedding_type":"relative_key"}"#,
-            "relative position",
-        );
-        says(
-            r#"{"model_type":"llama","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
-               "quantization_config":{"quant_method":"gptq"}}"#,
-            "gptq",
-        );
-        says(
-            r#"{"model_type":"olmo","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,"clip_qkv":8.0}"#,
-            "clipping can raise a logit",
-        );
-        says(
-            r#"{"model_type":"opt","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
-               "do_layer_norm_before":false}"#,
-            "behind attention",
-        );
-        says(r#"{"model_type":"gpt_bigcode","n_embd":256,"n_layer":1,"n_head":4,"multi_query":false}"#, "multi-query");
-        says(
-            r#"{"model_type":"llama","hidden_size":48,"num_hidden_layers":1,"num_attention_heads":4}"#,
-            "head dimension 12",
-        );
-    }
-}
+mod tests;

@@ -4,10 +4,11 @@
 //! are those of the reference implementation (Hugging Face transformers). A model type outside the table is refused by
 //! name: an architecture that is not understood has no bound.
 
+mod hybrids;
+mod parts;
 mod table;
 
 use super::spec::{InputNorm, QkNorm, RopeLayout};
-pub(crate) use table::FAMILIES;
 
 /// Families whose tokens also see the ones behind them, unless the config makes the model a decoder.
 pub(crate) const BIDIRECTIONAL: &[&str] = &["bert", "roberta"];
@@ -55,6 +56,32 @@ pub(crate) struct Sizes {
     pub q_heads: Count,
     pub kv_heads: KvHeads,
     pub d_head: HeadDim,
+    pub layer_heads: LayerHeads,
+}
+
+/// Whether layers differ in their heads, and where that stands.
+pub(crate) enum LayerHeads {
+    /// Every layer has those of the sizes.
+    Alike,
+    /// OpenELM: two lists with a number for each layer.
+    Lists { q: &'static str, kv: &'static str },
+    /// DeciLM: `block_configs` gives the query heads of a KV head in each layer, or says that it has no attention; the first
+    /// release has `num_key_value_heads_per_layer`.
+    Blocks,
+    /// Those of the sizes in the layers that have softmax attention: a list of kinds under one of these keys says which.
+    Hybrid { keys: &'static [&'static str], otherwise: Otherwise },
+}
+
+/// Which layers have softmax attention where no list of kinds says so.
+pub(crate) enum Otherwise {
+    /// The last of every so many.
+    LastOf(Count),
+    /// Those whose number leaves `offset` when divided by `period`; keys with what they are when absent.
+    Period { period: (&'static str, usize), offset: (&'static str, usize) },
+    /// A list of layer numbers; absent: all layers or none.
+    Numbers { key: &'static str, absent: bool },
+    /// A string with a letter a layer, `*` for attention.
+    Letters(&'static str),
 }
 
 /// Number of key/value heads.
@@ -121,6 +148,10 @@ pub(crate) enum RopeLayers {
     /// is absent. `local_theta`: key and default of the sliding layers' base; without one they take the common base.
     /// Scaling in the old generation of keys belongs to the full layers alone.
     ByType { pattern: (&'static [&'static str], usize), local_theta: Option<(&'static str, f64)> },
+    /// The same in all if this key has this value, else none.
+    If(&'static str, &'static str),
+    /// A list of bases, one a layer, 0 for a layer that is not rotated; absent or null: the common base in all.
+    Bases(&'static str),
     /// `no_rope_layers` (1: rotated, 0: not), else every n-th layer has none.
     NoRope { interval: (&'static str, usize) },
     /// Only sliding layers are rotated; every n-th layer is full when `layer_types` is absent. With `or_all`, every layer
@@ -150,6 +181,8 @@ pub(crate) enum QkNormStored {
     PerHead,
     /// One `[d_head]` tensor a head, named with `{h}`.
     TensorPerHead,
+    /// Nothing: the norm has no gains.
+    Nothing,
 }
 
 /// Softmax scale.
@@ -158,8 +191,8 @@ pub(crate) enum ScaleRule {
     InverseSqrtHead,
     /// `query_pre_attn_scalar`^-1/2, and the scalar when absent.
     QueryPreAttnScalar(f64),
-    /// A key that is the scale itself, and its value when absent.
-    Multiplier(&'static str, f64),
+    /// A key that is the scale itself, and its value when absent or null (`None`: d_head^-1/2).
+    Multiplier(&'static str, Option<f64>),
     /// d_head^-1/2 unless `scale_attn_weights` is false, over layer + 1 if `scale_attn_by_inverse_layer_idx`.
     Gpt2,
 }
@@ -180,6 +213,8 @@ pub(crate) enum NormTensor {
 pub(crate) enum QkvTensors {
     /// One each, `[out, in]`.
     Separate { q: &'static str, k: &'static str, v: &'static str },
+    /// One each; the query tensor holds the channels of a query head and as many of its output's gate, head after head.
+    Gated { q: &'static str, k: &'static str, v: &'static str },
     /// All query heads, then all key heads, then all value heads; `[in, out]` if `conv1d`.
     Concat { name: &'static str, conv1d: bool },
     /// For each key/value head: its query heads, its key, its value; `[out, in]`.
@@ -190,7 +225,10 @@ impl QkvTensors {
     /// Name of the tensor that holds the query heads.
     pub fn first(&self) -> &'static str {
         match self {
-            Self::Separate { q: name, .. } | Self::Concat { name, .. } | Self::Grouped { name } => name,
+            Self::Separate { q: name, .. }
+            | Self::Gated { q: name, .. }
+            | Self::Concat { name, .. }
+            | Self::Grouped { name } => name,
         }
     }
 }
@@ -246,15 +284,40 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
     ("ministral3", "its query is multiplied by a factor that grows with the position"),
     ("llama4", "its query is multiplied by a factor that grows with the position"),
     ("llama4_text", "its query is multiplied by a factor that grows with the position"),
-    ("openelm", UNEQUAL),
-    ("deci", UNEQUAL),
-    ("nemotron-nas", UNEQUAL),
+    ("gemma3n", SHARED_KV),
+    ("gemma3n_text", SHARED_KV),
+    ("gemma4", WIDE_HEADS),
+    ("gemma4_text", WIDE_HEADS),
+    ("mimo_v2", NARROW_VALUES),
+    ("mimo_v2_flash", NARROW_VALUES),
+    ("step3p5", TURNED_LAYERS),
+    ("step3p7", TURNED_LAYERS),
 ];
 
-const UNEQUAL: &str = "its layers have unequal numbers of heads, and a description holds one number for all";
+/// Settings of one DeciLM block's attention that no bound here covers.
+pub(crate) static BLOCK_REFUSALS: &[Refusal] = &[
+    Refusal { key: "sparsify", unless: Setting::False, why: "what it leaves out of the projections is not known" },
+    Refusal {
+        key: "mamba",
+        unless: Setting::False,
+        why: "a block with a state space in attention's place is not known",
+    },
+    Refusal {
+        key: "llama4",
+        unless: Setting::False,
+        why: "its query is multiplied by a factor that grows with the position",
+    },
+];
+
 const MLA: &str = "multi-head latent attention (MLA) builds keys and queries from a compressed latent with a norm in \
                    between and a rotary part shared by all heads, which per-head projection bounds do not cover";
 const ALIBI: &str = "ALiBi adds a position bias to the logits";
+const SHARED_KV: &str = "its last layers take the keys and values of earlier ones";
+const WIDE_HEADS: &str = "its full layers have heads of 512 channels, and heads of at most 256 are read; others take the keys \
+                          and values of earlier layers, or have none of their own for values";
+const NARROW_VALUES: &str = "its values are narrower than its keys, and a head has one width here";
+const TURNED_LAYERS: &str =
+    "its layers differ in the base and the rotated share of their rotation, and one of each is read";
 const RELATIVE: &str = "relative position terms are added to the logits";
 
 /// A model type that wraps a text model described by `text_config`.
@@ -274,11 +337,18 @@ pub(crate) static WRAPPERS: &[Wrapper] = &[
     Wrapper { model_type: "qwen2_5_vl", text: "qwen2_5_vl_text", flat: true },
     Wrapper { model_type: "qwen3_vl", text: "qwen3_vl_text", flat: false },
     Wrapper { model_type: "qwen3_vl_moe", text: "qwen3_vl_moe_text", flat: false },
+    Wrapper { model_type: "qwen3_5", text: "qwen3_5_text", flat: false },
+    Wrapper { model_type: "qwen3_5_moe", text: "qwen3_5_moe_text", flat: false },
 ];
+
+/// All of them.
+fn families() -> impl Iterator<Item = &'static Family> {
+    table::FAMILIES.iter().chain(hybrids::HYBRIDS)
+}
 
 /// The family of a `model_type`.
 pub(crate) fn family(model_type: &str) -> Option<&'static Family> {
-    FAMILIES.iter().find(|family| family.model_types.contains(&model_type))
+    families().find(|family| family.model_types.contains(&model_type))
 }
 
 #[cfg(test)]
@@ -298,7 +368,7 @@ mod tests {
     #[test]
     fn every_model_type_stands_once() {
         let mut seen = std::collections::BTreeSet::new();
-        for family in FAMILIES {
+        for family in families() {
             for model_type in family.model_types {
                 assert!(seen.insert(*model_type), "{model_type} twice");
             }

@@ -109,6 +109,22 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// A count of each of `layers` layers: a list, or one number for all.
+    pub fn counts(&self, key: &str, layers: usize, max: usize) -> Result<Option<Vec<usize>>> {
+        let Some(list) = self.get(key).and_then(Value::as_array) else {
+            return Ok(self.count(key, max)?.map(|count| vec![count; layers]));
+        };
+        if list.len() != layers {
+            let rule = format_args!("`{key}` has {} entries for {layers} layers", list.len());
+            return Err(Error::format(self.file, rule));
+        }
+        let one = |value: &Value| match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
+            Some(n) if (1..=max).contains(&n) => Ok(n),
+            _ => Err(self.wrong(key, &format!("a list of whole numbers from 1 to {max}"), value)),
+        };
+        list.iter().map(one).collect::<Result<_>>().map(Some)
+    }
+
     pub fn first_count(&self, count: &Count, max: usize) -> Result<Option<usize>> {
         for key in count.keys {
             if let Some(n) = self.count(key, max)? {

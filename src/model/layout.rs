@@ -4,9 +4,9 @@
 //! framework's modules, say) looks them up by [`Layout`].
 
 use super::config::Config;
-use super::families::{self, NormTensor, QkvTensors};
-use super::spec::AttentionSpec;
-use crate::error::{Error, Result};
+use super::families::{self, NormTensor, QkNormStored, QkvTensors};
+use super::spec::{AttentionSpec, LayerSpec};
+use crate::error::Result;
 use std::path::Path;
 
 /// Names and places of a model's attention tensors.
@@ -36,7 +36,8 @@ pub struct LayerNames {
     pub v: ProjectionName,
     /// Norm in front of the projections; `None` where there is none.
     pub norm: Option<String>,
-    /// Norms of q and k behind the projections; `{h}` stands for the head where each head has a tensor of its own.
+    /// Norms of q and k behind the projections; `{h}` stands for the head where each head has a tensor of its own. `None` where
+    /// there are none, or none with gains.
     pub qk_norm: Option<(String, String)>,
 }
 
@@ -77,58 +78,58 @@ impl Layout {
     /// # Errors
     /// `is_argument` if there is no such layer.
     pub fn layer(&self, layer: usize) -> Result<LayerNames> {
-        let spec = self.spec();
-        if layer >= spec.layers {
-            return Err(Error::argument(format_args!(
-                "{}: there is no layer {layer}, the model has {}",
-                spec.name, spec.layers
-            )));
-        }
-        Ok(self.config.names(layer))
+        Ok(self.config.names(self.spec().layer(layer)?))
     }
 }
 
 /// The module that holds a layer's attention, by the name that loaders know it by: `model.layers.3.self_attn`,
-/// `transformer.h.3.attn`. `None` if there is no such family.
+/// `transformer.h.3.attn`. `number` is the model's own ([`LayerSpec::number`]). `None` if there is no such family.
 ///
 /// ```
 /// use sigmascale::model::attention_module;
 /// assert_eq!(attention_module("gpt2", 3).as_deref(), Some("transformer.h.3.attn"));
 /// ```
-pub fn attention_module(family: &str, layer: usize) -> Option<String> {
+pub fn attention_module(family: &str, number: usize) -> Option<String> {
     let family = families::family(family)?;
-    let projection = at(family.qkv.first(), layer);
+    let projection = at(family.qkv.first(), number);
     let (module, _) = projection.rsplit_once('.')?;
     Some(format!("{}{module}", family.prefixes.first()?))
 }
 
 impl Config {
-    /// The tensors of one layer, which exists.
-    pub(super) fn names(&self, layer: usize) -> LayerNames {
-        let [q, k, v] = self.projection_names(layer);
+    /// The tensors of one layer.
+    pub(super) fn names(&self, spec: &LayerSpec) -> LayerNames {
+        let [q, k, v] = self.projection_names(spec);
+        let layer = spec.number;
         let norm = match &self.family.norm_tensor {
             NormTensor::Previous { first, .. } if layer == 0 => Some((*first).to_owned()),
             NormTensor::Previous { rest, .. } => Some(rest.replace("{j}", &(layer - 1).to_string())),
             _ => self.own_norm.map(|name| at(name, layer)),
         };
         let qk_norm = match (&self.family.qk_norm, self.spec.qk_norm) {
-            (Some(rule), Some(_)) => Some((at(rule.q, layer), at(rule.k, layer))),
+            (Some(rule), Some(_)) if rule.stored != QkNormStored::Nothing => {
+                Some((at(rule.q, layer), at(rule.k, layer)))
+            }
             _ => None,
         };
         LayerNames { q, k, v, norm, qk_norm }
     }
 
-    fn projection_names(&self, layer: usize) -> [ProjectionName; 3] {
-        let spec = &self.spec;
+    fn projection_names(&self, spec: &LayerSpec) -> [ProjectionName; 3] {
+        let layer = spec.number;
         let (n_q, n_kv, r) = (spec.n_q_heads, spec.n_kv_heads, spec.d_head);
         let rows = |first: usize, heads: usize| -> Vec<usize> { (0..heads).map(|h| (first + h) * r).collect() };
         let (name, conv1d, starts) = match self.family.qkv {
-            QkvTensors::Separate { q, k, v } => {
-                return [(q, n_q), (k, n_kv), (v, n_kv)].map(|(template, heads)| ProjectionName {
-                    name: at(template, layer),
-                    heads: rows(0, heads),
-                    channels: heads * r,
-                    conv1d: false,
+            QkvTensors::Separate { q, k, v } | QkvTensors::Gated { q, k, v } => {
+                let gated = matches!(self.family.qkv, QkvTensors::Gated { .. });
+                return [(q, n_q, gated), (k, n_kv, false), (v, n_kv, false)].map(|(template, heads, gated)| {
+                    let each = if gated { 2 * r } else { r };
+                    ProjectionName {
+                        name: at(template, layer),
+                        heads: (0..heads).map(|h| h * each).collect(),
+                        channels: heads * each,
+                        conv1d: false,
+                    }
                 });
             }
             QkvTensors::Concat { name, conv1d } => {

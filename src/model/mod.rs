@@ -8,9 +8,12 @@ mod body;
 mod checkpoint;
 mod config;
 mod families;
+mod heads;
+mod hybrid;
 mod keys;
 mod layout;
 mod preset;
+mod record;
 mod rotation;
 mod shards;
 mod source;
@@ -22,9 +25,12 @@ pub use body::{Activation, Block, Body, Linear, NormOrder};
 pub use checkpoint::{Checkpoint, StoredTensor};
 pub use layout::{LayerNames, Layout, ProjectionName, attention_module};
 pub use preset::{paper_sigma_profile, preset, preset_names};
+pub use record::PerLayer;
 #[doc(hidden)]
 pub use shards::fuzz_safetensors;
 pub use source::ModelSource;
-pub use spec::{AttentionSpec, GainForm, InputNorm, NormKind, QkNorm, QkNormScope, QkvBias, Rope, RopeLayout};
+pub use spec::{
+    AttentionSpec, GainForm, InputNorm, LayerSpec, NormKind, QkNorm, QkNormScope, QkvBias, Rope, RopeLayout,
+};
 pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOptions};
 pub use weights::{LayerWeights, NormVectors, Projection};

@@ -41,8 +41,9 @@ static PAPER_SIGMA: &str = include_str!("../../calibration/paper-sigma.json");
 ///
 /// ```
 /// let spec = sigmascale::model::preset("mistral-7b").unwrap();
-/// assert_eq!((spec.layers, spec.d_model, spec.group()), (32, 4096, 4));
+/// assert_eq!((spec.layers.len(), spec.d_model, spec.layer(0)?.group()), (32, 4096, 4));
 /// assert!(sigmascale::model::preset("mistral-8b").is_none());
+/// # Ok::<(), sigmascale::Error>(())
 /// ```
 pub fn preset(name: &str) -> Option<AttentionSpec> {
     let (name, json) = PRESETS.iter().find(|(known, _)| *known == name)?;
@@ -82,7 +83,7 @@ pub fn paper_sigma_profile(name: &str) -> Option<Vec<f64>> {
     }
     let table: Table = serde_json::from_str(PAPER_SIGMA).ok()?;
     let profile = table.models.get(name)?;
-    let layers = preset(name)?.layers;
+    let layers = preset(name)?.layers.len();
     // The others by distance from the maximum, the farthest takes the minimum.
     let mut order: Vec<usize> = (0..layers).filter(|layer| *layer != profile.max_layer).collect();
     order.sort_by_key(|layer| layer.abs_diff(profile.max_layer));
@@ -107,8 +108,7 @@ mod tests {
         for (name, json) in PRESETS {
             let parsed = Config::parse(json.as_bytes(), Path::new(name));
             let spec = parsed.unwrap_or_else(|e| panic!("{name}: {e}")).spec;
-            assert_eq!(spec.rope.len(), spec.layers, "{name}");
-            assert_eq!(spec.softmax_scale.len(), spec.layers, "{name}");
+            assert!(spec.is_plain() && spec.check().is_ok(), "{name}");
             let value: serde_json::Value = serde_json::from_str(json).unwrap();
             assert_eq!(value["name"], *name);
         }
@@ -119,7 +119,8 @@ mod tests {
     fn the_papers_models_have_the_papers_shapes() {
         let shape = |name: &str| {
             let s = preset(name).unwrap();
-            (s.d_model, s.d_head, s.n_q_heads, s.n_kv_heads, s.layers)
+            let layer = &s.layers[0];
+            (s.d_model, layer.d_head, layer.n_q_heads, layer.n_kv_heads, s.layers.len())
         };
         assert_eq!(shape("gpt2-xl"), (1600, 64, 25, 25, 48));
         assert_eq!(shape("mistral-7b"), (4096, 128, 32, 8, 32));

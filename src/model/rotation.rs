@@ -39,8 +39,7 @@ impl<'a> Keys<'a> {
                 base = self.positive(key)?;
             }
         }
-        let make = |settings: Option<Keys<'a>>, base: Option<f64>| -> Result<Rope> {
-            let inner = settings.map_or(Ok(None), |s| s.positive("rope_theta"))?;
+        let with_base = |settings: Option<Keys<'a>>, base: Option<f64>| -> Result<Rope> {
             let rotary_dim = self.rotated(settings, share, d_head)?;
             if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) || rotary_dim > d_head {
                 return Err(Error::format(
@@ -54,7 +53,7 @@ impl<'a> Keys<'a> {
                 let rule = format_args!("`rotary_dim` is {stated}, and the other keys say {rotary_dim}");
                 return Err(Error::format(self.file, rule));
             }
-            let angles = Angles { base: inner.or(base), rotary_dim, max_positions };
+            let angles = Angles { base, rotary_dim, max_positions };
             let (mut attention_factor, mut inv_freq) = match settings {
                 Some(settings) => angles.scaled(settings, *self, longrope_names)?,
                 None => (1.0, angles.plain()),
@@ -79,6 +78,10 @@ impl<'a> Keys<'a> {
             }
             Ok(Rope { rotary_dim, layout: *layout, attention_factor, inv_freq })
         };
+        let make = |settings: Option<Keys<'a>>, base: Option<f64>| -> Result<Rope> {
+            let inner = settings.map_or(Ok(None), |s| s.positive("rope_theta"))?;
+            with_base(settings, inner.or(base))
+        };
         let by_type = |full: Rope, sliding: Rope, types: &[bool]| {
             types.iter().map(|is_full| Some(if *is_full { full.clone() } else { sliding.clone() })).collect()
         };
@@ -100,12 +103,26 @@ impl<'a> Keys<'a> {
                 let types = self.layer_types(layers)?.ok_or_else(|| {
                     Error::format(self.file, "`rope_parameters` differ by layer type, and `layer_types` is missing")
                 })?;
-                if matches!(rule, RopeLayers::NoRope { .. } | RopeLayers::Sliding { .. }) {
+                if !matches!(rule, RopeLayers::Same) {
                     return Err(refuse(self.file, "`rope_parameters` by layer type beside layers without rotation"));
                 }
                 Ok(by_type(make(nested_sets.0, common_base)?, make(nested_sets.1, common_base)?, &types))
             }
-            RopeLayers::Same => Ok(vec![Some(make(common, common_base)?); layers]),
+            RopeLayers::If(key, value) if self.text(key)? != Some(value) => Ok(vec![None; layers]),
+            RopeLayers::Same | RopeLayers::If(..) => Ok(vec![Some(make(common, common_base)?); layers]),
+            RopeLayers::Bases(key) => {
+                let Some(list) = self.array(key)? else { return Ok(vec![Some(make(common, common_base)?); layers]) };
+                if list.len() != layers {
+                    let rule = format_args!("`{key}` has {} entries for {layers} layers", list.len());
+                    return Err(Error::format(self.file, rule));
+                }
+                let rope = |base: &Value| match base.as_f64() {
+                    Some(0.0) => Ok(None),
+                    Some(base) if base > 0.0 => with_base(common, Some(base)).map(Some),
+                    _ => Err(self.wrong(key, "a list of numbers from 0 on", base)),
+                };
+                list.iter().map(rope).collect()
+            }
             RopeLayers::Sliding { pattern, or_all } => {
                 let rope = make(common, common_base)?;
                 if *or_all && self.map.get("sliding_window").is_some_and(Value::is_null) {

@@ -1,12 +1,15 @@
 //! What the attention of a model is, as far as its logits and operands can be bounded from the weights.
 
+use super::record::SpecRecord;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// Everything about a model's attention that a bound needs, read from its `config.json`.
 ///
-/// Shapes: `d_model` channels enter; `n_q_heads` query heads share `n_kv_heads` key/value heads of `d_head` channels.
+/// What all layers share stands here, heads, rotation and softmax scale in each [`LayerSpec`]. `d_model` channels enter every
+/// layer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "SpecRecord", into = "SpecRecord")]
 pub struct AttentionSpec {
     /// Name shown to people: the preset, folder or file it came from.
     pub name: String,
@@ -14,80 +17,102 @@ pub struct AttentionSpec {
     pub family: String,
     /// Whether a token sees only itself and the ones before it.
     pub causal: bool,
-    /// Number of layers.
-    pub layers: usize,
+    /// The layers that have attention, in order.
+    pub layers: Vec<LayerSpec>,
     /// Model dimension d.
     pub d_model: usize,
-    /// Query heads.
-    pub n_q_heads: usize,
-    /// Key and value heads; divides `n_q_heads`.
-    pub n_kv_heads: usize,
-    /// Head dimension r: a multiple of 8 from 16 to 256.
-    pub d_head: usize,
     /// The normalisation whose output the q, k and v projections read.
     pub norm: InputNorm,
     /// Projections that carry a bias.
     pub bias: QkvBias,
-    /// Rotary position embedding of each layer; `None` for a layer without (learned positions, NoPE).
-    pub rope: Vec<Option<Rope>>,
     /// Normalisation of q and k after the projection.
     pub qk_norm: Option<QkNorm>,
-    /// Softmax scale tau of each layer.
-    pub softmax_scale: Vec<f64>,
     /// Logits pass through `cap * tanh(logit / cap)`.
     pub soft_cap: Option<f64>,
     /// Longest sequence of the config, where it names one.
     pub max_positions: Option<usize>,
 }
 
+/// One layer's attention: `n_q_heads` query heads share `n_kv_heads` key/value heads of `d_head` channels.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerSpec {
+    /// The model's own number of this layer, as tensor names have it. It counts layers without attention too; its place in
+    /// [`AttentionSpec::layers`] does not.
+    pub number: usize,
+    /// Query heads.
+    pub n_q_heads: usize,
+    /// Key and value heads; divides `n_q_heads`.
+    pub n_kv_heads: usize,
+    /// Head dimension r: a multiple of 8 from 16 to 256.
+    pub d_head: usize,
+    /// Rotary position embedding; `None` without one (learned positions, NoPE).
+    pub rope: Option<Rope>,
+    /// Softmax scale tau.
+    pub softmax_scale: f64,
+}
+
+impl LayerSpec {
+    /// Query heads that share one key/value head.
+    pub fn group(&self) -> usize {
+        self.n_q_heads / self.n_kv_heads
+    }
+
+    fn check(&self) -> std::result::Result<(), String> {
+        for (field, count) in [("n_q_heads", self.n_q_heads), ("n_kv_heads", self.n_kv_heads), ("d_head", self.d_head)]
+        {
+            if count == 0 {
+                return Err(format!("`{field}` must be at least 1"));
+            }
+        }
+        if !self.n_q_heads.is_multiple_of(self.n_kv_heads) {
+            return Err(format!("`n_kv_heads` {} does not divide {}", self.n_kv_heads, self.n_q_heads));
+        }
+        if !is_positive(self.softmax_scale) {
+            return Err(format!("`softmax_scale` {} must be finite and greater than zero", self.softmax_scale));
+        }
+        let Some(rope) = &self.rope else { return Ok(()) };
+        // Channels are taken two by two, rotated or not.
+        if rope.rotary_dim > self.d_head || !(rope.rotary_dim.is_multiple_of(2) && self.d_head.is_multiple_of(2)) {
+            let (rotary, head) = (rope.rotary_dim, self.d_head);
+            return Err(format!("`rotary_dim` {rotary} of {head} channels: both even, at most the head"));
+        }
+        if !is_positive(rope.attention_factor) {
+            return Err(format!("`attention_factor` {} must be finite and greater than zero", rope.attention_factor));
+        }
+        let angles = rope.inv_freq.as_deref();
+        if angles.is_some_and(|w| w.len() != rope.rotary_dim / 2 || w.iter().any(|w| !w.is_finite())) {
+            return Err(format!("`inv_freq` needs {} finite angles", rope.rotary_dim / 2));
+        }
+        Ok(())
+    }
+}
+
+fn is_positive(value: f64) -> bool {
+    value.is_finite() && value > 0.0
+}
+
 impl AttentionSpec {
-    /// Whether the parts fit together: counts, one entry a layer, rotations within a head.
+    /// Whether the parts fit together: counts, numbers in order, rotations within a head.
     ///
     /// # Errors
-    /// `is_argument`, naming the field and the rule.
+    /// `is_argument`, naming the layer, the field and the rule.
     pub fn check(&self) -> Result<()> {
         let broken = |rule: std::fmt::Arguments<'_>| Err(Error::argument(format_args!("{}: {rule}", self.name)));
-        let counts = [
-            ("layers", self.layers),
-            ("d_model", self.d_model),
-            ("n_q_heads", self.n_q_heads),
-            ("n_kv_heads", self.n_kv_heads),
-            ("d_head", self.d_head),
-        ];
-        for (field, count) in counts {
+        for (field, count) in [("layers", self.layers.len()), ("d_model", self.d_model)] {
             if count == 0 {
                 return broken(format_args!("`{field}` must be at least 1"));
             }
         }
-        if !self.n_q_heads.is_multiple_of(self.n_kv_heads) {
-            return broken(format_args!("`n_kv_heads` {} does not divide {}", self.n_kv_heads, self.n_q_heads));
-        }
-        for (field, entries) in [("rope", self.rope.len()), ("softmax_scale", self.softmax_scale.len())] {
-            if entries != self.layers {
-                return broken(format_args!("`{field}` has {entries} entries for {} layers", self.layers));
+        for layer in &self.layers {
+            if let Err(rule) = layer.check() {
+                return broken(format_args!("layer {}: {rule}", layer.number));
             }
         }
-        let positive = |value: f64| value.is_finite() && value > 0.0;
-        if let Some(scale) = self.softmax_scale.iter().find(|scale| !positive(**scale)) {
-            return broken(format_args!("`softmax_scale` {scale} must be finite and greater than zero"));
+        if let Some(pair) = self.layers.windows(2).find(|pair| pair[0].number >= pair[1].number) {
+            return broken(format_args!("layer {} stands in front of layer {}", pair[0].number, pair[1].number));
         }
-        if let Some(cap) = self.soft_cap.filter(|cap| !positive(*cap)) {
+        if let Some(cap) = self.soft_cap.filter(|cap| !is_positive(*cap)) {
             return broken(format_args!("`soft_cap` {cap} must be finite and greater than zero"));
-        }
-        for rope in self.rope.iter().flatten() {
-            // Channels are taken two by two, rotated or not.
-            if rope.rotary_dim > self.d_head || !(rope.rotary_dim.is_multiple_of(2) && self.d_head.is_multiple_of(2)) {
-                let (rotary, head) = (rope.rotary_dim, self.d_head);
-                return broken(format_args!("`rotary_dim` {rotary} of {head} channels: both even, at most the head"));
-            }
-            if !positive(rope.attention_factor) {
-                let factor = rope.attention_factor;
-                return broken(format_args!("`attention_factor` {factor} must be finite and greater than zero"));
-            }
-            let angles = rope.inv_freq.as_deref();
-            if angles.is_some_and(|w| w.len() != rope.rotary_dim / 2 || w.iter().any(|w| !w.is_finite())) {
-                return broken(format_args!("`inv_freq` needs {} finite angles", rope.rotary_dim / 2));
-            }
         }
         if self.qk_norm.is_some_and(|norm| norm.kind == NormKind::None) {
             return broken(format_args!("`qk_norm` names no norm"));
@@ -95,9 +120,33 @@ impl AttentionSpec {
         Ok(())
     }
 
-    /// Query heads that share one key/value head.
-    pub fn group(&self) -> usize {
-        self.n_q_heads / self.n_kv_heads
+    /// One layer, by its place among those that have attention.
+    ///
+    /// # Errors
+    /// `is_argument` if there is no such layer.
+    pub fn layer(&self, layer: usize) -> Result<&LayerSpec> {
+        self.layers.get(layer).ok_or_else(|| {
+            Error::argument(format_args!("there is no layer {layer}, {} has {}", self.name, self.layers.len()))
+        })
+    }
+
+    /// Gives every layer these heads.
+    pub fn set_heads(&mut self, n_q_heads: usize, n_kv_heads: usize, d_head: usize) {
+        for layer in &mut self.layers {
+            (layer.n_q_heads, layer.n_kv_heads, layer.d_head) = (n_q_heads, n_kv_heads, d_head);
+        }
+    }
+
+    /// Query heads of all layers.
+    pub fn all_q_heads(&self) -> usize {
+        self.layers.iter().map(|layer| layer.n_q_heads).sum()
+    }
+
+    /// Whether every layer has the heads of the first and its own place as number: what files could say before layers had
+    /// heads of their own.
+    pub fn is_plain(&self) -> bool {
+        let heads = |layer: &LayerSpec| (layer.n_q_heads, layer.n_kv_heads, layer.d_head);
+        self.layers.iter().enumerate().all(|(at, layer)| layer.number == at && heads(layer) == heads(&self.layers[0]))
     }
 }
 

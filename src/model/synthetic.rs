@@ -8,7 +8,7 @@
 //! Real heads are not Gaussian: their spectra are steeper and their tokens align with them. This is a stand-in for
 //! sizes and magnitudes only.
 
-use super::spec::{AttentionSpec, GainForm, NormKind, QkNormScope};
+use super::spec::{AttentionSpec, GainForm, LayerSpec, NormKind, QkNormScope};
 use super::weights::{LayerWeights, NormVectors, Projection};
 use crate::error::{Error, Result};
 use crate::tensor::{Dtype, MatrixView};
@@ -54,8 +54,9 @@ impl Default for SyntheticOptions {
 /// ```
 /// use sigmascale::model::{SyntheticModel, SyntheticOptions, preset};
 /// let mut spec = preset("gpt2-xl").unwrap();
-/// (spec.d_model, spec.n_q_heads, spec.n_kv_heads) = (128, 2, 2);
-/// let options = SyntheticOptions { sigma: Some(vec![50.0; spec.layers]), ..Default::default() };
+/// spec.d_model = 128;
+/// spec.set_heads(2, 2, 64);
+/// let options = SyntheticOptions { sigma: Some(vec![50.0; spec.layers.len()]), ..Default::default() };
 /// let model = SyntheticModel::new(&spec, 1, options)?;
 /// let layer = model.layer(3)?;
 /// assert_eq!(layer.weights().q.heads[1].shape(), (64, 128));
@@ -86,11 +87,11 @@ impl SyntheticModel {
     /// `is_argument` if the targets are not one finite positive number a layer, or the gain is not finite.
     pub fn new(spec: &AttentionSpec, seed: u64, options: SyntheticOptions) -> Result<Self> {
         if let Some(sigma) = &options.sigma {
-            if sigma.len() != spec.layers {
+            if sigma.len() != spec.layers.len() {
                 return Err(Error::argument(format_args!(
                     "{} sigma targets do not fit {} layers",
                     sigma.len(),
-                    spec.layers
+                    spec.layers.len()
                 )));
             }
             if let Some(bad) = sigma.iter().find(|s| !(s.is_finite() && **s > 0.0)) {
@@ -113,14 +114,11 @@ impl SyntheticModel {
     /// # Errors
     /// `is_argument` if there is no such layer.
     pub fn layer(&self, layer: usize) -> Result<SyntheticLayer> {
-        let spec = &self.spec;
-        if layer >= spec.layers {
-            return Err(Error::argument(format_args!("there is no layer {layer}, the model has {}", spec.layers)));
-        }
-        let [mut q, mut k, v] = [(0, spec.n_q_heads), (1, spec.n_kv_heads), (2, spec.n_kv_heads)]
-            .map(|(which, heads)| self.draw(layer, which, heads));
+        let own = self.spec.layer(layer)?;
+        let [mut q, mut k, v] = [(0, own.n_q_heads), (1, own.n_kv_heads), (2, own.n_kv_heads)]
+            .map(|(which, heads)| self.draw(layer, which, heads, own.d_head));
         if let Some(targets) = &self.options.sigma {
-            let sigma = summed_norm(spec, &q, &k, self.seed ^ layer as u64, LANCZOS_STEPS);
+            let sigma = summed_norm(self.spec.d_model, own, &q, &k, self.seed ^ layer as u64, LANCZOS_STEPS);
             let factor = (targets[layer] / sigma).sqrt() as f32;
             for values in [&mut q, &mut k] {
                 values.par_iter_mut().for_each(|x| *x *= factor);
@@ -131,12 +129,12 @@ impl SyntheticModel {
             SyntheticDtype::F32 => Dtype::F32,
         };
         let storage = [q, k, v].map(|values| store(&values, dtype));
-        Ok(SyntheticLayer { layer, spec: spec.clone(), dtype, storage, gain: self.options.gain })
+        Ok(SyntheticLayer { layer, spec: self.spec.clone(), dtype, storage, gain: self.options.gain })
     }
 
     /// Heads of one projection, variance 1 / d_model; each head has its own stream.
-    fn draw(&self, layer: usize, which: u64, heads: usize) -> Vec<f32> {
-        let (d, r) = (self.spec.d_model, self.spec.d_head);
+    fn draw(&self, layer: usize, which: u64, heads: usize, r: usize) -> Vec<f32> {
+        let d = self.spec.d_model;
         let scale = (d as f32).sqrt().recip();
         let mut values = vec![0f32; heads * r * d];
         values.par_chunks_mut(r * d).enumerate().for_each(|(head, chunk)| {
@@ -155,10 +153,15 @@ impl SyntheticModel {
 }
 
 impl SyntheticLayer {
+    fn own(&self) -> &LayerSpec {
+        // `SyntheticModel::layer` found it.
+        &self.spec.layers[self.layer]
+    }
+
     /// The weights as views, the same type that a checkpoint gives.
     pub fn weights(&self) -> LayerWeights<'_> {
         let spec = &self.spec;
-        let d = spec.d_model;
+        let (d, own) = (spec.d_model, self.own());
         let stored_gain = |gain: f64, form: GainForm| match form {
             GainForm::OnePlus => gain - 1.0,
             GainForm::Plain | GainForm::Unit => gain,
@@ -167,8 +170,8 @@ impl SyntheticLayer {
         let norm = |heads: usize| {
             spec.qk_norm.map(|norm| {
                 let len = match norm.scope {
-                    QkNormScope::PerHead => spec.d_head,
-                    QkNormScope::Joint => heads * spec.d_head,
+                    QkNormScope::PerHead => own.d_head,
+                    QkNormScope::Joint => heads * own.d_head,
                 };
                 let gain = vec![stored_gain(1.0, norm.gain); len];
                 NormVectors { gain, shift: norm.shift.then(|| vec![0.0; len]) }
@@ -176,19 +179,19 @@ impl SyntheticLayer {
         };
         LayerWeights {
             layer: self.layer,
-            q: self.projection(0, spec.n_q_heads, spec.bias.q, "synthetic W_Q"),
-            k: self.projection(1, spec.n_kv_heads, spec.bias.k, "synthetic W_K"),
-            v: self.projection(2, spec.n_kv_heads, spec.bias.v, "synthetic W_V"),
+            q: self.projection(0, own.n_q_heads, spec.bias.q, "synthetic W_Q"),
+            k: self.projection(1, own.n_kv_heads, spec.bias.k, "synthetic W_K"),
+            v: self.projection(2, own.n_kv_heads, spec.bias.v, "synthetic W_V"),
             norm_gain: (has_norm && spec.norm.gain != GainForm::Unit)
                 .then(|| vec![stored_gain(self.gain, spec.norm.gain); d]),
             norm_shift: (has_norm && spec.norm.shift).then(|| vec![0.0; d]),
-            q_norm: norm(spec.n_q_heads),
-            k_norm: norm(spec.n_kv_heads),
+            q_norm: norm(own.n_q_heads),
+            k_norm: norm(own.n_kv_heads),
         }
     }
 
     fn projection(&self, which: usize, heads: usize, bias: bool, name: &str) -> Projection<'_> {
-        let (d, r) = (self.spec.d_model, self.spec.d_head);
+        let (d, r) = (self.spec.d_model, self.own().d_head);
         let whole = MatrixView::dense(&self.storage[which], self.dtype, heads * r, d).expect("storage has this size");
         Projection {
             heads: (0..heads).map(|h| whole.slice_rows(h * r, r)).collect(),
@@ -213,10 +216,10 @@ fn store(values: &[f32], dtype: Dtype) -> Vec<u8> {
 ///
 /// The query heads of one group meet the same key head, so they are summed first: one step costs
 /// `4 d_model d_head n_kv` multiplications.
-fn summed_norm(spec: &AttentionSpec, q: &[f32], k: &[f32], seed: u64, steps: usize) -> f64 {
-    let (d, r, group) = (spec.d_model, spec.d_head, spec.group());
-    let head = r * d;
-    let mut sums = vec![0f32; spec.n_kv_heads * head];
+fn summed_norm(d: usize, layer: &LayerSpec, q: &[f32], k: &[f32], seed: u64, steps: usize) -> f64 {
+    let group = layer.group();
+    let head = layer.d_head * d;
+    let mut sums = vec![0f32; layer.n_kv_heads * head];
     sums.par_chunks_mut(head).enumerate().for_each(|(kv, sum)| {
         for h in kv * group..(kv + 1) * group {
             for (s, x) in sum.iter_mut().zip(&q[h * head..(h + 1) * head]) {
@@ -316,7 +319,9 @@ mod tests {
     #[test]
     fn summed_norm_hits_the_target_with_grouped_heads() {
         let mut spec = preset("mistral-7b").unwrap();
-        (spec.layers, spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.d_head) = (2, 96, 4, 2, 16);
+        spec.d_model = 96;
+        spec.layers.truncate(2);
+        spec.set_heads(4, 2, 16);
         let targets = vec![46.8, 2.4];
         let options = SyntheticOptions { sigma: Some(targets.clone()), dtype: SyntheticDtype::F32, gain: 1.5 };
         let model = SyntheticModel::new(&spec, 7, options).unwrap();
@@ -337,17 +342,19 @@ mod tests {
     #[test]
     fn the_steps_taken_are_enough_on_a_flat_spectrum() {
         let mut spec = preset("gpt2-xl").unwrap();
-        (spec.d_model, spec.n_q_heads, spec.n_kv_heads) = (768, 12, 12);
+        spec.d_model = 768;
+        spec.set_heads(12, 12, 64);
         let model = SyntheticModel::new(&spec, 11, SyntheticOptions::default()).unwrap();
-        let (q, k) = (model.draw(0, 0, 12), model.draw(0, 1, 12));
-        let [taken, many] = [LANCZOS_STEPS, 160].map(|steps| summed_norm(&spec, &q, &k, 4, steps));
+        let (q, k) = (model.draw(0, 0, 12, 64), model.draw(0, 1, 12, 64));
+        let [taken, many] = [LANCZOS_STEPS, 160].map(|steps| summed_norm(768, &spec.layers[0], &q, &k, 4, steps));
         assert!(taken <= many * (1.0 + 1e-6) && taken > 0.998 * many, "{taken} of {many}");
     }
 
     #[test]
     fn a_layer_is_the_same_whenever_it_is_drawn() {
         let mut spec = preset("gpt2-xl").unwrap();
-        (spec.d_model, spec.n_q_heads, spec.n_kv_heads) = (128, 2, 2);
+        spec.d_model = 128;
+        spec.set_heads(2, 2, 64);
         let model = SyntheticModel::new(&spec, 3, SyntheticOptions::default()).unwrap();
         let (first, again, other) = (model.layer(5).unwrap(), model.layer(5).unwrap(), model.layer(6).unwrap());
         assert_eq!(first.storage, again.storage);

@@ -28,6 +28,7 @@ use crate::plan::{DEFAULT_ETA, Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use crate::stats::StepStats;
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// Tensors that have constants, in this order everywhere.
 const TENSORS: [Tensor; 4] = [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V];
@@ -154,7 +155,7 @@ impl AutoC {
     pub fn new(config: AutoCConfig, shape: PolicyShape) -> Result<Self> {
         check(&config)?;
         let pools = TENSORS.map(|tensor| vec![RatioPool::START; pool_count(&config, &shape, tensor)]);
-        let state = AutoCState { seen: vec![0; shape.layers], restarts: 0, pools };
+        let state = AutoCState { seen: vec![0; shape.layers()], restarts: 0, pools };
         Ok(Self { config, shape, state })
     }
 
@@ -165,17 +166,19 @@ impl AutoC {
     pub fn resume(config: AutoCConfig, shape: PolicyShape, state: AutoCState) -> Result<Self> {
         check(&config)?;
         let unit = |c: f64| c > 0.0 && c <= 1.0;
-        let fits = state.seen.len() == shape.layers
+        let fits = state.seen.len() == shape.layers()
             && state.seen.iter().all(|&seen| seen <= config.burn_in)
             && state.pools.iter().zip(TENSORS).all(|(pools, tensor)| {
                 pools.len() == pool_count(&config, &shape, tensor)
-                    && pools.iter().all(|pool| {
+                    && pools.iter().enumerate().all(|(at, pool)| {
+                        // A pool a layer, or pools that all keep as much.
+                        let layer = if config.pooling == Pooling::Layer { at } else { 0 };
                         let phase = match pool.phase {
                             Phase::Frozen { c } | Phase::FellBack { c } => unit(c),
                             Phase::BurnIn | Phase::Forbidden { .. } => true,
                         };
                         phase
-                            && pool.top.len() as u64 <= kept(ratio_count(&config, &shape, tensor))
+                            && pool.top.len() as u64 <= kept(ratio_count(&config, &shape, layer, tensor))
                             && pool.top.iter().all(|ratio| ratio.is_finite() && *ratio >= 0.0)
                             && pool.top.is_sorted_by(|a, b| a >= b)
                     })
@@ -191,7 +194,7 @@ impl AutoC {
     /// # Panics
     /// If there is no such layer, or if o is asked for, which has no constant of its own.
     pub fn phase(&self, tensor: Tensor, layer: usize, head: usize) -> Phase {
-        assert!(tensor != Tensor::O && layer < self.shape.layers);
+        assert!(tensor != Tensor::O && layer < self.shape.layers());
         self.state.pools[tensor as usize][self.pool(tensor, layer, head)].phase
     }
 
@@ -199,13 +202,13 @@ impl AutoC {
         match self.config.pooling {
             Pooling::Model => 0,
             Pooling::Layer => layer,
-            Pooling::Head => layer * self.shape.row(tensor) + head,
+            Pooling::Head => heads_of(&self.shape, layer, tensor).start + head,
         }
     }
 
     /// The certain bounds of a tensor, one for each of its descales.
     fn bounds(&self, tensor: Tensor, bounds: &LayerBounds) -> Option<Vec<f64>> {
-        let mut row = tensor.bound_row(bounds, &self.shape)?;
+        let mut row = tensor.bound_row(bounds, self.shape.of(bounds.layer))?;
         share(&mut row, self.config.granularity);
         Some(row)
     }
@@ -225,7 +228,7 @@ impl AutoC {
         let layer = bounds.layer;
         let mut rows = Vec::with_capacity(TENSORS.len());
         for tensor in TENSORS {
-            let amax = tensor.amax_row(stats, &self.shape);
+            let amax = tensor.amax_row(stats, self.shape.of(layer));
             if !largest(&amax).is_finite() {
                 report.events.push(PolicyEvent::Skipped { tensor });
                 return;
@@ -237,7 +240,7 @@ impl AutoC {
             }));
         }
         for (row, tensor) in rows.into_iter().zip(TENSORS) {
-            let keep = kept(ratio_count(&self.config, &self.shape, tensor));
+            let keep = kept(ratio_count(&self.config, &self.shape, layer, tensor));
             for (head, ratio) in row.into_iter().flatten().enumerate() {
                 let pool = self.pool(tensor, layer, head);
                 self.state.pools[tensor as usize][pool].push(ratio, keep);
@@ -257,7 +260,7 @@ impl AutoC {
             return;
         }
         for tensor in TENSORS {
-            let heads = if self.config.pooling == Pooling::Head { self.shape.row(tensor) } else { 1 };
+            let heads = if self.config.pooling == Pooling::Head { self.shape.of(layer).row(tensor) } else { 1 };
             for head in 0..heads {
                 let at = self.pool(tensor, layer, head);
                 let pool = &mut self.state.pools[tensor as usize][at];
@@ -285,7 +288,7 @@ impl AutoC {
         let mut any = false;
         for tensor in TENSORS {
             let Some(descales) = tensor.descales(plan) else { continue };
-            let amax = tensor.amax_row(stats, &self.shape);
+            let amax = tensor.amax_row(stats, self.shape.of(plan.layer));
             for (head, (amax, descale)) in amax.iter().zip(descales).enumerate() {
                 let fits = !overflows(*amax, *descale);
                 let at = self.pool(tensor, plan.layer, head);
@@ -328,29 +331,38 @@ fn check(config: &AutoCConfig) -> Result<()> {
 fn pool_count(config: &AutoCConfig, shape: &PolicyShape, tensor: Tensor) -> usize {
     match config.pooling {
         Pooling::Model => 1,
-        Pooling::Layer => shape.layers,
-        Pooling::Head => shape.layers * shape.row(tensor),
+        Pooling::Layer => shape.layers(),
+        Pooling::Head => all_heads(shape, tensor),
     }
 }
 
-/// n: ratios that a pool has seen at the end of burn-in.
-fn ratio_count(config: &AutoCConfig, shape: &PolicyShape, tensor: Tensor) -> u64 {
+/// Heads of one tensor in one layer, counted over the model.
+fn heads_of(shape: &PolicyShape, layer: usize, tensor: Tensor) -> Range<usize> {
+    if tensor == Tensor::Logit { shape.heads().q(layer) } else { shape.heads().kv(layer) }
+}
+
+fn all_heads(shape: &PolicyShape, tensor: Tensor) -> usize {
+    if tensor == Tensor::Logit { shape.heads().all_q() } else { shape.heads().all_kv() }
+}
+
+/// n: ratios that the pool of a layer has seen at the end of burn-in.
+fn ratio_count(config: &AutoCConfig, shape: &PolicyShape, layer: usize, tensor: Tensor) -> u64 {
     let heads = match config.pooling {
-        Pooling::Model => shape.layers * shape.row(tensor),
-        Pooling::Layer => shape.row(tensor),
+        Pooling::Model => all_heads(shape, tensor),
+        Pooling::Layer => shape.of(layer).row(tensor),
         Pooling::Head => 1,
     };
     heads as u64 * u64::from(config.burn_in)
 }
 
 impl AutoCConfig {
-    /// How many of a pool's largest ratios decide its constant: those that are kept during burn-in.
+    /// How many of the largest ratios decide the constant of a layer's pool: those that are kept during burn-in.
     ///
     /// # Panics
-    /// If `tensor` is o, which has no pool.
-    pub fn kept_ratios(&self, shape: &PolicyShape, tensor: Tensor) -> usize {
-        assert!(tensor != Tensor::O);
-        usize::try_from(kept(ratio_count(self, shape, tensor))).unwrap_or(usize::MAX)
+    /// If there is no such layer, or if `tensor` is o, which has no pool.
+    pub fn kept_ratios(&self, shape: &PolicyShape, layer: usize, tensor: Tensor) -> usize {
+        assert!(tensor != Tensor::O && layer < shape.layers());
+        usize::try_from(kept(ratio_count(self, shape, layer, tensor))).unwrap_or(usize::MAX)
     }
 }
 
@@ -364,8 +376,8 @@ impl Policy for AutoC {
         PolicyConfig::AutoC(self.config)
     }
 
-    fn shape(&self) -> PolicyShape {
-        self.shape
+    fn shape(&self) -> &PolicyShape {
+        &self.shape
     }
 
     fn plan(&self, bounds: &LayerBounds, _: Option<&StepStats>) -> Result<ScalePlan> {
@@ -389,8 +401,8 @@ impl Policy for AutoC {
     }
 
     fn observe(&mut self, plan: &ScalePlan, bounds: &LayerBounds, stats: &StepStats) -> Result<Report> {
-        self.shape.check_step(plan, bounds, stats)?;
-        let mut report = Report::new(PolicyKind::AutoC, &self.shape, plan, bounds, stats);
+        let shape = self.shape.check_step(plan, bounds, stats)?;
+        let mut report = Report::new(PolicyKind::AutoC, shape, plan, bounds, stats);
         if self.fall_back(plan, stats, &mut report) {
             report.fallback = Some(self.plan(bounds, None)?);
         }
@@ -417,7 +429,7 @@ impl Policy for AutoC {
     }
 
     fn save(&self) -> PolicyState {
-        PolicyState::new(self, Memory::AutoC(self.state.clone()))
+        PolicyState::new(self.config(), &self.shape, Memory::AutoC(self.state.clone()))
     }
 }
 

@@ -49,8 +49,8 @@ impl Policy for Current {
         PolicyConfig::Current(self.config)
     }
 
-    fn shape(&self) -> PolicyShape {
-        self.shape
+    fn shape(&self) -> &PolicyShape {
+        &self.shape
     }
 
     fn needs_measurement(&self) -> bool {
@@ -58,13 +58,13 @@ impl Policy for Current {
     }
 
     fn plan(&self, bounds: &LayerBounds, measured: Option<&StepStats>) -> Result<ScalePlan> {
-        self.shape.check_bounds(bounds)?;
+        let shape = self.shape.check_bounds(bounds)?;
         let Some(stats) = measured else {
             return Err(Error::argument("current scaling needs the statistics of the step that it plans"));
         };
-        self.shape.check_stats(bounds.layer, stats)?;
+        shape.check_stats(bounds.layer, stats)?;
         let row = |tensor: Tensor| -> Result<Vec<Descale>> {
-            let mut amax = tensor.amax_row(stats, &self.shape);
+            let mut amax = tensor.amax_row(stats, shape);
             if self.config.granularity == Granularity::Layer {
                 let shared = largest(&amax);
                 amax.fill(shared);
@@ -86,11 +86,11 @@ impl Policy for Current {
     }
 
     fn observe(&mut self, plan: &ScalePlan, bounds: &LayerBounds, stats: &StepStats) -> Result<Report> {
-        self.shape.check_step(plan, bounds, stats)?;
-        Ok(Report::new(PolicyKind::Current, &self.shape, plan, bounds, stats))
+        let shape = self.shape.check_step(plan, bounds, stats)?;
+        Ok(Report::new(PolicyKind::Current, shape, plan, bounds, stats))
     }
 
     fn save(&self) -> PolicyState {
-        PolicyState::new(self, Memory::None)
+        PolicyState::new(self.config(), &self.shape, Memory::None)
     }
 }

@@ -5,7 +5,9 @@
 //! step. Both are one scale a tensor and layer by default and observe o as well.
 
 use super::report::largest;
-use super::{Memory, Policy, PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Report, Tensor};
+use super::{
+    LayerShape, Memory, Policy, PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Report, Tensor,
+};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::error::{Error, Result};
 use crate::plan::{Granularity, OperandDescales, ScalePlan};
@@ -292,8 +294,11 @@ impl<S: Slot> Delayed<S> {
     /// `is_argument` if a parameter breaks its rule.
     pub fn new(config: S::Config, shape: PolicyShape) -> Result<Self> {
         S::check(&config)?;
-        let layer = Tensor::ALL.map(|tensor| vec![S::start(&config); slots(&shape, S::granularity(&config), tensor)]);
-        Ok(Self { config, shape, state: DelayedState { layers: vec![layer; shape.layers] } })
+        let start = |layer: usize| {
+            Tensor::ALL.map(|tensor| vec![S::start(&config); slots(shape.of(layer), S::granularity(&config), tensor)])
+        };
+        let layers = (0..shape.layers()).map(start).collect();
+        Ok(Self { config, shape, state: DelayedState { layers } })
     }
 
     /// A policy that goes on from a state.
@@ -302,11 +307,13 @@ impl<S: Slot> Delayed<S> {
     /// `is_mismatch` if the state does not fit the shape and parameters.
     pub fn resume(config: S::Config, shape: PolicyShape, state: DelayedState<S>) -> Result<Self> {
         S::check(&config)?;
-        let fits = state.layers.len() == shape.layers
-            && state.layers.iter().flat_map(|layer| layer.iter().zip(Tensor::ALL)).all(|(row, tensor)| {
-                row.len() == slots(&shape, S::granularity(&config), tensor)
+        let sound = |(at, layer): (usize, &[Vec<S>; 5])| {
+            layer.iter().zip(Tensor::ALL).all(|(row, tensor)| {
+                row.len() == slots(shape.of(at), S::granularity(&config), tensor)
                     && row.iter().all(|slot| slot.is_sound(&config))
-            });
+            })
+        };
+        let fits = state.layers.len() == shape.layers() && state.layers.iter().enumerate().all(sound);
         if !fits {
             return Err(Error::mismatch(format_args!(
                 "the histories of the saved {} state do not fit its own shape and parameters",
@@ -322,7 +329,7 @@ impl<S: Slot> Delayed<S> {
     }
 }
 
-fn slots(shape: &PolicyShape, granularity: Granularity, tensor: Tensor) -> usize {
+fn slots(shape: LayerShape, granularity: Granularity, tensor: Tensor) -> usize {
     match granularity {
         Granularity::Layer => 1,
         Granularity::Head => shape.row(tensor),
@@ -334,16 +341,16 @@ impl<S: Slot> Policy for Delayed<S> {
         S::policy(&self.config)
     }
 
-    fn shape(&self) -> PolicyShape {
-        self.shape
+    fn shape(&self) -> &PolicyShape {
+        &self.shape
     }
 
     fn plan(&self, bounds: &LayerBounds, _: Option<&StepStats>) -> Result<ScalePlan> {
-        self.shape.check_bounds(bounds)?;
+        let shape = self.shape.check_bounds(bounds)?;
         let layer = &self.state.layers[bounds.layer];
         let row = |tensor: Tensor| -> Result<Vec<Descale>> {
             let slots = &layer[tensor as usize];
-            let n = self.shape.row(tensor);
+            let n = shape.row(tensor);
             (0..n).map(|head| slots[head * slots.len() / n].descale(&self.config)).collect()
         };
         Ok(ScalePlan {
@@ -360,11 +367,11 @@ impl<S: Slot> Policy for Delayed<S> {
     }
 
     fn observe(&mut self, plan: &ScalePlan, bounds: &LayerBounds, stats: &StepStats) -> Result<Report> {
-        self.shape.check_step(plan, bounds, stats)?;
+        let shape = self.shape.check_step(plan, bounds, stats)?;
         let kind: PolicyKind = self.config().kind();
-        let mut report = Report::new(kind, &self.shape, plan, bounds, stats);
+        let mut report = Report::new(kind, shape, plan, bounds, stats);
         for (slots, tensor) in self.state.layers[plan.layer].iter_mut().zip(Tensor::ALL) {
-            let amax = tensor.amax_row(stats, &self.shape);
+            let amax = tensor.amax_row(stats, shape);
             let heads = amax.len() / slots.len();
             for (slot, heads) in slots.iter_mut().zip(amax.chunks(heads)) {
                 match slot.record(&self.config, largest(heads)) {
@@ -378,7 +385,7 @@ impl<S: Slot> Policy for Delayed<S> {
     }
 
     fn save(&self) -> PolicyState {
-        PolicyState::new(self, S::memory(self.state.clone()))
+        PolicyState::new(self.config(), &self.shape, S::memory(self.state.clone()))
     }
 }
 

@@ -75,8 +75,8 @@ impl Policy for Geometry {
         }
     }
 
-    fn shape(&self) -> PolicyShape {
-        self.shape
+    fn shape(&self) -> &PolicyShape {
+        &self.shape
     }
 
     fn assumption(&self) -> Option<&'static str> {
@@ -89,11 +89,11 @@ impl Policy for Geometry {
     }
 
     fn observe(&mut self, plan: &ScalePlan, bounds: &LayerBounds, stats: &StepStats) -> Result<Report> {
-        self.shape.check_step(plan, bounds, stats)?;
-        Ok(Report::new(self.config().kind(), &self.shape, plan, bounds, stats))
+        let shape = self.shape.check_step(plan, bounds, stats)?;
+        Ok(Report::new(self.config().kind(), shape, plan, bounds, stats))
     }
 
     fn save(&self) -> PolicyState {
-        PolicyState::new(self, Memory::None)
+        PolicyState::new(self.config(), &self.shape, Memory::None)
     }
 }

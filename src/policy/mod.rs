@@ -20,6 +20,7 @@ mod current;
 mod delayed;
 mod geometry;
 mod report;
+mod shape;
 #[cfg(test)]
 mod tests;
 
@@ -31,6 +32,7 @@ pub use delayed::{
 };
 pub use geometry::{Geometry, GeometryConfig, ISOTROPY};
 pub use report::{PolicyEvent, Report, Restart, Tensor, TensorReport};
+pub use shape::{LayerShape, PolicyShape};
 
 use crate::bound::LayerBounds;
 use crate::error::{Error, Result};
@@ -39,8 +41,11 @@ use crate::stats::StepStats;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Version of [`PolicyState`]: any other is refused.
+/// Version of the [`PolicyState`] of a model whose layers have the same heads.
 pub const STATE_VERSION: u32 = 1;
+
+/// Version of the [`PolicyState`] of a model whose layers differ in their heads. Any third is refused.
+pub const UNLIKE_STATE_VERSION: u32 = 2;
 
 /// A source of scale plans for every layer of one model.
 pub trait Policy: fmt::Debug + Send + Sync {
@@ -48,7 +53,7 @@ pub trait Policy: fmt::Debug + Send + Sync {
     fn config(&self) -> PolicyConfig;
 
     /// The model shape it was made for.
-    fn shape(&self) -> PolicyShape;
+    fn shape(&self) -> &PolicyShape;
 
     /// Its name on the command line and in results.
     fn name(&self) -> &'static str {
@@ -87,97 +92,6 @@ pub trait Policy: fmt::Debug + Send + Sync {
 
     /// Everything that [`PolicyState::restore`] needs to continue.
     fn save(&self) -> PolicyState;
-}
-
-/// The sizes that a policy's state depends on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PolicyShape {
-    /// Layers.
-    pub layers: usize,
-    /// Query heads.
-    pub n_q_heads: usize,
-    /// KV heads; divides `n_q_heads`.
-    pub n_kv_heads: usize,
-}
-
-impl PolicyShape {
-    /// # Errors
-    /// If a count is zero or the query heads are not a multiple of the KV heads.
-    pub fn check(&self) -> Result<()> {
-        let Self { layers, n_q_heads, n_kv_heads } = *self;
-        if layers == 0 || n_q_heads == 0 || n_kv_heads == 0 || !n_q_heads.is_multiple_of(n_kv_heads) {
-            return Err(Error::argument(format_args!(
-                "a policy needs at least one layer and query heads that are a multiple of the KV heads, not {layers} \
-                 layers with {n_q_heads} and {n_kv_heads}"
-            )));
-        }
-        Ok(())
-    }
-
-    /// Whether the bounds are those of a layer of this shape.
-    fn check_bounds(&self, bounds: &LayerBounds) -> Result<()> {
-        let rows = [
-            ("logit bounds", bounds.heads.len(), self.n_q_heads),
-            ("q bounds", bounds.q.len(), self.n_q_heads),
-            ("k bounds", bounds.k.len(), self.n_kv_heads),
-            ("v bounds", bounds.v.as_ref().map_or(self.n_kv_heads, Vec::len), self.n_kv_heads),
-        ];
-        self.check_rows(bounds.layer, &rows)
-    }
-
-    /// Whether plan and statistics are those of a layer of this shape.
-    fn check_step(&self, plan: &ScalePlan, bounds: &LayerBounds, stats: &StepStats) -> Result<()> {
-        self.check_bounds(bounds)?;
-        if plan.layer != bounds.layer {
-            return Err(Error::mismatch(format_args!(
-                "a plan of layer {} was observed with bounds of layer {}",
-                plan.layer, bounds.layer
-            )));
-        }
-        let (n_q, n_kv) = (self.n_q_heads, self.n_kv_heads);
-        let operands = &plan.operands;
-        let rows = [
-            ("logit descales", plan.logit_descale.len(), n_q),
-            ("q descales", operands.q.len(), n_kv),
-            ("k descales", operands.k.len(), n_kv),
-            ("v descales", operands.v.as_ref().map_or(n_kv, Vec::len), n_kv),
-            ("o descales", operands.o.as_ref().map_or(n_kv, Vec::len), n_kv),
-        ];
-        self.check_rows(plan.layer, &rows)?;
-        self.check_stats(plan.layer, stats)
-    }
-
-    fn check_stats(&self, layer: usize, stats: &StepStats) -> Result<()> {
-        let (n_q, n_kv) = (self.n_q_heads, self.n_kv_heads);
-        let rows = [
-            ("logit statistics", stats.logits.len(), n_q),
-            ("q statistics", stats.q.len(), n_q),
-            ("k statistics", stats.k.len(), n_kv),
-            ("v statistics", stats.v.len(), n_kv),
-            ("o statistics", stats.o.len(), n_q),
-        ];
-        self.check_rows(layer, &rows)
-    }
-
-    fn check_rows(&self, layer: usize, rows: &[(&str, usize, usize)]) -> Result<()> {
-        if layer >= self.layers {
-            return Err(Error::mismatch(format_args!(
-                "layer {layer} is not one of the policy's {} layers",
-                self.layers
-            )));
-        }
-        match rows.iter().find(|(_, have, want)| have != want) {
-            Some((what, have, want)) => {
-                Err(Error::mismatch(format_args!("layer {layer} has {have} {what} where the policy has {want}")))
-            }
-            None => Ok(()),
-        }
-    }
-
-    /// Values of one tensor in a layer: query heads for logits, KV heads for operands.
-    fn row(&self, tensor: Tensor) -> usize {
-        if tensor == Tensor::Logit { self.n_q_heads } else { self.n_kv_heads }
-    }
 }
 
 /// The six policies.
@@ -308,7 +222,7 @@ impl PolicyConfig {
     ///
     /// ```
     /// use sigmascale::policy::{PolicyConfig, PolicyKind, PolicyShape};
-    /// let shape = PolicyShape { layers: 2, n_q_heads: 4, n_kv_heads: 2 };
+    /// let shape = PolicyShape::new([(4, 2), (8, 4)]);
     /// let policy = PolicyConfig::from(PolicyKind::DelayedTe).build(shape)?;
     /// assert_eq!(policy.name(), "delayed-te");
     /// # Ok::<(), sigmascale::Error>(())
@@ -329,7 +243,7 @@ impl PolicyConfig {
 /// A policy's state between two steps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PolicyState {
-    /// [`STATE_VERSION`] of the writer.
+    /// [`STATE_VERSION`] or [`UNLIKE_STATE_VERSION`], by the shape.
     pub version: u32,
     /// Parameters.
     pub config: PolicyConfig,
@@ -354,8 +268,9 @@ pub enum Memory {
 }
 
 impl PolicyState {
-    fn new(policy: &dyn Policy, memory: Memory) -> Self {
-        Self { version: STATE_VERSION, config: policy.config(), shape: policy.shape(), memory }
+    /// What a policy of this shape remembers.
+    pub(crate) fn new(config: PolicyConfig, shape: &PolicyShape, memory: Memory) -> Self {
+        Self { version: version_of(shape), config, shape: shape.clone(), memory }
     }
 
     /// The policy that this state was saved from.
@@ -364,9 +279,10 @@ impl PolicyState {
     /// `is_mismatch` if the version, the parameters or the shape differ from what the caller expects (the message names
     /// what differs), or if the state's parts do not fit each other.
     pub fn restore(self, config: &PolicyConfig, shape: PolicyShape) -> Result<Box<dyn Policy>> {
-        if self.version != STATE_VERSION {
+        let version = version_of(&self.shape);
+        if self.version != version {
             return Err(Error::mismatch(format_args!(
-                "policy state has version {}, this build reads {STATE_VERSION}",
+                "policy state has version {}, and for its layers this build reads {version}",
                 self.version
             )));
         }
@@ -397,6 +313,10 @@ impl PolicyState {
             ))),
         }
     }
+}
+
+fn version_of(shape: &PolicyShape) -> u32 {
+    if shape.is_alike() { STATE_VERSION } else { UNLIKE_STATE_VERSION }
 }
 
 /// Refuses two values that serialise differently, naming every field that does.

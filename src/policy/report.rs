@@ -1,6 +1,6 @@
 //! What a policy says about a step.
 
-use super::{Forbidden, PolicyKind, PolicyShape};
+use super::{Forbidden, LayerShape, PolicyKind};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::plan::ScalePlan;
 use crate::scale::Descale;
@@ -53,8 +53,8 @@ impl Tensor {
     /// value was NaN, infinite where one was infinite.
     ///
     /// The statistics must have the shape's lengths.
-    pub(super) fn amax_row(self, stats: &StepStats, shape: &PolicyShape) -> Vec<f32> {
-        let group = shape.n_q_heads / shape.n_kv_heads;
+    pub(super) fn amax_row(self, stats: &StepStats, shape: LayerShape) -> Vec<f32> {
+        let group = shape.group();
         let heads = |heads: &[CastStats]| heads.iter().map(amax).collect::<Vec<_>>();
         let grouped = |row: Vec<f32>| row.chunks(group).map(largest).collect::<Vec<_>>();
         match self {
@@ -74,8 +74,8 @@ impl Tensor {
     }
 
     /// The certain bound on each of the tensor's values with rounding, as far as there is one.
-    pub(super) fn bound_row(self, bounds: &LayerBounds, shape: &PolicyShape) -> Option<Vec<f64>> {
-        let group = shape.n_q_heads / shape.n_kv_heads;
+    pub(super) fn bound_row(self, bounds: &LayerBounds, shape: LayerShape) -> Option<Vec<f64>> {
+        let group = shape.group();
         match self {
             Self::Logit => bounds.heads.iter().map(|head| head.rounded).collect(),
             Self::Q => Some(bounds.q.chunks(group).map(|g| g.iter().map(|b| b.rounded).fold(0.0, f64::max)).collect()),
@@ -239,7 +239,7 @@ pub enum PolicyEvent {
 impl Report {
     pub(super) fn new(
         policy: PolicyKind,
-        shape: &PolicyShape,
+        shape: LayerShape,
         plan: &ScalePlan,
         bounds: &LayerBounds,
         stats: &StepStats,

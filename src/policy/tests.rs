@@ -2,7 +2,9 @@ use super::*;
 use crate::bound::{HeadBounds, OperandBound};
 use crate::stats::{CastStats, LogitStats};
 
-const SHAPE: PolicyShape = PolicyShape { layers: 2, n_q_heads: 4, n_kv_heads: 2 };
+fn shape() -> PolicyShape {
+    PolicyShape::alike(2, 4, 2)
+}
 
 fn bounds(layer: usize) -> LayerBounds {
     let operand = |rounded: f64| OperandBound { exact: rounded * 0.9, rounded };
@@ -54,7 +56,7 @@ fn step(policy: &mut dyn Policy, layer: usize, stats: &StepStats) -> (ScalePlan,
 
 #[test]
 fn geometry_takes_bounds_and_groups() {
-    let policy = PolicyConfig::from(PolicyKind::Geometry).build(SHAPE).unwrap();
+    let policy = PolicyConfig::from(PolicyKind::Geometry).build(shape()).unwrap();
     let plan = policy.plan(&bounds(1), None).unwrap();
     assert_eq!(plan.layer, 1);
     let near = |a: f32, b: f64| (f64::from(a) - b).abs() < 2e-7 * b;
@@ -63,7 +65,7 @@ fn geometry_takes_bounds_and_groups() {
     assert!(near(plan.operands.o.unwrap()[1].get(), 16.0 / 448.0));
     assert!(policy.assumption().is_none());
 
-    let policy = PolicyConfig::from(PolicyKind::GeometryCStar).build(SHAPE).unwrap();
+    let policy = PolicyConfig::from(PolicyKind::GeometryCStar).build(shape()).unwrap();
     let plan = policy.plan(&bounds(1), None).unwrap();
     assert!(near(plan.logit_descale[3].get(), 100.0 / (0.8 * 448.0)));
     assert!(policy.assumption().unwrap().contains("uniform on the sphere"));
@@ -71,7 +73,7 @@ fn geometry_takes_bounds_and_groups() {
 
 #[test]
 fn a_report_names_overflow_and_values_beyond_the_bound() {
-    let mut policy = PolicyConfig::from(PolicyKind::Geometry).build(SHAPE).unwrap();
+    let mut policy = PolicyConfig::from(PolicyKind::Geometry).build(shape()).unwrap();
     let (_, report) =
         step(&mut *policy, 0, &stats([99.0, 199.0, 299.0, 399.0], [9.0; 4], [4.0; 2], [7.0, 7.0], [1.0; 4]));
     assert!(report.tensors.iter().all(|tensor| !tensor.overflowed() && tensor.beyond_bound == 0));
@@ -86,8 +88,8 @@ fn a_report_names_overflow_and_values_beyond_the_bound() {
 #[test]
 fn auto_c_burn_in_equals_a_hand_computation() {
     let config = AutoCConfig { burn_in: 3, kappa: 1.5, pooling: Pooling::Layer, ..AutoCConfig::default() };
-    let mut policy = AutoC::new(config, SHAPE).unwrap();
-    let certain = Geometry::certain(GeometryConfig::default(), SHAPE).unwrap();
+    let mut policy = AutoC::new(config, shape()).unwrap();
+    let certain = Geometry::certain(GeometryConfig::default(), shape()).unwrap();
     // Ratios of logits: 0.1 0.1 0.1 0.1; 0.05 0.2 0.1 0.3; 0.1 0.1 0.25 0.1. With 12 values the rank is 12: 0.3.
     // q: 10/20, 8/40; 2/20, 30/40; 2/20, 2/40 -> 0.75. k: 1/5 1/6; 2/5, 3/6; .. -> 0.5. v: 0.7/7 .. -> 0.125.
     let steps = [
@@ -125,7 +127,7 @@ fn auto_c_burn_in_equals_a_hand_computation() {
 #[test]
 fn auto_c_pools_a_model_or_every_head() {
     let config = AutoCConfig { burn_in: 2, kappa: 1.0, pooling: Pooling::Model, ..AutoCConfig::default() };
-    let mut policy = AutoC::new(config, SHAPE).unwrap();
+    let mut policy = AutoC::new(config, shape()).unwrap();
     let low = stats([10.0; 4], [1.0; 4], [1.0; 2], [1.0; 2], [0.1; 4]);
     let high = stats([10.0, 10.0, 10.0, 200.0], [1.0; 4], [1.0; 2], [1.0; 2], [0.1; 4]);
     for _ in 0..4 {
@@ -138,7 +140,7 @@ fn auto_c_pools_a_model_or_every_head() {
     assert_eq!(policy.phase(Tensor::Logit, 0, 0), Phase::Frozen { c: 0.5 });
 
     let config = AutoCConfig { pooling: Pooling::Head, ..config };
-    let mut policy = AutoC::new(config, SHAPE).unwrap();
+    let mut policy = AutoC::new(config, shape()).unwrap();
     step(&mut policy, 1, &high);
     step(&mut policy, 1, &low);
     assert_eq!(policy.phase(Tensor::Logit, 1, 3), Phase::Frozen { c: 0.5 });
@@ -149,7 +151,7 @@ fn auto_c_pools_a_model_or_every_head() {
 #[test]
 fn auto_c_skips_non_finite_steps_restarts_and_is_forbidden() {
     let config = AutoCConfig { burn_in: 1, max_restarts: 1, ..AutoCConfig::default() };
-    let mut policy = AutoC::new(config, SHAPE).unwrap();
+    let mut policy = AutoC::new(config, shape()).unwrap();
     let (_, report) = step(&mut policy, 0, &stats([1.0; 4], [1.0, f32::NAN, 1.0, 1.0], [1.0; 2], [1.0; 2], [0.1; 4]));
     assert_eq!(report.events, [PolicyEvent::Skipped { tensor: Tensor::Q }]);
     assert_eq!(policy.phase(Tensor::Logit, 0, 0), Phase::BurnIn);
@@ -166,7 +168,7 @@ fn auto_c_skips_non_finite_steps_restarts_and_is_forbidden() {
     step(&mut policy, 0, &even(1.0));
     assert_eq!(policy.phase(Tensor::Logit, 0, 0), Phase::Forbidden { reason: Forbidden::TooManyRestarts });
 
-    let mut policy = AutoC::new(config, SHAPE).unwrap();
+    let mut policy = AutoC::new(config, shape()).unwrap();
     step(&mut policy, 0, &even(0.0));
     assert_eq!(policy.phase(Tensor::K, 0, 0), Phase::Forbidden { reason: Forbidden::NothingObserved });
 }
@@ -252,7 +254,7 @@ fn te_amax_that_is_tiny_takes_the_largest_finite_scale() {
         assert!(slot.is_sound(&MOST_RECENT));
         assert_eq!(te_after(&MOST_RECENT, &[tiny, 14.0]).scale, 32.0, "and goes back");
     }
-    let mut policy = DelayedTe::new(MOST_RECENT, SHAPE).unwrap();
+    let mut policy = DelayedTe::new(MOST_RECENT, shape()).unwrap();
     let (_, report) = step(&mut policy, 0, &even(1e-38));
     let named = Tensor::ALL.map(|tensor| PolicyEvent::TinyAmax { tensor });
     assert_eq!(report.events, named);
@@ -266,7 +268,7 @@ fn te_amax_that_is_not_finite_keeps_the_scale() {
     for bad in [f32::NAN, f32::INFINITY] {
         assert_eq!(te_after(&MOST_RECENT, &[bad]).scale, 64.0, "{bad}");
         assert_eq!(te_after(&MOST_RECENT, &[bad, 14.0]).scale, 32.0, "{bad} is forgotten");
-        let mut policy = DelayedTe::new(MOST_RECENT, SHAPE).unwrap();
+        let mut policy = DelayedTe::new(MOST_RECENT, shape()).unwrap();
         let (_, report) = step(&mut policy, 0, &even(bad));
         assert_eq!(report.events, Tensor::ALL.map(|tensor| PolicyEvent::Skipped { tensor }));
     }
@@ -280,7 +282,7 @@ fn te_amax_that_is_not_finite_keeps_the_scale() {
 #[test]
 fn delayed_paper_plans_from_the_past_only() {
     let config = DelayedPaperConfig { history: 3, ..DelayedPaperConfig::default() };
-    let mut policy = DelayedPaper::new(config, SHAPE).unwrap();
+    let mut policy = DelayedPaper::new(config, shape()).unwrap();
     let mut planned = Vec::new();
     for amax in [8.0, 1.0, 2.0, 0.5, 0.5] {
         let (plan, report) = step(&mut policy, 0, &even(amax));
@@ -303,7 +305,7 @@ fn delayed_rows_are_one_a_tensor_or_one_a_head() {
     let layer = DelayedTeConfig { history: 1, ..DelayedTeConfig::default() };
     let head = DelayedTeConfig { granularity: Granularity::Head, ..layer };
     let plan = |config| {
-        let mut policy = DelayedTe::new(config, SHAPE).unwrap();
+        let mut policy = DelayedTe::new(config, shape()).unwrap();
         step(&mut policy, 0, &observed);
         policy.plan(&bounds(0), None).unwrap()
     };
@@ -321,7 +323,7 @@ fn delayed_rows_are_one_a_tensor_or_one_a_head() {
 
 #[test]
 fn current_fits_its_own_step_and_needs_it() {
-    let policy = PolicyConfig::from(PolicyKind::Current).build(SHAPE).unwrap();
+    let policy = PolicyConfig::from(PolicyKind::Current).build(shape()).unwrap();
     assert!(policy.needs_measurement());
     assert!(policy.plan(&bounds(0), None).unwrap_err().is_argument());
     assert!(policy.plan(&bounds(0), Some(&even(f32::NAN))).unwrap_err().is_non_finite());
@@ -346,14 +348,14 @@ fn states_resume_bit_equal_through_json() {
             kind => kind.into(),
         };
         for stop in 0..6 {
-            let mut through = config.build(SHAPE).unwrap();
-            let mut resumed = config.build(SHAPE).unwrap();
+            let mut through = config.build(shape()).unwrap();
+            let mut resumed = config.build(shape()).unwrap();
             for i in 0..8u32 {
                 if i == stop {
                     let json = serde_json::to_string(&resumed.save()).unwrap();
                     let state: PolicyState = serde_json::from_str(&json).unwrap();
                     assert_eq!(state, resumed.save());
-                    resumed = state.restore(&config, SHAPE).unwrap();
+                    resumed = state.restore(&config, shape()).unwrap();
                 }
                 let amax =
                     if i == 2 && kind == PolicyKind::DelayedTe { f32::INFINITY } else { 0.1 + 0.37 / (1.3 + i as f32) };
@@ -371,17 +373,17 @@ fn states_resume_bit_equal_through_json() {
 
 #[test]
 fn foreign_states_are_refused_by_name() {
-    let shape = PolicyShape { layers: 3, ..SHAPE };
+    let three = PolicyShape::alike(3, 4, 2);
     for kind in PolicyKind::ALL {
         let config = PolicyConfig::from(kind);
-        let state = config.build(SHAPE).unwrap().save();
-        let error = state.clone().restore(&config, shape).unwrap_err();
+        let state = config.build(shape()).unwrap().save();
+        let error = state.clone().restore(&config, three.clone()).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("layers is 2, not 3"), "{error}");
         let old = PolicyState { version: 0, ..state.clone() };
-        assert!(old.restore(&config, SHAPE).unwrap_err().to_string().contains("version 0"));
+        assert!(old.restore(&config, shape()).unwrap_err().to_string().contains("version 0"));
         let other =
             PolicyConfig::from(if kind == PolicyKind::Geometry { PolicyKind::AutoC } else { PolicyKind::Geometry });
-        let error = state.clone().restore(&other, SHAPE).unwrap_err();
+        let error = state.clone().restore(&other, shape()).unwrap_err();
         assert!(
             error.to_string().contains(&format!("saved by policy {kind}, not {other_kind}", other_kind = other.kind()))
         );
@@ -389,31 +391,26 @@ fn foreign_states_are_refused_by_name() {
             memory: Memory::AutoC(AutoCState { seen: vec![], restarts: 0, pools: Default::default() }),
             ..state
         };
-        assert!(mixed.restore(&config, SHAPE).unwrap_err().is_mismatch());
+        assert!(mixed.restore(&config, shape()).unwrap_err().is_mismatch());
     }
     let config = DelayedPaperConfig::default();
-    let state = DelayedPaper::new(config, SHAPE).unwrap().save();
+    let state = DelayedPaper::new(config, shape()).unwrap().save();
     let wanted = PolicyConfig::DelayedPaper(DelayedPaperConfig { margin: 0.5, ..config });
-    let error = state.restore(&wanted, SHAPE).unwrap_err();
+    let error = state.restore(&wanted, shape()).unwrap_err();
     assert!(error.to_string().contains("margin is 0.9, not 0.5"), "{error}");
 }
 
 #[test]
 fn shapes_are_checked() {
     for kind in PolicyKind::ALL {
-        let mut policy = PolicyConfig::from(kind).build(SHAPE).unwrap();
+        let mut policy = PolicyConfig::from(kind).build(shape()).unwrap();
         assert!(policy.plan(&bounds(2), Some(&even(1.0))).unwrap_err().is_mismatch(), "{kind}");
         let plan = policy.plan(&bounds(0), Some(&even(1.0))).unwrap();
         assert!(policy.observe(&plan, &bounds(1), &even(1.0)).unwrap_err().is_mismatch(), "{kind}");
         let short = StepStats { k: vec![CastStats::default()], ..even(1.0) };
         assert!(policy.observe(&plan, &bounds(0), &short).unwrap_err().is_mismatch(), "{kind}");
     }
-    assert!(
-        PolicyConfig::from(PolicyKind::Current)
-            .build(PolicyShape { n_kv_heads: 3, ..SHAPE })
-            .unwrap_err()
-            .is_argument()
-    );
+    assert!(PolicyConfig::from(PolicyKind::Current).build(PolicyShape::alike(2, 4, 3)).unwrap_err().is_argument());
     assert!(PolicyKind::parse_list("geometry,nope").unwrap_err().to_string().contains("unknown policy nope"));
     assert!(PolicyKind::parse_list(" , ").unwrap_err().is_argument());
 }
@@ -427,7 +424,7 @@ fn one_scale_a_layer_is_the_largest() {
         granularity: Granularity::Layer,
         ..AutoCConfig::default()
     };
-    let mut policy = AutoC::new(config, SHAPE).unwrap();
+    let mut policy = AutoC::new(config, shape()).unwrap();
     let (plan, _) = step(&mut policy, 0, &stats([40.0, 80.0, 20.0, 10.0], [4.0; 4], [3.0, 1.5], [0.8; 2], [0.1; 4]));
     let near = |a: f32, b: f64| (f64::from(a) / b - 1.0).abs() < 2e-7;
     assert!(plan.logit_descale.iter().all(|d| near(d.get(), 400.0 / 358.4)));

@@ -1,18 +1,23 @@
+use super::state::replace;
 use super::*;
 use crate::attention::{AttentionShape, Cpu};
 use crate::model::{SyntheticLayer, SyntheticModel, SyntheticOptions, preset};
 use crate::policy::{AutoCConfig, DelayedTeConfig};
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 fn spec() -> AttentionSpec {
     let mut spec = preset("mistral-7b").unwrap();
-    (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.d_head, spec.layers) = (64, 4, 2, 16, 2);
-    for rope in spec.rope.iter_mut().flatten() {
-        rope.rotary_dim = 16;
-        rope.inv_freq = None;
+    spec.d_model = 64;
+    spec.layers.truncate(2);
+    spec.set_heads(4, 2, 16);
+    for layer in &mut spec.layers {
+        layer.softmax_scale = 0.25;
+        let rope = layer.rope.as_mut().unwrap();
+        (rope.rotary_dim, rope.inv_freq) = (16, None);
     }
-    spec.softmax_scale = vec![0.25; 2];
-    spec.rope.truncate(2);
     spec
 }
 
@@ -58,7 +63,7 @@ impl Operands {
 
 fn layers(spec: &AttentionSpec, seed: u64) -> Vec<SyntheticLayer> {
     let model = SyntheticModel::new(spec, seed, SyntheticOptions::default()).unwrap();
-    (0..spec.layers).map(|layer| model.layer(layer).unwrap()).collect()
+    (0..spec.layers.len()).map(|layer| model.layer(layer).unwrap()).collect()
 }
 
 #[test]
@@ -173,7 +178,7 @@ fn a_power_iteration_goes_on_from_its_vectors() {
             4 => Weights::Changed(old[at].weights()),
             _ => Weights::Versioned(2, new[at].weights()),
         };
-        for at in 0..spec.layers {
+        for at in 0..spec.layers.len() {
             let a = through.step(operands.step(at, weights(at)), &Cpu).unwrap();
             let b = resumed.step(operands.step(at, weights(at)), &Cpu).unwrap();
             assert_eq!((&a.plan, a.recomputed), (&b.plan, b.recomputed), "step {i} layer {at}");
@@ -200,7 +205,7 @@ fn a_power_iteration_goes_on_from_its_vectors() {
     };
     says(gram, state.clone(), "estimator");
     says(config, RuntimeState { power: None, ..state.clone() }, "vectors");
-    let foreign = Some(PowerState::new(2, spec.d_model + 1, spec.n_q_heads, 0));
+    let foreign = Some(PowerState::new(&AttentionSpec { d_model: spec.d_model + 1, ..spec.clone() }, 0));
     says(config, RuntimeState { power: foreign, ..state.clone() }, "d_model");
     let mut swapped = state;
     swapped.layers.swap(0, 1);
@@ -219,7 +224,7 @@ fn foreign_states_are_refused_by_name() {
     other.d_model = 128;
     assert!(resume(&other, right, &state).contains("d_model is 64, not 128"));
     let mut other = spec.clone();
-    other.softmax_scale[1] = 0.5;
+    other.layers[1].softmax_scale = 0.5;
     assert!(resume(&other, right, &state).contains("softmax_scale[1] is 0.25, not 0.5"));
     assert!(resume(&spec, config(PolicyKind::AutoC), &state).contains("delayed-paper, not auto-c"));
     let tail = RuntimeConfig { tail: Tail { seq_len: 7, ..right.tail }, ..right };

@@ -12,6 +12,7 @@ use super::dense::lanczos_within;
 use super::{Constants, HeadSpectrum, LayerSpectrum, SpectralEngine, layer_channels};
 use crate::error::{Error, Result};
 use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL};
+use crate::model::{AttentionSpec, PerLayer};
 use half::bf16;
 use nalgebra::DVector;
 use rand::SeedableRng;
@@ -24,13 +25,16 @@ use statrs::function::beta::beta_reg;
 /// Format of a saved [`PowerState`].
 const STATE_VERSION: u32 = 1;
 
+/// The same where layers differ in their heads.
+const UNLIKE_VERSION: u32 = 2;
+
 /// Persistent singular vectors of a whole model, owned by the caller; save it to resume warm.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PowerState {
     version: u32,
     seed: u64,
     d_model: usize,
-    n_q_heads: usize,
+    n_q_heads: PerLayer,
     layers: Vec<Option<LayerVectors>>,
 }
 
@@ -64,24 +68,35 @@ pub struct PowerEstimate {
 
 impl PowerState {
     /// A state without vectors: every layer starts cold, from vectors drawn from `seed`.
-    pub fn new(layers: usize, d_model: usize, n_q_heads: usize, seed: u64) -> Self {
-        Self { version: STATE_VERSION, seed, d_model, n_q_heads, layers: vec![None; layers] }
+    pub fn new(spec: &AttentionSpec, seed: u64) -> Self {
+        let n_q_heads = PerLayer::new(spec.layers.iter().map(|layer| layer.n_q_heads));
+        let version = if matches!(n_q_heads, PerLayer::Same(_)) { STATE_VERSION } else { UNLIKE_VERSION };
+        Self { version, seed, d_model: spec.d_model, n_q_heads, layers: vec![None; spec.layers.len()] }
     }
 
     /// Whether the state is of a model of this shape.
     ///
     /// # Errors
     /// `is_mismatch`, naming what differs.
-    pub fn check_model(&self, layers: usize, d_model: usize, n_q_heads: usize) -> Result<()> {
-        let (here, there) = ([self.layers.len(), self.d_model, self.n_q_heads], [layers, d_model, n_q_heads]);
-        if self.version == STATE_VERSION && here == there {
+    pub fn check_model(&self, spec: &AttentionSpec) -> Result<()> {
+        let want = Self::new(spec, self.seed);
+        let of = |state: &Self| (state.layers.len(), state.d_model, state.n_q_heads.clone());
+        let (here, there) = (of(self), of(&want));
+        if self.version == want.version && here == there {
             return Ok(());
         }
         Err(Error::mismatch(format_args!(
-            "power state of version {} with (layers, d_model, n_q_heads) = {here:?} is not one of version \
-             {STATE_VERSION} with {there:?}",
-            self.version
+            "power state of version {} with (layers, d_model, n_q_heads) = {here:?} is not one of version {} with {there:?}",
+            self.version, want.version
         )))
+    }
+
+    /// Query heads of one layer, if the state has it.
+    fn n_q(&self, layer: usize) -> Option<usize> {
+        match &self.n_q_heads {
+            PerLayer::Same(count) => (layer < self.layers.len()).then_some(*count),
+            PerLayer::Each(counts) => counts.get(layer).copied().filter(|_| layer < self.layers.len()),
+        }
     }
 
     /// Whether a layer has vectors to start from.
@@ -90,15 +105,15 @@ impl PowerState {
     }
 
     fn check(&self, geometry: &LayerGeometry<'_>) -> Result<()> {
-        if self.version != STATE_VERSION {
+        if ![STATE_VERSION, UNLIKE_VERSION].contains(&self.version) {
             return Err(Error::mismatch(format_args!(
-                "power state has version {}, this build reads {STATE_VERSION}",
+                "power state has version {}, this build reads {STATE_VERSION} and {UNLIKE_VERSION}",
                 self.version
             )));
         }
-        let here = (self.d_model, self.n_q_heads);
-        let there = (geometry.d_model, geometry.q.len());
-        if here != there || geometry.layer >= self.layers.len() {
+        let here = (self.d_model, self.n_q(geometry.layer));
+        let there = (geometry.d_model, Some(geometry.q.len()));
+        if here != there {
             return Err(Error::mismatch(format_args!(
                 "power state of {} layers with (d_model, n_q_heads) = {here:?} does not fit layer {} with {there:?}",
                 self.layers.len(),
@@ -109,8 +124,8 @@ impl PowerState {
             p.u.len() == self.d_model && p.v.len() == self.d_model && p.u.iter().chain(&p.v).all(|x| x.is_finite())
         };
         let sound = self.layers[geometry.layer].as_ref().is_none_or(|layer| {
-            (layer.heads.is_empty() || layer.heads.len() == self.n_q_heads)
-                && (layer.raw.is_empty() || layer.raw.len() == self.n_q_heads)
+            (layer.heads.is_empty() || layer.heads.len() == geometry.q.len())
+                && (layer.raw.is_empty() || layer.raw.len() == geometry.q.len())
                 && layer.heads.iter().chain(&layer.raw).chain(&layer.summed).all(fits)
         });
         if !sound {

@@ -202,10 +202,10 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
     let recorded = model.recorded_steps().filter(|_| scenario == Scenario::Refit);
     let steps = options.steps.or(recorded).unwrap_or(scenario.steps());
     let few = if model.is_synthetic() && steps > 1 { FEW_LAYERS } else { usize::MAX };
-    let layers = options.layers.unwrap_or(few.min(spec.layers));
+    let layers = options.layers.unwrap_or(few.min(spec.layers.len()));
     let most = recorded.unwrap_or(if scenario == Scenario::Refit { MAX_GROWTH_STEPS } else { MAX_STEPS });
     for (name, value, most) in
-        [("layers", layers, spec.layers), ("steps", steps, most), ("seq-len", options.seq_len, MAX_SEQ_LEN)]
+        [("layers", layers, spec.layers.len()), ("steps", steps, most), ("seq-len", options.seq_len, MAX_SEQ_LEN)]
     {
         if !(1..=most).contains(&value) {
             return Err(Error::argument(format_args!("{name} {value} must lie between 1 and {most}")));
@@ -243,8 +243,8 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
     if gpu.is_some() {
         notes.push("bounds come from the scale engine on the GPU; attention runs on the CPU".into());
     }
-    if layers < spec.layers {
-        notes.push(format!("the first {layers} of {} layers", spec.layers));
+    if layers < spec.layers.len() {
+        notes.push(format!("the first {layers} of {} layers", spec.layers.len()));
     }
     if recorded.is_some() {
         notes.push(format!("weights of {}, one a step", model.path_names().join(", ")));
@@ -264,7 +264,7 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
         mode: options.mode,
         model: spec.name.clone(),
         model_layers: layers,
-        model_layers_total: spec.layers,
+        model_layers_total: spec.layers.len(),
         seed: options.seed,
         steps,
         seq_len: options.seq_len,
@@ -297,18 +297,19 @@ fn token_seed(seed: u64, layer: usize, step: usize) -> u64 {
     x ^ (x >> 31)
 }
 
-/// The call of a layer.
+/// The call of a layer that exists.
 fn call_of(spec: &AttentionSpec, layer: usize, seq_len: usize) -> AttentionCall {
+    let own = &spec.layers[layer];
     let shape = AttentionShape {
         batch: 1,
-        n_q_heads: spec.n_q_heads,
-        n_kv_heads: spec.n_kv_heads,
+        n_q_heads: own.n_q_heads,
+        n_kv_heads: own.n_kv_heads,
         len_q: seq_len,
         len_k: seq_len,
-        d_head: spec.d_head,
+        d_head: own.d_head,
     };
     let mask = if spec.causal { Mask::CAUSAL } else { Mask::NONE };
-    AttentionCall { shape, mask, softmax_scale: spec.softmax_scale[layer], soft_cap: spec.soft_cap }
+    AttentionCall { shape, mask, softmax_scale: own.softmax_scale, soft_cap: spec.soft_cap }
 }
 
 #[cfg(test)]

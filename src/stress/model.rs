@@ -181,7 +181,9 @@ mod tests {
     #[test]
     fn weights_and_biases_are_multiplied_and_nothing_else() {
         let mut spec = preset("gpt2-xl").unwrap();
-        (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.layers) = (128, 2, 2, 1);
+        spec.d_model = 128;
+        spec.layers.truncate(1);
+        spec.set_heads(2, 2, spec.layers[0].d_head);
         let owned = SyntheticModel::new(&spec, 3, SyntheticOptions::default()).unwrap().layer(0).unwrap();
         let mut plain = owned.weights();
         plain.q.bias = Some((0..128).map(f64::from).collect());
@@ -199,7 +201,9 @@ mod tests {
     #[test]
     fn the_gain_brings_the_largest_logit_to_twenty() {
         let mut spec = preset("gpt2-xl").unwrap();
-        (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.layers) = (128, 2, 2, 1);
+        spec.d_model = 128;
+        spec.layers.truncate(1);
+        spec.set_heads(2, 2, spec.layers[0].d_head);
         let model = StressModel::synthetic(&AttentionSpec { name: "small".into(), ..spec.clone() }, 3).unwrap();
         let layer = model.layer(0, 50, 7).unwrap();
         let tokens = Tokens::isotropic(&spec, 50, token_seed(7, 0, 0));

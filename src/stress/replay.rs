@@ -96,7 +96,7 @@ impl Trace {
 pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<StressResult> {
     trace.check().map_err(|rule| Error::format(Path::new(name), rule))?;
     let layers = trace.layers();
-    let shape = PolicyShape { layers, n_q_heads: 1, n_kv_heads: 1 };
+    let shape = PolicyShape::alike(layers, 1, 1);
     let mode = options.mode;
     let (mut policies, mut unavailable, mut rows) = (Vec::<PolicySummary>::new(), Vec::new(), Vec::new());
     for &kind in &options.policies {
@@ -104,7 +104,7 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
             unavailable.push(Unavailable { policy: kind, reason: "a trace has no weights".into() });
             continue;
         }
-        let mut policy = PolicyConfig::from(kind).build(shape)?;
+        let mut policy = PolicyConfig::from(kind).build(shape.clone())?;
         let mut tally = Tally::default();
         for (step, recorded) in trace.steps().enumerate() {
             for layer in 0..layers {

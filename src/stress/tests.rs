@@ -8,14 +8,15 @@ use crate::scale::Descale;
 /// A few small layers of a preset.
 fn small(name: &str, layers: usize) -> StressModel {
     let mut spec = preset(name).unwrap();
-    (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.d_head) = (128, 4, 2, 32);
-    spec.layers = layers;
-    spec.name = "small".into();
-    spec.rope.truncate(layers);
-    for rope in spec.rope.iter_mut().flatten() {
-        (rope.rotary_dim, rope.inv_freq) = (32, Some((0..16).map(|i| 0.6f64.powi(i)).collect()));
+    (spec.name, spec.d_model) = ("small".into(), 128);
+    spec.layers.truncate(layers);
+    spec.set_heads(4, 2, 32);
+    for layer in &mut spec.layers {
+        layer.softmax_scale = 32f64.sqrt().recip();
+        if let Some(rope) = &mut layer.rope {
+            (rope.rotary_dim, rope.inv_freq) = (32, Some((0..16).map(|i| 0.6f64.powi(i)).collect()));
+        }
     }
-    spec.softmax_scale = vec![32f64.sqrt().recip(); layers];
     StressModel::synthetic(&spec, 3).unwrap()
 }
 
@@ -98,9 +99,9 @@ fn growing_weights_leave_delayed_behind() {
 #[test]
 fn a_policy_without_its_bound_is_named_not_run() {
     let mut spec = preset("qwen3-8b").unwrap();
-    (spec.d_model, spec.n_q_heads, spec.n_kv_heads, spec.layers) = (128, 2, 1, 2);
-    spec.rope.truncate(2);
-    spec.softmax_scale.truncate(2);
+    spec.d_model = 128;
+    spec.layers.truncate(2);
+    spec.set_heads(2, 1, spec.layers[0].d_head);
     let model = StressModel::synthetic(&spec, 3).unwrap();
     let result = run(Scenario::CheckpointLoad, &model, &options(Mode::Logit)).unwrap();
     assert_eq!(result.unavailable.len(), 1);
@@ -195,7 +196,7 @@ fn utilisation_uses_the_descale_of_each_heads_group() {
         v: [896.0; 2].map(cast).to_vec(),
         o: vec![CastStats::default(); 4],
     };
-    let shape_of = PolicyShape { layers: 1, n_q_heads: 4, n_kv_heads: 2 };
+    let shape_of = PolicyShape::alike(1, 4, 2);
     let config = PolicyConfig::from(PolicyKind::DelayedPaper);
     let mut policy = config.build(shape_of).unwrap();
     let bounds = crate::bound::LayerBounds {

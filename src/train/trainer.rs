@@ -434,13 +434,14 @@ fn scalar(x: &Tensor) -> Result<f64> {
 }
 
 fn call_of(spec: &AttentionSpec, layer: usize, text: &Batch) -> AttentionCall {
+    let own = &spec.layers[layer];
     let shape = AttentionShape {
         batch: text.batch,
-        n_q_heads: spec.n_q_heads,
-        n_kv_heads: spec.n_kv_heads,
+        n_q_heads: own.n_q_heads,
+        n_kv_heads: own.n_kv_heads,
         len_q: text.len,
         len_k: text.len,
-        d_head: spec.d_head,
+        d_head: own.d_head,
     };
-    AttentionCall { shape, mask: Mask::CAUSAL, softmax_scale: spec.softmax_scale[layer], soft_cap: None }
+    AttentionCall { shape, mask: Mask::CAUSAL, softmax_scale: own.softmax_scale, soft_cap: None }
 }

@@ -20,6 +20,8 @@ pub struct Case {
     pub bias: bool,
     pub dtype: Dtype,
     pub shards: usize,
+    /// The layers that have attention.
+    pub attention: Vec<usize>,
 }
 
 pub fn merge(mut base: Value, extra: Value) -> Value {
@@ -45,7 +47,13 @@ pub fn grouped(name: &'static str, kind: &'static str, extra: Value) -> Case {
         bias: false,
         dtype: Dtype::BF16,
         shards: 1,
+        attention: (0..LAYERS).collect(),
     }
+}
+
+/// A model of which only layers 1 and 3 have attention.
+fn hybrid(case: Case) -> Case {
+    Case { attention: vec![1, 3], ..case }
 }
 
 /// One key head a query head, d_model = heads x 16.
@@ -196,6 +204,73 @@ pub fn cases() -> Vec<Case> {
         Case { bias: true, ..grouped("qwen2_5_vl", "llama", json!({})) },
         Case { bias: true, ..wrapped("qwen2_vl", "qwen2_vl_text", "llama", "model.language_model.", &json!({})) },
         wrapped("qwen3_vl", "qwen3_vl_text", "qwen3", "model.language_model.", &json!({})),
+        grouped("ministral", "llama", json!({"layer_types": vec!["sliding_attention"; LAYERS]})),
+        grouped("cwm", "llama", json!({})),
+        Case { bias: true, ..grouped("solar_open", "llama", json!({"attention_bias": true})) },
+        grouped("hyperclovax", "granite", json!({"attention_multiplier": 0.015625})),
+        grouped("hyperclovax", "llama", json!({"use_post_norm": true})),
+        grouped(
+            "granite_swa",
+            "granite bases",
+            json!({"attention_multiplier": 0.015625,
+            "layer_rope_theta": [10000.0, 0, 10000, 0.0]}),
+        ),
+        grouped("granitemoe_swa", "granite", json!({"attention_multiplier": 0.015625})),
+        grouped("vaultgemma", "gemma2", json!({"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0})),
+        Case { bias: true, ..grouped("jais2", "starcoder2", json!({})) },
+        grouped("exaone_moe", "exaone_moe", json!({"sliding_window_pattern": 2})),
+        grouped("afmoe", "exaone_moe", json!({"global_attn_every_n_layers": 2})),
+        grouped("hy_v3", "qwen3", json!({})),
+        grouped("flex_olmo", "olmo2", json!({})),
+        square("nanochat", "nanochat", json!({})),
+        Case { bias: true, ..square("persimmon", "persimmon", json!({"partial_rotary_factor": 0.5})) },
+        hybrid(grouped(
+            "qwen3_next",
+            "qwen3_next",
+            json!({"full_attention_interval": 2, "partial_rotary_factor": 0.5}),
+        )),
+        hybrid(wrapped(
+            "qwen3_5",
+            "qwen3_5_text",
+            "qwen3_next",
+            "model.language_model.",
+            &json!({"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+        )),
+        hybrid(grouped("lfm2", "lfm2", json!({"full_attn_idxs": [1, 3]}))),
+        hybrid(grouped(
+            "lfm2_moe",
+            "lfm2",
+            json!({"layer_types": ["conv", "full_attention", "conv", "full_attention"]}),
+        )),
+        hybrid(grouped(
+            "granitemoehybrid",
+            "granite fixed",
+            json!({"attention_multiplier": 0.015625, "position_embedding_type": "nope",
+                "layer_types": ["mamba", "attention", "mamba", "attention"]}),
+        )),
+        hybrid(grouped(
+            "granitemoehybrid",
+            "granite",
+            json!({"attention_multiplier": 0.015625, "position_embedding_type": "rope",
+                "layers_block_type": ["mamba", "attention", "mamba", "attention"]}),
+        )),
+        hybrid(grouped("jamba", "llama fixed", json!({"attn_layer_period": 2, "attn_layer_offset": 1}))),
+        Case {
+            prefix: "backbone.",
+            ..hybrid(grouped("nemotron_h", "nemotron_h", json!({"hybrid_override_pattern": "M*E*"})))
+        },
+        hybrid(grouped("bamba", "llama half", json!({"attn_layer_indices": [3, 1]}))),
+        hybrid(grouped(
+            "olmo_hybrid",
+            "olmo2",
+            json!({"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]}),
+        )),
+        hybrid(grouped(
+            "minimax",
+            "llama half",
+            json!({"rotary_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]}),
+        )),
         Case { bias: true, ..square("opt", "opt", json!({"do_layer_norm_before": true})) },
         Case { prefix: "", bias: true, ..square("opt", "opt", json!({"hidden_act": "relu"})) },
         Case { prefix: "transformer.", ..square("gptj", "gptj", json!({"n_embd": 64, "n_head": 4, "rotary_dim": 8})) },
@@ -220,7 +295,7 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
             t.add(format!("{name}.bias"), &[len], 0.0, 0.3);
         }
     };
-    for i in 0..LAYERS {
+    for &i in &case.attention {
         match case.kind.split(' ').next().unwrap() {
             "gpt2" => {
                 norm(&mut t, format!("{p}h.{i}.ln_1"), d, true, 1.0);
@@ -250,6 +325,13 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                 norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, true, 1.0);
                 t.linear(&format!("{p}layers.{i}.attention.query_key_value"), fused, d, bias(fused));
             }
+            "persimmon" => {
+                norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, true, 1.0);
+                t.linear(&format!("{p}layers.{i}.self_attn.query_key_value"), fused, d, bias(fused));
+                for name in ["q", "k"] {
+                    norm(&mut t, format!("{p}layers.{i}.self_attn.{name}_layernorm"), R, true, 1.0);
+                }
+            }
             "falcon" => {
                 let name = if case.kind.ends_with("ln_attn") { "ln_attn" } else { "input_layernorm" };
                 norm(&mut t, format!("{p}h.{i}.{name}"), d, true, 1.0);
@@ -272,25 +354,30 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                 }
             }
             kind => {
-                let around = if kind.starts_with("gemma") || kind == "nemotron" { 0.0 } else { 1.0 };
+                let around =
+                    if kind.starts_with("gemma") || ["nemotron", "qwen3_next"].contains(&kind) { 0.0 } else { 1.0 };
                 let shift = ["phi", "starcoder2", "stablelm", "nemotron", "phimoe"].contains(&case.kind);
                 match kind {
                     // A trap: this one feeds the feed-forward, not the attention.
                     "olmo2" | "exaone4" => {
                         norm(&mut t, format!("{p}layers.{i}.post_attention_layernorm"), d, false, 1.0);
                     }
+                    "lfm2" => norm(&mut t, format!("{p}layers.{i}.operator_norm"), d, false, 1.0),
+                    "nemotron_h" => norm(&mut t, format!("{p}layers.{i}.norm"), d, false, 1.0),
                     "apertus" => norm(&mut t, format!("{p}layers.{i}.attention_layernorm"), d, false, 1.0),
-                    "olmo" => {}
+                    "olmo" | "nanochat" => {}
                     _ => norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, shift, around),
                 }
-                let attn = format!("{p}layers.{i}.self_attn");
+                let attn = format!("{p}layers.{i}.{}", if kind == "nemotron_h" { "mixer" } else { "self_attn" });
                 for (name, heads) in [("q", n_q), ("k", n_kv), ("v", n_kv)] {
-                    t.linear(&format!("{attn}.{name}_proj"), heads * R, d, bias(heads * R));
+                    // Beside each query head stands the gate of its output.
+                    let rows = if kind == "qwen3_next" && name == "q" { 2 * heads * R } else { heads * R };
+                    t.linear(&format!("{attn}.{name}_proj"), rows, d, bias(rows));
                     if name == "v" {
                         continue;
                     }
                     match case.kind {
-                        "qwen3" | "gemma3" | "glm4_moe" | "exaone4" | "apertus" => {
+                        "qwen3" | "qwen3_next" | "gemma3" | "glm4_moe" | "exaone4" | "exaone_moe" | "apertus" => {
                             norm(&mut t, format!("{attn}.{name}_norm"), R, false, around)
                         }
                         "hunyuan" | "hunyuan alpha" => {
@@ -300,6 +387,7 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                         "olmo2" | "olmoe" | "minimax_m2" => {
                             norm(&mut t, format!("{attn}.{name}_norm"), heads * R, false, 1.0);
                         }
+                        "lfm2" => norm(&mut t, format!("{attn}.{name}_layernorm"), R, false, 1.0),
                         "cohere" => t.add(format!("{attn}.{name}_norm.weight"), &[heads, R], 1.0, 0.3),
                         "stablelm" => {
                             for h in 0..heads {

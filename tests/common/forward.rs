@@ -25,7 +25,7 @@ pub struct Qkv {
 /// # Panics
 /// If the layer is rotated by angles the config does not determine; use [`forward_qkv_at`] then.
 pub fn forward_qkv(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &[f64], position: f64) -> Qkv {
-    let angles = match &spec.rope[weights.layer] {
+    let angles = match &spec.layers[weights.layer].rope {
         Some(rope) => rope.inv_freq.as_ref().expect("angles").iter().map(|w| w * position).collect(),
         None => Vec::new(),
     };
@@ -40,10 +40,10 @@ pub fn forward_qkv_at(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &
     let v = project(&weights.v, &x);
     for behind_rotation in [false, true] {
         if let Some(norm) = spec.qk_norm.filter(|norm| norm.behind_rotation == behind_rotation) {
-            q = qk_norm(&norm, weights.q_norm.as_ref().expect("q norm"), &q);
-            k = qk_norm(&norm, weights.k_norm.as_ref().expect("k norm"), &k);
+            q = qk_norm(&norm, weights.q_norm.as_ref(), &q);
+            k = qk_norm(&norm, weights.k_norm.as_ref(), &k);
         }
-        if let (Some(rope), false) = (&spec.rope[weights.layer], behind_rotation) {
+        if let (Some(rope), false) = (&spec.layers[weights.layer].rope, behind_rotation) {
             for head in q.iter_mut().chain(&mut k) {
                 rotate(rope, head, angles);
             }
@@ -54,7 +54,7 @@ pub fn forward_qkv_at(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &
 
 /// The logit of query head `head` between two tokens, softmax scale and soft-cap included.
 pub fn logit(spec: &AttentionSpec, layer: usize, head: usize, query: &Qkv, key: &Qkv) -> f64 {
-    let raw = dot(&query.q[head], &key.k[head / spec.group()]) * spec.softmax_scale[layer];
+    let raw = dot(&query.q[head], &key.k[head / spec.layers[layer].group()]) * spec.layers[layer].softmax_scale;
     match spec.soft_cap {
         Some(cap) => cap * (raw / cap).tanh(),
         None => raw,
@@ -121,8 +121,10 @@ fn project(projection: &Projection<'_>, x: &[f64]) -> Vec<Vec<f64>> {
     out
 }
 
-fn qk_norm(norm: &QkNorm, vectors: &NormVectors, heads: &[Vec<f64>]) -> Vec<Vec<f64>> {
+fn qk_norm(norm: &QkNorm, vectors: Option<&NormVectors>, heads: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let r = heads[0].len();
+    let bare = NormVectors { gain: vec![1.0; r], shift: None };
+    let vectors = vectors.unwrap_or(&bare);
     match norm.scope {
         QkNormScope::Joint => {
             let all = to_sphere(norm.kind, &heads.concat());

@@ -29,16 +29,18 @@ pub fn spec(d: usize, r: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
         name: "planted".into(),
         family: "llama".into(),
         causal: true,
-        layers: 1,
+        layers: vec![LayerSpec {
+            number: 0,
+            n_q_heads: n_q,
+            n_kv_heads: n_kv,
+            d_head: r,
+            rope: None,
+            softmax_scale: 1.0 / (r as f64).sqrt(),
+        }],
         d_model: d,
-        n_q_heads: n_q,
-        n_kv_heads: n_kv,
-        d_head: r,
         norm: InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Plain, shift: false },
         bias: QkvBias::default(),
-        rope: vec![None],
         qk_norm: None,
-        softmax_scale: vec![1.0 / (r as f64).sqrt()],
         soft_cap: None,
         max_positions: None,
     }
@@ -58,9 +60,10 @@ impl Planted {
     pub fn gaussian(spec: AttentionSpec, seed: u64) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let scale = 1.0 / (spec.d_model as f64).sqrt();
+        let own = &spec.layers[0];
         let mut heads =
-            |n: usize| -> Vec<_> { (0..n).map(|_| gaussian(spec.d_model, spec.d_head, &mut rng) * scale).collect() };
-        let (q, k, v) = (heads(spec.n_q_heads), heads(spec.n_kv_heads), heads(spec.n_kv_heads));
+            |n: usize| -> Vec<_> { (0..n).map(|_| gaussian(spec.d_model, own.d_head, &mut rng) * scale).collect() };
+        let (q, k, v) = (heads(own.n_q_heads), heads(own.n_kv_heads), heads(own.n_kv_heads));
         Self {
             spec,
             q,
@@ -110,7 +113,7 @@ impl Planted {
         let mut vector = |n: usize, mean: f64, spread: f64| -> Vec<f64> {
             (0..n).map(|_| mean + spread * rng.random_range(-1.0..1.0)).collect()
         };
-        let (d, r) = (self.spec.d_model, self.spec.d_head);
+        let (d, r) = (self.spec.d_model, self.spec.layers[0].d_head);
         self.spec.norm = InputNorm { kind, gain: GainForm::Plain, shift: constants };
         self.gain = Some(vector(d, 1.5, 1.4));
         if constants {

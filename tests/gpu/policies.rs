@@ -15,7 +15,7 @@ use sigmascale::model::{AttentionSpec, preset};
 use sigmascale::plan::{Granularity, ScalePlan};
 use sigmascale::policy::{
     AmaxAlgorithm, AutoCConfig, CurrentConfig, DelayedPaperConfig, DelayedTeConfig, GeometryConfig, Policy,
-    PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Pooling, Restart, Tensor,
+    PolicyConfig, PolicyEvent, PolicyKind, PolicyState, Pooling, Restart, Tensor,
 };
 use sigmascale::stats::StepStats;
 
@@ -32,15 +32,19 @@ tests![
 
 fn model(layers: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
     let mut spec = preset("mistral-7b").unwrap();
-    spec.layers = layers;
-    (spec.n_q_heads, spec.n_kv_heads, spec.d_model) = (n_q, n_kv, 256);
-    spec.rope.truncate(layers);
-    spec.softmax_scale.truncate(layers);
+    spec.d_model = 256;
+    spec.layers.truncate(layers);
+    spec.set_heads(n_q, n_kv, 128);
     spec
 }
 
-fn shape(spec: &AttentionSpec) -> PolicyShape {
-    PolicyShape { layers: spec.layers, n_q_heads: spec.n_q_heads, n_kv_heads: spec.n_kv_heads }
+/// Layers of these query and KV heads.
+fn unlike(heads: &[(usize, usize)]) -> AttentionSpec {
+    let mut spec = model(heads.len(), 1, 1);
+    for (layer, heads) in spec.layers.iter_mut().zip(heads) {
+        (layer.n_q_heads, layer.n_kv_heads) = *heads;
+    }
+    spec
 }
 
 /// Magnitudes over many binades, and sometimes zero.
@@ -50,14 +54,15 @@ fn magnitude(rng: &mut StdRng) -> f32 {
 
 /// Bounds that f32 holds.
 fn bounds(spec: &AttentionSpec, layer: usize, rng: &mut StdRng) -> LayerBounds {
+    let (n_q, n_kv) = (spec.layers[layer].n_q_heads, spec.layers[layer].n_kv_heads);
     let operands = |heads: usize, rng: &mut StdRng| -> Vec<OperandBound> {
         let bound = |rng: &mut StdRng| f64::from(40.0 * magnitude(rng));
         (0..heads).map(|_| bound(rng)).map(|b| OperandBound { exact: b, rounded: b }).collect()
     };
     // One of the heads of a group carries the bound on the device, so they share it here.
-    let k = operands(spec.n_kv_heads, rng);
-    let per_kv = operands(spec.n_kv_heads, rng);
-    let q = (0..spec.n_q_heads).map(|h| per_kv[h * spec.n_kv_heads / spec.n_q_heads]).collect();
+    let k = operands(n_kv, rng);
+    let per_kv = operands(n_kv, rng);
+    let q = (0..n_q).map(|h| per_kv[h * n_kv / n_q]).collect();
     let head = |rng: &mut StdRng| {
         let rounded = f64::from(500.0 * magnitude(rng));
         HeadBounds {
@@ -67,14 +72,15 @@ fn bounds(spec: &AttentionSpec, layer: usize, rng: &mut StdRng) -> LayerBounds {
             ..HeadBounds::default()
         }
     };
-    let heads = (0..spec.n_q_heads).map(|_| head(rng)).collect();
-    LayerBounds { layer, heads, q, k, v: Some(operands(spec.n_kv_heads, rng)) }
+    let heads = (0..n_q).map(|_| head(rng)).collect();
+    LayerBounds { layer, heads, q, k, v: Some(operands(n_kv, rng)) }
 }
 
 /// What a call might leave; `share` of each certain bound is reached, more when something is planted.
 fn words(spec: &AttentionSpec, bounds: &LayerBounds, share: f32, rng: &mut StdRng) -> StepWords {
+    let own = &spec.layers[bounds.layer];
     // About one step in four has a value that is not finite.
-    let odd_of = 13 * (spec.n_q_heads + 2 * spec.n_kv_heads);
+    let odd_of = 13 * (own.n_q_heads + 2 * own.n_kv_heads);
     let cast = |bound: f64, rng: &mut StdRng| {
         let amax = (bound as f32) * share * rng.random_range(0.2..1.0f32);
         let odd = rng.random_range(0..odd_of);
@@ -102,7 +108,7 @@ fn words(spec: &AttentionSpec, bounds: &LayerBounds, share: f32, rng: &mut StdRn
     };
     let row = |row: &[OperandBound], rng: &mut StdRng| row.iter().map(|b| cast(b.rounded, rng)).collect();
     StepWords {
-        logits: (0..spec.n_q_heads).map(|h| logit(bounds.heads[h].rounded.unwrap(), rng)).collect(),
+        logits: (0..own.n_q_heads).map(|h| logit(bounds.heads[h].rounded.unwrap(), rng)).collect(),
         q: row(&bounds.q, rng),
         k: row(&bounds.k, rng),
         v: row(bounds.v.as_ref().unwrap(), rng),
@@ -161,7 +167,7 @@ struct Pair {
 
 impl Pair {
     fn new(spec: &AttentionSpec, config: PolicyConfig, rng: &mut StdRng) -> Self {
-        let host = config.build(shape(spec)).unwrap();
+        let host = config.build(spec.into()).unwrap();
         let needs = matches!(config.kind(), PolicyKind::Geometry | PolicyKind::GeometryCStar | PolicyKind::AutoC);
         let source = if needs { Bounds::Host } else { Bounds::None };
         let plan = DevicePlan::new(device(), spec, config, &Tail::default(), source).unwrap();
@@ -171,7 +177,7 @@ impl Pair {
     }
 
     fn move_weights(&mut self, spec: &AttentionSpec, rng: &mut StdRng) {
-        self.bounds = (0..spec.layers).map(|layer| bounds(spec, layer, rng)).collect();
+        self.bounds = (0..spec.layers.len()).map(|layer| bounds(spec, layer, rng)).collect();
         if self.plan.engine().read_bounds().is_ok() {
             self.plan.write_bounds(&self.bounds).unwrap();
             // Isotropic bounds go through sigma: take what the device has.
@@ -238,7 +244,7 @@ impl Pair {
 }
 
 fn every_policy_plans_the_bits_of_the_host() {
-    let mut sizes = [model(3, 8, 2), model(2, 5, 5), model(1, 7, 1)];
+    let mut sizes = [model(3, 8, 2), model(2, 5, 5), model(1, 7, 1), unlike(&[(8, 2), (3, 3), (300, 20), (2, 1)])];
     sizes[1].soft_cap = Some(300.0);
     let (mut frozen, mut fell, mut skipped, mut forbidden) = (0, 0, 0, 0);
     for (at, spec) in sizes.iter().enumerate() {
@@ -279,15 +285,22 @@ fn every_policy_plans_the_bits_of_the_host() {
 
 fn a_long_burn_in_keeps_several_ratios() {
     // 128 logit ratios a step: after 160 steps three of the largest decide.
-    let spec = model(2, 64, 8);
-    let auto = AutoCConfig { burn_in: 160, pooling: Pooling::Model, ..Default::default() };
-    assert_eq!(auto.kept_ratios(&shape(&spec), Tensor::Logit), 3);
+    a_burn_in_keeps(&model(2, 64, 8), Pooling::Model, &[3, 3]);
+    // Pools of unlike layers keep unlike numbers.
+    a_burn_in_keeps(&unlike(&[(64, 8), (4, 2), (140, 4)]), Pooling::Layer, &[2, 1, 3]);
+}
+
+fn a_burn_in_keeps(spec: &AttentionSpec, pooling: Pooling, kept: &[usize]) {
+    let auto = AutoCConfig { burn_in: 160, pooling, ..Default::default() };
+    for (layer, kept) in kept.iter().enumerate() {
+        assert_eq!(auto.kept_ratios(&spec.into(), layer, Tensor::Logit), *kept);
+    }
     let mut rng = StdRng::seed_from_u64(21);
-    let mut pair = Pair::new(&spec, PolicyConfig::AutoC(auto), &mut rng);
+    let mut pair = Pair::new(spec, PolicyConfig::AutoC(auto), &mut rng);
     let mut frozen = 0;
     // A step with a value that is not finite is not counted, so it takes a few more; enough for both phases in any case.
     for step in 0..1500 {
-        let events = pair.step(&spec, step, 0.05, &mut rng);
+        let events = pair.step(spec, step, 0.05, &mut rng);
         frozen += events.iter().filter(|event| matches!(event, PolicyEvent::Frozen { .. })).count();
         if step % 40 == 0 {
             pair.same_state(step);
@@ -301,7 +314,7 @@ fn a_long_burn_in_keeps_several_ratios() {
 }
 
 fn a_state_moves_between_host_and_device() {
-    let spec = model(3, 8, 2);
+    let spec = unlike(&[(8, 2), (6, 6), (8, 2)]);
     for config in with_granularity(Granularity::Head) {
         let mut rng = StdRng::seed_from_u64(5);
         let mut pair = Pair::new(&spec, config, &mut rng);
@@ -311,7 +324,7 @@ fn a_state_moves_between_host_and_device() {
         // Through JSON: device to host, host to a new device policy, and back into the running one.
         let text = serde_json::to_string(&pair.plan.save().unwrap()).unwrap();
         let state: PolicyState = serde_json::from_str(&text).unwrap();
-        pair.host = state.clone().restore(&config, shape(&spec)).unwrap();
+        pair.host = state.clone().restore(&config, (&spec).into()).unwrap();
         pair.plan.load(state.clone()).unwrap();
         pair.same_state(53);
         for step in 53..80 {
@@ -383,7 +396,7 @@ fn weights_become_plans_in_one_graph() {
         }
         stream.synchronize().unwrap();
         let got = plan.read_plan(0).unwrap();
-        let host = PolicyConfig::from(kind).build(shape(&spec)).unwrap();
+        let host = PolicyConfig::from(kind).build((&spec).into()).unwrap();
         assert_eq!(bits(&got), bits(&host.plan(&plan.read_bounds().unwrap()[0], None).unwrap()), "{kind}");
         // And close above the plan from f64 throughout.
         let want = host.plan(&truth, None).unwrap();
@@ -403,12 +416,13 @@ fn an_attention_call_feeds_the_policy() {
         return;
     };
     let mut spec = model(2, 8, 2);
-    spec.d_head = 64;
-    spec.rope.fill(None);
+    for layer in &mut spec.layers {
+        (layer.d_head, layer.rope) = (64, None);
+    }
     let mut rng = StdRng::seed_from_u64(8);
     let mut plan =
         DevicePlan::new(device(), &spec, PolicyKind::DelayedTe.into(), &Tail::default(), Bounds::None).unwrap();
-    let mut host = PolicyConfig::from(PolicyKind::DelayedTe).build(shape(&spec)).unwrap();
+    let mut host = PolicyConfig::from(PolicyKind::DelayedTe).build((&spec).into()).unwrap();
     let call = AttentionCall::causal(AttentionShape {
         batch: 2,
         n_q_heads: 8,
@@ -522,7 +536,7 @@ fn foreign_states_and_bounds_are_refused() {
     let spec = model(2, 4, 2);
     let mut rng = StdRng::seed_from_u64(4);
     let mut plan = Pair::new(&spec, PolicyKind::DelayedTe.into(), &mut rng).plan;
-    let other = PolicyConfig::from(PolicyKind::DelayedPaper).build(shape(&spec)).unwrap().save();
+    let other = PolicyConfig::from(PolicyKind::DelayedPaper).build((&spec).into()).unwrap().save();
     assert!(plan.load(other.clone()).unwrap_err().is_mismatch());
     let larger = model(3, 4, 2);
     let error = DevicePlan::with_state(device(), &larger, other, &Tail::default(), Bounds::None).unwrap_err();

@@ -22,6 +22,8 @@ tests![
     the_summed_form_converges_to_the_cpus,
     summed_layers_are_apart_and_broken_ones_leave_no_trace,
     a_summed_resume_goes_on_with_the_same_bits,
+    layers_of_any_mix_have_the_bits_of_engines_for_each_kind,
+    a_summed_mix_has_the_bits_of_engines_for_each_kind,
 ];
 
 fn cases() -> Vec<Case> {
@@ -393,7 +395,7 @@ fn the_summed_form_converges_to_the_cpus() {
         let layer = Layer::new(case, 750 + i as u64);
         let spec = case.spec();
         let geometry = LayerGeometry::new(&spec, layer.weights()).unwrap();
-        let mut state = PowerState::new(1, case.d, case.n_q, 1);
+        let mut state = PowerState::new(&spec, 1);
         let mut cpu = spectral::PowerEngine::new(&mut state);
         cpu.cold = 600;
         let want = cpu.summed(&geometry).unwrap().sigma;
@@ -452,5 +454,90 @@ fn a_summed_resume_goes_on_with_the_same_bits() {
         }
         assert_eq!(bits(whole.sigma()), bits(resumed.sigma()), "{}", case.name);
         assert_eq!(bits(whole.vectors()), bits(resumed.vectors()), "{}", case.name);
+    }
+}
+
+/// Layers of four kinds, mixed, and the places of each kind.
+fn mix() -> (Vec<Layer>, [&'static [usize]; 4]) {
+    let a = Case { rotary: 0, ..Case::new("mixed", (512, 64), (6, 2)) };
+    let heads = Case { n_q: 4, n_kv: 4, ..a.clone() };
+    let wide = Case::new("wide", (512, 128), (3, 1));
+    let conv = Case { layout: Layout::Conv1d, layer_norm: true, ..a.clone() };
+    // The fourth turns, which an iteration without rotation does not see.
+    let turned = Case { rotary: 64, ..a.clone() };
+    let cases = [&a, &heads, &a, &wide, &turned, &conv, &heads];
+    (
+        cases.into_iter().zip(1300..).map(|(case, seed)| Layer::new(case, seed)).collect(),
+        [&[0, 2, 4], &[1, 6], &[3], &[5]],
+    )
+}
+
+/// What of a model's row belongs to these layers, by the values of each layer.
+fn of_layers(row: &[u32], values: &[usize], layers: &[usize]) -> Vec<u32> {
+    let start = |layer: usize| values[..layer].iter().sum::<usize>();
+    layers.iter().flat_map(|&layer| row[start(layer)..start(layer + 1)].to_vec()).collect()
+}
+
+fn layers_of_any_mix_have_the_bits_of_engines_for_each_kind() {
+    let (layers, kinds) = mix();
+    let inputs: Vec<LayerInput> = layers.iter().map(|layer| layer.input).collect();
+    let estimates: Vec<usize> = inputs.iter().map(|l| l.n_q).collect();
+    let values: Vec<usize> = inputs.iter().map(|l| l.n_q * l.d_head).collect();
+    let stream = stream();
+    for raw in [false, true] {
+        let whole = engine(&inputs, raw);
+        assert_eq!(whole.kinds(), 4);
+        let alone = kinds.map(|kind| engine(&kind.iter().map(|i| inputs[*i]).collect::<Vec<_>>(), raw));
+        let same = |whole: &PowerEngine, what: &str| {
+            let (sigma, vectors) = (bits(whole.sigma()), bits(whole.vectors()));
+            for (one, kind) in alone.iter().zip(kinds) {
+                assert_eq!(of_layers(&sigma, &estimates, kind), bits(one.sigma()), "{what}: {kind:?}");
+                assert_eq!(of_layers(&vectors, &values, kind), bits(one.vectors()), "{what}: {kind:?}");
+            }
+        };
+        same(&whole, "before the first step");
+        let graph = stream.capture(|s| whole.steps(s, 3)).unwrap();
+        graph.launch().unwrap();
+        alone.iter().for_each(|one| one.steps(&stream, 3).unwrap());
+        stream.synchronize().unwrap();
+        same(&whole, "after three steps");
+        // SAFETY: as for `engine`.
+        let mut resumed = unsafe { PowerEngine::new(device(), &inputs, raw, 77) }.unwrap();
+        let saved = whole.vectors().read().unwrap();
+        resumed.restore(&saved).unwrap();
+        assert_eq!(bits(resumed.vectors()), bits(whole.vectors()));
+        resumed.step(&stream).unwrap();
+        alone.iter().for_each(|one| one.step(&stream).unwrap());
+        stream.synchronize().unwrap();
+        same(&resumed, "after a resume");
+        assert!(resumed.restore(&saved[1..]).unwrap_err().is_mismatch());
+    }
+}
+
+fn a_summed_mix_has_the_bits_of_engines_for_each_kind() {
+    let (layers, kinds) = mix();
+    let inputs: Vec<LayerInput> = layers.iter().map(|layer| layer.input).collect();
+    let values: Vec<usize> = inputs.iter().map(|l| l.n_kv * l.d_head).collect();
+    let stream = stream();
+    for make in [summed, summed_twice] {
+        let whole = make(&inputs);
+        let alone = kinds.map(|kind| make(&kind.iter().map(|i| inputs[*i]).collect::<Vec<_>>()));
+        let same = |whole: &SummedPowerEngine| {
+            let (sigma, vectors) = (bits(whole.sigma()), bits(whole.vectors()));
+            for (one, kind) in alone.iter().zip(kinds) {
+                assert_eq!(of_layers(&sigma, &vec![1; inputs.len()], kind), bits(one.sigma()), "{kind:?}");
+                assert_eq!(of_layers(&vectors, &values, kind), bits(one.vectors()), "{kind:?}");
+            }
+        };
+        whole.steps(&stream, 2).unwrap();
+        alone.iter().for_each(|one| one.steps(&stream, 2).unwrap());
+        stream.synchronize().unwrap();
+        same(&whole);
+        let mut resumed = make(&inputs);
+        resumed.restore(&whole.vectors().read().unwrap()).unwrap();
+        resumed.steps(&stream, 1).unwrap();
+        alone.iter().for_each(|one| one.steps(&stream, 1).unwrap());
+        stream.synchronize().unwrap();
+        same(&resumed);
     }
 }

@@ -10,7 +10,7 @@ use sigmascale::bound::{E4M3_MAX, LayerBounds, Tail};
 use sigmascale::cuda::scale::{DeviceWeights, Dtype, LayerInput, QkNormInput, QkNormSide, ScaleEngine};
 use sigmascale::cuda::{Buffer, DevicePtr};
 use sigmascale::device_plan::{Bounds, DeviceBounds, DevicePlan, scale_engine};
-use sigmascale::model::{AttentionSpec, GainForm, LayerWeights, NormKind, NormVectors, QkNorm, QkNormScope};
+use sigmascale::model::{AttentionSpec, GainForm, LayerSpec, LayerWeights, NormKind, NormVectors, QkNorm, QkNormScope};
 use sigmascale::plan::DEFAULT_ETA;
 use sigmascale::policy::{PolicyConfig, PolicyKind};
 use sigmascale::runtime::bounds_of;
@@ -129,7 +129,7 @@ impl Normalised {
 fn read(spec: &AttentionSpec, engine: &ScaleEngine, layer: usize) -> LayerBounds {
     let heads = engine.head_bounds().unwrap().read().unwrap();
     let operands = engine.operand_bounds().read().unwrap();
-    let (n_q, n_kv) = (spec.n_q_heads, spec.n_kv_heads);
+    let (n_q, n_kv) = (spec.layers[layer].n_q_heads, spec.layers[layer].n_kv_heads);
     let heads = &heads[layer * n_q..][..n_q];
     LayerBounds::from_device(spec, layer, heads, &operands[layer * 3 * n_kv..][..3 * n_kv], &Tail::default()).unwrap()
 }
@@ -194,11 +194,13 @@ fn layers_may_rotate_differently() {
     let case = Case::new("mixed", (128, 64), (4, 2));
     let layer = Normalised::new(&case, PLAIN, 5);
     let mut spec = layer.spec.clone();
-    spec.layers = 3;
-    let mut turned = spec.rope[0].clone().unwrap();
+    let first = spec.layers[0].clone();
+    let mut turned = first.rope.clone().unwrap();
     turned.attention_factor = 1.5;
-    spec.rope = vec![spec.rope[0].clone(), None, Some(turned)];
-    spec.softmax_scale = vec![0.1, 0.2, 0.3];
+    let ropes = [first.rope.clone(), None, Some(turned)].into_iter().enumerate();
+    spec.layers = ropes
+        .map(|(number, rope)| LayerSpec { number, rope, softmax_scale: 0.1 * (number + 1) as f64, ..first.clone() })
+        .collect();
     let weights: Vec<_> = (0..3).map(|i| LayerWeights { layer: i, ..layer.weights() }).collect();
     let engine = scale_engine(device(), &spec, &weights).unwrap();
     engine.plan(&device().stream().unwrap()).unwrap();

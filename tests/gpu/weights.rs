@@ -64,7 +64,7 @@ pub enum Kind {
     /// Channels of a rotation pair are real and imaginary part of one: products of two pairs are themselves turns.
     Turning,
     /// One direction whose channels lie over nine binades, others in Q than in K, above a third as much of noise: few directions
-    /// carry the head, and the two that balance its rotation pairs are far from them.
+    /// carry the head, and the two that balance its rotation pairs are far from them. Where the norm takes a mean out, there is one.
     Uneven,
 }
 
@@ -111,16 +111,17 @@ impl Case {
     pub fn spec(&self) -> AttentionSpec {
         let mut spec = preset("mistral-7b").unwrap();
         spec.name = format!("{self:?}");
-        (spec.layers, spec.d_model, spec.d_head) = (1, self.d, self.r);
-        (spec.n_q_heads, spec.n_kv_heads) = (self.n_q, self.n_kv);
+        spec.d_model = self.d;
+        spec.layers.truncate(1);
+        spec.set_heads(self.n_q, self.n_kv, self.r);
         spec.norm.kind = if self.layer_norm { NormKind::LayerNorm } else { NormKind::RmsNorm };
         spec.norm.shift = self.layer_norm;
         spec.norm.gain = if self.one_plus { GainForm::OnePlus } else { GainForm::Plain };
         (spec.bias.q, spec.bias.k, spec.bias.v) = (self.biases, self.biases, self.biases);
-        spec.softmax_scale = vec![1.0 / (self.r as f64).sqrt()];
+        spec.layers[0].softmax_scale = 1.0 / (self.r as f64).sqrt();
         let layout = if self.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit };
         let rope = Rope { rotary_dim: self.rotary, layout, attention_factor: self.rope_factor, inv_freq: None };
-        spec.rope = vec![(self.rotary > 0).then_some(rope)];
+        spec.layers[0].rope = (self.rotary > 0).then_some(rope);
         spec
     }
 }
@@ -193,7 +194,8 @@ fn heads(case: &Case, which: usize, rng: &mut StdRng) -> Vec<f32> {
                 for row in rows.chunks_exact_mut(d) {
                     let sign = if rng.random_bool(0.5) { 1.0 } else { -1.0 };
                     let size = sign * rng.random_range(-9.0..0.0f32).exp2();
-                    row.iter_mut().zip(&direction).for_each(|(x, u)| *x = 0.3 * *x + size * u);
+                    let mean = if case.layer_norm { 0.1 * scale } else { 0.0 };
+                    row.iter_mut().zip(&direction).for_each(|(x, u)| *x = 0.3 * *x + size * u + mean);
                 }
             }
             Kind::WeakChannel => rows[5 * d..6 * d].iter_mut().for_each(|x| *x *= 0.02),

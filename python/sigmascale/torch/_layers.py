@@ -331,12 +331,15 @@ def _layer(spec, names, index, prefix, parameters, modules):
         if qk_norm["shift"]:
             raise UnsupportedError("norms of q and k with a shift are not read on the GPU")
         q_norm, k_norm = (get(name + ".weight") for name in names["qk_norm"])
-    fused = names["q"]["channels"] != spec["n_q_heads"] * spec["d_head"]
+    elif qk_norm is not None:
+        # A norm without gains.
+        q_norm = k_norm = torch.ones(names["d_head"], device=weights["q"].device, dtype=weights["q"].dtype)
+    fused = names["q"]["channels"] != names["n_q_heads"] * names["d_head"]
     has_gain = norm["gain"] != "unit" and names["norm"] is not None
     return Layer(
         **weights,
-        n_q_heads=spec["n_q_heads"],
-        n_kv_heads=spec["n_kv_heads"],
+        n_q_heads=names["n_q_heads"],
+        n_kv_heads=names["n_kv_heads"],
         norm=kind,
         gain=get(names["norm"] + ".weight") if has_gain else None,
         shift=get(names["norm"] + ".bias") if norm["shift"] else None,
@@ -353,8 +356,8 @@ def _layer(spec, names, index, prefix, parameters, modules):
         qk_norm_offset=1.0 if qk_norm and qk_norm["gain"] == "one-plus" else 0.0,
         qk_norm_joint=bool(qk_norm) and qk_norm["scope"] == "joint",
         module=modules.get((prefix + names["q"]["name"]).rpartition(".")[0]),
-        name=f"layer {index}",
+        name=f"layer {names['number']}",
         heads=(heads["q"], heads["k"], heads["v"]) if fused else None,
-        fused_d_head=spec["d_head"],
+        fused_d_head=names["d_head"],
         sources=sources,
     )

@@ -12,8 +12,8 @@ use sigmascale::cuda::policy::{BoundSource, PolicyEngine, PolicyMemory, PolicySe
 use sigmascale::cuda::scale::{
     DeviceMatrix, DeviceWeights, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine, SummedPowerEngine,
 };
-use sigmascale::cuda::{Buffer, Device, DevicePtr, Stream, compiler_version};
-use sigmascale::model::{AttentionSpec, GainForm, NormKind, Rope, RopeLayout, preset, preset_names};
+use sigmascale::cuda::{Buffer, Device, DevicePtr, HeadOffsets, Stream, compiler_version};
+use sigmascale::model::{AttentionSpec, GainForm, LayerSpec, NormKind, RopeLayout, preset, preset_names};
 use sigmascale::plan::DEFAULT_ETA;
 use sigmascale::{Error, Result};
 use std::path::Path;
@@ -100,23 +100,29 @@ fn subject(argument: &str, layers: Option<usize>) -> Result<Subject> {
             "{argument}: the gains of its QK-norm bound q and k, so there is no spectrum to measure"
         )));
     }
-    let rotation = |rope: &Option<Rope>| match rope {
+    if !spec.is_plain() {
+        return Err(Error::unsupported(format_args!(
+            "{argument}: its layers differ in their heads, and a row of times is of one shape: give that as d,n_q,n_kv,r"
+        )));
+    }
+    let rotation = |layer: &LayerSpec| match &layer.rope {
         Some(rope) => (rope.rotary_dim, rope.layout == RopeLayout::Interleaved, rope.attention_factor as f32),
         None => (0, false, 1.0),
     };
-    let rotations = spec.rope.iter().map(rotation).collect();
+    let rotations = spec.layers.iter().map(rotation).collect();
+    let first = spec.layer(0)?;
     let form = LayerInput {
         gain_offset: if spec.norm.gain == GainForm::OnePlus { 1.0 } else { 0.0 },
         mean_removed: spec.norm.kind == NormKind::LayerNorm,
         d_model: spec.d_model,
-        n_q: spec.n_q_heads,
-        n_kv: spec.n_kv_heads,
-        d_head: spec.d_head,
-        softmax_scale: spec.softmax_scale[0],
+        n_q: first.n_q_heads,
+        n_kv: first.n_kv_heads,
+        d_head: first.d_head,
+        softmax_scale: first.softmax_scale,
         ..LayerInput::without_addresses()
     };
     let biases = [spec.bias.q, spec.bias.k, spec.bias.v];
-    let layers = layers.unwrap_or(spec.layers);
+    let layers = layers.unwrap_or(spec.layers.len());
     checked(Subject { name: argument.to_owned(), layers, form, rotations, shift: spec.norm.shift, biases })
 }
 
@@ -250,8 +256,7 @@ fn policy(device: &Device, subject: &Subject, rule: Rule, source: BoundSource) -
     let form = &subject.form;
     let setup = PolicySetup {
         rule,
-        n_q: form.n_q,
-        n_kv: form.n_kv,
+        heads: HeadOffsets::new(std::iter::repeat_n((form.n_q, form.n_kv), subject.layers)),
         d_model: form.d_model,
         per_layer: matches!(rule, Rule::DelayedTe { .. }),
         has_values: true,
@@ -259,6 +264,7 @@ fn policy(device: &Device, subject: &Subject, rule: Rule, source: BoundSource) -
         operand_target: E4M3_MAX,
         soft_cap: None,
         softmax_scales: vec![form.softmax_scale; subject.layers],
+        keep: Vec::new(),
     };
     let slots = subject.layers * TENSORS;
     let memory = match rule {

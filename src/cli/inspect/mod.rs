@@ -36,9 +36,10 @@ pub fn run(args: Args) -> Result<()> {
             args.checkpoint
         )));
     };
-    let bar = progress::layers(checkpoint.spec().layers);
+    let layers = checkpoint.spec().layers.len();
+    let bar = progress::layers(layers);
     let mut calibration = Calibration::new(checkpoint.spec(), Options::default())?;
-    for layer in 0..checkpoint.spec().layers {
+    for layer in 0..layers {
         calibration.layer(checkpoint.layer(layer)?)?;
         bar.inc(1);
     }
@@ -71,7 +72,7 @@ fn table(inspection: &Inspection) -> String {
     for layer in &inspection.layers {
         let (sigma, raw) = (layer.sigma, layer.sigma_raw);
         table.row([
-            layer.layer.to_string(),
+            layer.number.to_string(),
             short(sigma.map(|s| s.min)),
             short(sigma.map(|s| s.mean)),
             short(sigma.map(|s| s.max)),

@@ -13,7 +13,7 @@ pub fn summary(inspection: &Inspection) -> String {
     let heads = || layers.iter().flat_map(|layer| layer.heads.iter().map(move |head| (layer, head)));
     let count = heads().count();
     let largest = |value: fn(&Head) -> Option<f64>| {
-        heads().filter_map(|(l, h)| Some((value(h)?, l.layer, h.head))).max_by(|a, b| a.0.total_cmp(&b.0))
+        heads().filter_map(|(l, h)| Some((value(h)?, l.number, h.head))).max_by(|a, b| a.0.total_cmp(&b.0))
     };
     let place = |(value, layer, head): (f64, usize, usize)| format!("{} (layer {layer}, head {head})", short(value));
     let Some(top) = largest(|head| head.sigma) else {
@@ -124,7 +124,7 @@ fn numbers(layers: &[Layer]) -> String {
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     rows.extend(layers.iter().map(|layer| {
         vec![
-            layer.layer.to_string(),
+            layer.number.to_string(),
             short(layer.sigma.map(|s| s.min)),
             short(layer.sigma.map(|s| s.mean)),
             short(layer.sigma.map(|s| s.max)),
@@ -140,7 +140,7 @@ fn numbers(layers: &[Layer]) -> String {
 
 /// Every number of a head, for the tooltip.
 fn details(layer: &Layer, head: &Head) -> String {
-    let mut out = format!("layer {}, head {} (KV head {})", layer.layer, head.head, head.kv_head);
+    let mut out = format!("layer {}, head {} (KV head {})", layer.number, head.head, head.kv_head);
     for (name, value) in [
         ("sigma", head.sigma),
         ("raw", head.sigma_raw),
@@ -183,7 +183,7 @@ fn strip(layers: &[Layer], first: fn(&Head) -> Option<f64>, second: fn(&Head) ->
                 svg,
                 "<text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
                 top + height + 16.0,
-                layer.layer
+                layer.number
             );
         }
         let values: Vec<f64> = layer.heads.iter().filter_map(first).collect();
@@ -246,7 +246,7 @@ fn heat_map(layers: &[Layer], value: fn(&Head) -> Option<f64>) -> String {
                 "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
                 left - 6.0,
                 y + 0.5 * height + 4.0,
-                layer.layer
+                layer.number
             );
         }
         for (column, head) in layer.heads.iter().enumerate() {

@@ -20,7 +20,7 @@ use super::step_stats::stats_words;
 use super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::{Error, Result};
 pub use setup::{Isotropic, PolicySetup, Pool, Rule, TENSORS};
-use table::PolicyTable;
+use table::{PolicyLayer, PolicyTable};
 
 const THREADS: u32 = 256;
 
@@ -64,9 +64,9 @@ pub struct PolicyMemory {
     pub constants: Vec<f64>,
     /// auto-c: how many of a pool's places in `top` are taken.
     pub counts: Vec<u32>,
-    /// auto-c: the largest ratios of each pool, descending, `keep` places a pool.
+    /// auto-c: the largest ratios of each pool, descending, [`PolicySetup::room`] places a pool.
     pub top: Vec<f64>,
-    /// delayed: a ring of maxima for each slot. Slots of a layer: one a tensor, or logits (n_q), q, k, v, o (n_kv).
+    /// delayed: a ring of maxima for each slot. Slots of a layer: one a tensor, or logits (its n_q), q, k, v, o (n_kv).
     pub history: Vec<f32>,
     /// delayed: the place of each ring where its order begins: the oldest (paper), the running step's (TE).
     pub places: Vec<u32>,
@@ -118,7 +118,7 @@ pub struct PolicyEngine {
     tensors: Buffer<f32>,
     status: Buffer<u32>,
     memory: Memory,
-    _softmax_scales: Buffer<f64>,
+    _sizes: Buffer<PolicyLayer>,
 }
 
 impl PolicyMemory {
@@ -138,20 +138,20 @@ impl PolicyMemory {
 }
 
 /// Whether bounds of these heads are the policy's.
-fn fits(heads: &HeadOffsets, layers: usize, n_q: usize, n_kv: usize) -> Result<()> {
-    if heads.layers() != layers {
-        let count = heads.layers();
-        return Err(Error::mismatch(format_args!("the scale engine has {count} layers, the policy {layers}")));
+fn fits(heads: &HeadOffsets, policy: &HeadOffsets) -> Result<()> {
+    if heads.layers() != policy.layers() {
+        let (have, want) = (heads.layers(), policy.layers());
+        return Err(Error::mismatch(format_args!("the scale engine has {have} layers, the policy {want}")));
     }
-    let other = |layer: &usize| (heads.q(*layer).len(), heads.kv(*layer).len()) != (n_q, n_kv);
-    match (0..layers).find(other) {
+    let of = |heads: &HeadOffsets, layer: usize| (heads.q(layer).len(), heads.kv(layer).len());
+    match (0..heads.layers()).find(|layer| of(heads, *layer) != of(policy, *layer)) {
         None => Ok(()),
-        Some(layer) => Err(Error::mismatch(format_args!(
-            "layer {layer} of the scale engine has {} query and {} KV heads; a policy takes layers of as many heads, here \
-             {n_q} and {n_kv}",
-            heads.q(layer).len(),
-            heads.kv(layer).len()
-        ))),
+        Some(layer) => {
+            let ((q, kv), (want_q, want_kv)) = (of(heads, layer), of(policy, layer));
+            Err(Error::mismatch(format_args!(
+                "layer {layer} of the scale engine has {q} query and {kv} KV heads, the policy's {want_q} and {want_kv}"
+            )))
+        }
     }
 }
 
@@ -163,7 +163,7 @@ impl PolicyEngine {
     /// not compile, or device memory runs out.
     pub fn new(device: &Device, setup: PolicySetup, source: BoundSource, memory: &PolicyMemory) -> Result<Self> {
         setup.check()?;
-        let (layers, n_q, n_kv) = (setup.layers(), setup.n_q, setup.n_kv);
+        let (layers, all_q, all_kv) = (setup.layers(), setup.heads.all_q(), setup.heads.all_kv());
         if setup.lengths() != memory.lengths() {
             return Err(Error::mismatch("the policy's memory does not fit its sizes"));
         }
@@ -178,12 +178,11 @@ impl PolicyEngine {
                 let heads = engine
                     .head_bounds()
                     .ok_or_else(|| Error::unsupported("the scale engine was made without logit bounds"))?;
-                fits(engine.heads(), layers, n_q, n_kv)?;
+                fits(engine.heads(), &setup.heads)?;
                 (heads.ptr(), engine.operand_bounds().ptr())
             }
             BoundSource::Host => {
-                let bounds = host_bounds
-                    .insert((device.zeros::<HeadBound>(layers * n_q)?, device.zeros::<f32>(3 * layers * n_kv)?));
+                let bounds = host_bounds.insert((device.zeros::<HeadBound>(all_q)?, device.zeros::<f32>(3 * all_kv)?));
                 (bounds.0.ptr(), bounds.1.ptr())
             }
         };
@@ -199,13 +198,13 @@ impl PolicyEngine {
             places: device.upload(&memory.places)?,
             scales: device.upload(&memory.scales)?,
         };
-        let words = stats_words(n_q, n_kv);
-        let stats = device.zeros::<u32>(layers * words)?;
-        let seen_stats = device.zeros::<u32>(layers * words)?;
-        let descales = device.upload(&vec![1f32; layers * (n_q + 4 * n_kv)])?;
+        let words = stats_words(all_q, all_kv);
+        let stats = device.zeros::<u32>(words)?;
+        let seen_stats = device.zeros::<u32>(words)?;
+        let descales = device.upload(&vec![1f32; all_q + 4 * all_kv])?;
         let tensors = device.upload(&vec![1f32; layers * TENSORS])?;
         let status = device.zeros::<u32>(layers)?;
-        let softmax_scales = device.upload(&setup.softmax_scales)?;
+        let sizes = device.upload(&setup.table())?;
         let mut table = PolicyTable {
             heads: heads.0,
             operands: operands.0,
@@ -214,7 +213,7 @@ impl PolicyEngine {
             plan: descales.ptr().0,
             tensors: tensors.ptr().0,
             status: status.ptr().0,
-            softmax_scales: softmax_scales.ptr().0,
+            sizes: sizes.ptr().0,
             seen: held.seen.ptr().0,
             restarts: held.restarts.ptr().0,
             phases: held.phases.ptr().0,
@@ -225,8 +224,6 @@ impl PolicyEngine {
             places: held.places.ptr().0,
             scales: held.scales.ptr().0,
             layers: layers as u32,
-            n_q: n_q as u32,
-            n_kv: n_kv as u32,
             per_layer: setup.per_layer.into(),
             has_values: setup.has_values.into(),
             logit_target: setup.logit_target,
@@ -250,7 +247,7 @@ impl PolicyEngine {
             status,
             memory: held,
             source,
-            _softmax_scales: softmax_scales,
+            _sizes: sizes,
             setup,
         })
     }
@@ -370,7 +367,7 @@ impl PolicyEngine {
 
     fn launch_plan(&self, stream: &Stream, first: usize, count: usize) -> Result<()> {
         let args = [Arg::Ptr(self.table.ptr()), Arg::U32(first as u32)];
-        let launch = Launch::linear(count, THREADS, (8 * self.setup.n_q) as u32);
+        let launch = Launch::linear(count, THREADS, (8 * self.setup.heads.most_q()) as u32);
         // SAFETY: 1. the arguments are the kernel's; 2. the table reaches buffers that this engine owns, sized for these
         // layers; 3. a block writes its own layer's row.
         unsafe { self.plan.launch(stream, launch, &args) }
@@ -380,7 +377,7 @@ impl PolicyEngine {
         let shared_pools = matches!(self.setup.rule, Rule::AutoC { pool: Pool::Model, .. });
         let args = [Arg::Ptr(self.table.ptr()), Arg::U32(first as u32), Arg::U32(count as u32)];
         let blocks = if shared_pools { 1 } else { count };
-        let launch = Launch::linear(blocks, THREADS, (8 * self.setup.n_q) as u32);
+        let launch = Launch::linear(blocks, THREADS, (8 * self.setup.heads.most_q()) as u32);
         // SAFETY: as above; where layers share a pool, one block takes them in order.
         unsafe { self.observe.launch(stream, launch, &args) }
     }
@@ -398,7 +395,7 @@ impl PolicyEngine {
     /// If there is no such layer.
     pub fn stats(&self, layer: usize) -> DevicePtr {
         assert!(layer < self.layers, "layer {layer} of {}", self.layers);
-        self.stats.at(layer * stats_words(self.setup.n_q, self.setup.n_kv))
+        self.stats.at(self.setup.stats(layer).start)
     }
 
     /// Writes the statistics of one layer from the host, for calls that run elsewhere. Synchronous.
@@ -407,16 +404,17 @@ impl PolicyEngine {
     /// If there is no such layer or `row` has another length.
     pub fn write_stats(&mut self, layer: usize, row: &[u32]) -> Result<()> {
         self.check_layer(layer)?;
-        let words = stats_words(self.setup.n_q, self.setup.n_kv);
+        let place = self.setup.stats(layer);
+        let words = place.len();
         let mut all = self.stats.read()?;
-        match all.get_mut(layer * words..(layer + 1) * words) {
+        match all.get_mut(place) {
             Some(place) if row.len() == words => place.copy_from_slice(row),
             _ => return Err(Error::argument(format_args!("a row of statistics has {words} words, not {}", row.len()))),
         }
         self.stats.write(&all)
     }
 
-    /// The statistics that the last observation took in, row after row. Waits for the device.
+    /// The statistics that the last observation took in, row after row ([`PolicySetup::stats`]). Waits for the device.
     ///
     /// # Errors
     /// If the device fails.
@@ -424,15 +422,13 @@ impl PolicyEngine {
         self.seen_stats.read()
     }
 
-    /// Descales of one layer's tensor (0 logits with `n_q` values; q, k, v, o with `n_kv`), f32, always at this address.
+    /// Descales of one layer's tensor (0 logits with its `n_q` values; q, k, v, o with `n_kv`), f32, always at this address.
     ///
     /// # Panics
     /// If there is no such layer or tensor.
     pub fn descales(&self, layer: usize, tensor: usize) -> DevicePtr {
         assert!(layer < self.layers && tensor < TENSORS, "layer {layer}, tensor {tensor}");
-        let (n_q, n_kv) = (self.setup.n_q, self.setup.n_kv);
-        let offset = if tensor == 0 { 0 } else { n_q + (tensor - 1) * n_kv };
-        self.descales.at(layer * (n_q + 4 * n_kv) + offset)
+        self.descales.at(self.setup.descales(layer, tensor).start)
     }
 
     /// The largest descale of one layer's tensor: one f32, always at this address.
@@ -444,7 +440,7 @@ impl PolicyEngine {
         self.tensors.at(layer * TENSORS + tensor)
     }
 
-    /// All descales, `[layer][n_q + 4 n_kv]`. Waits for the device.
+    /// All descales, `[layer][n_q + 4 n_kv]` with each layer's own heads ([`PolicySetup::descales`]). Waits for the device.
     ///
     /// # Errors
     /// If the device fails.

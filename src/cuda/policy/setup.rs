@@ -1,7 +1,10 @@
 //! Which policy runs, its parameters, and how much memory it takes.
 
-use super::table::PolicyTable;
+use super::super::heads::HeadOffsets;
+use super::super::step_stats::stats_words;
+use super::table::{PolicyLayer, PolicyTable};
 use crate::error::{Error, Result};
+use std::ops::Range;
 
 /// Tensors of an attention call that have scales, in the order of a plan's rows: logits, q, k, v, o.
 pub const TENSORS: usize = 5;
@@ -49,8 +52,6 @@ pub enum Rule {
         max_restarts: u32,
         /// Which ratios share a constant.
         pool: Pool,
-        /// Ratios kept in a pool of logits, q, k and v.
-        keep: [usize; 4],
     },
     /// The largest of the last maxima.
     DelayedPaper {
@@ -75,10 +76,8 @@ pub enum Rule {
 pub struct PolicySetup {
     /// The policy.
     pub rule: Rule,
-    /// Query heads.
-    pub n_q: usize,
-    /// KV heads; divides `n_q`.
-    pub n_kv: usize,
+    /// Query and KV heads of each layer.
+    pub heads: HeadOffsets,
     /// Model dimension.
     pub d_model: usize,
     /// One scale a tensor and layer instead of one a head.
@@ -93,16 +92,51 @@ pub struct PolicySetup {
     pub soft_cap: Option<f64>,
     /// Softmax scale of each layer.
     pub softmax_scales: Vec<f64>,
+    /// auto-c: ratios kept in each layer's pool of logits, q, k and v; empty for the other rules.
+    pub keep: Vec<[usize; 4]>,
 }
 
 impl PolicySetup {
     pub(super) fn layers(&self) -> usize {
-        self.softmax_scales.len()
+        self.heads.layers()
+    }
+
+    /// Query and KV heads of one layer.
+    pub(super) fn layer(&self, layer: usize) -> (usize, usize) {
+        (self.heads.q(layer).len(), self.heads.kv(layer).len())
     }
 
     /// Descales of one tensor in a layer.
-    pub fn row(&self, tensor: usize) -> usize {
-        if tensor == 0 { self.n_q } else { self.n_kv }
+    ///
+    /// # Panics
+    /// If there is no such layer.
+    pub fn row(&self, layer: usize, tensor: usize) -> usize {
+        if tensor == 0 { self.heads.q(layer).len() } else { self.heads.kv(layer).len() }
+    }
+
+    /// Where a layer's descales of one tensor begin among all, and how many there are.
+    ///
+    /// # Panics
+    /// If there is no such layer.
+    pub fn descales(&self, layer: usize, tensor: usize) -> Range<usize> {
+        let (n_q, n_kv) = self.layer(layer);
+        let within = if tensor == 0 { 0 } else { n_q + (tensor - 1) * n_kv };
+        let start = self.heads.q(layer).start + 4 * self.heads.kv(layer).start + within;
+        start..start + self.row(layer, tensor)
+    }
+
+    /// Where the statistics of a layer lie among those of all layers.
+    ///
+    /// # Panics
+    /// If there is no such layer.
+    pub fn stats(&self, layer: usize) -> Range<usize> {
+        let (q, kv) = (self.heads.q(layer), self.heads.kv(layer));
+        stats_words(q.start, kv.start)..stats_words(q.end, kv.end)
+    }
+
+    /// auto-c: places for ratios in a pool of logits, q, k and v, the most that a layer keeps.
+    pub fn room(&self) -> [usize; 4] {
+        std::array::from_fn(|tensor| self.keep.iter().map(|keep| keep[tensor]).max().unwrap_or(0))
     }
 
     /// auto-c: pools of logits, q, k and v.
@@ -111,21 +145,38 @@ impl PolicySetup {
         std::array::from_fn(|tensor| match pool {
             Pool::Model => 1,
             Pool::Layer => self.layers(),
-            Pool::Head => self.layers() * self.row(tensor),
+            Pool::Head if tensor == 0 => self.heads.all_q(),
+            Pool::Head => self.heads.all_kv(),
         })
     }
 
+    /// The table of layers that the kernels read.
+    pub(super) fn table(&self) -> Vec<PolicyLayer> {
+        let one = |layer: usize| {
+            let (q, kv) = (self.heads.q(layer), self.heads.kv(layer));
+            PolicyLayer {
+                n_q: q.len() as u32,
+                n_kv: kv.len() as u32,
+                first_q: q.start as u32,
+                first_kv: kv.start as u32,
+                keep: self.keep.get(layer).copied().unwrap_or_default().map(|keep| keep as u32),
+                softmax_scale: self.softmax_scales[layer],
+            }
+        };
+        (0..self.layers()).map(one).collect()
+    }
+
     pub(super) fn slots(&self) -> usize {
-        self.layers() * if self.per_layer { TENSORS } else { self.n_q + 4 * self.n_kv }
+        if self.per_layer { self.layers() * TENSORS } else { self.heads.all_q() + 4 * self.heads.all_kv() }
     }
 
     /// Lengths of the memory's vectors, in the order of [`PolicyMemory`](super::PolicyMemory).
     pub(super) fn lengths(&self) -> [usize; 9] {
         let pools = self.pools();
         match self.rule {
-            Rule::AutoC { keep, .. } => {
+            Rule::AutoC { .. } => {
                 let count = pools.iter().sum();
-                let top = pools.iter().zip(keep).map(|(pools, keep)| pools * keep).sum();
+                let top = pools.iter().zip(self.room()).map(|(pools, room)| pools * room).sum();
                 [self.layers(), 1, count, count, count, top, 0, 0, 0]
             }
             Rule::DelayedPaper { history } => [0, 0, 0, 0, 0, 0, self.slots() * history, self.slots(), 0],
@@ -135,23 +186,29 @@ impl PolicySetup {
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        if self.layers() == 0
-            || self.n_kv == 0
-            || self.n_q == 0
-            || self.n_q > 4096
-            || !self.n_q.is_multiple_of(self.n_kv)
-        {
+        let layers = self.layers();
+        if layers == 0 || self.softmax_scales.len() != layers {
             return Err(Error::argument(format_args!(
-                "policies on the device take at least one layer and up to 4096 query heads, a multiple of the KV heads, \
-                 not {} layers with {} and {}",
-                self.layers(),
-                self.n_q,
-                self.n_kv
+                "policies on the device take at least one layer and a softmax scale for each, not {layers} and {}",
+                self.softmax_scales.len()
             )));
         }
-        if let Rule::AutoC { keep, .. } = self.rule
-            && keep.iter().any(|keep| *keep > 1 << 24)
-        {
+        for layer in 0..layers {
+            let (n_q, n_kv) = self.layer(layer);
+            if n_kv == 0 || n_q == 0 || n_q > 4096 || !n_q.is_multiple_of(n_kv) {
+                return Err(Error::argument(format_args!(
+                    "layer {layer}: policies on the device take up to 4096 query heads, a multiple of the KV heads, not \
+                     {n_q} and {n_kv}"
+                )));
+            }
+        }
+        if matches!(self.rule, Rule::AutoC { .. }) && self.keep.len() != layers {
+            return Err(Error::argument(format_args!(
+                "auto-c needs the number of ratios that each of {layers} layers keeps, not {}",
+                self.keep.len()
+            )));
+        }
+        if self.room().iter().any(|room| *room > 1 << 24) {
             return Err(Error::argument("a burn-in this long keeps more ratios than the device takes: 2^24 a pool"));
         }
         Ok(())
@@ -167,17 +224,17 @@ impl Rule {
                 (table.sphere, table.c_star) = (constants.sphere, constants.c_star);
                 (table.c_halved, table.linear_factor) = (constants.c_halved, constants.linear);
             }
-            Self::AutoC { kappa, burn_in, max_restarts, pool, keep } => {
+            Self::AutoC { kappa, burn_in, max_restarts, pool } => {
                 table.kind = 2;
                 (table.kappa, table.burn_in, table.max_restarts) = (kappa, burn_in, max_restarts);
                 table.pooling = pool as u32;
                 let (mut base, mut top) = (0, 0);
-                for (tensor, (pools, keep)) in setup.pools().into_iter().zip(keep).enumerate() {
+                for (tensor, (pools, room)) in setup.pools().into_iter().zip(setup.room()).enumerate() {
                     table.pool_base[tensor] = base as u32;
                     table.top_base[tensor] = top as u64;
-                    table.keep[tensor] = keep as u32;
+                    table.room[tensor] = room as u32;
                     base += pools;
-                    top += pools * keep;
+                    top += pools * room;
                 }
             }
             Self::DelayedPaper { history } => {

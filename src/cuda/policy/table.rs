@@ -2,6 +2,19 @@
 
 use bytemuck::{Pod, Zeroable};
 
+/// One layer's heads, and those of the layers in front of it.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct PolicyLayer {
+    pub n_q: u32,
+    pub n_kv: u32,
+    pub first_q: u32,
+    pub first_kv: u32,
+    pub keep: [u32; 4],
+    pub softmax_scale: f64,
+}
+const _: () = assert!(size_of::<PolicyLayer>() == 8 * 4 + 8);
+
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct PolicyTable {
@@ -12,7 +25,7 @@ pub(super) struct PolicyTable {
     pub plan: u64,
     pub tensors: u64,
     pub status: u64,
-    pub softmax_scales: u64,
+    pub sizes: u64,
     pub seen: u64,
     pub restarts: u64,
     pub phases: u64,
@@ -24,8 +37,6 @@ pub(super) struct PolicyTable {
     pub scales: u64,
     pub kind: u32,
     pub layers: u32,
-    pub n_q: u32,
-    pub n_kv: u32,
     pub per_layer: u32,
     pub has_values: u32,
     pub history_length: u32,
@@ -39,7 +50,7 @@ pub(super) struct PolicyTable {
     pub max_restarts: u32,
     pub scaled_max: f32,
     pub pool_base: [u32; 4],
-    pub keep: [u32; 4],
+    pub room: [u32; 4],
     pub top_base: [u64; 4],
     pub sphere: f64,
     pub c_star: f64,
@@ -47,4 +58,4 @@ pub(super) struct PolicyTable {
     pub linear_factor: f64,
     pub d_model: f64,
 }
-const _: () = assert!(size_of::<PolicyTable>() == 17 * 8 + 8 * 4 + 4 * 8 + 4 * 4 + 2 * 16 + 4 * 8 + 5 * 8);
+const _: () = assert!(size_of::<PolicyTable>() == 17 * 8 + 6 * 4 + 4 * 8 + 4 * 4 + 2 * 16 + 4 * 8 + 5 * 8);

@@ -17,7 +17,8 @@ pub(super) struct Bounds {
     gram_stats: Kernel,
     jobs: Jobs,
     eigen_launch: Launch,
-    lambdas: Buffer<f64>,
+    /// Squares: raw q, raw k, then scaled q, scaled k and the Frobenius bound, or products.
+    pub lambdas: Buffer<f64>,
     pub softmax_scales: Buffer<f32>,
     biases: Buffer<u64>,
     pub value_blocks: [(Buffer<NormBlock>, usize); 2],
@@ -93,12 +94,16 @@ pub(super) fn wide_squaring(r: usize) -> (u32, u32) {
     (32 * (side * (side + 1)) as u32, (1024 + 2 * 64 * 64 * side * side) as u32)
 }
 
+/// Squares of a query head behind those of its raw sides: both scaled sides and the Frobenius bound, or the product.
+fn rest(layer: &LayerInput) -> usize {
+    if layer.rotary > 0 { 3 } else { 1 }
+}
+
 impl Bounds {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: &Grams) -> Result<Self> {
         let first = &layers[0];
         let (count, n_q, n_kv, r) = (layers.len(), first.n_q, first.n_kv, first.d_head);
         let (mut jobs, mut products) = (vec![], vec![]);
-        // Results: raw q, raw k, then scaled q and scaled k, or products.
         let (k_at, rest_at) = (count * n_q, count * (n_q + n_kv));
         let by_product = first.rotary == 0;
         // Jobs that read the same Gram follow one another, so that the cache serves them.
@@ -126,7 +131,7 @@ impl Bounds {
                 }
             }
         }
-        let results = rest_at + 2 * count * n_q;
+        let results = rest_at + rest(first) * count * n_q;
         let module = |source| device.module(source, &[("D_HEAD", r.to_string())]);
         let plan = device.module(sources::PLAN, &[])?;
         let (hopper, warpgroups) = (device.arch().compute == 90, by_warpgroups(device, r));
@@ -205,7 +210,7 @@ impl Bounds {
         let products = if s.rotary == 0 { Products::bytes_for(device, layers) } else { 0 };
         let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
         let values = built.row_blocks.iter().chain(&built.column_blocks).filter(is_value).count();
-        8 * (all + 2 * q + all + values)
+        8 * (all + rest(s) * q + all + values)
             + Jobs::size(by_warpgroups(device, s.d_head)) * jobs
             + products
             + size_of::<HeadBound>() * q

@@ -139,9 +139,9 @@ impl ScaleEngine {
         }
     }
 
-    /// Puts the Frobenius norms `||W_Q W_K^T||_F` of every query head on `stream`, behind [`ScaleEngine::plan`], whose Grams
-    /// it reads: no weight is read again. Where the Frobenius norm over every relative position is the sharper bound of sigma
-    /// (few directions carry the head), sigma, the bounds and the logit descale of that head fall with it.
+    /// Puts the Frobenius norms `F = ||W_Q W_K^T||_F` of every query head on `stream`, and certified bounds of them over every
+    /// relative position, behind [`ScaleEngine::plan`], whose Grams it reads: no weight is read again, and nothing of the plan
+    /// changes. For stable ranks and for bounds on isotropic tokens: sigma of a plan is below the bound of F already.
     ///
     /// # Errors
     /// If no layer has Grams (the engine was made without, or q and k are normalised in all), or a launch is refused.

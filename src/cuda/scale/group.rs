@@ -63,7 +63,10 @@ impl Group {
         let grams = if with_grams { pass(true)? } else { None };
         let norms_pass = if with_grams { None } else { pass(false)? };
         let bounds = grams.as_ref().map(|g| Bounds::new(device, &layers, &built, g)).transpose()?;
-        let frobenius = bounds.as_ref().map(|_| Frobenius::new(device, &layers)).transpose()?;
+        let frobenius = match (&grams, &bounds) {
+            (Some(grams), Some(bounds)) => Some(Frobenius::new(device, &layers, grams, bounds)?),
+            _ => None,
+        };
         let qk_norm = match layers[0].qk_norm {
             Some(_) => Some(QkNorm::new(device, &layers, built.layers.iter().map(|l| l.out))?),
             None => None,
@@ -147,7 +150,9 @@ impl Group {
 
     /// Operand descales and logit bounds.
     pub fn plan(&self, stream: &Stream, status: DevicePtr) -> Result<()> {
-        let (Some(grams), Some(b)) = (&self.grams, &self.bounds) else { return self.descales(stream, status) };
+        let (Some(grams), Some(b), Some(f)) = (&self.grams, &self.bounds, &self.frobenius) else {
+            return self.descales(stream, status);
+        };
         grams.launch(stream, self.projections.ptr())?;
         if b.from_grams {
             self.norms(stream, [&b.value_blocks[0], &b.value_blocks[1]])?;
@@ -158,6 +163,7 @@ impl Group {
         grams.part_stats(stream, self.projections.ptr(), self.stats.ptr())?;
         b.norms(stream, grams, self.stats.ptr(), status)?;
         self.operand_descales(stream, status, self.early && b.early())?;
+        f.bound(stream, grams, b, self.stats.ptr())?;
         b.finish(stream, grams, self.stats.ptr(), self.heads.ptr(), status)
     }
 
@@ -169,10 +175,8 @@ impl Group {
 
     /// Frobenius norms, behind a plan, if this group has Grams.
     pub fn frobenius(&self, stream: &Stream) -> Result<()> {
-        let (Some(frobenius), Some(grams), Some(bounds)) = (&self.frobenius, &self.grams, &self.bounds) else {
-            return Ok(());
-        };
-        frobenius.run(stream, &self.layers[0], grams, bounds, self.stats.ptr())
+        let (Some(frobenius), Some(grams)) = (&self.frobenius, &self.grams) else { return Ok(()) };
+        frobenius.every(stream, grams, self.stats.ptr())
     }
 
     /// `[layer][query head]`.

@@ -11,13 +11,19 @@ use bytemuck::{Pod, Zeroable};
 /// One run of words for the kernel.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Move {
+pub(super) struct Move {
     from: u64,
     to: u64,
     words: u32,
     pad: u32,
 }
 const _: () = assert!(size_of::<Move>() == 24);
+
+impl Move {
+    pub fn new(from: DevicePtr, to: DevicePtr, words: usize) -> Self {
+        Self { from: from.0, to: to.0, words: words as u32, pad: 0 }
+    }
+}
 
 /// What a group leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,14 +134,14 @@ impl Joined {
             Part::TensorDescales => Some((group.tensors.ptr(), tensors.ptr())),
             Part::OperandBounds => Some((group.operand_bounds.ptr(), operand_bounds.ptr())),
         };
-        let at = |base: DevicePtr, words: usize| base.offset(4 * words as u64).0;
+        let at = |base: DevicePtr, words: usize| base.offset(4 * words as u64);
         let moves = runs
             .list
             .iter()
             .map(|&(part, run)| {
                 let ends = ends(part, &groups[run.group]);
                 let (from, to) = ends.ok_or_else(|| Error::cuda(format_args!("a group of layers left no {part:?}")))?;
-                Ok(Move { from: at(from, run.from), to: at(to, run.to), words: run.words as u32, pad: 0 })
+                Ok(Move::new(at(from, run.from), at(to, run.to), run.words))
             })
             .collect::<Result<Vec<_>>>()?;
         Ok(Self {
@@ -161,7 +167,7 @@ impl Joined {
         let [bounds, normalised, _] = self.starts;
         let all = self.moves.len();
         let (first, last) = match behind {
-            Behind::Frobenius => (0, normalised),
+            Behind::Frobenius => (0, bounds),
             Behind::Plan => (bounds, all),
             Behind::Descales => (normalised, all),
         };

@@ -5,7 +5,7 @@
 //! each call, so an update in place is seen.
 //!
 //! Layers need not be alike: those that share shape, rotation, norm and storage share their launches, and the results of all
-//! lie one layer behind the other ([`ScaleEngine::heads`]).
+//! lie one layer behind the other ([`ScaleEngine::heads`]). So do those of the power iterations.
 //!
 //! What it computes: what the CPU engine does, per channel `B = sqrt(d) ||w_c|| + |c_c|`, descale `(B + A/32) / 448`; and
 //! per head Grams, certified norms made of them by shifted squarings on tensor cores, and logit bounds. There is no state
@@ -18,6 +18,7 @@ mod grams;
 mod group;
 mod host;
 mod joined;
+mod kinds;
 mod partition;
 mod power;
 mod power_once;

@@ -85,6 +85,21 @@ impl Partition {
         Ok(Self { groups, places, heads: HeadOffsets::new(layers.iter().map(|l| (l.n_q, l.n_kv))) })
     }
 
+    /// The same for a power iteration, which goes over the projections of q and k without rotation.
+    ///
+    /// # Errors
+    /// As [`Partition::new`], and if a layer has no norm of a projection.
+    pub fn of_power(layers: &[LayerInput]) -> Result<Self> {
+        check(layers)?;
+        if let Some(layer) = layers.iter().position(|l| l.qk_norm.is_some()) {
+            return Err(Error::argument(format_args!(
+                "layer {layer}: q and k are normalised after the projection, so their bounds need no norm of a projection"
+            )));
+        }
+        let plain = |l: &LayerInput| canonical(&LayerInput { rotary: 0, v: None, ..*l });
+        Self::new(&layers.iter().map(plain).collect::<Vec<_>>())
+    }
+
     /// Layer numbers of each group.
     pub fn groups(&self) -> impl ExactSizeIterator<Item = &[usize]> {
         self.groups.iter().map(Vec::as_slice)
@@ -131,28 +146,6 @@ fn check(layers: &[LayerInput]) -> Result<()> {
             "d_model must be from 1 to 2^20 and there may be at most 4096 heads"
         } else {
             qk_norm::check(l).map_err(|error| error.within(format_args!("layer {i}")))?;
-            continue;
-        };
-        return Err(Error::argument(format_args!("layer {i}: {rule}")));
-    }
-    Ok(())
-}
-
-/// The same, and what the layers of one power iteration have to share: it goes over projections without rotation.
-///
-/// # Errors
-/// `is_argument`, naming the layer and the rule.
-pub(super) fn check_power(layers: &[LayerInput]) -> Result<()> {
-    check(layers)?;
-    let shape = |l: &LayerInput| (l.d_model, l.n_q, l.n_kv, l.d_head);
-    for (i, l) in layers.iter().enumerate() {
-        let rule = if shape(l) != shape(&layers[0]) {
-            "power iteration takes layers of one shape, that of layer 0: make an engine for each shape"
-        } else if (l.mean_removed, l.vector_dtype) != (layers[0].mean_removed, layers[0].vector_dtype) {
-            "power iteration takes layers with the norm and the vector type of layer 0: make an engine for each"
-        } else if l.qk_norm.is_some() {
-            "q and k are normalised after the projection, so their bounds need no norm of a projection"
-        } else {
             continue;
         };
         return Err(Error::argument(format_args!("layer {i}: {rule}")));
@@ -290,11 +283,15 @@ mod tests {
     }
 
     #[test]
-    fn power_iteration_takes_any_rotation_and_one_shape() {
-        check_power(&[layer(), with(|l| l.rotary = 0)]).unwrap();
-        let refused = |bad: LayerInput| check_power(&[layer(), bad]).unwrap_err().to_string();
-        assert!(refused(with(|l| l.n_q = 6)).starts_with("layer 1: power iteration takes layers of one shape"));
-        assert!(refused(with(|l| l.mean_removed = true)).contains("the norm and the vector type"));
-        assert!(refused(normalised()).contains("normalised after the projection"));
+    fn power_iteration_parts_layers_by_shape_norm_and_storage_alone() {
+        let kinds = |other: LayerInput| Partition::of_power(&[layer(), other]).unwrap().groups.len();
+        assert_eq!(kinds(with(|l| (l.rotary, l.interleaved, l.rope_factor) = (0, true, 1.5))), 1);
+        assert_eq!(kinds(with(|l| l.v = None)), 1);
+        assert_eq!(kinds(with(|l| l.n_q = 6)), 2);
+        assert_eq!(kinds(with(|l| l.mean_removed = true)), 2);
+        assert_eq!(kinds(with(|l| l.k.weight.dtype = Dtype::F32)), 2);
+        let refused = |bad: LayerInput| Partition::of_power(&[layer(), bad]).unwrap_err().to_string();
+        assert!(refused(normalised()).starts_with("layer 1: q and k are normalised after the projection"));
+        assert!(refused(with(|l| l.rotary = 3)).starts_with("layer 1: the rotated channels must be even"));
     }
 }

@@ -9,18 +9,26 @@ use super::super::{Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::{driver, sources};
 use super::group::{NO_ROW, Tables};
 use super::host::DeviceWeights;
-use super::partition::check_power;
+use super::kinds::{Iteration, Kinds};
 use super::tables::{DeviceMatrix, Dtype, LayerInput, PowerBlock, Projection};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 use std::sync::Arc;
 
-/// Persistent power iteration over every head of a model.
+/// Persistent power iteration over every head of a model, whose layers need not be alike: each kind (heads, head dimension,
+/// norm, storage) has launches of its own.
 ///
 /// The estimate of a step is `sigma = sqrt((z . G_K z) / (y . z))`, the norm of `M^T u` for the unit vector
 /// `u = M v / ||M v||`: a lower bound, but for rounding. It certifies nothing. RoPE is left out, as in the paper.
 #[derive(Debug)]
 pub struct PowerEngine {
+    kinds: Kinds<Heads>,
+    weights: Option<Arc<DeviceWeights>>,
+}
+
+/// The iteration over layers of one kind.
+#[derive(Debug)]
+struct Heads {
     reduce: Kernel,
     projections: Buffer<Projection>,
     maps: Buffer<u64>,
@@ -32,7 +40,6 @@ pub struct PowerEngine {
     sigma: Buffer<f32>,
     tiles: u32,
     raw: bool,
-    weights: Option<Arc<DeviceWeights>>,
 }
 
 /// One of the two products.
@@ -72,17 +79,82 @@ const PACKED: u32 = 4;
 const WIDE: u32 = 8;
 
 impl PowerEngine {
-    /// Sets up the iteration from pseudo-random vectors of `seed`; `raw` leaves gains and mean out, as the paper does.
+    /// Sets up the iteration from pseudo-random vectors of `seed`, the same for each kind of layer; `raw` leaves gains and mean
+    /// out, as the paper does.
     ///
     /// # Errors
-    /// If the weights are not BF16 with 16-byte rows, `[out, in]`, or `[in, out]` with d_head a multiple of 64; if
-    /// the device has no copy engine for tensors (before Hopper); or anything that
-    /// [`ScaleEngine::new`](super::ScaleEngine::new) refuses.
+    /// If the weights of a layer are not BF16 with 16-byte rows, `[out, in]`, or `[in, out]` with d_head a multiple of 64; if
+    /// q and k are normalised after the projection; if the device has no copy engine for tensors (before Hopper); or anything
+    /// that [`ScaleEngine::new`](super::ScaleEngine::new) refuses.
     ///
     /// # Safety
     /// The same as [`ScaleEngine::new`](super::ScaleEngine::new).
     pub unsafe fn new(device: &Device, layers: &[LayerInput], raw: bool, seed: u64) -> Result<Self> {
-        check_power(layers)?;
+        let values = |l: &LayerInput| (l.n_q, l.n_q * l.d_head);
+        let kinds = Kinds::new(device, layers, values, |layers| Heads::new(device, layers, raw, seed))?;
+        Ok(Self { kinds, weights: None })
+    }
+
+    /// The same over weights that are kept alive with the iteration.
+    ///
+    /// # Errors
+    /// As [`PowerEngine::new`].
+    pub fn over(device: &Device, weights: &Arc<DeviceWeights>, raw: bool, seed: u64) -> Result<Self> {
+        // SAFETY: every range was checked against the memory that `weights` owns, which is held and not written.
+        let mut power = unsafe { Self::new(device, weights.layers(), raw, seed)? };
+        power.weights = Some(weights.clone());
+        Ok(power)
+    }
+
+    /// The weights that are kept alive with it.
+    pub fn weights(&self) -> Option<&Arc<DeviceWeights>> {
+        self.weights.as_ref()
+    }
+
+    /// Kinds of layers, each of which has launches of its own.
+    pub fn kinds(&self) -> usize {
+        self.kinds.count()
+    }
+
+    /// Puts one step of every head on `stream`: one read of W_Q and W_K. No allocation, no synchronisation.
+    ///
+    /// # Errors
+    /// If a launch is refused.
+    pub fn step(&self, stream: &Stream) -> Result<()> {
+        self.steps(stream, 1)
+    }
+
+    /// Puts `count` steps of every head on `stream`: 1 from persistent vectors, 5 from random ones (the paper).
+    ///
+    /// # Errors
+    /// If a launch is refused.
+    pub fn steps(&self, stream: &Stream, count: usize) -> Result<()> {
+        self.kinds.steps(stream, count)
+    }
+
+    /// Estimates of the last step, `[layer][query head]` with each layer's own heads: lower bounds of sigma; NaN where weights
+    /// are not finite.
+    pub fn sigma(&self) -> &Buffer<f32> {
+        self.kinds.sigma()
+    }
+
+    /// The vectors, `[layer][query head][d_head]`, as they were after the last steps: what a resume has to keep.
+    pub fn vectors(&self) -> &Buffer<f32> {
+        self.kinds.vectors()
+    }
+
+    /// Goes on from saved vectors. Waits for the device.
+    ///
+    /// # Errors
+    /// If their number is not that of [`PowerEngine::vectors`], one is not finite, or the copy fails.
+    pub fn restore(&mut self, vectors: &[f32]) -> Result<()> {
+        self.kinds.restore(vectors)
+    }
+}
+
+impl Heads {
+    /// For layers that are alike, whose addresses `PowerEngine::new`'s caller promised.
+    fn new(device: &Device, layers: &[LayerInput], raw: bool, seed: u64) -> Result<Self> {
         let first = &layers[0];
         let all = |test: &dyn Fn(&DeviceMatrix) -> bool| {
             let fits = |m: &DeviceMatrix| m.dtype == Dtype::Bf16 && m.ptr.0.is_multiple_of(16) && test(m);
@@ -157,39 +229,12 @@ impl PowerEngine {
             sigma: device.zeros(heads)?,
             tiles,
             raw,
-            weights: None,
         })
     }
+}
 
-    /// The same over weights that are kept alive with the iteration.
-    ///
-    /// # Errors
-    /// As [`PowerEngine::new`].
-    pub fn over(device: &Device, weights: &Arc<DeviceWeights>, raw: bool, seed: u64) -> Result<Self> {
-        // SAFETY: every range was checked against the memory that `weights` owns, which is held and not written.
-        let mut power = unsafe { Self::new(device, weights.layers(), raw, seed)? };
-        power.weights = Some(weights.clone());
-        Ok(power)
-    }
-
-    /// The weights that are kept alive with it.
-    pub fn weights(&self) -> Option<&Arc<DeviceWeights>> {
-        self.weights.as_ref()
-    }
-
-    /// Puts one step of every head on `stream`: one read of W_Q and W_K. No allocation, no synchronisation.
-    ///
-    /// # Errors
-    /// If a launch is refused.
-    pub fn step(&self, stream: &Stream) -> Result<()> {
-        self.steps(stream, 1)
-    }
-
-    /// Puts `count` steps of every head on `stream`: 1 from persistent vectors, 5 from random ones (the paper).
-    ///
-    /// # Errors
-    /// If a launch is refused.
-    pub fn steps(&self, stream: &Stream, count: usize) -> Result<()> {
+impl Iteration for Heads {
+    fn steps(&self, stream: &Stream, count: usize) -> Result<()> {
         let (y, z) = (self.vectors.ptr(), self.middle.ptr());
         for launch in 0..2 * count {
             let finish = launch % 2;
@@ -225,22 +270,15 @@ impl PowerEngine {
         Ok(())
     }
 
-    /// Estimates of the last step, `[layer][query head]`: lower bounds of sigma; NaN where weights are not finite.
-    pub fn sigma(&self) -> &Buffer<f32> {
+    fn sigma(&self) -> &Buffer<f32> {
         &self.sigma
     }
 
-    /// The vectors, `[layer][query head][d_head]`: what a resume has to keep.
-    pub fn vectors(&self) -> &Buffer<f32> {
+    fn vectors(&self) -> &Buffer<f32> {
         &self.vectors
     }
 
-    /// Goes on from saved vectors. Waits for the device.
-    ///
-    /// # Errors
-    /// If their number is not that of [`PowerEngine::vectors`], one is not finite, or the copy fails.
-    pub fn restore(&mut self, vectors: &[f32]) -> Result<()> {
-        check_vectors(vectors, self.vectors.len())?;
+    fn restore(&mut self, vectors: &[f32]) -> Result<()> {
         self.vectors.write(vectors)
     }
 }

@@ -4,7 +4,7 @@ use super::super::sources;
 use super::super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::group::{NO_ROW, Tables};
 use super::host::DeviceWeights;
-use super::partition::check_power;
+use super::kinds::{Iteration, Kinds};
 use super::power::start;
 use super::power_once::Once;
 use super::tables::{DeviceMatrix, Dtype, LayerInput, Projection};
@@ -15,13 +15,19 @@ use std::sync::Arc;
 ///
 /// For parity with the paper: the sum bounds no head. A step is `u = M v / ||M v||`, `sigma = ||M^T u||`, kept as
 /// `y = W_K^T v`, `[KV head][d_head]`, which is repeated over a group and summed over it, never W_K. It reads W_Q and W_K
-/// once on Hopper ([`SummedPowerEngine::reads`]).
+/// once on Hopper ([`SummedPowerEngine::reads`]). Layers need not be alike: each kind has launches of its own.
 #[derive(Debug)]
 pub struct SummedPowerEngine {
+    kinds: Kinds<Sums>,
+    weights: Option<Arc<DeviceWeights>>,
+}
+
+/// The iteration over layers of one kind.
+#[derive(Debug)]
+struct Sums {
     route: Route,
     vectors: Buffer<f32>,
     sigma: Buffer<f32>,
-    weights: Option<Arc<DeviceWeights>>,
 }
 
 #[derive(Debug)]
@@ -52,8 +58,8 @@ impl SummedPowerEngine {
     /// Sets up the iteration from pseudo-random vectors of `seed`.
     ///
     /// # Errors
-    /// If the weights have no 16-byte rows, `[out, in]` or `[in, out]`, all of one type, or anything that
-    /// [`ScaleEngine::new`](super::ScaleEngine::new) refuses.
+    /// If the weights of a layer have no 16-byte rows, `[out, in]` or `[in, out]`, of one type, if q and k are normalised after
+    /// the projection, or anything that [`ScaleEngine::new`](super::ScaleEngine::new) refuses.
     ///
     /// # Safety
     /// The same as [`ScaleEngine::new`](super::ScaleEngine::new).
@@ -74,7 +80,62 @@ impl SummedPowerEngine {
     }
 
     fn with_route(device: &Device, layers: &[LayerInput], seed: u64, once: bool) -> Result<Self> {
-        check_power(layers)?;
+        let values = |l: &LayerInput| (1, l.n_kv * l.d_head);
+        let kinds = Kinds::new(device, layers, values, |layers| Sums::new(device, layers, seed, once))?;
+        Ok(Self { kinds, weights: None })
+    }
+
+    /// The same over weights that are kept alive with the iteration.
+    ///
+    /// # Errors
+    /// As [`SummedPowerEngine::new`].
+    pub fn over(device: &Device, weights: &Arc<DeviceWeights>, seed: u64) -> Result<Self> {
+        // SAFETY: every range was checked against the memory that `weights` owns, which is held and not written.
+        let mut power = unsafe { Self::new(device, weights.layers(), seed)? };
+        power.weights = Some(weights.clone());
+        Ok(power)
+    }
+
+    /// The weights that are kept alive with it.
+    pub fn weights(&self) -> Option<&Arc<DeviceWeights>> {
+        self.weights.as_ref()
+    }
+
+    /// How often a step reads each weight: 1, or 2 before Hopper and where the shape of a layer does not fit.
+    pub fn reads(&self) -> usize {
+        if self.kinds.iter().all(|kind| matches!(kind.route, Route::Once(_))) { 1 } else { 2 }
+    }
+
+    /// Puts `count` steps of every layer on `stream`. No allocation, no synchronisation.
+    ///
+    /// # Errors
+    /// If a launch is refused.
+    pub fn steps(&self, stream: &Stream, count: usize) -> Result<()> {
+        self.kinds.steps(stream, count)
+    }
+
+    /// Estimates of the last step, one a layer: lower bounds of the norm of the sum; NaN where weights are not finite.
+    pub fn sigma(&self) -> &Buffer<f32> {
+        self.kinds.sigma()
+    }
+
+    /// The vectors `W_K^T v`, `[layer][KV head][d_head]`, as they were after the last steps: what a resume has to keep.
+    pub fn vectors(&self) -> &Buffer<f32> {
+        self.kinds.vectors()
+    }
+
+    /// Goes on from saved vectors. Waits for the device.
+    ///
+    /// # Errors
+    /// If their number is not that of [`SummedPowerEngine::vectors`], one is not finite, or the copy fails.
+    pub fn restore(&mut self, vectors: &[f32]) -> Result<()> {
+        self.kinds.restore(vectors)
+    }
+}
+
+impl Sums {
+    /// For layers that are alike, whose addresses `SummedPowerEngine::new`'s caller promised.
+    fn new(device: &Device, layers: &[LayerInput], seed: u64, once: bool) -> Result<Self> {
         let shape = layers[0];
         let dtype = shape.q.weight.dtype;
         let whole = if dtype == Dtype::F32 { 4 } else { 8 };
@@ -96,41 +157,14 @@ impl SummedPowerEngine {
             None => Route::Twice(Twice::new(device, &shape, &built.projections, !rows)?),
         };
         let vectors = start(layers.len(), shape.n_kv * shape.d_head, seed);
-        let mut engine =
-            Self { route, vectors: device.upload(&vectors)?, sigma: device.zeros(layers.len())?, weights: None };
+        let mut engine = Self { route, vectors: device.upload(&vectors)?, sigma: device.zeros(layers.len())? };
         engine.restore(&vectors)?;
         Ok(engine)
     }
+}
 
-    /// The same over weights that are kept alive with the iteration.
-    ///
-    /// # Errors
-    /// As [`SummedPowerEngine::new`].
-    pub fn over(device: &Device, weights: &Arc<DeviceWeights>, seed: u64) -> Result<Self> {
-        // SAFETY: every range was checked against the memory that `weights` owns, which is held and not written.
-        let mut power = unsafe { Self::new(device, weights.layers(), seed)? };
-        power.weights = Some(weights.clone());
-        Ok(power)
-    }
-
-    /// The weights that are kept alive with it.
-    pub fn weights(&self) -> Option<&Arc<DeviceWeights>> {
-        self.weights.as_ref()
-    }
-
-    /// How often a step reads each weight: 1, or 2 before Hopper and where a shape does not fit.
-    pub fn reads(&self) -> usize {
-        match self.route {
-            Route::Once(_) => 1,
-            Route::Twice(_) => 2,
-        }
-    }
-
-    /// Puts `count` steps of every layer on `stream`. No allocation, no synchronisation.
-    ///
-    /// # Errors
-    /// If a launch is refused.
-    pub fn steps(&self, stream: &Stream, count: usize) -> Result<()> {
+impl Iteration for Sums {
+    fn steps(&self, stream: &Stream, count: usize) -> Result<()> {
         let (y, sigma) = (self.vectors.ptr(), self.sigma.ptr());
         match &self.route {
             Route::Once(once) => (0..count).try_for_each(|step| once.step(stream, y, sigma, step > 0)),
@@ -138,22 +172,15 @@ impl SummedPowerEngine {
         }
     }
 
-    /// Estimates of the last step, one a layer: lower bounds of the norm of the sum; NaN where weights are not finite.
-    pub fn sigma(&self) -> &Buffer<f32> {
+    fn sigma(&self) -> &Buffer<f32> {
         &self.sigma
     }
 
-    /// The vectors `W_K^T v`, `[layer][KV head][d_head]`: what a resume has to keep.
-    pub fn vectors(&self) -> &Buffer<f32> {
+    fn vectors(&self) -> &Buffer<f32> {
         &self.vectors
     }
 
-    /// Goes on from saved vectors. Waits for the device.
-    ///
-    /// # Errors
-    /// If their number is not that of [`SummedPowerEngine::vectors`], one is not finite, or the copy fails.
-    pub fn restore(&mut self, vectors: &[f32]) -> Result<()> {
-        super::power::check_vectors(vectors, self.vectors.len())?;
+    fn restore(&mut self, vectors: &[f32]) -> Result<()> {
         self.vectors.write(vectors)?;
         match &mut self.route {
             Route::Once(once) => once.start(vectors),

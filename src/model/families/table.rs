@@ -1,161 +1,10 @@
 //! The families, a row each.
 
 use super::super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
+use super::parts::*;
 use super::{
-    Count, Family, Flag, HeadDim, KvHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal, RopeLayers,
-    RopeRule, RotaryShare, ScaleRule, Setting, Sizes,
-};
-
-const DECODER_PREFIXES: &[&str] =
-    &["model.", "", "language_model.model.", "model.language_model.", "transformer.", "language_model."];
-const HALF: RopeRule = half_split(10_000.0);
-const RMS: InputNorm = InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Plain, shift: false };
-const RMS_ONE_PLUS: InputNorm = InputNorm { kind: NormKind::RmsNorm, gain: GainForm::OnePlus, shift: false };
-const LAYER_NORM: InputNorm = InputNorm { kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: true };
-const LAYERS: Count = required(&["num_hidden_layers"]);
-const WIDTH: Count = required(&["hidden_size"]);
-const HEADS: Count = required(&["num_attention_heads"]);
-const OWN_NORM: NormTensor = NormTensor::Own("layers.{i}.input_layernorm");
-const SEPARATE: QkvTensors = QkvTensors::Separate {
-    q: "layers.{i}.self_attn.q_proj",
-    k: "layers.{i}.self_attn.k_proj",
-    v: "layers.{i}.self_attn.v_proj",
-};
-const BERT_POSITIONS: &[Refusal] = &[Refusal {
-    key: "position_embedding_type",
-    unless: Setting::Text("absolute"),
-    why: "relative position embeddings are added to the logits",
-}];
-
-const fn required(keys: &'static [&'static str]) -> Count {
-    Count { keys, default: None }
-}
-
-const fn kv(default: Option<usize>) -> KvHeads {
-    KvHeads::Key(Count { keys: &["num_key_value_heads"], default })
-}
-
-const fn half_split(theta: f64) -> RopeRule {
-    rotary(theta, RotaryShare::Whole)
-}
-
-const fn rotary(theta: f64, share: RotaryShare) -> RopeRule {
-    RopeRule::Rotary {
-        layout: RopeLayout::HalfSplit,
-        theta_keys: &[],
-        theta: Some(theta),
-        share,
-        layers: RopeLayers::Same,
-        longrope_names: &[],
-    }
-}
-
-const fn llama_sizes(kv_heads: KvHeads, d_head: HeadDim) -> Sizes {
-    Sizes { layers: LAYERS, d_model: WIDTH, q_heads: HEADS, kv_heads, d_head }
-}
-
-const fn gpt_sizes(kv_heads: KvHeads) -> Sizes {
-    Sizes {
-        layers: required(&["n_layer", "num_hidden_layers"]),
-        d_model: required(&["n_embd", "hidden_size"]),
-        q_heads: required(&["n_head", "num_attention_heads"]),
-        kv_heads,
-        d_head: HeadDim::Derived,
-    }
-}
-
-const fn head_rms(gain: GainForm) -> QkNormRule {
-    QkNormRule {
-        when: Flag::Always,
-        norm: QkNorm {
-            scope: QkNormScope::PerHead,
-            kind: NormKind::RmsNorm,
-            gain,
-            shift: false,
-            behind_rotation: false,
-        },
-        q: "layers.{i}.self_attn.q_norm",
-        k: "layers.{i}.self_attn.k_norm",
-        stored: QkNormStored::Shared,
-    }
-}
-
-const PARTIAL: &[&str] = &["partial_rotary_factor"];
-
-const fn interleaved(theta: f64, share: RotaryShare) -> RopeRule {
-    RopeRule::Rotary {
-        layout: RopeLayout::Interleaved,
-        theta_keys: &[],
-        theta: Some(theta),
-        share,
-        layers: RopeLayers::Same,
-        longrope_names: &[],
-    }
-}
-
-const fn sliding_only(layout: RopeLayout, or_all: bool) -> RopeRule {
-    RopeRule::Rotary {
-        layout,
-        theta_keys: &[],
-        theta: Some(10_000.0),
-        share: RotaryShare::Whole,
-        layers: RopeLayers::Sliding { pattern: (&["sliding_window_pattern"], 4), or_all },
-        longrope_names: &[],
-    }
-}
-
-const CLIP: &[Refusal] = &[Refusal {
-    key: "clip_qkv",
-    unless: Setting::False,
-    why: "clipped queries and keys are no linear function of the token, and clipping can raise a logit",
-}];
-
-const JOINT_RMS: QkNormRule = QkNormRule {
-    when: Flag::Always,
-    norm: QkNorm {
-        scope: QkNormScope::Joint,
-        kind: NormKind::RmsNorm,
-        gain: GainForm::Plain,
-        shift: false,
-        behind_rotation: false,
-    },
-    q: "layers.{i}.self_attn.q_norm",
-    k: "layers.{i}.self_attn.k_norm",
-    stored: QkNormStored::Flat,
-};
-
-const LLAMA: Family = Family {
-    name: "llama",
-    model_types: &["llama"],
-    prefixes: DECODER_PREFIXES,
-    sizes: llama_sizes(kv(None), HeadDim::Key(None)),
-    norm: RMS,
-    norm_tensor: OWN_NORM,
-    bias: Flag::Key("attention_bias", false),
-    rope: HALF,
-    qk_norm: None,
-    scale: ScaleRule::InverseSqrtHead,
-    soft_cap: None,
-    qkv: SEPARATE,
-    refusals: &[],
-};
-
-const BERT: Family = Family {
-    name: "bert",
-    model_types: &["bert"],
-    prefixes: &["bert.", ""],
-    sizes: llama_sizes(KvHeads::SameAsQuery, HeadDim::Derived),
-    norm: LAYER_NORM,
-    norm_tensor: NormTensor::Previous { first: "embeddings.LayerNorm", rest: "encoder.layer.{j}.output.LayerNorm" },
-    bias: Flag::Always,
-    rope: RopeRule::None,
-    qkv: QkvTensors::Separate {
-        q: "encoder.layer.{i}.attention.self.query",
-        k: "encoder.layer.{i}.attention.self.key",
-        v: "encoder.layer.{i}.attention.self.value",
-    },
-    refusals: BERT_POSITIONS,
-    ..LLAMA
+    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal,
+    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes,
 };
 
 /// The table.
@@ -170,6 +19,7 @@ pub(crate) static FAMILIES: &[Family] = &[
             q_heads: Count { keys: &["n_head", "num_attention_heads"], default: Some(12) },
             kv_heads: KvHeads::SameAsQuery,
             d_head: HeadDim::Derived,
+            layer_heads: LayerHeads::Alike,
         },
         norm: LAYER_NORM,
         norm_tensor: NormTensor::Own("h.{i}.ln_1"),
@@ -180,13 +30,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         ..LLAMA
     },
     LLAMA,
-    Family {
-        name: "mistral",
-        model_types: &["mistral"],
-        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
-        bias: Flag::Never,
-        ..LLAMA
-    },
+    MISTRAL,
     Family {
         name: "mixtral",
         model_types: &["mixtral"],
@@ -249,6 +93,7 @@ pub(crate) static FAMILIES: &[Family] = &[
             q_heads: Count { keys: &["num_attention_heads"], default: Some(8) },
             kv_heads: kv(Some(4)),
             d_head: HeadDim::Key(Some(256)),
+            layer_heads: LayerHeads::Alike,
         },
         norm: RMS_ONE_PLUS,
         rope: RopeRule::Rotary {
@@ -346,6 +191,7 @@ pub(crate) static FAMILIES: &[Family] = &[
             q_heads: required(&["num_attention_heads", "n_head"]),
             kv_heads: KvHeads::Falcon,
             d_head: HeadDim::Derived,
+            layer_heads: LayerHeads::Alike,
         },
         norm: LAYER_NORM,
         norm_tensor: NormTensor::Falcon { two: "h.{i}.ln_attn", one: "h.{i}.input_layernorm" },
@@ -366,7 +212,7 @@ pub(crate) static FAMILIES: &[Family] = &[
     Family {
         name: "granite",
         model_types: &["granite"],
-        scale: ScaleRule::Multiplier("attention_multiplier", 1.0),
+        scale: ScaleRule::Multiplier("attention_multiplier", Some(1.0)),
         ..LLAMA
     },
     Family {
@@ -481,7 +327,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         model_types: &["cohere2"],
         sizes: llama_sizes(kv(None), HeadDim::Key(None)),
         norm: InputNorm { kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: false },
-        rope: sliding_only(RopeLayout::Interleaved, false),
+        rope: sliding_only(RopeLayout::Interleaved, PATTERN, false),
         ..LLAMA
     },
     Family {
@@ -491,7 +337,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         norm: InputNorm { kind: NormKind::None, gain: GainForm::Unit, shift: false },
         norm_tensor: NormTensor::None,
         bias: Flag::Never,
-        rope: sliding_only(RopeLayout::HalfSplit, true),
+        rope: sliding_only(RopeLayout::HalfSplit, PATTERN, true),
         qk_norm: Some(head_rms(GainForm::Plain)),
         ..LLAMA
     },
@@ -561,7 +407,7 @@ pub(crate) static FAMILIES: &[Family] = &[
     Family {
         name: "granitemoe",
         model_types: &["granitemoe", "granitemoeshared"],
-        scale: ScaleRule::Multiplier("attention_multiplier", 1.0),
+        scale: ScaleRule::Multiplier("attention_multiplier", Some(1.0)),
         ..LLAMA
     },
     Family {
@@ -617,6 +463,48 @@ pub(crate) static FAMILIES: &[Family] = &[
         ..LLAMA
     },
     Family {
+        name: "openelm",
+        model_types: &["openelm"],
+        prefixes: &["transformer.", ""],
+        sizes: Sizes {
+            layers: required(&["num_transformer_layers"]),
+            d_model: required(&["model_dim"]),
+            q_heads: required(&["num_query_heads"]),
+            kv_heads: KvHeads::SameAsQuery,
+            d_head: HeadDim::Key(None),
+            layer_heads: LayerHeads::Lists { q: "num_query_heads", kv: "num_kv_heads" },
+        },
+        norm_tensor: NormTensor::Own("layers.{i}.attn_norm"),
+        bias: Flag::Never,
+        rope: RopeRule::Rotary {
+            layout: RopeLayout::HalfSplit,
+            theta_keys: &["rope_freq_constant"],
+            theta: Some(10_000.0),
+            share: RotaryShare::Whole,
+            layers: RopeLayers::Same,
+            longrope_names: &[],
+        },
+        qk_norm: Some(QkNormRule {
+            when: Flag::Key("normalize_qk_projections", false),
+            q: "layers.{i}.attn.q_norm",
+            k: "layers.{i}.attn.k_norm",
+            ..head_rms(GainForm::Plain)
+        }),
+        qkv: QkvTensors::Concat { name: "layers.{i}.attn.qkv_proj", conv1d: false },
+        refusals: &[Refusal {
+            key: "normalization_layer_name",
+            unless: Setting::Text("rms_norm"),
+            why: "only its RMS norm is known",
+        }],
+        ..LLAMA
+    },
+    Family {
+        name: "deci",
+        model_types: &["deci", "nemotron-nas"],
+        sizes: Sizes { layer_heads: LayerHeads::Blocks, ..llama_sizes(kv(None), HeadDim::Key(None)) },
+        ..LLAMA
+    },
+    Family {
         name: "gpt_bigcode",
         model_types: &["gpt_bigcode"],
         prefixes: &["transformer.", ""],
@@ -628,6 +516,134 @@ pub(crate) static FAMILIES: &[Family] = &[
         scale: ScaleRule::Gpt2,
         qkv: QkvTensors::Concat { name: "h.{i}.attn.c_attn", conv1d: false },
         refusals: &[Refusal { key: "multi_query", unless: Setting::True, why: "only its multi-query form is known" }],
+        ..LLAMA
+    },
+    Family { name: "ministral", model_types: &["ministral"], ..MISTRAL },
+    Family {
+        name: "cwm",
+        model_types: &["cwm"],
+        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(128))),
+        bias: Flag::Never,
+        rope: half_split(1e6),
+        ..LLAMA
+    },
+    Family {
+        name: "solar_open",
+        model_types: &["solar_open"],
+        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(128))),
+        rope: half_split(1e6),
+        ..LLAMA
+    },
+    Family {
+        name: "hyperclovax",
+        model_types: &["hyperclovax"],
+        scale: ScaleRule::Multiplier("attention_multiplier", None),
+        ..LLAMA
+    },
+    Family {
+        name: "granite_swa",
+        model_types: &["granite_swa", "granitemoe_swa"],
+        rope: RopeRule::Rotary {
+            layout: RopeLayout::HalfSplit,
+            theta_keys: &[],
+            theta: Some(10_000.0),
+            share: RotaryShare::Whole,
+            layers: RopeLayers::Bases("layer_rope_theta"),
+            longrope_names: &[],
+        },
+        scale: ScaleRule::Multiplier("attention_multiplier", Some(1.0)),
+        ..LLAMA
+    },
+    Family {
+        name: "vaultgemma",
+        model_types: &["vaultgemma"],
+        sizes: llama_sizes(kv(Some(4)), HeadDim::Key(Some(256))),
+        norm: RMS_ONE_PLUS,
+        scale: ScaleRule::QueryPreAttnScalar(256.0),
+        soft_cap: Some(("attn_logit_softcapping", Some(50.0))),
+        ..LLAMA
+    },
+    Family {
+        name: "jais2",
+        model_types: &["jais2"],
+        norm: LAYER_NORM,
+        bias: Flag::Key("attention_bias", true),
+        ..LLAMA
+    },
+    Family {
+        name: "exaone_moe",
+        model_types: &["exaone_moe"],
+        sizes: llama_sizes(kv(Some(32)), HeadDim::Key(None)),
+        bias: Flag::Never,
+        rope: sliding_only(RopeLayout::HalfSplit, PATTERN, true),
+        qk_norm: Some(head_rms(GainForm::Plain)),
+        ..LLAMA
+    },
+    Family {
+        name: "afmoe",
+        model_types: &["afmoe"],
+        sizes: llama_sizes(kv(None), HeadDim::Key(Some(128))),
+        rope: sliding_only(RopeLayout::HalfSplit, &["global_attn_every_n_layers"], false),
+        qk_norm: Some(head_rms(GainForm::Plain)),
+        ..LLAMA
+    },
+    Family {
+        name: "hy_v3",
+        model_types: &["hy_v3"],
+        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(128))),
+        rope: half_split(11_158_840.0),
+        qk_norm: Some(head_rms(GainForm::Plain)),
+        ..LLAMA
+    },
+    Family {
+        name: "flex_olmo",
+        model_types: &["flex_olmo"],
+        norm: InputNorm { kind: NormKind::None, gain: GainForm::Unit, shift: false },
+        norm_tensor: NormTensor::None,
+        rope: half_split(500_000.0),
+        qk_norm: Some(JOINT_RMS),
+        ..LLAMA
+    },
+    Family {
+        name: "nanochat",
+        model_types: &["nanochat"],
+        // It turns pairs the other way round, which changes no norm and so no bound.
+        norm: InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Unit, shift: false },
+        norm_tensor: NormTensor::None,
+        qk_norm: Some(QkNormRule {
+            norm: QkNorm {
+                scope: QkNormScope::PerHead,
+                kind: NormKind::RmsNorm,
+                gain: GainForm::Unit,
+                shift: false,
+                behind_rotation: true,
+            },
+            stored: QkNormStored::Nothing,
+            ..head_rms(GainForm::Unit)
+        }),
+        ..LLAMA
+    },
+    Family {
+        name: "persimmon",
+        model_types: &["persimmon"],
+        sizes: llama_sizes(KvHeads::SameAsQuery, HeadDim::Derived),
+        norm: LAYER_NORM,
+        bias: Flag::Always,
+        rope: rotary(10_000.0, RotaryShare::Part(PARTIAL, 0.5)),
+        qk_norm: Some(QkNormRule {
+            when: Flag::Key("qk_layernorm", true),
+            norm: QkNorm {
+                scope: QkNormScope::PerHead,
+                kind: NormKind::LayerNorm,
+                gain: GainForm::Plain,
+                shift: true,
+                behind_rotation: false,
+            },
+            q: "layers.{i}.self_attn.q_layernorm",
+            k: "layers.{i}.self_attn.k_layernorm",
+            stored: QkNormStored::Shared,
+        }),
+        qkv: QkvTensors::Grouped { name: "layers.{i}.self_attn.query_key_value" },
         ..LLAMA
     },
 ];

@@ -1,0 +1,348 @@
+use super::*;
+use crate::model::RopeLayout;
+
+fn spec(json: &str) -> Result<AttentionSpec> {
+    AttentionSpec::from_config_json(json.as_bytes(), Path::new("m/config.json"))
+}
+
+fn llama(extra: &str) -> Result<AttentionSpec> {
+    spec(&format!(
+        r#"{{"model_type":"llama","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":4,
+           "max_position_embeddings":131072{extra}}}"#
+    ))
+}
+
+#[test]
+fn both_generations_of_rope_keys_agree() {
+    let old = llama(r#","rope_theta":500000.0,"torch_dtype":"bfloat16""#).unwrap();
+    let new = llama(r#","rope_parameters":{"rope_theta":500000.0,"rope_type":"default"},"dtype":"bfloat16""#).unwrap();
+    assert_eq!(old, new);
+    let rope = old.layers[1].rope.as_ref().unwrap();
+    assert_eq!((rope.rotary_dim, rope.layout), (64, RopeLayout::HalfSplit));
+    let angles = rope.inv_freq.as_ref().unwrap();
+    assert!((angles[16] - 500_000f64.powf(-0.5)).abs() < 1e-15);
+}
+
+#[test]
+fn scaled_rotations() {
+    let factor = |extra: &str| llama(extra).unwrap().layers[0].rope.clone().unwrap();
+    let yarn = factor(
+        r#","rope_theta":1e4,"rope_scaling":{"type":"yarn","factor":4.0,"original_max_position_embeddings":32768}"#,
+    );
+    assert!((yarn.attention_factor - (0.1 * 4f64.ln() + 1.0)).abs() < 1e-15);
+    // mscale equal to mscale_all_dim: no factor is left.
+    let even = factor(
+        r#","rope_theta":1e4,"rope_parameters":{"rope_type":"yarn","rope_theta":1e4,"factor":4.0,"mscale":1.0,"mscale_all_dim":1.0,"original_max_position_embeddings":32768}"#,
+    );
+    assert_eq!(even.attention_factor, 1.0);
+    let linear = factor(r#","rope_theta":1e4,"rope_scaling":{"rope_type":"linear","factor":8.0}"#);
+    assert_eq!(linear.inv_freq.unwrap()[0], 0.125);
+    assert_eq!(factor(r#","rope_scaling":{"type":"dynamic","factor":2.0}"#).inv_freq, None);
+    let llama3 = factor(
+        r#","rope_theta":5e5,"rope_scaling":{"rope_type":"llama3","factor":8.0,"low_freq_factor":1.0,"high_freq_factor":4.0,"original_max_position_embeddings":8192}"#,
+    );
+    let angles = llama3.inv_freq.unwrap();
+    let plain = |b: i32| 5e5f64.powf(-2.0 * f64::from(b) / 64.0);
+    assert_eq!(angles[0], 1.0);
+    assert!((angles[31] - plain(31) / 8.0).abs() < 1e-18);
+    assert!(llama(r#","rope_scaling":{"rope_type":"spiral"}"#).unwrap_err().is_unsupported());
+}
+
+#[test]
+fn longrope_factor_is_that_of_phi3() {
+    let spec = spec(
+        r#"{"model_type":"phi3","hidden_size":3072,"num_hidden_layers":1,"num_attention_heads":32,
+            "max_position_embeddings":131072,"original_max_position_embeddings":4096,
+            "rope_scaling":{"type":"su","short_factor":[1.0],"long_factor":[1.0]}}"#,
+    )
+    .unwrap();
+    let factor = spec.layers[0].rope.as_ref().unwrap().attention_factor;
+    assert!((factor - (1.0 + 32f64.ln() / 4096f64.ln()).sqrt()).abs() < 1e-15);
+}
+
+#[test]
+fn where_engines_differ_on_a_factor_the_largest_counts() {
+    let factor = |extra: &str| llama(extra).unwrap().layers[0].rope.as_ref().unwrap().attention_factor;
+    let long = |original: usize, extra: &str| {
+        factor(&format!(
+            r#","rope_scaling":{{"type":"longrope","original_max_position_embeddings":{original},
+                "short_factor":[1.0],"long_factor":[1.0]{extra}}}"#
+        ))
+    };
+    let root = |factor: f64, original: f64| (1.0 + factor.ln() / original.ln()).sqrt();
+    // A stated factor, or the ratio of the lengths.
+    assert!((long(131_072, r#","factor":32.0"#) - root(32.0, 131_072.0)).abs() < 1e-15);
+    assert!((long(4096, r#","factor":2.0"#) - root(32.0, 4096.0)).abs() < 1e-15);
+    // Scales of cosines and sines, which not all engines read.
+    assert!((long(4096, r#","short_mscale":1.0,"long_mscale":1.0"#) - root(32.0, 4096.0)).abs() < 1e-15);
+    assert_eq!(long(4096, r#","short_mscale":3.0,"long_mscale":2.0"#), 3.0);
+    let scales = r#","short_mscale":2.0,"long_mscale":3.0"#;
+    assert_eq!(factor(&format!(r#","rope_scaling":{{"type":"linear","factor":2.0{scales}}}"#)), 3.0);
+    assert_eq!(factor(&format!(r#","rope_scaling":{{"type":"default"{scales}}}"#)), 1.0);
+    // Two generations of keys side by side.
+    let yarn = r#""rope_scaling":{"type":"yarn","factor":4.0,"original_max_position_embeddings":32768}"#;
+    let both = format!(r#","rope_parameters":{{"rope_type":"default","rope_theta":10000.0}},{yarn}"#);
+    assert!((factor(&both) - (0.1 * 4f64.ln() + 1.0)).abs() < 1e-15);
+    assert_eq!(llama(&both).unwrap().layers[0].rope.as_ref().unwrap().inv_freq, None);
+}
+
+#[test]
+fn gemma3_layers_alternate() {
+    let old = spec(
+        r#"{"model_type":"gemma3","text_config":{"hidden_size":2560,"num_hidden_layers":12,
+            "rope_scaling":{"rope_type":"linear","factor":8.0}}}"#,
+    )
+    .unwrap();
+    let first = &old.layers[0];
+    assert_eq!((first.n_q_heads, first.n_kv_heads, first.d_head, old.layers.len()), (8, 4, 256, 12));
+    let angle = |spec: &AttentionSpec, layer: usize, b: usize| {
+        spec.layers[layer].rope.as_ref().unwrap().inv_freq.as_ref().unwrap()[b]
+    };
+    assert_eq!((angle(&old, 0, 0), angle(&old, 5, 0)), (1.0, 0.125));
+    assert!((angle(&old, 0, 64) - 0.01).abs() < 1e-15);
+    assert!((angle(&old, 5, 64) - 1e-3 / 8.0).abs() < 1e-15);
+    let new = spec(
+        r#"{"model_type":"gemma3_text","hidden_size":2560,"num_hidden_layers":12,"rope_parameters":{
+            "full_attention":{"rope_type":"linear","factor":8.0,"rope_theta":1000000.0},
+            "sliding_attention":{"rope_type":"default","rope_theta":10000.0}}}"#,
+    )
+    .unwrap();
+    assert_eq!(old.layers, new.layers);
+}
+
+#[test]
+fn layer_types_choose_among_nested_rotations() {
+    // Nested sets without a base take it from the old keys.
+    let mixed = spec(
+        r#"{"model_type":"gemma3_text","hidden_size":640,"num_hidden_layers":2,"rope_theta":1000000,
+            "rope_local_base_freq":10000,"layer_types":["full_attention","sliding_attention"],"rope_parameters":{
+            "full_attention":{"factor":8.0,"rope_type":"linear"},"sliding_attention":{"rope_type":"default"}}}"#,
+    )
+    .unwrap();
+    let angle = |spec: &AttentionSpec, layer: usize, b: usize| {
+        spec.layers[layer].rope.as_ref().unwrap().inv_freq.as_ref().unwrap()[b]
+    };
+    assert!((angle(&mixed, 0, 64) - 1e-3 / 8.0).abs() < 1e-15);
+    assert!((angle(&mixed, 1, 64) - 0.01).abs() < 1e-15);
+    // Scaling in the old keys is that of the full layers alone.
+    let olmo3 = spec(
+        r#"{"model_type":"olmo3","hidden_size":256,"num_hidden_layers":4,"num_attention_heads":4,"rope_theta":500000,
+            "max_position_embeddings":65536,"rope_scaling":{"rope_type":"yarn","factor":8.0,
+            "original_max_position_embeddings":8192,"attention_factor":1.2079441541679836}}"#,
+    )
+    .unwrap();
+    let factors: Vec<f64> = olmo3.layers.iter().map(|layer| layer.rope.as_ref().unwrap().attention_factor).collect();
+    assert_eq!(factors, [1.0, 1.0, 1.0, 1.2079441541679836]);
+    assert_eq!(olmo3.norm.kind, crate::model::NormKind::None);
+}
+
+#[test]
+fn the_rotated_share_stands_in_either_place() {
+    let dim = |extra: &str| {
+        let json = format!(
+            r#"{{"model_type":"gpt_neox","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4{extra}}}"#
+        );
+        spec(&json).unwrap().layers[0].rope.as_ref().unwrap().rotary_dim
+    };
+    assert_eq!(dim(""), 16);
+    assert_eq!(dim(r#","rotary_pct":1.0"#), 64);
+    assert_eq!(dim(r#","rope_parameters":{"partial_rotary_factor":0.5,"rope_theta":1e4,"rope_type":"default"}"#), 32);
+}
+
+#[test]
+fn softmax_scales() {
+    let scales = |spec: &AttentionSpec| spec.layers.iter().map(|layer| layer.softmax_scale).collect::<Vec<_>>();
+    let gpt2 = spec(r#"{"model_type":"gpt2","n_layer":3,"scale_attn_by_inverse_layer_idx":true}"#).unwrap();
+    assert_eq!(scales(&gpt2), [0.125, 0.0625, 0.125 / 3.0]);
+    let plain = spec(r#"{"model_type":"gpt2","n_layer":1,"scale_attn_weights":false}"#).unwrap();
+    assert_eq!(scales(&plain), [1.0]);
+    let gemma = spec(
+        r#"{"model_type":"gemma2","hidden_size":4608,"num_hidden_layers":1,"num_attention_heads":32,
+            "num_key_value_heads":16,"head_dim":128,"query_pre_attn_scalar":144}"#,
+    )
+    .unwrap();
+    assert_eq!((scales(&gemma)[0], gemma.soft_cap), (1.0 / 12.0, Some(50.0)));
+}
+
+#[test]
+fn rotation_by_several_axes_has_no_one_set_of_angles() {
+    let vision = |rope: &str| {
+        spec(&format!(
+            r#"{{"model_type":"qwen2_5_vl","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
+                "num_key_value_heads":2{rope}}}"#
+        ))
+    };
+    for kind in ["mrope", "default"] {
+        let several = format!(r#","rope_scaling":{{"type":"{kind}","mrope_section":[16,8,8]}}"#);
+        let rope = vision(&several).unwrap().layers[0].rope.clone().unwrap();
+        assert_eq!((rope.rotary_dim, rope.attention_factor, rope.inv_freq), (64, 1.0, None));
+    }
+    assert!(vision("").unwrap().layers[0].rope.clone().unwrap().inv_freq.is_some());
+    let stretched = r#","rope_scaling":{"type":"yarn","factor":4.0,"original_max_position_embeddings":32768,"mrope_section":[16,8,8]}"#;
+    let rope = vision(stretched).unwrap().layers[0].rope.clone().unwrap();
+    assert!(rope.attention_factor > 1.1 && rope.inv_freq.is_none());
+    assert!(vision(r#","rope_scaling":{"type":"mrope"}"#).unwrap_err().is_unsupported());
+    let missing = spec(r#"{"model_type":"qwen2_5_vl"}"#).unwrap_err().to_string();
+    assert!(missing.contains("`text_config` is missing"), "{missing}");
+}
+
+#[test]
+fn where_only_sliding_layers_rotate() {
+    let rotated = |family: &str, extra: &str| -> Vec<bool> {
+        let json = format!(
+            r#"{{"model_type":"{family}","hidden_size":256,"num_hidden_layers":4,"num_attention_heads":4,
+                "num_key_value_heads":4{extra}}}"#
+        );
+        spec(&json).unwrap().layers.iter().map(|layer| layer.rope.is_some()).collect()
+    };
+    assert_eq!(rotated("cohere2", ""), [true, true, true, false]);
+    assert_eq!(rotated("cohere2", r#","sliding_window_pattern":2"#), [true, false, true, false]);
+    let full = r#","layer_types":["full_attention","full_attention","full_attention","full_attention"]"#;
+    assert_eq!(rotated("exaone4", full), [false; 4]);
+    assert_eq!(rotated("exaone4", &format!(r#"{full},"sliding_window":null"#)), [true; 4]);
+}
+
+#[test]
+fn a_layer_can_have_a_base_of_its_own() {
+    let granite = |extra: &str| {
+        spec(&format!(
+            r#"{{"model_type":"granite_swa","hidden_size":256,"num_hidden_layers":3,"num_attention_heads":4,
+                "rope_parameters":{{"rope_type":"default","rope_theta":500.0}}{extra}}}"#
+        ))
+    };
+    let bases = |spec: AttentionSpec| -> Vec<Option<f64>> {
+        // angle b = base^(-2 b / 64), so the base is angle 16 to the power -2.
+        let base = |rope: &Option<crate::model::Rope>| Some(rope.as_ref()?.inv_freq.as_ref()?[16].powi(-2).round());
+        spec.layers.iter().map(|layer| base(&layer.rope)).collect()
+    };
+    assert_eq!(bases(granite("").unwrap()), [Some(500.0); 3]);
+    let own = granite(r#","layer_rope_theta":[10000.0,0,500000]"#).unwrap();
+    assert_eq!(bases(own), [Some(10_000.0), None, Some(500_000.0)]);
+    let refused = |extra: &str| granite(extra).unwrap_err().to_string();
+    assert!(refused(r#","layer_rope_theta":[1.0,2.0]"#).contains("2 entries for 3 layers"));
+    assert!(refused(r#","layer_rope_theta":[1.0,2.0,-1.0]"#).contains("from 0 on"));
+}
+
+#[test]
+fn a_scale_that_is_not_stated_is_the_usual_one() {
+    let scale = |extra: &str| {
+        let json = format!(
+            r#"{{"model_type":"hyperclovax","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4{extra}}}"#
+        );
+        spec(&json).unwrap().layers[0].softmax_scale
+    };
+    assert_eq!((scale(""), scale(r#","attention_multiplier":null"#)), (0.125, 0.125));
+    assert_eq!(scale(r#","attention_multiplier":0.5"#), 0.5);
+}
+
+#[test]
+fn hybrid_models_name_the_layers_that_have_attention() {
+    let numbers = |model_type: &str, extra: &str| {
+        spec(&format!(
+            r#"{{"model_type":"{model_type}","hidden_size":256,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":64{extra}}}"#
+        ))
+        .map(|spec| spec.layers.iter().map(|layer| layer.number).collect::<Vec<_>>())
+    };
+    let eight = |model_type: &str, extra: &str| numbers(model_type, &format!(r#","num_hidden_layers":8{extra}"#));
+    assert_eq!(eight("qwen3_next", "").unwrap(), [3, 7]);
+    assert_eq!(eight("qwen3_next", r#","full_attention_interval":3"#).unwrap(), [2, 5]);
+    assert_eq!(eight("jamba", "").unwrap(), [4]);
+    assert_eq!(eight("jamba", r#","attn_layer_period":4,"attn_layer_offset":0"#).unwrap(), [0, 4]);
+    assert_eq!(eight("lfm2", "").unwrap(), [0, 1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(eight("lfm2", r#","full_attn_idxs":[2,5]"#).unwrap(), [2, 5]);
+    assert_eq!(eight("bamba", r#","attn_layer_indices":[1,6]"#).unwrap(), [1, 6]);
+    assert_eq!(eight("minimax", "").unwrap(), [0, 2, 4, 6]);
+    assert_eq!(numbers("nemotron_h", r#","hybrid_override_pattern":"M-M*-E*""#).unwrap(), [3, 6]);
+    let kinds = r#","layers_block_type":["mamba","attention","moe","full_attention"]"#;
+    assert_eq!(numbers("nemotron_h", kinds).unwrap(), [1, 3]);
+    let refused = |model_type: &str, extra: &str| numbers(model_type, extra).unwrap_err().to_string();
+    assert!(refused("nemotron_h", r#","hybrid_override_pattern":"M?""#).contains("unknown letter '?'"));
+    assert!(refused("nemotron_h", "").contains("`num_hidden_layers` is missing"));
+    assert!(
+        refused("nemotron_h", r#","num_hidden_layers":3,"hybrid_override_pattern":"M*""#).contains("2 entries for 3")
+    );
+    assert!(refused("bamba", r#","num_hidden_layers":8"#).contains("no layer has attention"));
+    assert!(
+        refused("bamba", r#","num_hidden_layers":2,"attn_layer_indices":[2]"#).contains("a list of layers under 2")
+    );
+    assert!(refused("jamba", r#","num_hidden_layers":8,"attn_layer_offset":8"#).contains("a whole number under 8"));
+    assert!(refused("lfm2", r#","num_hidden_layers":1,"layer_types":["retention"]"#).contains("retention"));
+}
+
+#[test]
+fn a_key_can_say_whether_layers_rotate() {
+    let rotated = |extra: &str| {
+        let json = format!(
+            r#"{{"model_type":"granitemoehybrid","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":4,
+                "layer_types":["mamba","attention"]{extra}}}"#
+        );
+        spec(&json).unwrap().layers.iter().map(|layer| layer.rope.is_some()).collect::<Vec<_>>()
+    };
+    assert_eq!(rotated(r#","position_embedding_type":"rope""#), [true]);
+    assert_eq!((rotated(r#","position_embedding_type":"nope""#), rotated("")), (vec![false], vec![false]));
+}
+
+#[test]
+fn rotated_channels_can_be_counted() {
+    let dim = |extra: &str| {
+        let json = format!(r#"{{"model_type":"gptj","n_embd":1024,"n_layer":1,"n_head":4{extra}}}"#);
+        spec(&json).map(|spec| spec.layers[0].rope.clone().unwrap().rotary_dim)
+    };
+    assert_eq!(dim("").unwrap(), 64);
+    assert_eq!(dim(r#","rotary_dim":128"#).unwrap(), 128);
+    assert_eq!(dim(r#","rotary_dim":null"#).unwrap(), 256);
+    assert!(dim(r#","rotary_dim":300"#).is_err() && dim(r#","rotary_dim":33"#).is_err());
+}
+
+#[test]
+fn a_norm_that_could_lengthen_its_input_is_refused() {
+    let with = |epsilon: &str| {
+        spec(&format!(
+            r#"{{"model_type":"llama","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
+                "rms_norm_eps":{epsilon}}}"#
+        ))
+    };
+    let error = with("-1e-6").unwrap_err();
+    assert!(error.to_string().contains("`rms_norm_eps` must not be negative"), "{error}");
+    assert!(with("0").is_ok() && with("1e-6").is_ok());
+}
+
+#[test]
+fn refusals_name_what_is_refused() {
+    let says = |json: &str, part: &str| {
+        let error = spec(json).unwrap_err();
+        assert!(error.is_unsupported(), "{error}");
+        assert!(error.to_string().contains(part), "{error}");
+    };
+    says(r#"{"model_type":"deepseek_v3"}"#, "latent attention");
+    says(r#"{"model_type":"deepseek_v2"}"#, "latent attention");
+    says(r#"{"model_type":"mamba"}"#, "`mamba` is not known");
+    says(
+        r#"{"model_type":"falcon","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,"alibi":true}"#,
+        "ALiBi",
+    );
+    says(
+        r#"{"model_type":"bert","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
+           "position_embedding_type":"relative_key"}"#,
+        "relative position",
+    );
+    says(
+        r#"{"model_type":"llama","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
+           "quantization_config":{"quant_method":"gptq"}}"#,
+        "gptq",
+    );
+    says(
+        r#"{"model_type":"olmo","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,"clip_qkv":8.0}"#,
+        "clipping can raise a logit",
+    );
+    says(
+        r#"{"model_type":"opt","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
+           "do_layer_norm_before":false}"#,
+        "behind attention",
+    );
+    says(r#"{"model_type":"gpt_bigcode","n_embd":256,"n_layer":1,"n_head":4,"multi_query":false}"#, "multi-query");
+    says(
+        r#"{"model_type":"llama","hidden_size":48,"num_hidden_layers":1,"num_attention_heads":4}"#,
+        "head dimension 12",
+    );
+}

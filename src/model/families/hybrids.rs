@@ -1,0 +1,168 @@
+//! Families of which only some layers have softmax attention, a row each.
+
+use super::super::spec::{GainForm, InputNorm, NormKind, RopeLayout};
+use super::parts::*;
+use super::{
+    Count, Family, Flag, HeadDim, LayerHeads, NormTensor, Otherwise, QkNormRule, QkvTensors, RopeLayers, RopeRule,
+    RotaryShare, ScaleRule, Sizes,
+};
+
+const KINDS: &[&str] = &["layer_types"];
+
+/// The table's second part.
+pub(super) static HYBRIDS: &[Family] = &[
+    Family {
+        name: "qwen3_next",
+        model_types: &["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"],
+        sizes: Sizes {
+            layer_heads: LayerHeads::Hybrid {
+                keys: KINDS,
+                otherwise: Otherwise::LastOf(Count { keys: &["full_attention_interval"], default: Some(4) }),
+            },
+            ..llama_sizes(kv(None), HeadDim::Key(Some(256)))
+        },
+        norm: RMS_ONE_PLUS,
+        rope: rotary(10_000.0, RotaryShare::Part(PARTIAL, 0.25)),
+        qk_norm: Some(head_rms(GainForm::OnePlus)),
+        qkv: QkvTensors::Gated {
+            q: "layers.{i}.self_attn.q_proj",
+            k: "layers.{i}.self_attn.k_proj",
+            v: "layers.{i}.self_attn.v_proj",
+        },
+        ..LLAMA
+    },
+    Family {
+        name: "lfm2",
+        model_types: &["lfm2", "lfm2_moe"],
+        sizes: Sizes {
+            layer_heads: LayerHeads::Hybrid {
+                keys: KINDS,
+                otherwise: Otherwise::Numbers { key: "full_attn_idxs", absent: true },
+            },
+            ..llama_sizes(kv(Some(8)), HeadDim::Key(None))
+        },
+        norm_tensor: NormTensor::Own("layers.{i}.operator_norm"),
+        bias: Flag::Never,
+        rope: RopeRule::Rotary {
+            layout: RopeLayout::HalfSplit,
+            theta_keys: &["theta"],
+            theta: Some(1e6),
+            share: RotaryShare::Whole,
+            layers: RopeLayers::Same,
+            longrope_names: &[],
+        },
+        qk_norm: Some(QkNormRule {
+            q: "layers.{i}.self_attn.q_layernorm",
+            k: "layers.{i}.self_attn.k_layernorm",
+            ..head_rms(GainForm::Plain)
+        }),
+        ..LLAMA
+    },
+    Family {
+        name: "granitemoehybrid",
+        model_types: &["granitemoehybrid"],
+        sizes: Sizes {
+            layer_heads: LayerHeads::Hybrid {
+                keys: &["layer_types", "layers_block_type"],
+                // Without a list every layer is a state space.
+                otherwise: Otherwise::Numbers { key: "layer_types", absent: false },
+            },
+            ..llama_sizes(kv(None), HeadDim::Key(None))
+        },
+        rope: RopeRule::Rotary {
+            layout: RopeLayout::HalfSplit,
+            theta_keys: &[],
+            theta: Some(10_000.0),
+            share: RotaryShare::Whole,
+            layers: RopeLayers::If("position_embedding_type", "rope"),
+            longrope_names: &[],
+        },
+        scale: ScaleRule::Multiplier("attention_multiplier", Some(1.0)),
+        ..LLAMA
+    },
+    Family {
+        name: "jamba",
+        model_types: &["jamba"],
+        sizes: Sizes {
+            layer_heads: LayerHeads::Hybrid {
+                keys: &[],
+                otherwise: Otherwise::Period { period: ("attn_layer_period", 8), offset: ("attn_layer_offset", 4) },
+            },
+            ..llama_sizes(kv(Some(8)), HeadDim::Key(None))
+        },
+        bias: Flag::Never,
+        rope: RopeRule::None,
+        ..LLAMA
+    },
+    Family {
+        name: "nemotron_h",
+        model_types: &["nemotron_h"],
+        prefixes: &["backbone.", "model.", ""],
+        sizes: Sizes {
+            layer_heads: LayerHeads::Hybrid {
+                keys: &["layers_block_type", "layer_types"],
+                otherwise: Otherwise::Letters("hybrid_override_pattern"),
+            },
+            ..llama_sizes(kv(Some(8)), HeadDim::Key(Some(128)))
+        },
+        norm_tensor: NormTensor::Own("layers.{i}.norm"),
+        rope: RopeRule::None,
+        qkv: QkvTensors::Separate {
+            q: "layers.{i}.mixer.q_proj",
+            k: "layers.{i}.mixer.k_proj",
+            v: "layers.{i}.mixer.v_proj",
+        },
+        ..LLAMA
+    },
+    Family {
+        name: "bamba",
+        model_types: &["bamba"],
+        sizes: Sizes {
+            layer_heads: LayerHeads::Hybrid {
+                keys: &[],
+                otherwise: Otherwise::Numbers { key: "attn_layer_indices", absent: false },
+            },
+            ..llama_sizes(kv(Some(8)), HeadDim::Key(None))
+        },
+        rope: rotary(10_000.0, RotaryShare::Part(PARTIAL, 0.5)),
+        ..LLAMA
+    },
+    Family {
+        name: "olmo_hybrid",
+        model_types: &["olmo_hybrid"],
+        sizes: Sizes {
+            layer_heads: LayerHeads::Hybrid {
+                keys: KINDS,
+                otherwise: Otherwise::LastOf(Count { keys: &[], default: Some(4) }),
+            },
+            ..llama_sizes(kv(None), HeadDim::Key(None))
+        },
+        norm: InputNorm { kind: NormKind::None, gain: GainForm::Unit, shift: false },
+        norm_tensor: NormTensor::None,
+        // A config without a base has no rotation; what holds under any rotation holds then too.
+        rope: RopeRule::Rotary {
+            layout: RopeLayout::HalfSplit,
+            theta_keys: &[],
+            theta: None,
+            share: RotaryShare::Whole,
+            layers: RopeLayers::Same,
+            longrope_names: &[],
+        },
+        qk_norm: Some(JOINT_RMS),
+        ..LLAMA
+    },
+    Family {
+        name: "minimax",
+        model_types: &["minimax"],
+        sizes: Sizes {
+            layer_heads: LayerHeads::Hybrid {
+                keys: KINDS,
+                otherwise: Otherwise::Period { period: ("", 2), offset: ("", 0) },
+            },
+            ..llama_sizes(kv(Some(8)), HeadDim::Key(None))
+        },
+        bias: Flag::Never,
+        rope: rotary(1e6, RotaryShare::Channels("rotary_dim", None)),
+        ..LLAMA
+    },
+];

@@ -1,0 +1,169 @@
+//! What rows of the table share.
+
+use super::super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
+use super::{
+    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal,
+    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes,
+};
+
+pub(super) const DECODER_PREFIXES: &[&str] =
+    &["model.", "", "language_model.model.", "model.language_model.", "transformer.", "language_model."];
+pub(super) const HALF: RopeRule = half_split(10_000.0);
+pub(super) const RMS: InputNorm = InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Plain, shift: false };
+pub(super) const RMS_ONE_PLUS: InputNorm = InputNorm { kind: NormKind::RmsNorm, gain: GainForm::OnePlus, shift: false };
+pub(super) const LAYER_NORM: InputNorm = InputNorm { kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: true };
+pub(super) const LAYERS: Count = required(&["num_hidden_layers"]);
+pub(super) const WIDTH: Count = required(&["hidden_size"]);
+pub(super) const HEADS: Count = required(&["num_attention_heads"]);
+pub(super) const OWN_NORM: NormTensor = NormTensor::Own("layers.{i}.input_layernorm");
+pub(super) const SEPARATE: QkvTensors = QkvTensors::Separate {
+    q: "layers.{i}.self_attn.q_proj",
+    k: "layers.{i}.self_attn.k_proj",
+    v: "layers.{i}.self_attn.v_proj",
+};
+pub(super) const BERT_POSITIONS: &[Refusal] = &[Refusal {
+    key: "position_embedding_type",
+    unless: Setting::Text("absolute"),
+    why: "relative position embeddings are added to the logits",
+}];
+
+pub(super) const fn required(keys: &'static [&'static str]) -> Count {
+    Count { keys, default: None }
+}
+
+pub(super) const fn kv(default: Option<usize>) -> KvHeads {
+    KvHeads::Key(Count { keys: &["num_key_value_heads"], default })
+}
+
+pub(super) const fn half_split(theta: f64) -> RopeRule {
+    rotary(theta, RotaryShare::Whole)
+}
+
+pub(super) const fn rotary(theta: f64, share: RotaryShare) -> RopeRule {
+    RopeRule::Rotary {
+        layout: RopeLayout::HalfSplit,
+        theta_keys: &[],
+        theta: Some(theta),
+        share,
+        layers: RopeLayers::Same,
+        longrope_names: &[],
+    }
+}
+
+pub(super) const fn llama_sizes(kv_heads: KvHeads, d_head: HeadDim) -> Sizes {
+    Sizes { layers: LAYERS, d_model: WIDTH, q_heads: HEADS, kv_heads, d_head, layer_heads: LayerHeads::Alike }
+}
+
+pub(super) const fn gpt_sizes(kv_heads: KvHeads) -> Sizes {
+    Sizes {
+        layers: required(&["n_layer", "num_hidden_layers"]),
+        d_model: required(&["n_embd", "hidden_size"]),
+        q_heads: required(&["n_head", "num_attention_heads"]),
+        kv_heads,
+        d_head: HeadDim::Derived,
+        layer_heads: LayerHeads::Alike,
+    }
+}
+
+pub(super) const fn head_rms(gain: GainForm) -> QkNormRule {
+    QkNormRule {
+        when: Flag::Always,
+        norm: QkNorm {
+            scope: QkNormScope::PerHead,
+            kind: NormKind::RmsNorm,
+            gain,
+            shift: false,
+            behind_rotation: false,
+        },
+        q: "layers.{i}.self_attn.q_norm",
+        k: "layers.{i}.self_attn.k_norm",
+        stored: QkNormStored::Shared,
+    }
+}
+
+pub(super) const PARTIAL: &[&str] = &["partial_rotary_factor"];
+pub(super) const PATTERN: &[&str] = &["sliding_window_pattern"];
+
+pub(super) const fn interleaved(theta: f64, share: RotaryShare) -> RopeRule {
+    RopeRule::Rotary {
+        layout: RopeLayout::Interleaved,
+        theta_keys: &[],
+        theta: Some(theta),
+        share,
+        layers: RopeLayers::Same,
+        longrope_names: &[],
+    }
+}
+
+pub(super) const fn sliding_only(layout: RopeLayout, pattern: &'static [&'static str], or_all: bool) -> RopeRule {
+    RopeRule::Rotary {
+        layout,
+        theta_keys: &[],
+        theta: Some(10_000.0),
+        share: RotaryShare::Whole,
+        layers: RopeLayers::Sliding { pattern: (pattern, 4), or_all },
+        longrope_names: &[],
+    }
+}
+
+pub(super) const CLIP: &[Refusal] = &[Refusal {
+    key: "clip_qkv",
+    unless: Setting::False,
+    why: "clipped queries and keys are no linear function of the token, and clipping can raise a logit",
+}];
+
+pub(super) const JOINT_RMS: QkNormRule = QkNormRule {
+    when: Flag::Always,
+    norm: QkNorm {
+        scope: QkNormScope::Joint,
+        kind: NormKind::RmsNorm,
+        gain: GainForm::Plain,
+        shift: false,
+        behind_rotation: false,
+    },
+    q: "layers.{i}.self_attn.q_norm",
+    k: "layers.{i}.self_attn.k_norm",
+    stored: QkNormStored::Flat,
+};
+
+pub(super) const LLAMA: Family = Family {
+    name: "llama",
+    model_types: &["llama"],
+    prefixes: DECODER_PREFIXES,
+    sizes: llama_sizes(kv(None), HeadDim::Key(None)),
+    norm: RMS,
+    norm_tensor: OWN_NORM,
+    bias: Flag::Key("attention_bias", false),
+    rope: HALF,
+    qk_norm: None,
+    scale: ScaleRule::InverseSqrtHead,
+    soft_cap: None,
+    qkv: SEPARATE,
+    refusals: &[],
+};
+
+pub(super) const MISTRAL: Family = Family {
+    name: "mistral",
+    model_types: &["mistral"],
+    sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
+    bias: Flag::Never,
+    ..LLAMA
+};
+
+pub(super) const BERT: Family = Family {
+    name: "bert",
+    model_types: &["bert"],
+    prefixes: &["bert.", ""],
+    sizes: llama_sizes(KvHeads::SameAsQuery, HeadDim::Derived),
+    norm: LAYER_NORM,
+    norm_tensor: NormTensor::Previous { first: "embeddings.LayerNorm", rest: "encoder.layer.{j}.output.LayerNorm" },
+    bias: Flag::Always,
+    rope: RopeRule::None,
+    qkv: QkvTensors::Separate {
+        q: "encoder.layer.{i}.attention.self.query",
+        k: "encoder.layer.{i}.attention.self.key",
+        v: "encoder.layer.{i}.attention.self.value",
+    },
+    refusals: BERT_POSITIONS,
+    ..LLAMA
+};
