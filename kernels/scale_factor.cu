@@ -2,19 +2,24 @@
 // constants, c_q^T G_K c_q. D_HEAD above 64 (macro), Hopper; a block a KV head.
 //
 // Cholesky by 16 rows. A lane a column within them, every warp with the diagonal tile beside, so that none waits for another;
-// the rest of the matrix by mma.sync with the rows as f16 pairs, which are what U is from then on. The upper 16 x 16 tiles lie in shared memory, f32, in the
-// order of an accumulator.
+// the rest of the matrix by mma.sync with the rows as f16 pairs, which are what U is from then on. The upper 16 x 16 tiles lie
+// in shared memory, f32, in the order of an accumulator.
 #include "scale_factor.cuh"
 
 using namespace spectrum;
 
 constexpr u32 WARPS = N > 128 ? 8 : 4, THREADS = WARPS * 32;
 constexpr u32 ROW_BYTES = (EDGE + 8) * 2, ROWS_BYTES = 16 * ROW_BYTES;  // of 16 rows in f16: eight rows touch all banks
-static_assert(THREADS >= SIDE && (WARPS * 32 >= EDGE - 16), "a thread a channel, a lane a column");
+static_assert(THREADS >= SIDE, "a thread a channel, a lane a column");
 // Roundings of the factorisation, in 2^-24 of the lengths of two columns: 16 steps within the rows and the roots' 24, 8 that an
-// entry is a pair and 4 that products of low parts are left out, 16 products and their sum cut off at 2^-23 of the largest, and
-// one f32 operation for every 16 rows.
+// entry is a pair and 4 that products of low parts are left out, 16 products and their sum cut off at 2^-23 of the largest, one
+// f32 operation for every 16 rows, and what is added to the diagonal.
 constexpr u32 FACTOR_DEPTH = 16 + 24 + 8 + 4 + 36 + TILES + 8;
+
+// || |U| ||^2 is at most max_k (sum_j |u_kj| e_j) / d_k times max_j (sum_k |u_kj| d_k) / e_j for any weights above 0 (Schur's
+// test). A triangle's long rows are its first and its long columns its last: with these, all ones give 0.75 N, with ones N.
+__device__ __forceinline__ float row_weight(u32 k) { return 2.f - (float)k * (1.f / SIDE); }
+__device__ __forceinline__ float column_weight(u32 j) { return 1.f + (float)j * (1.f / SIDE); }
 
 struct FactorJob {
   u32 k;        // head in the Gram table
@@ -122,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
   if (thread == 0) {
     const SideSums side = sums_of_warps(parts, WARPS);
     lift = lift_of<FACTOR_DEPTH>(side, squares, shape);
-    // A power of four that keeps the diagonal below 4.
+    // A power of four that keeps the diagonal below 8: with 2^12 no entry of U passes f16, nor does T with 2^11.
     unit = power_of_two(-(max(exponent_of(2.f + lift.added), 1) / 2 * 2));
   }
   // Forms of the query heads that have constants.
@@ -174,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
   __syncthreads();
   const u32 high = ptx::shared_address(rows[0]);
   u8* image = factors + (size_t)blockIdx.x * FACTOR_BYTES;
-  u32 widest = 0;  // largest sum of a row, 2^-20
+  float widest = 0.f;  // largest sum of a row
 #pragma unroll 1
   for (u32 p = 0; p < TILES; p++) {
     {
@@ -201,13 +206,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
           }
         }
         const bool whole = p * 16 + x < N, mine = warp == 0 && lane < 16;
+        const float of_left = column_weight(p * 16 + x), of_right = column_weight(j), of_rows = row_weight(p * 16);
         float of_corner = 0.f, of_column = 0.f;
         const u32 at = high + (p * 16 + x) * 2, next = high + j * 2;
 #pragma unroll
         for (u32 k = 0; k < 16; k++) {
           const float left = mine && k <= x && whole ? corner[k] : 0.f, right = inside && j < N ? column[k] : 0.f;
-          of_corner += fabsf(left), of_column += fabsf(right);
-          const u32 row = __reduce_add_sync(0xffffffffu, __float2uint_ru((fabsf(left) + fabsf(right)) * 0x1p20f));
+          const float of_row = of_rows - k * (1.f / SIDE);
+          of_corner += fabsf(left) * of_row, of_column += fabsf(right) * of_row;
+          // No entry is above 3, no sum of a row 2^12.
+          const u32 row = __reduce_add_sync(0xffffffffu, __float2uint_ru((fabsf(left) * of_left + fabsf(right) * of_right) * 0x1p20f));
           sums_of_rows = lane == k ? row : sums_of_rows;
           const Pair pair = split(left * UP, right * UP);
           if (mine) put_f16(at + k * ROW_BYTES, (u16)pair.high), put_f16(at + ROWS_BYTES + k * ROW_BYTES, (u16)pair.low);
@@ -224,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
       u32 all = 0;
 #pragma unroll
       for (u32 w = 0; w < WARPS; w++) all += row_parts[w][thread];
-      widest = max(widest, all);
+      widest = fmaxf(widest, (float)all * 0x1p-20f * inverse(row_weight(p * 16 + thread)));
     }
     // These rows of U as operands: 16 bytes a thread, zeros left of the diagonal and beyond the head.
     for (u32 i = thread; i < 256 * (GRAM_SIDE - p / 4); i += THREADS) {
@@ -269,8 +277,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
     const u32 which = i / 128 % 2, r = EDGE % 64 + i / 256 * 16 + i / 8 % 16;
     *(uint4*)(last + which * OPERAND_BYTES + r * 128 + (i % 8 << 4)) = {0, 0, 0, 0};
   }
-  u32 tallest = thread < SIDE ? __float_as_uint(lengths[thread]) : 0;  // not negative: their bits are in order
-  tallest = __reduce_max_sync(0xffffffffu, tallest), widest = __reduce_max_sync(0xffffffffu, widest);
+  // Not negative: their bits are in order.
+  u32 tallest = thread < SIDE ? __float_as_uint(lengths[thread] * inverse(column_weight(thread))) : 0;
+  tallest = __reduce_max_sync(0xffffffffu, tallest);
+  widest = __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(widest)));
   if (lane == 0) row_parts[warp][0] = tallest;
   __syncthreads();
   if (thread == 0) {
@@ -279,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
     FactorNotes out;
     out.back = (double)power_of_two(root) * power_of_two(root) / ((1.0 - lift.t) * times);
     out.trace = 1.001f * inverse(lift.scale) * times;
-    out.spread = 1.001f * root_above((float)widest * 0x1p-20f * __uint_as_float(tallest));
+    out.spread = 1.001f * root_above(widest * __uint_as_float(tallest));
     out.norm = fminf(1.001f * root_above((lift.norm + sqrtf((float)N) * lift.added) * times), out.spread);
     out.state = failed ? -1.f : 1.f;
     notes[blockIdx.x] = out;

@@ -12,8 +12,10 @@ using namespace spectrum;
 constexpr bool WIDE = N > 128;
 constexpr u32 GROUPS = GRAM_SIDE, WARPS = 4 * GROUPS, THREADS = 32 * WARPS;
 constexpr u32 PANEL = SIDE * 128;  // 64 columns of X, rows of 128 bytes
-// Below 128 channels the low parts of one half of T meet the high ones of the other.
-constexpr float CUT_T = (N + 28) * 0x1p-23f, CUT_H = (WIDE ? N + 28 : 2 * N + 36) * 0x1p-23f;
+// Of |U| |A| and |U| |T|: products and sums of 16 of them that are cut off, pairs, products of low parts, and values so small that
+// f16 has fewer digits of them. Up to 128 channels the low parts of one half of T meet sums of the high ones of the other.
+// Above, sums of 64 products are f32's.
+constexpr float CUT_T = (WIDE ? 64 + 32 : N + 40) * 0x1p-23f, CUT_H = (WIDE ? 64 + 16 : 2 * N + 36) * 0x1p-23f;
 constexpr float DOWN_T = 0x1p-13f, DOWN_H = 0x1p-23f;
 static_assert(UP == 0x1p12f, "T is kept 2^11 times as large, so that no value passes f16");
 // What may be left open by estimate, of lambda; a fifth of it is on average.
@@ -147,19 +149,37 @@ template <class F> __device__ __forceinline__ void three_products(u32 steps, F m
     k = over ? 0 : k, phase += over;
   } while (phase < 3);
 }
-// d = U_i S^T, asked for: rows `group` of U, from its diagonal on, and 64 rows S of A or T, both in pairs.
-__device__ __forceinline__ void ask(float (&d)[32], u32 factor, u32 slab, u32 group) {
-  const u32 steps = TILES - 4 * group;
+// d = U_i S^T: rows `group` of U, from its diagonal on, and 64 rows S of A or T, both in pairs. Above 128 channels a sum is made for
+// every 64 of them, so that what is cut off is of their products. `beside` is done while the tensor cores work.
+template <class F> __device__ __forceinline__ void multiply(float (&d)[32], u32 factor, u32 slab, u32 group, F beside) {
   // Lower halves of the descriptors, by 16 bytes; blocks of a row follow one another.
   const u32 upper = (u32)(ptx::swizzled_operand(0) >> 32);
-  const u32 u = __shfl_sync(0xffffffffu, ((factor + block_number(group, group) * PAIR_BYTES) & 0x3ffff) >> 4 | 64 << 16, 0);
-  const u32 s = __shfl_sync(0xffffffffu, ((slab + group * PAIR_BYTES) & 0x3ffff) >> 4 | 64 << 16, 0);
+  u32 u = __shfl_sync(0xffffffffu, ((factor + block_number(group, group) * PAIR_BYTES) & 0x3ffff) >> 4 | 64 << 16, 0);
+  u32 s = __shfl_sync(0xffffffffu, ((slab + group * PAIR_BYTES) & 0x3ffff) >> 4 | 64 << 16, 0);
   auto operand = [&](u32 first, u32 k, bool low) { return (u64)upper << 32 | (first + (k / 4 * PAIR_BYTES + low * OPERAND_BYTES + k % 4 * 32) / 16); };
+  auto ask = [&](float (&d)[32], u32 steps) {
+    ptx::keep(d);
+    three_products(steps, [&](u32 k, bool low_u, bool low_s, bool more) {
+      ptx::wgmma_f16_64x64x16<false>(d, operand(u, k, low_u), operand(s, k, low_s), more);
+    });
+    ptx::wgmma_commit();
+  };
+  ask(d, WIDE ? min(TILES - 4 * group, 4) : TILES - 4 * group);
+  beside();
+  ptx::wgmma_wait<0>();
   ptx::keep(d);
-  three_products(steps, [&](u32 k, bool low_u, bool low_s, bool more) {
-    ptx::wgmma_f16_64x64x16<false>(d, operand(u, k, low_u), operand(s, k, low_s), more);
-  });
-  ptx::wgmma_commit();
+  if constexpr (WIDE) {
+    float part[32];
+#pragma unroll 1
+    for (u32 block = group + 1; block < GROUPS; block++) {
+      u += PAIR_BYTES / 16, s += PAIR_BYTES / 16;
+      ask(part, min(TILES - 4 * block, 4));
+      ptx::wgmma_wait<0>();
+      ptx::keep(part);
+#pragma unroll
+      for (u32 n = 0; n < 32; n++) d[n] += part[n];
+    }
+  }
 }
 // d += U_ij T_j^T for up to 128 channels: block (group, j) of U and 64 columns of all of T, the high parts before the low ones.
 __device__ __forceinline__ void add_columns(float (&d)[2][32], u32 factor, u32 slab, u32 group, u32 j) {
@@ -176,11 +196,6 @@ __device__ __forceinline__ void add_columns(float (&d)[2][32], u32 factor, u32 s
   ptx::wgmma_wait<0>();
   ptx::keep(d[0]), ptx::keep(d[1]);
 }
-__device__ __forceinline__ void receive(float (&d)[32]) {
-  ptx::wgmma_wait<0>();
-  ptx::keep(d);
-}
-
 // The largest sum of a row of |S|, of the high parts of what lies in the slab: four threads a row, the first warpgroups alone.
 __device__ __forceinline__ float widest_row(u32 slab) {
   u32 thread;
@@ -371,9 +386,7 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
     publish();
     __syncthreads();
     if (j == 0) ptx::barrier_wait(arrived, parity);
-    ask(d, u, slab, group);
-    of_a = fmaxf(of_a, widest_row(slab));
-    receive(d);
+    multiply(d, u, slab, group, [&] { of_a = fmaxf(of_a, widest_row(slab)); });
     __syncthreads();
     float squares = 0.f;
 #pragma unroll
@@ -402,10 +415,7 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
       store_pairs<false>(h[0], slab + group * PAIR_BYTES);
       publish();
       __syncthreads();
-      if (group <= j) {
-        ask(h[0], u, slab, group);
-        receive(h[0]);
-      }
+      if (group <= j) multiply(h[0], u, slab, group, [] {});
       __syncthreads();
       if (group > j) continue;
 #pragma unroll
@@ -441,10 +451,12 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
   const float4 sums = sums_of_block<WARPS>({of_t, of_h, trace, 0.f}, ends.scratch[1]);
 #pragma unroll
   for (u32 w = 0; w < WARPS; w++) of_a = fmaxf(of_a, ends.wide[w]);
-  // |E_T| <= c |U| |A| and |E_H| <= c |U| |T| entry by entry; the norms of matrices of absolute values by their rows and columns
-  // or by all squares.
-  const float wide_a = fminf(1.001f / UP * of_a, lift.frobenius()), wide_t = fminf(root(sums.x) * 0x1p-11f, notes.spread * wide_a);
-  const float slack = 1.002f * notes.spread * (CUT_T * notes.norm * wide_a + CUT_H * wide_t);
+  // |E_T| <= c |U| |A| and |E_H| <= c |U| |T|^T entry by entry; H is off by U E_T^T + E_H. Norms of matrices of absolute values by
+  // their rows and columns or by all squares. Where half of H stands for all of it, so does half of its error: what holds then is
+  // |U| |A| |U|^T, which is symmetric, and all squares, twice.
+  const float wide_a = fminf(1.001f / UP * of_a, lift.frobenius()), frobenius = (WIDE ? 1.4143f : 1.f) * 0x1p-11f * root(sums.x);
+  const float wide_t = fminf(frobenius, notes.spread * wide_a);
+  const float slack = 1.002f * notes.spread * (CUT_T * (WIDE ? notes.spread : notes.norm) * wide_a + CUT_H * wide_t);
   if constexpr (WIDE) {
     out.trace = sums.z, out.slack = slack, out.fine = 1;
     if (thread == 0) unfinished[index] = out;

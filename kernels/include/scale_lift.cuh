@@ -100,7 +100,7 @@ __device__ __forceinline__ float product_slack(float c, float lengths, float pro
 __device__ __forceinline__ void put_product(double* to, bool fine, float top, float slack, double grown, double traces, u32* status) {
   const double fallback = 1.0001 * traces * grown, result = fine ? ((double)top + slack) * grown * (1.0 + 0x1p-19) : fallback;
   put_lambda(to, result, status);
-  if (result >= fallback && N > 1) atomicOr(status, STATUS_FALLBACK_BOUND);
+  if (result > 0.0 && result >= fallback) atomicOr(status, STATUS_FALLBACK_BOUND);
 }
 // The same where both traces are 1.
 __device__ __forceinline__ void put_product(double* to, bool fine, float top, float slack, const Lift (&lifts)[2], u32* status) {
