@@ -824,7 +824,7 @@ fn bench(names: &[String]) -> Result<()> {
             println!("{},{method},{us:.2},{:.3}", s.name, us / floor);
         };
         report("operand_descales", median_us(&stream, |s| engine.descales(s))?, qkv);
-        let (name, floor) = if engine.one_pass() { ("grams_norms_qkv", qkv) } else { ("grams_qk", qk) };
+        let (name, floor) = if engine.grams_read_values() { ("grams_norms_qkv", qkv) } else { ("grams_qk", qk) };
         report(name, median_us(&stream, |s| engine.grams(s))?, floor);
         if !s.f32 && s.r <= 128 {
             // SAFETY: as above.

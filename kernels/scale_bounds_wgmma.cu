@@ -227,11 +227,10 @@ extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
   __shared__ Links links;
   const u32 x = (ptx::shared_address(memory) + 1023) & ~1023u;
   const Lane at;
-  const Task task = tasks[blockIdx.x];
+  const Task task = tasks[min(blockIdx.x, gridDim.x - 1 - shape.beside)];
   const Job job = {task.kind};
-  // This order is what lets descales and plan read statistics ahead of their own waits.
-  wait_for_previous();
-  let_next_start();
+  // To wait first is what lets products, descales and plan read statistics ahead of their own waits.
+  if (only_waits(shape)) return;
   // A thread a channel.
   const u32 i = threadIdx.x;
   const Known known = known_of(min(i, N - 1), job, stats + task.q_row, stats + task.k_row, shape);

@@ -45,13 +45,15 @@ __device__ float pair_bound(const ChannelStats* s, const Layer& l, u32 p, u32 ro
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
     scale_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, float* operand_bounds,
-                   u32* status, u32 behind) {
+                   u32* status, u32 behind, u32 values_late) {
   extern __shared__ float bounds[];  // one a head of this projection
   const Layer l = layers[blockIdx.x];
   const u32 which = blockIdx.y;
-  // `behind`: the launch in front left the statistics as they were; what comes next waits for both.
+  // `behind`: the launch in front left the statistics as they were, and what comes next reads these alone ahead of its own wait.
+  // `values_late`: but those of V, which a launch beside it makes.
   if (!behind) wait_for_previous();
   let_next_start();
+  if (values_late && which == 2) wait_for_previous();
   if (l.normalised && which < 2) return;
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = l.d_head / 2;
   const u32 first = which == 0 ? l.q_row : which == 1 ? l.k_row : l.v_row;

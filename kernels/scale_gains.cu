@@ -12,6 +12,7 @@
 #include "scale_types.cuh"
 
 enum : u32 { SCALED = 0, PIECES = 1, COLUMNS = 2 };
+constexpr u32 NO_HEAD = 0xffffffff;  // of V
 
 __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
 __device__ __forceinline__ float bf16_value(u16 v) { return __uint_as_float((u32)v << 16); }
@@ -35,14 +36,23 @@ __device__ __forceinline__ u16 f16_above(float v) {
   return d;
 }
 
-// Blocks (projection, 1024 input channels).
+// Blocks (projection, 1024 input channels). `apart`: those of V are for scale_values.cu, in f32 as they are. `status`: where not
+// null, cleared for the launches behind this one.
 extern "C" __global__ void __launch_bounds__(256)
-    scale_gains(const Projection* projections, u8* gains, float2* scales, u32 tiles, u32 form) {
+    scale_gains(const Projection* projections, u8* gains, float2* scales, u32 tiles, u32 form, u32 apart, u32* status) {
   __shared__ u32 most, widest;
   __shared__ float lost[8];
+  let_next_start();
+  if (status && blockIdx.x + blockIdx.y + threadIdx.x == 0) *status = 0;
   const Projection p = projections[blockIdx.x];
   const bool f16 = p.dtype == DTYPE_F16 && form != SCALED, sums = form == COLUMNS;
   auto gain = [&](u32 k) { return p.gain ? load_value(p.gain, p.vector_dtype, k) + p.gain_offset : 1.f; };
+  if (apart && p.first_head == NO_HEAD) {
+    float* own = (float*)gains + (size_t)blockIdx.x * tiles * 128;
+    for (u32 i = blockIdx.y * 1024 + threadIdx.x; i < min(blockIdx.y * 1024 + 1024, tiles * 128); i += 256)
+      own[i] = i < p.d_model ? gain(i) : 0.f;
+    return;
+  }
   if (threadIdx.x == 0) most = widest = 0;
   __syncthreads();
   // Spread over all rows and, by the golden section, over the model dimension.

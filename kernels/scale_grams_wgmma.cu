@@ -5,7 +5,7 @@
 // The model dimension of all tiles of 128 channels, laid end to end, is cut into equal shares, one a block (a share is a
 // list of segments: tile, range). A warp brings 128 input channels at a time through the copy engine; two warpgroups turn
 // them in place into y = f16(s g w), s the projection's power of two, and sum up norms and pair products; two warpgroups
-// multiply: the blocks (0,0) and (0,1), and (1,1).
+// multiply: the blocks (0,0) and (0,1), and (1,1). Where a segment is a whole tile, its channels' statistics are left at once.
 //
 // One product with y on both sides instead of two with a split one. Rounding changes a value of exponent e by at most
 // 2^(e - 11), or 2^-25 below the normal ones, which is summed up for every channel: delta_i >= ||y_i - exact||, so that
@@ -100,7 +100,7 @@ __device__ __forceinline__ void hand_over(u32 barrier) {
 
 // Two warpgroups: y in place, and sums over the segment for every channel.
 __device__ void convert(Pipeline pipe, const Segment* segments, u32 begin, u32 end, const Projection* projections,
-                        const float2* scales, ChannelPart* parts) {
+                        const float2* scales, ChannelPart* parts, ChannelStats* stats) {
   const u32 thread = threadIdx.x - MULTIPLIERS, lane = thread & 31, warp = thread >> 5;
   for (u32 s = begin; s < end; s++) {
     const Segment segment = segments[s];
@@ -157,6 +157,8 @@ __device__ void convert(Pipeline pipe, const Segment* segments, u32 begin, u32 e
       }
       hand_over(pipe.ready + pipe.stage * 8);
     }
+    const u64 biases = projections[segment.projection].bias;  // on its way while warps meet
+    const u32 bias_dtype = projections[segment.projection].vector_dtype;
     // The eight warps of a pair meet in shared memory.
 #pragma unroll
     for (u32 q = 0; q < 2; q++)
@@ -169,9 +171,19 @@ __device__ void convert(Pipeline pipe, const Segment* segments, u32 begin, u32 e
 #pragma unroll
         for (int i = 0; i < 5; i++) total[i] += load4(pipe.meeting + ((c * 5 + i) * 64 + lane + 32 * warp) * 4);
       const float below = (segment.last - segment.first) * TILE * 0x1p-50f;
-      ChannelPart* out = parts + segment.stat;
-      *(float4*)(out + (warp ? a[1] : a[0])) = make_float4(total[0] * back, total[2] * back, (total[3] * 0x1p-22f + below) * back, 0.f);
-      *(float4*)(out + (warp ? b[1] : b[0])) = make_float4(total[1] * back, total[2] * back, (total[4] * 0x1p-22f + below) * back, 0.f);
+      auto put = [&](u32 channel, float norm2, float rounding) {
+        const float pair = total[2] * back;
+        if (!segment.whole) {
+          *(float4*)(parts + segment.stat + channel) = make_float4(norm2, pair, rounding, 0.f);
+          return;
+        }
+        // As `scale_part_stats`.
+        const float bias = biases ? load_value(biases, bias_dtype, segment.first_row + channel) : 0.f;
+        float4* out = (float4*)(stats + segment.stat + channel);
+        out[0] = make_float4(norm2, norm2, pair, bias), out[1] = make_float4(fabsf(bias), 0.f, (float)(rounding * ROUNDINGS), 0.f);
+      };
+      put(warp ? a[1] : a[0], total[0] * back, (total[3] * 0x1p-22f + below) * back);
+      put(warp ? b[1] : b[0], total[1] * back, (total[4] * 0x1p-22f + below) * back);
     }
     asm volatile("bar.sync 1, 256;" ::: "memory");
   }
@@ -234,7 +246,7 @@ __device__ __forceinline__ void multiply(Pipeline pipe, const Segment* segments,
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     scale_grams_wgmma(const Segment* segments, const u32* shares, const Projection* projections, u64 maps,
-                      const float* gains, const float2* scales, u32 tiles, float* partials, ChannelPart* parts) {
+                      const float* gains, const float2* scales, u32 tiles, float* partials, ChannelPart* parts, ChannelStats* stats) {
   extern __shared__ u8 shared[];
   const u32 base = (ptx::shared_address(shared) + 1023) & ~1023u;
   Pipeline pipe;
@@ -266,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     multiply<64, 1>(pipe, segments, begin, end, scales, partials);
   } else if (group < 4) {
     ptx::give_registers<96>();
-    convert(pipe, segments, begin, end, projections, scales, parts);
+    convert(pipe, segments, begin, end, projections, scales, parts, stats);
   } else {
     ptx::give_registers<24>();
     if (threadIdx.x % 128 == 0) load_tiles(pipe, segments, begin, end, maps, gains, tiles);

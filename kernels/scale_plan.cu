@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(256)
         sum += v.w, constant += w.x, absolute += w.y;
       }
     }
-  rounding *= 1.001;  // f32 sums of up to thousands of terms
+  rounding *= ROUNDINGS;
   channel_sums[i] = sum;
   __syncthreads();
   if (i >= tile.rows) return;

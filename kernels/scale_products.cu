@@ -153,6 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIDE == 64 || SIDE == 96 ?
   __shared__ SideSums parts[2][SIDE / 32];
   __shared__ Lift lifts[2];
   __shared__ int failed;
+  if (only_waits(shape)) return;
   const Job job = jobs[blockIdx.x];
   const HeadGram of_q = heads[job.q], of_k = heads[job.k];
   // G_Q + e I, then H; G_K + e I, U = L^T, then L; G_Q L, then, where it is shared memory, the matrices that are squared.

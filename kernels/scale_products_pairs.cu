@@ -12,10 +12,11 @@ using namespace spectrum;
 constexpr bool WIDE = N > 128;
 constexpr u32 GROUPS = GRAM_SIDE, WARPS = 4 * GROUPS, THREADS = 32 * WARPS;
 constexpr u32 PANEL = SIDE * 128;  // 64 columns of X, rows of 128 bytes
-// Of |U| |A| and |U| |T|: products and sums of 16 of them that are cut off, pairs, products of low parts, and values so small that
-// f16 has fewer digits of them. Up to 128 channels the low parts of one half of T meet sums of the high ones of the other.
-// Above, sums of 64 products are f32's.
-constexpr float CUT_T = (WIDE ? 64 + 32 : N + 40) * 0x1p-23f, CUT_H = (WIDE ? 64 + 16 : 2 * N + 36) * 0x1p-23f;
+// Of |U| |A| and |U| |T|: products and sums of 16 of them that are cut off, pairs and products of low parts. Up to 128 channels the
+// low parts of one half of T meet sums of the high ones of the other; above, f32 adds up sums of 64 products. And values of A
+// and T so small that f16 has fewer digits of them.
+constexpr float CUT_T = (WIDE ? 64 + 12 : N + 28) * 0x1p-23f, CUT_H = (WIDE ? 64 + 12 : 2 * N + 36) * 0x1p-23f;
+constexpr float SMALL_A = N * 0x1p-37f, SMALL_T = N * 0x1p-36f;
 constexpr float DOWN_T = 0x1p-13f, DOWN_H = 0x1p-23f;
 static_assert(UP == 0x1p12f, "T is kept 2^11 times as large, so that no value passes f16");
 // What may be left open by estimate, of lambda; a fifth of it is on average.
@@ -456,7 +457,7 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
   // |U| |A| |U|^T, which is symmetric, and all squares, twice.
   const float wide_a = fminf(1.001f / UP * of_a, lift.frobenius()), frobenius = (WIDE ? 1.4143f : 1.f) * 0x1p-11f * root(sums.x);
   const float wide_t = fminf(frobenius, notes.spread * wide_a);
-  const float slack = 1.002f * notes.spread * (CUT_T * (WIDE ? notes.spread : notes.norm) * wide_a + CUT_H * wide_t);
+  const float slack = 1.002f * notes.spread * ((WIDE ? notes.spread : notes.norm) * (CUT_T * wide_a + SMALL_A) + CUT_H * wide_t + SMALL_T);
   if constexpr (WIDE) {
     out.trace = sums.z, out.slack = slack, out.fine = 1;
     if (thread == 0) unfinished[index] = out;

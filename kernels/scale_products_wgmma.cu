@@ -278,6 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
   const u32 x = (ptx::shared_address(memory) + 1023) & ~1023u;
   float* u = (float*)(memory + (x - ptx::shared_address(memory)) + 2 * OPERAND_BYTES);
   const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  if (only_waits(shape)) return;
   const Job job = jobs[blockIdx.x];
   const HeadGram of_q = heads[job.q], of_k = heads[job.k];
   if (threadIdx.x == 0) failed = 0;

@@ -156,6 +156,12 @@ pub fn project(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens
         }
         normalise(values, true)?;
     }
+    if let Some(temperature) = own.temperature {
+        for (position, token) in projected.q.chunks_exact_mut(n_q * r).enumerate() {
+            let factor = temperature.factor(position) as f32;
+            token.iter_mut().for_each(|x| *x *= factor);
+        }
+    }
     Ok(projected)
 }
 

@@ -29,8 +29,10 @@ pub struct LayerGeometry<'a> {
     pub d_model: usize,
     /// Head dimension r.
     pub d_head: usize,
-    /// Softmax scale tau.
+    /// Softmax scale tau, times the largest factor on the query where one grows with the position.
     pub softmax_scale: f64,
+    /// That factor; q is cast with it. The operators of q are without.
+    pub query_factor: f64,
     /// Soft-cap of the logits.
     pub soft_cap: Option<f64>,
     /// Query operators, `n_q`.
@@ -197,7 +199,8 @@ impl<'a> LayerGeometry<'a> {
             layer,
             d_model: spec.d_model,
             d_head: r,
-            softmax_scale: own.softmax_scale,
+            softmax_scale: own.logit_scale(),
+            query_factor: own.query_factor(),
             soft_cap: spec.soft_cap,
             q: operators(weights.q, own.n_q_heads, spec.bias.q, &channel_scale)?,
             k: operators(weights.k, own.n_kv_heads, spec.bias.k, &channel_scale)?,

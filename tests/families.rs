@@ -263,7 +263,10 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                 match case.kind {
                     // Layers 0 and 2 are sliding ones, and only those are rotated.
                     "cohere2" | "exaone4" | "exaone_moe" | "granite bases" if i % 2 == 1 => {}
-                    "cohere" | "cohere2" | "helium" => rope_interleaved(head, &frequencies(10_000.0, R), position),
+                    "llama4" if i % 2 == 1 => {}
+                    "cohere" | "cohere2" | "helium" | "llama4" => {
+                        rope_interleaved(head, &frequencies(10_000.0, R), position)
+                    }
                     "glm4" => rope_interleaved(head, &frequencies(10_000.0, R / 2), position),
                     "granite fixed" | "llama fixed" | "nemotron_h" => {}
                     "phi" | "glm4_moe" | "llama half" | "nemotron" | "minimax_m2" | "qwen3_next" => {
@@ -293,6 +296,13 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     all.iter_mut().for_each(|head| *head = rms_norm(head, gain, 0.0));
                 }
             }
+            // Llama 4 counts positions from 1, and only layers without rotation grow.
+            let growth = match case.kind {
+                "llama grows" => 1.0 + 0.1 * (1.0 + (position / 16.0).floor()).ln(),
+                "llama4" if i % 2 == 1 => 1.0 + 0.2 * (1.0 + ((position + 1.0) / 16.0).floor()).ln(),
+                _ => 1.0,
+            };
+            q.iter_mut().flatten().for_each(|x| *x *= growth);
             if family == "nanochat" {
                 q.iter_mut().chain(&mut k).for_each(|head| *head = rms_norm(head, &[1.0; R], 0.0));
             }
@@ -346,7 +356,7 @@ fn every_family_computes_what_the_raw_tensors_say() {
                         .collect()
                 })
                 .collect();
-            let positions = [3.0, 41.0];
+            let positions = [47.0, 15.0];
             let want: Vec<Out> =
                 tokens.iter().zip(positions).map(|(x, m)| reference(case, &tensors, own, x, m)).collect();
             let got: Vec<_> = tokens
@@ -439,6 +449,8 @@ fn every_family_has_a_case() {
         "flex_olmo",
         "nanochat",
         "persimmon",
+        "ministral3",
+        "llama4",
         "qwen3_next",
         "qwen3_5",
         "lfm2",

@@ -45,6 +45,10 @@ fn variants() -> Vec<Request> {
             }
             continue;
         }
+        if source == sources::VALUES {
+            all.extend([0, 1].map(|f16| Request::new(source, Arch::SM90A).define("F16", f16)));
+            continue;
+        }
         if source == sources::BOUNDS_WIDE {
             all.extend([136, 192, 200, 256].map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
             continue;

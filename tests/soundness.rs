@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::cases::{LAYERS, cases, draw};
+use common::cases::{cases, draw};
 use common::fixtures::write_checkpoint;
 use common::forward::{Qkv, dot, forward_qkv_at, logit, norm_output, random_x_hat, to_sphere};
 use common::planted::{Planted, rope, spec};
@@ -163,7 +163,7 @@ fn every_layer(mut check: impl FnMut(&AttentionSpec, &LayerWeights<'_>, &str)) {
         let folder = tempfile::tempdir().unwrap();
         write_checkpoint(folder.path(), &case.config, &draw(case, 900 + number as u64), case.dtype, case.shards);
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
-        for layer in [0, LAYERS - 1] {
+        for layer in [0, checkpoint.spec().layers.len() - 1] {
             let label = format!("{} ({}) layer {layer}", case.name, case.kind);
             check(checkpoint.spec(), &checkpoint.layer(layer).unwrap(), &label);
         }
@@ -240,7 +240,7 @@ fn forward_bf16(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &[f64],
             .collect()
     };
     let normalise = |heads: Vec<Vec<f64>>, vectors: &Option<sigmascale::model::NormVectors>| -> Vec<Vec<f64>> {
-        let (Some(norm), Some(vectors)) = (&spec.qk_norm, vectors) else { return heads };
+        let Some(norm) = &spec.qk_norm else { return heads };
         let r = spec.layers[weights.layer].d_head;
         let hats: Vec<Vec<f64>> = match norm.scope {
             QkNormScope::Joint => to_sphere(norm.kind, &heads.concat()).chunks(r).map(<[f64]>::to_vec).collect(),
@@ -251,6 +251,7 @@ fn forward_bf16(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &[f64],
             .map(|(h, hat)| {
                 (0..r)
                     .map(|c| {
+                        let Some(vectors) = vectors else { return round(hat[c]) };
                         let at = if vectors.gain.len() == r { c } else { h * r + c };
                         let g = if norm.gain == GainForm::OnePlus { 1.0 + vectors.gain[at] } else { vectors.gain[at] };
                         round(g * round(hat[c]) + vectors.shift.as_ref().map_or(0.0, |s| s[at]))

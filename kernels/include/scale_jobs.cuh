@@ -27,8 +27,20 @@ struct Shape {
   float rope_factor;
   float rounding;                          // c
   u32 one_sided;                           // 1: one side of the products that made the Grams was rounded, 0: both
+  u32 beside;                              // see `only_waits`
 };
-static_assert(sizeof(Job) == 16 && sizeof(Shape) == 28, "host mirror");
+static_assert(sizeof(Job) == 16 && sizeof(Shape) == 32, "host mirror");
+
+// Waits for the launch in front and lets the next one start. `beside`: that launch leaves what is read here as it is, and let
+// this one start only when all of that was there. Then nothing is waited for but by one block more than there are jobs, to
+// which this returns true: so who waits for this launch waits for that one too.
+__device__ __forceinline__ bool only_waits(const Shape& shape) {
+  const bool last = shape.beside && blockIdx.x + 1 == gridDim.x;
+  if (last) let_next_start();
+  if (last || !shape.beside) wait_for_previous();
+  if (!last) let_next_start();
+  return last;
+}
 
 // Parts of Grams: the upper 64 x 64 blocks one after another, row-major.
 constexpr u32 GRAM_SIDE = (spectrum::N + 63) / 64, GRAM_BLOCKS = GRAM_SIDE * (GRAM_SIDE + 1) / 2;

@@ -58,6 +58,18 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 bytes, 
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+// The same for what is read once, and is to leave the second-level cache to others.
+__device__ __forceinline__ u64 read_once() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy_tile(u32 to, u64 map, u32 x, u32 y, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(policy)
+      : "memory");
+}
 
 // Descriptor of a shared-memory operand in 128-byte swizzled rows; atoms of 8 rows lie 1024 bytes apart. `next`: bytes from one
 // run of 64 values to the next where these are contiguous along the operand's side.

@@ -9,14 +9,17 @@ struct Segment {
   u32 first, last;  // tiles
   u32 slot;         // of the first head's partial Gram
   u32 heads;        // heads whose Grams are wanted; 0: norms only
-  u32 stat;         // first row of this segment's channel parts
-  u32 pad;
+  u32 stat;         // first row of this segment's channel parts, or of its channels' statistics
+  u32 whole;        // 1: nobody else has tiles of these channels, so their statistics are known here
 };
 
 // What one segment (or one block's share of it) saw of one channel. Sums are there where the norm has a mean or a shift.
 struct ChannelPart {
   float norm2, pair, rounding, sum, constant, absolute, pad[2];
 };
+
+// What f32 sums of thousands of roundings may be short of, as a factor.
+constexpr double ROUNDINGS = 1.001;
 
 // Where the parts of a head's Gram lie, `stride` slots apart; their sum is the Gram.
 struct HeadGram {

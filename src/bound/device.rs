@@ -40,7 +40,7 @@ impl LayerBounds {
             return Err(Error::mismatch(format_args!("{}: bounds of another model than layer {layer}'s", spec.name)));
         }
         let constants = isotropic(spec, tail)?;
-        let (d, tau) = (spec.d_model as f64, own.softmax_scale);
+        let (d, tau) = (spec.d_model as f64, own.logit_scale());
         let heads = heads.iter().map(|head| {
             let sigma = f64::from(head.sigma);
             // The kernel `policy_plan` does these operations in this order.

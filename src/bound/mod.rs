@@ -90,6 +90,10 @@ pub struct OperandBound {
 }
 
 impl OperandBound {
+    fn times(self, factor: f64) -> Self {
+        Self { exact: self.exact * factor, rounded: self.rounded * factor }
+    }
+
     /// The descale under which no value can overflow E4M3.
     ///
     /// # Errors
@@ -161,6 +165,7 @@ impl LayerBounds {
             };
             heads.push(bounds.capped(geometry.soft_cap));
         }
+        let q = q.into_iter().map(|bound| bound.times(geometry.query_factor)).collect();
         let bounds = Self { layer: geometry.layer, heads, q, k, v };
         bounds.check().map_err(|error| error.within(format_args!("{} layer {}", spec.name, geometry.layer)))?;
         Ok(bounds)

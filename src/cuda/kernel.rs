@@ -26,6 +26,19 @@ impl Module {
         Ok(Kernel { inner, name })
     }
 
+    /// An entry point that overlaps with others of the kind. A multiprocessor changes how it divides its first-level memory only
+    /// when it is idle; these ask for the same division, the largest part as shared memory, so none has to wait for that.
+    ///
+    /// # Errors
+    /// If the source has none of that name.
+    pub(super) fn overlapping_kernel(&self, name: &'static str) -> Result<Kernel> {
+        let kernel = self.kernel(name)?;
+        let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        let doing = format_args!("asking for shared memory for {name}");
+        kernel.inner.set_attribute(attribute, 100).map_err(failed(doing))?;
+        Ok(kernel)
+    }
+
     /// The value of an `int` that the source declares `__constant__`. Synchronous.
     ///
     /// # Errors

@@ -25,6 +25,8 @@ sources! {
     GAINS = "scale_gains";
     /// Channel statistics.
     NORMS = "scale_norms";
+    /// Norms of V channels, beside the certificates.
+    VALUES = "scale_values";
     /// Operand descales from channel statistics.
     DESCALES = "scale_descales";
     /// Grams of any head, without tensor cores.

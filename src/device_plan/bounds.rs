@@ -32,7 +32,7 @@ pub(super) fn to_device(
     let constants = crate::bound::isotropic(spec, tail)?;
     let (mut heads, mut operands) = (Vec::new(), Vec::new());
     for (own, bounds) in spec.layers.iter().zip(layers) {
-        let (tau, n_kv) = (own.softmax_scale, own.n_kv_heads);
+        let (tau, n_kv) = (own.logit_scale(), own.n_kv_heads);
         for head in &bounds.heads {
             let missing = || {
                 Error::unsupported(format_args!(
@@ -115,6 +115,12 @@ fn projection<'a>(input: &'a Projection<'a>) -> HostProjection<'a> {
 /// [`ScaleEngine::over`].
 pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeights<'_>]) -> Result<ScaleEngine> {
     spec.check()?;
+    if let Some(own) = spec.layers.iter().find(|own| own.query_factor() != 1.0) {
+        return Err(Error::unsupported(format_args!(
+            "{} layer {}: a factor on the query that grows with the position is not known on the device",
+            spec.name, own.number
+        )));
+    }
     let host: Vec<HostLayer<'_>> = layers
         .iter()
         .map(|weights| {

@@ -283,7 +283,7 @@ fn setup(spec: &AttentionSpec, config: &PolicyConfig, shape: &PolicyShape, tail:
         logit_target,
         operand_target,
         soft_cap: spec.soft_cap,
-        softmax_scales: spec.layers.iter().map(|layer| layer.softmax_scale).collect(),
+        softmax_scales: spec.layers.iter().map(|layer| layer.logit_scale()).collect(),
         keep,
     })
 }

@@ -6,10 +6,11 @@
 //! changes the logits. Sizes are capped before anything is allocated from them.
 
 use super::families::{
-    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, LayerHeads, NormTensor, REFUSED, ScaleRule, WRAPPERS, family,
+    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, LayerHeads, NormTensor, REFUSED, ScaleRule, TemperatureRule,
+    WRAPPERS, family,
 };
 use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, read_capped, refuse, shorten, too_large};
-use super::spec::{AttentionSpec, LayerSpec, QkvBias};
+use super::spec::{AttentionSpec, LayerSpec, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -168,10 +169,14 @@ impl<'a> Keys<'a> {
             || self.flag("use_bidirectional_attention")?.unwrap_or(false);
         let rope = self.rope(family, layers, d_head, max_positions)?;
         let scales = self.softmax_scale(&family.scale, layers, d_head)?;
+        let temperature = self.temperature(family.temperature, max_positions)?;
+        let tempered = |rope: &Option<Rope>| {
+            temperature.filter(|_| rope.is_none() || family.temperature != TemperatureRule::Llama4)
+        };
         let parts = rope.into_iter().zip(scales).enumerate();
         let own = heads.into_iter().zip(parts).filter_map(|(heads, (number, (rope, softmax_scale)))| {
-            let (n_q_heads, n_kv_heads) = heads?;
-            Some(LayerSpec { number, n_q_heads, n_kv_heads, d_head, rope, softmax_scale })
+            let ((n_q_heads, n_kv_heads), temperature) = (heads?, tempered(&rope));
+            Some(LayerSpec { number, n_q_heads, n_kv_heads, d_head, rope, softmax_scale, temperature })
         });
         let spec = AttentionSpec {
             name: name_of(file),
@@ -213,13 +218,63 @@ impl<'a> Keys<'a> {
         }
         let full = |value: &Value| match value.as_str() {
             Some("full_attention") => Ok(true),
-            Some("sliding_attention") => Ok(false),
+            // Chunks, like windows, are a mask.
+            Some("sliding_attention" | "chunked_attention") => Ok(false),
             _ => Err(refuse(
                 self.file,
                 format_args!("layer type {} is not known to be softmax attention", shorten(&value.to_string())),
             )),
         };
         list.iter().map(full).collect::<Result<Vec<bool>>>().map(Some)
+    }
+
+    fn temperature(&self, rule: TemperatureRule, positions: Option<usize>) -> Result<Option<Temperature>> {
+        let missing = |key: &str| Error::format(self.file, format_args!("`{key}` is missing"));
+        let positions = || positions.ok_or_else(|| missing("max_position_embeddings"));
+        match rule {
+            TemperatureRule::None => Ok(None),
+            TemperatureRule::Llama4 => {
+                // A boolean, or in older configs a number that is not 0.
+                let tuned = self
+                    .get("attn_temperature_tuning")
+                    .is_none_or(|v| *v != Value::from(0) && *v != Value::from(false));
+                if !tuned {
+                    return Ok(None);
+                }
+                let strength = self.not_negative("attn_scale")?.unwrap_or(0.1);
+                let period = self.whole("floor_scale")?.unwrap_or(8192);
+                Ok(Some(Temperature { strength, period, shift: 1, positions: positions()? }))
+            }
+            TemperatureRule::Ministral3 => {
+                let settings = match self.object("rope_parameters")? {
+                    Some(map) => Some(map),
+                    None => self.object("rope_scaling")?,
+                };
+                let settings = Keys { map: settings.ok_or_else(|| missing("rope_parameters"))?, file: self.file };
+                let Some(strength) = settings.not_negative("llama_4_scaling_beta")? else { return Ok(None) };
+                let key = "original_max_position_embeddings";
+                let period = settings.count(key, MAX_POSITIONS)?.ok_or_else(|| missing(key))?;
+                Ok(Some(Temperature { strength, period, shift: 0, positions: positions()? }))
+            }
+        }
+    }
+
+    fn not_negative(&self, key: &str) -> Result<Option<f64>> {
+        match self.number(key)? {
+            Some(x) if x < 0.0 => {
+                Err(Error::format(self.file, format_args!("`{key}` must not be negative, and is {x}")))
+            }
+            other => Ok(other),
+        }
+    }
+
+    /// A count that may be written as `8192.0`.
+    fn whole(&self, key: &str) -> Result<Option<usize>> {
+        match self.positive(key)? {
+            Some(x) if x.fract() == 0.0 && x <= MAX_POSITIONS as f64 => Ok(Some(x as usize)),
+            Some(x) => Err(Error::format(self.file, format_args!("`{key}` must be a whole number, and is {x}"))),
+            None => Ok(None),
+        }
     }
 
     fn softmax_scale(&self, rule: &ScaleRule, layers: usize, d_head: usize) -> Result<Vec<f64>> {

@@ -35,6 +35,8 @@ pub(crate) struct Family {
     pub qk_norm: Option<QkNormRule>,
     /// Softmax scale.
     pub scale: ScaleRule,
+    /// Factor on the query that grows with the position.
+    pub temperature: TemperatureRule,
     /// Key of the logits' soft-cap and its value when the key is absent.
     pub soft_cap: Option<(&'static str, Option<f64>)>,
     /// Projections.
@@ -185,6 +187,17 @@ pub(crate) enum QkNormStored {
     Nothing,
 }
 
+/// Factor on the query that grows with the position.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum TemperatureRule {
+    None,
+    /// Llama 4: in layers without rotation, `attn_scale` over `floor_scale` positions unless `attn_temperature_tuning` is
+    /// false.
+    Llama4,
+    /// Ministral 3: `llama_4_scaling_beta` and the original length among the rotation's settings.
+    Ministral3,
+}
+
 /// Softmax scale.
 pub(crate) enum ScaleRule {
     /// d_head^-1/2.
@@ -257,11 +270,6 @@ pub(crate) static COMMON_REFUSALS: &[Refusal] = &[
         why: "the query is multiplied by a factor that grows with the position",
     },
     Refusal { key: "use_mrope", unless: Setting::False, why: "rotation by several position axes is not known" },
-    Refusal {
-        key: "attn_temperature_tuning",
-        unless: Setting::False,
-        why: "the query is multiplied by a factor that grows with the position",
-    },
 ];
 
 /// Model types that are known and cannot be bounded, each with the reason.
@@ -281,9 +289,6 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
     ("deberta-v2", RELATIVE),
     ("mpnet", RELATIVE),
     ("xlnet", RELATIVE),
-    ("ministral3", "its query is multiplied by a factor that grows with the position"),
-    ("llama4", "its query is multiplied by a factor that grows with the position"),
-    ("llama4_text", "its query is multiplied by a factor that grows with the position"),
     ("gemma3n", SHARED_KV),
     ("gemma3n_text", SHARED_KV),
     ("gemma4", WIDE_HEADS),
@@ -337,6 +342,7 @@ pub(crate) static WRAPPERS: &[Wrapper] = &[
     Wrapper { model_type: "qwen2_5_vl", text: "qwen2_5_vl_text", flat: true },
     Wrapper { model_type: "qwen3_vl", text: "qwen3_vl_text", flat: false },
     Wrapper { model_type: "qwen3_vl_moe", text: "qwen3_vl_moe_text", flat: false },
+    Wrapper { model_type: "llama4", text: "llama4_text", flat: false },
     Wrapper { model_type: "qwen3_5", text: "qwen3_5_text", flat: false },
     Wrapper { model_type: "qwen3_5_moe", text: "qwen3_5_moe_text", flat: false },
 ];

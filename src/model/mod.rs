@@ -31,6 +31,7 @@ pub use shards::fuzz_safetensors;
 pub use source::ModelSource;
 pub use spec::{
     AttentionSpec, GainForm, InputNorm, LayerSpec, NormKind, QkNorm, QkNormScope, QkvBias, Rope, RopeLayout,
+    Temperature,
 };
 pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOptions};
 pub use weights::{LayerWeights, NormVectors, Projection};

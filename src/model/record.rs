@@ -1,6 +1,6 @@
 //! What files hold of an [`AttentionSpec`].
 
-use super::spec::{AttentionSpec, InputNorm, LayerSpec, QkNorm, QkvBias, Rope};
+use super::spec::{AttentionSpec, InputNorm, LayerSpec, QkNorm, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -67,6 +67,9 @@ pub(super) struct SpecRecord {
     rope: Vec<Option<Rope>>,
     qk_norm: Option<QkNorm>,
     softmax_scale: Vec<f64>,
+    /// Where a layer has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    temperature: Option<Vec<Option<Temperature>>>,
     soft_cap: Option<f64>,
     max_positions: Option<usize>,
 }
@@ -82,6 +85,10 @@ impl From<AttentionSpec> for SpecRecord {
             n_kv_heads: PerLayer::new(layers.iter().map(|layer| layer.n_kv_heads)),
             d_head: PerLayer::new(layers.iter().map(|layer| layer.d_head)),
             softmax_scale: layers.iter().map(|layer| layer.softmax_scale).collect(),
+            temperature: layers
+                .iter()
+                .any(|layer| layer.temperature.is_some())
+                .then(|| layers.iter().map(|layer| layer.temperature).collect()),
             rope: spec.layers.into_iter().map(|layer| layer.rope).collect(),
             name: spec.name,
             family: spec.family,
@@ -109,6 +116,11 @@ impl TryFrom<SpecRecord> for AttentionSpec {
         }
         let each =
             |field: &str, counts: &PerLayer| counts.each(layers).map_err(|e| e.within(format_args!("`{field}`")));
+        let temperature = record.temperature.unwrap_or_else(|| vec![None; layers]);
+        if temperature.len() != layers {
+            let entries = temperature.len();
+            return Err(Error::mismatch(format_args!("`temperature` has {entries} entries for {layers} layers")));
+        }
         let n_q_heads = each("n_q_heads", &record.n_q_heads)?;
         let n_kv_heads = each("n_kv_heads", &record.n_kv_heads)?;
         let d_head = each("d_head", &record.d_head)?;
@@ -125,6 +137,7 @@ impl TryFrom<SpecRecord> for AttentionSpec {
                     d_head: d_head[at],
                     rope,
                     softmax_scale,
+                    temperature: temperature[at],
                 }
             });
         Ok(Self {

@@ -3,7 +3,7 @@
 //! Bounds need the first three. The angles are for a forward and the exact scan over positions, and are left out where
 //! they depend on the length of the sequence (dynamic scaling, LongRoPE).
 
-use super::families::{Count, Family, RopeLayers, RopeRule, RotaryShare};
+use super::families::{Count, Family, RopeLayers, RopeRule, RotaryShare, TemperatureRule};
 use super::keys::{Keys, MAX_D_MODEL, MAX_LAYERS, MAX_POSITIONS, refuse, shorten};
 use super::spec::Rope;
 use crate::error::{Error, Result};
@@ -55,7 +55,14 @@ impl<'a> Keys<'a> {
             }
             let angles = Angles { base, rotary_dim, max_positions };
             let (mut attention_factor, mut inv_freq) = match settings {
-                Some(settings) => angles.scaled(settings, *self, longrope_names)?,
+                Some(settings) => {
+                    let beta = "llama_4_scaling_beta";
+                    if settings.get(beta).is_some() && family.temperature != TemperatureRule::Ministral3 {
+                        let rule = format_args!("`{beta}` is refused: this family is not known to scale its queries");
+                        return Err(refuse(self.file, rule));
+                    }
+                    angles.scaled(settings, *self, longrope_names)?
+                }
                 None => (1.0, angles.plain()),
             };
             // Releases differ on which of the two keys counts: the larger factor covers both.
@@ -133,7 +140,7 @@ impl<'a> Keys<'a> {
             }
             RopeLayers::NoRope { interval: (key, default) } => {
                 let rope = make(common, common_base)?;
-                let rotated: Vec<bool> = match self.array("no_rope_layers")? {
+                let rotated: Vec<bool> = match self.array("no_rope_layers")?.filter(|list| !list.is_empty()) {
                     Some(list) => {
                         if list.len() < layers {
                             return Err(Error::format(
@@ -225,12 +232,6 @@ impl Angles {
             Some(kind) => kind,
             None => settings.text("type")?.unwrap_or("default"),
         };
-        if settings.get("llama_4_scaling_beta").is_some() {
-            return Err(refuse(
-                settings.file,
-                "`llama_4_scaling_beta` is refused: the query is multiplied by a factor that grows with the position",
-            ));
-        }
         let kind = if longrope_names.contains(&kind) { "longrope" } else { kind };
         let (mut factor, mut angles) = self.scaled_by(kind, settings, config)?;
         if kind != "default" {

@@ -49,9 +49,62 @@ pub struct LayerSpec {
     pub rope: Option<Rope>,
     /// Softmax scale tau.
     pub softmax_scale: f64,
+    /// What multiplies the query, behind rotation and norm, as positions grow.
+    pub temperature: Option<Temperature>,
+}
+
+/// A factor on the query at position m: `1 + strength ln(1 + floor((m + shift) / period))` (Llama 4, Ministral 3).
+///
+/// ```
+/// use sigmascale::model::Temperature;
+/// let t = Temperature { strength: 0.1, period: 8192, shift: 1, positions: 16384 };
+/// assert_eq!((t.factor(0), t.factor(8190)), (1.0, 1.0));
+/// assert_eq!(t.largest(), 1.0 + 0.1 * 3f64.ln());
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Temperature {
+    /// Multiplies the logarithm; not negative.
+    pub strength: f64,
+    /// Positions between two steps.
+    pub period: usize,
+    /// Added to the position.
+    pub shift: usize,
+    /// Longest sequence of the config. Bounds hold up to it.
+    pub positions: usize,
+}
+
+impl Temperature {
+    /// The factor at a position.
+    pub fn factor(&self, position: usize) -> f64 {
+        1.0 + self.strength * (1.0 + (position.saturating_add(self.shift) / self.period) as f64).ln()
+    }
+
+    /// The largest factor, that of the last position.
+    pub fn largest(&self) -> f64 {
+        self.factor(self.positions.saturating_sub(1))
+    }
+
+    fn check(&self) -> std::result::Result<(), String> {
+        if self.period == 0 || self.positions == 0 || !(self.strength.is_finite() && self.strength >= 0.0) {
+            return Err(format!(
+                "`temperature` needs a period, positions and a strength of 0 or more, and is {self:?}"
+            ));
+        }
+        Ok(())
+    }
 }
 
 impl LayerSpec {
+    /// Largest factor on the query; 1 without one.
+    pub fn query_factor(&self) -> f64 {
+        self.temperature.map_or(1.0, |temperature| temperature.largest())
+    }
+
+    /// Softmax scale times the largest factor on the query: what a bound on the logits of the plain q and k is multiplied by.
+    pub fn logit_scale(&self) -> f64 {
+        self.softmax_scale * self.query_factor()
+    }
+
     /// Query heads that share one key/value head.
     pub fn group(&self) -> usize {
         self.n_q_heads / self.n_kv_heads
@@ -70,6 +123,7 @@ impl LayerSpec {
         if !is_positive(self.softmax_scale) {
             return Err(format!("`softmax_scale` {} must be finite and greater than zero", self.softmax_scale));
         }
+        self.temperature.map_or(Ok(()), |temperature| temperature.check())?;
         let Some(rope) = &self.rope else { return Ok(()) };
         // Channels are taken two by two, rotated or not.
         if rope.rotary_dim > self.d_head || !(rope.rotary_dim.is_multiple_of(2) && self.d_head.is_multiple_of(2)) {

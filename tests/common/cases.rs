@@ -204,6 +204,23 @@ pub fn cases() -> Vec<Case> {
         Case { bias: true, ..grouped("qwen2_5_vl", "llama", json!({})) },
         Case { bias: true, ..wrapped("qwen2_vl", "qwen2_vl_text", "llama", "model.language_model.", &json!({})) },
         wrapped("qwen3_vl", "qwen3_vl_text", "qwen3", "model.language_model.", &json!({})),
+        grouped(
+            "ministral3",
+            "llama grows",
+            json!({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1,
+                "original_max_position_embeddings": 16}}),
+        ),
+        Case {
+            prefix: "model.language_model.",
+            ..wrapped(
+                "llama4",
+                "llama4_text",
+                "llama4",
+                "language_model.model.",
+                &json!({"no_rope_layer_interval": 2,
+                "use_qk_norm": false, "attn_temperature_tuning": 4, "attn_scale": 0.2, "floor_scale": 16}),
+            )
+        },
         grouped("ministral", "llama", json!({"layer_types": vec!["sliding_attention"; LAYERS]})),
         grouped("cwm", "llama", json!({})),
         Case { bias: true, ..grouped("solar_open", "llama", json!({"attention_bias": true})) },

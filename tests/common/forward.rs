@@ -29,7 +29,12 @@ pub fn forward_qkv(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &[f6
         Some(rope) => rope.inv_freq.as_ref().expect("angles").iter().map(|w| w * position).collect(),
         None => Vec::new(),
     };
-    forward_qkv_at(spec, weights, x_hat, &angles)
+    let mut out = forward_qkv_at(spec, weights, x_hat, &angles);
+    if let Some(temperature) = &spec.layers[weights.layer].temperature {
+        let factor = temperature.factor(position as usize);
+        out.q.iter_mut().flatten().for_each(|x| *x *= factor);
+    }
+    out
 }
 
 /// The same with the angle of each rotated pair given outright: bounds must hold for any.

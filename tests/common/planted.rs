@@ -36,6 +36,7 @@ pub fn spec(d: usize, r: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
             d_head: r,
             rope: None,
             softmax_scale: 1.0 / (r as f64).sqrt(),
+            temperature: None,
         }],
         d_model: d,
         norm: InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Plain, shift: false },

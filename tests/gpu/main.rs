@@ -19,6 +19,7 @@ mod lost;
 mod mixed;
 mod policies;
 mod power;
+mod products;
 mod qk_norm;
 mod small;
 mod weights;
@@ -42,6 +43,7 @@ fn main() -> ExitCode {
         mixed::tests(),
         policies::tests(),
         power::tests(),
+        products::tests(),
         qk_norm::tests(),
         lost::tests(),
     ];

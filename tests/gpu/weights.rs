@@ -138,11 +138,20 @@ pub struct Layer {
     pub input: LayerInput,
 }
 
-fn encode(values: &[f32], dtype: Dtype) -> Vec<u8> {
+pub fn encode(values: &[f32], dtype: Dtype) -> Vec<u8> {
     match dtype {
         Dtype::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
         Dtype::F16 => values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect(),
         Dtype::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+    }
+}
+
+pub fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
+    let halves = bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
+    match dtype {
+        Dtype::Bf16 => halves.map(|b| bf16::from_le_bytes(b).to_f32()).collect(),
+        Dtype::F16 => halves.map(|b| f16::from_le_bytes(b).to_f32()).collect(),
+        Dtype::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
     }
 }
 

@@ -321,6 +321,8 @@ def _layer(spec, names, index, prefix, parameters, modules):
                 f"{(place['channels'], spec['d_model'])}"
             )
         weights[key], biases[key], heads[key] = weight, bias, place["heads"]
+    if (spec.get("temperature") or [None] * (index + 1))[index] is not None:
+        raise UnsupportedError("a factor on the query that grows with the position is not known on the GPU")
     qk_norm = spec["qk_norm"]
     # In front of a norm of q and k a rotation changes none of their bounds.
     rope = None if qk_norm and qk_norm["behind_rotation"] else spec["rope"][index]

@@ -94,6 +94,11 @@ pub(super) fn wide_squaring(r: usize) -> (u32, u32) {
     (32 * (side * (side + 1)) as u32, (1024 + 2 * 64 * 64 * side * side) as u32)
 }
 
+/// The same launch and, where it stands beside the one in front, the block that waits for that.
+pub(super) fn waiting(launch: Launch, beside: bool) -> Launch {
+    Launch { grid: (launch.grid.0 + u32::from(beside), 1, 1), ..launch }
+}
+
 /// Squares of a query head behind those of its raw sides: both scaled sides and the Frobenius bound, or the product.
 fn rest(layer: &LayerInput) -> usize {
     if layer.rotary > 0 { 3 } else { 1 }
@@ -140,7 +145,7 @@ impl Bounds {
             true => (sources::BOUNDS_WIDE, "scale_bounds_wide", wide_squaring(r)),
             false => (sources::BOUNDS, "scale_bounds", squaring(r)),
         };
-        let eigen = module(source)?.kernel(name)?;
+        let eigen = module(source)?.overlapping_kernel(name)?;
         eigen.allow_shared(shared)?;
         let products = if by_product { Some(Products::new(device, layers, &products)?) } else { None };
         let values = |blocks: &[NormBlock]| -> Result<(Buffer<NormBlock>, usize)> {
@@ -168,8 +173,8 @@ impl Bounds {
         Ok(Self {
             eigen,
             products,
-            plan: plan.kernel("scale_plan")?,
-            gram_stats: plan.kernel("scale_gram_stats")?,
+            plan: plan.overlapping_kernel("scale_plan")?,
+            gram_stats: plan.overlapping_kernel("scale_gram_stats")?,
             eigen_launch: Launch::linear(jobs.len(), threads, shared),
             jobs: if warpgroups {
                 let tasks: Vec<Task> = jobs.iter().map(|job| Task::new(job, &grams.host_heads)).collect();
@@ -256,7 +261,8 @@ impl Bounds {
         matches!(self.jobs, Jobs::Places(_))
     }
 
-    fn gram_shape(&self, grams: &Grams) -> Arg {
+    /// `beside`: the launch in front leaves what is read as it is (`kernels/include/scale_jobs.cuh`).
+    fn gram_shape(&self, grams: &Grams, beside: bool) -> Arg {
         let s = &self.shape;
         // A struct may be passed longer than it is.
         Arg::Words([
@@ -267,7 +273,7 @@ impl Bounds {
             s.rope_factor.to_bits(),
             self.rounding.to_bits(),
             grams.one_sided().into(),
-            0,
+            beside.into(),
             0,
             0,
             0,
@@ -275,9 +281,11 @@ impl Bounds {
         ])
     }
 
-    /// Certified norms of every head as it is and, under rotation, scaled, from Grams and channel statistics.
+    /// Certified norms of every head as it is and, under rotation, scaled, from Grams and channel statistics. Where norms of
+    /// V are apart, behind the launch that makes them, and beside it.
     pub fn norms(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, status: DevicePtr) -> Result<()> {
-        let shape = self.gram_shape(grams);
+        let beside = grams.values_apart && self.early();
+        let shape = self.gram_shape(grams, beside);
         let (heads, partials) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()));
         let (stats, status, lambdas) = (Arg::Ptr(stats), Arg::Ptr(status), Arg::Ptr(self.lambdas.ptr()));
         // SAFETY: 1. the arguments are the kernel's; 2. all tables are the engine's; 3. every job has its own result, and the
@@ -290,13 +298,24 @@ impl Bounds {
                 }
                 Jobs::Places(tasks) => {
                     let args = [Arg::Ptr(tasks.ptr()), partials, stats, shape, lambdas, status];
-                    self.eigen.launch_early(stream, self.eigen_launch, &args, true)
+                    self.eigen.launch_early(stream, waiting(self.eigen_launch, beside), &args, true)
                 }
             }
         }
     }
 
-    /// Bounds of every query head, from what [`Bounds::norms`] left, channel statistics and operand descales.
+    /// Norms of products without rotation, behind the operand descales and, where [`Bounds::norms`] lets those start early, beside
+    /// both.
+    pub fn products(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, status: DevicePtr) -> Result<()> {
+        let Some(products) = &self.products else { return Ok(()) };
+        let (heads, partials) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()));
+        let (stats, status, lambdas) = (Arg::Ptr(stats), Arg::Ptr(status), Arg::Ptr(self.lambdas.ptr()));
+        let shape = self.gram_shape(grams, products.beside(self.early()));
+        products.launch(stream, &Inputs { heads, partials, stats, shape, lambdas, status }, self.early())
+    }
+
+    /// Bounds of every query head, from what [`Bounds::norms`] and [`Bounds::products`] left, channel statistics and operand
+    /// descales.
     pub fn finish(
         &self,
         stream: &Stream,
@@ -305,24 +324,16 @@ impl Bounds {
         descales: DevicePtr,
         status: DevicePtr,
     ) -> Result<()> {
-        let (heads, stats, status) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(stats), Arg::Ptr(status));
-        let lambdas = Arg::Ptr(self.lambdas.ptr());
-        let mut aux = DevicePtr::NULL;
-        if let Some(products) = &self.products {
-            let (partials, shape) = (Arg::Ptr(grams.partials.ptr()), self.gram_shape(grams));
-            aux = products.aux.ptr();
-            products.launch(stream, &Inputs { heads, partials, stats, shape, lambdas, status }, self.early())?;
-        }
         let args = [
             self.plan_shape(),
-            heads,
-            stats,
-            lambdas,
-            Arg::Ptr(aux),
+            Arg::Ptr(grams.heads.ptr()),
+            Arg::Ptr(stats),
+            Arg::Ptr(self.lambdas.ptr()),
+            Arg::Ptr(self.products.as_ref().map_or(DevicePtr::NULL, |products| products.aux.ptr())),
             Arg::Ptr(self.softmax_scales.ptr()),
             Arg::Ptr(descales),
             Arg::Ptr(self.heads.ptr()),
-            status,
+            Arg::Ptr(status),
         ];
         let launch = Launch::linear((self.layers * self.shape.n_q).div_ceil(4), 128, 0);
         // SAFETY: 1. the arguments are the kernel's; 2. and 3. everything it reads was written by the launches before it,

@@ -89,8 +89,8 @@ impl ScaleEngine {
     /// # Errors
     /// If a launch is refused.
     pub fn descales(&self, stream: &Stream) -> Result<()> {
-        self.status.clear(stream)?;
-        self.groups.iter().try_for_each(|group| group.descales(stream, self.status.ptr()))?;
+        let mut groups = self.groups.iter().enumerate();
+        groups.try_for_each(|(i, group)| group.descales(stream, &self.status, i == 0))?;
         self.join(stream, Behind::Descales)
     }
 
@@ -99,7 +99,7 @@ impl ScaleEngine {
     }
 
     /// Puts the Grams of every Q and K head on `stream`: one read of W_Q and W_K, and of W_V where
-    /// [`ScaleEngine::one_pass`] says so. Layers with normalised q and k have none.
+    /// [`ScaleEngine::grams_read_values`] says so. Layers with normalised q and k have none.
     ///
     /// # Errors
     /// If the engine was made without Grams, or a launch is refused.
@@ -125,8 +125,8 @@ impl ScaleEngine {
         if self.head_bounds().is_none() {
             return Err(Error::cuda("the engine was made without logit bounds"));
         }
-        self.status.clear(stream)?;
-        self.groups.iter().try_for_each(|group| group.plan(stream, self.status.ptr()))?;
+        let mut groups = self.groups.iter().enumerate();
+        groups.try_for_each(|(i, group)| group.plan(stream, &self.status, i == 0))?;
         self.join(stream, Behind::Plan)
     }
 
@@ -193,11 +193,16 @@ impl ScaleEngine {
         Ok(self)
     }
 
-    /// True if [`ScaleEngine::grams`] passes over W_V too and brings every channel's norm, so that
-    /// [`ScaleEngine::plan`] reads each weight once.
+    /// True if [`ScaleEngine::plan`] reads each weight once: the pass that makes the Grams brings the norms of its channels.
     pub fn one_pass(&self) -> bool {
         let mut passes = self.groups.iter().filter_map(Group::one_pass).peekable();
         passes.peek().is_some() && passes.all(|once| once)
+    }
+
+    /// True if [`ScaleEngine::grams`] passes over W_V too, for the norms of its channels. Elsewhere a plan reads W_V beside its
+    /// certificates, or ahead of them.
+    pub fn grams_read_values(&self) -> bool {
+        self.one_pass() && self.groups.iter().filter_map(Group::values_apart).all(|apart| !apart)
     }
 
     /// Which kernel makes the Grams of a layer; `None` if it has none, or there is no such layer.

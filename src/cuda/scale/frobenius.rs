@@ -27,7 +27,7 @@ impl Frobenius {
         let first = &layers[0];
         Ok(Self {
             every: module.kernel("scale_frobenius")?,
-            bound: module.kernel("scale_frobenius_bound")?,
+            bound: module.overlapping_kernel("scale_frobenius_bound")?,
             shape: Arg::Words([
                 first.n_q as u32,
                 first.n_kv as u32,

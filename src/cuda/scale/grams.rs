@@ -4,6 +4,7 @@ use super::super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::super::{driver, sources};
 use super::group::{NO_ROW, Tables};
 use super::tables::{self, Cut, DeviceMatrix, Dtype, HeadGram, LayerInput, Segment, StatTile, Unit};
+use super::values::Values;
 use crate::error::Result;
 
 /// Which kernel makes the Grams.
@@ -73,8 +74,10 @@ pub(super) struct Grams {
     channel_parts: Buffer<f32>,
     stats: Option<(Kernel, Buffer<StatTile>)>,
     stat_rows: u32,
-    /// The norms of every channel come out of the same pass.
+    /// The norms of every channel come out of the same pass, but for those of V where they are apart.
     pub has_norms: bool,
+    /// Norms of V channels are left to `scale_values`.
+    pub values_apart: bool,
     /// See [`Layout::fast_norms`].
     pub fast_norms: bool,
 }
@@ -118,6 +121,7 @@ pub(super) struct Layout {
     /// g^2 w in two pieces rather than one rounded g w on both sides: slower by a tenth.
     pieces: bool,
     pub has_norms: bool,
+    values_apart: bool,
     /// And, for a mean or a shift, the sums that these need.
     sums: bool,
     units: Vec<Unit>,
@@ -142,6 +146,8 @@ impl Layout {
         // Without rotation both sides' losses meet in one norm, and one rounding a side is more than the bounds allow.
         let pieces = wgmma && !(rows && has_norms && !sums && first.d_head > 64 && first.rotary > 0);
         let sums = sums && has_norms;
+        // A read beside the certificates costs less than a share of this pass.
+        let values_apart = grams && wgmma && rows && has_norms && !sums && first.v.is_some();
         let r = first.d_head as u32;
         let per_tile = if tensor_cores && r <= 64 { 2 } else { 1 };
         // Elsewhere a tile takes as long as its bytes.
@@ -149,7 +155,7 @@ impl Layout {
         let mut units = Vec::new();
         for (index, p) in built.projections.iter().enumerate() {
             let gram = grams && p.first_head != NO_ROW;
-            if !gram && !has_norms {
+            if !gram && (!has_norms || values_apart) {
                 continue;
             }
             for head in (0..p.rows / r).step_by(per_tile as usize) {
@@ -168,19 +174,27 @@ impl Layout {
         let blocks = side * (side + 1) / 2;
         let sharing = route.blocks_a_head(first.d_head);
         let cut = match route {
-            GramRoute::Wgmma => tables::cut(&units, device.processors(), r, 1),
+            // Without mean and shift a channel needs nothing of another for its statistics.
+            GramRoute::Wgmma => tables::cut(&units, device.processors(), r, 1, !pieces),
             // Each block of a pair leaves its own, room for 256 channels.
-            GramRoute::Wide => tables::cut(&units, device.processors() / sharing, r, if sharing == 2 { 4 } else { 1 }),
+            GramRoute::Wide => {
+                tables::cut(&units, device.processors() / sharing, r, if sharing == 2 { 4 } else { 1 }, false)
+            }
             // Ranges of 1024 input channels, whatever the device: a segment is a block.
-            GramRoute::Plain => tables::cut(&units, units.len() * first.d_model.div_ceil(1024), r, 0),
+            GramRoute::Plain => tables::cut(&units, units.len() * first.d_model.div_ceil(1024), r, 0, false),
         };
-        Self { route, rows, pieces, has_norms, sums, units, cut, blocks }
+        Self { route, rows, pieces, has_norms, values_apart, sums, units, cut, blocks }
     }
 
     /// The norms of this pass are there sooner than those of `scale_norms`, which is slow with a mean, a shift or
     /// weights stored `[in, out]`.
     pub fn fast_norms(&self) -> bool {
         self.has_norms && (self.sums || !self.rows)
+    }
+
+    /// Units whose statistics are left in parts, and where.
+    fn in_parts(&self) -> impl Iterator<Item = (&Unit, &(u32, u32))> {
+        self.units.iter().zip(&self.cut.stats).filter(|(_, (_, parts))| *parts > 0)
     }
 
     /// Bytes of device memory.
@@ -192,7 +206,7 @@ impl Layout {
             GramRoute::Plain => 8,
         };
         4 * (cut.slots as usize * self.blocks * 4096 + cut.shares.len())
-            + 32 * (cut.segments.len() + tensor_cores * (self.units.len() + 128 * cut.stat_parts as usize))
+            + 32 * (cut.segments.len() + tensor_cores * (self.in_parts().count() + 128 * cut.stat_parts as usize))
             + tensor_cores * (8 + self.gain_bytes(d_model)) * projections
             + maps
             + 16 * cut.heads.len()
@@ -208,7 +222,20 @@ impl Grams {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, layout: Layout) -> Result<Self> {
         let (r, d) = (layers[0].d_head as u32, layers[0].d_model);
         let (gain_bytes, fast_norms) = (layout.gain_bytes(d), layout.fast_norms());
-        let Layout { route, rows, pieces, has_norms, sums, units, cut, blocks } = layout;
+        // Rows of a part: two runs where heads are that wide.
+        let stat_rows = 128 * layout.route.blocks_a_head(r as usize) as u32;
+        let tile = |(unit, &(first, parts)): (&Unit, &(u32, u32))| StatTile {
+            projection: unit.projection,
+            first_row: unit.first_row,
+            rows: unit.heads * r,
+            first,
+            parts: parts * 128 / stat_rows,
+            norms: layout.has_norms.into(),
+            sums: layout.sums.into(),
+            from_gram: layout.pieces.into(),
+        };
+        let tiles: Vec<StatTile> = layout.in_parts().map(tile).collect();
+        let Layout { route, rows, pieces, has_norms, values_apart, sums, cut, blocks, .. } = layout;
         let tensor_cores = route != GramRoute::Plain;
         let projections = if tensor_cores { built.projections.len() } else { 0 };
         let dtype = layers[0].q.weight.dtype;
@@ -218,9 +245,9 @@ impl Grams {
                 let kernel = if pieces {
                     defines.push(("ALONG_CHANNELS", u32::from(!rows).to_string()));
                     defines.push(("SUMS", u32::from(sums).to_string()));
-                    device.module(sources::GRAMS_PIECES, &defines)?.kernel("scale_grams_pieces")?
+                    device.module(sources::GRAMS_PIECES, &defines)?.overlapping_kernel("scale_grams_pieces")?
                 } else {
-                    device.module(sources::GRAMS_WGMMA, &defines)?.kernel("scale_grams_wgmma")?
+                    device.module(sources::GRAMS_WGMMA, &defines)?.overlapping_kernel("scale_grams_wgmma")?
                 };
                 kernel.allow_shared(WGMMA_SHARED)?;
                 let mut maps = Vec::with_capacity(32 * built.projections.len());
@@ -229,6 +256,9 @@ impl Grams {
                     for box_rows in [r.min(64), if r > 64 { r - 64 } else { r }] {
                         maps.extend(if p.first_head == NO_ROW && !has_norms {
                             [0; 16]
+                        } else if p.first_head == NO_ROW && values_apart {
+                            let (inner, outer, stride) = (p.d_model.into(), p.rows.into(), 2 * p.row_stride as u64);
+                            driver::tensor_map_plain(p.weight, inner, outer, stride, Values::TILE)?
                         } else if rows {
                             let (inner, outer, stride) = (p.d_model.into(), p.rows.into(), p.row_stride as u64);
                             driver::tensor_map_16bit(p.weight, inner, outer, stride, box_rows)?
@@ -247,7 +277,7 @@ impl Grams {
                     ("WEIGHTS", (dtype as u32).to_string()),
                     ("NORMS", u32::from(has_norms).to_string()),
                 ];
-                let kernel = device.module(sources::GRAMS_WIDE, &defines)?.kernel("scale_grams_wide")?;
+                let kernel = device.module(sources::GRAMS_WIDE, &defines)?.overlapping_kernel("scale_grams_wide")?;
                 kernel.allow_shared(WIDE_SHARED)?;
                 let mut maps = Vec::with_capacity(16 * built.projections.len());
                 for p in &built.projections {
@@ -268,27 +298,11 @@ impl Grams {
                 (Launch { grid, block: 256, shared: 0 }, kernel, vec![0])
             }
         };
-        // Rows of a part: two runs where heads are that wide.
-        let stat_rows = 128 * route.blocks_a_head(r as usize) as u32;
-        let stats = if route != GramRoute::Plain {
-            let tiles: Vec<StatTile> = units
-                .iter()
-                .zip(&cut.stats)
-                .map(|(unit, &(first, parts))| StatTile {
-                    projection: unit.projection,
-                    first_row: unit.first_row,
-                    rows: unit.heads * r,
-                    first,
-                    parts: parts * 128 / stat_rows,
-                    norms: has_norms.into(),
-                    sums: sums.into(),
-                    from_gram: pieces.into(),
-                })
-                .collect();
-            let kernel = device.module(sources::PLAN, &[])?.kernel("scale_part_stats")?;
-            Some((kernel, device.upload(&tiles)?))
-        } else {
+        let stats = if tiles.is_empty() {
             None
+        } else {
+            let kernel = device.module(sources::PLAN, &[])?.overlapping_kernel("scale_part_stats")?;
+            Some((kernel, device.upload(&tiles)?))
         };
         Ok(Self {
             route,
@@ -300,7 +314,7 @@ impl Grams {
             gains: device.zeros(gain_bytes * projections)?,
             scales: device.zeros(projections)?,
             gain_kernel: if tensor_cores {
-                Some(device.module(sources::GAINS, &[])?.kernel("scale_gains")?)
+                Some(device.module(sources::GAINS, &[])?.overlapping_kernel("scale_gains")?)
             } else {
                 None
             },
@@ -319,23 +333,43 @@ impl Grams {
             stats,
             stat_rows,
             has_norms,
+            values_apart,
             fast_norms,
         })
     }
 
-    /// Puts the Grams on `stream`, and with them the norms of all channels where this pass has them.
-    pub fn launch(&self, stream: &Stream, projections: DevicePtr) -> Result<()> {
+    /// Clears `status`, or has the launches of [`Grams::launch`] do it and returns what they are to be told.
+    pub fn clear(pass: Option<&Self>, status: &Buffer<u32>, stream: &Stream) -> Result<DevicePtr> {
+        if pass.is_some_and(|pass| pass.gain_kernel.is_some()) {
+            return Ok(status.ptr());
+        }
+        status.clear(stream)?;
+        Ok(DevicePtr::NULL)
+    }
+
+    /// Puts the Grams on `stream`, and with them the norms of all channels where this pass has them; [`Grams::part_stats`] ends
+    /// what of these is left in parts. `status`: what [`Grams::clear`] returned.
+    pub fn launch(&self, stream: &Stream, projections: DevicePtr, stats: DevicePtr, status: DevicePtr) -> Result<()> {
         let (gains, scales) = (Arg::Ptr(self.gains.ptr()), Arg::Ptr(self.scales.ptr()));
         if let Some(kernel) = &self.gain_kernel {
-            let args = [Arg::Ptr(projections), gains, scales, Arg::U32(self.tiles), Arg::U32(self.form)];
+            let (tiles, form, apart) = (self.tiles, self.form, self.values_apart);
+            let args = [
+                Arg::Ptr(projections),
+                gains,
+                scales,
+                Arg::U32(tiles),
+                Arg::U32(form),
+                Arg::U32(apart.into()),
+                Arg::Ptr(status),
+            ];
             // SAFETY: 1. the arguments are the kernel's; 2. weights, gains and shifts are the ones that the engine's maker
-            // promised; 3. a block writes the gains of its own projection.
+            // promised, the status is the engine's; 3. a block writes the gains of its own projection, one of them the status.
             let grid = (self.scales.len() as u32, self.tiles.div_ceil(8), 1);
             unsafe { kernel.launch(stream, Launch { grid, block: 256, shared: 0 }, &args)? };
         }
         let (segments, projections) = (Arg::Ptr(self.segments.ptr()), Arg::Ptr(projections));
         let partials = Arg::Ptr(self.partials.ptr());
-        let args = match self.route {
+        let mut args = match self.route {
             GramRoute::Wgmma | GramRoute::Wide => vec![
                 segments,
                 Arg::Ptr(self.shares.ptr()),
@@ -349,9 +383,17 @@ impl Grams {
             ],
             GramRoute::Plain => vec![segments, projections, partials],
         };
+        if self.route == GramRoute::Wgmma && self.form == 0 {
+            args.push(Arg::Ptr(stats));
+        }
         // SAFETY: 1. the arguments are the kernel's of this route; 2. the tables are the engine's and reach the promised
-        // weights; 3. every segment writes its own slots.
+        // weights; 3. every segment writes its own slots, and statistics that no other writes.
         unsafe { self.kernel.launch_early(stream, self.launch, &args, self.route == GramRoute::Wgmma) }
+    }
+
+    /// The copy engine's tables and the prepared gains, and how many runs of 128 a projection has of these.
+    pub fn prepared(&self) -> (DevicePtr, DevicePtr, u32) {
+        (self.maps.ptr(), self.gains.ptr(), self.tiles)
     }
 
     /// One side of the products was rounded, not both.

@@ -7,6 +7,7 @@ use super::frobenius::Frobenius;
 use super::grams::{GramRoute, Grams, Layout};
 use super::qk_norm::QkNorm;
 use super::tables::{self, ChannelStats, HAS_MEAN, HeadBound, HeadFrobenius, LayerInput, NormBlock};
+use super::values::Values;
 use crate::error::{Error, Result};
 
 pub(super) const NO_ROW: u32 = u32::MAX;
@@ -30,6 +31,8 @@ pub(super) struct Group {
     grams: Option<Grams>,
     /// The same pass for norms alone, where it is the faster way to them and there are no Grams.
     norms_pass: Option<Grams>,
+    /// Norms of V channels, where the Grams leave them.
+    values: Option<Values>,
     bounds: Option<Bounds>,
     frobenius: Option<Frobenius>,
     qk_norm: Option<QkNorm>,
@@ -54,7 +57,7 @@ impl Group {
         let kernels = Kernels {
             norms: kernel(sources::NORMS, if sums { "scale_norms_sums" } else { "scale_norms" })?,
             norms_columns: kernel(sources::NORMS, "scale_norms_columns")?,
-            descales: kernel(sources::DESCALES, "scale_descales")?,
+            descales: device.module(sources::DESCALES, &[])?.overlapping_kernel("scale_descales")?,
         };
         let pass = |wanted| -> Result<_> {
             let layout = pass(device, &layers, &built, wanted);
@@ -62,6 +65,10 @@ impl Group {
         };
         let grams = if with_grams { pass(true)? } else { None };
         let norms_pass = if with_grams { None } else { pass(false)? };
+        let values = match &grams {
+            Some(grams) if grams.values_apart => Some(Values::new(device, &layers)?),
+            _ => None,
+        };
         let bounds = grams.as_ref().map(|g| Bounds::new(device, &layers, &built, g)).transpose()?;
         let frobenius = match (&grams, &bounds) {
             (Some(grams), Some(bounds)) => Some(Frobenius::new(device, &layers, grams, bounds)?),
@@ -83,6 +90,7 @@ impl Group {
             projections: device.upload(&built.projections)?,
             grams,
             norms_pass,
+            values,
             bounds,
             frobenius,
             // Behind a fill there is no kernel to overlap with: where q and k are normalised and v has no bound.
@@ -98,18 +106,22 @@ impl Group {
     }
 
     /// Operand descales; with normalised q and k the logit bounds too.
-    pub fn descales(&self, stream: &Stream, status: DevicePtr) -> Result<()> {
-        match self.grams.as_ref().filter(|grams| grams.fast_norms).or(self.norms_pass.as_ref()) {
+    /// `clear`: the status has to be cleared first.
+    pub fn descales(&self, stream: &Stream, status: &Buffer<u32>, clear: bool) -> Result<()> {
+        let pass = self.grams.as_ref().filter(|grams| grams.fast_norms).or(self.norms_pass.as_ref());
+        let cleared = if clear { Grams::clear(pass, status, stream)? } else { DevicePtr::NULL };
+        match pass {
             Some(pass) => {
-                pass.launch(stream, self.projections.ptr())?;
+                pass.launch(stream, self.projections.ptr(), self.stats.ptr(), cleared)?;
                 pass.part_stats(stream, self.projections.ptr(), self.stats.ptr())?;
             }
             None => self.norms(stream, [&self.row_blocks, &self.column_blocks])?,
         }
-        self.operand_descales(stream, status, false)
+        self.operand_descales(stream, status.ptr(), false)
     }
 
-    /// `behind`: the launch in front does not change the statistics, and waited for the one that made them.
+    /// `behind`: the launch in front does not change the statistics, and started when they were there, but for those of V
+    /// where these are apart.
     fn operand_descales(&self, stream: &Stream, status: DevicePtr, behind: bool) -> Result<()> {
         let args = [
             Arg::Ptr(self.layer_table.ptr()),
@@ -119,6 +131,7 @@ impl Group {
             Arg::Ptr(self.operand_bounds.ptr()),
             Arg::Ptr(status),
             Arg::U32(behind.into()),
+            Arg::U32((behind && self.values.is_some()).into()),
         ];
         let grid = (self.layers.len() as u32, 3, 1);
         // Small enough for the room that the launch in front leaves.
@@ -145,15 +158,18 @@ impl Group {
 
     /// The Grams, if this group has them.
     pub fn grams(&self, stream: &Stream) -> Result<()> {
-        self.grams.as_ref().map_or(Ok(()), |grams| grams.launch(stream, self.projections.ptr()))
+        let Some(grams) = &self.grams else { return Ok(()) };
+        grams.launch(stream, self.projections.ptr(), self.stats.ptr(), DevicePtr::NULL)
     }
 
-    /// Operand descales and logit bounds.
-    pub fn plan(&self, stream: &Stream, status: DevicePtr) -> Result<()> {
+    /// Operand descales and logit bounds. `clear`: the status has to be cleared first.
+    pub fn plan(&self, stream: &Stream, status: &Buffer<u32>, clear: bool) -> Result<()> {
         let (Some(grams), Some(b), Some(f)) = (&self.grams, &self.bounds, &self.frobenius) else {
-            return self.descales(stream, status);
+            return self.descales(stream, status, clear);
         };
-        grams.launch(stream, self.projections.ptr())?;
+        let cleared = if clear { Grams::clear(Some(grams), status, stream)? } else { DevicePtr::NULL };
+        grams.launch(stream, self.projections.ptr(), self.stats.ptr(), cleared)?;
+        let status = status.ptr();
         if b.from_grams {
             self.norms(stream, [&b.value_blocks[0], &b.value_blocks[1]])?;
             b.stats(stream, grams, self.stats.ptr())?;
@@ -161,8 +177,13 @@ impl Group {
             self.norms(stream, [&self.row_blocks, &self.column_blocks])?;
         }
         grams.part_stats(stream, self.projections.ptr(), self.stats.ptr())?;
+        if let Some(values) = &self.values {
+            values.run(stream, self.projections.ptr(), grams, self.stats.ptr())?;
+        }
         b.norms(stream, grams, self.stats.ptr(), status)?;
         self.operand_descales(stream, status, self.early && b.early())?;
+        // Products without rotation, the Frobenius bound with it.
+        b.products(stream, grams, self.stats.ptr(), status)?;
         f.bound(stream, grams, b, self.stats.ptr())?;
         b.finish(stream, grams, self.stats.ptr(), self.heads.ptr(), status)
     }
@@ -229,9 +250,14 @@ impl Group {
         }
     }
 
-    /// Whether the pass that makes the Grams brings every channel's norm; `None` without Grams.
+    /// Whether a plan reads each weight once; `None` without Grams.
     pub fn one_pass(&self) -> Option<bool> {
         self.grams.as_ref().map(|g| g.has_norms)
+    }
+
+    /// The Grams leave the norms of V to a plan; `None` without Grams.
+    pub fn values_apart(&self) -> Option<bool> {
+        self.grams.as_ref().map(|g| g.values_apart)
     }
 
     /// Which kernel makes the Grams, if any.

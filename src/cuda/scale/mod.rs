@@ -26,6 +26,7 @@ mod power_sum;
 mod products;
 mod qk_norm;
 mod tables;
+mod values;
 
 pub use engine::ScaleEngine;
 pub use grams::GramRoute;

@@ -201,7 +201,7 @@ impl Heads {
         let mut half = |table: &[PowerBlock]| -> Result<Half> {
             let most = table.iter().map(|b| b.count).max().unwrap_or(1);
             let rows = most + mean;
-            let kernel = module.kernel(if rows <= PACKED { "scale_power" } else { "scale_power_wide" })?;
+            let kernel = module.overlapping_kernel(if rows <= PACKED { "scale_power" } else { "scale_power_wide" })?;
             kernel.allow_shared(shared)?;
             let resident = device.processors() * kernel.occupancy(threads, shared)?.max(1) as usize;
             // Every block has a tile, so that no slot of a part stays unwritten.
@@ -218,7 +218,7 @@ impl Heads {
         let halves = [half(&tables[0])?, half(&tables[1])?];
         let heads = layers.len() * first.n_q;
         Ok(Self {
-            reduce: module.kernel("scale_power_reduce")?,
+            reduce: module.overlapping_kernel("scale_power_reduce")?,
             projections: device.upload(&built.projections)?,
             maps: device.upload(&maps)?,
             halves,

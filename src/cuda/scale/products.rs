@@ -2,7 +2,7 @@
 
 use super::super::sources;
 use super::super::{Arg, Buffer, Device, Kernel, Launch, Stream};
-use super::bounds::{squaring, wide_squaring};
+use super::bounds::{squaring, waiting, wide_squaring};
 use super::tables::{FactorJob, FactorNotes, Job, LayerInput, Unfinished};
 use crate::error::Result;
 
@@ -130,7 +130,7 @@ impl Products {
             let (source, threads, shared) = whole_route(r, device.arch().compute == 90);
             (source, "scale_products", threads, shared)
         };
-        let kernel = module(source)?.kernel(name)?;
+        let kernel = module(source)?.overlapping_kernel(name)?;
         kernel.allow_shared(shared)?;
         let blocks = if sizes.factored && r > 128 { device.processors() } else { sizes.together };
         Ok(Self {
@@ -156,12 +156,18 @@ impl Products {
         Sizes::new(device, &layers[0], layers.len()).bytes(&layers[0], layers.len())
     }
 
-    /// Puts them on `stream`. `behind`: the launch in front lets the next one start early, changes neither Grams nor statistics,
-    /// and waited for the one that made them.
-    pub fn launch(&self, stream: &Stream, inputs: &Inputs, behind: bool) -> Result<()> {
+    /// Their launch has a block more than there are products (`kernels/include/scale_jobs.cuh`). `early`: as for [`Self::launch`].
+    pub fn beside(&self, early: bool) -> bool {
+        early && self.factored.is_none() && self.together == self.jobs.len()
+    }
+
+    /// Puts them on `stream`. `early`: the launch in front lets the next one start early, leaves Grams and the statistics of q and
+    /// k as they are, and started when they were there.
+    pub fn launch(&self, stream: &Stream, inputs: &Inputs, early: bool) -> Result<()> {
         if let Some(factored) = &self.factored {
-            factored.launch(stream, inputs, self.aux.ptr(), behind)?;
+            factored.launch(stream, inputs, self.aux.ptr(), early)?;
         }
+        let beside = self.beside(early);
         let Inputs { heads, partials, stats, shape, lambdas, status } = *inputs;
         let count = self.jobs.len();
         for first in (0..count).step_by(self.together.max(1)) {
@@ -173,8 +179,8 @@ impl Products {
             let Some(f) = &self.factored else {
                 let args = [jobs, heads, partials, stats, shape, lambdas, aux, room, status];
                 // SAFETY: 1. the arguments are the kernel's; 2. all tables are the engine's; 3. every job has its own result,
-                // a block its own part of the room, and the Grams are finished by the stream's order.
-                unsafe { self.kernel.launch(stream, launch, &args)? };
+                // a block its own part of the room, and the Grams are finished by the stream's order or as `early` says.
+                unsafe { self.kernel.launch_early(stream, waiting(launch, beside), &args, beside)? };
                 continue;
             };
             let factor = first / f.group;
@@ -220,7 +226,7 @@ impl Factored {
             .map(|(i, q)| FactorJob { k: q[0].k, q: q[0].q, many: group as u32, product: (i * group) as u32 })
             .collect();
         let module = |source| device.module(source, &[("D_HEAD", r.to_string())]);
-        let kernel = module(sources::FACTOR)?.kernel("scale_factor")?;
+        let kernel = module(sources::FACTOR)?.overlapping_kernel("scale_factor")?;
         // The upper 16 x 16 tiles in f32.
         let tiles = r.div_ceil(16);
         let shared = (1024 * tiles * (tiles + 1) / 2) as u32;

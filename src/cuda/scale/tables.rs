@@ -227,7 +227,7 @@ pub(super) struct Segment {
     pub slot: u32,
     pub heads: u32,
     pub stat: u32,
-    pub pad: u32,
+    pub whole: u32,
 }
 const _: () = assert!(size_of::<Segment>() == 32);
 
@@ -407,7 +407,7 @@ pub(super) struct Cut {
     pub shares: Vec<u32>,
     pub heads: Vec<HeadGram>,
     pub slots: u32,
-    /// First part and number of parts of every unit's statistics, in runs of 128 rows.
+    /// First part and number of parts of every unit's statistics, in runs of 128 rows; none where a segment leaves them itself.
     pub stats: Vec<(u32, u32)>,
     pub stat_parts: u32,
 }
@@ -426,8 +426,9 @@ pub(super) struct Unit {
     pub gram: bool,
 }
 
-/// Cuts the units, end to end, into `blocks` shares of equal cost. A segment leaves `stat_runs` parts of its statistics.
-pub(super) fn cut(units: &[Unit], blocks: usize, d_head: u32, stat_runs: u32) -> Cut {
+/// Cuts the units, end to end, into `blocks` shares of equal cost. A segment leaves `stat_runs` parts of its statistics, but
+/// with `whole` the statistics themselves where it has all tiles of its unit.
+pub(super) fn cut(units: &[Unit], blocks: usize, d_head: u32, stat_runs: u32, whole: bool) -> Cut {
     let total: u64 = units.iter().map(|u| u64::from(u.tiles) * u64::from(u.cost)).sum();
     let mut cut = Cut { shares: vec![0], ..Cut::default() };
     let mut block = 1u64;
@@ -446,6 +447,7 @@ pub(super) fn cut(units: &[Unit], blocks: usize, d_head: u32, stat_runs: u32) ->
             }
             let cost = u64::from(unit.cost);
             let last = ((boundary(block) - done).div_ceil(cost) + u64::from(tile)).min(u64::from(unit.tiles)) as u32;
+            let whole = whole && last - tile == unit.tiles;
             cut.segments.push(Segment {
                 projection: unit.projection,
                 first_row: unit.first_row,
@@ -453,11 +455,11 @@ pub(super) fn cut(units: &[Unit], blocks: usize, d_head: u32, stat_runs: u32) ->
                 last,
                 slot: base + parts * heads,
                 heads,
-                stat: cut.stat_parts * 128,
-                pad: 0,
+                stat: if whole { unit.stat_row } else { cut.stat_parts * 128 },
+                whole: whole.into(),
             });
             parts += 1;
-            cut.stat_parts += stat_runs;
+            cut.stat_parts += if whole { 0 } else { stat_runs };
             done += u64::from(last - tile) * cost;
             tile = last;
         }
@@ -478,19 +480,21 @@ mod tests {
 
     #[test]
     fn a_cut_covers_every_tile_once_in_shares_of_equal_cost() {
-        for (tiles, blocks) in [(5u32, 3usize), (64, 132), (25, 7), (1, 4)] {
+        for (tiles, blocks, whole) in
+            [(5u32, 3usize, false), (64, 132, true), (25, 7, true), (1, 4, true), (25, 7, false)]
+        {
             let units: Vec<Unit> = (0..11)
                 .map(|i| Unit {
                     projection: i,
                     first_row: 0,
-                    stat_row: 0,
+                    stat_row: 1000 * i,
                     heads: 1 + i % 3,
                     tiles,
                     cost: if i == 4 { 2 } else { 3 },
                     gram: i != 4,
                 })
                 .collect();
-            let cut = cut(&units, blocks, 64, 2);
+            let cut = cut(&units, blocks, 64, 2, whole);
             assert_eq!(cut.shares.len(), blocks + 1);
             let mut seen = vec![vec![0; tiles as usize]; 11];
             let mut sizes = vec![];
@@ -508,11 +512,22 @@ mod tests {
             assert!(sizes.iter().max().unwrap() - sizes.iter().min().unwrap() <= 2 * 3, "{sizes:?}");
             let wanted = units.iter().filter(|u| u.gram);
             assert_eq!(cut.heads.len(), wanted.map(|u| u.heads as usize).sum::<usize>());
-            let mut rows: Vec<u32> = cut.segments.iter().map(|s| s.stat).collect();
+            let (alone, parts): (Vec<&Segment>, Vec<&Segment>) = cut.segments.iter().partition(|s| s.whole == 1);
+            for s in &alone {
+                assert!(s.first == 0 && s.last == tiles && s.stat == units[s.projection as usize].stat_row);
+            }
+            let several = |unit: &Unit| parts.iter().any(|s| s.projection == unit.projection);
+            assert_eq!(alone.len(), if whole { units.iter().filter(|u| !several(u)).count() } else { 0 });
+            assert!(whole || !parts.is_empty());
+            let mut rows: Vec<u32> = parts.iter().map(|s| s.stat).collect();
             rows.dedup();
-            assert_eq!(rows.len(), cut.segments.len(), "every segment has its own statistics");
+            assert_eq!(rows.len(), parts.len(), "every segment has its own statistics");
             assert_eq!(cut.stats.iter().map(|s| s.1).sum::<u32>(), cut.stat_parts);
-            assert_eq!(cut.stat_parts as usize, 2 * cut.segments.len());
+            assert_eq!(cut.stat_parts as usize, 2 * parts.len());
+            for (unit, &(first, count)) in units.iter().zip(&cut.stats) {
+                let own = parts.iter().filter(|s| s.projection == unit.projection);
+                assert!(own.map(|s| s.stat).eq((0..count / 2).map(|i| first + 256 * i)));
+            }
             let mut slots: Vec<u32> =
                 cut.heads.iter().flat_map(|h| (0..h.count).map(move |i| h.first + i * h.stride)).collect();
             slots.sort_unstable();

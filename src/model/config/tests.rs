@@ -283,6 +283,45 @@ fn a_key_can_say_whether_layers_rotate() {
 }
 
 #[test]
+fn a_factor_can_grow_with_the_position() {
+    let ministral = |beta: &str| {
+        spec(&format!(
+            r#"{{"model_type":"mistral3","text_config":{{"model_type":"ministral3","hidden_size":256,"num_hidden_layers":1,
+                "num_attention_heads":2,"num_key_value_heads":1,"max_position_embeddings":262144,"rope_parameters":
+                {{"rope_type":"yarn","rope_theta":1e6,"factor":16.0,"original_max_position_embeddings":16384,"mscale":1.0,
+                "mscale_all_dim":1.0{beta}}}}}}}"#
+        ))
+    };
+    let grows = ministral(r#","llama_4_scaling_beta":0.1"#).unwrap();
+    let factor = 1.0 + 0.1 * 16f64.ln();
+    assert!((grows.layers[0].query_factor() - factor).abs() < 1e-15);
+    assert!((grows.layers[0].logit_scale() - factor / 128f64.sqrt()).abs() < 1e-15);
+    assert_eq!(ministral("").unwrap().layers[0].temperature, None);
+    assert!(ministral(r#","llama_4_scaling_beta":-0.1"#).unwrap_err().to_string().contains("must not be negative"));
+    let elsewhere = llama(r#","rope_parameters":{"rope_type":"default","rope_theta":1e4,"llama_4_scaling_beta":0.1}"#);
+    assert!(elsewhere.unwrap_err().to_string().contains("llama_4_scaling_beta"));
+
+    let llama4 = |extra: &str| {
+        spec(&format!(
+            r#"{{"model_type":"llama4_text","hidden_size":256,"num_hidden_layers":8,"num_attention_heads":2,
+                "num_key_value_heads":1,"max_position_embeddings":1048576,"use_qk_norm":false,"no_rope_layers":[]{extra}}}"#
+        ))
+    };
+    let factors = |spec: AttentionSpec| spec.layers.iter().map(LayerSpec::query_factor).collect::<Vec<_>>();
+    let grown = factors(llama4("").unwrap());
+    let last = 1.0 + 0.1 * 129f64.ln();
+    assert!(
+        grown.iter().enumerate().all(|(i, f)| (f - if i % 4 == 3 { last } else { 1.0 }).abs() < 1e-15),
+        "{grown:?}"
+    );
+    for off in ["false", "0"] {
+        assert_eq!(factors(llama4(&format!(r#","attn_temperature_tuning":{off}"#)).unwrap()), [1.0; 8]);
+    }
+    assert!(llama4(r#","use_qk_norm":true"#).unwrap_err().to_string().contains("use_qk_norm"));
+    assert!(llama4(r#","floor_scale":0.5"#).unwrap_err().to_string().contains("a whole number"));
+}
+
+#[test]
 fn rotated_channels_can_be_counted() {
     let dim = |extra: &str| {
         let json = format!(r#"{{"model_type":"gptj","n_embd":1024,"n_layer":1,"n_head":4{extra}}}"#);

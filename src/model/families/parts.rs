@@ -3,7 +3,7 @@
 use super::super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 use super::{
     Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal,
-    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes,
+    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule,
 };
 
 pub(super) const DECODER_PREFIXES: &[&str] =
@@ -137,6 +137,7 @@ pub(super) const LLAMA: Family = Family {
     rope: HALF,
     qk_norm: None,
     scale: ScaleRule::InverseSqrtHead,
+    temperature: TemperatureRule::None,
     soft_cap: None,
     qkv: SEPARATE,
     refusals: &[],

@@ -4,7 +4,7 @@ use super::super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, Rop
 use super::parts::*;
 use super::{
     Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal,
-    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes,
+    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule,
 };
 
 /// The table.
@@ -516,6 +516,37 @@ pub(crate) static FAMILIES: &[Family] = &[
         scale: ScaleRule::Gpt2,
         qkv: QkvTensors::Concat { name: "h.{i}.attn.c_attn", conv1d: false },
         refusals: &[Refusal { key: "multi_query", unless: Setting::True, why: "only its multi-query form is known" }],
+        ..LLAMA
+    },
+    Family {
+        name: "ministral3",
+        model_types: &["ministral3"],
+        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(128))),
+        bias: Flag::Never,
+        rope: half_split(1e6),
+        temperature: TemperatureRule::Ministral3,
+        ..LLAMA
+    },
+    Family {
+        name: "llama4_text",
+        model_types: &["llama4_text"],
+        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(128))),
+        rope: RopeRule::Rotary {
+            layout: RopeLayout::Interleaved,
+            theta_keys: &[],
+            theta: Some(500_000.0),
+            share: RotaryShare::Whole,
+            layers: RopeLayers::NoRope { interval: ("no_rope_layer_interval", 4) },
+            longrope_names: &[],
+        },
+        // With it the rotated layers alone have a norm of q and k, and a description holds one for all.
+        qk_norm: Some(QkNormRule { when: Flag::Never, ..head_rms(GainForm::Unit) }),
+        temperature: TemperatureRule::Llama4,
+        refusals: &[Refusal {
+            key: "use_qk_norm",
+            unless: Setting::False,
+            why: "only some of its layers normalise q and k, and layers of both kinds are not known",
+        }],
         ..LLAMA
     },
     Family { name: "ministral", model_types: &["ministral"], ..MISTRAL },
