@@ -2,6 +2,7 @@
 // 128 channels (macro D_HEAD). Hopper: a block a job, a warpgroup two 64 x 64 blocks of the upper triangle; the matrix lies in
 // shared memory once, in f16.
 #include "scale_jobs.cuh"
+#include "scale_lift.cuh"
 #include "scale_ptx.cuh"
 
 using namespace spectrum;
@@ -308,4 +309,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                       double* lambdas, u32* status) {
   __shared__ __align__(16) Room room;
   bound(jobs, heads, partials, stats, shape, lambdas, status, room);
+}
+
+// The end of `scale_products_pairs`: norms of products from their H, which lie as Grams do. A block a product.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    scale_products_end(const float* products, const Unfinished* unfinished, double* lambdas, u32* status) {
+  __shared__ __align__(16) Room room;
+  const Unfinished job = unfinished[blockIdx.x];
+  float top = job.trace == 0.f ? 0.f : __uint_as_float(0x7fc00000u);
+  if (job.fine && job.trace > 0.f && job.trace < 3e38f) {
+    Values s;
+    load_gram(s, products, {blockIdx.x, 0, 1, 0});
+    const float inverse = 1.f / job.trace;
+#pragma unroll
+    for (u32 b = 0; b < 2; b++)
+#pragma unroll
+      for (u32 i = 0; i < 32; i++) s.v[b][i] *= inverse;
+    // Nothing is known of the ends of its spectrum.
+    if (threadIdx.x < WARPS) room.ends[threadIdx.x] = {0, 0};
+    if (threadIdx.x == 0) room.inverse = 1.f;
+    __syncthreads();
+    top = __fmul_ru(largest(s, room) * (1.f + 0x1p-21f), job.trace);
+  }
+  if (threadIdx.x == 0) put_product(lambdas + job.result, job.fine, top, job.slack, job.grown, job.traces, status);
 }

@@ -44,10 +44,14 @@ struct BalancedChannel {
   float factor, sum, constant;
   SideSums share;
 };
-__device__ __forceinline__ BalancedChannel balanced_channel(const ChannelStats& own, const ChannelStats& other) {
-  const float f = balanced(own.norm2, other.norm2), s = own.sum * f, c = other.constant * inverse(f);  // a power of two
+// By a power of two f.
+__device__ __forceinline__ BalancedChannel scaled_channel(const ChannelStats& own, float other_constant, float f) {
+  const float s = own.sum * f, c = other_constant * inverse(f);
   const float raw = own.raw2 * f * f, lost = own.rounding * f * f;
   return {f, s, c, {raw, lost, s * s, fabsf(c) * root(raw), fabsf(c) * root(lost), c * s}};
+}
+__device__ __forceinline__ BalancedChannel balanced_channel(const ChannelStats& own, const ChannelStats& other) {
+  return scaled_channel(own, other.constant, balanced(own.norm2, other.norm2));
 }
 
 // What stands for one side's Gram: (G + added I) / (1 - t), times `scale`; 0 for a head of zeros, NaN where values are not
@@ -92,12 +96,24 @@ __device__ __forceinline__ float product_slack(float c, float lengths, float pro
   return 1.001f * c * root(lengths) * (root(lifts[1].frobenius()) * lifts[0].frobenius() + root(products));
 }
 
-// sigma^2 from the eigenvalue of H, or from both traces where there is none.
+// sigma^2 from the eigenvalue of H, or from `traces`, the product of both, where there is none; both times `grown`.
+__device__ __forceinline__ void put_product(double* to, bool fine, float top, float slack, double grown, double traces, u32* status) {
+  const double fallback = 1.0001 * traces * grown, result = fine ? ((double)top + slack) * grown * (1.0 + 0x1p-19) : fallback;
+  put_lambda(to, result, status);
+  if (result > 0.0 && result >= fallback) atomicOr(status, STATUS_FALLBACK_BOUND);
+}
+// The same where both traces are 1.
 __device__ __forceinline__ void put_product(double* to, bool fine, float top, float slack, const Lift (&lifts)[2], u32* status) {
   const double grown = 1.0 / ((1.0 - lifts[0].t) * (1.0 - lifts[1].t)) / lifts[0].scale / lifts[1].scale;
-  const double fallback = 1.0001 * grown, result = fine ? ((double)top + slack) * grown * (1.0 + 0x1p-19) : fallback;
-  put_lambda(to, result, status);
-  if (result >= fallback && N > 1) atomicOr(status, STATUS_FALLBACK_BOUND);
+  put_product(to, fine, top, slack, grown, 1.0, status);
 }
+
+// H of a product in device memory, and what its eigenvalue is wanted for.
+struct Unfinished {
+  double grown, traces;  // as above
+  float trace, slack;    // of H
+  u32 result, fine;      // fine: 0 where there is no H
+};
+static_assert(sizeof(Unfinished) == 32, "host mirror");
 
 }  // namespace spectrum

@@ -49,6 +49,10 @@ sources! {
     PRODUCTS = "scale_products";
     /// The same for small heads on Hopper's tensor cores.
     PRODUCTS_WGMMA = "scale_products_wgmma";
+    /// Factors of the K side of the same for larger heads, on Hopper.
+    FACTOR = "scale_factor";
+    /// Products from these factors.
+    PRODUCTS_PAIRS = "scale_products_pairs";
     /// Frobenius norms from Grams.
     FROBENIUS = "scale_frobenius";
     /// Results of unlike layers, brought together.
@@ -90,6 +94,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("policy_types.cuh", include_str!("../../kernels/include/policy_types.cuh")),
     ("scale_chain.cuh", include_str!("../../kernels/include/scale_chain.cuh")),
     ("scale_cluster.cuh", include_str!("../../kernels/include/scale_cluster.cuh")),
+    ("scale_factor.cuh", include_str!("../../kernels/include/scale_factor.cuh")),
     ("scale_jobs.cuh", include_str!("../../kernels/include/scale_jobs.cuh")),
     ("scale_lift.cuh", include_str!("../../kernels/include/scale_lift.cuh")),
     ("scale_mma.cuh", include_str!("../../kernels/include/scale_mma.cuh")),

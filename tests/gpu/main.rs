@@ -20,6 +20,7 @@ mod mixed;
 mod norms;
 mod policies;
 mod power;
+mod products;
 mod qk_norm;
 mod small;
 mod weights;
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
         mixed::tests(),
         policies::tests(),
         power::tests(),
+        products::tests(),
         qk_norm::tests(),
         lost::tests(),
     ];

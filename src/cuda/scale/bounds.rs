@@ -5,6 +5,7 @@ use super::super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::grams::{GramRoute, Grams};
 use super::group::{NO_ROW, Tables};
 use super::norms;
+use super::products::{Inputs, Products};
 use super::tables::{HeadBound, Job, LayerInput, NormBlock, Task};
 use crate::error::Result;
 
@@ -12,17 +13,13 @@ use crate::error::Result;
 #[derive(Debug)]
 pub(super) struct Bounds {
     eigen: Kernel,
-    products: Option<Kernel>,
+    products: Option<Products>,
     plan: Kernel,
     gram_stats: Kernel,
     jobs: Jobs,
     eigen_launch: Launch,
-    product_jobs: Buffer<Job>,
-    product_launch: Launch,
-    product_room: Buffer<f32>,
     /// Squares: raw q, raw k, then scaled q, scaled k and the Frobenius bound, or products.
     pub lambdas: Buffer<f64>,
-    aux: Buffer<f64>,
     pub softmax_scales: Buffer<f32>,
     biases: Buffer<u64>,
     pub value_blocks: [(Buffer<NormBlock>, usize); 2],
@@ -69,7 +66,7 @@ fn by_warpgroups(device: &Device, r: usize) -> bool {
 }
 
 /// Threads and shared memory of the kernels that square matrices (`kernels/include/scale_spectrum.cuh`).
-fn squaring(r: usize) -> (u32, u32) {
+pub(super) fn squaring(r: usize) -> (u32, u32) {
     let bands = r.div_ceil(32);
     let units = bands * (bands + 1) / 2;
     let each = if units <= 15 {
@@ -93,39 +90,13 @@ const WGMMA_MOST: usize = 128;
 
 /// The same where heads have more than 128 channels (`kernels/scale_bounds_wide.cu`): two 64 x 64 blocks a warpgroup, and
 /// the matrix in f16 with room for its alignment.
-fn wide_squaring(r: usize) -> (u32, u32) {
+pub(super) fn wide_squaring(r: usize) -> (u32, u32) {
     let side = r.div_ceil(64);
     (32 * (side * (side + 1)) as u32, (1024 + 2 * 64 * 64 * side * side) as u32)
 }
 
-/// The kernel of products without rotation, its threads and shared memory.
-fn product_route(r: usize, hopper: bool) -> (sources::Source, u32, u32) {
-    if hopper && r <= 64 {
-        // The factored Gram in f32, an operand in two pieces of f16, and room for its alignment.
-        return (sources::PRODUCTS_WGMMA, 128, 1024 + 64 * 68 * 4 + 2 * 64 * 64 * 2);
-    }
-    if r <= 128 {
-        return (sources::PRODUCTS, squaring(r).0.max(256), 4 * product_values(r) as u32);
-    }
-    // The matrix in f16 alone; three units of it a warp.
-    let bands = r.div_ceil(32);
-    (sources::PRODUCTS, 32 * (bands * (bands + 1) / 2).div_ceil(3).max(8) as u32, squaring(r).1)
-}
-
-/// Values of the three matrices of a product.
-fn product_values(r: usize) -> usize {
-    let side = r.next_multiple_of(32);
-    3 * side * (side + 4)
-}
-
-/// Products of one launch, and the values of device memory that they need: one a multiprocessor where heads are wide.
-fn product_rooms(device: &Device, r: usize, products: usize) -> (usize, usize) {
-    let wide = products.min(device.processors());
-    if r > 128 { (wide, wide * product_values(r)) } else { (products, 0) }
-}
-
 /// The same launch and, where it stands beside the one in front, the block that waits for that.
-fn waiting(launch: Launch, beside: bool) -> Launch {
+pub(super) fn waiting(launch: Launch, beside: bool) -> Launch {
     Launch { grid: (launch.grid.0 + u32::from(beside), 1, 1), ..launch }
 }
 
@@ -177,15 +148,7 @@ impl Bounds {
         };
         let eigen = module(source)?.overlapping_kernel(name)?;
         eigen.allow_shared(shared)?;
-        let (product_source, product_threads, product_shared) = product_route(r, hopper);
-        let (together, room) = product_rooms(device, r, products.len());
-        let product = if by_product {
-            let kernel = module(product_source)?.overlapping_kernel("scale_products")?;
-            kernel.allow_shared(product_shared)?;
-            Some(kernel)
-        } else {
-            None
-        };
+        let products = if by_product { Some(Products::new(device, layers, &products)?) } else { None };
         let values = |blocks: &[NormBlock]| -> Result<(Buffer<NormBlock>, usize)> {
             let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
             let list: Vec<NormBlock> = blocks.iter().filter(is_value).copied().collect();
@@ -213,7 +176,7 @@ impl Bounds {
         let rounding = flush + split + parts + 4 + mean;
         Ok(Self {
             eigen,
-            products: product,
+            products,
             plan: plan.overlapping_kernel("scale_plan")?,
             gram_stats: plan.overlapping_kernel("scale_gram_stats")?,
             eigen_launch: Launch::linear(jobs.len(), threads, shared),
@@ -224,11 +187,7 @@ impl Bounds {
                 Jobs::Heads(device.upload(&jobs)?)
             },
             early: device.arch().compute >= 90,
-            product_launch: Launch::linear(together, product_threads, product_shared),
-            product_room: device.allocate(room)?,
-            product_jobs: device.upload(&products)?,
             lambdas: device.zeros(results)?,
-            aux: device.zeros(2 * count * n_q)?,
             softmax_scales: device.upload(&layers.iter().map(|l| l.softmax_scale as f32).collect::<Vec<_>>())?,
             biases: device.upload(&biases)?,
             value_blocks: [values(&built.row_blocks)?, values(&built.column_blocks)?],
@@ -244,10 +203,9 @@ impl Bounds {
     }
 
     pub fn bytes(&self) -> usize {
-        8 * (self.lambdas.len() + self.aux.len() + self.biases.len())
+        8 * (self.lambdas.len() + self.biases.len())
             + self.jobs.bytes()
-            + 16 * self.product_jobs.len()
-            + 4 * self.product_room.len()
+            + self.products.as_ref().map_or(0, Products::bytes)
             + size_of::<HeadBound>() * self.heads.len()
             + 8 * (self.value_blocks[0].1 + self.value_blocks[1].1)
             + 4 * self.softmax_scales.len()
@@ -258,13 +216,12 @@ impl Bounds {
         let s = &layers[0];
         let (q, all) = (layers.len() * s.n_q, layers.len() * (s.n_q + s.n_kv));
         let jobs = all + if s.rotary > 0 { 2 * q } else { 0 };
-        let products = if s.rotary == 0 { q } else { 0 };
+        let products = if s.rotary == 0 { Products::bytes_for(device, layers) } else { 0 };
         let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
         let values = built.row_blocks.iter().chain(&built.column_blocks).filter(is_value).count();
-        8 * (all + rest(s) * q + 2 * q + all + values)
+        8 * (all + rest(s) * q + all + values)
             + Jobs::size(by_warpgroups(device, s.d_head)) * jobs
-            + 16 * products
-            + 4 * product_rooms(device, s.d_head, products).1
+            + products
             + size_of::<HeadBound>() * q
             + 4 * layers.len()
     }
@@ -357,19 +314,8 @@ impl Bounds {
         let Some(products) = &self.products else { return Ok(()) };
         let (heads, partials) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()));
         let (stats, status, lambdas) = (Arg::Ptr(stats), Arg::Ptr(status), Arg::Ptr(self.lambdas.ptr()));
-        let (count, together) = (self.product_jobs.len(), self.product_launch.grid.0 as usize);
-        let beside = self.early() && together == count;
-        let (shape, room) = (self.gram_shape(grams, beside), Arg::Ptr(self.product_room.ptr()));
-        for first in (0..count).step_by(together) {
-            let jobs = Arg::Ptr(self.product_jobs.ptr().offset((first * size_of::<Job>()) as u64));
-            let aux = Arg::Ptr(self.aux.ptr().offset((first * 2 * size_of::<f64>()) as u64));
-            let args = [jobs, heads, partials, stats, shape, lambdas, aux, room, status];
-            let launch =
-                Launch::linear(together.min(count - first), self.product_launch.block, self.product_launch.shared);
-            // SAFETY: as for the norms; a block has its own part of the room.
-            unsafe { products.launch_early(stream, waiting(launch, beside), &args, beside)? };
-        }
-        Ok(())
+        let shape = self.gram_shape(grams, products.beside(self.early()));
+        products.launch(stream, &Inputs { heads, partials, stats, shape, lambdas, status }, self.early())
     }
 
     /// Bounds of every query head, from what [`Bounds::norms`] and [`Bounds::products`] left, channel statistics and operand
@@ -387,7 +333,7 @@ impl Bounds {
             Arg::Ptr(grams.heads.ptr()),
             Arg::Ptr(stats),
             Arg::Ptr(self.lambdas.ptr()),
-            Arg::Ptr(self.aux.ptr()),
+            Arg::Ptr(self.products.as_ref().map_or(DevicePtr::NULL, |products| products.aux.ptr())),
             Arg::Ptr(self.softmax_scales.ptr()),
             Arg::Ptr(descales),
             Arg::Ptr(self.heads.ptr()),

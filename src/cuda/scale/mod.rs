@@ -24,6 +24,7 @@ mod partition;
 mod power;
 mod power_once;
 mod power_sum;
+mod products;
 mod qk_norm;
 mod tables;
 mod values;

@@ -300,6 +300,42 @@ pub(super) struct Job {
     pub result: u32,
 }
 
+/// A KV head without rotation and the query heads that it is multiplied with.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct FactorJob {
+    pub k: u32,
+    pub q: u32,
+    pub many: u32,
+    /// Of the first query head.
+    pub product: u32,
+}
+
+/// What a factor stands for (`kernels/include/scale_factor.cuh`).
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct FactorNotes {
+    pub back: f64,
+    pub trace: f32,
+    pub norm: f32,
+    pub spread: f32,
+    pub state: f32,
+}
+const _: () = assert!(size_of::<FactorJob>() == 16 && size_of::<FactorNotes>() == 24);
+
+/// A product whose eigenvalue is still to come (`kernels/include/scale_lift.cuh`).
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Unfinished {
+    pub grown: f64,
+    pub traces: f64,
+    pub trace: f32,
+    pub slack: f32,
+    pub result: u32,
+    pub fine: u32,
+}
+const _: () = assert!(size_of::<Unfinished>() == 32);
+
 /// The same with everything that asking for its matrix takes.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]

@@ -1,0 +1,493 @@
+// sigma^2 of W_Q W_K^T without rotation, from the factors of `scale_factor`, and the quadratic forms c_k^T G_Q c_k. D_HEAD above
+// 64 (macro), Hopper; a warpgroup 64 rows.
+//
+// T = U A, H = U T^T: products on tensor cores of f16 pairs, the two mixed ones before that of the high parts, so that only its
+// terms are cut off at 2^-23. U lies in shared memory, A and then T 64 rows at a time. Up to 128 channels H stays in registers
+// and is squared there; above, T and H go through device memory, and `scale_bounds_wide` squares H.
+#include "scale_cluster.cuh"
+#include "scale_factor.cuh"
+
+using namespace spectrum;
+
+constexpr bool WIDE = N > 128;
+constexpr u32 GROUPS = GRAM_SIDE, WARPS = 4 * GROUPS, THREADS = 32 * WARPS;
+constexpr u32 PANEL = SIDE * 128;  // 64 columns of X, rows of 128 bytes
+// Of |U| |A| and |U| |T|: products and sums of 16 of them that are cut off, pairs and products of low parts. Up to 128 channels the
+// low parts of one half of T meet sums of the high ones of the other; above, f32 adds up sums of 64 products. And values of A
+// and T so small that f16 has fewer digits of them.
+constexpr float CUT_T = (WIDE ? 64 + 12 : N + 28) * 0x1p-23f, CUT_H = (WIDE ? 64 + 12 : 2 * N + 36) * 0x1p-23f;
+constexpr float SMALL_A = N * 0x1p-37f, SMALL_T = N * 0x1p-36f;
+constexpr float DOWN_T = 0x1p-13f, DOWN_H = 0x1p-23f;
+static_assert(UP == 0x1p12f, "T is kept 2^11 times as large, so that no value passes f16");
+// What may be left open by estimate, of lambda; a fifth of it is on average.
+constexpr float PRODUCT_OPEN = 0.002f;
+
+// Value 4 n + 2 h + e of a lane's 64 x 64 block: row 16 w + g + 8 h, column 8 n + 2 c + e.
+struct Lane {
+  u32 group, warp, g, c;
+  // Not to be remembered from one part of the work to the next: registers are few.
+  __device__ __forceinline__ Lane() {
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    group = thread >> 7, warp = thread >> 5 & 3, g = (thread & 31) >> 2, c = thread & 3;
+  }
+  __device__ __forceinline__ u32 row() const { return 16 * warp + g; }
+};
+
+__device__ __forceinline__ void load_block(float (&v)[32], const HeadGram& head, const float* partials, u32 block) {
+  const Lane at;
+  const float* from = partials + ((size_t)head.first * GRAM_BLOCKS + block) * 4096 + at.row() * 64 + 2 * at.c;
+#pragma unroll
+  for (u32 n = 0; n < 16; n++) {
+    const float2 x = __ldg((const float2*)(from + n % 2 * 512 + n / 2 * 8));
+    v[2 * n] = x.x, v[2 * n + 1] = x.y;
+  }
+#pragma unroll 1
+  for (u32 part = 1; part < head.count; part++) {
+    from += (size_t)head.stride * GRAM_BLOCKS * 4096;
+#pragma unroll
+    for (u32 n = 0; n < 16; n++) {
+      const float2 x = __ldg((const float2*)(from + n % 2 * 512 + n / 2 * 8));
+      v[2 * n] += x.x, v[2 * n + 1] += x.y;
+    }
+  }
+}
+
+// What is known of the channels of q, scaled by D, powers of two as bf16: shared memory is full.
+struct Channels {
+  u16 factor[SIDE];
+  float sum[SIDE];
+};
+// Beyond the head lies anything, and zeros are wanted, in block (i, j). Rows and columns come and go eight at a time.
+__device__ __forceinline__ void clear_rest(float (&v)[32], u32 i, u32 j) {
+  const Lane at;
+  // How many of the 8 columns' runs and of a warp's two of rows there are.
+  const u32 columns = N / 8 - min(j * 8, N / 8), rows = N / 8 - min(i * 8 + at.warp * 2, N / 8);
+#pragma unroll
+  for (u32 p = 0; p < 32; p++)
+    if (p / 4 >= (N / 8 - 1) % 8 + 1 || rows < 2) v[p] = p / 2 % 2 < rows && p / 4 < columns ? v[p] : 0.f;
+}
+// f(value, of D G D without the mean, row, column) for block (i, j).
+template <class F> __device__ __forceinline__ void scaled_block(float (&v)[32], const Channels& q, float per, u32 i, u32 j, F f) {
+  const Lane at;
+  if (N < SIDE) clear_rest(v, i, j);
+#pragma unroll
+  for (u32 h = 0; h < 2; h++) {
+    const u32 row = i * 64 + at.row() + 8 * h;
+    const float left = bf16_low(q.factor[row]), mean = q.sum[row] * per;
+#pragma unroll
+    for (u32 n = 0; n < 8; n++) {
+      const u32 column = j * 64 + 8 * n + 2 * at.c;
+      const u32 right = *(const u32*)(q.factor + column);
+      const float2 sums = *(const float2*)(q.sum + column);
+#pragma unroll
+      for (u32 e = 0; e < 2; e++) {
+        float& x = v[4 * n + 2 * h + e];
+        x = x * left * (e ? bf16_high(right) : bf16_low(right)) - mean * (e ? sums.y : sums.x);
+        f(x, row, column + e);
+      }
+    }
+  }
+}
+
+// f(value, on) for the values where the diagonal of a diagonal block may pass this thread.
+template <u32 WARP, class F> __device__ __forceinline__ void diagonal_of(float (&v)[32], const Lane& at, F f) {
+  const bool even = at.g == 2 * at.c, odd = at.g == 2 * at.c + 1;
+#pragma unroll
+  for (u32 h = 0; h < 2; h++) {
+    const u32 n = 2 * WARP + h, row = 8 * n + at.g;
+    f(v[4 * n + 2 * h], even, row), f(v[4 * n + 2 * h + 1], odd, row);
+  }
+}
+template <class F> __device__ __forceinline__ void diagonal(float (&v)[32], const Lane& at, F f) {
+  switch (at.warp) {
+    case 0: return diagonal_of<0>(v, at, f);
+    case 1: return diagonal_of<1>(v, at, f);
+    case 2: return diagonal_of<2>(v, at, f);
+    default: return diagonal_of<3>(v, at, f);
+  }
+}
+
+// Four 8 x 8 matrices; lane 8 i + j gives the address of row j of matrix i. TURNED: of its column j.
+template <bool TURNED> __device__ __forceinline__ void put(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  if (TURNED)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+// f(n, address) for the columns 8 n to 8 n + 15 of a 64 x 64 operand, or rows where it is TURNED: matrix m = lane / 8 has the
+// half m % 2 of a warp's 16 rows and the columns 8 (n + m / 2).
+template <bool TURNED, class F> __device__ __forceinline__ void places(u32 x, F f) {
+  const Lane at;
+  const u32 lane = 4 * at.g + at.c, r = lane & 7, half = lane >> 3 & 1, next = lane >> 4;
+#pragma unroll
+  for (u32 n = 0; n < 8; n += 2)
+    f(n, TURNED ? x + (8 * (n + next) + r) * 128 + (((2 * at.warp + half) ^ r) << 4)
+                : x + (16 * at.warp + 8 * half + r) * 128 + (((n + next) ^ r) << 4));
+}
+// As a pair of operands.
+template <bool TURNED> __device__ __forceinline__ void store_pairs(const float (&v)[32], u32 x, u32 low = OPERAND_BYTES) {
+  places<TURNED>(x, [&](u32 n, u32 to) {
+    Pair p[4];
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) p[i] = split(v[4 * n + 2 * i], v[4 * n + 2 * i + 1]);
+    put<TURNED>(to, p[0].high, p[1].high, p[2].high, p[3].high);
+    put<TURNED>(to + low, p[0].low, p[1].low, p[2].low, p[3].low);
+  });
+}
+// For the tensor cores, before a barrier.
+__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// multiply(k, low part of the left operand, of the right one, not the first) for the three products of pairs, `steps` of each. One
+// loop, and at least once: the assembler takes the accumulator for another one else.
+template <class F> __device__ __forceinline__ void three_products(u32 steps, F multiply) {
+  u32 k = 0, phase = 0;
+#pragma unroll 1
+  do {
+    ptx::wgmma_fence();
+    multiply(k, phase == 0, phase == 1, (k | phase) > 0);
+    const bool over = ++k == steps;
+    k = over ? 0 : k, phase += over;
+  } while (phase < 3);
+}
+// d = U_i S^T: rows `group` of U, from its diagonal on, and 64 rows S of A or T, both in pairs. Above 128 channels a sum is made for
+// every 64 of them, so that what is cut off is of their products. `beside` is done while the tensor cores work.
+template <class F> __device__ __forceinline__ void multiply(float (&d)[32], u32 factor, u32 slab, u32 group, F beside) {
+  // Lower halves of the descriptors, by 16 bytes; blocks of a row follow one another.
+  const u32 upper = (u32)(ptx::swizzled_operand(0) >> 32);
+  u32 u = __shfl_sync(0xffffffffu, ((factor + block_number(group, group) * PAIR_BYTES) & 0x3ffff) >> 4 | 64 << 16, 0);
+  u32 s = __shfl_sync(0xffffffffu, ((slab + group * PAIR_BYTES) & 0x3ffff) >> 4 | 64 << 16, 0);
+  auto operand = [&](u32 first, u32 k, bool low) { return (u64)upper << 32 | (first + (k / 4 * PAIR_BYTES + low * OPERAND_BYTES + k % 4 * 32) / 16); };
+  auto ask = [&](float (&d)[32], u32 steps) {
+    ptx::keep(d);
+    three_products(steps, [&](u32 k, bool low_u, bool low_s, bool more) {
+      ptx::wgmma_f16_64x64x16<false>(d, operand(u, k, low_u), operand(s, k, low_s), more);
+    });
+    ptx::wgmma_commit();
+  };
+  ask(d, WIDE ? min(TILES - 4 * group, 4) : TILES - 4 * group);
+  beside();
+  ptx::wgmma_wait<0>();
+  ptx::keep(d);
+  if constexpr (WIDE) {
+    float part[32];
+#pragma unroll 1
+    for (u32 block = group + 1; block < GROUPS; block++) {
+      u += PAIR_BYTES / 16, s += PAIR_BYTES / 16;
+      ask(part, min(TILES - 4 * block, 4));
+      ptx::wgmma_wait<0>();
+      ptx::keep(part);
+#pragma unroll
+      for (u32 n = 0; n < 32; n++) d[n] += part[n];
+    }
+  }
+}
+// d += U_ij T_j^T for up to 128 channels: block (group, j) of U and 64 columns of all of T, the high parts before the low ones.
+__device__ __forceinline__ void add_columns(float (&d)[2][32], u32 factor, u32 slab, u32 group, u32 j) {
+  const u32 upper = (u32)(ptx::swizzled_operand(0) >> 32);
+  const u32 u = __shfl_sync(0xffffffffu, ((factor + (group + j) * PAIR_BYTES) & 0x3ffff) >> 4 | 64 << 16, 0);
+  const u32 t = (slab & 0x3ffff) >> 4 | 64 << 16;
+  auto operand = [&](u32 first, u32 k, u32 low) { return (u64)upper << 32 | (first + (low + k * 32) / 16); };
+  const u32 steps = min(TILES - 4 * j, 4);
+  ptx::keep(d[0]), ptx::keep(d[1]);
+  three_products(steps, [&](u32 k, bool low_u, bool low_t, bool more) {
+    ptx::wgmma_f16_64x128x16(d, operand(u, k, low_u * OPERAND_BYTES), operand(t, k, low_t * 2 * OPERAND_BYTES), j > group || more);
+  });
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::keep(d[0]), ptx::keep(d[1]);
+}
+// The largest sum of a row of |S|, of the high parts of what lies in the slab: four threads a row, the first warpgroups alone.
+__device__ __forceinline__ float widest_row(u32 slab) {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  float sum = 0.f;
+  if (thread < 256) {
+    const u32 row = thread / 4;
+#pragma unroll 1
+    for (u32 block = 0; block < GRAM_SIDE; block++)
+#pragma unroll
+      for (u32 i = 0; i < 2; i++) {
+        u32 v[4];
+        ptx::load16(v[0], v[1], v[2], v[3], slab + block * PAIR_BYTES + row * 128 + (thread % 4 * 2 + i << 4));
+#pragma unroll
+        for (u32 e = 0; e < 4; e++) sum += fabsf(f16_value((u16)v[e])) + fabsf(f16_value((u16)(v[e] >> 16)));
+      }
+  }
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+}
+
+// (trace, squared Frobenius norm) over the block, both below 2: whole numbers are added up, which takes one instruction a
+// warp. Between two calls lies a barrier.
+__device__ __forceinline__ float2 moments(float (&v)[2][32], const Lane& at, uint2* scratch) {
+  float trace = 0.f, squares[2] = {0.f, 0.f};
+#pragma unroll
+  for (u32 b = 0; b < 2; b++) {
+    diagonal(v[b], at, [&](float& x, bool on, u32) { trace += on && b == at.group ? x : 0.f; });
+#pragma unroll
+    for (u32 i = 0; i < 32; i++) squares[i & 1] += v[b][i] * v[b][i];
+  }
+  const u32 a = __reduce_add_sync(0xffffffffu, __float2uint_rn(trace * 0x1p31f));
+  const u32 b = __reduce_add_sync(0xffffffffu, __float2uint_rn((squares[0] + squares[1]) * 0x1p30f));
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = make_uint2(a, b);
+  __syncthreads();
+  u32 traces = 0, sums = 0;
+#pragma unroll
+  for (u32 w = 0; w < 8; w += 2) {
+    const uint4 two = *(const uint4*)(scratch + w);
+    traces += two.x + two.z, sums += two.y + two.w;
+  }
+  return make_float2((float)traces * 0x1p-31f, (float)sums * 0x1p-30f);
+}
+
+// P = X X^T, this warpgroup's rows.
+__device__ __forceinline__ void square(float (&p)[2][32], u32 x, u32 group) {
+  const u32 upper = (u32)(ptx::swizzled_operand(0) >> 32);
+  const u32 all = (u32)ptx::swizzled_operand(x), own = __shfl_sync(0xffffffffu, all + group * (64 * 128 / 16), 0);
+  ptx::keep(p[0]), ptx::keep(p[1]);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (u32 k = 0; k < TILES; k++) {
+    const u32 step = (k / 4 * PANEL + k % 4 * 32) / 16;
+    ptx::wgmma_f16_64x128x16(p, (u64)upper << 32 | (own + step), (u64)upper << 32 | (all + step), k > 0);
+  }
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::keep(p[0]), ptx::keep(p[1]);
+}
+
+// The largest eigenvalue of H by shifted squarings, this warpgroup's rows of it in `v`; in thread 0. `x`: where X goes.
+__device__ __forceinline__ float largest(float (&v)[2][32], float trace, float squares, u32 x, uint2* scratch, Links& links) {
+  if (!(squares > 0.f && squares < 1e30f)) return squares == 0.f ? 0.f : __uint_as_float(0x7fc00000u);
+  const Lane at;
+  // To a norm in [2, 4) by a power of two, whose values are normal numbers of f16.
+  const int exponent = ((int)(__float_as_uint(squares) >> 23) - 127) >> 1;
+  const float unit = __uint_as_float((u32)(128 - exponent) << 23), back = __uint_as_float((u32)(126 + exponent) << 23);
+#pragma unroll
+  for (u32 b = 0; b < 2; b++)
+#pragma unroll
+    for (u32 i = 0; i < 32; i++) v[b][i] *= unit;
+  Chain chain;
+  chain.first(trace * unit, squares * unit * unit, 0.f, 0.f, links);
+  float2 now;
+#pragma unroll 1
+  for (;;) {
+    const u32 factor = both_f16(chain.scale);
+#pragma unroll
+    for (u32 b = 0; b < 2; b++) {
+      diagonal(v[b], at, [&](float& value, bool on, u32 i) { value -= on && b == at.group && 64 * b + i < N ? chain.shift : 0.f; });
+      places<false>(x + b * PANEL + at.group * 64 * 128, [&](u32 n, u32 to) {
+        u32 p[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) p[i] = scaled_f16(pack_f16(v[b][4 * n + 2 * i], v[b][4 * n + 2 * i + 1]), factor);
+        put<false>(to, p[0], p[1], p[2], p[3]);
+      });
+    }
+    publish();
+    __syncthreads();
+    square(v, x, at.group);
+    now = moments(v, at, scratch);
+    if (!chain.go_on(now.x, now.y, PRODUCT_OPEN, links)) break;
+  }
+  return threadIdx.x == 0 ? __fmul_ru(chain.certificate(now.x, now.y, links), back) : 0.f;
+}
+
+struct Room {
+  Channels q;
+  Lift lift;
+  u64 arrived;
+};
+// At either end of the work, where the slab has nothing else.
+struct Ends {
+  float4 scratch[2][WARPS];
+  float constant[SIDE];
+  SideSums parts[WARPS];
+  float wide[WARPS];
+};
+struct Squaring {
+  uint2 squares[WARPS];
+  Links links;
+};
+
+// T of a block (64 x 64 pieces in the order of accumulators) and H of all heads, as Grams lie.
+__device__ __forceinline__ float4* piece_of_t(float* room, u32 row, u32 column) {
+  return (float4*)(room + ((size_t)blockIdx.x * GROUPS * GROUPS + row * GROUPS + column) * 4096) + threadIdx.x % 128;
+}
+
+__device__ __forceinline__ void product(u32 index, const Job& job, const HeadGram* heads, const float* partials, const ChannelStats* stats,
+                                        const Shape& shape, const u8* factor, const float* frame, const FactorNotes& notes, double* lambdas,
+                                        double2* aux, float* room_of_t, float* room_of_h, Unfinished* unfinished, u32* status, u32 parity,
+                                        Room& room, Squaring& squaring) {
+  extern __shared__ __align__(1024) u8 memory[];
+  const u32 u = (ptx::shared_address(memory) + 1023) & ~1023u, slab = u + FACTOR_BYTES, arrived = ptx::shared_address(&room.arrived);
+  Ends& ends = *(Ends*)(memory + (slab - ptx::shared_address(memory)));
+  const HeadGram of_q = heads[job.q];
+  const u32 thread = threadIdx.x, group = __shfl_sync(0xffffffffu, thread >> 7, 0);
+  {
+    BalancedChannel own = {1.f, 0.f, 0.f, {}};
+    if (thread < N) own = scaled_channel(stats[of_q.stat_row + thread], stats[heads[job.k].stat_row + thread].constant, frame[thread]);
+    if (thread < SIDE) {
+      room.q.factor[thread] = (u16)(__float_as_uint(own.factor) >> 16), room.q.sum[thread] = own.sum;
+      ends.constant[thread] = own.constant;
+    }
+    own.share.add_warp();
+    if (thread % 32 == 0) ends.parts[thread / 32] = own.share;
+  }
+  __syncthreads();
+  const float per = shape.mean ? 1.f / shape.d_model : 0.f;
+  float square = 0.f, form = 0.f;
+#pragma unroll 1
+  for (u32 b = group; b < GRAM_BLOCKS; b += GROUPS) {
+    u32 i = 0, j = b;
+    while (j >= GRAM_SIDE) i++, j += i - GRAM_SIDE;
+    float v[32];
+    load_block(v, of_q, partials, b);
+    const float weight = i == j ? 1.f : 2.f;
+    float part = 0.f, part_of_form = 0.f;
+    scaled_block(v, room.q, per, i, j, [&](float x, u32 row, u32 column) {
+      part += x * x, part_of_form += x * ends.constant[row] * ends.constant[column];
+    });
+    square += weight * part, form += weight * part_of_form;
+  }
+  {
+    const float4 of_gram = sums_of_block<WARPS>({square, form, 0.f, 0.f}, ends.scratch[0]);
+    if (thread == 0) {
+      const SideSums side = sums_of_warps(ends.parts, WARPS);
+      room.lift = lift_of<0>(side, of_gram.x, shape);
+      *(double*)(aux + index) = form_above(side, of_gram.y, per, 64 + 4 * 64 * 64 / 128 * GRAM_BLOCKS / GROUPS, shape);
+    }
+  }
+  __syncthreads();
+  const Lift lift = room.lift;
+  const double grown = notes.back / ((1.0 - lift.t) * lift.scale), traces = notes.trace;
+  Unfinished out = {grown, traces, 0.f, 0.f, job.result, 0};
+  if (!(lift.scale > 0.f && notes.state == 1.f)) {
+    const bool zero = lift.scale == 0.f || notes.state == 0.f, fallback = lift.scale > 0.f && notes.state == -1.f;
+    out.traces = zero ? 0.0 : fallback ? traces : __longlong_as_double(0x7ff8000000000000ll), out.grown = zero ? 0.0 : grown;
+    if (thread == 0) {
+      if (WIDE) unfinished[index] = out;
+      else put_product(lambdas + job.result, false, 0.f, 0.f, out.grown, out.traces, status);
+    }
+    return;
+  }
+  if (thread == 0) {
+    ptx::barrier_expect(arrived, FACTOR_BYTES);
+    ptx::copy_bytes(u, factor, FACTOR_BYTES, arrived);
+  }
+  // T by 64 columns, from those rows of A.
+  float of_t = 0.f, of_a = 0.f;  // squares of T, the widest row of A
+  auto columns = [&](u32 j, float (&d)[32]) {
+    const u32 i = min(group, j), k = max(group, j);
+    load_block(d, of_q, partials, block_number(i, k));
+    const float times = lift.scale * UP;
+    scaled_block(d, room.q, per, i, k, [&](float& x, u32 row, u32 column) { x = (x + (row == column && row < N ? lift.added : 0.f)) * times; });
+    if (group < j) store_pairs<true>(d, slab + group * PAIR_BYTES);
+    else store_pairs<false>(d, slab + group * PAIR_BYTES);
+    publish();
+    __syncthreads();
+    if (j == 0) ptx::barrier_wait(arrived, parity);
+    multiply(d, u, slab, group, [&] { of_a = fmaxf(of_a, widest_row(slab)); });
+    __syncthreads();
+    float squares = 0.f;
+#pragma unroll
+    for (u32 n = 0; n < 32; n++) d[n] *= DOWN_T, squares += d[n] * d[n];
+    of_t += squares;
+  };
+  float trace = 0.f, of_h = 0.f, h[2][32];
+  if constexpr (WIDE) {
+#pragma unroll 1
+    for (u32 j = 0; j < GROUPS; j++) {
+      columns(j, h[0]);
+      float4* to = piece_of_t(room_of_t, group, j);
+#pragma unroll
+      for (u32 n = 0; n < 8; n++) to[128 * n] = make_float4(h[0][4 * n], h[0][4 * n + 1], h[0][4 * n + 2], h[0][4 * n + 3]);
+    }
+    __syncthreads();
+    // H by 64 columns, on and above the diagonal, from those rows of T.
+#pragma unroll 1
+    for (u32 j = 0; j < GROUPS; j++) {
+      const float4* from = piece_of_t(room_of_t, j, group);
+#pragma unroll
+      for (u32 n = 0; n < 8; n++) {
+        const float4 v = from[128 * n];
+        h[0][4 * n] = v.x, h[0][4 * n + 1] = v.y, h[0][4 * n + 2] = v.z, h[0][4 * n + 3] = v.w;
+      }
+      store_pairs<false>(h[0], slab + group * PAIR_BYTES);
+      publish();
+      __syncthreads();
+      if (group <= j) multiply(h[0], u, slab, group, [] {});
+      __syncthreads();
+      if (group > j) continue;
+#pragma unroll
+      for (u32 n = 0; n < 32; n++) h[0][n] *= DOWN_H;
+      if (group == j) diagonal(h[0], Lane(), [&](float& x, bool on, u32) { trace += on ? x : 0.f; });
+      const Lane at;
+      float* to = room_of_h + ((size_t)index * GRAM_BLOCKS + block_number(group, j)) * 4096 + at.row() * 64 + 2 * at.c;
+#pragma unroll
+      for (u32 n = 0; n < 16; n++) *(float2*)(to + n % 2 * 512 + n / 2 * 8) = make_float2(h[0][2 * n], h[0][2 * n + 1]);
+    }
+  } else {
+#pragma unroll 1
+    for (u32 j = 0; j < 2; j++) {
+      float t[32];
+      columns(j, t);
+      store_pairs<false>(t, slab + group * OPERAND_BYTES, 2 * OPERAND_BYTES);
+      publish();
+      __syncthreads();
+      if (group <= j) add_columns(h, u, slab, group, j);
+      __syncthreads();
+    }
+#pragma unroll
+    for (u32 b = 0; b < 2; b++) {
+#pragma unroll
+      for (u32 n = 0; n < 32; n++) h[b][n] *= DOWN_H, of_h += h[b][n] * h[b][n];
+      if (group == b) diagonal(h[b], Lane(), [&](float& x, bool on, u32) { trace += on ? x : 0.f; });
+    }
+  }
+  // A's rows are of 2^12 A, their sums beyond that by the low parts.
+  of_a = fmaxf(of_a, __shfl_xor_sync(0xffffffffu, of_a, 4)), of_a = fmaxf(of_a, __shfl_xor_sync(0xffffffffu, of_a, 8));
+  of_a = fmaxf(of_a, __shfl_xor_sync(0xffffffffu, of_a, 16));
+  if (thread % 32 == 0) ends.wide[thread / 32] = of_a;
+  const float4 sums = sums_of_block<WARPS>({of_t, of_h, trace, 0.f}, ends.scratch[1]);
+#pragma unroll
+  for (u32 w = 0; w < WARPS; w++) of_a = fmaxf(of_a, ends.wide[w]);
+  // |E_T| <= c |U| |A| and |E_H| <= c |U| |T|^T entry by entry; H is off by U E_T^T + E_H. Norms of matrices of absolute values by
+  // their rows and columns or by all squares. Where half of H stands for all of it, so does half of its error: what holds then is
+  // |U| |A| |U|^T, which is symmetric, and all squares, twice.
+  const float wide_a = fminf(1.001f / UP * of_a, lift.frobenius()), frobenius = (WIDE ? 1.4143f : 1.f) * 0x1p-11f * root(sums.x);
+  const float wide_t = fminf(frobenius, notes.spread * wide_a);
+  const float slack = 1.002f * notes.spread * ((WIDE ? notes.spread : notes.norm) * (CUT_T * wide_a + SMALL_A) + CUT_H * wide_t + SMALL_T);
+  if constexpr (WIDE) {
+    out.trace = sums.z, out.slack = slack, out.fine = 1;
+    if (thread == 0) unfinished[index] = out;
+  } else {
+    __syncthreads();
+    const float top = largest(h, sums.z, sums.y, slab, squaring.squares, squaring.links);
+    if (thread == 0) put_product(lambdas + job.result, true, top, slack, grown, traces, status);
+  }
+}
+
+// `group`: query heads of a factor. Products `first` to `end`, a block one after another; their places in `room_of_h` and `unfinished` are
+// those in the list.
+extern "C" __global__ void __launch_bounds__(THREADS, WIDE ? 1 : 2)
+    scale_products_pairs(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
+                         const u8* factors, const float* frames, const FactorNotes* notes, double* lambdas, double2* aux, float* room_of_t,
+                         float* room_of_h, Unfinished* unfinished, u32* status, u32 many, u32 count) {
+  __shared__ __align__(16) Room room;
+  __shared__ __align__(16) Squaring squaring;  // the compiler leaves it out where nothing is squared here
+  if (threadIdx.x == 0) ptx::barrier_init(ptx::shared_address(&room.arrived), 1), ptx::barrier_init_fence();
+  wait_for_previous();
+  let_next_start();
+  u32 parity = 0;
+  for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
+    const u32 k = index / many;
+    const FactorNotes known = notes[k];
+    product(index, jobs[index], heads, partials, stats, shape, factors + (size_t)k * FACTOR_BYTES, frames + k * SIDE, known, lambdas, aux,
+            room_of_t, room_of_h, unfinished, status, parity, room, squaring);
+    // The barrier was used only where there was something to multiply.
+    parity ^= room.lift.scale > 0.f && known.state == 1.f;
+    if (!WIDE) return;
+    __syncthreads();
+  }
+}
