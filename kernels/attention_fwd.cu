@@ -116,8 +116,11 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     registers_shrink<kProducerRegisters>();
     if (threadIdx.x == kConsumers * 128) {
       Ring<kQStages> q;
+      // NOTES: keys and values keep step, so that one ring would do. Where registers are short it does; elsewhere the code
+      // with two is what was measured.
       Ring<K_STAGES> k;
-      Ring<V_STAGES> v;
+      Ring<V_STAGES> own;
+      Ring<V_STAGES>& v = kShortProducer ? k : own;
       const int group_size = p.heads_q / p.heads_kv;
       int index = blockIdx.x;
       while (true) {
@@ -125,54 +128,73 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         const int next = alive ? (int)(atomicAdd(p.counter, 1) + gridDim.x) : 0;
 
         const Tile t = decode(p, alive ? index : 0);
-        const int head = t.head / group_size;
-#if SPLIT
-        const int query_bytes = p.positions * p.tile_heads * kDim, first = t.first;
-#else
-        const int query_bytes = kQBytes, first = 0;
-#endif
-
-        // Hand out the tile and load its queries
-        Work item;
-        item.tile = t;
-        if (!alive) item.tile.key_tiles = -1;
-        item.logit_scale = p.softmax_scale * p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head] *
-                           p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head];
-        item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
-#if OUT_E4M3
-        item.to_out = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
-#endif
-        for (int w = 0; w < consumers; w++) {
-          mbarrier_wait_uniform(q_empty(q.index, w), q.parity ^ 1);
-          work[q.index * kConsumers + w] = item;
-          if (alive) {
-            mbarrier_arrive_expect(q_full(q.index, w), query_bytes);
-            tma_load_4d(base + (q.index * kConsumers + w) * kQBytes, &map_q, q_full(q.index, w), 0, item.tile.head,
-                        item.tile.row, t.batch);
-          } else {
-            mbarrier_arrive(q_full(q.index, w));
-          }
-#if SPLIT
-          item.tile.row += p.positions;
-#else
-          if (p.packed) item.tile.head++; else item.tile.row += kRows;
-#endif
-        }
-        if (!alive) break;
-        q.advance();
-
-        // Stream keys and values, the last tile first
-        for (int n = first + t.key_tiles - 1; n >= first; n--) {
+        const int head = kShortProducer ? (u32)t.head * p.heads_kv / p.heads_q : t.head / group_size;
+        auto load_keys = [&](int n) {
           mbarrier_wait_uniform(k_empty + 8 * k.index, k.parity ^ 1);
           mbarrier_arrive_expect(k_full + 8 * k.index, kTileBytes);
           tma_load_4d(base + kOffsetK + k.index * kTileBytes, &map_k, k_full + 8 * k.index, 0, head, n * kBlockN, t.batch);
-          k.advance();
+          if (!kShortProducer) k.advance();
           mbarrier_wait_uniform(v_empty + 8 * v.index, v.parity ^ 1);
           mbarrier_arrive_expect(v_full + 8 * v.index, kTileBytes);
           tma_load_3d(base + kOffsetV + v.index * kTileBytes, &map_v, v_full + 8 * v.index, 0, n * (kBlockN / 16),
                       t.batch * p.heads_kv + head);
           v.advance();
+        };
+
+#if SPLIT
+        // NOTES: the first copies go out before the descales are there. Few of them: consumers let go of the last tile of an item only
+        // when they have the next item.
+        const int query_bytes = p.positions * p.tile_heads * kDim, first = t.first;
+        int n = first + t.key_tiles - 1;
+        for (int w = 0; w < consumers; w++) {
+          mbarrier_wait_uniform(q_empty(q.index, w), q.parity ^ 1);
+          if (alive) {
+            mbarrier_expect(q_full(q.index, w), query_bytes);
+            tma_load_4d(base + (q.index * kConsumers + w) * kQBytes, &map_q, q_full(q.index, w), 0, t.head,
+                        t.row + w * p.positions, t.batch);
+          }
         }
+        for (int i = 0; alive && i < kEager && n >= first; i++, n--) load_keys(n);
+#endif
+
+        // Hand out the tile, and load its queries
+        Work item;
+        item.tile = t;
+        if (!alive) item.tile.key_tiles = -1;
+        item.logit_scale = p.softmax_scale * p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head] *
+                           p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head];
+        item.v_descale = 1.0f;
+        if (!kSplit || p.parts == 1) item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
+#if OUT_E4M3
+        item.to_out = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
+#endif
+#if SPLIT
+        for (int w = 0; w < consumers; w++) {
+          work[q.index * kConsumers + w] = item;
+          mbarrier_arrive(q_full(q.index, w));
+          item.tile.row += p.positions;
+        }
+#else
+        const int first = 0;
+        int n = t.key_tiles - 1;
+        for (int w = 0; w < consumers; w++) {
+          mbarrier_wait_uniform(q_empty(q.index, w), q.parity ^ 1);
+          work[q.index * kConsumers + w] = item;
+          if (alive) {
+            mbarrier_arrive_expect(q_full(q.index, w), kQBytes);
+            tma_load_4d(base + (q.index * kConsumers + w) * kQBytes, &map_q, q_full(q.index, w), 0, item.tile.head,
+                        item.tile.row, t.batch);
+          } else {
+            mbarrier_arrive(q_full(q.index, w));
+          }
+          if (p.packed) item.tile.head++; else item.tile.row += kRows;
+        }
+#endif
+        if (!alive) break;
+        q.advance();
+
+        // Stream keys and values, the last tile first
+        for (; n >= first; n--) load_keys(n);
         index = next;
       }
 
@@ -255,8 +277,8 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     auto open = [&]() {
       rows = {{kLowest, kLowest}, {0.0f, 0.0f}, {1.0f, 1.0f}, {1.0f, 1.0f}, {-kLowest, -kLowest}, {kLowest, kLowest}, 0, 0};
       fresh = true, flushed = false;
-#if SPLIT
-      // NOTES: else a row that is none would keep its warp from integer order. Nobody reads what it comes to.
+#if SPLIT || TELEMETRY
+      // NOTES: else a row that is none, whose logits are zeros, would keep its warp from integer order. Nobody reads what it comes to.
       const int first_row = handed(slot(items).tile.row);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
@@ -324,15 +346,22 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 
       const Tile& t = item.tile;
       const int quad = place().quad, my_row = place().row;
+#if TELEMETRY && !SPLIT
+      const u32 known = known_word(p, item);
+#endif
       float factor[2];  // NOTES: a row with a visible key has a sum near 2^7 or more
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float sum = quad_sum(rows.sum[r]);
         factor[r] = sum > 1.0f ? item.v_descale * reciprocal(sum) : 0.0f;
 #if SPLIT
-        const i64 at = part_row(p, t, my_row + 8 * r);
-        if (quad == 0 && at >= 0)
-          p.parts_lse[at] = sum > 1.0f ? fmaf(rows.reference[r], scale, -kOffset) + log2_mufu(sum) : __int_as_float(0xff800000);
+        const float lse = sum > 1.0f ? fmaf(rows.reference[r], scale, -kOffset) + log2_mufu(sum) : __int_as_float(0xff800000);
+        const Row at = row_of(p, my_row + 8 * r);
+        const int position = t.row + at.position, head = t.head + at.head;
+        if (quad == 0 && at.exists && position < p.len_q) {
+          if (p.parts > 1) p.parts_lse[part_row(p, t, position, head)] = lse;
+          else if (p.lse != nullptr) p.lse[((i64)t.batch * p.heads_q + head) * p.len_q + position] = lse * kLn2;
+        }
 #else
         const int row = t.row + my_row + 8 * r;
         if (p.lse != nullptr && quad == 0 && row < p.len_q)
@@ -342,9 +371,9 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       }
       multiply(o, factor);
 #if TELEMETRY && SPLIT
-      report(p, item, rows, my_row, quad);
+      report(p, item, rows, o, my_row, quad);
 #elif TELEMETRY
-      report(p, item, rows, o, my_row);
+      report(p, item, rows, o, my_row, known);
 #endif
       store(p, item, o, my_row, quad);
     };

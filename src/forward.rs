@@ -145,7 +145,7 @@ pub fn project(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens
     let sides =
         [(&mut projected.q, n_q, &weights.q_norm, "q norm"), (&mut projected.k, n_kv, &weights.k_norm, "k norm")];
     for (values, heads, vectors, name) in sides {
-        let normalise = |values: &mut [f32], behind_rotation: bool| match &spec.qk_norm {
+        let normalise = |values: &mut [f32], behind_rotation: bool| match &spec.qk_norm_of(own) {
             Some(norm) if norm.behind_rotation == behind_rotation => qk_norm(r, norm, vectors.as_ref(), heads, values)
                 .map_err(|error| error.within(format_args!("{} layer {layer} {name}", spec.name))),
             _ => Ok(()),

@@ -140,7 +140,7 @@ impl<'a> LayerGeometry<'a> {
         let own = spec.layer(layer)?;
         let r = own.d_head;
         let place = || format!("{} layer {}", spec.name, own.number);
-        if spec.norm.kind == NormKind::None && spec.qk_norm.is_none() {
+        if spec.norm.kind == NormKind::None && spec.qk_norm_of(own).is_none() {
             return Err(Error::unsupported(format_args!(
                 "{}: attention input without a norm, and q and k without one, have no bound",
                 place()
@@ -182,7 +182,7 @@ impl<'a> LayerGeometry<'a> {
             operators((r, spec.d_model), projection, heads, &gain, &shift, scale, centred)
                 .map_err(|error| error.within(place()))
         };
-        let qk_limits = match &spec.qk_norm {
+        let qk_limits = match &spec.qk_norm_of(own) {
             Some(norm) => Some(QkLimits {
                 q: limits(r, norm, &weights.q_norm, own.n_q_heads, &rotary, factor)
                     .map_err(|e| e.within(format_args!("{} q norm", place())))?,

@@ -245,6 +245,7 @@ fn qk_normed(planted: &mut Planted) {
         gain: GainForm::Plain,
         shift: false,
         behind_rotation: false,
+        rotated_only: false,
     });
     (planted.q_norm, planted.k_norm) = (Some(vectors.clone()), Some(vectors));
 }

@@ -120,6 +120,7 @@ fn normalised_heads_are_bounded_by_their_gains() {
         gain: GainForm::Plain,
         shift: false,
         behind_rotation: false,
+        rotated_only: false,
     });
     let got = bounds(&planted);
     close(got.heads[0].certain.unwrap(), 0.25 * 16.0 * 9.0);

@@ -263,8 +263,8 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                 match case.kind {
                     // Layers 0 and 2 are sliding ones, and only those are rotated.
                     "cohere2" | "exaone4" | "exaone_moe" | "granite bases" if i % 2 == 1 => {}
-                    "llama4" if i % 2 == 1 => {}
-                    "cohere" | "cohere2" | "helium" | "llama4" => {
+                    "llama4" | "llama4 normed" if i % 2 == 1 => {}
+                    "cohere" | "cohere2" | "helium" | "llama4" | "llama4 normed" => {
                         rope_interleaved(head, &frequencies(10_000.0, R), position)
                     }
                     "glm4" => rope_interleaved(head, &frequencies(10_000.0, R / 2), position),
@@ -299,11 +299,11 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             // Llama 4 counts positions from 1, and only layers without rotation grow.
             let growth = match case.kind {
                 "llama grows" => 1.0 + 0.1 * (1.0 + (position / 16.0).floor()).ln(),
-                "llama4" if i % 2 == 1 => 1.0 + 0.2 * (1.0 + ((position + 1.0) / 16.0).floor()).ln(),
+                "llama4" | "llama4 normed" if i % 2 == 1 => 1.0 + 0.2 * (1.0 + ((position + 1.0) / 16.0).floor()).ln(),
                 _ => 1.0,
             };
             q.iter_mut().flatten().for_each(|x| *x *= growth);
-            if family == "nanochat" {
+            if family == "nanochat" || case.kind == "llama4 normed" && i % 2 == 0 {
                 q.iter_mut().chain(&mut k).for_each(|head| *head = rms_norm(head, &[1.0; R], 0.0));
             }
             let scale = match family {
@@ -451,6 +451,7 @@ fn every_family_has_a_case() {
         "persimmon",
         "ministral3",
         "llama4",
+        "llama4_text",
         "qwen3_next",
         "qwen3_5",
         "lfm2",

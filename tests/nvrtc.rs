@@ -34,6 +34,32 @@ fn variants() -> Vec<Request> {
             all.extend(shapes.map(one));
             continue;
         }
+        if source == sources::NORMS_HEADS {
+            // Channels of a head, [in, out], a mean or a shift, rotation, f16, type of the vectors.
+            for shape in [
+                [64, 0, 1, 0, 0, 2],
+                [64, 1, 1, 0, 0, 2],
+                [64, 1, 1, 1, 1, 1],
+                [128, 0, 0, 1, 0, 0],
+                [128, 0, 1, 1, 1, 1],
+                [16, 0, 0, 0, 0, 0],
+                [16, 1, 1, 1, 0, 2],
+                [80, 1, 1, 1, 0, 2],
+                [24, 0, 1, 1, 0, 2],
+                [192, 0, 0, 1, 0, 0],
+                [192, 0, 1, 0, 0, 0],
+                [248, 1, 1, 0, 0, 1],
+                [256, 0, 1, 1, 0, 2],
+                [256, 1, 0, 1, 1, 1],
+            ] {
+                let names = ["D_HEAD", "ALONG_CHANNELS", "SUMS", "TURNS", "F16", "VECTORS"];
+                let request = Request::new(source, Arch::SM90A);
+                all.push(
+                    names.into_iter().zip(shape).fold(request, |request, (name, value)| request.define(name, value)),
+                );
+            }
+            continue;
+        }
         if source == sources::GRAMS_WIDE {
             let wide = [(136, 0), (160, 1), (192, 0), (192, 2), (200, 2), (256, 0), (256, 1), (256, 2)];
             let f32s = [(16, 2), (40, 2), (64, 2), (96, 2), (128, 2)];

@@ -4,7 +4,7 @@ mod common;
 
 use common::cases::{cases, draw};
 use common::fixtures::write_checkpoint;
-use common::forward::{Qkv, dot, forward_qkv_at, logit, norm_output, random_x_hat, to_sphere};
+use common::forward::{Qkv, dot, forward_qkv_at, last_factor, logit, norm_output, random_x_hat, to_sphere};
 use common::planted::{Planted, rope, spec};
 use float8::F8E4M3;
 use half::bf16;
@@ -109,7 +109,7 @@ impl Attack<'_> {
             }
             found.push([(x, aq), (y, ak)]);
         }
-        if spec.qk_norm.is_some() {
+        if spec.qk_norm_of(&spec.layers[layer]).is_some() {
             for c in 0..spec.layers[layer].d_head {
                 let axis = DVector::from_fn(spec.layers[layer].d_head, |i, _| f64::from(i == c));
                 let zero = vec![0.0; self.angles().len()];
@@ -135,7 +135,7 @@ impl Attack<'_> {
                     let angles: Vec<f64> = zero.iter().map(|_| f64::from(t) * std::f64::consts::PI / 12.0).collect();
                     let direction = turn(self.spec, layer, &angles, &axis, -1.0);
                     found.push((affine.towards(kind, &direction), angles.clone()));
-                    if self.spec.qk_norm.is_some() {
+                    if self.spec.qk_norm_of(&self.spec.layers[layer]).is_some() {
                         found.push((affine.onto(kind, &direction), angles));
                     }
                 }
@@ -240,7 +240,7 @@ fn forward_bf16(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &[f64],
             .collect()
     };
     let normalise = |heads: Vec<Vec<f64>>, vectors: &Option<sigmascale::model::NormVectors>| -> Vec<Vec<f64>> {
-        let Some(norm) = &spec.qk_norm else { return heads };
+        let Some(norm) = &spec.qk_norm_of(&spec.layers[weights.layer]) else { return heads };
         let r = spec.layers[weights.layer].d_head;
         let hats: Vec<Vec<f64>> = match norm.scope {
             QkNormScope::Joint => to_sphere(norm.kind, &heads.concat()).chunks(r).map(<[f64]>::to_vec).collect(),
@@ -276,12 +276,17 @@ fn forward_bf16(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &[f64],
             })
             .collect()
     };
-    let finish = |heads, vectors| match spec.qk_norm.is_some_and(|norm| norm.behind_rotation) {
-        true => normalise(rotate(heads), vectors),
-        false => rotate(normalise(heads, vectors)),
+    let finish =
+        |heads, vectors| match spec.qk_norm_of(&spec.layers[weights.layer]).is_some_and(|norm| norm.behind_rotation) {
+            true => normalise(rotate(heads), vectors),
+            false => rotate(normalise(heads, vectors)),
+        };
+    let factor = last_factor(spec, weights);
+    let grow = |head: Vec<f64>| -> Vec<f64> {
+        if factor == 1.0 { head } else { head.into_iter().map(|y| round(y * round(factor))).collect() }
     };
     Qkv {
-        q: finish(project(&weights.q), &weights.q_norm),
+        q: finish(project(&weights.q), &weights.q_norm).into_iter().map(grow).collect(),
         k: finish(project(&weights.k), &weights.k_norm),
         v: project(&weights.v),
     }

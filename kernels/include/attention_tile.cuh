@@ -19,10 +19,10 @@
 #define Q_STAGES 2
 #endif
 #ifndef K_STAGES
-#define K_STAGES 3
+#define K_STAGES 4
 #endif
 #ifndef V_STAGES
-#define V_STAGES 3
+#define V_STAGES 4
 #endif
 #ifndef FLUSH_KEYS
 #define FLUSH_KEYS 2048
@@ -38,7 +38,7 @@
 #define LOGITS_E4M3 0
 #endif
 // 1: for calls with few query rows. A tile's rows are positions and heads of a group, heads innermost, which share its keys; keys are
-// split over blocks, and `attention_combine` joins the parts. Compiled with CAUSAL, masked or not by `Params::diagonal`.
+// split over blocks, and `attention_combine` joins the parts; one part is the output. Compiled with CAUSAL, masked or not by `Params::diagonal`.
 #ifndef SPLIT
 #define SPLIT 0
 #endif
@@ -49,6 +49,10 @@ struct Telemetry {
   u32 min_logit;   // ~ordered(min): initialise all four words with zero
   u32 amax_o;      // bits of max |O|
   u32 overflow;    // logits with |x / descale| > 448
+};
+// Of one row in one part, as Telemetry has them.
+struct alignas(8) Extremes {
+  u32 max_logit, min_logit;
 };
 struct Params {
   void* o;
@@ -70,7 +74,7 @@ struct Params {
   int units;                     // batch * heads_q / (packed ? CONSUMERS : 1)
   int section;                   // units whose keys and values share the L2 cache
   // With SPLIT only: units are `tile_heads` heads of one group, row_blocks ceil(len_q / (consumers * positions)).
-  float* parts_o;                // [parts, batch, len_q, heads_q, d]
+  void* parts_o;                 // [parts, batch, len_q, heads_q, d] in F16, in units of v's descale: at most 448
   float* parts_lse;              // [parts, batch, len_q, heads_q], to the base 2
   int diagonal;                  // query i sees the keys up to i + diagonal
   int parts;                     // that a tile's keys are split into
@@ -78,8 +82,11 @@ struct Params {
   int tile_heads;
   int positions;                 // 64 / tile_heads, rounded down
   int per_head;                  // 2^16 / tile_heads, rounded up
+  int per_batch;                 // units of a sequence
+  int e4m3;                      // 1: the output of a single part leaves as E4M3 by its descale, 0: as BF16
+  Extremes* parts_extremes;      // as parts_lse, with telemetry
 };
-static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4 + 2 * 8 + 6 * 4, "the host writes this layout");
+static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4 + 2 * 8 + 8 * 4 + 8, "the host writes this layout");
 
 namespace {
 
@@ -97,8 +104,9 @@ constexpr bool kAhead = AHEAD;
 constexpr bool kSplit = SPLIT;
 constexpr int kPart = 64;  // keys whose P goes to the tensor cores together, under `ahead`
 constexpr float kOffset = 8.0f;  // log2 of P's scale: the largest is 256, below E4M3's 448
-constexpr int kFlushTiles = FLUSH_KEYS / BLOCK_N;
-static_assert(kFlushTiles > 1 && kFlushTiles % 2 == 0, "the first flush follows the first product; tiles go in pairs");
+constexpr int kEager = 2;  // tiles that the producer asks for before the item is handed out, with SPLIT
+constexpr int kFlushTiles = FLUSH_KEYS / (2 * BLOCK_N) * 2;
+static_assert(kFlushTiles > 1, "the first flush follows the first product; tiles go in pairs");
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLowest = -1e30f;  // finite, so that no difference of two maxima is NaN
@@ -122,6 +130,9 @@ constexpr int kOffsetTile = kOffsetBarriers + ceil_div(8 * kBarriers, 16) * 16;
 constexpr int kSharedBytes = kOffsetTile + 32 * kQStages * kConsumers + 1024;
 static_assert(kSharedBytes <= 232448, "shared memory of one multiprocessor");
 
+// The producer's registers are short: it keeps less in them.
+constexpr bool kShortProducer = LOGITS_E4M3 && kDim == 128 && kConsumers == 3;
+static_assert(K_STAGES == V_STAGES, "a tile of keys and one of values keep step");
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
 constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 // NOTES: what a block is launched with is all that it can hand around; a warpgroup that asks for more waits for ever.
@@ -150,16 +161,17 @@ static_assert(sizeof(Work) == 32, "shared-memory slots");
 // Tile `index`, as its first consumer sees it: those that share keys are neighbours.
 __device__ __forceinline__ Tile decode(const Params& p, int index) {
   Tile t;
-  const int block = index % p.row_blocks;
-  index /= p.row_blocks;
-  t.part = index % p.parts;
-  const int unit = index / p.parts, per_batch = p.units / p.batch, rows = p.positions * p.consumers;
-  t.batch = unit / per_batch;
-  t.head = (unit - t.batch * per_batch) * p.tile_heads;
+  int block = 0;
+  if (p.row_blocks > 1) block = index % p.row_blocks, index /= p.row_blocks;  // NOTES: divisions hold the first copies up
+  const int unit = index / p.parts, rows = p.positions * p.consumers;
+  t.part = index - unit * p.parts;
+  t.batch = unit / p.per_batch;
+  t.head = (unit - t.batch * p.per_batch) * p.tile_heads;
   t.row = block * rows;
   const int keys = max(0, min(p.len_k, min(t.row + rows, p.len_q) + p.diagonal)), key_tiles = ceil_div(keys, kBlockN);
-  t.first = t.part * key_tiles / p.parts;
-  t.key_tiles = (t.part + 1) * key_tiles / p.parts - t.first;
+  const int share = key_tiles / p.parts, longer = key_tiles - share * p.parts;  // so many parts have one tile more
+  t.first = t.part * share + min(t.part, longer);
+  t.key_tiles = share + (t.part < longer);
   return t;
 }
 #else

@@ -16,6 +16,10 @@ __device__ __forceinline__ void mbarrier_arrive(u32 bar) {
 __device__ __forceinline__ void mbarrier_arrive_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
+// Bytes that the phase waits for beside its arrivals.
+__device__ __forceinline__ void mbarrier_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
 // Not zero when the phase is over.
 __device__ __forceinline__ u32 mbarrier_try_wait(u32 bar, u32 parity) {
   u32 done;

@@ -13,6 +13,12 @@ template <int Count> __device__ __forceinline__ void registers_shrink() {
 // Both do nothing in a kernel that was launched without the programmatic attribute.
 __device__ __forceinline__ void grid_wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void grid_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// A word that others raise by atomics.
+__device__ __forceinline__ u32 load_relaxed(const u32* at) {
+  u32 x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+  return x;
+}
 // threadIdx.x, not to be remembered.
 __device__ __forceinline__ u32 thread_index() {
   u32 x;

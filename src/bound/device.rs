@@ -53,7 +53,7 @@ impl LayerBounds {
             HeadBounds {
                 certain: Some(head.certain.into()),
                 rounded: Some(head.rounded.into()),
-                rank_aware: spec.qk_norm.is_none().then_some(rank_aware),
+                rank_aware: spec.qk_norm_of(own).is_none().then_some(rank_aware),
                 ..HeadBounds::default()
             }
             .capped(spec.soft_cap)

@@ -25,6 +25,8 @@ sources! {
     GAINS = "scale_gains";
     /// Channel statistics.
     NORMS = "scale_norms";
+    /// The same of 16-bit weights by Hopper's copy engine.
+    NORMS_HEADS = "scale_norms_heads";
     /// Norms of V channels, beside the certificates.
     VALUES = "scale_values";
     /// Operand descales from channel statistics.

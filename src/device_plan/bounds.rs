@@ -86,7 +86,7 @@ pub(super) fn from_device(
 /// Sizes, norm and rotation of a layer, without addresses.
 fn form(spec: &AttentionSpec, own: &LayerSpec) -> LayerInput {
     // A rotation in front of a norm of q and k changes none of their bounds.
-    let unturned = spec.qk_norm.is_some_and(|norm| norm.behind_rotation);
+    let unturned = spec.qk_norm_of(own).is_some_and(|norm| norm.behind_rotation);
     let rope = own.rope.as_ref().filter(|_| !unturned);
     LayerInput {
         gain_offset: if spec.norm.gain == GainForm::OnePlus { 1.0 } else { 0.0 },
@@ -126,14 +126,15 @@ pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeight
         .map(|weights| {
             // The host's own checks of sizes and vectors.
             LayerGeometry::new(spec, weights.clone())?;
+            let own = spec.layer(weights.layer)?;
             Ok(HostLayer {
-                form: form(spec, spec.layer(weights.layer)?),
+                form: form(spec, own),
                 q: projection(&weights.q),
                 k: projection(&weights.k),
                 v: (spec.norm.kind != NormKind::None).then(|| projection(&weights.v)),
                 gain: weights.norm_gain.as_deref().filter(|_| spec.norm.gain != GainForm::Unit),
                 shift: weights.norm_shift.as_deref(),
-                qk_norm: spec.qk_norm.map(|norm| {
+                qk_norm: spec.qk_norm_of(own).map(|norm| {
                     let sides = [&weights.q_norm, &weights.k_norm].map(Option::as_ref);
                     HostQkNorm {
                         gains: sides.map(|side| Some(side?.gain.as_slice()).filter(|_| norm.gain != GainForm::Unit)),

@@ -235,10 +235,8 @@ impl<'a> Keys<'a> {
             TemperatureRule::None => Ok(None),
             TemperatureRule::Llama4 => {
                 // A boolean, or in older configs a number that is not 0.
-                let tuned = self
-                    .get("attn_temperature_tuning")
-                    .is_none_or(|v| *v != Value::from(0) && *v != Value::from(false));
-                if !tuned {
+                let off = |v: &Value| v.as_bool() == Some(false) || v.as_f64() == Some(0.0);
+                if self.get("attn_temperature_tuning").is_some_and(off) {
                     return Ok(None);
                 }
                 let strength = self.not_negative("attn_scale")?.unwrap_or(0.1);

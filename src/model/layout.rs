@@ -106,7 +106,7 @@ impl Config {
             NormTensor::Previous { rest, .. } => Some(rest.replace("{j}", &(layer - 1).to_string())),
             _ => self.own_norm.map(|name| at(name, layer)),
         };
-        let qk_norm = match (&self.family.qk_norm, self.spec.qk_norm) {
+        let qk_norm = match (&self.family.qk_norm, self.spec.qk_norm_of(spec)) {
             (Some(rule), Some(_)) if rule.stored != QkNormStored::Nothing => {
                 Some((at(rule.q, layer), at(rule.k, layer)))
             }

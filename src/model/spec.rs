@@ -196,6 +196,11 @@ impl AttentionSpec {
         self.layers.iter().map(|layer| layer.n_q_heads).sum()
     }
 
+    /// The normalisation of q and k in a layer, if it has one.
+    pub fn qk_norm_of(&self, layer: &LayerSpec) -> Option<QkNorm> {
+        self.qk_norm.filter(|norm| layer.rope.is_some() || !norm.rotated_only)
+    }
+
     /// Whether every layer has the heads of the first and its own place as number: what files could say before layers had
     /// heads of their own.
     pub fn is_plain(&self) -> bool {
@@ -295,6 +300,9 @@ pub struct QkNorm {
     /// Whether it comes behind the rotation (HunYuan), so that gains are never mixed by it, and not in front.
     #[serde(default)]
     pub behind_rotation: bool,
+    /// Whether layers without rotation have none (Llama 4).
+    #[serde(default)]
+    pub rotated_only: bool,
 }
 
 /// What one QK normalisation runs over.

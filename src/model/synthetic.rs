@@ -168,7 +168,7 @@ impl SyntheticLayer {
         };
         let has_norm = spec.norm.kind != NormKind::None;
         let norm = |heads: usize| {
-            spec.qk_norm.map(|norm| {
+            spec.qk_norm_of(own).map(|norm| {
                 let len = match norm.scope {
                     QkNormScope::PerHead => own.d_head,
                     QkNormScope::Joint => heads * own.d_head,

@@ -125,7 +125,7 @@ impl StressModel {
                 // Logits grow with the square of the gain; where q and k are normalised after it they do not move.
                 let movable = spec.norm.kind != NormKind::None
                     && spec.norm.gain != GainForm::Unit
-                    && spec.qk_norm.is_none()
+                    && spec.qk_norm_of(spec.layer(layer)?).is_none()
                     && spec.soft_cap.is_none();
                 let mut gain = None;
                 if movable {

@@ -221,6 +221,12 @@ pub fn cases() -> Vec<Case> {
                 "use_qk_norm": false, "attn_temperature_tuning": 4, "attn_scale": 0.2, "floor_scale": 16}),
             )
         },
+        // As Scout: the layers with rotation normalise q and k behind it.
+        grouped(
+            "llama4_text",
+            "llama4 normed",
+            json!({"no_rope_layer_interval": 2, "attn_temperature_tuning": true, "attn_scale": 0.2, "floor_scale": 16}),
+        ),
         grouped("ministral", "llama", json!({"layer_types": vec!["sliding_attention"; LAYERS]})),
         grouped("cwm", "llama", json!({})),
         Case { bias: true, ..grouped("solar_open", "llama", json!({"attention_bias": true})) },

@@ -29,31 +29,47 @@ pub fn forward_qkv(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &[f6
         Some(rope) => rope.inv_freq.as_ref().expect("angles").iter().map(|w| w * position).collect(),
         None => Vec::new(),
     };
-    let mut out = forward_qkv_at(spec, weights, x_hat, &angles);
-    if let Some(temperature) = &spec.layers[weights.layer].temperature {
-        let factor = temperature.factor(position as usize);
-        out.q.iter_mut().flatten().for_each(|x| *x *= factor);
-    }
-    out
+    let temperature = &spec.layers[weights.layer].temperature;
+    let factor = temperature.as_ref().map_or(1.0, |temperature| temperature.factor(position as usize));
+    turned_and_grown(spec, weights, x_hat, &angles, factor)
 }
 
-/// The same with the angle of each rotated pair given outright: bounds must hold for any.
+/// The same with the angle of each rotated pair given outright, and the query grown as at the last position: bounds must
+/// hold for any.
 pub fn forward_qkv_at(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &[f64], angles: &[f64]) -> Qkv {
+    turned_and_grown(spec, weights, x_hat, angles, last_factor(spec, weights))
+}
+
+/// What multiplies the query at the last position of the config.
+pub fn last_factor(spec: &AttentionSpec, weights: &LayerWeights<'_>) -> f64 {
+    let temperature = &spec.layers[weights.layer].temperature;
+    temperature.as_ref().map_or(1.0, |temperature| temperature.factor(temperature.positions - 1))
+}
+
+fn turned_and_grown(
+    spec: &AttentionSpec,
+    weights: &LayerWeights<'_>,
+    x_hat: &[f64],
+    angles: &[f64],
+    factor: f64,
+) -> Qkv {
     let x = norm_output(spec, weights, x_hat);
     let mut q = project(&weights.q, &x);
     let mut k = project(&weights.k, &x);
     let v = project(&weights.v, &x);
+    let own = &spec.layers[weights.layer];
     for behind_rotation in [false, true] {
-        if let Some(norm) = spec.qk_norm.filter(|norm| norm.behind_rotation == behind_rotation) {
+        if let Some(norm) = spec.qk_norm_of(own).filter(|norm| norm.behind_rotation == behind_rotation) {
             q = qk_norm(&norm, weights.q_norm.as_ref(), &q);
             k = qk_norm(&norm, weights.k_norm.as_ref(), &k);
         }
-        if let (Some(rope), false) = (&spec.layers[weights.layer].rope, behind_rotation) {
+        if let (Some(rope), false) = (&own.rope, behind_rotation) {
             for head in q.iter_mut().chain(&mut k) {
                 rotate(rope, head, angles);
             }
         }
     }
+    q.iter_mut().flatten().for_each(|value| *value *= factor);
     Qkv { q, k, v }
 }
 

@@ -17,6 +17,7 @@ mod attention;
 mod engine;
 mod lost;
 mod mixed;
+mod norms;
 mod policies;
 mod power;
 mod products;
@@ -40,6 +41,7 @@ fn main() -> ExitCode {
         attention::tests(),
         small::tests(),
         engine::tests(),
+        norms::tests(),
         mixed::tests(),
         policies::tests(),
         power::tests(),

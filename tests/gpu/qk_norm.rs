@@ -92,6 +92,7 @@ impl Normalised {
             gain: form.gain,
             shift: form.shift,
             behind_rotation: form.behind,
+            rotated_only: false,
         });
         if !form.input_norm {
             spec.norm.kind = NormKind::None;

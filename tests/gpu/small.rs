@@ -13,6 +13,7 @@ tests![
     one_rounded_product,
     two_pieces_with_a_mean,
     two_pieces_along_channels,
+    two_pieces_with_a_mean_along_channels,
     heads_of_256,
     two_heads_of_f32,
     a_head_of_f32,
@@ -76,15 +77,24 @@ fn plan(case: Case, route: GramRoute, near: Near) {
         assert_eq!(engine.route(0), Some(route), "{}", case.name);
     }
     let stream = device().stream().unwrap();
+    let check_operands = |from: &str| {
+        let bounds = engine.operand_bounds().read().unwrap();
+        for (i, (got, want)) in bounds.iter().zip(operands(&case, &truth)).enumerate() {
+            let ratio = ratio(f64::from(*got), want);
+            assert!(
+                (1.0..=1.0 + OPERAND_ABOVE).contains(&ratio),
+                "{}: {from}: operand bound {i}: {ratio:.8}",
+                case.name
+            );
+        }
+    };
     engine.descales(&stream).unwrap();
+    check_operands("descales alone");
     engine.plan(&stream).unwrap();
     engine.frobenius(&stream).unwrap();
     stream.synchronize().unwrap();
     assert_eq!(engine.status().read().unwrap()[0] & 3, 0, "{}", case.name);
-    for (i, (got, want)) in engine.operand_bounds().read().unwrap().iter().zip(operands(&case, &truth)).enumerate() {
-        let ratio = ratio(f64::from(*got), want);
-        assert!((1.0..=1.0 + OPERAND_ABOVE).contains(&ratio), "{}: operand bound {i}: {ratio:.8}", case.name);
-    }
+    check_operands("plan");
     check_gram(&layer, &engine, false, near);
     check_gram(&layer, &engine, true, near);
     let above = if case.rotary == 0 && case.r > 128 { f64::INFINITY } else { 1.02 };
@@ -105,6 +115,10 @@ fn two_pieces_with_a_mean() {
 fn two_pieces_along_channels() {
     let case = Case::new("along channels", (8192, 80), (8, 4));
     plan(Case { dtype: Dtype::F16, layout: Layout::Conv1d, ..case }, GramRoute::Wgmma, EXACT);
+}
+
+fn two_pieces_with_a_mean_along_channels() {
+    plan(Case { layout: Layout::Conv1d, ..fixed() }, GramRoute::Wgmma, EXACT);
 }
 
 fn heads_of_256() {

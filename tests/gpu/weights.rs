@@ -32,6 +32,8 @@ pub struct Case {
     pub n_q: usize,
     pub n_kv: usize,
     pub dtype: Dtype,
+    /// Of gain, shift and biases.
+    pub vectors: Dtype,
     pub layout: Layout,
     /// LayerNorm with a shift; RMSNorm otherwise.
     pub layer_norm: bool,
@@ -77,6 +79,7 @@ impl Case {
             n_q,
             n_kv,
             dtype: Dtype::Bf16,
+            vectors: Dtype::F32,
             layout: Layout::Apart,
             layer_norm: false,
             biases: false,
@@ -260,9 +263,14 @@ impl Layer {
                 .collect(),
         };
         let storage: Vec<_> = stored.into_iter().map(|(v, rows, cols)| (encode(&v, case.dtype), rows, cols)).collect();
-        // Vectors that f32 holds.
+        // Vectors of values that are stored as they are.
+        let stored_as = |x: f32| match case.vectors {
+            Dtype::Bf16 => bf16::from_f32(x).to_f64(),
+            Dtype::F16 => f16::from_f32(x).to_f64(),
+            Dtype::F32 => f64::from(x),
+        };
         let mut vector = |n: usize, mean: f32, spread: f32| -> Vec<f64> {
-            (0..n).map(|_| f64::from(mean + spread * rng.random_range(-1.0..1.0f32))).collect()
+            (0..n).map(|_| stored_as(mean + spread * rng.random_range(-1.0..1.0f32))).collect()
         };
         let gain = vector(d, if case.one_plus { 0.1 } else { 1.1 }, 0.6);
         let shift = case.layer_norm.then(|| vector(d, 0.02, 0.2));
@@ -293,10 +301,10 @@ impl Layer {
         let stored: Vec<_> = self.storage.iter().map(|(bytes, _, _)| keep(bytes)).collect();
         let counts = [case.n_q, case.n_kv, case.n_kv];
         let total = (counts.iter().sum::<usize>() * r) as i64;
-        let narrow = |values: &[f64]| encode(&values.iter().map(|x| *x as f32).collect::<Vec<_>>(), Dtype::F32);
+        let narrow = |values: &[f64]| encode(&values.iter().map(|x| *x as f32).collect::<Vec<_>>(), case.vectors);
         let mut input = LayerInput {
             gain: keep(&narrow(&self.gain)),
-            vector_dtype: Dtype::F32,
+            vector_dtype: case.vectors,
             gain_offset: if case.one_plus { 1.0 } else { 0.0 },
             mean_removed: case.layer_norm,
             d_model: d,

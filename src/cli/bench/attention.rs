@@ -26,11 +26,14 @@ pub struct Args {
     #[arg(long, default_value = "1024,2048,4096,8192,16384", value_delimiter = ',')]
     seqlens: Vec<usize>,
     /// Queries of a sequence, at the end of its keys, as in decoding
-    #[arg(long)]
-    queries: Option<usize>,
+    #[arg(long, value_delimiter = ',')]
+    queries: Vec<usize>,
     /// batch = max(1, tokens / seqlen)
     #[arg(long, default_value_t = 16384)]
     tokens: usize,
+    /// Only causal calls
+    #[arg(long)]
+    causal: bool,
     /// Which kernels
     #[arg(
         long,
@@ -102,7 +105,7 @@ impl Timed {
 
 /// Runs the command.
 pub fn run(args: Args) -> Result<()> {
-    if args.seqlens.contains(&0) || args.queries == Some(0) || args.tokens == 0 || args.reps == 0 || args.sets == 0 {
+    if args.seqlens.contains(&0) || args.queries.contains(&0) || args.tokens == 0 || args.reps == 0 || args.sets == 0 {
         return Err(Error::argument("lengths, queries, tokens, reps and sets must be greater than zero"));
     }
     let device = device()?;
@@ -111,12 +114,19 @@ pub fn run(args: Args) -> Result<()> {
     csv.line(&format!("# {}", device.name()?));
     csv.line("kernel,heads_q,heads_kv,head_dim,seqlen,batch,causal,ms,tflops");
     for &[heads_q, heads_kv, d_head] in &args.shapes {
-        for &len in &args.seqlens {
-            let (batch, len_q) = ((args.tokens / len).max(1), args.queries.unwrap_or(len));
+        let lengths = args.seqlens.iter().flat_map(|&len| {
+            let queries = if args.queries.is_empty() { vec![len] } else { args.queries.clone() };
+            queries.into_iter().map(move |len_q| (len_q, len))
+        });
+        for (len_q, len) in lengths {
+            let batch = (args.tokens / len).max(1);
             let sizes = Sizes { batch, heads_q, heads_kv, len_q, len_k: len, d_head };
             sizes.check()?;
+            if !args.queries.is_empty() {
+                csv.line(&format!("# {len_q} queries a sequence"));
+            }
             let operands = Operands::draw(&sizes);
-            for causal in [false, true] {
+            for causal in [false, true].into_iter().filter(|causal| *causal || !args.causal) {
                 for timed in &args.kernels {
                     let engine = &AttentionEngine::new(&device)?.with_overlap(!timed.serial).with_split(!timed.whole);
                     let sets = (0..args.sets)
@@ -177,14 +187,19 @@ impl Operands {
     fn draw(sizes: &Sizes) -> Self {
         let normal = |shape: [usize; 4], seed: u64| -> Vec<u8> {
             const CHUNK: usize = 1 << 16;
+            // Long caches repeat their numbers.
+            const DISTINCT: usize = 1 << 7;
             let mut bytes = vec![0u8; 2 * shape.iter().product::<usize>()];
-            bytes.par_chunks_mut(2 * CHUNK).enumerate().for_each(|(i, chunk)| {
+            let drawn = bytes.len().min(2 * CHUNK * DISTINCT);
+            let (drawn, rest) = bytes.split_at_mut(drawn);
+            drawn.par_chunks_mut(2 * CHUNK).enumerate().for_each(|(i, chunk)| {
                 let mut rng = StdRng::seed_from_u64(seed << 32 | i as u64);
                 for to in chunk.chunks_exact_mut(2) {
                     let x: f32 = StandardNormal.sample(&mut rng);
                     to.copy_from_slice(&bf16::from_f32(x).to_le_bytes());
                 }
             });
+            rest.par_chunks_mut(drawn.len()).for_each(|chunk| chunk.copy_from_slice(&drawn[..chunk.len()]));
             bytes
         };
         let mut rng = StdRng::seed_from_u64(0);

@@ -16,8 +16,6 @@ const CAST_HEADS: usize = 4;
 const CAST_ROWS: usize = 16;
 /// Query rows that one consumer takes.
 const ROWS: usize = 64;
-/// Threads of a block of the kernel that joins parts, a row each.
-const COMBINE_THREADS: u32 = 128;
 
 /// Compiled form of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -102,7 +100,7 @@ impl Variant {
         if split {
             return Self::Parts { d_head, telemetry, logits_e4m3 };
         }
-        let tile = Tile::of(d_head);
+        let tile = Tile::of(sizes, logits_e4m3);
         let out_e4m3 = tensors.out.element() == Element::E4m3;
         Self::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 }
     }
@@ -124,9 +122,10 @@ pub fn attention_variants() -> Vec<Request> {
         for causal in [false, true] {
             for out_e4m3 in [false, true] {
                 for (telemetry, logits_e4m3) in TELEMETRY_LOGITS {
-                    let tile = Tile::of(d_head);
-                    let variant = Variant::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 };
-                    all.push(variant.request(Arch::SM90A));
+                    all.extend(Tile::all(d_head, logits_e4m3).into_iter().map(|tile| {
+                        let variant = Variant::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 };
+                        variant.request(Arch::SM90A)
+                    }));
                 }
             }
         }
@@ -244,11 +243,11 @@ impl AttentionEngine {
     pub fn prepare(&self, tensors: &Tensors, causal: bool) -> Result<()> {
         let sizes = tensors.check()?;
         self.load(Variant::first(tensors, &sizes))?;
-        let split = self.split_of(tensors, &sizes).is_some();
-        if split {
+        let split = self.split_of(tensors, &sizes);
+        if split.is_some_and(|split| split.parts > 1) {
             self.load(Variant::Combine { d_head: sizes.d_head })?;
         }
-        self.load(Variant::second(tensors, &sizes, causal, split)).map(drop)
+        self.load(Variant::second(tensors, &sizes, causal, split.is_some())).map(drop)
     }
 
     fn split_of(&self, tensors: &Tensors, sizes: &Sizes) -> Option<Split> {
@@ -338,7 +337,7 @@ impl AttentionEngine {
         let (tile, schedule) = match split {
             Some((split, _)) => (Split::TILE, Schedule::split(&sizes, split, self.processors)),
             None => {
-                let tile = Tile::of(sizes.d_head);
+                let tile = Tile::of(&sizes, tensors.descales.logit.is_some());
                 (tile, Schedule::whole(&sizes, tile, self.processors))
             }
         };
@@ -352,14 +351,16 @@ impl AttentionEngine {
         let (mut heads, mut positions) = (1, ROWS);
         if let Some((split, at)) = split {
             (heads, positions) = (split.heads, split.positions);
-            params.parts_o = at.0;
-            params.parts_lse = at.offset(split.outputs_bytes(&sizes) as u64).0;
+            let [lse, extremes] = split.offsets(&sizes).map(|offset| at.offset(offset as u64).0);
+            (params.parts_o, params.parts_lse, params.parts_extremes) = (at.0, lse, extremes);
             params.diagonal = if causal { sizes.len_k as i32 - sizes.len_q as i32 } else { sizes.len_k as i32 };
             params.parts = split.parts as i32;
             params.consumers = split.consumers as i32;
             params.tile_heads = heads as i32;
             params.positions = positions as i32;
             params.per_head = (1usize << 16).div_ceil(heads) as i32;
+            params.per_batch = (sizes.heads_q / heads) as i32;
+            params.e4m3 = (tensors.out.element() == Element::E4m3).into();
         }
         let launch = Launch::linear(schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
         let (mut q, mut k) = (operand_map(&q, heads, positions)?, operand_map(&k, 1, tile.keys)?);
@@ -369,19 +370,12 @@ impl AttentionEngine {
         // shape was checked, or lies in the workspace; the kernel waits for the one in front of it before it reads.
         unsafe { forward.kernel.launch_parameters(stream, launch, parameters, overlap) }?;
         match split {
-            Some((split, _)) => self.launch_combine(stream, tensors, &sizes, split, &params),
-            None => Ok(()),
+            Some((split, _)) if split.parts > 1 => self.launch_combine(stream, &sizes, split, &params),
+            _ => Ok(()),
         }
     }
 
-    fn launch_combine(
-        &self,
-        stream: &Stream,
-        tensors: &Tensors,
-        sizes: &Sizes,
-        split: Split,
-        forward: &params::Forward,
-    ) -> Result<()> {
+    fn launch_combine(&self, stream: &Stream, sizes: &Sizes, split: Split, forward: &params::Forward) -> Result<()> {
         let combine = self.load(Variant::Combine { d_head: sizes.d_head })?;
         let mut params = params::Combine {
             o: forward.o,
@@ -390,17 +384,22 @@ impl AttentionEngine {
             telemetry: forward.telemetry,
             parts_o: forward.parts_o,
             parts_lse: forward.parts_lse,
+            parts_extremes: forward.parts_extremes,
+            v_descale: forward.v_descale,
             o_strides: forward.o_strides,
             o_descale_strides: forward.o_descale_strides,
+            v_descale_strides: forward.v_descale_strides,
             batch: forward.batch,
             heads_q: forward.heads_q,
             heads_kv: forward.heads_kv,
             len_q: forward.len_q,
             parts: split.parts as i32,
-            e4m3: (tensors.out.element() == Element::E4m3).into(),
+            e4m3: forward.e4m3,
+            share: split.share() as i32,
+            unused: 0,
         };
-        let rows = sizes.batch * sizes.len_q * sizes.heads_q;
-        let launch = Launch::linear(rows, COMBINE_THREADS, combine.shared);
+        let [x, y, z] = split.joining_grid(sizes).map(|blocks| blocks as u32);
+        let launch = Launch { grid: (x, y, z), block: 32 * Split::JOINING_WARPS as u32, shared: combine.shared };
         // SAFETY: as for the attention, which it waits for.
         unsafe { combine.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], true) }
     }

@@ -1,6 +1,6 @@
 //! Fused E4M3 attention on Hopper: cast, attention forward, telemetry.
 //!
-//! [`AttentionEngine::forward`] puts two kernels on the caller's stream, three where the call is split:
+//! [`AttentionEngine::forward`] puts two kernels on the caller's stream, three where keys are split:
 //!
 //! 1. **Cast.** q, k and v in BF16, F16 or F32 become E4M3 by descales known beforehand, in one pass; RoPE on q and k
 //!    can be part of it; v leaves in the order that the tensor cores want. Operands that are E4M3 already are taken as
@@ -9,7 +9,7 @@
 //!    BF16 or E4M3, log-sum-exp in nats.
 //!
 //! 3. **Combine.** Calls with few query rows, such as decoding, are split ([`Split`]): the heads of a group share a tile, and the keys
-//!    are cut into parts, whose outputs are joined by their log-sum-exps.
+//!    are cut into parts, whose outputs, in F16 by v's descale, are joined by their log-sum-exps. A single part needs no joining.
 //!
 //! It allocates nothing and waits for nothing once the kernels that a call needs are loaded ([`AttentionEngine::prepare`]
 //! does that beforehand), so it can be captured in a graph.

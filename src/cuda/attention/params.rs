@@ -40,8 +40,11 @@ pub(super) struct Forward {
     pub tile_heads: i32,
     pub positions: i32,
     pub per_head: i32,
+    pub per_batch: i32,
+    pub e4m3: i32,
+    pub parts_extremes: u64,
 }
-const _: () = assert!(size_of::<Forward>() == 240, "the kernel asserts the same");
+const _: () = assert!(size_of::<Forward>() == 256, "the kernel asserts the same");
 
 /// `Combine` of `attention_combine`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -53,16 +56,21 @@ pub(super) struct Combine {
     pub telemetry: u64,
     pub parts_o: u64,
     pub parts_lse: u64,
+    pub parts_extremes: u64,
+    pub v_descale: u64,
     pub o_strides: [i64; 3],
     pub o_descale_strides: [i64; 2],
+    pub v_descale_strides: [i64; 2],
     pub batch: i32,
     pub heads_q: i32,
     pub heads_kv: i32,
     pub len_q: i32,
     pub parts: i32,
     pub e4m3: i32,
+    pub share: i32,
+    pub unused: i32,
 }
-const _: () = assert!(size_of::<Combine>() == 112, "the kernel asserts the same");
+const _: () = assert!(size_of::<Combine>() == 152, "the kernel asserts the same");
 
 /// `CastTensor` of `cast_qkv`; also the parameter of `repack_v`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

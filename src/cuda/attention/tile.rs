@@ -1,6 +1,7 @@
 //! Which tiles a call is cut into: pure functions of its sizes.
 
 use super::Sizes;
+use std::cmp::Reverse;
 
 /// Tile of the attention kernel: keys a tile, consumer warpgroups (64 rows each), stages of the rings of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -17,8 +18,13 @@ pub struct Tile {
 const ROWS: usize = 64;
 /// Multiprocessors that [`Split`] reckons with. Not those of the device: results must not depend on them.
 const PROCESSORS: usize = 132;
-/// What a work item costs beside its keys, and what joining parts costs, in tiles of keys.
-const ITEM: usize = 3;
+/// What a work item costs beside its keys, and what a kernel that joins parts costs beside their bytes, in tenths of a microsecond.
+const ITEM: usize = 15;
+const JOIN: usize = 40;
+/// Bytes of parts that are written and read again in a tenth of a microsecond.
+const PART_BYTES: usize = 175_000;
+/// Waves of work items beyond the fewest possible that [`Split::of`] looks at.
+const MORE_WAVES: usize = 8;
 /// Room for parts at most, in bytes.
 const PARTS_BYTES: usize = 64 << 20;
 /// Bytes of keys and values that blocks running together should share in the L2 cache.
@@ -29,10 +35,40 @@ impl Tile {
     pub const TWO: Self = Self { keys: 128, consumers: 2, stages: 4 };
     /// d = 64.
     pub const THREE: Self = Self { keys: 128, consumers: 3, stages: 4 };
+    /// d = 128 with logits in E4M3, whose registers do not hold the logits of two tiles. Its items cost more than those of
+    /// [`Tile::TWO`], and its keys less.
+    pub const NARROW: Self = Self { keys: 96, consumers: 3, stages: 3 };
+    /// Keys from which [`Tile::NARROW`] is faster.
+    const NARROW_FROM: usize = 2048;
 
     /// The tile of a call.
-    pub const fn of(d_head: usize) -> Self {
-        if d_head == 128 { Self::TWO } else { Self::THREE }
+    pub const fn of(sizes: &Sizes, logits_e4m3: bool) -> Self {
+        match sizes.d_head {
+            128 if logits_e4m3 && sizes.len_k >= Self::NARROW_FROM => Self::NARROW,
+            128 => Self::TWO,
+            _ => Self::THREE,
+        }
+    }
+
+    /// Every tile of a head dimension.
+    pub fn all(d_head: usize, logits_e4m3: bool) -> Vec<Self> {
+        match (d_head, logits_e4m3) {
+            (128, true) => vec![Self::TWO, Self::NARROW],
+            (128, false) => vec![Self::TWO],
+            _ => vec![Self::THREE],
+        }
+    }
+
+    /// Tenths of a microsecond in which one multiprocessor takes 128 keys, if that many consumers work, as was measured.
+    const fn time(d_head: usize, consumers: usize) -> usize {
+        match (d_head, consumers) {
+            (128, 1) => 6,
+            (128, 2) => 11,
+            (128, _) => 16,
+            (_, 1) => 5,
+            (_, 2) => 9,
+            (_, _) => 12,
+        }
     }
 }
 
@@ -46,38 +82,55 @@ pub struct Split {
     pub positions: usize,
     /// Consumers of a block that take tiles.
     pub consumers: usize,
-    /// Parts of the keys.
+    /// Parts of the keys; a single one is the output, with nothing to join.
     pub parts: usize,
 }
 
 impl Split {
     /// The tile of a split call, for either head dimension.
     pub const TILE: Tile = Tile::TWO;
+    /// Warps of a block of the kernel that joins parts.
+    pub(super) const JOINING_WARPS: usize = 8;
 
     /// The cut of a call, where it promises to be faster by a tenth than whole tiles.
     ///
-    /// Time is reckoned in tiles of keys that one multiprocessor after another takes. A pure function of the sizes: on any device
-    /// a call has the same parts, and so the same bits.
+    /// Time is the longer of two: reading all keys and values once, and waves of work items on the multiprocessors. A pure function
+    /// of the sizes: on any device a call has the same parts, and so the same bits.
     pub fn of(sizes: &Sizes, logits_e4m3: bool) -> Option<Self> {
-        let time = |items: usize, key_tiles: usize| items.div_ceil(PROCESSORS) * (key_tiles + ITEM);
-        let whole = Tile::of(sizes.d_head);
-        let whole = time(Schedule::whole(sizes, whole, 1).tiles(), sizes.len_k.div_ceil(whole.keys));
+        let Sizes { batch, heads_q, heads_kv, len_q, len_k, d_head } = *sizes;
+        // A tile of keys and values of 128 x 128 takes all multiprocessors together a microsecond each.
+        let reading = batch * heads_kv * len_k.div_ceil(128) * 10 * d_head / (128 * PROCESSORS);
+        let time = |items: usize, keys: usize, consumers: usize| {
+            let item = keys.div_ceil(128) * Tile::time(d_head, consumers) + ITEM;
+            reading.max(items.div_ceil(PROCESSORS) * item)
+        };
+        let tile = Tile::of(sizes, logits_e4m3);
+        let whole = time(Schedule::whole(sizes, tile, 1).tiles(), len_k, tile.consumers);
 
-        let group = sizes.heads_q / sizes.heads_kv;
+        let group = heads_q / heads_kv;
         // Logits in E4M3 have a descale a head, so that a tile has one head.
         let most_heads = if logits_e4m3 { 1 } else { group.min(ROWS) };
         let cuts = (1..=most_heads).filter(|heads| group.is_multiple_of(*heads)).map(|heads| {
             let positions = ROWS / heads;
-            let consumers = if sizes.len_q <= positions { 1 } else { Self::TILE.consumers };
+            let consumers = if len_q <= positions { 1 } else { Self::TILE.consumers };
             Self { heads, positions, consumers, parts: 1 }
         });
-        let one = cuts.min_by_key(|cut| cut.tiles(sizes))?;
-        let (tiles, key_tiles) = (one.tiles(sizes), sizes.len_k.div_ceil(Self::TILE.keys));
-        let parts = (1..=key_tiles.min((2 * PROCESSORS / tiles).max(1)))
-            .min_by_key(|&parts| time(tiles * parts, key_tiles.div_ceil(parts)))?;
-        let cut = Self { parts, ..one };
-        let split = time(tiles * parts, key_tiles.div_ceil(parts)) + ITEM;
-        (11 * split <= 10 * whole && cut.parts_bytes(sizes) <= PARTS_BYTES).then_some(cut)
+        // Of equally many tiles those with more heads, which read the keys of a group once.
+        let one = cuts.min_by_key(|cut| (cut.tiles(sizes), Reverse(cut.heads)))?;
+        let (tiles, key_tiles) = (one.tiles(sizes), len_k.div_ceil(Self::TILE.keys));
+        let fewest = tiles.div_ceil(PROCESSORS);
+        let candidates = (fewest..=fewest + MORE_WAVES).map(|waves| {
+            // As many parts as those waves take, but none that is empty.
+            let most = (waves * PROCESSORS / tiles).clamp(1, key_tiles);
+            let parts = key_tiles.div_ceil(key_tiles.div_ceil(most));
+            let cut = Self { parts, ..one };
+            let joining = if parts > 1 { JOIN + cut.parts_bytes(sizes) / PART_BYTES } else { 0 };
+            let keys = key_tiles.div_ceil(parts) * Self::TILE.keys;
+            (time(tiles * parts, keys, one.consumers) + joining, cut)
+        });
+        let fitting = candidates.filter(|(_, cut)| cut.parts_bytes(sizes) <= PARTS_BYTES);
+        let (split, cut) = fitting.min_by_key(|&(time, cut)| (time, cut.parts))?;
+        (11 * split <= 10 * whole).then_some(cut)
     }
 
     /// Blocks of rows a unit of `heads` heads.
@@ -90,19 +143,32 @@ impl Split {
         sizes.batch * sizes.heads_q / self.heads * self.row_blocks(sizes)
     }
 
-    /// Rows of all parts.
+    /// Rows of all parts. None, where one part is the output.
     fn rows(&self, sizes: &Sizes) -> usize {
-        self.parts * sizes.batch * sizes.len_q * sizes.heads_q
+        if self.parts == 1 { 0 } else { self.parts * sizes.batch * sizes.len_q * sizes.heads_q }
     }
 
-    /// Bytes of the parts' outputs, f32.
-    pub fn outputs_bytes(&self, sizes: &Sizes) -> usize {
-        4 * self.rows(sizes) * sizes.d_head
+    /// The binary logarithm of the warps that share a row when parts are joined.
+    pub(super) fn share(&self) -> u32 {
+        const AT_ONCE: usize = 8;
+        self.parts.div_ceil(AT_ONCE).next_power_of_two().min(8).trailing_zeros()
     }
 
-    /// Bytes of the parts' outputs and log-sum-exps.
+    /// Blocks of the kernel that joins parts: queries first, since only that dimension of a grid has more than 16 bits.
+    pub(super) fn joining_grid(&self, sizes: &Sizes) -> [usize; 3] {
+        [sizes.len_q, (sizes.heads_q << self.share()).div_ceil(Self::JOINING_WARPS), sizes.batch]
+    }
+
+    /// Where the log-sum-exps and the extreme logits of the parts begin, in bytes behind their outputs' first.
+    pub(super) fn offsets(&self, sizes: &Sizes) -> [usize; 2] {
+        let rows = self.rows(sizes);
+        // Outputs in F16, log-sum-exps in f32, extremes in two words.
+        [2 * rows * sizes.d_head, 2 * rows * sizes.d_head + 4 * rows.next_multiple_of(2)]
+    }
+
+    /// Bytes of what all parts leave.
     pub fn parts_bytes(&self, sizes: &Sizes) -> usize {
-        self.outputs_bytes(sizes) + 4 * self.rows(sizes)
+        self.offsets(sizes)[1] + 8 * self.rows(sizes)
     }
 }
 
@@ -167,7 +233,7 @@ mod tests {
             {
                 for len in [1, 63, 64, 65, 128, 129, 1023, 5000, 70_000] {
                     let sizes = sizes(3, heads_q, heads_kv, len, d);
-                    let tile = Tile::of(d);
+                    let tile = Tile::of(&sizes, false);
                     let s = Schedule::whole(&sizes, tile, 132);
                     let (heads, rows) = if s.packed { (tile.consumers, 64) } else { (1, 64 * tile.consumers) };
                     assert_eq!(s.units * heads, 3 * heads_q, "{sizes:?}");
@@ -194,15 +260,24 @@ mod tests {
         assert_eq!(Split::of(&Sizes { batch: 64, ..decode }, false).unwrap().parts, 1);
         // Long sequences stay whole, and so do calls with nothing to gain.
         assert_eq!(Split::of(&sizes(8, 64, 8, 2048, 128), false), None);
-        assert_eq!(Split::of(&Sizes { len_k: 100, ..decode }, false), None);
+        assert_eq!(Split::of(&Sizes { len_q: 2048, len_k: 100, ..decode }, false), None);
+        // One more sequence than multiprocessors can take at once is cut finer, and so is a single head.
+        let awkward = Split::of(&Sizes { batch: 17, ..decode }, false).unwrap();
+        assert!(awkward.parts > 1 && awkward.parts * 8 * 17 > 2 * PROCESSORS, "{awkward:?}");
+        let one_head = Split::of(&Sizes { heads_kv: 1, len_k: 131_072, ..decode }, false).unwrap();
+        assert_eq!((one_head.heads, one_head.positions, one_head.consumers), (64, 1, 1));
+        assert!((PROCESSORS - 8..=PROCESSORS).contains(&one_head.parts), "{one_head:?}");
+        // Where heads and positions fill as many tiles either way, heads share keys.
+        assert_eq!(Split::of(&Sizes { len_q: 64, ..decode }, false).unwrap().heads, 8);
         // A head of E4M3 logits has a descale of its own.
         assert_eq!(Split::of(&decode, true).unwrap().heads, 1);
     }
 
     #[test]
     fn a_split_covers_every_row_and_keeps_to_its_room() {
+        let mut many_queries = 0;
         for (heads_q, heads_kv) in [(1, 1), (6, 2), (10, 2), (64, 8), (71, 1), (128, 1), (32, 32)] {
-            for (batch, len_q) in [(1, 1), (1, 5), (2, 16), (1, 64), (3, 65), (1, 300), (300, 1)] {
+            for (batch, len_q) in [(1, 1), (1, 5), (2, 16), (1, 64), (3, 65), (1, 300), (300, 1), (1, 67_600)] {
                 for (len_k, logits, d_head) in [(1000, false, 64), (8192, true, 128), (100_000, false, 128)] {
                     let sizes = Sizes { batch, heads_q, heads_kv, len_q, len_k, d_head };
                     let Some(cut) = Split::of(&sizes, logits) else { continue };
@@ -210,10 +285,15 @@ mod tests {
                     assert!(cut.row_blocks(&sizes) * cut.positions * cut.consumers >= len_q, "{sizes:?} {cut:?}");
                     assert!((1..=len_k.div_ceil(128)).contains(&cut.parts), "{sizes:?} {cut:?}");
                     assert!(cut.parts_bytes(&sizes) <= PARTS_BYTES, "{sizes:?} {cut:?}");
+                    let [_, heads, sequences] = cut.joining_grid(&sizes);
+                    assert!(heads * Split::JOINING_WARPS >= heads_q << cut.share(), "{sizes:?} {cut:?}");
+                    assert!(heads.max(sequences) <= 65_535, "{sizes:?} {cut:?}");
+                    many_queries += usize::from(cut.parts > 1 && len_q > 65_535);
                     assert!(!logits || cut.heads == 1);
                 }
             }
         }
+        assert!(many_queries > 0, "a call of more queries than a grid's second dimension has blocks");
     }
 
     #[test]

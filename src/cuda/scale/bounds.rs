@@ -4,6 +4,7 @@ use super::super::sources;
 use super::super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::grams::{GramRoute, Grams};
 use super::group::{NO_ROW, Tables};
+use super::norms;
 use super::products::{Inputs, Products};
 use super::tables::{HeadBound, Job, LayerInput, NormBlock, Task};
 use crate::error::Result;
@@ -167,8 +168,11 @@ impl Bounds {
         // g w is rounded once.
         let split = 3;
         let parts = grams.host_heads.iter().map(|h| h.count as usize).max().unwrap_or(1);
-        // The removal of the mean rounds too, and its two sums are as deep as the norms' (`scale_norms.cu`).
-        let mean = if first.mean_removed { 2 * (first.d_model.div_ceil(256) + 13) + 8 } else { 0 };
+        // The removal of the mean rounds too, and its two sums are as deep as the norms' (`scale_norms.cu`, or where these are not
+        // of the Grams' pass `scale_norms_heads.cu`).
+        let by_loads = first.d_model.div_ceil(256) + 13;
+        let deep = if grams.has_norms { by_loads } else { by_loads.max(norms::depth(first.d_model)) };
+        let mean = if first.mean_removed { 2 * deep + 8 } else { 0 };
         let rounding = flush + split + parts + 4 + mean;
         Ok(Self {
             eigen,

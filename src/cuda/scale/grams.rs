@@ -78,8 +78,6 @@ pub(super) struct Grams {
     pub has_norms: bool,
     /// Norms of V channels are left to `scale_values`.
     pub values_apart: bool,
-    /// See [`Layout::fast_norms`].
-    pub fast_norms: bool,
 }
 
 /// How a layer's weights lie, as far as a kernel depends on it: the same in every layer of one pass.
@@ -130,8 +128,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// For layers of one [`Storage`]. `grams`: the Grams of q and k are wanted; norms alone else.
-    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: bool) -> Self {
+    /// For layers of one [`Storage`].
+    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables) -> Self {
         let first = &layers[0];
         let Storage { dtype, rows, columns, values } = Storage::of(first);
         let small = first.d_head <= 128 && dtype != Dtype::F32;
@@ -147,14 +145,14 @@ impl Layout {
         let pieces = wgmma && !(rows && has_norms && !sums && first.d_head > 64 && first.rotary > 0);
         let sums = sums && has_norms;
         // A read beside the certificates costs less than a share of this pass.
-        let values_apart = grams && wgmma && rows && has_norms && !sums && first.v.is_some();
+        let values_apart = wgmma && rows && has_norms && !sums && first.v.is_some();
         let r = first.d_head as u32;
         let per_tile = if tensor_cores && r <= 64 { 2 } else { 1 };
         // Elsewhere a tile takes as long as its bytes.
         let waits_for_products = route == GramRoute::Wide && dtype != Dtype::F32;
         let mut units = Vec::new();
         for (index, p) in built.projections.iter().enumerate() {
-            let gram = grams && p.first_head != NO_ROW;
+            let gram = p.first_head != NO_ROW;
             if !gram && (!has_norms || values_apart) {
                 continue;
             }
@@ -186,12 +184,6 @@ impl Layout {
         Self { route, rows, pieces, has_norms, values_apart, sums, units, cut, blocks }
     }
 
-    /// The norms of this pass are there sooner than those of `scale_norms`, which is slow with a mean, a shift or
-    /// weights stored `[in, out]`.
-    pub fn fast_norms(&self) -> bool {
-        self.has_norms && (self.sums || !self.rows)
-    }
-
     /// Units whose statistics are left in parts, and where.
     fn in_parts(&self) -> impl Iterator<Item = (&Unit, &(u32, u32))> {
         self.units.iter().zip(&self.cut.stats).filter(|(_, (_, parts))| *parts > 0)
@@ -221,7 +213,7 @@ impl Layout {
 impl Grams {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, layout: Layout) -> Result<Self> {
         let (r, d) = (layers[0].d_head as u32, layers[0].d_model);
-        let (gain_bytes, fast_norms) = (layout.gain_bytes(d), layout.fast_norms());
+        let gain_bytes = layout.gain_bytes(d);
         // Rows of a part: two runs where heads are that wide.
         let stat_rows = 128 * layout.route.blocks_a_head(r as usize) as u32;
         let tile = |(unit, &(first, parts)): (&Unit, &(u32, u32))| StatTile {
@@ -334,13 +326,12 @@ impl Grams {
             stat_rows,
             has_norms,
             values_apart,
-            fast_norms,
         })
     }
 
-    /// Clears `status`, or has the launches of [`Grams::launch`] do it and returns what they are to be told.
-    pub fn clear(pass: Option<&Self>, status: &Buffer<u32>, stream: &Stream) -> Result<DevicePtr> {
-        if pass.is_some_and(|pass| pass.gain_kernel.is_some()) {
+    /// Clears `status`, or has the launches of [`Grams::launch`] do it, and returns what they are to be told.
+    pub fn clear(&self, status: &Buffer<u32>, stream: &Stream) -> Result<DevicePtr> {
+        if self.gain_kernel.is_some() {
             return Ok(status.ptr());
         }
         status.clear(stream)?;

@@ -5,6 +5,7 @@ use super::super::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use super::bounds::Bounds;
 use super::frobenius::Frobenius;
 use super::grams::{GramRoute, Grams, Layout};
+use super::norms::HeadNorms;
 use super::qk_norm::QkNorm;
 use super::tables::{self, ChannelStats, HAS_MEAN, HeadBound, HeadFrobenius, LayerInput, NormBlock};
 use super::values::Values;
@@ -29,8 +30,8 @@ pub(super) struct Group {
     /// `[layer][q, k, v][n_kv]`.
     pub operand_bounds: Buffer<f32>,
     grams: Option<Grams>,
-    /// The same pass for norms alone, where it is the faster way to them and there are no Grams.
-    norms_pass: Option<Grams>,
+    /// Norms alone, where the copy engine brings the weights.
+    head_norms: Option<HeadNorms>,
     /// Norms of V channels, where the Grams leave them.
     values: Option<Values>,
     bounds: Option<Bounds>,
@@ -59,16 +60,14 @@ impl Group {
             norms_columns: kernel(sources::NORMS, "scale_norms_columns")?,
             descales: device.module(sources::DESCALES, &[])?.overlapping_kernel("scale_descales")?,
         };
-        let pass = |wanted| -> Result<_> {
-            let layout = pass(device, &layers, &built, wanted);
-            layout.map(|layout| Grams::new(device, &layers, &built, layout)).transpose()
-        };
-        let grams = if with_grams { pass(true)? } else { None };
-        let norms_pass = if with_grams { None } else { pass(false)? };
+        let grams = layout(device, &layers, &built, with_grams)
+            .map(|layout| Grams::new(device, &layers, &built, layout))
+            .transpose()?;
         let values = match &grams {
             Some(grams) if grams.values_apart => Some(Values::new(device, &layers)?),
             _ => None,
         };
+        let head_norms = HeadNorms::new(device, &layers, &built)?;
         let bounds = grams.as_ref().map(|g| Bounds::new(device, &layers, &built, g)).transpose()?;
         let frobenius = match (&grams, &bounds) {
             (Some(grams), Some(bounds)) => Some(Frobenius::new(device, &layers, grams, bounds)?),
@@ -89,7 +88,7 @@ impl Group {
             operand_bounds: device.zeros(3 * layers[0].n_kv * layers.len())?,
             projections: device.upload(&built.projections)?,
             grams,
-            norms_pass,
+            head_norms,
             values,
             bounds,
             frobenius,
@@ -108,15 +107,10 @@ impl Group {
     /// Operand descales; with normalised q and k the logit bounds too.
     /// `clear`: the status has to be cleared first.
     pub fn descales(&self, stream: &Stream, status: &Buffer<u32>, clear: bool) -> Result<()> {
-        let pass = self.grams.as_ref().filter(|grams| grams.fast_norms).or(self.norms_pass.as_ref());
-        let cleared = if clear { Grams::clear(pass, status, stream)? } else { DevicePtr::NULL };
-        match pass {
-            Some(pass) => {
-                pass.launch(stream, self.projections.ptr(), self.stats.ptr(), cleared)?;
-                pass.part_stats(stream, self.projections.ptr(), self.stats.ptr())?;
-            }
-            None => self.norms(stream, [&self.row_blocks, &self.column_blocks])?,
+        if clear {
+            status.clear(stream)?;
         }
+        self.channel_norms(stream)?;
         self.operand_descales(stream, status.ptr(), false)
     }
 
@@ -143,6 +137,14 @@ impl Group {
         self.qk_norm.as_ref().map_or(Ok(()), |norm| norm.run(stream, results))
     }
 
+    /// Channel statistics of every projection.
+    fn channel_norms(&self, stream: &Stream) -> Result<()> {
+        match &self.head_norms {
+            Some(norms) => norms.launch(stream, self.projections.ptr(), self.stats.ptr()),
+            None => self.norms(stream, [&self.row_blocks, &self.column_blocks]),
+        }
+    }
+
     /// Channel statistics of the projections in the two tables.
     fn norms(&self, stream: &Stream, blocks: [&(Buffer<NormBlock>, usize); 2]) -> Result<()> {
         for (kernel, (table, blocks)) in [&self.kernels.norms, &self.kernels.norms_columns].into_iter().zip(blocks) {
@@ -167,14 +169,14 @@ impl Group {
         let (Some(grams), Some(b), Some(f)) = (&self.grams, &self.bounds, &self.frobenius) else {
             return self.descales(stream, status, clear);
         };
-        let cleared = if clear { Grams::clear(Some(grams), status, stream)? } else { DevicePtr::NULL };
+        let cleared = if clear { grams.clear(status, stream)? } else { DevicePtr::NULL };
         grams.launch(stream, self.projections.ptr(), self.stats.ptr(), cleared)?;
         let status = status.ptr();
         if b.from_grams {
             self.norms(stream, [&b.value_blocks[0], &b.value_blocks[1]])?;
             b.stats(stream, grams, self.stats.ptr())?;
         } else if !grams.has_norms {
-            self.norms(stream, [&self.row_blocks, &self.column_blocks])?;
+            self.channel_norms(stream)?;
         }
         grams.part_stats(stream, self.projections.ptr(), self.stats.ptr())?;
         if let Some(values) = &self.values {
@@ -207,7 +209,8 @@ impl Group {
 
     /// Bytes of device memory that the group holds.
     pub fn bytes(&self) -> usize {
-        let grams: usize = self.grams.iter().chain(&self.norms_pass).map(Grams::bytes).sum();
+        let grams = self.grams.as_ref().map_or(0, Grams::bytes);
+        let head_norms = self.head_norms.as_ref().map_or(0, HeadNorms::bytes);
         let bounds = self.bounds.as_ref().map_or(0, Bounds::bytes);
         let tables = 96 * self.projections.len()
             + 64 * self.layer_table.len()
@@ -216,7 +219,7 @@ impl Group {
             + 8 * (self.row_blocks.1 + self.column_blocks.1);
         let normalised = if self.qk_norm.is_some() { QkNorm::bytes_for(&self.layers) } else { 0 };
         let frobenius = if self.frobenius.is_some() { Frobenius::bytes_for(&self.layers) } else { 0 };
-        grams + bounds + frobenius + normalised + tables
+        grams + head_norms + bounds + frobenius + normalised + tables
     }
 
     /// The same before anything is compiled or allocated.
@@ -229,9 +232,10 @@ impl Group {
             + 4 * (built.outputs + 4 * layers.len())
             + 12 * layers[0].n_kv * layers.len()
             + 8 * (built.row_blocks.len() + built.column_blocks.len());
-        if let Some(layout) = pass(device, layers, &built, with_grams) {
+        if let Some(layout) = layout(device, layers, &built, with_grams) {
             bytes += layout.bytes(projections, layers[0].d_model);
         }
+        bytes += HeadNorms::bytes_for(device, layers, &built);
         if layers[0].qk_norm.is_some() {
             bytes += QkNorm::bytes_for(layers);
         } else if with_grams {
@@ -283,13 +287,9 @@ impl Group {
     }
 }
 
-/// The pass that makes the Grams, or norms alone where it is the faster way to them.
-fn pass(device: &Device, layers: &[LayerInput], built: &Tables, with_grams: bool) -> Option<Layout> {
-    if layers[0].qk_norm.is_some() {
-        return None;
-    }
-    let layout = Layout::new(device, layers, built, with_grams);
-    (with_grams || layout.fast_norms()).then_some(layout)
+/// The pass that makes the Grams, if they are wanted and there are any.
+fn layout(device: &Device, layers: &[LayerInput], built: &Tables, with_grams: bool) -> Option<Layout> {
+    (with_grams && layers[0].qk_norm.is_none()).then(|| Layout::new(device, layers, built))
 }
 
 pub(super) struct Tables {

@@ -19,6 +19,7 @@ mod group;
 mod host;
 mod joined;
 mod kinds;
+mod norms;
 mod partition;
 mod power;
 mod power_once;

@@ -304,7 +304,7 @@ fn a_factor_can_grow_with_the_position() {
     let llama4 = |extra: &str| {
         spec(&format!(
             r#"{{"model_type":"llama4_text","hidden_size":256,"num_hidden_layers":8,"num_attention_heads":2,
-                "num_key_value_heads":1,"max_position_embeddings":1048576,"use_qk_norm":false,"no_rope_layers":[]{extra}}}"#
+                "num_key_value_heads":1,"max_position_embeddings":1048576,"no_rope_layers":[]{extra}}}"#
         ))
     };
     let factors = |spec: AttentionSpec| spec.layers.iter().map(LayerSpec::query_factor).collect::<Vec<_>>();
@@ -317,7 +317,15 @@ fn a_factor_can_grow_with_the_position() {
     for off in ["false", "0"] {
         assert_eq!(factors(llama4(&format!(r#","attn_temperature_tuning":{off}"#)).unwrap()), [1.0; 8]);
     }
-    assert!(llama4(r#","use_qk_norm":true"#).unwrap_err().to_string().contains("use_qk_norm"));
+    // Scout: layers with rotation normalise q and k, the others grow.
+    let scout = llama4(r#","use_qk_norm":true"#).unwrap();
+    let normed = |layer: &LayerSpec| scout.qk_norm_of(layer).is_some();
+    assert!(
+        scout
+            .layers
+            .iter()
+            .all(|layer| normed(layer) == layer.rope.is_some() && normed(layer) == layer.temperature.is_none())
+    );
     assert!(llama4(r#","floor_scale":0.5"#).unwrap_err().to_string().contains("a whole number"));
 }
 

@@ -74,11 +74,21 @@ pub(super) const fn head_rms(gain: GainForm) -> QkNormRule {
             gain,
             shift: false,
             behind_rotation: false,
+            rotated_only: false,
         },
         q: "layers.{i}.self_attn.q_norm",
         k: "layers.{i}.self_attn.k_norm",
         stored: QkNormStored::Shared,
     }
+}
+
+/// Without gains, behind the rotation.
+pub(super) const fn bare_head_rms(rotated_only: bool) -> QkNormRule {
+    let mut rule = head_rms(GainForm::Unit);
+    rule.norm.behind_rotation = true;
+    rule.norm.rotated_only = rotated_only;
+    rule.stored = QkNormStored::Nothing;
+    rule
 }
 
 pub(super) const PARTIAL: &[&str] = &["partial_rotary_factor"];
@@ -120,6 +130,7 @@ pub(super) const JOINT_RMS: QkNormRule = QkNormRule {
         gain: GainForm::Plain,
         shift: false,
         behind_rotation: false,
+        rotated_only: false,
     },
     q: "layers.{i}.self_attn.q_norm",
     k: "layers.{i}.self_attn.k_norm",

@@ -230,6 +230,7 @@ pub(crate) static FAMILIES: &[Family] = &[
                 gain: GainForm::Plain,
                 shift: false,
                 behind_rotation: false,
+                rotated_only: false,
             },
             q: "layers.{i}.self_attn.q_layernorm.norms.{h}",
             k: "layers.{i}.self_attn.k_layernorm.norms.{h}",
@@ -258,6 +259,7 @@ pub(crate) static FAMILIES: &[Family] = &[
                 gain: GainForm::Plain,
                 shift: false,
                 behind_rotation: false,
+                rotated_only: false,
             },
             q: "layers.{i}.self_attn.q_norm",
             k: "layers.{i}.self_attn.k_norm",
@@ -383,6 +385,7 @@ pub(crate) static FAMILIES: &[Family] = &[
                 gain: GainForm::Plain,
                 shift: false,
                 behind_rotation: true,
+                rotated_only: false,
             },
             q: "layers.{i}.self_attn.query_layernorm",
             k: "layers.{i}.self_attn.key_layernorm",
@@ -539,14 +542,8 @@ pub(crate) static FAMILIES: &[Family] = &[
             layers: RopeLayers::NoRope { interval: ("no_rope_layer_interval", 4) },
             longrope_names: &[],
         },
-        // With it the rotated layers alone have a norm of q and k, and a description holds one for all.
-        qk_norm: Some(QkNormRule { when: Flag::Never, ..head_rms(GainForm::Unit) }),
+        qk_norm: Some(QkNormRule { when: Flag::Key("use_qk_norm", true), ..bare_head_rms(true) }),
         temperature: TemperatureRule::Llama4,
-        refusals: &[Refusal {
-            key: "use_qk_norm",
-            unless: Setting::False,
-            why: "only some of its layers normalise q and k, and layers of both kinds are not known",
-        }],
         ..LLAMA
     },
     Family { name: "ministral", model_types: &["ministral"], ..MISTRAL },
@@ -641,17 +638,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         // It turns pairs the other way round, which changes no norm and so no bound.
         norm: InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Unit, shift: false },
         norm_tensor: NormTensor::None,
-        qk_norm: Some(QkNormRule {
-            norm: QkNorm {
-                scope: QkNormScope::PerHead,
-                kind: NormKind::RmsNorm,
-                gain: GainForm::Unit,
-                shift: false,
-                behind_rotation: true,
-            },
-            stored: QkNormStored::Nothing,
-            ..head_rms(GainForm::Unit)
-        }),
+        qk_norm: Some(bare_head_rms(false)),
         ..LLAMA
     },
     Family {
@@ -669,6 +656,7 @@ pub(crate) static FAMILIES: &[Family] = &[
                 gain: GainForm::Plain,
                 shift: true,
                 behind_rotation: false,
+                rotated_only: false,
             },
             q: "layers.{i}.self_attn.q_layernorm",
             k: "layers.{i}.self_attn.k_layernorm",

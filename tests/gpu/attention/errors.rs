@@ -14,8 +14,8 @@ use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::{OperandDescales, ScalePlan};
 
 /// (queries, keys)
-const LENGTHS: [(usize, usize); 7] =
-    [(128, 1024), (128, 8192), (128, 65_536), (113, 203), (799, 3), (1023, 1024), (1, 8192)];
+const LENGTHS: [(usize, usize); 8] =
+    [(128, 1024), (128, 8192), (128, 65_536), (113, 203), (799, 3), (1023, 1024), (1, 8192), (16, 8192)];
 const D: usize = 128;
 
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -2,6 +2,7 @@
 
 mod errors;
 mod random;
+mod split;
 
 use crate::device;
 use errors::errors_are_those_of_a_plain_implementation;
@@ -20,6 +21,7 @@ use sigmascale::cuda::{Buffer, Stream};
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::{OperandDescales, ScalePlan};
 use sigmascale::stats::StepStats;
+use split::split_calls_are_the_whole_ones;
 
 tests![
     agrees_with_the_cpu,
@@ -34,11 +36,12 @@ tests![
     calls_repeat_bit_for_bit_also_from_a_graph,
     needles_and_sinks,
     errors_are_those_of_a_plain_implementation,
+    split_calls_are_the_whole_ones,
     random_shapes,
 ];
 
 /// (batch, query heads, KV heads, queries, keys)
-const SHAPES: [(usize, usize, usize, usize, usize); 9] = [
+const SHAPES: [(usize, usize, usize, usize, usize); 10] = [
     (2, 4, 2, 113, 203),
     (1, 6, 2, 799, 3),
     (1, 3, 3, 1023, 1024),
@@ -48,6 +51,7 @@ const SHAPES: [(usize, usize, usize, usize, usize); 9] = [
     (3, 6, 6, 64, 257),
     (1, 2, 2, 300, 77),
     (1, 2, 1, 2, 5000),
+    (1, 8, 2, 16, 3000),
 ];
 
 fn cases() -> impl Iterator<Item = AttentionCall> {

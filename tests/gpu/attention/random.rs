@@ -59,8 +59,13 @@ impl Case {
             let edge = (any / 64 * 64 + rng.random_range(0..3)).saturating_sub(1);
             if rng.random_bool(0.3) { edge.clamp(1, most) } else { any.clamp(1, most) }
         };
-        let (len_q, len_k) = (length(rng, n_q_heads), length(rng, n_kv_heads));
+        let (len_q, mut len_k) = (length(rng, n_q_heads), length(rng, n_kv_heads));
         let logits_e4m3 = rng.random_bool(0.25);
+        // Long keys have a tile of their own there.
+        let most = (ELEMENTS / (batch * n_kv_heads * d_head)).min(3500);
+        if logits_e4m3 && d_head == 128 && most >= 2048 && rng.random_bool(0.7) {
+            len_k = rng.random_range(2048..=most);
+        }
         Self {
             shape: AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head },
             causal: rng.random_bool(0.5),
