@@ -303,7 +303,7 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                 _ => 1.0,
             };
             q.iter_mut().flatten().for_each(|x| *x *= growth);
-            if family == "nanochat" || case.kind == "llama4 normed" && i % 2 == 0 {
+            if family == "nanochat" || case.kind == "llama4 normed" && i.is_multiple_of(2) {
                 q.iter_mut().chain(&mut k).for_each(|head| *head = rms_norm(head, &[1.0; R], 0.0));
             }
             let scale = match family {

@@ -91,7 +91,7 @@ impl RuntimeState {
     ///
     /// # Errors
     /// `is_io` if the file cannot be read; `is_format` if it is foreign, truncated or damaged; `is_mismatch` if it is of
-    /// another version. [`Runtime::resume`] checks that it belongs to the model and policy.
+    /// another version. [`Runtime::resume`](super::Runtime::resume) checks that it belongs to the model and policy.
     pub fn read(path: &Path) -> Result<Self> {
         let read = || -> io::Result<Vec<u8>> {
             let file = File::open(path)?;
