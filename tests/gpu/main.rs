@@ -15,6 +15,7 @@ macro_rules! tests {
 
 mod attention;
 mod engine;
+mod frobenius;
 mod lost;
 mod mixed;
 mod norms;
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
         attention::tests(),
         small::tests(),
         engine::tests(),
+        frobenius::tests(),
         norms::tests(),
         mixed::tests(),
         policies::tests(),
