@@ -5,6 +5,7 @@
 //! name: an architecture that is not understood has no bound.
 
 mod hybrids;
+mod layer_norm;
 mod parts;
 mod table;
 
@@ -349,7 +350,7 @@ pub(crate) static WRAPPERS: &[Wrapper] = &[
 
 /// All of them.
 fn families() -> impl Iterator<Item = &'static Family> {
-    table::FAMILIES.iter().chain(hybrids::HYBRIDS)
+    table::FAMILIES.iter().chain(layer_norm::LAYER_NORMS).chain(hybrids::HYBRIDS)
 }
 
 /// The family of a `model_type`.

@@ -1,34 +1,14 @@
-//! The families, a row each.
+//! The families whose attention reads an RMSNorm or has its norms behind the projections, a row each.
 
 use super::super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 use super::parts::*;
 use super::{
-    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal,
-    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule,
+    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkvTensors, Refusal, RopeLayers,
+    RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule,
 };
 
 /// The table.
-pub(crate) static FAMILIES: &[Family] = &[
-    Family {
-        name: "gpt2",
-        model_types: &["gpt2"],
-        prefixes: &["transformer.", ""],
-        sizes: Sizes {
-            layers: Count { keys: &["n_layer", "num_hidden_layers"], default: Some(12) },
-            d_model: Count { keys: &["n_embd", "hidden_size"], default: Some(768) },
-            q_heads: Count { keys: &["n_head", "num_attention_heads"], default: Some(12) },
-            kv_heads: KvHeads::SameAsQuery,
-            d_head: HeadDim::Derived,
-            layer_heads: LayerHeads::Alike,
-        },
-        norm: LAYER_NORM,
-        norm_tensor: NormTensor::Own("h.{i}.ln_1"),
-        bias: Flag::Always,
-        rope: RopeRule::None,
-        scale: ScaleRule::Gpt2,
-        qkv: QkvTensors::Concat { name: "h.{i}.attn.c_attn", conv1d: true },
-        ..LLAMA
-    },
+pub(super) static FAMILIES: &[Family] = &[
     LLAMA,
     MISTRAL,
     Family {
@@ -153,118 +133,9 @@ pub(crate) static FAMILIES: &[Family] = &[
         ..LLAMA
     },
     Family {
-        name: "phi",
-        model_types: &["phi"],
-        sizes: llama_sizes(kv(None), HeadDim::Derived),
-        norm: LAYER_NORM,
-        bias: Flag::Always,
-        rope: rotary(10_000.0, RotaryShare::Part(&["partial_rotary_factor"], 0.5)),
-        // `qk_layernorm` is refused: the reference implementation sizes its norm for one head and applies it to all at
-        // once, so what it means with several heads is not settled.
-        ..LLAMA
-    },
-    Family {
-        name: "gpt_neox",
-        model_types: &["gpt_neox"],
-        prefixes: &["gpt_neox.", ""],
-        sizes: llama_sizes(KvHeads::SameAsQuery, HeadDim::Derived),
-        norm: LAYER_NORM,
-        bias: Flag::Key("attention_bias", true),
-        rope: RopeRule::Rotary {
-            layout: RopeLayout::HalfSplit,
-            theta_keys: &["rotary_emb_base"],
-            theta: Some(10_000.0),
-            share: RotaryShare::Part(&["partial_rotary_factor", "rotary_pct"], 0.25),
-            layers: RopeLayers::Same,
-            longrope_names: &[],
-        },
-        qkv: QkvTensors::Grouped { name: "layers.{i}.attention.query_key_value" },
-        ..LLAMA
-    },
-    Family {
-        name: "falcon",
-        model_types: &["falcon"],
-        prefixes: &["transformer.", ""],
-        sizes: Sizes {
-            layers: required(&["num_hidden_layers", "n_layer"]),
-            d_model: required(&["hidden_size", "n_embed"]),
-            q_heads: required(&["num_attention_heads", "n_head"]),
-            kv_heads: KvHeads::Falcon,
-            d_head: HeadDim::Derived,
-            layer_heads: LayerHeads::Alike,
-        },
-        norm: LAYER_NORM,
-        norm_tensor: NormTensor::Falcon { two: "h.{i}.ln_attn", one: "h.{i}.input_layernorm" },
-        bias: Flag::Key("bias", false),
-        qkv: QkvTensors::Grouped { name: "h.{i}.self_attention.query_key_value" },
-        ..LLAMA
-    },
-    Family {
-        name: "starcoder2",
-        model_types: &["starcoder2"],
-        sizes: llama_sizes(kv(Some(2)), HeadDim::Key(None)),
-        norm: LAYER_NORM,
-        bias: Flag::Key("use_bias", true),
-        ..LLAMA
-    },
-    BERT,
-    Family { name: "roberta", model_types: &["roberta", "xlm-roberta"], prefixes: &["roberta.", ""], ..BERT },
-    Family {
         name: "granite",
         model_types: &["granite"],
         scale: ScaleRule::Multiplier("attention_multiplier", Some(1.0)),
-        ..LLAMA
-    },
-    Family {
-        name: "stablelm",
-        model_types: &["stablelm"],
-        sizes: llama_sizes(kv(Some(32)), HeadDim::Derived),
-        norm: LAYER_NORM,
-        bias: Flag::Key("use_qkv_bias", false),
-        rope: rotary(10_000.0, RotaryShare::Part(&["partial_rotary_factor"], 0.25)),
-        qk_norm: Some(QkNormRule {
-            when: Flag::Key("qk_layernorm", false),
-            norm: QkNorm {
-                scope: QkNormScope::PerHead,
-                kind: NormKind::LayerNorm,
-                gain: GainForm::Plain,
-                shift: false,
-                behind_rotation: false,
-                rotated_only: false,
-            },
-            q: "layers.{i}.self_attn.q_layernorm.norms.{h}",
-            k: "layers.{i}.self_attn.k_layernorm.norms.{h}",
-            stored: QkNormStored::TensorPerHead,
-        }),
-        ..LLAMA
-    },
-    Family {
-        name: "cohere",
-        model_types: &["cohere"],
-        norm: InputNorm { kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: false },
-        rope: RopeRule::Rotary {
-            layout: RopeLayout::Interleaved,
-            theta_keys: &[],
-            // The default changed between releases: without the key the angles stay undetermined.
-            theta: None,
-            share: RotaryShare::Whole,
-            layers: RopeLayers::Same,
-            longrope_names: &[],
-        },
-        qk_norm: Some(QkNormRule {
-            when: Flag::Key("use_qk_norm", false),
-            norm: QkNorm {
-                scope: QkNormScope::PerHead,
-                kind: NormKind::LayerNorm,
-                gain: GainForm::Plain,
-                shift: false,
-                behind_rotation: false,
-                rotated_only: false,
-            },
-            q: "layers.{i}.self_attn.q_norm",
-            k: "layers.{i}.self_attn.k_norm",
-            stored: QkNormStored::PerHead,
-        }),
         ..LLAMA
     },
     Family {
@@ -315,23 +186,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         qk_norm: Some(JOINT_RMS),
         ..LLAMA
     },
-    Family {
-        name: "olmo",
-        model_types: &["olmo"],
-        norm: InputNorm { kind: NormKind::LayerNorm, gain: GainForm::Unit, shift: false },
-        norm_tensor: NormTensor::None,
-        refusals: CLIP,
-        ..LLAMA
-    },
     Family { name: "olmoe", model_types: &["olmoe"], qk_norm: Some(JOINT_RMS), refusals: CLIP, ..LLAMA },
-    Family {
-        name: "cohere2",
-        model_types: &["cohere2"],
-        sizes: llama_sizes(kv(None), HeadDim::Key(None)),
-        norm: InputNorm { kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: false },
-        rope: sliding_only(RopeLayout::Interleaved, PATTERN, false),
-        ..LLAMA
-    },
     Family {
         name: "exaone4",
         model_types: &["exaone4"],
@@ -355,13 +210,6 @@ pub(crate) static FAMILIES: &[Family] = &[
         model_types: &["ernie4_5", "ernie4_5_moe"],
         bias: Flag::Key("use_bias", false),
         rope: interleaved(500_000.0, RotaryShare::Whole),
-        ..LLAMA
-    },
-    Family {
-        name: "nemotron",
-        model_types: &["nemotron"],
-        norm: InputNorm { kind: NormKind::LayerNorm, gain: GainForm::OnePlus, shift: true },
-        rope: rotary(10_000.0, RotaryShare::Part(PARTIAL, 0.5)),
         ..LLAMA
     },
     Family { name: "arcee", model_types: &["arcee"], ..LLAMA },
@@ -398,14 +246,6 @@ pub(crate) static FAMILIES: &[Family] = &[
         ],
         ..LLAMA
     },
-    Family {
-        name: "phimoe",
-        model_types: &["phimoe"],
-        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
-        norm: LAYER_NORM,
-        rope: half_split(1e6),
-        ..LLAMA
-    },
     Family { name: "dots1", model_types: &["dots1"], qk_norm: Some(head_rms(GainForm::Plain)), ..LLAMA },
     Family {
         name: "granitemoe",
@@ -427,42 +267,6 @@ pub(crate) static FAMILIES: &[Family] = &[
         sizes: llama_sizes(kv(None), HeadDim::Key(Some(128))),
         rope: half_split(5e5),
         qk_norm: Some(head_rms(GainForm::Plain)),
-        ..LLAMA
-    },
-    Family {
-        name: "opt",
-        model_types: &["opt"],
-        prefixes: &["model.", "", "decoder."],
-        sizes: llama_sizes(KvHeads::SameAsQuery, HeadDim::Derived),
-        norm: LAYER_NORM,
-        norm_tensor: NormTensor::Own("decoder.layers.{i}.self_attn_layer_norm"),
-        bias: Flag::Key("enable_bias", true),
-        rope: RopeRule::None,
-        qkv: QkvTensors::Separate {
-            q: "decoder.layers.{i}.self_attn.q_proj",
-            k: "decoder.layers.{i}.self_attn.k_proj",
-            v: "decoder.layers.{i}.self_attn.v_proj",
-        },
-        refusals: &[
-            Refusal {
-                key: "do_layer_norm_before",
-                unless: Setting::True,
-                why: "the norm behind attention is not known",
-            },
-            Refusal { key: "layer_norm_elementwise_affine", unless: Setting::True, why: "it has no norm weights" },
-        ],
-        ..LLAMA
-    },
-    Family {
-        name: "gptj",
-        model_types: &["gptj"],
-        prefixes: &["transformer.", ""],
-        sizes: gpt_sizes(KvHeads::SameAsQuery),
-        norm: LAYER_NORM,
-        norm_tensor: NormTensor::Own("h.{i}.ln_1"),
-        bias: Flag::Never,
-        rope: interleaved(10_000.0, RotaryShare::Channels("rotary_dim", Some(64))),
-        qkv: QkvTensors::Separate { q: "h.{i}.attn.q_proj", k: "h.{i}.attn.k_proj", v: "h.{i}.attn.v_proj" },
         ..LLAMA
     },
     Family {
@@ -505,20 +309,6 @@ pub(crate) static FAMILIES: &[Family] = &[
         name: "deci",
         model_types: &["deci", "nemotron-nas"],
         sizes: Sizes { layer_heads: LayerHeads::Blocks, ..llama_sizes(kv(None), HeadDim::Key(None)) },
-        ..LLAMA
-    },
-    Family {
-        name: "gpt_bigcode",
-        model_types: &["gpt_bigcode"],
-        prefixes: &["transformer.", ""],
-        sizes: gpt_sizes(KvHeads::One),
-        norm: LAYER_NORM,
-        norm_tensor: NormTensor::Own("h.{i}.ln_1"),
-        bias: Flag::Always,
-        rope: RopeRule::None,
-        scale: ScaleRule::Gpt2,
-        qkv: QkvTensors::Concat { name: "h.{i}.attn.c_attn", conv1d: false },
-        refusals: &[Refusal { key: "multi_query", unless: Setting::True, why: "only its multi-query form is known" }],
         ..LLAMA
     },
     Family {
@@ -592,13 +382,6 @@ pub(crate) static FAMILIES: &[Family] = &[
         ..LLAMA
     },
     Family {
-        name: "jais2",
-        model_types: &["jais2"],
-        norm: LAYER_NORM,
-        bias: Flag::Key("attention_bias", true),
-        ..LLAMA
-    },
-    Family {
         name: "exaone_moe",
         model_types: &["exaone_moe"],
         sizes: llama_sizes(kv(Some(32)), HeadDim::Key(None)),
@@ -639,30 +422,6 @@ pub(crate) static FAMILIES: &[Family] = &[
         norm: InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Unit, shift: false },
         norm_tensor: NormTensor::None,
         qk_norm: Some(bare_head_rms(false)),
-        ..LLAMA
-    },
-    Family {
-        name: "persimmon",
-        model_types: &["persimmon"],
-        sizes: llama_sizes(KvHeads::SameAsQuery, HeadDim::Derived),
-        norm: LAYER_NORM,
-        bias: Flag::Always,
-        rope: rotary(10_000.0, RotaryShare::Part(PARTIAL, 0.5)),
-        qk_norm: Some(QkNormRule {
-            when: Flag::Key("qk_layernorm", true),
-            norm: QkNorm {
-                scope: QkNormScope::PerHead,
-                kind: NormKind::LayerNorm,
-                gain: GainForm::Plain,
-                shift: true,
-                behind_rotation: false,
-                rotated_only: false,
-            },
-            q: "layers.{i}.self_attn.q_layernorm",
-            k: "layers.{i}.self_attn.k_layernorm",
-            stored: QkNormStored::Shared,
-        }),
-        qkv: QkvTensors::Grouped { name: "layers.{i}.self_attn.query_key_value" },
         ..LLAMA
     },
 ];

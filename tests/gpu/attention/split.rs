@@ -75,7 +75,8 @@ fn compare(call: &AttentionCall, logits_e4m3: bool) -> (Option<String>, Option<u
     for (head, (a, b)) in heads {
         // Logits are the same products in the same order, so that extremes and counts are the same bits.
         let (amax, of) = (f32::from_bits(a[2]), f32::from_bits(b[2]));
-        if (a[0], a[1], a[3]) != (b[0], b[1], b[3]) || !((amax - of).abs() <= 0.1 * of) {
+        let near = (amax - of).abs() <= 0.1 * of;
+        if (a[0], a[1], a[3]) != (b[0], b[1], b[3]) || !near {
             return (Some(format!("telemetry of head {head}: {a:x?} for {b:x?}, amax {amax} for {of}")), parts);
         }
     }
