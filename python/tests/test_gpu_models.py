@@ -67,7 +67,8 @@ def test_the_training_example_runs(style, policies, tmp_path):
     rows = [json.loads(line) for line in pathlib.Path(logs[-1]).read_text().splitlines()]
     steps = [row for row in rows if "step" in row]
     assert [row["step"] for row in steps] == [0, 2, 4, 6, 8, 10, 11] and steps[3]["lr"] > 2 * steps[2]["lr"]
-    assert all(max(row["peak"]) > 1 for row in steps)
+    # Delayed scaling starts with descales of 1, and these operands are near 1 at first: how near is up to the text.
+    assert all(max(row["peak"]) > 0.5 for row in steps)
     if policies[-1] == "geometry":
         assert rows[-1]["overflow_steps"] == 0 and all(max(row["peak"]) <= 448 for row in steps)
     printed = subprocess.run([*script, "--table", *logs], check=True, capture_output=True, text=True).stdout
