@@ -195,7 +195,7 @@ fn overhead() -> Result<()> {
             }
             Ok(())
         })?;
-        let mut state = PowerState::new(&spec, 0);
+        let mut state = PowerState::new(spec, 0);
         let power = protocol(|| {
             for layer in 0..spec.layers.len() {
                 let geometry = LayerGeometry::new(spec, trainer.layer_weights(layer)?)?;
