@@ -376,6 +376,12 @@ impl Runtime {
                 heads[0], heads[1], heads[2], own.n_q_heads, own.n_kv_heads, own.d_head
             )));
         }
+        if let Some(temperature) = own.temperature.filter(|temperature| shape.len_k > temperature.positions) {
+            return Err(Error::mismatch(format_args!(
+                "the call has {} keys, and queries of layer {layer} grow with the position: bounds hold for {}",
+                shape.len_k, temperature.positions
+            )));
+        }
         // Bounds include both: with others they would promise nothing.
         let same = |a: f64, b: f64| (a - b).abs() <= 1e-6 * b.abs();
         if !same(call.softmax_scale, own.softmax_scale) {

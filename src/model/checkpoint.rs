@@ -18,7 +18,7 @@ use super::spec::{AttentionSpec, GainForm, LayerSpec};
 use super::weights::{LayerWeights, NormVectors, Projection};
 use crate::error::{Error, Result};
 use crate::tensor::{BlockScale, Dtype, MatrixView};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -99,10 +99,17 @@ impl Checkpoint {
         checkpoint.prefix = checkpoint.find_prefix()?;
         checkpoint.count_biases()?;
         let family = checkpoint.config.family;
-        let next = format!("{}{}.weight", checkpoint.prefix, at(family.qkv.first(), checkpoint.config.layers));
-        if checkpoint.has_tensor(&next) {
-            // Layers for multi-token prediction lie behind the model's own; a shortened config looks the same.
-            tracing::warn!(tensor = next, "{}: weights behind the config's last layer are not read", path.display());
+        let known: BTreeSet<usize> = checkpoint.config.spec.layers.iter().map(|layer| layer.number).collect();
+        for number in (0..=checkpoint.config.layers).filter(|number| !known.contains(number)) {
+            let tensor = format!("{}{}.weight", checkpoint.prefix, at(family.qkv.first(), number));
+            if checkpoint.has_tensor(&tensor) {
+                // Layers for multi-token prediction lie behind the model's own; a config that leaves some out looks the same.
+                tracing::warn!(
+                    tensor,
+                    "{}: weights of a layer that the config does not name are not read",
+                    path.display()
+                );
+            }
         }
         Ok(checkpoint)
     }

@@ -13,6 +13,7 @@ use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, read_capped, refuse, shorten
 use super::spec::{AttentionSpec, LayerSpec, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::path::Path;
 
 /// Longest config that is read, in bytes.
@@ -64,6 +65,36 @@ pub(crate) struct Config {
     pub settings: Map<String, Value>,
 }
 
+/// `NaN` and `Infinity`, which Python writes bare and JSON does not know, as texts: a key that is used is then refused by name.
+fn quoted_non_finite(json: &[u8]) -> Cow<'_, [u8]> {
+    const WORDS: [&[u8]; 3] = [b"-Infinity", b"Infinity", b"NaN"];
+    let mut out = Vec::new();
+    let (mut at, mut kept, mut text) = (0, 0, false);
+    while at < json.len() {
+        let word = WORDS.iter().find(|word| !text && json[at..].starts_with(word));
+        match (json[at], word) {
+            (_, Some(word)) => {
+                out.extend_from_slice(&json[kept..at]);
+                out.push(b'"');
+                out.extend_from_slice(word);
+                out.push(b'"');
+                at += word.len();
+                kept = at;
+                continue;
+            }
+            (b'\\', _) if text => at += 1,
+            (b'"', _) => text = !text,
+            _ => {}
+        }
+        at += 1;
+    }
+    if kept == 0 {
+        return Cow::Borrowed(json);
+    }
+    out.extend_from_slice(&json[kept..]);
+    Cow::Owned(out)
+}
+
 impl Config {
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let bytes = read_capped(path, MAX_CONFIG_BYTES, "a config")?;
@@ -74,7 +105,7 @@ impl Config {
         if bytes.len() as u64 > MAX_CONFIG_BYTES {
             return Err(too_large(file, bytes.len() as u64, MAX_CONFIG_BYTES, "a config"));
         }
-        let value: Value = serde_json::from_slice(bytes)
+        let value: Value = serde_json::from_slice(&quoted_non_finite(bytes))
             .map_err(|e| Error::format(file, format_args!("the config is no JSON: {e}")))?;
         let Value::Object(map) = value else {
             return Err(Error::format(file, "the config is no JSON object"));
@@ -244,15 +275,26 @@ impl<'a> Keys<'a> {
                 Ok(Some(Temperature { strength, period, shift: 1, positions: positions()? }))
             }
             TemperatureRule::Ministral3 => {
-                let settings = match self.object("rope_parameters")? {
-                    Some(map) => Some(map),
-                    None => self.object("rope_scaling")?,
-                };
-                let settings = Keys { map: settings.ok_or_else(|| missing("rope_parameters"))?, file: self.file };
-                let Some(strength) = settings.not_negative("llama_4_scaling_beta")? else { return Ok(None) };
                 let key = "original_max_position_embeddings";
-                let period = settings.count(key, MAX_POSITIONS)?.ok_or_else(|| missing(key))?;
-                Ok(Some(Temperature { strength, period, shift: 0, positions: positions()? }))
+                let said = |map| -> Result<Option<Temperature>> {
+                    let settings = Keys { map, file: self.file };
+                    let Some(strength) = settings.not_negative("llama_4_scaling_beta")? else { return Ok(None) };
+                    // Releases differ on which of the two counts: the shorter period covers both.
+                    let periods = [settings.count(key, MAX_POSITIONS)?, self.count(key, MAX_POSITIONS)?];
+                    let period = periods.into_iter().flatten().min().ok_or_else(|| missing(key))?;
+                    Ok(Some(Temperature { strength, period, shift: 0, positions: positions()? }))
+                };
+                match [self.object("rope_parameters")?, self.object("rope_scaling")?] {
+                    [Some(a), Some(b)] => match [said(a)?, said(b)?] {
+                        [a, b] if a == b => Ok(a),
+                        _ => {
+                            let rule = "`rope_parameters` and `rope_scaling` differ in how queries grow";
+                            Err(Error::format(self.file, rule))
+                        }
+                    },
+                    [Some(map), None] | [None, Some(map)] => said(map),
+                    [None, None] => Err(missing("rope_parameters")),
+                }
             }
         }
     }

@@ -33,6 +33,14 @@ impl<'a> Keys<'a> {
             None => self.object("rope_scaling")?,
         };
         let common = common.map(|map| Keys { map, file: self.file });
+        let known_growth = |settings: Keys<'a>| {
+            let beta = "llama_4_scaling_beta";
+            if settings.get(beta).is_some() && family.temperature != TemperatureRule::Ministral3 {
+                let rule = format_args!("`{beta}` is refused: this family is not known to scale its queries");
+                return Err(refuse(self.file, rule));
+            }
+            Ok(())
+        };
         let mut base = None;
         for key in theta_keys.iter().chain(&["rope_theta"]) {
             if base.is_none() && !self.get(key).is_some_and(Value::is_object) {
@@ -47,27 +55,34 @@ impl<'a> Keys<'a> {
                     format_args!("{rotary_dim} of {d_head} channels are no even number of rotated channels"),
                 ));
             }
-            if let Some(stated) = self.count("rotary_dim", MAX_D_MODEL)?
-                && stated != rotary_dim
-            {
-                let rule = format_args!("`rotary_dim` is {stated}, and the other keys say {rotary_dim}");
-                return Err(Error::format(self.file, rule));
+            for key in ["rotary_dim", "attn_rotary_emb"] {
+                if let Some(stated) = self.count(key, MAX_D_MODEL)?
+                    && stated != rotary_dim
+                {
+                    let rule = format_args!("`{key}` is {stated}, and the other keys say {rotary_dim}");
+                    return Err(Error::format(self.file, rule));
+                }
             }
             let angles = Angles { base, rotary_dim, max_positions };
             let (mut attention_factor, mut inv_freq) = match settings {
                 Some(settings) => {
-                    let beta = "llama_4_scaling_beta";
-                    if settings.get(beta).is_some() && family.temperature != TemperatureRule::Ministral3 {
-                        let rule = format_args!("`{beta}` is refused: this family is not known to scale its queries");
-                        return Err(refuse(self.file, rule));
-                    }
+                    known_growth(settings)?;
                     angles.scaled(settings, *self, longrope_names)?
                 }
                 None => (1.0, angles.plain()),
             };
             // Releases differ on which of the two keys counts: the larger factor covers both.
             if let (Some(_), Some(map)) = (self.object("rope_parameters")?, self.object("rope_scaling")?) {
-                let (factor, other) = angles.scaled(Keys { map, file: self.file }, *self, longrope_names)?;
+                let other = Keys { map, file: self.file };
+                known_growth(other)?;
+                let share_of_other = self.rotated(Some(other), share, d_head)?;
+                if share_of_other != rotary_dim {
+                    let rule = format_args!(
+                        "`rope_parameters` says that {rotary_dim} channels are rotated, and `rope_scaling` {share_of_other}"
+                    );
+                    return Err(Error::format(self.file, rule));
+                }
+                let (factor, other) = angles.scaled(other, *self, longrope_names)?;
                 attention_factor = attention_factor.max(factor);
                 inv_freq = inv_freq.filter(|angles| other.as_ref() == Some(angles));
             }
@@ -183,6 +198,16 @@ impl<'a> Keys<'a> {
             if share.is_none() {
                 share = self.positive(key)?;
             }
+        }
+        // For some releases null is the whole head, for others the default.
+        if share.is_none() && default != 1.0 && keys.iter().any(|key| self.map.contains_key(*key)) {
+            return Err(Error::format(self.file, format_args!("`{}` must not be null", keys[0])));
+        }
+        if let (RotaryShare::Part([], _), Some(stated)) = (rule, self.positive(COMMON)?)
+            && stated != share.unwrap_or(default)
+        {
+            let rule = format_args!("`{COMMON}` is {stated}, and this family rotates {default} of a head");
+            return Err(refuse(self.file, rule));
         }
         let share = share.unwrap_or(default);
         if share > 1.0 {

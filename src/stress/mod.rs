@@ -211,6 +211,15 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
             return Err(Error::argument(format_args!("{name} {value} must lie between 1 and {most}")));
         }
     }
+    let growing = spec.layers.iter().filter_map(|layer| layer.temperature);
+    if let Some(shortest) =
+        growing.map(|temperature| temperature.positions).min().filter(|most| options.seq_len > *most)
+    {
+        return Err(Error::argument(format_args!(
+            "seq-len {} is past the model's {shortest} positions, up to which its growing queries are bounded",
+            options.seq_len
+        )));
+    }
     let burn_in = options.burn_in.unwrap_or(if steps > 100 || steps == 1 { 100 } else { (steps / 4).max(1) as u32 });
     let gpu = options.bounds_on_gpu.then(DeviceBounds::open).transpose()?;
     let mut lab = Lab::new(scenario, spec, options, burn_in)?;

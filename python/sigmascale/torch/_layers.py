@@ -324,6 +324,8 @@ def _layer(spec, names, index, prefix, parameters, modules):
     if (spec.get("temperature") or [None] * (index + 1))[index] is not None:
         raise UnsupportedError("a factor on the query that grows with the position is not known on the GPU")
     qk_norm = spec["qk_norm"]
+    if qk_norm and qk_norm["rotated_only"] and spec["rope"][index] is None:
+        qk_norm = None
     # In front of a norm of q and k a rotation changes none of their bounds.
     rope = None if qk_norm and qk_norm["behind_rotation"] else spec["rope"][index]
     q_norm = k_norm = None

@@ -298,6 +298,12 @@ fn a_factor_can_grow_with_the_position() {
     assert!((grows.layers[0].logit_scale() - factor / 128f64.sqrt()).abs() < 1e-15);
     assert_eq!(ministral("").unwrap().layers[0].temperature, None);
     assert!(ministral(r#","llama_4_scaling_beta":-0.1"#).unwrap_err().to_string().contains("must not be negative"));
+    let outside = spec(
+        r#"{"model_type":"ministral3","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":2,"num_key_value_heads":1,"max_position_embeddings":262144,
+            "original_max_position_embeddings":8192,"rope_parameters":{"rope_type":"default","rope_theta":1e6,
+            "original_max_position_embeddings":16384,"llama_4_scaling_beta":0.1}}"#,
+    );
+    assert_eq!(outside.unwrap().layers[0].temperature.unwrap().period, 8192);
     let elsewhere = llama(r#","rope_parameters":{"rope_type":"default","rope_theta":1e4,"llama_4_scaling_beta":0.1}"#);
     assert!(elsewhere.unwrap_err().to_string().contains("llama_4_scaling_beta"));
 
@@ -327,6 +333,54 @@ fn a_factor_can_grow_with_the_position() {
             .all(|layer| normed(layer) == layer.rope.is_some() && normed(layer) == layer.temperature.is_none())
     );
     assert!(llama4(r#","floor_scale":0.5"#).unwrap_err().to_string().contains("a whole number"));
+}
+
+#[test]
+fn what_two_sets_of_rope_settings_say_must_agree() {
+    let both = |model: &str, parameters: &str, scaling: &str| {
+        spec(&format!(
+            r#"{{"model_type":"{model}","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":2,"num_key_value_heads":1,
+                "head_dim":128,"max_position_embeddings":65536,"rope_theta":1e4,"full_attention_interval":2,
+                "rope_parameters":{{"rope_type":"default"{parameters}}},"rope_scaling":{{"rope_type":"default"{scaling}}}}}"#
+        ))
+    };
+    let grows = r#","llama_4_scaling_beta":0.1,"original_max_position_embeddings":16384"#;
+    let sooner = r#","llama_4_scaling_beta":0.1,"original_max_position_embeddings":8192"#;
+    assert!(both("ministral3", grows, grows).unwrap().layers[0].query_factor() > 1.0);
+    for (parameters, scaling) in [(grows, sooner), ("", grows), (grows, "")] {
+        let error = both("ministral3", parameters, scaling).unwrap_err().to_string();
+        assert!(error.contains("differ in how queries grow"), "{error}");
+    }
+    assert!(both("llama", "", grows).unwrap_err().to_string().contains("llama_4_scaling_beta"));
+    let half = r#","partial_rotary_factor":0.5"#;
+    assert!(both("glm4", "", "").is_ok());
+    assert!(both("phi", half, half).is_ok());
+    let error = both("qwen3_next", half, "").unwrap_err().to_string();
+    assert!(error.contains("64 channels") && error.contains("`rope_scaling` 32"), "{error}");
+}
+
+#[test]
+fn a_share_that_releases_read_differently_is_refused() {
+    let with = |model: &str, extra: &str| {
+        spec(&format!(
+            r#"{{"model_type":"{model}","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":2,"num_key_value_heads":1,
+                "max_position_embeddings":4096,"attn_layer_indices":[0],"full_attention_interval":2{extra}}}"#
+        ))
+    };
+    let error = |model, extra| with(model, extra).unwrap_err().to_string();
+    assert!(error("qwen3_next", r#","partial_rotary_factor":null"#).contains("must not be null"));
+    assert!(error("bamba", r#","partial_rotary_factor":0.25"#).contains("rotates 0.5 of a head"));
+    assert!(error("bamba", r#","attn_rotary_emb":16"#).contains("`attn_rotary_emb` is 16"));
+    let bamba = with("bamba", r#","partial_rotary_factor":0.5,"attn_rotary_emb":64"#).unwrap();
+    assert_eq!(bamba.layers[0].rope.as_ref().unwrap().rotary_dim, 64);
+}
+
+#[test]
+fn an_infinity_that_nothing_needs_does_no_harm() {
+    let limits = r#","time_step_limit":[0.0,Infinity],"floor":-Infinity,"other":NaN,"name":"a \" NaN \\""#;
+    assert_eq!(llama(limits).unwrap(), llama("").unwrap());
+    assert!(llama(r#","rope_theta":Infinity"#).unwrap_err().to_string().contains("rope_theta"));
+    assert!(llama(r#","rope_theta":NaN1"#).is_err() && llama(r#","x":Inf"#).is_err());
 }
 
 #[test]

@@ -124,7 +124,8 @@ pub(super) static HYBRIDS: &[Family] = &[
             },
             ..llama_sizes(kv(Some(8)), HeadDim::Key(None))
         },
-        rope: rotary(10_000.0, RotaryShare::Part(PARTIAL, 0.5)),
+        // The model overwrites what the config says of the share.
+        rope: rotary(10_000.0, RotaryShare::Part(&[], 0.5)),
         ..LLAMA
     },
     Family {

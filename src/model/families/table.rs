@@ -309,6 +309,11 @@ pub(super) static FAMILIES: &[Family] = &[
         name: "deci",
         model_types: &["deci", "nemotron-nas"],
         sizes: Sizes { layer_heads: LayerHeads::Blocks, ..llama_sizes(kv(None), HeadDim::Key(None)) },
+        refusals: &[Refusal {
+            key: "position_embedding_type",
+            unless: Setting::Text("rope"),
+            why: "other kinds turn other pairs or none",
+        }],
         ..LLAMA
     },
     Family {
