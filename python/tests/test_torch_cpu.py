@@ -357,3 +357,18 @@ def test_the_package_gives_its_pytorch_part_when_asked():
     assert sigmascale.torch is fp8 and fp8.te.recipe
     with pytest.raises(sigmascale.UnsupportedError, match="TransformerEngine"):
         fp8.te.recipe(None, {})
+
+
+def test_layers_without_rotation_may_have_no_norm_of_q_and_k():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Llama4TextConfig(
+        hidden_size=64, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=50, max_position_embeddings=64, moe_layers=[], pad_token_id=0,
+        use_qk_norm=True, attn_temperature_tuning=False, no_rope_layer_interval=2,
+    )  # fmt: skip
+    rotated, fixed = _layers.find(transformers.Llama4ForCausalLM(config))
+    assert rotated.q_norm is not None and rotated.k_norm is not None
+    assert fixed.q_norm is None and fixed.k_norm is None and fixed.rotary == 0
+    config.attn_temperature_tuning = True
+    with pytest.raises(sigmascale.UnsupportedError, match="grows with the position"):
+        _layers.find(transformers.Llama4ForCausalLM(config))
