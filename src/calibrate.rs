@@ -169,6 +169,9 @@ pub struct ModelSummary {
     pub qk_norm: Option<QkNormScope>,
     /// Biases of q, k and v.
     pub bias: QkvBias,
+    /// Positions up to which bounds hold, where queries grow with them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bounded_positions: Option<usize>,
 }
 
 impl ModelSummary {
@@ -186,6 +189,7 @@ impl ModelSummary {
             rope: spec.layers.iter().find_map(|layer| layer.rope.as_ref()).map(|rope| rope.layout),
             qk_norm: spec.qk_norm.map(|norm| norm.scope),
             bias: spec.bias,
+            bounded_positions: spec.bounded_positions(),
         }
     }
 }

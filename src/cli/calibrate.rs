@@ -195,6 +195,12 @@ fn table(profile: &Profile) -> String {
         Some(BoundKind::Spectrum) => ("spectrum", assumes),
     };
     let _ = writeln!(out, "logit bound: {bound}; one scale a {grain}, eta {eta}\n  {remark}");
+    if let Some(positions) = profile.model.bounded_positions {
+        let _ = writeln!(
+            out,
+            "  for sequences of up to {positions} tokens, the most of the config: queries grow with the position"
+        );
+    }
     if method.estimator == Estimator::Power {
         out.push_str("  sigma is a power iteration's estimate from below; ");
         out.push_str(if method.rotation { "--estimator gram is exact.\n" } else {

@@ -196,6 +196,11 @@ impl AttentionSpec {
         self.layers.iter().map(|layer| layer.n_q_heads).sum()
     }
 
+    /// Positions up to which bounds hold, where queries grow with them.
+    pub fn bounded_positions(&self) -> Option<usize> {
+        self.layers.iter().filter_map(|layer| layer.temperature).map(|temperature| temperature.positions).min()
+    }
+
     /// The normalisation of q and k in a layer, if it has one.
     pub fn qk_norm_of(&self, layer: &LayerSpec) -> Option<QkNorm> {
         self.qk_norm.filter(|norm| layer.rope.is_some() || !norm.rotated_only)

@@ -211,10 +211,7 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
             return Err(Error::argument(format_args!("{name} {value} must lie between 1 and {most}")));
         }
     }
-    let growing = spec.layers.iter().filter_map(|layer| layer.temperature);
-    if let Some(shortest) =
-        growing.map(|temperature| temperature.positions).min().filter(|most| options.seq_len > *most)
-    {
+    if let Some(shortest) = spec.bounded_positions().filter(|most| options.seq_len > *most) {
         return Err(Error::argument(format_args!(
             "seq-len {} is past the model's {shortest} positions, up to which its growing queries are bounded",
             options.seq_len

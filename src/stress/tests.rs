@@ -1,6 +1,6 @@
 use super::lab::{identity, look, row};
 use super::*;
-use crate::model::preset;
+use crate::model::{Temperature, preset};
 use crate::policy::PolicyConfig;
 use crate::runtime::StepOutcome;
 use crate::scale::Descale;
@@ -161,6 +161,18 @@ fn runs_repeat_and_arguments_are_checked() {
         assert!(run(Scenario::CheckpointLoad, &model, &bad).unwrap_err().is_argument());
     }
     assert!(run(Scenario::Replay, &model, &first).unwrap_err().is_argument());
+}
+
+#[test]
+fn sequences_past_the_positions_that_bounds_hold_for_are_refused() {
+    let mut spec = small("mistral-7b", 2).spec().clone();
+    spec.layers[1].temperature = Some(Temperature { strength: 0.5, period: 8, shift: 1, positions: 40 });
+    let model = StressModel::synthetic(&spec, 3).unwrap();
+    let result = run(Scenario::CheckpointLoad, &model, &options(Mode::Operands)).unwrap();
+    assert_eq!(of(&result, PolicyKind::Geometry).overflow_layers, 0);
+    let long = StressOptions { seq_len: 41, ..options(Mode::Operands) };
+    let error = run(Scenario::CheckpointLoad, &model, &long).unwrap_err();
+    assert!(error.is_argument() && error.to_string().contains("40 positions"), "{error}");
 }
 
 #[test]
