@@ -1,7 +1,7 @@
 use super::state::replace;
 use super::*;
 use crate::attention::{AttentionShape, Cpu};
-use crate::model::{SyntheticLayer, SyntheticModel, SyntheticOptions, preset};
+use crate::model::{SyntheticLayer, SyntheticModel, SyntheticOptions, Temperature, preset};
 use crate::policy::{AutoCConfig, DelayedTeConfig};
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -117,6 +117,21 @@ fn a_call_of_another_model_is_refused() {
     let mut step = operands.step(0, Weights::Changed(layers[0].weights()));
     step.call.shape.n_q_heads = 2;
     assert!(runtime.step(step, &Cpu).unwrap_err().is_mismatch());
+}
+
+#[test]
+fn a_call_past_the_positions_that_bounds_hold_for_is_refused() {
+    let mut spec = spec();
+    let layers = layers(&spec, 1);
+    let operands = Operands::new(0);
+    for (positions, fits) in [(SHAPE.len_k, true), (SHAPE.len_k - 1, false)] {
+        spec.layers[0].temperature = Some(Temperature { strength: 0.1, period: 4, shift: 0, positions });
+        let mut runtime = Runtime::new(&spec, config(PolicyKind::Geometry)).unwrap();
+        match runtime.step(operands.step(0, Weights::Changed(layers[0].weights())), &Cpu) {
+            Ok(_) => assert!(fits),
+            Err(error) => assert!(!fits && error.to_string().contains("grow with the position"), "{error}"),
+        }
+    }
 }
 
 #[test]
