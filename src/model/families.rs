@@ -81,6 +81,8 @@ pub(crate) enum Otherwise {
     LastOf(Count),
     /// Those whose number leaves `offset` when divided by `period`; keys with what they are when absent.
     Period { period: (&'static str, usize), offset: (&'static str, usize) },
+    /// Every second layer, from the first on: nothing in the config says otherwise.
+    EverySecond,
     /// A list of layer numbers; absent: all layers or none.
     Numbers { key: &'static str, absent: bool },
     /// A string with a letter a layer, `*` for attention.

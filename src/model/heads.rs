@@ -1,7 +1,7 @@
 //! The heads of every layer, by the config: how many, how wide, and which layers have attention at all.
 
 use super::families::{BLOCK_REFUSALS, Count, HeadDim, KvHeads, LayerHeads, Sizes};
-use super::keys::{Keys, MAX_D_MODEL, MAX_HEADS};
+use super::keys::{Keys, MAX_D_MODEL, MAX_HEADS, refuse};
 use crate::error::{Error, Result};
 use serde_json::Value;
 
@@ -56,6 +56,9 @@ impl Keys<'_> {
             let Some(Value::Object(map)) = block.get("attention") else {
                 return Err(Error::format(self.file, format_args!("block {number}: `attention` must be an object")));
             };
+            if block.get("parallel_blocks").is_some_and(|inner| !inner.is_null()) {
+                return Err(refuse(self.file, format_args!("block {number}: `parallel_blocks` are not known")));
+            }
             let attention = Keys { map, file: self.file };
             // A linear layer in attention's place has no logits.
             for absent in ["no_op", "replace_with_linear"] {

@@ -60,6 +60,7 @@ impl Keys<'_> {
                 };
                 Ok((0..layers).map(|layer| (layer % period) as u64 == offset).collect())
             }
+            Otherwise::EverySecond => Ok((0..layers).map(|layer| layer.is_multiple_of(2)).collect()),
             Otherwise::Numbers { key, absent } => {
                 let Some(list) = self.array(key)? else { return Ok(vec![*absent; layers]) };
                 let mut has = vec![false; layers];

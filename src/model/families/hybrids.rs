@@ -156,10 +156,7 @@ pub(super) static HYBRIDS: &[Family] = &[
         name: "minimax",
         model_types: &["minimax"],
         sizes: Sizes {
-            layer_heads: LayerHeads::Hybrid {
-                keys: KINDS,
-                otherwise: Otherwise::Period { period: ("", 2), offset: ("", 0) },
-            },
+            layer_heads: LayerHeads::Hybrid { keys: KINDS, otherwise: Otherwise::EverySecond },
             ..llama_sizes(kv(Some(8)), HeadDim::Key(None))
         },
         bias: Flag::Never,
