@@ -159,7 +159,7 @@ fn logit_above(case: &Case) -> f64 {
         Kind::Cancelling if part_turned => 0.05,
         Kind::Spiked | Kind::Uneven if part_turned && (case.biases || case.layer_norm) => 0.05,
         // Few directions of k and a few channels of q far above the rest: their norms are far above that of the product.
-        Kind::Uneven if case.rotary == 0 && case.r > 128 => 0.03,
+        Kind::Uneven if case.rotary == 0 && case.r > 128 => 0.02,
         // Both sides of both Grams are rounded once, and their sums are deep.
         _ if case.rotary == 0 && case.r > 128 => 0.015,
         _ => 0.01,
