@@ -395,6 +395,7 @@ fn make(device: &Device, c: &Case, seed: u64, poison: bool) -> Result<Made> {
         interleaved: c.interleaved,
         rope_factor: 1.0,
         softmax_scale: 1.0 / (c.r as f64).sqrt(),
+        query_factor: 1.0,
         qk_norm: None,
     };
     Ok(Made { hosts, gain, shift, input, _memory: memory })
@@ -803,6 +804,7 @@ fn bench(names: &[String]) -> Result<()> {
                 interleaved: false,
                 rope_factor: 1.0,
                 softmax_scale: 1.0 / (s.r as f64).sqrt(),
+                query_factor: 1.0,
                 qk_norm: None,
             });
         }

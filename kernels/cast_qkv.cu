@@ -1,5 +1,6 @@
 // One pass from Q, K, V in BF16, F16 or F32 to E4M3 by scales known beforehand, RoPE on Q and K fused in, V written in the
-// layout that `attention_fwd` reads.
+// layout that `attention_fwd` reads. A factor on q that grows with the position was applied by whoever made q: a rotation
+// commutes with it.
 //
 // A block owns 16 positions of up to 4 heads of one tensor: blockIdx.x runs over ceil(heads / 4) for Q, then K, then V,
 // blockIdx.y over groups of 16 positions, blockIdx.z over the batch. A thread holds 8 dims of one position, for each head:

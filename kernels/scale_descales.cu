@@ -1,7 +1,7 @@
 // Operand descales of every layer from the channel statistics: (B + A/32) / 448 with
 //   B = sqrt(d) ||w_c|| + |c_c|,  A = sqrt(d) ||diag(g) w_c|| + sum |beta_i w_i| + |b_c|;
 // under rotation a pair's spectral norm and hypotenuses take the place of a channel's. One block a layer and projection, a warp a
-// head; q takes the largest of the query heads that share a KV head; o is twice v. NaN stays NaN and sets the status.
+// head; q takes the largest of the query heads that share a KV head, times the largest factor on it; o is twice v. NaN stays NaN and sets the status.
 // The bounds themselves go to `operand_bounds`, [layer][q, k, v][n_kv].
 #include "covering.cuh"
 #include "scale_types.cuh"
@@ -14,7 +14,8 @@ struct Layer {
   u32 out;                     // first entry of this layer in `heads`: [4][n_kv], q k v o
   float rope_factor;           // on rotated channels (YaRN)
   u32 normalised;              // 1: q and k go by `scale_qk_norm`
-  u32 pad[2];
+  float query_factor;          // largest factor on q behind rotation and norms, rounded up
+  u32 pad;
 };
 static_assert(sizeof(Layer) == 64, "host mirror");
 
@@ -75,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
   for (u32 head = lane; head < l.n_kv; head += 32) {
     float bound = 0.f;
     for (u32 g = 0; g < group; g++) bound = larger(bound, bounds[head * group + g]);
+    if (which == 0) bound *= l.query_factor;
     bound += bound * ROUNDING;
     if (!(bound < 3e38f)) bound = __uint_as_float(0x7fc00000u), atomicOr(status, STATUS_NON_FINITE_WEIGHT);
     const float descale = covering(bound, 448.0);

@@ -17,6 +17,11 @@ struct PlanShape {
   double eta;
 };
 static_assert(sizeof(PlanShape) == 48, "host mirror");
+// Of one layer, rounded up: the largest factor on q behind rotation and norms, and the softmax scale times it. q is cast with the
+// factor; norms and steps here are without.
+struct Growth {
+  float logits, query;
+};
 
 __device__ __forceinline__ double warp_sum(double v) {
 #pragma unroll
@@ -28,7 +33,7 @@ __device__ __forceinline__ double root_above(double v) { return (double)sqrtf((f
 
 extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the assembler spills on older architectures
     scale_plan(PlanShape s, const HeadGram* heads, const ChannelStats* stats, const double* lambdas, const double2* aux,
-               const float* softmax_scales, const float* operand_descales, HeadBound* bounds, u32* status) {
+               const Growth* growth, const float* operand_descales, HeadBound* bounds, u32* status) {
   const u32 task = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   if (task >= s.layers * s.n_q) return;
   const u32 layer = task / s.n_q, h = task % s.n_q, kv = h / (s.n_q / s.n_kv);
@@ -101,10 +106,10 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     const u32 all = s.layers * s.n_q;
     sigma = fmin(sigma, sqrt(fmin(rest[task] * rest[all + task], rest[2 * all + task])));
   }
-  const double tau = softmax_scales[layer], d = s.d_model;
+  const double tau = growth[layer].logits, d = s.d_model;
   const double certain = tau * (d * sigma + root * (a + b) + c0);
   const double norm_q = root * sigma_q + sqrt(spread_q), norm_k = root * sigma_k + sqrt(spread_k);
-  double rounded = certain + rounding_gap(tau, norm_q, norm_k, step_q, step_k, s.r);
+  double rounded = certain + rounding_gap(tau, norm_q, norm_k, step_q / (double)growth[layer].query, step_k, s.r);
   // fmin drops a NaN.
   if (!(raw_q + raw_k + (s.products || s.rotary ? rest[task] : 0.0) + rounded < 1e300)) {
     rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);

@@ -4,7 +4,7 @@
 // rotation mixes the channels of a pair, so both count with the larger gain and with the length of the pair's shifts, times
 // the attention factor. For logits, without shifts
 //   certain = tau R_q R_k max_b |gq_b gk_b|,   with shifts   certain = tau N_q N_k,  N = R max_b |g_b| + ||s||,
-// and rounded as in `scale_plan`. f64 throughout, results rounded up. One block a layer, a warp a head.
+// and rounded as in `scale_plan`; a factor on q multiplies its operand bound, and is part of tau. f64 throughout, results rounded up. One block a layer, a warp a head.
 #include "covering.cuh"
 #include "head_bound.cuh"
 #include "scale_types.cuh"
@@ -19,10 +19,10 @@ struct QkLayer {
   u32 dtype;
   float gain_offset;
   float rope_factor;
-  float softmax_scale;  // rounded up
+  float logit_scale;    // softmax scale times the largest factor on q, rounded up
   u32 rotary, interleaved;
   u32 out;              // first entry of this layer in `descales`: [4][n_kv], q k v o
-  u32 pad;
+  float query_factor;   // largest factor on q, rounded up
 };
 static_assert(sizeof(QkSide) == 24 && sizeof(QkLayer) == 80, "host mirror");
 
@@ -87,7 +87,8 @@ extern "C" __global__ void __launch_bounds__(256)
   // Operands
   for (u32 head = warp; head < n_q + n_kv; head += 8) {
     const bool of_k = head >= n_q;
-    const float bound = above(operand_bound(l, of_k ? l.k : l.q, of_k ? head - n_q : head, d_head));
+    const double factor = of_k ? 1.0 : l.query_factor;
+    const float bound = above(factor * operand_bound(l, of_k ? l.k : l.q, of_k ? head - n_q : head, d_head));
     if (lane == 0) bounds[head] = bound;
   }
   __syncthreads();
@@ -126,9 +127,9 @@ extern "C" __global__ void __launch_bounds__(256)
     const double norm_k = radius_k * warp_largest(gain_k) + sqrt(warp_sum(square_k));
     product = warp_largest(product);
     if (lane) continue;
-    const double tau = l.softmax_scale;
+    const double tau = l.logit_scale;
     const double certain = tau * (shifted ? norm_q * norm_k : radius_q * radius_k * product);
-    double rounded = certain + rounding_gap(tau, norm_q, norm_k, coarsest[0], coarsest[1], d_head);
+    double rounded = certain + rounding_gap(tau, norm_q, norm_k, coarsest[0] / (double)l.query_factor, coarsest[1], d_head);
     if (!(rounded < 1e300)) rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
     HeadBound out = {};
     out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);

@@ -4,7 +4,9 @@ mod common;
 
 use common::cases::{cases, draw};
 use common::fixtures::write_checkpoint;
-use common::forward::{Qkv, dot, forward_qkv_at, last_factor, logit, norm_output, random_x_hat, to_sphere};
+use common::forward::{
+    Qkv, dot, forward_qkv, forward_qkv_at, last_factor, logit, norm_output, random_x_hat, to_sphere,
+};
 use common::planted::{Planted, rope, spec};
 use float8::F8E4M3;
 use half::bf16;
@@ -13,7 +15,9 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use sigmascale::bound::{BoundKind, LayerBounds, Tail};
 use sigmascale::geometry::LayerGeometry;
-use sigmascale::model::{AttentionSpec, Checkpoint, GainForm, LayerWeights, NormKind, QkNormScope, RopeLayout};
+use sigmascale::model::{
+    AttentionSpec, Checkpoint, GainForm, LayerWeights, NormKind, QkNormScope, RopeLayout, Temperature,
+};
 use sigmascale::plan::{Granularity, ScalePlan};
 use sigmascale::spectral::{GramEngine, SpectralEngine};
 
@@ -378,6 +382,44 @@ fn the_certain_bound_is_attained() {
             reached > 0.99 * bound && reached <= bound * (1.0 + 1e-9),
             "{kind:?} {constants}: {reached} of {bound}"
         );
+    }
+}
+
+/// Queries that grow are cast as the model hands them over, the factor applied: their descale covers every position that the
+/// config has, the last one to the hair, and none beyond it.
+#[test]
+fn grown_queries_fill_their_descale_at_the_last_position() {
+    let (d, r) = (64, 16);
+    for turned in [false, true] {
+        let mut spec = spec(d, r, 2, 1);
+        let temperature = Temperature { strength: 0.5, period: 8, shift: 1, positions: 41 };
+        spec.layers[0].temperature = Some(temperature);
+        spec.layers[0].rope = turned.then(|| rope(r, RopeLayout::HalfSplit, 1e4));
+        let planted = Planted::gaussian(spec, 5);
+        let weights = planted.weights();
+        let (bounds, plan) = bounds_of(&planted.spec, &weights);
+        let exact = bounds.q.iter().map(|bound| bound.exact).fold(0.0, f64::max);
+        let descale = f64::from(plan.operands.q[0].get());
+        // Towards each channel of each head, at a position: rotations of the pair are tried by position alone.
+        let mut reach = |position: usize| -> f64 {
+            let mut most: f64 = 0.0;
+            for head in 0..2 {
+                for channel in 0..r {
+                    let at = |x: &[f64]| forward_qkv(&planted.spec, &weights, x, position as f64).q[head][channel];
+                    let unit = |i: usize| -> Vec<f64> { (0..d).map(|j| f64::from(u8::from(i == j))).collect() };
+                    let gradient: Vec<f64> = (0..d).map(|i| at(&unit(i))).collect();
+                    most = most.max(at(&to_sphere(NormKind::RmsNorm, &gradient)));
+                }
+            }
+            most
+        };
+        let last = temperature.positions - 1;
+        let (first, last, beyond) = (reach(0), reach(last), reach(last + 100 * temperature.period));
+        assert!(first < 0.6 * exact, "{turned}: {first} of {exact}");
+        // A pair's norm is reached at one angle; positions have their own.
+        let near = if turned { 0.8 } else { 1.0 - 1e-9 };
+        assert!((near..=1.0 + 1e-12).contains(&(last / exact)), "{turned}: {last} of {exact}");
+        assert!(last / descale <= 448.0 && beyond / descale > 448.0, "{turned}: {last}, {beyond} by {descale}");
     }
 }
 

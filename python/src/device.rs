@@ -64,6 +64,8 @@ struct Layer {
     #[pyo3(item)]
     softmax_scale: f64,
     #[pyo3(item)]
+    query_factor: f64,
+    #[pyo3(item)]
     qk_norm: Option<QkNorm>,
 }
 
@@ -118,6 +120,7 @@ impl Layer {
             interleaved: self.interleaved,
             rope_factor: self.rope_factor,
             softmax_scale: self.softmax_scale,
+            query_factor: self.query_factor,
             qk_norm: self.qk_norm.as_ref().map(QkNorm::input).transpose()?,
         })
     }

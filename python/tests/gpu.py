@@ -41,6 +41,35 @@ CONFIGS = {
     "cohere": lambda: transformers.CohereConfig(**SMALL, num_key_value_heads=2),
     "stablelm": lambda: transformers.StableLmConfig(**SMALL, num_key_value_heads=4),
     "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, num_key_value_heads=2),
+    # Queries that grow with the position; of Llama 4 in layers without rotation, the others normalise q and k.
+    "ministral3": lambda: transformers.Ministral3Config(
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        sliding_window=None,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.3,
+            "original_max_position_embeddings": 16,
+        },
+    ),  # fmt: skip
+    "llama4_text": lambda: transformers.Llama4TextConfig(
+        **(SMALL | {"num_hidden_layers": 4}),
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        intermediate_size_mlp=256,
+        moe_layers=[],
+        use_qk_norm=True,
+        no_rope_layer_interval=2,
+        attn_temperature_tuning=True,
+        attn_scale=0.5,
+        floor_scale=13,
+    ),  # fmt: skip
     "falcon": lambda: transformers.FalconConfig(
         hidden_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=128, alibi=False
     ),

@@ -32,7 +32,7 @@ def unlike():
 
     kinds = [
         {"n_q": 4, "n_kv": 2, "rotary": 64},
-        {"n_q": 4, "n_kv": 2},
+        {"n_q": 4, "n_kv": 2, "query_factor": 1.7, "positions": 4096},
         {"n_q": 6, "n_kv": 3, "rotary": 64, "rope_factor": 1.25},
         {"n_q": 4, "n_kv": 2, "rotary": 64, "normalised": True},
         {"n_q": 4, "n_kv": 2, "rotary": 32, "dtype": torch.float32},

@@ -14,7 +14,7 @@ import sigmascale
 import sigmascale.torch as fp8
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2", "qwen3", "ministral3", "llama4_text"])
 def test_a_hugging_face_model_runs_and_trains(kind):
     model = random_model(kind)
     tokens = torch.randint(0, 128, (2, 96), device="cuda")
@@ -35,6 +35,9 @@ def test_a_hugging_face_model_runs_and_trains(kind):
         mask = torch.ones_like(tokens)
         mask[0, :5] = 0
         model(tokens, attention_mask=mask)
+    if any(plan.positions for plan in runtime.layers):
+        with pytest.raises(sigmascale.MismatchError, match="grow with the position"):
+            model(torch.zeros((1, 129), dtype=torch.int64, device="cuda"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -32,7 +32,7 @@ def test_logit_bounds_are_certified_and_close(tmp_path, llama):
     assert (ours >= exact * (1 - 1e-6)).all() and (ours <= exact * 1.02).all()
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "falcon", "qwen3", "smollm3"])
+@pytest.mark.parametrize("kind", ["gpt_neox", "falcon", "qwen3", "smollm3", "ministral3", "llama4_text"])
 def test_logit_bounds_of_every_layout_are_those_of_the_cpu(kind, tmp_path):
     """Interleaved fused weights, normalised q and k, layers of which some rotate."""
     model = random_model(kind)
@@ -51,10 +51,12 @@ def test_logit_bounds_of_every_layout_are_those_of_the_cpu(kind, tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["geometry-c-star", "auto-c"])
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "falcon", "qwen3", "smollm3", "gpt2"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt_neox", "falcon", "qwen3", "smollm3", "gpt2", "ministral3", "llama4_text"]
+)
 def test_policies_that_plan_from_bounds_take_every_layout(kind, policy):
     model = random_model(kind)
-    if (kind, policy) == ("qwen3", "geometry-c-star"):
+    if kind in ("qwen3", "llama4_text") and policy == "geometry-c-star":
         with pytest.raises(sigmascale.UnsupportedError, match="take policy='geometry'"):
             fp8.attach(model, policy=policy)
         return

@@ -1,5 +1,8 @@
 """What of the PyTorch part needs no GPU: finding layers, the emulated call and its gradients, refusals."""
 
+import dataclasses
+import math
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -7,6 +10,7 @@ torch = pytest.importorskip("torch")
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
 from sigmascale.torch import _layers  # noqa: E402
+from sigmascale.torch._runtime import LayerPlan  # noqa: E402
 
 
 def operands(batch=2, length=33, heads=(4, 2), d=32, **options):
@@ -369,6 +373,71 @@ def test_layers_without_rotation_may_have_no_norm_of_q_and_k():
     rotated, fixed = _layers.find(transformers.Llama4ForCausalLM(config))
     assert rotated.q_norm is not None and rotated.k_norm is not None
     assert fixed.q_norm is None and fixed.k_norm is None and fixed.rotary == 0
-    config.attn_temperature_tuning = True
-    with pytest.raises(sigmascale.UnsupportedError, match="grows with the position"):
-        _layers.find(transformers.Llama4ForCausalLM(config))
+    assert (rotated.query_factor, fixed.query_factor, rotated.positions, fixed.positions) == (1.0, 1.0, None, None)
+
+
+def llama4():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Llama4TextConfig(
+        hidden_size=64, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=50, max_position_embeddings=64, moe_layers=[], pad_token_id=0,
+        use_qk_norm=True, no_rope_layer_interval=2, attn_temperature_tuning=True, attn_scale=0.5, floor_scale=13,
+    )  # fmt: skip
+    return transformers.Llama4ForCausalLM(config)
+
+
+def ministral3():
+    transformers = pytest.importorskip("transformers")
+    settings = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.3}
+    config = transformers.Ministral3Config(
+        hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=50, max_position_embeddings=64, pad_token_id=0,
+        rope_parameters=settings | {"original_max_position_embeddings": 8},
+    )  # fmt: skip
+    return transformers.Ministral3ForCausalLM(config)
+
+
+def test_factors_of_queries_that_grow_are_those_of_the_last_position():
+    rotated, fixed = _layers.find(llama4())
+    assert (rotated.query_factor, rotated.positions, fixed.positions) == (1.0, None, 64)
+    assert fixed.query_factor == 1 + 0.5 * math.log(1 + 64 // 13)
+    for layer in _layers.find(ministral3()):
+        assert layer.query_factor == 1 + 0.3 * math.log(1 + 63 // 8) and layer.positions == 64
+    for key, value in [("query_factor", 0.0), ("query_factor", math.nan), ("positions", 0)]:
+        with pytest.raises(sigmascale.ArgumentError, match=key):
+            _layers._check_values(dataclasses.replace(fixed, **{key: value}))
+
+
+@pytest.mark.parametrize("make", [llama4, ministral3])
+def test_queries_reach_an_attention_call_with_their_factor(make):
+    """The bounds are of such queries, and casts do not multiply."""
+    model, seen = make().eval(), []
+    layers = _layers.find(model)
+
+    def spy(module, query, key, value, mask, **kwargs):
+        seen.append((module, query))
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    transformers = pytest.importorskip("transformers")
+    transformers.AttentionInterface.register("spy", spy)
+    transformers.masking_utils.AttentionMaskInterface.register("spy", transformers.masking_utils.sdpa_mask)
+    model.set_attn_implementation("spy")
+    # Attention that gives nothing leaves every position with the same token, and norms of q alike but for the factor.
+    with torch.no_grad():
+        model(torch.full((1, 64), 7))
+    for layer, (module, query) in zip(layers, seen, strict=True):
+        assert module is layer.module
+        norms = query.norm(dim=3)[0]
+        growth = norms[:, -1] / norms[:, 0]
+        torch.testing.assert_close(growth, torch.full_like(growth, layer.query_factor), rtol=1e-3, atol=0)
+
+
+def test_more_keys_than_queries_are_bounded_for_are_refused():
+    class Plan(LayerPlan):
+        def __init__(self):
+            self.name, self.positions = "layer 3", 16
+            self.n_q_heads, self.n_kv_heads, self.d_head = 2, 1, 16
+
+    q, k = torch.zeros(1, 17, 2, 16), torch.zeros(1, 17, 1, 16)
+    with pytest.raises(sigmascale.MismatchError, match="17 keys.*layer 3 grow with the position.*16"):
+        fp8.attention(q, k, k, Plan())

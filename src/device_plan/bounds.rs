@@ -2,19 +2,15 @@
 
 use super::NO_BOUND;
 use crate::bound::{LayerBounds, OperandBound, Tail};
-use crate::cuda::scale::{DeviceWeights, HeadBound, HostLayer, HostProjection, HostQkNorm, LayerInput, ScaleEngine};
+use crate::cuda::scale::{
+    DeviceWeights, HeadBound, HostLayer, HostProjection, HostQkNorm, LayerInput, ScaleEngine, above,
+};
 use crate::cuda::{Device, Stream};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, GainForm, LayerSpec, LayerWeights, NormKind, Projection, QkNormScope, RopeLayout};
 use crate::policy::PolicyShape;
 use std::sync::Arc;
-
-/// The smallest f32 that is not below `x`.
-fn above(x: f64) -> f32 {
-    let near = x as f32;
-    if f64::from(near) < x { near.next_up() } else { near }
-}
 
 /// Bounds of every layer as the device keeps them. Isotropic bounds are carried by a sigma that gives them.
 pub(super) fn to_device(
@@ -99,6 +95,7 @@ fn form(spec: &AttentionSpec, own: &LayerSpec) -> LayerInput {
         interleaved: rope.is_some_and(|rope| rope.layout == RopeLayout::Interleaved),
         rope_factor: rope.map_or(1.0, |rope| above(rope.attention_factor)),
         softmax_scale: own.softmax_scale,
+        query_factor: own.query_factor(),
         ..LayerInput::without_addresses()
     }
 }
@@ -108,19 +105,14 @@ fn projection<'a>(input: &'a Projection<'a>) -> HostProjection<'a> {
 }
 
 /// A scale engine over copies of the layers' weights, as far as bounds depend on them. Layers may differ in heads,
-/// rotation, softmax scale and type.
+/// rotation, softmax scale, the factor on their queries and type. Where queries grow with the position, bounds hold up to
+/// [`AttentionSpec::bounded_positions`].
 ///
 /// # Errors
 /// `is_unsupported` if neither the attention's input nor q and k are normalised; otherwise as [`LayerGeometry::new`] and
 /// [`ScaleEngine::over`].
 pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeights<'_>]) -> Result<ScaleEngine> {
     spec.check()?;
-    if let Some(own) = spec.layers.iter().find(|own| own.query_factor() != 1.0) {
-        return Err(Error::unsupported(format_args!(
-            "{} layer {}: a factor on the query that grows with the position is not known on the device",
-            spec.name, own.number
-        )));
-    }
     let host: Vec<HostLayer<'_>> = layers
         .iter()
         .map(|weights| {

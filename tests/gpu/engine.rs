@@ -1,7 +1,7 @@
 //! The scale engine against the CPU engine, which is f64 throughout.
 
 use crate::device;
-use crate::weights::{Case, Kind, Layer, Layout, decode, encode};
+use crate::weights::{Case, GROWING, Kind, Layer, Layout, decode, encode};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use sigmascale::bound::{E4M3_MAX, LayerBounds, Tail};
@@ -54,6 +54,17 @@ pub fn cases() -> Vec<Case> {
         Case { dtype: Dtype::F16, ..case("half", (1000, 96), (6, 2)) },
         Case { dtype: Dtype::F32, layout: Layout::Conv1d, ..case("f32 conv", (300, 40), (5, 5)) },
     ];
+    // Queries that grow with the position: rotated, unrotated, with constants, small and wide, f32.
+    let grows = |name, (d, r), heads| Case { temperature: Some(GROWING), ..case(name, (d, r), heads) };
+    all.extend([
+        grows("ministral 3", (1024, 128), (8, 2)),
+        Case { rotary: 0, ..grows("llama 4", (1024, 128), (5, 1)) },
+        Case { rotary: 0, biases: true, layer_norm: true, ..grows("grows with constants", (640, 64), (6, 2)) },
+        Case { biases: true, rope_factor: 1.2, rotary: 48, ..grows("grows partly turned", (512, 64), (4, 2)) },
+        Case { layout: Layout::Conv1d, ..grows("grows along channels", (320, 32), (3, 3)) },
+        grows("grows wide", (512, 192), (3, 1)),
+        Case { dtype: Dtype::F32, kind: Kind::ZeroHead, ..grows("grows f32", (300, 72), (4, 2)) },
+    ]);
     // Heads of more than 128 channels and f32 weights: every layout, rotation, count and end that the wide kernel has.
     all.extend([
         Case { dtype: Dtype::F32, ..case("f32 llama", (1284, 128), (6, 2)) },
@@ -466,7 +477,7 @@ fn every_shape_takes_its_kernel() {
 fn broken_arguments_are_refused_in_one_sentence() {
     let good = Layer::new(&Case::new("good", (512, 64), (4, 2)), 1);
     type Break = fn(&mut LayerInput);
-    let rules: [(&str, Break); 9] = [
+    let rules: [(&str, Break); 10] = [
         ("d_head must be a multiple of 8 from 16 to 256", |l| l.d_head = 12),
         ("d_head must be a multiple of 8 from 16 to 256", |l| l.d_head = 264),
         ("must divide that of query heads", |l| l.n_kv = 0),
@@ -474,6 +485,7 @@ fn broken_arguments_are_refused_in_one_sentence() {
         ("even in number and at most d_head", |l| l.rotary = 3),
         ("even in number and at most d_head", |l| l.rotary = 66),
         ("finite and greater than zero", |l| l.rope_factor = 0.0),
+        ("the factor on q must be finite", |l| l.query_factor = f64::NAN),
         ("d_model must be from 1 to 2^20", |l| l.d_model = 0),
         ("at most 4096 heads", |l| (l.n_q, l.n_kv) = (8192, 2)),
     ];

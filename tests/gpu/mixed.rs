@@ -2,10 +2,10 @@
 
 use crate::device;
 use crate::qk_norm::{Normalised, PLAIN, borrowed};
-use crate::weights::{Case, Kind, Layer, Layout};
+use crate::weights::{Case, GROWING, Kind, Layer, Layout};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use sigmascale::bound::{LayerBounds, Tail};
+use sigmascale::bound::{LayerBounds, OperandBound, Tail};
 use sigmascale::cuda::scale::{Dtype, LayerInput, ScaleEngine};
 use sigmascale::cuda::{Buffer, HeadOffsets, Stream};
 use sigmascale::device_plan::{Bounds, DevicePlan, scale_engine};
@@ -20,6 +20,7 @@ tests![
     a_graph_of_a_mixed_engine_neither_allocates_nor_waits,
     weights_that_are_not_finite_mark_their_layer_alone,
     a_model_with_unlike_layers_plans_as_on_the_host,
+    layers_may_normalise_q_and_k_or_let_queries_grow,
     a_policy_names_the_layer_of_other_heads,
 ];
 
@@ -53,13 +54,13 @@ impl Mixed {
 /// LayerNorm, normalised q and k.
 fn model() -> Vec<Mixed> {
     let base = Case::new("rotated", (512, 64), (6, 2));
-    let fixed = Case { rotary: 0, ..base.clone() };
+    let fixed = Case { rotary: 0, temperature: Some(GROWING), ..base.clone() };
     let heads = Case { n_q: 4, n_kv: 4, ..base.clone() };
     let wide = Case { kind: Kind::Uneven, ..Case::new("wide", (512, 128), (3, 1)) };
     let part = Case { rotary: 16, interleaved: true, rope_factor: 1.25, ..base.clone() };
     let full = Case { dtype: Dtype::F32, kind: Kind::Spiked, ..base.clone() };
     let conv = Case { layout: Layout::Conv1d, layer_norm: true, biases: true, rotary: 0, ..base.clone() };
-    let norm = Case { rope_factor: 1.5, ..base.clone() };
+    let norm = Case { rope_factor: 1.5, temperature: Some(GROWING), ..base.clone() };
     let order = "RFRHWRNFPR32CNHR";
     order
         .chars()
@@ -274,16 +275,17 @@ fn weights_that_are_not_finite_mark_their_layer_alone() {
 }
 
 /// Six layers as SmolLM3, OpenELM and DeciLM have them: with and without rotation, one of them in f32, one with a rotation factor
-/// and all with a softmax scale of their own, and with heads of their own in number and width.
+/// and all with a softmax scale of their own, and with heads of their own in number and width. Queries grow in two, one of which
+/// is of the kind of the first.
 fn unlike() -> (AttentionSpec, Vec<Layer>) {
     let case = Case::new("unlike", (512, 64), (6, 2));
     let cases = [
         case.clone(),
-        Case { n_q: 4, n_kv: 4, rotary: 0, ..case.clone() },
+        Case { n_q: 4, n_kv: 4, rotary: 0, temperature: Some(GROWING), ..case.clone() },
         Case { rope_factor: 1.25, ..case.clone() },
         Case { dtype: Dtype::F32, ..case.clone() },
         Case { n_q: 3, n_kv: 1, r: 128, rotary: 0, ..case.clone() },
-        case.clone(),
+        Case { temperature: Some(GROWING), ..case.clone() },
     ];
     let mut spec = case.spec();
     let own = |(number, case): (usize, &Case)| {
@@ -332,6 +334,45 @@ fn a_model_with_unlike_layers_plans_as_on_the_host() {
             }
         }
         assert_eq!(plan.engine().read_status().unwrap(), [0; 6], "{kind}");
+    }
+}
+
+/// As in Llama 4: layers with rotation normalise q and k, queries of the others grow.
+fn layers_may_normalise_q_and_k_or_let_queries_grow() {
+    let turned = Normalised::new(&Case::new("turned", (256, 64), (6, 2)), PLAIN, 31);
+    let fixed =
+        Layer::new(&Case { rotary: 0, temperature: Some(GROWING), ..Case::new("fixed", (256, 64), (6, 2)) }, 32);
+    let mut spec = turned.spec().clone();
+    spec.qk_norm.as_mut().unwrap().rotated_only = true;
+    let first = spec.layers[0].clone();
+    let grown = fixed.case.spec().layers.remove(0);
+    spec.layers = [first.clone(), grown.clone(), first, grown]
+        .into_iter()
+        .enumerate()
+        .map(|(number, layer)| LayerSpec { number, ..layer })
+        .collect();
+    let weights: Vec<LayerWeights<'_>> = (0..4)
+        .map(|layer| LayerWeights { layer, ..if layer % 2 == 0 { turned.weights() } else { fixed.weights() } })
+        .collect();
+    let engine = scale_engine(device(), &spec, &weights).unwrap();
+    assert_eq!(engine.kinds(), 2);
+    let kind = PolicyKind::Geometry.into();
+    let plan = DevicePlan::new(device(), &spec, kind, &Tail::default(), Bounds::Weights(Box::new(engine))).unwrap();
+    let stream = stream();
+    plan.refresh(&stream).unwrap();
+    stream.synchronize().unwrap();
+    for (got, weights) in plan.read_bounds().unwrap().iter().zip(weights) {
+        let (layer, want) = (weights.layer, bounds_of(&spec, weights, &Tail::default()).unwrap());
+        for (got, want) in got.heads.iter().zip(&want.heads) {
+            let ratio = got.rounded.unwrap() / want.rounded.unwrap();
+            assert!((1.0..1.01).contains(&ratio), "layer {layer}: {ratio}");
+            assert_eq!(got.rank_aware.is_some(), want.rank_aware.is_some(), "layer {layer}");
+        }
+        let largest = |row: &[OperandBound]| row.iter().map(|bound| bound.rounded).fold(0.0, f64::max);
+        for (got, want) in [(&got.q, &want.q), (&got.k, &want.k)] {
+            let ratio = largest(got) / largest(want);
+            assert!((1.0..1.0 + 1e-5).contains(&ratio), "layer {layer}: operand bound is {ratio:.8} of f64");
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Bounds of q and k that are normalised after the projection, against the CPU's f64.
 
 use crate::device;
-use crate::weights::{Case, Layer};
+use crate::weights::{Case, GROWING, Layer};
 use half::bf16;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -71,6 +71,8 @@ fn shapes() -> Vec<Case> {
         Case { rotary: 16, rope_factor: 1.3, ..case("partial", (96, 80), (3, 1)) },
         Case { rotary: 0, ..case("fixed", (64, 24), (5, 5)) },
         Case { rope_factor: 1.25, ..case("wide", (300, 256), (4, 4)) },
+        Case { temperature: Some(GROWING), ..case("grows", (128, 64), (6, 2)) },
+        Case { temperature: Some(GROWING), rotary: 0, ..case("grows, fixed", (96, 32), (3, 3)) },
         case("many heads", (64, 16), (70, 35)),
     ]
 }
@@ -108,7 +110,11 @@ impl Normalised {
         Self { layer: Layer::new(case, seed), spec, vectors }
     }
 
-    fn weights(&self) -> LayerWeights<'_> {
+    pub fn spec(&self) -> &AttentionSpec {
+        &self.spec
+    }
+
+    pub fn weights(&self) -> LayerWeights<'_> {
         let [q, k] = self.vectors.clone();
         let mut weights = self.layer.weights();
         (weights.q_norm, weights.k_norm) = (Some(q), Some(k));

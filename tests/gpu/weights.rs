@@ -8,7 +8,9 @@ use rand_distr::{Distribution, StandardNormal};
 use sigmascale::bound::{LayerBounds, Tail};
 use sigmascale::cuda::Buffer;
 use sigmascale::cuda::scale::{DeviceMatrix, Dtype, LayerInput, ProjectionInput};
-use sigmascale::model::{AttentionSpec, GainForm, LayerWeights, NormKind, Projection, Rope, RopeLayout, preset};
+use sigmascale::model::{
+    AttentionSpec, GainForm, LayerWeights, NormKind, Projection, Rope, RopeLayout, Temperature, preset,
+};
 use sigmascale::runtime::bounds_of;
 use sigmascale::tensor::{self, MatrixView};
 
@@ -42,8 +44,13 @@ pub struct Case {
     pub rotary: usize,
     pub interleaved: bool,
     pub rope_factor: f64,
+    /// What multiplies q as positions grow.
+    pub temperature: Option<Temperature>,
     pub kind: Kind,
 }
+
+/// Of factor 1.8 at the last position.
+pub const GROWING: Temperature = Temperature { strength: 0.4, period: 16, shift: 1, positions: 103 };
 
 /// What the heads are like.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -87,6 +94,7 @@ impl Case {
             rotary: r,
             interleaved: false,
             rope_factor: 1.0,
+            temperature: None,
             kind: Kind::Gaussian,
         }
     }
@@ -108,6 +116,8 @@ impl Case {
         case.rotary = [0, r, 2 * rng.random_range(1..=r / 2)][rng.random_range(0..3)];
         case.interleaved = rng.random_bool(0.5);
         case.rope_factor = [1.0, 1.25][rng.random_range(0..2)];
+        // Drawn by nothing, so that the rest stays what it was.
+        case.temperature = (d % 3 == 0).then_some(GROWING);
         case
     }
 
@@ -125,6 +135,7 @@ impl Case {
         let layout = if self.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit };
         let rope = Rope { rotary_dim: self.rotary, layout, attention_factor: self.rope_factor, inv_freq: None };
         spec.layers[0].rope = (self.rotary > 0).then_some(rope);
+        spec.layers[0].temperature = self.temperature;
         spec
     }
 }
@@ -315,6 +326,7 @@ impl Layer {
             interleaved: case.interleaved,
             rope_factor: if case.rotary > 0 { case.rope_factor as f32 } else { 1.0 },
             softmax_scale: 1.0 / (r as f64).sqrt(),
+            query_factor: case.temperature.map_or(1.0, |temperature| temperature.largest()),
             ..LayerInput::without_addresses()
         };
         if let Some(shift) = &self.shift {

@@ -44,6 +44,8 @@ class Layer:
     interleaved: bool = False
     rope_factor: float = 1.0
     softmax_scale: float | None = None
+    query_factor: float = 1.0
+    positions: int | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     qk_norm_offset: float = 0.0
@@ -71,6 +73,8 @@ class Layer:
         interleaved: bool = False,
         rope_factor: float = 1.0,
         softmax_scale: float | None = None,
+        query_factor: float = 1.0,
+        positions: int | None = None,
         q_norm: torch.Tensor | None = None,
         k_norm: torch.Tensor | None = None,
         qk_norm_offset: float = 0.0,
@@ -93,6 +97,7 @@ class LayerPlan:
     n_kv_heads: int
     d_head: int
     softmax_scale: float
+    positions: int | None
     per_call: bool
     logit_descale: torch.Tensor | None
     words: torch.Tensor

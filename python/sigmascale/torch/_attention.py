@@ -32,6 +32,10 @@ def attention(q, k, v, plan, *, causal=True, softmax_scale=None, backend=None, r
     Returns the output in bfloat16, and with ``return_lse`` also the log-sum-exp of each row's logits, f32
     ``(batch, n_q_heads, seq)`` in nats, not differentiable. Raises :class:`ArgumentError` and :class:`MismatchError` for
     operands that do not fit, :class:`UnsupportedError` for what the backend does not offer.
+
+    ``q`` is what the model multiplies with ``k``: rotated, normalised, and with its factor where queries grow with the
+    position (Llama 4, Ministral 3), which Hugging Face's modules apply ahead of their attention call. Such layers take as many
+    keys as the config has positions.
     """
     q, k, v = _lowered(q, k, v)
     _check(q, k, v)
@@ -42,6 +46,11 @@ def attention(q, k, v, plan, *, causal=True, softmax_scale=None, backend=None, r
             raise MismatchError(
                 f"the plan of {plan.name} has {plan.n_q_heads} query and {plan.n_kv_heads} KV heads of {plan.d_head}; the call "
                 f"has {q.shape[2]} and {n_kv} of {q.shape[3]}"
+            )
+        if plan.positions is not None and k.shape[1] > plan.positions:
+            raise MismatchError(
+                f"the call has {k.shape[1]} keys, and queries of {plan.name} grow with the position: its descales are bounds for "
+                f"{plan.positions}"
             )
         if q.device != plan.words.device:
             raise ArgumentError(

@@ -24,6 +24,8 @@ class Layer:
     which leaves q and k with a bound only if they are normalised themselves (``q_norm``, ``k_norm``: gains of RMS norms
     over ``d_head`` values, per head).
     ``gain_offset`` is 1 for norms that multiply by ``1 + gain``. ``rotary`` is the number of rotated channels of a head.
+    ``query_factor`` is the largest factor that the model multiplies q by behind rotation and norms, where one grows with the
+    position (Llama 4, Ministral 3), and ``positions`` how many positions that covers: bounds hold for as many keys.
     """
 
     q: torch.Tensor
@@ -42,6 +44,8 @@ class Layer:
     interleaved: bool = False
     rope_factor: float = 1.0
     softmax_scale: float | None = None
+    query_factor: float = 1.0
+    positions: int | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     qk_norm_offset: float = 0.0
@@ -145,6 +149,9 @@ def _check_values(layer):
         if not math.isfinite(real(f"{layer.name}.{key}", getattr(layer, key))):
             raise ArgumentError(f"{layer.name}.{key} must be finite")
     positive(f"{layer.name}.rope_factor", layer.rope_factor)
+    positive(f"{layer.name}.query_factor", layer.query_factor)
+    if layer.positions is not None:
+        whole(f"{layer.name}.positions", layer.positions, least=1)
     if layer.softmax_scale is not None:
         positive(f"{layer.name}.softmax_scale", layer.softmax_scale)
 
@@ -217,6 +224,7 @@ def entries(layer):
         "interleaved": layer.interleaved,
         "rope_factor": layer.rope_factor,
         "softmax_scale": r**-0.5 if layer.softmax_scale is None else layer.softmax_scale,
+        "query_factor": layer.query_factor,
     }
     one = lambda n_q, n_kv, starts, first=(0, 0): (
         common
@@ -289,6 +297,12 @@ def find(model):
     return [_layer(spec, names, index, prefix, parameters, modules) for index, names in enumerate(layout["layers"])]
 
 
+def _largest_factor(growth):
+    """Of a factor ``1 + strength ln(1 + floor((position + shift) / period))``: that of the last position."""
+    last = growth["positions"] - 1
+    return 1.0 + growth["strength"] * math.log(1 + (last + growth["shift"]) // growth["period"])
+
+
 def _plain(name):
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
@@ -321,8 +335,7 @@ def _layer(spec, names, index, prefix, parameters, modules):
                 f"{(place['channels'], spec['d_model'])}"
             )
         weights[key], biases[key], heads[key] = weight, bias, place["heads"]
-    if (spec.get("temperature") or [None] * (index + 1))[index] is not None:
-        raise UnsupportedError("a factor on the query that grows with the position is not known on the GPU")
+    growth = (spec.get("temperature") or {index: None})[index]
     qk_norm = spec["qk_norm"]
     if qk_norm and qk_norm["rotated_only"] and spec["rope"][index] is None:
         qk_norm = None
@@ -355,6 +368,8 @@ def _layer(spec, names, index, prefix, parameters, modules):
         interleaved=bool(rope) and rope["layout"] == "interleaved",
         rope_factor=rope["attention_factor"] if rope else 1.0,
         softmax_scale=spec["softmax_scale"][index],
+        query_factor=_largest_factor(growth) if growth else 1.0,
+        positions=growth["positions"] if growth else None,
         q_norm=q_norm,
         k_norm=k_norm,
         qk_norm_offset=1.0 if qk_norm and qk_norm["gain"] == "one-plus" else 0.0,

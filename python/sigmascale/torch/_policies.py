@@ -174,8 +174,10 @@ def _spec(found):
         "bias": {key: getattr(first, f"{key}_bias") is not None for key in "qkv"},
         "rope": [rope(layer) or None for layer in found],
         "qk_norm": None,
+        # Bounds on logits are of grown queries.
         "softmax_scale": [
-            layer.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale for layer in found
+            layer.query_factor * (layer.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale)
+            for layer in found
         ],
         "soft_cap": None,
         "max_positions": None,

@@ -26,6 +26,8 @@ class LayerPlan:
         self.n_q_heads, self.n_kv_heads, self.d_head = layer.n_q_heads, layer.n_kv_heads, layer.d_head
         self.per_call = runtime._policy.per_call
         self.softmax_scale = self.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale
+        # Keys up to which the descales are bounds; None: any number, or descales that are none.
+        self.positions = layer.positions if runtime.policy in FROM_BOUNDS else None
         self._descales = runtime.descales[index, :, : self.n_kv_heads]
         self.words = runtime.words[index, : 2 * (self.n_q_heads + self.n_kv_heads)]
         logits = runtime.logit_descales

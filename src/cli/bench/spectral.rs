@@ -119,6 +119,7 @@ fn subject(argument: &str, layers: Option<usize>) -> Result<Subject> {
         n_kv: first.n_kv_heads,
         d_head: first.d_head,
         softmax_scale: first.softmax_scale,
+        query_factor: first.query_factor(),
         ..LayerInput::without_addresses()
     };
     let biases = [spec.bias.q, spec.bias.k, spec.bias.v];

@@ -112,7 +112,9 @@ pub struct Rope {
 #[derive(Clone, Copy, Debug)]
 pub struct Tensors {
     /// Queries, `(batch, len_q, heads_q, d)`: BF16, F16, F32, or E4M3 that is `x / descale` already. 16-byte aligned,
-    /// strides multiples of 8 elements (E4M3: 16).
+    /// strides multiples of 8 elements (E4M3: 16). A factor that grows with the position (Llama 4, Ministral 3) is in them
+    /// already: the model multiplies its queries, the descale covers the largest. It may stand in front of `rope`, which
+    /// turns what is multiplied as it would what is not.
     pub q: View<4>,
     /// Keys, `(batch, len_k, heads_kv, d)`, of q's type.
     pub k: View<4>,

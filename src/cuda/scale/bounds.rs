@@ -6,7 +6,7 @@ use super::grams::{GramRoute, Grams};
 use super::group::{NO_ROW, Tables};
 use super::norms;
 use super::products::{Inputs, Products};
-use super::tables::{HeadBound, Job, LayerInput, NormBlock, Task};
+use super::tables::{Growth, HeadBound, Job, LayerInput, NormBlock, Task};
 use crate::error::Result;
 
 /// What the logit bounds need beside the Grams.
@@ -20,7 +20,7 @@ pub(super) struct Bounds {
     eigen_launch: Launch,
     /// Squares: raw q, raw k, then scaled q, scaled k and the Frobenius bound, or products.
     pub lambdas: Buffer<f64>,
-    pub softmax_scales: Buffer<f32>,
+    growth: Buffer<Growth>,
     biases: Buffer<u64>,
     pub value_blocks: [(Buffer<NormBlock>, usize); 2],
     pub heads: Buffer<HeadBound>,
@@ -188,7 +188,7 @@ impl Bounds {
             },
             early: device.arch().compute >= 90,
             lambdas: device.zeros(results)?,
-            softmax_scales: device.upload(&layers.iter().map(|l| l.softmax_scale as f32).collect::<Vec<_>>())?,
+            growth: device.upload(&layers.iter().map(LayerInput::growth).collect::<Vec<_>>())?,
             biases: device.upload(&biases)?,
             value_blocks: [values(&built.row_blocks)?, values(&built.column_blocks)?],
             heads: device.zeros(count * n_q)?,
@@ -208,7 +208,7 @@ impl Bounds {
             + self.products.as_ref().map_or(0, Products::bytes)
             + size_of::<HeadBound>() * self.heads.len()
             + 8 * (self.value_blocks[0].1 + self.value_blocks[1].1)
-            + 4 * self.softmax_scales.len()
+            + size_of::<Growth>() * self.growth.len()
     }
 
     /// The same before anything is allocated.
@@ -223,7 +223,7 @@ impl Bounds {
             + Jobs::size(by_warpgroups(device, s.d_head)) * jobs
             + products
             + size_of::<HeadBound>() * q
-            + 4 * layers.len()
+            + size_of::<Growth>() * layers.len()
     }
 
     fn plan_shape(&self) -> Arg {
@@ -334,7 +334,7 @@ impl Bounds {
             Arg::Ptr(stats),
             Arg::Ptr(self.lambdas.ptr()),
             Arg::Ptr(self.products.as_ref().map_or(DevicePtr::NULL, |products| products.aux.ptr())),
-            Arg::Ptr(self.softmax_scales.ptr()),
+            Arg::Ptr(self.growth.ptr()),
             Arg::Ptr(descales),
             Arg::Ptr(self.heads.ptr()),
             Arg::Ptr(status),

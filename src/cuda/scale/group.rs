@@ -378,7 +378,8 @@ impl Tables {
                 out: t.outputs as u32,
                 rope_factor: l.rope_factor,
                 normalised: l.qk_norm.is_some().into(),
-                pad: [0; 2],
+                query_factor: l.growth().query,
+                pad: 0,
             });
             t.outputs += 4 * l.n_kv;
         }

@@ -34,6 +34,7 @@ pub use grams::GramRoute;
 pub use host::{DeviceWeights, HostLayer, HostProjection, HostQkNorm};
 pub use power::PowerEngine;
 pub use power_sum::SummedPowerEngine;
+pub(crate) use tables::above;
 pub use tables::{
     ChannelStats, DeviceMatrix, Dtype, HeadBound, HeadFrobenius, HeadGram, LayerInput, ProjectionInput, QkNormInput,
     QkNormSide,

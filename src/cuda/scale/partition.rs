@@ -142,6 +142,8 @@ fn check(layers: &[LayerInput]) -> Result<()> {
             "the rotated channels must be even in number and at most d_head"
         } else if !(l.rope_factor.is_finite() && l.rope_factor > 0.0) {
             "the factor on rotated channels must be finite and greater than zero"
+        } else if !(l.query_factor.is_finite() && l.query_factor > 0.0) {
+            "the factor on q must be finite and greater than zero"
         } else if l.d_model == 0 || l.d_model > 1 << 20 || l.n_q > 1 << 12 {
             "d_model must be from 1 to 2^20 and there may be at most 4096 heads"
         } else {
@@ -200,7 +202,7 @@ mod tests {
         assert_eq!(groups(&[layer(), nope, layer(), layer(), nope]), [vec![0, 2, 3], vec![1, 4]]);
         // What differs without a kernel's notice.
         let far = with(|l| {
-            (l.softmax_scale, l.gain, l.gain_offset) = (0.5, DevicePtr(64), 1.0);
+            (l.softmax_scale, l.query_factor, l.gain, l.gain_offset) = (0.5, 1.4, DevicePtr(64), 1.0);
             l.q.bias = DevicePtr(128);
         });
         assert_eq!(groups(&[layer(), far]), [[0, 1]]);
@@ -276,6 +278,9 @@ mod tests {
         let refused = |bad: LayerInput| Partition::new(&[layer(), bad]).unwrap_err().to_string();
         assert_eq!(refused(with(|l| l.n_kv = 3)), "layer 1: the number of KV heads must divide that of query heads");
         assert!(refused(with(|l| l.rope_factor = f32::NAN)).starts_with("layer 1: the factor on rotated channels"));
+        for factor in [0.0, -1.0, f64::INFINITY, f64::NAN] {
+            assert!(refused(with(|l| l.query_factor = factor)).starts_with("layer 1: the factor on q must be finite"));
+        }
         let mut bare = normalised();
         bare.qk_norm.as_mut().unwrap().k.channels = 0;
         assert!(refused(bare).starts_with("layer 1: a norm of q and k needs"));

@@ -68,18 +68,18 @@ fn entry(layer: &LayerInput, norm: &QkNormInput, out: u32) -> QkLayer {
         stride: if side.per_head { layer.d_head as u32 } else { 0 },
         channels: side.channels,
     };
-    let near = layer.softmax_scale as f32;
+    let growth = layer.growth();
     QkLayer {
         q: side(&norm.q),
         k: side(&norm.k),
         dtype: norm.dtype as u32,
         gain_offset: norm.gain_offset,
         rope_factor: layer.rope_factor,
-        softmax_scale: if f64::from(near) < layer.softmax_scale { near.next_up() } else { near },
+        logit_scale: growth.logits,
         rotary: layer.rotary as u32,
         interleaved: layer.interleaved.into(),
         out,
-        pad: 0,
+        query_factor: growth.query,
     }
 }
 

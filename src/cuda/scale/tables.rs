@@ -82,6 +82,9 @@ pub struct LayerInput {
     pub rope_factor: f32,
     /// Softmax scale tau.
     pub softmax_scale: f64,
+    /// Largest factor on q behind rotation and norms, where one grows with the position; 1 without. It is in the operand bound
+    /// of q, which is cast with it, and in the logit bounds, in no norm of W_Q.
+    pub query_factor: f64,
     /// Norms of q and k between projection and rotation. Their bounds come from these alone: W_Q and W_K are not read.
     pub qk_norm: Option<QkNormInput>,
 }
@@ -113,6 +116,11 @@ pub struct QkNormSide {
 }
 
 impl LayerInput {
+    /// The largest factor on q, and what bounds on the logits of q without it are multiplied by; rounded up.
+    pub(super) fn growth(&self) -> Growth {
+        Growth { logits: above(self.softmax_scale * self.query_factor), query: above(self.query_factor) }
+    }
+
     /// No weights, sizes of zero, no rotation: for filling in what a layer has.
     pub fn without_addresses() -> Self {
         let weight = DeviceMatrix { ptr: DevicePtr::NULL, dtype: Dtype::F32, row_stride: 0, col_stride: 0 };
@@ -134,9 +142,24 @@ impl LayerInput {
             interleaved: false,
             rope_factor: 1.0,
             softmax_scale: 1.0,
+            query_factor: 1.0,
             qk_norm: None,
         }
     }
+}
+
+/// The smallest f32 that is not below `x`.
+pub(crate) fn above(x: f64) -> f32 {
+    let near = x as f32;
+    if f64::from(near) < x { near.next_up() } else { near }
+}
+
+/// Of one layer, for `scale_plan` and `scale_qk_norm`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Growth {
+    pub logits: f32,
+    pub query: f32,
 }
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -188,7 +211,8 @@ pub(super) struct Layer {
     pub out: u32,
     pub rope_factor: f32,
     pub normalised: u32,
-    pub pad: [u32; 2],
+    pub query_factor: f32,
+    pub pad: u32,
 }
 const _: () = assert!(size_of::<Layer>() == 64);
 
@@ -209,11 +233,11 @@ pub(super) struct QkLayer {
     pub dtype: u32,
     pub gain_offset: f32,
     pub rope_factor: f32,
-    pub softmax_scale: f32,
+    pub logit_scale: f32,
     pub rotary: u32,
     pub interleaved: u32,
     pub out: u32,
-    pub pad: u32,
+    pub query_factor: f32,
 }
 const _: () = assert!(size_of::<QkLayer>() == 80);
 
