@@ -16,10 +16,7 @@ static_assert(THREADS >= SIDE, "a thread a channel, a lane a column");
 // f32 operation for every 16 rows, and what is added to the diagonal.
 constexpr u32 FACTOR_DEPTH = 16 + 24 + 8 + 4 + 36 + TILES + 8;
 
-// || |U| ||^2 is at most max_k (sum_j |u_kj| e_j) / d_k times max_j (sum_k |u_kj| d_k) / e_j for any weights above 0 (Schur's
-// test). A triangle's long rows are its first and its long columns its last: with these, all ones give 0.75 N, with ones N.
-__device__ __forceinline__ float row_weight(u32 k) { return 2.f - (float)k * (1.f / SIDE); }
-__device__ __forceinline__ float column_weight(u32 j) { return 1.f + (float)j * (1.f / SIDE); }
+constexpr u32 GUESSES = 4;  // query heads that are looked at for how far products are below those of norms
 
 struct FactorJob {
   u32 k;        // head in the Gram table
@@ -60,17 +57,31 @@ template <class F> __device__ __forceinline__ void pieces(F f) {
   }
 }
 
+// The sum of a Gram's parts. Value 4 n + 2 h + e of a lane: row g + 8 h, column 8 n + c + e.
+__device__ __forceinline__ void load_piece(float (&v)[8], const HeadGram& head, const float* partials, u32 row, u32 column) {
+  const u32 lane = threadIdx.x & 31, i = row * 16 + lane / 4, j = column * 16 + lane % 4 * 2;
+  const float* from = partials + ((size_t)head.first * GRAM_BLOCKS + block_number(row / 4, column / 4)) * 4096 + i % 64 * 64 + j % 64;
+#pragma unroll
+  for (u32 p = 0; p < 8; p++) v[p] = 0.f;
+#pragma unroll 1
+  for (u32 part = 0; part < head.count; part++, from += (size_t)head.stride * GRAM_BLOCKS * 4096)
+#pragma unroll
+    for (u32 p = 0; p < 4; p++) {
+      const float2 x = __ldg((const float2*)(from + p % 2 * 8 * 64 + p / 2 * 8));
+      v[2 * p] += x.x, v[2 * p + 1] += x.y;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 : 5)
     scale_factor(const FactorJob* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
                  u8* factors, float* frames, FactorNotes* notes, double2* aux, u32 behind) {
   extern __shared__ __align__(16) float tiles[];
   __shared__ __align__(16) u8 rows[2][ROWS_BYTES];  // high, low
-  __shared__ __align__(16) float factor[SIDE], sum[SIDE], constant[SIDE], lengths[SIDE];
-  __shared__ float4 scratch[2][WARPS];
+  __shared__ __align__(16) float factor[SIDE], sum[SIDE], constant[SIDE];
+  __shared__ float4 scratch[4][WARPS];
   __shared__ SideSums parts[WARPS];
-  __shared__ u32 row_parts[WARPS][16];
   __shared__ Lift lift;
-  __shared__ float unit;  // s
+  __shared__ float unit, apart;  // s
   __shared__ int failed;
   const u32 thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(0xffffffffu, thread >> 5, 0);
   const FactorJob job = jobs[blockIdx.x];
@@ -90,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
     BalancedChannel mine = {1.f, 0.f, 0.f, {}};
     if (thread < N) mine = scaled_channel(own, 0.f, power_of_two(-power));
     if (thread < SIDE) {
-      factor[thread] = mine.factor, sum[thread] = mine.sum, lengths[thread] = 0.f;
+      factor[thread] = mine.factor, sum[thread] = mine.sum;
       frames[blockIdx.x * SIDE + thread] = thread < N ? power_of_two(power - root) : 1.f;
     }
     mine.share.add_warp();
@@ -99,19 +110,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
   __syncthreads();
   const float per = shape.mean ? 1.f / shape.d_model : 0.f;
   const u32 g = lane / 4, c = lane % 4 * 2;
-  // Value 4 n + 2 h + e of a lane: row g + 8 h, column 8 n + c + e.
   float squares = 0.f;
   pieces([&](u32 row, u32 column) {
     const u32 i = row * 16 + g, j = column * 16 + c;
-    const float* from = partials + ((size_t)of_k.first * GRAM_BLOCKS + block_number(row / 4, column / 4)) * 4096 + i % 64 * 64 + j % 64;
-    float v[8] = {};
-#pragma unroll 1
-    for (u32 part = 0; part < of_k.count; part++, from += (size_t)of_k.stride * GRAM_BLOCKS * 4096)
-#pragma unroll
-      for (u32 p = 0; p < 4; p++) {
-        const float2 x = __ldg((const float2*)(from + p % 2 * 8 * 64 + p / 2 * 8));
-        v[2 * p] += x.x, v[2 * p + 1] += x.y;
-      }
+    float v[8];
+    load_piece(v, of_k, partials, row, column);
     const float weight = row == column ? 1.f : 2.f;
 #pragma unroll
     for (u32 p = 0; p < 8; p++) {
@@ -124,9 +127,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
     to[0] = make_float4(v[0], v[1], v[2], v[3]), to[1] = make_float4(v[4], v[5], v[6], v[7]);
   });
   squares = sums_of_block<WARPS>({squares, 0.f, 0.f, 0.f}, scratch[1]).x;
+  // sigma_Q^2 sigma_K^2 over sigma^2 of the product, the first two taken as ||G||_F^2 / tr G and the last as tr G_Q G_K over the smaller
+  // (tr G)^2 / ||G||_F^2: a guess, the largest of a few heads of the group.
+  float of_products = 1.f;
+#pragma unroll 1
+  for (u32 h = 0; h < (shape.one_sided ? 0 : min(job.many, GUESSES)); h++) {
+    const HeadGram of_q = heads[job.q + h];
+    const ChannelStats other = stats[of_q.stat_row + min(thread, N - 1)];
+    const float over = thread < N ? inverse(factor[thread]) : 1.f;
+    if (thread < SIDE) constant[thread] = other.sum * over;
+    __syncthreads();
+    float square = 0.f, dot = 0.f;
+    pieces([&](u32 row, u32 column) {
+      const u32 i = row * 16 + g, j = column * 16 + c;
+      const float* beside = tiles + tile_at(row, column) + lane * 8;
+      float v[8], of_square = 0.f, of_dot = 0.f;
+      load_piece(v, of_q, partials, row, column);
+#pragma unroll
+      for (u32 p = 0; p < 8; p++) {
+        const u32 a = i + p / 2 % 2 * 8, b = j + p / 4 * 8 + p % 2;
+        const float x = a < N && b < N ? v[p] * inverse(factor[a]) * inverse(factor[b]) - constant[a] * constant[b] * per : 0.f;
+        of_square += x * x, of_dot += x * beside[p];
+      }
+      const float weight = row == column ? 1.f : 2.f;
+      square += weight * of_square, dot += weight * of_dot;
+    });
+    const float4 sums = sums_of_block<WARPS>({square, dot, thread < N ? other.raw2 * over * over : 0.f, 0.f}, scratch[2 + h % 2]);
+    const float raw = sums_of_warps(parts, WARPS).raw * inverse(sums.z);
+    of_products = fmaxf(of_products, fminf(squares * inverse(raw), sums.x * raw) * inverse(sums.y));  // drops a NaN
+  }
   if (thread == 0) {
     const SideSums side = sums_of_warps(parts, WARPS);
-    lift = lift_of<FACTOR_DEPTH>(side, squares, shape);
+    apart = spectrum::root(fminf(of_products, 0x1p20f));
+    lift = lift_of<FACTOR_DEPTH>(side, squares, shape, apart);
     // A power of four that keeps the diagonal below 8: with 2^12 no entry of U passes f16, nor does T with 2^11.
     unit = power_of_two(-(max(exponent_of(2.f + lift.added), 1) / 2 * 2));
   }
@@ -160,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
   }
   __syncthreads();
   if (!(lift.scale > 0.f)) {
-    if (thread == 0) notes[blockIdx.x] = {0.0, 0.f, 0.f, 0.f, lift.scale};
+    if (thread == 0) notes[blockIdx.x] = {0.0, 0.f, 1.f, lift.scale, 0.f};
     wait_for_previous();
     return;
   }
@@ -179,13 +212,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
   __syncthreads();
   const u32 high = ptx::shared_address(rows[0]);
   u8* image = factors + (size_t)blockIdx.x * FACTOR_BYTES;
-  float widest = 0.f;  // largest sum of a row
 #pragma unroll 1
   for (u32 p = 0; p < TILES; p++) {
     {
       const u32 j = (p + 1) * 16 + thread;
       const bool inside = j < EDGE, active = warp == 0 || (p + 1) * 16 + warp * 32 < EDGE;
-      u32 sums_of_rows = 0;  // lane k has that of row k
       if (active) {
         const u32 x = lane % 16, y = inside ? j % 16 : 0;
         const float* from = tiles + tile_at(p, p) + x % 8 / 2 * 8 + x / 8 * 4 + x % 2;
@@ -206,34 +237,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
           }
         }
         const bool whole = p * 16 + x < N, mine = warp == 0 && lane < 16;
-        const float of_left = column_weight(p * 16 + x), of_right = column_weight(j), of_rows = row_weight(p * 16);
-        float of_corner = 0.f, of_column = 0.f;
         const u32 at = high + (p * 16 + x) * 2, next = high + j * 2;
 #pragma unroll
         for (u32 k = 0; k < 16; k++) {
           const float left = mine && k <= x && whole ? corner[k] : 0.f, right = inside && j < N ? column[k] : 0.f;
-          const float of_row = of_rows - k * (1.f / SIDE);
-          of_corner += fabsf(left) * of_row, of_column += fabsf(right) * of_row;
-          // No entry is above 3, no sum of a row 2^12.
-          const u32 row = __reduce_add_sync(0xffffffffu, __float2uint_ru((fabsf(left) * of_left + fabsf(right) * of_right) * 0x1p20f));
-          sums_of_rows = lane == k ? row : sums_of_rows;
           const Pair pair = split(left * UP, right * UP);
           if (mine) put_f16(at + k * ROW_BYTES, (u16)pair.high), put_f16(at + ROWS_BYTES + k * ROW_BYTES, (u16)pair.low);
           if (inside)
             put_f16(next + k * ROW_BYTES, (u16)(pair.high >> 16)), put_f16(next + ROWS_BYTES + k * ROW_BYTES, (u16)(pair.low >> 16));
         }
-        if (mine) lengths[p * 16 + x] += of_corner;
-        if (inside) lengths[j] += of_column;
       }
-      if (lane < 16) row_parts[warp][lane] = sums_of_rows;
     }
     __syncthreads();
-    if (thread < 16) {
-      u32 all = 0;
-#pragma unroll
-      for (u32 w = 0; w < WARPS; w++) all += row_parts[w][thread];
-      widest = fmaxf(widest, (float)all * 0x1p-20f * inverse(row_weight(p * 16 + thread)));
-    }
     // These rows of U as operands: 16 bytes a thread, zeros left of the diagonal and beyond the head.
     for (u32 i = thread; i < 256 * (GRAM_SIDE - p / 4); i += THREADS) {
       const u32 block = p / 4 + i / 256, which = i / 128 % 2, row = i / 8 % 16, chunk = i % 8, column = block * 64 + chunk * 8;
@@ -277,21 +292,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
     const u32 which = i / 128 % 2, r = EDGE % 64 + i / 256 * 16 + i / 8 % 16;
     *(uint4*)(last + which * OPERAND_BYTES + r * 128 + (i % 8 << 4)) = {0, 0, 0, 0};
   }
-  // Not negative: their bits are in order.
-  u32 tallest = thread < SIDE ? __float_as_uint(lengths[thread] * inverse(column_weight(thread))) : 0;
-  tallest = __reduce_max_sync(0xffffffffu, tallest);
-  widest = __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(widest)));
-  if (lane == 0) row_parts[warp][0] = tallest;
-  __syncthreads();
   if (thread == 0) {
-#pragma unroll
-    for (u32 w = 1; w < WARPS; w++) tallest = max(tallest, row_parts[w][0]);
-    FactorNotes out;
+    FactorNotes out = {};
     out.back = (double)power_of_two(root) * power_of_two(root) / ((1.0 - lift.t) * times);
     out.trace = 1.001f * inverse(lift.scale) * times;
-    out.spread = 1.001f * root_above(widest * __uint_as_float(tallest));
-    out.norm = fminf(1.001f * root_above((lift.norm + sqrtf((float)N) * lift.added) * times), out.spread);
-    out.state = failed ? -1.f : 1.f;
+    out.apart = apart, out.state = failed ? -1.f : 1.f;
     notes[blockIdx.x] = out;
   }
   wait_for_previous();

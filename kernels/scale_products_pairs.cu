@@ -22,18 +22,6 @@ static_assert(UP == 0x1p12f, "T is kept 2^11 times as large, so that no value pa
 // What may be left open by estimate, of lambda; a fifth of it is on average.
 constexpr float PRODUCT_OPEN = 0.002f;
 
-// Value 4 n + 2 h + e of a lane's 64 x 64 block: row 16 w + g + 8 h, column 8 n + 2 c + e.
-struct Lane {
-  u32 group, warp, g, c;
-  // Not to be remembered from one part of the work to the next: registers are few.
-  __device__ __forceinline__ Lane() {
-    u32 thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    group = thread >> 7, warp = thread >> 5 & 3, g = (thread & 31) >> 2, c = thread & 3;
-  }
-  __device__ __forceinline__ u32 row() const { return 16 * warp + g; }
-};
-
 __device__ __forceinline__ void load_block(float (&v)[32], const HeadGram& head, const float* partials, u32 block) {
   const Lane at;
   const float* from = partials + ((size_t)head.first * GRAM_BLOCKS + block) * 4096 + at.row() * 64 + 2 * at.c;
@@ -90,24 +78,6 @@ template <class F> __device__ __forceinline__ void scaled_block(float (&v)[32], 
   }
 }
 
-// f(value, on) for the values where the diagonal of a diagonal block may pass this thread.
-template <u32 WARP, class F> __device__ __forceinline__ void diagonal_of(float (&v)[32], const Lane& at, F f) {
-  const bool even = at.g == 2 * at.c, odd = at.g == 2 * at.c + 1;
-#pragma unroll
-  for (u32 h = 0; h < 2; h++) {
-    const u32 n = 2 * WARP + h, row = 8 * n + at.g;
-    f(v[4 * n + 2 * h], even, row), f(v[4 * n + 2 * h + 1], odd, row);
-  }
-}
-template <class F> __device__ __forceinline__ void diagonal(float (&v)[32], const Lane& at, F f) {
-  switch (at.warp) {
-    case 0: return diagonal_of<0>(v, at, f);
-    case 1: return diagonal_of<1>(v, at, f);
-    case 2: return diagonal_of<2>(v, at, f);
-    default: return diagonal_of<3>(v, at, f);
-  }
-}
-
 // Four 8 x 8 matrices; lane 8 i + j gives the address of row j of matrix i. TURNED: of its column j.
 template <bool TURNED> __device__ __forceinline__ void put(u32 to, u32 a, u32 b, u32 c, u32 d) {
   if (TURNED)
@@ -135,9 +105,6 @@ template <bool TURNED> __device__ __forceinline__ void store_pairs(const float (
     put<TURNED>(to + low, p[0].low, p[1].low, p[2].low, p[3].low);
   });
 }
-// For the tensor cores, before a barrier.
-__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // multiply(k, low part of the left operand, of the right one, not the first) for the three products of pairs, `steps` of each. One
 // loop, and at least once: the assembler takes the accumulator for another one else.
 template <class F> __device__ __forceinline__ void three_products(u32 steps, F multiply) {
@@ -197,29 +164,72 @@ __device__ __forceinline__ void add_columns(float (&d)[2][32], u32 factor, u32 s
   ptx::wgmma_wait<0>();
   ptx::keep(d[0]), ptx::keep(d[1]);
 }
-// The largest sum of a row of |S|, of the high parts of what lies in the slab: four threads a row, the first warpgroups alone.
-__device__ __forceinline__ float widest_row(u32 slab) {
+// What the products may be off by is in the end of |U| |A| |U|^T, whose norm is the largest eigenvalue of |A| |U|^T |U| and at most the
+// largest (|A| |U|^T |U| g)_j / g_j for any g above 0 (Collatz). g is near the lengths of the channels: no entry of A is much above
+// g_j g_k, so where few channels of q are long that is what is found. From high parts of pairs, here and below.
+//
+// Eight values without their signs, times weights.
+__device__ __forceinline__ float weighed(u32 address, const float* weights) {
+  u32 v[4];
+  ptx::load16(v[0], v[1], v[2], v[3], address);
+  float sum = 0.f;
+#pragma unroll
+  for (u32 e = 0; e < 4; e += 2) {
+    const float4 w = *((const float4*)weights + e / 2);
+    sum += fabsf(f16_value((u16)v[e])) * w.x + fabsf(f16_value((u16)(v[e] >> 16))) * w.y;
+    sum += fabsf(f16_value((u16)v[e + 1])) * w.z + fabsf(f16_value((u16)(v[e + 1] >> 16))) * w.w;
+  }
+  return sum;
+}
+// |U|^T |U| g behind g in `weights`; `work`: five times SIDE values.
+__device__ __forceinline__ void weigh(u32 factor, float* weights, float* work) {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  // Two threads a row, then four warps 64 columns, a lane two of them.
+  static_assert(THREADS == 2 * SIDE);
+  const u32 row = thread / 2, block_row = row / 64;
+  float sum = 0.f;
+#pragma unroll 1
+  for (u32 block = block_row; block < GROUPS; block++)
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+      const u32 chunk = thread % 2 * 4 + i;
+      sum += weighed(factor + block_number(block_row, block) * PAIR_BYTES + row % 64 * 128 + ((chunk ^ row % 8) << 4), weights + block * 64 + chunk * 8);
+    }
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  if (thread % 2 == 0) work[row] = sum;
+  __syncthreads();
+  const u32 lane = thread % 32, part = thread / 32 % 4, column = thread / 128;
+  float even = 0.f, odd = 0.f;
+#pragma unroll 1
+  for (u32 i = part * 16; i < (column + 1) * 64; i += i % 16 == 15 ? 49 : 1) {
+    const u32 pair = ptx::load4(factor + block_number(i / 64, column) * PAIR_BYTES + i % 64 * 128 + ((lane / 4 ^ i % 8) << 4) + lane % 4 * 4);
+    even += fabsf(f16_value((u16)pair)) * work[i], odd += fabsf(f16_value((u16)(pair >> 16))) * work[i];
+  }
+  *(float2*)(work + (1 + part) * SIDE + column * 64 + 2 * lane) = make_float2(even, odd);
+  __syncthreads();
+  if (thread < SIDE) weights[SIDE + thread] = work[SIDE + thread] + work[2 * SIDE + thread] + work[3 * SIDE + thread] + work[4 * SIDE + thread];
+  __syncthreads();
+}
+// The largest of these of the 64 rows of A in the slab, given their g: four threads a row, the first warpgroups alone.
+__device__ __forceinline__ float largest_ratio(u32 slab, const float* weights, const float* of_rows) {
   u32 thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   float sum = 0.f;
-  if (thread < 256) {
-    const u32 row = thread / 4;
-#pragma unroll 1
-    for (u32 block = 0; block < GRAM_SIDE; block++)
-#pragma unroll
-      for (u32 i = 0; i < 2; i++) {
-        u32 v[4];
-        ptx::load16(v[0], v[1], v[2], v[3], slab + block * PAIR_BYTES + row * 128 + (thread % 4 * 2 + i << 4));
-#pragma unroll
-        for (u32 e = 0; e < 4; e++) sum += fabsf(f16_value((u16)v[e])) + fabsf(f16_value((u16)(v[e] >> 16)));
-      }
-  }
+  const u32 row = thread / 4 % 64;
+  constexpr u32 AT_ONCE = WIDE ? 1 : SIDE / 32;  // else the assembler spills, here or there
+  if (thread < 256)
+#pragma unroll AT_ONCE
+    for (u32 i = 0; i < SIDE / 32; i++) {
+      const u32 chunk = thread % 4 * 2 + i % 2;
+      sum += weighed(slab + i / 2 * PAIR_BYTES + row * 128 + ((chunk ^ row % 8) << 4), weights + i / 2 * 64 + chunk * 8);
+    }
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-  return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+  return sum * inverse(of_rows[row]);
 }
 
-// (trace, squared Frobenius norm) over the block, both below 2: whole numbers are added up, which takes one instruction a
-// warp. Between two calls lies a barrier.
+// As `whole_sums`, of the block's rows.
 __device__ __forceinline__ float2 moments(float (&v)[2][32], const Lane& at, uint2* scratch) {
   float trace = 0.f, squares[2] = {0.f, 0.f};
 #pragma unroll
@@ -228,17 +238,7 @@ __device__ __forceinline__ float2 moments(float (&v)[2][32], const Lane& at, uin
 #pragma unroll
     for (u32 i = 0; i < 32; i++) squares[i & 1] += v[b][i] * v[b][i];
   }
-  const u32 a = __reduce_add_sync(0xffffffffu, __float2uint_rn(trace * 0x1p31f));
-  const u32 b = __reduce_add_sync(0xffffffffu, __float2uint_rn((squares[0] + squares[1]) * 0x1p30f));
-  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = make_uint2(a, b);
-  __syncthreads();
-  u32 traces = 0, sums = 0;
-#pragma unroll
-  for (u32 w = 0; w < 8; w += 2) {
-    const uint4 two = *(const uint4*)(scratch + w);
-    traces += two.x + two.z, sums += two.y + two.w;
-  }
-  return make_float2((float)traces * 0x1p-31f, (float)sums * 0x1p-30f);
+  return whole_sums<8>(trace, squares[0] + squares[1], scratch);
 }
 
 // P = X X^T, this warpgroup's rows.
@@ -297,13 +297,14 @@ struct Room {
   Channels q;
   Lift lift;
   u64 arrived;
+  __align__(16) float weights[WIDE ? 4 : 2 * SIDE];  // above 128 channels there is no room
 };
 // At either end of the work, where the slab has nothing else.
 struct Ends {
   float4 scratch[2][WARPS];
   float constant[SIDE];
   SideSums parts[WARPS];
-  float wide[WARPS];
+  float ratio[WARPS];
 };
 struct Squaring {
   uint2 squares[WARPS];
@@ -354,7 +355,7 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
     const float4 of_gram = sums_of_block<WARPS>({square, form, 0.f, 0.f}, ends.scratch[0]);
     if (thread == 0) {
       const SideSums side = sums_of_warps(ends.parts, WARPS);
-      room.lift = lift_of<0>(side, of_gram.x, shape);
+      room.lift = lift_of<0>(side, of_gram.x, shape, notes.apart);
       *(double*)(aux + index) = form_above(side, of_gram.y, per, 64 + 4 * 64 * 64 / 128 * GRAM_BLOCKS / GROUPS, shape);
     }
   }
@@ -375,8 +376,17 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
     ptx::barrier_expect(arrived, FACTOR_BYTES);
     ptx::copy_bytes(u, factor, FACTOR_BYTES, arrived);
   }
+  // H comes later.
+  float* weights = WIDE ? room_of_h + (size_t)index * GRAM_BLOCKS * 4096 : room.weights;
+  if (thread < SIDE) {
+    const float f = bf16_low(room.q.factor[thread]);
+    weights[thread] = thread < N ? root((stats[of_q.stat_row + thread].norm2 * f * f + lift.added) * lift.scale) : 1.f;
+  }
+  __syncthreads();
+  ptx::barrier_wait(arrived, parity);
+  weigh(u, weights, (float*)&ends);
   // T by 64 columns, from those rows of A.
-  float of_t = 0.f, of_a = 0.f;  // squares of T, the widest row of A
+  float ratio = 0.f;
   auto columns = [&](u32 j, float (&d)[32]) {
     const u32 i = min(group, j), k = max(group, j);
     load_block(d, of_q, partials, block_number(i, k));
@@ -386,13 +396,10 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
     else store_pairs<false>(d, slab + group * PAIR_BYTES);
     publish();
     __syncthreads();
-    if (j == 0) ptx::barrier_wait(arrived, parity);
-    multiply(d, u, slab, group, [&] { of_a = fmaxf(of_a, widest_row(slab)); });
+    multiply(d, u, slab, group, [&] { ratio = fmaxf(ratio, largest_ratio(slab, weights + SIDE, weights + 64 * j)); });
     __syncthreads();
-    float squares = 0.f;
 #pragma unroll
-    for (u32 n = 0; n < 32; n++) d[n] *= DOWN_T, squares += d[n] * d[n];
-    of_t += squares;
+    for (u32 n = 0; n < 32; n++) d[n] *= DOWN_T;
   };
   float trace = 0.f, of_h = 0.f, h[2][32];
   if constexpr (WIDE) {
@@ -428,7 +435,7 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
       for (u32 n = 0; n < 16; n++) *(float2*)(to + n % 2 * 512 + n / 2 * 8) = make_float2(h[0][2 * n], h[0][2 * n + 1]);
     }
   } else {
-#pragma unroll 1
+#pragma unroll  // the assembler spills else
     for (u32 j = 0; j < 2; j++) {
       float t[32];
       columns(j, t);
@@ -445,25 +452,23 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
       if (group == b) diagonal(h[b], Lane(), [&](float& x, bool on, u32) { trace += on ? x : 0.f; });
     }
   }
-  // A's rows are of 2^12 A, their sums beyond that by the low parts.
-  of_a = fmaxf(of_a, __shfl_xor_sync(0xffffffffu, of_a, 4)), of_a = fmaxf(of_a, __shfl_xor_sync(0xffffffffu, of_a, 8));
-  of_a = fmaxf(of_a, __shfl_xor_sync(0xffffffffu, of_a, 16));
-  if (thread % 32 == 0) ends.wide[thread / 32] = of_a;
-  const float4 sums = sums_of_block<WARPS>({of_t, of_h, trace, 0.f}, ends.scratch[1]);
+  // They are never negative: their bits are in order.
+  const u32 of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(ratio));
+  if (thread % 32 == 0) ends.ratio[thread / 32] = __uint_as_float(of_warp);
+  const float4 sums = sums_of_block<WARPS>({of_h, trace, 0.f, 0.f}, ends.scratch[1]);
+  ratio = 0.f;
 #pragma unroll
-  for (u32 w = 0; w < WARPS; w++) of_a = fmaxf(of_a, ends.wide[w]);
-  // |E_T| <= c |U| |A| and |E_H| <= c |U| |T|^T entry by entry; H is off by U E_T^T + E_H. Norms of matrices of absolute values by
-  // their rows and columns or by all squares. Where half of H stands for all of it, so does half of its error: what holds then is
-  // |U| |A| |U|^T, which is symmetric, and all squares, twice.
-  const float wide_a = fminf(1.001f / UP * of_a, lift.frobenius()), frobenius = (WIDE ? 1.4143f : 1.f) * 0x1p-11f * root(sums.x);
-  const float wide_t = fminf(frobenius, notes.spread * wide_a);
-  const float slack = 1.002f * notes.spread * ((WIDE ? notes.spread : notes.norm) * (CUT_T * wide_a + SMALL_A) + CUT_H * wide_t + SMALL_T);
+  for (u32 w = 0; w < WARPS; w++) ratio = fmaxf(ratio, ends.ratio[w]);
+  // |E_T| <= c_T |U| |A| and |E_H| <= c_H |U| |T|^T entry by entry, and H is off by U E_T^T + E_H: by (c_T + c_H (1 + c_T)) |U| |A| |U|^T,
+  // which is symmetric and bounds the mirror image of half an error as well. A and U stand here times 2^12, low parts left out.
+  const float cut = CUT_T + 1.001f * CUT_H, absolute = 1.002f / (UP * UP * UP) * ratio;
+  const float slack = 1.002f * (cut * absolute + SMALL_A * notes.trace + SMALL_T * root(notes.trace));
   if constexpr (WIDE) {
-    out.trace = sums.z, out.slack = slack, out.fine = 1;
+    out.trace = sums.y, out.slack = slack, out.fine = 1;
     if (thread == 0) unfinished[index] = out;
   } else {
     __syncthreads();
-    const float top = largest(h, sums.z, sums.y, slab, squaring.squares, squaring.links);
+    const float top = largest(h, sums.y, sums.x, slab, squaring.squares, squaring.links);
     if (thread == 0) put_product(lambdas + job.result, true, top, slack, grown, traces, status);
   }
 }

@@ -5,7 +5,7 @@
 // G_K is factored in f32; T = U A and H = U T^T are products on tensor cores of f16 pairs, value = high + low to 2^-22, the two
 // mixed products before that of the high parts, so that only its N + 16 terms are cut off at 2^-23. H stays in registers and is
 // squared there.
-#include "scale_lift.cuh"
+#include "scale_accumulator.cuh"
 #include "scale_ptx.cuh"
 
 using namespace spectrum;
@@ -19,36 +19,6 @@ constexpr u32 OPERAND_BYTES = SIDE * SIDE * 2;  // f16
 constexpr u32 FACTOR_DEPTH = 32 + SIDE / 16 + 24;
 constexpr float UP = 0x1p12f;                   // of f16 pairs: low parts are normal numbers, no value is above 1
 constexpr float CUT_PAIRS = (N + 28) * 0x1p-23f;
-
-// Value i of a lane lies at row 16 w + g + 8 (i/2 % 2), column 8 (i/4) + 2 c + i % 2.
-struct Lane {
-  u32 warp, g, c;
-  // Not to be remembered from one part of the work to the next: registers are few.
-  __device__ __forceinline__ Lane() {
-    u32 thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    warp = thread >> 5, g = (thread & 31) >> 2, c = thread & 3;
-  }
-  __device__ __forceinline__ u32 row() const { return 16 * warp + g; }
-};
-
-// f(value, on, row) for the values where the diagonal may pass this thread.
-template <u32 WARP, class F> __device__ __forceinline__ void diagonal_of(float (&v)[32], const Lane& at, F f) {
-  const bool even = at.g == 2 * at.c, odd = at.g == 2 * at.c + 1;
-#pragma unroll
-  for (u32 h = 0; h < 2; h++) {
-    const u32 n = 2 * WARP + h, row = 8 * n + at.g;
-    f(v[4 * n + 2 * h], even, row), f(v[4 * n + 2 * h + 1], odd, row);
-  }
-}
-template <class F> __device__ __forceinline__ void diagonal(float (&v)[32], const Lane& at, F f) {
-  switch (at.warp) {
-    case 0: return diagonal_of<0>(v, at, f);
-    case 1: return diagonal_of<1>(v, at, f);
-    case 2: return diagonal_of<2>(v, at, f);
-    default: return diagonal_of<3>(v, at, f);
-  }
-}
 
 // The sum of a Gram's parts, in order.
 __device__ __forceinline__ void load_gram(float (&v)[32], const HeadGram& head, const float* partials) {
@@ -107,20 +77,6 @@ template <bool PUT> __device__ __forceinline__ void place(float (&v)[32], float*
   }
 }
 
-__device__ __forceinline__ float4 block_sums(float4 v, float4* scratch) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    v.x += __shfl_xor_sync(0xffffffffu, v.x, step), v.y += __shfl_xor_sync(0xffffffffu, v.y, step);
-    v.z += __shfl_xor_sync(0xffffffffu, v.z, step), v.w += __shfl_xor_sync(0xffffffffu, v.w, step);
-  }
-  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = v;
-  __syncthreads();
-  v = scratch[0];
-#pragma unroll
-  for (u32 w = 1; w < 4; w++) v.x += scratch[w].x, v.y += scratch[w].y, v.z += scratch[w].z, v.w += scratch[w].w;
-  return v;
-}
-
 // Writes an operand of 64 x 64 values, given this lane's pairs: of value 2 p and 2 p + 1.
 template <class F> __device__ __forceinline__ void store(u32 x, F pair) {
   const Lane at;
@@ -133,16 +89,6 @@ template <class F> __device__ __forceinline__ void store(u32 x, F pair) {
                  "r"(pair(2 * n + 2)), "r"(pair(2 * n + 3))
                  : "memory");
   }
-}
-// For the tensor cores, before a barrier.
-__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-struct Pair {
-  u32 high, low;
-};
-__device__ __forceinline__ Pair split(float a, float b) {
-  const u32 high = pack_f16(a, b);
-  return {high, pack_f16(a - f16_value((u16)high), b - f16_value((u16)(high >> 16)))};
 }
 // v times `scale` as two operands, one behind the other.
 __device__ __forceinline__ void store_pairs(const float (&v)[32], u32 x, float scale) {
@@ -249,19 +195,13 @@ __device__ __forceinline__ void square(float (&p)[32], u32 x) {
   ptx::keep(p);
 }
 
-// (trace, squared Frobenius norm) over the block, both below 2: whole numbers are added up, which takes one instruction a
-// warp. Between two calls lies a barrier.
+// As `whole_sums`.
 __device__ __forceinline__ float2 moments(float (&v)[32], const Lane& at, uint2* scratch) {
   float trace = 0.f, squares[2] = {0.f, 0.f};
   diagonal(v, at, [&](float& x, bool on, u32) { trace += on ? x : 0.f; });
 #pragma unroll
   for (u32 i = 0; i < 32; i++) squares[i & 1] += v[i] * v[i];
-  const u32 a = __reduce_add_sync(0xffffffffu, __float2uint_rn(trace * 0x1p31f));
-  const u32 b = __reduce_add_sync(0xffffffffu, __float2uint_rn((squares[0] + squares[1]) * 0x1p30f));
-  if ((threadIdx.x & 31) == 0) scratch[at.warp] = make_uint2(a, b);
-  __syncthreads();
-  const uint4 low = *(const uint4*)scratch, high = *(const uint4*)(scratch + 2);
-  return make_float2((float)(low.x + low.z + high.x + high.z) * 0x1p-31f, (float)(low.y + low.w + high.y + high.w) * 0x1p-30f);
+  return whole_sums<4>(trace, squares[0] + squares[1], scratch);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 5)
@@ -298,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
   const float2 for_k = balance_gram(k, balance[1], sum[1], constant[1], per);
   place<true>(k, u);  // registers are few
   const float2 for_q = balance_gram(q, balance[0], sum[0], constant[0], per);
-  const float4 of_grams = block_sums({for_q.x, for_k.x, for_q.y, for_k.y}, scratch);
+  const float4 of_grams = sums_of_block<4>({for_q.x, for_k.x, for_q.y, for_k.y}, scratch);
   if (lane == 0) {
     const u32 which = warp & 1;
     SideSums side = parts[2 * which];
@@ -358,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
     diagonal(v, at, [&](float& x, bool on, u32) { trace += on ? x : 0.f; });
 #pragma unroll
     for (u32 i = 0; i < 32; i++) v[i] *= 1.f / (UP * UP), squares += v[i] * v[i];
-    const float4 sums = block_sums({trace * (1.f / (UP * UP)), squares, u[threadIdx.x], u[THREADS + threadIdx.x]}, scratch_of_h);
+    const float4 sums = sums_of_block<4>({trace * (1.f / (UP * UP)), squares, u[threadIdx.x], u[THREADS + threadIdx.x]}, scratch_of_h);
     slack = product_slack(CUT_PAIRS, sums.z, sums.w, lifts);
     if (!(sums.y > 0.f && sums.y < 1e30f)) {
       top = sums.y == 0.f ? 0.f : __uint_as_float(0x7fc00000u);

@@ -5,7 +5,7 @@
 //   lambda(G_Q G_K) <= root^2 / ((1 - t) s) lambda(U A U^T).
 // F does not know of q, so that query heads of a group share U.
 #pragma once
-#include "scale_lift.cuh"
+#include "scale_accumulator.cuh"
 #include "scale_ptx.cuh"
 
 namespace spectrum {
@@ -18,40 +18,15 @@ constexpr float UP = 0x1p12f;  // of pairs: low parts are normal numbers, no val
 struct FactorNotes {
   double back;   // root^2 / ((1 - t) s)
   float trace;   // of U^T U, a hair above
-  float norm;    // ||U||, likewise
-  float spread;  // || |U| ||, likewise
+  float apart;   // about how far sigma_Q sigma_K is above the norm of a product of the group
   float state;   // 1: all this is there; 0: k is zero; NaN: it is not finite
+  float pad;
 };
 static_assert(sizeof(FactorNotes) == 24, "host mirror");
 
 // Upper 64 x 64 blocks, row by row.
 __device__ __forceinline__ constexpr u32 block_number(u32 i, u32 j) { return i * GRAM_SIDE - i * (i - 1) / 2 + j - i; }
 
-struct Pair {
-  u32 high, low;
-};
-__device__ __forceinline__ Pair split(float a, float b) {
-  const u32 high = pack_f16(a, b);
-  return {high, pack_f16(a - f16_value((u16)high), b - f16_value((u16)(high >> 16)))};
-}
-
-// Sums over a block of WARPS warps, the same bits in every thread. `scratch`: WARPS values that the last call did not use.
-template <u32 WARPS> __device__ __forceinline__ float4 sums_of_block(float4 v, float4* scratch) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    v.x += __shfl_xor_sync(0xffffffffu, v.x, step), v.y += __shfl_xor_sync(0xffffffffu, v.y, step);
-    v.z += __shfl_xor_sync(0xffffffffu, v.z, step), v.w += __shfl_xor_sync(0xffffffffu, v.w, step);
-  }
-  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = v;
-  __syncthreads();
-  v = scratch[0];
-#pragma unroll
-  for (u32 w = 1; w < WARPS; w++) {
-    const float4 more = scratch[w];
-    v.x += more.x, v.y += more.y, v.z += more.z, v.w += more.w;
-  }
-  return v;
-}
 __device__ __forceinline__ SideSums sums_of_warps(const SideSums* parts, u32 warps) {
   SideSums all = parts[0];
 #pragma unroll 1

@@ -62,14 +62,16 @@ struct Lift {
   __device__ __forceinline__ float frobenius() const { return (norm + sqrtf((float)N) * added) * scale; }
 };
 // `square`: ||G||_F^2. DEPTH: U^T U is within DEPTH 2^-24 of its trace of what it stands for; 0 where it is not factored.
-template <u32 DEPTH> __device__ __forceinline__ Lift lift_of(const SideSums& s, float square, const Shape& shape) {
+// `apart`: about how far sigma_Q sigma_K is above the norm of the product, 1 where that is not known.
+template <u32 DEPTH> __device__ __forceinline__ Lift lift_of(const SideSums& s, float square, const Shape& shape, float apart = 1.f) {
   const float u24 = 0x1p-24f;
   const float delta = root(s.lost), moved = shape.mean ? (2.f * root(s.mean) + delta) * delta * inverse_root((float)shape.d_model) : 0.f;
   const float c = shape.rounding + DEPTH;
-  // t near delta / sigma. Both sides rounded: sigma^2 taken as ||G||_F^2 / tr G, since any t in (0, 1) holds. One side: the error
-  // is known in norm alone, sqrt(R) sigma, which R / t covers where sigma is not taken too small.
+  // Both sides rounded: any t in (0, 1) holds, and the product grows by t + R/t sigma_other^2 / sigma^2 of it, so t is near delta / sigma
+  // times `apart`, sigma^2 taken as ||G||_F^2 / tr G. One side: the error is known in norm alone, sqrt(R) sigma, which R / t covers where
+  // t is no more than delta / sigma.
   const float sigma = root(1.0001f * root(square) + c * u24 * s.raw + moved) + 2.f * delta;
-  const float wanted = shape.one_sided ? delta * inverse(sigma) : root(s.lost * s.raw * inverse(square));
+  const float wanted = shape.one_sided ? delta * inverse(sigma) : apart * root(s.lost * s.raw * inverse(square));
   const float t = s.lost > 0.f && square > 0.f ? fminf(wanted, 0.5f) : 0.f;
   // What is added is part of the trace too.
   constexpr float ITSELF = 1.02f * DEPTH * N * 0x1p-24f;

@@ -189,6 +189,11 @@ template <bool TURNED> __device__ __forceinline__ void load_fragment(u32 (&a)[4]
 __device__ __forceinline__ void load8(u32& a, u32& b, u32 address) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(address));
 }
+__device__ __forceinline__ u32 load4(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ void load16(u32& a, u32& b, u32& c, u32& d, u32 address) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address));
 }

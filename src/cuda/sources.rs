@@ -92,6 +92,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("launch.cuh", include_str!("../../kernels/include/launch.cuh")),
     ("math.cuh", include_str!("../../kernels/include/math.cuh")),
     ("policy_types.cuh", include_str!("../../kernels/include/policy_types.cuh")),
+    ("scale_accumulator.cuh", include_str!("../../kernels/include/scale_accumulator.cuh")),
     ("scale_chain.cuh", include_str!("../../kernels/include/scale_chain.cuh")),
     ("scale_cluster.cuh", include_str!("../../kernels/include/scale_cluster.cuh")),
     ("scale_factor.cuh", include_str!("../../kernels/include/scale_factor.cuh")),

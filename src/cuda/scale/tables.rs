@@ -341,9 +341,9 @@ pub(super) struct FactorJob {
 pub(super) struct FactorNotes {
     pub back: f64,
     pub trace: f32,
-    pub norm: f32,
-    pub spread: f32,
+    pub apart: f32,
     pub state: f32,
+    pub pad: f32,
 }
 const _: () = assert!(size_of::<FactorJob>() == 16 && size_of::<FactorNotes>() == 24);
 
