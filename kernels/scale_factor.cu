@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
     if (lane == 0) parts[warp] = mine.share;
   }
   __syncthreads();
-  const float per = shape.mean ? 1.f / shape.d_model : 0.f;
+  const float tau = share_of_mean(parts, WARPS, shape), per = shape.mean ? (1.f - tau) / shape.d_model : 0.f;
   const u32 g = lane / 4, c = lane % 4 * 2;
   float squares = 0.f;
   pieces([&](u32 row, u32 column) {
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 192 ? 1 : N > 128 ? 2 
   if (thread == 0) {
     const SideSums side = sums_of_warps(parts, WARPS);
     apart = spectrum::root(fminf(of_products, 0x1p20f));
-    lift = lift_of<FACTOR_DEPTH>(side, squares, shape, apart);
+    lift = lift_of<FACTOR_DEPTH>(side, squares, shape, apart, tau);
     // A power of four that keeps the diagonal below 8: with 2^12 no entry of U passes f16, nor does T with 2^11.
     unit = power_of_two(-(max(exponent_of(2.f + lift.added), 1) / 2 * 2));
   }

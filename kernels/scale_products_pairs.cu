@@ -183,8 +183,7 @@ __device__ __forceinline__ float weighed(u32 address, const float* weights) {
 }
 // |U|^T |U| g behind g in `weights`; `work`: five times SIDE values.
 __device__ __forceinline__ void weigh(u32 factor, float* weights, float* work) {
-  u32 thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const u32 thread = this_thread();
   // Two threads a row, then four warps 64 columns, a lane two of them.
   static_assert(THREADS == 2 * SIDE);
   const u32 row = thread / 2, block_row = row / 64;
@@ -213,13 +212,11 @@ __device__ __forceinline__ void weigh(u32 factor, float* weights, float* work) {
 }
 // The largest of these of the 64 rows of A in the slab, given their g: four threads a row, the first warpgroups alone.
 __device__ __forceinline__ float largest_ratio(u32 slab, const float* weights, const float* of_rows) {
-  u32 thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const u32 thread = this_thread();
   float sum = 0.f;
   const u32 row = thread / 4 % 64;
-  constexpr u32 AT_ONCE = WIDE ? 1 : SIDE / 32;  // else the assembler spills, here or there
   if (thread < 256)
-#pragma unroll AT_ONCE
+#pragma unroll 1
     for (u32 i = 0; i < SIDE / 32; i++) {
       const u32 chunk = thread % 4 * 2 + i % 2;
       sum += weighed(slab + i / 2 * PAIR_BYTES + row * 128 + ((chunk ^ row % 8) << 4), weights + i / 2 * 64 + chunk * 8);
@@ -296,6 +293,7 @@ __device__ __forceinline__ float largest(float (&v)[2][32], float trace, float s
 struct Room {
   Channels q;
   Lift lift;
+  Unfinished out;  // registers are few
   u64 arrived;
   __align__(16) float weights[WIDE ? 4 : 2 * SIDE];  // above 128 channels there is no room
 };
@@ -336,7 +334,7 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
     if (thread % 32 == 0) ends.parts[thread / 32] = own.share;
   }
   __syncthreads();
-  const float per = shape.mean ? 1.f / shape.d_model : 0.f;
+  const float tau = share_of_mean(ends.parts, WARPS, shape), per = shape.mean ? (1.f - tau) / shape.d_model : 0.f;
   float square = 0.f, form = 0.f;
 #pragma unroll 1
   for (u32 b = group; b < GRAM_BLOCKS; b += GROUPS) {
@@ -355,23 +353,22 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
     const float4 of_gram = sums_of_block<WARPS>({square, form, 0.f, 0.f}, ends.scratch[0]);
     if (thread == 0) {
       const SideSums side = sums_of_warps(ends.parts, WARPS);
-      room.lift = lift_of<0>(side, of_gram.x, shape, notes.apart);
+      room.lift = lift_of<0>(side, of_gram.x, shape, notes.apart, tau);
       *(double*)(aux + index) = form_above(side, of_gram.y, per, 64 + 4 * 64 * 64 / 128 * GRAM_BLOCKS / GROUPS, shape);
     }
   }
   __syncthreads();
   const Lift lift = room.lift;
-  const double grown = notes.back / ((1.0 - lift.t) * lift.scale), traces = notes.trace;
-  Unfinished out = {grown, traces, 0.f, 0.f, job.result, 0};
-  if (!(lift.scale > 0.f && notes.state == 1.f)) {
+  const bool finite = lift.scale > 0.f && notes.state == 1.f;
+  if (thread == 0) {
     const bool zero = lift.scale == 0.f || notes.state == 0.f, fallback = lift.scale > 0.f && notes.state == -1.f;
-    out.traces = zero ? 0.0 : fallback ? traces : __longlong_as_double(0x7ff8000000000000ll), out.grown = zero ? 0.0 : grown;
-    if (thread == 0) {
-      if (WIDE) unfinished[index] = out;
-      else put_product(lambdas + job.result, false, 0.f, 0.f, out.grown, out.traces, status);
-    }
-    return;
+    Unfinished& out = room.out;
+    out = {notes.back / ((1.0 - lift.t) * lift.scale), notes.trace, 0.f, 0.f, job.result, finite};
+    if (!finite) out.grown = zero ? 0.0 : out.grown, out.traces = zero ? 0.0 : fallback ? out.traces : __longlong_as_double(0x7ff8000000000000ll);
+    if (!finite && WIDE) unfinished[index] = out;
+    if (!finite && !WIDE) put_product(lambdas + out.result, false, 0.f, 0.f, out.grown, out.traces, status);
   }
+  if (!finite) return;
   if (thread == 0) {
     ptx::barrier_expect(arrived, FACTOR_BYTES);
     ptx::copy_bytes(u, factor, FACTOR_BYTES, arrived);
@@ -454,7 +451,8 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
   }
   // They are never negative: their bits are in order.
   const u32 of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(ratio));
-  if (thread % 32 == 0) ends.ratio[thread / 32] = __uint_as_float(of_warp);
+  const u32 last = this_thread();
+  if (last % 32 == 0) ends.ratio[last / 32] = __uint_as_float(of_warp);
   const float4 sums = sums_of_block<WARPS>({of_h, trace, 0.f, 0.f}, ends.scratch[1]);
   ratio = 0.f;
 #pragma unroll
@@ -462,14 +460,17 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
   // |E_T| <= c_T |U| |A| and |E_H| <= c_H |U| |T|^T entry by entry, and H is off by U E_T^T + E_H: by (c_T + c_H (1 + c_T)) |U| |A| |U|^T,
   // which is symmetric and bounds the mirror image of half an error as well. A and U stand here times 2^12, low parts left out.
   const float cut = CUT_T + 1.001f * CUT_H, absolute = 1.002f / (UP * UP * UP) * ratio;
-  const float slack = 1.002f * (cut * absolute + SMALL_A * notes.trace + SMALL_T * root(notes.trace));
+  const float of_u = (float)room.out.traces, slack = 1.002f * (cut * absolute + SMALL_A * of_u + SMALL_T * root(of_u));
   if constexpr (WIDE) {
-    out.trace = sums.y, out.slack = slack, out.fine = 1;
-    if (thread == 0) unfinished[index] = out;
+    if (thread == 0) {
+      room.out.trace = sums.y, room.out.slack = slack;
+      unfinished[index] = room.out;
+    }
   } else {
     __syncthreads();
     const float top = largest(h, sums.y, sums.x, slab, squaring.squares, squaring.links);
-    if (thread == 0) put_product(lambdas + job.result, true, top, slack, grown, traces, status);
+    const Unfinished& out = room.out;
+    if (thread == 0) put_product(lambdas + out.result, true, top, slack, out.grown, out.traces, status);
   }
 }
 

@@ -4,13 +4,18 @@
 
 namespace spectrum {
 
+// Not to be remembered from one part of the work to the next: registers are few.
+__device__ __forceinline__ u32 this_thread() {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Value 4 n + 2 h + e of a lane: row 16 warp + g + 8 h, column 8 n + 2 c + e.
 struct Lane {
   u32 group, warp, g, c;
-  // Not to be remembered from one part of the work to the next: registers are few.
   __device__ __forceinline__ Lane() {
-    u32 thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const u32 thread = this_thread();
     group = thread >> 7, warp = thread >> 5 & 3, g = (thread & 31) >> 2, c = thread & 3;
   }
   __device__ __forceinline__ u32 row() const { return 16 * warp + g; }
@@ -47,12 +52,13 @@ __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shar
 
 // Sums over a block of WARPS warps, the same bits in every thread. `scratch`: WARPS values that the last call did not use.
 template <u32 WARPS> __device__ __forceinline__ float4 sums_of_block(float4 v, float4* scratch) {
+  const u32 thread = this_thread();
 #pragma unroll
   for (int step = 16; step; step >>= 1) {
     v.x += __shfl_xor_sync(0xffffffffu, v.x, step), v.y += __shfl_xor_sync(0xffffffffu, v.y, step);
     v.z += __shfl_xor_sync(0xffffffffu, v.z, step), v.w += __shfl_xor_sync(0xffffffffu, v.w, step);
   }
-  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = v;
+  if ((thread & 31) == 0) scratch[thread >> 5] = v;
   __syncthreads();
   v = scratch[0];
 #pragma unroll

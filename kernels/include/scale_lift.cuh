@@ -61,11 +61,24 @@ struct Lift {
   // ||scale (G + added I)||_F, a hair below or above.
   __device__ __forceinline__ float frobenius() const { return (norm + sqrtf((float)N) * added) * scale; }
 };
+// Channel sums are those of exact channels, s, where the operands have s + e, ||e||^2 <= d R. Of the mean s s^T/d of what was rounded
+// only 1 - tau is taken away, and R/tau added: (s + e)(s + e)^T >= (1 - tau) s s^T - (1/tau - 1) e e^T for any tau in (0, 1). Both terms
+// are alike where tau is delta sqrt(d) / ||s||; s is one direction, and R/tau falls on all.
+__device__ __forceinline__ float share_of_mean(const SideSums* parts, u32 warps, const Shape& shape) {
+  if (!shape.mean || shape.one_sided) return 0.f;
+  float lost = 0.f, mean = 0.f;
+#pragma unroll 1
+  for (u32 w = 0; w < warps; w++) lost += parts[w].lost, mean += parts[w].mean;
+  return lost > 0.f ? fminf(2.f * root(lost * shape.d_model) * inverse_root(mean), 0.125f) : 0.f;
+}
 // `square`: ||G||_F^2. DEPTH: U^T U is within DEPTH 2^-24 of its trace of what it stands for; 0 where it is not factored.
-// `apart`: about how far sigma_Q sigma_K is above the norm of the product, 1 where that is not known.
-template <u32 DEPTH> __device__ __forceinline__ Lift lift_of(const SideSums& s, float square, const Shape& shape, float apart = 1.f) {
+// `apart`: about how far sigma_Q sigma_K is above the norm of the product, 1 where that is not known. `tau`: as above, 0 where all of
+// s s^T/d was taken away.
+template <u32 DEPTH>
+__device__ __forceinline__ Lift lift_of(const SideSums& s, float square, const Shape& shape, float apart = 1.f, float tau = 0.f) {
   const float u24 = 0x1p-24f;
-  const float delta = root(s.lost), moved = shape.mean ? (2.f * root(s.mean) + delta) * delta * inverse_root((float)shape.d_model) : 0.f;
+  const float delta = root(s.lost), whole = (2.f * root(s.mean) + delta) * delta * inverse_root((float)shape.d_model);
+  const float moved = !shape.mean ? 0.f : tau > 0.f ? s.lost * inverse(tau) : whole;
   const float c = shape.rounding + DEPTH;
   // Both sides rounded: any t in (0, 1) holds, and the product grows by t + R/t sigma_other^2 / sigma^2 of it, so t is near delta / sigma
   // times `apart`, sigma^2 taken as ||G||_F^2 / tr G. One side: the error is known in norm alone, sqrt(R) sigma, which R / t covers where

@@ -175,14 +175,8 @@ fn logit_above(case: &Case) -> f64 {
         // Constants that meet channels without rotation: the CPU knows the norm of these channels together.
         Kind::Cancelling if part_turned => 0.05,
         Kind::Spiked | Kind::Uneven if part_turned && (case.biases || case.layer_norm) => 0.05,
-        // Both sides of both Grams are rounded once, and their sums are deep; a mean is that of values before they were rounded.
-        _ if case.rotary == 0 && case.r > 128 => {
-            if case.layer_norm {
-                0.0125
-            } else {
-                0.011
-            }
-        }
+        // Both sides of both Grams are rounded once, and their sums are deep.
+        _ if case.rotary == 0 && case.r > 128 => 0.011,
         _ => 0.01,
     }
 }
