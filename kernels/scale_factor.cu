@@ -16,7 +16,7 @@ static_assert(THREADS >= SIDE, "a thread a channel, a lane a column");
 // f32 operation for every 16 rows, and what is added to the diagonal.
 constexpr u32 FACTOR_DEPTH = 16 + 24 + 8 + 4 + 36 + TILES + 8;
 
-constexpr u32 GUESSES = 4;  // query heads that are looked at for how far products are below those of norms
+constexpr u32 GUESSES = 2;  // query heads that are looked at for how far products are below those of norms
 
 struct FactorJob {
   u32 k;        // head in the Gram table
