@@ -839,6 +839,7 @@ fn bench(names: &[String]) -> Result<()> {
             report("power_sum_step_two_reads", median_us(&stream, |s| twice.steps(s, 1))?, qk);
         }
         report("plan", median_us(&stream, |s| engine.plan(s))?, qkv);
+        println!("# matrices squared, at most: {:?}", engine.squared()?);
         if engine.status().read()?[0] != 0 {
             println!("# status {:?}", engine.status().read()?);
         }

@@ -16,6 +16,7 @@ tests![
     plans_are_never_below_the_truth_and_close_above_it,
     heads_of_few_directions_are_bounded_as_tightly,
     random_shapes_hold_the_same,
+    norms_that_cannot_win_are_left_out,
     many_layers_are_the_same_as_one,
     the_same_input_gives_the_same_bits,
     a_capture_and_its_replays_neither_allocate_nor_wait,
@@ -111,6 +112,7 @@ pub fn cases() -> Vec<Case> {
     for (r, rotary) in [(64, 64), (64, 0), (128, 128), (200, 200), (256, 256)] {
         all.push(Case { kind: Kind::WeakChannel, rotary, ..case("weak channel", (2048, r), (2, 1)) });
     }
+    all.extend(competing());
     for kind in [Kind::Spiked, Kind::BadlyScaled, Kind::Cancelling, Kind::ZeroHead] {
         all.push(Case { kind, rotary: 0, biases: true, ..case("fixed with constants", (512, 64), (4, 2)) });
         all.push(Case { kind, ..case("turned", (512, 64), (4, 2)) });
@@ -118,6 +120,23 @@ pub fn cases() -> Vec<Case> {
         all.push(Case { kind, dtype: Dtype::F32, layer_norm: true, biases: true, ..case("f32", (200, 48), (4, 2)) });
     }
     all
+}
+
+/// Heads whose own norms are far below the scaled ones, beside flat ones, on every way to their squares.
+fn competing() -> Vec<Case> {
+    let case = |(d, r), heads| Case { kind: Kind::Competing, ..Case::new("competing", (d, r), heads) };
+    vec![
+        case((1024, 128), (8, 2)),
+        case((1024, 64), (6, 3)),
+        case((768, 96), (4, 4)),
+        case((1024, 192), (8, 2)),
+        case((640, 256), (5, 1)),
+        Case { dtype: Dtype::F32, interleaved: true, ..case((512, 128), (70, 2)) },
+        Case { layout: Layout::Conv1d, ..case((512, 160), (4, 2)) },
+        Case { rope_factor: 1.35, ..case((512, 64), (4, 2)) },
+        Case { biases: true, ..case((512, 128), (4, 2)) },
+        Case { layer_norm: true, ..case((512, 64), (4, 2)) },
+    ]
 }
 
 /// Heads that few directions carry over uneven channels, on every way to their Grams and pairs: the Frobenius norm over every
@@ -284,6 +303,30 @@ fn random_shapes_hold_the_same() {
     let mut uneven = || Case { kind: Kind::Uneven, ..Case::random(&mut rng) };
     bad.extend((0..20).flat_map(|i| compare(&uneven(), 200 + i)));
     assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+/// Of flat heads nearly all; of heads that win, their own and their keys'; with constants none.
+fn norms_that_cannot_win_are_left_out() {
+    for (case, squared, most) in [
+        (Case::new("flat", (4096, 128), (8, 2)), 16..=18, 26),
+        (Case { dtype: Dtype::F32, ..Case::new("flat", (2048, 256), (4, 4)) }, 8..=10, 16),
+        // Two query heads and the keys of both groups.
+        (Case { kind: Kind::Competing, ..Case::new("competing", (4096, 128), (8, 2)) }, 20..=22, 26),
+        // Both are of the only group.
+        (Case { kind: Kind::Competing, ..Case::new("competing", (4096, 128), (8, 1)) }, 19..=21, 25),
+        (Case { kind: Kind::Competing, ..Case::new("competing", (2048, 192), (8, 2)) }, 20..=22, 26),
+        (Case { biases: true, ..Case::new("constants", (1024, 64), (4, 2)) }, 14..=14, 14),
+        (Case { layer_norm: true, ..Case::new("shift", (1024, 128), (4, 2)) }, 14..=14, 14),
+        (Case { rotary: 0, ..Case::new("fixed", (1024, 64), (4, 2)) }, 6..=6, 6),
+    ] {
+        let layer = Layer::new(&case, 21);
+        let (engine, stream) = (engine(&layer), stream());
+        for _ in 0..2 {
+            engine.plan(&stream).unwrap();
+            let found = engine.squared().unwrap();
+            assert!(squared.contains(&found.0) && found.1 == most, "{case:?}: {found:?}");
+        }
+    }
 }
 
 fn many_layers_are_the_same_as_one() {

@@ -65,6 +65,9 @@ pub enum Kind {
     TwoDirections,
     /// Channels of a rotation pair are real and imaginary part of one: products of two pairs are themselves turns.
     Turning,
+    /// The second query head, and the last: six directions, each of a run of channels with one rotation pair at four times the rest.
+    /// Its own norms are the sharpest bound by far, since what a scaling takes from that pair it gives to the keys, which are flat.
+    Competing,
     /// One direction whose channels lie over nine binades, others in Q than in K, above a third as much of noise: few directions
     /// carry the head, and the two that balance its rotation pairs are far from them. Where the norm takes a mean out, there is one.
     Uneven,
@@ -208,6 +211,21 @@ fn heads(case: &Case, which: usize, rng: &mut StdRng) -> Vec<f32> {
                     let size = sign * rng.random_range(-9.0..0.0f32).exp2();
                     let mean = if case.layer_norm { 0.1 * scale } else { 0.0 };
                     row.iter_mut().zip(&direction).for_each(|(x, u)| *x = 0.3 * *x + size * u + mean);
+                }
+            }
+            Kind::Competing => {
+                if which == 0 && (head == 1 || head + 1 == count) {
+                    let pairs = r / 2;
+                    let place = |p: usize| if case.interleaved { (2 * p, 2 * p + 1) } else { (p, p + pairs) };
+                    for p in 0..pairs {
+                        let first = p * 6 / pairs;
+                        let lead = place((0..pairs).find(|x| x * 6 / pairs == first).unwrap_or(0)).0;
+                        let size = if place(p).0 == lead { 1.0 } else { 0.25 };
+                        let direction = rows[lead * d..(lead + 1) * d].to_vec();
+                        for c in [place(p).0, place(p).1] {
+                            rows[c * d..(c + 1) * d].iter_mut().zip(&direction).for_each(|(x, u)| *x = size * u);
+                        }
+                    }
                 }
             }
             Kind::WeakChannel => rows[5 * d..6 * d].iter_mut().for_each(|x| *x *= 0.02),
