@@ -57,7 +57,7 @@ fn formulas_without_constants() {
 /// and a mean that the norm takes out meet the first alone.
 #[test]
 fn rounding_meets_the_smaller_product_of_norms() {
-    let (d, r) = (128, 16);
+    let (d, r) = (512, 16);
     let rotation = rope(12, RopeLayout::HalfSplit, 1e4);
     let pairs: Vec<(usize, usize)> = rotation.pairs().collect();
     let mut wins = [0; 2];
@@ -68,7 +68,7 @@ fn rounding_meets_the_smaller_product_of_norms() {
             // One direction with one pair above the rest, and keys that are flat.
             let direction = planted.q[0].column(0).clone_owned();
             for c in 0..r {
-                planted.q[0].set_column(c, &(&direction * if c == 0 || c == 6 { 8.0 } else { 1.0 }));
+                planted.q[0].set_column(c, &(&direction * if c == 0 || c == 6 { 4.0 } else { 1.0 }));
             }
         }
         for c in 0..r {
