@@ -12,7 +12,7 @@ constexpr bool BIG = N > 64;
 constexpr u32 SIDE = BIG ? 128 : 64, TILES = SIDE / 8;
 // What may be left open by estimate, of lambda; a fifth of it is on average. Norms as they are may be looser: their product is
 // sigma only where it is the smaller one, which is seldom, and by little.
-constexpr float SCALED_OPEN = 0.002f, RAW_OPEN = 0.003f;
+constexpr float SCALED_OPEN = 0.0015f, RAW_OPEN = 0.003f;
 constexpr float TRACE = 16.f;            // of S: its values are normal numbers of f16
 constexpr u32 PANEL_BYTES = SIDE * 128;  // 64 columns of every row
 

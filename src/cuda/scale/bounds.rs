@@ -33,13 +33,13 @@ pub(super) struct Bounds {
     pub eta: f64,
     /// Allowance of a Gram's entries, in units of 2^-24 tr G.
     pub rounding: f32,
-    /// Bits 0 and 1: projections whose pair products still hold the mean, of any layer.
+    /// Of the plan (`kernels/scale_plan.cu`).
     flags: u32,
     shape: LayerInput,
     layers: usize,
     /// Kernels may start before the one in front has ended.
     early: bool,
-    /// Among them those that square.
+    /// So may the one that squares, beside another launch of it.
     hopper: bool,
 }
 
@@ -355,41 +355,34 @@ impl Bounds {
     /// where these say that it may be sharper. Where norms of V are apart, behind the launch that makes them, and beside it.
     pub fn norms(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, status: DevicePtr) -> Result<()> {
         let beside = grams.values_apart && self.early();
+        let given = [grams.heads.ptr(), grams.partials.ptr(), stats, status];
         let shape = self.gram_shape(grams, beside, false);
-        self.square(stream, &self.sure, (shape, beside), grams, stats, status, self.early())?;
-        match &self.asked {
-            // Its blocks wait for the word of the scaled ones that they compete with, not for that launch.
-            Some(asked) => {
-                let shape = self.gram_shape(grams, self.hopper, true);
-                self.square(stream, asked, (shape, self.hopper), grams, stats, status, self.hopper)
-            }
-            None => Ok(()),
-        }
+        self.square(stream, (&self.sure, self.early()), shape, beside, given)?;
+        let Some(asked) = &self.asked else { return Ok(()) };
+        // Its blocks wait for what the scaled ones that they compete with leave, not for the end of that launch.
+        let shape = self.gram_shape(grams, self.hopper, true);
+        self.square(stream, (asked, self.hopper), shape, self.hopper, given)
     }
 
-    #[expect(clippy::too_many_arguments, reason = "those of a launch")]
+    /// `given`: heads and parts of the Grams, statistics, status.
     fn square(
         &self,
         stream: &Stream,
-        matrices: &Squarings,
-        (shape, beside): (Arg, bool),
-        grams: &Grams,
-        stats: DevicePtr,
-        status: DevicePtr,
-        early: bool,
+        (matrices, early): (&Squarings, bool),
+        shape: Arg,
+        beside: bool,
+        given: [DevicePtr; 4],
     ) -> Result<()> {
-        let (partials, stats) = (Arg::Ptr(grams.partials.ptr()), Arg::Ptr(stats));
-        let leans = if self.leans.len() > 0 { self.leans.ptr() } else { DevicePtr::NULL };
-        let results = [Arg::Ptr(self.lambdas.ptr()), Arg::Ptr(leans), Arg::Ptr(status)];
+        let [heads, partials, stats, status] = given.map(Arg::Ptr);
+        let leans = if self.asked.is_some() { self.leans.ptr() } else { DevicePtr::NULL };
         let mut args = match &matrices.jobs {
-            Jobs::Heads(jobs) => vec![Arg::Ptr(jobs.ptr()), Arg::Ptr(grams.heads.ptr())],
+            Jobs::Heads(jobs) => vec![Arg::Ptr(jobs.ptr()), heads],
             Jobs::Places(tasks) => vec![Arg::Ptr(tasks.ptr())],
         };
-        args.extend([partials, stats, shape]);
-        args.extend(results);
+        args.extend([partials, stats, shape, Arg::Ptr(self.lambdas.ptr()), Arg::Ptr(leans), status]);
         // SAFETY: 1. the arguments are the kernel's; 2. all tables are the engine's; 3. every job has its own result, and the
-        // Grams are finished, by the stream's order or the kernel's wait. A launch that started beside another reads of it only
-        // words that are written whole.
+        // Grams are finished, by the stream's order or the kernel's wait. A launch beside the one in front reads of what that
+        // writes only words that are written whole.
         unsafe { self.eigen.launch_early(stream, waiting(matrices.launch, beside), &args, early) }
     }
 
