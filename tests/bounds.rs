@@ -96,6 +96,13 @@ fn rounding_meets_the_smaller_product_of_norms() {
         };
         let (product, smaller) = (gap(&planted), plain.min(balanced));
         assert!((smaller * (1.0 - 1e-9)..smaller * 1.02).contains(&product), "{product} for {smaller}");
+        let mut biased = planted.clone();
+        (biased.spec.bias.q, biased.spec.bias.k) = (true, true);
+        (biased.q_bias, biased.k_bias) = (Some(vec![0.3; r]), Some(vec![-0.2; r]));
+        let root = (d as f64).sqrt();
+        let size = |w: &nalgebra::DMatrix<f64>, b: f64| w.singular_values().max() + b * (r as f64).sqrt() / root;
+        let (product, whole) = (gap(&biased), size(&q, 0.3) * size(&k, 0.2));
+        assert!((whole * (1.0 - 1e-9)..whole * 1.02).contains(&product), "{product} for {whole}");
         let mut shifted = Planted::pair(q.clone(), k.clone());
         shifted.spec.layers[0].rope = Some(rotation.clone());
         shifted = shifted.with_random_norm(seed, NormKind::LayerNorm, true);
