@@ -225,12 +225,14 @@ fn heads(case: &Case, which: usize, rng: &mut StdRng) -> Vec<f32> {
                     for p in 0..pairs {
                         let first = p * 6 / pairs;
                         let lead = place((0..pairs).find(|x| x * 6 / pairs == first).unwrap_or(0)).0;
-                        let size = if place(p).0 == lead { 4.0 } else { 1.0 };
+                        let size = if place(p).0 == lead { 1.0 } else { 0.25 };
                         let direction = rows[lead * d..(lead + 1) * d].to_vec();
                         for c in [place(p).0, place(p).1] {
                             rows[c * d..(c + 1) * d].iter_mut().zip(&direction).for_each(|(x, u)| *x = size * u);
                         }
                     }
+                    // So that neither side's part of what a scaling gains is the other's.
+                    rows.iter_mut().for_each(|x| *x *= if head == 1 { 4.0 } else { 1.0 });
                 }
             }
             Kind::OneLarge => {

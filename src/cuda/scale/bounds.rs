@@ -134,11 +134,21 @@ pub(super) fn waiting(launch: Launch, beside: bool) -> Launch {
 /// What no scaled norm has left yet (`kernels/include/scale_jobs.cuh`).
 const NOT_YET: u64 = u64::MAX;
 
-/// Norms as they are bound nothing but sigma_Q sigma_K: with constants they meet these, and with a mean that the norm takes
-/// out they have it.
-fn only_compete(layer: &LayerInput) -> bool {
-    let biases = layer.q.bias != DevicePtr::NULL || layer.k.bias != DevicePtr::NULL;
-    layer.rotary > 0 && !biases && layer.shift == DevicePtr::NULL && !layer.mean_removed
+/// Whether norms as they are wait for the scaled ones: only where they bound nothing but sigma_Q sigma_K (with constants they
+/// meet these, and with a mean that the norm takes out they have it), and where not all run at once in any case.
+fn compete(device: &Device, layers: &[LayerInput]) -> impl Fn(&LayerInput) -> bool + use<> {
+    let first = &layers[0];
+    let matrices = layers.len() * (3 * first.n_q + first.n_kv);
+    let together = match first.d_head {
+        _ if !by_warpgroups(device, first.d_head) => 1,
+        ..=64 => 6,
+        _ => 4,
+    };
+    let many = 2 * matrices > 3 * together * device.processors();
+    move |layer| {
+        let biases = layer.q.bias != DevicePtr::NULL || layer.k.bias != DevicePtr::NULL;
+        many && layer.rotary > 0 && !biases && layer.shift == DevicePtr::NULL && !layer.mean_removed
+    }
 }
 
 /// Squares of a query head behind those of its raw sides: both scaled sides and the Frobenius bound, or the product.
@@ -152,11 +162,11 @@ impl Bounds {
         let (count, n_q, n_kv, r) = (layers.len(), first.n_q, first.n_kv, first.d_head);
         let (mut sure, mut asked, mut products) = (vec![], vec![], vec![]);
         let (k_at, rest_at) = (count * n_q, count * (n_q + n_kv));
-        let by_product = first.rotary == 0;
+        let (by_product, competes) = (first.rotary == 0, compete(device, layers));
         // Jobs that read the same Gram follow one another, so that the cache serves them.
         for (layer, input) in layers.iter().enumerate() {
             let heads = layer * (n_q + n_kv);
-            let compete = only_compete(input);
+            let compete = competes(input);
             for kv in 0..n_kv {
                 let k = (heads + n_q + kv) as u32;
                 let group = kv * (n_q / n_kv)..(kv + 1) * (n_q / n_kv);
@@ -276,7 +286,7 @@ impl Bounds {
         let products = if s.rotary == 0 { Products::bytes_for(device, layers) } else { 0 };
         let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
         let values = built.row_blocks.iter().chain(&built.column_blocks).filter(is_value).count();
-        let leans = if layers.iter().any(only_compete) { 2 * q } else { 0 };
+        let leans = if layers.iter().any(compete(device, layers)) { 2 * q } else { 0 };
         8 * (all + rest(s) * q + all + leans + values)
             + Jobs::size(by_warpgroups(device, s.d_head)) * jobs
             + products
