@@ -1,5 +1,5 @@
 // Certified largest eigenvalues of the small matrices that a logit bound is made of (include/scale_jobs.cuh), d_head up to
-// 128 (macro D_HEAD). Hopper: one warpgroup a matrix, several on a multiprocessor, which wait for nobody else.
+// 128 (macro D_HEAD). Hopper: one warpgroup a matrix, several on a multiprocessor.
 //
 // X lies in shared memory as a wgmma operand, both sides of P = X X^T. Of P the upper 64 x 64 blocks are made, three of
 // four; the fourth of the next X is written by transposition.
