@@ -402,9 +402,8 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     // P of tile t and P V, a part at a time, with what can be known of tile n, whose logits are on their way. Not `held`: there is no
     // tile t; not `real`: those logits are of no tile.
     auto product = [&](float (&s)[kBlockN / 2], u32 t, float (&next)[kBlockN / 2], int n, bool masked, bool held, bool real) {
-      // With SPLIT `s` holds exponents, elsewhere logits.
-      float shift[2] = {}, part[4] = {};
-      if (!kSplit) offsets(rows, scale, shift);
+      float shift[2], part[4] = {};
+      offsets(rows, scale, shift);
       wgmma_hold(o);
 #pragma unroll
       for (int c = 0; c < kBlockN / kPart; c++) {
@@ -414,8 +413,8 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
           if (real) release_k(t + 1);
           prepare(next, n, masked, top, low);
         }
-        if (c == 0) exponentials<0, kPart / 2, !kSplit>(s, scale, shift, part);
-        if (c == 1) exponentials<kPart / 2, kBlockN / 2, !kSplit>(s, scale, shift, part);
+        if (c == 0) exponentials<0, kPart / 2>(s, scale, shift, part);
+        if (c == 1) exponentials<kPart / 2, kBlockN / 2>(s, scale, shift, part);
 #pragma unroll
         for (int i = kPart / 16 * c; i < kPart / 16 * (c + 1); i++) pack(pr, s, i);
         if (c == 0 && kSplit) mbarrier_wait_uniform(v_barrier(t), v_parity(t), !held);
@@ -428,16 +427,40 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       add_up(rows, part);
     };
 #if SPLIT
-    // NOTES: a call of few tiles waits for its own instructions, which come from far. So one copy of them makes every tile, the next item's
-    // first logits and an item's last product too, and the first turn, of no tile at all, brings them while the first copies are on their way.
-    // Logits pass from one set of accumulators to the other as exponents.
-    float exponents[kBlockN / 2] = {}, logits[kBlockN / 2];
+    // NOTES: a call of few tiles waits for its own instructions, which come from far. So one copy of them, the turn below, makes every tile,
+    // the next item's first logits and an item's last product too, and the first turn, of no tile at all, brings it while the first copies
+    // are on their way. Where many tiles follow, pairs of steps spare them the turn's moves.
+    float logits[kBlockN / 2] = {}, next[kBlockN / 2];
     task = {0, 0, 0, desc_k};
     rows = {}, scale = 0.0f, fresh = true;
     int left = 0, whole = 0, collected = 0;  // tiles of the task whose logits are still to come; products since O was flushed
     u32 ready = 0;
-    bool held = false;                       // `exponents` are of the item at hand
+    bool held = false;                       // `logits` are of the item at hand
+    auto poll = [&](u32 t) { ready = left > 0 ? mbarrier_try_wait(k_barrier(t), k_parity(t)) : 0; };
+    auto step = [&](float (&s)[kBlockN / 2], float (&next)[kBlockN / 2]) {
+      const u32 t = it;
+      mbarrier_wait_uniform(k_barrier(t), k_parity(t), ready);
+      issue_logits(next, task.queries, k_operand(t));
+      it = t + 1, left--;
+      product(s, t - 1, next, left, false, true, true);
+      poll(t + 1);
+      const bool moved = settle(next, top, low, rows, scale, false);
+      wgmma_wait<0>();
+      wgmma_hold(o);
+      release_v(t - 1);
+      if (moved) multiply(o, rows.rescale);
+    };
+    bool many = false;
     for (bool begun = false;; begun = true) {
+      if (left >= (many ? 2 : kMany) && left <= whole) {
+        many = true;
+        step(logits, next);
+        collected++;
+      } else {
+        many = false;
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; i++) next[i] = logits[i];
+      }
       const bool crossing = left == 0;
       if (crossing && begun) {
         task = take(items + (held ? 1 : 0));
@@ -447,44 +470,29 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       const u32 t = it;
       mbarrier_wait_uniform(k_barrier(t), k_parity(t), real ? ready : 1);
       issue_logits(logits, task.queries, k_operand(t));
-      product(exponents, t - 1, logits, left - 1, masked, held, real);
-      it = real ? t + 1 : t, left = real ? left - 1 : 0;
-      ready = left > 0 ? mbarrier_try_wait(k_barrier(t + 1), k_parity(t + 1)) : 0;
-      bool moved = false;
-      auto pass = [&]() {
-        float shift[2];
-        offsets(rows, scale, shift);
-#pragma unroll
-        for (int i = 0; i < kBlockN / 2; i++) exponents[i] = fmaf(logits[i], scale, -shift[(i >> 1) & 1]);
-      };
-      if (!crossing) {
-        moved = settle(logits, top, low, rows, scale, masked);
-        pass();
-        wgmma_hold(exponents);
-      }
+      product(next, t - 1, logits, left - 1, masked, held, real);
+      it = __shfl_sync(~0u, real ? t + 1 : t, 0), left = __shfl_sync(~0u, real ? left - 1 : 0, 0);
+      poll(t + 1);
       wgmma_wait<0>();
       wgmma_hold(o);
       if (held) release_v(t - 1);
-      if (crossing) {
-        if (begun) {
-          // An item without keys is over before it begins
-          bool empty = task.key_tiles == 0;
-          do {
-            if (held) close();
-            held = empty, empty = false;
-            if (held || real) open();
-            if (held)
+      if (crossing && begun) {
+        // An item without keys is over before it begins
+        bool empty = task.key_tiles == 0;
+        do {
+          if (held) close();
+          held = empty, empty = false;
+          if (held || real) open();
+          if (held)
 #pragma unroll
-              for (int i = 0; i < kDim / 2; i++) o[i] = 0.0f;
-          } while (held);
-          if (task.key_tiles < 0) break;
-          held = real, collected = 0;
-        }
-        settle(logits, top, low, rows, scale, masked);
-        pass();
-      } else {
-        if (moved) multiply(o, rows.rescale);
-        if (++collected == kFlushTiles) second_level(), collected = 0;
+            for (int i = 0; i < kDim / 2; i++) o[i] = 0.0f;
+        } while (held);
+        if (task.key_tiles < 0) break;
+        held = real, collected = -1;
+      }
+      if (real) {
+        if (settle(logits, top, low, rows, scale, masked)) multiply(o, rows.rescale);
+        if (++collected >= kFlushTiles) second_level(), collected = 0;
       }
     }
 #else
@@ -595,7 +603,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       auto exponentiate = [&]() {
         float shift[2], part[4] = {};
         offsets(rows, scale, shift);
-        exponentials<0, kBlockN / 2, true>(s, scale, shift, part);
+        exponentials<0, kBlockN / 2>(s, scale, shift, part);
         add_up(rows, part);
       };
       auto pack_all = [&]() {

@@ -99,13 +99,12 @@ template <int N> __device__ __forceinline__ void multiply(float (&o)[N], const f
   for (int i = 0; i < N; i++) o[i] *= factor[(i >> 1) & 1];
 }
 
-// P of the logits [First, Last), in place, and the sums of its columns: `part[2 r]` and `part[2 r + 1]` of row r. Without `Scale` they
-// are exponents already.
-template <int First, int Last, bool Scale, int N>
+// P of the logits [First, Last), in place, and the sums of its columns: `part[2 r]` and `part[2 r + 1]` of row r.
+template <int First, int Last, int N>
 __device__ __forceinline__ void exponentials(float (&s)[N], float scale, const float (&shift)[2], float (&part)[4]) {
 #pragma unroll
   for (int i = First; i < Last; i++) {
-    s[i] = exp2_mufu(Scale ? fmaf(s[i], scale, -shift[(i >> 1) & 1]) : s[i]);
+    s[i] = exp2_mufu(fmaf(s[i], scale, -shift[(i >> 1) & 1]));
     part[i & 3] = i < 4 ? s[i] : part[i & 3] + s[i];
   }
 }

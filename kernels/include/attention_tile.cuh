@@ -105,6 +105,7 @@ constexpr bool kSplit = SPLIT;
 constexpr int kPart = 64;  // keys whose P goes to the tensor cores together, under `ahead`
 constexpr float kOffset = 8.0f;  // log2 of P's scale: the largest is 256, below E4M3's 448
 constexpr int kEager = 2;  // tiles that the producer asks for before the item is handed out, with SPLIT
+constexpr int kMany = 8;   // tiles worth the steps of their own, with SPLIT
 constexpr int kFlushTiles = FLUSH_KEYS / (2 * BLOCK_N) * 2;
 static_assert(kFlushTiles > 1, "the first flush follows the first product; tiles go in pairs");
 constexpr float kLog2e = 1.4426950408889634f;
