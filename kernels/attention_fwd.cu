@@ -125,8 +125,8 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       int index = blockIdx.x;
       while (true) {
         const bool alive = index < tiles;
-        // NOTES: parts cost alike, and a counter would be a trip to memory.
-        const int next = kSplit ? index + gridDim.x : alive ? (int)(atomicAdd(p.counter, 1) + gridDim.x) : 0;
+        // NOTES: where every block has one item, the counter would be a trip to memory for nothing.
+        const int next = !alive ? 0 : kSplit && tiles <= gridDim.x ? tiles : (int)(atomicAdd(p.counter, 1) + gridDim.x);
 
         const Tile t = decode(p, alive ? index : 0);
         const int head = kShortProducer ? (u32)t.head * p.heads_kv / p.heads_q : t.head / group_size;
@@ -143,11 +143,10 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         };
 
 #if SPLIT
-        // NOTES: the descales are asked for ahead of the first copies, and waited for behind them. Few copies: consumers let go of the
-        // last tile of an item only when they have the next item.
+        // NOTES: descales are asked for ahead of the first copies, and waited for behind them. Few copies: consumers let go of the last tile
+        // of an item only when they have the next item.
         const float q_descale = p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head];
         const float k_descale = p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head];
-        const float v_descale = p.parts == 1 ? p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head] : 1.0f;
         const int query_bytes = p.positions * p.tile_heads * kDim, first = t.first;
         int n = first + t.key_tiles - 1;
 #pragma unroll 1
@@ -169,7 +168,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         if (!alive) item.tile.key_tiles = -1;
 #if SPLIT
         item.logit_scale = p.softmax_scale * q_descale * k_descale;
-        item.v_descale = v_descale;
+        item.v_descale = p.parts == 1 ? p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head] : 1.0f;
 #else
         item.logit_scale = p.softmax_scale * p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head] *
                            p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head];
@@ -212,14 +211,14 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         index = next;
       }
 
-#if !SPLIT
       // Leave the counter at zero for the next launch
-      __threadfence();
-      if (atomicAdd(p.counter + 1, 1) == gridDim.x - 1) {
-        p.counter[0] = 0;
-        p.counter[1] = 0;
+      if (!kSplit || tiles > gridDim.x) {
+        __threadfence();
+        if (atomicAdd(p.counter + 1, 1) == gridDim.x - 1) {
+          p.counter[0] = 0;
+          p.counter[1] = 0;
+        }
       }
-#endif
     }
   } else if (!kSplit || group < consumers) {
     registers_grow<kConsumerRegisters>();
@@ -258,7 +257,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
                   wgmma_descriptor(at, 16, 8 * kDim, kSwizzle)};
     };
     Task task;
-#if !(SPLIT && AHEAD)
+#if !COMPACT
     task = take(0);
 #endif
 
@@ -417,8 +416,8 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         if (c == 1) exponentials<kPart / 2, kBlockN / 2>(s, scale, shift, part);
 #pragma unroll
         for (int i = kPart / 16 * c; i < kPart / 16 * (c + 1); i++) pack(pr, s, i);
-        if (c == 0 && kSplit) mbarrier_wait_uniform(v_barrier(t), v_parity(t), !held);
-        if (c == 0 && !kSplit) mbarrier_wait_uniform(v_barrier(t), v_parity(t));
+        if (c == 0 && COMPACT) mbarrier_wait_uniform(v_barrier(t), v_parity(t), !held);
+        if (c == 0 && !COMPACT) mbarrier_wait_uniform(v_barrier(t), v_parity(t));
         if (c == 0) issue_output<0, kPart / 32>(o, pr, v_operand(t), fresh);
         if (c == 1) issue_output<kPart / 32, kBlockN / 32>(o, pr, v_operand(t), fresh);
         wgmma_commit();
@@ -426,41 +425,15 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       fresh = false;
       add_up(rows, part);
     };
-#if SPLIT
-    // NOTES: a call of few tiles waits for its own instructions, which come from far. So one copy of them, the turn below, makes every tile,
-    // the next item's first logits and an item's last product too, and the first turn, of no tile at all, brings it while the first copies
-    // are on their way. Where many tiles follow, pairs of steps spare them the turn's moves.
+#if COMPACT
+    // NOTES: a call of few tiles waits for its own instructions, which come from far. So one copy of them makes every tile, the next item's
+    // first logits and an item's last product too, and the first turn, of no tile at all, brings them while the first copies are on their way.
     float logits[kBlockN / 2] = {}, next[kBlockN / 2];
     task = {0, 0, 0, desc_k};
     rows = {}, scale = 0.0f, fresh = true;
     int left = 0, whole = 0, collected = 0;  // tiles of the task whose logits are still to come; products since O was flushed
-    u32 ready = 0;
     bool held = false;                       // `logits` are of the item at hand
-    auto poll = [&](u32 t) { ready = left > 0 ? mbarrier_try_wait(k_barrier(t), k_parity(t)) : 0; };
-    auto step = [&](float (&s)[kBlockN / 2], float (&next)[kBlockN / 2]) {
-      const u32 t = it;
-      mbarrier_wait_uniform(k_barrier(t), k_parity(t), ready);
-      issue_logits(next, task.queries, k_operand(t));
-      it = t + 1, left--;
-      product(s, t - 1, next, left, false, true, true);
-      poll(t + 1);
-      const bool moved = settle(next, top, low, rows, scale, false);
-      wgmma_wait<0>();
-      wgmma_hold(o);
-      release_v(t - 1);
-      if (moved) multiply(o, rows.rescale);
-    };
-    bool many = false;
     for (bool begun = false;; begun = true) {
-      if (left >= (many ? 2 : kMany) && left <= whole) {
-        many = true;
-        step(logits, next);
-        collected++;
-      } else {
-        many = false;
-#pragma unroll
-        for (int i = 0; i < kBlockN / 2; i++) next[i] = logits[i];
-      }
       const bool crossing = left == 0;
       if (crossing && begun) {
         task = take(items + (held ? 1 : 0));
@@ -468,11 +441,9 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       }
       const bool real = left > 0, masked = left > whole;
       const u32 t = it;
-      mbarrier_wait_uniform(k_barrier(t), k_parity(t), real ? ready : 1);
-      issue_logits(logits, task.queries, k_operand(t));
-      product(next, t - 1, logits, left - 1, masked, held, real);
-      it = __shfl_sync(~0u, real ? t + 1 : t, 0), left = __shfl_sync(~0u, real ? left - 1 : 0, 0);
-      poll(t + 1);
+      mbarrier_wait_uniform(k_barrier(t), k_parity(t), !real);
+      issue_logits(next, task.queries, k_operand(t));
+      product(logits, t - 1, next, left - 1, masked, held, real);
       wgmma_wait<0>();
       wgmma_hold(o);
       if (held) release_v(t - 1);
@@ -491,9 +462,12 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         held = real, collected = -1;
       }
       if (real) {
-        if (settle(logits, top, low, rows, scale, masked)) multiply(o, rows.rescale);
-        if (++collected >= kFlushTiles) second_level(), collected = 0;
+        if (settle(next, top, low, rows, scale, masked)) multiply(o, rows.rescale);
+        if (++collected == kFlushTiles) second_level(), collected = 0;
       }
+      it = __shfl_sync(~0u, real ? t + 1 : t, 0), left = __shfl_sync(~0u, real ? left - 1 : 0, 0);
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; i++) logits[i] = next[i];
     }
 #else
     // `odd` may hold the first logits of the task, computed under the last product of the item before; `top` and `low` what
@@ -586,7 +560,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       it = __shfl_sync(~0u, begun ? t + 1 : t, 0);
       close();
     }
-#endif  // SPLIT
+#endif  // COMPACT
 #else
     while (task.key_tiles >= 0) {
       open();

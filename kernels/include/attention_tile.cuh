@@ -42,6 +42,10 @@
 #ifndef SPLIT
 #define SPLIT 0
 #endif
+// 1: SPLIT for parts of few tiles, whose time is starts and ends: one copy of the code makes all of them.
+#ifndef COMPACT
+#define COMPACT 0
+#endif
 
 // Written by the host byte for byte; strides count elements.
 struct Telemetry {
@@ -105,7 +109,6 @@ constexpr bool kSplit = SPLIT;
 constexpr int kPart = 64;  // keys whose P goes to the tensor cores together, under `ahead`
 constexpr float kOffset = 8.0f;  // log2 of P's scale: the largest is 256, below E4M3's 448
 constexpr int kEager = 2;  // tiles that the producer asks for before the item is handed out, with SPLIT
-constexpr int kMany = 8;   // tiles worth the steps of their own, with SPLIT
 constexpr int kFlushTiles = FLUSH_KEYS / (2 * BLOCK_N) * 2;
 static_assert(kFlushTiles > 1, "the first flush follows the first product; tiles go in pairs");
 constexpr float kLog2e = 1.4426950408889634f;
@@ -117,6 +120,7 @@ static_assert(kBlockN % 32 == 0 && kBlockN <= 256, "P V consumes 32 keys a produ
 static_assert(kConsumers == 2 || kConsumers == 3, "the register file feeds two or three consumers");
 static_assert(!kAhead || kBlockN % kPart == 0, "whole parts");
 static_assert(TELEMETRY || !LOGITS_E4M3, "overflow must not go unseen");
+static_assert(!COMPACT || (kSplit && kAhead), "a form of that schedule");
 static_assert(!kSplit || (CAUSAL && kConsumers == 2 && !OUT_E4M3), "the form that parts are made in");
 
 constexpr int kQBytes = kRows * kDim;
