@@ -825,6 +825,11 @@ fn bench(names: &[String]) -> Result<()> {
             let us = us / s.layers as f64;
             println!("{},{method},{us:.2},{:.3}", s.name, us / floor);
         };
+        if std::env::var_os("ENGINE_PROBE_PLAN").is_some() {
+            report("plan", median_us(&stream, |s| engine.plan(s))?, qkv);
+            println!("# matrices squared, at most: {:?}", engine.squared()?);
+            continue;
+        }
         report("operand_descales", median_us(&stream, |s| engine.descales(s))?, qkv);
         let (name, floor) = if engine.grams_read_values() { ("grams_norms_qkv", qkv) } else { ("grams_qk", qk) };
         report(name, median_us(&stream, |s| engine.grams(s))?, floor);

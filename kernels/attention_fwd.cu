@@ -125,7 +125,8 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       int index = blockIdx.x;
       while (true) {
         const bool alive = index < tiles;
-        const int next = alive ? (int)(atomicAdd(p.counter, 1) + gridDim.x) : 0;
+        // NOTES: where every block has one item, the counter would be a trip to memory for nothing.
+        const int next = !alive ? 0 : kSplit && tiles <= gridDim.x ? tiles : (int)(atomicAdd(p.counter, 1) + gridDim.x);
 
         const Tile t = decode(p, alive ? index : 0);
         const int head = kShortProducer ? (u32)t.head * p.heads_kv / p.heads_q : t.head / group_size;
@@ -142,10 +143,13 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         };
 
 #if SPLIT
-        // NOTES: the first copies go out before the descales are there. Few of them: consumers let go of the last tile of an item only
-        // when they have the next item.
+        // NOTES: descales are asked for ahead of the first copies, and waited for behind them. Few copies: consumers let go of the last tile
+        // of an item only when they have the next item.
+        const float q_descale = p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head];
+        const float k_descale = p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head];
         const int query_bytes = p.positions * p.tile_heads * kDim, first = t.first;
         int n = first + t.key_tiles - 1;
+#pragma unroll 1
         for (int w = 0; w < consumers; w++) {
           mbarrier_wait_uniform(q_empty(q.index, w), q.parity ^ 1);
           if (alive) {
@@ -154,6 +158,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
                         t.row + w * p.positions, t.batch);
           }
         }
+#pragma unroll 1
         for (int i = 0; alive && i < kEager && n >= first; i++, n--) load_keys(n);
 #endif
 
@@ -161,14 +166,19 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         Work item;
         item.tile = t;
         if (!alive) item.tile.key_tiles = -1;
+#if SPLIT
+        item.logit_scale = p.softmax_scale * q_descale * k_descale;
+        item.v_descale = p.parts == 1 ? p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head] : 1.0f;
+#else
         item.logit_scale = p.softmax_scale * p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head] *
                            p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head];
-        item.v_descale = 1.0f;
-        if (!kSplit || p.parts == 1) item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
+        item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
+#endif
 #if OUT_E4M3
         item.to_out = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
 #endif
 #if SPLIT
+#pragma unroll 1
         for (int w = 0; w < consumers; w++) {
           work[q.index * kConsumers + w] = item;
           mbarrier_arrive(q_full(q.index, w));
@@ -194,15 +204,20 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         q.advance();
 
         // Stream keys and values, the last tile first
+#if SPLIT
+#pragma unroll 1
+#endif
         for (; n >= first; n--) load_keys(n);
         index = next;
       }
 
       // Leave the counter at zero for the next launch
-      __threadfence();
-      if (atomicAdd(p.counter + 1, 1) == gridDim.x - 1) {
-        p.counter[0] = 0;
-        p.counter[1] = 0;
+      if (!kSplit || tiles > gridDim.x) {
+        __threadfence();
+        if (atomicAdd(p.counter + 1, 1) == gridDim.x - 1) {
+          p.counter[0] = 0;
+          p.counter[1] = 0;
+        }
       }
     }
   } else if (!kSplit || group < consumers) {
@@ -241,7 +256,10 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       return Task{handed(slot(item).tile.key_tiles), handed(slot(item).tile.row), first,
                   wgmma_descriptor(at, 16, 8 * kDim, kSwizzle)};
     };
-    Task task = take(0);
+    Task task;
+#if !COMPACT
+    task = take(0);
+#endif
 
 #if CAUSAL
     // The last key that a query sees by that rule
@@ -379,9 +397,82 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     };
 
 #if AHEAD
+    float top[2], low[2];
+    // P of tile t and P V, a part at a time, with what can be known of tile n, whose logits are on their way. Not `held`: there is no
+    // tile t; not `real`: those logits are of no tile.
+    auto product = [&](float (&s)[kBlockN / 2], u32 t, float (&next)[kBlockN / 2], int n, bool masked, bool held, bool real) {
+      float shift[2], part[4] = {};
+      offsets(rows, scale, shift);
+      wgmma_hold(o);
+#pragma unroll
+      for (int c = 0; c < kBlockN / kPart; c++) {
+        if (c == kBlockN / kPart - 1) {
+          wgmma_wait<(kBlockN > kPart ? 1 : 0)>();
+          wgmma_hold(next);
+          if (real) release_k(t + 1);
+          prepare(next, n, masked, top, low);
+        }
+        if (c == 0) exponentials<0, kPart / 2>(s, scale, shift, part);
+        if (c == 1) exponentials<kPart / 2, kBlockN / 2>(s, scale, shift, part);
+#pragma unroll
+        for (int i = kPart / 16 * c; i < kPart / 16 * (c + 1); i++) pack(pr, s, i);
+        if (c == 0 && COMPACT) mbarrier_wait_uniform(v_barrier(t), v_parity(t), !held);
+        if (c == 0 && !COMPACT) mbarrier_wait_uniform(v_barrier(t), v_parity(t));
+        if (c == 0) issue_output<0, kPart / 32>(o, pr, v_operand(t), fresh);
+        if (c == 1) issue_output<kPart / 32, kBlockN / 32>(o, pr, v_operand(t), fresh);
+        wgmma_commit();
+      }
+      fresh = false;
+      add_up(rows, part);
+    };
+#if COMPACT
+    // NOTES: a call of few tiles waits for its own instructions, which come from far. So one copy of them makes every tile, the next item's
+    // first logits and an item's last product too, and the first turn, of no tile at all, brings them while the first copies are on their way.
+    float logits[kBlockN / 2] = {}, next[kBlockN / 2];
+    task = {0, 0, 0, desc_k};
+    rows = {}, scale = 0.0f, fresh = true;
+    int left = 0, whole = 0, collected = 0;  // tiles of the task whose logits are still to come; products since O was flushed
+    bool held = false;                       // `logits` are of the item at hand
+    for (bool begun = false;; begun = true) {
+      const bool crossing = left == 0;
+      if (crossing && begun) {
+        task = take(items + (held ? 1 : 0));
+        whole = whole_tiles(), left = max(0, task.key_tiles);
+      }
+      const bool real = left > 0, masked = left > whole;
+      const u32 t = it;
+      mbarrier_wait_uniform(k_barrier(t), k_parity(t), !real);
+      issue_logits(next, task.queries, k_operand(t));
+      product(logits, t - 1, next, left - 1, masked, held, real);
+      wgmma_wait<0>();
+      wgmma_hold(o);
+      if (held) release_v(t - 1);
+      if (crossing && begun) {
+        // An item without keys is over before it begins
+        bool empty = task.key_tiles == 0;
+        do {
+          if (held) close();
+          held = empty, empty = false;
+          if (held || real) open();
+          if (held)
+#pragma unroll
+            for (int i = 0; i < kDim / 2; i++) o[i] = 0.0f;
+        } while (held);
+        if (task.key_tiles < 0) break;
+        held = real, collected = -1;
+      }
+      if (real) {
+        if (settle(next, top, low, rows, scale, masked)) multiply(o, rows.rescale);
+        if (++collected == kFlushTiles) second_level(), collected = 0;
+      }
+      it = __shfl_sync(~0u, real ? t + 1 : t, 0), left = __shfl_sync(~0u, real ? left - 1 : 0, 0);
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; i++) logits[i] = next[i];
+    }
+#else
     // `odd` may hold the first logits of the task, computed under the last product of the item before; `top` and `low` what
     // `prepare` found in them.
-    float even[kBlockN / 2], odd[kBlockN / 2], top[2], low[2];
+    float even[kBlockN / 2], odd[kBlockN / 2];
     bool begun = false;
     while (task.key_tiles >= 0) {
       open();
@@ -396,39 +487,13 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       const u32 stop = it + key_tiles - (begun ? 1 : 0);
       int whole = whole_tiles();
       u32 ready = 0;
-      // P of tile t and P V, a part at a time, with what can be known of tile n, whose logits are on their way. Not `real`: they
-      // are of no tile.
-      auto product = [&](float (&s)[kBlockN / 2], u32 t, float (&next)[kBlockN / 2], int n, bool masked, bool real) {
-        float shift[2], part[4] = {};
-        offsets(rows, scale, shift);
-        wgmma_hold(o);
-#pragma unroll
-        for (int c = 0; c < kBlockN / kPart; c++) {
-          if (c == kBlockN / kPart - 1) {
-            wgmma_wait<(kBlockN > kPart ? 1 : 0)>();
-            wgmma_hold(next);
-            if (real) release_k(t + 1);
-            prepare(next, n, masked, top, low);
-          }
-          if (c == 0) exponentials<0, kPart / 2>(s, scale, shift, part);
-          if (c == 1) exponentials<kPart / 2, kBlockN / 2>(s, scale, shift, part);
-#pragma unroll
-          for (int i = kPart / 16 * c; i < kPart / 16 * (c + 1); i++) pack(pr, s, i);
-          if (c == 0) mbarrier_wait_uniform(v_barrier(t), v_parity(t));
-          if (c == 0) issue_output<0, kPart / 32>(o, pr, v_operand(t), fresh);
-          if (c == 1) issue_output<kPart / 32, kBlockN / 32>(o, pr, v_operand(t), fresh);
-          wgmma_commit();
-        }
-        fresh = false;
-        add_up(rows, part);
-      };
       auto step = [&](float (&s)[kBlockN / 2], float (&next)[kBlockN / 2], bool masked) {
         const u32 t = it;
         const int n = stop - t - 1;
         mbarrier_wait_uniform(k_barrier(t), k_parity(t), ready);
         issue_logits(next, task.queries, k_operand(t));
         it = t + 1;
-        product(s, t - 1, next, n, masked && n >= whole, true);
+        product(s, t - 1, next, n, masked && n >= whole, true, true);
         ready = masked ? 0 : mbarrier_try_wait(k_barrier(t + 1), k_parity(t + 1));
 
         // Collect P V
@@ -487,7 +552,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       do {
         mbarrier_wait_uniform(k_barrier(t), k_parity(t), begun ? ready : 1);
         issue_logits(odd, task.queries, k_operand(t));
-        product(even, t - 1, odd, task.key_tiles - 1, task.key_tiles > whole, begun);
+        product(even, t - 1, odd, task.key_tiles - 1, task.key_tiles > whole, true, begun);
         wgmma_wait<0>();
         wgmma_hold(o);
         release_v(t - 1);
@@ -495,6 +560,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       it = __shfl_sync(~0u, begun ? t + 1 : t, 0);
       close();
     }
+#endif  // COMPACT
 #else
     while (task.key_tiles >= 0) {
       open();

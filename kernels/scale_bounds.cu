@@ -36,13 +36,20 @@ constexpr u32 SHARING = N > 160 ? 1 : 65536 / 100 / THREADS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
     scale_bounds(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
-                 double* lambdas, u32* status) {
+                 double* lambdas, u64* leans, u32* status) {
   extern __shared__ u8 x[];
   // Zeros behind the end, where units that do not exist look.
   __shared__ __align__(16) float factor[SIDE + 32], sum[SIDE + 32];
-  __shared__ float4 scratch[2][WARPS];
+  __shared__ float4 scratch[3][WARPS];
+  __shared__ u32 longest;
+  if (threadIdx.x == 0) longest = 0;
+  __syncthreads();
   const Job job = jobs[blockIdx.x];
-  const bool mean = shape.mean && job.scaled();
+  if (shape.asked && !worthwhile(leans, job.kind, job.result, shape)) {
+    if (threadIdx.x == 0) lambdas[job.result] = unasked();
+    return;
+  }
+  const bool leans_on = leans && job.scaled(), mean = shape.mean && job.scaled();
   Unit units[EACH];
 #pragma unroll
   for (u32 e = 0; e < EACH; e++) units[e] = unit(e);
@@ -52,10 +59,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
   if (threadIdx.x < 32) factor[SIDE + threadIdx.x] = sum[SIDE + threadIdx.x] = 0.f;
   Totals totals = {0.f, 0.f, 0.f, 0.f};
   for (u32 i = threadIdx.x; i < SIDE; i += THREADS) {
-    Channel own = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    Channel own = {};
     if (i < N) own = channel_of(i, known_of(i, job, of_q, of_k, stats, shape), job, shape);
     factor[i] = own.factor, sum[i] = own.sum;
     totals.trace += own.trace, totals.raw += own.raw, totals.lost += own.lost, totals.mean += own.mean;
+    atomicMax(&longest, __float_as_uint(own.longest));  // not negative, so that their bits are in order
   }
   {
     const float3 a = block_sums({totals.trace, totals.raw, totals.lost}, scratch[0]);
@@ -64,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
   }
   const float added = totals.added(shape), trace = totals.trace + N * added;
   float result = trace == 0.f ? 0.f : __uint_as_float(0x7fc00000u);
+  Lean lean = {result, result};
   if (trace > 0.f && trace < 3e38f) {
     const float unit = 1.f / trace, per = mean ? 1.f / shape.d_model : 0.f;
     const u32 g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
@@ -92,8 +101,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
       diagonal(s[e], units[e], [&](float& v, u32 i, bool on) { v += on && i < N ? added * unit : 0.f; });
     }
     const float top = largest(s, units, x, OPEN);
-    if (threadIdx.x) return;
+    if (leans_on) {
+      float3 sums = {0.f, 0.f, 0.f};
+#pragma unroll
+      for (u32 e = 0; e < EACH; e++)
+        diagonal(s[e], units[e], [&](float& x, u32 i, bool on) {
+          if (on && i < N) sums.x += slope_of(x, factor[i], i, shape), sums.y += x;
+        });
+      sums = block_sums(sums, scratch[2]);
+      lean.slope = sums.x * inverse(sums.y);
+    }
     result = top == 0.f ? 0.f : exact_lambda(__fmul_ru(top, trace), totals, shape);
+    if (result == 0.f) lean = {0.f, 0.f};
+    else lean.room = room_of(result, __uint_as_float(longest));
   }
-  if (threadIdx.x == 0) put_lambda(lambdas + job.result, result, status);
+  if (threadIdx.x) return;
+  if (leans_on) put_lean(leans, job, shape, lean.slope, lean.room);
+  put_lambda(lambdas + job.result, result, status);
 }

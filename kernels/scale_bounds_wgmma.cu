@@ -1,5 +1,5 @@
 // Certified largest eigenvalues of the small matrices that a logit bound is made of (include/scale_jobs.cuh), d_head up to
-// 128 (macro D_HEAD). Hopper: one warpgroup a matrix, several on a multiprocessor, which wait for nobody else.
+// 128 (macro D_HEAD). Hopper: one warpgroup a matrix, several on a multiprocessor.
 //
 // X lies in shared memory as a wgmma operand, both sides of P = X X^T. Of P the upper 64 x 64 blocks are made, three of
 // four; the fourth of the next X is written by transposition.
@@ -12,7 +12,7 @@ constexpr bool BIG = N > 64;
 constexpr u32 SIDE = BIG ? 128 : 64, TILES = SIDE / 8;
 // What may be left open by estimate, of lambda; a fifth of it is on average. Norms as they are may be looser: their product is
 // sigma only where it is the smaller one, which is seldom, and by little.
-constexpr float SCALED_OPEN = 0.002f, RAW_OPEN = 0.003f;
+constexpr float SCALED_OPEN = 0.0015f, RAW_OPEN = 0.003f;
 constexpr float TRACE = 16.f;            // of S: its values are normal numbers of f16
 constexpr u32 PANEL_BYTES = SIDE * 128;  // 64 columns of every row
 
@@ -218,19 +218,24 @@ struct Task {
 static_assert(sizeof(Task) == 32, "host mirror");
 
 extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
-    scale_bounds(const Task* tasks, const float* partials, const ChannelStats* stats, Shape shape, double* lambdas, u32* status) {
+    scale_bounds(const Task* tasks, const float* partials, const ChannelStats* stats, Shape shape, double* lambdas, u64* leans, u32* status) {
   extern __shared__ u8 memory[];
   __shared__ __align__(16) float factor[SIDE], sum[SIDE];
   __shared__ __align__(16) uint2 scratch[4];
   __shared__ __align__(16) float4 totals_of[4];
-  __shared__ uint2 ends_of[4];
+  __shared__ uint3 ends_of[4];  // bits of the smallest and largest diagonal entry, and of the largest as it is
+  __shared__ float slopes[4];
   __shared__ Links links;
   const u32 x = (ptx::shared_address(memory) + 1023) & ~1023u;
   const Lane at;
   const Task task = tasks[min(blockIdx.x, gridDim.x - 1 - shape.beside)];
-  const Job job = {task.kind};
+  const Job job = {task.kind, 0, 0, task.result};
   // To wait first is what lets products, descales and plan read statistics ahead of their own waits.
   if (only_waits(shape)) return;
+  if (shape.asked && !worthwhile(leans, task.kind, task.result, shape)) {
+    if (threadIdx.x == 0) lambdas[task.result] = unasked();
+    return;
+  }
   // A thread a channel.
   const u32 i = threadIdx.x;
   const Known known = known_of(min(i, N - 1), job, stats + task.q_row, stats + task.k_row, shape);
@@ -238,14 +243,15 @@ extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
   const float* from = partials + (size_t)task.first * GRAM_BLOCKS * 4096 + at.row() * 64 + 2 * at.c;
   load_part<true>(v, from);
   {
-    Channel own = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    Channel own = {};
     if (i < N) own = channel_of(i, known, job, shape);
     if (i < SIDE) factor[i] = own.factor, sum[i] = own.sum;
     const float2 a = warp_sums({own.trace, own.raw}), b = warp_sums({own.lost, own.mean});
     // Not negative, so that their bits are in order.
     const u32 least = __reduce_min_sync(0xffffffffu, i < N ? __float_as_uint(own.trace) : 0x7f800000u);
     const u32 most = __reduce_max_sync(0xffffffffu, __float_as_uint(own.trace));
-    if (i % 32 == 0) totals_of[at.warp] = make_float4(a.x, a.y, b.x, b.y), ends_of[at.warp] = make_uint2(least, most);
+    const u32 longest = __reduce_max_sync(0xffffffffu, __float_as_uint(own.longest));
+    if (i % 32 == 0) totals_of[at.warp] = make_float4(a.x, a.y, b.x, b.y), ends_of[at.warp] = make_uint3(least, most, longest);
     __syncthreads();
   }
 #pragma unroll 1
@@ -260,10 +266,13 @@ extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
     return Totals{t.x, t.y, t.z, t.w};
   };
   const float added = totals().added(shape), trace = totals().trace + N * added;
-  if (!(trace > 0.f && trace < 3e38f)) {
-    if (threadIdx.x == 0) put_lambda(lambdas + task.result, trace == 0.f ? 0.0 : __longlong_as_double(0x7ff8000000000000ll), status);
-    return;
-  }
+  // Zeros or not a number.
+  auto leave = [&](bool zero) {
+    if (threadIdx.x) return;
+    if (job.scaled()) put_lean(leans, job, shape, zero ? 0.f : __uint_as_float(0x7fc00000u), zero ? 0.f : __uint_as_float(0x7fc00000u));
+    put_lambda(lambdas + task.result, zero ? 0.0 : __longlong_as_double(0x7ff8000000000000ll), status);
+  };
+  if (!(trace > 0.f && trace < 3e38f)) return leave(trace == 0.f);
   const float to_trace = TRACE * inverse(trace), extra = added * to_trace;
   if (shape.mean && job.scaled()) {
     const float per = 1.f / shape.d_model;
@@ -278,14 +287,11 @@ extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
   if (N % 64) rows_and_columns(v, at, factor, [&](float& x, float, float, u32 i, u32 j) { x = i < N && j < N ? x : 0.f; });
   diagonal(v, at, [&](float& value, bool on, u32 i) { value += on && i < N ? extra : 0.f; });
   float2 sums = moments<true, (int)TRACE * 2>(v, at, scratch);
-  if (!(sums.y > 0.f)) {
-    if (threadIdx.x == 0) put_lambda(lambdas + task.result, sums.y == 0.f ? 0.0 : __longlong_as_double(0x7ff8000000000000ll), status);
-    return;
-  }
+  if (!(sums.y > 0.f)) return leave(sums.y == 0.f);
   const float open = job.scaled() ? SCALED_OPEN : RAW_OPEN;
   Chain chain;
   {
-    uint2 ends = ends_of[0];
+    uint3 ends = ends_of[0];
 #pragma unroll
     for (u32 w = 1; w < 4; w++) ends.x = min(ends.x, ends_of[w].x), ends.y = max(ends.y, ends_of[w].y);
     chain.first(sums.x, sums.y, __uint_as_float(ends.x) * to_trace, __uint_as_float(ends.y) * to_trace, links);
@@ -297,9 +303,25 @@ extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
     sums = moments<false, 2>(v, at, scratch);
     if (!chain.go_on(sums.x, sums.y, open, links)) break;
   }
+  const bool leans_on = leans && job.scaled();
+  if (leans_on) {
+    float slope = 0.f;
+    diagonal(v, at, [&](float& x, bool on, u32 i) {
+      if (on && i < N) slope += slope_of(x, factor[i], i, shape);
+    });
+    slope = warp_sums({slope, 0.f}).x;
+    if (i % 32 == 0) slopes[at.warp] = slope;
+    __syncthreads();
+  }
   if (threadIdx.x == 0) {
     const Totals t = totals();
     const float top = __fmul_ru(chain.certificate(sums.x, sums.y, links), (t.trace + N * t.added(shape)) / TRACE);
-    put_lambda(lambdas + task.result, exact_lambda(top, t, shape), status);
+    const float lambda = exact_lambda(top, t, shape);
+    if (leans_on) {
+      const u32 longest = max(max(ends_of[0].z, ends_of[1].z), max(ends_of[2].z, ends_of[3].z));
+      const float slope = (slopes[0] + slopes[1] + slopes[2] + slopes[3]) * inverse(sums.x);
+      put_lean(leans, job, shape, slope, room_of(lambda, __uint_as_float(longest)));
+    }
+    put_lambda(lambdas + task.result, lambda, status);
   }
 }

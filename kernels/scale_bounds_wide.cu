@@ -218,7 +218,7 @@ __device__ __forceinline__ float4 moments(Values& s, float lost) {
 struct Room {
   float factor[SIDE], sum[SIDE];
   float4 scratch[2][WARPS];
-  uint2 ends[WARPS];  // bits of the smallest and the largest diagonal entry
+  uint3 ends[WARPS];  // bits of the smallest and largest diagonal entry, and of the largest as it is
   Links links;
   Totals totals;
   float inverse, added;  // 1 / trace, and the allowance of S
@@ -235,7 +235,7 @@ __device__ __forceinline__ float largest(Values& s, Room& room) {
   float4 sums = block_sums<3>(moments(s, 0.f), room.scratch[0]);
   if (!(sums.y > 0.f && sums.y < 1e30f)) return sums.y == 0.f ? 0.f : __uint_as_float(0x7fc00000u);
   const u32 lane = threadIdx.x & 31;
-  const uint2 ends = lane < WARPS ? room.ends[lane] : make_uint2(0x7f800000u, 0u);
+  const uint3 ends = lane < WARPS ? room.ends[lane] : make_uint3(0x7f800000u, 0u, 0u);
   const float low = __uint_as_float(__reduce_min_sync(0xffffffffu, ends.x)) * room.inverse;
   const float high = __uint_as_float(__reduce_max_sync(0xffffffffu, ends.y)) * room.inverse;
   Chain chain;
@@ -257,18 +257,19 @@ __device__ __forceinline__ float largest(Values& s, Room& room) {
 }
 
 __device__ __forceinline__ void bound(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats,
-                                      const Shape& shape, double* lambdas, u32* status, Room& room) {
+                                      const Shape& shape, double* lambdas, u64* leans, u32* status, Room& room) {
   float trace;
   {
     const Job job = jobs[blockIdx.x];
-    Channel own = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    Channel own = {};
     const u32 i = threadIdx.x;
     if (i < N) own = channel_of(i, known_of(i, job, heads[job.q], heads[job.k], stats, shape), job, shape);
     if (i < SIDE) room.factor[i] = own.factor, room.sum[i] = own.sum * (1.f / sqrtf((float)shape.d_model));
     // Not negative, so that their bits are in order.
     const u32 least = __reduce_min_sync(0xffffffffu, i < N ? __float_as_uint(own.trace) : 0x7f800000u);
     const u32 most = __reduce_max_sync(0xffffffffu, __float_as_uint(own.trace));
-    if (i % 32 == 0) room.ends[i / 32] = make_uint2(least, most);
+    const u32 longest = __reduce_max_sync(0xffffffffu, __float_as_uint(own.longest));
+    if (i % 32 == 0) room.ends[i / 32] = make_uint3(least, most, longest);
     if (i == 0) room.head = job.of_q() ? job.q : job.k, room.mean = shape.mean && job.scaled();
     const float4 sums = block_sums<4>(make_float4(own.trace, own.raw, own.lost, own.mean), room.scratch[1]);
     const Totals totals = {sums.x, sums.y, sums.z, sums.w};
@@ -277,7 +278,7 @@ __device__ __forceinline__ void bound(const Job* jobs, const HeadGram* heads, co
     // What only the end needs, out of the registers.
     if (i == 0) room.totals = totals, room.inverse = 1.f / trace, room.added = added / trace;
   }
-  float lambda = trace == 0.f ? 0.f : __uint_as_float(0x7fc00000u);
+  float lambda = trace == 0.f ? 0.f : __uint_as_float(0x7fc00000u), slope = lambda;
   if (trace > 0.f && trace < 3e38f) {
     Values s;
     load_gram(s, partials, heads[room.head]);
@@ -300,15 +301,41 @@ __device__ __forceinline__ void bound(const Job* jobs, const HeadGram* heads, co
       const Totals totals = room.totals;
       lambda = exact_lambda(__fmul_ru(lambda, totals.trace + N * totals.added(shape)), totals, shape);
     }
+    if (leans && jobs[blockIdx.x].scaled()) {
+      float4 sums = make_float4(0.f, 0.f, 0.f, 0.f);
+      diagonal(s, [&](float& x, u32 i, bool on) {
+        if (on && i < N) sums.x += slope_of(x, room.factor[i], i, shape), sums.y += x;
+      });
+      __syncthreads();  // the sums before may still be read
+      sums = block_sums<3>(sums, room.scratch[0]);
+      slope = sums.x * inverse(sums.y);
+    }
   }
-  if (threadIdx.x == 0) put_lambda(lambdas + jobs[blockIdx.x].result, lambda, status);
+  if (threadIdx.x) return;
+  const Job job = jobs[blockIdx.x];
+  if (leans && job.scaled()) {
+    u32 longest = 0;
+    for (u32 w = 0; w < WARPS; w++) longest = max(longest, room.ends[w].z);
+    // Of zeros there is nothing to win.
+    const float space = lambda == 0.f ? 0.f : room_of(lambda, __uint_as_float(longest));
+    put_lean(leans, job, shape, lambda == 0.f ? 0.f : slope, space);
+  }
+  put_lambda(lambdas + job.result, lambda, status);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     scale_bounds_wide(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
-                      double* lambdas, u32* status) {
+                      double* lambdas, u64* leans, u32* status) {
   __shared__ __align__(16) Room room;
-  bound(jobs, heads, partials, stats, shape, lambdas, status, room);
+  if (only_waits(shape)) return;
+  if (shape.asked) {
+    const Job job = jobs[blockIdx.x];
+    if (!worthwhile(leans, job.kind, job.result, shape)) {
+      if (threadIdx.x == 0) lambdas[job.result] = unasked();
+      return;
+    }
+  }
+  bound(jobs, heads, partials, stats, shape, lambdas, leans, status, room);
 }
 
 // The end of `scale_products_pairs`: norms of products from their H, which lie as Grams do. A block a product.
@@ -326,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (u32 i = 0; i < 32; i++) s.v[b][i] *= inverse;
     // Nothing is known of the ends of its spectrum.
-    if (threadIdx.x < WARPS) room.ends[threadIdx.x] = {0, 0};
+    if (threadIdx.x < WARPS) room.ends[threadIdx.x] = {0, 0, 0};
     if (threadIdx.x == 0) room.inverse = 1.f;
     __syncthreads();
     top = __fmul_ru(largest(s, room) * (1.f + 0x1p-21f), job.trace);

@@ -4,7 +4,8 @@
 //   certain = tau [d sigma + sqrt(d) (||a|| + ||b||) + |c0|],   rounded = certain + tau [(1 + e)^2 - 1] N_Q N_K + subnormals,
 //   N = sqrt(d) sigma_raw + ||c'||, c' the constants with absolute values, 1 + e = (1 + 1/17)(1 + 1/32), descale = rounded / (eta 448).
 // Under rotation sigma is the smallest of the scaled product, sigma_Q sigma_K and the Frobenius bound, and the constants go pair by
-// pair.
+// pair. Without constants, and with the mean kept, d times the scaled product may take the place of N_Q N_K too
+// (src/bound/mod.rs).
 #include "covering.cuh"
 #include "head_bound.cuh"
 #include "scale_segments.cuh"
@@ -13,9 +14,12 @@ struct PlanShape {
   u32 n_q, n_kv, r, rotary;
   u32 interleaved, d_model, layers, products;  // products: 1 if sigma^2 comes from the product jobs
   float rope_factor;
-  u32 raw_pairs;  // bit 0, 1: in some layer the pair products of q, k still hold the mean
+  u32 flags;
   double eta;
 };
+// Bits 0, 1: in some layer the pair products of q, k still hold the mean. The norm removes the mean. Norms as they are may be
+// missing (`worthwhile`).
+enum : u32 { RAW_PAIRS = 3, MEAN_REMOVED = 8, MAY_MISS = 16 };
 static_assert(sizeof(PlanShape) == 48, "host mirror");
 // Of one layer, rounded up: the largest factor on q behind rotation and norms, and the softmax scale times it. q is cast with the
 // factor; norms and steps here are without.
@@ -33,7 +37,7 @@ __device__ __forceinline__ double root_above(double v) { return (double)sqrtf((f
 
 extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the assembler spills on older architectures
     scale_plan(PlanShape s, const HeadGram* heads, const ChannelStats* stats, const double* lambdas, const double2* aux,
-               const Growth* growth, const float* operand_descales, HeadBound* bounds, u32* status) {
+               const Growth* growth, const float* operand_descales, HeadBound* bounds, u64* leans, u32* status) {
   const u32 task = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   if (task >= s.layers * s.n_q) return;
   const u32 layer = task / s.n_q, h = task % s.n_q, kv = h / (s.n_q / s.n_kv);
@@ -47,6 +51,13 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   double cq2 = 0, ck2 = 0, c0 = 0, a = 0, b = 0, rest_q = 0, rest_k = 0, rest_cq = 0, rest_ck = 0, rest_c0 = 0;
   double rest_a = 0, rest_b = 0;      // channel by channel
   double spread_q = 0, spread_k = 0;  // of what the constants are made of, before it cancels
+  double trace_q = 0, trace_k = 0;
+  float least = 1.f, most = 1.f;      // of f^4 (scale_jobs.cuh)
+  auto balance = [&](float to_q, float to_k) {
+    if (!(to_q > 0.f && to_k > 0.f)) return;
+    const float ratio = to_k / to_q;
+    least = fminf(least, ratio), most = fmaxf(most, ratio);
+  };
   for (u32 p = lane; p < s.r / 2; p += 32) {
     u32 i, j;
     pair_channels(p, s.rotary, s.interleaved, i, j);
@@ -55,12 +66,17 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     const double q0 = f * q[i].constant, q1 = f * q[j].constant, k0 = f * k[i].constant, k1 = f * k[j].constant;
     const double qq = q0 * q0 + q1 * q1, kk = k0 * k0 + k1 * k1;
     cq2 += qq, ck2 += kk;
+    if (s.flags & MAY_MISS) {
+      trace_q += f * f * ((double)q[i].raw2 + q[j].raw2), trace_k += f * f * ((double)k[i].raw2 + k[j].raw2);
+      if (rotated) balance(q[i].norm2 + q[j].norm2, k[i].norm2 + k[j].norm2);
+      else balance(q[i].norm2, k[i].norm2), balance(q[j].norm2, k[j].norm2);
+    }
     const double aq0 = f * q[i].absolute, aq1 = f * q[j].absolute, ak0 = f * k[i].absolute, ak1 = f * k[j].absolute;
     spread_q += aq0 * aq0 + aq1 * aq1, spread_k += ak0 * ak0 + ak1 * ak1;
     if (rotated) {
       auto sigma_pair = [&](const ChannelStats* c, u32 which) {
         const double x = c[i].norm2, y = c[j].norm2;
-        const double less = s.raw_pairs >> which & 1 ? (double)c[i].sum * c[j].sum / s.d_model : 0.0;
+        const double less = s.flags & RAW_PAIRS & 1 << which ? (double)c[i].sum * c[j].sum / s.d_model : 0.0;
         const double pair = c[i].pair, m = fmax(fabs(pair), fabs(pair - less));
         return f * root_above(0.5 * (x + y) + root_above(0.25 * (x - y) * (x - y) + m * m));
       };
@@ -76,13 +92,18 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   cq2 = warp_sum(cq2), ck2 = warp_sum(ck2), c0 = warp_sum(c0) + fabs(warp_sum(rest_c0));
   a = warp_sum(a), b = warp_sum(b), spread_q = warp_sum(spread_q), spread_k = warp_sum(spread_k);
   rest_q = warp_sum(rest_q), rest_k = warp_sum(rest_k), rest_cq = warp_sum(rest_cq), rest_ck = warp_sum(rest_ck);
-  rest_a = warp_sum(rest_a), rest_b = warp_sum(rest_b);
+  rest_a = warp_sum(rest_a), rest_b = warp_sum(rest_b), trace_q = warp_sum(trace_q), trace_k = warp_sum(trace_k);
+#pragma unroll
+  for (int step = 16; step; step >>= 1) {
+    least = fminf(least, __shfl_xor_sync(0xffffffffu, least, step));
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+  }
   // Before this, constants and statistics alone: complete before a block of the bounds let the descales start. lambdas, aux and
   // operand_descales are not.
   wait_for_previous();
-  const double raw_q = lambdas[task], raw_k = lambdas[s.layers * s.n_q + layer * s.n_kv + kv];
-  const double* rest = lambdas + s.layers * (s.n_q + s.n_kv);
-  const double sigma_q = sqrt(raw_q), sigma_k = sqrt(raw_k);
+  const u32 all = s.layers * s.n_q;
+  double raw_q = lambdas[task], raw_k = lambdas[all + layer * s.n_kv + kv];
+  const double* rest = lambdas + all + s.layers * s.n_kv;
   // The coarsest of the layer: heads may share its largest scale.
   float step_q = 0.f, step_k = 0.f;
   for (u32 i = lane; i < s.n_kv; i += 32) {
@@ -95,23 +116,36 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     step_k = fmaxf(step_k, __shfl_xor_sync(0xffffffffu, step_k, step));
   }
   if (lane) return;
+  if (s.flags & MAY_MISS) {
+    leans[task] = leans[all + task] = ~0ull;  // for the next plan
+    // ||W||^2 <= ||W F||^2 max f^-2, and the trace.
+    auto instead = [](double square, double trace, double scaled, double back) {
+      const double other = scaled * back;
+      return square < 1e300 || square != square ? square : (other < trace ? other : trace) * (1.0 + 0x1p-16);
+    };
+    raw_q = instead(raw_q, trace_q, rest[task], 1.0 / sqrt((double)least));
+    raw_k = instead(raw_k, trace_k, rest[all + task], sqrt((double)most));
+  }
+  const double sigma_q = sqrt(raw_q), sigma_k = sqrt(raw_k);
   a += fmin(fmin(sqrt(rest_q), sigma_q) * sqrt(rest_ck), rest_a);
   b += fmin(fmin(sqrt(rest_k), sigma_k) * sqrt(rest_cq), rest_b);
   a = fmin(a, sigma_q * sqrt(ck2)), b = fmin(b, sigma_k * sqrt(cq2));
-  double sigma = sigma_q * sigma_k;
+  double sigma = sigma_q * sigma_k, scaled = sigma;
   if (s.products) {
     sigma = fmin(sigma, sqrt(rest[task]));
     a = fmin(a, sqrt(aux[task].x)), b = fmin(b, sqrt(aux[task].y));
   } else if (s.rotary) {
-    const u32 all = s.layers * s.n_q;
-    sigma = fmin(sigma, sqrt(fmin(rest[task] * rest[all + task], rest[2 * all + task])));
+    scaled = sqrt(rest[task] * rest[all + task]);
+    sigma = fmin(sigma, fmin(scaled, sqrt(rest[2 * all + task])));
   }
   const double tau = growth[layer].logits, d = s.d_model;
   const double certain = tau * (d * sigma + root * (a + b) + c0);
   const double norm_q = root * sigma_q + sqrt(spread_q), norm_k = root * sigma_k + sqrt(spread_k);
-  double rounded = certain + rounding_gap(tau, norm_q, norm_k, step_q / (double)growth[layer].query, step_k, s.r);
+  const bool plain = s.rotary && !(s.flags & MEAN_REMOVED) && spread_q + spread_k == 0.0;
+  const double product = plain ? fmin(norm_q * norm_k, d * scaled) : norm_q * norm_k;
+  double rounded = certain + rounding_gap(tau, product, norm_q, norm_k, step_q / (double)growth[layer].query, step_k, s.r);
   // fmin drops a NaN.
-  if (!(raw_q + raw_k + (s.products || s.rotary ? rest[task] : 0.0) + rounded < 1e300)) {
+  if (!(raw_q + raw_k + trace_q + trace_k + (s.products || s.rotary ? rest[task] : 0.0) + rounded < 1e300)) {
     rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
   }
   HeadBound out;

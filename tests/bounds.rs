@@ -53,6 +53,72 @@ fn formulas_without_constants() {
     }
 }
 
+/// Relative errors meet the smaller of two products: of the norms as they are, and of those of balanced rotation pairs. Constants
+/// and a mean that the norm takes out meet the first alone.
+#[test]
+fn rounding_meets_the_smaller_product_of_norms() {
+    let (d, r) = (512, 16);
+    let rotation = rope(12, RopeLayout::HalfSplit, 1e4);
+    let pairs: Vec<(usize, usize)> = rotation.pairs().collect();
+    let mut wins = [0; 2];
+    for (seed, exponent) in [(1, 0.0), (2, 0.4), (3, 1.5)] {
+        let mut planted = Planted::gaussian(spec(d, r, 1, 1), seed);
+        planted.spec.layers[0].rope = Some(rotation.clone());
+        if exponent == 0.0 {
+            // One direction with one pair above the rest, and keys that are flat.
+            let direction = planted.q[0].column(0).clone_owned();
+            for c in 0..r {
+                planted.q[0].set_column(c, &(&direction * if c == 0 || c == 6 { 4.0 } else { 1.0 }));
+            }
+        }
+        for c in 0..r {
+            planted.q[0].column_mut(c).scale_mut(4f64.powf(exponent * (c % 6) as f64 / 5.0));
+            planted.k[0].column_mut(c).scale_mut(4f64.powf(-exponent * (c % 6) as f64 / 5.0));
+        }
+        let (q, k) = (planted.q[0].clone(), planted.k[0].clone());
+        let mut balance = DVector::from_fn(r, |c, _| (k.column(c).norm() / q.column(c).norm()).sqrt());
+        for &(a, b) in &pairs {
+            let length = |w: &nalgebra::DMatrix<f64>| w.select_columns(&[a, b]).norm();
+            (balance[a], balance[b]) = ((length(&k) / length(&q)).sqrt(), (length(&k) / length(&q)).sqrt());
+        }
+        let scaled = |w: &nalgebra::DMatrix<f64>, f: &DVector<f64>| {
+            (w * nalgebra::DMatrix::from_diagonal(f)).singular_values().max()
+        };
+        let plain = q.singular_values().max() * k.singular_values().max();
+        let balanced = scaled(&q, &balance) * scaled(&k, &balance.map(|f| 1.0 / f));
+        assert!((plain / balanced).ln().abs() > 0.05, "{plain} {balanced}");
+        wins[usize::from(plain < balanced)] += 1;
+        let tau = 1.0 / (r as f64).sqrt();
+        let e = (1.0 + 1.0 / 17.0) * (1.0 + 1.0 / 32.0);
+        let gap = |planted: &Planted| {
+            let head = bounds(planted).heads[0];
+            (head.rounded.unwrap() - head.certain.unwrap()) / (tau * (e * e - 1.0) * d as f64)
+        };
+        let (product, smaller) = (gap(&planted), plain.min(balanced));
+        assert!((smaller * (1.0 - 1e-9)..smaller * 1.02).contains(&product), "{product} for {smaller}");
+        let mut biased = planted.clone();
+        (biased.spec.bias.q, biased.spec.bias.k) = (true, true);
+        (biased.q_bias, biased.k_bias) = (Some(vec![0.3; r]), Some(vec![-0.2; r]));
+        let root = (d as f64).sqrt();
+        let size = |w: &nalgebra::DMatrix<f64>, b: f64| w.singular_values().max() + b * (r as f64).sqrt() / root;
+        let (product, whole) = (gap(&biased), size(&q, 0.3) * size(&k, 0.2));
+        assert!((whole * (1.0 - 1e-9)..whole * 1.02).contains(&product), "{product} for {whole}");
+        let mut shifted = Planted::pair(q.clone(), k.clone());
+        shifted.spec.layers[0].rope = Some(rotation.clone());
+        shifted = shifted.with_random_norm(seed, NormKind::LayerNorm, true);
+        shifted.q_bias = Some(vec![0.0; r]);
+        shifted.k_bias = Some(vec![0.0; r]);
+        shifted.shift = Some(vec![0.0; d]);
+        let folded = |w: &nalgebra::DMatrix<f64>| {
+            let gain = DVector::from_vec(shifted.gain.clone().unwrap());
+            (nalgebra::DMatrix::from_diagonal(&gain) * w).singular_values().max()
+        };
+        let (product, whole) = (gap(&shifted), folded(&q) * folded(&k));
+        assert!((whole * (1.0 - 1e-9)..whole * 1.02).contains(&product), "{product} for {whole}");
+    }
+    assert!(wins[0] > 0 && wins[1] > 0, "{wins:?}");
+}
+
 #[test]
 fn formulas_with_layer_norm_and_constants() {
     let (d, r) = (128, 16);

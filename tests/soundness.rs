@@ -401,7 +401,7 @@ fn grown_queries_fill_their_descale_at_the_last_position() {
         let exact = bounds.q.iter().map(|bound| bound.exact).fold(0.0, f64::max);
         let descale = f64::from(plan.operands.q[0].get());
         // Towards each channel of each head, at a position: rotations of the pair are tried by position alone.
-        let mut reach = |position: usize| -> f64 {
+        let reach = |position: usize| -> f64 {
             let mut most: f64 = 0.0;
             for head in 0..2 {
                 for channel in 0..r {

@@ -42,6 +42,10 @@
 #ifndef SPLIT
 #define SPLIT 0
 #endif
+// 1: SPLIT for parts of few tiles, whose time is starts and ends: one copy of the code makes all of them.
+#ifndef COMPACT
+#define COMPACT 0
+#endif
 
 // Written by the host byte for byte; strides count elements.
 struct Telemetry {
@@ -116,6 +120,7 @@ static_assert(kBlockN % 32 == 0 && kBlockN <= 256, "P V consumes 32 keys a produ
 static_assert(kConsumers == 2 || kConsumers == 3, "the register file feeds two or three consumers");
 static_assert(!kAhead || kBlockN % kPart == 0, "whole parts");
 static_assert(TELEMETRY || !LOGITS_E4M3, "overflow must not go unseen");
+static_assert(!COMPACT || (kSplit && kAhead), "a form of that schedule");
 static_assert(!kSplit || (CAUSAL && kConsumers == 2 && !OUT_E4M3), "the form that parts are made in");
 
 constexpr int kQBytes = kRows * kDim;

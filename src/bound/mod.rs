@@ -250,7 +250,17 @@ fn projected_head(
     let flush = (geometry.d_head as f64).sqrt() * SUBNORMAL_ERROR;
     let size_q = root * exact.folded_q_upper + c.spread_q;
     let size_k = root * exact.folded_k_upper + c.spread_k;
-    bounds.rounded = Some(certain + rounding_gap(tau, size_q, size_k, flush * step_q, flush * step_k));
+    let mut product = size_q * size_k;
+    // Relative errors, of an element, of a rotation pair or of the token, are as large relative to W_Q F and W_K F^-1, F diagonal
+    // and constant on pairs: the dot product of q and k is that of F q and F^-1 k, and dq . k that of F dq and F^-1 k. So what
+    // meets them alone is bounded by any such pair of norms, where these are those of all that is rounded.
+    if let Some(balanced) = exact.balanced_upper
+        && c.spread_q + c.spread_k == 0.0
+        && !geometry.centred
+    {
+        product = product.min(d * balanced);
+    }
+    bounds.rounded = Some(certain + rounding_gap(tau, product, (size_q, size_k), (flush * step_q, flush * step_k)));
 
     let t = if c.any() { model.t_spectrum.1 } else { model.t_spectrum.0 };
     let linear = (2.0 * t).sqrt() * (c.a + c.b);
@@ -262,12 +272,14 @@ fn projected_head(
     bounds
 }
 
-fn rounding_gap(tau: f64, size_q: f64, size_k: f64, flush_q: f64, flush_k: f64) -> f64 {
+/// `tau [((1 + e)^2 - 1) N + (1 + e)(N_Q f_K + N_K f_Q) + f_Q f_K]`, N at most N_Q N_K: what meets relative errors on both sides.
+fn rounding_gap(tau: f64, product: f64, (size_q, size_k): (f64, f64), (flush_q, flush_k): (f64, f64)) -> f64 {
     // Zeros stay zeros.
     if size_q == 0.0 || size_k == 0.0 {
         return 0.0;
     }
-    tau * ((ROUNDED_FACTOR * size_q + flush_q) * (ROUNDED_FACTOR * size_k + flush_k) - size_q * size_k)
+    let relative = (ROUNDED_FACTOR * ROUNDED_FACTOR - 1.0) * product;
+    tau * (relative + ROUNDED_FACTOR * (size_q * flush_k + size_k * flush_q) + flush_q * flush_k)
 }
 
 /// Bounds of a head whose q and k are normalised after the projection: `tau r max_b(gq_b gk_b)`, from the gains alone.
@@ -288,7 +300,8 @@ fn normalised_head(
         tau * q.radius * k.radius * product
     };
     let flush = (geometry.d_head as f64).sqrt() * SUBNORMAL_ERROR;
-    let rounded = certain + rounding_gap(tau, q.norm(), k.norm(), flush * step_q, flush * step_k);
+    let rounded =
+        certain + rounding_gap(tau, q.norm() * k.norm(), (q.norm(), k.norm()), (flush * step_q, flush * step_k));
     Ok(HeadBounds {
         naive: Some(tau * q.norm() * k.norm()),
         certain: Some(certain),

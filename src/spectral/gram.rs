@@ -300,9 +300,9 @@ fn head_spectrum(head: usize, kv_head: usize, q: &Side, k: &Side, rotary: Option
     };
     let frobenius_square = grams.frobenius_square();
     let frobenius_rope_square = grams.frobenius_rope_square(rotary);
-    let rope = match rotary {
-        Some(rotary) => {
-            let scaled = scaled_square(&q.gram, &k.gram, rotary);
+    let scaled = rotary.map(|rotary| scaled_square(&q.gram, &k.gram, rotary));
+    let rope = match scaled {
+        Some(scaled) => {
             let product =
                 Largest { value: q.largest.value * k.largest.value, upper: q.largest.upper * k.largest.upper };
             Largest {
@@ -336,6 +336,7 @@ fn head_spectrum(head: usize, kv_head: usize, q: &Side, k: &Side, rotary: Option
             sigma_k_upper: k.largest.upper.sqrt(),
             folded_q_upper: q.folded_upper,
             folded_k_upper: k.folded_upper,
+            balanced_upper: scaled.map(|scaled| scaled.upper.sqrt()),
             trace,
         }),
         power: None,

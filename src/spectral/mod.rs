@@ -98,6 +98,9 @@ pub struct ExactSpectrum {
     pub folded_q_upper: f64,
     /// Certified `||diag(g) W_K,raw||`, mean not removed.
     pub folded_k_upper: f64,
+    /// Certified `||W_Q F|| ||W_K F^-1||` for the diagonal F, constant on rotation pairs, that balances the two sides:
+    /// `f_b = (tr G_K,bb / tr G_Q,bb)^(1/4)`. `None` without rotation.
+    pub balanced_upper: Option<f64>,
     /// `tr(W_K^T W_Q)`, for the diagonal entries.
     pub trace: f64,
 }

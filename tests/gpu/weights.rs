@@ -39,6 +39,8 @@ pub struct Case {
     pub layout: Layout,
     /// LayerNorm with a shift; RMSNorm otherwise.
     pub layer_norm: bool,
+    /// LayerNorm without.
+    pub unshifted: bool,
     pub biases: bool,
     pub one_plus: bool,
     pub rotary: usize,
@@ -72,6 +74,11 @@ pub enum Kind {
     TwoDirections,
     /// Channels of a rotation pair are real and imaginary part of one: products of two pairs are themselves turns.
     Turning,
+    /// The second query head, and the last: six directions, each of a run of channels with one rotation pair at four times the rest.
+    /// Its own norms are the sharpest bound by far, since what a scaling takes from that pair it gives to the keys, which are flat.
+    Competing,
+    /// The first head of q and of k is far above the others, whose smaller elements are subnormals of its scale.
+    OneLarge,
     /// One direction whose channels lie over nine binades, others in Q than in K, above a third as much of noise: few directions
     /// carry the head, and the two that balance its rotation pairs are far from them. Where the norm takes a mean out, there is one.
     Uneven,
@@ -89,6 +96,7 @@ impl Case {
             vectors: Dtype::F32,
             layout: Layout::Apart,
             layer_norm: false,
+            unshifted: false,
             biases: false,
             one_plus: false,
             rotary: r,
@@ -128,7 +136,7 @@ impl Case {
         spec.layers.truncate(1);
         spec.set_heads(self.n_q, self.n_kv, self.r);
         spec.norm.kind = if self.layer_norm { NormKind::LayerNorm } else { NormKind::RmsNorm };
-        spec.norm.shift = self.layer_norm;
+        spec.norm.shift = self.layer_norm && !self.unshifted;
         spec.norm.gain = if self.one_plus { GainForm::OnePlus } else { GainForm::Plain };
         (spec.bias.q, spec.bias.k, spec.bias.v) = (self.biases, self.biases, self.biases);
         spec.layers[0].softmax_scale = 1.0 / (self.r as f64).sqrt();
@@ -221,6 +229,28 @@ fn heads(case: &Case, which: usize, rng: &mut StdRng) -> Vec<f32> {
                     row.iter_mut().zip(&direction).for_each(|(x, u)| *x = 0.3 * *x + size * u + mean);
                 }
             }
+            Kind::Competing => {
+                if which == 0 && (head == 1 || head + 1 == count) {
+                    let pairs = r / 2;
+                    let place = |p: usize| if case.interleaved { (2 * p, 2 * p + 1) } else { (p, p + pairs) };
+                    for p in 0..pairs {
+                        let first = p * 6 / pairs;
+                        let lead = place((0..pairs).find(|x| x * 6 / pairs == first).unwrap_or(0)).0;
+                        let size = if place(p).0 == lead { 1.0 } else { 0.25 };
+                        let direction = rows[lead * d..(lead + 1) * d].to_vec();
+                        for c in [place(p).0, place(p).1] {
+                            rows[c * d..(c + 1) * d].iter_mut().zip(&direction).for_each(|(x, u)| *x = size * u);
+                        }
+                    }
+                    // So that neither side's part of what a scaling gains is the other's.
+                    rows.iter_mut().for_each(|x| *x *= if head == 1 { 4.0 } else { 1.0 });
+                }
+            }
+            Kind::OneLarge => {
+                if which < 2 && head == 0 {
+                    rows.iter_mut().for_each(|x| *x *= 256.0);
+                }
+            }
             Kind::WeakChannel => rows[5 * d..6 * d].iter_mut().for_each(|x| *x *= 0.02),
             Kind::Offset => rows.iter_mut().for_each(|x| *x += 1.5 * scale),
             Kind::ZeroHead => {
@@ -284,7 +314,7 @@ impl Layer {
             (0..n).map(|_| stored_as(mean + spread * rng.random_range(-1.0..1.0f32))).collect()
         };
         let gain = vector(d, if case.one_plus { 0.1 } else { 1.1 }, 0.6);
-        let shift = case.layer_norm.then(|| vector(d, 0.02, 0.2));
+        let shift = (case.layer_norm && !case.unshifted).then(|| vector(d, 0.02, 0.2));
         let bias = case.biases.then(|| counts.map(|n| vector(n * r, 0.1, 1.0)));
         let mut layer = Self {
             case: case.clone(),

@@ -28,11 +28,12 @@ enum Variant {
         logits_e4m3: bool,
         out_e4m3: bool,
     },
-    /// Parts of a split call, masked or not.
+    /// Parts of a split call, masked or not. `compact`: of few tiles.
     Parts {
         d_head: usize,
         telemetry: bool,
         logits_e4m3: bool,
+        compact: bool,
     },
     Combine {
         d_head: usize,
@@ -50,10 +51,10 @@ enum Variant {
 impl Variant {
     fn request(self, arch: Arch) -> Request {
         match self {
-            Self::Parts { d_head, telemetry, logits_e4m3 } => {
+            Self::Parts { d_head, telemetry, logits_e4m3, compact } => {
                 let tile = Split::TILE;
                 let forward = Self::Forward { d_head, causal: true, tile, telemetry, logits_e4m3, out_e4m3: false };
-                forward.request(arch).define("SPLIT", 1)
+                forward.request(arch).define("SPLIT", 1).define("COMPACT", u8::from(compact))
             }
             Self::Combine { d_head } => Request::new(sources::COMBINE, arch).define("HEAD_DIM", d_head),
             Self::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 } => {
@@ -94,11 +95,12 @@ impl Variant {
     }
 
     /// What a checked call launches then.
-    fn second(tensors: &Tensors, sizes: &Sizes, causal: bool, split: bool) -> Self {
+    fn second(tensors: &Tensors, sizes: &Sizes, causal: bool, split: Option<Split>) -> Self {
         let (d_head, logits_e4m3) = (sizes.d_head, tensors.descales.logit.is_some());
         let telemetry = tensors.stats.is_some();
-        if split {
-            return Self::Parts { d_head, telemetry, logits_e4m3 };
+        if let Some(split) = split {
+            let compact = !logits_e4m3 && split.has_few_tiles(sizes);
+            return Self::Parts { d_head, telemetry, logits_e4m3, compact };
         }
         let tile = Tile::of(sizes, logits_e4m3);
         let out_e4m3 = tensors.out.element() == Element::E4m3;
@@ -117,7 +119,12 @@ pub fn attention_variants() -> Vec<Request> {
     for d_head in [64, 128] {
         all.push(Variant::Combine { d_head }.request(Arch::SM90A));
         for (telemetry, logits_e4m3) in TELEMETRY_LOGITS {
-            all.push(Variant::Parts { d_head, telemetry, logits_e4m3 }.request(Arch::SM90A));
+            for compact in [false, true] {
+                // The schedule of E4M3 logits has no such form.
+                if !(logits_e4m3 && compact) {
+                    all.push(Variant::Parts { d_head, telemetry, logits_e4m3, compact }.request(Arch::SM90A));
+                }
+            }
         }
         for causal in [false, true] {
             for out_e4m3 in [false, true] {
@@ -247,7 +254,7 @@ impl AttentionEngine {
         if split.is_some_and(|split| split.parts > 1) {
             self.load(Variant::Combine { d_head: sizes.d_head })?;
         }
-        self.load(Variant::second(tensors, &sizes, causal, split.is_some())).map(drop)
+        self.load(Variant::second(tensors, &sizes, causal, split)).map(drop)
     }
 
     fn split_of(&self, tensors: &Tensors, sizes: &Sizes) -> Option<Split> {
@@ -333,7 +340,7 @@ impl AttentionEngine {
         overlap: bool,
     ) -> Result<()> {
         let Call { tensors, sizes, header, operands: [at_q, at_k, at_v], split } = *call;
-        let forward = self.load(Variant::second(tensors, &sizes, causal, split.is_some()))?;
+        let forward = self.load(Variant::second(tensors, &sizes, causal, split.map(|(split, _)| split)))?;
         let (tile, schedule) = match split {
             Some((split, _)) => (Split::TILE, Schedule::split(&sizes, split, self.processors)),
             None => {

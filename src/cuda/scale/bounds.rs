@@ -6,7 +6,7 @@ use super::grams::{GramRoute, Grams};
 use super::group::{NO_ROW, Tables};
 use super::norms;
 use super::products::{Inputs, Products};
-use super::tables::{Growth, HeadBound, Job, LayerInput, NormBlock, Task};
+use super::tables::{Growth, HeadBound, HeadGram, Job, LayerInput, NormBlock, Task};
 use crate::error::Result;
 
 /// What the logit bounds need beside the Grams.
@@ -16,8 +16,12 @@ pub(super) struct Bounds {
     products: Option<Products>,
     plan: Kernel,
     gram_stats: Kernel,
-    jobs: Jobs,
-    eigen_launch: Launch,
+    /// What is squared in any case.
+    sure: Squarings,
+    /// Norms as they are, where the scaled ones beside them can be beaten.
+    asked: Option<Squarings>,
+    /// What the scaled ones leave for these: of q, then of k.
+    leans: Buffer<u64>,
     /// Squares: raw q, raw k, then scaled q, scaled k and the Frobenius bound, or products.
     pub lambdas: Buffer<f64>,
     growth: Buffer<Growth>,
@@ -29,12 +33,35 @@ pub(super) struct Bounds {
     pub eta: f64,
     /// Allowance of a Gram's entries, in units of 2^-24 tr G.
     pub rounding: f32,
-    /// Bits of the projections whose pair products still hold the mean, of any layer.
-    raw_pairs: u32,
+    /// Of the plan (`kernels/scale_plan.cu`).
+    flags: u32,
     shape: LayerInput,
     layers: usize,
     /// Kernels may start before the one in front has ended.
     early: bool,
+    /// So may the one that squares, beside another launch of it.
+    hopper: bool,
+}
+
+/// Matrices and the launch that squares them, a block each.
+#[derive(Debug)]
+struct Squarings {
+    jobs: Jobs,
+    launch: Launch,
+}
+
+impl Squarings {
+    fn new(device: &Device, jobs: &[Job], places: Option<&[HeadGram]>, (threads, shared): (u32, u32)) -> Result<Self> {
+        let launch = Launch::linear(jobs.len(), threads, shared);
+        let jobs = match places {
+            Some(heads) => {
+                let tasks: Vec<Task> = jobs.iter().map(|job| Task::new(job, heads)).collect();
+                Jobs::Places(device.upload(&tasks)?)
+            }
+            None => Jobs::Heads(device.upload(jobs)?),
+        };
+        Ok(Self { jobs, launch })
+    }
 }
 
 /// The matrices, as the kernel wants them.
@@ -59,6 +86,10 @@ impl Jobs {
         }
     }
 }
+
+/// Bits of the plan's flags (`kernels/scale_plan.cu`).
+const MEAN_REMOVED: u32 = 8;
+const MAY_MISS: u32 = 16;
 
 /// Hopper's tensor cores make the certificates, a warpgroup a matrix.
 fn by_warpgroups(device: &Device, r: usize) -> bool {
@@ -100,6 +131,26 @@ pub(super) fn waiting(launch: Launch, beside: bool) -> Launch {
     Launch { grid: (launch.grid.0 + u32::from(beside), 1, 1), ..launch }
 }
 
+/// What no scaled norm has left yet (`kernels/include/scale_jobs.cuh`).
+const NOT_YET: u64 = u64::MAX;
+
+/// Whether norms as they are wait for the scaled ones: only where they bound nothing but sigma_Q sigma_K (with constants they
+/// meet these, and with a mean that the norm takes out they have it), and where not all run at once in any case.
+fn compete(device: &Device, layers: &[LayerInput]) -> impl Fn(&LayerInput) -> bool + use<> {
+    let first = &layers[0];
+    let matrices = layers.len() * (3 * first.n_q + first.n_kv);
+    let together = match first.d_head {
+        _ if !by_warpgroups(device, first.d_head) => 1,
+        ..=64 => 6,
+        _ => 4,
+    };
+    let many = 2 * matrices > 3 * together * device.processors();
+    move |layer| {
+        let biases = layer.q.bias != DevicePtr::NULL || layer.k.bias != DevicePtr::NULL;
+        many && layer.rotary > 0 && !biases && layer.shift == DevicePtr::NULL && !layer.mean_removed
+    }
+}
+
 /// Squares of a query head behind those of its raw sides: both scaled sides and the Frobenius bound, or the product.
 fn rest(layer: &LayerInput) -> usize {
     if layer.rotary > 0 { 3 } else { 1 }
@@ -109,27 +160,38 @@ impl Bounds {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: &Grams) -> Result<Self> {
         let first = &layers[0];
         let (count, n_q, n_kv, r) = (layers.len(), first.n_q, first.n_kv, first.d_head);
-        let (mut jobs, mut products) = (vec![], vec![]);
+        let (mut sure, mut asked, mut products) = (vec![], vec![], vec![]);
         let (k_at, rest_at) = (count * n_q, count * (n_q + n_kv));
-        let by_product = first.rotary == 0;
+        let (by_product, competes) = (first.rotary == 0, compete(device, layers));
         // Jobs that read the same Gram follow one another, so that the cache serves them.
-        for layer in 0..count {
+        for (layer, input) in layers.iter().enumerate() {
             let heads = layer * (n_q + n_kv);
+            let compete = competes(input);
             for kv in 0..n_kv {
                 let k = (heads + n_q + kv) as u32;
                 let group = kv * (n_q / n_kv)..(kv + 1) * (n_q / n_kv);
-                jobs.push(Job { kind: 1, q: k, k, result: (k_at + layer * n_kv + kv) as u32 });
+                let raw = Job { kind: 1, q: k, k, result: (k_at + layer * n_kv + kv) as u32 };
+                if compete {
+                    asked.push(raw)
+                } else {
+                    sure.push(raw)
+                }
                 if first.rotary > 0 {
-                    jobs.extend(group.clone().map(|h| {
+                    sure.extend(group.clone().map(|h| {
                         let result = (rest_at + (count + layer) * n_q + h) as u32;
                         Job { kind: 3, q: (heads + h) as u32, k, result }
                     }));
                 }
                 for h in group {
                     let (q, index) = ((heads + h) as u32, layer * n_q + h);
-                    jobs.push(Job { kind: 0, q, k, result: index as u32 });
+                    let raw = Job { kind: 0, q, k, result: index as u32 };
+                    if compete {
+                        asked.push(raw)
+                    } else {
+                        sure.push(raw)
+                    }
                     if first.rotary > 0 {
-                        jobs.push(Job { kind: 2, q, k, result: (rest_at + index) as u32 });
+                        sure.push(Job { kind: 2, q, k, result: (rest_at + index) as u32 });
                     }
                     if by_product {
                         products.push(Job { kind: 4, q, k, result: (rest_at + index) as u32 });
@@ -141,13 +203,13 @@ impl Bounds {
         let module = |source| device.module(source, &[("D_HEAD", r.to_string())]);
         let plan = device.module(sources::PLAN, &[])?;
         let (hopper, warpgroups) = (device.arch().compute == 90, by_warpgroups(device, r));
-        let (source, name, (threads, shared)) = match hopper {
+        let (source, name, block) = match hopper {
             true if warpgroups => (sources::BOUNDS_WGMMA, "scale_bounds", squaring_wgmma(r)),
             true => (sources::BOUNDS_WIDE, "scale_bounds_wide", wide_squaring(r)),
             false => (sources::BOUNDS, "scale_bounds", squaring(r)),
         };
         let eigen = module(source)?.overlapping_kernel(name)?;
-        eigen.allow_shared(shared)?;
+        eigen.allow_shared(block.1)?;
         let products = if by_product { Some(Products::new(device, layers, &products)?) } else { None };
         let values = |blocks: &[NormBlock]| -> Result<(Buffer<NormBlock>, usize)> {
             let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
@@ -174,19 +236,17 @@ impl Bounds {
         let deep = if grams.has_norms { by_loads } else { by_loads.max(norms::depth(first.d_model)) };
         let mean = if first.mean_removed { 2 * deep + 8 } else { 0 };
         let rounding = flush + split + parts + 4 + mean;
+        let places = warpgroups.then_some(&grams.host_heads[..]);
         Ok(Self {
             eigen,
             products,
             plan: plan.overlapping_kernel("scale_plan")?,
             gram_stats: plan.overlapping_kernel("scale_gram_stats")?,
-            eigen_launch: Launch::linear(jobs.len(), threads, shared),
-            jobs: if warpgroups {
-                let tasks: Vec<Task> = jobs.iter().map(|job| Task::new(job, &grams.host_heads)).collect();
-                Jobs::Places(device.upload(&tasks)?)
-            } else {
-                Jobs::Heads(device.upload(&jobs)?)
-            },
+            sure: Squarings::new(device, &sure, places, block)?,
+            asked: if asked.is_empty() { None } else { Some(Squarings::new(device, &asked, places, block)?) },
+            leans: device.upload(&vec![NOT_YET; if asked.is_empty() { 0 } else { 2 * count * n_q }])?,
             early: device.arch().compute >= 90,
+            hopper,
             lambdas: device.zeros(results)?,
             growth: device.upload(&layers.iter().map(LayerInput::growth).collect::<Vec<_>>())?,
             biases: device.upload(&biases)?,
@@ -196,15 +256,22 @@ impl Bounds {
                 && layers.iter().all(|l| !l.mean_removed && l.shift == DevicePtr::NULL),
             eta: 0.8,
             rounding: rounding as f32,
-            raw_pairs: if first.mean_removed { built.layers.iter().fold(0, |bits, l| bits | l.raw_pairs) } else { 0 },
+            flags: if first.mean_removed {
+                MEAN_REMOVED | built.layers.iter().fold(0, |bits, l| bits | l.raw_pairs & 3)
+            } else if asked.is_empty() {
+                0
+            } else {
+                MAY_MISS
+            },
             shape: *first,
             layers: count,
         })
     }
 
     pub fn bytes(&self) -> usize {
-        8 * (self.lambdas.len() + self.biases.len())
-            + self.jobs.bytes()
+        8 * (self.lambdas.len() + self.leans.len() + self.biases.len())
+            + self.sure.jobs.bytes()
+            + self.asked.as_ref().map_or(0, |asked| asked.jobs.bytes())
             + self.products.as_ref().map_or(0, Products::bytes)
             + size_of::<HeadBound>() * self.heads.len()
             + 8 * (self.value_blocks[0].1 + self.value_blocks[1].1)
@@ -219,11 +286,21 @@ impl Bounds {
         let products = if s.rotary == 0 { Products::bytes_for(device, layers) } else { 0 };
         let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
         let values = built.row_blocks.iter().chain(&built.column_blocks).filter(is_value).count();
-        8 * (all + rest(s) * q + all + values)
+        let leans = if layers.iter().any(compete(device, layers)) { 2 * q } else { 0 };
+        8 * (all + rest(s) * q + all + leans + values)
             + Jobs::size(by_warpgroups(device, s.d_head)) * jobs
             + products
             + size_of::<HeadBound>() * q
             + size_of::<Growth>() * layers.len()
+    }
+
+    /// Matrices that the last plan squared, and those that a plan may square. Waits for the device.
+    pub fn squared(&self) -> Result<(usize, usize)> {
+        let asked = self.asked.as_ref().map_or(0, |asked| asked.launch.grid.0 as usize);
+        let most = self.sure.launch.grid.0 as usize + asked;
+        let as_they_are = self.layers * (self.shape.n_q + self.shape.n_kv);
+        let missing = self.lambdas.read()?[..as_they_are].iter().filter(|square| square.is_infinite()).count();
+        Ok((most - missing, most))
     }
 
     fn plan_shape(&self) -> Arg {
@@ -238,7 +315,7 @@ impl Bounds {
             self.layers as u32,
             self.products.is_some().into(),
             s.rope_factor.to_bits(),
-            self.raw_pairs,
+            self.flags,
             self.eta.to_bits() as u32,
             (self.eta.to_bits() >> 32) as u32,
         ])
@@ -262,13 +339,12 @@ impl Bounds {
 
     /// The launch of [`Bounds::norms`] lets the next one start early.
     pub fn early(&self) -> bool {
-        matches!(self.jobs, Jobs::Places(_))
+        matches!(self.sure.jobs, Jobs::Places(_))
     }
 
     /// `beside`: the launch in front leaves what is read as it is (`kernels/include/scale_jobs.cuh`).
-    fn gram_shape(&self, grams: &Grams, beside: bool) -> Arg {
+    fn gram_shape(&self, grams: &Grams, beside: bool, asked: bool) -> Arg {
         let s = &self.shape;
-        // A struct may be passed longer than it is.
         Arg::Words([
             s.rotary as u32,
             s.interleaved.into(),
@@ -278,34 +354,46 @@ impl Bounds {
             self.rounding.to_bits(),
             grams.one_sided().into(),
             beside.into(),
-            0,
-            0,
-            0,
+            (self.layers * s.n_q) as u32,
+            (s.n_q / s.n_kv) as u32,
+            asked.into(),
             0,
         ])
     }
 
-    /// Certified norms of every head as it is and, under rotation, scaled, from Grams and channel statistics. Where norms of
-    /// V are apart, behind the launch that makes them, and beside it.
+    /// Certified norms of every head, under rotation scaled, from Grams and channel statistics; as it is where it has to be or
+    /// where these say that it may be sharper. Where norms of V are apart, behind the launch that makes them, and beside it.
     pub fn norms(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, status: DevicePtr) -> Result<()> {
         let beside = grams.values_apart && self.early();
-        let shape = self.gram_shape(grams, beside);
-        let (heads, partials) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()));
-        let (stats, status, lambdas) = (Arg::Ptr(stats), Arg::Ptr(status), Arg::Ptr(self.lambdas.ptr()));
+        let given = [grams.heads.ptr(), grams.partials.ptr(), stats, status];
+        let shape = self.gram_shape(grams, beside, false);
+        self.square(stream, (&self.sure, self.early()), shape, beside, given)?;
+        let Some(asked) = &self.asked else { return Ok(()) };
+        // Its blocks wait for what the scaled ones that they compete with leave, not for the end of that launch.
+        let shape = self.gram_shape(grams, self.hopper, true);
+        self.square(stream, (asked, self.hopper), shape, self.hopper, given)
+    }
+
+    /// `given`: heads and parts of the Grams, statistics, status.
+    fn square(
+        &self,
+        stream: &Stream,
+        (matrices, early): (&Squarings, bool),
+        shape: Arg,
+        beside: bool,
+        given: [DevicePtr; 4],
+    ) -> Result<()> {
+        let [heads, partials, stats, status] = given.map(Arg::Ptr);
+        let leans = if self.asked.is_some() { self.leans.ptr() } else { DevicePtr::NULL };
+        let mut args = match &matrices.jobs {
+            Jobs::Heads(jobs) => vec![Arg::Ptr(jobs.ptr()), heads],
+            Jobs::Places(tasks) => vec![Arg::Ptr(tasks.ptr())],
+        };
+        args.extend([partials, stats, shape, Arg::Ptr(self.lambdas.ptr()), Arg::Ptr(leans), status]);
         // SAFETY: 1. the arguments are the kernel's; 2. all tables are the engine's; 3. every job has its own result, and the
-        // Grams are finished, by the stream's order or the kernel's wait.
-        unsafe {
-            match &self.jobs {
-                Jobs::Heads(jobs) => {
-                    let args = [Arg::Ptr(jobs.ptr()), heads, partials, stats, shape, lambdas, status];
-                    self.eigen.launch(stream, self.eigen_launch, &args)
-                }
-                Jobs::Places(tasks) => {
-                    let args = [Arg::Ptr(tasks.ptr()), partials, stats, shape, lambdas, status];
-                    self.eigen.launch_early(stream, waiting(self.eigen_launch, beside), &args, true)
-                }
-            }
-        }
+        // Grams are finished, by the stream's order or the kernel's wait. A launch beside the one in front reads of what that
+        // writes only words that are written whole.
+        unsafe { self.eigen.launch_early(stream, waiting(matrices.launch, beside), &args, early) }
     }
 
     /// Norms of products without rotation, behind the operand descales and, where [`Bounds::norms`] lets those start early, beside
@@ -314,7 +402,7 @@ impl Bounds {
         let Some(products) = &self.products else { return Ok(()) };
         let (heads, partials) = (Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()));
         let (stats, status, lambdas) = (Arg::Ptr(stats), Arg::Ptr(status), Arg::Ptr(self.lambdas.ptr()));
-        let shape = self.gram_shape(grams, products.beside(self.early()));
+        let shape = self.gram_shape(grams, products.beside(self.early()), false);
         products.launch(stream, &Inputs { heads, partials, stats, shape, lambdas, status }, self.early())
     }
 
@@ -337,6 +425,7 @@ impl Bounds {
             Arg::Ptr(self.growth.ptr()),
             Arg::Ptr(descales),
             Arg::Ptr(self.heads.ptr()),
+            Arg::Ptr(self.leans.ptr()),
             Arg::Ptr(status),
         ];
         let launch = Launch::linear((self.layers * self.shape.n_q).div_ceil(4), 128, 0);

@@ -231,6 +231,17 @@ impl ScaleEngine {
         &self.status
     }
 
+    /// Matrices whose norm the last plan certified, and how many a plan may have to: heads' own norms are left out where the
+    /// scaled ones show that their product cannot be the smaller bound. Products of heads without rotation are not counted. Waits
+    /// for the device.
+    ///
+    /// # Errors
+    /// As the device.
+    pub fn squared(&self) -> Result<(usize, usize)> {
+        let add = |sum: (usize, usize), group: &Group| group.squared().map(|own| (sum.0 + own.0, sum.1 + own.1));
+        self.groups.iter().try_fold((0, 0), add)
+    }
+
     /// Statistics of every channel of a layer that is read: q, k, then v. Waits for the device.
     ///
     /// # Errors

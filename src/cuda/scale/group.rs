@@ -269,6 +269,11 @@ impl Group {
         self.grams.as_ref().map(|g| g.route)
     }
 
+    /// As [`ScaleEngine::squared`](super::ScaleEngine::squared).
+    pub fn squared(&self) -> Result<(usize, usize)> {
+        self.bounds.as_ref().map_or(Ok((0, 0)), Bounds::squared)
+    }
+
     /// Statistics of every channel of the layer in this place: q, k, then v, those that are read.
     pub fn read_stats(&self, place: usize) -> Result<Vec<ChannelStats>> {
         let rows = self.stats.len() / self.layers.len();
