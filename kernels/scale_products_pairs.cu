@@ -201,9 +201,14 @@ __device__ __forceinline__ void weigh(u32 factor, float* weights, float* work) {
   const u32 lane = thread % 32, part = thread / 32 % 4, column = thread / 128;
   float even = 0.f, odd = 0.f;
 #pragma unroll 1
-  for (u32 i = part * 16; i < (column + 1) * 64; i += i % 16 == 15 ? 49 : 1) {
-    const u32 pair = ptx::load4(factor + block_number(i / 64, column) * PAIR_BYTES + i % 64 * 128 + ((lane / 4 ^ i % 8) << 4) + lane % 4 * 4);
-    even += fabsf(f16_value((u16)pair)) * work[i], odd += fabsf(f16_value((u16)(pair >> 16))) * work[i];
+  for (u32 block = 0; block <= column; block++) {
+    const u32 rows = factor + block_number(block, column) * PAIR_BYTES + part * 16 * 128 + lane % 4 * 4;
+#pragma unroll 8
+    for (u32 i = 0; i < 16; i++) {
+      const u32 pair = ptx::load4(rows + i * 128 + ((lane / 4 ^ i % 8) << 4));
+      const float weight = work[block * 64 + part * 16 + i];
+      even += fabsf(f16_value((u16)pair)) * weight, odd += fabsf(f16_value((u16)(pair >> 16))) * weight;
+    }
   }
   *(float2*)(work + (1 + part) * SIDE + column * 64 + 2 * lane) = make_float2(even, odd);
   __syncthreads();
@@ -323,6 +328,10 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
   Ends& ends = *(Ends*)(memory + (slab - ptx::shared_address(memory)));
   const HeadGram of_q = heads[job.q];
   const u32 thread = threadIdx.x, group = __shfl_sync(0xffffffffu, thread >> 7, 0);
+  if (thread == 0 && notes.state == 1.f) {
+    ptx::barrier_expect(arrived, FACTOR_BYTES);
+    ptx::copy_bytes(u, factor, FACTOR_BYTES, arrived);
+  }
   {
     BalancedChannel own = {1.f, 0.f, 0.f, {}};
     if (thread < N) own = scaled_channel(stats[of_q.stat_row + thread], stats[heads[job.k].stat_row + thread].constant, frame[thread]);
@@ -368,11 +377,8 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
     if (!finite && WIDE) unfinished[index] = out;
     if (!finite && !WIDE) put_product(lambdas + out.result, false, 0.f, 0.f, out.grown, out.traces, status);
   }
+  if (notes.state == 1.f) ptx::barrier_wait(arrived, parity);
   if (!finite) return;
-  if (thread == 0) {
-    ptx::barrier_expect(arrived, FACTOR_BYTES);
-    ptx::copy_bytes(u, factor, FACTOR_BYTES, arrived);
-  }
   // H comes later.
   float* weights = WIDE ? room_of_h + (size_t)index * GRAM_BLOCKS * 4096 : room.weights;
   if (thread < SIDE) {
@@ -380,7 +386,6 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
     weights[thread] = thread < N ? root((stats[of_q.stat_row + thread].norm2 * f * f + lift.added) * lift.scale) : 1.f;
   }
   __syncthreads();
-  ptx::barrier_wait(arrived, parity);
   weigh(u, weights, (float*)&ends);
   // T by 64 columns, from those rows of A.
   float ratio = 0.f;
@@ -491,8 +496,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, WIDE ? 1 : 2)
     const FactorNotes known = notes[k];
     product(index, jobs[index], heads, partials, stats, shape, factors + (size_t)k * FACTOR_BYTES, frames + k * SIDE, known, lambdas, aux,
             room_of_t, room_of_h, unfinished, status, parity, room, squaring);
-    // The barrier was used only where there was something to multiply.
-    parity ^= room.lift.scale > 0.f && known.state == 1.f;
+    // The barrier was used only where there was a factor.
+    parity ^= known.state == 1.f;
     if (!WIDE) return;
     __syncthreads();
   }
