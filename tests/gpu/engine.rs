@@ -379,11 +379,11 @@ fn norms_that_cannot_win_are_left_out() {
     }
     // What one plan knows of its heads must not reach the next.
     let flat = Layer::new(&Case::new("flat", (4096, 128), (8, 2)), 3);
-    let mut layer = Layer::new(&Case { kind: Kind::Competing, ..flat.case.clone() }, 3);
+    let layer = Layer::new(&Case { kind: Kind::Competing, ..flat.case.clone() }, 3);
     let (first, stream) = (layer.memory[0].read().unwrap(), stream());
     let engine = engine_of(&layer, MANY);
     let graph = stream.capture(|s| engine.plan(s)).unwrap();
-    let mut plan = |q: &[u8]| {
+    let plan = |q: &[u8]| {
         layer.memory[0].write(q).unwrap();
         graph.launch().unwrap();
         stream.synchronize().unwrap();
