@@ -53,8 +53,9 @@ __device__ __forceinline__ void issue_output(float (&o)[kDim / 2], const u32 (&p
     OutMma::rs(o, pr[4 * i], pr[4 * i + 1], pr[4 * i + 2], pr[4 * i + 3], wgmma_advance(v, 32 * kDim * i), i != 0 || !fresh);
 }
 
-// A scale of logits, or NaN where there is none: a negative one would turn maxima round, and what came out would look like values.
-__device__ __forceinline__ float sane(float scale) { return scale >= 0.0f && scale < 3e38f ? scale : __int_as_float(0x7fffffff); }
+// A scale of logits, or NaN where it is none: a negative one would turn maxima round, past 1e30 logits leave f32, and what came out
+// would look like values.
+__device__ __forceinline__ float sane(float scale) { return scale >= 0.0f && scale < 1e30f ? scale : __int_as_float(0x7fffffff); }
 
 // A word of a work item.
 // NOTES: one lane of a warp reads it, the one that hands the slot back, and the others get it from that lane. So the compiler knows

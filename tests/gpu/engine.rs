@@ -280,7 +280,7 @@ fn compare_copies(case: &Case, seed: u64, copies: usize) -> Vec<String> {
             [(head.certain, want.certain), (head.rounded, want.rounded), (head.rank_aware, want.rank_aware)]
         };
         let above = logit_above(case);
-        for (name, bounds, above) in [("first", &cold, f64::INFINITY), ("later", &warm, above)] {
+        for (name, bounds) in [("first", &cold), ("later", &warm)] {
             for ((got, want), kind) in pairs(bounds).into_iter().zip(["certain", "rounded", "rank-aware"]) {
                 // Two products of norms are in it.
                 let above = if kind == "rounded" { above.max(0.02) } else { above };
