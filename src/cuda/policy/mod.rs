@@ -101,7 +101,7 @@ struct Memory {
     scales: Buffer<f32>,
 }
 
-/// One policy over every layer of a model, in device memory.
+/// One policy over every layer of a model, in device memory. Steps on two streams have to be ordered by events.
 #[derive(Debug)]
 pub struct PolicyEngine {
     setup: PolicySetup,
