@@ -48,7 +48,7 @@ struct Joined {
   }
   // Takes in what has weight `weight` 2^lse; `lse` at most `most`.
   __device__ __forceinline__ void take(float lse, float weight, const float (&x)[kMine]) {
-    const float w = lse > none() ? exp2_mufu(lse - most) : 0.0f;
+    const float w = lse == none() ? 0.0f : exp2_mufu(lse - most);  // NaN where a logit was
 #pragma unroll
     for (int j = 0; j < kMine; j++) sum[j] = fmaf(w, x[j], sum[j]);  // NOTES: also where w is 0, so that a NaN is not lost
     total = fmaf(w, weight, total);
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(cons
     float amax = 0.0f, out[kMine];
 #pragma unroll
     for (int j = 0; j < kMine; j++) out[j] = joined.sum[j] * factor, amax = fmaxf(amax, fabsf(out[j]));
-    const float lse = joined.total > 0.0f ? (joined.most + log2_mufu(joined.total)) * kLn2 : none();
+    const float lse = joined.total == 0.0f ? none() : (joined.most + log2_mufu(joined.total)) * kLn2;
     if (parts == 0) continue;
     if (mine > 0 || !exists) return;
 

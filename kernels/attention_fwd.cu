@@ -53,6 +53,10 @@ __device__ __forceinline__ void issue_output(float (&o)[kDim / 2], const u32 (&p
     OutMma::rs(o, pr[4 * i], pr[4 * i + 1], pr[4 * i + 2], pr[4 * i + 3], wgmma_advance(v, 32 * kDim * i), i != 0 || !fresh);
 }
 
+// A scale of logits, or NaN where it is none: a negative one would turn maxima round, past 1e30 logits leave f32, and what came out
+// would look like values.
+__device__ __forceinline__ float sane(float scale) { return scale >= 0.0f && scale < 1e30f ? scale : __int_as_float(0x7fffffff); }
+
 // A word of a work item.
 // NOTES: one lane of a warp reads it, the one that hands the slot back, and the others get it from that lane. So the compiler knows
 // it uniform, too, and keeps loop and rings in uniform registers.
@@ -167,11 +171,11 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         item.tile = t;
         if (!alive) item.tile.key_tiles = -1;
 #if SPLIT
-        item.logit_scale = p.softmax_scale * q_descale * k_descale;
+        item.logit_scale = sane(p.softmax_scale * q_descale * k_descale);
         item.v_descale = p.parts == 1 ? p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head] : 1.0f;
 #else
-        item.logit_scale = p.softmax_scale * p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head] *
-                           p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head];
+        item.logit_scale = sane(p.softmax_scale * p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head] *
+                                p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head]);
         item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
 #endif
 #if OUT_E4M3
@@ -373,7 +377,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         float sum = quad_sum(rows.sum[r]);
         factor[r] = sum > 1.0f ? item.v_descale * reciprocal(sum) : 0.0f;
 #if SPLIT
-        const float lse = sum > 1.0f ? fmaf(rows.reference[r], scale, -kOffset) + log2_mufu(sum) : __int_as_float(0xff800000);
+        const float lse = log_sum(sum, fmaf(rows.reference[r], scale, -kOffset));
         const Row at = row_of(p, my_row + 8 * r);
         const int position = t.row + at.position, head = t.head + at.head;
         if (quad == 0 && at.exists && position < p.len_q) {
@@ -384,7 +388,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         const int row = t.row + my_row + 8 * r;
         if (p.lse != nullptr && quad == 0 && row < p.len_q)
           p.lse[((i64)t.batch * p.heads_q + t.head) * p.len_q + row] =
-              sum > 1.0f ? (fmaf(rows.reference[r], scale, -kOffset) + log2_mufu(sum)) * kLn2 : __int_as_float(0xff800000);
+              log_sum(sum, fmaf(rows.reference[r], scale, -kOffset)) * kLn2;
 #endif
       }
       multiply(o, factor);

@@ -2,8 +2,8 @@
 // layout that `attention_fwd` reads. A factor on q that grows with the position was applied by whoever made q: a rotation
 // commutes with it.
 //
-// A block owns 16 positions of up to 4 heads of one tensor: blockIdx.x runs over ceil(heads / 4) for Q, then K, then V,
-// blockIdx.y over groups of 16 positions, blockIdx.z over the batch. A thread holds 8 dims of one position, for each head:
+// A block owns 16 positions of up to 4 heads of one tensor: blockIdx.x runs over ceil(heads / 4) for Q, then K, then V, and
+// over groups of 16 positions, which may be more than 16 bits count; blockIdx.y over the batch. A thread holds 8 dims of one position, for each head:
 // neighbouring heads are neighbours in memory, and share their cosines. The 8 dims are one piece, or, where halves rotate
 // against each other, 4 of the one half and 4 of the other. Q and K leave as [batch, length, heads, dim]; V leaves as
 // [batch, kv head, ceil(length / 16), dim / 8, 8, 16], byte 4 t + e of a group being key 8 (e / 2) + 2 t + e % 2.
@@ -187,11 +187,11 @@ cast_qkv(const __grid_constant__ CastParams p) {
 
   // Find the tensor and the heads
   const int blocks_q = ceil_div(p.q.heads, kHeads), blocks_k = ceil_div(p.k.heads, kHeads);
-  const int block = blockIdx.x;
+  const int blocks = blocks_q + 2 * blocks_k, group = blockIdx.x / blocks, block = blockIdx.x - group * blocks;
   const bool is_q = block < blocks_q, is_v = block >= blocks_q + blocks_k;
   const CastTensor& t = is_q ? p.q : is_v ? p.v : p.k;
   const int first = kHeads * (block - (is_q ? 0 : is_v ? blocks_q + blocks_k : blocks_q));
-  const int batch = blockIdx.z, group = blockIdx.y;
+  const int batch = blockIdx.y;
   if (group * kKeys >= t.length) return;
   const int row = group * kKeys + threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
   const bool live = row < t.length;

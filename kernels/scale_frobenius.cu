@@ -83,9 +83,11 @@ __device__ Lift lift_of(const double (*channels)[WARPS], double squares, const F
   // The sums of the mean are those of exact channels (scale_jobs.cuh).
   const double moved = s.mean ? (2.0 * sqrt(sum_of(channels[2]) / s.d_model) + root) * root : 0.0;
   const double sums = (double)s.rounding * 0x1p-24 * raw + moved;
+  // Operands so small that rounding left nothing: all that they were is in R.
+  if (squares == 0.0) return {(sums + lost) * 1.0001, 1.0};
   // As in `scale_products`.
   const double wanted = s.one_sided ? root / (sqrt(sqrt(squares) + sums) + 2.0 * root) : sqrt(lost * raw / squares);
-  const double t = lost > 0.0 && squares > 0.0 ? fmin(wanted, 0.5) : 0.0;
+  const double t = lost > 0.0 ? fmin(wanted, 0.5) : 0.0;
   return {(sums + (t > 0.0 ? lost / t : 0.0)) * 1.0001, 1.0 / (1.0 - t)};
 }
 

@@ -53,6 +53,8 @@ __device__ void load_tiles(Pipeline pipe, const Segment* segments, u32 begin, u3
   for (u32 s = begin; s < end; s++) {
     const Segment segment = segments[s];
     const u64 map = maps + segment.projection * 256ull;
+    ptx::take_map(map);
+    if (ROWS[1] != ROWS[0]) ptx::take_map(map + 128);
     const u8* gain = gains + (size_t)segment.projection * tiles * GAIN_BYTES;
     for (u32 tile = segment.first; tile < segment.last; tile++, pipe.next()) {
       const u32 full = pipe.full + pipe.stage * 8, to = pipe.boxes + pipe.stage * TILE_BYTES;

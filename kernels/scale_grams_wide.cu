@@ -84,6 +84,7 @@ __device__ void load_tiles(const Segment* segments, const u32* shares, u64 maps,
   for (u32 s = begin; s < end; s++) {
     const Segment segment = segments[s];
     const u64 map = maps + segment.projection * 128ull;
+    ptx::take_map(map);
     const float* gain = gains + (size_t)segment.projection * gain_tiles * 128;
     for (u32 tile = segment.first; tile < segment.last; tile++, at.next()) {
       const u32 full = pipe.full(at.stage), k = (tile * CTAS + pipe.rank) * STEP * STEPS;

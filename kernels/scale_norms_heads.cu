@@ -95,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   if (threadIdx.x == 0) {
     for (u32 s = 0; s < STAGES; s++) ptx::barrier_init(full + s * 8, 1), ptx::barrier_init(empty + s * 8, WARPS * ptx::ARRIVALS);
     ptx::barrier_init_fence();
+    ptx::take_map(maps + head.projection * 128ull);
     for (u32 tile = 0; tile < min(STAGES, tiles); tile++) load(tile);
   }
   __syncthreads();

@@ -290,9 +290,11 @@ template <bool PACKED> __device__ __forceinline__ void pass(const Step& step) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  __syncthreads();
   const u32 items = step.count * step.tiles;
   const u32 first = run_start(items, blockIdx.x, gridDim.x), last = run_start(items, blockIdx.x + 1, gridDim.x);
+  for (u32 head = first / step.tiles + threadIdx.x; head * step.tiles < last; head += THREADS)
+    ptx::take_map(step.maps + entry(step, head).projection * 128ull);
+  __syncthreads();
   // The weights do not depend on the launch in front, the vectors do.
   if (threadIdx.x == 0)
     for (u32 i = 0; i < STAGES && first + i < last; i++) {

@@ -355,6 +355,7 @@ extern "C" __global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(THREA
     if (lane == 0) {
       auto weights = [&] {
         const u32 to = stages + at.stage * STAGE_BYTES, barrier = full + at.stage * 8, input = at.at * TILE;
+        if (at.starts()) ptx::take_map(pass.maps + at.layer * 128ull);
         ptx::barrier_expect(barrier, TILE_BYTES + (at.starts() ? SHARE * 4 : 0));
 #pragma unroll
         for (u32 b = 0; b < BOXES; b++) {

@@ -50,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 4)  // the certifi
     const u64 once = ptx::read_once();
     for (u32 tile = begin; tile < end; tile++) {
       const u64 map = maps + (tile / of_layer * 3 + 2) * 256ull;
+      if (tile == begin || tile % of_layer == 0) ptx::take_map(map);
       for (u32 chunk = 0; chunk < chunks; chunk++, next()) {
         ptx::barrier_wait(empty + stage * 8, phase ^ 1);
         ptx::barrier_expect(full + stage * 8, STAGE_BYTES);

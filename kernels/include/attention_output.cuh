@@ -17,6 +17,11 @@ __device__ __forceinline__ void quad_transpose(u32 (&a)[4], int t) {
   if (high) { a[0] = x; a[1] = y; } else { a[2] = x; a[3] = y; }
 }
 
+// The log2-sum-exp of a row: minus infinity where it sees no key, whose sum is zero, and NaN where a logit is.
+__device__ __forceinline__ float log_sum(float sum, float offset) {
+  return sum < 1.0f ? __int_as_float(0xff800000) : offset + log2_mufu(sum);
+}
+
 enum class Format { E4m3, Bf16, F16 };
 // Stores row r of a thread's two, where it exists, by this thread's quad: a transpose makes 16-byte (E4M3: 8-byte) pieces of it.
 template <Format F>

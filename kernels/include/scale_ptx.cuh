@@ -46,6 +46,11 @@ template <int COUNT> __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
+// Ahead of the first copy by a tensor map in a launch. The host writes maps by plain copies, and an engine's may lie where those of one that is
+// gone lay: what a multiprocessor keeps of a map does not notice by itself. By the thread that copies, or ahead of a block barrier.
+__device__ __forceinline__ void take_map(u64 map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
 // Global to shared memory by the copy engine, completing on an mbarrier.
 __device__ __forceinline__ void copy_tile(u32 to, u64 map, u32 x, u32 y, u32 barrier) {
   asm volatile(

@@ -203,6 +203,9 @@ fn table(report: &Report) -> String {
                 let closed = if cache.writable == Some(false) { "; it cannot be written" } else { "" };
                 format!("{}, {} kernels, {} KiB{closed}", folder.display(), cache.entries, cache.bytes.div_ceil(1024))
             }
+            (Some(folder), false) if folder.symlink_metadata().is_ok() => {
+                format!("{} is no folder: kernels are compiled anew in every process", folder.display())
+            }
             (Some(folder), false) => format!("{} (not made yet)", folder.display()),
             (None, _) => "no folder: set SIGMASCALE_CACHE, XDG_CACHE_HOME or HOME".to_owned(),
         },

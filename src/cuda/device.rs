@@ -35,6 +35,10 @@ impl Device {
         if ordinal >= count {
             return Err(Error::cuda(format_args!("device {ordinal} does not exist: the driver lists {count}")));
         }
+        super::driver::answered("libcuda.so.1", || Self::opened(ordinal)).map_err(Error::cuda)?
+    }
+
+    fn opened(ordinal: usize) -> Result<Self> {
         let doing = format!("opening device {ordinal}");
         let context = CudaContext::new(ordinal).map_err(failed(&doing))?;
         // SAFETY: no buffer of the wrapper is used; `Buffer` is ordered by its users' streams.
@@ -161,7 +165,7 @@ impl Device {
     /// # Errors
     /// As [`Device::allocate`].
     pub fn upload<T: Pod>(&self, data: &[T]) -> Result<Buffer<T>> {
-        let mut buffer = self.allocate::<T>(data.len())?;
+        let buffer = self.allocate::<T>(data.len())?;
         buffer.write(data)?;
         Ok(buffer)
     }
@@ -234,11 +238,11 @@ impl<T: Pod> Buffer<T> {
         self.len == 0
     }
 
-    /// Copies `data` to the device. Synchronous.
+    /// Copies `data` to the device. Synchronous. What kernels do with the memory meanwhile is ordered by streams, not by a borrow.
     ///
     /// # Errors
     /// If the lengths differ or the driver fails.
-    pub fn write(&mut self, data: &[T]) -> Result<()> {
+    pub fn write(&self, data: &[T]) -> Result<()> {
         if data.len() != self.len {
             return Err(Error::cuda(format_args!("{} values do not fill a buffer of {}", data.len(), self.len)));
         }
@@ -332,12 +336,12 @@ impl Stream {
             .map_err(failed("clearing memory"))
     }
 
-    /// Records what `work` puts on this stream as a graph; nothing runs yet. Everything that the captured kernels touch
-    /// must outlive the graph (see [`Kernel::launch`](super::Kernel::launch)).
+    /// Records what `work` puts on this stream as a graph; nothing runs yet. The graph keeps `work`, so the engines that it borrows
+    /// cannot go before the graph does.
     ///
     /// # Errors
     /// Those of `work`, or if something in it cannot be captured.
-    pub fn capture(&self, work: impl FnOnce(&Self) -> Result<()>) -> Result<Graph> {
+    pub fn capture<'a>(&self, mut work: impl FnMut(&Self) -> Result<()> + 'a) -> Result<Graph<'a>> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         self.inner.begin_capture(mode).map_err(failed("beginning a capture"))?;
         let done = work(self);
@@ -347,7 +351,7 @@ impl Stream {
         let inner =
             graph.map_err(failed("ending a capture"))?.ok_or_else(|| Error::cuda("the captured graph is empty"))?;
         inner.upload().map_err(failed("uploading a graph"))?;
-        Ok(Graph { inner })
+        Ok(Graph { inner, _work: Box::new(work) })
     }
 
     /// Marks this point of the stream, with its time.
@@ -380,17 +384,23 @@ impl Event {
 }
 
 /// Captured work.
-pub struct Graph {
+pub struct Graph<'a> {
     inner: CudaGraph,
+    /// Holds what the captured kernels touch.
+    _work: Box<dyn Held + 'a>,
 }
 
-impl std::fmt::Debug for Graph {
+/// Anything that is kept to be dropped later.
+trait Held {}
+impl<T> Held for T {}
+
+impl std::fmt::Debug for Graph<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Graph").finish_non_exhaustive()
     }
 }
 
-impl Graph {
+impl Graph<'_> {
     /// Runs it on the stream it was captured from. Asynchronous.
     ///
     /// # Errors

@@ -12,6 +12,14 @@ pub(super) fn library_loads() -> bool {
     *FOUND.get_or_init(|| unsafe { sys::is_culib_present() })
 }
 
+/// What `ask` gives, or a sentence: functions are looked up when first called, and the binding panics where a library, too old or
+/// damaged, has none of that name.
+pub(super) fn answered<T>(library: &str, ask: impl FnOnce() -> T) -> Result<T, String> {
+    // What a lookup that failed leaves behind is no state of ours.
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(ask))
+        .map_err(|_| format!("{library} lacks a function that is needed: it is too old or damaged"))
+}
+
 /// CUDA version that the driver supports.
 pub(super) fn version() -> Result<(i32, i32), String> {
     if !library_loads() {
@@ -19,15 +27,17 @@ pub(super) fn version() -> Result<(i32, i32), String> {
     }
     let mut version = 0;
     // SAFETY: the library is present, and the pointer is to a live integer.
-    unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(|e| e.to_string())?;
+    answered("libcuda.so.1", || unsafe { sys::cuDriverGetVersion(&mut version) })?.result().map_err(|e| e.to_string())?;
     Ok((version / 1000, version % 1000 / 10))
 }
 
 /// Number of devices.
 pub(super) fn device_count() -> Result<usize, String> {
     version()?;
-    result::init().map_err(|e| format!("the driver does not start: {e}"))?;
-    let count = result::device::get_count().map_err(|e| format!("the driver lists no devices: {e}"))?;
+    let count = answered("libcuda.so.1", || {
+        result::init().map_err(|e| format!("the driver does not start: {e}"))?;
+        result::device::get_count().map_err(|e| format!("the driver lists no devices: {e}"))
+    })??;
     Ok(usize::try_from(count).unwrap_or(0))
 }
 

@@ -46,7 +46,7 @@ pub fn require() -> crate::error::Result<()> {
     let missing = match super::driver::device_count() {
         Err(missing) => format!("{missing}; a GPU needs NVIDIA's driver, which brings it"),
         Ok(0) => "the driver lists no device; check CUDA_VISIBLE_DEVICES and nvidia-smi".into(),
-        Ok(_) => compiler_library().err().unwrap_or("NVRTC does not answer").into(),
+        Ok(_) => compiler_library().err().unwrap_or("NVRTC does not answer").to_owned(),
     };
     Err(crate::error::Error::cuda(format_args!("no GPU can be used: {missing}")))
 }
@@ -57,18 +57,36 @@ pub fn probe() -> Probe {
         driver: super::driver::version(),
         devices: super::driver::device_count(),
         compiler: super::nvrtc::compiler_version().map_err(|e| e.to_string()),
-        compiler_from: compiler_library().ok().cloned(),
+        compiler_from: compiler_library().ok().map(str::to_owned),
         cache: super::cache::default_folder(),
     }
 }
 
 /// Makes NVRTC loadable by its bare name; tells where it came from. Looked for once a process.
-pub(super) fn compiler_library() -> Result<&'static String, &'static str> {
-    static FOUND: OnceLock<Option<String>> = OnceLock::new();
-    const ADVICE: &str = "NVRTC (libnvrtc.so.13) was not found: install a CUDA 13 toolkit, set CUDA_HOME, or activate a \
-                          Python environment with the wheel nvidia-cuda-nvrtc";
-    FOUND.get_or_init(find_compiler).as_ref().ok_or(ADVICE)
+pub(super) fn compiler_library() -> Result<&'static str, &'static str> {
+    static FOUND: OnceLock<Result<String, String>> = OnceLock::new();
+    const ADVICE: &str = "install a CUDA 13 toolkit, set CUDA_HOME, or activate a Python environment with the wheel \
+                          nvidia-cuda-nvrtc";
+    let found = FOUND.get_or_init(|| {
+        let from = find_compiler().ok_or_else(|| format!("NVRTC (libnvrtc.so.13) was not found: {ADVICE}"))?;
+        let (major, minor) = super::nvrtc::loaded_version()?;
+        if major < OLDEST_COMPILER {
+            return Err(format!(
+                "NVRTC of CUDA {major}.{minor} is too old (from {from}): take it off the loader's path, and {ADVICE}"
+            ));
+        }
+        match super::driver::version() {
+            Ok((driver, _)) if driver < major => Err(format!(
+                "NVRTC of CUDA {major}.{minor} (from {from}) compiles what a driver for CUDA {driver} cannot load: update the driver"
+            )),
+            _ => Ok(from),
+        }
+    });
+    found.as_ref().map(String::as_str).map_err(String::as_str)
 }
+
+/// Hopper's kernels need what came with CUDA 12.
+const OLDEST_COMPILER: i32 = 12;
 
 fn find_compiler() -> Option<String> {
     if super::nvrtc::library_loads() {

@@ -130,11 +130,16 @@ pub fn is_compiler_available() -> bool {
 /// If NVRTC is not found.
 pub fn compiler_version() -> Result<(i32, i32)> {
     super::library::compiler_library().map_err(Error::cuda)?;
+    loaded_version().map_err(Error::cuda)
+}
+
+/// The version of the NVRTC that was loaded.
+pub(super) fn loaded_version() -> std::result::Result<(i32, i32), String> {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: the library is present, and both pointers are to live integers.
-    unsafe { sys::nvrtcVersion(&mut major, &mut minor) }
+    super::driver::answered("NVRTC", || unsafe { sys::nvrtcVersion(&mut major, &mut minor) })?
         .result()
-        .map_err(|e| Error::cuda(format_args!("NVRTC does not tell its version: {e}")))?;
+        .map_err(|e| format!("NVRTC does not tell its version: {e}"))?;
     Ok((major, minor))
 }
 

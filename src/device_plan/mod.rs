@@ -152,7 +152,7 @@ impl DevicePlan {
     ///
     /// # Errors
     /// `is_mismatch` if a layer is missing or of another shape, `is_unsupported` if a layer lacks the certain bound.
-    pub fn write_bounds(&mut self, bounds: &[LayerBounds]) -> Result<()> {
+    pub fn write_bounds(&self, bounds: &[LayerBounds]) -> Result<()> {
         let (heads, operands) = bounds::to_device(&self.spec, bounds, &self.tail)?;
         self.engine.write_bounds(&heads, &operands)
     }
@@ -230,7 +230,7 @@ impl DevicePlan {
     ///
     /// # Errors
     /// As [`PolicyState::restore`], or as the device.
-    pub fn load(&mut self, state: PolicyState) -> Result<()> {
+    pub fn load(&self, state: PolicyState) -> Result<()> {
         let state = state.restore(&self.config, self.shape.clone())?.save();
         let memory = state::to_device(self.engine.setup(), &state.memory);
         self.engine.write_memory(&memory)

@@ -301,7 +301,7 @@ fn compare_copies(case: &Case, seed: u64, copies: usize) -> Vec<String> {
             [(head.certain, want.certain), (head.rounded, want.rounded), (head.rank_aware, want.rank_aware)]
         };
         let above = logit_above(case);
-        for (name, bounds, above) in [("first", &cold, f64::INFINITY), ("later", &warm, above)] {
+        for (name, bounds) in [("first", &cold), ("later", &warm)] {
             for ((got, want), kind) in pairs(bounds).into_iter().zip(["certain", "rounded", "rank-aware"]) {
                 // Two products of norms are in it.
                 let above = if kind == "rounded" { above.max(0.02) } else { above };
@@ -401,11 +401,11 @@ fn norms_that_cannot_win_are_left_out() {
     }
     // What one plan knows of its heads must not reach the next.
     let flat = Layer::new(&Case::new("flat", (4096, 128), (8, 2)), 3);
-    let mut layer = Layer::new(&Case { kind: Kind::Competing, ..flat.case.clone() }, 3);
+    let layer = Layer::new(&Case { kind: Kind::Competing, ..flat.case.clone() }, 3);
     let (first, stream) = (layer.memory[0].read().unwrap(), stream());
     let engine = engine_of(&layer, MANY);
     let graph = stream.capture(|s| engine.plan(s)).unwrap();
-    let mut plan = |q: &[u8]| {
+    let plan = |q: &[u8]| {
         layer.memory[0].write(q).unwrap();
         graph.launch().unwrap();
         stream.synchronize().unwrap();

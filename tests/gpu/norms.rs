@@ -13,6 +13,7 @@ tests![
     every_depth,
     statistics_of_unaligned_weights,
     large_sums_that_cancel_are_not_below,
+    engines_follow_one_another_in_the_same_memory,
     weights_that_are_not_finite_reach_their_channels_alone,
 ];
 
@@ -232,6 +233,18 @@ fn weights_that_are_not_finite_reach_their_channels_alone() {
                 let finite = stats.norm2.is_finite() && stats.raw2.is_finite() && stats.absolute.is_finite();
                 assert_eq!(finite, row != 4 * r, "{planted} in {case:?}: channel {row}: {stats:?}");
             }
+        }
+    }
+}
+
+/// What a multiprocessor keeps of an engine's tables must not serve the next engine, whose tables and weights may lie where those of
+/// the last one lay.
+fn engines_follow_one_another_in_the_same_memory() {
+    for (round, d) in [4096, 1536, 3072, 2048, 4096, 1024, 2560].into_iter().enumerate() {
+        for rotary in [0, 128] {
+            let case = Case { rotary, ..Case::new("in turn", (d, 128), (12, 12)) };
+            let layer = Layer::new(&case, round as u64);
+            check(&format!("engine {round} of {d} inputs, {rotary} turned"), &layer);
         }
     }
 }

@@ -191,7 +191,7 @@ impl Pair {
         let rows: Vec<StepWords> = self.bounds.iter().map(|b| words(spec, b, share, rng)).collect();
         let measures = self.host.needs_measurement();
         for (layer, row) in rows.iter().enumerate().filter(|_| measures) {
-            self.plan.engine_mut().write_stats(layer, &row.to_row()).unwrap();
+            self.plan.engine().write_stats(layer, &row.to_row()).unwrap();
         }
         self.plan.refresh(&stream).unwrap();
         let mut events = vec![];
@@ -221,7 +221,7 @@ impl Pair {
             }
         }
         for (layer, row) in rows.iter().enumerate() {
-            self.plan.engine_mut().write_stats(layer, &row.to_row()).unwrap();
+            self.plan.engine().write_stats(layer, &row.to_row()).unwrap();
         }
         self.plan.engine().observe(&stream).unwrap();
         let observed = self.plan.read_observed().unwrap();
@@ -359,7 +359,7 @@ fn a_graph_replays_the_loop_at_the_same_addresses() {
         for _ in 0..10 {
             let rows: Vec<StepWords> = pair.bounds.iter().map(|b| words(&spec, b, 0.05, &mut rng)).collect();
             for (layer, row) in rows.iter().enumerate() {
-                pair.plan.engine_mut().write_stats(layer, &row.to_row()).unwrap();
+                pair.plan.engine().write_stats(layer, &row.to_row()).unwrap();
             }
             let mut plans = vec![];
             for (bounds, row) in pair.bounds.iter().zip(&rows) {
@@ -494,11 +494,11 @@ fn an_attention_call_feeds_the_policy() {
 fn what_is_not_finite_is_flagged() {
     let spec = model(2, 4, 2);
     let mut rng = StdRng::seed_from_u64(3);
-    let mut pair = Pair::new(&spec, PolicyKind::Geometry.into(), &mut rng);
+    let pair = Pair::new(&spec, PolicyKind::Geometry.into(), &mut rng);
     let stream = device().stream().unwrap();
     let (mut heads, operands) = pair.plan.engine().read_bounds().unwrap();
     heads[5].rounded = f32::NAN;
-    pair.plan.engine_mut().write_bounds(&heads, &operands).unwrap();
+    pair.plan.engine().write_bounds(&heads, &operands).unwrap();
     pair.plan.refresh(&stream).unwrap();
     assert!(pair.plan.read_plan(0).is_ok());
     let error = pair.plan.read_plan(1).unwrap_err();
@@ -507,7 +507,7 @@ fn what_is_not_finite_is_flagged() {
     assert_eq!(pair.plan.engine().read_status().unwrap(), [0, status::NO_PLAN]);
     pair.plan.engine().clear_status(&stream).unwrap();
     heads[5].rounded = 7.0;
-    pair.plan.engine_mut().write_bounds(&heads, &operands).unwrap();
+    pair.plan.engine().write_bounds(&heads, &operands).unwrap();
     pair.plan.refresh(&stream).unwrap();
     assert_eq!(pair.plan.engine().read_status().unwrap(), [0, 0]);
     // Statistics: an overflow, a NaN, a value past its bound.
@@ -515,19 +515,19 @@ fn what_is_not_finite_is_flagged() {
     row.v[1].overflow = 2;
     row.q[0].non_finite = 1;
     row.logits[2].amax_o = 1f32.to_bits();
-    pair.plan.engine_mut().write_stats(0, &row.to_row()).unwrap();
+    pair.plan.engine().write_stats(0, &row.to_row()).unwrap();
     let mut past = StepWords::from_row(&[0; 8 * 6], 4, 2).unwrap();
     past.k[0].amax = 1e30f32.to_bits();
-    pair.plan.engine_mut().write_stats(1, &past.to_row()).unwrap();
+    pair.plan.engine().write_stats(1, &past.to_row()).unwrap();
     pair.plan.engine().observe(&stream).unwrap();
     let words = pair.plan.engine().read_status().unwrap();
     assert_eq!(words, [status::OVERFLOW | status::NON_FINITE, status::BEYOND_BOUND]);
     pair.plan.engine().clear_status(&stream).unwrap();
     let mut logits = StepWords::from_row(&[0; 8 * 6], 4, 2).unwrap();
     logits.logits[2].amax_o = 1f32.to_bits();
-    pair.plan.engine_mut().write_stats(0, &logits.to_row()).unwrap();
+    pair.plan.engine().write_stats(0, &logits.to_row()).unwrap();
     logits.logits[3].overflow = 1;
-    pair.plan.engine_mut().write_stats(1, &logits.to_row()).unwrap();
+    pair.plan.engine().write_stats(1, &logits.to_row()).unwrap();
     pair.plan.engine().observe(&stream).unwrap();
     assert_eq!(pair.plan.engine().read_status().unwrap(), [0, status::OVERFLOW]);
 }
@@ -535,7 +535,7 @@ fn what_is_not_finite_is_flagged() {
 fn foreign_states_and_bounds_are_refused() {
     let spec = model(2, 4, 2);
     let mut rng = StdRng::seed_from_u64(4);
-    let mut plan = Pair::new(&spec, PolicyKind::DelayedTe.into(), &mut rng).plan;
+    let plan = Pair::new(&spec, PolicyKind::DelayedTe.into(), &mut rng).plan;
     let other = PolicyConfig::from(PolicyKind::DelayedPaper).build((&spec).into()).unwrap().save();
     assert!(plan.load(other.clone()).unwrap_err().is_mismatch());
     let larger = model(3, 4, 2);
@@ -543,7 +543,7 @@ fn foreign_states_and_bounds_are_refused() {
     assert!(error.is_mismatch() && error.to_string().contains("layers is 2, not 3"), "{error}");
     let none = DevicePlan::new(device(), &spec, PolicyKind::Geometry.into(), &Tail::default(), Bounds::None);
     assert!(none.unwrap_err().is_argument());
-    let mut geometry = Pair::new(&spec, PolicyKind::Geometry.into(), &mut rng);
+    let geometry = Pair::new(&spec, PolicyKind::Geometry.into(), &mut rng);
     let short = geometry.bounds[..1].to_vec();
     assert!(geometry.plan.write_bounds(&short).unwrap_err().is_mismatch());
     assert!(geometry.plan.descales(2, Tensor::Q).unwrap_err().is_argument());

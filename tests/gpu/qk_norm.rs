@@ -240,7 +240,7 @@ pub fn borrowed(layer: &Normalised, dtype: Dtype) -> (LayerInput, Vec<Buffer<u8>
 
 fn gains_are_read_anew_also_by_a_graph() {
     let mut layer = Normalised::new(&Case::new("update", (128, 64), (4, 2)), PLAIN, 9);
-    let (input, mut memory) = borrowed(&layer, Dtype::F32);
+    let (input, memory) = borrowed(&layer, Dtype::F32);
     // SAFETY: `layer` and `memory` hold what the input names.
     let engine = unsafe { ScaleEngine::new(device(), &[input], true) }.unwrap();
     let stream = device().stream().unwrap();
@@ -274,7 +274,7 @@ fn vectors_are_read_in_their_own_type() {
 fn gains_that_are_not_finite_are_flagged() {
     let case = Case::new("nan", (128, 64), (4, 2));
     let layer = Normalised::new(&case, Form { per_head: true, ..PLAIN }, 3);
-    let (input, mut memory) = borrowed(&layer, Dtype::F32);
+    let (input, memory) = borrowed(&layer, Dtype::F32);
     let mut gains = layer.vectors[1].gain.iter().map(|x| *x as f32).collect::<Vec<_>>();
     gains[70] = f32::NAN;
     memory[1].write(bytemuck::cast_slice(&gains)).unwrap();

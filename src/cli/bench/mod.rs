@@ -86,7 +86,7 @@ fn device() -> Result<Device> {
 }
 
 /// Median time of one replay of `work`, captured as a CUDA graph, in microseconds.
-fn median_us(stream: &Stream, work: impl FnOnce(&Stream) -> Result<()>) -> Result<f64> {
+fn median_us(stream: &Stream, work: impl FnMut(&Stream) -> Result<()>) -> Result<f64> {
     const REPLAYS: usize = 20;
     let graph = stream.capture(work)?;
     for _ in 0..3 {

@@ -39,14 +39,16 @@ impl Sizes {
                 "head dimension {d_head} is not offered on the GPU: it must be 64 or 128"
             )));
         }
-        // Grid dimensions count sequences, heads and groups of 16 positions in 16 bits; tiles are counted in 31.
+        // Grid dimensions count sequences and heads in 16 bits; tiles, and the blocks of a cast, in 31.
         const GRID: usize = 65_535;
+        const LENGTH: usize = 1 << 24;
         for (name, value, limit) in [
             ("batch", batch, GRID),
             ("heads", heads_q, GRID),
-            ("queries of a sequence", len_q, 16 * GRID),
-            ("keys of a sequence", len_k, 16 * GRID),
+            ("queries of a sequence", len_q, LENGTH),
+            ("keys of a sequence", len_k, LENGTH),
             ("heads of a batch", batch * heads_q, (1 << 30) / len_q.div_ceil(64)),
+            ("heads of a sequence", heads_q + 2 * heads_kv, (1 << 30) / len_q.max(len_k).div_ceil(16)),
         ] {
             if value > limit {
                 return Err(Error::unsupported(format_args!("{value} {name} are more than the GPU takes: {limit}")));

@@ -475,7 +475,7 @@ impl AttentionEngine {
         };
         let blocks = heads_q.div_ceil(CAST_HEADS) + 2 * heads_kv.div_ceil(CAST_HEADS);
         let groups = sizes.len_q.max(sizes.len_k).div_ceil(CAST_ROWS);
-        let grid = (blocks as u32, groups as u32, sizes.batch as u32);
+        let grid = ((blocks * groups) as u32, sizes.batch as u32, 1);
         let launch = Launch { grid, block: 2 * sizes.d_head as u32, shared: cast.shared };
         // SAFETY: 1. the struct is the kernel's parameter; 2. and 3. every address comes from a view whose shape was checked,
         // or is a region of the workspace of the size that the shape asks for.

@@ -101,7 +101,7 @@ struct Memory {
     scales: Buffer<f32>,
 }
 
-/// One policy over every layer of a model, in device memory.
+/// One policy over every layer of a model, in device memory. Steps on two streams have to be ordered by events.
 #[derive(Debug)]
 pub struct PolicyEngine {
     setup: PolicySetup,
@@ -278,8 +278,8 @@ impl PolicyEngine {
     ///
     /// # Errors
     /// If the bounds do not come from the host, or are not one for each head.
-    pub fn write_bounds(&mut self, heads: &[HeadBound], operands: &[f32]) -> Result<()> {
-        match &mut self.host_bounds {
+    pub fn write_bounds(&self, heads: &[HeadBound], operands: &[f32]) -> Result<()> {
+        match &self.host_bounds {
             Some(bounds) => bounds.0.write(heads).and_then(|()| bounds.1.write(operands)),
             None => Err(Error::argument("this policy's bounds do not come from the host")),
         }
@@ -402,7 +402,7 @@ impl PolicyEngine {
     ///
     /// # Errors
     /// If there is no such layer or `row` has another length.
-    pub fn write_stats(&mut self, layer: usize, row: &[u32]) -> Result<()> {
+    pub fn write_stats(&self, layer: usize, row: &[u32]) -> Result<()> {
         self.check_layer(layer)?;
         let place = self.setup.stats(layer);
         let words = place.len();
@@ -495,11 +495,11 @@ impl PolicyEngine {
     ///
     /// # Errors
     /// If it does not fit, or the device fails.
-    pub fn write_memory(&mut self, memory: &PolicyMemory) -> Result<()> {
+    pub fn write_memory(&self, memory: &PolicyMemory) -> Result<()> {
         if self.setup.lengths() != memory.lengths() {
             return Err(Error::mismatch("the policy's memory does not fit its sizes"));
         }
-        let m = &mut self.memory;
+        let m = &self.memory;
         m.seen.write(&memory.seen)?;
         m.restarts.write(&memory.restarts)?;
         m.phases.write(&memory.phases)?;

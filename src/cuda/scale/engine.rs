@@ -17,6 +17,8 @@ use std::sync::Arc;
 /// share their launches; each other kind adds its own, one behind the other on the caller's stream, and one launch that
 /// brings the results together. Results lie one layer behind the other, without padding: [`ScaleEngine::heads`] says where
 /// a layer's begin.
+///
+/// An engine has one workspace: work of one on two streams has to be ordered by events.
 #[derive(Debug)]
 pub struct ScaleEngine {
     partition: Partition,

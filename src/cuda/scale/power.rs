@@ -19,7 +19,8 @@ use std::sync::Arc;
 /// norm, storage) has launches of its own.
 ///
 /// The estimate of a step is `sigma = sqrt((z . G_K z) / (y . z))`, the norm of `M^T u` for the unit vector
-/// `u = M v / ||M v||`: a lower bound, but for rounding. It certifies nothing. RoPE is left out, as in the paper.
+/// `u = M v / ||M v||`: a lower bound, but for rounding. It certifies nothing. RoPE is left out, as in the paper. One workspace an
+/// engine: work of one on two streams has to be ordered by events.
 #[derive(Debug)]
 pub struct PowerEngine {
     kinds: Kinds<Heads>,

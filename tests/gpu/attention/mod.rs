@@ -30,6 +30,7 @@ tests![
     an_e4m3_output,
     overflow_is_counted_as_on_the_cpu,
     nan_and_infinity_are_never_silent,
+    scales_that_are_none_give_nan,
     strides_and_descales_of_a_batch,
     operands_that_are_e4m3_already,
     rope_is_rotation_then_cast,
@@ -287,6 +288,44 @@ fn nan_and_infinity_are_never_silent() {
         }
     }
     assert!(line(&have.out, row, 1).iter().all(|x| x.is_nan()));
+    let nan = |lse: &[f32]| lse.iter().map(|x| x.is_nan()).collect::<Vec<_>>();
+    assert!(have.lse[70 + row].is_nan() && nan(&have.lse) == nan(&want.lse), "log-sum-exps of {:?}", have.lse);
+
+    // One query in parts: NaN of one of them is the row's.
+    let shape = AttentionShape { batch: 1, n_q_heads: 8, n_kv_heads: 2, len_q: 1, len_k: 3000, d_head: 128 };
+    let call = AttentionCall::causal(shape);
+    let mut data = Data::new(&shape, 9);
+    let plan = data.plan(&call, 1.0);
+    data.k[1700 * 2 * 128 + 128] = f32::NAN;
+    let have = cuda().forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap();
+    for head in 0..8 {
+        let out = &have.out[head * 128..][..128];
+        assert!(out.iter().all(|x| x.is_nan() == (head >= 4)) && have.lse[head].is_nan() == (head >= 4), "head {head}");
+    }
+}
+
+/// Scales that are none give no values.
+fn scales_that_are_none_give_nan() {
+    let (gpu, stream) = (cuda(), stream());
+    for (len_q, len_k) in [(70, 70), (1, 3000)] {
+        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 1, len_q, len_k, d_head: 64 };
+        let call = AttentionCall::causal(shape);
+        let data = Data::new(&shape, 10);
+        let bytes = [bf16_bytes(&data.q), bf16_bytes(&data.k), bf16_bytes(&data.v)];
+        for scale in [-1.0, f32::NAN, f32::INFINITY, 1e35] {
+            for which in 0..2 {
+                let mut descales = [0.05; 3];
+                descales[which] = scale;
+                let memory = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &descales);
+                let (tensors, workspace) = memory.tensors(&call, Element::Bf16);
+                gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+                stream.synchronize().unwrap();
+                let (out, ..) = memory.results();
+                let none = out.chunks_exact(2).all(|x| bf16::from_le_bytes([x[0], x[1]]).is_nan());
+                assert!(none, "{len_q} queries, descale {scale} of operand {which}");
+            }
+        }
+    }
 }
 
 /// Device memory of one call.
