@@ -260,9 +260,10 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       return Task{handed(slot(item).tile.key_tiles), handed(slot(item).tile.row), first,
                   wgmma_descriptor(at, 16, 8 * kDim, kSwizzle)};
     };
-    Task task;
-#if !COMPACT
-    task = take(0);
+#if COMPACT
+    Task task = {0, 0, 0, desc_k};
+#else
+    Task task = take(0);
 #endif
 
 #if CAUSAL
@@ -433,7 +434,6 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     // NOTES: a call of few tiles waits for its own instructions, which come from far. So one copy of them makes every tile, the next item's
     // first logits and an item's last product too, and the first turn, of no tile at all, brings them while the first copies are on their way.
     float logits[kBlockN / 2] = {}, next[kBlockN / 2];
-    task = {0, 0, 0, desc_k};
     rows = {}, scale = 0.0f, fresh = true;
     int left = 0, whole = 0, collected = 0;  // tiles of the task whose logits are still to come; products since O was flushed
     bool held = false;                       // `logits` are of the item at hand

@@ -88,7 +88,9 @@ __device__ __forceinline__ Lift lift_of(const SideSums& s, float square, const S
   const float t = s.lost > 0.f && square > 0.f ? fminf(wanted, 0.5f) : 0.f;
   // What is added is part of the trace too.
   constexpr float ITSELF = 1.02f * DEPTH * N * 0x1p-24f;
-  const float added = (c * u24 * s.raw + moved + (s.lost > 0.f ? s.lost * inverse(t) : 0.f)) * (1.0001f + ITSELF);
+  // Where rounding left nothing at all, what there was is in R.
+  const float gone = t > 0.f ? s.lost * inverse(t) : s.lost;
+  const float added = (c * u24 * s.raw + moved + gone) * (1.0001f + ITSELF);
   // To a trace of 1, so that neither f32 nor f16 leaves its range.
   const float scale = inverse(s.raw + N * added);
   return {t, added, s.raw == 0.f ? 0.f : square < 3e38f && scale > 0.f && scale < 3e38f ? scale : __uint_as_float(0x7fc00000u),

@@ -79,6 +79,8 @@ pub enum Kind {
     Competing,
     /// The first head of q and of k is far above the others, whose smaller elements are subnormals of its scale.
     OneLarge,
+    /// The last head of q and of k is so far below the others that nothing of it is left where a projection is rounded by one scale.
+    Faded,
     /// One direction whose channels lie over nine binades, others in Q than in K, above a third as much of noise: few directions
     /// carry the head, and the two that balance its rotation pairs are far from them. Where the norm takes a mean out, there is one.
     Uneven,
@@ -249,6 +251,11 @@ fn heads(case: &Case, which: usize, rng: &mut StdRng) -> Vec<f32> {
             Kind::OneLarge => {
                 if which < 2 && head == 0 {
                     rows.iter_mut().for_each(|x| *x *= 256.0);
+                }
+            }
+            Kind::Faded => {
+                if which < 2 && head + 1 == count {
+                    rows.iter_mut().for_each(|x| *x *= 1e-9);
                 }
             }
             Kind::WeakChannel => rows[5 * d..6 * d].iter_mut().for_each(|x| *x *= 0.02),
