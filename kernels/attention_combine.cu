@@ -59,94 +59,83 @@ struct Joined {
 // grid (len_q, ceil(heads_q * 2^share / kWarps), batch), 32 kWarps threads
 extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(const __grid_constant__ Combine p) {
   __shared__ float sums[kWarps][kDim], tops[kWarps], totals[kWarps];
+  grid_wait_for_previous();
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 share = 1u << p.share, mine = warp & (share - 1), head = (blockIdx.y * kWarps + warp) >> p.share;
   const u32 rows = p.batch * p.len_q * p.heads_q, row = (blockIdx.z * p.len_q + blockIdx.x) * p.heads_q + head;
   const bool exists = head < p.heads_q;
+
+  u32 words[3] = {};
+  for (int part = lane; p.telemetry != nullptr && exists && mine == 0 && part < p.parts; part += 32) {
+    const Extremes e = p.parts_extremes[part * rows + row];
+    words[0] = max(words[0], e.max_logit), words[1] = max(words[1], e.min_logit);
+  }
   const u32 kv = head / (p.heads_q / p.heads_kv), batch = blockIdx.z, position = blockIdx.x;
+  const float v_descale = exists ? p.v_descale[batch * p.v_descale_batch + kv * p.v_descale_head] : 0.0f;
+
+  Joined joined;
+  for (int first = mine; exists && first < p.parts; first += kBatch << p.share) {
+    float lse[kBatch];
+    Halves halves[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; j++) {
+      const int part = first + (j << p.share);
+      const u32 at = part * rows + row;
+      lse[j] = part < p.parts ? p.parts_lse[at] : none();
+      halves[j] = part < p.parts ? static_cast<const Halves*>(p.parts_o)[(i64)at * 32 + lane] : Halves{};
+    }
+    float top = lse[0];
+#pragma unroll
+    for (int j = 1; j < kBatch; j++) top = fmaxf(top, lse[j]);
+    joined.rise(top);
+#pragma unroll
+    for (int j = 0; j < kBatch; j++) {
+      float x[kMine];
+#pragma unroll
+      for (int i = 0; i < kMine; i++) x[i] = f32_from_f16(halves[j].pairs[i / 2] >> 16 * (i % 2));
+      joined.take(lse[j], 1.0f, x);
+    }
+  }
+  if (share > 1) {
+#pragma unroll
+    for (int j = 0; j < kMine; j++) sums[warp][kMine * lane + j] = joined.sum[j];
+    if (lane == 0) tops[warp] = joined.most, totals[warp] = joined.total;
+    __syncthreads();
+    if (mine > 0) return;
+    for (u32 w = warp + 1; w < warp + share; w++) {
+      float x[kMine];
+#pragma unroll
+      for (int j = 0; j < kMine; j++) x[j] = sums[w][kMine * lane + j];
+      joined.rise(tops[w]);
+      joined.take(tops[w], totals[w], x);
+    }
+  }
+  if (!exists) return;
+
+  const float factor = joined.total > 0.0f ? v_descale / joined.total : 0.0f;
+  float amax = 0.0f, out[kMine];
+#pragma unroll
+  for (int j = 0; j < kMine; j++) out[j] = joined.sum[j] * factor, amax = fmaxf(amax, fabsf(out[j]));
+  if (p.lse != nullptr && lane == 0)
+    p.lse[((i64)batch * p.heads_q + head) * p.len_q + position] =
+        joined.total == 0.0f ? none() : (joined.most + log2_mufu(joined.total)) * kLn2;
+  if (p.telemetry != nullptr) {
+    words[2] = __float_as_uint(amax);
+#pragma unroll
+    for (int w = 0; w < 3; w++) words[w] = warp_max(words[w]);
+    u32* at = &p.telemetry[head].max_logit + lane;
+    const u32 word = lane == 0 ? words[0] : lane == 1 ? words[1] : words[2];
+    if (lane < 3 && word > load_relaxed(at)) atomicMax(at, word);
+  }
   const i64 at = batch * p.o_stride_batch + position * p.o_stride_row + head * p.o_stride_head + kMine * lane;
-
-  // NOTES: the first pass, over no part, runs while the parts are still made: it brings the code, which would otherwise be waited for
-  // behind them.
-#pragma unroll 1
-  for (int parts = 0;; parts = p.parts) {
-    if (parts > 0) grid_wait_for_previous();
-    u32 words[3] = {};
-    for (int part = lane; p.telemetry != nullptr && exists && mine == 0 && part < parts; part += 32) {
-      const Extremes e = p.parts_extremes[part * rows + row];
-      words[0] = max(words[0], e.max_logit), words[1] = max(words[1], e.min_logit);
-    }
-    float v_descale = 0.0f;
-    if (exists && parts > 0) v_descale = p.v_descale[batch * p.v_descale_batch + kv * p.v_descale_head];
-
-    Joined joined;
-    int first = mine;
-#pragma unroll 1
-    do {
-      float lse[kBatch];
-      Halves halves[kBatch];
+  if (p.e4m3) {
+    const float to_out = 1.0f / p.o_descale[batch * p.o_descale_batch + kv * p.o_descale_head];
 #pragma unroll
-      for (int j = 0; j < kBatch; j++) {
-        const int part = first + (j << p.share);
-        const bool there = exists && part < parts;
-        const u32 from = part * rows + row;
-        lse[j] = there ? p.parts_lse[from] : none();
-        halves[j] = there ? static_cast<const Halves*>(p.parts_o)[(i64)from * 32 + lane] : Halves{};
-      }
-      float top = lse[0];
+    for (int j = 0; j < kMine; j += 2)
+      reinterpret_cast<u16*>(reinterpret_cast<u8*>(p.o) + at)[j / 2] = e4m3x2(out[j] * to_out, out[j + 1] * to_out);
+  } else {
 #pragma unroll
-      for (int j = 1; j < kBatch; j++) top = fmaxf(top, lse[j]);
-      joined.rise(top);
-#pragma unroll
-      for (int j = 0; j < kBatch; j++) {
-        float x[kMine];
-#pragma unroll
-        for (int i = 0; i < kMine; i++) x[i] = f32_from_f16(halves[j].pairs[i / 2] >> 16 * (i % 2));
-        joined.take(lse[j], 1.0f, x);
-      }
-      first += kBatch << p.share;
-    } while (first < parts);
-    if (share > 1) {
-#pragma unroll
-      for (int j = 0; j < kMine; j++) sums[warp][kMine * lane + j] = joined.sum[j];
-      if (lane == 0) tops[warp] = joined.most, totals[warp] = joined.total;
-      __syncthreads();
-      for (u32 w = warp + 1; mine == 0 && w < warp + share; w++) {
-        float x[kMine];
-#pragma unroll
-        for (int j = 0; j < kMine; j++) x[j] = sums[w][kMine * lane + j];
-        joined.rise(tops[w]);
-        joined.take(tops[w], totals[w], x);
-      }
-      __syncthreads();
-    }
-    const float factor = joined.total > 0.0f ? v_descale / joined.total : 0.0f;
-    float amax = 0.0f, out[kMine];
-#pragma unroll
-    for (int j = 0; j < kMine; j++) out[j] = joined.sum[j] * factor, amax = fmaxf(amax, fabsf(out[j]));
-    const float lse = joined.total == 0.0f ? none() : (joined.most + log2_mufu(joined.total)) * kLn2;
-    if (parts == 0) continue;
-    if (mine > 0 || !exists) return;
-
-    if (p.lse != nullptr && lane == 0) p.lse[((i64)batch * p.heads_q + head) * p.len_q + position] = lse;
-    if (p.telemetry != nullptr) {
-      words[2] = __float_as_uint(amax);
-#pragma unroll
-      for (int w = 0; w < 3; w++) words[w] = warp_max(words[w]);
-      u32* to = &p.telemetry[head].max_logit + lane;
-      const u32 word = lane == 0 ? words[0] : lane == 1 ? words[1] : words[2];
-      if (lane < 3 && word > load_relaxed(to)) atomicMax(to, word);
-    }
-    if (p.e4m3) {
-      const float to_out = 1.0f / p.o_descale[batch * p.o_descale_batch + kv * p.o_descale_head];
-#pragma unroll
-      for (int j = 0; j < kMine; j += 2)
-        reinterpret_cast<u16*>(reinterpret_cast<u8*>(p.o) + at)[j / 2] = e4m3x2(out[j] * to_out, out[j + 1] * to_out);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kMine; j += 2)
-        reinterpret_cast<u32*>(reinterpret_cast<u16*>(p.o) + at)[j / 2] = bf16x2(out[j], out[j + 1]);
-    }
-    return;
+    for (int j = 0; j < kMine; j += 2)
+      reinterpret_cast<u32*>(reinterpret_cast<u16*>(p.o) + at)[j / 2] = bf16x2(out[j], out[j + 1]);
   }
 }

@@ -27,7 +27,9 @@ pub(super) fn version() -> Result<(i32, i32), String> {
     }
     let mut version = 0;
     // SAFETY: the library is present, and the pointer is to a live integer.
-    answered("libcuda.so.1", || unsafe { sys::cuDriverGetVersion(&mut version) })?.result().map_err(|e| e.to_string())?;
+    answered("libcuda.so.1", || unsafe { sys::cuDriverGetVersion(&mut version) })?
+        .result()
+        .map_err(|e| e.to_string())?;
     Ok((version / 1000, version % 1000 / 10))
 }
 
