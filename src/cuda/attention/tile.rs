@@ -26,8 +26,9 @@ const JOIN: usize = 40;
 const PART_BYTES: usize = 175_000;
 /// Waves of work items beyond the fewest possible that [`Split::of`] looks at.
 const MORE_WAVES: usize = 8;
-/// Tiles of keys of a part for which one copy of the code (`COMPACT`) is faster than many, as was measured.
-const FEW_TILES: RangeInclusive<usize> = 2..=16;
+/// Tiles of keys of a part for which one copy of the code (`COMPACT`) is faster than many, as was measured: where one consumer
+/// waits for memory, and else.
+const FEW_TILES: [RangeInclusive<usize>; 2] = [2..=64, 2..=16];
 /// Room for parts at most, in bytes.
 const PARTS_BYTES: usize = 64 << 20;
 /// Bytes of keys and values that blocks running together should share in the L2 cache.
@@ -136,9 +137,12 @@ impl Split {
         (11 * split <= 10 * whole).then_some(cut)
     }
 
-    /// Whether a part has so few tiles that the kernel of short code is the faster one.
+    /// Whether every block has one part at most, of so few tiles that the kernel of short code is the faster one.
     pub(super) fn has_few_tiles(&self, sizes: &Sizes) -> bool {
-        FEW_TILES.contains(&sizes.len_k.div_ceil(Self::TILE.keys).div_ceil(self.parts))
+        let [waiting, busy] = FEW_TILES;
+        let few = if self.consumers == 1 && sizes.d_head == 128 { waiting } else { busy };
+        let tiles = sizes.len_k.div_ceil(Self::TILE.keys).div_ceil(self.parts);
+        few.contains(&tiles) && self.tiles(sizes) * self.parts <= PROCESSORS
     }
 
     /// Blocks of rows a unit of `heads` heads.
@@ -269,9 +273,10 @@ mod tests {
         // Long sequences stay whole, and so do calls with nothing to gain.
         assert_eq!(Split::of(&sizes(8, 64, 8, 2048, 128), false), None);
         assert_eq!(Split::of(&Sizes { len_q: 2048, len_k: 100, ..decode }, false), None);
-        // Four tiles a part; one; and 64.
-        let tiles = |sizes: Sizes| Split::of(&sizes, false).unwrap().has_few_tiles(&sizes);
-        assert!(tiles(decode) && !tiles(Sizes { heads_kv: 1, ..decode }) && !tiles(Sizes { batch: 16, ..decode }));
+        let few = |sizes: Sizes| Split::of(&sizes, false).unwrap().has_few_tiles(&sizes);
+        // Four tiles a part, 64 that wait for memory, and 64 that do not; a single one; several parts a block.
+        assert!(few(decode) && few(Sizes { batch: 16, ..decode }) && !few(Sizes { batch: 16, d_head: 64, ..decode }));
+        assert!(!few(Sizes { heads_kv: 1, ..decode }) && !few(Sizes { batch: 20, ..decode }));
         // One more sequence than multiprocessors can take at once is cut finer, and so is a single head.
         let awkward = Split::of(&Sizes { batch: 17, ..decode }, false).unwrap();
         assert!(awkward.parts > 1 && awkward.parts * 8 * 17 > 2 * PROCESSORS, "{awkward:?}");
