@@ -217,7 +217,8 @@ struct Task {
 };
 static_assert(sizeof(Task) == 32, "host mirror");
 
-extern "C" __global__ void __launch_bounds__(128, BIG ? 4 : 6)
+// What lies beyond a head of 120 costs registers.
+extern "C" __global__ void __launch_bounds__(128, BIG ? (N == 120 ? 3 : 4) : 6)
     scale_bounds(const Task* tasks, const float* partials, const ChannelStats* stats, Shape shape, double* lambdas, u64* leans, u32* status) {
   extern __shared__ u8 memory[];
   __shared__ __align__(16) float factor[SIDE], sum[SIDE];

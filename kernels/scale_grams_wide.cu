@@ -46,7 +46,7 @@ constexpr int START = 65536 / THREADS / 8 * 8;
 constexpr int FIRST = SLABS == 4 ? 168 : 136, SECOND = SLABS == 4 ? 120 : 88, COPYING = 32;
 constexpr int SPARE = (int)(START * (THREADS / 128) - FIRST - SECOND - COPYING) / (int)AT_ONCE / 8 * 8, CONVERTING = SPARE < 128 ? SPARE : 128;
 
-constexpr bool EARLY = !F32 && NORMS;  // registers allow all loads before the first sum
+constexpr bool EARLY = !F32 && NORMS && !(SLABS == 4 && PAIRS % 32);  // registers allow all loads before the first sum
 
 // Shared memory. Barriers: a raw stage is full, is used; an own piece is made; a stage is ready for products, is done with.
 struct Pipeline {
@@ -214,7 +214,6 @@ __device__ void convert(const Segment* segments, const u32* shares, const Projec
         if (gram) ptx::barrier_wait(pipe.done(to.stage), to.phase ^ 1);
 #pragma unroll
         for (u32 t = 0; t < TASKS; t++) {
-          if (PAIRS % 32 && (group + t * AT_ONCE) * 32 + lane >= PAIRS) continue;
           if (!EARLY) load(t, step);
           float z[2][8];
           run[t][0].get(z[0]), run[t][1].get(z[1]);
@@ -234,8 +233,8 @@ __device__ void convert(const Segment* segments, const u32* shares, const Projec
               dot[t] += product;
             }
 #pragma unroll
-            for (u32 i = 0; i < 2; i++)
-              store_f16(target + (raw[t][i] >> 7 << 6) + (chunk << 4 ^ (raw[t][i] >> 4 & 0x30)), z[i], lost[t][i]);
+            for (u32 i = 0; i < 2; i++)  // lanes past the last pair have another's channels, and leave nothing
+              if (PAIRS % 32 == 0 || (group + t * AT_ONCE) * 32 + lane < PAIRS) store_f16(target + (raw[t][i] >> 7 << 6) + (chunk << 4 ^ (raw[t][i] >> 4 & 0x30)), z[i], lost[t][i]);
           }
         }
         if (gram) {

@@ -34,7 +34,7 @@ constexpr u32 VECTOR_SIZE = VECTORS == DTYPE_F32 ? 4 : 2, VECTOR_BYTES = TILE * 
 constexpr u32 QUANTITIES = SUMS ? 4 : 1, VALUES = 4 * QUANTITIES + 2 * TURNS;
 // As many blocks a multiprocessor as registers and three stages of each allow, and as many stages as there is shared memory for.
 constexpr u32 SHARED = 227 * 1024, APART = 2304, STAGE = TILE_BYTES + 2 * VECTOR_BYTES + 16;
-constexpr u32 FITTING = 65536 / (THREADS * (SUMS ? 80 : 64)), HELD = SHARED / (3 * STAGE + APART);
+constexpr u32 FITTING = 65536 / (THREADS * (SUMS ? 82 : 64)), HELD = SHARED / (3 * STAGE + APART);
 constexpr u32 FEWER = FITTING < HELD ? FITTING : HELD, BLOCKS = FEWER < 1 ? 1 : FEWER > 16 ? 16 : FEWER;
 constexpr u32 FILLED = (SHARED / BLOCKS - APART) / STAGE, STAGES = FILLED < 6 ? FILLED : 6;
 static_assert(STAGES >= 3, "a ring");

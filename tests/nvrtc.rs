@@ -7,7 +7,13 @@ use sigmascale::cuda::{self, Arch, Request, sources};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Every variant that the engines ask for, with the architectures its source allows.
+/// Head dimensions that are offered, of those between two.
+fn sizes(from: u32, to: u32) -> impl Iterator<Item = u32> {
+    (from..=to).step_by(8)
+}
+
+/// Variants that the engines ask for, with the architectures their sources allow: every head dimension of the kernels whose registers
+/// hang on it, and samples of what else they are compiled for.
 fn variants() -> Vec<Request> {
     let mut all = Vec::new();
     for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_") || s.name.starts_with("policy_"))
@@ -51,7 +57,10 @@ fn variants() -> Vec<Request> {
                 [248, 1, 1, 0, 0, 1],
                 [256, 0, 1, 1, 0, 2],
                 [256, 1, 0, 1, 1, 1],
-            ] {
+            ]
+            .into_iter()
+            .chain(sizes(16, 256).map(|r| [r, 0, 1, 1, 0, 0]))
+            {
                 let names = ["D_HEAD", "ALONG_CHANNELS", "SUMS", "TURNS", "F16", "VECTORS"];
                 let request = Request::new(source, Arch::SM90A);
                 all.push(
@@ -61,9 +70,9 @@ fn variants() -> Vec<Request> {
             continue;
         }
         if source == sources::GRAMS_WIDE {
-            let wide = [(136, 0), (160, 1), (192, 0), (192, 2), (200, 2), (256, 0), (256, 1), (256, 2)];
+            let wide = [(160, 1), (192, 2), (200, 2), (256, 1), (256, 2)];
             let f32s = [(16, 2), (40, 2), (64, 2), (96, 2), (128, 2)];
-            for (r, weights) in wide.into_iter().chain(f32s) {
+            for (r, weights) in wide.into_iter().chain(f32s).chain(sizes(136, 256).map(|r| (r, 0))) {
                 for norms in [0, 1] {
                     let request = Request::new(source, Arch::SM90A).define("D_HEAD", r);
                     all.push(request.define("WEIGHTS", weights).define("NORMS", norms));
@@ -76,7 +85,7 @@ fn variants() -> Vec<Request> {
             continue;
         }
         if source == sources::BOUNDS_WIDE {
-            all.extend([136, 192, 200, 256].map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
+            all.extend(sizes(136, 256).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
             continue;
         }
         if source == sources::BOUNDS {
@@ -102,16 +111,15 @@ fn variants() -> Vec<Request> {
             continue;
         }
         if source == sources::PRODUCTS_WGMMA {
-            all.extend([16, 40, 56, 64].map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
+            all.extend(sizes(16, 64).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
             continue;
         }
         if source == sources::FACTOR || source == sources::PRODUCTS_PAIRS {
-            let sizes = [72, 80, 96, 104, 120, 128, 136, 160, 168, 192, 200, 256];
-            all.extend(sizes.map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
+            all.extend(sizes(72, 256).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
             continue;
         }
         if source == sources::BOUNDS_WGMMA {
-            all.extend([16, 64, 80, 96, 128].map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
+            all.extend(sizes(16, 128).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
             continue;
         }
         if source == sources::POWER {
