@@ -33,9 +33,15 @@ pub(super) fn version() -> Result<(i32, i32), String> {
     Ok((version / 1000, version % 1000 / 10))
 }
 
+/// Drivers before CUDA 12 lack functions that Hopper's kernels need.
+const OLDEST: i32 = 12;
+
 /// Number of devices.
 pub(super) fn device_count() -> Result<usize, String> {
-    version()?;
+    let (major, minor) = version()?;
+    if major < OLDEST {
+        return Err(format!("the driver is for CUDA {major}.{minor}, and {OLDEST} or later is needed"));
+    }
     let count = answered("libcuda.so.1", || {
         result::init().map_err(|e| format!("the driver does not start: {e}"))?;
         result::device::get_count().map_err(|e| format!("the driver lists no devices: {e}"))
