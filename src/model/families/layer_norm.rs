@@ -95,14 +95,7 @@ pub(super) static LAYER_NORMS: &[Family] = &[
         rope: rotary(10_000.0, RotaryShare::Part(&["partial_rotary_factor"], 0.25)),
         qk_norm: Some(QkNormRule {
             when: Flag::Key("qk_layernorm", false),
-            norm: QkNorm {
-                scope: QkNormScope::PerHead,
-                kind: NormKind::LayerNorm,
-                gain: GainForm::Plain,
-                shift: false,
-                behind_rotation: false,
-                rotated_only: false,
-            },
+            norm: HEAD_LAYER_NORM,
             q: "layers.{i}.self_attn.q_layernorm.norms.{h}",
             k: "layers.{i}.self_attn.k_layernorm.norms.{h}",
             stored: QkNormStored::TensorPerHead,
@@ -124,14 +117,7 @@ pub(super) static LAYER_NORMS: &[Family] = &[
         },
         qk_norm: Some(QkNormRule {
             when: Flag::Key("use_qk_norm", false),
-            norm: QkNorm {
-                scope: QkNormScope::PerHead,
-                kind: NormKind::LayerNorm,
-                gain: GainForm::Plain,
-                shift: false,
-                behind_rotation: false,
-                rotated_only: false,
-            },
+            norm: HEAD_LAYER_NORM,
             q: "layers.{i}.self_attn.q_norm",
             k: "layers.{i}.self_attn.k_norm",
             stored: QkNormStored::PerHead,

@@ -122,6 +122,16 @@ pub(super) const CLIP: &[Refusal] = &[Refusal {
     why: "clipped queries and keys are no linear function of the token, and clipping can raise a logit",
 }];
 
+/// A LayerNorm of each head without a shift, ahead of the rotation.
+pub(super) const HEAD_LAYER_NORM: QkNorm = QkNorm {
+    scope: QkNormScope::PerHead,
+    kind: NormKind::LayerNorm,
+    gain: GainForm::Plain,
+    shift: false,
+    behind_rotation: false,
+    rotated_only: false,
+};
+
 pub(super) const JOINT_RMS: QkNormRule = QkNormRule {
     when: Flag::Always,
     norm: QkNorm {
