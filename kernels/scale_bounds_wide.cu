@@ -170,7 +170,7 @@ template <bool MEASURED> __device__ __forceinline__ float store(Values& s, u32 x
     }
     lost += (at.diagonal() ? 1.f : 2.f) * part;
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  ptx::async_fence();
   return lost;
 }
 

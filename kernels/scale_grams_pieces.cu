@@ -146,7 +146,7 @@ template <int COLUMNS, u32 SIDE> __device__ __forceinline__ void multiply(Pipeli
           }
           ptx::wgmma_commit();
           ptx::wgmma_wait<1>();
-          // The tile before this one is done with: its stage is free.
+          // The tile before this one is done with: its stage is free. What was read of it has gone through products that are over.
           if (k == 0) {
             __syncwarp();
             ptx::barrier_arrive_if(previous, ptx::arrives(lane) && t > 0);

@@ -93,12 +93,6 @@ __device__ __forceinline__ void store_f16(u32 address, const float (&z)[8], floa
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
                : "memory");
 }
-// The copy engine and the tensor cores see what this warp has written, and may go on.
-__device__ __forceinline__ void hand_over(u32 barrier) {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncwarp();
-  ptx::barrier_arrive_if(barrier, ptx::arrives(threadIdx.x & 31));
-}
 
 // Two warpgroups: y in place, and sums over the segment for every channel.
 __device__ void convert(Pipeline pipe, const Segment* segments, u32 begin, u32 end, const Projection* projections,
@@ -157,7 +151,7 @@ __device__ void convert(Pipeline pipe, const Segment* segments, u32 begin, u32 e
           }
         }
       }
-      hand_over(pipe.ready + pipe.stage * 8);
+      ptx::hand_over(pipe.ready + pipe.stage * 8, lane);
     }
     const u64 biases = projections[segment.projection].bias;  // on its way while warps meet
     const u32 bias_dtype = projections[segment.projection].vector_dtype;

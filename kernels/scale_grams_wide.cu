@@ -238,13 +238,11 @@ __device__ void convert(const Segment* segments, const u32* shares, const Projec
           }
         }
         if (gram) {
-          // The tensor cores and the copy engine see what this warp has written.
-          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-          __syncwarp();
-          ptx::barrier_arrive_if(CTAS == 2 ? pipe.made(to.stage) : pipe.ready(to.stage), ptx::arrives(lane));
+          ptx::hand_over(CTAS == 2 ? pipe.made(to.stage) : pipe.ready(to.stage), lane);
           to.next();
         }
       }
+      if (!gram) ptx::async_fence();
       __syncwarp();
       ptx::barrier_arrive_if(pipe.used(from.stage), ptx::arrives(lane));
     }

@@ -181,8 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
       }
     }
-    __syncwarp();
-    ptx::barrier_arrive_if(empty + stage * 8, ptx::arrives(lane));
+    ptx::hand_over(empty + stage * 8, lane);
     // The tile before this one has been read by every warp, or will be soon.
     if (threadIdx.x == 0 && tile > 0 && tile - 1 + STAGES < tiles) {
       ptx::barrier_wait(empty + (tile - 1) % STAGES * 8, (tile - 1) / STAGES & 1);

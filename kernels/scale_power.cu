@@ -244,6 +244,7 @@ __device__ void multiply(const Step& step, u32 tiles, u32 terms, u32 full, u32* 
           for (u32 n = 0; n < 2; n++)
             mma::low_terms(sum[2 * c + n], u[i], w[i].operand<ALONG_CHANNELS>(n, 0), w[i].operand<ALONG_CHANNELS>(n, 1));
       }
+      ptx::async_fence();
       __syncwarp();
       if (lane == 0) {
         u32 before;
@@ -287,7 +288,7 @@ template <bool PACKED> __device__ __forceinline__ void pass(const Step& step) {
     for (u32 i = threadIdx.x; i < STAGES * BOXES * 64; i += THREADS)
       asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(tiles + i / 64 * BOX_BYTES + N * 128 + i % 64 * 16), "r"(0)
                    : "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    ptx::async_fence();
   }
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const u32 items = step.count * step.tiles;

@@ -295,7 +295,7 @@ struct Columns {
       parts[c] = sum;
     }
     // The copy engine writes here next.
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    ptx::async_fence();
   }
 };
 template <bool ALONG> struct Layout {
@@ -430,8 +430,7 @@ extern "C" __global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(THREA
       ptx::barrier_wait(ready + slot * 8, at.n >> 1 & 1);
       product.second(tile, sums + slot * TILE * 4);
       if (at.ends()) product.leave(tile, (float*)pass.parts + ((size_t)slot_of(at) * PEERS + me) * SHARE);
-      __syncwarp();
-      ptx::barrier_arrive_if(empty + at.stage * 8, ptx::arrives(lane));
+      ptx::hand_over(empty + at.stage * 8, lane);
     };
     Cursor before = at;
     for (; at.more(); at.next()) {

@@ -286,7 +286,7 @@ __device__ __forceinline__ float largest(float (&v)[2][32], float trace, float s
         put<false>(to, p[0], p[1], p[2], p[3]);
       });
     }
-    publish();
+    ptx::async_fence();
     __syncthreads();
     square(v, x, at.group);
     now = moments(v, at, scratch);
@@ -396,7 +396,7 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
     scaled_block(d, room.q, per, i, k, [&](float& x, u32 row, u32 column) { x = (x + (row == column && row < N ? lift.added : 0.f)) * times; });
     if (group < j) store_pairs<true>(d, slab + group * PAIR_BYTES);
     else store_pairs<false>(d, slab + group * PAIR_BYTES);
-    publish();
+    ptx::async_fence();
     __syncthreads();
     multiply(d, u, slab, group, [&] { ratio = fmaxf(ratio, largest_ratio(slab, weights + SIDE, weights + 64 * j)); });
     __syncthreads();
@@ -423,7 +423,7 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
         h[0][4 * n] = v.x, h[0][4 * n + 1] = v.y, h[0][4 * n + 2] = v.z, h[0][4 * n + 3] = v.w;
       }
       store_pairs<false>(h[0], slab + group * PAIR_BYTES);
-      publish();
+      ptx::async_fence();
       __syncthreads();
       if (group <= j) multiply(h[0], u, slab, group, [] {});
       __syncthreads();
@@ -442,7 +442,7 @@ __device__ __forceinline__ void product(u32 index, const Job& job, const HeadGra
       float t[32];
       columns(j, t);
       store_pairs<false>(t, slab + group * OPERAND_BYTES, 2 * OPERAND_BYTES);
-      publish();
+      ptx::async_fence();
       __syncthreads();
       if (group <= j) add_columns(h, u, slab, group, j);
       __syncthreads();

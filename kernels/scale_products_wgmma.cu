@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_pairs(const float (&v)[32], u32 x, float s
     return both.high;
   });
   store(x + OPERAND_BYTES, [&](u32 p) { return low[p]; });
-  publish();
+  ptx::async_fence();
 }
 
 // Where diagonal block `p` of U goes: below the diagonal, where nothing is read, since two warps read the block itself.
@@ -316,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
         diagonal(v, at, [&](float& value, bool on, u32 i) { value -= on && i < N ? chain.shift : 0.f; });
         const u32 factor = both_f16(chain.scale);
         store(x, [&](u32 p) { return scaled_f16(pack_f16(v[2 * p], v[2 * p + 1]), factor); });
-        publish();
+        ptx::async_fence();
         __syncthreads();
         square(v, x);
         now = moments(v, at, scratch_of_p);

@@ -85,8 +85,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 4)  // the certifi
           sums[r] += y * y;
         }
       }
-      __syncwarp();
-      ptx::barrier_arrive_if(empty + stage * 8, ptx::arrives(lane));
+      ptx::hand_over(empty + stage * 8, lane);
       if (chunk % FOLD == FOLD - 1 || chunk + 1 == chunks)
 #pragma unroll
         for (u32 r = 0; r < ROWS; r++) norms[r] += sums[r], sums[r] = 0.f;

@@ -208,11 +208,30 @@ fn every_variant_compiles_clean() {
     }
     let disassembler = disassembler();
     if disassembler.is_none() {
-        println!("ignored: instructions of the attention: nvdisasm was not found beside NVRTC");
+        println!("ignored: instructions: nvdisasm was not found beside NVRTC");
     }
     let complaints: Vec<String> =
         variants.par_iter().flat_map_iter(|variant| complaints(variant, disassembler.as_deref())).collect();
     assert!(complaints.is_empty(), "{}", complaints.join("\n"));
+}
+
+/// Instructions that a kernel must not be without.
+fn instructions(variant: &Request) -> &'static [&'static str] {
+    /// Whose plain loads read what the copy engine brings: the next copy waits for these only behind a fence.
+    const READERS: [sources::Source; 6] = [
+        sources::VALUES,
+        sources::NORMS_HEADS,
+        sources::GRAMS_WGMMA,
+        sources::GRAMS_WIDE,
+        sources::POWER,
+        sources::POWER_ONCE,
+    ];
+    match variant.source {
+        // Products on tensor cores in FP8, copies by the copy engine.
+        source if source == sources::ATTENTION => &["QGMMA", "UTMALDG"],
+        source if READERS.contains(&source) => &["UTMALDG", "FENCE.VIEW.ASYNC"],
+        _ => &[],
+    }
 }
 
 /// What is wrong with one variant.
@@ -233,12 +252,10 @@ fn complaints(variant: &Request, disassembler: Option<&Path>) -> Vec<String> {
     let serialised = |line: &str| line.contains("(C75") && !line.contains("(C7519)");
     let warnings = compiled.log.lines().filter(|line| serialised(line) || line.contains("warning"));
     complaints.extend(warnings.map(|line| format!("{name}: {line}")));
-    if variant.source == sources::ATTENTION
-        && let Some(disassembler) = disassembler
-    {
+    let expected = instructions(variant);
+    if let Some(disassembler) = disassembler.filter(|_| !expected.is_empty()) {
         let text = disassembly(disassembler, &compiled.cubin);
-        // The products on tensor cores in FP8, the copies by the copy engine.
-        let missing = ["QGMMA", "UTMALDG"].into_iter().filter(|instruction| !text.contains(instruction));
+        let missing = expected.iter().filter(|instruction| !text.contains(**instruction));
         complaints.extend(missing.map(|instruction| format!("{name}: no {instruction} in the disassembly")));
     }
     // Same options, same bytes: what the cache relies on.

@@ -47,8 +47,6 @@ __device__ __forceinline__ Pair split(float a, float b) {
   const u32 high = pack_f16(a, b);
   return {high, pack_f16(a - f16_value((u16)high), b - f16_value((u16)(high >> 16)))};
 }
-// For the tensor cores, before a barrier.
-__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Sums over a block of WARPS warps, the same bits in every thread. `scratch`: WARPS values that the last call did not use.
 template <u32 WARPS> __device__ __forceinline__ float4 sums_of_block(float4 v, float4* scratch) {

@@ -59,7 +59,8 @@ struct Chain {
   // For S with moments s1 and s2, `low` and `high` at or inside the ends of its spectrum.
   __device__ __forceinline__ void first(float s1, float s2, float low, float high, Links& links) {
     above = bound(s1, s2);
-    next(s1, s2, 0.5f * (low + fmaxf(high, s2 * inverse(s1))), 0.f, links, true);
+    // These squares may be known to 2^-16 alone (whole numbers, `scale_bounds_wgmma`): of the rounding 2^-19.
+    next(s1, s2, 0.5f * (low + fmaxf(high, s2 * inverse(s1))), 0x1p-19f, links, true);
   }
   // After a product with moments s1 and s2: false if less than `open` of lambda(S) is open.
   __device__ __forceinline__ bool go_on(float s1, float s2, float open, Links& links) {

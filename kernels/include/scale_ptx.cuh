@@ -30,6 +30,11 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// Between plain accesses of shared memory and those of the copy engine and the tensor cores: behind writes that they are to read, and
+// behind reads of what they are to overwrite. An arrival at a barrier does not wait for a read that is on its way, and beside kernels
+// that keep shared memory busy the next copy has been seen to land first.
+__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // A warp arrives by its lane 0, once all its lanes are there. EVERY_LANE 1: by all of them, for racecheck of compute-sanitizer,
 // which follows an arrival by the accesses of the arriving thread alone.
 #ifndef EVERY_LANE
@@ -37,6 +42,12 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 #endif
 constexpr u32 ARRIVALS = EVERY_LANE ? 32 : 1;  // of a warp
 __device__ __forceinline__ bool arrives(u32 lane) { return EVERY_LANE || lane == 0; }
+// The copy engine and the tensor cores see what this warp has written, and may overwrite what it has read.
+__device__ __forceinline__ void hand_over(u32 barrier, u32 lane) {
+  async_fence();
+  __syncwarp();
+  barrier_arrive_if(barrier, arrives(lane));
+}
 
 // Registers from one warpgroup to another; a multiple of 8, by all of its warps.
 template <int COUNT> __device__ __forceinline__ void take_registers() {

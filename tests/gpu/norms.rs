@@ -1,4 +1,4 @@
-//! Channel statistics against f64, channel by channel: what operand descales alone are made of.
+//! Channel statistics channel by channel: what operand descales alone are made of against f64, those of plans against these.
 
 use crate::device;
 use crate::weights::{Case, Kind, Layer, Layout};
@@ -14,6 +14,7 @@ tests![
     statistics_of_unaligned_weights,
     large_sums_that_cancel_are_not_below,
     engines_follow_one_another_in_the_same_memory,
+    plans_leave_the_same_statistics,
     weights_that_are_not_finite_reach_their_channels_alone,
 ];
 
@@ -245,6 +246,47 @@ fn engines_follow_one_another_in_the_same_memory() {
             let case = Case { rotary, ..Case::new("in turn", (d, 128), (12, 12)) };
             let layer = Layer::new(&case, round as u64);
             check(&format!("engine {round} of {d} inputs, {rotary} turned"), &layer);
+        }
+    }
+}
+
+/// Every kernel that leaves statistics beside Grams or certificates, channel by channel: a descale is the largest of many, and would
+/// not tell.
+fn plans_leave_the_same_statistics() {
+    let named = |name: &str, size, heads| Case::new(name, size, heads);
+    let cases = [
+        named("values apart", (4096, 128), (32, 8)),
+        Case { dtype: Dtype::F16, biases: true, ..named("values apart, f16", (3000, 128), (16, 16)) },
+        Case { interleaved: true, ..named("values apart, of 96", (2560, 96), (24, 8)) },
+        Case { layer_norm: true, biases: true, rotary: 0, ..named("pieces", (2048, 64), (16, 16)) },
+        Case { layout: Layout::Conv1d, layer_norm: true, ..named("pieces along channels", (1600, 64), (10, 10)) },
+        named("wide", (2304, 256), (8, 4)),
+        Case { rotary: 64, ..named("wide of 160", (2560, 160), (8, 2)) },
+        Case { dtype: Dtype::F32, ..named("wide of f32", (2048, 128), (8, 4)) },
+        Case { dtype: Dtype::F32, layout: Layout::Conv1d, layer_norm: true, ..named("plain", (768, 64), (4, 4)) },
+    ];
+    const COPIES: usize = 3;
+    for (case, seed) in cases.iter().zip(70..) {
+        let layer = Layer::new(case, seed);
+        // SAFETY: `layer` holds the memory.
+        let new = |copies, grams| unsafe { ScaleEngine::new(device(), &vec![layer.input; copies], grams) }.unwrap();
+        let (alone, plans, stream) = (new(1, false), new(COPIES, true), device().stream().unwrap());
+        alone.descales(&stream).unwrap();
+        let expected = alone.read_stats(0).unwrap();
+        for round in 0..4 {
+            plans.plan(&stream).unwrap();
+            for place in 0..COPIES {
+                let stats = plans.read_stats(place).unwrap();
+                assert_eq!(stats.len(), expected.len());
+                for (channel, (got, want)) in stats.iter().zip(&expected).enumerate() {
+                    let near = |got: f32, want: f32, size: f32| (got - want).abs() <= 1e-5 * size + f32::MIN_POSITIVE;
+                    let fine = near(got.norm2, want.norm2, want.raw2)
+                        && near(got.raw2, want.raw2, want.raw2)
+                        && near(got.constant, want.constant, want.absolute)
+                        && near(got.absolute, want.absolute, want.absolute);
+                    assert!(fine, "{case:?}: plan {round}, layer {place}, channel {channel}: {got:?}, not {want:?}");
+                }
+            }
         }
     }
 }
