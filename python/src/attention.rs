@@ -2,6 +2,7 @@
 
 use crate::device::stream;
 use crate::errors::raise;
+use crate::work::{OnDevice, on_device};
 use pyo3::prelude::*;
 use sigmascale::attention::cuda::{Cuda, Descales, Element, Tensors, View, stats_words};
 use sigmascale::attention::{AttentionCall, AttentionShape, Mask};
@@ -65,7 +66,7 @@ pub struct Call {
 /// The kernel on one device.
 #[pyclass(frozen)]
 pub struct Attention {
-    cuda: Cuda,
+    cuda: OnDevice<Cuda>,
     /// Cast and attention of one call share a workspace: those of two threads must not mix on one stream.
     launching: Mutex<()>,
 }
@@ -81,8 +82,8 @@ fn shape(q: &[usize], k: &[usize]) -> Result<AttentionShape> {
 impl Attention {
     #[new]
     fn new(py: Python<'_>, device: usize) -> PyResult<Self> {
-        let made = py.detach(|| Device::open(device).and_then(|device| Cuda::new(&device)));
-        made.map(|cuda| Self { cuda, launching: Mutex::new(()) }).map_err(|error| raise(py, &error))
+        let cuda = on_device(py, || Device::open(device).and_then(|device| Cuda::new(&device)).map(OnDevice::new))?;
+        Ok(Self { cuda, launching: Mutex::new(()) })
     }
 
     /// Bytes of workspace and words of telemetry of a call.
@@ -99,7 +100,7 @@ impl Attention {
 
     /// Puts cast and attention on the stream.
     fn forward(&self, py: Python<'_>, call: Call) -> PyResult<()> {
-        let done = py.detach(|| {
+        on_device(py, || {
             let shape = shape(&call.q.2, &call.k.2)?;
             let mask = if call.causal { Mask::CAUSAL } else { Mask::NONE };
             let [q, k, v] = &call.descales;
@@ -125,7 +126,6 @@ impl Attention {
             let call = AttentionCall { mask, softmax_scale: call.softmax_scale, ..AttentionCall::causal(shape) };
             let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
             self.cuda.launch(&stream, &call, &tensors, &workspace)
-        });
-        done.map_err(|error: Error| raise(py, &error))
+        })
     }
 }

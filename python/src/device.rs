@@ -1,6 +1,6 @@
 //! The scale engine over memory that Python owns.
 
-use crate::errors::raise;
+use crate::work::{OnDevice, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sigmascale::cuda::scale::{self, DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
@@ -141,8 +141,8 @@ pub fn stream(device: &Device, raw: u64) -> Stream {
 /// The caller (the package) keeps the weights alive and in place, and orders calls by streams.
 #[pyclass(frozen)]
 pub struct ScaleEngine {
-    engine: Mutex<scale::ScaleEngine>,
-    device: Device,
+    engine: OnDevice<Mutex<scale::ScaleEngine>>,
+    device: OnDevice<Device>,
     logits: bool,
 }
 
@@ -150,27 +150,25 @@ pub struct ScaleEngine {
 impl ScaleEngine {
     #[new]
     fn new(py: Python<'_>, device: usize, layers: Vec<Layer>, logits: bool) -> PyResult<Self> {
-        let made = py.detach(|| {
+        on_device(py, || {
             let device = Device::open(device)?;
             let inputs = layers.iter().map(Layer::input).collect::<Result<Vec<_>>>()?;
             // SAFETY: 1. the package reads addresses, shapes and strides off live tensors of this device; 2. it checks at
             // every launch that they still lie where they did, and orders launches on streams.
             let engine = unsafe { scale::ScaleEngine::new(&device, &inputs, logits)? };
-            Ok::<_, Error>(Self { engine: Mutex::new(engine), device, logits })
-        });
-        made.map_err(|error| raise(py, &error))
+            Ok(Self { engine: OnDevice::new(Mutex::new(engine)), device: OnDevice::new(device), logits })
+        })
     }
 
     /// Puts the work on a stream (its handle as an integer).
     fn launch(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
-        let done = py.detach(|| {
+        on_device(py, || {
             let engine = self.engine.try_lock().map_err(|_| {
                 Error::argument("refresh() is running in another thread: call it from one thread at a time")
             })?;
             let stream = self::stream(&self.device, stream);
             if self.logits { engine.plan(&stream) } else { engine.descales(&stream) }
-        });
-        done.map_err(|error| raise(py, &error))
+        })
     }
 
     /// Addresses and lengths of the results: `heads` f32 `[layer][q, k, v, o][n_kv]`, `operands` f32 `[layer][q, k, v][n_kv]`,

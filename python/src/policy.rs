@@ -2,6 +2,7 @@
 
 use crate::device::stream;
 use crate::errors::raise;
+use crate::work::{OnDevice, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sigmascale::Error;
@@ -16,8 +17,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// One policy for all layers of a model.
 #[pyclass(frozen)]
 pub struct DevicePolicy {
-    plan: Mutex<DevicePlan>,
-    device: Device,
+    plan: OnDevice<Mutex<DevicePlan>>,
+    device: OnDevice<Device>,
 }
 
 impl DevicePolicy {
@@ -32,7 +33,7 @@ impl DevicePolicy {
     /// of `results`.
     #[new]
     fn new(py: Python<'_>, device: usize, spec: &str, policy: &str, bounded: bool) -> PyResult<Self> {
-        let made = py.detach(|| {
+        on_device(py, || {
             let device = Device::open(device)?;
             let spec: AttentionSpec =
                 serde_json::from_str(spec).map_err(|e| Error::argument(format_args!("no attention spec: {e}")))?;
@@ -42,21 +43,18 @@ impl DevicePolicy {
             };
             let bounds = if bounded { Bounds::Host } else { Bounds::None };
             let plan = DevicePlan::new(&device, &spec, kind.into(), &Tail::default(), bounds)?;
-            Ok::<_, Error>(Self { plan: Mutex::new(plan), device })
-        });
-        made.map_err(|error| raise(py, &error))
+            Ok(Self { plan: OnDevice::new(Mutex::new(plan)), device: OnDevice::new(device) })
+        })
     }
 
     /// Takes in the statistics of the calls that the last plan was for; before its bounds are overwritten.
     fn observe(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
-        let done = py.detach(|| self.plan().engine().observe(&self::stream(&self.device, stream)));
-        done.map_err(|error| raise(py, &error))
+        on_device(py, || self.plan().engine().observe(&self::stream(&self.device, stream)))
     }
 
     /// Plans, from memory or from the bounds as they are.
     fn launch(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
-        let done = py.detach(|| self.plan().engine().plan(&self::stream(&self.device, stream)));
-        done.map_err(|error| raise(py, &error))
+        on_device(py, || self.plan().engine().plan(&self::stream(&self.device, stream)))
     }
 
     /// Addresses and lengths: `stats` u32 `[layer][word]`, `descales` f32 `[layer][logit n_q, q, k, v, o n_kv each]`; where
@@ -80,20 +78,18 @@ impl DevicePolicy {
 
     /// The state as JSON, the same that the host's policies save. Waits for the device.
     fn save(&self, py: Python<'_>) -> PyResult<String> {
-        let saved = py.detach(|| {
+        on_device(py, || {
             let state = self.plan().save()?;
             serde_json::to_string(&state).map_err(|e| Error::non_finite(format_args!("the state cannot be saved: {e}")))
-        });
-        saved.map_err(|error| raise(py, &error))
+        })
     }
 
     /// Goes on from a state; addresses stay.
     fn load(&self, py: Python<'_>, state: &str) -> PyResult<()> {
-        let done = py.detach(|| {
+        on_device(py, || {
             let state: PolicyState =
                 serde_json::from_str(state).map_err(|e| Error::mismatch(format_args!("no policy state: {e}")))?;
             self.plan().load(state)
-        });
-        done.map_err(|error| raise(py, &error))
+        })
     }
 }

@@ -1,14 +1,50 @@
-//! Long work beside the interpreter: without its lock, open to Ctrl-C, and safe in a child of `fork`.
+//! Work beside the interpreter, without its lock: on a device, so that PyTorch's current one stays what it was; and long work, open to
+//! Ctrl-C and safe in a child of `fork`.
 
 use crate::errors::raise;
 use pyo3::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
+use sigmascale::cuda::KeepCurrent;
 use sigmascale::{Error, Result};
+use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+
+/// Runs `work`, which may make any device current; the one before is so again behind it.
+pub fn on_device<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+    let done = py.detach(|| {
+        let _current = KeepCurrent::new();
+        work()
+    });
+    done.map_err(|error| raise(py, &error))
+}
+
+/// What lives on a device, and goes without making it current for others.
+pub struct OnDevice<T>(Option<T>);
+
+impl<T> OnDevice<T> {
+    pub fn new(held: T) -> Self {
+        Self(Some(held))
+    }
+}
+
+impl<T> Deref for OnDevice<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        self.0.as_ref().expect("held until it is dropped")
+    }
+}
+
+impl<T> Drop for OnDevice<T> {
+    fn drop(&mut self) {
+        let _current = KeepCurrent::new();
+        self.0 = None;
+    }
+}
 
 /// How often a waiting call looks for signals.
 const LOOK: Duration = Duration::from_millis(50);

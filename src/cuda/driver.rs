@@ -20,6 +20,43 @@ pub(super) fn answered<T>(library: &str, ask: impl FnOnce() -> T) -> Result<T, S
         .map_err(|_| format!("{library} lacks a function that is needed: it is too old or damaged"))
 }
 
+/// The CUDA context that is current in this thread, and is again when this goes.
+///
+/// Every call on a [`Device`](super::Device), and every drop of what one made, leaves that device's context current. A library in the
+/// same thread that takes the current context for the device that is meant, as PyTorch and the CUDA runtime do, must not find
+/// another one than it left: hold one of these around calls beside such a library where there is more than one device. Without a
+/// driver it does nothing.
+#[derive(Debug)]
+pub struct KeepCurrent {
+    before: Option<sys::CUcontext>,
+}
+
+impl KeepCurrent {
+    /// Remembers what is current now.
+    pub fn new() -> Self {
+        let mut before = std::ptr::null_mut();
+        // SAFETY: the library is present, and the pointer is to a live handle.
+        let asked = library_loads() && unsafe { sys::cuCtxGetCurrent(&mut before) }.result().is_ok();
+        Self { before: asked.then_some(before) }
+    }
+}
+
+impl Default for KeepCurrent {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for KeepCurrent {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            // SAFETY: the handle was current in this thread, or null, which makes none current. Where its owner has destroyed it
+            // since, the driver refuses, and there is nothing to do.
+            let _ = unsafe { sys::cuCtxSetCurrent(before) };
+        }
+    }
+}
+
 /// CUDA version that the driver supports.
 pub(super) fn version() -> Result<(i32, i32), String> {
     if !library_loads() {
