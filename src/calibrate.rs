@@ -172,6 +172,9 @@ pub struct ModelSummary {
     /// Positions up to which bounds hold, where queries grow with them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bounded_positions: Option<usize>,
+    /// Bounds count inputs of the projections that are rounded to E4M3.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub fp8_inputs: bool,
 }
 
 impl ModelSummary {
@@ -190,6 +193,7 @@ impl ModelSummary {
             qk_norm: spec.qk_norm.map(|norm| norm.scope),
             bias: spec.bias,
             bounded_positions: spec.bounded_positions(),
+            fp8_inputs: spec.fp8_inputs,
         }
     }
 }

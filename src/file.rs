@@ -5,8 +5,8 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// Writes a file so that it appears whole or not at all: a temporary file in the same folder, then a rename. A target
-/// that is no regular file (a pipe, a device) is written to directly.
+/// Writes a file so that it appears whole or not at all: a temporary file in the same folder, then a rename. A file that was there
+/// leaves its permissions; a link stays one. A target that is no regular file (a pipe, a device) is written to directly.
 ///
 /// # Errors
 /// `is_io`, with the target's path.
@@ -15,11 +15,14 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<()> {
         let result = OpenOptions::new().write(true).open(path).and_then(|mut file| file.write_all(bytes));
         return result.map_err(|e| Error::io(path, "write", e));
     }
-    check_target(path)?;
-    // Behind a link, so that the link stays one.
-    let target = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let target = behind_links(path)?;
+    check_target(&target)?;
     let (temporary, mut file) = temporary_beside(&target).map_err(|e| Error::io(path, "create", e))?;
-    let written = file.write_all(bytes).and_then(|()| file.sync_all());
+    let permitted = match std::fs::metadata(&target) {
+        Ok(before) => file.set_permissions(before.permissions()),
+        Err(_) => Ok(()),
+    };
+    let written = permitted.and_then(|()| file.write_all(bytes)).and_then(|()| file.sync_all());
     drop(file);
     written.and_then(|()| std::fs::rename(&temporary, &target)).map_err(|e| {
         // The first error is the one to tell.
@@ -44,12 +47,48 @@ pub fn check_target(path: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Refuses a target that is one of the files which are read for what goes there, whatever the paths to it look like.
+///
+/// # Errors
+/// `is_argument`, with `what` and the path.
+pub fn check_not_read(what: &str, target: &Path, read: impl IntoIterator<Item = PathBuf>) -> Result<()> {
+    let place = place_of(target);
+    if read.into_iter().any(|file| place_of(&file) == place) {
+        return Err(Error::argument(format_args!(
+            "{what} names {}, which is read here: it would be replaced",
+            target.display()
+        )));
+    }
+    Ok(())
+}
+
+/// Where a file is or will be.
+pub fn place_of(file: &Path) -> PathBuf {
+    if let Ok(place) = file.canonicalize() {
+        return place;
+    }
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+    file.file_name().map_or_else(|| folder.clone(), |name| folder.join(name))
+}
+
+/// What a path stands for if it is a link, also one to a file that is not there yet.
+fn behind_links(path: &Path) -> Result<PathBuf> {
+    let mut target = path.to_owned();
+    for _ in 0..40 {
+        match std::fs::read_link(&target) {
+            Ok(next) => target = target.parent().unwrap_or(Path::new("")).join(next),
+            Err(_) => return Ok(target),
+        }
+    }
+    Err(Error::io(path, "write", std::io::Error::other("its links go round")))
+}
+
 /// A new file with a name of its own in the target's folder.
 fn temporary_beside(target: &Path) -> std::io::Result<(PathBuf, File)> {
-    let name = target.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let mut attempt = 0u32;
     loop {
-        let temporary = target.with_file_name(format!(".{name}.{}-{attempt}.tmp", std::process::id()));
+        let temporary = target.with_file_name(format!(".sigmascale-{}-{attempt}.tmp", std::process::id()));
         match OpenOptions::new().write(true).create_new(true).open(&temporary) {
             Ok(file) => return Ok((temporary, file)),
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && attempt < 100 => attempt += 1,
@@ -70,11 +109,47 @@ mod tests {
         write_atomically(&path, b"two").unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"two");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+        let longest = folder.path().join("n".repeat(255));
+        write_atomically(&longest, b"long").unwrap();
+        std::fs::remove_file(longest).unwrap();
         assert!(write_atomically(folder.path(), b"x").unwrap_err().is_io());
         assert!(write_atomically(&folder.path().join("no/file"), b"x").unwrap_err().is_io());
         if cfg!(unix) {
             write_atomically(Path::new("/dev/null"), b"x").unwrap();
             assert!(!Path::new("/dev/null").is_file());
         }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn links_and_permissions_stay() {
+        use std::os::unix::fs::{PermissionsExt, symlink};
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        std::fs::write(at("secret"), b"old").unwrap();
+        std::fs::set_permissions(at("secret"), std::fs::Permissions::from_mode(0o600)).unwrap();
+        symlink("secret", at("link")).unwrap();
+        symlink("later", at("dangling")).unwrap();
+        symlink("round", at("round")).unwrap();
+        write_atomically(&at("link"), b"new").unwrap();
+        write_atomically(&at("dangling"), b"first").unwrap();
+        assert_eq!(
+            (std::fs::read(at("secret")).unwrap(), std::fs::read(at("later")).unwrap()),
+            (b"new".into(), b"first".into())
+        );
+        assert_eq!(std::fs::metadata(at("secret")).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(at("link").is_symlink() && at("dangling").is_symlink());
+        let error = write_atomically(&at("round"), b"x").unwrap_err();
+        assert!(error.is_io() && error.to_string().contains("go round"), "{error}");
+    }
+
+    #[test]
+    fn what_is_read_is_not_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let model = folder.path().join("model");
+        std::fs::write(&model, b"weights").unwrap();
+        let other = folder.path().join(".").join("model");
+        assert!(check_not_read("-o", &other, [model.clone()]).unwrap_err().is_argument());
+        check_not_read("-o", &folder.path().join("new"), [model]).unwrap();
     }
 }

@@ -49,6 +49,8 @@ pub struct LayerGeometry<'a> {
     pub input_bounded: bool,
     /// Whether the input has its mean removed (LayerNorm).
     pub centred: bool,
+    /// Whether the projections may read the input rounded to E4M3.
+    pub fp8_inputs: bool,
 }
 
 /// Which channels of a head rotate together, and by what angle a position.
@@ -208,6 +210,7 @@ impl<'a> LayerGeometry<'a> {
             rotary,
             qk_limits,
             input_bounded: spec.norm.kind != NormKind::None,
+            fp8_inputs: spec.fp8_inputs,
             centred,
         })
     }

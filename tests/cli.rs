@@ -123,6 +123,42 @@ fn scales_are_exported_for_other_loaders() {
 }
 
 #[test]
+fn what_is_read_is_not_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    let mut kept = vec![];
+    for file in std::fs::read_dir(TINY_LLAMA).unwrap().flatten().filter(|file| file.path().is_file()) {
+        std::fs::copy(file.path(), model.join(file.file_name())).unwrap();
+        kept.push((model.join(file.file_name()), std::fs::read(file.path()).unwrap()));
+    }
+    let (config, weights) = (
+        model.join("config.json"),
+        kept.iter().map(|(file, _)| file).find(|file| file.extension().is_some_and(|e| e == "safetensors")),
+    );
+    let weights = weights.unwrap();
+    let around = folder.path().join("model/../model").join(weights.file_name().unwrap());
+    for args in [
+        &["calibrate", text(&model), "-o", text(&config)][..],
+        &["calibrate", text(&model), "--export-scales", text(weights)],
+        &["calibrate", text(&config), "-o", text(&config)],
+        &["inspect", text(&model), "--html", text(&around)],
+        &["stress", "checkpoint-load", "--model", text(&model), "-o", text(&config)],
+    ] {
+        let (code, log) = failure(args);
+        assert!(code == 2 && log.contains("which is read here"), "{args:?}: {code} {log}");
+    }
+    for (file, bytes) in &kept {
+        assert!(std::fs::read(file).unwrap() == *bytes, "{}", file.display());
+    }
+    // Beside them there is room.
+    let scales = model.join("scales.safetensors");
+    for _ in 0..2 {
+        assert!(sigmascale(&["calibrate", text(&model), "--export-scales", text(&scales)]).status.success());
+    }
+}
+
+#[test]
 fn inspect_gives_table_json_and_page() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("page.html");

@@ -502,6 +502,8 @@ mod fp8 {
     use super::*;
     use float8::F8E4M3;
     use safetensors::tensor::TensorView;
+    use sigmascale::bound::Tail;
+    use sigmascale::runtime::bounds_of;
 
     /// The one-layer llama of this module with q_proj in E4M3 and this scale beside it.
     fn write(folder: &std::path::Path, scale: Option<(&str, &[usize], &[f32])>, config: Value) -> Vec<u8> {
@@ -554,6 +556,43 @@ mod fp8 {
         check("scale_inv", &[2, 3], &tiles, config, |row, col| row / 32 * 3 + col / 20);
         // Without the config, tiles that divide evenly are clear.
         check("scale_inv", &[2, 3], &tiles, json!({}), |row, col| row / 32 * 3 + col / 16);
+    }
+
+    /// A token whose elements are rounded up to E4M3 almost all, on weights that add them up.
+    #[test]
+    fn bounds_hold_for_inputs_rounded_to_e4m3() {
+        let mut found = vec![];
+        for fp8 in [false, true] {
+            let quantised = json!({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}});
+            let case = grouped("llama", "llama", if fp8 { quantised } else { json!({}) });
+            let mut tensors = draw(&case, 5);
+            for (name, value) in [("input_layernorm.weight", 1.0), ("self_attn.v_proj.weight", 0.25)] {
+                tensors.0.get_mut(&format!("model.layers.0.{name}")).unwrap().1.fill(value);
+            }
+            let folder = tempfile::tempdir().unwrap();
+            write_checkpoint(folder.path(), &case.config, &tensors, Dtype::F32, 1);
+            let checkpoint = Checkpoint::open(folder.path()).unwrap();
+            assert_eq!(checkpoint.spec().fp8_inputs, fp8);
+            let weights = checkpoint.layer(0).unwrap();
+            found.push(bounds_of(checkpoint.spec(), weights, &Tail::default()).unwrap());
+        }
+        let d = 48;
+        let token: Vec<f64> = (0..d).map(|i| if i == 0 { 448.0 } else { 272.1 }).collect();
+        let length = dot(&token, &token).sqrt();
+        let rounded: f64 = token.iter().map(|x| f64::from(F8E4M3::from_f64(*x).to_f32())).sum();
+        let value = 0.25 * rounded * (d as f64).sqrt() / length;
+        let [plain, counted] = [0, 1].map(|i| found[i].v.as_ref().unwrap()[0].rounded);
+        assert!(plain < value && value < counted, "{plain} {value} {counted}");
+        for (one, other) in found[0].heads.iter().zip(&found[1].heads) {
+            assert!(one.certain == other.certain && one.rounded < other.rounded);
+        }
+    }
+
+    #[test]
+    fn weights_in_e4m3_tell_without_the_config() {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), Some(("scale", &[], &[0.25])), json!({}));
+        assert!(Checkpoint::open(folder.path()).unwrap().spec().fp8_inputs);
     }
 
     #[test]

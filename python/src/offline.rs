@@ -8,7 +8,7 @@ use serde_json::json;
 use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{Calibration, Estimator, Inspection, Options, Profile, calibrate_config};
 use sigmascale::cuda;
-use sigmascale::file::{check_target, write_atomically};
+use sigmascale::file::{check_not_read, check_target, write_atomically};
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::plan::Granularity;
 use sigmascale::plan::export::scales_safetensors;
@@ -141,6 +141,11 @@ pub fn export_scales(py: Python<'_>, source: Source, file: PathBuf, options: Cal
             return Err(Error::argument("exported scales need operand descales, and as_paper computes none"));
         }
         check_target(&file)?;
+        if let Source::Named(name) = &source
+            && let ModelSource::Checkpoint(checkpoint) = ModelSource::open(name)?
+        {
+            check_not_read("the file", &file, checkpoint.files())?;
+        }
         let profile = profile(source, options.check()?, stop)?;
         if profile.layers.is_none() {
             return Err(Error::argument("exported scales need weights, and this model is a config alone"));

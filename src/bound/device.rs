@@ -26,7 +26,8 @@ impl LayerBounds {
     /// the largest operand bound, and `exact` is not told apart from `rounded`. Values of an input without a norm have none.
     ///
     /// # Errors
-    /// `is_non_finite` if a weight was; `is_mismatch` if a length is not the layer's; `is_argument` if there is no such layer.
+    /// `is_non_finite` if a weight was; `is_mismatch` if a length is not the layer's; `is_argument` if there is no such layer;
+    /// `is_unsupported` if the projections read their input rounded to E4M3, which the engine does not count.
     pub fn from_device(
         spec: &AttentionSpec,
         layer: usize,
@@ -35,6 +36,12 @@ impl LayerBounds {
         tail: &Tail,
     ) -> Result<Self> {
         let own = spec.layer(layer)?;
+        if spec.fp8_inputs {
+            return Err(Error::unsupported(format_args!(
+                "{}: weights stored in FP8 are bounded on the CPU, whose bounds count inputs rounded to E4M3 too",
+                spec.name
+            )));
+        }
         let (n_q, n_kv) = (own.n_q_heads, own.n_kv_heads);
         if heads.len() != n_q || operands.len() != 3 * n_kv {
             return Err(Error::mismatch(format_args!("{}: bounds of another model than layer {layer}'s", spec.name)));

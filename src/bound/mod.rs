@@ -31,8 +31,17 @@ pub const E4M3_MAX: f64 = 448.0;
 /// Share of the rounding term A in operand bounds: covers seven BF16 roundings and f32 accumulation.
 pub const ROUNDING_SHARE: f64 = 1.0 / 32.0;
 
-/// `1 + e`: what E4M3 rounding (relative 1/17) and BF16 rounding together can add to q or k.
-const ROUNDED_FACTOR: f64 = (1.0 + 1.0 / 17.0) * (1.0 + ROUNDING_SHARE);
+/// The same where the projections read their input rounded to E4M3. That adds 1/17 of an element, or below the normal numbers 2^-10 of its scale, which
+/// is 2.2e-6 of the largest element beside it; (1 + 1/17)(1 + 1/32) = 1.092, and what is left of 1/8 covers these.
+pub const ROUNDING_SHARE_FP8_INPUTS: f64 = 1.0 / 8.0;
+
+/// Relative error of E4M3 rounding, of a normal number.
+const E4M3_ROUNDING: f64 = 1.0 / 17.0;
+
+/// Share of the rounding term of q and k before they are rounded to E4M3, and of v.
+fn rounding_share(fp8_inputs: bool) -> f64 {
+    if fp8_inputs { ROUNDING_SHARE_FP8_INPUTS } else { ROUNDING_SHARE }
+}
 
 /// Absolute error of an E4M3 subnormal, in units of its descale.
 const SUBNORMAL_ERROR: f64 = 1.0 / 1024.0;
@@ -85,7 +94,7 @@ pub struct HeadBounds {
 pub struct OperandBound {
     /// In exact arithmetic.
     pub exact: f64,
-    /// With the roundings of a BF16 forward: `exact + A/32`, channel by channel.
+    /// With the roundings of a BF16 forward: `exact + A/32`, channel by channel; `exact + A/8` where the input is rounded to E4M3.
     pub rounded: f64,
 }
 
@@ -144,14 +153,14 @@ impl LayerBounds {
             None => {
                 let pairs = geometry.rotary.as_ref().map_or(&[][..], |rotary| &rotary.pairs);
                 let bound = |heads: &[Channels]| -> Vec<_> {
-                    heads.iter().map(|channels| operand(geometry.d_model, channels, pairs)).collect()
+                    heads.iter().map(|channels| operand(geometry, channels, pairs)).collect()
                 };
                 (bound(&spectrum.q), bound(&spectrum.k))
             }
         };
         let v = geometry
             .input_bounded
-            .then(|| spectrum.v.iter().map(|channels| operand(geometry.d_model, channels, &[])).collect::<Vec<_>>());
+            .then(|| spectrum.v.iter().map(|channels| operand(geometry, channels, &[])).collect::<Vec<_>>());
         let constants = ModelConstants::new(spec, tail)?;
         // Heads may share the layer's largest scale, whose E4M3 subnormals are the coarsest.
         let step = |heads: &[OperandBound]| heads.iter().map(|head| head.rounded).fold(0.0, f64::max) / E4M3_MAX;
@@ -260,7 +269,9 @@ fn projected_head(
     {
         product = product.min(d * balanced);
     }
-    bounds.rounded = Some(certain + rounding_gap(tau, product, (size_q, size_k), (flush * step_q, flush * step_k)));
+    let share = rounding_share(geometry.fp8_inputs);
+    bounds.rounded =
+        Some(certain + rounding_gap(tau, share, product, (size_q, size_k), (flush * step_q, flush * step_k)));
 
     let t = if c.any() { model.t_spectrum.1 } else { model.t_spectrum.0 };
     let linear = (2.0 * t).sqrt() * (c.a + c.b);
@@ -273,13 +284,21 @@ fn projected_head(
 }
 
 /// `tau [((1 + e)^2 - 1) N + (1 + e)(N_Q f_K + N_K f_Q) + f_Q f_K]`, N at most N_Q N_K: what meets relative errors on both sides.
-fn rounding_gap(tau: f64, product: f64, (size_q, size_k): (f64, f64), (flush_q, flush_k): (f64, f64)) -> f64 {
+/// `1 + e = (1 + 1/17)(1 + share)`: what E4M3 rounding and what came before it together can add to q or k.
+fn rounding_gap(
+    tau: f64,
+    share: f64,
+    product: f64,
+    (size_q, size_k): (f64, f64),
+    (flush_q, flush_k): (f64, f64),
+) -> f64 {
     // Zeros stay zeros.
     if size_q == 0.0 || size_k == 0.0 {
         return 0.0;
     }
-    let relative = (ROUNDED_FACTOR * ROUNDED_FACTOR - 1.0) * product;
-    tau * (relative + ROUNDED_FACTOR * (size_q * flush_k + size_k * flush_q) + flush_q * flush_k)
+    let factor = (1.0 + E4M3_ROUNDING) * (1.0 + share);
+    let relative = (factor * factor - 1.0) * product;
+    tau * (relative + factor * (size_q * flush_k + size_k * flush_q) + flush_q * flush_k)
 }
 
 /// Bounds of a head whose q and k are normalised after the projection: `tau r max_b(gq_b gk_b)`, from the gains alone.
@@ -300,8 +319,10 @@ fn normalised_head(
         tau * q.radius * k.radius * product
     };
     let flush = (geometry.d_head as f64).sqrt() * SUBNORMAL_ERROR;
+    // The norm sees whatever rounding came before it, and bounds it all the same.
+    let sizes = (q.norm(), k.norm());
     let rounded =
-        certain + rounding_gap(tau, q.norm() * k.norm(), (q.norm(), k.norm()), (flush * step_q, flush * step_k));
+        certain + rounding_gap(tau, ROUNDING_SHARE, sizes.0 * sizes.1, sizes, (flush * step_q, flush * step_k));
     Ok(HeadBounds {
         naive: Some(tau * q.norm() * k.norm()),
         certain: Some(certain),
@@ -312,13 +333,13 @@ fn normalised_head(
 
 /// `B = sqrt(d) ||w_c|| + |c_c|` and `A = sqrt(d) ||diag(g) w_c|| + sum |beta_i w_ic| + |b_c|`, the largest channel; for a
 /// rotation pair the spectral norm of its two columns and the length of its constants.
-fn operand(d_model: usize, channels: &Channels, pairs: &[(usize, usize)]) -> OperandBound {
-    let d = d_model as f64;
+fn operand(geometry: &LayerGeometry<'_>, channels: &Channels, pairs: &[(usize, usize)]) -> OperandBound {
+    let (d, share) = (geometry.d_model as f64, rounding_share(geometry.fp8_inputs));
     let rounding = |c: usize| (d * channels.folded_sq[c]).sqrt() + channels.spread[c];
     let mut bound = OperandBound { exact: 0.0, rounded: 0.0 };
     let mut include = |exact: f64, rounding: f64| {
         bound.exact = bound.exact.max(exact);
-        bound.rounded = bound.rounded.max(exact + ROUNDING_SHARE * rounding);
+        bound.rounded = bound.rounded.max(exact + share * rounding);
     };
     let mut rotated = vec![false; channels.norm_sq.len()];
     for (&(a, b), &dot) in pairs.iter().zip(&channels.pair_dot) {

@@ -7,7 +7,7 @@ use super::table::{Table, range, short};
 use clap::ValueEnum;
 use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{Calibration, Estimator, Options, Profile, calibrate_config};
-use sigmascale::file::{check_target, write_atomically};
+use sigmascale::file::write_atomically;
 use sigmascale::plan::Granularity;
 use sigmascale::plan::export::scales_safetensors;
 use sigmascale::{Descale, Error, Result};
@@ -17,6 +17,7 @@ use std::time::Instant;
 
 /// c_star of a model; with weights also norms, bounds and descales of every layer and head
 #[derive(clap::Args)]
+#[command(allow_negative_numbers = true)]
 pub struct Args {
     /// Preset name, config.json, .safetensors file (config beside it) or checkpoint folder
     model: String,
@@ -124,10 +125,12 @@ pub fn run(args: Args) -> Result<()> {
     let options = args.options()?;
     args.output.check()?;
     if let Some(file) = &args.export_scales {
-        check_target(file)?;
-        args.output.check_apart("--export-scales", file)?;
+        args.output.check_other("--export-scales", file)?;
     }
-    let profile = match Model::open(&args.model)? {
+    let model = Model::open(&args.model)?;
+    let read = super::model::files(&args.model, &model);
+    args.output.check_not_read(("--export-scales", args.export_scales.as_deref()), &read)?;
+    let profile = match model {
         Model::Config(_) if args.export_scales.is_some() => {
             return Err(Error::argument("--export-scales needs weights, and this model is a config alone"));
         }
@@ -200,6 +203,9 @@ fn table(profile: &Profile) -> String {
             out,
             "  for sequences of up to {positions} tokens, the most of the config: queries grow with the position"
         );
+    }
+    if profile.model.fp8_inputs {
+        out.push_str("  weights are stored in FP8: bounds with rounding also hold where the projections read their input in E4M3\n");
     }
     if method.estimator == Estimator::Power {
         out.push_str("  sigma is a power iteration's estimate from below; ");

@@ -4,6 +4,15 @@ pub use sigmascale::model::ModelSource as Model;
 
 use sigmascale::calibrate::ModelSummary;
 use sigmascale::model::{NormKind, PerLayer, QkNormScope, RopeLayout};
+use std::path::PathBuf;
+
+/// The files that are read for a model argument.
+pub fn files(argument: &str, model: &Model) -> Vec<PathBuf> {
+    match model {
+        Model::Config(_) => vec![argument.into()],
+        Model::Checkpoint(checkpoint) => checkpoint.files(),
+    }
+}
 
 /// A model in a line, for tables.
 pub fn headline(model: &ModelSummary) -> String {

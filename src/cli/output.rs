@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
-use sigmascale::file::{check_target, write_atomically};
+use sigmascale::file::{check_not_read, check_target, place_of, write_atomically};
 use sigmascale::{Error, Result};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -33,15 +33,27 @@ impl OutputArgs {
         self.file().map_or(Ok(()), check_target)
     }
 
-    /// Refuses another output of the command that is the same file.
-    pub fn check_apart(&self, option: &str, other: &Path) -> Result<()> {
+    /// The same of another output of the command, which must be another file.
+    pub fn check_other(&self, option: &str, other: &Path) -> Result<()> {
+        if other == Path::new("-") {
+            return Err(Error::argument(format_args!("{option} -: this goes to a file, and {option} ./- names one")));
+        }
+        check_target(other)?;
         match self.file() {
-            Some(file) if place(file) == place(other) => Err(Error::argument(format_args!(
+            Some(file) if place_of(file) == place_of(other) => Err(Error::argument(format_args!(
                 "-o and {option} name the same file, {}, and one would replace the other",
                 file.display()
             ))),
             _ => Ok(()),
         }
+    }
+
+    /// Refuses to write over what the command reads, by this option or another.
+    pub fn check_not_read(&self, other: (&str, Option<&Path>), read: &[PathBuf]) -> Result<()> {
+        for (option, file) in [("-o", self.file()), other] {
+            file.map_or(Ok(()), |file| check_not_read(option, file, read.iter().cloned()))?;
+        }
+        Ok(())
     }
 
     fn file(&self) -> Option<&Path> {
@@ -68,16 +80,6 @@ impl OutputArgs {
 /// Text without control characters, which could rewrite a terminal: names come from files.
 pub fn printable(text: &str) -> String {
     text.replace(|c: char| c.is_control() && c != '\n', " ")
-}
-
-/// Where a file is or will be, whatever the path to it looks like.
-fn place(file: &Path) -> PathBuf {
-    if let Ok(place) = file.canonicalize() {
-        return place;
-    }
-    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
-    file.file_name().map_or_else(|| folder.clone(), |name| folder.join(name))
 }
 
 /// A reader that stops reading (`| head`) is not a failure.

@@ -166,7 +166,7 @@ impl Device {
     /// As [`Device::allocate`].
     pub fn upload<T: Pod>(&self, data: &[T]) -> Result<Buffer<T>> {
         let buffer = self.allocate::<T>(data.len())?;
-        buffer.write(data)?;
+        buffer.fill(data)?;
         Ok(buffer)
     }
 
@@ -238,14 +238,20 @@ impl<T: Pod> Buffer<T> {
         self.len == 0
     }
 
-    /// Copies `data` to the device. Synchronous. What kernels do with the memory meanwhile is ordered by streams, not by a borrow.
+    /// Copies `data` to the device, behind all work that any stream has been given. Waits for the device.
     ///
     /// # Errors
-    /// If the lengths differ or the driver fails.
+    /// If the lengths differ or the driver fails; errors of earlier work appear here.
     pub fn write(&self, data: &[T]) -> Result<()> {
         if data.len() != self.len {
             return Err(Error::cuda(format_args!("{} values do not fill a buffer of {}", data.len(), self.len)));
         }
+        self.context.synchronize().map_err(failed("waiting for the device"))?;
+        self.fill(data)
+    }
+
+    /// The same of memory that nothing uses yet.
+    fn fill(&self, data: &[T]) -> Result<()> {
         if data.is_empty() {
             return Ok(());
         }

@@ -4,8 +4,8 @@
 //! is read from it; offsets must cover the file without gap or overlap; an index may only name files inside its folder.
 //! Every error is one sentence that names the file, the tensor and the rule.
 //!
-//! E4M3 weights are read as the product with their scale. An engine that also casts the projection's input to FP8
-//! computes with other inputs than the norm's output, and the bounds do not speak of those.
+//! E4M3 weights are read as the product with their scale. Whoever multiplies by them in FP8 rounds the projections' input to
+//! E4M3 too, and bounds with rounding count that ([`AttentionSpec::fp8_inputs`]).
 //!
 //! A file must not change while it is mapped. Weights are not checked for NaN here (that takes a read of them all);
 //! vectors are.
@@ -13,7 +13,7 @@
 use super::config::Config;
 use super::families::{QkNormRule, QkNormStored, QkvTensors};
 use super::layout::{LayerNames, ProjectionName, at};
-use super::shards::{Entry, INDEX, Opened, SINGLE, Shard, open_held, open_sharded, open_single};
+use super::shards::{Content, Entry, INDEX, Opened, SINGLE, Shard, open_held, open_sharded, open_single};
 use super::spec::{AttentionSpec, GainForm, LayerSpec};
 use super::weights::{LayerWeights, NormVectors, Projection};
 use crate::error::{Error, Result};
@@ -74,8 +74,9 @@ impl Checkpoint {
         let config = Config::read(&folder.join("config.json"))?;
         let opened = match file {
             Some(file) => open_single(file)?,
-            None if folder.join(SINGLE).exists() => open_single(folder.join(SINGLE))?,
-            None if folder.join(INDEX).exists() => open_sharded(&folder)?,
+            // A link that leads nowhere is one that was meant.
+            None if folder.join(SINGLE).symlink_metadata().is_ok() => open_single(folder.join(SINGLE))?,
+            None if folder.join(INDEX).symlink_metadata().is_ok() => open_sharded(&folder)?,
             None => {
                 return Err(Error::format(path, format_args!("the folder has neither {SINGLE} nor {INDEX}")));
             }
@@ -98,6 +99,7 @@ impl Checkpoint {
         let mut checkpoint = Self { path: path.to_owned(), config, prefix: "", shards, tensors };
         checkpoint.prefix = checkpoint.find_prefix()?;
         checkpoint.count_biases()?;
+        checkpoint.count_fp8();
         let family = checkpoint.config.family;
         let known: BTreeSet<usize> = checkpoint.config.spec.layers.iter().map(|layer| layer.number).collect();
         for number in (0..=checkpoint.config.layers).filter(|number| !known.contains(number)) {
@@ -127,6 +129,16 @@ impl Checkpoint {
     /// The path that was opened.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The files that it is read from: config, index, shards. None of a checkpoint from memory is there.
+    pub fn files(&self) -> Vec<PathBuf> {
+        if self.shards.iter().any(|shard| matches!(shard.map, Content::Held(_))) {
+            return vec![];
+        }
+        let folder = if self.path.is_dir() { Some(&*self.path) } else { self.path.parent() };
+        let beside = folder.into_iter().flat_map(|folder| ["config.json", INDEX].map(|name| folder.join(name)));
+        beside.chain(self.shards.iter().map(|shard| shard.path.clone())).collect()
     }
 
     /// What stands in front of the family's tensor names in this file (`model.`, `transformer.`, nothing, ...).
@@ -245,6 +257,20 @@ impl Checkpoint {
         suffixes.iter().map(full).find(|n| self.tensors.contains_key(n)).unwrap_or_else(|| full(&suffixes[0]))
     }
 
+    /// Projections that are stored in E4M3 may read their input in it too, whatever the config says.
+    fn count_fp8(&mut self) {
+        let stored = |layer: &LayerSpec| {
+            let names = self.config.names(layer);
+            [names.q, names.k, names.v].iter().any(|place| {
+                let entry = self.tensors.get(&self.named(&place.name, &["weight"]));
+                entry.is_some_and(|entry| entry.dtype == safetensors::Dtype::F8_E4M3)
+            })
+        };
+        if self.config.spec.layers.iter().any(stored) {
+            self.config.spec.fp8_inputs = true;
+        }
+    }
+
     fn projections(
         &self,
         layer: &LayerSpec,
@@ -271,7 +297,11 @@ impl Checkpoint {
         Projection {
             heads: rows.iter().map(|&row| weight.slice_rows(row, r)).collect(),
             bias: bias.map(|b| rows.iter().flat_map(|&row| &b[row..row + r]).copied().collect()),
-            name: format!("{}{}.weight", self.prefix, place.name),
+            name: {
+                let name = format!("{}{}.weight", self.prefix, place.name);
+                let file = self.tensors.get(&name).map_or(&*self.path, |entry| &self.shards[entry.shard].path);
+                format!("{}: {name}", file.display())
+            },
         }
     }
 

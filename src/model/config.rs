@@ -133,12 +133,12 @@ impl Config {
             return Err(refuse(file, format_args!("model type `{}` is not known", shorten(model_type))));
         };
         check_dtype(top)?;
-        let fp8_block = quantization(if top.get("quantization_config").is_some() { top } else { text })?;
+        let stored = quantization(if top.get("quantization_config").is_some() { top } else { text })?;
         for refusal in COMMON_REFUSALS.iter().chain(family.refusals) {
             text.check(refusal)?;
         }
         text.check_epsilons()?;
-        text.build(family, fp8_block)
+        text.build(family, stored)
     }
 }
 
@@ -158,7 +158,7 @@ impl<'a> Keys<'a> {
         Ok(())
     }
 
-    fn build(self, family: &'static Family, fp8_block: Option<(usize, usize)>) -> Result<Config> {
+    fn build(self, family: &'static Family, stored: Stored) -> Result<Config> {
         let file = self.file;
         let layers = self.layer_count(&family.sizes)?;
         let d_model = self.size(&family.sizes.d_model, MAX_D_MODEL)?;
@@ -225,6 +225,7 @@ impl<'a> Keys<'a> {
                 None => None,
             },
             max_positions,
+            fp8_inputs: stored.fp8,
         };
         let own_norm = match family.norm_tensor {
             NormTensor::Own(name) => Some(name),
@@ -235,7 +236,7 @@ impl<'a> Keys<'a> {
             }
             NormTensor::None | NormTensor::Previous { .. } => None,
         };
-        Ok(Config { spec, layers, family, own_norm, fp8_block, settings: self.map.clone() })
+        Ok(Config { spec, layers, family, own_norm, fp8_block: stored.block, settings: self.map.clone() })
     }
 
     /// `layer_types`: whether each layer is a full one, or `None` when absent.
@@ -349,9 +350,18 @@ fn check_dtype(keys: Keys<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Refuses stored weights other than plain ones and scaled E4M3; gives the tile of the scales where it is stated.
-fn quantization(keys: Keys<'_>) -> Result<Option<(usize, usize)>> {
-    let Some(map) = keys.object("quantization_config")? else { return Ok(None) };
+/// How the weights of the projections are stored.
+#[derive(Clone, Copy, Default)]
+struct Stored {
+    /// In scaled E4M3: whoever multiplies by them as they are rounds the other side to E4M3 too.
+    fp8: bool,
+    /// Rows and columns that share a scale, where the config says so.
+    block: Option<(usize, usize)>,
+}
+
+/// Refuses stored weights other than plain ones and scaled E4M3.
+fn quantization(keys: Keys<'_>) -> Result<Stored> {
+    let Some(map) = keys.object("quantization_config")? else { return Ok(Stored::default()) };
     let settings = Keys { map, file: keys.file };
     let method = settings.text("quant_method")?.unwrap_or("unnamed");
     let known = match method {
@@ -367,10 +377,11 @@ fn quantization(keys: Keys<'_>) -> Result<Option<(usize, usize)>> {
             format_args!("weights quantised by `{}` are refused: only scaled FP8 (E4M3) is read", shorten(method)),
         ));
     }
-    let Some(block) = settings.array("weight_block_size")? else { return Ok(None) };
+    let fp8 = method != "mxfp4";
+    let Some(block) = settings.array("weight_block_size")? else { return Ok(Stored { fp8, block: None }) };
     let side = |v: &Value| v.as_u64().filter(|n| (1..=MAX_D_MODEL as u64).contains(n)).map(|n| n as usize);
     match block.iter().map(side).collect::<Option<Vec<_>>>().as_deref() {
-        Some([rows, cols]) => Ok(Some((*rows, *cols))),
+        Some([rows, cols]) => Ok(Stored { fp8, block: Some((*rows, *cols)) }),
         _ => Err(Error::format(keys.file, "`weight_block_size` must be two whole numbers above zero")),
     }
 }

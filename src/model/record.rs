@@ -72,6 +72,9 @@ pub(super) struct SpecRecord {
     temperature: Option<Vec<Option<Temperature>>>,
     soft_cap: Option<f64>,
     max_positions: Option<usize>,
+    /// Where they are.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    fp8_inputs: bool,
 }
 
 impl From<AttentionSpec> for SpecRecord {
@@ -99,6 +102,7 @@ impl From<AttentionSpec> for SpecRecord {
             qk_norm: spec.qk_norm,
             soft_cap: spec.soft_cap,
             max_positions: spec.max_positions,
+            fp8_inputs: spec.fp8_inputs,
         }
     }
 }
@@ -151,6 +155,7 @@ impl TryFrom<SpecRecord> for AttentionSpec {
             qk_norm: record.qk_norm,
             soft_cap: record.soft_cap,
             max_positions: record.max_positions,
+            fp8_inputs: record.fp8_inputs,
         })
     }
 }

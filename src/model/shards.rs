@@ -6,6 +6,7 @@ use memmap2::Mmap;
 use safetensors::{SafeTensorError, SafeTensors};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
+use std::io::Read;
 use std::ops::Deref;
 use std::path::{Component, Path, PathBuf};
 
@@ -117,6 +118,9 @@ fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, HashMap<String, En
     if metadata.len() < 8 {
         return Err(Error::format(&path, format_args!("{} bytes are too few for a header", metadata.len())));
     }
+    if pointer_of_lfs(&file) {
+        return Err(Error::format(&path, "it is a Git LFS pointer: the file itself was not fetched (`git lfs pull`)"));
+    }
     // SAFETY:
     // 1. The map is read-only and lives as long as every view borrowed from it.
     // 2. The bytes are only ever read as plain numbers, for which every bit pattern is valid.
@@ -125,6 +129,13 @@ fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, HashMap<String, En
     let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(&path, "map", e))?;
     let (data, entries) = parse_header(&map, &path, number)?;
     Ok((Shard { path, map: Content::Mapped(map), data }, entries))
+}
+
+/// Whether a file is the text that stands for one in a repository that was cloned without Git LFS.
+fn pointer_of_lfs(file: &File) -> bool {
+    const START: &[u8] = b"version https://git-lfs";
+    let mut start = Vec::new();
+    file.take(START.len() as u64).read_to_end(&mut start).is_ok_and(|_| start == START)
 }
 
 /// Offset of the data and the tensors of a whole safetensors file.

@@ -23,6 +23,11 @@ impl ModelSource {
     /// [`Checkpoint::open`].
     pub fn open(argument: &str) -> Result<Self> {
         if let Some(spec) = preset(argument) {
+            if Path::new(argument).exists() {
+                tracing::warn!(
+                    "{argument} is taken for the preset of this name; write ./{argument} for what lies here"
+                );
+            }
             return Ok(Self::Config(Box::new(spec)));
         }
         let path = Path::new(argument);

@@ -31,6 +31,9 @@ pub struct AttentionSpec {
     pub soft_cap: Option<f64>,
     /// Longest sequence of the config, where it names one.
     pub max_positions: Option<usize>,
+    /// Whether the projections may read their input rounded to E4M3, as FP8 matrix products do (checkpoints whose weights are
+    /// stored so). Otherwise in 16 or 32 bits.
+    pub fp8_inputs: bool,
 }
 
 /// One layer's attention: `n_q_heads` query heads share `n_kv_heads` key/value heads of `d_head` channels.

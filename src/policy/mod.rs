@@ -142,7 +142,10 @@ impl PolicyKind {
     /// ```
     pub fn parse_list(list: &str) -> Result<Vec<Self>> {
         let mut kinds = Vec::new();
-        for name in list.split(',').map(str::trim).filter(|name| !name.is_empty()) {
+        for name in list.split(',').map(str::trim) {
+            if name.is_empty() {
+                return Err(Error::argument(format_args!("`{list}` has a policy without a name")));
+            }
             let found: Vec<_> = match name {
                 "delayed" => vec![Self::DelayedPaper, Self::DelayedTe],
                 _ => Self::ALL.into_iter().filter(|kind| kind.name() == name).collect(),
@@ -156,9 +159,6 @@ impl PolicyKind {
                     kinds.push(kind);
                 }
             }
-        }
-        if kinds.is_empty() {
-            return Err(Error::argument("no policy was named"));
         }
         Ok(kinds)
     }

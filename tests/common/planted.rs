@@ -44,6 +44,7 @@ pub fn spec(d: usize, r: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
         qk_norm: None,
         soft_cap: None,
         max_positions: None,
+        fp8_inputs: false,
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::device;
 use crate::weights::{Case, Kind, Layer, Layout};
 use sigmascale::cuda::DevicePtr;
-use sigmascale::cuda::scale::{ChannelStats, Dtype, ScaleEngine};
+use sigmascale::cuda::scale::{ChannelStats, Dtype, LayerInput, ScaleEngine};
 use sigmascale::tensor::MatrixView;
 
 tests![
@@ -15,6 +15,7 @@ tests![
     large_sums_that_cancel_are_not_below,
     engines_follow_one_another_in_the_same_memory,
     plans_leave_the_same_statistics,
+    plans_in_a_row_are_of_their_own_weights,
     weights_that_are_not_finite_reach_their_channels_alone,
 ];
 
@@ -250,8 +251,8 @@ fn engines_follow_one_another_in_the_same_memory() {
     }
 }
 
-/// Every kernel that leaves statistics beside Grams or certificates, channel by channel: a descale is the largest of many, and would
-/// not tell.
+/// Every kernel that leaves statistics beside Grams or certificates, channel by channel, and Grams entry by entry, of layers that
+/// are not alike: a descale is the largest of many, and a bound has room, and neither would tell.
 fn plans_leave_the_same_statistics() {
     let named = |name: &str, size, heads| Case::new(name, size, heads);
     let cases = [
@@ -265,29 +266,108 @@ fn plans_leave_the_same_statistics() {
         Case { dtype: Dtype::F32, ..named("wide of f32", (2048, 128), (8, 4)) },
         Case { dtype: Dtype::F32, layout: Layout::Conv1d, layer_norm: true, ..named("plain", (768, 64), (4, 4)) },
     ];
-    const COPIES: usize = 3;
-    for (case, seed) in cases.iter().zip(70..) {
-        let layer = Layer::new(case, seed);
-        // SAFETY: `layer` holds the memory.
-        let new = |copies, grams| unsafe { ScaleEngine::new(device(), &vec![layer.input; copies], grams) }.unwrap();
-        let (alone, plans, stream) = (new(1, false), new(COPIES, true), device().stream().unwrap());
-        alone.descales(&stream).unwrap();
-        let expected = alone.read_stats(0).unwrap();
-        for round in 0..4 {
+    for (case, seed) in cases.iter().zip((70..).step_by(3)) {
+        let layers = [0, 1, 2].map(|i| Layer::new(case, seed + i));
+        // SAFETY: `layers` hold the memory.
+        let new = |inputs: &[LayerInput], grams| unsafe { ScaleEngine::new(device(), inputs, grams) }.unwrap();
+        let stream = device().stream().unwrap();
+        let plans = new(&layers.each_ref().map(|layer| layer.input), true);
+        let heads = case.n_q + case.n_kv;
+        let alone = layers.each_ref().map(|layer| {
+            let (descales, plan) = (new(&[layer.input], false), new(&[layer.input], true));
+            descales.descales(&stream).unwrap();
+            plan.plan(&stream).unwrap();
+            let grams: Vec<Vec<f64>> = (0..heads).map(|head| plan.read_gram(0, head).unwrap()).collect();
+            (descales.read_stats(0).unwrap(), grams)
+        });
+        for round in 0..3 {
             plans.plan(&stream).unwrap();
-            for place in 0..COPIES {
+            for (place, (expected, grams)) in alone.iter().enumerate() {
                 let stats = plans.read_stats(place).unwrap();
                 assert_eq!(stats.len(), expected.len());
-                for (channel, (got, want)) in stats.iter().zip(&expected).enumerate() {
-                    let near = |got: f32, want: f32, size: f32| (got - want).abs() <= 1e-5 * size + f32::MIN_POSITIVE;
-                    let fine = near(got.norm2, want.norm2, want.raw2)
-                        && near(got.raw2, want.raw2, want.raw2)
-                        && near(got.constant, want.constant, want.absolute)
-                        // Sums of tensor cores are cut off, so they are raised by 1e-4.
-                        && (1.0 - 1e-5..1.0 + 1.3e-4).contains(&((got.absolute + f32::MIN_POSITIVE) / (want.absolute + f32::MIN_POSITIVE)));
-                    assert!(fine, "{case:?}: plan {round}, layer {place}, channel {channel}: {got:?}, not {want:?}");
+                for (channel, (got, want)) in stats.iter().zip(expected).enumerate() {
+                    let at = format!("{case:?}: plan {round}, layer {place}, channel {channel}");
+                    assert!(same_statistics(case, channel, got, want, expected), "{at}: {got:?}, not {want:?}");
+                }
+                for (head, want) in grams.iter().enumerate().filter(|_| round == 2) {
+                    let (got, r) = (plans.read_gram(place, head).unwrap(), case.r);
+                    let off = |(a, b): (usize, usize)| {
+                        (got[a * r + b] - want[a * r + b]).abs() / (want[a * r + a] * want[b * r + b]).sqrt()
+                    };
+                    let worst = (0..r).flat_map(|a| (a..r).map(move |b| (a, b))).map(off).fold(0.0, f64::max);
+                    assert!(worst < 2e-5, "{case:?}: layer {place}, Gram of head {head} is off by {worst:.1e}");
                 }
             }
+        }
+    }
+}
+
+/// What a plan leaves of one channel beside what descales alone do, whose other channels are `all`.
+fn same_statistics(case: &Case, channel: usize, got: &ChannelStats, want: &ChannelStats, all: &[ChannelStats]) -> bool {
+    let near = |got: f32, want: f32, size: f32| (got - want).abs() <= 1e-5 * size + f32::MIN_POSITIVE;
+    let (projected, c) = (channel < (case.n_q + case.n_kv) * case.r, channel % case.r);
+    // Where weights lie along the channels the mean may still be in it.
+    let paired = !projected || c >= case.rotary || case.layer_norm || {
+        let other = if case.interleaved { c ^ 1 } else { (c + case.rotary / 2) % case.rotary };
+        near(got.pair, want.pair, (want.raw2 * all[channel - c + other].raw2).sqrt())
+    };
+    let sums = !case.layer_norm || near(got.sum, want.sum, (case.d as f32 * want.raw2).sqrt());
+    // Sums of tensor cores are cut off, so they are raised by 1e-4.
+    let absolute = (got.absolute + f32::MIN_POSITIVE) / (want.absolute + f32::MIN_POSITIVE);
+    near(got.norm2, want.norm2, want.raw2)
+        && near(got.raw2, want.raw2, want.raw2)
+        && near(got.constant, want.constant, want.absolute)
+        && (1.0 - 1e-5..1.0 + 1.3e-4).contains(&absolute)
+        && paired
+        && sums
+}
+
+/// Weights that change between plans, on the stream and with nobody waiting: what is stale is then wrong.
+fn plans_in_a_row_are_of_their_own_weights() {
+    for case in [
+        Case::new("in a row", (2304, 128), (16, 4)),
+        Case { layer_norm: true, biases: true, rotary: 0, ..Case::new("in a row, fixed", (1600, 64), (10, 10)) },
+        Case::new("in a row, wide", (1280, 192), (4, 2)),
+    ] {
+        let (mut first, other) = (Layer::new(&case, 1), Layer::new(&case, 2));
+        let rest = Layer::new(&case, 3);
+        let stream = device().stream().unwrap();
+        // SAFETY: the layers hold the memory.
+        let new = |inputs: &[LayerInput]| unsafe { ScaleEngine::new(device(), inputs, true) }.unwrap();
+        let results = |engine: &ScaleEngine| {
+            let heads = engine.head_bounds().unwrap().read().unwrap();
+            let words = bytemuck::cast_slice::<_, u32>(&heads).to_vec();
+            let operands: Vec<u32> = engine.operand_bounds().read().unwrap().into_iter().map(f32::to_bits).collect();
+            (words, operands)
+        };
+        let want = [&first, &other].map(|layer| {
+            let engine = new(&[rest.input, layer.input, rest.input]);
+            engine.plan(&stream).unwrap();
+            results(&engine)
+        });
+        assert!(want[0] != want[1]);
+        let weights = [0, 1].map(|which| {
+            let layer = if which == 0 { &first } else { &other };
+            layer.memory.iter().map(|buffer| device().upload(&buffer.read().unwrap()).unwrap()).collect::<Vec<_>>()
+        });
+        let engine = new(&[rest.input, first.input, rest.input]);
+        let (heads, operands) = (engine.head_bounds().unwrap(), engine.operand_bounds());
+        let mut kept: Vec<_> =
+            (0..30).map(|_| (device().zeros(heads.len()).unwrap(), device().zeros(operands.len()).unwrap())).collect();
+        for (round, (to_heads, to_operands)) in kept.iter_mut().enumerate() {
+            for (to, from) in first.memory.iter_mut().zip(&weights[round % 2]) {
+                to.copy_from(from, &stream).unwrap();
+            }
+            engine.plan(&stream).unwrap();
+            to_heads.copy_from(heads, &stream).unwrap();
+            to_operands.copy_from(operands, &stream).unwrap();
+        }
+        stream.synchronize().unwrap();
+        for (round, (heads, operands)) in kept.iter().enumerate() {
+            let heads = heads.read().unwrap();
+            let words: &[u32] = bytemuck::cast_slice(&heads);
+            let operands: Vec<u32> = operands.read().unwrap().into_iter().map(f32::to_bits).collect();
+            assert!((words, &operands) == (&want[round % 2].0, &want[round % 2].1), "{case:?}: plan {round}");
         }
     }
 }

@@ -91,6 +91,8 @@ class Runtime:
         self._given = layers is not None
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
+        # Engines whose launches are in somebody's CUDA graph: a replay reaches their memory.
+        self._captured = []
         self.after_refresh = []
         found = list(layers) if self._given else _layers.find(model)
         self.device = _layers.check(found)
@@ -209,6 +211,8 @@ class Runtime:
             self._check()
             with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self.device):
                 stream = torch.cuda.current_stream(self.device).cuda_stream
+                if torch.cuda.is_current_stream_capturing() and self._engine not in self._captured:
+                    self._captured.append(self._engine)
                 self._policy.observe(self, stream)
                 if self._engine is not None:
                     self._engine.run(stream)

@@ -7,7 +7,7 @@ use super::output::OutputArgs;
 use super::progress;
 use super::table::{Table, range, short};
 use sigmascale::calibrate::{Calibration, Inspection, Options, Statistics};
-use sigmascale::file::{check_target, write_atomically};
+use sigmascale::file::write_atomically;
 use sigmascale::{Error, Result};
 use std::path::PathBuf;
 
@@ -27,10 +27,11 @@ pub struct Args {
 pub fn run(args: Args) -> Result<()> {
     args.output.check()?;
     if let Some(file) = &args.html {
-        check_target(file)?;
-        args.output.check_apart("--html", file)?;
+        args.output.check_other("--html", file)?;
     }
-    let Model::Checkpoint(checkpoint) = Model::open(&args.checkpoint)? else {
+    let model = Model::open(&args.checkpoint)?;
+    args.output.check_not_read(("--html", args.html.as_deref()), &super::model::files(&args.checkpoint, &model))?;
+    let Model::Checkpoint(checkpoint) = model else {
         return Err(Error::argument(format_args!(
             "inspect needs weights, and {} is a config alone: name a checkpoint folder or a .safetensors file",
             args.checkpoint

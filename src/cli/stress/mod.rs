@@ -12,7 +12,7 @@ use super::table::{Table, brief};
 use clap::ValueEnum;
 use serde::Serialize;
 use sigmascale::cuda;
-use sigmascale::file::{check_target, write_atomically};
+use sigmascale::file::write_atomically;
 use sigmascale::policy::PolicyKind;
 use sigmascale::stress::{
     Mode, PolicySummary, Scenario, StressModel, StressOptions, StressResult, TokenFile, Trace, replay,
@@ -24,6 +24,7 @@ use std::path::{Path, PathBuf};
 
 /// All six policies side by side under a checkpoint load, a weight spike, a refit or recorded maxima
 #[derive(clap::Args)]
+#[command(allow_negative_numbers = true)]
 pub struct Args {
     /// What happens to the weights
     #[arg(value_enum)]
@@ -224,7 +225,10 @@ impl Args {
             (Choice::Replay, ..) if self.layers.is_some() || self.steps.is_some() => {
                 return refuse("a replay runs every layer and step of its trace: leave --layers and --steps out");
             }
-            (Choice::Replay, Some(model), _) => tracing::warn!(model, "a replay has no weights: --model is not read"),
+            (Choice::Replay, Some(_), _) => return refuse("a replay has no weights: leave --model out"),
+            (Choice::Replay, ..) if self.seq_len.is_some() => {
+                return refuse("a replay has the tokens of its trace: leave --seq-len out");
+            }
             (Choice::Replay | Choice::All, ..) => {}
             (.., Some(_)) => {
                 return Err(Error::argument(format_args!("--trace is for replay and all, not for {name}")));
@@ -257,6 +261,14 @@ impl Args {
 }
 
 impl Args {
+    /// Files that are read, those of models as far as they open.
+    fn read(&self) -> Vec<PathBuf> {
+        let paths = self.path.iter().map(|path| path.to_string_lossy().into_owned());
+        let models = self.model.iter().filter(|_| !self.trains()).cloned().chain(paths);
+        let models = models.filter_map(|name| Some(super::model::files(&name, &Model::open(&name).ok()?)));
+        models.flatten().chain(self.tokens.clone()).chain(self.trace.clone()).collect()
+    }
+
     /// Whether the model is one that is trained here.
     #[cfg(feature = "train")]
     fn trains(&self) -> bool {
@@ -284,9 +296,9 @@ pub fn run(args: Args) -> Result<()> {
     let options = args.options()?;
     args.output.check()?;
     if let Some(file) = &args.html {
-        check_target(file)?;
-        args.output.check_apart("--html", file)?;
+        args.output.check_other("--html", file)?;
     }
+    args.output.check_not_read(("--html", args.html.as_deref()), &args.read())?;
     // Read first: a broken trace shall not end an hour of work.
     let trace = args.trace.as_deref().map(|file| Ok::<_, Error>((file, Trace::read(file)?))).transpose()?;
     let model = match args.model.as_deref().filter(|_| args.scenario != Choice::Replay && !args.trains()) {

@@ -60,7 +60,14 @@ fn compare(call: &AttentionCall, logits_e4m3: bool) -> (Option<String>, Option<u
     };
     let (have, want) = (run(true), run(false));
 
-    let error = distance(&floats(&have.0), &wide(&floats(&want.0)));
+    let (out, expected) = (floats(&have.0), floats(&want.0));
+    for (row, (a, b)) in out.chunks_exact(d_head).zip(expected.chunks_exact(d_head)).enumerate() {
+        let (apart, length) = a.iter().zip(b).fold((0.0, 0.0), |(x, y), (a, b)| (x + (a - b) * (a - b), y + b * b));
+        if apart.is_nan() || apart.sqrt() > 0.2 * length.sqrt() + 1e-3 {
+            return (Some(format!("row {row} is off by {} of {}", apart.sqrt(), length.sqrt())), parts);
+        }
+    }
+    let error = distance(&out, &wide(&expected));
     // Each has its own rounding of P, 2.5e-2 of the output.
     if error.is_nan() || error > 4.5e-2 {
         return (Some(format!("output off by {error:.2e}")), parts);
