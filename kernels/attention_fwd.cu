@@ -364,8 +364,6 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #if OUT_E4M3
       item.to_out = handed(slot(items).to_out);
 #endif
-      // The slot's words are in registers before the producer may write the next ones: an arrival alone does not wait for them.
-      __threadfence_block();
       if (leader) mbarrier_arrive(q_empty(items % kQStages, mine()));
       items = __shfl_sync(~0u, items + 1, 0);
 
