@@ -384,8 +384,6 @@ fn usage_errors_exit_2_and_write_nothing() {
         (&["replay", "--trace", TRACE, "--model", TINY_LLAMA], 2, "leave --model out"),
         (&["replay", "--trace", TRACE, "--seq-len", "7"], 2, "leave --seq-len out"),
         (&["replay", "--trace", TRACE, "--policies", "current,,delayed"], 2, "without a name"),
-        (&["replay", "--trace", TRACE, "--html", "-"], 2, "goes to a file"),
-        (&["replay", "--trace", TRACE, "-o", TRACE], 2, "which is read here"),
         (&["replay", "--trace", TRACE, "--policies", "geometry,auto-c"], 1, "none of the policies asked for can run"),
         (&["checkpoint-load", "--model", "mistral-8b"], 1, "no preset of this name"),
         (&["replay", "--trace", "/no/such/trace.json"], 1, "/no/such/trace.json"),
@@ -397,6 +395,11 @@ fn usage_errors_exit_2_and_write_nothing() {
         assert_eq!(code, *want, "{args:?}: {log}");
         assert!(log.contains(part), "{args:?}: {log}");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "{args:?}");
+    }
+    for (output, part) in [(["--html", "-"], "goes to a file"), (["-o", TRACE], "which is read here")] {
+        let args = [&["stress", "replay", "--trace", TRACE], &output[..]].concat();
+        let (code, log) = failure(&args);
+        assert!(code == 2 && log.contains(part), "{args:?}: {log}");
     }
     let (code, log) = failure(&["stress", "checkpoint-load", "--model", TINY_LLAMA, "-o", "/no/such/folder/x.json"]);
     assert!(code == 1 && log.contains("its folder does not exist"), "{log}");
