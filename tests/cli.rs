@@ -3,6 +3,7 @@
 mod run;
 
 use run::{TINY_LLAMA, copy_of_tiny_llama, failure, json, sigmascale, text};
+use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use std::io::{Read, Write};
@@ -99,6 +100,21 @@ fn every_form_of_a_model_is_read() {
     let file = folder.path().join("one.safetensors");
     std::fs::write(&file, safetensors::serialize(tensors, None).unwrap()).unwrap();
     assert_eq!(layers(text(&file)), layers(TINY_LLAMA));
+    // A norm that the config knows nothing of changes nothing, and is named.
+    let gain = [0u8; 256];
+    let norm =
+        ("model.layers.0.self_attn.q_norm.weight".to_owned(), TensorView::new(Dtype::F32, vec![64], &gain).unwrap());
+    let tensors = shards.iter().flat_map(|bytes| SafeTensors::deserialize(bytes).unwrap().tensors());
+    std::fs::write(&file, safetensors::serialize(tensors.chain([norm]), None).unwrap()).unwrap();
+    let output = sigmascale(&["calibrate", text(&file), "--format", "json"]);
+    assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap()["layers"], layers(TINY_LLAMA));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("q_norm") && said.contains("not read"), "{said}");
+    // A preset's name is the preset, and says so where something of that name lies here.
+    std::fs::create_dir(folder.path().join("mistral-7b")).unwrap();
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_sigmascale"));
+    let output = command.args(["calibrate", "mistral-7b"]).current_dir(folder.path()).output().unwrap();
+    assert!(output.status.success() && String::from_utf8_lossy(&output.stderr).contains("./mistral-7b"));
 }
 
 #[test]
@@ -350,7 +366,7 @@ fn normalised_q_and_k_have_bounds_but_no_sigma() {
     assert!(String::from_utf8(inspection.stdout).unwrap().contains("bound nothing"));
     assert!(std::fs::read_to_string(&page).unwrap().contains("Certain logit bound by layer"));
     let (code, log) = failure(&["calibrate", text(&folder), "--bound", "rank-aware"]);
-    assert!(code == 1 && log.contains("rank-aware bound is not available"), "{log}");
+    assert!(code == 1 && log.contains("no rank-aware bound"), "{log}");
 }
 
 #[test]

@@ -123,7 +123,12 @@ impl HeadBounds {
             BoundKind::RankAware => (self.rank_aware, "rank-aware"),
             BoundKind::Spectrum => (self.spectrum, "spectrum"),
         };
-        value.ok_or_else(|| Error::unsupported(format_args!("the {name} bound is not available for this layer")))
+        value.ok_or_else(|| {
+            Error::unsupported(format_args!(
+                "there is no {name} bound: it is made of the head's own spectrum, which the power estimator does not give and layers \
+                 that normalise q and k after the projection do not have"
+            ))
+        })
     }
 }
 

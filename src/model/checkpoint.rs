@@ -113,7 +113,20 @@ impl Checkpoint {
                 );
             }
         }
+        checkpoint.warn_of_unread();
         Ok(checkpoint)
+    }
+
+    /// Says which tensors would change the attention if anybody applied them, and are not read, as the config knows nothing of them.
+    fn warn_of_unread(&self) {
+        let strange = |name: &&String| {
+            let norm =
+                self.config.spec.qk_norm.is_none() && [".q_norm.", ".k_norm."].iter().any(|part| name.contains(part));
+            norm || name.contains(".lora_")
+        };
+        if let Some(tensor) = self.tensors.keys().filter(strange).min() {
+            tracing::warn!(tensor, "{}: not read, since the config does not name it", self.path.display());
+        }
     }
 
     /// What the attention is.
