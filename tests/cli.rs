@@ -115,6 +115,10 @@ fn every_form_of_a_model_is_read() {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_sigmascale"));
     let output = command.args(["calibrate", "mistral-7b"]).current_dir(folder.path()).output().unwrap();
     assert!(output.status.success() && String::from_utf8_lossy(&output.stderr).contains("./mistral-7b"));
+    // Nor is anything read that an output of that name could replace.
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_sigmascale"));
+    let output = command.args(["calibrate", "gpt2-xl", "-o", "gpt2-xl"]).current_dir(folder.path()).output().unwrap();
+    assert!(output.status.success() && folder.path().join("gpt2-xl").is_file());
 }
 
 #[test]
@@ -159,6 +163,7 @@ fn what_is_read_is_not_replaced() {
         &["calibrate", text(&model), "--export-scales", text(weights)],
         &["calibrate", text(&config), "-o", text(&config)],
         &["inspect", text(&model), "--html", text(&around)],
+        &["bench", "spectral", "--model", text(&config), "-o", text(&config)],
         &["stress", "checkpoint-load", "--model", text(&model), "-o", text(&config)],
     ] {
         let (code, log) = failure(args);

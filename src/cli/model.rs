@@ -3,12 +3,13 @@
 pub use sigmascale::model::ModelSource as Model;
 
 use sigmascale::calibrate::ModelSummary;
-use sigmascale::model::{NormKind, PerLayer, QkNormScope, RopeLayout};
+use sigmascale::model::{NormKind, PerLayer, QkNormScope, RopeLayout, preset};
 use std::path::PathBuf;
 
-/// The files that are read for a model argument.
+/// The files that are read for a model argument; none for a preset.
 pub fn files(argument: &str, model: &Model) -> Vec<PathBuf> {
     match model {
+        Model::Config(_) if preset(argument).is_some() => vec![],
         Model::Config(_) => vec![argument.into()],
         Model::Checkpoint(checkpoint) => checkpoint.files(),
     }

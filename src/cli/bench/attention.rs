@@ -110,7 +110,7 @@ pub fn run(args: Args) -> Result<()> {
     }
     let device = device()?;
     let stream = device.stream()?;
-    let mut csv = Csv::new(args.output)?;
+    let mut csv = Csv::new(args.output, [])?;
     csv.line(&format!("# {}", device.name()?));
     csv.line("kernel,heads_q,heads_kv,head_dim,seqlen,batch,causal,ms,tflops");
     for &[heads_q, heads_kv, d_head] in &args.shapes {

@@ -5,7 +5,7 @@ mod spectral;
 
 use clap::{Subcommand, ValueEnum};
 use sigmascale::cuda::{Device, Event, Stream};
-use sigmascale::file::{check_target, write_atomically};
+use sigmascale::file::{check_not_read, check_target, write_atomically};
 use sigmascale::{Error, Result};
 use std::io::Write;
 use std::path::PathBuf;
@@ -55,10 +55,13 @@ struct Csv {
 }
 
 impl Csv {
-    /// Finds out before the work starts that the file cannot be written.
-    fn new(args: CsvArgs) -> Result<Self> {
+    /// Finds out before the work starts that the file cannot be written, or is one of those that are read.
+    fn new(args: CsvArgs, read: impl IntoIterator<Item = PathBuf>) -> Result<Self> {
         let Format::Csv = args.format;
-        args.file.as_deref().map_or(Ok(()), check_target)?;
+        if let Some(file) = &args.file {
+            check_target(file)?;
+            check_not_read("-o", file, read)?;
+        }
         Ok(Self { file: args.file, text: String::new() })
     }
 

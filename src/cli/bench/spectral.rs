@@ -16,7 +16,7 @@ use sigmascale::cuda::{Buffer, Device, DevicePtr, HeadOffsets, Stream, compiler_
 use sigmascale::model::{AttentionSpec, GainForm, LayerSpec, NormKind, RopeLayout, preset, preset_names};
 use sigmascale::plan::DEFAULT_ETA;
 use sigmascale::{Error, Result};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Scales from weights in device memory, against one read of the weights
@@ -58,7 +58,8 @@ pub fn run(args: Args) -> Result<()> {
         if args.models.is_empty() { PEERS.to_vec() } else { args.models.iter().map(String::as_str).collect() };
     let layers = args.layers.map(usize::from);
     let subjects = named.into_iter().map(|name| subject(name, layers)).collect::<Result<Vec<_>>>()?;
-    let mut csv = Csv::new(args.output)?;
+    let configs = args.models.iter().filter(|model| preset(model).is_none()).map(PathBuf::from);
+    let mut csv = Csv::new(args.output, configs)?;
     let device = super::device()?;
     let stream = device.stream()?;
     let bandwidth = copy_bandwidth(&device, &stream)?;
