@@ -7,11 +7,11 @@ use half::{bf16, f16};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use sigmascale::Result;
-use sigmascale::cuda::scale::{
-    DeviceMatrix, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine, SummedPowerEngine,
-};
 use sigmascale::cuda::sources::Source;
 use sigmascale::cuda::{self, Arg, Buffer, Device, DevicePtr, Launch, Stream};
+use sigmascale::device::scale::{
+    DeviceMatrix, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine, SummedPowerEngine,
+};
 
 fn main() {
     if !cuda::is_available() {

@@ -2,8 +2,8 @@
 //! NVRTC and no GPU; without NVRTC each variant is reported as ignored, with the reason.
 
 use rayon::prelude::*;
-use sigmascale::cuda::attention::{attention_variants, cast_variants};
 use sigmascale::cuda::{self, Arch, Request, sources};
+use sigmascale::device::attention::{attention_variants, cast_variants};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 

@@ -3,8 +3,8 @@
 use crate::work::{OnDevice, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use sigmascale::cuda::scale::{self, DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
 use sigmascale::cuda::{self, Device, DevicePtr, Stream};
+use sigmascale::device::scale::{self, DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
 use sigmascale::{Error, Result};
 use std::sync::Mutex;
 
@@ -181,7 +181,7 @@ impl ScaleEngine {
         results.set_item("operands", (engine.operand_bounds().ptr().0, engine.operand_bounds().len()))?;
         results.set_item("status", (engine.status().ptr().0, 1))?;
         if let (true, Some(bounds)) = (self.logits, engine.head_bounds()) {
-            let words = size_of::<scale::HeadBound>() / 4;
+            let words = size_of::<sigmascale::bound::HeadBound>() / 4;
             results.set_item("bounds", (bounds.ptr().0, words * bounds.len()))?;
         }
         Ok(results)

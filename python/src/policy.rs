@@ -6,12 +6,13 @@ use crate::work::{OnDevice, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sigmascale::Error;
+use sigmascale::bound::HeadBound;
 use sigmascale::bound::Tail;
-use sigmascale::cuda::scale::HeadBound;
-use sigmascale::cuda::{Device, stats_words};
-use sigmascale::device_plan::{Bounds, DevicePlan};
+use sigmascale::cuda::Device;
+use sigmascale::device::policy::{Bounds, DevicePlan};
 use sigmascale::model::AttentionSpec;
 use sigmascale::policy::{PolicyKind, PolicyState, Tensor};
+use sigmascale::stats::stats_words;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// One policy for all layers of a model.

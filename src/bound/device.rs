@@ -1,10 +1,62 @@
-//! Bounds as the GPU left them.
+//! Bounds as the scale engine of a GPU writes them: plain values, which need no driver.
 
 use super::{HeadBounds, LayerBounds, ModelConstants, OperandBound, Tail};
-use crate::cuda::policy::Isotropic;
-use crate::cuda::scale::HeadBound;
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, NormKind};
+use bytemuck::{Pod, Zeroable};
+
+/// Logit bound of one query head, as the device keeps it; everything rounded up.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct HeadBound {
+    /// Certified spectral norm of the interaction, over every relative position under RoPE.
+    pub sigma: f32,
+    /// Bound on the exact |logit|.
+    pub certain: f32,
+    /// Bound on |logit| from operands rounded to E4M3 with this plan's descales.
+    pub rounded: f32,
+    /// Descale of E4M3 logits.
+    pub descale: f32,
+    /// `||a|| + ||b||`: what the logit's linear terms scale with.
+    pub linear: f32,
+    /// `|c0|`: the constant part of the logit.
+    pub constant: f32,
+    /// `||c_q|| + ||c_k||`: zero where q and k have no constant part.
+    pub constants: f32,
+    /// Zero.
+    pub pad: f32,
+}
+
+/// Frobenius norm of one query head's interaction `W_Q W_K^T`, as the device keeps it.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct HeadFrobenius {
+    /// The norm at relative position 0.
+    pub norm: f32,
+    /// Certified bound over every relative position, rounded up.
+    pub bound: f32,
+}
+
+impl HeadFrobenius {
+    /// `F^2 / sigma^2`, between 1 and d_head; 0 for a head of zeros.
+    pub fn stable_rank(&self, sigma: f32) -> f64 {
+        if sigma == 0.0 { 0.0 } else { (f64::from(self.norm) / f64::from(sigma)).powi(2) }
+    }
+}
+
+/// Constants of the paper's calibrated bound, for one model:
+/// `tau sphere c_star d sigma`, and `tau [sphere (c_halved d sigma + linear (||a|| + ||b||)) + |c0|]` with constant parts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Isotropic {
+    /// d / (d - 1) behind a LayerNorm, else 1.
+    pub sphere: f64,
+    /// The paper's alpha*.
+    pub c_star: f64,
+    /// The same for half the failure probability.
+    pub c_halved: f64,
+    /// Factor of the linear terms, `sqrt(2 t)`.
+    pub linear: f64,
+}
 
 /// Constants of the paper's calibrated bound, as the device policies take them.
 ///

@@ -15,7 +15,7 @@
 mod device;
 mod tail;
 
-pub use device::isotropic;
+pub use device::{HeadBound, HeadFrobenius, Isotropic, isotropic};
 pub use tail::{CStar, Tail, sphere_factor};
 
 use crate::error::{Error, Result};

@@ -3,6 +3,7 @@
 //! Results go to stdout (or to `-o FILE`, by rename); logs and progress go to stderr. Exit codes: 0 done, 1 failed,
 //! 2 usage (also when the library refuses an argument). One module a command.
 
+#[cfg(feature = "cuda")]
 mod bench;
 mod calibrate;
 mod doctor;
@@ -35,6 +36,7 @@ enum Command {
     Calibrate(calibrate::Args),
     Inspect(inspect::Args),
     Stress(stress::Args),
+    #[cfg(feature = "cuda")]
     Bench(bench::Args),
     Doctor(doctor::Args),
 }
@@ -62,6 +64,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Calibrate(args) => calibrate::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Stress(args) => stress::run(args),
+        #[cfg(feature = "cuda")]
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),
     };

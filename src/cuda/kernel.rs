@@ -31,7 +31,7 @@ impl Module {
     ///
     /// # Errors
     /// If the source has none of that name.
-    pub(super) fn overlapping_kernel(&self, name: &'static str) -> Result<Kernel> {
+    pub(crate) fn overlapping_kernel(&self, name: &'static str) -> Result<Kernel> {
         let kernel = self.kernel(name)?;
         let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
         let doing = format_args!("asking for shared memory for {name}");
@@ -43,7 +43,7 @@ impl Module {
     ///
     /// # Errors
     /// If the source has none of that name.
-    pub(super) fn constant(&self, name: &str) -> Result<i32> {
+    pub(crate) fn constant(&self, name: &str) -> Result<i32> {
         let doing = format_args!("{} has no constant {name}", self.name);
         let stream = self.context.default_stream();
         let place = self.inner.get_global(name, &stream).map_err(failed(doing))?;
@@ -161,7 +161,7 @@ impl Kernel {
     ///
     /// # Errors
     /// If the driver does not answer.
-    pub(super) fn clusters(&self, size: u32, block: u32, shared: u32) -> Result<u32> {
+    pub(crate) fn clusters(&self, size: u32, block: u32, shared: u32) -> Result<u32> {
         super::driver::clusters(&self.inner, size, block, shared)
             .map_err(failed(format_args!("asking for the clusters of {}", self.name)))
     }
@@ -186,7 +186,7 @@ impl Kernel {
     ///
     /// # Safety
     /// As [`Kernel::launch`].
-    pub(super) unsafe fn launch_early(&self, stream: &Stream, launch: Launch, args: &[Arg], early: bool) -> Result<()> {
+    pub(crate) unsafe fn launch_early(&self, stream: &Stream, launch: Launch, args: &[Arg], early: bool) -> Result<()> {
         let mut values: Vec<Arg> = args.to_vec();
         let mut params: Vec<*mut c_void> = values
             .iter_mut()
@@ -208,7 +208,7 @@ impl Kernel {
     ///
     /// # Safety
     /// As [`Kernel::launch`]; every pointer is to a live value of its parameter's size, which the driver copies.
-    pub(super) unsafe fn launch_parameters(
+    pub(crate) unsafe fn launch_parameters(
         &self,
         stream: &Stream,
         launch: Launch,

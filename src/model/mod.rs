@@ -8,6 +8,7 @@ mod body;
 mod checkpoint;
 mod config;
 mod families;
+mod head_offsets;
 mod heads;
 mod hybrid;
 mod keys;
@@ -23,6 +24,7 @@ mod weights;
 
 pub use body::{Activation, Block, Body, Linear, NormOrder};
 pub use checkpoint::{Checkpoint, StoredTensor};
+pub use head_offsets::HeadOffsets;
 pub use layout::{LayerNames, Layout, ProjectionName, attention_module};
 pub use preset::{paper_sigma_profile, preset, preset_names};
 pub use record::PerLayer;

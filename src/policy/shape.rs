@@ -2,8 +2,8 @@
 
 use super::Tensor;
 use crate::bound::LayerBounds;
-use crate::cuda::HeadOffsets;
 use crate::error::{Error, Result};
+use crate::model::HeadOffsets;
 use crate::model::{AttentionSpec, PerLayer};
 use crate::plan::ScalePlan;
 use crate::stats::StepStats;

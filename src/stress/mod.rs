@@ -20,6 +20,7 @@
 //! every layer sees what the changed layers below it made of the text. What a policy's casts lose stays in its layer, so
 //! that all policies see the same operands.
 
+mod bounds;
 mod lab;
 mod metrics;
 mod model;
@@ -39,12 +40,12 @@ pub use tokens::{TokenFile, TokenSummary};
 
 use crate::attention::{AttentionCall, AttentionShape, Mask, Precision};
 use crate::bound::Tail;
-use crate::device_plan::DeviceBounds;
 use crate::error::{Error, Result};
 use crate::forward::project;
 use crate::model::AttentionSpec;
 use crate::policy::{PolicyKind, Tensor};
-use crate::runtime::{Weights, bounds_of};
+use crate::runtime::Weights;
+use bounds::BoundStage;
 use lab::Lab;
 use serde::Serialize;
 use tokens::Source;
@@ -218,7 +219,7 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
         )));
     }
     let burn_in = options.burn_in.unwrap_or(if steps > 100 || steps == 1 { 100 } else { (steps / 4).max(1) as u32 });
-    let gpu = options.bounds_on_gpu.then(DeviceBounds::open).transpose()?;
+    let stage = BoundStage::open(options.bounds_on_gpu)?;
     let mut lab = Lab::new(scenario, spec, options, burn_in)?;
     let mut trace = Vec::with_capacity(layers * steps * lab.runs.len());
     let factor = |step: usize| if recorded.is_some() { 1.0 } else { scenario.factor(step) };
@@ -232,11 +233,7 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
             let weights = stored.weights(if recorded.is_some() { step } else { 0 }, factor(step))?;
             let inputs = project(spec, &weights, &source.tokens(spec, layer, step))?;
             let changed = recorded.is_some() || step == 0 || factor(step) != factor(step - 1);
-            let bounds = match &gpu {
-                _ if !changed => None,
-                Some(gpu) => Some(gpu.layer(spec, weights.clone(), &options.tail)?),
-                None => Some(bounds_of(spec, weights.clone(), &options.tail)?),
-            };
+            let bounds = changed.then(|| stage.layer(spec, weights.clone(), &options.tail)).transpose()?;
             let again = || bounds.clone().map_or(Weights::Unchanged, Weights::Bounded);
             let attention = lab.step(layer, step, &again, &inputs, &mut trace)?;
             if layer + 1 < layers {
@@ -246,7 +243,7 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
     }
     trace.sort_by_key(|row: &TraceRow| (row.step, lab.place(row.policy), row.layer));
     let mut notes = model.notes();
-    if gpu.is_some() {
+    if options.bounds_on_gpu {
         notes.push("bounds come from the scale engine on the GPU; attention runs on the CPU".into());
     }
     if layers < spec.layers.len() {

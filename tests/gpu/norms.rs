@@ -3,7 +3,7 @@
 use crate::device;
 use crate::weights::{Case, Kind, Layer, Layout};
 use sigmascale::cuda::DevicePtr;
-use sigmascale::cuda::scale::{ChannelStats, Dtype, LayerInput, ScaleEngine};
+use sigmascale::device::scale::{ChannelStats, Dtype, LayerInput, ScaleEngine};
 use sigmascale::tensor::MatrixView;
 
 tests![

@@ -4,13 +4,12 @@ use crate::device;
 use crate::weights::{Case, Layer};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use sigmascale::attention::cuda::{Cuda, Descales, Element, Tensors, View};
 use sigmascale::attention::{AttentionCall, AttentionShape};
 use sigmascale::bound::{HeadBounds, LayerBounds, OperandBound, Tail};
-use sigmascale::cuda::policy::status;
-use sigmascale::cuda::scale::ScaleEngine;
-use sigmascale::cuda::{CastWords, LogitWords, StepWords, ordered};
-use sigmascale::device_plan::{Bounds, DevicePlan};
+use sigmascale::device::attention::{Cuda, Descales, Element, Tensors, View};
+use sigmascale::device::policy::status;
+use sigmascale::device::policy::{Bounds, DevicePlan};
+use sigmascale::device::scale::ScaleEngine;
 use sigmascale::model::{AttentionSpec, preset};
 use sigmascale::plan::{Granularity, ScalePlan};
 use sigmascale::policy::{
@@ -18,6 +17,7 @@ use sigmascale::policy::{
     PolicyConfig, PolicyEvent, PolicyKind, PolicyState, Pooling, Restart, Tensor,
 };
 use sigmascale::stats::StepStats;
+use sigmascale::stats::{CastWords, LogitWords, StepWords, ordered};
 
 tests![
     every_policy_plans_the_bits_of_the_host,
@@ -452,7 +452,7 @@ fn an_attention_call_feeds_the_policy() {
                     let ptr = plan.descales(layer, tensor).unwrap();
                     Some(View::new(ptr, Element::F32, [2, 2], [0, 1]))
                 };
-                let words = sigmascale::cuda::stats_words(8, 2);
+                let words = sigmascale::stats::stats_words(8, 2);
                 let tensors = Tensors {
                     q: View::dense(q.ptr(), Element::F32, [2, 200, 8, 64]),
                     k: View::dense(k.ptr(), Element::F32, [2, 200, 2, 64]),

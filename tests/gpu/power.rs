@@ -2,8 +2,8 @@
 
 use crate::device;
 use crate::weights::{Case, Kind, Layer, Layout};
-use sigmascale::cuda::scale::{DeviceWeights, Dtype, LayerInput, PowerEngine, SummedPowerEngine};
 use sigmascale::cuda::{Buffer, Stream};
+use sigmascale::device::scale::{DeviceWeights, Dtype, LayerInput, PowerEngine, SummedPowerEngine};
 use sigmascale::geometry::LayerGeometry;
 use sigmascale::spectral::{self, GramEngine, PowerState, SpectralEngine};
 use std::sync::Arc;

@@ -3,7 +3,7 @@
 use crate::device;
 use crate::engine::{compare, engine, stream};
 use crate::weights::{Case, Kind, Layer, Layout};
-use sigmascale::cuda::scale::{Dtype, LayerInput, ScaleEngine};
+use sigmascale::device::scale::{Dtype, LayerInput, ScaleEngine};
 
 tests![
     every_size_is_bounded,

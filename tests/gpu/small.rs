@@ -5,7 +5,7 @@
 use crate::device;
 use crate::engine::{LOGIT_BELOW, OPERAND_ABOVE, operands, ratio};
 use crate::weights::{Case, Kind, Layer, Layout};
-use sigmascale::cuda::scale::{Dtype, GramRoute, PowerEngine, ScaleEngine, SummedPowerEngine};
+use sigmascale::device::scale::{Dtype, GramRoute, PowerEngine, ScaleEngine, SummedPowerEngine};
 use sigmascale::geometry::LayerGeometry;
 use sigmascale::spectral::{GramEngine, SpectralEngine};
 

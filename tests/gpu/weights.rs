@@ -7,7 +7,7 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::bound::{LayerBounds, Tail};
 use sigmascale::cuda::Buffer;
-use sigmascale::cuda::scale::{DeviceMatrix, Dtype, LayerInput, ProjectionInput};
+use sigmascale::device::scale::{DeviceMatrix, Dtype, LayerInput, ProjectionInput};
 use sigmascale::model::{
     AttentionSpec, GainForm, LayerWeights, NormKind, Projection, Rope, RopeLayout, Temperature, preset,
 };

@@ -7,7 +7,7 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use rayon::prelude::*;
 use sigmascale::cuda::Stream;
-use sigmascale::cuda::attention::{AttentionEngine, Element, Resident, RopeTables, Setup, Sizes};
+use sigmascale::device::attention::{AttentionEngine, Element, Resident, RopeTables, Setup, Sizes};
 use sigmascale::{Error, Result};
 
 /// The attention kernel and its casts

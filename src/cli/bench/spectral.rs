@@ -8,11 +8,12 @@ use half::bf16;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use sigmascale::bound::E4M3_MAX;
-use sigmascale::cuda::policy::{BoundSource, PolicyEngine, PolicyMemory, PolicySetup, Rule, TENSORS};
-use sigmascale::cuda::scale::{
+use sigmascale::cuda::{Buffer, Device, DevicePtr, Stream, compiler_version};
+use sigmascale::device::policy::{BoundSource, PolicyEngine, PolicyMemory, PolicySetup, Rule, TENSORS};
+use sigmascale::device::scale::{
     DeviceMatrix, DeviceWeights, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine, SummedPowerEngine,
 };
-use sigmascale::cuda::{Buffer, Device, DevicePtr, HeadOffsets, Stream, compiler_version};
+use sigmascale::model::HeadOffsets;
 use sigmascale::model::{AttentionSpec, GainForm, LayerSpec, NormKind, RopeLayout, preset, preset_names};
 use sigmascale::plan::DEFAULT_ETA;
 use sigmascale::{Error, Result};

@@ -11,7 +11,6 @@ use super::progress;
 use super::table::{Table, brief};
 use clap::ValueEnum;
 use serde::Serialize;
-use sigmascale::cuda;
 use sigmascale::file::write_atomically;
 use sigmascale::policy::PolicyKind;
 use sigmascale::stress::{
@@ -212,7 +211,8 @@ impl Args {
             if self.scenario == Choice::Replay {
                 return refuse("a replay has no weights: --device cuda computes bounds from weights");
             }
-            cuda::require().map_err(|error| error.within("--device cuda"))?;
+            #[cfg(feature = "cuda")]
+            sigmascale::cuda::require().map_err(|error| error.within("--device cuda"))?;
         }
         if self.scenario == Choice::Replay && self.tokens.is_some() {
             return refuse("a replay has recorded maxima: leave --tokens out");

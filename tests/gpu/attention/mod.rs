@@ -12,15 +12,16 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use random::random_shapes;
 use sigmascale::Descale;
-use sigmascale::attention::cuda::{Cuda, Descales, Element, Rope, Tensors, View, Workspace, stats_words, step_stats};
 use sigmascale::attention::{
     Attention, AttentionCall, AttentionShape, Cast, Cpu, Inputs, LogitCast, Mask, Precision, dequantised, measure,
     reference,
 };
 use sigmascale::cuda::{Buffer, Stream};
+use sigmascale::device::attention::{Cuda, Descales, Element, Rope, Tensors, View, Workspace, step_stats};
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::{OperandDescales, ScalePlan};
 use sigmascale::stats::StepStats;
+use sigmascale::stats::stats_words;
 use split::split_calls_are_the_whole_ones;
 
 tests![

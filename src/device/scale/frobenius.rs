@@ -1,0 +1,98 @@
+//! Frobenius norms of every head's interaction, from the Grams.
+
+use super::bounds::Bounds;
+use super::grams::Grams;
+use super::tables::LayerInput;
+use crate::bound::HeadFrobenius;
+use crate::cuda::sources;
+use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
+use crate::error::Result;
+
+#[derive(Debug)]
+pub(super) struct Frobenius {
+    every: Kernel,
+    bound: Kernel,
+    shape: Arg,
+    /// `[layer][query head]`.
+    pub norms: Buffer<HeadFrobenius>,
+    rotates: bool,
+    /// Kernels may start before the one in front has ended.
+    early: bool,
+}
+
+const THREADS: u32 = 128;
+
+impl Frobenius {
+    pub fn new(device: &Device, layers: &[LayerInput], grams: &Grams, bounds: &Bounds) -> Result<Self> {
+        let module = device.module(sources::FROBENIUS, &[])?;
+        let first = &layers[0];
+        Ok(Self {
+            every: module.kernel("scale_frobenius")?,
+            bound: module.overlapping_kernel("scale_frobenius_bound")?,
+            shape: Arg::Words([
+                first.n_q as u32,
+                first.n_kv as u32,
+                first.d_head as u32,
+                first.rotary as u32,
+                first.interleaved.into(),
+                first.mean_removed.into(),
+                first.d_model as u32,
+                layers.len() as u32,
+                first.rope_factor.to_bits(),
+                bounds.rounding.to_bits(),
+                grams.one_sided().into(),
+                0,
+            ]),
+            norms: device.zeros(layers.len() * first.n_q)?,
+            rotates: first.rotary > 0,
+            early: device.arch().compute >= 90,
+        })
+    }
+
+    /// Bytes of device memory for these layers.
+    pub fn bytes_for(layers: &[LayerInput]) -> usize {
+        size_of::<HeadFrobenius>() * layers.len() * layers[0].n_q
+    }
+
+    /// Norms of every head; behind [`Bounds::norms`].
+    pub fn every(&self, stream: &Stream, grams: &Grams, stats: DevicePtr) -> Result<()> {
+        // SAFETY: a block writes its own head's norms.
+        unsafe { self.launch(&self.every, stream, grams, stats, self.norms.ptr(), false) }
+    }
+
+    /// The bound over every relative position, for the heads where it is sharper than what [`Bounds::norms`] left: behind
+    /// the operand descales, in front of [`Bounds::finish`]. Without rotation sigma is certified as it is, and F is no
+    /// less.
+    pub fn bound(&self, stream: &Stream, grams: &Grams, bounds: &Bounds, stats: DevicePtr) -> Result<()> {
+        if !self.rotates {
+            return Ok(());
+        }
+        // SAFETY: a block writes its own head's square; the statistics that it reads ahead of its wait were written by a
+        // launch that the bounds waited for before they let anything start.
+        unsafe { self.launch(&self.bound, stream, grams, stats, bounds.lambdas.ptr(), self.early) }
+    }
+
+    /// # Safety
+    /// `result` is what the kernel writes, its own block's part of it alone; `early` as [`Kernel::launch_early`] has it.
+    unsafe fn launch(
+        &self,
+        kernel: &Kernel,
+        stream: &Stream,
+        grams: &Grams,
+        stats: DevicePtr,
+        result: DevicePtr,
+        early: bool,
+    ) -> Result<()> {
+        let args = [
+            self.shape,
+            Arg::Ptr(grams.heads.ptr()),
+            Arg::Ptr(grams.partials.ptr()),
+            Arg::Ptr(stats),
+            Arg::Ptr(result),
+        ];
+        let launch = Launch::linear(self.norms.len(), THREADS, 0);
+        // SAFETY: 1. the arguments are the kernels', in order; 2. the Grams' tables are the engine's; 3. the caller's promise,
+        // and Grams and statistics are finished by the stream's order.
+        unsafe { kernel.launch_early(stream, launch, &args, early) }
+    }
+}
