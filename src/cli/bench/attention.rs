@@ -1,6 +1,7 @@
 //! `sigmascale bench attention`.
 
-use super::{Csv, CsvArgs, device};
+use super::csv::{Csv, CsvArgs};
+use super::timing::device;
 use half::bf16;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};

@@ -3,7 +3,8 @@
 //! Every method runs over all layers of the model at once, captured in a CUDA graph; the median replay is divided by the
 //! layer count. Weights are random BF16 in memory of their own for each layer, so that the L2 cache does not serve them.
 
-use super::{Csv, CsvArgs, copy_bandwidth, median_us};
+use super::csv::{Csv, CsvArgs};
+use super::timing::{copy_bandwidth, device, median_us};
 use half::bf16;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -61,7 +62,7 @@ pub fn run(args: Args) -> Result<()> {
     let subjects = named.into_iter().map(|name| subject(name, layers)).collect::<Result<Vec<_>>>()?;
     let configs = args.models.iter().filter(|model| preset(model).is_none()).map(PathBuf::from);
     let mut csv = Csv::new(args.output, configs)?;
-    let device = super::device()?;
+    let device = device()?;
     let stream = device.stream()?;
     let bandwidth = copy_bandwidth(&device, &stream)?;
     let (major, minor) = compiler_version()?;
