@@ -15,7 +15,7 @@ mod rms_norm;
 mod schema;
 mod wrappers;
 
-pub(crate) use lookup::{BIDIRECTIONAL, family};
+pub(crate) use lookup::{BIDIRECTIONAL, family, family_named};
 pub use lookup::{KnownFamily, Support, known_families};
 pub(crate) use refused::{BLOCK_REFUSALS, COMMON_REFUSALS, REFUSED};
 pub(crate) use schema::*;

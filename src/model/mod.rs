@@ -13,8 +13,10 @@ mod hybrid;
 mod keys;
 mod layout;
 mod preset;
+mod quantization;
 mod record;
 mod rotation;
+mod rounding;
 mod shards;
 mod source;
 mod spec;
@@ -27,6 +29,7 @@ pub use families::{KnownFamily, Support, known_families};
 pub use layout::{LayerNames, Layout, ProjectionName, attention_module};
 pub use preset::{paper_sigma_profile, preset, preset_names};
 pub use record::PerLayer;
+pub use rounding::{E4M3_ROUNDING, LEAST_ROUNDING_SHARE, RoundingShare};
 #[doc(hidden)]
 pub use shards::fuzz_safetensors;
 pub use source::ModelSource;

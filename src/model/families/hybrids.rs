@@ -160,7 +160,7 @@ pub(super) static FAMILIES: &[Family] = &[
             ..llama_sizes(kv(Some(8)), HeadDim::Key(None))
         },
         bias: Flag::Never,
-        rope: rotary(1e6, RotaryShare::Channels("rotary_dim", None)),
+        rope: rotary(1e6, RotaryShare::ChannelsOrShare("rotary_dim")),
         ..LLAMA
     },
 ];

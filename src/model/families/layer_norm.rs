@@ -25,7 +25,7 @@ pub(super) static FAMILIES: &[Family] = &[
         norm_tensor: NormTensor::Own("h.{i}.ln_1"),
         bias: Flag::Always,
         rope: RopeRule::None,
-        scale: ScaleRule::Gpt2,
+        scale: ScaleRule::GptByLayer,
         qkv: QkvTensors::Concat { name: "h.{i}.attn.c_attn", conv1d: true },
         ..LLAMA
     },
@@ -200,7 +200,7 @@ pub(super) static FAMILIES: &[Family] = &[
         norm_tensor: NormTensor::Own("h.{i}.ln_1"),
         bias: Flag::Always,
         rope: RopeRule::None,
-        scale: ScaleRule::Gpt2,
+        scale: ScaleRule::Gpt,
         qkv: QkvTensors::Concat { name: "h.{i}.attn.c_attn", conv1d: false },
         refusals: &[Refusal { key: "multi_query", unless: Setting::True, why: "only its multi-query form is known" }],
         ..LLAMA

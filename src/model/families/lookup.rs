@@ -58,6 +58,11 @@ pub(crate) fn family(model_type: &str) -> Option<&'static Family> {
     families().find(|family| family.model_types.contains(&model_type))
 }
 
+/// The family of this name, which need not be a `model_type`.
+pub(crate) fn family_named(name: &str) -> Option<&'static Family> {
+    families().find(|family| family.name == name)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -65,16 +70,18 @@ mod tests {
 
     #[test]
     fn a_layer_has_the_module_name_of_its_family() {
-        let module = |family| crate::model::attention_module(family, 11).unwrap();
-        assert_eq!(module("llama"), "model.layers.11.self_attn");
-        assert_eq!(module("gpt2"), "transformer.h.11.attn");
-        assert_eq!(module("gpt_neox"), "gpt_neox.layers.11.attention");
-        assert_eq!(module("bert"), "bert.encoder.layer.11.attention.self");
-        assert!(crate::model::attention_module("unheard-of", 0).is_none());
+        let module = |family: &str| crate::model::attention_module(family, "p.", 11);
+        assert_eq!(module("llama").unwrap(), "p.layers.11.self_attn");
+        assert_eq!(module("gpt2").unwrap(), "p.h.11.attn");
+        assert_eq!(module("gpt_neox").unwrap(), "p.layers.11.attention");
+        assert_eq!(module("bert").unwrap(), "p.encoder.layer.11.attention.self");
+        assert!(module("unheard-of").is_none());
     }
 
     #[test]
     fn every_model_type_stands_once() {
+        let names: std::collections::BTreeSet<_> = families().map(|family| family.name).collect();
+        assert_eq!(names.len(), families().count());
         let mut seen = std::collections::BTreeSet::new();
         for family in families() {
             for model_type in family.model_types {

@@ -182,7 +182,7 @@ pub(super) static FAMILIES: &[Family] = &[
         model_types: &["minimax_m2"],
         sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(128))),
         bias: Flag::Never,
-        rope: rotary(5e6, RotaryShare::Channels("rotary_dim", None)),
+        rope: rotary(5e6, RotaryShare::ChannelsOrShare("rotary_dim")),
         qk_norm: Some(JOINT_RMS),
         ..LLAMA
     },

@@ -131,6 +131,9 @@ pub(crate) enum RotaryShare {
     Part(&'static [&'static str], f64),
     /// A key that counts rotated channels and its value when absent (`None`: every channel); null means every channel.
     Channels(&'static str, Option<usize>),
+    /// A key that counts rotated channels, which other releases leave unread in favour of the common share or of the whole
+    /// head: bounds hold for each.
+    ChannelsOrShare(&'static str),
 }
 
 /// How the rotation differs between layers.
@@ -197,8 +200,10 @@ pub(crate) enum ScaleRule {
     QueryPreAttnScalar(f64),
     /// A key that is the scale itself, and its value when absent or null (`None`: d_head^-1/2).
     Multiplier(&'static str, Option<f64>),
-    /// d_head^-1/2 unless `scale_attn_weights` is false, over layer + 1 if `scale_attn_by_inverse_layer_idx`.
-    Gpt2,
+    /// d_head^-1/2 unless `scale_attn_weights` is false.
+    Gpt,
+    /// The same, over layer + 1 if `scale_attn_by_inverse_layer_idx`.
+    GptByLayer,
 }
 
 /// Tensors of the input norm (names without `.weight`).
@@ -258,4 +263,6 @@ pub(crate) struct Wrapper {
     pub text: &'static str,
     /// Older configs have the text model's keys at the top.
     pub flat: bool,
+    /// What stands in front of the text model's tensor names, tried ahead of the family's.
+    pub prefixes: &'static [&'static str],
 }
