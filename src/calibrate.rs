@@ -117,9 +117,9 @@ impl Profile {
     /// # Errors
     /// `is_unsupported` if the values of a layer have no bound, or the family has no place in the table.
     pub fn tensor_scales(&self) -> Result<Vec<TensorScales>> {
-        let family = &self.model.family;
+        let ModelSummary { family, prefix, .. } = &self.model;
         let scales = |(number, operands): (usize, OperandDescales)| {
-            let module = attention_module(family, number)
+            let module = attention_module(family, prefix, number)
                 .ok_or_else(|| Error::unsupported(format_args!("family `{family}` has no names for its layers")))?;
             TensorScales::new(module, &operands)
         };
@@ -151,6 +151,9 @@ pub struct ModelSummary {
     pub name: String,
     /// Family.
     pub family: String,
+    /// What stands in front of its tensor names.
+    #[serde(skip)]
+    pub prefix: String,
     /// Layers.
     pub layers: usize,
     /// Model dimension.
@@ -183,6 +186,7 @@ impl ModelSummary {
         Self {
             name: spec.name.clone(),
             family: spec.family.clone(),
+            prefix: spec.prefix.clone(),
             layers: spec.layers.len(),
             d_model: spec.d_model,
             n_q_heads: PerLayer::new(spec.layers.iter().map(|layer| layer.n_q_heads)),
@@ -392,7 +396,7 @@ impl<'s> Calibration<'s> {
         };
         let bounds = LayerBounds::new(self.spec, geometry, &spectrum, &self.options.tail)?;
         let plan = ScalePlan::from_bounds(&bounds, self.options.bound, self.options.eta, self.options.granularity)
-            .map_err(|error| error.within(format_args!("{} layer {}", self.spec.name, geometry.layer)))?;
+            .map_err(|error| error.within(&geometry.place))?;
         let sigma = spectrum.heads.as_ref().map(|heads| heads.iter().map(|head| head.sigma).fold(0.0, f64::max));
         let heads = bounds
             .heads

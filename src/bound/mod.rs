@@ -11,16 +11,23 @@
 //! All include norm gains, mean removal, shifts, biases, rotation, the family's softmax scale and soft-cap; all are on
 //! the logit before the mask. Without constants the certain bound is the paper's worst case `tau d sigma` (Eq. 7) on
 //! the effective, rotation-proof norm.
+//!
+//! # Limits
+//!
+//! The promise is about the norm's output, so it ends where the norm's own arithmetic in f32 does. An RMSNorm keeps it for
+//! every finite token. A LayerNorm subtracts a mean whose rounding error is relative to the token and not to what is left of
+//! it: bounds hold for tokens of `|mean| <= 512 sqrt(variance + epsilon)` ([`LAYER_NORM_MEAN_LIMIT`]). Beyond it the
+//! output can keep a mean that the bounds take to be removed: a constant token of 1e6 has passed a bound 3.8 times.
 
 mod device;
 mod tail;
 
-pub use device::{HeadBound, HeadFrobenius, Isotropic, isotropic};
+pub use device::{HeadBound, HeadFrobenius, Isotropic, check_device, isotropic};
 pub use tail::{CStar, Tail, sphere_factor};
 
 use crate::error::{Error, Result};
-use crate::geometry::{Channels, LayerGeometry};
-use crate::model::AttentionSpec;
+use crate::geometry::{Channels, HeadLimit, LayerGeometry};
+use crate::model::{AttentionSpec, E4M3_ROUNDING, RoundingShare};
 use crate::scale::Descale;
 use crate::spectral::{HeadSpectrum, LayerSpectrum};
 use serde::{Deserialize, Serialize};
@@ -28,22 +35,10 @@ use serde::{Deserialize, Serialize};
 /// Largest finite E4M3 value: what operand bounds are mapped onto.
 pub const E4M3_MAX: f64 = 448.0;
 
-/// Share of the rounding term A in operand bounds: covers seven BF16 roundings and f32 accumulation.
-pub const ROUNDING_SHARE: f64 = 1.0 / 32.0;
-
-/// The same where the projections read their input rounded to E4M3, by a scale of its own largest element, of a token or a part
-/// of it. That adds 1/17 of an element, (1 + 1/17)(1 + 1/32) = 1.092, or below the normal numbers `2^-10 / 448` of the largest one:
-/// together at most `2.2e-6 sqrt(d) max|g| ||w_c|| / ||diag(g) w_c||` of A. What is left of 1/8 covers these while no gain is a
-/// hundred times the others (d = 16384) and more where d is smaller.
-pub const ROUNDING_SHARE_FP8_INPUTS: f64 = 1.0 / 8.0;
-
-/// Relative error of E4M3 rounding, of a normal number.
-const E4M3_ROUNDING: f64 = 1.0 / 17.0;
-
-/// Share of the rounding term of q and k before they are rounded to E4M3, and of v.
-fn rounding_share(fp8_inputs: bool) -> f64 {
-    if fp8_inputs { ROUNDING_SHARE_FP8_INPUTS } else { ROUNDING_SHARE }
-}
+/// Largest `|mean| / sqrt(variance + epsilon)` of a token under which bounds behind a LayerNorm hold. A mean that is summed
+/// in f32 with an error of at most 32 roundings (pairwise, by lanes or Welford's way) then moves the output by a thousandth of
+/// its length, which the rounding share covers beside the roundings to BF16.
+pub const LAYER_NORM_MEAN_LIMIT: f64 = 512.0;
 
 /// Absolute error of an E4M3 subnormal, in units of its descale.
 const SUBNORMAL_ERROR: f64 = 1.0 / 1024.0;
@@ -64,7 +59,7 @@ pub enum BoundKind {
 /// Bounds of one layer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LayerBounds {
-    /// Layer number.
+    /// Index among the layers with attention; the model's own number is that of its spec.
     pub layer: usize,
     /// Logit bounds, `n_q`.
     pub heads: Vec<HeadBounds>,
@@ -96,7 +91,9 @@ pub struct HeadBounds {
 pub struct OperandBound {
     /// In exact arithmetic.
     pub exact: f64,
-    /// With the roundings of a BF16 forward: `exact + A/32`, channel by channel; `exact + A/8` where the input is rounded to E4M3.
+    /// With the roundings of a BF16 forward, channel by channel: `exact + share A`, see
+    /// [`AttentionSpec::rounding_share`](crate::model::AttentionSpec::rounding_share), and where the projections read
+    /// their input in E4M3 what elements too small for its normal numbers add.
     pub rounded: f64,
 }
 
@@ -148,26 +145,27 @@ impl LayerBounds {
         let shape = (geometry.layer, geometry.q.len(), geometry.k.len(), geometry.qk_limits.is_none());
         if shape != (spectrum.layer, spectrum.q.len(), spectrum.k.len(), spectrum.heads.is_some()) {
             return Err(Error::mismatch(format_args!(
-                "{} layer {}: the spectrum is of layer {}, or of another model",
-                spec.name, geometry.layer, spectrum.layer
+                "{}: the spectrum is of another layer or of another model",
+                geometry.place
             )));
         }
+        let share = geometry.rounding;
         let (q, k) = match &geometry.qk_limits {
             Some(limits) => (
-                limits.q.iter().map(normalised_operand).collect::<Vec<_>>(),
-                limits.k.iter().map(normalised_operand).collect::<Vec<_>>(),
+                limits.q.iter().map(|limit| normalised_operand(limit, share.q)).collect::<Vec<_>>(),
+                limits.k.iter().map(|limit| normalised_operand(limit, share.k)).collect::<Vec<_>>(),
             ),
             None => {
-                let pairs = geometry.rotary.as_ref().map_or(&[][..], |rotary| &rotary.pairs);
-                let bound = |heads: &[Channels]| -> Vec<_> {
-                    heads.iter().map(|channels| operand(geometry, channels, pairs)).collect()
+                let pairs = geometry.rotary_pairs();
+                let bound = |heads: &[Channels], share: f64| -> Vec<_> {
+                    heads.iter().map(|channels| operand(geometry, channels, &pairs, share)).collect()
                 };
-                (bound(&spectrum.q), bound(&spectrum.k))
+                (bound(&spectrum.q, share.q), bound(&spectrum.k, share.k))
             }
         };
         let v = geometry
             .input_bounded
-            .then(|| spectrum.v.iter().map(|channels| operand(geometry, channels, &[])).collect::<Vec<_>>());
+            .then(|| spectrum.v.iter().map(|channels| operand(geometry, channels, &[], share.v)).collect::<Vec<_>>());
         let constants = ModelConstants::new(spec, tail)?;
         // Heads may share the layer's largest scale, whose E4M3 subnormals are the coarsest.
         let step = |heads: &[OperandBound]| heads.iter().map(|head| head.rounded).fold(0.0, f64::max) / E4M3_MAX;
@@ -176,14 +174,17 @@ impl LayerBounds {
         for head in 0..geometry.q.len() {
             let kv_head = geometry.kv_head(head);
             let bounds = match &spectrum.heads {
-                Some(spectra) => projected_head(geometry, &spectra[head], steps, &constants),
+                Some(spectra) => {
+                    let floors = (floor(&spectrum.q[head]), floor(&spectrum.k[kv_head]));
+                    projected_head(geometry, &spectra[head], steps, floors, &constants)
+                }
                 None => normalised_head(geometry, head, kv_head, steps)?,
             };
             heads.push(bounds.capped(geometry.soft_cap));
         }
         let q = q.into_iter().map(|bound| bound.times(geometry.query_factor)).collect();
         let bounds = Self { layer: geometry.layer, heads, q, k, v };
-        bounds.check().map_err(|error| error.within(format_args!("{} layer {}", spec.name, geometry.layer)))?;
+        bounds.check().map_err(|error| error.within(&geometry.place))?;
         Ok(bounds)
     }
 
@@ -243,6 +244,7 @@ fn projected_head(
     geometry: &LayerGeometry<'_>,
     spectrum: &HeadSpectrum,
     (step_q, step_k): (f64, f64),
+    (floor_q, floor_k): (f64, f64),
     model: &ModelConstants,
 ) -> HeadBounds {
     let (tau, d) = (geometry.softmax_scale, geometry.d_model as f64);
@@ -262,7 +264,8 @@ fn projected_head(
     bounds.certain = Some(certain);
     bounds.naive = Some(tau * (root * exact.sigma_q_upper + c.norm_q) * (root * exact.sigma_k_upper + c.norm_k));
 
-    // |q8 . k8 - q . k| <= (||q|| + ||dq||)(||k|| + ||dk||) - ||q|| ||k||, with ||dq|| <= e N_Q + sqrt(r) 2^-10 s_q.
+    // |q8 . k8 - q . k| <= (||q|| + ||dq||)(||k|| + ||dk||) - ||q|| ||k||, with ||dq|| <= e_q N_Q + sqrt(r) 2^-10 s_q, and where
+    // inputs are rounded to E4M3 what their small elements add.
     let flush = (geometry.d_head as f64).sqrt() * SUBNORMAL_ERROR;
     let size_q = root * exact.folded_q_upper + c.spread_q;
     let size_k = root * exact.folded_k_upper + c.spread_k;
@@ -276,9 +279,8 @@ fn projected_head(
     {
         product = product.min(d * balanced);
     }
-    let share = rounding_share(geometry.fp8_inputs);
-    bounds.rounded =
-        Some(certain + rounding_gap(tau, share, product, (size_q, size_k), (flush * step_q, flush * step_k)));
+    let flushes = (flush * step_q + (1.0 + E4M3_ROUNDING) * floor_q, flush * step_k + (1.0 + E4M3_ROUNDING) * floor_k);
+    bounds.rounded = Some(certain + rounding_gap(tau, geometry.rounding, product, (size_q, size_k), flushes));
 
     let t = if c.any() { model.t_spectrum.1 } else { model.t_spectrum.0 };
     let linear = (2.0 * t).sqrt() * (c.a + c.b);
@@ -290,11 +292,16 @@ fn projected_head(
     bounds
 }
 
-/// `tau [((1 + e)^2 - 1) N + (1 + e)(N_Q f_K + N_K f_Q) + f_Q f_K]`, N at most N_Q N_K: what meets relative errors on both sides.
-/// `1 + e = (1 + 1/17)(1 + share)`: what E4M3 rounding and what came before it together can add to q or k.
+/// Length of what small elements of an input in E4M3 add to a head.
+fn floor(channels: &Channels) -> f64 {
+    channels.floor.iter().map(|error| error * error).sum::<f64>().sqrt()
+}
+
+/// `tau [(e_Q e_K - 1) N + e_Q N_Q f_K + e_K N_K f_Q + f_Q f_K]`, N at most N_Q N_K: what meets relative errors on both sides.
+/// `e = (1 + 1/17)(1 + share)`: what E4M3 rounding and what came before it together can make of q or k.
 fn rounding_gap(
     tau: f64,
-    share: f64,
+    share: RoundingShare,
     product: f64,
     (size_q, size_k): (f64, f64),
     (flush_q, flush_k): (f64, f64),
@@ -303,9 +310,9 @@ fn rounding_gap(
     if size_q == 0.0 || size_k == 0.0 {
         return 0.0;
     }
-    let factor = (1.0 + E4M3_ROUNDING) * (1.0 + share);
-    let relative = (factor * factor - 1.0) * product;
-    tau * (relative + factor * (size_q * flush_k + size_k * flush_q) + flush_q * flush_k)
+    let factor = |share: f64| (1.0 + E4M3_ROUNDING) * (1.0 + share);
+    let (q, k) = (factor(share.q), factor(share.k));
+    tau * ((q * k - 1.0) * product + q * size_q * flush_k + k * size_k * flush_q + flush_q * flush_k)
 }
 
 /// Bounds of a head whose q and k are normalised after the projection: `tau r max_b(gq_b gk_b)`, from the gains alone.
@@ -328,8 +335,8 @@ fn normalised_head(
     let flush = (geometry.d_head as f64).sqrt() * SUBNORMAL_ERROR;
     // The norm sees whatever rounding came before it, and bounds it all the same.
     let sizes = (q.norm(), k.norm());
-    let rounded =
-        certain + rounding_gap(tau, ROUNDING_SHARE, sizes.0 * sizes.1, sizes, (flush * step_q, flush * step_k));
+    let flushes = (flush * step_q, flush * step_k);
+    let rounded = certain + rounding_gap(tau, geometry.rounding, sizes.0 * sizes.1, sizes, flushes);
     Ok(HeadBounds {
         naive: Some(tau * q.norm() * k.norm()),
         certain: Some(certain),
@@ -340,13 +347,13 @@ fn normalised_head(
 
 /// `B = sqrt(d) ||w_c|| + |c_c|` and `A = sqrt(d) ||diag(g) w_c|| + sum |beta_i w_ic| + |b_c|`, the largest channel; for a
 /// rotation pair the spectral norm of its two columns and the length of its constants.
-fn operand(geometry: &LayerGeometry<'_>, channels: &Channels, pairs: &[(usize, usize)]) -> OperandBound {
-    let (d, share) = (geometry.d_model as f64, rounding_share(geometry.fp8_inputs));
-    let rounding = |c: usize| (d * channels.folded_sq[c]).sqrt() + channels.spread[c];
+fn operand(geometry: &LayerGeometry<'_>, channels: &Channels, pairs: &[(usize, usize)], share: f64) -> OperandBound {
+    let d = geometry.d_model as f64;
+    let rounding = |c: usize| share * ((d * channels.folded_sq[c]).sqrt() + channels.spread[c]) + channels.floor[c];
     let mut bound = OperandBound { exact: 0.0, rounded: 0.0 };
     let mut include = |exact: f64, rounding: f64| {
         bound.exact = bound.exact.max(exact);
-        bound.rounded = bound.rounded.max(exact + share * rounding);
+        bound.rounded = bound.rounded.max(exact + rounding);
     };
     let mut rotated = vec![false; channels.norm_sq.len()];
     for (&(a, b), &dot) in pairs.iter().zip(&channels.pair_dot) {
@@ -365,7 +372,7 @@ fn operand(geometry: &LayerGeometry<'_>, channels: &Channels, pairs: &[(usize, u
 }
 
 /// Operand bound of a normalised head: from its gains and shifts.
-fn normalised_operand(limit: &crate::geometry::HeadLimit) -> OperandBound {
+fn normalised_operand(limit: &HeadLimit, share: f64) -> OperandBound {
     let exact = limit.channel();
-    OperandBound { exact, rounded: exact * (1.0 + ROUNDING_SHARE) }
+    OperandBound { exact, rounded: exact * (1.0 + share) }
 }

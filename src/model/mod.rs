@@ -14,8 +14,10 @@ mod hybrid;
 mod keys;
 mod layout;
 mod preset;
+mod quantization;
 mod record;
 mod rotation;
+mod rounding;
 mod shards;
 mod source;
 mod spec;
@@ -24,10 +26,12 @@ mod weights;
 
 pub use body::{Activation, Block, Body, Linear, NormOrder};
 pub use checkpoint::{Checkpoint, StoredTensor};
+pub use families::{KnownFamily, Support, known_families};
 pub use head_offsets::HeadOffsets;
 pub use layout::{LayerNames, Layout, ProjectionName, attention_module};
 pub use preset::{paper_sigma_profile, preset, preset_names};
 pub use record::PerLayer;
+pub use rounding::{E4M3_ROUNDING, LEAST_ROUNDING_SHARE, RoundingShare};
 #[doc(hidden)]
 pub use shards::fuzz_safetensors;
 pub use source::ModelSource;

@@ -1,5 +1,6 @@
 //! What files hold of an [`AttentionSpec`].
 
+use super::families::family_named;
 use super::spec::{AttentionSpec, InputNorm, LayerSpec, QkNorm, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -147,6 +148,11 @@ impl TryFrom<SpecRecord> for AttentionSpec {
         Ok(Self {
             layers: layers.collect(),
             name: record.name,
+            prefix: family_named(&record.family)
+                .and_then(|family| family.prefixes.first())
+                .copied()
+                .unwrap_or_default()
+                .into(),
             family: record.family,
             causal: record.causal,
             d_model: record.d_model,

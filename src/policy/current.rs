@@ -62,7 +62,7 @@ impl Policy for Current {
         let Some(stats) = measured else {
             return Err(Error::argument("current scaling needs the statistics of the step that it plans"));
         };
-        shape.check_stats(bounds.layer, stats)?;
+        shape.check_stats(stats)?;
         let row = |tensor: Tensor| -> Result<Vec<Descale>> {
             let mut amax = tensor.amax_row(stats, shape);
             if self.config.granularity == Granularity::Layer {
@@ -70,10 +70,7 @@ impl Policy for Current {
                 amax.fill(shared);
             }
             let descale = |&amax: &f32| Descale::covering(f64::from(amax) * HEADROOM, E4M3_MAX);
-            amax.iter()
-                .map(descale)
-                .collect::<Result<_>>()
-                .map_err(|error| error.within(format_args!("layer {} {}", bounds.layer, tensor.name())))
+            amax.iter().map(descale).collect::<Result<_>>().map_err(|error| error.within(tensor.name()))
         };
         let v = row(Tensor::V)?;
         let o = v.iter().map(|v| Descale::new(2.0 * v.get())).collect::<Result<_>>()?;

@@ -130,7 +130,7 @@ pub(super) fn overflows(amax: f32, descale: Descale) -> bool {
 pub struct Report {
     /// Policy that made the plan.
     pub policy: PolicyKind,
-    /// Layer number.
+    /// Index among the layers with attention; the model's own number is that of its spec.
     pub layer: usize,
     /// One entry for each of [`Tensor::ALL`].
     pub tensors: Vec<TensorReport>,

@@ -193,17 +193,20 @@ impl SpectralEngine for GramEngine {
         }
         let grams = LayerGrams::new(geometry, &q, &k);
         let grams_done = Instant::now();
-        let sides = |channels: &[Channels], grams: Vec<GramPair>| -> Vec<Side> {
-            channels.par_iter().zip(grams).map(|(channels, grams)| Side::new(channels, grams, geometry)).collect()
-        };
-        let (qs, ks) = (sides(&q, grams.q), sides(&k, grams.k));
-        let heads = (0..qs.len())
-            .into_par_iter()
-            .map(|head| {
+        let spectra = |rotary: Option<&Rotary>| -> Vec<HeadSpectrum> {
+            let side = |(channels, grams)| Side::new(channels, grams, geometry, rotary);
+            let qs: Vec<Side<'_>> = q.par_iter().zip(&grams.q).map(side).collect();
+            let ks: Vec<Side<'_>> = k.par_iter().zip(&grams.k).map(side).collect();
+            let spectrum = |head| {
                 let kv_head = geometry.kv_head(head);
-                head_spectrum(head, kv_head, &qs[head], &ks[kv_head], geometry.rotary.as_ref(), grams.trace[head])
-            })
-            .collect();
+                head_spectrum(head, kv_head, &qs[head], &ks[kv_head], rotary, grams.trace[head])
+            };
+            (0..qs.len()).into_par_iter().map(spectrum).collect()
+        };
+        let mut heads = spectra(geometry.rotary.as_ref());
+        for rotary in &geometry.other_rotaries {
+            heads.iter_mut().zip(spectra(Some(rotary))).for_each(|(head, other)| head.cover(&other));
+        }
         let norms_done = Instant::now();
         let sigma_sum = Some(summed_norm(geometry));
         tracing::debug!(
@@ -219,10 +222,10 @@ impl SpectralEngine for GramEngine {
 }
 
 /// One projection head: its Grams and what they tell alone.
-struct Side {
-    gram: Gram,
+struct Side<'g> {
+    gram: &'g Gram,
     /// Of the raw weights, where they differ.
-    raw: Option<Gram>,
+    raw: Option<&'g Gram>,
     largest: Largest,
     folded_upper: f64,
     /// Certified norm of each rotation pair's two columns, then of the fixed columns together.
@@ -234,9 +237,9 @@ struct Side {
     spread: f64,
 }
 
-impl Side {
-    fn new(channels: &Channels, pass: GramPair, geometry: &LayerGeometry<'_>) -> Self {
-        let GramPair { effective: gram, raw } = pass;
+impl<'g> Side<'g> {
+    fn new(channels: &Channels, pass: &'g GramPair, geometry: &LayerGeometry<'_>, rotary: Option<&Rotary>) -> Self {
+        let (gram, raw) = (&pass.effective, pass.raw.as_ref());
         let mut largest = largest_eigenvalue(&gram.matrix);
         largest.upper += gram.error();
         let folded_upper = if geometry.centred {
@@ -250,7 +253,7 @@ impl Side {
         let constant = DVector::from_column_slice(&channels.constant);
         let (mut block_norms, mut block_constants) = (Vec::new(), Vec::new());
         let mut fixed_norms = Vec::new();
-        if let Some(rotary) = &geometry.rotary {
+        if let Some(rotary) = rotary {
             for &(a, b) in &rotary.pairs {
                 let g = &gram.matrix;
                 block_norms.push((pair_norm_square(g[(a, a)], g[(b, b)], g[(a, b)]) + gram.error()).sqrt());
@@ -267,7 +270,7 @@ impl Side {
     }
 
     fn raw(&self) -> &Gram {
-        self.raw.as_ref().unwrap_or(&self.gram)
+        self.raw.unwrap_or(self.gram)
     }
 
     /// Bound on `||W R c||` over every rotation R, for the other side's constant c.
@@ -290,8 +293,15 @@ impl Side {
     }
 }
 
-fn head_spectrum(head: usize, kv_head: usize, q: &Side, k: &Side, rotary: Option<&Rotary>, trace: f64) -> HeadSpectrum {
-    let grams = HeadGrams { q: &q.gram, k: &k.gram };
+fn head_spectrum(
+    head: usize,
+    kv_head: usize,
+    q: &Side<'_>,
+    k: &Side<'_>,
+    rotary: Option<&Rotary>,
+    trace: f64,
+) -> HeadSpectrum {
+    let grams = HeadGrams { q: q.gram, k: k.gram };
     let sigma = grams.sigma_square();
     let sigma_raw = if q.raw.is_none() && k.raw.is_none() {
         sigma.value
@@ -300,7 +310,7 @@ fn head_spectrum(head: usize, kv_head: usize, q: &Side, k: &Side, rotary: Option
     };
     let frobenius_square = grams.frobenius_square();
     let frobenius_rope_square = grams.frobenius_rope_square(rotary);
-    let scaled = rotary.map(|rotary| scaled_square(&q.gram, &k.gram, rotary));
+    let scaled = rotary.map(|rotary| scaled_square(q.gram, k.gram, rotary));
     let rope = match scaled {
         Some(scaled) => {
             let product =

@@ -42,7 +42,7 @@ pub trait SpectralEngine {
 /// Spectral facts of one layer.
 #[derive(Clone, Debug)]
 pub struct LayerSpectrum {
-    /// Layer number.
+    /// Index among the layers with attention; the model's own number is that of its spec.
     pub layer: usize,
     /// One entry per query head; `None` where q and k are normalised after the projection, so that the weights' norms
     /// bound nothing.
@@ -105,6 +105,20 @@ pub struct ExactSpectrum {
     pub trace: f64,
 }
 
+impl HeadSpectrum {
+    /// Takes in the same head under another rotation: what holds over relative positions then holds over both.
+    fn cover(&mut self, other: &Self) {
+        let (c, o) = (&mut self.constants, &other.constants);
+        (c.a, c.b, c.c0) = (c.a.max(o.a), c.b.max(o.b), c.c0.max(o.c0));
+        if let (Some(exact), Some(other)) = (&mut self.exact, &other.exact) {
+            exact.sigma_rope = exact.sigma_rope.max(other.sigma_rope);
+            exact.sigma_rope_upper = exact.sigma_rope_upper.max(other.sigma_rope_upper);
+            exact.frobenius_rope_upper = exact.frobenius_rope_upper.max(other.frobenius_rope_upper);
+            exact.balanced_upper = exact.balanced_upper.zip(other.balanced_upper).map(|(one, two)| one.max(two));
+        }
+    }
+}
+
 impl ExactSpectrum {
     /// `F^2 / sigma^2`, between 1 and r; 0 for a zero head.
     pub fn stable_rank(&self, sigma: f64) -> f64 {
@@ -143,7 +157,7 @@ impl Constants {
 /// # Errors
 /// If a weight is not finite.
 pub fn layer_channels(geometry: &LayerGeometry<'_>) -> Result<[Vec<Channels>; 3]> {
-    let pairs = geometry.rotary.as_ref().map_or(&[][..], |rotary| &rotary.pairs);
+    let pairs = &geometry.rotary_pairs()[..];
     let all = |heads: &[crate::geometry::HeadOperator<'_>], pairs: &[(usize, usize)]| {
         heads.par_iter().map(|head| head.channels(pairs)).collect::<Result<Vec<_>>>()
     };

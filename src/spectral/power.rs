@@ -11,7 +11,7 @@
 use super::dense::lanczos_within;
 use super::{Constants, HeadSpectrum, LayerSpectrum, SpectralEngine, layer_channels};
 use crate::error::{Error, Result};
-use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL};
+use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL, Rotary};
 use crate::model::{AttentionSpec, PerLayer};
 use half::bf16;
 use nalgebra::DVector;
@@ -115,9 +115,9 @@ impl PowerState {
         let there = (geometry.d_model, Some(geometry.q.len()));
         if here != there {
             return Err(Error::mismatch(format_args!(
-                "power state of {} layers with (d_model, n_q_heads) = {here:?} does not fit layer {} with {there:?}",
-                self.layers.len(),
-                geometry.layer
+                "{}: a power state of {} layers with (d_model, n_q_heads) = {here:?} does not fit {there:?}",
+                geometry.place,
+                self.layers.len()
             )));
         }
         let fits = |p: &PowerVectors| {
@@ -130,8 +130,8 @@ impl PowerState {
         });
         if !sound {
             return Err(Error::mismatch(format_args!(
-                "power state of layer {} does not hold one finite pair of {} values per head",
-                geometry.layer, self.d_model
+                "{}: the power state does not hold one finite pair of {} values per head",
+                geometry.place, self.d_model
             )));
         }
         Ok(())
@@ -336,17 +336,14 @@ fn constants(geometry: &LayerGeometry<'_>, head: usize, q: &Channels, k: &Channe
             norm(&out)
         }
     };
-    let c0 = match &geometry.rotary {
-        Some(rotary) => {
-            let pairs = rotary
-                .pairs
-                .iter()
-                .map(|&(a, b)| q.constant[a].hypot(q.constant[b]) * k.constant[a].hypot(k.constant[b]));
-            let fixed = |c: &Channels| norm(&rotary.fixed.iter().map(|&i| c.constant[i]).collect::<Vec<_>>());
-            pairs.sum::<f64>() + fixed(q) * fixed(k)
-        }
-        None => q.constant.iter().zip(&k.constant).map(|(a, b)| a * b).sum::<f64>().abs(),
+    let turned = |rotary: &Rotary| {
+        let pairs =
+            rotary.pairs.iter().map(|&(a, b)| q.constant[a].hypot(q.constant[b]) * k.constant[a].hypot(k.constant[b]));
+        let fixed = |c: &Channels| norm(&rotary.fixed.iter().map(|&i| c.constant[i]).collect::<Vec<_>>());
+        pairs.sum::<f64>() + fixed(q) * fixed(k)
     };
+    let still = || q.constant.iter().zip(&k.constant).map(|(a, b)| a * b).sum::<f64>().abs();
+    let c0 = geometry.rotaries().map(turned).reduce(f64::max).unwrap_or_else(still);
     Constants {
         a: linear(&geometry.q[head], q, k),
         b: linear(&geometry.k[geometry.kv_head(head)], k, q),

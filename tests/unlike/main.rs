@@ -142,7 +142,7 @@ fn each_layer_computes_what_its_own_tensors_say() {
     assert_eq!(heads(written(&openelm()).2.spec()), [(0, 4, 2), (1, 6, 3), (2, 3, 1)]);
     let (_folder, _, checkpoint) = written(&decilm());
     assert_eq!(heads(checkpoint.spec()), [(0, 4, 2), (2, 4, 1), (4, 4, 4)]);
-    assert!(checkpoint.layer(3).unwrap_err().to_string().contains("there is no layer 3"));
+    assert!(checkpoint.layer(3).unwrap_err().to_string().contains("layer index 3 is out of range"));
 }
 
 #[test]

@@ -143,10 +143,12 @@ fn what_does_not_fit_is_named() {
         // The heads of the other layer.
         let other = bounds(1, (4, 2), &mut rng);
         let error = policy.plan(&other, Some(&seen)).unwrap_err();
-        assert!(error.is_mismatch() && error.to_string().contains("layer 1 has 4 logit bounds where the policy has 6"));
+        assert!(
+            error.is_mismatch() && error.to_string().contains("there are 4 logit bounds, and the policy's layer has 6")
+        );
         let short = stats(&other, &mut rng);
         let error = policy.observe(&plan, &right, &short).unwrap_err();
-        assert!(error.is_mismatch() && error.to_string().contains("layer 1 has 4 logit statistics"), "{error}");
+        assert!(error.is_mismatch() && error.to_string().contains("there are 4 logit statistics"), "{error}");
         assert!(policy.plan(&bounds(2, (6, 3), &mut rng), Some(&seen)).unwrap_err().is_mismatch());
         let state = policy.save();
         let swapped = PolicyShape::new([(6, 3), (4, 2)]);
