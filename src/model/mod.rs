@@ -23,6 +23,7 @@ mod weights;
 
 pub use body::{Activation, Block, Body, Linear, NormOrder};
 pub use checkpoint::{Checkpoint, StoredTensor};
+pub use families::{KnownFamily, Support, known_families};
 pub use layout::{LayerNames, Layout, ProjectionName, attention_module};
 pub use preset::{paper_sigma_profile, preset, preset_names};
 pub use record::PerLayer;

@@ -1,14 +1,14 @@
 //! The families whose attention reads a LayerNorm, a row each.
 
-use super::super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 use super::parts::*;
-use super::{
+use super::schema::{
     Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal,
     RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes,
 };
+use crate::model::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
 /// The table.
-pub(super) static LAYER_NORMS: &[Family] = &[
+pub(super) static FAMILIES: &[Family] = &[
     Family {
         name: "gpt2",
         model_types: &["gpt2"],

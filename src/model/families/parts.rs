@@ -1,10 +1,10 @@
 //! What rows of the table share.
 
-use super::super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
-use super::{
+use super::schema::{
     Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal,
     RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule,
 };
+use crate::model::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
 pub(super) const DECODER_PREFIXES: &[&str] =
     &["model.", "", "language_model.model.", "model.language_model.", "transformer.", "language_model."];

@@ -1,11 +1,11 @@
 //! The families whose attention reads an RMSNorm or has its norms behind the projections, a row each.
 
-use super::super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 use super::parts::*;
-use super::{
+use super::schema::{
     Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkvTensors, Refusal, RopeLayers,
     RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule,
 };
+use crate::model::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
 /// The table.
 pub(super) static FAMILIES: &[Family] = &[
