@@ -137,6 +137,6 @@ fn refused_options_name_their_rule() {
     refused(LabOptions { policies: Vec::new(), ..base() }, "at least one policy");
     refused(LabOptions { transition: Some(0), ..base() }, "before the transition: 0");
     refused(LabOptions { spike: f64::NAN, ..base() }, "spike NaN");
-    refused(LabOptions { train: TrainOptions { seq_len: 65, ..base().train }, ..base() }, "seq-len 65");
+    refused(LabOptions { train: TrainOptions { seq_len: 65, ..base().train }, ..base() }, "seq_len 65");
     assert!(run(Scenario::Refit, &base()).unwrap_err().is_argument());
 }

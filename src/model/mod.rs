@@ -8,6 +8,7 @@ mod body;
 mod checkpoint;
 mod config;
 mod families;
+mod folder;
 mod heads;
 mod hybrid;
 mod keys;

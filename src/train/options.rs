@@ -70,7 +70,7 @@ impl TrainOptions {
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        for (name, value, most) in [("batch", self.batch, 4096), ("seq-len", self.seq_len, POSITIONS)] {
+        for (name, value, most) in [("batch", self.batch, 4096), ("seq_len", self.seq_len, POSITIONS)] {
             if !(1..=most).contains(&value) {
                 return Err(Error::argument(format_args!("{name} {value} must lie between 1 and {most}")));
             }
@@ -88,7 +88,7 @@ impl TrainOptions {
             finite(name, beta, "at least 0 and below 1", (0.0..1.0).contains(&beta))?;
         }
         finite("eps", eps, above_zero, eps > 0.0)?;
-        finite("weight decay", weight_decay, not_below, weight_decay >= 0.0)?;
+        finite("weight_decay", weight_decay, not_below, weight_decay >= 0.0)?;
         self.tail.check()
     }
 

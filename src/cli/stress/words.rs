@@ -306,36 +306,9 @@ fn burn_in(run: &StressResult) -> Option<String> {
     ))
 }
 
-/// Text in lines of at most `width` characters, the first behind `bullet`.
-pub fn wrapped(text: &str, bullet: &str, width: usize) -> String {
-    let mut out = String::from(bullet);
-    let mut line = bullet.len();
-    for (place, word) in text.split_whitespace().enumerate() {
-        let length = word.chars().count();
-        if place > 0 && line + 1 + length > width {
-            out.push('\n');
-            out.push_str(&" ".repeat(bullet.len()));
-            line = bullet.len();
-        } else if place > 0 {
-            out.push(' ');
-            line += 1;
-        }
-        out.push_str(word);
-        line += length;
-    }
-    out.push('\n');
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn lines_are_wrapped_behind_their_bullet() {
-        assert_eq!(wrapped("one two three", "- ", 9), "- one two\n  three\n");
-        assert_eq!(wrapped("", "- ", 9), "- \n");
-    }
 
     #[test]
     fn shares_are_brief() {
