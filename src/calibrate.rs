@@ -72,7 +72,9 @@ impl Options {
             Some(c) if !(c.is_finite() && c > 0.0) => {
                 return Err(Error::argument(format_args!("c {c} must be finite and greater than zero")));
             }
-            Some(_) if !self.as_paper => return Err(Error::argument("c replaces c_star in the paper's form only: set as_paper too")),
+            Some(_) if !self.as_paper => {
+                return Err(Error::argument("c replaces c_star in the paper's form only: set as_paper too"));
+            }
             _ => {}
         }
         if !self.as_paper && self.estimator == Estimator::Power {

@@ -141,7 +141,7 @@ pub fn run(args: Args) -> Result<()> {
         Model::Checkpoint(checkpoint) => {
             let start = Instant::now();
             let layers = checkpoint.spec().layers.len();
-            let bar = progress::bar(layers, "layer");
+            let bar = progress::bar(layers, "layer {pos}/{len}");
             let mut calibration = Calibration::new(checkpoint.spec(), options)?;
             for layer in 0..layers {
                 calibration.layer(checkpoint.layer(layer)?)?;
@@ -186,7 +186,8 @@ fn table(profile: &Profile) -> String {
     }
     let (Some(method), Some(layers)) = (&profile.method, &profile.layers) else { return out };
     let eta = profile.tail.eta;
-    let assumes = "WARNING: assumes isotropic tokens. Real text exceeds this bound on trained models, but never --bound certain.";
+    let assumes =
+        "WARNING: assumes isotropic tokens. Real text exceeds this bound on trained models, but never --bound certain.";
     if let Some(c) = method.c {
         let _ = writeln!(out, "logit bound: the paper's form, {} tau d sigma_sum; eta {eta}", short(c));
         let _ = writeln!(
@@ -206,9 +207,10 @@ fn table(profile: &Profile) -> String {
         Granularity::Layer => "layer",
     };
     let (bound, remark) = match method.bound {
-        Some(BoundKind::Certain) => {
-            ("worst case, including rounding", "cannot be exceeded by any normalized input; `inspect` also prints it without rounding")
-        }
+        Some(BoundKind::Certain) => (
+            "worst case, including rounding",
+            "cannot be exceeded by any normalized input; `inspect` also prints it without rounding",
+        ),
         Some(BoundKind::RankAware) | None => ("rank-aware", assumes),
         Some(BoundKind::Spectrum) => ("spectrum", assumes),
     };
@@ -225,7 +227,9 @@ fn table(profile: &Profile) -> String {
     if method.estimator == Estimator::Power {
         out.push_str("  sigma is estimated from below by power iteration; --estimator gram is exact\n");
         if !method.rotation {
-            out.push_str("  rotation is ignored: RoPE can raise logits above this bound; --estimator gram includes it\n");
+            out.push_str(
+                "  rotation is ignored: RoPE can raise logits above this bound; --estimator gram includes it\n",
+            );
         }
     }
     let _ = writeln!(out, "operand descales: worst case, including rounding; min..max over the heads\n");

@@ -28,7 +28,9 @@ use tracing_subscriber::EnvFilter;
 /// FP8 attention scales from the weights alone
 #[derive(Parser)]
 #[command(name = "sigmascale", version, about, arg_required_else_help = true)]
-#[command(after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage. RUST_LOG=sigmascale=debug logs timings to stderr.")]
+#[command(
+    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage. RUST_LOG=sigmascale=debug logs timings to stderr."
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

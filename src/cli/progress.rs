@@ -2,17 +2,19 @@
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal;
+use std::time::Duration;
 
-/// A bar, already shown. `unit` is what is counted; [`ProgressBar::set_message`] says what runs.
-pub fn bar(total: usize, unit: &str) -> ProgressBar {
+/// A bar, already shown. `counter` is what stands in front of the time left: a template such as `layer {pos}/{len}`, where
+/// `{msg}` is the bar's message.
+pub fn bar(total: usize, counter: &str) -> ProgressBar {
     if !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }
     let bar = ProgressBar::new(total as u64);
-    let template = format!("{{msg}}{{bar:30}} {unit} {{pos}}/{{len}}, {{eta}} left");
-    if let Ok(style) = ProgressStyle::with_template(&template) {
+    if let Ok(style) = ProgressStyle::with_template(&format!("{{bar:30}} {counter}, {{eta}} left")) {
         bar.set_style(style);
     }
+    bar.enable_steady_tick(Duration::from_millis(500));
     bar.tick();
     bar
 }

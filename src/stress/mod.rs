@@ -38,10 +38,10 @@ pub use metrics::{Quantiles, sqnr_db};
 pub use model::StressModel;
 #[cfg(feature = "train")]
 pub(crate) use options::auto_c;
-pub use options::{Mode, SPIKE, SPIKE_STEP, Scenario, StressOptions};
+pub use options::{Mode, Progress, SPIKE, SPIKE_STEP, Scenario, StressOptions};
 pub use replay::{ReplayStep, Trace, replay};
-pub use result::{PlanDescales, PolicySummary, StressResult, TraceRow, Unavailable};
-pub use run::run;
+pub use result::{PlanDescales, PolicySummary, StressResult, TensorSlack, TraceRow, Unavailable};
+pub use run::{run, run_with_progress};
 pub use tokens::{TokenFile, TokenSummary};
 
 #[cfg(test)]

@@ -89,6 +89,19 @@ impl Mode {
     }
 }
 
+/// A layer and step that a run has done. All steps of a layer come before the next layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Layer, from 1 on.
+    pub layer: usize,
+    /// Layers in all.
+    pub layers: usize,
+    /// Step, from 1 on.
+    pub step: usize,
+    /// Steps in all.
+    pub steps: usize,
+}
+
 /// What a run is asked for.
 #[derive(Clone, Debug)]
 pub struct StressOptions {
@@ -109,8 +122,8 @@ pub struct StressOptions {
     pub steps: Option<usize>,
     /// Seed of weights and tokens.
     pub seed: u64,
-    /// Union bound of `geometry-c-star`.
-    pub tail: Tail,
+    /// Failure probability of `geometry-c-star`, over all layers, tokens and steps of the run.
+    pub delta: f64,
     /// Bounds from the scale engine on the first GPU; everything else runs on the CPU in any case.
     pub bounds_on_gpu: bool,
 }
@@ -125,7 +138,7 @@ impl Default for StressOptions {
             tokens: None,
             steps: None,
             seed: 0,
-            tail: Tail::default(),
+            delta: Tail::default().delta,
             bounds_on_gpu: false,
         }
     }

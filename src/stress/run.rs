@@ -2,9 +2,10 @@
 
 use super::lab::Lab;
 use super::model::StressModel;
-use super::options::{SPIKE_STEP, Scenario, StressOptions, auto_c, check_policies, with_burn_in};
+use super::options::{Progress, SPIKE_STEP, Scenario, StressOptions, auto_c, check_policies, with_burn_in};
 use super::result::{StressResult, TraceRow, refuse_without_policies};
 use super::tokens::Source;
+use crate::bound::Tail;
 use crate::device_plan::DeviceBounds;
 use crate::error::{Error, Result};
 use crate::forward::project;
@@ -30,6 +31,19 @@ const MAX_SEQ_LEN: usize = 16_384;
 /// as the model and [`Runtime::step`](crate::runtime::Runtime::step). A policy that cannot plan for this model is left out
 /// and named in the result.
 pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> Result<StressResult> {
+    run_with_progress(scenario, model, options, |_| ())
+}
+
+/// As [`run`], and calls `progress` after every step of every layer.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_with_progress(
+    scenario: Scenario,
+    model: &StressModel,
+    options: &StressOptions,
+    mut progress: impl FnMut(Progress),
+) -> Result<StressResult> {
     let spec = model.spec();
     match scenario {
         Scenario::Replay => return Err(Error::argument("a replay has a trace, not a model")),
@@ -45,7 +59,7 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
     let layers = options.layers.unwrap_or(few.min(spec.layers.len()));
     let most = recorded.unwrap_or(if scenario == Scenario::Refit { MAX_GROWTH_STEPS } else { MAX_STEPS });
     for (name, value, most) in
-        [("layers", layers, spec.layers.len()), ("steps", steps, most), ("seq-len", options.seq_len, MAX_SEQ_LEN)]
+        [("layers", layers, spec.layers.len()), ("steps", steps, most), ("seq_len", options.seq_len, MAX_SEQ_LEN)]
     {
         if !(1..=most).contains(&value) {
             return Err(Error::argument(format_args!("{name} {value} must lie between 1 and {most}")));
@@ -53,7 +67,7 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
     }
     if let Some(shortest) = spec.bounded_positions().filter(|most| options.seq_len > *most) {
         return Err(Error::argument(format_args!(
-            "seq-len {} is past the model's {shortest} positions, up to which its growing queries are bounded",
+            "seq_len {} must be at most {shortest}: the model's queries grow with the position and are bounded up to there",
             options.seq_len
         )));
     }
@@ -66,7 +80,9 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
         ));
     }
     let gpu = options.bounds_on_gpu.then(DeviceBounds::open).transpose()?;
-    let mut lab = Lab::new(spec, options, &policies)?;
+    // One sequence a step: delta is that of the whole run.
+    let tail = Tail { delta: options.delta, seq_len: options.seq_len, batch: 1, steps };
+    let mut lab = Lab::new(spec, options, &policies, tail)?;
     let mut trace = Vec::with_capacity(layers * steps * lab.runs.len());
     let factor = |step: usize| if recorded.is_some() { 1.0 } else { scenario.factor(step) };
     let mut source = match &options.tokens {
@@ -81,14 +97,15 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
             let changed = recorded.is_some() || step == 0 || factor(step) != factor(step - 1);
             let bounds = match &gpu {
                 _ if !changed => None,
-                Some(gpu) => Some(gpu.layer(spec, weights.clone(), &options.tail)?),
-                None => Some(bounds_of(spec, weights.clone(), &options.tail)?),
+                Some(gpu) => Some(gpu.layer(spec, weights.clone(), &tail)?),
+                None => Some(bounds_of(spec, weights.clone(), &tail)?),
             };
             let again = || bounds.clone().map_or(Weights::Unchanged, Weights::Bounded);
             let attention = lab.step(layer, step, &again, &inputs, &mut trace)?;
             if layer + 1 < layers {
                 source.advance(spec, &weights, step, &attention)?;
             }
+            progress(Progress { layer: layer + 1, layers, step: step + 1, steps });
         }
     }
     trace.sort_by_key(|row: &TraceRow| (row.step, lab.place(row.policy), row.layer));
@@ -111,6 +128,7 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
         None => "tokens are isotropic; those of trained models align with the weights and give larger logits".into(),
     });
     let burn_in = auto_c(&policies).burn_in;
+    let parameters = policies;
     let (policies, unavailable) = lab.finish(layers);
     refuse_without_policies(&policies, &unavailable)?;
     Ok(StressResult {
@@ -123,7 +141,9 @@ pub fn run(scenario: Scenario, model: &StressModel, options: &StressOptions) -> 
         steps,
         seq_len: options.seq_len,
         tokens,
+        tail: Some(tail),
         auto_c_burn_in: burn_in,
+        parameters,
         notes,
         policies,
         unavailable,

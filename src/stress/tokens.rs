@@ -98,12 +98,13 @@ impl TokenFile {
             return refuse(format!("{} has a {tokenizer}, so its tokens are not bytes: {instead}", spec.name));
         }
         if let Some(id) = self.ids.iter().find(|id| **id as usize >= vocabulary) {
-            return refuse(format!("token id {id} is not below {vocabulary}, the vocabulary of {}", spec.name));
+            let rule = format_args!("token id {id} is not below {vocabulary}, the vocabulary of {}", spec.name);
+            return Err(Error::format(&self.path, rule));
         }
         if self.ids.len() < seq_len {
             let count = self.ids.len();
             return refuse(format!(
-                "{count} tokens are fewer than one sequence of {seq_len}: lower seq-len or add text"
+                "{count} tokens are fewer than one sequence of {seq_len}: lower seq_len or add text"
             ));
         }
         Ok(())

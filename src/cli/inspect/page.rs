@@ -49,8 +49,12 @@ pub fn summary(inspection: &Inspection) -> String {
     let sums: Vec<f64> = layers.iter().filter_map(|l| Some(l.sigma_sum? / l.sigma_raw?.max)).collect();
     if !sums.is_empty() && sums.iter().all(|ratio| ratio.is_finite()) {
         let (low, high) = extremes(&sums);
-        let _ =
-            write!(out, " The paper's summed norm is {} to {} times that of the largest raw head.", short(low), short(high));
+        let _ = write!(
+            out,
+            " The paper's summed norm is {} to {} times that of the largest raw head.",
+            short(low),
+            short(high)
+        );
     }
     out
 }
