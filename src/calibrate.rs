@@ -69,9 +69,11 @@ impl Options {
             return Err(Error::argument(format_args!("eta {} must be greater than 0 and at most 1", self.eta)));
         }
         match self.c {
-            Some(_) if !self.as_paper => return Err(Error::argument("--c replaces c_star only under --as-paper")),
             Some(c) if !(c.is_finite() && c > 0.0) => {
                 return Err(Error::argument(format_args!("c {c} must be finite and greater than zero")));
+            }
+            Some(_) if !self.as_paper => {
+                return Err(Error::argument("c replaces c_star in the paper's form only: set as_paper too"));
             }
             _ => {}
         }
@@ -79,12 +81,12 @@ impl Options {
             match self.bound {
                 BoundKind::Certain => {
                     return Err(Error::argument(
-                        "--bound certain needs --estimator gram: power iteration is a lower bound and cannot certify",
+                        "bound certain needs estimator gram: power iteration gives a lower bound, which cannot certify",
                     ));
                 }
                 BoundKind::Spectrum => {
                     return Err(Error::argument(
-                        "--bound spectrum needs --estimator gram: power iteration gives no Frobenius norm",
+                        "bound spectrum needs estimator gram: power iteration gives no Frobenius norm",
                     ));
                 }
                 BoundKind::RankAware => {}
@@ -103,6 +105,9 @@ pub struct Profile {
     pub tail: TailSummary,
     /// The paper's constants.
     pub c_star: CStar,
+    /// The constant that replaces `c_star` under `as_paper`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chosen_c: Option<ChosenC>,
     /// How the layers were computed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub method: Option<Method>,
@@ -124,6 +129,21 @@ impl Profile {
             TensorScales::new(module, &operands)
         };
         self.layers.iter().flatten().filter_map(|layer| Some((layer.number, layer.operands()?))).map(scales).collect()
+    }
+}
+
+/// A constant in place of `c_star`, and the failure probability that it amounts to.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct ChosenC {
+    /// The constant.
+    pub c: f64,
+    /// See [`Tail::delta_of`].
+    pub delta: f64,
+}
+
+impl ChosenC {
+    fn new(options: &Options, spec: &AttentionSpec) -> Result<Option<Self>> {
+        options.c.map(|c| Ok(Self { c, delta: options.tail.delta_of(c, spec)? })).transpose()
     }
 }
 
@@ -351,6 +371,7 @@ pub fn calibrate_config(spec: &AttentionSpec, options: &Options) -> Result<Profi
         model: ModelSummary::new(spec),
         tail: TailSummary { tail: options.tail, eta: options.eta },
         c_star: options.tail.c_star(spec)?,
+        chosen_c: ChosenC::new(options, spec)?,
         method: None,
         layers: None,
     })
@@ -362,6 +383,7 @@ pub struct Calibration<'s> {
     spec: &'s AttentionSpec,
     options: Options,
     c_star: CStar,
+    chosen_c: Option<ChosenC>,
     power: PowerState,
     layers: Vec<LayerProfile>,
 }
@@ -374,8 +396,9 @@ impl<'s> Calibration<'s> {
     pub fn new(spec: &'s AttentionSpec, options: Options) -> Result<Self> {
         options.check()?;
         let c_star = options.tail.c_star(spec)?;
+        let chosen_c = ChosenC::new(&options, spec)?;
         let power = PowerState::new(spec, options.seed);
-        Ok(Self { spec, options, c_star, power, layers: Vec::with_capacity(spec.layers.len()) })
+        Ok(Self { spec, options, c_star, chosen_c, power, layers: Vec::with_capacity(spec.layers.len()) })
     }
 
     /// Adds one layer and returns its profile.
@@ -462,6 +485,7 @@ impl<'s> Calibration<'s> {
             model: ModelSummary::new(self.spec),
             tail: TailSummary { tail: options.tail, eta: options.eta },
             c_star: self.c_star,
+            chosen_c: self.chosen_c,
             method: Some(Method {
                 bound: (!options.as_paper).then_some(options.bound),
                 estimator: options.estimator,

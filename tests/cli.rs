@@ -67,7 +67,7 @@ fn as_paper_leaves_out_what_the_paper_has_not() {
     assert!(paper["method"]["bound"].is_null() && paper["method"]["granularity"] == "layer");
     assert_eq!((&paper["method"]["rotation"], &ours["method"]["rotation"]), (&false.into(), &true.into()));
     let table = String::from_utf8(sigmascale(&["calibrate", TINY_LLAMA, "--as-paper"]).stdout).unwrap();
-    assert!(table.contains("assumes isotropic tokens") && table.contains("sigma_sum bounds no single head"));
+    assert!(table.contains("assumes isotropic tokens") && table.contains("sigma_sum does not bound single heads"));
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn power_iteration_stays_below_the_exact_norm() {
     let power = json(&[&asked[..], &["--format", "json"]].concat());
     assert_eq!(power["method"]["rotation"], false);
     let table = String::from_utf8(sigmascale(&asked).stdout).unwrap();
-    assert!(table.contains("from below") && table.contains("rotation is left out"), "{table}");
+    assert!(table.contains("from below") && table.contains("rotation is ignored"), "{table}");
     for layer in 0..6 {
         for head in 0..4 {
             let of = |profile: &Value| profile["layers"][layer]["heads"][head]["sigma"].as_f64().unwrap();
@@ -256,7 +256,7 @@ fn what_needs_a_gpu_says_so() {
     let (code, log) = failure(&["bench", "spectral", "--model", "512,3,2,64"]);
     assert!(code == 2 && log.contains("multiple of the KV heads"), "{log}");
     let (code, log) = failure(&["stress", "replay", "--trace", "x.json", "--device", "cuda"]);
-    assert!(code == 2 && log.contains("no weights"), "{log}");
+    assert!(code == 2 && log.contains("remove --device cuda"), "{log}");
 }
 
 #[test]
@@ -267,13 +267,13 @@ fn usage_errors_exit_2() {
         (&["calibrate", "mistral-7b", "--delta", "0"], "delta 0 must lie between 0 and 1"),
         (&["calibrate", "mistral-7b", "--delta", "nan"], "delta"),
         (&["calibrate", "mistral-7b", "--eta", "1.5"], "eta 1.5"),
-        (&["calibrate", "mistral-7b", "--seq-len", "0"], "seq-len"),
-        (&["calibrate", "mistral-7b", "--c", "0.1"], "--as-paper"),
+        (&["calibrate", "mistral-7b", "--seq-len", "0"], "expected a whole number of at least 1"),
+        (&["calibrate", "mistral-7b", "--c", "0.1"], "set as_paper too"),
         (&["calibrate", "mistral-7b", "--bound", "tight"], "possible values"),
         (&["calibrate", "mistral-7b", "--export-scales", "x.safetensors"], "needs weights"),
         (&["calibrate", TINY_LLAMA, "--as-paper", "--export-scales", "x.safetensors"], "--as-paper"),
-        (&["calibrate", "mistral-7b", "--as-paper", "--bound", "certain"], "leave --bound out"),
-        (&["calibrate", "mistral-7b", "--as-paper", "--granularity", "head"], "one scale a layer"),
+        (&["calibrate", "mistral-7b", "--as-paper", "--bound", "certain"], "remove --bound"),
+        (&["calibrate", "mistral-7b", "--as-paper", "--granularity", "head"], "one scale per layer"),
         (&["calibrate", TINY_LLAMA, "--export-scales", "x.out", "-o", "./x.out"], "name the same file"),
         (&["inspect", TINY_LLAMA, "--html", "x.out", "-o", "tests/../x.out"], "name the same file"),
         (&["inspect", "mistral-7b"], "needs weights"),
@@ -368,8 +368,8 @@ fn normalised_q_and_k_have_bounds_but_no_sigma() {
     assert!((layer["heads"][0]["bound_certain"].as_f64().unwrap() - 18.0).abs() < 1e-9);
     let page = folder.join("page.html");
     let inspection = sigmascale(&["inspect", text(&folder), "--html", text(&page)]);
-    assert!(String::from_utf8(inspection.stdout).unwrap().contains("bound nothing"));
-    assert!(std::fs::read_to_string(&page).unwrap().contains("Certain logit bound by layer"));
+    assert!(String::from_utf8(inspection.stdout).unwrap().contains("do not bound the logits"));
+    assert!(std::fs::read_to_string(&page).unwrap().contains("Certain bound by layer"));
     let (code, log) = failure(&["calibrate", text(&folder), "--bound", "rank-aware"]);
     assert!(code == 1 && log.contains("no rank-aware bound"), "{log}");
 }

@@ -51,7 +51,7 @@ impl Tail {
         if !(self.delta > 0.0 && self.delta < 1.0) {
             return Err(Error::argument(format_args!("delta {} must lie between 0 and 1", self.delta)));
         }
-        for (name, count) in [("seq-len", self.seq_len), ("batch", self.batch), ("steps", self.steps)] {
+        for (name, count) in [("seq_len", self.seq_len), ("batch", self.batch), ("steps", self.steps)] {
             if count == 0 {
                 return Err(Error::argument(format_args!("{name} must be at least 1")));
             }
@@ -100,6 +100,43 @@ impl Tail {
             gamma_beta,
             c_star_beta: c_star(gamma_beta),
         })
+    }
+
+    /// The delta at which [`Tail::c_star`] is `c`, in place of this one's: the failure probability that a chosen constant
+    /// amounts to. 1 where no smaller delta has it, 0 from `c` = 1 on, which is the worst case itself.
+    ///
+    /// # Errors
+    /// As [`Tail::c_star`], or if `c` is not finite and greater than zero.
+    ///
+    /// ```
+    /// # use sigmascale::{bound::Tail, model};
+    /// let spec = model::preset("mistral-7b").unwrap();
+    /// let tail = Tail::default();
+    /// let delta = tail.delta_of(tail.c_star(&spec)?.c_star, &spec)?;
+    /// assert!((delta / tail.delta - 1.0).abs() < 1e-9);
+    /// # Ok::<(), sigmascale::Error>(())
+    /// ```
+    pub fn delta_of(&self, c: f64, spec: &AttentionSpec) -> Result<f64> {
+        if !(c.is_finite() && c > 0.0) {
+            return Err(Error::argument(format_args!("c {c} must be finite and greater than zero")));
+        }
+        if c >= 1.0 {
+            return Ok(0.0);
+        }
+        // -ln delta: c_star grows with it. Deltas below f64's least are 0.
+        let smaller = |x: f64| -> Result<bool> { Ok(Self { delta: (-x).exp(), ..*self }.c_star(spec)?.c_star < c) };
+        let (mut low, mut high) = (f64::EPSILON, -f64::MIN_POSITIVE.ln());
+        if !smaller(low)? {
+            return Ok(1.0);
+        }
+        if smaller(high)? {
+            return Ok(0.0);
+        }
+        for _ in 0..200 {
+            let middle = 0.5 * (low + high);
+            if smaller(middle)? { low = middle } else { high = middle }
+        }
+        Ok((-high).exp())
     }
 
     /// Half the failure probability, for a union with another event.

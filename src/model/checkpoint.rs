@@ -12,6 +12,7 @@
 
 use super::config::Config;
 use super::families::{QkNormRule, QkNormStored, QkvTensors};
+use super::folder::{not_a_checkpoint, without_config, without_weights};
 use super::layout::{LayerNames, ProjectionName, at};
 use super::shards::{Content, Entry, INDEX, Opened, SINGLE, Shard, open_held, open_sharded, open_single};
 use super::spec::{AttentionSpec, GainForm, LayerSpec};
@@ -65,20 +66,19 @@ impl Checkpoint {
         } else if path.extension().is_some_and(|extension| extension == "safetensors") {
             (path.parent().map(Path::to_owned).unwrap_or_default(), Some(path.to_owned()))
         } else {
-            return Err(Error::argument(format_args!(
-                "{}: a checkpoint is a folder or a .safetensors file",
-                path.display()
-            )));
+            return Err(not_a_checkpoint(path));
         };
-        let config = Config::read(&folder.join("config.json"))?;
+        let config = folder.join("config.json");
+        // A link that leads nowhere is one that was meant.
+        if config.symlink_metadata().is_err() {
+            return Err(without_config(&folder));
+        }
+        let config = Config::read(&config)?;
         let opened = match file {
             Some(file) => open_single(file)?,
-            // A link that leads nowhere is one that was meant.
             None if folder.join(SINGLE).symlink_metadata().is_ok() => open_single(folder.join(SINGLE))?,
             None if folder.join(INDEX).symlink_metadata().is_ok() => open_sharded(&folder)?,
-            None => {
-                return Err(Error::format(path, format_args!("the folder has neither {SINGLE} nor {INDEX}")));
-            }
+            None => return Err(without_weights(&folder)),
         };
         Self::new(path, config, opened)
     }

@@ -6,8 +6,8 @@
 //! changes the logits. Sizes are capped before anything is allocated from them.
 
 use super::families::{
-    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, LayerHeads, NormTensor, REFUSED, ScaleRule, TemperatureRule,
-    WRAPPERS, family,
+    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, LayerHeads, NormTensor, REFUSED, ScaleRule, Support,
+    TemperatureRule, WRAPPERS, family, known_families,
 };
 use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, read_capped, refuse, shorten, too_large};
 use super::quantization::{Stored, Tile};
@@ -137,7 +137,7 @@ impl Config {
             return Err(refuse(file, format_args!("model type `{model_type}` is refused: {why}")));
         }
         let Some(family) = family(model_type) else {
-            return Err(refuse(file, format_args!("model type `{}` is not known", shorten(model_type))));
+            return Err(unknown_family(file, model_type));
         };
         let wrapped = wrapper.into_iter().flat_map(|wrapper| wrapper.prefixes);
         let prefixes = wrapped.chain(family.prefixes).copied().collect();
@@ -351,6 +351,13 @@ impl<'a> Keys<'a> {
         };
         Ok(vec![same; layers])
     }
+}
+
+fn unknown_family(file: &Path, model_type: &str) -> Error {
+    let read = known_families().into_iter().filter(|known| matches!(known.support, Support::Family(_)));
+    let read: Vec<&str> = read.map(|known| known.model_type).collect();
+    let (model_type, read) = (shorten(model_type), read.join(", "));
+    refuse(file, format_args!("model type `{model_type}` is not known, so it has no bounds; known are {read}"))
 }
 
 /// Refuses a config whose stored type is no floating type.

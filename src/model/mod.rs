@@ -8,6 +8,7 @@ mod body;
 mod checkpoint;
 mod config;
 mod families;
+mod folder;
 mod head_offsets;
 mod heads;
 mod hybrid;

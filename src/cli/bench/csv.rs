@@ -1,30 +1,31 @@
-//! CSV lines: shown as they come, or kept for a file.
+//! Lines of CSV: printed as they come, or kept for a file.
 
+use crate::cli::output::write_file;
 use clap::ValueEnum;
 use sigmascale::Result;
-use sigmascale::file::{check_not_read, check_target, write_atomically};
+use sigmascale::file::{check_not_read, check_target};
 use std::io::Write;
 use std::path::PathBuf;
 
 /// Where the lines go.
 #[derive(clap::Args)]
-pub(super) struct CsvArgs {
-    /// Form of the result
+pub struct CsvArgs {
+    /// Format of the result
     #[arg(long, value_enum, default_value = "csv")]
     format: Format,
-    /// Write the result to FILE (by rename) instead of stdout
+    /// Write the result to FILE instead of stdout
     #[arg(short = 'o', long = "output", value_name = "FILE")]
     file: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Format {
-    /// A comment on the machine, a head line, a line a measurement
+    /// A comment with the machine, a header, one line per measurement
     Csv,
 }
 
-/// Lines of a result: shown as they come, or kept for the file.
-pub(super) struct Csv {
+/// Lines of a result.
+pub struct Csv {
     file: Option<PathBuf>,
     text: String,
 }
@@ -40,6 +41,7 @@ impl Csv {
         Ok(Self { file: args.file, text: String::new() })
     }
 
+    /// Adds a line.
     pub fn line(&mut self, line: &str) {
         if self.file.is_none() {
             // A reader that stops reading is not a failure.
@@ -50,7 +52,8 @@ impl Csv {
         }
     }
 
+    /// Writes the file.
     pub fn finish(self) -> Result<()> {
-        self.file.map_or(Ok(()), |file| write_atomically(&file, self.text.as_bytes()))
+        self.file.map_or(Ok(()), |file| write_file(&file, self.text.as_bytes()))
     }
 }

@@ -1,4 +1,4 @@
-//! Times of work on a GPU, measured on replays of CUDA graphs.
+//! The GPU and its clock.
 
 use sigmascale::cuda::{Device, Event, Stream};
 use sigmascale::{Error, Result};
@@ -7,12 +7,12 @@ use sigmascale::{Error, Result};
 ///
 /// # Errors
 /// If there is none, with what is missing.
-pub(super) fn device() -> Result<Device> {
+pub fn device() -> Result<Device> {
     Device::open(0).map_err(|error| error.within("bench needs a GPU"))
 }
 
 /// Median time of one replay of `work`, captured as a CUDA graph, in microseconds.
-pub(super) fn median_us(stream: &Stream, work: impl FnMut(&Stream) -> Result<()>) -> Result<f64> {
+pub fn median_us(stream: &Stream, work: impl FnMut(&Stream) -> Result<()>) -> Result<f64> {
     const REPLAYS: usize = 20;
     let graph = stream.capture(work)?;
     for _ in 0..3 {
@@ -35,7 +35,7 @@ pub(super) fn median_us(stream: &Stream, work: impl FnMut(&Stream) -> Result<()>
 }
 
 /// Bytes a second of a copy of 2 GiB on the device, read and written bytes both counted.
-pub(super) fn copy_bandwidth(device: &Device, stream: &Stream) -> Result<f64> {
+pub fn copy_bandwidth(device: &Device, stream: &Stream) -> Result<f64> {
     const BYTES: usize = 2 << 30;
     const COPIES: usize = 10;
     let from = device.zeros::<u8>(BYTES)?;
