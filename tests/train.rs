@@ -1,19 +1,23 @@
 //! Training scenarios: promises that hold for every seed, and the command.
 #![cfg(feature = "train")]
 
-use sigmascale::policy::PolicyKind;
+use sigmascale::policy::{AutoCConfig, PolicyConfig, PolicyKind};
 use sigmascale::stress::{Mode, Scenario};
 use sigmascale::train::{Arm, Casts, LabOptions, ModelKind, TrainOptions, run};
 use std::process::Command;
 
 fn short(model: ModelKind, mode: Mode) -> LabOptions {
     let base = LabOptions::new(model);
+    let policy = |kind| match kind {
+        PolicyKind::AutoC => PolicyConfig::AutoC(AutoCConfig { burn_in: 6, ..AutoCConfig::default() }),
+        kind => kind.into(),
+    };
     LabOptions {
+        policies: PolicyKind::ALL.map(policy).to_vec(),
         train: TrainOptions { batch: 2, seq_len: 24, seed: 5, ..base.train },
         mode,
         transition: Some(12),
         after: Some(4),
-        burn_in: 6,
         ..base
     }
 }
@@ -54,7 +58,9 @@ fn lr_spike_runs_every_policy_and_geometry_never_overflows() {
 #[test]
 fn resume_with_state_changes_nothing_and_without_it_something() {
     let options = LabOptions {
-        policies: vec![PolicyKind::Geometry, PolicyKind::DelayedTe, PolicyKind::DelayedPaper],
+        policies: [PolicyKind::Geometry, PolicyKind::DelayedTe, PolicyKind::DelayedPaper]
+            .map(PolicyConfig::from)
+            .to_vec(),
         casts: vec![Casts::Saturating],
         ..short(ModelKind::Llama, Mode::Operands)
     };

@@ -1,15 +1,16 @@
 //! The policies at work, side by side on the same operands.
 
+use super::calls::call_of;
 use super::metrics::{Divergence, Quantiles, quantile, sqnr_db};
+use super::options::{Mode, StressOptions};
 use super::result::{PlanDescales, PolicySummary, TraceRow, Unavailable, largest_descale};
-use super::{Mode, Scenario, StressOptions, call_of};
 use crate::attention::{Attention, AttentionShape, Cpu, Inputs, Precision};
 use crate::bound::E4M3_MAX;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::forward::Projected;
 use crate::model::AttentionSpec;
 use crate::plan::{OperandDescales, ScalePlan};
-use crate::policy::{AutoCConfig, PolicyConfig, PolicyEvent, PolicyKind, Tensor};
+use crate::policy::{PolicyConfig, PolicyEvent, PolicyKind, Tensor};
 use crate::runtime::{Runtime, RuntimeConfig, Step, StepOutcome, Weights};
 use crate::scale::Descale;
 use crate::spectral::Estimator;
@@ -106,24 +107,12 @@ pub(super) struct Lab<'a> {
 }
 
 impl<'a> Lab<'a> {
-    pub(super) fn new(
-        scenario: Scenario,
-        spec: &'a AttentionSpec,
-        options: &'a StressOptions,
-        burn_in: u32,
-    ) -> Result<Self> {
-        if options.policies.is_empty() {
-            return Err(Error::argument(format_args!("{} needs at least one policy", scenario.name())));
-        }
-        let run = |&kind: &PolicyKind| {
-            let policy = match kind {
-                PolicyKind::AutoC => PolicyConfig::AutoC(AutoCConfig { burn_in, ..AutoCConfig::default() }),
-                kind => kind.into(),
-            };
+    pub(super) fn new(spec: &'a AttentionSpec, options: &'a StressOptions, policies: &[PolicyConfig]) -> Result<Self> {
+        let run = |&policy: &PolicyConfig| {
             let runtime = Runtime::new(spec, RuntimeConfig { policy, tail: options.tail, estimator: Estimator::Gram })?;
-            Ok(Run { kind, runtime, tally: Tally::default(), failed: None })
+            Ok(Run { kind: policy.kind(), runtime, tally: Tally::default(), failed: None })
         };
-        let runs = options.policies.iter().map(run).collect::<Result<_>>()?;
+        let runs = policies.iter().map(run).collect::<Result<_>>()?;
         Ok(Self { spec, options, runs })
     }
 

@@ -1,6 +1,6 @@
 //! The weights of a scenario: synthetic presets and real checkpoints.
 
-use super::{call_of, token_seed};
+use super::calls::{call_of, token_seed};
 use crate::attention::{Inputs, measure};
 use crate::error::{Error, Result};
 use crate::forward::{Tokens, project};

@@ -1,8 +1,9 @@
 //! What a run gives: one summary a policy, one row a step, policy and layer.
 
 use super::metrics::Quantiles;
+use super::options::{Mode, Scenario};
 use super::tokens::TokenSummary;
-use super::{Mode, Scenario};
+use crate::error::{Error, Result};
 use crate::plan::ScalePlan;
 use crate::policy::{PolicyKind, Tensor};
 use serde::Serialize;
@@ -134,4 +135,15 @@ impl PlanDescales {
 
 pub(super) fn largest_descale(tensor: Tensor, plan: &ScalePlan) -> Option<f64> {
     tensor.descales(plan).map(|row| f64::from(ScalePlan::per_tensor(row).get()))
+}
+
+/// A result of no policy at all would read as one without overflows.
+pub(super) fn refuse_without_policies(policies: &[PolicySummary], unavailable: &[Unavailable]) -> Result<()> {
+    match unavailable.first() {
+        Some(first) if policies.is_empty() => Err(Error::unsupported(format_args!(
+            "none of the policies asked for can run here: {}: {}",
+            first.policy, first.reason
+        ))),
+        _ => Ok(()),
+    }
 }

@@ -6,8 +6,8 @@ use super::options::TrainOptions;
 use super::state::TrainState;
 use super::trainer::{Observed, StepRecord, Trainer};
 use crate::error::{Error, Result};
-use crate::policy::{AutoCConfig, PolicyConfig, PolicyEvent, PolicyKind, Tensor};
-use crate::stress::{Mode, PolicySummary, Scenario, StressResult, Tally, TraceRow};
+use crate::policy::{PolicyConfig, PolicyEvent, PolicyKind, Tensor};
+use crate::stress::{Mode, PolicySummary, Scenario, StressResult, Tally, TraceRow, auto_c};
 use serde::Serialize;
 use std::num::NonZero;
 use std::path::Path;
@@ -25,8 +25,8 @@ pub struct LabOptions {
     pub train: TrainOptions,
     /// What is cast.
     pub mode: Mode,
-    /// Policies, in the order of the result.
-    pub policies: Vec<PolicyKind>,
+    /// Policies with their parameters, in the order of the result; one of a kind.
+    pub policies: Vec<PolicyConfig>,
     /// What a value out of range becomes; the first is that of [`TrainResult::stress`].
     pub casts: Vec<Casts>,
     /// Steps before the transition; by default 300 for `resume`, 100 for `lr-spike`.
@@ -37,8 +37,6 @@ pub struct LabOptions {
     pub spike: f64,
     /// How long it lasts, in steps.
     pub spike_steps: usize,
-    /// Burn-in of `auto-c`.
-    pub burn_in: u32,
 }
 
 impl LabOptions {
@@ -47,21 +45,17 @@ impl LabOptions {
         Self {
             train: TrainOptions::new(model, None),
             mode: Mode::default(),
-            policies: PolicyKind::ALL.to_vec(),
+            policies: PolicyKind::ALL.map(PolicyConfig::from).to_vec(),
             casts: Casts::ALL.to_vec(),
             transition: None,
             after: None,
             spike: 8.0,
             spike_steps: 15,
-            burn_in: AutoCConfig::default().burn_in,
         }
     }
 
-    fn policy(&self, kind: PolicyKind) -> PolicyConfig {
-        match kind {
-            PolicyKind::AutoC => PolicyConfig::AutoC(AutoCConfig { burn_in: self.burn_in, ..AutoCConfig::default() }),
-            kind => kind.into(),
-        }
+    fn kinds(&self) -> Vec<PolicyKind> {
+        self.policies.iter().map(PolicyConfig::kind).collect()
     }
 }
 
@@ -265,10 +259,10 @@ struct Done {
 /// `is_argument` if an option breaks its rule; otherwise as [`Trainer::step`].
 pub fn run(scenario: Scenario, options: &LabOptions) -> Result<TrainResult> {
     let course = Course::new(scenario, options)?;
-    distinct("policy", &options.policies, PolicyKind::name)?;
+    distinct("policy", &options.kinds(), PolicyKind::name)?;
     distinct("kind of casts", &options.casts, Casts::name)?;
     // The control is the longest, since it carries the shadows: it starts first.
-    let jobs: Vec<Option<PolicyKind>> =
+    let jobs: Vec<Option<PolicyConfig>> =
         std::iter::once(None).chain(options.policies.iter().copied().map(Some)).collect();
     let done = in_parallel(jobs.len(), |at| follow(&course, options, jobs[at]))?;
     let parameters = Trainer::new(options.train)?.parameters();
@@ -319,7 +313,7 @@ fn in_parallel<T: Send>(jobs: usize, work: impl Fn(usize) -> Result<T> + Sync) -
 }
 
 /// A policy (or the control) with every kind of casts and every way of going on.
-fn follow(course: &Course, options: &LabOptions, policy: Option<PolicyKind>) -> Result<Vec<Done>> {
+fn follow(course: &Course, options: &LabOptions, policy: Option<PolicyConfig>) -> Result<Vec<Done>> {
     let mut all: Vec<Done> = Vec::new();
     // What `resume` trains once: its steps before the stop are those of the first kind of casts.
     let mut trunk: Option<(Vec<StepRecord>, TrainState)> = None;
@@ -335,21 +329,18 @@ fn follow(course: &Course, options: &LabOptions, policy: Option<PolicyKind>) -> 
             continue;
         }
         let train = TrainOptions {
-            policy: policy.map(|kind| options.policy(kind)),
+            policy,
             mode: options.mode,
             casts,
             compare: options.train.compare && place == 0,
             ..options.train
         };
-        let shadows: Vec<PolicyConfig> = match policy {
-            None if place == 0 => options.policies.iter().map(|kind| options.policy(*kind)).collect(),
-            _ => Vec::new(),
-        };
+        let shadows: &[PolicyConfig] = if policy.is_none() && place == 0 { &options.policies } else { &[] };
         let mut trainer = match &trunk {
             Some((_, state)) => Trainer::resume(train, state)?,
             None => Trainer::new(train)?,
         };
-        trainer.shadow(&shadows)?;
+        trainer.shadow(shadows)?;
         if course.scenario == Scenario::LrSpike {
             let records = course.advance(&mut trainer, course.steps)?;
             all.push(finish(course, policy, casts, Arm::NeverStopped, &trainer, records)?);
@@ -369,7 +360,7 @@ fn follow(course: &Course, options: &LabOptions, policy: Option<PolicyKind>) -> 
         for arm in [Arm::WeightsOnly, Arm::ScalesLost, Arm::WithState] {
             let mut resumed = go_on(train, state, arm)?;
             if arm == Arm::WeightsOnly {
-                resumed.shadow(&shadows)?;
+                resumed.shadow(shadows)?;
             }
             let after = course.advance(&mut resumed, course.steps)?;
             let mut done = finish(course, policy, casts, arm, &resumed, records(after))?;
@@ -402,7 +393,7 @@ fn same(a: &TrainRun, b: &TrainRun) -> bool {
 
 fn finish(
     course: &Course,
-    policy: Option<PolicyKind>,
+    policy: Option<PolicyConfig>,
     casts: Casts,
     arm: Arm,
     trainer: &Trainer,
@@ -413,7 +404,7 @@ fn finish(
     let largest = window.iter().flat_map(|record| &record.observed).filter(|o| o.own).map(|o| o.row.max_scaled);
     let largest = largest.filter(|scaled| scaled.is_finite());
     let run = TrainRun {
-        policy,
+        policy: policy.map(|policy| policy.kind()),
         casts,
         arm,
         same_as_saturating: false,
@@ -452,7 +443,7 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
                 trace.extend(rows(&done.records));
             }
             None => {
-                for &kind in &options.policies {
+                for kind in options.kinds() {
                     shadow.push(summary(kind, &done.records, false));
                     let over = |record: &&StepRecord| {
                         record.observed.iter().any(|o| o.row.policy == kind && o.row.overflow > 0)
@@ -462,7 +453,7 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
             }
         }
     }
-    let place = |kind| options.policies.iter().position(|policy| *policy == kind);
+    let place = |kind| options.policies.iter().position(|policy| policy.kind() == kind);
     trace.sort_by_key(|row: &TraceRow| (row.step, place(row.policy), row.layer));
     let train = &options.train;
     let stress = StressResult {
@@ -475,7 +466,7 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
         steps: course.steps,
         seq_len: train.seq_len,
         tokens: None,
-        auto_c_burn_in: options.burn_in,
+        auto_c_burn_in: auto_c(&options.policies).burn_in,
         notes: vec![format!(
             "a model of {parameters} parameters on a generated language, {} sequences a step; every policy trains a run of \
              its own from the same parameters and text",

@@ -13,7 +13,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 use sigmascale::cuda;
 use sigmascale::file::write_atomically;
-use sigmascale::policy::PolicyKind;
+use sigmascale::policy::{PolicyConfig, PolicyKind};
 use sigmascale::stress::{
     Mode, PolicySummary, Scenario, StressModel, StressOptions, StressResult, TokenFile, Trace, replay,
     run as run_scenario,
@@ -242,6 +242,7 @@ impl Args {
             Some(list) => PolicyKind::parse_list(list)?,
             None => PolicyKind::ALL.to_vec(),
         };
+        let policies = policies.into_iter().map(PolicyConfig::from).collect();
         let mode = match self.mode {
             Cast::Logit => Mode::Logit,
             Cast::Operands => Mode::Operands,
