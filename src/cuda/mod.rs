@@ -7,7 +7,8 @@
 //! - [`is_available`] and [`probe`] say what was found.
 //! - [`Device`] opens a GPU, [`Device::module`] compiles one of [`sources`] through NVRTC (or takes it from the
 //!   [`cache`]), [`Kernel`] launches it, [`Buffer`] owns device memory, [`Stream`] orders work, [`Graph`] replays it.
-//! - [`View`] is an array in device memory that belongs to somebody else; [`KeepCurrent`] leaves somebody else's device current.
+//! - [`View`] is an array in device memory that belongs to somebody else; [`KeepCurrent`] leaves somebody else's
+//!   device current, [`OutsideCaptures`] somebody else's capture whole.
 //! - [`attention`] holds the fused FP8 attention of Hopper.
 //! - [`scale`] holds the kernels that turn weights into scales, [`policy`] those that turn bounds and statistics into
 //!   plans.
@@ -29,7 +30,7 @@ mod step_stats;
 mod view;
 
 pub use device::{Buffer, Device, Event, Graph, Stream};
-pub use driver::KeepCurrent;
+pub use driver::{KeepCurrent, OutsideCaptures};
 pub use heads::HeadOffsets;
 pub use kernel::{Arg, DevicePtr, Kernel, Launch, Module, Word};
 pub use library::{Probe, is_available, probe, require};
