@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! burn-in, T steps:  descales as geometry;  r = amax / bound of every head and step of a pool, n in all
-//! then:              c = min(1, kappa q)    q = smallest order statistic of rank >= 0.9999 n
+//! then:              c = min(1, kappa q)    q = smallest order statistic of rank >= quantile n
 //! frozen:            descale = c bound / (eta 448) for logits, c (B + A/32) / 448 for q, k and v, o twice v
 //! ```
 //!
@@ -51,6 +51,9 @@ pub enum Pooling {
 pub struct AutoCConfig {
     /// T: steps observed before a constant is fixed.
     pub burn_in: u32,
+    /// Share of the observed ratios that the constant covers before the safety factor (the paper: 0.9999).
+    #[serde(default = "default_quantile")]
+    pub quantile: f64,
     /// Safety factor on the observed ratio (the paper: 1).
     pub kappa: f64,
     /// Which ratios share a constant.
@@ -67,6 +70,7 @@ impl Default for AutoCConfig {
     fn default() -> Self {
         Self {
             burn_in: 100,
+            quantile: default_quantile(),
             kappa: 1.5,
             pooling: Pooling::default(),
             eta: DEFAULT_ETA,
@@ -74,6 +78,10 @@ impl Default for AutoCConfig {
             max_restarts: 8,
         }
     }
+}
+
+fn default_quantile() -> f64 {
+    0.9999
 }
 
 /// Why no constant is used.
@@ -178,7 +186,7 @@ impl AutoC {
                             Phase::BurnIn | Phase::Forbidden { .. } => true,
                         };
                         phase
-                            && pool.top.len() as u64 <= kept(ratio_count(&config, &shape, layer, tensor))
+                            && pool.top.len() <= config.kept_ratios(&shape, layer, tensor)
                             && pool.top.iter().all(|ratio| ratio.is_finite() && *ratio >= 0.0)
                             && pool.top.is_sorted_by(|a, b| a >= b)
                     })
@@ -240,7 +248,7 @@ impl AutoC {
             }));
         }
         for (row, tensor) in rows.into_iter().zip(TENSORS) {
-            let keep = kept(ratio_count(&self.config, &self.shape, layer, tensor));
+            let keep = self.config.kept_ratios(&self.shape, layer, tensor);
             for (head, ratio) in row.into_iter().flatten().enumerate() {
                 let pool = self.pool(tensor, layer, head);
                 self.state.pools[tensor as usize][pool].push(ratio, keep);
@@ -308,10 +316,10 @@ impl AutoC {
 impl RatioPool {
     const START: Self = Self { phase: Phase::BurnIn, top: Vec::new() };
 
-    fn push(&mut self, ratio: f64, keep: u64) {
+    fn push(&mut self, ratio: f64, keep: usize) {
         let at = self.top.partition_point(|&other| other >= ratio);
         self.top.insert(at, ratio);
-        if self.top.len() as u64 > keep {
+        if self.top.len() > keep {
             self.top.pop();
         }
     }
@@ -320,7 +328,10 @@ impl RatioPool {
 fn check(config: &AutoCConfig) -> Result<()> {
     check_eta(config.eta)?;
     if config.burn_in == 0 {
-        return Err(Error::argument("burn-in must be at least 1 step"));
+        return Err(Error::argument("burn_in must be at least 1 step"));
+    }
+    if !(config.quantile > 0.0 && config.quantile <= 1.0) {
+        return Err(Error::argument(format_args!("quantile {} must be greater than 0 and at most 1", config.quantile)));
     }
     if !(config.kappa.is_finite() && config.kappa >= 1.0) {
         return Err(Error::argument(format_args!("kappa {} must be finite and at least 1", config.kappa)));
@@ -362,13 +373,15 @@ impl AutoCConfig {
     /// If there is no such layer, or if `tensor` is o, which has no pool.
     pub fn kept_ratios(&self, shape: &PolicyShape, layer: usize, tensor: Tensor) -> usize {
         assert!(tensor != Tensor::O && layer < shape.layers());
-        usize::try_from(kept(ratio_count(self, shape, layer, tensor))).unwrap_or(usize::MAX)
+        usize::try_from(kept(ratio_count(self, shape, layer, tensor), self.quantile)).unwrap_or(usize::MAX)
     }
 }
 
-/// How many of the largest of n values decide the order statistic of rank `ceil(0.9999 n)`, in exact integers.
-fn kept(n: u64) -> u64 {
-    n - (n * 9_999).div_ceil(10_000) + 1
+/// How many of the largest of n values decide the order statistic of rank `ceil(quantile n)`. A product that is whole but for
+/// rounding is whole.
+fn kept(n: u64, quantile: f64) -> u64 {
+    let rank = (quantile * n as f64 * (1.0 - 4.0 * f64::EPSILON)).ceil() as u64;
+    n - rank.clamp(1, n) + 1
 }
 
 impl Policy for AutoC {
@@ -439,9 +452,13 @@ mod tests {
 
     #[test]
     fn the_order_statistic_has_the_smallest_rank_that_reaches_the_share() {
-        for n in [1u64, 2, 100, 9_999, 10_000, 10_001, 19_999, 20_000, 160_000, 160_001] {
-            let rank = (n * 9_999).div_ceil(10_000);
-            assert_eq!(kept(n), n - rank + 1, "{n}");
+        let some = [1u64, 2, 100, 9_999, 10_000, 10_001, 19_999, 20_000, 160_000, 160_001];
+        for n in some.into_iter().chain((1..2_000).map(|i| i * 10_000)).chain((1..2_000).map(|i| i * 6_173)) {
+            for (quantile, share) in [(0.9999, 9_999), (0.99, 9_900), (0.5, 5_000), (0.7, 7_000), (1.0, 10_000)] {
+                let rank = (n * share).div_ceil(10_000);
+                assert_eq!(kept(n, quantile), n - rank + 1, "{quantile} of {n}");
+            }
         }
+        assert_eq!(kept(3, 1e-9), 3);
     }
 }

@@ -31,7 +31,7 @@ pub use delayed::{
     Slot, TeSlot,
 };
 pub use geometry::{Geometry, GeometryConfig, ISOTROPY};
-pub use report::{PolicyEvent, Report, Restart, Tensor, TensorReport};
+pub use report::{PolicyEvent, Report, Restart, Slack, Tensor, TensorReport};
 pub use shape::{LayerShape, PolicyShape};
 
 use crate::bound::LayerBounds;
@@ -142,16 +142,19 @@ impl PolicyKind {
     /// ```
     pub fn parse_list(list: &str) -> Result<Vec<Self>> {
         let mut kinds = Vec::new();
+        let known = Self::ALL.map(Self::name).join(", ");
+        if list.trim().is_empty() {
+            return Err(Error::argument(format_args!("no policy is named: the policies are {known}")));
+        }
         for name in list.split(',').map(str::trim) {
             if name.is_empty() {
-                return Err(Error::argument(format_args!("`{list}` has a policy without a name")));
+                return Err(Error::argument(format_args!("empty name in `{list}`: the policies are {known}")));
             }
             let found: Vec<_> = match name {
                 "delayed" => vec![Self::DelayedPaper, Self::DelayedTe],
                 _ => Self::ALL.into_iter().filter(|kind| kind.name() == name).collect(),
             };
             if found.is_empty() {
-                let known = Self::ALL.map(Self::name).join(", ");
                 return Err(Error::argument(format_args!("unknown policy {name}: the policies are {known}")));
             }
             for kind in found {

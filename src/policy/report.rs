@@ -160,9 +160,47 @@ pub struct TensorReport {
     pub non_finite: u64,
     /// All values.
     pub count: u64,
+    /// How far the certain bound lies above what was observed; null where there is no bound or nothing but zeros.
+    #[serde(default)]
+    pub slack: Option<Slack>,
     /// Heads whose amax passed the certain bound. Never happens for tokens that the model's norm produced; it means
     /// that the bounds are of other weights.
     pub beyond_bound: usize,
+}
+
+/// Bound over observed amax, of heads whose amax is finite and above zero.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Slack {
+    /// Smallest.
+    pub min: f64,
+    /// Mean.
+    pub mean: f64,
+    /// Largest.
+    pub max: f64,
+    /// Heads (times steps, once merged).
+    pub count: u64,
+}
+
+impl Slack {
+    fn of(amax: &[f32], bounds: &[f64]) -> Option<Self> {
+        let observed =
+            amax.iter().zip(bounds).filter(|(amax, bound)| **amax > 0.0 && amax.is_finite() && bound.is_finite());
+        observed
+            .map(|(amax, bound)| bound / f64::from(*amax))
+            .map(|ratio| Self { min: ratio, mean: ratio, max: ratio, count: 1 })
+            .reduce(Self::merge)
+    }
+
+    /// Over the heads and steps of both.
+    pub fn merge(self, other: Self) -> Self {
+        let count = self.count + other.count;
+        Self {
+            min: self.min.min(other.min),
+            mean: self.mean + (other.mean - self.mean) * (other.count as f64 / count as f64),
+            max: self.max.max(other.max),
+            count,
+        }
+    }
 }
 
 impl TensorReport {
@@ -252,9 +290,8 @@ impl Report {
                     .descales(plan)
                     .map(|descales| amax.iter().zip(descales).map(|(amax, descale)| amax / descale.get()).collect())
                     .unwrap_or_default();
-                let beyond_bound = tensor.bound_row(bounds, shape).map_or(0, |bounds| {
-                    amax.iter().zip(bounds).filter(|(amax, bound)| f64::from(**amax) > *bound).count()
-                });
+                let bounds = tensor.bound_row(bounds, shape).unwrap_or_default();
+                let beyond_bound = amax.iter().zip(&bounds).filter(|(amax, bound)| f64::from(**amax) > **bound).count();
                 let [overflow, beyond_rounding, non_finite, count] = tensor.counts(stats);
                 TensorReport {
                     tensor,
@@ -264,6 +301,7 @@ impl Report {
                     beyond_rounding,
                     non_finite,
                     count,
+                    slack: Slack::of(&amax, &bounds),
                     beyond_bound,
                 }
             })
