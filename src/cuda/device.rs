@@ -1,10 +1,11 @@
 //! Devices, memory, streams, graphs.
 //!
 //! Nothing synchronises unless its name says so. Events of the driver wrapper are off: ordering is the caller's, by
-//! streams, which is what makes a capture possible.
+//! streams, which is what makes a capture possible. Setting memory up (allocating, filling, loading kernels) has a stream of
+//! its own and waits for that alone, so it may run while any thread captures.
 
 use super::cache::{Cache, default_folder};
-use super::driver::failed;
+use super::driver::{OutsideCaptures, failed};
 use super::nvrtc::{self, Arch, Compiled, Request};
 use super::sources::Source;
 use super::view::{Element, View};
@@ -20,6 +21,8 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct Device {
     context: Arc<CudaContext>,
+    /// Fills memory; nobody else works on it.
+    setup: Arc<CudaStream>,
     cache: Cache,
     arch: Arch,
     processors: usize,
@@ -39,6 +42,7 @@ impl Device {
     }
 
     fn opened(ordinal: usize) -> Result<Self> {
+        let _setup = OutsideCaptures::new();
         let doing = format!("opening device {ordinal}");
         let context = CudaContext::new(ordinal).map_err(failed(&doing))?;
         // SAFETY: no buffer of the wrapper is used; `Buffer` is ordered by its users' streams.
@@ -48,7 +52,8 @@ impl Device {
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
             .map_err(failed(&doing))?;
         let arch = Arch::of((major * 10 + minor) as u32);
-        Ok(Self { context, cache: Cache::new(default_folder()), arch, processors: processors as usize })
+        let setup = context.new_stream().map_err(failed(&doing))?;
+        Ok(Self { context, setup, cache: Cache::new(default_folder()), arch, processors: processors as usize })
     }
 
     /// The same device with compiled kernels kept elsewhere (`None`: nowhere).
@@ -102,9 +107,10 @@ impl Device {
     /// # Errors
     /// If the driver refuses it (another architecture, a damaged file).
     pub fn load(&self, name: &'static str, compiled: &Compiled) -> Result<Module> {
+        let _setup = OutsideCaptures::new();
         let image = Ptx::from_binary(compiled.cubin.clone());
         let inner = self.context.load_module(image).map_err(failed(format_args!("loading {name}")))?;
-        Ok(Module { inner, name, context: self.context.clone() })
+        Ok(Module { inner, name, setup: self.setup.clone() })
     }
 
     /// A new stream that does not wait for the legacy default stream.
@@ -138,11 +144,12 @@ impl Device {
         let bytes = len
             .checked_mul(size_of::<T>())
             .ok_or_else(|| Error::cuda(format_args!("{len} values of {} bytes overflow memory", size_of::<T>())))?;
+        let _setup = OutsideCaptures::new();
         self.context.bind_to_thread().map_err(failed("binding the device"))?;
         // SAFETY: the context is bound; the size is at least one byte, as the driver asks.
         let ptr = unsafe { result::malloc_sync(bytes.max(1)) }
             .map_err(failed(format_args!("allocating {bytes} bytes on the device")))?;
-        Ok(Buffer { ptr, len, context: self.context.clone(), _type: PhantomData })
+        Ok(Buffer { ptr, len, setup: self.setup.clone(), _type: PhantomData })
     }
 
     /// Device memory of zeros.
@@ -154,9 +161,11 @@ impl Device {
         if len == 0 {
             return Ok(buffer);
         }
+        let _setup = OutsideCaptures::new();
         // SAFETY: the range is the buffer's own, and the context was bound by `allocate`.
-        unsafe { result::memset_d8_sync(buffer.ptr, 0, len * size_of::<T>()) }.map_err(failed("clearing memory"))?;
-        wait_for_legacy_stream(&self.context, "clearing memory")?;
+        unsafe { result::memset_d8_async(buffer.ptr, 0, len * size_of::<T>(), self.setup.cu_stream()) }
+            .and_then(|()| self.setup.synchronize())
+            .map_err(failed("clearing memory"))?;
         Ok(buffer)
     }
 
@@ -179,18 +188,12 @@ impl Device {
     }
 }
 
-/// Waits for what the driver still does on the legacy stream: it returns once a fill is asked for, or once values to copy
-/// lie in its own memory, and other streams do not wait for that one.
-fn wait_for_legacy_stream(context: &Arc<CudaContext>, doing: &'static str) -> Result<()> {
-    context.default_stream().synchronize().map_err(failed(doing))
-}
-
 /// Owned device memory of `len` values. Freed on drop, after the device has finished with it.
 #[derive(Debug)]
 pub struct Buffer<T> {
     ptr: sys::CUdeviceptr,
     len: usize,
-    context: Arc<CudaContext>,
+    setup: Arc<CudaStream>,
     _type: PhantomData<T>,
 }
 
@@ -246,7 +249,7 @@ impl<T: Pod> Buffer<T> {
         if data.len() != self.len {
             return Err(Error::cuda(format_args!("{} values do not fill a buffer of {}", data.len(), self.len)));
         }
-        self.context.synchronize().map_err(failed("waiting for the device"))?;
+        self.wait()?;
         self.fill(data)
     }
 
@@ -255,10 +258,16 @@ impl<T: Pod> Buffer<T> {
         if data.is_empty() {
             return Ok(());
         }
-        self.context.bind_to_thread().map_err(failed("binding the device"))?;
-        // SAFETY: the buffer holds `data.len()` values of plain data and the call returns when the host memory was read.
-        unsafe { result::memcpy_htod_sync(self.ptr, data) }.map_err(failed("copying to the device"))?;
-        wait_for_legacy_stream(&self.context, "copying to the device")
+        let _setup = OutsideCaptures::new();
+        self.setup.context().bind_to_thread().map_err(failed("binding the device"))?;
+        // SAFETY: the buffer holds `data.len()` values of plain data, which live until the stream has been waited for.
+        unsafe { result::memcpy_htod_async(self.ptr, data, self.setup.cu_stream()) }
+            .and_then(|()| self.setup.synchronize())
+            .map_err(failed("copying to the device"))
+    }
+
+    fn wait(&self) -> Result<()> {
+        self.setup.context().synchronize().map_err(failed("waiting for the device"))
     }
 
     /// Copies all values to the host. Waits for the device.
@@ -270,9 +279,11 @@ impl<T: Pod> Buffer<T> {
         if data.is_empty() {
             return Ok(data);
         }
-        self.context.synchronize().map_err(failed("waiting for the device"))?;
-        // SAFETY: both sides hold `len` values of plain data, and the device is idle.
-        unsafe { result::memcpy_dtoh_sync(&mut data, self.ptr) }.map_err(failed("copying from the device"))?;
+        self.wait()?;
+        // SAFETY: both sides hold `len` values of plain data, the device is idle, and the stream is waited for.
+        unsafe { result::memcpy_dtoh_async(&mut data, self.ptr, self.setup.cu_stream()) }
+            .and_then(|()| self.setup.synchronize())
+            .map_err(failed("copying from the device"))?;
         Ok(data)
     }
 
@@ -304,7 +315,8 @@ impl<T: Pod> Buffer<T> {
 
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
+        let _setup = OutsideCaptures::new();
+        if self.setup.context().bind_to_thread().is_ok() {
             // SAFETY: the pointer came from `malloc_sync` and is freed once; the call waits for work that uses it. After
             // a lost context it fails, and there is nothing to do.
             let _ = unsafe { result::free_sync(self.ptr) };
@@ -325,21 +337,6 @@ impl Stream {
     /// Errors of earlier work appear here.
     pub fn synchronize(&self) -> Result<()> {
         self.inner.synchronize().map_err(failed("waiting for a stream"))
-    }
-
-    /// Sets every byte of an array without gaps to zero. Capturable.
-    ///
-    /// # Errors
-    /// If the array has gaps, or the driver refuses.
-    pub fn clear<const R: usize>(&self, view: &View<R>) -> Result<()> {
-        if !view.is_dense() {
-            return Err(Error::argument("an array with gaps cannot be cleared"));
-        }
-        let bytes = view.extents().iter().product::<usize>() * view.element().size();
-        self.inner.context().bind_to_thread().map_err(failed("binding the device"))?;
-        // SAFETY: the view's maker promised its memory, for work on streams.
-        unsafe { result::memset_d8_async(view.ptr().0, 0, bytes, self.inner.cu_stream()) }
-            .map_err(failed("clearing memory"))
     }
 
     /// Records what `work` puts on this stream as a graph; nothing runs yet. The graph keeps `work`, so the engines that it borrows

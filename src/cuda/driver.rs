@@ -57,6 +57,44 @@ impl Drop for KeepCurrent {
     }
 }
 
+/// While one of these lives, calls of this thread that allocate, free or load neither fail because a capture is under way, in
+/// this thread or in another, nor break that capture. What they do is no part of the graph. Without a driver it does nothing.
+///
+/// [`Device`](super::Device) and [`Buffer`](super::Buffer) hold one where they need it. Hold one yourself where engines are
+/// dropped, since that unloads their kernels.
+#[derive(Debug)]
+pub struct OutsideCaptures {
+    before: Option<sys::CUstreamCaptureMode>,
+}
+
+impl OutsideCaptures {
+    /// Begins here.
+    pub fn new() -> Self {
+        Self { before: exchange_capture_mode(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED) }
+    }
+}
+
+impl Default for OutsideCaptures {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for OutsideCaptures {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            exchange_capture_mode(before);
+        }
+    }
+}
+
+/// Sets this thread's mode and gives the one before; `None` without a driver.
+fn exchange_capture_mode(mut mode: sys::CUstreamCaptureMode) -> Option<sys::CUstreamCaptureMode> {
+    // SAFETY: the library is present, and the pointer is to a live value, which the call replaces by the mode before.
+    let done = library_loads() && unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) }.result().is_ok();
+    done.then_some(mode)
+}
+
 /// CUDA version that the driver supports.
 pub(super) fn version() -> Result<(i32, i32), String> {
     if !library_loads() {

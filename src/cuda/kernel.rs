@@ -1,9 +1,9 @@
 //! Kernels of loaded sources: their arguments and launches.
 
 use super::Stream;
-use super::driver::failed;
+use super::driver::{OutsideCaptures, failed};
 use crate::error::{Error, Result};
-use cudarc::driver::{CudaContext, CudaFunction, CudaModule, DevicePtr as _, result, sys};
+use cudarc::driver::{CudaFunction, CudaModule, CudaStream, DevicePtr as _, result, sys};
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub struct Module {
     pub(super) inner: Arc<CudaModule>,
     pub(super) name: &'static str,
-    pub(super) context: Arc<CudaContext>,
+    pub(super) setup: Arc<CudaStream>,
 }
 
 impl Module {
@@ -45,14 +45,16 @@ impl Module {
     /// If the source has none of that name.
     pub(crate) fn constant(&self, name: &str) -> Result<i32> {
         let doing = format_args!("{} has no constant {name}", self.name);
-        let stream = self.context.default_stream();
-        let place = self.inner.get_global(name, &stream).map_err(failed(doing))?;
+        let _setup = OutsideCaptures::new();
+        let place = self.inner.get_global(name, &self.setup).map_err(failed(doing))?;
         if place.len() != size_of::<i32>() {
             return Err(Error::cuda(format_args!("{}: {name} has {} bytes", self.name, place.len())));
         }
         let mut value = [0i32];
-        // SAFETY: the module owns four bytes there.
-        unsafe { result::memcpy_dtoh_sync(&mut value, place.device_ptr(&stream).0) }.map_err(failed(doing))?;
+        // SAFETY: the module owns four bytes there, and the stream is waited for.
+        unsafe { result::memcpy_dtoh_async(&mut value, place.device_ptr(&self.setup).0, self.setup.cu_stream()) }
+            .and_then(|()| self.setup.synchronize())
+            .map_err(failed(doing))?;
         Ok(value[0])
     }
 }

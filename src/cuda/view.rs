@@ -140,14 +140,6 @@ impl<const R: usize> View<R> {
     }
 }
 
-impl View<1> {
-    /// The first `len` elements, or all if there are fewer.
-    pub(crate) fn first(mut self, len: usize) -> Self {
-        self.extents[0] = self.extents[0].min(len);
-        self
-    }
-}
-
 fn dense_strides<const R: usize>(extents: [usize; R]) -> [i64; R] {
     let mut strides = [1; R];
     for d in (0..R.saturating_sub(1)).rev() {

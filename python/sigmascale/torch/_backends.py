@@ -151,9 +151,10 @@ class Native:
         return out, lse
 
     def _space(self, q, k, kind, stream):
-        """Workspace of a stream, grown as needed; a captured graph gets its own, which lives in its pool."""
+        """Workspace of a stream, grown as needed; a captured graph gets its own, which lives in its pool. The call itself
+        clears the little of it that has to be."""
         size, _ = _native.Attention.sizes(list(q.shape), list(k.shape), kind)
-        make = lambda: torch.zeros(size, device=q.device, dtype=torch.uint8)
+        make = lambda: torch.empty(size, device=q.device, dtype=torch.uint8)
         if torch.cuda.is_current_stream_capturing():
             return make()
         with self._lock:

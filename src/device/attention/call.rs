@@ -223,8 +223,7 @@ impl Rope {
 
 /// Where a call keeps what passes between its kernels, in bytes from the start of the workspace.
 ///
-/// The first [`Workspace::HEADER`] bytes hold the tile counter: zero before the first call that uses the memory, and left
-/// at zero by every call.
+/// The first [`Workspace::HEADER`] bytes hold the tile counter, which every cast sets to zero and every attention leaves there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Workspace {
     /// Queries in E4M3, `(batch, len_q, heads_q, d)`, where the call casts them.
@@ -240,7 +239,7 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// Bytes that have to be zero before the first call.
+    /// Bytes in front of the operands.
     pub const HEADER: usize = 256;
 
     /// The workspace of a call whose operands are of type `element`.

@@ -9,7 +9,7 @@ use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 use bytemuck::Zeroable;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Heads that one block of the cast takes.
 const CAST_HEADS: usize = 4;
@@ -262,23 +262,11 @@ impl AttentionEngine {
         if self.split { Split::of(sizes, tensors.descales.logit.is_some()) } else { None }
     }
 
-    /// Sets a workspace's header to zero, in the order of `stream`: once before the first call that uses the memory.
-    ///
-    /// # Errors
-    /// If it is smaller than the header, or the driver refuses.
-    pub fn initialise(&self, stream: &Stream, workspace: &View<1>) -> Result<()> {
-        let [bytes] = workspace.extents();
-        if bytes < Workspace::HEADER {
-            return Err(Error::argument(format_args!("a workspace of {bytes} bytes is shorter than its header")));
-        }
-        stream.clear(&workspace.first(Workspace::HEADER))
-    }
-
     /// Puts one call on `stream`: `out = softmax(softmax_scale q k^T) v`, with `causal` over the keys at or before the
     /// query's position (the last query stands at the last key).
     ///
-    /// The workspace has [`Workspace::of`] bytes, 256-byte aligned, its header zero. Calls that can run at the same time
-    /// need one each.
+    /// The workspace has [`Workspace::of`] bytes, 256-byte aligned, of any content. Calls that can run at the same time need
+    /// one each.
     ///
     /// # Errors
     /// If a rule of [`Tensors`] is broken, a kernel does not compile or load, or the driver refuses a launch.
@@ -326,8 +314,8 @@ impl AttentionEngine {
         let kernel = self.load(variant)?;
         let [q, k, v] = call.operands;
         match variant {
-            Variant::Repack { .. } => self.repack_values(stream, &kernel, call.tensors, &call.sizes, v),
-            _ => self.cast_operands(stream, &kernel, call.tensors, &call.sizes, [q, k, v]),
+            Variant::Repack { .. } => self.repack_values(stream, &kernel, call, v),
+            _ => self.cast_operands(stream, &kernel, call, [q, k, v]),
         }
     }
 
@@ -449,14 +437,8 @@ impl AttentionEngine {
         given.map_or((self.one.ptr().0, [0, 0]), |x| (x.ptr().0, x.strides()))
     }
 
-    fn cast_operands(
-        &self,
-        stream: &Stream,
-        cast: &Loaded,
-        t: &Tensors,
-        sizes: &Sizes,
-        to: [DevicePtr; 3],
-    ) -> Result<()> {
+    fn cast_operands(&self, stream: &Stream, cast: &Loaded, call: &Call, to: [DevicePtr; 3]) -> Result<()> {
+        let Call { tensors: t, sizes, header, .. } = call;
         let (heads_q, heads_kv) = (sizes.heads_q, sizes.heads_kv);
         // Rows of the statistics: logits, q, k, v.
         let rows = [heads_q, 2 * heads_q, 2 * heads_q + heads_kv];
@@ -471,6 +453,7 @@ impl AttentionEngine {
             cosine: t.rope.map_or(0, |r| r.cosine.ptr().0),
             sine: t.rope.map_or(0, |r| r.sine.ptr().0),
             positions: t.rope.and_then(|r| r.positions).map_or(0, |p| p.ptr().0),
+            counter: header.0,
             rotary: t.rope.map_or(0, |r| r.rotary() as i32),
             q_start: sizes.len_k as i32 - sizes.len_q as i32,
         };
@@ -483,12 +466,15 @@ impl AttentionEngine {
         unsafe { cast.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], false) }
     }
 
-    fn repack_values(&self, stream: &Stream, repack: &Loaded, t: &Tensors, sizes: &Sizes, to: DevicePtr) -> Result<()> {
+    fn repack_values(&self, stream: &Stream, repack: &Loaded, call: &Call, to: DevicePtr) -> Result<()> {
+        let Call { tensors: t, sizes, header, .. } = call;
         let mut params = params::CastTensor { to: to.0, ..self.cast_tensor(&t.v, None) };
+        let mut counter = header.0;
         let grid = (sizes.key_groups() as u32, sizes.heads_kv as u32, sizes.batch as u32);
         let launch = Launch { grid, block: 2 * sizes.d_head as u32, shared: repack.shared };
+        let parameters = &mut [(&raw mut params).cast(), (&raw mut counter).cast()];
         // SAFETY: as for the cast.
-        unsafe { repack.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], false) }
+        unsafe { repack.kernel.launch_parameters(stream, launch, parameters, false) }
     }
 
     fn cast_tensor(&self, x: &View<4>, descale: Option<&View<2>>) -> params::CastTensor {
@@ -505,9 +491,13 @@ impl AttentionEngine {
         }
     }
 
+    fn loaded(&self) -> MutexGuard<'_, HashMap<Variant, Arc<Loaded>>> {
+        self.loaded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Compiles without the lock, so that no other thread's launch waits for it; of two that compile the same the first stays.
     fn load(&self, variant: Variant) -> Result<Arc<Loaded>> {
-        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = loaded.get(&variant) {
+        if let Some(found) = self.loaded().get(&variant) {
             return Ok(found.clone());
         }
         let request = variant.request(self.device.arch());
@@ -522,9 +512,7 @@ impl AttentionEngine {
             }
             _ => 0,
         };
-        let entry = Arc::new(Loaded { kernel, shared });
-        loaded.insert(variant, entry.clone());
-        Ok(entry)
+        Ok(self.loaded().entry(variant).or_insert_with(|| Arc::new(Loaded { kernel, shared })).clone())
     }
 }
 

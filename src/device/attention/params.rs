@@ -97,10 +97,11 @@ pub(super) struct Cast {
     pub cosine: u64,
     pub sine: u64,
     pub positions: u64,
+    pub counter: u64,
     pub rotary: i32,
     pub q_start: i32,
 }
-const _: () = assert!(size_of::<Cast>() == 272, "the kernel asserts the same");
+const _: () = assert!(size_of::<Cast>() == 280, "the kernel asserts the same");
 
 /// Batch, row and head strides of a tensor whose last dimension is contiguous.
 pub(super) fn outer_strides(x: &View<4>) -> [i64; 3] {
