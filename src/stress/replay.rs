@@ -96,7 +96,7 @@ impl Trace {
 pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<StressResult> {
     trace.check().map_err(|rule| Error::format(Path::new(name), rule))?;
     let layers = trace.layers();
-    let shape = PolicyShape::alike(layers, 1, 1);
+    let shape = PolicyShape::uniform(layers, 1, 1);
     let mode = options.mode;
     let (mut policies, mut unavailable, mut rows) = (Vec::<PolicySummary>::new(), Vec::new(), Vec::new());
     for &kind in &options.policies {
