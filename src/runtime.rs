@@ -33,8 +33,8 @@ use crate::policy::{Policy, PolicyConfig, PolicyEvent, PolicyKind, Report, Resta
 use crate::spectral::{Estimator, GramEngine, PowerEngine, PowerState, SpectralEngine};
 use crate::stats::StepStats;
 use serde::{Deserialize, Serialize};
-pub use state::{LayerState, RuntimeState, STATE_VERSION, UNLIKE_STATE_VERSION};
-use state::{check_version, version_of};
+use state::check_version;
+pub use state::{LayerState, RuntimeState, STATE_VERSION};
 use tracing::{info, warn};
 
 /// What a runtime is made from, beside the model.
@@ -177,12 +177,6 @@ impl Runtime {
     pub fn resume(spec: &AttentionSpec, config: RuntimeConfig, state: RuntimeState) -> Result<Self> {
         config.check()?;
         check_version(state.version)?;
-        if state.version != version_of(&state.model) {
-            return Err(Error::mismatch(format_args!(
-                "a state of version {} does not fit its own layers",
-                state.version
-            )));
-        }
         differs("model", &nameless(&state.model), &nameless(spec))?;
         differs("tail", &state.tail, &config.tail)?;
         differs("estimator", &state.estimator, &config.estimator)?;
@@ -224,7 +218,7 @@ impl Runtime {
             weights_version: layer.weights_version.filter(|_| estimated),
         };
         RuntimeState {
-            version: version_of(&self.spec),
+            version: STATE_VERSION,
             model: self.spec.clone(),
             tail: self.config.tail,
             estimator: self.config.estimator,

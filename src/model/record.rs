@@ -49,7 +49,7 @@ impl PerLayer {
     }
 }
 
-/// The fields of a file: those of a spec whose layers all had the same heads, so that files of such models are what they were.
+/// The fields of a file: counts as [`PerLayer`], lists only of what differs between layers.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct SpecRecord {
     name: String,

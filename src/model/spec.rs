@@ -227,8 +227,7 @@ impl AttentionSpec {
         self.qk_norm.filter(|norm| layer.rope.is_some() || !norm.rotated_only)
     }
 
-    /// Whether every layer has the heads of the first and its own place as number: what files could say before layers had
-    /// heads of their own.
+    /// Whether every layer has attention and the heads of the first.
     pub fn is_plain(&self) -> bool {
         let heads = |layer: &LayerSpec| (layer.n_q_heads, layer.n_kv_heads, layer.d_head);
         self.layers.iter().enumerate().all(|(at, layer)| layer.number == at && heads(layer) == heads(&self.layers[0]))

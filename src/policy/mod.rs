@@ -41,11 +41,8 @@ use crate::stats::StepStats;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Version of the [`PolicyState`] of a model whose layers have the same heads.
+/// Version of a [`PolicyState`]; any other is refused.
 pub const STATE_VERSION: u32 = 1;
-
-/// Version of the [`PolicyState`] of a model whose layers differ in their heads. Any third is refused.
-pub const UNLIKE_STATE_VERSION: u32 = 2;
 
 /// A source of scale plans for every layer of one model.
 pub trait Policy: fmt::Debug + Send + Sync {
@@ -246,7 +243,7 @@ impl PolicyConfig {
 /// A policy's state between two steps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PolicyState {
-    /// [`STATE_VERSION`] or [`UNLIKE_STATE_VERSION`], by the shape.
+    /// [`STATE_VERSION`].
     pub version: u32,
     /// Parameters.
     pub config: PolicyConfig,
@@ -273,7 +270,7 @@ pub enum Memory {
 impl PolicyState {
     /// What a policy of this shape remembers.
     pub(crate) fn new(config: PolicyConfig, shape: &PolicyShape, memory: Memory) -> Self {
-        Self { version: version_of(shape), config, shape: shape.clone(), memory }
+        Self { version: STATE_VERSION, config, shape: shape.clone(), memory }
     }
 
     /// The policy that this state was saved from.
@@ -282,10 +279,9 @@ impl PolicyState {
     /// `is_mismatch` if the version, the parameters or the shape differ from what the caller expects (the message names
     /// what differs), or if the state's parts do not fit each other.
     pub fn restore(self, config: &PolicyConfig, shape: PolicyShape) -> Result<Box<dyn Policy>> {
-        let version = version_of(&self.shape);
-        if self.version != version {
+        if self.version != STATE_VERSION {
             return Err(Error::mismatch(format_args!(
-                "policy state has version {}, and for its layers this build reads {version}",
+                "the policy state has version {}, this build reads {STATE_VERSION}",
                 self.version
             )));
         }
@@ -316,10 +312,6 @@ impl PolicyState {
             ))),
         }
     }
-}
-
-fn version_of(shape: &PolicyShape) -> u32 {
-    if shape.is_alike() { STATE_VERSION } else { UNLIKE_STATE_VERSION }
 }
 
 /// Refuses two values that serialise differently, naming every field that does.

@@ -85,7 +85,7 @@ impl PolicyShape {
     }
 
     /// Layers that all have the same heads.
-    pub fn alike(layers: usize, n_q_heads: usize, n_kv_heads: usize) -> Self {
+    pub fn uniform(layers: usize, n_q_heads: usize, n_kv_heads: usize) -> Self {
         Self::new(std::iter::repeat_n((n_q_heads, n_kv_heads), layers))
     }
 
@@ -116,11 +116,6 @@ impl PolicyShape {
     /// The heads of a layer that exists.
     pub(super) fn of(&self, layer: usize) -> LayerShape {
         LayerShape { n_q_heads: self.heads.q(layer).len(), n_kv_heads: self.heads.kv(layer).len() }
-    }
-
-    /// Whether every layer has the same heads.
-    pub(super) fn is_alike(&self) -> bool {
-        (1..self.layers()).all(|layer| self.of(layer) == self.of(0))
     }
 
     /// # Errors

@@ -22,11 +22,8 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use statrs::function::beta::beta_reg;
 
-/// Format of a saved [`PowerState`].
+/// Version of a saved [`PowerState`]; any other is refused.
 const STATE_VERSION: u32 = 1;
-
-/// The same where layers differ in their heads.
-const UNLIKE_VERSION: u32 = 2;
 
 /// Persistent singular vectors of a whole model, owned by the caller; save it to resume warm.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -70,8 +67,7 @@ impl PowerState {
     /// A state without vectors: every layer starts cold, from vectors drawn from `seed`.
     pub fn new(spec: &AttentionSpec, seed: u64) -> Self {
         let n_q_heads = PerLayer::new(spec.layers.iter().map(|layer| layer.n_q_heads));
-        let version = if matches!(n_q_heads, PerLayer::Same(_)) { STATE_VERSION } else { UNLIKE_VERSION };
-        Self { version, seed, d_model: spec.d_model, n_q_heads, layers: vec![None; spec.layers.len()] }
+        Self { version: STATE_VERSION, seed, d_model: spec.d_model, n_q_heads, layers: vec![None; spec.layers.len()] }
     }
 
     /// Whether the state is of a model of this shape.
@@ -105,9 +101,9 @@ impl PowerState {
     }
 
     fn check(&self, geometry: &LayerGeometry<'_>) -> Result<()> {
-        if ![STATE_VERSION, UNLIKE_VERSION].contains(&self.version) {
+        if self.version != STATE_VERSION {
             return Err(Error::mismatch(format_args!(
-                "power state has version {}, this build reads {STATE_VERSION} and {UNLIKE_VERSION}",
+                "the power state has version {}, this build reads {STATE_VERSION}",
                 self.version
             )));
         }

@@ -102,7 +102,7 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
         return Err(Error::argument(format_args!("a replay has no weights: name one of the policies {known}")));
     }
     let layers = trace.layers();
-    let shape = PolicyShape::alike(layers, 1, 1);
+    let shape = PolicyShape::uniform(layers, 1, 1);
     let mode = options.mode;
     let (mut policies, mut unavailable, mut rows) = (Vec::<PolicySummary>::new(), Vec::new(), Vec::new());
     for config in &options.policies {

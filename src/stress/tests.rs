@@ -242,7 +242,7 @@ fn utilisation_uses_the_descale_of_each_heads_group() {
         v: [896.0; 2].map(cast).to_vec(),
         o: vec![CastStats::default(); 4],
     };
-    let shape_of = PolicyShape::alike(1, 4, 2);
+    let shape_of = PolicyShape::uniform(1, 4, 2);
     let config = PolicyConfig::from(PolicyKind::DelayedPaper);
     let mut policy = config.build(shape_of).unwrap();
     let bounds = crate::bound::LayerBounds {

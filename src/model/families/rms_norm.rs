@@ -73,7 +73,7 @@ pub(super) static FAMILIES: &[Family] = &[
             q_heads: Count { keys: &["num_attention_heads"], default: Some(8) },
             kv_heads: kv(Some(4)),
             d_head: HeadDim::Key(Some(256)),
-            layer_heads: LayerHeads::Alike,
+            layer_heads: LayerHeads::Uniform,
         },
         norm: RMS_ONE_PLUS,
         rope: RopeRule::Rotary {

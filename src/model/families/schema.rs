@@ -53,7 +53,7 @@ pub(crate) struct Sizes {
 /// Whether layers differ in their heads, and where that stands.
 pub(crate) enum LayerHeads {
     /// Every layer has those of the sizes.
-    Alike,
+    Uniform,
     /// OpenELM: two lists with a number for each layer.
     Lists { q: &'static str, kv: &'static str },
     /// DeciLM: `block_configs` gives the query heads of a KV head in each layer, or says that it has no attention; the first
