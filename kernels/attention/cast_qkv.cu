@@ -124,12 +124,10 @@ __device__ __forceinline__ void count_past(const float (&x)[8], float to_units, 
     past += finite && u > 464.0f;
     bad += !finite;
   }
+  // Lane i adds the count of word i
   const u32 sums[3] = {ptx::warp_sum(saturated), ptx::warp_sum(past), ptx::warp_sum(bad)};
-  if (threadIdx.x % 32 == 0) {
-    if (sums[0] > 0) add_saturating(&stats->overflow, sums[0]);
-    if (sums[1] > 0) add_saturating(&stats->beyond_rounding, sums[1]);
-    if (sums[2] > 0) add_saturating(&stats->non_finite, sums[2]);
-  }
+  const u32 lane = threadIdx.x % 32, mine = lane == 0 ? sums[0] : lane == 1 ? sums[1] : sums[2];
+  if (lane < 3 && mine > 0) add_saturating(&stats->overflow + lane, mine);
 }
 
 // One position's row of dims per line; the odd width spreads the columns over the banks.

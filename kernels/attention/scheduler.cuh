@@ -18,10 +18,14 @@
 namespace {
 
 // A scale or descale of logits. NaN where it is negative, not finite or so large that logits leave f32: a wrong scale must not
-// give plausible values. Zero, such as a product that underflows, becomes the smallest normal number, since a masked logit of
-// minus infinity times zero is NaN.
+// give plausible values.
 __device__ __forceinline__ float checked_scale(float scale) {
-  return scale >= 0.0f && scale < 1e30f ? fmaxf(scale, 1.17549435e-38f) : __int_as_float(0x7fffffff);
+  return scale >= 0.0f && scale < 1e30f ? scale : __int_as_float(0x7fffffff);
+}
+// The scale of a head's logits. NOTES: the smallest normal number is added for products that underflow, since a masked logit of
+// minus infinity times zero is NaN; it changes no other product.
+__device__ __forceinline__ float logit_scale(float softmax_scale, float q_descale, float k_descale) {
+  return checked_scale(fmaf(softmax_scale * q_descale, k_descale, 1.17549435e-38f));
 }
 
 // Loads tile n of a head's keys and values.

@@ -84,7 +84,7 @@ __device__ __forceinline__ void produce(const Params& p, const Pipeline& pipelin
     WorkItem item;
     item.tile = t;
     if (!alive) item.tile.key_tiles = -1;
-    item.logit_scale = checked_scale(p.softmax_scale * q_descale * k_descale);
+    item.logit_scale = logit_scale(p.softmax_scale, q_descale, k_descale);
     item.v_descale = p.splits == 1 ? p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head] : 1.0f;
 #pragma unroll 1
     for (int w = 0; w < consumers; w++) {

@@ -67,8 +67,8 @@ __device__ __forceinline__ void produce(const Params& p, const Pipeline& pipelin
     WorkItem item;
     item.tile = t;
     if (!alive) item.tile.key_tiles = -1;
-    item.logit_scale = checked_scale(p.softmax_scale * p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head] *
-                                     p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head]);
+    item.logit_scale = logit_scale(p.softmax_scale, p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head],
+                                   p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head]);
     item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
     if constexpr (kOutE4m3) item.o_quant_scale = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
     for (int w = 0; w < kConsumers; w++) {
