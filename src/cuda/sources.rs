@@ -73,7 +73,7 @@ sources! {
     POLICY_OBSERVE = "policy_observe";
     /// Fused E4M3 attention forward (Hopper).
     ATTENTION = "attention/forward";
-    /// Joins the parts of an attention call that was split.
+    /// Combines the splits of an attention call.
     COMBINE = "attention/combine";
     /// Cast of q, k and v to E4M3 in the layouts that the attention reads.
     CAST = "attention/cast_qkv";
@@ -89,10 +89,19 @@ macro_rules! headers {
     };
 }
 headers! {
+    "attention/config.cuh",
+    "attention/consumer.cuh",
     "attention/epilogue.cuh",
+    "attention/epilogue_split.cuh",
+    "attention/epilogue_whole.cuh",
+    "attention/mainloop_double.cuh",
+    "attention/mainloop_rolled.cuh",
+    "attention/mainloop_single.cuh",
     "attention/params.cuh",
     "attention/pipeline.cuh",
-    "attention/rows.cuh",
+    "attention/scheduler.cuh",
+    "attention/scheduler_split.cuh",
+    "attention/scheduler_whole.cuh",
     "attention/softmax.cuh",
     "common/descale.cuh",
     "common/step_stats.cuh",

@@ -55,7 +55,7 @@ impl Variant {
             Self::Parts { d_head, telemetry, logits_e4m3, compact } => {
                 let tile = Split::TILE;
                 let forward = Self::Forward { d_head, causal: true, tile, telemetry, logits_e4m3, out_e4m3: false };
-                forward.request(arch).define("SPLIT", 1).define("COMPACT", u8::from(compact))
+                forward.request(arch).define("SPLIT_KV", 1).define("ROLLED", u8::from(compact))
             }
             Self::Combine { d_head } => Request::new(sources::COMBINE, arch).define("HEAD_DIM", d_head),
             Self::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 } => {
@@ -63,8 +63,7 @@ impl Variant {
                     .define("HEAD_DIM", d_head)
                     .define("BLOCK_N", tile.keys)
                     .define("CONSUMERS", tile.consumers)
-                    .define("K_STAGES", tile.stages)
-                    .define("V_STAGES", tile.stages)
+                    .define("KV_STAGES", tile.stages)
                     .define("CAUSAL", u8::from(causal))
                     .define("TELEMETRY", u8::from(telemetry))
                     .define("LOGITS_E4M3", u8::from(logits_e4m3))
@@ -79,7 +78,7 @@ impl Variant {
 
     fn entry(self) -> &'static str {
         match self {
-            Self::Forward { .. } | Self::Parts { .. } => "attention_fwd",
+            Self::Forward { .. } | Self::Parts { .. } => "attention_forward",
             Self::Combine { .. } => "attention_combine",
             Self::Cast { .. } => "cast_qkv",
             Self::Repack { .. } => "repack_v",
@@ -348,15 +347,15 @@ impl AttentionEngine {
         if let Some((split, at)) = split {
             (heads, positions) = (split.heads, split.positions);
             let [lse, extremes] = split.offsets(&sizes).map(|offset| at.offset(offset as u64).0);
-            (params.parts_o, params.parts_lse, params.parts_extremes) = (at.0, lse, extremes);
-            params.diagonal = if causal { sizes.len_k as i32 - sizes.len_q as i32 } else { sizes.len_k as i32 };
-            params.parts = split.parts as i32;
-            params.consumers = split.consumers as i32;
+            (params.o_partial, params.lse_partial, params.extremes_partial) = (at.0, lse, extremes);
+            params.causal_offset = if causal { sizes.len_k as i32 - sizes.len_q as i32 } else { sizes.len_k as i32 };
+            params.splits = split.parts as i32;
+            params.active_consumers = split.consumers as i32;
             params.tile_heads = heads as i32;
             params.positions = positions as i32;
-            params.per_head = (1usize << 16).div_ceil(heads) as i32;
-            params.per_batch = (sizes.heads_q / heads) as i32;
-            params.e4m3 = (tensors.out.element() == Element::E4m3).into();
+            params.tile_heads_reciprocal = (1usize << 16).div_ceil(heads) as i32;
+            params.units_per_batch = (sizes.heads_q / heads) as i32;
+            params.out_e4m3 = (tensors.out.element() == Element::E4m3).into();
         }
         let launch = Launch::linear(schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
         let (mut q, mut k) = (operand_map(&q, heads, positions)?, operand_map(&k, 1, tile.keys)?);
@@ -378,9 +377,9 @@ impl AttentionEngine {
             lse: forward.lse,
             o_descale: forward.o_descale,
             telemetry: forward.telemetry,
-            parts_o: forward.parts_o,
-            parts_lse: forward.parts_lse,
-            parts_extremes: forward.parts_extremes,
+            o_partial: forward.o_partial,
+            lse_partial: forward.lse_partial,
+            extremes_partial: forward.extremes_partial,
             v_descale: forward.v_descale,
             o_strides: forward.o_strides,
             o_descale_strides: forward.o_descale_strides,
@@ -389,9 +388,9 @@ impl AttentionEngine {
             heads_q: forward.heads_q,
             heads_kv: forward.heads_kv,
             len_q: forward.len_q,
-            parts: split.parts as i32,
-            e4m3: forward.e4m3,
-            share: split.share() as i32,
+            splits: split.parts as i32,
+            out_e4m3: forward.out_e4m3,
+            log2_row_warps: split.share() as i32,
             unused: 0,
         };
         let [x, y, z] = split.joining_grid(sizes).map(|blocks| blocks as u32);
@@ -506,7 +505,7 @@ impl AttentionEngine {
         let shared = match variant {
             Variant::Forward { .. } | Variant::Parts { .. } => {
                 let bytes = u32::try_from(module.constant("SHARED_BYTES")?)
-                    .map_err(|_| Error::cuda("attention_fwd tells a negative size of shared memory"))?;
+                    .map_err(|_| Error::cuda("attention/forward tells a negative size of shared memory"))?;
                 kernel.allow_shared(bytes)?;
                 bytes
             }
