@@ -206,7 +206,7 @@ fn sequences_past_the_positions_that_bounds_hold_for_are_refused() {
     assert_eq!(of(&result, PolicyKind::Geometry).overflow_layers, 0);
     let long = StressOptions { seq_len: 41, ..options(Mode::Operands) };
     let error = run(Scenario::CheckpointLoad, &model, &long).unwrap_err();
-    assert!(error.is_argument() && error.to_string().contains("40 positions"), "{error}");
+    assert!(error.is_argument() && error.to_string().contains("seq_len 41 must be at most 40"), "{error}");
 }
 
 #[test]

@@ -5,10 +5,9 @@ mod page;
 use super::model::{Model, headline};
 use super::output::{OutputArgs, write_file};
 use super::progress;
-use super::table::{Table, range, short};
+use super::table::{Table, range, short, wrapped};
 use sigmascale::calibrate::{Calibration, Inspection, Options, Statistics};
 use sigmascale::{Error, Result};
-use std::fmt::Write;
 use std::path::PathBuf;
 
 /// Spectral profile of a checkpoint: sigma per layer and head, stable rank, RoPE ratio, certain logit bound
@@ -89,6 +88,5 @@ fn table(inspection: &Inspection) -> String {
         ]);
     }
     out.push_str(&table.render());
-    let _ = writeln!(out, "\n{}", page::BOUNDS);
-    out
+    out + "\n" + &wrapped(page::BOUNDS, "", 118)
 }

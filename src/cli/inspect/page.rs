@@ -9,7 +9,7 @@ use std::fmt::Write;
 
 /// What tells the two certain bounds apart.
 pub const BOUNDS: &str = "certain bound: largest |logit| of any normalized input, in exact arithmetic; worst case: the \
-                          same including rounding, which logit descales cover";
+                          same including rounding, which logit descales cover.";
 
 /// The profile in a few sentences.
 pub fn summary(inspection: &Inspection) -> String {
@@ -111,7 +111,7 @@ pub fn render(inspection: &Inspection) -> String {
     }
     page.figures(&[Figure {
         title: "Numbers by layer".to_owned(),
-        caption: format!("Over the heads of a layer. {BOUNDS}."),
+        caption: format!("Over the heads of a layer. {BOUNDS}"),
         content: numbers(layers),
     }]);
     page.render()

@@ -133,8 +133,8 @@ pub fn framing(run: &StressResult) -> Vec<String> {
     out.extend(run.policies.iter().filter_map(|policy| policy.assumption).map(|text| format!("Assumption: {text}.")));
     if let Some(tail) = run.tail.filter(|_| of(run, PolicyKind::GeometryCStar).is_some()) {
         out.push(format!(
-            "Under that assumption geometry-c-star exceeds its logit bound with probability at most {:e} in all heads of \
-             {}, each with {} of {}.",
+            "Under that assumption logits exceed the bound of geometry-c-star with probability at most {:e}, over all \
+             heads and {}, each with {} of {}.",
             tail.delta,
             counted(tail.steps, "step"),
             counted(tail.batch, "sequence"),
