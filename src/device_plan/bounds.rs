@@ -1,6 +1,5 @@
 //! Bounds between the two sides, and the bounds stage on weights in host memory.
 
-use super::NO_BOUND;
 use crate::bound::{LayerBounds, OperandBound, Tail};
 use crate::cuda::scale::{
     DeviceWeights, HeadBound, HostLayer, HostProjection, HostQkNorm, LayerInput, ScaleEngine, above,
@@ -11,6 +10,18 @@ use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, GainForm, LayerSpec, LayerWeights, NormKind, Projection, QkNormScope, RopeLayout};
 use crate::policy::PolicyShape;
 use std::sync::Arc;
+
+/// A zero bound of every head, for layers that have none.
+const NO_BOUND: HeadBound = HeadBound {
+    sigma: 0.0,
+    certain: 0.0,
+    rounded: 0.0,
+    descale: 1.0,
+    linear: 0.0,
+    constant: 0.0,
+    constants: 0.0,
+    pad: 0.0,
+};
 
 /// Bounds of every layer as the device keeps them. Isotropic bounds are carried by a sigma that gives them.
 pub(super) fn to_device(

@@ -25,13 +25,13 @@ mod state;
 pub use bounds::{DeviceBounds, scale_engine};
 
 use crate::bound::{E4M3_MAX, LayerBounds, Tail, isotropic};
-use crate::cuda::policy::{BoundSource, PolicyEngine, PolicySetup, Pool, Rule, TENSORS};
-use crate::cuda::scale::{HeadBound, ScaleEngine};
+use crate::cuda::policy::{BoundSource, PolicyEngine, PolicySetup, Pool, Rule, SlackWords, TENSORS};
+use crate::cuda::scale::ScaleEngine;
 use crate::cuda::{Device, DevicePtr, StepWords, Stream};
 use crate::error::{Error, Result};
 use crate::model::AttentionSpec;
 use crate::plan::{Granularity, OperandDescales, ScalePlan};
-use crate::policy::{AmaxAlgorithm, PolicyConfig, PolicyShape, PolicyState, Pooling, Tensor};
+use crate::policy::{AmaxAlgorithm, PolicyConfig, PolicyShape, PolicyState, Pooling, Slack, Tensor};
 use crate::scale::Descale;
 use crate::stats::StepStats;
 
@@ -217,6 +217,20 @@ impl DevicePlan {
             .collect()
     }
 
+    /// auto-c: how far the certain bounds lay above what the burn-in has observed so far, a layer an entry, of logits, q, k and
+    /// v. `None` where nothing but zeros was seen; no entries under the other policies. Not part of the state. Waits for the
+    /// device.
+    ///
+    /// # Errors
+    /// As the device.
+    pub fn read_slack(&self) -> Result<Vec<[Option<Slack>; 4]>> {
+        let slack = |words: SlackWords| {
+            let SlackWords { min, max, sum, count } = words;
+            (count > 0).then(|| Slack { min, mean: sum / count as f64, max, count })
+        };
+        Ok(self.engine.read_slack()?.into_iter().map(|layer| layer.map(slack)).collect())
+    }
+
     /// Everything that later plans depend on, apart from the weights. Waits for the device.
     ///
     /// # Errors
@@ -290,15 +304,3 @@ fn setup(spec: &AttentionSpec, config: &PolicyConfig, shape: &PolicyShape, tail:
 
 // Tensors are counted alike on both sides.
 const _: () = assert!(Tensor::O as usize + 1 == TENSORS && Tensor::Logit as usize == 0);
-
-/// A zero bound of every head, for layers that have none.
-const NO_BOUND: HeadBound = HeadBound {
-    sigma: 0.0,
-    certain: 0.0,
-    rounded: 0.0,
-    descale: 1.0,
-    linear: 0.0,
-    constant: 0.0,
-    constants: 0.0,
-    pad: 0.0,
-};

@@ -611,7 +611,8 @@ fn a_workspace_of_any_content_gives_the_same_bits() {
         let data = Data::new(&shape, 15);
         let e4m3 = |x: &[f32]| x.iter().map(|x| Format::E4m3.encode(*x, OnOverflow::Saturate)).collect::<Vec<u8>>();
         for element in [Element::Bf16, Element::E4m3] {
-            let bytes = [&data.q, &data.k, &data.v].map(|x| if element == Element::Bf16 { bf16_bytes(x) } else { e4m3(x) });
+            let bytes =
+                [&data.q, &data.k, &data.v].map(|x| if element == Element::Bf16 { bf16_bytes(x) } else { e4m3(x) });
             let memory = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &[0.02, 0.03, 0.04]);
             let (tensors, workspace) = memory.tensors(&call, element);
             let stream = stream();
