@@ -60,7 +60,9 @@ def pytorch(who):
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ModuleNotFoundError(f"{who} needs PyTorch, which is not installed: pip install torch", name="torch") from None
+        raise ModuleNotFoundError(
+            f"{who} needs PyTorch, which is not installed: pip install torch", name="torch"
+        ) from None
     return torch
 
 

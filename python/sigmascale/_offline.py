@@ -54,7 +54,9 @@ def _safetensors(weights):
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must map tensor names to arrays, and is a {type(weights).__name__}")
     if not weights:
-        raise ArgumentError("weights is empty: give a state_dict(), or leave weights out for the constants of the config alone")
+        raise ArgumentError(
+            "weights is empty: give a state_dict(), or leave weights out for the constants of the config alone"
+        )
     header, chunks, offset = {}, [], 0
     for name, value in weights.items():
         dtype, shape, data = _stored(name, value)

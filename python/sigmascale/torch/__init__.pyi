@@ -7,7 +7,6 @@ import torch
 from numpy.typing import NDArray
 
 from .. import AutoC, DelayedPaper, DelayedTe, Tail
-
 from . import te as te
 
 __all__ = [

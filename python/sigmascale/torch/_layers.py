@@ -64,9 +64,7 @@ class Layer:
         return self.fused_d_head if self.heads is not None else self.q.shape[0] // max(self.n_q_heads, 1)
 
     def __repr__(self):
-        return (
-            f"<sigmascale Layer {self.name}: {self.n_q_heads} query and {self.n_kv_heads} KV heads of {self.d_head}>"
-        )
+        return f"<sigmascale Layer {self.name}: {self.n_q_heads} query and {self.n_kv_heads} KV heads of {self.d_head}>"
 
     def tensors(self):
         """Every tensor that the scales depend on, by name."""
