@@ -1,7 +1,8 @@
 //! Kernels of loaded sources: their arguments and launches.
 
-use super::Stream;
 use super::driver::{OutsideCaptures, failed};
+use super::pointer::DevicePtr;
+use super::stream::Stream;
 use crate::error::{Error, Result};
 use cudarc::driver::{CudaFunction, CudaModule, CudaStream, DevicePtr as _, result, sys};
 use std::ffi::c_void;
@@ -81,21 +82,6 @@ impl Launch {
     /// A one-dimensional launch.
     pub fn linear(blocks: usize, block: u32, shared: u32) -> Self {
         Self { grid: (blocks as u32, 1, 1), block, shared }
-    }
-}
-
-/// An address in device memory. Making one is safe; a kernel that reads through it is what has to be careful.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct DevicePtr(pub u64);
-
-impl DevicePtr {
-    /// No address: an absent vector.
-    pub const NULL: Self = Self(0);
-
-    /// The address `bytes` further on.
-    pub fn offset(self, bytes: u64) -> Self {
-        Self(self.0 + bytes)
     }
 }
 

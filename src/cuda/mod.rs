@@ -20,13 +20,19 @@ mod driver;
 mod kernel;
 mod library;
 mod nvrtc;
+mod pointer;
+mod probe;
 pub mod sources;
+mod stream;
 pub(crate) mod tensor_map;
 mod view;
 
-pub use device::{Buffer, Device, Event, Graph, Stream};
+pub use device::{Buffer, Device};
 pub use driver::{KeepCurrent, OutsideCaptures};
-pub use kernel::{Arg, DevicePtr, Kernel, Launch, Module, Word};
-pub use library::{Probe, is_available, probe, require};
+pub use kernel::{Arg, Kernel, Launch, Module, Word};
+
 pub use nvrtc::{Arch, Compiled, Request, ResourceUse, compile, compiler_version, is_compiler_available};
+pub use pointer::DevicePtr;
+pub use probe::{Probe, is_available, probe, require};
+pub use stream::{Event, Graph, Stream};
 pub use view::{Element, View};

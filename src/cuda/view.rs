@@ -1,6 +1,6 @@
 //! Arrays in device memory that belong to somebody else.
 
-use super::DevicePtr;
+use super::pointer::DevicePtr;
 use crate::error::{Error, Result};
 
 /// Type of the elements of a [`View`].
