@@ -1,6 +1,7 @@
 //! Bounds as the scale engine of a GPU writes them: plain values, which need no driver.
 
-use super::{HeadBounds, LayerBounds, ModelConstants, OperandBound, Tail};
+use super::tail::{ModelConstants, Tail};
+use super::values::{HeadBounds, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, NormKind};
 use bytemuck::{Pod, Zeroable};

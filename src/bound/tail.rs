@@ -187,6 +187,33 @@ impl Tail {
     }
 }
 
+/// Logarithms of the union bound, the same for every head of a model.
+pub(super) struct ModelConstants {
+    pub(super) c_star: f64,
+    pub(super) c_star_halved: f64,
+    /// `ln(8 N L^2 / delta)`: the linear terms beside `c_star(delta / 2)`.
+    pub(super) t_rank_aware: f64,
+    /// Off-diagonal entries, without and with constants; twice as many pairs where attention is not causal.
+    pub(super) t_spectrum: (f64, f64),
+    /// Diagonal entries.
+    pub(super) x_diagonal: f64,
+    pub(super) sphere: f64,
+}
+
+impl ModelConstants {
+    pub(super) fn new(spec: &AttentionSpec, tail: &Tail) -> Result<Self> {
+        let pairs = if spec.causal { 1.0 } else { 2.0 };
+        Ok(Self {
+            c_star: tail.c_star(spec)?.c_star,
+            c_star_halved: tail.halved().c_star(spec)?.c_star,
+            t_rank_aware: tail.log_union(8.0, spec, 2),
+            t_spectrum: (tail.log_union(2.0 * pairs, spec, 2), tail.log_union(6.0 * pairs, spec, 2)),
+            x_diagonal: tail.log_union(4.0, spec, 1),
+            sphere: sphere_factor(spec),
+        })
+    }
+}
+
 /// d/(d-1) for LayerNorm, whose tokens live on a sphere of one dimension less; 1 for RMSNorm. Multiplies tail bounds.
 pub fn sphere_factor(spec: &AttentionSpec) -> f64 {
     let d = spec.d_model as f64;

@@ -1,6 +1,6 @@
 //! The spectral profile of a checkpoint. Its serialised form is the JSON of `sigmascale inspect`.
 
-use super::{HeadProfile, LayerProfile, ModelSummary, Profile};
+use super::profile::{HeadProfile, LayerProfile, ModelSummary, Profile};
 use serde::Serialize;
 
 /// The profile. Numbers are null where q and k are normalised after the projection.

@@ -1,6 +1,5 @@
 //! What the attention of a model is, as far as its logits and operands can be bounded from the weights.
 
-use super::record::SpecRecord;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -8,8 +7,7 @@ use serde::{Deserialize, Serialize};
 ///
 /// What all layers share stands here, heads, rotation and softmax scale in each [`LayerSpec`]. `d_model` channels enter every
 /// layer.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(try_from = "SpecRecord", into = "SpecRecord")]
+#[derive(Clone, Debug, PartialEq)]
 pub struct AttentionSpec {
     /// Name shown to people: the preset, folder or file it came from.
     pub name: String,

@@ -17,135 +17,23 @@
 //!   until a restart; the step's report carries the safe plan.
 //! - **Forbidden**: after more than `max_restarts` restarts, and for a pool that saw only zeros.
 
+use super::config::{AutoCConfig, PolicyConfig, Pooling};
+use super::contract::Policy;
 use super::geometry::check_eta;
-use super::report::{largest, overflows};
-use super::{
-    Memory, Policy, PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Report, Restart, Tensor, share,
-};
+use super::kind::PolicyKind;
+use super::report::{PolicyEvent, Report, Restart};
+use super::shape::PolicyShape;
+use super::state::{AutoCState, Forbidden, Memory, Phase, PolicyState, RatioPool};
+use super::tensor::{Tensor, largest, overflows};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::error::{Error, Result};
-use crate::plan::{DEFAULT_ETA, Granularity, OperandDescales, ScalePlan};
+use crate::plan::{Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use crate::stats::StepStats;
-use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// Tensors that have constants, in this order everywhere.
 const TENSORS: [Tensor; 4] = [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V];
-
-/// Which ratios share one constant.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Pooling {
-    /// All heads of all layers.
-    Model,
-    /// The heads of a layer.
-    #[default]
-    Layer,
-    /// Every head alone.
-    Head,
-}
-
-/// Parameters of `auto-c`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct AutoCConfig {
-    /// T: steps observed before a constant is fixed.
-    pub burn_in: u32,
-    /// Share of the observed ratios that the constant covers before the safety factor (the paper: 0.9999).
-    #[serde(default = "default_quantile")]
-    pub quantile: f64,
-    /// Safety factor on the observed ratio (the paper: 1).
-    pub kappa: f64,
-    /// Which ratios share a constant.
-    pub pooling: Pooling,
-    /// Share of the E4M3 range that a logit bound is mapped onto.
-    pub eta: f64,
-    /// One scale a head or a layer.
-    pub granularity: Granularity,
-    /// Restarts after which no constant is used.
-    pub max_restarts: u32,
-}
-
-impl Default for AutoCConfig {
-    fn default() -> Self {
-        Self {
-            burn_in: 100,
-            quantile: default_quantile(),
-            kappa: 1.5,
-            pooling: Pooling::default(),
-            eta: DEFAULT_ETA,
-            granularity: Granularity::Head,
-            max_restarts: 8,
-        }
-    }
-}
-
-fn default_quantile() -> f64 {
-    0.9999
-}
-
-/// Why no constant is used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Forbidden {
-    /// More restarts than allowed: what is observed does not last.
-    TooManyRestarts,
-    /// Every observed value was zero: nothing to scale by.
-    NothingObserved,
-}
-
-/// Where a pool stands.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "phase", rename_all = "kebab-case")]
-pub enum Phase {
-    /// Observing; the certain bound is used.
-    BurnIn,
-    /// `c` times the bound is used.
-    Frozen {
-        /// The constant.
-        c: f64,
-    },
-    /// An overflow under `c` brought the certain bound back.
-    FellBack {
-        /// The constant given up.
-        c: f64,
-    },
-    /// The certain bound is used.
-    Forbidden {
-        /// Why.
-        reason: Forbidden,
-    },
-}
-
-impl Phase {
-    /// Multiplier of the certain bound.
-    pub fn c(self) -> f64 {
-        match self {
-            Self::Frozen { c } => c,
-            _ => 1.0,
-        }
-    }
-}
-
-/// One pool: its phase, and the largest ratios seen, as many as decide the order statistic, largest first.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct RatioPool {
-    /// Where it stands.
-    pub phase: Phase,
-    /// Largest ratios, descending.
-    pub top: Vec<f64>,
-}
-
-/// What `auto-c` remembers.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct AutoCState {
-    /// Burn-in steps taken in by each layer.
-    pub seen: Vec<u32>,
-    /// Restarts so far.
-    pub restarts: u32,
-    /// Pools of logits, q, k and v.
-    pub pools: [Vec<RatioPool>; 4],
-}
 
 /// The policy.
 #[derive(Clone, Debug)]
@@ -268,7 +156,7 @@ impl AutoC {
             return;
         }
         for tensor in TENSORS {
-            let heads = if self.config.pooling == Pooling::Head { self.shape.of(layer).row(tensor) } else { 1 };
+            let heads = if self.config.pooling == Pooling::Head { tensor.row(self.shape.of(layer)) } else { 1 };
             for head in 0..heads {
                 let at = self.pool(tensor, layer, head);
                 let pool = &mut self.state.pools[tensor as usize][at];
@@ -360,7 +248,7 @@ fn all_heads(shape: &PolicyShape, tensor: Tensor) -> usize {
 fn ratio_count(config: &AutoCConfig, shape: &PolicyShape, layer: usize, tensor: Tensor) -> u64 {
     let heads = match config.pooling {
         Pooling::Model => all_heads(shape, tensor),
-        Pooling::Layer => shape.of(layer).row(tensor),
+        Pooling::Layer => tensor.row(shape.of(layer)),
         Pooling::Head => 1,
     };
     heads as u64 * u64::from(config.burn_in)
@@ -443,6 +331,14 @@ impl Policy for AutoC {
 
     fn save(&self) -> PolicyState {
         PolicyState::new(self.config(), &self.shape, Memory::AutoC(self.state.clone()))
+    }
+}
+
+/// Fills a row with its largest value where one scale a layer is asked for.
+fn share(row: &mut [f64], granularity: Granularity) {
+    if granularity == Granularity::Layer {
+        let largest = row.iter().copied().fold(0.0, f64::max);
+        row.fill(largest);
     }
 }
 

@@ -1,10 +1,8 @@
 //! The heads of every layer, which a policy's state depends on.
 
-use super::Tensor;
 use crate::bound::LayerBounds;
 use crate::error::{Error, Result};
-use crate::model::HeadOffsets;
-use crate::model::{AttentionSpec, PerLayer};
+use crate::model::{AttentionSpec, HeadOffsets, PerLayer};
 use crate::plan::ScalePlan;
 use crate::stats::StepStats;
 use serde::{Deserialize, Serialize};
@@ -173,11 +171,6 @@ impl LayerShape {
     /// Query heads of one KV head.
     pub(super) fn group(self) -> usize {
         self.n_q_heads / self.n_kv_heads
-    }
-
-    /// Values of one tensor: query heads for logits, KV heads for operands.
-    pub(super) fn row(self, tensor: Tensor) -> usize {
-        if tensor == Tensor::Logit { self.n_q_heads } else { self.n_kv_heads }
     }
 
     /// Whether statistics are those of a layer of this shape.

@@ -1,6 +1,7 @@
 use super::*;
-use crate::bound::{HeadBounds, OperandBound};
-use crate::stats::{CastStats, LogitStats};
+use crate::bound::{HeadBounds, LayerBounds, OperandBound};
+use crate::plan::{Granularity, ScalePlan};
+use crate::stats::{CastStats, LogitStats, StepStats};
 
 fn shape() -> PolicyShape {
     PolicyShape::uniform(2, 4, 2)

@@ -9,7 +9,7 @@
 //! can be after k iterations from a random start; nothing is promised after a warm start on changed weights.
 
 use super::dense::lanczos_within;
-use super::{Constants, HeadSpectrum, LayerSpectrum, SpectralEngine, layer_channels};
+use super::spectrum::{Constants, HeadSpectrum, LayerSpectrum, PowerEstimate, SpectralEngine, layer_channels};
 use crate::error::{Error, Result};
 use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL, Rotary};
 use crate::model::{AttentionSpec, PerLayer};
@@ -50,17 +50,6 @@ pub struct PowerVectors {
     pub u: Vec<f32>,
     /// Right.
     pub v: Vec<f32>,
-}
-
-/// What one call of the iteration tells.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct PowerEstimate {
-    /// `||M^T u||`: never above sigma (but for rounding).
-    pub sigma: f64,
-    /// `||M^T u - s v||` with `s = ||M v||`, of the last iteration's vectors: some singular value lies within it of s.
-    pub residual: f64,
-    /// Iterations since a random start; `None` after a warm start, about which nothing can be certified.
-    pub cold_iterations: Option<usize>,
 }
 
 impl PowerState {

@@ -76,7 +76,7 @@ impl PolicyArgs {
         }
         let checked = |kind: PolicyKind| {
             let config = self.config(kind);
-            config.build(PolicyShape::alike(1, 1, 1)).map_err(|error| error.within(kind))?;
+            config.build(PolicyShape::uniform(1, 1, 1)).map_err(|error| error.within(kind))?;
             Ok(config)
         };
         kinds.into_iter().map(checked).collect()
