@@ -15,6 +15,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaGraph, CudaStream, result, sys}
 use cudarc::nvrtc::Ptx;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// One GPU, through its primary context (the one PyTorch uses).
 #[derive(Clone, Debug)]
@@ -23,6 +24,15 @@ pub struct Device {
     cache: Cache,
     arch: Arch,
     processors: usize,
+    tally: Option<Arc<Tally>>,
+}
+
+/// What a device has been asked to allocate.
+#[derive(Debug)]
+struct Tally {
+    bytes: AtomicUsize,
+    /// Nothing is allocated.
+    dry: bool,
 }
 
 impl Device {
@@ -48,7 +58,7 @@ impl Device {
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
             .map_err(failed(&doing))?;
         let arch = Arch::of((major * 10 + minor) as u32);
-        Ok(Self { context, cache: Cache::new(default_folder()), arch, processors: processors as usize })
+        Ok(Self { context, cache: Cache::new(default_folder()), arch, processors: processors as usize, tally: None })
     }
 
     /// The same device with compiled kernels kept elsewhere (`None`: nowhere).
@@ -115,6 +125,16 @@ impl Device {
         Ok(Stream { inner: self.context.new_stream().map_err(failed("making a stream"))? })
     }
 
+    /// The same, whose blocks start before those of other streams.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub(super) fn urgent_stream(&self) -> Result<Stream> {
+        // A priority above the device's range is its highest.
+        let inner = self.context.new_stream_with_priority(i32::MIN).map_err(failed("making a stream"))?;
+        Ok(Stream { inner })
+    }
+
     /// The legacy default stream, where PyTorch works unless told otherwise. It cannot be captured.
     pub fn default_stream(&self) -> Stream {
         Stream { inner: self.context.default_stream() }
@@ -138,11 +158,28 @@ impl Device {
         let bytes = len
             .checked_mul(size_of::<T>())
             .ok_or_else(|| Error::cuda(format_args!("{len} values of {} bytes overflow memory", size_of::<T>())))?;
+        if let Some(tally) = &self.tally {
+            tally.bytes.fetch_add(bytes, Ordering::Relaxed);
+            if tally.dry {
+                return Ok(Buffer { ptr: 0, len, context: self.context.clone(), _type: PhantomData });
+            }
+        }
         self.context.bind_to_thread().map_err(failed("binding the device"))?;
         // SAFETY: the context is bound; the size is at least one byte, as the driver asks.
         let ptr = unsafe { result::malloc_sync(bytes.max(1)) }
             .map_err(failed(format_args!("allocating {bytes} bytes on the device")))?;
         Ok(Buffer { ptr, len, context: self.context.clone(), _type: PhantomData })
+    }
+
+    /// What `make` sets up on this device, and the bytes of device memory that it asks for. `dry`: none is allocated, so what
+    /// is made can be dropped and nothing else.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub(super) fn counting<T>(&self, dry: bool, make: impl FnOnce(&Self) -> Result<T>) -> Result<(T, usize)> {
+        let tally = Arc::new(Tally { bytes: AtomicUsize::new(0), dry });
+        let made = make(&Self { tally: Some(tally.clone()), ..self.clone() })?;
+        Ok((made, tally.bytes.load(Ordering::Relaxed)))
     }
 
     /// Device memory of zeros.
@@ -151,7 +188,7 @@ impl Device {
     /// As [`Device::allocate`].
     pub fn zeros<T: Pod>(&self, len: usize) -> Result<Buffer<T>> {
         let buffer = self.allocate::<T>(len)?;
-        if len == 0 {
+        if len == 0 || buffer.ptr == 0 {
             return Ok(buffer);
         }
         // SAFETY: the range is the buffer's own, and the context was bound by `allocate`.
@@ -252,7 +289,7 @@ impl<T: Pod> Buffer<T> {
 
     /// The same of memory that nothing uses yet.
     fn fill(&self, data: &[T]) -> Result<()> {
-        if data.is_empty() {
+        if data.is_empty() || self.ptr == 0 {
             return Ok(());
         }
         self.context.bind_to_thread().map_err(failed("binding the device"))?;
@@ -304,7 +341,7 @@ impl<T: Pod> Buffer<T> {
 
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
+        if self.ptr != 0 && self.context.bind_to_thread().is_ok() {
             // SAFETY: the pointer came from `malloc_sync` and is freed once; the call waits for work that uses it. After
             // a lost context it fails, and there is nothing to do.
             let _ = unsafe { result::free_sync(self.ptr) };
@@ -340,6 +377,14 @@ impl Stream {
         // SAFETY: the view's maker promised its memory, for work on streams.
         unsafe { result::memset_d8_async(view.ptr().0, 0, bytes, self.inner.cu_stream()) }
             .map_err(failed("clearing memory"))
+    }
+
+    /// Lets what this stream is given next wait for what `other` has been given so far. Capturable.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub(super) fn wait_for(&self, other: &Self) -> Result<()> {
+        self.inner.join(&other.inner).map_err(failed("ordering two streams"))
     }
 
     /// Records what `work` puts on this stream as a graph; nothing runs yet. The graph keeps `work`, so the engines that it borrows
