@@ -102,8 +102,11 @@ headers! {
     "ptx/tma.cuh",
     "ptx/wgmma.cuh",
     @include
+    "gram_pass.cuh",
     "head_bound.cuh",
+    "pair_sums.cuh",
     "policy_types.cuh",
+    "ring.cuh",
     "scale_accumulator.cuh",
     "scale_chain.cuh",
     "scale_cluster.cuh",
