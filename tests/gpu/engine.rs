@@ -15,6 +15,7 @@ use std::sync::Arc;
 tests![
     plans_are_never_below_the_truth_and_close_above_it,
     heads_of_few_directions_are_bounded_as_tightly,
+    large_flat_heads_are_bounded_as_tightly,
     random_shapes_hold_the_same,
     a_head_of_which_rounding_leaves_nothing_keeps_its_bound,
     norms_that_may_win_are_squared,
@@ -342,6 +343,25 @@ fn plans_are_never_below_the_truth_and_close_above_it() {
 fn heads_of_few_directions_are_bounded_as_tightly() {
     let cases = [few_directions(), few_directions_without_rotation()].concat();
     let bad: Vec<String> = cases.iter().zip(500..).flat_map(|(case, seed)| compare(case, seed)).collect();
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+/// Independent values of one size over many inputs: the flattest spectrum that weights have, the hardest for a certificate.
+fn large_flat_heads_are_bounded_as_tightly() {
+    let flat = |d, r, rotary| Case { rotary, ..Case::new("flat", (d, r), (2, 1)) };
+    let f32s = |case| Case { dtype: Dtype::F32, ..case };
+    let cases = [
+        flat(8192, 128, 128),
+        flat(8192, 128, 0),
+        flat(8192, 192, 192),
+        Case { layer_norm: true, biases: true, ..flat(1600, 64, 0) },
+        Case { layer_norm: true, biases: true, ..flat(4096, 128, 0) },
+        Case { dtype: Dtype::F16, ..flat(3072, 96, 96) },
+        f32s(flat(8192, 128, 128)),
+        f32s(flat(4096, 128, 0)),
+        f32s(flat(3584, 256, 256)),
+    ];
+    let bad: Vec<String> = cases.iter().zip(900..).flat_map(|(case, seed)| compare(case, seed)).collect();
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 

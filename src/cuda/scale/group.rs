@@ -73,11 +73,11 @@ impl Group {
             results.status.clear(stream)?;
         }
         self.norms.every(stream, self.projections.ptr(), self.stats.ptr())?;
-        self.operand_descales(stream, results, self.pdl)
+        self.operand_descales(stream, results, self.pdl, 1024)
     }
 
     /// From the channel statistics. `pdl`: a kernel that leaves some of these is the last on the stream.
-    fn operand_descales(&self, stream: &Stream, results: &Results, pdl: bool) -> Result<()> {
+    fn operand_descales(&self, stream: &Stream, results: &Results, pdl: bool, threads: u32) -> Result<()> {
         let args = [
             Arg::Ptr(self.layer_table.ptr()),
             Arg::Ptr(self.stats.ptr()),
@@ -86,8 +86,8 @@ impl Group {
             Arg::Ptr(results.operand_bounds.ptr()),
             Arg::Ptr(results.status.ptr()),
         ];
-        let launch =
-            Launch { grid: (self.layers.len() as u32, 3, 1), block: 1024, shared: 4 * self.layers[0].n_q as u32 };
+        let shared = 4 * self.layers[0].n_q as u32;
+        let launch = Launch { grid: (self.layers.len() as u32, 3, 1), block: threads, shared };
         // SAFETY: 1. the arguments are the kernel's, in order; 2. and 3. all are the engine's buffers, written for these
         // layers, ordered by the stream.
         unsafe { self.descales.launch_early(stream, launch, &args, pdl)? };
@@ -116,7 +116,8 @@ impl Group {
         // V and the descales beside the certificates: the one waits for memory, the others for tensor cores.
         side.wait_for(stream)?;
         let values = grams.has_stats && self.norms.values(side, projections, stats)?;
-        self.operand_descales(side, results, self.pdl && values)?;
+        // Blocks small enough for the room that certificates leave.
+        self.operand_descales(side, results, self.pdl && values, 256)?;
         bounds.norms(stream, grams, stats, status)?;
         // Products without rotation, the Frobenius bound with it.
         bounds.products(stream, grams, stats, status)?;
