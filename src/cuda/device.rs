@@ -18,6 +18,7 @@ use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use cudarc::nvrtc::Ptx;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// One GPU, through its primary context (the one PyTorch uses).
 #[derive(Clone, Debug)]
@@ -28,6 +29,15 @@ pub struct Device {
     cache: Cache,
     arch: Arch,
     processors: usize,
+    tally: Option<Arc<Tally>>,
+}
+
+/// What a device has been asked to allocate.
+#[derive(Debug)]
+struct Tally {
+    bytes: AtomicUsize,
+    /// Nothing is allocated.
+    dry: bool,
 }
 
 impl Device {
@@ -55,7 +65,8 @@ impl Device {
             .map_err(failed(&doing))?;
         let arch = Arch::of((major * 10 + minor) as u32);
         let setup = context.new_stream().map_err(failed(&doing))?;
-        Ok(Self { context, setup, cache: Cache::new(default_folder()), arch, processors: processors as usize })
+        let cache = Cache::new(default_folder());
+        Ok(Self { context, setup, cache, arch, processors: processors as usize, tally: None })
     }
 
     /// The same device with compiled kernels kept elsewhere (`None`: nowhere).
@@ -123,6 +134,16 @@ impl Device {
         Ok(Stream { inner: self.context.new_stream().map_err(failed("making a stream"))? })
     }
 
+    /// The same, whose blocks start before those of other streams.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub(crate) fn urgent_stream(&self) -> Result<Stream> {
+        // A priority above the device's range is its highest.
+        let inner = self.context.new_stream_with_priority(i32::MIN).map_err(failed("making a stream"))?;
+        Ok(Stream { inner })
+    }
+
     /// The legacy default stream, where PyTorch works unless told otherwise. It cannot be captured.
     pub fn default_stream(&self) -> Stream {
         Stream { inner: self.context.default_stream() }
@@ -146,6 +167,12 @@ impl Device {
         let bytes = len
             .checked_mul(size_of::<T>())
             .ok_or_else(|| Error::cuda(format_args!("{len} values of {} bytes overflow memory", size_of::<T>())))?;
+        if let Some(tally) = &self.tally {
+            tally.bytes.fetch_add(bytes, Ordering::Relaxed);
+            if tally.dry {
+                return Ok(Buffer { ptr: 0, len, setup: self.setup.clone(), _type: PhantomData });
+            }
+        }
         let _setup = OutsideCaptures::new();
         self.context.bind_to_thread().map_err(failed("binding the device"))?;
         // SAFETY: the context is bound; the size is at least one byte, as the driver asks.
@@ -154,13 +181,24 @@ impl Device {
         Ok(Buffer { ptr, len, setup: self.setup.clone(), _type: PhantomData })
     }
 
+    /// What `make` sets up on this device, and the bytes of device memory that it asks for. `dry`: none is allocated, so what
+    /// is made can be dropped and nothing else.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub(crate) fn counting<T>(&self, dry: bool, make: impl FnOnce(&Self) -> Result<T>) -> Result<(T, usize)> {
+        let tally = Arc::new(Tally { bytes: AtomicUsize::new(0), dry });
+        let made = make(&Self { tally: Some(tally.clone()), ..self.clone() })?;
+        Ok((made, tally.bytes.load(Ordering::Relaxed)))
+    }
+
     /// Device memory of zeros.
     ///
     /// # Errors
     /// As [`Device::allocate`].
     pub fn zeros<T: Pod>(&self, len: usize) -> Result<Buffer<T>> {
         let buffer = self.allocate::<T>(len)?;
-        if len == 0 {
+        if len == 0 || buffer.ptr == 0 {
             return Ok(buffer);
         }
         let _setup = OutsideCaptures::new();
@@ -257,7 +295,7 @@ impl<T: Pod> Buffer<T> {
 
     /// The same of memory that nothing uses yet.
     fn fill(&self, data: &[T]) -> Result<()> {
-        if data.is_empty() {
+        if data.is_empty() || self.ptr == 0 {
             return Ok(());
         }
         let _setup = OutsideCaptures::new();
@@ -317,6 +355,9 @@ impl<T: Pod> Buffer<T> {
 
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
+        if self.ptr == 0 {
+            return;
+        }
         let _setup = OutsideCaptures::new();
         if self.setup.context().bind_to_thread().is_ok() {
             // SAFETY: the pointer came from `malloc_sync` and is freed once; the call waits for work that uses it. After

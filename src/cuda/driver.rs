@@ -1,7 +1,7 @@
 //! The thin unsafe edge to the driver library.
 
 use crate::error::{Error, Result};
-use cudarc::driver::{CudaFunction, result, sys};
+use cudarc::driver::{result, sys};
 use std::path::Path;
 use std::sync::OnceLock;
 
@@ -151,38 +151,4 @@ pub(super) fn failed(doing: impl std::fmt::Display) -> impl FnOnce(result::Drive
         };
         Error::cuda(format_args!("{doing}: {e}{hint}"))
     }
-}
-
-/// Clusters of `size` blocks that the device holds at a time. Allows any size.
-pub(super) fn clusters(
-    function: &CudaFunction,
-    size: u32,
-    block: u32,
-    shared: u32,
-) -> Result<u32, result::DriverError> {
-    let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
-    function.set_attribute(attribute, 1)?;
-    let mut of_blocks = sys::CUlaunchAttribute {
-        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
-        pad: [0; 4],
-        value: sys::CUlaunchAttributeValue {
-            clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: size, y: 1, z: 1 },
-        },
-    };
-    let config = sys::CUlaunchConfig {
-        gridDimX: size,
-        gridDimY: 1,
-        gridDimZ: 1,
-        blockDimX: block,
-        blockDimY: 1,
-        blockDimZ: 1,
-        sharedMemBytes: shared,
-        hStream: std::ptr::null_mut(),
-        attrs: &raw mut of_blocks,
-        numAttrs: 1,
-    };
-    let mut count = 0;
-    // SAFETY: the configuration and its attribute outlive the call, which only reads them.
-    unsafe { sys::cuOccupancyMaxActiveClusters(&mut count, function.cu_function(), &config) }.result()?;
-    Ok(count.max(0) as u32)
 }

@@ -145,15 +145,6 @@ impl Kernel {
         blocks.map(|n| n as u32).map_err(failed(format_args!("asking for the occupancy of {}", self.name)))
     }
 
-    /// Clusters that the device holds at a time, of a kernel compiled for clusters of `size` blocks. Allows any size.
-    ///
-    /// # Errors
-    /// If the driver does not answer.
-    pub(crate) fn clusters(&self, size: u32, block: u32, shared: u32) -> Result<u32> {
-        super::driver::clusters(&self.inner, size, block, shared)
-            .map_err(failed(format_args!("asking for the clusters of {}", self.name)))
-    }
-
     /// Puts the kernel on a stream. Asynchronous, and capturable.
     ///
     /// # Errors

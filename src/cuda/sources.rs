@@ -27,8 +27,6 @@ sources! {
     NORMS = "scale_norms";
     /// The same of 16-bit weights by Hopper's copy engine.
     NORMS_HEADS = "scale_norms_heads";
-    /// Norms of V channels, beside the certificates.
-    VALUES = "scale_values";
     /// Operand descales from channel statistics.
     DESCALES = "scale_descales";
     /// Grams of any head, without tensor cores.
@@ -55,14 +53,10 @@ sources! {
     PRODUCTS_PAIRS = "scale_products_pairs";
     /// Frobenius norms from Grams.
     FROBENIUS = "scale_frobenius";
-    /// Results of unlike layers, brought together.
-    JOIN = "scale_join";
     /// Implicit power iteration, each weight read once a step.
     POWER = "scale_power";
     /// The paper's power iteration on a whole layer.
     POWER_SUM = "scale_power_sum";
-    /// The same with each weight read once a step, in clusters (Hopper).
-    POWER_ONCE = "scale_power_once";
     /// Bounds of q and k that are normalised after the projection.
     QK_NORM = "scale_qk_norm";
     /// Logit bounds and descales; statistics from Grams.
@@ -117,8 +111,11 @@ headers! {
     "ptx/tma.cuh",
     "ptx/wgmma.cuh",
     @include
+    "gram_pass.cuh",
     "head_bound.cuh",
+    "pair_sums.cuh",
     "policy_types.cuh",
+    "ring.cuh",
     "scale_accumulator.cuh",
     "scale_chain.cuh",
     "scale_cluster.cuh",

@@ -1,8 +1,9 @@
 //! Streams, events and graphs: the order of work on a device.
 
 use super::driver::failed;
+use super::view::View;
 use crate::error::{Error, Result};
-use cudarc::driver::{CudaEvent, CudaGraph, CudaStream, sys};
+use cudarc::driver::{CudaEvent, CudaGraph, CudaStream, result, sys};
 use std::sync::Arc;
 
 /// An order of work on a device.
@@ -18,6 +19,29 @@ impl Stream {
     /// Errors of earlier work appear here.
     pub fn synchronize(&self) -> Result<()> {
         self.inner.synchronize().map_err(failed("waiting for a stream"))
+    }
+
+    /// Sets every byte of an array without gaps to zero. Capturable.
+    ///
+    /// # Errors
+    /// If the array has gaps, or the driver refuses.
+    pub fn clear<const R: usize>(&self, view: &View<R>) -> Result<()> {
+        if !view.is_dense() {
+            return Err(Error::argument("an array with gaps cannot be cleared"));
+        }
+        let bytes = view.extents().iter().product::<usize>() * view.element().size();
+        self.inner.context().bind_to_thread().map_err(failed("binding the device"))?;
+        // SAFETY: the view's maker promised its memory, for work on streams.
+        unsafe { result::memset_d8_async(view.ptr().0, 0, bytes, self.inner.cu_stream()) }
+            .map_err(failed("clearing memory"))
+    }
+
+    /// Lets what this stream is given next wait for what `other` has been given so far. Capturable.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub(crate) fn wait_for(&self, other: &Self) -> Result<()> {
+        self.inner.join(&other.inner).map_err(failed("ordering two streams"))
     }
 
     /// Records what `work` puts on this stream as a graph; nothing runs yet. The graph keeps `work`, so the engines that it borrows
