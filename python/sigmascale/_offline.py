@@ -52,7 +52,7 @@ def _stored(name, value):
 def _safetensors(weights):
     """The arrays as the bytes of one safetensors file."""
     if not isinstance(weights, Mapping):
-        raise TypeError(f"weights must map tensor names to arrays, and is a {type(weights).__name__}")
+        raise TypeError(f"weights: expected a mapping of tensor names to arrays, got {type(weights).__name__}")
     if not weights:
         raise ArgumentError(
             "weights is empty: give a state_dict(), or leave weights out for the constants of the config alone"
@@ -194,7 +194,7 @@ def descales(profile):
     smallest normal float, which no maximum takes.
     """
     if not isinstance(profile, Mapping):
-        raise TypeError(f"profile must be what calibrate() returned, and is a {type(profile).__name__}")
+        raise TypeError(f"profile: expected what calibrate() returned, got {type(profile).__name__}")
     if not profile.get("layers"):
         raise ArgumentError("the profile has no layers: calibrate a checkpoint, not a config alone")
     rows = {}

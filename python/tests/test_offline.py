@@ -224,7 +224,7 @@ def test_exported_scales_are_the_largest_of_the_heads(tmp_path):
         (TypeError, "bound must be a str", lambda: sigmascale.calibrate("gpt2-xl", bound=None)),
         (TypeError, "str, bytes or os.PathLike", lambda: sigmascale.calibrate(3)),
         (sigmascale.ArgumentError, "UTF-8", lambda: sigmascale.calibrate("\udc80")),
-        (TypeError, "weights must map", lambda: sigmascale.calibrate(MODEL, weights=[1])),
+        (TypeError, "weights: expected a mapping", lambda: sigmascale.calibrate(MODEL, weights=[1])),
         (
             sigmascale.ArgumentError,
             "go with a config",
@@ -258,7 +258,7 @@ def test_exported_scales_are_the_largest_of_the_heads(tmp_path):
         (sigmascale.ArgumentError, "margin 33 must be", lambda: sigmascale.DelayedTe(margin=33)),
         (TypeError, "history must be an integer", lambda: sigmascale.DelayedPaper(history=1.5)),
         (TypeError, "seq_len must be an integer", lambda: sigmascale.Tail(seq_len="1024")),
-        (TypeError, "profile must be", lambda: sigmascale.descales(None)),
+        (TypeError, "profile: expected what calibrate", lambda: sigmascale.descales(None)),
         (OSError, "folder", lambda: sigmascale.export_scales(MODEL, "/no/such/folder/scales.safetensors")),
     ],
 )

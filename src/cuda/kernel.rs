@@ -22,6 +22,8 @@ impl Module {
     /// # Errors
     /// If the source has none of that name.
     pub fn kernel(&self, name: &'static str) -> Result<Kernel> {
+        // The driver loads functions when they are first asked for.
+        let _setup = OutsideCaptures::new();
         let inner =
             self.inner.load_function(name).map_err(failed(format_args!("{} has no kernel {name}", self.name)))?;
         Ok(Kernel { inner, name })

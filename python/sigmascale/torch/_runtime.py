@@ -29,7 +29,7 @@ class LayerPlan:
         self.n_q_heads, self.n_kv_heads, self.d_head = layer.n_q_heads, layer.n_kv_heads, layer.d_head
         self.per_call = runtime._policy.per_call
         self.softmax_scale = self.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale
-        # Keys up to which the descales are bounds; None: any number, or descales that are none.
+        # Keys up to which the descales are bounds; None: any number, or a policy without bounds.
         self.positions = layer.positions if runtime.policy in FROM_BOUNDS else None
         self._descales = runtime.descales[index, :, : self.n_kv_heads]
         self.words = runtime.words[index, : 2 * (self.n_q_heads + self.n_kv_heads)]
@@ -326,7 +326,7 @@ class Runtime:
         """Goes on from a saved state. Raises :class:`MismatchError`, and changes nothing, if it is damaged or of another
         policy, version or shape. Descales of policies that remember nothing stay those of the present weights."""
         if not isinstance(state, Mapping):
-            raise TypeError(f"state must be what state_dict() returned, and is a {type(state).__name__}")
+            raise TypeError(f"state: expected what state_dict() returned, got {type(state).__name__}")
         mine = {"version": STATE_VERSION, "policy": self.policy, "shape": self._state_shape()}
         for key in (*mine, "descales", "state"):
             if key not in state:
