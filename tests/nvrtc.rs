@@ -242,6 +242,13 @@ fn complaints(variant: &Request, disassembler: Option<&Path>) -> Vec<String> {
         Err(e) => return vec![format!("{name}: {e}")],
     };
     let mut complaints = Vec::new();
+    // What a kernel tells the host is read from the cubin.
+    if variant.source.text.contains("__constant__ int SHARED_BYTES") {
+        let bytes = compiled.constant("SHARED_BYTES");
+        if !bytes.is_some_and(|bytes| (1..=232_448).contains(&bytes)) {
+            complaints.push(format!("{name}: {bytes:?} bytes of shared memory"));
+        }
+    }
     let resources = compiled.resources();
     if resources.is_empty() {
         complaints.push(format!("{name}: the log names no kernel\n{}", compiled.log));
@@ -263,6 +270,17 @@ fn complaints(variant: &Request, disassembler: Option<&Path>) -> Vec<String> {
         assert_eq!(cuda::compile(variant).unwrap().cubin, compiled.cubin, "{name}");
     }
     complaints
+}
+
+#[test]
+fn the_build_of_the_compiler_is_known() {
+    match cuda::compiler_build() {
+        Ok(build) => {
+            let (major, minor) = cuda::compiler_version().unwrap();
+            assert!(build.contains(&format!("release {major}.{minor}, V{major}.{minor}.")), "{build}");
+        }
+        Err(e) => println!("ignored: the_build_of_the_compiler_is_known: {e}"),
+    }
 }
 
 #[test]

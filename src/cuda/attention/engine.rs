@@ -150,7 +150,7 @@ pub fn cast_variants() -> Vec<Request> {
     all
 }
 
-/// A call that keeps every rule, and where its parts lie.
+/// A call that keeps every rule, and where its memory lies.
 struct Call<'a> {
     tensors: &'a Tensors,
     sizes: Sizes,
@@ -158,7 +158,7 @@ struct Call<'a> {
     header: DevicePtr,
     /// q, k and v as the workspace holds them.
     operands: [DevicePtr; 3],
-    /// How the call is split, and where its parts lie.
+    /// How the call is split, and where its partial results lie.
     split: Option<(Split, DevicePtr)>,
 }
 
@@ -168,8 +168,8 @@ impl<'a> Call<'a> {
         let place = Workspace::of(&sizes, tensors.q.element());
         place.check(workspace)?;
         let operands = [place.q, place.k, place.v].map(|offset| workspace.ptr().offset(offset as u64));
-        let parts = workspace.ptr().offset(place.parts as u64);
-        let split = engine.split_of(tensors, &sizes).map(|split| (split, parts));
+        let partial = workspace.ptr().offset(place.partial as u64);
+        let split = engine.split_of(tensors, &sizes).map(|split| (split, partial));
         Ok(Self { tensors, sizes, header: workspace.ptr(), operands, split })
     }
 }
@@ -188,11 +188,14 @@ struct Loaded {
     shared: u32,
 }
 
+type Slot = Arc<Mutex<Option<Arc<Loaded>>>>;
+
 /// The attention kernels of one device, loaded as calls need them.
 #[derive(Debug)]
 pub struct AttentionEngine {
     device: Device,
-    loaded: Mutex<HashMap<Variant, Arc<Loaded>>>,
+    /// The outer lock is held to find a slot, a slot's while it is filled.
+    loaded: Mutex<HashMap<Variant, Slot>>,
     /// The descale of operands that have none.
     one: Buffer<f32>,
     overlap: bool,
@@ -357,8 +360,9 @@ impl AttentionEngine {
         let (mut heads, mut positions) = (1, ROWS);
         if let Some((split, at)) = split {
             (heads, positions) = (split.heads, split.positions);
-            let [lse, extremes] = split.offsets(&sizes).map(|offset| at.offset(offset as u64).0);
-            (params.o_partial, params.lse_partial, params.extremes_partial) = (at.0, lse, extremes);
+            let partial = split.partial(&sizes);
+            [params.o_partial, params.lse_partial, params.extremes_partial] =
+                [partial.o, partial.lse, partial.extremes].map(|offset| at.offset(offset as u64).0);
             params.causal_offset = if causal { sizes.len_k as i32 - sizes.len_q as i32 } else { sizes.len_k as i32 };
             params.splits = split.parts as i32;
             params.active_consumers = split.consumers as i32;
@@ -503,9 +507,11 @@ impl AttentionEngine {
         }
     }
 
+    /// A variant, compiled and loaded by the first call that asks for it. Calls that ask for others do not wait for it.
     fn load(&self, variant: Variant) -> Result<Arc<Loaded>> {
-        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = loaded.get(&variant) {
+        let slot = self.loaded.lock().unwrap_or_else(PoisonError::into_inner).entry(variant).or_default().clone();
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = &*slot {
             return Ok(found.clone());
         }
         let request = variant.request(self.device.arch());
@@ -520,9 +526,7 @@ impl AttentionEngine {
             }
             _ => 0,
         };
-        let entry = Arc::new(Loaded { kernel, shared });
-        loaded.insert(variant, entry.clone());
-        Ok(entry)
+        Ok(slot.insert(Arc::new(Loaded { kernel, shared })).clone())
     }
 }
 
