@@ -233,6 +233,17 @@ fn complaints(variant: &Request, disassembler: Option<&Path>) -> Vec<String> {
 }
 
 #[test]
+fn the_build_of_the_compiler_is_known() {
+    match cuda::compiler_build() {
+        Ok(build) => {
+            let (major, minor) = cuda::compiler_version().unwrap();
+            assert!(build.contains(&format!("release {major}.{minor}, V{major}.{minor}.")), "{build}");
+        }
+        Err(e) => println!("ignored: the_build_of_the_compiler_is_known: {e}"),
+    }
+}
+
+#[test]
 fn a_broken_source_gives_the_log() {
     if !cuda::is_compiler_available() {
         println!("ignored: a_broken_source_gives_the_log: {}", cuda::compiler_version().unwrap_err());

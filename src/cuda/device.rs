@@ -111,7 +111,7 @@ impl Device {
         if std::env::var_os("SIGMASCALE_EVERY_LANE").is_some() {
             request = request.define("EVERY_LANE", 1);
         }
-        let compiled = self.cache.get_or_build(&request, nvrtc::compiler_version()?, || nvrtc::compile(&request))?;
+        let compiled = self.cache.get_or_build(&request, nvrtc::compiler_build()?, || nvrtc::compile(&request))?;
         self.load(source.name, &compiled)
     }
 

@@ -42,7 +42,7 @@ impl Module {
         Ok(kernel)
     }
 
-    /// The value of an `int` that the source declares `__constant__`. Synchronous.
+    /// The value of an `int` that the source declares `__constant__`. Asks nothing of the device.
     ///
     /// # Errors
     /// If the source has none of that name.

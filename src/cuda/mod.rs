@@ -30,8 +30,9 @@ mod view;
 pub use device::{Buffer, Device};
 pub use driver::{KeepCurrent, OutsideCaptures};
 pub use kernel::{Arg, Kernel, Launch, Module, Word};
-
-pub use nvrtc::{Arch, Compiled, Request, ResourceUse, compile, compiler_version, is_compiler_available};
+pub use nvrtc::{
+    Arch, Compiled, Request, ResourceUse, compile, compiler_build, compiler_version, is_compiler_available,
+};
 pub use pointer::DevicePtr;
 pub use probe::{Probe, is_available, probe, require};
 pub use stream::{Event, Graph, Stream};

@@ -9,7 +9,7 @@ use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 use bytemuck::Zeroable;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Heads that one block of the cast takes.
 const CAST_HEADS: usize = 4;
@@ -151,7 +151,7 @@ pub fn cast_variants() -> Vec<Request> {
     all
 }
 
-/// A call that keeps every rule, and where its parts lie.
+/// A call that keeps every rule, and where its memory lies.
 struct Call<'a> {
     tensors: &'a Tensors,
     sizes: Sizes,
@@ -159,7 +159,7 @@ struct Call<'a> {
     header: DevicePtr,
     /// q, k and v as the workspace holds them.
     operands: [DevicePtr; 3],
-    /// How the call is split, and where its parts lie.
+    /// How the call is split, and where its partial results lie.
     split: Option<(Split, DevicePtr)>,
 }
 
@@ -169,8 +169,8 @@ impl<'a> Call<'a> {
         let place = Workspace::of(&sizes, tensors.q.element());
         place.check(workspace)?;
         let operands = [place.q, place.k, place.v].map(|offset| workspace.ptr().offset(offset as u64));
-        let parts = workspace.ptr().offset(place.parts as u64);
-        let split = engine.split_of(tensors, &sizes).map(|split| (split, parts));
+        let partial = workspace.ptr().offset(place.partial as u64);
+        let split = engine.split_of(tensors, &sizes).map(|split| (split, partial));
         Ok(Self { tensors, sizes, header: workspace.ptr(), operands, split })
     }
 }
@@ -189,11 +189,14 @@ struct Loaded {
     shared: u32,
 }
 
+type Slot = Arc<Mutex<Option<Arc<Loaded>>>>;
+
 /// The attention kernels of one device, loaded as calls need them.
 #[derive(Debug)]
 pub struct AttentionEngine {
     device: Device,
-    loaded: Mutex<HashMap<Variant, Arc<Loaded>>>,
+    /// The outer lock is held to find a slot, a slot's while it is filled.
+    loaded: Mutex<HashMap<Variant, Slot>>,
     /// The descale of operands that have none.
     one: Buffer<f32>,
     overlap: bool,
@@ -346,8 +349,9 @@ impl AttentionEngine {
         let (mut heads, mut positions) = (1, ROWS);
         if let Some((split, at)) = split {
             (heads, positions) = (split.heads, split.positions);
-            let [lse, extremes] = split.offsets(&sizes).map(|offset| at.offset(offset as u64).0);
-            (params.o_partial, params.lse_partial, params.extremes_partial) = (at.0, lse, extremes);
+            let partial = split.partial(&sizes);
+            [params.o_partial, params.lse_partial, params.extremes_partial] =
+                [partial.o, partial.lse, partial.extremes].map(|offset| at.offset(offset as u64).0);
             params.causal_offset = if causal { sizes.len_k as i32 - sizes.len_q as i32 } else { sizes.len_k as i32 };
             params.splits = split.parts as i32;
             params.active_consumers = split.consumers as i32;
@@ -490,13 +494,11 @@ impl AttentionEngine {
         }
     }
 
-    fn loaded(&self) -> MutexGuard<'_, HashMap<Variant, Arc<Loaded>>> {
-        self.loaded.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Compiles without the lock, so that no other thread's launch waits for it; of two that compile the same the first stays.
+    /// A variant, compiled and loaded by the first call that asks for it. Calls that ask for others do not wait for it.
     fn load(&self, variant: Variant) -> Result<Arc<Loaded>> {
-        if let Some(found) = self.loaded().get(&variant) {
+        let slot = self.loaded.lock().unwrap_or_else(PoisonError::into_inner).entry(variant).or_default().clone();
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = &*slot {
             return Ok(found.clone());
         }
         let request = variant.request(self.device.arch());
@@ -511,7 +513,7 @@ impl AttentionEngine {
             }
             _ => 0,
         };
-        Ok(self.loaded().entry(variant).or_insert_with(|| Arc::new(Loaded { kernel, shared })).clone())
+        Ok(slot.insert(Arc::new(Loaded { kernel, shared })).clone())
     }
 }
 
