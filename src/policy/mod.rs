@@ -142,19 +142,16 @@ impl PolicyKind {
     /// ```
     pub fn parse_list(list: &str) -> Result<Vec<Self>> {
         let mut kinds = Vec::new();
-        let known = Self::ALL.map(Self::name).join(", ");
-        if list.trim().is_empty() {
-            return Err(Error::argument(format_args!("no policy is named: the policies are {known}")));
-        }
         for name in list.split(',').map(str::trim) {
             if name.is_empty() {
-                return Err(Error::argument(format_args!("empty name in `{list}`: the policies are {known}")));
+                return Err(Error::argument(format_args!("`{list}` has a policy without a name")));
             }
             let found: Vec<_> = match name {
                 "delayed" => vec![Self::DelayedPaper, Self::DelayedTe],
                 _ => Self::ALL.into_iter().filter(|kind| kind.name() == name).collect(),
             };
             if found.is_empty() {
+                let known = Self::ALL.map(Self::name).join(", ");
                 return Err(Error::argument(format_args!("unknown policy {name}: the policies are {known}")));
             }
             for kind in found {
