@@ -396,6 +396,7 @@ fn make(device: &Device, c: &Case, seed: u64, poison: bool) -> Result<Made> {
         rope_factor: 1.0,
         softmax_scale: 1.0 / (c.r as f64).sqrt(),
         query_factor: 1.0,
+        rounding_share: 1.0 / 32.0,
         qk_norm: None,
     };
     Ok(Made { hosts, gain, shift, input, _memory: memory })
@@ -673,6 +674,8 @@ struct Shape {
     f32: bool,
     /// Every head of q and k is carried by few directions over uneven channels.
     uneven: bool,
+    /// Every so many layers one has no rotation; 0: none.
+    fixed_every: usize,
 }
 
 const LLAMA_13B: Shape = Shape {
@@ -686,6 +689,7 @@ const LLAMA_13B: Shape = Shape {
     conv1d: false,
     f32: false,
     uneven: false,
+    fixed_every: 0,
 };
 const GPT2_XL: Shape = Shape { name: "gpt2-xl", layers: 48, d: 1600, n_q: 25, n_kv: 25, r: 64, gpt: true, ..LLAMA_13B };
 const MISTRAL: Shape = Shape { name: "mistral-7b", layers: 32, d: 4096, n_q: 32, n_kv: 8, ..LLAMA_13B };
@@ -701,6 +705,8 @@ const SHAPES: &[Shape] = &[
     Shape { name: "gpt2", layers: 12, d: 768, n_q: 12, n_kv: 12, ..GPT2_XL },
     Shape { name: "opt-6.7b", layers: 32, d: 4096, n_q: 32, n_kv: 32, r: 128, ..GPT2_XL },
     Shape { name: "qwen-2.5-0.5b", layers: 24, d: 896, n_q: 14, n_kv: 2, r: 64, ..MISTRAL },
+    Shape { name: "smollm3-3b", layers: 36, d: 2048, n_q: 16, n_kv: 4, fixed_every: 4, ..LLAMA_13B },
+    Shape { name: "phi-3-mini", layers: 32, d: 3072, n_q: 32, n_kv: 32, r: 96, ..LLAMA_13B },
     GEMMA_9B,
     Shape { name: "gemma-2-2b", layers: 26, d: 2304, n_q: 8, n_kv: 4, ..GEMMA_9B },
     Shape { name: "heads-of-192", d: 4096, n_q: 32, n_kv: 8, r: 192, ..GEMMA_9B },
@@ -770,7 +776,8 @@ fn bench(names: &[String]) -> Result<()> {
             memory.push(buffer);
             Ok(ptr)
         };
-        for _ in 0..s.layers {
+        for layer in 0..s.layers {
+            let fixed = s.gpt || s.fixed_every > 0 && layer % s.fixed_every == s.fixed_every - 1;
             let columns = (s.n_q + 2 * s.n_kv) * s.r;
             let fused = if s.conv1d { random(columns * s.d, false, false)? } else { DevicePtr::NULL };
             let mut start = 0;
@@ -800,11 +807,12 @@ fn bench(names: &[String]) -> Result<()> {
                 n_q: s.n_q,
                 n_kv: s.n_kv,
                 d_head: s.r,
-                rotary: if s.gpt { 0 } else { s.r },
+                rotary: if fixed { 0 } else { s.r },
                 interleaved: false,
                 rope_factor: 1.0,
                 softmax_scale: 1.0 / (s.r as f64).sqrt(),
                 query_factor: 1.0,
+                rounding_share: 1.0 / 32.0,
                 qk_norm: None,
             });
         }
@@ -826,6 +834,7 @@ fn bench(names: &[String]) -> Result<()> {
             println!("{},{method},{us:.2},{:.3}", s.name, us / floor);
         };
         if std::env::var_os("ENGINE_PROBE_PLAN").is_some() {
+            report("operand_descales", median_us(&stream, |s| engine.descales(s))?, qkv);
             report("plan", median_us(&stream, |s| engine.plan(s))?, qkv);
             println!("# matrices squared, at most: {:?}", engine.squared()?);
             continue;

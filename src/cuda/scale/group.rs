@@ -111,12 +111,10 @@ impl Group {
             status.clear(stream)?;
         }
         self.channel_norms(stream)?;
-        self.operand_descales(stream, status.ptr(), false)
+        self.operand_descales(stream, status.ptr())
     }
 
-    /// `behind`: the launch in front does not change the statistics, and started when they were there, but for those of V
-    /// where these are apart.
-    fn operand_descales(&self, stream: &Stream, status: DevicePtr, behind: bool) -> Result<()> {
+    fn operand_descales(&self, stream: &Stream, status: DevicePtr) -> Result<()> {
         let args = [
             Arg::Ptr(self.layer_table.ptr()),
             Arg::Ptr(self.stats.ptr()),
@@ -124,12 +122,9 @@ impl Group {
             Arg::Ptr(self.tensors.ptr()),
             Arg::Ptr(self.operand_bounds.ptr()),
             Arg::Ptr(status),
-            Arg::U32(behind.into()),
-            Arg::U32((behind && self.values.is_some()).into()),
         ];
         let grid = (self.layers.len() as u32, 3, 1);
-        // Small enough for the room that the launch in front leaves.
-        let launch = Launch { grid, block: if behind { 256 } else { 1024 }, shared: 4 * self.layers[0].n_q as u32 };
+        let launch = Launch { grid, block: 1024, shared: 4 * self.layers[0].n_q as u32 };
         // SAFETY: 1. the arguments are the kernel's, in order; 2. and 3. all are the engine's buffers, written for these
         // layers, ordered by the stream.
         unsafe { self.kernels.descales.launch_early(stream, launch, &args, self.early)? };
@@ -182,10 +177,8 @@ impl Group {
         if let Some(values) = &self.values {
             values.run(stream, self.projections.ptr(), grams, self.stats.ptr())?;
         }
+        self.operand_descales(stream, status)?;
         b.norms(stream, grams, self.stats.ptr(), status)?;
-        self.operand_descales(stream, status, self.early && b.early())?;
-        // Products without rotation, the Frobenius bound with it.
-        b.products(stream, grams, self.stats.ptr(), status)?;
         f.bound(stream, grams, b, self.stats.ptr())?;
         b.finish(stream, grams, self.stats.ptr(), self.heads.ptr(), status)
     }
@@ -211,7 +204,7 @@ impl Group {
     pub fn bytes(&self) -> usize {
         let grams = self.grams.as_ref().map_or(0, Grams::bytes);
         let head_norms = self.head_norms.as_ref().map_or(0, HeadNorms::bytes);
-        let bounds = self.bounds.as_ref().map_or(0, Bounds::bytes);
+        let bounds = self.bounds.as_ref().map_or(0, |b| b.bytes);
         let tables = 96 * self.projections.len()
             + 64 * self.layer_table.len()
             + 32 * self.stats.len()
@@ -239,7 +232,7 @@ impl Group {
         if layers[0].qk_norm.is_some() {
             bytes += QkNorm::bytes_for(layers);
         } else if with_grams {
-            bytes += Bounds::bytes_for(device, layers, &built) + Frobenius::bytes_for(layers);
+            bytes += Bounds::bytes_for(layers, &built) + Frobenius::bytes_for(layers);
         }
         bytes
     }
@@ -384,7 +377,7 @@ impl Tables {
                 rope_factor: l.rope_factor,
                 normalised: l.qk_norm.is_some().into(),
                 query_factor: l.growth().query,
-                pad: 0,
+                rounding_share: l.growth().rounding_share,
             });
             t.outputs += 4 * l.n_kv;
         }

@@ -80,6 +80,8 @@ fn entry(layer: &LayerInput, norm: &QkNormInput, out: u32) -> QkLayer {
         interleaved: layer.interleaved.into(),
         out,
         query_factor: growth.query,
+        rounding_share: growth.rounding_share,
+        pad: 0,
     }
 }
 
