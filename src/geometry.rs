@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::model::{
     AttentionSpec, GainForm, LayerWeights, NormKind, NormVectors, Projection, QkNorm, QkNormScope, Rope, RoundingShare,
 };
-use crate::tensor::{Dtype, MatrixView};
+use crate::tensor::MatrixView;
 use std::sync::Arc;
 
 /// Model-dimension entries read at a time.
@@ -186,8 +186,7 @@ impl<'a> LayerGeometry<'a> {
         let centred = spec.norm.kind == NormKind::LayerNorm;
         let bounded_fp8 = spec.fp8_inputs && spec.norm.kind != NormKind::None;
         let floor = if bounded_fp8 { input_floor(spec.d_model, gain.as_deref(), shift.as_deref()) } else { 0.0 };
-        let stored = |projection: &Projection<'_>| projection.heads.first().map_or(Dtype::Bf16, |head| head.dtype());
-        let rounding = spec.rounding_share(own, [&weights.q, &weights.k, &weights.v].map(stored));
+        let rounding = spec.rounding_share(own, weights.stored());
         let rope = own.rope.as_ref();
         let rotary =
             rope.map(|rope| Rotary { inv_freq: rope.inv_freq.clone(), ..Rotary::new(rope, rope.rotary_dim, r) });

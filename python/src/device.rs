@@ -5,6 +5,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sigmascale::cuda::{self, Device, DevicePtr, Stream};
 use sigmascale::device::scale::{self, DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
+use sigmascale::model::{Forward, GainForm, NormKind, norm_roundings};
+use sigmascale::tensor;
 use sigmascale::{Error, Result};
 use std::sync::Mutex;
 
@@ -103,6 +105,20 @@ impl Layer {
             },
             bias: DevicePtr(p.bias),
         };
+        let stored = match kind {
+            Dtype::Bf16 => tensor::Dtype::Bf16,
+            Dtype::F16 => tensor::Dtype::F16,
+            Dtype::F32 => tensor::Dtype::F32,
+        };
+        let gain = if self.gain == 0 { GainForm::Unit } else { GainForm::Plain };
+        let norm = if self.mean_removed { NormKind::LayerNorm } else { NormKind::RmsNorm };
+        let rounding = Forward {
+            norm: norm_roundings(norm, gain),
+            qk_norm: self.qk_norm.as_ref().map(|_| norm_roundings(NormKind::RmsNorm, GainForm::Plain)),
+            rotated: self.rotary > 0,
+            grows: self.query_factor != 1.0,
+            d_model: self.d_model,
+        };
         Ok(LayerInput {
             q: one(&self.q),
             k: one(&self.k),
@@ -121,6 +137,7 @@ impl Layer {
             rope_factor: self.rope_factor,
             softmax_scale: self.softmax_scale,
             query_factor: self.query_factor,
+            rounding_share: rounding.share([stored; 3]),
             qk_norm: self.qk_norm.as_ref().map(QkNorm::input).transpose()?,
         })
     }

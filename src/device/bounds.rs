@@ -90,7 +90,7 @@ pub(crate) fn from_device(
 }
 
 /// Sizes, norm and rotation of a layer, without addresses.
-fn form(spec: &AttentionSpec, own: &LayerSpec) -> LayerInput {
+fn form(spec: &AttentionSpec, own: &LayerSpec, weights: &LayerWeights<'_>) -> LayerInput {
     // A rotation in front of a norm of q and k changes none of their bounds.
     let unturned = spec.qk_norm_of(own).is_some_and(|norm| norm.behind_rotation);
     let rope = own.rope.as_ref().filter(|_| !unturned);
@@ -106,6 +106,7 @@ fn form(spec: &AttentionSpec, own: &LayerSpec) -> LayerInput {
         rope_factor: rope.map_or(1.0, |rope| above(rope.attention_factor)),
         softmax_scale: own.softmax_scale,
         query_factor: own.query_factor(),
+        rounding_share: spec.rounding_share(own, weights.stored()),
         ..LayerInput::without_addresses()
     }
 }
@@ -130,7 +131,7 @@ pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeight
             LayerGeometry::new(spec, weights.clone())?;
             let own = spec.layer(weights.layer)?;
             Ok(HostLayer {
-                form: form(spec, own),
+                form: form(spec, own, weights),
                 q: projection(&weights.q),
                 k: projection(&weights.k),
                 v: (spec.norm.kind != NormKind::None).then(|| projection(&weights.v)),

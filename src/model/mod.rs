@@ -32,7 +32,7 @@ pub use head_offsets::HeadOffsets;
 pub use layout::{LayerNames, Layout, ProjectionName, attention_module};
 pub use preset::{paper_sigma_profile, preset, preset_names};
 pub use record::PerLayer;
-pub use rounding::{E4M3_ROUNDING, LEAST_ROUNDING_SHARE, RoundingShare};
+pub use rounding::{E4M3_ROUNDING, Forward, LEAST_ROUNDING_SHARE, RoundingShare, norm_roundings};
 #[doc(hidden)]
 pub use shards::fuzz_safetensors;
 pub use source::ModelSource;

@@ -4,7 +4,7 @@
 //! `share = (1 + 2^-8)^n (1 + d 2^-24) - 1` for n roundings to BF16 in a row and a sum of d products in f32, and never under
 //! 1/32. n is counted here, from the family and the storage.
 
-use super::spec::{AttentionSpec, GainForm, LayerSpec, NormKind, QkNorm};
+use super::spec::{AttentionSpec, GainForm, LayerSpec, NormKind};
 use crate::tensor::Dtype;
 
 /// Least share of the rounding term A in operand bounds.
@@ -33,6 +33,13 @@ pub struct RoundingShare {
     pub v: f64,
 }
 
+impl Default for RoundingShare {
+    /// The least: seven roundings to BF16.
+    fn default() -> Self {
+        Self { q: LEAST_ROUNDING_SHARE, k: LEAST_ROUNDING_SHARE, v: LEAST_ROUNDING_SHARE }
+    }
+}
+
 impl AttentionSpec {
     /// What the roundings of a BF16 forward add to the operands of a layer whose q, k and v projections are `stored` in these
     /// types.
@@ -45,37 +52,64 @@ impl AttentionSpec {
     /// assert!(share(Dtype::F32) > 1.0 / 32.0);
     /// ```
     pub fn rounding_share(&self, layer: &LayerSpec, stored: [Dtype; 3]) -> RoundingShare {
-        let norm = self.qk_norm_of(layer);
-        let projected = |stored: Dtype, later: i32| self.projected_share(stored, later);
-        // cos and sin, the products, their sum.
-        let rotation = if layer.rope.is_some() { 3 } else { 0 };
-        // The factor and its product.
-        let growth = if layer.temperature.is_some() { 2 } else { 0 };
-        let of = |stored: Dtype, later: i32| match norm {
-            // The norm sees whatever rounding came before it, and bounds it all the same.
-            Some(QkNorm { behind_rotation: true, kind, gain, .. }) => share(norm_roundings(kind, gain) + later, 0),
-            Some(QkNorm { kind, gain, .. }) => share(norm_roundings(kind, gain) + rotation + later, 0),
-            None => projected(stored, rotation + later),
+        let (norm, qk_norm) = (self.norm, self.qk_norm_of(layer));
+        let forward = Forward {
+            norm: norm_roundings(norm.kind, norm.gain),
+            qk_norm: qk_norm.map(|norm| norm_roundings(norm.kind, norm.gain)),
+            // A rotation in front of a norm of q and k is bounded by that norm.
+            rotated: layer.rope.is_some() && !qk_norm.is_some_and(|norm| norm.behind_rotation),
+            grows: layer.temperature.is_some(),
+            d_model: self.d_model,
         };
-        RoundingShare { q: of(stored[0], growth), k: of(stored[1], 0), v: projected(stored[2], 0) }
+        let with_inputs = |plain: f64, stored: Dtype| {
+            // The input is rounded to E4M3, and so are weights that are not stored so.
+            let factor = (1.0 + E4M3_ROUNDING).powi(if stored == Dtype::E4m3 { 1 } else { 2 });
+            ((1.0 + plain) * factor - 1.0).max(LEAST_FP8_SHARE)
+        };
+        let plain = forward.share(stored);
+        let projected = |share: f64, stored: Dtype| if self.fp8_inputs { with_inputs(share, stored) } else { share };
+        let q_or_k = |share: f64, stored: Dtype| if qk_norm.is_some() { share } else { projected(share, stored) };
+        RoundingShare { q: q_or_k(plain.q, stored[0]), k: q_or_k(plain.k, stored[1]), v: projected(plain.v, stored[2]) }
     }
+}
 
-    /// Norm, projection, and `later` roundings.
-    fn projected_share(&self, stored: Dtype, later: i32) -> f64 {
+/// What rounds in the forward of one layer, up to its attention call.
+#[derive(Clone, Copy, Debug)]
+pub struct Forward {
+    /// Roundings up to the output of the input's norm: [`norm_roundings`].
+    pub norm: i32,
+    /// The same of a norm of q and k after the projection, which bounds them whatever was rounded before it.
+    pub qk_norm: Option<i32>,
+    /// q and k are rotated after that.
+    pub rotated: bool,
+    /// q is multiplied by a factor that grows with the position.
+    pub grows: bool,
+    /// Products of a projection's sums.
+    pub d_model: usize,
+}
+
+impl Forward {
+    /// Shares for q, k and v projections `stored` in these types, with inputs in BF16.
+    pub fn share(&self, stored: [Dtype; 3]) -> RoundingShare {
         // Weights that are not BF16 in storage are rounded (or multiplied by their scale) when they are loaded.
-        let loaded = i32::from(stored != Dtype::Bf16);
-        let plain = share(norm_roundings(self.norm.kind, self.norm.gain) + 1 + loaded + later, self.d_model);
-        if !self.fp8_inputs {
-            return plain;
+        let projected =
+            |stored: Dtype, later: i32| share(self.norm + 1 + i32::from(stored != Dtype::Bf16) + later, self.d_model);
+        // cos and sin, the products, their sum. The factor and its product.
+        let (rotation, growth) = (if self.rotated { 3 } else { 0 }, if self.grows { 2 } else { 0 });
+        let q_or_k = |stored: Dtype, later: i32| match self.qk_norm {
+            Some(norm) => share(norm + later, 0),
+            None => projected(stored, later),
+        };
+        RoundingShare {
+            q: q_or_k(stored[0], rotation + growth),
+            k: q_or_k(stored[1], rotation),
+            v: projected(stored[2], 0),
         }
-        // The input is rounded to E4M3, and so are weights that are not stored so.
-        let factor = (1.0 + E4M3_ROUNDING).powi(if stored == Dtype::E4m3 { 1 } else { 2 });
-        ((1.0 + plain) * factor - 1.0).max(LEAST_FP8_SHARE)
     }
 }
 
 /// Roundings up to a norm's output. A stored gain may be wider than BF16, and is rounded when it is loaded.
-fn norm_roundings(kind: NormKind, gain: GainForm) -> i32 {
+pub fn norm_roundings(kind: NormKind, gain: GainForm) -> i32 {
     match (kind, gain) {
         (NormKind::None, _) => 0,
         (_, GainForm::Unit) => 1,

@@ -236,7 +236,10 @@ pub fn borrowed(layer: &Normalised, dtype: Dtype) -> (LayerInput, Vec<Buffer<u8>
         channels: case.r as u32,
     };
     let (q, k) = (side(&layer.vectors[0]), side(&layer.vectors[1]));
-    (LayerInput { qk_norm: Some(QkNormInput { q, k, dtype, gain_offset: 0.0 }), ..layer.layer.input }, memory)
+    let spec = layer.spec();
+    let rounding_share = spec.rounding_share(&spec.layers[0], layer.layer.weights().stored());
+    let qk_norm = Some(QkNormInput { q, k, dtype, gain_offset: 0.0 });
+    (LayerInput { qk_norm, rounding_share, ..layer.layer.input }, memory)
 }
 
 fn gains_are_read_anew_also_by_a_graph() {

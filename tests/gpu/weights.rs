@@ -344,6 +344,8 @@ impl Layer {
 
     fn upload(&mut self) {
         let case = &self.case;
+        let spec = case.spec();
+        let rounding_share = spec.rounding_share(&spec.layers[0], self.weights().stored());
         let (d, r, size) = (case.d, case.r, case.dtype.size() as u64);
         let mut memory = vec![];
         let mut keep = |bytes: &[u8]| {
@@ -370,6 +372,7 @@ impl Layer {
             rope_factor: if case.rotary > 0 { case.rope_factor as f32 } else { 1.0 },
             softmax_scale: 1.0 / (r as f64).sqrt(),
             query_factor: case.temperature.map_or(1.0, |temperature| temperature.largest()),
+            rounding_share,
             ..LayerInput::without_addresses()
         };
         if let Some(shift) = &self.shift {

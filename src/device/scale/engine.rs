@@ -4,6 +4,7 @@ use super::grams::GramRoute;
 use super::group::Group;
 use super::host::DeviceWeights;
 use super::partition::Partition;
+use super::results::Results;
 use super::tables::{ChannelStats, LayerInput};
 use crate::bound::{HeadBound, HeadFrobenius};
 use crate::cuda::{Buffer, Device, Stream};
@@ -30,46 +31,6 @@ pub struct ScaleEngine {
     bytes: usize,
     /// Weights that the engine keeps alive; `None` where its maker promised to.
     weights: Option<Arc<DeviceWeights>>,
-}
-
-/// What the launches of every kind of layer write.
-#[derive(Debug)]
-pub(super) struct Results {
-    pub status: Buffer<u32>,
-    /// `[layer][q, k, v, o][n_kv]`.
-    pub descales: Buffer<f32>,
-    /// `[layer][q, k, v, o]`.
-    pub tensors: Buffer<f32>,
-    /// `[layer][q, k, v][n_kv]`.
-    pub operand_bounds: Buffer<f32>,
-    /// `[layer][query head]`, where a layer has bounds.
-    pub bounds: Option<Buffer<HeadBound>>,
-    /// `[layer][query head]`, where a layer has Grams.
-    pub frobenius: Option<Buffer<HeadFrobenius>>,
-}
-
-impl Results {
-    fn new(device: &Device, heads: &HeadOffsets, layers: &[LayerInput], with_grams: bool) -> Result<Self> {
-        // A layer with normalised q and k has logit bounds always, and Grams never.
-        let normalised: Vec<bool> = layers.iter().map(|l| l.qk_norm.is_some()).collect();
-        let has_bounds = with_grams || normalised.contains(&true);
-        let unset = |(l, &none): (&LayerInput, &bool)| {
-            let value = if none { f32::NAN } else { 0.0 };
-            std::iter::repeat_n(HeadFrobenius { norm: value, bound: value }, l.n_q)
-        };
-        let frobenius: Vec<HeadFrobenius> = match with_grams && normalised.contains(&false) {
-            true => layers.iter().zip(&normalised).flat_map(unset).collect(),
-            false => vec![],
-        };
-        Ok(Self {
-            status: device.zeros(1)?,
-            descales: device.zeros(4 * heads.all_kv())?,
-            tensors: device.zeros(4 * heads.layers())?,
-            operand_bounds: device.zeros(3 * heads.all_kv())?,
-            bounds: if has_bounds { Some(device.zeros(heads.all_q())?) } else { None },
-            frobenius: if frobenius.is_empty() { None } else { Some(device.upload(&frobenius)?) },
-        })
-    }
 }
 
 impl ScaleEngine {

@@ -1,9 +1,9 @@
 //! Frobenius norms of every head's interaction, from the Grams.
 
 use super::bounds::Bounds;
-use super::engine::Results;
 use super::grams::Grams;
 use super::partition::Place;
+use super::results::Results;
 use super::tables::LayerInput;
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};

@@ -1,8 +1,8 @@
 //! Gram matrices of every Q and K head: the cut of the work, the launches, and the reading for tests.
 
-use super::group::{NO_ROW, Tables};
+use super::layout::Tables;
 use super::shares::{Shares, Unit};
-use super::tables::{DeviceMatrix, Dtype, HeadGram, LayerInput, Segment, StatTile, has_sums, tensor_maps};
+use super::tables::{DeviceMatrix, Dtype, HeadGram, LayerInput, NO_ROW, Segment, StatTile, has_sums, tensor_maps};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;

@@ -17,12 +17,14 @@ mod frobenius;
 mod grams;
 mod group;
 mod host;
+mod layout;
 mod norms;
 mod partition;
 mod power;
 mod power_sum;
 mod products;
 mod qk_norm;
+mod results;
 mod shares;
 mod tables;
 

@@ -1,7 +1,7 @@
 //! Channel statistics: one read of the weights, a block a head.
 
-use super::group::{NO_ROW, Tables};
-use super::tables::{Dtype, HeadPlace, LayerInput, Projection, has_sums, tensor_maps};
+use super::layout::Tables;
+use super::tables::{Dtype, HeadPlace, LayerInput, NO_ROW, Projection, has_sums, tensor_maps};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;

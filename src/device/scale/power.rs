@@ -5,10 +5,10 @@
 //! `y = W_K^T v`, and without expanding grouped KV heads. W is what the CPU's iteration takes: the gains of the norm are in
 //! it, the mean of a LayerNorm is not.
 
-use super::group::{NO_ROW, Tables};
 use super::host::DeviceWeights;
+use super::layout::Tables;
 use super::partition::{Partition, Place};
-use super::tables::{DeviceMatrix, Dtype, LayerInput, PowerBlock, Projection, tensor_maps};
+use super::tables::{DeviceMatrix, Dtype, LayerInput, NO_ROW, PowerBlock, Projection, tensor_maps};
 use crate::cuda::sources;
 use crate::cuda::{Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::{Error, Result};

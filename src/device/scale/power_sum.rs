@@ -1,10 +1,10 @@
 //! The paper's power iteration as it stands: one norm a layer, of the sum over its heads.
 
-use super::group::{NO_ROW, Tables};
 use super::host::DeviceWeights;
+use super::layout::Tables;
 use super::partition::Place;
 use super::power::{PowerIteration, Starts, Step, along_channels};
-use super::tables::{LayerInput, Projection, SumLayer};
+use super::tables::{LayerInput, NO_ROW, Projection, SumLayer};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::{Error, Result};

@@ -1,8 +1,8 @@
 //! Bounds of q and k that are normalised between projection and rotation.
 
-use super::engine::Results;
 use super::partition::Place;
-use super::tables::{LayerInput, QkLayer, QkNormInput, QkNormSide, QkSide};
+use super::results::Results;
+use super::tables::{LayerInput, QkLayer, QkNormInput, QkNormSide, QkSide, above};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, Kernel, Launch, Stream};
 use crate::error::{Error, Result};
@@ -76,6 +76,7 @@ fn entry(layer: &LayerInput, norm: &QkNormInput, place: &Place) -> QkLayer {
         head: place.q,
         kv: place.kv,
         query_factor: growth.query,
+        rounding_share: [layer.rounding_share.q, layer.rounding_share.k].map(above),
     }
 }
 

@@ -1,10 +1,10 @@
 //! The host's side of the tables that the kernels read (`kernels/include/scale_types.cuh` and the structs at the head of
 //! each kernel file).
 
-use super::group::NO_ROW;
 use super::partition::Place;
 use crate::cuda::{DevicePtr, tensor_map};
 use crate::error::Result;
+use crate::model::RoundingShare;
 use bytemuck::{Pod, Zeroable};
 
 /// Type of stored values.
@@ -88,6 +88,9 @@ pub struct LayerInput {
     /// Largest factor on q behind rotation and norms, where one grows with the position; 1 without. It is in the operand bound
     /// of q, which is cast with it, and in the logit bounds, in no norm of W_Q.
     pub query_factor: f64,
+    /// Shares of the rounding term A in operand bounds B + share A, see
+    /// [`AttentionSpec::rounding_share`](crate::model::AttentionSpec::rounding_share).
+    pub rounding_share: RoundingShare,
     /// Norms of q and k between projection and rotation. Their bounds come from these alone: W_Q and W_K are not read.
     pub qk_norm: Option<QkNormInput>,
 }
@@ -119,10 +122,16 @@ pub struct QkNormSide {
 }
 
 impl LayerInput {
-    /// The largest factor on q, and what bounds on the logits of q without it are multiplied by, rounded up; where results go.
+    /// The largest factor on q, what bounds on the logits of q without it are multiplied by, and the share of rounding, all
+    /// rounded up; where results go.
     pub(super) fn growth(&self, place: &Place) -> Growth {
-        let (logits, query) = (above(self.softmax_scale * self.query_factor), above(self.query_factor));
-        Growth { logits, query, q: place.q, kv: place.kv }
+        Growth {
+            logits: above(self.softmax_scale * self.query_factor),
+            query: above(self.query_factor),
+            rounding_share: above(self.rounding_share.q.max(self.rounding_share.k)),
+            q: place.q,
+            kv: place.kv,
+        }
     }
 
     /// No weights, sizes of zero, no rotation: for filling in what a layer has.
@@ -147,6 +156,7 @@ impl LayerInput {
             rope_factor: 1.0,
             softmax_scale: 1.0,
             query_factor: 1.0,
+            rounding_share: RoundingShare::default(),
             qk_norm: None,
         }
     }
@@ -158,12 +168,13 @@ pub(crate) fn above(x: f64) -> f32 {
     if f64::from(near) < x { near.next_up() } else { near }
 }
 
-/// Of one layer, for `scale_plan` and `scale_qk_norm`.
+/// Factors and the rounding share of one layer, for `scale_plan` and `scale_qk_norm`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Growth {
     pub logits: f32,
     pub query: f32,
+    pub rounding_share: f32,
     pub q: u32,
     pub kv: u32,
 }
@@ -192,6 +203,8 @@ pub(super) struct Projection {
 }
 const _: () = assert!(size_of::<Projection>() == 96);
 pub(super) const HAS_MEAN: u32 = 1;
+/// No row of statistics, or no head: a projection that is not read, or V.
+pub(super) const NO_ROW: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
@@ -217,9 +230,9 @@ pub(super) struct Layer {
     pub rope_factor: f32,
     pub normalised: u32,
     pub query_factor: f32,
-    pub pad: [u32; 2],
+    pub rounding_share: [f32; 3],
 }
-const _: () = assert!(size_of::<Layer>() == 64);
+const _: () = assert!(size_of::<Layer>() == 68);
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
@@ -245,8 +258,9 @@ pub(super) struct QkLayer {
     pub head: u32,
     pub kv: u32,
     pub query_factor: f32,
+    pub rounding_share: [f32; 2],
 }
-const _: () = assert!(size_of::<QkLayer>() == 88);
+const _: () = assert!(size_of::<QkLayer>() == 96);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
@@ -335,53 +349,7 @@ pub(super) struct SumLayer {
 }
 const _: () = assert!(size_of::<SumLayer>() == 16);
 
-/// One certified eigenvalue: what of, of which heads, and where it goes.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct Job {
-    pub kind: u32,
-    pub q: u32,
-    pub k: u32,
-    pub result: u32,
-}
-
-/// A KV head without rotation and the query heads that it is multiplied with.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct FactorJob {
-    pub k: u32,
-    pub q: u32,
-    pub many: u32,
-    /// Of the first query head.
-    pub product: u32,
-}
-
-/// What a factor stands for (`kernels/include/scale_factor.cuh`).
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct FactorNotes {
-    pub back: f64,
-    pub trace: f32,
-    pub apart: f32,
-    pub state: f32,
-    pub pad: f32,
-}
-const _: () = assert!(size_of::<FactorJob>() == 16 && size_of::<FactorNotes>() == 24);
-
-/// A product whose eigenvalue is still to come (`kernels/include/scale_lift.cuh`).
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct Unfinished {
-    pub grown: f64,
-    pub traces: f64,
-    pub trace: f32,
-    pub slack: f32,
-    pub result: u32,
-    pub fine: u32,
-}
-const _: () = assert!(size_of::<Unfinished>() == 32);
-
-/// The same with everything that asking for its matrix takes.
+/// One matrix whose largest eigenvalue is certified (`kernels/include/scale_jobs.cuh`).
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Task {
@@ -392,19 +360,19 @@ pub(super) struct Task {
     pub count: u32,
     pub q_row: u32,
     pub k_row: u32,
-    pub pad: u32,
+    pub group: u32,
 }
 const _: () = assert!(size_of::<Task>() == 32);
 
-impl Task {
-    /// Of heads in the Gram table.
-    pub fn new(job: &Job, heads: &[HeadGram]) -> Self {
-        let (q, k) = (heads[job.q as usize], heads[job.k as usize]);
-        let own = if job.kind.is_multiple_of(2) { q } else { k };
-        let HeadGram { first, stride, count, .. } = own;
-        Self { kind: job.kind, result: job.result, first, stride, count, q_row: q.stat_row, k_row: k.stat_row, pad: 0 }
-    }
+/// What goes with the matrix of a product (`kernels/include/scale_jobs.cuh`).
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Product {
+    pub grown: f64,
+    pub trace: f32,
+    pub slack: f32,
 }
+const _: () = assert!(size_of::<Product>() == 16);
 
 /// Norms of these layers remove the mean or add a shift: channels have sums beside their norms.
 pub(super) fn has_sums(layers: &[LayerInput]) -> bool {
