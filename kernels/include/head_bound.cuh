@@ -1,5 +1,6 @@
 // A query head's logit bound, and what `scale_plan` and `scale_qk_norm` share.
 #pragma once
+#include "common/types.cuh"
 
 // Everything rounded up. The host's mirror is `HeadBound` in src/cuda/scale/tables.rs.
 struct HeadBound {
