@@ -13,7 +13,10 @@ pub(super) fn constant(cubin: &[u8], name: &str) -> Option<i32> {
         if text.strip_prefix(name.as_bytes()).is_some_and(|rest| rest.first() == Some(&0)) {
             let section = sections.get(file.number::<2>(at + 6)? as usize)?;
             let (value, size) = (file.number::<8>(at + 8)? as usize, file.number::<8>(at + 16)?);
-            return (size == 4).then(|| file.number::<4>(section.offset.checked_add(value)?)).flatten().map(|x| x as u32 as i32);
+            return (size == 4)
+                .then(|| file.number::<4>(section.offset.checked_add(value)?))
+                .flatten()
+                .map(|x| x as u32 as i32);
         }
     }
     None
@@ -57,7 +60,9 @@ mod tests {
         put(60, &4u16.to_le_bytes());
         let content = 64 + 4 * 64;
         // Sections: none, symbols, names, data.
-        for (i, kind, offset, size, link) in [(1, 2u32, content, 24u64, 2u32), (2, 3, content + 24, 7, 0), (3, 1, content + 32, 8, 0)] {
+        for (i, kind, offset, size, link) in
+            [(1, 2u32, content, 24u64, 2u32), (2, 3, content + 24, 7, 0), (3, 1, content + 32, 8, 0)]
+        {
             let at = 64 + 64 * i;
             put(at + 4, &kind.to_le_bytes());
             put(at + 24, &(offset as u64).to_le_bytes());

@@ -1,7 +1,7 @@
 //! Kernels of loaded sources: their arguments and launches.
 
-use super::{Compiled, Stream};
 use super::driver::failed;
+use super::{Compiled, Stream};
 use crate::error::{Error, Result};
 use cudarc::driver::{CudaFunction, CudaModule, result, sys};
 use std::ffi::c_void;

@@ -164,7 +164,8 @@ pub fn compiler_build() -> Result<&'static str> {
         let ptx = unsafe { result::compile_program::<&str>(program.0, &[]).and_then(|()| result::get_ptx(program.0)) };
         let ptx = ptx.map_err(|e| format!("NVRTC does not tell its build: {e}"))?;
         let text: String = ptx.iter().map(|&c| c as u8 as char).collect();
-        let tell = |mark: &str| text.lines().find_map(|line| line.split_once(mark)).map(|(_, rest)| rest.trim().to_owned());
+        let tell =
+            |mark: &str| text.lines().find_map(|line| line.split_once(mark)).map(|(_, rest)| rest.trim().to_owned());
         match (tell("Compiler Build ID: "), tell("Cuda compilation tools, ")) {
             (Some(id), Some(release)) => Ok(format!("{id} {release}")),
             _ => Err("NVRTC does not tell its build: its PTX has no such comment".to_owned()),

@@ -94,14 +94,20 @@ impl Timed {
         for part in parts {
             match part {
                 "reorder" if !timed.cast => timed.reorder = true,
-                "reorder" => return Err(format!("{text}: the cast writes V in the kernel's layout; fp8+reorder starts without")),
+                "reorder" => {
+                    return Err(format!("{text}: the cast writes V in the kernel's layout; fp8+reorder starts without"));
+                }
                 "rope" => timed.rope = true,
                 "telemetry" => timed.telemetry = true,
                 "o8" => timed.out_e4m3 = true,
                 "logits8" => timed.logits_e4m3 = true,
                 "serial" => timed.serial = true,
                 "whole" => timed.whole = true,
-                _ => return Err(format!("{text}: unknown part {part}: reorder, rope, telemetry, o8, logits8, serial or whole")),
+                _ => {
+                    return Err(format!(
+                        "{text}: unknown part {part}: reorder, rope, telemetry, o8, logits8, serial or whole"
+                    ));
+                }
             }
         }
         if timed.reorder && timed.rope {

@@ -294,7 +294,8 @@ impl Workspace {
         let (q, k) = (cast(sizes.q_shape()), cast(sizes.kv_shape()));
         let v = regions.add(sizes.batch * sizes.heads_kv * sizes.key_groups() * 16 * sizes.d_head);
         let splits = [false, true].map(|logits_e4m3| Split::of(sizes, logits_e4m3));
-        let partial = regions.add(splits.into_iter().flatten().map(|split| split.partial(sizes).bytes).max().unwrap_or(0));
+        let partial =
+            regions.add(splits.into_iter().flatten().map(|split| split.partial(sizes).bytes).max().unwrap_or(0));
         Self { q, k, v, partial, bytes: regions.bytes() }
     }
 
@@ -395,7 +396,9 @@ mod tests {
         for strides in [[20480, 512, 128, 1], [30720, 768, 192, 1], [20480, 128, 5120, 1], [128, 1024, 256, 1]] {
             assert!(with(shape, strides).is_ok(), "{strides:?}");
         }
-        for strides in [[0, 512, 128, 1], [20480, 0, 128, 1], [20480, 512, 0, 1], [20480, 512, 64, 1], [512, 512, 128, 1]] {
+        for strides in
+            [[0, 512, 128, 1], [20480, 0, 128, 1], [20480, 512, 0, 1], [20480, 512, 64, 1], [512, 512, 128, 1]]
+        {
             let error = with(shape, strides).unwrap_err();
             assert!(error.is_argument() && error.to_string().contains("overlap"), "{strides:?}: {error}");
         }

@@ -73,11 +73,7 @@ struct Memory {
 }
 
 /// An array of zeros with memory of its own.
-fn array<T: Pod, const R: usize>(
-    device: &Device,
-    element: Element,
-    shape: [usize; R],
-) -> Result<(Buffer<T>, View<R>)> {
+fn array<T: Pod, const R: usize>(device: &Device, element: Element, shape: [usize; R]) -> Result<(Buffer<T>, View<R>)> {
     let bytes = shape.iter().product::<usize>() * element.size();
     let buffer = device.zeros::<T>(bytes / size_of::<T>())?;
     // SAFETY: the view lies in the buffer, which a `Resident` keeps as long as itself.
