@@ -10,7 +10,7 @@
 //
 // NOTES: where the host adds to a product, so do these lines, by intrinsics: a fused multiply-add would change the bits.
 #include "common/descale.cuh"
-#include "policy_types.cuh"
+#include "policy/types.cuh"
 
 constexpr u32 THREADS = 256;
 

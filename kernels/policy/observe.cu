@@ -1,7 +1,7 @@
 // Takes in what the attention calls reported: updates the policy's memory as the policies of the host do, sets the status,
 // keeps a copy of the statistics and clears them for the next step. A block a layer; where auto-c pools the whole model,
 // one block goes through the layers in order.
-#include "policy_types.cuh"
+#include "policy/types.cuh"
 
 constexpr u32 THREADS = 256;
 
