@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   HeadBound out;
   out.sigma = above(sigma), out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
   out.descale = smallest_descale(out.rounded, s.eta * 448.0);
-  out.linear = above(a + b), out.constant = above(c0), out.constants = above(sqrt(cq2) + sqrt(ck2)), out.pad = 0.f;
+  out.linear = above(a + b), out.constant = above(c0), out.constants = above(sqrt(cq2) + sqrt(ck2)), out.isotropic = 0.f;
   bounds[place.q + h] = out;
 }
 

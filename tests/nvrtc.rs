@@ -16,7 +16,7 @@ fn sizes(from: u32, to: u32) -> impl Iterator<Item = u32> {
 /// hang on it, and samples of what else they are compiled for.
 fn variants() -> Vec<Request> {
     let mut all = Vec::new();
-    for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_") || s.name.starts_with("policy_"))
+    for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_") || s.name.starts_with("policy/"))
     {
         if source == sources::GRAMS_WGMMA {
             let request = |r, f16| Request::new(source, Arch::SM90A).define("D_HEAD", r).define("WEIGHTS", f16);

@@ -2,7 +2,7 @@
 #pragma once
 #include "common/types.cuh"
 
-// Everything rounded up. The host's mirror is `HeadBound` in src/cuda/scale/tables.rs.
+// Everything rounded up. The host's mirror is `HeadBound` in src/bound/device.rs.
 struct HeadBound {
   float sigma;      // certified, rotation included
   float certain;    // of the exact |logit|
@@ -11,7 +11,7 @@ struct HeadBound {
   float linear;     // ||a|| + ||b||
   float constant;   // |c0|
   float constants;  // ||c_q|| + ||c_k||: zero where there are none
-  float pad;
+  float isotropic;  // the paper's calibrated bound where the host computed it; 0: compute it from the other fields
 };
 static_assert(sizeof(HeadBound) == 32, "host mirror");
 

@@ -10,7 +10,7 @@ use sigmascale::Result;
 use sigmascale::bound::HeadBound;
 use sigmascale::bound::Tail;
 use sigmascale::cuda::Device;
-use sigmascale::device::policy::{Bounds, DevicePlan};
+use sigmascale::device::policy::{BoundSource, PolicyEngine};
 use sigmascale::model::AttentionSpec;
 use sigmascale::policy::{PolicyConfig, PolicyKind, PolicyShape, PolicyState, Tensor};
 use sigmascale::stats::stats_words;
@@ -80,13 +80,13 @@ pub fn policy(py: Python<'_>, name: &str, parameters: Option<&str>, tail: TailAr
 /// One policy for all layers of a model.
 #[pyclass(frozen)]
 pub struct DevicePolicy {
-    plan: OnDevice<Mutex<DevicePlan>>,
+    engine: OnDevice<Mutex<PolicyEngine>>,
     device: OnDevice<Device>,
 }
 
 impl DevicePolicy {
-    fn plan(&self) -> MutexGuard<'_, DevicePlan> {
-        self.plan.lock().unwrap_or_else(PoisonError::into_inner)
+    fn engine(&self) -> MutexGuard<'_, PolicyEngine> {
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -109,20 +109,20 @@ impl DevicePolicy {
                 serde_json::from_str(spec).map_err(|e| Error::argument(format_args!("no attention spec: {e}")))?;
             let config: PolicyConfig =
                 serde_json::from_str(policy).map_err(|e| Error::argument(format_args!("no policy: {e}")))?;
-            let bounds = if bounded { Bounds::Host } else { Bounds::None };
-            let plan = DevicePlan::new(&device, &spec, config, &tail.tail(), bounds)?;
-            Ok(Self { plan: OnDevice::new(Mutex::new(plan)), device: OnDevice::new(device) })
+            let source = if bounded { BoundSource::Host } else { BoundSource::None };
+            let engine = PolicyEngine::new(&device, &spec, config, &tail.tail(), source)?;
+            Ok(Self { engine: OnDevice::new(Mutex::new(engine)), device: OnDevice::new(device) })
         })
     }
 
     /// Takes in the statistics of the calls that the last plan was for; before its bounds are overwritten.
     fn observe(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
-        on_device(py, || self.plan().engine().observe(&self::stream(&self.device, stream)))
+        on_device(py, || self.engine().observe(&self::stream(&self.device, stream)))
     }
 
     /// Plans, from memory or from the bounds as they are.
     fn launch(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
-        on_device(py, || self.plan().engine().plan(&self::stream(&self.device, stream)))
+        on_device(py, || self.engine().plan(&self::stream(&self.device, stream)))
     }
 
     /// Addresses and lengths: `stats` u32 `[layer][word]`, `descales` f32 `[layer][logit n_q, q, k, v, o n_kv each]`; where
@@ -130,14 +130,14 @@ impl DevicePolicy {
     /// its own heads, without padding.
     fn results<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let results = PyDict::new(py);
-        let plan = self.plan();
-        let heads = &plan.engine().setup().heads;
+        let engine = self.engine();
+        let heads = engine.shape().heads();
         let (all_q, all_kv) = (heads.all_q(), heads.all_kv());
-        let places = || Ok::<_, Error>((plan.stats(0)?, plan.descales(0, Tensor::Logit)?));
+        let places = || Ok::<_, Error>((engine.stats(0)?, engine.descales(0, Tensor::Logit)?));
         let (stats, descales) = places().map_err(|error| raise(py, &error))?;
         results.set_item("stats", (stats.0, stats_words(all_q, all_kv)))?;
         results.set_item("descales", (descales.0, all_q + 4 * all_kv))?;
-        if let Some((heads, operands)) = plan.engine().host_bounds() {
+        if let Some((heads, operands)) = engine.host_bounds() {
             results.set_item("bounds", (heads.0, all_q * (size_of::<HeadBound>() / 4)))?;
             results.set_item("operands", (operands.0, 3 * all_kv))?;
         }
@@ -148,7 +148,7 @@ impl DevicePolicy {
     /// observed amax, as JSON; null where nothing was seen. Waits for the device.
     fn slack(&self, py: Python<'_>) -> PyResult<String> {
         on_device(py, || {
-            let slack = self.plan().read_slack()?;
+            let slack = self.engine().read_slack()?;
             serde_json::to_string(&slack).map_err(|e| Error::non_finite(format_args!("slack cannot be written: {e}")))
         })
     }
@@ -156,7 +156,7 @@ impl DevicePolicy {
     /// The state as JSON, the same that the host's policies save. Waits for the device.
     fn save(&self, py: Python<'_>) -> PyResult<String> {
         on_device(py, || {
-            let state = self.plan().save()?;
+            let state = self.engine().save()?;
             serde_json::to_string(&state).map_err(|e| Error::non_finite(format_args!("the state cannot be saved: {e}")))
         })
     }
@@ -166,7 +166,7 @@ impl DevicePolicy {
         on_device(py, || {
             let state: PolicyState =
                 serde_json::from_str(state).map_err(|e| Error::mismatch(format_args!("no policy state: {e}")))?;
-            self.plan().load(state)
+            self.engine().load(state)
         })
     }
 }

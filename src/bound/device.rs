@@ -1,4 +1,4 @@
-//! Bounds as the scale engine of a GPU writes them: plain values, which need no driver.
+//! Bounds in the layout of device memory: plain values, which need no driver.
 
 use super::tail::{ModelConstants, Tail};
 use super::values::{HeadBounds, LayerBounds, OperandBound};
@@ -24,8 +24,9 @@ pub struct HeadBound {
     pub constant: f32,
     /// `||c_q|| + ||c_k||`: zero where q and k have no constant part.
     pub constants: f32,
-    /// Zero.
-    pub pad: f32,
+    /// The paper's calibrated bound for isotropic tokens, where the host computed it. 0: [`HeadBound::rank_aware`] computes it
+    /// from `sigma` and the constant parts, which gives 0 for a head of zeros too.
+    pub isotropic: f32,
 }
 
 /// Frobenius norm of one query head's interaction `W_Q W_K^T`, as the device keeps it.
@@ -45,9 +46,28 @@ impl HeadFrobenius {
     }
 }
 
-/// Constants of the paper's calibrated bound, for one model:
-/// `tau sphere c_star d sigma`, and `tau [sphere (c_halved d sigma + linear (||a|| + ||b||)) + |c0|]` with constant parts.
-#[derive(Clone, Copy, Debug, PartialEq)]
+impl HeadBound {
+    /// The paper's calibrated bound, before a soft-cap: `isotropic` where it is set; otherwise `tau sphere c_star d sigma`, or
+    /// with constant parts `tau [sphere (c_halved d sigma + linear (||a|| + ||b||)) + |c0|]`. `tau` is
+    /// [`LayerSpec::logit_scale`](crate::model::LayerSpec::logit_scale).
+    ///
+    /// The kernel `policy_plan` does these operations in this order, so that both sides have the same bits.
+    pub fn rank_aware(&self, constants: &Isotropic, tau: f64, d_model: usize) -> f64 {
+        let (sigma, d) = (f64::from(self.sigma), d_model as f64);
+        if self.isotropic != 0.0 {
+            self.isotropic.into()
+        } else if self.constants > 0.0 {
+            let linear = constants.linear * f64::from(self.linear);
+            tau * (constants.sphere * (constants.c_halved * d * sigma + linear) + f64::from(self.constant))
+        } else {
+            tau * constants.sphere * constants.c_star * d * sigma
+        }
+    }
+}
+
+/// Constants of the paper's calibrated bound for one model, see [`HeadBound::rank_aware`]. Kernels read it as it is.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
 pub struct Isotropic {
     /// d / (d - 1) behind a LayerNorm, else 1.
     pub sphere: f64,
@@ -59,7 +79,7 @@ pub struct Isotropic {
     pub linear: f64,
 }
 
-/// Constants of the paper's calibrated bound, as the device policies take them.
+/// Constants of the paper's calibrated bound for one model.
 ///
 /// # Errors
 /// As [`Tail::check`].
@@ -111,16 +131,9 @@ impl LayerBounds {
             return Err(Error::mismatch(format_args!("{}: bounds of another model", spec.place(layer))));
         }
         let constants = isotropic(spec, tail)?;
-        let (d, tau) = (spec.d_model as f64, own.logit_scale());
+        let tau = own.logit_scale();
         let heads = heads.iter().map(|head| {
-            let sigma = f64::from(head.sigma);
-            // The kernel `policy_plan` does these operations in this order.
-            let rank_aware = if head.constants > 0.0 {
-                let linear = constants.linear * f64::from(head.linear);
-                tau * (constants.sphere * (constants.c_halved * d * sigma + linear) + f64::from(head.constant))
-            } else {
-                tau * constants.sphere * constants.c_star * d * sigma
-            };
+            let rank_aware = head.rank_aware(&constants, tau, spec.d_model);
             HeadBounds {
                 certain: Some(head.certain.into()),
                 rounded: Some(head.rounded.into()),

@@ -52,9 +52,9 @@ sources! {
     /// Logit bounds and descales; statistics from Grams.
     PLAN = "scale_plan";
     /// Scales of the next call from bounds, history or measurement.
-    POLICY_PLAN = "policy_plan";
+    POLICY_PLAN = "policy/plan";
     /// What a policy makes of a call's statistics.
-    POLICY_OBSERVE = "policy_observe";
+    POLICY_OBSERVE = "policy/observe";
     /// Fused E4M3 attention forward (Hopper).
     ATTENTION = "attention/forward";
     /// Combines the splits of an attention call.
@@ -90,6 +90,7 @@ headers! {
     "common/descale.cuh",
     "common/step_stats.cuh",
     "common/types.cuh",
+    "policy/types.cuh",
     "ptx/cluster.cuh",
     "ptx/convert.cuh",
     "ptx/fence.cuh",
@@ -104,7 +105,6 @@ headers! {
     "gram_pass.cuh",
     "head_bound.cuh",
     "pair_sums.cuh",
-    "policy_types.cuh",
     "ring.cuh",
     "scale_blocks.cuh",
     "scale_chain.cuh",

@@ -1,77 +1,62 @@
-//! Bounds between the two sides, and the bounds stage on weights in host memory.
+//! Bounds of the host in the layout of device memory and back, and the bounds stage on weights in host memory.
 
-use crate::bound::HeadBound;
-use crate::bound::{LayerBounds, OperandBound, Tail};
+use crate::bound::{BoundKind, HeadBound, LayerBounds, OperandBound, Tail};
 use crate::cuda::{Device, Stream};
 use crate::device::scale::{DeviceWeights, HostLayer, HostProjection, HostQkNorm, LayerInput, ScaleEngine, above};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, GainForm, LayerSpec, LayerWeights, NormKind, Projection, QkNormScope, RopeLayout};
 use crate::policy::PolicyShape;
+use bytemuck::Zeroable;
 use std::sync::Arc;
 
-/// A zero bound of every head, for layers that have none.
-const NO_BOUND: HeadBound = HeadBound {
-    sigma: 0.0,
-    certain: 0.0,
-    rounded: 0.0,
-    descale: 1.0,
-    linear: 0.0,
-    constant: 0.0,
-    constants: 0.0,
-    pad: 0.0,
-};
-
-/// Bounds of every layer as the device keeps them. Isotropic bounds are carried by a sigma that gives them.
+/// Bounds of every layer, rounded up to f32: `[layer][n_q]` and `[layer][q, k, v][n_kv]`. Heads have the fields that policies
+/// read (`certain`, `rounded`, `isotropic`), and zeros elsewhere.
+///
+/// # Errors
+/// `is_mismatch` if a layer is missing or has other heads, `is_unsupported` if a head lacks the certain bound or that of `kind`.
 pub(crate) fn to_device(
     spec: &AttentionSpec,
     layers: &[LayerBounds],
-    tail: &Tail,
+    kind: BoundKind,
 ) -> Result<(Vec<HeadBound>, Vec<f32>)> {
     let fits = |(place, (own, b)): (usize, (&LayerSpec, &LayerBounds))| {
         let (n_q, n_kv) = (own.n_q_heads, own.n_kv_heads);
-        b.layer == place && b.heads.len() == n_q && b.q.len() == n_q && b.k.len() == n_kv
+        let values = b.v.as_ref().is_none_or(|v| v.len() == n_kv);
+        b.layer == place && b.heads.len() == n_q && b.q.len() == n_q && b.k.len() == n_kv && values
     };
     if layers.len() != spec.layers.len() || !spec.layers.iter().zip(layers).enumerate().all(fits) {
         return Err(Error::mismatch(format_args!("{}: bounds of every layer, in order, are needed", spec.name)));
     }
-    let constants = crate::bound::isotropic(spec, tail)?;
     let (mut heads, mut operands) = (Vec::new(), Vec::new());
     for (own, bounds) in spec.layers.iter().zip(layers) {
-        let (tau, n_kv) = (own.logit_scale(), own.n_kv_heads);
         for head in &bounds.heads {
-            let missing = || {
-                Error::unsupported(format_args!(
-                    "{} layer {}: a head without the certain bound has no plan on the device",
-                    spec.name, bounds.layer
-                ))
-            };
-            let rounded = above(head.rounded.ok_or_else(missing)?);
-            let sigma = head
-                .rank_aware
-                .map_or(0.0, |bound| bound / (tau * constants.sphere * constants.c_star * spec.d_model as f64));
+            let within = |error: Error| error.within(spec.place(bounds.layer));
+            let rounded = head.for_scale(BoundKind::Certain).map_err(within)?;
+            head.for_scale(kind).map_err(within)?;
             heads.push(HeadBound {
-                sigma: above(sigma),
-                certain: above(head.certain.unwrap_or(rounded.into())),
-                rounded,
-                ..NO_BOUND
+                certain: above(head.certain.unwrap_or(rounded)),
+                rounded: above(rounded),
+                isotropic: above(head.rank_aware.unwrap_or(0.0)),
+                ..HeadBound::zeroed()
             });
         }
-        let rows = [Some(&bounds.q), Some(&bounds.k), bounds.v.as_ref()];
-        for row in rows {
-            let largest = |kv: usize| {
-                let of = |row: &Vec<OperandBound>| {
-                    let group = row.len() / n_kv;
-                    row[kv * group..(kv + 1) * group].iter().map(|bound| bound.rounded).fold(0.0, f64::max)
-                };
-                above(row.map_or(0.0, of))
-            };
-            operands.extend((0..n_kv).map(largest));
+        for row in [Some(&bounds.q), Some(&bounds.k), bounds.v.as_ref()] {
+            // Query heads of a group share the largest bound.
+            let largest = |group: &[OperandBound]| above(group.iter().map(|bound| bound.rounded).fold(0.0, f64::max));
+            match row {
+                Some(row) => operands.extend(row.chunks(row.len() / own.n_kv_heads).map(largest)),
+                None => operands.extend(std::iter::repeat_n(0.0, own.n_kv_heads)),
+            }
         }
     }
     Ok((heads, operands))
 }
 
+/// The bounds of every layer, from the layout of [`to_device`] or as a scale engine wrote them.
+///
+/// # Errors
+/// As [`LayerBounds::from_device`].
 pub(crate) fn from_device(
     spec: &AttentionSpec,
     heads: &[HeadBound],
@@ -183,3 +168,6 @@ impl DeviceBounds {
         LayerBounds::from_device(spec, layer, &heads.read()?, &engine.operand_bounds().read()?, tail)
     }
 }
+
+#[cfg(test)]
+mod tests;

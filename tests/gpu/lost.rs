@@ -4,7 +4,6 @@ use crate::weights::{Case, Layer};
 use sigmascale::cuda::sources::Source;
 use sigmascale::cuda::{Arg, Device, DevicePtr, Launch};
 use sigmascale::device::policy::{BoundSource, PolicyEngine};
-use sigmascale::device::policy::{Bounds, DevicePlan};
 use sigmascale::device::scale::ScaleEngine;
 use sigmascale::policy::PolicyKind;
 use std::process::Command;
@@ -36,9 +35,7 @@ pub fn lose() {
     let engine = unsafe { ScaleEngine::new(&device, &[layer.input], true) }.unwrap();
     let spec = case.spec();
     let tail = Default::default();
-    let plan = DevicePlan::new(&device, &spec, PolicyKind::DelayedTe.into(), &tail, Bounds::None).unwrap();
-    let setup = plan.engine().setup().clone();
-    let memory = plan.engine().read_memory().unwrap();
+    let plan = PolicyEngine::new(&device, &spec, PolicyKind::DelayedTe.into(), &tail, BoundSource::None).unwrap();
     engine.plan(&stream).unwrap();
     let fault = device.module(FAULT, &[]).unwrap().kernel("fault").unwrap();
     // SAFETY: none: this address is not ours, which is the point.
@@ -53,7 +50,7 @@ pub fn lose() {
         device.allocate::<u8>(16).err(),
         device.synchronize().err(),
         stream.capture(|s| engine.plan(s)).err(),
-        PolicyEngine::new(&device, setup, BoundSource::None, &memory).err(),
+        PolicyEngine::new(&device, &spec, PolicyKind::DelayedTe.into(), &tail, BoundSource::None).err(),
         Device::open(0).and_then(|d| d.allocate::<u8>(16)).err(),
     ];
     for (i, error) in later.iter().enumerate() {

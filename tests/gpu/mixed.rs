@@ -7,7 +7,7 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use sigmascale::bound::{LayerBounds, OperandBound, Tail};
 use sigmascale::cuda::{Buffer, Stream};
-use sigmascale::device::policy::{Bounds, DevicePlan};
+use sigmascale::device::policy::{BoundSource, PolicyEngine};
 use sigmascale::device::scale::{Dtype, LayerInput, ScaleEngine};
 use sigmascale::device::scale_engine;
 use sigmascale::model::HeadOffsets;
@@ -306,12 +306,13 @@ fn a_model_with_unlike_layers_plans_as_on_the_host() {
     for kind in PolicyKind::ALL {
         let engine = scale_engine(device(), &spec, &weights).unwrap();
         assert_eq!(engine.kinds(), 5);
-        let plan = DevicePlan::new(device(), &spec, kind.into(), &tail, Bounds::Weights(Box::new(engine))).unwrap();
+        let plan =
+            PolicyEngine::new(device(), &spec, kind.into(), &tail, BoundSource::Weights(Box::new(engine))).unwrap();
         let stream = stream();
         let graph = stream.capture(|s| plan.refresh(s)).unwrap();
         for _ in 0..2 {
             graph.launch().unwrap();
-            plan.engine().observe(&stream).unwrap();
+            plan.observe(&stream).unwrap();
         }
         graph.launch().unwrap();
         stream.synchronize().unwrap();
@@ -332,7 +333,7 @@ fn a_model_with_unlike_layers_plans_as_on_the_host() {
                 assert_eq!(row(&got), row(&want), "{kind} layer {i} {}", tensor.name());
             }
         }
-        assert_eq!(plan.engine().read_status().unwrap(), [0; 6], "{kind}");
+        assert_eq!(plan.read_status().unwrap(), [0; 6], "{kind}");
     }
 }
 
@@ -356,7 +357,8 @@ fn layers_may_normalise_q_and_k_or_let_queries_grow() {
     let engine = scale_engine(device(), &spec, &weights).unwrap();
     assert_eq!(engine.kinds(), 2);
     let kind = PolicyKind::Geometry.into();
-    let plan = DevicePlan::new(device(), &spec, kind, &Tail::default(), Bounds::Weights(Box::new(engine))).unwrap();
+    let plan =
+        PolicyEngine::new(device(), &spec, kind, &Tail::default(), BoundSource::Weights(Box::new(engine))).unwrap();
     let stream = stream();
     plan.refresh(&stream).unwrap();
     stream.synchronize().unwrap();
@@ -380,20 +382,17 @@ fn a_policy_names_the_layer_of_other_heads() {
     let refused = |inputs: &[LayerInput]| {
         // SAFETY: `layers` hold the memory.
         let engine = unsafe { ScaleEngine::new(device(), inputs, true) }.unwrap();
-        let bounds = Bounds::Weights(Box::new(engine));
+        let bounds = BoundSource::Weights(Box::new(engine));
         let kind = PolicyKind::Geometry.into();
-        DevicePlan::new(device(), &spec, kind, &Tail::default(), bounds).unwrap_err()
+        PolicyEngine::new(device(), &spec, kind, &Tail::default(), bounds).unwrap_err()
     };
     let mut inputs: Vec<LayerInput> = layers.iter().map(|layer| layer.input).collect();
-    assert!(refused(&inputs[..5]).to_string().contains("5 layers, the policy 6"));
+    assert!(refused(&inputs[..5]).to_string().contains("expected 6 layers, got 5"));
     // In sum as many heads as the policy has.
     inputs.swap(0, 1);
     let error = refused(&inputs);
     assert!(
-        error.is_mismatch()
-            && error
-                .to_string()
-                .contains("layer 0 of the scale engine has 4 query and 4 KV heads, the policy's 6 and 2"),
+        error.is_mismatch() && error.to_string().contains("expected 6 query and 2 KV heads in layer 0, got 4 and 4"),
         "{error}"
     );
 }

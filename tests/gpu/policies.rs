@@ -7,8 +7,7 @@ use rand::{RngExt, SeedableRng};
 use sigmascale::attention::{AttentionCall, AttentionShape};
 use sigmascale::bound::{HeadBounds, LayerBounds, OperandBound, Tail};
 use sigmascale::device::attention::{Cuda, Descales, Element, Tensors, View};
-use sigmascale::device::policy::status;
-use sigmascale::device::policy::{Bounds, DevicePlan};
+use sigmascale::device::policy::{BoundSource, PolicyEngine, status};
 use sigmascale::device::scale::ScaleEngine;
 use sigmascale::model::{AttentionSpec, preset};
 use sigmascale::plan::{Granularity, ScalePlan};
@@ -53,7 +52,7 @@ fn magnitude(rng: &mut StdRng) -> f32 {
     if rng.random_range(0..40) == 0 { 0.0 } else { rng.random_range(-6.0..6.0f32).exp2() }
 }
 
-/// Bounds that f32 holds.
+/// Bounds that f32 holds, so that the device has the same, below the soft-cap.
 fn bounds(spec: &AttentionSpec, layer: usize, rng: &mut StdRng) -> LayerBounds {
     let (n_q, n_kv) = (spec.layers[layer].n_q_heads, spec.layers[layer].n_kv_heads);
     let operands = |heads: usize, rng: &mut StdRng| -> Vec<OperandBound> {
@@ -65,11 +64,12 @@ fn bounds(spec: &AttentionSpec, layer: usize, rng: &mut StdRng) -> LayerBounds {
     let per_kv = operands(n_kv, rng);
     let q = (0..n_q).map(|h| per_kv[h * n_kv / n_q]).collect();
     let head = |rng: &mut StdRng| {
-        let rounded = f64::from(500.0 * magnitude(rng));
+        let cap = spec.soft_cap.map_or(f32::INFINITY, |cap| cap as f32);
+        let rounded = (500.0 * magnitude(rng)).min(cap);
         HeadBounds {
-            certain: Some(rounded),
-            rounded: Some(rounded),
-            rank_aware: Some(rounded * 0.1),
+            certain: Some(rounded.into()),
+            rounded: Some(rounded.into()),
+            rank_aware: Some((0.1 * rounded).into()),
             ..HeadBounds::default()
         }
     };
@@ -161,7 +161,7 @@ fn with_granularity(granularity: Granularity) -> Vec<PolicyConfig> {
 /// Host and device policy side by side.
 struct Pair {
     host: Box<dyn Policy>,
-    plan: DevicePlan,
+    plan: PolicyEngine,
     bounds: Vec<LayerBounds>,
     name: String,
 }
@@ -170,8 +170,8 @@ impl Pair {
     fn new(spec: &AttentionSpec, config: PolicyConfig, rng: &mut StdRng) -> Self {
         let host = config.build(spec.into()).unwrap();
         let needs = matches!(config.kind(), PolicyKind::Geometry | PolicyKind::GeometryCStar | PolicyKind::AutoC);
-        let source = if needs { Bounds::Host } else { Bounds::None };
-        let plan = DevicePlan::new(device(), spec, config, &Tail::default(), source).unwrap();
+        let source = if needs { BoundSource::Host } else { BoundSource::None };
+        let plan = PolicyEngine::new(device(), spec, config, &Tail::default(), source).unwrap();
         let mut pair = Self { host, plan, bounds: vec![], name: format!("{config:?}") };
         pair.move_weights(spec, rng);
         pair
@@ -179,10 +179,9 @@ impl Pair {
 
     fn move_weights(&mut self, spec: &AttentionSpec, rng: &mut StdRng) {
         self.bounds = (0..spec.layers.len()).map(|layer| bounds(spec, layer, rng)).collect();
-        if self.plan.engine().read_bounds().is_ok() {
+        if self.plan.read_bounds().is_ok() {
             self.plan.write_bounds(&self.bounds).unwrap();
-            // Isotropic bounds go through sigma: take what the device has.
-            self.bounds = self.plan.read_bounds().unwrap();
+            assert_eq!(self.plan.read_bounds().unwrap(), self.bounds, "{}", self.name);
         }
     }
 
@@ -197,7 +196,7 @@ impl Pair {
         let rows: Vec<StepWords> = self.bounds.iter().map(|b| words(spec, b, share, rng)).collect();
         let measures = self.host.needs_measurement();
         for (layer, row) in rows.iter().enumerate().filter(|_| measures) {
-            self.plan.engine().write_stats(layer, &row.to_row()).unwrap();
+            self.plan.write_stats(layer, &row.to_row()).unwrap();
         }
         self.plan.refresh(&stream).unwrap();
         let mut reports = vec![];
@@ -210,7 +209,7 @@ impl Pair {
                 Ok(host) => {
                     let device = device.unwrap_or_else(|e| panic!("{} step {step} layer {layer}: {e}", self.name));
                     assert_eq!(bits(&host), bits(&device), "{} step {step} layer {layer}", self.name);
-                    let tensors = self.plan.engine().read_tensor_descales().unwrap();
+                    let tensors = self.plan.read_tensor_descales().unwrap();
                     for (tensor, largest) in Tensor::ALL.into_iter().zip(&tensors[layer * 5..]) {
                         let row = tensor.descales(&host).unwrap();
                         assert_eq!(ScalePlan::per_tensor(row).get(), *largest, "{} {tensor:?}", self.name);
@@ -220,16 +219,16 @@ impl Pair {
                 Err(error) => {
                     assert!(error.is_non_finite(), "{error}");
                     assert!(device.unwrap_err().is_non_finite());
-                    let word = self.plan.engine().read_status().unwrap()[layer];
+                    let word = self.plan.read_status().unwrap()[layer];
                     assert_ne!(word & status::NO_PLAN, 0, "{} step {step} layer {layer}", self.name);
                     plans.push(None);
                 }
             }
         }
         for (layer, row) in rows.iter().enumerate() {
-            self.plan.engine().write_stats(layer, &row.to_row()).unwrap();
+            self.plan.write_stats(layer, &row.to_row()).unwrap();
         }
-        self.plan.engine().observe(&stream).unwrap();
+        self.plan.observe(&stream).unwrap();
         let observed = self.plan.read_observed().unwrap();
         for ((plan, bounds), row) in plans.iter().zip(&self.bounds).zip(&rows) {
             let stats = StepStats::from(row);
@@ -267,7 +266,7 @@ fn every_policy_plans_the_bits_of_the_host() {
                     if step == 100 || step == 150 || step == 250 {
                         let stream = device().stream().unwrap();
                         pair.host.restart(Restart::WeightsReplaced);
-                        pair.plan.engine().restart(&stream).unwrap();
+                        pair.plan.restart(&stream).unwrap();
                     }
                     for event in pair.step(spec, step, share, &mut rng) {
                         match event {
@@ -356,7 +355,7 @@ fn slack_is_that_of_the_hosts_burn_in() {
                 }
             }
             // A restart begins anew, and other policies measure none.
-            pair.plan.engine().restart(&device().stream().unwrap()).unwrap();
+            pair.plan.restart(&device().stream().unwrap()).unwrap();
             assert_eq!(pair.plan.read_slack().unwrap(), [[None; 4]; 3]);
         }
     }
@@ -382,9 +381,9 @@ fn a_state_moves_between_host_and_device() {
             pair.step(&spec, step, 0.05, &mut rng);
         }
         pair.same_state(80);
-        let needs = pair.plan.engine().read_bounds().is_ok();
-        let source = if needs { Bounds::Host } else { Bounds::None };
-        pair.plan = DevicePlan::with_state(device(), &spec, pair.host.save(), &Tail::default(), source).unwrap();
+        let needs = pair.plan.read_bounds().is_ok();
+        let source = if needs { BoundSource::Host } else { BoundSource::None };
+        pair.plan = PolicyEngine::with_state(device(), &spec, pair.host.save(), &Tail::default(), source).unwrap();
         pair.move_weights(&spec, &mut rng);
         for step in 80..100 {
             pair.step(&spec, step, 0.05, &mut rng);
@@ -399,18 +398,18 @@ fn a_graph_replays_the_loop_at_the_same_addresses() {
         let mut rng = StdRng::seed_from_u64(9);
         let mut pair = Pair::new(&spec, config, &mut rng);
         let stream = device().stream().unwrap();
-        let addresses = |plan: &DevicePlan| Tensor::ALL.map(|t| plan.descales(1, t).unwrap());
+        let addresses = |plan: &PolicyEngine| Tensor::ALL.map(|t| plan.descales(1, t).unwrap());
         let before = addresses(&pair.plan);
         // A capture refuses allocations and synchronisation.
         let graph = stream.capture(|s| {
-            pair.plan.engine().observe(s)?;
+            pair.plan.observe(s)?;
             pair.plan.refresh(s)
         });
         let graph = graph.unwrap();
         for _ in 0..10 {
             let rows: Vec<StepWords> = pair.bounds.iter().map(|b| words(&spec, b, 0.05, &mut rng)).collect();
             for (layer, row) in rows.iter().enumerate() {
-                pair.plan.engine().write_stats(layer, &row.to_row()).unwrap();
+                pair.plan.write_stats(layer, &row.to_row()).unwrap();
             }
             let mut plans = vec![];
             for (bounds, row) in pair.bounds.iter().zip(&rows) {
@@ -439,7 +438,8 @@ fn weights_become_plans_in_one_graph() {
     for kind in [PolicyKind::Geometry, PolicyKind::GeometryCStar, PolicyKind::AutoC] {
         // SAFETY: `layer` holds the memory.
         let engine = unsafe { ScaleEngine::new(device(), &[layer.input], true) }.unwrap();
-        let plan = DevicePlan::new(device(), &spec, kind.into(), &tail, Bounds::Weights(Box::new(engine))).unwrap();
+        let plan =
+            PolicyEngine::new(device(), &spec, kind.into(), &tail, BoundSource::Weights(Box::new(engine))).unwrap();
         let stream = device().stream().unwrap();
         let graph = stream.capture(|s| plan.refresh(s)).unwrap();
         for _ in 0..6 {
@@ -457,7 +457,7 @@ fn weights_become_plans_in_one_graph() {
                 assert!((0.999_997..1.025).contains(&ratio), "{kind} {}: {ratio}", tensor.name());
             }
         }
-        assert_eq!(plan.engine().read_status().unwrap(), [0]);
+        assert_eq!(plan.read_status().unwrap(), [0]);
     }
 }
 
@@ -471,8 +471,8 @@ fn an_attention_call_feeds_the_policy() {
         (layer.d_head, layer.rope) = (64, None);
     }
     let mut rng = StdRng::seed_from_u64(8);
-    let mut plan =
-        DevicePlan::new(device(), &spec, PolicyKind::DelayedTe.into(), &Tail::default(), Bounds::None).unwrap();
+    let plan =
+        PolicyEngine::new(device(), &spec, PolicyKind::DelayedTe.into(), &Tail::default(), BoundSource::None).unwrap();
     let mut host = PolicyConfig::from(PolicyKind::DelayedTe).build((&spec).into()).unwrap();
     let call = AttentionCall::causal(AttentionShape {
         batch: 2,
@@ -525,7 +525,7 @@ fn an_attention_call_feeds_the_policy() {
             }
             stream.synchronize().unwrap();
         }
-        plan.engine().observe(&stream).unwrap();
+        plan.observe(&stream).unwrap();
         let observed = plan.read_observed().unwrap();
         for (layer, want) in plans.iter().enumerate() {
             let size = 3.0 * (1 + step + layer) as f32;
@@ -537,50 +537,49 @@ fn an_attention_call_feeds_the_policy() {
         assert_eq!(plan.save().unwrap(), host.save(), "step {step}");
     }
     // The statistics were cleared: a step without calls leaves zeros.
-    plan.engine().observe(&stream).unwrap();
+    plan.observe(&stream).unwrap();
     assert!(plan.read_observed().unwrap().iter().all(|stats| stats.q.iter().all(|head| head.amax == 0.0)));
-    plan.engine_mut().clear_status(&stream).unwrap();
+    plan.clear_status(&stream).unwrap();
 }
 
 fn what_is_not_finite_is_flagged() {
     let spec = model(2, 4, 2);
     let mut rng = StdRng::seed_from_u64(3);
-    let pair = Pair::new(&spec, PolicyKind::Geometry.into(), &mut rng);
+    let mut pair = Pair::new(&spec, PolicyKind::Geometry.into(), &mut rng);
     let stream = device().stream().unwrap();
-    let (mut heads, operands) = pair.plan.engine().read_bounds().unwrap();
-    heads[5].rounded = f32::NAN;
-    pair.plan.engine().write_bounds(&heads, &operands).unwrap();
+    pair.bounds[1].heads[1].rounded = Some(f64::NAN);
+    pair.plan.write_bounds(&pair.bounds).unwrap();
     pair.plan.refresh(&stream).unwrap();
     assert!(pair.plan.read_plan(0).is_ok());
     let error = pair.plan.read_plan(1).unwrap_err();
     assert!(error.is_non_finite() && error.to_string().contains("layer 1: a logit descale"), "{error}");
     assert!(pair.plan.read_bounds().unwrap_err().is_non_finite());
-    assert_eq!(pair.plan.engine().read_status().unwrap(), [0, status::NO_PLAN]);
-    pair.plan.engine().clear_status(&stream).unwrap();
-    heads[5].rounded = 7.0;
-    pair.plan.engine().write_bounds(&heads, &operands).unwrap();
+    assert_eq!(pair.plan.read_status().unwrap(), [0, status::NO_PLAN]);
+    pair.plan.clear_status(&stream).unwrap();
+    pair.bounds[1].heads[1].rounded = Some(7.0);
+    pair.plan.write_bounds(&pair.bounds).unwrap();
     pair.plan.refresh(&stream).unwrap();
-    assert_eq!(pair.plan.engine().read_status().unwrap(), [0, 0]);
+    assert_eq!(pair.plan.read_status().unwrap(), [0, 0]);
     // Statistics: an overflow, a NaN, a value past its bound.
     let mut row = StepWords::from_row(&[0; 8 * 6], 4, 2).unwrap();
     row.v[1].overflow = 2;
     row.q[0].non_finite = 1;
     row.logits[2].amax_o = 1f32.to_bits();
-    pair.plan.engine().write_stats(0, &row.to_row()).unwrap();
+    pair.plan.write_stats(0, &row.to_row()).unwrap();
     let mut past = StepWords::from_row(&[0; 8 * 6], 4, 2).unwrap();
     past.k[0].amax = 1e30f32.to_bits();
-    pair.plan.engine().write_stats(1, &past.to_row()).unwrap();
-    pair.plan.engine().observe(&stream).unwrap();
-    let words = pair.plan.engine().read_status().unwrap();
+    pair.plan.write_stats(1, &past.to_row()).unwrap();
+    pair.plan.observe(&stream).unwrap();
+    let words = pair.plan.read_status().unwrap();
     assert_eq!(words, [status::OVERFLOW | status::NON_FINITE, status::BEYOND_BOUND]);
-    pair.plan.engine().clear_status(&stream).unwrap();
+    pair.plan.clear_status(&stream).unwrap();
     let mut logits = StepWords::from_row(&[0; 8 * 6], 4, 2).unwrap();
     logits.logits[2].amax_o = 1f32.to_bits();
-    pair.plan.engine().write_stats(0, &logits.to_row()).unwrap();
+    pair.plan.write_stats(0, &logits.to_row()).unwrap();
     logits.logits[3].overflow = 1;
-    pair.plan.engine().write_stats(1, &logits.to_row()).unwrap();
-    pair.plan.engine().observe(&stream).unwrap();
-    assert_eq!(pair.plan.engine().read_status().unwrap(), [0, status::OVERFLOW]);
+    pair.plan.write_stats(1, &logits.to_row()).unwrap();
+    pair.plan.observe(&stream).unwrap();
+    assert_eq!(pair.plan.read_status().unwrap(), [0, status::OVERFLOW]);
 }
 
 fn foreign_states_and_bounds_are_refused() {
@@ -590,12 +589,19 @@ fn foreign_states_and_bounds_are_refused() {
     let other = PolicyConfig::from(PolicyKind::DelayedPaper).build((&spec).into()).unwrap().save();
     assert!(plan.load(other.clone()).unwrap_err().is_mismatch());
     let larger = model(3, 4, 2);
-    let error = DevicePlan::with_state(device(), &larger, other, &Tail::default(), Bounds::None).unwrap_err();
+    let error = PolicyEngine::with_state(device(), &larger, other, &Tail::default(), BoundSource::None).unwrap_err();
     assert!(error.is_mismatch() && error.to_string().contains("layers is 2, not 3"), "{error}");
-    let none = DevicePlan::new(device(), &spec, PolicyKind::Geometry.into(), &Tail::default(), Bounds::None);
+    let none = PolicyEngine::new(device(), &spec, PolicyKind::Geometry.into(), &Tail::default(), BoundSource::None);
     assert!(none.unwrap_err().is_argument());
     let geometry = Pair::new(&spec, PolicyKind::Geometry.into(), &mut rng);
     let short = geometry.bounds[..1].to_vec();
     assert!(geometry.plan.write_bounds(&short).unwrap_err().is_mismatch());
+    // The calibrated bound is needed where the policy plans from it.
+    let mut c_star = Pair::new(&spec, PolicyKind::GeometryCStar.into(), &mut rng);
+    c_star.bounds[1].heads[0].rank_aware = None;
+    geometry.plan.write_bounds(&c_star.bounds).unwrap();
+    let error = c_star.plan.write_bounds(&c_star.bounds).unwrap_err();
+    assert!(error.is_unsupported() && error.to_string().contains("layer 1: there is no rank-aware bound"), "{error}");
     assert!(geometry.plan.descales(2, Tensor::Q).unwrap_err().is_argument());
+    assert!(geometry.plan.write_stats(0, &[0; 8]).unwrap_err().is_argument());
 }

@@ -8,7 +8,7 @@ use rand::{RngExt, SeedableRng};
 use sigmascale::Descale;
 use sigmascale::bound::{E4M3_MAX, LayerBounds, Tail};
 use sigmascale::cuda::{Buffer, DevicePtr};
-use sigmascale::device::policy::{Bounds, DevicePlan};
+use sigmascale::device::policy::{BoundSource, PolicyEngine};
 use sigmascale::device::scale::{DeviceWeights, Dtype, LayerInput, QkNormInput, QkNormSide, ScaleEngine};
 use sigmascale::device::{DeviceBounds, scale_engine};
 use sigmascale::model::{AttentionSpec, GainForm, LayerSpec, LayerWeights, NormKind, NormVectors, QkNorm, QkNormScope};
@@ -300,8 +300,8 @@ fn gains_that_are_not_finite_are_flagged() {
 fn policies_plan_from_gains() {
     let layer = Normalised::new(&Case::new("plan", (128, 64), (4, 2)), PLAIN, 21);
     let plan = |kind: PolicyKind| {
-        let bounds = Bounds::Weights(Box::new(layer.engine()));
-        DevicePlan::new(device(), &layer.spec, PolicyConfig::from(kind), &Tail::default(), bounds)
+        let bounds = BoundSource::Weights(Box::new(layer.engine()));
+        PolicyEngine::new(device(), &layer.spec, PolicyConfig::from(kind), &Tail::default(), bounds)
     };
     let stream = device().stream().unwrap();
     let geometry = plan(PolicyKind::Geometry).unwrap();

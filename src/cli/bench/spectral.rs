@@ -9,15 +9,14 @@ use crate::cli::model::{Model, files};
 use half::bf16;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use sigmascale::bound::E4M3_MAX;
+use sigmascale::bound::Tail;
 use sigmascale::cuda::{Buffer, Device, DevicePtr, Stream, compiler_version};
-use sigmascale::device::policy::{BoundSource, PolicyEngine, PolicyMemory, PolicySetup, Rule, TENSORS};
+use sigmascale::device::policy::{BoundSource, PolicyEngine};
 use sigmascale::device::scale::{
     DeviceMatrix, DeviceWeights, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine, SummedPowerEngine,
 };
-use sigmascale::model::HeadOffsets;
-use sigmascale::model::{GainForm, LayerSpec, NormKind, RopeLayout};
-use sigmascale::plan::DEFAULT_ETA;
+use sigmascale::model::{AttentionSpec, GainForm, LayerSpec, NormKind, RopeLayout, preset};
+use sigmascale::policy::PolicyKind;
 use sigmascale::{Error, Result};
 use std::sync::Arc;
 
@@ -217,11 +216,10 @@ fn measure(
     row("plan", per_layer(median_us(stream, |s| engine.plan(s)))?, qkv);
     let status = engine.status().read()?.first().copied().unwrap_or(0);
     // A step's whole job: weights to bounds to descales in memory, and the call's statistics taken in.
-    let geometry = policy(device, subject, Rule::Geometry, BoundSource::Weights(Box::new(engine)))?;
+    let geometry = policy(device, subject, PolicyKind::Geometry, BoundSource::Weights(Box::new(engine)))?;
     row("geometry_step", per_layer(median_us(stream, |s| whole_step(&geometry, s)))?, qkv);
     drop(geometry);
-    let rule = Rule::DelayedTe { history: TE_HISTORY, most_recent: false, scaled_max: E4M3_MAX as f32 };
-    let delayed = policy(device, subject, rule, BoundSource::None)?;
+    let delayed = policy(device, subject, PolicyKind::DelayedTe, BoundSource::None)?;
     row("delayed_te_step", per_layer(median_us(stream, |s| whole_step(&delayed, s)))?, qkv);
     // A shape that an iteration does not take leaves its rows empty, as a peer that fails does.
     let mut refused = Vec::new();
@@ -247,35 +245,20 @@ fn measure(
     Ok(())
 }
 
-/// Length of TransformerEngine's history by default.
-const TE_HISTORY: usize = 1024;
+/// A policy with its default parameters in device memory for the subject's sizes.
+fn policy(device: &Device, subject: &Subject, kind: PolicyKind, source: BoundSource) -> Result<PolicyEngine> {
+    PolicyEngine::new(device, &spec(subject)?, kind.into(), &Tail::default(), source)
+}
 
-/// A policy in device memory for the subject's sizes.
-fn policy(device: &Device, subject: &Subject, rule: Rule, source: BoundSource) -> Result<PolicyEngine> {
+/// The subject's layers, as far as a policy depends on them.
+fn spec(subject: &Subject) -> Result<AttentionSpec> {
     let form = &subject.form;
-    let setup = PolicySetup {
-        rule,
-        heads: HeadOffsets::new(std::iter::repeat_n((form.n_q, form.n_kv), subject.layers)),
-        d_model: form.d_model,
-        per_layer: matches!(rule, Rule::DelayedTe { .. }),
-        has_values: true,
-        logit_target: DEFAULT_ETA * E4M3_MAX,
-        operand_target: E4M3_MAX,
-        soft_cap: None,
-        softmax_scales: vec![form.softmax_scale; subject.layers],
-        keep: Vec::new(),
-    };
-    let slots = subject.layers * TENSORS;
-    let memory = match rule {
-        Rule::DelayedTe { history, .. } => PolicyMemory {
-            history: vec![0.0; slots * history],
-            places: vec![0; slots],
-            scales: vec![1.0; slots],
-            ..PolicyMemory::default()
-        },
-        _ => PolicyMemory::default(),
-    };
-    PolicyEngine::new(device, setup, source, &memory)
+    let mut spec = preset(PEERS[1]).ok_or_else(|| Error::argument(format_args!("{} is no preset", PEERS[1])))?;
+    let layer = LayerSpec { rope: None, softmax_scale: form.softmax_scale, ..spec.layer(0)?.clone() };
+    spec.layers = (0..subject.layers).map(|number| LayerSpec { number, ..layer.clone() }).collect();
+    spec.set_heads(form.n_q, form.n_kv, form.d_head);
+    (spec.name, spec.d_model) = (subject.name.clone(), form.d_model);
+    Ok(spec)
 }
 
 fn whole_step(policy: &PolicyEngine, stream: &Stream) -> Result<()> {
@@ -302,6 +285,9 @@ mod tests {
         let smollm = subject("smollm3-3b", Some(4)).unwrap();
         assert_eq!([0, 1, 2, 3].map(|layer| smollm.rotations[layer].0), [128, 128, 128, 0]);
         assert_eq!((gpt2.layers, gpt2.form.d_model), (48, 1600));
+        let policies = spec(&subject("512,8,2,16,40", None).unwrap()).unwrap();
+        policies.check().unwrap();
+        assert_eq!((policies.layers.len(), policies.all_q_heads(), policies.layers[39].n_kv_heads), (40, 320, 2));
         for bad in ["1,2,3", "0,1,1,64", "512,3,2,64", "512,8,2,64,7,1", "9999999,1,1,64"] {
             assert!(subject(bad, None).unwrap_err().is_argument(), "{bad}");
         }

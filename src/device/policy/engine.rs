@@ -1,470 +1,398 @@
-//! Scaling policies on the device: bounds and observed statistics in, descales out, all in device memory.
-//!
-//! [`PolicyEngine`] holds one policy's memory for every layer of a model. After it is made it only launches: no
-//! allocation, no synchronisation, the caller's stream, capturable; plans stay at the same addresses. The kernels give the
-//! bits of the policies of the host; what the numbers mean is written there.
-//!
-//! ```text
-//! update_bounds   weights -> bounds               after the weights changed (one read of them)
-//! plan            bounds, memory -> descales      before the calls (`current`: after this step's measurement)
-//! observe         statistics -> memory, status    after the calls; clears the statistics
-//! ```
+//! The engine: buffers, launches and what the host reads.
 
-use super::setup::{PolicySetup, Pool, Rule, TENSORS};
-use super::table::{PolicyLayer, PolicyTable, SlackWords};
-use crate::bound::HeadBound;
-use crate::cuda::sources;
-use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
-use crate::device::scale::ScaleEngine;
+use super::memory::{MemoryLayout, row_length};
+use super::table::{PolicyLayer, PolicyTable, has_values};
+use crate::bound::{BoundKind, HeadBound, LayerBounds, Tail};
+use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream, sources};
+use crate::device::{bounds, scale::ScaleEngine};
 use crate::error::{Error, Result};
-use crate::model::HeadOffsets;
-use crate::stats::stats_words;
+use crate::model::{AttentionSpec, HeadOffsets, LayerSpec};
+use crate::plan::{OperandDescales, ScalePlan};
+use crate::policy::{AutoCConfig, PolicyConfig, PolicyShape, PolicyState, Pooling, Slack, Tensor};
+use crate::scale::Descale;
+use crate::stats::{StepStats, StepWords, stats_words};
+use std::ops::Range;
 
 const THREADS: u32 = 256;
 
-/// Tensors that have pools of their own: logits, q, k, v.
-const POOLED: usize = TENSORS - 1;
+/// Most query heads of a layer: a block keeps 8 bytes of shared memory for each.
+const MAX_QUERY_HEADS: usize = 4096;
 
-/// What a status word of a layer says. Bits stay until [`PolicyEngine::clear_status`].
-pub mod status {
-    /// A value passed 448 times its descale.
-    pub const OVERFLOW: u32 = 1;
-    /// A value was NaN or infinite.
-    pub const NON_FINITE: u32 = 2;
-    /// A value passed its certain bound: the bounds are of other weights.
-    pub const BEYOND_BOUND: u32 = 4;
-    /// auto-c gave a constant up.
-    pub const FELL_BACK: u32 = 8;
-    /// delayed-te: an amax too small for a finite scale.
-    pub const TINY: u32 = 16;
-    /// A descale is NaN: its bound or its measurement is not finite.
-    pub const NO_PLAN: u32 = 32;
-}
+const TENSORS: usize = Tensor::ALL.len();
 
-/// Where the bounds come from.
+/// Where a policy's bounds come from.
 #[derive(Debug)]
 pub enum BoundSource {
-    /// The policy needs none.
+    /// The policy needs none: `delayed-paper`, `delayed-te`, `current`.
     None,
-    /// From weights in device memory.
+    /// Weights in device memory, one read of them for each [`PolicyEngine::update_bounds`].
     Weights(Box<ScaleEngine>),
-    /// Written from outside: [`PolicyEngine::write_bounds`] or [`PolicyEngine::host_bounds`].
+    /// The host, by [`PolicyEngine::write_bounds`], or a stream's work at the addresses of [`PolicyEngine::host_bounds`].
     Host,
-}
-
-/// What a policy remembers, as the device keeps it. Vectors that a rule does not use are empty.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct PolicyMemory {
-    /// auto-c: burn-in steps of each layer.
-    pub seen: Vec<u32>,
-    /// auto-c: restarts, one value.
-    pub restarts: Vec<u32>,
-    /// auto-c: phase of each pool, see [`phase`]. Pools of logits, q, k, v; in each, layer by layer and head by head.
-    pub phases: Vec<u32>,
-    /// auto-c: constant of each pool.
-    pub constants: Vec<f64>,
-    /// auto-c: how many of a pool's places in `top` are taken.
-    pub counts: Vec<u32>,
-    /// auto-c: the largest ratios of each pool, descending, [`PolicySetup::room`] places a pool.
-    pub top: Vec<f64>,
-    /// delayed: a ring of maxima for each slot. Slots of a layer: one a tensor, or logits (its n_q), q, k, v, o (n_kv).
-    pub history: Vec<f32>,
-    /// delayed: the place of each ring where its order begins: the oldest (paper), the running step's (TE).
-    pub places: Vec<u32>,
-    /// delayed-te: scale of each slot.
-    pub scales: Vec<f32>,
-}
-
-/// Phases of an auto-c pool.
-pub mod phase {
-    /// Observing.
-    pub const BURN_IN: u32 = 0;
-    /// The constant is used.
-    pub const FROZEN: u32 = 1;
-    /// An overflow brought the certain bound back.
-    pub const FELL_BACK: u32 = 2;
-    /// More restarts than allowed.
-    pub const TOO_MANY_RESTARTS: u32 = 3;
-    /// Every observed value was zero.
-    pub const NOTHING_OBSERVED: u32 = 4;
-}
-
-#[derive(Debug)]
-struct Memory {
-    seen: Buffer<u32>,
-    restarts: Buffer<u32>,
-    phases: Buffer<u32>,
-    constants: Buffer<f64>,
-    counts: Buffer<u32>,
-    top: Buffer<f64>,
-    history: Buffer<f32>,
-    places: Buffer<u32>,
-    scales: Buffer<f32>,
 }
 
 /// One policy over every layer of a model, in device memory. Steps on two streams have to be ordered by events.
 #[derive(Debug)]
 pub struct PolicyEngine {
-    setup: PolicySetup,
-    layers: usize,
-    source: BoundSource,
+    spec: AttentionSpec,
+    config: PolicyConfig,
+    shape: PolicyShape,
+    tail: Tail,
     plan: Kernel,
     observe: Kernel,
     restart: Kernel,
-    table: Buffer<PolicyTable>,
+    weights: Option<Box<ScaleEngine>>,
     host_bounds: Option<(Buffer<HeadBound>, Buffer<f32>)>,
     stats: Buffer<u32>,
-    seen_stats: Buffer<u32>,
+    observed: Buffer<u32>,
     descales: Buffer<f32>,
-    tensors: Buffer<f32>,
+    tensor_descales: Buffer<f32>,
     status: Buffer<u32>,
-    memory: Memory,
-    slack: Buffer<SlackWords>,
-    _sizes: Buffer<PolicyLayer>,
-}
-
-impl PolicyMemory {
-    fn lengths(&self) -> [usize; 9] {
-        [
-            self.seen.len(),
-            self.restarts.len(),
-            self.phases.len(),
-            self.constants.len(),
-            self.counts.len(),
-            self.top.len(),
-            self.history.len(),
-            self.places.len(),
-            self.scales.len(),
-        ]
-    }
-}
-
-/// Whether bounds of these heads are the policy's.
-fn fits(heads: &HeadOffsets, policy: &HeadOffsets) -> Result<()> {
-    if heads.layers() != policy.layers() {
-        let (have, want) = (heads.layers(), policy.layers());
-        return Err(Error::mismatch(format_args!("the scale engine has {have} layers, the policy {want}")));
-    }
-    let of = |heads: &HeadOffsets, layer: usize| (heads.q(layer).len(), heads.kv(layer).len());
-    match (0..heads.layers()).find(|layer| of(heads, *layer) != of(policy, *layer)) {
-        None => Ok(()),
-        Some(layer) => {
-            let ((q, kv), (want_q, want_kv)) = (of(heads, layer), of(policy, layer));
-            Err(Error::mismatch(format_args!(
-                "layer {layer} of the scale engine has {q} query and {kv} KV heads, the policy's {want_q} and {want_kv}"
-            )))
-        }
-    }
+    memory: Buffer<u64>,
+    layout: MemoryLayout,
+    table: Buffer<PolicyTable>,
+    /// Read by the kernels alone.
+    _layers: Buffer<PolicyLayer>,
 }
 
 impl PolicyEngine {
-    /// Sets everything up; `memory` is what the policy starts from.
+    /// A policy at its start.
     ///
     /// # Errors
-    /// If the sizes break a rule, the memory does not fit them, the bounds are of another shape or missing, a kernel does
-    /// not compile, or device memory runs out.
-    pub fn new(device: &Device, setup: PolicySetup, source: BoundSource, memory: &PolicyMemory) -> Result<Self> {
-        setup.check()?;
-        let (layers, all_q, all_kv) = (setup.layers(), setup.heads.all_q(), setup.heads.all_kv());
-        if setup.lengths() != memory.lengths() {
-            return Err(Error::mismatch("the policy's memory does not fit its sizes"));
+    /// `is_argument` if a parameter breaks its rule or bounds are missing, `is_mismatch` if the scale engine's layers have other
+    /// heads, `is_unsupported` for geometry-c-star with a QK-norm or a scale engine without logit bounds; `is_cuda` if a kernel
+    /// does not compile or device memory runs out.
+    pub fn new(
+        device: &Device,
+        spec: &AttentionSpec,
+        config: PolicyConfig,
+        tail: &Tail,
+        source: BoundSource,
+    ) -> Result<Self> {
+        Self::with_state(device, spec, config.build(spec.into())?.save(), tail, source)
+    }
+
+    /// A policy that goes on from a state, whichever side saved it.
+    ///
+    /// # Errors
+    /// As [`PolicyEngine::new`]; `is_mismatch` if the state's parts do not fit each other or the model.
+    pub fn with_state(
+        device: &Device,
+        spec: &AttentionSpec,
+        state: PolicyState,
+        tail: &Tail,
+        source: BoundSource,
+    ) -> Result<Self> {
+        spec.check()?;
+        let (config, shape) = (state.config, PolicyShape::from(spec));
+        // The host's own checks of a state, whose parts may come from a file.
+        let state = state.restore(&config, shape.clone())?.save();
+        if spec.qk_norm.is_some() && matches!(config, PolicyConfig::GeometryCStar(_)) {
+            return Err(Error::unsupported(format_args!(
+                "{}: q and k are normalized after the projection, so geometry-c-star has no rank-aware bound",
+                spec.name
+            )));
         }
-        let needs_bounds = matches!(setup.rule, Rule::Geometry | Rule::GeometryCStar(_) | Rule::AutoC { .. });
-        let mut host_bounds = None;
-        let (heads, operands) = match &source {
-            BoundSource::None if needs_bounds => {
-                return Err(Error::argument("this policy plans from bounds, and none were given"));
+        let heads = shape.heads();
+        if let Some(layer) = (0..heads.layers()).find(|layer| heads.q(*layer).len() > MAX_QUERY_HEADS) {
+            return Err(Error::argument(format_args!(
+                "{}: {} query heads, a policy on the device takes at most {MAX_QUERY_HEADS}",
+                spec.place(layer),
+                heads.q(layer).len()
+            )));
+        }
+        let row = row_length(&state)?;
+        let mut table = PolicyTable::new(spec, &state, tail, row)?;
+        let (layout, words) = MemoryLayout::encode(&state.memory, row);
+
+        let (all_q, all_kv) = (heads.all_q(), heads.all_kv());
+        let (mut weights, mut host_bounds) = (None, None);
+        match source {
+            BoundSource::None if needs_bounds(&config) => {
+                return Err(Error::argument(format_args!("{} plans from bounds, and none were given", config.kind())));
             }
-            BoundSource::None => (DevicePtr::NULL, DevicePtr::NULL),
+            BoundSource::None => {}
             BoundSource::Weights(engine) => {
-                let heads = engine
+                check_heads(engine.heads(), heads)?;
+                let bounds = engine
                     .head_bounds()
                     .ok_or_else(|| Error::unsupported("the scale engine was made without logit bounds"))?;
-                fits(engine.heads(), &setup.heads)?;
-                (heads.ptr(), engine.operand_bounds().ptr())
+                (table.heads, table.operands) = (bounds.ptr().0, engine.operand_bounds().ptr().0);
+                weights = Some(engine);
             }
             BoundSource::Host => {
-                let bounds = host_bounds.insert((device.zeros::<HeadBound>(all_q)?, device.zeros::<f32>(3 * all_kv)?));
-                (bounds.0.ptr(), bounds.1.ptr())
+                let (bounds, operands) = (device.zeros(all_q)?, device.zeros(3 * all_kv)?);
+                (table.heads, table.operands) = (bounds.ptr().0, operands.ptr().0);
+                host_bounds = Some((bounds, operands));
             }
-        };
+        }
+        let layers = device.upload(&PolicyLayer::all(spec, &state))?;
+        let stats = device.zeros(stats_words(all_q, all_kv))?;
+        let observed = device.zeros(stats.len())?;
+        let descales = device.upload(&vec![1.0; all_q + 4 * all_kv])?;
+        let tensor_descales = device.upload(&vec![1.0; TENSORS * heads.layers()])?;
+        let status = device.zeros(heads.layers())?;
+        let memory = device.upload(&words)?;
+        (table.stats, table.observed, table.status) = (stats.ptr().0, observed.ptr().0, status.ptr().0);
+        (table.descales, table.tensor_descales) = (descales.ptr().0, tensor_descales.ptr().0);
+        table.layers = layers.ptr().0;
+        layout.place(&memory, &mut table);
         let observing = device.module(sources::POLICY_OBSERVE, &[])?;
-        let held = Memory {
-            seen: device.upload(&memory.seen)?,
-            restarts: device.upload(&memory.restarts)?,
-            phases: device.upload(&memory.phases)?,
-            constants: device.upload(&memory.constants)?,
-            counts: device.upload(&memory.counts)?,
-            top: device.upload(&memory.top)?,
-            history: device.upload(&memory.history)?,
-            places: device.upload(&memory.places)?,
-            scales: device.upload(&memory.scales)?,
-        };
-        let slack = device.zeros(if matches!(setup.rule, Rule::AutoC { .. }) { layers * POOLED } else { 0 })?;
-        let words = stats_words(all_q, all_kv);
-        let stats = device.zeros::<u32>(words)?;
-        let seen_stats = device.zeros::<u32>(words)?;
-        let descales = device.upload(&vec![1f32; all_q + 4 * all_kv])?;
-        let tensors = device.upload(&vec![1f32; layers * TENSORS])?;
-        let status = device.zeros::<u32>(layers)?;
-        let sizes = device.upload(&setup.table())?;
-        let mut table = PolicyTable {
-            heads: heads.0,
-            operands: operands.0,
-            stats: stats.ptr().0,
-            seen_stats: seen_stats.ptr().0,
-            plan: descales.ptr().0,
-            tensors: tensors.ptr().0,
-            status: status.ptr().0,
-            sizes: sizes.ptr().0,
-            seen: held.seen.ptr().0,
-            restarts: held.restarts.ptr().0,
-            phases: held.phases.ptr().0,
-            constants: held.constants.ptr().0,
-            counts: held.counts.ptr().0,
-            top: held.top.ptr().0,
-            slack: slack.ptr().0,
-            history: held.history.ptr().0,
-            places: held.places.ptr().0,
-            scales: held.scales.ptr().0,
-            layers: layers as u32,
-            per_layer: setup.per_layer.into(),
-            has_values: setup.has_values.into(),
-            logit_target: setup.logit_target,
-            operand_target: setup.operand_target,
-            soft_cap: setup.soft_cap.unwrap_or(f64::INFINITY),
-            d_model: setup.d_model as f64,
-            ..bytemuck::Zeroable::zeroed()
-        };
-        setup.rule.write(&setup, &mut table);
         Ok(Self {
-            layers,
+            spec: spec.clone(),
+            config,
+            tail: *tail,
             plan: device.module(sources::POLICY_PLAN, &[])?.kernel("policy_plan")?,
             observe: observing.kernel("policy_observe")?,
             restart: observing.kernel("policy_restart")?,
             table: device.upload(&[table])?,
+            weights,
             host_bounds,
             stats,
-            seen_stats,
+            observed,
             descales,
-            tensors,
+            tensor_descales,
             status,
-            memory: held,
-            slack,
-            source,
-            _sizes: sizes,
-            setup,
+            memory,
+            layout,
+            _layers: layers,
+            shape,
         })
     }
 
-    /// What it was made from.
-    pub fn setup(&self) -> &PolicySetup {
-        &self.setup
+    /// Parameters.
+    pub fn config(&self) -> PolicyConfig {
+        self.config
     }
 
-    /// Puts new bounds on `stream`: one read of the weights. Nothing where bounds do not come from weights.
+    /// Heads of each layer, and where its values begin: statistics at word `stats_words` of the heads before it, descales at
+    /// `heads().q(layer).start + 4 heads().kv(layer).start`.
+    pub fn shape(&self) -> &PolicyShape {
+        &self.shape
+    }
+
+    /// The engine that reads the weights; `None` where bounds do not come from weights.
+    pub fn weights(&self) -> Option<&ScaleEngine> {
+        self.weights.as_deref()
+    }
+
+    /// Launches new bounds on `stream`: one read of the weights. Does nothing where bounds do not come from weights.
     ///
     /// # Errors
     /// If a launch is refused.
     pub fn update_bounds(&self, stream: &Stream) -> Result<()> {
-        match &self.source {
-            BoundSource::Weights(engine) => engine.plan(stream),
-            BoundSource::None | BoundSource::Host => Ok(()),
-        }
+        self.weights().map_or(Ok(()), |engine| engine.plan(stream))
     }
 
-    /// Where bounds lie that do not come from weights, `[layer][n_q]` of [`HeadBound`] and `[layer][q, k, v][n_kv]` f32: a
-    /// stream's work may write them in place of [`PolicyEngine::write_bounds`]. Always the same addresses.
-    pub fn host_bounds(&self) -> Option<(DevicePtr, DevicePtr)> {
-        self.host_bounds.as_ref().map(|(heads, operands)| (heads.ptr(), operands.ptr()))
-    }
-
-    /// Gives the bounds of every layer: `[layer][n_q]` and `[layer][q, k, v][n_kv]`. Synchronous.
+    /// Launches the plan of every layer on `stream`.
     ///
     /// # Errors
-    /// If the bounds do not come from the host, or are not one for each head.
-    pub fn write_bounds(&self, heads: &[HeadBound], operands: &[f32]) -> Result<()> {
-        match &self.host_bounds {
-            Some(bounds) => bounds.0.write(heads).and_then(|()| bounds.1.write(operands)),
-            None => Err(Error::argument("this policy's bounds do not come from the host")),
-        }
-    }
-
-    /// Reads the bounds in use. Waits for the device.
-    ///
-    /// # Errors
-    /// If the policy has none, or the device fails.
-    pub fn read_bounds(&self) -> Result<(Vec<HeadBound>, Vec<f32>)> {
-        let of = |heads: &Buffer<HeadBound>, operands: &Buffer<f32>| Ok((heads.read()?, operands.read()?));
-        match (&self.source, &self.host_bounds) {
-            (BoundSource::Weights(engine), _) => match engine.head_bounds() {
-                Some(heads) => of(heads, engine.operand_bounds()),
-                None => Err(Error::cuda("the scale engine was made without logit bounds")),
-            },
-            (_, Some((heads, operands))) => of(heads, operands),
-            _ => Err(Error::argument("this policy plans without bounds")),
-        }
-    }
-
-    /// The engine that reads the weights, if there is one.
-    pub fn weights(&self) -> Option<&ScaleEngine> {
-        match &self.source {
-            BoundSource::Weights(engine) => Some(engine),
-            BoundSource::None | BoundSource::Host => None,
-        }
-    }
-
-    /// The same, to write new weights of its own.
-    pub fn weights_mut(&mut self) -> Option<&mut ScaleEngine> {
-        match &mut self.source {
-            BoundSource::Weights(engine) => Some(engine),
-            BoundSource::None | BoundSource::Host => None,
-        }
-    }
-
-    /// Puts the plan of every layer on `stream`.
-    ///
-    /// # Errors
-    /// If a launch is refused.
+    /// If the launch is refused.
     pub fn plan(&self, stream: &Stream) -> Result<()> {
-        self.launch_plan(stream, 0, self.layers)
+        self.launch_plan(stream, 0, self.shape.layers())
     }
 
-    /// Puts the plan of one layer on `stream`.
+    /// Launches the plan of one layer on `stream`.
     ///
     /// # Errors
-    /// If there is no such layer or the launch is refused.
+    /// `is_argument` if there is no such layer; if the launch is refused.
     pub fn plan_layer(&self, stream: &Stream, layer: usize) -> Result<()> {
-        self.check_layer(layer)?;
+        self.spec.layer(layer)?;
         self.launch_plan(stream, layer, 1)
     }
 
-    /// Takes the statistics of every layer in, and clears them.
+    /// Launches bounds and plan of every layer on `stream`: what a training step does after its update.
     ///
     /// # Errors
     /// If a launch is refused.
-    pub fn observe(&self, stream: &Stream) -> Result<()> {
-        self.launch_observe(stream, 0, self.layers)
+    pub fn refresh(&self, stream: &Stream) -> Result<()> {
+        self.update_bounds(stream)?;
+        self.plan(stream)
     }
 
-    /// Takes the statistics of one layer in, and clears them.
+    /// Launches the update of memory and status from the statistics of every layer, which it clears.
     ///
     /// # Errors
-    /// If there is no such layer or the launch is refused.
+    /// If the launch is refused.
+    pub fn observe(&self, stream: &Stream) -> Result<()> {
+        self.launch_observe(stream, 0, self.shape.layers())
+    }
+
+    /// The same for one layer.
+    ///
+    /// # Errors
+    /// `is_argument` if there is no such layer; if the launch is refused.
     pub fn observe_layer(&self, stream: &Stream, layer: usize) -> Result<()> {
-        self.check_layer(layer)?;
+        self.spec.layer(layer)?;
         self.launch_observe(stream, layer, 1)
     }
 
-    /// auto-c starts its burn-in again; the other policies ignore it.
+    /// auto-c: launches a new start of the burn-in. The other policies ignore it.
     ///
     /// # Errors
     /// If the launch is refused.
     pub fn restart(&self, stream: &Stream) -> Result<()> {
-        if !matches!(self.setup.rule, Rule::AutoC { .. }) {
+        if !matches!(self.config, PolicyConfig::AutoC(_)) {
             return Ok(());
         }
-        let args = [Arg::Ptr(self.table.ptr()), Arg::U32(self.memory.phases.len() as u32)];
-        // SAFETY: 1. the arguments are the kernel's; 2. and 3. the table reaches this engine's buffers only, and one block
-        // writes them.
+        let args = [Arg::Ptr(self.table.ptr()), Arg::U32(self.layout.pools() as u32)];
+        // SAFETY: 1. the arguments are the kernel's; 2. the table reaches buffers that this engine owns; 3. one block writes them.
         unsafe { self.restart.launch(stream, Launch::linear(1, THREADS, 0), &args) }
     }
 
     fn launch_plan(&self, stream: &Stream, first: usize, count: usize) -> Result<()> {
         let args = [Arg::Ptr(self.table.ptr()), Arg::U32(first as u32)];
-        let launch = Launch::linear(count, THREADS, (8 * self.setup.heads.most_q()) as u32);
         // SAFETY: 1. the arguments are the kernel's; 2. the table reaches buffers that this engine owns, sized for these
         // layers; 3. a block writes its own layer's row.
-        unsafe { self.plan.launch(stream, launch, &args) }
+        unsafe { self.plan.launch(stream, self.launch(count), &args) }
     }
 
     fn launch_observe(&self, stream: &Stream, first: usize, count: usize) -> Result<()> {
-        let shared_pools = matches!(self.setup.rule, Rule::AutoC { pool: Pool::Model, .. });
+        let shared_pools = matches!(self.config, PolicyConfig::AutoC(AutoCConfig { pooling: Pooling::Model, .. }));
         let args = [Arg::Ptr(self.table.ptr()), Arg::U32(first as u32), Arg::U32(count as u32)];
-        let blocks = if shared_pools { 1 } else { count };
-        let launch = Launch::linear(blocks, THREADS, (8 * self.setup.heads.most_q()) as u32);
         // SAFETY: as above; where layers share a pool, one block takes them in order.
-        unsafe { self.observe.launch(stream, launch, &args) }
+        unsafe { self.observe.launch(stream, self.launch(if shared_pools { 1 } else { count }), &args) }
     }
 
-    fn check_layer(&self, layer: usize) -> Result<()> {
-        if layer < self.layers {
-            return Ok(());
-        }
-        Err(Error::argument(format_args!("there is no layer {layer}, the policy has {}", self.layers)))
+    fn launch(&self, blocks: usize) -> Launch {
+        Launch::linear(blocks, THREADS, (8 * self.shape.heads().most_q()) as u32)
     }
 
-    /// Where the call of a layer has to leave its statistics: [`stats_words`] words, zero before the first call.
-    ///
-    /// # Panics
-    /// If there is no such layer.
-    pub fn stats(&self, layer: usize) -> DevicePtr {
-        assert!(layer < self.layers, "layer {layer} of {}", self.layers);
-        self.stats.at(self.setup.stats(layer).start)
-    }
-
-    /// Writes the statistics of one layer from the host, for calls that run elsewhere. Synchronous.
+    /// Where a layer's call reads the descales of a tensor, f32: `n_q` for logits, `n_kv` for q, k, v and o. 1 where values have
+    /// no bound (no input norm). Always the same address.
     ///
     /// # Errors
-    /// If there is no such layer or `row` has another length.
+    /// `is_argument` if there is no such layer.
+    pub fn descales(&self, layer: usize, tensor: Tensor) -> Result<DevicePtr> {
+        Ok(self.descales.at(self.descale_range(layer, tensor)?.start))
+    }
+
+    fn descale_range(&self, layer: usize, tensor: Tensor) -> Result<Range<usize>> {
+        self.spec.layer(layer)?;
+        let (q, kv) = (self.shape.heads().q(layer), self.shape.heads().kv(layer));
+        let (before, count) = match tensor {
+            Tensor::Logit => (0, q.len()),
+            _ => (q.len() + (tensor as usize - 1) * kv.len(), kv.len()),
+        };
+        let start = q.start + 4 * kv.start + before;
+        Ok(start..start + count)
+    }
+
+    /// Where the largest descale of a layer's tensor lies: one f32. Always the same address.
+    ///
+    /// # Errors
+    /// `is_argument` if there is no such layer.
+    pub fn tensor_descale(&self, layer: usize, tensor: Tensor) -> Result<DevicePtr> {
+        self.spec.layer(layer)?;
+        Ok(self.tensor_descales.at(TENSORS * layer + tensor as usize))
+    }
+
+    /// Where a layer's call leaves its statistics ([`StepWords`]), zero before the first call. Always the same address.
+    ///
+    /// # Errors
+    /// `is_argument` if there is no such layer.
+    pub fn stats(&self, layer: usize) -> Result<DevicePtr> {
+        Ok(self.stats.at(self.stats_range(layer)?.start))
+    }
+
+    fn stats_range(&self, layer: usize) -> Result<Range<usize>> {
+        self.spec.layer(layer)?;
+        let (q, kv) = (self.shape.heads().q(layer), self.shape.heads().kv(layer));
+        Ok(stats_words(q.start, kv.start)..stats_words(q.end, kv.end))
+    }
+
+    /// Writes the statistics of one layer from the host, for calls that run elsewhere: a row of [`StepWords`]. Synchronous.
+    ///
+    /// # Errors
+    /// `is_argument` if there is no such layer or `row` has another length; otherwise as the device.
     pub fn write_stats(&self, layer: usize, row: &[u32]) -> Result<()> {
-        self.check_layer(layer)?;
-        let place = self.setup.stats(layer);
-        let words = place.len();
-        let mut all = self.stats.read()?;
-        match all.get_mut(place) {
-            Some(place) if row.len() == words => place.copy_from_slice(row),
-            _ => return Err(Error::argument(format_args!("a row of statistics has {words} words, not {}", row.len()))),
+        let range = self.stats_range(layer)?;
+        if row.len() != range.len() {
+            return Err(Error::argument(format_args!(
+                "{}: expected {} words of statistics, got {}",
+                self.spec.place(layer),
+                range.len(),
+                row.len()
+            )));
         }
+        let mut all = self.stats.read()?;
+        all[range].copy_from_slice(row);
         self.stats.write(&all)
     }
 
-    /// The statistics that the last observation took in, row after row ([`PolicySetup::stats`]). Waits for the device.
+    /// [`BoundSource::Host`]: where bounds lie, `[layer][n_q]` of [`HeadBound`] and `[layer][q, k, v][n_kv]` f32. Always the same
+    /// addresses.
+    pub fn host_bounds(&self) -> Option<(DevicePtr, DevicePtr)> {
+        self.host_bounds.as_ref().map(|(heads, operands)| (heads.ptr(), operands.ptr()))
+    }
+
+    /// [`BoundSource::Host`]: writes bounds that the host computed, one entry a layer in order, rounded up to f32. Synchronous.
     ///
     /// # Errors
-    /// If the device fails.
-    pub fn read_observed(&self) -> Result<Vec<u32>> {
-        self.seen_stats.read()
+    /// `is_argument` if bounds do not come from the host, `is_mismatch` if a layer is missing or has other heads,
+    /// `is_unsupported` if a head lacks a bound that the policy plans from; otherwise as the device.
+    pub fn write_bounds(&self, bounds: &[LayerBounds]) -> Result<()> {
+        let Some((heads, operands)) = &self.host_bounds else {
+            return Err(Error::argument("the bounds of this policy do not come from the host"));
+        };
+        let isotropic = matches!(self.config, PolicyConfig::GeometryCStar(_));
+        let kind = if isotropic { BoundKind::RankAware } else { BoundKind::Certain };
+        let (head_bounds, operand_bounds) = bounds::to_device(&self.spec, bounds, kind)?;
+        heads.write(&head_bounds)?;
+        operands.write(&operand_bounds)
     }
 
-    /// Descales of one layer's tensor (0 logits with its `n_q` values; q, k, v, o with `n_kv`), f32, always at this address.
-    ///
-    /// # Panics
-    /// If there is no such layer or tensor.
-    pub fn descales(&self, layer: usize, tensor: usize) -> DevicePtr {
-        assert!(layer < self.layers && tensor < TENSORS, "layer {layer}, tensor {tensor}");
-        self.descales.at(self.setup.descales(layer, tensor).start)
-    }
-
-    /// The largest descale of one layer's tensor: one f32, always at this address.
-    ///
-    /// # Panics
-    /// If there is no such layer or tensor.
-    pub fn tensor_descale(&self, layer: usize, tensor: usize) -> DevicePtr {
-        assert!(layer < self.layers && tensor < TENSORS, "layer {layer}, tensor {tensor}");
-        self.tensors.at(layer * TENSORS + tensor)
-    }
-
-    /// All descales, `[layer][n_q + 4 n_kv]` with each layer's own heads ([`PolicySetup::descales`]). Waits for the device.
+    /// The bounds in use. Waits for the device.
     ///
     /// # Errors
-    /// If the device fails.
-    pub fn read_descales(&self) -> Result<Vec<f32>> {
-        self.descales.read()
+    /// `is_argument` if the policy has none, `is_non_finite` if a weight was not finite; otherwise as the device.
+    pub fn read_bounds(&self) -> Result<Vec<LayerBounds>> {
+        let (heads, operands) = match (&self.weights, &self.host_bounds) {
+            (Some(engine), _) => (engine.head_bounds(), engine.operand_bounds()),
+            (None, Some((heads, operands))) => (Some(heads), operands),
+            (None, None) => return Err(Error::argument("this policy was made without bounds")),
+        };
+        let heads = heads.ok_or_else(|| Error::cuda("the scale engine was made without logit bounds"))?;
+        bounds::from_device(&self.spec, &heads.read()?, &operands.read()?, &self.tail)
     }
 
-    /// The largest of each row, `[layer][5]`. Waits for the device.
+    /// The plan of one layer. Waits for the device.
     ///
     /// # Errors
-    /// If the device fails.
+    /// `is_argument` if there is no such layer, `is_non_finite` if a descale is NaN; otherwise as the device.
+    pub fn read_plan(&self, layer: usize) -> Result<ScalePlan> {
+        self.spec.layer(layer)?;
+        let all = self.descales.read()?;
+        let row = |tensor: Tensor| -> Result<Vec<Descale>> {
+            let values = &all[self.descale_range(layer, tensor)?];
+            if values.iter().any(|value| value.is_nan()) {
+                return Err(Error::non_finite(format_args!(
+                    "{}: a {} descale is NaN, since its bound or measurement was not finite",
+                    self.spec.place(layer),
+                    tensor.name()
+                )));
+            }
+            values.iter().map(|value| Descale::new(*value)).collect()
+        };
+        let known = has_values(&self.spec) || !needs_bounds(&self.config);
+        let values = |tensor| known.then(|| row(tensor)).transpose();
+        let operands =
+            OperandDescales { q: row(Tensor::Q)?, k: row(Tensor::K)?, v: values(Tensor::V)?, o: values(Tensor::O)? };
+        Ok(ScalePlan { layer, logit_bound: None, logit_descale: row(Tensor::Logit)?, operands })
+    }
+
+    /// The largest descale of each tensor, `[layer][logit, q, k, v, o]`. Waits for the device.
+    ///
+    /// # Errors
+    /// As the device.
     pub fn read_tensor_descales(&self) -> Result<Vec<f32>> {
-        self.tensors.read()
+        self.tensor_descales.read()
     }
 
-    /// A [`status`] word for each layer. Waits for the device.
+    /// A [`status`](super::status) word for each layer. Waits for the device.
     ///
     /// # Errors
-    /// If the device fails.
+    /// As the device.
     pub fn read_status(&self) -> Result<Vec<u32>> {
         self.status.read()
     }
@@ -477,52 +405,69 @@ impl PolicyEngine {
         self.status.clear(stream)
     }
 
-    /// The policy's memory. Waits for the device.
+    /// The statistics of the last observation, one entry a layer. The device does not count values: `count` says only whether
+    /// there was one. Waits for the device.
     ///
     /// # Errors
-    /// If the device fails.
-    pub fn read_memory(&self) -> Result<PolicyMemory> {
-        let m = &self.memory;
-        Ok(PolicyMemory {
-            seen: m.seen.read()?,
-            restarts: m.restarts.read()?,
-            phases: m.phases.read()?,
-            constants: m.constants.read()?,
-            counts: m.counts.read()?,
-            top: m.top.read()?,
-            history: m.history.read()?,
-            places: m.places.read()?,
-            scales: m.scales.read()?,
-        })
+    /// As the device.
+    pub fn read_observed(&self) -> Result<Vec<StepStats>> {
+        let all = self.observed.read()?;
+        let layer = |(layer, own): (usize, &LayerSpec)| {
+            let words = StepWords::from_row(&all[self.stats_range(layer)?], own.n_q_heads, own.n_kv_heads);
+            words.map(|words| StepStats::from(&words)).ok_or_else(|| Error::cuda("a row of statistics is cut short"))
+        };
+        self.spec.layers.iter().enumerate().map(layer).collect()
     }
 
-    /// auto-c: slack of each layer's logits, q, k and v since the burn-in began here; empty for the other rules. Waits for the
-    /// device.
+    /// auto-c: certain bound over observed amax since the burn-in began here, one entry a layer, of logits, q, k and v. `None`
+    /// where nothing but zeros was observed; no entries under the other policies. Not part of the state. Waits for the device.
     ///
     /// # Errors
-    /// If the device fails.
-    pub fn read_slack(&self) -> Result<Vec<[SlackWords; POOLED]>> {
-        Ok(self.slack.read()?.as_chunks().0.to_vec())
+    /// As the device.
+    pub fn read_slack(&self) -> Result<Vec<[Option<Slack>; 4]>> {
+        Ok(self.layout.slack(&self.memory.read()?))
     }
 
-    /// Puts another memory in its place, at the same addresses; slack begins anew. Synchronous.
+    /// Everything that later plans depend on, except the weights. Waits for the device.
     ///
     /// # Errors
-    /// If it does not fit, or the device fails.
-    pub fn write_memory(&self, memory: &PolicyMemory) -> Result<()> {
-        if self.setup.lengths() != memory.lengths() {
-            return Err(Error::mismatch("the policy's memory does not fit its sizes"));
+    /// As the device.
+    pub fn save(&self) -> Result<PolicyState> {
+        let mut state = self.config.build(self.shape.clone())?.save();
+        self.layout.decode(&self.memory.read()?, &mut state.memory);
+        Ok(state)
+    }
+
+    /// Goes on from a state, in place: addresses and captured graphs stay valid, slack begins anew. Synchronous.
+    ///
+    /// # Errors
+    /// As [`PolicyState::restore`], or as the device.
+    pub fn load(&self, state: PolicyState) -> Result<()> {
+        let state = state.restore(&self.config, self.shape.clone())?.save();
+        self.memory.write(&MemoryLayout::encode(&state.memory, row_length(&state)?).1)
+    }
+}
+
+/// Whether a policy plans from bounds.
+fn needs_bounds(config: &PolicyConfig) -> bool {
+    matches!(config, PolicyConfig::Geometry(_) | PolicyConfig::GeometryCStar(_) | PolicyConfig::AutoC(_))
+}
+
+/// # Errors
+/// `is_mismatch` if a scale engine has other heads than the policy.
+fn check_heads(got: &HeadOffsets, expected: &HeadOffsets) -> Result<()> {
+    let (layers, got_layers) = (expected.layers(), got.layers());
+    if got_layers != layers {
+        return Err(Error::mismatch(format_args!("scale engine: expected {layers} layers, got {got_layers}")));
+    }
+    for layer in 0..layers {
+        let [want, have] = [expected, got].map(|heads| (heads.q(layer).len(), heads.kv(layer).len()));
+        if have != want {
+            return Err(Error::mismatch(format_args!(
+                "scale engine: expected {} query and {} KV heads in layer {layer}, got {} and {}",
+                want.0, want.1, have.0, have.1
+            )));
         }
-        let m = &self.memory;
-        m.seen.write(&memory.seen)?;
-        m.restarts.write(&memory.restarts)?;
-        m.phases.write(&memory.phases)?;
-        m.constants.write(&memory.constants)?;
-        m.counts.write(&memory.counts)?;
-        m.top.write(&memory.top)?;
-        m.history.write(&memory.history)?;
-        m.places.write(&memory.places)?;
-        m.scales.write(&memory.scales)?;
-        self.slack.write(&vec![SlackWords::default(); self.slack.len()])
     }
+    Ok(())
 }

@@ -1,77 +1,161 @@
-//! The host's side of `kernels/include/policy_types.cuh`.
+//! The host's side of `kernels/policy/types.cuh`: what the policy kernels read, from the policy's own parameters.
 
+use crate::bound::{E4M3_MAX, Isotropic, Tail, isotropic};
+use crate::error::Result;
+use crate::model::{AttentionSpec, LayerSpec, NormKind};
+use crate::plan::Granularity;
+use crate::policy::{AmaxAlgorithm, Memory, PolicyConfig, PolicyKind, PolicyState, Pooling, Tensor};
 use bytemuck::{Pod, Zeroable};
 
-/// One layer's heads, and those of the layers in front of it.
+/// Tensors with pools of their own under auto-c; o follows v.
+pub(super) const POOLED: [Tensor; 4] = [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V];
+
+/// Heads of a layer, and of all layers before it.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct PolicyLayer {
-    pub n_q: u32,
-    pub n_kv: u32,
-    pub first_q: u32,
-    pub first_kv: u32,
-    pub keep: [u32; 4],
-    pub softmax_scale: f64,
+    n_q: u32,
+    n_kv: u32,
+    first_q: u32,
+    first_kv: u32,
+    keep: [u32; 4],
+    softmax_scale: f64,
 }
 const _: () = assert!(size_of::<PolicyLayer>() == 8 * 4 + 8);
 
-/// Certain bound over observed amax: of a layer's heads over the steps of its burn-in.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
-#[repr(C)]
-pub struct SlackWords {
-    /// Smallest.
-    pub min: f64,
-    /// Largest.
-    pub max: f64,
-    /// Sum.
-    pub sum: f64,
-    /// Heads times steps; 0: nothing was seen, and the rest holds nothing.
-    pub count: u64,
+impl PolicyLayer {
+    /// The layers of a model. Under auto-c, [`row_length`](super::memory::row_length) has accepted the ratios that they keep.
+    pub fn all(spec: &AttentionSpec, PolicyState { config, shape, .. }: &PolicyState) -> Vec<Self> {
+        let one = |(layer, own): (usize, &LayerSpec)| {
+            let (q, kv) = (shape.heads().q(layer), shape.heads().kv(layer));
+            let keep = |tensor| match config {
+                PolicyConfig::AutoC(config) => config.kept_ratios(shape, layer, tensor) as u32,
+                _ => 0,
+            };
+            Self {
+                n_q: q.len() as u32,
+                n_kv: kv.len() as u32,
+                first_q: q.start as u32,
+                first_kv: kv.start as u32,
+                keep: POOLED.map(keep),
+                softmax_scale: own.logit_scale(),
+            }
+        };
+        spec.layers.iter().enumerate().map(one).collect()
+    }
 }
-const _: () = assert!(size_of::<SlackWords>() == 4 * 8);
 
+/// Addresses and parameters, see the header.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct PolicyTable {
     pub heads: u64,
     pub operands: u64,
     pub stats: u64,
-    pub seen_stats: u64,
-    pub plan: u64,
-    pub tensors: u64,
+    pub observed: u64,
+    pub descales: u64,
+    pub tensor_descales: u64,
     pub status: u64,
-    pub sizes: u64,
+    pub layers: u64,
     pub seen: u64,
     pub restarts: u64,
-    pub phases: u64,
-    pub constants: u64,
-    pub counts: u64,
+    pub pools: u64,
     pub top: u64,
     pub slack: u64,
+    pub slots: u64,
     pub history: u64,
-    pub places: u64,
-    pub scales: u64,
-    pub kind: u32,
-    pub layers: u32,
-    pub per_layer: u32,
-    pub has_values: u32,
-    pub history_length: u32,
-    pub most_recent: u32,
-    pub logit_target: f64,
-    pub operand_target: f64,
-    pub soft_cap: f64,
-    pub kappa: f64,
-    pub pooling: u32,
-    pub burn_in: u32,
-    pub max_restarts: u32,
-    pub scaled_max: f32,
-    pub pool_base: [u32; 4],
-    pub room: [u32; 4],
-    pub top_base: [u64; 4],
-    pub sphere: f64,
-    pub c_star: f64,
-    pub c_halved: f64,
-    pub linear_factor: f64,
-    pub d_model: f64,
+    kind: u32,
+    n_layers: u32,
+    per_layer: u32,
+    has_values: u32,
+    logit_target: f64,
+    operand_target: f64,
+    soft_cap: f64,
+    d_model: f64,
+    isotropic: Isotropic,
+    kappa: f64,
+    pooling: u32,
+    burn_in: u32,
+    max_restarts: u32,
+    room: u32,
+    pool_base: [u32; 4],
+    history_length: u32,
+    most_recent: u32,
+    scaled_max: f32,
+    unused: u32,
 }
-const _: () = assert!(size_of::<PolicyTable>() == 18 * 8 + 6 * 4 + 4 * 8 + 4 * 4 + 2 * 16 + 4 * 8 + 5 * 8);
+const _: () = assert!(
+    size_of::<PolicyTable>() == 15 * 8 + 4 * 4 + 4 * 8 + size_of::<Isotropic>() + 8 + 4 * 4 + 4 * 4 + 4 * 4
+        && size_of::<Isotropic>() == 4 * 8
+);
+// The kernels count policies, tensors and pools as the host does.
+const _: () = assert!(
+    PolicyKind::Geometry as u32 == 0
+        && PolicyKind::GeometryCStar as u32 == 1
+        && PolicyKind::AutoC as u32 == 2
+        && PolicyKind::DelayedPaper as u32 == 3
+        && PolicyKind::DelayedTe as u32 == 4
+        && PolicyKind::Current as u32 == 5
+        && Tensor::Logit as u32 == 0
+        && Tensor::O as u32 == 4
+        && Pooling::Model as u32 == 0
+        && Pooling::Layer as u32 == 1
+        && Pooling::Head as u32 == 2
+);
+
+/// Whether values have bounds: their projection's input has a norm.
+pub(super) fn has_values(spec: &AttentionSpec) -> bool {
+    spec.norm.kind != NormKind::None
+}
+
+impl PolicyTable {
+    /// The parameters, with addresses of zero. `row` is [`row_length`](super::memory::row_length).
+    ///
+    /// # Errors
+    /// geometry-c-star: as [`Tail::check`].
+    pub fn new(spec: &AttentionSpec, state: &PolicyState, tail: &Tail, row: usize) -> Result<Self> {
+        let mut table = Self {
+            kind: state.config.kind() as u32,
+            n_layers: spec.layers.len() as u32,
+            has_values: has_values(spec).into(),
+            logit_target: E4M3_MAX,
+            operand_target: E4M3_MAX,
+            soft_cap: spec.soft_cap.unwrap_or(f64::INFINITY),
+            d_model: spec.d_model as f64,
+            ..Self::zeroed()
+        };
+        let granularity = match &state.config {
+            PolicyConfig::Geometry(config) | PolicyConfig::GeometryCStar(config) => {
+                table.logit_target *= config.eta;
+                config.granularity
+            }
+            PolicyConfig::AutoC(config) => {
+                table.logit_target *= config.eta;
+                (table.kappa, table.burn_in, table.max_restarts) = (config.kappa, config.burn_in, config.max_restarts);
+                (table.pooling, table.room) = (config.pooling as u32, row as u32);
+                if let Memory::AutoC(memory) = &state.memory {
+                    let before = |tensor: usize| memory.pools[..tensor].iter().map(Vec::len).sum::<usize>();
+                    table.pool_base = std::array::from_fn(|tensor| before(tensor) as u32);
+                }
+                config.granularity
+            }
+            PolicyConfig::DelayedPaper(config) => {
+                table.logit_target *= config.margin;
+                table.operand_target *= config.margin;
+                table.history_length = row as u32;
+                config.granularity
+            }
+            PolicyConfig::DelayedTe(config) => {
+                (table.history_length, table.scaled_max) = (row as u32, config.scaled_max());
+                table.most_recent = (config.algorithm == AmaxAlgorithm::MostRecent).into();
+                config.granularity
+            }
+            PolicyConfig::Current(config) => config.granularity,
+        };
+        table.per_layer = (granularity == Granularity::Layer).into();
+        if matches!(state.config, PolicyConfig::GeometryCStar(_)) {
+            table.isotropic = isotropic(spec, tail)?;
+        }
+        Ok(table)
+    }
+}
