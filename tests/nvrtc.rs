@@ -16,14 +16,14 @@ fn sizes(from: u32, to: u32) -> impl Iterator<Item = u32> {
 /// hang on it, and samples of what else they are compiled for.
 fn variants() -> Vec<Request> {
     let mut all = Vec::new();
-    for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_") || s.name.starts_with("policy_"))
+    for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale") || s.name.starts_with("policy_"))
     {
-        if source == sources::GRAMS_WGMMA {
+        if source == sources::GRAMS_ROUNDED {
             let request = |r, f16| Request::new(source, Arch::SM90A).define("D_HEAD", r).define("WEIGHTS", f16);
             all.extend([(128, 0), (96, 1), (72, 0)].map(|(r, f16)| request(r, f16)));
             continue;
         }
-        if source == sources::GRAMS_PIECES {
+        if source == sources::GRAMS_SPLIT {
             let one = |(r, along, f16, sums): (u32, u32, u32, u32)| {
                 let request = Request::new(source, Arch::SM90A).define("D_HEAD", r).define("WEIGHTS", f16);
                 request.define("ALONG_CHANNELS", along).define("SUMS", sums)
@@ -40,7 +40,7 @@ fn variants() -> Vec<Request> {
             all.extend(shapes.map(one));
             continue;
         }
-        if source == sources::NORMS_HEADS {
+        if source == sources::NORMS {
             // Channels of a head, [in, out], a mean or a shift, rotation, f16, type of the vectors, beside other kernels.
             for shape in [
                 [64, 0, 1, 0, 0, 2, 0],
@@ -192,8 +192,8 @@ fn every_variant_compiles_clean() {
 fn instructions(variant: &Request) -> &'static [&'static str] {
     /// Whose plain loads read what the copy engine brings: the next copy waits for these only behind a fence.
     const READERS: [sources::Source; 4] = [
-        sources::NORMS_HEADS,
-        sources::GRAMS_WGMMA,
+        sources::NORMS,
+        sources::GRAMS_ROUNDED,
         sources::GRAMS_WIDE,
         sources::POWER,
     ];
@@ -213,6 +213,13 @@ fn complaints(variant: &Request, disassembler: Option<&Path>) -> Vec<String> {
         Err(e) => return vec![format!("{name}: {e}")],
     };
     let mut complaints = Vec::new();
+    // What a kernel tells the host is read from the cubin.
+    if variant.source.text.contains("__constant__ int SHARED_BYTES") {
+        let bytes = compiled.constant("SHARED_BYTES");
+        if !bytes.is_some_and(|bytes| (1..=232_448).contains(&bytes)) {
+            complaints.push(format!("{name}: {bytes:?} bytes of shared memory"));
+        }
+    }
     let resources = compiled.resources();
     if resources.is_empty() {
         complaints.push(format!("{name}: the log names no kernel\n{}", compiled.log));
@@ -234,6 +241,17 @@ fn complaints(variant: &Request, disassembler: Option<&Path>) -> Vec<String> {
         assert_eq!(cuda::compile(variant).unwrap().cubin, compiled.cubin, "{name}");
     }
     complaints
+}
+
+#[test]
+fn the_build_of_the_compiler_is_known() {
+    match cuda::compiler_build() {
+        Ok(build) => {
+            let (major, minor) = cuda::compiler_version().unwrap();
+            assert!(build.contains(&format!("release {major}.{minor}, V{major}.{minor}.")), "{build}");
+        }
+        Err(e) => println!("ignored: the_build_of_the_compiler_is_known: {e}"),
+    }
 }
 
 #[test]

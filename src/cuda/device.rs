@@ -103,7 +103,7 @@ impl Device {
         if std::env::var_os("SIGMASCALE_EVERY_LANE").is_some() {
             request = request.define("EVERY_LANE", 1);
         }
-        let compiled = self.cache.get_or_build(&request, nvrtc::compiler_version()?, || nvrtc::compile(&request))?;
+        let compiled = self.cache.get_or_build(&request, nvrtc::compiler_build()?, || nvrtc::compile(&request))?;
         self.load(source.name, &compiled)
     }
 
@@ -114,7 +114,7 @@ impl Device {
     pub fn load(&self, name: &'static str, compiled: &Compiled) -> Result<Module> {
         let image = Ptx::from_binary(compiled.cubin.clone());
         let inner = self.context.load_module(image).map_err(failed(format_args!("loading {name}")))?;
-        Ok(Module { inner, name, context: self.context.clone() })
+        Ok(Module { inner, name, compiled: Arc::new(compiled.clone()) })
     }
 
     /// A new stream that does not wait for the legacy default stream.

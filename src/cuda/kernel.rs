@@ -1,9 +1,9 @@
 //! Kernels of loaded sources: their arguments and launches.
 
-use super::Stream;
+use super::{Compiled, Stream};
 use super::driver::failed;
 use crate::error::{Error, Result};
-use cudarc::driver::{CudaContext, CudaFunction, CudaModule, DevicePtr as _, result, sys};
+use cudarc::driver::{CudaFunction, CudaModule, result, sys};
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub struct Module {
     pub(super) inner: Arc<CudaModule>,
     pub(super) name: &'static str,
-    pub(super) context: Arc<CudaContext>,
+    pub(super) compiled: Arc<Compiled>,
 }
 
 impl Module {
@@ -39,21 +39,12 @@ impl Module {
         Ok(kernel)
     }
 
-    /// The value of an `int` that the source declares `__constant__`. Synchronous.
+    /// The value of an `int` that the source declares `__constant__`. Asks nothing of the device.
     ///
     /// # Errors
     /// If the source has none of that name.
     pub(super) fn constant(&self, name: &str) -> Result<i32> {
-        let doing = format_args!("{} has no constant {name}", self.name);
-        let stream = self.context.default_stream();
-        let place = self.inner.get_global(name, &stream).map_err(failed(doing))?;
-        if place.len() != size_of::<i32>() {
-            return Err(Error::cuda(format_args!("{}: {name} has {} bytes", self.name, place.len())));
-        }
-        let mut value = [0i32];
-        // SAFETY: the module owns four bytes there.
-        unsafe { result::memcpy_dtoh_sync(&mut value, place.device_ptr(&stream).0) }.map_err(failed(doing))?;
-        Ok(value[0])
+        self.compiled.constant(name).ok_or_else(|| Error::cuda(format_args!("{} has no constant {name}", self.name)))
     }
 }
 

@@ -16,6 +16,7 @@
 
 pub mod attention;
 pub mod cache;
+mod cubin;
 mod device;
 mod driver;
 mod heads;
@@ -33,6 +34,6 @@ pub use driver::KeepCurrent;
 pub use heads::HeadOffsets;
 pub use kernel::{Arg, DevicePtr, Kernel, Launch, Module, Word};
 pub use library::{Probe, is_available, probe, require};
-pub use nvrtc::{Arch, Compiled, Request, ResourceUse, compile, compiler_version, is_compiler_available};
+pub use nvrtc::{Arch, Compiled, Request, ResourceUse, compile, compiler_build, compiler_version, is_compiler_available};
 pub use step_stats::{CastWords, LogitWords, StepWords, ordered, stats_words, unordered};
 pub use view::{Element, View};

@@ -5,6 +5,7 @@ use crate::error::{Error, Result};
 use cudarc::nvrtc::{result, sys};
 use std::ffi::{CStr, CString};
 use std::fmt;
+use std::sync::OnceLock;
 
 /// A GPU architecture that code is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -96,6 +97,11 @@ pub struct ResourceUse {
 }
 
 impl Compiled {
+    /// The value of an `int` that the source declares `extern "C" __constant__`, read from the cubin.
+    pub fn constant(&self, name: &str) -> Option<i32> {
+        super::cubin::constant(&self.cubin, name)
+    }
+
     /// Resources of every kernel in the log.
     pub fn resources(&self) -> Vec<ResourceUse> {
         let mut all: Vec<ResourceUse> = Vec::new();
@@ -141,6 +147,30 @@ pub(super) fn loaded_version() -> std::result::Result<(i32, i32), String> {
         .result()
         .map_err(|e| format!("NVRTC does not tell its version: {e}"))?;
     Ok((major, minor))
+}
+
+/// The build of NVRTC, such as "CL-36424714 release 13.0, V13.0.88": versions with the same numbers can compile differently.
+/// Asked for once a process.
+///
+/// # Errors
+/// If NVRTC is not found.
+pub fn compiler_build() -> Result<&'static str> {
+    static BUILD: OnceLock<Result<String, String>> = OnceLock::new();
+    super::library::compiler_library().map_err(Error::cuda)?;
+    // No function tells it; the head of every PTX does.
+    let build = BUILD.get_or_init(|| {
+        let program = Program::new(c"", c"version", &[]).map_err(|e| e.to_string())?;
+        // SAFETY: the program is live; PTX was made, and the result is NVRTC's text.
+        let ptx = unsafe { result::compile_program::<&str>(program.0, &[]).and_then(|()| result::get_ptx(program.0)) };
+        let ptx = ptx.map_err(|e| format!("NVRTC does not tell its build: {e}"))?;
+        let text: String = ptx.iter().map(|&c| c as u8 as char).collect();
+        let tell = |mark: &str| text.lines().find_map(|line| line.split_once(mark)).map(|(_, rest)| rest.trim().to_owned());
+        match (tell("Compiler Build ID: "), tell("Cuda compilation tools, ")) {
+            (Some(id), Some(release)) => Ok(format!("{id} {release}")),
+            _ => Err("NVRTC does not tell its build: its PTX has no such comment".to_owned()),
+        }
+    });
+    build.as_deref().map_err(Error::cuda)
 }
 
 /// Compiles one source; no cache is used.

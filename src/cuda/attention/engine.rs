@@ -54,7 +54,7 @@ impl Variant {
             Self::Parts { d_head, telemetry, logits_e4m3, compact } => {
                 let tile = Split::TILE;
                 let forward = Self::Forward { d_head, causal: true, tile, telemetry, logits_e4m3, out_e4m3: false };
-                forward.request(arch).define("SPLIT", 1).define("COMPACT", u8::from(compact))
+                forward.request(arch).define("SPLIT_KV", 1).define("ROLLED", u8::from(compact))
             }
             Self::Combine { d_head } => Request::new(sources::COMBINE, arch).define("HEAD_DIM", d_head),
             Self::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 } => {
@@ -62,8 +62,7 @@ impl Variant {
                     .define("HEAD_DIM", d_head)
                     .define("BLOCK_N", tile.keys)
                     .define("CONSUMERS", tile.consumers)
-                    .define("K_STAGES", tile.stages)
-                    .define("V_STAGES", tile.stages)
+                    .define("KV_STAGES", tile.stages)
                     .define("CAUSAL", u8::from(causal))
                     .define("TELEMETRY", u8::from(telemetry))
                     .define("LOGITS_E4M3", u8::from(logits_e4m3))
@@ -78,7 +77,7 @@ impl Variant {
 
     fn entry(self) -> &'static str {
         match self {
-            Self::Forward { .. } | Self::Parts { .. } => "attention_fwd",
+            Self::Forward { .. } | Self::Parts { .. } => "attention_forward",
             Self::Combine { .. } => "attention_combine",
             Self::Cast { .. } => "cast_qkv",
             Self::Repack { .. } => "repack_v",
@@ -151,7 +150,7 @@ pub fn cast_variants() -> Vec<Request> {
     all
 }
 
-/// A call that keeps every rule, and where its parts lie.
+/// A call that keeps every rule, and where its memory lies.
 struct Call<'a> {
     tensors: &'a Tensors,
     sizes: Sizes,
@@ -159,7 +158,7 @@ struct Call<'a> {
     header: DevicePtr,
     /// q, k and v as the workspace holds them.
     operands: [DevicePtr; 3],
-    /// How the call is split, and where its parts lie.
+    /// How the call is split, and where its partial results lie.
     split: Option<(Split, DevicePtr)>,
 }
 
@@ -169,8 +168,8 @@ impl<'a> Call<'a> {
         let place = Workspace::of(&sizes, tensors.q.element());
         place.check(workspace)?;
         let operands = [place.q, place.k, place.v].map(|offset| workspace.ptr().offset(offset as u64));
-        let parts = workspace.ptr().offset(place.parts as u64);
-        let split = engine.split_of(tensors, &sizes).map(|split| (split, parts));
+        let partial = workspace.ptr().offset(place.partial as u64);
+        let split = engine.split_of(tensors, &sizes).map(|split| (split, partial));
         Ok(Self { tensors, sizes, header: workspace.ptr(), operands, split })
     }
 }
@@ -189,11 +188,14 @@ struct Loaded {
     shared: u32,
 }
 
+type Slot = Arc<Mutex<Option<Arc<Loaded>>>>;
+
 /// The attention kernels of one device, loaded as calls need them.
 #[derive(Debug)]
 pub struct AttentionEngine {
     device: Device,
-    loaded: Mutex<HashMap<Variant, Arc<Loaded>>>,
+    /// The outer lock is held to find a slot, a slot's while it is filled.
+    loaded: Mutex<HashMap<Variant, Slot>>,
     /// The descale of operands that have none.
     one: Buffer<f32>,
     overlap: bool,
@@ -358,16 +360,17 @@ impl AttentionEngine {
         let (mut heads, mut positions) = (1, ROWS);
         if let Some((split, at)) = split {
             (heads, positions) = (split.heads, split.positions);
-            let [lse, extremes] = split.offsets(&sizes).map(|offset| at.offset(offset as u64).0);
-            (params.parts_o, params.parts_lse, params.parts_extremes) = (at.0, lse, extremes);
-            params.diagonal = if causal { sizes.len_k as i32 - sizes.len_q as i32 } else { sizes.len_k as i32 };
-            params.parts = split.parts as i32;
-            params.consumers = split.consumers as i32;
+            let partial = split.partial(&sizes);
+            [params.o_partial, params.lse_partial, params.extremes_partial] =
+                [partial.o, partial.lse, partial.extremes].map(|offset| at.offset(offset as u64).0);
+            params.causal_offset = if causal { sizes.len_k as i32 - sizes.len_q as i32 } else { sizes.len_k as i32 };
+            params.splits = split.parts as i32;
+            params.active_consumers = split.consumers as i32;
             params.tile_heads = heads as i32;
             params.positions = positions as i32;
-            params.per_head = (1usize << 16).div_ceil(heads) as i32;
-            params.per_batch = (sizes.heads_q / heads) as i32;
-            params.e4m3 = (tensors.out.element() == Element::E4m3).into();
+            params.tile_heads_reciprocal = (1usize << 16).div_ceil(heads) as i32;
+            params.units_per_batch = (sizes.heads_q / heads) as i32;
+            params.out_e4m3 = (tensors.out.element() == Element::E4m3).into();
         }
         let launch = Launch::linear(schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
         let (mut q, mut k) = (operand_map(&q, heads, positions)?, operand_map(&k, 1, tile.keys)?);
@@ -389,9 +392,9 @@ impl AttentionEngine {
             lse: forward.lse,
             o_descale: forward.o_descale,
             telemetry: forward.telemetry,
-            parts_o: forward.parts_o,
-            parts_lse: forward.parts_lse,
-            parts_extremes: forward.parts_extremes,
+            o_partial: forward.o_partial,
+            lse_partial: forward.lse_partial,
+            extremes_partial: forward.extremes_partial,
             v_descale: forward.v_descale,
             o_strides: forward.o_strides,
             o_descale_strides: forward.o_descale_strides,
@@ -400,9 +403,9 @@ impl AttentionEngine {
             heads_q: forward.heads_q,
             heads_kv: forward.heads_kv,
             len_q: forward.len_q,
-            parts: split.parts as i32,
-            e4m3: forward.e4m3,
-            share: split.share() as i32,
+            splits: split.parts as i32,
+            out_e4m3: forward.out_e4m3,
+            log2_row_warps: split.share() as i32,
             unused: 0,
         };
         let [x, y, z] = split.joining_grid(sizes).map(|blocks| blocks as u32);
@@ -504,9 +507,11 @@ impl AttentionEngine {
         }
     }
 
+    /// A variant, compiled and loaded by the first call that asks for it. Calls that ask for others do not wait for it.
     fn load(&self, variant: Variant) -> Result<Arc<Loaded>> {
-        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = loaded.get(&variant) {
+        let slot = self.loaded.lock().unwrap_or_else(PoisonError::into_inner).entry(variant).or_default().clone();
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = &*slot {
             return Ok(found.clone());
         }
         let request = variant.request(self.device.arch());
@@ -515,15 +520,13 @@ impl AttentionEngine {
         let shared = match variant {
             Variant::Forward { .. } | Variant::Parts { .. } => {
                 let bytes = u32::try_from(module.constant("SHARED_BYTES")?)
-                    .map_err(|_| Error::cuda("attention_fwd tells a negative size of shared memory"))?;
+                    .map_err(|_| Error::cuda("attention/forward tells a negative size of shared memory"))?;
                 kernel.allow_shared(bytes)?;
                 bytes
             }
             _ => 0,
         };
-        let entry = Arc::new(Loaded { kernel, shared });
-        loaded.insert(variant, entry.clone());
-        Ok(entry)
+        Ok(slot.insert(Arc::new(Loaded { kernel, shared })).clone())
     }
 }
 

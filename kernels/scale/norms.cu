@@ -1,11 +1,11 @@
-// Channel statistics (scale_norms.cu) of 16-bit weights whose rows start at 16 bytes, by the copy engine: a pure read of the
+// Channel statistics (norms_generic.cu) of 16-bit weights whose rows start at 16 bytes, by the copy engine: a pure read of the
 // weights. Hopper.
 //
 // A block takes one head (macro D_HEAD), 64 input channels at a time, through a ring of its own: small blocks, so that some load
 // while others start or end. A warp sums up 16 channels, a lane two pairs of them over eight of the 64 inputs; lanes of one eight
 // share their channels. Sums in f32, every few tiles into a second f32, in a fixed order: same input, same bits.
 #include "ptx/tma.cuh"
-#include "ring.cuh"
+#include "scale/ring.cuh"
 #include "scale_types.cuh"
 
 #ifndef D_HEAD
@@ -71,7 +71,7 @@ __device__ __forceinline__ float value_of(u32 word, u32 upper) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    scale_norms_heads(const Projection* projections, const HeadPlace* heads, const TensorMap* maps, u32 d, ChannelStats* stats) {
+    scale_norms(const Projection* projections, const HeadPlace* heads, const TensorMap* maps, u32 d, ChannelStats* stats) {
   extern __shared__ u8 room[];
   // The swizzle goes by addresses.
   Shared& shared = *(Shared*)(room + (1024 - ptx::shared_address(room) % 1024) % 1024);

@@ -15,8 +15,8 @@
 // BF16, [out, in] or (d_head a multiple of 64) [in, out].
 #include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
-#include "ring.cuh"
-#include "scale_mma.cuh"
+#include "scale/ring.cuh"
+#include "scale/vector_terms.cuh"
 
 #ifndef D_HEAD
 #define D_HEAD 128
