@@ -9,8 +9,9 @@
 // sides are balanced for what I adds, which is then small beside every pair; it meets the diagonal alone, where it adds
 //   l_Q tr G_K + l_K tr G_Q + r l_Q l_K.
 // The bound bounds sigma over every position too, and is the sharpest one where few directions carry a head over uneven
-// channels: a plan takes it there. Elsewhere it leaves early, since no term is below 0: before it reads a Gram where the
-// diagonal blocks, tr x tr y / 2 at least, pass what the eigenvalues certified, and after any round that does.
+// channels: a plan takes it there. Elsewhere a block returns before it reads a Gram: no term is below 0, and the diagonal blocks,
+// tr x tr y / 2 at least, pass what the eigenvalues certified.
+#include "ptx/launch.cuh"
 #include "scale_segments.cuh"
 
 struct FrobeniusShape {
@@ -108,8 +109,8 @@ __device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGra
   const u32 pairs = s.r / 2, half = s.rotary / 2, thread = threadIdx.x;
   const HeadGram of_q = heads[first + h], of_k = heads[first + s.n_q + kv];
   const double turned = (double)s.rope_factor * s.rope_factor;
-  if (!EVERY) let_next_start();
-  // Statistics are complete before a block of the bounds lets anything start.
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   double of_channels[7] = {};
   if (thread < pairs) {
     u32 c[2];
@@ -132,13 +133,11 @@ __device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGra
   to_parts(of_channels, channel_parts);
 
   const u32 all_q = s.layers * s.n_q;
-  double limit = 0.0;
   double* result = nullptr;
   if (!EVERY) {
-    wait_for_previous();
     double* scaled = lambdas + all_q + s.layers * s.n_kv + blockIdx.x;
     result = scaled + 2 * all_q;
-    limit = fmin(lambdas[blockIdx.x] * lambdas[all_q + layer * s.n_kv + kv], scaled[0] * scaled[all_q]);
+    const double limit = fmin(lambdas[blockIdx.x] * lambdas[all_q + layer * s.n_kv + kv], scaled[0] * scaled[all_q]);
     if (!(sum_of(channel_parts[6]) < limit)) {
       if (thread == 0) *result = __longlong_as_double(0x7ff0000000000000ll);
       return;
@@ -152,16 +151,7 @@ __device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGra
   // The bound, ||G_Q||_F^2, ||G_K||_F^2, tr G_Q, tr G_K, F^2.
   double sums[6] = {};
 #pragma unroll 1
-  for (u32 tile = warp; tile - warp < tiles; tile += WARPS) {
-    if (!EVERY && tile > warp) {
-      double so_far[1] = {sums[0]};
-      to_parts(so_far, parts);
-      if (!(sum_of(parts[0]) < limit)) {
-        if (thread == 0) *result = __longlong_as_double(0x7ff0000000000000ll);
-        return;
-      }
-    }
-    if (tile >= tiles) continue;
+  for (u32 tile = warp; tile < tiles; tile += WARPS) {
     u32 row = 0, column = tile;
     while (column >= across - row) column -= across - row, row++;
     column += row;

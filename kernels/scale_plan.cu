@@ -2,12 +2,13 @@
 // descale. And the sums of channel statistics that the Gram pass left in parts.
 //
 //   certain = tau [d sigma + sqrt(d) (||a|| + ||b||) + |c0|],   rounded = certain + tau [(1 + e)^2 - 1] N_Q N_K + subnormals,
-//   N = sqrt(d) sigma_raw + ||c'||, c' the constants with absolute values, 1 + e = (1 + 1/17)(1 + 1/32), descale = rounded / (eta 448).
+//   N = sqrt(d) sigma_raw + ||c'||, c' the constants with absolute values, 1 + e = (1 + 1/17)(1 + share), descale = rounded / (eta 448).
 // Under rotation sigma is the smallest of the scaled product, sigma_Q sigma_K and the Frobenius bound, and the constants go pair by
 // pair. Without constants, and with the mean kept, d times the scaled product may take the place of N_Q N_K too
 // (src/bound/mod.rs).
 #include "common/descale.cuh"
 #include "head_bound.cuh"
+#include "ptx/launch.cuh"
 #include "scale_segments.cuh"
 
 struct PlanShape {
@@ -17,29 +18,17 @@ struct PlanShape {
   u32 flags;
   double eta;
 };
-// The norm removes the mean. Norms as they are may be missing (`worthwhile`).
-enum : u32 { MEAN_REMOVED = 8, MAY_MISS = 16 };
+// The norm removes the mean. Raw norms may have been skipped (`scale_bounds`).
+enum : u32 { MEAN_REMOVED = 8, MAY_SKIP = 16 };
 static_assert(sizeof(PlanShape) == 48, "host mirror");
-// Of one layer, rounded up: the largest factor on q behind rotation and norms, and the softmax scale times it. q is cast with the
-// factor; norms and steps here are without. And where its results go: its first query and KV head in the model.
-struct Growth {
-  float logits, query;
-  u32 q, kv;
-};
-static_assert(sizeof(Growth) == 16, "host mirror");
-
-__device__ __forceinline__ double warp_sum(double v) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
-  return v;
-}
 // A little above the root: f32 is enough for the constants, and never errs downwards.
 __device__ __forceinline__ double root_above(double v) { return (double)sqrtf((float)v) * (1.0 + 0x1p-21); }
 
 extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the assembler spills on older architectures
     scale_plan(PlanShape s, const HeadGram* heads, const ChannelStats* stats, const double* lambdas, const double2* aux,
-               const Growth* growth, const float* operand_descales, HeadBound* bounds, u64* leans, u32* status) {
+               const Growth* growth, const float* operand_descales, HeadBound* bounds, u32* status) {
   const u32 task = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  ptx::griddepcontrol_wait();
   if (task >= s.layers * s.n_q) return;
   const u32 layer = task / s.n_q, h = task % s.n_q, kv = h / (s.n_q / s.n_kv);
   const u32 first = layer * (s.n_q + s.n_kv);
@@ -67,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     const double q0 = f * q[i].constant, q1 = f * q[j].constant, k0 = f * k[i].constant, k1 = f * k[j].constant;
     const double qq = q0 * q0 + q1 * q1, kk = k0 * k0 + k1 * k1;
     cq2 += qq, ck2 += kk;
-    if (s.flags & MAY_MISS) {
+    if (s.flags & MAY_SKIP) {
       trace_q += f * f * ((double)q[i].raw2 + q[j].raw2), trace_k += f * f * ((double)k[i].raw2 + k[j].raw2);
       if (rotated) balance(q[i].norm2 + q[j].norm2, k[i].norm2 + k[j].norm2);
       else balance(q[i].norm2, k[i].norm2), balance(q[j].norm2, k[j].norm2);
@@ -97,9 +86,6 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     least = fminf(least, __shfl_xor_sync(0xffffffffu, least, step));
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
   }
-  // Before this, constants and statistics alone: complete before a block of the bounds let the descales start. lambdas, aux and
-  // operand_descales are not.
-  wait_for_previous();
   const u32 all = s.layers * s.n_q;
   double raw_q = lambdas[task], raw_k = lambdas[all + layer * s.n_kv + kv];
   const double* rest = lambdas + all + s.layers * s.n_kv;
@@ -116,8 +102,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     step_k = fmaxf(step_k, __shfl_xor_sync(0xffffffffu, step_k, step));
   }
   if (lane) return;
-  if (s.flags & MAY_MISS) {
-    leans[task] = leans[all + task] = ~0ull;  // for the next plan
+  if (s.flags & MAY_SKIP) {
     // ||W||^2 <= ||W F||^2 max f^-2, and the trace.
     auto instead = [](double square, double trace, double scaled, double back) {
       const double other = scaled * back;
@@ -143,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   const double norm_q = root * sigma_q + sqrt(spread_q), norm_k = root * sigma_k + sqrt(spread_k);
   const bool plain = s.rotary && !(s.flags & MEAN_REMOVED) && spread_q + spread_k == 0.0;
   const double product = plain ? fmin(norm_q * norm_k, d * scaled) : norm_q * norm_k;
-  double rounded = certain + rounding_gap(tau, product, norm_q, norm_k, step_q / (double)place.query, step_k, s.r);
+  double rounded = certain + rounding_gap(tau, place.rounding_share, product, norm_q, norm_k, step_q / (double)place.query, step_k, s.r);
   // fmin drops a NaN.
   if (!(raw_q + raw_k + trace_q + trace_k + (s.products || s.rotary ? rest[task] : 0.0) + rounded < 1e300)) {
     rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
@@ -173,9 +158,8 @@ extern "C" __global__ void __launch_bounds__(256)
   const u32 i = threadIdx.x;
   const u32 flags = p.flags;  // the projection's line is there when it is wanted
   const u64 bias = p.bias;
-  // This order is what lets the bounds read Grams through the cache of constants.
-  wait_for_previous();
-  let_next_start();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   double norm2 = 0, pair = 0, rounding = 0, sum = 0, constant = 0, absolute = 0;
   if (i < tile.rows)
     for (u32 part = 0; part < tile.parts; part++) {

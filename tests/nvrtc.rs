@@ -79,42 +79,22 @@ fn variants() -> Vec<Request> {
             }
             continue;
         }
-        if source == sources::BOUNDS_WIDE {
-            all.extend(sizes(136, 256).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
-            continue;
-        }
         if source == sources::BOUNDS {
-            for (arch, sizes) in [
-                (Arch::SM80, &[64][..]),
-                (Arch::SM89, &[128]),
-                (Arch::SM90A, &[16, 64, 96, 128, 192, 256]),
-                (Arch::SM100, &[128]),
-            ] {
-                all.extend(sizes.iter().map(|r| Request::new(source, arch).define("D_HEAD", r)));
+            all.extend(sizes(16, 256).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
+            for (arch, r) in [(Arch::SM80, 64), (Arch::SM89, 128), (Arch::SM100, 128)] {
+                all.push(Request::new(source, arch).define("D_HEAD", r));
             }
             continue;
         }
         if source == sources::PRODUCTS {
-            for (arch, sizes) in [
-                (Arch::SM80, &[64, 136][..]),
-                (Arch::SM89, &[64]),
-                (Arch::SM90A, &[16, 40, 64, 96, 128, 136, 168, 192, 200, 256]),
-                (Arch::SM100, &[64]),
-            ] {
-                all.extend(sizes.iter().map(|r| Request::new(source, arch).define("D_HEAD", r)));
+            let one = |arch, r, chunk| Request::new(source, arch).define("D_HEAD", r).define("CHUNK", chunk);
+            all.extend(sizes(16, 184).map(|r| one(Arch::SM90A, r, r.next_multiple_of(16))));
+            all.extend(sizes(192, 256).map(|r| one(Arch::SM90A, r, if r < 224 { 128 } else { 64 })));
+            for (arch, r, chunk) in
+                [(Arch::SM80, 64, 64), (Arch::SM80, 256, 16), (Arch::SM89, 128, 64), (Arch::SM100, 128, 128)]
+            {
+                all.push(one(arch, r, chunk));
             }
-            continue;
-        }
-        if source == sources::PRODUCTS_WGMMA {
-            all.extend(sizes(16, 64).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
-            continue;
-        }
-        if source == sources::FACTOR || source == sources::PRODUCTS_PAIRS {
-            all.extend(sizes(72, 256).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
-            continue;
-        }
-        if source == sources::BOUNDS_WGMMA {
-            all.extend(sizes(16, 128).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
             continue;
         }
         if source == sources::POWER {

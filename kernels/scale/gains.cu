@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(256)
     scale_gains(const Projection* projections, u8* gains, float2* scales, u32 tiles, u32 form, u32* status) {
   __shared__ u32 most, widest;
   __shared__ float lost[8];
-  let_next_start();
+  ptx::griddepcontrol_launch_dependents();
   if (status && blockIdx.x + blockIdx.y + threadIdx.x == 0) *status = 0;
   const Projection p = projections[blockIdx.x];
   if (p.first_head == NO_HEAD) return;

@@ -143,7 +143,7 @@ __device__ __forceinline__ void store_f16(u32 address, const float (&z)[8], floa
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     packed[i] = ptx::f16x2(z[2 * i], z[2 * i + 1]);
-    const float low = z[2 * i] - f16_value((u16)packed[i]), high = z[2 * i + 1] - f16_value((u16)(packed[i] >> 16));
+    const float low = z[2 * i] - ptx::f32_from_f16((u16)packed[i]), high = z[2 * i + 1] - ptx::f32_from_f16((u16)(packed[i] >> 16));
     sum += low * low, sum += high * high;
   }
   lost += sum;
@@ -357,8 +357,8 @@ __launch_bounds__(THREADS, 1)
   }
   if (CTAS == 2) ptx::cluster_sync();
   else __syncthreads();
-  wait_for_previous();
-  let_next_start();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   const u32 group = threadIdx.x / 128, rank = Stages().rank;
   if (group == 0) {
     set_registers<FIRST>();

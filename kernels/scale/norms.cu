@@ -64,10 +64,10 @@ __device__ __forceinline__ void vector8(const u8* from, float (&v)[8]) {
   }
 }
 __device__ __forceinline__ float vector1(const u8* from) {
-  return VECTORS == DTYPE_F32 ? *(const float*)from : VECTORS == DTYPE_F16 ? f16_value(*(const u16*)from) : __uint_as_float((u32)*(const u16*)from << 16);
+  return VECTORS == DTYPE_F32 ? *(const float*)from : VECTORS == DTYPE_F16 ? ptx::f32_from_f16(*(const u16*)from) : __uint_as_float((u32)*(const u16*)from << 16);
 }
 __device__ __forceinline__ float value_of(u32 word, u32 upper) {
-  return F16 ? f16_value((u16)(word >> upper * 16)) : upper ? bf16_high(word) : bf16_low(word);
+  return F16 ? ptx::f32_from_f16((u16)(word >> upper * 16)) : upper ? bf16_high(word) : bf16_low(word);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (u32 tile = 0; tile < min(STAGES, tiles); tile++) load(tile);
   }
   __syncthreads();
-  let_next_start();
+  ptx::griddepcontrol_launch_dependents();
 
   // Channels of the lane's two pairs.
   const u32 eight = lane % 8, own = warp * 8 + lane / 8 * 2;

@@ -121,6 +121,7 @@ impl Layer {
             rope_factor: self.rope_factor,
             softmax_scale: self.softmax_scale,
             query_factor: self.query_factor,
+            rounding_share: 1.0 / 32.0,
             qk_norm: self.qk_norm.as_ref().map(QkNorm::input).transpose()?,
         })
     }

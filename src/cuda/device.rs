@@ -85,6 +85,13 @@ impl Device {
         self.processors
     }
 
+    /// Shared memory that one block may have, in bytes.
+    pub(super) fn shared_memory(&self) -> Result<usize> {
+        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let bytes = self.context.attribute(attribute).map_err(failed("asking for the size of shared memory"))?;
+        Ok(bytes as usize)
+    }
+
     /// Free and total device memory in bytes.
     ///
     /// # Errors

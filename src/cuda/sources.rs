@@ -39,18 +39,8 @@ sources! {
     GRAMS_WIDE = "scale/grams_wide";
     /// Certified eigenvalues of small matrices.
     BOUNDS = "scale_bounds";
-    /// The same on Hopper's tensor cores.
-    BOUNDS_WGMMA = "scale_bounds_wgmma";
-    /// The same for heads of more than 128 channels, on Hopper.
-    BOUNDS_WIDE = "scale_bounds_wide";
-    /// Norms of products without rotation.
+    /// Matrices of products without rotation.
     PRODUCTS = "scale_products";
-    /// The same for small heads on Hopper's tensor cores.
-    PRODUCTS_WGMMA = "scale_products_wgmma";
-    /// Factors of the K side of the same for larger heads, on Hopper.
-    FACTOR = "scale_factor";
-    /// Products from these factors.
-    PRODUCTS_PAIRS = "scale_products_pairs";
     /// Frobenius norms from Grams.
     FROBENIUS = "scale_frobenius";
     /// Implicit power iteration, each weight read once a step.
@@ -117,14 +107,10 @@ headers! {
     @include
     "head_bound.cuh",
     "policy_types.cuh",
-    "scale_accumulator.cuh",
+    "scale_blocks.cuh",
     "scale_chain.cuh",
-    "scale_cluster.cuh",
-    "scale_factor.cuh",
     "scale_jobs.cuh",
     "scale_lift.cuh",
-    "scale_ptx.cuh",
     "scale_segments.cuh",
-    "scale_spectrum.cuh",
     "scale_types.cuh",
 }

@@ -4,11 +4,12 @@ use crate::device;
 use crate::weights::{Case, GROWING, Kind, Layer, Layout, decode, encode};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use sigmascale::bound::{E4M3_MAX, LayerBounds, Tail};
+use sigmascale::bound::{E4M3_MAX, LayerBounds, ROUNDING_SHARE_FP8_INPUTS, Tail};
 use sigmascale::cuda::scale::{DeviceWeights, Dtype, GramRoute, HeadBound, LayerInput, ScaleEngine};
 use sigmascale::cuda::{Buffer, DevicePtr, Stream};
 use sigmascale::device_plan::DeviceBounds;
 use sigmascale::plan::DEFAULT_ETA;
+use sigmascale::runtime::bounds_of;
 use sigmascale::{Descale, Result};
 use std::sync::Arc;
 
@@ -18,8 +19,9 @@ tests![
     large_flat_heads_are_bounded_as_tightly,
     random_shapes_hold_the_same,
     a_head_of_which_rounding_leaves_nothing_keeps_its_bound,
-    norms_that_may_win_are_squared,
-    norms_that_cannot_win_are_left_out,
+    raw_norms_that_are_the_sharpest_bound_are_used,
+    raw_norms_of_channels_that_are_alike_are_skipped,
+    the_rounding_share_is_the_layers,
     many_layers_are_the_same_as_one,
     the_same_input_gives_the_same_bits,
     a_capture_and_its_replays_neither_allocate_nor_wait,
@@ -136,7 +138,7 @@ pub fn cases() -> Vec<Case> {
     all
 }
 
-/// Heads whose own norms are far below the scaled ones, beside flat ones, on every way to their squares; and what single norms
+/// Heads whose raw norms are far below the scaled ones, beside flat ones, on every way to their squares; and what single norms
 /// are needed for beside.
 fn competing() -> Vec<Case> {
     let case = |(d, r), heads| Case { kind: Kind::Competing, ..Case::new("competing", (d, r), heads) };
@@ -313,7 +315,7 @@ fn compare_copies(case: &Case, seed: u64, copies: usize) -> Vec<String> {
         }
     }
     let heads = engine.head_bounds().unwrap().read().unwrap();
-    // Where blocks share a head's Gram, its sums round otherwise, and a norm that hardly wins may be left out.
+    // Where blocks share a head's Gram, its sums round otherwise, and a raw norm may be skipped that else is not.
     let near = |a: f32, b: f32| a == b || (a / b - 1.0).abs() < 2e-3;
     let same = |(h, head): (usize, &HeadBound)| {
         near(head.certain, heads[h % case.n_q].certain) && near(head.rounded, heads[h % case.n_q].rounded)
@@ -383,16 +385,16 @@ fn a_head_of_which_rounding_leaves_nothing_keeps_its_bound() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// Layers of a model so large that not all its squarings run at once.
+/// Layers of a model whose blocks share no head.
 const MANY: usize = 64;
 
-fn norms_that_may_win_are_squared() {
+fn raw_norms_that_are_the_sharpest_bound_are_used() {
     let bad: Vec<String> = competing().iter().flat_map(|case| compare_copies(case, 31, MANY)).collect();
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// Of flat heads nearly all; of heads that win, their own and their keys'; with constants none, and none of a few layers.
-fn norms_that_cannot_win_are_left_out() {
+/// Of flat heads nearly all; of heads whose raw norms win, their own and their keys' are not; with constants none.
+fn raw_norms_of_channels_that_are_alike_are_skipped() {
     for (case, squared, most) in [
         (Case::new("flat", (4096, 128), (8, 2)), 16..=18, 26),
         (Case { rope_factor: 1.35, ..Case::new("flat", (4096, 128), (8, 2)) }, 16..=18, 26),
@@ -407,7 +409,7 @@ fn norms_that_cannot_win_are_left_out() {
         (Case { rotary: 0, ..Case::new("fixed", (1024, 64), (4, 2)) }, 6..=6, 6),
     ] {
         let layer = Layer::new(&case, 21);
-        for (copies, squared) in [(1, most..=most), (MANY, squared)] {
+        for copies in [1, MANY] {
             let (engine, stream) = (engine_of(&layer, copies), stream());
             for _ in 0..2 {
                 engine.plan(&stream).unwrap();
@@ -417,7 +419,7 @@ fn norms_that_cannot_win_are_left_out() {
             }
         }
     }
-    // Left out or not, what is not a number is seen, and by the heads that use it alone.
+    // Skipped or not, what is not a number is seen, and by the heads that use it alone.
     for r in [128, 192] {
         let broken = Layer::broken(&Case::new("nan", (512, r), (4, 2)), 1, Some(f32::NAN));
         let (engine, stream) = (engine_of(&broken, MANY), stream());
@@ -446,6 +448,31 @@ fn norms_that_cannot_win_are_left_out() {
     assert!(one.1 > two.1, "{} {}", one.1, two.1);
     for _ in 0..3 {
         assert_eq!((plan(&first), plan(&other)), (one.clone(), two.clone()));
+    }
+}
+
+/// Operand bounds are B + share A, and bounds with rounding meet the same share.
+fn the_rounding_share_is_the_layers() {
+    for case in [
+        Case::new("share", (512, 64), (4, 2)),
+        Case { layer_norm: true, biases: true, rotary: 0, ..Case::new("share, fixed", (640, 128), (4, 2)) },
+    ] {
+        let layer = Layer::new(&case, 77);
+        let mut spec = case.spec();
+        spec.fp8_inputs = true;
+        let truth = bounds_of(&spec, layer.weights(), &Tail::default()).unwrap();
+        let input = LayerInput { rounding_share: ROUNDING_SHARE_FP8_INPUTS, ..layer.input };
+        // SAFETY: `layer` holds the memory.
+        let engine = unsafe { ScaleEngine::new(device(), &[input], true) }.unwrap();
+        engine.plan(&stream()).unwrap();
+        for (got, want) in engine.operand_bounds().read().unwrap().iter().zip(operands(&case, &truth)) {
+            let ratio = f64::from(*got) / want;
+            assert!((1.0..=1.0 + OPERAND_ABOVE).contains(&ratio), "{}: operand bound is {ratio:.8} of f64", case.name);
+        }
+        for (got, want) in engine.head_bounds().unwrap().read().unwrap().iter().zip(&truth.heads) {
+            let ratio = f64::from(got.rounded) / want.rounded.unwrap();
+            assert!((1.0 - LOGIT_BELOW..1.02).contains(&ratio), "{}: rounded bound is {ratio:.6} of f64", case.name);
+        }
     }
 }
 

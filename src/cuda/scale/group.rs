@@ -119,8 +119,6 @@ impl Group {
         // Blocks small enough for the room that certificates leave.
         self.operand_descales(side, results, self.pdl && values, 256)?;
         bounds.norms(stream, grams, stats, status)?;
-        // Products without rotation, the Frobenius bound with it.
-        bounds.products(stream, grams, stats, status)?;
         frobenius.bound(stream, grams, bounds, stats)?;
         stream.wait_for(side)?;
         bounds.finish(stream, grams, stats, results)
@@ -188,7 +186,7 @@ impl Tables {
         let mut t = Self { projections: vec![], layers: vec![], rows: 0 };
         let mut head = 0;
         for (l, place) in layers.iter().zip(places) {
-            let mut starts = [NO_ROW; 3];
+            let (growth, mut starts) = (l.growth(place), [NO_ROW; 3]);
             let projected = l.qk_norm.is_none();
             let inputs = [
                 projected.then_some((&l.q, l.n_q)),
@@ -237,8 +235,9 @@ impl Tables {
                 kv: place.kv,
                 rope_factor: l.rope_factor,
                 normalised: l.qk_norm.is_some().into(),
-                query_factor: l.growth(place).query,
-                pad: [0; 2],
+                query_factor: growth.query,
+                rounding_share: growth.rounding_share,
+                pad: 0,
             });
         }
         t

@@ -76,6 +76,8 @@ fn entry(layer: &LayerInput, norm: &QkNormInput, place: &Place) -> QkLayer {
         head: place.q,
         kv: place.kv,
         query_factor: growth.query,
+        rounding_share: growth.rounding_share,
+        pad: 0,
     }
 }
 

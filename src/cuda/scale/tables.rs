@@ -88,6 +88,9 @@ pub struct LayerInput {
     /// Largest factor on q behind rotation and norms, where one grows with the position; 1 without. It is in the operand bound
     /// of q, which is cast with it, and in the logit bounds, in no norm of W_Q.
     pub query_factor: f64,
+    /// Share of the rounding term A in operand bounds B + share A, which covers the roundings of the computation (1/32 for
+    /// seven of BF16 and f32 accumulation).
+    pub rounding_share: f64,
     /// Norms of q and k between projection and rotation. Their bounds come from these alone: W_Q and W_K are not read.
     pub qk_norm: Option<QkNormInput>,
 }
@@ -119,10 +122,15 @@ pub struct QkNormSide {
 }
 
 impl LayerInput {
-    /// The largest factor on q, and what bounds on the logits of q without it are multiplied by, rounded up; where results go.
+    /// Factors of logits and of q, and the rounding share, rounded up; where results go.
     pub(super) fn growth(&self, place: &Place) -> Growth {
-        let (logits, query) = (above(self.softmax_scale * self.query_factor), above(self.query_factor));
-        Growth { logits, query, q: place.q, kv: place.kv }
+        Growth {
+            logits: above(self.softmax_scale * self.query_factor),
+            query: above(self.query_factor),
+            rounding_share: above(self.rounding_share),
+            q: place.q,
+            kv: place.kv,
+        }
     }
 
     /// No weights, sizes of zero, no rotation: for filling in what a layer has.
@@ -147,6 +155,7 @@ impl LayerInput {
             rope_factor: 1.0,
             softmax_scale: 1.0,
             query_factor: 1.0,
+            rounding_share: 1.0 / 32.0,
             qk_norm: None,
         }
     }
@@ -158,12 +167,13 @@ pub(crate) fn above(x: f64) -> f32 {
     if f64::from(near) < x { near.next_up() } else { near }
 }
 
-/// Of one layer, for `scale_plan` and `scale_qk_norm`.
+/// Factors and the rounding share of one layer, for `scale_plan` and `scale_qk_norm`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Growth {
     pub logits: f32,
     pub query: f32,
+    pub rounding_share: f32,
     pub q: u32,
     pub kv: u32,
 }
@@ -217,7 +227,8 @@ pub(super) struct Layer {
     pub rope_factor: f32,
     pub normalised: u32,
     pub query_factor: f32,
-    pub pad: [u32; 2],
+    pub rounding_share: f32,
+    pub pad: u32,
 }
 const _: () = assert!(size_of::<Layer>() == 64);
 
@@ -245,8 +256,10 @@ pub(super) struct QkLayer {
     pub head: u32,
     pub kv: u32,
     pub query_factor: f32,
+    pub rounding_share: f32,
+    pub pad: u32,
 }
-const _: () = assert!(size_of::<QkLayer>() == 88);
+const _: () = assert!(size_of::<QkLayer>() == 96);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
@@ -335,53 +348,7 @@ pub(super) struct SumLayer {
 }
 const _: () = assert!(size_of::<SumLayer>() == 16);
 
-/// One certified eigenvalue: what of, of which heads, and where it goes.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct Job {
-    pub kind: u32,
-    pub q: u32,
-    pub k: u32,
-    pub result: u32,
-}
-
-/// A KV head without rotation and the query heads that it is multiplied with.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct FactorJob {
-    pub k: u32,
-    pub q: u32,
-    pub many: u32,
-    /// Of the first query head.
-    pub product: u32,
-}
-
-/// What a factor stands for (`kernels/include/scale_factor.cuh`).
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct FactorNotes {
-    pub back: f64,
-    pub trace: f32,
-    pub apart: f32,
-    pub state: f32,
-    pub pad: f32,
-}
-const _: () = assert!(size_of::<FactorJob>() == 16 && size_of::<FactorNotes>() == 24);
-
-/// A product whose eigenvalue is still to come (`kernels/include/scale_lift.cuh`).
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct Unfinished {
-    pub grown: f64,
-    pub traces: f64,
-    pub trace: f32,
-    pub slack: f32,
-    pub result: u32,
-    pub fine: u32,
-}
-const _: () = assert!(size_of::<Unfinished>() == 32);
-
-/// The same with everything that asking for its matrix takes.
+/// One matrix whose largest eigenvalue is certified (`kernels/include/scale_jobs.cuh`).
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Task {
@@ -392,19 +359,19 @@ pub(super) struct Task {
     pub count: u32,
     pub q_row: u32,
     pub k_row: u32,
-    pub pad: u32,
+    pub group: u32,
 }
 const _: () = assert!(size_of::<Task>() == 32);
 
-impl Task {
-    /// Of heads in the Gram table.
-    pub fn new(job: &Job, heads: &[HeadGram]) -> Self {
-        let (q, k) = (heads[job.q as usize], heads[job.k as usize]);
-        let own = if job.kind.is_multiple_of(2) { q } else { k };
-        let HeadGram { first, stride, count, .. } = own;
-        Self { kind: job.kind, result: job.result, first, stride, count, q_row: q.stat_row, k_row: k.stat_row, pad: 0 }
-    }
+/// What goes with the matrix of a product (`kernels/include/scale_jobs.cuh`).
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Product {
+    pub grown: f64,
+    pub trace: f32,
+    pub slack: f32,
 }
+const _: () = assert!(size_of::<Product>() == 16);
 
 /// Logit bound of one query head, as the device keeps it; everything rounded up.
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
