@@ -16,14 +16,14 @@ fn sizes(from: u32, to: u32) -> impl Iterator<Item = u32> {
 /// hang on it, and samples of what else they are compiled for.
 fn variants() -> Vec<Request> {
     let mut all = Vec::new();
-    for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_") || s.name.starts_with("policy/"))
+    for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale") || s.name.starts_with("policy/"))
     {
-        if source == sources::GRAMS_WGMMA {
+        if source == sources::GRAMS_ROUNDED {
             let request = |r, f16| Request::new(source, Arch::SM90A).define("D_HEAD", r).define("WEIGHTS", f16);
             all.extend([(128, 0), (96, 1), (72, 0)].map(|(r, f16)| request(r, f16)));
             continue;
         }
-        if source == sources::GRAMS_PIECES {
+        if source == sources::GRAMS_SPLIT {
             let one = |(r, along, f16, sums): (u32, u32, u32, u32)| {
                 let request = Request::new(source, Arch::SM90A).define("D_HEAD", r).define("WEIGHTS", f16);
                 request.define("ALONG_CHANNELS", along).define("SUMS", sums)
@@ -40,7 +40,7 @@ fn variants() -> Vec<Request> {
             all.extend(shapes.map(one));
             continue;
         }
-        if source == sources::NORMS_HEADS {
+        if source == sources::NORMS {
             // Channels of a head, [in, out], a mean or a shift, rotation, f16, type of the vectors, beside other kernels.
             for shape in [
                 [64, 0, 1, 0, 0, 2, 0],
@@ -171,8 +171,7 @@ fn every_variant_compiles_clean() {
 /// Instructions that a kernel must not be without.
 fn instructions(variant: &Request) -> &'static [&'static str] {
     /// Whose plain loads read what the copy engine brings: the next copy waits for these only behind a fence.
-    const READERS: [sources::Source; 4] =
-        [sources::NORMS_HEADS, sources::GRAMS_WGMMA, sources::GRAMS_WIDE, sources::POWER];
+    const READERS: [sources::Source; 4] = [sources::NORMS, sources::GRAMS_ROUNDED, sources::GRAMS_WIDE, sources::POWER];
     match variant.source {
         // Products on tensor cores in FP8, copies by the copy engine.
         source if source == sources::ATTENTION => &["QGMMA", "UTMALDG"],

@@ -53,7 +53,6 @@ struct HeadPlace {
 
 using ptx::bf16_low;
 using ptx::bf16_high;
-__device__ __forceinline__ float f16_value(u16 bits) { return ptx::f32_from_f16(bits); }
 
 // Eight values from a 16-byte aligned address (32 bytes for f32).
 template <u32 DTYPE> struct Vector8;
@@ -72,7 +71,7 @@ template <> struct Vector8<DTYPE_F16> {
   __device__ __forceinline__ void get(float (&v)[8]) const {
     const u32 w[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-    for (int i = 0; i < 4; i++) v[2 * i] = f16_value((u16)w[i]), v[2 * i + 1] = f16_value((u16)(w[i] >> 16));
+    for (int i = 0; i < 4; i++) v[2 * i] = ptx::f32_from_f16((u16)w[i]), v[2 * i + 1] = ptx::f32_from_f16((u16)(w[i] >> 16));
   }
 };
 template <> struct Vector8<DTYPE_F32> {
@@ -90,7 +89,7 @@ template <> struct Vector8<DTYPE_F32> {
 __device__ __forceinline__ float load_value(u64 base, u32 dtype, i64 index) {
   if (dtype == DTYPE_F32) return __ldg((const float*)base + index);
   const u16 bits = __ldg((const u16*)base + index);
-  return dtype == DTYPE_BF16 ? __uint_as_float((u32)bits << 16) : f16_value(bits);
+  return dtype == DTYPE_BF16 ? __uint_as_float((u32)bits << 16) : ptx::f32_from_f16(bits);
 }
 
 // The two channels of pair p of a head (p < d_head / 2): rotation pairs first, then the unrotated rest two by two.
@@ -107,7 +106,3 @@ __device__ __forceinline__ u32 pair_partner(u32 channel, u32 rotary, u32 interle
   const u32 half = rotary / 2;
   return interleaved || channel >= rotary ? channel ^ 1 : channel < half ? channel + half : channel - half;
 }
-
-// Programmatic dependent launch (PDL).
-__device__ __forceinline__ void wait_for_previous() { ptx::griddepcontrol_wait(); }
-__device__ __forceinline__ void let_next_start() { ptx::griddepcontrol_launch_dependents(); }

@@ -22,21 +22,21 @@ macro_rules! sources {
 }
 sources! {
     /// Prepared gains.
-    GAINS = "scale_gains";
-    /// Channel statistics.
-    NORMS = "scale_norms";
-    /// The same of 16-bit weights by Hopper's copy engine.
-    NORMS_HEADS = "scale_norms_heads";
+    GAINS = "scale/gains";
+    /// Channel statistics of 16-bit weights, by Hopper's copy engine.
+    NORMS = "scale/norms";
+    /// The same of any weights.
+    NORMS_GENERIC = "scale/norms_generic";
     /// Operand descales from channel statistics.
     DESCALES = "scale_descales";
     /// Grams of any head, without tensor cores.
-    GRAMS = "scale_grams";
+    GRAMS_GENERIC = "scale/grams_generic";
     /// Grams on Hopper's tensor cores, the weights rounded once.
-    GRAMS_WGMMA = "scale_grams_wgmma";
-    /// Grams on Hopper's tensor cores, the weights in two pieces.
-    GRAMS_PIECES = "scale_grams_pieces";
+    GRAMS_ROUNDED = "scale/grams_rounded";
+    /// Grams on Hopper's tensor cores, the weights as they are.
+    GRAMS_SPLIT = "scale/grams_split";
     /// Grams where heads have more than 128 channels, or weights are f32.
-    GRAMS_WIDE = "scale_grams_wide";
+    GRAMS_WIDE = "scale/grams_wide";
     /// Certified eigenvalues of small matrices.
     BOUNDS = "scale_bounds";
     /// Matrices of products without rotation.
@@ -44,9 +44,9 @@ sources! {
     /// Frobenius norms from Grams.
     FROBENIUS = "scale_frobenius";
     /// Implicit power iteration, each weight read once a step.
-    POWER = "scale_power";
+    POWER = "scale/power";
     /// The paper's power iteration on a whole layer.
-    POWER_SUM = "scale_power_sum";
+    POWER_SUM = "scale/power_sum";
     /// Bounds of q and k that are normalised after the projection.
     QK_NORM = "scale_qk_norm";
     /// Logit bounds and descales; statistics from Grams.
@@ -101,18 +101,16 @@ headers! {
     "ptx/mma.cuh",
     "ptx/tma.cuh",
     "ptx/wgmma.cuh",
+    "scale/gram_pass.cuh",
+    "scale/pair_sums.cuh",
+    "scale/ring.cuh",
+    "scale/vector_terms.cuh",
     @include
-    "gram_pass.cuh",
     "head_bound.cuh",
-    "pair_sums.cuh",
-    "ring.cuh",
     "scale_blocks.cuh",
     "scale_chain.cuh",
-    "scale_cluster.cuh",
     "scale_jobs.cuh",
     "scale_lift.cuh",
-    "scale_mma.cuh",
-    "scale_ptx.cuh",
     "scale_segments.cuh",
     "scale_types.cuh",
 }

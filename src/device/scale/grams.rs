@@ -91,7 +91,7 @@ struct Pass {
     maps: Buffer<u64>,
     /// Of 128 input channels.
     gain_tiles: u32,
-    /// Of the gains (`kernels/scale_gains.cu`).
+    /// Of the gains (`kernels/scale/gains.cu`).
     form: u32,
     channel_parts: Buffer<f32>,
     /// Sums the parts of statistics; `None` where no tile is shared.
@@ -150,10 +150,10 @@ impl Grams {
         let side = r.div_ceil(64) as usize;
         let blocks = side * (side + 1) / 2;
         let (source, name, threads, shared) = match route {
-            GramRoute::Rounded => (sources::GRAMS_WGMMA, "scale_grams_wgmma", 640, ONE_HEAD_SHARED),
-            GramRoute::Split => (sources::GRAMS_PIECES, "scale_grams_pieces", 384, ONE_HEAD_SHARED),
+            GramRoute::Rounded => (sources::GRAMS_ROUNDED, "scale_grams_rounded", 640, ONE_HEAD_SHARED),
+            GramRoute::Split => (sources::GRAMS_SPLIT, "scale_grams_split", 384, ONE_HEAD_SHARED),
             GramRoute::Wide => (sources::GRAMS_WIDE, "scale_grams_wide", wide_threads(first.d_head), WIDE_SHARED),
-            GramRoute::Generic => (sources::GRAMS, "scale_grams", 256, 0),
+            GramRoute::Generic => (sources::GRAMS_GENERIC, "scale_grams_generic", 256, 0),
         };
         let defines = match route {
             GramRoute::Generic => vec![],

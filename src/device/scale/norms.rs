@@ -35,7 +35,7 @@ fn along_channels(device: &Device, projections: &[Projection]) -> Option<bool> {
     }
 }
 
-/// Roundings that the sums of `scale_norms_heads` over `d_model` inputs are deep.
+/// Roundings that the sums of `scale_norms` over `d_model` inputs are deep.
 pub(super) fn depth(d_model: usize) -> usize {
     let tiles = d_model.div_ceil(64);
     let mut deep = 1;
@@ -60,7 +60,7 @@ impl Norms {
         let (all, of_v) = (heads.len(), heads.len() - first_value);
         let (every, values, maps) = match along_channels(device, &built.projections) {
             None => {
-                let kernel = device.module(sources::NORMS, &[])?.kernel("scale_norms")?;
+                let kernel = device.module(sources::NORMS_GENERIC, &[])?.kernel("scale_norms_generic")?;
                 let launch = |heads| Launch::linear(heads, 256, 0);
                 ((kernel.clone(), launch(all)), (kernel, launch(of_v)), vec![])
             }
@@ -78,8 +78,8 @@ impl Norms {
                         ("VECTORS", (layers[0].vector_dtype as u32).to_string()),
                         ("BESIDE", u32::from(beside).to_string()),
                     ];
-                    let module = device.module(sources::NORMS_HEADS, &defines)?;
-                    let kernel = module.overlapping_kernel("scale_norms_heads")?;
+                    let module = device.module(sources::NORMS, &defines)?;
+                    let kernel = module.overlapping_kernel("scale_norms")?;
                     let number = |name| module.constant(name).map(|value| value as u32);
                     let (threads, shared) = (number("BLOCK_THREADS")?, number("SHARED_BYTES")?);
                     kernel.allow_shared(shared)?;

@@ -1,8 +1,8 @@
 // Prepared gains of every projection for the Gram kernels, a block of bytes for every 128 input channels, padded with zeros; of V
 // none.
 // With s a power of two of the projection, by `form`:
-//   SCALED   s g in f32, for scale_grams_wgmma.cu
-//   SPLIT    (s g)^2 as hi + lo in the type of the weights, in the order of the fragments of scale_grams_pieces.cu: within
+//   SCALED   s g in f32, for grams_rounded.cu
+//   SPLIT    (s g)^2 as hi + lo in the type of the weights, in the order of the fragments of grams_split.cu: within
 //            2^-17 in bf16, exact for gains in bf16; rounded up in f16, which has few exponents
 //   COLUMNS  and after them the columns of a right operand: s g in three terms, beta in three, |beta| in two (bf16)
 //
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(256)
     scale_gains(const Projection* projections, u8* gains, float2* scales, u32 tiles, u32 form, u32* status) {
   __shared__ u32 most, widest;
   __shared__ float lost[8];
-  let_next_start();
+  ptx::griddepcontrol_launch_dependents();
   if (status && blockIdx.x + blockIdx.y + threadIdx.x == 0) *status = 0;
   const Projection p = projections[blockIdx.x];
   if (p.first_head == NO_HEAD) return;

@@ -8,7 +8,7 @@
 #pragma once
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
-#include "ring.cuh"
+#include "scale/ring.cuh"
 #include "scale_segments.cuh"
 
 #ifndef D_HEAD
@@ -31,7 +31,7 @@ constexpr u32 ROWS[2] = {N < 64 ? N : 64, ONE ? N - 64 : N};        // channels 
 constexpr int TILE = 128;                                           // input channels a tile, in two halves
 constexpr int BOX_BYTES = 64 * 64 * 2, HALF_BYTES = 2 * BOX_BYTES, TILE_BYTES = 2 * HALF_BYTES;
 constexpr int COPIED = ALONG_CHANNELS ? TILE_BYTES : (ROWS[0] + ROWS[1]) * TILE * 2;
-constexpr int GAIN_BYTES = TILE * (SUMS ? 20 : 4);                  // scale_gains.cu
+constexpr int GAIN_BYTES = TILE * (SUMS ? 20 : 4);                  // gains.cu
 constexpr int STAGES = 6;
 
 // Shared memory: boxes, gains, and three barriers a stage; what a kernel keeps beside them follows.

@@ -1,5 +1,5 @@
 // Channel statistics of projections of any type, stride and shape: ||diag(g) w||^2, the product with the channel's rotation
-// partner, sum g_i w_i, beta . w, sum |beta_i w_i|. A pure read of the weights. Any architecture; scale_norms_heads.cu is
+// partner, sum g_i w_i, beta . w, sum |beta_i w_i|. A pure read of the weights. Any architecture; norms.cu is
 // Hopper's, for 16-bit weights in rows of 16 bytes.
 //
 // A block a head. Neighbours in memory go to neighbours in a warp: a warp a pair of channels, or a lane a pair and a warp a
@@ -52,7 +52,7 @@ struct PairSums {
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-    scale_norms(const Projection* projections, const HeadPlace* heads, u64, u32, ChannelStats* stats) {
+    scale_norms_generic(const Projection* projections, const HeadPlace* heads, u64, u32, ChannelStats* stats) {
   __shared__ double shares[WARPS][QUANTITIES][32];
   const HeadPlace head = heads[blockIdx.x];
   const Projection p = projections[head.projection];

@@ -1,4 +1,4 @@
-// Gram matrices and channel norms as scale_grams_wgmma makes them, where that has no room: heads of more than 128 channels,
+// Gram matrices and channel norms as scale_grams_rounded makes them, where that has no room: heads of more than 128 channels,
 // and f32 weights. Stored [out, in]. Macros D_HEAD, WEIGHTS (type). Hopper.
 //
 // Two rings of shared memory: weights as they come, rows of 128 bytes, and y = f16(s g w) in slices of 32 input channels. A
@@ -9,11 +9,11 @@
 // What rounding to f16 changed is measured, value by value: sigma(exact) <= sigma(y) + (sum delta_i^2)^1/2. Every 256 input
 // channels an accumulator t is split, t = bf16(t) + rest: the rest stays where it is, so a sum costs half a register more and
 // not a whole one. That adds 256 2^-24 2^-8 |t| to the error of the next 256: (256 + 2 d/256) 2^-24 tr G in norm altogether.
-#include "pair_sums.cuh"
+#include "scale/pair_sums.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
-#include "ring.cuh"
+#include "scale/ring.cuh"
 #include "scale_segments.cuh"
 
 #ifndef D_HEAD
@@ -143,7 +143,7 @@ __device__ __forceinline__ void store_f16(u32 address, const float (&z)[8], floa
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     packed[i] = ptx::f16x2(z[2 * i], z[2 * i + 1]);
-    const float low = z[2 * i] - f16_value((u16)packed[i]), high = z[2 * i + 1] - f16_value((u16)(packed[i] >> 16));
+    const float low = z[2 * i] - ptx::f32_from_f16((u16)packed[i]), high = z[2 * i + 1] - ptx::f32_from_f16((u16)(packed[i] >> 16));
     sum += low * low, sum += high * high;
   }
   lost += sum;
@@ -357,8 +357,8 @@ __launch_bounds__(THREADS, 1)
   }
   if (CTAS == 2) ptx::cluster_sync();
   else __syncthreads();
-  wait_for_previous();
-  let_next_start();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   const u32 group = threadIdx.x / 128, rank = Stages().rank;
   if (group == 0) {
     set_registers<FIRST>();

@@ -16,7 +16,7 @@ static_assert(sizeof(Segment) == 32, "host mirror");
 constexpr u32 STEP = 16;
 
 extern "C" __global__ void __launch_bounds__(256)
-    scale_grams(const Segment* segments, const Projection* projections, float* partials) {
+    scale_grams_generic(const Segment* segments, const Projection* projections, float* partials) {
   __shared__ float left[STEP][64 + 4], right[STEP][64 + 4];
   const Segment segment = segments[blockIdx.x];
   const Projection p = projections[segment.projection];

@@ -15,8 +15,8 @@
 // BF16, [out, in] or (d_head a multiple of 64) [in, out].
 #include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
-#include "ring.cuh"
-#include "scale_mma.cuh"
+#include "scale/ring.cuh"
+#include "scale/vector_terms.cuh"
 
 #ifndef D_HEAD
 #define D_HEAD 128
@@ -283,7 +283,7 @@ template <bool PACKED> __device__ __forceinline__ void pass(const Step& step) {
       ptx::st_shared_v4(tiles + i / 64 * BOX_BYTES + N * 128 + i % 64 * 16, 0, 0, 0, 0);
     ptx::fence_proxy_async();
   }
-  let_next_start();
+  ptx::griddepcontrol_launch_dependents();
   const u32 items = step.count * step.tiles;
   const u32 first = run_start(items, blockIdx.x, gridDim.x), last = run_start(items, blockIdx.x + 1, gridDim.x);
   for (u32 head = first / step.tiles + threadIdx.x; head * step.tiles < last; head += THREADS)
@@ -295,7 +295,7 @@ template <bool PACKED> __device__ __forceinline__ void pass(const Step& step) {
       const u32 head = (first + i) / step.tiles;
       bring(step, entry(step, head), head, first + i, tiles + i * TILE_BYTES, full + i * 8);
     }
-  wait_for_previous();
+  ptx::griddepcontrol_wait();
   multiply<PACKED>(step, tiles, terms, full, released, first, last);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scale_power(const __grid_constant__ Step step) { pass<true>(step); }
@@ -306,14 +306,14 @@ extern "C" __global__ void __launch_bounds__(256) scale_power_reduce(const __gri
   constexpr u32 RUNS = (N + 127) / 128;
   const u32 lane = threadIdx.x & 31, row = threadIdx.x >> 5, head = blockIdx.x;
   const PowerBlock block = entry(step, head);
-  let_next_start();
+  ptx::griddepcontrol_launch_dependents();
   if (row >= block.count) return;
   const Norm norm = norm_of(step, block.projection);
   const u32 items = step.count * step.tiles, vector = block.vector + row, at = block.first + row * N;
   const u32 first = block_of(items, head * step.tiles, step.grid), last = block_of(items, (head + 1) * step.tiles - 1, step.grid);
   const u32 part = step.rows * N, count = (last - first + 1) * WARPS;
   const float* parts = (const float*)step.parts + (size_t)(first + head) * WARPS * part;
-  wait_for_previous();
+  ptx::griddepcontrol_wait();
   auto total = [&](u32 row, float4 (&sum)[RUNS]) {
 #pragma unroll
     for (u32 j = 0; j < RUNS; j++) {

@@ -1,11 +1,11 @@
-// Channel statistics (scale_norms.cu) of 16-bit weights whose rows start at 16 bytes, by the copy engine: a pure read of the
+// Channel statistics (norms_generic.cu) of 16-bit weights whose rows start at 16 bytes, by the copy engine: a pure read of the
 // weights. Hopper.
 //
 // A block takes one head (macro D_HEAD), 64 input channels at a time, through a ring of its own: small blocks, so that some load
 // while others start or end. A warp sums up 16 channels, a lane two pairs of them over eight of the 64 inputs; lanes of one eight
 // share their channels. Sums in f32, every few tiles into a second f32, in a fixed order: same input, same bits.
 #include "ptx/tma.cuh"
-#include "ring.cuh"
+#include "scale/ring.cuh"
 #include "scale_types.cuh"
 
 #ifndef D_HEAD
@@ -64,14 +64,14 @@ __device__ __forceinline__ void vector8(const u8* from, float (&v)[8]) {
   }
 }
 __device__ __forceinline__ float vector1(const u8* from) {
-  return VECTORS == DTYPE_F32 ? *(const float*)from : VECTORS == DTYPE_F16 ? f16_value(*(const u16*)from) : __uint_as_float((u32)*(const u16*)from << 16);
+  return VECTORS == DTYPE_F32 ? *(const float*)from : VECTORS == DTYPE_F16 ? ptx::f32_from_f16(*(const u16*)from) : __uint_as_float((u32)*(const u16*)from << 16);
 }
 __device__ __forceinline__ float value_of(u32 word, u32 upper) {
-  return F16 ? f16_value((u16)(word >> upper * 16)) : upper ? bf16_high(word) : bf16_low(word);
+  return F16 ? ptx::f32_from_f16((u16)(word >> upper * 16)) : upper ? bf16_high(word) : bf16_low(word);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    scale_norms_heads(const Projection* projections, const HeadPlace* heads, const TensorMap* maps, u32 d, ChannelStats* stats) {
+    scale_norms(const Projection* projections, const HeadPlace* heads, const TensorMap* maps, u32 d, ChannelStats* stats) {
   extern __shared__ u8 room[];
   // The swizzle goes by addresses.
   Shared& shared = *(Shared*)(room + (1024 - ptx::shared_address(room) % 1024) % 1024);
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (u32 tile = 0; tile < min(STAGES, tiles); tile++) load(tile);
   }
   __syncthreads();
-  let_next_start();
+  ptx::griddepcontrol_launch_dependents();
 
   // Channels of the lane's two pairs.
   const u32 eight = lane % 8, own = warp * 8 + lane / 8 * 2;

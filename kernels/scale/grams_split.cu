@@ -1,6 +1,6 @@
 // Gram matrices G = W^T diag(g^2) W of every Q and K head of a model, and the statistics of their channels: one read of the
 // weights. 16-bit weights of any layout, d_head up to 128, norms with a mean or a shift too. Tiles and shares:
-// include/gram_pass.cuh. Two warpgroups multiply: for more than 64 channels a head the blocks (0,0) (0,1) and (1,1) of one
+// gram_pass.cuh. Two warpgroups multiply: for more than 64 channels a head the blocks (0,0) (0,1) and (1,1) of one
 // head, up to 64 one head each. Hopper.
 //
 // The weights in shared memory are the right operand as they are. The left one, g^2 w as two terms of their type, is made in
@@ -8,12 +8,12 @@
 // one accumulator. So nothing is written back. What is lost, at most 2^-15 of a value (f16: 2^-22), is summed up for every
 // channel. Accumulators are flushed into a second f32 sum every 256 input channels: the
 // accumulation's error is at most (256 + d/256) 2^-24 tr G in norm, for each of the two products.
-#include "gram_pass.cuh"
+#include "scale/gram_pass.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 
-constexpr int SQUARES = TILE * 4;  // bytes of g^2 in the gains of a tile (scale_gains.cu)
+constexpr int SQUARES = TILE * 4;  // bytes of g^2 in the gains of a tile (gains.cu)
 constexpr int FLUSH = 2;           // tiles
 constexpr int STEPS = TILE / 16;
 constexpr int AHEAD = 2;           // steps whose operands are on their way
@@ -170,14 +170,14 @@ __device__ __forceinline__ void multiply(const Segment* segments, u32 begin, u32
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    scale_grams_pieces(const Segment* segments, const Projection* projections, float* partials, const u32* shares,
+    scale_grams_split(const Segment* segments, const Projection* projections, float* partials, const u32* shares,
                        const TensorMap* maps, const u8* gains, const float2* scales, u32 tiles, ChannelPart* parts,
                        ChannelStats*) {
   if (threadIdx.x == 0) init_stages(MULTIPLIERS / 32, 1);
   __syncthreads();
   const u32 begin = shares[blockIdx.x], end = shares[blockIdx.x + 1];
-  wait_for_previous();
-  let_next_start();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_inc<240>();
     multiply<ONE ? 128 : 64, 0>(segments, begin, end, projections, scales, partials, parts);

@@ -1,6 +1,6 @@
 // Gram matrices G = W^T diag(g^2) W of every Q and K head of a model, and the statistics of their channels, by one F16 product
 // of weights rounded once. 16-bit weights stored [out, in], d_head from 72 to 128, norms with neither mean nor shift;
-// scale_grams_pieces.cu does what this one does not. Tiles and shares: include/gram_pass.cuh. Hopper.
+// grams_split.cu does what this one does not. Tiles and shares: gram_pass.cuh. Hopper.
 //
 // Two warpgroups turn a tile in place into y = f16(s g w), s the projection's power of two, and sum up norms and pair
 // products; two warpgroups multiply: the blocks (0,0) and (0,1), and (1,1). Where a segment is a whole tile, its channels'
@@ -10,8 +10,8 @@
 // 2^(e - 11), or 2^-25 below the normal ones, which is summed up for every channel: delta_i >= ||y_i - exact||, so that
 // sigma(exact) <= sigma(y) + (sum delta_i^2)^1/2. Accumulators are flushed into a second f32 sum with every tile: the
 // accumulation's error is at most (128 + d/128) 2^-24 tr G in norm.
-#include "gram_pass.cuh"
-#include "pair_sums.cuh"
+#include "scale/gram_pass.cuh"
+#include "scale/pair_sums.cuh"
 
 static_assert(N > 64 && N <= 128 && !ALONG_CHANNELS && !SUMS, "one head a tile, stored [out, in]");
 constexpr u32 MULTIPLIERS = 256, CONVERTERS = 256, THREADS = MULTIPLIERS + CONVERTERS + 128;
@@ -151,14 +151,14 @@ __device__ __forceinline__ void multiply(const Segment* segments, u32 begin, u32
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    scale_grams_wgmma(const Segment* segments, const Projection* projections, float* partials, const u32* shares,
+    scale_grams_rounded(const Segment* segments, const Projection* projections, float* partials, const u32* shares,
                       const TensorMap* maps, const u8* gains, const float2* scales, u32 tiles, ChannelPart* parts,
                       ChannelStats* stats) {
   if (threadIdx.x == 0) init_stages(MULTIPLIERS / 32, CONVERTERS / 32);
   __syncthreads();
   const u32 begin = shares[blockIdx.x], end = shares[blockIdx.x + 1];
-  wait_for_previous();
-  let_next_start();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   const u32 group = threadIdx.x / 128;
   // 96 a thread at the start, 480 in all: 168 + 3 * 96 + 24. A product of 128 columns does not assemble below 90.
   if (group == 0) {
