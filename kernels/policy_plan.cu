@@ -9,7 +9,7 @@
 // o is twice v, but for the delayed policies, which observe it.
 //
 // NOTES: where the host adds to a product, so do these lines, by intrinsics: a fused multiply-add would change the bits.
-#include "covering.cuh"
+#include "common/descale.cuh"
 #include "policy_types.cuh"
 
 constexpr u32 THREADS = 256;
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) policy_plan(const PolicyTa
         descale = fmaxf(1.f / (float)value, 1.17549435e-38f);
         if (!is_finite(descale)) descale = __uint_as_float(0x7fc00000u);
       } else {
-        descale = covering(p.kind == CURRENT ? value * (1.0 + 0x1p-22) : value, target);
+        descale = smallest_descale(p.kind == CURRENT ? value * (1.0 + 0x1p-22) : value, target);
       }
       out[i] = descale;
       most = larger(most, descale);

@@ -3,7 +3,7 @@
 // under rotation a pair's spectral norm and hypotenuses take the place of a channel's. One block a layer and projection, a warp a
 // head; q takes the largest of the query heads that share a KV head, times the largest factor on it; o is twice v. NaN stays NaN and sets the status.
 // The bounds themselves go to `operand_bounds`, [layer][q, k, v][n_kv].
-#include "covering.cuh"
+#include "common/descale.cuh"
 #include "scale_types.cuh"
 
 struct Layer {
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     if (which == 0) bound *= l.query_factor;
     bound += bound * ROUNDING;
     if (!(bound < 3e38f)) bound = __uint_as_float(0x7fc00000u), atomicOr(status, STATUS_NON_FINITE_WEIGHT);
-    const float descale = covering(bound, 448.0);
+    const float descale = smallest_descale(bound, 448.0);
     operand_bounds[(blockIdx.x * 3 + which) * l.n_kv + head] = bound;
     heads[l.out + which * l.n_kv + head] = descale;
     const float o = bound == 0.f ? 1.f : 2.f * descale;

@@ -1,5 +1,5 @@
 // Brings the results of several groups of layers together in the order of the layers. One block a run of words.
-#include "types.cuh"
+#include "common/types.cuh"
 
 struct Move {
   u64 from, to;

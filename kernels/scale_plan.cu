@@ -6,7 +6,7 @@
 // Under rotation sigma is the smallest of the scaled product, sigma_Q sigma_K and the Frobenius bound, and the constants go pair by
 // pair. Without constants, and with the mean kept, d times the scaled product may take the place of N_Q N_K too
 // (src/bound/mod.rs).
-#include "covering.cuh"
+#include "common/descale.cuh"
 #include "head_bound.cuh"
 #include "scale_segments.cuh"
 
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   }
   HeadBound out;
   out.sigma = above(sigma), out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
-  out.descale = covering(out.rounded, s.eta * 448.0);
+  out.descale = smallest_descale(out.rounded, s.eta * 448.0);
   out.linear = above(a + b), out.constant = above(c0), out.constants = above(sqrt(cq2) + sqrt(ck2)), out.pad = 0.f;
   bounds[task] = out;
 }

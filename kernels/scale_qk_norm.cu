@@ -5,7 +5,7 @@
 // the attention factor. For logits, without shifts
 //   certain = tau R_q R_k max_b |gq_b gk_b|,   with shifts   certain = tau N_q N_k,  N = R max_b |g_b| + ||s||,
 // and rounded as in `scale_plan`; a factor on q multiplies its operand bound, and is part of tau. f64 throughout, results rounded up. One block a layer, a warp a head.
-#include "covering.cuh"
+#include "common/descale.cuh"
 #include "head_bound.cuh"
 #include "scale_types.cuh"
 
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(256)
       if (!warp)
         for (u32 i = 0; i < group; i++) bound = larger(bound, bounds[head * group + i]);
       if (!(bound < 3e38)) bound = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_WEIGHT);
-      const float descale = covering(bound, 448.0);
+      const float descale = smallest_descale(bound, 448.0);
       operand_bounds[(blockIdx.x * 3 + warp) * n_kv + head] = (float)bound;
       descales[l.out + warp * n_kv + head] = descale;
       most = larger(most, descale), finite = fmax(finite, (double)descale);
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (!(rounded < 1e300)) rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
     HeadBound out = {};
     out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
-    out.descale = covering(out.rounded, eta * 448.0);
+    out.descale = smallest_descale(out.rounded, eta * 448.0);
     heads[blockIdx.x * n_q + head] = out;
   }
 }

@@ -2,7 +2,7 @@
 // writes it once (src/cuda/policy/table.rs); sizes are asserted on both sides.
 #pragma once
 #include "head_bound.cuh"
-#include "step_stats.cuh"
+#include "common/step_stats.cuh"
 
 enum : u32 { GEOMETRY = 0, GEOMETRY_C_STAR = 1, AUTO_C = 2, DELAYED_PAPER = 3, DELAYED_TE = 4, CURRENT = 5 };
 enum : u32 { LOGIT = 0, OPERAND_Q = 1, OPERAND_K = 2, OPERAND_V = 3, OUTPUT = 4, TENSORS = 5 };

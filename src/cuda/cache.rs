@@ -47,7 +47,7 @@ impl Cache {
         build: impl FnOnce() -> Result<Compiled>,
     ) -> Result<Compiled> {
         let Some(folder) = &self.folder else { return build() };
-        let path = folder.join(format!("{}-{}.cubin", request.source.name, key(request, compiler)));
+        let path = folder.join(format!("{}-{}.cubin", request.source.name.replace('/', "-"), key(request, compiler)));
         if let Some(found) = std::fs::read(&path).ok().and_then(|bytes| decode(&bytes)) {
             return Ok(found);
         }

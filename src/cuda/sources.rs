@@ -1,12 +1,12 @@
 //! The kernels' sources, embedded.
 //!
-//! One kernel family a file under `kernels/`; shared text under `kernels/include/`. No toolkit header is included, so a
-//! compilation needs nothing on disk.
+//! One kernel a file under `kernels/`. Headers are included by their path under `kernels/`; those of `kernels/include/` by
+//! their file name. No toolkit header is included, so a compilation needs nothing on disk.
 
 /// One source file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Source {
-    /// File name without its extension.
+    /// Path under `kernels/`, without the extension.
     pub name: &'static str,
     /// Text.
     pub text: &'static str,
@@ -72,39 +72,53 @@ sources! {
     /// What a policy makes of a call's statistics.
     POLICY_OBSERVE = "policy_observe";
     /// Fused E4M3 attention forward (Hopper).
-    ATTENTION = "attention_fwd";
+    ATTENTION = "attention/forward";
     /// Joins the parts of an attention call that was split.
-    COMBINE = "attention_combine";
+    COMBINE = "attention/combine";
     /// Cast of q, k and v to E4M3 in the layouts that the attention reads.
-    CAST = "cast_qkv";
+    CAST = "attention/cast_qkv";
 }
 
-/// Headers by the name they are included under.
-pub const HEADERS: &[(&str, &str)] = &[
-    ("attention_output.cuh", include_str!("../../kernels/include/attention_output.cuh")),
-    ("attention_rows.cuh", include_str!("../../kernels/include/attention_rows.cuh")),
-    ("attention_softmax.cuh", include_str!("../../kernels/include/attention_softmax.cuh")),
-    ("attention_tile.cuh", include_str!("../../kernels/include/attention_tile.cuh")),
-    ("barrier.cuh", include_str!("../../kernels/include/barrier.cuh")),
-    ("convert.cuh", include_str!("../../kernels/include/convert.cuh")),
-    ("covering.cuh", include_str!("../../kernels/include/covering.cuh")),
-    ("head_bound.cuh", include_str!("../../kernels/include/head_bound.cuh")),
-    ("launch.cuh", include_str!("../../kernels/include/launch.cuh")),
-    ("math.cuh", include_str!("../../kernels/include/math.cuh")),
-    ("policy_types.cuh", include_str!("../../kernels/include/policy_types.cuh")),
-    ("scale_accumulator.cuh", include_str!("../../kernels/include/scale_accumulator.cuh")),
-    ("scale_chain.cuh", include_str!("../../kernels/include/scale_chain.cuh")),
-    ("scale_cluster.cuh", include_str!("../../kernels/include/scale_cluster.cuh")),
-    ("scale_factor.cuh", include_str!("../../kernels/include/scale_factor.cuh")),
-    ("scale_jobs.cuh", include_str!("../../kernels/include/scale_jobs.cuh")),
-    ("scale_lift.cuh", include_str!("../../kernels/include/scale_lift.cuh")),
-    ("scale_mma.cuh", include_str!("../../kernels/include/scale_mma.cuh")),
-    ("scale_ptx.cuh", include_str!("../../kernels/include/scale_ptx.cuh")),
-    ("scale_segments.cuh", include_str!("../../kernels/include/scale_segments.cuh")),
-    ("scale_spectrum.cuh", include_str!("../../kernels/include/scale_spectrum.cuh")),
-    ("scale_types.cuh", include_str!("../../kernels/include/scale_types.cuh")),
-    ("step_stats.cuh", include_str!("../../kernels/include/step_stats.cuh")),
-    ("tma.cuh", include_str!("../../kernels/include/tma.cuh")),
-    ("types.cuh", include_str!("../../kernels/include/types.cuh")),
-    ("wgmma.cuh", include_str!("../../kernels/include/wgmma.cuh")),
-];
+macro_rules! headers {
+    ($($path:literal,)* @include $($name:literal,)*) => {
+        /// Headers by the name they are included under.
+        pub const HEADERS: &[(&str, &str)] = &[
+            $(($path, include_str!(concat!("../../kernels/", $path))),)*
+            $(($name, include_str!(concat!("../../kernels/include/", $name))),)*
+        ];
+    };
+}
+headers! {
+    "attention/epilogue.cuh",
+    "attention/params.cuh",
+    "attention/pipeline.cuh",
+    "attention/rows.cuh",
+    "attention/softmax.cuh",
+    "common/descale.cuh",
+    "common/step_stats.cuh",
+    "common/types.cuh",
+    "ptx/cluster.cuh",
+    "ptx/convert.cuh",
+    "ptx/fence.cuh",
+    "ptx/launch.cuh",
+    "ptx/math.cuh",
+    "ptx/mbarrier.cuh",
+    "ptx/memory.cuh",
+    "ptx/mma.cuh",
+    "ptx/tma.cuh",
+    "ptx/wgmma.cuh",
+    @include
+    "head_bound.cuh",
+    "policy_types.cuh",
+    "scale_accumulator.cuh",
+    "scale_chain.cuh",
+    "scale_cluster.cuh",
+    "scale_factor.cuh",
+    "scale_jobs.cuh",
+    "scale_lift.cuh",
+    "scale_mma.cuh",
+    "scale_ptx.cuh",
+    "scale_segments.cuh",
+    "scale_spectrum.cuh",
+    "scale_types.cuh",
+}

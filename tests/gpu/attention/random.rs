@@ -1,4 +1,4 @@
-//! Random shapes against a plain kernel on the GPU (`kernels/attention_reference.cu`), which says for each element how far
+//! Random shapes against a plain kernel on the GPU (`kernels/attention/reference.cu`), which says for each element how far
 //! rounding may take it.
 //!
 //! `SIGMASCALE_RANDOM_SHAPES` sets how many (200), `SIGMASCALE_RANDOM_SEED` which.
@@ -15,7 +15,7 @@ use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::stats::stats_words;
 
 const REFERENCE: Source =
-    Source { name: "attention_reference", text: include_str!("../../../kernels/attention_reference.cu") };
+    Source { name: "attention/reference", text: include_str!("../../../kernels/attention/reference.cu") };
 /// Elements of the largest q (and k, v) drawn.
 const ELEMENTS: usize = 1 << 20;
 const GUARD_WORDS: usize = 64;

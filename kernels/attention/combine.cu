@@ -1,11 +1,12 @@
 // Joins what `attention_fwd` made of parts of the keys (SPLIT): with l_i the log2-sum-exp of part i and w_i = 2^(l_i - max l),
 // O = sum_i w_i O_i / sum_i w_i. Each of the warps that share a row joins its parts, and what they come to meets in one order, so
 // that a call repeats bit for bit.
-#include "attention_tile.cuh"
-#include "convert.cuh"
-#include "launch.cuh"
-#include "math.cuh"
-#include "types.cuh"
+#include "attention/params.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/launch.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/math.cuh"
+#include "common/types.cuh"
 
 // Written by the host byte for byte; strides count elements.
 struct Combine {
@@ -40,7 +41,7 @@ struct Joined {
   float most = none(), total = 0.0f, sum[kMine] = {};
   // Makes room for parts up to `lse`.
   __device__ __forceinline__ void rise(float lse) {
-    const float top = fmaxf(most, lse), keep = most > none() ? exp2_mufu(most - top) : 0.0f;
+    const float top = fmaxf(most, lse), keep = most > none() ? ptx::exp2_approx(most - top) : 0.0f;
 #pragma unroll
     for (int j = 0; j < kMine; j++) sum[j] *= keep;
     total *= keep;
@@ -48,7 +49,7 @@ struct Joined {
   }
   // Takes in what has weight `weight` 2^lse; `lse` at most `most`.
   __device__ __forceinline__ void take(float lse, float weight, const float (&x)[kMine]) {
-    const float w = lse == none() ? 0.0f : exp2_mufu(lse - most);  // NaN where a logit was
+    const float w = lse == none() ? 0.0f : ptx::exp2_approx(lse - most);  // NaN where a logit was
 #pragma unroll
     for (int j = 0; j < kMine; j++) sum[j] = fmaf(w, x[j], sum[j]);  // NOTES: also where w is 0, so that a NaN is not lost
     total = fmaf(w, weight, total);
@@ -59,7 +60,7 @@ struct Joined {
 // grid (len_q, ceil(heads_q * 2^share / kWarps), batch), 32 kWarps threads
 extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(const __grid_constant__ Combine p) {
   __shared__ float sums[kWarps][kDim], tops[kWarps], totals[kWarps];
-  grid_wait_for_previous();
+  ptx::griddepcontrol_wait();
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 share = 1u << p.share, mine = warp & (share - 1), head = (blockIdx.y * kWarps + warp) >> p.share;
   const u32 rows = p.batch * p.len_q * p.heads_q, row = (blockIdx.z * p.len_q + blockIdx.x) * p.heads_q + head;
@@ -92,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(cons
     for (int j = 0; j < kBatch; j++) {
       float x[kMine];
 #pragma unroll
-      for (int i = 0; i < kMine; i++) x[i] = f32_from_f16(halves[j].pairs[i / 2] >> 16 * (i % 2));
+      for (int i = 0; i < kMine; i++) x[i] = ptx::f32_from_f16(halves[j].pairs[i / 2] >> 16 * (i % 2));
       joined.take(lse[j], 1.0f, x);
     }
   }
@@ -118,24 +119,24 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(cons
   for (int j = 0; j < kMine; j++) out[j] = joined.sum[j] * factor, amax = fmaxf(amax, fabsf(out[j]));
   if (p.lse != nullptr && lane == 0)
     p.lse[((i64)batch * p.heads_q + head) * p.len_q + position] =
-        joined.total == 0.0f ? none() : (joined.most + log2_mufu(joined.total)) * kLn2;
+        joined.total == 0.0f ? none() : (joined.most + ptx::log2_approx(joined.total)) * kLn2;
   if (p.telemetry != nullptr) {
     words[2] = __float_as_uint(amax);
 #pragma unroll
-    for (int w = 0; w < 3; w++) words[w] = warp_max(words[w]);
+    for (int w = 0; w < 3; w++) words[w] = ptx::warp_max(words[w]);
     u32* at = &p.telemetry[head].max_logit + lane;
     const u32 word = lane == 0 ? words[0] : lane == 1 ? words[1] : words[2];
-    if (lane < 3 && word > load_relaxed(at)) atomicMax(at, word);
+    if (lane < 3 && word > ptx::ld_relaxed(at)) atomicMax(at, word);
   }
   const i64 at = batch * p.o_stride_batch + position * p.o_stride_row + head * p.o_stride_head + kMine * lane;
   if (p.e4m3) {
     const float to_out = 1.0f / p.o_descale[batch * p.o_descale_batch + kv * p.o_descale_head];
 #pragma unroll
     for (int j = 0; j < kMine; j += 2)
-      reinterpret_cast<u16*>(reinterpret_cast<u8*>(p.o) + at)[j / 2] = e4m3x2(out[j] * to_out, out[j + 1] * to_out);
+      reinterpret_cast<u16*>(reinterpret_cast<u8*>(p.o) + at)[j / 2] = ptx::e4m3x2(out[j] * to_out, out[j + 1] * to_out);
   } else {
 #pragma unroll
     for (int j = 0; j < kMine; j += 2)
-      reinterpret_cast<u32*>(reinterpret_cast<u16*>(p.o) + at)[j / 2] = bf16x2(out[j], out[j + 1]);
+      reinterpret_cast<u32*>(reinterpret_cast<u16*>(p.o) + at)[j / 2] = ptx::bf16x2(out[j], out[j + 1]);
   }
 }

@@ -2,7 +2,7 @@
 // [n_kv] of k, [n_kv] of v. Zero means nothing was seen; every word only grows, so that the order of arrival is without
 // effect. The host's mirror is src/cuda/step_stats.rs.
 #pragma once
-#include "types.cuh"
+#include "common/types.cuh"
 
 struct LogitWords {
   u32 max;       // ordered(max): sign bit set for positive values, all bits flipped for negative ones
@@ -21,6 +21,11 @@ static_assert(sizeof(LogitWords) == 16 && sizeof(CastWords) == 16, "host mirror"
 __device__ __forceinline__ u32 stats_words(u32 n_q, u32 n_kv) { return 8 * (n_q + n_kv); }
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= 3.4028235e38f; }
+// A monotone map from floats to unsigned integers, so that integer atomics give a float maximum in any order of arrival.
+__device__ __forceinline__ u32 ordered(float x) {
+  const u32 b = __float_as_uint(x);
+  return b & 0x80000000u ? ~b : b | 0x80000000u;
+}
 __device__ __forceinline__ float unordered(u32 x) { return __uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x); }
 
 // Largest |logit|; 0 when there was none.

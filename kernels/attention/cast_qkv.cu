@@ -10,10 +10,11 @@
 //
 // By-products per head, order-independent: amax of the values before the scale, and counts of scaled values past 448 (which
 // saturate), past 464 (where rounding leaves the format) and not finite.
-#include "convert.cuh"
-#include "launch.cuh"
-#include "math.cuh"
-#include "types.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/launch.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/math.cuh"
+#include "common/types.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
@@ -93,9 +94,9 @@ __device__ __forceinline__ float value(const u32 (&w)[kWords], int i) {
 #if INPUT == 2
   return __uint_as_float(w[i]);
 #elif INPUT == 1
-  return f32_from_f16((u16)(w[i / 2] >> (16 * (i % 2))));
+  return ptx::f32_from_f16((u16)(w[i / 2] >> (16 * (i % 2))));
 #else
-  return f32_from_bf16((u16)(w[i / 2] >> (16 * (i % 2))));
+  return ptx::f32_from_bf16((u16)(w[i / 2] >> (16 * (i % 2))));
 #endif
 }
 
@@ -126,8 +127,8 @@ __device__ __forceinline__ void rotate(float (&x)[8], const Angles& a) {
 __device__ __forceinline__ u32 warp_top(const float (&x)[8]) {
   float top = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 8; i++) top = max_nan(top, fabsf(x[i]));
-  return warp_max(__float_as_uint(top) & 0x7fffffff);
+  for (int i = 0; i < 8; i++) top = ptx::max_nan(top, fabsf(x[i]));
+  return ptx::warp_max(__float_as_uint(top) & 0x7fffffff);
 }
 // The slow path: some value of the warp saturates or is not finite.
 __device__ __forceinline__ void count_past(const float (&x)[8], float to_units, CastStats* stats) {
@@ -140,7 +141,7 @@ __device__ __forceinline__ void count_past(const float (&x)[8], float to_units, 
     past += finite && u > 464.0f;
     bad += !finite;
   }
-  const u32 sums[3] = {warp_sum(saturated), warp_sum(past), warp_sum(bad)};
+  const u32 sums[3] = {ptx::warp_sum(saturated), ptx::warp_sum(past), ptx::warp_sum(bad)};
   if (threadIdx.x % 32 == 0) {
     if (sums[0] > 0) atomicAdd(&stats->saturated, sums[0]);
     if (sums[1] > 0) atomicAdd(&stats->past_464, sums[1]);
@@ -182,8 +183,8 @@ cast_qkv(const __grid_constant__ CastParams p) {
 #if STATS
   __shared__ u32 tops[kHeads][kThreads / 32];
 #endif
-  grid_launch_dependents();
-  grid_wait_for_previous();
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
 
   // Find the tensor and the heads
   const int blocks_q = ceil_div(p.q.heads, kHeads), blocks_k = ceil_div(p.k.heads, kHeads);
@@ -251,7 +252,7 @@ cast_qkv(const __grid_constant__ CastParams p) {
 #endif
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] *= to_units;
-    const uint2 y = make_uint2(e4m3x4(x[0], x[1], x[2], x[3]), e4m3x4(x[4], x[5], x[6], x[7]));
+    const uint2 y = make_uint2(ptx::e4m3x4(x[0], x[1], x[2], x[3]), ptx::e4m3x4(x[4], x[5], x[6], x[7]));
 
     // Store: rows for Q and K, core matrices of 8 dims by 16 keys for V
     u8* out = t.out + (((i64)batch * t.length + row) * t.heads + head) * kDim;
@@ -285,8 +286,8 @@ cast_qkv(const __grid_constant__ CastParams p) {
 extern "C" __global__ void __launch_bounds__(kThreads)
 repack_v(const __grid_constant__ CastTensor t) {
   __shared__ Transpose tile;
-  grid_launch_dependents();
-  grid_wait_for_previous();
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
   const int row = blockIdx.x * kKeys + threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
   uint2 y = make_uint2(0, 0);
   if (row < t.length)

@@ -3,7 +3,7 @@
 
 // Smallest f32 s with s * target >= bound in f64; 1 for a zero bound; NaN where the bound is negative or not finite, or s
 // leaves the range of f32.
-__device__ __forceinline__ float covering(double bound, double target) {
+__device__ __forceinline__ float smallest_descale(double bound, double target) {
   const float nan = __uint_as_float(0x7fc00000u);
   if (!(bound >= 0.0) || bound > 1e300) return nan;
   if (bound == 0.0) return 1.f;

@@ -1,30 +1,10 @@
 // Pieces of the online softmax of `attention_fwd` on one warpgroup's tile of logits, in the accumulator layout of wgmma.cuh:
 // value i of a thread lies in row r = i / 2 % 2 of its two, column 8 (i / 4) + i % 2 of those that the thread sees.
 #pragma once
-#include "convert.cuh"
-#include "math.cuh"
-#include "types.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/math.cuh"
+#include "common/types.cuh"
 
-// The maximum of three words compared as signed (unsigned) integers: one instruction for two values.
-// NOTES: with integer types outside the assembly, the assembler serialises `wgmma` (C7511).
-__device__ __forceinline__ float max3_signed(float a, float b, float c) {
-  float r;
-  asm("{\n.reg .s32 a, b, c;\nmov.b32 a, %1;\nmov.b32 b, %2;\nmov.b32 c, %3;\nmax.s32 a, a, b;\nmax.s32 a, a, c;\nmov.b32 %0, a;\n}\n"
-      : "=f"(r) : "f"(a), "f"(b), "f"(c));
-  return r;
-}
-__device__ __forceinline__ float max3_unsigned(float a, float b, float c) {
-  float r;
-  asm("{\n.reg .u32 a, b, c;\nmov.b32 a, %1;\nmov.b32 b, %2;\nmov.b32 c, %3;\nmax.u32 a, a, b;\nmax.u32 a, a, c;\nmov.b32 %0, a;\n}\n"
-      : "=f"(r) : "f"(a), "f"(b), "f"(c));
-  return r;
-}
-// NOTES: volatile, to stay where it is written: among the exponentials.
-__device__ __forceinline__ float shuffle_xor(float x, int d) {
-  float r;
-  asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=f"(r) : "f"(x), "r"(d));
-  return r;
-}
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -44,23 +24,23 @@ template <bool Low, int N> __device__ __forceinline__ void scan(const float (&s)
   for (int i = 4; i + 4 < N; i += 8) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      part[j] = max3_signed(part[j], s[i + j], s[i + 4 + j]);
-      if (Low) least[j] = max3_unsigned(least[j], s[i + j], s[i + 4 + j]);
+      part[j] = ptx::max3_signed(part[j], s[i + j], s[i + 4 + j]);
+      if (Low) least[j] = ptx::max3_unsigned(least[j], s[i + j], s[i + 4 + j]);
     }
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int last = N - 4 + 2 * r;
-    top[r] = max3_signed(part[2 * r], part[2 * r + 1], max3_signed(s[last], s[last], s[last + 1]));
+    top[r] = ptx::max3_signed(part[2 * r], part[2 * r + 1], ptx::max3_signed(s[last], s[last], s[last + 1]));
     if (Low) {
-      const float ends = max3_unsigned(s[2 * r], s[2 * r + 1], max3_unsigned(s[last], s[last], s[last + 1]));
-      low[r] = max3_unsigned(least[2 * r], least[2 * r + 1], ends);
+      const float ends = ptx::max3_unsigned(s[2 * r], s[2 * r + 1], ptx::max3_unsigned(s[last], s[last], s[last + 1]));
+      low[r] = ptx::max3_unsigned(least[2 * r], least[2 * r + 1], ends);
     }
   }
 #pragma unroll
   for (int d = 1; d < 4; d *= 2) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) top[r] = max3_signed(top[r], top[r], shuffle_xor(top[r], d));
+    for (int r = 0; r < 2; r++) top[r] = ptx::max3_signed(top[r], top[r], ptx::shuffle_xor(top[r], d));
   }
 }
 template <int N> __device__ __forceinline__ void largest(const float (&s)[N], float (&top)[2]) {
@@ -104,15 +84,15 @@ template <int First, int Last, int N>
 __device__ __forceinline__ void exponentials(float (&s)[N], float scale, const float (&shift)[2], float (&part)[4]) {
 #pragma unroll
   for (int i = First; i < Last; i++) {
-    s[i] = exp2_mufu(fmaf(s[i], scale, -shift[(i >> 1) & 1]));
+    s[i] = ptx::exp2_approx(fmaf(s[i], scale, -shift[(i >> 1) & 1]));
     part[i & 3] = i < 4 ? s[i] : part[i & 3] + s[i];
   }
 }
 // The operand registers of 16 keys of P from their eight values.
 template <int N> __device__ __forceinline__ void pack(u32 (&p)[N / 4], const float (&s)[N], int group) {
   const int i = 8 * group;
-  p[2 * group] = e4m3x4_merged(s[i], s[i + 1], s[i + 4], s[i + 5]);
-  p[2 * group + 1] = e4m3x4_merged(s[i + 2], s[i + 3], s[i + 6], s[i + 7]);
+  p[2 * group] = ptx::e4m3x4_merged(s[i], s[i + 1], s[i + 4], s[i + 5]);
+  p[2 * group + 1] = ptx::e4m3x4_merged(s[i + 2], s[i + 3], s[i + 6], s[i + 7]);
 }
 
 // The second level of accumulation: o += factor * slot, then (when `Store`) back to the slot. Slots are private to threads.
@@ -143,8 +123,8 @@ template <int N> __device__ __forceinline__ u32 count_past(const float (&s)[N], 
 template <int N> __device__ __forceinline__ void round_logits(float (&s)[N], float to_units) {
 #pragma unroll
   for (int i = 0; i < N; i += 2) {
-    const u32 h = f16x2_from_e4m3x2(e4m3x2(s[i] * to_units, s[i + 1] * to_units));
-    s[i] = f32_from_f16((u16)h);
-    s[i + 1] = f32_from_f16((u16)(h >> 16));
+    const u32 h = ptx::f16x2_from_e4m3x2(ptx::e4m3x2(s[i] * to_units, s[i + 1] * to_units));
+    s[i] = ptx::f32_from_f16((u16)h);
+    s[i + 1] = ptx::f32_from_f16((u16)(h >> 16));
   }
 }

@@ -1,9 +1,10 @@
 // What `attention_fwd` writes of one warpgroup's tile: telemetry and O.
 #pragma once
-#include "attention_tile.cuh"
-#include "convert.cuh"
-#include "math.cuh"
-#include "types.cuh"
+#include "attention/params.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/math.cuh"
+#include "common/step_stats.cuh"
+#include "common/types.cuh"
 
 namespace {
 
@@ -19,7 +20,7 @@ __device__ __forceinline__ void quad_transpose(u32 (&a)[4], int t) {
 
 // The log2-sum-exp of a row: minus infinity where it sees no key, whose sum is zero, and NaN where a logit is.
 __device__ __forceinline__ float log_sum(float sum, float offset) {
-  return sum < 1.0f ? __int_as_float(0xff800000) : offset + log2_mufu(sum);
+  return sum < 1.0f ? __int_as_float(0xff800000) : offset + ptx::log2_approx(sum);
 }
 
 enum class Format { E4m3, Bf16, F16 };
@@ -33,7 +34,7 @@ __device__ __forceinline__ void store_row(typename Select<F == Format::E4m3, u8,
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const float x = o[16 * c + 4 * j + 2 * r], y = o[16 * c + 4 * j + 2 * r + 1];
-      a[j] = F == Format::E4m3 ? e4m3x2(x * to_out, y * to_out) : F == Format::Bf16 ? bf16x2(x, y) : f16x2(x, y);
+      a[j] = F == Format::E4m3 ? ptx::e4m3x2(x * to_out, y * to_out) : F == Format::Bf16 ? ptx::bf16x2(x, y) : ptx::f16x2(x, y);
     }
     quad_transpose(a, quad);
     if (!exists) continue;
@@ -56,7 +57,7 @@ __device__ __forceinline__ void raise(Telemetry& out, const u32 (&words)[3]) {
   u32* at = &out.max_logit;
 #pragma unroll
   for (int w = 0; w < 3; w++)
-    if (words[w] > load_relaxed(at + w)) atomicMax(at + w, words[w]);
+    if (words[w] > ptx::ld_relaxed(at + w)) atomicMax(at + w, words[w]);
 }
 
 #if SPLIT
@@ -108,7 +109,7 @@ __device__ __forceinline__ void report(const Params& p, const Work& item, const 
     }
   }
 #if LOGITS_E4M3
-  const u32 count = warp_sum(rows.overflow);  // one head a tile, by the host
+  const u32 count = ptx::warp_sum(rows.overflow);  // one head a tile, by the host
   if (threadIdx.x % 32 == 0 && count > 0) atomicAdd(&p.telemetry[item.tile.head].overflow, count);
 #endif
 }
@@ -118,7 +119,7 @@ __device__ __forceinline__ void report(const Params& p, const Work& item, const 
 __device__ __forceinline__ u32 known_word(const Params& p, const Work& item) {
   const u32 lane = threadIdx.x % 32;
   u32 word = ~0u;
-  if (lane < 3) word = load_relaxed(&p.telemetry[item.tile.head].max_logit + lane);
+  if (lane < 3) word = ptx::ld_relaxed(&p.telemetry[item.tile.head].max_logit + lane);
   return word;
 }
 // Adds one tile to its head's telemetry; `row`: of this thread's first row, in the tile. `known`: by `known_word`, some time ago.
@@ -137,9 +138,9 @@ __device__ __forceinline__ void report(const Params& p, const Work& item, const 
       amax = fmaxf(amax, largest_size(o, r));
     }
   }
-  const u32 words[3] = {warp_max(high > kLowest ? ordered(high * item.logit_scale) : 0),
-                        warp_max(low < -kLowest ? ~ordered(low * item.logit_scale) : 0), warp_max(__float_as_uint(amax))};
-  const u32 count = LOGITS_E4M3 ? warp_sum(rows.overflow) : 0;
+  const u32 words[3] = {ptx::warp_max(high > kLowest ? ordered(high * item.logit_scale) : 0),
+                        ptx::warp_max(low < -kLowest ? ~ordered(low * item.logit_scale) : 0), ptx::warp_max(__float_as_uint(amax))};
+  const u32 count = LOGITS_E4M3 ? ptx::warp_sum(rows.overflow) : 0;
   const u32 lane = threadIdx.x % 32, mine = lane == 0 ? words[0] : lane == 1 ? words[1] : words[2];
   Telemetry* out = p.telemetry + item.tile.head;
   if (lane < 3 && mine > known) atomicMax(&out->max_logit + lane, mine);

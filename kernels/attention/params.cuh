@@ -1,7 +1,8 @@
 // Configuration of `attention_fwd`, what it gets from the host, the tiles that its blocks take and what a thread keeps of one.
 #pragma once
-#include "launch.cuh"
-#include "types.cuh"
+#include "ptx/launch.cuh"
+#include "ptx/memory.cuh"
+#include "common/types.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
@@ -212,7 +213,7 @@ struct Place {
 };
 // NOTES: read anew at each use; kept, the two would cost registers that the main loop needs.
 __device__ __forceinline__ Place place() {
-  const u32 i = thread_index();
+  const u32 i = ptx::thread_index();
   return {(int)(i % 128 / 32 * 16 + i % 32 / 4), (int)(i % 4)};
 }
 

@@ -1,8 +1,10 @@
-// Number formats: E4M3 pairs, BF16 and F16 words, and floats ordered as unsigned integers.
+// Conversions between f32 and E4M3, F16, BF16; of a pair, the first argument is the low half.
 #pragma once
-#include "types.cuh"
+#include "common/types.cuh"
 
-// lo lands in the low byte. Saturates at 448; NaN stays NaN.
+namespace ptx {
+
+// Saturates at 448; NaN stays NaN.
 __device__ __forceinline__ u16 e4m3x2(float lo, float hi) {
   u16 r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
@@ -32,25 +34,40 @@ __device__ __forceinline__ u32 f16x2_from_e4m3x2(u16 x) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(x));
   return r;
 }
+
 __device__ __forceinline__ u32 f16x2(float lo, float hi) {
   u32 r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
   return r;
 }
+__device__ __forceinline__ u32 bf16x2(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+__device__ __forceinline__ u16 f16_nearest(float x) {
+  u16 r;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ u16 f16_above(float x) {
+  u16 r;
+  asm("cvt.rp.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ u16 bf16_nearest(float x) {
+  u16 r;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
+  return r;
+}
+
 __device__ __forceinline__ float f32_from_f16(u16 x) {
   float r;
   asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
   return r;
 }
 __device__ __forceinline__ float f32_from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
-__device__ __forceinline__ u32 bf16x2(float lo, float hi) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
+__device__ __forceinline__ float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// Monotone map from floats to unsigned integers, so that integer atomics give a float maximum in any order of arrival.
-__device__ __forceinline__ u32 ordered(float x) {
-  u32 b = __float_as_uint(x);
-  return b & 0x80000000u ? ~b : b | 0x80000000u;
-}
+}  // namespace ptx

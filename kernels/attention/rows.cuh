@@ -1,8 +1,8 @@
 // The running maxima, minima and sums of a thread's two rows in `attention_fwd`, a tile of keys at a time.
 #pragma once
-#include "attention_softmax.cuh"
-#include "attention_tile.cuh"
-#include "math.cuh"
+#include "attention/softmax.cuh"
+#include "attention/params.cuh"
+#include "ptx/math.cuh"
 
 namespace {
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ bool settle(const float (&s)[kBlockN / 2], float (&to
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float m = fmaxf(rows.reference[r], top[r]);
-      rows.rescale[r] = exp2_mufu((rows.reference[r] - m) * scale);
+      rows.rescale[r] = ptx::exp2_approx((rows.reference[r] - m) * scale);
       rows.reference[r] = m;
       rows.sum[r] *= rows.rescale[r];
       rows.carry[r] *= rows.rescale[r];

@@ -6,8 +6,9 @@
 //   room = sum_j (p_j / 16 + 2^-17 + p_j slack_j) |v_j| / sum_j p_j + |o| sum_j p_j slack_j / sum_j p_j
 // Half a unit in the last place of E4M3 is 1/16 of the value at most, or 2^-10 of P = 2^8 p where P is subnormal. slack_j is
 // what an error of kAccumulator sum |q k| in the tensor core's sum does to p_j, also by moving a logit to the next E4M3.
-#include "convert.cuh"
-#include "types.cuh"
+#include "ptx/convert.cuh"
+#include "common/step_stats.cuh"
+#include "common/types.cuh"
 
 struct Sizes {
   int batch, heads_q, heads_kv, len_q, len_k, d, causal;
@@ -30,7 +31,7 @@ namespace {
 constexpr int kThreads = 128;
 constexpr float kAccumulator = 1.2e-3f;  // measured up to 8.4e-4 where q = k, whose terms all have one sign
 
-__device__ float decode(u8 code) { return f32_from_f16((u16)f16x2_from_e4m3x2(code)); }
+__device__ float decode(u8 code) { return ptx::f32_from_f16((u16)ptx::f16x2_from_e4m3x2(code)); }
 
 __device__ float reduce(float x, float* shared, bool maximum) {
   shared[threadIdx.x] = x;
@@ -84,8 +85,8 @@ attention_reference(const u8* q, const u8* k, const u8* v, const float* q_descal
       const float descale = logit_descale[head], u = x / descale, margin = e / descale + 1e-4f;
       past += fabsf(u) > 448.0f + margin;
       close += fabsf(fabsf(u) - 448.0f) <= margin;
-      x = decode((u8)e4m3x2(u, 0.0f)) * descale;
-      const float below = decode((u8)e4m3x2(u - margin, 0.0f)), above = decode((u8)e4m3x2(u + margin, 0.0f));
+      x = decode((u8)ptx::e4m3x2(u, 0.0f)) * descale;
+      const float below = decode((u8)ptx::e4m3x2(u - margin, 0.0f)), above = decode((u8)ptx::e4m3x2(u + margin, 0.0f));
       slack[j] = expm1f((above - below) * descale);
     }
     p[j] = x;
@@ -161,7 +162,7 @@ compare(const void* o, int e4m3, const float* o_descale, const float* out, const
       want = fminf(fmaxf(want, -448.0f * descale), 448.0f * descale);
       rounding = fabsf(want) / 16 + descale * 0x1p-10f;
     } else {
-      x = f32_from_bf16(((const u16*)o)[i]);
+      x = ptx::f32_from_bf16(((const u16*)o)[i]);
       rounding = fabsf(want) / 256;
     }
     const float allowed = room[i] * 1.05f + rounding * 1.1f + 1e-30f, e = fabsf(x - want);

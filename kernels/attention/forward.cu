@@ -19,38 +19,41 @@
 // is exact. O is rescaled only by warps whose maximum moved. Row sums take the unrounded values in f32.
 // NOTES: the tensor core's FP8 accumulator is narrower than f32. Every FLUSH_KEYS keys it is added to an f32 O in shared
 // memory and starts again from zero, so that its own error does not grow with the number of keys.
-#include "attention_output.cuh"
-#include "attention_rows.cuh"
-#include "attention_softmax.cuh"
-#include "attention_tile.cuh"
-#include "barrier.cuh"
-#include "convert.cuh"
-#include "launch.cuh"
-#include "math.cuh"
-#include "tma.cuh"
-#include "types.cuh"
-#include "wgmma.cuh"
+#include "attention/epilogue.cuh"
+#include "attention/rows.cuh"
+#include "attention/softmax.cuh"
+#include "attention/params.cuh"
+#include "attention/pipeline.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/launch.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/math.cuh"
+#include "ptx/tma.cuh"
+#include "common/types.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace {
 
-using LogitMma = Wgmma<kBlockN>;
-using OutMma = Wgmma<kDim>;
-constexpr Swizzle kSwizzle = kDim == 128 ? Swizzle::B128 : Swizzle::B64;
+using LogitMma = ptx::Wgmma<ptx::Operand::E4m3, kBlockN>;
+using OutMma = ptx::Wgmma<ptx::Operand::E4m3, kDim>;
+constexpr ptx::Swizzle kSwizzle = kDim == 128 ? ptx::Swizzle::B128 : ptx::Swizzle::B64;
 
 __device__ __forceinline__ void issue_logits(float (&s)[kBlockN / 2], u64 q, u64 k) {
-  wgmma_fence();
-  LogitMma::start(s, q, k);
+  ptx::wgmma_fence();
+  LogitMma::ss_overwrite(s, q, k);
 #pragma unroll
-  for (int i = 1; i < kDim / 32; i++) LogitMma::ss(s, wgmma_advance(q, 32 * i), wgmma_advance(k, 32 * i), 1);
-  wgmma_commit();
+  for (int i = 1; i < kDim / 32; i++) LogitMma::ss(s, ptx::wgmma_advance(q, 32 * i), ptx::wgmma_advance(k, 32 * i), 1);
+  ptx::wgmma_commit();
 }
 // Steps [First, Last) of 32 keys of O += P V.
 template <int First, int Last>
 __device__ __forceinline__ void issue_output(float (&o)[kDim / 2], const u32 (&pr)[kBlockN / 8], u64 v, bool fresh) {
-  wgmma_fence();
+  ptx::wgmma_fence();
 #pragma unroll
   for (int i = First; i < Last; i++)
-    OutMma::rs(o, pr[4 * i], pr[4 * i + 1], pr[4 * i + 2], pr[4 * i + 3], wgmma_advance(v, 32 * kDim * i), i != 0 || !fresh);
+    OutMma::rs(o, &pr[4 * i], ptx::wgmma_advance(v, 32 * kDim * i), i != 0 || !fresh);
 }
 
 // A scale of logits, or NaN where it is none: a negative one would turn maxima round, past 1e30 logits leave f32, and what came out
@@ -61,8 +64,7 @@ __device__ __forceinline__ float sane(float scale) { return scale >= 0.0f && sca
 // NOTES: one lane of a warp reads it, the one that hands the slot back, and the others get it from that lane. So the compiler knows
 // it uniform, too, and keeps loop and rings in uniform registers.
 __device__ __forceinline__ int handed(const int& word) {
-  int x;
-  asm volatile("mov.b32 %0, 0;" : "=r"(x));  // NOTES: of a plain zero the assembler keeps a copy, and spills it
+  int x = ptx::opaque_zero();
   if (threadIdx.x % 32 == 0) x = word;
   return __shfl_sync(~0u, x, 0);
 }
@@ -76,9 +78,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
               const __grid_constant__ TensorMap map_v, const __grid_constant__ Params p) {
   extern __shared__ u8 raw[];
-  u32 base = (smem_address(raw) + 1023u) & ~1023u;
-  u8* aligned = raw + (base - smem_address(raw));
-  opaque(base);
+  u32 base = (ptx::shared_address(raw) + 1023u) & ~1023u;
+  u8* aligned = raw + (base - ptx::shared_address(raw));
+  ptx::keep(base);
   Work* work = reinterpret_cast<Work*>(aligned + kOffsetTile);
   const u32 bars = base + kOffsetBarriers;
   auto q_full = [&](int stage, int w) { return bars + 8 * (stage * kConsumers + w); };
@@ -90,34 +92,34 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 
   // Initialise barriers
   if (threadIdx.x == 0) {
-    tma_prefetch(&map_q);
-    tma_prefetch(&map_k);
-    tma_prefetch(&map_v);
+    ptx::prefetch_tensormap(&map_q);
+    ptx::prefetch_tensormap(&map_k);
+    ptx::prefetch_tensormap(&map_v);
     for (int i = 0; i < kQStages * kConsumers; i++) {
-      mbarrier_init(q_full(0, 0) + 8 * i, 1);
-      mbarrier_init(q_empty(0, 0) + 8 * i, 4);
+      ptx::mbarrier_init(q_full(0, 0) + 8 * i, 1);
+      ptx::mbarrier_init(q_empty(0, 0) + 8 * i, 4);
     }
     for (int i = 0; i < K_STAGES; i++) {
-      mbarrier_init(k_full + 8 * i, 1);
-      mbarrier_init(k_empty + 8 * i, 4 * consumers);
+      ptx::mbarrier_init(k_full + 8 * i, 1);
+      ptx::mbarrier_init(k_empty + 8 * i, 4 * consumers);
     }
     for (int i = 0; i < V_STAGES; i++) {
-      mbarrier_init(v_full + 8 * i, 1);
-      mbarrier_init(v_empty + 8 * i, 4 * consumers);
+      ptx::mbarrier_init(v_full + 8 * i, 1);
+      ptx::mbarrier_init(v_empty + 8 * i, 4 * consumers);
     }
-    fence_mbarrier_init();
-    fence_proxy_async();
+    ptx::fence_mbarrier_init();
+    ptx::fence_proxy_async();
   }
   __syncthreads();
-  grid_wait_for_previous();
+  ptx::griddepcontrol_wait();
   // NOTES: the blocks that join parts come as soon as there is room, and wait for the last part.
-  if (kSplit) grid_launch_dependents();
+  if (kSplit) ptx::griddepcontrol_launch_dependents();
 
   const int tiles = p.units * p.row_blocks * (kSplit ? p.parts : 1);
 
   if (group == kConsumers) {
     // Producer: one thread issues every copy
-    registers_shrink<kProducerRegisters>();
+    ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == kConsumers * 128) {
       Ring<kQStages> q;
       // NOTES: keys and values keep step, so that one ring would do. Where registers are short it does; elsewhere the code
@@ -135,13 +137,13 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         const Tile t = decode(p, alive ? index : 0);
         const int head = kShortProducer ? (u32)t.head * p.heads_kv / p.heads_q : t.head / group_size;
         auto load_keys = [&](int n) {
-          mbarrier_wait_uniform(k_empty + 8 * k.index, k.parity ^ 1);
-          mbarrier_arrive_expect(k_full + 8 * k.index, kTileBytes);
-          tma_load_4d(base + kOffsetK + k.index * kTileBytes, &map_k, k_full + 8 * k.index, 0, head, n * kBlockN, t.batch);
+          ptx::mbarrier_wait_uniform(k_empty + 8 * k.index, k.parity ^ 1);
+          ptx::mbarrier_arrive_expect_tx(k_full + 8 * k.index, kTileBytes);
+          ptx::tma_load_4d(base + kOffsetK + k.index * kTileBytes, &map_k, k_full + 8 * k.index, 0, head, n * kBlockN, t.batch);
           if (!kShortProducer) k.advance();
-          mbarrier_wait_uniform(v_empty + 8 * v.index, v.parity ^ 1);
-          mbarrier_arrive_expect(v_full + 8 * v.index, kTileBytes);
-          tma_load_3d(base + kOffsetV + v.index * kTileBytes, &map_v, v_full + 8 * v.index, 0, n * (kBlockN / 16),
+          ptx::mbarrier_wait_uniform(v_empty + 8 * v.index, v.parity ^ 1);
+          ptx::mbarrier_arrive_expect_tx(v_full + 8 * v.index, kTileBytes);
+          ptx::tma_load_3d(base + kOffsetV + v.index * kTileBytes, &map_v, v_full + 8 * v.index, 0, n * (kBlockN / 16),
                       t.batch * p.heads_kv + head);
           v.advance();
         };
@@ -155,10 +157,10 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         int n = first + t.key_tiles - 1;
 #pragma unroll 1
         for (int w = 0; w < consumers; w++) {
-          mbarrier_wait_uniform(q_empty(q.index, w), q.parity ^ 1);
+          ptx::mbarrier_wait_uniform(q_empty(q.index, w), q.parity ^ 1);
           if (alive) {
-            mbarrier_expect(q_full(q.index, w), query_bytes);
-            tma_load_4d(base + (q.index * kConsumers + w) * kQBytes, &map_q, q_full(q.index, w), 0, t.head,
+            ptx::mbarrier_expect_tx(q_full(q.index, w), query_bytes);
+            ptx::tma_load_4d(base + (q.index * kConsumers + w) * kQBytes, &map_q, q_full(q.index, w), 0, t.head,
                         t.row + w * p.positions, t.batch);
           }
         }
@@ -185,21 +187,21 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #pragma unroll 1
         for (int w = 0; w < consumers; w++) {
           work[q.index * kConsumers + w] = item;
-          mbarrier_arrive(q_full(q.index, w));
+          ptx::mbarrier_arrive(q_full(q.index, w));
           item.tile.row += p.positions;
         }
 #else
         const int first = 0;
         int n = t.key_tiles - 1;
         for (int w = 0; w < consumers; w++) {
-          mbarrier_wait_uniform(q_empty(q.index, w), q.parity ^ 1);
+          ptx::mbarrier_wait_uniform(q_empty(q.index, w), q.parity ^ 1);
           work[q.index * kConsumers + w] = item;
           if (alive) {
-            mbarrier_arrive_expect(q_full(q.index, w), kQBytes);
-            tma_load_4d(base + (q.index * kConsumers + w) * kQBytes, &map_q, q_full(q.index, w), 0, item.tile.head,
+            ptx::mbarrier_arrive_expect_tx(q_full(q.index, w), kQBytes);
+            ptx::tma_load_4d(base + (q.index * kConsumers + w) * kQBytes, &map_q, q_full(q.index, w), 0, item.tile.head,
                         item.tile.row, t.batch);
           } else {
-            mbarrier_arrive(q_full(q.index, w));
+            ptx::mbarrier_arrive(q_full(q.index, w));
           }
           if (p.packed) item.tile.head++; else item.tile.row += kRows;
         }
@@ -225,24 +227,24 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       }
     }
   } else if (!kSplit || group < consumers) {
-    registers_grow<kConsumerRegisters>();
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
     const bool leader = threadIdx.x % 32 == 0;
     // This warpgroup, and this thread's part of the second level. NOTES: read anew at each use, as `place` is.
-    auto mine = [&]() { return thread_index() / 128; };
-    auto slots = [&]() { return reinterpret_cast<float4*>(aligned + kOffsetO) + mine() * kRows * kDim / 4 + thread_index() % 128; };
+    auto mine = [&]() { return ptx::thread_index() / 128; };
+    auto slots = [&]() { return reinterpret_cast<float4*>(aligned + kOffsetO) + mine() * kRows * kDim / 4 + ptx::thread_index() % 128; };
     u32 items = 0, it = 0;  // work items and key tiles taken so far: the places in the rings
     const u32 uniform_base = __shfl_sync(~0u, base, 0);
-    const u64 desc_k = wgmma_descriptor(uniform_base + kOffsetK, 16, 8 * kDim, kSwizzle);
+    const u64 desc_k = ptx::wgmma_descriptor(uniform_base + kOffsetK, 16, 8 * kDim, kSwizzle);
     // Core matrices of V: dims 128 bytes apart, groups of 16 keys 16 * kDim bytes apart
-    const u64 desc_v = wgmma_descriptor(uniform_base + kOffsetV, 16 * kDim, 128, Swizzle::None);
+    const u64 desc_v = ptx::wgmma_descriptor(uniform_base + kOffsetV, 16 * kDim, 128, ptx::Swizzle::None);
     auto k_barrier = [&](u32 t) { return k_full + 8 * (t % K_STAGES); };
     auto v_barrier = [&](u32 t) { return v_full + 8 * (t % V_STAGES); };
     auto k_parity = [&](u32 t) { return t / K_STAGES & 1; };
     auto v_parity = [&](u32 t) { return t / V_STAGES & 1; };
-    auto release_k = [&](u32 t) { if (leader) mbarrier_arrive(k_barrier(t) + 8 * K_STAGES); };
-    auto release_v = [&](u32 t) { if (leader) mbarrier_arrive(v_barrier(t) + 8 * V_STAGES); };
-    auto k_operand = [&](u32 t) { return wgmma_advance(desc_k, t % K_STAGES * kTileBytes); };
-    auto v_operand = [&](u32 t) { return wgmma_advance(desc_v, t % V_STAGES * kTileBytes); };
+    auto release_k = [&](u32 t) { if (leader) ptx::mbarrier_arrive(k_barrier(t) + 8 * K_STAGES); };
+    auto release_v = [&](u32 t) { if (leader) ptx::mbarrier_arrive(v_barrier(t) + 8 * V_STAGES); };
+    auto k_operand = [&](u32 t) { return ptx::wgmma_advance(desc_k, t % K_STAGES * kTileBytes); };
+    auto v_operand = [&](u32 t) { return ptx::wgmma_advance(desc_v, t % V_STAGES * kTileBytes); };
 
     // Work items, once their queries are there; key_tiles < 0: there are no more
     struct Task {
@@ -251,14 +253,14 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     };
     auto slot = [&](u32 item) -> const Work& { return work[item % kQStages * kConsumers + mine()]; };
     auto take = [&](u32 item) {
-      mbarrier_wait_uniform(q_full(item % kQStages, mine()), item / kQStages & 1);
+      ptx::mbarrier_wait_uniform(q_full(item % kQStages, mine()), item / kQStages & 1);
       const u32 at = __shfl_sync(~0u, base + (item % kQStages * kConsumers + mine()) * kQBytes, 0);
       int first = 0;
 #if SPLIT
       first = handed(slot(item).tile.first);
 #endif
       return Task{handed(slot(item).tile.key_tiles), handed(slot(item).tile.row), first,
-                  wgmma_descriptor(at, 16, 8 * kDim, kSwizzle)};
+                  ptx::wgmma_descriptor(at, 16, 8 * kDim, kSwizzle)};
     };
 #if COMPACT
     Task task = {0, 0, 0, desc_k};
@@ -364,7 +366,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #if OUT_E4M3
       item.to_out = handed(slot(items).to_out);
 #endif
-      if (leader) mbarrier_arrive(q_empty(items % kQStages, mine()));
+      if (leader) ptx::mbarrier_arrive(q_empty(items % kQStages, mine()));
       items = __shfl_sync(~0u, items + 1, 0);
 
       const Tile& t = item.tile;
@@ -376,7 +378,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float sum = quad_sum(rows.sum[r]);
-        factor[r] = sum > 1.0f ? item.v_descale * reciprocal(sum) : 0.0f;
+        factor[r] = sum > 1.0f ? item.v_descale * ptx::rcp_approx(sum) : 0.0f;
 #if SPLIT
         const float lse = log_sum(sum, fmaf(rows.reference[r], scale, -kOffset));
         const Row at = row_of(p, my_row + 8 * r);
@@ -408,12 +410,12 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     auto product = [&](float (&s)[kBlockN / 2], u32 t, float (&next)[kBlockN / 2], int n, bool masked, bool held, bool real) {
       float shift[2], part[4] = {};
       offsets(rows, scale, shift);
-      wgmma_hold(o);
+      ptx::keep(o);
 #pragma unroll
       for (int c = 0; c < kBlockN / kPart; c++) {
         if (c == kBlockN / kPart - 1) {
-          wgmma_wait<(kBlockN > kPart ? 1 : 0)>();
-          wgmma_hold(next);
+          ptx::wgmma_wait<(kBlockN > kPart ? 1 : 0)>();
+          ptx::keep(next);
           if (real) release_k(t + 1);
           prepare(next, n, masked, top, low);
         }
@@ -421,11 +423,11 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         if (c == 1) exponentials<kPart / 2, kBlockN / 2>(s, scale, shift, part);
 #pragma unroll
         for (int i = kPart / 16 * c; i < kPart / 16 * (c + 1); i++) pack(pr, s, i);
-        if (c == 0 && COMPACT) mbarrier_wait_uniform(v_barrier(t), v_parity(t), !held);
-        if (c == 0 && !COMPACT) mbarrier_wait_uniform(v_barrier(t), v_parity(t));
+        if (c == 0 && COMPACT) ptx::mbarrier_wait_uniform(v_barrier(t), v_parity(t), !held);
+        if (c == 0 && !COMPACT) ptx::mbarrier_wait_uniform(v_barrier(t), v_parity(t));
         if (c == 0) issue_output<0, kPart / 32>(o, pr, v_operand(t), fresh);
         if (c == 1) issue_output<kPart / 32, kBlockN / 32>(o, pr, v_operand(t), fresh);
-        wgmma_commit();
+        ptx::wgmma_commit();
       }
       fresh = false;
       add_up(rows, part);
@@ -445,11 +447,11 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       }
       const bool real = left > 0, masked = left > whole;
       const u32 t = it;
-      mbarrier_wait_uniform(k_barrier(t), k_parity(t), !real);
+      ptx::mbarrier_wait_uniform(k_barrier(t), k_parity(t), !real);
       issue_logits(next, task.queries, k_operand(t));
       product(logits, t - 1, next, left - 1, masked, held, real);
-      wgmma_wait<0>();
-      wgmma_hold(o);
+      ptx::wgmma_wait<0>();
+      ptx::keep(o);
       if (held) release_v(t - 1);
       if (crossing && begun) {
         // An item without keys is over before it begins
@@ -494,26 +496,26 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       auto step = [&](float (&s)[kBlockN / 2], float (&next)[kBlockN / 2], bool masked) {
         const u32 t = it;
         const int n = stop - t - 1;
-        mbarrier_wait_uniform(k_barrier(t), k_parity(t), ready);
+        ptx::mbarrier_wait_uniform(k_barrier(t), k_parity(t), ready);
         issue_logits(next, task.queries, k_operand(t));
         it = t + 1;
         product(s, t - 1, next, n, masked && n >= whole, true, true);
-        ready = masked ? 0 : mbarrier_try_wait(k_barrier(t + 1), k_parity(t + 1));
+        ready = masked ? 0 : ptx::mbarrier_try_wait(k_barrier(t + 1), k_parity(t + 1));
 
         // Collect P V
         const bool moved = settle(next, top, low, rows, scale, masked && n >= whole);
-        wgmma_wait<0>();
-        wgmma_hold(o);
+        ptx::wgmma_wait<0>();
+        ptx::keep(o);
         release_v(t - 1);
         if (moved) multiply(o, rows.rescale);
       };
 
       // First logits, where the item before did not bring them
       if (!begun) {
-        mbarrier_wait_uniform(k_barrier(it), k_parity(it));
+        ptx::mbarrier_wait_uniform(k_barrier(it), k_parity(it));
         issue_logits(odd, task.queries, k_operand(it));
-        wgmma_wait<0>();
-        wgmma_hold(odd);
+        ptx::wgmma_wait<0>();
+        ptx::keep(odd);
         release_k(it);
         it++;
         prepare(odd, key_tiles - 1, key_tiles > whole, top, low);
@@ -554,11 +556,11 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       if (CAUSAL) whole = whole_tiles();
       begun = task.key_tiles > 0;
       do {
-        mbarrier_wait_uniform(k_barrier(t), k_parity(t), begun ? ready : 1);
+        ptx::mbarrier_wait_uniform(k_barrier(t), k_parity(t), begun ? ready : 1);
         issue_logits(odd, task.queries, k_operand(t));
         product(even, t - 1, odd, task.key_tiles - 1, task.key_tiles > whole, true, begun);
-        wgmma_wait<0>();
-        wgmma_hold(o);
+        ptx::wgmma_wait<0>();
+        ptx::keep(o);
         release_v(t - 1);
       } while (p.units < 0);
       it = __shfl_sync(~0u, begun ? t + 1 : t, 0);
@@ -592,19 +594,19 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         // Issue the logits of this tile, then P V of the one before
         const u32 t = it;
         const int n = stop - t - 1;
-        mbarrier_wait_uniform(k_barrier(t), k_parity(t));
+        ptx::mbarrier_wait_uniform(k_barrier(t), k_parity(t));
         issue_logits(s, task.queries, k_operand(t));
-        mbarrier_wait_uniform(v_barrier(t - 1), v_parity(t - 1));
-        wgmma_hold(o);
+        ptx::mbarrier_wait_uniform(v_barrier(t - 1), v_parity(t - 1));
+        ptx::keep(o);
         issue_output<0, kBlockN / 32>(o, pr, v_operand(t - 1), fresh);
-        wgmma_commit();
+        ptx::wgmma_commit();
         fresh = false;
         it = t + 1;
 
         // Softmax under P V
         masked = masked && n >= whole;
-        wgmma_wait<1>();
-        wgmma_hold(s);
+        ptx::wgmma_wait<1>();
+        ptx::keep(s);
         prepare(s, n, masked, top, low);
         const bool moved = settle(s, top, low, rows, scale, masked);
         exponentiate();
@@ -613,8 +615,8 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         if (!(rows.sum[0] + rows.sum[1] < 0.0f)) release_k(t);
 
         // Collect P V and round P for the next
-        wgmma_wait<0>();
-        wgmma_hold(o);
+        ptx::wgmma_wait<0>();
+        ptx::keep(o);
         release_v(t - 1);
         if (moved) multiply(o, rows.rescale);
         pack_all();
@@ -625,18 +627,18 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
       // NOTES: with two consumers it is one tile at most, and the loop costs the compiler its knowledge of uniformity.
       const int mine = max(1, ceil_div(min(p.len_k, task.row + kRows + p.len_k - p.len_q), kBlockN));
       for (int n = task.key_tiles; n > mine; n--, it++) {
-        mbarrier_wait_uniform(k_barrier(it), k_parity(it));
+        ptx::mbarrier_wait_uniform(k_barrier(it), k_parity(it));
         release_k(it);
-        mbarrier_wait_uniform(v_barrier(it), v_parity(it));
+        ptx::mbarrier_wait_uniform(v_barrier(it), v_parity(it));
         release_v(it);
       }
 #endif
 
       // First logits
-      mbarrier_wait_uniform(k_barrier(it), k_parity(it));
+      ptx::mbarrier_wait_uniform(k_barrier(it), k_parity(it));
       issue_logits(s, task.queries, k_operand(it));
-      wgmma_wait<0>();
-      wgmma_hold(s);
+      ptx::wgmma_wait<0>();
+      ptx::keep(s);
       release_k(it);
       it++;
       const bool masked = (int)(stop - it) >= whole;
@@ -662,12 +664,12 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #endif
         if (left > 0) second_level();
       }
-      mbarrier_wait_uniform(v_barrier(it - 1), v_parity(it - 1));
-      wgmma_hold(o);
+      ptx::mbarrier_wait_uniform(v_barrier(it - 1), v_parity(it - 1));
+      ptx::keep(o);
       issue_output<0, kBlockN / 32>(o, pr, v_operand(it - 1), fresh);
-      wgmma_commit();
-      wgmma_wait<0>();
-      wgmma_hold(o);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::keep(o);
       release_v(it - 1);
       close();
       task = take(items);
