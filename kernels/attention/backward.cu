@@ -54,6 +54,16 @@
 #define EARLY_VALUES (HEAD_DIM == 128)
 #endif
 
+// 1: dQ is added by the copy engine from shared memory, 0: from registers.
+#ifndef BULK_REDUCE
+#define BULK_REDUCE 0
+#endif
+
+// 1: S^T of the next tile is issued after dQ of this one.
+#ifndef LOGITS_LAST
+#define LOGITS_LAST 1
+#endif
+
 namespace {
 
 constexpr int kConsumers = 2;
@@ -61,6 +71,7 @@ constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kStages = STAGES;
 constexpr bool kPrefetch = PREFETCH;
 constexpr bool kEarlyValues = EARLY_VALUES;
+constexpr bool kLogitsLast = LOGITS_LAST;
 constexpr bool kKeysInRegisters = KEYS_IN_REGISTERS;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
@@ -84,7 +95,8 @@ constexpr int kOffsetStages = 2 * kRuns * kKeyRun;
 constexpr int kOffsetScores = kOffsetStages + kStages * kStageBytes;
 constexpr int kOffsetK8 = kKeysInRegisters ? kOffsetScores : kOffsetScores + kScoreStages * kScoreBytes;
 constexpr int kOffsetTerms = kOffsetScores + kScoreStages * kScoreBytes + (kKeysInRegisters ? 0 : kKeys * kDim);
-constexpr int kOffsetBarriers = kOffsetTerms + kStages * kTermFloats * 4;
+constexpr int kOffsetSums = kOffsetTerms + kStages * kTermFloats * 4;
+constexpr int kOffsetBarriers = kOffsetSums + (BULK_REDUCE ? 4 * kSumFloats : 0);
 // 1024 bytes of slack align the swizzle atoms. The host reads this value as SHARED_BYTES below.
 constexpr int kSharedBytes = kOffsetBarriers + 16 * kStages + 1024;
 static_assert(kSharedBytes <= 232448, "shared memory of one multiprocessor");
@@ -162,6 +174,14 @@ __device__ __forceinline__ void mask(float (&x)[kRows / 2], const int (&from)[2]
     if ((i >> 2) * 8 + (i & 1) < from[(i >> 1) & 1]) x[i] = 0.0f;
 }
 
+#if DETERMINISTIC
+// Waits for the threads of one consumer.
+__device__ __forceinline__ void sync_consumer(int group) {
+  if (group == 0) ptx::named_barrier_sync<2, 128>();
+  else ptx::named_barrier_sync<3, 128>();
+}
+#endif
+
 // Stores one warpgroup's 64 rows of dK or dV.
 __device__ __forceinline__ void store(const Backward& p, u16* to, const i64 (&strides)[3], const Work& work, int first_key,
                                       const float (&x)[kDim / 2], float scale) {
@@ -216,7 +236,9 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == kConsumers * 128) {
       Ring<kStages> ring;
+#pragma unroll 1
       for (int head = first_head; head < first_head + heads; head++) {
+#pragma unroll 1
         for (int m = work.first; m < p.q_tiles; m++) {
           const u32 bar = full + 8 * ring.index, to = base + kOffsetStages + ring.index * kStageBytes;
           ptx::mbarrier_wait_uniform(empty + 8 * ring.index, ring.parity ^ 1);
@@ -303,8 +325,11 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     const int whole_from = last_key >= p.len_k ? p.q_tiles : CAUSAL ? ceil_div(max(0, last_key - p.diagonal), kRows) : 0;
 
     int m = work.first;
-    i64 tile = tile_index(p, work.batch, first_head, m);
-    float* sum = p.dq_sum + tile * kSumFloats + group * 4096 + thread * 4;
+    const i64 first_tile = tile_index(p, work.batch, first_head, m);
+    float* sum = p.dq_sum + first_tile * kSumFloats + 1024 * (4 * group + warp) + (BULK_REDUCE ? 0 : 4 * lane);
+#if DETERMINISTIC
+    u32* turn = p.turns + 2 * first_tile + group;
+#endif
     Ring<kStages> ring;
     if (kPrefetch && total > 0) {
       ptx::mbarrier_wait_uniform(full, 0);
@@ -334,6 +359,8 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       }
 
       // P^T under it
+      const int from[2] = {seen_from[0] - m * kRows, seen_from[1] - m * kRows};
+      const bool masked = m < whole_from;
       if (!kPrefetch) {
         ptx::wgmma_wait<1>();
         ptx::keep(s);
@@ -346,16 +373,14 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         s[4 * c + 2] = ptx::exp2_approx(fmaf(s[4 * c + 2], scale, -lse.x));
         s[4 * c + 3] = ptx::exp2_approx(fmaf(s[4 * c + 3], scale, -lse.y));
       }
-      const int from[2] = {seen_from[0] - m * kRows, seen_from[1] - m * kRows};
-      const bool masked = m < whole_from;
       if (masked) mask(s, from);
 
       // dV
       u32 p16[kRows / 4];
       auto add_values = [&]() {
+        const u64 b = ptx::wgmma_advance(d_out, at);
 #pragma unroll
         for (int i = 0; i < kRows / 16; i++) pack(&p16[4 * i], &s[8 * i]);
-        const u64 b = ptx::wgmma_advance(d_out, at);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kRows / 16; i++) KeyMma::rs<true>(dv, &p16[4 * i], rows(b, i), 1);
@@ -395,12 +420,16 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         ptx::wgmma_commit();
       }
 
-      // S^T of the next tile, in the registers of P. NOTES: where there is none the tensor cores go through stale memory and nobody looks.
-      if (kPrefetch) {
-        ptx::wgmma_wait<1>();
+      // S^T of the next tile, in the registers of P. NOTES: where there is none the tensor cores go through stale memory and nobody
+      // looks.
+      auto issue_next = [&]() {
         ptx::keep(dv);
         ptx::mbarrier_wait_uniform(full + 8 * next.index, next.parity, it + 1 == total);
         issue_logits(next.index);
+      };
+      if (kPrefetch && !kLogitsLast) {
+        ptx::wgmma_wait<1>();
+        issue_next();
       }
 
       // dQ, once both consumers have stored dS^T. NOTES: a buffer is written again after the next barrier, when both have read it.
@@ -413,36 +442,63 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         for (int i = 0; i < kKeys / 16; i++) QueryMma::ss<true, true>(dq, rows(a, i), rows(k16, i), i != 0);
         ptx::wgmma_commit();
       }
-      ptx::wgmma_wait<0>();
+      if (kPrefetch && kLogitsLast) {
+        ptx::wgmma_wait<2>();
+        issue_next();
+      }
+      ptx::wgmma_wait<(kPrefetch && kLogitsLast ? 1 : 0)>();
       ptx::keep(dq);
       ptx::keep(dk);
       ptx::keep(dv);
-      if (kPrefetch) ptx::keep(s);
       if (leader) ptx::mbarrier_arrive(empty + 8 * ring.index);
 
+      // Add dQ
+#if BULK_REDUCE
+      const u32 part = base + kOffsetSums + 4096 * (4 * group + warp);
+      if (leader) ptx::bulk_wait_read<0>();
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const u32* x = reinterpret_cast<const u32*>(dq + 4 * i);
+        ptx::st_shared_v4(part + 512 * i + 16 * lane, x[0], x[1], x[2], x[3]);
+      }
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (leader) {
+        ptx::bulk_reduce_add(sum, part, 4096);
+        ptx::bulk_commit();
+      }
+#else
 #if DETERMINISTIC
-      u32* turn = p.turns + 2 * tile + group;
       if (thread == 0)
         while (ptx::ld_acquire(turn) != (u32)work.key_tile) {}
-      if (group == 0) ptx::named_barrier_sync<2, 128>(); else ptx::named_barrier_sync<3, 128>();
+      sync_consumer(group);
 #endif
 #pragma unroll
-      for (int i = 0; i < 8; i++) ptx::red_add_v4(sum + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      for (int i = 0; i < 8; i++) ptx::red_add_v4(sum + 128 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
 #if DETERMINISTIC
       __threadfence();
-      if (group == 0) ptx::named_barrier_sync<2, 128>(); else ptx::named_barrier_sync<3, 128>();
+      sync_consumer(group);
       if (thread == 0) ptx::red_add_release(turn, 1);
 #endif
+#endif
+      if (kPrefetch) {
+        ptx::wgmma_wait<0>();
+        ptx::keep(s);
+      }
 
       ring = next;
       const bool wrap = ++m == p.q_tiles;
       if (wrap) m = work.first;
-      sum += kSumFloats * (wrap ? 1 + work.first : 1);
+      const int step = wrap ? 1 + work.first : 1;
+      sum += kSumFloats * step;
 #if DETERMINISTIC
-      tile += wrap ? 1 + work.first : 1;
+      turn += 2 * step;
 #endif
     }
-
+#if BULK_REDUCE
+    if (leader) ptx::bulk_wait<0>();
+#endif
     const int first_key = work.key_tile * kKeys + 64 * group + 16 * warp + lane / 4;
     store(p, p.dv, p.dv_strides, work, first_key, dv, 1.0f);
     store(p, p.dk, p.dk_strides, work, first_key, dk,

@@ -7,7 +7,7 @@
 // Between them lie, in the workspace, one tile of kRows queries of one head after the other ([batch, heads_q, q_tiles]):
 //   terms    [2][kRows] f32: the log-sum-exp to the base 2, plus infinity where a row sees no key or is none; then delta in
 //            units of V's descale
-//   dq_sum   [2][8][128][4] f32: thread t of consumer w adds its accumulators 4 i to 4 i + 3 at [w][i][t]
+//   dq_sum   [8][8][32][4] f32: lane l of consumer warp w adds its accumulators 4 i to 4 i + 3 at [w][i][l]
 // and Q in BF16, in units of its descale, where dQ will leave: [batch, len_q, heads_q, d] by dQ's strides.
 #pragma once
 #include "common/types.cuh"

@@ -14,10 +14,10 @@ attention_backward_finish(const __grid_constant__ Backward p) {
   const float scale = p.softmax_scale * descale_of(p.k_descale, p.k_descale_strides, batch, kv_head) *
                       descale_of(p.v_descale, p.v_descale_strides, batch, kv_head);
 
-  const float4* from = reinterpret_cast<const float4*>(p.dq_sum + tile_index(p, batch, head, tile) * kSumFloats) + 1024 * consumer;
+  const float4* from = reinterpret_cast<const float4*>(p.dq_sum + tile_index(p, batch, head, tile) * kSumFloats) + 256 * (threadIdx.x / 32) + thread % 32;
   float4 sum[8];
 #pragma unroll
-  for (int i = 0; i < 8; i++) sum[i] = from[128 * i + thread];
+  for (int i = 0; i < 8; i++) sum[i] = from[32 * i];
 
   // Consumers share the columns of a tile of 64 rows, or the rows of one of 128
   const int column = kRows == 64 ? 64 * consumer : 0, row = tile * kRows + (kRows == 64 ? 0 : 64 * consumer) + thread / 32 * 16 + thread % 32 / 4;
