@@ -19,6 +19,7 @@
 #include "attention/backward.cuh"
 #include "attention/backward_convert.cuh"
 #include "attention/pipeline.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/launch.cuh"
@@ -40,9 +41,9 @@
 #ifndef STAGES
 #define STAGES 2
 #endif
-// 1: K in E4M3 as register operand.
-#ifndef KEYS_IN_REGISTERS
-#define KEYS_IN_REGISTERS 0
+// Blocks of a cluster that share the query tiles of one block of keys, and add up dK and dV at the end: for calls of few blocks.
+#ifndef SPLITS
+#define SPLITS 1
 #endif
 // 1: S^T of the next tile is issued before dQ of this one.
 #ifndef PREFETCH
@@ -59,6 +60,10 @@
 #define BULK_REDUCE 0
 #endif
 
+// Parts of a tile's queries: dV and dK of one are issued before P and dS of the next are known.
+#ifndef PARTS
+#define PARTS 1
+#endif
 // 1: S^T of the next tile is issued after dQ of this one.
 #ifndef LOGITS_LAST
 #define LOGITS_LAST 1
@@ -71,8 +76,9 @@ constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kStages = STAGES;
 constexpr bool kPrefetch = PREFETCH;
 constexpr bool kEarlyValues = EARLY_VALUES;
+constexpr int kParts = PARTS, kPartSteps = kRows / 16 / kParts;
 constexpr bool kLogitsLast = LOGITS_LAST;
-constexpr bool kKeysInRegisters = KEYS_IN_REGISTERS;
+constexpr int kSplits = SPLITS;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 constexpr float kLog2e = 1.4426950408889634f;
@@ -93,8 +99,8 @@ constexpr int kOffsetK16 = 0;
 constexpr int kOffsetV16 = kRuns * kKeyRun;
 constexpr int kOffsetStages = 2 * kRuns * kKeyRun;
 constexpr int kOffsetScores = kOffsetStages + kStages * kStageBytes;
-constexpr int kOffsetK8 = kKeysInRegisters ? kOffsetScores : kOffsetScores + kScoreStages * kScoreBytes;
-constexpr int kOffsetTerms = kOffsetScores + kScoreStages * kScoreBytes + (kKeysInRegisters ? 0 : kKeys * kDim);
+constexpr int kOffsetK8 = kOffsetScores + kScoreStages * kScoreBytes;
+constexpr int kOffsetTerms = kOffsetK8 + kKeys * kDim;
 constexpr int kOffsetSums = kOffsetTerms + kStages * kTermFloats * 4;
 constexpr int kOffsetBarriers = kOffsetSums + (BULK_REDUCE ? 4 * kSumFloats : 0);
 // 1024 bytes of slack align the swizzle atoms. The host reads this value as SHARED_BYTES below.
@@ -110,10 +116,12 @@ constexpr ptx::Swizzle kSwizzle8 = kDim == 128 ? ptx::Swizzle::B128 : ptx::Swizz
 // What a block owns.
 struct Work {
   int batch, kv_head, key_tile;
-  int first, tiles;  // query tiles that see its keys
+  int first, tiles;  // query tiles that see its keys, for each head of the group
+  int start;         // the one that a head begins with
+  int begin, total;  // of all heads' tiles, those that this block walks
 };
-// Sections of KV heads; in a section the longest first, heads innermost.
-__device__ __forceinline__ Work decode(const Backward& p, int index) {
+// One of `kSplits` parts of what block `index` of keys has to do. Sections of KV heads; in a section the longest first, heads innermost.
+__device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
   const int key_tiles = ceil_div(p.len_k, kKeys), units = p.batch * p.heads_kv;
   const int per_section = p.section * key_tiles, s = index / per_section;
   index -= s * per_section;
@@ -125,8 +133,30 @@ __device__ __forceinline__ Work decode(const Backward& p, int index) {
   w.kv_head = unit - w.batch * p.heads_kv;
   w.first = CAUSAL ? max(0, w.key_tile * kKeys - p.diagonal) / kRows : 0;
   w.tiles = max(0, p.q_tiles - w.first);
+  // NOTES: where all blocks would add to the same tile of dQ at a time, they begin at different ones.
+  w.start = CAUSAL || DETERMINISTIC ? w.first : (int)((i64)w.key_tile * p.q_tiles / key_tiles);
+  const int all = w.tiles * (p.heads_q / p.heads_kv);
+  w.begin = (int)((i64)all * rank / kSplits);
+  w.total = (int)((i64)all * (rank + 1) / kSplits) - w.begin;
   return w;
 }
+
+// A walk over a block's tiles: the heads one after the other.
+struct Place {
+  int head, m;
+  __device__ __forceinline__ Place(const Work& w, int first_head) {
+    const int heads = w.tiles > 0 ? w.begin / w.tiles : 0, m0 = w.start + w.begin - heads * w.tiles;
+    head = first_head + heads;
+    m = m0 < w.first + w.tiles ? m0 : m0 - w.tiles;
+  }
+  // Returns by how many tiles it went on, as they are numbered.
+  __device__ __forceinline__ int advance(const Backward& p, const Work& w) {
+    int steps = 1;
+    if (++m == p.q_tiles) m = w.first, steps -= w.tiles;
+    if (m == w.start) head++, steps += p.q_tiles;
+    return steps;
+  }
+};
 
 // Operands in 128-byte rows. `Along`: the product sums over the rows; runs of 64 columns lie `run` bytes apart.
 __device__ __forceinline__ u64 operand(u32 address, u32 run) { return ptx::wgmma_descriptor(address, run, 8 * kRun, ptx::Swizzle::B128); }
@@ -167,10 +197,10 @@ __device__ __forceinline__ void pack(u32* a, const float* x) {
   a[3] = ptx::bf16x2(x[6], x[7]);
 }
 
-// Sets what a key is not seen by to zero: column 8 (i / 4) + i % 2 below `from[i / 2 % 2]`.
-__device__ __forceinline__ void mask(float (&x)[kRows / 2], const int (&from)[2]) {
+// Sets what a key is not seen by to zero, in one part: column 8 (i / 4) + i % 2 below `from[i / 2 % 2]`.
+__device__ __forceinline__ void mask(float (&x)[kRows / 2], const int (&from)[2], int part) {
 #pragma unroll
-  for (int i = 0; i < kRows / 2; i++)
+  for (int i = part * 8 * kPartSteps; i < (part + 1) * 8 * kPartSteps; i++)
     if ((i >> 2) * 8 + (i & 1) < from[(i >> 1) & 1]) x[i] = 0.0f;
 }
 
@@ -182,22 +212,22 @@ __device__ __forceinline__ void sync_consumer(int group) {
 }
 #endif
 
-// Stores one warpgroup's 64 rows of dK or dV.
-__device__ __forceinline__ void store(const Backward& p, u16* to, const i64 (&strides)[3], const Work& work, int first_key,
-                                      const float (&x)[kDim / 2], float scale) {
-  const int quad = threadIdx.x % 4;
+__device__ __forceinline__ float dk_scale(const Backward& p, const Work& work) {
+  return p.softmax_scale * descale_of(p.q_descale, p.q_descale_strides, work.batch, work.kv_head) *
+         descale_of(p.v_descale, p.v_descale_strides, work.batch, work.kv_head);
+}
+// Stores run `c` of 32 columns of dK or dV from a thread's 16 accumulators of it.
+__device__ __forceinline__ void store(const Backward& p, const Work& work, bool is_dk, int c, const float (&x)[16], float scale) {
+  const int quad = threadIdx.x % 4, first_key = work.key_tile * kKeys + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int key = first_key + 8 * r;
-    u16* out = row_of(to, strides, work.batch, key, work.kv_head);
+    u16* out = is_dk ? row_of(p.dk, p.dk_strides, work.batch, key, work.kv_head) : row_of(p.dv, p.dv_strides, work.batch, key, work.kv_head);
+    u32 a[4];
 #pragma unroll
-    for (int c = 0; c < kDim / 32; c++) {
-      u32 a[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) a[j] = ptx::bf16x2(x[16 * c + 4 * j + 2 * r] * scale, x[16 * c + 4 * j + 2 * r + 1] * scale);
-      quad_transpose(a, quad);
-      if (key < p.len_k) *reinterpret_cast<uint4*>(out + 32 * c + 8 * quad) = make_uint4(a[0], a[1], a[2], a[3]);
-    }
+    for (int j = 0; j < 4; j++) a[j] = ptx::bf16x2(x[4 * j + 2 * r] * scale, x[4 * j + 2 * r + 1] * scale);
+    quad_transpose(a, quad);
+    if (key < p.len_k) *reinterpret_cast<uint4*>(out + 32 * c + 8 * quad) = make_uint4(a[0], a[1], a[2], a[3]);
   }
 }
 
@@ -205,7 +235,12 @@ __device__ __forceinline__ void store(const Backward& p, u16* to, const i64 (&st
 
 extern "C" __constant__ int SHARED_BYTES = kSharedBytes;
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+#if SPLITS > 1
+#define CLUSTER __cluster_dims__(SPLITS)
+#else
+#define CLUSTER
+#endif
+extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
 attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_constant__ TensorMap map_q16,
                    const __grid_constant__ TensorMap map_d_out, const __grid_constant__ Backward p) {
   extern __shared__ u8 raw[];
@@ -228,7 +263,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
   __syncthreads();
   ptx::griddepcontrol_wait();
 
-  const Work work = decode(p, blockIdx.x);
+  const Work work = decode(p, blockIdx.x / kSplits, blockIdx.x % kSplits);
   const int heads = p.heads_q / p.heads_kv, first_head = work.kv_head * heads;
 
   if (group == kConsumers) {
@@ -236,26 +271,29 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == kConsumers * 128) {
       Ring<kStages> ring;
+      Place place(work, first_head);
 #pragma unroll 1
-      for (int head = first_head; head < first_head + heads; head++) {
-#pragma unroll 1
-        for (int m = work.first; m < p.q_tiles; m++) {
-          const u32 bar = full + 8 * ring.index, to = base + kOffsetStages + ring.index * kStageBytes;
-          ptx::mbarrier_wait_uniform(empty + 8 * ring.index, ring.parity ^ 1);
-          ptx::mbarrier_arrive_expect_tx(bar, kStageBytes + kTermFloats * 4);
-          ptx::tma_load_4d(to + kStageQ8, &map_q8, bar, 0, head, m * kRows, work.batch);
-          ptx::bulk_load(base + kOffsetTerms + ring.index * kTermFloats * 4,
-                         p.terms + tile_index(p, work.batch, head, m) * kTermFloats, kTermFloats * 4, bar);
+      for (int it = 0; it < work.total; it++) {
+        const u32 bar = full + 8 * ring.index, to = base + kOffsetStages + ring.index * kStageBytes;
+        ptx::mbarrier_wait_uniform(empty + 8 * ring.index, ring.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(bar, kStageBytes + kTermFloats * 4);
+        ptx::tma_load_4d(to + kStageQ8, &map_q8, bar, 0, place.head, place.m * kRows, work.batch);
+        ptx::bulk_load(base + kOffsetTerms + ring.index * kTermFloats * 4,
+                       p.terms + tile_index(p, work.batch, place.head, place.m) * kTermFloats, kTermFloats * 4, bar);
 #pragma unroll
-          for (int run = 0; run < kRuns; run++)
-            ptx::tma_load_4d(to + kStageDOut + run * kRowRun, &map_d_out, bar, 64 * run, head, m * kRows, work.batch);
+        for (int run = 0; run < kRuns; run++)
+          ptx::tma_load_4d(to + kStageDOut + run * kRowRun, &map_d_out, bar, 64 * run, place.head, place.m * kRows, work.batch);
 #pragma unroll
-          for (int run = 0; run < kRuns; run++)
-            ptx::tma_load_4d(to + kStageQ16 + run * kRowRun, &map_q16, bar, 64 * run, head, m * kRows, work.batch);
-          ring.advance();
-        }
+        for (int run = 0; run < kRuns; run++)
+          ptx::tma_load_4d(to + kStageQ16 + run * kRowRun, &map_q16, bar, 64 * run, place.head, place.m * kRows, work.batch);
+        ring.advance();
+        place.advance(p, work);
       }
     }
+#if SPLITS > 1
+    ptx::cluster_sync();
+    ptx::cluster_sync();
+#endif
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     const bool leader = threadIdx.x % 32 == 0;
@@ -277,20 +315,6 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     // Row j of 8 x 8 matrix i of a `stmatrix` is named by lane 8 i + j
     const u32 score_row = base + kOffsetScores + (64 * group + 16 * warp + 8 * (lane / 8 % 2) + lane % 8) * kRun;
 
-#if KEYS_IN_REGISTERS
-    u32 keys[kDim / 8];
-    {
-      const u8* mine = aligned + kOffsetK8;
-#pragma unroll
-      for (int i = 0; i < kDim / 8; i++) {
-        const int row = 64 * group + 16 * warp + lane / 4 + 8 * (i % 2), piece = i / 2;
-        const int swizzled = kDim == 128 ? piece ^ row % 8 : piece ^ row / 2 % 4;
-        keys[i] = *reinterpret_cast<const u32*>(mine + row * kDim + 16 * swizzled + 4 * quad);
-      }
-      ptx::named_barrier_sync<1, 128 * kConsumers>();
-    }
-#endif
-
     const float q_descale = descale_of(p.q_descale, p.q_descale_strides, work.batch, work.kv_head);
     const float scale = p.softmax_scale * q_descale * descale_of(p.k_descale, p.k_descale_strides, work.batch, work.kv_head) * kLog2e;
 
@@ -301,18 +325,13 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     auto issue_logits = [&](u32 stage) {
       const u64 queries = ptx::wgmma_advance(q8, stage * kStageBytes);
       ptx::wgmma_fence();
-#if KEYS_IN_REGISTERS
-#pragma unroll
-      for (int i = 0; i < kDim / 32; i++) LogitMma::rs(s, &keys[4 * i], ptx::wgmma_advance(queries, 32 * i), i != 0);
-#else
       LogitMma::ss_overwrite(s, k8, queries);
 #pragma unroll
       for (int i = 1; i < kDim / 32; i++) LogitMma::ss(s, ptx::wgmma_advance(k8, 32 * i), ptx::wgmma_advance(queries, 32 * i), 1);
-#endif
       ptx::wgmma_commit();
     };
 
-    const int total = work.tiles * heads;
+    const int total = work.total;
     // The first query that this thread's keys are seen by, counted from its first column of tile 0; none for what is no key
     int seen_from[2];
 #pragma unroll
@@ -324,8 +343,8 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     const int last_key = work.key_tile * kKeys + 64 * group + 63;
     const int whole_from = last_key >= p.len_k ? p.q_tiles : CAUSAL ? ceil_div(max(0, last_key - p.diagonal), kRows) : 0;
 
-    int m = work.first;
-    const i64 first_tile = tile_index(p, work.batch, first_head, m);
+    Place place(work, first_head);
+    const i64 first_tile = tile_index(p, work.batch, place.head, place.m);
     float* sum = p.dq_sum + first_tile * kSumFloats + 1024 * (4 * group + warp) + (BULK_REDUCE ? 0 : 4 * lane);
 #if DETERMINISTIC
     u32* turn = p.turns + 2 * first_tile + group;
@@ -358,67 +377,67 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         ptx::wgmma_commit();
       }
 
-      // P^T under it
-      const int from[2] = {seen_from[0] - m * kRows, seen_from[1] - m * kRows};
-      const bool masked = m < whole_from;
+      // P^T under it, and dV
       if (!kPrefetch) {
         ptx::wgmma_wait<1>();
         ptx::keep(s);
       }
-#pragma unroll
-      for (int c = 0; c < kRows / 8; c++) {
-        const float2 lse = terms[4 * c];
-        s[4 * c] = ptx::exp2_approx(fmaf(s[4 * c], scale, -lse.x));
-        s[4 * c + 1] = ptx::exp2_approx(fmaf(s[4 * c + 1], scale, -lse.y));
-        s[4 * c + 2] = ptx::exp2_approx(fmaf(s[4 * c + 2], scale, -lse.x));
-        s[4 * c + 3] = ptx::exp2_approx(fmaf(s[4 * c + 3], scale, -lse.y));
-      }
-      if (masked) mask(s, from);
-
-      // dV
+      const int from[2] = {seen_from[0] - place.m * kRows, seen_from[1] - place.m * kRows};
+      const bool masked = place.m < whole_from;
       u32 p16[kRows / 4];
-      auto add_values = [&]() {
+      auto add_values = [&](int part) {
         const u64 b = ptx::wgmma_advance(d_out, at);
 #pragma unroll
-        for (int i = 0; i < kRows / 16; i++) pack(&p16[4 * i], &s[8 * i]);
+        for (int i = part * kPartSteps; i < (part + 1) * kPartSteps; i++) pack(&p16[4 * i], &s[8 * i]);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kRows / 16; i++) KeyMma::rs<true>(dv, &p16[4 * i], rows(b, i), 1);
-        ptx::wgmma_commit();
+        for (int i = part * kPartSteps; i < (part + 1) * kPartSteps; i++) KeyMma::rs<true>(dv, &p16[4 * i], rows(b, i), 1);
       };
-      if (kEarlyValues) add_values();
+#pragma unroll
+      for (int part = 0; part < kParts; part++) {
+#pragma unroll
+        for (int c = part * 2 * kPartSteps; c < (part + 1) * 2 * kPartSteps; c++) {
+          const float2 lse = terms[4 * c];
+          s[4 * c] = ptx::exp2_approx(fmaf(s[4 * c], scale, -lse.x));
+          s[4 * c + 1] = ptx::exp2_approx(fmaf(s[4 * c + 1], scale, -lse.y));
+          s[4 * c + 2] = ptx::exp2_approx(fmaf(s[4 * c + 2], scale, -lse.x));
+          s[4 * c + 3] = ptx::exp2_approx(fmaf(s[4 * c + 3], scale, -lse.y));
+        }
+        if (masked) mask(s, from, part);
+        if (kEarlyValues) add_values(part);
+      }
+      if (kEarlyValues) ptx::wgmma_commit();
 
-      // dS^T under it
+      // dS^T under it, and dK
       ptx::wgmma_wait<(kEarlyValues ? 1 : 0)>();
       ptx::keep(dp);
-#pragma unroll
-      for (int c = 0; c < kRows / 8; c++) {
-        const float2 delta = terms[kRows / 2 + 4 * c];
-        dp[4 * c] = s[4 * c] * (dp[4 * c] - delta.x);
-        dp[4 * c + 1] = s[4 * c + 1] * (dp[4 * c + 1] - delta.y);
-        dp[4 * c + 2] = s[4 * c + 2] * (dp[4 * c + 2] - delta.x);
-        dp[4 * c + 3] = s[4 * c + 3] * (dp[4 * c + 3] - delta.y);
-      }
-      if (masked) mask(dp, from);
-      if (!kEarlyValues) add_values();
       u32 ds16[kRows / 4];
       const u32 buffer = it % kScoreStages * kScoreBytes;
 #pragma unroll
-      for (int i = 0; i < kRows / 16; i++) {
-        pack(&ds16[4 * i], &dp[8 * i]);
-        const u32 run = i / 4 * kKeyRun, chunk = 16 * ((i % 4 * 2 + lane / 16) ^ lane % 8);
-        ptx::stmatrix<false>(score_row + buffer + run + chunk, ds16[4 * i], ds16[4 * i + 1], ds16[4 * i + 2], ds16[4 * i + 3]);
-      }
-      ptx::fence_proxy_async();
-
-      // dK
-      {
+      for (int part = 0; part < kParts; part++) {
+#pragma unroll
+        for (int c = part * 2 * kPartSteps; c < (part + 1) * 2 * kPartSteps; c++) {
+          const float2 delta = terms[kRows / 2 + 4 * c];
+          dp[4 * c] = s[4 * c] * (dp[4 * c] - delta.x);
+          dp[4 * c + 1] = s[4 * c + 1] * (dp[4 * c + 1] - delta.y);
+          dp[4 * c + 2] = s[4 * c + 2] * (dp[4 * c + 2] - delta.x);
+          dp[4 * c + 3] = s[4 * c + 3] * (dp[4 * c + 3] - delta.y);
+        }
+        if (masked) mask(dp, from, part);
+        if (!kEarlyValues) add_values(part);
+#pragma unroll
+        for (int i = part * kPartSteps; i < (part + 1) * kPartSteps; i++) {
+          pack(&ds16[4 * i], &dp[8 * i]);
+          const u32 run = i / 4 * kKeyRun, chunk = 16 * ((i % 4 * 2 + lane / 16) ^ lane % 8);
+          ptx::stmatrix<false>(score_row + buffer + run + chunk, ds16[4 * i], ds16[4 * i + 1], ds16[4 * i + 2], ds16[4 * i + 3]);
+        }
+        if (part == kParts - 1) ptx::fence_proxy_async();
         const u64 b = ptx::wgmma_advance(q16, at);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kRows / 16; i++) KeyMma::rs<true>(dk, &ds16[4 * i], rows(b, i), 1);
-        ptx::wgmma_commit();
+        for (int i = part * kPartSteps; i < (part + 1) * kPartSteps; i++) KeyMma::rs<true>(dk, &ds16[4 * i], rows(b, i), 1);
       }
+      ptx::wgmma_commit();
 
       // S^T of the next tile, in the registers of P. NOTES: where there is none the tensor cores go through stale memory and nobody
       // looks.
@@ -428,7 +447,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         issue_logits(next.index);
       };
       if (kPrefetch && !kLogitsLast) {
-        ptx::wgmma_wait<1>();
+        ptx::wgmma_wait<(kEarlyValues ? 1 : 0)>();
         issue_next();
       }
 
@@ -443,7 +462,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         ptx::wgmma_commit();
       }
       if (kPrefetch && kLogitsLast) {
-        ptx::wgmma_wait<2>();
+        ptx::wgmma_wait<(kEarlyValues ? 2 : 1)>();
         issue_next();
       }
       ptx::wgmma_wait<(kPrefetch && kLogitsLast ? 1 : 0)>();
@@ -488,20 +507,55 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       }
 
       ring = next;
-      const bool wrap = ++m == p.q_tiles;
-      if (wrap) m = work.first;
-      const int step = wrap ? 1 + work.first : 1;
-      sum += kSumFloats * step;
+      const int steps = place.advance(p, work);
+      sum += kSumFloats * steps;
 #if DETERMINISTIC
-      turn += 2 * step;
+      turn += 2 * steps;
 #endif
     }
 #if BULK_REDUCE
     if (leader) ptx::bulk_wait<0>();
 #endif
-    const int first_key = work.key_tile * kKeys + 64 * group + 16 * warp + lane / 4;
-    store(p, p.dv, p.dv_strides, work, first_key, dv, 1.0f);
-    store(p, p.dk, p.dk_strides, work, first_key, dk,
-          p.softmax_scale * q_descale * descale_of(p.v_descale, p.v_descale_strides, work.batch, work.kv_head));
+    const u32 index = ptx::block_index();  // NOTES: decoded again, which costs no registers until here
+    const Work end = decode(p, index / kSplits, index % kSplits);
+#if SPLITS > 1
+    // Leave dK and dV to the cluster
+    ptx::named_barrier_sync<1, 128 * kConsumers>();
+    float4* mine = reinterpret_cast<float4*>(aligned) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kDim / 8; i++) {
+      mine[256 * i] = make_float4(dv[4 * i], dv[4 * i + 1], dv[4 * i + 2], dv[4 * i + 3]);
+      mine[256 * (kDim / 8 + i)] = make_float4(dk[4 * i], dk[4 * i + 1], dk[4 * i + 2], dk[4 * i + 3]);
+    }
+    ptx::cluster_sync();
+    // Every block adds up and stores some runs of 32 columns
+    const u32 at = base + 16 * threadIdx.x;
+#pragma unroll 1
+    for (int c = index % kSplits; c < kDim / 16; c += kSplits) {
+      float x[16] = {};
+#pragma unroll
+      for (int rank = 0; rank < kSplits; rank++) {
+        const u32 there = ptx::map_shared(at, rank);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const uint4 y = ptx::ld_shared_cluster_v4(there + 16 * 256 * (4 * c + j));
+          x[4 * j] += __uint_as_float(y.x), x[4 * j + 1] += __uint_as_float(y.y);
+          x[4 * j + 2] += __uint_as_float(y.z), x[4 * j + 3] += __uint_as_float(y.w);
+        }
+      }
+      const bool is_dk = c >= kDim / 32;
+      store(p, end, is_dk, is_dk ? c - kDim / 32 : c, x, is_dk ? dk_scale(p, end) : 1.0f);
+    }
+    ptx::cluster_sync();
+#else
+#pragma unroll
+    for (int c = 0; c < kDim / 32; c++) {
+      float x[16], y[16];
+#pragma unroll
+      for (int i = 0; i < 16; i++) x[i] = dv[16 * c + i], y[i] = dk[16 * c + i];
+      store(p, end, false, c, x, 1.0f);
+      store(p, end, true, c, y, dk_scale(p, end));
+    }
+#endif
   }
 }
