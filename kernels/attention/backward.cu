@@ -50,20 +50,7 @@
 #define PREFETCH (HEAD_DIM == 128)
 #endif
 
-// 1: dV is issued before dS^T is known.
-#ifndef EARLY_VALUES
-#define EARLY_VALUES (HEAD_DIM == 128)
-#endif
 
-// 1: dQ is added by the copy engine from shared memory, 0: from registers.
-#ifndef BULK_REDUCE
-#define BULK_REDUCE 0
-#endif
-
-// Parts of a tile's queries: dV and dK of one are issued before P and dS of the next are known.
-#ifndef PARTS
-#define PARTS 1
-#endif
 // 1: S^T of the next tile is issued after dQ of this one.
 #ifndef LOGITS_LAST
 #define LOGITS_LAST 1
@@ -75,8 +62,6 @@ constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kStages = STAGES;
 constexpr bool kPrefetch = PREFETCH;
-constexpr bool kEarlyValues = EARLY_VALUES;
-constexpr int kParts = PARTS, kPartSteps = kRows / 16 / kParts;
 constexpr bool kLogitsLast = LOGITS_LAST;
 constexpr int kSplits = SPLITS;
 constexpr int kProducerRegisters = 24;
@@ -102,9 +87,10 @@ constexpr int kOffsetScores = kOffsetStages + kStages * kStageBytes;
 constexpr int kOffsetK8 = kOffsetScores + kScoreStages * kScoreBytes;
 constexpr int kOffsetTerms = kOffsetK8 + kKeys * kDim;
 constexpr int kOffsetSums = kOffsetTerms + kStages * kTermFloats * 4;
-constexpr int kOffsetBarriers = kOffsetSums + (BULK_REDUCE ? 4 * kSumFloats : 0);
+constexpr int kOffsetBarriers = kOffsetSums + 4 * kSumFloats;
 // 1024 bytes of slack align the swizzle atoms. The host reads this value as SHARED_BYTES below.
-constexpr int kSharedBytes = kOffsetBarriers + 16 * kStages + 1024;
+constexpr int kFullQ8 = 0, kFullDOut = 1, kFullQ16 = 2, kRings = 3;  // barriers: kRings x stages full, as many empty
+constexpr int kSharedBytes = kOffsetBarriers + 16 * kRings * kStages + 1024;
 static_assert(kSharedBytes <= 232448, "shared memory of one multiprocessor");
 
 using LogitMma = ptx::Wgmma<ptx::Operand::E4m3, kRows>;
@@ -117,7 +103,6 @@ constexpr ptx::Swizzle kSwizzle8 = kDim == 128 ? ptx::Swizzle::B128 : ptx::Swizz
 struct Work {
   int batch, kv_head, key_tile;
   int first, tiles;  // query tiles that see its keys, for each head of the group
-  int start;         // the one that a head begins with
   int begin, total;  // of all heads' tiles, those that this block walks
 };
 // One of `kSplits` parts of what block `index` of keys has to do. Sections of KV heads; in a section the longest first, heads innermost.
@@ -133,8 +118,6 @@ __device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
   w.kv_head = unit - w.batch * p.heads_kv;
   w.first = CAUSAL ? max(0, w.key_tile * kKeys - p.diagonal) / kRows : 0;
   w.tiles = max(0, p.q_tiles - w.first);
-  // NOTES: where all blocks would add to the same tile of dQ at a time, they begin at different ones.
-  w.start = CAUSAL || DETERMINISTIC ? w.first : (int)((i64)w.key_tile * p.q_tiles / key_tiles);
   const int all = w.tiles * (p.heads_q / p.heads_kv);
   w.begin = (int)((i64)all * rank / kSplits);
   w.total = (int)((i64)all * (rank + 1) / kSplits) - w.begin;
@@ -145,16 +128,15 @@ __device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
 struct Place {
   int head, m;
   __device__ __forceinline__ Place(const Work& w, int first_head) {
-    const int heads = w.tiles > 0 ? w.begin / w.tiles : 0, m0 = w.start + w.begin - heads * w.tiles;
+    const int heads = w.tiles > 0 ? w.begin / w.tiles : 0;
     head = first_head + heads;
-    m = m0 < w.first + w.tiles ? m0 : m0 - w.tiles;
+    m = w.first + w.begin - heads * w.tiles;
   }
   // Returns by how many tiles it went on, as they are numbered.
   __device__ __forceinline__ int advance(const Backward& p, const Work& w) {
-    int steps = 1;
-    if (++m == p.q_tiles) m = w.first, steps -= w.tiles;
-    if (m == w.start) head++, steps += p.q_tiles;
-    return steps;
+    if (++m < p.q_tiles) return 1;
+    m = w.first, head++;
+    return 1 + w.first;
   }
 };
 
@@ -197,20 +179,12 @@ __device__ __forceinline__ void pack(u32* a, const float* x) {
   a[3] = ptx::bf16x2(x[6], x[7]);
 }
 
-// Sets what a key is not seen by to zero, in one part: column 8 (i / 4) + i % 2 below `from[i / 2 % 2]`.
-__device__ __forceinline__ void mask(float (&x)[kRows / 2], const int (&from)[2], int part) {
+// Sets what a key is not seen by to zero: column 8 (i / 4) + i % 2 below `from[i / 2 % 2]`.
+__device__ __forceinline__ void mask(float (&x)[kRows / 2], const int (&from)[2]) {
 #pragma unroll
-  for (int i = part * 8 * kPartSteps; i < (part + 1) * 8 * kPartSteps; i++)
+  for (int i = 0; i < kRows / 2; i++)
     if ((i >> 2) * 8 + (i & 1) < from[(i >> 1) & 1]) x[i] = 0.0f;
 }
-
-#if DETERMINISTIC
-// Waits for the threads of one consumer.
-__device__ __forceinline__ void sync_consumer(int group) {
-  if (group == 0) ptx::named_barrier_sync<2, 128>();
-  else ptx::named_barrier_sync<3, 128>();
-}
-#endif
 
 __device__ __forceinline__ float dk_scale(const Backward& p, const Work& work) {
   return p.softmax_scale * descale_of(p.q_descale, p.q_descale_strides, work.batch, work.kv_head) *
@@ -246,16 +220,18 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
   extern __shared__ u8 raw[];
   u32 base = (ptx::shared_address(raw) + 1023u) & ~1023u;
   u8* aligned = raw + (base - ptx::shared_address(raw));
-  const u32 full = base + kOffsetBarriers, empty = full + 8 * kStages;
+  const u32 full = base + kOffsetBarriers;
+  auto bar = [&](int what, u32 stage) { return full + 8 * (what * kStages + stage); };
+  constexpr int kToEmpty = 8 * kRings * kStages;
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&map_q8);
     ptx::prefetch_tensormap(&map_q16);
     ptx::prefetch_tensormap(&map_d_out);
-    for (int i = 0; i < kStages; i++) {
+    for (int i = 0; i < kRings * kStages; i++) {
       ptx::mbarrier_init(full + 8 * i, 1);
-      ptx::mbarrier_init(empty + 8 * i, 4 * kConsumers);
+      ptx::mbarrier_init(full + 8 * i + kToEmpty, 4 * kConsumers);
     }
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async();
@@ -274,18 +250,25 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       Place place(work, first_head);
 #pragma unroll 1
       for (int it = 0; it < work.total; it++) {
-        const u32 bar = full + 8 * ring.index, to = base + kOffsetStages + ring.index * kStageBytes;
-        ptx::mbarrier_wait_uniform(empty + 8 * ring.index, ring.parity ^ 1);
-        ptx::mbarrier_arrive_expect_tx(bar, kStageBytes + kTermFloats * 4);
-        ptx::tma_load_4d(to + kStageQ8, &map_q8, bar, 0, place.head, place.m * kRows, work.batch);
+        const u32 to = base + kOffsetStages + ring.index * kStageBytes;
+        auto acquire = [&](int what, u32 bytes) {
+          const u32 at = bar(what, ring.index);
+          ptx::mbarrier_wait_uniform(at + kToEmpty, ring.parity ^ 1);
+          ptx::mbarrier_arrive_expect_tx(at, bytes);
+          return at;
+        };
+        const u32 for_q8 = acquire(kFullQ8, kRows * kDim);
+        ptx::tma_load_4d(to + kStageQ8, &map_q8, for_q8, 0, place.head, place.m * kRows, work.batch);
+        const u32 for_d_out = acquire(kFullDOut, 2 * kRows * kDim + kTermFloats * 4);
         ptx::bulk_load(base + kOffsetTerms + ring.index * kTermFloats * 4,
-                       p.terms + tile_index(p, work.batch, place.head, place.m) * kTermFloats, kTermFloats * 4, bar);
+                       p.terms + tile_index(p, work.batch, place.head, place.m) * kTermFloats, kTermFloats * 4, for_d_out);
 #pragma unroll
         for (int run = 0; run < kRuns; run++)
-          ptx::tma_load_4d(to + kStageDOut + run * kRowRun, &map_d_out, bar, 64 * run, place.head, place.m * kRows, work.batch);
+          ptx::tma_load_4d(to + kStageDOut + run * kRowRun, &map_d_out, for_d_out, 64 * run, place.head, place.m * kRows, work.batch);
+        const u32 for_q16 = acquire(kFullQ16, 2 * kRows * kDim);
 #pragma unroll
         for (int run = 0; run < kRuns; run++)
-          ptx::tma_load_4d(to + kStageQ16 + run * kRowRun, &map_q16, bar, 64 * run, place.head, place.m * kRows, work.batch);
+          ptx::tma_load_4d(to + kStageQ16 + run * kRowRun, &map_q16, for_q16, 64 * run, place.head, place.m * kRows, work.batch);
         ring.advance();
         place.advance(p, work);
       }
@@ -297,7 +280,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     const bool leader = threadIdx.x % 32 == 0;
-    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, quad = lane % 4;
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, quad = lane % 4;
 
     load_keys(p, work, aligned);
     ptx::fence_proxy_async();
@@ -322,6 +305,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
 #pragma unroll
     for (int i = 0; i < kDim / 2; i++) dk[i] = dv[i] = 0.0f;
 
+    auto release = [&](int what, u32 stage) { if (leader) ptx::mbarrier_arrive(bar(what, stage) + kToEmpty); };
     auto issue_logits = [&](u32 stage) {
       const u64 queries = ptx::wgmma_advance(q8, stage * kStageBytes);
       ptx::wgmma_fence();
@@ -344,17 +328,21 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     const int whole_from = last_key >= p.len_k ? p.q_tiles : CAUSAL ? ceil_div(max(0, last_key - p.diagonal), kRows) : 0;
 
     Place place(work, first_head);
-    const i64 first_tile = tile_index(p, work.batch, place.head, place.m);
-    float* sum = p.dq_sum + first_tile * kSumFloats + 1024 * (4 * group + warp) + (BULK_REDUCE ? 0 : 4 * lane);
-#if DETERMINISTIC
-    u32* turn = p.turns + 2 * first_tile + group;
-#endif
+    u32 tile = (u32)tile_index(p, work.batch, place.head, place.m);
+    u32* turn = nullptr;
+    auto hand_on = [&](bool owed) {
+      if (!owed) return;
+      ptx::bulk_wait<0>();
+      ptx::fence_proxy_async_global();
+      ptx::red_add_release(turn, 1);
+    };
     Ring<kStages> ring;
     if (kPrefetch && total > 0) {
-      ptx::mbarrier_wait_uniform(full, 0);
+      ptx::mbarrier_wait_uniform(bar(kFullQ8, 0), 0);
       issue_logits(0);
       ptx::wgmma_wait<0>();
       ptx::keep(s);
+      release(kFullQ8, 0);
     }
     for (int it = 0; it < total; it++) {
       const u32 at = ring.index * kStageBytes;
@@ -362,12 +350,13 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       Ring<kStages> next = ring;
       next.advance();
       if (!kPrefetch) {
-        ptx::mbarrier_wait_uniform(full + 8 * ring.index, ring.parity);
+        ptx::mbarrier_wait_uniform(bar(kFullQ8, ring.index), ring.parity);
         issue_logits(ring.index);
       }
 
       // dP^T
       float dp[kRows / 2];
+      ptx::mbarrier_wait_uniform(bar(kFullDOut, ring.index), ring.parity);
       {
         const u64 b = ptx::wgmma_advance(d_out, at);
         ptx::wgmma_fence();
@@ -381,75 +370,73 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       if (!kPrefetch) {
         ptx::wgmma_wait<1>();
         ptx::keep(s);
+        release(kFullQ8, ring.index);
       }
       const int from[2] = {seen_from[0] - place.m * kRows, seen_from[1] - place.m * kRows};
       const bool masked = place.m < whole_from;
+#pragma unroll
+      for (int c = 0; c < kRows / 8; c++) {
+        const float2 lse = terms[4 * c];
+        s[4 * c] = ptx::exp2_approx(fmaf(s[4 * c], scale, -lse.x));
+        s[4 * c + 1] = ptx::exp2_approx(fmaf(s[4 * c + 1], scale, -lse.y));
+        s[4 * c + 2] = ptx::exp2_approx(fmaf(s[4 * c + 2], scale, -lse.x));
+        s[4 * c + 3] = ptx::exp2_approx(fmaf(s[4 * c + 3], scale, -lse.y));
+      }
+      if (masked) mask(s, from);
       u32 p16[kRows / 4];
-      auto add_values = [&](int part) {
+      auto issue_values = [&]() {
         const u64 b = ptx::wgmma_advance(d_out, at);
 #pragma unroll
-        for (int i = part * kPartSteps; i < (part + 1) * kPartSteps; i++) pack(&p16[4 * i], &s[8 * i]);
+        for (int i = 0; i < kRows / 16; i++) pack(&p16[4 * i], &s[8 * i]);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int i = part * kPartSteps; i < (part + 1) * kPartSteps; i++) KeyMma::rs<true>(dv, &p16[4 * i], rows(b, i), 1);
+        for (int i = 0; i < kRows / 16; i++) KeyMma::rs<true>(dv, &p16[4 * i], rows(b, i), 1);
+        ptx::wgmma_commit();
       };
-#pragma unroll
-      for (int part = 0; part < kParts; part++) {
-#pragma unroll
-        for (int c = part * 2 * kPartSteps; c < (part + 1) * 2 * kPartSteps; c++) {
-          const float2 lse = terms[4 * c];
-          s[4 * c] = ptx::exp2_approx(fmaf(s[4 * c], scale, -lse.x));
-          s[4 * c + 1] = ptx::exp2_approx(fmaf(s[4 * c + 1], scale, -lse.y));
-          s[4 * c + 2] = ptx::exp2_approx(fmaf(s[4 * c + 2], scale, -lse.x));
-          s[4 * c + 3] = ptx::exp2_approx(fmaf(s[4 * c + 3], scale, -lse.y));
-        }
-        if (masked) mask(s, from, part);
-        if (kEarlyValues) add_values(part);
-      }
-      if (kEarlyValues) ptx::wgmma_commit();
+      if (kPrefetch) issue_values();
 
       // dS^T under it, and dK
-      ptx::wgmma_wait<(kEarlyValues ? 1 : 0)>();
+      ptx::wgmma_wait<(kPrefetch ? 1 : 0)>();
       ptx::keep(dp);
+#pragma unroll
+      for (int c = 0; c < kRows / 8; c++) {
+        const float2 delta = terms[kRows / 2 + 4 * c];
+        dp[4 * c] = s[4 * c] * (dp[4 * c] - delta.x);
+        dp[4 * c + 1] = s[4 * c + 1] * (dp[4 * c + 1] - delta.y);
+        dp[4 * c + 2] = s[4 * c + 2] * (dp[4 * c + 2] - delta.x);
+        dp[4 * c + 3] = s[4 * c + 3] * (dp[4 * c + 3] - delta.y);
+      }
+      if (masked) mask(dp, from);
+      if (!kPrefetch) issue_values();
       u32 ds16[kRows / 4];
       const u32 buffer = it % kScoreStages * kScoreBytes;
 #pragma unroll
-      for (int part = 0; part < kParts; part++) {
-#pragma unroll
-        for (int c = part * 2 * kPartSteps; c < (part + 1) * 2 * kPartSteps; c++) {
-          const float2 delta = terms[kRows / 2 + 4 * c];
-          dp[4 * c] = s[4 * c] * (dp[4 * c] - delta.x);
-          dp[4 * c + 1] = s[4 * c + 1] * (dp[4 * c + 1] - delta.y);
-          dp[4 * c + 2] = s[4 * c + 2] * (dp[4 * c + 2] - delta.x);
-          dp[4 * c + 3] = s[4 * c + 3] * (dp[4 * c + 3] - delta.y);
-        }
-        if (masked) mask(dp, from, part);
-        if (!kEarlyValues) add_values(part);
-#pragma unroll
-        for (int i = part * kPartSteps; i < (part + 1) * kPartSteps; i++) {
-          pack(&ds16[4 * i], &dp[8 * i]);
-          const u32 run = i / 4 * kKeyRun, chunk = 16 * ((i % 4 * 2 + lane / 16) ^ lane % 8);
-          ptx::stmatrix<false>(score_row + buffer + run + chunk, ds16[4 * i], ds16[4 * i + 1], ds16[4 * i + 2], ds16[4 * i + 3]);
-        }
-        if (part == kParts - 1) ptx::fence_proxy_async();
+      for (int i = 0; i < kRows / 16; i++) {
+        pack(&ds16[4 * i], &dp[8 * i]);
+        const u32 run = i / 4 * kKeyRun, chunk = 16 * ((i % 4 * 2 + lane / 16) ^ lane % 8);
+        ptx::stmatrix<false>(score_row + buffer + run + chunk, ds16[4 * i], ds16[4 * i + 1], ds16[4 * i + 2], ds16[4 * i + 3]);
+      }
+      ptx::fence_proxy_async();
+      ptx::mbarrier_wait_uniform(bar(kFullQ16, ring.index), ring.parity);
+      {
         const u64 b = ptx::wgmma_advance(q16, at);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int i = part * kPartSteps; i < (part + 1) * kPartSteps; i++) KeyMma::rs<true>(dk, &ds16[4 * i], rows(b, i), 1);
+        for (int i = 0; i < kRows / 16; i++) KeyMma::rs<true>(dk, &ds16[4 * i], rows(b, i), 1);
+        ptx::wgmma_commit();
       }
-      ptx::wgmma_commit();
+      // NOTES: dV is through, and the fence above stands behind the loads of delta.
+      ptx::wgmma_wait<1>();
+      ptx::keep(dv);
+      release(kFullDOut, ring.index);
 
       // S^T of the next tile, in the registers of P. NOTES: where there is none the tensor cores go through stale memory and nobody
       // looks.
       auto issue_next = [&]() {
-        ptx::keep(dv);
-        ptx::mbarrier_wait_uniform(full + 8 * next.index, next.parity, it + 1 == total);
+        ptx::mbarrier_wait_uniform(bar(kFullQ8, next.index), next.parity, it + 1 == total);
         issue_logits(next.index);
       };
-      if (kPrefetch && !kLogitsLast) {
-        ptx::wgmma_wait<(kEarlyValues ? 1 : 0)>();
-        issue_next();
-      }
+      if (kPrefetch && !kLogitsLast) issue_next();
 
       // dQ, once both consumers have stored dS^T. NOTES: a buffer is written again after the next barrier, when both have read it.
       ptx::named_barrier_sync<1, 128 * kConsumers>();
@@ -461,21 +448,20 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         for (int i = 0; i < kKeys / 16; i++) QueryMma::ss<true, true>(dq, rows(a, i), rows(k16, i), i != 0);
         ptx::wgmma_commit();
       }
-      if (kPrefetch && kLogitsLast) {
-        ptx::wgmma_wait<(kEarlyValues ? 2 : 1)>();
-        issue_next();
-      }
+      if (kPrefetch && kLogitsLast) issue_next();
       ptx::wgmma_wait<(kPrefetch && kLogitsLast ? 1 : 0)>();
       ptx::keep(dq);
       ptx::keep(dk);
-      ptx::keep(dv);
-      if (leader) ptx::mbarrier_arrive(empty + 8 * ring.index);
+      release(kFullQ16, ring.index);
 
       // Add dQ
-#if BULK_REDUCE
-      const u32 part = base + kOffsetSums + 4096 * (4 * group + warp);
-      if (leader) ptx::bulk_wait_read<0>();
+      // NOTES: the copy before had the time of a tile; in turn, the next block of keys may add once it is through.
+      if (leader) {
+        if (DETERMINISTIC) hand_on(it > 0);
+        else ptx::bulk_wait_read<0>();
+      }
       __syncwarp();
+      const u32 part = base + kOffsetSums + 4096 * (4 * group + warp);
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         const u32* x = reinterpret_cast<const u32*>(dq + 4 * i);
@@ -484,38 +470,27 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       ptx::fence_proxy_async();
       __syncwarp();
       if (leader) {
-        ptx::bulk_reduce_add(sum, part, 4096);
+        if (DETERMINISTIC) {
+          turn = p.turns + 8 * tile + 4 * group + warp;
+          while (ptx::ld_acquire(turn) != (u32)work.key_tile) {}
+          ptx::fence_proxy_async_global();
+        }
+        ptx::bulk_reduce_add(p.dq_sum + (i64)tile * kSumFloats + 1024 * (4 * group + warp), part, 4096);
         ptx::bulk_commit();
       }
-#else
-#if DETERMINISTIC
-      if (thread == 0)
-        while (ptx::ld_acquire(turn) != (u32)work.key_tile) {}
-      sync_consumer(group);
-#endif
-#pragma unroll
-      for (int i = 0; i < 8; i++) ptx::red_add_v4(sum + 128 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-#if DETERMINISTIC
-      __threadfence();
-      sync_consumer(group);
-      if (thread == 0) ptx::red_add_release(turn, 1);
-#endif
-#endif
       if (kPrefetch) {
         ptx::wgmma_wait<0>();
         ptx::keep(s);
+        release(kFullQ8, next.index);
       }
 
       ring = next;
-      const int steps = place.advance(p, work);
-      sum += kSumFloats * steps;
-#if DETERMINISTIC
-      turn += 2 * steps;
-#endif
+      tile += place.advance(p, work);
     }
-#if BULK_REDUCE
-    if (leader) ptx::bulk_wait<0>();
-#endif
+    if (leader) {
+      if (DETERMINISTIC) hand_on(total > 0);
+      else ptx::bulk_wait<0>();
+    }
     const u32 index = ptx::block_index();  // NOTES: decoded again, which costs no registers until here
     const Work end = decode(p, index / kSplits, index % kSplits);
 #if SPLITS > 1

@@ -30,7 +30,7 @@ struct Backward {
   u16* dv;
   float* dq_sum;
   float* terms;
-  u32* turns;                    // [batch, heads_q, q_tiles, 2], deterministic only: key tiles that were added
+  u32* turns;                    // [batch, heads_q, q_tiles, 8], deterministic only: key tiles that each consumer warp's part has
   const float* q_descale;        // [batch, heads_kv]
   const float* k_descale;
   const float* v_descale;

@@ -47,7 +47,7 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
   float4* sum = reinterpret_cast<float4*>(p.dq_sum + index * kSumFloats);
 #pragma unroll
   for (int i = 0; i < kSumFloats / 4 / kThreads; i++) sum[i * kThreads + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  if (p.turns != nullptr && threadIdx.x < 2) p.turns[2 * index + threadIdx.x] = 0;
+  if (p.turns != nullptr && threadIdx.x < 8) p.turns[8 * index + threadIdx.x] = 0;
 
   const float from_delta = 1.0f / descale_of(p.v_descale, p.v_descale_strides, batch, kv_head);
   float* terms = p.terms + index * kTermFloats;
