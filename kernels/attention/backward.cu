@@ -5,11 +5,11 @@
 //   dV += P^T dO           P^T and dS^T are register operands
 //   dS = P (dP - delta)    to shared memory as well
 //   dK += dS^T Q
-//   dQ += dS K             each consumer makes one 64 x 64 part, and adds it to global memory from registers
+//   dQ += dS K             each consumer makes one 64 x 64 part; the copy engine adds it to global memory, a warp's 4 KB at a time
 //
 // A block owns 128 keys of one KV head, and walks the query tiles of every head of its group: dK and dV stay in registers, no
 // query head is expanded. Two consumer warpgroups own 64 keys each; one producer warp brings queries and dO by TMA. Blocks come
-// longest first. S^T of the next tile is issued before dQ of this one.
+// longest first. S^T of the next tile runs while dQ of this one leaves.
 //
 // Layouts: backward.cuh. Shared memory holds 16-bit tiles as runs of 64 columns, rows of 128 bytes, 128-byte swizzle; so rows
 // and columns can both be the side that a product sums over, and nothing is transposed.
@@ -38,31 +38,16 @@
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #endif
-#ifndef STAGES
-#define STAGES 2
-#endif
 // Blocks of a cluster that share the query tiles of one block of keys, and add up dK and dV at the end: for calls of few blocks.
 #ifndef SPLITS
 #define SPLITS 1
-#endif
-// 1: S^T of the next tile is issued before dQ of this one.
-#ifndef PREFETCH
-#define PREFETCH (HEAD_DIM == 128)
-#endif
-
-
-// 1: S^T of the next tile is issued after dQ of this one.
-#ifndef LOGITS_LAST
-#define LOGITS_LAST 1
 #endif
 
 namespace {
 
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kStages = STAGES;
-constexpr bool kPrefetch = PREFETCH;
-constexpr bool kLogitsLast = LOGITS_LAST;
+constexpr int kStages = 2;
 constexpr int kSplits = SPLITS;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
@@ -337,7 +322,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       ptx::red_add_release(turn, 1);
     };
     Ring<kStages> ring;
-    if (kPrefetch && total > 0) {
+    if (total > 0) {
       ptx::mbarrier_wait_uniform(bar(kFullQ8, 0), 0);
       issue_logits(0);
       ptx::wgmma_wait<0>();
@@ -349,10 +334,6 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       const float2* terms = reinterpret_cast<const float2*>(aligned + kOffsetTerms + ring.index * kTermFloats * 4) + quad;
       Ring<kStages> next = ring;
       next.advance();
-      if (!kPrefetch) {
-        ptx::mbarrier_wait_uniform(bar(kFullQ8, ring.index), ring.parity);
-        issue_logits(ring.index);
-      }
 
       // dP^T
       float dp[kRows / 2];
@@ -367,11 +348,6 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       }
 
       // P^T under it, and dV
-      if (!kPrefetch) {
-        ptx::wgmma_wait<1>();
-        ptx::keep(s);
-        release(kFullQ8, ring.index);
-      }
       const int from[2] = {seen_from[0] - place.m * kRows, seen_from[1] - place.m * kRows};
       const bool masked = place.m < whole_from;
 #pragma unroll
@@ -384,19 +360,18 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       }
       if (masked) mask(s, from);
       u32 p16[kRows / 4];
-      auto issue_values = [&]() {
-        const u64 b = ptx::wgmma_advance(d_out, at);
 #pragma unroll
-        for (int i = 0; i < kRows / 16; i++) pack(&p16[4 * i], &s[8 * i]);
+      for (int i = 0; i < kRows / 16; i++) pack(&p16[4 * i], &s[8 * i]);
+      {
+        const u64 b = ptx::wgmma_advance(d_out, at);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kRows / 16; i++) KeyMma::rs<true>(dv, &p16[4 * i], rows(b, i), 1);
         ptx::wgmma_commit();
-      };
-      if (kPrefetch) issue_values();
+      }
 
       // dS^T under it, and dK
-      ptx::wgmma_wait<(kPrefetch ? 1 : 0)>();
+      ptx::wgmma_wait<1>();
       ptx::keep(dp);
 #pragma unroll
       for (int c = 0; c < kRows / 8; c++) {
@@ -407,7 +382,6 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         dp[4 * c + 3] = s[4 * c + 3] * (dp[4 * c + 3] - delta.y);
       }
       if (masked) mask(dp, from);
-      if (!kPrefetch) issue_values();
       u32 ds16[kRows / 4];
       const u32 buffer = it % kScoreStages * kScoreBytes;
 #pragma unroll
@@ -430,14 +404,6 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       ptx::keep(dv);
       release(kFullDOut, ring.index);
 
-      // S^T of the next tile, in the registers of P. NOTES: where there is none the tensor cores go through stale memory and nobody
-      // looks.
-      auto issue_next = [&]() {
-        ptx::mbarrier_wait_uniform(bar(kFullQ8, next.index), next.parity, it + 1 == total);
-        issue_logits(next.index);
-      };
-      if (kPrefetch && !kLogitsLast) issue_next();
-
       // dQ, once both consumers have stored dS^T. NOTES: a buffer is written again after the next barrier, when both have read it.
       ptx::named_barrier_sync<1, 128 * kConsumers>();
       float dq[32];
@@ -448,8 +414,13 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         for (int i = 0; i < kKeys / 16; i++) QueryMma::ss<true, true>(dq, rows(a, i), rows(k16, i), i != 0);
         ptx::wgmma_commit();
       }
-      if (kPrefetch && kLogitsLast) issue_next();
-      ptx::wgmma_wait<(kPrefetch && kLogitsLast ? 1 : 0)>();
+
+      // S^T of the next tile, in the registers of P. NOTES: where there is none the tensor cores go through stale memory and nobody
+      // looks.
+      ptx::mbarrier_wait_uniform(bar(kFullQ8, next.index), next.parity, it + 1 == total);
+      issue_logits(next.index);
+
+      ptx::wgmma_wait<1>();
       ptx::keep(dq);
       ptx::keep(dk);
       release(kFullQ16, ring.index);
@@ -471,18 +442,16 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       __syncwarp();
       if (leader) {
         if (DETERMINISTIC) {
-          turn = p.turns + 8 * tile + 4 * group + warp;
+          turn = p.turns + 8 * (i64)tile + 4 * group + warp;
           while (ptx::ld_acquire(turn) != (u32)work.key_tile) {}
           ptx::fence_proxy_async_global();
         }
         ptx::bulk_reduce_add(p.dq_sum + (i64)tile * kSumFloats + 1024 * (4 * group + warp), part, 4096);
         ptx::bulk_commit();
       }
-      if (kPrefetch) {
-        ptx::wgmma_wait<0>();
-        ptx::keep(s);
-        release(kFullQ8, next.index);
-      }
+      ptx::wgmma_wait<0>();
+      ptx::keep(s);
+      release(kFullQ8, next.index);
 
       ring = next;
       tile += place.advance(p, work);

@@ -75,6 +75,12 @@ sources! {
     ATTENTION = "attention/forward";
     /// Joins the parts of an attention call that was split.
     COMBINE = "attention/combine";
+    /// Fused attention backward on E4M3 operands (Hopper).
+    BACKWARD = "attention/backward";
+    /// What the backward needs of each query row.
+    BACKWARD_PREPARE = "attention/backward_prepare";
+    /// dQ of the backward to BF16.
+    BACKWARD_FINISH = "attention/backward_finish";
     /// Cast of q, k and v to E4M3 in the layouts that the attention reads.
     CAST = "attention/cast_qkv";
 }
@@ -89,6 +95,8 @@ macro_rules! headers {
     };
 }
 headers! {
+    "attention/backward.cuh",
+    "attention/backward_convert.cuh",
     "attention/epilogue.cuh",
     "attention/params.cuh",
     "attention/pipeline.cuh",
@@ -105,6 +113,7 @@ headers! {
     "ptx/mbarrier.cuh",
     "ptx/memory.cuh",
     "ptx/mma.cuh",
+    "ptx/reduce.cuh",
     "ptx/tma.cuh",
     "ptx/wgmma.cuh",
     @include
