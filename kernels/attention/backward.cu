@@ -77,6 +77,7 @@ constexpr int kOffsetBarriers = kOffsetSums + 4 * kSumFloats;
 constexpr int kFullQ8 = 0, kFullDOut = 1, kFullQ16 = 2, kRings = 3;  // barriers: kRings x stages full, as many empty
 constexpr int kSharedBytes = kOffsetBarriers + 16 * kRings * kStages + 1024;
 static_assert(kSharedBytes <= 232448, "shared memory of one multiprocessor");
+static_assert(kSplits == 1 || (kDim == 128 && !DETERMINISTIC), "tiles of 128 queries leave no registers for it");
 
 using LogitMma = ptx::Wgmma<ptx::Operand::E4m3, kRows>;
 using GradMma = ptx::Wgmma<ptx::Operand::Bf16, kRows>;
@@ -97,15 +98,16 @@ __device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
   index -= s * per_section;
   const int width = min(p.section, units - s * p.section);
   Work w;
-  w.key_tile = index / width;
+  // NOTES: through a shuffle the assembler knows it uniform.
+  w.key_tile = __shfl_sync(~0u, index / width, 0);
   const int unit = s * p.section + index - w.key_tile * width;
   w.batch = unit / p.heads_kv;
   w.kv_head = unit - w.batch * p.heads_kv;
   w.first = CAUSAL ? max(0, w.key_tile * kKeys - p.diagonal) / kRows : 0;
   w.tiles = max(0, p.q_tiles - w.first);
   const int all = w.tiles * (p.heads_q / p.heads_kv);
-  w.begin = (int)((i64)all * rank / kSplits);
-  w.total = (int)((i64)all * (rank + 1) / kSplits) - w.begin;
+  w.begin = all / kSplits * rank + min(rank, all % kSplits);
+  w.total = all / kSplits + (rank < all % kSplits);
   return w;
 }
 
@@ -465,24 +467,27 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
 #if SPLITS > 1
     // Leave dK and dV to the cluster
     ptx::named_barrier_sync<1, 128 * kConsumers>();
-    float4* mine = reinterpret_cast<float4*>(aligned) + threadIdx.x;
+    const u32 mine = base + 16 * ptx::thread_index();
+    auto leave = [&](const float (&x)[kDim / 2], int tensor) {
 #pragma unroll
-    for (int i = 0; i < kDim / 8; i++) {
-      mine[256 * i] = make_float4(dv[4 * i], dv[4 * i + 1], dv[4 * i + 2], dv[4 * i + 3]);
-      mine[256 * (kDim / 8 + i)] = make_float4(dk[4 * i], dk[4 * i + 1], dk[4 * i + 2], dk[4 * i + 3]);
-    }
+      for (int i = 0; i < kDim / 8; i++) {
+        const u32* y = reinterpret_cast<const u32*>(x + 4 * i);
+        ptx::st_shared_v4(mine + 4096 * (tensor * kDim / 8 + i), y[0], y[1], y[2], y[3]);
+      }
+    };
+    leave(dv, 0);
+    leave(dk, 1);
     ptx::cluster_sync();
     // Every block adds up and stores some runs of 32 columns
-    const u32 at = base + 16 * threadIdx.x;
 #pragma unroll 1
     for (int c = index % kSplits; c < kDim / 16; c += kSplits) {
       float x[16] = {};
 #pragma unroll
       for (int rank = 0; rank < kSplits; rank++) {
-        const u32 there = ptx::map_shared(at, rank);
+        const u32 there = ptx::map_shared(mine, rank);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          const uint4 y = ptx::ld_shared_cluster_v4(there + 16 * 256 * (4 * c + j));
+          const uint4 y = ptx::ld_shared_cluster_v4(there + 4096 * (4 * c + j));
           x[4 * j] += __uint_as_float(y.x), x[4 * j + 1] += __uint_as_float(y.y);
           x[4 * j + 2] += __uint_as_float(y.z), x[4 * j + 3] += __uint_as_float(y.w);
         }

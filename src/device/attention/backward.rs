@@ -112,7 +112,8 @@ pub fn backward_variants() -> Vec<Request> {
         all.extend([Variant::Prepare { d_head }, Variant::Finish { d_head }]);
         for causal in [false, true] {
             all.push(Variant::Backward { d_head, causal, deterministic: true, splits: 1 });
-            all.extend([1, 2, 4].map(|splits| Variant::Backward { d_head, causal, deterministic: false, splits }));
+            let splits: &[usize] = if d_head == 64 { &[1] } else { &[1, 2, 4] };
+            all.extend(splits.iter().map(|&splits| Variant::Backward { d_head, causal, deterministic: false, splits }));
         }
     }
     all.into_iter().map(Variant::request).collect()
@@ -208,7 +209,8 @@ impl BackwardEngine {
         (params.terms, params.dq_sum) = (at(place.terms), at(place.dq_sum));
         params.turns = if self.deterministic { at(place.turns) } else { 0 };
         let rows = sizes.tile_rows();
-        let mut maps = [operand_map(&tensors.q, rows)?, operand_map(&tensors.dq, rows)?, operand_map(&tensors.d_out, rows)?];
+        let mut maps =
+            [operand_map(&tensors.q, rows)?, operand_map(&tensors.dq, rows)?, operand_map(&tensors.d_out, rows)?];
 
         let tiles = Launch {
             grid: ((sizes.query_tiles() * sizes.heads_q) as u32, sizes.batch as u32, 1),

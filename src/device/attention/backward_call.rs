@@ -58,7 +58,8 @@ impl BackwardTensors {
             x.expect(name, &[Element::E4m3], shape)?;
             x.expect_aligned(name, 16, 16)?;
         }
-        let wide = [("d_out", &self.d_out, of_q), ("dq", &self.dq, of_q), ("dk", &self.dk, of_kv), ("dv", &self.dv, of_kv)];
+        let wide =
+            [("d_out", &self.d_out, of_q), ("dq", &self.dq, of_q), ("dk", &self.dk, of_kv), ("dv", &self.dv, of_kv)];
         let check_wide = |name: &str, x: &View<4>, shape| {
             x.expect(name, &[Element::Bf16], shape)?;
             x.expect_aligned(name, 16, 8)
@@ -69,7 +70,9 @@ impl BackwardTensors {
             Delta::Output(out) => check_wide("out", out, of_q)?,
             Delta::Given(delta) => delta.expect_dense("delta", Element::F32, sizes.lse_shape())?,
         }
-        for (name, x) in [("q descale", self.descales.q), ("k descale", self.descales.k), ("v descale", self.descales.v)] {
+        for (name, x) in
+            [("q descale", self.descales.q), ("k descale", self.descales.k), ("v descale", self.descales.v)]
+        {
             if let Some(x) = x {
                 x.expect(name, &[Element::F32], [batch, heads_kv])?;
                 x.expect_aligned(name, 4, 1)?;
@@ -161,7 +164,8 @@ impl BackwardSchedule {
             let tiles = if causal { share.max(blocks * longest / (2 * processors)) } else { waves * share };
             tiles + waves * Self::BLOCK_COST + if splits > 1 { Self::CLUSTER_COST } else { 0 }
         };
-        let splits = if deterministic { 1 } else { [1, 2, 4].into_iter().min_by_key(|&n| time(n)).unwrap_or(1) };
+        let choices: &[usize] = if deterministic || sizes.d_head == 64 { &[1] } else { &[1, 2, 4] };
+        let splits = choices.iter().copied().min_by_key(|&n| time(n)).unwrap_or(1);
         Self { section, splits, grid: blocks * splits }
     }
 }
@@ -238,7 +242,8 @@ mod tests {
 
     #[test]
     fn few_blocks_are_split_and_many_are_not() {
-        let sizes = |batch, heads_q, heads_kv, len| Sizes { batch, heads_q, heads_kv, len_q: len, len_k: len, d_head: 128 };
+        let sizes =
+            |batch, heads_q, heads_kv, len| Sizes { batch, heads_q, heads_kv, len_q: len, len_k: len, d_head: 128 };
         let of = |sizes: Sizes, causal| BackwardSchedule::of(&sizes, causal, false, 132);
         assert_eq!(of(sizes(1, 32, 8, 2048), true), BackwardSchedule { section: 8, splits: 2, grid: 256 });
         assert_eq!(of(sizes(1, 32, 8, 2048), false).splits, 1, "128 blocks of one length fill 132 multiprocessors");
@@ -246,6 +251,7 @@ mod tests {
         assert_eq!(of(sizes(2, 32, 8, 2048), true).splits, 1);
         assert_eq!(of(sizes(2, 32, 8, 8192), true), BackwardSchedule { section: 2, splits: 1, grid: 1024 });
         assert_eq!(BackwardSchedule::of(&sizes(1, 32, 8, 1024), true, true, 132).splits, 1);
+        assert_eq!(of(Sizes { d_head: 64, ..sizes(1, 32, 8, 1024) }, true).splits, 1);
         for len in [1, 100, 5000, 1 << 20] {
             let all = sizes(3, 6, 2, len);
             let schedule = of(all, true);
