@@ -97,11 +97,11 @@ __device__ __forceinline__ double2 lengths(const float (&x)[4]) {
   return make_double2(sum * sum + skew * skew, less * less + both * both);
 }
 
-// EVERY: to `norms`, of every head. Otherwise to the plan, where the bound is the sharpest one: `lambdas` are what
+// EVERY: to `to`, of every head. Otherwise to the plan, where the bound is the sharpest one: `lambdas` are what
 // `scale_bounds` certified, with room for one square a head behind them.
 template <bool EVERY>
 __device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGram* heads, const float* partials,
-                                          const ChannelStats* stats, double* lambdas, HeadFrobenius* norms) {
+                                          const ChannelStats* stats, double* lambdas, HeadFrobenius* to) {
   __shared__ double channel_parts[7][WARPS], parts[6][WARPS];
   __shared__ Side q, k;
   const u32 layer = blockIdx.x / s.n_q, h = blockIdx.x % s.n_q, kv = h / (s.n_q / s.n_kv), first = layer * (s.n_q + s.n_kv);
@@ -220,17 +220,18 @@ __device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGra
   else {
     const double norm = sum_of(parts[5]);
     // Not by fmax, which drops a NaN.
-    norms[blockIdx.x] = {(float)sqrt(norm < 0.0 ? 0.0 : norm), __double2float_ru(sqrt(square < 0.0 ? 0.0 : square))};
+    *to = {(float)sqrt(norm < 0.0 ? 0.0 : norm), __double2float_ru(sqrt(square < 0.0 ? 0.0 : square))};
   }
 }
 
 // Squares of the bound behind the eigenvalues of a plan; infinite where another is sharper.
 extern "C" __global__ void __launch_bounds__(THREADS, 5)
-    scale_frobenius_bound(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats, double* lambdas) {
+    scale_frobenius_bound(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats, const u32*, double* lambdas) {
   frobenius<false>(s, heads, partials, stats, lambdas, nullptr);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-    scale_frobenius(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats, HeadFrobenius* norms) {
-  frobenius<true>(s, heads, partials, stats, nullptr, norms);
+    scale_frobenius(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats,
+                    const u32* first_heads, HeadFrobenius* norms) {
+  frobenius<true>(s, heads, partials, stats, nullptr, norms + first_heads[blockIdx.x / s.n_q] + blockIdx.x % s.n_q);
 }

@@ -1,5 +1,5 @@
 // The end of the chain, a warp a query head: certified eigenvalues and channel statistics to the logit bound and its
-// descale. And channel statistics read off the Grams, where the norm has neither mean nor shift.
+// descale. And the sums of channel statistics that the Gram pass left in parts.
 //
 //   certain = tau [d sigma + sqrt(d) (||a|| + ||b||) + |c0|],   rounded = certain + tau [(1 + e)^2 - 1] N_Q N_K + subnormals,
 //   N = sqrt(d) sigma_raw + ||c'||, c' the constants with absolute values, 1 + e = (1 + 1/17)(1 + 1/32), descale = rounded / (eta 448).
@@ -17,15 +17,16 @@ struct PlanShape {
   u32 flags;
   double eta;
 };
-// Bits 0, 1: in some layer the pair products of q, k still hold the mean. The norm removes the mean. Norms as they are may be
-// missing (`worthwhile`).
-enum : u32 { RAW_PAIRS = 3, MEAN_REMOVED = 8, MAY_MISS = 16 };
+// The norm removes the mean. Norms as they are may be missing (`worthwhile`).
+enum : u32 { MEAN_REMOVED = 8, MAY_MISS = 16 };
 static_assert(sizeof(PlanShape) == 48, "host mirror");
 // Of one layer, rounded up: the largest factor on q behind rotation and norms, and the softmax scale times it. q is cast with the
-// factor; norms and steps here are without.
+// factor; norms and steps here are without. And where its results go: its first query and KV head in the model.
 struct Growth {
   float logits, query;
+  u32 q, kv;
 };
+static_assert(sizeof(Growth) == 16, "host mirror");
 
 __device__ __forceinline__ double warp_sum(double v) {
 #pragma unroll
@@ -74,14 +75,12 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     const double aq0 = f * q[i].absolute, aq1 = f * q[j].absolute, ak0 = f * k[i].absolute, ak1 = f * k[j].absolute;
     spread_q += aq0 * aq0 + aq1 * aq1, spread_k += ak0 * ak0 + ak1 * ak1;
     if (rotated) {
-      auto sigma_pair = [&](const ChannelStats* c, u32 which) {
-        const double x = c[i].norm2, y = c[j].norm2;
-        const double less = s.flags & RAW_PAIRS & 1 << which ? (double)c[i].sum * c[j].sum / s.d_model : 0.0;
-        const double pair = c[i].pair, m = fmax(fabs(pair), fabs(pair - less));
+      auto sigma_pair = [&](const ChannelStats* c) {
+        const double x = c[i].norm2, y = c[j].norm2, m = c[i].pair;
         return f * root_above(0.5 * (x + y) + root_above(0.25 * (x - y) * (x - y) + m * m));
       };
       const double rq = root_above(qq), rk = root_above(kk);
-      c0 += rq * rk, a += sigma_pair(q, 0) * rk, b += sigma_pair(k, 1) * rq;
+      c0 += rq * rk, a += sigma_pair(q) * rk, b += sigma_pair(k) * rq;
     } else {
       rest_c0 += q0 * k0 + q1 * k1, rest_cq += qq, rest_ck += kk;
       rest_q += (double)q[i].norm2 + q[j].norm2, rest_k += (double)k[i].norm2 + k[j].norm2;
@@ -106,9 +105,10 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   const double* rest = lambdas + all + s.layers * s.n_kv;
   // The coarsest of the layer: heads may share its largest scale.
   float step_q = 0.f, step_k = 0.f;
+  const Growth place = growth[layer];
   for (u32 i = lane; i < s.n_kv; i += 32) {
-    step_q = fmaxf(step_q, operand_descales[layer * 4 * s.n_kv + i]);
-    step_k = fmaxf(step_k, operand_descales[(layer * 4 + 1) * s.n_kv + i]);
+    step_q = fmaxf(step_q, operand_descales[4 * place.kv + i]);
+    step_k = fmaxf(step_k, operand_descales[4 * place.kv + s.n_kv + i]);
   }
 #pragma unroll
   for (int step = 16; step; step >>= 1) {
@@ -138,12 +138,12 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     scaled = sqrt(rest[task] * rest[all + task]);
     sigma = fmin(sigma, fmin(scaled, sqrt(rest[2 * all + task])));
   }
-  const double tau = growth[layer].logits, d = s.d_model;
+  const double tau = place.logits, d = s.d_model;
   const double certain = tau * (d * sigma + root * (a + b) + c0);
   const double norm_q = root * sigma_q + sqrt(spread_q), norm_k = root * sigma_k + sqrt(spread_k);
   const bool plain = s.rotary && !(s.flags & MEAN_REMOVED) && spread_q + spread_k == 0.0;
   const double product = plain ? fmin(norm_q * norm_k, d * scaled) : norm_q * norm_k;
-  double rounded = certain + rounding_gap(tau, product, norm_q, norm_k, step_q / (double)growth[layer].query, step_k, s.r);
+  double rounded = certain + rounding_gap(tau, product, norm_q, norm_k, step_q / (double)place.query, step_k, s.r);
   // fmin drops a NaN.
   if (!(raw_q + raw_k + trace_q + trace_k + (s.products || s.rotary ? rest[task] : 0.0) + rounded < 1e300)) {
     rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
@@ -152,32 +152,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   out.sigma = above(sigma), out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
   out.descale = smallest_descale(out.rounded, s.eta * 448.0);
   out.linear = above(a + b), out.constant = above(c0), out.constants = above(sqrt(cq2) + sqrt(ck2)), out.pad = 0.f;
-  bounds[task] = out;
-}
-
-// Statistics of Q and K channels from the diagonal and the pair entries of their Grams. A block a head; statistics of
-// heads of either projection start at the head's row.
-extern "C" __global__ void __launch_bounds__(128)
-    scale_gram_stats(PlanShape s, const HeadGram* heads, const float* partials, const u64* biases, u32 bias_dtype,
-                     ChannelStats* stats) {
-  const HeadGram head = heads[blockIdx.x];
-  const u32 side = (s.r + 63) / 64, blocks = side * (side + 1) / 2;
-  auto entry = [&](u32 i, u32 j) {
-    const u32 bi = i / 64, bj = j / 64, block = bi * side - bi * (bi - 1) / 2 + bj - bi;
-    float sum = 0.f;
-    for (u32 part = 0; part < head.count; part++)
-      sum += partials[((size_t)(head.first + part * head.stride) * blocks + block) * 4096 + (i % 64) * 64 + j % 64];
-    return sum;
-  };
-  const u32 p = threadIdx.x;
-  if (p >= s.r / 2) return;
-  u32 i, j;
-  pair_channels(p, s.rotary, s.interleaved, i, j);
-  const float x = entry(i, i), y = entry(j, j), m = entry(i, j);
-  const u64 bias = biases[blockIdx.x];
-  const float bx = bias ? load_value(bias, bias_dtype, i) : 0.f, by = bias ? load_value(bias, bias_dtype, j) : 0.f;
-  stats[head.stat_row + i] = {x, x, m, bx, fabsf(bx), 0.f, 0.f, 0.f};
-  stats[head.stat_row + j] = {y, y, m, by, fabsf(by), 0.f, 0.f, 0.f};
+  bounds[place.q + h] = out;
 }
 
 // Channel statistics from the parts that the Gram kernel left. A block a tile of whole heads, a thread a row of a part.
@@ -227,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(256)
     norm2 -= sum * sum / p.d_model;
     norm2 = norm2 < 0.0 ? 0.0 : norm2;
     const u32 head = i / p.d_head * p.d_head;
-    if (!p.raw_pairs) pair -= sum * channel_sums[head + pair_partner(i - head, p.rotary, p.interleaved)] / p.d_model;
+    pair -= sum * channel_sums[head + pair_partner(i - head, p.rotary, p.interleaved)] / p.d_model;
   }
   const float b = bias ? load_value(bias, p.vector_dtype, tile.first_row + i) : 0.f;
   out = {(float)(norm2 + lost), (float)(raw2 + lost), (float)pair, (float)(constant + b),

@@ -21,10 +21,10 @@ struct QkLayer {
   float rope_factor;
   float logit_scale;    // softmax scale times the largest factor on q, rounded up
   u32 rotary, interleaved;
-  u32 out;              // first entry of this layer in `descales`: [4][n_kv], q k v o
+  u32 layer, head, kv;  // number of the layer, of its first query and KV head, in the model: where its results go
   float query_factor;   // largest factor on q, rounded up
 };
-static_assert(sizeof(QkSide) == 24 && sizeof(QkLayer) == 80, "host mirror");
+static_assert(sizeof(QkSide) == 24 && sizeof(QkLayer) == 88, "host mirror");
 
 __device__ __forceinline__ double larger(double a, double b) { return a != a ? a : (b != b ? b : fmax(a, b)); }
 __device__ __forceinline__ double warp_largest(double v) {
@@ -82,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(256)
   extern __shared__ float bounds[];  // of q heads, then of k heads
   __shared__ float coarsest[2];  // descale of the layer's heads that have one
   const QkLayer l = layers[blockIdx.x];
+  const QkLayer& place = layers[blockIdx.x];
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = n_q / n_kv;
 
   // Operands
@@ -100,12 +101,12 @@ extern "C" __global__ void __launch_bounds__(256)
         for (u32 i = 0; i < group; i++) bound = larger(bound, bounds[head * group + i]);
       if (!(bound < 3e38)) bound = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_WEIGHT);
       const float descale = smallest_descale(bound, 448.0);
-      operand_bounds[(blockIdx.x * 3 + warp) * n_kv + head] = (float)bound;
-      descales[l.out + warp * n_kv + head] = descale;
+      operand_bounds[3 * place.kv + warp * n_kv + head] = (float)bound;
+      descales[4 * place.kv + warp * n_kv + head] = descale;
       most = larger(most, descale), finite = fmax(finite, (double)descale);
     }
     most = warp_largest(most), finite = warp_largest(finite);
-    if (lane == 0) tensors[blockIdx.x * 4 + warp] = (float)most, coarsest[warp] = (float)finite;
+    if (lane == 0) tensors[place.layer * 4 + warp] = (float)most, coarsest[warp] = (float)finite;
   }
   __syncthreads();
 
@@ -134,6 +135,6 @@ extern "C" __global__ void __launch_bounds__(256)
     HeadBound out = {};
     out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
     out.descale = smallest_descale(out.rounded, eta * 448.0);
-    heads[blockIdx.x * n_q + head] = out;
+    heads[place.head + head] = out;
   }
 }

@@ -33,7 +33,7 @@ fn processes_fill_one_cache_at_once() {
     if let Some(folder) = std::env::var_os(CHILD) {
         for _ in 0..200 {
             let cache = Cache::new(Some(folder.clone().into()));
-            assert_eq!(cache.get_or_build(&request(), (13, 0), || Ok(cubin())).unwrap(), cubin());
+            assert_eq!(cache.get_or_build(&request(), "13.0", || Ok(cubin())).unwrap(), cubin());
             // Somebody clears the cache now and then.
             let entry = std::fs::read_dir(&folder).unwrap().flatten().find(|e| e.path().extension().is_some());
             if let Some(entry) = entry {
@@ -51,9 +51,9 @@ fn processes_fill_one_cache_at_once() {
     // What is left is whole.
     let built = std::cell::Cell::new(false);
     let cache = Cache::new(Some(folder.path().into()));
-    cache.get_or_build(&request(), (13, 0), || Ok(cubin())).unwrap();
+    cache.get_or_build(&request(), "13.0", || Ok(cubin())).unwrap();
     cache
-        .get_or_build(&request(), (13, 0), || {
+        .get_or_build(&request(), "13.0", || {
             built.set(true);
             Ok(cubin())
         })
@@ -111,20 +111,20 @@ fn a_failed_compilation_gives_the_whole_log_and_keeps_nothing() {
     let broken = Request::new(sources::Source { name: "broken", text }, Arch::SM90A);
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::new(Some(folder.path().into()));
-    let error = cache.get_or_build(&broken, (13, 0), || cuda::compile(&broken)).unwrap_err().to_string();
+    let error = cache.get_or_build(&broken, "13.0", || cuda::compile(&broken)).unwrap_err().to_string();
     for part in ["broken does not compile for sm_90a", "broken(1)", "missing_one", "broken(2)", "missing_two"] {
         assert!(error.contains(part), "{part} in {error}");
     }
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     // A damaged entry of a real kernel is compiled again, to the same bytes.
     let good = Request::new(sources::GAINS, Arch::SM90A);
-    let first = cache.get_or_build(&good, (13, 0), || cuda::compile(&good)).unwrap();
+    let first = cache.get_or_build(&good, "13.0", || cuda::compile(&good)).unwrap();
     let path = std::fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();
     let mut bytes = std::fs::read(&path).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(&path, bytes).unwrap();
     // The log holds a time.
-    let again = cache.get_or_build(&good, (13, 0), || cuda::compile(&good)).unwrap();
+    let again = cache.get_or_build(&good, "13.0", || cuda::compile(&good)).unwrap();
     assert!(again.cubin == first.cubin, "other bytes");
 }

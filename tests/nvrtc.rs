@@ -19,13 +19,13 @@ fn variants() -> Vec<Request> {
     for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_") || s.name.starts_with("policy_"))
     {
         if source == sources::GRAMS_WGMMA {
-            let request = |r, f16| Request::new(source, Arch::SM90A).define("D_HEAD", r).define("F16", f16);
+            let request = |r, f16| Request::new(source, Arch::SM90A).define("D_HEAD", r).define("WEIGHTS", f16);
             all.extend([(128, 0), (96, 1), (72, 0)].map(|(r, f16)| request(r, f16)));
             continue;
         }
         if source == sources::GRAMS_PIECES {
             let one = |(r, along, f16, sums): (u32, u32, u32, u32)| {
-                let request = Request::new(source, Arch::SM90A).define("D_HEAD", r).define("F16", f16);
+                let request = Request::new(source, Arch::SM90A).define("D_HEAD", r).define("WEIGHTS", f16);
                 request.define("ALONG_CHANNELS", along).define("SUMS", sums)
             };
             let shapes = [
@@ -41,27 +41,29 @@ fn variants() -> Vec<Request> {
             continue;
         }
         if source == sources::NORMS_HEADS {
-            // Channels of a head, [in, out], a mean or a shift, rotation, f16, type of the vectors.
+            // Channels of a head, [in, out], a mean or a shift, rotation, f16, type of the vectors, beside other kernels.
             for shape in [
-                [64, 0, 1, 0, 0, 2],
-                [64, 1, 1, 0, 0, 2],
-                [64, 1, 1, 1, 1, 1],
-                [128, 0, 0, 1, 0, 0],
-                [128, 0, 1, 1, 1, 1],
-                [16, 0, 0, 0, 0, 0],
-                [16, 1, 1, 1, 0, 2],
-                [80, 1, 1, 1, 0, 2],
-                [24, 0, 1, 1, 0, 2],
-                [192, 0, 0, 1, 0, 0],
-                [192, 0, 1, 0, 0, 0],
-                [248, 1, 1, 0, 0, 1],
-                [256, 0, 1, 1, 0, 2],
-                [256, 1, 0, 1, 1, 1],
+                [64, 0, 1, 0, 0, 2, 0],
+                [64, 1, 1, 0, 0, 2, 0],
+                [64, 1, 1, 1, 1, 1, 0],
+                [128, 0, 0, 1, 0, 0, 0],
+                [128, 0, 1, 1, 1, 1, 0],
+                [16, 0, 0, 0, 0, 0, 0],
+                [16, 1, 1, 1, 0, 2, 0],
+                [80, 1, 1, 1, 0, 2, 0],
+                [24, 0, 1, 1, 0, 2, 0],
+                [192, 0, 0, 1, 0, 0, 0],
+                [192, 0, 1, 0, 0, 0, 0],
+                [248, 1, 1, 0, 0, 1, 0],
+                [256, 0, 1, 1, 0, 2, 0],
+                [256, 1, 0, 1, 1, 1, 0],
+                [64, 1, 0, 0, 0, 2, 1],
+                [128, 0, 0, 0, 1, 0, 1],
             ]
             .into_iter()
-            .chain(sizes(16, 256).map(|r| [r, 0, 1, 1, 0, 0]))
+            .chain(sizes(16, 256).flat_map(|r| [[r, 0, 1, 1, 0, 0, 0], [r, 0, 0, 0, 0, 2, 1]]))
             {
-                let names = ["D_HEAD", "ALONG_CHANNELS", "SUMS", "TURNS", "F16", "VECTORS"];
+                let names = ["D_HEAD", "ALONG_CHANNELS", "SUMS", "TURNS", "F16", "VECTORS", "BESIDE"];
                 let request = Request::new(source, Arch::SM90A);
                 all.push(
                     names.into_iter().zip(shape).fold(request, |request, (name, value)| request.define(name, value)),
@@ -73,15 +75,8 @@ fn variants() -> Vec<Request> {
             let wide = [(160, 1), (192, 2), (200, 2), (256, 1), (256, 2)];
             let f32s = [(16, 2), (40, 2), (64, 2), (96, 2), (128, 2)];
             for (r, weights) in wide.into_iter().chain(f32s).chain(sizes(136, 256).map(|r| (r, 0))) {
-                for norms in [0, 1] {
-                    let request = Request::new(source, Arch::SM90A).define("D_HEAD", r);
-                    all.push(request.define("WEIGHTS", weights).define("NORMS", norms));
-                }
+                all.push(Request::new(source, Arch::SM90A).define("D_HEAD", r).define("WEIGHTS", weights));
             }
-            continue;
-        }
-        if source == sources::VALUES {
-            all.extend([0, 1].map(|f16| Request::new(source, Arch::SM90A).define("F16", f16)));
             continue;
         }
         if source == sources::BOUNDS_WIDE {
@@ -128,28 +123,6 @@ fn variants() -> Vec<Request> {
                 all.push(Request::new(source, Arch::SM90A).define("D_HEAD", r).define("ALONG_CHANNELS", along));
             }
             all.push(Request::new(source, Arch::SM100).define("D_HEAD", 128));
-            continue;
-        }
-        if source == sources::POWER_ONCE {
-            // Type, [in, out], blocks, channels of a block and of a box, inputs of a tile.
-            for shape in [
-                [0, 0, 8, 512, 256, 64],
-                [0, 0, 16, 1024, 256, 32],
-                [0, 0, 4, 400, 200, 64],
-                [1, 0, 2, 120, 120, 64],
-                [2, 0, 1, 40, 40, 32],
-                [2, 0, 16, 512, 256, 32],
-                [0, 1, 4, 400, 200, 64],
-                [0, 1, 16, 768, 256, 32],
-                [1, 1, 8, 512, 256, 64],
-                [2, 1, 8, 512, 128, 32],
-            ] {
-                let names = ["WEIGHTS", "ALONG_CHANNELS", "PEERS", "SHARE", "BOX", "TILE"];
-                let request = Request::new(source, Arch::SM90A);
-                all.push(
-                    names.into_iter().zip(shape).fold(request, |request, (name, value)| request.define(name, value)),
-                );
-            }
             continue;
         }
         if source == sources::POWER_SUM {
@@ -219,14 +192,8 @@ fn every_variant_compiles_clean() {
 /// Instructions that a kernel must not be without.
 fn instructions(variant: &Request) -> &'static [&'static str] {
     /// Whose plain loads read what the copy engine brings: the next copy waits for these only behind a fence.
-    const READERS: [sources::Source; 6] = [
-        sources::VALUES,
-        sources::NORMS_HEADS,
-        sources::GRAMS_WGMMA,
-        sources::GRAMS_WIDE,
-        sources::POWER,
-        sources::POWER_ONCE,
-    ];
+    const READERS: [sources::Source; 4] =
+        [sources::NORMS_HEADS, sources::GRAMS_WGMMA, sources::GRAMS_WIDE, sources::POWER];
     match variant.source {
         // Products on tensor cores in FP8, copies by the copy engine.
         source if source == sources::ATTENTION => &["QGMMA", "UTMALDG"],
@@ -264,6 +231,17 @@ fn complaints(variant: &Request, disassembler: Option<&Path>) -> Vec<String> {
         assert_eq!(cuda::compile(variant).unwrap().cubin, compiled.cubin, "{name}");
     }
     complaints
+}
+
+#[test]
+fn the_build_of_the_compiler_is_known() {
+    match cuda::compiler_build() {
+        Ok(build) => {
+            let (major, minor) = cuda::compiler_version().unwrap();
+            assert!(build.contains(&format!("release {major}.{minor}, V{major}.{minor}.")), "{build}");
+        }
+        Err(e) => println!("ignored: the_build_of_the_compiler_is_known: {e}"),
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 // What an attention call leaves in device memory for a policy, one row a layer: [n_q] LogitWords, then [n_q] CastWords of q,
 // [n_kv] of k, [n_kv] of v. Zero means nothing was seen; every word only grows, so that the order of arrival is without
-// effect. The host's mirror is src/cuda/step_stats.rs.
+// effect. Counts stay at 2^32 - 1 once they reach it. The host's mirror is src/cuda/step_stats.rs.
 #pragma once
 #include "common/types.cuh"
 
@@ -19,6 +19,12 @@ struct CastWords {
 static_assert(sizeof(LogitWords) == 16 && sizeof(CastWords) == 16, "host mirror");
 
 __device__ __forceinline__ u32 stats_words(u32 n_q, u32 n_kv) { return 8 * (n_q + n_kv); }
+
+// Adds n to a count, which stays at its largest value instead of wrapping. The block whose addition wraps sets it back, and any
+// addition after that wraps again, so the largest value is what remains when all are done.
+__device__ __forceinline__ void add_saturating(u32* count, u32 n) {
+  if (atomicAdd(count, n) > ~n) atomicExch(count, ~0u);
+}
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= 3.4028235e38f; }
 // A monotone map from floats to unsigned integers, so that integer atomics give a float maximum in any order of arrival.

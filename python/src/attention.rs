@@ -125,6 +125,8 @@ impl Attention {
             let workspace = view::<1>("workspace", &call.workspace)?;
             let stream = stream(self.cuda.device(), call.stream);
             let call = AttentionCall { mask, softmax_scale: call.softmax_scale, ..AttentionCall::causal(shape) };
+            // Compilation takes seconds: other threads' calls do not wait for it.
+            self.cuda.prepare(&call, &tensors)?;
             let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
             self.cuda.launch(&stream, &call, &tensors, &workspace)
         })

@@ -149,13 +149,13 @@ pub struct ScaleEngine {
 #[pymethods]
 impl ScaleEngine {
     #[new]
-    fn new(py: Python<'_>, device: usize, layers: Vec<Layer>, logits: bool) -> PyResult<Self> {
+    fn new(py: Python<'_>, device: usize, layers: Vec<Layer>, logits: bool, eta: f64) -> PyResult<Self> {
         on_device(py, || {
             let device = Device::open(device)?;
             let inputs = layers.iter().map(Layer::input).collect::<Result<Vec<_>>>()?;
             // SAFETY: 1. the package reads addresses, shapes and strides off live tensors of this device; 2. it checks at
             // every launch that they still lie where they did, and orders launches on streams.
-            let engine = unsafe { scale::ScaleEngine::new(&device, &inputs, logits)? };
+            let engine = unsafe { scale::ScaleEngine::new(&device, &inputs, logits)? }.with_eta(eta)?;
             Ok(Self { engine: OnDevice::new(Mutex::new(engine)), device: OnDevice::new(device), logits })
         })
     }

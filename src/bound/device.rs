@@ -1,6 +1,7 @@
 //! Bounds as the scale engine of a GPU writes them: plain values, which need no driver.
 
-use super::{HeadBounds, LayerBounds, ModelConstants, OperandBound, Tail};
+use super::tail::{ModelConstants, Tail};
+use super::values::{HeadBounds, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, NormKind};
 use bytemuck::{Pod, Zeroable};
@@ -72,6 +73,22 @@ pub fn isotropic(spec: &AttentionSpec, tail: &Tail) -> Result<Isotropic> {
     })
 }
 
+/// Refuses what the scale engine does not count.
+///
+/// # Errors
+/// `is_unsupported` if the projections may read their input rounded to E4M3, or if the config has two readings of the rotation.
+pub fn check_device(spec: &AttentionSpec) -> Result<()> {
+    let on_cpu =
+        |what: &str| Err(Error::unsupported(format_args!("{}: {what} are bounded on the CPU only", spec.name)));
+    if spec.fp8_inputs {
+        return on_cpu("weights stored in FP8, whose inputs may be rounded to E4M3 too,");
+    }
+    if spec.layers.iter().flat_map(|layer| &layer.rope).any(|rope| !rope.other_dims.is_empty()) {
+        return on_cpu("rotations that engines read differently");
+    }
+    Ok(())
+}
+
 impl LayerBounds {
     /// The bounds of one layer from what the scale engine wrote: `heads` has `n_q` entries, `operands` the values
     /// `[q, k, v][n_kv]`. Certain and rank-aware bounds are there (the latter not with a QK-norm); query heads of a group share
@@ -79,7 +96,7 @@ impl LayerBounds {
     ///
     /// # Errors
     /// `is_non_finite` if a weight was; `is_mismatch` if a length is not the layer's; `is_argument` if there is no such layer;
-    /// `is_unsupported` if the projections read their input rounded to E4M3, which the engine does not count.
+    /// as [`check_device`].
     pub fn from_device(
         spec: &AttentionSpec,
         layer: usize,
@@ -88,15 +105,10 @@ impl LayerBounds {
         tail: &Tail,
     ) -> Result<Self> {
         let own = spec.layer(layer)?;
-        if spec.fp8_inputs {
-            return Err(Error::unsupported(format_args!(
-                "{}: weights stored in FP8 are bounded on the CPU, whose bounds count inputs rounded to E4M3 too",
-                spec.name
-            )));
-        }
+        check_device(spec)?;
         let (n_q, n_kv) = (own.n_q_heads, own.n_kv_heads);
         if heads.len() != n_q || operands.len() != 3 * n_kv {
-            return Err(Error::mismatch(format_args!("{}: bounds of another model than layer {layer}'s", spec.name)));
+            return Err(Error::mismatch(format_args!("{}: bounds of another model", spec.place(layer))));
         }
         let constants = isotropic(spec, tail)?;
         let (d, tau) = (spec.d_model as f64, own.logit_scale());
@@ -131,9 +143,9 @@ impl LayerBounds {
         };
         // `min` with a soft-cap drops a NaN.
         if bounds.heads.iter().any(|head| head.rounded.is_none_or(f64::is_nan)) {
-            return Err(Error::non_finite(format_args!("{} layer {layer}: a bound is NaN", spec.name)));
+            return Err(Error::non_finite(format_args!("{}: a bound is NaN", spec.place(layer))));
         }
-        bounds.check().map_err(|error| error.within(format_args!("{} layer {layer}", spec.name)))?;
+        bounds.check().map_err(|error| error.within(spec.place(layer)))?;
         Ok(bounds)
     }
 }

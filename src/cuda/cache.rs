@@ -1,18 +1,22 @@
 //! Compiled kernels on disk.
 //!
 //! One file an entry, named by a 128-bit hash of everything that goes into the compilation: the source and all headers,
-//! the compiler's version, the options, the architecture. A file is written under a temporary name in the same folder and
+//! the compiler's build, the options, the architecture. A file is written under an unpredictable name in the same folder and
 //! published by one rename, so two processes can fill the same entry at once; the last one wins and both are right.
 //! Every entry carries its length and a checksum: a damaged one is compiled again, never loaded.
 //!
-//! The folder is `SIGMASCALE_CACHE`, else `$XDG_CACHE_HOME/sigmascale`, else `~/.cache/sigmascale`. A folder that cannot
-//! be written only costs time: the kernel is compiled again in the next process.
+//! The folder is `SIGMASCALE_CACHE`, else `$XDG_CACHE_HOME/sigmascale`, else `~/.cache/sigmascale`, made for this user
+//! alone. What is read from it runs on the GPU, so a folder that belongs to another user, or that others can write, is not
+//! used. A folder that cannot be used only costs time: the kernel is compiled again in the next process.
 
 use super::nvrtc::{Compiled, Request};
 use super::sources;
 use crate::error::Result;
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::hash::{BuildHasher, RandomState};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 const MAGIC: &[u8; 8] = b"sigma-c1";
 
@@ -36,23 +40,30 @@ impl Cache {
         Self { folder }
     }
 
-    /// The entry of `request`, or `build`'s result, which is then kept.
+    /// The entry of `request`, or `build`'s result, which is then kept. `compiler`: what [`compiler_build`] says.
+    ///
+    /// [`compiler_build`]: super::compiler_build
     ///
     /// # Errors
     /// Only those of `build`: a cache that cannot be read or written is passed over.
     pub fn get_or_build(
         &self,
         request: &Request,
-        compiler: (i32, i32),
+        compiler: &str,
         build: impl FnOnce() -> Result<Compiled>,
     ) -> Result<Compiled> {
         let Some(folder) = &self.folder else { return build() };
         let path = folder.join(format!("{}-{}.cubin", request.source.name.replace('/', "-"), key(request, compiler)));
-        if let Some(found) = std::fs::read(&path).ok().and_then(|bytes| decode(&bytes)) {
+        let private = private(folder);
+        if let Err(e) = &private {
+            tracing::warn!("the kernel cache {} is not used: {e}", folder.display());
+        } else if let Some(found) = read(&path).ok().and_then(|bytes| decode(&bytes)) {
             return Ok(found);
         }
         let built = build()?;
-        if let Err(e) = publish(folder, &path, &encode(&built)) {
+        if private.is_ok()
+            && let Err(e) = publish(folder, &path, &encode(&built))
+        {
             tracing::debug!("compiled kernel not kept in {}: {e}", path.display());
         }
         Ok(built)
@@ -60,14 +71,14 @@ impl Cache {
 }
 
 /// 128 bits over everything that determines the result, in hexadecimal.
-fn key(request: &Request, compiler: (i32, i32)) -> String {
+fn key(request: &Request, compiler: &str) -> String {
     let mut hash = Fnv128::new();
     let mut field = |bytes: &[u8]| {
         hash.write(&(bytes.len() as u64).to_le_bytes());
         hash.write(bytes);
     };
     field(env!("CARGO_PKG_VERSION").as_bytes());
-    field(format!("nvrtc {}.{}", compiler.0, compiler.1).as_bytes());
+    field(compiler.as_bytes());
     field(request.source.name.as_bytes());
     field(request.source.text.as_bytes());
     for (name, body) in sources::HEADERS {
@@ -119,12 +130,39 @@ fn decode(bytes: &[u8]) -> Option<Compiled> {
     Some(Compiled { cubin: body[..cubin].to_vec(), log: String::from_utf8(body[cubin..].to_vec()).ok()? })
 }
 
-fn publish(folder: &Path, path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    static COUNTER: AtomicU64 = AtomicU64::new(0);
-    std::fs::create_dir_all(folder)?;
-    let unique = COUNTER.fetch_add(1, Ordering::Relaxed);
-    let temporary = folder.join(format!(".{}-{unique}.tmp", std::process::id()));
-    let done = std::fs::write(&temporary, bytes).and_then(|()| std::fs::rename(&temporary, path));
+/// Makes the folder, or checks that it is this user's and that nobody else can write it.
+fn private(folder: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    let metadata = std::fs::metadata(folder)?;
+    if metadata.uid() != user()? {
+        return Err(io::Error::other("it belongs to another user"));
+    }
+    if metadata.mode() & 0o022 != 0 {
+        return Err(io::Error::other("others can write it (chmod go-w)"));
+    }
+    Ok(())
+}
+
+/// The user that this process acts as.
+fn user() -> io::Result<u32> {
+    std::fs::metadata("/proc/self").map(|metadata| metadata.uid())
+}
+
+/// A file of this user's.
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut file = File::open(path)?;
+    if file.metadata()?.uid() != user()? {
+        return Err(io::Error::other("it belongs to another user"));
+    }
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn publish(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let temporary = folder.join(format!(".{:016x}.tmp", RandomState::new().hash_one(path)));
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
+    let done = file.write_all(bytes).and_then(|()| std::fs::rename(&temporary, path));
     if done.is_err() {
         let _ = std::fs::remove_file(&temporary);
     }
@@ -137,6 +175,9 @@ mod tests {
     use super::*;
     use crate::error::Error;
     use std::cell::Cell;
+    use std::os::unix::fs::PermissionsExt;
+
+    const BUILD: &str = "release 13.0, V13.0.88";
 
     fn request() -> Request {
         Request::new(sources::ALL[0], Arch::SM90A).define("A", 1)
@@ -152,7 +193,7 @@ mod tests {
         let cache = Cache::new(Some(folder.path().join("deep/er")));
         let built = Cell::new(0);
         for _ in 0..3 {
-            let got = cache.get_or_build(&request(), (13, 0), || {
+            let got = cache.get_or_build(&request(), BUILD, || {
                 built.set(built.get() + 1);
                 Ok(sample())
             });
@@ -166,7 +207,7 @@ mod tests {
     fn a_damaged_entry_is_rebuilt() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::new(Some(folder.path().into()));
-        cache.get_or_build(&request(), (13, 0), || Ok(sample())).unwrap();
+        cache.get_or_build(&request(), BUILD, || Ok(sample())).unwrap();
         let path = std::fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();
         let good = std::fs::read(&path).unwrap();
         for position in [0, 9, 20, 30, 41, good.len() - 1] {
@@ -175,7 +216,7 @@ mod tests {
             std::fs::write(&path, &bad).unwrap();
             let built = Cell::new(false);
             cache
-                .get_or_build(&request(), (13, 0), || {
+                .get_or_build(&request(), BUILD, || {
                     built.set(true);
                     Ok(sample())
                 })
@@ -190,28 +231,58 @@ mod tests {
 
     #[test]
     fn everything_that_matters_is_in_the_key() {
-        let base = key(&request(), (13, 0));
-        assert_ne!(base, key(&request(), (13, 1)));
-        assert_ne!(base, key(&request().define("B", 2), (13, 0)));
-        assert_ne!(base, key(&Request { arch: Arch::SM80, ..request() }, (13, 0)));
+        let base = key(&request(), BUILD);
+        assert_ne!(base, key(&request(), "release 13.0, V13.0.89"));
+        assert_ne!(base, key(&request().define("B", 2), BUILD));
+        assert_ne!(base, key(&Request { arch: Arch::SM80, ..request() }, BUILD));
         let edited = sources::Source { text: "other", ..request().source };
-        assert_ne!(base, key(&Request { source: edited, ..request() }, (13, 0)));
-        assert_eq!(base, key(&request(), (13, 0)));
+        assert_ne!(base, key(&Request { source: edited, ..request() }, BUILD));
+        assert_eq!(base, key(&request(), BUILD));
     }
 
     #[test]
     fn a_failed_build_is_reported_and_not_kept() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::new(Some(folder.path().into()));
-        assert!(cache.get_or_build(&request(), (13, 0), || Err(Error::cuda("no"))).unwrap_err().is_cuda());
-        assert_eq!(cache.get_or_build(&request(), (13, 0), || Ok(sample())).unwrap(), sample());
+        assert!(cache.get_or_build(&request(), BUILD, || Err(Error::cuda("no"))).unwrap_err().is_cuda());
+        assert_eq!(cache.get_or_build(&request(), BUILD, || Ok(sample())).unwrap(), sample());
     }
 
     #[test]
     fn a_folder_that_cannot_be_written_costs_only_time() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let cache = Cache::new(Some(file.path().join("below")));
-        assert_eq!(cache.get_or_build(&request(), (13, 0), || Ok(sample())).unwrap(), sample());
+        assert_eq!(cache.get_or_build(&request(), BUILD, || Ok(sample())).unwrap(), sample());
+    }
+
+    #[test]
+    fn only_a_private_folder_is_used() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().join("cache");
+        let cache = Cache::new(Some(at.clone()));
+        let mode = |bits| std::fs::set_permissions(&at, std::fs::Permissions::from_mode(bits)).unwrap();
+        let builds = || {
+            let built = Cell::new(false);
+            let got = cache.get_or_build(&request(), BUILD, || {
+                built.set(true);
+                Ok(sample())
+            });
+            assert_eq!(got.unwrap(), sample());
+            built.get()
+        };
+        assert!(builds() && !builds());
+        assert_eq!(std::fs::metadata(&at).unwrap().mode() & 0o777, 0o700);
+        let entry = std::fs::read_dir(&at).unwrap().next().unwrap().unwrap();
+        assert_eq!(entry.metadata().unwrap().mode() & 0o777, 0o600);
+        for open in [0o777, 0o720, 0o702] {
+            mode(open);
+            assert!(builds(), "{open:o}: what others may have written is not read");
+            std::fs::remove_file(entry.path()).unwrap();
+            assert!(builds());
+            assert_eq!(std::fs::read_dir(&at).unwrap().count(), 0, "{open:o}: and nothing is written there");
+            mode(0o755);
+            assert!(builds() && !builds());
+        }
     }
 
     #[test]
@@ -222,7 +293,7 @@ mod tests {
                 scope.spawn(|| {
                     let cache = Cache::new(Some(folder.path().into()));
                     for _ in 0..20 {
-                        assert_eq!(cache.get_or_build(&request(), (13, 0), || Ok(sample())).unwrap(), sample());
+                        assert_eq!(cache.get_or_build(&request(), BUILD, || Ok(sample())).unwrap(), sample());
                     }
                 });
             }

@@ -1,7 +1,7 @@
 //! The thin unsafe edge to the driver library.
 
 use crate::error::{Error, Result};
-use cudarc::driver::{CudaFunction, result, sys};
+use cudarc::driver::{result, sys};
 use std::path::Path;
 use std::sync::OnceLock;
 
@@ -55,6 +55,44 @@ impl Drop for KeepCurrent {
             let _ = unsafe { sys::cuCtxSetCurrent(before) };
         }
     }
+}
+
+/// While one of these lives, calls of this thread that allocate, free or load neither fail because a capture is under way, in
+/// this thread or in another, nor break that capture. What they do is no part of the graph. Without a driver it does nothing.
+///
+/// [`Device`](super::Device) and [`Buffer`](super::Buffer) hold one where they need it. Hold one yourself where engines are
+/// dropped, since that unloads their kernels.
+#[derive(Debug)]
+pub struct OutsideCaptures {
+    before: Option<sys::CUstreamCaptureMode>,
+}
+
+impl OutsideCaptures {
+    /// Begins here.
+    pub fn new() -> Self {
+        Self { before: exchange_capture_mode(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED) }
+    }
+}
+
+impl Default for OutsideCaptures {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for OutsideCaptures {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            exchange_capture_mode(before);
+        }
+    }
+}
+
+/// Sets this thread's mode and gives the one before; `None` without a driver.
+fn exchange_capture_mode(mut mode: sys::CUstreamCaptureMode) -> Option<sys::CUstreamCaptureMode> {
+    // SAFETY: the library is present, and the pointer is to a live value, which the call replaces by the mode before.
+    let done = library_loads() && unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) }.result().is_ok();
+    done.then_some(mode)
 }
 
 /// CUDA version that the driver supports.
@@ -113,38 +151,4 @@ pub(super) fn failed(doing: impl std::fmt::Display) -> impl FnOnce(result::Drive
         };
         Error::cuda(format_args!("{doing}: {e}{hint}"))
     }
-}
-
-/// Clusters of `size` blocks that the device holds at a time. Allows any size.
-pub(super) fn clusters(
-    function: &CudaFunction,
-    size: u32,
-    block: u32,
-    shared: u32,
-) -> Result<u32, result::DriverError> {
-    let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
-    function.set_attribute(attribute, 1)?;
-    let mut of_blocks = sys::CUlaunchAttribute {
-        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
-        pad: [0; 4],
-        value: sys::CUlaunchAttributeValue {
-            clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: size, y: 1, z: 1 },
-        },
-    };
-    let config = sys::CUlaunchConfig {
-        gridDimX: size,
-        gridDimY: 1,
-        gridDimZ: 1,
-        blockDimX: block,
-        blockDimY: 1,
-        blockDimZ: 1,
-        sharedMemBytes: shared,
-        hStream: std::ptr::null_mut(),
-        attrs: &raw mut of_blocks,
-        numAttrs: 1,
-    };
-    let mut count = 0;
-    // SAFETY: the configuration and its attribute outlive the call, which only reads them.
-    unsafe { sys::cuOccupancyMaxActiveClusters(&mut count, function.cu_function(), &config) }.result()?;
-    Ok(count.max(0) as u32)
 }

@@ -7,7 +7,7 @@
 //! - [`Device`] opens a GPU, [`Device::module`] compiles one of [`sources`] through NVRTC (or takes it from the
 //!   [`cache`]), [`Kernel`] launches it, [`Buffer`] owns device memory, [`Stream`] orders work, [`Graph`] replays it.
 //! - [`View`] is an array in device memory that belongs to somebody else; [`KeepCurrent`] restores the caller's current
-//!   device.
+//!   device, and [`OutsideCaptures`] keeps what sets up out of another thread's capture.
 //!
 //! Foreign memory is unsafe once, where a [`View`] or an engine over addresses is made; launches state why their
 //! arguments fit ([`Kernel::launch`]). What the kernels compute is [`crate::device`]'s business.
@@ -20,13 +20,20 @@ mod driver;
 mod kernel;
 mod library;
 mod nvrtc;
+mod pointer;
+mod probe;
 pub mod sources;
+mod stream;
 pub(crate) mod tensor_map;
 mod view;
 
-pub use device::{Buffer, Device, Event, Graph, Stream};
-pub use driver::KeepCurrent;
-pub use kernel::{Arg, DevicePtr, Kernel, Launch, Module, Word};
-pub use library::{Probe, is_available, probe, require};
-pub use nvrtc::{Arch, Compiled, Request, ResourceUse, compile, compiler_version, is_compiler_available};
+pub use device::{Buffer, Device};
+pub use driver::{KeepCurrent, OutsideCaptures};
+pub use kernel::{Arg, Kernel, Launch, Module, Word};
+pub use nvrtc::{
+    Arch, Compiled, Request, ResourceUse, compile, compiler_build, compiler_version, is_compiler_available,
+};
+pub use pointer::DevicePtr;
+pub use probe::{Probe, is_available, probe, require};
+pub use stream::{Event, Graph, Stream};
 pub use view::{Element, View};

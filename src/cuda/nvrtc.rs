@@ -1,10 +1,12 @@
 //! Compiling kernels at run time: source text with our own headers to a cubin, with the compiler's full log.
 
+use super::library::{self, compiler_library};
 use super::sources::{self, Source};
 use crate::error::{Error, Result};
 use cudarc::nvrtc::{result, sys};
 use std::ffi::{CStr, CString};
 use std::fmt;
+use std::sync::OnceLock;
 
 /// A GPU architecture that code is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -121,7 +123,7 @@ impl Compiled {
 
 /// True if NVRTC can be loaded. Never panics.
 pub fn is_compiler_available() -> bool {
-    super::library::compiler_library().is_ok()
+    compiler_library().is_ok()
 }
 
 /// NVRTC's version (major, minor).
@@ -129,18 +131,33 @@ pub fn is_compiler_available() -> bool {
 /// # Errors
 /// If NVRTC is not found.
 pub fn compiler_version() -> Result<(i32, i32)> {
-    super::library::compiler_library().map_err(Error::cuda)?;
-    loaded_version().map_err(Error::cuda)
+    compiler_library().map_err(Error::cuda)?;
+    library::loaded_version().map_err(Error::cuda)
 }
 
-/// The version of the NVRTC that was loaded.
-pub(super) fn loaded_version() -> std::result::Result<(i32, i32), String> {
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: the library is present, and both pointers are to live integers.
-    super::driver::answered("NVRTC", || unsafe { sys::nvrtcVersion(&mut major, &mut minor) })?
-        .result()
-        .map_err(|e| format!("NVRTC does not tell its version: {e}"))?;
-    Ok((major, minor))
+/// The build of NVRTC, such as "CL-36424714 release 13.0, V13.0.88": versions with the same numbers can compile differently.
+/// Asked for once a process.
+///
+/// # Errors
+/// If NVRTC is not found.
+pub fn compiler_build() -> Result<&'static str> {
+    static BUILD: OnceLock<Result<String, String>> = OnceLock::new();
+    super::library::compiler_library().map_err(Error::cuda)?;
+    // No function tells it; the head of every PTX does.
+    let build = BUILD.get_or_init(|| {
+        let program = Program::new(c"", c"version", &[]).map_err(|e| e.to_string())?;
+        // SAFETY: the program is live; PTX was made, and the result is NVRTC's text.
+        let ptx = unsafe { result::compile_program::<&str>(program.0, &[]).and_then(|()| result::get_ptx(program.0)) };
+        let ptx = ptx.map_err(|e| format!("NVRTC does not tell its build: {e}"))?;
+        let text: String = ptx.iter().map(|&c| c as u8 as char).collect();
+        let tell =
+            |mark: &str| text.lines().find_map(|line| line.split_once(mark)).map(|(_, rest)| rest.trim().to_owned());
+        match (tell("Compiler Build ID: "), tell("Cuda compilation tools, ")) {
+            (Some(id), Some(release)) => Ok(format!("{id} {release}")),
+            _ => Err("NVRTC does not tell its build: its PTX has no such comment".to_owned()),
+        }
+    });
+    build.as_deref().map_err(Error::cuda)
 }
 
 /// Compiles one source; no cache is used.
@@ -148,7 +165,7 @@ pub(super) fn loaded_version() -> std::result::Result<(i32, i32), String> {
 /// # Errors
 /// If NVRTC is not found, or the source does not compile: the message holds the compiler's full log.
 pub fn compile(request: &Request) -> Result<Compiled> {
-    super::library::compiler_library().map_err(Error::cuda)?;
+    compiler_library().map_err(Error::cuda)?;
     let name = request.source.name;
     let text = |s: &str| CString::new(s).map_err(|_| Error::cuda(format_args!("{name}: a source holds a zero byte")));
     let (source, file) = (text(request.source.text)?, text(name)?);
@@ -168,12 +185,6 @@ pub fn compile(request: &Request) -> Result<Compiled> {
         return Err(Error::cuda(format_args!("{name} does not compile for {}: {e}\n{log}", request.arch)));
     }
     Ok(Compiled { cubin: program.cubin(name)?, log })
-}
-
-/// True if the loader finds NVRTC by its bare name.
-pub(super) fn library_loads() -> bool {
-    // SAFETY: loading NVRTC runs its initialisers, which have no precondition; the handle is dropped again.
-    unsafe { sys::is_culib_present() }
 }
 
 struct Program(sys::nvrtcProgram);

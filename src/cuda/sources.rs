@@ -27,8 +27,6 @@ sources! {
     NORMS = "scale_norms";
     /// The same of 16-bit weights by Hopper's copy engine.
     NORMS_HEADS = "scale_norms_heads";
-    /// Norms of V channels, beside the certificates.
-    VALUES = "scale_values";
     /// Operand descales from channel statistics.
     DESCALES = "scale_descales";
     /// Grams of any head, without tensor cores.
@@ -55,14 +53,10 @@ sources! {
     PRODUCTS_PAIRS = "scale_products_pairs";
     /// Frobenius norms from Grams.
     FROBENIUS = "scale_frobenius";
-    /// Results of unlike layers, brought together.
-    JOIN = "scale_join";
     /// Implicit power iteration, each weight read once a step.
     POWER = "scale_power";
     /// The paper's power iteration on a whole layer.
     POWER_SUM = "scale_power_sum";
-    /// The same with each weight read once a step, in clusters (Hopper).
-    POWER_ONCE = "scale_power_once";
     /// Bounds of q and k that are normalised after the projection.
     QK_NORM = "scale_qk_norm";
     /// Logit bounds and descales; statistics from Grams.
@@ -73,7 +67,7 @@ sources! {
     POLICY_OBSERVE = "policy_observe";
     /// Fused E4M3 attention forward (Hopper).
     ATTENTION = "attention/forward";
-    /// Joins the parts of an attention call that was split.
+    /// Combines the splits of an attention call.
     COMBINE = "attention/combine";
     /// Fused attention backward on E4M3 operands (Hopper).
     BACKWARD = "attention/backward";
@@ -97,10 +91,19 @@ macro_rules! headers {
 headers! {
     "attention/backward.cuh",
     "attention/backward_convert.cuh",
+    "attention/config.cuh",
+    "attention/consumer.cuh",
     "attention/epilogue.cuh",
+    "attention/epilogue_split.cuh",
+    "attention/epilogue_whole.cuh",
+    "attention/mainloop_double.cuh",
+    "attention/mainloop_rolled.cuh",
+    "attention/mainloop_single.cuh",
     "attention/params.cuh",
     "attention/pipeline.cuh",
-    "attention/rows.cuh",
+    "attention/scheduler.cuh",
+    "attention/scheduler_split.cuh",
+    "attention/scheduler_whole.cuh",
     "attention/softmax.cuh",
     "common/descale.cuh",
     "common/step_stats.cuh",
@@ -117,8 +120,11 @@ headers! {
     "ptx/tma.cuh",
     "ptx/wgmma.cuh",
     @include
+    "gram_pass.cuh",
     "head_bound.cuh",
+    "pair_sums.cuh",
     "policy_types.cuh",
+    "ring.cuh",
     "scale_accumulator.cuh",
     "scale_chain.cuh",
     "scale_cluster.cuh",

@@ -82,28 +82,3 @@ pub(crate) fn tensor_map_rows(
     };
     Ok(tensor_map(&boxes)?.opaque)
 }
-
-/// The same of 16-bit values.
-///
-/// # Errors
-/// As [`tensor_map_rows`].
-pub(crate) fn tensor_map_16bit(address: u64, inner: u64, outer: u64, stride: u64, rows: u32) -> Result<[u64; 16]> {
-    tensor_map_rows(address, false, inner, outer, stride, rows)
-}
-
-/// Tensor map of a 2-D matrix, `inner` contiguous 16-bit words by `outer` rows `stride` bytes apart, brought in boxes of
-/// `tile` (words, rows) without swizzle; what lies outside reads as zero.
-///
-/// # Errors
-/// As [`tensor_map_16bit`].
-pub(crate) fn tensor_map_plain(address: u64, inner: u64, outer: u64, stride: u64, tile: [u32; 2]) -> Result<[u64; 16]> {
-    let boxes = Boxes {
-        address,
-        element: MapType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
-        extents: &[inner, outer],
-        strides: &[stride],
-        tile: &tile,
-        swizzle: Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
-    };
-    Ok(tensor_map(&boxes)?.opaque)
-}

@@ -1,6 +1,6 @@
 //! Arrays in device memory that belong to somebody else.
 
-use super::DevicePtr;
+use super::pointer::DevicePtr;
 use crate::error::{Error, Result};
 
 /// Type of the elements of a [`View`].
@@ -137,14 +137,6 @@ impl<const R: usize> View<R> {
             return Err(Error::argument(format_args!("{name} must be contiguous in its last dimension")));
         }
         Ok(())
-    }
-}
-
-impl View<1> {
-    /// The first `len` elements, or all if there are fewer.
-    pub(crate) fn first(mut self, len: usize) -> Self {
-        self.extents[0] = self.extents[0].min(len);
-        self
     }
 }
 

@@ -10,6 +10,18 @@ use crate::model::{AttentionSpec, GainForm, LayerSpec, LayerWeights, NormKind, P
 use crate::policy::PolicyShape;
 use std::sync::Arc;
 
+/// A zero bound of every head, for layers that have none.
+const NO_BOUND: HeadBound = HeadBound {
+    sigma: 0.0,
+    certain: 0.0,
+    rounded: 0.0,
+    descale: 1.0,
+    linear: 0.0,
+    constant: 0.0,
+    constants: 0.0,
+    pad: 0.0,
+};
+
 /// Bounds of every layer as the device keeps them. Isotropic bounds are carried by a sigma that gives them.
 pub(crate) fn to_device(
     spec: &AttentionSpec,
@@ -170,15 +182,3 @@ impl DeviceBounds {
         LayerBounds::from_device(spec, layer, &heads.read()?, &engine.operand_bounds().read()?, tail)
     }
 }
-
-/// A zero bound of every head, for layers that have none.
-const NO_BOUND: HeadBound = HeadBound {
-    sigma: 0.0,
-    certain: 0.0,
-    rounded: 0.0,
-    descale: 1.0,
-    linear: 0.0,
-    constant: 0.0,
-    constants: 0.0,
-    pad: 0.0,
-};

@@ -6,7 +6,7 @@ use crate::tensor::MatrixView;
 /// fused, interleaved and Conv1D storage differ only in strides. Vectors are small and owned.
 #[derive(Clone, Debug)]
 pub struct LayerWeights<'a> {
-    /// Layer number.
+    /// Index among the layers with attention; the model's own number is that of its spec.
     pub layer: usize,
     /// Query projection and its bias.
     pub q: Projection<'a>,

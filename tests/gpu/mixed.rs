@@ -83,10 +83,7 @@ fn model() -> Vec<Mixed> {
 fn engine(layers: &[&Mixed], with_grams: bool) -> ScaleEngine {
     let inputs: Vec<LayerInput> = layers.iter().map(|mixed| mixed.input).collect();
     // SAFETY: the layers hold the memory, which no launch writes, and outlive the engine in every test.
-    let engine = unsafe { ScaleEngine::new(device(), &inputs, with_grams) }.unwrap();
-    let foretold = ScaleEngine::workspace_bytes_for(device(), &inputs, with_grams).unwrap();
-    assert_eq!(engine.workspace_bytes(), foretold);
-    engine
+    unsafe { ScaleEngine::new(device(), &inputs, with_grams) }.unwrap()
 }
 
 fn stream() -> Stream {

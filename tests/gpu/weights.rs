@@ -143,7 +143,13 @@ impl Case {
         (spec.bias.q, spec.bias.k, spec.bias.v) = (self.biases, self.biases, self.biases);
         spec.layers[0].softmax_scale = 1.0 / (self.r as f64).sqrt();
         let layout = if self.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit };
-        let rope = Rope { rotary_dim: self.rotary, layout, attention_factor: self.rope_factor, inv_freq: None };
+        let rope = Rope {
+            rotary_dim: self.rotary,
+            other_dims: vec![],
+            layout,
+            attention_factor: self.rope_factor,
+            inv_freq: None,
+        };
         spec.layers[0].rope = (self.rotary > 0).then_some(rope);
         spec.layers[0].temperature = self.temperature;
         spec

@@ -1,6 +1,8 @@
 //! `sigmascale bench attention`.
 
-use super::{Csv, CsvArgs, device};
+use super::csv::{Csv, CsvArgs};
+use super::timing::device;
+use crate::cli::numbers::{count, whole};
 use half::bf16;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -8,28 +10,32 @@ use rand_distr::{Distribution, StandardNormal};
 use rayon::prelude::*;
 use sigmascale::cuda::Stream;
 use sigmascale::device::attention::{AttentionEngine, Element, Resident, RopeTables, Setup, Sizes};
+use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::{Error, Result};
 
 /// The attention kernel and its casts
 ///
-/// Each figure is the median of --reps event-timed launches after --warmup; inputs rotate among --sets buffers. FLOPs =
-/// 4 B Hq D for each pair of a query and a key that it sees. Kernels: `fp8` is the attention alone on E4M3 operands; `+telemetry` adds maximum
-/// and minimum of the logits and amax of the output, `+o8` writes E4M3, `+logits8` passes the logits through E4M3. `cast`
-/// and `cast+rope` are the cast alone from BF16; `e2e` is cast and attention from BF16, `+rope` with the rotation in the
-/// cast, `+serial` without the overlap of the two, `+whole` without splitting calls that have few queries.
+/// Each figure is the median of --reps event-timed replays of a CUDA graph with one launch for each of --sets inputs, after
+/// --warmup, so that launching from the host costs nothing (--no-graph times single launches). FLOPs = 4 B Hq D for each pair
+/// of a query and a key that it sees. Kernels: `fp8` is the attention alone, on E4M3 operands with V in the kernel's own layout;
+/// `fp8+reorder` starts from row-major E4M3 operands, V's reordering included. `+telemetry` adds maximum and minimum of the
+/// logits and amax of the output, `+o8` writes E4M3, `+logits8` passes the logits through E4M3. `cast` and `cast+rope` are the
+/// cast alone from BF16; `e2e` is cast and attention from BF16, `+rope` with the rotation in the cast, `+serial` without the
+/// overlap of the two, `+whole` without splitting calls that have few queries.
 #[derive(clap::Args)]
+#[command(allow_negative_numbers = true)]
 pub struct Args {
     /// heads_q x heads_kv x head_dim, comma separated
     #[arg(long, default_value = "64x8x128,32x32x64", value_delimiter = ',', value_parser = parse_shape)]
     shapes: Vec<[usize; 3]>,
     /// Lengths of keys, and of queries unless --queries says otherwise
-    #[arg(long, default_value = "1024,2048,4096,8192,16384", value_delimiter = ',')]
+    #[arg(long, default_value = "1024,2048,4096,8192,16384", value_delimiter = ',', value_parser = count)]
     seqlens: Vec<usize>,
     /// Queries of a sequence, at the end of its keys, as in decoding
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', value_parser = count)]
     queries: Vec<usize>,
     /// batch = max(1, tokens / seqlen)
-    #[arg(long, default_value_t = 16384)]
+    #[arg(long, default_value_t = 16384, value_parser = count)]
     tokens: usize,
     /// Only causal calls
     #[arg(long)]
@@ -37,22 +43,22 @@ pub struct Args {
     /// Which kernels
     #[arg(
         long,
-        default_value = "fp8,fp8+telemetry,fp8+o8,fp8+logits8,cast,cast+rope,e2e,e2e+rope,e2e+telemetry,e2e+serial",
+        default_value = "fp8,fp8+reorder,fp8+telemetry,fp8+o8,fp8+logits8,cast,cast+rope,e2e,e2e+rope,e2e+telemetry,e2e+serial",
         value_delimiter = ',',
         value_parser = Timed::parse
     )]
     kernels: Vec<Timed>,
     /// Launches before the first that counts
-    #[arg(long, default_value_t = 5)]
-    warmup: usize,
+    #[arg(long, default_value_t = 5, value_parser = whole)]
+    warmup: u64,
     /// Launches that count
-    #[arg(long, default_value_t = 20)]
+    #[arg(long, default_value_t = 20, value_parser = count)]
     reps: usize,
-    /// Time replays of a graph of one launch a set, so that launching from the host costs nothing
+    /// Time single launches instead of replays of a CUDA graph
     #[arg(long)]
-    graph: bool,
+    no_graph: bool,
     /// Sets of inputs
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = count)]
     sets: usize,
     #[command(flatten)]
     output: CsvArgs,
@@ -69,6 +75,7 @@ struct Timed {
     name: String,
     cast: bool,
     attention: bool,
+    reorder: bool,
     rope: bool,
     telemetry: bool,
     out_e4m3: bool,
@@ -89,14 +96,27 @@ impl Timed {
         }
         for part in parts {
             match part {
+                "reorder" if !timed.cast => timed.reorder = true,
+                "reorder" => {
+                    return Err(format!(
+                        "{text}: the cast writes V in the kernel's layout; fp8+reorder starts without"
+                    ));
+                }
                 "rope" => timed.rope = true,
                 "telemetry" => timed.telemetry = true,
                 "o8" => timed.out_e4m3 = true,
                 "logits8" => timed.logits_e4m3 = true,
                 "serial" => timed.serial = true,
                 "whole" => timed.whole = true,
-                _ => return Err(format!("{text}: unknown part {part}: rope, telemetry, o8, logits8, serial or whole")),
+                _ => {
+                    return Err(format!(
+                        "{text}: unknown part {part}: reorder, rope, telemetry, o8, logits8, serial or whole"
+                    ));
+                }
             }
+        }
+        if timed.reorder && timed.rope {
+            return Err(format!("{text}: E4M3 operands are not rotated, RoPE comes before the cast"));
         }
         timed.telemetry |= timed.logits_e4m3;
         Ok(timed)
@@ -105,9 +125,6 @@ impl Timed {
 
 /// Runs the command.
 pub fn run(args: Args) -> Result<()> {
-    if args.seqlens.contains(&0) || args.queries.contains(&0) || args.tokens == 0 || args.reps == 0 || args.sets == 0 {
-        return Err(Error::argument("lengths, queries, tokens, reps and sets must be greater than zero"));
-    }
     let device = device()?;
     let stream = device.stream()?;
     let mut csv = Csv::new(args.output, [])?;
@@ -134,7 +151,7 @@ pub fn run(args: Args) -> Result<()> {
                         .collect::<Result<Vec<_>>>()?;
                     let launch = |i: usize| {
                         let call = &sets[i % sets.len()];
-                        match (timed.cast, timed.attention) {
+                        match (timed.cast || timed.reorder, timed.attention) {
                             (true, true) => call.launch(engine, &stream),
                             (true, false) => call.cast(engine, &stream),
                             _ => call.attend(engine, &stream),
@@ -142,12 +159,12 @@ pub fn run(args: Args) -> Result<()> {
                     };
                     // The attention alone reads what one cast left.
                     sets.iter().try_for_each(|call| call.launch(engine, &stream))?;
-                    let ms = if args.graph {
+                    let ms = if args.no_graph {
+                        median_ms(&stream, launch, args.warmup, args.reps)?
+                    } else {
                         let graph = stream.capture(|_| (0..args.sets).try_for_each(launch))?;
                         let replay = |_| graph.launch();
                         median_ms(&stream, replay, args.warmup, args.reps)? / args.sets as f32
-                    } else {
-                        median_ms(&stream, launch, args.warmup, args.reps)?
                     };
                     let pairs = (batch * heads_q) as f64 * pairs(len_q, len, causal);
                     let tflops = if timed.attention {
@@ -221,7 +238,7 @@ impl Operands {
             sizes: *sizes,
             causal,
             softmax_scale: (sizes.d_head as f32).sqrt().recip(),
-            operands: Element::Bf16,
+            operands: if timed.reorder { Element::E4m3 } else { Element::Bf16 },
             descales: [&ones, &ones, &ones],
             logit: timed.logits_e4m3.then_some(&logit[..]),
             output: timed.out_e4m3.then_some(&ones[..]),
@@ -229,14 +246,26 @@ impl Operands {
             stats: timed.telemetry,
         };
         let mut call = Resident::new(engine, &setup)?;
-        call.write([&self.q, &self.k, &self.v])?;
+        if timed.reorder {
+            let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| e4m3(x));
+            call.write([&q, &k, &v])?;
+        } else {
+            call.write([&self.q, &self.k, &self.v])?;
+        }
         Ok(call)
     }
 }
 
+/// BF16 values rounded to E4M3 by a descale of 1.
+fn e4m3(bytes: &[u8]) -> Vec<u8> {
+    let codes: Vec<u8> =
+        (0..=u16::MAX).map(|x| Format::E4m3.encode(bf16::from_bits(x).to_f32(), OnOverflow::Saturate)).collect();
+    bytes.par_chunks_exact(2).map(|x| codes[usize::from(u16::from_le_bytes([x[0], x[1]]))]).collect()
+}
+
 /// Median time of one launch, in milliseconds.
-fn median_ms(stream: &Stream, launch: impl Fn(usize) -> Result<()>, warmup: usize, reps: usize) -> Result<f32> {
-    (0..warmup).try_for_each(&launch)?;
+fn median_ms(stream: &Stream, launch: impl Fn(usize) -> Result<()>, warmup: u64, reps: usize) -> Result<f32> {
+    (0..warmup).try_for_each(|i| launch(i as usize))?;
     stream.synchronize()?;
     let mut times = (0..reps)
         .map(|i| {
@@ -265,11 +294,22 @@ mod tests {
     }
 
     #[test]
+    fn operands_are_rounded_once() {
+        let values = [0.0, 1.0, -2.5, 17.0, 500.0, 1e-3f32];
+        let bytes: Vec<u8> = values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect();
+        let codes: Vec<f32> = e4m3(&bytes).into_iter().map(|code| Format::E4m3.decode(code)).collect();
+        assert_eq!(codes, [0.0, 1.0, -2.5, 16.0, 448.0, 0.001953125]);
+    }
+
+    #[test]
     fn names_of_kernels_and_shapes() {
         let timed = Timed::parse("e2e+rope+logits8").unwrap();
         assert!(timed.cast && timed.attention && timed.rope && timed.logits_e4m3 && timed.telemetry && !timed.serial);
         assert!(Timed::parse("fp8+whole").is_ok_and(|timed| timed.whole && !timed.telemetry));
-        assert!(Timed::parse("bf16").is_err() && Timed::parse("fp8+fast").is_err());
+        assert!(Timed::parse("fp8+reorder").is_ok_and(|timed| timed.reorder && timed.attention && !timed.cast));
+        for wrong in ["bf16", "fp8+fast", "e2e+reorder", "cast+reorder", "fp8+reorder+rope"] {
+            assert!(Timed::parse(wrong).is_err(), "{wrong}");
+        }
         assert_eq!(parse_shape("64x8x128").unwrap(), [64, 8, 128]);
         assert!(parse_shape("64x8").is_err() && parse_shape("axbxc").is_err());
     }

@@ -11,7 +11,7 @@ use sigmascale::model::preset_names;
 use std::fmt::Write;
 use std::path::PathBuf;
 
-/// What was found on this machine
+/// GPU, driver, compiler and kernel cache: what was found, what is missing, what to do
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]

@@ -29,7 +29,6 @@
 //!     (tensors, View::dense(workspace, Element::U8, [bytes]))
 //! };
 //! let stream = device.stream()?;
-//! attention.initialise(&stream, &workspace)?; // once
 //! attention.launch(&stream, &call, &tensors, &workspace)?;
 //! # Ok(())
 //! # }
@@ -121,14 +120,6 @@ impl Cuda {
     /// If the call is not offered.
     pub fn workspace_bytes(call: &AttentionCall, operands: Element) -> Result<usize> {
         Ok(Workspace::of(&sizes(call)?, operands).bytes)
-    }
-
-    /// Sets a workspace's header to zero in the order of `stream`: once, before the first call that uses the memory.
-    ///
-    /// # Errors
-    /// If it is too small, or the driver refuses.
-    pub fn initialise(&self, stream: &Stream, workspace: &View<1>) -> Result<()> {
-        self.engine.initialise(stream, workspace)
     }
 
     /// Compiles and loads what this call needs. [`Cuda::launch`] does it too; before a capture it has to be done.

@@ -157,6 +157,7 @@ impl Tensors {
         }
         self.out.expect("out", &[Element::Bf16, Element::E4m3], sizes.q_shape())?;
         self.out.expect_aligned("out", 16, 8)?;
+        expect_disjoint("out", &self.out)?;
         let d = &self.descales;
         for (name, x) in [("q descale", d.q), ("k descale", d.k), ("v descale", d.v), ("o descale", d.o)] {
             if let Some(x) = x {
@@ -182,6 +183,26 @@ impl Tensors {
         }
         Ok(sizes)
     }
+}
+
+/// Refuses an array that is written where two of its elements share memory. Strides of an array without such elements nest:
+/// sorted by size, each passes over all that the smaller ones reach.
+fn expect_disjoint<const R: usize>(name: &str, x: &View<R>) -> Result<()> {
+    let mut dimensions: Vec<(i64, i64)> = x.strides().into_iter().zip(x.extents().map(|n| n as i64)).collect();
+    dimensions.retain(|&(_, extent)| extent > 1);
+    dimensions.sort_unstable();
+    let mut reach = 0;
+    for (stride, extent) in dimensions {
+        if stride <= reach {
+            return Err(Error::argument(format_args!(
+                "{name} has strides {:?}, by which elements of {:?} overlap: an output needs memory for each",
+                x.strides(),
+                x.extents()
+            )));
+        }
+        reach = stride.checked_mul(extent - 1).and_then(|span| span.checked_add(reach)).unwrap_or(i64::MAX);
+    }
+    Ok(())
 }
 
 impl Rope {
@@ -221,10 +242,29 @@ impl Rope {
     }
 }
 
+/// Regions of one allocation, one behind the other, each 256-byte aligned.
+#[derive(Debug, Default)]
+pub(super) struct Regions {
+    bytes: usize,
+}
+
+impl Regions {
+    /// Adds a region; its offset.
+    pub fn add(&mut self, bytes: usize) -> usize {
+        let at = self.bytes;
+        self.bytes += bytes.next_multiple_of(256);
+        at
+    }
+
+    /// Bytes of all.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
 /// Where a call keeps what passes between its kernels, in bytes from the start of the workspace.
 ///
-/// The first [`Workspace::HEADER`] bytes hold the tile counter: zero before the first call that uses the memory, and left
-/// at zero by every call.
+/// The first [`Workspace::HEADER`] bytes hold the tile counter, which every cast sets to zero and every attention leaves there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Workspace {
     /// Queries in E4M3, `(batch, len_q, heads_q, d)`, where the call casts them.
@@ -233,28 +273,30 @@ pub struct Workspace {
     pub k: usize,
     /// Values in E4M3, `(batch, heads_kv, ceil(len_k / 16), d / 8, 8, 16)`.
     pub v: usize,
-    /// What the parts of a split call come to.
-    pub parts: usize,
+    /// Partial results of a call whose keys are split.
+    pub partial: usize,
     /// Size of it all.
     pub bytes: usize,
 }
 
 impl Workspace {
-    /// Bytes that have to be zero before the first call.
+    /// Bytes in front of the operands.
     pub const HEADER: usize = 256;
 
     /// The workspace of a call whose operands are of type `element`.
     pub fn of(sizes: &Sizes, element: Element) -> Self {
-        let product = |shape: [usize; 4]| shape.iter().product::<usize>().next_multiple_of(256);
-        let (q_bytes, k_bytes) =
-            if element == Element::E4m3 { (0, 0) } else { (product(sizes.q_shape()), product(sizes.kv_shape())) };
-        let q = Self::HEADER;
-        let k = q + q_bytes;
-        let v = k + k_bytes;
-        let parts = v + (sizes.batch * sizes.heads_kv * sizes.key_groups() * 16 * sizes.d_head).next_multiple_of(256);
-        let cuts = [false, true].map(|logits_e4m3| Split::of(sizes, logits_e4m3));
-        let parts_bytes = cuts.into_iter().flatten().map(|cut| cut.parts_bytes(sizes)).max().unwrap_or(0);
-        Self { q, k, v, parts, bytes: parts + parts_bytes }
+        let mut regions = Regions::default();
+        regions.add(Self::HEADER);
+        let mut cast = |shape: [usize; 4]| {
+            let bytes = if element == Element::E4m3 { 0 } else { shape.iter().product() };
+            regions.add(bytes)
+        };
+        let (q, k) = (cast(sizes.q_shape()), cast(sizes.kv_shape()));
+        let v = regions.add(sizes.batch * sizes.heads_kv * sizes.key_groups() * 16 * sizes.d_head);
+        let splits = [false, true].map(|logits_e4m3| Split::of(sizes, logits_e4m3));
+        let partial =
+            regions.add(splits.into_iter().flatten().map(|split| split.partial(sizes).bytes).max().unwrap_or(0));
+        Self { q, k, v, partial, bytes: regions.bytes() }
     }
 
     pub(super) fn check(&self, workspace: &View<1>) -> Result<()> {
@@ -341,17 +383,46 @@ mod tests {
     }
 
     #[test]
+    fn an_output_needs_memory_for_each_element() {
+        let with = |extents: [usize; 4], strides: [i64; 4]| {
+            let mut call = tensors(Element::Bf16);
+            call.q = dense(Element::Bf16, extents);
+            (call.k, call.v) = (dense(Element::Bf16, [2, 50, 2, 128]), dense(Element::Bf16, [2, 50, 2, 128]));
+            call.out = unsafe { View::new(DevicePtr(1 << 20), Element::Bf16, extents, strides) };
+            call.check()
+        };
+        let shape = [2, 40, 4, 128];
+        // Dense, padded, heads before positions, sequences innermost but for d.
+        for strides in [[20480, 512, 128, 1], [30720, 768, 192, 1], [20480, 128, 5120, 1], [128, 1024, 256, 1]] {
+            assert!(with(shape, strides).is_ok(), "{strides:?}");
+        }
+        for strides in
+            [[0, 512, 128, 1], [20480, 0, 128, 1], [20480, 512, 0, 1], [20480, 512, 64, 1], [512, 512, 128, 1]]
+        {
+            let error = with(shape, strides).unwrap_err();
+            assert!(error.is_argument() && error.to_string().contains("overlap"), "{strides:?}: {error}");
+        }
+        // A dimension of one element has no stride.
+        let one = [1, 40, 4, 128];
+        let mut call = tensors(Element::Bf16);
+        call.q = dense(Element::Bf16, one);
+        (call.k, call.v) = (dense(Element::Bf16, [1, 50, 2, 128]), dense(Element::Bf16, [1, 50, 2, 128]));
+        call.out = unsafe { View::new(DevicePtr(1 << 20), Element::Bf16, one, [0, 512, 128, 1]) };
+        assert!(call.check().is_ok());
+    }
+
+    #[test]
     fn regions_of_the_workspace_do_not_overlap() {
         let sizes = Sizes { batch: 3, heads_q: 6, heads_kv: 2, len_q: 113, len_k: 203, d_head: 64 };
         let w = Workspace::of(&sizes, Element::Bf16);
         assert!(w.q >= Workspace::HEADER && [w.q, w.k, w.v].iter().all(|at| at.is_multiple_of(256)));
         assert!(w.k - w.q >= 3 * 113 * 6 * 64 && w.v - w.k >= 3 * 203 * 2 * 64);
-        assert!(w.parts.is_multiple_of(256) && w.parts - w.v >= 3 * 2 * 208 * 64);
+        assert!(w.partial.is_multiple_of(256) && w.partial - w.v >= 3 * 2 * 208 * 64);
         assert!(Workspace::of(&sizes, Element::E4m3).bytes < w.bytes);
         let decode = Sizes { len_q: 1, len_k: 8192, ..sizes };
         let w = Workspace::of(&decode, Element::Bf16);
-        let room = [false, true].map(|logits| Split::of(&decode, logits).unwrap().parts_bytes(&decode));
-        assert_eq!(w.bytes - w.parts, room.into_iter().max().unwrap());
+        let room = [false, true].map(|logits| Split::of(&decode, logits).unwrap().partial(&decode).bytes);
+        assert_eq!(w.bytes - w.partial, room.into_iter().max().unwrap());
         let w = Workspace::of(&sizes, Element::Bf16);
         let short = dense(Element::U8, [w.bytes - 1]);
         assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));

@@ -55,7 +55,7 @@ impl Variant {
             Self::Parts { d_head, telemetry, logits_e4m3, compact } => {
                 let tile = Split::TILE;
                 let forward = Self::Forward { d_head, causal: true, tile, telemetry, logits_e4m3, out_e4m3: false };
-                forward.request(arch).define("SPLIT", 1).define("COMPACT", u8::from(compact))
+                forward.request(arch).define("SPLIT_KV", 1).define("ROLLED", u8::from(compact))
             }
             Self::Combine { d_head } => Request::new(sources::COMBINE, arch).define("HEAD_DIM", d_head),
             Self::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 } => {
@@ -63,8 +63,7 @@ impl Variant {
                     .define("HEAD_DIM", d_head)
                     .define("BLOCK_N", tile.keys)
                     .define("CONSUMERS", tile.consumers)
-                    .define("K_STAGES", tile.stages)
-                    .define("V_STAGES", tile.stages)
+                    .define("KV_STAGES", tile.stages)
                     .define("CAUSAL", u8::from(causal))
                     .define("TELEMETRY", u8::from(telemetry))
                     .define("LOGITS_E4M3", u8::from(logits_e4m3))
@@ -79,7 +78,7 @@ impl Variant {
 
     fn entry(self) -> &'static str {
         match self {
-            Self::Forward { .. } | Self::Parts { .. } => "attention_fwd",
+            Self::Forward { .. } | Self::Parts { .. } => "attention_forward",
             Self::Combine { .. } => "attention_combine",
             Self::Cast { .. } => "cast_qkv",
             Self::Repack { .. } => "repack_v",
@@ -152,7 +151,7 @@ pub fn cast_variants() -> Vec<Request> {
     all
 }
 
-/// A call that keeps every rule, and where its parts lie.
+/// A call that keeps every rule, and where its memory lies.
 struct Call<'a> {
     tensors: &'a Tensors,
     sizes: Sizes,
@@ -160,7 +159,7 @@ struct Call<'a> {
     header: DevicePtr,
     /// q, k and v as the workspace holds them.
     operands: [DevicePtr; 3],
-    /// How the call is split, and where its parts lie.
+    /// How the call is split, and where its partial results lie.
     split: Option<(Split, DevicePtr)>,
 }
 
@@ -170,8 +169,8 @@ impl<'a> Call<'a> {
         let place = Workspace::of(&sizes, tensors.q.element());
         place.check(workspace)?;
         let operands = [place.q, place.k, place.v].map(|offset| workspace.ptr().offset(offset as u64));
-        let parts = workspace.ptr().offset(place.parts as u64);
-        let split = engine.split_of(tensors, &sizes).map(|split| (split, parts));
+        let partial = workspace.ptr().offset(place.partial as u64);
+        let split = engine.split_of(tensors, &sizes).map(|split| (split, partial));
         Ok(Self { tensors, sizes, header: workspace.ptr(), operands, split })
     }
 }
@@ -190,11 +189,14 @@ struct Loaded {
     shared: u32,
 }
 
+type Slot = Arc<Mutex<Option<Arc<Loaded>>>>;
+
 /// The attention kernels of one device, loaded as calls need them.
 #[derive(Debug)]
 pub struct AttentionEngine {
     device: Device,
-    loaded: Mutex<HashMap<Variant, Arc<Loaded>>>,
+    /// The outer lock is held to find a slot, a slot's while it is filled.
+    loaded: Mutex<HashMap<Variant, Slot>>,
     /// The descale of operands that have none.
     one: Buffer<f32>,
     overlap: bool,
@@ -262,23 +264,11 @@ impl AttentionEngine {
         if self.split { Split::of(sizes, tensors.descales.logit.is_some()) } else { None }
     }
 
-    /// Sets a workspace's header to zero, in the order of `stream`: once before the first call that uses the memory.
-    ///
-    /// # Errors
-    /// If it is smaller than the header, or the driver refuses.
-    pub fn initialise(&self, stream: &Stream, workspace: &View<1>) -> Result<()> {
-        let [bytes] = workspace.extents();
-        if bytes < Workspace::HEADER {
-            return Err(Error::argument(format_args!("a workspace of {bytes} bytes is shorter than its header")));
-        }
-        stream.clear(&workspace.first(Workspace::HEADER))
-    }
-
     /// Puts one call on `stream`: `out = softmax(softmax_scale q k^T) v`, with `causal` over the keys at or before the
     /// query's position (the last query stands at the last key).
     ///
-    /// The workspace has [`Workspace::of`] bytes, 256-byte aligned, its header zero. Calls that can run at the same time
-    /// need one each.
+    /// The workspace has [`Workspace::of`] bytes, 256-byte aligned, of any content. Calls that can run at the same time need
+    /// one each.
     ///
     /// # Errors
     /// If a rule of [`Tensors`] is broken, a kernel does not compile or load, or the driver refuses a launch.
@@ -326,8 +316,8 @@ impl AttentionEngine {
         let kernel = self.load(variant)?;
         let [q, k, v] = call.operands;
         match variant {
-            Variant::Repack { .. } => self.repack_values(stream, &kernel, call.tensors, &call.sizes, v),
-            _ => self.cast_operands(stream, &kernel, call.tensors, &call.sizes, [q, k, v]),
+            Variant::Repack { .. } => self.repack_values(stream, &kernel, call, v),
+            _ => self.cast_operands(stream, &kernel, call, [q, k, v]),
         }
     }
 
@@ -359,16 +349,17 @@ impl AttentionEngine {
         let (mut heads, mut positions) = (1, ROWS);
         if let Some((split, at)) = split {
             (heads, positions) = (split.heads, split.positions);
-            let [lse, extremes] = split.offsets(&sizes).map(|offset| at.offset(offset as u64).0);
-            (params.parts_o, params.parts_lse, params.parts_extremes) = (at.0, lse, extremes);
-            params.diagonal = if causal { sizes.len_k as i32 - sizes.len_q as i32 } else { sizes.len_k as i32 };
-            params.parts = split.parts as i32;
-            params.consumers = split.consumers as i32;
+            let partial = split.partial(&sizes);
+            [params.o_partial, params.lse_partial, params.extremes_partial] =
+                [partial.o, partial.lse, partial.extremes].map(|offset| at.offset(offset as u64).0);
+            params.causal_offset = if causal { sizes.len_k as i32 - sizes.len_q as i32 } else { sizes.len_k as i32 };
+            params.splits = split.parts as i32;
+            params.active_consumers = split.consumers as i32;
             params.tile_heads = heads as i32;
             params.positions = positions as i32;
-            params.per_head = (1usize << 16).div_ceil(heads) as i32;
-            params.per_batch = (sizes.heads_q / heads) as i32;
-            params.e4m3 = (tensors.out.element() == Element::E4m3).into();
+            params.tile_heads_reciprocal = (1usize << 16).div_ceil(heads) as i32;
+            params.units_per_batch = (sizes.heads_q / heads) as i32;
+            params.out_e4m3 = (tensors.out.element() == Element::E4m3).into();
         }
         let launch = Launch::linear(schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
         let (mut q, mut k) = (operand_map(&q, heads, positions)?, operand_map(&k, 1, tile.keys)?);
@@ -390,9 +381,9 @@ impl AttentionEngine {
             lse: forward.lse,
             o_descale: forward.o_descale,
             telemetry: forward.telemetry,
-            parts_o: forward.parts_o,
-            parts_lse: forward.parts_lse,
-            parts_extremes: forward.parts_extremes,
+            o_partial: forward.o_partial,
+            lse_partial: forward.lse_partial,
+            extremes_partial: forward.extremes_partial,
             v_descale: forward.v_descale,
             o_strides: forward.o_strides,
             o_descale_strides: forward.o_descale_strides,
@@ -401,9 +392,9 @@ impl AttentionEngine {
             heads_q: forward.heads_q,
             heads_kv: forward.heads_kv,
             len_q: forward.len_q,
-            parts: split.parts as i32,
-            e4m3: forward.e4m3,
-            share: split.share() as i32,
+            splits: split.parts as i32,
+            out_e4m3: forward.out_e4m3,
+            log2_row_warps: split.share() as i32,
             unused: 0,
         };
         let [x, y, z] = split.joining_grid(sizes).map(|blocks| blocks as u32);
@@ -449,14 +440,8 @@ impl AttentionEngine {
         given.map_or((self.one.ptr().0, [0, 0]), |x| (x.ptr().0, x.strides()))
     }
 
-    fn cast_operands(
-        &self,
-        stream: &Stream,
-        cast: &Loaded,
-        t: &Tensors,
-        sizes: &Sizes,
-        to: [DevicePtr; 3],
-    ) -> Result<()> {
+    fn cast_operands(&self, stream: &Stream, cast: &Loaded, call: &Call, to: [DevicePtr; 3]) -> Result<()> {
+        let Call { tensors: t, sizes, header, .. } = call;
         let (heads_q, heads_kv) = (sizes.heads_q, sizes.heads_kv);
         // Rows of the statistics: logits, q, k, v.
         let rows = [heads_q, 2 * heads_q, 2 * heads_q + heads_kv];
@@ -471,6 +456,7 @@ impl AttentionEngine {
             cosine: t.rope.map_or(0, |r| r.cosine.ptr().0),
             sine: t.rope.map_or(0, |r| r.sine.ptr().0),
             positions: t.rope.and_then(|r| r.positions).map_or(0, |p| p.ptr().0),
+            counter: header.0,
             rotary: t.rope.map_or(0, |r| r.rotary() as i32),
             q_start: sizes.len_k as i32 - sizes.len_q as i32,
         };
@@ -483,12 +469,15 @@ impl AttentionEngine {
         unsafe { cast.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], false) }
     }
 
-    fn repack_values(&self, stream: &Stream, repack: &Loaded, t: &Tensors, sizes: &Sizes, to: DevicePtr) -> Result<()> {
+    fn repack_values(&self, stream: &Stream, repack: &Loaded, call: &Call, to: DevicePtr) -> Result<()> {
+        let Call { tensors: t, sizes, header, .. } = call;
         let mut params = params::CastTensor { to: to.0, ..self.cast_tensor(&t.v, None) };
+        let mut counter = header.0;
         let grid = (sizes.key_groups() as u32, sizes.heads_kv as u32, sizes.batch as u32);
         let launch = Launch { grid, block: 2 * sizes.d_head as u32, shared: repack.shared };
+        let parameters = &mut [(&raw mut params).cast(), (&raw mut counter).cast()];
         // SAFETY: as for the cast.
-        unsafe { repack.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], false) }
+        unsafe { repack.kernel.launch_parameters(stream, launch, parameters, false) }
     }
 
     fn cast_tensor(&self, x: &View<4>, descale: Option<&View<2>>) -> params::CastTensor {
@@ -505,9 +494,11 @@ impl AttentionEngine {
         }
     }
 
+    /// A variant, compiled and loaded by the first call that asks for it. Calls that ask for others do not wait for it.
     fn load(&self, variant: Variant) -> Result<Arc<Loaded>> {
-        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = loaded.get(&variant) {
+        let slot = self.loaded.lock().unwrap_or_else(PoisonError::into_inner).entry(variant).or_default().clone();
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = &*slot {
             return Ok(found.clone());
         }
         let request = variant.request(self.device.arch());
@@ -516,15 +507,13 @@ impl AttentionEngine {
         let shared = match variant {
             Variant::Forward { .. } | Variant::Parts { .. } => {
                 let bytes = u32::try_from(module.constant("SHARED_BYTES")?)
-                    .map_err(|_| Error::cuda("attention_fwd tells a negative size of shared memory"))?;
+                    .map_err(|_| Error::cuda("attention/forward tells a negative size of shared memory"))?;
                 kernel.allow_shared(bytes)?;
                 bytes
             }
             _ => 0,
         };
-        let entry = Arc::new(Loaded { kernel, shared });
-        loaded.insert(variant, entry.clone());
-        Ok(entry)
+        Ok(slot.insert(Arc::new(Loaded { kernel, shared })).clone())
     }
 }
 

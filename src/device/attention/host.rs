@@ -2,11 +2,11 @@
 
 use super::call::{Descales, Rope, Sizes, Tensors, Workspace};
 use super::engine::AttentionEngine;
-use crate::cuda::{Buffer, Stream};
-use crate::cuda::{Element, View};
+use crate::cuda::{Buffer, Device, Element, Stream, View};
 use crate::error::{Error, Result};
 use crate::fp8::Format;
 use crate::stats::stats_words;
+use bytemuck::Pod;
 use half::bf16;
 
 /// What a [`Resident`] call is.
@@ -74,6 +74,15 @@ struct Memory {
     _descales: Vec<Buffer<f32>>,
 }
 
+/// An array of zeros with memory of its own.
+fn array<T: Pod, const R: usize>(device: &Device, element: Element, shape: [usize; R]) -> Result<(Buffer<T>, View<R>)> {
+    let bytes = shape.iter().product::<usize>() * element.size();
+    let buffer = device.zeros::<T>(bytes / size_of::<T>())?;
+    // SAFETY: the view lies in the buffer, which a `Resident` keeps as long as itself.
+    let view = unsafe { buffer.view(element, shape) }?;
+    Ok((buffer, view))
+}
+
 impl Resident {
     /// Allocates everything; operands are zero.
     ///
@@ -119,32 +128,29 @@ impl Resident {
             }
             None => None,
         };
-        let shapes = [sizes.q_shape(), sizes.kv_shape(), sizes.kv_shape()];
-        let bytes = |shape: [usize; 4], element: Element| shape.iter().product::<usize>() * element.size();
-        let zeros = |i: usize| device.zeros::<u8>(bytes(shapes[i], setup.operands));
-        let inputs = [zeros(0)?, zeros(1)?, zeros(2)?];
+        let [q_shape, kv_shape] = [sizes.q_shape(), sizes.kv_shape()];
+        let (q, q_view) = array::<u8, 4>(device, setup.operands, q_shape)?;
+        let (k, k_view) = array::<u8, 4>(device, setup.operands, kv_shape)?;
+        let (v, v_view) = array::<u8, 4>(device, setup.operands, kv_shape)?;
         let element = if setup.output.is_some() { Element::E4m3 } else { Element::Bf16 };
-        let out = device.zeros::<u8>(bytes(sizes.q_shape(), element))?;
-        let lse = device.zeros::<f32>(sizes.lse_shape().iter().product())?;
-        let words = stats_words(sizes.heads_q, sizes.heads_kv);
-        let stats = if setup.stats { Some(device.zeros::<u32>(words)?) } else { None };
-        let size = Workspace::of(&sizes, setup.operands).bytes;
-        let scratch = device.zeros::<u8>(size)?;
-        let (tensors, workspace) = unsafe {
-            let tensors = Tensors {
-                q: inputs[0].view(setup.operands, shapes[0])?,
-                k: inputs[1].view(setup.operands, shapes[1])?,
-                v: inputs[2].view(setup.operands, shapes[2])?,
-                descales,
-                rope,
-                out: out.view(element, sizes.q_shape())?,
-                lse: Some(lse.view(Element::F32, sizes.lse_shape())?),
-                stats: stats.as_ref().map(|s| s.view(Element::U32, [words])).transpose()?,
-            };
-            (tensors, scratch.view(Element::U8, [size])?)
+        let (out, out_view) = array::<u8, 4>(device, element, q_shape)?;
+        let (lse, lse_view) = array::<f32, 3>(device, Element::F32, sizes.lse_shape())?;
+        let words = [stats_words(sizes.heads_q, sizes.heads_kv)];
+        let stats = setup.stats.then(|| array::<u32, 1>(device, Element::U32, words)).transpose()?;
+        let (stats, stats_view) = stats.unzip();
+        let (scratch, workspace) = array(device, Element::U8, [Workspace::of(&sizes, setup.operands).bytes])?;
+        let tensors = Tensors {
+            q: q_view,
+            k: k_view,
+            v: v_view,
+            descales,
+            rope,
+            out: out_view,
+            lse: Some(lse_view),
+            stats: stats_view,
         };
         tensors.check()?;
-        let memory = Memory { inputs, out, lse, stats, _scratch: scratch, _descales: kept };
+        let memory = Memory { inputs: [q, k, v], out, lse, stats, _scratch: scratch, _descales: kept };
         Ok(Self { causal: setup.causal, softmax_scale: setup.softmax_scale, tensors, workspace, memory })
     }
 

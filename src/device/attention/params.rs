@@ -4,7 +4,7 @@ use crate::cuda::Element;
 use crate::cuda::View;
 use bytemuck::{Pod, Zeroable};
 
-/// `Params` of `attention_fwd`. Pointers may be 0 where the kernel says so; strides count elements.
+/// `Params` of `kernels/attention/forward.cu`. Pointers may be 0 where the kernel says so; strides count elements.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Forward {
@@ -32,21 +32,21 @@ pub(super) struct Forward {
     pub row_blocks: i32,
     pub units: i32,
     pub section: i32,
-    pub parts_o: u64,
-    pub parts_lse: u64,
-    pub diagonal: i32,
-    pub parts: i32,
-    pub consumers: i32,
+    pub o_partial: u64,
+    pub lse_partial: u64,
+    pub causal_offset: i32,
+    pub splits: i32,
+    pub active_consumers: i32,
     pub tile_heads: i32,
     pub positions: i32,
-    pub per_head: i32,
-    pub per_batch: i32,
-    pub e4m3: i32,
-    pub parts_extremes: u64,
+    pub tile_heads_reciprocal: i32,
+    pub units_per_batch: i32,
+    pub out_e4m3: i32,
+    pub extremes_partial: u64,
 }
 const _: () = assert!(size_of::<Forward>() == 256, "the kernel asserts the same");
 
-/// `Combine` of `attention_combine`.
+/// `CombineParams` of `kernels/attention/combine.cu`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Combine {
@@ -54,9 +54,9 @@ pub(super) struct Combine {
     pub lse: u64,
     pub o_descale: u64,
     pub telemetry: u64,
-    pub parts_o: u64,
-    pub parts_lse: u64,
-    pub parts_extremes: u64,
+    pub o_partial: u64,
+    pub lse_partial: u64,
+    pub extremes_partial: u64,
     pub v_descale: u64,
     pub o_strides: [i64; 3],
     pub o_descale_strides: [i64; 2],
@@ -65,14 +65,14 @@ pub(super) struct Combine {
     pub heads_q: i32,
     pub heads_kv: i32,
     pub len_q: i32,
-    pub parts: i32,
-    pub e4m3: i32,
-    pub share: i32,
+    pub splits: i32,
+    pub out_e4m3: i32,
+    pub log2_row_warps: i32,
     pub unused: i32,
 }
 const _: () = assert!(size_of::<Combine>() == 152, "the kernel asserts the same");
 
-/// `CastTensor` of `cast_qkv`; also the parameter of `repack_v`.
+/// `CastTensor` of `kernels/attention/cast_qkv.cu`; also the parameter of `repack_v`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct CastTensor {
@@ -97,10 +97,11 @@ pub(super) struct Cast {
     pub cosine: u64,
     pub sine: u64,
     pub positions: u64,
+    pub counter: u64,
     pub rotary: i32,
     pub q_start: i32,
 }
-const _: () = assert!(size_of::<Cast>() == 272, "the kernel asserts the same");
+const _: () = assert!(size_of::<Cast>() == 280, "the kernel asserts the same");
 
 /// Batch, row and head strides of a tensor whose last dimension is contiguous.
 pub(super) fn outer_strides(x: &View<4>) -> [i64; 3] {

@@ -1,6 +1,7 @@
 //! Which tiles a call is cut into: pure functions of its sizes.
 
 use super::Sizes;
+use super::call::Regions;
 use std::cmp::Reverse;
 use std::ops::RangeInclusive;
 
@@ -128,11 +129,11 @@ impl Split {
             let most = (waves * PROCESSORS / tiles).clamp(1, key_tiles);
             let parts = key_tiles.div_ceil(key_tiles.div_ceil(most));
             let cut = Self { parts, ..one };
-            let joining = if parts > 1 { JOIN + cut.parts_bytes(sizes) / PART_BYTES } else { 0 };
+            let joining = if parts > 1 { JOIN + cut.partial(sizes).bytes / PART_BYTES } else { 0 };
             let keys = key_tiles.div_ceil(parts) * Self::TILE.keys;
             (time(tiles * parts, keys, one.consumers) + joining, cut)
         });
-        let fitting = candidates.filter(|(_, cut)| cut.parts_bytes(sizes) <= PARTS_BYTES);
+        let fitting = candidates.filter(|(_, cut)| cut.partial(sizes).bytes <= PARTS_BYTES);
         let (split, cut) = fitting.min_by_key(|&(time, cut)| (time, cut.parts))?;
         (11 * split <= 10 * whole).then_some(cut)
     }
@@ -155,11 +156,6 @@ impl Split {
         sizes.batch * sizes.heads_q / self.heads * self.row_blocks(sizes)
     }
 
-    /// Rows of all parts. None, where one part is the output.
-    fn rows(&self, sizes: &Sizes) -> usize {
-        if self.parts == 1 { 0 } else { self.parts * sizes.batch * sizes.len_q * sizes.heads_q }
-    }
-
     /// The binary logarithm of the warps that share a row when parts are joined.
     pub(super) fn share(&self) -> u32 {
         const AT_ONCE: usize = 8;
@@ -171,17 +167,27 @@ impl Split {
         [sizes.len_q, (sizes.heads_q << self.share()).div_ceil(Self::JOINING_WARPS), sizes.batch]
     }
 
-    /// Where the log-sum-exps and the extreme logits of the parts begin, in bytes behind their outputs' first.
-    pub(super) fn offsets(&self, sizes: &Sizes) -> [usize; 2] {
-        let rows = self.rows(sizes);
-        // Outputs in F16, log-sum-exps in f32, extremes in two words.
-        [2 * rows * sizes.d_head, 2 * rows * sizes.d_head + 4 * rows.next_multiple_of(2)]
+    /// Where the partial results lie: nothing, where one split is the output.
+    pub(super) fn partial(&self, sizes: &Sizes) -> Partial {
+        let rows = if self.parts == 1 { 0 } else { self.parts * sizes.batch * sizes.len_q * sizes.heads_q };
+        let mut regions = Regions::default();
+        // F16, f32, and two words of extremes.
+        let [o, lse, extremes] = [2 * sizes.d_head, 4, 8].map(|bytes| regions.add(bytes * rows));
+        Partial { o, lse, extremes, bytes: regions.bytes() }
     }
+}
 
-    /// Bytes of what all parts leave.
-    pub fn parts_bytes(&self, sizes: &Sizes) -> usize {
-        self.offsets(sizes)[1] + 8 * self.rows(sizes)
-    }
+/// Where the partial results of a split call lie, in bytes from the first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Partial {
+    /// `[splits, batch, len_q, heads_q, d]` in F16.
+    pub o: usize,
+    /// `[splits, batch, len_q, heads_q]` in f32.
+    pub lse: usize,
+    /// As `lse`, in two words.
+    pub extremes: usize,
+    /// Size of it all.
+    pub bytes: usize,
 }
 
 /// How the tiles of a call are handed out.
@@ -300,7 +306,7 @@ mod tests {
                     assert!((heads_q / heads_kv).is_multiple_of(cut.heads) && cut.heads * cut.positions <= ROWS);
                     assert!(cut.row_blocks(&sizes) * cut.positions * cut.consumers >= len_q, "{sizes:?} {cut:?}");
                     assert!((1..=len_k.div_ceil(128)).contains(&cut.parts), "{sizes:?} {cut:?}");
-                    assert!(cut.parts_bytes(&sizes) <= PARTS_BYTES, "{sizes:?} {cut:?}");
+                    assert!(cut.partial(&sizes).bytes <= PARTS_BYTES, "{sizes:?} {cut:?}");
                     let [_, heads, sequences] = cut.joining_grid(&sizes);
                     assert!(heads * Split::JOINING_WARPS >= heads_q << cut.share(), "{sizes:?} {cut:?}");
                     assert!(heads.max(sequences) <= 65_535, "{sizes:?} {cut:?}");

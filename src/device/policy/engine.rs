@@ -11,7 +11,7 @@
 //! ```
 
 use super::setup::{PolicySetup, Pool, Rule, TENSORS};
-use super::table::{PolicyLayer, PolicyTable};
+use super::table::{PolicyLayer, PolicyTable, SlackWords};
 use crate::bound::HeadBound;
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
@@ -21,6 +21,9 @@ use crate::model::HeadOffsets;
 use crate::stats::stats_words;
 
 const THREADS: u32 = 256;
+
+/// Tensors that have pools of their own: logits, q, k, v.
+const POOLED: usize = TENSORS - 1;
 
 /// What a status word of a layer says. Bits stay until [`PolicyEngine::clear_status`].
 pub mod status {
@@ -116,6 +119,7 @@ pub struct PolicyEngine {
     tensors: Buffer<f32>,
     status: Buffer<u32>,
     memory: Memory,
+    slack: Buffer<SlackWords>,
     _sizes: Buffer<PolicyLayer>,
 }
 
@@ -196,6 +200,7 @@ impl PolicyEngine {
             places: device.upload(&memory.places)?,
             scales: device.upload(&memory.scales)?,
         };
+        let slack = device.zeros(if matches!(setup.rule, Rule::AutoC { .. }) { layers * POOLED } else { 0 })?;
         let words = stats_words(all_q, all_kv);
         let stats = device.zeros::<u32>(words)?;
         let seen_stats = device.zeros::<u32>(words)?;
@@ -218,6 +223,7 @@ impl PolicyEngine {
             constants: held.constants.ptr().0,
             counts: held.counts.ptr().0,
             top: held.top.ptr().0,
+            slack: slack.ptr().0,
             history: held.history.ptr().0,
             places: held.places.ptr().0,
             scales: held.scales.ptr().0,
@@ -244,6 +250,7 @@ impl PolicyEngine {
             tensors,
             status,
             memory: held,
+            slack,
             source,
             _sizes: sizes,
             setup,
@@ -489,7 +496,16 @@ impl PolicyEngine {
         })
     }
 
-    /// Puts another memory in its place, at the same addresses. Synchronous.
+    /// auto-c: slack of each layer's logits, q, k and v since the burn-in began here; empty for the other rules. Waits for the
+    /// device.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn read_slack(&self) -> Result<Vec<[SlackWords; POOLED]>> {
+        Ok(self.slack.read()?.as_chunks().0.to_vec())
+    }
+
+    /// Puts another memory in its place, at the same addresses; slack begins anew. Synchronous.
     ///
     /// # Errors
     /// If it does not fit, or the device fails.
@@ -506,6 +522,7 @@ impl PolicyEngine {
         m.top.write(&memory.top)?;
         m.history.write(&memory.history)?;
         m.places.write(&memory.places)?;
-        m.scales.write(&memory.scales)
+        m.scales.write(&memory.scales)?;
+        self.slack.write(&vec![SlackWords::default(); self.slack.len()])
     }
 }

@@ -13,3 +13,4 @@ mod table;
 pub use engine::{BoundSource, PolicyEngine, PolicyMemory, phase, status};
 pub use plan::{Bounds, DevicePlan};
 pub use setup::{PolicySetup, Pool, Rule, TENSORS};
+pub use table::SlackWords;

@@ -22,13 +22,14 @@
 use super::engine::{BoundSource, PolicyEngine};
 use super::setup::{PolicySetup, Pool, Rule, TENSORS};
 use super::state;
+use super::table::SlackWords;
 use crate::bound::{E4M3_MAX, LayerBounds, Tail, isotropic};
 use crate::cuda::{Device, DevicePtr, Stream};
 use crate::device::{bounds, scale::ScaleEngine};
 use crate::error::{Error, Result};
 use crate::model::AttentionSpec;
 use crate::plan::{Granularity, OperandDescales, ScalePlan};
-use crate::policy::{AmaxAlgorithm, PolicyConfig, PolicyShape, PolicyState, Pooling, Tensor};
+use crate::policy::{AmaxAlgorithm, PolicyConfig, PolicyShape, PolicyState, Pooling, Slack, Tensor};
 use crate::scale::Descale;
 use crate::stats::{StepStats, StepWords};
 
@@ -212,6 +213,20 @@ impl DevicePlan {
                     .ok_or_else(|| Error::cuda("a row of statistics is cut short"))
             })
             .collect()
+    }
+
+    /// auto-c: how far the certain bounds lay above what the burn-in has observed so far, a layer an entry, of logits, q, k and
+    /// v. `None` where nothing but zeros was seen; no entries under the other policies. Not part of the state. Waits for the
+    /// device.
+    ///
+    /// # Errors
+    /// As the device.
+    pub fn read_slack(&self) -> Result<Vec<[Option<Slack>; 4]>> {
+        let slack = |words: SlackWords| {
+            let SlackWords { min, max, sum, count } = words;
+            (count > 0).then(|| Slack { min, mean: sum / count as f64, max, count })
+        };
+        Ok(self.engine.read_slack()?.into_iter().map(|layer| layer.map(slack)).collect())
     }
 
     /// Everything that later plans depend on, apart from the weights. Waits for the device.

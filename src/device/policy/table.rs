@@ -15,6 +15,21 @@ pub(super) struct PolicyLayer {
 }
 const _: () = assert!(size_of::<PolicyLayer>() == 8 * 4 + 8);
 
+/// Certain bound over observed amax: of a layer's heads over the steps of its burn-in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct SlackWords {
+    /// Smallest.
+    pub min: f64,
+    /// Largest.
+    pub max: f64,
+    /// Sum.
+    pub sum: f64,
+    /// Heads times steps; 0: nothing was seen, and the rest holds nothing.
+    pub count: u64,
+}
+const _: () = assert!(size_of::<SlackWords>() == 4 * 8);
+
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct PolicyTable {
@@ -32,6 +47,7 @@ pub(super) struct PolicyTable {
     pub constants: u64,
     pub counts: u64,
     pub top: u64,
+    pub slack: u64,
     pub history: u64,
     pub places: u64,
     pub scales: u64,
@@ -58,4 +74,4 @@ pub(super) struct PolicyTable {
     pub linear_factor: f64,
     pub d_model: f64,
 }
-const _: () = assert!(size_of::<PolicyTable>() == 17 * 8 + 6 * 4 + 4 * 8 + 4 * 4 + 2 * 16 + 4 * 8 + 5 * 8);
+const _: () = assert!(size_of::<PolicyTable>() == 18 * 8 + 6 * 4 + 4 * 8 + 4 * 4 + 2 * 16 + 4 * 8 + 5 * 8);

@@ -1,11 +1,11 @@
 //! Certified norms of every head and the logit bounds made of them.
 
-use super::grams::{GramRoute, Grams};
-use super::group::{NO_ROW, Tables};
+use super::engine::Results;
+use super::grams::Grams;
 use super::norms;
+use super::partition::Place;
 use super::products::{Inputs, Products};
-use super::tables::{Growth, HeadGram, Job, LayerInput, NormBlock, Task};
-use crate::bound::HeadBound;
+use super::tables::{Growth, HeadGram, Job, LayerInput, Task};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;
@@ -16,7 +16,6 @@ pub(super) struct Bounds {
     eigen: Kernel,
     products: Option<Products>,
     plan: Kernel,
-    gram_stats: Kernel,
     /// What is squared in any case.
     sure: Squarings,
     /// Norms as they are, where the scaled ones beside them can be beaten.
@@ -26,11 +25,6 @@ pub(super) struct Bounds {
     /// Squares: raw q, raw k, then scaled q, scaled k and the Frobenius bound, or products.
     pub lambdas: Buffer<f64>,
     growth: Buffer<Growth>,
-    biases: Buffer<u64>,
-    pub value_blocks: [(Buffer<NormBlock>, usize); 2],
-    pub heads: Buffer<HeadBound>,
-    /// Q and K statistics come from the Grams of the plain route: no mean, no shift.
-    pub from_grams: bool,
     pub eta: f64,
     /// Allowance of a Gram's entries, in units of 2^-24 tr G.
     pub rounding: f32,
@@ -38,8 +32,6 @@ pub(super) struct Bounds {
     flags: u32,
     shape: LayerInput,
     layers: usize,
-    /// Kernels may start before the one in front has ended.
-    early: bool,
     /// So may the one that squares, beside another launch of it.
     hopper: bool,
 }
@@ -72,20 +64,6 @@ enum Jobs {
     Heads(Buffer<Job>),
     /// With their places, one load less ahead of the Gram (`kernels/scale_bounds_wgmma.cu`).
     Places(Buffer<Task>),
-}
-
-impl Jobs {
-    /// Bytes of one.
-    fn size(places: bool) -> usize {
-        if places { size_of::<Task>() } else { size_of::<Job>() }
-    }
-
-    fn bytes(&self) -> usize {
-        match self {
-            Self::Heads(jobs) => size_of::<Job>() * jobs.len(),
-            Self::Places(tasks) => size_of::<Task>() * tasks.len(),
-        }
-    }
 }
 
 /// Bits of the plan's flags (`kernels/scale_plan.cu`).
@@ -158,7 +136,7 @@ fn rest(layer: &LayerInput) -> usize {
 }
 
 impl Bounds {
-    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables, grams: &Grams) -> Result<Self> {
+    pub fn new(device: &Device, layers: &[LayerInput], places: &[Place], grams: &Grams) -> Result<Self> {
         let first = &layers[0];
         let (count, n_q, n_kv, r) = (layers.len(), first.n_q, first.n_kv, first.d_head);
         let (mut sure, mut asked, mut products) = (vec![], vec![], vec![]);
@@ -212,53 +190,31 @@ impl Bounds {
         let eigen = module(source)?.overlapping_kernel(name)?;
         eigen.allow_shared(block.1)?;
         let products = if by_product { Some(Products::new(device, layers, &products)?) } else { None };
-        let values = |blocks: &[NormBlock]| -> Result<(Buffer<NormBlock>, usize)> {
-            let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
-            let list: Vec<NormBlock> = blocks.iter().filter(is_value).copied().collect();
-            Ok((device.upload(&list)?, list.len()))
-        };
-        let biases: Vec<u64> = layers
-            .iter()
-            .flat_map(|l| {
-                let each = move |bias: DevicePtr, heads: usize| {
-                    let step = (r * l.vector_dtype.size()) as u64;
-                    (0..heads as u64).map(move |h| if bias == DevicePtr::NULL { 0 } else { bias.0 + h * step })
-                };
-                each(l.q.bias, n_q).chain(each(l.k.bias, n_kv))
-            })
-            .collect();
-        let flush = grams.depth(first.d_model);
+        let flush = grams.depth;
         // g w is rounded once.
         let split = 3;
         let parts = grams.host_heads.iter().map(|h| h.count as usize).max().unwrap_or(1);
         // The removal of the mean rounds too, and its two sums are as deep as the norms' (`scale_norms.cu`, or where these are not
         // of the Grams' pass `scale_norms_heads.cu`).
         let by_loads = first.d_model.div_ceil(256) + 13;
-        let deep = if grams.has_norms { by_loads } else { by_loads.max(norms::depth(first.d_model)) };
+        let deep = if grams.has_stats { by_loads } else { by_loads.max(norms::depth(first.d_model)) };
         let mean = if first.mean_removed { 2 * deep + 8 } else { 0 };
         let rounding = flush + split + parts + 4 + mean;
-        let places = warpgroups.then_some(&grams.host_heads[..]);
+        let task_places = warpgroups.then_some(&grams.host_heads[..]);
         Ok(Self {
             eigen,
             products,
             plan: plan.overlapping_kernel("scale_plan")?,
-            gram_stats: plan.overlapping_kernel("scale_gram_stats")?,
-            sure: Squarings::new(device, &sure, places, block)?,
-            asked: if asked.is_empty() { None } else { Some(Squarings::new(device, &asked, places, block)?) },
+            sure: Squarings::new(device, &sure, task_places, block)?,
+            asked: if asked.is_empty() { None } else { Some(Squarings::new(device, &asked, task_places, block)?) },
             leans: device.upload(&vec![NOT_YET; if asked.is_empty() { 0 } else { 2 * count * n_q }])?,
-            early: device.arch().compute >= 90,
             hopper,
             lambdas: device.zeros(results)?,
-            growth: device.upload(&layers.iter().map(LayerInput::growth).collect::<Vec<_>>())?,
-            biases: device.upload(&biases)?,
-            value_blocks: [values(&built.row_blocks)?, values(&built.column_blocks)?],
-            heads: device.zeros(count * n_q)?,
-            from_grams: grams.route == GramRoute::Plain
-                && layers.iter().all(|l| !l.mean_removed && l.shift == DevicePtr::NULL),
+            growth: device.upload(&layers.iter().zip(places).map(|(l, place)| l.growth(place)).collect::<Vec<_>>())?,
             eta: 0.8,
             rounding: rounding as f32,
             flags: if first.mean_removed {
-                MEAN_REMOVED | built.layers.iter().fold(0, |bits, l| bits | l.raw_pairs & 3)
+                MEAN_REMOVED
             } else if asked.is_empty() {
                 0
             } else {
@@ -267,32 +223,6 @@ impl Bounds {
             shape: *first,
             layers: count,
         })
-    }
-
-    pub fn bytes(&self) -> usize {
-        8 * (self.lambdas.len() + self.leans.len() + self.biases.len())
-            + self.sure.jobs.bytes()
-            + self.asked.as_ref().map_or(0, |asked| asked.jobs.bytes())
-            + self.products.as_ref().map_or(0, Products::bytes)
-            + size_of::<HeadBound>() * self.heads.len()
-            + 8 * (self.value_blocks[0].1 + self.value_blocks[1].1)
-            + size_of::<Growth>() * self.growth.len()
-    }
-
-    /// The same before anything is allocated.
-    pub fn bytes_for(device: &Device, layers: &[LayerInput], built: &Tables) -> usize {
-        let s = &layers[0];
-        let (q, all) = (layers.len() * s.n_q, layers.len() * (s.n_q + s.n_kv));
-        let jobs = all + if s.rotary > 0 { 2 * q } else { 0 };
-        let products = if s.rotary == 0 { Products::bytes_for(device, layers) } else { 0 };
-        let is_value = |b: &&NormBlock| built.projections[b.projection as usize].first_head == NO_ROW;
-        let values = built.row_blocks.iter().chain(&built.column_blocks).filter(is_value).count();
-        let leans = if layers.iter().any(compete(device, layers)) { 2 * q } else { 0 };
-        8 * (all + rest(s) * q + all + leans + values)
-            + Jobs::size(by_warpgroups(device, s.d_head)) * jobs
-            + products
-            + size_of::<HeadBound>() * q
-            + size_of::<Growth>() * layers.len()
     }
 
     /// Matrices that the last plan squared, and those that a plan may square. Waits for the device.
@@ -322,22 +252,6 @@ impl Bounds {
         ])
     }
 
-    /// Statistics of the Q and K channels, from the Grams.
-    pub fn stats(&self, stream: &Stream, grams: &Grams, stats: DevicePtr) -> Result<()> {
-        let args = [
-            self.plan_shape(),
-            Arg::Ptr(grams.heads.ptr()),
-            Arg::Ptr(grams.partials.ptr()),
-            Arg::Ptr(self.biases.ptr()),
-            Arg::U32(self.shape.vector_dtype as u32),
-            Arg::Ptr(stats),
-        ];
-        let blocks = self.layers * (self.shape.n_q + self.shape.n_kv);
-        // SAFETY: 1. the arguments are the kernel's; 2. the Grams' tables are the engine's, the biases those that its
-        // maker's caller promised; 3. these rows are written by this launch alone.
-        unsafe { self.gram_stats.launch(stream, Launch::linear(blocks, 128, 0), &args) }
-    }
-
     /// The launch of [`Bounds::norms`] lets the next one start early.
     pub fn early(&self) -> bool {
         matches!(self.sure.jobs, Jobs::Places(_))
@@ -363,12 +277,11 @@ impl Bounds {
     }
 
     /// Certified norms of every head, under rotation scaled, from Grams and channel statistics; as it is where it has to be or
-    /// where these say that it may be sharper. Where norms of V are apart, behind the launch that makes them, and beside it.
+    /// where these say that it may be sharper.
     pub fn norms(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, status: DevicePtr) -> Result<()> {
-        let beside = grams.values_apart && self.early();
         let given = [grams.heads.ptr(), grams.partials.ptr(), stats, status];
-        let shape = self.gram_shape(grams, beside, false);
-        self.square(stream, (&self.sure, self.early()), shape, beside, given)?;
+        let shape = self.gram_shape(grams, false, false);
+        self.square(stream, (&self.sure, self.early()), shape, false, given)?;
         let Some(asked) = &self.asked else { return Ok(()) };
         // Its blocks wait for what the scaled ones that they compete with leave, not for the end of that launch.
         let shape = self.gram_shape(grams, self.hopper, true);
@@ -409,14 +322,8 @@ impl Bounds {
 
     /// Bounds of every query head, from what [`Bounds::norms`] and [`Bounds::products`] left, channel statistics and operand
     /// descales.
-    pub fn finish(
-        &self,
-        stream: &Stream,
-        grams: &Grams,
-        stats: DevicePtr,
-        descales: DevicePtr,
-        status: DevicePtr,
-    ) -> Result<()> {
+    pub fn finish(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, results: &Results) -> Result<()> {
+        let Some(bounds) = &results.bounds else { return Ok(()) };
         let args = [
             self.plan_shape(),
             Arg::Ptr(grams.heads.ptr()),
@@ -424,14 +331,14 @@ impl Bounds {
             Arg::Ptr(self.lambdas.ptr()),
             Arg::Ptr(self.products.as_ref().map_or(DevicePtr::NULL, |products| products.aux.ptr())),
             Arg::Ptr(self.growth.ptr()),
-            Arg::Ptr(descales),
-            Arg::Ptr(self.heads.ptr()),
+            Arg::Ptr(results.descales.ptr()),
+            Arg::Ptr(bounds.ptr()),
             Arg::Ptr(self.leans.ptr()),
-            Arg::Ptr(status),
+            Arg::Ptr(results.status.ptr()),
         ];
         let launch = Launch::linear((self.layers * self.shape.n_q).div_ceil(4), 128, 0);
-        // SAFETY: 1. the arguments are the kernel's; 2. and 3. everything it reads was written by the launches before it,
-        // and what it reads ahead of its wait, the statistics, by one that the bounds waited for before they let anything start.
-        unsafe { self.plan.launch_early(stream, launch, &args, self.early) }
+        // SAFETY: 1. the arguments are the kernel's; 2. and 3. everything it reads was written by the launches before it, on
+        // this stream and on the one that it has waited for.
+        unsafe { self.plan.launch(stream, launch, &args) }
     }
 }

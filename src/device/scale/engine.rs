@@ -1,10 +1,9 @@
-//! Scales of a whole model, whose layers need not be alike.
+//! Scales of a whole model, whose layers may differ.
 
 use super::grams::GramRoute;
 use super::group::Group;
 use super::host::DeviceWeights;
-use super::joined::{Behind, Joined};
-use super::partition::{Partition, canonical};
+use super::partition::Partition;
 use super::tables::{ChannelStats, LayerInput};
 use crate::bound::{HeadBound, HeadFrobenius};
 use crate::cuda::{Buffer, Device, Stream};
@@ -14,21 +13,63 @@ use std::sync::Arc;
 
 /// A model's weights in device memory, with everything that scales need set up.
 ///
-/// Layers may differ in anything: shape, rotation, norm, storage, and whether q and k are normalised. Those that are alike
-/// share their launches; each other kind adds its own, one behind the other on the caller's stream, and one launch that
-/// brings the results together. Results lie one layer behind the other, without padding: [`ScaleEngine::heads`] says where
-/// a layer's begin.
+/// Layers may differ in anything: shape, rotation, norm, storage, and whether q and k are normalised. Layers of one kind share
+/// their launches, and each other kind adds its own to the caller's stream. All write into one set of results, layer after
+/// layer without padding: [`ScaleEngine::heads`] says where a layer's begin.
 ///
-/// An engine has one workspace: work of one on two streams has to be ordered by events.
+/// An engine has one workspace: work of one engine on two streams has to be ordered by events.
 #[derive(Debug)]
 pub struct ScaleEngine {
     partition: Partition,
     groups: Vec<Group>,
-    /// Where there is more than one group.
-    joined: Option<Joined>,
-    status: Buffer<u32>,
+    results: Results,
+    /// For what a plan runs beside its certificates.
+    side: Stream,
+    /// Every layer has logit bounds.
+    bounded: bool,
+    bytes: usize,
     /// Weights that the engine keeps alive; `None` where its maker promised to.
     weights: Option<Arc<DeviceWeights>>,
+}
+
+/// What the launches of every kind of layer write.
+#[derive(Debug)]
+pub(super) struct Results {
+    pub status: Buffer<u32>,
+    /// `[layer][q, k, v, o][n_kv]`.
+    pub descales: Buffer<f32>,
+    /// `[layer][q, k, v, o]`.
+    pub tensors: Buffer<f32>,
+    /// `[layer][q, k, v][n_kv]`.
+    pub operand_bounds: Buffer<f32>,
+    /// `[layer][query head]`, where a layer has bounds.
+    pub bounds: Option<Buffer<HeadBound>>,
+    /// `[layer][query head]`, where a layer has Grams.
+    pub frobenius: Option<Buffer<HeadFrobenius>>,
+}
+
+impl Results {
+    fn new(device: &Device, heads: &HeadOffsets, layers: &[LayerInput], with_grams: bool) -> Result<Self> {
+        // A layer with normalised q and k has logit bounds always, and Grams never.
+        let normalised: Vec<bool> = layers.iter().map(|l| l.qk_norm.is_some()).collect();
+        let has_bounds = with_grams || normalised.contains(&true);
+        let unset = |(l, &none): (&LayerInput, &bool)| {
+            let value = if none { f32::NAN } else { 0.0 };
+            std::iter::repeat_n(HeadFrobenius { norm: value, bound: value }, l.n_q)
+        };
+        let frobenius: Vec<HeadFrobenius> = match with_grams && normalised.contains(&false) {
+            true => layers.iter().zip(&normalised).flat_map(unset).collect(),
+            false => vec![],
+        };
+        Ok(Self {
+            status: device.zeros(1)?,
+            descales: device.zeros(4 * heads.all_kv())?,
+            tensors: device.zeros(4 * heads.layers())?,
+            operand_bounds: device.zeros(3 * heads.all_kv())?,
+            bounds: if has_bounds { Some(device.zeros(heads.all_q())?) } else { None },
+            frobenius: if frobenius.is_empty() { None } else { Some(device.upload(&frobenius)?) },
+        })
+    }
 }
 
 impl ScaleEngine {
@@ -42,19 +83,22 @@ impl ScaleEngine {
     /// 1. Every address in `layers` reaches the matrix or vector that its shape describes, in memory of `device`.
     /// 2. It stays valid, and is not written while a launch of this engine (or a graph of one) runs.
     pub unsafe fn new(device: &Device, layers: &[LayerInput], with_grams: bool) -> Result<Self> {
+        // SAFETY: the caller's promises.
+        unsafe { Self::set_up(device, layers, with_grams, false) }
+    }
+
+    /// # Safety
+    /// As [`ScaleEngine::new`], but for a dry run, which reaches no address.
+    unsafe fn set_up(device: &Device, layers: &[LayerInput], with_grams: bool, dry: bool) -> Result<Self> {
         let partition = Partition::new(layers)?;
-        let groups = partition
-            .groups()
-            .map(|members| {
-                // SAFETY: the caller's promises, for these layers.
-                unsafe { Group::new(device, members.iter().map(|i| canonical(&layers[*i])).collect(), with_grams) }
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let joined = match groups.len() {
-            1 => None,
-            _ => Some(Joined::new(device, &partition, &groups, with_grams)?),
-        };
-        Ok(Self { partition, groups, joined, status: device.zeros(1)?, weights: None })
+        let ((results, groups), bytes) = device.counting(dry, |device| {
+            let results = Results::new(device, &partition.heads, layers, with_grams)?;
+            // SAFETY: the caller's promises, for these layers.
+            let group = |members| unsafe { Group::new(device, partition.pick(layers, members), with_grams) };
+            Ok((results, partition.groups().map(group).collect::<Result<Vec<_>>>()?))
+        })?;
+        let bounded = with_grams || layers.iter().all(|l| l.qk_norm.is_some());
+        Ok(Self { partition, groups, results, side: device.urgent_stream()?, bounded, bytes, weights: None })
     }
 
     /// The same over weights that are kept alive with the engine.
@@ -93,16 +137,10 @@ impl ScaleEngine {
     /// If a launch is refused.
     pub fn descales(&self, stream: &Stream) -> Result<()> {
         let mut groups = self.groups.iter().enumerate();
-        groups.try_for_each(|(i, group)| group.descales(stream, &self.status, i == 0))?;
-        self.join(stream, Behind::Descales)
+        groups.try_for_each(|(i, group)| group.descales(stream, &self.results, i == 0))
     }
 
-    fn join(&self, stream: &Stream, behind: Behind) -> Result<()> {
-        self.joined.as_ref().map_or(Ok(()), |joined| joined.run(stream, behind))
-    }
-
-    /// Puts the Grams of every Q and K head on `stream`: one read of W_Q and W_K, and of W_V where
-    /// [`ScaleEngine::grams_read_values`] says so. Layers with normalised q and k have none.
+    /// Puts the Grams of every Q and K head on `stream`: one read of W_Q and W_K. Layers with normalised q and k have none.
     ///
     /// # Errors
     /// If the engine was made without Grams, or a launch is refused.
@@ -125,63 +163,48 @@ impl ScaleEngine {
     /// # Errors
     /// If the engine was made without Grams, or a launch is refused.
     pub fn plan(&self, stream: &Stream) -> Result<()> {
-        if self.head_bounds().is_none() {
+        if !self.bounded {
             return Err(Error::cuda("the engine was made without logit bounds"));
         }
         let mut groups = self.groups.iter().enumerate();
-        groups.try_for_each(|(i, group)| group.plan(stream, &self.status, i == 0))?;
-        self.join(stream, Behind::Plan)
+        groups.try_for_each(|(i, group)| group.plan(stream, &self.side, &self.results, i == 0))
     }
 
     /// Logit bounds of [`ScaleEngine::plan`], `[layer][query head]`; `None` if a layer has none, since the engine was made
     /// without Grams.
     pub fn head_bounds(&self) -> Option<&Buffer<HeadBound>> {
-        match &self.joined {
-            Some(joined) => joined.bounds.as_ref(),
-            None => self.groups[0].head_bounds(),
-        }
+        self.results.bounds.as_ref().filter(|_| self.bounded)
     }
 
     /// Puts the Frobenius norms `F = ||W_Q W_K^T||_F` of every query head on `stream`, and certified bounds of them over every
-    /// relative position, behind [`ScaleEngine::plan`], whose Grams it reads: no weight is read again, and nothing of the plan
+    /// relative position, after [`ScaleEngine::plan`], whose Grams it reads: no weight is read again, and nothing of the plan
     /// changes. For stable ranks and for bounds on isotropic tokens: sigma of a plan is below the bound of F already.
     ///
     /// # Errors
     /// If no layer has Grams (the engine was made without, or q and k are normalised in all), or a launch is refused.
     pub fn frobenius(&self, stream: &Stream) -> Result<()> {
         self.need_grams()?;
-        self.groups.iter().try_for_each(|group| group.frobenius(stream))?;
-        self.join(stream, Behind::Frobenius)
+        self.groups.iter().try_for_each(|group| group.frobenius(stream, &self.results))
     }
 
     /// What [`ScaleEngine::frobenius`] leaves, `[layer][query head]`; NaN in layers whose q and k are normalised.
     pub fn head_frobenius(&self) -> Option<&Buffer<HeadFrobenius>> {
-        match &self.joined {
-            Some(joined) => joined.frobenius.as_ref(),
-            None => self.groups[0].head_frobenius(),
-        }
+        self.results.frobenius.as_ref()
     }
 
     /// Bytes of device memory that the engine holds.
     pub fn workspace_bytes(&self) -> usize {
-        let joined = self.joined.as_ref().map_or(0, |joined| joined.bytes);
-        self.groups.iter().map(Group::bytes).sum::<usize>() + joined + 4 * self.status.len()
+        self.bytes
     }
 
-    /// What [`ScaleEngine::workspace_bytes`] of an engine for these layers will be, without compiling or allocating.
+    /// What [`ScaleEngine::workspace_bytes`] of an engine for these layers will be: compiles (or finds) the kernels, and
+    /// allocates nothing. Addresses are not read.
     ///
     /// # Errors
-    /// As [`ScaleEngine::new`], for shapes.
+    /// As [`ScaleEngine::new`], but for memory.
     pub fn workspace_bytes_for(device: &Device, layers: &[LayerInput], with_grams: bool) -> Result<usize> {
-        let partition = Partition::new(layers)?;
-        let of = |members: &[usize]| -> Vec<LayerInput> { members.iter().map(|i| canonical(&layers[*i])).collect() };
-        let groups: usize = partition.groups().map(|m| Group::bytes_for(device, &of(m), with_grams)).sum();
-        let normalised: Vec<bool> = partition.groups().map(|m| layers[m[0]].qk_norm.is_some()).collect();
-        let joined = match normalised.len() {
-            1 => 0,
-            _ => Joined::bytes_for(&partition, &normalised, with_grams),
-        };
-        Ok(groups + joined + 4)
+        // SAFETY: a dry run.
+        Ok(unsafe { Self::set_up(device, layers, with_grams, true)? }.bytes)
     }
 
     /// The same engine with logit descales bound / (eta 448); 0.8 unless this is called.
@@ -196,16 +219,10 @@ impl ScaleEngine {
         Ok(self)
     }
 
-    /// True if [`ScaleEngine::plan`] reads each weight once: the pass that makes the Grams brings the norms of its channels.
+    /// True if [`ScaleEngine::plan`] reads each weight once: the Gram pass leaves the statistics of its channels too.
     pub fn one_pass(&self) -> bool {
         let mut passes = self.groups.iter().filter_map(Group::one_pass).peekable();
         passes.peek().is_some() && passes.all(|once| once)
-    }
-
-    /// True if [`ScaleEngine::grams`] passes over W_V too, for the norms of its channels. Elsewhere a plan reads W_V beside its
-    /// certificates, or ahead of them.
-    pub fn grams_read_values(&self) -> bool {
-        self.one_pass() && self.groups.iter().filter_map(Group::values_apart).all(|apart| !apart)
     }
 
     /// Which kernel makes the Grams of a layer; `None` if it has none, or there is no such layer.
@@ -215,23 +232,23 @@ impl ScaleEngine {
 
     /// Operand descales, `[layer][q, k, v, o][n_kv]` f32.
     pub fn head_descales(&self) -> &Buffer<f32> {
-        self.joined.as_ref().map_or(&self.groups[0].heads, |joined| &joined.heads)
+        &self.results.descales
     }
 
     /// The largest of each layer's heads, `[layer][q, k, v, o]` f32.
     pub fn tensor_descales(&self) -> &Buffer<f32> {
-        self.joined.as_ref().map_or(&self.groups[0].tensors, |joined| &joined.tensors)
+        &self.results.tensors
     }
 
     /// Operand bounds with rounding, `B + A/32`, `[layer][q, k, v][n_kv]` f32, rounded up; 0 for a head of zeros.
     pub fn operand_bounds(&self) -> &Buffer<f32> {
-        self.joined.as_ref().map_or(&self.groups[0].operand_bounds, |joined| &joined.operand_bounds)
+        &self.results.operand_bounds
     }
 
     /// Status word of all layers: 0, or bits for weights that are not finite (1), bounds that are not finite (2), bounds
     /// that fell back to a coarser certificate (4).
     pub fn status(&self) -> &Buffer<u32> {
-        &self.status
+        &self.results.status
     }
 
     /// Matrices whose norm the last plan certified, and how many a plan may have to: heads' own norms are left out where the

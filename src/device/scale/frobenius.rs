@@ -1,9 +1,10 @@
 //! Frobenius norms of every head's interaction, from the Grams.
 
 use super::bounds::Bounds;
+use super::engine::Results;
 use super::grams::Grams;
+use super::partition::Place;
 use super::tables::LayerInput;
-use crate::bound::HeadFrobenius;
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;
@@ -13,8 +14,9 @@ pub(super) struct Frobenius {
     every: Kernel,
     bound: Kernel,
     shape: Arg,
-    /// `[layer][query head]`.
-    pub norms: Buffer<HeadFrobenius>,
+    /// First query head of each layer in the results.
+    first_heads: Buffer<u32>,
+    heads: usize,
     rotates: bool,
     /// Kernels may start before the one in front has ended.
     early: bool,
@@ -23,7 +25,13 @@ pub(super) struct Frobenius {
 const THREADS: u32 = 128;
 
 impl Frobenius {
-    pub fn new(device: &Device, layers: &[LayerInput], grams: &Grams, bounds: &Bounds) -> Result<Self> {
+    pub fn new(
+        device: &Device,
+        layers: &[LayerInput],
+        places: &[Place],
+        grams: &Grams,
+        bounds: &Bounds,
+    ) -> Result<Self> {
         let module = device.module(sources::FROBENIUS, &[])?;
         let first = &layers[0];
         Ok(Self {
@@ -43,21 +51,18 @@ impl Frobenius {
                 grams.one_sided().into(),
                 0,
             ]),
-            norms: device.zeros(layers.len() * first.n_q)?,
+            first_heads: device.upload(&places.iter().map(|place| place.q).collect::<Vec<_>>())?,
+            heads: layers.len() * first.n_q,
             rotates: first.rotary > 0,
             early: device.arch().compute >= 90,
         })
     }
 
-    /// Bytes of device memory for these layers.
-    pub fn bytes_for(layers: &[LayerInput]) -> usize {
-        size_of::<HeadFrobenius>() * layers.len() * layers[0].n_q
-    }
-
     /// Norms of every head; behind [`Bounds::norms`].
-    pub fn every(&self, stream: &Stream, grams: &Grams, stats: DevicePtr) -> Result<()> {
+    pub fn every(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, results: &Results) -> Result<()> {
+        let Some(norms) = &results.frobenius else { return Ok(()) };
         // SAFETY: a block writes its own head's norms.
-        unsafe { self.launch(&self.every, stream, grams, stats, self.norms.ptr(), false) }
+        unsafe { self.launch(&self.every, stream, grams, stats, norms.ptr(), false) }
     }
 
     /// The bound over every relative position, for the heads where it is sharper than what [`Bounds::norms`] left: behind
@@ -88,9 +93,10 @@ impl Frobenius {
             Arg::Ptr(grams.heads.ptr()),
             Arg::Ptr(grams.partials.ptr()),
             Arg::Ptr(stats),
+            Arg::Ptr(self.first_heads.ptr()),
             Arg::Ptr(result),
         ];
-        let launch = Launch::linear(self.norms.len(), THREADS, 0);
+        let launch = Launch::linear(self.heads, THREADS, 0);
         // SAFETY: 1. the arguments are the kernels', in order; 2. the Grams' tables are the engine's; 3. the caller's promise,
         // and Grams and statistics are finished by the stream's order.
         unsafe { kernel.launch_early(stream, launch, &args, early) }

@@ -4,8 +4,8 @@
 //! the caller's stream, capturable, deterministic (fixed partition, fixed order of every sum). Weights are read anew at
 //! each call, so an update in place is seen.
 //!
-//! Layers need not be alike: those that share shape, rotation, norm and storage share their launches, and the results of all
-//! lie one layer behind the other ([`ScaleEngine::heads`]). So do those of the power iterations.
+//! Layers may differ: those that share shape, rotation, norm and storage share their launches, and all write their results
+//! into one set of buffers, layer after layer ([`ScaleEngine::heads`]). So do those of the power iterations.
 //!
 //! What it computes: what the CPU engine does, per channel `B = sqrt(d) ||w_c|| + |c_c|`, descale `(B + A/32) / 448`; and
 //! per head Grams, certified norms made of them by shifted squarings on tensor cores, and logit bounds. There is no state
@@ -17,22 +17,19 @@ mod frobenius;
 mod grams;
 mod group;
 mod host;
-mod joined;
-mod kinds;
 mod norms;
 mod partition;
 mod power;
-mod power_once;
 mod power_sum;
 mod products;
 mod qk_norm;
+mod shares;
 mod tables;
-mod values;
 
 pub use engine::ScaleEngine;
 pub use grams::GramRoute;
 pub use host::{DeviceWeights, HostLayer, HostProjection, HostQkNorm};
-pub use power::PowerEngine;
-pub use power_sum::SummedPowerEngine;
+pub use power::{PerHead, PowerEngine, PowerIteration, Step};
+pub use power_sum::{Summed, SummedPowerEngine};
 pub(crate) use tables::above;
 pub use tables::{ChannelStats, DeviceMatrix, Dtype, HeadGram, LayerInput, ProjectionInput, QkNormInput, QkNormSide};

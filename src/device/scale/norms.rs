@@ -1,16 +1,19 @@
-//! Channel statistics by the copy engine, a block a head: 16-bit weights on Hopper.
+//! Channel statistics: one read of the weights, a block a head.
 
-use super::group::Tables;
-use super::tables::{Dtype, LayerInput, NormBlock, Projection};
+use super::group::{NO_ROW, Tables};
+use super::tables::{Dtype, HeadPlace, LayerInput, Projection, has_sums, tensor_maps};
+use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
-use crate::cuda::{sources, tensor_map};
 use crate::error::Result;
 
 #[derive(Debug)]
-pub(super) struct HeadNorms {
-    kernel: Kernel,
-    launch: Launch,
-    heads: Buffer<NormBlock>,
+pub(super) struct Norms {
+    every: (Kernel, Launch),
+    /// Of V alone, beside kernels that leave the memory alone.
+    values: (Kernel, Launch),
+    /// Heads of every projection, those of V last.
+    heads: Buffer<HeadPlace>,
+    first_value: usize,
     maps: Buffer<u64>,
     d_model: u32,
 }
@@ -32,15 +35,7 @@ fn along_channels(device: &Device, projections: &[Projection]) -> Option<bool> {
     }
 }
 
-fn heads(layers: &[LayerInput], built: &Tables) -> Vec<NormBlock> {
-    let heads_of = |(index, p): (usize, &Projection)| {
-        let first_rows = (0..p.rows).step_by(layers[0].d_head);
-        first_rows.map(move |first| NormBlock { projection: index as u32, first })
-    };
-    built.projections.iter().enumerate().flat_map(heads_of).collect()
-}
-
-/// Roundings that the kernel's sums over `d_model` inputs are deep.
+/// Roundings that the sums of `scale_norms_heads` over `d_model` inputs are deep.
 pub(super) fn depth(d_model: usize) -> usize {
     let tiles = d_model.div_ceil(64);
     let mut deep = 1;
@@ -50,58 +45,88 @@ pub(super) fn depth(d_model: usize) -> usize {
     8 * deep + tiles.div_ceil(deep) + 6
 }
 
-impl HeadNorms {
-    /// `None` where `scale_norms` has to do it.
-    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables) -> Result<Option<Self>> {
-        let Some(columns) = along_channels(device, &built.projections) else { return Ok(None) };
-        let (r, d) = (layers[0].d_head as u32, layers[0].d_model as u32);
-        let sums = layers.iter().any(|l| l.mean_removed || l.shift != DevicePtr::NULL);
-        let turns = built.projections.iter().any(|p| p.rotary > 0);
-        let f16 = built.projections.iter().any(|p| p.dtype == Dtype::F16 as u32);
-        let defines = [
-            ("D_HEAD", r.to_string()),
-            ("ALONG_CHANNELS", u32::from(columns).to_string()),
-            ("SUMS", u32::from(sums).to_string()),
-            ("TURNS", u32::from(turns).to_string()),
-            ("F16", u32::from(f16).to_string()),
-            ("VECTORS", (layers[0].vector_dtype as u32).to_string()),
-        ];
-        let module = device.module(sources::NORMS_HEADS, &defines)?;
-        let kernel = module.overlapping_kernel("scale_norms_heads")?;
-        let (threads, shared) = (module.constant("BLOCK_THREADS")? as u32, module.constant("SHARED_BYTES")? as u32);
-        kernel.allow_shared(shared)?;
-        let mut maps = Vec::with_capacity(16 * built.projections.len());
-        for p in &built.projections {
-            maps.extend(if columns {
-                tensor_map::tensor_map_16bit(p.weight, p.rows.into(), p.d_model.into(), p.col_stride as u64, 64)?
-            } else {
-                tensor_map::tensor_map_16bit(p.weight, p.d_model.into(), p.rows.into(), p.row_stride as u64, r)?
-            });
-        }
-        let heads = heads(layers, built);
-        let launch = Launch::linear(heads.len(), threads, shared);
+impl Norms {
+    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables) -> Result<Self> {
+        let r = layers[0].d_head as u32;
+        let of = |values: bool| {
+            let wanted = built.projections.iter().enumerate().filter(move |(_, p)| (p.first_head == NO_ROW) == values);
+            wanted.flat_map(move |(index, p)| {
+                (0..p.rows).step_by(r as usize).map(move |first_row| HeadPlace { projection: index as u32, first_row })
+            })
+        };
+        let mut heads: Vec<HeadPlace> = of(false).collect();
+        let first_value = heads.len();
+        heads.extend(of(true));
+        let (all, of_v) = (heads.len(), heads.len() - first_value);
+        let (every, values, maps) = match along_channels(device, &built.projections) {
+            None => {
+                let kernel = device.module(sources::NORMS, &[])?.kernel("scale_norms")?;
+                let launch = |heads| Launch::linear(heads, 256, 0);
+                ((kernel.clone(), launch(all)), (kernel, launch(of_v)), vec![])
+            }
+            Some(columns) => {
+                let sums = has_sums(layers);
+                let f16 = built.projections.iter().any(|p| p.dtype == Dtype::F16 as u32);
+                let turns = built.projections.iter().any(|p| p.rotary > 0);
+                let kernel = |turns: bool, beside: bool, heads| -> Result<(Kernel, Launch)> {
+                    let defines = [
+                        ("D_HEAD", r.to_string()),
+                        ("ALONG_CHANNELS", u32::from(columns).to_string()),
+                        ("SUMS", u32::from(sums).to_string()),
+                        ("TURNS", u32::from(turns).to_string()),
+                        ("F16", u32::from(f16).to_string()),
+                        ("VECTORS", (layers[0].vector_dtype as u32).to_string()),
+                        ("BESIDE", u32::from(beside).to_string()),
+                    ];
+                    let module = device.module(sources::NORMS_HEADS, &defines)?;
+                    let kernel = module.overlapping_kernel("scale_norms_heads")?;
+                    let number = |name| module.constant(name).map(|value| value as u32);
+                    let (threads, shared) = (number("BLOCK_THREADS")?, number("SHARED_BYTES")?);
+                    kernel.allow_shared(shared)?;
+                    Ok((kernel, Launch::linear(heads, threads, shared)))
+                };
+                // With sums it is bound by instructions, and needs every warp that fits.
+                let values = kernel(false, !sums, of_v)?;
+                (
+                    kernel(turns, false, all)?,
+                    values,
+                    tensor_maps(&built.projections, true, &[if columns { 64 } else { r }])?,
+                )
+            }
+        };
         let (heads, maps) = (device.upload(&heads)?, device.upload(&maps)?);
-        Ok(Some(Self { kernel, launch, heads, maps, d_model: d }))
+        Ok(Self { every, values, heads, first_value, maps, d_model: layers[0].d_model as u32 })
     }
 
     /// Puts the statistics of every channel on `stream`.
-    pub fn launch(&self, stream: &Stream, projections: DevicePtr, stats: DevicePtr) -> Result<()> {
-        let (heads, maps) = (Arg::Ptr(self.heads.ptr()), Arg::Ptr(self.maps.ptr()));
-        let args = [Arg::Ptr(projections), heads, maps, Arg::U32(self.d_model), Arg::Ptr(stats)];
-        // SAFETY: 1. the arguments are the kernel's; 2. the tables are the group's and reach the weights and vectors that the
-        // engine's maker's caller promised; 3. every head has its own rows.
-        unsafe { self.kernel.launch(stream, self.launch, &args) }
+    pub fn every(&self, stream: &Stream, projections: DevicePtr, stats: DevicePtr) -> Result<()> {
+        self.launch(stream, &self.every, 0, projections, stats)
     }
 
-    pub fn bytes(&self) -> usize {
-        8 * (self.heads.len() + self.maps.len())
-    }
-
-    /// The same before anything is compiled or allocated.
-    pub fn bytes_for(device: &Device, layers: &[LayerInput], built: &Tables) -> usize {
-        match along_channels(device, &built.projections) {
-            Some(_) => 8 * heads(layers, built).len() + 128 * built.projections.len(),
-            None => 0,
+    /// Those of V. False if there is nothing to launch.
+    pub fn values(&self, stream: &Stream, projections: DevicePtr, stats: DevicePtr) -> Result<bool> {
+        let any = self.first_value < self.heads.len();
+        if any {
+            self.launch(stream, &self.values, self.first_value, projections, stats)?;
         }
+        Ok(any)
+    }
+
+    fn launch(
+        &self,
+        stream: &Stream,
+        (kernel, launch): &(Kernel, Launch),
+        first: usize,
+        projections: DevicePtr,
+        stats: DevicePtr,
+    ) -> Result<()> {
+        if launch.grid.0 == 0 {
+            return Ok(());
+        }
+        let (heads, maps) = (Arg::Ptr(self.heads.at(first)), Arg::Ptr(self.maps.ptr()));
+        let args = [Arg::Ptr(projections), heads, maps, Arg::U32(self.d_model), Arg::Ptr(stats)];
+        // SAFETY: 1. the arguments are the kernels'; 2. the tables are the group's and reach the weights and vectors that the
+        // engine's maker's caller promised; 3. every head has its own rows.
+        unsafe { kernel.launch(stream, *launch, &args) }
     }
 }

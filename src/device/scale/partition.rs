@@ -55,13 +55,13 @@ pub(super) struct Partition {
     pub heads: HeadOffsets,
 }
 
-/// Consecutive words of a group's result, and where they go in that of the model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Run {
-    pub group: usize,
-    pub from: usize,
-    pub to: usize,
-    pub words: usize,
+/// Where a layer's results begin in those of the model.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    pub layer: u32,
+    /// First query and KV head.
+    pub q: u32,
+    pub kv: u32,
 }
 
 impl Partition {
@@ -105,26 +105,16 @@ impl Partition {
         self.groups.iter().map(Vec::as_slice)
     }
 
+    /// The layers of a group, and where each leaves its results.
+    pub fn pick(&self, layers: &[LayerInput], members: &[usize]) -> (Vec<LayerInput>, Vec<Place>) {
+        let place =
+            |i: usize| Place { layer: i as u32, q: self.heads.q(i).start as u32, kv: self.heads.kv(i).start as u32 };
+        members.iter().map(|&i| (canonical(&layers[i]), place(i))).unzip()
+    }
+
     /// Group of a layer, and its place there.
     pub fn place(&self, layer: usize) -> Option<(usize, usize)> {
         self.places.get(layer).copied()
-    }
-
-    /// The runs that bring a result of every group together, whose layers have `words` each.
-    pub fn runs(&self, words: impl Fn(usize) -> usize) -> Vec<Run> {
-        let mut runs: Vec<Run> = vec![];
-        let mut done = vec![0; self.groups.len()];
-        let mut to = 0;
-        for (layer, &(group, _)) in self.places.iter().enumerate() {
-            let (from, words) = (done[group], words(layer));
-            match runs.last_mut() {
-                Some(last) if last.group == group => last.words += words,
-                _ => runs.push(Run { group, from, to, words }),
-            }
-            done[group] += words;
-            to += words;
-        }
-        runs
     }
 }
 
@@ -156,7 +146,7 @@ fn check(layers: &[LayerInput]) -> Result<()> {
 }
 
 /// The layer without what a layer without rotation does not have.
-pub(super) fn canonical(layer: &LayerInput) -> LayerInput {
+fn canonical(layer: &LayerInput) -> LayerInput {
     match layer.rotary {
         0 => LayerInput { interleaved: false, rope_factor: 1.0, ..*layer },
         _ => *layer,
@@ -246,31 +236,6 @@ mod tests {
         let mut other = normalised();
         (other.rotary, other.rope_factor, other.q.weight.dtype) = (0, 2.0, Dtype::F16);
         assert_eq!(groups(&[normalised(), layer(), other]), [vec![0, 2], vec![1]]);
-    }
-
-    #[test]
-    fn runs_bring_every_word_to_its_layer_once() {
-        let shapes = [(4, 2), (4, 2), (6, 3), (4, 2), (6, 3), (6, 3), (8, 1)];
-        let layers = shapes.map(|(n_q, n_kv)| with(|l| (l.n_q, l.n_kv) = (n_q, n_kv)));
-        let partition = Partition::new(&layers).unwrap();
-        let words = |layer: usize| 4 * shapes[layer].1;
-        // Each group's result names layer and word.
-        let results: Vec<Vec<(usize, usize)>> = partition
-            .groups()
-            .map(|group| group.iter().flat_map(|&l| (0..words(l)).map(move |w| (l, w))).collect())
-            .collect();
-        let runs = partition.runs(words);
-        assert_eq!(runs.len(), 5, "neighbours of one group go together");
-        let mut whole = vec![None; 4 * partition.heads.all_kv()];
-        for run in runs {
-            for word in 0..run.words {
-                assert!(whole[run.to + word].replace(results[run.group][run.from + word]).is_none());
-            }
-        }
-        let want = (0..shapes.len()).flat_map(|l| (0..words(l)).map(move |w| Some((l, w))));
-        assert!(whole.into_iter().eq(want));
-        assert_eq!(partition.heads.kv(4), 9..12);
-        assert_eq!(partition.heads.q(6), 30..38);
     }
 
     #[test]

@@ -7,38 +7,146 @@
 
 use super::group::{NO_ROW, Tables};
 use super::host::DeviceWeights;
-use super::kinds::{Iteration, Kinds};
-use super::tables::{DeviceMatrix, Dtype, LayerInput, PowerBlock, Projection};
+use super::partition::{Partition, Place};
+use super::tables::{DeviceMatrix, Dtype, LayerInput, PowerBlock, Projection, tensor_maps};
+use crate::cuda::sources;
 use crate::cuda::{Buffer, Device, DevicePtr, Kernel, Launch, Stream};
-use crate::cuda::{sources, tensor_map};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 use std::sync::Arc;
 
-/// Persistent power iteration over every head of a model, whose layers need not be alike: each kind (heads, head dimension,
-/// norm, storage) has launches of its own.
+/// Persistent power iteration over every head of a model.
 ///
 /// The estimate of a step is `sigma = sqrt((z . G_K z) / (y . z))`, the norm of `M^T u` for the unit vector
-/// `u = M v / ||M v||`: a lower bound, but for rounding. It certifies nothing. RoPE is left out, as in the paper. One workspace an
-/// engine: work of one on two streams has to be ordered by events.
+/// `u = M v / ||M v||`: a lower bound, but for rounding. It certifies nothing. RoPE is left out, as in the paper. Estimates are
+/// `[layer][query head]` with each layer's own heads, vectors `[layer][query head][d_head]`.
+pub type PowerEngine = PowerIteration<PerHead>;
+
+/// A power iteration of every layer of a model, whose layers may differ: each kind (heads, head dimension, norm, storage) has
+/// launches of its own, and all work on one set of vectors. One workspace an engine: work of one on two streams has to be
+/// ordered by events.
 #[derive(Debug)]
-pub struct PowerEngine {
-    kinds: Kinds<Heads>,
+pub struct PowerIteration<K> {
+    kinds: Vec<K>,
+    vectors: Buffer<f32>,
+    sigma: Buffer<f32>,
     weights: Option<Arc<DeviceWeights>>,
 }
 
-/// The iteration over layers of one kind.
+/// Layers of one kind, and how a step of them is made.
+pub trait Step: Sized {
+    /// Estimates and values of vectors of a layer.
+    fn sizes(layer: &LayerInput) -> (usize, usize);
+    /// Puts `count` steps on the stream.
+    ///
+    /// # Errors
+    /// If a launch is refused.
+    fn steps(&self, stream: &Stream, count: usize, vectors: DevicePtr, sigma: DevicePtr) -> Result<()>;
+}
+
+/// Where a layer's estimates and vectors begin in those of the model.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Starts {
+    pub sigma: usize,
+    pub vectors: usize,
+}
+
+impl<K: Step> PowerIteration<K> {
+    /// `make` sets up the layers of one kind.
+    pub(super) fn set_up(
+        device: &Device,
+        layers: &[LayerInput],
+        seed: u64,
+        make: impl Fn(&[LayerInput], &[Place], &[Starts]) -> Result<K>,
+    ) -> Result<Self> {
+        let partition = Partition::of_power(layers)?;
+        let mut next = Starts { sigma: 0, vectors: 0 };
+        let starts: Vec<Starts> = layers
+            .iter()
+            .map(|layer| {
+                let (this, (estimates, values)) = (next, K::sizes(layer));
+                next = Starts { sigma: next.sigma + estimates, vectors: next.vectors + values };
+                this
+            })
+            .collect();
+        let mut vectors = vec![0f32; next.vectors];
+        let mut kinds = vec![];
+        for members in partition.groups() {
+            let (inputs, places) = partition.pick(layers, members);
+            let starts: Vec<Starts> = members.iter().map(|&i| starts[i]).collect();
+            let values = K::sizes(&inputs[0]).1;
+            let random = start(values * inputs.len() / inputs[0].d_head, inputs[0].d_head, seed);
+            for (start, random) in starts.iter().zip(random.chunks(values)) {
+                vectors[start.vectors..][..values].copy_from_slice(random);
+            }
+            kinds.push(make(&inputs, &places, &starts)?);
+        }
+        Ok(Self { kinds, vectors: device.upload(&vectors)?, sigma: device.zeros(next.sigma)?, weights: None })
+    }
+
+    pub(super) fn keeping(mut self, weights: &Arc<DeviceWeights>) -> Self {
+        self.weights = Some(weights.clone());
+        self
+    }
+
+    /// The weights that are kept alive with it.
+    pub fn weights(&self) -> Option<&Arc<DeviceWeights>> {
+        self.weights.as_ref()
+    }
+
+    /// Kinds of layers, each of which has launches of its own.
+    pub fn kinds(&self) -> usize {
+        self.kinds.len()
+    }
+
+    /// Puts `count` steps of every layer on `stream`: 1 from persistent vectors, 5 from random ones (the paper). No allocation,
+    /// no synchronisation.
+    ///
+    /// # Errors
+    /// If a launch is refused.
+    pub fn steps(&self, stream: &Stream, count: usize) -> Result<()> {
+        self.kinds.iter().try_for_each(|kind| kind.steps(stream, count, self.vectors.ptr(), self.sigma.ptr()))
+    }
+
+    /// Estimates of the last step, layer after layer: lower bounds of sigma; NaN where weights are not finite.
+    pub fn sigma(&self) -> &Buffer<f32> {
+        &self.sigma
+    }
+
+    /// The vectors, layer after layer, as they were after the last steps: what a resume has to keep.
+    pub fn vectors(&self) -> &Buffer<f32> {
+        &self.vectors
+    }
+
+    /// Goes on from saved vectors. Waits for the device.
+    ///
+    /// # Errors
+    /// If their number is not that of [`PowerIteration::vectors`], one is not finite, or the copy fails.
+    pub fn restore(&mut self, vectors: &[f32]) -> Result<()> {
+        let want = self.vectors.len();
+        if vectors.len() != want {
+            return Err(Error::mismatch(format_args!(
+                "{} values of power iteration vectors do not fit a model with {want}",
+                vectors.len()
+            )));
+        }
+        if vectors.iter().any(|x| !x.is_finite()) {
+            return Err(Error::mismatch("a power iteration vector is not finite"));
+        }
+        self.vectors.write(vectors)
+    }
+}
+
+/// The iteration of each head by itself.
 #[derive(Debug)]
-struct Heads {
+pub struct PerHead {
     reduce: Kernel,
     projections: Buffer<Projection>,
     maps: Buffer<u64>,
     halves: [Half; 2],
-    vectors: Buffer<f32>,
     middle: Buffer<f32>,
     parts: Buffer<f32>,
     scales: Buffer<f32>,
-    sigma: Buffer<f32>,
     tiles: u32,
     raw: bool,
 }
@@ -57,7 +165,7 @@ struct Half {
 /// Arguments of the kernel.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-struct Step {
+struct Arguments {
     maps: u64,
     projections: u64,
     blocks: u64,
@@ -73,7 +181,7 @@ struct Step {
     raw: u32,
     grid: u32,
 }
-const _: () = assert!(size_of::<Step>() == 88);
+const _: () = assert!(size_of::<Arguments>() == 88);
 
 /// Vectors that one pass over a head takes, of which a mean takes one: the quick kernel's, and the other's.
 const PACKED: u32 = 4;
@@ -91,9 +199,11 @@ impl PowerEngine {
     /// # Safety
     /// The same as [`ScaleEngine::new`](super::ScaleEngine::new).
     pub unsafe fn new(device: &Device, layers: &[LayerInput], raw: bool, seed: u64) -> Result<Self> {
-        let values = |l: &LayerInput| (l.n_q, l.n_q * l.d_head);
-        let kinds = Kinds::new(device, layers, values, |layers| Heads::new(device, layers, raw, seed))?;
-        Ok(Self { kinds, weights: None })
+        let total = layers.iter().map(|l| l.n_q * l.d_head).sum();
+        let make = |inputs: &[LayerInput], places: &[Place], starts: &[Starts]| {
+            PerHead::new(device, (inputs, places, starts), raw, total)
+        };
+        Self::set_up(device, layers, seed, make)
     }
 
     /// The same over weights that are kept alive with the iteration.
@@ -102,79 +212,40 @@ impl PowerEngine {
     /// As [`PowerEngine::new`].
     pub fn over(device: &Device, weights: &Arc<DeviceWeights>, raw: bool, seed: u64) -> Result<Self> {
         // SAFETY: every range was checked against the memory that `weights` owns, which is held and not written.
-        let mut power = unsafe { Self::new(device, weights.layers(), raw, seed)? };
-        power.weights = Some(weights.clone());
-        Ok(power)
+        Ok(unsafe { Self::new(device, weights.layers(), raw, seed)? }.keeping(weights))
     }
 
-    /// The weights that are kept alive with it.
-    pub fn weights(&self) -> Option<&Arc<DeviceWeights>> {
-        self.weights.as_ref()
-    }
-
-    /// Kinds of layers, each of which has launches of its own.
-    pub fn kinds(&self) -> usize {
-        self.kinds.count()
-    }
-
-    /// Puts one step of every head on `stream`: one read of W_Q and W_K. No allocation, no synchronisation.
+    /// Puts one step of every head on `stream`: one read of W_Q and W_K.
     ///
     /// # Errors
     /// If a launch is refused.
     pub fn step(&self, stream: &Stream) -> Result<()> {
         self.steps(stream, 1)
     }
-
-    /// Puts `count` steps of every head on `stream`: 1 from persistent vectors, 5 from random ones (the paper).
-    ///
-    /// # Errors
-    /// If a launch is refused.
-    pub fn steps(&self, stream: &Stream, count: usize) -> Result<()> {
-        self.kinds.steps(stream, count)
-    }
-
-    /// Estimates of the last step, `[layer][query head]` with each layer's own heads: lower bounds of sigma; NaN where weights
-    /// are not finite.
-    pub fn sigma(&self) -> &Buffer<f32> {
-        self.kinds.sigma()
-    }
-
-    /// The vectors, `[layer][query head][d_head]`, as they were after the last steps: what a resume has to keep.
-    pub fn vectors(&self) -> &Buffer<f32> {
-        self.kinds.vectors()
-    }
-
-    /// Goes on from saved vectors. Waits for the device.
-    ///
-    /// # Errors
-    /// If their number is not that of [`PowerEngine::vectors`], one is not finite, or the copy fails.
-    pub fn restore(&mut self, vectors: &[f32]) -> Result<()> {
-        self.kinds.restore(vectors)
-    }
 }
 
-impl Heads {
-    /// For layers that are alike, whose addresses `PowerEngine::new`'s caller promised.
-    fn new(device: &Device, layers: &[LayerInput], raw: bool, seed: u64) -> Result<Self> {
+impl PerHead {
+    /// For layers of one kind, whose addresses `PowerEngine::new`'s caller promised. `total`: values of the model's vectors.
+    fn new(
+        device: &Device,
+        (layers, places, starts): (&[LayerInput], &[Place], &[Starts]),
+        raw: bool,
+        total: usize,
+    ) -> Result<Self> {
         let first = &layers[0];
-        let all = |test: &dyn Fn(&DeviceMatrix) -> bool| {
-            let fits = |m: &DeviceMatrix| m.dtype == Dtype::Bf16 && m.ptr.0.is_multiple_of(16) && test(m);
-            layers.iter().all(|l| fits(&l.q.weight) && fits(&l.k.weight))
-        };
-        let rows = all(&|m| m.col_stride == 1 && m.row_stride % 8 == 0);
-        let columns = all(&|m| m.row_stride == 1 && m.col_stride % 8 == 0) && first.d_head.is_multiple_of(64);
-        if !(rows || columns) {
+        let Some(columns) = along_channels(layers, Some(Dtype::Bf16)).filter(|c| !c || first.d_head.is_multiple_of(64))
+        else {
             return Err(Error::unsupported(
                 "power iteration on the device takes BF16 weights with 16-byte rows, [out, in], or [in, out] with d_head a multiple of 64",
             ));
-        }
+        };
         if device.arch().compute < 90 {
             return Err(Error::unsupported(
                 "power iteration on the device needs a GPU of the Hopper generation or later",
             ));
         }
-        let built = Tables::new(layers);
-        let defines = [("D_HEAD", first.d_head.to_string()), ("ALONG_CHANNELS", u32::from(!rows).to_string())];
+        let built = Tables::new(layers, places);
+        let defines = [("D_HEAD", first.d_head.to_string()), ("ALONG_CHANNELS", u32::from(columns).to_string())];
         let module = device.module(sources::POWER, &defines)?;
         let number = |name| {
             let value = module.constant(name)?;
@@ -183,19 +254,8 @@ impl Heads {
         let (shared, threads, tile) =
             (number("SHARED_BYTES")?, number("BLOCK_THREADS")?, number("TILE_INPUTS")?.max(1));
         let mean = u32::from(layers.iter().any(|l| l.mean_removed) && !raw);
-        let tables = blocks(&built.projections, first.n_q, first.n_kv, WIDE - mean);
-        let mut maps = Vec::with_capacity(16 * built.projections.len());
-        for p in &built.projections {
-            maps.extend(if p.first_head == NO_ROW {
-                [0; 16]
-            } else if rows {
-                let (inner, outer, stride) = (p.d_model.into(), p.rows.into(), p.row_stride as u64);
-                tensor_map::tensor_map_16bit(p.weight, inner, outer, stride, p.d_head)?
-            } else {
-                let (inner, outer, stride) = (p.rows.into(), p.d_model.into(), p.col_stride as u64);
-                tensor_map::tensor_map_16bit(p.weight, inner, outer, stride, tile)?
-            });
-        }
+        let tables = blocks(&built.projections, starts, first.n_q, first.n_kv, WIDE - mean);
+        let maps = tensor_maps(&built.projections, false, &[if columns { tile } else { first.d_head as u32 }])?;
         let tiles = (first.d_model as u32).div_ceil(tile);
         let warps = threads as usize / 32;
         let mut parts = 0;
@@ -217,31 +277,33 @@ impl Heads {
             })
         };
         let halves = [half(&tables[0])?, half(&tables[1])?];
-        let heads = layers.len() * first.n_q;
+        let heads = starts.last().map_or(0, |start| start.sigma + first.n_q);
         Ok(Self {
             reduce: module.overlapping_kernel("scale_power_reduce")?,
             projections: device.upload(&built.projections)?,
             maps: device.upload(&maps)?,
             halves,
-            vectors: device.upload(&start(heads, first.d_head, seed))?,
-            middle: device.zeros(heads * first.d_head)?,
+            middle: device.zeros(total)?,
             parts: device.zeros(parts)?,
             scales: device.zeros(2 * heads)?,
-            sigma: device.zeros(heads)?,
             tiles,
             raw,
         })
     }
 }
 
-impl Iteration for Heads {
-    fn steps(&self, stream: &Stream, count: usize) -> Result<()> {
-        let (y, z) = (self.vectors.ptr(), self.middle.ptr());
+impl Step for PerHead {
+    fn sizes(layer: &LayerInput) -> (usize, usize) {
+        (layer.n_q, layer.n_q * layer.d_head)
+    }
+
+    fn steps(&self, stream: &Stream, count: usize, y: DevicePtr, sigma: DevicePtr) -> Result<()> {
+        let z = self.middle.ptr();
         for launch in 0..2 * count {
             let finish = launch % 2;
             let (from, to): (DevicePtr, DevicePtr) = if finish == 0 { (y, z) } else { (z, y) };
             let half = &self.halves[finish];
-            let mut step = Step {
+            let mut arguments = Arguments {
                 maps: self.maps.ptr().0,
                 projections: self.projections.ptr().0,
                 blocks: half.blocks.ptr().0,
@@ -249,7 +311,7 @@ impl Iteration for Heads {
                 to: to.0,
                 parts: self.parts.ptr().0,
                 scales: self.scales.ptr().0,
-                sigma: self.sigma.ptr().0,
+                sigma: sigma.0,
                 count: half.blocks.len() as u32,
                 tiles: self.tiles,
                 rows: half.rows,
@@ -257,10 +319,10 @@ impl Iteration for Heads {
                 raw: self.raw.into(),
                 grid: half.launch.grid.0,
             };
-            let parameters = &mut [(&raw mut step).cast()];
-            // The first waits for whatever wrote the weights; the others may bring weights in before the one in front ends.
+            let parameters = &mut [(&raw mut arguments).cast()];
+            // The first waits for whatever wrote the weights; the others may bring weights in before the previous one ends.
             // SAFETY: 1. the argument is the kernels'; 2. the tables reach the weights that `new`'s caller promised; 3. every
-            // warp writes its own parts, which the second kernel sums, and a kernel waits for the one in front before it reads
+            // warp writes its own parts, which the second kernel sums, and a kernel waits for the previous one before it reads
             // or writes what that one touches.
             unsafe {
                 half.kernel.launch_parameters(stream, half.launch, parameters, launch > 0)?;
@@ -270,60 +332,49 @@ impl Iteration for Heads {
         }
         Ok(())
     }
+}
 
-    fn sigma(&self) -> &Buffer<f32> {
-        &self.sigma
-    }
-
-    fn vectors(&self) -> &Buffer<f32> {
-        &self.vectors
-    }
-
-    fn restore(&mut self, vectors: &[f32]) -> Result<()> {
-        self.vectors.write(vectors)
+/// Whether W_Q and W_K of all layers lie along the channels (`[in, out]`) or along the model dimension, with contiguous values of
+/// one type at 16 bytes; `None` if neither. `dtype`: of this type.
+pub(super) fn along_channels(layers: &[LayerInput], dtype: Option<Dtype>) -> Option<bool> {
+    let dtype = dtype.unwrap_or(layers[0].q.weight.dtype);
+    let whole = (16 / dtype.size()) as i64;
+    let all = |test: &dyn Fn(&DeviceMatrix) -> bool| {
+        let fits = |m: &DeviceMatrix| m.dtype == dtype && m.ptr.0.is_multiple_of(16) && test(m);
+        layers.iter().all(|l| fits(&l.q.weight) && fits(&l.k.weight))
+    };
+    match all(&|m| m.col_stride == 1 && m.row_stride % whole == 0) {
+        true => Some(false),
+        false => all(&|m| m.row_stride == 1 && m.col_stride % whole == 0).then_some(true),
     }
 }
 
-/// Whether saved vectors can be gone on from.
-pub(super) fn check_vectors(vectors: &[f32], want: usize) -> Result<()> {
-    if vectors.len() != want {
-        return Err(Error::mismatch(format_args!(
-            "{} values of power iteration vectors do not fit a model with {want}",
-            vectors.len()
-        )));
-    }
-    if vectors.iter().any(|x| !x.is_finite()) {
-        return Err(Error::mismatch("a power iteration vector is not finite"));
-    }
-    Ok(())
-}
-
-/// The heads that each product passes over: all of q, all of k. `most` vectors at a time share a read of k.
-fn blocks(projections: &[Projection], n_q: usize, n_kv: usize, most: u32) -> [Vec<PowerBlock>; 2] {
-    let group = (n_q / n_kv) as u32;
+/// The work of both products: a head each for q; for k each head with up to `most` query heads of its group, which
+/// share one read of k.
+fn blocks(projections: &[Projection], starts: &[Starts], n_q: usize, n_kv: usize, most: u32) -> [Vec<PowerBlock>; 2] {
+    let (n_q, n_kv) = (n_q as u32, n_kv as u32);
+    let group = n_q / n_kv;
     let mut tables = [vec![], vec![]];
-    let mut of_keys = false;
-    let mut first = 0;
-    for (index, p) in projections.iter().enumerate().filter(|(_, p)| p.first_head != NO_ROW) {
-        let projection = index as u32;
-        for head in 0..p.rows / p.d_head {
-            if of_keys {
-                for done in (0..group).step_by(most as usize) {
-                    let (vector, count) = (first + head * group + done, most.min(group - done));
-                    tables[1].push(PowerBlock { projection, head, vector, count });
-                }
-            } else {
-                tables[0].push(PowerBlock { projection, head, vector: first + head, count: 1 });
-            }
+    let of_q_and_k: Vec<_> = (0u32..).zip(projections).filter(|(_, p)| p.first_head != NO_ROW).collect();
+    for (sides, start) in of_q_and_k.chunks_exact(2).zip(starts) {
+        let block = |side: usize, head: u32, q: u32, count: u32| PowerBlock {
+            projection: sides[side].0,
+            head,
+            vector: start.sigma as u32 + q,
+            count,
+            first: start.vectors as u32 + q * sides[side].1.d_head,
+            pad: [0; 3],
+        };
+        tables[0].extend((0..n_q).map(|q| block(0, q, q, 1)));
+        for (head, done) in (0..n_kv).flat_map(|head| (0..group).step_by(most as usize).map(move |done| (head, done))) {
+            tables[1].push(block(1, head, head * group + done, most.min(group - done)));
         }
-        first += if of_keys { n_q as u32 } else { 0 };
-        of_keys = !of_keys;
     }
     tables
 }
 
 /// Unit vectors with independent signs and sizes.
-pub(super) fn start(heads: usize, d_head: usize, seed: u64) -> Vec<f32> {
+fn start(heads: usize, d_head: usize, seed: u64) -> Vec<f32> {
     let mut state = seed ^ 0x9e37_79b9_7f4a_7c15;
     let mut vectors: Vec<f32> = (0..heads * d_head)
         .map(|_| {
@@ -353,12 +404,16 @@ mod tests {
             let side =
                 |heads: u32, first_head| Projection { rows: heads * 64, d_head: 64, first_head, ..Zeroable::zeroed() };
             let layer = [side(n_q, 0), side(n_kv, 0), side(n_kv, NO_ROW)];
-            let [q, k] = blocks(&[layer, layer].concat(), n_q as usize, n_kv as usize, most);
+            // The second layer's results begin past another's of a different kind.
+            let starts =
+                [Starts { sigma: 0, vectors: 0 }, Starts { sigma: n_q as usize + 7, vectors: 64 * n_q as usize + 700 }];
+            let [q, k] = blocks(&[layer, layer].concat(), &starts, n_q as usize, n_kv as usize, most);
             for (table, is_k) in [(&q, false), (&k, true)] {
                 let mut next = 0;
                 for b in table {
-                    let (layer, head) = (b.vector / n_q, b.vector % n_q);
-                    assert_eq!((b.vector, b.projection), (next, 3 * layer + u32::from(is_k)));
+                    let (layer, head) = (next / n_q, next % n_q);
+                    assert_eq!(b.projection, 3 * layer + u32::from(is_k));
+                    assert_eq!((b.vector, b.first), (next + 7 * layer, 64 * next + 700 * layer));
                     assert_eq!(b.head, if is_k { head / (n_q / n_kv) } else { head });
                     assert_eq!(b.head, if is_k { (head + b.count - 1) / (n_q / n_kv) } else { head });
                     assert!((1..=most).contains(&b.count));

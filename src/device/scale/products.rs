@@ -82,15 +82,6 @@ impl Sizes {
         };
         Self { factored, count, together, room, side, blocks: side * (side + 1) / 2 }
     }
-
-    fn bytes(&self, layer: &LayerInput, layers: usize) -> usize {
-        let factors = layers * layer.n_kv;
-        let wide = if layer.d_head > 128 { self.together * (16384 * self.blocks + size_of::<Unfinished>()) } else { 0 };
-        let factored = factors
-            * (size_of::<FactorJob>() + size_of::<FactorNotes>() + FACTOR_BYTES * self.blocks + 256 * self.side)
-            + wide;
-        (size_of::<Job>() + 16) * self.count + 4 * self.room + if self.factored { factored } else { 0 }
-    }
 }
 
 /// Bytes of a 64 x 64 block of a factor: two operands of f16.
@@ -142,18 +133,6 @@ impl Products {
             room: device.allocate(sizes.room)?,
             factored: if sizes.factored { Some(Factored::new(device, layers, jobs, &sizes)?) } else { None },
         })
-    }
-
-    pub fn bytes(&self) -> usize {
-        size_of::<Job>() * self.jobs.len()
-            + 8 * self.aux.len()
-            + 4 * self.room.len()
-            + self.factored.as_ref().map_or(0, Factored::bytes)
-    }
-
-    /// The same before anything is allocated.
-    pub fn bytes_for(device: &Device, layers: &[LayerInput]) -> usize {
-        Sizes::new(device, &layers[0], layers.len()).bytes(&layers[0], layers.len())
     }
 
     /// Their launch has a block more than there are products (`kernels/include/scale_jobs.cuh`). `early`: as for [`Self::launch`].
@@ -252,14 +231,6 @@ impl Factored {
             products: device.allocate(waiting * 4096 * sizes.blocks)?,
             unfinished: device.zeros(waiting)?,
         })
-    }
-
-    fn bytes(&self) -> usize {
-        size_of::<FactorJob>() * self.jobs.len()
-            + self.factors.len()
-            + 4 * (self.frames.len() + self.products.len())
-            + size_of::<FactorNotes>() * self.notes.len()
-            + size_of::<Unfinished>() * self.unfinished.len()
     }
 
     fn launch(&self, stream: &Stream, inputs: &Inputs, aux: crate::cuda::DevicePtr, behind: bool) -> Result<()> {

@@ -1,9 +1,10 @@
 //! Bounds of q and k that are normalised between projection and rotation.
 
+use super::engine::Results;
+use super::partition::Place;
 use super::tables::{LayerInput, QkLayer, QkNormInput, QkNormSide, QkSide};
-use crate::bound::HeadBound;
 use crate::cuda::sources;
-use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
+use crate::cuda::{Arg, Buffer, Device, Kernel, Launch, Stream};
 use crate::error::{Error, Result};
 
 /// One launch for all layers, over vectors in device memory.
@@ -11,37 +12,29 @@ use crate::error::{Error, Result};
 pub(super) struct QkNorm {
     kernel: Kernel,
     layers: Buffer<QkLayer>,
-    /// `[layer][query head]`; without a sigma.
-    pub heads: Buffer<HeadBound>,
     pub eta: f64,
     shape: [u32; 3],
 }
 
 impl QkNorm {
-    /// `outs`: the first operand descale of each layer.
-    pub fn new(device: &Device, layers: &[LayerInput], outs: impl Iterator<Item = u32>) -> Result<Self> {
+    pub fn new(device: &Device, layers: &[LayerInput], places: &[Place]) -> Result<Self> {
         let table: Vec<QkLayer> = layers
             .iter()
-            .zip(outs)
-            .filter_map(|(layer, out)| layer.qk_norm.map(|norm| entry(layer, &norm, out)))
+            .zip(places)
+            .filter_map(|(layer, place)| layer.qk_norm.map(|norm| entry(layer, &norm, place)))
             .collect();
         let first = &layers[0];
         Ok(Self {
             kernel: device.module(sources::QK_NORM, &[])?.kernel("scale_qk_norm")?,
             layers: device.upload(&table)?,
-            heads: device.zeros(layers.len() * first.n_q)?,
             eta: 0.8,
             shape: [first.n_q as u32, first.n_kv as u32, first.d_head as u32],
         })
     }
 
-    /// Bytes of device memory for these layers.
-    pub fn bytes_for(layers: &[LayerInput]) -> usize {
-        layers.len() * (size_of::<QkLayer>() + size_of::<HeadBound>() * layers[0].n_q)
-    }
-
     /// Descales and bounds of q and k, and the logit bounds, of every layer.
-    pub fn run(&self, stream: &Stream, [descales, tensors, operand_bounds, status]: [DevicePtr; 4]) -> Result<()> {
+    pub fn run(&self, stream: &Stream, results: &Results) -> Result<()> {
+        let Some(bounds) = &results.bounds else { return Ok(()) };
         let [n_q, n_kv, d_head] = self.shape;
         let args = [
             Arg::Ptr(self.layers.ptr()),
@@ -49,11 +42,11 @@ impl QkNorm {
             Arg::U32(n_kv),
             Arg::U32(d_head),
             Arg::F64(self.eta),
-            Arg::Ptr(descales),
-            Arg::Ptr(tensors),
-            Arg::Ptr(operand_bounds),
-            Arg::Ptr(self.heads.ptr()),
-            Arg::Ptr(status),
+            Arg::Ptr(results.descales.ptr()),
+            Arg::Ptr(results.tensors.ptr()),
+            Arg::Ptr(results.operand_bounds.ptr()),
+            Arg::Ptr(bounds.ptr()),
+            Arg::Ptr(results.status.ptr()),
         ];
         let launch = Launch::linear(self.layers.len(), 256, 4 * (n_q + n_kv));
         // SAFETY: 1. the arguments are the kernel's, in order; 2. the vectors are those that the engine's maker promised;
@@ -62,14 +55,14 @@ impl QkNorm {
     }
 }
 
-fn entry(layer: &LayerInput, norm: &QkNormInput, out: u32) -> QkLayer {
+fn entry(layer: &LayerInput, norm: &QkNormInput, place: &Place) -> QkLayer {
     let side = |side: &QkNormSide| QkSide {
         gain: side.gain.0,
         shift: side.shift.0,
         stride: if side.per_head { layer.d_head as u32 } else { 0 },
         channels: side.channels,
     };
-    let growth = layer.growth();
+    let growth = layer.growth(place);
     QkLayer {
         q: side(&norm.q),
         k: side(&norm.k),
@@ -79,7 +72,9 @@ fn entry(layer: &LayerInput, norm: &QkNormInput, out: u32) -> QkLayer {
         logit_scale: growth.logits,
         rotary: layer.rotary as u32,
         interleaved: layer.interleaved.into(),
-        out,
+        layer: place.layer,
+        head: place.q,
+        kv: place.kv,
         query_factor: growth.query,
     }
 }

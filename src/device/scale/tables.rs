@@ -1,7 +1,10 @@
 //! The host's side of the tables that the kernels read (`kernels/include/scale_types.cuh` and the structs at the head of
 //! each kernel file).
 
-use crate::cuda::DevicePtr;
+use super::group::NO_ROW;
+use super::partition::Place;
+use crate::cuda::{DevicePtr, tensor_map};
+use crate::error::Result;
 use bytemuck::{Pod, Zeroable};
 
 /// Type of stored values.
@@ -116,9 +119,10 @@ pub struct QkNormSide {
 }
 
 impl LayerInput {
-    /// The largest factor on q, and what bounds on the logits of q without it are multiplied by; rounded up.
-    pub(super) fn growth(&self) -> Growth {
-        Growth { logits: above(self.softmax_scale * self.query_factor), query: above(self.query_factor) }
+    /// The largest factor on q, and what bounds on the logits of q without it are multiplied by, rounded up; where results go.
+    pub(super) fn growth(&self, place: &Place) -> Growth {
+        let (logits, query) = (above(self.softmax_scale * self.query_factor), above(self.query_factor));
+        Growth { logits, query, q: place.q, kv: place.kv }
     }
 
     /// No weights, sizes of zero, no rotation: for filling in what a layer has.
@@ -160,6 +164,8 @@ pub(crate) fn above(x: f64) -> f32 {
 pub(super) struct Growth {
     pub logits: f32,
     pub query: f32,
+    pub q: u32,
+    pub kv: u32,
 }
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -181,17 +187,17 @@ pub(super) struct Projection {
     pub rotary: u32,
     pub interleaved: u32,
     pub stat_row: u32,
-    pub raw_pairs: u32,
     pub first_head: u32,
+    pub pad: u32,
 }
 const _: () = assert!(size_of::<Projection>() == 96);
 pub(super) const HAS_MEAN: u32 = 1;
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct NormBlock {
+pub(super) struct HeadPlace {
     pub projection: u32,
-    pub first: u32,
+    pub first_row: u32,
 }
 
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -206,13 +212,12 @@ pub(super) struct Layer {
     pub d_model: u32,
     pub rotary: u32,
     pub interleaved: u32,
-    pub flags: u32,
-    pub raw_pairs: u32,
-    pub out: u32,
+    pub layer: u32,
+    pub kv: u32,
     pub rope_factor: f32,
     pub normalised: u32,
     pub query_factor: f32,
-    pub pad: u32,
+    pub pad: [u32; 2],
 }
 const _: () = assert!(size_of::<Layer>() == 64);
 
@@ -236,10 +241,12 @@ pub(super) struct QkLayer {
     pub logit_scale: f32,
     pub rotary: u32,
     pub interleaved: u32,
-    pub out: u32,
+    pub layer: u32,
+    pub head: u32,
+    pub kv: u32,
     pub query_factor: f32,
 }
-const _: () = assert!(size_of::<QkLayer>() == 80);
+const _: () = assert!(size_of::<QkLayer>() == 88);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
@@ -312,7 +319,21 @@ pub(super) struct PowerBlock {
     pub head: u32,
     pub vector: u32,
     pub count: u32,
+    pub first: u32,
+    pub pad: [u32; 3],
 }
+const _: () = assert!(size_of::<PowerBlock>() == 32);
+
+/// A layer of a summed power iteration: its projections, and where its results begin.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct SumLayer {
+    pub q: u32,
+    pub k: u32,
+    pub sigma: u32,
+    pub vector: u32,
+}
+const _: () = assert!(size_of::<SumLayer>() == 16);
 
 /// One certified eigenvalue: what of, of which heads, and where it goes.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -385,138 +406,25 @@ impl Task {
     }
 }
 
-/// How Grams are cut into work: segments, the share of each block, and where each head's parts lie.
-#[derive(Debug, Default)]
-pub(super) struct Cut {
-    pub segments: Vec<Segment>,
-    pub shares: Vec<u32>,
-    pub heads: Vec<HeadGram>,
-    pub slots: u32,
-    /// First part and number of parts of every unit's statistics, in runs of 128 rows; none where a segment leaves them itself.
-    pub stats: Vec<(u32, u32)>,
-    pub stat_parts: u32,
+/// Norms of these layers remove the mean or add a shift: channels have sums beside their norms.
+pub(super) fn has_sums(layers: &[LayerInput]) -> bool {
+    layers.iter().any(|l| l.mean_removed || l.shift != DevicePtr::NULL)
 }
 
-/// One run of heads that share a tile.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Unit {
-    pub projection: u32,
-    pub first_row: u32,
-    pub stat_row: u32,
-    pub heads: u32,
-    pub tiles: u32,
-    /// What a tile costs beside those of other units.
-    pub cost: u32,
-    /// Grams are wanted, not norms alone.
-    pub gram: bool,
-}
-
-/// Cuts the units, end to end, into `blocks` shares of equal cost. A segment leaves `stat_runs` parts of its statistics, but
-/// with `whole` the statistics themselves where it has all tiles of its unit.
-pub(super) fn cut(units: &[Unit], blocks: usize, d_head: u32, stat_runs: u32, whole: bool) -> Cut {
-    let total: u64 = units.iter().map(|u| u64::from(u.tiles) * u64::from(u.cost)).sum();
-    let mut cut = Cut { shares: vec![0], ..Cut::default() };
-    let mut block = 1u64;
-    let mut done = 0u64;
-    let boundary = |block: u64| total * block / blocks as u64;
-    for unit in units {
-        let base = cut.slots;
-        let first_stat = cut.stat_parts;
-        let heads = if unit.gram { unit.heads } else { 0 };
-        let mut tile = 0;
-        let mut parts = 0;
-        while tile < unit.tiles {
-            while boundary(block) <= done {
-                cut.shares.push(cut.segments.len() as u32);
-                block += 1;
-            }
-            let cost = u64::from(unit.cost);
-            let last = ((boundary(block) - done).div_ceil(cost) + u64::from(tile)).min(u64::from(unit.tiles)) as u32;
-            let whole = whole && last - tile == unit.tiles;
-            cut.segments.push(Segment {
-                projection: unit.projection,
-                first_row: unit.first_row,
-                first: tile,
-                last,
-                slot: base + parts * heads,
-                heads,
-                stat: if whole { unit.stat_row } else { cut.stat_parts * 128 },
-                whole: whole.into(),
-            });
-            parts += 1;
-            cut.stat_parts += if whole { 0 } else { stat_runs };
-            done += u64::from(last - tile) * cost;
-            tile = last;
-        }
-        cut.stats.push((first_stat * 128, cut.stat_parts - first_stat));
-        cut.slots += parts * heads;
-        for h in 0..heads {
-            let stat_row = unit.stat_row + h * d_head;
-            cut.heads.push(HeadGram { first: base + h, stride: heads, count: parts, stat_row });
-        }
-    }
-    cut.shares.resize(blocks + 1, cut.segments.len() as u32);
-    cut
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_cut_covers_every_tile_once_in_shares_of_equal_cost() {
-        for (tiles, blocks, whole) in
-            [(5u32, 3usize, false), (64, 132, true), (25, 7, true), (1, 4, true), (25, 7, false)]
-        {
-            let units: Vec<Unit> = (0..11)
-                .map(|i| Unit {
-                    projection: i,
-                    first_row: 0,
-                    stat_row: 1000 * i,
-                    heads: 1 + i % 3,
-                    tiles,
-                    cost: if i == 4 { 2 } else { 3 },
-                    gram: i != 4,
-                })
-                .collect();
-            let cut = cut(&units, blocks, 64, 2, whole);
-            assert_eq!(cut.shares.len(), blocks + 1);
-            let mut seen = vec![vec![0; tiles as usize]; 11];
-            let mut sizes = vec![];
-            for share in cut.shares.windows(2) {
-                let mut size = 0;
-                for s in &cut.segments[share[0] as usize..share[1] as usize] {
-                    for t in s.first..s.last {
-                        seen[s.projection as usize][t as usize] += 1;
-                    }
-                    size += (s.last - s.first) * units[s.projection as usize].cost;
-                }
-                sizes.push(size);
-            }
-            assert!(seen.iter().flatten().all(|&n| n == 1));
-            assert!(sizes.iter().max().unwrap() - sizes.iter().min().unwrap() <= 2 * 3, "{sizes:?}");
-            let wanted = units.iter().filter(|u| u.gram);
-            assert_eq!(cut.heads.len(), wanted.map(|u| u.heads as usize).sum::<usize>());
-            let (alone, parts): (Vec<&Segment>, Vec<&Segment>) = cut.segments.iter().partition(|s| s.whole == 1);
-            for s in &alone {
-                assert!(s.first == 0 && s.last == tiles && s.stat == units[s.projection as usize].stat_row);
-            }
-            let several = |unit: &Unit| parts.iter().any(|s| s.projection == unit.projection);
-            assert_eq!(alone.len(), if whole { units.iter().filter(|u| !several(u)).count() } else { 0 });
-            assert!(whole || !parts.is_empty());
-            let mut rows: Vec<u32> = parts.iter().map(|s| s.stat).collect();
-            rows.dedup();
-            assert_eq!(rows.len(), parts.len(), "every segment has its own statistics");
-            assert_eq!(cut.stats.iter().map(|s| s.1).sum::<u32>(), cut.stat_parts);
-            assert_eq!(cut.stat_parts as usize, 2 * parts.len());
-            for (unit, &(first, count)) in units.iter().zip(&cut.stats) {
-                let own = parts.iter().filter(|s| s.projection == unit.projection);
-                assert!(own.map(|s| s.stat).eq((0..count / 2).map(|i| first + 256 * i)));
-            }
-            let mut slots: Vec<u32> =
-                cut.heads.iter().flat_map(|h| (0..h.count).map(move |i| h.first + i * h.stride)).collect();
-            slots.sort_unstable();
-            assert_eq!(slots, (0..cut.slots).collect::<Vec<_>>(), "every slot belongs to one head");
-        }
-    }
+/// Tensor maps of every projection, but of V only with `values`, one for each size of box: so many channels by 128 bytes of
+/// inputs of weights stored `[out, in]`, so many inputs by 128 bytes of channels of others.
+pub(super) fn tensor_maps(projections: &[Projection], values: bool, boxes: &[u32]) -> Result<Vec<u64>> {
+    let maps = projections.iter().flat_map(|p| {
+        let (channels, inputs) = (u64::from(p.rows), u64::from(p.d_model));
+        let (inner, outer, stride) = match p.col_stride {
+            1 => (inputs, channels, p.row_stride),
+            _ => (channels, inputs, p.col_stride),
+        };
+        let is_f32 = p.dtype == Dtype::F32 as u32;
+        boxes.iter().map(move |&rows| match values || p.first_head != NO_ROW {
+            true => tensor_map::tensor_map_rows(p.weight, is_f32, inner, outer, stride as u64, rows),
+            false => Ok([0; 16]),
+        })
+    });
+    Ok(maps.collect::<Result<Vec<_>>>()?.concat())
 }

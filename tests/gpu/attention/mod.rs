@@ -37,10 +37,13 @@ tests![
     overflow_is_counted_as_on_the_cpu,
     nan_and_infinity_are_never_silent,
     scales_that_are_none_give_nan,
+    a_scale_that_underflows_gives_equal_weights,
+    counts_stay_at_their_largest,
     strides_and_descales_of_a_batch,
     operands_that_are_e4m3_already,
     rope_is_rotation_then_cast,
     calls_repeat_bit_for_bit_also_from_a_graph,
+    a_workspace_of_any_content_gives_the_same_bits,
     needles_and_sinks,
     errors_are_those_of_a_plain_implementation,
     split_calls_are_the_whole_ones,
@@ -339,6 +342,80 @@ fn scales_that_are_none_give_nan() {
     }
 }
 
+/// Descales of q and k whose product is zero in f32: every logit is zero, and a masked one is no key all the same.
+fn a_scale_that_underflows_gives_equal_weights() {
+    let (gpu, stream) = (cuda(), stream());
+    for (d_head, len_q, len_k) in [(64, 70, 70), (128, 200, 333), (128, 1, 3000)] {
+        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 1, len_q, len_k, d_head };
+        let call = AttentionCall::causal(shape);
+        let mut rng = StdRng::seed_from_u64(20);
+        let mut codes = |n: usize| -> Vec<u8> {
+            let encode = |x: f32| Format::E4m3.encode(x, OnOverflow::Saturate);
+            (0..n).map(|_| encode(StandardNormal.sample(&mut rng))).collect()
+        };
+        let codes = [codes(shape.q_elements()), codes(shape.kv_elements()), codes(shape.kv_elements())];
+        let memory = Memory::new(&call, [&codes[0], &codes[1], &codes[2]], &[1e-30, 1e-30, 0.5]);
+        let (tensors, workspace) = memory.tensors(&call, Element::E4m3);
+        gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+        stream.synchronize().unwrap();
+        let (out, lse, _) = memory.results();
+        let out: Vec<f32> = out.chunks_exact(2).map(|x| bf16::from_le_bytes([x[0], x[1]]).to_f32()).collect();
+        let mut sums = vec![0.0f64; d_head];
+        let mut keys = 0;
+        for row in 0..len_q {
+            while keys < row + 1 + len_k - len_q {
+                let v = &codes[2][keys * d_head..][..d_head];
+                sums.iter_mut().zip(v).for_each(|(sum, &v)| *sum += 0.5 * f64::from(Format::E4m3.decode(v)));
+                keys += 1;
+            }
+            for head in 0..4 {
+                let have = &out[(row * 4 + head) * d_head..][..d_head];
+                for (x, sum) in have.iter().zip(&sums) {
+                    let want = sum / keys as f64;
+                    let error = (f64::from(*x) - want).abs();
+                    assert!(error <= 0.02 + 0.01 * want.abs(), "{shape:?} row {row}: {x} for {want}");
+                }
+                let have = f32::from_bits(lse[head * len_q + row]);
+                assert!((f64::from(have) - (keys as f64).ln()).abs() < 1e-3, "{shape:?} row {row}: {have}");
+            }
+        }
+    }
+}
+
+/// Counts near the end of their words, as after many calls: they reach it and stay.
+fn counts_stay_at_their_largest() {
+    let (gpu, stream) = (cuda(), stream());
+    for (d_head, len_q, len_k) in [(64, 130, 201), (128, 130, 201), (128, 1, 3000)] {
+        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q, len_k, d_head };
+        let call = AttentionCall::causal(shape);
+        let mut data = Data::new(&shape, 21);
+        data.v[5] = f32::INFINITY;
+        let bytes = [bf16_bytes(&data.q), bf16_bytes(&data.k), bf16_bytes(&data.v)];
+        // Most values of q, k and v pass 464 of these, most logits 448 of the other.
+        let memory = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &[1e-4; 3]);
+        let logit = device().upload(&[1e-7f32; 4]).unwrap();
+        let (mut tensors, workspace) = memory.tensors(&call, Element::Bf16);
+        // SAFETY: the descales outlive the work.
+        tensors.descales.logit = Some(unsafe { logit.view(Element::F32, [4]).unwrap() });
+        gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+        let counted = memory.results().2;
+        // Words of counts that the call raises: the fourth of logits; the second and third of casts, the fourth where not finite.
+        let counts: Vec<usize> = (0..counted.len())
+            .filter(|&i| if i < 16 { i % 4 == 3 } else { i % 4 != 0 })
+            .filter(|&i| counted[i] > 1 || (i >= 16 && i % 4 == 3 && counted[i] == 1))
+            .collect();
+        assert!(counts.len() > 4 + 2 * 8, "{counted:?}");
+        let mut near = counted.clone();
+        counts.iter().for_each(|&i| near[i] = u32::MAX - counted[i] + 1);
+        for _ in 0..3 {
+            memory.stats.write(&near).unwrap();
+            gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+            near = memory.results().2;
+            assert!(counts.iter().all(|&i| near[i] == u32::MAX), "{shape:?}: {near:?}");
+        }
+    }
+}
+
 /// Device memory of one call.
 struct Memory {
     inputs: [Buffer<u8>; 3],
@@ -580,7 +657,6 @@ fn calls_repeat_bit_for_bit_also_from_a_graph() {
         let (tensors, workspace) = memory.tensors(&call, Element::Bf16);
         let stream = stream();
         gpu.prepare(&call, &tensors).unwrap();
-        gpu.initialise(&stream, &workspace).unwrap();
         gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
         let first = memory.results();
         let poison = |stream: &Stream| {
@@ -610,6 +686,31 @@ fn calls_repeat_bit_for_bit_also_from_a_graph() {
         let once = step_stats(&call, &first.2, 1).unwrap();
         assert_eq!((twice.logits[0].max, twice.q[3].amax), (once.logits[0].max, once.q[3].amax));
         assert_eq!((twice.logits[0].count, twice.k[1].overflow), (2 * once.logits[0].count, 2 * once.k[1].overflow));
+    }
+}
+
+/// What a launch that was cut off left in the tile counter would skip tiles; what lies elsewhere would show as NaN.
+fn a_workspace_of_any_content_gives_the_same_bits() {
+    let gpu = cuda();
+    for (d, n_q_heads, len_q, len_k) in [(64, 8, 1100, 1300), (128, 8, 1100, 1301), (128, 20, 20, 5000)] {
+        let shape = AttentionShape { batch: 3, n_q_heads, n_kv_heads: 4, len_q, len_k, d_head: d };
+        let call = AttentionCall::causal(shape);
+        let data = Data::new(&shape, 15);
+        let e4m3 = |x: &[f32]| x.iter().map(|x| Format::E4m3.encode(*x, OnOverflow::Saturate)).collect::<Vec<u8>>();
+        for element in [Element::Bf16, Element::E4m3] {
+            let bytes =
+                [&data.q, &data.k, &data.v].map(|x| if element == Element::Bf16 { bf16_bytes(x) } else { e4m3(x) });
+            let memory = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &[0.02, 0.03, 0.04]);
+            let (tensors, workspace) = memory.tensors(&call, element);
+            let stream = stream();
+            gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+            let first = memory.results();
+            memory.out.clear(&stream).unwrap();
+            memory.stats.clear(&stream).unwrap();
+            memory.workspace.write(&vec![0x7f; memory.workspace.len()]).unwrap();
+            gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+            assert!(memory.results() == first, "d {d}, {element:?}");
+        }
     }
 }
 

@@ -1,11 +1,11 @@
 //! The families whose attention reads an RMSNorm or has its norms behind the projections, a row each.
 
-use super::super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 use super::parts::*;
-use super::{
+use super::schema::{
     Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkvTensors, Refusal, RopeLayers,
     RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule,
 };
+use crate::model::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
 /// The table.
 pub(super) static FAMILIES: &[Family] = &[
@@ -73,7 +73,7 @@ pub(super) static FAMILIES: &[Family] = &[
             q_heads: Count { keys: &["num_attention_heads"], default: Some(8) },
             kv_heads: kv(Some(4)),
             d_head: HeadDim::Key(Some(256)),
-            layer_heads: LayerHeads::Alike,
+            layer_heads: LayerHeads::Uniform,
         },
         norm: RMS_ONE_PLUS,
         rope: RopeRule::Rotary {
@@ -182,7 +182,7 @@ pub(super) static FAMILIES: &[Family] = &[
         model_types: &["minimax_m2"],
         sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(128))),
         bias: Flag::Never,
-        rope: rotary(5e6, RotaryShare::Channels("rotary_dim", None)),
+        rope: rotary(5e6, RotaryShare::ChannelsOrShare("rotary_dim")),
         qk_norm: Some(JOINT_RMS),
         ..LLAMA
     },

@@ -7,7 +7,7 @@ use sigmascale::bound::{HeadBounds, LayerBounds, OperandBound};
 use sigmascale::plan::{Granularity, ScalePlan};
 use sigmascale::policy::{
     AutoCConfig, CurrentConfig, DelayedPaperConfig, DelayedTeConfig, GeometryConfig, Policy, PolicyConfig, PolicyEvent,
-    PolicyKind, PolicyShape, PolicyState, Pooling, Restart, Tensor,
+    PolicyKind, PolicyShape, PolicyState, Pooling, Restart, STATE_VERSION, Tensor,
 };
 use sigmascale::stats::{CastStats, LogitStats, StepStats};
 
@@ -82,7 +82,7 @@ proptest! {
             let shape = PolicyShape::new(heads.iter().copied());
             let mut whole = config.build(shape.clone()).unwrap();
             let mut alone: Vec<_> =
-                heads.iter().map(|(q, kv)| config.build(PolicyShape::alike(1, *q, *kv)).unwrap()).collect();
+                heads.iter().map(|(q, kv)| config.build(PolicyShape::uniform(1, *q, *kv)).unwrap()).collect();
             for round in 0..9 {
                 if round == 6 {
                     whole.restart(Restart::WeightsReplaced);
@@ -97,8 +97,7 @@ proptest! {
                 // Through JSON, as a resume does.
                 let text = serde_json::to_string(&whole.save()).unwrap();
                 let state: PolicyState = serde_json::from_str(&text).unwrap();
-                let alike = heads.iter().all(|one| *one == heads[0]);
-                prop_assert_eq!(state.version, if alike { 1 } else { 2 });
+                prop_assert_eq!(state.version, STATE_VERSION);
                 whole = state.restore(&config, shape.clone()).unwrap();
                 prop_assert_eq!(serde_json::to_string(&whole.save()).unwrap(), text);
             }
@@ -143,18 +142,20 @@ fn what_does_not_fit_is_named() {
         // The heads of the other layer.
         let other = bounds(1, (4, 2), &mut rng);
         let error = policy.plan(&other, Some(&seen)).unwrap_err();
-        assert!(error.is_mismatch() && error.to_string().contains("layer 1 has 4 logit bounds where the policy has 6"));
+        assert!(
+            error.is_mismatch() && error.to_string().contains("there are 4 logit bounds, and the policy's layer has 6")
+        );
         let short = stats(&other, &mut rng);
         let error = policy.observe(&plan, &right, &short).unwrap_err();
-        assert!(error.is_mismatch() && error.to_string().contains("layer 1 has 4 logit statistics"), "{error}");
+        assert!(error.is_mismatch() && error.to_string().contains("there are 4 logit statistics"), "{error}");
         assert!(policy.plan(&bounds(2, (6, 3), &mut rng), Some(&seen)).unwrap_err().is_mismatch());
         let state = policy.save();
         let swapped = PolicyShape::new([(6, 3), (4, 2)]);
         let error = state.clone().restore(&config, swapped).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("n_q_heads[0] is 4, not 6"), "{error}");
-        let old = PolicyState { version: 1, ..state };
-        let error = old.restore(&config, shape.clone()).unwrap_err();
-        assert!(error.is_mismatch() && error.to_string().contains("version 1"), "{error}");
+        let newer = PolicyState { version: STATE_VERSION + 1, ..state };
+        let error = newer.restore(&config, shape.clone()).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("has version 2, this build reads 1"), "{error}");
     }
     for heads in [vec![], vec![(4, 2), (0, 0)], vec![(4, 2), (5, 2)]] {
         let error = PolicyConfig::from(PolicyKind::Geometry).build(PolicyShape::new(heads)).unwrap_err();
@@ -163,15 +164,15 @@ fn what_does_not_fit_is_named() {
     let memory = PolicyConfig::from(PolicyKind::DelayedTe).build(shape.clone()).unwrap().save().memory;
     let crossed = PolicyState {
         memory,
-        ..PolicyConfig::from(PolicyKind::DelayedTe).build(PolicyShape::alike(3, 4, 2)).unwrap().save()
+        ..PolicyConfig::from(PolicyKind::DelayedTe).build(PolicyShape::uniform(3, 4, 2)).unwrap().save()
     };
     let config = PolicyKind::DelayedTe.into();
-    assert!(crossed.restore(&config, PolicyShape::alike(3, 4, 2)).unwrap_err().is_mismatch());
+    assert!(crossed.restore(&config, PolicyShape::uniform(3, 4, 2)).unwrap_err().is_mismatch());
 }
 
-/// Files of builds in which a model had one number of heads.
+/// Counts are numbers where all layers agree.
 #[test]
-fn states_of_earlier_builds_are_read() {
+fn the_text_of_a_state_is_short_and_checked() {
     let slot = r#"[{"scale":2.0,"history":[0.0,7.5]}]"#;
     let text = format!(
         r#"{{"version":1,"config":{{"policy":"delayed-te","history":2,"algorithm":"max","margin":0,"granularity":"layer"}},"shape":{{"layers":2,"n_q_heads":4,"n_kv_heads":2}},"memory":{{"kind":"delayed-te","layers":[[{slot},{slot},{slot},{slot},{slot}],[{slot},{slot},{slot},{slot},{slot}]]}}}}"#
@@ -179,7 +180,7 @@ fn states_of_earlier_builds_are_read() {
     let state: PolicyState = serde_json::from_str(&text).unwrap();
     assert_eq!(serde_json::to_string(&state).unwrap(), text);
     let config = state.config;
-    assert_eq!(state.restore(&config, PolicyShape::alike(2, 4, 2)).unwrap().save().version, 1);
+    assert_eq!(state.restore(&config, PolicyShape::uniform(2, 4, 2)).unwrap().save().version, 1);
     let refused = |from: &str, to: &str, part: &str| {
         let error = serde_json::from_str::<PolicyState>(&text.replace(from, to)).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");

@@ -1,0 +1,77 @@
+// Epilogue of a whole tile: 64 rows of one head.
+#pragma once
+#include "attention/epilogue.cuh"
+
+namespace {
+
+// A head's telemetry so far: lane i has word i of the first three.
+// NOTES: read early. Most tiles raise nothing, and atomics on one word serialise; a stale value costs no more than an atomic.
+__device__ __forceinline__ u32 known_word(const Params& p, const WorkItem& item) {
+  const u32 lane = threadIdx.x % 32;
+  u32 word = ~0u;
+  if (lane < 3) word = ptx::ld_relaxed(&p.telemetry[item.tile.head].max + lane);
+  return word;
+}
+// Adds one tile to its head's telemetry; `row`: of this thread's first row, in the tile. `known`: by `known_word`.
+__device__ __forceinline__ void report(const Params& p, const WorkItem& item, const RowState& rows, const float (&o)[kDim / 2],
+                                       int row, u32 known) {
+  float high = kLowest, low = -kLowest, amax = 0.0f;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    if (item.tile.row + row + 8 * r < p.len_q) {
+      high = fmaxf(high, kLogitsE4m3 ? rows.unrounded_max[r] : rows.row_max[r]);
+      low = fminf(low, rows.row_min[r]);
+      amax = fmaxf(amax, row_amax(o, r));
+    }
+  }
+  const u32 words[3] = {ptx::warp_max(high > kLowest ? ordered(high * item.logit_scale) : 0),
+                        ptx::warp_max(low < -kLowest ? ~ordered(low * item.logit_scale) : 0), ptx::warp_max(__float_as_uint(amax))};
+  const u32 count = kLogitsE4m3 ? ptx::warp_sum(rows.overflow) : 0;
+  const u32 lane = threadIdx.x % 32, mine = lane == 0 ? words[0] : lane == 1 ? words[1] : words[2];
+  LogitWords* out = p.telemetry + item.tile.head;
+  if (lane < 3 && mine > known) atomicMax(&out->max + lane, mine);
+  if (lane == 0 && count > 0) add_saturating(&out->overflow, count);
+}
+
+// Row `first_row` of the tile and the one eight below.
+__device__ __forceinline__ void store(const Params& p, const WorkItem& item, const float (&o)[kDim / 2], int first_row, int quad) {
+  using Element = Select<kOutE4m3, u8, u16>::type;
+  Element* out = reinterpret_cast<Element*>(p.o) + item.tile.batch * p.o_stride_batch + item.tile.head * p.o_stride_head;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = item.tile.row + first_row + 8 * r;
+    store_row<kOutE4m3 ? Format::E4m3 : Format::Bf16>(out + row * p.o_stride_row, row < p.len_q, o, r, quad,
+                                                      kOutE4m3 ? item.o_quant_scale : 0.0f);
+  }
+}
+
+__device__ __forceinline__ void epilogue(Consumer& c) {
+  const Params& p = c.params;
+  if (c.flushed) flush<false>(c.o, c.flushed_o(), c.rows.flush_rescale, false);
+  WorkItem item;
+  item.tile = {load_uniform(c.slot(c.item).tile.batch), load_uniform(c.slot(c.item).tile.head), load_uniform(c.slot(c.item).tile.row), 0};
+  item.logit_scale = load_uniform(c.slot(c.item).logit_scale);
+  item.v_descale = load_uniform(c.slot(c.item).v_descale);
+  if constexpr (kOutE4m3) item.o_quant_scale = load_uniform(c.slot(c.item).o_quant_scale);
+  release_item(c);
+
+  const Tile& t = item.tile;
+  const int quad = place().quad, my_row = place().row;
+  u32 known = 0;
+  if constexpr (kTelemetry) known = known_word(p, item);
+  float factor[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float sum = quad_sum(c.rows.row_sum[r]);
+    factor[r] = normalisation(sum, item.v_descale);
+    const int row = t.row + my_row + 8 * r;
+    if (p.lse != nullptr && quad == 0 && row < p.len_q)
+      p.lse[((i64)t.batch * p.heads_q + t.head) * p.len_q + row] =
+          log2_sum(sum, fmaf(c.rows.row_max[r], c.scale, -kPLog2Scale)) * kLn2;
+  }
+  scale_rows(c.o, factor);
+  if constexpr (kTelemetry) report(p, item, c.rows, c.o, my_row, known);
+  store(p, item, c.o, my_row, quad);
+}
+
+}  // namespace

@@ -1,0 +1,122 @@
+// Mainloop with one set of logit accumulators: the logits of tile j + 1 and P V of tile j are issued together, and the
+// softmax of j + 1 runs under P V, and under the products of the other consumers. FlashAttention-3 calls this order
+// intra-warpgroup pipelining (Shah et al. 2024, section 3.2).
+//
+//   S = Q K_0^T; P = softmax(S)
+//   for j = 1, 2, ...:  S = Q K_j^T;  O += P V_{j-1};  P = softmax(S);  rescale O
+//   O += P V_last
+#pragma once
+#include "attention/epilogue.cuh"
+
+namespace {
+
+__device__ __forceinline__ void mainloop_single(Consumer& c) {
+  QueryTile tile = c.acquire(0);
+  while (tile.key_tiles >= 0) {
+    c.begin();
+    if (tile.key_tiles == 0) {
+      c.clear_o();
+      epilogue(c);
+      tile = c.acquire(c.item);
+      continue;
+    }
+    const u32 stop = c.kv + tile.key_tiles;
+    const int whole = c.unmasked_tiles(tile);
+    float s[kBlockN / 2], top[2], low[2];
+    auto softmax = [&]() {
+      float shift[2], sum[4] = {};
+      exponent_shift(c.rows, c.scale, shift);
+      exponentiate<0, kBlockN / 2>(s, c.scale, shift, sum);
+      add_row_sum(c.rows, sum);
+    };
+    auto pack = [&]() {
+#pragma unroll
+      for (int i = 0; i < kBlockN / 16; i++) pack_p(c.p, s, i);
+    };
+    auto step = [&](bool masked) {
+      // Issue the logits of this tile, then P V of the one before
+      const u32 t = c.kv;
+      const int n = stop - t - 1;
+      ptx::mbarrier_wait_uniform(c.k_full(t), c.parity(t));
+      issue_qk(s, tile.q, c.k(t));
+      ptx::mbarrier_wait_uniform(c.v_full(t - 1), c.parity(t - 1));
+      ptx::keep(c.o);
+      issue_pv<0, kBlockN / 32>(c.o, c.p, c.v(t - 1), c.fresh);
+      ptx::wgmma_commit();
+      c.fresh = false;
+      c.kv = t + 1;
+
+      // Softmax under P V
+      masked = masked && n >= whole;
+      ptx::wgmma_wait<1>();
+      ptx::keep(s);
+      c.mask_and_scan(tile, s, n, masked, top, low);
+      const bool moved = update_row_max(s, top, low, c.rows, c.scale, masked);
+      softmax();
+      // NOTES: the assembler would sink the softmax below the next wait. A release that depends on its result (and always
+      // happens: no sum is negative) pins it here.
+      if (!(c.rows.row_sum[0] + c.rows.row_sum[1] < 0.0f)) c.release_k(t);
+
+      // Wait for P V, rescale O, round P for the next
+      ptx::wgmma_wait<0>();
+      ptx::keep(c.o);
+      c.release_v(t - 1);
+      if (moved) scale_rows(c.o, c.rows.rescale);
+      pack();
+    };
+
+    if constexpr (kCausal && kConsumers > 2) {
+      // Skip tiles that only later rows of the block see
+      // NOTES: with two consumers it is one tile at most, and the loop costs the compiler its knowledge of uniformity.
+      const int visible = max(1, ceil_div(min(c.params.len_k, last_visible_key(c.params, tile.row + kRows)), kBlockN));
+      for (int n = tile.key_tiles; n > visible; n--, c.kv++) {
+        ptx::mbarrier_wait_uniform(c.k_full(c.kv), c.parity(c.kv));
+        c.release_k(c.kv);
+        ptx::mbarrier_wait_uniform(c.v_full(c.kv), c.parity(c.kv));
+        c.release_v(c.kv);
+      }
+    }
+
+    // First logits
+    ptx::mbarrier_wait_uniform(c.k_full(c.kv), c.parity(c.kv));
+    issue_qk(s, tile.q, c.k(c.kv));
+    ptx::wgmma_wait<0>();
+    ptx::keep(s);
+    c.release_k(c.kv);
+    c.kv++;
+    const bool masked = (int)(stop - c.kv) >= whole;
+    c.mask_and_scan(tile, s, stop - c.kv, masked, top, low);
+    update_row_max(s, top, low, c.rows, c.scale, masked);
+    softmax();
+    pack();
+
+    // Masked tiles, then the others, with a flush where one is due
+    c.kv = uniform(c.kv);
+    int left = stop - c.kv, masked_left = max(0, left - whole);
+    while (left > 0) {
+      int run = min(left, kFlushTiles);
+      left -= run;
+      if constexpr (kLogitsE4m3) {
+        // NOTES: a second copy of this longer step costs registers.
+        for (; run > 0; run--) step(true);
+      } else {
+        for (; run > 0 && masked_left > 0; run--, masked_left--) step(true);
+        for (; run > 0; run--) step(false);
+      }
+      if (left > 0) c.flush_o();
+    }
+
+    // Last P V
+    ptx::mbarrier_wait_uniform(c.v_full(c.kv - 1), c.parity(c.kv - 1));
+    ptx::keep(c.o);
+    issue_pv<0, kBlockN / 32>(c.o, c.p, c.v(c.kv - 1), c.fresh);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::keep(c.o);
+    c.release_v(c.kv - 1);
+    epilogue(c);
+    tile = c.acquire(c.item);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,94 @@
+// Schedule of whole tiles: 64 rows of one head a consumer, all of its keys. Tiles go section by section of heads whose keys
+// and values share the L2 cache; in a section the longest rows first, heads innermost.
+#pragma once
+#include "attention/scheduler.cuh"
+
+namespace {
+
+struct Tile {
+  int batch, head, row, key_tiles;
+};
+struct alignas(16) WorkItem {
+  Tile tile;
+  float logit_scale;    // softmax scale times the descales of Q and K
+  float v_descale;
+  float o_quant_scale;  // 1 / descale of an E4M3 output
+  int unused;
+};
+static_assert(sizeof(WorkItem) == 32, "shared-memory slots");
+
+struct Row {
+  int position, head;
+  bool exists;
+};
+__device__ __forceinline__ Row row_of(const Params&, int i) { return {i, 0, true}; }
+__device__ __forceinline__ int first_key_tile(const WorkItem&) { return 0; }
+// Of a causal call: the last query stands at the last key.
+__device__ __forceinline__ int last_visible_key(const Params& p, int row) { return row + p.len_k - p.len_q; }
+
+// Tile `index`, as the first consumer of a block sees it.
+__device__ __forceinline__ Tile decode(const Params& p, int index) {
+  const int per_section = p.section * p.row_blocks;
+  const int s = index / per_section;
+  index -= s * per_section;
+  const int width = min(p.section, p.units - s * p.section);
+  int block = index / width;
+  const int unit = s * p.section + index - block * width;
+  if constexpr (kCausal) block = p.row_blocks - 1 - block;
+  const int per_batch = p.units / p.batch;
+  const int rows = p.packed ? kRows : kRows * kConsumers;
+  Tile t;
+  t.batch = unit / per_batch;
+  t.head = (unit - t.batch * per_batch) * (p.packed ? kConsumers : 1);
+  t.row = block * rows;
+  int keys = p.len_k;
+  if constexpr (kCausal) keys = max(0, min(keys, min(t.row + rows, p.len_q) + p.len_k - p.len_q));
+  t.key_tiles = ceil_div(keys, kBlockN);
+  return t;
+}
+
+__device__ __forceinline__ void produce(const Params& p, const Pipeline& pipeline, WorkItem* work, const TensorMap& map_q,
+                                        const TensorMap& map_k, const TensorMap& map_v, int) {
+  const int tiles = p.units * p.row_blocks;
+  Ring<kQStages> q;
+  // NOTES: K and V keep step, so that one ring would do. Where registers are short it does; elsewhere the code with two is
+  // what was measured.
+  Ring<kKvStages> k, own_v;
+  Ring<kKvStages>& v = kShortProducer ? k : own_v;
+  const int group_size = p.heads_q / p.heads_kv;
+  int index = blockIdx.x;
+  while (true) {
+    const bool alive = index < tiles;
+    const int next = !alive ? 0 : (int)(atomicAdd(p.counter, 1) + gridDim.x);
+    const Tile t = decode(p, alive ? index : 0);
+    const int head = kShortProducer ? (u32)t.head * p.heads_kv / p.heads_q : t.head / group_size;
+
+    // Hand out the work item, and load its queries
+    WorkItem item;
+    item.tile = t;
+    if (!alive) item.tile.key_tiles = -1;
+    item.logit_scale = logit_scale(p.softmax_scale, p.q_descale[t.batch * p.q_descale_batch + head * p.q_descale_head],
+                                   p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head]);
+    item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
+    if constexpr (kOutE4m3) item.o_quant_scale = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
+    for (int w = 0; w < kConsumers; w++) {
+      ptx::mbarrier_wait_uniform(pipeline.q_empty(q.index, w), q.parity ^ 1);
+      work[q.index * kConsumers + w] = item;
+      if (alive) {
+        ptx::mbarrier_arrive_expect_tx(pipeline.q_full(q.index, w), kQBytes);
+        ptx::tma_load_4d(pipeline.q(q.index, w), &map_q, pipeline.q_full(q.index, w), 0, item.tile.head, item.tile.row, t.batch);
+      } else {
+        ptx::mbarrier_arrive(pipeline.q_full(q.index, w));
+      }
+      if (p.packed) item.tile.head++; else item.tile.row += kRows;
+    }
+    if (!alive) break;
+    q.advance();
+
+    for (int n = t.key_tiles - 1; n >= 0; n--) load_kv(pipeline, map_k, map_v, k, v, n, head, t.batch, p.heads_kv);
+    index = next;
+  }
+  reset_counter(p.counter);
+}
+
+}  // namespace
