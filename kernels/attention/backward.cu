@@ -18,7 +18,7 @@
 // key tile's block of queries; other heads and sequences are not touched.
 #include "attention/backward.cuh"
 #include "attention/backward_convert.cuh"
-#include "attention/pipeline.cuh"
+#include "attention/ring.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/fence.cuh"

@@ -10,6 +10,7 @@
 //   dq_sum   [8][8][32][4] f32: lane l of consumer warp w adds its accumulators 4 i to 4 i + 3 at [w][i][l]
 // and Q in BF16, in units of its descale, where dQ will leave: [batch, len_q, heads_q, d] by dQ's strides.
 #pragma once
+#include "attention/quad.cuh"
 #include "common/types.cuh"
 
 #ifndef HEAD_DIM
@@ -63,16 +64,6 @@ template <class T> __device__ __forceinline__ T* row_of(T* x, const i64 (&stride
 }
 __device__ __forceinline__ float descale_of(const float* x, const i64 (&strides)[2], int batch, int kv_head) {
   return x[batch * strides[0] + kv_head * strides[1]];
-}
-
-// Turns four words a[j] of lane t (column block j, piece t) into four words of block t: word k is piece k.
-__device__ __forceinline__ void quad_transpose(u32 (&a)[4], int t) {
-  const bool odd = t & 1, high = t & 2;
-  u32 x = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1), y = __shfl_xor_sync(~0u, odd ? a[2] : a[3], 1);
-  if (odd) a[0] = x, a[2] = y; else a[1] = x, a[3] = y;
-  x = __shfl_xor_sync(~0u, high ? a[0] : a[2], 2);
-  y = __shfl_xor_sync(~0u, high ? a[1] : a[3], 2);
-  if (high) a[0] = x, a[1] = y; else a[2] = x, a[3] = y;
 }
 
 }  // namespace

@@ -101,6 +101,8 @@ headers! {
     "attention/mainloop_single.cuh",
     "attention/params.cuh",
     "attention/pipeline.cuh",
+    "attention/quad.cuh",
+    "attention/ring.cuh",
     "attention/scheduler.cuh",
     "attention/scheduler_split.cuh",
     "attention/scheduler_whole.cuh",
