@@ -88,8 +88,7 @@ constexpr ptx::Swizzle kSwizzle8 = kDim == 128 ? ptx::Swizzle::B128 : ptx::Swizz
 // What a block owns.
 struct Work {
   int batch, kv_head, key_tile;
-  int first, tiles;  // query tiles that see its keys, for each head of the group
-  int begin, total;  // of all heads' tiles, those that this block walks
+  int begin, total;  // of the query tiles of all heads that see its keys, those that this block walks
 };
 // One of `kSplits` parts of what block `index` of keys has to do. Sections of KV heads; in a section the longest first, heads innermost.
 __device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
@@ -103,27 +102,28 @@ __device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
   const int unit = s * p.section + index - w.key_tile * width;
   w.batch = unit / p.heads_kv;
   w.kv_head = unit - w.batch * p.heads_kv;
-  w.first = CAUSAL ? max(0, w.key_tile * kKeys - p.diagonal) / kRows : 0;
-  w.tiles = max(0, p.q_tiles - w.first);
-  const int all = w.tiles * (p.heads_q / p.heads_kv);
+  const int first = CAUSAL ? max(0, w.key_tile * kKeys - p.diagonal) / kRows : 0;
+  const int all = max(0, p.q_tiles - first) * (p.heads_q / p.heads_kv);
   w.begin = all / kSplits * rank + min(rank, all % kSplits);
   w.total = all / kSplits + (rank < all % kSplits);
   return w;
 }
 
-// A walk over a block's tiles: the heads one after the other.
+// A walk over a block's tiles: from the last queries to the first that see its keys, for each the heads of the group.
+// NOTES: so blocks of different keys are at the same tile at a time, and share it in the L2 cache.
 struct Place {
-  int head, m;
-  __device__ __forceinline__ Place(const Work& w, int first_head) {
-    const int heads = w.tiles > 0 ? w.begin / w.tiles : 0;
-    head = first_head + heads;
-    m = w.first + w.begin - heads * w.tiles;
+  int m, head;  // of the group
+  __device__ __forceinline__ Place(const Backward& p, const Work& w) {
+    const int heads = p.heads_q / p.heads_kv, above = w.begin / heads;
+    m = p.q_tiles - 1 - above;
+    head = w.begin - above * heads;
   }
-  // Returns by how many tiles it went on, as they are numbered.
-  __device__ __forceinline__ int advance(const Backward& p, const Work& w) {
-    if (++m < p.q_tiles) return 1;
-    m = w.first, head++;
-    return 1 + w.first;
+  // Returns by how much the tile's index grows.
+  __device__ __forceinline__ int advance(const Backward& p) {
+    const int heads = p.heads_q / p.heads_kv;
+    if (++head < heads) return p.q_tiles;
+    head = 0, m--;
+    return -(heads - 1) * p.q_tiles - 1;
   }
 };
 
@@ -227,14 +227,14 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
   ptx::griddepcontrol_wait();
 
   const Work work = decode(p, blockIdx.x / kSplits, blockIdx.x % kSplits);
-  const int heads = p.heads_q / p.heads_kv, first_head = work.kv_head * heads;
+  const int first_head = work.kv_head * (p.heads_q / p.heads_kv);
 
   if (group == kConsumers) {
     // Producer: one thread issues every copy
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == kConsumers * 128) {
       Ring<kStages> ring;
-      Place place(work, first_head);
+      Place place(p, work);
 #pragma unroll 1
       for (int it = 0; it < work.total; it++) {
         const u32 to = base + kOffsetStages + ring.index * kStageBytes;
@@ -245,19 +245,21 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
           return at;
         };
         const u32 for_q8 = acquire(kFullQ8, kRows * kDim);
-        ptx::tma_load_4d(to + kStageQ8, &map_q8, for_q8, 0, place.head, place.m * kRows, work.batch);
+        ptx::tma_load_4d(to + kStageQ8, &map_q8, for_q8, 0, first_head + place.head, place.m * kRows, work.batch);
         const u32 for_d_out = acquire(kFullDOut, 2 * kRows * kDim + kTermFloats * 4);
         ptx::bulk_load(base + kOffsetTerms + ring.index * kTermFloats * 4,
-                       p.terms + tile_index(p, work.batch, place.head, place.m) * kTermFloats, kTermFloats * 4, for_d_out);
+                       p.terms + tile_index(p, work.batch, first_head + place.head, place.m) * kTermFloats, kTermFloats * 4, for_d_out);
 #pragma unroll
         for (int run = 0; run < kRuns; run++)
-          ptx::tma_load_4d(to + kStageDOut + run * kRowRun, &map_d_out, for_d_out, 64 * run, place.head, place.m * kRows, work.batch);
+          ptx::tma_load_4d(to + kStageDOut + run * kRowRun, &map_d_out, for_d_out, 64 * run, first_head + place.head, place.m * kRows,
+                            work.batch);
         const u32 for_q16 = acquire(kFullQ16, 2 * kRows * kDim);
 #pragma unroll
         for (int run = 0; run < kRuns; run++)
-          ptx::tma_load_4d(to + kStageQ16 + run * kRowRun, &map_q16, for_q16, 64 * run, place.head, place.m * kRows, work.batch);
+          ptx::tma_load_4d(to + kStageQ16 + run * kRowRun, &map_q16, for_q16, 64 * run, first_head + place.head, place.m * kRows,
+                            work.batch);
         ring.advance();
-        place.advance(p, work);
+        place.advance(p);
       }
     }
 #if SPLITS > 1
@@ -309,13 +311,15 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     for (int r = 0; r < 2; r++) {
       const int key = work.key_tile * kKeys + 64 * group + 16 * warp + lane / 4 + 8 * r;
       seen_from[r] = key >= p.len_k ? 1 << 30 : (CAUSAL ? key - p.diagonal : -(1 << 30)) - 2 * quad;
+      // NOTES: computed anew in the loop it would cost a split call more registers than it takes.
+      if (kSplits > 1) ptx::keep(reinterpret_cast<u32&>(seen_from[r]));
     }
     // Tiles from this one on are seen whole by this warpgroup's keys
     const int last_key = work.key_tile * kKeys + 64 * group + 63;
     const int whole_from = last_key >= p.len_k ? p.q_tiles : CAUSAL ? ceil_div(max(0, last_key - p.diagonal), kRows) : 0;
 
-    Place place(work, first_head);
-    u32 tile = (u32)tile_index(p, work.batch, place.head, place.m);
+    Place place(p, work);
+    u32 tile = (u32)tile_index(p, work.batch, first_head + place.head, place.m);
     u32* turn = nullptr;
     auto hand_on = [&](bool owed) {
       if (!owed) return;
@@ -456,7 +460,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       release(kFullQ8, next.index);
 
       ring = next;
-      tile += place.advance(p, work);
+      tile += place.advance(p);
     }
     if (leader) {
       if (DETERMINISTIC) hand_on(total > 0);

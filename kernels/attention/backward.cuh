@@ -41,7 +41,7 @@ struct Backward {
   int batch, heads_q, heads_kv, len_q, len_k;
   int q_tiles;                   // ceil(len_q / kRows)
   int diagonal;                  // causal: query i sees the keys up to i + diagonal
-  int section;                   // KV heads whose queries share the L2 cache
+  int section;                   // KV heads whose blocks run at a time and share the L2 cache
   int unused;
 };
 static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4, "the host writes this layout");

@@ -135,7 +135,7 @@ impl Sizes {
 /// How the blocks of one backward call are laid out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BackwardSchedule {
-    /// KV heads whose queries share the L2 cache.
+    /// KV heads whose blocks run at a time: all blocks of one walk the same queries together, and share them in the L2 cache.
     pub section: usize,
     /// Blocks that share the query tiles of one block of keys.
     pub splits: usize,
@@ -144,18 +144,17 @@ pub(super) struct BackwardSchedule {
 }
 
 impl BackwardSchedule {
-    /// What the queries of one head of each KV head of a section may take of the L2 cache: 9 bytes an element.
-    const SECTION_BYTES: usize = 20 << 20;
     /// Query tiles that beginning and ending a block costs as much as, and adding up over a cluster.
     const BLOCK_COST: usize = 4;
     const CLUSTER_COST: usize = 6;
 
     pub fn of(sizes: &Sizes, causal: bool, deterministic: bool, processors: usize) -> Self {
         let units = sizes.batch * sizes.heads_kv;
-        let fitting = Self::SECTION_BYTES as f64 / (9 * sizes.len_q * sizes.d_head) as f64;
-        let section = units.div_ceil(units.div_ceil((fitting.round() as usize).clamp(1, units)));
+        let key_tiles = sizes.len_k.div_ceil(KEYS);
+        let at_a_time = (processors + key_tiles / 2) / key_tiles;
+        let section = units.div_ceil(units.div_ceil(at_a_time.clamp(1, units)));
 
-        let blocks = units * sizes.len_k.div_ceil(KEYS);
+        let blocks = units * key_tiles;
         let longest = sizes.heads_q / sizes.heads_kv * sizes.query_tiles();
         let time = |splits: usize| {
             let (parts, share) = (blocks * splits, longest.div_ceil(splits));
