@@ -3,7 +3,7 @@
 
 use rayon::prelude::*;
 use sigmascale::cuda::{self, Arch, Request, sources};
-use sigmascale::device::attention::{attention_variants, cast_variants};
+use sigmascale::device::attention::{attention_variants, backward_variants, cast_variants};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -115,6 +115,7 @@ fn variants() -> Vec<Request> {
     }
     all.extend(attention_variants());
     all.extend(cast_variants());
+    all.extend(backward_variants());
     all
 }
 

@@ -1,21 +1,12 @@
 // Epilogue: what a consumer writes of a work item. Log-sum-exp, telemetry and O; O leaves by 16-byte pieces of rows (8-byte
 // in E4M3), after a transpose in each quad of lanes.
 #pragma once
+#include "attention/quad.cuh"
 #include "attention/consumer.cuh"
 #include "common/step_stats.cuh"
 #include "ptx/memory.cuh"
 
 namespace {
-
-// Turns four words a[j] of lane t (column block j, piece t) into four words of block t: word k is piece k.
-__device__ __forceinline__ void quad_transpose(u32 (&a)[4], int t) {
-  bool odd = t & 1, high = t & 2;
-  u32 x = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1), y = __shfl_xor_sync(~0u, odd ? a[2] : a[3], 1);
-  if (odd) { a[0] = x; a[2] = y; } else { a[1] = x; a[3] = y; }
-  x = __shfl_xor_sync(~0u, high ? a[0] : a[2], 2);
-  y = __shfl_xor_sync(~0u, high ? a[1] : a[3], 2);
-  if (high) { a[0] = x; a[1] = y; } else { a[2] = x; a[3] = y; }
-}
 
 // The log2-sum-exp of a row: minus infinity where it sees no key, whose sum is zero, and NaN where a logit is.
 __device__ __forceinline__ float log2_sum(float sum, float offset) {

@@ -3,22 +3,12 @@
 // arrives on empty once a warp.
 #pragma once
 #include "attention/config.cuh"
+#include "attention/ring.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/mbarrier.cuh"
 
 namespace {
-
-// The next of `Stages` buffers and the parity of its phase.
-template <int Stages> struct Ring {
-  u32 index = 0, parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++index == Stages) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // Addresses of buffers and barriers. Q has a buffer for each consumer and stage.
 struct Pipeline {

@@ -12,6 +12,9 @@ __device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbar
 // read, and after reads of what these overwrite. NOTES: an arrival at an mbarrier does not wait for a load in flight.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// The same of global memory.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // Before the first copy by a tensor map that the host may have rewritten since the multiprocessor cached it. By the thread
 // that copies, or before a block barrier.
 __device__ __forceinline__ void fence_tensormap_acquire(const void* map) {

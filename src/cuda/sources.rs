@@ -59,6 +59,12 @@ sources! {
     ATTENTION = "attention/forward";
     /// Combines the splits of an attention call.
     COMBINE = "attention/combine";
+    /// Fused attention backward on E4M3 operands (Hopper).
+    BACKWARD = "attention/backward";
+    /// What the backward needs of each query row.
+    BACKWARD_PREPARE = "attention/backward_prepare";
+    /// dQ of the backward to BF16.
+    BACKWARD_FINISH = "attention/backward_finish";
     /// Cast of q, k and v to E4M3 in the layouts that the attention reads.
     CAST = "attention/cast_qkv";
 }
@@ -73,6 +79,8 @@ macro_rules! headers {
     };
 }
 headers! {
+    "attention/backward.cuh",
+    "attention/backward_convert.cuh",
     "attention/config.cuh",
     "attention/consumer.cuh",
     "attention/epilogue.cuh",
@@ -83,6 +91,8 @@ headers! {
     "attention/mainloop_single.cuh",
     "attention/params.cuh",
     "attention/pipeline.cuh",
+    "attention/quad.cuh",
+    "attention/ring.cuh",
     "attention/scheduler.cuh",
     "attention/scheduler_split.cuh",
     "attention/scheduler_whole.cuh",
@@ -99,6 +109,7 @@ headers! {
     "ptx/mbarrier.cuh",
     "ptx/memory.cuh",
     "ptx/mma.cuh",
+    "ptx/reduce.cuh",
     "ptx/tma.cuh",
     "ptx/wgmma.cuh",
     "scale/gram_pass.cuh",

@@ -64,7 +64,7 @@ impl From<&AttentionShape> for Sizes {
 }
 
 /// Sizes of a call that the GPU offers.
-fn sizes(call: &AttentionCall) -> Result<Sizes> {
+pub(super) fn sizes(call: &AttentionCall) -> Result<Sizes> {
     call.check()?;
     if let Some(window) = call.mask.window {
         return Err(Error::unsupported(format_args!("a window of {window} keys is not offered on the GPU")));

@@ -22,6 +22,8 @@
 //! capability 9.0). There is no argument for windows, soft-caps or packed sequences of several lengths.
 
 mod backend;
+mod backward;
+mod backward_call;
 mod call;
 mod engine;
 mod host;
@@ -30,6 +32,8 @@ mod tile;
 
 pub use crate::cuda::{Element, View};
 pub use backend::{Cuda, step_stats};
+pub use backward::{BackwardEngine, backward_variants};
+pub use backward_call::{BackwardTensors, BackwardWorkspace, Delta};
 pub use call::{Descales, Rope, Sizes, Tensors, Workspace};
 pub use engine::{AttentionEngine, attention_variants, cast_variants};
 pub use host::{HostOutput, Resident, RopeTables, Setup};

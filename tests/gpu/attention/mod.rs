@@ -1,10 +1,15 @@
 //! The fused attention against the CPU backend, and against itself.
 
+mod backward;
 mod errors;
 mod random;
 mod split;
 
 use crate::device;
+use backward::{
+    deterministic_calls_repeat_bit_for_bit_also_from_a_graph, gradients_are_the_cpus, nan_stays_in_its_row_and_head,
+    random_calls_agree_with_the_cpu, rows_that_see_nothing_have_zero_gradients,
+};
 use errors::errors_are_those_of_a_plain_implementation;
 use half::bf16;
 use rand::rngs::StdRng;
@@ -43,6 +48,11 @@ tests![
     errors_are_those_of_a_plain_implementation,
     split_calls_are_the_whole_ones,
     random_shapes,
+    gradients_are_the_cpus,
+    rows_that_see_nothing_have_zero_gradients,
+    nan_stays_in_its_row_and_head,
+    deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
+    random_calls_agree_with_the_cpu,
 ];
 
 /// (batch, query heads, KV heads, queries, keys)

@@ -1,0 +1,333 @@
+//! The backward on the GPU: gradients of q, k and v from the E4M3 operands that the forward multiplied.
+//!
+//! [`BackwardEngine::backward`] puts three kernels on the caller's stream:
+//!
+//! 1. **Prepare.** delta, the log-sum-exp to the base 2, q in BF16 (exact, where dq will leave), sums of dQ cleared.
+//! 2. **Backward.** S by the FP8 instruction of the forward, so that P belongs to its log-sum-exp; the other four products in BF16
+//!    from exact E4M3 values, descales as scalars. A block owns 128 keys of a KV head and walks all query heads of its group: no
+//!    head is expanded, dK and dV are added up in registers, in a fixed order.
+//! 3. **Finish.** dQ from f32 sums to BF16.
+//!
+//! dQ is added up in the order in which blocks arrive, so its last bits differ from run to run; by
+//! [`with_deterministic`](BackwardEngine::with_deterministic) in the order of the keys. dK and dV are the same in every run.
+//!
+//! Nothing is allocated and nothing waited for once the kernels are loaded ([`BackwardEngine::prepare`]), so a call can be captured.
+//!
+//! **Not offered**, and refused by name: what the forward refuses, and logits in E4M3.
+
+use super::backend;
+use super::backward_call::{BackwardSchedule, BackwardTensors, BackwardWorkspace, Delta};
+use super::call::Sizes;
+use super::params::outer_strides;
+use crate::attention::AttentionCall;
+use crate::cuda::tensor_map::{Boxes, MapType, Swizzle, TensorMap, tensor_map};
+use crate::cuda::{Arch, Buffer, Device, Element, Kernel, Launch, Request, Stream, View, sources};
+use crate::error::{Error, Result};
+use bytemuck::{Pod, Zeroable};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Threads of a block, of the backward and of the other two.
+const BLOCK: u32 = 384;
+const ROWS_BLOCK: u32 = 256;
+
+/// `Backward` of the kernels, byte for byte. Pointers may be 0 where they say so; strides count elements.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Params {
+    q: u64,
+    k: u64,
+    v: u64,
+    o: u64,
+    d_out: u64,
+    lse: u64,
+    delta: u64,
+    dq: u64,
+    dk: u64,
+    dv: u64,
+    dq_sum: u64,
+    terms: u64,
+    turns: u64,
+    q_descale: u64,
+    k_descale: u64,
+    v_descale: u64,
+    q_strides: [i64; 3],
+    k_strides: [i64; 3],
+    v_strides: [i64; 3],
+    o_strides: [i64; 3],
+    d_out_strides: [i64; 3],
+    dq_strides: [i64; 3],
+    dk_strides: [i64; 3],
+    dv_strides: [i64; 3],
+    q_descale_strides: [i64; 2],
+    k_descale_strides: [i64; 2],
+    v_descale_strides: [i64; 2],
+    softmax_scale: f32,
+    batch: i32,
+    heads_q: i32,
+    heads_kv: i32,
+    len_q: i32,
+    len_k: i32,
+    q_tiles: i32,
+    diagonal: i32,
+    section: i32,
+    unused: i32,
+}
+const _: () = assert!(size_of::<Params>() == 408, "the kernels assert the same");
+
+/// Compiled form of one kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Variant {
+    Prepare { d_head: usize },
+    Backward { d_head: usize, causal: bool, deterministic: bool, splits: usize },
+    Finish { d_head: usize },
+}
+
+impl Variant {
+    fn request(self) -> Request {
+        let of = |source, d_head: usize| Request::new(source, Arch::SM90A).define("HEAD_DIM", d_head);
+        match self {
+            Self::Prepare { d_head } => of(sources::BACKWARD_PREPARE, d_head),
+            Self::Backward { d_head, causal, deterministic, splits } => of(sources::BACKWARD, d_head)
+                .define("CAUSAL", u8::from(causal))
+                .define("DETERMINISTIC", u8::from(deterministic))
+                .define("SPLITS", splits),
+            Self::Finish { d_head } => of(sources::BACKWARD_FINISH, d_head),
+        }
+    }
+
+    fn entry(self) -> &'static str {
+        match self {
+            Self::Prepare { .. } => "attention_backward_prepare",
+            Self::Backward { .. } => "attention_backward",
+            Self::Finish { .. } => "attention_backward_finish",
+        }
+    }
+}
+
+/// Every variant of the backward's kernels that a call can ask for.
+pub fn backward_variants() -> Vec<Request> {
+    let mut all = Vec::new();
+    for d_head in [64, 128] {
+        all.extend([Variant::Prepare { d_head }, Variant::Finish { d_head }]);
+        for causal in [false, true] {
+            all.push(Variant::Backward { d_head, causal, deterministic: true, splits: 1 });
+            let splits: &[usize] = if d_head == 64 { &[1] } else { &[1, 2, 4] };
+            all.extend(splits.iter().map(|&splits| Variant::Backward { d_head, causal, deterministic: false, splits }));
+        }
+    }
+    all.into_iter().map(Variant::request).collect()
+}
+
+#[derive(Clone, Debug)]
+struct Loaded {
+    kernel: Kernel,
+    /// Dynamic shared memory of a block.
+    shared: u32,
+}
+
+/// The backward's kernels of one device, loaded as calls need them.
+#[derive(Debug)]
+pub struct BackwardEngine {
+    device: Device,
+    loaded: Mutex<HashMap<Variant, Arc<Loaded>>>,
+    /// The descale of operands that have none.
+    one: Buffer<f32>,
+    deterministic: bool,
+}
+
+impl BackwardEngine {
+    /// An engine for a device; nothing is compiled yet.
+    ///
+    /// # Errors
+    /// If the device is not of compute capability 9.0 (`is_unsupported`), or the driver fails.
+    pub fn new(device: &Device) -> Result<Self> {
+        if device.arch() != Arch::SM90A {
+            return Err(Error::unsupported(format_args!(
+                "the attention backward needs wgmma of compute capability 9.0 (H100, H200), and this device is {}",
+                device.arch()
+            )));
+        }
+        let one = device.upload(&[1.0])?;
+        Ok(Self { device: device.clone(), loaded: Mutex::default(), one, deterministic: false })
+    }
+
+    /// Whether dQ, too, has the same bits in every run; off by default, since it is slower.
+    pub fn with_deterministic(mut self, deterministic: bool) -> Self {
+        self.deterministic = deterministic;
+        self
+    }
+
+    /// Bytes of device memory that a call needs beside its tensors.
+    ///
+    /// # Errors
+    /// If the call is not offered.
+    pub fn workspace_bytes(&self, call: &AttentionCall) -> Result<usize> {
+        Ok(BackwardWorkspace::of(&backend::sizes(call)?, self.deterministic).bytes)
+    }
+
+    /// Compiles and loads what this call needs, which otherwise its first launch does. A capture needs this before it.
+    ///
+    /// # Errors
+    /// If the call is not offered, or a kernel does not compile or load.
+    pub fn prepare(&self, call: &AttentionCall) -> Result<()> {
+        let sizes = backend::sizes(call)?;
+        let schedule = self.schedule(&sizes, call.mask.causal);
+        self.variants(&sizes, call.mask.causal, &schedule).into_iter().try_for_each(|v| self.load(v).map(drop))
+    }
+
+    /// Puts one call on `stream`: gradients of `softmax(softmax_scale q k^T) v` with respect to q, k and v, for d_out.
+    /// Asynchronous and capturable.
+    ///
+    /// The workspace has [`BackwardEngine::workspace_bytes`] bytes, 256-byte aligned, of any content. Calls that can run at the same
+    /// time need one each.
+    ///
+    /// # Errors
+    /// If the call is not offered (`is_unsupported`), a tensor does not have the shape that the call says or breaks a rule of
+    /// [`BackwardTensors`], a kernel does not compile or load, or the driver refuses a launch.
+    pub fn backward(
+        &self,
+        stream: &Stream,
+        call: &AttentionCall,
+        tensors: &BackwardTensors,
+        workspace: &View<1>,
+    ) -> Result<()> {
+        let (want, sizes) = (backend::sizes(call)?, tensors.check()?);
+        if want != sizes {
+            return Err(Error::mismatch(format_args!("tensors of {sizes:?} in a call of {want:?}")));
+        }
+        let place = BackwardWorkspace::of(&sizes, self.deterministic);
+        place.check(workspace)?;
+        let causal = call.mask.causal;
+        let schedule = self.schedule(&sizes, causal);
+        let [prepare, backward, finish] = self.variants(&sizes, causal, &schedule).map(|variant| self.load(variant));
+        let (prepare, backward, finish) = (prepare?, backward?, finish?);
+
+        let mut params = self.params(tensors, &sizes, &schedule);
+        params.softmax_scale = call.softmax_scale as f32;
+        let at = |offset: usize| workspace.ptr().offset(offset as u64).0;
+        (params.terms, params.dq_sum) = (at(place.terms), at(place.dq_sum));
+        params.turns = if self.deterministic { at(place.turns) } else { 0 };
+        let rows = sizes.tile_rows();
+        let mut maps =
+            [operand_map(&tensors.q, rows)?, operand_map(&tensors.dq, rows)?, operand_map(&tensors.d_out, rows)?];
+
+        let tiles = Launch {
+            grid: ((sizes.query_tiles() * sizes.heads_q) as u32, sizes.batch as u32, 1),
+            block: ROWS_BLOCK,
+            shared: 0,
+        };
+        let keys = Launch::linear(schedule.grid, BLOCK, backward.shared);
+        let [q8, q16, d_out] = maps.each_mut().map(|map| (&raw mut *map).cast());
+        let params = (&raw mut params).cast();
+        // SAFETY: 1. the struct, and three maps before it, are the kernels' parameters; 2. and 3. every address comes from a view
+        // whose shape was checked, or lies in the workspace; each kernel waits for the one in front of it before it reads.
+        unsafe {
+            prepare.kernel.launch_parameters(stream, tiles, &mut [params], false)?;
+            backward.kernel.launch_parameters(stream, keys, &mut [q8, q16, d_out, params], true)?;
+            finish.kernel.launch_parameters(stream, tiles, &mut [params], true)
+        }
+    }
+
+    fn schedule(&self, sizes: &Sizes, causal: bool) -> BackwardSchedule {
+        BackwardSchedule::of(sizes, causal, self.deterministic, self.device.processors())
+    }
+
+    fn variants(&self, sizes: &Sizes, causal: bool, schedule: &BackwardSchedule) -> [Variant; 3] {
+        let (d_head, deterministic, splits) = (sizes.d_head, self.deterministic, schedule.splits);
+        [
+            Variant::Prepare { d_head },
+            Variant::Backward { d_head, causal, deterministic, splits },
+            Variant::Finish { d_head },
+        ]
+    }
+
+    fn params(&self, t: &BackwardTensors, sizes: &Sizes, schedule: &BackwardSchedule) -> Params {
+        let descale = |given: &Option<View<2>>| given.map_or((self.one.ptr().0, [0, 0]), |x| (x.ptr().0, x.strides()));
+        let [q, k, v] = [&t.descales.q, &t.descales.k, &t.descales.v].map(descale);
+        let (o, o_strides, delta) = match &t.delta {
+            Delta::Output(out) => (out.ptr().0, outer_strides(out), 0),
+            Delta::Given(delta) => (0, [0; 3], delta.ptr().0),
+        };
+        Params {
+            q: t.q.ptr().0,
+            k: t.k.ptr().0,
+            v: t.v.ptr().0,
+            o,
+            d_out: t.d_out.ptr().0,
+            lse: t.lse.ptr().0,
+            delta,
+            dq: t.dq.ptr().0,
+            dk: t.dk.ptr().0,
+            dv: t.dv.ptr().0,
+            q_descale: q.0,
+            k_descale: k.0,
+            v_descale: v.0,
+            q_strides: outer_strides(&t.q),
+            k_strides: outer_strides(&t.k),
+            v_strides: outer_strides(&t.v),
+            o_strides,
+            d_out_strides: outer_strides(&t.d_out),
+            dq_strides: outer_strides(&t.dq),
+            dk_strides: outer_strides(&t.dk),
+            dv_strides: outer_strides(&t.dv),
+            q_descale_strides: q.1,
+            k_descale_strides: k.1,
+            v_descale_strides: v.1,
+            batch: sizes.batch as i32,
+            heads_q: sizes.heads_q as i32,
+            heads_kv: sizes.heads_kv as i32,
+            len_q: sizes.len_q as i32,
+            len_k: sizes.len_k as i32,
+            q_tiles: sizes.query_tiles() as i32,
+            diagonal: sizes.len_k as i32 - sizes.len_q as i32,
+            section: schedule.section as i32,
+            ..Zeroable::zeroed()
+        }
+    }
+
+    fn load(&self, variant: Variant) -> Result<Arc<Loaded>> {
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = loaded.get(&variant) {
+            return Ok(found.clone());
+        }
+        let request = variant.request();
+        let module = self.device.module(request.source, &request.defines)?;
+        let kernel = module.kernel(variant.entry())?;
+        let shared = match variant {
+            Variant::Backward { .. } => {
+                let bytes = u32::try_from(module.constant("SHARED_BYTES")?)
+                    .map_err(|_| Error::cuda("attention_backward tells a negative size of shared memory"))?;
+                kernel.allow_shared(bytes)?;
+                bytes
+            }
+            _ => 0,
+        };
+        let entry = Arc::new(Loaded { kernel, shared });
+        loaded.insert(variant, entry.clone());
+        Ok(entry)
+    }
+}
+
+/// Map of an operand in boxes of `rows` positions of one head: E4M3 whole, BF16 in runs of 64 columns.
+fn operand_map(x: &View<4>, rows: usize) -> Result<TensorMap> {
+    let [batch, length, heads, d] = x.extents().map(|n| n as u64);
+    let size = x.element().size() as u64;
+    let [by_batch, by_row, by_head] = outer_strides(x).map(|s| s as u64 * size);
+    let (element, columns) = match x.element() {
+        Element::E4m3 => (MapType::CU_TENSOR_MAP_DATA_TYPE_UINT8, d),
+        _ => (MapType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 64),
+    };
+    tensor_map(&Boxes {
+        address: x.ptr().0,
+        element,
+        extents: &[d, heads, length, batch],
+        strides: &[by_head, by_row, by_batch],
+        tile: &[columns as u32, 1, rows as u32, 1],
+        swizzle: if columns * size == 128 {
+            Swizzle::CU_TENSOR_MAP_SWIZZLE_128B
+        } else {
+            Swizzle::CU_TENSOR_MAP_SWIZZLE_64B
+        },
+    })
+}

@@ -1,0 +1,314 @@
+//! The backward against the CPU's, and against itself.
+
+use super::{Data, bf16_bytes, cuda, distance, stream, wide};
+use crate::device;
+use half::bf16;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use rand_distr::{Distribution, StandardNormal};
+use sigmascale::Descale;
+use sigmascale::attention::{
+    AttentionCall, AttentionShape, Gradients, Inputs, Mask, Precision, backward, dequantised, reference,
+};
+use sigmascale::cuda::{Buffer, Stream};
+use sigmascale::device::attention::{
+    BackwardEngine, BackwardTensors, Delta, Descales, Element, Tensors, View, Workspace,
+};
+use sigmascale::fp8::{Format, OnOverflow};
+use sigmascale::plan::ScalePlan;
+
+/// (batch, query heads, KV heads, queries, keys): ends of tiles on purpose, rows that see nothing, splits of few blocks.
+const SHAPES: [(usize, usize, usize, usize, usize); 9] = [
+    (2, 4, 2, 113, 203),
+    (1, 6, 2, 799, 3),
+    (1, 3, 3, 1023, 1024),
+    (1, 8, 1, 1, 500),
+    (2, 8, 1, 65, 129),
+    (1, 5, 1, 64, 64),
+    (3, 2, 2, 64, 257),
+    (1, 2, 2, 300, 77),
+    (1, 4, 1, 1000, 130),
+];
+
+fn cases() -> impl Iterator<Item = AttentionCall> {
+    SHAPES.into_iter().flat_map(|(batch, n_q_heads, n_kv_heads, len_q, len_k)| {
+        [64, 128].into_iter().flat_map(move |d_head| {
+            let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head };
+            [Mask::CAUSAL, Mask::NONE].map(|mask| AttentionCall { mask, ..AttentionCall::causal(shape) })
+        })
+    })
+}
+
+/// One call in device memory: E4M3 operands, an output and LSE, dO, gradients poisoned.
+struct Memory {
+    operands: [Buffer<u8>; 3],
+    descales: [Buffer<f32>; 3],
+    lse: Buffer<f32>,
+    out: Buffer<u8>,
+    delta: Buffer<f32>,
+    d_out: Buffer<u8>,
+    gradients: [Buffer<u8>; 3],
+    workspace: Buffer<u8>,
+}
+
+fn codes(x: &[f32], descales: &[Descale], heads: usize, d: usize) -> Vec<u8> {
+    let of = |i: usize| descales[(i / d) % heads * descales.len() / heads].get();
+    x.iter().enumerate().map(|(i, x)| Format::E4m3.encode(x / of(i), OnOverflow::Saturate)).collect()
+}
+
+impl Memory {
+    /// LSE by the GPU's own forward; output and delta exact, the output rounded to BF16.
+    fn new(engine: &BackwardEngine, call: &AttentionCall, data: &Data, plan: &ScalePlan, d_out: &[f32]) -> Self {
+        let AttentionShape { n_q_heads, n_kv_heads, d_head, .. } = call.shape;
+        let device = device();
+        let rows = [&plan.operands.q, &plan.operands.k, plan.operands.v.as_ref().unwrap()];
+        let heads = [n_q_heads, n_kv_heads, n_kv_heads];
+        let values = [&data.q, &data.k, &data.v];
+        let operands = [0, 1, 2].map(|i| device.upload(&codes(values[i], rows[i], heads[i], d_head)).unwrap());
+        let descales = rows.map(|row| device.upload(&row.iter().map(|d| d.get()).collect::<Vec<f32>>()).unwrap());
+        let x = dequantised(call, &data.inputs(), plan, OnOverflow::Saturate).unwrap();
+        let out = reference(call, &wide(&x.q), &wide(&x.k), &wide(&x.v)).unwrap().out;
+        let delta = Self::delta(call, &out, d_out);
+        let rounded: Vec<f32> = out.iter().map(|&x| x as f32).collect();
+        let poison = |n: usize| device.upload(&vec![0xffu8; 2 * n]).unwrap();
+        let (of_q, of_kv) = (call.shape.q_elements(), call.shape.kv_elements());
+        let memory = Self {
+            operands,
+            descales,
+            lse: device.zeros(call.shape.lse_elements()).unwrap(),
+            out: device.upload(&bf16_bytes(&rounded)).unwrap(),
+            delta: device.upload(&delta).unwrap(),
+            d_out: device.upload(&bf16_bytes(d_out)).unwrap(),
+            gradients: [poison(of_q), poison(of_kv), poison(of_kv)],
+            workspace: device.upload(&vec![0xffu8; engine.workspace_bytes(call).unwrap()]).unwrap(),
+        };
+        memory.forward(call);
+        memory
+    }
+
+    fn delta(call: &AttentionCall, out: &[f64], d_out: &[f32]) -> Vec<f32> {
+        let AttentionShape { batch, n_q_heads, len_q, d_head, .. } = call.shape;
+        let mut delta = vec![0.0; call.shape.lse_elements()];
+        for (at, (o, d)) in out.chunks(d_head).zip(d_out.chunks(d_head)).enumerate() {
+            let (row, head) = (at / n_q_heads, at % n_q_heads);
+            assert!(row < batch * len_q);
+            let dot: f64 = o.iter().zip(d).map(|(o, &d)| o * f64::from(d)).sum();
+            delta[(row / len_q * n_q_heads + head) * len_q + row % len_q] = dot as f32;
+        }
+        delta
+    }
+
+    fn descales(&self, call: &AttentionCall) -> Descales {
+        let shape = [call.shape.batch, call.shape.n_kv_heads];
+        // SAFETY of all views here: buffers of these sizes, which outlive the work since reading them waits.
+        let row = |x: &Buffer<f32>| Some(unsafe { View::new(x.ptr(), Element::F32, shape, [0, 1]) });
+        let [q, k, v] = &self.descales;
+        Descales { q: row(q), k: row(k), v: row(v), o: None, logit: None }
+    }
+
+    fn shapes(call: &AttentionCall) -> ([usize; 4], [usize; 4], [usize; 3]) {
+        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head } = call.shape;
+        ([batch, len_q, n_q_heads, d_head], [batch, len_k, n_kv_heads, d_head], [batch, n_q_heads, len_q])
+    }
+
+    fn operands(&self, call: &AttentionCall) -> [View<4>; 3] {
+        let (q, kv, _) = Self::shapes(call);
+        let shapes = [q, kv, kv];
+        [0, 1, 2].map(|i| unsafe { View::dense(self.operands[i].ptr(), Element::E4m3, shapes[i]) })
+    }
+
+    fn forward(&self, call: &AttentionCall) {
+        let (of_q, _, of_lse) = Self::shapes(call);
+        let [q, k, v] = self.operands(call);
+        let out = device().zeros::<u8>(2 * call.shape.q_elements()).unwrap();
+        let bytes = sigmascale::device::attention::Cuda::workspace_bytes(call, Element::E4m3).unwrap();
+        let scratch = device().zeros::<u8>(bytes.max(Workspace::HEADER)).unwrap();
+        let tensors = Tensors {
+            q,
+            k,
+            v,
+            descales: self.descales(call),
+            rope: None,
+            out: unsafe { View::dense(out.ptr(), Element::Bf16, of_q) },
+            lse: Some(unsafe { View::dense(self.lse.ptr(), Element::F32, of_lse) }),
+            stats: None,
+        };
+        let workspace = unsafe { View::dense(scratch.ptr(), Element::U8, [bytes]) };
+        cuda().launch(&stream(), call, &tensors, &workspace).unwrap();
+        device().synchronize().unwrap();
+    }
+
+    fn tensors(&self, call: &AttentionCall) -> BackwardTensors {
+        let (of_q, of_kv, of_lse) = Self::shapes(call);
+        let [q, k, v] = self.operands(call);
+        let wide = |x: &Buffer<u8>, shape| unsafe { View::dense(x.ptr(), Element::Bf16, shape) };
+        let [dq, dk, dv] = &self.gradients;
+        BackwardTensors {
+            q,
+            k,
+            v,
+            descales: self.descales(call),
+            lse: unsafe { View::dense(self.lse.ptr(), Element::F32, of_lse) },
+            delta: Delta::Output(wide(&self.out, of_q)),
+            d_out: wide(&self.d_out, of_q),
+            dq: wide(dq, of_q),
+            dk: wide(dk, of_kv),
+            dv: wide(dv, of_kv),
+        }
+    }
+
+    fn launch(&self, engine: &BackwardEngine, stream: &Stream, call: &AttentionCall, tensors: &BackwardTensors) {
+        let workspace = unsafe { View::dense(self.workspace.ptr(), Element::U8, [self.workspace.len()]) };
+        engine.backward(stream, call, tensors, &workspace).unwrap();
+    }
+
+    fn read(&self) -> [Vec<u16>; 3] {
+        device().synchronize().unwrap();
+        let words = |x: &Buffer<u8>| {
+            x.read().unwrap().chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect::<Vec<u16>>()
+        };
+        let [dq, dk, dv] = &self.gradients;
+        [words(dq), words(dk), words(dv)]
+    }
+}
+
+fn floats(words: &[u16]) -> Vec<f32> {
+    words.iter().map(|&w| bf16::from_bits(w).to_f32()).collect()
+}
+
+fn output_gradient(call: &AttentionCall, seed: u64) -> Vec<f32> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let draw = |_| bf16::from_f32(Distribution::<f32>::sample(&StandardNormal, &mut rng)).to_f32();
+    (0..call.shape.q_elements()).map(draw).collect()
+}
+
+fn engine() -> BackwardEngine {
+    BackwardEngine::new(device()).unwrap()
+}
+
+/// Gradients by the CPU, in f32 from the same E4M3 operands and the exact log-sum-exp.
+fn expected(call: &AttentionCall, data: &Data, plan: &ScalePlan, d_out: &[f32]) -> Gradients {
+    let x = dequantised(call, &data.inputs(), plan, OnOverflow::Saturate).unwrap();
+    let lse: Vec<f32> =
+        reference(call, &wide(&x.q), &wide(&x.k), &wide(&x.v)).unwrap().lse.iter().map(|&x| x as f32).collect();
+    let inputs: Inputs<'_> = data.inputs();
+    backward(call, &inputs, plan, &Precision::KERNEL, &lse, d_out).unwrap()
+}
+
+/// Products in BF16, sums in f32, gradients rounded to BF16; and what the tensor core's FP8 sums do to logits.
+const ROUNDING: f64 = 8e-3;
+
+pub(super) fn gradients_are_the_cpus() {
+    let engines = [false, true].map(|deterministic| engine().with_deterministic(deterministic));
+    for (seed, call) in cases().enumerate() {
+        let data = Data::new(&call.shape, seed as u64);
+        let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 1000 + seed as u64));
+        let want = expected(&call, &data, &plan, &d_out);
+        for engine in &engines {
+            let memory = Memory::new(engine, &call, &data, &plan, &d_out);
+            let given = BackwardTensors {
+                delta: Delta::Given(unsafe { View::dense(memory.delta.ptr(), Element::F32, Memory::shapes(&call).2) }),
+                ..memory.tensors(&call)
+            };
+            for tensors in [memory.tensors(&call), given] {
+                memory.launch(engine, &stream(), &call, &tensors);
+                let have = memory.read();
+                for (name, have, want) in
+                    [("dq", &have[0], &want.dq), ("dk", &have[1], &want.dk), ("dv", &have[2], &want.dv)]
+                {
+                    let error = distance(&floats(have), &wide(want));
+                    assert!(error <= ROUNDING, "{call:?} {name}: {error:.3e}");
+                }
+            }
+        }
+    }
+}
+
+pub(super) fn rows_that_see_nothing_have_zero_gradients() {
+    for d_head in [64, 128] {
+        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 300, len_k: 77, d_head };
+        let call = AttentionCall::causal(shape);
+        let (data, engine) = (Data::new(&shape, 5), engine());
+        let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 6));
+        let memory = Memory::new(&engine, &call, &data, &plan, &d_out);
+        memory.launch(&engine, &stream(), &call, &memory.tensors(&call));
+        let dq = floats(&memory.read()[0]);
+        let (blind, seeing) = dq.split_at((300 - 77) * 4 * d_head);
+        assert!(blind.iter().all(|&x| x == 0.0) && seeing.iter().filter(|&&x| x == 0.0).count() < seeing.len() / 8);
+    }
+}
+
+pub(super) fn nan_stays_in_its_row_and_head() {
+    let shape = AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 512, len_k: 512, d_head: 128 };
+    let call = AttentionCall::causal(shape);
+    let (data, engine) = (Data::new(&shape, 7), engine());
+    let plan = data.plan(&call, 1.0);
+    let mut d_out = output_gradient(&call, 8);
+    d_out[(300 * 4 + 1) * 128 + 5] = f32::NAN;
+    let memory = Memory::new(&engine, &call, &data, &plan, &d_out);
+    memory.launch(&engine, &stream(), &call, &memory.tensors(&call));
+    let rows = |words: &[u16]| -> Vec<usize> {
+        let bad = |(_, row): &(usize, &[f32])| row.iter().any(|x| x.is_nan());
+        floats(words).chunks(128).enumerate().filter(bad).map(|(at, _)| at).collect()
+    };
+    let [dq, dk, dv] = memory.read();
+    assert_eq!(rows(&dq), [300 * 4 + 1]);
+    assert_eq!(rows(&dk), (0..=300).map(|key| 2 * key).collect::<Vec<_>>(), "keys that the row sees, of its KV head");
+    // 0 NaN of keys that share a block with these is NaN, too.
+    assert_eq!(rows(&dv), (0..384).map(|key| 2 * key).collect::<Vec<_>>());
+}
+
+pub(super) fn deterministic_calls_repeat_bit_for_bit_also_from_a_graph() {
+    for d_head in [64, 128] {
+        let shape = AttentionShape { batch: 2, n_q_heads: 8, n_kv_heads: 2, len_q: 1000, len_k: 1100, d_head };
+        for mask in [Mask::CAUSAL, Mask::NONE] {
+            let call = AttentionCall { mask, ..AttentionCall::causal(shape) };
+            let (data, engine) = (Data::new(&shape, 9), engine().with_deterministic(true));
+            let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 10));
+            let memory = Memory::new(&engine, &call, &data, &plan, &d_out);
+            let tensors = memory.tensors(&call);
+            let stream = stream();
+            memory.launch(&engine, &stream, &call, &tensors);
+            let first = memory.read();
+            let graph = stream
+                .capture(|stream| {
+                    memory.launch(&engine, stream, &call, &tensors);
+                    Ok(())
+                })
+                .unwrap();
+            for _ in 0..3 {
+                graph.launch().unwrap();
+                stream.synchronize().unwrap();
+                assert!(memory.read() == first, "d {d_head}, {mask:?}");
+            }
+        }
+    }
+}
+
+pub(super) fn random_calls_agree_with_the_cpu() {
+    let mut rng = StdRng::seed_from_u64(11);
+    let engine = engine();
+    for seed in 0..40 {
+        let n_kv_heads = rng.random_range(1..=3);
+        let shape = AttentionShape {
+            batch: rng.random_range(1..=2),
+            n_q_heads: n_kv_heads * rng.random_range(1..=4),
+            n_kv_heads,
+            len_q: rng.random_range(1..=400),
+            len_k: rng.random_range(16..=400),
+            d_head: if rng.random_bool(0.5) { 64 } else { 128 },
+        };
+        let mask = if rng.random_bool(0.7) { Mask::CAUSAL } else { Mask::NONE };
+        let call = AttentionCall { mask, ..AttentionCall::causal(shape) };
+        let data = Data::new(&shape, seed);
+        let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, seed));
+        let want = expected(&call, &data, &plan, &d_out);
+        let memory = Memory::new(&engine, &call, &data, &plan, &d_out);
+        memory.launch(&engine, &stream(), &call, &memory.tensors(&call));
+        let have = memory.read();
+        for (name, have, want) in [("dq", &have[0], &want.dq), ("dk", &have[1], &want.dk), ("dv", &have[2], &want.dv)] {
+            let error = distance(&floats(have), &wide(want));
+            assert!(error <= ROUNDING, "{call:?} {name}: {error:.3e}");
+        }
+    }
+}
