@@ -1,6 +1,6 @@
 //! The policies at work, side by side on the same operands.
 
-use super::metrics::{Divergence, Quantiles, quantile, sqnr_db};
+use super::metrics::{Divergence, Quality, Quantiles, quantile};
 use super::result::{PlanDescales, PolicySummary, TraceRow, Unavailable, largest_descale};
 use super::{Mode, Scenario, StressOptions, call_of};
 use crate::attention::{Attention, AttentionShape, Cpu, Inputs, Precision};
@@ -43,8 +43,9 @@ pub(crate) struct Tally {
     max_scaled: f64,
     overshoot: Vec<f64>,
     utilisation: Vec<f64>,
-    pub(crate) sqnr: Vec<f64>,
-    pub(crate) kl: Vec<f64>,
+    sqnr: Vec<f64>,
+    bias: Vec<f64>,
+    kl: Vec<f64>,
     pub(crate) fallbacks: usize,
 }
 
@@ -70,6 +71,12 @@ impl Tally {
         }
     }
 
+    pub(crate) fn compare(&mut self, row: &TraceRow) {
+        self.sqnr.extend(row.sqnr_db);
+        self.bias.extend(row.output_bias);
+        self.kl.extend(row.softmax_kl);
+    }
+
     pub(crate) fn summary(
         mut self,
         policy: PolicyKind,
@@ -92,6 +99,7 @@ impl Tally {
             overshoot: (!self.overshoot.is_empty()).then(|| Quantiles::of(&mut self.overshoot)),
             utilisation: Quantiles::of(&mut self.utilisation),
             sqnr_db: quantile(&mut self.sqnr, 0.5),
+            output_bias: quantile(&mut self.bias, 0.5),
             softmax_kl: quantile(&mut self.kl, 0.5),
             fallbacks: self.fallbacks,
             assumption,
@@ -158,13 +166,13 @@ impl<'a> Lab<'a> {
             };
             let seen = look(mode, &call.shape, &outcome);
             run.tally.add(layer, step, &seen);
-            let sqnr = sqnr_db(&exact.out, &outcome.output.out);
-            let kl = divergence.of(mode, &outcome.plan)?;
-            run.tally.sqnr.extend(sqnr);
-            run.tally.kl.extend(kl);
+            let softmax_kl = divergence.of(mode, &outcome.plan)?;
+            let quality = Quality { softmax_kl, ..Quality::of(&exact.out, &outcome.output.out) };
             let fell_back = |event: &&PolicyEvent| matches!(event, PolicyEvent::FellBack { .. });
             run.tally.fallbacks += outcome.report.events.iter().filter(fell_back).count();
-            trace.push(row(step, run.kind, mode, &outcome, &seen, sqnr, kl));
+            let row = row(step, run.kind, mode, &outcome, &seen, &quality);
+            run.tally.compare(&row);
+            trace.push(row);
         }
         Ok(exact.out)
     }
@@ -226,8 +234,7 @@ pub(crate) fn row(
     mode: Mode,
     outcome: &StepOutcome,
     seen: &Seen,
-    sqnr_db: Option<f64>,
-    softmax_kl: Option<f64>,
+    quality: &Quality,
 ) -> TraceRow {
     let report = &outcome.report;
     let tensor = mode
@@ -246,7 +253,8 @@ pub(crate) fn row(
         overflow: seen.overflow,
         tensor,
         descales: PlanDescales::of(&outcome.plan),
-        sqnr_db,
-        softmax_kl,
+        sqnr_db: quality.sqnr_db,
+        output_bias: quality.output_bias,
+        softmax_kl: quality.softmax_kl,
     }
 }

@@ -128,6 +128,7 @@ fn the_json_has_the_keys_that_scripts_read() {
         "overflow_values",
         "max_scaled",
         "sqnr_db",
+        "output_bias",
         "softmax_kl",
     ] {
         assert!(policy[key].is_number(), "{key}");
@@ -137,7 +138,7 @@ fn the_json_has_the_keys_that_scripts_read() {
     }
     let row = json["trace"][0].as_object().unwrap();
     assert_eq!(row["policy"], "geometry");
-    for key in ["step", "layer", "max_logit", "descale", "max_scaled", "overflow"] {
+    for key in ["step", "layer", "max_logit", "descale", "max_scaled", "overflow", "output_bias"] {
         assert!(row[key].is_number(), "{key}");
     }
 }

@@ -511,8 +511,7 @@ fn summary(kind: PolicyKind, records: &[StepRecord], own: bool) -> PolicySummary
     for record in records {
         for o in record.observed.iter().filter(|o| o.own == own && o.row.policy == kind) {
             tally.add(o.row.layer, record.step as usize, &o.seen);
-            tally.sqnr.extend(o.row.sqnr_db);
-            tally.kl.extend(o.row.softmax_kl);
+            tally.compare(&o.row);
             let fell = |event: &&PolicyEvent| matches!(event, PolicyEvent::FellBack { .. });
             tally.fallbacks += o.report.events.iter().filter(fell).count();
         }
