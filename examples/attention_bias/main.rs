@@ -27,7 +27,9 @@ fn main() -> Result<()> {
 }
 
 fn output(keys: &[usize]) -> Result<()> {
-    println!("Bias of the output in percent of its mean size (16 queries, d_head 64, V ~ N(mean, 1), all keys visible)\n");
+    println!(
+        "Bias of the output in percent of its mean size (16 queries, d_head 64, V ~ N(mean, 1), all keys visible)\n"
+    );
     print!("| keys | mean of V |");
     SETTINGS.iter().for_each(|setting| print!(" {setting} |"));
     println!("\n|---|---|{}", "---|".repeat(SETTINGS.len()));
@@ -36,7 +38,7 @@ fn output(keys: &[usize]) -> Result<()> {
             let case = Case::with_mean(mean, 16, keys, 64, 1)?;
             print!("| {keys} | {mean} |");
             for setting in SETTINGS {
-                let (_, [bias, _]) = case.output(&Precision::hopper(setting))?;
+                let [bias, _] = case.output_bias(&Precision::hopper(setting))?;
                 print!(" {:.2} |", 100.0 * bias);
             }
             println!();
@@ -48,7 +50,7 @@ fn output(keys: &[usize]) -> Result<()> {
 fn gradients(keys: &[usize]) -> Result<()> {
     let ways = [
         Way::PROMOTE_2048,
-        Way { f32_output: true, name: "the same O in f32", ..Way::PROMOTE_2048 },
+        Way::PROMOTE_2048_IN_F32,
         Way::INFERENCE,
         Way::TRAINING,
         Way::EXACT_OUTPUT,
@@ -57,8 +59,14 @@ fn gradients(keys: &[usize]) -> Result<()> {
         Way::BASELINE,
     ];
     for &len in keys {
-        println!("Relative error / bias factor, {len} tokens, causal, d_head 128 (all bias: {:.0})\n", (len as f64).sqrt());
-        println!("| delta from | gradient | {} |", Kind::ALL.map(|kind| format!("{kind:?}").to_lowercase()).join(" | "));
+        println!(
+            "Relative error / bias factor, {len} tokens, causal, d_head 128 (all bias: {:.0})\n",
+            (len as f64).sqrt()
+        );
+        println!(
+            "| delta from | gradient | {} |",
+            Kind::ALL.map(|kind| format!("{kind:?}").to_lowercase()).join(" | ")
+        );
         println!("|---|---|{}", "---|".repeat(Kind::ALL.len()));
         let cases = Kind::ALL.into_iter().map(|kind| Case::of(kind, len, 128, 1)).collect::<Result<Vec<_>>>()?;
         let exact = cases.iter().map(Case::exact_gradients).collect::<Result<Vec<_>>>()?;

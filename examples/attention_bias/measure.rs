@@ -5,9 +5,9 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, LogNormal, StandardNormal, StudentT};
 use sigmascale::attention::{
-    Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Dequantised, GradientProducts, Delta, Inputs, Mask,
-    Precision, PvAccumulator, QkAccumulator, ReferenceGradients, Saved, backward, dequantised, measure, reference,
-    reference_backward,
+    Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Delta, Dequantised, GradientProducts, Inputs,
+    Mask, Precision, PvAccumulator, QkAccumulator, ReferenceGradients, Saved, backward, dequantised, measure,
+    reference, reference_backward,
 };
 use sigmascale::fp8::OnOverflow;
 use sigmascale::plan::{OperandDescales, ScalePlan};
@@ -36,13 +36,13 @@ impl Kind {
 
 /// One head, as many queries as keys or fewer.
 pub struct Case {
-    pub call: AttentionCall,
-    pub q: Vec<f32>,
-    pub k: Vec<f32>,
-    pub v: Vec<f32>,
+    call: AttentionCall,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
     /// BF16 numbers.
-    pub d_out: Vec<f32>,
-    pub plan: ScalePlan,
+    d_out: Vec<f32>,
+    plan: ScalePlan,
 }
 
 fn normal(n: usize, rng: &mut StdRng) -> Vec<f32> {
@@ -50,7 +50,7 @@ fn normal(n: usize, rng: &mut StdRng) -> Vec<f32> {
 }
 
 /// The nearest BF16 numbers.
-pub fn in_bf16(x: &[f32]) -> Vec<f32> {
+fn in_bf16(x: &[f32]) -> Vec<f32> {
     x.iter().map(|x| bf16::from_f32(*x).to_f32()).collect()
 }
 
@@ -63,7 +63,7 @@ impl Case {
         let [q, k, mut v] = [len_q, len_k, len_k].map(|len| normal(len * d_head, &mut rng));
         v.iter_mut().for_each(|v| *v += mean);
         let d_out = vec![0.0; q.len()];
-        Self { call, plan: plan(&call, &q, &k, &v)?, q, k, v, d_out }.checked()
+        Ok(Self { call, plan: plan(&call, &q, &k, &v)?, q, k, v, d_out })
     }
 
     /// A causal call of `len` tokens.
@@ -118,11 +118,7 @@ impl Case {
                 }
             }
         }
-        Self { call, plan: plan(&call, &q, &k, &v)?, q, k, v, d_out: in_bf16(&d_out) }.checked()
-    }
-
-    fn checked(self) -> Result<Self> {
-        self.operands().map(|_| self)
+        Ok(Self { call, plan: plan(&call, &q, &k, &v)?, q, k, v, d_out: in_bf16(&d_out) })
     }
 
     fn inputs(&self) -> Inputs<'_> {
@@ -134,16 +130,16 @@ impl Case {
         dequantised(&self.call, &self.inputs(), &self.plan, OnOverflow::Saturate)
     }
 
-    /// The output and its bias: the mean of `out - exact` and of the error in the direction of `exact`, both over the mean
-    /// of `|exact|`.
-    pub fn output(&self, precision: &Precision) -> Result<(Vec<f32>, [f64; 2])> {
+    /// The output's bias: the mean of `out - exact` and of the error in the direction of `exact`, both over the mean of
+    /// `|exact|`.
+    pub fn output_bias(&self, precision: &Precision) -> Result<[f64; 2]> {
         let x = self.operands()?;
         let exact = narrow(&reference(&self.call, &wide(&x.q), &wide(&x.k), &wide(&x.v))?.out);
         let out = Cpu.forward(&self.call, &self.inputs(), &self.plan, precision)?.out;
         let error: f64 = out.iter().zip(&exact).map(|(out, exact)| f64::from(out - exact)).sum();
         let size: f64 = exact.iter().map(|exact| f64::from(exact.abs())).sum();
         let along = output_bias(&exact, &out).unwrap_or(f64::NAN);
-        Ok((out, [error / size, along]))
+        Ok([error / size, along])
     }
 
     /// Gradients in f64.
@@ -168,8 +164,7 @@ impl Case {
             out = in_bf16(&out);
         }
         let saved = Saved { out: &out, lse: &lse };
-        let have =
-            backward(&self.call, &self.inputs(), &self.plan, &way.forward, &way.backward, &saved, &self.d_out)?;
+        let have = backward(&self.call, &self.inputs(), &self.plan, &way.forward, &way.backward, &saved, &self.d_out)?;
         let d = self.call.shape.d_head;
         Ok([
             GradientError::of(&have.dq, &exact.dq, d),
@@ -183,12 +178,12 @@ impl Case {
 #[derive(Clone, Copy)]
 pub struct Way {
     pub name: &'static str,
-    pub forward: Precision,
-    pub backward: BackwardPrecision,
+    forward: Precision,
+    backward: BackwardPrecision,
     /// Output and log-sum-exp of the f64 reference in place of the forward's.
-    pub exact_output: bool,
+    exact_output: bool,
     /// The output reaches the backward pass in f32, not in BF16.
-    pub f32_output: bool,
+    f32_output: bool,
 }
 
 impl Way {
@@ -199,6 +194,8 @@ impl Way {
 
     /// delta from the output of a forward that promotes P V every 2048 keys.
     pub const PROMOTE_2048: Self = Self::new("O of fp8-2048", Precision::PROMOTE_2048, Delta::Output);
+    /// The same output without the rounding to BF16.
+    pub const PROMOTE_2048_IN_F32: Self = Self { name: "the same O in f32", f32_output: true, ..Self::PROMOTE_2048 };
     /// delta from the output of the inference default.
     pub const INFERENCE: Self = Self::new("O of the inference default", Precision::INFERENCE, Delta::Output);
     /// delta from the output of the training default.
@@ -208,11 +205,15 @@ impl Way {
     /// What a BF16 backward pass has at best.
     pub const EXACT_OUTPUT: Self = Self {
         exact_output: true,
-        ..Self::new("exact O and lse", Precision { qk_accumulator: QkAccumulator::F32, ..Precision::TRAINING }, Delta::Output)
+        ..Self::new(
+            "exact O and lse",
+            Precision { qk_accumulator: QkAccumulator::F32, ..Precision::TRAINING },
+            Delta::Output,
+        )
     };
 
     /// The same with the products in BF16.
-    pub const fn in_bf16(self, name: &'static str) -> Self {
+    const fn in_bf16(self, name: &'static str) -> Self {
         Self { name, backward: BackwardPrecision { products: GradientProducts::Bf16, ..self.backward }, ..self }
     }
 
@@ -258,12 +259,8 @@ fn plan(call: &AttentionCall, q: &[f32], k: &[f32], v: &[f32]) -> Result<ScalePl
     let stats = measure(call, &Inputs { q, k, v })?;
     let cover = |amax: f32| Descale::covering(f64::from(amax) * 1.01, 448.0);
     let row = |amax: f32| -> Result<_> { Ok(vec![cover(amax)?]) };
-    let operands = OperandDescales {
-        q: row(stats.q[0].amax)?,
-        k: row(stats.k[0].amax)?,
-        v: Some(row(stats.v[0].amax)?),
-        o: None,
-    };
+    let operands =
+        OperandDescales { q: row(stats.q[0].amax)?, k: row(stats.k[0].amax)?, v: Some(row(stats.v[0].amax)?), o: None };
     Ok(ScalePlan { layer: 0, logit_bound: None, logit_descale: row(stats.logits[0].amax())?, operands })
 }
 

@@ -129,6 +129,26 @@ def test_any_softmax_scale_is_probed(d_head, scale):
     assert sigmascale.probe(dropped, **settings).k == "dropped"
 
 
+@pytest.mark.parametrize("scale", [None, 1e-3, 30.0])
+def test_the_bias_of_the_output_is_measured(scale):
+    def shrunk(q, k, v, *descales):
+        out = emulated.attention(q * (1 if scale is None else scale * 8), k, v, *descales)
+        # Only a long context loses anything, as with an FP8 accumulator.
+        return out * (0.98 if len(k[0]) > 64 else 1.0)
+
+    settings = NUMPY | {"softmax_scale": scale}
+    report = sigmascale.probe(shrunk, **settings, bias_seq_len=300)
+    assert report.ok and report.bias_seq_len == 300 and abs(report.output_bias + 0.02) < 1e-6
+    assert str(report).endswith("output bias -2.00 % with 300 keys and V ~ N(1, 1)")
+
+
+def test_no_bias_is_reported_where_none_is_measured():
+    report = sigmascale.probe(emulated.attention, **NUMPY)
+    assert report.output_bias is None and report.bias_seq_len is None and "bias" not in str(report)
+    with pytest.raises(sigmascale.ArgumentError, match="bias_seq_len -1"):
+        sigmascale.probe(emulated.attention, **NUMPY, bias_seq_len=-1)
+
+
 @pytest.mark.parametrize(
     ("kind", "message", "options"),
     [

@@ -45,8 +45,7 @@ fn rows<'a>(call: &'a AttentionCall, q: &'a [f64], k: &'a [f64]) -> impl Iterato
     });
     places.filter_map(move |(batch, head, row)| {
         let at = shape.q_row(batch, row, head);
-        let keys: Vec<usize> =
-            call.visible(row).map(|j| shape.kv_row(batch, j, shape.kv_head(head))).collect();
+        let keys: Vec<usize> = call.visible(row).map(|j| shape.kv_row(batch, j, shape.kv_head(head))).collect();
         let logit = |&key: &usize| {
             let logit = call.softmax_scale * dot(&q[at..], &k[key..], shape.d_head);
             call.soft_cap.map_or(logit, |cap| cap * (logit / cap).tanh())

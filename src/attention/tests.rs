@@ -1,3 +1,6 @@
+mod accumulators;
+mod backward;
+
 use super::*;
 use crate::fp8::{Format, OnOverflow};
 use crate::plan::OperandDescales;

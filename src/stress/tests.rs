@@ -1,4 +1,5 @@
 use super::lab::{identity, look, row};
+use super::metrics::Quality;
 use super::*;
 use crate::model::{Temperature, preset};
 use crate::policy::PolicyConfig;
@@ -225,6 +226,6 @@ fn utilisation_uses_the_descale_of_each_heads_group() {
     let seen = look(Mode::Operands, &shape, &outcome);
     assert_eq!(seen.utilisation, [1.0, 0.5, 0.5, 0.25, 1.0, 0.5, 2.0, 1.0]);
     assert_eq!((seen.max_scaled, seen.overflow, seen.values), (896.0, 8, 16));
-    let row = row(0, PolicyKind::DelayedPaper, Mode::Operands, &outcome, &seen, None, None);
+    let row = row(0, PolicyKind::DelayedPaper, Mode::Operands, &outcome, &seen, &Quality::default());
     assert_eq!((row.tensor, row.descale, row.max_scaled), (Tensor::V, 2.0, 896.0));
 }

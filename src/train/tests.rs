@@ -3,7 +3,8 @@
 use super::model::{D_MODEL, LAYERS, Parameters};
 use super::*;
 use crate::attention::{
-    Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Delta, Inputs, Precision, PvAccumulator, Saved, backward,
+    Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Delta, Inputs, Precision, PvAccumulator, Saved,
+    backward,
 };
 use crate::forward::{Tokens, project};
 use crate::model::Checkpoint;
