@@ -34,10 +34,12 @@ use crate::plan::ScalePlan;
 use half::bf16;
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
+use serde::Serialize;
 use std::ops::Range;
 
 /// What delta is computed from.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Delta {
     /// The sum of P dP over the keys.
     #[default]
@@ -160,22 +162,28 @@ struct Engine<'a> {
     d_out: &'a [f32],
 }
 
+/// Rows that a gradient is a weighted sum of.
+struct Factor {
+    rows: Rows,
+    /// No value is NaN or infinite.
+    finite: bool,
+}
+
 /// The KV head's operands.
 struct Packed {
     /// `(tiles, stride, TILE)`, for S.
     keys: Vec<f32>,
     /// `(len_k, stride)`, for dQ.
-    key_rows: Rows,
+    key_rows: Factor,
     /// `(tiles, stride, TILE)`, for dP.
     values: Vec<f32>,
 }
 
 impl Engine<'_> {
-    /// Rounds what the gradients' products are taken of.
-    fn round(&self, mut rows: Rows) -> Rows {
+    /// Rows as the gradients' products are taken of them.
+    fn factor(&self, mut rows: Rows) -> Factor {
         self.how.products.round(&mut rows.values);
-        rows.finite = lanes::non_finite(&rows.values) == 0;
-        rows
+        Factor { finite: rows.finite(), rows }
     }
 
     fn head(&self, batch: usize, kv_head: usize) -> Result<Head> {
@@ -185,8 +193,8 @@ impl Engine<'_> {
         let keys = self.operands.keys(batch, kv_head)?;
         let packed = Packed {
             keys: keys.transposed(stride),
-            key_rows: self.round(keys),
-            values: self.round(self.operands.values(batch, kv_head)?).transposed(stride),
+            key_rows: self.factor(keys),
+            values: self.factor(self.operands.values(batch, kv_head)?).rows.transposed(stride),
         };
         let mut head = Head {
             dq: vec![0.0; group * shape.len_q * stride],
@@ -219,12 +227,12 @@ impl Engine<'_> {
         let (shape, stride) = (call.shape, self.operands.stride());
         let queries = self.operands.queries(batch, q_head, first, rows)?;
         let visible: Vec<Range<usize>> = (first..first + rows).map(|row| call.visible(row)).collect();
-        let d_out = self.round(self.operands.q_rows(self.d_out, batch, q_head, first, rows));
+        let d_out = self.factor(self.operands.q_rows(self.d_out, batch, q_head, first, rows));
         let delta = match self.how.delta {
             Delta::Probabilities => None,
             Delta::Output => {
                 let out = self.operands.q_rows(self.saved.out, batch, q_head, first, rows);
-                let rows = d_out.values.chunks_exact(stride).zip(out.values.chunks_exact(stride));
+                let rows = d_out.rows.values.chunks_exact(stride).zip(out.values.chunks_exact(stride));
                 Some(rows.map(|(d_out, out)| lanes::dot(d_out, out)).collect())
             }
         };
@@ -241,7 +249,7 @@ impl Engine<'_> {
             products: self.how.products,
             visible,
             delta,
-            query_rows: self.round(Rows { values: queries.values.clone(), ..queries }),
+            query_rows: self.factor(Rows { values: queries.values.clone(), ..queries }),
             queries: queries.values,
             d_out,
             dq: &mut head.dq[(member * shape.len_q + first) * stride..][..rows * stride],
@@ -278,8 +286,8 @@ struct Kernel<'a> {
     delta: Option<Vec<f32>>,
     /// As the forward multiplied them, and as the gradients' products do.
     queries: Vec<f32>,
-    query_rows: Rows,
-    d_out: Rows,
+    query_rows: Factor,
+    d_out: Factor,
     dq: &'a mut [f32],
     dk: &'a mut [f32],
     dv: &'a mut [f32],
@@ -350,7 +358,7 @@ impl Kernel<'_> {
                 accumulator::FP8.logits(&self.queries, tile_keys, self.stride, rows, columns, &mut p[..]);
             }
         }
-        lanes::logits(&self.d_out.values, &self.packed.values[place], self.stride, rows, columns, &mut dp[..]);
+        lanes::logits(&self.d_out.rows.values, &self.packed.values[place], self.stride, rows, columns, &mut dp[..]);
         let mut slope = self.soft_cap.map(|_| square());
         let mut spans = [(TILE, 0); TILE];
         for (row, visible) in self.visible.iter().enumerate() {
@@ -434,11 +442,11 @@ fn transpose(from: &Square, to: &mut Square) {
 /// `out += weights x` for rows of `x` from `at` on. Row `i` of the weights has `spans[i]`, and zeros beside it; next to NaN
 /// or infinity each row goes alone, and over its span only.
 #[inline(always)]
-fn add_product(weights: &[f32], spans: &[(usize, usize)], x: &Rows, at: usize, stride: usize, out: &mut [f32]) {
+fn add_product(weights: &[f32], spans: &[(usize, usize)], x: &Factor, at: usize, stride: usize, out: &mut [f32]) {
     let block = if x.finite { 4 } else { 1 };
     for (place, spans) in spans.chunks(block).enumerate() {
         let from = spans.iter().fold(TILE, |a, s| a.min(s.0));
         let to = spans.iter().fold(0, |a, s| a.max(s.1));
-        lanes::values(weights, &x.values[at..], stride, (place * block, spans.len()), (from, to), out);
+        lanes::values(weights, &x.rows.values[at..], stride, (place * block, spans.len()), (from, to), out);
     }
 }

@@ -98,6 +98,8 @@ struct Packed {
     keys: Vec<f32>,
     k: Counts,
     v: Rows,
+    /// No value is NaN or infinite.
+    clean: bool,
 }
 
 /// What one tile of queries of one head contributes.
@@ -168,7 +170,7 @@ impl Engine<'_> {
     fn pack(&self, batch: usize, head: usize) -> Result<Packed> {
         let (k, v) = (self.operands.keys(batch, head)?, self.operands.values(batch, head)?);
         let keys = k.transposed(self.operands.stride());
-        Ok(Packed { keys, k: k.counts, v })
+        Ok(Packed { keys, k: k.counts, clean: v.finite(), v })
     }
 
     fn tile(&self, packed: &Packed, batch: usize, head: usize, first: usize) -> Result<Tile> {
@@ -310,7 +312,7 @@ impl NullaryFnOnce for Kernel<'_> {
             }
             let v = &self.packed.v.values[base * self.stride..];
             // Rows go in blocks, whose invisible keys have P = 0; next to NaN or infinity each row goes alone.
-            let block = if self.packed.v.finite { 4 } else { 1 };
+            let block = if self.packed.clean { 4 } else { 1 };
             for first in (0..rows).step_by(block) {
                 let count = block.min(rows - first);
                 let span = &spans[first..first + count];

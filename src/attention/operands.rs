@@ -21,11 +21,14 @@ pub(super) struct HeadScales {
 pub(super) struct Rows {
     pub values: Vec<f32>,
     pub counts: Counts,
-    /// No value is NaN or infinite, so that zero times any is zero.
-    pub finite: bool,
 }
 
 impl Rows {
+    /// No value is NaN or infinite, so that zero times any is zero.
+    pub(super) fn finite(&self) -> bool {
+        lanes::non_finite(&self.values) == 0
+    }
+
     /// Tiles of 64 rows, each transposed: `(tiles, stride, TILE)`. Rows past the last are zeros.
     pub(super) fn transposed(&self, stride: usize) -> Vec<f32> {
         let tiles = (self.values.len() / stride).div_ceil(TILE);
@@ -96,7 +99,7 @@ impl Operands<'_> {
         for (row, to) in values.chunks_exact_mut(stride).enumerate() {
             to[..shape.d_head].copy_from_slice(&x[shape.q_row(batch, first + row, head)..][..shape.d_head]);
         }
-        Rows { finite: lanes::non_finite(&values) == 0, values, counts: Counts::default() }
+        Rows { values, counts: Counts::default() }
     }
 
     /// Keys of a KV head.
@@ -138,7 +141,7 @@ impl Operands<'_> {
                 }
             };
         }
-        Ok(Rows { finite: lanes::non_finite(&values) == 0, values, counts })
+        Ok(Rows { values, counts })
     }
 }
 

@@ -161,13 +161,15 @@ impl Precision {
 
     /// The FP8 kernel on Hopper for inference, its accumulators included: P V is promoted to f32 every 256 keys.
     ///
-    /// TODO bias
+    /// The mean error of the output is at most 5e-3 of its mean size: -1e-3 to -3e-3 for V with a mean of 0.1 to 3
+    /// deviations, from 1k to 64k keys.
     pub const INFERENCE: Self = Self::hopper(PvAccumulator::Fp8 { promote_every: 256 });
     /// The FP8 kernel on Hopper for training: Q K^T in FP8, P V in F16.
     ///
-    /// TODO bias
+    /// The mean error of the output is at most 1e-3 of its mean size: under 1e-4 to 16k keys, 4e-4 at 64k.
     pub const TRAINING: Self = Self::hopper(PvAccumulator::F16);
-    /// [`Precision::INFERENCE`] with P V promoted every 2048 keys only, for comparison.
+    /// [`Precision::INFERENCE`] with P V promoted every 2048 keys only, for comparison: the output is 2.3 % too small for V
+    /// with a mean of one deviation, 3.5 % with three.
     pub const PROMOTE_2048: Self = Self::hopper(PvAccumulator::Fp8 { promote_every: 2048 });
 
     /// The FP8 kernel on Hopper with a choice of the sums of P V, and P in the format that they need.

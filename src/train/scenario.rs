@@ -5,6 +5,7 @@ use super::model::{LAYERS, ModelKind};
 use super::options::TrainOptions;
 use super::state::TrainState;
 use super::trainer::{Observed, StepRecord, Trainer};
+use crate::attention::Delta;
 use crate::error::{Error, Result};
 use crate::policy::{AutoCConfig, PolicyConfig, PolicyEvent, PolicyKind, Tensor};
 use crate::stress::{Mode, PolicySummary, Scenario, StressResult, Tally, TraceRow};
@@ -150,6 +151,10 @@ pub struct Training {
     pub batch: usize,
     /// Parameters of the model.
     pub parameters: usize,
+    /// How P V was summed ([`PvAccumulator`](crate::attention::PvAccumulator)).
+    pub accumulator: String,
+    /// What the backward pass took delta from.
+    pub delta: Delta,
     /// Learning rate.
     pub rate: f64,
     /// What the spike multiplied it by; null without one.
@@ -490,6 +495,8 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
         window: WINDOW,
         batch: train.batch,
         parameters,
+        accumulator: train.accumulator.to_string(),
+        delta: train.delta,
         rate: train.rate,
         spike: (course.scenario == Scenario::LrSpike).then_some(course.spike),
         spike_steps: (course.scenario == Scenario::LrSpike).then_some(course.spike_steps),
