@@ -142,6 +142,14 @@ def test_the_bias_of_the_output_is_measured(scale):
     assert str(report).endswith("output bias -2.00 % with 300 keys and V ~ N(1, 1)")
 
 
+def test_operands_of_the_bias_call_are_e4m3():
+    from sigmascale._probe import _e4m3
+
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = np.random.default_rng(0).standard_normal(10_000) * np.exp2(np.arange(10_000) % 16 - 10.0)
+    np.testing.assert_array_equal(_e4m3(x), x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+
+
 def test_no_bias_is_reported_where_none_is_measured():
     report = sigmascale.probe(emulated.attention, **NUMPY)
     assert report.output_bias is None and report.bias_seq_len is None and "bias" not in str(report)

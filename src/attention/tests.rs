@@ -1,5 +1,5 @@
-mod accumulators;
-mod backward;
+mod accumulator_tests;
+mod backward_tests;
 
 use super::*;
 use crate::fp8::{Format, OnOverflow};
