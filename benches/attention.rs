@@ -3,7 +3,9 @@
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use sigmascale::Descale;
-use sigmascale::attention::{Attention, AttentionCall, AttentionShape, Cpu, Inputs, Precision, backward, measure};
+use sigmascale::attention::{
+    Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Inputs, Precision, Saved, backward, measure,
+};
 use sigmascale::plan::{OperandDescales, ScalePlan};
 
 fn layers(c: &mut Criterion) {
@@ -36,10 +38,12 @@ fn layers(c: &mut Criterion) {
         }
         group.throughput(Throughput::Elements((2 * pairs * d_head) as u64));
         group.bench_function(format!("{name}/measure"), |b| b.iter(|| measure(&call, &inputs).expect("a valid call")));
-        let lse = Cpu.forward(&call, &inputs, &plan, &Precision::KERNEL).expect("a valid call").lse;
+        let output = Cpu.forward(&call, &inputs, &plan, &Precision::KERNEL).expect("a valid call");
+        let saved = Saved { out: &output.out, lse: &output.lse };
         group.throughput(Throughput::Elements((10 * pairs * d_head) as u64));
         group.bench_function(format!("{name}/backward"), |b| {
-            b.iter(|| backward(&call, &inputs, &plan, &Precision::KERNEL, &lse, &q).expect("a valid call"));
+            let how = BackwardPrecision::default();
+            b.iter(|| backward(&call, &inputs, &plan, &Precision::KERNEL, &how, &saved, &q).expect("a valid call"));
         });
     }
     group.finish();

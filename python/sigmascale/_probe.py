@@ -5,6 +5,9 @@ last row of the output is ``v0 v_descale / (1 + (n - 1) exp(-s q_descale k_desca
 the P = 1 that E4M3 holds exactly: the output tells the effective descales to its own precision, and v0 runs through the
 mantissas of E4M3 over the channels and is large, so that even an FP8 output does on average. Descales differ between
 sequences, heads and calls and lie in [1.2, 2.8], so that 1, their inverses and each other are all far apart.
+
+And how much smaller than it should be is the output over a long context? An FP8 accumulator loses the low bits of what it
+adds to a large sum, so an output whose V has a mean shrinks with the number of keys (``docs/attention-numerics.md``).
 """
 
 import itertools
@@ -18,18 +21,24 @@ from ._errors import ArgumentError
 
 _TOLERANCE = 0.02
 _LOWEST, _HIGHEST = 1.2, 2.8
+_BIAS_KEYS = 4096
 
 
 @dataclass(frozen=True)
 class ProbeReport:
     """What a probe found: for q, k and v one of ``applied``, ``dropped``, ``inverted``, ``permuted``, ``stale``,
-    ``per-tensor``, ``squared`` or ``unexplained``."""
+    ``per-tensor``, ``squared`` or ``unexplained``.
+
+    ``output_bias`` is the mean error of the output in the direction of the exact one, over its mean size, with
+    ``bias_seq_len`` keys and V ~ N(1, 1): -0.02 is an output that is 2 % too small. None where it was not measured."""
 
     q: str
     k: str
     v: str
     worst_error: float
     details: tuple[str, ...] = field(default=())
+    output_bias: float | None = None
+    bias_seq_len: int | None = None
 
     @property
     def ok(self):
@@ -38,7 +47,10 @@ class ProbeReport:
 
     def __str__(self):
         head = "every descale is applied" if self.ok else f"q descale {self.q}, k descale {self.k}, v descale {self.v}"
-        return "\n".join([f"{head} (largest relative error {self.worst_error:.2g})", *self.details])
+        lines = [f"{head} (largest relative error {self.worst_error:.2g})", *self.details]
+        if self.output_bias is not None:
+            lines.append(f"output bias {100 * self.output_bias:+.2f} % with {self.bias_seq_len} keys and V ~ N(1, 1)")
+        return "\n".join(lines)
 
 
 def _ladder(count, shift, per_tensor):
@@ -62,6 +74,7 @@ def probe(
     per_tensor=False,
     framework="torch",
     device="cuda",
+    bias_seq_len=None,
 ):
     """Feeds ``call`` inputs that reveal which descales it applies, and how.
 
@@ -71,6 +84,9 @@ def probe(
     With ``framework="numpy"`` operands are float32 arrays of E4M3 values. ``softmax_scale`` is what the call multiplies
     logits by, ``d_head ** -0.5`` where it is None. It is called six times; a call that remembers descales of an earlier
     one is found.
+
+    A seventh call of ``bias_seq_len`` tokens, with descales of 1, measures ``output_bias``. By default it has 4096 tokens
+    where the call runs on a GPU and is left out elsewhere; ``bias_seq_len=0`` leaves it out everywhere.
 
     Returns a :class:`ProbeReport`; ``report.ok`` is True if everything is applied. An effective descale that is more than
     some 2 % off is not. Raises :class:`ArgumentError` if the call returns another shape than q's; what the call raises
@@ -101,6 +117,9 @@ def probe(
         raise ArgumentError(f"softmax_scale {tau} with d_head {d_head} needs logits that E4M3 operands cannot give")
     q0, k0 = 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2)
     s = tau * d_head * q0 * k0
+    if bias_seq_len is None:
+        bias_seq_len = _BIAS_KEYS if framework == "torch" and not str(device).startswith("cpu") else 0
+    bias_seq_len = whole("bias_seq_len", bias_seq_len, least=0)
     group = n_q_heads // n_kv_heads
     q = np.full((batch, seq_len, n_q_heads, d_head), q0, np.float32)
     k = np.zeros((batch, seq_len, n_kv_heads, d_head), np.float32)
@@ -122,7 +141,8 @@ def probe(
     ]
     # All inputs live until the end: memory that is used again would hide a call that kept the address of an earlier one.
     alive = []
-    seen = np.stack([_run(call, (q, k, v), descales, framework, device, alive) for descales in calls]) / v0.mean()
+    seen = np.stack([_run(call, (q, k, v), descales, framework, device, alive).mean(axis=-1) for descales in calls])
+    seen /= v0.mean()
 
     spread = lambda row: np.repeat(row, group, axis=1)
     asked = [np.stack([spread(descales[i]) for descales in calls]) for i in range(3)]
@@ -149,7 +169,36 @@ def probe(
         error = float(np.max(np.abs(seen / (asked[2] * softmax(asked[0] * asked[1])) - 1.0)))
         if not math.isfinite(error):
             error = math.inf
-    return ProbeReport(*names, worst_error=error, details=tuple(_advice(names)))
+    bias = None
+    if bias_seq_len:
+        bias = _output_bias(call, (batch, bias_seq_len, n_q_heads, n_kv_heads, d_head), tau, framework, device)
+    return ProbeReport(*names, error, tuple(_advice(names)), bias, bias_seq_len or None)
+
+
+def _output_bias(call, sizes, tau, framework, device):
+    """The mean error of the output's last row in the direction of the exact one, over the mean size of that."""
+    batch, keys, n_q_heads, n_kv_heads, d_head = sizes
+    random = np.random.default_rng(1)
+    draw = lambda heads: random.standard_normal((batch, keys, heads, d_head))
+    # Logits vary by about 1, whatever the softmax scale.
+    exponent = round(-math.log2(tau * math.sqrt(d_head)))
+    q = _e4m3(draw(n_q_heads) * 2.0 ** (exponent // 2))
+    k = _e4m3(draw(n_kv_heads) * 2.0 ** (exponent - exponent // 2))
+    v = _e4m3(draw(n_kv_heads) + 1.0)
+    out = _run(call, (q, k, v), [np.ones((batch, n_kv_heads))] * 3, framework, device, [])
+    per_kv_head = q[:, -1].astype(np.float64).reshape(batch, n_kv_heads, -1, d_head)
+    logits = tau * np.einsum("bhgd,bkhd->bhgk", per_kv_head, k.astype(np.float64))
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    exact = np.einsum("bhgk,bkhd->bhgd", weights, v.astype(np.float64)).reshape(out.shape)
+    return float(np.sum(np.sign(exact) * (out - exact)) / np.sum(np.abs(exact)))
+
+
+def _e4m3(x):
+    """The nearest E4M3 values of numbers in its range, as float32."""
+    _, exponent = np.frexp(x)
+    step = np.exp2(np.maximum(exponent, -5) - 4.0)
+    return (np.round(x / step) * step).astype(np.float32)
 
 
 def _hypotheses(asked, alone, index):
@@ -188,7 +237,7 @@ def _advice(names):
 
 
 def _run(call, operands, descales, framework, device, alive):
-    """The last row of the output, averaged over channels, ``(batch, n_q_heads)``, as float64."""
+    """The last row of the output, ``(batch, n_q_heads, d_head)``, as float64."""
     rows = [np.ascontiguousarray(descale, np.float32) for descale in descales]
     if framework == "numpy":
         given = [*(x.copy() for x in operands), *rows]
@@ -207,4 +256,4 @@ def _run(call, operands, descales, framework, device, alive):
         raise ArgumentError(f"the call must return the output tensor, not {type(out).__name__}")
     if out.shape != operands[0].shape:
         raise ArgumentError(f"the call returned shape {out.shape}, and q has {operands[0].shape}")
-    return out[:, -1].mean(axis=-1)
+    return out[:, -1]

@@ -129,6 +129,34 @@ def test_any_softmax_scale_is_probed(d_head, scale):
     assert sigmascale.probe(dropped, **settings).k == "dropped"
 
 
+@pytest.mark.parametrize("scale", [None, 1e-3, 30.0])
+def test_the_bias_of_the_output_is_measured(scale):
+    def shrunk(q, k, v, *descales):
+        out = emulated.attention(q * (1 if scale is None else scale * 8), k, v, *descales)
+        # Only a long context loses anything, as with an FP8 accumulator.
+        return out * (0.98 if len(k[0]) > 64 else 1.0)
+
+    settings = NUMPY | {"softmax_scale": scale}
+    report = sigmascale.probe(shrunk, **settings, bias_seq_len=300)
+    assert report.ok and report.bias_seq_len == 300 and abs(report.output_bias + 0.02) < 1e-6
+    assert str(report).endswith("output bias -2.00 % with 300 keys and V ~ N(1, 1)")
+
+
+def test_operands_of_the_bias_call_are_e4m3():
+    from sigmascale._probe import _e4m3
+
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = np.random.default_rng(0).standard_normal(10_000) * np.exp2(np.arange(10_000) % 16 - 10.0)
+    np.testing.assert_array_equal(_e4m3(x), x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+
+
+def test_no_bias_is_reported_where_none_is_measured():
+    report = sigmascale.probe(emulated.attention, **NUMPY)
+    assert report.output_bias is None and report.bias_seq_len is None and "bias" not in str(report)
+    with pytest.raises(sigmascale.ArgumentError, match="bias_seq_len -1"):
+        sigmascale.probe(emulated.attention, **NUMPY, bias_seq_len=-1)
+
+
 @pytest.mark.parametrize(
     ("kind", "message", "options"),
     [

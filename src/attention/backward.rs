@@ -1,34 +1,85 @@
-//! Gradients in f32, from the operands that the forward really multiplied.
+//! Gradients in tiles of 64 queries by 64 keys, from the operands that the forward really multiplied.
 //!
 //! With P recomputed from the forward's log-sum-exp, `P_ij = exp(S'_ij - lse_i)`, and `dO` given:
 //!
 //! ```text
-//! dV_j = sum_i P_ij dO_i       dP_ij = dO_i . v_j       delta_i = sum_j P_ij dP_ij
+//! dV_j = sum_i P_ij dO_i       dP_ij = dO_i . v_j       delta_i = sum_j P_ij dP_ij = dO_i . o_i
 //! dS_ij = P_ij (dP_ij - delta_i) (1 - (S'_ij / cap)^2)     the last factor with a soft-cap only
 //! dQ_i = tau sum_j dS_ij k_j       dK_j = tau sum_i dS_ij q_i
 //! ```
 //!
 //! q, k, v are the dequantised E4M3 operands, and the gradients are with respect to them; handing them to the unrounded
-//! ones is the straight-through rule. P is f32 here although the forward's product used E4M3: the forward's rounding of P
-//! is not differentiated. delta is taken from P and dP, not from the rounded output, whose error would enter every row's
-//! gradient (flash-attention paper, section 3.3, Equation 1). With logits in E4M3, P is that of the rounded logits and the
-//! rounding passes gradients unchanged.
+//! ones is the straight-through rule. S' is the forward's to the bit: the same operands, accumulator and order of sums.
+//! With logits in E4M3, P is that of the rounded logits and the rounding passes gradients unchanged. The forward's rounding
+//! of P is not differentiated.
 //!
-//! Source: flash-attention paper, Algorithm 2.
+//! **delta** ([`Delta`]). From P and dP rows of dS sum to zero. From the output they sum to the error of `dO . o`, which
+//! enters `dQ_i` as `-tau error_i sum_j P_ij k_j`: an output that is off in one direction gives a dQ that is, too.
+//!
+//! **Roundings** ([`GradientProducts`]). In BF16 the products dP, dV, dQ and dK are taken of BF16 operands: dO, P, dS, and
+//! E4M3 codes, which BF16 holds exactly; descales multiply sums. delta comes from the same rounded dO as dP. Sums are f32:
+//! the 16-bit accumulator keeps 25 bits, which changes nothing at this precision.
+//!
+//! Source: flash-attention paper, Algorithm 2 and section 3.3, Equation 1.
 
-use super::backend::{check, dequantised};
+use super::accumulator;
+use super::backend::check;
 use super::call::{AttentionCall, Inputs, check_length};
-use super::lanes;
-use super::precision::{Cast, LogitCast, Precision};
+use super::lanes::{self, TILE};
+use super::operands::{HeadScales, Operands, Rows};
+use super::precision::{LogitCast, Precision, QkAccumulator};
 use crate::error::Result;
 use crate::fp8::{self, OnOverflow};
 use crate::plan::ScalePlan;
+use half::bf16;
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
+use serde::Serialize;
 use std::ops::Range;
 
-/// Rows of a block.
-const ROWS: usize = 8;
+/// What delta is computed from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Delta {
+    /// The sum of P dP over the keys.
+    #[default]
+    Probabilities,
+    /// The sum of dO times the forward's output over the channels: cheaper, and as good as that output.
+    Output,
+}
+
+/// The precision of the products of a backward pass, beside Q K^T.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum GradientProducts {
+    /// f32.
+    #[default]
+    F32,
+    /// BF16 operands, f32 sums.
+    Bf16,
+}
+
+/// How a backward pass computes; the default is the most exact.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BackwardPrecision {
+    /// delta.
+    pub delta: Delta,
+    /// dP, dV, dQ and dK.
+    pub products: GradientProducts,
+}
+
+impl BackwardPrecision {
+    /// What a fused kernel does behind [`Precision::TRAINING`]: delta from the output, products in BF16.
+    pub const KERNEL: Self = Self { delta: Delta::Output, products: GradientProducts::Bf16 };
+}
+
+/// What a backward pass needs of its forward.
+#[derive(Clone, Copy, Debug)]
+pub struct Saved<'a> {
+    /// Output, `(batch, len_q, n_q_heads, d_head)`. [`Delta::Probabilities`] does not look at it.
+    pub out: &'a [f32],
+    /// Log-sum-exp, `(batch, n_q_heads, len_q)`.
+    pub lse: &'a [f32],
+}
 
 /// Gradients of the operands, in their layouts.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,42 +92,38 @@ pub struct Gradients {
     pub dv: Vec<f32>,
 }
 
-/// Gradients of the call whose forward gave `lse`, for the output's gradient `d_out` (`(batch, len_q, n_q_heads,
+/// Gradients of the call whose forward gave `saved`, for the output's gradient `d_out` (`(batch, len_q, n_q_heads,
 /// d_head)`). `inputs`, `plan` and `precision` are those of the forward.
 ///
 /// Rows that see no key have zero gradients.
 ///
 /// # Errors
-/// As [`Attention::forward`](super::Attention::forward), and if `lse` or `d_out` has another length.
+/// As [`Attention::forward`](super::Attention::forward), and if a tensor of `saved` or `d_out` has another length.
 pub fn backward(
     call: &AttentionCall,
     inputs: &Inputs<'_>,
     plan: &ScalePlan,
     precision: &Precision,
-    lse: &[f32],
+    how: &BackwardPrecision,
+    saved: &Saved<'_>,
     d_out: &[f32],
 ) -> Result<Gradients> {
     check(call, inputs, plan)?;
+    precision.check(plan)?;
     let shape = &call.shape;
-    check_length("lse", lse.len(), shape.lse_elements())?;
+    check_length("lse", saved.lse.len(), shape.lse_elements())?;
     check_length("d_out", d_out.len(), shape.q_elements())?;
-    let cast;
-    let inputs = match precision.operands {
-        Cast::F32 => *inputs,
-        Cast::E4m3 => {
-            cast = dequantised(call, inputs, plan, precision.on_overflow)?;
-            Inputs { q: &cast.q, k: &cast.k, v: &cast.v }
-        }
-    };
+    if how.delta == Delta::Output {
+        check_length("out", saved.out.len(), shape.q_elements())?;
+    }
+    let operands = Operands { call, inputs, plan: Some(plan), precision };
+    let engine = Engine { operands, how, saved, d_out };
     let heads: Vec<Head> = (0..shape.batch * shape.n_kv_heads)
         .into_par_iter()
-        .map(|at| {
-            let (batch, kv_head) = (at / shape.n_kv_heads, at % shape.n_kv_heads);
-            pulp::Arch::new().dispatch(Kernel { call, inputs, plan, precision, lse, d_out, batch, kv_head })
-        })
-        .collect();
+        .map(|at| engine.head(at / shape.n_kv_heads, at % shape.n_kv_heads))
+        .collect::<Result<_>>()?;
 
-    let d = shape.d_head;
+    let (d, stride) = (shape.d_head, operands.stride());
     let mut all = Gradients {
         dq: vec![0.0; shape.q_elements()],
         dk: vec![0.0; shape.kv_elements()],
@@ -85,101 +132,321 @@ pub fn backward(
     let group = shape.n_q_heads / shape.n_kv_heads;
     for (at, head) in heads.iter().enumerate() {
         let (batch, kv_head) = (at / shape.n_kv_heads, at % shape.n_kv_heads);
-        for (i, dq) in head.dq.chunks_exact(d).enumerate() {
+        for (i, dq) in head.dq.chunks_exact(stride).enumerate() {
             let (member, row) = (i / shape.len_q, i % shape.len_q);
-            all.dq[shape.q_row(batch, row, kv_head * group + member)..][..d].copy_from_slice(dq);
+            all.dq[shape.q_row(batch, row, kv_head * group + member)..][..d].copy_from_slice(&dq[..d]);
         }
-        for (row, (dk, dv)) in head.dk.chunks_exact(d).zip(head.dv.chunks_exact(d)).enumerate() {
+        for (row, (dk, dv)) in head.dk.chunks_exact(stride).zip(head.dv.chunks_exact(stride)).enumerate() {
             let to = shape.kv_row(batch, row, kv_head);
-            all.dk[to..to + d].copy_from_slice(dk);
-            all.dv[to..to + d].copy_from_slice(dv);
+            all.dk[to..to + d].copy_from_slice(&dk[..d]);
+            all.dv[to..to + d].copy_from_slice(&dv[..d]);
         }
     }
     Ok(all)
 }
 
-/// Gradients of one KV head and of the query heads that read it.
+/// Gradients of one KV head and of the query heads that read it, in rows padded to the stride.
 struct Head {
-    /// `(group, len_q, d_head)`.
+    /// `(group, len_q, stride)`.
     dq: Vec<f32>,
-    /// `(len_k, d_head)`.
+    /// `(len_k, stride)`.
     dk: Vec<f32>,
-    /// `(len_k, d_head)`.
+    /// `(len_k, stride)`.
     dv: Vec<f32>,
 }
 
-struct Kernel<'a> {
-    call: &'a AttentionCall,
-    inputs: Inputs<'a>,
-    plan: &'a ScalePlan,
-    precision: &'a Precision,
-    lse: &'a [f32],
+struct Engine<'a> {
+    operands: Operands<'a>,
+    how: &'a BackwardPrecision,
+    saved: &'a Saved<'a>,
     d_out: &'a [f32],
-    batch: usize,
-    kv_head: usize,
+}
+
+/// Rows that a gradient is a weighted sum of.
+struct Factor {
+    rows: Rows,
+    /// No value is NaN or infinite.
+    finite: bool,
+}
+
+/// The KV head's operands.
+struct Packed {
+    /// `(tiles, stride, TILE)`, for S.
+    keys: Vec<f32>,
+    /// `(len_k, stride)`, for dQ.
+    key_rows: Factor,
+    /// `(tiles, stride, TILE)`, for dP.
+    values: Vec<f32>,
+}
+
+impl Engine<'_> {
+    /// Rows as the gradients' products are taken of them.
+    fn factor(&self, mut rows: Rows) -> Factor {
+        self.how.products.round(&mut rows.values);
+        Factor { finite: rows.finite(), rows }
+    }
+
+    fn head(&self, batch: usize, kv_head: usize) -> Result<Head> {
+        let Operands { call, .. } = self.operands;
+        let (shape, stride) = (call.shape, self.operands.stride());
+        let group = shape.n_q_heads / shape.n_kv_heads;
+        let keys = self.operands.keys(batch, kv_head)?;
+        let packed = Packed {
+            keys: keys.transposed(stride),
+            key_rows: self.factor(keys),
+            values: self.factor(self.operands.values(batch, kv_head)?).rows.transposed(stride),
+        };
+        let mut head = Head {
+            dq: vec![0.0; group * shape.len_q * stride],
+            dk: vec![0.0; shape.len_k * stride],
+            dv: vec![0.0; shape.len_k * stride],
+        };
+        let scales = self.operands.scales(kv_head * group);
+        for member in 0..group {
+            for first in (0..shape.len_q).step_by(TILE) {
+                let rows = TILE.min(shape.len_q - first);
+                self.tile(&packed, &mut head, (batch, kv_head * group + member, first, rows), member)?;
+            }
+        }
+        let tau = self.operands.call.softmax_scale;
+        let dq_factor = (tau * self.operands.undo(scales.k)) as f32;
+        let dk_factor = (tau * self.operands.undo(scales.q)) as f32;
+        head.dq.iter_mut().for_each(|x| *x *= dq_factor);
+        head.dk.iter_mut().for_each(|x| *x *= dk_factor);
+        Ok(head)
+    }
+
+    fn tile(
+        &self,
+        packed: &Packed,
+        head: &mut Head,
+        (batch, q_head, first, rows): (usize, usize, usize, usize),
+        member: usize,
+    ) -> Result<()> {
+        let Operands { call, precision, .. } = self.operands;
+        let (shape, stride) = (call.shape, self.operands.stride());
+        let queries = self.operands.queries(batch, q_head, first, rows)?;
+        let visible: Vec<Range<usize>> = (first..first + rows).map(|row| call.visible(row)).collect();
+        let d_out = self.factor(self.operands.q_rows(self.d_out, batch, q_head, first, rows));
+        let delta = match self.how.delta {
+            Delta::Probabilities => None,
+            Delta::Output => {
+                let out = self.operands.q_rows(self.saved.out, batch, q_head, first, rows);
+                let rows = d_out.rows.values.chunks_exact(stride).zip(out.values.chunks_exact(stride));
+                Some(rows.map(|(d_out, out)| lanes::dot(d_out, out)).collect())
+            }
+        };
+        let scales = self.operands.scales(q_head);
+        let kernel = Kernel {
+            stride,
+            packed,
+            lse: &self.saved.lse[shape.lse_at(batch, q_head, first)..][..rows],
+            logit_factor: self.operands.logit_factor(&scales),
+            value_factor: self.operands.undo(scales.v) as f32,
+            scales,
+            soft_cap: call.soft_cap.map(|cap| cap as f32),
+            precision,
+            products: self.how.products,
+            visible,
+            delta,
+            query_rows: self.factor(Rows { values: queries.values.clone(), ..queries }),
+            queries: queries.values,
+            d_out,
+            dq: &mut head.dq[(member * shape.len_q + first) * stride..][..rows * stride],
+            dk: &mut head.dk,
+            dv: &mut head.dv,
+        };
+        pulp::Arch::new().dispatch(kernel);
+        Ok(())
+    }
+}
+
+impl GradientProducts {
+    #[inline(always)]
+    fn round(self, x: &mut [f32]) {
+        if self == Self::Bf16 {
+            x.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+        }
+    }
+}
+
+/// One tile of queries against all its keys, compiled once for each vector width.
+struct Kernel<'a> {
+    stride: usize,
+    packed: &'a Packed,
+    lse: &'a [f32],
+    logit_factor: f32,
+    value_factor: f32,
+    scales: HeadScales,
+    soft_cap: Option<f32>,
+    precision: &'a Precision,
+    products: GradientProducts,
+    visible: Vec<Range<usize>>,
+    /// `None`: from P and dP.
+    delta: Option<Vec<f32>>,
+    /// As the forward multiplied them, and as the gradients' products do.
+    queries: Vec<f32>,
+    query_rows: Factor,
+    d_out: Factor,
+    dq: &'a mut [f32],
+    dk: &'a mut [f32],
+    dv: &'a mut [f32],
+}
+
+/// A tile of queries by keys, `(TILE, TILE)`.
+type Square = [f32; TILE * TILE];
+
+/// One tile of keys.
+struct Block {
+    tile: usize,
+    /// Keys that each row sees.
+    spans: [(usize, usize); TILE],
+    p: Box<Square>,
+    /// dP, then dS.
+    ds: Box<Square>,
+    /// The slope of the soft-cap, where there is one.
+    slope: Option<Box<Square>>,
 }
 
 impl NullaryFnOnce for Kernel<'_> {
-    type Output = Head;
+    type Output = ();
 
     #[inline(always)]
-    fn call(self) -> Head {
-        let shape = &self.call.shape;
-        let d = shape.d_head;
-        let group = shape.n_q_heads / shape.n_kv_heads;
-        let mut dq = vec![0.0; group * shape.len_q * d];
-        let mut dk = vec![0.0; shape.len_k * d];
-        let mut dv = vec![0.0; shape.len_k * d];
-        let tau = self.call.softmax_scale as f32;
-        let saturate = self.precision.on_overflow == OnOverflow::Saturate;
-        // Rows of P, of dP and of d S' / d S; a block of rows meets each key once while it is in cache.
-        let blank = |x: f32| -> [Vec<f32>; ROWS] { std::array::from_fn(|_| vec![x; shape.len_k]) };
-        let (mut p, mut dp, mut slope) = (blank(0.0), blank(0.0), blank(1.0));
-        let key = |j: usize| shape.kv_row(self.batch, j, self.kv_head);
-        for member in 0..group {
-            let head = self.kv_head * group + member;
-            let descale = self.plan.logit_descale[head];
-            let dq = &mut dq[member * shape.len_q * d..][..shape.len_q * d];
-            for first in (0..shape.len_q).step_by(ROWS) {
-                let rows = first..shape.len_q.min(first + ROWS);
-                let visible: [Range<usize>; ROWS] = std::array::from_fn(|r| match first + r {
-                    row if row < rows.end => self.call.visible(row),
-                    _ => 0..0,
-                });
-                let seen = visible.iter().filter(|keys| !keys.is_empty());
-                let Some(keys) = seen.cloned().reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)) else { continue };
-                for j in keys.clone() {
-                    let (k, v) = (&self.inputs.k[key(j)..][..d], &self.inputs.v[key(j)..][..d]);
-                    for (r, row) in rows.clone().enumerate().filter(|(r, _)| visible[*r].contains(&j)) {
-                        let at = shape.q_row(self.batch, row, head);
-                        let mut s = tau * lanes::dot(&self.inputs.q[at..at + d], k);
-                        if let Some(cap) = self.call.soft_cap {
-                            let t = (s / cap as f32).tanh();
-                            slope[r][j] = 1.0 - t * t;
-                            s = cap as f32 * t;
-                        }
-                        if self.precision.logits == LogitCast::E4m3 {
-                            s = fp8::round_e4m3(s * descale.quant_scale().get(), saturate) * descale.get();
-                        }
-                        p[r][j] = lanes::exp(s - self.lse[shape.lse_at(self.batch, head, row)]);
-                        dp[r][j] = lanes::dot(&self.d_out[at..at + d], v);
-                    }
-                }
-                let delta: [f32; ROWS] =
-                    std::array::from_fn(|r| lanes::dot(&p[r][visible[r].clone()], &dp[r][visible[r].clone()]));
-                for j in keys {
-                    let k = &self.inputs.k[key(j)..][..d];
-                    let (dk, dv) = (&mut dk[j * d..][..d], &mut dv[j * d..][..d]);
-                    for (r, row) in rows.clone().enumerate().filter(|(r, _)| visible[*r].contains(&j)) {
-                        let at = shape.q_row(self.batch, row, head);
-                        let ds = tau * p[r][j] * (dp[r][j] - delta[r]) * slope[r][j];
-                        lanes::add_scaled(&mut dq[row * d..][..d], ds, k);
-                        lanes::add_scaled(dk, ds, &self.inputs.q[at..at + d]);
-                        lanes::add_scaled(dv, p[r][j], &self.d_out[at..at + d]);
-                    }
+    fn call(mut self) {
+        let seen = self.visible.iter().filter(|keys| !keys.is_empty());
+        let Some(keys) = seen.cloned().reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)) else { return };
+        let tiles = keys.start / TILE..keys.end.div_ceil(TILE);
+        let mut blocks: Vec<Block> = tiles.map(|tile| self.block(tile, &keys)).collect();
+        let delta = self.delta.take().unwrap_or_else(|| {
+            let row = |row: usize| {
+                let of = |block: &Block| {
+                    let (from, to) = block.spans[row];
+                    let span = row * TILE + from.min(to)..row * TILE + to;
+                    lanes::dot(&block.p[span.clone()], &block.ds[span])
+                };
+                blocks.iter().map(of).sum()
+            };
+            (0..self.visible.len()).map(row).collect()
+        });
+        for block in &mut blocks {
+            for (row, &(from, to)) in block.spans.iter().enumerate().take(delta.len()) {
+                for at in (from..to).map(|j| row * TILE + j) {
+                    let slope = block.slope.as_ref().map_or(1.0, |slope| slope[at]);
+                    block.ds[at] = block.p[at] * (block.ds[at] - delta[row]) * slope;
                 }
             }
+            self.products.round(&mut block.p[..]);
+            self.products.round(&mut block.ds[..]);
+            self.add(block);
         }
-        Head { dq, dk, dv }
+    }
+}
+
+impl Kernel<'_> {
+    /// P and dP of one tile of keys; zeros where a row does not see a key.
+    #[inline(always)]
+    fn block(&self, tile: usize, keys: &Range<usize>) -> Block {
+        let base = tile * TILE;
+        let (rows, columns) = (self.visible.len(), TILE.min(keys.end - base));
+        let square = || -> Box<Square> { Box::new([0.0; TILE * TILE]) };
+        let (mut p, mut dp) = (square(), square());
+        let place = tile * self.stride * TILE..(tile + 1) * self.stride * TILE;
+        let tile_keys = &self.packed.keys[place.clone()];
+        match self.precision.qk_accumulator {
+            QkAccumulator::F32 => lanes::logits(&self.queries, tile_keys, self.stride, rows, columns, &mut p[..]),
+            QkAccumulator::Fp8 => {
+                accumulator::FP8.logits(&self.queries, tile_keys, self.stride, rows, columns, &mut p[..]);
+            }
+        }
+        lanes::logits(&self.d_out.rows.values, &self.packed.values[place], self.stride, rows, columns, &mut dp[..]);
+        let mut slope = self.soft_cap.map(|_| square());
+        let mut spans = [(TILE, 0); TILE];
+        for (row, visible) in self.visible.iter().enumerate() {
+            let from = visible.start.max(base) - base;
+            let to = visible.end.min(base + TILE).saturating_sub(base);
+            let row_of = row * TILE..(row + 1) * TILE;
+            let (p, dp) = (&mut p[row_of.clone()], &mut dp[row_of.clone()]);
+            if from >= to {
+                p.fill(0.0);
+                dp.fill(0.0);
+                continue;
+            }
+            spans[row] = (from, to);
+            for unseen in [0..from, to..TILE] {
+                p[unseen.clone()].fill(0.0);
+                dp[unseen].fill(0.0);
+            }
+            self.probabilities(row, &mut p[from..to], slope.as_mut().map(|slope| &mut slope[row_of][from..to]));
+            dp[from..to].iter_mut().for_each(|dp| *dp *= self.value_factor);
+        }
+        Block { tile, spans, p, ds: dp, slope }
+    }
+
+    /// Products of the operands to P, as the forward does it.
+    #[inline(always)]
+    fn probabilities(&self, row: usize, s: &mut [f32], slope: Option<&mut [f32]>) {
+        for s in s.iter_mut() {
+            *s *= self.logit_factor;
+        }
+        if let (Some(cap), Some(slope)) = (self.soft_cap, slope) {
+            for (s, slope) in s.iter_mut().zip(slope) {
+                let t = (*s / cap).tanh();
+                *slope = 1.0 - t * t;
+                *s = cap * t;
+            }
+        }
+        if let (Some(descale), LogitCast::E4m3) = (self.scales.logit, self.precision.logits) {
+            let saturate = self.precision.on_overflow == OnOverflow::Saturate;
+            for s in s.iter_mut() {
+                *s = fp8::round_e4m3(*s * descale.quant_scale().get(), saturate) * descale.get();
+            }
+        }
+        for s in s.iter_mut() {
+            *s = lanes::exp(*s - self.lse[row]);
+        }
+    }
+
+    /// dQ, dK and dV of one tile of keys.
+    #[inline(always)]
+    fn add(&mut self, block: &Block) {
+        let rows = self.visible.len();
+        let at = block.tile * TILE * self.stride;
+        let spans = &block.spans[..rows];
+        add_product(&block.ds[..], spans, &self.packed.key_rows, at, self.stride, self.dq);
+        // Rows that see a key are neighbours, since both ends of what a row sees grow.
+        let mut columns = [(TILE, 0); TILE];
+        for (row, &(from, to)) in spans.iter().enumerate() {
+            for column in &mut columns[from.min(to)..to] {
+                *column = (column.0.min(row), row + 1);
+            }
+        }
+        let keys = TILE.min(self.dk.len() / self.stride - block.tile * TILE);
+        let columns = &columns[..keys];
+        let mut turned = [0.0; TILE * TILE];
+        transpose(&block.ds, &mut turned);
+        add_product(&turned, columns, &self.query_rows, 0, self.stride, &mut self.dk[at..]);
+        transpose(&block.p, &mut turned);
+        add_product(&turned, columns, &self.d_out, 0, self.stride, &mut self.dv[at..]);
+    }
+}
+
+#[inline(always)]
+fn transpose(from: &Square, to: &mut Square) {
+    for row in 0..TILE {
+        for column in 0..TILE {
+            to[column * TILE + row] = from[row * TILE + column];
+        }
+    }
+}
+
+/// `out += weights x` for rows of `x` from `at` on. Row `i` of the weights has `spans[i]`, and zeros beside it; next to NaN
+/// or infinity each row goes alone, and over its span only.
+#[inline(always)]
+fn add_product(weights: &[f32], spans: &[(usize, usize)], x: &Factor, at: usize, stride: usize, out: &mut [f32]) {
+    let block = if x.finite { 4 } else { 1 };
+    for (place, spans) in spans.chunks(block).enumerate() {
+        let from = spans.iter().fold(TILE, |a, s| a.min(s.0));
+        let to = spans.iter().fold(0, |a, s| a.max(s.1));
+        lanes::values(weights, &x.rows.values[at..], stride, (place * block, spans.len()), (from, to), out);
     }
 }

@@ -8,20 +8,27 @@
 //! out = O dv / (256 l)     lse = m + ln l
 //! ```
 //!
-//! A GPU backend differs from this in the order of its sums and in the last bits of `exp`, nowhere else. Results depend
-//! neither on the number of threads nor on the CPU (`tanh` and `ln` are the platform's).
+//! With an accumulator of Hopper ([`QkAccumulator`], [`PvAccumulator`]) the products Q8 K8^T and P V8 are summed as its
+//! instructions do, and with a second level O is the sum of two accumulators: every `promote_every` keys the narrow one is
+//! added to the f32 one and starts again at zero.
+//!
+//! A GPU backend differs from this in the order of its sums, in the size of its tiles, to whose running maximum P is
+//! relative, and in the last bits of `exp`, nowhere else. Results depend neither on the number of threads nor on the CPU
+//! (`tanh` and `ln` are the platform's).
 
+use super::accumulator;
 use super::backend::{Attention, AttentionOutput, check};
 use super::call::{AttentionCall, Inputs};
-use super::lanes::{self, LANES, TILE};
-use super::precision::{Cast, LogitCast, P_SCALE, Precision, Probabilities};
+use super::lanes::{self, TILE};
+use super::operands::{Operands, Rows, count};
+use super::precision::{Cast, LogitCast, P_SCALE, Precision, Probabilities, PvAccumulator, QkAccumulator};
 use super::shift::Shift;
 use crate::error::Result;
 use crate::fp8::{self, Counts, Format, OnOverflow};
 use crate::plan::ScalePlan;
 use crate::scale::Descale;
 use crate::stats::{LogitStats, StepStats};
-use half::bf16;
+use half::{bf16, f16};
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -68,8 +75,8 @@ impl Attention for Cpu {
 pub fn measure(call: &AttentionCall, inputs: &Inputs<'_>) -> Result<StepStats> {
     call.check()?;
     inputs.check(&call.shape)?;
-    let engine = Engine { call, inputs, plan: None, precision: &Precision::F32, shift: None };
-    Ok(engine.run()?.0.stats)
+    let operands = Operands { call, inputs, plan: None, precision: &Precision::F32 };
+    Ok(Engine { operands, shift: None }.run()?.0.stats)
 }
 
 /// Forward with a choice of the softmax's shift; also the number of repeated maxima per query head.
@@ -81,28 +88,18 @@ pub(super) fn forward(
     shift: Shift,
 ) -> Result<(AttentionOutput, Vec<u64>)> {
     check(call, inputs, plan)?;
-    Engine { call, inputs, plan: Some(plan), precision, shift: Some(shift) }.run()
-}
-
-/// Scales of one query head and its KV head.
-struct HeadScales {
-    q: Option<Descale>,
-    k: Option<Descale>,
-    v: Option<Descale>,
-    o: Option<Descale>,
-    logit: Option<Descale>,
+    precision.check(plan)?;
+    Engine { operands: Operands { call, inputs, plan: Some(plan), precision }, shift: Some(shift) }.run()
 }
 
 /// Keys and values of one KV head, cast and laid out for the inner loops.
 struct Packed {
     /// `(tiles, stride, TILE)`: each tile of 64 keys transposed.
     keys: Vec<f32>,
-    /// `(len_k, stride)`.
-    values: Vec<f32>,
-    /// No value is NaN or infinite, so that `0 * v = 0`.
-    clean: bool,
     k: Counts,
-    v: Counts,
+    v: Rows,
+    /// No value is NaN or infinite.
+    clean: bool,
 }
 
 /// What one tile of queries of one head contributes.
@@ -116,17 +113,14 @@ struct Tile {
 }
 
 struct Engine<'a> {
-    call: &'a AttentionCall,
-    inputs: &'a Inputs<'a>,
-    plan: Option<&'a ScalePlan>,
-    precision: &'a Precision,
+    operands: Operands<'a>,
     /// `None` measures logits and computes nothing after them.
     shift: Option<Shift>,
 }
 
 impl Engine<'_> {
     fn run(&self) -> Result<(AttentionOutput, Vec<u64>)> {
-        let shape = self.call.shape;
+        let shape = self.operands.call.shape;
         let (n_q, n_kv) = (shape.n_q_heads, shape.n_kv_heads);
         let packed: Vec<Packed> =
             (0..shape.batch * n_kv).into_par_iter().map(|at| self.pack(at / n_kv, at % n_kv)).collect::<Result<_>>()?;
@@ -161,7 +155,7 @@ impl Engine<'_> {
         let mut kv = vec![(Counts::default(), Counts::default()); n_kv];
         for (at, head) in packed.iter().enumerate() {
             kv[at % n_kv].0 += head.k;
-            kv[at % n_kv].1 += head.v;
+            kv[at % n_kv].1 += head.v.counts;
         }
         let stats = StepStats {
             logits: totals.iter().map(|t| t.2).collect(),
@@ -173,92 +167,36 @@ impl Engine<'_> {
         Ok((AttentionOutput { out, lse, stats }, totals.iter().map(|t| t.3).collect()))
     }
 
-    /// Row length in the inner loops: `d_head` padded with zeros.
-    fn stride(&self) -> usize {
-        self.call.shape.d_head.next_multiple_of(LANES)
-    }
-
-    fn scales(&self, head: usize) -> HeadScales {
-        let kv = self.call.shape.kv_head(head);
-        let at = |row: Option<&Vec<Descale>>, i: usize| row.map(|row| row[i]);
-        let operands = self.plan.map(|plan| &plan.operands);
-        HeadScales {
-            q: at(operands.map(|o| &o.q), kv),
-            k: at(operands.map(|o| &o.k), kv),
-            v: at(operands.and_then(|o| o.v.as_ref()), kv),
-            o: at(operands.and_then(|o| o.o.as_ref()), kv),
-            logit: at(self.plan.map(|plan| &plan.logit_descale), head),
-        }
-    }
-
-    /// Copies a row, through E4M3 if that is asked for; counts in either case.
-    fn take(&self, row: &[f32], descale: Option<Descale>, out: &mut [f32]) -> Result<Counts> {
-        if let (Some(descale), Cast::E4m3) = (descale, self.precision.operands) {
-            return Format::E4m3.round_slice(row, descale.quant_scale().get(), self.precision.on_overflow, out);
-        }
-        out.copy_from_slice(row);
-        count(row, descale)
-    }
-
-    /// The multiplier that undoes the cast of [`Engine::take`].
-    fn undo(&self, descale: Option<Descale>) -> f64 {
-        match (descale, self.precision.operands) {
-            (Some(descale), Cast::E4m3) => f64::from(descale.get()),
-            _ => 1.0,
-        }
-    }
-
     fn pack(&self, batch: usize, head: usize) -> Result<Packed> {
-        let shape = &self.call.shape;
-        let (d, stride) = (shape.d_head, self.stride());
-        let scales = self.scales(head * (shape.n_q_heads / shape.n_kv_heads));
-        let mut keys = vec![0.0; shape.len_k.div_ceil(TILE) * stride * TILE];
-        let mut values = vec![0.0; shape.len_k * stride];
-        let (mut k, mut v) = (Counts::default(), Counts::default());
-        let mut buffer = vec![0.0; d];
-        let mut clean = true;
-        for row in 0..shape.len_k {
-            let at = shape.kv_row(batch, row, head);
-            k += self.take(&self.inputs.k[at..at + d], scales.k, &mut buffer)?;
-            let tile = &mut keys[row / TILE * stride * TILE..];
-            for (c, &x) in buffer.iter().enumerate() {
-                tile[c * TILE + row % TILE] = x;
-            }
-            let to = &mut values[row * stride..][..d];
-            v += self.take(&self.inputs.v[at..at + d], scales.v, to)?;
-            clean &= lanes::non_finite(to) == 0;
-        }
-        Ok(Packed { keys, values, clean, k, v })
+        let (k, v) = (self.operands.keys(batch, head)?, self.operands.values(batch, head)?);
+        let keys = k.transposed(self.operands.stride());
+        Ok(Packed { keys, k: k.counts, clean: v.finite(), v })
     }
 
     fn tile(&self, packed: &Packed, batch: usize, head: usize, first: usize) -> Result<Tile> {
-        let shape = &self.call.shape;
-        let (d, stride) = (shape.d_head, self.stride());
-        let rows = TILE.min(shape.len_q - first);
-        let scales = self.scales(head);
-        let mut queries = vec![0.0; rows * stride];
-        let mut q = Counts::default();
-        for row in 0..rows {
-            let at = shape.q_row(batch, first + row, head);
-            q += self.take(&self.inputs.q[at..at + d], scales.q, &mut queries[row * stride..][..d])?;
-        }
-        let factor = self.call.softmax_scale * self.undo(scales.q) * self.undo(scales.k);
+        let Operands { call, precision, .. } = self.operands;
+        let (d, stride) = (call.shape.d_head, self.operands.stride());
+        let rows = TILE.min(call.shape.len_q - first);
+        let scales = self.operands.scales(head);
+        let queries = self.operands.queries(batch, head, first, rows)?;
+        let promoted = matches!(precision.pv_accumulator, PvAccumulator::Fp8 { .. });
         let mut state = State {
             out: vec![0.0; rows * stride],
+            promoted: vec![0.0; if promoted { rows * stride } else { 0 }],
             max: [f32::NEG_INFINITY; TILE],
             sum: [0.0; TILE],
             logits: LogitStats::default(),
             repeated: 0,
         };
         let kernel = Kernel {
-            queries: &queries,
+            queries: &queries.values,
             packed,
             stride,
-            visible: (first..first + rows).map(|row| self.call.visible(row)).collect(),
-            factor: factor as f32,
-            soft_cap: self.call.soft_cap.map(|cap| cap as f32),
+            visible: (first..first + rows).map(|row| call.visible(row)).collect(),
+            factor: self.operands.logit_factor(&scales),
+            soft_cap: call.soft_cap.map(|cap| cap as f32),
             logit: scales.logit,
-            precision: self.precision,
+            precision,
             shift: self.shift,
             state: &mut state,
         };
@@ -268,13 +206,12 @@ impl Engine<'_> {
             out: Vec::new(),
             lse: Vec::new(),
             logits: state.logits,
-            q,
+            q: queries.counts,
             o: Counts::default(),
             repeated: state.repeated,
         };
         if self.shift.is_some() {
-            let p_scale = if self.precision.probabilities == Probabilities::E4m3 { P_SCALE } else { 1.0 };
-            let undo = self.undo(scales.v) as f32 / p_scale;
+            let undo = self.operands.undo(scales.v) as f32 / precision.p_scale();
             for row in 0..rows {
                 let from = tile.out.len();
                 let sum = state.sum[row];
@@ -284,22 +221,14 @@ impl Engine<'_> {
                 tile.lse.push(state.max[row] + sum.ln());
                 tile.o += count(&tile.out[from..], scales.o)?;
             }
-            if let (Some(descale), Cast::E4m3) = (scales.o, self.precision.output) {
-                let saturate = self.precision.on_overflow;
+            if let (Some(descale), Cast::E4m3) = (scales.o, precision.output) {
+                let saturate = precision.on_overflow;
                 for x in &mut tile.out {
                     *x = Format::E4m3.round(*x * descale.quant_scale().get(), saturate) * descale.get();
                 }
             }
         }
         Ok(tile)
-    }
-}
-
-/// Counts against a descale; without one nothing overflows.
-fn count(x: &[f32], descale: Option<Descale>) -> Result<Counts> {
-    match descale {
-        Some(descale) => Format::E4m3.count_slice(x, descale.quant_scale().get()),
-        None => Ok(Counts { overflow: 0, beyond_rounding: 0, ..Format::E4m3.count_slice(x, 1.0)? }),
     }
 }
 
@@ -316,6 +245,8 @@ fn merge(into: &mut LogitStats, from: &LogitStats) {
 struct State {
     /// Sum of P times V, `(rows, stride)`.
     out: Vec<f32>,
+    /// The second level of a promoted sum.
+    promoted: Vec<f32>,
     /// Shift of each row, m.
     max: [f32; TILE],
     /// Sum of each row's P, l.
@@ -353,7 +284,12 @@ impl NullaryFnOnce for Kernel<'_> {
             let base = tile * TILE;
             let columns = TILE.min(keys.end - base);
             let tile_keys = &self.packed.keys[tile * self.stride * TILE..][..self.stride * TILE];
-            lanes::logits(self.queries, tile_keys, self.stride, rows, columns, &mut s);
+            match self.precision.qk_accumulator {
+                QkAccumulator::F32 => lanes::logits(self.queries, tile_keys, self.stride, rows, columns, &mut s),
+                QkAccumulator::Fp8 => {
+                    accumulator::FP8.logits(self.queries, tile_keys, self.stride, rows, columns, &mut s);
+                }
+            }
             // Keys of this tile that each row sees.
             let mut spans = [(TILE, 0); TILE];
             for (row, s) in s.chunks_exact_mut(TILE).take(rows).enumerate() {
@@ -374,7 +310,7 @@ impl NullaryFnOnce for Kernel<'_> {
             if self.shift.is_none() {
                 continue;
             }
-            let v = &self.packed.values[base * self.stride..];
+            let v = &self.packed.v.values[base * self.stride..];
             // Rows go in blocks, whose invisible keys have P = 0; next to NaN or infinity each row goes alone.
             let block = if self.packed.clean { 4 } else { 1 };
             for first in (0..rows).step_by(block) {
@@ -382,8 +318,26 @@ impl NullaryFnOnce for Kernel<'_> {
                 let span = &spans[first..first + count];
                 let from = span.iter().fold(TILE, |a, s| a.min(s.0));
                 let to = span.iter().fold(0, |a, s| a.max(s.1));
-                lanes::values(&s, v, self.stride, (first, count), (from, to), &mut self.state.out);
+                let (rows, out) = ((first, count), &mut self.state.out);
+                match self.precision.pv_accumulator {
+                    PvAccumulator::F32 => lanes::values(&s, v, self.stride, rows, (from, to), out),
+                    PvAccumulator::Fp8 { .. } => {
+                        accumulator::FP8.values(&s, v, self.stride, rows, (from, to), out);
+                    }
+                    PvAccumulator::F16 => accumulator::F16.values(&s, v, self.stride, rows, (from, to), out),
+                }
             }
+            if let PvAccumulator::Fp8 { promote_every } = self.precision.pv_accumulator {
+                let done = tile + 1 - keys.start / TILE;
+                if done.is_multiple_of(promote_every / TILE) || tile + 1 == keys.end.div_ceil(TILE) {
+                    for (promoted, out) in self.state.promoted.iter_mut().zip(&mut self.state.out) {
+                        *promoted += std::mem::take(out);
+                    }
+                }
+            }
+        }
+        if !self.state.promoted.is_empty() {
+            std::mem::swap(&mut self.state.out, &mut self.state.promoted);
         }
     }
 }
@@ -435,8 +389,10 @@ impl Kernel<'_> {
         let new = if candidate > old { candidate } else { old };
         let rescale = lanes::exp(old - new);
         if new > old {
-            for out in &mut state.out[row * self.stride..][..self.stride] {
-                *out *= rescale;
+            for level in [&mut state.out, &mut state.promoted].into_iter().filter(|level| !level.is_empty()) {
+                for out in &mut level[row * self.stride..][..self.stride] {
+                    *out *= rescale;
+                }
             }
         }
         for s in s.iter_mut() {
@@ -447,6 +403,7 @@ impl Kernel<'_> {
         match self.precision.probabilities {
             Probabilities::F32 => {}
             Probabilities::Bf16 => s.iter_mut().for_each(|p| *p = bf16::from_f32(*p).to_f32()),
+            Probabilities::F16 => s.iter_mut().for_each(|p| *p = f16::from_f32(*p * P_SCALE).to_f32()),
             Probabilities::E4m3 => s.iter_mut().for_each(|p| *p = fp8::round_e4m3(*p * P_SCALE, true)),
         }
     }

@@ -104,14 +104,6 @@ pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
     lanes.into_iter().sum()
 }
 
-/// `y += a x`.
-#[inline(always)]
-pub(super) fn add_scaled(y: &mut [f32], a: f32, x: &[f32]) {
-    for (y, x) in y.iter_mut().zip(x) {
-        *y += a * x;
-    }
-}
-
 /// A query tile `(rows, stride)` times a transposed key tile `(stride, TILE)`: the first `columns` of every row of
 /// `out`, `(rows, TILE)`, rounded up to whole register blocks.
 #[inline(always)]

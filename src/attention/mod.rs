@@ -17,9 +17,11 @@
 //!    `descale_v / 256 / l` the output once.
 //! 2. The logit after the soft-cap, if asked for: `e4m3(s * quant_scale) * descale`, per query head; the result enters
 //!    the softmax (the spectral-bounds paper's Algorithm 1).
-//! 3. P, which lies in [0, 1]: `e4m3(256 p)` ([`P_SCALE`]), or bf16. The row sum is that of the unrounded f32 p. In a
+//! 3. P, which lies in [0, 1]: `e4m3(256 p)` or `f16(256 p)` ([`P_SCALE`]), or bf16. The row sum is that of the unrounded f32 p. In a
 //!    tiled backend p is relative to the running maximum of the row.
-//! 4. The output, if asked for: `e4m3(o * quant_scale) * descale`.
+//! 4. The sums of Q K^T and P V, where an accumulator of Hopper's tensor cores is asked for ([`QkAccumulator`],
+//!    [`PvAccumulator`]).
+//! 5. The output, if asked for: `e4m3(o * quant_scale) * descale`.
 //!
 //! **What is never silent.** NaN in an operand that a row can see makes that row NaN. A saturating cast turns an infinity
 //! into 448; it is in the `non_finite` count of its operand. Rows that see no key are zero with an lse of `-inf`.
@@ -27,11 +29,13 @@
 //! **What this module does not do.** It never makes a plan, and a plan's layer number is not looked at. No dropout, no
 //! sinks, no additive bias.
 
+mod accumulator;
 mod backend;
 mod backward;
 mod call;
 mod cpu;
 mod lanes;
+mod operands;
 mod precision;
 mod reference;
 mod shift;
@@ -42,10 +46,10 @@ mod tests;
 #[cfg(feature = "cuda")]
 pub(crate) use backend::check;
 pub use backend::{Attention, AttentionOutput, Dequantised, dequantised};
-pub use backward::{Gradients, backward};
+pub use backward::{BackwardPrecision, Delta, GradientProducts, Gradients, Saved, backward};
 pub use call::{AttentionCall, AttentionShape, Inputs, Mask};
 pub use cpu::{Cpu, measure};
-pub use precision::{Cast, LogitCast, P_SCALE, Precision, Probabilities};
-pub use reference::{ReferenceOutput, reference};
+pub use precision::{Cast, LogitCast, P_SCALE, Precision, Probabilities, PvAccumulator, QkAccumulator};
+pub use reference::{ReferenceGradients, ReferenceOutput, reference, reference_backward};
 pub use shift::Stabilised;
 pub use stabilised::StabilisedOutput;

@@ -13,8 +13,8 @@
 //! **Departure.** m moves by at most [`Stabilised::MAX_SHIFT`] nats. The paper's m has no limit: with beta = 2 and a
 //! repeated maximum of 104 every f32 P is zero, and the row is 0 / 0.
 //!
-//! **With P in E4M3 it is refused**: `exp(-12.5)` is zero there, even scaled as in [`P_SCALE`](super::P_SCALE), so that
-//! with beta = 2 a repeated maximum above 12.5 would empty its row.
+//! **With P in E4M3 or F16 it is refused**: `exp(-12.5)` is zero in E4M3 and `exp(-23)` in F16, even scaled as in
+//! [`P_SCALE`](super::P_SCALE), so that with beta = 2 a repeated maximum above that would empty its row.
 
 use super::backend::AttentionOutput;
 use super::call::{AttentionCall, Inputs};
@@ -38,7 +38,7 @@ impl Stabilised {
     /// The CPU backend's forward with this softmax.
     ///
     /// # Errors
-    /// If P is in E4M3 (`is_unsupported`), if `beta` is not above 1 or `epsilon` is negative, and as
+    /// If P is in E4M3 or F16 (`is_unsupported`), if `beta` is not above 1 or `epsilon` is negative, and as
     /// [`Attention::forward`](super::Attention::forward).
     pub fn forward(
         &self,
@@ -47,10 +47,10 @@ impl Stabilised {
         plan: &ScalePlan,
         precision: &Precision,
     ) -> Result<StabilisedOutput> {
-        if precision.probabilities == Probabilities::E4m3 {
+        if matches!(precision.probabilities, Probabilities::E4m3 | Probabilities::F16) {
             return Err(Error::unsupported(
-                "the stabilised softmax needs P in f32 or bf16: in E4M3 the shift of a repeated maximum above 12.5 makes \
-                 every P of its row zero",
+                "the stabilised softmax needs P in f32 or bf16: the shift of a repeated maximum makes every P of its row \
+                 zero in E4M3 above 12.5 and in F16 above 23",
             ));
         }
         if !(self.beta.is_finite() && self.beta > 1.0) {

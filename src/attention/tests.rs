@@ -1,3 +1,6 @@
+mod accumulator_tests;
+mod backward_tests;
+
 use super::*;
 use crate::fp8::{Format, OnOverflow};
 use crate::plan::OperandDescales;
@@ -89,6 +92,7 @@ fn plain(call: &AttentionCall, x: &Inputs<'_>, plan: &ScalePlan, precision: &Pre
                     let p = match precision.probabilities {
                         Probabilities::F32 => *p,
                         Probabilities::Bf16 => half::bf16::from_f64(*p).to_f64(),
+                        Probabilities::F16 => half::f16::from_f64(256.0 * p).to_f64() / 256.0,
                         Probabilities::E4m3 => e4m3(256.0 * p) / 256.0,
                     };
                     for c in 0..d {
@@ -479,53 +483,6 @@ fn calls_that_break_a_rule_are_refused() {
     short.operands.v = Some(vec![Descale::ONE]);
     let error = run(&good, &short).unwrap_err();
     assert_eq!(error.to_string(), "the plan has 1 v descales where the call needs 2");
-}
-
-/// Central differences of the f64 reference at the dequantised operands, for the loss sum(dO * O).
-#[test]
-fn gradients_are_the_references_slopes() {
-    let masks = [Mask::NONE, Mask::CAUSAL, Mask { causal: true, window: Some(4) }];
-    for (mask, soft_cap) in masks.into_iter().flat_map(|mask| [(mask, None), (mask, Some(1.5))]) {
-        let shape = AttentionShape { batch: 2, ..shape(4, 2, 7, 9, 16) };
-        let call = AttentionCall { mask, soft_cap, ..AttentionCall::causal(shape) };
-        let data = Data::new(&shape, 4);
-        let plan = data.plan(&call);
-        let d_out = Data::new(&shape, 5).q;
-        let forward = Cpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap();
-        let have = backward(&call, &data.inputs(), &plan, &Precision::KERNEL, &forward.lse, &d_out).unwrap();
-        let cast = dequantised(&call, &data.inputs(), &plan, OnOverflow::Saturate).unwrap();
-        let operands = [wide(&cast.q), wide(&cast.k), wide(&cast.v)];
-        let loss = |x: &[Vec<f64>; 3]| -> f64 {
-            let out = reference(&call, &x[0], &x[1], &x[2]).unwrap().out;
-            out.iter().zip(&d_out).map(|(o, d)| o * f64::from(*d)).sum()
-        };
-        for (tensor, have) in [&have.dq, &have.dk, &have.dv].into_iter().enumerate() {
-            assert_eq!(have.len(), operands[tensor].len());
-            for i in (0..have.len()).step_by(7) {
-                let h = 1e-5;
-                let moved = |h: f64| {
-                    let mut x = operands.clone();
-                    x[tensor][i] += h;
-                    loss(&x)
-                };
-                let slope = (moved(h) - moved(-h)) / (2.0 * h);
-                let error = (f64::from(have[i]) - slope).abs();
-                assert!(error < 1e-5 * (1.0 + slope.abs()) * 4.0, "{tensor} {i}: {} {slope} {call:?}", have[i]);
-            }
-        }
-    }
-}
-
-#[test]
-fn gradients_of_rows_without_keys_are_zero() {
-    let call = AttentionCall::causal(shape(2, 1, 6, 2, 16));
-    let data = Data::new(&call.shape, 4);
-    let plan = data.plan(&call);
-    let out = Cpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap();
-    let grad = backward(&call, &data.inputs(), &plan, &Precision::KERNEL, &out.lse, &data.q).unwrap();
-    assert!(grad.dq[..4 * 2 * 16].iter().all(|&x| x == 0.0));
-    assert!(grad.dk.iter().chain(&grad.dv).all(|x| x.is_finite()));
-    assert!(backward(&call, &data.inputs(), &plan, &Precision::KERNEL, &out.lse[1..], &data.q).is_err());
 }
 
 #[test]

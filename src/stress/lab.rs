@@ -1,7 +1,7 @@
 //! The policies at work, side by side on the same operands.
 
 use super::calls::call_of;
-use super::metrics::{Divergence, Quantiles, quantile, sqnr_db};
+use super::metrics::{Divergence, Quality, Quantiles, quantile};
 use super::options::{Mode, StressOptions};
 use super::result::{PlanDescales, PolicySummary, TensorSlack, TraceRow, Unavailable, largest_descale};
 use crate::attention::{Attention, AttentionShape, Cpu, Inputs, Precision};
@@ -46,8 +46,9 @@ pub(crate) struct Tally {
     max_scaled: f64,
     overshoot: Vec<f64>,
     utilisation: Vec<f64>,
-    pub(crate) sqnr: Vec<f64>,
-    pub(crate) kl: Vec<f64>,
+    sqnr: Vec<f64>,
+    bias: Vec<f64>,
+    kl: Vec<f64>,
     pub(crate) fallbacks: usize,
     slack: Vec<TensorSlack>,
 }
@@ -72,6 +73,12 @@ impl Tally {
             self.bad_layers.push(layer);
             self.bad_steps.push(step);
         }
+    }
+
+    pub(crate) fn compare(&mut self, row: &TraceRow) {
+        self.sqnr.extend(row.sqnr_db);
+        self.bias.extend(row.output_bias);
+        self.kl.extend(row.softmax_kl);
     }
 
     /// Takes in the slack of a burn-in step.
@@ -107,6 +114,7 @@ impl Tally {
             overshoot: (!self.overshoot.is_empty()).then(|| Quantiles::of(&mut self.overshoot)),
             utilisation: Quantiles::of(&mut self.utilisation),
             sqnr_db: quantile(&mut self.sqnr, 0.5),
+            output_bias: quantile(&mut self.bias, 0.5),
             softmax_kl: quantile(&mut self.kl, 0.5),
             fallbacks: self.fallbacks,
             slack: self.slack,
@@ -171,13 +179,13 @@ impl<'a> Lab<'a> {
             if step < run.burn_in {
                 run.tally.burn_in(mode, &outcome.report);
             }
-            let sqnr = sqnr_db(&exact.out, &outcome.output.out);
-            let kl = divergence.of(mode, &outcome.plan)?;
-            run.tally.sqnr.extend(sqnr);
-            run.tally.kl.extend(kl);
+            let softmax_kl = divergence.of(mode, &outcome.plan)?;
+            let quality = Quality { softmax_kl, ..Quality::of(&exact.out, &outcome.output.out) };
             let fell_back = |event: &&PolicyEvent| matches!(event, PolicyEvent::FellBack { .. });
             run.tally.fallbacks += outcome.report.events.iter().filter(fell_back).count();
-            trace.push(row(step, run.kind, mode, &outcome, &seen, sqnr, kl));
+            let row = row(step, run.kind, mode, &outcome, &seen, &quality);
+            run.tally.compare(&row);
+            trace.push(row);
         }
         Ok(exact.out)
     }
@@ -239,8 +247,7 @@ pub(crate) fn row(
     mode: Mode,
     outcome: &StepOutcome,
     seen: &Seen,
-    sqnr_db: Option<f64>,
-    softmax_kl: Option<f64>,
+    quality: &Quality,
 ) -> TraceRow {
     let report = &outcome.report;
     let tensor = mode
@@ -259,7 +266,8 @@ pub(crate) fn row(
         overflow: seen.overflow,
         tensor,
         descales: PlanDescales::of(&outcome.plan),
-        sqnr_db,
-        softmax_kl,
+        sqnr_db: quality.sqnr_db,
+        output_bias: quality.output_bias,
+        softmax_kl: quality.softmax_kl,
     }
 }

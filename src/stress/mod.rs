@@ -13,7 +13,7 @@
 //! **Modes.** `logit` casts only the logits to E4M3, with everything else in f32 (the paper's Algorithm 1): an overflow is
 //! a logit that saturates. `operands` casts q, k, v and P, as fused FP8 kernels do: an overflow is an operand that
 //! saturates, often by little. Counts of the two modes are not comparable, and a count alone says nothing of the damage:
-//! SQNR and softmax KL stand beside it.
+//! SQNR, the bias of the output and softmax KL stand beside it.
 //!
 //! **Tokens** are new at every step. Generated ones are isotropic and every layer gets its own. Those of a
 //! [`TokenFile`] run through the model's own forward in f32, with the weights of that step: behind a spike or a refit
@@ -34,8 +34,8 @@ mod tokens;
 #[cfg(feature = "train")]
 pub(crate) use lab::{Seen, Tally, identity, look, row};
 #[cfg(feature = "train")]
-pub(crate) use metrics::Divergence;
-pub use metrics::{Quantiles, sqnr_db};
+pub(crate) use metrics::{Divergence, Quality};
+pub use metrics::{Quantiles, output_bias, sqnr_db};
 pub use model::StressModel;
 #[cfg(feature = "train")]
 pub(crate) use options::auto_c;

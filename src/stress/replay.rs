@@ -144,6 +144,7 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
                     tensor: worst,
                     descales: PlanDescales::of(&plan),
                     sqnr_db: None,
+                    output_bias: None,
                     softmax_kl: None,
                 });
             }

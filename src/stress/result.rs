@@ -81,6 +81,11 @@ pub struct PolicySummary {
     /// Signal to quantisation noise of the attention output, dB: median over layers and steps. Null if nothing was
     /// computed or the output is exact.
     pub sqnr_db: Option<f64>,
+    /// Mean error of the attention output in the direction of the exact one, over its mean size ([`output_bias`]): median
+    /// over layers and steps. Null if nothing was computed.
+    ///
+    /// [`output_bias`]: super::output_bias
+    pub output_bias: Option<f64>,
     /// KL divergence (nats) of softmax rows from the f32 softmax: median over layers and steps of the mean row.
     pub softmax_kl: Option<f64>,
     /// Of `auto-c`: certain bound over observed maximum during the burn-in, of the tensors that are cast.
@@ -126,6 +131,8 @@ pub struct TraceRow {
     pub descales: PlanDescales,
     /// See [`PolicySummary::sqnr_db`].
     pub sqnr_db: Option<f64>,
+    /// See [`PolicySummary::output_bias`].
+    pub output_bias: Option<f64>,
     /// See [`PolicySummary::softmax_kl`].
     pub softmax_kl: Option<f64>,
 }

@@ -1,4 +1,5 @@
 use super::lab::{identity, look, row};
+use super::metrics::Quality;
 use super::*;
 use crate::attention::AttentionShape;
 use crate::model::{Temperature, preset};
@@ -157,6 +158,7 @@ fn the_json_has_the_keys_that_scripts_read() {
         "overflow_values",
         "max_scaled",
         "sqnr_db",
+        "output_bias",
         "softmax_kl",
     ] {
         assert!(policy[key].is_number(), "{key}");
@@ -166,7 +168,7 @@ fn the_json_has_the_keys_that_scripts_read() {
     }
     let row = json["trace"][0].as_object().unwrap();
     assert_eq!(row["policy"], "geometry");
-    for key in ["step", "layer", "max_logit", "descale", "max_scaled", "overflow"] {
+    for key in ["step", "layer", "max_logit", "descale", "max_scaled", "overflow", "output_bias"] {
         assert!(row[key].is_number(), "{key}");
     }
 }
@@ -258,6 +260,6 @@ fn utilisation_uses_the_descale_of_each_heads_group() {
     let seen = look(Mode::Operands, &shape, &outcome);
     assert_eq!(seen.utilisation, [1.0, 0.5, 0.5, 0.25, 1.0, 0.5, 2.0, 1.0]);
     assert_eq!((seen.max_scaled, seen.overflow, seen.values), (896.0, 8, 16));
-    let row = row(0, PolicyKind::DelayedPaper, Mode::Operands, &outcome, &seen, None, None);
+    let row = row(0, PolicyKind::DelayedPaper, Mode::Operands, &outcome, &seen, &Quality::default());
     assert_eq!((row.tensor, row.descale, row.max_scaled), (Tensor::V, 2.0, 896.0));
 }

@@ -4,7 +4,7 @@
 //! [`attention::backward`](crate::attention::backward) on the operands as the forward saw them, handed to the unrounded
 //! ones (the straight-through rule).
 
-use crate::attention::{AttentionCall, Inputs, Precision, backward};
+use crate::attention::{AttentionCall, BackwardPrecision, Inputs, Precision, Saved, backward};
 use crate::plan::ScalePlan;
 use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
 
@@ -13,6 +13,7 @@ pub(super) struct Attended {
     pub call: AttentionCall,
     pub plan: ScalePlan,
     pub precision: Precision,
+    pub backward: BackwardPrecision,
     /// `(batch, len_q, n_q_heads, d_head)`.
     pub out: Vec<f32>,
     /// `(batch, n_q_heads, len_q)`.
@@ -54,7 +55,9 @@ impl CustomOp3 for Attended {
         let values = |x: &Tensor| x.flatten_all()?.to_vec1::<f32>();
         let (q_values, k_values, v_values) = (values(q)?, values(k)?, values(v)?);
         let inputs = Inputs { q: &q_values, k: &k_values, v: &v_values };
-        let gradients = backward(&self.call, &inputs, &self.plan, &self.precision, &self.lse, &values(d_out)?)
+        let saved = Saved { out: &self.out, lse: &self.lse };
+        let d_out = values(d_out)?;
+        let gradients = backward(&self.call, &inputs, &self.plan, &self.precision, &self.backward, &saved, &d_out)
             .map_err(candle_core::Error::wrap)?;
         let like = |values: Vec<f32>, x: &Tensor| Tensor::from_vec(values, x.shape(), x.device());
         Ok((Some(like(gradients.dq, q)?), Some(like(gradients.dk, k)?), Some(like(gradients.dv, v)?)))

@@ -4,7 +4,7 @@ use super::Casts;
 use super::model::{ModelKind, POSITIONS};
 use super::optimizer::AdamW;
 use super::state::Identity;
-use crate::attention::Precision;
+use crate::attention::{BackwardPrecision, Delta, Precision, PvAccumulator};
 use crate::bound::Tail;
 use crate::error::{Error, Result};
 use crate::policy::PolicyConfig;
@@ -21,6 +21,11 @@ pub struct TrainOptions {
     pub policy: Option<PolicyConfig>,
     /// What is cast.
     pub mode: Mode,
+    /// How P V is summed in [`Mode::Operands`]: [`PvAccumulator::F32`] sums in f32 throughout, the others as Hopper's tensor
+    /// cores do, Q K^T too.
+    pub accumulator: PvAccumulator,
+    /// What the backward pass takes delta from; the control always takes it from P and dP.
+    pub delta: Delta,
     /// What a value out of range becomes.
     pub casts: Casts,
     /// Seed of parameters and text.
@@ -54,6 +59,8 @@ impl TrainOptions {
             model,
             policy,
             mode: Mode::Logit,
+            accumulator: PvAccumulator::F32,
+            delta: Delta::default(),
             casts: Casts::Saturating,
             seed: 0,
             batch: 4,
@@ -74,6 +81,12 @@ impl TrainOptions {
             if !(1..=most).contains(&value) {
                 return Err(Error::argument(format_args!("{name} {value} must lie between 1 and {most}")));
             }
+        }
+        if self.mode == Mode::Logit && self.accumulator != PvAccumulator::F32 {
+            return Err(Error::argument(format_args!(
+                "accumulator {} needs the mode operands: in the mode logit P and V are not cast",
+                self.accumulator
+            )));
         }
         let finite = |name: &str, value: f64, rule: &str, holds: bool| match holds && value.is_finite() {
             true => Ok(()),
@@ -112,8 +125,21 @@ impl TrainOptions {
     pub(super) fn precision(&self) -> Precision {
         match self.policy {
             None => Precision::F32,
-            Some(_) => Precision { on_overflow: self.casts.on_overflow(), ..self.mode.precision() },
+            Some(_) => Precision { on_overflow: self.casts.on_overflow(), ..self.quantised() },
         }
+    }
+
+    /// What a policy's call rounds, with saturating casts.
+    pub(super) fn quantised(&self) -> Precision {
+        match self.accumulator {
+            PvAccumulator::F32 => self.mode.precision(),
+            accumulator => Precision::hopper(accumulator),
+        }
+    }
+
+    pub(super) fn backward(&self) -> BackwardPrecision {
+        let delta = if self.policy.is_some() { self.delta } else { Delta::default() };
+        BackwardPrecision { delta, ..BackwardPrecision::default() }
     }
 }
 

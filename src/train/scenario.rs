@@ -5,6 +5,7 @@ use super::model::{LAYERS, ModelKind};
 use super::options::TrainOptions;
 use super::state::TrainState;
 use super::trainer::{Observed, StepRecord, Trainer};
+use crate::attention::Delta;
 use crate::bound::Tail;
 use crate::error::{Error, Result};
 use crate::policy::{PolicyConfig, PolicyEvent, PolicyKind, Tensor};
@@ -148,6 +149,10 @@ pub struct Training {
     pub batch: usize,
     /// Parameters of the model.
     pub parameters: usize,
+    /// How P V was summed ([`PvAccumulator`](crate::attention::PvAccumulator)).
+    pub accumulator: String,
+    /// What the backward pass took delta from.
+    pub delta: Delta,
     /// Learning rate.
     pub rate: f64,
     /// What the spike multiplied it by; null without one.
@@ -535,6 +540,8 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
         window: WINDOW,
         batch: train.batch,
         parameters,
+        accumulator: train.accumulator.to_string(),
+        delta: train.delta,
         rate: train.rate,
         spike: (course.scenario == Scenario::LrSpike).then_some(course.spike),
         spike_steps: (course.scenario == Scenario::LrSpike).then_some(course.spike_steps),
@@ -557,11 +564,10 @@ fn summary(options: &LabOptions, kind: PolicyKind, records: &[StepRecord], own: 
     for record in records {
         for o in record.observed.iter().filter(|o| o.own == own && o.row.policy == kind) {
             tally.add(o.row.layer, record.step as usize, &o.seen);
-            tally.sqnr.extend(o.row.sqnr_db);
-            tally.kl.extend(o.row.softmax_kl);
             if (record.step as usize) < burn_in {
                 tally.burn_in(options.mode, &o.report);
             }
+            tally.compare(&o.row);
             let fell = |event: &&PolicyEvent| matches!(event, PolicyEvent::FellBack { .. });
             tally.fallbacks += o.report.events.iter().filter(fell).count();
         }

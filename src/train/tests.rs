@@ -2,7 +2,10 @@
 
 use super::model::{D_MODEL, LAYERS, Parameters};
 use super::*;
-use crate::attention::{Attention, AttentionCall, AttentionShape, Cpu, Inputs, Precision};
+use crate::attention::{
+    Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Delta, Inputs, Precision, PvAccumulator, Saved,
+    backward,
+};
 use crate::forward::{Tokens, project};
 use crate::model::Checkpoint;
 use crate::policy::{DelayedPaperConfig, PolicyConfig, PolicyKind};
@@ -39,7 +42,8 @@ fn ours(layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result
     let inputs = Inputs { q: &q_values, k: &k_values, v: &v_values };
     let plan = identity(layer, &shape);
     let output = Cpu.forward(&call, &inputs, &plan, &Precision::F32).unwrap();
-    Attended { call, plan, precision: Precision::F32, out: output.out, lse: output.lse }.place(q, k, v)
+    let (precision, backward) = (Precision::F32, BackwardPrecision::default());
+    Attended { call, plan, precision, backward, out: output.out, lse: output.lse }.place(q, k, v)
 }
 
 #[test]
@@ -285,16 +289,38 @@ fn the_backward_pass_has_the_casts_of_the_forward() {
     let inputs = Inputs { q: &q, k: &k, v: &v };
     let (plan, precision) = (identity(0, &shape), Mode::Operands.precision());
     let output = Cpu.forward(&call, &inputs, &plan, &precision).unwrap();
-    let want = crate::attention::backward(&call, &inputs, &plan, &precision, &output.lse, &d_out).unwrap();
+    let how = BackwardPrecision::default();
+    let saved = Saved { out: &output.out, lse: &output.lse };
+    let want = backward(&call, &inputs, &plan, &precision, &how, &saved, &d_out).unwrap();
     let var = |x: &[f32], heads: usize| candle_core::Var::from_slice(x, (1, 6, heads, 16), &Device::Cpu).unwrap();
     let [q, k, v] = [var(&q, 2), var(&k, 1), var(&v, 1)];
-    let attended = Attended { call, plan, precision, out: output.out, lse: output.lse };
+    let attended = Attended { call, plan, precision, backward: how, out: output.out, lse: output.lse };
     let out = attended.place(&q, &k, &v).unwrap();
     let weights = Tensor::from_slice(&d_out, out.shape(), &Device::Cpu).unwrap();
     let store = (out * weights).unwrap().sum_all().unwrap().backward().unwrap();
     for (var, want) in [(&q, want.dq), (&k, want.dk), (&v, want.dv)] {
         assert_eq!(store.get(var).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap(), want);
     }
+}
+
+/// A run's choice of accumulator and delta reaches its casts and its gradients; the control has neither.
+#[test]
+fn accumulator_and_delta_are_those_of_the_run() {
+    let options = TrainOptions { mode: Mode::Operands, ..small(PolicyConfig::from(PolicyKind::Geometry)) };
+    let run = |options: TrainOptions| {
+        let mut trainer = Trainer::new(options).unwrap();
+        let loss = trainer.step(1.0).unwrap().loss;
+        (loss.to_bits(), weights(&trainer))
+    };
+    let plain = run(options);
+    let fp8 = TrainOptions { accumulator: PvAccumulator::Fp8 { promote_every: 64 }, ..options };
+    assert_ne!(run(fp8).0, plain.0);
+    let delta = run(TrainOptions { delta: Delta::Output, ..options });
+    assert!(delta.0 == plain.0 && delta.1 != plain.1, "the same forward, other gradients");
+    let control = TrainOptions { policy: None, ..options };
+    assert_eq!(run(TrainOptions { policy: None, delta: Delta::Output, ..fp8 }), run(control));
+    let logit = Trainer::new(TrainOptions { mode: Mode::Logit, ..fp8 }).err().unwrap().to_string();
+    assert_eq!(logit, "accumulator fp8-64 needs the mode operands: in the mode logit P and V are not cast");
 }
 
 #[test]

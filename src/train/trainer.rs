@@ -6,13 +6,13 @@ use super::model::{Parameter, Parameters};
 use super::op::Attended;
 use super::options::TrainOptions;
 use super::state::{Counters, Snapshot, TrainState};
-use crate::attention::{Attention, AttentionCall, AttentionShape, Cpu, Inputs, Mask, Precision};
+use crate::attention::{Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Inputs, Mask, Precision};
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, LayerWeights};
 use crate::policy::{PolicyConfig, Report};
 use crate::runtime::{Runtime, RuntimeConfig, RuntimeState, Step, StepOutcome, Weights, bounds_of};
 use crate::spectral::Estimator;
-use crate::stress::{Divergence, Seen, TraceRow, identity, look, row, sqnr_db};
+use crate::stress::{Divergence, Quality, Seen, TraceRow, identity, look, row};
 use candle_core::Tensor;
 use std::path::Path;
 
@@ -250,7 +250,8 @@ impl Trainer {
             let inputs = Inputs { q: &q_values, k: &k_values, v: &v_values };
             let plan = identity(layer, &call.shape);
             let output = Cpu.forward(&call, &inputs, &plan, &Precision::F32).map_err(candle_core::Error::wrap)?;
-            Attended { call, plan, precision: Precision::F32, out: output.out, lse: output.lse }.place(q, k, v)
+            let (precision, backward) = (Precision::F32, BackwardPrecision::default());
+            Attended { call, plan, precision, backward, out: output.out, lse: output.lse }.place(q, k, v)
         };
         scalar(&self.parameters.loss(&variables, &text, &mut attend).map_err(failed)?)
     }
@@ -376,10 +377,12 @@ impl Trainer {
                 let request = Step { layer, weights: Weights::Bounded(bounds), call, inputs, precision };
                 let mut outcome = runtime.step(request, &Cpu)?;
                 let seen = look(options.mode, &call.shape, &outcome);
-                let sqnr = exact.as_ref().and_then(|exact| sqnr_db(&exact.out, &outcome.output.out));
-                let kl = divergence.as_ref().map(|d| d.of(options.mode, &outcome.plan)).transpose()?.flatten();
+                let out = &outcome.output.out;
+                let mut quality = exact.as_ref().map(|exact| Quality::of(&exact.out, out)).unwrap_or_default();
+                quality.softmax_kl =
+                    divergence.as_ref().map(|d| d.of(options.mode, &outcome.plan)).transpose()?.flatten();
                 let kind = outcome.report.policy;
-                let row = row(counters.step as usize, kind, options.mode, &outcome, &seen, sqnr, kl);
+                let row = row(counters.step as usize, kind, options.mode, &outcome, &seen, &quality);
                 observed.push(Observed { row, seen, report: outcome.report.clone(), own });
                 // A policy that gave its scale up says which one is safe: the call is run again with it.
                 if let Some(safe) = outcome.report.fallback.take().filter(|_| own) {
@@ -395,14 +398,15 @@ impl Trainer {
             };
             // Shadows always saturate: what they would have broken is counted, not lived through.
             for shadow in shadows.iter_mut() {
-                one(shadow, false, options.mode.precision())?;
+                one(shadow, false, options.quantised())?;
             }
             let (plan, output) = match (own, exact) {
                 (Some(own), _) => (own.plan, own.output),
                 (None, Some(exact)) => (plan, exact),
                 (None, None) => return Err(Error::argument("a run without a policy computes attention in f32")),
             };
-            Ok(Attended { call, plan, precision, out: output.out, lse: output.lse })
+            let backward = options.backward();
+            Ok(Attended { call, plan, precision, backward, out: output.out, lse: output.lse })
         };
         // candle carries its own errors alone: ours waits here.
         let mut failure = None;

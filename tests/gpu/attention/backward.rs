@@ -8,7 +8,8 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::Descale;
 use sigmascale::attention::{
-    AttentionCall, AttentionShape, Gradients, Inputs, Mask, Precision, backward, dequantised, reference,
+    AttentionCall, AttentionShape, BackwardPrecision, Gradients, Inputs, Mask, Precision, Saved, backward, dequantised,
+    reference,
 };
 use sigmascale::cuda::{Buffer, Stream};
 use sigmascale::device::attention::{
@@ -192,7 +193,16 @@ fn expected(call: &AttentionCall, data: &Data, plan: &ScalePlan, d_out: &[f32]) 
     let lse: Vec<f32> =
         reference(call, &wide(&x.q), &wide(&x.k), &wide(&x.v)).unwrap().lse.iter().map(|&x| x as f32).collect();
     let inputs: Inputs<'_> = data.inputs();
-    backward(call, &inputs, plan, &Precision::KERNEL, &lse, d_out).unwrap()
+    backward(
+        call,
+        &inputs,
+        plan,
+        &Precision::KERNEL,
+        &BackwardPrecision::default(),
+        &Saved { out: &[], lse: &lse },
+        d_out,
+    )
+    .unwrap()
 }
 
 /// Products in BF16, sums in f32, gradients rounded to BF16; and what the tensor core's FP8 sums do to logits.

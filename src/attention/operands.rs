@@ -1,0 +1,154 @@
+//! Operands of one head as the products see them: cast, padded and laid out for the inner loops.
+
+use super::call::{AttentionCall, Inputs};
+use super::lanes::{self, LANES, TILE};
+use super::precision::{Cast, Precision};
+use crate::error::Result;
+use crate::fp8::{Counts, Format};
+use crate::plan::ScalePlan;
+use crate::scale::Descale;
+
+/// Scales of one query head and its KV head.
+pub(super) struct HeadScales {
+    pub q: Option<Descale>,
+    pub k: Option<Descale>,
+    pub v: Option<Descale>,
+    pub o: Option<Descale>,
+    pub logit: Option<Descale>,
+}
+
+/// Rows of one head, `(len, stride)`: E4M3 codes' values, not multiplied by their descale, where they are cast.
+pub(super) struct Rows {
+    pub values: Vec<f32>,
+    pub counts: Counts,
+}
+
+impl Rows {
+    /// No value is NaN or infinite, so that zero times any is zero.
+    pub(super) fn finite(&self) -> bool {
+        lanes::non_finite(&self.values) == 0
+    }
+
+    /// Tiles of 64 rows, each transposed: `(tiles, stride, TILE)`. Rows past the last are zeros.
+    pub(super) fn transposed(&self, stride: usize) -> Vec<f32> {
+        let tiles = (self.values.len() / stride).div_ceil(TILE);
+        let mut out = vec![0.0; tiles * stride * TILE];
+        for (row, values) in self.values.chunks_exact(stride).enumerate() {
+            let tile = &mut out[row / TILE * stride * TILE..];
+            for (c, &x) in values.iter().enumerate() {
+                tile[c * TILE + row % TILE] = x;
+            }
+        }
+        out
+    }
+}
+
+/// One call's operands and scales.
+#[derive(Clone, Copy)]
+pub(super) struct Operands<'a> {
+    pub call: &'a AttentionCall,
+    pub inputs: &'a Inputs<'a>,
+    /// `None` casts nothing.
+    pub plan: Option<&'a ScalePlan>,
+    pub precision: &'a Precision,
+}
+
+impl Operands<'_> {
+    /// Row length in the inner loops: `d_head` padded with zeros.
+    pub(super) fn stride(&self) -> usize {
+        self.call.shape.d_head.next_multiple_of(LANES)
+    }
+
+    pub(super) fn scales(&self, head: usize) -> HeadScales {
+        let kv = self.call.shape.kv_head(head);
+        let at = |row: Option<&Vec<Descale>>, i: usize| row.map(|row| row[i]);
+        let operands = self.plan.map(|plan| &plan.operands);
+        HeadScales {
+            q: at(operands.map(|o| &o.q), kv),
+            k: at(operands.map(|o| &o.k), kv),
+            v: at(operands.and_then(|o| o.v.as_ref()), kv),
+            o: at(operands.and_then(|o| o.o.as_ref()), kv),
+            logit: at(self.plan.map(|plan| &plan.logit_descale), head),
+        }
+    }
+
+    /// The multiplier that undoes an operand's cast.
+    pub(super) fn undo(&self, descale: Option<Descale>) -> f64 {
+        match (descale, self.precision.operands) {
+            (Some(descale), Cast::E4m3) => f64::from(descale.get()),
+            _ => 1.0,
+        }
+    }
+
+    /// What the sums of q . k are multiplied by: tau and the descales of q and k.
+    pub(super) fn logit_factor(&self, scales: &HeadScales) -> f32 {
+        (self.call.softmax_scale * self.undo(scales.q) * self.undo(scales.k)) as f32
+    }
+
+    /// Rows `first..first + len` of a query head.
+    pub(super) fn queries(&self, batch: usize, head: usize, first: usize, len: usize) -> Result<Rows> {
+        let shape = self.call.shape;
+        let start = |row| shape.q_row(batch, first + row, head);
+        self.rows(self.inputs.q, len, start, self.scales(head).q)
+    }
+
+    /// The same rows of a tensor in q's layout that is not cast.
+    pub(super) fn q_rows(&self, x: &[f32], batch: usize, head: usize, first: usize, len: usize) -> Rows {
+        let (shape, stride) = (self.call.shape, self.stride());
+        let mut values = vec![0.0; len * stride];
+        for (row, to) in values.chunks_exact_mut(stride).enumerate() {
+            to[..shape.d_head].copy_from_slice(&x[shape.q_row(batch, first + row, head)..][..shape.d_head]);
+        }
+        Rows { values, counts: Counts::default() }
+    }
+
+    /// Keys of a KV head.
+    pub(super) fn keys(&self, batch: usize, kv_head: usize) -> Result<Rows> {
+        self.kv(self.inputs.k, batch, kv_head, |scales| scales.k)
+    }
+
+    /// Values of a KV head.
+    pub(super) fn values(&self, batch: usize, kv_head: usize) -> Result<Rows> {
+        self.kv(self.inputs.v, batch, kv_head, |scales| scales.v)
+    }
+
+    fn kv(
+        &self,
+        x: &[f32],
+        batch: usize,
+        kv_head: usize,
+        descale: impl Fn(&HeadScales) -> Option<Descale>,
+    ) -> Result<Rows> {
+        let shape = self.call.shape;
+        let scales = self.scales(kv_head * (shape.n_q_heads / shape.n_kv_heads));
+        self.rows(x, shape.len_k, |row| shape.kv_row(batch, row, kv_head), descale(&scales))
+    }
+
+    /// Copies rows, through E4M3 if that is asked for; counts in either case.
+    fn rows(&self, x: &[f32], len: usize, start: impl Fn(usize) -> usize, descale: Option<Descale>) -> Result<Rows> {
+        let (d, stride) = (self.call.shape.d_head, self.stride());
+        let mut values = vec![0.0; len * stride];
+        let mut counts = Counts::default();
+        for (row, to) in values.chunks_exact_mut(stride).enumerate() {
+            let (from, to) = (&x[start(row)..][..d], &mut to[..d]);
+            counts += match (descale, self.precision.operands) {
+                (Some(descale), Cast::E4m3) => {
+                    Format::E4m3.round_slice(from, descale.quant_scale().get(), self.precision.on_overflow, to)?
+                }
+                _ => {
+                    to.copy_from_slice(from);
+                    count(from, descale)?
+                }
+            };
+        }
+        Ok(Rows { values, counts })
+    }
+}
+
+/// Counts against a descale; without one nothing overflows.
+pub(super) fn count(x: &[f32], descale: Option<Descale>) -> Result<Counts> {
+    match descale {
+        Some(descale) => Format::E4m3.count_slice(x, descale.quant_scale().get()),
+        None => Ok(Counts { overflow: 0, beyond_rounding: 0, ..Format::E4m3.count_slice(x, 1.0)? }),
+    }
+}
