@@ -9,8 +9,7 @@ use crate::error::Result;
 
 #[derive(Debug)]
 pub(super) struct Frobenius {
-    every: Kernel,
-    bound: Kernel,
+    kernel: Kernel,
     shape: Arg,
     /// `[layer][query head]`.
     pub norms: Buffer<HeadFrobenius>,
@@ -23,11 +22,9 @@ const THREADS: u32 = 128;
 
 impl Frobenius {
     pub fn new(device: &Device, layers: &[LayerInput], grams: &Grams, bounds: &Bounds) -> Result<Self> {
-        let module = device.module(sources::FROBENIUS, &[])?;
         let first = &layers[0];
         Ok(Self {
-            every: module.kernel("scale_frobenius")?,
-            bound: module.overlapping_kernel("scale_frobenius_bound")?,
+            kernel: device.module(sources::FROBENIUS, &[])?.overlapping_kernel("scale_frobenius")?,
             shape: Arg::Words([
                 first.n_q as u32,
                 first.n_kv as u32,
@@ -55,43 +52,25 @@ impl Frobenius {
 
     /// Norms of every head; behind [`Bounds::norms`].
     pub fn every(&self, stream: &Stream, grams: &Grams, stats: DevicePtr) -> Result<()> {
-        // SAFETY: a block writes its own head's norms.
-        unsafe { self.launch(&self.every, stream, grams, stats, self.norms.ptr(), false) }
+        self.launch(stream, grams, stats, [DevicePtr::NULL, self.norms.ptr()], false)
     }
 
     /// The bound over every relative position, for the heads where it is sharper than what [`Bounds::norms`] left: behind
-    /// the operand descales, in front of [`Bounds::finish`]. Without rotation sigma is certified as it is, and F is no
-    /// less.
+    /// these, in front of [`Bounds::finish`]. Without rotation sigma is certified as it is, and F is no less.
     pub fn bound(&self, stream: &Stream, grams: &Grams, bounds: &Bounds, stats: DevicePtr) -> Result<()> {
         if !self.rotates {
             return Ok(());
         }
-        // SAFETY: a block writes its own head's square; the statistics that it reads ahead of its wait were written by a
-        // launch that the bounds waited for before they let anything start.
-        unsafe { self.launch(&self.bound, stream, grams, stats, bounds.lambdas.ptr(), self.early) }
+        self.launch(stream, grams, stats, [bounds.lambdas.ptr(), DevicePtr::NULL], self.early)
     }
 
-    /// # Safety
-    /// `result` is what the kernel writes, its own block's part of it alone; `early` as [`Kernel::launch_early`] has it.
-    unsafe fn launch(
-        &self,
-        kernel: &Kernel,
-        stream: &Stream,
-        grams: &Grams,
-        stats: DevicePtr,
-        result: DevicePtr,
-        early: bool,
-    ) -> Result<()> {
-        let args = [
-            self.shape,
-            Arg::Ptr(grams.heads.ptr()),
-            Arg::Ptr(grams.partials.ptr()),
-            Arg::Ptr(stats),
-            Arg::Ptr(result),
-        ];
+    fn launch(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, results: [DevicePtr; 2], early: bool) -> Result<()> {
+        let [lambdas, norms] = results.map(Arg::Ptr);
+        let args =
+            [self.shape, Arg::Ptr(grams.heads.ptr()), Arg::Ptr(grams.partials.ptr()), Arg::Ptr(stats), lambdas, norms];
         let launch = Launch::linear(self.norms.len(), THREADS, 0);
-        // SAFETY: 1. the arguments are the kernels', in order; 2. the Grams' tables are the engine's; 3. the caller's promise,
-        // and Grams and statistics are finished by the stream's order.
-        unsafe { kernel.launch_early(stream, launch, &args, early) }
+        // SAFETY: 1. the arguments are the kernel's, in order; 2. the tables and results are the engine's; 3. a block writes its
+        // own head's result, and what it reads is finished by the stream's order or its wait.
+        unsafe { self.kernel.launch_early(stream, launch, &args, early) }
     }
 }
