@@ -128,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   const double norm_q = root * sigma_q + sqrt(spread_q), norm_k = root * sigma_k + sqrt(spread_k);
   const bool plain = s.rotary && !(s.flags & MEAN_REMOVED) && spread_q + spread_k == 0.0;
   const double product = plain ? fmin(norm_q * norm_k, d * scaled) : norm_q * norm_k;
-  double rounded = certain + rounding_gap(tau, place.rounding_share, product, norm_q, norm_k, step_q / (double)place.query, step_k, s.r);
+  double rounded = certain + rounding_gap(tau, place.share_q, place.share_k, product, norm_q, norm_k,
+                                             step_q / (double)place.query, step_k, s.r);
   // fmin drops a NaN.
   if (!(raw_q + raw_k + trace_q + trace_k + (s.products || s.rotary ? rest[task] : 0.0) + rounded < 1e300)) {
     rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);

@@ -126,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(256)
     if (lane) continue;
     const double tau = l.logit_scale;
     const double certain = tau * (shifted ? norm_q * norm_k : radius_q * radius_k * product);
-    double rounded = certain + rounding_gap(tau, fmaxf(layers[blockIdx.x].rounding_share[0], layers[blockIdx.x].rounding_share[1]), norm_q * norm_k, norm_q, norm_k, coarsest[0] / (double)l.query_factor, coarsest[1], d_head);
+    double rounded = certain + rounding_gap(tau, layers[blockIdx.x].rounding_share[0], layers[blockIdx.x].rounding_share[1],
+                                               norm_q * norm_k, norm_q, norm_k, coarsest[0] / (double)l.query_factor, coarsest[1], d_head);
     if (!(rounded < 1e300)) rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
     HeadBound out = {};
     out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);

@@ -24,10 +24,11 @@ __device__ __forceinline__ float above(double v) {  // rounded up
 // of the rounding term. q is cast with the factor; norms and steps are without. And where its results go: its first query and KV
 // head in the model.
 struct Growth {
-  float logits, query, rounding_share;
+  float logits, query;
+  float share_q, share_k;
   u32 q, kv;
 };
-static_assert(sizeof(Growth) == 20, "host mirror");
+static_assert(sizeof(Growth) == 24, "host mirror");
 
 __device__ __forceinline__ double warp_sum(double v) {
 #pragma unroll
@@ -36,12 +37,13 @@ __device__ __forceinline__ double warp_sum(double v) {
 }
 
 // What 16-bit and E4M3 rounding of q and k can add to a logit, from bounds of their norms and the largest descales that their
-// heads may share: |q8 . k8 - q . k| <= (N_q + dq)(N_k + dk) - N_q N_k, 1 + dq/N_q = (1 + 1/17)(1 + share), and elements below 2^-6
-// of their descale are off by up to 2^-10 of it. `product`: N_q N_k, or a smaller bound on what meets the relative errors alone.
-__device__ __forceinline__ double rounding_gap(double tau, double share, double product, double norm_q, double norm_k, double step_q, double step_k,
-                                               unsigned d_head) {
+// heads may share: |q8 . k8 - q . k| <= (e_q N_q + s_q)(e_k N_k + s_k) - N_q N_k, e = (1 + 1/17)(1 + share), and s from elements
+// below 2^-6 of their descale, which are off by up to 2^-10 of it. `product`: N_q N_k, or a smaller bound on what meets the
+// relative errors alone.
+__device__ __forceinline__ double rounding_gap(double tau, double share_q, double share_k, double product, double norm_q, double norm_k,
+                                               double step_q, double step_k, unsigned d_head) {
   if (norm_q == 0.0 || norm_k == 0.0) return 0.0;  // zeros stay zeros
-  const double e = (1.0 + 1.0 / 17.0) * (1.0 + share), small = sqrt((double)d_head) * 0x1p-10;
-  const double sq = small * step_q, sk = small * step_k;
-  return tau * ((e * e - 1.0) * product + e * (norm_q * sk + norm_k * sq) + sq * sk);
+  const double e_q = (1.0 + 1.0 / 17.0) * (1.0 + share_q), e_k = (1.0 + 1.0 / 17.0) * (1.0 + share_k);
+  const double small = sqrt((double)d_head) * 0x1p-10, s_q = small * step_q, s_k = small * step_k;
+  return tau * ((e_q * e_k - 1.0) * product + e_q * norm_q * s_k + e_k * norm_k * s_q + s_q * s_k);
 }

@@ -2,7 +2,7 @@
 
 use super::partition::Place;
 use super::results::Results;
-use super::tables::{LayerInput, QkLayer, QkNormInput, QkNormSide, QkSide, above};
+use super::tables::{LayerInput, QkLayer, QkNormInput, QkNormSide, QkSide};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, Kernel, Launch, Stream};
 use crate::error::{Error, Result};
@@ -76,7 +76,7 @@ fn entry(layer: &LayerInput, norm: &QkNormInput, place: &Place) -> QkLayer {
         head: place.q,
         kv: place.kv,
         query_factor: growth.query,
-        rounding_share: [layer.rounding_share.q, layer.rounding_share.k].map(above),
+        rounding_share: growth.rounding_share,
     }
 }
 

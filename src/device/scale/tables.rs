@@ -128,7 +128,7 @@ impl LayerInput {
         Growth {
             logits: above(self.softmax_scale * self.query_factor),
             query: above(self.query_factor),
-            rounding_share: above(self.rounding_share.q.max(self.rounding_share.k)),
+            rounding_share: [self.rounding_share.q, self.rounding_share.k].map(above),
             q: place.q,
             kv: place.kv,
         }
@@ -174,7 +174,8 @@ pub(crate) fn above(x: f64) -> f32 {
 pub(super) struct Growth {
     pub logits: f32,
     pub query: f32,
-    pub rounding_share: f32,
+    /// Of q and k.
+    pub rounding_share: [f32; 2],
     pub q: u32,
     pub kv: u32,
 }
