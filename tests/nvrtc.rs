@@ -171,12 +171,7 @@ fn every_variant_compiles_clean() {
 /// Instructions that a kernel must not be without.
 fn instructions(variant: &Request) -> &'static [&'static str] {
     /// Whose plain loads read what the copy engine brings: the next copy waits for these only behind a fence.
-    const READERS: [sources::Source; 4] = [
-        sources::NORMS,
-        sources::GRAMS_ROUNDED,
-        sources::GRAMS_WIDE,
-        sources::POWER,
-    ];
+    const READERS: [sources::Source; 4] = [sources::NORMS, sources::GRAMS_ROUNDED, sources::GRAMS_WIDE, sources::POWER];
     match variant.source {
         // Products on tensor cores in FP8, copies by the copy engine.
         source if source == sources::ATTENTION => &["QGMMA", "UTMALDG"],

@@ -781,5 +781,8 @@ fn memory_that_runs_out_is_an_error() {
     let engine = engine(&layer);
     engine.plan(&stream()).unwrap();
     assert_eq!(engine.status().read().unwrap()[0], 0);
-    assert_eq!(engine.route(0), Some(if device().arch().compute == 90 { GramRoute::Rounded } else { GramRoute::Generic }));
+    assert_eq!(
+        engine.route(0),
+        Some(if device().arch().compute == 90 { GramRoute::Rounded } else { GramRoute::Generic })
+    );
 }

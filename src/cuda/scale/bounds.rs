@@ -88,7 +88,16 @@ impl Bounds {
                     let own = if kind == RAW_K || kind == SCALED_K { of_k } else { of_q };
                     let (q_row, k_row) = (of_q.stat_row, of_k.stat_row);
                     let parts = (own.first, own.stride, own.count);
-                    Task { kind, result: result as u32, first: parts.0, stride: parts.1, count: parts.2, q_row, k_row, group }
+                    Task {
+                        kind,
+                        result: result as u32,
+                        first: parts.0,
+                        stride: parts.1,
+                        count: parts.2,
+                        q_row,
+                        k_row,
+                        group,
+                    }
                 };
                 tasks.push(task(RAW_K, first_q, k_at + layer * n_kv + kv, skips(group)));
                 for (q, head) in (first_q..first_q + group).zip(layer * n_q + kv * group..) {

@@ -293,7 +293,9 @@ impl Grams {
             let slot = (place.first + part * place.stride) as usize;
             let upper = (0..side).flat_map(|i| (i..side).map(move |j| (i, j)));
             for ((i, j), values) in upper.zip(all.chunks(4096).skip(slot * side * (side + 1) / 2)) {
-                for (row, column) in (i * 64..r.min(i * 64 + 64)).flat_map(|a| (a.max(j * 64)..r.min(j * 64 + 64)).map(move |b| (a, b))) {
+                for (row, column) in
+                    (i * 64..r.min(i * 64 + 64)).flat_map(|a| (a.max(j * 64)..r.min(j * 64 + 64)).map(move |b| (a, b)))
+                {
                     gram[row * r + column] += f64::from(values[row % 64 * 64 + column % 64]);
                 }
             }

@@ -87,7 +87,11 @@ impl Norms {
                 };
                 // With sums it is bound by instructions, and needs every warp that fits.
                 let values = kernel(false, !sums, of_v)?;
-                (kernel(turns, false, all)?, values, tensor_maps(&built.projections, true, &[if columns { 64 } else { r }])?)
+                (
+                    kernel(turns, false, all)?,
+                    values,
+                    tensor_maps(&built.projections, true, &[if columns { 64 } else { r }])?,
+                )
             }
         };
         let (heads, maps) = (device.upload(&heads)?, device.upload(&maps)?);

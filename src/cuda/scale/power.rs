@@ -405,7 +405,8 @@ mod tests {
                 |heads: u32, first_head| Projection { rows: heads * 64, d_head: 64, first_head, ..Zeroable::zeroed() };
             let layer = [side(n_q, 0), side(n_kv, 0), side(n_kv, NO_ROW)];
             // The second layer's results begin past another's of a different kind.
-            let starts = [Starts { sigma: 0, vectors: 0 }, Starts { sigma: n_q as usize + 7, vectors: 64 * n_q as usize + 700 }];
+            let starts =
+                [Starts { sigma: 0, vectors: 0 }, Starts { sigma: n_q as usize + 7, vectors: 64 * n_q as usize + 700 }];
             let [q, k] = blocks(&[layer, layer].concat(), &starts, n_q as usize, n_kv as usize, most);
             for (table, is_k) in [(&q, false), (&k, true)] {
                 let mut next = 0;

@@ -80,9 +80,8 @@ mod tests {
         for (tiles, blocks, whole) in
             [(5u32, 3usize, false), (64, 132, true), (25, 7, true), (1, 4, true), (25, 7, false)]
         {
-            let units: Vec<Unit> = (0..11)
-                .map(|i| Unit { projection: i, first_row: 0, stat_row: 1000 * i, heads: 1 + i % 3 })
-                .collect();
+            let units: Vec<Unit> =
+                (0..11).map(|i| Unit { projection: i, first_row: 0, stat_row: 1000 * i, heads: 1 + i % 3 }).collect();
             let cut = Shares::new(&units, tiles, blocks, 64, 2, whole);
             assert_eq!(cut.starts.len(), blocks + 1);
             let mut seen = vec![vec![0; tiles as usize]; 11];
