@@ -71,13 +71,13 @@ extern "C" __global__ void __launch_bounds__(256)
     }
   }
   const u32 tile_bytes = 128 * (sums ? 20 : 4);
-  u8* own = gains + (size_t)blockIdx.x * tiles * tile_bytes;
+  u8* target = gains + (size_t)blockIdx.x * tiles * tile_bytes;
 #pragma unroll
   for (u32 n = 0; n < 4; n++) {
     const u32 i = blockIdx.y * 1024 + n * 256 + threadIdx.x;
     if (i >= tiles * 128) return;
     const float g = i < p.d_model ? gain(i) * scale : 0.f;
-    u8* tile = own + i / 128 * tile_bytes;
+    u8* tile = target + i / 128 * tile_bytes;
     if (form == SCALED) {
       *(float*)(tile + i % 128 * 4) = g;
       continue;

@@ -275,7 +275,7 @@ __device__ __forceinline__ void multiply(const Segment* segments, const u32* sha
   const u32 lane = threadIdx.x & 31;
   constexpr u32 SLAB = 64 * STEP * 2;
   const u32 other_done = CTAS == 2 ? ptx::map_shared(pipe.done(0), pipe.rank ^ 1) : 0;
-  auto give_back = [&](u32 stage) {
+  auto release_stage = [&](u32 stage) {
     ptx::mbarrier_arrive_if(pipe.done(stage), arrives(lane));
     if (CTAS == 2) ptx::mbarrier_arrive_cluster_if(other_done + stage * 8, arrives(lane));
   };
@@ -314,9 +314,9 @@ __device__ __forceinline__ void multiply(const Segment* segments, const u32* sha
             if constexpr (NARROW) Product<64>::ss<false, false>(narrow, slab(at.narrow_left), slab(at.narrow_right), 1);
           }
         ptx::wgmma_commit();
-        // Given back at once: with few stages the next products may hang on it.
+        // Released at once: with few stages the next products may wait for it.
         ptx::wgmma_wait<0>();
-        give_back(ring.stage);
+        release_stage(ring.stage);
         ring.next();
       }
       if (WIDE) ptx::keep(wide);

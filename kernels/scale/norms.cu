@@ -1,7 +1,7 @@
 // Channel statistics (norms_generic.cu) of 16-bit weights whose rows start at 16 bytes, by the copy engine: a pure read of the
 // weights. Hopper.
 //
-// A block takes one head (macro D_HEAD), 64 input channels at a time, through a ring of its own: small blocks, so that some load
+// A block takes one head (macro D_HEAD), 64 input channels at a time, through its own ring: small blocks, so that some load
 // while others start or end. A warp sums up 16 channels, a lane two pairs of them over eight of the 64 inputs; lanes of one eight
 // share their channels. Sums in f32, every few tiles into a second f32, in a fixed order: same input, same bits.
 #include "ptx/tma.cuh"

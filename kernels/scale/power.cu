@@ -4,7 +4,7 @@
 // The two products of one weight are fused over the model dimension: u = W y is complete for the input channels of a tile,
 // so W^T u starts from the same tile. A warp takes runs of 16 input channels of the tile for both, and u never leaves its registers:
 // the result of the first product has the layout of the second's left operand. Tiles come through the copy engine; the warp
-// that is the last to have read one asks for the next, and nothing in the loop is a barrier of the block. Vectors enter as
+// that is the last to have read one copies the next, and nothing in the loop is a barrier of the block. Vectors enter as
 // three bf16 terms on tensor cores, exact to f32, four or eight at once, so that a K head serves the query heads of its group
 // from one read. The mean of a LayerNorm is a term of rank one, G_effective = G - s s^T / d with s = W^T 1, and s is one more
 // row of the second product. Every warp leaves its part of a head; scale_power_reduce sums them in order.
@@ -87,8 +87,8 @@ __device__ __forceinline__ u32 block_of(u32 items, u32 item, u32 grid) {
   return (u32)((((u64)item + 1) * grid - 1) / items);
 }
 
-// Asks for the tile of `item`, of a head of the table.
-__device__ __forceinline__ void bring(const Step& step, const PowerBlock& block, u32 head, u32 item, u32 to, u32 full) {
+// Copies the tile of `item`, of a head of the table.
+__device__ __forceinline__ void load_tile(const Step& step, const PowerBlock& block, u32 head, u32 item, u32 to, u32 full) {
   const u32 at = (item - head * step.tiles) * TILE;
   ptx::mbarrier_arrive_expect_tx(full, COPIED);
 #pragma unroll
@@ -249,7 +249,7 @@ __device__ void multiply(const Step& step, u32 tiles, u32 terms, u32 full, u32* 
         // The counter runs on: a multiple of the warps is a tile that all have read.
         if ((before + 1) % WARPS == 0 && item + STAGES < last) {
           const u32 ahead = item + STAGES, its = ahead / step.tiles;
-          bring(step, its == head ? block : its == head + 1 ? next_block : entry(step, its), its, ahead,
+          load_tile(step, its == head ? block : its == head + 1 ? next_block : entry(step, its), its, ahead,
                 tiles + ring.stage * TILE_BYTES, full + ring.stage * 8);
         }
       }
@@ -289,11 +289,11 @@ template <bool PACKED> __device__ __forceinline__ void pass(const Step& step) {
   for (u32 head = first / step.tiles + threadIdx.x; head * step.tiles < last; head += THREADS)
     ptx::fence_tensormap_acquire(step.maps + entry(step, head).projection);
   __syncthreads();
-  // The weights do not depend on the launch in front, the vectors do.
+  // The weights do not depend on the previous launch, the vectors do.
   if (threadIdx.x == 0)
     for (u32 i = 0; i < STAGES && first + i < last; i++) {
       const u32 head = (first + i) / step.tiles;
-      bring(step, entry(step, head), head, first + i, tiles + i * TILE_BYTES, full + i * 8);
+      load_tile(step, entry(step, head), head, first + i, tiles + i * TILE_BYTES, full + i * 8);
     }
   ptx::griddepcontrol_wait();
   multiply<PACKED>(step, tiles, terms, full, released, first, last);

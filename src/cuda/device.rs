@@ -114,7 +114,7 @@ impl Device {
     /// If NVRTC is missing, the source does not compile (the message holds the log), or the module does not load.
     pub fn module(&self, source: Source, defines: &[(&'static str, String)]) -> Result<Module> {
         let mut request = Request { source, arch: self.arch, defines: defines.to_vec() };
-        // For racecheck of compute-sanitizer (`kernels/include/scale_ptx.cuh`); slower.
+        // For racecheck of compute-sanitizer (`kernels/scale/ring.cuh`); slower.
         if std::env::var_os("SIGMASCALE_EVERY_LANE").is_some() {
             request = request.define("EVERY_LANE", 1);
         }
