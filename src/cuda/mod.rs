@@ -23,6 +23,7 @@ mod heads;
 mod kernel;
 mod library;
 mod nvrtc;
+mod per_key;
 pub mod policy;
 pub mod scale;
 pub mod sources;

@@ -95,7 +95,9 @@ impl Timed {
             match part {
                 "reorder" if !timed.cast => timed.reorder = true,
                 "reorder" => {
-                    return Err(format!("{text}: the cast writes V in the kernel's layout; fp8+reorder starts without"));
+                    return Err(format!(
+                        "{text}: the cast writes V in the kernel's layout; fp8+reorder starts without"
+                    ));
                 }
                 "rope" => timed.rope = true,
                 "telemetry" => timed.telemetry = true,
