@@ -9,7 +9,7 @@ use sigmascale::stats::{CastStats, LogitStats, StepStats};
 use std::hint::black_box;
 
 fn policies(criterion: &mut Criterion) {
-    let shape = PolicyShape::alike(80, 64, 8);
+    let shape = PolicyShape::uniform(80, 64, 8);
     let operand = OperandBound { exact: 9.0, rounded: 10.0 };
     let head = HeadBounds { rounded: Some(100.0), rank_aware: Some(20.0), ..HeadBounds::default() };
     let bounds = LayerBounds {

@@ -107,7 +107,7 @@ fn peaks(model: ModelKind, seeds: u64) -> Result<()> {
         for seed in 0..seeds {
             let base = LabOptions::new(model);
             let train = TrainOptions { seed, compare: false, ..base.train };
-            let policies = vec![PolicyKind::Geometry];
+            let policies = vec![PolicyKind::Geometry.into()];
             results.push(run(Scenario::LrSpike, &LabOptions { train, mode, policies, ..base })?);
         }
         for tensor in Tensor::ALL {

@@ -41,6 +41,33 @@ __device__ void push(const PolicyTable& p, const PolicyLayer& l, u32 tensor, u32
   if (count < keep) p.counts[pool] = count + 1;
 }
 
+// Adds a step's heads to the slack of a tensor. One warp.
+__device__ void add_slack(const PolicyTable& p, const PolicyLayer& l, u32 tensor, u32 layer) {
+  const double infinity = __longlong_as_double(0x7ff0000000000000ll);
+  double least = infinity, most = 0.0, sum = 0.0;
+  u32 count = 0;
+  for (u32 i = threadIdx.x; i < row_length(l, tensor); i += 32) {
+    const double amax = amax_entry(p, l, tensor, i), bound = bound_entry(p, l, tensor, i);
+    if (!(amax > 0.0 && bound < infinity)) continue;
+    const double slack = bound / amax;
+    least = fmin(least, slack), most = fmax(most, slack), sum += slack, count++;
+  }
+#pragma unroll
+  for (int step = 16; step; step >>= 1) {
+    least = fmin(least, __shfl_xor_sync(0xffffffffu, least, step));
+    most = fmax(most, __shfl_xor_sync(0xffffffffu, most, step));
+    sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    count += __shfl_xor_sync(0xffffffffu, count, step);
+  }
+  if (threadIdx.x != 0 || count == 0) return;
+  SlackWords& all = p.slack[OUTPUT * layer + tensor];
+  const bool first = all.count == 0;
+  all.min = first ? least : fmin(all.min, least);
+  all.max = first ? most : fmax(all.max, most);
+  all.sum = first ? sum : all.sum + sum;
+  all.count += count;
+}
+
 // Takes a burn-in step in; nothing where a value is not finite. Says whether it did.
 __device__ bool burn_in(const PolicyTable& p, const PolicyLayer& l, u32 layer, double* row, double* scratch) {
   bool bad = false;
@@ -68,6 +95,7 @@ __device__ bool burn_in(const PolicyTable& p, const PolicyLayer& l, u32 layer, d
     __syncthreads();
     if (p.pooling != POOL_HEAD && threadIdx.x == 0)
       for (u32 i = 0; i < n; i++) push(p, l, tensor, pool_of(p, l, tensor, layer, i), row[i]);
+    if (threadIdx.x < 32) add_slack(p, l, tensor, layer);
     __syncthreads();
   }
   if (threadIdx.x == 0) p.seen[layer]++;
@@ -203,5 +231,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) policy_restart(const Polic
     p.counts[i] = 0;
   }
   for (u32 layer = threadIdx.x; layer < p.layers; layer += THREADS) p.seen[layer] = 0;
+  for (u32 i = threadIdx.x; i < OUTPUT * p.layers; i += THREADS) p.slack[i].count = 0;
   if (threadIdx.x == 0) *p.restarts = next;
 }

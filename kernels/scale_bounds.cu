@@ -1,121 +1,142 @@
-// Certified largest eigenvalues of the small matrices that a logit bound is made of (include/scale_jobs.cuh), one block a
-// job, for any architecture and d_head.
+// Certified largest eigenvalues of the matrices that logit bounds are made of (include/scale_jobs.cuh), one block a matrix,
+// for any d_head (macro D_HEAD) and device. Contract: `lambdas[task.result]` is never below the exact square of the norm;
+// infinite where a raw norm was skipped; NaN where a value is not finite, with the status set.
+#include "scale_blocks.cuh"
 #include "scale_jobs.cuh"
-#include "scale_spectrum.cuh"
 
 using namespace spectrum;
 
-// This thread's values of a head's Gram: the sum of its parts, in order.
-__device__ __forceinline__ void load_gram(Values (&s)[EACH], const Unit (&units)[EACH], const float* partials, const HeadGram& head) {
-  const u32 g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-#pragma unroll
-  for (u32 e = 0; e < EACH; e++) {
-#pragma unroll
-    for (u32 i = 0; i < 32; i++) s[e].v[i / 16][i / 4 % 4][i % 4] = 0.f;
-    const Unit u = units[e];
-    if (u.weight() == 0.f) continue;
-    const u32 bi = u.row / 64, bj = u.column / 64, block = bi * GRAM_SIDE - bi * (bi - 1) / 2 + bj - bi;
-    const float* from = partials + ((size_t)head.first * GRAM_BLOCKS + block) * 4096 + (u.row % 64 + g) * 64 + u.column % 64 + 2 * t;
-#pragma unroll 1
-    for (u32 part = 0; part < head.count; part++, from += (size_t)head.stride * GRAM_BLOCKS * 4096) {
-#pragma unroll
-      for (u32 m = 0; m < 2; m++)
-#pragma unroll
-        for (u32 n = 0; n < 4; n++)
-#pragma unroll
-          for (u32 h = 0; h < 2; h++) {
-            const float2 v = __ldg((const float2*)(from + (16 * m + 8 * h) * 64 + 8 * n));
-            s[e].v[m][n][2 * h] += v.x, s[e].v[m][n][2 * h + 1] += v.y;
-          }
-    }
+// Estimated slack at which squaring stops, of lambda; a fifth of it is left on average. Raw norms matter only where their product
+// is the smaller bound, which is rare; squarings above 128 channels are expensive.
+constexpr float SCALED_SLACK = N > 128 ? 0.002f : 0.0015f, RAW_SLACK = N > 128 ? 0.002f : 0.003f;
+constexpr float TRACE = 16.f;  // of S: its values are normal numbers of F16
+static_assert(THREADS >= N && SIDE * SIDE * 2 + 1024 <= 132096, "host's numbers");
+
+// What a block knows of its matrix beside the values: registers are short.
+struct Scratch {
+  float factor[SIDE], sum[SIDE];
+  uint2 moments[WARPS];
+  float4 totals_of_warp[WARPS];
+  uint2 ends_of_warp[WARPS];  // bits of the smallest and the largest diagonal entry
+  u32 changed[WARPS];
+  ChainRecord record;
+  Totals totals;
+  float trace, to_trace, added;  // of G + e I; TRACE over it; e TRACE over it
+  float low, high;               // ends of the diagonal of S
+  float slack;                   // at which squaring stops
+  u32 mean;                      // 1: it is to be removed
+};
+
+// The largest eigenvalue of S, positive semidefinite but for rounding, of trace about TRACE; thread 0 has it.
+__device__ __forceinline__ float largest(Values& s, u32 x, Scratch& scratch) {
+  bool finite = true;
+  Moments m = moments<(int)TRACE * 2>(s, scratch.moments, finite, true);
+  if (!finite) return __uint_as_float(0x7fc00000u);
+  // Each thread may have had nearly half a unit of squares.
+  if (m.squares == 0.f) return 1.0001f * (N > 128 ? 0x1p-6f : 0x1p-8f);
+  Chain chain;
+  chain.start(m.trace, m.squares, scratch.low, scratch.high, scratch.record);
+  if (N > 128) {
+    // The bound of the first rounding is too wide for flat spectra of this size: the rounding itself is measured, in units of 2^-53.
+    const float changed = store<true>(s, x, chain.scale, chain.shift) * chain.scale * chain.scale;
+    const u32 units = ptx::warp_sum(__float2uint_rn(changed * 0x1p53f) + 1);
+    const u32 thread = ptx::thread_index();
+    if (thread % 32 == 0) scratch.changed[thread / 32] = units;
+    if (thread == 0)
+      scratch.record.error[0] = 1e-7f + (chain.scale < 1.f ? N * 0x1p-25f : 0.f) + chain.scale * 0x1p-22f * (sqrtf(m.squares) + chain.shift * N);
+  } else {
+    store<false>(s, x, chain.scale, chain.shift);
   }
+#pragma unroll 1
+  for (;;) {
+    square(s, x);
+    m = moments<2>(s, scratch.moments, finite, false);
+    if (!chain.next(m.trace, m.squares, scratch.slack, scratch.record)) break;
+    store<false>(s, x, chain.scale, chain.shift);
+  }
+  if (ptx::thread_index()) return 0.f;
+  if (N > 128) {
+    float changed = 0.f;
+    for (u32 w = 0; w < WARPS; w++) changed += (float)scratch.changed[w] * 0x1p-53f;
+    scratch.record.error[0] += 1.0001f * sqrtf(changed);
+  }
+  return chain.certificate(m.trace, m.squares, scratch.record);
 }
 
-// About 100 registers a thread, where a block leaves room for several.
-constexpr u32 SHARING = N > 160 ? 1 : 65536 / 100 / THREADS;
-
-extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
-    scale_bounds(const Job* jobs, const HeadGram* heads, const float* partials, const ChannelStats* stats, Shape shape,
-                 double* lambdas, u64* leans, u32* status) {
-  extern __shared__ u8 x[];
-  // Zeros behind the end, where units that do not exist look.
-  __shared__ __align__(16) float factor[SIDE + 32], sum[SIDE + 32];
-  __shared__ float4 scratch[3][WARPS];
-  __shared__ u32 longest;
-  if (threadIdx.x == 0) longest = 0;
-  __syncthreads();
-  const Job job = jobs[blockIdx.x];
-  if (shape.asked && !worthwhile(leans, job.kind, job.result, shape)) {
-    if (threadIdx.x == 0) lambdas[job.result] = unasked();
+extern "C" __global__ void __launch_bounds__(THREADS, !HOPPER || N > 128 ? 1 : N > 64 ? 4 : 6)
+    scale_bounds(const Task* tasks, const float* partials, const float* matrices, const Product* products, const ChannelStats* stats,
+                 Shape shape, double* lambdas, u32* status) {
+  extern __shared__ u8 memory[];
+  __shared__ __align__(16) Scratch scratch;
+  const Task task = tasks[blockIdx.x];
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
+  const bool product = task.kind == PRODUCT;
+  if (task.group && skips_raw(task, stats, shape)) {
+    if (threadIdx.x == 0) lambdas[task.result] = __longlong_as_double(0x7ff0000000000000ll);
     return;
   }
-  const bool leans_on = leans && job.scaled(), mean = shape.mean && job.scaled();
-  Unit units[EACH];
-#pragma unroll
-  for (u32 e = 0; e < EACH; e++) units[e] = unit(e);
-  Values s[EACH];
-  const HeadGram of_q = heads[job.q], of_k = heads[job.k];
-  load_gram(s, units, partials, job.of_q() ? of_q : of_k);
-  if (threadIdx.x < 32) factor[SIDE + threadIdx.x] = sum[SIDE + threadIdx.x] = 0.f;
-  Totals totals = {0.f, 0.f, 0.f, 0.f};
-  for (u32 i = threadIdx.x; i < SIDE; i += THREADS) {
-    Channel own = {};
-    if (i < N) own = channel_of(i, known_of(i, job, of_q, of_k, stats, shape), job, shape);
-    factor[i] = own.factor, sum[i] = own.sum;
-    totals.trace += own.trace, totals.raw += own.raw, totals.lost += own.lost, totals.mean += own.mean;
-    atomicMax(&longest, __float_as_uint(own.longest));  // not negative, so that their bits are in order
-  }
+  Values s;
   {
-    const float3 a = block_sums({totals.trace, totals.raw, totals.lost}, scratch[0]);
-    const float3 b = block_sums({totals.mean, 0.f, 0.f}, scratch[1]);
-    totals = {a.x, a.y, a.z, b.x};
-  }
-  const float added = totals.added(shape), trace = totals.trace + N * added;
-  float result = trace == 0.f ? 0.f : __uint_as_float(0x7fc00000u);
-  Lean lean = {result, result};
-  if (trace > 0.f && trace < 3e38f) {
-    const float unit = 1.f / trace, per = mean ? 1.f / shape.d_model : 0.f;
-    const u32 g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
+    // A thread a channel.
+    const u32 i = threadIdx.x;
+    Channel own = {};
+    if (product) own = {1.f, 0.f, products[task.first].trace * (1.f / N), 0.f, 0.f, 0.f};
+    else if (i < N) own = channel_of(i, task, stats, shape);
+    if (i >= N) own = {};
+    // Its loads overlap the statistics where registers allow it.
+    if (N <= 128) load(s, product ? matrices : partials, task.first, task.stride, task.count);
+    if (i < SIDE) scratch.factor[i] = own.factor, scratch.sum[i] = own.sum;
+    const u32 bits = __float_as_uint(own.trace);  // not negative, so in order
+    const u32 least = __reduce_min_sync(0xffffffffu, i < N ? product ? 0 : bits : 0x7f800000u);
+    const u32 most = __reduce_max_sync(0xffffffffu, product ? 0 : bits);
 #pragma unroll
-    for (u32 e = 0; e < EACH; e++) {
-      // Rows beyond the head hold anything.
-      if (N % 64) each(s[e], units[e], [&](float& v, u32 i, u32 j) { v = i < N && j < N ? v : 0.f; });
-#pragma unroll
-      for (u32 n = 0; n < 4; n++) {
-        const u32 j = units[e].column + 8 * n + 2 * c;
-        const float2 right = *(const float2*)(factor + j), mean_right = *(const float2*)(sum + j);
-#pragma unroll
-        for (u32 m = 0; m < 2; m++)
-#pragma unroll
-          for (u32 h = 0; h < 2; h++) {
-            const u32 i = units[e].row + 16 * m + 8 * h + g;
-            const float left = factor[i] * unit;
-            float &low = s[e].v[m][n][2 * h], &high = s[e].v[m][n][2 * h + 1];
-            if (mean) {
-              const float mean_left = sum[i] * per;
-              low -= mean_left * mean_right.x, high -= mean_left * mean_right.y;
-            }
-            low *= left * right.x, high *= left * right.y;
-          }
-      }
-      diagonal(s[e], units[e], [&](float& v, u32 i, bool on) { v += on && i < N ? added * unit : 0.f; });
+    for (int step = 16; step; step >>= 1) {
+      own.trace += __shfl_xor_sync(0xffffffffu, own.trace, step), own.raw += __shfl_xor_sync(0xffffffffu, own.raw, step);
+      own.lost += __shfl_xor_sync(0xffffffffu, own.lost, step), own.mean += __shfl_xor_sync(0xffffffffu, own.mean, step);
     }
-    const float top = largest(s, units, x, OPEN);
-    if (leans_on) {
-      float3 sums = {0.f, 0.f, 0.f};
-#pragma unroll
-      for (u32 e = 0; e < EACH; e++)
-        diagonal(s[e], units[e], [&](float& x, u32 i, bool on) {
-          if (on && i < N) sums.x += slope_of(x, factor[i], i, shape), sums.y += x;
-        });
-      sums = block_sums(sums, scratch[2]);
-      lean.slope = sums.x * inverse(sums.y);
-    }
-    result = top == 0.f ? 0.f : exact_lambda(__fmul_ru(top, trace), totals, shape);
-    if (result == 0.f) lean = {0.f, 0.f};
-    else lean.room = room_of(result, __uint_as_float(longest));
+    if (i % 32 == 0)
+      scratch.totals_of_warp[i / 32] = make_float4(own.trace, own.raw, own.lost, own.mean), scratch.ends_of_warp[i / 32] = make_uint2(least, most);
+    __syncthreads();
   }
-  if (threadIdx.x) return;
-  if (leans_on) put_lean(leans, job, shape, lean.slope, lean.room);
-  put_lambda(lambdas + job.result, result, status);
+  if (N > 128) load(s, product ? matrices : partials, task.first, task.stride, task.count);
+  if (ptx::thread_index() == 0) {
+    Totals t = {};
+    uint2 ends = scratch.ends_of_warp[0];
+#pragma unroll 1
+    for (u32 w = 0; w < SIDE / 32; w++) {
+      const float4 of_warp = scratch.totals_of_warp[w];
+      t.trace += of_warp.x, t.raw += of_warp.y, t.lost += of_warp.z, t.mean += of_warp.w;
+      ends.x = min(ends.x, scratch.ends_of_warp[w].x), ends.y = max(ends.y, scratch.ends_of_warp[w].y);
+    }
+    const float added = t.added(shape), trace = t.trace + N * added, to_trace = TRACE * rcp_approx(trace);
+    scratch.totals = t, scratch.trace = trace, scratch.to_trace = to_trace, scratch.added = added * to_trace;
+    scratch.low = __uint_as_float(ends.x) * to_trace, scratch.high = __uint_as_float(ends.y) * to_trace;
+    scratch.slack = task.kind == RAW_Q || task.kind == RAW_K ? RAW_SLACK : SCALED_SLACK, scratch.mean = shape.mean && task.scaled();
+  }
+  __syncthreads();
+  float top = scratch.trace <= 0.f ? 0.f : __uint_as_float(0x7fc00000u);
+  if (scratch.trace > 0.f && scratch.trace < 3e38f) {
+    if (N % 64) clear_outside(s);
+    if (scratch.mean) {
+      const float per = 1.f / shape.d_model;
+      for_each(s, [&](float& low, float& high, u32 row, u32 column) {
+        const float2 right = *(const float2*)(scratch.sum + column);
+        const float left = scratch.sum[row] * per;
+        low -= left * right.x, high -= left * right.y;
+      });
+    }
+    for_each(s, [&](float& low, float& high, u32 row, u32 column) {
+      const float2 right = *(const float2*)(scratch.factor + column);
+      const float left = scratch.factor[row] * scratch.to_trace;
+      low *= left * right.x, high *= left * right.y;
+    });
+    for_diagonal(s, [&](float& v, u32 i, bool on) { v += on && i < N ? scratch.added : 0.f; });
+    const u32 x = (ptx::shared_address(memory) + 1023) & ~1023u;
+    top = __fmul_ru(largest(s, x, scratch), scratch.trace / TRACE);
+  }
+  if (ptx::thread_index()) return;
+  const Task own = tasks[ptx::block_index()];
+  if (own.kind == PRODUCT) put_product(lambdas + own.result, products[own.first], top, status);
+  else put_lambda(lambdas + own.result, scratch.trace == 0.f ? 0.0 : exact_lambda(top, scratch.totals, shape), status);
 }

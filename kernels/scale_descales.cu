@@ -1,60 +1,58 @@
-// Operand descales of every layer from the channel statistics: (B + A/32) / 448 with
+// Operand descales of every layer from the channel statistics: (B + share A) / 448 with
 //   B = sqrt(d) ||w_c|| + |c_c|,  A = sqrt(d) ||diag(g) w_c|| + sum |beta_i w_i| + |b_c|;
 // under rotation a pair's spectral norm and hypotenuses take the place of a channel's. One block a layer and projection, a warp a
-// head; q takes the largest of the query heads that share a KV head, times the largest factor on it; o is twice v. NaN stays NaN and sets the status.
-// The bounds themselves go to `operand_bounds`, [layer][q, k, v][n_kv].
+// head; q takes the largest of the query heads that share a KV head, times the largest factor on it; o is twice v. NaN stays NaN
+// and sets the status.
+// The bounds themselves go to `operand_bounds`, [layer][q, k, v][n_kv]; descales to `heads`, [layer][q, k, v, o][n_kv], and the
+// largest of each to `tensors`, [layer][q, k, v, o]: of the whole model, whose layers may differ.
 #include "common/descale.cuh"
+#include "ptx/launch.cuh"
+#include "ptx/math.cuh"
 #include "scale_types.cuh"
 
 struct Layer {
   u32 q_row, k_row, v_row;     // first statistics row of each projection; 0xffffffff: v has no bound
   u32 n_q, n_kv, d_head, d_model;
-  u32 rotary, interleaved, flags;
-  u32 raw_pairs;               // bit 0, 1: the pair products of q, k still hold the mean
-  u32 out;                     // first entry of this layer in `heads`: [4][n_kv], q k v o
+  u32 rotary, interleaved;
+  u32 layer, kv;               // number of the layer, and of its first KV head, in the model: where its results go
   float rope_factor;           // on rotated channels (YaRN)
   u32 normalised;              // 1: q and k go by `scale_qk_norm`
   float query_factor;          // largest factor on q behind rotation and norms, rounded up
-  u32 pad;
+  float rounding_share[3];     // of A, of q, k and v, rounded up
 };
-static_assert(sizeof(Layer) == 64, "host mirror");
+static_assert(sizeof(Layer) == 68, "host mirror");
 
 // Relative error of a bound computed in f32: eight roundings of at most 2^-24, and statistics that come from the Grams,
 // whose sums on tensor cores were seen to be 2e-6 low.
 constexpr float ROUNDING = 0x1p-18f;
-__device__ __forceinline__ float larger(float a, float b) { return a != a ? a : (b != b ? b : fmaxf(a, b)); }
+using ptx::max_nan;
 
-// B + A/32 of pair p of the head whose rows start at `row`.
-__device__ float pair_bound(const ChannelStats* s, const Layer& l, u32 p, u32 rotary, bool raw_pair) {
+// B + share A of pair p of the head whose rows start at `row`.
+__device__ float pair_bound(const ChannelStats* s, const Layer& l, float share, u32 p, u32 rotary) {
   u32 a, b;
   pair_channels(p, rotary, l.interleaved, a, b);
   const ChannelStats x = s[a], y = s[b];
   const float root = sqrtf((float)l.d_model);
   const float ax = root * sqrtf(x.raw2) + x.absolute, ay = root * sqrtf(y.raw2) + y.absolute;
   if (p >= rotary / 2) {
-    const float bx = root * sqrtf(x.norm2) + fabsf(x.constant) + ax * 0.03125f;
-    const float by = root * sqrtf(y.norm2) + fabsf(y.constant) + ay * 0.03125f;
-    return larger(bx, by);
+    const float bx = root * sqrtf(x.norm2) + fabsf(x.constant) + ax * share;
+    const float by = root * sqrtf(y.norm2) + fabsf(y.constant) + ay * share;
+    return max_nan(bx, by);
   }
-  float m = x.pair;
-  if (raw_pair && (l.flags & HAS_MEAN)) m -= x.sum * y.sum / (float)l.d_model;
   const float mid = 0.5f * (x.norm2 + y.norm2), off = 0.5f * (x.norm2 - y.norm2);
-  const float sigma = sqrtf(mid + sqrtf(off * off + m * m));
+  const float sigma = sqrtf(mid + sqrtf(off * off + x.pair * x.pair));
   const float bound = root * sigma + sqrtf(x.constant * x.constant + y.constant * y.constant);
-  return l.rope_factor * (bound + sqrtf(ax * ax + ay * ay) * 0.03125f);
+  return l.rope_factor * (bound + sqrtf(ax * ax + ay * ay) * share);
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
     scale_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, float* operand_bounds,
-                   u32* status, u32 behind, u32 values_late) {
+                   u32* status) {
   extern __shared__ float bounds[];  // one a head of this projection
   const Layer l = layers[blockIdx.x];
   const u32 which = blockIdx.y;
-  // `behind`: the launch in front left the statistics as they were, and what comes next reads these alone ahead of its own wait.
-  // `values_late`: but those of V, which a launch beside it makes.
-  if (!behind) wait_for_previous();
-  let_next_start();
-  if (values_late && which == 2) wait_for_previous();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   if (l.normalised && which < 2) return;
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = l.d_head / 2;
   const u32 first = which == 0 ? l.q_row : which == 1 ? l.k_row : l.v_row;
@@ -64,35 +62,34 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     float bound = 0.f;
     if (first != 0xffffffffu)
       for (u32 i = lane; i < half; i += 32)
-        bound = larger(bound, pair_bound(stats + first + (size_t)head * l.d_head, l, i, rotary, l.raw_pairs >> which & 1));
+        bound = max_nan(bound, pair_bound(stats + first + (size_t)head * l.d_head, l, layers[blockIdx.x].rounding_share[which], i, rotary));
 #pragma unroll
-    for (int step = 16; step; step >>= 1) bound = larger(bound, __shfl_xor_sync(0xffffffffu, bound, step));
+    for (int step = 16; step; step >>= 1) bound = max_nan(bound, __shfl_xor_sync(0xffffffffu, bound, step));
     if (lane == 0) bounds[head] = bound;
   }
-  if (behind) wait_for_previous();
   __syncthreads();
   if (warp) return;
   float most = 0.f, most_o = 0.f;
   for (u32 head = lane; head < l.n_kv; head += 32) {
     float bound = 0.f;
-    for (u32 g = 0; g < group; g++) bound = larger(bound, bounds[head * group + g]);
+    for (u32 g = 0; g < group; g++) bound = max_nan(bound, bounds[head * group + g]);
     if (which == 0) bound *= l.query_factor;
     bound += bound * ROUNDING;
     if (!(bound < 3e38f)) bound = __uint_as_float(0x7fc00000u), atomicOr(status, STATUS_NON_FINITE_WEIGHT);
     const float descale = smallest_descale(bound, 448.0);
-    operand_bounds[(blockIdx.x * 3 + which) * l.n_kv + head] = bound;
-    heads[l.out + which * l.n_kv + head] = descale;
+    operand_bounds[3 * l.kv + which * l.n_kv + head] = bound;
+    heads[4 * l.kv + which * l.n_kv + head] = descale;
     const float o = bound == 0.f ? 1.f : 2.f * descale;
-    if (which == 2) heads[l.out + 3 * l.n_kv + head] = o;
-    most = larger(most, descale), most_o = larger(most_o, o);
+    if (which == 2) heads[4 * l.kv + 3 * l.n_kv + head] = o;
+    most = max_nan(most, descale), most_o = max_nan(most_o, o);
   }
   // One descale a tensor: the largest of its heads.
 #pragma unroll
   for (int step = 16; step; step >>= 1) {
-    most = larger(most, __shfl_xor_sync(0xffffffffu, most, step));
-    most_o = larger(most_o, __shfl_xor_sync(0xffffffffu, most_o, step));
+    most = max_nan(most, __shfl_xor_sync(0xffffffffu, most, step));
+    most_o = max_nan(most_o, __shfl_xor_sync(0xffffffffu, most_o, step));
   }
   if (lane) return;
-  tensors[blockIdx.x * 4 + which] = most;
-  if (which == 2) tensors[blockIdx.x * 4 + 3] = most_o;
+  tensors[l.layer * 4 + which] = most;
+  if (which == 2) tensors[l.layer * 4 + 3] = most_o;
 }

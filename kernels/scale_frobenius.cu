@@ -9,8 +9,9 @@
 // sides are balanced for what I adds, which is then small beside every pair; it meets the diagonal alone, where it adds
 //   l_Q tr G_K + l_K tr G_Q + r l_Q l_K.
 // The bound bounds sigma over every position too, and is the sharpest one where few directions carry a head over uneven
-// channels: a plan takes it there. Elsewhere it leaves early, since no term is below 0: before it reads a Gram where the
-// diagonal blocks, tr x tr y / 2 at least, pass what the eigenvalues certified, and after any round that does.
+// channels: a plan takes it there. Elsewhere a block returns before it reads a Gram: no term is below 0, and the diagonal blocks,
+// tr x tr y / 2 at least, pass what the eigenvalues certified.
+#include "ptx/launch.cuh"
 #include "scale_segments.cuh"
 
 struct FrobeniusShape {
@@ -97,19 +98,19 @@ __device__ __forceinline__ double2 lengths(const float (&x)[4]) {
   return make_double2(sum * sum + skew * skew, less * less + both * both);
 }
 
-// EVERY: to `norms`, of every head. Otherwise to the plan, where the bound is the sharpest one: `lambdas` are what
+// EVERY: to `to`, of every head. Otherwise to the plan, where the bound is the sharpest one: `lambdas` are what
 // `scale_bounds` certified, with room for one square a head behind them.
 template <bool EVERY>
 __device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGram* heads, const float* partials,
-                                          const ChannelStats* stats, double* lambdas, HeadFrobenius* norms) {
+                                          const ChannelStats* stats, double* lambdas, HeadFrobenius* to) {
   __shared__ double channel_parts[7][WARPS], parts[6][WARPS];
   __shared__ Side q, k;
   const u32 layer = blockIdx.x / s.n_q, h = blockIdx.x % s.n_q, kv = h / (s.n_q / s.n_kv), first = layer * (s.n_q + s.n_kv);
   const u32 pairs = s.r / 2, half = s.rotary / 2, thread = threadIdx.x;
   const HeadGram of_q = heads[first + h], of_k = heads[first + s.n_q + kv];
   const double turned = (double)s.rope_factor * s.rope_factor;
-  if (!EVERY) let_next_start();
-  // Statistics are complete before a block of the bounds lets anything start.
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   double of_channels[7] = {};
   if (thread < pairs) {
     u32 c[2];
@@ -132,13 +133,11 @@ __device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGra
   to_parts(of_channels, channel_parts);
 
   const u32 all_q = s.layers * s.n_q;
-  double limit = 0.0;
   double* result = nullptr;
   if (!EVERY) {
-    wait_for_previous();
     double* scaled = lambdas + all_q + s.layers * s.n_kv + blockIdx.x;
     result = scaled + 2 * all_q;
-    limit = fmin(lambdas[blockIdx.x] * lambdas[all_q + layer * s.n_kv + kv], scaled[0] * scaled[all_q]);
+    const double limit = fmin(lambdas[blockIdx.x] * lambdas[all_q + layer * s.n_kv + kv], scaled[0] * scaled[all_q]);
     if (!(sum_of(channel_parts[6]) < limit)) {
       if (thread == 0) *result = __longlong_as_double(0x7ff0000000000000ll);
       return;
@@ -152,16 +151,7 @@ __device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGra
   // The bound, ||G_Q||_F^2, ||G_K||_F^2, tr G_Q, tr G_K, F^2.
   double sums[6] = {};
 #pragma unroll 1
-  for (u32 tile = warp; tile - warp < tiles; tile += WARPS) {
-    if (!EVERY && tile > warp) {
-      double so_far[1] = {sums[0]};
-      to_parts(so_far, parts);
-      if (!(sum_of(parts[0]) < limit)) {
-        if (thread == 0) *result = __longlong_as_double(0x7ff0000000000000ll);
-        return;
-      }
-    }
-    if (tile >= tiles) continue;
+  for (u32 tile = warp; tile < tiles; tile += WARPS) {
     u32 row = 0, column = tile;
     while (column >= across - row) column -= across - row, row++;
     column += row;
@@ -220,17 +210,18 @@ __device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGra
   else {
     const double norm = sum_of(parts[5]);
     // Not by fmax, which drops a NaN.
-    norms[blockIdx.x] = {(float)sqrt(norm < 0.0 ? 0.0 : norm), __double2float_ru(sqrt(square < 0.0 ? 0.0 : square))};
+    *to = {(float)sqrt(norm < 0.0 ? 0.0 : norm), __double2float_ru(sqrt(square < 0.0 ? 0.0 : square))};
   }
 }
 
 // Squares of the bound behind the eigenvalues of a plan; infinite where another is sharper.
 extern "C" __global__ void __launch_bounds__(THREADS, 5)
-    scale_frobenius_bound(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats, double* lambdas) {
+    scale_frobenius_bound(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats, const u32*, double* lambdas) {
   frobenius<false>(s, heads, partials, stats, lambdas, nullptr);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-    scale_frobenius(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats, HeadFrobenius* norms) {
-  frobenius<true>(s, heads, partials, stats, nullptr, norms);
+    scale_frobenius(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats,
+                    const u32* first_heads, HeadFrobenius* norms) {
+  frobenius<true>(s, heads, partials, stats, nullptr, norms + first_heads[blockIdx.x / s.n_q] + blockIdx.x % s.n_q);
 }

@@ -1,58 +1,37 @@
-// Prepared gains of every projection for the Gram kernels, a block of bytes for every 128 input channels, padded with zeros.
+// Prepared gains of every projection for the Gram kernels, a block of bytes for every 128 input channels, padded with zeros; of V
+// none.
 // With s a power of two of the projection, by `form`:
 //   SCALED   s g in f32, for scale_grams_wgmma.cu
-//   PIECES   (s g)^2 as hi + lo in the type of the weights, in the order of the fragments of scale_grams_pieces.cu: within
+//   SPLIT    (s g)^2 as hi + lo in the type of the weights, in the order of the fragments of scale_grams_pieces.cu: within
 //            2^-17 in bf16, exact for gains in bf16; rounded up in f16, which has few exponents
-//   COLUMNS  and after them the columns of a right operand: s g in three pieces, beta in three, |beta| in two (bf16)
+//   COLUMNS  and after them the columns of a right operand: s g in three terms, beta in three, |beta| in two (bf16)
 //
-// s brings the largest of 256 sampled values of s g w near 1, so that f16 holds all of them. Where pieces are f16, it brings
+// s brings the largest of 256 sampled values of s g w near 1, so that f16 holds all of them. Where terms are f16, it brings
 // the largest gain^2 times the largest sampled weight near 2^10, so that products, their low parts and what rounding leaves of
 // them stay among the normal values. 1 where these are zero or not finite.
 // `scales` is (s, sum of 2^-49 / (hi + lo)): what f16 values below the normal ones may lose. A block a projection.
+#include "ptx/convert.cuh"
 #include "scale_types.cuh"
 
-enum : u32 { SCALED = 0, PIECES = 1, COLUMNS = 2 };
-constexpr u32 NO_HEAD = 0xffffffff;  // of V
+enum : u32 { SCALED = 0, SPLIT = 1, COLUMNS = 2 };
 
 __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
-__device__ __forceinline__ float bf16_value(u16 v) { return __uint_as_float((u32)v << 16); }
-__device__ __forceinline__ u16 bf16_nearest(float v) {
-  u16 d;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(v));
-  return d;
-}
 __device__ __forceinline__ u16 bf16_above(float v) {
-  const u16 d = bf16_nearest(v);
-  return bf16_value(d) < v ? (v > 0.f ? d + 1 : d - 1) : d;
-}
-__device__ __forceinline__ u16 f16_nearest(float v) {
-  u16 d;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(v));
-  return d;
-}
-__device__ __forceinline__ u16 f16_above(float v) {
-  u16 d;
-  asm("cvt.rp.f16.f32 %0, %1;" : "=h"(d) : "f"(v));
-  return d;
+  const u16 d = ptx::bf16_nearest(v);
+  return ptx::f32_from_bf16(d) < v ? (v > 0.f ? d + 1 : d - 1) : d;
 }
 
-// Blocks (projection, 1024 input channels). `apart`: those of V are for scale_values.cu, in f32 as they are. `status`: where not
-// null, cleared for the launches behind this one.
+// Blocks (projection, 1024 input channels). `status`: where not null, cleared for the launches after this one.
 extern "C" __global__ void __launch_bounds__(256)
-    scale_gains(const Projection* projections, u8* gains, float2* scales, u32 tiles, u32 form, u32 apart, u32* status) {
+    scale_gains(const Projection* projections, u8* gains, float2* scales, u32 tiles, u32 form, u32* status) {
   __shared__ u32 most, widest;
   __shared__ float lost[8];
   let_next_start();
   if (status && blockIdx.x + blockIdx.y + threadIdx.x == 0) *status = 0;
   const Projection p = projections[blockIdx.x];
+  if (p.first_head == NO_HEAD) return;
   const bool f16 = p.dtype == DTYPE_F16 && form != SCALED, sums = form == COLUMNS;
   auto gain = [&](u32 k) { return p.gain ? load_value(p.gain, p.vector_dtype, k) + p.gain_offset : 1.f; };
-  if (apart && p.first_head == NO_HEAD) {
-    float* own = (float*)gains + (size_t)blockIdx.x * tiles * 128;
-    for (u32 i = blockIdx.y * 1024 + threadIdx.x; i < min(blockIdx.y * 1024 + 1024, tiles * 128); i += 256)
-      own[i] = i < p.d_model ? gain(i) : 0.f;
-    return;
-  }
   if (threadIdx.x == 0) most = widest = 0;
   __syncthreads();
   // Spread over all rows and, by the golden section, over the model dimension.
@@ -79,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(256)
     float slack = 0.f;
     if (f16)
       for (u32 i = threadIdx.x; i < p.d_model; i += 256) {
-        const float whole = square(gain(i) * scale), hi = f16_value(f16_nearest(whole)), both = hi + f16_value(f16_above(whole - hi));
+        const float whole = square(gain(i) * scale), hi = ptx::f32_from_f16(ptx::f16_nearest(whole)), both = hi + ptx::f32_from_f16(ptx::f16_above(whole - hi));
         slack += both > 0.f ? 0x1p-49f / both : 0.f;
       }
 #pragma unroll
@@ -107,9 +86,9 @@ extern "C" __global__ void __launch_bounds__(256)
     const float whole = square(g);
     u16 hi, lo;
     if (f16) {
-      hi = f16_nearest(whole), lo = f16_above(whole - f16_value(hi));
+      hi = ptx::f16_nearest(whole), lo = ptx::f16_above(whole - ptx::f32_from_f16(hi));
     } else {
-      hi = bf16_nearest(whole), lo = bf16_nearest(whole - bf16_value(hi));
+      hi = ptx::bf16_nearest(whole), lo = ptx::bf16_nearest(whole - ptx::f32_from_bf16(hi));
     }
     *(u16*)(tile + step * 64 + at * 16 + half) = hi;
     *(u16*)(tile + step * 64 + at * 16 + 8 + half) = lo;
@@ -118,14 +97,14 @@ extern "C" __global__ void __launch_bounds__(256)
       auto column = [&](u32 n, u16 v) { *(u16*)(tile + 512 + step * 256 + i / 8 % 2 * 128 + n * 16 + i % 8 * 2) = v; };
       auto three = [&](u32 n, float v) {
 #pragma unroll
-        for (u32 piece = 0; piece < 3; piece++) {
-          const u16 part = bf16_nearest(v);
-          column(n + piece, part), v -= bf16_value(part);
+        for (u32 term = 0; term < 3; term++) {
+          const u16 part = ptx::bf16_nearest(v);
+          column(n + term, part), v -= ptx::f32_from_bf16(part);
         }
       };
       three(0, g), three(3, shift);
-      const u16 top = bf16_nearest(fabsf(shift));
-      column(6, top), column(7, bf16_above(fabsf(shift) - bf16_value(top)));
+      const u16 top = ptx::bf16_nearest(fabsf(shift));
+      column(6, top), column(7, bf16_above(fabsf(shift) - ptx::f32_from_bf16(top)));
     }
   }
 }

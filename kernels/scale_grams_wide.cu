@@ -1,15 +1,19 @@
 // Gram matrices and channel norms as scale_grams_wgmma makes them, where that has no room: heads of more than 128 channels,
-// and f32 weights. Stored [out, in]. Macros D_HEAD, WEIGHTS (type), NORMS. Hopper.
+// and f32 weights. Stored [out, in]. Macros D_HEAD, WEIGHTS (type). Hopper.
 //
-// Two rings of shared memory: weights as they come, rows of 128 bytes, and y = f16(s g w) in pieces of 32 input channels. A
-// head of more than 128 channels belongs to a pair of blocks: each converts every second run of input channels and sends its
-// pieces to the other, so that a weight is read and converted once, and each multiplies half of the 64 x 64 blocks of the
+// Two rings of shared memory: weights as they come, rows of 128 bytes, and y = f16(s g w) in slices of 32 input channels. A
+// head of more than 128 channels belongs to a cluster of two blocks: each converts every second run of input channels and sends
+// its slices to the other, so that a weight is read and converted once, and each multiplies half of the 64 x 64 blocks of the
 // upper triangle. Roles of a block: two warpgroups multiply, two or three convert, a warp copies, a warp sends.
 //
 // What rounding to f16 changed is measured, value by value: sigma(exact) <= sigma(y) + (sum delta_i^2)^1/2. Every 256 input
 // channels an accumulator t is split, t = bf16(t) + rest: the rest stays where it is, so a sum costs half a register more and
 // not a whole one. That adds 256 2^-24 2^-8 |t| to the error of the next 256: (256 + 2 d/256) 2^-24 tr G in norm altogether.
-#include "scale_cluster.cuh"
+#include "pair_sums.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "ring.cuh"
 #include "scale_segments.cuh"
 
 #ifndef D_HEAD
@@ -17,9 +21,6 @@
 #endif
 #ifndef WEIGHTS  // 0: bf16, 1: f16, 2: f32
 #define WEIGHTS 0
-#endif
-#ifndef NORMS  // 0: channel norms come from another kernel
-#define NORMS 1
 #endif
 
 constexpr u32 N = D_HEAD;
@@ -29,16 +30,16 @@ constexpr u32 HEADS = N > 64 ? 1 : 2;                      // of a tile, 64 rows
 constexpr u32 SLABS = HEADS == 2 ? 2 : (N + 63) / 64;      // 64 channels each
 constexpr u32 BLOCKS = HEADS == 2 ? 1 : SLABS * (SLABS + 1) / 2;
 constexpr u32 ROWS = SLABS * 64;
-constexpr u32 STEP = 32;                                   // input channels of a piece
-constexpr u32 STEPS = F32 ? 1 : 2;                         // pieces of a raw stage
+constexpr u32 STEP = 32;                                   // input channels of a slice
+constexpr u32 STEPS = F32 ? 1 : 2;                         // slices of a raw stage
 constexpr u32 RAW_STAGES = SLABS == 4 ? 3 : SLABS == 3 ? 4 : 8, STAGES = SLABS == 4 ? 3 : SLABS == 3 ? 4 : 6;
-constexpr u32 RAW_BYTES = ROWS * 128, PIECE_BYTES = ROWS * STEP * 2, STAGE_BYTES = CTAS * PIECE_BYTES;
+constexpr u32 RAW_BYTES = ROWS * 128, SLICE_BYTES = ROWS * STEP * 2, STAGE_BYTES = CTAS * SLICE_BYTES;
 constexpr u32 GAIN_BYTES = STEPS * STEP * 4;
 constexpr u32 FLUSH = 256 / (CTAS * STEP);                 // stages
 constexpr u32 HALF = N / 2, PAIRS = HEADS * HALF, GROUPS = (PAIRS + 31) / 32;
 constexpr u32 AT_ONCE = GROUPS == 3 ? 3 : GROUPS == 1 ? 1 : 2, TASKS = GROUPS / AT_ONCE;  // groups of 32 pairs that the block, a warp takes
 constexpr u32 CONVERTERS = AT_ONCE * 4, MULTIPLIERS = 8;   // warps
-constexpr u32 MEETING_BYTES = 4 * 5 * GROUPS * 32 * 4;
+typedef PairSums<4, GROUPS * 32> Scratch;
 constexpr u32 THREADS = 32 * (MULTIPLIERS + CONVERTERS + 4);
 
 // Registers a thread: at the start, of the two multiplying warpgroups, of the converting ones.
@@ -46,96 +47,81 @@ constexpr int START = 65536 / THREADS / 8 * 8;
 constexpr int FIRST = SLABS == 4 ? 168 : 136, SECOND = SLABS == 4 ? 120 : 88, COPYING = 32;
 constexpr int SPARE = (int)(START * (THREADS / 128) - FIRST - SECOND - COPYING) / (int)AT_ONCE / 8 * 8, CONVERTING = SPARE < 128 ? SPARE : 128;
 
-constexpr bool EARLY = !F32 && NORMS && !(SLABS == 4 && PAIRS % 32);  // registers allow all loads before the first sum
+constexpr bool EARLY = !F32 && !(SLABS == 4 && PAIRS % 32);  // registers allow all loads before the first sum
 
-// Shared memory. Barriers: a raw stage is full, is used; an own piece is made; a stage is ready for products, is done with.
-struct Pipeline {
+// Shared memory. Barriers: a raw stage is full, is used; a slice is made; a stage is ready for products, is done with.
+struct Stages {
   u32 base, rank;
-  __device__ __forceinline__ Pipeline() {
+  __device__ __forceinline__ Stages() {
     extern __shared__ u8 shared[];
     base = (ptx::shared_address(shared) + 1023) & ~1023u, rank = CTAS == 2 ? ptx::cluster_rank() : 0;
   }
   static constexpr u32 STAGES_AT = RAW_STAGES * RAW_BYTES, GAINS_AT = STAGES_AT + STAGES * STAGE_BYTES;
-  static constexpr u32 MEETING_AT = GAINS_AT + RAW_STAGES * GAIN_BYTES, BARRIERS_AT = MEETING_AT + MEETING_BYTES;
+  static constexpr u32 SCRATCH_AT = GAINS_AT + RAW_STAGES * GAIN_BYTES, BARRIERS_AT = SCRATCH_AT + Scratch::BYTES;
   static constexpr u32 BYTES = BARRIERS_AT + (2 * RAW_STAGES + 3 * STAGES) * 8;
   __device__ __forceinline__ u32 raw(u32 stage) const { return base + stage * RAW_BYTES; }
-  __device__ __forceinline__ u32 piece(u32 stage) const { return base + STAGES_AT + stage * STAGE_BYTES + (CTAS == 2 ? rank * PIECE_BYTES : 0); }
+  __device__ __forceinline__ u32 slice(u32 stage) const { return base + STAGES_AT + stage * STAGE_BYTES + (CTAS == 2 ? rank * SLICE_BYTES : 0); }
   __device__ __forceinline__ u32 operands(u32 stage) const { return base + STAGES_AT + stage * STAGE_BYTES; }
   __device__ __forceinline__ u32 gains(u32 stage) const { return base + GAINS_AT + stage * GAIN_BYTES; }
-  __device__ __forceinline__ u32 meeting() const { return base + MEETING_AT; }
+  __device__ __forceinline__ Scratch scratch() const { return {base + SCRATCH_AT}; }
   __device__ __forceinline__ u32 full(u32 stage) const { return base + BARRIERS_AT + stage * 8; }
   __device__ __forceinline__ u32 used(u32 stage) const { return base + BARRIERS_AT + (RAW_STAGES + stage) * 8; }
   __device__ __forceinline__ u32 made(u32 stage) const { return base + BARRIERS_AT + (2 * RAW_STAGES + stage) * 8; }
   __device__ __forceinline__ u32 ready(u32 stage) const { return base + BARRIERS_AT + (2 * RAW_STAGES + STAGES + stage) * 8; }
   __device__ __forceinline__ u32 done(u32 stage) const { return base + BARRIERS_AT + (2 * RAW_STAGES + 2 * STAGES + stage) * 8; }
 };
-static_assert(1024 + Pipeline::BYTES <= 227 * 1024, "shared memory");
-template <u32 COUNT> struct Ring {
-  u32 stage = 0, phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == COUNT) stage = 0, phase ^= 1;
-  }
-};
+static_assert(1024 + Stages::BYTES <= 227 * 1024, "shared memory");
 
-__device__ void load_tiles(const Segment* segments, const u32* shares, u64 maps, const float* gains, u32 gain_tiles) {
-  const Pipeline pipe;
+// A warpgroup's registers a thread, from START on.
+template <int COUNT> __device__ __forceinline__ void set_registers() {
+  if constexpr (COUNT > START) ptx::setmaxnreg_inc<COUNT>();
+  if constexpr (COUNT < START) ptx::setmaxnreg_dec<COUNT>();
+}
+
+__device__ void load_tiles(const Segment* segments, const u32* shares, const TensorMap* maps, const float* gains, u32 gain_tiles) {
+  const Stages pipe;
   const u32 begin = shares[blockIdx.x / CTAS], end = shares[blockIdx.x / CTAS + 1];
   Ring<RAW_STAGES> at;
   for (u32 s = begin; s < end; s++) {
     const Segment segment = segments[s];
-    const u64 map = maps + segment.projection * 128ull;
-    ptx::take_map(map);
+    const TensorMap* map = maps + segment.projection;
+    ptx::fence_tensormap_acquire(map);
     const float* gain = gains + (size_t)segment.projection * gain_tiles * 128;
     for (u32 tile = segment.first; tile < segment.last; tile++, at.next()) {
       const u32 full = pipe.full(at.stage), k = (tile * CTAS + pipe.rank) * STEP * STEPS;
-      ptx::barrier_wait(pipe.used(at.stage), at.phase ^ 1);
-      ptx::barrier_expect(full, HEADS * N * 128 + GAIN_BYTES);
-      ptx::copy_bytes(pipe.gains(at.stage), gain + k, GAIN_BYTES, full);
+      ptx::mbarrier_wait(pipe.used(at.stage), at.phase ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, HEADS * N * 128 + GAIN_BYTES);
+      ptx::bulk_load(pipe.gains(at.stage), gain + k, GAIN_BYTES, full);
 #pragma unroll
       for (u32 h = 0; h < HEADS; h++)
-        ptx::copy_tile(pipe.raw(at.stage) + h * 64 * 128, map, k, segment.first_row + h * N, full);
+        ptx::tma_load_2d(pipe.raw(at.stage) + h * 64 * 128, map, full, k, segment.first_row + h * N);
     }
   }
 }
 
-// Own pieces to the other block; the one that multiplies rows 64 on has no use for those before.
-__device__ void send_pieces(const Segment* segments, const u32* shares) {
-  const Pipeline pipe;
+// This block's slices to the other; the one that multiplies rows 64 on has no use for those before.
+__device__ void send_slices(const Segment* segments, const u32* shares) {
+  const Stages pipe;
   const u32 begin = shares[blockIdx.x / CTAS], end = shares[blockIdx.x / CTAS + 1];
   Ring<STAGES> at;
   const u32 other = pipe.rank ^ 1, skipped = other ? 64 * STEP * 2 : 0, expected = (pipe.rank ? N - 64 : N) * STEP * 2;
   for (u32 s = begin; s < end; s++) {
     const Segment segment = segments[s];
-    if (segment.heads == 0) continue;
     for (u32 step = 0; step < (segment.last - segment.first) * STEPS; step++, at.next()) {
-      const u32 ready = pipe.ready(at.stage), from = pipe.piece(at.stage) + skipped;
-      ptx::barrier_wait(pipe.made(at.stage), at.phase);
-      ptx::barrier_expect(ready, expected);
-      ptx::send(ptx::at_rank(from, other), from, N * STEP * 2 - skipped, ptx::at_rank(ready, other));
+      const u32 ready = pipe.ready(at.stage), from = pipe.slice(at.stage) + skipped;
+      ptx::mbarrier_wait(pipe.made(at.stage), at.phase);
+      ptx::mbarrier_arrive_expect_tx(ready, expected);
+      ptx::bulk_copy_to_block(ptx::map_shared(from, other), from, N * STEP * 2 - skipped, ptx::map_shared(ready, other));
     }
   }
-}
-
-__device__ __forceinline__ uint4 load16(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
-__device__ __forceinline__ float load4(u32 address) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
-  return v;
-}
-__device__ __forceinline__ void store4(u32 address, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
 // Eight input channels of one channel.
 struct Run {
   uint4 raw[F32 ? 2 : 1];
   __device__ __forceinline__ void load(u32 address) {
-    raw[0] = load16(address);
-    if (F32) raw[F32 ? 1 : 0] = load16(address ^ 16);
+    raw[0] = ptx::ld_shared_v4(address);
+    if (F32) raw[F32 ? 1 : 0] = ptx::ld_shared_v4(address ^ 16);
   }
   __device__ __forceinline__ void get(float (&v)[8]) const {
     if (F32) {
@@ -156,27 +142,25 @@ __device__ __forceinline__ void store_f16(u32 address, const float (&z)[8], floa
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed[i]) : "f"(z[2 * i + 1]), "f"(z[2 * i]));
+    packed[i] = ptx::f16x2(z[2 * i], z[2 * i + 1]);
     const float low = z[2 * i] - f16_value((u16)packed[i]), high = z[2 * i + 1] - f16_value((u16)(packed[i] >> 16));
     sum += low * low, sum += high * high;
   }
   lost += sum;
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
-               : "memory");
+  ptx::st_shared_v4(address, packed[0], packed[1], packed[2], packed[3]);
 }
 
-// y into this block's pieces, and sums over the segment for every channel. A lane one pair of channels, a warp eight input
-// channels of each piece: gains are the same for all lanes, and neighbouring channels lie in different banks.
+// y into this block's slices, and sums over the segment for every channel. A lane one pair of channels, a warp eight input
+// channels of each slice: gains are the same for all lanes, and neighbouring channels lie in different banks.
 __device__ void convert(const Segment* segments, const u32* shares, const Projection* projections,
                         const float2* scales, ChannelPart* parts) {
-  const Pipeline pipe;
+  const Stages pipe;
   const u32 begin = shares[blockIdx.x / CTAS], end = shares[blockIdx.x / CTAS + 1];
   const u32 lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - MULTIPLIERS, chunk = warp & 3, group = warp >> 2;
   Ring<RAW_STAGES> from;
   Ring<STAGES> to;
   for (u32 s = begin; s < end; s++) {
     const Segment segment = segments[s];
-    const bool gram = segment.heads > 0;
     // Without rotation any two may be a pair: the halves, whose banks do not collide.
     const u32 rotated = projections[segment.projection].rotary, rotary = rotated ? rotated : N;
     const bool interleaved = rotated && projections[segment.projection].interleaved;
@@ -193,9 +177,9 @@ __device__ void convert(const Segment* segments, const u32* shares, const Projec
         raw[t][i] = r * 128 + (((F32 ? 2 * chunk : chunk) ^ (r & 7)) << 4);
       }
     }
-    float norm[TASKS][2] = {}, dot[TASKS] = {}, lost[TASKS][2] = {};
+    float sums[TASKS][5] = {};  // norms of both, their product, what rounding took from both
     for (u32 tile = segment.first; tile < segment.last; tile++, from.next()) {
-      ptx::barrier_wait(pipe.full(from.stage), from.phase);
+      ptx::mbarrier_wait(pipe.full(from.stage), from.phase);
       const u32 source = pipe.raw(from.stage);
       Run run[TASKS][2];
       auto load = [&](u32 t, u32 step) {
@@ -208,10 +192,10 @@ __device__ void convert(const Segment* segments, const u32* shares, const Projec
 #pragma unroll
           for (u32 t = 0; t < TASKS; t++) load(t, step);
         const u32 gains = pipe.gains(from.stage) + (step * STEP + chunk * 8) * 4;
-        const uint4 low = load16(gains), high = load16(gains + 16);
+        const uint4 low = ptx::ld_shared_v4(gains), high = ptx::ld_shared_v4(gains + 16);
         const u32 g[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        const u32 target = pipe.piece(to.stage);
-        if (gram) ptx::barrier_wait(pipe.done(to.stage), to.phase ^ 1);
+        const u32 target = pipe.slice(to.stage);
+        ptx::mbarrier_wait(pipe.done(to.stage), to.phase ^ 1);
 #pragma unroll
         for (u32 t = 0; t < TASKS; t++) {
           if (!EARLY) load(t, step);
@@ -219,57 +203,39 @@ __device__ void convert(const Segment* segments, const u32* shares, const Projec
           run[t][0].get(z[0]), run[t][1].get(z[1]);
 #pragma unroll
           for (int i = 0; i < 8; i++) z[0][i] *= __uint_as_float(g[i]), z[1][i] *= __uint_as_float(g[i]);
-          if (NORMS) {
-            float sum[2] = {};
+          float sum[3] = {};
 #pragma unroll
-            for (int i = 0; i < 8; i++) sum[0] += z[0][i] * z[0][i], sum[1] += z[1][i] * z[1][i];
-            norm[t][0] += sum[0], norm[t][1] += sum[1];
-          }
-          if (gram) {
-            if (NORMS) {
-              float product = 0.f;
+          for (int i = 0; i < 8; i++) sum[0] += z[0][i] * z[0][i], sum[1] += z[1][i] * z[1][i], sum[2] += z[0][i] * z[1][i];
 #pragma unroll
-              for (int i = 0; i < 8; i++) product += z[0][i] * z[1][i];
-              dot[t] += product;
-            }
+          for (u32 i = 0; i < 3; i++) sums[t][i] += sum[i];
 #pragma unroll
-            for (u32 i = 0; i < 2; i++)  // lanes past the last pair have another's channels, and leave nothing
-              if (PAIRS % 32 == 0 || (group + t * AT_ONCE) * 32 + lane < PAIRS) store_f16(target + (raw[t][i] >> 7 << 6) + (chunk << 4 ^ (raw[t][i] >> 4 & 0x30)), z[i], lost[t][i]);
-          }
+          for (u32 i = 0; i < 2; i++)  // lanes past the last pair have another's channels, and leave nothing
+            if (PAIRS % 32 == 0 || (group + t * AT_ONCE) * 32 + lane < PAIRS) store_f16(target + (raw[t][i] >> 7 << 6) + (chunk << 4 ^ (raw[t][i] >> 4 & 0x30)), z[i], sums[t][3 + i]);
         }
-        if (gram) {
-          ptx::hand_over(CTAS == 2 ? pipe.made(to.stage) : pipe.ready(to.stage), lane);
-          to.next();
-        }
+        release(CTAS == 2 ? pipe.made(to.stage) : pipe.ready(to.stage), lane);
+        to.next();
       }
-      if (!gram) ptx::async_fence();
       __syncwarp();
-      ptx::barrier_arrive_if(pipe.used(from.stage), ptx::arrives(lane));
+      ptx::mbarrier_arrive_if(pipe.used(from.stage), arrives(lane));
     }
-    // The four warps of a pair meet in shared memory.
+    // The four warps of a pair.
 #pragma unroll
-    for (u32 t = 0; t < TASKS; t++) {
-      const float mine[5] = {norm[t][0], norm[t][1], dot[t], lost[t][0], lost[t][1]};
-#pragma unroll
-      for (u32 i = 0; i < 5; i++) store4(pipe.meeting() + ((chunk * 5 + i) * GROUPS * 32 + (group + t * AT_ONCE) * 32 + lane) * 4, mine[i]);
-    }
-    asm volatile("bar.sync 1, %0;" ::"n"(CONVERTERS * 32) : "memory");
+    for (u32 t = 0; t < TASKS; t++) pipe.scratch().put(chunk, (group + t * AT_ONCE) * 32 + lane, sums[t]);
+    ptx::named_barrier_sync<1, CONVERTERS * 32>();
     const float scale = scales[segment.projection].x, back = 1.f / (scale * scale);
 #pragma unroll
     for (u32 t = 0; t < TASKS; t++) {
       const u32 pair = (group + t * AT_ONCE) * 32 + lane;
       if (chunk != 0 || pair >= PAIRS) continue;
-      float total[5] = {};
-      for (u32 c = 0; c < 4; c++)
-#pragma unroll
-        for (u32 i = 0; i < 5; i++) total[i] += load4(pipe.meeting() + ((c * 5 + i) * GROUPS * 32 + pair) * 4);
+      float total[5];
+      pipe.scratch().get(pair, total);
       ChannelPart* out = parts + (segment.stat + (CTAS == 2 ? pipe.rank * 256 : 0) + pair / HALF * N);
       u32 a, b;
       pair_channels(pair % HALF, rotary, interleaved, a, b);
       *(float4*)(out + a) = make_float4(total[0] * back, total[2] * back, total[3] * back, 0.f);
       *(float4*)(out + b) = make_float4(total[1] * back, total[2] * back, total[4] * back, 0.f);
     }
-    asm volatile("bar.sync 1, %0;" ::"n"(CONVERTERS * 32) : "memory");
+    ptx::named_barrier_sync<1, CONVERTERS * 32>();
   }
 }
 
@@ -278,7 +244,7 @@ template <int COUNT> __device__ __forceinline__ void fold(float (&acc)[COUNT], u
 #pragma unroll
   for (int i = 0; i < COUNT / 2; i++) {
     const float low = acc[2 * i] + bf16_low(sum[i]), high = acc[2 * i + 1] + bf16_high(sum[i]);
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(sum[i]) : "f"(high), "f"(low));
+    sum[i] = ptx::bf16x2(low, high);
     acc[2 * i] = low - bf16_low(sum[i]), acc[2 * i + 1] = high - bf16_high(sum[i]);
   }
 }
@@ -299,69 +265,70 @@ struct Products {
   u32 narrow_left, narrow_right, narrow_block;
 };
 
+template <int N> using Product = ptx::Wgmma<ptx::Operand::F16, N>;
+
 template <bool WIDE, bool NARROW>
 __device__ __forceinline__ void multiply(const Segment* segments, const u32* shares, const float2* scales, float* partials,
                                          const Products& at) {
-  const Pipeline pipe;
+  const Stages pipe;
   const u32 begin = shares[blockIdx.x / CTAS], end = shares[blockIdx.x / CTAS + 1];
   const u32 lane = threadIdx.x & 31;
   constexpr u32 SLAB = 64 * STEP * 2;
-  const u32 other_done = CTAS == 2 ? ptx::at_rank(pipe.done(0), pipe.rank ^ 1) : 0;
-  auto release = [&](u32 stage) {
-    ptx::barrier_arrive_if(pipe.done(stage), ptx::arrives(lane));
-    if (CTAS == 2) ptx::cluster_arrive_if(other_done + stage * 8, ptx::arrives(lane));
+  const u32 other_done = CTAS == 2 ? ptx::map_shared(pipe.done(0), pipe.rank ^ 1) : 0;
+  auto give_back = [&](u32 stage) {
+    ptx::mbarrier_arrive_if(pipe.done(stage), arrives(lane));
+    if (CTAS == 2) ptx::mbarrier_arrive_cluster_if(other_done + stage * 8, arrives(lane));
   };
-  float wide[WIDE ? 2 : 1][WIDE ? 32 : 2], narrow[NARROW ? 32 : 2];
-  u32 wide_sum[WIDE ? 2 : 1][WIDE ? 16 : 1], narrow_sum[NARROW ? 16 : 1];
+  float wide[WIDE ? 64 : 2], narrow[NARROW ? 32 : 2];
+  u32 wide_sum[WIDE ? 32 : 1], narrow_sum[NARROW ? 16 : 1];
   Ring<STAGES> ring;
   for (u32 s = begin; s < end; s++) {
     const Segment segment = segments[s];
-    if (segment.heads == 0) continue;
 #pragma unroll
-    for (int i = 0; i < (WIDE ? 64 : 2); i++) wide[i / 32][i % 32] = 0.f, wide_sum[i / 32][i % 32 / 2] = 0;
+    for (int i = 0; i < (WIDE ? 64 : 2); i++) wide[i] = 0.f, wide_sum[i / 2] = 0;
 #pragma unroll
     for (int i = 0; i < (NARROW ? 32 : 2); i++) narrow[i] = 0.f, narrow_sum[i / 2] = 0;
     const u32 stages = (segment.last - segment.first) * STEPS;
     for (u32 first = 0; first < stages; first += FLUSH) {
       const u32 count = min(FLUSH, stages - first);
       for (u32 t = 0; t < count; t++) {
-        ptx::barrier_wait(pipe.ready(ring.stage), ring.phase);
+        ptx::mbarrier_wait(pipe.ready(ring.stage), ring.phase);
         // The same in all lanes, and said so: what is made of it is made once a warp.
         const u32 stage = __shfl_sync(0xffffffffu, pipe.operands(ring.stage), 0);
-        if (WIDE) ptx::keep_all(wide[0]), ptx::keep_all(wide[WIDE]);
-        if (NARROW) ptx::keep_all(narrow);
+        if (WIDE) ptx::keep(wide);
+        if (NARROW) ptx::keep(narrow);
         ptx::wgmma_fence();
 #pragma unroll
-        for (u32 piece = 0; piece < CTAS; piece++)
+        for (u32 slice = 0; slice < CTAS; slice++)
 #pragma unroll
           for (u32 k = 0; k < 2; k++) {
-            const u64 base = ptx::narrow_operand(stage) + (piece * PIECE_BYTES + k * 32) / 16;
-            const u64 left = base + at.left * (SLAB / 16), right = base + at.right * (SLAB / 16);
-            if constexpr (WIDE && START >= 96) ptx::wgmma_f16_64x128x16(wide, left, right);
+            // Rows of 64 bytes, a slab of 64 rows after the other.
+            const u64 base = ptx::wgmma_advance(ptx::wgmma_descriptor(stage, 512, 512, ptx::Swizzle::B64), slice * SLICE_BYTES + k * 32);
+            auto slab = [&](u32 i) { return base + i * (SLAB / 16); };
+            if constexpr (WIDE && START >= 96) Product<128>::ss<false, false>(wide, slab(at.left), slab(at.right), 1);
             // The larger product asks for more registers than a thread starts with.
             if constexpr (WIDE && START < 96) {
-              ptx::wgmma_f16_64x64x16<false>(wide[0], left, right, 1);
-              ptx::wgmma_f16_64x64x16<false>(wide[1], left, right + SLAB / 16, 1);
+              Product<64>::ss<false, false>(*(float(*)[32])wide, slab(at.left), slab(at.right), 1);
+              Product<64>::ss<false, false>(*(float(*)[32])(wide + 32), slab(at.left), slab(at.right) + SLAB / 16, 1);
             }
-            if constexpr (NARROW)
-              ptx::wgmma_f16_64x64x16<false>(narrow, base + at.narrow_left * (SLAB / 16), base + at.narrow_right * (SLAB / 16), 1);
+            if constexpr (NARROW) Product<64>::ss<false, false>(narrow, slab(at.narrow_left), slab(at.narrow_right), 1);
           }
         ptx::wgmma_commit();
         // Given back at once: with few stages the next products may hang on it.
         ptx::wgmma_wait<0>();
-        release(ring.stage);
+        give_back(ring.stage);
         ring.next();
       }
-      if (WIDE) ptx::keep_all(wide[0]), ptx::keep_all(wide[WIDE]);
-      if (NARROW) ptx::keep_all(narrow);
-      if constexpr (WIDE) fold(wide[0], wide_sum[0]), fold(wide[1], wide_sum[1]);
+      if (WIDE) ptx::keep(wide);
+      if (NARROW) ptx::keep(narrow);
+      if constexpr (WIDE) fold(wide, wide_sum);
       if constexpr (NARROW) fold(narrow, narrow_sum);
     }
     const float scale = scales[segment.projection].x, back = 1.f / (scale * scale);
     float* out = partials + (size_t)segment.slot * BLOCKS * 4096;
     if constexpr (WIDE) {
-      store_block(out + at.block * 4096, wide[0], wide_sum[0], back);
-      store_block(out + (at.block + 1) * 4096, wide[1], wide_sum[1], back);
+      store_block(out + at.block * 4096, wide, wide_sum, back);
+      store_block(out + (at.block + 1) * 4096, wide + 32, wide_sum + 16, back);
     }
     if constexpr (NARROW)
       if (HEADS == 1 || at.narrow_block < segment.heads) store_block(out + at.narrow_block * 4096, narrow, narrow_sum, back);
@@ -375,23 +342,26 @@ extern "C" __global__ void
 __cluster_dims__(2, 1, 1)
 #endif
 __launch_bounds__(THREADS, 1)
-    scale_grams_wide(const Segment* segments, const u32* shares, const Projection* projections, u64 maps, const float* gains,
-                     const float2* scales, u32 gain_tiles, float* partials, ChannelPart* parts) {
+    scale_grams_wide(const Segment* segments, const Projection* projections, float* partials, const u32* shares,
+                     const TensorMap* maps, const float* gains, const float2* scales, u32 gain_tiles, ChannelPart* parts,
+                     ChannelStats*) {
   if (threadIdx.x == 0) {
-    const Pipeline pipe;
-    for (u32 s = 0; s < RAW_STAGES; s++) ptx::barrier_init(pipe.full(s), 1), ptx::barrier_init(pipe.used(s), CONVERTERS * ptx::ARRIVALS);
+    const Stages pipe;
+    for (u32 s = 0; s < RAW_STAGES; s++) ptx::mbarrier_init(pipe.full(s), 1), ptx::mbarrier_init(pipe.used(s), CONVERTERS * ARRIVALS);
     for (u32 s = 0; s < STAGES; s++) {
-      ptx::barrier_init(pipe.made(s), CONVERTERS * ptx::ARRIVALS);
-      ptx::barrier_init(pipe.ready(s), CTAS == 2 ? 1 : CONVERTERS * ptx::ARRIVALS);
-      ptx::barrier_init(pipe.done(s), CTAS * MULTIPLIERS * ptx::ARRIVALS);
+      ptx::mbarrier_init(pipe.made(s), CONVERTERS * ARRIVALS);
+      ptx::mbarrier_init(pipe.ready(s), CTAS == 2 ? 1 : CONVERTERS * ARRIVALS);
+      ptx::mbarrier_init(pipe.done(s), CTAS * MULTIPLIERS * ARRIVALS);
     }
-    ptx::barrier_init_fence();
+    ptx::fence_mbarrier_init();
   }
   if (CTAS == 2) ptx::cluster_sync();
   else __syncthreads();
-  const u32 group = threadIdx.x / 128, rank = Pipeline().rank;
+  wait_for_previous();
+  let_next_start();
+  const u32 group = threadIdx.x / 128, rank = Stages().rank;
   if (group == 0) {
-    ptx::set_registers<START, FIRST>();
+    set_registers<FIRST>();
     // Block 0 has the first row of blocks, and with four slabs the last; block 1 the rest.
     if constexpr (SLABS == 4)
       multiply<true, true>(segments, shares, scales, partials,
@@ -401,7 +371,7 @@ __launch_bounds__(THREADS, 1)
     else
       multiply<false, true>(segments, shares, scales, partials, {0, 0, 0, 0, 0, 0});
   } else if (group == 1) {
-    ptx::set_registers<START, SECOND>();
+    set_registers<SECOND>();
     if constexpr (SLABS == 4)
       multiply<true, false>(segments, shares, scales, partials,
                             rank ? Products{2, 2, block_of(2, 2), 0, 0, 0} : Products{0, 2, block_of(0, 2), 0, 0, 0});
@@ -410,12 +380,12 @@ __launch_bounds__(THREADS, 1)
     else
       multiply<false, true>(segments, shares, scales, partials, {0, 0, 0, 1, 1, block_of(1, 1)});
   } else if (group < THREADS / 128 - 1) {
-    ptx::set_registers<START, CONVERTING>();
+    set_registers<CONVERTING>();
     convert(segments, shares, projections, scales, parts);
   } else {
-    ptx::set_registers<START, COPYING>();
+    set_registers<COPYING>();
     if (threadIdx.x % 128 == 0) load_tiles(segments, shares, maps, gains, gain_tiles);
-    if (CTAS == 2 && threadIdx.x % 128 == 32) send_pieces(segments, shares);
+    if (CTAS == 2 && threadIdx.x % 128 == 32) send_slices(segments, shares);
   }
   // Neither block leaves while the other may still reach its memory.
   if (CTAS == 2) ptx::cluster_sync();

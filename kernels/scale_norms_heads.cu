@@ -4,7 +4,9 @@
 // A block takes one head (macro D_HEAD), 64 input channels at a time, through a ring of its own: small blocks, so that some load
 // while others start or end. A warp sums up 16 channels, a lane two pairs of them over eight of the 64 inputs; lanes of one eight
 // share their channels. Sums in f32, every few tiles into a second f32, in a fixed order: same input, same bits.
-#include "scale_ptx.cuh"
+#include "ptx/tma.cuh"
+#include "ring.cuh"
+#include "scale_types.cuh"
 
 #ifndef D_HEAD
 #define D_HEAD 64
@@ -24,6 +26,9 @@
 #ifndef VECTORS  // type of gain, shift and bias
 #define VECTORS 2
 #endif
+#ifndef BESIDE  // 1: one block a multiprocessor, with half of its shared memory; the rest is for kernels that run beside it
+#define BESIDE 0
+#endif
 
 constexpr u32 N = D_HEAD, WARPS = (N + 15) / 16, THREADS = WARPS * 32;
 constexpr u32 TILE = 64;                                   // input channels
@@ -35,8 +40,8 @@ constexpr u32 QUANTITIES = SUMS ? 4 : 1, VALUES = 4 * QUANTITIES + 2 * TURNS;
 // As many blocks a multiprocessor as registers and three stages of each allow, and as many stages as there is shared memory for.
 constexpr u32 SHARED = 227 * 1024, APART = 2304, STAGE = TILE_BYTES + 2 * VECTOR_BYTES + 16;
 constexpr u32 FITTING = 65536 / (THREADS * (SUMS ? 82 : 64)), HELD = SHARED / (3 * STAGE + APART);
-constexpr u32 FEWER = FITTING < HELD ? FITTING : HELD, BLOCKS = FEWER < 1 ? 1 : FEWER > 16 ? 16 : FEWER;
-constexpr u32 FILLED = (SHARED / BLOCKS - APART) / STAGE, STAGES = FILLED < 6 ? FILLED : 6;
+constexpr u32 FEWER = FITTING < HELD ? FITTING : HELD, BLOCKS = BESIDE || FEWER < 1 ? 1 : FEWER > 16 ? 16 : FEWER;
+constexpr u32 FILLED = (SHARED / (BESIDE ? 2 : BLOCKS) - APART) / STAGE, STAGES = FILLED < 6 ? FILLED : 6;
 static_assert(STAGES >= 3, "a ring");
 
 struct Shared {
@@ -45,13 +50,8 @@ struct Shared {
   u64 full[STAGES], empty[STAGES];
 };
 
-extern "C" __constant__ int SHARED_BYTES = sizeof(Shared) + 1024;
+extern "C" __constant__ int SHARED_BYTES = BESIDE ? SHARED / 2 + 1024 : sizeof(Shared) + 1024;
 extern "C" __constant__ int BLOCK_THREADS = THREADS;
-
-// A head: of a projection, and where its channels begin.
-struct HeadPlace {
-  u32 projection, first_row;
-};
 
 // Eight values of a vector.
 __device__ __forceinline__ void vector8(const u8* from, float (&v)[8]) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ float value_of(u32 word, u32 upper) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    scale_norms_heads(const Projection* projections, const HeadPlace* heads, u64 maps, u32 d, ChannelStats* stats) {
+    scale_norms_heads(const Projection* projections, const HeadPlace* heads, const TensorMap* maps, u32 d, ChannelStats* stats) {
   extern __shared__ u8 room[];
   // The swizzle goes by addresses.
   Shared& shared = *(Shared*)(room + (1024 - ptx::shared_address(room) % 1024) % 1024);
@@ -84,18 +84,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
   auto load = [&](u32 tile) {
     const u32 stage = tile % STAGES, barrier = full + stage * 8, k = tile * TILE, vector = min(TILE, d - k) * VECTOR_SIZE;
-    ptx::barrier_expect(barrier, COPIED + (gain ? vector : 0) + (shift ? vector : 0));
-    const u64 map = maps + head.projection * 128ull;
+    ptx::mbarrier_arrive_expect_tx(barrier, COPIED + (gain ? vector : 0) + (shift ? vector : 0));
 #pragma unroll
     for (u32 b = 0; b < BOXES; b++)
-      ptx::copy_tile(ptx::shared_address(shared.tiles[stage]) + b * 8192, map, ALONG_CHANNELS ? head.first_row + b * 64 : k, ALONG_CHANNELS ? k : head.first_row, barrier);
-    if (gain) ptx::copy_bytes(ptx::shared_address(shared.vectors[stage][0]), (const u8*)gain + k * VECTOR_SIZE, vector, barrier);
-    if (shift) ptx::copy_bytes(ptx::shared_address(shared.vectors[stage][1]), (const u8*)shift + k * VECTOR_SIZE, vector, barrier);
+      ptx::tma_load_2d(ptx::shared_address(shared.tiles[stage]) + b * 8192, maps + head.projection, barrier, ALONG_CHANNELS ? head.first_row + b * 64 : k, ALONG_CHANNELS ? k : head.first_row);
+    if (gain) ptx::bulk_load(ptx::shared_address(shared.vectors[stage][0]), (const u8*)gain + k * VECTOR_SIZE, vector, barrier);
+    if (shift) ptx::bulk_load(ptx::shared_address(shared.vectors[stage][1]), (const u8*)shift + k * VECTOR_SIZE, vector, barrier);
   };
   if (threadIdx.x == 0) {
-    for (u32 s = 0; s < STAGES; s++) ptx::barrier_init(full + s * 8, 1), ptx::barrier_init(empty + s * 8, WARPS * ptx::ARRIVALS);
-    ptx::barrier_init_fence();
-    ptx::take_map(maps + head.projection * 128ull);
+    for (u32 s = 0; s < STAGES; s++) ptx::mbarrier_init(full + s * 8, 1), ptx::mbarrier_init(empty + s * 8, WARPS * ARRIVALS);
+    ptx::fence_mbarrier_init();
+    ptx::fence_tensormap_acquire(maps + head.projection);
     for (u32 tile = 0; tile < min(STAGES, tiles); tile++) load(tile);
   }
   __syncthreads();
@@ -123,9 +122,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   // and least where both are alike.
   u32 deep = 1;
   while (16 * deep * deep < tiles) deep *= 2;
-  u32 stage = 0, phase = 0;
-  for (u32 tile = 0; tile < tiles; tile++) {
-    ptx::barrier_wait(full + stage * 8, phase);
+  Ring<STAGES> ring;
+  for (u32 tile = 0; tile < tiles; tile++, ring.next()) {
+    const u32 stage = ring.stage;
+    ptx::mbarrier_wait(full + stage * 8, ring.phase);
     const u8* weights = shared.tiles[stage];
     // Inputs: eight neighbours; or every eighth.
     if (ALONG_CHANNELS || tile * TILE + eight * 8 < d) {
@@ -181,16 +181,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
       }
     }
-    ptx::hand_over(empty + stage * 8, lane);
+    release(empty + stage * 8, lane);
     // The tile before this one has been read by every warp, or will be soon.
     if (threadIdx.x == 0 && tile > 0 && tile - 1 + STAGES < tiles) {
-      ptx::barrier_wait(empty + (tile - 1) % STAGES * 8, (tile - 1) / STAGES & 1);
+      ptx::mbarrier_wait(empty + (tile - 1) % STAGES * 8, (tile - 1) / STAGES & 1);
       load(tile - 1 + STAGES);
     }
     if (((tile + 1) & (deep - 1)) == 0)
 #pragma unroll
       for (u32 i = 0; i < VALUES; i++) totals[i] += sums[i], sums[i] = 0.f;
-    if (++stage == STAGES) stage = 0, phase ^= 1;
   }
 #pragma unroll
   for (u32 i = 0; i < VALUES; i++) {
@@ -216,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     // |sum| is at most (d raw2)^1/2, and errs by as much of that.
     const double inverse = 1.0 / d;
     norm2 -= (double)sum * sum * inverse, lost += 2.f * depth * fabsf(sum) * sqrtf(raw2 * (float)inverse);
-    if (!p.raw_pairs) pair -= (double)sum * (SUMS ? mine(4, eight ^ 1) : 0.f) * inverse;
+    pair -= (double)sum * (SUMS ? mine(4, eight ^ 1) : 0.f) * inverse;
     norm2 = norm2 < 0.0 ? 0.0 : norm2;
   }
   const float bias = p.bias ? load_value(p.bias, VECTORS, channel) : 0.f;

@@ -1,13 +1,14 @@
 // The end of the chain, a warp a query head: certified eigenvalues and channel statistics to the logit bound and its
-// descale. And channel statistics read off the Grams, where the norm has neither mean nor shift.
+// descale. And the sums of channel statistics that the Gram pass left in parts.
 //
 //   certain = tau [d sigma + sqrt(d) (||a|| + ||b||) + |c0|],   rounded = certain + tau [(1 + e)^2 - 1] N_Q N_K + subnormals,
-//   N = sqrt(d) sigma_raw + ||c'||, c' the constants with absolute values, 1 + e = (1 + 1/17)(1 + 1/32), descale = rounded / (eta 448).
+//   N = sqrt(d) sigma_raw + ||c'||, c' the constants with absolute values, 1 + e = (1 + 1/17)(1 + share), descale = rounded / (eta 448).
 // Under rotation sigma is the smallest of the scaled product, sigma_Q sigma_K and the Frobenius bound, and the constants go pair by
 // pair. Without constants, and with the mean kept, d times the scaled product may take the place of N_Q N_K too
 // (src/bound/mod.rs).
 #include "common/descale.cuh"
 #include "head_bound.cuh"
+#include "ptx/launch.cuh"
 #include "scale_segments.cuh"
 
 struct PlanShape {
@@ -17,28 +18,17 @@ struct PlanShape {
   u32 flags;
   double eta;
 };
-// Bits 0, 1: in some layer the pair products of q, k still hold the mean. The norm removes the mean. Norms as they are may be
-// missing (`worthwhile`).
-enum : u32 { RAW_PAIRS = 3, MEAN_REMOVED = 8, MAY_MISS = 16 };
+// The norm removes the mean. Raw norms may have been skipped (`scale_bounds`).
+enum : u32 { MEAN_REMOVED = 8, MAY_SKIP = 16 };
 static_assert(sizeof(PlanShape) == 48, "host mirror");
-// Of one layer, rounded up: the largest factor on q behind rotation and norms, and the softmax scale times it. q is cast with the
-// factor; norms and steps here are without.
-struct Growth {
-  float logits, query;
-};
-
-__device__ __forceinline__ double warp_sum(double v) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
-  return v;
-}
 // A little above the root: f32 is enough for the constants, and never errs downwards.
 __device__ __forceinline__ double root_above(double v) { return (double)sqrtf((float)v) * (1.0 + 0x1p-21); }
 
 extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the assembler spills on older architectures
     scale_plan(PlanShape s, const HeadGram* heads, const ChannelStats* stats, const double* lambdas, const double2* aux,
-               const Growth* growth, const float* operand_descales, HeadBound* bounds, u64* leans, u32* status) {
+               const Growth* growth, const float* operand_descales, HeadBound* bounds, u32* status) {
   const u32 task = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  ptx::griddepcontrol_wait();
   if (task >= s.layers * s.n_q) return;
   const u32 layer = task / s.n_q, h = task % s.n_q, kv = h / (s.n_q / s.n_kv);
   const u32 first = layer * (s.n_q + s.n_kv);
@@ -66,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     const double q0 = f * q[i].constant, q1 = f * q[j].constant, k0 = f * k[i].constant, k1 = f * k[j].constant;
     const double qq = q0 * q0 + q1 * q1, kk = k0 * k0 + k1 * k1;
     cq2 += qq, ck2 += kk;
-    if (s.flags & MAY_MISS) {
+    if (s.flags & MAY_SKIP) {
       trace_q += f * f * ((double)q[i].raw2 + q[j].raw2), trace_k += f * f * ((double)k[i].raw2 + k[j].raw2);
       if (rotated) balance(q[i].norm2 + q[j].norm2, k[i].norm2 + k[j].norm2);
       else balance(q[i].norm2, k[i].norm2), balance(q[j].norm2, k[j].norm2);
@@ -74,14 +64,12 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     const double aq0 = f * q[i].absolute, aq1 = f * q[j].absolute, ak0 = f * k[i].absolute, ak1 = f * k[j].absolute;
     spread_q += aq0 * aq0 + aq1 * aq1, spread_k += ak0 * ak0 + ak1 * ak1;
     if (rotated) {
-      auto sigma_pair = [&](const ChannelStats* c, u32 which) {
-        const double x = c[i].norm2, y = c[j].norm2;
-        const double less = s.flags & RAW_PAIRS & 1 << which ? (double)c[i].sum * c[j].sum / s.d_model : 0.0;
-        const double pair = c[i].pair, m = fmax(fabs(pair), fabs(pair - less));
+      auto sigma_pair = [&](const ChannelStats* c) {
+        const double x = c[i].norm2, y = c[j].norm2, m = c[i].pair;
         return f * root_above(0.5 * (x + y) + root_above(0.25 * (x - y) * (x - y) + m * m));
       };
       const double rq = root_above(qq), rk = root_above(kk);
-      c0 += rq * rk, a += sigma_pair(q, 0) * rk, b += sigma_pair(k, 1) * rq;
+      c0 += rq * rk, a += sigma_pair(q) * rk, b += sigma_pair(k) * rq;
     } else {
       rest_c0 += q0 * k0 + q1 * k1, rest_cq += qq, rest_ck += kk;
       rest_q += (double)q[i].norm2 + q[j].norm2, rest_k += (double)k[i].norm2 + k[j].norm2;
@@ -98,17 +86,15 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     least = fminf(least, __shfl_xor_sync(0xffffffffu, least, step));
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
   }
-  // Before this, constants and statistics alone: complete before a block of the bounds let the descales start. lambdas, aux and
-  // operand_descales are not.
-  wait_for_previous();
   const u32 all = s.layers * s.n_q;
   double raw_q = lambdas[task], raw_k = lambdas[all + layer * s.n_kv + kv];
   const double* rest = lambdas + all + s.layers * s.n_kv;
   // The coarsest of the layer: heads may share its largest scale.
   float step_q = 0.f, step_k = 0.f;
+  const Growth place = growth[layer];
   for (u32 i = lane; i < s.n_kv; i += 32) {
-    step_q = fmaxf(step_q, operand_descales[layer * 4 * s.n_kv + i]);
-    step_k = fmaxf(step_k, operand_descales[(layer * 4 + 1) * s.n_kv + i]);
+    step_q = fmaxf(step_q, operand_descales[4 * place.kv + i]);
+    step_k = fmaxf(step_k, operand_descales[4 * place.kv + s.n_kv + i]);
   }
 #pragma unroll
   for (int step = 16; step; step >>= 1) {
@@ -116,8 +102,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     step_k = fmaxf(step_k, __shfl_xor_sync(0xffffffffu, step_k, step));
   }
   if (lane) return;
-  if (s.flags & MAY_MISS) {
-    leans[task] = leans[all + task] = ~0ull;  // for the next plan
+  if (s.flags & MAY_SKIP) {
     // ||W||^2 <= ||W F||^2 max f^-2, and the trace.
     auto instead = [](double square, double trace, double scaled, double back) {
       const double other = scaled * back;
@@ -138,12 +123,12 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     scaled = sqrt(rest[task] * rest[all + task]);
     sigma = fmin(sigma, fmin(scaled, sqrt(rest[2 * all + task])));
   }
-  const double tau = growth[layer].logits, d = s.d_model;
+  const double tau = place.logits, d = s.d_model;
   const double certain = tau * (d * sigma + root * (a + b) + c0);
   const double norm_q = root * sigma_q + sqrt(spread_q), norm_k = root * sigma_k + sqrt(spread_k);
   const bool plain = s.rotary && !(s.flags & MEAN_REMOVED) && spread_q + spread_k == 0.0;
   const double product = plain ? fmin(norm_q * norm_k, d * scaled) : norm_q * norm_k;
-  double rounded = certain + rounding_gap(tau, product, norm_q, norm_k, step_q / (double)growth[layer].query, step_k, s.r);
+  double rounded = certain + rounding_gap(tau, place.rounding_share, product, norm_q, norm_k, step_q / (double)place.query, step_k, s.r);
   // fmin drops a NaN.
   if (!(raw_q + raw_k + trace_q + trace_k + (s.products || s.rotary ? rest[task] : 0.0) + rounded < 1e300)) {
     rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
@@ -152,32 +137,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   out.sigma = above(sigma), out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
   out.descale = smallest_descale(out.rounded, s.eta * 448.0);
   out.linear = above(a + b), out.constant = above(c0), out.constants = above(sqrt(cq2) + sqrt(ck2)), out.pad = 0.f;
-  bounds[task] = out;
-}
-
-// Statistics of Q and K channels from the diagonal and the pair entries of their Grams. A block a head; statistics of
-// heads of either projection start at the head's row.
-extern "C" __global__ void __launch_bounds__(128)
-    scale_gram_stats(PlanShape s, const HeadGram* heads, const float* partials, const u64* biases, u32 bias_dtype,
-                     ChannelStats* stats) {
-  const HeadGram head = heads[blockIdx.x];
-  const u32 side = (s.r + 63) / 64, blocks = side * (side + 1) / 2;
-  auto entry = [&](u32 i, u32 j) {
-    const u32 bi = i / 64, bj = j / 64, block = bi * side - bi * (bi - 1) / 2 + bj - bi;
-    float sum = 0.f;
-    for (u32 part = 0; part < head.count; part++)
-      sum += partials[((size_t)(head.first + part * head.stride) * blocks + block) * 4096 + (i % 64) * 64 + j % 64];
-    return sum;
-  };
-  const u32 p = threadIdx.x;
-  if (p >= s.r / 2) return;
-  u32 i, j;
-  pair_channels(p, s.rotary, s.interleaved, i, j);
-  const float x = entry(i, i), y = entry(j, j), m = entry(i, j);
-  const u64 bias = biases[blockIdx.x];
-  const float bx = bias ? load_value(bias, bias_dtype, i) : 0.f, by = bias ? load_value(bias, bias_dtype, j) : 0.f;
-  stats[head.stat_row + i] = {x, x, m, bx, fabsf(bx), 0.f, 0.f, 0.f};
-  stats[head.stat_row + j] = {y, y, m, by, fabsf(by), 0.f, 0.f, 0.f};
+  bounds[place.q + h] = out;
 }
 
 // Channel statistics from the parts that the Gram kernel left. A block a tile of whole heads, a thread a row of a part.
@@ -198,9 +158,8 @@ extern "C" __global__ void __launch_bounds__(256)
   const u32 i = threadIdx.x;
   const u32 flags = p.flags;  // the projection's line is there when it is wanted
   const u64 bias = p.bias;
-  // This order is what lets the bounds read Grams through the cache of constants.
-  wait_for_previous();
-  let_next_start();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   double norm2 = 0, pair = 0, rounding = 0, sum = 0, constant = 0, absolute = 0;
   if (i < tile.rows)
     for (u32 part = 0; part < tile.parts; part++) {
@@ -227,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(256)
     norm2 -= sum * sum / p.d_model;
     norm2 = norm2 < 0.0 ? 0.0 : norm2;
     const u32 head = i / p.d_head * p.d_head;
-    if (!p.raw_pairs) pair -= sum * channel_sums[head + pair_partner(i - head, p.rotary, p.interleaved)] / p.d_model;
+    pair -= sum * channel_sums[head + pair_partner(i - head, p.rotary, p.interleaved)] / p.d_model;
   }
   const float b = bias ? load_value(bias, p.vector_dtype, tile.first_row + i) : 0.f;
   out = {(float)(norm2 + lost), (float)(raw2 + lost), (float)pair, (float)(constant + b),

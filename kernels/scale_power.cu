@@ -13,8 +13,10 @@
 // the norm of M. A vector that is mapped to zero stays as it is.
 //
 // BF16, [out, in] or (d_head a multiple of 64) [in, out].
+#include "ptx/memory.cuh"
+#include "ptx/tma.cuh"
+#include "ring.cuh"
 #include "scale_mma.cuh"
-#include "scale_ptx.cuh"
 
 #ifndef D_HEAD
 #define D_HEAD 128
@@ -28,10 +30,13 @@ struct PowerBlock {
   u32 head;    // of the projection
   u32 vector;  // first vector (query head, counted over the model) it multiplies
   u32 count;   // vectors: 1 for q, up to 8 of the group for k
+  u32 first;   // where the first vector begins, in values
+  u32 pad[3];
 };
+static_assert(sizeof(PowerBlock) == 32, "host mirror");
 
 struct Step {
-  u64 maps;         // a tensor map a projection
+  const TensorMap* maps;  // one a projection
   u64 projections;
   u64 blocks;
   u64 from;         // vectors in: y, or z
@@ -82,32 +87,25 @@ __device__ __forceinline__ u32 block_of(u32 items, u32 item, u32 grid) {
   return (u32)((((u64)item + 1) * grid - 1) / items);
 }
 
-struct Ring {
-  u32 stage = 0, phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, phase ^= 1;
-  }
-};
-
 // Asks for the tile of `item`, of a head of the table.
 __device__ __forceinline__ void bring(const Step& step, const PowerBlock& block, u32 head, u32 item, u32 to, u32 full) {
-  const u64 map = step.maps + block.projection * 128ull;
   const u32 at = (item - head * step.tiles) * TILE;
-  ptx::barrier_expect(full, COPIED);
+  ptx::mbarrier_arrive_expect_tx(full, COPIED);
 #pragma unroll
   for (u32 b = 0; b < BOXES; b++)
-    ptx::copy_tile(to + b * BOX_BYTES, map, ALONG_CHANNELS ? block.head * N + b * 64 : at + b * 64,
-                   ALONG_CHANNELS ? at : block.head * N, full);
+    ptx::tma_load_2d(to + b * BOX_BYTES, step.maps + block.projection, full, ALONG_CHANNELS ? block.head * N + b * 64 : at + b * 64,
+                     ALONG_CHANNELS ? at : block.head * N);
 }
 __device__ __forceinline__ PowerBlock entry(const Step& step, u32 head) {
-  const uint4 raw = __ldg((const uint4*)step.blocks + head);
-  return {raw.x, raw.y, raw.z, raw.w};
+  const uint4* at = (const uint4*)step.blocks + head * 2;
+  const uint4 raw = __ldg(at);
+  return {raw.x, raw.y, raw.z, raw.w, __ldg(&at[1].x)};
 }
 
 // What one load of weights gives: two right operands for the product over the channels, or over the inputs.
 struct Weights {
   u32 r[4];
-  template <bool TRANSPOSED> __device__ __forceinline__ void load(u32 address) { mma::load<TRANSPOSED>(r, address); }
+  template <bool TRANSPOSED> __device__ __forceinline__ void load(u32 address) { ptx::ldmatrix<TRANSPOSED>(r, address); }
   template <bool TRANSPOSED> __device__ __forceinline__ u32 operand(int tile, int half) const {
     return TRANSPOSED ? r[2 * tile + half] : r[tile + 2 * half];
   }
@@ -154,7 +152,7 @@ __device__ void multiply(const Step& step, u32 tiles, u32 terms, u32 full, u32* 
         gains[i][j] = input >= norm.d_model ? 0.f : norm.gain ? load_value(norm.gain, norm.dtype, input) + norm.offset : 1.f;
       }
   };
-  Ring ring;
+  Ring<STAGES> ring;
   u32 head = first / step.tiles;
   PowerBlock block = entry(step, head);
   Norm norm = norm_of(step, block.projection);
@@ -168,7 +166,7 @@ __device__ void multiply(const Step& step, u32 tiles, u32 terms, u32 full, u32* 
 
     mma::Terms<PACKED> held[HELD ? CHUNKS : 1];
     {
-      const float* from = (const float*)step.from + (size_t)(block.vector + g) * N;
+      const float* from = (const float*)step.from + block.first + g * N;
 #pragma unroll
       for (u32 c = 0; c < CHUNKS; c++) {
         mma::Terms<PACKED>& a = held[HELD ? c : 0];
@@ -196,7 +194,7 @@ __device__ void multiply(const Step& step, u32 tiles, u32 terms, u32 full, u32* 
       float ahead[GROUPS][4];
       if (item + 1 < end) gains_of(norm, item + 1 - head * step.tiles, ahead);
       else gains_of(next_norm, 0, ahead);
-      ptx::barrier_wait(full + ring.stage * 8, ring.phase);
+      ptx::mbarrier_wait(full + ring.stage * 8, ring.phase);
       float high[GROUPS][2][4] = {}, low[GROUPS][2][4] = {};
 #pragma unroll
       for (u32 c = 0; c < CHUNKS; c++) {
@@ -244,14 +242,10 @@ __device__ void multiply(const Step& step, u32 tiles, u32 terms, u32 full, u32* 
           for (u32 n = 0; n < 2; n++)
             mma::low_terms(sum[2 * c + n], u[i], w[i].operand<ALONG_CHANNELS>(n, 0), w[i].operand<ALONG_CHANNELS>(n, 1));
       }
-      ptx::async_fence();
+      ptx::fence_proxy_async();
       __syncwarp();
       if (lane == 0) {
-        u32 before;
-        asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;"
-                     : "=r"(before)
-                     : "r"(ptx::shared_address(released + ring.stage))
-                     : "memory");
+        const u32 before = ptx::atom_inc_shared_acq_rel(ptx::shared_address(released + ring.stage));
         // The counter runs on: a multiple of the warps is a tile that all have read.
         if ((before + 1) % WARPS == 0 && item + STAGES < last) {
           const u32 ahead = item + STAGES, its = ahead / step.tiles;
@@ -281,20 +275,19 @@ template <bool PACKED> __device__ __forceinline__ void pass(const Step& step) {
   __shared__ u32 released[STAGES];
   const u32 tiles = (ptx::shared_address(shared) + 1023) & ~1023u, terms = tiles + STAGES * TILE_BYTES;
   const u32 full = ptx::shared_address(barriers);
-  if (threadIdx.x < STAGES) ptx::barrier_init(full + threadIdx.x * 8, 1), released[threadIdx.x] = 0;
-  ptx::barrier_init_fence();
+  if (threadIdx.x < STAGES) ptx::mbarrier_init(full + threadIdx.x * 8, 1), released[threadIdx.x] = 0;
+  ptx::fence_mbarrier_init();
   if (!ALONG_CHANNELS && N % 16) {
     // Channels that the copies never write.
     for (u32 i = threadIdx.x; i < STAGES * BOXES * 64; i += THREADS)
-      asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(tiles + i / 64 * BOX_BYTES + N * 128 + i % 64 * 16), "r"(0)
-                   : "memory");
-    ptx::async_fence();
+      ptx::st_shared_v4(tiles + i / 64 * BOX_BYTES + N * 128 + i % 64 * 16, 0, 0, 0, 0);
+    ptx::fence_proxy_async();
   }
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_next_start();
   const u32 items = step.count * step.tiles;
   const u32 first = run_start(items, blockIdx.x, gridDim.x), last = run_start(items, blockIdx.x + 1, gridDim.x);
   for (u32 head = first / step.tiles + threadIdx.x; head * step.tiles < last; head += THREADS)
-    ptx::take_map(step.maps + entry(step, head).projection * 128ull);
+    ptx::fence_tensormap_acquire(step.maps + entry(step, head).projection);
   __syncthreads();
   // The weights do not depend on the launch in front, the vectors do.
   if (threadIdx.x == 0)
@@ -302,7 +295,7 @@ template <bool PACKED> __device__ __forceinline__ void pass(const Step& step) {
       const u32 head = (first + i) / step.tiles;
       bring(step, entry(step, head), head, first + i, tiles + i * TILE_BYTES, full + i * 8);
     }
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_previous();
   multiply<PACKED>(step, tiles, terms, full, released, first, last);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scale_power(const __grid_constant__ Step step) { pass<true>(step); }
@@ -313,14 +306,14 @@ extern "C" __global__ void __launch_bounds__(256) scale_power_reduce(const __gri
   constexpr u32 RUNS = (N + 127) / 128;
   const u32 lane = threadIdx.x & 31, row = threadIdx.x >> 5, head = blockIdx.x;
   const PowerBlock block = entry(step, head);
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_next_start();
   if (row >= block.count) return;
   const Norm norm = norm_of(step, block.projection);
-  const u32 items = step.count * step.tiles, vector = block.vector + row;
+  const u32 items = step.count * step.tiles, vector = block.vector + row, at = block.first + row * N;
   const u32 first = block_of(items, head * step.tiles, step.grid), last = block_of(items, (head + 1) * step.tiles - 1, step.grid);
   const u32 part = step.rows * N, count = (last - first + 1) * WARPS;
   const float* parts = (const float*)step.parts + (size_t)(first + head) * WARPS * part;
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_previous();
   auto total = [&](u32 row, float4 (&sum)[RUNS]) {
 #pragma unroll
     for (u32 j = 0; j < RUNS; j++) {
@@ -344,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(256) scale_power_reduce(const __gri
 #pragma unroll
   for (u32 j = 0; j < RUNS; j++) {
     const u32 c = j * 128 + lane * 4;
-    x[j] = c < N ? __ldcg((const float4*)((const float*)step.from + (size_t)vector * N + c)) : make_float4(0.f, 0.f, 0.f, 0.f);
+    x[j] = c < N ? __ldcg((const float4*)((const float*)step.from + at + c)) : make_float4(0.f, 0.f, 0.f, 0.f);
   }
   total(row, y);
   if (norm.mean) {
@@ -390,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(256) scale_power_reduce(const __gri
   for (u32 j = 0; j < RUNS; j++) {
     const u32 c = j * 128 + lane * 4;
     if (c < N && keep)
-      *(float4*)((float*)step.to + (size_t)vector * N + c) =
+      *(float4*)((float*)step.to + at + c) =
           make_float4(y[j].x * factor, y[j].y * factor, y[j].z * factor, y[j].w * factor);
   }
 }

@@ -5,7 +5,7 @@
 //
 // sigma = ||M^T u|| of the unit u, never above ||M||. A vector that is mapped to zero stays as it is.
 //
-// For devices before Hopper and what scale_power_once does not take: that one reads each weight once.
+// BF16, F16, F32 (macro WEIGHTS) in rows of 16 bytes, [out, in] or [in, out]. Any architecture.
 #include "scale_types.cuh"
 
 #ifndef WEIGHTS
@@ -24,10 +24,16 @@ struct SumShape {
 };
 static_assert(sizeof(SumShape) == 48, "host mirror");
 
+// One layer: its projections, and where its estimate and its y begin.
+struct SumLayer {
+  u32 q, k, sigma, vector;
+};
+static_assert(sizeof(SumLayer) == 16, "host mirror");
+
 constexpr u32 ROWS = 128, WIDTH = 1024;  // of a block of scale_sum_across
 
-__device__ __forceinline__ const Projection& projection(const Projection* projections, const u32* of_layer, const SumShape& s, u32 layer) {
-  return projections[of_layer[layer * 2 + s.of_k]];
+__device__ __forceinline__ const Projection& projection(const Projection* projections, const SumLayer* layers, const SumShape& s, u32 layer) {
+  return projections[s.of_k ? layers[layer].k : layers[layer].q];
 }
 __device__ __forceinline__ i64 outer_stride(const Projection& p, const SumShape& s) { return s.along ? p.col_stride : p.row_stride; }
 __device__ __forceinline__ const void* row_of(const Projection& p, i64 values) {
@@ -36,10 +42,10 @@ __device__ __forceinline__ const void* row_of(const Projection& p, i64 values) {
 
 // out[row] = the row times x, over its contiguous values. A warp four rows.
 extern "C" __global__ void __launch_bounds__(256)
-    scale_sum_along(const Projection* projections, const u32* of_layer, SumShape s, const float* x, float* out) {
+    scale_sum_along(const Projection* projections, const SumLayer* layers, SumShape s, const float* x, float* out, u32) {
   const u32 layer = blockIdx.y, lane = threadIdx.x & 31, first = (blockIdx.x * 8 + (threadIdx.x >> 5)) * 4;
   if (first >= s.outer) return;
-  const Projection& p = projection(projections, of_layer, s, layer);
+  const Projection& p = projection(projections, layers, s, layer);
   const i64 stride = outer_stride(p, s);
   x += (size_t)layer * s.widest;
   float sum[4] = {};
@@ -68,10 +74,10 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // parts[range of rows][k] = the sum of x[row] times the row, over 128 rows. A thread eight neighbouring values.
 extern "C" __global__ void __launch_bounds__(WIDTH / 8)
-    scale_sum_across(const Projection* projections, const u32* of_layer, SumShape s, const float* x, float* parts, u32 ranges) {
+    scale_sum_across(const Projection* projections, const SumLayer* layers, SumShape s, const float* x, float* parts, u32 ranges) {
   const u32 layer = blockIdx.z, first = blockIdx.y * ROWS, k = blockIdx.x * WIDTH + threadIdx.x * 8;
   if (k >= s.inner) return;
-  const Projection& p = projection(projections, of_layer, s, layer);
+  const Projection& p = projection(projections, layers, s, layer);
   const i64 stride = outer_stride(p, s);
   const u32 last = min(first + ROWS, s.outer);
   x += (size_t)layer * s.widest;
@@ -93,10 +99,10 @@ extern "C" __global__ void __launch_bounds__(WIDTH / 8)
 // Between two products: `parts` (ranges of them) to the next x. A block a layer.
 // stage 0: y repeated over its group. 1: u, normalised. 2: summed over the group. 3: v, normalised, and sigma. 4: y, then 0.
 extern "C" __global__ void __launch_bounds__(1024)
-    scale_sum_next(SumShape s, const float* parts, u32 ranges, float* x, float* y, float* sigma) {
+    scale_sum_next(const SumLayer* layers, SumShape s, const float* parts, u32 ranges, float* x, float* y, float* sigma) {
   __shared__ double squares[32];
   const u32 layer = blockIdx.x, keys = s.n_kv * s.d_head, group = s.n_q / s.n_kv;
-  parts += (size_t)layer * ranges * s.widest, x += (size_t)layer * s.widest, y += (size_t)layer * keys;
+  parts += (size_t)layer * ranges * s.widest, x += (size_t)layer * s.widest, y += layers[layer].vector, sigma += layers[layer].sigma;
   auto total = [&](u32 i) {
     float sum = 0.f;
 #pragma unroll 4
@@ -115,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(1024)
       x[i] = sum;
     }
   } else if (s.stage == 4) {
-    const float norm = sigma[layer];
+    const float norm = *sigma;
     if (norm > 0.f && norm < __uint_as_float(0x7f800000u))
       for (u32 i = threadIdx.x; i < keys; i += 1024) y[i] = total(i);
     __syncthreads();
@@ -134,6 +140,6 @@ extern "C" __global__ void __launch_bounds__(1024)
     for (u32 w = 0; w < 32; w++) all += squares[w];
     const double norm = sqrt(all), factor = norm > 0. ? 1. / norm : 0.;
     for (u32 i = threadIdx.x; i < s.d_model; i += 1024) x[i] = (float)(x[i] * factor);
-    if (s.stage == 3 && threadIdx.x == 0) sigma[layer] = (float)norm;
+    if (s.stage == 3 && threadIdx.x == 0) *sigma = (float)norm;
   }
 }

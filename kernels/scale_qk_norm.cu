@@ -4,7 +4,8 @@
 // rotation mixes the channels of a pair, so both count with the larger gain and with the length of the pair's shifts, times
 // the attention factor. For logits, without shifts
 //   certain = tau R_q R_k max_b |gq_b gk_b|,   with shifts   certain = tau N_q N_k,  N = R max_b |g_b| + ||s||,
-// and rounded as in `scale_plan`; a factor on q multiplies its operand bound, and is part of tau. f64 throughout, results rounded up. One block a layer, a warp a head.
+// and rounded as in `scale_plan`; a factor on q multiplies its operand bound, and is part of tau. f64 throughout, results rounded
+// up. One block a layer, a warp a head.
 #include "common/descale.cuh"
 #include "head_bound.cuh"
 #include "scale_types.cuh"
@@ -21,10 +22,11 @@ struct QkLayer {
   float rope_factor;
   float logit_scale;    // softmax scale times the largest factor on q, rounded up
   u32 rotary, interleaved;
-  u32 out;              // first entry of this layer in `descales`: [4][n_kv], q k v o
+  u32 layer, head, kv;  // number of the layer, of its first query and KV head, in the model: where its results go
   float query_factor;   // largest factor on q, rounded up
+  float rounding_share[2];  // of q and k, rounded up
 };
-static_assert(sizeof(QkSide) == 24 && sizeof(QkLayer) == 80, "host mirror");
+static_assert(sizeof(QkSide) == 24 && sizeof(QkLayer) == 96, "host mirror");
 
 __device__ __forceinline__ double larger(double a, double b) { return a != a ? a : (b != b ? b : fmax(a, b)); }
 __device__ __forceinline__ double warp_largest(double v) {
@@ -32,12 +34,6 @@ __device__ __forceinline__ double warp_largest(double v) {
   for (int step = 16; step; step >>= 1) v = larger(v, __shfl_xor_sync(0xffffffffu, v, step));
   return v;
 }
-__device__ __forceinline__ double warp_sum(double v) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
-  return v;
-}
-
 // Gains and shifts of the two channels of pair p of a head, as bounds count them.
 struct Pair {
   double gain[2], shift[2];
@@ -65,7 +61,7 @@ __device__ Pair pair_limits(const QkLayer& l, const QkSide& side, u32 head, u32 
   return pair;
 }
 
-// Bound of the head's channels with the rounding of projection, norm and rotation.
+// Bound of the head's channels in exact arithmetic.
 __device__ double operand_bound(const QkLayer& l, const QkSide& side, u32 head, u32 d_head) {
   const double radius = sqrt((double)side.channels);
   double most = 0.0;
@@ -73,7 +69,7 @@ __device__ double operand_bound(const QkLayer& l, const QkSide& side, u32 head, 
     const Pair pair = pair_limits(l, side, head, p);
     most = larger(most, larger(radius * pair.gain[0] + pair.shift[0], radius * pair.gain[1] + pair.shift[1]));
   }
-  return warp_largest(most) * (1.0 + 1.0 / 32.0);
+  return warp_largest(most);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -82,12 +78,13 @@ extern "C" __global__ void __launch_bounds__(256)
   extern __shared__ float bounds[];  // of q heads, then of k heads
   __shared__ float coarsest[2];  // descale of the layer's heads that have one
   const QkLayer l = layers[blockIdx.x];
+  const QkLayer& place = layers[blockIdx.x];
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = n_q / n_kv;
 
   // Operands
   for (u32 head = warp; head < n_q + n_kv; head += 8) {
     const bool of_k = head >= n_q;
-    const double factor = of_k ? 1.0 : l.query_factor;
+    const double factor = (of_k ? 1.0 : l.query_factor) * (1.0 + (double)layers[blockIdx.x].rounding_share[of_k]);
     const float bound = above(factor * operand_bound(l, of_k ? l.k : l.q, of_k ? head - n_q : head, d_head));
     if (lane == 0) bounds[head] = bound;
   }
@@ -100,12 +97,12 @@ extern "C" __global__ void __launch_bounds__(256)
         for (u32 i = 0; i < group; i++) bound = larger(bound, bounds[head * group + i]);
       if (!(bound < 3e38)) bound = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_WEIGHT);
       const float descale = smallest_descale(bound, 448.0);
-      operand_bounds[(blockIdx.x * 3 + warp) * n_kv + head] = (float)bound;
-      descales[l.out + warp * n_kv + head] = descale;
+      operand_bounds[3 * place.kv + warp * n_kv + head] = (float)bound;
+      descales[4 * place.kv + warp * n_kv + head] = descale;
       most = larger(most, descale), finite = fmax(finite, (double)descale);
     }
     most = warp_largest(most), finite = warp_largest(finite);
-    if (lane == 0) tensors[blockIdx.x * 4 + warp] = (float)most, coarsest[warp] = (float)finite;
+    if (lane == 0) tensors[place.layer * 4 + warp] = (float)most, coarsest[warp] = (float)finite;
   }
   __syncthreads();
 
@@ -129,11 +126,11 @@ extern "C" __global__ void __launch_bounds__(256)
     if (lane) continue;
     const double tau = l.logit_scale;
     const double certain = tau * (shifted ? norm_q * norm_k : radius_q * radius_k * product);
-    double rounded = certain + rounding_gap(tau, norm_q * norm_k, norm_q, norm_k, coarsest[0] / (double)l.query_factor, coarsest[1], d_head);
+    double rounded = certain + rounding_gap(tau, fmaxf(layers[blockIdx.x].rounding_share[0], layers[blockIdx.x].rounding_share[1]), norm_q * norm_k, norm_q, norm_k, coarsest[0] / (double)l.query_factor, coarsest[1], d_head);
     if (!(rounded < 1e300)) rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
     HeadBound out = {};
     out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
     out.descale = smallest_descale(out.rounded, eta * 448.0);
-    heads[blockIdx.x * n_q + head] = out;
+    heads[place.head + head] = out;
   }
 }

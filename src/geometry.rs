@@ -10,7 +10,9 @@
 //! operators. [`LayerGeometry::new`] refuses what cannot be bounded.
 
 use crate::error::{Error, Result};
-use crate::model::{AttentionSpec, GainForm, LayerWeights, NormKind, NormVectors, Projection, QkNorm, QkNormScope};
+use crate::model::{
+    AttentionSpec, GainForm, LayerWeights, NormKind, NormVectors, Projection, QkNorm, QkNormScope, Rope, RoundingShare,
+};
 use crate::tensor::MatrixView;
 use std::sync::Arc;
 
@@ -23,8 +25,10 @@ const LEAST_SQUARE: f64 = 1e-140;
 /// One layer's operators and everything else that a bound needs.
 #[derive(Clone, Debug)]
 pub struct LayerGeometry<'a> {
-    /// Layer number.
+    /// Index among the layers with attention.
     pub layer: usize,
+    /// The model and the layer by the model's own number, for messages.
+    pub place: String,
     /// Model dimension d.
     pub d_model: usize,
     /// Head dimension r.
@@ -43,14 +47,16 @@ pub struct LayerGeometry<'a> {
     pub v: Vec<HeadOperator<'a>>,
     /// Rotation of q and k.
     pub rotary: Option<Rotary>,
+    /// The rotation by other readings of the config: bounds hold for each.
+    pub other_rotaries: Vec<Rotary>,
     /// Limits of q and k where they are normalised after the projection.
     pub qk_limits: Option<QkLimits>,
     /// Whether a norm bounds the projections' input; without one (OLMo 2) only normalised q and k have bounds.
     pub input_bounded: bool,
     /// Whether the input has its mean removed (LayerNorm).
     pub centred: bool,
-    /// Whether the projections may read the input rounded to E4M3.
-    pub fp8_inputs: bool,
+    /// Shares of the rounding term A of q, k and v.
+    pub rounding: RoundingShare,
 }
 
 /// Which channels of a head rotate together, and by what angle a position.
@@ -62,6 +68,13 @@ pub struct Rotary {
     pub fixed: Vec<usize>,
     /// Angle per position of each pair, where known.
     pub inv_freq: Option<Vec<f64>>,
+}
+
+impl Rotary {
+    /// The rotation of the first `rotary_dim` of `d_head` channels, without angles.
+    fn new(rope: &Rope, rotary_dim: usize, d_head: usize) -> Self {
+        Self { pairs: rope.pairs_of(rotary_dim).collect(), fixed: (rotary_dim..d_head).collect(), inv_freq: None }
+    }
 }
 
 /// Bounds on normalised q and k (after rotation): the norm of a whole head and of single channels.
@@ -110,6 +123,7 @@ pub struct HeadOperator<'a> {
     bias: Option<Vec<f64>>,
     channel_scale: Option<Arc<[f64]>>,
     centred: bool,
+    floor: f64,
     label: String,
 }
 
@@ -126,6 +140,8 @@ pub struct Channels {
     pub constant: Vec<f64>,
     /// `sum_i |beta_i w_ic| + |b_c|`: what rounding errors of the constant part scale with.
     pub spread: Vec<f64>,
+    /// What rounding errors of input elements under the normal numbers of E4M3 add at most; 0 where inputs are not rounded to it.
+    pub floor: Vec<f64>,
     /// `w_a . w_b` of the effective operator for each rotation pair given.
     pub pair_dot: Vec<f64>,
 }
@@ -141,7 +157,7 @@ impl<'a> LayerGeometry<'a> {
         let layer = weights.layer;
         let own = spec.layer(layer)?;
         let r = own.d_head;
-        let place = || format!("{} layer {}", spec.name, own.number);
+        let place = || spec.place(layer);
         if spec.norm.kind == NormKind::None && spec.qk_norm_of(own).is_none() {
             return Err(Error::unsupported(format_args!(
                 "{}: attention input without a norm, and q and k without one, have no bound",
@@ -168,11 +184,16 @@ impl<'a> LayerGeometry<'a> {
         };
         let shift = stored(&weights.norm_shift, "shift", spec.norm.shift)?;
         let centred = spec.norm.kind == NormKind::LayerNorm;
+        let bounded_fp8 = spec.fp8_inputs && spec.norm.kind != NormKind::None;
+        let floor = if bounded_fp8 { input_floor(spec.d_model, gain.as_deref(), shift.as_deref()) } else { 0.0 };
+        let rounding = spec.rounding_share(own, weights.stored());
         let rope = own.rope.as_ref();
-        let rotary = rope.map(|rope| {
-            let pairs: Vec<_> = rope.pairs().collect();
-            Rotary { pairs, fixed: (rope.rotary_dim..r).collect(), inv_freq: rope.inv_freq.clone() }
-        });
+        let rotary =
+            rope.map(|rope| Rotary { inv_freq: rope.inv_freq.clone(), ..Rotary::new(rope, rope.rotary_dim, r) });
+        let other_rotaries: Vec<Rotary> =
+            rope.iter().flat_map(|rope| rope.other_dims.iter().map(|dim| Rotary::new(rope, *dim, r))).collect();
+        let pairs: Vec<(usize, usize)> =
+            rotary.iter().chain(&other_rotaries).flat_map(|rotary| rotary.pairs.iter().copied()).collect();
         let factor = rope.map_or(1.0, |rope| rope.attention_factor);
         let channel_scale: Option<Arc<[f64]>> = rope
             .filter(|_| factor != 1.0)
@@ -181,14 +202,14 @@ impl<'a> LayerGeometry<'a> {
             if bias && projection.bias.is_none() {
                 return Err(Error::mismatch(format_args!("{}: {}: bias is missing", place(), projection.name)));
             }
-            operators((r, spec.d_model), projection, heads, &gain, &shift, scale, centred)
-                .map_err(|error| error.within(place()))
+            let norm = NormOutput { gain: &gain, shift: &shift, centred, floor };
+            operators((r, spec.d_model), projection, heads, norm, scale).map_err(|error| error.within(place()))
         };
         let qk_limits = match &spec.qk_norm_of(own) {
             Some(norm) => Some(QkLimits {
-                q: limits(r, norm, &weights.q_norm, own.n_q_heads, &rotary, factor)
+                q: limits(r, norm, &weights.q_norm, own.n_q_heads, &pairs, factor)
                     .map_err(|e| e.within(format_args!("{} q norm", place())))?,
-                k: limits(r, norm, &weights.k_norm, own.n_kv_heads, &rotary, factor)
+                k: limits(r, norm, &weights.k_norm, own.n_kv_heads, &pairs, factor)
                     .map_err(|e| e.within(format_args!("{} k norm", place())))?,
                 shifted: [&weights.q_norm, &weights.k_norm]
                     .into_iter()
@@ -199,6 +220,7 @@ impl<'a> LayerGeometry<'a> {
         };
         Ok(Self {
             layer,
+            place: place(),
             d_model: spec.d_model,
             d_head: r,
             softmax_scale: own.logit_scale(),
@@ -208,11 +230,22 @@ impl<'a> LayerGeometry<'a> {
             k: operators(weights.k, own.n_kv_heads, spec.bias.k, &channel_scale)?,
             v: operators(weights.v, own.n_kv_heads, spec.bias.v, &None)?,
             rotary,
+            other_rotaries,
             qk_limits,
             input_bounded: spec.norm.kind != NormKind::None,
-            fp8_inputs: spec.fp8_inputs,
+            rounding,
             centred,
         })
+    }
+
+    /// The rotation, by each reading of the config.
+    pub fn rotaries(&self) -> impl Iterator<Item = &Rotary> {
+        self.rotary.iter().chain(&self.other_rotaries)
+    }
+
+    /// The channel pairs that rotate together, those of every reading one after the other.
+    pub fn rotary_pairs(&self) -> Vec<(usize, usize)> {
+        self.rotaries().flat_map(|rotary| rotary.pairs.iter().copied()).collect()
     }
 
     /// The KV head that query head `head` reads.
@@ -232,14 +265,32 @@ fn apply_gain_form(stored: &[f64], form: GainForm) -> Vec<f64> {
         .collect()
 }
 
+/// What the projections of a layer read.
+#[derive(Clone, Copy)]
+struct NormOutput<'g> {
+    gain: &'g Option<Arc<[f64]>>,
+    shift: &'g Option<Arc<[f64]>>,
+    centred: bool,
+    /// See [`input_floor`].
+    floor: f64,
+}
+
+/// Length of the error of an input that is rounded to E4M3 by the scale of a token's (or a part's) largest element, as far as it
+/// comes from elements under the normal numbers: `2^-10` of the scale each, which is at most `(sqrt(d) max|g| + max|beta|) / 448`.
+fn input_floor(d: usize, gain: Option<&[f64]>, shift: Option<&[f64]>) -> f64 {
+    let largest =
+        |values: Option<&[f64]>| values.map(|values| values.iter().fold(0.0, |most: f64, x| most.max(x.abs())));
+    let root = (d as f64).sqrt();
+    let element = root * largest(gain).unwrap_or(1.0) + largest(shift).unwrap_or(0.0);
+    root * element / 448.0 / 1024.0
+}
+
 fn operators<'a>(
     (r, d): (usize, usize),
     projection: Projection<'a>,
     heads: usize,
-    gain: &Option<Arc<[f64]>>,
-    shift: &Option<Arc<[f64]>>,
+    norm: NormOutput<'_>,
     channel_scale: &Option<Arc<[f64]>>,
-    centred: bool,
 ) -> Result<Vec<HeadOperator<'a>>> {
     let Projection { heads: views, bias, name } = projection;
     if views.len() != heads || views.iter().any(|view| view.shape() != (r, d)) {
@@ -253,11 +304,12 @@ fn operators<'a>(
         .enumerate()
         .map(|(head, raw)| HeadOperator {
             raw,
-            gain: gain.clone(),
-            shift: shift.clone(),
+            gain: norm.gain.clone(),
+            shift: norm.shift.clone(),
             bias: bias.as_ref().map(|bias| bias[head * r..][..r].to_vec()),
             channel_scale: channel_scale.clone(),
-            centred,
+            centred: norm.centred,
+            floor: norm.floor,
             label: format!("{name} head {head}"),
         })
         .collect())
@@ -268,11 +320,11 @@ fn limits(
     norm: &QkNorm,
     vectors: &Option<NormVectors>,
     heads: usize,
-    rotary: &Option<Rotary>,
+    pairs: &[(usize, usize)],
     factor: f64,
 ) -> Result<Vec<HeadLimit>> {
     // A rotation in front of the norm changes no length that the norm sees, and none comes behind it.
-    let (rotary, factor) = if norm.behind_rotation { (&None, 1.0) } else { (rotary, factor) };
+    let (pairs, factor) = if norm.behind_rotation { (&[][..], 1.0) } else { (pairs, factor) };
     let stored = |values: &[f64], what: &str| {
         if values.len() != r && values.len() != heads * r {
             return Err(Error::mismatch(format_args!("{what} has {} values, not {r} or {}", values.len(), heads * r)));
@@ -302,13 +354,17 @@ fn limits(
     Ok((0..heads)
         .map(|head| {
             let of = |values: &[f64], c: usize| if values.len() == r { values[c] } else { values[head * r + c] };
-            let mut pair_gain: Vec<f64> = (0..r).map(|c| of(&gain, c).abs()).collect();
-            let mut pair_shift: Vec<f64> = (0..r).map(|c| of(&shift, c).abs()).collect();
+            let (own_gain, own_shift) = (|c: usize| of(&gain, c).abs(), |c: usize| of(&shift, c).abs());
+            let mut pair_gain: Vec<f64> = (0..r).map(own_gain).collect();
+            let mut pair_shift: Vec<f64> = (0..r).map(own_shift).collect();
             let mut rotated = vec![false; r];
-            for &(a, b) in rotary.iter().flat_map(|rotary| &rotary.pairs) {
-                let (g, s) = (pair_gain[a].max(pair_gain[b]), pair_shift[a].hypot(pair_shift[b]));
-                (pair_gain[a], pair_gain[b], pair_shift[a], pair_shift[b]) = (g, g, s, s);
-                (rotated[a], rotated[b]) = (true, true);
+            for &(a, b) in pairs {
+                let (g, s) = (own_gain(a).max(own_gain(b)), own_shift(a).hypot(own_shift(b)));
+                for c in [a, b] {
+                    pair_gain[c] = pair_gain[c].max(g);
+                    pair_shift[c] = pair_shift[c].max(s);
+                    rotated[c] = true;
+                }
             }
             let mut shift_sq = 0.0;
             for c in 0..r {
@@ -405,6 +461,7 @@ impl<'a> HeadOperator<'a> {
             folded_sq: vec![0.0; r],
             constant: vec![0.0; r],
             spread: vec![0.0; r],
+            floor: vec![0.0; r],
             pair_dot: vec![0.0; pairs.len()],
         };
         let mut nonzero = vec![false; r];
@@ -419,6 +476,11 @@ impl<'a> HeadOperator<'a> {
                         out.constant[c] += scale * w * beta;
                         out.spread[c] += (scale * w * beta).abs();
                     }
+                }
+            }
+            if self.floor > 0.0 {
+                for (c, line) in panel.chunks_exact(n).enumerate() {
+                    out.floor[c] += dot(line, line);
                 }
             }
             self.apply_gain(start, n, panel);
@@ -443,6 +505,9 @@ impl<'a> HeadOperator<'a> {
                 out.constant[c] += b;
                 out.spread[c] += b.abs();
             }
+        }
+        for (c, raw_sq) in out.floor.iter_mut().enumerate() {
+            *raw_sq = self.floor * raw_sq.sqrt() * self.channel_scale.as_ref().map_or(1.0, |s| s[c]);
         }
         for (c, nonzero) in nonzero.into_iter().enumerate() {
             if !(out.norm_sq[c] + out.folded_sq[c] + out.constant[c].powi(2) + out.spread[c].powi(2)).is_finite() {
@@ -507,6 +572,7 @@ impl<'a> HeadOperator<'a> {
             bias: None,
             channel_scale: None,
             centred: false,
+            floor: 0.0,
             label: self.label.clone(),
         }
     }

@@ -5,8 +5,10 @@
 pub mod attention;
 pub mod bound;
 pub mod calibrate;
+#[cfg(feature = "cuda")]
 pub mod cuda;
-pub mod device_plan;
+#[cfg(feature = "cuda")]
+pub mod device;
 mod error;
 pub mod file;
 pub mod forward;

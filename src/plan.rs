@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 /// convention). [`ScalePlan::per_tensor`] folds a row into the one scale that cuDNN takes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ScalePlan {
-    /// Layer number.
+    /// Index among the layers with attention; the model's own number is that of its spec.
     pub layer: usize,
     /// Bound on |logit|, `n_q` values; `None` where a policy sets a scale without knowing a bound.
     pub logit_bound: Option<Vec<f64>>,

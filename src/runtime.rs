@@ -33,8 +33,8 @@ use crate::policy::{Policy, PolicyConfig, PolicyEvent, PolicyKind, Report, Resta
 use crate::spectral::{Estimator, GramEngine, PowerEngine, PowerState, SpectralEngine};
 use crate::stats::StepStats;
 use serde::{Deserialize, Serialize};
-pub use state::{LayerState, RuntimeState, STATE_VERSION, UNLIKE_STATE_VERSION};
-use state::{check_version, version_of};
+use state::check_version;
+pub use state::{LayerState, RuntimeState, STATE_VERSION};
 use tracing::{info, warn};
 
 /// What a runtime is made from, beside the model.
@@ -86,7 +86,7 @@ pub enum Weights<'a> {
 /// One attention call of one layer.
 #[derive(Debug)]
 pub struct Step<'a> {
-    /// Layer number.
+    /// Index among the layers with attention.
     pub layer: usize,
     /// Its weights.
     pub weights: Weights<'a>,
@@ -177,12 +177,6 @@ impl Runtime {
     pub fn resume(spec: &AttentionSpec, config: RuntimeConfig, state: RuntimeState) -> Result<Self> {
         config.check()?;
         check_version(state.version)?;
-        if state.version != version_of(&state.model) {
-            return Err(Error::mismatch(format_args!(
-                "a state of version {} does not fit its own layers",
-                state.version
-            )));
-        }
         differs("model", &nameless(&state.model), &nameless(spec))?;
         differs("tail", &state.tail, &config.tail)?;
         differs("estimator", &state.estimator, &config.estimator)?;
@@ -224,7 +218,7 @@ impl Runtime {
             weights_version: layer.weights_version.filter(|_| estimated),
         };
         RuntimeState {
-            version: version_of(&self.spec),
+            version: STATE_VERSION,
             model: self.spec.clone(),
             tail: self.config.tail,
             estimator: self.config.estimator,
@@ -267,10 +261,7 @@ impl Runtime {
             Weights::Unchanged => {
                 return match kept.bounds {
                     Some(_) => Ok(false),
-                    None => Err(Error::argument(format_args!(
-                        "{} layer {layer}: its weights have not been given yet",
-                        self.spec.name
-                    ))),
+                    None => Err(unknown(&self.spec, layer)),
                 };
             }
             Weights::Versioned(version, _) if kept.bounds.is_some() && kept.weights_version == Some(version) => {
@@ -302,7 +293,8 @@ impl Runtime {
     /// # Errors
     /// As [`Policy::plan`]; `is_argument` if the layer's weights were never given.
     pub fn plan(&self, layer: usize, measured: Option<&StepStats>) -> Result<ScalePlan> {
-        self.policy.plan(self.known_bounds(layer)?, measured)
+        let at = |error: Error| error.within(self.spec.place(layer));
+        self.policy.plan(self.known_bounds(layer)?, measured).map_err(at)
     }
 
     /// Takes in what a fused FP8 call with `plan` reported, logs it, and returns the policy's report. Such a call casts q,
@@ -324,7 +316,7 @@ impl Runtime {
         self.layer(layer)?;
         let kept = &mut self.layers[layer];
         let bounds = kept.bounds.as_ref().ok_or_else(|| unknown(&self.spec, layer))?;
-        let report = self.policy.observe(plan, bounds, stats)?;
+        let report = self.policy.observe(plan, bounds, stats).map_err(|error| error.within(self.spec.place(layer)))?;
         let name = self.policy.name();
         log_update(name, kept.steps, kept.last.as_ref(), plan);
         log_report(name, kept.steps, &report, cast);
@@ -363,7 +355,8 @@ impl Runtime {
         if step == given {
             Ok(())
         } else {
-            Err(Error::mismatch(format_args!("a step of layer {step} was given the {what} of layer {given}")))
+            let (step, given) = (self.spec.place(step), self.spec.place(given));
+            Err(Error::mismatch(format_args!("a step of {step} was given the {what} of {given}")))
         }
     }
 
@@ -372,22 +365,32 @@ impl Runtime {
         let heads = [shape.n_q_heads, shape.n_kv_heads, shape.d_head];
         if heads != [own.n_q_heads, own.n_kv_heads, own.d_head] {
             return Err(Error::mismatch(format_args!(
-                "the call has {} query heads, {} KV heads and d_head {}, layer {layer} {}, {} and {}",
-                heads[0], heads[1], heads[2], own.n_q_heads, own.n_kv_heads, own.d_head
+                "the call has {} query heads, {} KV heads and d_head {}, {} has {}, {} and {}",
+                heads[0],
+                heads[1],
+                heads[2],
+                self.spec.place(layer),
+                own.n_q_heads,
+                own.n_kv_heads,
+                own.d_head
             )));
         }
         if let Some(temperature) = own.temperature.filter(|temperature| shape.len_k > temperature.positions) {
             return Err(Error::mismatch(format_args!(
-                "the call has {} keys, and queries of layer {layer} grow with the position: bounds hold for {}",
-                shape.len_k, temperature.positions
+                "the call has {} keys, and queries of {} grow with the position: bounds hold for {}",
+                shape.len_k,
+                self.spec.place(layer),
+                temperature.positions
             )));
         }
         // Bounds include both: with others they would promise nothing.
         let same = |a: f64, b: f64| (a - b).abs() <= 1e-6 * b.abs();
         if !same(call.softmax_scale, own.softmax_scale) {
             return Err(Error::mismatch(format_args!(
-                "the call's softmax scale is {}, that of layer {layer} {}",
-                call.softmax_scale, own.softmax_scale
+                "the call's softmax scale is {}, that of {} {}",
+                call.softmax_scale,
+                self.spec.place(layer),
+                own.softmax_scale
             )));
         }
         match (call.soft_cap, self.spec.soft_cap) {
@@ -431,12 +434,12 @@ fn casts(precision: &Precision, plan: &ScalePlan) -> Vec<Tensor> {
 }
 
 fn unknown(spec: &AttentionSpec, layer: usize) -> Error {
-    Error::argument(format_args!("{} layer {layer}: its weights have not been given yet", spec.name))
+    Error::argument(format_args!("{}: its weights have not been given yet", spec.place(layer)))
 }
 
 /// A model is the same wherever it was loaded from.
 fn nameless(spec: &AttentionSpec) -> AttentionSpec {
-    AttentionSpec { name: String::new(), ..spec.clone() }
+    AttentionSpec { name: String::new(), prefix: String::new(), ..spec.clone() }
 }
 
 fn log_update(policy: &str, step: u64, old: Option<&ScalePlan>, plan: &ScalePlan) {

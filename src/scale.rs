@@ -33,7 +33,7 @@ impl Descale {
     /// holds in f32; 1 for a zero bound.
     ///
     /// # Errors
-    /// If `bound` is negative or not finite, or if the descale leaves the range of f32.
+    /// `is_argument` if `bound` is negative; `is_non_finite` if it is not finite or the descale leaves the range of f32.
     ///
     /// ```
     /// # use sigmascale::Descale;
@@ -42,8 +42,11 @@ impl Descale {
     /// # Ok::<(), sigmascale::Error>(())
     /// ```
     pub fn covering(bound: f64, target: f64) -> Result<Self> {
-        if !bound.is_finite() || bound < 0.0 {
-            return Err(Error::non_finite(format_args!("bound {bound} must be finite and not negative")));
+        if !bound.is_finite() {
+            return Err(Error::non_finite(format_args!("bound {bound} must be finite")));
+        }
+        if bound < 0.0 {
+            return Err(Error::argument(format_args!("bound {bound} must not be negative")));
         }
         if bound == 0.0 {
             return Ok(Self::ONE);
@@ -135,6 +138,14 @@ mod tests {
             assert!(Descale::new(bad).is_err(), "{bad}");
             assert!(QuantScale::new(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn a_negative_bound_is_finite_and_refused_as_an_argument() {
+        let error = Descale::covering(-1.0, 448.0).unwrap_err();
+        assert!(error.is_argument() && !error.is_non_finite(), "{error}");
+        assert_eq!(error.to_string(), "bound -1 must not be negative");
+        assert!(Descale::covering(f64::NAN, 448.0).unwrap_err().is_non_finite());
     }
 
     #[test]

@@ -1,6 +1,9 @@
 //! What an attention call reports back.
 
-use crate::cuda::{CastWords, StepWords, unordered};
+mod words;
+
+pub use words::{CastWords, LogitWords, StepWords, ordered, stats_words, unordered};
+
 use serde::{Deserialize, Serialize};
 
 /// Statistics of one attention call in one layer.

@@ -8,10 +8,13 @@ use float8::F8E4M3;
 use nalgebra::{DMatrix, DVector};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use sigmascale::bound::{BoundKind, LayerBounds, Tail};
+use sigmascale::bound::{BoundKind, LAYER_NORM_MEAN_LIMIT, LayerBounds, Tail};
+use sigmascale::calibrate::{Calibration, Options};
 use sigmascale::geometry::LayerGeometry;
 use sigmascale::model::*;
 use sigmascale::plan::{Granularity, ScalePlan};
+use sigmascale::policy::PolicyKind;
+use sigmascale::runtime::{Runtime, Weights};
 use sigmascale::spectral::*;
 use sigmascale::{Descale, Result};
 
@@ -234,7 +237,7 @@ fn a_spec_that_breaks_a_rule_is_refused() {
     }
     let planted = Planted::gaussian(spec(64, 16, 2, 2), 5);
     let error = LayerGeometry::new(&planted.spec, LayerWeights { layer: 1, ..planted.weights() }).unwrap_err();
-    assert!(error.to_string().contains("layer 1"), "{error}");
+    assert!(error.to_string().contains("layer index 1"), "{error}");
 }
 
 fn qk_normed(planted: &mut Planted) {
@@ -611,4 +614,176 @@ fn a_foreign_spectrum_is_refused() {
     let mut spectrum = GramEngine.layer(&planted.geometry()).unwrap();
     spectrum.layer = 1;
     assert!(LayerBounds::new(&planted.spec, &planted.geometry(), &spectrum, &Tail::default()).is_err());
+}
+
+/// A config whose rotated channels engines count differently: the bounds are the larger of both readings.
+#[test]
+fn two_readings_of_a_rotation_give_the_larger_bounds() {
+    let (d, r) = (64, 16);
+    for (seed, normed) in [(1, false), (2, false), (3, true)] {
+        let mut planted = Planted::gaussian(spec(d, r, 2, 1), seed).with_random_norm(seed, NormKind::RmsNorm, true);
+        (0..r).for_each(|c| planted.k[0].column_mut(c).scale_mut(1.0 + c as f64));
+        if normed {
+            qk_normed(&mut planted);
+            planted.q_norm.as_mut().unwrap().gain = (0..r).map(|c| 1.0 + (c * 5 % 7) as f64).collect();
+            planted.k_norm.as_mut().unwrap().gain = (0..r).map(|c| 1.0 + (c * 3 % 11) as f64).collect();
+        }
+        let mut with = |dim: usize, other_dims: Vec<usize>| {
+            planted.spec.layers[0].rope = Some(Rope { other_dims, ..rope(dim, RopeLayout::HalfSplit, 1e4) });
+            try_bounds(&planted).unwrap()
+        };
+        let (one, two, both) = (with(8, vec![]), with(16, vec![]), with(8, vec![16]));
+        assert!(normed || one.k[0] != two.k[0]);
+        for head in 0..2 {
+            let of = |bounds: &LayerBounds| {
+                let head = bounds.heads[head];
+                [head.certain.unwrap(), head.rounded.unwrap(), head.spectrum.unwrap_or(0.0)]
+            };
+            for ((a, b), found) in of(&one).into_iter().zip(of(&two)).zip(of(&both)) {
+                assert!(found >= a.max(b), "{seed}: {found} of {a} and {b}");
+                assert!(normed || found <= a.max(b) * 1.02, "{seed}: {found} of {a} and {b}");
+            }
+            assert_eq!(both.q[head].exact, one.q[head].exact.max(two.q[head].exact));
+        }
+        assert_eq!(both.k[0].exact, one.k[0].exact.max(two.k[0].exact));
+    }
+}
+
+/// An input in E4M3 takes its scale from the element with the large gain, and the others fall under its normal numbers: those just
+/// above half a step double.
+#[test]
+fn a_gain_thousands_of_times_the_others_is_counted_in_e4m3() {
+    let (d, r, gain) = (1024, 16, 20_000.0);
+    let mut planted = Planted::gaussian(spec(d, r, 1, 1), 1);
+    planted.spec.fp8_inputs = true;
+    planted.gain = Some((0..d).map(|i| if i == 0 { gain } else { 1.0 }).collect());
+    // One channel adds up the others.
+    let sums = DMatrix::from_fn(d, r, |i, c| if i > 0 && c == 0 { 1.0 } else { 0.0 });
+    (planted.q, planted.k, planted.v) = (vec![sums.clone()], vec![sums.clone()], vec![sums]);
+    let bounds = try_bounds(&planted).unwrap();
+    // x_0 such that the others, each 1 before the sphere, are 0.501 of a step.
+    let step = 1.0 / 0.501;
+    let first = step * 512.0 * 448.0 / gain;
+    let token = common::forward::to_sphere(NormKind::RmsNorm, &[vec![first], vec![1.0; d - 1]].concat());
+    let normed = common::forward::norm_output(&planted.spec, &planted.weights(), &token);
+    let scale = normed[0] / 448.0;
+    let rounded: f64 = normed[1..].iter().map(|x| F8E4M3::from_f64(x / scale).to_f64() * scale).sum();
+    for (name, bound) in [("q", bounds.q[0]), ("k", bounds.k[0]), ("v", bounds.v.as_ref().unwrap()[0])] {
+        assert!(rounded > 1.3 * bound.exact, "{name}: the attack is weak, {rounded} of {bound:?}");
+        assert!(rounded <= bound.rounded, "{name}: {rounded} past {bound:?}");
+    }
+    let logit = rounded * rounded * planted.spec.layers[0].softmax_scale;
+    assert!(logit <= bounds.heads[0].rounded.unwrap(), "{logit} past {:?}", bounds.heads[0]);
+}
+
+/// A LayerNorm in f32 as GPUs compute it, its output in BF16, and one value channel in f32 rounded to BF16.
+fn computed_value(token: &[f32], weights: &[f64], epsilon: f32) -> f64 {
+    let lanes = |of: &dyn Fn(f32) -> f32| {
+        let mut sums = [0f32; 32];
+        token.iter().enumerate().for_each(|(i, x)| sums[i % 32] += of(*x));
+        sums.iter().sum::<f32>() * (1.0 / token.len() as f32)
+    };
+    let mean = lanes(&|x| x);
+    let scale = 1.0 / (lanes(&|x| (x - mean) * (x - mean)) + epsilon).sqrt();
+    let normed = token.iter().map(|x| half::bf16::from_f32((x - mean) * scale).to_f32());
+    let value: f32 = normed.zip(weights).map(|(x, w)| x * half::bf16::from_f64(*w).to_f32()).sum();
+    f64::from(half::bf16::from_f32(value.abs()).to_f32())
+}
+
+/// The mean that a LayerNorm subtracts is rounded relative to the token: up to the stated limit the bounds hold, and a constant
+/// token far beyond it passes them.
+#[test]
+fn a_layer_norm_is_bounded_up_to_the_stated_mean() {
+    let (d, r, epsilon) = (1000, 16, 1e-5f32);
+    let mut rng = StdRng::seed_from_u64(3);
+    let mut planted = Planted::gaussian(spec(d, r, 1, 1), 3);
+    planted.spec.norm = InputNorm { kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: false };
+    // Almost all of the weights is the mean that the norm takes out.
+    planted.v = vec![DMatrix::from_fn(d, r, |_, _| 1.0 + 0.02 * rng.random_range(-1.0..1.0))];
+    let bound = try_bounds(&planted).unwrap().v.unwrap()[0].rounded;
+    let value = |token: &[f32]| {
+        let column = |c: usize| planted.v[0].column(c).iter().copied().collect::<Vec<_>>();
+        (0..r).map(|c| computed_value(token, &column(c), epsilon)).fold(0.0, f64::max)
+    };
+    let limit = LAYER_NORM_MEAN_LIMIT as f32;
+    let mut most: f64 = 0.0;
+    for size in [1e-3f32, 1.0, 30.0, 1e3, 1e6] {
+        for attempt in 0..20 {
+            let noise: Vec<f32> = (0..d).map(|_| rng.random_range(-1.7f32..1.7)).collect();
+            let mean = limit * (size * size + epsilon).sqrt() * 0.95;
+            let token: Vec<f32> = noise.iter().map(|x| mean + if attempt == 0 { 0.0 } else { size * x }).collect();
+            let ratio = mean / (if attempt == 0 { epsilon } else { size * size + epsilon }).sqrt();
+            if ratio <= limit {
+                most = most.max(value(&token));
+            }
+        }
+        // Constant tokens, whose variance is zero.
+        let constant = limit * epsilon.sqrt() * rng.random_range(0.5..1.0);
+        most = most.max(value(&vec![constant; d]));
+    }
+    assert!(most <= bound, "{most} past {bound}");
+    let far = value(&vec![999_424.0 + 64.0; d]);
+    assert!(far > 3.0 * bound, "the limit is not needed: {far} of {bound}");
+}
+
+/// Weights that are stored in more than they run in are rounded once more when they are loaded.
+#[test]
+fn the_rounding_share_grows_with_what_is_rounded() {
+    let planted = |rotated: bool, grown: bool| {
+        let mut planted = Planted::gaussian(spec(64, 16, 1, 1), 2);
+        planted.spec.layers[0].rope = rotated.then(|| rope(16, RopeLayout::HalfSplit, 1e4));
+        planted.spec.layers[0].temperature =
+            grown.then_some(Temperature { strength: 1e-9, period: 8, shift: 0, positions: 8 });
+        // Rank one and one pair, so that exact and rounding parts are the same number.
+        let one = DMatrix::from_fn(64, 16, |i, c| if (i, c) == (0, 0) { 1.0 } else { 0.0 });
+        (planted.q, planted.k, planted.v) = (vec![one.clone()], vec![one.clone()], vec![one]);
+        let bounds = try_bounds(&planted).unwrap();
+        let share = |bound: &sigmascale::bound::OperandBound| bound.rounded / bound.exact - 1.0;
+        [share(&bounds.q[0]), share(&bounds.k[0]), share(&bounds.v.unwrap()[0])]
+    };
+    let of = |n: i32| (1.0 + 1.0 / 256.0f64).powi(n) - 1.0;
+    let close = |found: f64, least: f64| assert!(found >= least && found < least + 1e-4, "{found} for {least}");
+    // Norm and gain 3, load 1, projection 1, rotation 3, growth 2; stored in F64 here.
+    for (rotated, grown, [q, k, v]) in [
+        (false, false, [1.0 / 32.0; 3]),
+        (true, false, [of(8), of(8), 1.0 / 32.0]),
+        (true, true, [of(10), of(8), 1.0 / 32.0]),
+    ] {
+        let found = planted(rotated, grown);
+        found.into_iter().zip([q, k, v]).for_each(|(found, least)| close(found, least - 1e-12));
+    }
+}
+
+/// Errors name a layer by the model's own number, which is not its place where layers without attention stand in front.
+#[test]
+fn errors_name_layers_by_the_models_own_number() {
+    let mut planted = Planted::gaussian(spec(64, 16, 1, 1), 5);
+    planted.spec.layers[0].number = 7;
+    let named = |error: sigmascale::Error| {
+        let text = error.to_string();
+        assert!(text.contains("layer 7") && !text.contains("layer 0"), "{text}");
+    };
+    let mut broken = planted.clone();
+    broken.spec.norm.shift = true;
+    named(broken.try_geometry().unwrap_err());
+    let geometry = planted.geometry();
+    let spectrum = GramEngine.layer(&geometry).unwrap();
+    let bounds = |spectrum: &LayerSpectrum| LayerBounds::new(&planted.spec, &geometry, spectrum, &Tail::default());
+    named(bounds(&LayerSpectrum { layer: 1, ..spectrum.clone() }).unwrap_err());
+    let mut infinite = spectrum.clone();
+    infinite.heads.as_mut().unwrap()[0].exact.as_mut().unwrap().sigma_rope_upper = f64::INFINITY;
+    named(bounds(&infinite).unwrap_err());
+    let foreign = AttentionSpec { d_model: 32, ..planted.spec.clone() };
+    named(PowerEngine::new(&mut PowerState::new(&foreign, 0)).layer(&geometry).unwrap_err());
+    let mut calibration = Calibration::new(&planted.spec, Options::default()).unwrap();
+    let mut huge = planted.clone();
+    huge.k[0] *= 1e60;
+    named(calibration.layer(huge.weights()).unwrap_err());
+    let mut runtime = Runtime::new(&planted.spec, PolicyKind::Geometry.into()).unwrap();
+    named(runtime.update_weights(0, Weights::Unchanged).unwrap_err());
+    named(runtime.plan(0, None).unwrap_err());
+    let mut bounded = bounds(&spectrum).unwrap();
+    bounded.k.push(bounded.k[0]);
+    runtime.update_weights(0, Weights::Bounded(bounded)).unwrap();
+    named(runtime.plan(0, None).unwrap_err());
 }

@@ -3,7 +3,7 @@
 
 use sigmascale::cuda::cache::Cache;
 use sigmascale::cuda::{self, Arch, Compiled, Device, Request, sources};
-use sigmascale::device_plan::DeviceBounds;
+use sigmascale::device::DeviceBounds;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 

@@ -11,8 +11,9 @@ use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
 use safetensors::Dtype;
 use serde_json::{Value, json};
+use sigmascale::calibrate::{Calibration, Options};
 use sigmascale::forward::{Tokens, project};
-use sigmascale::model::{Checkpoint, GainForm};
+use sigmascale::model::{AttentionSpec, Checkpoint, GainForm};
 
 // The independent forward: plain vectors, raw tensors, one family after another.
 
@@ -496,6 +497,47 @@ fn every_family_has_a_case() {
     }
 }
 
+/// Scales are exported under the names that the checkpoint itself has.
+#[test]
+fn exported_scales_have_the_checkpoints_own_names() {
+    for case in cases().iter().filter(|case| !matches!(case.kind, "olmo2" | "exaone4")) {
+        let folder = tempfile::tempdir().unwrap();
+        let tensors = draw(case, 3);
+        write_checkpoint(folder.path(), &case.config, &tensors, case.dtype, 1);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let mut calibration = Calibration::new(checkpoint.spec(), Options::default()).unwrap();
+        calibration.layer(checkpoint.layer(0).unwrap()).unwrap();
+        let module = &calibration.finish().tensor_scales().unwrap()[0].module;
+        let inside =
+            |name: &&String| name.strip_prefix(&format!("{module}.")).is_some_and(|rest| rest.ends_with(".weight"));
+        assert!(tensors.0.keys().any(|name| inside(&name)), "{} {}: {module}", case.name, case.prefix);
+    }
+}
+
+/// What a config alone says of the names: those of the models published with it.
+#[test]
+fn wrapped_models_have_prefixes_of_their_own() {
+    let prefix = |name: &str| {
+        let text = json!({"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 16, "max_position_embeddings": 64, "layer_types": ["full_attention"]});
+        let mut config = text.clone();
+        (config["model_type"], config["text_config"]) = (json!(name), text);
+        AttentionSpec::from_config_json(config.to_string().as_bytes(), "m/config.json".as_ref()).unwrap().prefix
+    };
+    for (name, expected) in [
+        ("llama", "model."),
+        ("mistral3", "language_model.model."),
+        ("gemma3", "language_model.model."),
+        ("llama4", "language_model.model."),
+        ("qwen2_vl", "model."),
+        ("qwen2_5_vl", "model."),
+        ("qwen3_vl", "model.language_model."),
+        ("qwen3_5", "model.language_model."),
+    ] {
+        assert_eq!(prefix(name), expected, "{name}");
+    }
+}
+
 mod fp8 {
     //! E4M3 weights and the three forms of scale beside them.
 
@@ -509,8 +551,19 @@ mod fp8 {
     fn write(folder: &std::path::Path, scale: Option<(&str, &[usize], &[f32])>, config: Value) -> Vec<u8> {
         let case = grouped("llama", "llama", config);
         let tensors = draw(&case, 5);
-        write_checkpoint(folder, &case.config, &tensors, Dtype::F32, 1);
         let name = "model.layers.0.self_attn.q_proj.weight";
+        write_e4m3(folder, &case, &tensors, (name, &[64, 48]), scale)
+    }
+
+    /// Writes a checkpoint with one tensor in E4M3, and this scale beside it.
+    fn write_e4m3(
+        folder: &std::path::Path,
+        case: &Case,
+        tensors: &Tensors,
+        (name, shape): (&str, &[usize]),
+        scale: Option<(&str, &[usize], &[f32])>,
+    ) -> Vec<u8> {
+        write_checkpoint(folder, &case.config, tensors, Dtype::F32, 1);
         let bits: Vec<u8> = tensors.get(name).iter().map(|x| F8E4M3::from_f64(*x * 64.0).to_bits()).collect();
         let mut stored: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = tensors
             .0
@@ -520,7 +573,7 @@ mod fp8 {
                 (n.clone(), Dtype::F32, s.clone(), v.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect())
             })
             .collect();
-        stored.push((name.to_owned(), Dtype::F8_E4M3, vec![64, 48], bits.clone()));
+        stored.push((name.to_owned(), Dtype::F8_E4M3, shape.to_vec(), bits.clone()));
         if let Some((suffix, shape, values)) = scale {
             let bytes = values.iter().flat_map(|x| x.to_le_bytes()).collect();
             stored.push((format!("{name}_{suffix}"), Dtype::F32, shape.to_vec(), bytes));
@@ -552,10 +605,59 @@ mod fp8 {
         check("scale", &[64], &rows, json!({}), |row, _| row);
         let tiles: Vec<f32> = (0..6).map(|i| 1.0 + i as f32).collect();
         // 64 x 48 in tiles of 32 x 20: 2 x 3, the last column of tiles is narrow.
-        let config = json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 20]}});
-        check("scale_inv", &[2, 3], &tiles, config, |row, col| row / 32 * 3 + col / 20);
-        // Without the config, tiles that divide evenly are clear.
-        check("scale_inv", &[2, 3], &tiles, json!({}), |row, col| row / 32 * 3 + col / 16);
+        let tiled = |settings: Value| {
+            let config = json!({"quantization_config": settings});
+            check("scale_inv", &[2, 3], &tiles, config, |row, col| row / 32 * 3 + col / 20);
+        };
+        tiled(json!({"quant_method": "fp8", "weight_block_size": [32, 20]}));
+        for sides in [json!([32, 20]), json!("32x20")] {
+            tiled(json!({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {
+                "group_0": {"weights": {"strategy": "block", "block_structure": sides}},
+                "group_1": {"weights": {"strategy": "channel", "block_structure": null}}}}));
+        }
+    }
+
+    /// 192 rows are a tile of 128 and one of 64, and not two of 96.
+    #[test]
+    fn tiles_without_a_size_in_the_config_are_128_x_128() {
+        let settings = json!({"quantization_config": {"quant_method": "fp8"}, "num_attention_heads": 12});
+        let case = Case { n_q: 12, ..grouped("llama", "llama", settings) };
+        let folder = tempfile::tempdir().unwrap();
+        let tensors = draw(&case, 5);
+        let name = "model.layers.0.self_attn.q_proj.weight";
+        let values: &[f32] = &[1.0, 1e3];
+        let bits = write_e4m3(folder.path(), &case, &tensors, (name, &[192, 48]), Some(("scale_inv", &[2, 1], values)));
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let weights = checkpoint.layer(0).unwrap();
+        for (row, bits) in bits.chunks(48).enumerate() {
+            let want = f64::from(F8E4M3::from_bits(bits[7]).to_f32()) * f64::from(values[row / 128]);
+            assert_eq!(weights.q.heads[row / R].get(row % R, 7), want, "{row}");
+        }
+    }
+
+    /// No shape of scales says which tile it is of, since the last one may be short.
+    #[test]
+    fn tiles_that_nothing_states_are_refused() {
+        let compressed = |groups: Value| {
+            json!({"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized",
+                "config_groups": groups}})
+        };
+        for config in [
+            json!({}),
+            json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": null}}),
+            json!({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}),
+            compressed(json!({"group_0": {"weights": {"strategy": "block"}}})),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            write(folder.path(), Some(("scale_inv", &[2, 3], &[1.0; 6])), config.clone());
+            let error = Checkpoint::open(folder.path()).unwrap().layer(0).unwrap_err().to_string();
+            assert!(error.contains("the config does not say which tile"), "{config}: {error}");
+        }
+        let two = |rows: usize| json!({"weights": {"block_structure": [rows, 128]}});
+        let case = grouped("llama", "llama", compressed(json!({"a": two(128), "b": two(64)})));
+        let file = "m/config.json".as_ref();
+        let error = AttentionSpec::from_config_json(case.config.to_string().as_bytes(), file).unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains("different `block_structure`"), "{error}");
     }
 
     /// A token whose elements are rounded up to E4M3 almost all, on weights that add them up.

@@ -2,8 +2,8 @@
 //! NVRTC and no GPU; without NVRTC each variant is reported as ignored, with the reason.
 
 use rayon::prelude::*;
-use sigmascale::cuda::attention::{attention_variants, cast_variants};
 use sigmascale::cuda::{self, Arch, Request, sources};
+use sigmascale::device::attention::{attention_variants, cast_variants};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -19,13 +19,13 @@ fn variants() -> Vec<Request> {
     for source in sources::ALL.iter().copied().filter(|s| s.name.starts_with("scale_") || s.name.starts_with("policy_"))
     {
         if source == sources::GRAMS_WGMMA {
-            let request = |r, f16| Request::new(source, Arch::SM90A).define("D_HEAD", r).define("F16", f16);
+            let request = |r, f16| Request::new(source, Arch::SM90A).define("D_HEAD", r).define("WEIGHTS", f16);
             all.extend([(128, 0), (96, 1), (72, 0)].map(|(r, f16)| request(r, f16)));
             continue;
         }
         if source == sources::GRAMS_PIECES {
             let one = |(r, along, f16, sums): (u32, u32, u32, u32)| {
-                let request = Request::new(source, Arch::SM90A).define("D_HEAD", r).define("F16", f16);
+                let request = Request::new(source, Arch::SM90A).define("D_HEAD", r).define("WEIGHTS", f16);
                 request.define("ALONG_CHANNELS", along).define("SUMS", sums)
             };
             let shapes = [
@@ -41,27 +41,29 @@ fn variants() -> Vec<Request> {
             continue;
         }
         if source == sources::NORMS_HEADS {
-            // Channels of a head, [in, out], a mean or a shift, rotation, f16, type of the vectors.
+            // Channels of a head, [in, out], a mean or a shift, rotation, f16, type of the vectors, beside other kernels.
             for shape in [
-                [64, 0, 1, 0, 0, 2],
-                [64, 1, 1, 0, 0, 2],
-                [64, 1, 1, 1, 1, 1],
-                [128, 0, 0, 1, 0, 0],
-                [128, 0, 1, 1, 1, 1],
-                [16, 0, 0, 0, 0, 0],
-                [16, 1, 1, 1, 0, 2],
-                [80, 1, 1, 1, 0, 2],
-                [24, 0, 1, 1, 0, 2],
-                [192, 0, 0, 1, 0, 0],
-                [192, 0, 1, 0, 0, 0],
-                [248, 1, 1, 0, 0, 1],
-                [256, 0, 1, 1, 0, 2],
-                [256, 1, 0, 1, 1, 1],
+                [64, 0, 1, 0, 0, 2, 0],
+                [64, 1, 1, 0, 0, 2, 0],
+                [64, 1, 1, 1, 1, 1, 0],
+                [128, 0, 0, 1, 0, 0, 0],
+                [128, 0, 1, 1, 1, 1, 0],
+                [16, 0, 0, 0, 0, 0, 0],
+                [16, 1, 1, 1, 0, 2, 0],
+                [80, 1, 1, 1, 0, 2, 0],
+                [24, 0, 1, 1, 0, 2, 0],
+                [192, 0, 0, 1, 0, 0, 0],
+                [192, 0, 1, 0, 0, 0, 0],
+                [248, 1, 1, 0, 0, 1, 0],
+                [256, 0, 1, 1, 0, 2, 0],
+                [256, 1, 0, 1, 1, 1, 0],
+                [64, 1, 0, 0, 0, 2, 1],
+                [128, 0, 0, 0, 1, 0, 1],
             ]
             .into_iter()
-            .chain(sizes(16, 256).map(|r| [r, 0, 1, 1, 0, 0]))
+            .chain(sizes(16, 256).flat_map(|r| [[r, 0, 1, 1, 0, 0, 0], [r, 0, 0, 0, 0, 2, 1]]))
             {
-                let names = ["D_HEAD", "ALONG_CHANNELS", "SUMS", "TURNS", "F16", "VECTORS"];
+                let names = ["D_HEAD", "ALONG_CHANNELS", "SUMS", "TURNS", "F16", "VECTORS", "BESIDE"];
                 let request = Request::new(source, Arch::SM90A);
                 all.push(
                     names.into_iter().zip(shape).fold(request, |request, (name, value)| request.define(name, value)),
@@ -73,53 +75,26 @@ fn variants() -> Vec<Request> {
             let wide = [(160, 1), (192, 2), (200, 2), (256, 1), (256, 2)];
             let f32s = [(16, 2), (40, 2), (64, 2), (96, 2), (128, 2)];
             for (r, weights) in wide.into_iter().chain(f32s).chain(sizes(136, 256).map(|r| (r, 0))) {
-                for norms in [0, 1] {
-                    let request = Request::new(source, Arch::SM90A).define("D_HEAD", r);
-                    all.push(request.define("WEIGHTS", weights).define("NORMS", norms));
-                }
+                all.push(Request::new(source, Arch::SM90A).define("D_HEAD", r).define("WEIGHTS", weights));
             }
             continue;
         }
-        if source == sources::VALUES {
-            all.extend([0, 1].map(|f16| Request::new(source, Arch::SM90A).define("F16", f16)));
-            continue;
-        }
-        if source == sources::BOUNDS_WIDE {
-            all.extend(sizes(136, 256).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
-            continue;
-        }
         if source == sources::BOUNDS {
-            for (arch, sizes) in [
-                (Arch::SM80, &[64][..]),
-                (Arch::SM89, &[128]),
-                (Arch::SM90A, &[16, 64, 96, 128, 192, 256]),
-                (Arch::SM100, &[128]),
-            ] {
-                all.extend(sizes.iter().map(|r| Request::new(source, arch).define("D_HEAD", r)));
+            all.extend(sizes(16, 256).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
+            for (arch, r) in [(Arch::SM80, 64), (Arch::SM89, 128), (Arch::SM100, 128)] {
+                all.push(Request::new(source, arch).define("D_HEAD", r));
             }
             continue;
         }
         if source == sources::PRODUCTS {
-            for (arch, sizes) in [
-                (Arch::SM80, &[64, 136][..]),
-                (Arch::SM89, &[64]),
-                (Arch::SM90A, &[16, 40, 64, 96, 128, 136, 168, 192, 200, 256]),
-                (Arch::SM100, &[64]),
-            ] {
-                all.extend(sizes.iter().map(|r| Request::new(source, arch).define("D_HEAD", r)));
+            let one = |arch, r, chunk| Request::new(source, arch).define("D_HEAD", r).define("CHUNK", chunk);
+            all.extend(sizes(16, 184).map(|r| one(Arch::SM90A, r, r.next_multiple_of(16))));
+            all.extend(sizes(192, 256).map(|r| one(Arch::SM90A, r, if r < 224 { 128 } else { 64 })));
+            for (arch, r, chunk) in
+                [(Arch::SM80, 64, 64), (Arch::SM80, 256, 16), (Arch::SM89, 128, 64), (Arch::SM100, 128, 128)]
+            {
+                all.push(one(arch, r, chunk));
             }
-            continue;
-        }
-        if source == sources::PRODUCTS_WGMMA {
-            all.extend(sizes(16, 64).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
-            continue;
-        }
-        if source == sources::FACTOR || source == sources::PRODUCTS_PAIRS {
-            all.extend(sizes(72, 256).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
-            continue;
-        }
-        if source == sources::BOUNDS_WGMMA {
-            all.extend(sizes(16, 128).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
             continue;
         }
         if source == sources::POWER {
@@ -128,28 +103,6 @@ fn variants() -> Vec<Request> {
                 all.push(Request::new(source, Arch::SM90A).define("D_HEAD", r).define("ALONG_CHANNELS", along));
             }
             all.push(Request::new(source, Arch::SM100).define("D_HEAD", 128));
-            continue;
-        }
-        if source == sources::POWER_ONCE {
-            // Type, [in, out], blocks, channels of a block and of a box, inputs of a tile.
-            for shape in [
-                [0, 0, 8, 512, 256, 64],
-                [0, 0, 16, 1024, 256, 32],
-                [0, 0, 4, 400, 200, 64],
-                [1, 0, 2, 120, 120, 64],
-                [2, 0, 1, 40, 40, 32],
-                [2, 0, 16, 512, 256, 32],
-                [0, 1, 4, 400, 200, 64],
-                [0, 1, 16, 768, 256, 32],
-                [1, 1, 8, 512, 256, 64],
-                [2, 1, 8, 512, 128, 32],
-            ] {
-                let names = ["WEIGHTS", "ALONG_CHANNELS", "PEERS", "SHARE", "BOX", "TILE"];
-                let request = Request::new(source, Arch::SM90A);
-                all.push(
-                    names.into_iter().zip(shape).fold(request, |request, (name, value)| request.define(name, value)),
-                );
-            }
             continue;
         }
         if source == sources::POWER_SUM {
@@ -218,14 +171,8 @@ fn every_variant_compiles_clean() {
 /// Instructions that a kernel must not be without.
 fn instructions(variant: &Request) -> &'static [&'static str] {
     /// Whose plain loads read what the copy engine brings: the next copy waits for these only behind a fence.
-    const READERS: [sources::Source; 6] = [
-        sources::VALUES,
-        sources::NORMS_HEADS,
-        sources::GRAMS_WGMMA,
-        sources::GRAMS_WIDE,
-        sources::POWER,
-        sources::POWER_ONCE,
-    ];
+    const READERS: [sources::Source; 4] =
+        [sources::NORMS_HEADS, sources::GRAMS_WGMMA, sources::GRAMS_WIDE, sources::POWER];
     match variant.source {
         // Products on tensor cores in FP8, copies by the copy engine.
         source if source == sources::ATTENTION => &["QGMMA", "UTMALDG"],
@@ -242,13 +189,6 @@ fn complaints(variant: &Request, disassembler: Option<&Path>) -> Vec<String> {
         Err(e) => return vec![format!("{name}: {e}")],
     };
     let mut complaints = Vec::new();
-    // What a kernel tells the host is read from the cubin.
-    if variant.source.text.contains("__constant__ int SHARED_BYTES") {
-        let bytes = compiled.constant("SHARED_BYTES");
-        if !bytes.is_some_and(|bytes| (1..=232_448).contains(&bytes)) {
-            complaints.push(format!("{name}: {bytes:?} bytes of shared memory"));
-        }
-    }
     let resources = compiled.resources();
     if resources.is_empty() {
         complaints.push(format!("{name}: the log names no kernel\n{}", compiled.log));

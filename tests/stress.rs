@@ -142,7 +142,7 @@ fn ids_in_json_are_the_bytes_of_the_text() {
     std::fs::write(&ids, "[1, 256, 3]").unwrap();
     let args = ["stress", "checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "2", "--tokens", text(&ids)];
     let (code, log) = failure(&args);
-    assert!(code == 2 && log.contains("token id 256 is not below 256"), "{log}");
+    assert!(code == 1 && log.contains("token id 256 is not below 256"), "{log}");
 }
 
 #[test]
@@ -265,6 +265,99 @@ fn all_is_a_list_of_runs() {
     assert_eq!(left, ["replay", "resume", "lr-spike"]);
 }
 
+/// A short spike whose auto-c ends its burn-in.
+const SPIKE: [&str; 9] =
+    ["stress", "weight-spike", "--model", TINY_LLAMA, "--layers", "2", "--seq-len", "24", "--steps"];
+
+#[test]
+fn the_failure_probability_is_that_of_the_run() {
+    let run = json(&[&SPIKE[..], &["3", "--delta", "1e-4", "--format", "json"]].concat());
+    assert_eq!(run["tail"], serde_json::json!({"delta": 1e-4, "seq_len": 24, "batch": 1, "steps": 3}));
+    // The policy's descale is that of the bound at this tail, and at no other.
+    let rank_aware = |tail: &[&str]| {
+        let args = ["calibrate", TINY_LLAMA, "--bound", "rank-aware", "--format", "json"];
+        json(&[&args[..], tail].concat())["layers"][0]["logit_descale"].as_f64().unwrap()
+    };
+    let own = rank_aware(&["--delta", "1e-4", "--seq-len", "24", "--steps", "3"]);
+    let descale = row(&run, "geometry-c-star", 0, 0)["logit_descale"].as_f64().unwrap();
+    assert!((descale / own - 1.0).abs() < 1e-6, "{descale} and {own}");
+    assert!((rank_aware(&[]) / own - 1.0).abs() > 1e-2);
+    let long = json(&["stress", "checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "32", "--format", "json"]);
+    assert_eq!((&long["tail"]["seq_len"], &long["tail"]["steps"]), (&32.into(), &1.into()));
+    assert!(json(&["stress", "replay", "--trace", TRACE, "--format", "json"])["tail"].is_null());
+}
+
+#[test]
+fn auto_c_takes_its_parameters_and_reports_its_slack() {
+    let run = |options: &[&str]| {
+        json(&[&SPIKE[..], &["9", "--policies", "geometry,auto-c", "--format", "json"], options].concat())
+    };
+    let descale = |run: &Value, policy, step| row(run, policy, step, 1)["logit_descale"].as_f64().unwrap();
+    let frozen_at =
+        |run: &Value| (0..9).find(|step| descale(run, "auto-c", *step) != descale(run, "geometry", *step)).unwrap();
+    let base = run(&["--auto-c-burn-in", "4"]);
+    assert_eq!((&base["auto_c_burn_in"], frozen_at(&base)), (&4.into(), 4));
+    assert_eq!(base["parameters"][1]["kappa"], 1.5);
+    assert_eq!(frozen_at(&run(&["--auto-c-burn-in", "6"])), 6);
+    let ratio = |a: &Value, b: &Value| descale(a, "auto-c", 8) / descale(b, "auto-c", 8);
+    let wider = run(&["--auto-c-burn-in", "4", "--auto-c-kappa", "3"]);
+    assert!((ratio(&wider, &base) - 2.0).abs() < 1e-6);
+    // A lower quantile and smaller pools give smaller constants.
+    assert!(ratio(&run(&["--auto-c-burn-in", "4", "--auto-c-quantile", "0.5"]), &base) < 0.999);
+    assert!(ratio(&run(&["--auto-c-burn-in", "4", "--auto-c-pooling", "head"]), &base) <= 1.0);
+
+    // Slack over 4 heads, 2 layers and 4 steps; its least is the largest ratio, from which c comes.
+    let slack = &of(&base, "auto-c")["slack"][0];
+    assert_eq!((&slack["tensor"], &slack["count"]), (&"logit".into(), &32.into()));
+    let [min, mean, max] = ["min", "mean", "max"].map(|key| slack[key].as_f64().unwrap());
+    assert!(1.0 < min && min < mean && mean < max, "{min} {mean} {max}");
+    let c = descale(&base, "auto-c", 8) / descale(&base, "geometry", 8);
+    assert!(c * min <= 1.5 * (1.0 + 1e-6), "{c} {min}");
+    assert!(of(&base, "geometry").get("slack").is_none());
+    let table = sigmascale(&[&SPIKE[..], &["9", "--policies", "auto-c", "--mode", "operands"]].concat());
+    let table = String::from_utf8(table.stdout).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(table.contains("Slack in the burn-in") && table.contains("min / mean / max: q "), "{table}");
+}
+
+#[test]
+fn delayed_policies_take_their_parameters() {
+    let replay =
+        |options: &[&str]| json(&[&["stress", "replay", "--trace", TRACE, "--format", "json"], options].concat());
+    let base = replay(&[]);
+    let descale = |run: &Value, policy, step| row(run, policy, step, 0)["logit_descale"].as_f64().unwrap();
+    let half = replay(&["--delayed-paper-margin", "0.45", "--delayed-te-margin", "1"]);
+    for policy in ["delayed-paper", "delayed-te"] {
+        assert!((descale(&half, policy, 9) / descale(&base, policy, 9) - 2.0).abs() < 1e-6, "{policy}");
+    }
+    // One step of memory: the scale is the last maximum's, whether by length or by algorithm.
+    let short = replay(&["--delayed-paper-history", "1", "--delayed-te-history", "2"]);
+    let last = replay(&["--delayed-te-algorithm", "most-recent"]);
+    for step in 5..12 {
+        let logit = |step| row(&base, "current", step, 0)["max_logit"].as_f64().unwrap();
+        let want = logit(step - 1) / (448.0 * 0.9);
+        assert!((descale(&short, "delayed-paper", step) / want - 1.0).abs() < 1e-6, "step {step}");
+        let te = descale(&last, "delayed-te", step);
+        assert!((te / (logit(step - 1) / 448.0) - 1.0).abs() < 1e-6, "step {step}");
+    }
+    assert_eq!(short["parameters"][3]["history"], 1);
+    assert_eq!(last["parameters"][4]["algorithm"], "most-recent");
+}
+
+#[test]
+fn a_report_starts_with_one_verdict_per_policy() {
+    let output = sigmascale(&["stress", "checkpoint-load", "--model", TINY_LLAMA, "--layers", "2", "--seq-len", "48"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    let lines: Vec<&str> = text.lines().skip(2).take(6).map(str::trim_start).collect();
+    for (line, policy) in lines.iter().zip(ALL) {
+        let verdict = line.strip_prefix(policy).unwrap().trim_start();
+        let want = if policy == "delayed-paper" { "OVERFLOW on 2 of 2 layers; up to " } else { "no overflow; " };
+        assert!(verdict.starts_with(want), "{line}");
+    }
+    let output = sigmascale(&["stress", "replay", "--trace", TRACE]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("  auto-c           not run: it needs weights"), "{text}");
+}
+
 #[test]
 fn the_table_says_what_the_numbers_mean() {
     let table = |args: &[&str]| {
@@ -282,7 +375,7 @@ fn the_table_says_what_the_numbers_mean() {
     }
     for part in [
         "the first 2 of 6 layers",
-        "Mode logit casts the logits to E4M3 and nothing else",
+        "Mode logit casts only the logits to E4M3",
         "delayed-paper starts with a history of ones",
         "delayed-te starts with scale 1",
         "assumes that normalised tokens are independent and uniform",
@@ -320,7 +413,9 @@ fn the_page_needs_nothing_else() {
         "-o",
         text(&result),
     ]);
-    assert!(output.status.success() && output.stdout.is_empty() && output.stderr.is_empty());
+    assert!(output.status.success() && output.stdout.is_empty());
+    let wrote = format!("wrote {}\nwrote {}\n", page.display(), result.display());
+    assert_eq!(String::from_utf8(output.stderr).unwrap(), wrote);
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2);
     let runs: Value = serde_json::from_slice(&std::fs::read(&result).unwrap()).unwrap();
     assert_eq!(runs["runs"].as_array().unwrap().len(), 4);
@@ -330,6 +425,13 @@ fn the_page_needs_nothing_else() {
         assert!(!page.contains(absent), "{absent}");
     }
     assert_eq!(page.matches("<section>").count(), 4);
+    // Every section starts with its verdicts.
+    let verdicts = page.split("<section>").skip(1).map(|section| section.split("</h2>").nth(1).unwrap().trim_start());
+    for verdicts in verdicts {
+        let (verdicts, _) = verdicts.split_once("</ul>").unwrap();
+        assert!(verdicts.starts_with("<ul class=\"lines\">") && verdicts.matches("<li>").count() == 6, "{verdicts}");
+    }
+    assert!(page.contains("<li>delayed-paper: OVERFLOW on ") && page.contains("<li>geometry: no overflow; "));
     assert_eq!(page.matches("<svg").count(), page.matches("</svg>").count());
     assert!(page.contains("delayed-paper, layer 1: overshoot up to") && page.contains("geometry, layer 1: fits"));
 }
@@ -340,15 +442,19 @@ fn usage_errors_exit_2_and_write_nothing() {
     let [page, result] = ["page.html", "result.json"].map(|name| folder.path().join(name));
     let cases: &[(&[&str], i32, &str)] = &[
         #[cfg(not(feature = "train"))]
-        (&["resume", "--model", "tiny-llama-train"], 2, "cargo feature `train`"),
+        (
+            &["resume", "--model", "tiny-llama-train"],
+            2,
+            "cargo run --release --features train -- stress resume --model",
+        ),
         #[cfg(not(feature = "train"))]
-        (&["lr-spike", "--model", "tiny-llama-train"], 2, "cargo feature `train`"),
+        (&["lr-spike"], 2, "cargo run --release --features train -- stress lr-spike --model tiny-llama-train"),
         #[cfg(feature = "train")]
         (&["lr-spike", "--model", TINY_LLAMA], 2, "--model tiny-llama-train"),
         #[cfg(feature = "train")]
         (&["lr-spike", "--model", "tiny-llama-train", "--steps", "100"], 2, "steps 100"),
         #[cfg(feature = "train")]
-        (&["resume", "--model", "tiny-gpt2-train", "--seq-len", "65"], 2, "seq-len 65"),
+        (&["resume", "--model", "tiny-gpt2-train", "--seq-len", "65"], 2, "seq_len 65"),
         #[cfg(feature = "train")]
         (&["resume", "--model", "tiny-gpt2-train", "--layers", "1"], 2, "--layers"),
         #[cfg(feature = "train")]
@@ -356,14 +462,28 @@ fn usage_errors_exit_2_and_write_nothing() {
         #[cfg(feature = "train")]
         (&["all", "--model", "tiny-llama-train", "--path", TINY_LLAMA], 2, "its own text"),
         #[cfg(feature = "train")]
-        (&["refit", "--model", "tiny-llama-train"], 2, "refit needs weights"),
-        (&["checkpoint-load", "--model", TINY_LLAMA, "--casts", "nan"], 2, "--casts is for"),
-        (&["checkpoint-load"], 2, "needs --model"),
+        (&["refit", "--model", "tiny-llama-train"], 2, "it needs weights"),
+        (&["replay", "--trace", TRACE, "--policies", ""], 2, "no policy is named: the policies are geometry"),
+        (&["replay", "--trace", TRACE, "--delayed-te-history", "0"], 2, "at least 1"),
+        (&["replay", "--trace", TRACE, "--delayed-te-history", "70000"], 2, "delayed-te: history 70000"),
+        (&["replay", "--trace", TRACE, "--delayed-paper-margin", "1.5"], 2, "delayed-paper: margin 1.5"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--auto-c-quantile", "0"], 2, "auto-c: quantile 0 must be"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--auto-c-kappa", "-1"], 2, "auto-c: kappa -1 must be"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--auto-c-pooling", "model"], 2, "pooling model"),
+        (
+            &["checkpoint-load", "--model", TINY_LLAMA, "--policies", "current", "--auto-c-kappa", "2"],
+            2,
+            "is for auto-c",
+        ),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--delta", "2"], 2, "delta 2 must lie"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "99999"], 2, "seq_len 99999 must lie between"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--casts", "nan"], 2, "remove --casts"),
+        (&["checkpoint-load"], 2, "--model MODEL is required"),
         (&["nothing", "--model", TINY_LLAMA], 2, "possible values"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--policies", "geometry,magic"], 2, "unknown policy magic"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--layers", "7"], 2, "layers 7"),
-        (&["checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "0"], 2, "seq-len 0"),
-        (&["checkpoint-load", "--model", TINY_LLAMA, "--trace", TRACE], 2, "--trace is for replay"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "0"], 2, "at least 1"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--trace", TRACE], 2, "remove --trace, which is for replay"),
         (&["checkpoint-load", "--model", "gpt2-xl", "--layers", "1", "--tokens", SAMPLE], 2, "synthetic weights"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", "/no/such/text"], 1, "/no/such/text"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", "/dev/null"], 1, "regular file"),
@@ -371,20 +491,20 @@ fn usage_errors_exit_2_and_write_nothing() {
         (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--seq-len", "9000"], 2, "are fewer than one"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--seq-len", "1025"], 2, "more than the 1024"),
         (&["weight-spike", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--steps", "99999"], 2, "take fewer of either"),
-        (&["replay", "--trace", TRACE, "--tokens", SAMPLE], 2, "leave --tokens out"),
-        (&["weight-spike", "--model", TINY_LLAMA, "--path", TINY_LLAMA], 2, "--path is for refit"),
+        (&["replay", "--trace", TRACE, "--tokens", SAMPLE], 2, "remove --tokens"),
+        (&["weight-spike", "--model", TINY_LLAMA, "--path", TINY_LLAMA], 2, "remove --path, which is for refit"),
         (&["refit", "--model", "gpt2-xl", "--path", TINY_LLAMA], 2, "gpt2-xl has no weights"),
         (
             &["refit", "--model", TINY_LLAMA, "--path", TINY_LLAMA, "--steps", "3"],
             2,
             "steps 3 must lie between 1 and 2",
         ),
-        (&["replay", "--model", TINY_LLAMA], 2, "replay needs --trace"),
+        (&["replay"], 2, "replay: --trace FILE is required"),
         (&["replay", "--trace", TRACE, "--layers", "1"], 2, "--layers"),
-        (&["replay", "--trace", TRACE, "--model", TINY_LLAMA], 2, "leave --model out"),
-        (&["replay", "--trace", TRACE, "--seq-len", "7"], 2, "leave --seq-len out"),
-        (&["replay", "--trace", TRACE, "--policies", "current,,delayed"], 2, "without a name"),
-        (&["replay", "--trace", TRACE, "--policies", "geometry,auto-c"], 1, "none of the policies asked for can run"),
+        (&["replay", "--trace", TRACE, "--model", TINY_LLAMA], 2, "remove --model"),
+        (&["replay", "--trace", TRACE, "--seq-len", "7"], 2, "remove --seq-len"),
+        (&["replay", "--trace", TRACE, "--policies", "current,,delayed"], 2, "empty name"),
+        (&["replay", "--trace", TRACE, "--policies", "geometry,auto-c"], 2, "name one of the policies delayed-paper"),
         (&["checkpoint-load", "--model", "mistral-8b"], 1, "no preset of this name"),
         (&["replay", "--trace", "/no/such/trace.json"], 1, "/no/such/trace.json"),
         (&["replay", "--trace", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")], 1, "no trace"),
@@ -396,7 +516,7 @@ fn usage_errors_exit_2_and_write_nothing() {
         assert!(log.contains(part), "{args:?}: {log}");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "{args:?}");
     }
-    for (output, part) in [(["--html", "-"], "goes to a file"), (["-o", TRACE], "which is read here")] {
+    for (output, part) in [(["--html", "-"], "--html needs a file"), (["-o", TRACE], "which is read here")] {
         let args = [&["stress", "replay", "--trace", TRACE], &output[..]].concat();
         let (code, log) = failure(&args);
         assert!(code == 2 && log.contains(part), "{args:?}: {log}");

@@ -1,19 +1,25 @@
 //! Training scenarios: promises that hold for every seed, and the command.
 #![cfg(feature = "train")]
 
-use sigmascale::policy::PolicyKind;
+use sigmascale::bound::Tail;
+use sigmascale::policy::{AutoCConfig, PolicyConfig, PolicyKind};
 use sigmascale::stress::{Mode, Scenario};
-use sigmascale::train::{Arm, Casts, LabOptions, ModelKind, TrainOptions, run};
+use sigmascale::train::{Arm, Casts, LabOptions, ModelKind, TrainOptions, Trainer, run, run_with_progress};
 use std::process::Command;
+use std::sync::Mutex;
 
 fn short(model: ModelKind, mode: Mode) -> LabOptions {
     let base = LabOptions::new(model);
+    let policy = |kind| match kind {
+        PolicyKind::AutoC => PolicyConfig::AutoC(AutoCConfig { burn_in: 6, ..AutoCConfig::default() }),
+        kind => kind.into(),
+    };
     LabOptions {
+        policies: PolicyKind::ALL.map(policy).to_vec(),
         train: TrainOptions { batch: 2, seq_len: 24, seed: 5, ..base.train },
         mode,
         transition: Some(12),
         after: Some(4),
-        burn_in: 6,
         ..base
     }
 }
@@ -54,7 +60,9 @@ fn lr_spike_runs_every_policy_and_geometry_never_overflows() {
 #[test]
 fn resume_with_state_changes_nothing_and_without_it_something() {
     let options = LabOptions {
-        policies: vec![PolicyKind::Geometry, PolicyKind::DelayedTe, PolicyKind::DelayedPaper],
+        policies: [PolicyKind::Geometry, PolicyKind::DelayedTe, PolicyKind::DelayedPaper]
+            .map(PolicyConfig::from)
+            .to_vec(),
         casts: vec![Casts::Saturating],
         ..short(ModelKind::Llama, Mode::Operands)
     };
@@ -128,6 +136,27 @@ fn the_page_has_losses_overflow_and_its_own_text() {
 }
 
 #[test]
+fn the_failure_probability_is_that_of_a_whole_run_and_all_steps_are_counted() {
+    for scenario in [Scenario::LrSpike, Scenario::Resume] {
+        let options = LabOptions {
+            policies: vec![PolicyKind::GeometryCStar.into(), PolicyKind::DelayedTe.into()],
+            ..short(ModelKind::Llama, Mode::Operands)
+        };
+        let last = Mutex::new((0, 0));
+        let keep = |done: usize, total: usize| {
+            let mut last = last.lock().unwrap();
+            assert!(done <= total);
+            *last = (last.0.max(done), total);
+        };
+        let result = run_with_progress(scenario, &options, &keep).unwrap();
+        let (done, total) = *last.lock().unwrap();
+        assert_eq!(done, total, "{scenario:?}");
+        let tail = Tail { delta: 1e-6, seq_len: 24, batch: 2, steps: 16 };
+        assert_eq!(result.stress.tail, Some(tail));
+    }
+}
+
+#[test]
 fn refused_options_name_their_rule() {
     let refused = |options: LabOptions, part: &str| {
         let error = run(Scenario::LrSpike, &options).unwrap_err();
@@ -137,6 +166,9 @@ fn refused_options_name_their_rule() {
     refused(LabOptions { policies: Vec::new(), ..base() }, "at least one policy");
     refused(LabOptions { transition: Some(0), ..base() }, "before the transition: 0");
     refused(LabOptions { spike: f64::NAN, ..base() }, "spike NaN");
-    refused(LabOptions { train: TrainOptions { seq_len: 65, ..base().train }, ..base() }, "seq-len 65");
+    refused(LabOptions { train: TrainOptions { seq_len: 65, ..base().train }, ..base() }, "seq_len 65");
     assert!(run(Scenario::Refit, &base()).unwrap_err().is_argument());
+    let uncovered = TrainOptions { batch: 8, ..TrainOptions::new(ModelKind::Llama, None) };
+    let error = Trainer::new(uncovered).err().unwrap();
+    assert!(error.is_argument() && error.to_string().contains("fewer than the 8 of 64"), "{error}");
 }

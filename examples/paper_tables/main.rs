@@ -164,7 +164,7 @@ fn as_paper_of(printed: &Printed, layers: usize) -> Result<Vec<(f64, f64)>> {
 
 fn stress(name: &str, scenario: Scenario, layers: usize) -> Result<StressResult> {
     let model = StressModel::synthetic(&preset(name).ok_or("no such preset")?, 0)?;
-    let policies = vec![PolicyKind::Geometry, PolicyKind::DelayedPaper];
+    let policies = vec![PolicyKind::Geometry.into(), PolicyKind::DelayedPaper.into()];
     Ok(run(scenario, &model, &StressOptions { policies, layers: Some(layers), ..StressOptions::default() })?)
 }
 

@@ -44,11 +44,12 @@ struct CastParams {
   const float* cosine;                  // [positions, rotary / 2]
   const float* sine;
   const int* positions;                 // [batch, len_k], or null: the row's index
+  u32* counter;                         // two words: the tiles that the attention behind this has handed out
   int rotary;                           // rotated leading dims, a multiple of 16; tables 16-byte aligned
   int q_start;                          // position of the first query among the keys
 };
 static_assert(sizeof(CastTensor) == 4 * 8 + 5 * 8 + 2 * 4, "the host writes this layout");
-static_assert(sizeof(CastParams) == 3 * sizeof(CastTensor) + 3 * 8 + 2 * 4, "the host writes this layout");
+static_assert(sizeof(CastParams) == 3 * sizeof(CastTensor) + 4 * 8 + 2 * 4, "the host writes this layout");
 
 namespace {
 
@@ -156,6 +157,11 @@ __device__ __forceinline__ u8* group_of(const CastTensor& t, int batch, int head
   return t.out + (((i64)batch * t.heads + head) * ceil_div(t.length, kKeys) + group) * kKeys * kDim;
 }
 
+// A launch that was cut off leaves the counter anywhere, and tiles below it would be skipped.
+__device__ __forceinline__ void clear_counter(u32* counter) {
+  if ((blockIdx.x | blockIdx.y | blockIdx.z) == 0 && threadIdx.x < 2) counter[threadIdx.x] = 0;
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -164,6 +170,7 @@ cast_qkv(const __grid_constant__ CastParams p) {
   __shared__ u32 tops[kHeads][kThreads / 32];
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
+  clear_counter(p.counter);
 
   // Find the tensor and the heads
   const int blocks_q = ceil_div(p.q.heads, kHeads), blocks_k = ceil_div(p.k.heads, kHeads);
@@ -244,10 +251,11 @@ cast_qkv(const __grid_constant__ CastParams p) {
 
 // V given in E4M3 as [batch, length, heads, dim] by the strides in `t` (bytes, multiples of 8), to the layout above.
 extern "C" __global__ void __launch_bounds__(kThreads)
-repack_v(const __grid_constant__ CastTensor t) {
+repack_v(const __grid_constant__ CastTensor t, u32* counter) {
   __shared__ Transpose tile;
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
+  clear_counter(counter);
   const int row = blockIdx.x * kKeys + threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
   uint2 y = make_uint2(0, 0);
   if (row < t.length)

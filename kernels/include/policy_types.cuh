@@ -28,6 +28,13 @@ struct PolicyLayer {
 };
 static_assert(sizeof(PolicyLayer) == 8 * 4 + 8, "host mirror");
 
+// Certain bound over observed amax: of a layer's heads over the steps of its burn-in.
+struct SlackWords {
+  double min, max, sum;
+  u64 count;                    // 0: nothing was seen, and the rest holds nothing
+};
+static_assert(sizeof(SlackWords) == 4 * 8, "host mirror");
+
 struct PolicyTable {
   const HeadBound* heads;       // [layers][n_q], or null: this policy needs no bounds
   const float* operands;        // [layers][q, k, v][n_kv]: B + A/32, 0 for a head of zeros
@@ -44,6 +51,7 @@ struct PolicyTable {
   double* constants;            // [pools]
   u32* counts;                  // [pools]: ratios in `top`
   double* top;                  // the largest ratios of each pool, descending
+  SlackWords* slack;            // [layers][logit, q, k, v]
   // delayed
   float* history;               // [slots][history]: rings
   u32* places;                  // [slots]: the ring's next entry
@@ -62,7 +70,7 @@ struct PolicyTable {
   // geometry-c-star: tau sphere c_star d sigma, or tau [sphere (c_halved d sigma + linear_factor (||a|| + ||b||)) + |c0|]
   double sphere, c_star, c_halved, linear_factor, d_model;
 };
-static_assert(sizeof(PolicyTable) == 17 * 8 + 6 * 4 + 4 * 8 + 4 * 4 + 2 * 16 + 4 * 8 + 5 * 8, "host mirror");
+static_assert(sizeof(PolicyTable) == 18 * 8 + 6 * 4 + 4 * 8 + 4 * 4 + 2 * 16 + 4 * 8 + 5 * 8, "host mirror");
 
 __device__ __forceinline__ u32 row_length(const PolicyLayer& l, u32 tensor) { return tensor == LOGIT ? l.n_q : l.n_kv; }
 __device__ __forceinline__ u32 row_offset(const PolicyLayer& l, u32 tensor) {

@@ -2,14 +2,12 @@
 // struct is src/cuda/scale/tables.rs; the sizes are asserted on both sides.
 #pragma once
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "ptx/convert.cuh"
+#include "ptx/launch.cuh"
 
 enum : u32 { DTYPE_BF16 = 0, DTYPE_F16 = 1, DTYPE_F32 = 2 };
 enum : u32 { HAS_MEAN = 1 };
+constexpr u32 NO_HEAD = 0xffffffff;
 enum : u32 { STATUS_NON_FINITE_WEIGHT = 1, STATUS_NON_FINITE_BOUND = 2, STATUS_FALLBACK_BOUND = 4 };
 
 // One projection of one layer: y = W^T x, channel c being the row of W that starts at weight + c * row_stride.
@@ -30,8 +28,8 @@ struct Projection {
   u32 rotary;       // rotated channels of each head; 0 for values and for models without
   u32 interleaved;  // pairs (2b, 2b+1) rather than (b, b + rotary/2)
   u32 stat_row;     // first row of this projection in the statistics
-  u32 raw_pairs;    // pair products of its statistics still hold the mean
-  u32 first_head;   // first head of this projection in the Gram table
+  u32 first_head;   // of this projection in the Gram table; NO_HEAD: V, which has no Gram
+  u32 pad;
 };
 static_assert(sizeof(Projection) == 96, "host mirror");
 
@@ -48,13 +46,14 @@ struct ChannelStats {
 };
 static_assert(sizeof(ChannelStats) == 32, "host mirror");
 
-__device__ __forceinline__ float bf16_low(u32 packed) { return __uint_as_float(packed << 16); }
-__device__ __forceinline__ float bf16_high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
-__device__ __forceinline__ float f16_value(u16 bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
+// A head: of a projection, and where its channels begin.
+struct HeadPlace {
+  u32 projection, first_row;
+};
+
+using ptx::bf16_low;
+using ptx::bf16_high;
+__device__ __forceinline__ float f16_value(u16 bits) { return ptx::f32_from_f16(bits); }
 
 // Eight values from a 16-byte aligned address (32 bytes for f32).
 template <u32 DTYPE> struct Vector8;
@@ -109,16 +108,6 @@ __device__ __forceinline__ u32 pair_partner(u32 channel, u32 rotary, u32 interle
   return interleaved || channel >= rotary ? channel ^ 1 : channel < half ? channel + half : channel - half;
 }
 
-// Programmatic dependent launch, from Hopper on: both do nothing in a kernel that was launched without it. What a kernel reads
-// or writes of the launch in front lies behind the wait; what an earlier launch left may be read ahead of it if some launch
-// since waited for it before it let the next one start.
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
+// Programmatic dependent launch (PDL).
+__device__ __forceinline__ void wait_for_previous() { ptx::griddepcontrol_wait(); }
+__device__ __forceinline__ void let_next_start() { ptx::griddepcontrol_launch_dependents(); }

@@ -18,16 +18,21 @@ from ._errors import (
 )
 from ._native import __version__
 from ._offline import calibrate, descales, export_scales, inspect, presets, stress
+from ._parameters import AutoC, DelayedPaper, DelayedTe, Tail
 from ._probe import ProbeReport, probe
 
 __all__ = [
     "ArgumentError",
+    "AutoC",
     "CudaError",
+    "DelayedPaper",
+    "DelayedTe",
     "FormatError",
     "MismatchError",
     "NonFiniteError",
     "ProbeReport",
     "SigmascaleError",
+    "Tail",
     "UnsupportedError",
     "__version__",
     "calibrate",

@@ -10,12 +10,16 @@ from . import torch as torch
 
 __all__ = [
     "ArgumentError",
+    "AutoC",
     "CudaError",
+    "DelayedPaper",
+    "DelayedTe",
     "FormatError",
     "MismatchError",
     "NonFiniteError",
     "ProbeReport",
     "SigmascaleError",
+    "Tail",
     "UnsupportedError",
     "__version__",
     "calibrate",
@@ -36,6 +40,32 @@ class FormatError(SigmascaleError, ValueError): ...
 class NonFiniteError(SigmascaleError, ValueError): ...
 class MismatchError(SigmascaleError, ValueError): ...
 class CudaError(SigmascaleError, RuntimeError): ...
+
+@dataclass(frozen=True)
+class Tail:
+    delta: float = 1e-6
+    seq_len: int = 1024
+    batch: int = 1
+    steps: int = 1
+    eta: float = 0.8
+
+@dataclass(frozen=True)
+class AutoC:
+    burn_in: int = 100
+    quantile: float = 0.9999
+    kappa: float = 1.5
+    pooling: Literal["model", "layer", "head"] = "layer"
+
+@dataclass(frozen=True)
+class DelayedPaper:
+    history: int = 16
+    margin: float = 0.9
+
+@dataclass(frozen=True)
+class DelayedTe:
+    history: int = 1024
+    algorithm: Literal["max", "most-recent"] = "max"
+    margin: int = 0
 
 _Path = str | os.PathLike[str]
 
@@ -85,7 +115,7 @@ def stress(
     model: _Path | None = None,
     *,
     mode: Literal["logit", "operands"] = "logit",
-    policies: str | Iterable[str] | None = None,
+    policies: str | AutoC | DelayedPaper | DelayedTe | Iterable[str | AutoC | DelayedPaper | DelayedTe] | None = None,
     layers: int | None = None,
     seq_len: int | None = None,
     tokens: _Path | None = None,

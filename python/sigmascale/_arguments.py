@@ -53,6 +53,19 @@ def text(name, value):
     return value
 
 
+def pytorch(who):
+    """The module ``torch``, or an exception that says what needs it."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"{who} needs PyTorch, which is not installed: pip install torch", name="torch"
+        ) from None
+    return torch
+
+
 def optional(check):
     """The check, with None let through."""
     return lambda name, value: None if value is None else check(name, value)

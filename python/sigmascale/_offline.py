@@ -2,13 +2,15 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from . import _native
 from ._arguments import flag, optional, real, text, whole
 from ._errors import ArgumentError
+from ._parameters import named
+from ._results import Inspection, Profile, StressRun
 
 _SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
 # Defaults and checks of the options of `calibrate`.
@@ -50,7 +52,11 @@ def _stored(name, value):
 def _safetensors(weights):
     """The arrays as the bytes of one safetensors file."""
     if not isinstance(weights, Mapping):
-        raise TypeError(f"weights must map tensor names to arrays, and is a {type(weights).__name__}")
+        raise TypeError(f"weights: expected a mapping of tensor names to arrays, got {type(weights).__name__}")
+    if not weights:
+        raise ArgumentError(
+            "weights is empty: give a state_dict(), or leave weights out for the constants of the config alone"
+        )
     header, chunks, offset = {}, [], 0
     for name, value in weights.items():
         dtype, shape, data = _stored(name, value)
@@ -95,7 +101,7 @@ def _source(model, weights):
 
 
 def calibrate(model, *, weights=None, **options):
-    """Constants, norms, bounds and descales of a model: the JSON of ``sigmascale calibrate`` as a dict.
+    """Constants, norms, bounds and descales of a model: the JSON of ``sigmascale calibrate`` as a dict (with a short repr).
 
     ``model`` is a preset name, a ``config.json``, a ``.safetensors`` file, a checkpoint folder, or a config as a dict or
     as a Hugging Face config object. ``weights`` maps tensor names to NumPy arrays or PyTorch tensors (a ``state_dict()``)
@@ -108,19 +114,19 @@ def calibrate(model, *, weights=None, **options):
     - ``granularity``: a scale for each ``head``, or one a ``layer``. ``estimator``: ``gram`` (exact) or ``power``.
     - ``as_paper``: everything as the paper has it; ``c`` then replaces c_star.
 
-    Operand descales are always (B + B/32) / 448 of the certain bound B, in units of the tensor that is cast; see
-    :func:`descales` for them as arrays. Raises :class:`FormatError`, :class:`UnsupportedError` and
+    Operand descales always cover the certain bound including rounding, whatever ``bound`` says, in units of the tensor that is
+    cast; see :func:`descales` for them as arrays. Raises :class:`FormatError`, :class:`UnsupportedError` and
     :class:`NonFiniteError` for what the model is, :class:`ArgumentError` for options, ``OSError`` for files.
     """
-    return json.loads(_native.calibrate(_source(model, weights), _options(options)))
+    return Profile(json.loads(_native.calibrate(_source(model, weights), _options(options))))
 
 
 def inspect(model, *, weights=None):
-    """The spectral profile of every layer and head: the JSON of ``sigmascale inspect`` as a dict.
+    """The spectral profile of every layer and head: the JSON of ``sigmascale inspect`` as a dict (with a short repr).
 
     ``model`` and ``weights`` as for :func:`calibrate`; a config alone is an :class:`ArgumentError`.
     """
-    return json.loads(_native.inspect(_source(model, weights)))
+    return Inspection(json.loads(_native.inspect(_source(model, weights))))
 
 
 def export_scales(model, file, *, weights=None, **options):
@@ -148,14 +154,19 @@ def stress(
     device="cpu",
     trace=None,
 ):
-    """What every scaling policy does when the weights move: the JSON of ``sigmascale stress`` as a dict.
+    """What every scaling policy does when the weights move: the JSON of ``sigmascale stress`` as a dict (with a short repr).
 
     ``scenario`` is checkpoint-load, weight-spike, refit, or replay (which takes ``trace``, a file, and no model). ``tokens``
     is a file that is run through the model's own forward, ``path`` the checkpoints that a refit goes through. The scenarios
     that train a model are the command's alone.
+
+    ``policies``: names (one str may list several, with commas), and :class:`AutoC`, :class:`DelayedPaper` or
+    :class:`DelayedTe` for other parameters than the defaults; by default all six. ``auto-c`` with the default burn-in ends it
+    after a quarter of the steps where the run is shorter.
     """
-    if policies is not None and not isinstance(policies, str):
-        policies = ",".join(text("a policy", policy) for policy in policies)
+    if policies is not None:
+        one = isinstance(policies, str) or not isinstance(policies, Iterable)
+        policies = [named(policy) for policy in ([policies] if one else policies)]
     count, file = optional(whole), optional(_path)
     arguments = {
         "model": file("model", model),
@@ -170,19 +181,20 @@ def stress(
         "device": text("device", device),
         "trace": file("trace", trace),
     }
-    return json.loads(_native.stress(text("scenario", scenario), arguments))
+    return StressRun(json.loads(_native.stress(text("scenario", scenario), arguments)))
 
 
 def descales(profile):
     """The descales of a profile as float32 arrays: q, k, v, o ``(layers, n_kv)`` and logit ``(layers, n_q)``.
 
     ``profile`` is what :func:`calibrate` returned. Divide a tensor by its descale before the cast; the kernel multiplies
-    it back. None stands where there are none (v and o without a norm in front of them, all but logit with ``as_paper``).
+    it back. None stands where there are none (v and o without a norm in front of them, all but logit with ``as_paper``, whose one
+    logit descale a layer is that of all its heads).
     Where layers differ in their heads, arrays have room for the most, and what lies past a layer's own heads is the
     smallest normal float, which no maximum takes.
     """
     if not isinstance(profile, Mapping):
-        raise TypeError(f"profile must be what calibrate() returned, and is a {type(profile).__name__}")
+        raise TypeError(f"profile: expected what calibrate() returned, got {type(profile).__name__}")
     if not profile.get("layers"):
         raise ArgumentError("the profile has no layers: calibrate a checkpoint, not a config alone")
     rows = {}
@@ -195,6 +207,10 @@ def descales(profile):
     ]:
         values = [layer.get(key) for layer in profile["layers"]]
         rows[name] = None if any(value is None for value in values) else _rows(values)
+    if rows["logit"] is None:
+        heads = profile["model"]["n_q_heads"]
+        counts = heads if isinstance(heads, list) else [heads] * len(profile["layers"])
+        rows["logit"] = _rows([[layer["logit_descale"]] * count for layer, count in zip(profile["layers"], counts)])
     return rows
 
 

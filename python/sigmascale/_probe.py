@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ._arguments import positive, whole
+from ._arguments import positive, pytorch, whole
 from ._errors import ArgumentError
 
 _TOLERANCE = 0.02
@@ -90,6 +90,8 @@ def probe(
         raise ArgumentError(f"n_q_heads {n_q_heads} must be a multiple of n_kv_heads {n_kv_heads}")
     if framework not in ("torch", "numpy"):
         raise ArgumentError(f"framework {framework!r} is neither 'torch' nor 'numpy'")
+    if framework == "torch":
+        pytorch("probe() without framework='numpy'")
     if not callable(call):
         raise TypeError(f"call must be a function of (q, k, v, q_descale, k_descale, v_descale), not {call!r}")
     tau = d_head**-0.5 if softmax_scale is None else positive("softmax_scale", softmax_scale)

@@ -4,9 +4,10 @@ use crate::device::stream;
 use crate::errors::raise;
 use crate::work::{OnDevice, on_device};
 use pyo3::prelude::*;
-use sigmascale::attention::cuda::{Cuda, Descales, Element, Tensors, View, stats_words};
 use sigmascale::attention::{AttentionCall, AttentionShape, Mask};
 use sigmascale::cuda::{Device, DevicePtr};
+use sigmascale::device::attention::{Cuda, Descales, Element, Tensors, View};
+use sigmascale::stats::stats_words;
 use sigmascale::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 

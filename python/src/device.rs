@@ -3,8 +3,10 @@
 use crate::work::{OnDevice, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use sigmascale::cuda::scale::{self, DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
 use sigmascale::cuda::{self, Device, DevicePtr, Stream};
+use sigmascale::device::scale::{self, DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
+use sigmascale::model::{Forward, GainForm, NormKind, norm_roundings};
+use sigmascale::tensor;
 use sigmascale::{Error, Result};
 use std::sync::Mutex;
 
@@ -103,6 +105,20 @@ impl Layer {
             },
             bias: DevicePtr(p.bias),
         };
+        let stored = match kind {
+            Dtype::Bf16 => tensor::Dtype::Bf16,
+            Dtype::F16 => tensor::Dtype::F16,
+            Dtype::F32 => tensor::Dtype::F32,
+        };
+        let gain = if self.gain == 0 { GainForm::Unit } else { GainForm::Plain };
+        let norm = if self.mean_removed { NormKind::LayerNorm } else { NormKind::RmsNorm };
+        let rounding = Forward {
+            norm: norm_roundings(norm, gain),
+            qk_norm: self.qk_norm.as_ref().map(|_| norm_roundings(NormKind::RmsNorm, GainForm::Plain)),
+            rotated: self.rotary > 0,
+            grows: self.query_factor != 1.0,
+            d_model: self.d_model,
+        };
         Ok(LayerInput {
             q: one(&self.q),
             k: one(&self.k),
@@ -121,6 +137,7 @@ impl Layer {
             rope_factor: self.rope_factor,
             softmax_scale: self.softmax_scale,
             query_factor: self.query_factor,
+            rounding_share: rounding.share([stored; 3]),
             qk_norm: self.qk_norm.as_ref().map(QkNorm::input).transpose()?,
         })
     }
@@ -149,13 +166,13 @@ pub struct ScaleEngine {
 #[pymethods]
 impl ScaleEngine {
     #[new]
-    fn new(py: Python<'_>, device: usize, layers: Vec<Layer>, logits: bool) -> PyResult<Self> {
+    fn new(py: Python<'_>, device: usize, layers: Vec<Layer>, logits: bool, eta: f64) -> PyResult<Self> {
         on_device(py, || {
             let device = Device::open(device)?;
             let inputs = layers.iter().map(Layer::input).collect::<Result<Vec<_>>>()?;
             // SAFETY: 1. the package reads addresses, shapes and strides off live tensors of this device; 2. it checks at
             // every launch that they still lie where they did, and orders launches on streams.
-            let engine = unsafe { scale::ScaleEngine::new(&device, &inputs, logits)? };
+            let engine = unsafe { scale::ScaleEngine::new(&device, &inputs, logits)? }.with_eta(eta)?;
             Ok(Self { engine: OnDevice::new(Mutex::new(engine)), device: OnDevice::new(device), logits })
         })
     }
@@ -181,7 +198,7 @@ impl ScaleEngine {
         results.set_item("operands", (engine.operand_bounds().ptr().0, engine.operand_bounds().len()))?;
         results.set_item("status", (engine.status().ptr().0, 1))?;
         if let (true, Some(bounds)) = (self.logits, engine.head_bounds()) {
-            let words = size_of::<scale::HeadBound>() / 4;
+            let words = size_of::<sigmascale::bound::HeadBound>() / 4;
             results.set_item("bounds", (bounds.ptr().0, words * bounds.len()))?;
         }
         Ok(results)

@@ -21,6 +21,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(offline::layout, module)?)?;
     module.add_function(wrap_pyfunction!(offline::presets, module)?)?;
     module.add_function(wrap_pyfunction!(device::gpu, module)?)?;
+    module.add_function(wrap_pyfunction!(policy::policy, module)?)?;
     module.add_class::<attention::Attention>()?;
     module.add_class::<device::ScaleEngine>()?;
     module.add_class::<policy::DevicePolicy>()

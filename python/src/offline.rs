@@ -1,6 +1,7 @@
 //! Calibrate, inspect, stress and export, as the command line does them.
 
 use crate::errors::raise;
+use crate::policy::configs;
 use crate::work::{Stop, detached};
 use pyo3::prelude::*;
 use serde::Serialize;
@@ -12,7 +13,7 @@ use sigmascale::file::{check_not_read, check_target, write_atomically};
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::plan::Granularity;
 use sigmascale::plan::export::scales_safetensors;
-use sigmascale::policy::PolicyKind;
+use sigmascale::policy::PolicyConfig;
 use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use sigmascale::{Error, Result};
 use std::path::{Path, PathBuf};
@@ -162,7 +163,8 @@ pub struct StressArguments {
     #[pyo3(item)]
     mode: String,
     #[pyo3(item)]
-    policies: Option<String>,
+    /// Names with parameters as JSON.
+    policies: Option<Vec<(String, Option<String>)>>,
     #[pyo3(item)]
     layers: Option<usize>,
     #[pyo3(item)]
@@ -181,6 +183,18 @@ pub struct StressArguments {
     trace: Option<PathBuf>,
 }
 
+/// Policies in their order; a name counts once.
+fn listed(policies: &[(String, Option<String>)]) -> Result<Vec<PolicyConfig>> {
+    let mut all: Vec<PolicyConfig> = Vec::new();
+    for (name, parameters) in policies {
+        let once =
+            |config: &PolicyConfig| parameters.is_some() || all.iter().all(|other| other.kind() != config.kind());
+        let new: Vec<_> = configs(name, parameters.as_deref())?.into_iter().filter(once).collect();
+        all.extend(new);
+    }
+    Ok(all)
+}
+
 impl StressArguments {
     fn options(&self) -> Result<StressOptions> {
         let default = StressOptions::default();
@@ -190,10 +204,7 @@ impl StressArguments {
         }
         Ok(StressOptions {
             mode: word("mode", &self.mode, &[("logit", Mode::Logit), ("operands", Mode::Operands)])?,
-            policies: match &self.policies {
-                Some(list) => PolicyKind::parse_list(list)?,
-                None => default.policies.clone(),
-            },
+            policies: self.policies.as_deref().map_or_else(|| Ok(default.policies.clone()), listed)?,
             layers: self.layers,
             seq_len: self.seq_len.unwrap_or(default.seq_len),
             tokens: self.tokens.as_deref().map(TokenFile::read).transpose()?,

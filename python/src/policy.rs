@@ -1,4 +1,4 @@
-//! Scaling policies whose memory is on the device.
+//! Policies by their parameters, and those whose memory is on the device.
 
 use crate::device::stream;
 use crate::errors::raise;
@@ -6,13 +6,76 @@ use crate::work::{OnDevice, on_device};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use sigmascale::Error;
+use sigmascale::Result;
+use sigmascale::bound::HeadBound;
 use sigmascale::bound::Tail;
-use sigmascale::cuda::scale::HeadBound;
-use sigmascale::cuda::{Device, stats_words};
-use sigmascale::device_plan::{Bounds, DevicePlan};
+use sigmascale::cuda::Device;
+use sigmascale::device::policy::{Bounds, DevicePlan};
 use sigmascale::model::AttentionSpec;
-use sigmascale::policy::{PolicyKind, PolicyState, Tensor};
+use sigmascale::policy::{PolicyConfig, PolicyKind, PolicyShape, PolicyState, Tensor};
+use sigmascale::stats::stats_words;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// What a failure probability counts, and the share of the range of logits.
+#[derive(FromPyObject)]
+pub struct TailArguments {
+    #[pyo3(item)]
+    delta: f64,
+    #[pyo3(item)]
+    seq_len: usize,
+    #[pyo3(item)]
+    batch: usize,
+    #[pyo3(item)]
+    steps: usize,
+    #[pyo3(item)]
+    eta: f64,
+}
+
+impl TailArguments {
+    fn tail(&self) -> Tail {
+        Tail { delta: self.delta, seq_len: self.seq_len, batch: self.batch, steps: self.steps }
+    }
+}
+
+/// The policies of a name (`delayed` and lists name more than one), or one with the parameters given as a JSON object, those
+/// left out at their defaults.
+pub fn configs(name: &str, parameters: Option<&str>) -> Result<Vec<PolicyConfig>> {
+    let kinds = PolicyKind::parse_list(name)?;
+    let Some(parameters) = parameters else { return Ok(kinds.into_iter().map(PolicyConfig::from).collect()) };
+    let invalid = |error: serde_json::Error| Error::argument(format_args!("{name}: {error}"));
+    let given: serde_json::Map<_, _> = serde_json::from_str(parameters).map_err(invalid)?;
+    let with = |kind: PolicyKind| {
+        let mut config = serde_json::to_value(PolicyConfig::from(kind)).map_err(invalid)?;
+        for (key, value) in &given {
+            match config.get_mut(key) {
+                Some(place) => *place = value.clone(),
+                None => return Err(Error::argument(format_args!("{name} has no parameter {key}"))),
+            }
+        }
+        serde_json::from_value(config).map_err(invalid)
+    };
+    kinds.into_iter().map(with).collect()
+}
+
+/// A checked policy with all its parameters, as JSON.
+#[pyfunction]
+pub fn policy(py: Python<'_>, name: &str, parameters: Option<&str>, tail: TailArguments) -> PyResult<String> {
+    let checked = || {
+        tail.tail().check()?;
+        let [mut config] = configs(name, parameters)?[..] else {
+            return Err(Error::argument(format_args!("{name} names more than one policy")));
+        };
+        match &mut config {
+            PolicyConfig::Geometry(config) | PolicyConfig::GeometryCStar(config) => config.eta = tail.eta,
+            PolicyConfig::AutoC(config) => config.eta = tail.eta,
+            PolicyConfig::DelayedPaper(_) | PolicyConfig::DelayedTe(_) | PolicyConfig::Current(_) => {}
+        }
+        // A policy checks its parameters when it is made.
+        config.build(PolicyShape::uniform(1, 1, 1))?;
+        serde_json::to_string(&config).map_err(|error| Error::argument(format_args!("{name}: {error}")))
+    };
+    checked().map_err(|error| raise(py, &error))
+}
 
 /// One policy for all layers of a model.
 #[pyclass(frozen)]
@@ -29,20 +92,25 @@ impl DevicePolicy {
 
 #[pymethods]
 impl DevicePolicy {
-    /// `spec` is an attention spec as JSON; `bounded` for policies that plan from bounds, which are written to the addresses
-    /// of `results`.
+    /// `spec` is an attention spec and `policy` one with all its parameters, as JSON; `bounded` for policies that plan from
+    /// bounds, which are written to the addresses of `results`.
     #[new]
-    fn new(py: Python<'_>, device: usize, spec: &str, policy: &str, bounded: bool) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        device: usize,
+        spec: &str,
+        policy: &str,
+        tail: TailArguments,
+        bounded: bool,
+    ) -> PyResult<Self> {
         on_device(py, || {
             let device = Device::open(device)?;
             let spec: AttentionSpec =
                 serde_json::from_str(spec).map_err(|e| Error::argument(format_args!("no attention spec: {e}")))?;
-            let kinds = PolicyKind::parse_list(policy)?;
-            let &[kind] = &kinds[..] else {
-                return Err(Error::argument(format_args!("{policy} names more than one policy")));
-            };
+            let config: PolicyConfig =
+                serde_json::from_str(policy).map_err(|e| Error::argument(format_args!("no policy: {e}")))?;
             let bounds = if bounded { Bounds::Host } else { Bounds::None };
-            let plan = DevicePlan::new(&device, &spec, kind.into(), &Tail::default(), bounds)?;
+            let plan = DevicePlan::new(&device, &spec, config, &tail.tail(), bounds)?;
             Ok(Self { plan: OnDevice::new(Mutex::new(plan)), device: OnDevice::new(device) })
         })
     }
@@ -74,6 +142,15 @@ impl DevicePolicy {
             results.set_item("operands", (operands.0, 3 * all_kv))?;
         }
         Ok(results)
+    }
+
+    /// Slack of each layer's logits, q, k and v over the burn-in so far: smallest, mean, largest and count of certain bound over
+    /// observed amax, as JSON; null where nothing was seen. Waits for the device.
+    fn slack(&self, py: Python<'_>) -> PyResult<String> {
+        on_device(py, || {
+            let slack = self.plan().read_slack()?;
+            serde_json::to_string(&slack).map_err(|e| Error::non_finite(format_args!("slack cannot be written: {e}")))
+        })
     }
 
     /// The state as JSON, the same that the host's policies save. Waits for the device.

@@ -4,7 +4,7 @@
 use crate::errors::raise;
 use pyo3::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
-use sigmascale::cuda::KeepCurrent;
+use sigmascale::cuda::{KeepCurrent, OutsideCaptures};
 use sigmascale::{Error, Result};
 use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -22,7 +22,7 @@ pub fn on_device<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Sen
     done.map_err(|error| raise(py, &error))
 }
 
-/// What lives on a device, and goes without making it current for others.
+/// What lives on a device, and goes without making it current for others and without breaking a capture.
 pub struct OnDevice<T>(Option<T>);
 
 impl<T> OnDevice<T> {
@@ -41,7 +41,7 @@ impl<T> Deref for OnDevice<T> {
 
 impl<T> Drop for OnDevice<T> {
     fn drop(&mut self) {
-        let _current = KeepCurrent::new();
+        let (_current, _outside) = (KeepCurrent::new(), OutsideCaptures::new());
         self.0 = None;
     }
 }

@@ -3,6 +3,8 @@
 Importing it skips the importing file, by name, where there is no Hopper GPU.
 """
 
+import dataclasses
+import json
 import pathlib
 
 import pytest
@@ -15,6 +17,8 @@ import torch.nn.functional as F  # noqa: E402
 
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
+from sigmascale import _native  # noqa: E402
+from sigmascale.torch import _policies  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
 MODEL = pathlib.Path(__file__).resolve().parents[2] / "data" / "tiny-llama"
@@ -108,6 +112,14 @@ def tensors(batch=2, length=256, heads=(8, 2), d=128, scale=1.0, seed=0):
 def sdpa(q, k, v, causal=True):
     heads = lambda x: x.transpose(1, 2)
     return heads(F.scaled_dot_product_attention(heads(q), heads(k), heads(v), is_causal=causal, enable_gqa=True))
+
+
+def delayed(device):
+    """A native policy that needs no weights, made anew: it loads kernels, allocates and copies."""
+    weight, tail = torch.zeros(256, 256), dataclasses.asdict(sigmascale.Tail())
+    layer = fp8.Layer(q=weight, k=weight[:128], v=weight[:128], n_q_heads=4, n_kv_heads=2)
+    config = _native.policy("delayed-te", None, tail)
+    return _native.DevicePolicy(device, json.dumps(_policies._spec([layer, layer])), config, tail, False)
 
 
 def libraries():

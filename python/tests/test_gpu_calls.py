@@ -112,6 +112,16 @@ def test_the_native_kernel_reports_what_plain_casts_count():
     assert torch.equal(words[0][8:], words[1][8:]) and words[0][8:, 1].sum() > 0
 
 
+def test_counts_of_both_casts_stop_at_the_largest_that_a_word_holds():
+    from sigmascale.torch import _backends
+
+    x = torch.full((2, 75, 3, 64), 500.0, device="cuda")
+    for cast in (_backends.cast, _backends.plain_cast):
+        words = torch.tensor([[0, 0, 0, 0], [0, -9600, -9601, 0], [0, -9599, -5, -1]], dtype=torch.int32, device="cuda")
+        cast(x, torch.ones(2, 3, device="cuda"), words)
+        assert words[:, 1:].tolist() == [[9600, 9600, 0], [-1, -1, 0], [-1, -1, -1]]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize("d", [64, 80, 128])
 def test_the_fused_cast_gives_the_bits_and_counts_of_plain_pytorch(d, dtype):

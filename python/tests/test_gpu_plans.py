@@ -67,6 +67,83 @@ def test_policies_that_plan_from_bounds_take_every_layout(kind, policy):
     assert close == (policy == "auto-c") and (runtime.logit_descales > 0).all()
 
 
+def test_c_star_counts_what_its_tail_says(llama):
+    """The logit bound of geometry-c-star is proportional to c_star where there are no biases."""
+    tails = [sigmascale.Tail(), sigmascale.Tail(delta=1e-3, seq_len=32768, batch=16, steps=5000)]
+    rows = [fp8.attach(llama, policy="geometry-c-star", tail=tail).logit_descales for tail in tails]
+    config = llama.config
+    stars = [
+        sigmascale.calibrate(config, delta=t.delta, seq_len=t.seq_len, batch=t.batch, steps=t.steps)["c_star"]["c_star"]
+        for t in tails
+    ]
+    assert stars[1] > 1.05 * stars[0]
+    assert torch.allclose(rows[1] / rows[0], torch.full_like(rows[0], stars[1] / stars[0]), rtol=1e-5)
+    assert torch.equal(rows[0], fp8.attach(llama, policy="geometry-c-star").logit_descales)
+
+
+@pytest.mark.parametrize("policy", ["geometry", "geometry-c-star", "auto-c"])
+def test_logit_descales_map_onto_etas_share_of_the_range(policy, llama):
+    rows = [
+        fp8.attach(llama, policy=policy, bound="certain", tail=sigmascale.Tail(eta=eta)).logit_descales
+        for eta in (0.8, 0.4)
+    ]
+    assert torch.allclose(rows[1], 2 * rows[0], rtol=1e-6)
+
+
+def test_policies_have_the_parameters_that_they_are_given(llama):
+    q, k, v = tensors(heads=(4, 2), d=64, length=64)
+
+    def after(policy, steps):
+        runtime = fp8.attach(llama, policy=policy)
+        for step in range(steps):
+            for plan in runtime.layers:
+                fp8.attention(q / (1 + step), k / (1 + step), v / (1 + step), plan)
+            runtime.refresh()
+        return runtime
+
+    def q_descale(policy, steps):
+        return float(after(policy, steps).descales[0, 0, 0])
+
+    amax = [float(q.abs().max()) / (1 + step) for step in range(5)]
+    close = lambda a, b: abs(a / b - 1) < 1e-2
+    assert close(q_descale("delayed-te", 5), amax[0] / 448)
+    assert close(q_descale(sigmascale.DelayedTe(history=3, margin=2), 5), 4 * amax[2] / 448)
+    assert close(q_descale(sigmascale.DelayedTe(algorithm="most-recent"), 5), amax[4] / 448)
+    assert close(q_descale(sigmascale.DelayedPaper(history=2, margin=0.5), 5), amax[3] / 224)
+    certain = fp8.attach(llama).descales
+    frozen = after(sigmascale.AutoC(burn_in=2, quantile=0.5, kappa=1.25, pooling="head"), 3)
+    assert (frozen.descales[:, 0] < 0.9 * certain[:, 0]).all()
+    state = frozen.state_dict()
+    assert {key: state["state"]["config"][key] for key in ("burn_in", "quantile", "kappa", "pooling")} == {
+        "burn_in": 2, "quantile": 0.5, "kappa": 1.25, "pooling": "head",
+    }  # fmt: skip
+    with pytest.raises(sigmascale.MismatchError, match="burn_in is 2, not 100"):
+        fp8.attach(llama, policy="auto-c").load_state_dict(state)
+
+
+def test_slack_is_bound_over_maximum_in_the_burn_in(llama):
+    q, k, v = tensors(heads=(4, 2), d=64, length=64)
+    runtime = fp8.attach(llama, policy=sigmascale.AutoC(burn_in=3))
+    assert np.isnan(runtime.slack()["q"]["mean"]).all() and (runtime.slack()["q"]["count"] == 0).all()
+    bound = 448 * runtime.descales.cpu().double().numpy()
+    for step in range(5):
+        for plan in runtime.layers[:2]:
+            fp8.attention(q / 2**step, k / 2**step, v / 2**step, plan)
+        runtime.refresh()
+    slack = runtime.slack()
+    for index, (name, x) in enumerate([("q", q), ("k", k), ("v", v)]):
+        amax = x.abs().amax(dim=(0, 1, 3)).double().view(2, -1).amax(dim=1).cpu().numpy()
+        rows = bound[:2, index] / amax
+        assert slack[name]["count"].tolist() == [6, 6, 0]
+        assert np.allclose(slack[name]["min"][:2], rows.min(axis=1), rtol=1e-5)
+        assert np.allclose(slack[name]["max"][:2], 4 * rows.max(axis=1), rtol=1e-5)
+        assert np.allclose(slack[name]["mean"][:2], rows.mean(axis=1) * 7 / 3, rtol=1e-5)
+        assert np.isnan(slack[name]["min"][2])
+    assert (slack["logit"]["min"][:2] > 1).all()
+    with pytest.raises(sigmascale.UnsupportedError, match="policy='auto-c'"):
+        fp8.attach(llama).slack()
+
+
 def test_auto_c_observes_against_the_bounds_that_were_in_force():
     """Its constant is the largest ratio of a value to its bound, so weights that grow at each refresh must not shrink it."""
     q, k, v = tensors(heads=(4, 2), d=64, length=64, scale=0.1)

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from gpu import random_model, tensors, torch
+from gpu import delayed, random_model, tensors, torch
 
 import sigmascale
 import sigmascale.torch as fp8
@@ -48,6 +48,90 @@ def test_refresh_is_captured_and_replayed_without_the_host(policy, llama):
         eager = fp8.attach(llama, policy=policy, bound=bound)
         assert torch.equal(replayed, eager.descales)
     assert torch.isfinite(replayed).all()
+
+
+@pytest.mark.parametrize("policy", fp8.POLICIES)
+def test_a_captured_refresh_outlives_weights_that_move(policy, llama):
+    """It goes on with the weights that it was captured with, whose memory stays, and policies with their one memory."""
+    q, k, v = tensors(heads=(4, 2), d=64, length=64)
+    runtime = fp8.attach(llama, policy=policy, bound="certain")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        runtime.refresh()
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        runtime.refresh()
+    graph.replay()
+    torch.cuda.synchronize()
+    before = runtime.logits[..., 2].clone()
+    with torch.no_grad():
+        llama.load_state_dict({name: 2 * value for name, value in llama.state_dict().items()}, assign=True)
+    with pytest.warns(RuntimeWarning, match="capture again"):
+        runtime.refresh()
+    moved = runtime.logits[..., 2].clone()
+    assert (moved > 3 * before).all()
+    # What the old engine and weights lay in would be given away here.
+    gc.collect()
+    torch.cuda.empty_cache()
+    rubbish = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(32)]
+    fp8.attention(q, k, v, runtime.layers[0])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.allclose(runtime.logits[..., 2], before, rtol=0.02)
+    if policy.startswith("delayed"):
+        # The replay observed the call, into the state that is saved.
+        assert (runtime.descales[0] != runtime.descales[1]).any()
+        history = json.dumps(runtime.state_dict()["state"])
+        resumed = fp8.attach(llama, policy=policy)
+        resumed.load_state_dict(runtime.state_dict())
+        assert json.dumps(resumed.state_dict()["state"]) == history
+        assert torch.equal(resumed.descales, runtime.descales)
+    runtime.refresh()
+    assert torch.allclose(runtime.logits[..., 2], moved, rtol=0.02) and len(rubbish) == 32
+
+
+def test_setting_up_inside_a_capture_is_no_part_of_it(llama):
+    """Kernels that are loaded, and memory that is allocated and copied to, while this thread captures."""
+    from sigmascale.torch import _backends
+
+    q, k, v = tensors()
+    row = tuple(torch.full((2, 2), 0.02, device="cuda") for _ in range(3))
+    expected, _ = _backends.backend("native").forward(q, k, v, row, True, 128**-0.5)
+    runtime, fresh, graph = fp8.attach(llama), _backends.Native(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        out, _ = fresh.forward(q, k, v, row, True, 128**-0.5)
+        made = delayed(0)
+        runtime.refresh()
+        del made
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+
+
+def test_a_captured_call_clears_no_more_than_its_counter():
+    """Its workspace, of many megabytes, is written by the call itself."""
+    from sigmascale.torch import _backends
+
+    q, k, v = tensors(batch=4, length=4096, heads=(16, 4))
+    row = tuple(torch.full((4, 4), 0.02, device="cuda") for _ in range(3))
+    native = _backends.backend("native")
+    expected, _ = native.forward(q, k, v, row, True, 128**-0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        out, _ = native.forward(q, k, v, row, True, 128**-0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages()]
+    if not names:
+        pytest.skip("the profiler sees no kernels here")
+    assert any("attention" in name for name in names), names
+    assert not any("memset" in name.lower() or "fill" in name.lower() for name in names), names
 
 
 def test_statistics_are_those_since_the_last_refresh(llama):

@@ -4,10 +4,11 @@ import gc
 import threading
 
 import pytest
-from gpu import random_model, relative, torch
+from gpu import delayed, random_model, relative, torch
 
 import sigmascale
 import sigmascale.torch as fp8
+from sigmascale import _native
 
 if torch.cuda.device_count() < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)
@@ -84,12 +85,15 @@ def test_two_threads_refresh_and_capture_on_their_devices():
 
     def work(runtime):
         try:
-            with torch.cuda.device(runtime.device), torch.cuda.stream(torch.cuda.Stream()):
-                runtime.refresh()
-                torch.cuda.current_stream().synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.device(runtime.device):
+                # Without a stream of its own a capture takes PyTorch's default one, which all threads and devices share.
+                stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+                with torch.cuda.stream(stream):
                     runtime.refresh()
+                stream.synchronize()
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    runtime.refresh()
+                runtime.descales.zero_()
                 for _ in range(50):
                     graph.replay()
                 torch.cuda.synchronize()
@@ -103,3 +107,28 @@ def test_two_threads_refresh_and_capture_on_their_devices():
     for thread in threads:
         thread.join()
     assert not failures, failures
+
+
+def test_setting_up_on_one_device_leaves_a_capture_on_the_other_whole():
+    """Captured in PyTorch's default mode, which a plain allocation, copy or module load of any thread would break."""
+    model, other = twins()
+    runtime = fp8.attach(model, bound="certain")
+    expected, made = runtime.descales.cpu(), []
+
+    def work():
+        made.append(_native.Attention(other.device.index))
+        made.append(delayed(other.device.index))
+        made.clear()
+
+    with torch.cuda.device(model.device):
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            runtime.refresh()
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            runtime.refresh()
+        runtime.descales.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(runtime.descales.cpu(), expected)

@@ -1,5 +1,6 @@
 """Calibrate, inspect, stress and export: what the command line gives, and exceptions of a fitting class."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -108,6 +109,63 @@ def test_descales_are_arrays():
         sigmascale.descales(sigmascale.calibrate("gpt2-xl"))
 
 
+def test_as_the_paper_has_it_all_heads_share_a_layers_logit_descale():
+    profile = sigmascale.calibrate(MODEL, as_paper=True)
+    rows = sigmascale.descales(profile)
+    assert all(rows[name] is None for name in "qkvo") and rows["logit"].shape == (6, 4)
+    assert (rows["logit"] == np.float32([[layer["logit_descale"]] for layer in profile["layers"]])).all()
+
+
+def test_results_have_short_reprs():
+    of = lambda policies: repr(sigmascale.stress("checkpoint-load", MODEL, seq_len=32, policies=policies))
+    assert of("geometry") == "<sigmascale stress checkpoint-load of tiny-llama: 6 layers, 1 step; no overflow>"
+    assert of("geometry,delayed-paper").endswith("; layers overflowed: delayed-paper in 6>")
+    assert repr(sigmascale.inspect(MODEL)) == "<sigmascale inspection of tiny-llama: 6 layers>"
+    assert repr(sigmascale.calibrate("gpt2-xl")) == "<sigmascale calibration of gpt2-xl: 48 layers, c_star 0.07346>"
+    for profile in (sigmascale.calibrate(MODEL), sigmascale.calibrate(MODEL, as_paper=True)):
+        assert (
+            repr(profile).startswith("<sigmascale calibration of tiny-llama: 6 layers, c_star 0.")
+            and len(repr(profile)) < 120
+        )
+        # Plain dicts beside that.
+        assert json.loads(json.dumps(profile)) == profile and isinstance(profile, dict)
+
+
+TAIL = {"delta": 1e-6, "seq_len": 1024, "batch": 1, "steps": 1, "eta": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(sigmascale.AutoC, "auto-c"), (sigmascale.DelayedPaper, "delayed-paper"), (sigmascale.DelayedTe, "delayed-te")],
+)
+def test_defaults_of_policies_are_the_crates(kind, name):
+    full = json.loads(sigmascale._native.policy(name, None, TAIL))
+    given = dataclasses.asdict(kind())
+    assert full["policy"] == name and {key: full[key] for key in given} == given
+    assert dataclasses.asdict(sigmascale.Tail()) == TAIL
+    # Every parameter reaches the policy.
+    for key, value in given.items():
+        other = {"pooling": "head", "algorithm": "most-recent"}.get(key, 1 if value != 1 else 2)
+        changed = json.loads(sigmascale._native.policy(name, json.dumps(given | {key: other}), TAIL))
+        assert changed == full | {key: other}
+
+
+def test_policies_of_a_run_have_their_own_parameters():
+    options = {"layers": 1, "steps": 6, "seq_len": 32, "mode": "operands"}
+    own = [
+        "geometry",
+        sigmascale.AutoC(burn_in=2, quantile=1.0, kappa=8.0),
+        sigmascale.DelayedPaper(history=1, margin=0.25),
+        sigmascale.DelayedTe(history=4, algorithm="most-recent", margin=3),
+    ]
+    names = ["geometry", "auto-c", "delayed-paper", "delayed-te"]
+    runs = [sigmascale.stress("weight-spike", MODEL, policies=policies, **options) for policies in (own, names)]
+    assert [run["auto_c_burn_in"] for run in runs] == [2, 1]
+    last = [{row["policy"]: row["q_descale"] for row in run["trace"] if row["step"] == 5} for run in runs]
+    assert last[0]["geometry"] == last[1]["geometry"]
+    assert all(last[0][name] > 1.5 * last[1][name] for name in names[1:])
+
+
 def test_layers_may_differ_in_their_heads():
     heads = [(4, 2), (6, 3), (3, 1)]
     config = {
@@ -166,12 +224,41 @@ def test_exported_scales_are_the_largest_of_the_heads(tmp_path):
         (TypeError, "bound must be a str", lambda: sigmascale.calibrate("gpt2-xl", bound=None)),
         (TypeError, "str, bytes or os.PathLike", lambda: sigmascale.calibrate(3)),
         (sigmascale.ArgumentError, "UTF-8", lambda: sigmascale.calibrate("\udc80")),
-        (TypeError, "weights must map", lambda: sigmascale.calibrate(MODEL, weights=[1])),
-        (sigmascale.ArgumentError, "go with a config", lambda: sigmascale.calibrate("gpt2-xl", weights={})),
-        (sigmascale.FormatError, "no tensor is named", lambda: sigmascale.calibrate(MODEL, weights={})),
+        (TypeError, "weights: expected a mapping", lambda: sigmascale.calibrate(MODEL, weights=[1])),
+        (
+            sigmascale.ArgumentError,
+            "go with a config",
+            lambda: sigmascale.calibrate("gpt2-xl", weights={"x": np.zeros(3, np.float32)}),
+        ),
+        (
+            sigmascale.ArgumentError,
+            "weights is empty: give a state_dict",
+            lambda: sigmascale.calibrate(MODEL, weights={}),
+        ),
         (TypeError, "seed must be an integer", lambda: sigmascale.stress("refit", MODEL, seed="1")),
-        (TypeError, "a policy must be a str", lambda: sigmascale.stress("refit", MODEL, policies=[1])),
-        (TypeError, "profile must be", lambda: sigmascale.descales(None)),
+        (TypeError, "a policy must be a name or AutoC", lambda: sigmascale.stress("refit", MODEL, policies=[1])),
+        (sigmascale.ArgumentError, "unknown policy magic", lambda: sigmascale.stress("refit", MODEL, policies="magic")),
+        (
+            sigmascale.ArgumentError,
+            "duplicate policy auto-c",
+            lambda: sigmascale.stress("refit", MODEL, policies=["auto-c", sigmascale.AutoC(kappa=2.0)]),
+        ),
+        (
+            sigmascale.ArgumentError,
+            "auto-c: unknown variant `tensor`, expected one of `model`, `layer`, `head`",
+            lambda: sigmascale.stress("refit", MODEL, policies=sigmascale.AutoC(pooling="tensor")),
+        ),
+        (
+            sigmascale.ArgumentError,
+            "kappa 0.5 must be",
+            lambda: sigmascale.stress("refit", MODEL, policies=sigmascale.AutoC(kappa=0.5)),
+        ),
+        (sigmascale.ArgumentError, "burn_in 0 must be at least 1", lambda: sigmascale.AutoC(burn_in=0)),
+        (sigmascale.ArgumentError, "quantile nan must be finite", lambda: sigmascale.AutoC(quantile=float("nan"))),
+        (sigmascale.ArgumentError, "margin 33 must be", lambda: sigmascale.DelayedTe(margin=33)),
+        (TypeError, "history must be an integer", lambda: sigmascale.DelayedPaper(history=1.5)),
+        (TypeError, "seq_len must be an integer", lambda: sigmascale.Tail(seq_len="1024")),
+        (TypeError, "profile: expected what calibrate", lambda: sigmascale.descales(None)),
         (OSError, "folder", lambda: sigmascale.export_scales(MODEL, "/no/such/folder/scales.safetensors")),
     ],
 )
@@ -236,6 +323,19 @@ except KeyboardInterrupt:
 os._exit(0)
 """
     assert hasattr(signal, "SIGINT") and run(code).split() == ["interrupted"]
+
+
+def test_without_pytorch_the_error_names_the_command_that_installs_it():
+    for work in (
+        "import sigmascale.torch",
+        "import sigmascale; sigmascale.torch",
+        "import sigmascale; sigmascale.probe(print)",
+    ):
+        printed = run(f"import sys; sys.modules['torch'] = None; {work}")
+        last = printed.strip().splitlines()[-1]
+        assert last.startswith("ModuleNotFoundError: ") and "needs PyTorch" in last and "pip install torch" in last, (
+            printed
+        )
 
 
 def test_pytorch_is_not_imported_before_it_is_used():

@@ -33,12 +33,15 @@ USE = """
 import sigmascale
 c: float = sigmascale.calibrate("gpt2-xl", steps=3)["c_star"]["c_star"]
 rows = sigmascale.descales(sigmascale.calibrate({"model_type": "llama"}, bound="certain"))
+run = sigmascale.stress("refit", "x", policies=["geometry", sigmascale.AutoC(burn_in=3), sigmascale.DelayedTe(margin=1)])
 ok: bool = sigmascale.probe(lambda *operands: operands[0], framework="numpy").ok
 """
 WRONG = [
     'sigmascale.calibrate("x", bound="safe")',
     "sigmascale.calibrate(3)",
     'sigmascale.stress("rain")',
+    'sigmascale.AutoC(pooling="tensor")',
+    "sigmascale.Tail(tokens=3)",
     'sigmascale.probe("call")',
     "sigmascale.export_scales('x')",
 ]

@@ -68,6 +68,26 @@ def test_a_descale_that_is_too_small_saturates_and_is_counted():
     assert words[0, 0].view(torch.float32) == 449.0
 
 
+def test_counts_stop_at_the_largest_that_a_word_holds():
+    from sigmascale.torch import _backends, _results
+
+    words = torch.zeros(1, 4, 4, dtype=torch.int32)
+    x = torch.full((1, 4, 1, 8), 500.0)
+    # 32 of them overflow; one head stands 31 in front of the end, which reads as a negative int32.
+    words[0, 1, 1:] = torch.tensor([-32, -33, 0])
+    _backends.cast(x, torch.ones(1, 1), words[0, 1:2])
+    _backends.cast(x, torch.ones(1, 1), words[0, 2:3])
+    assert words[0, 1, 1:].tolist() == [-1, -1, 0]
+    _, counts = _results.folded(words, 1, 1)
+    assert counts[0, :, 0].tolist() == [[2**32 - 1, 2**32 - 1, 0], [32, 32, 0], [0, 0, 0]]
+
+
+def test_layers_have_short_reprs():
+    weight = torch.zeros(64, 64)
+    layer = fp8.Layer(q=weight, k=weight[:32], v=weight[:32], n_q_heads=4, n_kv_heads=2, name="layer 3")
+    assert repr(layer) == "<sigmascale Layer layer 3: 4 query and 2 KV heads of 16>"
+
+
 def test_every_head_is_cast_by_its_own_descale():
     q, k, v = operands()
     even, own = rows(k), [torch.tensor([0.01, 0.05]), torch.tensor([0.08, 0.02]), torch.tensor([0.03, 0.2])]
@@ -150,6 +170,18 @@ def test_unknown_words_are_refused():
         fp8.attach(model)
     with pytest.raises(ValueError, match="policy 'magic'"):
         fp8.attach(model, policy="magic")
+    with pytest.raises(TypeError, match="a policy must be a name or AutoC"):
+        fp8.attach(model, policy=sigmascale.AutoC)
+    with pytest.raises(ValueError, match="kappa 0.5 must be"):
+        fp8.attach(model, policy=sigmascale.AutoC(kappa=0.5))
+    with pytest.raises(ValueError, match="margin 1.5 must be"):
+        fp8.attach(model, policy=sigmascale.DelayedPaper(margin=1.5))
+    with pytest.raises(ValueError, match="delta 2"):
+        fp8.attach(model, policy="geometry-c-star", tail=sigmascale.Tail(delta=2.0))
+    with pytest.raises(ValueError, match="eta 1.5 must be"):
+        fp8.attach(model, tail=sigmascale.Tail(eta=1.5))
+    with pytest.raises(TypeError, match="tail must be a sigmascale.Tail, not {}"):
+        fp8.attach(model, tail={})
     with pytest.raises(ValueError, match="bound 'rank-aware'"):
         fp8.attach(model, bound="rank-aware")
     with pytest.raises(ValueError, match="no attention layers"):

@@ -16,7 +16,10 @@
 //!
 //! Source: flash-attention paper, Algorithm 2.
 
-use super::{AttentionCall, Cast, Inputs, LogitCast, Precision, check, check_length, dequantised, lanes};
+use super::backend::{check, dequantised};
+use super::call::{AttentionCall, Inputs, check_length};
+use super::lanes;
+use super::precision::{Cast, LogitCast, Precision};
 use crate::error::Result;
 use crate::fp8::{self, OnOverflow};
 use crate::plan::ScalePlan;

@@ -11,11 +11,11 @@
 //! A GPU backend differs from this in the order of its sums and in the last bits of `exp`, nowhere else. Results depend
 //! neither on the number of threads nor on the CPU (`tanh` and `ln` are the platform's).
 
+use super::backend::{Attention, AttentionOutput, check};
+use super::call::{AttentionCall, Inputs};
 use super::lanes::{self, LANES, TILE};
-use super::stabilised::Shift;
-use super::{
-    Attention, AttentionCall, AttentionOutput, Cast, Inputs, LogitCast, P_SCALE, Precision, Probabilities, check,
-};
+use super::precision::{Cast, LogitCast, P_SCALE, Precision, Probabilities};
+use super::shift::Shift;
 use crate::error::Result;
 use crate::fp8::{self, Counts, Format, OnOverflow};
 use crate::plan::ScalePlan;

@@ -1,6 +1,6 @@
 //! Attention in f64, written to be obviously right: one row at a time, nothing tiled, nothing rounded.
 
-use super::{AttentionCall, check_length};
+use super::call::{AttentionCall, check_length};
 use crate::error::Result;
 
 /// What [`reference()`] computes.

@@ -1,5 +1,9 @@
 use super::*;
+use crate::fp8::{Format, OnOverflow};
 use crate::plan::OperandDescales;
+use crate::plan::ScalePlan;
+use crate::scale::Descale;
+use crate::stats::CastStats;
 use proptest::prelude::*;
 use rand::{SeedableRng, rngs::StdRng};
 use rand_distr::{Distribution, StandardNormal};

@@ -1,10 +1,63 @@
-//! Bounds as the GPU left them.
+//! Bounds as the scale engine of a GPU writes them: plain values, which need no driver.
 
-use super::{HeadBounds, LayerBounds, ModelConstants, OperandBound, Tail};
-use crate::cuda::policy::Isotropic;
-use crate::cuda::scale::HeadBound;
+use super::tail::{ModelConstants, Tail};
+use super::values::{HeadBounds, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, NormKind};
+use bytemuck::{Pod, Zeroable};
+
+/// Logit bound of one query head, as the device keeps it; everything rounded up.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct HeadBound {
+    /// Certified spectral norm of the interaction, over every relative position under RoPE.
+    pub sigma: f32,
+    /// Bound on the exact |logit|.
+    pub certain: f32,
+    /// Bound on |logit| from operands rounded to E4M3 with this plan's descales.
+    pub rounded: f32,
+    /// Descale of E4M3 logits.
+    pub descale: f32,
+    /// `||a|| + ||b||`: what the logit's linear terms scale with.
+    pub linear: f32,
+    /// `|c0|`: the constant part of the logit.
+    pub constant: f32,
+    /// `||c_q|| + ||c_k||`: zero where q and k have no constant part.
+    pub constants: f32,
+    /// Zero.
+    pub pad: f32,
+}
+
+/// Frobenius norm of one query head's interaction `W_Q W_K^T`, as the device keeps it.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct HeadFrobenius {
+    /// The norm at relative position 0.
+    pub norm: f32,
+    /// Certified bound over every relative position, rounded up.
+    pub bound: f32,
+}
+
+impl HeadFrobenius {
+    /// `F^2 / sigma^2`, between 1 and d_head; 0 for a head of zeros.
+    pub fn stable_rank(&self, sigma: f32) -> f64 {
+        if sigma == 0.0 { 0.0 } else { (f64::from(self.norm) / f64::from(sigma)).powi(2) }
+    }
+}
+
+/// Constants of the paper's calibrated bound, for one model:
+/// `tau sphere c_star d sigma`, and `tau [sphere (c_halved d sigma + linear (||a|| + ||b||)) + |c0|]` with constant parts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Isotropic {
+    /// d / (d - 1) behind a LayerNorm, else 1.
+    pub sphere: f64,
+    /// The paper's alpha*.
+    pub c_star: f64,
+    /// The same for half the failure probability.
+    pub c_halved: f64,
+    /// Factor of the linear terms, `sqrt(2 t)`.
+    pub linear: f64,
+}
 
 /// Constants of the paper's calibrated bound, as the device policies take them.
 ///
@@ -20,6 +73,22 @@ pub fn isotropic(spec: &AttentionSpec, tail: &Tail) -> Result<Isotropic> {
     })
 }
 
+/// Refuses what the scale engine does not count.
+///
+/// # Errors
+/// `is_unsupported` if the projections may read their input rounded to E4M3, or if the config has two readings of the rotation.
+pub fn check_device(spec: &AttentionSpec) -> Result<()> {
+    let on_cpu =
+        |what: &str| Err(Error::unsupported(format_args!("{}: {what} are bounded on the CPU only", spec.name)));
+    if spec.fp8_inputs {
+        return on_cpu("weights stored in FP8, whose inputs may be rounded to E4M3 too,");
+    }
+    if spec.layers.iter().flat_map(|layer| &layer.rope).any(|rope| !rope.other_dims.is_empty()) {
+        return on_cpu("rotations that engines read differently");
+    }
+    Ok(())
+}
+
 impl LayerBounds {
     /// The bounds of one layer from what the scale engine wrote: `heads` has `n_q` entries, `operands` the values
     /// `[q, k, v][n_kv]`. Certain and rank-aware bounds are there (the latter not with a QK-norm); query heads of a group share
@@ -27,7 +96,7 @@ impl LayerBounds {
     ///
     /// # Errors
     /// `is_non_finite` if a weight was; `is_mismatch` if a length is not the layer's; `is_argument` if there is no such layer;
-    /// `is_unsupported` if the projections read their input rounded to E4M3, which the engine does not count.
+    /// as [`check_device`].
     pub fn from_device(
         spec: &AttentionSpec,
         layer: usize,
@@ -36,15 +105,10 @@ impl LayerBounds {
         tail: &Tail,
     ) -> Result<Self> {
         let own = spec.layer(layer)?;
-        if spec.fp8_inputs {
-            return Err(Error::unsupported(format_args!(
-                "{}: weights stored in FP8 are bounded on the CPU, whose bounds count inputs rounded to E4M3 too",
-                spec.name
-            )));
-        }
+        check_device(spec)?;
         let (n_q, n_kv) = (own.n_q_heads, own.n_kv_heads);
         if heads.len() != n_q || operands.len() != 3 * n_kv {
-            return Err(Error::mismatch(format_args!("{}: bounds of another model than layer {layer}'s", spec.name)));
+            return Err(Error::mismatch(format_args!("{}: bounds of another model", spec.place(layer))));
         }
         let constants = isotropic(spec, tail)?;
         let (d, tau) = (spec.d_model as f64, own.logit_scale());
@@ -79,9 +143,9 @@ impl LayerBounds {
         };
         // `min` with a soft-cap drops a NaN.
         if bounds.heads.iter().any(|head| head.rounded.is_none_or(f64::is_nan)) {
-            return Err(Error::non_finite(format_args!("{} layer {layer}: a bound is NaN", spec.name)));
+            return Err(Error::non_finite(format_args!("{}: a bound is NaN", spec.place(layer))));
         }
-        bounds.check().map_err(|error| error.within(format_args!("{} layer {layer}", spec.name)))?;
+        bounds.check().map_err(|error| error.within(spec.place(layer)))?;
         Ok(bounds)
     }
 }

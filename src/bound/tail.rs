@@ -51,7 +51,7 @@ impl Tail {
         if !(self.delta > 0.0 && self.delta < 1.0) {
             return Err(Error::argument(format_args!("delta {} must lie between 0 and 1", self.delta)));
         }
-        for (name, count) in [("seq-len", self.seq_len), ("batch", self.batch), ("steps", self.steps)] {
+        for (name, count) in [("seq_len", self.seq_len), ("batch", self.batch), ("steps", self.steps)] {
             if count == 0 {
                 return Err(Error::argument(format_args!("{name} must be at least 1")));
             }
@@ -102,6 +102,43 @@ impl Tail {
         })
     }
 
+    /// The delta at which [`Tail::c_star`] is `c`, in place of this one's: the failure probability that a chosen constant
+    /// amounts to. 1 where no smaller delta has it, 0 from `c` = 1 on, which is the worst case itself.
+    ///
+    /// # Errors
+    /// As [`Tail::c_star`], or if `c` is not finite and greater than zero.
+    ///
+    /// ```
+    /// # use sigmascale::{bound::Tail, model};
+    /// let spec = model::preset("mistral-7b").unwrap();
+    /// let tail = Tail::default();
+    /// let delta = tail.delta_of(tail.c_star(&spec)?.c_star, &spec)?;
+    /// assert!((delta / tail.delta - 1.0).abs() < 1e-9);
+    /// # Ok::<(), sigmascale::Error>(())
+    /// ```
+    pub fn delta_of(&self, c: f64, spec: &AttentionSpec) -> Result<f64> {
+        if !(c.is_finite() && c > 0.0) {
+            return Err(Error::argument(format_args!("c {c} must be finite and greater than zero")));
+        }
+        if c >= 1.0 {
+            return Ok(0.0);
+        }
+        // -ln delta: c_star grows with it. Deltas below f64's least are 0.
+        let smaller = |x: f64| -> Result<bool> { Ok(Self { delta: (-x).exp(), ..*self }.c_star(spec)?.c_star < c) };
+        let (mut low, mut high) = (f64::EPSILON, -f64::MIN_POSITIVE.ln());
+        if !smaller(low)? {
+            return Ok(1.0);
+        }
+        if smaller(high)? {
+            return Ok(0.0);
+        }
+        for _ in 0..200 {
+            let middle = 0.5 * (low + high);
+            if smaller(middle)? { low = middle } else { high = middle }
+        }
+        Ok((-high).exp())
+    }
+
     /// Half the failure probability, for a union with another event.
     pub fn halved(&self) -> Self {
         Self { delta: 0.5 * self.delta, ..*self }
@@ -147,6 +184,33 @@ impl Tail {
             if value(left) < value(right) { high = right } else { low = left }
         }
         Ok(value(0.5 * (low + high)) / spec.d_model as f64)
+    }
+}
+
+/// Logarithms of the union bound, the same for every head of a model.
+pub(super) struct ModelConstants {
+    pub(super) c_star: f64,
+    pub(super) c_star_halved: f64,
+    /// `ln(8 N L^2 / delta)`: the linear terms beside `c_star(delta / 2)`.
+    pub(super) t_rank_aware: f64,
+    /// Off-diagonal entries, without and with constants; twice as many pairs where attention is not causal.
+    pub(super) t_spectrum: (f64, f64),
+    /// Diagonal entries.
+    pub(super) x_diagonal: f64,
+    pub(super) sphere: f64,
+}
+
+impl ModelConstants {
+    pub(super) fn new(spec: &AttentionSpec, tail: &Tail) -> Result<Self> {
+        let pairs = if spec.causal { 1.0 } else { 2.0 };
+        Ok(Self {
+            c_star: tail.c_star(spec)?.c_star,
+            c_star_halved: tail.halved().c_star(spec)?.c_star,
+            t_rank_aware: tail.log_union(8.0, spec, 2),
+            t_spectrum: (tail.log_union(2.0 * pairs, spec, 2), tail.log_union(6.0 * pairs, spec, 2)),
+            x_diagonal: tail.log_union(4.0, spec, 1),
+            sphere: sphere_factor(spec),
+        })
     }
 }
 

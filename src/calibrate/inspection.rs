@@ -1,6 +1,6 @@
 //! The spectral profile of a checkpoint. Its serialised form is the JSON of `sigmascale inspect`.
 
-use super::{HeadProfile, LayerProfile, ModelSummary, Profile};
+use super::profile::{HeadProfile, LayerProfile, ModelSummary, Profile};
 use serde::Serialize;
 
 /// The profile. Numbers are null where q and k are normalised after the projection.
@@ -29,8 +29,10 @@ pub struct LayerInspection {
     pub rope_ratio: Option<Statistics>,
     /// The paper's summed matrix.
     pub sigma_sum: Option<f64>,
-    /// Largest certain bound on a logit.
+    /// Largest certain bound on a logit, in exact arithmetic.
     pub bound_certain: Option<f64>,
+    /// The same in the worst case, including rounding: what logit descales cover.
+    pub bound_rounded: Option<f64>,
     /// The query heads.
     pub heads: Vec<HeadInspection>,
 }
@@ -54,8 +56,10 @@ pub struct HeadInspection {
     pub frobenius: Option<f64>,
     /// `frobenius^2 / sigma^2`.
     pub stable_rank: Option<f64>,
-    /// Certain bound on a logit.
+    /// Certain bound on a logit, in exact arithmetic.
     pub bound_certain: Option<f64>,
+    /// The same in the worst case, including rounding.
+    pub bound_rounded: Option<f64>,
 }
 
 /// Smallest, mean and largest of a quantity over the heads of a layer.
@@ -93,6 +97,7 @@ impl HeadInspection {
             frobenius: head.frobenius,
             stable_rank: head.stable_rank,
             bound_certain: head.bound_certain,
+            bound_rounded: head.bound_rounded,
         }
     }
 }
@@ -110,6 +115,7 @@ impl LayerInspection {
             rope_ratio: statistics(|head| head.rope_ratio),
             sigma_sum: profile.sigma_sum,
             bound_certain: statistics(|head| head.bound_certain).map(|bound| bound.max),
+            bound_rounded: statistics(|head| head.bound_rounded).map(|bound| bound.max),
             heads,
         }
     }

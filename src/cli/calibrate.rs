@@ -1,57 +1,57 @@
 //! `sigmascale calibrate`: from a config or a checkpoint to constants, bounds and descales.
 
 use super::model::Model;
-use super::output::OutputArgs;
+use super::numbers::{count, real};
+use super::output::{OutputArgs, write_file};
 use super::progress;
 use super::table::{Table, range, short};
 use clap::ValueEnum;
 use sigmascale::bound::{BoundKind, Tail};
-use sigmascale::calibrate::{Calibration, Estimator, Options, Profile, calibrate_config};
-use sigmascale::file::write_atomically;
+use sigmascale::calibrate::{Calibration, ChosenC, Estimator, Options, Profile, calibrate_config};
 use sigmascale::plan::Granularity;
 use sigmascale::plan::export::scales_safetensors;
 use sigmascale::{Descale, Error, Result};
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
-/// c_star of a model; with weights also norms, bounds and descales of every layer and head
+/// Calibration constant of a model; with weights also norms, bounds and descales per layer and head
 #[derive(clap::Args)]
 #[command(allow_negative_numbers = true)]
 pub struct Args {
     /// Preset name, config.json, .safetensors file (config beside it) or checkpoint folder
     model: String,
-    /// Failure probability of the isotropic bounds
-    #[arg(long, default_value_t = 1e-6)]
+    /// Failure probability of the isotropic bounds, over all that the next three count
+    #[arg(long, default_value_t = 1e-6, value_parser = real)]
     delta: f64,
-    /// Sequence length in the union bound
-    #[arg(long, default_value_t = 1024)]
+    /// Tokens per sequence in the union bound
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = count)]
     seq_len: usize,
-    /// Sequences a step in the union bound
-    #[arg(long, default_value_t = 1)]
+    /// Sequences per step in the union bound
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count)]
     batch: usize,
     /// Steps in the union bound
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count)]
     steps: usize,
     /// Share of the E4M3 range that a logit bound is mapped onto
-    #[arg(long, default_value_t = 0.8)]
+    #[arg(long, default_value_t = 0.8, value_parser = real)]
     eta: f64,
-    /// Bound behind the logit descales [default: certain]
+    /// Bound that logit descales come from [default: certain]
     #[arg(long, value_enum)]
     bound: Option<Bound>,
-    /// One scale a head or a layer [default: head]
+    /// One scale per head or per layer [default: head]
     #[arg(long, value_enum)]
     granularity: Option<Grain>,
     /// How norms are computed
     #[arg(long, value_enum, default_value = "gram")]
     estimator: Engine,
-    /// Everything as the paper has it: summed raw sigma, no gains, constants or rotation, one logit scale a layer
+    /// The paper's form: summed raw sigma, no gains, constants or rotation, one logit scale per layer
     #[arg(long)]
     as_paper: bool,
-    /// Replaces c_star under --as-paper
-    #[arg(long, value_name = "VALUE")]
+    /// Use this constant in place of c_star, and report the failure probability that it amounts to; needs --as-paper
+    #[arg(long, value_name = "VALUE", value_parser = real)]
     c: Option<f64>,
-    /// Write q, k and v scales for vLLM and mistral.rs
+    /// Also write q, k and v scales for vLLM and mistral.rs to a file
     #[arg(long, value_name = "FILE.safetensors")]
     export_scales: Option<PathBuf>,
     #[command(flatten)]
@@ -60,19 +60,19 @@ pub struct Args {
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Bound {
-    /// No token can pass it
+    /// Worst case over all normalized inputs, including rounding
     Certain,
-    /// The paper's, for isotropic tokens
+    /// The paper's, assumes isotropic tokens
     RankAware,
-    /// Sharper, for isotropic tokens
+    /// Sharper, assumes isotropic tokens
     Spectrum,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Grain {
-    /// A scale a head
+    /// One scale per head
     Head,
-    /// One for all heads of a layer
+    /// One scale for all heads of a layer
     Layer,
 }
 
@@ -87,10 +87,10 @@ enum Engine {
 impl Args {
     fn options(&self) -> Result<Options> {
         if self.as_paper && matches!(self.bound, Some(Bound::Certain | Bound::Spectrum)) {
-            return Err(Error::argument("--as-paper has the paper's bound: leave --bound out"));
+            return Err(Error::argument("--as-paper uses the paper's bound: remove --bound"));
         }
         if self.as_paper && matches!(self.granularity, Some(Grain::Head)) {
-            return Err(Error::argument("--as-paper has one scale a layer: leave --granularity out"));
+            return Err(Error::argument("--as-paper has one scale per layer: remove --granularity"));
         }
         let options = Options {
             tail: Tail { delta: self.delta, seq_len: self.seq_len, batch: self.batch, steps: self.steps },
@@ -132,13 +132,16 @@ pub fn run(args: Args) -> Result<()> {
     args.output.check_not_read(("--export-scales", args.export_scales.as_deref()), &read)?;
     let profile = match model {
         Model::Config(_) if args.export_scales.is_some() => {
-            return Err(Error::argument("--export-scales needs weights, and this model is a config alone"));
+            return Err(Error::argument(format_args!(
+                "--export-scales needs weights, but {} is a config alone: pass a checkpoint folder",
+                args.model
+            )));
         }
         Model::Config(spec) => calibrate_config(&spec, &options)?,
         Model::Checkpoint(checkpoint) => {
             let start = Instant::now();
             let layers = checkpoint.spec().layers.len();
-            let bar = progress::layers(layers);
+            let bar = progress::bar(layers, "layer {pos}/{len}");
             let mut calibration = Calibration::new(checkpoint.spec(), options)?;
             for layer in 0..layers {
                 calibration.layer(checkpoint.layer(layer)?)?;
@@ -150,13 +153,18 @@ pub fn run(args: Args) -> Result<()> {
         }
     };
     if let Some(file) = &args.export_scales {
-        export(&profile, file)?;
+        write_file(file, &scales_safetensors(&profile.tensor_scales()?)?)?;
     }
     args.output.write(&profile, table)
 }
 
-fn export(profile: &Profile, file: &Path) -> Result<()> {
-    write_atomically(file, &scales_safetensors(&profile.tensor_scales()?)?)
+/// A probability, with what its ends mean.
+fn amount(delta: f64) -> String {
+    match delta {
+        0.0 => "0 (below what f64 can hold)".to_owned(),
+        1.0 => "1 (no guarantee: c is too small)".to_owned(),
+        delta => format!("{delta:.3e}"),
+    }
 }
 
 /// The readable form.
@@ -173,13 +181,19 @@ fn table(profile: &Profile) -> String {
         "  at delta {:e}, seq-len {}, batch {}, steps {}; assumes isotropic tokens (exact Beta tail: gamma {:.6}, c_star {:.6})",
         tail.delta, tail.seq_len, tail.batch, tail.steps, c.gamma_beta, c.c_star_beta
     );
+    if let Some(ChosenC { c, delta }) = profile.chosen_c {
+        let _ = writeln!(out, "c {} in place of c_star: failure probability delta {}", short(c), amount(delta));
+    }
     let (Some(method), Some(layers)) = (&profile.method, &profile.layers) else { return out };
     let eta = profile.tail.eta;
-    let assumes = "WARNING: assumes isotropic tokens. Real text passes this bound on trained models; --bound certain cannot be passed.";
+    let assumes =
+        "WARNING: assumes isotropic tokens. Real text exceeds this bound on trained models, but never --bound certain.";
     if let Some(c) = method.c {
-        let _ = writeln!(out, "logit bound: as the paper, {} tau d sigma_sum, eta {eta}", short(c));
-        let _ =
-            writeln!(out, "  {assumes}\n  sigma_sum bounds no single head; gains, biases and rotation are left out.");
+        let _ = writeln!(out, "logit bound: the paper's form, {} tau d sigma_sum; eta {eta}", short(c));
+        let _ = writeln!(
+            out,
+            "  {assumes}\n  sigma_sum does not bound single heads, and gains, biases and rotation are ignored."
+        );
         out.push('\n');
         let mut table = Table::new(["layer", "sigma_sum", "logit bound", "logit descale"]);
         for layer in layers {
@@ -193,27 +207,32 @@ fn table(profile: &Profile) -> String {
         Granularity::Layer => "layer",
     };
     let (bound, remark) = match method.bound {
-        Some(BoundKind::Certain) => ("certain, with rounding", "no token can pass it"),
+        Some(BoundKind::Certain) => (
+            "worst case, including rounding",
+            "cannot be exceeded by any normalized input; `inspect` also prints it without rounding",
+        ),
         Some(BoundKind::RankAware) | None => ("rank-aware", assumes),
         Some(BoundKind::Spectrum) => ("spectrum", assumes),
     };
-    let _ = writeln!(out, "logit bound: {bound}; one scale a {grain}, eta {eta}\n  {remark}");
+    let _ = writeln!(out, "logit bound: {bound}; one scale per {grain}, eta {eta}\n  {remark}");
     if let Some(positions) = profile.model.bounded_positions {
         let _ = writeln!(
             out,
-            "  for sequences of up to {positions} tokens, the most of the config: queries grow with the position"
+            "  for sequences of at most {positions} tokens, the config's limit: queries grow with the position"
         );
     }
     if profile.model.fp8_inputs {
-        out.push_str("  weights are stored in FP8: bounds with rounding also hold where the projections read their input in E4M3\n");
+        out.push_str("  FP8 weights: the rounding of E4M3 inputs to the projections is included\n");
     }
     if method.estimator == Estimator::Power {
-        out.push_str("  sigma is a power iteration's estimate from below; ");
-        out.push_str(if method.rotation { "--estimator gram is exact.\n" } else {
-            "rotation is left out, and RoPE can raise logits above this bound; --estimator gram is exact and includes it.\n"
-        });
+        out.push_str("  sigma is estimated from below by power iteration; --estimator gram is exact\n");
+        if !method.rotation {
+            out.push_str(
+                "  rotation is ignored: RoPE can raise logits above this bound; --estimator gram includes it\n",
+            );
+        }
     }
-    let _ = writeln!(out, "operand descales: certain, with rounding; min..max over the heads\n");
+    let _ = writeln!(out, "operand descales: worst case, including rounding; min..max over the heads\n");
     let mut table = Table::new([
         "layer",
         "sigma",
@@ -241,10 +260,10 @@ fn table(profile: &Profile) -> String {
     }
     out.push_str(&table.render());
     if layers.iter().any(|layer| layer.sigma.is_none()) {
-        out.push_str("sigma is -: q and k are normalised after the projection, and the bounds come from the gains.\n");
+        out.push_str("sigma is -: q and k are normalized after the projection, so the bounds come from the gains.\n");
     }
     if layers.iter().any(|layer| layer.v_descale.is_none()) {
-        out.push_str("v and o descales are -: no norm stands in front of the projections, so v has no bound.\n");
+        out.push_str("v and o descales are -: the projections' input is not normalized, so v has no bound.\n");
     }
     out
 }

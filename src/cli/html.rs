@@ -29,7 +29,8 @@ th{color:var(--dim);font-weight:600}
 section{margin-top:36px;border-top:1px solid var(--line);padding-top:18px}
 section figure{width:356px}
 h2.title{font-size:19px;margin:0 0 8px;overflow-wrap:anywhere}
-ul{margin:18px 0 22px;padding-left:18px;columns:430px 2;column-gap:44px;font-size:14px}li{margin-bottom:7px;break-inside:avoid}
+ul{padding-left:18px}li{margin-bottom:7px;break-inside:avoid}
+ul.remarks{margin:18px 0 22px;columns:430px 2;column-gap:44px;font-size:14px}
 .words td:first-child,.words th:first-child{text-align:left}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 16px;font-size:13px}
 .legend span{display:inline-flex;align-items:center;gap:6px}
@@ -62,17 +63,30 @@ impl Page {
         Self { title: title.to_owned(), body }
     }
 
-    /// Starts a part of the page with its title and what has to be read first.
-    pub fn section(&mut self, title: &str, text: &str) {
-        let (title, text) = (escape(title), escape(text));
-        let _ = write!(self.body, "<section>\n<h2 class=\"title\">{title}</h2>\n<p>{text}</p>\n");
+    /// Starts a part of the page with its title.
+    pub fn section(&mut self, title: &str) {
+        let _ = write!(self.body, "<section>\n<h2 class=\"title\">{}</h2>\n", escape(title));
+    }
+
+    /// Adds a paragraph.
+    pub fn paragraph(&mut self, text: &str) {
+        let _ = writeln!(self.body, "<p>{}</p>", escape(text));
+    }
+
+    /// Adds lines that are read first, one below the other.
+    pub fn lines(&mut self, lines: &[String]) {
+        self.items("lines", lines);
     }
 
     /// Adds remarks, side by side where there is room.
     pub fn list(&mut self, remarks: &[String]) {
-        self.body.push_str("<ul>\n");
-        for remark in remarks {
-            let _ = writeln!(self.body, "<li>{}</li>", escape(remark));
+        self.items("remarks", remarks);
+    }
+
+    fn items(&mut self, class: &str, items: &[String]) {
+        let _ = writeln!(self.body, "<ul class=\"{class}\">");
+        for item in items {
+            let _ = writeln!(self.body, "<li>{}</li>", escape(item));
         }
         self.body.push_str("</ul>\n");
     }

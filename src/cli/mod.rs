@@ -1,14 +1,19 @@
 //! The command line: parsed arguments become validated options of the library.
 //!
-//! Results go to stdout (or to `-o FILE`, by rename); logs and progress go to stderr. Exit codes: 0 done, 1 failed,
-//! 2 usage (also when the library refuses an argument). One module a command.
+//! Results go to stdout (or to `-o FILE`, by rename); logs and progress go to stderr. One module per command.
+//!
+//! Exit codes: 0 done; 2 usage: an option that is unknown, breaks its rule or contradicts another one
+//! (`Error::is_argument`); 1 everything else: a path that is missing, a file that cannot be read or bounded, no GPU.
 
+#[cfg(feature = "cuda")]
 mod bench;
 mod calibrate;
 mod doctor;
+mod families;
 mod html;
 mod inspect;
 mod model;
+mod numbers;
 mod output;
 mod progress;
 mod stress;
@@ -17,14 +22,16 @@ mod table;
 
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
 
 /// FP8 attention scales from the weights alone
 #[derive(Parser)]
 #[command(name = "sigmascale", version, about, arg_required_else_help = true)]
-#[command(after_help = "Exit codes: 0 done, 1 failed, 2 usage. RUST_LOG=sigmascale=debug logs timings to stderr.")]
+#[command(
+    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage. RUST_LOG=sigmascale=debug logs timings to stderr."
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -35,8 +42,10 @@ enum Command {
     Calibrate(calibrate::Args),
     Inspect(inspect::Args),
     Stress(stress::Args),
+    #[cfg(feature = "cuda")]
     Bench(bench::Args),
     Doctor(doctor::Args),
+    Families(families::Args),
 }
 
 /// Parses, runs, reports; never panics on a closed pipe.
@@ -54,7 +63,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_ansi(std::io::stderr().is_terminal())
+        // Log lines are plain everywhere: colours would need a feature of their own.
+        .with_ansi(false)
         .with_writer(std::io::stderr)
         .log_internal_errors(false)
         .init();
@@ -62,8 +72,10 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Calibrate(args) => calibrate::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Stress(args) => stress::run(args),
+        #[cfg(feature = "cuda")]
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),
+        Command::Families(args) => families::run(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -10,20 +10,20 @@ use std::path::{Path, PathBuf};
 /// Options that every command has.
 #[derive(Args)]
 pub struct OutputArgs {
-    /// Form of the result
+    /// Format of the result
     #[arg(long, value_enum, default_value = "table")]
     format: Format,
-    /// Write the result to FILE (by rename) instead of stdout; - is stdout
+    /// Write the result to FILE instead of stdout; - is stdout
     #[arg(short = 'o', long = "output", value_name = "FILE")]
     file: Option<PathBuf>,
 }
 
-/// Forms of a result.
+/// Formats of a result.
 #[derive(Clone, Copy, ValueEnum)]
 enum Format {
-    /// For people
+    /// Text for people
     Table,
-    /// For scripts
+    /// JSON for scripts
     Json,
 }
 
@@ -36,12 +36,14 @@ impl OutputArgs {
     /// The same of another output of the command, which must be another file.
     pub fn check_other(&self, option: &str, other: &Path) -> Result<()> {
         if other == Path::new("-") {
-            return Err(Error::argument(format_args!("{option} -: this goes to a file, and {option} ./- names one")));
+            return Err(Error::argument(format_args!(
+                "{option} needs a file, since stdout is for the result; {option} ./- is a file of this name"
+            )));
         }
         check_target(other)?;
         match self.file() {
             Some(file) if place_of(file) == place_of(other) => Err(Error::argument(format_args!(
-                "-o and {option} name the same file, {}, and one would replace the other",
+                "-o and {option} name the same file, {}: one would replace the other",
                 file.display()
             ))),
             _ => Ok(()),
@@ -60,7 +62,7 @@ impl OutputArgs {
         self.file.as_deref().filter(|file| *file != Path::new("-"))
     }
 
-    /// Writes a result in the form asked for.
+    /// Writes a result in the format asked for.
     pub fn write<T: Serialize>(&self, value: &T, table: impl FnOnce(&T) -> String) -> Result<()> {
         let mut text = match self.format {
             Format::Table => printable(&table(value)),
@@ -71,10 +73,18 @@ impl OutputArgs {
             text.push('\n');
         }
         match self.file() {
-            Some(file) => write_atomically(file, text.as_bytes()),
+            Some(file) => write_file(file, text.as_bytes()),
             None => write_stdout(&text),
         }
     }
+}
+
+/// Writes a file and confirms it on stderr.
+pub fn write_file(file: &Path, bytes: &[u8]) -> Result<()> {
+    write_atomically(file, bytes)?;
+    // Nobody is left to tell if the terminal is gone.
+    let _ = writeln!(std::io::stderr(), "wrote {}", printable(&file.display().to_string()));
+    Ok(())
 }
 
 /// Text without control characters, which could rewrite a terminal: names come from files.

@@ -1,30 +1,20 @@
-//! Progress on stderr; nothing where stderr is not a terminal.
+//! Progress on stderr: step, total and time left. Nothing where stderr is not a terminal.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal;
+use std::time::Duration;
 
-/// A bar over `layers`, already shown.
-pub fn layers(layers: usize) -> ProgressBar {
+/// A bar, already shown. `counter` is what stands in front of the time left: a template such as `layer {pos}/{len}`, where
+/// `{msg}` is the bar's message.
+pub fn bar(total: usize, counter: &str) -> ProgressBar {
     if !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }
-    let bar = ProgressBar::new(layers as u64);
-    if let Ok(style) = ProgressStyle::with_template("{bar:40} layer {pos}/{len}  {elapsed}, {eta} left") {
+    let bar = ProgressBar::new(total as u64);
+    if let Ok(style) = ProgressStyle::with_template(&format!("{{bar:30}} {counter}, {{eta}} left")) {
         bar.set_style(style);
     }
+    bar.enable_steady_tick(Duration::from_millis(500));
     bar.tick();
-    bar
-}
-
-/// A spinner with the name of what runs.
-pub fn spinner() -> ProgressBar {
-    if !std::io::stderr().is_terminal() {
-        return ProgressBar::hidden();
-    }
-    let bar = ProgressBar::new_spinner();
-    if let Ok(style) = ProgressStyle::with_template("{spinner} {msg}  {elapsed}") {
-        bar.set_style(style);
-    }
-    bar.enable_steady_tick(std::time::Duration::from_millis(200));
     bar
 }

@@ -1,4 +1,4 @@
-//! Aligned text tables and short numbers.
+//! Aligned text tables, wrapped text and short numbers.
 
 /// A table of right-aligned columns.
 pub struct Table {
@@ -76,9 +76,36 @@ pub fn range(values: impl Iterator<Item = f64>) -> String {
     if low == high { low } else { format!("{low}..{high}") }
 }
 
+/// Text in lines of at most `width` characters, the first behind `bullet`.
+pub fn wrapped(text: &str, bullet: &str, width: usize) -> String {
+    let mut out = String::from(bullet);
+    let mut line = bullet.len();
+    for (place, word) in text.split_whitespace().enumerate() {
+        let length = word.chars().count();
+        if place > 0 && line + 1 + length > width {
+            out.push('\n');
+            out.push_str(&" ".repeat(bullet.len()));
+            line = bullet.len();
+        } else if place > 0 {
+            out.push(' ');
+            line += 1;
+        }
+        out.push_str(word);
+        line += length;
+    }
+    out.push('\n');
+    out
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lines_are_wrapped_behind_their_bullet() {
+        assert_eq!(wrapped("one two three", "- ", 9), "- one two\n  three\n");
+        assert_eq!(wrapped("", "- ", 9), "- \n");
+    }
 
     #[test]
     fn numbers_keep_four_digits() {

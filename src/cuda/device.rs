@@ -1,28 +1,43 @@
-//! Devices, memory, streams, graphs.
+//! Devices and their memory.
 //!
 //! Nothing synchronises unless its name says so. Events of the driver wrapper are off: ordering is the caller's, by
-//! streams, which is what makes a capture possible.
+//! streams, which is what makes a capture possible. Setting memory up (allocating, filling, loading kernels) has a stream of
+//! its own and waits for that alone, so it may run while any thread captures.
 
 use super::cache::{Cache, default_folder};
-use super::driver::failed;
+use super::driver::{OutsideCaptures, failed};
+use super::kernel::Module;
 use super::nvrtc::{self, Arch, Compiled, Request};
+use super::pointer::DevicePtr;
 use super::sources::Source;
+use super::stream::Stream;
 use super::view::{Element, View};
-use super::{DevicePtr, Module};
 use crate::error::{Error, Result};
 use bytemuck::Pod;
-use cudarc::driver::{CudaContext, CudaEvent, CudaGraph, CudaStream, result, sys};
+use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use cudarc::nvrtc::Ptx;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// One GPU, through its primary context (the one PyTorch uses).
 #[derive(Clone, Debug)]
 pub struct Device {
     context: Arc<CudaContext>,
+    /// Fills memory; nobody else works on it.
+    setup: Arc<CudaStream>,
     cache: Cache,
     arch: Arch,
     processors: usize,
+    tally: Option<Arc<Tally>>,
+}
+
+/// What a device has been asked to allocate.
+#[derive(Debug)]
+struct Tally {
+    bytes: AtomicUsize,
+    /// Nothing is allocated.
+    dry: bool,
 }
 
 impl Device {
@@ -39,6 +54,7 @@ impl Device {
     }
 
     fn opened(ordinal: usize) -> Result<Self> {
+        let _setup = OutsideCaptures::new();
         let doing = format!("opening device {ordinal}");
         let context = CudaContext::new(ordinal).map_err(failed(&doing))?;
         // SAFETY: no buffer of the wrapper is used; `Buffer` is ordered by its users' streams.
@@ -48,7 +64,9 @@ impl Device {
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
             .map_err(failed(&doing))?;
         let arch = Arch::of((major * 10 + minor) as u32);
-        Ok(Self { context, cache: Cache::new(default_folder()), arch, processors: processors as usize })
+        let setup = context.new_stream().map_err(failed(&doing))?;
+        let cache = Cache::new(default_folder());
+        Ok(Self { context, setup, cache, arch, processors: processors as usize, tally: None })
     }
 
     /// The same device with compiled kernels kept elsewhere (`None`: nowhere).
@@ -73,6 +91,13 @@ impl Device {
     /// Streaming multiprocessors.
     pub fn processors(&self) -> usize {
         self.processors
+    }
+
+    /// Shared memory that one block may have, in bytes.
+    pub(crate) fn shared_memory(&self) -> Result<usize> {
+        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let bytes = self.context.attribute(attribute).map_err(failed("asking for the size of shared memory"))?;
+        Ok(bytes as usize)
     }
 
     /// Free and total device memory in bytes.
@@ -102,9 +127,10 @@ impl Device {
     /// # Errors
     /// If the driver refuses it (another architecture, a damaged file).
     pub fn load(&self, name: &'static str, compiled: &Compiled) -> Result<Module> {
+        let _setup = OutsideCaptures::new();
         let image = Ptx::from_binary(compiled.cubin.clone());
         let inner = self.context.load_module(image).map_err(failed(format_args!("loading {name}")))?;
-        Ok(Module { inner, name, compiled: Arc::new(compiled.clone()) })
+        Ok(Module { inner, name, setup: self.setup.clone() })
     }
 
     /// A new stream that does not wait for the legacy default stream.
@@ -113,6 +139,16 @@ impl Device {
     /// If the driver refuses.
     pub fn stream(&self) -> Result<Stream> {
         Ok(Stream { inner: self.context.new_stream().map_err(failed("making a stream"))? })
+    }
+
+    /// The same, whose blocks start before those of other streams.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub(crate) fn urgent_stream(&self) -> Result<Stream> {
+        // A priority above the device's range is its highest.
+        let inner = self.context.new_stream_with_priority(i32::MIN).map_err(failed("making a stream"))?;
+        Ok(Stream { inner })
     }
 
     /// The legacy default stream, where PyTorch works unless told otherwise. It cannot be captured.
@@ -138,11 +174,29 @@ impl Device {
         let bytes = len
             .checked_mul(size_of::<T>())
             .ok_or_else(|| Error::cuda(format_args!("{len} values of {} bytes overflow memory", size_of::<T>())))?;
+        if let Some(tally) = &self.tally {
+            tally.bytes.fetch_add(bytes, Ordering::Relaxed);
+            if tally.dry {
+                return Ok(Buffer { ptr: 0, len, setup: self.setup.clone(), _type: PhantomData });
+            }
+        }
+        let _setup = OutsideCaptures::new();
         self.context.bind_to_thread().map_err(failed("binding the device"))?;
         // SAFETY: the context is bound; the size is at least one byte, as the driver asks.
         let ptr = unsafe { result::malloc_sync(bytes.max(1)) }
             .map_err(failed(format_args!("allocating {bytes} bytes on the device")))?;
-        Ok(Buffer { ptr, len, context: self.context.clone(), _type: PhantomData })
+        Ok(Buffer { ptr, len, setup: self.setup.clone(), _type: PhantomData })
+    }
+
+    /// What `make` sets up on this device, and the bytes of device memory that it asks for. `dry`: none is allocated, so what
+    /// is made can be dropped and nothing else.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub(crate) fn counting<T>(&self, dry: bool, make: impl FnOnce(&Self) -> Result<T>) -> Result<(T, usize)> {
+        let tally = Arc::new(Tally { bytes: AtomicUsize::new(0), dry });
+        let made = make(&Self { tally: Some(tally.clone()), ..self.clone() })?;
+        Ok((made, tally.bytes.load(Ordering::Relaxed)))
     }
 
     /// Device memory of zeros.
@@ -151,12 +205,14 @@ impl Device {
     /// As [`Device::allocate`].
     pub fn zeros<T: Pod>(&self, len: usize) -> Result<Buffer<T>> {
         let buffer = self.allocate::<T>(len)?;
-        if len == 0 {
+        if len == 0 || buffer.ptr == 0 {
             return Ok(buffer);
         }
+        let _setup = OutsideCaptures::new();
         // SAFETY: the range is the buffer's own, and the context was bound by `allocate`.
-        unsafe { result::memset_d8_sync(buffer.ptr, 0, len * size_of::<T>()) }.map_err(failed("clearing memory"))?;
-        wait_for_legacy_stream(&self.context, "clearing memory")?;
+        unsafe { result::memset_d8_async(buffer.ptr, 0, len * size_of::<T>(), self.setup.cu_stream()) }
+            .and_then(|()| self.setup.synchronize())
+            .map_err(failed("clearing memory"))?;
         Ok(buffer)
     }
 
@@ -179,18 +235,12 @@ impl Device {
     }
 }
 
-/// Waits for what the driver still does on the legacy stream: it returns once a fill is asked for, or once values to copy
-/// lie in its own memory, and other streams do not wait for that one.
-fn wait_for_legacy_stream(context: &Arc<CudaContext>, doing: &'static str) -> Result<()> {
-    context.default_stream().synchronize().map_err(failed(doing))
-}
-
 /// Owned device memory of `len` values. Freed on drop, after the device has finished with it.
 #[derive(Debug)]
 pub struct Buffer<T> {
     ptr: sys::CUdeviceptr,
     len: usize,
-    context: Arc<CudaContext>,
+    setup: Arc<CudaStream>,
     _type: PhantomData<T>,
 }
 
@@ -246,19 +296,25 @@ impl<T: Pod> Buffer<T> {
         if data.len() != self.len {
             return Err(Error::cuda(format_args!("{} values do not fill a buffer of {}", data.len(), self.len)));
         }
-        self.context.synchronize().map_err(failed("waiting for the device"))?;
+        self.wait()?;
         self.fill(data)
     }
 
     /// The same of memory that nothing uses yet.
     fn fill(&self, data: &[T]) -> Result<()> {
-        if data.is_empty() {
+        if data.is_empty() || self.ptr == 0 {
             return Ok(());
         }
-        self.context.bind_to_thread().map_err(failed("binding the device"))?;
-        // SAFETY: the buffer holds `data.len()` values of plain data and the call returns when the host memory was read.
-        unsafe { result::memcpy_htod_sync(self.ptr, data) }.map_err(failed("copying to the device"))?;
-        wait_for_legacy_stream(&self.context, "copying to the device")
+        let _setup = OutsideCaptures::new();
+        self.setup.context().bind_to_thread().map_err(failed("binding the device"))?;
+        // SAFETY: the buffer holds `data.len()` values of plain data, which live until the stream has been waited for.
+        unsafe { result::memcpy_htod_async(self.ptr, data, self.setup.cu_stream()) }
+            .and_then(|()| self.setup.synchronize())
+            .map_err(failed("copying to the device"))
+    }
+
+    fn wait(&self) -> Result<()> {
+        self.setup.context().synchronize().map_err(failed("waiting for the device"))
     }
 
     /// Copies all values to the host. Waits for the device.
@@ -270,9 +326,11 @@ impl<T: Pod> Buffer<T> {
         if data.is_empty() {
             return Ok(data);
         }
-        self.context.synchronize().map_err(failed("waiting for the device"))?;
-        // SAFETY: both sides hold `len` values of plain data, and the device is idle.
-        unsafe { result::memcpy_dtoh_sync(&mut data, self.ptr) }.map_err(failed("copying from the device"))?;
+        self.wait()?;
+        // SAFETY: both sides hold `len` values of plain data, the device is idle, and the stream is waited for.
+        unsafe { result::memcpy_dtoh_async(&mut data, self.ptr, self.setup.cu_stream()) }
+            .and_then(|()| self.setup.synchronize())
+            .map_err(failed("copying from the device"))?;
         Ok(data)
     }
 
@@ -304,114 +362,14 @@ impl<T: Pod> Buffer<T> {
 
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
+        if self.ptr == 0 {
+            return;
+        }
+        let _setup = OutsideCaptures::new();
+        if self.setup.context().bind_to_thread().is_ok() {
             // SAFETY: the pointer came from `malloc_sync` and is freed once; the call waits for work that uses it. After
             // a lost context it fails, and there is nothing to do.
             let _ = unsafe { result::free_sync(self.ptr) };
         }
-    }
-}
-
-/// An order of work on a device.
-#[derive(Clone, Debug)]
-pub struct Stream {
-    pub(super) inner: Arc<CudaStream>,
-}
-
-impl Stream {
-    /// Waits until everything on the stream has run.
-    ///
-    /// # Errors
-    /// Errors of earlier work appear here.
-    pub fn synchronize(&self) -> Result<()> {
-        self.inner.synchronize().map_err(failed("waiting for a stream"))
-    }
-
-    /// Sets every byte of an array without gaps to zero. Capturable.
-    ///
-    /// # Errors
-    /// If the array has gaps, or the driver refuses.
-    pub fn clear<const R: usize>(&self, view: &View<R>) -> Result<()> {
-        if !view.is_dense() {
-            return Err(Error::argument("an array with gaps cannot be cleared"));
-        }
-        let bytes = view.extents().iter().product::<usize>() * view.element().size();
-        self.inner.context().bind_to_thread().map_err(failed("binding the device"))?;
-        // SAFETY: the view's maker promised its memory, for work on streams.
-        unsafe { result::memset_d8_async(view.ptr().0, 0, bytes, self.inner.cu_stream()) }
-            .map_err(failed("clearing memory"))
-    }
-
-    /// Records what `work` puts on this stream as a graph; nothing runs yet. The graph keeps `work`, so the engines that it borrows
-    /// cannot go before the graph does.
-    ///
-    /// # Errors
-    /// Those of `work`, or if something in it cannot be captured.
-    pub fn capture<'a>(&self, mut work: impl FnMut(&Self) -> Result<()> + 'a) -> Result<Graph<'a>> {
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        self.inner.begin_capture(mode).map_err(failed("beginning a capture"))?;
-        let done = work(self);
-        // The capture has to end, whatever `work` said.
-        let graph = self.inner.end_capture(sys::CUgraphInstantiate_flags(0));
-        done?;
-        let inner =
-            graph.map_err(failed("ending a capture"))?.ok_or_else(|| Error::cuda("the captured graph is empty"))?;
-        inner.upload().map_err(failed("uploading a graph"))?;
-        Ok(Graph { inner, _work: Box::new(work) })
-    }
-
-    /// Marks this point of the stream, with its time.
-    ///
-    /// # Errors
-    /// If the driver refuses.
-    pub fn record(&self) -> Result<Event> {
-        let inner = self
-            .inner
-            .record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT))
-            .map_err(failed("recording an event"))?;
-        Ok(Event { inner })
-    }
-}
-
-/// A point in a stream.
-#[derive(Debug)]
-pub struct Event {
-    inner: CudaEvent,
-}
-
-impl Event {
-    /// Milliseconds from this event to `end`. Waits for both.
-    ///
-    /// # Errors
-    /// If the work between them failed.
-    pub fn milliseconds_to(&self, end: &Self) -> Result<f32> {
-        self.inner.elapsed_ms(&end.inner).map_err(failed("reading a time"))
-    }
-}
-
-/// Captured work.
-pub struct Graph<'a> {
-    inner: CudaGraph,
-    /// Holds what the captured kernels touch.
-    _work: Box<dyn Held + 'a>,
-}
-
-/// Anything that is kept to be dropped later.
-trait Held {}
-impl<T> Held for T {}
-
-impl std::fmt::Debug for Graph<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Graph").finish_non_exhaustive()
-    }
-}
-
-impl Graph<'_> {
-    /// Runs it on the stream it was captured from. Asynchronous.
-    ///
-    /// # Errors
-    /// If the driver refuses.
-    pub fn launch(&self) -> Result<()> {
-        self.inner.launch().map_err(failed("launching a graph"))
     }
 }

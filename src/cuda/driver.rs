@@ -1,7 +1,7 @@
 //! The thin unsafe edge to the driver library.
 
 use crate::error::{Error, Result};
-use cudarc::driver::{CudaFunction, result, sys};
+use cudarc::driver::{result, sys};
 use std::path::Path;
 use std::sync::OnceLock;
 
@@ -55,6 +55,44 @@ impl Drop for KeepCurrent {
             let _ = unsafe { sys::cuCtxSetCurrent(before) };
         }
     }
+}
+
+/// While one of these lives, calls of this thread that allocate, free or load neither fail because a capture is under way, in
+/// this thread or in another, nor break that capture. What they do is no part of the graph. Without a driver it does nothing.
+///
+/// [`Device`](super::Device) and [`Buffer`](super::Buffer) hold one where they need it. Hold one yourself where engines are
+/// dropped, since that unloads their kernels.
+#[derive(Debug)]
+pub struct OutsideCaptures {
+    before: Option<sys::CUstreamCaptureMode>,
+}
+
+impl OutsideCaptures {
+    /// Begins here.
+    pub fn new() -> Self {
+        Self { before: exchange_capture_mode(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED) }
+    }
+}
+
+impl Default for OutsideCaptures {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for OutsideCaptures {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            exchange_capture_mode(before);
+        }
+    }
+}
+
+/// Sets this thread's mode and gives the one before; `None` without a driver.
+fn exchange_capture_mode(mut mode: sys::CUstreamCaptureMode) -> Option<sys::CUstreamCaptureMode> {
+    // SAFETY: the library is present, and the pointer is to a live value, which the call replaces by the mode before.
+    let done = library_loads() && unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) }.result().is_ok();
+    done.then_some(mode)
 }
 
 /// CUDA version that the driver supports.
@@ -113,139 +151,4 @@ pub(super) fn failed(doing: impl std::fmt::Display) -> impl FnOnce(result::Drive
         };
         Error::cuda(format_args!("{doing}: {e}{hint}"))
     }
-}
-
-/// How the copy engine reads a tensor in boxes: extents from the innermost dimension, strides in bytes from the second.
-pub(super) struct Boxes<'a> {
-    pub address: u64,
-    pub element: sys::CUtensorMapDataType,
-    pub extents: &'a [u64],
-    pub strides: &'a [u64],
-    pub tile: &'a [u32],
-    pub swizzle: sys::CUtensorMapSwizzle,
-}
-
-/// Tensor map of `boxes`; what lies outside the extents reads as zero.
-///
-/// # Errors
-/// If the ranks differ, or the driver refuses the shape (address or stride not a multiple of 16 bytes, a box too large).
-pub(super) fn tensor_map(boxes: &Boxes<'_>) -> Result<sys::CUtensorMap> {
-    let Boxes { address, element, extents, strides, tile, swizzle } = *boxes;
-    let rank = extents.len();
-    if tile.len() != rank || strides.len() + 1 != rank || rank > 5 {
-        return Err(Error::cuda(format_args!("a tensor map of {rank} dimensions needs as many tile sizes")));
-    }
-    let mut map = sys::CUtensorMap { opaque: [0; 16] };
-    let steps = [1u32; 5];
-    // SAFETY: every array has the dimensions (one stride less) that the rank says, and outlives the call. The address is
-    // only stored.
-    unsafe {
-        sys::cuTensorMapEncodeTiled(
-            &mut map,
-            element,
-            rank as u32,
-            address as *mut std::ffi::c_void,
-            extents.as_ptr(),
-            strides.as_ptr(),
-            tile.as_ptr(),
-            steps.as_ptr(),
-            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzle,
-            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    }
-    .result()
-    .map_err(failed(format_args!(
-        "describing {extents:?} with strides {strides:?} at {address:#x} to the copy engine"
-    )))?;
-    Ok(map)
-}
-
-/// Tensor map of a 2-D matrix of 16-bit or f32 values, `inner` contiguous ones by `outer` rows `stride` values apart, brought
-/// in boxes of 128 bytes by `rows` rows with 128-byte swizzle; what lies outside reads as zero.
-///
-/// # Errors
-/// If the driver refuses the shape (address or stride not a multiple of 16 bytes).
-pub(super) fn tensor_map_rows(
-    address: u64,
-    is_f32: bool,
-    inner: u64,
-    outer: u64,
-    stride: u64,
-    rows: u32,
-) -> Result<[u64; 16]> {
-    let (element, size) = if is_f32 {
-        (sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4)
-    } else {
-        (sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2)
-    };
-    let boxes = Boxes {
-        address,
-        element,
-        extents: &[inner, outer],
-        strides: &[stride * size],
-        tile: &[128 / size as u32, rows],
-        swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-    };
-    Ok(tensor_map(&boxes)?.opaque)
-}
-
-/// The same of 16-bit values.
-///
-/// # Errors
-/// As [`tensor_map_rows`].
-pub(super) fn tensor_map_16bit(address: u64, inner: u64, outer: u64, stride: u64, rows: u32) -> Result<[u64; 16]> {
-    tensor_map_rows(address, false, inner, outer, stride, rows)
-}
-
-/// Tensor map of a 2-D matrix, `inner` contiguous 16-bit words by `outer` rows `stride` bytes apart, brought in boxes of
-/// `tile` (words, rows) without swizzle; what lies outside reads as zero.
-///
-/// # Errors
-/// As [`tensor_map_16bit`].
-pub(super) fn tensor_map_plain(address: u64, inner: u64, outer: u64, stride: u64, tile: [u32; 2]) -> Result<[u64; 16]> {
-    let boxes = Boxes {
-        address,
-        element: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
-        extents: &[inner, outer],
-        strides: &[stride],
-        tile: &tile,
-        swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
-    };
-    Ok(tensor_map(&boxes)?.opaque)
-}
-
-/// Clusters of `size` blocks that the device holds at a time. Allows any size.
-pub(super) fn clusters(
-    function: &CudaFunction,
-    size: u32,
-    block: u32,
-    shared: u32,
-) -> Result<u32, result::DriverError> {
-    let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
-    function.set_attribute(attribute, 1)?;
-    let mut of_blocks = sys::CUlaunchAttribute {
-        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
-        pad: [0; 4],
-        value: sys::CUlaunchAttributeValue {
-            clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: size, y: 1, z: 1 },
-        },
-    };
-    let config = sys::CUlaunchConfig {
-        gridDimX: size,
-        gridDimY: 1,
-        gridDimZ: 1,
-        blockDimX: block,
-        blockDimY: 1,
-        blockDimZ: 1,
-        sharedMemBytes: shared,
-        hStream: std::ptr::null_mut(),
-        attrs: &raw mut of_blocks,
-        numAttrs: 1,
-    };
-    let mut count = 0;
-    // SAFETY: the configuration and its attribute outlive the call, which only reads them.
-    unsafe { sys::cuOccupancyMaxActiveClusters(&mut count, function.cu_function(), &config) }.result()?;
-    Ok(count.max(0) as u32)
 }

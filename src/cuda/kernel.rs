@@ -1,9 +1,10 @@
 //! Kernels of loaded sources: their arguments and launches.
 
-use super::driver::failed;
-use super::{Compiled, Stream};
+use super::driver::{OutsideCaptures, failed};
+use super::pointer::DevicePtr;
+use super::stream::Stream;
 use crate::error::{Error, Result};
-use cudarc::driver::{CudaFunction, CudaModule, result, sys};
+use cudarc::driver::{CudaFunction, CudaModule, CudaStream, DevicePtr as _, result, sys};
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use std::sync::Arc;
 pub struct Module {
     pub(super) inner: Arc<CudaModule>,
     pub(super) name: &'static str,
-    pub(super) compiled: Arc<Compiled>,
+    pub(super) setup: Arc<CudaStream>,
 }
 
 impl Module {
@@ -21,6 +22,8 @@ impl Module {
     /// # Errors
     /// If the source has none of that name.
     pub fn kernel(&self, name: &'static str) -> Result<Kernel> {
+        // The driver loads functions when they are first asked for.
+        let _setup = OutsideCaptures::new();
         let inner =
             self.inner.load_function(name).map_err(failed(format_args!("{} has no kernel {name}", self.name)))?;
         Ok(Kernel { inner, name })
@@ -31,7 +34,7 @@ impl Module {
     ///
     /// # Errors
     /// If the source has none of that name.
-    pub(super) fn overlapping_kernel(&self, name: &'static str) -> Result<Kernel> {
+    pub(crate) fn overlapping_kernel(&self, name: &'static str) -> Result<Kernel> {
         let kernel = self.kernel(name)?;
         let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
         let doing = format_args!("asking for shared memory for {name}");
@@ -39,12 +42,23 @@ impl Module {
         Ok(kernel)
     }
 
-    /// The value of an `int` that the source declares `__constant__`. Asks nothing of the device.
+    /// The value of an `int` that the source declares `__constant__`. Waits for a copy from the device.
     ///
     /// # Errors
     /// If the source has none of that name.
-    pub(super) fn constant(&self, name: &str) -> Result<i32> {
-        self.compiled.constant(name).ok_or_else(|| Error::cuda(format_args!("{} has no constant {name}", self.name)))
+    pub(crate) fn constant(&self, name: &str) -> Result<i32> {
+        let doing = format_args!("{} has no constant {name}", self.name);
+        let _setup = OutsideCaptures::new();
+        let place = self.inner.get_global(name, &self.setup).map_err(failed(doing))?;
+        if place.len() != size_of::<i32>() {
+            return Err(Error::cuda(format_args!("{}: {name} has {} bytes", self.name, place.len())));
+        }
+        let mut value = [0i32];
+        // SAFETY: the module owns four bytes there, and the stream is waited for.
+        unsafe { result::memcpy_dtoh_async(&mut value, place.device_ptr(&self.setup).0, self.setup.cu_stream()) }
+            .and_then(|()| self.setup.synchronize())
+            .map_err(failed(doing))?;
+        Ok(value[0])
     }
 }
 
@@ -70,21 +84,6 @@ impl Launch {
     /// A one-dimensional launch.
     pub fn linear(blocks: usize, block: u32, shared: u32) -> Self {
         Self { grid: (blocks as u32, 1, 1), block, shared }
-    }
-}
-
-/// An address in device memory. Making one is safe; a kernel that reads through it is what has to be careful.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct DevicePtr(pub u64);
-
-impl DevicePtr {
-    /// No address: an absent vector.
-    pub const NULL: Self = Self(0);
-
-    /// The address `bytes` further on.
-    pub fn offset(self, bytes: u64) -> Self {
-        Self(self.0 + bytes)
     }
 }
 
@@ -148,15 +147,6 @@ impl Kernel {
         blocks.map(|n| n as u32).map_err(failed(format_args!("asking for the occupancy of {}", self.name)))
     }
 
-    /// Clusters that the device holds at a time, of a kernel compiled for clusters of `size` blocks. Allows any size.
-    ///
-    /// # Errors
-    /// If the driver does not answer.
-    pub(super) fn clusters(&self, size: u32, block: u32, shared: u32) -> Result<u32> {
-        super::driver::clusters(&self.inner, size, block, shared)
-            .map_err(failed(format_args!("asking for the clusters of {}", self.name)))
-    }
-
     /// Puts the kernel on a stream. Asynchronous, and capturable.
     ///
     /// # Errors
@@ -177,7 +167,7 @@ impl Kernel {
     ///
     /// # Safety
     /// As [`Kernel::launch`].
-    pub(super) unsafe fn launch_early(&self, stream: &Stream, launch: Launch, args: &[Arg], early: bool) -> Result<()> {
+    pub(crate) unsafe fn launch_early(&self, stream: &Stream, launch: Launch, args: &[Arg], early: bool) -> Result<()> {
         let mut values: Vec<Arg> = args.to_vec();
         let mut params: Vec<*mut c_void> = values
             .iter_mut()
@@ -199,7 +189,7 @@ impl Kernel {
     ///
     /// # Safety
     /// As [`Kernel::launch`]; every pointer is to a live value of its parameter's size, which the driver copies.
-    pub(super) unsafe fn launch_parameters(
+    pub(crate) unsafe fn launch_parameters(
         &self,
         stream: &Stream,
         launch: Launch,

@@ -1,66 +1,12 @@
-//! Finding the driver and NVRTC.
+//! Finding NVRTC.
 //!
 //! The loader is asked for bare names only (`libcuda.so.1`, `libnvrtc.so.13`). Where NVRTC is not on its path, the
 //! library is loaded once by its full path, from a toolkit (`CUDA_HOME`, `/usr/local/cuda`) or from the wheels of the
 //! active Python environment; the bare name is then answered by what is already loaded.
 
+use cudarc::nvrtc::sys;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-
-/// What was found, for people.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Probe {
-    /// CUDA version that the driver supports (major, minor), or why there is none.
-    pub driver: Result<(i32, i32), String>,
-    /// Number of devices, or why there is none.
-    pub devices: Result<usize, String>,
-    /// NVRTC's version, or why there is none.
-    pub compiler: Result<(i32, i32), String>,
-    /// Where NVRTC came from: "loader", or the path it was loaded from.
-    pub compiler_from: Option<String>,
-    /// Folder of compiled kernels, if one could be named.
-    pub cache: Option<PathBuf>,
-}
-
-/// True if kernels can be compiled and launched here: a driver, at least one device, and NVRTC.
-///
-/// Never panics, whatever is missing. False also when a library is present and does not answer; [`probe`] says which.
-///
-/// ```
-/// if !sigmascale::cuda::is_available() {
-///     println!("{:?}", sigmascale::cuda::probe());
-/// }
-/// ```
-pub fn is_available() -> bool {
-    matches!(super::driver::device_count(), Ok(n) if n > 0) && compiler_library().is_ok()
-}
-
-/// Nothing where [`is_available`], otherwise what is missing and what to do, in one sentence.
-///
-/// # Errors
-/// `is_cuda`.
-pub fn require() -> crate::error::Result<()> {
-    if is_available() {
-        return Ok(());
-    }
-    let missing = match super::driver::device_count() {
-        Err(missing) => format!("{missing}; a GPU needs NVIDIA's driver, which brings it"),
-        Ok(0) => "the driver lists no device; check CUDA_VISIBLE_DEVICES and nvidia-smi".into(),
-        Ok(_) => compiler_library().err().unwrap_or("NVRTC does not answer").to_owned(),
-    };
-    Err(crate::error::Error::cuda(format_args!("no GPU can be used: {missing}")))
-}
-
-/// What was found and what is missing. Never panics.
-pub fn probe() -> Probe {
-    Probe {
-        driver: super::driver::version(),
-        devices: super::driver::device_count(),
-        compiler: super::nvrtc::compiler_version().map_err(|e| e.to_string()),
-        compiler_from: compiler_library().ok().map(str::to_owned),
-        cache: super::cache::default_folder(),
-    }
-}
 
 /// Makes NVRTC loadable by its bare name; tells where it came from. Looked for once a process.
 pub(super) fn compiler_library() -> Result<&'static str, &'static str> {
@@ -69,7 +15,7 @@ pub(super) fn compiler_library() -> Result<&'static str, &'static str> {
                           nvidia-cuda-nvrtc";
     let found = FOUND.get_or_init(|| {
         let from = find_compiler().ok_or_else(|| format!("NVRTC (libnvrtc.so.13) was not found: {ADVICE}"))?;
-        let (major, minor) = super::nvrtc::loaded_version()?;
+        let (major, minor) = loaded_version()?;
         if major < OLDEST_COMPILER {
             return Err(format!(
                 "NVRTC of CUDA {major}.{minor} is too old (from {from}): take it off the loader's path, and {ADVICE}"
@@ -89,7 +35,7 @@ pub(super) fn compiler_library() -> Result<&'static str, &'static str> {
 const OLDEST_COMPILER: i32 = 12;
 
 fn find_compiler() -> Option<String> {
-    if super::nvrtc::library_loads() {
+    if library_loads() {
         return Some("loader".into());
     }
     candidate_folders().into_iter().find_map(|folder| {
@@ -105,7 +51,7 @@ fn find_compiler() -> Option<String> {
         for path in builtins {
             super::driver::load_for_ever(&path);
         }
-        (super::driver::load_for_ever(&library) && super::nvrtc::library_loads()).then(|| library.display().to_string())
+        (super::driver::load_for_ever(&library) && library_loads()).then(|| library.display().to_string())
     })
 }
 
@@ -140,21 +86,18 @@ fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> {
     std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// The version of the NVRTC that was loaded.
+pub(super) fn loaded_version() -> std::result::Result<(i32, i32), String> {
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: the library is present, and both pointers are to live integers.
+    super::driver::answered("NVRTC", || unsafe { sys::nvrtcVersion(&mut major, &mut minor) })?
+        .result()
+        .map_err(|e| format!("NVRTC does not tell its version: {e}"))?;
+    Ok((major, minor))
+}
 
-    #[test]
-    fn asking_is_safe_whatever_is_missing() {
-        let found = probe();
-        let available = is_available();
-        assert_eq!(available, found.compiler_from.is_some() && matches!(found.devices, Ok(n) if n > 0), "{found:?}");
-        if available {
-            assert!(found.driver.is_ok() && found.compiler.is_ok());
-        } else {
-            let error = super::super::Device::open(0).err();
-            let named = found.compiler.is_err() || found.devices.is_err() || found.devices == Ok(0);
-            assert!(named && error.is_none_or(|e| e.is_cuda()), "{found:?}");
-        }
-    }
+/// True if the loader finds NVRTC by its bare name.
+fn library_loads() -> bool {
+    // SAFETY: loading NVRTC runs its initialisers, which have no precondition; the handle is dropped again.
+    unsafe { sys::is_culib_present() }
 }

@@ -1,5 +1,6 @@
 //! Compiling kernels at run time: source text with our own headers to a cubin, with the compiler's full log.
 
+use super::library::{self, compiler_library};
 use super::sources::{self, Source};
 use crate::error::{Error, Result};
 use cudarc::nvrtc::{result, sys};
@@ -97,11 +98,6 @@ pub struct ResourceUse {
 }
 
 impl Compiled {
-    /// The value of an `int` that the source declares `extern "C" __constant__`, read from the cubin.
-    pub fn constant(&self, name: &str) -> Option<i32> {
-        super::cubin::constant(&self.cubin, name)
-    }
-
     /// Resources of every kernel in the log.
     pub fn resources(&self) -> Vec<ResourceUse> {
         let mut all: Vec<ResourceUse> = Vec::new();
@@ -127,7 +123,7 @@ impl Compiled {
 
 /// True if NVRTC can be loaded. Never panics.
 pub fn is_compiler_available() -> bool {
-    super::library::compiler_library().is_ok()
+    compiler_library().is_ok()
 }
 
 /// NVRTC's version (major, minor).
@@ -135,18 +131,8 @@ pub fn is_compiler_available() -> bool {
 /// # Errors
 /// If NVRTC is not found.
 pub fn compiler_version() -> Result<(i32, i32)> {
-    super::library::compiler_library().map_err(Error::cuda)?;
-    loaded_version().map_err(Error::cuda)
-}
-
-/// The version of the NVRTC that was loaded.
-pub(super) fn loaded_version() -> std::result::Result<(i32, i32), String> {
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: the library is present, and both pointers are to live integers.
-    super::driver::answered("NVRTC", || unsafe { sys::nvrtcVersion(&mut major, &mut minor) })?
-        .result()
-        .map_err(|e| format!("NVRTC does not tell its version: {e}"))?;
-    Ok((major, minor))
+    compiler_library().map_err(Error::cuda)?;
+    library::loaded_version().map_err(Error::cuda)
 }
 
 /// The build of NVRTC, such as "CL-36424714 release 13.0, V13.0.88": versions with the same numbers can compile differently.
@@ -179,7 +165,7 @@ pub fn compiler_build() -> Result<&'static str> {
 /// # Errors
 /// If NVRTC is not found, or the source does not compile: the message holds the compiler's full log.
 pub fn compile(request: &Request) -> Result<Compiled> {
-    super::library::compiler_library().map_err(Error::cuda)?;
+    compiler_library().map_err(Error::cuda)?;
     let name = request.source.name;
     let text = |s: &str| CString::new(s).map_err(|_| Error::cuda(format_args!("{name}: a source holds a zero byte")));
     let (source, file) = (text(request.source.text)?, text(name)?);
@@ -199,12 +185,6 @@ pub fn compile(request: &Request) -> Result<Compiled> {
         return Err(Error::cuda(format_args!("{name} does not compile for {}: {e}\n{log}", request.arch)));
     }
     Ok(Compiled { cubin: program.cubin(name)?, log })
-}
-
-/// True if the loader finds NVRTC by its bare name.
-pub(super) fn library_loads() -> bool {
-    // SAFETY: loading NVRTC runs its initialisers, which have no precondition; the handle is dropped again.
-    unsafe { sys::is_culib_present() }
 }
 
 struct Program(sys::nvrtcProgram);

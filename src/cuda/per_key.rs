@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Values by key, each made by the first thread that asks for it. Only threads that ask for the same key wait meanwhile.
 #[derive(Debug)]
-pub(super) struct PerKey<K, V> {
+pub(crate) struct PerKey<K, V> {
     /// The outer lock is held to find a slot, a slot's own while it is filled.
     slots: Mutex<HashMap<K, Slot<V>>>,
 }

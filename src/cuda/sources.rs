@@ -27,8 +27,6 @@ sources! {
     NORMS = "scale_norms";
     /// The same of 16-bit weights by Hopper's copy engine.
     NORMS_HEADS = "scale_norms_heads";
-    /// Norms of V channels, beside the certificates.
-    VALUES = "scale_values";
     /// Operand descales from channel statistics.
     DESCALES = "scale_descales";
     /// Grams of any head, without tensor cores.
@@ -41,28 +39,14 @@ sources! {
     GRAMS_WIDE = "scale_grams_wide";
     /// Certified eigenvalues of small matrices.
     BOUNDS = "scale_bounds";
-    /// The same on Hopper's tensor cores.
-    BOUNDS_WGMMA = "scale_bounds_wgmma";
-    /// The same for heads of more than 128 channels, on Hopper.
-    BOUNDS_WIDE = "scale_bounds_wide";
-    /// Norms of products without rotation.
+    /// Matrices of products without rotation.
     PRODUCTS = "scale_products";
-    /// The same for small heads on Hopper's tensor cores.
-    PRODUCTS_WGMMA = "scale_products_wgmma";
-    /// Factors of the K side of the same for larger heads, on Hopper.
-    FACTOR = "scale_factor";
-    /// Products from these factors.
-    PRODUCTS_PAIRS = "scale_products_pairs";
     /// Frobenius norms from Grams.
     FROBENIUS = "scale_frobenius";
-    /// Results of unlike layers, brought together.
-    JOIN = "scale_join";
     /// Implicit power iteration, each weight read once a step.
     POWER = "scale_power";
     /// The paper's power iteration on a whole layer.
     POWER_SUM = "scale_power_sum";
-    /// The same with each weight read once a step, in clusters (Hopper).
-    POWER_ONCE = "scale_power_once";
     /// Bounds of q and k that are normalised after the projection.
     QK_NORM = "scale_qk_norm";
     /// Logit bounds and descales; statistics from Grams.
@@ -117,17 +101,18 @@ headers! {
     "ptx/tma.cuh",
     "ptx/wgmma.cuh",
     @include
+    "gram_pass.cuh",
     "head_bound.cuh",
+    "pair_sums.cuh",
     "policy_types.cuh",
-    "scale_accumulator.cuh",
+    "ring.cuh",
+    "scale_blocks.cuh",
     "scale_chain.cuh",
     "scale_cluster.cuh",
-    "scale_factor.cuh",
     "scale_jobs.cuh",
     "scale_lift.cuh",
     "scale_mma.cuh",
     "scale_ptx.cuh",
     "scale_segments.cuh",
-    "scale_spectrum.cuh",
     "scale_types.cuh",
 }

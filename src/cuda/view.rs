@@ -1,6 +1,6 @@
 //! Arrays in device memory that belong to somebody else.
 
-use super::DevicePtr;
+use super::pointer::DevicePtr;
 use crate::error::{Error, Result};
 
 /// Type of the elements of a [`View`].
@@ -90,13 +90,13 @@ impl<const R: usize> View<R> {
     }
 
     /// Strides with those of dimensions of one element, which nothing depends on, set as in a dense array.
-    pub(super) fn unit_free_strides(&self) -> [i64; R] {
+    pub(crate) fn unit_free_strides(&self) -> [i64; R] {
         let dense = dense_strides(self.extents);
         std::array::from_fn(|d| if self.extents[d] == 1 { dense[d] } else { self.strides[d] })
     }
 
     /// Checks type and extents; `name` is the argument's, for the message.
-    pub(super) fn expect(&self, name: &str, elements: &[Element], extents: [usize; R]) -> Result<()> {
+    pub(crate) fn expect(&self, name: &str, elements: &[Element], extents: [usize; R]) -> Result<()> {
         if !elements.contains(&self.element) {
             return Err(Error::argument(format_args!("{name} is {:?} and must be one of {elements:?}", self.element)));
         }
@@ -110,7 +110,7 @@ impl<const R: usize> View<R> {
     }
 
     /// As [`View::expect`], for arrays without gaps.
-    pub(super) fn expect_dense(&self, name: &str, element: Element, extents: [usize; R]) -> Result<()> {
+    pub(crate) fn expect_dense(&self, name: &str, element: Element, extents: [usize; R]) -> Result<()> {
         self.expect(name, &[element], extents)?;
         if !self.is_dense() {
             return Err(Error::argument(format_args!(
@@ -123,7 +123,7 @@ impl<const R: usize> View<R> {
     }
 
     /// Checks the address (in bytes) and the strides but the last (in elements); the last must be 1 then.
-    pub(super) fn expect_aligned(&self, name: &str, bytes: u64, elements: i64) -> Result<()> {
+    pub(crate) fn expect_aligned(&self, name: &str, bytes: u64, elements: i64) -> Result<()> {
         if !self.ptr.0.is_multiple_of(bytes) {
             return Err(Error::argument(format_args!("{name} must start at a multiple of {bytes} bytes")));
         }
@@ -137,14 +137,6 @@ impl<const R: usize> View<R> {
             return Err(Error::argument(format_args!("{name} must be contiguous in its last dimension")));
         }
         Ok(())
-    }
-}
-
-impl View<1> {
-    /// The first `len` elements, or all if there are fewer.
-    pub(super) fn first(mut self, len: usize) -> Self {
-        self.extents[0] = self.extents[0].min(len);
-        self
     }
 }
 

@@ -9,7 +9,7 @@
 //! Attention itself is the caller's: [`Stream::input`] gives what a layer's projections read, [`Stream::advance`] takes
 //! what its attention put out. f32 products, norms in f64.
 
-use super::{Tokens, affine, normed, product};
+use super::qkv::{Tokens, affine, normed, product};
 use crate::error::{Error, Result};
 use crate::model::{Activation, AttentionSpec, Block, Body, GainForm, LayerWeights, Linear, NormKind, NormOrder};
 use nalgebra::DMatrix;

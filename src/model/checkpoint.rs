@@ -12,6 +12,7 @@
 
 use super::config::Config;
 use super::families::{QkNormRule, QkNormStored, QkvTensors};
+use super::folder::{not_a_checkpoint, without_config, without_weights};
 use super::layout::{LayerNames, ProjectionName, at};
 use super::shards::{Content, Entry, INDEX, Opened, SINGLE, Shard, open_held, open_sharded, open_single};
 use super::spec::{AttentionSpec, GainForm, LayerSpec};
@@ -34,7 +35,6 @@ use std::sync::Arc;
 pub struct Checkpoint {
     path: PathBuf,
     config: Config,
-    prefix: &'static str,
     shards: Vec<Shard>,
     tensors: HashMap<String, Entry>,
 }
@@ -66,20 +66,19 @@ impl Checkpoint {
         } else if path.extension().is_some_and(|extension| extension == "safetensors") {
             (path.parent().map(Path::to_owned).unwrap_or_default(), Some(path.to_owned()))
         } else {
-            return Err(Error::argument(format_args!(
-                "{}: a checkpoint is a folder or a .safetensors file",
-                path.display()
-            )));
+            return Err(not_a_checkpoint(path));
         };
-        let config = Config::read(&folder.join("config.json"))?;
+        let config = folder.join("config.json");
+        // A link that leads nowhere is one that was meant.
+        if config.symlink_metadata().is_err() {
+            return Err(without_config(&folder));
+        }
+        let config = Config::read(&config)?;
         let opened = match file {
             Some(file) => open_single(file)?,
-            // A link that leads nowhere is one that was meant.
             None if folder.join(SINGLE).symlink_metadata().is_ok() => open_single(folder.join(SINGLE))?,
             None if folder.join(INDEX).symlink_metadata().is_ok() => open_sharded(&folder)?,
-            None => {
-                return Err(Error::format(path, format_args!("the folder has neither {SINGLE} nor {INDEX}")));
-            }
+            None => return Err(without_weights(&folder)),
         };
         Self::new(path, config, opened)
     }
@@ -96,14 +95,14 @@ impl Checkpoint {
     }
 
     fn new(path: &Path, config: Config, (shards, tensors): Opened) -> Result<Self> {
-        let mut checkpoint = Self { path: path.to_owned(), config, prefix: "", shards, tensors };
-        checkpoint.prefix = checkpoint.find_prefix()?;
+        let mut checkpoint = Self { path: path.to_owned(), config, shards, tensors };
+        checkpoint.config.spec.prefix = checkpoint.find_prefix()?.to_owned();
         checkpoint.count_biases()?;
         checkpoint.count_fp8();
         let family = checkpoint.config.family;
         let known: BTreeSet<usize> = checkpoint.config.spec.layers.iter().map(|layer| layer.number).collect();
         for number in (0..=checkpoint.config.layers).filter(|number| !known.contains(number)) {
-            let tensor = format!("{}{}.weight", checkpoint.prefix, at(family.qkv.first(), number));
+            let tensor = format!("{}{}.weight", checkpoint.prefix(), at(family.qkv.first(), number));
             if checkpoint.has_tensor(&tensor) {
                 // Layers for multi-token prediction lie behind the model's own; a config that leaves some out looks the same.
                 tracing::warn!(
@@ -156,7 +155,7 @@ impl Checkpoint {
 
     /// What stands in front of the family's tensor names in this file (`model.`, `transformer.`, nothing, ...).
     pub fn prefix(&self) -> &str {
-        self.prefix
+        &self.config.spec.prefix
     }
 
     /// Names of all stored tensors, in no order.
@@ -230,7 +229,7 @@ impl Checkpoint {
         let first = self.config.spec.layers.first().map_or(0, |layer| layer.number);
         let probe = at(self.config.family.qkv.first(), first) + ".weight";
         let fits = |prefix: &&str| self.tensors.contains_key(&format!("{prefix}{probe}"));
-        self.config.family.prefixes.iter().copied().find(fits).ok_or_else(|| {
+        self.config.prefixes.iter().copied().find(fits).ok_or_else(|| {
             let family = self.config.family.name;
             Error::format(&self.path, format_args!("no tensor is named `{probe}`, as family `{family}` has it"))
         })
@@ -242,7 +241,7 @@ impl Checkpoint {
     /// shift the two can cancel, and a config that contradicts its file is refused.
     fn count_biases(&mut self) -> Result<()> {
         let stored = |template: &str| {
-            let name = |layer: &LayerSpec| format!("{}{}.bias", self.prefix, at(template, layer.number));
+            let name = |layer: &LayerSpec| format!("{}{}.bias", self.prefix(), at(template, layer.number));
             self.config.spec.layers.iter().map(name).find(|name| self.tensors.contains_key(name))
         };
         let (q, k, v) = match self.config.family.qkv {
@@ -266,7 +265,7 @@ impl Checkpoint {
 
     /// The first stored of `name.suffix`, else the name with the first suffix (for the message).
     pub(super) fn named(&self, name: &str, suffixes: &[&str]) -> String {
-        let full = |suffix: &&str| format!("{}{name}.{suffix}", self.prefix);
+        let full = |suffix: &&str| format!("{}{name}.{suffix}", self.prefix());
         suffixes.iter().map(full).find(|n| self.tensors.contains_key(n)).unwrap_or_else(|| full(&suffixes[0]))
     }
 
@@ -311,7 +310,7 @@ impl Checkpoint {
             heads: rows.iter().map(|&row| weight.slice_rows(row, r)).collect(),
             bias: bias.map(|b| rows.iter().flat_map(|&row| &b[row..row + r]).copied().collect()),
             name: {
-                let name = format!("{}{}.weight", self.prefix, place.name);
+                let name = format!("{}{}.weight", self.prefix(), place.name);
                 let file = self.tensors.get(&name).map_or(&*self.path, |entry| &self.shards[entry.shard].path);
                 format!("{}: {name}", file.display())
             },
@@ -440,12 +439,8 @@ impl Checkpoint {
             [] | [1] | [1, 1] => ((1, 1), (rows.max(1), cols.max(1))),
             [n] | [n, 1] if *n == rows => ((rows, 1), (1, cols.max(1))),
             [grid_rows, grid_cols] => {
-                let side = |len: usize, tiles: usize| (len > 0 && len.is_multiple_of(tiles)).then(|| len / tiles);
-                let block = match self.config.fp8_block {
-                    Some(block) => Some(block),
-                    None => side(rows, *grid_rows).zip(side(cols, *grid_cols)),
-                };
-                let block = block.ok_or_else(|| needs("it does not say which tile each value scales"))?;
+                let tile = self.config.fp8_tile;
+                let block = tile.ok_or_else(|| needs("the config does not say which tile each value scales"))?;
                 if (rows.div_ceil(block.0), cols.div_ceil(block.1)) != (*grid_rows, *grid_cols) {
                     return Err(needs(&format!("tiles of {} x {} need another", block.0, block.1)));
                 }

@@ -6,10 +6,11 @@
 //! changes the logits. Sizes are capped before anything is allocated from them.
 
 use super::families::{
-    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, LayerHeads, NormTensor, REFUSED, ScaleRule, TemperatureRule,
-    WRAPPERS, family,
+    BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, LayerHeads, NormTensor, REFUSED, ScaleRule, Support,
+    TemperatureRule, WRAPPERS, family, known_families,
 };
 use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, read_capped, refuse, shorten, too_large};
+use super::quantization::{Stored, Tile};
 use super::spec::{AttentionSpec, LayerSpec, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
@@ -18,6 +19,9 @@ use std::path::Path;
 
 /// Longest config that is read, in bytes.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
+/// Smallest epsilon of a norm: far above the squares that underflow in f32, far below any in use.
+const LEAST_EPSILON: f64 = 1e-30;
 
 impl AttentionSpec {
     /// Reads a Hugging Face `config.json` held in memory. `file` names it in messages and gives the spec its name: that
@@ -57,10 +61,12 @@ pub(crate) struct Config {
     /// Layers of the model, also those without attention.
     pub layers: usize,
     pub family: &'static Family,
+    /// What may stand in front of every tensor name; the first that fits is used.
+    pub prefixes: Vec<&'static str>,
     /// Name of the layer's own input norm, where the family has more than one.
     pub own_norm: Option<&'static str>,
-    /// Rows and columns of one tile of the FP8 scales, where the config says so.
-    pub fp8_block: Option<(usize, usize)>,
+    /// Rows and columns that share one FP8 scale, where the config tells them.
+    pub fp8_tile: Option<Tile>,
     /// The text model's own keys.
     pub settings: Map<String, Value>,
 }
@@ -112,7 +118,8 @@ impl Config {
         };
         let top = Keys { map: &map, file };
         let model_type = top.text("model_type")?.ok_or_else(|| Error::format(file, "`model_type` is missing"))?;
-        let (text, model_type) = match WRAPPERS.iter().find(|wrapper| wrapper.model_type == model_type) {
+        let wrapper = WRAPPERS.iter().find(|wrapper| wrapper.model_type == model_type);
+        let (text, model_type) = match wrapper {
             Some(wrapper) => match top.object("text_config")? {
                 Some(inner) => {
                     let inner = Keys { map: inner, file };
@@ -130,27 +137,33 @@ impl Config {
             return Err(refuse(file, format_args!("model type `{model_type}` is refused: {why}")));
         }
         let Some(family) = family(model_type) else {
-            return Err(refuse(file, format_args!("model type `{}` is not known", shorten(model_type))));
+            return Err(unknown_family(file, model_type));
         };
+        let wrapped = wrapper.into_iter().flat_map(|wrapper| wrapper.prefixes);
+        let prefixes = wrapped.chain(family.prefixes).copied().collect();
         check_dtype(top)?;
-        let stored = quantization(if top.get("quantization_config").is_some() { top } else { text })?;
+        let stored = Stored::of(if top.get("quantization_config").is_some() { top } else { text })?;
         for refusal in COMMON_REFUSALS.iter().chain(family.refusals) {
             text.check(refusal)?;
         }
         text.check_epsilons()?;
-        text.build(family, stored)
+        text.build(family, prefixes, stored)
     }
 }
 
 impl<'a> Keys<'a> {
-    /// A norm divides by `sqrt(mean square + epsilon)`: below zero, its output could be longer than `sqrt(d)`, which every
-    /// bound rests on.
+    /// A norm divides by `sqrt(mean square + epsilon)`, and every bound rests on its output being no longer than `sqrt(d)`. Below
+    /// zero it can be longer, and so it can where the squares of a small token underflow in f32 beside an epsilon of their
+    /// size.
     fn check_epsilons(&self) -> Result<()> {
         for key in ["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"] {
             match self.number(key)? {
-                Some(epsilon) if epsilon < 0.0 => {
-                    let rule = format_args!("`{key}` must not be negative, and is {epsilon}");
-                    return Err(Error::format(self.file, rule));
+                Some(epsilon) if epsilon < LEAST_EPSILON => {
+                    let rule = format_args!(
+                        "`{key}` = {epsilon:e} is refused: below {LEAST_EPSILON:e} the norm's output has no bound for tokens \
+                         whose squares underflow"
+                    );
+                    return Err(refuse(self.file, rule));
                 }
                 _ => {}
             }
@@ -158,7 +171,7 @@ impl<'a> Keys<'a> {
         Ok(())
     }
 
-    fn build(self, family: &'static Family, stored: Stored) -> Result<Config> {
+    fn build(self, family: &'static Family, prefixes: Vec<&'static str>, stored: Stored) -> Result<Config> {
         let file = self.file;
         let layers = self.layer_count(&family.sizes)?;
         let d_model = self.size(&family.sizes.d_model, MAX_D_MODEL)?;
@@ -212,6 +225,7 @@ impl<'a> Keys<'a> {
         let spec = AttentionSpec {
             name: name_of(file),
             family: family.name.to_owned(),
+            prefix: prefixes.first().copied().unwrap_or_default().to_owned(),
             causal: !both_ways,
             layers: own.collect(),
             d_model,
@@ -236,7 +250,7 @@ impl<'a> Keys<'a> {
             }
             NormTensor::None | NormTensor::Previous { .. } => None,
         };
-        Ok(Config { spec, layers, family, own_norm, fp8_block: stored.block, settings: self.map.clone() })
+        Ok(Config { spec, layers, family, prefixes, own_norm, fp8_tile: stored.tile, settings: self.map.clone() })
     }
 
     /// `layer_types`: whether each layer is a full one, or `None` when absent.
@@ -326,9 +340,10 @@ impl<'a> Keys<'a> {
                 self.positive("query_pre_attn_scalar")?.unwrap_or(*default).sqrt().recip()
             }
             ScaleRule::Multiplier(key, default) => self.positive(key)?.or(*default).unwrap_or(usual),
-            ScaleRule::Gpt2 => {
+            ScaleRule::Gpt | ScaleRule::GptByLayer => {
                 let base = if self.flag("scale_attn_weights")?.unwrap_or(true) { usual } else { 1.0 };
-                if self.flag("scale_attn_by_inverse_layer_idx")?.unwrap_or(false) {
+                let by_layer = matches!(rule, ScaleRule::GptByLayer);
+                if by_layer && self.flag("scale_attn_by_inverse_layer_idx")?.unwrap_or(false) {
                     return Ok((0..layers).map(|layer| base / (layer + 1) as f64).collect());
                 }
                 base
@@ -336,6 +351,13 @@ impl<'a> Keys<'a> {
         };
         Ok(vec![same; layers])
     }
+}
+
+fn unknown_family(file: &Path, model_type: &str) -> Error {
+    let read = known_families().into_iter().filter(|known| matches!(known.support, Support::Family(_)));
+    let read: Vec<&str> = read.map(|known| known.model_type).collect();
+    let (model_type, read) = (shorten(model_type), read.join(", "));
+    refuse(file, format_args!("model type `{model_type}` is not known, so it has no bounds; known are {read}"))
 }
 
 /// Refuses a config whose stored type is no floating type.
@@ -348,42 +370,6 @@ fn check_dtype(keys: Keys<'_>) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// How the weights of the projections are stored.
-#[derive(Clone, Copy, Default)]
-struct Stored {
-    /// In scaled E4M3: whoever multiplies by them as they are rounds the other side to E4M3 too.
-    fp8: bool,
-    /// Rows and columns that share a scale, where the config says so.
-    block: Option<(usize, usize)>,
-}
-
-/// Refuses stored weights other than plain ones and scaled E4M3.
-fn quantization(keys: Keys<'_>) -> Result<Stored> {
-    let Some(map) = keys.object("quantization_config")? else { return Ok(Stored::default()) };
-    let settings = Keys { map, file: keys.file };
-    let method = settings.text("quant_method")?.unwrap_or("unnamed");
-    let known = match method {
-        // `mxfp4` is for the experts alone; a projection stored so would have a type that is not read.
-        "fp8" | "fbgemm_fp8" | "mxfp4" => true,
-        "compressed-tensors" => settings.text("format")? == Some("float-quantized"),
-        "modelopt" => settings.text("quant_algo")? == Some("FP8"),
-        _ => false,
-    };
-    if !known {
-        return Err(refuse(
-            keys.file,
-            format_args!("weights quantised by `{}` are refused: only scaled FP8 (E4M3) is read", shorten(method)),
-        ));
-    }
-    let fp8 = method != "mxfp4";
-    let Some(block) = settings.array("weight_block_size")? else { return Ok(Stored { fp8, block: None }) };
-    let side = |v: &Value| v.as_u64().filter(|n| (1..=MAX_D_MODEL as u64).contains(n)).map(|n| n as usize);
-    match block.iter().map(side).collect::<Option<Vec<_>>>().as_deref() {
-        Some([rows, cols]) => Ok(Stored { fp8, block: Some((*rows, *cols)) }),
-        _ => Err(Error::format(keys.file, "`weight_block_size` must be two whole numbers above zero")),
-    }
 }
 
 /// A name for people from the path of a config.

@@ -9,7 +9,7 @@ impl Keys<'_> {
     /// Query and KV heads of each layer; `None` where it has no attention.
     pub fn heads(&self, sizes: &Sizes, layers: usize) -> Result<Vec<Option<(usize, usize)>>> {
         let heads: Vec<Option<(usize, usize)>> = match &sizes.layer_heads {
-            LayerHeads::Alike => {
+            LayerHeads::Uniform => {
                 let n_q = self.size(&sizes.q_heads, MAX_HEADS)?;
                 vec![Some((n_q, self.kv_heads(&sizes.kv_heads, n_q)?)); layers]
             }

@@ -16,6 +16,15 @@ pub(super) const MAX_HEADS: usize = 1 << 14;
 /// Longest sequence.
 pub(super) const MAX_POSITIONS: usize = 1 << 30;
 
+/// How the text starts that stands for a file in a repository that was cloned without Git LFS.
+pub(super) const LFS_POINTER: &[u8] = b"version https://git-lfs";
+
+pub(super) fn lfs_pointer(file: &Path) -> Error {
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let rule = format_args!("it is a Git LFS pointer, not the file itself: run `git lfs pull` in {}", folder.display());
+    Error::format(file, rule)
+}
+
 /// Reads a file of at most `cap` bytes; a longer one is refused before it is read.
 pub(super) fn read_capped(path: &Path, cap: u64, what: &str) -> Result<Vec<u8>> {
     // Before it is opened: opening a pipe would wait for a writer.
@@ -32,6 +41,9 @@ pub(super) fn read_capped(path: &Path, cap: u64, what: &str) -> Result<Vec<u8>> 
     file.take(cap + 1).read_to_end(&mut bytes).map_err(|e| Error::io(path, "read", e))?;
     if bytes.len() as u64 > cap {
         return Err(too_large(path, bytes.len() as u64, cap, what));
+    }
+    if bytes.starts_with(LFS_POINTER) {
+        return Err(lfs_pointer(path));
     }
     Ok(bytes)
 }

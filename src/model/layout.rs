@@ -69,8 +69,8 @@ impl Layout {
     }
 
     /// What may stand in front of every name; the first with which the first layer's projection exists is meant.
-    pub fn prefixes(&self) -> &'static [&'static str] {
-        self.config.family.prefixes
+    pub fn prefixes(&self) -> &[&'static str] {
+        &self.config.prefixes
     }
 
     /// The tensors of one layer.
@@ -83,17 +83,17 @@ impl Layout {
 }
 
 /// The module that holds a layer's attention, by the name that loaders know it by: `model.layers.3.self_attn`,
-/// `transformer.h.3.attn`. `number` is the model's own ([`LayerSpec::number`]). `None` if there is no such family.
+/// `transformer.h.3.attn`. `prefix` is that of the tensor names ([`AttentionSpec::prefix`]), `number` the model's own
+/// ([`LayerSpec::number`]). `None` if there is no such family.
 ///
 /// ```
 /// use sigmascale::model::attention_module;
-/// assert_eq!(attention_module("gpt2", 3).as_deref(), Some("transformer.h.3.attn"));
+/// assert_eq!(attention_module("gpt2", "transformer.", 3).as_deref(), Some("transformer.h.3.attn"));
 /// ```
-pub fn attention_module(family: &str, number: usize) -> Option<String> {
-    let family = families::family(family)?;
-    let projection = at(family.qkv.first(), number);
+pub fn attention_module(family: &str, prefix: &str, number: usize) -> Option<String> {
+    let projection = at(families::family_named(family)?.qkv.first(), number);
     let (module, _) = projection.rsplit_once('.')?;
-    Some(format!("{}{module}", family.prefixes.first()?))
+    Some(format!("{prefix}{module}"))
 }
 
 impl Config {

@@ -1,8 +1,9 @@
 //! What files hold of an [`AttentionSpec`].
 
+use super::families::family_named;
 use super::spec::{AttentionSpec, InputNorm, LayerSpec, QkNorm, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// A count that every layer has, as a number, or one of each layer, as a list where layers differ. It is how files and JSON
 /// hold counts of heads.
@@ -48,9 +49,9 @@ impl PerLayer {
     }
 }
 
-/// The fields of a file: those of a spec whose layers all had the same heads, so that files of such models are what they were.
+/// The fields of a file: counts as [`PerLayer`], lists only of what differs between layers.
 #[derive(Clone, Serialize, Deserialize)]
-pub(super) struct SpecRecord {
+struct SpecRecord {
     name: String,
     family: String,
     causal: bool,
@@ -75,6 +76,18 @@ pub(super) struct SpecRecord {
     /// Where they are.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     fp8_inputs: bool,
+}
+
+impl Serialize for AttentionSpec {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        SpecRecord::from(self.clone()).serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for AttentionSpec {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        SpecRecord::deserialize(deserializer)?.try_into().map_err(serde::de::Error::custom)
+    }
 }
 
 impl From<AttentionSpec> for SpecRecord {
@@ -147,6 +160,11 @@ impl TryFrom<SpecRecord> for AttentionSpec {
         Ok(Self {
             layers: layers.collect(),
             name: record.name,
+            prefix: family_named(&record.family)
+                .and_then(|family| family.prefixes.first())
+                .copied()
+                .unwrap_or_default()
+                .into(),
             family: record.family,
             causal: record.causal,
             d_model: record.d_model,

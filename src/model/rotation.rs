@@ -7,7 +7,7 @@ use super::families::{Count, Family, RopeLayers, RopeRule, RotaryShare, Temperat
 use super::keys::{Keys, MAX_D_MODEL, MAX_LAYERS, MAX_POSITIONS, refuse, shorten};
 use super::spec::Rope;
 use crate::error::{Error, Result};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::f64::consts::PI;
 
 impl<'a> Keys<'a> {
@@ -33,9 +33,11 @@ impl<'a> Keys<'a> {
             None => self.object("rope_scaling")?,
         };
         let common = common.map(|map| Keys { map, file: self.file });
-        let known_growth = |settings: Keys<'a>| {
+        let known_growth = |settings: &Map<String, Value>| {
             let beta = "llama_4_scaling_beta";
-            if settings.get(beta).is_some() && family.temperature != TemperatureRule::Ministral3 {
+            if settings.get(beta).is_some_and(|beta| !beta.is_null())
+                && family.temperature != TemperatureRule::Ministral3
+            {
                 let rule = format_args!("`{beta}` is refused: this family is not known to scale its queries");
                 return Err(refuse(self.file, rule));
             }
@@ -48,13 +50,16 @@ impl<'a> Keys<'a> {
             }
         }
         let with_base = |settings: Option<Keys<'a>>, base: Option<f64>| -> Result<Rope> {
-            let rotary_dim = self.rotated(settings, share, d_head)?;
-            if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) || rotary_dim > d_head {
-                return Err(Error::format(
-                    self.file,
-                    format_args!("{rotary_dim} of {d_head} channels are no even number of rotated channels"),
-                ));
+            let dims = self.rotated(settings, share, d_head)?;
+            for &dim in &dims {
+                if dim == 0 || !dim.is_multiple_of(2) || dim > d_head {
+                    return Err(Error::format(
+                        self.file,
+                        format_args!("{dim} of {d_head} channels are no even number of rotated channels"),
+                    ));
+                }
             }
+            let rotary_dim = dims[0];
             for key in ["rotary_dim", "attn_rotary_emb"] {
                 if let Some(stated) = self.count(key, MAX_D_MODEL)?
                     && stated != rotary_dim
@@ -66,31 +71,32 @@ impl<'a> Keys<'a> {
             let angles = Angles { base, rotary_dim, max_positions };
             let (mut attention_factor, mut inv_freq) = match settings {
                 Some(settings) => {
-                    known_growth(settings)?;
+                    known_growth(settings.map)?;
                     angles.scaled(settings, *self, longrope_names)?
                 }
                 None => (1.0, angles.plain()),
             };
-            // Releases differ on which of the two keys counts: the larger factor covers both.
-            if let (Some(_), Some(map)) = (self.object("rope_parameters")?, self.object("rope_scaling")?) {
-                let other = Keys { map, file: self.file };
-                known_growth(other)?;
-                let share_of_other = self.rotated(Some(other), share, d_head)?;
-                if share_of_other != rotary_dim {
+            // Releases differ on which of the two keys counts, or update one by the other: the largest factor covers all.
+            for map in self.other_readings(settings)? {
+                let other = Keys { map: &map, file: self.file };
+                known_growth(&map)?;
+                let dims_of_other = self.rotated(Some(other), share, d_head)?;
+                if dims_of_other != dims {
                     let rule = format_args!(
-                        "`rope_parameters` says that {rotary_dim} channels are rotated, and `rope_scaling` {share_of_other}"
+                        "`rope_parameters` says that {rotary_dim} channels are rotated, and `rope_scaling` {}",
+                        dims_of_other[0]
                     );
                     return Err(Error::format(self.file, rule));
                 }
-                let (factor, other) = angles.scaled(other, *self, longrope_names)?;
+                let base = other.positive("rope_theta")?.or(base);
+                let (factor, other) = Angles { base, ..angles }.scaled(other, *self, longrope_names)?;
                 attention_factor = attention_factor.max(factor);
                 inv_freq = inv_freq.filter(|angles| other.as_ref() == Some(angles));
             }
-            if !(attention_factor.is_finite() && attention_factor > 0.0) {
-                return Err(Error::format(
-                    self.file,
-                    format_args!("the rotation's attention factor is {attention_factor}, and must be above zero"),
-                ));
+            if attention_factor != 1.0 && dims.len() > 1 {
+                let rule =
+                    "a scaled rotation is refused beside keys that say differently how many channels are rotated";
+                return Err(refuse(self.file, rule));
             }
             if inv_freq.iter().flatten().any(|angle| !angle.is_finite()) {
                 return Err(Error::format(
@@ -98,7 +104,7 @@ impl<'a> Keys<'a> {
                     "the rotation's base and factors give angles that are not finite",
                 ));
             }
-            Ok(Rope { rotary_dim, layout: *layout, attention_factor, inv_freq })
+            Ok(Rope { rotary_dim, other_dims: dims[1..].to_vec(), layout: *layout, attention_factor, inv_freq })
         };
         let make = |settings: Option<Keys<'a>>, base: Option<f64>| -> Result<Rope> {
             let inner = settings.map_or(Ok(None), |s| s.positive("rope_theta"))?;
@@ -179,18 +185,45 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Rotated channels of a head.
-    fn rotated(&self, settings: Option<Keys<'a>>, rule: &RotaryShare, d_head: usize) -> Result<usize> {
+    /// What else the rotation's settings may be where both generations of keys are there: the other dictionary alone, or
+    /// either updated by the other.
+    fn other_readings(&self, settings: Option<Keys<'_>>) -> Result<Vec<Map<String, Value>>> {
+        let (Some(_), Some(scaling)) = (self.object("rope_parameters")?, self.object("rope_scaling")?) else {
+            return Ok(vec![]);
+        };
+        let own = settings.map(|settings| settings.map.clone()).unwrap_or_default();
+        let updated = |mut base: Map<String, Value>, by: &Map<String, Value>| {
+            base.extend(by.clone());
+            base
+        };
+        Ok(vec![scaling.clone(), updated(own.clone(), scaling), updated(scaling.clone(), &own)])
+    }
+
+    /// Rotated channels of a head, by each reading of the keys; the first is the model's own.
+    fn rotated(&self, settings: Option<Keys<'_>>, rule: &RotaryShare, d_head: usize) -> Result<Vec<usize>> {
         const COMMON: &str = "partial_rotary_factor";
         let (keys, default): (&[&str], f64) = match rule {
             RotaryShare::Whole => (&[COMMON], 1.0),
             RotaryShare::Part(keys, default) => (keys, *default),
             RotaryShare::Channels(key, default) => {
                 if let Some(count) = self.count(key, MAX_D_MODEL)? {
-                    return Ok(count);
+                    return Ok(vec![count]);
                 }
                 let count = if self.map.contains_key(*key) { None } else { *default };
                 (&[COMMON], count.unwrap_or(d_head) as f64 / d_head as f64)
+            }
+            RotaryShare::ChannelsOrShare(key) => {
+                let counted = self.count(key, MAX_D_MODEL)?;
+                let shared = self.rotated(settings, &RotaryShare::Part(&[COMMON], 1.0), d_head)?;
+                let mut dims: Vec<usize> = counted.into_iter().chain(shared).chain([d_head]).collect();
+                let mut seen = Vec::new();
+                dims.retain(|dim| {
+                    !seen.contains(dim) && {
+                        seen.push(*dim);
+                        true
+                    }
+                });
+                return Ok(dims);
             }
         };
         let mut share = settings.map_or(Ok(None), |settings| settings.positive(COMMON))?;
@@ -223,7 +256,7 @@ impl<'a> Keys<'a> {
             ));
         }
         // Truncated towards zero, as the reference implementation does.
-        Ok((d_head as f64 * share) as usize)
+        Ok(vec![(d_head as f64 * share) as usize])
     }
 
     /// Which layers are full ones: `layer_types`, else every n-th.
@@ -237,6 +270,7 @@ impl<'a> Keys<'a> {
 }
 
 /// What the angles of a rotation come from.
+#[derive(Clone, Copy)]
 struct Angles {
     base: Option<f64>,
     rotary_dim: usize,
@@ -268,7 +302,7 @@ impl Angles {
         }
         // Pairs that turn by different axes of a position have no one set of angles; bounds hold for any.
         let several_axes = settings.get("mrope_section").is_some();
-        Ok((factor, angles.filter(|_| !several_axes)))
+        Ok((checked(settings, factor)?, angles.filter(|_| !several_axes)))
     }
 
     fn scaled_by(&self, kind: &str, settings: Keys<'_>, config: Keys<'_>) -> Result<(f64, Option<Vec<f64>>)> {
@@ -289,21 +323,32 @@ impl Angles {
                 // The base moves with the length of the sequence, so there is no one set of angles.
                 None => Ok((1.0, None)),
             },
-            "llama3" => Ok((1.0, self.llama3(settings)?)),
-            "yarn" => self.yarn(settings),
+            "llama3" => Ok((1.0, self.llama3(settings, config)?)),
+            "yarn" => self.yarn(settings, config),
             "longrope" => Ok((self.longrope_factor(settings, config)?, None)),
             other => Err(refuse(settings.file, format_args!("rotation type `{}` is not known", shorten(other)))),
         }
     }
 
-    fn llama3(&self, settings: Keys<'_>) -> Result<Option<Vec<f64>>> {
+    /// The length before it was stretched. It stands among the rotation's settings or beside them, and releases differ on
+    /// which counts.
+    fn originals(&self, settings: Keys<'_>, config: Keys<'_>) -> Result<Vec<usize>> {
+        let [own, beside] = [settings.count(ORIGINAL, MAX_POSITIONS)?, config.count(ORIGINAL, MAX_POSITIONS)?];
+        Ok(own.into_iter().chain(beside.filter(|length| own != Some(*length))).collect())
+    }
+
+    fn llama3(&self, settings: Keys<'_>, config: Keys<'_>) -> Result<Option<Vec<f64>>> {
         let factor = required(settings, "factor")?;
         let low = required(settings, "low_freq_factor")?;
         let high = required(settings, "high_freq_factor")?;
-        let original = required(settings, "original_max_position_embeddings")?;
         if high <= low {
             return Err(Error::format(settings.file, "`high_freq_factor` must be greater than `low_freq_factor`"));
         }
+        let original = match self.originals(settings, config)?[..] {
+            [] => required(settings, ORIGINAL)?,
+            [original] => original as f64,
+            _ => return Ok(None),
+        };
         let scale = |w: f64| {
             // Turns within the original length: few turns are stretched, many are kept, between the two is a blend.
             let turns = original * w / (2.0 * PI);
@@ -313,32 +358,34 @@ impl Angles {
         Ok(self.plain().map(|angles| angles.into_iter().map(scale).collect()))
     }
 
-    fn yarn(&self, settings: Keys<'_>) -> Result<(f64, Option<Vec<f64>>)> {
+    fn yarn(&self, settings: Keys<'_>, config: Keys<'_>) -> Result<(f64, Option<Vec<f64>>)> {
         let stated = settings.positive("factor")?;
-        let original = settings.count("original_max_position_embeddings", MAX_POSITIONS)?.or(self.max_positions);
-        let ratio = match (self.max_positions, original) {
-            (Some(max), Some(original)) => Some(max as f64 / original as f64),
-            _ => None,
-        };
-        let Some(factor) = stated.or(ratio) else {
+        let mut originals = self.originals(settings, config)?;
+        if originals.is_empty() {
+            originals.extend(self.max_positions);
+        }
+        let ratio = |original: &usize| Some(self.max_positions? as f64 / *original as f64);
+        // Releases differ on whether `factor` or the ratio of the lengths counts: the largest covers all.
+        let factors: Vec<f64> = stated.into_iter().chain(originals.iter().filter_map(ratio)).collect();
+        let Some(&factor) = factors.first() else {
             return Err(Error::format(settings.file, "`factor` is missing from the YaRN rotation"));
         };
         let magnitude = |factor: f64, m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
-        let by = |factor: f64, m: Option<f64>, all: Option<f64>| match (m, all) {
-            (Some(m), Some(all)) => magnitude(factor, m) / magnitude(factor, all),
-            _ => magnitude(factor, 1.0),
+        // Zero switches these off, as absence does.
+        let m = settings.number("mscale")?.filter(|m| *m != 0.0);
+        let all = settings.number("mscale_all_dim")?.filter(|m| *m != 0.0);
+        let by = |factor: &f64| match (m, all) {
+            (Some(m), Some(all)) => magnitude(*factor, m) / magnitude(*factor, all),
+            _ => magnitude(*factor, 1.0),
         };
         let attention_factor = match settings.positive("attention_factor")? {
             Some(factor) => factor,
-            None => {
-                // Zero switches these off, as absence does.
-                let m = settings.number("mscale")?.filter(|m| *m != 0.0);
-                let all = settings.number("mscale_all_dim")?.filter(|m| *m != 0.0);
-                // Releases differ on whether `factor` or the ratio of the lengths counts: the larger covers both.
-                by(factor, m, all).max(by(ratio.unwrap_or(factor), m, all))
-            }
+            None => factors
+                .iter()
+                .map(by)
+                .try_fold(0.0, |most: f64, factor| checked(settings, factor).map(|f| most.max(f)))?,
         };
-        let (Some(angles), Some(original)) = (self.plain(), original) else { return Ok((attention_factor, None)) };
+        let (Some(angles), &[original]) = (self.plain(), &originals[..]) else { return Ok((attention_factor, None)) };
         let base = self.base.unwrap_or(1.0);
         let fast = settings.positive("beta_fast")?.unwrap_or(32.0);
         let slow = settings.positive("beta_slow")?.unwrap_or(1.0);
@@ -366,27 +413,40 @@ impl Angles {
         if let Some(factor) = settings.positive("attention_factor")? {
             return Ok(factor);
         }
-        let key = "original_max_position_embeddings";
-        let original = match config.count(key, MAX_POSITIONS)? {
-            Some(n) => Some(n),
-            None => settings.count(key, MAX_POSITIONS)?,
+        let Some(max) = self.max_positions else {
+            return Err(Error::format(settings.file, "`max_position_embeddings` is missing beside LongRoPE"));
         };
-        let (factor, original) = match (original, self.max_positions) {
+        let mut originals = self.originals(settings, config)?;
+        let stated =
+            if originals.is_empty() { Some(required(settings, "factor")?) } else { settings.positive("factor")? };
+        if originals.is_empty() {
+            originals.push(max);
+        }
+        let mut largest: f64 = 1.0;
+        for original in originals {
             // Releases differ on whether `factor` or the ratio of the lengths counts: the larger covers both.
-            (Some(original), Some(max)) => {
-                ((max as f64 / original as f64).max(settings.positive("factor")?.unwrap_or(1.0)), original)
+            let factor = (max as f64 / original as f64).max(stated.unwrap_or(1.0));
+            if factor > 1.0 && original < 2 {
+                return Err(Error::format(settings.file, format_args!("`{ORIGINAL}` must be at least 2")));
             }
-            (None, Some(max)) => (required(settings, "factor")?, max),
-            _ => return Err(Error::format(settings.file, "`max_position_embeddings` is missing beside LongRoPE")),
-        };
-        if factor <= 1.0 {
-            return Ok(1.0);
+            if factor > 1.0 {
+                largest = largest.max((1.0 + factor.ln() / (original as f64).ln()).sqrt());
+            }
         }
-        if original < 2 {
-            return Err(Error::format(settings.file, format_args!("`{key}` must be at least 2")));
-        }
-        Ok((1.0 + factor.ln() / (original as f64).ln()).sqrt())
+        Ok(largest)
     }
+}
+
+/// The length that a stretched rotation was trained at.
+const ORIGINAL: &str = "original_max_position_embeddings";
+
+/// An attention factor, refused where it scales by nothing that a bound could be multiplied by.
+fn checked(settings: Keys<'_>, factor: f64) -> Result<f64> {
+    if factor.is_finite() && factor > 0.0 {
+        return Ok(factor);
+    }
+    let rule = format_args!("the rotation's attention factor is {factor}, and must be above zero");
+    Err(Error::format(settings.file, rule))
 }
 
 fn required(settings: Keys<'_>, key: &str) -> Result<f64> {

@@ -1,10 +1,10 @@
 //! Safetensors files and their index: mapped, with every rule of the format checked before a tensor is handed out.
 
-use super::keys::read_capped;
+use super::keys::{LFS_POINTER, lfs_pointer, read_capped};
 use crate::error::{Error, Result};
 use memmap2::Mmap;
 use safetensors::{SafeTensorError, SafeTensors};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
 use std::io::Read;
 use std::ops::Deref;
@@ -76,24 +76,25 @@ pub(super) fn open_sharded(folder: &Path) -> Result<Opened> {
     }
     let index: Index = serde_json::from_slice(&bytes)
         .map_err(|e| Error::format(&index_path, format_args!("the index has no readable `weight_map`: {e}")))?;
+    let named: BTreeSet<&String> = index.weight_map.values().collect();
+    let missing = named.iter().filter(|file| is_inside(file) && !folder.join(file).exists());
+    let missing: Vec<&str> = missing.map(|file| file.as_str()).collect();
+    if !missing.is_empty() {
+        let (count, all, list) = (missing.len(), named.len(), missing.join(", "));
+        let rule = format_args!("{count} of the {all} shards that it names are missing: download {list}");
+        return Err(Error::format(&index_path, rule));
+    }
     let mut shards = Vec::new();
     let mut tensors = HashMap::new();
     let mut seen: HashMap<&str, (usize, HashMap<String, Entry>)> = HashMap::new();
     for (tensor, file) in &index.weight_map {
         if !seen.contains_key(file.as_str()) {
-            // Links may lead anywhere (caches are made of them), names may not.
-            let inside = Path::new(file).components().all(|part| matches!(part, Component::Normal(_)));
-            if !inside || file.is_empty() {
+            if !is_inside(file) {
                 let rule = format_args!("shard `{file}` of tensor `{tensor}` must lie in the folder");
                 return Err(Error::format(&index_path, rule));
             }
-            let path = folder.join(file);
-            if !path.exists() {
-                let rule = format_args!("shard `{file}` of tensor `{tensor}` is missing");
-                return Err(Error::format(&index_path, rule));
-            }
             let number = shards.len();
-            let (shard, entries) = open_shard(path, number)?;
+            let (shard, entries) = open_shard(folder.join(file), number)?;
             shards.push(shard);
             seen.insert(file, (number, entries));
         }
@@ -105,6 +106,11 @@ pub(super) fn open_sharded(folder: &Path) -> Result<Opened> {
         tensors.insert(tensor.clone(), entry);
     }
     Ok((shards, tensors))
+}
+
+/// Whether a name stays in its folder. Links may lead anywhere (caches are made of them), names may not.
+fn is_inside(file: &str) -> bool {
+    !file.is_empty() && Path::new(file).components().all(|part| matches!(part, Component::Normal(_)))
 }
 
 fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, HashMap<String, Entry>)> {
@@ -119,7 +125,7 @@ fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, HashMap<String, En
         return Err(Error::format(&path, format_args!("{} bytes are too few for a header", metadata.len())));
     }
     if pointer_of_lfs(&file) {
-        return Err(Error::format(&path, "it is a Git LFS pointer: the file itself was not fetched (`git lfs pull`)"));
+        return Err(lfs_pointer(&path));
     }
     // SAFETY:
     // 1. The map is read-only and lives as long as every view borrowed from it.
@@ -131,11 +137,9 @@ fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, HashMap<String, En
     Ok((Shard { path, map: Content::Mapped(map), data }, entries))
 }
 
-/// Whether a file is the text that stands for one in a repository that was cloned without Git LFS.
 fn pointer_of_lfs(file: &File) -> bool {
-    const START: &[u8] = b"version https://git-lfs";
     let mut start = Vec::new();
-    file.take(START.len() as u64).read_to_end(&mut start).is_ok_and(|_| start == START)
+    file.take(LFS_POINTER.len() as u64).read_to_end(&mut start).is_ok_and(|_| start == LFS_POINTER)
 }
 
 /// Offset of the data and the tensors of a whole safetensors file.

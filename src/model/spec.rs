@@ -1,6 +1,5 @@
 //! What the attention of a model is, as far as its logits and operands can be bounded from the weights.
 
-use super::record::SpecRecord;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -8,13 +7,15 @@ use serde::{Deserialize, Serialize};
 ///
 /// What all layers share stands here, heads, rotation and softmax scale in each [`LayerSpec`]. `d_model` channels enter every
 /// layer.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(try_from = "SpecRecord", into = "SpecRecord")]
+#[derive(Clone, Debug, PartialEq)]
 pub struct AttentionSpec {
     /// Name shown to people: the preset, folder or file it came from.
     pub name: String,
     /// Family in the tensor-name table (`llama`, `gpt2`, ...).
     pub family: String,
+    /// What stands in front of the family's tensor names: the checkpoint's own, or for a config alone what such checkpoints
+    /// usually have. It is no part of a saved spec.
+    pub prefix: String,
     /// Whether a token sees only itself and the ones before it.
     pub causal: bool,
     /// The layers that have attention, in order.
@@ -129,9 +130,13 @@ impl LayerSpec {
         self.temperature.map_or(Ok(()), |temperature| temperature.check())?;
         let Some(rope) = &self.rope else { return Ok(()) };
         // Channels are taken two by two, rotated or not.
-        if rope.rotary_dim > self.d_head || !(rope.rotary_dim.is_multiple_of(2) && self.d_head.is_multiple_of(2)) {
-            let (rotary, head) = (rope.rotary_dim, self.d_head);
+        let fits = |dim: usize| dim <= self.d_head && dim.is_multiple_of(2) && self.d_head.is_multiple_of(2);
+        if let Some(rotary) = rope.dims().find(|dim| !fits(*dim)) {
+            let head = self.d_head;
             return Err(format!("`rotary_dim` {rotary} of {head} channels: both even, at most the head"));
+        }
+        if rope.attention_factor != 1.0 && !rope.other_dims.is_empty() {
+            return Err("`attention_factor` must be 1 beside `other_dims`".to_owned());
         }
         if !is_positive(rope.attention_factor) {
             return Err(format!("`attention_factor` {} must be finite and greater than zero", rope.attention_factor));
@@ -183,8 +188,19 @@ impl AttentionSpec {
     /// `is_argument` if there is no such layer.
     pub fn layer(&self, layer: usize) -> Result<&LayerSpec> {
         self.layers.get(layer).ok_or_else(|| {
-            Error::argument(format_args!("there is no layer {layer}, {} has {}", self.name, self.layers.len()))
+            let (name, layers) = (&self.name, self.layers.len());
+            Error::argument(format_args!(
+                "layer index {layer} is out of range: {name} has {layers} layers with attention"
+            ))
         })
+    }
+
+    /// The model and one of its layers for messages, by the model's own number, given its index among those that have attention.
+    pub fn place(&self, layer: usize) -> String {
+        match self.layers.get(layer) {
+            Some(own) => format!("{} layer {}", self.name, own.number),
+            None => self.name.clone(),
+        }
     }
 
     /// Gives every layer these heads.
@@ -209,8 +225,7 @@ impl AttentionSpec {
         self.qk_norm.filter(|norm| layer.rope.is_some() || !norm.rotated_only)
     }
 
-    /// Whether every layer has the heads of the first and its own place as number: what files could say before layers had
-    /// heads of their own.
+    /// Whether every layer has attention and the heads of the first.
     pub fn is_plain(&self) -> bool {
         let heads = |layer: &LayerSpec| (layer.n_q_heads, layer.n_kv_heads, layer.d_head);
         self.layers.iter().enumerate().all(|(at, layer)| layer.number == at && heads(layer) == heads(&self.layers[0]))
@@ -275,6 +290,9 @@ impl QkvBias {
 pub struct Rope {
     /// Rotated channels (even, at most d_head); the rest pass unchanged.
     pub rotary_dim: usize,
+    /// How many other readings of the config rotate. Bounds hold for each; a forward takes `rotary_dim`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub other_dims: Vec<usize>,
     /// Which two channels make a pair.
     pub layout: RopeLayout,
     /// Factor on cos and sin (YaRN, LongRoPE); the largest where it depends on the length.
@@ -324,15 +342,26 @@ pub enum QkNormScope {
 }
 
 impl Rope {
+    /// The rotated channels of every reading, the model's own first.
+    pub(crate) fn dims(&self) -> impl Iterator<Item = usize> + '_ {
+        [self.rotary_dim].into_iter().chain(self.other_dims.iter().copied())
+    }
+
     /// The rotated pairs, as channel indices of a head of `d_head`.
     ///
     /// ```
     /// use sigmascale::model::{Rope, RopeLayout};
-    /// let rope = Rope { rotary_dim: 4, layout: RopeLayout::HalfSplit, attention_factor: 1.0, inv_freq: None };
+    /// let rope =
+    ///     Rope { rotary_dim: 4, other_dims: vec![], layout: RopeLayout::HalfSplit, attention_factor: 1.0, inv_freq: None };
     /// assert_eq!(rope.pairs().collect::<Vec<_>>(), [(0, 2), (1, 3)]);
     /// ```
     pub fn pairs(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
-        let half = self.rotary_dim / 2;
+        self.pairs_of(self.rotary_dim)
+    }
+
+    /// The same where `rotary_dim` channels are rotated.
+    pub(crate) fn pairs_of(&self, rotary_dim: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let half = rotary_dim / 2;
         (0..half).map(move |b| match self.layout {
             RopeLayout::HalfSplit => (b, b + half),
             RopeLayout::Interleaved => (2 * b, 2 * b + 1),

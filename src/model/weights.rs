@@ -1,12 +1,12 @@
 //! One layer's attention weights as borrowed views, head by head, whatever the storage.
 
-use crate::tensor::MatrixView;
+use crate::tensor::{Dtype, MatrixView};
 
 /// Weights of one attention layer. Every head is a `d_head x d_model` view: row c holds the weights of channel c, so
 /// fused, interleaved and Conv1D storage differ only in strides. Vectors are small and owned.
 #[derive(Clone, Debug)]
 pub struct LayerWeights<'a> {
-    /// Layer number.
+    /// Index among the layers with attention; the model's own number is that of its spec.
     pub layer: usize,
     /// Query projection and its bias.
     pub q: Projection<'a>,
@@ -23,6 +23,13 @@ pub struct LayerWeights<'a> {
     pub q_norm: Option<NormVectors>,
     /// The same for k.
     pub k_norm: Option<NormVectors>,
+}
+
+impl LayerWeights<'_> {
+    /// How the q, k and v projections are stored.
+    pub fn stored(&self) -> [Dtype; 3] {
+        [&self.q, &self.k, &self.v].map(|p| p.heads.first().map_or(Dtype::Bf16, |head| head.dtype()))
+    }
 }
 
 /// The heads of one projection.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! burn-in, T steps:  descales as geometry;  r = amax / bound of every head and step of a pool, n in all
-//! then:              c = min(1, kappa q)    q = smallest order statistic of rank >= 0.9999 n
+//! then:              c = min(1, kappa q)    q = smallest order statistic of rank >= quantile n
 //! frozen:            descale = c bound / (eta 448) for logits, c (B + A/32) / 448 for q, k and v, o twice v
 //! ```
 //!
@@ -17,127 +17,23 @@
 //!   until a restart; the step's report carries the safe plan.
 //! - **Forbidden**: after more than `max_restarts` restarts, and for a pool that saw only zeros.
 
+use super::config::{AutoCConfig, PolicyConfig, Pooling};
+use super::contract::Policy;
 use super::geometry::check_eta;
-use super::report::{largest, overflows};
-use super::{
-    Memory, Policy, PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Report, Restart, Tensor, share,
-};
+use super::kind::PolicyKind;
+use super::report::{PolicyEvent, Report, Restart};
+use super::shape::PolicyShape;
+use super::state::{AutoCState, Forbidden, Memory, Phase, PolicyState, RatioPool};
+use super::tensor::{Tensor, largest, overflows};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::error::{Error, Result};
-use crate::plan::{DEFAULT_ETA, Granularity, OperandDescales, ScalePlan};
+use crate::plan::{Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use crate::stats::StepStats;
-use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// Tensors that have constants, in this order everywhere.
 const TENSORS: [Tensor; 4] = [Tensor::Logit, Tensor::Q, Tensor::K, Tensor::V];
-
-/// Which ratios share one constant.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Pooling {
-    /// All heads of all layers.
-    Model,
-    /// The heads of a layer.
-    #[default]
-    Layer,
-    /// Every head alone.
-    Head,
-}
-
-/// Parameters of `auto-c`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct AutoCConfig {
-    /// T: steps observed before a constant is fixed.
-    pub burn_in: u32,
-    /// Safety factor on the observed ratio (the paper: 1).
-    pub kappa: f64,
-    /// Which ratios share a constant.
-    pub pooling: Pooling,
-    /// Share of the E4M3 range that a logit bound is mapped onto.
-    pub eta: f64,
-    /// One scale a head or a layer.
-    pub granularity: Granularity,
-    /// Restarts after which no constant is used.
-    pub max_restarts: u32,
-}
-
-impl Default for AutoCConfig {
-    fn default() -> Self {
-        Self {
-            burn_in: 100,
-            kappa: 1.5,
-            pooling: Pooling::default(),
-            eta: DEFAULT_ETA,
-            granularity: Granularity::Head,
-            max_restarts: 8,
-        }
-    }
-}
-
-/// Why no constant is used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Forbidden {
-    /// More restarts than allowed: what is observed does not last.
-    TooManyRestarts,
-    /// Every observed value was zero: nothing to scale by.
-    NothingObserved,
-}
-
-/// Where a pool stands.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "phase", rename_all = "kebab-case")]
-pub enum Phase {
-    /// Observing; the certain bound is used.
-    BurnIn,
-    /// `c` times the bound is used.
-    Frozen {
-        /// The constant.
-        c: f64,
-    },
-    /// An overflow under `c` brought the certain bound back.
-    FellBack {
-        /// The constant given up.
-        c: f64,
-    },
-    /// The certain bound is used.
-    Forbidden {
-        /// Why.
-        reason: Forbidden,
-    },
-}
-
-impl Phase {
-    /// Multiplier of the certain bound.
-    pub fn c(self) -> f64 {
-        match self {
-            Self::Frozen { c } => c,
-            _ => 1.0,
-        }
-    }
-}
-
-/// One pool: its phase, and the largest ratios seen, as many as decide the order statistic, largest first.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct RatioPool {
-    /// Where it stands.
-    pub phase: Phase,
-    /// Largest ratios, descending.
-    pub top: Vec<f64>,
-}
-
-/// What `auto-c` remembers.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct AutoCState {
-    /// Burn-in steps taken in by each layer.
-    pub seen: Vec<u32>,
-    /// Restarts so far.
-    pub restarts: u32,
-    /// Pools of logits, q, k and v.
-    pub pools: [Vec<RatioPool>; 4],
-}
 
 /// The policy.
 #[derive(Clone, Debug)]
@@ -178,7 +74,7 @@ impl AutoC {
                             Phase::BurnIn | Phase::Forbidden { .. } => true,
                         };
                         phase
-                            && pool.top.len() as u64 <= kept(ratio_count(&config, &shape, layer, tensor))
+                            && pool.top.len() <= config.kept_ratios(&shape, layer, tensor)
                             && pool.top.iter().all(|ratio| ratio.is_finite() && *ratio >= 0.0)
                             && pool.top.is_sorted_by(|a, b| a >= b)
                     })
@@ -240,7 +136,7 @@ impl AutoC {
             }));
         }
         for (row, tensor) in rows.into_iter().zip(TENSORS) {
-            let keep = kept(ratio_count(&self.config, &self.shape, layer, tensor));
+            let keep = self.config.kept_ratios(&self.shape, layer, tensor);
             for (head, ratio) in row.into_iter().flatten().enumerate() {
                 let pool = self.pool(tensor, layer, head);
                 self.state.pools[tensor as usize][pool].push(ratio, keep);
@@ -260,7 +156,7 @@ impl AutoC {
             return;
         }
         for tensor in TENSORS {
-            let heads = if self.config.pooling == Pooling::Head { self.shape.of(layer).row(tensor) } else { 1 };
+            let heads = if self.config.pooling == Pooling::Head { tensor.row(self.shape.of(layer)) } else { 1 };
             for head in 0..heads {
                 let at = self.pool(tensor, layer, head);
                 let pool = &mut self.state.pools[tensor as usize][at];
@@ -308,10 +204,10 @@ impl AutoC {
 impl RatioPool {
     const START: Self = Self { phase: Phase::BurnIn, top: Vec::new() };
 
-    fn push(&mut self, ratio: f64, keep: u64) {
+    fn push(&mut self, ratio: f64, keep: usize) {
         let at = self.top.partition_point(|&other| other >= ratio);
         self.top.insert(at, ratio);
-        if self.top.len() as u64 > keep {
+        if self.top.len() > keep {
             self.top.pop();
         }
     }
@@ -320,7 +216,10 @@ impl RatioPool {
 fn check(config: &AutoCConfig) -> Result<()> {
     check_eta(config.eta)?;
     if config.burn_in == 0 {
-        return Err(Error::argument("burn-in must be at least 1 step"));
+        return Err(Error::argument("burn_in must be at least 1 step"));
+    }
+    if !(config.quantile > 0.0 && config.quantile <= 1.0) {
+        return Err(Error::argument(format_args!("quantile {} must be greater than 0 and at most 1", config.quantile)));
     }
     if !(config.kappa.is_finite() && config.kappa >= 1.0) {
         return Err(Error::argument(format_args!("kappa {} must be finite and at least 1", config.kappa)));
@@ -349,7 +248,7 @@ fn all_heads(shape: &PolicyShape, tensor: Tensor) -> usize {
 fn ratio_count(config: &AutoCConfig, shape: &PolicyShape, layer: usize, tensor: Tensor) -> u64 {
     let heads = match config.pooling {
         Pooling::Model => all_heads(shape, tensor),
-        Pooling::Layer => shape.of(layer).row(tensor),
+        Pooling::Layer => tensor.row(shape.of(layer)),
         Pooling::Head => 1,
     };
     heads as u64 * u64::from(config.burn_in)
@@ -362,13 +261,15 @@ impl AutoCConfig {
     /// If there is no such layer, or if `tensor` is o, which has no pool.
     pub fn kept_ratios(&self, shape: &PolicyShape, layer: usize, tensor: Tensor) -> usize {
         assert!(tensor != Tensor::O && layer < shape.layers());
-        usize::try_from(kept(ratio_count(self, shape, layer, tensor))).unwrap_or(usize::MAX)
+        usize::try_from(kept(ratio_count(self, shape, layer, tensor), self.quantile)).unwrap_or(usize::MAX)
     }
 }
 
-/// How many of the largest of n values decide the order statistic of rank `ceil(0.9999 n)`, in exact integers.
-fn kept(n: u64) -> u64 {
-    n - (n * 9_999).div_ceil(10_000) + 1
+/// How many of the largest of n values decide the order statistic of rank `ceil(quantile n)`. A product that is whole but for
+/// rounding is whole.
+fn kept(n: u64, quantile: f64) -> u64 {
+    let rank = (quantile * n as f64 * (1.0 - 4.0 * f64::EPSILON)).ceil() as u64;
+    n - rank.clamp(1, n) + 1
 }
 
 impl Policy for AutoC {
@@ -433,15 +334,27 @@ impl Policy for AutoC {
     }
 }
 
+/// Fills a row with its largest value where one scale a layer is asked for.
+fn share(row: &mut [f64], granularity: Granularity) {
+    if granularity == Granularity::Layer {
+        let largest = row.iter().copied().fold(0.0, f64::max);
+        row.fill(largest);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn the_order_statistic_has_the_smallest_rank_that_reaches_the_share() {
-        for n in [1u64, 2, 100, 9_999, 10_000, 10_001, 19_999, 20_000, 160_000, 160_001] {
-            let rank = (n * 9_999).div_ceil(10_000);
-            assert_eq!(kept(n), n - rank + 1, "{n}");
+        let some = [1u64, 2, 100, 9_999, 10_000, 10_001, 19_999, 20_000, 160_000, 160_001];
+        for n in some.into_iter().chain((1..2_000).map(|i| i * 10_000)).chain((1..2_000).map(|i| i * 6_173)) {
+            for (quantile, share) in [(0.9999, 9_999), (0.99, 9_900), (0.5, 5_000), (0.7, 7_000), (1.0, 10_000)] {
+                let rank = (n * share).div_ceil(10_000);
+                assert_eq!(kept(n, quantile), n - rank + 1, "{quantile} of {n}");
+            }
         }
+        assert_eq!(kept(3, 1e-9), 3);
     }
 }

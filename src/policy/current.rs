@@ -4,30 +4,21 @@
 //! is not known before the call, so o takes twice the descale of v, which always suffices: an output is a weighted mean
 //! of values.
 
-use super::report::largest;
-use super::{Memory, Policy, PolicyConfig, PolicyKind, PolicyShape, PolicyState, Report, Tensor};
+use super::config::{CurrentConfig, PolicyConfig};
+use super::contract::Policy;
+use super::kind::PolicyKind;
+use super::report::Report;
+use super::shape::PolicyShape;
+use super::state::{Memory, PolicyState};
+use super::tensor::{Tensor, largest};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::error::{Error, Result};
 use crate::plan::{Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use crate::stats::StepStats;
-use serde::{Deserialize, Serialize};
 
 /// What covers the roundings of f32 division.
 const HEADROOM: f64 = 1.0 + 1.0 / (1 << 22) as f64;
-
-/// Parameters of `current`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct CurrentConfig {
-    /// One scale a head or a layer.
-    pub granularity: Granularity,
-}
-
-impl Default for CurrentConfig {
-    fn default() -> Self {
-        Self { granularity: Granularity::Layer }
-    }
-}
 
 /// Scales from a measurement of the step that is about to run: an extra pass over q, k and v, and over all logits where
 /// logits are cast. It remembers nothing.
@@ -62,7 +53,7 @@ impl Policy for Current {
         let Some(stats) = measured else {
             return Err(Error::argument("current scaling needs the statistics of the step that it plans"));
         };
-        shape.check_stats(bounds.layer, stats)?;
+        shape.check_stats(stats)?;
         let row = |tensor: Tensor| -> Result<Vec<Descale>> {
             let mut amax = tensor.amax_row(stats, shape);
             if self.config.granularity == Granularity::Layer {
@@ -70,10 +61,7 @@ impl Policy for Current {
                 amax.fill(shared);
             }
             let descale = |&amax: &f32| Descale::covering(f64::from(amax) * HEADROOM, E4M3_MAX);
-            amax.iter()
-                .map(descale)
-                .collect::<Result<_>>()
-                .map_err(|error| error.within(format_args!("layer {} {}", bounds.layer, tensor.name())))
+            amax.iter().map(descale).collect::<Result<_>>().map_err(|error| error.within(tensor.name()))
         };
         let v = row(Tensor::V)?;
         let o = v.iter().map(|v| Descale::new(2.0 * v.get())).collect::<Result<_>>()?;

@@ -4,16 +4,18 @@
 //! the start. `delayed-te` is TransformerEngine's recipe: a quantisation scale and a history of amax, updated after every
 //! step. Both are one scale a tensor and layer by default and observe o as well.
 
-use super::report::largest;
-use super::{
-    LayerShape, Memory, Policy, PolicyConfig, PolicyEvent, PolicyKind, PolicyShape, PolicyState, Report, Tensor,
-};
+use super::config::{AmaxAlgorithm, DelayedPaperConfig, DelayedTeConfig, PolicyConfig};
+use super::contract::Policy;
+use super::kind::PolicyKind;
+use super::report::{PolicyEvent, Report};
+use super::shape::{LayerShape, PolicyShape};
+use super::state::{DelayedState, Memory, PaperSlot, PolicyState, TeSlot};
+use super::tensor::{Tensor, largest};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::error::{Error, Result};
 use crate::plan::{Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use crate::stats::StepStats;
-use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Longest history that is accepted, so that a file cannot ask for any amount of memory.
@@ -66,32 +68,6 @@ pub enum Recorded {
     NonFinite,
 }
 
-/// Parameters of `delayed-paper`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct DelayedPaperConfig {
-    /// Steps remembered.
-    pub history: usize,
-    /// What the history holds at the start and after a resume without state.
-    pub initial: f32,
-    /// Share of 448 that the largest value is mapped onto.
-    pub margin: f64,
-    /// One scale a head or a layer.
-    pub granularity: Granularity,
-}
-
-impl Default for DelayedPaperConfig {
-    fn default() -> Self {
-        Self { history: 16, initial: 1.0, margin: 0.9, granularity: Granularity::Layer }
-    }
-}
-
-/// The last maxima of one tensor, oldest first.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct PaperSlot {
-    /// Always full.
-    pub history: Vec<f32>,
-}
-
 impl Slot for PaperSlot {
     type Config = DelayedPaperConfig;
 
@@ -141,47 +117,6 @@ impl Slot for PaperSlot {
     fn memory(state: DelayedState<Self>) -> Memory {
         Memory::DelayedPaper(state)
     }
-}
-
-/// What TransformerEngine makes of a history.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum AmaxAlgorithm {
-    /// Its maximum. NaN takes no part in it.
-    #[default]
-    Max,
-    /// The last step's amax.
-    MostRecent,
-}
-
-/// Parameters of `delayed-te`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct DelayedTeConfig {
-    /// Steps remembered.
-    pub history: usize,
-    /// What is made of them.
-    pub algorithm: AmaxAlgorithm,
-    /// The amax is mapped onto `448 / 2^margin`.
-    pub margin: i32,
-    /// One scale a head or a layer.
-    pub granularity: Granularity,
-}
-
-impl Default for DelayedTeConfig {
-    fn default() -> Self {
-        Self { history: 1024, algorithm: AmaxAlgorithm::Max, margin: 0, granularity: Granularity::Layer }
-    }
-}
-
-/// One tensor's `scale` and `amax_history`, in TransformerEngine's order: slot 0 is where the running step writes, then
-/// the oldest to the newest.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct TeSlot {
-    /// Quantisation scale of the next step.
-    pub scale: f32,
-    /// amax of earlier steps.
-    #[serde(with = "exact_row")]
-    pub history: Vec<f32>,
 }
 
 impl Slot for TeSlot {
@@ -251,26 +186,12 @@ impl Slot for TeSlot {
     }
 }
 
-impl DelayedTeConfig {
-    /// What the amax is mapped onto: `448 / 2^margin`.
-    pub fn scaled_max(&self) -> f32 {
-        E4M3_MAX as f32 * 2f32.powi(-self.margin)
-    }
-}
-
 fn check_history(history: usize) -> Result<()> {
     if (1..=MAX_HISTORY).contains(&history) {
         Ok(())
     } else {
         Err(Error::argument(format_args!("history {history} must lie between 1 and {MAX_HISTORY}")))
     }
-}
-
-/// The slots of every layer, tensors in the order of [`Tensor::ALL`]: one a tensor, or one a head.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct DelayedState<S> {
-    /// `layers` entries.
-    pub layers: Vec<[Vec<S>; 5]>,
 }
 
 /// A policy of slots.
@@ -332,7 +253,7 @@ impl<S: Slot> Delayed<S> {
 fn slots(shape: LayerShape, granularity: Granularity, tensor: Tensor) -> usize {
     match granularity {
         Granularity::Layer => 1,
-        Granularity::Head => shape.row(tensor),
+        Granularity::Head => tensor.row(shape),
     }
 }
 
@@ -350,7 +271,7 @@ impl<S: Slot> Policy for Delayed<S> {
         let layer = &self.state.layers[bounds.layer];
         let row = |tensor: Tensor| -> Result<Vec<Descale>> {
             let slots = &layer[tensor as usize];
-            let n = shape.row(tensor);
+            let n = tensor.row(shape);
             (0..n).map(|head| slots[head * slots.len() / n].descale(&self.config)).collect()
         };
         Ok(ScalePlan {
@@ -386,57 +307,5 @@ impl<S: Slot> Policy for Delayed<S> {
 
     fn save(&self) -> PolicyState {
         PolicyState::new(self.config(), &self.shape, S::memory(self.state.clone()))
-    }
-}
-
-/// f32 in JSON without losing infinities and NaN, which are written as words.
-pub(super) mod exact {
-    use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
-
-    #[derive(Serialize, Deserialize)]
-    #[serde(untagged)]
-    pub(super) enum Number {
-        Finite(f32),
-        Word(String),
-    }
-
-    impl Number {
-        pub(super) fn new(x: f32) -> Self {
-            if x.is_finite() { Self::Finite(x) } else { Self::Word(x.to_string()) }
-        }
-
-        pub(super) fn value(self) -> Result<f32, String> {
-            match self {
-                Self::Finite(x) => Ok(x),
-                Self::Word(word) => match word.as_str() {
-                    "inf" => Ok(f32::INFINITY),
-                    "-inf" => Ok(f32::NEG_INFINITY),
-                    "NaN" => Ok(f32::NAN),
-                    _ => Err(format!("{word} is no number")),
-                },
-            }
-        }
-    }
-
-    pub(in crate::policy) fn serialize<S: Serializer>(x: &f32, serializer: S) -> Result<S::Ok, S::Error> {
-        Number::new(*x).serialize(serializer)
-    }
-
-    pub(in crate::policy) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f32, D::Error> {
-        Number::deserialize(deserializer)?.value().map_err(D::Error::custom)
-    }
-}
-
-mod exact_row {
-    use super::exact::Number;
-    use serde::{Deserialize, Deserializer, Serializer, de::Error};
-
-    pub(super) fn serialize<S: Serializer>(row: &[f32], serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_seq(row.iter().map(|x| Number::new(*x)))
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<f32>, D::Error> {
-        let row = Vec::<Number>::deserialize(deserializer)?;
-        row.into_iter().map(|x| x.value().map_err(D::Error::custom)).collect()
     }
 }

@@ -1,30 +1,19 @@
 //! Scales from the weights alone: `geometry` and `geometry-c-star`.
 
-use super::{Memory, Policy, PolicyConfig, PolicyKind, PolicyShape, PolicyState, Report};
+use super::config::{GeometryConfig, PolicyConfig};
+use super::contract::Policy;
+use super::kind::PolicyKind;
+use super::report::Report;
+use super::shape::PolicyShape;
+use super::state::{Memory, PolicyState};
 use crate::bound::{BoundKind, LayerBounds};
 use crate::error::{Error, Result};
-use crate::plan::{DEFAULT_ETA, Granularity, ScalePlan};
+use crate::plan::ScalePlan;
 use crate::stats::StepStats;
-use serde::{Deserialize, Serialize};
 
 /// What `geometry-c-star` rests on.
 pub const ISOTROPY: &str = "geometry-c-star assumes that normalised tokens are independent and uniform on the sphere; \
 tokens of trained models align with the weights and can pass its logit bound";
-
-/// Parameters of the policies that only read the weights.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct GeometryConfig {
-    /// Share of the E4M3 range that a logit bound is mapped onto.
-    pub eta: f64,
-    /// One scale a head or a layer.
-    pub granularity: Granularity,
-}
-
-impl Default for GeometryConfig {
-    fn default() -> Self {
-        Self { eta: DEFAULT_ETA, granularity: Granularity::Head }
-    }
-}
 
 /// Descales from bounds: logits `bound / (eta 448)`, operands `(B + A/32) / 448`, o twice v.
 ///

@@ -1,136 +1,20 @@
 //! What a policy says about a step.
 
-use super::{Forbidden, LayerShape, PolicyKind};
+use super::kind::PolicyKind;
+use super::shape::LayerShape;
+use super::state::Forbidden;
+use super::tensor::{Tensor, largest};
 use crate::bound::{E4M3_MAX, LayerBounds};
 use crate::plan::ScalePlan;
-use crate::scale::Descale;
-use crate::stats::{CastStats, StepStats};
+use crate::stats::StepStats;
 use serde::{Deserialize, Serialize};
-
-/// The tensors of an attention call that have scales.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Tensor {
-    /// Logits before the softmax.
-    Logit,
-    /// Queries.
-    Q,
-    /// Keys.
-    K,
-    /// Values.
-    V,
-    /// Output.
-    O,
-}
-
-impl Tensor {
-    /// All five, in the order of reports.
-    pub const ALL: [Self; 5] = [Self::Logit, Self::Q, Self::K, Self::V, Self::O];
-
-    /// Lower-case name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Logit => "logit",
-            Self::Q => "q",
-            Self::K => "k",
-            Self::V => "v",
-            Self::O => "o",
-        }
-    }
-
-    /// The plan's descales of this tensor; `None` where it has none.
-    pub fn descales(self, plan: &ScalePlan) -> Option<&[Descale]> {
-        match self {
-            Self::Logit => Some(&plan.logit_descale),
-            Self::Q => Some(&plan.operands.q),
-            Self::K => Some(&plan.operands.k),
-            Self::V => plan.operands.v.as_deref(),
-            Self::O => plan.operands.o.as_deref(),
-        }
-    }
-
-    /// Largest |value| for each of the tensor's descales (KV heads take the largest of their query heads). NaN where a
-    /// value was NaN, infinite where one was infinite.
-    ///
-    /// The statistics must have the shape's lengths.
-    pub(super) fn amax_row(self, stats: &StepStats, shape: LayerShape) -> Vec<f32> {
-        let group = shape.group();
-        let heads = |heads: &[CastStats]| heads.iter().map(amax).collect::<Vec<_>>();
-        let grouped = |row: Vec<f32>| row.chunks(group).map(largest).collect::<Vec<_>>();
-        match self {
-            Self::Logit => stats
-                .logits
-                .iter()
-                .map(|head| match head.amax() {
-                    finite if finite.is_finite() && head.non_finite > 0 => f32::NAN,
-                    amax => amax,
-                })
-                .collect(),
-            Self::Q => grouped(heads(&stats.q)),
-            Self::K => heads(&stats.k),
-            Self::V => heads(&stats.v),
-            Self::O => grouped(heads(&stats.o)),
-        }
-    }
-
-    /// The certain bound on each of the tensor's values with rounding, as far as there is one.
-    pub(super) fn bound_row(self, bounds: &LayerBounds, shape: LayerShape) -> Option<Vec<f64>> {
-        let group = shape.group();
-        match self {
-            Self::Logit => bounds.heads.iter().map(|head| head.rounded).collect(),
-            Self::Q => Some(bounds.q.chunks(group).map(|g| g.iter().map(|b| b.rounded).fold(0.0, f64::max)).collect()),
-            Self::K => Some(bounds.k.iter().map(|bound| bound.rounded).collect()),
-            Self::V => bounds.v.as_ref().map(|v| v.iter().map(|bound| bound.rounded).collect()),
-            Self::O => None,
-        }
-    }
-
-    /// Overflow, beyond rounding, non-finite and all values.
-    fn counts(self, stats: &StepStats) -> [u64; 4] {
-        let casts = |heads: &[CastStats]| {
-            heads
-                .iter()
-                .fold([0; 4], |sum, head| add(sum, [head.overflow, head.beyond_rounding, head.non_finite, head.count]))
-        };
-        match self {
-            Self::Logit => stats
-                .logits
-                .iter()
-                .fold([0; 4], |sum, head| add(sum, [head.overflow, head.beyond_rounding, head.non_finite, head.count])),
-            Self::Q => casts(&stats.q),
-            Self::K => casts(&stats.k),
-            Self::V => casts(&stats.v),
-            Self::O => casts(&stats.o),
-        }
-    }
-}
-
-fn add(a: [u64; 4], b: [u64; 4]) -> [u64; 4] {
-    std::array::from_fn(|i| a[i] + b[i])
-}
-
-/// A NaN that the amax may have lost is put back.
-fn amax(head: &CastStats) -> f32 {
-    if head.non_finite > 0 && head.amax.is_finite() { f32::NAN } else { head.amax }
-}
-
-/// The largest, where NaN is larger than everything.
-pub(super) fn largest(row: &[f32]) -> f32 {
-    row.iter().copied().fold(0.0, |a, b| if a.is_nan() || a >= b { a } else { b })
-}
-
-/// Whether a value leaves the range, by division or by multiplication with the rounded inverse; NaN does.
-pub(super) fn overflows(amax: f32, descale: Descale) -> bool {
-    let fits = |scaled: f32| scaled <= E4M3_MAX as f32;
-    !(fits(amax / descale.get()) && fits(amax * descale.quant_scale().get()))
-}
 
 /// What one step of one layer did under a plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// Policy that made the plan.
     pub policy: PolicyKind,
-    /// Layer number.
+    /// Index among the layers with attention; the model's own number is that of its spec.
     pub layer: usize,
     /// One entry for each of [`Tensor::ALL`].
     pub tensors: Vec<TensorReport>,
@@ -147,10 +31,10 @@ pub struct TensorReport {
     /// Which.
     pub tensor: Tensor,
     /// Largest |x|; NaN (null in JSON) if there was one.
-    #[serde(with = "super::delayed::exact")]
+    #[serde(with = "super::exact")]
     pub amax: f32,
     /// Largest `|x / descale|` over the heads; divided by 448 it is the utilisation.
-    #[serde(with = "super::delayed::exact")]
+    #[serde(with = "super::exact")]
     pub max_scaled: f32,
     /// Values that overflowed.
     pub overflow: u64,
@@ -160,9 +44,47 @@ pub struct TensorReport {
     pub non_finite: u64,
     /// All values.
     pub count: u64,
+    /// How far the certain bound lies above what was observed; null where there is no bound or nothing but zeros.
+    #[serde(default)]
+    pub slack: Option<Slack>,
     /// Heads whose amax passed the certain bound. Never happens for tokens that the model's norm produced; it means
     /// that the bounds are of other weights.
     pub beyond_bound: usize,
+}
+
+/// Bound over observed amax, of heads whose amax is finite and above zero.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Slack {
+    /// Smallest.
+    pub min: f64,
+    /// Mean.
+    pub mean: f64,
+    /// Largest.
+    pub max: f64,
+    /// Heads (times steps, once merged).
+    pub count: u64,
+}
+
+impl Slack {
+    fn of(amax: &[f32], bounds: &[f64]) -> Option<Self> {
+        let observed =
+            amax.iter().zip(bounds).filter(|(amax, bound)| **amax > 0.0 && amax.is_finite() && bound.is_finite());
+        observed
+            .map(|(amax, bound)| bound / f64::from(*amax))
+            .map(|ratio| Self { min: ratio, mean: ratio, max: ratio, count: 1 })
+            .reduce(Self::merge)
+    }
+
+    /// Over the heads and steps of both.
+    pub fn merge(self, other: Self) -> Self {
+        let count = self.count + other.count;
+        Self {
+            min: self.min.min(other.min),
+            mean: self.mean + (other.mean - self.mean) * (other.count as f64 / count as f64),
+            max: self.max.max(other.max),
+            count,
+        }
+    }
 }
 
 impl TensorReport {
@@ -252,9 +174,8 @@ impl Report {
                     .descales(plan)
                     .map(|descales| amax.iter().zip(descales).map(|(amax, descale)| amax / descale.get()).collect())
                     .unwrap_or_default();
-                let beyond_bound = tensor.bound_row(bounds, shape).map_or(0, |bounds| {
-                    amax.iter().zip(bounds).filter(|(amax, bound)| f64::from(**amax) > *bound).count()
-                });
+                let bounds = tensor.bound_row(bounds, shape).unwrap_or_default();
+                let beyond_bound = amax.iter().zip(&bounds).filter(|(amax, bound)| f64::from(**amax) > **bound).count();
                 let [overflow, beyond_rounding, non_finite, count] = tensor.counts(stats);
                 TensorReport {
                     tensor,
@@ -264,6 +185,7 @@ impl Report {
                     beyond_rounding,
                     non_finite,
                     count,
+                    slack: Slack::of(&amax, &bounds),
                     beyond_bound,
                 }
             })

@@ -1,10 +1,8 @@
 //! The heads of every layer, which a policy's state depends on.
 
-use super::Tensor;
 use crate::bound::LayerBounds;
-use crate::cuda::HeadOffsets;
 use crate::error::{Error, Result};
-use crate::model::{AttentionSpec, PerLayer};
+use crate::model::{AttentionSpec, HeadOffsets, PerLayer};
 use crate::plan::ScalePlan;
 use crate::stats::StepStats;
 use serde::{Deserialize, Serialize};
@@ -85,7 +83,7 @@ impl PolicyShape {
     }
 
     /// Layers that all have the same heads.
-    pub fn alike(layers: usize, n_q_heads: usize, n_kv_heads: usize) -> Self {
+    pub fn uniform(layers: usize, n_q_heads: usize, n_kv_heads: usize) -> Self {
         Self::new(std::iter::repeat_n((n_q_heads, n_kv_heads), layers))
     }
 
@@ -106,7 +104,7 @@ impl PolicyShape {
     pub fn layer(&self, layer: usize) -> Result<LayerShape> {
         if layer >= self.layers() {
             return Err(Error::mismatch(format_args!(
-                "layer {layer} is not one of the policy's {} layers",
+                "layer index {layer} is not one of the policy's {} layers",
                 self.layers()
             )));
         }
@@ -116,11 +114,6 @@ impl PolicyShape {
     /// The heads of a layer that exists.
     pub(super) fn of(&self, layer: usize) -> LayerShape {
         LayerShape { n_q_heads: self.heads.q(layer).len(), n_kv_heads: self.heads.kv(layer).len() }
-    }
-
-    /// Whether every layer has the same heads.
-    pub(super) fn is_alike(&self) -> bool {
-        (1..self.layers()).all(|layer| self.of(layer) == self.of(0))
     }
 
     /// # Errors
@@ -133,7 +126,7 @@ impl PolicyShape {
             let LayerShape { n_q_heads, n_kv_heads } = self.of(layer);
             if n_q_heads == 0 || n_kv_heads == 0 || !n_q_heads.is_multiple_of(n_kv_heads) {
                 return Err(Error::argument(format_args!(
-                    "layer {layer} has {n_q_heads} query and {n_kv_heads} KV heads: a policy needs query heads that are a \
+                    "layer index {layer} has {n_q_heads} query and {n_kv_heads} KV heads: a policy needs query heads that are a \
                      multiple of the KV heads"
                 )));
             }
@@ -145,15 +138,12 @@ impl PolicyShape {
     pub(super) fn check_bounds(&self, bounds: &LayerBounds) -> Result<LayerShape> {
         let shape = self.layer(bounds.layer)?;
         let (n_q, n_kv) = (shape.n_q_heads, shape.n_kv_heads);
-        check_rows(
-            bounds.layer,
-            &[
-                ("logit bounds", bounds.heads.len(), n_q),
-                ("q bounds", bounds.q.len(), n_q),
-                ("k bounds", bounds.k.len(), n_kv),
-                ("v bounds", bounds.v.as_ref().map_or(n_kv, Vec::len), n_kv),
-            ],
-        )?;
+        check_rows(&[
+            ("logit bounds", bounds.heads.len(), n_q),
+            ("q bounds", bounds.q.len(), n_q),
+            ("k bounds", bounds.k.len(), n_kv),
+            ("v bounds", bounds.v.as_ref().map_or(n_kv, Vec::len), n_kv),
+        ])?;
         Ok(shape)
     }
 
@@ -161,24 +151,18 @@ impl PolicyShape {
     pub(super) fn check_step(&self, plan: &ScalePlan, bounds: &LayerBounds, stats: &StepStats) -> Result<LayerShape> {
         let shape = self.check_bounds(bounds)?;
         if plan.layer != bounds.layer {
-            return Err(Error::mismatch(format_args!(
-                "a plan of layer {} was observed with bounds of layer {}",
-                plan.layer, bounds.layer
-            )));
+            return Err(Error::mismatch("the plan and the bounds observed with it belong to two layers"));
         }
         let (n_q, n_kv) = (shape.n_q_heads, shape.n_kv_heads);
         let operands = &plan.operands;
-        check_rows(
-            plan.layer,
-            &[
-                ("logit descales", plan.logit_descale.len(), n_q),
-                ("q descales", operands.q.len(), n_kv),
-                ("k descales", operands.k.len(), n_kv),
-                ("v descales", operands.v.as_ref().map_or(n_kv, Vec::len), n_kv),
-                ("o descales", operands.o.as_ref().map_or(n_kv, Vec::len), n_kv),
-            ],
-        )?;
-        shape.check_stats(plan.layer, stats)?;
+        check_rows(&[
+            ("logit descales", plan.logit_descale.len(), n_q),
+            ("q descales", operands.q.len(), n_kv),
+            ("k descales", operands.k.len(), n_kv),
+            ("v descales", operands.v.as_ref().map_or(n_kv, Vec::len), n_kv),
+            ("o descales", operands.o.as_ref().map_or(n_kv, Vec::len), n_kv),
+        ])?;
+        shape.check_stats(stats)?;
         Ok(shape)
     }
 }
@@ -189,31 +173,23 @@ impl LayerShape {
         self.n_q_heads / self.n_kv_heads
     }
 
-    /// Values of one tensor: query heads for logits, KV heads for operands.
-    pub(super) fn row(self, tensor: Tensor) -> usize {
-        if tensor == Tensor::Logit { self.n_q_heads } else { self.n_kv_heads }
-    }
-
     /// Whether statistics are those of a layer of this shape.
-    pub(super) fn check_stats(self, layer: usize, stats: &StepStats) -> Result<()> {
+    pub(super) fn check_stats(self, stats: &StepStats) -> Result<()> {
         let (n_q, n_kv) = (self.n_q_heads, self.n_kv_heads);
-        check_rows(
-            layer,
-            &[
-                ("logit statistics", stats.logits.len(), n_q),
-                ("q statistics", stats.q.len(), n_q),
-                ("k statistics", stats.k.len(), n_kv),
-                ("v statistics", stats.v.len(), n_kv),
-                ("o statistics", stats.o.len(), n_q),
-            ],
-        )
+        check_rows(&[
+            ("logit statistics", stats.logits.len(), n_q),
+            ("q statistics", stats.q.len(), n_q),
+            ("k statistics", stats.k.len(), n_kv),
+            ("v statistics", stats.v.len(), n_kv),
+            ("o statistics", stats.o.len(), n_q),
+        ])
     }
 }
 
-fn check_rows(layer: usize, rows: &[(&str, usize, usize)]) -> Result<()> {
+fn check_rows(rows: &[(&str, usize, usize)]) -> Result<()> {
     match rows.iter().find(|(_, have, want)| have != want) {
         Some((what, have, want)) => {
-            Err(Error::mismatch(format_args!("layer {layer} has {have} {what} where the policy has {want}")))
+            Err(Error::mismatch(format_args!("there are {have} {what}, and the policy's layer has {want}")))
         }
         None => Ok(()),
     }

@@ -1,9 +1,10 @@
 use super::*;
-use crate::bound::{HeadBounds, OperandBound};
-use crate::stats::{CastStats, LogitStats};
+use crate::bound::{HeadBounds, LayerBounds, OperandBound};
+use crate::plan::{Granularity, ScalePlan};
+use crate::stats::{CastStats, LogitStats, StepStats};
 
 fn shape() -> PolicyShape {
-    PolicyShape::alike(2, 4, 2)
+    PolicyShape::uniform(2, 4, 2)
 }
 
 fn bounds(layer: usize) -> LayerBounds {
@@ -373,7 +374,7 @@ fn states_resume_bit_equal_through_json() {
 
 #[test]
 fn foreign_states_are_refused_by_name() {
-    let three = PolicyShape::alike(3, 4, 2);
+    let three = PolicyShape::uniform(3, 4, 2);
     for kind in PolicyKind::ALL {
         let config = PolicyConfig::from(kind);
         let state = config.build(shape()).unwrap().save();
@@ -410,7 +411,7 @@ fn shapes_are_checked() {
         let short = StepStats { k: vec![CastStats::default()], ..even(1.0) };
         assert!(policy.observe(&plan, &bounds(0), &short).unwrap_err().is_mismatch(), "{kind}");
     }
-    assert!(PolicyConfig::from(PolicyKind::Current).build(PolicyShape::alike(2, 4, 3)).unwrap_err().is_argument());
+    assert!(PolicyConfig::from(PolicyKind::Current).build(PolicyShape::uniform(2, 4, 3)).unwrap_err().is_argument());
     assert!(PolicyKind::parse_list("geometry,nope").unwrap_err().to_string().contains("unknown policy nope"));
     assert!(PolicyKind::parse_list(" , ").unwrap_err().is_argument());
 }

@@ -11,11 +11,8 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::Path;
 
-/// Version of the state and its file where every layer has the same heads ([`AttentionSpec::is_plain`]).
-pub const STATE_VERSION: u32 = 2;
-
-/// Version of the state and its file where layers differ in their heads, or some have no attention. Any third is refused.
-pub const UNLIKE_STATE_VERSION: u32 = 3;
+/// Version of the state and its file; any other is refused.
+pub const STATE_VERSION: u32 = 1;
 
 /// First word of a state file.
 const MAGIC: &str = "sigmascale-state";
@@ -29,7 +26,7 @@ const MAX_FILE: u64 = 1 << 30;
 /// A runtime between two steps. Plain values: serialise them as you like, or use [`RuntimeState::write`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RuntimeState {
-    /// [`STATE_VERSION`] or [`UNLIKE_STATE_VERSION`], by the model.
+    /// [`STATE_VERSION`].
     pub version: u32,
     /// The model; its name may differ at a resume, nothing else.
     pub model: AttentionSpec,
@@ -58,18 +55,12 @@ pub struct LayerState {
     pub weights_version: Option<u64>,
 }
 
-pub(super) fn version_of(spec: &AttentionSpec) -> u32 {
-    if spec.is_plain() { STATE_VERSION } else { UNLIKE_STATE_VERSION }
-}
-
 pub(super) fn check_version(version: u32) -> Result<()> {
-    if [STATE_VERSION, UNLIKE_STATE_VERSION].contains(&version) {
+    if version == STATE_VERSION {
         return Ok(());
     }
     let age = if version < STATE_VERSION { "an older" } else { "a newer" };
-    Err(Error::mismatch(format_args!(
-        "the state has {age} version, {version}; this build reads {STATE_VERSION} and {UNLIKE_STATE_VERSION}"
-    )))
+    Err(Error::mismatch(format_args!("the state has {age} version, {version}; this build reads {STATE_VERSION}")))
 }
 
 impl RuntimeState {

@@ -270,9 +270,9 @@ fn a_state_cut_at_any_byte_is_refused() {
     assert!(RuntimeState::decode(path, &longer).unwrap_err().to_string().contains("1 bytes follow"));
     let foreign = RuntimeState::decode(path, b"{\"version\":1}").unwrap_err();
     assert!(foreign.is_format() && foreign.to_string().contains("not a runtime state"));
-    let older = String::from_utf8(bytes).unwrap().replacen("state 2 ", "state 1 ", 1);
+    let older = String::from_utf8(bytes).unwrap().replacen("state 1 ", "state 0 ", 1);
     let error = RuntimeState::decode(path, older.as_bytes()).unwrap_err();
-    assert!(error.is_mismatch() && error.to_string().contains("an older version, 1"), "{error}");
+    assert!(error.is_mismatch() && error.to_string().contains("an older version, 0"), "{error}");
 }
 
 #[test]

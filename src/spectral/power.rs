@@ -9,9 +9,9 @@
 //! can be after k iterations from a random start; nothing is promised after a warm start on changed weights.
 
 use super::dense::lanczos_within;
-use super::{Constants, HeadSpectrum, LayerSpectrum, SpectralEngine, layer_channels};
+use super::spectrum::{Constants, HeadSpectrum, LayerSpectrum, PowerEstimate, SpectralEngine, layer_channels};
 use crate::error::{Error, Result};
-use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL};
+use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL, Rotary};
 use crate::model::{AttentionSpec, PerLayer};
 use half::bf16;
 use nalgebra::DVector;
@@ -22,11 +22,8 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use statrs::function::beta::beta_reg;
 
-/// Format of a saved [`PowerState`].
+/// Version of a saved [`PowerState`]; any other is refused.
 const STATE_VERSION: u32 = 1;
-
-/// The same where layers differ in their heads.
-const UNLIKE_VERSION: u32 = 2;
 
 /// Persistent singular vectors of a whole model, owned by the caller; save it to resume warm.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -55,23 +52,11 @@ pub struct PowerVectors {
     pub v: Vec<f32>,
 }
 
-/// What one call of the iteration tells.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct PowerEstimate {
-    /// `||M^T u||`: never above sigma (but for rounding).
-    pub sigma: f64,
-    /// `||M^T u - s v||` with `s = ||M v||`, of the last iteration's vectors: some singular value lies within it of s.
-    pub residual: f64,
-    /// Iterations since a random start; `None` after a warm start, about which nothing can be certified.
-    pub cold_iterations: Option<usize>,
-}
-
 impl PowerState {
     /// A state without vectors: every layer starts cold, from vectors drawn from `seed`.
     pub fn new(spec: &AttentionSpec, seed: u64) -> Self {
         let n_q_heads = PerLayer::new(spec.layers.iter().map(|layer| layer.n_q_heads));
-        let version = if matches!(n_q_heads, PerLayer::Same(_)) { STATE_VERSION } else { UNLIKE_VERSION };
-        Self { version, seed, d_model: spec.d_model, n_q_heads, layers: vec![None; spec.layers.len()] }
+        Self { version: STATE_VERSION, seed, d_model: spec.d_model, n_q_heads, layers: vec![None; spec.layers.len()] }
     }
 
     /// Whether the state is of a model of this shape.
@@ -105,9 +90,9 @@ impl PowerState {
     }
 
     fn check(&self, geometry: &LayerGeometry<'_>) -> Result<()> {
-        if ![STATE_VERSION, UNLIKE_VERSION].contains(&self.version) {
+        if self.version != STATE_VERSION {
             return Err(Error::mismatch(format_args!(
-                "power state has version {}, this build reads {STATE_VERSION} and {UNLIKE_VERSION}",
+                "the power state has version {}, this build reads {STATE_VERSION}",
                 self.version
             )));
         }
@@ -115,9 +100,9 @@ impl PowerState {
         let there = (geometry.d_model, Some(geometry.q.len()));
         if here != there {
             return Err(Error::mismatch(format_args!(
-                "power state of {} layers with (d_model, n_q_heads) = {here:?} does not fit layer {} with {there:?}",
-                self.layers.len(),
-                geometry.layer
+                "{}: a power state of {} layers with (d_model, n_q_heads) = {here:?} does not fit {there:?}",
+                geometry.place,
+                self.layers.len()
             )));
         }
         let fits = |p: &PowerVectors| {
@@ -130,8 +115,8 @@ impl PowerState {
         });
         if !sound {
             return Err(Error::mismatch(format_args!(
-                "power state of layer {} does not hold one finite pair of {} values per head",
-                geometry.layer, self.d_model
+                "{}: the power state does not hold one finite pair of {} values per head",
+                geometry.place, self.d_model
             )));
         }
         Ok(())
@@ -336,17 +321,14 @@ fn constants(geometry: &LayerGeometry<'_>, head: usize, q: &Channels, k: &Channe
             norm(&out)
         }
     };
-    let c0 = match &geometry.rotary {
-        Some(rotary) => {
-            let pairs = rotary
-                .pairs
-                .iter()
-                .map(|&(a, b)| q.constant[a].hypot(q.constant[b]) * k.constant[a].hypot(k.constant[b]));
-            let fixed = |c: &Channels| norm(&rotary.fixed.iter().map(|&i| c.constant[i]).collect::<Vec<_>>());
-            pairs.sum::<f64>() + fixed(q) * fixed(k)
-        }
-        None => q.constant.iter().zip(&k.constant).map(|(a, b)| a * b).sum::<f64>().abs(),
+    let turned = |rotary: &Rotary| {
+        let pairs =
+            rotary.pairs.iter().map(|&(a, b)| q.constant[a].hypot(q.constant[b]) * k.constant[a].hypot(k.constant[b]));
+        let fixed = |c: &Channels| norm(&rotary.fixed.iter().map(|&i| c.constant[i]).collect::<Vec<_>>());
+        pairs.sum::<f64>() + fixed(q) * fixed(k)
     };
+    let still = || q.constant.iter().zip(&k.constant).map(|(a, b)| a * b).sum::<f64>().abs();
+    let c0 = geometry.rotaries().map(turned).reduce(f64::max).unwrap_or_else(still);
     Constants {
         a: linear(&geometry.q[head], q, k),
         b: linear(&geometry.k[geometry.kv_head(head)], k, q),

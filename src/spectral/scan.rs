@@ -4,7 +4,7 @@
 //! signs of D are taken unless the mask is causal.
 
 use super::dense::{UNIT, lanczos, largest_eigenvalue};
-use super::gram::{HeadGrams, cholesky_factor};
+use super::head_grams::{HeadGrams, cholesky_factor};
 use crate::error::{Error, Result};
 use crate::geometry::Rotary;
 use nalgebra::{DMatrix, DVector};

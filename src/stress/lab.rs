@@ -1,15 +1,16 @@
 //! The policies at work, side by side on the same operands.
 
+use super::calls::call_of;
 use super::metrics::{Divergence, Quantiles, quantile, sqnr_db};
-use super::result::{PlanDescales, PolicySummary, TraceRow, Unavailable, largest_descale};
-use super::{Mode, Scenario, StressOptions, call_of};
+use super::options::{Mode, StressOptions};
+use super::result::{PlanDescales, PolicySummary, TensorSlack, TraceRow, Unavailable, largest_descale};
 use crate::attention::{Attention, AttentionShape, Cpu, Inputs, Precision};
-use crate::bound::E4M3_MAX;
-use crate::error::{Error, Result};
+use crate::bound::{E4M3_MAX, Tail};
+use crate::error::Result;
 use crate::forward::Projected;
 use crate::model::AttentionSpec;
 use crate::plan::{OperandDescales, ScalePlan};
-use crate::policy::{AutoCConfig, PolicyConfig, PolicyEvent, PolicyKind, Tensor};
+use crate::policy::{PolicyConfig, PolicyEvent, PolicyKind, Report, Tensor};
 use crate::runtime::{Runtime, RuntimeConfig, Step, StepOutcome, Weights};
 use crate::scale::Descale;
 use crate::spectral::Estimator;
@@ -29,6 +30,8 @@ pub(crate) fn identity(layer: usize, shape: &AttentionShape) -> ScalePlan {
 pub(super) struct Run {
     kind: PolicyKind,
     runtime: Runtime,
+    /// Steps of the burn-in; 0 where there is none.
+    burn_in: usize,
     tally: Tally,
     failed: Option<String>,
 }
@@ -46,6 +49,7 @@ pub(crate) struct Tally {
     pub(crate) sqnr: Vec<f64>,
     pub(crate) kl: Vec<f64>,
     pub(crate) fallbacks: usize,
+    slack: Vec<TensorSlack>,
 }
 
 /// One policy's row of a step, before it is written down.
@@ -67,6 +71,17 @@ impl Tally {
             self.overshoot.push(seen.max_scaled / E4M3_MAX);
             self.bad_layers.push(layer);
             self.bad_steps.push(step);
+        }
+    }
+
+    /// Takes in the slack of a burn-in step.
+    pub(crate) fn burn_in(&mut self, mode: Mode, report: &Report) {
+        for &tensor in mode.tensors() {
+            let Some(slack) = report.tensor(tensor).slack else { continue };
+            match self.slack.iter_mut().find(|seen| seen.tensor == tensor) {
+                Some(seen) => seen.slack = seen.slack.merge(slack),
+                None => self.slack.push(TensorSlack { tensor, slack }),
+            }
         }
     }
 
@@ -94,6 +109,7 @@ impl Tally {
             sqnr_db: quantile(&mut self.sqnr, 0.5),
             softmax_kl: quantile(&mut self.kl, 0.5),
             fallbacks: self.fallbacks,
+            slack: self.slack,
             assumption,
         }
     }
@@ -107,23 +123,17 @@ pub(super) struct Lab<'a> {
 
 impl<'a> Lab<'a> {
     pub(super) fn new(
-        scenario: Scenario,
         spec: &'a AttentionSpec,
         options: &'a StressOptions,
-        burn_in: u32,
+        policies: &[PolicyConfig],
+        tail: Tail,
     ) -> Result<Self> {
-        if options.policies.is_empty() {
-            return Err(Error::argument(format_args!("{} needs at least one policy", scenario.name())));
-        }
-        let run = |&kind: &PolicyKind| {
-            let policy = match kind {
-                PolicyKind::AutoC => PolicyConfig::AutoC(AutoCConfig { burn_in, ..AutoCConfig::default() }),
-                kind => kind.into(),
-            };
-            let runtime = Runtime::new(spec, RuntimeConfig { policy, tail: options.tail, estimator: Estimator::Gram })?;
-            Ok(Run { kind, runtime, tally: Tally::default(), failed: None })
+        let run = |&policy: &PolicyConfig| {
+            let runtime = Runtime::new(spec, RuntimeConfig { policy, tail, estimator: Estimator::Gram })?;
+            let burn_in = if let PolicyConfig::AutoC(config) = policy { config.burn_in as usize } else { 0 };
+            Ok(Run { kind: policy.kind(), runtime, burn_in, tally: Tally::default(), failed: None })
         };
-        let runs = options.policies.iter().map(run).collect::<Result<_>>()?;
+        let runs = policies.iter().map(run).collect::<Result<_>>()?;
         Ok(Self { spec, options, runs })
     }
 
@@ -158,6 +168,9 @@ impl<'a> Lab<'a> {
             };
             let seen = look(mode, &call.shape, &outcome);
             run.tally.add(layer, step, &seen);
+            if step < run.burn_in {
+                run.tally.burn_in(mode, &outcome.report);
+            }
             let sqnr = sqnr_db(&exact.out, &outcome.output.out);
             let kl = divergence.of(mode, &outcome.plan)?;
             run.tally.sqnr.extend(sqnr);

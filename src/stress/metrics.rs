@@ -1,6 +1,6 @@
 //! What quantisation cost: SQNR of the output and KL divergence of the softmax.
 
-use super::Mode;
+use super::options::Mode;
 use crate::attention::{AttentionCall, Inputs, dequantised};
 use crate::error::Result;
 use crate::fp8::{Format, OnOverflow};

@@ -1,6 +1,6 @@
 //! The weights of a scenario: synthetic presets and real checkpoints.
 
-use super::{call_of, token_seed};
+use super::calls::{call_of, token_seed};
 use crate::attention::{Inputs, measure};
 use crate::error::{Error, Result};
 use crate::forward::{Tokens, project};
@@ -50,7 +50,11 @@ impl StressModel {
     /// As [`Checkpoint::open`]; `is_argument` without a path, `is_mismatch` if a later one is of another model.
     pub fn open_path(paths: &[impl AsRef<Path>]) -> Result<Self> {
         let checkpoints = paths.iter().map(|path| Checkpoint::open(path.as_ref())).collect::<Result<Vec<_>>>()?;
-        let nameless = |checkpoint: &Checkpoint| AttentionSpec { name: String::new(), ..checkpoint.spec().clone() };
+        let nameless = |checkpoint: &Checkpoint| AttentionSpec {
+            name: String::new(),
+            prefix: String::new(),
+            ..checkpoint.spec().clone()
+        };
         let Some(first) = checkpoints.first() else {
             return Err(Error::argument("a path of training has at least one checkpoint"));
         };

@@ -5,20 +5,20 @@
 //! a history of 16 spans 160 steps of training where every tenth was recorded.
 
 use super::lab::{Seen, Tally, scaled};
-use super::result::largest_descale;
-use super::{
-    Mode, PlanDescales, PolicySummary, Scenario, StressOptions, StressResult, TraceRow, Unavailable,
-    refuse_without_policies,
-};
+use super::options::{Mode, Scenario, StressOptions, check_policies};
+use super::result::{PlanDescales, PolicySummary, StressResult, TraceRow, Unavailable, largest_descale};
 use crate::bound::{E4M3_MAX, HeadBounds, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
-use crate::policy::{PolicyConfig, PolicyKind, PolicyShape, Tensor};
+use crate::policy::{PolicyKind, PolicyShape, Tensor};
 use crate::stats::{CastStats, LogitStats, StepStats};
 use serde::Deserialize;
 use std::path::Path;
 
 /// Largest trace file that is read.
 const MAX_FILE: u64 = 64 << 20;
+
+/// Policies that work from maxima.
+const OBSERVING: [PolicyKind; 3] = [PolicyKind::DelayedPaper, PolicyKind::DelayedTe, PolicyKind::Current];
 
 /// Recorded maxima of a training run.
 #[derive(Clone, Debug, Deserialize)]
@@ -92,19 +92,27 @@ impl Trace {
 /// weights and are named as unavailable.
 ///
 /// # Errors
-/// `is_format` if the trace's rows do not fit each other.
+/// `is_format` if the trace's rows do not fit each other, `is_argument` if none of the policies can run or one is named
+/// twice.
 pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<StressResult> {
     trace.check().map_err(|rule| Error::format(Path::new(name), rule))?;
+    check_policies(&options.policies)?;
+    if !options.policies.iter().any(|policy| OBSERVING.contains(&policy.kind())) {
+        let known = OBSERVING.map(PolicyKind::name).join(", ");
+        return Err(Error::argument(format_args!("a replay has no weights: name one of the policies {known}")));
+    }
     let layers = trace.layers();
-    let shape = PolicyShape::alike(layers, 1, 1);
+    let shape = PolicyShape::uniform(layers, 1, 1);
     let mode = options.mode;
     let (mut policies, mut unavailable, mut rows) = (Vec::<PolicySummary>::new(), Vec::new(), Vec::new());
-    for &kind in &options.policies {
-        if !matches!(kind, PolicyKind::DelayedPaper | PolicyKind::DelayedTe | PolicyKind::Current) {
-            unavailable.push(Unavailable { policy: kind, reason: "a trace has no weights".into() });
+    for config in &options.policies {
+        let kind = config.kind();
+        if !OBSERVING.contains(&kind) {
+            unavailable
+                .push(Unavailable { policy: kind, reason: "it needs weights, which a trace does not have".into() });
             continue;
         }
-        let mut policy = PolicyConfig::from(kind).build(shape.clone())?;
+        let mut policy = config.build(shape.clone())?;
         let mut tally = Tally::default();
         for (step, recorded) in trace.steps().enumerate() {
             for layer in 0..layers {
@@ -142,8 +150,7 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
         }
         policies.push(tally.summary(kind, layers, policy.assumption()));
     }
-    refuse_without_policies(&policies, &unavailable)?;
-    let place = |kind: PolicyKind| options.policies.iter().position(|policy| *policy == kind);
+    let place = |kind: PolicyKind| options.policies.iter().position(|policy| policy.kind() == kind);
     rows.sort_by_key(|row| (row.step, place(row.policy), row.layer));
     let steps = trace.steps().count();
     let mut notes = vec!["counts are of tensors: a trace has maxima, not values".to_owned()];
@@ -163,7 +170,9 @@ pub fn replay(name: &str, trace: &Trace, options: &StressOptions) -> Result<Stre
         steps,
         seq_len: options.seq_len,
         tokens: None,
+        tail: None,
         auto_c_burn_in: 0,
+        parameters: options.policies.clone(),
         notes,
         policies,
         unavailable,

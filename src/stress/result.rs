@@ -1,10 +1,12 @@
 //! What a run gives: one summary a policy, one row a step, policy and layer.
 
 use super::metrics::Quantiles;
+use super::options::{Mode, Scenario};
 use super::tokens::TokenSummary;
-use super::{Mode, Scenario};
+use crate::bound::Tail;
+use crate::error::{Error, Result};
 use crate::plan::ScalePlan;
-use crate::policy::{PolicyKind, Tensor};
+use crate::policy::{PolicyConfig, PolicyKind, Slack, Tensor};
 use serde::Serialize;
 
 /// Result of a run; serialises to the JSON of `sigmascale stress`.
@@ -28,8 +30,12 @@ pub struct StressResult {
     pub seq_len: usize,
     /// The text that ran through the model; null for generated tokens and recorded maxima.
     pub tokens: Option<TokenSummary>,
+    /// What the failure probability of `geometry-c-star` counts; null for recorded maxima.
+    pub tail: Option<Tail>,
     /// Burn-in of `auto-c`, in steps.
     pub auto_c_burn_in: u32,
+    /// What each policy ran with.
+    pub parameters: Vec<PolicyConfig>,
     /// What a reader has to know: how the model was made, what was assumed.
     pub notes: Vec<String>,
     /// One entry a policy.
@@ -77,10 +83,23 @@ pub struct PolicySummary {
     pub sqnr_db: Option<f64>,
     /// KL divergence (nats) of softmax rows from the f32 softmax: median over layers and steps of the mean row.
     pub softmax_kl: Option<f64>,
+    /// Of `auto-c`: certain bound over observed maximum during the burn-in, of the tensors that are cast.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub slack: Vec<TensorSlack>,
     /// Times that a frozen `auto-c` went back to the certain bound.
     pub fallbacks: usize,
     /// What the policy assumes.
     pub assumption: Option<&'static str>,
+}
+
+/// Slack of one tensor.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct TensorSlack {
+    /// Which.
+    pub tensor: Tensor,
+    /// Over heads, layers and steps.
+    #[serde(flatten)]
+    pub slack: Slack,
 }
 
 /// One layer of one step under one policy.
@@ -134,4 +153,15 @@ impl PlanDescales {
 
 pub(super) fn largest_descale(tensor: Tensor, plan: &ScalePlan) -> Option<f64> {
     tensor.descales(plan).map(|row| f64::from(ScalePlan::per_tensor(row).get()))
+}
+
+/// A result of no policy at all would read as one without overflows.
+pub(super) fn refuse_without_policies(policies: &[PolicySummary], unavailable: &[Unavailable]) -> Result<()> {
+    match unavailable.first() {
+        Some(first) if policies.is_empty() => Err(Error::unsupported(format_args!(
+            "none of the policies asked for can run here: {}: {}",
+            first.policy, first.reason
+        ))),
+        _ => Ok(()),
+    }
 }

@@ -1,7 +1,8 @@
 use super::lab::{identity, look, row};
 use super::*;
+use crate::attention::AttentionShape;
 use crate::model::{Temperature, preset};
-use crate::policy::PolicyConfig;
+use crate::policy::{AutoCConfig, PolicyConfig, PolicyKind, Pooling, Tensor};
 use crate::runtime::StepOutcome;
 use crate::scale::Descale;
 
@@ -87,6 +88,34 @@ fn a_spike_moves_geometry_in_the_same_step_and_delayed_one_later() {
 }
 
 #[test]
+fn policies_run_with_their_own_parameters() {
+    use crate::policy::{AmaxAlgorithm, DelayedPaperConfig, DelayedTeConfig};
+    let policies = vec![
+        PolicyConfig::AutoC(AutoCConfig { burn_in: 2, kappa: 8.0, ..AutoCConfig::default() }),
+        PolicyConfig::DelayedPaper(DelayedPaperConfig { margin: 0.25, history: 1, ..DelayedPaperConfig::default() }),
+        PolicyConfig::DelayedTe(DelayedTeConfig {
+            history: 4,
+            algorithm: AmaxAlgorithm::MostRecent,
+            margin: 3,
+            ..DelayedTeConfig::default()
+        }),
+    ];
+    let by_default = StressOptions { steps: Some(6), ..options(Mode::Operands) };
+    let named = StressOptions { policies, ..by_default.clone() };
+    let model = small("gpt2-xl", 1);
+    let descale = |options: &StressOptions, kind: PolicyKind| {
+        let result = run(Scenario::WeightSpike, &model, options).unwrap();
+        let row = result.trace.iter().find(|row| row.policy == kind && row.step == 5).unwrap().descales;
+        (result.auto_c_burn_in, row.q_descale.unwrap())
+    };
+    for kind in [PolicyKind::AutoC, PolicyKind::DelayedPaper, PolicyKind::DelayedTe] {
+        let ((default, plain), (burn_in, own)) = (descale(&by_default, kind), descale(&named, kind));
+        assert_eq!((default, burn_in), (1, 2));
+        assert!(own > 1.5 * plain, "{kind}: {own} after {plain}");
+    }
+}
+
+#[test]
 fn growing_weights_leave_delayed_behind() {
     let options = StressOptions { steps: Some(12), ..options(Mode::Operands) };
     let result = run(Scenario::Refit, &small("mistral-7b", 1), &options).unwrap();
@@ -157,6 +186,11 @@ fn runs_repeat_and_arguments_are_checked() {
         StressOptions { seq_len: 0, ..first.clone() },
         StressOptions { steps: Some(0), ..first.clone() },
         StressOptions { policies: Vec::new(), ..first.clone() },
+        StressOptions { policies: vec![PolicyKind::AutoC.into(); 2], ..first.clone() },
+        StressOptions {
+            policies: vec![PolicyConfig::AutoC(AutoCConfig { pooling: Pooling::Model, ..AutoCConfig::default() })],
+            ..first.clone()
+        },
     ] {
         assert!(run(Scenario::CheckpointLoad, &model, &bad).unwrap_err().is_argument());
     }
@@ -172,7 +206,7 @@ fn sequences_past_the_positions_that_bounds_hold_for_are_refused() {
     assert_eq!(of(&result, PolicyKind::Geometry).overflow_layers, 0);
     let long = StressOptions { seq_len: 41, ..options(Mode::Operands) };
     let error = run(Scenario::CheckpointLoad, &model, &long).unwrap_err();
-    assert!(error.is_argument() && error.to_string().contains("40 positions"), "{error}");
+    assert!(error.is_argument() && error.to_string().contains("seq_len 41 must be at most 40"), "{error}");
 }
 
 #[test]
@@ -180,7 +214,7 @@ fn a_replay_counts_tensors() {
     let step = |x: f32| ReplayStep { q: vec![x, 1.0], k: vec![x, 1.0], v: vec![x, 1.0], s: vec![x * x, 1.0] };
     let trace =
         Trace { what: String::new(), train: [1.0, 1.0, 3.0, 3.0].map(step).to_vec(), lr_spike: vec![step(6.0)] };
-    let options = StressOptions { policies: PolicyKind::ALL.to_vec(), ..options(Mode::Operands) };
+    let options = options(Mode::Operands);
     let result = replay("recorded", &trace, &options).unwrap();
     assert_eq!((result.policies.len(), result.unavailable.len(), result.steps), (3, 3, 5));
     let te = of(&result, PolicyKind::DelayedTe);
@@ -208,7 +242,7 @@ fn utilisation_uses_the_descale_of_each_heads_group() {
         v: [896.0; 2].map(cast).to_vec(),
         o: vec![CastStats::default(); 4],
     };
-    let shape_of = PolicyShape::alike(1, 4, 2);
+    let shape_of = PolicyShape::uniform(1, 4, 2);
     let config = PolicyConfig::from(PolicyKind::DelayedPaper);
     let mut policy = config.build(shape_of).unwrap();
     let bounds = crate::bound::LayerBounds {

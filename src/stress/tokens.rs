@@ -1,6 +1,7 @@
 //! What the layers of a scenario read: isotropic tokens, or the model's own hidden states on a file's text.
 
-use super::{Scenario, StressModel, token_seed};
+use super::calls::token_seed;
+use super::model::StressModel;
 use crate::error::{Error, Result};
 use crate::forward::{Stream, Tokens};
 use crate::model::{AttentionSpec, Body, LayerWeights};
@@ -97,12 +98,13 @@ impl TokenFile {
             return refuse(format!("{} has a {tokenizer}, so its tokens are not bytes: {instead}", spec.name));
         }
         if let Some(id) = self.ids.iter().find(|id| **id as usize >= vocabulary) {
-            return refuse(format!("token id {id} is not below {vocabulary}, the vocabulary of {}", spec.name));
+            let rule = format_args!("token id {id} is not below {vocabulary}, the vocabulary of {}", spec.name);
+            return Err(Error::format(&self.path, rule));
         }
         if self.ids.len() < seq_len {
             let count = self.ids.len();
             return refuse(format!(
-                "{count} tokens are fewer than one sequence of {seq_len}: lower seq-len or add text"
+                "{count} tokens are fewer than one sequence of {seq_len}: lower seq_len or add text"
             ));
         }
         Ok(())
@@ -125,14 +127,14 @@ pub struct TokenSummary {
 }
 
 impl TokenSummary {
-    /// What a reader has to know of the tokens of a run.
-    pub(super) fn note(&self, seq_len: usize, steps: usize, scenario: Scenario) -> String {
+    /// What a reader has to know of the tokens of a run. `weights_change`: between its steps.
+    pub(super) fn note(&self, seq_len: usize, steps: usize, weights_change: bool) -> String {
         let Self { file, tokens, sequences } = self;
         let mut note = format!("text: {file}, {tokens} tokens, run through the model's own forward in f32");
         if steps > *sequences {
             note.push_str(&format!("; {steps} steps take its {sequences} sequences of {seq_len} again in turn"));
         }
-        if scenario != Scenario::CheckpointLoad {
+        if weights_change {
             note.push_str(
                 "; a step's forward has that step's weights, so what a layer reads changes with those below it",
             );

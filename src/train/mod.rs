@@ -40,7 +40,7 @@ pub use language::{Batch, Language, VOCABULARY};
 pub use model::ModelKind;
 pub use optimizer::{AdamW, LossScale};
 pub use options::{TrainOptions, Watchdog};
-pub use scenario::{Arm, LabOptions, Peak, Spread, TrainResult, TrainRun, Training, run};
+pub use scenario::{Arm, LabOptions, Peak, Spread, TrainResult, TrainRun, Training, run, run_with_progress};
 pub use state::TrainState;
 pub use trainer::{Observed, StepRecord, Trainer};
 

@@ -37,7 +37,7 @@ pub struct TrainOptions {
     pub optimizer: AdamW,
     /// Largest norm of all gradients together.
     pub clip: f64,
-    /// Union bound of `geometry-c-star`.
+    /// Union bound of `geometry-c-star`; it must cover the sequences and tokens of a step.
     pub tail: Tail,
     /// What is done about steps that are not finite.
     pub watchdog: Watchdog,
@@ -62,7 +62,7 @@ impl TrainOptions {
             warm_up: 10,
             optimizer: AdamW::default(),
             clip: 1.0,
-            tail: Tail::default(),
+            tail: Tail { seq_len: POSITIONS, batch: 4, ..Tail::default() },
             watchdog: Watchdog::default(),
             bias: 0.0,
             compare: true,
@@ -70,7 +70,7 @@ impl TrainOptions {
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        for (name, value, most) in [("batch", self.batch, 4096), ("seq-len", self.seq_len, POSITIONS)] {
+        for (name, value, most) in [("batch", self.batch, 4096), ("seq_len", self.seq_len, POSITIONS)] {
             if !(1..=most).contains(&value) {
                 return Err(Error::argument(format_args!("{name} {value} must lie between 1 and {most}")));
             }
@@ -88,7 +88,14 @@ impl TrainOptions {
             finite(name, beta, "at least 0 and below 1", (0.0..1.0).contains(&beta))?;
         }
         finite("eps", eps, above_zero, eps > 0.0)?;
-        finite("weight decay", weight_decay, not_below, weight_decay >= 0.0)?;
+        finite("weight_decay", weight_decay, not_below, weight_decay >= 0.0)?;
+        let Tail { seq_len, batch, .. } = self.tail;
+        if seq_len < self.seq_len || batch < self.batch {
+            return Err(Error::argument(format_args!(
+                "tail counts {batch} sequences of {seq_len} tokens, fewer than the {} of {} in a step",
+                self.batch, self.seq_len
+            )));
+        }
         self.tail.check()
     }
 

@@ -5,9 +5,10 @@ use super::model::{LAYERS, ModelKind};
 use super::options::TrainOptions;
 use super::state::TrainState;
 use super::trainer::{Observed, StepRecord, Trainer};
+use crate::bound::Tail;
 use crate::error::{Error, Result};
-use crate::policy::{AutoCConfig, PolicyConfig, PolicyEvent, PolicyKind, Tensor};
-use crate::stress::{Mode, PolicySummary, Scenario, StressResult, Tally, TraceRow};
+use crate::policy::{PolicyConfig, PolicyEvent, PolicyKind, Tensor};
+use crate::stress::{Mode, PolicySummary, Scenario, StressResult, Tally, TraceRow, auto_c};
 use serde::Serialize;
 use std::num::NonZero;
 use std::path::Path;
@@ -25,8 +26,8 @@ pub struct LabOptions {
     pub train: TrainOptions,
     /// What is cast.
     pub mode: Mode,
-    /// Policies, in the order of the result.
-    pub policies: Vec<PolicyKind>,
+    /// Policies with their parameters, in the order of the result; one of a kind.
+    pub policies: Vec<PolicyConfig>,
     /// What a value out of range becomes; the first is that of [`TrainResult::stress`].
     pub casts: Vec<Casts>,
     /// Steps before the transition; by default 300 for `resume`, 100 for `lr-spike`.
@@ -37,8 +38,6 @@ pub struct LabOptions {
     pub spike: f64,
     /// How long it lasts, in steps.
     pub spike_steps: usize,
-    /// Burn-in of `auto-c`.
-    pub burn_in: u32,
 }
 
 impl LabOptions {
@@ -47,21 +46,17 @@ impl LabOptions {
         Self {
             train: TrainOptions::new(model, None),
             mode: Mode::default(),
-            policies: PolicyKind::ALL.to_vec(),
+            policies: PolicyKind::ALL.map(PolicyConfig::from).to_vec(),
             casts: Casts::ALL.to_vec(),
             transition: None,
             after: None,
             spike: 8.0,
             spike_steps: 15,
-            burn_in: AutoCConfig::default().burn_in,
         }
     }
 
-    fn policy(&self, kind: PolicyKind) -> PolicyConfig {
-        match kind {
-            PolicyKind::AutoC => PolicyConfig::AutoC(AutoCConfig { burn_in: self.burn_in, ..AutoCConfig::default() }),
-            kind => kind.into(),
-        }
+    fn kinds(&self) -> Vec<PolicyKind> {
+        self.policies.iter().map(PolicyConfig::kind).collect()
     }
 }
 
@@ -80,6 +75,9 @@ pub enum Arm {
 }
 
 impl Arm {
+    /// All of them; the one that did not stop is the last.
+    pub const ALL: [Self; 4] = [Self::WeightsOnly, Self::ScalesLost, Self::WithState, Self::NeverStopped];
+
     /// Name in tables.
     pub fn name(self) -> &'static str {
         match self {
@@ -202,6 +200,19 @@ impl Spread {
     }
 }
 
+/// Counts the steps of all runs.
+struct Meter<'a> {
+    done: AtomicUsize,
+    total: usize,
+    progress: &'a (dyn Fn(usize, usize) + Sync),
+}
+
+impl Meter<'_> {
+    fn add(&self, steps: usize) {
+        (self.progress)(self.done.fetch_add(steps, Ordering::Relaxed) + steps, self.total);
+    }
+}
+
 /// Steps and rates of a scenario.
 #[derive(Clone, Copy)]
 struct Course {
@@ -243,11 +254,26 @@ impl Course {
         if spikes { self.spike } else { 1.0 }
     }
 
+    /// Steps of a policy, those before a stop left out, which all of its runs share.
+    fn own_steps(&self) -> usize {
+        match self.scenario {
+            Scenario::Resume => Arm::ALL.len() * (self.steps - self.transition),
+            _ => self.steps,
+        }
+    }
+
+    /// Steps of all jobs with so many kinds of casts each.
+    fn all_steps(&self, jobs: usize, casts: usize) -> usize {
+        let shared = if self.scenario == Scenario::Resume { self.transition } else { 0 };
+        jobs * (shared + casts * self.own_steps())
+    }
+
     /// Steps of a trainer up to `end`.
-    fn advance(&self, trainer: &mut Trainer, end: usize) -> Result<Vec<StepRecord>> {
+    fn advance(&self, trainer: &mut Trainer, end: usize, meter: &Meter<'_>) -> Result<Vec<StepRecord>> {
         let mut records = Vec::new();
         while (trainer.steps() as usize) < end {
             records.push(trainer.step(self.factor(trainer.steps() as usize))?);
+            meter.add(1);
         }
         Ok(records)
     }
@@ -264,13 +290,32 @@ struct Done {
 /// # Errors
 /// `is_argument` if an option breaks its rule; otherwise as [`Trainer::step`].
 pub fn run(scenario: Scenario, options: &LabOptions) -> Result<TrainResult> {
+    run_with_progress(scenario, options, &|_, _| ())
+}
+
+/// As [`run`], and calls `progress` with the steps that are done, of all runs together, and how many there are at most.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_with_progress(
+    scenario: Scenario,
+    options: &LabOptions,
+    progress: &(dyn Fn(usize, usize) + Sync),
+) -> Result<TrainResult> {
     let course = Course::new(scenario, options)?;
-    distinct("policy", &options.policies, PolicyKind::name)?;
+    let Tail { delta, .. } = options.train.tail;
+    let TrainOptions { seq_len, batch, .. } = options.train;
+    // Delta is that of a whole run.
+    let tail = Tail { delta, seq_len, batch, steps: course.steps };
+    let options = &LabOptions { train: TrainOptions { tail, ..options.train }, ..options.clone() };
+    distinct("policy", &options.kinds(), PolicyKind::name)?;
     distinct("kind of casts", &options.casts, Casts::name)?;
     // The control is the longest, since it carries the shadows: it starts first.
-    let jobs: Vec<Option<PolicyKind>> =
+    let jobs: Vec<Option<PolicyConfig>> =
         std::iter::once(None).chain(options.policies.iter().copied().map(Some)).collect();
-    let done = in_parallel(jobs.len(), |at| follow(&course, options, jobs[at]))?;
+    let total = course.all_steps(jobs.len(), options.casts.len());
+    let meter = Meter { done: AtomicUsize::new(0), total, progress };
+    let done = in_parallel(jobs.len(), |at| follow(&course, options, jobs[at], &meter))?;
     let parameters = Trainer::new(options.train)?.parameters();
     Ok(gather(&course, options, parameters, done))
 }
@@ -319,7 +364,7 @@ fn in_parallel<T: Send>(jobs: usize, work: impl Fn(usize) -> Result<T> + Sync) -
 }
 
 /// A policy (or the control) with every kind of casts and every way of going on.
-fn follow(course: &Course, options: &LabOptions, policy: Option<PolicyKind>) -> Result<Vec<Done>> {
+fn follow(course: &Course, options: &LabOptions, policy: Option<PolicyConfig>, meter: &Meter<'_>) -> Result<Vec<Done>> {
     let mut all: Vec<Done> = Vec::new();
     // What `resume` trains once: its steps before the stop are those of the first kind of casts.
     let mut trunk: Option<(Vec<StepRecord>, TrainState)> = None;
@@ -332,30 +377,28 @@ fn follow(course: &Course, options: &LabOptions, policy: Option<PolicyKind>) -> 
             };
             let copies: Vec<Done> = all.iter().map(again).collect();
             all.extend(copies);
+            meter.add(course.own_steps());
             continue;
         }
         let train = TrainOptions {
-            policy: policy.map(|kind| options.policy(kind)),
+            policy,
             mode: options.mode,
             casts,
             compare: options.train.compare && place == 0,
             ..options.train
         };
-        let shadows: Vec<PolicyConfig> = match policy {
-            None if place == 0 => options.policies.iter().map(|kind| options.policy(*kind)).collect(),
-            _ => Vec::new(),
-        };
+        let shadows: &[PolicyConfig] = if policy.is_none() && place == 0 { &options.policies } else { &[] };
         let mut trainer = match &trunk {
             Some((_, state)) => Trainer::resume(train, state)?,
             None => Trainer::new(train)?,
         };
-        trainer.shadow(&shadows)?;
+        trainer.shadow(shadows)?;
         if course.scenario == Scenario::LrSpike {
-            let records = course.advance(&mut trainer, course.steps)?;
+            let records = course.advance(&mut trainer, course.steps, meter)?;
             all.push(finish(course, policy, casts, Arm::NeverStopped, &trainer, records)?);
             continue;
         }
-        let before = course.advance(&mut trainer, course.transition)?;
+        let before = course.advance(&mut trainer, course.transition, meter)?;
         if trunk.is_none() {
             // Through the bytes of the file: a stop is real.
             let name = Path::new("saved state");
@@ -364,14 +407,14 @@ fn follow(course: &Course, options: &LabOptions, policy: Option<PolicyKind>) -> 
         }
         let Some((first, state)) = &trunk else { continue };
         let records = |after: Vec<StepRecord>| first.iter().cloned().chain(after).collect();
-        let straight = course.advance(&mut trainer, course.steps)?;
+        let straight = course.advance(&mut trainer, course.steps, meter)?;
         let straight = finish(course, policy, casts, Arm::NeverStopped, &trainer, records(straight))?;
-        for arm in [Arm::WeightsOnly, Arm::ScalesLost, Arm::WithState] {
+        for arm in Arm::ALL.into_iter().filter(|arm| *arm != Arm::NeverStopped) {
             let mut resumed = go_on(train, state, arm)?;
             if arm == Arm::WeightsOnly {
-                resumed.shadow(&shadows)?;
+                resumed.shadow(shadows)?;
             }
-            let after = course.advance(&mut resumed, course.steps)?;
+            let after = course.advance(&mut resumed, course.steps, meter)?;
             let mut done = finish(course, policy, casts, arm, &resumed, records(after))?;
             done.run.same_as_never_stopped = Some(same(&done.run, &straight.run));
             all.push(done);
@@ -402,7 +445,7 @@ fn same(a: &TrainRun, b: &TrainRun) -> bool {
 
 fn finish(
     course: &Course,
-    policy: Option<PolicyKind>,
+    policy: Option<PolicyConfig>,
     casts: Casts,
     arm: Arm,
     trainer: &Trainer,
@@ -413,7 +456,7 @@ fn finish(
     let largest = window.iter().flat_map(|record| &record.observed).filter(|o| o.own).map(|o| o.row.max_scaled);
     let largest = largest.filter(|scaled| scaled.is_finite());
     let run = TrainRun {
-        policy,
+        policy: policy.map(|policy| policy.kind()),
         casts,
         arm,
         same_as_saturating: false,
@@ -448,12 +491,12 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
     for done in done.iter().flatten().filter(|done| primary(done)) {
         match done.run.policy {
             Some(kind) => {
-                policies.push(summary(kind, &done.records, true));
+                policies.push(summary(options, kind, &done.records, true));
                 trace.extend(rows(&done.records));
             }
             None => {
-                for &kind in &options.policies {
-                    shadow.push(summary(kind, &done.records, false));
+                for kind in options.kinds() {
+                    shadow.push(summary(options, kind, &done.records, false));
                     let over = |record: &&StepRecord| {
                         record.observed.iter().any(|o| o.row.policy == kind && o.row.overflow > 0)
                     };
@@ -462,7 +505,7 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
             }
         }
     }
-    let place = |kind| options.policies.iter().position(|policy| *policy == kind);
+    let place = |kind| options.policies.iter().position(|policy| policy.kind() == kind);
     trace.sort_by_key(|row: &TraceRow| (row.step, place(row.policy), row.layer));
     let train = &options.train;
     let stress = StressResult {
@@ -475,7 +518,9 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
         steps: course.steps,
         seq_len: train.seq_len,
         tokens: None,
-        auto_c_burn_in: options.burn_in,
+        tail: Some(train.tail),
+        auto_c_burn_in: auto_c(&options.policies).burn_in,
+        parameters: options.policies.clone(),
         notes: vec![format!(
             "a model of {parameters} parameters on a generated language, {} sequences a step; every policy trains a run of \
              its own from the same parameters and text",
@@ -505,7 +550,8 @@ fn rows(records: &[StepRecord]) -> impl Iterator<Item = TraceRow> + '_ {
     records.iter().flat_map(|record| &record.observed).filter(|o| o.own).map(|o| o.row.clone())
 }
 
-fn summary(kind: PolicyKind, records: &[StepRecord], own: bool) -> PolicySummary {
+fn summary(options: &LabOptions, kind: PolicyKind, records: &[StepRecord], own: bool) -> PolicySummary {
+    let burn_in = if kind == PolicyKind::AutoC { auto_c(&options.policies).burn_in as usize } else { 0 };
     let mut tally = Tally::default();
     let mut assumption = None;
     for record in records {
@@ -513,6 +559,9 @@ fn summary(kind: PolicyKind, records: &[StepRecord], own: bool) -> PolicySummary
             tally.add(o.row.layer, record.step as usize, &o.seen);
             tally.sqnr.extend(o.row.sqnr_db);
             tally.kl.extend(o.row.softmax_kl);
+            if (record.step as usize) < burn_in {
+                tally.burn_in(options.mode, &o.report);
+            }
             let fell = |event: &&PolicyEvent| matches!(event, PolicyEvent::FellBack { .. });
             tally.fallbacks += o.report.events.iter().filter(fell).count();
         }

@@ -11,7 +11,7 @@ fn short(policies: &[PolicyKind]) -> LabOptions {
     LabOptions {
         train: TrainOptions { batch: 2, seq_len: 24, seed: 3, compare: false, ..base.train },
         mode: Mode::Operands,
-        policies: policies.to_vec(),
+        policies: policies.iter().map(|kind| (*kind).into()).collect(),
         transition: Some(12),
         after: Some(6),
         spike: 40.0,
@@ -25,7 +25,7 @@ fn by_hand(options: &LabOptions, policy: Option<PolicyKind>, casts: Casts) -> (T
     let policy = policy.map(PolicyConfig::from);
     let mut trainer = Trainer::new(TrainOptions { policy, casts, mode: options.mode, ..options.train }).unwrap();
     if policy.is_none() {
-        trainer.shadow(&options.policies.iter().map(|kind| (*kind).into()).collect::<Vec<_>>()).unwrap();
+        trainer.shadow(&options.policies).unwrap();
     }
     let factors = (0..18).map(|step| if (12..15).contains(&step) { 40.0 } else { 1.0 });
     let records = factors.map(|factor| trainer.step(factor).unwrap()).collect();
@@ -41,7 +41,7 @@ fn counts_losses_and_shadows_are_those_of_the_steps() {
         rows.map(|o| o.row.overflow).sum()
     };
     let mut spoilt = 0;
-    for kind in options.policies.iter().copied() {
+    for kind in options.policies.iter().map(PolicyConfig::kind) {
         for casts in Casts::ALL {
             let (trainer, records) = by_hand(&options, Some(kind), casts);
             let run = result.training.runs.iter().find(|run| run.policy == Some(kind) && run.casts == casts).unwrap();
@@ -60,8 +60,8 @@ fn counts_losses_and_shadows_are_those_of_the_steps() {
     }
     assert!(spoilt > 0, "a spike of 40 must cost someone a step");
     let (_, control) = by_hand(&options, None, Casts::Saturating);
-    for (place, kind) in options.policies.iter().enumerate() {
-        let shadow = control[12..].iter().filter(|r| over(r, *kind, false) > 0).count();
+    for (place, kind) in options.policies.iter().map(PolicyConfig::kind).enumerate() {
+        let shadow = control[12..].iter().filter(|r| over(r, kind, false) > 0).count();
         assert_eq!(result.training.shadow_window[place], shadow, "{kind}");
     }
     // The peaks are the certain bound's, over its own run and the shadow.

@@ -500,7 +500,7 @@ fn options_out_of_their_range_are_refused_by_name() {
     };
     for (name, options) in [
         ("batch 0", TrainOptions { batch: 0, ..base }),
-        ("seq-len 65", TrainOptions { seq_len: 65, ..base }),
+        ("seq_len 65", TrainOptions { seq_len: 65, ..base }),
         ("rate 0", TrainOptions { rate: 0.0, ..base }),
         ("rate inf", TrainOptions { rate: f64::INFINITY, ..base }),
         ("clip -1", TrainOptions { clip: -1.0, ..base }),
@@ -509,7 +509,7 @@ fn options_out_of_their_range_are_refused_by_name() {
         ("beta1 1", adam(&|a| a.beta1 = 1.0)),
         ("beta2 -0.5", adam(&|a| a.beta2 = -0.5)),
         ("eps 0", adam(&|a| a.eps = 0.0)),
-        ("weight decay NaN", adam(&|a| a.weight_decay = f64::NAN)),
+        ("weight_decay NaN", adam(&|a| a.weight_decay = f64::NAN)),
         ("delta 0", TrainOptions { tail: crate::bound::Tail { delta: 0.0, ..base.tail }, ..base }),
     ] {
         let error = Trainer::new(options).unwrap_err();

@@ -1,11 +1,11 @@
 //! A device that is lost gives errors, and the process goes on.
 
 use crate::weights::{Case, Layer};
-use sigmascale::cuda::policy::{BoundSource, PolicyEngine};
-use sigmascale::cuda::scale::ScaleEngine;
 use sigmascale::cuda::sources::Source;
 use sigmascale::cuda::{Arg, Device, DevicePtr, Launch};
-use sigmascale::device_plan::{Bounds, DevicePlan};
+use sigmascale::device::policy::{BoundSource, PolicyEngine};
+use sigmascale::device::policy::{Bounds, DevicePlan};
+use sigmascale::device::scale::ScaleEngine;
 use sigmascale::policy::PolicyKind;
 use std::process::Command;
 

@@ -4,24 +4,25 @@ use crate::device;
 use crate::weights::{Case, Layer};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use sigmascale::attention::cuda::{Cuda, Descales, Element, Tensors, View};
 use sigmascale::attention::{AttentionCall, AttentionShape};
 use sigmascale::bound::{HeadBounds, LayerBounds, OperandBound, Tail};
-use sigmascale::cuda::policy::status;
-use sigmascale::cuda::scale::ScaleEngine;
-use sigmascale::cuda::{CastWords, LogitWords, StepWords, ordered};
-use sigmascale::device_plan::{Bounds, DevicePlan};
+use sigmascale::device::attention::{Cuda, Descales, Element, Tensors, View};
+use sigmascale::device::policy::status;
+use sigmascale::device::policy::{Bounds, DevicePlan};
+use sigmascale::device::scale::ScaleEngine;
 use sigmascale::model::{AttentionSpec, preset};
 use sigmascale::plan::{Granularity, ScalePlan};
 use sigmascale::policy::{
     AmaxAlgorithm, AutoCConfig, CurrentConfig, DelayedPaperConfig, DelayedTeConfig, GeometryConfig, Policy,
-    PolicyConfig, PolicyEvent, PolicyKind, PolicyState, Pooling, Restart, Tensor,
+    PolicyConfig, PolicyEvent, PolicyKind, PolicyState, Pooling, Report, Restart, Slack, Tensor,
 };
 use sigmascale::stats::StepStats;
+use sigmascale::stats::{CastWords, LogitWords, StepWords, ordered};
 
 tests![
     every_policy_plans_the_bits_of_the_host,
     a_long_burn_in_keeps_several_ratios,
+    slack_is_that_of_the_hosts_burn_in,
     a_state_moves_between_host_and_device,
     a_graph_replays_the_loop_at_the_same_addresses,
     weights_become_plans_in_one_graph,
@@ -185,8 +186,13 @@ impl Pair {
         }
     }
 
-    /// One step of every layer; says what the host's policy reported.
+    /// One step of every layer; says what happened to the host's policy.
     fn step(&mut self, spec: &AttentionSpec, step: usize, share: f32, rng: &mut StdRng) -> Vec<PolicyEvent> {
+        self.reports(spec, step, share, rng).into_iter().flat_map(|report| report.events).collect()
+    }
+
+    /// The same, with everything that the host's policy reported.
+    fn reports(&mut self, spec: &AttentionSpec, step: usize, share: f32, rng: &mut StdRng) -> Vec<Report> {
         let stream = device().stream().unwrap();
         let rows: Vec<StepWords> = self.bounds.iter().map(|b| words(spec, b, share, rng)).collect();
         let measures = self.host.needs_measurement();
@@ -194,7 +200,7 @@ impl Pair {
             self.plan.engine().write_stats(layer, &row.to_row()).unwrap();
         }
         self.plan.refresh(&stream).unwrap();
-        let mut events = vec![];
+        let mut reports = vec![];
         let mut plans = vec![];
         for (bounds, row) in self.bounds.iter().zip(&rows) {
             let stats = StepStats::from(row);
@@ -230,10 +236,10 @@ impl Pair {
             let same = |a: &StepStats, b: &StepStats| format!("{a:?}") == format!("{b:?}");
             assert!(same(&observed[bounds.layer], &stats));
             if let Some(plan) = plan {
-                events.extend(self.host.observe(plan, bounds, &stats).unwrap().events);
+                reports.push(self.host.observe(plan, bounds, &stats).unwrap());
             }
         }
-        events
+        reports
     }
 
     fn same_state(&self, step: usize) {
@@ -311,6 +317,51 @@ fn a_burn_in_keeps(spec: &AttentionSpec, pooling: Pooling, kept: &[usize]) {
     }
     assert!(frozen > 0, "the burn-in did not end");
     pair.same_state(0);
+}
+
+fn slack_is_that_of_the_hosts_burn_in() {
+    let spec = unlike(&[(8, 2), (64, 4), (2, 1)]);
+    for pooling in [Pooling::Model, Pooling::Layer, Pooling::Head] {
+        for granularity in [Granularity::Head, Granularity::Layer] {
+            let auto = AutoCConfig { burn_in: 9, pooling, granularity, ..Default::default() };
+            let mut rng = StdRng::seed_from_u64(31);
+            let mut pair = Pair::new(&spec, PolicyConfig::AutoC(auto), &mut rng);
+            let mut expected: Vec<[Option<Slack>; 4]> = vec![[None; 4]; 3];
+            let mut seen = [0; 3];
+            for step in 0..25 {
+                if step == 5 {
+                    pair.move_weights(&spec, &mut rng);
+                }
+                for report in pair.reports(&spec, step, 0.05, &mut rng) {
+                    let skipped = report.events.iter().any(|event| matches!(event, PolicyEvent::Skipped { .. }));
+                    if skipped || seen[report.layer] == auto.burn_in {
+                        continue;
+                    }
+                    seen[report.layer] += 1;
+                    for (slack, tensor) in expected[report.layer].iter_mut().zip(Tensor::ALL) {
+                        *slack = match (*slack, report.tensor(tensor).slack) {
+                            (Some(a), Some(b)) => Some(a.merge(b)),
+                            (a, b) => a.or(b),
+                        };
+                    }
+                }
+            }
+            assert_eq!(seen, [auto.burn_in; 3], "the burn-in ended in every layer");
+            let found = pair.plan.read_slack().unwrap();
+            for (layer, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                for (found, expected) in found.iter().zip(expected) {
+                    let (found, expected) = (found.unwrap(), expected.unwrap());
+                    assert_eq!((found.min, found.max, found.count), (expected.min, expected.max, expected.count));
+                    assert!((found.mean / expected.mean - 1.0).abs() < 1e-12, "layer {layer}: {found:?} {expected:?}");
+                }
+            }
+            // A restart begins anew, and other policies measure none.
+            pair.plan.engine().restart(&device().stream().unwrap()).unwrap();
+            assert_eq!(pair.plan.read_slack().unwrap(), [[None; 4]; 3]);
+        }
+    }
+    let other = Pair::new(&spec, PolicyKind::Geometry.into(), &mut StdRng::seed_from_u64(32));
+    assert!(other.plan.read_slack().unwrap().is_empty());
 }
 
 fn a_state_moves_between_host_and_device() {
@@ -452,7 +503,7 @@ fn an_attention_call_feeds_the_policy() {
                     let ptr = plan.descales(layer, tensor).unwrap();
                     Some(View::new(ptr, Element::F32, [2, 2], [0, 1]))
                 };
-                let words = sigmascale::cuda::stats_words(8, 2);
+                let words = sigmascale::stats::stats_words(8, 2);
                 let tensors = Tensors {
                     q: View::dense(q.ptr(), Element::F32, [2, 200, 8, 64]),
                     k: View::dense(k.ptr(), Element::F32, [2, 200, 2, 64]),

@@ -7,9 +7,10 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use sigmascale::Descale;
 use sigmascale::bound::{E4M3_MAX, LayerBounds, Tail};
-use sigmascale::cuda::scale::{DeviceWeights, Dtype, LayerInput, QkNormInput, QkNormSide, ScaleEngine};
 use sigmascale::cuda::{Buffer, DevicePtr};
-use sigmascale::device_plan::{Bounds, DeviceBounds, DevicePlan, scale_engine};
+use sigmascale::device::policy::{Bounds, DevicePlan};
+use sigmascale::device::scale::{DeviceWeights, Dtype, LayerInput, QkNormInput, QkNormSide, ScaleEngine};
+use sigmascale::device::{DeviceBounds, scale_engine};
 use sigmascale::model::{AttentionSpec, GainForm, LayerSpec, LayerWeights, NormKind, NormVectors, QkNorm, QkNormScope};
 use sigmascale::plan::DEFAULT_ETA;
 use sigmascale::policy::{PolicyConfig, PolicyKind};
@@ -235,7 +236,10 @@ pub fn borrowed(layer: &Normalised, dtype: Dtype) -> (LayerInput, Vec<Buffer<u8>
         channels: case.r as u32,
     };
     let (q, k) = (side(&layer.vectors[0]), side(&layer.vectors[1]));
-    (LayerInput { qk_norm: Some(QkNormInput { q, k, dtype, gain_offset: 0.0 }), ..layer.layer.input }, memory)
+    let spec = layer.spec();
+    let rounding_share = spec.rounding_share(&spec.layers[0], layer.layer.weights().stored());
+    let qk_norm = Some(QkNormInput { q, k, dtype, gain_offset: 0.0 });
+    (LayerInput { qk_norm, rounding_share, ..layer.layer.input }, memory)
 }
 
 fn gains_are_read_anew_also_by_a_graph() {

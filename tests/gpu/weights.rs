@@ -7,7 +7,7 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::bound::{LayerBounds, Tail};
 use sigmascale::cuda::Buffer;
-use sigmascale::cuda::scale::{DeviceMatrix, Dtype, LayerInput, ProjectionInput};
+use sigmascale::device::scale::{DeviceMatrix, Dtype, LayerInput, ProjectionInput};
 use sigmascale::model::{
     AttentionSpec, GainForm, LayerWeights, NormKind, Projection, Rope, RopeLayout, Temperature, preset,
 };
@@ -143,7 +143,13 @@ impl Case {
         (spec.bias.q, spec.bias.k, spec.bias.v) = (self.biases, self.biases, self.biases);
         spec.layers[0].softmax_scale = 1.0 / (self.r as f64).sqrt();
         let layout = if self.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit };
-        let rope = Rope { rotary_dim: self.rotary, layout, attention_factor: self.rope_factor, inv_freq: None };
+        let rope = Rope {
+            rotary_dim: self.rotary,
+            other_dims: vec![],
+            layout,
+            attention_factor: self.rope_factor,
+            inv_freq: None,
+        };
         spec.layers[0].rope = (self.rotary > 0).then_some(rope);
         spec.layers[0].temperature = self.temperature;
         spec
@@ -338,6 +344,8 @@ impl Layer {
 
     fn upload(&mut self) {
         let case = &self.case;
+        let spec = case.spec();
+        let rounding_share = spec.rounding_share(&spec.layers[0], self.weights().stored());
         let (d, r, size) = (case.d, case.r, case.dtype.size() as u64);
         let mut memory = vec![];
         let mut keep = |bytes: &[u8]| {
@@ -364,6 +372,7 @@ impl Layer {
             rope_factor: if case.rotary > 0 { case.rope_factor as f32 } else { 1.0 },
             softmax_scale: 1.0 / (r as f64).sqrt(),
             query_factor: case.temperature.map_or(1.0, |temperature| temperature.largest()),
+            rounding_share,
             ..LayerInput::without_addresses()
         };
         if let Some(shift) = &self.shift {

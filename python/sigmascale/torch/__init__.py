@@ -8,6 +8,11 @@ Hugging Face: :func:`register`, then ``model.set_attn_implementation("sigmascale
 TransformerEngine: :mod:`sigmascale.torch.te`.
 """
 
+# ruff: noqa: E402
+from .._arguments import pytorch
+
+pytorch("sigmascale.torch")
+
 from . import te
 from ._attention import attention, patched, register, scaled_dot_product_attention
 from ._backends import backend

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .. import AutoC, DelayedPaper, DelayedTe, Tail
 from . import te as te
 
 __all__ = [
@@ -117,6 +118,7 @@ class Runtime:
     policy: _Policy
     bound: Literal["certain"] | None
     backend: _Backend
+    tail: Tail
     n_q_heads: int
     n_kv_heads: int
     device: torch.device
@@ -129,16 +131,18 @@ class Runtime:
     def __init__(
         self,
         model: torch.nn.Module,
-        policy: _Policy,
+        policy: _Policy | AutoC | DelayedPaper | DelayedTe,
         bound: Literal["certain"] | None,
         layers: Sequence[Layer] | None,
         backend: _Backend,
+        tail: Tail | None,
     ) -> None: ...
     def __len__(self) -> int: ...
     def refresh(self) -> None: ...
     def check(self) -> None: ...
     def observed(self) -> tuple[torch.Tensor, torch.Tensor]: ...
     def stats(self) -> dict[str, NDArray[np.generic]]: ...
+    def slack(self) -> dict[str, dict[str, NDArray[np.generic]]]: ...
     def plan_of(self, module: torch.nn.Module) -> LayerPlan: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -147,11 +151,12 @@ class Runtime:
 def find_layers(model: torch.nn.Module) -> list[Layer]: ...
 def attach(
     model: torch.nn.Module,
-    policy: _Policy = "geometry",
+    policy: _Policy | AutoC | DelayedPaper | DelayedTe = "geometry",
     bound: Literal["certain"] | None = None,
     *,
     layers: Sequence[Layer] | None = None,
     backend: _Backend = "auto",
+    tail: Tail | None = None,
 ) -> Runtime: ...
 @overload
 def attention(

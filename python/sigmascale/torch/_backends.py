@@ -14,6 +14,7 @@ import torch
 
 from .. import _native
 from .._errors import ArgumentError, UnsupportedError
+from ._results import add_counts
 
 E4M3 = torch.float8_e4m3fn
 _MAX = 448.0
@@ -54,13 +55,11 @@ def plain_cast(x, descale, words=None):
 def report(words, x, scaled):
     """Adds a tensor's maxima and counts to its rows."""
     size = scaled.abs()
-    count = lambda mask: mask.sum(dim=(0, 1, 3)).to(torch.int32)
     amax = x.abs().amax(dim=(0, 1, 3)).float().view(torch.int32)
     words[:, 0] = torch.maximum(words[:, 0], amax)
     finite = torch.isfinite(size)
-    words[:, 1] += count((size > _MAX) & finite)
-    words[:, 2] += count((size > 464.0) & finite)
-    words[:, 3] += count(~finite)
+    masks = ((size > _MAX) & finite, (size > 464.0) & finite, ~finite)
+    add_counts(words[:, 1:], torch.stack([mask.sum(dim=(0, 1, 3)) for mask in masks], dim=1))
 
 
 def cast_all(q, k, v, descales, words):
@@ -151,9 +150,10 @@ class Native:
         return out, lse
 
     def _space(self, q, k, kind, stream):
-        """Workspace of a stream, grown as needed; a captured graph gets its own, which lives in its pool."""
+        """Workspace of a stream, grown as needed; a captured graph gets its own, which lives in its pool. The call itself
+        clears the little of it that has to be."""
         size, _ = _native.Attention.sizes(list(q.shape), list(k.shape), kind)
-        make = lambda: torch.zeros(size, device=q.device, dtype=torch.uint8)
+        make = lambda: torch.empty(size, device=q.device, dtype=torch.uint8)
         if torch.cuda.is_current_stream_capturing():
             return make()
         with self._lock:

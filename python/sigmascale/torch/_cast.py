@@ -8,6 +8,14 @@ _ROWS = 32
 
 
 @triton.jit
+def _add(place, count):
+    # A count that would wrap stays at the largest: all bits set.
+    before = tl.atomic_add(place, count).to(tl.uint32, bitcast=True)
+    if before + count.to(tl.uint32, bitcast=True) < before:
+        tl.atomic_or(place, -1)
+
+
+@triton.jit
 def _cast(
     x,
     out,
@@ -52,11 +60,11 @@ def _cast(
         tl.atomic_max(place, bits)
         total = tl.sum(tl.sum(over.to(tl.int32), axis=1), axis=0)
         if total > 0:
-            tl.atomic_add(place + 1, total)
-            tl.atomic_add(place + 2, tl.sum(tl.sum(beyond.to(tl.int32), axis=1), axis=0))
+            _add(place + 1, total)
+            _add(place + 2, tl.sum(tl.sum(beyond.to(tl.int32), axis=1), axis=0))
         bad = tl.sum(tl.sum((kept & (size != size) | (size == float("inf"))).to(tl.int32), axis=1), axis=0)
         if bad > 0:
-            tl.atomic_add(place + 3, bad)
+            _add(place + 3, bad)
 
 
 def cast(x, descale, words=None):

@@ -15,7 +15,7 @@ _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: 
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Layer:
     """One attention layer, for models that are found by no table. Tensors are the model's own, or views of them.
 
@@ -62,6 +62,9 @@ class Layer:
     def d_head(self):
         """Channels of a head."""
         return self.fused_d_head if self.heads is not None else self.q.shape[0] // max(self.n_q_heads, 1)
+
+    def __repr__(self):
+        return f"<sigmascale Layer {self.name}: {self.n_q_heads} query and {self.n_kv_heads} KV heads of {self.d_head}>"
 
     def tensors(self):
         """Every tensor that the scales depend on, by name."""

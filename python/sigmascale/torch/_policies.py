@@ -1,11 +1,13 @@
 """Where descales come from: the certain bounds, this call's own maxima, or a native policy with memory on the device."""
 
 import json
+import math
 
+import numpy as np
 import torch
 
 from .. import _native
-from .._errors import MismatchError
+from .._errors import MismatchError, SigmascaleError, UnsupportedError
 from ._results import Target
 
 POLICIES = ("geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current")
@@ -32,6 +34,10 @@ class Geometry:
     def update(self, runtime, stream):
         """Plans the next step."""
 
+    def slack(self, layers):
+        """Rows of each tensor: see ``Runtime.slack``."""
+        raise UnsupportedError("slack is measured by policy='auto-c' alone, in its burn-in")
+
     def save(self):
         """What a resume needs, as plain values."""
         return None
@@ -57,17 +63,25 @@ class Native(Geometry):
 
     has_logits = True
 
-    def __init__(self, name):
-        self._name, self._parts, self._fresh = name, [], True
+    def __init__(self, name, config, tail):
+        self._name, self._config, self._tail = name, config, tail
+        self._parts, self._specs, self._fresh = [], None, True
         self.remembers = name != "geometry-c-star"
 
     def bind(self, runtime, found):
-        states = [part.native.save() for part in self._parts]
-        groups = runtime._heads.groups().values()
-        self._parts = [_Part(self._name, runtime, [found[index] for index in layers], layers) for layers in groups]
-        self._fresh = not states
-        for part, state in zip(self._parts, states):
-            part.native.load(state)
+        groups = list(runtime._heads.groups().values())
+        specs = [json.dumps(_spec([found[index] for index in layers])) for layers in groups]
+        # Memory depends on no address: it stays where it is when weights move, and so do graphs that reach it.
+        if self._specs is None:
+            self._parts = [self._part(runtime, spec, layers) for spec, layers in zip(specs, groups)]
+            self._specs = specs
+        elif self._specs != specs:
+            raise SigmascaleError("norms, rotation or softmax scale are others than at attach(): attach again")
+
+    def _part(self, runtime, spec, layers):
+        bounded = self._name in FROM_BOUNDS
+        native = _native.DevicePolicy(runtime.device.index, spec, self._config, self._tail, bounded)
+        return _Part(native, bounded, runtime, layers)
 
     def targets(self, runtime):
         targets = {}
@@ -85,6 +99,18 @@ class Native(Geometry):
         for part in self._parts:
             part.update(runtime, stream)
         self._fresh = False
+
+    def slack(self, layers):
+        if self._name != "auto-c":
+            return super().slack(layers)
+        empty = {"min": math.nan, "mean": math.nan, "max": math.nan, "count": 0}
+        rows = [[None] * 4] * layers
+        for part in self._parts:
+            for layer, row in zip(part.layers, json.loads(part.native.slack())):
+                rows[layer] = row
+        column = lambda tensor, key: np.array([(row[tensor] or empty)[key] for row in rows])
+        names = enumerate(("logit", "q", "k", "v"))
+        return {name: {key: column(tensor, key) for key in empty} for tensor, name in names}
 
     def save(self):
         if not self.remembers:
@@ -109,13 +135,11 @@ class Native(Geometry):
 class _Part:
     """The native policy of the layers with as many heads."""
 
-    def __init__(self, name, runtime, found, layers):
-        bounded = name in FROM_BOUNDS
-        self.native = _native.DevicePolicy(runtime.device.index, json.dumps(_spec(found)), name, bounded)
-        self.layers, count = layers, len(found)
+    def __init__(self, native, bounded, runtime, layers):
+        self.native, self.layers, count = native, layers, len(layers)
         # Rows of the runtime's tensors.
         self._rows = slice(None) if runtime._heads.equal else torch.tensor(layers, device=runtime.device)
-        self._n_q, self._n_kv = n_q, n_kv = found[0].n_q_heads, found[0].n_kv_heads
+        self._n_q, self._n_kv = n_q, n_kv = runtime._heads.counts[layers[0]]
         results = self.native.results()
         memory = lambda name, kind: runtime.memory(self.native, results[name], kind)
         self._stats = memory("stats", "<i4").view(count, 2 * (n_q + n_kv), 4)
@@ -138,11 +162,11 @@ class _Part:
         runtime.logit_descales[self._rows, : self._n_q] = self._logits
 
 
-def make_policy(name):
-    """A policy at its start."""
+def make_policy(name, config, tail):
+    """A policy at its start; ``config`` and ``tail`` are for the native ones."""
     if name == "geometry":
         return Geometry()
-    return Current() if name == "current" else Native(name)
+    return Current() if name == "current" else Native(name, config, tail)
 
 
 def _spec(found):

@@ -105,12 +105,25 @@ def copies(results, targets, every):
 def folded(words, n_q, n_kv):
     """amax ``(layers, 3, n_kv)`` and counts ``(layers, 3, n_kv, 3)`` from the words of layers with as many heads."""
     rows = words[:, n_q : 2 * (n_q + n_kv)].reshape(words.shape[0], -1, 4)
-    q, k, v = rows.split([n_q, n_kv, n_kv], dim=1)
-    q = q.reshape(words.shape[0], n_kv, -1, 4)
     # Bits of numbers that are not negative keep their order as integers.
-    amax = torch.stack([q[..., 0].amax(dim=2), k[..., 0], v[..., 0]], dim=1).view(torch.float32)
-    counts = torch.stack([q[..., 1:].sum(dim=2).to(torch.int32), k[..., 1:], v[..., 1:]], dim=1)
-    return amax, counts
+    q, k, v = rows[..., 0].split([n_q, n_kv, n_kv], dim=1)
+    amax = torch.stack([q.unflatten(1, (n_kv, -1)).amax(dim=2), k, v], dim=1).view(torch.float32)
+    q, k, v = unsigned(rows[..., 1:]).split([n_q, n_kv, n_kv], dim=1)
+    return amax, torch.stack([q.unflatten(1, (n_kv, -1)).sum(dim=2), k, v], dim=1)
+
+
+U32_MAX = 0xFFFFFFFF
+
+
+def unsigned(words):
+    """Words of 32 bits, which PyTorch has as int32, as int64."""
+    return words.long() & U32_MAX
+
+
+def add_counts(words, counts):
+    """Adds int64 counts to words in place; they stop at the largest that 32 bits hold, as the kernels' do."""
+    total = (unsigned(words) + counts).clamp_max(U32_MAX)
+    words.copy_(torch.where(total > U32_MAX // 2, total - (U32_MAX + 1), total))
 
 
 def observed(words, heads):
@@ -119,7 +132,7 @@ def observed(words, heads):
         return folded(words, heads.n_q, heads.n_kv)
     shape = (len(heads.counts), 3, heads.n_kv)
     amax = words.new_zeros(shape, dtype=torch.float32)
-    counts = words.new_zeros((*shape, 3))
+    counts = words.new_zeros((*shape, 3), dtype=torch.int64)
     for index, (n_q, n_kv) in enumerate(heads.counts):
         one = folded(words[index : index + 1], n_q, n_kv)
         amax[index : index + 1, :, :n_kv], counts[index : index + 1, :, :n_kv] = one

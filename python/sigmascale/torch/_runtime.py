@@ -1,7 +1,9 @@
 """Plans of a model's attention layers, kept in device tensors that never move."""
 
+import dataclasses
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Mapping
 
@@ -10,6 +12,7 @@ import torch
 
 from .. import _native
 from .._errors import ArgumentError, CudaError, MismatchError, NonFiniteError, SigmascaleError, UnsupportedError
+from .._parameters import Tail, named
 from . import _backends, _layers, _results
 from ._policies import FROM_BOUNDS, POLICIES, make_policy
 
@@ -26,7 +29,7 @@ class LayerPlan:
         self.n_q_heads, self.n_kv_heads, self.d_head = layer.n_q_heads, layer.n_kv_heads, layer.d_head
         self.per_call = runtime._policy.per_call
         self.softmax_scale = self.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale
-        # Keys up to which the descales are bounds; None: any number, or descales that are none.
+        # Keys up to which the descales are bounds; None: any number, or a policy without bounds.
         self.positions = layer.positions if runtime.policy in FROM_BOUNDS else None
         self._descales = runtime.descales[index, :, : self.n_kv_heads]
         self.words = runtime.words[index, : 2 * (self.n_q_heads + self.n_kv_heads)]
@@ -67,7 +70,8 @@ class Runtime:
     ``layers``: a :class:`LayerPlan` for each layer. ``descales`` f32 ``(layers, [q, k, v, o], n_kv_heads)``: what a plan's
     rows are views of; a value is divided by its descale before the cast. ``logits`` f32 ``(layers, n_q_heads, [sigma,
     certain bound, bound with rounding, descale])`` or None. ``logit_descales`` f32 ``(layers, n_q_heads)``: what maps the
-    policy's logit bound onto 0.8 of E4M3, or None where there is none. ``after_refresh``: functions that are called with
+    policy's logit bound onto ``tail.eta`` of E4M3, or None where there is none. ``tail``: the :class:`sigmascale.Tail` in
+    force. ``after_refresh``: functions that are called with
     the runtime at the end of every refresh, on its stream. All tensors keep their addresses.
 
     Layers may have unequal heads. Then the tensors have room for the most, ``n_q_heads`` and ``n_kv_heads``, and what lies
@@ -76,22 +80,28 @@ class Runtime:
 
     # Tensors that a runtime writes in place must not be inference tensors, which may not be.
     @torch.inference_mode(False)
-    def __init__(self, model, policy, bound, layers, backend):
+    def __init__(self, model, policy, bound, layers, backend, tail):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        policy, parameters = named(policy)
         if policy not in POLICIES:
             raise ArgumentError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
+        tail = Tail() if tail is None else tail
+        if not isinstance(tail, Tail):
+            raise TypeError(f"tail must be a sigmascale.Tail, not {tail!r}")
+        counted = dataclasses.asdict(tail)
+        config = _native.policy(policy, parameters, counted)
         if bound not in (None, "certain"):
             raise ArgumentError(f"bound {bound!r}: the GPU computes the certain logit bound ('certain') or none (None)")
         if backend != "auto":
             _backends.backend(backend)
         # What torch.compile returns may be gone while the model that it wraps is in use.
         model = getattr(model, "_orig_mod", model)
-        self.policy, self.bound, self.backend = policy, bound, backend
+        self.policy, self.bound, self.backend, self.tail = policy, bound, backend, tail
         self._given = layers is not None
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
-        # Engines whose launches are in somebody's CUDA graph: a replay reaches their memory.
+        # Engines whose launches are in somebody's CUDA graph, with the weights that they read: a replay reaches both.
         self._captured = []
         self.after_refresh = []
         found = list(layers) if self._given else _layers.find(model)
@@ -124,7 +134,7 @@ class Runtime:
             self.logits = make(count, n_q, 4) if bound else None
             if bound:
                 self._heads.pad(self.logits[..., 3], 0)
-            self._policy = make_policy(policy)
+            self._policy = make_policy(policy, config, counted)
             has_logits = bound or self._policy.has_logits
             self.logit_descales = self._heads.pad(make(count, n_q) + 1, 0) if has_logits else None
         self.n_q_heads, self.n_kv_heads = n_q, n_kv
@@ -159,9 +169,8 @@ class Runtime:
 
     def _bind(self, found):
         """Sets engines up over the tensors where they lie now."""
-        self._tensors, self._engine = found, None
-        self._sources = _sources(found, _storages(self._model()) if self._given else {})
-        self._owned = any(holder is not None for holder, *_ in self._sources)
+        # Unbound until all is done: what fails here is tried again at the next refresh.
+        self._engine = self._sources = None
         available, missing = _native.gpu()
         if not available:
             raise CudaError(f"kernels cannot be compiled and launched here: {missing}")
@@ -171,11 +180,20 @@ class Runtime:
             targets["bounds"] = [*targets.get("bounds", []), _results.Target(self.logits)]
         if targets:
             self._engine = _Engine(found, targets, self)
+        self._tensors = found
+        self._sources = _sources(found, _storages(self._model()) if self._given else {})
+        self._owned = any(holder is not None for holder, *_ in self._sources)
+
+    def _keep_for_replays(self):
+        """Holds the engine that is being captured, and aliases of its weights, which may be given other memory."""
+        if self._engine is None or any(engine is self._engine for engine, _ in self._captured):
+            return
+        self._captured.append((self._engine, [x.detach() for layer in self._tensors for x in layer.tensors().values()]))
 
     def _check(self):
         if self._model() is None or self._tensors is None:
             raise SigmascaleError("the model was deleted: attach to the model that is in use")
-        if all(
+        if self._sources is not None and all(
             (holder is None or holder.get(key) is held) and (where is None or _where(held) == where)
             for holder, key, held, where in self._sources
         ):
@@ -195,6 +213,13 @@ class Runtime:
             raise ArgumentError(f"the model has left {self.device}: attach again on its new device")
         if _shape(found) != self._shape:
             raise SigmascaleError("the model has other layers or heads than at attach(): attach again")
+        if any(engine is self._engine for engine, _ in self._captured):
+            warnings.warn(
+                "weights have moved since refresh() was captured in a CUDA graph, whose replays read the memory from before: "
+                "capture again",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         self._bind(found)
 
     def refresh(self):
@@ -202,17 +227,18 @@ class Runtime:
 
         Call it after an optimizer step or a weight refit, not between a forward and its backward. No host synchronisation
         and no allocation by the driver once the first call is done, so it can be captured in a CUDA graph and replayed.
-        Weights that have moved are found again. Raises :class:`SigmascaleError` if the model is gone, its weights were
+        Weights that have moved are found again; a graph from before goes on with the old ones, which are kept for it, and a
+        RuntimeWarning says so. Raises :class:`SigmascaleError` if the model is gone, its weights were
         replaced, or another thread is in here; :class:`ArgumentError` if they have left the device.
         """
         if not self._lock.acquire(blocking=False):
             raise SigmascaleError("refresh() is running in another thread: call it from one thread at a time")
         try:
-            self._check()
             with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self.device):
+                self._check()
                 stream = torch.cuda.current_stream(self.device).cuda_stream
-                if torch.cuda.is_current_stream_capturing() and self._engine not in self._captured:
-                    self._captured.append(self._engine)
+                if torch.cuda.is_current_stream_capturing():
+                    self._keep_for_replays()
                 self._policy.observe(self, stream)
                 if self._engine is not None:
                     self._engine.run(stream)
@@ -241,13 +267,13 @@ class Runtime:
         words = self.words.cpu()
         amax, counts = _results.observed(words, self._heads)
         descales = self.descales[:, :3].cpu()
-        ordered = words[:, : self.n_q_heads, :2].long() & 0xFFFFFFFF
+        ordered = _results.unsigned(words[:, : self.n_q_heads, :2])
         for index, (n_q, _) in enumerate(self._heads.counts):
             ordered[index, n_q:] = 0
         empty = ordered == 0
         low = ordered.clone()
-        low[..., 1] ^= 0xFFFFFFFF
-        bits = torch.where(low & 0x80000000 != 0, low & 0x7FFFFFFF, ~low & 0xFFFFFFFF)
+        low[..., 1] ^= _results.U32_MAX
+        bits = torch.where(low & 0x80000000 != 0, low & 0x7FFFFFFF, ~low & _results.U32_MAX)
         extremes = torch.where(empty, math.nan, bits.to(torch.int64).to(torch.uint32).view(torch.float32).double())
         return {
             "amax": amax.numpy(),
@@ -258,6 +284,13 @@ class Runtime:
             "logit_max": extremes[..., 0].numpy(),
             "logit_min": extremes[..., 1].numpy(),
         }
+
+    def slack(self):
+        """How far the certain bounds lay above what ``auto-c`` has observed in its burn-in: for ``logit``, ``q``, ``k`` and
+        ``v`` a dict of NumPy arrays ``(layers,)``, the ``min``, ``mean`` and ``max`` of bound over amax over the layer's heads
+        and steps, and their ``count``. NaN where nothing was seen: logits are reported by the native kernel alone. Waits for the
+        device; it begins anew with ``load_state_dict``. Raises :class:`UnsupportedError` under another policy."""
+        return self._policy.slack(len(self))
 
     def check(self):
         """Raises :class:`NonFiniteError` if the last refresh met weights or bounds that are not finite. Waits."""
@@ -293,7 +326,7 @@ class Runtime:
         """Goes on from a saved state. Raises :class:`MismatchError`, and changes nothing, if it is damaged or of another
         policy, version or shape. Descales of policies that remember nothing stay those of the present weights."""
         if not isinstance(state, Mapping):
-            raise TypeError(f"state must be what state_dict() returned, and is a {type(state).__name__}")
+            raise TypeError(f"state: expected what state_dict() returned, got {type(state).__name__}")
         mine = {"version": STATE_VERSION, "policy": self.policy, "shape": self._state_shape()}
         for key in (*mine, "descales", "state"):
             if key not in state:
@@ -371,7 +404,7 @@ class _Engine:
     def __init__(self, found, targets, runtime):
         entries = [_layers.entries(layer) for layer in found]
         rows = [row for each in entries for row in each]
-        self._engine = _native.ScaleEngine(runtime.device.index, rows, "bounds" in targets)
+        self._engine = _native.ScaleEngine(runtime.device.index, rows, "bounds" in targets, runtime.tail.eta)
         results = self._engine.results()
         self._word = runtime.memory(self._engine, results.pop("status"), "<i4")
         values = {name: runtime.memory(self._engine, place, "<f4") for name, place in results.items()}
@@ -409,16 +442,18 @@ def _release(reference):
         runtime._tensors, runtime._sources, runtime._engine = None, [], None
 
 
-def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto"):
+def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto", tail=None):
     """Plans for every attention layer of a model on a GPU.
 
     ``model`` is a Hugging Face model (its layers are found by the family table) or any ``nn.Module`` with ``layers``, a
     list of :class:`Layer`. No weight is copied. ``policy`` says where descales come from: ``geometry`` (the certain
-    bounds: no token can overflow them), ``geometry-c-star``, ``auto-c``, ``delayed-te``, ``delayed-paper`` or
-    ``current``. ``bound="certain"`` adds
-    certified logit bounds (``runtime.logits``). ``backend`` is the attention call behind the wrappers: ``auto``,
-    ``native``, ``fa3``, ``cudnn``, ``torch`` or ``emulated``.
+    bounds: no token can overflow them), ``geometry-c-star``, ``auto-c``, ``delayed-te``, ``delayed-paper`` or ``current``; or
+    :class:`sigmascale.AutoC`, :class:`sigmascale.DelayedPaper` or :class:`sigmascale.DelayedTe` with their parameters.
+    ``bound="certain"`` adds certified logit bounds (``runtime.logits``). ``tail``, a :class:`sigmascale.Tail`, is what the
+    failure probability of ``geometry-c-star`` counts, by default one sequence of 1024 tokens, and the share of E4M3 that
+    logit descales map onto. ``backend`` is the attention call behind the wrappers: ``auto``, ``native``, ``fa3``, ``cudnn``,
+    ``torch`` or ``emulated``.
 
     Returns a :class:`Runtime`: call ``refresh()`` after every optimizer step or weight refit.
     """
-    return Runtime(model, policy, bound, layers, backend)
+    return Runtime(model, policy, bound, layers, backend, tail)

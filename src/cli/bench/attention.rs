@@ -1,13 +1,15 @@
 //! `sigmascale bench attention`.
 
-use super::{Csv, CsvArgs, device};
+use super::csv::{Csv, CsvArgs};
+use super::timing::device;
+use crate::cli::numbers::{count, whole};
 use half::bf16;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use rayon::prelude::*;
 use sigmascale::cuda::Stream;
-use sigmascale::cuda::attention::{AttentionEngine, Element, Resident, RopeTables, Setup, Sizes};
+use sigmascale::device::attention::{AttentionEngine, Element, Resident, RopeTables, Setup, Sizes};
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::{Error, Result};
 
@@ -21,18 +23,19 @@ use sigmascale::{Error, Result};
 /// cast alone from BF16; `e2e` is cast and attention from BF16, `+rope` with the rotation in the cast, `+serial` without the
 /// overlap of the two, `+whole` without splitting calls that have few queries.
 #[derive(clap::Args)]
+#[command(allow_negative_numbers = true)]
 pub struct Args {
     /// heads_q x heads_kv x head_dim, comma separated
     #[arg(long, default_value = "64x8x128,32x32x64", value_delimiter = ',', value_parser = parse_shape)]
     shapes: Vec<[usize; 3]>,
     /// Lengths of keys, and of queries unless --queries says otherwise
-    #[arg(long, default_value = "1024,2048,4096,8192,16384", value_delimiter = ',')]
+    #[arg(long, default_value = "1024,2048,4096,8192,16384", value_delimiter = ',', value_parser = count)]
     seqlens: Vec<usize>,
     /// Queries of a sequence, at the end of its keys, as in decoding
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', value_parser = count)]
     queries: Vec<usize>,
     /// batch = max(1, tokens / seqlen)
-    #[arg(long, default_value_t = 16384)]
+    #[arg(long, default_value_t = 16384, value_parser = count)]
     tokens: usize,
     /// Only causal calls
     #[arg(long)]
@@ -46,16 +49,16 @@ pub struct Args {
     )]
     kernels: Vec<Timed>,
     /// Launches before the first that counts
-    #[arg(long, default_value_t = 5)]
-    warmup: usize,
+    #[arg(long, default_value_t = 5, value_parser = whole)]
+    warmup: u64,
     /// Launches that count
-    #[arg(long, default_value_t = 20)]
+    #[arg(long, default_value_t = 20, value_parser = count)]
     reps: usize,
     /// Time single launches instead of replays of a CUDA graph
     #[arg(long)]
     no_graph: bool,
     /// Sets of inputs
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = count)]
     sets: usize,
     #[command(flatten)]
     output: CsvArgs,
@@ -122,9 +125,6 @@ impl Timed {
 
 /// Runs the command.
 pub fn run(args: Args) -> Result<()> {
-    if args.seqlens.contains(&0) || args.queries.contains(&0) || args.tokens == 0 || args.reps == 0 || args.sets == 0 {
-        return Err(Error::argument("lengths, queries, tokens, reps and sets must be greater than zero"));
-    }
     let device = device()?;
     let stream = device.stream()?;
     let mut csv = Csv::new(args.output, [])?;
@@ -264,8 +264,8 @@ fn e4m3(bytes: &[u8]) -> Vec<u8> {
 }
 
 /// Median time of one launch, in milliseconds.
-fn median_ms(stream: &Stream, launch: impl Fn(usize) -> Result<()>, warmup: usize, reps: usize) -> Result<f32> {
-    (0..warmup).try_for_each(&launch)?;
+fn median_ms(stream: &Stream, launch: impl Fn(usize) -> Result<()>, warmup: u64, reps: usize) -> Result<f32> {
+    (0..warmup).try_for_each(|i| launch(i as usize))?;
     stream.synchronize()?;
     let mut times = (0..reps)
         .map(|i| {

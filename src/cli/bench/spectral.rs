@@ -3,27 +3,30 @@
 //! Every method runs over all layers of the model at once, captured in a CUDA graph; the median replay is divided by the
 //! layer count. Weights are random BF16 in memory of their own for each layer, so that the L2 cache does not serve them.
 
-use super::{Csv, CsvArgs, copy_bandwidth, median_us};
+use super::csv::{Csv, CsvArgs};
+use super::timing::{copy_bandwidth, device, median_us};
+use crate::cli::model::{Model, files};
 use half::bf16;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use sigmascale::bound::E4M3_MAX;
-use sigmascale::cuda::policy::{BoundSource, PolicyEngine, PolicyMemory, PolicySetup, Rule, TENSORS};
-use sigmascale::cuda::scale::{
+use sigmascale::cuda::{Buffer, Device, DevicePtr, Stream, compiler_version};
+use sigmascale::device::policy::{BoundSource, PolicyEngine, PolicyMemory, PolicySetup, Rule, TENSORS};
+use sigmascale::device::scale::{
     DeviceMatrix, DeviceWeights, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine, SummedPowerEngine,
 };
-use sigmascale::cuda::{Buffer, Device, DevicePtr, HeadOffsets, Stream, compiler_version};
-use sigmascale::model::{AttentionSpec, GainForm, LayerSpec, NormKind, RopeLayout, preset, preset_names};
+use sigmascale::model::HeadOffsets;
+use sigmascale::model::{GainForm, LayerSpec, NormKind, RopeLayout};
 use sigmascale::plan::DEFAULT_ETA;
 use sigmascale::{Error, Result};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Scales from weights in device memory, against one read of the weights
 #[derive(clap::Args)]
+#[command(allow_negative_numbers = true)]
 pub struct Args {
-    /// Preset, config.json, or a shape D,Q_HEADS,KV_HEADS,D_HEAD[,LAYERS]; may be repeated [default: gpt2-xl, mistral-7b,
-    /// llama-2-13b, llama-2-70b]
+    /// Preset name, config.json or checkpoint, whose shapes are measured, or a shape D,Q_HEADS,KV_HEADS,D_HEAD[,LAYERS];
+    /// may be repeated [default: gpt2-xl, mistral-7b, llama-2-13b, llama-2-70b]
     #[arg(long = "model", value_name = "MODEL")]
     models: Vec<String>,
     /// Layers [default: the model's; 12 of a shape]
@@ -58,9 +61,9 @@ pub fn run(args: Args) -> Result<()> {
         if args.models.is_empty() { PEERS.to_vec() } else { args.models.iter().map(String::as_str).collect() };
     let layers = args.layers.map(usize::from);
     let subjects = named.into_iter().map(|name| subject(name, layers)).collect::<Result<Vec<_>>>()?;
-    let configs = args.models.iter().filter(|model| preset(model).is_none()).map(PathBuf::from);
-    let mut csv = Csv::new(args.output, configs)?;
-    let device = super::device()?;
+    let read = args.models.iter().filter_map(|name| Some(files(name, &Model::open(name).ok()?))).flatten();
+    let mut csv = Csv::new(args.output, read)?;
+    let device = device()?;
     let stream = device.stream()?;
     let bandwidth = copy_bandwidth(&device, &stream)?;
     let (major, minor) = compiler_version()?;
@@ -86,15 +89,9 @@ fn subject(argument: &str, layers: Option<usize>) -> Result<Subject> {
         let (name, rotations) = (argument.replace(',', "x"), vec![(r, false, 1.0)]);
         return checked(Subject { name, layers, form, rotations, shift: false, biases: [false; 3] });
     }
-    let spec = match preset(argument) {
-        Some(spec) => spec,
-        None if Path::new(argument).exists() => AttentionSpec::from_config_file(Path::new(argument))?,
-        None => {
-            let presets = preset_names().collect::<Vec<_>>().join(", ");
-            return Err(Error::argument(format_args!(
-                "no preset, config or shape {argument}; the presets are {presets}"
-            )));
-        }
+    let spec = match Model::open(argument)? {
+        Model::Config(spec) => *spec,
+        Model::Checkpoint(checkpoint) => checkpoint.spec().clone(),
     };
     if spec.qk_norm.is_some() {
         return Err(Error::unsupported(format_args!(
@@ -305,9 +302,10 @@ mod tests {
         let smollm = subject("smollm3-3b", Some(4)).unwrap();
         assert_eq!([0, 1, 2, 3].map(|layer| smollm.rotations[layer].0), [128, 128, 128, 0]);
         assert_eq!((gpt2.layers, gpt2.form.d_model), (48, 1600));
-        for bad in ["1,2,3", "0,1,1,64", "512,3,2,64", "512,8,2,64,7,1", "9999999,1,1,64", "no-such-model"] {
+        for bad in ["1,2,3", "0,1,1,64", "512,3,2,64", "512,8,2,64,7,1", "9999999,1,1,64"] {
             assert!(subject(bad, None).unwrap_err().is_argument(), "{bad}");
         }
+        assert!(subject("no-such-model", None).unwrap_err().is_io());
         assert!(subject("qwen3-8b", None).unwrap_err().is_unsupported());
     }
 }

@@ -3,20 +3,19 @@
 mod page;
 
 use super::model::{Model, headline};
-use super::output::OutputArgs;
+use super::output::{OutputArgs, write_file};
 use super::progress;
-use super::table::{Table, range, short};
+use super::table::{Table, range, short, wrapped};
 use sigmascale::calibrate::{Calibration, Inspection, Options, Statistics};
-use sigmascale::file::write_atomically;
 use sigmascale::{Error, Result};
 use std::path::PathBuf;
 
-/// The spectral profile of a checkpoint: sigma per layer and head, stable rank, RoPE ratio
+/// Spectral profile of a checkpoint: sigma per layer and head, stable rank, RoPE ratio, certain logit bound
 #[derive(clap::Args)]
 pub struct Args {
     /// Checkpoint folder, or .safetensors file with its config beside it
     checkpoint: String,
-    /// Also write a page with the picture to FILE
+    /// Also write an HTML page with the pictures to FILE
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     #[command(flatten)]
@@ -33,12 +32,12 @@ pub fn run(args: Args) -> Result<()> {
     args.output.check_not_read(("--html", args.html.as_deref()), &super::model::files(&args.checkpoint, &model))?;
     let Model::Checkpoint(checkpoint) = model else {
         return Err(Error::argument(format_args!(
-            "inspect needs weights, and {} is a config alone: name a checkpoint folder or a .safetensors file",
+            "inspect needs weights, but {} is a config alone: pass a checkpoint folder or a .safetensors file",
             args.checkpoint
         )));
     };
     let layers = checkpoint.spec().layers.len();
-    let bar = progress::layers(layers);
+    let bar = progress::bar(layers, "layer {pos}/{len}");
     let mut calibration = Calibration::new(checkpoint.spec(), Options::default())?;
     for layer in 0..layers {
         calibration.layer(checkpoint.layer(layer)?)?;
@@ -47,7 +46,7 @@ pub fn run(args: Args) -> Result<()> {
     bar.finish_and_clear();
     let inspection = Inspection::new(calibration.finish());
     if let Some(file) = &args.html {
-        write_atomically(file, page::render(&inspection).as_bytes())?;
+        write_file(file, page::render(&inspection).as_bytes())?;
     }
     args.output.write(&inspection, table)
 }
@@ -67,7 +66,8 @@ fn table(inspection: &Inspection) -> String {
         "stable rank",
         "RoPE ratio",
         "sigma_sum",
-        "bound",
+        "certain bound",
+        "worst case",
     ]);
     let span = |s: Option<Statistics>| range(s.iter().flat_map(|s| [s.min, s.max]));
     for layer in &inspection.layers {
@@ -84,8 +84,9 @@ fn table(inspection: &Inspection) -> String {
             span(layer.rope_ratio),
             short(layer.sigma_sum),
             short(layer.bound_certain),
+            short(layer.bound_rounded),
         ]);
     }
     out.push_str(&table.render());
-    out
+    out + "\n" + &wrapped(page::BOUNDS, "", 118)
 }

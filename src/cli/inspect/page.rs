@@ -1,4 +1,4 @@
-//! The picture of a checkpoint: sigma per layer and head, as the paper's Figure 1, and what stands behind it.
+//! The page of a checkpoint: sigma per layer and head, as the paper's Figure 1, and the numbers behind it.
 
 use crate::cli::html::{Figure, Page, escape, html_table};
 use crate::cli::model::headline;
@@ -6,6 +6,10 @@ use crate::cli::svg::{Axis, extremes, label, open_svg};
 use crate::cli::table::short;
 use sigmascale::calibrate::{HeadInspection as Head, Inspection, LayerInspection as Layer};
 use std::fmt::Write;
+
+/// What tells the two certain bounds apart.
+pub const BOUNDS: &str = "certain bound: largest |logit| of any normalized input, in exact arithmetic; worst case: the \
+                          same including rounding, which logit descales cover.";
 
 /// The profile in a few sentences.
 pub fn summary(inspection: &Inspection) -> String {
@@ -19,15 +23,15 @@ pub fn summary(inspection: &Inspection) -> String {
     let Some(top) = largest(|head| head.sigma) else {
         let bound = largest(|head| head.bound_certain).map(place).unwrap_or_default();
         return format!(
-            "q and k of all {count} heads are normalised after the projection, so the norms of the weights bound \
-             nothing. Shown is the certain bound on a logit, from the gains: at most {bound}."
+            "q and k of all {count} heads are normalized after the projection, so the norms of the weights do not bound \
+             the logits. The gains do: the certain bound is at most {bound}."
         );
     };
     let sigmas: Vec<f64> = heads().filter_map(|(_, head)| head.sigma).collect();
     let low = sigmas.iter().copied().fold(f64::INFINITY, f64::min);
     let mean = sigmas.iter().sum::<f64>() / sigmas.len() as f64;
     let mut out = format!(
-        "Sigma of {count} heads in {} layers runs from {} to {}, mean {}.",
+        "Sigma of {count} heads in {} layers ranges from {} to {}, mean {}.",
         layers.len(),
         short(low),
         place(top),
@@ -45,8 +49,12 @@ pub fn summary(inspection: &Inspection) -> String {
     let sums: Vec<f64> = layers.iter().filter_map(|l| Some(l.sigma_sum? / l.sigma_raw?.max)).collect();
     if !sums.is_empty() && sums.iter().all(|ratio| ratio.is_finite()) {
         let (low, high) = extremes(&sums);
-        let _ =
-            write!(out, " The paper's summed norm is {} to {} times the largest head's, raw.", short(low), short(high));
+        let _ = write!(
+            out,
+            " The paper's summed norm is {} to {} times that of the largest raw head.",
+            short(low),
+            short(high)
+        );
     }
     out
 }
@@ -90,12 +98,12 @@ pub fn render(inspection: &Inspection) -> String {
     } else {
         page.figures(&[
             Figure {
-                title: "Certain logit bound by layer".to_owned(),
-                caption: "Each head, from the gains of its q and k norms. Bar: mean.".to_owned(),
+                title: "Certain bound by layer".to_owned(),
+                caption: "Each head, from the gains of its q and k norms, in exact arithmetic. Bar: mean.".to_owned(),
                 content: strip(layers, |head| head.bound_certain, |_| None),
             },
             Figure {
-                title: "Certain logit bound by layer and head".to_owned(),
+                title: "Certain bound by layer and head".to_owned(),
                 caption: "Darker in the light theme, brighter in the dark one, is larger.".to_owned(),
                 content: heat_map(layers, |head| head.bound_certain),
             },
@@ -103,7 +111,7 @@ pub fn render(inspection: &Inspection) -> String {
     }
     page.figures(&[Figure {
         title: "Numbers by layer".to_owned(),
-        caption: "Over the heads of a layer. The last column is the certain bound on a logit.".to_owned(),
+        caption: format!("Over the heads of a layer. {BOUNDS}"),
         content: numbers(layers),
     }]);
     page.render()
@@ -119,7 +127,8 @@ fn numbers(layers: &[Layer]) -> String {
         "stable rank mean",
         "RoPE ratio max",
         "sigma_sum",
-        "logit bound",
+        "certain bound",
+        "worst case",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     rows.extend(layers.iter().map(|layer| {
@@ -133,6 +142,7 @@ fn numbers(layers: &[Layer]) -> String {
             short(layer.rope_ratio.map(|s| s.max)),
             short(layer.sigma_sum),
             short(layer.bound_certain),
+            short(layer.bound_rounded),
         ]
     }));
     html_table(&rows)
@@ -146,7 +156,8 @@ fn details(layer: &Layer, head: &Head) -> String {
         ("raw", head.sigma_raw),
         ("over rotations", head.sigma_rope),
         ("stable rank", head.stable_rank),
-        ("certain logit bound", head.bound_certain),
+        ("certain bound", head.bound_certain),
+        ("worst case", head.bound_rounded),
     ] {
         if let Some(value) = value {
             let _ = write!(out, "\n{name} {value:.6}");

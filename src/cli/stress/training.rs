@@ -1,15 +1,17 @@
 //! What the scenarios that train add: their options, a table of runs, sentences and loss curves.
 
-use super::page::{Curve, Frame, curves, legend};
-use super::words::{mode_name, rows, wrapped};
-use super::{Args, CastKind, Choice, Run};
+use super::args::{Args, CastKind, Choice};
+use super::chart::{Curve, Frame, curves, legend};
+use super::outcome::Run;
+use super::words::{RANGE, mode_name, rows};
 use crate::cli::html::{Figure, Page, html_table};
+use crate::cli::progress;
 use crate::cli::svg::Axis;
-use crate::cli::table::{Table, brief};
-use indicatif::ProgressBar;
+use crate::cli::table::{Table, brief, wrapped};
+use sigmascale::bound::Tail;
 use sigmascale::policy::{PolicyKind, Tensor};
 use sigmascale::stress::{Scenario, StressOptions, StressResult};
-use sigmascale::train::{Arm, Casts, LabOptions, ModelKind, TrainOptions, TrainRun, Training, run as train};
+use sigmascale::train::{Arm, Casts, LabOptions, ModelKind, TrainOptions, TrainRun, Training, run_with_progress};
 use sigmascale::{Error, Result};
 
 /// Heads of [`cells`].
@@ -26,7 +28,7 @@ const HEADS: [&str; 9] = [
 ];
 
 /// The scenarios that the arguments ask for.
-pub fn run(args: &Args, options: &StressOptions, bar: &ProgressBar) -> Result<Vec<Run>> {
+pub fn run(args: &Args, options: &StressOptions) -> Result<Vec<Run>> {
     let kind = args.model.as_deref().and_then(ModelKind::of);
     let kind =
         kind.ok_or_else(|| Error::argument("the models that are trained are tiny-llama-train and tiny-gpt2-train"))?;
@@ -38,12 +40,11 @@ pub fn run(args: &Args, options: &StressOptions, bar: &ProgressBar) -> Result<Ve
     };
     let mut runs = Vec::new();
     for &scenario in scenarios {
-        bar.set_message(scenario.name());
         let transition = if scenario == Scenario::Resume { 300 } else { 100 };
         let after = match options.steps {
             Some(steps) if steps <= transition => {
                 return Err(Error::argument(format_args!(
-                    "steps {steps}: {} changes at step {transition}, so there must be more",
+                    "steps {steps} must be more than {transition}: {} changes at step {transition}",
                     scenario.name()
                 )));
             }
@@ -52,7 +53,7 @@ pub fn run(args: &Args, options: &StressOptions, bar: &ProgressBar) -> Result<Ve
         let lab = LabOptions {
             train: TrainOptions {
                 seed: options.seed,
-                tail: options.tail,
+                tail: Tail { delta: options.delta, ..base.train.tail },
                 seq_len: args.seq_len.unwrap_or(base.train.seq_len),
                 ..base.train
             },
@@ -67,7 +68,15 @@ pub fn run(args: &Args, options: &StressOptions, bar: &ProgressBar) -> Result<Ve
             after,
             ..base.clone()
         };
-        let result = train(scenario, &lab)?;
+        let bar = progress::bar(0, "{msg}: step {pos}/{len} of all runs");
+        bar.set_message(scenario.name());
+        let show = |done: usize, total: usize| {
+            bar.set_length(total as u64);
+            bar.set_position(done as u64);
+        };
+        let result = run_with_progress(scenario, &lab, &show);
+        bar.finish_and_clear();
+        let result = result?;
         runs.push(Run { stress: result.stress, training: Some(result.training) });
     }
     Ok(runs)
@@ -85,7 +94,7 @@ fn cells(training: &Training, run: &TrainRun) -> [String; 9] {
         if run.policy.is_none() { "none".to_owned() } else { run.casts.name().to_owned() },
         run.arm.name().to_owned(),
         counts(run.window_overflow_steps),
-        if largest { brief(run.window_max_scaled / super::words::RANGE) } else { "-".to_owned() },
+        if largest { brief(run.window_max_scaled / RANGE) } else { "-".to_owned() },
         match run.policy {
             None => "-".to_owned(),
             Some(_) => format!("{} of {}", run.overflow_steps, run.losses.len()),
@@ -119,7 +128,8 @@ pub fn table(run: &StressResult, training: &Training) -> String {
 pub fn part(page: &mut Page, run: &StressResult, training: &Training) {
     let mut text = sentences(run, training);
     let rest = text.split_off(1.min(text.len()));
-    page.section(&format!("{}, mode {}: the runs", run.scenario.name(), mode_name(run.mode)), &text.concat());
+    page.section(&format!("{}, mode {}: the runs", run.scenario.name(), mode_name(run.mode)));
+    page.paragraph(&text.concat());
     let mut rows = vec![HEADS.map(str::to_owned).to_vec()];
     rows.extend(shown(training).map(|run| cells(training, run).to_vec()));
     page.raw(&format!("<div class=\"scroll words\">{}</div>\n", html_table(&rows)));

@@ -1,8 +1,10 @@
 //! What the numbers of a run mean, in sentences: the same on the terminal and on the page.
+//!
+//! Verdicts come first, one line per policy; then what a reader needs to know before comparing numbers.
 
 use crate::cli::table::brief;
 use sigmascale::policy::PolicyKind;
-use sigmascale::stress::{Mode, PolicySummary, SPIKE, SPIKE_STEP, Scenario, StressResult, TraceRow};
+use sigmascale::stress::{Mode, PolicySummary, SPIKE, SPIKE_STEP, Scenario, StressResult, TensorSlack, TraceRow};
 
 /// Largest finite E4M3 value.
 pub const RANGE: f64 = 448.0;
@@ -10,25 +12,49 @@ pub const RANGE: f64 = 448.0;
 /// The run in a line.
 pub fn headline(run: &StressResult) -> String {
     let layers = match run.model_layers == run.model_layers_total {
-        true if run.model_layers == 1 => "its one layer".to_owned(),
+        true if run.model_layers == 1 => "1 layer".to_owned(),
         true => format!("all {} layers", run.model_layers),
         false => format!("the first {} of {} layers", run.model_layers, run.model_layers_total),
     };
-    let steps = if run.steps == 1 { "1 step".to_owned() } else { format!("{} steps", run.steps) };
+    let steps = counted(run.steps, "step");
     let tokens = match run.scenario {
         Scenario::Replay => "recorded maxima".to_owned(),
-        _ => {
-            let plural = if run.seq_len == 1 { "" } else { "s" };
-            match &run.tokens {
-                Some(text) => format!("{} token{plural} of {} a step", run.seq_len, text.file),
-                None if trains(run) => {
-                    format!("{} token{plural} of a generated language a step, seed {}", run.seq_len, run.seed)
-                }
-                None => format!("{} isotropic token{plural} a step, seed {}", run.seq_len, run.seed),
+        _ => match &run.tokens {
+            Some(text) => format!("{} of {} per step", counted(run.seq_len, "token"), text.file),
+            None if trains(run) => {
+                let tokens = counted(run.seq_len, "token");
+                format!("{tokens} of a generated language per step, seed {}", run.seed)
             }
-        }
+            None => format!("{} per step, seed {}", counted(run.seq_len, "isotropic token"), run.seed),
+        },
     };
     format!("{}, mode {}: {}, {layers}, {steps}, {tokens}", run.scenario.name(), mode_name(run.mode), run.model)
+}
+
+/// What became of each policy, in a line.
+pub fn verdicts(run: &StressResult) -> Vec<(PolicyKind, String)> {
+    let ran = run.policies.iter().map(|policy| (policy.policy, verdict(run, policy)));
+    let left_out = run.unavailable.iter().map(|policy| (policy.policy, format!("not run: {}", policy.reason)));
+    ran.chain(left_out).collect()
+}
+
+fn verdict(run: &StressResult, policy: &PolicySummary) -> String {
+    let sqnr = |db: Option<f64>, after: &str| db.map_or(String::new(), |db| format!(", SQNR {db:.1} dB{after}"));
+    if policy.overflow_values == 0 {
+        let used = percent_of(policy.utilisation.median);
+        return format!("no overflow; {used} of the range used (median){}", sqnr(policy.sqnr_db, ""));
+    }
+    let steps = match policy.first_bad_step.filter(|_| run.steps > 1) {
+        Some(first) => format!(", in {} of {} steps, first at step {first}", policy.overflow_steps, run.steps),
+        None => String::new(),
+    };
+    let worst = times(policy.max_scaled / RANGE);
+    format!(
+        "OVERFLOW on {} of {} layers{steps}; up to {worst} the range{}",
+        policy.overflow_layers,
+        policy.layers,
+        sqnr(where_it_overflowed(run, policy).0, " where it overflowed")
+    )
 }
 
 /// Whether the scenario trains: every policy then has weights and text of a run of its own.
@@ -70,6 +96,10 @@ fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
     values.get(values.len().saturating_sub(1) / 2).copied()
 }
 
+fn counted(count: usize, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+}
+
 fn times(x: f64) -> String {
     format!("{}x", brief(x))
 }
@@ -94,10 +124,23 @@ pub fn framing(run: &StressResult) -> Vec<String> {
     out.extend(range_and_cost(run));
     out.extend(burn_in(run));
     if run.mode == Mode::Operands && of(run, PolicyKind::GeometryCStar).is_some() {
-        out.push("geometry-c-star has its own logit descale only, which this mode does not use; its operands are geometry's.".into());
+        out.push(
+            "geometry-c-star differs from geometry in its logit descale only, which this mode does not use: its operand \
+             descales are the same."
+                .into(),
+        );
     }
     out.extend(run.policies.iter().filter_map(|policy| policy.assumption).map(|text| format!("Assumption: {text}.")));
-    out.extend(run.unavailable.iter().map(|left_out| format!("{} is left out: {}.", left_out.policy, left_out.reason)));
+    if let Some(tail) = run.tail.filter(|_| of(run, PolicyKind::GeometryCStar).is_some()) {
+        out.push(format!(
+            "Under that assumption logits exceed the bound of geometry-c-star with probability at most {:e}, over all \
+             heads and {}, each with {} of {}.",
+            tail.delta,
+            counted(tail.steps, "step"),
+            counted(tail.batch, "sequence"),
+            counted(tail.seq_len, "token")
+        ));
+    }
     out.extend(run.notes.iter().map(|note| format!("Note: {note}.")));
     out
 }
@@ -106,36 +149,36 @@ pub fn framing(run: &StressResult) -> Vec<String> {
 fn meaning(run: &StressResult) -> String {
     let mut out = match run.mode {
         Mode::Logit => {
-            "Mode logit casts the logits to E4M3 and nothing else, as the paper does. An overflow is a |logit| \
-                        above 448 times its descale. It saturates, so the largest logits of a row become equal and the \
-                        softmax loses its peak. Fused FP8 kernels keep logits in f32: this failure is not theirs."
+            "Mode logit casts only the logits to E4M3, as in the paper. An overflow is a |logit| above 448 times its \
+             descale. It saturates: the largest logits of a row become equal, and the softmax loses its peak. Fused FP8 \
+             kernels keep logits in f32 and do not fail in this way."
                 .to_owned()
         }
         Mode::Operands => {
-            "Mode operands casts q, k, v and P, as fused FP8 kernels do; logits stay in f32. An overflow is a \
-                           value of q, k or v above 448 times its descale. It saturates, and nothing else happens: up to \
-                           464 (1.036x) a value rounds to 448 anyway, and a small overshoot clips only the largest."
+            "Mode operands casts q, k, v and P, as fused FP8 kernels do; logits stay in f32. An overflow is a value of \
+             q, k or v above 448 times its descale. It saturates: up to 464 (1.036x) a value rounds to 448 in any case, \
+             and a small overshoot clips only the largest values."
                 .to_owned()
         }
     };
     if trains(run) {
-        out.push_str(" Where casts make NaN instead, the step is lost.");
+        out.push_str(" Where casts give NaN instead, the step is skipped.");
     }
     if run.scenario == Scenario::Replay {
         out.push_str(
-            " A trace has one maximum a tensor, layer and step: shares are of tensors, and SQNR and KL do not exist.",
+            " A trace has one maximum per tensor, layer and step: shares are of tensors, and there is no SQNR or KL.",
         );
     } else {
         out.push_str(
-            " Shares of the two modes do not compare. Read them with the overshoot (largest |x / descale| / 448, of the \
-             layers and steps that overflowed) and its cost: SQNR of the output and KL of the softmax against f32, \
-             medians over layers and steps, in the last column of those that overflowed.",
+            " Do not compare shares between the two modes. Read them with the overshoot (largest |x / descale| / 448 on \
+             layers and steps that overflowed) and its cost: SQNR of the output and KL of the softmax against f32, as \
+             medians over layers and steps; the last column has those that overflowed.",
         );
     }
     out
 }
 
-/// What a step cost a policy, beside geometry's; medians over the layers.
+/// What a step cost a policy, compared with geometry; medians over the layers.
 fn cost(run: &StressResult, policy: PolicyKind, step: usize) -> Option<String> {
     let pair = |kind: PolicyKind| {
         let at = || rows(run, kind).filter(|row| row.step == step);
@@ -143,7 +186,7 @@ fn cost(run: &StressResult, policy: PolicyKind, step: usize) -> Option<String> {
     };
     let (bad, good) = (pair(policy)?, pair(PolicyKind::Geometry)?);
     Some(format!(
-        " There it had SQNR {:.1} dB and KL {}, geometry {:.1} dB and {}.",
+        " SQNR was {:.1} dB and KL {} there; geometry had {:.1} dB and {}.",
         bad.0,
         brief(bad.1),
         good.0,
@@ -159,11 +202,13 @@ fn first_forward(run: &StressResult) -> Vec<String> {
         let (worst, layers) = at_step(run, PolicyKind::DelayedPaper, 0);
         let went = match layers {
             0 => "stayed within that".to_owned(),
-            _ => format!("went past that on {layers} of {} layers, by up to {}", run.model_layers, times(worst)),
+            _ => format!("exceeded that on {layers} of {} layers, by up to {}", run.model_layers, times(worst)),
         };
+        let covered = rows(run, PolicyKind::DelayedPaper).next().map_or(0.0, |row| row.descale * RANGE);
         let mut text = format!(
-            "delayed-paper starts with a history of ones, so its first scale reaches to 1.11. At the first forward {what} \
-             {went}."
+            "delayed-paper starts with a history of ones, so its initial scale covers |x| <= {}. In the first forward {what} \
+             {went}.",
+            brief(covered)
         );
         text.push_str(&cost(run, PolicyKind::DelayedPaper, 0).unwrap_or_default());
         out.push(text);
@@ -172,12 +217,12 @@ fn first_forward(run: &StressResult) -> Vec<String> {
         let (worst, layers) = at_step(run, PolicyKind::DelayedTe, 0);
         out.push(match layers {
             0 => format!(
-                "delayed-te starts with scale 1, which reaches to 448. The largest value of the first forward was {}, so \
-                 this start did not overflow; on small activations it never does.",
+                "delayed-te starts with scale 1, which covers |x| <= 448. The largest value of the first forward was {}, so \
+                 there was no overflow.",
                 brief(worst * RANGE)
             ),
             _ => format!(
-                "delayed-te starts with scale 1, which reaches to 448. The first forward went past that on {layers} of {} \
+                "delayed-te starts with scale 1, which covers |x| <= 448. The first forward exceeded that on {layers} of {} \
                  layers, by up to {}.",
                 run.model_layers,
                 times(worst)
@@ -220,7 +265,8 @@ fn moved(run: &StressResult) -> Option<String> {
     if run.scenario != Scenario::WeightSpike || run.steps <= SPIKE_STEP {
         return None;
     }
-    let grew = format!("At step {SPIKE_STEP} weights and biases of q, k and v grow by {}.", times(f64::from(SPIKE)));
+    let grew =
+        format!("At step {SPIKE_STEP} weights and biases of q, k and v are multiplied by {}.", brief(f64::from(SPIKE)));
     Some(grew + &moved_by(run).unwrap_or_default())
 }
 
@@ -239,9 +285,9 @@ fn moved_by(run: &StressResult) -> Option<String> {
     let logit = ratio(before.descales.logit_descale, after.descales.logit_descale)?;
     let q = ratio(before.descales.q_descale, after.descales.q_descale)?;
     let mut text = format!(
-        " Geometry's logit descale moved by {} and its q descale by {} in that step, before the forward.",
-        times(logit),
-        times(q)
+        " geometry multiplied its logit descale by {} and its q descale by {} in that step, before the forward.",
+        brief(logit),
+        brief(q)
     );
     for kind in [PolicyKind::DelayedPaper, PolicyKind::DelayedTe] {
         if of(run, kind).is_none() || after.step + 1 >= run.steps {
@@ -253,11 +299,11 @@ fn moved_by(run: &StressResult) -> Option<String> {
             continue;
         }
         let then = match next.1 {
-            0 => "and fits one step later".to_owned(),
-            _ => format!("and one step later {}, since other tokens can pass the last maximum", times(next.0)),
+            0 => "and stays within it one step later".to_owned(),
+            _ => format!("and {} one step later, since new tokens can exceed the last maximum", times(next.0)),
         };
         text.push_str(&format!(" {kind} reaches {} of its range at this step {then}.", times(at.0)));
-        text.push_str(&cost(run, kind, after.step).unwrap_or_default().replace("There it", "At the spike it"));
+        text.push_str(&cost(run, kind, after.step).unwrap_or_default());
     }
     Some(text)
 }
@@ -266,7 +312,7 @@ fn moved_by(run: &StressResult) -> Option<String> {
 fn range_and_cost(run: &StressResult) -> Option<String> {
     let (geometry, current) = (of(run, PolicyKind::Geometry)?, of(run, PolicyKind::Current)?);
     let mut text = format!(
-        "geometry used {} of the range (median), current {}.",
+        "Of the range, geometry used {} (median) and current {}.",
         percent_of(geometry.utilisation.median),
         percent_of(current.utilisation.median)
     );
@@ -274,17 +320,17 @@ fn range_and_cost(run: &StressResult) -> Option<String> {
         (geometry.sqnr_db, current.sqnr_db, geometry.softmax_kl, current.softmax_kl)
     {
         text.push_str(&format!(
-            " Their SQNR is {a:.1} and {b:.1} dB, their KL {} and {}. E4M3 is a floating format: values far below 448 \
-             keep their relative precision down to 1/64, so utilisation alone says little about accuracy.",
+            " Their SQNR is {a:.1} and {b:.1} dB, their KL {} and {}. E4M3 is a floating-point format with the same \
+             relative precision from 448 down to 1/64, so utilisation alone says little about accuracy.",
             brief(c),
             brief(d)
         ));
     }
     let pass = match run.mode {
-        Mode::Logit => "all logits of the step before it can cast one",
-        Mode::Operands => "q, k and v once more before it can cast them",
+        Mode::Logit => "needs all logits of a step before it can cast the first",
+        Mode::Operands => "reads q, k and v an additional time before it casts them",
     };
-    text.push_str(&format!(" current never overflows because it reads {pass}."));
+    text.push_str(&format!(" current never overflows, since it {pass}."));
     Some(text)
 }
 
@@ -296,46 +342,31 @@ fn percent_of(share: f64) -> String {
 fn burn_in(run: &StressResult) -> Option<String> {
     let auto = of(run, PolicyKind::AutoC)?;
     let burn_in = run.auto_c_burn_in as usize;
-    if run.steps <= burn_in {
-        return Some(format!("auto-c burns in for {burn_in} steps and until then plans as geometry does."));
+    let mut text = match run.steps <= burn_in {
+        true => format!("auto-c has a burn-in of {burn_in} steps, in which its plans are those of geometry."),
+        false => format!(
+            "auto-c plans as geometry for {burn_in} steps and then scales the bound by the ratio that it observed; it fell \
+             back to geometry {} times.",
+            auto.fallbacks
+        ),
+    };
+    let slack = |TensorSlack { tensor, slack }: &TensorSlack| {
+        let (min, mean, max) = (brief(slack.min), brief(slack.mean), brief(slack.max));
+        format!("{} {min} / {mean} / {max}", tensor.name())
+    };
+    if !auto.slack.is_empty() {
+        let all: Vec<String> = auto.slack.iter().map(slack).collect();
+        text.push_str(&format!(
+            " Slack in the burn-in (certain bound / observed maximum of a head), min / mean / max: {}.",
+            all.join(", ")
+        ));
     }
-    Some(format!(
-        "auto-c plans as geometry for {burn_in} steps and then keeps the share of the bound that it saw; it fell back to \
-         geometry {} times.",
-        auto.fallbacks
-    ))
-}
-
-/// Text in lines of at most `width` characters, the first behind `bullet`.
-pub fn wrapped(text: &str, bullet: &str, width: usize) -> String {
-    let mut out = String::from(bullet);
-    let mut line = bullet.len();
-    for (place, word) in text.split_whitespace().enumerate() {
-        let length = word.chars().count();
-        if place > 0 && line + 1 + length > width {
-            out.push('\n');
-            out.push_str(&" ".repeat(bullet.len()));
-            line = bullet.len();
-        } else if place > 0 {
-            out.push(' ');
-            line += 1;
-        }
-        out.push_str(word);
-        line += length;
-    }
-    out.push('\n');
-    out
+    Some(text)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn lines_are_wrapped_behind_their_bullet() {
-        assert_eq!(wrapped("one two three", "- ", 9), "- one two\n  three\n");
-        assert_eq!(wrapped("", "- ", 9), "- \n");
-    }
 
     #[test]
     fn shares_are_brief() {

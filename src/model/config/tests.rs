@@ -86,6 +86,85 @@ fn where_engines_differ_on_a_factor_the_largest_counts() {
     assert_eq!(llama(&both).unwrap().layers[0].rope.as_ref().unwrap().inv_freq, None);
 }
 
+/// Among the rotation's settings or beside them: the one that makes the larger factor counts.
+#[test]
+fn the_original_length_counts_wherever_it_stands() {
+    let rope = |kind: &str, extra: &str| {
+        let config = format!(
+            r#","rope_theta":1e4,"original_max_position_embeddings":8192,
+               "rope_scaling":{{"rope_type":"{kind}","original_max_position_embeddings":65536{extra}}}"#
+        );
+        llama(&config).unwrap().layers[0].rope.clone().unwrap()
+    };
+    let yarn = rope("yarn", r#","factor":null"#);
+    assert!((yarn.attention_factor - (0.1 * 16f64.ln() + 1.0)).abs() < 1e-15, "{}", yarn.attention_factor);
+    assert_eq!(yarn.inv_freq, None);
+    // Under these scales the factor falls with the ratio of the lengths.
+    let falling = rope("yarn", r#","factor":null,"mscale":0.5,"mscale_all_dim":1.0"#).attention_factor;
+    let by = |ratio: f64| (0.05 * ratio.ln() + 1.0) / (0.1 * ratio.ln() + 1.0);
+    assert!((falling - by(2.0)).abs() < 1e-15 && by(2.0) > by(16.0), "{falling}");
+    let long = rope("longrope", "").attention_factor;
+    assert!((long - (1.0 + 16f64.ln() / 8192f64.ln()).sqrt()).abs() < 1e-15, "{long}");
+    let llama3 = rope("llama3", r#","factor":8.0,"low_freq_factor":1.0,"high_freq_factor":4.0"#);
+    assert_eq!((llama3.attention_factor, llama3.inv_freq), (1.0, None));
+}
+
+/// Some releases update one dictionary by the other.
+#[test]
+fn two_sets_of_rope_settings_are_read_merged_too() {
+    let factor = |extra: &str| llama(extra).unwrap().layers[0].rope.as_ref().unwrap().attention_factor;
+    let yarn = r#"{"rope_type":"yarn","factor":8.0,"original_max_position_embeddings":16384}"#;
+    for pair in [("rope_parameters", "rope_scaling"), ("rope_scaling", "rope_parameters")] {
+        let merged = format!(r#","rope_theta":1e4,"{}":{yarn},"{}":{{"attention_factor":2.9}}"#, pair.0, pair.1);
+        assert_eq!(factor(&merged), 2.9, "{pair:?}");
+    }
+    let nested = spec(
+        r#"{"model_type":"gemma3_text","hidden_size":640,"num_hidden_layers":2,"max_position_embeddings":131072,
+            "layer_types":["full_attention","sliding_attention"],"rope_scaling":{"attention_factor":2.9},
+            "rope_parameters":{"full_attention":{"rope_type":"yarn","factor":8.0},"sliding_attention":{"rope_type":"default"}}}"#,
+    )
+    .unwrap();
+    assert_eq!(nested.layers[0].rope.as_ref().unwrap().attention_factor, 2.9);
+}
+
+#[test]
+fn a_rotation_that_engines_read_differently_has_every_reading() {
+    let dims = |model: &str, extra: &str| {
+        let rope = spec(&format!(
+            r#"{{"model_type":"{model}","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":2,"head_dim":128,
+                "num_key_value_heads":1{extra}}}"#
+        ))
+        .unwrap()
+        .layers[0]
+            .rope
+            .clone()
+            .unwrap();
+        [vec![rope.rotary_dim], rope.other_dims].concat()
+    };
+    for model in ["minimax", "minimax_m2"] {
+        assert_eq!(dims(model, ""), [128]);
+        assert_eq!(dims(model, r#","rotary_dim":128"#), [128]);
+        assert_eq!(dims(model, r#","rotary_dim":64"#), [64, 128]);
+        assert_eq!(dims(model, r#","rotary_dim":64,"partial_rotary_factor":0.25"#), [64, 32, 128]);
+    }
+    let scaled = r#"{"model_type":"minimax_m2","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":2,"head_dim":128,
+        "num_key_value_heads":1,"rotary_dim":64,"rope_scaling":{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":64}}"#;
+    let error = spec(scaled).unwrap_err();
+    assert!(error.is_unsupported() && error.to_string().contains("scaled rotation"), "{error}");
+}
+
+#[test]
+fn only_gpt2_scales_by_the_layer() {
+    let scale = |model: &str| {
+        let spec = spec(&format!(
+            r#"{{"model_type":"{model}","n_embd":64,"n_head":4,"n_layer":3,"scale_attn_by_inverse_layer_idx":true}}"#
+        ))
+        .unwrap();
+        spec.layers[2].softmax_scale
+    };
+    assert_eq!((scale("gpt2"), scale("gpt_bigcode")), (0.25 / 3.0, 0.25));
+}
+
 #[test]
 fn gemma3_layers_alternate() {
     let old = spec(
@@ -404,8 +483,13 @@ fn a_norm_that_could_lengthen_its_input_is_refused() {
         ))
     };
     let error = with("-1e-6").unwrap_err();
-    assert!(error.to_string().contains("`rms_norm_eps` must not be negative"), "{error}");
-    assert!(with("0").is_ok() && with("1e-6").is_ok());
+    assert!(error.to_string().contains("`rms_norm_eps` = "), "{error}");
+    // Squares of a small token underflow: without an epsilon above them, what they are divided by has no digits left.
+    for epsilon in ["0", "0.0", "1e-40"] {
+        let error = with(epsilon).unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains("underflow"), "{error}");
+    }
+    assert!(with("1e-12").is_ok());
 }
 
 #[test]

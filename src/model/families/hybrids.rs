@@ -1,16 +1,16 @@
 //! Families of which only some layers have softmax attention, a row each.
 
-use super::super::spec::{GainForm, InputNorm, NormKind, RopeLayout};
 use super::parts::*;
-use super::{
+use super::schema::{
     Count, Family, Flag, HeadDim, LayerHeads, NormTensor, Otherwise, QkNormRule, QkvTensors, RopeLayers, RopeRule,
     RotaryShare, ScaleRule, Sizes,
 };
+use crate::model::spec::{GainForm, InputNorm, NormKind, RopeLayout};
 
 const KINDS: &[&str] = &["layer_types"];
 
-/// The table's second part.
-pub(super) static HYBRIDS: &[Family] = &[
+/// The table.
+pub(super) static FAMILIES: &[Family] = &[
     Family {
         name: "qwen3_next",
         model_types: &["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"],
@@ -160,7 +160,7 @@ pub(super) static HYBRIDS: &[Family] = &[
             ..llama_sizes(kv(Some(8)), HeadDim::Key(None))
         },
         bias: Flag::Never,
-        rope: rotary(1e6, RotaryShare::Channels("rotary_dim", None)),
+        rope: rotary(1e6, RotaryShare::ChannelsOrShare("rotary_dim")),
         ..LLAMA
     },
 ];

@@ -1,14 +1,14 @@
 //! The families whose attention reads a LayerNorm, a row each.
 
-use super::super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 use super::parts::*;
-use super::{
+use super::schema::{
     Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal,
     RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes,
 };
+use crate::model::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
 /// The table.
-pub(super) static LAYER_NORMS: &[Family] = &[
+pub(super) static FAMILIES: &[Family] = &[
     Family {
         name: "gpt2",
         model_types: &["gpt2"],
@@ -19,13 +19,13 @@ pub(super) static LAYER_NORMS: &[Family] = &[
             q_heads: Count { keys: &["n_head", "num_attention_heads"], default: Some(12) },
             kv_heads: KvHeads::SameAsQuery,
             d_head: HeadDim::Derived,
-            layer_heads: LayerHeads::Alike,
+            layer_heads: LayerHeads::Uniform,
         },
         norm: LAYER_NORM,
         norm_tensor: NormTensor::Own("h.{i}.ln_1"),
         bias: Flag::Always,
         rope: RopeRule::None,
-        scale: ScaleRule::Gpt2,
+        scale: ScaleRule::GptByLayer,
         qkv: QkvTensors::Concat { name: "h.{i}.attn.c_attn", conv1d: true },
         ..LLAMA
     },
@@ -68,7 +68,7 @@ pub(super) static LAYER_NORMS: &[Family] = &[
             q_heads: required(&["num_attention_heads", "n_head"]),
             kv_heads: KvHeads::Falcon,
             d_head: HeadDim::Derived,
-            layer_heads: LayerHeads::Alike,
+            layer_heads: LayerHeads::Uniform,
         },
         norm: LAYER_NORM,
         norm_tensor: NormTensor::Falcon { two: "h.{i}.ln_attn", one: "h.{i}.input_layernorm" },
@@ -200,7 +200,7 @@ pub(super) static LAYER_NORMS: &[Family] = &[
         norm_tensor: NormTensor::Own("h.{i}.ln_1"),
         bias: Flag::Always,
         rope: RopeRule::None,
-        scale: ScaleRule::Gpt2,
+        scale: ScaleRule::Gpt,
         qkv: QkvTensors::Concat { name: "h.{i}.attn.c_attn", conv1d: false },
         refusals: &[Refusal { key: "multi_query", unless: Setting::True, why: "only its multi-query form is known" }],
         ..LLAMA

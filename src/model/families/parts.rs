@@ -1,10 +1,10 @@
 //! What rows of the table share.
 
-use super::super::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
-use super::{
+use super::schema::{
     Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal,
     RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule,
 };
+use crate::model::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
 pub(super) const DECODER_PREFIXES: &[&str] =
     &["model.", "", "language_model.model.", "model.language_model.", "transformer.", "language_model."];
@@ -51,7 +51,7 @@ pub(super) const fn rotary(theta: f64, share: RotaryShare) -> RopeRule {
 }
 
 pub(super) const fn llama_sizes(kv_heads: KvHeads, d_head: HeadDim) -> Sizes {
-    Sizes { layers: LAYERS, d_model: WIDTH, q_heads: HEADS, kv_heads, d_head, layer_heads: LayerHeads::Alike }
+    Sizes { layers: LAYERS, d_model: WIDTH, q_heads: HEADS, kv_heads, d_head, layer_heads: LayerHeads::Uniform }
 }
 
 pub(super) const fn gpt_sizes(kv_heads: KvHeads) -> Sizes {
@@ -61,7 +61,7 @@ pub(super) const fn gpt_sizes(kv_heads: KvHeads) -> Sizes {
         q_heads: required(&["n_head", "num_attention_heads"]),
         kv_heads,
         d_head: HeadDim::Derived,
-        layer_heads: LayerHeads::Alike,
+        layer_heads: LayerHeads::Uniform,
     }
 }
 

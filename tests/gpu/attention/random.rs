@@ -7,11 +7,12 @@ use crate::device;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
-use sigmascale::attention::cuda::{Cuda, Descales, Element, Tensors, View, Workspace, stats_words};
 use sigmascale::attention::{AttentionCall, AttentionShape, Mask};
 use sigmascale::cuda::sources::Source;
 use sigmascale::cuda::{Arg, Buffer, Kernel, Launch, Stream};
+use sigmascale::device::attention::{Cuda, Descales, Element, Tensors, View, Workspace};
 use sigmascale::fp8::{Format, OnOverflow};
+use sigmascale::stats::stats_words;
 
 const REFERENCE: Source =
     Source { name: "attention/reference", text: include_str!("../../../kernels/attention/reference.cu") };

@@ -6,10 +6,10 @@ use half::bf16;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
-use sigmascale::attention::cuda::Element;
 use sigmascale::attention::{AttentionCall, AttentionShape, Mask};
 use sigmascale::cuda::Buffer;
-use sigmascale::cuda::attention::{Sizes, Split};
+use sigmascale::device::attention::Element;
+use sigmascale::device::attention::{Sizes, Split};
 use sigmascale::fp8::{Format, OnOverflow};
 
 /// (batch, query heads, KV heads, queries, keys): many parts and a single one, tiles that heads do not fill, one consumer and

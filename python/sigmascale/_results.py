@@ -1,0 +1,32 @@
+"""Results: dicts of the command line's JSON whose repr is one line."""
+
+
+def _count(number, what):
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+class Profile(dict):
+    """What :func:`calibrate` gives."""
+
+    def __repr__(self):
+        model, layers = self["model"], self.get("layers")
+        what = f"c_star {self['c_star']['c_star']:.4g}" if self.get("c_star") else "no c_star"
+        bound = f", logit bound at most {max(layer['logit_bound'] for layer in layers):.4g}" if layers else ""
+        return f"<sigmascale calibration of {model['name']}: {_count(model['layers'], 'layer')}, {what}{bound}>"
+
+
+class Inspection(dict):
+    """What :func:`inspect` gives."""
+
+    def __repr__(self):
+        return f"<sigmascale inspection of {self['model']['name']}: {_count(len(self['layers']), 'layer')}>"
+
+
+class StressRun(dict):
+    """What :func:`stress` gives."""
+
+    def __repr__(self):
+        over = [f"{row['policy']} in {row['overflow_layers']}" for row in self["policies"] if row["overflow_layers"]]
+        size = f"{_count(self['model_layers'], 'layer')}, {_count(self['steps'], 'step')}"
+        found = f"layers overflowed: {', '.join(over)}" if over else "no overflow"
+        return f"<sigmascale stress {self['scenario']} of {self['model']}: {size}; {found}>"

@@ -1,0 +1,111 @@
+//! What a backend is given and gives back, and the operands as its products see them.
+
+use super::call::{AttentionCall, Inputs};
+use super::precision::Precision;
+use crate::error::{Error, Result};
+use crate::fp8::{Counts, Format, OnOverflow};
+use crate::plan::ScalePlan;
+use crate::scale::Descale;
+use crate::stats::{CastStats, StepStats};
+
+/// What a call gives back.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttentionOutput {
+    /// Output, `(batch, len_q, n_q_heads, d_head)`.
+    pub out: Vec<f32>,
+    /// Log-sum-exp of each row in nats, `(batch, n_q_heads, len_q)`; `-inf` where a row sees no key.
+    pub lse: Vec<f32>,
+    /// Statistics per head, over the whole batch.
+    ///
+    /// Logits are those after the soft-cap and before their cast, of the pairs that the mask shows. NaN takes no part in
+    /// their maximum and minimum; `non_finite` is counted before the soft-cap.
+    pub stats: StepStats,
+}
+
+/// A backend that computes attention with the scales of a plan.
+pub trait Attention {
+    /// Runs one call.
+    ///
+    /// # Errors
+    /// If the call, the operands' lengths or the plan's lengths break their rules, if the backend does not offer the
+    /// precision (`is_unsupported`), or if its device fails.
+    fn forward(
+        &self,
+        call: &AttentionCall,
+        inputs: &Inputs<'_>,
+        plan: &ScalePlan,
+        precision: &Precision,
+    ) -> Result<AttentionOutput>;
+}
+
+/// The operands as the products see them: cast to E4M3 and multiplied back, in the layouts of [`Inputs`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Dequantised {
+    /// Queries.
+    pub q: Vec<f32>,
+    /// Keys.
+    pub k: Vec<f32>,
+    /// Values; unchanged where the plan has no descales for them.
+    pub v: Vec<f32>,
+}
+
+/// `e4m3(x / descale) * descale` of every operand.
+///
+/// # Errors
+/// As [`Attention::forward`].
+pub fn dequantised(
+    call: &AttentionCall,
+    inputs: &Inputs<'_>,
+    plan: &ScalePlan,
+    on_overflow: OnOverflow,
+) -> Result<Dequantised> {
+    check(call, inputs, plan)?;
+    let shape = &call.shape;
+    let group = shape.n_q_heads / shape.n_kv_heads;
+    let cast = |x: &[f32], descales: &[Descale], group: usize| {
+        let mut out = vec![0.0; x.len()];
+        for (row, (from, to)) in x.chunks_exact(shape.d_head).zip(out.chunks_exact_mut(shape.d_head)).enumerate() {
+            let descale = descales[row / group % descales.len()];
+            Format::E4m3.round_slice(from, descale.quant_scale().get(), on_overflow, to)?;
+            to.iter_mut().for_each(|value| *value *= descale.get());
+        }
+        Ok::<_, Error>(out)
+    };
+    Ok(Dequantised {
+        q: cast(inputs.q, &plan.operands.q, group)?,
+        k: cast(inputs.k, &plan.operands.k, 1)?,
+        v: plan.operands.v.as_ref().map_or_else(|| Ok(inputs.v.to_vec()), |v| cast(inputs.v, v, 1))?,
+    })
+}
+
+pub(crate) fn check(call: &AttentionCall, inputs: &Inputs<'_>, plan: &ScalePlan) -> Result<()> {
+    call.check()?;
+    inputs.check(&call.shape)?;
+    let (n_q, n_kv) = (call.shape.n_q_heads, call.shape.n_kv_heads);
+    let operands = &plan.operands;
+    let rows = [
+        ("logit", Some(&plan.logit_descale), n_q),
+        ("q", Some(&operands.q), n_kv),
+        ("k", Some(&operands.k), n_kv),
+        ("v", operands.v.as_ref(), n_kv),
+        ("o", operands.o.as_ref(), n_kv),
+    ];
+    for (name, row, want) in rows {
+        if let Some(row) = row
+            && row.len() != want
+        {
+            return Err(Error::mismatch(format_args!(
+                "the plan has {} {name} descales where the call needs {want}",
+                row.len()
+            )));
+        }
+    }
+    Ok(())
+}
+
+impl From<Counts> for CastStats {
+    fn from(counts: Counts) -> Self {
+        let Counts { amax, overflow, beyond_rounding, non_finite, count } = counts;
+        Self { amax, overflow, beyond_rounding, non_finite, count }
+    }
+}

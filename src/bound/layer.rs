@@ -1,0 +1,207 @@
+//! The bounds of a layer from its geometry and spectrum.
+
+use super::tail::{ModelConstants, Tail};
+use super::values::{E4M3_MAX, HeadBounds, LayerBounds, OperandBound};
+use crate::error::{Error, Result};
+use crate::geometry::{Channels, HeadLimit, LayerGeometry};
+use crate::model::{AttentionSpec, E4M3_ROUNDING, RoundingShare};
+use crate::spectral::{HeadSpectrum, LayerSpectrum};
+
+/// Absolute error of an E4M3 subnormal, in units of its descale.
+const SUBNORMAL_ERROR: f64 = 1.0 / 1024.0;
+
+impl LayerBounds {
+    /// All bounds of a layer.
+    ///
+    /// # Errors
+    /// If a bound leaves the range of f64, if the spectrum belongs to another layer, or as [`Tail::check`].
+    pub fn new(
+        spec: &AttentionSpec,
+        geometry: &LayerGeometry<'_>,
+        spectrum: &LayerSpectrum,
+        tail: &Tail,
+    ) -> Result<Self> {
+        let shape = (geometry.layer, geometry.q.len(), geometry.k.len(), geometry.qk_limits.is_none());
+        if shape != (spectrum.layer, spectrum.q.len(), spectrum.k.len(), spectrum.heads.is_some()) {
+            return Err(Error::mismatch(format_args!(
+                "{}: the spectrum is of another layer or of another model",
+                geometry.place
+            )));
+        }
+        let share = geometry.rounding;
+        let (q, k) = match &geometry.qk_limits {
+            Some(limits) => (
+                limits.q.iter().map(|limit| normalised_operand(limit, share.q)).collect::<Vec<_>>(),
+                limits.k.iter().map(|limit| normalised_operand(limit, share.k)).collect::<Vec<_>>(),
+            ),
+            None => {
+                let pairs = geometry.rotary_pairs();
+                let bound = |heads: &[Channels], share: f64| -> Vec<_> {
+                    heads.iter().map(|channels| operand(geometry, channels, &pairs, share)).collect()
+                };
+                (bound(&spectrum.q, share.q), bound(&spectrum.k, share.k))
+            }
+        };
+        let v = geometry
+            .input_bounded
+            .then(|| spectrum.v.iter().map(|channels| operand(geometry, channels, &[], share.v)).collect::<Vec<_>>());
+        let constants = ModelConstants::new(spec, tail)?;
+        // Heads may share the layer's largest scale, whose E4M3 subnormals are the coarsest.
+        let step = |heads: &[OperandBound]| heads.iter().map(|head| head.rounded).fold(0.0, f64::max) / E4M3_MAX;
+        let steps = (step(&q), step(&k));
+        let mut heads = Vec::with_capacity(geometry.q.len());
+        for head in 0..geometry.q.len() {
+            let kv_head = geometry.kv_head(head);
+            let bounds = match &spectrum.heads {
+                Some(spectra) => {
+                    let floors = (floor(&spectrum.q[head]), floor(&spectrum.k[kv_head]));
+                    projected_head(geometry, &spectra[head], steps, floors, &constants)
+                }
+                None => normalised_head(geometry, head, kv_head, steps)?,
+            };
+            heads.push(bounds.capped(geometry.soft_cap));
+        }
+        let q = q.into_iter().map(|bound| bound.times(geometry.query_factor)).collect();
+        let bounds = Self { layer: geometry.layer, heads, q, k, v };
+        bounds.check().map_err(|error| error.within(&geometry.place))?;
+        Ok(bounds)
+    }
+}
+
+/// Bounds of a head whose q and k are affine in the normalised token.
+fn projected_head(
+    geometry: &LayerGeometry<'_>,
+    spectrum: &HeadSpectrum,
+    (step_q, step_k): (f64, f64),
+    (floor_q, floor_k): (f64, f64),
+    model: &ModelConstants,
+) -> HeadBounds {
+    let (tau, d) = (geometry.softmax_scale, geometry.d_model as f64);
+    let c = &spectrum.constants;
+    let sigma = spectrum.exact.map_or(spectrum.sigma, |exact| exact.sigma_rope_upper);
+    let rank_aware = if c.any() {
+        let linear = (2.0 * model.t_rank_aware).sqrt() * (c.a + c.b);
+        tau * (model.sphere * (model.c_star_halved * d * sigma + linear) + c.c0)
+    } else {
+        tau * model.sphere * model.c_star * d * sigma
+    };
+    let mut bounds = HeadBounds { rank_aware: Some(rank_aware), ..HeadBounds::default() };
+    let Some(exact) = &spectrum.exact else { return bounds };
+
+    let root = d.sqrt();
+    let certain = tau * (d * sigma + root * (c.a + c.b) + c.c0);
+    bounds.certain = Some(certain);
+    bounds.naive = Some(tau * (root * exact.sigma_q_upper + c.norm_q) * (root * exact.sigma_k_upper + c.norm_k));
+
+    // |q8 . k8 - q . k| <= (||q|| + ||dq||)(||k|| + ||dk||) - ||q|| ||k||, with ||dq|| <= e_q N_Q + sqrt(r) 2^-10 s_q, and where
+    // inputs are rounded to E4M3 what their small elements add.
+    let flush = (geometry.d_head as f64).sqrt() * SUBNORMAL_ERROR;
+    let size_q = root * exact.folded_q_upper + c.spread_q;
+    let size_k = root * exact.folded_k_upper + c.spread_k;
+    let mut product = size_q * size_k;
+    // Relative errors, of an element, of a rotation pair or of the token, are as large relative to W_Q F and W_K F^-1, F diagonal
+    // and constant on pairs: the dot product of q and k is that of F q and F^-1 k, and dq . k that of F dq and F^-1 k. So what
+    // meets them alone is bounded by any such pair of norms, where these are those of all that is rounded.
+    if let Some(balanced) = exact.balanced_upper
+        && c.spread_q + c.spread_k == 0.0
+        && !geometry.centred
+    {
+        product = product.min(d * balanced);
+    }
+    let flushes = (flush * step_q + (1.0 + E4M3_ROUNDING) * floor_q, flush * step_k + (1.0 + E4M3_ROUNDING) * floor_k);
+    bounds.rounded = Some(certain + rounding_gap(tau, geometry.rounding, product, (size_q, size_k), flushes));
+
+    let t = if c.any() { model.t_spectrum.1 } else { model.t_spectrum.0 };
+    let linear = (2.0 * t).sqrt() * (c.a + c.b);
+    let off_diagonal = (2.0 * t).sqrt() * exact.frobenius_rope_upper + t * sigma;
+    // The relative position is 0 on the diagonal; tr(C C) <= F^2.
+    let x = model.x_diagonal;
+    let diagonal = exact.trace.abs() + 2.0 * x.sqrt() * exact.frobenius_rope_upper + 2.0 * sigma * x;
+    bounds.spectrum = Some(tau * (model.sphere * (off_diagonal.max(diagonal) + linear) + c.c0));
+    bounds
+}
+
+/// Length of what small elements of an input in E4M3 add to a head.
+fn floor(channels: &Channels) -> f64 {
+    channels.floor.iter().map(|error| error * error).sum::<f64>().sqrt()
+}
+
+/// `tau [(e_Q e_K - 1) N + e_Q N_Q f_K + e_K N_K f_Q + f_Q f_K]`, N at most N_Q N_K: what meets relative errors on both sides.
+/// `e = (1 + 1/17)(1 + share)`: what E4M3 rounding and what came before it together can make of q or k.
+fn rounding_gap(
+    tau: f64,
+    share: RoundingShare,
+    product: f64,
+    (size_q, size_k): (f64, f64),
+    (flush_q, flush_k): (f64, f64),
+) -> f64 {
+    // Zeros stay zeros.
+    if size_q == 0.0 || size_k == 0.0 {
+        return 0.0;
+    }
+    let factor = |share: f64| (1.0 + E4M3_ROUNDING) * (1.0 + share);
+    let (q, k) = (factor(share.q), factor(share.k));
+    tau * ((q * k - 1.0) * product + q * size_q * flush_k + k * size_k * flush_q + flush_q * flush_k)
+}
+
+/// Bounds of a head whose q and k are normalised after the projection: `tau r max_b(gq_b gk_b)`, from the gains alone.
+fn normalised_head(
+    geometry: &LayerGeometry<'_>,
+    head: usize,
+    kv_head: usize,
+    (step_q, step_k): (f64, f64),
+) -> Result<HeadBounds> {
+    let limits = geometry.qk_limits.as_ref().ok_or_else(|| {
+        Error::unsupported("a layer without head spectra and without normalised q and k has no bound")
+    })?;
+    let (q, k, tau) = (&limits.q[head], &limits.k[kv_head], geometry.softmax_scale);
+    let certain = if limits.shifted {
+        tau * q.norm() * k.norm()
+    } else {
+        let product = q.pair_gain.iter().zip(&k.pair_gain).map(|(a, b)| a * b).fold(0.0, f64::max);
+        tau * q.radius * k.radius * product
+    };
+    let flush = (geometry.d_head as f64).sqrt() * SUBNORMAL_ERROR;
+    // The norm sees whatever rounding came before it, and bounds it all the same.
+    let sizes = (q.norm(), k.norm());
+    let flushes = (flush * step_q, flush * step_k);
+    let rounded = certain + rounding_gap(tau, geometry.rounding, sizes.0 * sizes.1, sizes, flushes);
+    Ok(HeadBounds {
+        naive: Some(tau * q.norm() * k.norm()),
+        certain: Some(certain),
+        rounded: Some(rounded),
+        ..HeadBounds::default()
+    })
+}
+
+/// `B = sqrt(d) ||w_c|| + |c_c|` and `A = sqrt(d) ||diag(g) w_c|| + sum |beta_i w_ic| + |b_c|`, the largest channel; for a
+/// rotation pair the spectral norm of its two columns and the length of its constants.
+fn operand(geometry: &LayerGeometry<'_>, channels: &Channels, pairs: &[(usize, usize)], share: f64) -> OperandBound {
+    let d = geometry.d_model as f64;
+    let rounding = |c: usize| share * ((d * channels.folded_sq[c]).sqrt() + channels.spread[c]) + channels.floor[c];
+    let mut bound = OperandBound { exact: 0.0, rounded: 0.0 };
+    let mut include = |exact: f64, rounding: f64| {
+        bound.exact = bound.exact.max(exact);
+        bound.rounded = bound.rounded.max(exact + rounding);
+    };
+    let mut rotated = vec![false; channels.norm_sq.len()];
+    for (&(a, b), &dot) in pairs.iter().zip(&channels.pair_dot) {
+        let (p, s) = (channels.norm_sq[a], channels.norm_sq[b]);
+        let norm_sq = 0.5 * (p + s) + (0.5 * (p - s)).hypot(dot);
+        include(
+            (d * norm_sq).sqrt() + channels.constant[a].hypot(channels.constant[b]),
+            rounding(a).hypot(rounding(b)),
+        );
+        (rotated[a], rotated[b]) = (true, true);
+    }
+    for c in (0..rotated.len()).filter(|&c| !rotated[c]) {
+        include((d * channels.norm_sq[c]).sqrt() + channels.constant[c].abs(), rounding(c));
+    }
+    bound
+}
+
+/// Operand bound of a normalised head: from its gains and shifts.
+fn normalised_operand(limit: &HeadLimit, share: f64) -> OperandBound {
+    let exact = limit.channel();
+    OperandBound { exact, rounded: exact * (1.0 + share) }
+}

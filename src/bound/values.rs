@@ -1,0 +1,124 @@
+//! Bounds of a layer, as values.
+
+use crate::error::{Error, Result};
+use crate::scale::Descale;
+use serde::{Deserialize, Serialize};
+
+/// Largest finite E4M3 value: what operand bounds are mapped onto.
+pub const E4M3_MAX: f64 = 448.0;
+
+/// Largest `|mean| / sqrt(variance + epsilon)` of a token under which bounds behind a LayerNorm hold. A mean that is summed
+/// in f32 with an error of at most 32 roundings (pairwise, by lanes or Welford's way) then moves the output by a thousandth of
+/// its length, which the rounding share covers beside the roundings to BF16.
+pub const LAYER_NORM_MEAN_LIMIT: f64 = 512.0;
+
+/// Which bound logit scales come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum BoundKind {
+    /// No token can pass it.
+    #[default]
+    Certain,
+    /// The paper's, for isotropic tokens.
+    RankAware,
+    /// Sharper, for isotropic tokens.
+    Spectrum,
+}
+
+/// Bounds of one layer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LayerBounds {
+    /// Index among the layers with attention; the model's own number is that of its spec.
+    pub layer: usize,
+    /// Logit bounds, `n_q`.
+    pub heads: Vec<HeadBounds>,
+    /// Bound on |q| of each query head.
+    pub q: Vec<OperandBound>,
+    /// Bound on |k| of each KV head.
+    pub k: Vec<OperandBound>,
+    /// Bound on |v| of each KV head; `None` where the projection's input has no norm.
+    pub v: Option<Vec<OperandBound>>,
+}
+
+/// Bounds on |logit| of one query head. Fields are `None` where the estimator or the family cannot give them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HeadBounds {
+    /// From `||W_Q|| ||W_K||`.
+    pub naive: Option<f64>,
+    /// Certain, exact arithmetic.
+    pub certain: Option<f64>,
+    /// Certain, rounded operands.
+    pub rounded: Option<f64>,
+    /// Isotropic: the paper's.
+    pub rank_aware: Option<f64>,
+    /// Isotropic: sharper.
+    pub spectrum: Option<f64>,
+}
+
+/// Bound on the values of one head of q, k or v.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct OperandBound {
+    /// In exact arithmetic.
+    pub exact: f64,
+    /// With the roundings of a BF16 forward, channel by channel: `exact + share A`, see
+    /// [`AttentionSpec::rounding_share`](crate::model::AttentionSpec::rounding_share), and where the projections read
+    /// their input in E4M3 what elements too small for its normal numbers add.
+    pub rounded: f64,
+}
+
+impl OperandBound {
+    pub(super) fn times(self, factor: f64) -> Self {
+        Self { exact: self.exact * factor, rounded: self.rounded * factor }
+    }
+
+    /// The descale under which no value can overflow E4M3.
+    ///
+    /// # Errors
+    /// If the bound is beyond f32.
+    pub fn descale(&self) -> Result<Descale> {
+        Descale::covering(self.rounded, E4M3_MAX)
+    }
+}
+
+impl HeadBounds {
+    /// The bound that a logit scale of this kind comes from: `rounded` for certain.
+    ///
+    /// # Errors
+    /// If the estimator or the family does not give this bound.
+    pub fn for_scale(&self, kind: BoundKind) -> Result<f64> {
+        let (value, name) = match kind {
+            BoundKind::Certain => (self.rounded, "certain"),
+            BoundKind::RankAware => (self.rank_aware, "rank-aware"),
+            BoundKind::Spectrum => (self.spectrum, "spectrum"),
+        };
+        value.ok_or_else(|| {
+            Error::unsupported(format_args!(
+                "there is no {name} bound: it is made of the head's own spectrum, which the power estimator does not give and layers \
+                 that normalise q and k after the projection do not have"
+            ))
+        })
+    }
+
+    pub(super) fn capped(self, cap: Option<f64>) -> Self {
+        let Some(cap) = cap else { return self };
+        let low = |bound: Option<f64>| bound.map(|bound| bound.min(cap));
+        Self {
+            naive: low(self.naive),
+            certain: low(self.certain),
+            rounded: low(self.rounded),
+            rank_aware: low(self.rank_aware),
+            spectrum: low(self.spectrum),
+        }
+    }
+}
+
+impl LayerBounds {
+    pub(super) fn check(&self) -> Result<()> {
+        let operands = self.q.iter().chain(&self.k).chain(self.v.iter().flatten()).map(|bound| bound.rounded);
+        let logits = self.heads.iter().flat_map(|h| [h.naive, h.certain, h.rounded, h.rank_aware, h.spectrum]);
+        match operands.chain(logits.flatten()).find(|bound| !bound.is_finite()) {
+            Some(bound) => Err(Error::non_finite(format_args!("a bound is {bound}"))),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! What a calibration is asked for.
+
+use crate::bound::{BoundKind, Tail};
+use crate::error::{Error, Result};
+use crate::plan::{DEFAULT_ETA, Granularity};
+use crate::spectral::Estimator;
+
+/// What a calibration is asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// The union bound of the probabilistic constants.
+    pub tail: Tail,
+    /// Share of the E4M3 range that logit bounds are mapped onto.
+    pub eta: f64,
+    /// Bound behind the logit descales.
+    pub bound: BoundKind,
+    /// One scale a head or a layer.
+    pub granularity: Granularity,
+    /// Engine.
+    pub estimator: Estimator,
+    /// Everything as the paper has it: summed sigma of raw weights, no gains, constants or rotation, one logit scale a
+    /// layer, no operand descales.
+    pub as_paper: bool,
+    /// Replaces `c_star` under `as_paper` (the paper used 0.08, 0.04, 0.03 and 0.02).
+    pub c: Option<f64>,
+    /// Seed of the power iteration's start vectors.
+    pub seed: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            tail: Tail::default(),
+            eta: DEFAULT_ETA,
+            bound: BoundKind::default(),
+            granularity: Granularity::default(),
+            estimator: Estimator::default(),
+            as_paper: false,
+            c: None,
+            seed: 0,
+        }
+    }
+}
+
+impl Options {
+    /// # Errors
+    /// If a value breaks its rule or two options contradict each other.
+    pub fn check(&self) -> Result<()> {
+        self.tail.check()?;
+        if !(self.eta > 0.0 && self.eta <= 1.0) {
+            return Err(Error::argument(format_args!("eta {} must be greater than 0 and at most 1", self.eta)));
+        }
+        match self.c {
+            Some(c) if !(c.is_finite() && c > 0.0) => {
+                return Err(Error::argument(format_args!("c {c} must be finite and greater than zero")));
+            }
+            Some(_) if !self.as_paper => {
+                return Err(Error::argument("c replaces c_star in the paper's form only: set as_paper too"));
+            }
+            _ => {}
+        }
+        if !self.as_paper && self.estimator == Estimator::Power {
+            match self.bound {
+                BoundKind::Certain => {
+                    return Err(Error::argument(
+                        "bound certain needs estimator gram: power iteration gives a lower bound, which cannot certify",
+                    ));
+                }
+                BoundKind::Spectrum => {
+                    return Err(Error::argument(
+                        "bound spectrum needs estimator gram: power iteration gives no Frobenius norm",
+                    ));
+                }
+                BoundKind::RankAware => {}
+            }
+        }
+        Ok(())
+    }
+}

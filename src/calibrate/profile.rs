@@ -1,0 +1,282 @@
+//! A calibration's result. Its serialised form is the JSON of `sigmascale calibrate`.
+
+use super::options::Options;
+use crate::bound::{BoundKind, CStar, HeadBounds, Tail};
+use crate::error::{Error, Result};
+use crate::geometry::LayerGeometry;
+use crate::model::{AttentionSpec, NormKind, PerLayer, QkNormScope, QkvBias, RopeLayout, attention_module};
+use crate::plan::export::TensorScales;
+use crate::plan::{Granularity, OperandDescales};
+use crate::scale::Descale;
+use crate::spectral::{Estimator, HeadSpectrum, PowerEstimate, certified_inflation};
+use serde::Serialize;
+
+/// Result of a calibration.
+#[derive(Clone, Debug, Serialize)]
+pub struct Profile {
+    /// The model.
+    pub model: ModelSummary,
+    /// The union bound.
+    pub tail: TailSummary,
+    /// The paper's constants.
+    pub c_star: CStar,
+    /// The constant that replaces `c_star` under `as_paper`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chosen_c: Option<ChosenC>,
+    /// How the layers were computed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub method: Option<Method>,
+    /// One entry a layer; only with weights.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layers: Option<Vec<LayerProfile>>,
+}
+
+impl Profile {
+    /// One scale each for q, k and v of every layer; none for a config alone or under `as_paper`.
+    ///
+    /// # Errors
+    /// `is_unsupported` if the values of a layer have no bound, or the family has no place in the table.
+    pub fn tensor_scales(&self) -> Result<Vec<TensorScales>> {
+        let ModelSummary { family, prefix, .. } = &self.model;
+        let scales = |(number, operands): (usize, OperandDescales)| {
+            let module = attention_module(family, prefix, number)
+                .ok_or_else(|| Error::unsupported(format_args!("family `{family}` has no names for its layers")))?;
+            TensorScales::new(module, &operands)
+        };
+        self.layers.iter().flatten().filter_map(|layer| Some((layer.number, layer.operands()?))).map(scales).collect()
+    }
+}
+
+/// A constant in place of `c_star`, and the failure probability that it amounts to.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct ChosenC {
+    /// The constant.
+    pub c: f64,
+    /// See [`Tail::delta_of`].
+    pub delta: f64,
+}
+
+impl ChosenC {
+    pub(super) fn new(options: &Options, spec: &AttentionSpec) -> Result<Option<Self>> {
+        options.c.map(|c| Ok(Self { c, delta: options.tail.delta_of(c, spec)? })).transpose()
+    }
+}
+
+/// How layers were computed.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Method {
+    /// Bound behind the logit descales; null under `as_paper`, which has a bound of its own.
+    pub bound: Option<BoundKind>,
+    /// Engine.
+    pub estimator: Estimator,
+    /// Whether the logit bound holds under the model's rotation: power iteration and `as_paper` leave RoPE out.
+    pub rotation: bool,
+    /// One scale a head or a layer.
+    pub granularity: Granularity,
+    /// Whether everything is as the paper has it.
+    pub as_paper: bool,
+    /// The constant that multiplied the worst case under `as_paper`.
+    pub c: Option<f64>,
+}
+
+/// A model in a line.
+#[derive(Clone, Debug, Serialize)]
+pub struct ModelSummary {
+    /// Preset, folder or file.
+    pub name: String,
+    /// Family.
+    pub family: String,
+    /// What stands in front of its tensor names.
+    #[serde(skip)]
+    pub prefix: String,
+    /// Layers.
+    pub layers: usize,
+    /// Model dimension.
+    pub d_model: usize,
+    /// Query heads: a number, or a list with one for each layer where layers differ. So are the next two.
+    pub n_q_heads: PerLayer,
+    /// KV heads.
+    pub n_kv_heads: PerLayer,
+    /// Head dimension.
+    pub d_head: PerLayer,
+    /// Norm in front of attention.
+    pub norm: NormKind,
+    /// Pairing of the rotation, null without.
+    pub rope: Option<RopeLayout>,
+    /// Scope of the QK-norm, null without.
+    pub qk_norm: Option<QkNormScope>,
+    /// Biases of q, k and v.
+    pub bias: QkvBias,
+    /// Positions up to which bounds hold, where queries grow with them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bounded_positions: Option<usize>,
+    /// Bounds count inputs of the projections that are rounded to E4M3.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub fp8_inputs: bool,
+}
+
+impl ModelSummary {
+    /// The summary of a spec.
+    pub fn new(spec: &AttentionSpec) -> Self {
+        Self {
+            name: spec.name.clone(),
+            family: spec.family.clone(),
+            prefix: spec.prefix.clone(),
+            layers: spec.layers.len(),
+            d_model: spec.d_model,
+            n_q_heads: PerLayer::new(spec.layers.iter().map(|layer| layer.n_q_heads)),
+            n_kv_heads: PerLayer::new(spec.layers.iter().map(|layer| layer.n_kv_heads)),
+            d_head: PerLayer::new(spec.layers.iter().map(|layer| layer.d_head)),
+            norm: spec.norm.kind,
+            rope: spec.layers.iter().find_map(|layer| layer.rope.as_ref()).map(|rope| rope.layout),
+            qk_norm: spec.qk_norm.map(|norm| norm.scope),
+            bias: spec.bias,
+            bounded_positions: spec.bounded_positions(),
+            fp8_inputs: spec.fp8_inputs,
+        }
+    }
+}
+
+/// The union bound and eta.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct TailSummary {
+    /// Counts and failure probability.
+    #[serde(flatten)]
+    pub tail: Tail,
+    /// Share of the E4M3 range.
+    pub eta: f64,
+}
+
+/// One layer of a profile. Shapes: `heads` n_q, descales n_kv.
+#[derive(Clone, Debug, Serialize)]
+pub struct LayerProfile {
+    /// Place among the layers that have attention.
+    pub layer: usize,
+    /// The model's own number of the layer, as tensor names have it: another where layers without attention stand in front.
+    pub number: usize,
+    /// Largest sigma of a head; the paper's summed sigma under `as_paper`; null with QK-norm.
+    pub sigma: Option<f64>,
+    /// The paper's summed sigma, raw weights.
+    pub sigma_sum: Option<f64>,
+    /// Largest logit bound of a head, of the chosen kind.
+    pub logit_bound: f64,
+    /// Largest logit descale of a head.
+    pub logit_descale: Descale,
+    /// Logit descale of each query head.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub logit_descales: Vec<Descale>,
+    /// Descales of q per KV head; null where there is no bound or under `as_paper`.
+    pub q_descale: Option<Vec<Descale>>,
+    /// Of k.
+    pub k_descale: Option<Vec<Descale>>,
+    /// Of v.
+    pub v_descale: Option<Vec<Descale>>,
+    /// Of o.
+    pub o_descale: Option<Vec<Descale>>,
+    /// The heads; absent under `as_paper`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub heads: Option<Vec<HeadProfile>>,
+}
+
+impl LayerProfile {
+    /// The operand descales as a plan has them; `None` under `as_paper`.
+    pub fn operands(&self) -> Option<OperandDescales> {
+        Some(OperandDescales {
+            q: self.q_descale.clone()?,
+            k: self.k_descale.clone()?,
+            v: self.v_descale.clone(),
+            o: self.o_descale.clone(),
+        })
+    }
+}
+
+/// One query head of a profile.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct HeadProfile {
+    /// Query head.
+    pub head: usize,
+    /// The KV head it reads.
+    pub kv_head: usize,
+    /// Effective, unrotated norm.
+    pub sigma: Option<f64>,
+    /// Raw norm.
+    pub sigma_raw: Option<f64>,
+    /// Bound over every relative position.
+    pub sigma_rope: Option<f64>,
+    /// Certified upper bound of sigma_rope: what the certain bound uses.
+    pub sigma_certified: Option<f64>,
+    /// Frobenius norm.
+    pub frobenius: Option<f64>,
+    /// `frobenius^2 / sigma^2`.
+    pub stable_rank: Option<f64>,
+    /// With `--estimator power`: what the estimate is worth.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub power: Option<PowerProfile>,
+    /// What constants add to the certain bound.
+    pub bias_constant: Option<f64>,
+    /// See [`HeadBounds`].
+    pub bound_naive: Option<f64>,
+    /// See [`HeadBounds`].
+    pub bound_certain: Option<f64>,
+    /// See [`HeadBounds`].
+    pub bound_rounded: Option<f64>,
+    /// See [`HeadBounds`].
+    pub bound_rank_aware: Option<f64>,
+    /// See [`HeadBounds`].
+    pub bound_spectrum: Option<f64>,
+}
+
+/// What a power iteration's sigma is worth: a lower bound.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct PowerProfile {
+    /// Always true: sigma is at least the estimate.
+    pub lower_bound: bool,
+    /// Some singular value lies within this of the last iteration's `||M v||`, which is at most the estimate.
+    pub residual: f64,
+    /// The estimate times this is an upper bound but for one start in [`INFLATION_FAILURE`]; null after a warm start.
+    pub certified_inflation: Option<f64>,
+}
+
+/// Failure probability of [`PowerProfile::certified_inflation`].
+pub const INFLATION_FAILURE: f64 = 1e-9;
+
+impl PowerProfile {
+    fn new(estimate: &PowerEstimate, d_head: usize) -> Self {
+        let inflation = |iterations| certified_inflation(iterations, d_head, INFLATION_FAILURE).ok();
+        Self {
+            lower_bound: true,
+            residual: estimate.residual,
+            certified_inflation: estimate.cold_iterations.and_then(inflation),
+        }
+    }
+}
+
+impl HeadProfile {
+    pub(super) fn new(
+        head: usize,
+        geometry: &LayerGeometry<'_>,
+        spectrum: Option<&HeadSpectrum>,
+        bounds: &HeadBounds,
+    ) -> Self {
+        let exact = spectrum.and_then(|spectrum| spectrum.exact);
+        let root = (geometry.d_model as f64).sqrt();
+        Self {
+            head,
+            kv_head: geometry.kv_head(head),
+            sigma: spectrum.map(|s| s.sigma),
+            sigma_raw: spectrum.map(|s| s.sigma_raw),
+            sigma_rope: exact.map(|e| e.sigma_rope),
+            sigma_certified: exact.map(|e| e.sigma_rope_upper),
+            frobenius: exact.map(|e| e.frobenius),
+            stable_rank: spectrum.zip(exact).map(|(s, e)| e.stable_rank(s.sigma)),
+            power: spectrum.and_then(|s| s.power).map(|estimate| PowerProfile::new(&estimate, geometry.d_head)),
+            bias_constant: spectrum
+                .map(|s| geometry.softmax_scale * (root * (s.constants.a + s.constants.b) + s.constants.c0)),
+            bound_naive: bounds.naive,
+            bound_certain: bounds.certain,
+            bound_rounded: bounds.rounded,
+            bound_rank_aware: bounds.rank_aware,
+            bound_spectrum: bounds.spectrum,
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! Options of `sigmascale stress`, and what they ask of the library.
+
+use super::policies::PolicyArgs;
+use crate::cli::model::{Model, files};
+use crate::cli::numbers::{count, real, whole};
+use crate::cli::output::OutputArgs;
+use clap::ValueEnum;
+use sigmascale::stress::{Mode, StressOptions, TokenFile};
+use sigmascale::{Error, Result};
+use std::path::PathBuf;
+
+/// All six policies side by side under a checkpoint load, a weight spike, a refit or recorded maxima
+#[derive(clap::Args)]
+#[command(allow_negative_numbers = true)]
+pub struct Args {
+    /// What happens to the weights
+    #[arg(value_enum)]
+    pub scenario: Choice,
+    /// Preset name or config.json (synthetic weights), .safetensors file or checkpoint folder; not for replay
+    #[arg(long)]
+    pub model: Option<String>,
+    /// What is cast to E4M3
+    #[arg(long, value_enum, default_value = "logit")]
+    pub mode: Cast,
+    /// Run the first N layers [default: all; 4 of synthetic weights in runs of several steps]
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub layers: Option<usize>,
+    /// Tokens per sequence [default: 256; for resume and lr-spike 64, which is the most]
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub seq_len: Option<usize>,
+    /// Steps [default: 1 for checkpoint-load, 330 for resume, 150 for lr-spike, otherwise 30]
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub steps: Option<usize>,
+    /// Run this text through the model's own forward instead of generated tokens: FILE.json is a JSON list of token
+    /// ids, any other file is read as bytes, for a model with a vocabulary of bytes
+    #[arg(long, value_name = "FILE")]
+    pub tokens: Option<PathBuf>,
+    /// Later checkpoints of the same training run, comma-separated and in order: refit loads one per step
+    #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
+    pub path: Vec<PathBuf>,
+    /// Seed of synthetic weights and of tokens
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole)]
+    pub seed: u64,
+    /// For resume and lr-spike: what a value out of range becomes [default: both]
+    #[arg(long, value_enum)]
+    pub casts: Option<CastKind>,
+    /// Where spectra and bounds are computed; attention runs on the CPU
+    #[arg(long, value_enum, default_value = "cpu")]
+    pub device: Device,
+    /// Recorded maxima, for replay and all
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+    /// Also write an HTML page with the pictures to FILE
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+    #[command(flatten)]
+    pub policies: PolicyArgs,
+    /// Failure probability of geometry-c-star over all layers, tokens and steps of the run
+    #[arg(long, default_value_t = 1e-6, value_parser = real, help_heading = "Policy parameters")]
+    pub delta: f64,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Choice {
+    /// A trained model is loaded; no policy has seen anything
+    CheckpointLoad,
+    /// Weights and biases of q, k and v grow by a factor of 4 at step 10
+    WeightSpike,
+    /// New weights at every step: the checkpoints of --path, or growth by 5 %
+    Refit,
+    /// Recorded maxima, through the policies that need no weights
+    Replay,
+    /// Training stops and resumes (feature `train`)
+    Resume,
+    /// Training under a learning-rate spike (feature `train`)
+    LrSpike,
+    /// Every scenario that this build and the arguments allow
+    All,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+pub enum Cast {
+    /// The logits only, as in the paper
+    Logit,
+    /// q, k, v and P, as fused kernels do
+    Operands,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum CastKind {
+    /// 448 with its sign
+    Saturating,
+    /// NaN, which reaches the loss
+    Nan,
+    /// Each in runs of its own
+    Both,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Device {
+    /// This machine's cores
+    Cpu,
+    /// The first GPU
+    Cuda,
+}
+
+/// Why a model that is trained is needed.
+#[cfg(feature = "train")]
+pub const NEEDS_TRAIN: &str = "it trains a model of its own: --model tiny-llama-train or tiny-gpt2-train";
+#[cfg(not(feature = "train"))]
+pub const NEEDS_TRAIN: &str = "it trains a model, and this build lacks the cargo feature `train`";
+
+impl Args {
+    /// Checks what can be checked before any work.
+    pub fn options(&self) -> Result<StressOptions> {
+        let name = self.name();
+        let refuse = |what: &str| Err(Error::argument(format_args!("{name}: {what}")));
+        let training = matches!(self.scenario, Choice::Resume | Choice::LrSpike);
+        if training && cfg!(not(feature = "train")) {
+            return Err(Error::argument(format_args!(
+                "{name}: {NEEDS_TRAIN}; in the source folder run `cargo run --release --features train -- stress {name} \
+                 --model tiny-llama-train`"
+            )));
+        }
+        if training && !self.trains() {
+            return refuse(NEEDS_TRAIN);
+        }
+        if !self.trains() && self.scenario != Choice::Replay && self.names_training_model() {
+            return refuse("it needs weights, and models of this name are only trained, by resume and lr-spike");
+        }
+        if self.trains() && self.layers.is_some() {
+            return refuse("remove --layers, a model that is trained has them all");
+        }
+        if self.trains() && (self.tokens.is_some() || !self.path.is_empty() || self.device == Device::Cuda) {
+            return refuse(
+                "remove --tokens, --path and --device cuda, training has its own text and weights on the CPU",
+            );
+        }
+        if self.casts.is_some() && !self.trains() {
+            return refuse("remove --casts, which is for resume and lr-spike; the other scenarios saturate");
+        }
+        if !self.path.is_empty() && !matches!(self.scenario, Choice::Refit | Choice::All) {
+            return refuse("remove --path, which is for refit and all");
+        }
+        if self.scenario == Choice::Replay {
+            self.check_replay(&refuse)?;
+        } else if self.model.is_none() {
+            return refuse("--model MODEL is required");
+        } else if self.trace.is_some() && self.scenario != Choice::All {
+            return refuse("remove --trace, which is for replay and all");
+        }
+        if self.device == Device::Cuda {
+            #[cfg(feature = "cuda")]
+            sigmascale::cuda::require().map_err(|error| error.within("--device cuda"))?;
+        }
+        Ok(StressOptions {
+            mode: match self.mode {
+                Cast::Logit => Mode::Logit,
+                Cast::Operands => Mode::Operands,
+            },
+            policies: self.policies.configs()?,
+            layers: self.layers,
+            seq_len: self.seq_len.unwrap_or(StressOptions::default().seq_len),
+            tokens: self.tokens.as_deref().map(TokenFile::read).transpose()?,
+            steps: self.steps,
+            seed: self.seed,
+            delta: self.delta,
+            bounds_on_gpu: self.device == Device::Cuda,
+        })
+    }
+
+    /// A trace says everything but the policies.
+    fn check_replay(&self, refuse: &dyn Fn(&str) -> Result<StressOptions>) -> Result<()> {
+        let given = [
+            ("--model", self.model.is_some()),
+            ("--tokens", self.tokens.is_some()),
+            ("--layers", self.layers.is_some()),
+            ("--steps", self.steps.is_some()),
+            ("--seq-len", self.seq_len.is_some()),
+            ("--device cuda", self.device == Device::Cuda),
+        ];
+        if let Some((option, _)) = given.into_iter().find(|(_, given)| *given) {
+            refuse(&format!("remove {option}, a trace has its own layers, steps and tokens and no weights"))?;
+        }
+        if self.trace.is_none() {
+            refuse("--trace FILE is required")?;
+        }
+        Ok(())
+    }
+
+    /// The scenario's name.
+    fn name(&self) -> String {
+        self.scenario.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
+
+    /// Files that are read, those of models as far as they open.
+    pub fn read(&self) -> Vec<PathBuf> {
+        let paths = self.path.iter().map(|path| path.to_string_lossy().into_owned());
+        let models = self.model.iter().filter(|_| !self.trains()).cloned().chain(paths);
+        let models = models.filter_map(|name| Some(files(&name, &Model::open(&name).ok()?)));
+        models.flatten().chain(self.tokens.clone()).chain(self.trace.clone()).collect()
+    }
+
+    /// Whether the model is one that is trained here.
+    pub fn trains(&self) -> bool {
+        self.names_training_model() && matches!(self.scenario, Choice::Resume | Choice::LrSpike | Choice::All)
+    }
+
+    #[cfg(feature = "train")]
+    fn names_training_model(&self) -> bool {
+        self.model.as_deref().and_then(sigmascale::train::ModelKind::of).is_some()
+    }
+
+    #[cfg(not(feature = "train"))]
+    fn names_training_model(&self) -> bool {
+        false
+    }
+}

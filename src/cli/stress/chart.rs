@@ -1,0 +1,113 @@
+//! Line charts: a curve for each policy over steps or layers.
+
+use crate::cli::svg::{Axis, label, open_svg};
+use crate::cli::table::brief;
+use sigmascale::policy::PolicyKind;
+use std::fmt::Write;
+
+/// Width of a chart: a phone's.
+pub const WIDTH: f64 = 356.0;
+/// Dashes of the policies' curves, so that colour is not needed to tell them apart.
+const DASHES: [&str; 6] = ["", "7 3", "2 2", "", "9 3 2 3", "4 4"];
+
+/// Place of a policy among the six: its colour and dashes.
+pub fn place(policy: PolicyKind) -> usize {
+    PolicyKind::ALL.iter().position(|kind| *kind == policy).unwrap_or(0)
+}
+
+/// What each curve is; `None` is the control.
+pub fn legend(curves: &[Option<PolicyKind>]) -> String {
+    let mut out = String::from("<div class=\"legend\">");
+    for policy in curves {
+        let (class, dash) = look(*policy);
+        let _ = write!(
+            out,
+            "<span><svg class=\"{class}\" width=\"34\" height=\"10\" aria-hidden=\"true\"><path class=\"curve\" \
+             stroke-dasharray=\"{dash}\" d=\"M0 5H34\"/></svg>{}</span>",
+            policy.map_or("f32", PolicyKind::name)
+        );
+    }
+    out + "</div>\n"
+}
+
+/// Class and dashes of a curve.
+fn look(policy: Option<PolicyKind>) -> (String, &'static str) {
+    policy.map(place).map_or_else(Default::default, |at| (format!("p{at}"), DASHES[at]))
+}
+
+/// Values over steps; `None` is the control without a policy.
+pub type Curve = (Option<PolicyKind>, Vec<(usize, f64)>);
+
+/// What stands around the curves of a line chart.
+pub struct Frame {
+    /// Upwards.
+    pub axis: Axis,
+    /// Last place to the right; the first is 0.
+    pub last: usize,
+    /// What runs to the right.
+    pub over: &'static str,
+    /// A level to mark.
+    pub limit: Option<f64>,
+    /// A place to mark.
+    pub mark: Option<usize>,
+}
+
+/// A line chart, a line for each curve.
+pub fn curves(all: &[Curve], frame: &Frame) -> String {
+    let Frame { axis, last, over, limit, mark } = frame;
+    let last = *last;
+    let (left, top, right, height) = (46.0, 8.0, WIDTH - 10.0, 190.0);
+    let x = |at: usize| left + 6.0 + (right - left - 12.0) * at as f64 / last as f64;
+    let y = |value: f64| top + height * (1.0 - axis.place(value));
+    let mut svg = open_svg(WIDTH, top + height + 36.0, &format!("Line chart by {over}"));
+    for tick in axis.ticks() {
+        let _ = write!(
+            svg,
+            "<line class=\"grid\" x1=\"{left}\" x2=\"{right}\" y1=\"{0:.1}\" y2=\"{0:.1}\"/>\
+             <text x=\"{1:.1}\" y=\"{2:.1}\" text-anchor=\"end\">{3}</text>",
+            y(tick),
+            left - 6.0,
+            y(tick) + 4.0,
+            label(tick)
+        );
+    }
+    if let Some(limit) = limit {
+        let y = y(*limit);
+        let _ = write!(svg, "<line class=\"limit\" x1=\"{left}\" x2=\"{right}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>");
+    }
+    if let Some(mark) = mark {
+        let (x, bottom) = (x(*mark), top + height);
+        let _ = write!(svg, "<line class=\"limit\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{top}\" y2=\"{bottom}\"/>");
+    }
+    let every = (last as f64 / 6.0).ceil().max(1.0) as usize;
+    let every = [1, 2, 5, 10, 20, 50, 100].into_iter().find(|step| *step >= every).unwrap_or(every);
+    for at in (0..=last).step_by(every) {
+        let _ =
+            write!(svg, "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{at}</text>", x(at), top + height + 15.0);
+    }
+    for (policy, points) in all {
+        let (class, dash) = look(*policy);
+        let path: String = points
+            .iter()
+            .enumerate()
+            .map(|(n, point)| format!("{}{:.1} {:.1}", if n == 0 { 'M' } else { 'L' }, x(point.0), y(point.1)))
+            .collect();
+        let _ = write!(svg, "<g class=\"{class}\"><path class=\"curve\" stroke-dasharray=\"{dash}\" d=\"{path}\"/>");
+        // Dots carry the numbers; hundreds of steps need none.
+        for point in points.iter().filter(|_| points.len() <= 40) {
+            let name = policy.map_or(String::new(), |policy| format!("{policy}, "));
+            let _ = write!(
+                svg,
+                "<circle class=\"dot\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"2\"><title>{name}{over} {}: {}</title></circle>",
+                x(point.0),
+                y(point.1),
+                point.0,
+                brief(point.1)
+            );
+        }
+        svg.push_str("</g>");
+    }
+    let scale = if axis.log { "; logarithmic upwards" } else { "" };
+    let _ = write!(svg, "<text x=\"{left}\" y=\"{}\">{over}{scale}</text></svg>", top + height + 31.0);
+    svg
+}

@@ -1,0 +1,431 @@
+//! What a call is made of, and the rules it has to keep.
+
+use super::tile::Split;
+use crate::cuda::{Element, View};
+use crate::error::{Error, Result};
+use crate::stats::stats_words;
+
+/// Sizes of one call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Sizes {
+    /// Sequences.
+    pub batch: usize,
+    /// Query heads; a multiple of `heads_kv`.
+    pub heads_q: usize,
+    /// Key and value heads.
+    pub heads_kv: usize,
+    /// Queries of a sequence.
+    pub len_q: usize,
+    /// Keys of a sequence.
+    pub len_k: usize,
+    /// Elements of a head: 64 or 128.
+    pub d_head: usize,
+}
+
+impl Sizes {
+    /// # Errors
+    /// If a size is zero or too large, `heads_kv` does not divide `heads_q`, or the head dimension is not offered.
+    pub fn check(&self) -> Result<()> {
+        let Self { batch, heads_q, heads_kv, len_q, len_k, d_head } = *self;
+        if [batch, heads_q, heads_kv, len_q, len_k, d_head].contains(&0) {
+            return Err(Error::argument(format_args!("attention sizes {self:?} must have no zero")));
+        }
+        if heads_q % heads_kv != 0 {
+            return Err(Error::argument(format_args!(
+                "{heads_q} query heads must be a multiple of {heads_kv} KV heads"
+            )));
+        }
+        if d_head != 64 && d_head != 128 {
+            return Err(Error::unsupported(format_args!(
+                "head dimension {d_head} is not offered on the GPU: it must be 64 or 128"
+            )));
+        }
+        // Grid dimensions count sequences and heads in 16 bits; tiles, and the blocks of a cast, in 31.
+        const GRID: usize = 65_535;
+        const LENGTH: usize = 1 << 24;
+        for (name, value, limit) in [
+            ("batch", batch, GRID),
+            ("heads", heads_q, GRID),
+            ("queries of a sequence", len_q, LENGTH),
+            ("keys of a sequence", len_k, LENGTH),
+            ("heads of a batch", batch * heads_q, (1 << 30) / len_q.div_ceil(64)),
+            ("heads of a sequence", heads_q + 2 * heads_kv, (1 << 30) / len_q.max(len_k).div_ceil(16)),
+        ] {
+            if value > limit {
+                return Err(Error::unsupported(format_args!("{value} {name} are more than the GPU takes: {limit}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Shape of q and of the output.
+    pub fn q_shape(&self) -> [usize; 4] {
+        [self.batch, self.len_q, self.heads_q, self.d_head]
+    }
+
+    /// Shape of k and of v.
+    pub fn kv_shape(&self) -> [usize; 4] {
+        [self.batch, self.len_k, self.heads_kv, self.d_head]
+    }
+
+    /// Shape of the log-sum-exp.
+    pub fn lse_shape(&self) -> [usize; 3] {
+        [self.batch, self.heads_q, self.len_q]
+    }
+
+    /// Groups of 16 keys, in which v is stored.
+    pub(super) fn key_groups(&self) -> usize {
+        self.len_k.div_ceil(16)
+    }
+}
+
+/// Multipliers that turn E4M3 back into values, as f32 in device memory; `None` stands for 1.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Descales {
+    /// Of q, `(batch, heads_kv)`: query heads of one group share theirs.
+    pub q: Option<View<2>>,
+    /// Of k, `(batch, heads_kv)`.
+    pub k: Option<View<2>>,
+    /// Of v, `(batch, heads_kv)`.
+    pub v: Option<View<2>>,
+    /// Of an E4M3 output, `(batch, heads_kv)`.
+    pub o: Option<View<2>>,
+    /// Of the logits, `(heads_q)`. If given, logits pass through E4M3 on their way into the softmax; else they stay in f32.
+    pub logit: Option<View<1>>,
+}
+
+/// Rotary embedding of q and k, applied before the cast: `(a, b) -> (a cos - b sin, b cos + a sin)` for each pair.
+///
+/// Query `i` stands at the row `i + len_k - len_q` of the tables, or of `positions`.
+#[derive(Clone, Copy, Debug)]
+pub struct Rope {
+    /// Cosines, f32, `(positions, rotary / 2)` without gaps; `rotary`, a multiple of 16, is the number of rotated
+    /// leading dimensions.
+    pub cosine: View<2>,
+    /// Sines, likewise.
+    pub sine: View<2>,
+    /// Rows of the tables, i32, `(batch, len_k)` without gaps, each less than the tables' rows (not checked: they lie on
+    /// the device); `None`: the key's index.
+    pub positions: Option<View<2>>,
+    /// Pairs are `(2i, 2i + 1)` rather than `(i, i + rotary / 2)`.
+    pub interleaved: bool,
+}
+
+/// What one call reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensors {
+    /// Queries, `(batch, len_q, heads_q, d)`: BF16, F16, F32, or E4M3 that is `x / descale` already. 16-byte aligned,
+    /// strides multiples of 8 elements (E4M3: 16). A factor that grows with the position (Llama 4, Ministral 3) is in them
+    /// already: the model multiplies its queries, the descale covers the largest. It may stand in front of `rope`, which
+    /// turns what is multiplied as it would what is not.
+    pub q: View<4>,
+    /// Keys, `(batch, len_k, heads_kv, d)`, of q's type.
+    pub k: View<4>,
+    /// Values, as keys.
+    pub v: View<4>,
+    /// Descales.
+    pub descales: Descales,
+    /// Rotation of q and k; not for E4M3 operands.
+    pub rope: Option<Rope>,
+    /// Output, `(batch, len_q, heads_q, d)`: BF16, or E4M3 by `descales.o`. 16-byte aligned, strides multiples of 8
+    /// elements.
+    pub out: View<4>,
+    /// Log-sum-exp in nats, f32, `(batch, heads_q, len_q)` without gaps; `-inf` where a row sees no key.
+    pub lse: Option<View<3>>,
+    /// Telemetry, [`stats_words`] u32 without gaps, as [`StepWords`](crate::stats::StepWords) has them. Calls add to it:
+    /// maxima and sums over all calls since it was zero. Of E4M3 operands only the logits' words are written.
+    pub stats: Option<View<1>>,
+}
+
+impl Tensors {
+    /// Sizes of the call, after all rules were checked.
+    ///
+    /// # Errors
+    /// Names the argument and the rule.
+    pub fn check(&self) -> Result<Sizes> {
+        let [batch, len_q, heads_q, d_head] = self.q.extents();
+        let [_, len_k, heads_kv, _] = self.k.extents();
+        let sizes = Sizes { batch, heads_q, heads_kv, len_q, len_k, d_head };
+        sizes.check()?;
+        let element = self.q.element();
+        self.q.expect("q", &[Element::Bf16, Element::F16, Element::F32, Element::E4m3], sizes.q_shape())?;
+        self.k.expect("k", &[element], sizes.kv_shape())?;
+        self.v.expect("v", &[element], sizes.kv_shape())?;
+        let multiple = if element == Element::E4m3 { 16 } else { 8 };
+        for (name, x) in [("q", &self.q), ("k", &self.k), ("v", &self.v)] {
+            x.expect_aligned(name, 16, multiple)?;
+        }
+        self.out.expect("out", &[Element::Bf16, Element::E4m3], sizes.q_shape())?;
+        self.out.expect_aligned("out", 16, 8)?;
+        expect_disjoint("out", &self.out)?;
+        let d = &self.descales;
+        for (name, x) in [("q descale", d.q), ("k descale", d.k), ("v descale", d.v), ("o descale", d.o)] {
+            if let Some(x) = x {
+                x.expect(name, &[Element::F32], [batch, heads_kv])?;
+                x.expect_aligned(name, 4, 1)?;
+            }
+        }
+        if let Some(x) = &d.logit {
+            x.expect_dense("logit descale", Element::F32, [heads_q])?;
+            if self.stats.is_none() {
+                return Err(Error::argument("logits in E4M3 need stats: their overflow must not go unseen"));
+            }
+        }
+        if let Some(x) = &self.lse {
+            x.expect_dense("lse", Element::F32, sizes.lse_shape())?;
+        }
+        if let Some(x) = &self.stats {
+            x.expect_dense("stats", Element::U32, [stats_words(heads_q, heads_kv)])?;
+            x.expect_aligned("stats", 16, 1)?;
+        }
+        if let Some(rope) = &self.rope {
+            rope.check(&sizes, element)?;
+        }
+        Ok(sizes)
+    }
+}
+
+/// Refuses an array that is written where two of its elements share memory. Strides of an array without such elements nest:
+/// sorted by size, each passes over all that the smaller ones reach.
+fn expect_disjoint<const R: usize>(name: &str, x: &View<R>) -> Result<()> {
+    let mut dimensions: Vec<(i64, i64)> = x.strides().into_iter().zip(x.extents().map(|n| n as i64)).collect();
+    dimensions.retain(|&(_, extent)| extent > 1);
+    dimensions.sort_unstable();
+    let mut reach = 0;
+    for (stride, extent) in dimensions {
+        if stride <= reach {
+            return Err(Error::argument(format_args!(
+                "{name} has strides {:?}, by which elements of {:?} overlap: an output needs memory for each",
+                x.strides(),
+                x.extents()
+            )));
+        }
+        reach = stride.checked_mul(extent - 1).and_then(|span| span.checked_add(reach)).unwrap_or(i64::MAX);
+    }
+    Ok(())
+}
+
+impl Rope {
+    /// Rotated dimensions of a head.
+    pub fn rotary(&self) -> usize {
+        2 * self.cosine.extents()[1]
+    }
+
+    fn check(&self, sizes: &Sizes, element: Element) -> Result<()> {
+        if element == Element::E4m3 {
+            return Err(Error::argument("E4M3 operands cannot be rotated: RoPE comes before the cast"));
+        }
+        let (rotary, rows) = (self.rotary(), self.cosine.extents()[0]);
+        if rotary == 0 || rotary % 16 != 0 || rotary > sizes.d_head {
+            return Err(Error::argument(format_args!(
+                "rotary dimension {rotary} must be a multiple of 16 up to the head dimension {}",
+                sizes.d_head
+            )));
+        }
+        for (name, table) in [("RoPE cosines", &self.cosine), ("RoPE sines", &self.sine)] {
+            table.expect_dense(name, Element::F32, [rows, rotary / 2])?;
+            table.expect_aligned(name, 16, 1)?;
+        }
+        if sizes.len_q > sizes.len_k {
+            return Err(Error::argument(format_args!(
+                "RoPE needs a position for each of {} queries, and there are {} keys",
+                sizes.len_q, sizes.len_k
+            )));
+        }
+        match &self.positions {
+            Some(positions) => positions.expect_dense("positions", Element::I32, [sizes.batch, sizes.len_k]),
+            None if rows < sizes.len_k => {
+                Err(Error::argument(format_args!("RoPE tables of {rows} positions do not reach {} keys", sizes.len_k)))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Regions of one allocation, one behind the other, each 256-byte aligned.
+#[derive(Debug, Default)]
+pub(super) struct Regions {
+    bytes: usize,
+}
+
+impl Regions {
+    /// Adds a region; its offset.
+    pub fn add(&mut self, bytes: usize) -> usize {
+        let at = self.bytes;
+        self.bytes += bytes.next_multiple_of(256);
+        at
+    }
+
+    /// Bytes of all.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+/// Where a call keeps what passes between its kernels, in bytes from the start of the workspace.
+///
+/// The first [`Workspace::HEADER`] bytes hold the tile counter, which every cast sets to zero and every attention leaves there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Workspace {
+    /// Queries in E4M3, `(batch, len_q, heads_q, d)`, where the call casts them.
+    pub q: usize,
+    /// Keys in E4M3, likewise.
+    pub k: usize,
+    /// Values in E4M3, `(batch, heads_kv, ceil(len_k / 16), d / 8, 8, 16)`.
+    pub v: usize,
+    /// Partial results of a call whose keys are split.
+    pub partial: usize,
+    /// Size of it all.
+    pub bytes: usize,
+}
+
+impl Workspace {
+    /// Bytes in front of the operands.
+    pub const HEADER: usize = 256;
+
+    /// The workspace of a call whose operands are of type `element`.
+    pub fn of(sizes: &Sizes, element: Element) -> Self {
+        let mut regions = Regions::default();
+        regions.add(Self::HEADER);
+        let mut cast = |shape: [usize; 4]| {
+            let bytes = if element == Element::E4m3 { 0 } else { shape.iter().product() };
+            regions.add(bytes)
+        };
+        let (q, k) = (cast(sizes.q_shape()), cast(sizes.kv_shape()));
+        let v = regions.add(sizes.batch * sizes.heads_kv * sizes.key_groups() * 16 * sizes.d_head);
+        let splits = [false, true].map(|logits_e4m3| Split::of(sizes, logits_e4m3));
+        let partial =
+            regions.add(splits.into_iter().flatten().map(|split| split.partial(sizes).bytes).max().unwrap_or(0));
+        Self { q, k, v, partial, bytes: regions.bytes() }
+    }
+
+    pub(super) fn check(&self, workspace: &View<1>) -> Result<()> {
+        let [have] = workspace.extents();
+        if have < self.bytes {
+            return Err(Error::argument(format_args!(
+                "the workspace has {have} bytes where the call needs {}",
+                self.bytes
+            )));
+        }
+        workspace.expect_dense("workspace", Element::U8, [have])?;
+        workspace.expect_aligned("workspace", 256, 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::DevicePtr;
+
+    // SAFETY of every view below: nothing is launched in these tests.
+    fn dense<const R: usize>(element: Element, extents: [usize; R]) -> View<R> {
+        unsafe { View::dense(DevicePtr(1 << 20), element, extents) }
+    }
+
+    fn tensors(element: Element) -> Tensors {
+        Tensors {
+            q: dense(element, [2, 40, 4, 128]),
+            k: dense(element, [2, 50, 2, 128]),
+            v: dense(element, [2, 50, 2, 128]),
+            descales: Descales::default(),
+            rope: None,
+            out: dense(Element::Bf16, [2, 40, 4, 128]),
+            lse: None,
+            stats: None,
+        }
+    }
+
+    #[test]
+    fn a_plain_call_passes_and_gives_its_sizes() {
+        let sizes = tensors(Element::Bf16).check().unwrap();
+        assert_eq!(sizes, Sizes { batch: 2, heads_q: 4, heads_kv: 2, len_q: 40, len_k: 50, d_head: 128 });
+        assert!(tensors(Element::E4m3).check().is_ok());
+    }
+
+    #[test]
+    fn what_breaks_a_rule_is_named() {
+        type Change = fn(&mut Tensors);
+        let cases: [(&str, Change); 14] = [
+            ("head dimension 256", |t| {
+                t.q = dense(Element::Bf16, [2, 40, 4, 256]);
+            }),
+            ("k has shape", |t| t.k = dense(Element::Bf16, [1, 50, 2, 128])),
+            ("v is F16", |t| t.v = dense(Element::F16, [2, 50, 2, 128])),
+            ("out is F32", |t| t.out = dense(Element::F32, [2, 40, 4, 128])),
+            ("multiple of 2 KV heads", |t| t.q = dense(Element::Bf16, [2, 40, 3, 128])),
+            ("q descale has shape", |t| t.descales.q = Some(dense(Element::F32, [2, 4]))),
+            ("need stats", |t| t.descales.logit = Some(dense(Element::F32, [4]))),
+            ("lse has shape", |t| t.lse = Some(dense(Element::F32, [2, 40, 4]))),
+            ("stats has shape", |t| t.stats = Some(dense(Element::U32, [4]))),
+            ("no zero", |t| t.q = dense(Element::Bf16, [2, 0, 4, 128])),
+            ("q must be contiguous in its last dimension", |t| {
+                t.q = unsafe { View::new(DevicePtr(256), Element::Bf16, [2, 40, 4, 128], [65536, 1024, 256, 2]) };
+            }),
+            ("q must start at a multiple of 16", |t| {
+                t.q = unsafe { View::dense(DevicePtr(8), Element::Bf16, [2, 40, 4, 128]) };
+            }),
+            ("do not reach 50 keys", |t| {
+                let table = dense(Element::F32, [49, 64]);
+                t.rope = Some(Rope { cosine: table, sine: table, positions: None, interleaved: false });
+            }),
+            ("multiple of 16", |t| {
+                let table = dense(Element::F32, [50, 36]);
+                t.rope = Some(Rope { cosine: table, sine: table, positions: None, interleaved: false });
+            }),
+        ];
+        for (message, change) in cases {
+            let mut call = tensors(Element::Bf16);
+            change(&mut call);
+            let error = call.check().unwrap_err();
+            assert!(error.to_string().contains(message), "{error}");
+        }
+        assert!(Sizes { d_head: 256, ..tensors(Element::Bf16).check().unwrap() }.check().unwrap_err().is_unsupported());
+    }
+
+    #[test]
+    fn an_output_needs_memory_for_each_element() {
+        let with = |extents: [usize; 4], strides: [i64; 4]| {
+            let mut call = tensors(Element::Bf16);
+            call.q = dense(Element::Bf16, extents);
+            (call.k, call.v) = (dense(Element::Bf16, [2, 50, 2, 128]), dense(Element::Bf16, [2, 50, 2, 128]));
+            call.out = unsafe { View::new(DevicePtr(1 << 20), Element::Bf16, extents, strides) };
+            call.check()
+        };
+        let shape = [2, 40, 4, 128];
+        // Dense, padded, heads before positions, sequences innermost but for d.
+        for strides in [[20480, 512, 128, 1], [30720, 768, 192, 1], [20480, 128, 5120, 1], [128, 1024, 256, 1]] {
+            assert!(with(shape, strides).is_ok(), "{strides:?}");
+        }
+        for strides in
+            [[0, 512, 128, 1], [20480, 0, 128, 1], [20480, 512, 0, 1], [20480, 512, 64, 1], [512, 512, 128, 1]]
+        {
+            let error = with(shape, strides).unwrap_err();
+            assert!(error.is_argument() && error.to_string().contains("overlap"), "{strides:?}: {error}");
+        }
+        // A dimension of one element has no stride.
+        let one = [1, 40, 4, 128];
+        let mut call = tensors(Element::Bf16);
+        call.q = dense(Element::Bf16, one);
+        (call.k, call.v) = (dense(Element::Bf16, [1, 50, 2, 128]), dense(Element::Bf16, [1, 50, 2, 128]));
+        call.out = unsafe { View::new(DevicePtr(1 << 20), Element::Bf16, one, [0, 512, 128, 1]) };
+        assert!(call.check().is_ok());
+    }
+
+    #[test]
+    fn regions_of_the_workspace_do_not_overlap() {
+        let sizes = Sizes { batch: 3, heads_q: 6, heads_kv: 2, len_q: 113, len_k: 203, d_head: 64 };
+        let w = Workspace::of(&sizes, Element::Bf16);
+        assert!(w.q >= Workspace::HEADER && [w.q, w.k, w.v].iter().all(|at| at.is_multiple_of(256)));
+        assert!(w.k - w.q >= 3 * 113 * 6 * 64 && w.v - w.k >= 3 * 203 * 2 * 64);
+        assert!(w.partial.is_multiple_of(256) && w.partial - w.v >= 3 * 2 * 208 * 64);
+        assert!(Workspace::of(&sizes, Element::E4m3).bytes < w.bytes);
+        let decode = Sizes { len_q: 1, len_k: 8192, ..sizes };
+        let w = Workspace::of(&decode, Element::Bf16);
+        let room = [false, true].map(|logits| Split::of(&decode, logits).unwrap().partial(&decode).bytes);
+        assert_eq!(w.bytes - w.partial, room.into_iter().max().unwrap());
+        let w = Workspace::of(&sizes, Element::Bf16);
+        let short = dense(Element::U8, [w.bytes - 1]);
+        assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
+        assert!(w.check(&dense(Element::U8, [w.bytes + 5])).is_ok());
+    }
+}

@@ -1,0 +1,202 @@
+//! A call with device memory of its own, for tests, tools and timings.
+
+use super::call::{Descales, Rope, Sizes, Tensors, Workspace};
+use super::engine::AttentionEngine;
+use crate::cuda::{Buffer, Device, Element, Stream, View};
+use crate::error::{Error, Result};
+use crate::fp8::Format;
+use crate::stats::stats_words;
+use bytemuck::Pod;
+use half::bf16;
+
+/// What a [`Resident`] call is.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup<'a> {
+    /// Sizes.
+    pub sizes: Sizes,
+    /// Only keys at or before the query's position.
+    pub causal: bool,
+    /// Multiplier of q . k.
+    pub softmax_scale: f32,
+    /// Type of q, k and v.
+    pub operands: Element,
+    /// Descales of q, k and v, `heads_kv` each.
+    pub descales: [&'a [f32]; 3],
+    /// Descales of E4M3 logits, `heads_q`; `None`: logits stay in f32.
+    pub logit: Option<&'a [f32]>,
+    /// Descales of an E4M3 output, `heads_kv`; `None`: the output is BF16.
+    pub output: Option<&'a [f32]>,
+    /// Rotation of q and k.
+    pub rope: Option<RopeTables<'a>>,
+    /// Whether the call leaves telemetry.
+    pub stats: bool,
+}
+
+/// Tables of a [`Rope`] in host memory, `(len_k, rotary / 2)` each.
+#[derive(Clone, Copy, Debug)]
+pub struct RopeTables<'a> {
+    /// Cosines.
+    pub cosine: &'a [f32],
+    /// Sines.
+    pub sine: &'a [f32],
+    /// Pairs are neighbours.
+    pub interleaved: bool,
+}
+
+/// What a call leaves.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HostOutput {
+    /// Output as f32 (an E4M3 output still to be multiplied by its descale).
+    pub out: Vec<f32>,
+    /// Log-sum-exp.
+    pub lse: Vec<f32>,
+    /// Telemetry, as [`stats_words`] has it; empty without.
+    pub stats: Vec<u32>,
+}
+
+/// A call and all its device memory.
+#[derive(Debug)]
+pub struct Resident {
+    causal: bool,
+    softmax_scale: f32,
+    tensors: Tensors,
+    workspace: View<1>,
+    memory: Memory,
+}
+
+#[derive(Debug)]
+struct Memory {
+    inputs: [Buffer<u8>; 3],
+    out: Buffer<u8>,
+    lse: Buffer<f32>,
+    stats: Option<Buffer<u32>>,
+    _scratch: Buffer<u8>,
+    _descales: Vec<Buffer<f32>>,
+}
+
+/// An array of zeros with memory of its own.
+fn array<T: Pod, const R: usize>(device: &Device, element: Element, shape: [usize; R]) -> Result<(Buffer<T>, View<R>)> {
+    let bytes = shape.iter().product::<usize>() * element.size();
+    let buffer = device.zeros::<T>(bytes / size_of::<T>())?;
+    // SAFETY: the view lies in the buffer, which a `Resident` keeps as long as itself.
+    let view = unsafe { buffer.view(element, shape) }?;
+    Ok((buffer, view))
+}
+
+impl Resident {
+    /// Allocates everything; operands are zero.
+    ///
+    /// # Errors
+    /// If lengths differ from the sizes, or the memory is not there.
+    pub fn new(engine: &AttentionEngine, setup: &Setup<'_>) -> Result<Self> {
+        let (sizes, device) = (setup.sizes, engine.device());
+        sizes.check()?;
+        let mut kept = Vec::new();
+        let mut keep = |name: &str, values: &[f32], want: usize| {
+            if values.len() != want {
+                let have = values.len();
+                return Err(Error::argument(format_args!("{name}: {have} values where the shape asks for {want}")));
+            }
+            let buffer = device.upload(values)?;
+            let at = buffer.ptr();
+            kept.push(buffer);
+            Ok(at)
+        };
+        // SAFETY of all views: they lie in buffers that the result keeps as long as itself; a buffer waits for the device
+        // before it is freed.
+        let row = |at| unsafe { View::new(at, Element::F32, [sizes.batch, sizes.heads_kv], [0, 1]) };
+        let mut kv_row = |name: &str, values: &[f32]| keep(name, values, sizes.heads_kv).map(row);
+        let [q, k, v] = setup.descales;
+        let mut descales = Descales {
+            q: Some(kv_row("q descales", q)?),
+            k: Some(kv_row("k descales", k)?),
+            v: Some(kv_row("v descales", v)?),
+            o: setup.output.map(|o| kv_row("o descales", o)).transpose()?,
+            logit: None,
+        };
+        if let Some(values) = setup.logit {
+            let at = keep("logit descales", values, sizes.heads_q)?;
+            descales.logit = Some(unsafe { View::dense(at, Element::F32, [sizes.heads_q]) });
+        }
+        let rope = match &setup.rope {
+            Some(tables) => {
+                let shape = [sizes.len_k, tables.cosine.len() / sizes.len_k];
+                let cosine = keep("RoPE cosines", tables.cosine, shape[0] * shape[1])?;
+                let sine = keep("RoPE sines", tables.sine, shape[0] * shape[1])?;
+                let [cosine, sine] = [cosine, sine].map(|at| unsafe { View::dense(at, Element::F32, shape) });
+                Some(Rope { cosine, sine, positions: None, interleaved: tables.interleaved })
+            }
+            None => None,
+        };
+        let [q_shape, kv_shape] = [sizes.q_shape(), sizes.kv_shape()];
+        let (q, q_view) = array::<u8, 4>(device, setup.operands, q_shape)?;
+        let (k, k_view) = array::<u8, 4>(device, setup.operands, kv_shape)?;
+        let (v, v_view) = array::<u8, 4>(device, setup.operands, kv_shape)?;
+        let element = if setup.output.is_some() { Element::E4m3 } else { Element::Bf16 };
+        let (out, out_view) = array::<u8, 4>(device, element, q_shape)?;
+        let (lse, lse_view) = array::<f32, 3>(device, Element::F32, sizes.lse_shape())?;
+        let words = [stats_words(sizes.heads_q, sizes.heads_kv)];
+        let stats = setup.stats.then(|| array::<u32, 1>(device, Element::U32, words)).transpose()?;
+        let (stats, stats_view) = stats.unzip();
+        let (scratch, workspace) = array(device, Element::U8, [Workspace::of(&sizes, setup.operands).bytes])?;
+        let tensors = Tensors {
+            q: q_view,
+            k: k_view,
+            v: v_view,
+            descales,
+            rope,
+            out: out_view,
+            lse: Some(lse_view),
+            stats: stats_view,
+        };
+        tensors.check()?;
+        let memory = Memory { inputs: [q, k, v], out, lse, stats, _scratch: scratch, _descales: kept };
+        Ok(Self { causal: setup.causal, softmax_scale: setup.softmax_scale, tensors, workspace, memory })
+    }
+
+    /// Sets q, k and v from bytes of the operands' type. Synchronous.
+    ///
+    /// # Errors
+    /// If lengths differ, or the driver fails.
+    pub fn write(&mut self, operands: [&[u8]; 3]) -> Result<()> {
+        self.memory.inputs.iter_mut().zip(operands).try_for_each(|(buffer, bytes)| buffer.write(bytes))
+    }
+
+    /// Puts the whole call on `stream`.
+    ///
+    /// # Errors
+    /// As [`AttentionEngine::forward`].
+    pub fn launch(&self, engine: &AttentionEngine, stream: &Stream) -> Result<()> {
+        engine.forward(stream, &self.tensors, self.causal, self.softmax_scale, &self.workspace)
+    }
+
+    /// Puts its cast alone on `stream`.
+    ///
+    /// # Errors
+    /// As [`AttentionEngine::forward`].
+    pub fn cast(&self, engine: &AttentionEngine, stream: &Stream) -> Result<()> {
+        engine.cast(stream, &self.tensors, &self.workspace)
+    }
+
+    /// Puts its attention alone on `stream`, on what an earlier cast left.
+    ///
+    /// # Errors
+    /// As [`AttentionEngine::forward`].
+    pub fn attend(&self, engine: &AttentionEngine, stream: &Stream) -> Result<()> {
+        engine.attend(stream, &self.tensors, self.causal, self.softmax_scale, &self.workspace)
+    }
+
+    /// The results. Waits for the device.
+    ///
+    /// # Errors
+    /// If the work before failed.
+    pub fn read(&self) -> Result<HostOutput> {
+        let bytes = self.memory.out.read()?;
+        let out = match self.tensors.out.element() {
+            Element::E4m3 => bytes.into_iter().map(|code| Format::E4m3.decode(code)).collect(),
+            _ => bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+        };
+        let stats = self.memory.stats.as_ref().map(Buffer::read).transpose()?.unwrap_or_default();
+        Ok(HostOutput { out, lse: self.memory.lse.read()?, stats })
+    }
+}

@@ -1,0 +1,120 @@
+//! Mirrors of the kernels' parameter structs, byte for byte.
+
+use crate::cuda::Element;
+use crate::cuda::View;
+use bytemuck::{Pod, Zeroable};
+
+/// `Params` of `kernels/attention/forward.cu`. Pointers may be 0 where the kernel says so; strides count elements.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Forward {
+    pub o: u64,
+    pub lse: u64,
+    pub q_descale: u64,
+    pub k_descale: u64,
+    pub v_descale: u64,
+    pub o_descale: u64,
+    pub logit_descale: u64,
+    pub telemetry: u64,
+    pub counter: u64,
+    pub o_strides: [i64; 3],
+    pub q_descale_strides: [i64; 2],
+    pub k_descale_strides: [i64; 2],
+    pub v_descale_strides: [i64; 2],
+    pub o_descale_strides: [i64; 2],
+    pub softmax_scale: f32,
+    pub batch: i32,
+    pub heads_q: i32,
+    pub heads_kv: i32,
+    pub len_q: i32,
+    pub len_k: i32,
+    pub packed: i32,
+    pub row_blocks: i32,
+    pub units: i32,
+    pub section: i32,
+    pub o_partial: u64,
+    pub lse_partial: u64,
+    pub causal_offset: i32,
+    pub splits: i32,
+    pub active_consumers: i32,
+    pub tile_heads: i32,
+    pub positions: i32,
+    pub tile_heads_reciprocal: i32,
+    pub units_per_batch: i32,
+    pub out_e4m3: i32,
+    pub extremes_partial: u64,
+}
+const _: () = assert!(size_of::<Forward>() == 256, "the kernel asserts the same");
+
+/// `CombineParams` of `kernels/attention/combine.cu`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Combine {
+    pub o: u64,
+    pub lse: u64,
+    pub o_descale: u64,
+    pub telemetry: u64,
+    pub o_partial: u64,
+    pub lse_partial: u64,
+    pub extremes_partial: u64,
+    pub v_descale: u64,
+    pub o_strides: [i64; 3],
+    pub o_descale_strides: [i64; 2],
+    pub v_descale_strides: [i64; 2],
+    pub batch: i32,
+    pub heads_q: i32,
+    pub heads_kv: i32,
+    pub len_q: i32,
+    pub splits: i32,
+    pub out_e4m3: i32,
+    pub log2_row_warps: i32,
+    pub unused: i32,
+}
+const _: () = assert!(size_of::<Combine>() == 152, "the kernel asserts the same");
+
+/// `CastTensor` of `kernels/attention/cast_qkv.cu`; also the parameter of `repack_v`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct CastTensor {
+    pub from: u64,
+    pub to: u64,
+    pub descale: u64,
+    pub stats: u64,
+    pub strides: [i64; 3],
+    pub descale_strides: [i64; 2],
+    pub length: i32,
+    pub heads: i32,
+}
+const _: () = assert!(size_of::<CastTensor>() == 80, "the kernel asserts the same");
+
+/// `CastParams` of `cast_qkv`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Cast {
+    pub q: CastTensor,
+    pub k: CastTensor,
+    pub v: CastTensor,
+    pub cosine: u64,
+    pub sine: u64,
+    pub positions: u64,
+    pub counter: u64,
+    pub rotary: i32,
+    pub q_start: i32,
+}
+const _: () = assert!(size_of::<Cast>() == 280, "the kernel asserts the same");
+
+/// Batch, row and head strides of a tensor whose last dimension is contiguous.
+pub(super) fn outer_strides(x: &View<4>) -> [i64; 3] {
+    let s = x.unit_free_strides();
+    [s[0], s[1], s[2]]
+}
+
+/// The number that `cast_qkv` knows an input type by.
+pub(super) fn input_number(element: Element) -> Option<u32> {
+    match element {
+        Element::Bf16 => Some(0),
+        Element::F16 => Some(1),
+        Element::F32 => Some(2),
+        _ => None,
+    }
+}

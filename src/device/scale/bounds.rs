@@ -1,0 +1,237 @@
+//! Certified norms of every head and the logit bounds made of them.
+
+use super::grams::Grams;
+use super::norms;
+use super::partition::Place;
+use super::products::Products;
+use super::results::Results;
+use super::tables::{Growth, LayerInput, Task};
+use crate::cuda::sources;
+use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
+use crate::error::Result;
+
+/// What the logit bounds need beside the Grams.
+#[derive(Debug)]
+pub(super) struct Bounds {
+    certify: Kernel,
+    launch: Launch,
+    /// A matrix a block.
+    tasks: Buffer<Task>,
+    products: Option<Products>,
+    plan: Kernel,
+    /// Squares: raw q, raw k, then scaled q, scaled k and the Frobenius bound, or products. Infinite where a raw norm was skipped.
+    pub lambdas: Buffer<f64>,
+    growth: Buffer<Growth>,
+    pub eta: f64,
+    /// Allowance of a Gram's entries, in units of 2^-24 tr G.
+    pub rounding: f32,
+    /// Of the plan (`kernels/scale_plan.cu`).
+    flags: u32,
+    shape: LayerInput,
+    layers: usize,
+    /// Kernels may start before the one in front has ended, and wait for it.
+    overlaps: bool,
+}
+
+/// Bits of the plan's flags (`kernels/scale_plan.cu`).
+const MEAN_REMOVED: u32 = 8;
+const MAY_SKIP: u32 = 16;
+
+/// Kinds of matrices (`kernels/include/scale_jobs.cuh`).
+const RAW_Q: u32 = 0;
+const RAW_K: u32 = 1;
+const SCALED_Q: u32 = 2;
+const SCALED_K: u32 = 3;
+const PRODUCT: u32 = 4;
+
+/// Threads and shared memory of the kernel that certifies (`kernels/include/scale_blocks.cuh`): a group of four warps up to 128
+/// channels, one for every two 64 x 64 blocks above; the matrix in F16, with room for its alignment.
+fn certificate(r: usize) -> (u32, u32) {
+    let side = r.div_ceil(64);
+    let groups = if r > 128 { side * (side + 1) / 4 } else { 1 };
+    (128 * groups as u32, (2 * 64 * 64 * side * side + 1024) as u32)
+}
+
+/// Raw norms may be skipped where they bound nothing but sigma_Q sigma_K: constants meet them, and with a mean that the norm
+/// removes they have it.
+fn may_skip(layer: &LayerInput) -> bool {
+    let biases = layer.q.bias != DevicePtr::NULL || layer.k.bias != DevicePtr::NULL;
+    layer.rotary > 0 && !biases && layer.shift == DevicePtr::NULL && !layer.mean_removed
+}
+
+/// Spread of log f over the channels up to which raw norms are skipped: that of independent weights of one size nearly always is
+/// below 2.4 / sqrt(d). sigma is at most exp of it above what the raw norms would give (`docs/scale-engine.md`).
+fn skip_spread(d_model: usize) -> f64 {
+    (2.4 / (d_model as f64).sqrt()).min(0.055)
+}
+
+/// Squares of a query head behind those of its raw sides: both scaled sides and the Frobenius bound, or the product.
+fn rest(layer: &LayerInput) -> usize {
+    if layer.rotary > 0 { 3 } else { 1 }
+}
+
+impl Bounds {
+    pub fn new(device: &Device, layers: &[LayerInput], places: &[Place], grams: &Grams) -> Result<Self> {
+        let first = &layers[0];
+        let (count, n_q, n_kv, r) = (layers.len(), first.n_q, first.n_kv, first.d_head);
+        let group = n_q / n_kv;
+        let (mut tasks, mut pairs) = (vec![], vec![]);
+        let (k_at, rest_at) = (count * n_q, count * (n_q + n_kv));
+        // Matrices that are made of the same Gram follow one another, so that the cache serves them.
+        for (layer, input) in layers.iter().enumerate() {
+            let heads = layer * (n_q + n_kv);
+            let skips = |heads: usize| if may_skip(input) { heads as u32 } else { 0 };
+            for kv in 0..n_kv {
+                let (k, first_q) = (heads + n_q + kv, heads + kv * group);
+                let task = |kind: u32, q: usize, result: usize, group: u32| {
+                    let (of_q, of_k) = (grams.host_heads[q], grams.host_heads[k]);
+                    let own = if kind == RAW_K || kind == SCALED_K { of_k } else { of_q };
+                    let (q_row, k_row) = (of_q.stat_row, of_k.stat_row);
+                    let parts = (own.first, own.stride, own.count);
+                    Task {
+                        kind,
+                        result: result as u32,
+                        first: parts.0,
+                        stride: parts.1,
+                        count: parts.2,
+                        q_row,
+                        k_row,
+                        group,
+                    }
+                };
+                tasks.push(task(RAW_K, first_q, k_at + layer * n_kv + kv, skips(group)));
+                for (q, head) in (first_q..first_q + group).zip(layer * n_q + kv * group..) {
+                    tasks.push(task(RAW_Q, q, head, skips(1)));
+                    if first.rotary > 0 {
+                        tasks.push(task(SCALED_Q, q, rest_at + head, 0));
+                        tasks.push(task(SCALED_K, q, rest_at + count * n_q + head, 0));
+                    } else {
+                        let matrix = pairs.len() as u32;
+                        tasks.push(Task { first: matrix, stride: 0, count: 1, ..task(PRODUCT, q, rest_at + head, 0) });
+                        pairs.push([q as u32, k as u32]);
+                    }
+                }
+            }
+        }
+        let plan = device.module(sources::PLAN, &[])?;
+        let (threads, shared) = certificate(r);
+        let module = device.module(sources::BOUNDS, &[("D_HEAD", r.to_string())])?;
+        let certify = module.overlapping_kernel("scale_bounds")?;
+        certify.allow_shared(shared)?;
+        let flush = grams.depth;
+        // g w is rounded once.
+        let split = 3;
+        let parts = grams.host_heads.iter().map(|h| h.count as usize).max().unwrap_or(1);
+        // The removal of the mean rounds too, and its two sums are as deep as the norms' (`scale_norms.cu`, or where these are not
+        // of the Grams' pass `scale_norms_heads.cu`).
+        let by_loads = first.d_model.div_ceil(256) + 13;
+        let deep = if grams.has_stats { by_loads } else { by_loads.max(norms::depth(first.d_model)) };
+        let mean = if first.mean_removed { 2 * deep + 8 } else { 0 };
+        let rounding = flush + split + parts + 4 + mean;
+        Ok(Self {
+            certify,
+            launch: Launch::linear(tasks.len(), threads, shared),
+            products: if pairs.is_empty() { None } else { Some(Products::new(device, first, &pairs)?) },
+            plan: plan.overlapping_kernel("scale_plan")?,
+            overlaps: device.arch().compute >= 90,
+            lambdas: device.zeros(rest_at + rest(first) * count * n_q)?,
+            growth: device.upload(&layers.iter().zip(places).map(|(l, place)| l.growth(place)).collect::<Vec<_>>())?,
+            eta: 0.8,
+            rounding: rounding as f32,
+            flags: if first.mean_removed {
+                MEAN_REMOVED
+            } else if tasks.iter().any(|task| task.group > 0) {
+                MAY_SKIP
+            } else {
+                0
+            },
+            tasks: device.upload(&tasks)?,
+            shape: *first,
+            layers: count,
+        })
+    }
+
+    /// Matrices of heads as they are and scaled that the last plan certified, and how many there are. Waits for the device.
+    pub fn squared(&self) -> Result<(usize, usize)> {
+        let most = self.tasks.len() - self.products.as_ref().map_or(0, |products| products.products.len());
+        let raw = self.layers * (self.shape.n_q + self.shape.n_kv);
+        let skipped = self.lambdas.read()?[..raw].iter().filter(|square| square.is_infinite()).count();
+        Ok((most - skipped, most))
+    }
+
+    fn plan_shape(&self) -> Arg {
+        let s = &self.shape;
+        Arg::Words([
+            s.n_q as u32,
+            s.n_kv as u32,
+            s.d_head as u32,
+            s.rotary as u32,
+            s.interleaved.into(),
+            s.d_model as u32,
+            self.layers as u32,
+            self.products.is_some().into(),
+            s.rope_factor.to_bits(),
+            self.flags,
+            self.eta.to_bits() as u32,
+            (self.eta.to_bits() >> 32) as u32,
+        ])
+    }
+
+    /// Certified norms of every head: raw, and scaled under rotation or of its product without, from Grams and channel statistics.
+    pub fn norms(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, status: DevicePtr) -> Result<()> {
+        let s = &self.shape;
+        let (partials, stats) = (Arg::Ptr(grams.partials.ptr()), Arg::Ptr(stats));
+        let shape = Arg::Words([
+            s.rotary as u32,
+            s.interleaved.into(),
+            s.mean_removed.into(),
+            s.d_model as u32,
+            s.rope_factor.to_bits(),
+            self.rounding.to_bits(),
+            grams.one_sided().into(),
+            ((4.0 * skip_spread(s.d_model)).exp() as f32).to_bits(),
+            0,
+            0,
+            0,
+            0,
+        ]);
+        let (mut matrices, mut products) = (DevicePtr::NULL, DevicePtr::NULL);
+        if let Some(p) = &self.products {
+            p.launch(stream, [Arg::Ptr(grams.heads.ptr()), partials, stats], shape, self.overlaps)?;
+            (matrices, products) = (p.matrices.ptr(), p.products.ptr());
+        }
+        let args = [
+            Arg::Ptr(self.tasks.ptr()),
+            partials,
+            Arg::Ptr(matrices),
+            Arg::Ptr(products),
+            stats,
+            shape,
+            Arg::Ptr(self.lambdas.ptr()),
+            Arg::Ptr(status),
+        ];
+        // SAFETY: 1. the arguments are the kernel's; 2. all tables are the engine's; 3. every task has its own result, and the
+        // Grams are finished by the stream's order or the kernel's wait.
+        unsafe { self.certify.launch_early(stream, self.launch, &args, self.overlaps) }
+    }
+
+    /// Bounds of every query head, from what [`Bounds::norms`] left, channel statistics and operand descales.
+    pub fn finish(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, results: &Results) -> Result<()> {
+        let Some(bounds) = &results.bounds else { return Ok(()) };
+        let args = [
+            self.plan_shape(),
+            Arg::Ptr(grams.heads.ptr()),
+            Arg::Ptr(stats),
+            Arg::Ptr(self.lambdas.ptr()),
+            Arg::Ptr(self.products.as_ref().map_or(DevicePtr::NULL, |products| products.forms.ptr())),
+            Arg::Ptr(self.growth.ptr()),
+            Arg::Ptr(results.descales.ptr()),
+            Arg::Ptr(bounds.ptr()),
+            Arg::Ptr(results.status.ptr()),
+        ];
+        let launch = Launch::linear((self.layers * self.shape.n_q).div_ceil(4), 128, 0);
+        // SAFETY: 1. the arguments are the kernel's; 2. and 3. everything it reads was written by the launches before it, on
+        // this stream and on the one that it has waited for.
+        unsafe { self.plan.launch(stream, launch, &args) }
+    }
+}

@@ -1,0 +1,173 @@
+//! The launches for layers of one kind: alike in everything that a launch takes once ([`super::partition`]).
+
+use super::bounds::Bounds;
+use super::frobenius::Frobenius;
+use super::grams::{GramRoute, Grams};
+use super::layout::Tables;
+use super::norms::Norms;
+use super::partition::Place;
+use super::qk_norm::QkNorm;
+use super::results::Results;
+use super::tables::{self, ChannelStats, LayerInput};
+use crate::cuda::sources;
+use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
+use crate::error::{Error, Result};
+
+/// Everything that the scales of one kind of layers need, set up.
+#[derive(Debug)]
+pub(super) struct Group {
+    layers: Vec<LayerInput>,
+    projections: Buffer<tables::Projection>,
+    stats: Buffer<ChannelStats>,
+    layer_table: Buffer<tables::Layer>,
+    norms: Norms,
+    descales: Kernel,
+    certified: Option<Certified>,
+    qk_norm: Option<QkNorm>,
+    /// Kernels may start before the one before them has ended, and wait for it (PDL).
+    pdl: bool,
+}
+
+/// Grams, and the certificates that are made of them.
+#[derive(Debug)]
+struct Certified {
+    grams: Grams,
+    bounds: Bounds,
+    frobenius: Frobenius,
+}
+
+impl Group {
+    /// # Safety
+    /// As [`ScaleEngine::new`](super::ScaleEngine::new).
+    pub unsafe fn new(device: &Device, picked: (Vec<LayerInput>, Vec<Place>), with_grams: bool) -> Result<Self> {
+        let (layers, places) = picked;
+        let built = Tables::new(&layers, &places);
+        let normalised = layers[0].qk_norm.is_some();
+        let certified = match with_grams && !normalised {
+            true => {
+                let grams = Grams::new(device, &layers, &built)?;
+                let bounds = Bounds::new(device, &layers, &places, &grams)?;
+                let frobenius = Frobenius::new(device, &layers, &places, &grams, &bounds)?;
+                Some(Certified { grams, bounds, frobenius })
+            }
+            false => None,
+        };
+        Ok(Self {
+            stats: device.zeros(built.rows)?,
+            layer_table: device.upload(&built.layers)?,
+            norms: Norms::new(device, &layers, &built)?,
+            descales: device.module(sources::DESCALES, &[])?.overlapping_kernel("scale_descales")?,
+            certified,
+            qk_norm: if normalised { Some(QkNorm::new(device, &layers, &places)?) } else { None },
+            // Without projections to read there is no kernel before the descales, but a fill.
+            pdl: device.arch().compute >= 90 && !built.projections.is_empty(),
+            projections: device.upload(&built.projections)?,
+            layers,
+        })
+    }
+
+    /// Operand descales; with normalised q and k the logit bounds too. `clear`: the status has to be cleared first.
+    pub fn descales(&self, stream: &Stream, results: &Results, clear: bool) -> Result<()> {
+        if clear {
+            results.status.clear(stream)?;
+        }
+        self.norms.every(stream, self.projections.ptr(), self.stats.ptr())?;
+        self.operand_descales(stream, results, self.pdl, 1024)
+    }
+
+    /// From the channel statistics. `pdl`: a kernel that leaves some of these is the last on the stream.
+    fn operand_descales(&self, stream: &Stream, results: &Results, pdl: bool, threads: u32) -> Result<()> {
+        let args = [
+            Arg::Ptr(self.layer_table.ptr()),
+            Arg::Ptr(self.stats.ptr()),
+            Arg::Ptr(results.descales.ptr()),
+            Arg::Ptr(results.tensors.ptr()),
+            Arg::Ptr(results.operand_bounds.ptr()),
+            Arg::Ptr(results.status.ptr()),
+        ];
+        let shared = 4 * self.layers[0].n_q as u32;
+        let launch = Launch { grid: (self.layers.len() as u32, 3, 1), block: threads, shared };
+        // SAFETY: 1. the arguments are the kernel's, in order; 2. and 3. all are the engine's buffers, written for these
+        // layers, ordered by the stream.
+        unsafe { self.descales.launch_early(stream, launch, &args, pdl)? };
+        self.qk_norm.as_ref().map_or(Ok(()), |norm| norm.run(stream, results))
+    }
+
+    /// The Grams, if this group has them.
+    pub fn grams(&self, stream: &Stream) -> Result<()> {
+        let Some(Certified { grams, .. }) = &self.certified else { return Ok(()) };
+        grams.launch(stream, self.projections.ptr(), self.stats.ptr(), DevicePtr::NULL)
+    }
+
+    /// Operand descales and logit bounds. `side`: for what runs beside the certificates. `clear`: the status has to be cleared
+    /// first.
+    pub fn plan(&self, stream: &Stream, side: &Stream, results: &Results, clear: bool) -> Result<()> {
+        let Some(Certified { grams, bounds, frobenius }) = &self.certified else {
+            return self.descales(stream, results, clear);
+        };
+        let (projections, stats, status) = (self.projections.ptr(), self.stats.ptr(), results.status.ptr());
+        let cleared = if clear { grams.clear(&results.status, stream)? } else { DevicePtr::NULL };
+        grams.launch(stream, projections, stats, cleared)?;
+        if !grams.has_stats {
+            self.norms.every(stream, projections, stats)?;
+        }
+        grams.part_stats(stream, projections, stats)?;
+        // V and the descales beside the certificates: the one waits for memory, the others for tensor cores.
+        side.wait_for(stream)?;
+        let values = grams.has_stats && self.norms.values(side, projections, stats)?;
+        // Blocks small enough for the room that certificates leave.
+        self.operand_descales(side, results, self.pdl && values, 256)?;
+        bounds.norms(stream, grams, stats, status)?;
+        frobenius.bound(stream, grams, bounds, stats)?;
+        stream.wait_for(side)?;
+        bounds.finish(stream, grams, stats, results)
+    }
+
+    /// Frobenius norms, after a plan, if this group has Grams.
+    pub fn frobenius(&self, stream: &Stream, results: &Results) -> Result<()> {
+        let Some(Certified { grams, frobenius, .. }) = &self.certified else { return Ok(()) };
+        frobenius.every(stream, grams, self.stats.ptr(), results)
+    }
+
+    /// What logit descales are made with.
+    pub fn set_eta(&mut self, eta: f64) {
+        if let Some(certified) = &mut self.certified {
+            certified.bounds.eta = eta;
+        }
+        if let Some(norm) = &mut self.qk_norm {
+            norm.eta = eta;
+        }
+    }
+
+    /// Whether a plan reads each weight once; `None` without Grams.
+    pub fn one_pass(&self) -> Option<bool> {
+        self.certified.as_ref().map(|c| c.grams.has_stats)
+    }
+
+    /// Which kernel makes the Grams, if any.
+    pub fn route(&self) -> Option<GramRoute> {
+        self.certified.as_ref().map(|c| c.grams.route)
+    }
+
+    /// As [`ScaleEngine::squared`](super::ScaleEngine::squared).
+    pub fn squared(&self) -> Result<(usize, usize)> {
+        self.certified.as_ref().map_or(Ok((0, 0)), |c| c.bounds.squared())
+    }
+
+    /// Statistics of every channel of the layer in this place: q, k, then v, those that are read.
+    pub fn read_stats(&self, place: usize) -> Result<Vec<ChannelStats>> {
+        let rows = self.stats.len() / self.layers.len();
+        Ok(self.stats.read()?[place * rows..][..rows].to_vec())
+    }
+
+    /// The Gram of one head of the layer in this place, row-major.
+    pub fn read_gram(&self, place: usize, head: usize) -> Result<Vec<f64>> {
+        let certified = self.certified.as_ref().ok_or_else(|| Error::cuda("the layer has no Grams"))?;
+        let first = &self.layers[0];
+        let heads = first.n_q + first.n_kv;
+        if head >= heads {
+            return Err(Error::argument(format_args!("there is no head {head}, the layer has {heads} of q and k")));
+        }
+        certified.grams.read(place * heads + head, first.d_head)
+    }
+}

@@ -1,0 +1,37 @@
+//! Scales on the device: from weights where they lie to descales in device memory, a whole model at a time.
+//!
+//! [`ScaleEngine`] takes one table of layers when it is made and then only launches: no allocation, no synchronisation,
+//! the caller's stream, capturable, deterministic (fixed partition, fixed order of every sum). Weights are read anew at
+//! each call, so an update in place is seen.
+//!
+//! Layers may differ: those that share shape, rotation, norm and storage share their launches, and all write their results
+//! into one set of buffers, layer after layer ([`ScaleEngine::heads`]). So do those of the power iterations.
+//!
+//! What it computes: what the CPU engine does, per channel `B = sqrt(d) ||w_c|| + |c_c|`, descale `(B + A/32) / 448`; and
+//! per head Grams, certified norms made of them by shifted squarings on tensor cores, and logit bounds. There is no state
+//! between calls: the same weights give the same bits.
+
+mod bounds;
+mod engine;
+mod frobenius;
+mod grams;
+mod group;
+mod host;
+mod layout;
+mod norms;
+mod partition;
+mod power;
+mod power_sum;
+mod products;
+mod qk_norm;
+mod results;
+mod shares;
+mod tables;
+
+pub use engine::ScaleEngine;
+pub use grams::GramRoute;
+pub use host::{DeviceWeights, HostLayer, HostProjection, HostQkNorm};
+pub use power::{PerHead, PowerEngine, PowerIteration, Step};
+pub use power_sum::{Summed, SummedPowerEngine};
+pub(crate) use tables::above;
+pub use tables::{ChannelStats, DeviceMatrix, Dtype, HeadGram, LayerInput, ProjectionInput, QkNormInput, QkNormSide};

@@ -1,0 +1,132 @@
+//! Channel statistics: one read of the weights, a block a head.
+
+use super::layout::Tables;
+use super::tables::{Dtype, HeadPlace, LayerInput, NO_ROW, Projection, has_sums, tensor_maps};
+use crate::cuda::sources;
+use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
+use crate::error::Result;
+
+#[derive(Debug)]
+pub(super) struct Norms {
+    every: (Kernel, Launch),
+    /// Of V alone, beside kernels that leave the memory alone.
+    values: (Kernel, Launch),
+    /// Heads of every projection, those of V last.
+    heads: Buffer<HeadPlace>,
+    first_value: usize,
+    maps: Buffer<u64>,
+    d_model: u32,
+}
+
+/// True if weights lie along the channels, false along the model dimension; `None` if the copy engine cannot bring them or the
+/// vectors of their norm.
+fn along_channels(device: &Device, projections: &[Projection]) -> Option<bool> {
+    let first = projections.first().filter(|_| device.arch().compute == 90)?;
+    let rows = |p: &Projection| p.col_stride == 1 && p.row_stride > 0 && p.row_stride % 8 == 0;
+    let columns = |p: &Projection| p.row_stride == 1 && p.col_stride > 0 && p.col_stride % 8 == 0;
+    let fits = |p: &Projection| {
+        let aligned = [p.weight, p.gain, p.shift].iter().all(|address| address % 16 == 0);
+        aligned && p.d_model.is_multiple_of(8) && p.dtype == first.dtype && p.dtype != Dtype::F32 as u32
+    };
+    match projections.iter().all(fits) {
+        true if projections.iter().all(rows) => Some(false),
+        true if projections.iter().all(columns) => Some(true),
+        _ => None,
+    }
+}
+
+/// Roundings that the sums of `scale_norms_heads` over `d_model` inputs are deep.
+pub(super) fn depth(d_model: usize) -> usize {
+    let tiles = d_model.div_ceil(64);
+    let mut deep = 1;
+    while 16 * deep * deep < tiles {
+        deep *= 2;
+    }
+    8 * deep + tiles.div_ceil(deep) + 6
+}
+
+impl Norms {
+    pub fn new(device: &Device, layers: &[LayerInput], built: &Tables) -> Result<Self> {
+        let r = layers[0].d_head as u32;
+        let of = |values: bool| {
+            let wanted = built.projections.iter().enumerate().filter(move |(_, p)| (p.first_head == NO_ROW) == values);
+            wanted.flat_map(move |(index, p)| {
+                (0..p.rows).step_by(r as usize).map(move |first_row| HeadPlace { projection: index as u32, first_row })
+            })
+        };
+        let mut heads: Vec<HeadPlace> = of(false).collect();
+        let first_value = heads.len();
+        heads.extend(of(true));
+        let (all, of_v) = (heads.len(), heads.len() - first_value);
+        let (every, values, maps) = match along_channels(device, &built.projections) {
+            None => {
+                let kernel = device.module(sources::NORMS, &[])?.kernel("scale_norms")?;
+                let launch = |heads| Launch::linear(heads, 256, 0);
+                ((kernel.clone(), launch(all)), (kernel, launch(of_v)), vec![])
+            }
+            Some(columns) => {
+                let sums = has_sums(layers);
+                let f16 = built.projections.iter().any(|p| p.dtype == Dtype::F16 as u32);
+                let turns = built.projections.iter().any(|p| p.rotary > 0);
+                let kernel = |turns: bool, beside: bool, heads| -> Result<(Kernel, Launch)> {
+                    let defines = [
+                        ("D_HEAD", r.to_string()),
+                        ("ALONG_CHANNELS", u32::from(columns).to_string()),
+                        ("SUMS", u32::from(sums).to_string()),
+                        ("TURNS", u32::from(turns).to_string()),
+                        ("F16", u32::from(f16).to_string()),
+                        ("VECTORS", (layers[0].vector_dtype as u32).to_string()),
+                        ("BESIDE", u32::from(beside).to_string()),
+                    ];
+                    let module = device.module(sources::NORMS_HEADS, &defines)?;
+                    let kernel = module.overlapping_kernel("scale_norms_heads")?;
+                    let number = |name| module.constant(name).map(|value| value as u32);
+                    let (threads, shared) = (number("BLOCK_THREADS")?, number("SHARED_BYTES")?);
+                    kernel.allow_shared(shared)?;
+                    Ok((kernel, Launch::linear(heads, threads, shared)))
+                };
+                // With sums it is bound by instructions, and needs every warp that fits.
+                let values = kernel(false, !sums, of_v)?;
+                (
+                    kernel(turns, false, all)?,
+                    values,
+                    tensor_maps(&built.projections, true, &[if columns { 64 } else { r }])?,
+                )
+            }
+        };
+        let (heads, maps) = (device.upload(&heads)?, device.upload(&maps)?);
+        Ok(Self { every, values, heads, first_value, maps, d_model: layers[0].d_model as u32 })
+    }
+
+    /// Puts the statistics of every channel on `stream`.
+    pub fn every(&self, stream: &Stream, projections: DevicePtr, stats: DevicePtr) -> Result<()> {
+        self.launch(stream, &self.every, 0, projections, stats)
+    }
+
+    /// Those of V. False if there is nothing to launch.
+    pub fn values(&self, stream: &Stream, projections: DevicePtr, stats: DevicePtr) -> Result<bool> {
+        let any = self.first_value < self.heads.len();
+        if any {
+            self.launch(stream, &self.values, self.first_value, projections, stats)?;
+        }
+        Ok(any)
+    }
+
+    fn launch(
+        &self,
+        stream: &Stream,
+        (kernel, launch): &(Kernel, Launch),
+        first: usize,
+        projections: DevicePtr,
+        stats: DevicePtr,
+    ) -> Result<()> {
+        if launch.grid.0 == 0 {
+            return Ok(());
+        }
+        let (heads, maps) = (Arg::Ptr(self.heads.at(first)), Arg::Ptr(self.maps.ptr()));
+        let args = [Arg::Ptr(projections), heads, maps, Arg::U32(self.d_model), Arg::Ptr(stats)];
+        // SAFETY: 1. the arguments are the kernels'; 2. the tables are the group's and reach the weights and vectors that the
+        // engine's maker's caller promised; 3. every head has its own rows.
+        unsafe { kernel.launch(stream, *launch, &args) }
+    }
+}

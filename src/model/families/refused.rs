@@ -1,0 +1,68 @@
+//! Model types and settings that have no bound, each with the reason.
+
+use super::schema::{Refusal, Setting};
+
+/// Model types that are known and cannot be bounded, each with the reason.
+pub(crate) static REFUSED: &[(&str, &str)] = &[
+    ("deepseek_v2", MLA),
+    ("deepseek_v3", MLA),
+    ("deepseek_v32", MLA),
+    ("kimi_k2", MLA),
+    ("minicpm3", MLA),
+    ("longcat_flash", MLA),
+    ("bloom", ALIBI),
+    ("mpt", ALIBI),
+    ("t5", RELATIVE),
+    ("mt5", RELATIVE),
+    ("umt5", RELATIVE),
+    ("deberta", RELATIVE),
+    ("deberta-v2", RELATIVE),
+    ("mpnet", RELATIVE),
+    ("xlnet", RELATIVE),
+    ("gemma3n", SHARED_KV),
+    ("gemma3n_text", SHARED_KV),
+    ("gemma4", WIDE_HEADS),
+    ("gemma4_text", WIDE_HEADS),
+    ("mimo_v2", NARROW_VALUES),
+    ("mimo_v2_flash", NARROW_VALUES),
+    ("step3p5", TURNED_LAYERS),
+    ("step3p7", TURNED_LAYERS),
+];
+
+const MLA: &str = "multi-head latent attention (MLA) builds keys and queries from a compressed latent with a norm in \
+                   between and a rotary part shared by all heads, which per-head projection bounds do not cover";
+const ALIBI: &str = "ALiBi adds a position bias to the logits";
+const SHARED_KV: &str = "its last layers take the keys and values of earlier ones";
+const WIDE_HEADS: &str = "its full layers have heads of 512 channels, and heads of at most 256 are read; others take the keys \
+                          and values of earlier layers, or have none of their own for values";
+const NARROW_VALUES: &str = "its values are narrower than its keys, and a head has one width here";
+const TURNED_LAYERS: &str =
+    "its layers differ in the base and the rotated share of their rotation, and one of each is read";
+const RELATIVE: &str = "relative position terms are added to the logits";
+
+/// Settings refused in every family.
+pub(crate) static COMMON_REFUSALS: &[Refusal] = &[
+    Refusal { key: "alibi", unless: Setting::False, why: "ALiBi adds a position bias to the logits" },
+    Refusal { key: "use_alibi", unless: Setting::False, why: "ALiBi adds a position bias to the logits" },
+    Refusal {
+        key: "use_logn_attn",
+        unless: Setting::False,
+        why: "the query is multiplied by a factor that grows with the position",
+    },
+    Refusal { key: "use_mrope", unless: Setting::False, why: "rotation by several position axes is not known" },
+];
+
+/// Settings of one DeciLM block's attention that no bound here covers.
+pub(crate) static BLOCK_REFUSALS: &[Refusal] = &[
+    Refusal { key: "sparsify", unless: Setting::False, why: "what it leaves out of the projections is not known" },
+    Refusal {
+        key: "mamba",
+        unless: Setting::False,
+        why: "a block with a state space in attention's place is not known",
+    },
+    Refusal {
+        key: "llama4",
+        unless: Setting::False,
+        why: "its query is multiplied by a factor that grows with the position",
+    },
+];

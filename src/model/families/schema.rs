@@ -1,0 +1,268 @@
+//! What a row of the table says of a family.
+
+use crate::model::spec::{InputNorm, QkNorm, RopeLayout};
+
+/// Everything that tells one family from another.
+pub(crate) struct Family {
+    /// The family's name: the `model_type` of its text model.
+    pub name: &'static str,
+    /// Values of `model_type` that mean this family.
+    pub model_types: &'static [&'static str],
+    /// What may stand in front of every tensor name; the first that fits is used.
+    pub prefixes: &'static [&'static str],
+    /// Sizes.
+    pub sizes: Sizes,
+    /// Normalisation in front of the projections.
+    pub norm: InputNorm,
+    /// Its tensors.
+    pub norm_tensor: NormTensor,
+    /// Biases of the q, k and v projections (all three or none).
+    pub bias: Flag,
+    /// Rotary position embedding.
+    pub rope: RopeRule,
+    /// Normalisation of q and k.
+    pub qk_norm: Option<QkNormRule>,
+    /// Softmax scale.
+    pub scale: ScaleRule,
+    /// Factor on the query that grows with the position.
+    pub temperature: TemperatureRule,
+    /// Key of the logits' soft-cap and its value when the key is absent.
+    pub soft_cap: Option<(&'static str, Option<f64>)>,
+    /// Projections.
+    pub qkv: QkvTensors,
+    /// Settings that change the logits in a way no bound here covers.
+    pub refusals: &'static [Refusal],
+}
+
+/// A count: its keys, the first present wins, and what an absent key means (`None`: refused).
+pub(crate) struct Count {
+    pub keys: &'static [&'static str],
+    pub default: Option<usize>,
+}
+
+/// Where the sizes stand.
+pub(crate) struct Sizes {
+    pub layers: Count,
+    pub d_model: Count,
+    pub q_heads: Count,
+    pub kv_heads: KvHeads,
+    pub d_head: HeadDim,
+    pub layer_heads: LayerHeads,
+}
+
+/// Whether layers differ in their heads, and where that stands.
+pub(crate) enum LayerHeads {
+    /// Every layer has those of the sizes.
+    Uniform,
+    /// OpenELM: two lists with a number for each layer.
+    Lists { q: &'static str, kv: &'static str },
+    /// DeciLM: `block_configs` gives the query heads of a KV head in each layer, or says that it has no attention; the first
+    /// release has `num_key_value_heads_per_layer`.
+    Blocks,
+    /// Those of the sizes in the layers that have softmax attention: a list of kinds under one of these keys says which.
+    Hybrid { keys: &'static [&'static str], otherwise: Otherwise },
+}
+
+/// Which layers have softmax attention where no list of kinds says so.
+pub(crate) enum Otherwise {
+    /// The last of every so many.
+    LastOf(Count),
+    /// Those whose number leaves `offset` when divided by `period`; keys with what they are when absent.
+    Period { period: (&'static str, usize), offset: (&'static str, usize) },
+    /// Every second layer, from the first on: nothing in the config says otherwise.
+    EverySecond,
+    /// A list of layer numbers; absent: all layers or none.
+    Numbers { key: &'static str, absent: bool },
+    /// A string with a letter a layer, `*` for attention.
+    Letters(&'static str),
+}
+
+/// Number of key/value heads.
+pub(crate) enum KvHeads {
+    /// As many as query heads, always.
+    SameAsQuery,
+    /// One for all query heads.
+    One,
+    /// A key; null means as many as query heads, absent the default (`None`: as many as query heads).
+    Key(Count),
+    /// Falcon: `num_kv_heads` with the new decoder architecture, else 1 with `multi_query` (the default), else as many
+    /// as query heads.
+    Falcon,
+}
+
+/// Channels of one head.
+pub(crate) enum HeadDim {
+    /// d_model / heads; a `head_dim` that says otherwise is refused.
+    Derived,
+    /// `head_dim`; null or absent means the default, or d_model / heads where there is none.
+    Key(Option<usize>),
+}
+
+/// A yes or no.
+pub(crate) enum Flag {
+    Always,
+    Never,
+    /// A boolean key and its value when absent.
+    Key(&'static str, bool),
+}
+
+/// Rotary position embedding of a family.
+pub(crate) enum RopeRule {
+    /// None: positions are learned and added before the first layer.
+    None,
+    Rotary {
+        layout: RopeLayout,
+        /// Keys of the base beside the common ones.
+        theta_keys: &'static [&'static str],
+        /// Base when the config has none; `None` leaves the angles undetermined.
+        theta: Option<f64>,
+        share: RotaryShare,
+        layers: RopeLayers,
+        /// `type` values that mean `longrope` here.
+        longrope_names: &'static [&'static str],
+    },
+}
+
+/// The rotated part of a head.
+pub(crate) enum RotaryShare {
+    /// Every channel.
+    Whole,
+    /// Keys of the share and its default.
+    Part(&'static [&'static str], f64),
+    /// A key that counts rotated channels and its value when absent (`None`: every channel); null means every channel.
+    Channels(&'static str, Option<usize>),
+    /// A key that counts rotated channels, which other releases leave unread in favour of the common share or of the whole
+    /// head: bounds hold for each.
+    ChannelsOrShare(&'static str),
+}
+
+/// How the rotation differs between layers.
+pub(crate) enum RopeLayers {
+    /// Not at all.
+    Same,
+    /// Full and sliding layers have their own parameters. `pattern` keys: every n-th layer is full when `layer_types`
+    /// is absent. `local_theta`: key and default of the sliding layers' base; without one they take the common base.
+    /// Scaling in the old generation of keys belongs to the full layers alone.
+    ByType { pattern: (&'static [&'static str], usize), local_theta: Option<(&'static str, f64)> },
+    /// The same in all if this key has this value, else none.
+    If(&'static str, &'static str),
+    /// A list of bases, one a layer, 0 for a layer that is not rotated; absent or null: the common base in all.
+    Bases(&'static str),
+    /// `no_rope_layers` (1: rotated, 0: not), else every n-th layer has none.
+    NoRope { interval: (&'static str, usize) },
+    /// Only sliding layers are rotated; every n-th layer is full when `layer_types` is absent. With `or_all`, every layer
+    /// is rotated where `sliding_window` is null.
+    Sliding { pattern: (&'static [&'static str], usize), or_all: bool },
+}
+
+/// Normalisation of q and k.
+pub(crate) struct QkNormRule {
+    pub when: Flag,
+    pub norm: QkNorm,
+    /// Tensor names without `.weight`; `{h}` stands for the head where each has its own tensor.
+    pub q: &'static str,
+    pub k: &'static str,
+    /// Values stored: of one head, or of every head.
+    pub stored: QkNormStored,
+}
+
+/// What the tensors of a QK-norm hold.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum QkNormStored {
+    /// `[d_head]`, shared by all heads.
+    Shared,
+    /// `[n_heads * d_head]`.
+    Flat,
+    /// `[n_heads, d_head]`.
+    PerHead,
+    /// One `[d_head]` tensor a head, named with `{h}`.
+    TensorPerHead,
+    /// Nothing: the norm has no gains.
+    Nothing,
+}
+
+/// Factor on the query that grows with the position.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum TemperatureRule {
+    None,
+    /// Llama 4: in layers without rotation, `attn_scale` over `floor_scale` positions unless `attn_temperature_tuning` is
+    /// false.
+    Llama4,
+    /// Ministral 3: `llama_4_scaling_beta` and the original length among the rotation's settings.
+    Ministral3,
+}
+
+/// Softmax scale.
+pub(crate) enum ScaleRule {
+    /// d_head^-1/2.
+    InverseSqrtHead,
+    /// `query_pre_attn_scalar`^-1/2, and the scalar when absent.
+    QueryPreAttnScalar(f64),
+    /// A key that is the scale itself, and its value when absent or null (`None`: d_head^-1/2).
+    Multiplier(&'static str, Option<f64>),
+    /// d_head^-1/2 unless `scale_attn_weights` is false.
+    Gpt,
+    /// The same, over layer + 1 if `scale_attn_by_inverse_layer_idx`.
+    GptByLayer,
+}
+
+/// Tensors of the input norm (names without `.weight`).
+pub(crate) enum NormTensor {
+    /// The layer's own.
+    Own(&'static str),
+    /// No norm at all.
+    None,
+    /// Post-norm: what leaves the norm after the previous layer enters this one; `{j}` is the layer before.
+    Previous { first: &'static str, rest: &'static str },
+    /// Falcon: `ln_attn` with the new decoder architecture and two norms (the default there), else `input_layernorm`.
+    Falcon { two: &'static str, one: &'static str },
+}
+
+/// Tensors of the projections (names without `.weight`).
+pub(crate) enum QkvTensors {
+    /// One each, `[out, in]`.
+    Separate { q: &'static str, k: &'static str, v: &'static str },
+    /// One each; the query tensor holds the channels of a query head and as many of its output's gate, head after head.
+    Gated { q: &'static str, k: &'static str, v: &'static str },
+    /// All query heads, then all key heads, then all value heads; `[in, out]` if `conv1d`.
+    Concat { name: &'static str, conv1d: bool },
+    /// For each key/value head: its query heads, its key, its value; `[out, in]`.
+    Grouped { name: &'static str },
+}
+
+impl QkvTensors {
+    /// Name of the tensor that holds the query heads.
+    pub fn first(&self) -> &'static str {
+        match self {
+            Self::Separate { q: name, .. }
+            | Self::Gated { q: name, .. }
+            | Self::Concat { name, .. }
+            | Self::Grouped { name } => name,
+        }
+    }
+}
+
+/// A setting that is refused unless it is absent, null or the one value.
+pub(crate) struct Refusal {
+    pub key: &'static str,
+    pub unless: Setting,
+    pub why: &'static str,
+}
+
+/// A config value to compare with.
+pub(crate) enum Setting {
+    False,
+    True,
+    Text(&'static str),
+}
+
+/// A model type that wraps a text model described by `text_config`.
+pub(crate) struct Wrapper {
+    pub model_type: &'static str,
+    /// The text model's type when `text_config` names none.
+    pub text: &'static str,
+    /// Older configs have the text model's keys at the top.
+    pub flat: bool,
+    /// What stands in front of the text model's tensor names, tried ahead of the family's.
+    pub prefixes: &'static [&'static str],
+}

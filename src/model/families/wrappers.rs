@@ -1,0 +1,21 @@
+//! Model types that wrap the text model of `text_config`, a row each.
+
+use super::schema::Wrapper;
+
+/// A whole text model, head included, beside the other parts.
+const OUTSIDE: &[&str] = &["language_model.model.", "model.language_model."];
+/// A text model without its head, among the other parts.
+const INSIDE: &[&str] = &["model.language_model.", "language_model.model."];
+
+/// The wrappers that are known. The first Qwen-VL releases store the text model as if it stood alone.
+pub(crate) static WRAPPERS: &[Wrapper] = &[
+    Wrapper { model_type: "gemma3", text: "gemma3_text", flat: false, prefixes: OUTSIDE },
+    Wrapper { model_type: "mistral3", text: "mistral", flat: false, prefixes: OUTSIDE },
+    Wrapper { model_type: "qwen2_vl", text: "qwen2_vl_text", flat: true, prefixes: &[] },
+    Wrapper { model_type: "qwen2_5_vl", text: "qwen2_5_vl_text", flat: true, prefixes: &[] },
+    Wrapper { model_type: "qwen3_vl", text: "qwen3_vl_text", flat: false, prefixes: INSIDE },
+    Wrapper { model_type: "qwen3_vl_moe", text: "qwen3_vl_moe_text", flat: false, prefixes: INSIDE },
+    Wrapper { model_type: "llama4", text: "llama4_text", flat: false, prefixes: OUTSIDE },
+    Wrapper { model_type: "qwen3_5", text: "qwen3_5_text", flat: false, prefixes: INSIDE },
+    Wrapper { model_type: "qwen3_5_moe", text: "qwen3_5_moe_text", flat: false, prefixes: INSIDE },
+];

@@ -1,0 +1,101 @@
+//! How a checkpoint stores the weights of its projections, by the `quantization_config`.
+
+use super::keys::{Keys, MAX_D_MODEL, refuse, shorten};
+use crate::error::{Error, Result};
+use serde_json::Value;
+
+/// Rows and columns that share one FP8 scale.
+pub(super) type Tile = (usize, usize);
+
+/// The tile of `quant_method: fp8` where the config has no `weight_block_size`.
+const DEFAULT_TILE: Tile = (128, 128);
+
+/// How the weights of the projections are stored.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Stored {
+    /// In scaled E4M3: an engine that multiplies by them as they are rounds the other operand to E4M3 too.
+    pub fp8: bool,
+    /// The tile of two-dimensional scales. `None` where the config does not tell it: such scales are refused, since their
+    /// shape does not tell it either (the last tile may be short).
+    pub tile: Option<Tile>,
+}
+
+/// Whether a value says anything: `{"config_groups": {}}` is how no transforms are written.
+fn has_content(value: &Value) -> bool {
+    match value {
+        Value::Null => false,
+        Value::Object(map) => map.values().any(has_content),
+        _ => true,
+    }
+}
+
+impl Stored {
+    /// Refuses stored weights other than plain ones and scaled E4M3.
+    pub fn of(keys: Keys<'_>) -> Result<Self> {
+        let Some(map) = keys.object("quantization_config")? else { return Ok(Self::default()) };
+        let settings = Keys { map, file: keys.file };
+        let method = settings.text("quant_method")?.unwrap_or("unnamed");
+        let known = match method {
+            // `mxfp4` is for the experts alone; a projection stored so would have a type that is not read.
+            "fp8" | "fbgemm_fp8" | "mxfp4" => true,
+            "compressed-tensors" => settings.text("format")? == Some("float-quantized"),
+            "modelopt" => settings.text("quant_algo")? == Some("FP8"),
+            _ => false,
+        };
+        if !known {
+            return Err(refuse(
+                keys.file,
+                format_args!("weights quantised by `{}` are refused: only scaled FP8 (E4M3) is read", shorten(method)),
+            ));
+        }
+        if settings.object("transform_config")?.is_some_and(|transforms| transforms.values().any(has_content)) {
+            let rule = "`transform_config` is refused: the engine multiplies activations by its transforms (Hadamards) online, \
+                        which the bounds do not count";
+            return Err(refuse(keys.file, rule));
+        }
+        let tile = match settings.get("weight_block_size") {
+            Some(sides) => Some(settings.tile("weight_block_size", sides)?),
+            // Written as null, it means one scale a tensor.
+            None if method == "fp8" && !map.contains_key("weight_block_size") => Some(DEFAULT_TILE),
+            None if method == "compressed-tensors" => settings.group_tile()?,
+            None => None,
+        };
+        Ok(Self { fp8: method != "mxfp4", tile })
+    }
+}
+
+impl Keys<'_> {
+    /// Two sides as a list, or as text: `128x128`.
+    fn tile(&self, key: &str, sides: &Value) -> Result<Tile> {
+        let sides: Option<Vec<u64>> = match sides {
+            Value::Array(list) => list.iter().map(Value::as_u64).collect(),
+            Value::String(text) => text.split('x').map(|side| side.parse().ok()).collect(),
+            _ => None,
+        };
+        match sides.as_deref() {
+            Some(&[rows, cols]) if [rows, cols].iter().all(|n| (1..=MAX_D_MODEL as u64).contains(n)) => {
+                Ok((rows as usize, cols as usize))
+            }
+            _ => Err(Error::format(self.file, format_args!("`{key}` must be two whole numbers above zero"))),
+        }
+    }
+
+    /// The tile that the groups of compressed-tensors agree on, if one has it.
+    fn group_tile(&self) -> Result<Option<Tile>> {
+        let mut found = None;
+        for group in self.object("config_groups")?.into_iter().flat_map(|groups| groups.values()) {
+            let Some(sides) = group.pointer("/weights/block_structure").filter(|sides| !sides.is_null()) else {
+                continue;
+            };
+            let tile = self.tile("block_structure", sides)?;
+            if found.is_some_and(|other| other != tile) {
+                return Err(refuse(
+                    self.file,
+                    "groups of `config_groups` with different `block_structure` are refused",
+                ));
+            }
+            found = Some(tile);
+        }
+        Ok(found)
+    }
+}

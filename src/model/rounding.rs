@@ -1,0 +1,158 @@
+//! How much the roundings of a forward add to q, k and v before their cast to E4M3.
+//!
+//! A computed operand is within `share * A` of the exact one, A the sum of the magnitudes that enter it:
+//! `share = (1 + 2^-8)^n (1 + d 2^-24) - 1` for n roundings to BF16 in a row and a sum of d products in f32, and never under
+//! 1/32. n is counted here, from the family and the storage.
+
+use super::spec::{AttentionSpec, GainForm, LayerSpec, NormKind};
+use crate::tensor::Dtype;
+
+/// Least share of the rounding term A in operand bounds.
+pub const LEAST_ROUNDING_SHARE: f64 = 1.0 / 32.0;
+
+/// The same where the projections multiply in FP8: it leaves 3 % for the short accumulators of FP8 tensor cores.
+const LEAST_FP8_SHARE: f64 = 1.0 / 8.0;
+
+/// Relative error of a rounding to E4M3, of a normal number.
+pub const E4M3_ROUNDING: f64 = 1.0 / 17.0;
+
+/// Relative error of a rounding to BF16.
+const BF16_ROUNDING: f64 = 1.0 / 256.0;
+
+/// Relative error of one addition in f32.
+const F32_ROUNDING: f64 = 1.0 / (1 << 24) as f64;
+
+/// Shares of the rounding term A of one layer's operands.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RoundingShare {
+    /// Of q, the factor that grows with the position included.
+    pub q: f64,
+    /// Of k.
+    pub k: f64,
+    /// Of v.
+    pub v: f64,
+}
+
+impl Default for RoundingShare {
+    /// The least: seven roundings to BF16.
+    fn default() -> Self {
+        Self { q: LEAST_ROUNDING_SHARE, k: LEAST_ROUNDING_SHARE, v: LEAST_ROUNDING_SHARE }
+    }
+}
+
+impl AttentionSpec {
+    /// What the roundings of a BF16 forward add to the operands of a layer whose q, k and v projections are `stored` in these
+    /// types.
+    ///
+    /// ```
+    /// use sigmascale::{model, tensor::Dtype};
+    /// let spec = model::preset("mistral-7b").unwrap();
+    /// let share = |stored| spec.rounding_share(&spec.layers[0], [stored; 3]).q;
+    /// assert_eq!(share(Dtype::Bf16), 1.0 / 32.0);
+    /// assert!(share(Dtype::F32) > 1.0 / 32.0);
+    /// ```
+    pub fn rounding_share(&self, layer: &LayerSpec, stored: [Dtype; 3]) -> RoundingShare {
+        let (norm, qk_norm) = (self.norm, self.qk_norm_of(layer));
+        let forward = Forward {
+            norm: norm_roundings(norm.kind, norm.gain),
+            qk_norm: qk_norm.map(|norm| norm_roundings(norm.kind, norm.gain)),
+            // A rotation in front of a norm of q and k is bounded by that norm.
+            rotated: layer.rope.is_some() && !qk_norm.is_some_and(|norm| norm.behind_rotation),
+            grows: layer.temperature.is_some(),
+            d_model: self.d_model,
+        };
+        let with_inputs = |plain: f64, stored: Dtype| {
+            // The input is rounded to E4M3, and so are weights that are not stored so.
+            let factor = (1.0 + E4M3_ROUNDING).powi(if stored == Dtype::E4m3 { 1 } else { 2 });
+            ((1.0 + plain) * factor - 1.0).max(LEAST_FP8_SHARE)
+        };
+        let plain = forward.share(stored);
+        let projected = |share: f64, stored: Dtype| if self.fp8_inputs { with_inputs(share, stored) } else { share };
+        let q_or_k = |share: f64, stored: Dtype| if qk_norm.is_some() { share } else { projected(share, stored) };
+        RoundingShare { q: q_or_k(plain.q, stored[0]), k: q_or_k(plain.k, stored[1]), v: projected(plain.v, stored[2]) }
+    }
+}
+
+/// What rounds in the forward of one layer, up to its attention call.
+#[derive(Clone, Copy, Debug)]
+pub struct Forward {
+    /// Roundings up to the output of the input's norm: [`norm_roundings`].
+    pub norm: i32,
+    /// The same of a norm of q and k after the projection, which bounds them whatever was rounded before it.
+    pub qk_norm: Option<i32>,
+    /// q and k are rotated after that.
+    pub rotated: bool,
+    /// q is multiplied by a factor that grows with the position.
+    pub grows: bool,
+    /// Products of a projection's sums.
+    pub d_model: usize,
+}
+
+impl Forward {
+    /// Shares for q, k and v projections `stored` in these types, with inputs in BF16.
+    pub fn share(&self, stored: [Dtype; 3]) -> RoundingShare {
+        // Weights that are not BF16 in storage are rounded (or multiplied by their scale) when they are loaded.
+        let projected =
+            |stored: Dtype, later: i32| share(self.norm + 1 + i32::from(stored != Dtype::Bf16) + later, self.d_model);
+        // cos and sin, the products, their sum. The factor and its product.
+        let (rotation, growth) = (if self.rotated { 3 } else { 0 }, if self.grows { 2 } else { 0 });
+        let q_or_k = |stored: Dtype, later: i32| match self.qk_norm {
+            Some(norm) => share(norm + later, 0),
+            None => projected(stored, later),
+        };
+        RoundingShare {
+            q: q_or_k(stored[0], rotation + growth),
+            k: q_or_k(stored[1], rotation),
+            v: projected(stored[2], 0),
+        }
+    }
+}
+
+/// Roundings up to a norm's output. A stored gain may be wider than BF16, and is rounded when it is loaded.
+pub fn norm_roundings(kind: NormKind, gain: GainForm) -> i32 {
+    match (kind, gain) {
+        (NormKind::None, _) => 0,
+        (_, GainForm::Unit) => 1,
+        // Rounded once, behind gain and shift.
+        (NormKind::LayerNorm, _) => 2,
+        // Rounded in front of the gain too, in most implementations.
+        (NormKind::RmsNorm, _) => 3,
+    }
+}
+
+fn share(roundings: i32, sum: usize) -> f64 {
+    let factor = (1.0 + BF16_ROUNDING).powi(roundings) * (1.0 + sum as f64 * F32_ROUNDING);
+    (factor - 1.0).max(LEAST_ROUNDING_SHARE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{Temperature, preset};
+
+    #[test]
+    fn roundings_are_counted_by_family_and_storage() {
+        let counted = |n: i32, d: usize| share(n, d);
+        let llama = preset("llama-3.1-8b").unwrap();
+        let of = |spec: &AttentionSpec, stored| spec.rounding_share(&spec.layers[0], [stored; 3]);
+        // Norm 2 and its gain 1, projection 1, rotation 3.
+        let bf16 = of(&llama, Dtype::Bf16);
+        assert_eq!((bf16.q, bf16.k, bf16.v), (1.0 / 32.0, 1.0 / 32.0, 1.0 / 32.0));
+        // Weights stored in more than they run in: one more, which passes 1/32.
+        let f32 = of(&llama, Dtype::F32);
+        assert_eq!((f32.q, f32.k, f32.v), (counted(8, 4096), counted(8, 4096), 1.0 / 32.0));
+        assert!((f32.q - 0.0317).abs() < 1e-3 && f32.q > 1.0 / 32.0, "{f32:?}");
+        let mut grown = llama.clone();
+        grown.layers[0].temperature = Some(Temperature { strength: 0.1, period: 8, shift: 0, positions: 64 });
+        let grown = of(&grown, Dtype::F32);
+        assert_eq!((grown.q, grown.k), (counted(10, 4096), f32.k));
+        assert!(grown.q > 0.0398, "{grown:?}");
+        // A norm behind the projection takes the place of all before it.
+        let qwen = preset("qwen3-8b").unwrap();
+        assert_eq!(of(&qwen, Dtype::F32).q, 1.0 / 32.0);
+        // Inputs in E4M3, and weights that are not stored so but run so.
+        let fp8 = AttentionSpec { fp8_inputs: true, ..llama };
+        assert!((of(&fp8, Dtype::E4m3).q - (18.0 / 17.0 * (1.0 + f32.q) - 1.0).max(0.125)).abs() < 1e-15);
+        assert!(of(&fp8, Dtype::Bf16).v > (18f64 / 17.0).powi(2) - 1.0 + 1.0 / 32.0);
+    }
+}

@@ -1,0 +1,28 @@
+//! The attention call of a layer, and the seeds of its tokens.
+
+use crate::attention::{AttentionCall, AttentionShape, Mask};
+use crate::model::AttentionSpec;
+
+/// Seeds of different steps and layers are unrelated.
+pub(super) fn token_seed(seed: u64, layer: usize, step: usize) -> u64 {
+    let mut x = seed ^ (layer as u64) << 40 ^ (step as u64) << 8;
+    // The finaliser of splitmix64.
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// The call of a layer that exists.
+pub(super) fn call_of(spec: &AttentionSpec, layer: usize, seq_len: usize) -> AttentionCall {
+    let own = &spec.layers[layer];
+    let shape = AttentionShape {
+        batch: 1,
+        n_q_heads: own.n_q_heads,
+        n_kv_heads: own.n_kv_heads,
+        len_q: seq_len,
+        len_k: seq_len,
+        d_head: own.d_head,
+    };
+    let mask = if spec.causal { Mask::CAUSAL } else { Mask::NONE };
+    AttentionCall { shape, mask, softmax_scale: own.softmax_scale, soft_cap: spec.soft_cap }
+}
