@@ -42,7 +42,7 @@ impl Module {
         Ok(kernel)
     }
 
-    /// The value of an `int` that the source declares `__constant__`. Asks nothing of the device.
+    /// The value of an `int` that the source declares `__constant__`. Waits for a copy from the device.
     ///
     /// # Errors
     /// If the source has none of that name.

@@ -20,6 +20,7 @@ mod driver;
 mod kernel;
 mod library;
 mod nvrtc;
+pub(crate) mod per_key;
 mod pointer;
 mod probe;
 pub mod sources;

@@ -3,13 +3,13 @@
 use super::call::{Descales, Rope, Sizes, Tensors, Workspace};
 use super::params::{self, outer_strides};
 use super::tile::{Schedule, Split, Tile};
+use crate::cuda::per_key::PerKey;
 use crate::cuda::tensor_map::{Boxes, MapType, Swizzle, TensorMap, tensor_map};
 use crate::cuda::{Arch, Buffer, Device, DevicePtr, Kernel, Launch, Request, Stream, sources};
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 use bytemuck::Zeroable;
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// Heads that one block of the cast takes.
 const CAST_HEADS: usize = 4;
@@ -29,12 +29,12 @@ enum Variant {
         logits_e4m3: bool,
         out_e4m3: bool,
     },
-    /// Parts of a split call, masked or not. `compact`: of few tiles.
+    /// Parts of a split call, masked or not. `rolled`: of few tiles.
     Parts {
         d_head: usize,
         telemetry: bool,
         logits_e4m3: bool,
-        compact: bool,
+        rolled: bool,
     },
     Combine {
         d_head: usize,
@@ -52,10 +52,10 @@ enum Variant {
 impl Variant {
     fn request(self, arch: Arch) -> Request {
         match self {
-            Self::Parts { d_head, telemetry, logits_e4m3, compact } => {
+            Self::Parts { d_head, telemetry, logits_e4m3, rolled } => {
                 let tile = Split::TILE;
                 let forward = Self::Forward { d_head, causal: true, tile, telemetry, logits_e4m3, out_e4m3: false };
-                forward.request(arch).define("SPLIT_KV", 1).define("ROLLED", u8::from(compact))
+                forward.request(arch).define("SPLIT_KV", 1).define("ROLLED", u8::from(rolled))
             }
             Self::Combine { d_head } => Request::new(sources::COMBINE, arch).define("HEAD_DIM", d_head),
             Self::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 } => {
@@ -99,8 +99,8 @@ impl Variant {
         let (d_head, logits_e4m3) = (sizes.d_head, tensors.descales.logit.is_some());
         let telemetry = tensors.stats.is_some();
         if let Some(split) = split {
-            let compact = !logits_e4m3 && split.has_few_tiles(sizes);
-            return Self::Parts { d_head, telemetry, logits_e4m3, compact };
+            let rolled = !logits_e4m3 && split.has_few_tiles(sizes);
+            return Self::Parts { d_head, telemetry, logits_e4m3, rolled };
         }
         let tile = Tile::of(sizes, logits_e4m3);
         let out_e4m3 = tensors.out.element() == Element::E4m3;
@@ -119,10 +119,10 @@ pub fn attention_variants() -> Vec<Request> {
     for d_head in [64, 128] {
         all.push(Variant::Combine { d_head }.request(Arch::SM90A));
         for (telemetry, logits_e4m3) in TELEMETRY_LOGITS {
-            for compact in [false, true] {
+            for rolled in [false, true] {
                 // The schedule of E4M3 logits has no such form.
-                if !(logits_e4m3 && compact) {
-                    all.push(Variant::Parts { d_head, telemetry, logits_e4m3, compact }.request(Arch::SM90A));
+                if !(logits_e4m3 && rolled) {
+                    all.push(Variant::Parts { d_head, telemetry, logits_e4m3, rolled }.request(Arch::SM90A));
                 }
             }
         }
@@ -189,14 +189,11 @@ struct Loaded {
     shared: u32,
 }
 
-type Slot = Arc<Mutex<Option<Arc<Loaded>>>>;
-
 /// The attention kernels of one device, loaded as calls need them.
 #[derive(Debug)]
 pub struct AttentionEngine {
     device: Device,
-    /// The outer lock is held to find a slot, a slot's while it is filled.
-    loaded: Mutex<HashMap<Variant, Slot>>,
+    loaded: PerKey<Variant, Arc<Loaded>>,
     /// The descale of operands that have none.
     one: Buffer<f32>,
     overlap: bool,
@@ -218,7 +215,7 @@ impl AttentionEngine {
         }
         let one = device.upload(&[1.0])?;
         let processors = device.processors();
-        Ok(Self { device: device.clone(), loaded: Mutex::default(), one, overlap: true, split: true, processors })
+        Ok(Self { device: device.clone(), loaded: PerKey::default(), one, overlap: true, split: true, processors })
     }
 
     /// Whether the attention kernel may start while the cast drains (programmatic dependent launch); on by default.
@@ -496,24 +493,21 @@ impl AttentionEngine {
 
     /// A variant, compiled and loaded by the first call that asks for it. Calls that ask for others do not wait for it.
     fn load(&self, variant: Variant) -> Result<Arc<Loaded>> {
-        let slot = self.loaded.lock().unwrap_or_else(PoisonError::into_inner).entry(variant).or_default().clone();
-        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = &*slot {
-            return Ok(found.clone());
-        }
-        let request = variant.request(self.device.arch());
-        let module = self.device.module(request.source, &request.defines)?;
-        let kernel = module.kernel(variant.entry())?;
-        let shared = match variant {
-            Variant::Forward { .. } | Variant::Parts { .. } => {
-                let bytes = u32::try_from(module.constant("SHARED_BYTES")?)
-                    .map_err(|_| Error::cuda("attention/forward tells a negative size of shared memory"))?;
-                kernel.allow_shared(bytes)?;
-                bytes
-            }
-            _ => 0,
-        };
-        Ok(slot.insert(Arc::new(Loaded { kernel, shared })).clone())
+        self.loaded.get_or_make(variant, || {
+            let request = variant.request(self.device.arch());
+            let module = self.device.module(request.source, &request.defines)?;
+            let kernel = module.kernel(variant.entry())?;
+            let shared = match variant {
+                Variant::Forward { .. } | Variant::Parts { .. } => {
+                    let bytes = u32::try_from(module.constant("SHARED_BYTES")?)
+                        .map_err(|_| Error::cuda("attention/forward tells a negative size of shared memory"))?;
+                    kernel.allow_shared(bytes)?;
+                    bytes
+                }
+                _ => 0,
+            };
+            Ok(Arc::new(Loaded { kernel, shared }))
+        })
     }
 }
 

@@ -27,7 +27,7 @@ const JOIN: usize = 40;
 const PART_BYTES: usize = 175_000;
 /// Waves of work items beyond the fewest possible that [`Split::of`] looks at.
 const MORE_WAVES: usize = 8;
-/// Tiles of keys of a part for which one copy of the code (`COMPACT`) is faster than many, as was measured: where one consumer
+/// Tiles of keys of a part for which one copy of the code (`ROLLED`) is faster than many, as was measured: where one consumer
 /// waits for memory, and else.
 const FEW_TILES: [RangeInclusive<usize>; 2] = [2..=64, 2..=16];
 /// Room for parts at most, in bytes.
