@@ -88,7 +88,8 @@ constexpr ptx::Swizzle kSwizzle8 = kDim == 128 ? ptx::Swizzle::B128 : ptx::Swizz
 // What a block owns.
 struct Work {
   int batch, kv_head, key_tile;
-  int begin, total;  // of the query tiles of all heads that see its keys, those that this block walks
+  int first, tiles;  // query tiles that see its keys, for each head of the group
+  int begin, total;  // of all heads' tiles, those that this block walks
 };
 // One of `kSplits` parts of what block `index` of keys has to do. Sections of KV heads; in a section the longest first, heads innermost.
 __device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
@@ -102,28 +103,36 @@ __device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
   const int unit = s * p.section + index - w.key_tile * width;
   w.batch = unit / p.heads_kv;
   w.kv_head = unit - w.batch * p.heads_kv;
-  const int first = CAUSAL ? max(0, w.key_tile * kKeys - p.diagonal) / kRows : 0;
-  const int all = max(0, p.q_tiles - first) * (p.heads_q / p.heads_kv);
+  w.first = CAUSAL ? max(0, w.key_tile * kKeys - p.diagonal) / kRows : 0;
+  w.tiles = max(0, p.q_tiles - w.first);
+  const int all = w.tiles * (p.heads_q / p.heads_kv);
   w.begin = all / kSplits * rank + min(rank, all % kSplits);
   w.total = all / kSplits + (rank < all % kSplits);
   return w;
 }
 
-// A walk over a block's tiles: from the last queries to the first that see its keys, for each the heads of the group.
-// NOTES: so blocks of different keys are at the same tile at a time, and share it in the L2 cache.
+// A walk over a block's tiles: head by head, from the first queries that see its keys on. Blocks of later keys begin at later
+// queries, so that they do not add to the same tile of dQ at a time.
+// Deterministic calls walk from the last queries back, the heads of the group in turn: so all blocks are at the same tile at a time,
+// and none waits long for the one before it.
 struct Place {
   int m, head;  // of the group
   __device__ __forceinline__ Place(const Backward& p, const Work& w) {
-    const int heads = p.heads_q / p.heads_kv, above = w.begin / heads;
-    m = p.q_tiles - 1 - above;
-    head = w.begin - above * heads;
+    const int heads = p.heads_q / p.heads_kv, inner = DETERMINISTIC ? heads : max(1, w.tiles), outer = w.begin / inner;
+    head = DETERMINISTIC ? w.begin - outer * inner : outer;
+    m = DETERMINISTIC ? p.q_tiles - 1 - outer : w.first + w.begin - outer * inner;
   }
   // Returns by how much the tile's index grows.
-  __device__ __forceinline__ int advance(const Backward& p) {
-    const int heads = p.heads_q / p.heads_kv;
-    if (++head < heads) return p.q_tiles;
-    head = 0, m--;
-    return -(heads - 1) * p.q_tiles - 1;
+  __device__ __forceinline__ int advance(const Backward& p, const Work& w) {
+    if (DETERMINISTIC) {
+      const int heads = p.heads_q / p.heads_kv;
+      if (++head < heads) return p.q_tiles;
+      head = 0, m--;
+      return -(heads - 1) * p.q_tiles - 1;
+    }
+    if (++m < p.q_tiles) return 1;
+    m = w.first, head++;
+    return 1 + w.first;
   }
 };
 
@@ -259,7 +268,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
           ptx::tma_load_4d(to + kStageQ16 + run * kRowRun, &map_q16, for_q16, 64 * run, first_head + place.head, place.m * kRows,
                             work.batch);
         ring.advance();
-        place.advance(p);
+        place.advance(p, work);
       }
     }
 #if SPLITS > 1
@@ -311,8 +320,6 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     for (int r = 0; r < 2; r++) {
       const int key = work.key_tile * kKeys + 64 * group + 16 * warp + lane / 4 + 8 * r;
       seen_from[r] = key >= p.len_k ? 1 << 30 : (CAUSAL ? key - p.diagonal : -(1 << 30)) - 2 * quad;
-      // NOTES: computed anew in the loop it would cost a split call more registers than it takes.
-      if (kSplits > 1) ptx::keep(reinterpret_cast<u32&>(seen_from[r]));
     }
     // Tiles from this one on are seen whole by this warpgroup's keys
     const int last_key = work.key_tile * kKeys + 64 * group + 63;
@@ -460,7 +467,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       release(kFullQ8, next.index);
 
       ring = next;
-      tile += place.advance(p);
+      tile += place.advance(p, work);
     }
     if (leader) {
       if (DETERMINISTIC) hand_on(total > 0);
