@@ -43,9 +43,10 @@
 //! **Not counted on the device**: logits that are not finite (a NaN shows in the output), logits past 464 descales, and
 //! overflow of the output's cast. [`Attention::forward`] counts the last two.
 
-use super::call::{Sizes, Tensors, Workspace};
+use super::call::{Tensors, Workspace};
 use super::engine::AttentionEngine;
 use super::host::{HostOutput, Resident, Setup};
+use super::sizes::Sizes;
 use crate::attention::{
     Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Inputs, LogitCast, Precision, Probabilities, check,
 };

@@ -17,8 +17,8 @@
 
 use super::backend;
 use super::backward_call::{BackwardSchedule, BackwardTensors, BackwardWorkspace, Delta};
-use super::call::Sizes;
 use super::params::outer_strides;
+use super::sizes::Sizes;
 use crate::attention::AttentionCall;
 use crate::cuda::tensor_map::{Boxes, MapType, Swizzle, TensorMap, tensor_map};
 use crate::cuda::{Arch, Buffer, Device, Element, Kernel, Launch, Request, Stream, View, sources};

@@ -1,6 +1,7 @@
 //! What a backward call is made of, and the rules it has to keep.
 
-use super::call::{Descales, Sizes};
+use super::call::Descales;
+use super::sizes::Sizes;
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 

@@ -1,7 +1,8 @@
 //! Loading and launching.
 
-use super::call::{Descales, Rope, Sizes, Tensors, Workspace};
+use super::call::{Descales, Rope, Tensors, Workspace};
 use super::params::{self, outer_strides};
+use super::sizes::Sizes;
 use super::tile::{Schedule, Split, Tile};
 use crate::cuda::per_key::PerKey;
 use crate::cuda::tensor_map::{Boxes, MapType, Swizzle, TensorMap, tensor_map};

@@ -1,7 +1,8 @@
 //! A call with device memory of its own, for tests, tools and timings.
 
-use super::call::{Descales, Rope, Sizes, Tensors, Workspace};
+use super::call::{Descales, Rope, Tensors, Workspace};
 use super::engine::AttentionEngine;
+use super::sizes::Sizes;
 use crate::cuda::{Buffer, Device, Element, Stream, View};
 use crate::error::{Error, Result};
 use crate::fp8::Format;

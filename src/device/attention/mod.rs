@@ -28,13 +28,16 @@ mod call;
 mod engine;
 mod host;
 mod params;
+mod regions;
+mod sizes;
 mod tile;
 
 pub use crate::cuda::{Element, View};
 pub use backend::{Cuda, step_stats};
 pub use backward::{BackwardEngine, backward_variants};
 pub use backward_call::{BackwardTensors, BackwardWorkspace, Delta};
-pub use call::{Descales, Rope, Sizes, Tensors, Workspace};
+pub use call::{Descales, Rope, Tensors, Workspace};
 pub use engine::{AttentionEngine, attention_variants, cast_variants};
 pub use host::{HostOutput, Resident, RopeTables, Setup};
+pub use sizes::Sizes;
 pub use tile::{Schedule, Split, Tile};

@@ -1,7 +1,7 @@
 //! Which tiles a call is cut into: pure functions of its sizes.
 
-use super::Sizes;
-use super::call::Regions;
+use super::regions::Regions;
+use super::sizes::Sizes;
 use std::cmp::Reverse;
 use std::ops::RangeInclusive;
 

@@ -2,10 +2,9 @@
 
 use super::grams::Grams;
 use super::norms;
-use super::partition::Place;
 use super::products::Products;
 use super::results::Results;
-use super::tables::{Growth, LayerInput, Task};
+use super::tables::{Growth, LayerInput, Place, Task};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;

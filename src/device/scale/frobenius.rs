@@ -2,9 +2,8 @@
 
 use super::bounds::Bounds;
 use super::grams::Grams;
-use super::partition::Place;
 use super::results::Results;
-use super::tables::LayerInput;
+use super::tables::{LayerInput, Place};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;

@@ -2,7 +2,8 @@
 
 use super::layout::Tables;
 use super::shares::{Shares, Unit};
-use super::tables::{DeviceMatrix, Dtype, HeadGram, LayerInput, NO_ROW, Segment, StatTile, has_sums, tensor_maps};
+use super::storage::Storage;
+use super::tables::{Dtype, HeadGram, LayerInput, NO_ROW, Segment, StatTile, has_sums, tensor_maps};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;
@@ -19,34 +20,6 @@ pub enum GramRoute {
     Wide,
     /// f32 without tensor cores: everything else.
     Generic,
-}
-
-/// How a layer's W_Q and W_K lie, as far as a kernel depends on it: the same in every layer of one pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Storage {
-    dtype: Dtype,
-    /// Both are `[out, in]`, of one type, in rows of 16 bytes.
-    rows: bool,
-    /// The same of `[in, out]`.
-    columns: bool,
-}
-
-impl Storage {
-    /// Of one layer.
-    pub fn of(layer: &LayerInput) -> Self {
-        let dtype = layer.q.weight.dtype;
-        let step = (16 / dtype.size()) as i64;
-        let both = |along: fn(&DeviceMatrix) -> (i64, i64)| {
-            [layer.q.weight, layer.k.weight].iter().all(|m| {
-                let (one, other) = along(m);
-                m.dtype == dtype && m.ptr.0.is_multiple_of(16) && one == 1 && other % step == 0
-            })
-        };
-        let rows = both(|m| (m.col_stride, m.row_stride));
-        let columns = both(|m| (m.row_stride, m.col_stride));
-        // Read value by value otherwise, whatever the type.
-        Self { dtype: if rows || columns { dtype } else { Dtype::F32 }, rows, columns }
-    }
 }
 
 /// Dynamic shared memory of the tensor-core kernels (asserted there).

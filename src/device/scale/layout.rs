@@ -1,7 +1,6 @@
 //! The tables of one kind of layers: where their weights are, and where their statistics and results go.
 
-use super::partition::Place;
-use super::tables::{self, HAS_MEAN, LayerInput, NO_ROW, above};
+use super::tables::{self, HAS_MEAN, LayerInput, NO_ROW, Place, above};
 
 /// The tables of a group: its projections (q, k, v of each layer, those that are read) and its layers.
 pub(super) struct Tables {

@@ -26,6 +26,7 @@ mod products;
 mod qk_norm;
 mod results;
 mod shares;
+mod storage;
 mod tables;
 
 pub use engine::ScaleEngine;

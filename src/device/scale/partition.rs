@@ -3,9 +3,8 @@
 //! A launch takes one shape, rotation, norm and kind of storage, so a model is cut into groups of layers that are alike in
 //! these. Groups stand in the order of their first layers, and layers keep their order in a group.
 
-use super::grams::Storage;
-use super::qk_norm;
-use super::tables::{Dtype, LayerInput};
+use super::storage::Storage;
+use super::tables::{Dtype, LayerInput, Place};
 use crate::error::{Error, Result};
 use crate::model::HeadOffsets;
 
@@ -53,15 +52,6 @@ pub(super) struct Partition {
     /// Group of each layer, and its place there.
     places: Vec<(usize, usize)>,
     pub heads: HeadOffsets,
-}
-
-/// Where a layer's results begin in those of the model.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
-    pub layer: u32,
-    /// First query and KV head.
-    pub q: u32,
-    pub kv: u32,
 }
 
 impl Partition {
@@ -137,7 +127,7 @@ fn check(layers: &[LayerInput]) -> Result<()> {
         } else if l.d_model == 0 || l.d_model > 1 << 20 || l.n_q > 1 << 12 {
             "d_model must be from 1 to 2^20 and there may be at most 4096 heads"
         } else {
-            qk_norm::check(l).map_err(|error| error.within(format_args!("layer {i}")))?;
+            check_qk_norm(l).map_err(|error| error.within(format_args!("layer {i}")))?;
             continue;
         };
         return Err(Error::argument(format_args!("layer {i}: {rule}")));
@@ -151,6 +141,15 @@ fn canonical(layer: &LayerInput) -> LayerInput {
         0 => LayerInput { interleaved: false, rope_factor: 1.0, ..*layer },
         _ => *layer,
     }
+}
+
+/// What is wrong with a layer's QK-norm, if anything.
+fn check_qk_norm(layer: &LayerInput) -> Result<()> {
+    let Some(norm) = &layer.qk_norm else { return Ok(()) };
+    if norm.q.channels == 0 || norm.k.channels == 0 {
+        return Err(Error::argument("a norm of q and k needs at least one channel"));
+    }
+    Ok(())
 }
 
 #[cfg(test)]

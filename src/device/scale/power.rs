@@ -7,8 +7,8 @@
 
 use super::host::DeviceWeights;
 use super::layout::Tables;
-use super::partition::{Partition, Place};
-use super::tables::{DeviceMatrix, Dtype, LayerInput, NO_ROW, PowerBlock, Projection, tensor_maps};
+use super::partition::Partition;
+use super::tables::{DeviceMatrix, Dtype, LayerInput, NO_ROW, Place, PowerBlock, Projection, tensor_maps};
 use crate::cuda::sources;
 use crate::cuda::{Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::{Error, Result};

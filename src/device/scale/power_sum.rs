@@ -2,9 +2,8 @@
 
 use super::host::DeviceWeights;
 use super::layout::Tables;
-use super::partition::Place;
 use super::power::{PowerIteration, Starts, Step, along_channels};
-use super::tables::{LayerInput, NO_ROW, Projection, SumLayer};
+use super::tables::{LayerInput, NO_ROW, Place, Projection, SumLayer};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::{Error, Result};

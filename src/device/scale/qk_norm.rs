@@ -1,11 +1,10 @@
 //! Bounds of q and k that are normalised between projection and rotation.
 
-use super::partition::Place;
 use super::results::Results;
-use super::tables::{LayerInput, QkLayer, QkNormInput, QkNormSide, QkSide};
+use super::tables::{LayerInput, Place, QkLayer, QkNormInput, QkNormSide, QkSide};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, Kernel, Launch, Stream};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// One launch for all layers, over vectors in device memory.
 #[derive(Debug)]
@@ -78,13 +77,4 @@ fn entry(layer: &LayerInput, norm: &QkNormInput, place: &Place) -> QkLayer {
         query_factor: growth.query,
         rounding_share: growth.rounding_share,
     }
-}
-
-/// What is wrong with a layer's QK-norm, if anything.
-pub(super) fn check(layer: &LayerInput) -> Result<()> {
-    let Some(norm) = &layer.qk_norm else { return Ok(()) };
-    if norm.q.channels == 0 || norm.k.channels == 0 {
-        return Err(Error::argument("a norm of q and k needs at least one channel"));
-    }
-    Ok(())
 }

@@ -1,7 +1,6 @@
 //! The host's side of the tables that the kernels read (`kernels/include/scale_types.cuh` and the structs at the head of
 //! each kernel file).
 
-use super::partition::Place;
 use crate::cuda::{DevicePtr, tensor_map};
 use crate::error::Result;
 use crate::model::RoundingShare;
@@ -119,6 +118,15 @@ pub struct QkNormSide {
     pub per_head: bool,
     /// Channels that are normalised together: d_head (Qwen 3, Gemma 3), or those of all heads (OLMo 2).
     pub channels: u32,
+}
+
+/// Where a layer's results begin in those of the model.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    pub layer: u32,
+    /// First query and KV head.
+    pub q: u32,
+    pub kv: u32,
 }
 
 impl LayerInput {
