@@ -6,9 +6,10 @@
 
 using namespace spectrum;
 
-// Estimated slack at which squaring stops, of lambda; a fifth of it is left on average. Raw norms matter only where their product
-// is the smaller bound, which is rare; squarings above 128 channels are expensive.
-constexpr float SCALED_SLACK = N > 128 ? 0.002f : 0.0015f, RAW_SLACK = N > 128 ? 0.002f : 0.003f;
+// Estimated slack at which squaring stops, of lambda; a fifth of it is left on average. Under rotation raw norms matter only where
+// their product is the smaller bound, which is rare; without it they meet roundings alone. Squarings above 128 channels are
+// expensive.
+constexpr float SLACK = N > 128 ? 0.002f : 0.0015f, RAW_SLACK = N > 128 ? 0.002f : 0.003f, ROUNDING_SLACK = 0.02f;
 constexpr float TRACE = 16.f;  // of S: its values are normal numbers of F16
 static_assert(THREADS >= N && SIDE * SIDE * 2 + 1024 <= 132096, "host's numbers");
 
@@ -77,6 +78,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, !HOPPER || N > 128 ? 1 : N
     return;
   }
   Values s;
+  // These loads overlap those of the statistics where registers allow it.
+  if (N <= 128) load(s, product ? matrices : partials, task.first, task.stride, task.count);
   {
     // A thread a channel.
     const u32 i = threadIdx.x;
@@ -84,8 +87,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, !HOPPER || N > 128 ? 1 : N
     if (product) own = {1.f, 0.f, products[task.first].trace * (1.f / N), 0.f, 0.f, 0.f};
     else if (i < N) own = channel_of(i, task, stats, shape);
     if (i >= N) own = {};
-    // Its loads overlap the statistics where registers allow it.
-    if (N <= 128) load(s, product ? matrices : partials, task.first, task.stride, task.count);
     if (i < SIDE) scratch.factor[i] = own.factor, scratch.sum[i] = own.sum;
     const u32 bits = __float_as_uint(own.trace);  // not negative, so in order
     const u32 least = __reduce_min_sync(0xffffffffu, i < N ? product ? 0 : bits : 0x7f800000u);
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, !HOPPER || N > 128 ? 1 : N
     const float added = t.added(shape), trace = t.trace + N * added, to_trace = TRACE * rcp_approx(trace);
     scratch.totals = t, scratch.trace = trace, scratch.to_trace = to_trace, scratch.added = added * to_trace;
     scratch.low = __uint_as_float(ends.x) * to_trace, scratch.high = __uint_as_float(ends.y) * to_trace;
-    scratch.slack = task.kind == RAW_Q || task.kind == RAW_K ? RAW_SLACK : SCALED_SLACK, scratch.mean = shape.mean && task.scaled();
+    scratch.slack = product || task.scaled() ? SLACK : shape.rotary ? RAW_SLACK : ROUNDING_SLACK, scratch.mean = shape.mean && task.scaled();
   }
   __syncthreads();
   float top = scratch.trace <= 0.f ? 0.f : __uint_as_float(0x7fc00000u);

@@ -98,11 +98,11 @@ __device__ __forceinline__ double2 lengths(const float (&x)[4]) {
   return make_double2(sum * sum + skew * skew, less * less + both * both);
 }
 
-// EVERY: to `to`, of every head. Otherwise to the plan, where the bound is the sharpest one: `lambdas` are what
-// `scale_bounds` certified, with room for one square a head behind them.
-template <bool EVERY>
-__device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGram* heads, const float* partials,
-                                          const ChannelStats* stats, double* lambdas, HeadFrobenius* to) {
+// To `norms`, of every head (`first_heads`: of each layer in the model), or, where that is null, the square of the bound to a plan: behind the `lambdas` that `scale_bounds`
+// certified, infinite where another bound is sharper.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+    scale_frobenius(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats, double* lambdas,
+                    const u32* first_heads, HeadFrobenius* norms) {
   __shared__ double channel_parts[7][WARPS], parts[6][WARPS];
   __shared__ Side q, k;
   const u32 layer = blockIdx.x / s.n_q, h = blockIdx.x % s.n_q, kv = h / (s.n_q / s.n_kv), first = layer * (s.n_q + s.n_kv);
@@ -134,7 +134,7 @@ __device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGra
 
   const u32 all_q = s.layers * s.n_q;
   double* result = nullptr;
-  if (!EVERY) {
+  if (!norms) {
     double* scaled = lambdas + all_q + s.layers * s.n_kv + blockIdx.x;
     result = scaled + 2 * all_q;
     const double limit = fmin(lambdas[blockIdx.x] * lambdas[all_q + layer * s.n_kv + kv], scaled[0] * scaled[all_q]);
@@ -184,11 +184,9 @@ __device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGra
       const double2 of_x = lengths(x[n]), of_y = lengths(y[n]);
       const double factor = weight * (p < half ? turned : 1.0) * (o[n] < half ? turned : 1.0);
       double product = 0.0;
-      if (EVERY) {
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) product += (double)x[n][i] * y[n][i];
-      }
-      if (EVERY && !s.rotary) sums[0] += factor * product;
+      for (u32 i = 0; i < 4; i++) product += (double)x[n][i] * y[n][i];
+      if (!s.rotary) sums[0] += factor * product;
       else sums[0] += 0.5 * factor * (sqrt(of_x.x * of_y.x) + sqrt(of_x.y * of_y.y));
       sums[1] += 0.5 * weight * q.weights[p] * q.weights[o[n]] * (of_x.x + of_x.y);
       sums[2] += 0.5 * weight * k.weights[p] * k.weights[o[n]] * (of_y.x + of_y.y);
@@ -205,23 +203,11 @@ __device__ __forceinline__ void frobenius(const FrobeniusShape& s, const HeadGra
   const double lifted =
       lift_q.added * sum_of(parts[4]) + lift_k.added * sum_of(parts[3]) + s.r * lift_q.added * lift_k.added;
   const double square = (sum_of(parts[0]) + lifted) * lift_q.grown * lift_k.grown * (1.0 + 1e-6);
-  // Of no use where it is not a number.
-  if (!EVERY) *result = square >= 0.0 ? square : __longlong_as_double(0x7ff0000000000000ll);
-  else {
-    const double norm = sum_of(parts[5]);
-    // Not by fmax, which drops a NaN.
-    *to = {(float)sqrt(norm < 0.0 ? 0.0 : norm), __double2float_ru(sqrt(square < 0.0 ? 0.0 : square))};
+  if (!norms) {
+    *result = square >= 0.0 ? square : __longlong_as_double(0x7ff0000000000000ll);  // of no use where it is not a number
+    return;
   }
-}
-
-// Squares of the bound behind the eigenvalues of a plan; infinite where another is sharper.
-extern "C" __global__ void __launch_bounds__(THREADS, 5)
-    scale_frobenius_bound(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats, const u32*, double* lambdas) {
-  frobenius<false>(s, heads, partials, stats, lambdas, nullptr);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-    scale_frobenius(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats,
-                    const u32* first_heads, HeadFrobenius* norms) {
-  frobenius<true>(s, heads, partials, stats, nullptr, norms + first_heads[blockIdx.x / s.n_q] + blockIdx.x % s.n_q);
+  const double norm = sum_of(parts[5]);
+  // Not by fmax, which drops a NaN.
+  norms[first_heads[layer] + h] = {(float)sqrt(norm < 0.0 ? 0.0 : norm), __double2float_ru(sqrt(square < 0.0 ? 0.0 : square))};
 }

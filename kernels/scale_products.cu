@@ -4,8 +4,8 @@
 //
 // Contract: `matrices` has H in the layout of a Gram (its upper 64 x 64 blocks), `products` what goes with it. Cholesky by 16
 // rows, and all products on tensor cores (mma.sync) of F16 pairs, value = high + low to 2^-22. The upper 16 x 16 tiles of G_K
-// lie in shared memory in f32, in the order of an accumulator; those of U, as pairs, take their places. A, and T = U A in its
-// place, lie there by CHUNK columns.
+// lie in shared memory in f32, in the order of an accumulator; those of U, as pairs and column by column, take their places. A, and
+// T = U A in its place, lie there by CHUNK columns.
 #include "ptx/convert.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/mbarrier.cuh"
@@ -50,11 +50,11 @@ template <bool ALONG> __device__ __forceinline__ uint2 fragment_row() {
   const u32 lane = threadIdx.x & 31, m = lane / 8;
   return ALONG ? make_uint2(m % 2 * 8 + lane % 8, m / 2) : make_uint2(m / 2 * 8 + lane % 8, m % 2);
 }
-// Tile (row, column) of U, and rows of 32 bytes in a pair of it, swizzled so that eight of them touch all banks.
+// Tile (row, column) of U, and in a pair of it rows 8 `half` of a column: columns of 32 bytes, swizzled so that eight touch all banks.
 __device__ __forceinline__ u32 tile_at(u32 row, u32 column) { return (row * TILES - row * (row - 1) / 2 + column - row) * TILE_BYTES; }
-__device__ __forceinline__ u32 in_tile(u32 row, u32 half) { return row * 32 + ((half ^ (row >> 2 & 1)) << 4); }
+__device__ __forceinline__ u32 in_tile(u32 column, u32 half) { return column * 32 + ((half ^ (column >> 2 & 1)) << 4); }
 
-// High and low part of a 16 x 16 operand: left (row-major) or transposed, by the fragments' order of each.
+// High and low part of a 16 x 16 operand; TRANSPOSED: as it lies, row by row, its columns are wanted.
 template <bool ALONG, bool TRANSPOSED> __device__ __forceinline__ void load_factor(u32 (&v)[2][4], u32 tile) {
   const uint2 at = fragment_row<ALONG>();
   ptx::ldmatrix<TRANSPOSED>(v[0], tile + in_tile(at.x, at.y)), ptx::ldmatrix<TRANSPOSED>(v[1], tile + TILE_BYTES / 2 + in_tile(at.x, at.y));
@@ -104,7 +104,11 @@ template <bool UPPER> __device__ __forceinline__ void load_tile(float (&v)[8], c
 #pragma unroll 1
   for (u32 part = 0; part < head.count; part++, from += (size_t)head.stride * BLOCKS * 4096)
 #pragma unroll
-    for (u32 p = 0; p < 8; p++) v[p] += __ldg(from + p / 2 % 2 * 8 * step + (p / 4 * 8 + p % 2) * next);
+    for (u32 p = 0; p < 8; p += 2) {
+      const float* at = from + p / 2 % 2 * 8 * step + p / 4 * 8 * next;
+      const float2 x = UPPER ? __ldg((const float2*)at) : make_float2(__ldg(at), __ldg(at + next));
+      v[p] += x.x, v[p + 1] += x.y;
+    }
 }
 
 // Both heads' channels, balanced.
@@ -139,16 +143,19 @@ template <u32 COUNT> __device__ __forceinline__ void block_sums(float (&v)[COUNT
   }
 }
 
-// U of the tiles of S, U^T U = S, in their places. False if S is not positive definite.
-__device__ __forceinline__ bool factorise(u32 factor, u8* tiles, int* failed) {
+// U of the tiles of S, U^T U = S, in their places. False if S is not positive definite. `meanwhile`: other work, for warps that have
+// no columns of a row of tiles.
+template <class F> __device__ __forceinline__ bool factorise(u32 factor, u8* tiles, int* failed, F meanwhile) {
 #pragma unroll 1
   for (u32 p = 0; p < TILES; p++) {
-    const u32 thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+    // `warp` is the same in a warp, and known to be.
+    const u32 thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(0xffffffffu, thread >> 5, 0);
     // A lane a column of the row of tiles, every warp with the diagonal tile beside it, so that none waits for another.
     const u32 j = (p + 1) * 16 + thread, x = lane % 16;
     const bool inside = j < EDGE, active = warp == 0 || (p + 1) * 16 + warp * 32 < EDGE;
     auto column_of = [](u32 y) { return y % 8 / 2 * 8 + y / 8 * 4 + y % 2; };
     float corner[16], column[16];
+    if (!active) meanwhile();
     if (active) {
       const float *from = (const float*)(tiles + tile_at(p, p)) + column_of(x), *beside = (const float*)(tiles + tile_at(p, inside ? j / 16 : p)) + column_of(inside ? j % 16 : 0);
 #pragma unroll
@@ -167,23 +174,28 @@ __device__ __forceinline__ bool factorise(u32 factor, u8* tiles, int* failed) {
       }
     }
     __syncthreads();
-    if (active) {
-      auto put = [&](u32 tile, u32 k, u32 y, float value) {
-        const Pair pair = split(value * UP, 0.f);
-        const u32 at = tile + in_tile(k, y / 8) + y % 8 * 2;
-        ptx::st_shared_u16(at, (u16)pair.high), ptx::st_shared_u16(at + TILE_BYTES / 2, (u16)pair.low);
-      };
-      // Zeros below the diagonal and outside the head.
+    // Zeros below the diagonal and outside the head.
+    auto put = [&](u32 tile, u32 at_column, float (&v)[16], u32 rows) {
+      u32 high[8], low[8];
 #pragma unroll
-      for (u32 k = 0; k < 16; k++) {
-        if (warp == 0 && lane < 16) put(factor + tile_at(p, p), k, x, k <= x && p * 16 + x < N ? corner[k] : 0.f);
-        if (inside) put(factor + tile_at(p, j / 16), k, j % 16, j < N ? column[k] : 0.f);
+      for (u32 k = 0; k < 16; k += 2) {
+        const Pair pair = split(k < rows ? v[k] * UP : 0.f, k + 1 < rows ? v[k + 1] * UP : 0.f);
+        high[k / 2] = pair.high, low[k / 2] = pair.low;
       }
-    }
+#pragma unroll
+      for (u32 half = 0; half < 2; half++) {
+        const u32 at = tile + in_tile(at_column, half), i = 4 * half;
+        ptx::st_shared_v4(at, high[i], high[i + 1], high[i + 2], high[i + 3]);
+        ptx::st_shared_v4(at + TILE_BYTES / 2, low[i], low[i + 1], low[i + 2], low[i + 3]);
+      }
+    };
+    const u32 again = ptx::thread_index(), y = (p + 1) * 16 + again;
+    if (again < 16) put(factor + tile_at(p, p), again, corner, p * 16 + again < N ? again + 1 : 0);
+    if (y < EDGE) put(factor + tile_at(p, y / 16), y % 16, column, y < N ? 16 : 0);
     __syncthreads();
     for_tiles(p + 1, [&](u32 row, u32 column) {
       u32 a[2][4], b[2][4];
-      load_factor<false, true>(a, factor + tile_at(p, row)), load_factor<true, true>(b, factor + tile_at(p, column));
+      load_factor<true, false>(a, factor + tile_at(p, row)), load_factor<false, false>(b, factor + tile_at(p, column));
       float d[8] = {};
       multiply_add(d, a, b);
       float4* to = (float4*)(tiles + tile_at(row, column)) + lane * 2;
@@ -219,20 +231,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : N > 64 ? 2 :
   __shared__ SideSums parts[WARPS];
   __shared__ float scratch[2][WARPS][6];
   __shared__ Lift lifts[2];
+  __shared__ float per[2];  // what s s^T is multiplied by
   __shared__ int failed;
+  __shared__ u32 next;  // tile of A
   const u32 factor = ptx::shared_address(memory), a = factor + FACTOR_BYTES;
   const u32 thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   __shared__ HeadGram sides[2];  // of q and k
-  ptx::griddepcontrol_wait();
-  ptx::griddepcontrol_launch_dependents();
   {
     // A thread a channel, q before k.
     const u32 which = thread / SIDE, i = thread % SIDE;
     const uint2 pair = pairs[blockIdx.x];
-    const HeadGram side = heads[which ? pair.y : pair.x];
+    const HeadGram side = heads[which ? pair.y : pair.x], other = heads[which ? pair.x : pair.y];
+    if (i == 0) sides[which] = side, failed = 0, next = 0;
+    ptx::griddepcontrol_wait();
+    ptx::griddepcontrol_launch_dependents();
     BalancedChannel own = {1.f, 0.f, 0.f, {}};
-    if (i < N) own = balanced_channel(stats[side.stat_row + i], stats[heads[which ? pair.x : pair.y].stat_row + i]);
-    if (i == 0) sides[which] = side, failed = 0;
+    if (i < N) own = balanced_channel(stats[side.stat_row + i], stats[other.stat_row + i]);
     channels.factor[which][i] = own.factor, channels.sum[which][i] = own.sum, channels.constant[which][i] = own.constant;
     float v[6] = {own.share.raw, own.share.lost, own.share.mean, own.share.by_norm, own.share.by_delta, own.share.by_sum};
 #pragma unroll
@@ -252,9 +266,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : N > 64 ? 2 :
     }
     return all;
   };
-  float per[2];
-#pragma unroll
-  for (u32 which = 0; which < 2; which++) per[which] = shape.mean ? (1.f - share_of_mean(sums_of(which), shape)) / shape.d_model : 0.f;
+  if (thread < 2) per[thread] = shape.mean ? (1.f - share_of_mean(sums_of(thread), shape)) / shape.d_model : 0.f;
+  __syncthreads();
   // ||G_Q||_F^2, ||G_K||_F^2, the forms of the constants, tr G_Q G_K.
   float sums[6] = {};
   for_tiles(0, [&](u32 row, u32 column) {
@@ -288,13 +301,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : N > 64 ? 2 :
   }
   __syncthreads();
   const Lift &of_q = lifts[0], &of_k = lifts[1];
-  const bool zero = of_q.scale == 0.f || of_k.scale == 0.f;
   auto put = [&](float trace, float slack) {
     if (ptx::thread_index()) return;
+    const bool zero = of_q.scale == 0.f || of_k.scale == 0.f;
     const double grown = 1.0 / ((1.0 - of_q.t) * (1.0 - of_k.t) * of_q.scale * of_k.scale);
-    products[ptx::block_index()] = {zero ? 0.0 : grown, trace, slack};
+    products[ptx::block_index()] = {zero ? 0.0 : grown, zero ? 0.f : trace, slack};
   };
-  if (!(of_q.scale > 0.f && of_k.scale > 0.f)) return put(zero ? 0.f : __uint_as_float(0x7fc00000u), 0.f);
+  if (!(of_q.scale > 0.f && of_k.scale > 0.f)) return put(__uint_as_float(0x7fc00000u), 0.f);
   // G_K + e I of trace 1, with ones outside the head.
   for_tiles(0, [&](u32 row, u32 column) {
     float* v = (float*)(memory + tile_at(row, column)) + lane * 8;
@@ -306,20 +319,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : N > 64 ? 2 :
     }
   });
   __syncthreads();
-  if (!factorise(factor, memory, &failed)) return put(-1.f, 0.f);
-  float lengths[2] = {};  // ||T||_F^2, tr H
+  // The next tile of A, of the `count` columns of tiles from `first` on; false if there is none.
+  auto load_a = [&](u32 first, u32 count) {
+    const u32 index = __shfl_sync(0xffffffffu, ptx::thread_index() % 32 == 0 ? atomicAdd(&next, 1) : 0, 0);
+    if (index >= TILES * count) return false;
+    const u32 row = index / count, column = index % count;
+    float v[8];
+    load_tile<false>(v, partials, sides[0], row, first + column);
+    balanced_tile(v, channels, 0, per[0], row, first + column, [&](float& x, u32 i, u32 j) { x += i == j && i < N ? of_q.added : 0.f; });
+    store_chunk(v, of_q.scale * UP, a, row, column);
+    return true;
+  };
   // From the last columns on, to which every tile of H adds something.
+  constexpr u32 LAST = (TILES - 1) / CHUNK_TILES * CHUNK_TILES;
+  auto meanwhile = [&] {
 #pragma unroll 1
-  for (u32 first = (TILES - 1) / CHUNK_TILES * CHUNK_TILES;; first -= CHUNK_TILES) {
+    for (u32 n = 0; n < 2 && load_a(LAST, TILES - LAST); n++) {
+    }
+  };
+  if (!factorise(factor, memory, &failed, meanwhile)) return put(-1.f, 0.f);
+  float lengths[2] = {};  // ||T||_F^2, tr H
+#pragma unroll 1
+  for (u32 first = LAST;; first -= CHUNK_TILES) {
     const u32 count = min(CHUNK_TILES, TILES - first);
-    // A
-#pragma unroll 1
-    for (u32 index = ptx::thread_index() / 32; index < TILES * count; index += WARPS) {
-      const u32 row = index / count, column = index % count;
-      float v[8];
-      load_tile<false>(v, partials, sides[0], row, first + column);
-      balanced_tile(v, channels, 0, per[0], row, first + column, [&](float& x, u32 i, u32 j) { x += i == j && i < N ? of_q.added : 0.f; });
-      store_chunk(v, of_q.scale * UP, a, row, column);
+    while (load_a(first, count)) {
     }
     __syncthreads();
     // T = U A: a warp a column of tiles. Row i of T is made of the rows of A from i on.
@@ -328,10 +351,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : N > 64 ? 2 :
 #pragma unroll 1
       for (u32 row = 0; row < TILES; row++) {
         float v[8] = {};
-#pragma unroll 1
+#pragma unroll 2
         for (u32 k = row; k < TILES; k++) {
           u32 u[2][4], b[2][4];
-          load_factor<true, false>(u, factor + tile_at(row, k)), load_chunk<true, true>(b, a, k, column);
+          load_factor<false, true>(u, factor + tile_at(row, k)), load_chunk<true, true>(b, a, k, column);
           multiply_add(v, u, b);
         }
         __syncwarp();
@@ -344,10 +367,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : N > 64 ? 2 :
     for_tiles(0, [&](u32 row, u32 column) {
       float v[8] = {};
       const u32 from = max(first, column);
-#pragma unroll 1
+#pragma unroll 2
       for (u32 k = from; k < first + count; k++) {
         u32 t[2][4], b[2][4];
-        load_chunk<true, false>(t, a, row, k - first), load_factor<false, false>(b, factor + tile_at(column, k));
+        load_chunk<true, false>(t, a, row, k - first), load_factor<true, true>(b, factor + tile_at(column, k));
         multiply_add(v, t, b);
       }
       if (from >= first + count) return;
@@ -364,6 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : N > 64 ? 2 :
       }
     });
     if (first == 0) break;
+    if (ptx::thread_index() == 0) next = 0;
     __syncthreads();
   }
   float last[6] = {lengths[0], lengths[1], 0.f, 0.f, 0.f, 0.f};

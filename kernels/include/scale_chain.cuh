@@ -93,8 +93,8 @@ struct Chain {
     const float best = room > 1e-5f * s1 ? (s1 * top - s2) * rcp_approx(room) : 0.f;
     shift = fmaxf(fminf(best, half), 0.f);
     const float left = fmaxf(s2 - shift * (2.f * s1 - (float)N * shift), 1e-4f * s2);
-    // The power of two that brings the norm into [1/2, 1].
-    const int power = (126 - (int)(__float_as_uint(left) >> 23)) >> 1;
+    // The power of two that brings the norm into [1/2, 1], as far as F16 has it.
+    const int power = min((126 - (int)(__float_as_uint(left) >> 23)) >> 1, 15);
     scale = __uint_as_float((u32)(127 + power) << 23), back = __uint_as_float((u32)(127 - power) << 23);
     // Rounding to F16 changes a value v by at most 2^-11 |v|, or 2^-25 if it is subnormal; a power of two below 1 changes
     // subnormals once more. And the f32 arithmetic before.

@@ -62,7 +62,7 @@ fn may_skip(layer: &LayerInput) -> bool {
 /// Spread of log f over the channels up to which raw norms are skipped: that of independent weights of one size nearly always is
 /// below 2.4 / sqrt(d). sigma is at most exp of it above what the raw norms would give (`docs/scale-engine.md`).
 fn skip_spread(d_model: usize) -> f64 {
-    (2.4 / (d_model as f64).sqrt()).min(0.055)
+    (2.4 / (d_model as f64).sqrt()).min(0.045)
 }
 
 /// Squares of a query head behind those of its raw sides: both scaled sides and the Frobenius bound, or the product.

@@ -11,8 +11,7 @@ use crate::error::Result;
 
 #[derive(Debug)]
 pub(super) struct Frobenius {
-    every: Kernel,
-    bound: Kernel,
+    kernel: Kernel,
     shape: Arg,
     /// First query head of each layer in the results.
     first_heads: Buffer<u32>,
@@ -32,11 +31,9 @@ impl Frobenius {
         grams: &Grams,
         bounds: &Bounds,
     ) -> Result<Self> {
-        let module = device.module(sources::FROBENIUS, &[])?;
         let first = &layers[0];
         Ok(Self {
-            every: module.kernel("scale_frobenius")?,
-            bound: module.overlapping_kernel("scale_frobenius_bound")?,
+            kernel: device.module(sources::FROBENIUS, &[])?.overlapping_kernel("scale_frobenius")?,
             shape: Arg::Words([
                 first.n_q as u32,
                 first.n_kv as u32,
@@ -61,44 +58,33 @@ impl Frobenius {
     /// Norms of every head; behind [`Bounds::norms`].
     pub fn every(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, results: &Results) -> Result<()> {
         let Some(norms) = &results.frobenius else { return Ok(()) };
-        // SAFETY: a block writes its own head's norms.
-        unsafe { self.launch(&self.every, stream, grams, stats, norms.ptr(), false) }
+        self.launch(stream, grams, stats, [DevicePtr::NULL, norms.ptr()], false)
     }
 
     /// The bound over every relative position, for the heads where it is sharper than what [`Bounds::norms`] left: behind
-    /// the operand descales, in front of [`Bounds::finish`]. Without rotation sigma is certified as it is, and F is no
-    /// less.
+    /// these, in front of [`Bounds::finish`]. Without rotation sigma is certified as it is, and F is no less.
     pub fn bound(&self, stream: &Stream, grams: &Grams, bounds: &Bounds, stats: DevicePtr) -> Result<()> {
         if !self.rotates {
             return Ok(());
         }
-        // SAFETY: a block writes its own head's square; the statistics that it reads ahead of its wait were written by a
-        // launch that the bounds waited for before they let anything start.
-        unsafe { self.launch(&self.bound, stream, grams, stats, bounds.lambdas.ptr(), self.early) }
+        self.launch(stream, grams, stats, [bounds.lambdas.ptr(), DevicePtr::NULL], self.early)
     }
 
-    /// # Safety
-    /// `result` is what the kernel writes, its own block's part of it alone; `early` as [`Kernel::launch_early`] has it.
-    unsafe fn launch(
+    fn launch(
         &self,
-        kernel: &Kernel,
         stream: &Stream,
         grams: &Grams,
         stats: DevicePtr,
-        result: DevicePtr,
+        results: [DevicePtr; 2],
         early: bool,
     ) -> Result<()> {
-        let args = [
-            self.shape,
-            Arg::Ptr(grams.heads.ptr()),
-            Arg::Ptr(grams.partials.ptr()),
-            Arg::Ptr(stats),
-            Arg::Ptr(self.first_heads.ptr()),
-            Arg::Ptr(result),
-        ];
+        let [lambdas, norms] = results.map(Arg::Ptr);
+        let [heads, partials, stats, first_heads] =
+            [grams.heads.ptr(), grams.partials.ptr(), stats, self.first_heads.ptr()].map(Arg::Ptr);
+        let args = [self.shape, heads, partials, stats, lambdas, first_heads, norms];
         let launch = Launch::linear(self.heads, THREADS, 0);
-        // SAFETY: 1. the arguments are the kernels', in order; 2. the Grams' tables are the engine's; 3. the caller's promise,
-        // and Grams and statistics are finished by the stream's order.
-        unsafe { kernel.launch_early(stream, launch, &args, early) }
+        // SAFETY: 1. the arguments are the kernel's, in order; 2. the tables and results are the engine's; 3. a block writes its
+        // own head's result, and what it reads is finished by the stream's order or its wait.
+        unsafe { self.kernel.launch_early(stream, launch, &args, early) }
     }
 }
