@@ -81,8 +81,7 @@ fn model() -> Vec<Mixed> {
 fn engine(layers: &[&Mixed], with_grams: bool) -> ScaleEngine {
     let inputs: Vec<LayerInput> = layers.iter().map(|mixed| mixed.input).collect();
     // SAFETY: the layers hold the memory, which no launch writes, and outlive the engine in every test.
-    let engine = unsafe { ScaleEngine::new(device(), &inputs, with_grams) }.unwrap();
-    engine
+    unsafe { ScaleEngine::new(device(), &inputs, with_grams) }.unwrap()
 }
 
 fn stream() -> Stream {
