@@ -77,7 +77,7 @@ impl Grams {
     pub fn new(device: &Device, layers: &[LayerInput], built: &Tables) -> Result<Self> {
         let (first, processors) = (&layers[0], device.processors());
         let (r, d) = (first.d_head as u32, first.d_model);
-        let Storage { dtype, rows, columns } = Storage::of(first);
+        let Storage { dtype, rows, columns } = Storage::of(&[first.q.weight, first.k.weight]);
         let (small, sums) = (r <= 128 && dtype != Dtype::F32, has_sums(layers));
         let route = match device.arch().compute == 90 {
             // Without rotation both sides' roundings meet in one norm, and one a side is more than the bounds allow.

@@ -15,7 +15,7 @@ struct Kind {
     shape: [usize; 4],
     mean_removed: bool,
     vector_dtype: Dtype,
-    values: bool,
+    values: Option<Storage>,
     /// How q and k are read; `None` where their own norms bound them, whatever weights and rotation.
     projected: Option<Projected>,
 }
@@ -34,12 +34,12 @@ impl Kind {
             shape: [l.d_model, l.n_q, l.n_kv, l.d_head],
             mean_removed: l.mean_removed,
             vector_dtype: l.vector_dtype,
-            values: l.v.is_some(),
+            values: l.v.map(|v| Storage::of(&[v.weight])),
             projected: l.qk_norm.is_none().then(|| Projected {
                 rotary: l.rotary,
                 interleaved: l.interleaved,
                 rope_factor: l.rope_factor,
-                storage: Storage::of(l),
+                storage: Storage::of(&[l.q.weight, l.k.weight]),
             }),
         }
     }

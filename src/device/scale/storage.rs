@@ -1,30 +1,31 @@
 //! How weights are stored, as far as kernels depend on it.
 
-use super::tables::{DeviceMatrix, Dtype, LayerInput};
+use super::tables::{DeviceMatrix, Dtype};
 
-/// How a layer's W_Q and W_K lie, as far as a kernel depends on it: the same in every layer of one pass.
+/// How matrices that are read together (W_Q and W_K; W_V) lie, as far as a kernel depends on it: the same in every layer of one
+/// pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Storage {
     pub dtype: Dtype,
-    /// Both are `[out, in]`, of one type, in rows of 16 bytes.
+    /// All are `[out, in]`, of one type, in rows of 16 bytes.
     pub rows: bool,
     /// The same of `[in, out]`.
     pub columns: bool,
 }
 
 impl Storage {
-    /// Of one layer.
-    pub fn of(layer: &LayerInput) -> Self {
-        let dtype = layer.q.weight.dtype;
+    /// Of at least one matrix.
+    pub fn of(matrices: &[DeviceMatrix]) -> Self {
+        let dtype = matrices[0].dtype;
         let step = (16 / dtype.size()) as i64;
-        let both = |along: fn(&DeviceMatrix) -> (i64, i64)| {
-            [layer.q.weight, layer.k.weight].iter().all(|m| {
+        let all = |along: fn(&DeviceMatrix) -> (i64, i64)| {
+            matrices.iter().all(|m| {
                 let (one, other) = along(m);
                 m.dtype == dtype && m.ptr.0.is_multiple_of(16) && one == 1 && other % step == 0
             })
         };
-        let rows = both(|m| (m.col_stride, m.row_stride));
-        let columns = both(|m| (m.row_stride, m.col_stride));
+        let rows = all(|m| (m.col_stride, m.row_stride));
+        let columns = all(|m| (m.row_stride, m.col_stride));
         // Read value by value otherwise, whatever the type.
         Self { dtype: if rows || columns { dtype } else { Dtype::F32 }, rows, columns }
     }
