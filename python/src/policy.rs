@@ -115,12 +115,13 @@ impl DevicePolicy {
         })
     }
 
-    /// Takes in the statistics of the calls that the last plan was for; before its bounds are overwritten.
+    /// Launches the update of the memory from the statistics of the calls since the last plan. Comes before new bounds overwrite
+    /// those of that plan.
     fn observe(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         on_device(py, || self.engine().observe(&self::stream(&self.device, stream)))
     }
 
-    /// Plans, from memory or from the bounds as they are.
+    /// Launches the plan, from the memory or from the bounds.
     fn launch(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         on_device(py, || self.engine().plan(&self::stream(&self.device, stream)))
     }
@@ -145,7 +146,7 @@ impl DevicePolicy {
     }
 
     /// Slack of each layer's logits, q, k and v over the burn-in so far: smallest, mean, largest and count of certain bound over
-    /// observed amax, as JSON; null where nothing was seen. Waits for the device.
+    /// observed amax, as JSON; null where nothing but zeros was observed. Waits for the device.
     fn slack(&self, py: Python<'_>) -> PyResult<String> {
         on_device(py, || {
             let slack = self.engine().read_slack()?;

@@ -39,7 +39,7 @@ fn model(layers: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
 }
 
 /// Layers of these query and KV heads.
-fn unlike(heads: &[(usize, usize)]) -> AttentionSpec {
+fn heterogeneous(heads: &[(usize, usize)]) -> AttentionSpec {
     let mut spec = model(heads.len(), 1, 1);
     for (layer, heads) in spec.layers.iter_mut().zip(heads) {
         (layer.n_q_heads, layer.n_kv_heads) = *heads;
@@ -249,7 +249,8 @@ impl Pair {
 }
 
 fn every_policy_plans_the_bits_of_the_host() {
-    let mut sizes = [model(3, 8, 2), model(2, 5, 5), model(1, 7, 1), unlike(&[(8, 2), (3, 3), (300, 20), (2, 1)])];
+    let mut sizes =
+        [model(3, 8, 2), model(2, 5, 5), model(1, 7, 1), heterogeneous(&[(8, 2), (3, 3), (300, 20), (2, 1)])];
     sizes[1].soft_cap = Some(300.0);
     let (mut frozen, mut fell, mut skipped, mut forbidden) = (0, 0, 0, 0);
     for (at, spec) in sizes.iter().enumerate() {
@@ -291,8 +292,8 @@ fn every_policy_plans_the_bits_of_the_host() {
 fn a_long_burn_in_keeps_several_ratios() {
     // 128 logit ratios a step: after 160 steps three of the largest decide.
     a_burn_in_keeps(&model(2, 64, 8), Pooling::Model, &[3, 3]);
-    // Pools of unlike layers keep unlike numbers.
-    a_burn_in_keeps(&unlike(&[(64, 8), (4, 2), (140, 4)]), Pooling::Layer, &[2, 1, 3]);
+    // Pools of heterogeneous layers keep different numbers of ratios.
+    a_burn_in_keeps(&heterogeneous(&[(64, 8), (4, 2), (140, 4)]), Pooling::Layer, &[2, 1, 3]);
 }
 
 fn a_burn_in_keeps(spec: &AttentionSpec, pooling: Pooling, kept: &[usize]) {
@@ -319,7 +320,7 @@ fn a_burn_in_keeps(spec: &AttentionSpec, pooling: Pooling, kept: &[usize]) {
 }
 
 fn slack_is_that_of_the_hosts_burn_in() {
-    let spec = unlike(&[(8, 2), (64, 4), (2, 1)]);
+    let spec = heterogeneous(&[(8, 2), (64, 4), (2, 1)]);
     for pooling in [Pooling::Model, Pooling::Layer, Pooling::Head] {
         for granularity in [Granularity::Head, Granularity::Layer] {
             let auto = AutoCConfig { burn_in: 9, pooling, granularity, ..Default::default() };
@@ -364,7 +365,7 @@ fn slack_is_that_of_the_hosts_burn_in() {
 }
 
 fn a_state_moves_between_host_and_device() {
-    let spec = unlike(&[(8, 2), (6, 6), (8, 2)]);
+    let spec = heterogeneous(&[(8, 2), (6, 6), (8, 2)]);
     for config in with_granularity(Granularity::Head) {
         let mut rng = StdRng::seed_from_u64(5);
         let mut pair = Pair::new(&spec, config, &mut rng);
