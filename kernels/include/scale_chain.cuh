@@ -89,6 +89,7 @@ struct Chain {
   }
   // Shift (at most `half`) and scale for a matrix that is within `before` in norm; into the record if `keep`.
   __device__ __forceinline__ void choose(float s1, float s2, float half, float before, ChainRecord& record, bool keep) {
+    s2 = fmaxf(s2, 1e-30f);  // a matrix so small that F16 leaves nothing of it
     const float top = s2 * rsqrt_approx(s2), room = N * top - s1;
     const float best = room > 1e-5f * s1 ? (s1 * top - s2) * rcp_approx(room) : 0.f;
     shift = fmaxf(fminf(best, half), 0.f);
