@@ -160,7 +160,7 @@ impl Device {
     ///
     /// # Safety
     /// 1. `raw` is a live stream of this device's primary context.
-    /// 2. It stays alive while the returned value or a [`Graph`] made from it is used.
+    /// 2. It stays alive while the returned value or a [`Graph`](super::Graph) made from it is used.
     pub unsafe fn borrow_stream(&self, raw: u64) -> Stream {
         // SAFETY: the caller's two promises are the ones that the wrapper asks for.
         Stream { inner: unsafe { self.context.wrap_borrowed_stream(raw as sys::CUstream) } }

@@ -9,17 +9,17 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "policy", rename_all = "kebab-case")]
 pub enum PolicyConfig {
-    /// See [`Geometry`].
+    /// See [`Geometry`](super::Geometry).
     Geometry(GeometryConfig),
-    /// See [`Geometry`].
+    /// See [`Geometry`](super::Geometry).
     GeometryCStar(GeometryConfig),
-    /// See [`AutoC`].
+    /// See [`AutoC`](super::AutoC).
     AutoC(AutoCConfig),
-    /// See [`DelayedPaper`].
+    /// See [`DelayedPaper`](super::DelayedPaper).
     DelayedPaper(DelayedPaperConfig),
-    /// See [`DelayedTe`].
+    /// See [`DelayedTe`](super::DelayedTe).
     DelayedTe(DelayedTeConfig),
-    /// See [`Current`].
+    /// See [`Current`](super::Current).
     Current(CurrentConfig),
 }
 

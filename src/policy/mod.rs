@@ -1,7 +1,7 @@
 //! Where the scales of a step come from.
 //!
-//! A [`Policy`] turns a layer's bounds into a [`ScalePlan`] before the attention call and learns from the call's
-//! [`StepStats`] after it. It never sees a tensor, and it plans without changing its state, so that a saved and restored
+//! A [`Policy`] turns a layer's bounds into a [`ScalePlan`](crate::plan::ScalePlan) before the attention call and learns from the call's
+//! [`StepStats`](crate::stats::StepStats) after it. It never sees a tensor, and it plans without changing its state, so that a saved and restored
 //! policy plans the same bits.
 //!
 //! | name | descales come from | before the first step |

@@ -104,7 +104,7 @@ pub enum Forbidden {
     NothingObserved,
 }
 
-/// The slots of every layer, tensors in the order of [`Tensor::ALL`]: one a tensor, or one a head.
+/// The slots of every layer, tensors in the order of [`Tensor::ALL`](super::Tensor::ALL): one a tensor, or one a head.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DelayedState<S> {
     /// `layers` entries.

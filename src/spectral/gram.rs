@@ -110,7 +110,7 @@ pub struct GramPair {
 const TASK_HEADS: usize = 4;
 
 impl LayerGrams {
-    /// The Grams of a layer, given its channels (see [`layer_channels`]).
+    /// The Grams of a layer, given its channels (see `layer_channels`).
     pub fn new(geometry: &LayerGeometry<'_>, q: &[Channels], k: &[Channels]) -> Self {
         let group = geometry.q.len() / geometry.k.len();
         let tasks: Vec<(usize, usize)> =
