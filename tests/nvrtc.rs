@@ -79,7 +79,7 @@ fn variants() -> Vec<Request> {
             }
             continue;
         }
-        if source == sources::BOUNDS {
+        if source == sources::EIGENVALUES {
             all.extend(sizes(16, 256).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
             for (arch, r) in [(Arch::SM80, 64), (Arch::SM89, 128), (Arch::SM100, 128)] {
                 all.push(Request::new(source, arch).define("D_HEAD", r));

@@ -5,7 +5,7 @@
 // numbers of heads. Row order of tensors: logits (n_q values), then q, k, v and o (n_kv values each).
 #pragma once
 #include "common/step_stats.cuh"
-#include "head_bound.cuh"
+#include "common/head_bound.cuh"
 
 // The host's `PolicyKind`, `Tensor` and `Pooling`.
 enum : u32 { GEOMETRY = 0, GEOMETRY_C_STAR = 1, AUTO_C = 2, DELAYED_PAPER = 3, DELAYED_TE = 4, CURRENT = 5 };

@@ -11,7 +11,7 @@
 // them stay among the normal values. 1 where these are zero or not finite.
 // `scales` is (s, sum of 2^-49 / (hi + lo)): what f16 values below the normal ones may lose. A block a projection.
 #include "ptx/convert.cuh"
-#include "scale_types.cuh"
+#include "scale/types.cuh"
 
 enum : u32 { SCALED = 0, SPLIT = 1, COLUMNS = 2 };
 

@@ -2,7 +2,7 @@
 // once, products are summed in f32 and flushed every 256 input channels. Any architecture. One block a 64 x 64 block of
 // one head's Gram over one range of the model dimension: grid (segments, blocks of the upper triangle).
 // Rounding: at most (256 + d/256 + 3) 2^-24 tr G in norm.
-#include "scale_types.cuh"
+#include "scale/types.cuh"
 
 struct Segment {
   u32 projection;

@@ -4,7 +4,7 @@
 //
 // A block a head. Neighbours in memory go to neighbours in a warp: a warp a pair of channels, or a lane a pair and a warp a
 // share of the model dimension. Sums run in f32 over eight values and beyond in f64, in a fixed order: same input, same bits.
-#include "scale_types.cuh"
+#include "scale/types.cuh"
 
 constexpr u32 WARPS = 8, QUANTITIES = 9;
 

@@ -6,7 +6,7 @@
 // sigma = ||M^T u|| of the unit u, never above ||M||. A vector that is mapped to zero stays as it is.
 //
 // BF16, F16, F32 (macro WEIGHTS) in rows of 16 bytes, [out, in] or [in, out]. Any architecture.
-#include "scale_types.cuh"
+#include "scale/types.cuh"
 
 #ifndef WEIGHTS
 #define WEIGHTS 0

@@ -4,7 +4,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
-#include "scale_types.cuh"
+#include "scale/types.cuh"
 
 namespace mma {
 

@@ -24,7 +24,7 @@ pub(super) struct Bounds {
     pub eta: f64,
     /// Allowance of a Gram's entries, in units of 2^-24 tr G.
     pub rounding: f32,
-    /// Of the plan (`kernels/scale_plan.cu`).
+    /// Of the plan (`kernels/scale/logit_bounds.cu`).
     flags: u32,
     shape: LayerInput,
     layers: usize,
@@ -32,18 +32,18 @@ pub(super) struct Bounds {
     overlaps: bool,
 }
 
-/// Bits of the plan's flags (`kernels/scale_plan.cu`).
+/// Bits of the plan's flags (`kernels/scale/logit_bounds.cu`).
 const MEAN_REMOVED: u32 = 8;
 const MAY_SKIP: u32 = 16;
 
-/// Kinds of matrices (`kernels/include/scale_jobs.cuh`).
+/// Kinds of matrices (`kernels/scale/matrices.cuh`).
 const RAW_Q: u32 = 0;
 const RAW_K: u32 = 1;
 const SCALED_Q: u32 = 2;
 const SCALED_K: u32 = 3;
 const PRODUCT: u32 = 4;
 
-/// Threads and shared memory of the kernel that certifies (`kernels/include/scale_blocks.cuh`): a group of four warps up to 128
+/// Threads and shared memory of the kernel that certifies (`kernels/scale/symmetric.cuh`): a group of four warps up to 128
 /// channels, one for every two 64 x 64 blocks above; the matrix in F16, with room for its alignment.
 fn certificate(r: usize) -> (u32, u32) {
     let side = r.div_ceil(64);
@@ -112,17 +112,17 @@ impl Bounds {
                 }
             }
         }
-        let plan = device.module(sources::PLAN, &[])?;
+        let plan = device.module(sources::LOGIT_BOUNDS, &[])?;
         let (threads, shared) = certificate(r);
-        let module = device.module(sources::BOUNDS, &[("D_HEAD", r.to_string())])?;
-        let certify = module.overlapping_kernel("scale_bounds")?;
+        let module = device.module(sources::EIGENVALUES, &[("D_HEAD", r.to_string())])?;
+        let certify = module.overlapping_kernel("scale_eigenvalues")?;
         certify.allow_shared(shared)?;
         let flush = grams.depth;
         // g w is rounded once.
         let split = 3;
         let parts = grams.host_heads.iter().map(|h| h.count as usize).max().unwrap_or(1);
-        // The removal of the mean rounds too, and its two sums are as deep as the norms' (`scale_norms.cu`, or where these are not
-        // of the Grams' pass `scale_norms_heads.cu`).
+        // The removal of the mean rounds too, and its two sums are as deep as the norms' (`norms_generic.cu`, or where these are not
+        // of the Grams' pass `norms.cu`).
         let by_loads = first.d_model.div_ceil(256) + 13;
         let deep = if grams.has_stats { by_loads } else { by_loads.max(norms::depth(first.d_model)) };
         let mean = if first.mean_removed { 2 * deep + 8 } else { 0 };
@@ -131,7 +131,7 @@ impl Bounds {
             certify,
             launch: Launch::linear(tasks.len(), threads, shared),
             products: if pairs.is_empty() { None } else { Some(Products::new(device, first, &pairs)?) },
-            plan: plan.overlapping_kernel("scale_plan")?,
+            plan: plan.overlapping_kernel("scale_logit_bounds")?,
             overlaps: device.arch().compute >= 90,
             lambdas: device.zeros(rest_at + rest(first) * count * n_q)?,
             growth: device.upload(&layers.iter().zip(places).map(|(l, place)| l.growth(place)).collect::<Vec<_>>())?,

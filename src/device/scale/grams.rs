@@ -170,7 +170,7 @@ impl Grams {
                 let part_stats = match tiles.is_empty() {
                     true => None,
                     false => {
-                        let kernel = device.module(sources::PLAN, &[])?.overlapping_kernel("scale_part_stats")?;
+                        let kernel = device.module(sources::PART_STATS, &[])?.overlapping_kernel("scale_part_stats")?;
                         Some((kernel, device.upload(&tiles)?))
                     }
                 };

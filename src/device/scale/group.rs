@@ -55,7 +55,7 @@ impl Group {
             stats: device.zeros(built.rows)?,
             layer_table: device.upload(&built.layers)?,
             norms: Norms::new(device, &layers, &built)?,
-            descales: device.module(sources::DESCALES, &[])?.overlapping_kernel("scale_descales")?,
+            descales: device.module(sources::DESCALES, &[])?.overlapping_kernel("scale_operand_descales")?,
             certified,
             qk_norm: if normalised { Some(QkNorm::new(device, &layers, &places)?) } else { None },
             // Without projections to read there is no kernel before the descales, but a fill.

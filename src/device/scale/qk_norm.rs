@@ -24,7 +24,7 @@ impl QkNorm {
             .collect();
         let first = &layers[0];
         Ok(Self {
-            kernel: device.module(sources::QK_NORM, &[])?.kernel("scale_qk_norm")?,
+            kernel: device.module(sources::QK_NORM, &[])?.kernel("scale_qk_norm_bounds")?,
             layers: device.upload(&table)?,
             eta: 0.8,
             shape: [first.n_q as u32, first.n_kv as u32, first.d_head as u32],

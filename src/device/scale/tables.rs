@@ -1,4 +1,4 @@
-//! The host's side of the tables that the kernels read (`kernels/include/scale_types.cuh` and the structs at the head of
+//! The host's side of the tables that the kernels read (`kernels/scale/types.cuh` and the structs at the head of
 //! each kernel file).
 
 use crate::cuda::{DevicePtr, tensor_map};
@@ -176,7 +176,7 @@ pub(crate) fn above(x: f64) -> f32 {
     if f64::from(near) < x { near.next_up() } else { near }
 }
 
-/// Factors and the rounding share of one layer, for `scale_plan` and `scale_qk_norm`.
+/// Factors and the rounding share of one layer, for `scale_logit_bounds` and `scale_qk_norm_bounds`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Growth {
@@ -358,7 +358,7 @@ pub(super) struct SumLayer {
 }
 const _: () = assert!(size_of::<SumLayer>() == 16);
 
-/// One matrix whose largest eigenvalue is certified (`kernels/include/scale_jobs.cuh`).
+/// One matrix whose largest eigenvalue is certified (`kernels/scale/matrices.cuh`).
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Task {
@@ -373,7 +373,7 @@ pub(super) struct Task {
 }
 const _: () = assert!(size_of::<Task>() == 32);
 
-/// What goes with the matrix of a product (`kernels/include/scale_jobs.cuh`).
+/// What goes with the matrix of a product (`kernels/scale/matrices.cuh`).
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Product {

@@ -12,7 +12,7 @@
 // channels: a plan takes it there. Elsewhere a block returns before it reads a Gram: no term is below 0, and the diagonal blocks,
 // tr x tr y / 2 at least, pass what the eigenvalues certified.
 #include "ptx/launch.cuh"
-#include "scale_segments.cuh"
+#include "scale/segments.cuh"
 
 struct FrobeniusShape {
   u32 n_q, n_kv, r, rotary;
@@ -81,7 +81,7 @@ struct Lift {
 // `channels`: parts of ||w||^2 with the mean kept, R and ||s||^2; `squares`: ||G||_F^2.
 __device__ Lift lift_of(const double (*channels)[WARPS], double squares, const FrobeniusShape& s) {
   const double raw = sum_of(channels[0]), lost = sum_of(channels[1]), root = sqrt(lost);
-  // The sums of the mean are those of exact channels (scale_jobs.cuh).
+  // The sums of the mean are those of exact channels (matrices.cuh).
   const double moved = s.mean ? (2.0 * sqrt(sum_of(channels[2]) / s.d_model) + root) * root : 0.0;
   const double sums = (double)s.rounding * 0x1p-24 * raw + moved;
   // Operands so small that rounding left nothing: all that they were is in R.
@@ -98,7 +98,7 @@ __device__ __forceinline__ double2 lengths(const float (&x)[4]) {
   return make_double2(sum * sum + skew * skew, less * less + both * both);
 }
 
-// To `norms`, of every head at its place in the model (`first_heads` of each layer), or, where that is null, the square of the bound to a plan: behind the `lambdas` that `scale_bounds`
+// To `norms`, of every head at its place in the model (`first_heads` of each layer), or, where that is null, the square of the bound to a plan: behind the `lambdas` that `scale_eigenvalues`
 // certified, infinite where another bound is sharper.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     scale_frobenius(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats,

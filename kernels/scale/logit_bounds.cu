@@ -1,5 +1,4 @@
-// The end of the chain, a warp a query head: certified eigenvalues and channel statistics to the logit bound and its
-// descale. And the sums of channel statistics that the Gram pass left in parts.
+// The end of the chain, a warp a query head: certified eigenvalues and channel statistics to the logit bound and its descale.
 //
 //   certain = tau [d sigma + sqrt(d) (||a|| + ||b||) + |c0|],   rounded = certain + tau [(1 + e)^2 - 1] N_Q N_K + subnormals,
 //   N = sqrt(d) sigma_raw + ||c'||, c' the constants with absolute values, 1 + e = (1 + 1/17)(1 + share), descale = rounded / (eta 448).
@@ -7,9 +6,9 @@
 // pair. Without constants, and with the mean kept, d times the scaled product may take the place of N_Q N_K too
 // (src/bound/mod.rs).
 #include "common/descale.cuh"
-#include "head_bound.cuh"
+#include "common/head_bound.cuh"
 #include "ptx/launch.cuh"
-#include "scale_segments.cuh"
+#include "scale/segments.cuh"
 
 struct PlanShape {
   u32 n_q, n_kv, r, rotary;
@@ -18,14 +17,14 @@ struct PlanShape {
   u32 flags;
   double eta;
 };
-// The norm removes the mean. Raw norms may have been skipped (`scale_bounds`).
+// The norm removes the mean. Raw norms may have been skipped (`scale_eigenvalues`).
 enum : u32 { MEAN_REMOVED = 8, MAY_SKIP = 16 };
 static_assert(sizeof(PlanShape) == 48, "host mirror");
 // A little above the root: f32 is enough for the constants, and never errs downwards.
 __device__ __forceinline__ double root_above(double v) { return (double)sqrtf((float)v) * (1.0 + 0x1p-21); }
 
 extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the assembler spills on older architectures
-    scale_plan(PlanShape s, const HeadGram* heads, const ChannelStats* stats, const double* lambdas, const double2* aux,
+    scale_logit_bounds(PlanShape s, const HeadGram* heads, const ChannelStats* stats, const double* lambdas, const double2* aux,
                const Growth* growth, const float* operand_descales, HeadBound* bounds, u32* status) {
   const u32 task = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   ptx::griddepcontrol_wait();
@@ -42,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   double rest_a = 0, rest_b = 0;      // channel by channel
   double spread_q = 0, spread_k = 0;  // of what the constants are made of, before it cancels
   double trace_q = 0, trace_k = 0;
-  float least = 1.f, most = 1.f;      // of f^4 (scale_jobs.cuh)
+  float least = 1.f, most = 1.f;      // of f^4 (matrices.cuh)
   auto balance = [&](float to_q, float to_k) {
     if (!(to_q > 0.f && to_k > 0.f)) return;
     const float ratio = to_k / to_q;
@@ -139,57 +138,4 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   out.descale = smallest_descale(out.rounded, s.eta * 448.0);
   out.linear = above(a + b), out.constant = above(c0), out.constants = above(sqrt(cq2) + sqrt(ck2)), out.isotropic = 0.f;
   bounds[place.q + h] = out;
-}
-
-// Channel statistics from the parts that the Gram kernel left. A block a tile of whole heads, a thread a row of a part.
-struct StatTile {
-  u32 projection, first_row, rows;
-  u32 first, parts;  // parts of as many rows as the block has threads
-  u32 norms;         // 0: all but the rounding comes from another kernel
-  u32 sums;
-  u32 from_gram;     // 1: norms are entries of a Gram
-};
-static_assert(sizeof(StatTile) == 32, "host mirror");
-
-extern "C" __global__ void __launch_bounds__(256)
-    scale_part_stats(const StatTile* tiles, const Projection* projections, const ChannelPart* parts, ChannelStats* stats) {
-  __shared__ double channel_sums[256];
-  const StatTile tile = tiles[blockIdx.x];
-  const Projection& p = projections[tile.projection];
-  const u32 i = threadIdx.x;
-  const u32 flags = p.flags;  // the projection's line is there when it is wanted
-  const u64 bias = p.bias;
-  ptx::griddepcontrol_wait();
-  ptx::griddepcontrol_launch_dependents();
-  double norm2 = 0, pair = 0, rounding = 0, sum = 0, constant = 0, absolute = 0;
-  if (i < tile.rows)
-    for (u32 part = 0; part < tile.parts; part++) {
-      const float4* from = (const float4*)(parts + tile.first + part * blockDim.x + i);
-      const float4 v = from[0];
-      norm2 += v.x, pair += v.y, rounding += v.z;
-      if (tile.sums) {
-        const float4 w = from[1];
-        sum += v.w, constant += w.x, absolute += w.y;
-      }
-    }
-  rounding *= ROUNDINGS;
-  channel_sums[i] = sum;
-  __syncthreads();
-  if (i >= tile.rows) return;
-  ChannelStats& out = stats[p.stat_row + tile.first_row + i];
-  if (!tile.norms) {
-    out.rounding = (float)rounding;
-    return;
-  }
-  // Tensor cores cut off below 2^-23 of a sum, 16 products at a time.
-  const double raw2 = norm2, lost = tile.from_gram ? norm2 * 0x1p-19 : 0.0;
-  if (flags & HAS_MEAN) {
-    norm2 -= sum * sum / p.d_model;
-    norm2 = norm2 < 0.0 ? 0.0 : norm2;
-    const u32 head = i / p.d_head * p.d_head;
-    pair -= sum * channel_sums[head + pair_partner(i - head, p.rotary, p.interleaved)] / p.d_model;
-  }
-  const float b = bias ? load_value(bias, p.vector_dtype, tile.first_row + i) : 0.f;
-  out = {(float)(norm2 + lost), (float)(raw2 + lost), (float)pair, (float)(constant + b),
-         (float)(absolute + fabsf(b)), (float)sum, (float)rounding, 0.f};
 }

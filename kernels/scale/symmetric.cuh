@@ -12,7 +12,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/wgmma.cuh"
-#include "scale_chain.cuh"
+#include "scale/squarings.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER 1

@@ -4,11 +4,11 @@
 // rotation mixes the channels of a pair, so both count with the larger gain and with the length of the pair's shifts, times
 // the attention factor. For logits, without shifts
 //   certain = tau R_q R_k max_b |gq_b gk_b|,   with shifts   certain = tau N_q N_k,  N = R max_b |g_b| + ||s||,
-// and rounded as in `scale_plan`; a factor on q multiplies its operand bound, and is part of tau. f64 throughout, results rounded
+// and rounded as in `scale_logit_bounds`; a factor on q multiplies its operand bound, and is part of tau. f64 throughout, results rounded
 // up. One block a layer, a warp a head.
 #include "common/descale.cuh"
-#include "head_bound.cuh"
-#include "scale_types.cuh"
+#include "common/head_bound.cuh"
+#include "scale/types.cuh"
 
 struct QkSide {
   u64 gain, shift;  // stored values; 0: ones, none
@@ -73,7 +73,7 @@ __device__ double operand_bound(const QkLayer& l, const QkSide& side, u32 head, 
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    scale_qk_norm(const QkLayer* layers, u32 n_q, u32 n_kv, u32 d_head, double eta, float* descales, float* tensors,
+    scale_qk_norm_bounds(const QkLayer* layers, u32 n_q, u32 n_kv, u32 d_head, double eta, float* descales, float* tensors,
                   float* operand_bounds, HeadBound* heads, u32* status) {
   extern __shared__ float bounds[];  // of q heads, then of k heads
   __shared__ float coarsest[2];  // descale of the layer's heads that have one

@@ -1,8 +1,8 @@
-// Certified largest eigenvalues of the matrices that logit bounds are made of (include/scale_jobs.cuh), one block a matrix,
+// Certified largest eigenvalues of the matrices that logit bounds are made of (scale/matrices.cuh), one block a matrix,
 // for any d_head (macro D_HEAD) and device. Contract: `lambdas[task.result]` is never below the exact square of the norm;
 // infinite where a raw norm was skipped; NaN where a value is not finite, with the status set.
-#include "scale_blocks.cuh"
-#include "scale_jobs.cuh"
+#include "scale/symmetric.cuh"
+#include "scale/matrices.cuh"
 
 using namespace spectrum;
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ float largest(Values& s, u32 x, Scratch& scratch) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, !HOPPER || N > 128 ? 1 : N > 64 ? 4 : 6)
-    scale_bounds(const Task* tasks, const float* partials, const float* matrices, const Product* products, const ChannelStats* stats,
+    scale_eigenvalues(const Task* tasks, const float* partials, const float* matrices, const Product* products, const ChannelStats* stats,
                  Shape shape, double* lambdas, u32* status) {
   extern __shared__ u8 memory[];
   __shared__ __align__(16) Scratch scratch;

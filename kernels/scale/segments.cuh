@@ -1,6 +1,6 @@
 // What the kernels that make Grams on tensor cores are given, what they leave of every channel, and where Grams lie.
 #pragma once
-#include "scale_types.cuh"
+#include "scale/types.cuh"
 
 // A run of tiles of the model dimension, for the heads that share a tile.
 struct Segment {

@@ -8,7 +8,7 @@
 #include "common/descale.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/math.cuh"
-#include "scale_types.cuh"
+#include "scale/types.cuh"
 
 struct Layer {
   u32 q_row, k_row, v_row;     // first statistics row of each projection; 0xffffffff: v has no bound
@@ -16,7 +16,7 @@ struct Layer {
   u32 rotary, interleaved;
   u32 layer, kv;               // number of the layer, and of its first KV head, in the model: where its results go
   float rope_factor;           // on rotated channels (YaRN)
-  u32 normalised;              // 1: q and k go by `scale_qk_norm`
+  u32 normalised;              // 1: q and k go by `scale_qk_norm_bounds`
   float query_factor;          // largest factor on q behind rotation and norms, rounded up
   float rounding_share[3];     // of A, of q, k and v, rounded up
 };
@@ -46,7 +46,7 @@ __device__ float pair_bound(const ChannelStats* s, const Layer& l, float share, 
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
-    scale_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, float* operand_bounds,
+    scale_operand_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, float* operand_bounds,
                    u32* status) {
   extern __shared__ float bounds[];  // one a head of this projection
   const Layer l = layers[blockIdx.x];

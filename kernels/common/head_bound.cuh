@@ -1,4 +1,4 @@
-// A query head's logit bound, and what `scale_plan` and `scale_qk_norm` share.
+// A query head's logit bound, and what `scale_logit_bounds` and `scale_qk_norm_bounds` share.
 #pragma once
 #include "common/types.cuh"
 

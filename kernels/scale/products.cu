@@ -1,5 +1,5 @@
-// H = U A U^T for heads without rotation, A >= G_Q and U^T U >= G_K (include/scale_lift.cuh): lambda(H) is sigma^2 of
-// W_Q W_K^T, and `scale_bounds` certifies it. And the quadratic forms of the constants, aux = (c_k^T G_Q c_k, c_q^T G_K c_q). Any
+// H = U A U^T for heads without rotation, A >= G_Q and U^T U >= G_K (scale/lift.cuh): lambda(H) is sigma^2 of
+// W_Q W_K^T, and `scale_eigenvalues` certifies it. And the quadratic forms of the constants, aux = (c_k^T G_Q c_k, c_q^T G_K c_q). Any
 // d_head (macro D_HEAD) and device; one block a query head.
 //
 // Contract: `matrices` has H in the layout of a Gram (its upper 64 x 64 blocks), `products` what goes with it. Cholesky by 16
@@ -11,7 +11,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
-#include "scale_lift.cuh"
+#include "scale/lift.cuh"
 
 using namespace spectrum;
 
