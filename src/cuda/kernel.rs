@@ -131,22 +131,6 @@ impl Kernel {
             .map_err(failed(format_args!("{} wants {bytes} bytes of shared memory", self.name)))
     }
 
-    /// Blocks of `block` threads and `shared` bytes that fit one multiprocessor at a time.
-    ///
-    /// # Errors
-    /// If the driver does not answer.
-    pub fn occupancy(&self, block: u32, shared: u32) -> Result<u32> {
-        // SAFETY: the function is loaded and the driver only reads its properties.
-        let blocks = unsafe {
-            result::occupancy::max_active_block_per_multiprocessor(
-                self.inner.cu_function(),
-                block as i32,
-                shared as usize,
-            )
-        };
-        blocks.map(|n| n as u32).map_err(failed(format_args!("asking for the occupancy of {}", self.name)))
-    }
-
     /// Puts the kernel on a stream. Asynchronous, and capturable.
     ///
     /// # Errors

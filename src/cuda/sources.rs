@@ -43,10 +43,8 @@ sources! {
     PRODUCTS = "scale/products";
     /// Frobenius norms from Grams.
     FROBENIUS = "scale/frobenius";
-    /// Implicit power iteration, each weight read once a step.
+    /// Implicit power iterations, of each head and of a layer's sum.
     POWER = "scale/power";
-    /// The paper's power iteration on a whole layer.
-    POWER_SUM = "scale/power_sum";
     /// Bounds of q and k that are normalised after the projection.
     QK_NORM = "scale/qk_norm_bounds";
     /// Channel statistics from the parts that Gram kernels leave.
@@ -121,5 +119,4 @@ headers! {
     "scale/squarings.cuh",
     "scale/symmetric.cuh",
     "scale/types.cuh",
-    "scale/vector_terms.cuh",
 }

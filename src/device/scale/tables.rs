@@ -335,28 +335,16 @@ pub struct ChannelStats {
     pub(super) pad: f32,
 }
 
+/// A layer of a power iteration: its projections, and where its estimates and vectors begin.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct PowerBlock {
-    pub projection: u32,
-    pub head: u32,
-    pub vector: u32,
-    pub count: u32,
-    pub first: u32,
-    pub pad: [u32; 3],
-}
-const _: () = assert!(size_of::<PowerBlock>() == 32);
-
-/// A layer of a summed power iteration: its projections, and where its results begin.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct SumLayer {
+pub(super) struct PowerLayer {
     pub q: u32,
     pub k: u32,
     pub sigma: u32,
     pub vector: u32,
 }
-const _: () = assert!(size_of::<SumLayer>() == 16);
+const _: () = assert!(size_of::<PowerLayer>() == 16);
 
 /// One matrix whose largest eigenvalue is certified (`kernels/scale/matrices.cuh`).
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
