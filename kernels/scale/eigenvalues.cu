@@ -134,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, !HOPPER || N > 128 ? 1 : N
     });
     for_diagonal(s, [&](float& v, u32 i, bool on) { v += on && i < N ? scratch.added : 0.f; });
     const u32 x = (ptx::shared_address(memory) + 1023) & ~1023u;
+    clear_rows(x);
     top = __fmul_ru(largest(s, x, scratch), scratch.trace / TRACE);
   }
   if (ptx::thread_index()) return;
