@@ -30,7 +30,7 @@ mod tables;
 
 pub use engine::ScaleEngine;
 pub use grams::GramRoute;
-pub use host::{DeviceWeights, HostLayer, HostProjection, HostQkNorm};
+pub use host::DeviceWeights;
 pub use power::{PowerEngine, PowerIteration, SummedPowerEngine};
 pub(crate) use tables::above;
 pub use tables::{ChannelStats, DeviceMatrix, Dtype, HeadGram, LayerInput, ProjectionInput, QkNormInput, QkNormSide};

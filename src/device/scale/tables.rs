@@ -1,7 +1,7 @@
 //! The host's side of the tables that the kernels read (`kernels/scale/types.cuh` and the structs at the head of
 //! each kernel file).
 
-use crate::cuda::{DevicePtr, tensor_map};
+use crate::cuda::{Buffer, Device, DevicePtr, tensor_map};
 use crate::error::Result;
 use crate::model::RoundingShare;
 use bytemuck::{Pod, Zeroable};
@@ -377,8 +377,9 @@ pub(super) fn has_sums(layers: &[LayerInput]) -> bool {
 }
 
 /// Tensor maps of every projection, but of V only with `values`, one for each size of box: so many channels by 128 bytes of
-/// inputs of weights stored `[out, in]`, so many inputs by 128 bytes of channels of others.
-pub(super) fn tensor_maps(projections: &[Projection], values: bool, boxes: &[u32]) -> Result<Vec<u64>> {
+/// inputs of weights stored `[out, in]`, so many inputs by 128 bytes of channels of others. A dry run, whose weights need not be
+/// there, makes none.
+pub(super) fn tensor_maps(device: &Device, projections: &[Projection], values: bool, boxes: &[u32]) -> Result<Buffer<u64>> {
     let maps = projections.iter().flat_map(|p| {
         let (channels, inputs) = (u64::from(p.rows), u64::from(p.d_model));
         let (inner, outer, stride) = match p.col_stride {
@@ -386,10 +387,10 @@ pub(super) fn tensor_maps(projections: &[Projection], values: bool, boxes: &[u32
             _ => (channels, inputs, p.col_stride),
         };
         let is_f32 = p.dtype == Dtype::F32 as u32;
-        boxes.iter().map(move |&rows| match values || p.first_head != NO_ROW {
+        boxes.iter().map(move |&rows| match (values || p.first_head != NO_ROW) && !device.is_dry() {
             true => tensor_map::tensor_map_rows(p.weight, is_f32, inner, outer, stride as u64, rows),
             false => Ok([0; 16]),
         })
     });
-    Ok(maps.collect::<Result<Vec<_>>>()?.concat())
+    device.upload(&maps.collect::<Result<Vec<_>>>()?.concat())
 }
