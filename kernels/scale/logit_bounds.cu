@@ -10,21 +10,11 @@
 #include "ptx/launch.cuh"
 #include "scale/segments.cuh"
 
-struct PlanShape {
-  u32 n_q, n_kv, r, rotary;
-  u32 interleaved, d_model, layers, products;  // products: 1 if sigma^2 comes from the product jobs
-  float rope_factor;
-  u32 flags;
-  double eta;
-};
-// The norm removes the mean. Raw norms may have been skipped (`scale_eigenvalues`).
-enum : u32 { MEAN_REMOVED = 8, MAY_SKIP = 16 };
-static_assert(sizeof(PlanShape) == 48, "host mirror");
 // A little above the root: f32 is enough for the constants, and never errs downwards.
 __device__ __forceinline__ double root_above(double v) { return (double)sqrtf((float)v) * (1.0 + 0x1p-21); }
 
 extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the assembler spills on older architectures
-    scale_logit_bounds(PlanShape s, const HeadGram* heads, const ChannelStats* stats, const double* lambdas, const double2* aux,
+    scale_logit_bounds(Shape s, double eta, const HeadGram* heads, const ChannelStats* stats, const double* lambdas, const double2* aux,
                const Growth* growth, const float* operand_descales, HeadBound* bounds, u32* status) {
   const u32 task = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   ptx::griddepcontrol_wait();
@@ -47,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     const float ratio = to_k / to_q;
     least = fminf(least, ratio), most = fmaxf(most, ratio);
   };
-  for (u32 p = lane; p < s.r / 2; p += 32) {
+  for (u32 p = lane; p < s.d_head / 2; p += 32) {
     u32 i, j;
     pair_channels(p, s.rotary, s.interleaved, i, j);
     const bool rotated = p < s.rotary / 2;
@@ -55,11 +45,9 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     const double q0 = f * q[i].constant, q1 = f * q[j].constant, k0 = f * k[i].constant, k1 = f * k[j].constant;
     const double qq = q0 * q0 + q1 * q1, kk = k0 * k0 + k1 * k1;
     cq2 += qq, ck2 += kk;
-    if (s.flags & MAY_SKIP) {
-      trace_q += f * f * ((double)q[i].raw2 + q[j].raw2), trace_k += f * f * ((double)k[i].raw2 + k[j].raw2);
-      if (rotated) balance(q[i].norm2 + q[j].norm2, k[i].norm2 + k[j].norm2);
-      else balance(q[i].norm2, k[i].norm2), balance(q[j].norm2, k[j].norm2);
-    }
+    trace_q += f * f * ((double)q[i].raw2 + q[j].raw2), trace_k += f * f * ((double)k[i].raw2 + k[j].raw2);
+    if (rotated) balance(q[i].norm2 + q[j].norm2, k[i].norm2 + k[j].norm2);
+    else balance(q[i].norm2, k[i].norm2), balance(q[j].norm2, k[j].norm2);
     const double aq0 = f * q[i].absolute, aq1 = f * q[j].absolute, ak0 = f * k[i].absolute, ak1 = f * k[j].absolute;
     spread_q += aq0 * aq0 + aq1 * aq1, spread_k += ak0 * ak0 + ak1 * ak1;
     if (rotated) {
@@ -101,12 +89,12 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     step_k = fmaxf(step_k, __shfl_xor_sync(0xffffffffu, step_k, step));
   }
   if (lane) return;
-  if (s.flags & MAY_SKIP) {
-    // ||W||^2 <= ||W F||^2 max f^-2, and the trace.
-    auto instead = [](double square, double trace, double scaled, double back) {
-      const double other = scaled * back;
-      return square < 1e300 || square != square ? square : (other < trace ? other : trace) * (1.0 + 0x1p-16);
-    };
+  // In place of a norm that `scale_eigenvalues` skipped: ||W||^2 <= ||W F||^2 max f^-2, and the trace.
+  auto instead = [](double square, double trace, double scaled, double back) {
+    const double other = scaled * back;
+    return square < 1e300 || square != square ? square : (other < trace ? other : trace) * (1.0 + 0x1p-16);
+  };
+  if (s.rotary && !s.mean) {
     raw_q = instead(raw_q, trace_q, rest[task], 1.0 / sqrt((double)least));
     raw_k = instead(raw_k, trace_k, rest[all + task], sqrt((double)most));
   }
@@ -115,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   b += fmin(fmin(sqrt(rest_k), sigma_k) * sqrt(rest_cq), rest_b);
   a = fmin(a, sigma_q * sqrt(ck2)), b = fmin(b, sigma_k * sqrt(cq2));
   double sigma = sigma_q * sigma_k, scaled = sigma;
-  if (s.products) {
+  if (!s.rotary) {
     sigma = fmin(sigma, sqrt(rest[task]));
     a = fmin(a, sqrt(aux[task].x)), b = fmin(b, sqrt(aux[task].y));
   } else if (s.rotary) {
@@ -125,17 +113,17 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   const double tau = place.logits, d = s.d_model;
   const double certain = tau * (d * sigma + root * (a + b) + c0);
   const double norm_q = root * sigma_q + sqrt(spread_q), norm_k = root * sigma_k + sqrt(spread_k);
-  const bool plain = s.rotary && !(s.flags & MEAN_REMOVED) && spread_q + spread_k == 0.0;
+  const bool plain = s.rotary && !s.mean && spread_q + spread_k == 0.0;
   const double product = plain ? fmin(norm_q * norm_k, d * scaled) : norm_q * norm_k;
   double rounded = certain + rounding_gap(tau, place.share_q, place.share_k, product, norm_q, norm_k,
-                                             step_q / (double)place.query, step_k, s.r);
+                                             step_q / (double)place.query, step_k, s.d_head);
   // fmin drops a NaN.
-  if (!(raw_q + raw_k + trace_q + trace_k + (s.products || s.rotary ? rest[task] : 0.0) + rounded < 1e300)) {
+  if (!(raw_q + raw_k + trace_q + trace_k + rest[task] + rounded < 1e300)) {
     rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
   }
   HeadBound out;
   out.sigma = above(sigma), out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
-  out.descale = smallest_descale(out.rounded, s.eta * 448.0);
+  out.descale = smallest_descale(out.rounded, eta * 448.0);
   out.linear = above(a + b), out.constant = above(c0), out.constants = above(sqrt(cq2) + sqrt(ck2)), out.isotropic = 0.f;
   bounds[place.q + h] = out;
 }

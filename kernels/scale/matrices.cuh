@@ -21,14 +21,7 @@ struct Task {
   __device__ __forceinline__ bool of_q() const { return kind == RAW_Q || kind == SCALED_Q; }
   __device__ __forceinline__ bool scaled() const { return kind == SCALED_Q || kind == SCALED_K; }
 };
-struct Shape {
-  u32 rotary, interleaved, mean, d_model;  // mean: 1 if the norm removes it
-  float rope_factor;
-  float rounding;     // c
-  u32 one_sided;      // 1: one side of the products that made the Grams was rounded, 0: both
-  float skip_spread;  // raw norms are skipped where max f^4 / min f^4 is at most this
-};
-static_assert(sizeof(Task) == 32 && sizeof(Shape) == 32, "host mirror");
+static_assert(sizeof(Task) == 32, "host mirror");
 
 // f^4 of the channel's rotation pair: tr G_K,bb / tr G_Q,bb, or 1 where one is zero.
 __device__ __forceinline__ float balance(u32 i, const ChannelStats* q, const ChannelStats* k, const Shape& s) {

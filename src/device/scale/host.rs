@@ -4,7 +4,9 @@ use super::tables::{DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInpu
 use crate::cuda::{Buffer, Device, DevicePtr};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
-use crate::model::{AttentionSpec, GainForm, LayerWeights, NormKind, NormVectors, Projection, QkNorm, QkNormScope, RopeLayout};
+use crate::model::{
+    AttentionSpec, GainForm, LayerWeights, NormKind, NormVectors, Projection, QkNorm, QkNormScope, RopeLayout,
+};
 use crate::tensor::{self, MatrixView};
 use half::{bf16, f16};
 use std::sync::Arc;
@@ -138,7 +140,13 @@ impl Upload<'_> {
         Ok(ProjectionInput { weight, bias: self.vector(input.bias.as_deref())? })
     }
 
-    fn norm_side(&mut self, norm: &QkNorm, stored: Option<&NormVectors>, heads: usize, d_head: usize) -> Result<QkNormSide> {
+    fn norm_side(
+        &mut self,
+        norm: &QkNorm,
+        stored: Option<&NormVectors>,
+        heads: usize,
+        d_head: usize,
+    ) -> Result<QkNormSide> {
         let gain = stored.map(|vectors| vectors.gain.as_slice()).filter(|_| norm.gain != GainForm::Unit);
         let both = [gain, stored.and_then(|vectors| vectors.shift.as_deref())];
         let per_head = both.into_iter().flatten().any(|values| values.len() != d_head);

@@ -13,7 +13,6 @@
 
 mod bounds;
 mod engine;
-mod frobenius;
 mod grams;
 mod group;
 mod host;

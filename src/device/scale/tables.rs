@@ -379,7 +379,12 @@ pub(super) fn has_sums(layers: &[LayerInput]) -> bool {
 /// Tensor maps of every projection, but of V only with `values`, one for each size of box: so many channels by 128 bytes of
 /// inputs of weights stored `[out, in]`, so many inputs by 128 bytes of channels of others. A dry run, whose weights need not be
 /// there, makes none.
-pub(super) fn tensor_maps(device: &Device, projections: &[Projection], values: bool, boxes: &[u32]) -> Result<Buffer<u64>> {
+pub(super) fn tensor_maps(
+    device: &Device,
+    projections: &[Projection],
+    values: bool,
+    boxes: &[u32],
+) -> Result<Buffer<u64>> {
     let maps = projections.iter().flat_map(|p| {
         let (channels, inputs) = (u64::from(p.rows), u64::from(p.d_model));
         let (inner, outer, stride) = match p.col_stride {
