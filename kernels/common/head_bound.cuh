@@ -30,12 +30,6 @@ struct Growth {
 };
 static_assert(sizeof(Growth) == 24, "host mirror");
 
-__device__ __forceinline__ double warp_sum(double v) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
-  return v;
-}
-
 // What 16-bit and E4M3 rounding of q and k can add to a logit, from bounds of their norms and the largest descales that their
 // heads may share: |q8 . k8 - q . k| <= (e_q N_q + s_q)(e_k N_k + s_k) - N_q N_k, e = (1 + 1/17)(1 + share), and s from elements
 // below 2^-6 of their descale, which are off by up to 2^-10 of it. `product`: N_q N_k, or a smaller bound on what meets the

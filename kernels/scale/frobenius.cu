@@ -11,6 +11,7 @@
 // The bound bounds sigma over every position too, and is the sharpest one where few directions carry a head over uneven
 // channels: a plan takes it there. Elsewhere a block returns before it reads a Gram: no term is below 0, and the diagonal blocks,
 // tr x tr y / 2 at least, pass what the eigenvalues certified.
+#include "common/warp.cuh"
 #include "common/head_bound.cuh"
 #include "ptx/launch.cuh"
 #include "scale/segments.cuh"
@@ -25,9 +26,7 @@ constexpr u32 THREADS = 128, WARPS = THREADS / 32;
 // Sums over the block: `parts`, one a warp and value, until the next call.
 template <u32 COUNT> __device__ __forceinline__ void to_parts(double (&v)[COUNT], double (*parts)[WARPS]) {
 #pragma unroll
-  for (u32 i = 0; i < COUNT; i++)
-#pragma unroll
-    for (int step = 16; step; step >>= 1) v[i] += __shfl_xor_sync(0xffffffffu, v[i], step);
+  for (u32 i = 0; i < COUNT; i++) v[i] = warp_sum(v[i]);
   __syncthreads();
   if ((threadIdx.x & 31) == 0)
 #pragma unroll

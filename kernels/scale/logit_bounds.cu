@@ -7,6 +7,7 @@
 // (src/bound/mod.rs).
 #include "common/descale.cuh"
 #include "common/head_bound.cuh"
+#include "common/warp.cuh"
 #include "ptx/launch.cuh"
 #include "scale/segments.cuh"
 
@@ -68,11 +69,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   a = warp_sum(a), b = warp_sum(b), spread_q = warp_sum(spread_q), spread_k = warp_sum(spread_k);
   rest_q = warp_sum(rest_q), rest_k = warp_sum(rest_k), rest_cq = warp_sum(rest_cq), rest_ck = warp_sum(rest_ck);
   rest_a = warp_sum(rest_a), rest_b = warp_sum(rest_b), trace_q = warp_sum(trace_q), trace_k = warp_sum(trace_k);
-#pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    least = fminf(least, __shfl_xor_sync(0xffffffffu, least, step));
-    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
-  }
+  least = warp_reduce(least, [](float a, float b) { return fminf(a, b); }), most = warp_largest(most);
   const u32 all = s.layers * s.n_q;
   double raw_q = lambdas[task], raw_k = lambdas[all + layer * s.n_kv + kv];
   const double* rest = lambdas + all + s.layers * s.n_kv;
@@ -83,11 +80,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     step_q = fmaxf(step_q, operand_descales[4 * place.kv + i]);
     step_k = fmaxf(step_k, operand_descales[4 * place.kv + s.n_kv + i]);
   }
-#pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    step_q = fmaxf(step_q, __shfl_xor_sync(0xffffffffu, step_q, step));
-    step_k = fmaxf(step_k, __shfl_xor_sync(0xffffffffu, step_k, step));
-  }
+  step_q = warp_largest(step_q), step_k = warp_largest(step_k);
   if (lane) return;
   // In place of a norm that `scale_eigenvalues` skipped: ||W||^2 <= ||W F||^2 max f^-2, and the trace.
   auto instead = [](double square, double trace, double scaled, double back) {

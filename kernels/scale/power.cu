@@ -9,6 +9,7 @@
 //
 // sigma = sqrt((z . G_K z) / (y . z)) is ||M^T u|| for the unit u = M v / ||M v||, y = W_K^T v: never above the norm of M. A vector that
 // is mapped to zero, or to what is not a number, stays as it is. Sums run in a fixed order: same input, same bits.
+#include "common/warp.cuh"
 #include "scale/types.cuh"
 
 #ifndef D_HEAD
@@ -50,8 +51,7 @@ __device__ __forceinline__ size_t part_at(const Pass& s, u32 heads, u32 layer, u
   return (((size_t)layer * heads + head) * s.ranges + range) * 2 * N;
 }
 __device__ __forceinline__ double block_sum(double v, double* scratch) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
+  v = warp_sum(v);
   __syncthreads();
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = v;
   __syncthreads();

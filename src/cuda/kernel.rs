@@ -94,25 +94,11 @@ pub enum Arg {
     Ptr(DevicePtr),
     /// `unsigned int`.
     U32(u32),
-    /// `unsigned long long`.
-    U64(u64),
-    /// `float`.
-    F32(f32),
     /// `double`.
     F64(f64),
     /// A small struct, as 32-bit words.
     Words([u32; 12]),
 }
-
-/// Types that fit one [`Arg`].
-pub trait Word {
-    /// As an argument.
-    fn arg(self) -> Arg;
-}
-macro_rules! word {
-    ($($t:ty => $v:ident),*) => {$(impl Word for $t { fn arg(self) -> Arg { Arg::$v(self) } })*};
-}
-word!(DevicePtr => Ptr, u32 => U32, u64 => U64, f32 => F32, f64 => F64);
 
 impl Kernel {
     /// Name of the entry point.
@@ -158,8 +144,6 @@ impl Kernel {
             .map(|a| match a {
                 Arg::Ptr(v) => (&raw mut v.0).cast(),
                 Arg::U32(v) => (&raw mut *v).cast(),
-                Arg::U64(v) => (&raw mut *v).cast(),
-                Arg::F32(v) => (&raw mut *v).cast(),
                 Arg::F64(v) => (&raw mut *v).cast(),
                 Arg::Words(v) => v.as_mut_ptr().cast(),
             })

@@ -98,6 +98,7 @@ headers! {
     "common/head_bound.cuh",
     "common/step_stats.cuh",
     "common/types.cuh",
+    "common/warp.cuh",
     "policy/types.cuh",
     "ptx/cluster.cuh",
     "ptx/convert.cuh",

@@ -257,17 +257,13 @@ pub(super) struct QkSide {
 pub(super) struct QkLayer {
     pub q: QkSide,
     pub k: QkSide,
+    pub growth: Growth,
     pub dtype: u32,
     pub gain_offset: f32,
     pub rope_factor: f32,
-    pub logit_scale: f32,
     pub rotary: u32,
     pub interleaved: u32,
     pub layer: u32,
-    pub head: u32,
-    pub kv: u32,
-    pub query_factor: f32,
-    pub rounding_share: [f32; 2],
 }
 const _: () = assert!(size_of::<QkLayer>() == 96);
 
