@@ -65,12 +65,12 @@ __device__ double operand_bound(const QkLayer& l, const QkSide& side, u32 head, 
   return warp_largest(most);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 1)  // left to itself, the assembler spills
     scale_qk_norm_bounds(const QkLayer* layers, u32 n_q, u32 n_kv, u32 d_head, double eta, float* descales, float* tensors,
                   float* operand_bounds, HeadBound* heads, u32* status) {
   extern __shared__ float bounds[];  // of q heads, then of k heads
   __shared__ float coarsest[2];  // descale of the layer's heads that have one
-  const QkLayer& l = layers[blockIdx.x];
+  const QkLayer l = layers[blockIdx.x];
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = n_q / n_kv;
 
   // Operands
