@@ -21,6 +21,9 @@
 #ifndef ROWS  // 1: stored [out, in] in such rows, d_model a multiple of 8
 #define ROWS 1
 #endif
+#ifndef MEAN  // 1: the norm takes a mean off
+#define MEAN 0
+#endif
 
 enum : u32 { BOTH = 0, TO_INPUTS = 1, TO_CHANNELS = 2 };
 
@@ -41,7 +44,9 @@ struct PowerLayer {
 };
 static_assert(sizeof(PowerLayer) == 16, "host mirror");
 
-constexpr u32 N = D_HEAD, THREADS = 256, TILE = 64, RANGE = 1024, ROUNDS = (N + 31) / 32;
+constexpr u32 N = D_HEAD, TILE = 64, RANGE = 1024;
+// Of the products: `LANES` channels by 8 times 8 inputs.
+constexpr u32 THREADS = N > 128 ? 256 : 128, LANES = THREADS / 8, ROUNDS = (N + LANES - 1) / LANES;
 
 __device__ __forceinline__ const Projection& projection(const Projection* projections, const PowerLayer& l, const Pass& s) {
   return projections[s.of_k ? l.k : l.q];
@@ -60,41 +65,58 @@ __device__ __forceinline__ double block_sum(double v, double* scratch) {
   return v;
 }
 
-// Blocks (range, head, layer). A thread has channels `row` + 32 j and eight inputs of each tile.
-extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : 3)
+// Eight inputs of a thread's channels.
+struct Weights {
+  Vector8<WEIGHTS> rows[ROUNDS];
+  float loose[ROWS ? 1 : ROUNDS][8];  // where rows are not vectors
+
+  __device__ __forceinline__ void load(const Projection& p, u32 first, u32 row, u32 k, u32 end) {
+#pragma unroll
+    for (u32 j = 0; j < ROUNDS; j++) {
+      const i64 at = p.row_stride * (i64)(first + j * LANES + row);
+      if (ROWS && j * LANES + row < N && k < end) rows[j].load((const void*)p.weight, at + k);
+      if (!ROWS)
+#pragma unroll
+        for (u32 i = 0; i < 8; i++)
+          loose[j][i] = j * LANES + row < N && k + i < end ? load_value(p.weight, p.dtype, at + p.col_stride * (i64)(k + i)) : 0.f;
+    }
+  }
+  __device__ __forceinline__ void get(float (&w)[ROUNDS][8]) const {
+#pragma unroll
+    for (u32 j = 0; j < ROUNDS; j++) {
+      if (ROWS) rows[j].get(w[j]);
+      if (!ROWS)
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) w[j][i] = loose[j][i];
+    }
+  }
+};
+
+// Blocks (range, head, layer). A thread has channels `row` + `LANES` j and eight inputs of each tile, and asks for the next
+// tile's before it multiplies.
+extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : ROWS && WEIGHTS != DTYPE_F32 ? 3 : 2)
     scale_power(const PowerLayer* layers, const Projection* projections, Pass s, const float* vectors, const float* inputs, float* parts) {
-  __shared__ float by_row[32][TILE + 8];
+  __shared__ float by_row[LANES][TILE + 8];
   __shared__ float2 of_input[TILE];  // u with the gain on both sides, and the gain
   const u32 head = blockIdx.y, heads = gridDim.y, layer = blockIdx.z, t = threadIdx.x;
   const PowerLayer& l = layers[layer];
-  const Projection& p = projection(projections, l, s);
+  const Projection p = projection(projections, l, s);
   const u32 first_row = head / (heads * N / p.rows) * N, vector = head / (heads / (s.summed ? s.n_kv : s.n_q));
   // Neighbours in memory to neighbours in the warp.
   const bool along_channels = p.row_stride < p.col_stride;
-  const u32 row = along_channels ? t % 32 : t / 8, eight = along_channels ? t / 32 : t % 8;
+  const u32 row = along_channels ? t % LANES : t / 8, eight = along_channels ? t / LANES : t % 8;
   float y[ROUNDS], z[ROUNDS] = {}, sum[ROUNDS] = {};
 #pragma unroll
   for (u32 j = 0; j < ROUNDS; j++)
-    y[j] = s.products != TO_CHANNELS && j * 32 + row < N ? vectors[l.vector + vector * N + j * 32 + row] : 0.f;
-  const u32 end = min(s.d_model, (blockIdx.x + 1) * RANGE);
-  for (u32 first = blockIdx.x * RANGE; first < end; first += TILE) {
+    y[j] = s.products != TO_CHANNELS && j * LANES + row < N ? vectors[l.vector + vector * N + j * LANES + row] : 0.f;
+  const u32 begin = blockIdx.x * RANGE, end = min(s.d_model, begin + RANGE);
+  Weights ahead = {};
+  ahead.load(p, first_row, row, begin + eight * 8, end);
+  for (u32 first = begin; first < end; first += TILE) {
     const u32 k = first + eight * 8;
-    float w[ROUNDS][8];
-    if (ROWS) {
-      Vector8<WEIGHTS> raw[ROUNDS];
-#pragma unroll
-      for (u32 j = 0; j < ROUNDS; j++)
-        if (j * 32 + row < N && k < end) raw[j].load((const void*)p.weight, p.row_stride * (i64)(first_row + j * 32 + row) + k);
-#pragma unroll
-      for (u32 j = 0; j < ROUNDS; j++) raw[j].get(w[j]);
-    } else {
-#pragma unroll
-      for (u32 j = 0; j < ROUNDS; j++)
-#pragma unroll
-        for (u32 i = 0; i < 8; i++)
-          w[j][i] = j * 32 + row < N && k + i < end ? load_value(p.weight, p.dtype, p.row_stride * (i64)(first_row + j * 32 + row) + p.col_stride * (i64)(k + i)) : 0.f;
-    }
-    float u[8] = {};
+    float w[ROUNDS][8], u[8] = {};
+    ahead.get(w);
+    ahead.load(p, first_row, row, k + TILE, end);
 #pragma unroll
     for (u32 j = 0; j < ROUNDS; j++)
 #pragma unroll
@@ -103,13 +125,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : 3)
     to[0] = make_float4(u[0], u[1], u[2], u[3]), to[1] = make_float4(u[4], u[5], u[6], u[7]);
     __syncthreads();
     {
-      // Four threads an input.
-      const u32 i = t / 4, input = first + i;
+      constexpr u32 EACH = THREADS / TILE;  // threads of an input
+      const u32 i = t / EACH, input = first + i;
       float all = 0.f;
 #pragma unroll
-      for (u32 q = 0; q < 8; q++) all += by_row[t % 4 + 4 * q][i];
-      all += __shfl_xor_sync(0xffffffffu, all, 1), all += __shfl_xor_sync(0xffffffffu, all, 2);
-      if (t % 4 == 0 && input < end) {
+      for (u32 q = t % EACH; q < LANES; q += EACH) all += by_row[q][i];
+#pragma unroll
+      for (u32 lane = 1; lane < EACH; lane *= 2) all += __shfl_xor_sync(0xffffffffu, all, lane);
+      if (t % EACH == 0 && input < end) {
         const float gain = s.raw || !p.gain ? 1.f : load_value(p.gain, p.vector_dtype, input) + p.gain_offset;
         if (s.products == TO_INPUTS) parts[((size_t)layer * heads + head) * s.d_model + input] = all;
         of_input[i] = make_float2(s.products == TO_CHANNELS ? inputs[(size_t)layer * s.d_model + input] : all * gain * gain, gain);
@@ -121,7 +144,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : 3)
     for (u32 i = 0; i < 8; i++) {
       const float2 x = k + i < end ? of_input[eight * 8 + i] : make_float2(0.f, 0.f);
 #pragma unroll
-      for (u32 j = 0; j < ROUNDS; j++) z[j] += w[j][i] * x.x, sum[j] += w[j][i] * x.y;
+      for (u32 j = 0; j < ROUNDS; j++) {
+        z[j] += w[j][i] * x.x;
+        if (MEAN) sum[j] += w[j][i] * x.y;
+      }
     }
   }
   if (s.products == TO_INPUTS) return;
@@ -130,22 +156,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : 3)
   for (u32 j = 0; j < ROUNDS; j++) {
     by_row[row][eight] = z[j], by_row[row][8 + eight] = sum[j];
     __syncthreads();
-    const u32 c = j * 32 + t % 32;
-    if (t < 64 && c < N) {
+    const u32 c = j * LANES + t % LANES, which = t / LANES;
+    if (which < 2 && c < N) {
       float all = 0.f;
 #pragma unroll
-      for (u32 e = 0; e < 8; e++) all += by_row[t % 32][t / 32 * 8 + e];
-      part[t / 32 * N + c] = all;
+      for (u32 e = 0; e < 8; e++) all += by_row[t % LANES][which * 8 + e];
+      part[which * N + c] = all;
     }
     __syncthreads();
   }
 }
 
 // Each head: z, or y and sigma. A block a head, a thread a channel. `scales`: ||z||^2 / (y . z).
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(256)
     scale_power_heads(const PowerLayer* layers, const Projection* projections, Pass s, const float* from, float* to, const float* parts,
                       double* scales, float* sigma) {
-  __shared__ double scratch[THREADS / 32];
+  __shared__ double scratch[8];
   const u32 head = blockIdx.x, layer = blockIdx.y, c = threadIdx.x;
   const PowerLayer& l = layers[layer];
   const size_t at = l.vector + head * N + c;
@@ -156,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       value += part[c], sum += part[N + c];
     }
   const double x = c < N ? from[at] : 0.f;
-  if ((projection(projections, l, s).flags & HAS_MEAN) && !s.raw) value -= block_sum(sum * x, scratch) / s.d_model * sum;
+  if (MEAN && !s.raw) value -= block_sum(sum * x, scratch) / s.d_model * sum;
   const double length = sqrt(block_sum(value * value, scratch)), along = block_sum(value * x, scratch);
   double& scale = scales[l.sigma + head];
   const bool moves = length > 0.0 && length < 1e300;

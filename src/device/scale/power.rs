@@ -57,9 +57,8 @@ struct Kind {
     raw: bool,
 }
 
-/// Inputs of a block of the products, and its threads (`kernels/scale/power.cu`).
+/// Inputs of a block of the products (`kernels/scale/power.cu`).
 const RANGE: usize = 1024;
-const THREADS: u32 = 256;
 
 /// Which products a launch makes: both from one read, or one of them.
 #[derive(Clone, Copy)]
@@ -240,6 +239,7 @@ impl Kind {
             ("D_HEAD", shape.d_head.to_string()),
             ("WEIGHTS", (dtype as u32).to_string()),
             ("ROWS", u32::from(rows && shape.d_model.is_multiple_of(8)).to_string()),
+            ("MEAN", u32::from(shape.mean_removed).to_string()),
         ];
         let module = device.module(sources::POWER, &defines)?;
         let projections = Tables::new(&layers, &places).projections;
@@ -279,9 +279,10 @@ impl Kind {
             [self.layers.ptr(), self.projections.ptr(), from, self.inputs.ptr(), self.parts.ptr()].map(Arg::Ptr);
         let args = [layers, projections, self.pass(of_k, products, summed), from, inputs, parts];
         let grid = (s.d_model.div_ceil(RANGE) as u32, heads as u32, self.layers.len() as u32);
+        let block = if s.d_head > 128 { 256 } else { 128 };
         // SAFETY: 1. the arguments are the kernel's; 2. the tables reach the weights that the caller of `new` promised; 3. every
         // block writes its own parts, and what it reads was written by launches in front of it.
-        unsafe { self.products.launch(stream, Launch { grid, block: THREADS, shared: 0 }, &args) }
+        unsafe { self.products.launch(stream, Launch { grid, block, shared: 0 }, &args) }
     }
 
     /// `addresses`: vectors from and to, what the estimate needs, estimates.
@@ -293,7 +294,7 @@ impl Kind {
         // SAFETY: 1. the arguments are the kernel's; 2. and 3. all are the engine's buffers, a block a head.
         unsafe {
             let args = [layers, projections, pass, from, to, parts, scales, sigma];
-            self.heads.launch(stream, Launch { grid, block: THREADS, shared: 0 }, &args)
+            self.heads.launch(stream, Launch { grid, block: 256, shared: 0 }, &args)
         }
     }
 
