@@ -111,7 +111,7 @@ fn variants() -> Vec<Request> {
                 (Arch::SM100, 128, 0, 0),
             ] {
                 let request = Request::new(source, arch).define("D_HEAD", r);
-                all.push(request.define("WEIGHTS", weights).define("ROWS", rows));
+                all.push(request.define("WEIGHTS", weights).define("ROWS", rows).define("MEAN", 1));
             }
             continue;
         }
