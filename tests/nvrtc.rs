@@ -79,7 +79,7 @@ fn variants() -> Vec<Request> {
             }
             continue;
         }
-        if source == sources::BOUNDS {
+        if source == sources::EIGENVALUES {
             all.extend(sizes(16, 256).map(|r| Request::new(source, Arch::SM90A).define("D_HEAD", r)));
             for (arch, r) in [(Arch::SM80, 64), (Arch::SM89, 128), (Arch::SM100, 128)] {
                 all.push(Request::new(source, arch).define("D_HEAD", r));
@@ -98,15 +98,22 @@ fn variants() -> Vec<Request> {
             continue;
         }
         if source == sources::POWER {
-            // The copy engine for tensors came with Hopper.
-            for (r, along) in [(16, 0), (24, 0), (64, 0), (96, 0), (128, 0), (256, 0), (64, 1), (128, 1), (256, 1)] {
-                all.push(Request::new(source, Arch::SM90A).define("D_HEAD", r).define("ALONG_CHANNELS", along));
+            for (arch, r, weights, rows) in [
+                (Arch::SM90A, 16, 0, 1),
+                (Arch::SM90A, 64, 1, 1),
+                (Arch::SM90A, 96, 0, 0),
+                (Arch::SM90A, 128, 0, 1),
+                (Arch::SM90A, 128, 2, 1),
+                (Arch::SM90A, 256, 0, 1),
+                (Arch::SM90A, 256, 2, 0),
+                (Arch::SM80, 128, 0, 1),
+                (Arch::SM89, 248, 2, 1),
+                (Arch::SM100, 128, 0, 0),
+            ] {
+                let request = Request::new(source, arch).define("D_HEAD", r);
+                all.push(request.define("WEIGHTS", weights).define("ROWS", rows).define("MEAN", 1));
             }
-            all.push(Request::new(source, Arch::SM100).define("D_HEAD", 128));
             continue;
-        }
-        if source == sources::POWER_SUM {
-            all.extend([0, 1, 2].map(|dtype| Request::new(source, Arch::SM90A).define("WEIGHTS", dtype)));
         }
         // mul.rn.bf16x2 in the shared header asks for sm_90 where it is used, which these sources do not.
         for arch in [Arch::SM80, Arch::SM89, Arch::SM90A, Arch::SM100] {
@@ -172,7 +179,7 @@ fn every_variant_compiles_clean() {
 /// Instructions that a kernel must not be without.
 fn instructions(variant: &Request) -> &'static [&'static str] {
     /// Whose plain loads read what the copy engine brings: the next copy waits for these only behind a fence.
-    const READERS: [sources::Source; 4] = [sources::NORMS, sources::GRAMS_ROUNDED, sources::GRAMS_WIDE, sources::POWER];
+    const READERS: [sources::Source; 3] = [sources::NORMS, sources::GRAMS_ROUNDED, sources::GRAMS_WIDE];
     match variant.source {
         // Products on tensor cores in FP8, copies by the copy engine.
         source if source == sources::ATTENTION => &["QGMMA", "UTMALDG"],

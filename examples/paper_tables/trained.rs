@@ -177,7 +177,7 @@ fn overhead() -> Result<()> {
     println!(
         "Llama-2-70B 206.3 -> 215.0. Ours: this machine's CPU, small models, weights new at every pass. The share of"
     );
-    println!("the norms is largest where the model is smallest; kernels/POLICY_NOTES.md has the GPU's.\n");
+    println!("the norms is largest where the model is smallest; benches/records has the GPU's.\n");
     println!("model             attention  delayed  + as paper (one power step)  + certain (exact Grams)");
     for model in ModelKind::ALL {
         let forward = |policy: PolicyKind| -> Result<f64> {

@@ -43,5 +43,3 @@ __device__ __forceinline__ float amax_of(const CastWords& head) {
   const float amax = __uint_as_float(head.amax);
   return head.non_finite > 0 && is_finite(amax) ? __uint_as_float(0x7fc00000u) : amax;
 }
-// The larger, where NaN is larger than everything.
-__device__ __forceinline__ float larger(float a, float b) { return a != a || a >= b ? a : b; }

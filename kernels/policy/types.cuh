@@ -4,8 +4,9 @@
 // Layout: `[layer][n]` holds the n values of one layer after those of another, without padding, where layers may have unequal
 // numbers of heads. Row order of tensors: logits (n_q values), then q, k, v and o (n_kv values each).
 #pragma once
+#include "common/head_bound.cuh"
 #include "common/step_stats.cuh"
-#include "head_bound.cuh"
+#include "common/warp.cuh"
 
 // The host's `PolicyKind`, `Tensor` and `Pooling`.
 enum : u32 { GEOMETRY = 0, GEOMETRY_C_STAR = 1, AUTO_C = 2, DELAYED_PAPER = 3, DELAYED_TE = 4, CURRENT = 5 };
@@ -131,19 +132,6 @@ __device__ __forceinline__ double bound_entry(const PolicyTable& p, const Policy
   if (tensor != LOGIT) return p.operands[3 * (size_t)l.first_kv + (tensor - 1) * l.n_kv + i];
   const double bound = p.heads[l.first_q + i].rounded;
   return bound > p.soft_cap ? p.soft_cap : bound;
-}
-
-// The larger, where NaN is larger than everything, as its float overload.
-__device__ __forceinline__ double larger(double a, double b) { return a != a || a >= b ? a : b; }
-
-// `op` over a warp, the same bits in every lane.
-template <class T, class Op> __device__ __forceinline__ T warp_reduce(T mine, Op op) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) mine = op(mine, __shfl_xor_sync(0xffffffffu, mine, step));
-  return mine;
-}
-template <class T> __device__ __forceinline__ T warp_largest(T mine) {
-  return warp_reduce(mine, [](T a, T b) { return larger(a, b); });
 }
 
 // Largest over the block, the same bits in every thread. Starts and ends with a barrier.

@@ -42,13 +42,6 @@ __device__ __forceinline__ void mbarrier_wait(u32 bar, u32 parity) {
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra over_%=;\nbra again_%=;\nover_%=:\n}\n" ::"r"(bar), "r"(parity) : "memory");
 }
-// The same in a cluster: sees what other blocks of the cluster released.
-__device__ __forceinline__ void mbarrier_wait_cluster(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain_%=:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra over_%=;\nbra again_%=;\nover_%=:\n}\n" ::"r"(bar), "r"(parity) : "memory");
-}
 // By whole warps. NOTES: with `bra.uni` the assembler keeps what follows in uniform registers.
 __device__ __forceinline__ void mbarrier_wait_uniform(u32 bar, u32 parity) {
   asm volatile(

@@ -10,18 +10,10 @@ __device__ __forceinline__ u32 ld_shared_u32(u32 address) {
   return x;
 }
 __device__ __forceinline__ float ld_shared_f32(u32 address) { return __uint_as_float(ld_shared_u32(address)); }
-__device__ __forceinline__ uint2 ld_shared_v2(u32 address) {
-  uint2 x;
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
-  return x;
-}
 __device__ __forceinline__ uint4 ld_shared_v4(u32 address) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
   return x;
-}
-__device__ __forceinline__ void st_shared_u16(u32 address, u16 x) {
-  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(x) : "memory");
 }
 __device__ __forceinline__ void st_shared_u32(u32 address, u32 x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
@@ -29,16 +21,8 @@ __device__ __forceinline__ void st_shared_u32(u32 address, u32 x) {
 __device__ __forceinline__ void st_shared_f32(u32 address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
-__device__ __forceinline__ void st_shared_v2(u32 address, u32 a, u32 b) {
-  asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
-}
 __device__ __forceinline__ void st_shared_v4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-__device__ __forceinline__ u32 atom_inc_shared_acq_rel(u32 address) {
-  u32 before;
-  asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(address) : "memory");
-  return before;
 }
 
 // A word of global memory that other blocks change at the same time.
@@ -46,14 +30,6 @@ __device__ __forceinline__ u32 ld_relaxed(const u32* at) {
   u32 x;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
   return x;
-}
-__device__ __forceinline__ u64 ld_relaxed(const u64* at) {
-  u64 x;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(at) : "memory");
-  return x;
-}
-__device__ __forceinline__ void st_relaxed(u64* at, u64 x) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(x) : "memory");
 }
 
 }  // namespace ptx

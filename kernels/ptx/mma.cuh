@@ -19,13 +19,6 @@ __device__ __forceinline__ void mma_f16_overwrite(float (&d)[4], const u32 (&a)[
                : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
-// d += a b. Not volatile: the compiler may interleave it with loads.
-__device__ __forceinline__ void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 // Four 8 x 8 matrices of 16-bit values from or to shared memory; lane 8 i + j gives the address of row j of matrix i.
 template <bool Transposed> __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
   if constexpr (Transposed)

@@ -4,10 +4,6 @@
 
 namespace ptx {
 
-// Adds four values to 16 aligned bytes, each by itself. Relaxed.
-__device__ __forceinline__ void red_add_v4(float* at, float a, float b, float c, float d) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
 
 // Adds `bytes` of f32 in shared memory, a multiple of 16, to global memory by the copy engine; a group ends with `bulk_commit`.
 __device__ __forceinline__ void bulk_reduce_add(float* to, u32 from, u32 bytes) {

@@ -10,8 +10,9 @@
 // the largest gain^2 times the largest sampled weight near 2^10, so that products, their low parts and what rounding leaves of
 // them stay among the normal values. 1 where these are zero or not finite.
 // `scales` is (s, sum of 2^-49 / (hi + lo)): what f16 values below the normal ones may lose. A block a projection.
+#include "common/warp.cuh"
 #include "ptx/convert.cuh"
-#include "scale_types.cuh"
+#include "scale/types.cuh"
 
 enum : u32 { SCALED = 0, SPLIT = 1, COLUMNS = 2 };
 
@@ -61,8 +62,7 @@ extern "C" __global__ void __launch_bounds__(256)
         const float whole = square(gain(i) * scale), hi = ptx::f32_from_f16(ptx::f16_nearest(whole)), both = hi + ptx::f32_from_f16(ptx::f16_above(whole - hi));
         slack += both > 0.f ? 0x1p-49f / both : 0.f;
       }
-#pragma unroll
-    for (int step = 16; step; step >>= 1) slack += __shfl_xor_sync(0xffffffffu, slack, step);
+    slack = warp_sum(slack);
     if (threadIdx.x % 32 == 0) lost[threadIdx.x / 32] = slack;
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -9,7 +9,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "scale/ring.cuh"
-#include "scale_segments.cuh"
+#include "scale/segments.cuh"
 
 #ifndef D_HEAD
 #define D_HEAD 128

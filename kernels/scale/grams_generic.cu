@@ -2,18 +2,10 @@
 // once, products are summed in f32 and flushed every 256 input channels. Any architecture. One block a 64 x 64 block of
 // one head's Gram over one range of the model dimension: grid (segments, blocks of the upper triangle).
 // Rounding: at most (256 + d/256 + 3) 2^-24 tr G in norm.
-#include "scale_types.cuh"
-
-struct Segment {
-  u32 projection;
-  u32 first_row;    // first channel of the head
-  u32 first, last;  // ranges of 64 input channels
-  u32 slot;         // of the partial Gram
-  u32 heads, stat, pad;
-};
-static_assert(sizeof(Segment) == 32, "host mirror");
+#include "scale/segments.cuh"
 
 constexpr u32 STEP = 16;
+constexpr u32 TILE = 64;  // inputs, of segments
 
 extern "C" __global__ void __launch_bounds__(256)
     scale_grams_generic(const Segment* segments, const Projection* projections, float* partials) {
@@ -29,9 +21,9 @@ extern "C" __global__ void __launch_bounds__(256)
   // Which value this thread brings: neighbours in memory to neighbours in the warp.
   const bool along_model = p.col_stride <= p.row_stride;
   float acc[4][4] = {}, sum[4][4] = {};
-  const u32 end = min(segment.last * 64, p.d_model);
+  const u32 end = min(segment.last * TILE, p.d_model);
   u32 since = 0;
-  for (u32 k0 = segment.first * 64; k0 < end; k0 += STEP) {
+  for (u32 k0 = segment.first * TILE; k0 < end; k0 += STEP) {
     __syncthreads();
 #pragma unroll
     for (u32 e = threadIdx.x; e < STEP * 64; e += 256) {

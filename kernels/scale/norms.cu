@@ -6,7 +6,7 @@
 // share their channels. Sums in f32, every few tiles into a second f32, in a fixed order: same input, same bits.
 #include "ptx/tma.cuh"
 #include "scale/ring.cuh"
-#include "scale_types.cuh"
+#include "scale/types.cuh"
 
 #ifndef D_HEAD
 #define D_HEAD 64
@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   double norm2 = raw2, pair = TURNS ? (eight & 2 ? totals[VALUES - 1] : totals[VALUES - 2]) : 0.f;
   // What f32 may have lost: the terms of a first sum, the first sums, three exchanges, two products and the gain's offset. A pair's
   // product and the constants err by as much of sqrt(raw2 raw2') and of the sum of absolute values, which the 2^-18 of
-  // `scale_descales` covers.
+  // `scale_operand_descales` covers.
   const float depth = (8 * deep + (tiles + deep - 1) / deep + 6) * 0x1p-24f;
   float lost = depth * raw2;
   if (p.flags & HAS_MEAN) {

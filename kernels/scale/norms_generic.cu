@@ -4,7 +4,8 @@
 //
 // A block a head. Neighbours in memory go to neighbours in a warp: a warp a pair of channels, or a lane a pair and a warp a
 // share of the model dimension. Sums run in f32 over eight values and beyond in f64, in a fixed order: same input, same bits.
-#include "scale_types.cuh"
+#include "common/warp.cuh"
+#include "scale/types.cuh"
 
 constexpr u32 WARPS = 8, QUANTITIES = 9;
 
@@ -80,9 +81,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     }
     if (!along_channels) {
 #pragma unroll
-      for (u32 i = 0; i < QUANTITIES; i++)
-#pragma unroll
-        for (int step = 16; step; step >>= 1) sums.v[i] += __shfl_xor_sync(0xffffffffu, sums.v[i], step);
+      for (u32 i = 0; i < QUANTITIES; i++) sums.v[i] = warp_sum(sums.v[i]);
       if (lane == 0 && pair < pairs) sums.store(p, stats, rows);
       continue;
     }

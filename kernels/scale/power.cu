@@ -1,389 +1,225 @@
-// One implicit power step per head that reads each weight once: z = G_Q y, then y <- G_K z, G = W^T W never formed, W with
-// the norm's gain and without its mean.
+// Power iterations over W_Q and W_K of every layer, G = W^T W never formed. Weights of any type and stride, any architecture.
+//   of each head   z = G_Q y, y <- G_K z, W with the norm's gain and without its mean, or raw
+//   of the sum     u = M v / ||M v||, v = M^T u, kept as y = W_K^T v, M = sum over the heads of W_Q W_K^T, raw (the paper's)
 //
-// The two products of one weight are fused over the model dimension: u = W y is complete for the input channels of a tile,
-// so W^T u starts from the same tile. A warp takes runs of 16 input channels of the tile for both, and u never leaves its registers:
-// the result of the first product has the layout of the second's left operand. Tiles come through the copy engine; the warp
-// that is the last to have read one copies the next, and nothing in the loop is a barrier of the block. Vectors enter as
-// three bf16 terms on tensor cores, exact to f32, four or eight at once, so that a K head serves the query heads of its group
-// from one read. The mean of a LayerNorm is a term of rank one, G_effective = G - s s^T / d with s = W^T 1, and s is one more
-// row of the second product. Every warp leaves its part of a head; scale_power_reduce sums them in order.
+// `scale_power` multiplies a head's weights over a range of the model dimension, 64 inputs at a time. These stay in registers
+// for both products: u = W y is complete for them, so W^T u starts there, and a step of each head reads every weight once. The
+// sum's u needs every head, so its products are launches of their own. `scale_power_heads` and `scale_power_sum` add up what the
+// blocks leave and finish the vectors. The mean of a LayerNorm is a term of rank one: G - s s^T / d with s = W^T g.
 //
-// sigma = sqrt((z . G_K z) / (y . z)) is ||M^T u|| for the unit u = M v / ||M v||, M = W_Q W_K^T, y = W_K^T v: never above
-// the norm of M. A vector that is mapped to zero stays as it is.
-//
-// BF16, [out, in] or (d_head a multiple of 64) [in, out].
-#include "ptx/memory.cuh"
-#include "ptx/tma.cuh"
-#include "scale/ring.cuh"
-#include "scale/vector_terms.cuh"
+// sigma = sqrt((z . G_K z) / (y . z)) is ||M^T u|| for the unit u = M v / ||M v||, y = W_K^T v: never above the norm of M. A vector that
+// is mapped to zero, or to what is not a number, stays as it is. Sums run in a fixed order: same input, same bits.
+#include "common/warp.cuh"
+#include "scale/types.cuh"
 
 #ifndef D_HEAD
 #define D_HEAD 128
 #endif
-#ifndef ALONG_CHANNELS  // 1: stored [in, out]
-#define ALONG_CHANNELS 0
+#ifndef WEIGHTS  // type, where rows start at 16 bytes
+#define WEIGHTS 0
+#endif
+#ifndef ROWS  // 1: stored [out, in] in such rows, d_model a multiple of 8
+#define ROWS 1
+#endif
+#ifndef MEAN  // 1: the norm takes a mean off
+#define MEAN 0
 #endif
 
-struct PowerBlock {
-  u32 projection;
-  u32 head;    // of the projection
-  u32 vector;  // first vector (query head, counted over the model) it multiplies
-  u32 count;   // vectors: 1 for q, up to 8 of the group for k
-  u32 first;   // where the first vector begins, in values
-  u32 pad[3];
+enum : u32 { BOTH = 0, TO_INPUTS = 1, TO_CHANNELS = 2 };
+
+struct Pass {
+  u32 n_q, n_kv, d_model;
+  u32 ranges;
+  u32 of_k;      // 0: W_Q, 1: W_K
+  u32 products;  // BOTH, or one of the two
+  u32 summed;
+  u32 raw;       // 1: neither gain nor mean
+  u32 pad[4];
 };
-static_assert(sizeof(PowerBlock) == 32, "host mirror");
+static_assert(sizeof(Pass) == 48, "host mirror");
 
-struct Step {
-  const TensorMap* maps;  // one a projection
-  u64 projections;
-  u64 blocks;
-  u64 from;         // vectors in: y, or z
-  u64 to;           // z, or y
-  u64 parts;        // [slot][warp][rows][D_HEAD]
-  u64 scales;       // of each vector: y . z and the exponent that was taken out of z
-  u64 sigma;
-  u32 count;        // of the table
-  u32 tiles;        // of a head
-  u32 rows;         // of a part
-  u32 finish;       // 0: to z; 1: to y
-  u32 raw;          // 1: neither gain nor mean
-  u32 grid;         // blocks of scale_power, at most one an item
+// A layer's projections, and where its estimates and its vectors begin.
+struct PowerLayer {
+  u32 q, k, sigma, vector;
 };
-static_assert(sizeof(Step) == 88, "host mirror");
+static_assert(sizeof(PowerLayer) == 16, "host mirror");
 
-constexpr u32 N = D_HEAD, CHUNKS = (N + 15) / 16;  // of 16 channels
-// A warp takes `GROUPS` runs of 16 input channels of a tile: independent work to hide latencies with.
-constexpr u32 WARPS = N <= 128 ? 8 : 4, GROUPS = N <= 128 ? 2 : 1, THREADS = WARPS * 32, TILE = WARPS * GROUPS * 16;
-constexpr u32 BLOCKS = N <= 64 ? 2 : 1;  // of a multiprocessor, where the registers suffice
-constexpr u32 BOXES = ALONG_CHANNELS ? (N + 63) / 64 : TILE / 64;
-constexpr u32 BOX_BYTES = (ALONG_CHANNELS ? TILE : CHUNKS * 16) * 128, TILE_BYTES = BOXES * BOX_BYTES;
-constexpr u32 COPIED = N * TILE * 2;
-static_assert(!ALONG_CHANNELS || N % 64 == 0, "whole boxes");
-// Terms of the vectors are kept in registers where there is room.
-constexpr bool HELD = N <= 128;
-constexpr u32 TERM_BYTES = HELD ? 0 : WARPS * CHUNKS * 768;
-constexpr u32 FITTING = (221184 / BLOCKS - TERM_BYTES) / TILE_BYTES, STAGES = FITTING < 12 ? FITTING : 12;
+constexpr u32 N = D_HEAD, TILE = 64, RANGE = 1024;
+// Of the products: `LANES` channels by 8 times 8 inputs.
+constexpr u32 THREADS = N > 128 ? 256 : 128, LANES = THREADS / 8, ROUNDS = (N + LANES - 1) / LANES;
 
-extern "C" __constant__ int SHARED_BYTES = 1024 + STAGES * TILE_BYTES + TERM_BYTES;
-extern "C" __constant__ int BLOCK_THREADS = THREADS;
-extern "C" __constant__ int TILE_INPUTS = TILE;
-
-__device__ __forceinline__ float warp_sum(float v) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
-  return v;
+__device__ __forceinline__ const Projection& projection(const Projection* projections, const PowerLayer& l, const Pass& s) {
+  return projections[s.of_k ? l.k : l.q];
 }
-__device__ __forceinline__ float warp_most(float v) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, step));
-  return v;
+// Parts of a head's vector over a range, [z, s][N].
+__device__ __forceinline__ size_t part_at(const Pass& s, u32 heads, u32 layer, u32 head, u32 range) {
+  return (((size_t)layer * heads + head) * s.ranges + range) * 2 * N;
 }
-
-// Equal runs of `items` for each of the blocks, and the block that has an item.
-__device__ __forceinline__ u32 run_start(u32 items, u32 block, u32 grid) { return (u32)((u64)items * block / grid); }
-__device__ __forceinline__ u32 block_of(u32 items, u32 item, u32 grid) {
-  return (u32)((((u64)item + 1) * grid - 1) / items);
-}
-
-// Copies the tile of `item`, of a head of the table.
-__device__ __forceinline__ void load_tile(const Step& step, const PowerBlock& block, u32 head, u32 item, u32 to, u32 full) {
-  const u32 at = (item - head * step.tiles) * TILE;
-  ptx::mbarrier_arrive_expect_tx(full, COPIED);
-#pragma unroll
-  for (u32 b = 0; b < BOXES; b++)
-    ptx::tma_load_2d(to + b * BOX_BYTES, step.maps + block.projection, full, ALONG_CHANNELS ? block.head * N + b * 64 : at + b * 64,
-                     ALONG_CHANNELS ? at : block.head * N);
-}
-__device__ __forceinline__ PowerBlock entry(const Step& step, u32 head) {
-  const uint4* at = (const uint4*)step.blocks + head * 2;
-  const uint4 raw = __ldg(at);
-  return {raw.x, raw.y, raw.z, raw.w, __ldg(&at[1].x)};
-}
-
-// What one load of weights gives: two right operands for the product over the channels, or over the inputs.
-struct Weights {
-  u32 r[4];
-  template <bool TRANSPOSED> __device__ __forceinline__ void load(u32 address) { ptx::ldmatrix<TRANSPOSED>(r, address); }
-  template <bool TRANSPOSED> __device__ __forceinline__ u32 operand(int tile, int half) const {
-    return TRANSPOSED ? r[2 * tile + half] : r[tile + 2 * half];
-  }
-};
-
-struct Norm {
-  u64 gain;
-  float offset;
-  u32 dtype, d_model;
-  bool mean;
-};
-__device__ __forceinline__ Norm norm_of(const Step& step, u32 projection) {
-  const Projection& p = ((const Projection*)step.projections)[projection];
-  return {step.raw ? 0 : p.gain, p.gain_offset, p.vector_dtype, p.d_model, (p.flags & HAS_MEAN) && !step.raw};
-}
-
-// PACKED: up to four vectors, or three and a mean; else up to eight, or seven and a mean.
-template <bool PACKED>
-__device__ void multiply(const Step& step, u32 tiles, u32 terms, u32 full, u32* released, u32 first, u32 last) {
-  const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
-  // Rows of vector g are this lane's; the sum of weights is made in the last.
-  constexpr u32 VECTORS = PACKED ? 4 : 8, MEAN = VECTORS - 1;
-  const u32 g = (lane >> 2) % VECTORS;
-  terms += warp * CHUNKS * 768 + lane * 4;
-  // Where this lane reads: rows of channels in a box of 64 inputs, or rows of inputs in boxes of 64 channels.
-  u32 place[GROUPS];
-#pragma unroll
-  for (u32 i = 0; i < GROUPS; i++) {
-    const u32 run = warp * GROUPS + i;
-    const u32 box = ALONG_CHANNELS ? 0 : run / 4 * BOX_BYTES, row = (ALONG_CHANNELS ? run * 16 : 0) + (lane & 15);
-    const u32 chunk = (ALONG_CHANNELS ? 0 : run % 4 * 2) + (lane >> 4);
-    place[i] = box + row * 128 + ((chunk ^ (row & 7)) << 4);
-  }
-  auto address = [&](u32 stage, u32 i, u32 c) {
-    const u32 tile = tiles + stage * TILE_BYTES;
-    return ALONG_CHANNELS ? tile + (c / 4 * BOX_BYTES + (place[i] ^ (c % 4 * 32))) : tile + place[i] + c * 2048;
-  };
-  auto gains_of = [&](const Norm& norm, u32 tile, float (&gains)[GROUPS][4]) {
-#pragma unroll
-    for (u32 i = 0; i < GROUPS; i++)
-#pragma unroll
-      for (u32 j = 0; j < 4; j++) {
-        const u32 input = tile * TILE + (warp * GROUPS + i) * 16 + t * 2 + j / 2 * 8 + j % 2;
-        gains[i][j] = input >= norm.d_model ? 0.f : norm.gain ? load_value(norm.gain, norm.dtype, input) + norm.offset : 1.f;
-      }
-  };
-  Ring<STAGES> ring;
-  u32 head = first / step.tiles;
-  PowerBlock block = entry(step, head);
-  Norm norm = norm_of(step, block.projection);
-  float gains[GROUPS][4];
-  gains_of(norm, first - head * step.tiles, gains);
-  for (u32 item = first; item < last; head++) {
-    const u32 end = min(last, (head + 1) * step.tiles);
-    // What the next head needs is on its way while this one is worked on.
-    const PowerBlock next_block = entry(step, min(head + 1, step.count - 1));
-    const Norm next_norm = norm_of(step, next_block.projection);
-
-    mma::Terms<PACKED> held[HELD ? CHUNKS : 1];
-    {
-      const float* from = (const float*)step.from + block.first + g * N;
-#pragma unroll
-      for (u32 c = 0; c < CHUNKS; c++) {
-        mma::Terms<PACKED>& a = held[HELD ? c : 0];
-#pragma unroll
-        for (u32 half = 0; half < 2; half++) {
-          const u32 at = c * 16 + half * 8 + t * 2;
-          const float2 x = g < block.count && at < N ? __ldcg((const float2*)(from + at)) : make_float2(0.f, 0.f);
-          a.set(half, x.x, x.y);
-        }
-        if (!HELD) a.store(terms + c * 768);
-      }
-    }
-    auto term = [&](u32 c) {
-      mma::Terms<PACKED> a = held[HELD ? c : 0];
-      if (!HELD) a.reload(terms + c * 768);
-      return a;
-    };
-
-    float sum[2 * CHUNKS][4];
-#pragma unroll
-    for (u32 i = 0; i < 2 * CHUNKS; i++) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0.f;
-
-    for (; item < end; item++, ring.next()) {
-      // The gains of the next tile are on their way.
-      float ahead[GROUPS][4];
-      if (item + 1 < end) gains_of(norm, item + 1 - head * step.tiles, ahead);
-      else gains_of(next_norm, 0, ahead);
-      ptx::mbarrier_wait(full + ring.stage * 8, ring.phase);
-      float high[GROUPS][2][4] = {}, low[GROUPS][2][4] = {};
-#pragma unroll
-      for (u32 c = 0; c < CHUNKS; c++) {
-        Weights w[GROUPS];
-#pragma unroll
-        for (u32 i = 0; i < GROUPS; i++) w[i].load<!ALONG_CHANNELS>(address(ring.stage, i, c));
-        const mma::Terms<PACKED> a = term(c);
-#pragma unroll
-        for (u32 i = 0; i < GROUPS; i++)
-#pragma unroll
-          for (u32 n = 0; n < 2; n++) {
-            const u32 b0 = w[i].operand<!ALONG_CHANNELS>(n, 0), b1 = w[i].operand<!ALONG_CHANNELS>(n, 1);
-            mma::high_terms(high[i][n], a, b0, b1);
-            mma::low_terms(low[i][n], a, b0, b1);
-          }
-      }
-      // u of vector g, with the gain on both sides; or the gain alone, which makes s.
-      mma::Terms<PACKED> u[GROUPS];
-#pragma unroll
-      for (u32 i = 0; i < GROUPS; i++)
-#pragma unroll
-        for (u32 n = 0; n < 2; n++) {
-          float x[2];
-#pragma unroll
-          for (u32 j = 0; j < 2; j++) {
-            const float value = mma::rows<PACKED>(high[i][n][j] + low[i][n][j], high[i][n][j + 2]), factor = gains[i][n * 2 + j];
-            x[j] = norm.mean && g == MEAN ? factor : value * factor * factor;
-            gains[i][n * 2 + j] = ahead[i][n * 2 + j];
-          }
-          u[i].set(n, x[0], x[1]);
-        }
-#pragma unroll
-      for (u32 c = 0; c < CHUNKS; c++) {
-        Weights w[GROUPS];
-#pragma unroll
-        for (u32 i = 0; i < GROUPS; i++) w[i].load<ALONG_CHANNELS>(address(ring.stage, i, c));
-#pragma unroll
-        for (u32 i = 0; i < GROUPS; i++)
-#pragma unroll
-          for (u32 n = 0; n < 2; n++)
-            mma::high_terms(sum[2 * c + n], u[i], w[i].operand<ALONG_CHANNELS>(n, 0), w[i].operand<ALONG_CHANNELS>(n, 1));
-#pragma unroll
-        for (u32 i = 0; i < GROUPS; i++)
-#pragma unroll
-          for (u32 n = 0; n < 2; n++)
-            mma::low_terms(sum[2 * c + n], u[i], w[i].operand<ALONG_CHANNELS>(n, 0), w[i].operand<ALONG_CHANNELS>(n, 1));
-      }
-      ptx::fence_proxy_async();
-      __syncwarp();
-      if (lane == 0) {
-        const u32 before = ptx::atom_inc_shared_acq_rel(ptx::shared_address(released + ring.stage));
-        // The counter runs on: a multiple of the warps is a tile that all have read.
-        if ((before + 1) % WARPS == 0 && item + STAGES < last) {
-          const u32 ahead = item + STAGES, its = ahead / step.tiles;
-          load_tile(step, its == head ? block : its == head + 1 ? next_block : entry(step, its), its, ahead,
-                tiles + ring.stage * TILE_BYTES, full + ring.stage * 8);
-        }
-      }
-      __syncwarp();
-    }
-
-    // This warp's part of the head.
-    const u32 part_row = g < block.count ? g : norm.mean && g == MEAN ? block.count : ~0u;
-    float* to = (float*)step.parts + (((size_t)(blockIdx.x + head) * WARPS + warp) * step.rows + part_row) * N + t * 2;
-#pragma unroll
-    for (u32 i = 0; i < 2 * CHUNKS; i++) {
-      const float2 part = make_float2(mma::rows<PACKED>(sum[i][0], sum[i][2]), mma::rows<PACKED>(sum[i][1], sum[i][3]));
-      // With PACKED lanes 16 apart have the same.
-      if (part_row != ~0u && lane < VECTORS * 4 && i * 8 < N) __stcg((float2*)(to + i * 8), part);
-    }
-    block = next_block, norm = next_norm;
-  }
-}
-
-template <bool PACKED> __device__ __forceinline__ void pass(const Step& step) {
-  extern __shared__ u8 shared[];
-  __shared__ u64 barriers[STAGES];
-  __shared__ u32 released[STAGES];
-  const u32 tiles = (ptx::shared_address(shared) + 1023) & ~1023u, terms = tiles + STAGES * TILE_BYTES;
-  const u32 full = ptx::shared_address(barriers);
-  if (threadIdx.x < STAGES) ptx::mbarrier_init(full + threadIdx.x * 8, 1), released[threadIdx.x] = 0;
-  ptx::fence_mbarrier_init();
-  if (!ALONG_CHANNELS && N % 16) {
-    // Channels that the copies never write.
-    for (u32 i = threadIdx.x; i < STAGES * BOXES * 64; i += THREADS)
-      ptx::st_shared_v4(tiles + i / 64 * BOX_BYTES + N * 128 + i % 64 * 16, 0, 0, 0, 0);
-    ptx::fence_proxy_async();
-  }
-  ptx::griddepcontrol_launch_dependents();
-  const u32 items = step.count * step.tiles;
-  const u32 first = run_start(items, blockIdx.x, gridDim.x), last = run_start(items, blockIdx.x + 1, gridDim.x);
-  for (u32 head = first / step.tiles + threadIdx.x; head * step.tiles < last; head += THREADS)
-    ptx::fence_tensormap_acquire(step.maps + entry(step, head).projection);
+__device__ __forceinline__ double block_sum(double v, double* scratch) {
+  v = warp_sum(v);
   __syncthreads();
-  // The weights do not depend on the previous launch, the vectors do.
-  if (threadIdx.x == 0)
-    for (u32 i = 0; i < STAGES && first + i < last; i++) {
-      const u32 head = (first + i) / step.tiles;
-      load_tile(step, entry(step, head), head, first + i, tiles + i * TILE_BYTES, full + i * 8);
-    }
-  ptx::griddepcontrol_wait();
-  multiply<PACKED>(step, tiles, terms, full, released, first, last);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = 0.0;
+  for (u32 w = 0; w < blockDim.x / 32; w++) v += scratch[w];
+  return v;
 }
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scale_power(const __grid_constant__ Step step) { pass<true>(step); }
-extern "C" __global__ void __launch_bounds__(THREADS, 1) scale_power_wide(const __grid_constant__ Step step) { pass<false>(step); }
 
-// Sums the parts of every vector, in order, and finishes it. A block a head, a warp a vector.
-extern "C" __global__ void __launch_bounds__(256) scale_power_reduce(const __grid_constant__ Step step) {
-  constexpr u32 RUNS = (N + 127) / 128;
-  const u32 lane = threadIdx.x & 31, row = threadIdx.x >> 5, head = blockIdx.x;
-  const PowerBlock block = entry(step, head);
-  ptx::griddepcontrol_launch_dependents();
-  if (row >= block.count) return;
-  const Norm norm = norm_of(step, block.projection);
-  const u32 items = step.count * step.tiles, vector = block.vector + row, at = block.first + row * N;
-  const u32 first = block_of(items, head * step.tiles, step.grid), last = block_of(items, (head + 1) * step.tiles - 1, step.grid);
-  const u32 part = step.rows * N, count = (last - first + 1) * WARPS;
-  const float* parts = (const float*)step.parts + (size_t)(first + head) * WARPS * part;
-  ptx::griddepcontrol_wait();
-  auto total = [&](u32 row, float4 (&sum)[RUNS]) {
+// Eight inputs of a thread's channels.
+struct Weights {
+  Vector8<WEIGHTS> rows[ROUNDS];
+  float loose[ROWS ? 1 : ROUNDS][8];  // where rows are not vectors
+
+  __device__ __forceinline__ void load(const Projection& p, u32 first, u32 row, u32 k, u32 end) {
 #pragma unroll
-    for (u32 j = 0; j < RUNS; j++) {
-      sum[j] = make_float4(0.f, 0.f, 0.f, 0.f);
-      const u32 c = j * 128 + lane * 4;
-      if (c >= N) continue;
-#pragma unroll 8
-      for (u32 i = 0; i < count; i++) {
-        const float4 x = __ldcg((const float4*)(parts + (size_t)i * part + row * N + c));
-        sum[j].x += x.x, sum[j].y += x.y, sum[j].z += x.z, sum[j].w += x.w;
+    for (u32 j = 0; j < ROUNDS; j++) {
+      const i64 at = p.row_stride * (i64)(first + j * LANES + row);
+      if (ROWS && j * LANES + row < N && k < end) rows[j].load((const void*)p.weight, at + k);
+      if (!ROWS)
+#pragma unroll
+        for (u32 i = 0; i < 8; i++)
+          loose[j][i] = j * LANES + row < N && k + i < end ? load_value(p.weight, p.dtype, at + p.col_stride * (i64)(k + i)) : 0.f;
+    }
+  }
+  __device__ __forceinline__ void get(float (&w)[ROUNDS][8]) const {
+#pragma unroll
+    for (u32 j = 0; j < ROUNDS; j++) {
+      if (ROWS) rows[j].get(w[j]);
+      if (!ROWS)
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) w[j][i] = loose[j][i];
+    }
+  }
+};
+
+// Blocks (range, head, layer). A thread has channels `row` + `LANES` j and eight inputs of each tile, and asks for the next
+// tile's before it multiplies.
+extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : ROWS && WEIGHTS != DTYPE_F32 ? 3 : 2)
+    scale_power(const PowerLayer* layers, const Projection* projections, Pass s, const float* vectors, const float* inputs, float* parts) {
+  __shared__ float by_row[LANES][TILE + 8];
+  __shared__ float2 of_input[TILE];  // u with the gain on both sides, and the gain
+  const u32 head = blockIdx.y, heads = gridDim.y, layer = blockIdx.z, t = threadIdx.x;
+  const PowerLayer& l = layers[layer];
+  const Projection p = projection(projections, l, s);
+  const u32 first_row = head / (heads * N / p.rows) * N, vector = head / (heads / (s.summed ? s.n_kv : s.n_q));
+  // Neighbours in memory to neighbours in the warp.
+  const bool along_channels = p.row_stride < p.col_stride;
+  const u32 row = along_channels ? t % LANES : t / 8, eight = along_channels ? t / LANES : t % 8;
+  float y[ROUNDS], z[ROUNDS] = {}, sum[ROUNDS] = {};
+#pragma unroll
+  for (u32 j = 0; j < ROUNDS; j++)
+    y[j] = s.products != TO_CHANNELS && j * LANES + row < N ? vectors[l.vector + vector * N + j * LANES + row] : 0.f;
+  const u32 begin = blockIdx.x * RANGE, end = min(s.d_model, begin + RANGE);
+  Weights ahead = {};
+  ahead.load(p, first_row, row, begin + eight * 8, end);
+  for (u32 first = begin; first < end; first += TILE) {
+    const u32 k = first + eight * 8;
+    float w[ROUNDS][8], u[8] = {};
+    ahead.get(w);
+    ahead.load(p, first_row, row, k + TILE, end);
+#pragma unroll
+    for (u32 j = 0; j < ROUNDS; j++)
+#pragma unroll
+      for (u32 i = 0; i < 8; i++) u[i] += w[j][i] * y[j];
+    float4* to = (float4*)&by_row[row][eight * 8];
+    to[0] = make_float4(u[0], u[1], u[2], u[3]), to[1] = make_float4(u[4], u[5], u[6], u[7]);
+    __syncthreads();
+    {
+      constexpr u32 EACH = THREADS / TILE;  // threads of an input
+      const u32 i = t / EACH, input = first + i;
+      float all = 0.f;
+#pragma unroll
+      for (u32 q = t % EACH; q < LANES; q += EACH) all += by_row[q][i];
+#pragma unroll
+      for (u32 lane = 1; lane < EACH; lane *= 2) all += __shfl_xor_sync(0xffffffffu, all, lane);
+      if (t % EACH == 0 && input < end) {
+        const float gain = s.raw || !p.gain ? 1.f : load_value(p.gain, p.vector_dtype, input) + p.gain_offset;
+        if (s.products == TO_INPUTS) parts[((size_t)layer * heads + head) * s.d_model + input] = all;
+        of_input[i] = make_float2(s.products == TO_CHANNELS ? inputs[(size_t)layer * s.d_model + input] : all * gain * gain, gain);
       }
     }
-  };
-  auto dot = [&](const float4 (&a)[RUNS], const float4 (&b)[RUNS]) {
-    float sum = 0.f;
+    __syncthreads();
+    if (s.products == TO_INPUTS) continue;
 #pragma unroll
-    for (u32 j = 0; j < RUNS; j++) sum += a[j].x * b[j].x + a[j].y * b[j].y + a[j].z * b[j].z + a[j].w * b[j].w;
-    return warp_sum(sum);
-  };
-  float4 x[RUNS], y[RUNS];
+    for (u32 i = 0; i < 8; i++) {
+      const float2 x = k + i < end ? of_input[eight * 8 + i] : make_float2(0.f, 0.f);
 #pragma unroll
-  for (u32 j = 0; j < RUNS; j++) {
-    const u32 c = j * 128 + lane * 4;
-    x[j] = c < N ? __ldcg((const float4*)((const float*)step.from + at + c)) : make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-  total(row, y);
-  if (norm.mean) {
-    float4 sums[RUNS];
-    total(block.count, sums);
-    const float factor = dot(sums, x) / (float)norm.d_model;
-#pragma unroll
-    for (u32 j = 0; j < RUNS; j++)
-      y[j].x -= factor * sums[j].x, y[j].y -= factor * sums[j].y, y[j].z -= factor * sums[j].z, y[j].w -= factor * sums[j].w;
-  }
-  float most = 0.f;
-#pragma unroll
-  for (u32 j = 0; j < RUNS; j++)
-    most = fmaxf(fmaxf(most, fmaxf(fabsf(y[j].x), fabsf(y[j].y))), fmaxf(fabsf(y[j].z), fabsf(y[j].w)));
-  most = warp_most(most);
-  // A power of two out of every result keeps products of tiny and of huge weights in f32.
-  const float infinite = __uint_as_float(0x7f800000u);
-  const int exponent = most > 0.f && most < infinite ? ilogbf(most) : 0;
-#pragma unroll
-  for (u32 j = 0; j < RUNS; j++) {
-    y[j].x = scalbnf(y[j].x, -exponent), y[j].y = scalbnf(y[j].y, -exponent);
-    y[j].z = scalbnf(y[j].z, -exponent), y[j].w = scalbnf(y[j].w, -exponent);
-  }
-  const float along = dot(x, y);
-  float2* scale = (float2*)step.scales + vector;
-  bool keep = true;
-  float factor = 1.f;
-  if (!step.finish) {
-    if (lane == 0) *scale = make_float2(along, (float)exponent);
-  } else {
-    const float2 before = __ldcg(scale);
-    const float length = sqrtf(dot(y, y));
-    keep = length > 0.f && length < infinite;
-    factor = 1.f / length;
-    if (lane == 0) {
-      // (2^e z . 2^f y') / (y . 2^e z). Rounding may leave a product that is zero below it; what is not a number stays so.
-      const bool none = before.x <= 0.f || along <= 0.f;
-      const double square = (double)along / (double)before.x;
-      ((float*)step.sigma)[vector] = none ? 0.f : (float)sqrt(scalbn(square, exponent + (int)before.y));
+      for (u32 j = 0; j < ROUNDS; j++) {
+        z[j] += w[j][i] * x.x;
+        if (MEAN) sum[j] += w[j][i] * x.y;
+      }
     }
   }
+  if (s.products == TO_INPUTS) return;
+  float* part = parts + part_at(s, heads, layer, head, blockIdx.x);
 #pragma unroll
-  for (u32 j = 0; j < RUNS; j++) {
-    const u32 c = j * 128 + lane * 4;
-    if (c < N && keep)
-      *(float4*)((float*)step.to + at + c) =
-          make_float4(y[j].x * factor, y[j].y * factor, y[j].z * factor, y[j].w * factor);
+  for (u32 j = 0; j < ROUNDS; j++) {
+    by_row[row][eight] = z[j], by_row[row][8 + eight] = sum[j];
+    __syncthreads();
+    const u32 c = j * LANES + t % LANES, which = t / LANES;
+    if (which < 2 && c < N) {
+      float all = 0.f;
+#pragma unroll
+      for (u32 e = 0; e < 8; e++) all += by_row[t % LANES][which * 8 + e];
+      part[which * N + c] = all;
+    }
+    __syncthreads();
   }
+}
+
+// Each head: z, or y and sigma. A block a head, a thread a channel. `scales`: ||z||^2 / (y . z).
+extern "C" __global__ void __launch_bounds__(256)
+    scale_power_heads(const PowerLayer* layers, const Projection* projections, Pass s, const float* from, float* to, const float* parts,
+                      double* scales, float* sigma) {
+  __shared__ double scratch[8];
+  const u32 head = blockIdx.x, layer = blockIdx.y, c = threadIdx.x;
+  const PowerLayer& l = layers[layer];
+  const size_t at = l.vector + head * N + c;
+  double value = 0.0, sum = 0.0;
+  if (c < N)
+    for (u32 range = 0; range < s.ranges; range++) {
+      const float* part = parts + part_at(s, s.n_q, layer, head, range);
+      value += part[c], sum += part[N + c];
+    }
+  const double x = c < N ? from[at] : 0.f;
+  if (MEAN && !s.raw) value -= block_sum(sum * x, scratch) / s.d_model * sum;
+  const double length = sqrt(block_sum(value * value, scratch)), along = block_sum(value * x, scratch);
+  double& scale = scales[l.sigma + head];
+  const bool moves = length > 0.0 && length < 1e300;
+  if (c < N && (moves || !s.of_k)) to[at] = (float)(length == 0.0 ? 0.0 : value / length);
+  if (c) return;
+  // Rounding may leave a product that is zero below it; what is not a number stays so.
+  if (s.of_k) sigma[l.sigma + head] = along <= 0.0 ? 0.f : (float)sqrt(scale * along);
+  else scale = along <= 0.0 ? 0.0 : length * length / along;
+}
+
+// The sum: behind TO_INPUTS u or v, normalised, and with v sigma; behind TO_CHANNELS the channels, those of q summed over their
+// group. A block a layer.
+extern "C" __global__ void __launch_bounds__(1024)
+    scale_power_sum(const PowerLayer* layers, Pass s, float* to, float* inputs, const float* parts, float* sigma) {
+  __shared__ double scratch[32];
+  const u32 layer = blockIdx.x, heads = s.of_k ? s.n_kv : s.n_q, group = heads / s.n_kv;
+  const PowerLayer& l = layers[layer];
+  inputs += (size_t)layer * s.d_model;
+  if (s.products == TO_CHANNELS) {
+    const float norm = sigma[l.sigma];
+    if (s.of_k && !(norm > 0.f && norm < 3e38f)) return;
+    for (u32 i = threadIdx.x; i < s.n_kv * N; i += 1024) {
+      float all = 0.f;
+      for (u32 g = 0; g < group; g++)
+        for (u32 range = 0; range < s.ranges; range++) all += parts[part_at(s, heads, layer, i / N * group + g, range) + i % N];
+      to[l.vector + i] = all;
+    }
+    return;
+  }
+  double square = 0.0;
+  for (u32 i = threadIdx.x; i < s.d_model; i += 1024) {
+    float all = 0.f;
+#pragma unroll 4
+    for (u32 head = 0; head < heads; head++) all += parts[((size_t)layer * heads + head) * s.d_model + i];
+    inputs[i] = all, square += (double)all * all;
+  }
+  const double norm = sqrt(block_sum(square, scratch)), factor = norm > 0.0 ? 1.0 / norm : 0.0;
+  for (u32 i = threadIdx.x; i < s.d_model; i += 1024) inputs[i] = (float)(inputs[i] * factor);
+  if (s.of_k && threadIdx.x == 0) sigma[l.sigma] = (float)norm;
 }

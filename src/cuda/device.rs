@@ -199,6 +199,11 @@ impl Device {
         Ok((made, tally.bytes.load(Ordering::Relaxed)))
     }
 
+    /// Whether nothing is allocated here ([`Device::counting`]).
+    pub(crate) fn is_dry(&self) -> bool {
+        self.tally.as_ref().is_some_and(|tally| tally.dry)
+    }
+
     /// Device memory of zeros.
     ///
     /// # Errors

@@ -94,25 +94,11 @@ pub enum Arg {
     Ptr(DevicePtr),
     /// `unsigned int`.
     U32(u32),
-    /// `unsigned long long`.
-    U64(u64),
-    /// `float`.
-    F32(f32),
     /// `double`.
     F64(f64),
     /// A small struct, as 32-bit words.
     Words([u32; 12]),
 }
-
-/// Types that fit one [`Arg`].
-pub trait Word {
-    /// As an argument.
-    fn arg(self) -> Arg;
-}
-macro_rules! word {
-    ($($t:ty => $v:ident),*) => {$(impl Word for $t { fn arg(self) -> Arg { Arg::$v(self) } })*};
-}
-word!(DevicePtr => Ptr, u32 => U32, u64 => U64, f32 => F32, f64 => F64);
 
 impl Kernel {
     /// Name of the entry point.
@@ -129,22 +115,6 @@ impl Kernel {
         self.inner
             .set_attribute(attribute, bytes as i32)
             .map_err(failed(format_args!("{} wants {bytes} bytes of shared memory", self.name)))
-    }
-
-    /// Blocks of `block` threads and `shared` bytes that fit one multiprocessor at a time.
-    ///
-    /// # Errors
-    /// If the driver does not answer.
-    pub fn occupancy(&self, block: u32, shared: u32) -> Result<u32> {
-        // SAFETY: the function is loaded and the driver only reads its properties.
-        let blocks = unsafe {
-            result::occupancy::max_active_block_per_multiprocessor(
-                self.inner.cu_function(),
-                block as i32,
-                shared as usize,
-            )
-        };
-        blocks.map(|n| n as u32).map_err(failed(format_args!("asking for the occupancy of {}", self.name)))
     }
 
     /// Puts the kernel on a stream. Asynchronous, and capturable.
@@ -174,8 +144,6 @@ impl Kernel {
             .map(|a| match a {
                 Arg::Ptr(v) => (&raw mut v.0).cast(),
                 Arg::U32(v) => (&raw mut *v).cast(),
-                Arg::U64(v) => (&raw mut *v).cast(),
-                Arg::F32(v) => (&raw mut *v).cast(),
                 Arg::F64(v) => (&raw mut *v).cast(),
                 Arg::Words(v) => v.as_mut_ptr().cast(),
             })

@@ -30,7 +30,7 @@ mod view;
 
 pub use device::{Buffer, Device};
 pub use driver::{KeepCurrent, OutsideCaptures};
-pub use kernel::{Arg, Kernel, Launch, Module, Word};
+pub use kernel::{Arg, Kernel, Launch, Module};
 pub use nvrtc::{
     Arch, Compiled, Request, ResourceUse, compile, compiler_build, compiler_version, is_compiler_available,
 };

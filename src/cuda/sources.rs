@@ -1,7 +1,7 @@
 //! The kernels' sources, embedded.
 //!
-//! One kernel a file under `kernels/`. Headers are included by their path under `kernels/`; those of `kernels/include/` by
-//! their file name. No toolkit header is included, so a compilation needs nothing on disk.
+//! One kernel a file under `kernels/`. Headers are included by their path under `kernels/`. No toolkit header is included, so
+//! a compilation needs nothing on disk.
 
 /// One source file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -28,7 +28,7 @@ sources! {
     /// The same of any weights.
     NORMS_GENERIC = "scale/norms_generic";
     /// Operand descales from channel statistics.
-    DESCALES = "scale_descales";
+    DESCALES = "scale/operand_descales";
     /// Grams of any head, without tensor cores.
     GRAMS_GENERIC = "scale/grams_generic";
     /// Grams on Hopper's tensor cores, the weights rounded once.
@@ -38,19 +38,19 @@ sources! {
     /// Grams where heads have more than 128 channels, or weights are f32.
     GRAMS_WIDE = "scale/grams_wide";
     /// Certified eigenvalues of small matrices.
-    BOUNDS = "scale_bounds";
+    EIGENVALUES = "scale/eigenvalues";
     /// Matrices of products without rotation.
-    PRODUCTS = "scale_products";
+    PRODUCTS = "scale/products";
     /// Frobenius norms from Grams.
-    FROBENIUS = "scale_frobenius";
-    /// Implicit power iteration, each weight read once a step.
+    FROBENIUS = "scale/frobenius";
+    /// Implicit power iterations, of each head and of a layer's sum.
     POWER = "scale/power";
-    /// The paper's power iteration on a whole layer.
-    POWER_SUM = "scale/power_sum";
     /// Bounds of q and k that are normalised after the projection.
-    QK_NORM = "scale_qk_norm";
-    /// Logit bounds and descales; statistics from Grams.
-    PLAN = "scale_plan";
+    QK_NORM = "scale/qk_norm_bounds";
+    /// Channel statistics from the parts that Gram kernels leave.
+    PART_STATS = "scale/part_stats";
+    /// Logit bounds and descales.
+    LOGIT_BOUNDS = "scale/logit_bounds";
     /// Scales of the next call from bounds, history or measurement.
     POLICY_PLAN = "policy/plan";
     /// What a policy makes of a call's statistics.
@@ -70,12 +70,9 @@ sources! {
 }
 
 macro_rules! headers {
-    ($($path:literal,)* @include $($name:literal,)*) => {
+    ($($path:literal,)*) => {
         /// Headers by the name they are included under.
-        pub const HEADERS: &[(&str, &str)] = &[
-            $(($path, include_str!(concat!("../../kernels/", $path))),)*
-            $(($name, include_str!(concat!("../../kernels/include/", $name))),)*
-        ];
+        pub const HEADERS: &[(&str, &str)] = &[$(($path, include_str!(concat!("../../kernels/", $path)))),*];
     };
 }
 headers! {
@@ -98,8 +95,10 @@ headers! {
     "attention/scheduler_whole.cuh",
     "attention/softmax.cuh",
     "common/descale.cuh",
+    "common/head_bound.cuh",
     "common/step_stats.cuh",
     "common/types.cuh",
+    "common/warp.cuh",
     "policy/types.cuh",
     "ptx/cluster.cuh",
     "ptx/convert.cuh",
@@ -113,15 +112,12 @@ headers! {
     "ptx/tma.cuh",
     "ptx/wgmma.cuh",
     "scale/gram_pass.cuh",
+    "scale/lift.cuh",
+    "scale/matrices.cuh",
     "scale/pair_sums.cuh",
     "scale/ring.cuh",
-    "scale/vector_terms.cuh",
-    @include
-    "head_bound.cuh",
-    "scale_blocks.cuh",
-    "scale_chain.cuh",
-    "scale_jobs.cuh",
-    "scale_lift.cuh",
-    "scale_segments.cuh",
-    "scale_types.cuh",
+    "scale/segments.cuh",
+    "scale/squarings.cuh",
+    "scale/symmetric.cuh",
+    "scale/types.cuh",
 }

@@ -1,11 +1,10 @@
 //! Bounds of the host in the layout of device memory and back, and the bounds stage on weights in host memory.
 
-use crate::bound::{BoundKind, HeadBound, LayerBounds, OperandBound, Tail};
+use crate::bound::{BoundKind, HeadBound, LayerBounds, OperandBound, Tail, check_device};
 use crate::cuda::{Device, Stream};
-use crate::device::scale::{DeviceWeights, HostLayer, HostProjection, HostQkNorm, LayerInput, ScaleEngine, above};
+use crate::device::scale::{DeviceWeights, ScaleEngine, above};
 use crate::error::{Error, Result};
-use crate::geometry::LayerGeometry;
-use crate::model::{AttentionSpec, GainForm, LayerSpec, LayerWeights, NormKind, Projection, QkNormScope, RopeLayout};
+use crate::model::{AttentionSpec, LayerSpec, LayerWeights};
 use crate::policy::PolicyShape;
 use bytemuck::Zeroable;
 use std::sync::Arc;
@@ -74,67 +73,16 @@ pub(crate) fn from_device(
         .collect()
 }
 
-/// Sizes, norm and rotation of a layer, without addresses.
-fn form(spec: &AttentionSpec, own: &LayerSpec, weights: &LayerWeights<'_>) -> LayerInput {
-    // A rotation in front of a norm of q and k changes none of their bounds.
-    let unturned = spec.qk_norm_of(own).is_some_and(|norm| norm.behind_rotation);
-    let rope = own.rope.as_ref().filter(|_| !unturned);
-    LayerInput {
-        gain_offset: if spec.norm.gain == GainForm::OnePlus { 1.0 } else { 0.0 },
-        mean_removed: spec.norm.kind == NormKind::LayerNorm,
-        d_model: spec.d_model,
-        n_q: own.n_q_heads,
-        n_kv: own.n_kv_heads,
-        d_head: own.d_head,
-        rotary: rope.map_or(0, |rope| rope.rotary_dim),
-        interleaved: rope.is_some_and(|rope| rope.layout == RopeLayout::Interleaved),
-        rope_factor: rope.map_or(1.0, |rope| above(rope.attention_factor)),
-        softmax_scale: own.softmax_scale,
-        query_factor: own.query_factor(),
-        rounding_share: spec.rounding_share(own, weights.stored()),
-        ..LayerInput::without_addresses()
-    }
-}
-
-fn projection<'a>(input: &'a Projection<'a>) -> HostProjection<'a> {
-    HostProjection { heads: &input.heads, bias: input.bias.as_deref() }
-}
-
 /// A scale engine over copies of the layers' weights, as far as bounds depend on them. Layers may differ in heads,
 /// rotation, softmax scale, the factor on their queries and type. Where queries grow with the position, bounds hold up to
 /// [`AttentionSpec::bounded_positions`].
 ///
 /// # Errors
-/// `is_unsupported` if neither the attention's input nor q and k are normalised; otherwise as [`LayerGeometry::new`] and
-/// [`ScaleEngine::over`].
+/// As [`check_device`], [`LayerGeometry::new`](crate::geometry::LayerGeometry::new) and [`ScaleEngine::over`].
 pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeights<'_>]) -> Result<ScaleEngine> {
     spec.check()?;
-    let host: Vec<HostLayer<'_>> = layers
-        .iter()
-        .map(|weights| {
-            // The host's own checks of sizes and vectors.
-            LayerGeometry::new(spec, weights.clone())?;
-            let own = spec.layer(weights.layer)?;
-            Ok(HostLayer {
-                form: form(spec, own, weights),
-                q: projection(&weights.q),
-                k: projection(&weights.k),
-                v: (spec.norm.kind != NormKind::None).then(|| projection(&weights.v)),
-                gain: weights.norm_gain.as_deref().filter(|_| spec.norm.gain != GainForm::Unit),
-                shift: weights.norm_shift.as_deref(),
-                qk_norm: spec.qk_norm_of(own).map(|norm| {
-                    let sides = [&weights.q_norm, &weights.k_norm].map(Option::as_ref);
-                    HostQkNorm {
-                        gains: sides.map(|side| Some(side?.gain.as_slice()).filter(|_| norm.gain != GainForm::Unit)),
-                        shifts: sides.map(|side| side.and_then(|vectors| vectors.shift.as_deref())),
-                        gain_offset: if norm.gain == GainForm::OnePlus { 1.0 } else { 0.0 },
-                        joint: norm.scope == QkNormScope::Joint,
-                    }
-                }),
-            })
-        })
-        .collect::<Result<_>>()?;
-    let weights = DeviceWeights::upload(device, &host).map_err(|error| error.within(&spec.name))?;
+    check_device(spec)?;
+    let weights = DeviceWeights::upload(device, spec, layers).map_err(|error| error.within(&spec.name))?;
     ScaleEngine::over(device, &Arc::new(weights), true).map_err(|error| error.within(&spec.name))
 }
 

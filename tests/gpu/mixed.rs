@@ -24,6 +24,7 @@ tests![
     a_model_with_unlike_layers_plans_as_on_the_host,
     layers_may_normalise_q_and_k_or_let_queries_grow,
     a_policy_names_the_layer_of_other_heads,
+    what_the_device_does_not_count_is_refused_at_set_up,
 ];
 
 /// A layer of any kind, with what holds its memory.
@@ -395,4 +396,17 @@ fn a_policy_names_the_layer_of_other_heads() {
         error.is_mismatch() && error.to_string().contains("expected 6 query and 2 KV heads in layer 0, got 4 and 4"),
         "{error}"
     );
+}
+
+fn what_the_device_does_not_count_is_refused_at_set_up() {
+    let (mut spec, layers) = unlike();
+    let weights: Vec<LayerWeights<'_>> =
+        layers.iter().enumerate().map(|(i, layer)| LayerWeights { layer: i, ..layer.weights() }).collect();
+    let engine = Box::new(scale_engine(device(), &spec, &weights).unwrap());
+    spec.fp8_inputs = true;
+    let error = scale_engine(device(), &spec, &weights).unwrap_err();
+    assert!(error.is_unsupported() && error.to_string().contains("on the CPU only"), "{error}");
+    let (kind, tail) = (PolicyKind::Geometry.into(), Tail::default());
+    let error = PolicyEngine::new(device(), &spec, kind, &tail, BoundSource::Weights(engine)).unwrap_err();
+    assert!(error.is_unsupported() && error.to_string().contains("on the CPU only"), "{error}");
 }

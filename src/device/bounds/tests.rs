@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::bound::HeadBounds;
-use crate::model::preset;
+use crate::model::{NormKind, preset};
 
 /// Two layers of unequal heads, with bounds that f32 holds.
 fn case() -> (AttentionSpec, Vec<LayerBounds>) {

@@ -2,7 +2,7 @@
 
 use super::memory::{MemoryLayout, row_length};
 use super::table::{PolicyLayer, PolicyTable, has_values};
-use crate::bound::{BoundKind, HeadBound, LayerBounds, Tail};
+use crate::bound::{BoundKind, HeadBound, LayerBounds, Tail, check_device};
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream, sources};
 use crate::device::{bounds, scale::ScaleEngine};
 use crate::error::{Error, Result};
@@ -60,7 +60,8 @@ impl PolicyEngine {
     ///
     /// # Errors
     /// `is_argument` if a parameter breaks its rule or bounds are missing, `is_mismatch` if the scale engine's layers have other
-    /// heads, `is_unsupported` for geometry-c-star with a QK-norm or a scale engine without logit bounds; `is_cuda` if a kernel
+    /// heads, `is_unsupported` for geometry-c-star with a QK-norm, a scale engine without logit bounds, or what
+    /// [`check_device`] refuses; `is_cuda` if a kernel
     /// does not compile or device memory runs out.
     pub fn new(
         device: &Device,
@@ -113,6 +114,7 @@ impl PolicyEngine {
             }
             BoundSource::None => {}
             BoundSource::Weights(engine) => {
+                check_device(spec)?;
                 check_heads(engine.heads(), heads)?;
                 let bounds = engine
                     .head_bounds()

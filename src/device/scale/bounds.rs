@@ -4,7 +4,7 @@ use super::grams::Grams;
 use super::norms;
 use super::products::Products;
 use super::results::Results;
-use super::tables::{Growth, LayerInput, Place, Task};
+use super::tables::{Growth, HeadGram, LayerInput, Place, Task};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;
@@ -21,29 +21,24 @@ pub(super) struct Bounds {
     /// Squares: raw q, raw k, then scaled q, scaled k and the Frobenius bound, or products. Infinite where a raw norm was skipped.
     pub lambdas: Buffer<f64>,
     growth: Buffer<Growth>,
+    frobenius: Kernel,
     pub eta: f64,
-    /// Allowance of a Gram's entries, in units of 2^-24 tr G.
-    pub rounding: f32,
-    /// Of the plan (`kernels/scale_plan.cu`).
-    flags: u32,
-    shape: LayerInput,
+    /// `Shape` of the kernels.
+    shape: Arg,
+    layer: LayerInput,
     layers: usize,
     /// Kernels may start before the one in front has ended, and wait for it.
     overlaps: bool,
 }
 
-/// Bits of the plan's flags (`kernels/scale_plan.cu`).
-const MEAN_REMOVED: u32 = 8;
-const MAY_SKIP: u32 = 16;
-
-/// Kinds of matrices (`kernels/include/scale_jobs.cuh`).
+/// Kinds of matrices (`kernels/scale/matrices.cuh`).
 const RAW_Q: u32 = 0;
 const RAW_K: u32 = 1;
 const SCALED_Q: u32 = 2;
 const SCALED_K: u32 = 3;
 const PRODUCT: u32 = 4;
 
-/// Threads and shared memory of the kernel that certifies (`kernels/include/scale_blocks.cuh`): a group of four warps up to 128
+/// Threads and shared memory of the kernel that certifies (`kernels/scale/symmetric.cuh`): a group of four warps up to 128
 /// channels, one for every two 64 x 64 blocks above; the matrix in F16, with room for its alignment.
 fn certificate(r: usize) -> (u32, u32) {
     let side = r.div_ceil(64);
@@ -84,19 +79,10 @@ impl Bounds {
                 let (k, first_q) = (heads + n_q + kv, heads + kv * group);
                 let task = |kind: u32, q: usize, result: usize, group: u32| {
                     let (of_q, of_k) = (grams.host_heads[q], grams.host_heads[k]);
-                    let own = if kind == RAW_K || kind == SCALED_K { of_k } else { of_q };
+                    let HeadGram { first, stride, count, .. } =
+                        if kind == RAW_K || kind == SCALED_K { of_k } else { of_q };
                     let (q_row, k_row) = (of_q.stat_row, of_k.stat_row);
-                    let parts = (own.first, own.stride, own.count);
-                    Task {
-                        kind,
-                        result: result as u32,
-                        first: parts.0,
-                        stride: parts.1,
-                        count: parts.2,
-                        q_row,
-                        k_row,
-                        group,
-                    }
+                    Task { kind, result: result as u32, first, stride, count, q_row, k_row, group }
                 };
                 tasks.push(task(RAW_K, first_q, k_at + layer * n_kv + kv, skips(group)));
                 for (q, head) in (first_q..first_q + group).zip(layer * n_q + kv * group..) {
@@ -112,40 +98,40 @@ impl Bounds {
                 }
             }
         }
-        let plan = device.module(sources::PLAN, &[])?;
         let (threads, shared) = certificate(r);
-        let module = device.module(sources::BOUNDS, &[("D_HEAD", r.to_string())])?;
-        let certify = module.overlapping_kernel("scale_bounds")?;
+        let module = device.module(sources::EIGENVALUES, &[("D_HEAD", r.to_string())])?;
+        let certify = module.overlapping_kernel("scale_eigenvalues")?;
         certify.allow_shared(shared)?;
         let flush = grams.depth;
         // g w is rounded once.
         let split = 3;
         let parts = grams.host_heads.iter().map(|h| h.count as usize).max().unwrap_or(1);
-        // The removal of the mean rounds too, and its two sums are as deep as the norms' (`scale_norms.cu`, or where these are not
-        // of the Grams' pass `scale_norms_heads.cu`).
+        // The removal of the mean rounds too, and its two sums are as deep as the norms' (`norms_generic.cu`, or where these are not
+        // of the Grams' pass `norms.cu`).
         let by_loads = first.d_model.div_ceil(256) + 13;
         let deep = if grams.has_stats { by_loads } else { by_loads.max(norms::depth(first.d_model)) };
         let mean = if first.mean_removed { 2 * deep + 8 } else { 0 };
-        let rounding = flush + split + parts + 4 + mean;
+        let rounding = (flush + split + parts + 4 + mean) as f32;
+        let sizes = [count, n_q, n_kv, r, first.d_model, first.rotary].map(|size| size as u32);
+        let flags = [first.interleaved, first.mean_removed, grams.one_sided()].map(u32::from);
+        let skipped = (4.0 * skip_spread(first.d_model)).exp() as f32;
+        let mut shape = [0; 12];
+        shape[..6].copy_from_slice(&sizes);
+        shape[6..9].copy_from_slice(&flags);
+        shape[9..].copy_from_slice(&[first.rope_factor, rounding, skipped].map(f32::to_bits));
         Ok(Self {
             certify,
             launch: Launch::linear(tasks.len(), threads, shared),
             products: if pairs.is_empty() { None } else { Some(Products::new(device, first, &pairs)?) },
-            plan: plan.overlapping_kernel("scale_plan")?,
+            plan: device.module(sources::LOGIT_BOUNDS, &[])?.overlapping_kernel("scale_logit_bounds")?,
+            frobenius: device.module(sources::FROBENIUS, &[])?.overlapping_kernel("scale_frobenius")?,
             overlaps: device.arch().compute >= 90,
             lambdas: device.zeros(rest_at + rest(first) * count * n_q)?,
             growth: device.upload(&layers.iter().zip(places).map(|(l, place)| l.growth(place)).collect::<Vec<_>>())?,
             eta: 0.8,
-            rounding: rounding as f32,
-            flags: if first.mean_removed {
-                MEAN_REMOVED
-            } else if tasks.iter().any(|task| task.group > 0) {
-                MAY_SKIP
-            } else {
-                0
-            },
             tasks: device.upload(&tasks)?,
-            shape: *first,
+            shape: Arg::Words(shape),
+            layer: *first,
             layers: count,
         })
     }
@@ -153,47 +139,14 @@ impl Bounds {
     /// Matrices of heads as they are and scaled that the last plan certified, and how many there are. Waits for the device.
     pub fn squared(&self) -> Result<(usize, usize)> {
         let most = self.tasks.len() - self.products.as_ref().map_or(0, |products| products.products.len());
-        let raw = self.layers * (self.shape.n_q + self.shape.n_kv);
+        let raw = self.layers * (self.layer.n_q + self.layer.n_kv);
         let skipped = self.lambdas.read()?[..raw].iter().filter(|square| square.is_infinite()).count();
         Ok((most - skipped, most))
     }
 
-    fn plan_shape(&self) -> Arg {
-        let s = &self.shape;
-        Arg::Words([
-            s.n_q as u32,
-            s.n_kv as u32,
-            s.d_head as u32,
-            s.rotary as u32,
-            s.interleaved.into(),
-            s.d_model as u32,
-            self.layers as u32,
-            self.products.is_some().into(),
-            s.rope_factor.to_bits(),
-            self.flags,
-            self.eta.to_bits() as u32,
-            (self.eta.to_bits() >> 32) as u32,
-        ])
-    }
-
     /// Certified norms of every head: raw, and scaled under rotation or of its product without, from Grams and channel statistics.
     pub fn norms(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, status: DevicePtr) -> Result<()> {
-        let s = &self.shape;
-        let (partials, stats) = (Arg::Ptr(grams.partials.ptr()), Arg::Ptr(stats));
-        let shape = Arg::Words([
-            s.rotary as u32,
-            s.interleaved.into(),
-            s.mean_removed.into(),
-            s.d_model as u32,
-            s.rope_factor.to_bits(),
-            self.rounding.to_bits(),
-            grams.one_sided().into(),
-            ((4.0 * skip_spread(s.d_model)).exp() as f32).to_bits(),
-            0,
-            0,
-            0,
-            0,
-        ]);
+        let (partials, stats, shape) = (Arg::Ptr(grams.partials.ptr()), Arg::Ptr(stats), self.shape);
         let (mut matrices, mut products) = (DevicePtr::NULL, DevicePtr::NULL);
         if let Some(p) = &self.products {
             p.launch(stream, [Arg::Ptr(grams.heads.ptr()), partials, stats], shape, self.overlaps)?;
@@ -214,11 +167,29 @@ impl Bounds {
         unsafe { self.certify.launch_early(stream, self.launch, &args, self.overlaps) }
     }
 
+    /// Frobenius norms of every head, to `norms`; or with none there the bound over every relative position, for the heads where it
+    /// is sharper than what [`Bounds::norms`] left: behind these, in front of [`Bounds::finish`]. Without rotation sigma is
+    /// certified as it is, and F is no less.
+    pub fn frobenius(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, norms: DevicePtr) -> Result<()> {
+        let in_plan = norms == DevicePtr::NULL;
+        if in_plan && self.layer.rotary == 0 {
+            return Ok(());
+        }
+        let tables = [grams.heads.ptr(), grams.partials.ptr(), stats, self.growth.ptr(), self.lambdas.ptr(), norms]
+            .map(Arg::Ptr);
+        let args = [&[self.shape][..], &tables].concat();
+        let launch = Launch::linear(self.layers * self.layer.n_q, 128, 0);
+        // SAFETY: 1. the arguments are the kernel's, in order; 2. the tables and results are the engine's; 3. a block writes its
+        // own head's result, and what it reads is finished by the stream's order or its wait.
+        unsafe { self.frobenius.launch_early(stream, launch, &args, self.overlaps && in_plan) }
+    }
+
     /// Bounds of every query head, from what [`Bounds::norms`] left, channel statistics and operand descales.
     pub fn finish(&self, stream: &Stream, grams: &Grams, stats: DevicePtr, results: &Results) -> Result<()> {
         let Some(bounds) = &results.bounds else { return Ok(()) };
         let args = [
-            self.plan_shape(),
+            self.shape,
+            Arg::F64(self.eta),
             Arg::Ptr(grams.heads.ptr()),
             Arg::Ptr(stats),
             Arg::Ptr(self.lambdas.ptr()),
@@ -228,7 +199,7 @@ impl Bounds {
             Arg::Ptr(bounds.ptr()),
             Arg::Ptr(results.status.ptr()),
         ];
-        let launch = Launch::linear((self.layers * self.shape.n_q).div_ceil(4), 128, 0);
+        let launch = Launch::linear((self.layers * self.layer.n_q).div_ceil(4), 128, 0);
         // SAFETY: 1. the arguments are the kernel's; 2. and 3. everything it reads was written by the launches before it, on
         // this stream and on the one that it has waited for.
         unsafe { self.plan.launch(stream, launch, &args) }

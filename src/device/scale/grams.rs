@@ -91,11 +91,16 @@ impl Grams {
         let sums = sums && has_stats;
         // Blocks that share a head.
         let sharing = if route == GramRoute::Wide && r > 128 { 2 } else { 1 };
-        let tile = match route {
-            GramRoute::Rounded | GramRoute::Split => 128,
+        // With inputs of a tile, and roundings of one accumulator before it is flushed and of a flush every 256 inputs.
+        let (source, name, threads, shared, tile, (chain, flushes)) = match route {
+            GramRoute::Rounded => (sources::GRAMS_ROUNDED, "scale_grams_rounded", 640, ONE_HEAD_SHARED, 128, (128, 2)),
+            GramRoute::Split => (sources::GRAMS_SPLIT, "scale_grams_split", 384, ONE_HEAD_SHARED, 128, (512, 1)),
             // 128 bytes of a row for each block.
-            GramRoute::Wide => sharing * 128 / dtype.size(),
-            GramRoute::Generic => 64,
+            GramRoute::Wide => {
+                let (threads, tile) = (wide_threads(first.d_head), sharing * 128 / dtype.size());
+                (sources::GRAMS_WIDE, "scale_grams_wide", threads, WIDE_SHARED, tile, (256, 2))
+            }
+            GramRoute::Generic => (sources::GRAMS_GENERIC, "scale_grams_generic", 256, 0, 64, (256, 1)),
         };
         let per_unit = if route != GramRoute::Generic && r <= 64 { 2 } else { 1 };
         let of_q_and_k = built.projections.iter().enumerate().filter(|(_, p)| p.first_head != NO_ROW);
@@ -122,12 +127,6 @@ impl Grams {
         };
         let side = r.div_ceil(64) as usize;
         let blocks = side * (side + 1) / 2;
-        let (source, name, threads, shared) = match route {
-            GramRoute::Rounded => (sources::GRAMS_ROUNDED, "scale_grams_rounded", 640, ONE_HEAD_SHARED),
-            GramRoute::Split => (sources::GRAMS_SPLIT, "scale_grams_split", 384, ONE_HEAD_SHARED),
-            GramRoute::Wide => (sources::GRAMS_WIDE, "scale_grams_wide", wide_threads(first.d_head), WIDE_SHARED),
-            GramRoute::Generic => (sources::GRAMS_GENERIC, "scale_grams_generic", 256, 0),
-        };
         let defines = match route {
             GramRoute::Generic => vec![],
             _ => vec![
@@ -170,7 +169,7 @@ impl Grams {
                 let part_stats = match tiles.is_empty() {
                     true => None,
                     false => {
-                        let kernel = device.module(sources::PLAN, &[])?.overlapping_kernel("scale_part_stats")?;
+                        let kernel = device.module(sources::PART_STATS, &[])?.overlapping_kernel("scale_part_stats")?;
                         Some((kernel, device.upload(&tiles)?))
                     }
                 };
@@ -178,7 +177,7 @@ impl Grams {
                     gain_kernel: device.module(sources::GAINS, &[])?.overlapping_kernel("scale_gains")?,
                     gains: device.zeros(gain_bytes * projections)?,
                     scales: device.zeros(projections)?,
-                    maps: device.upload(&tensor_maps(&built.projections, false, &boxes)?)?,
+                    maps: tensor_maps(device, &built.projections, false, &boxes)?,
                     gain_tiles: d.div_ceil(128) as u32,
                     form: u32::from(split) + u32::from(sums),
                     channel_parts: device.zeros(cut.stat_parts as usize * 128 * 8)?,
@@ -186,13 +185,6 @@ impl Grams {
                     stat_rows,
                 })
             }
-        };
-        // Roundings of one accumulator before it is flushed, and those of the flushes.
-        let (chain, flushes) = match route {
-            GramRoute::Rounded => (128, 2),
-            GramRoute::Split => (512, 1),
-            GramRoute::Wide => (256, 2),
-            GramRoute::Generic => (256, 1),
         };
         Ok(Self {
             route,

@@ -1,7 +1,6 @@
 //! The launches for layers of one kind: alike in everything that a launch takes once ([`super::partition`]).
 
 use super::bounds::Bounds;
-use super::frobenius::Frobenius;
 use super::grams::{GramRoute, Grams};
 use super::layout::Tables;
 use super::norms::Norms;
@@ -32,7 +31,6 @@ pub(super) struct Group {
 struct Certified {
     grams: Grams,
     bounds: Bounds,
-    frobenius: Frobenius,
 }
 
 impl Group {
@@ -46,8 +44,7 @@ impl Group {
             true => {
                 let grams = Grams::new(device, &layers, &built)?;
                 let bounds = Bounds::new(device, &layers, &places, &grams)?;
-                let frobenius = Frobenius::new(device, &layers, &places, &grams, &bounds)?;
-                Some(Certified { grams, bounds, frobenius })
+                Some(Certified { grams, bounds })
             }
             false => None,
         };
@@ -55,7 +52,7 @@ impl Group {
             stats: device.zeros(built.rows)?,
             layer_table: device.upload(&built.layers)?,
             norms: Norms::new(device, &layers, &built)?,
-            descales: device.module(sources::DESCALES, &[])?.overlapping_kernel("scale_descales")?,
+            descales: device.module(sources::DESCALES, &[])?.overlapping_kernel("scale_operand_descales")?,
             certified,
             qk_norm: if normalised { Some(QkNorm::new(device, &layers, &places)?) } else { None },
             // Without projections to read there is no kernel before the descales, but a fill.
@@ -101,7 +98,7 @@ impl Group {
     /// Operand descales and logit bounds. `side`: for what runs beside the certificates. `clear`: the status has to be cleared
     /// first.
     pub fn plan(&self, stream: &Stream, side: &Stream, results: &Results, clear: bool) -> Result<()> {
-        let Some(Certified { grams, bounds, frobenius }) = &self.certified else {
+        let Some(Certified { grams, bounds }) = &self.certified else {
             return self.descales(stream, results, clear);
         };
         let (projections, stats, status) = (self.projections.ptr(), self.stats.ptr(), results.status.ptr());
@@ -117,15 +114,17 @@ impl Group {
         // Blocks small enough for the room that certificates leave.
         self.operand_descales(side, results, self.pdl && values, 256)?;
         bounds.norms(stream, grams, stats, status)?;
-        frobenius.bound(stream, grams, bounds, stats)?;
+        bounds.frobenius(stream, grams, stats, DevicePtr::NULL)?;
         stream.wait_for(side)?;
         bounds.finish(stream, grams, stats, results)
     }
 
     /// Frobenius norms, after a plan, if this group has Grams.
     pub fn frobenius(&self, stream: &Stream, results: &Results) -> Result<()> {
-        let Some(Certified { grams, frobenius, .. }) = &self.certified else { return Ok(()) };
-        frobenius.every(stream, grams, self.stats.ptr(), results)
+        let (Some(Certified { grams, bounds }), Some(norms)) = (&self.certified, &results.frobenius) else {
+            return Ok(());
+        };
+        bounds.frobenius(stream, grams, self.stats.ptr(), norms.ptr())
     }
 
     /// What logit descales are made with.

@@ -1,52 +1,15 @@
 //! Weights in device memory that belong to this crate: checked, or copied from the host.
 
-use super::tables::{DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide};
+use super::tables::{DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide, above};
 use crate::cuda::{Buffer, Device, DevicePtr};
 use crate::error::{Error, Result};
+use crate::geometry::LayerGeometry;
+use crate::model::{
+    AttentionSpec, GainForm, LayerWeights, NormKind, NormVectors, Projection, QkNorm, QkNormScope, RopeLayout,
+};
 use crate::tensor::{self, MatrixView};
 use half::{bf16, f16};
 use std::sync::Arc;
-
-/// One projection in host memory.
-#[derive(Clone, Copy, Debug)]
-pub struct HostProjection<'a> {
-    /// One `d_head x d_model` view a head.
-    pub heads: &'a [MatrixView<'a>],
-    /// One value a channel.
-    pub bias: Option<&'a [f64]>,
-}
-
-/// One layer's attention weights in host memory.
-#[derive(Clone, Copy, Debug)]
-pub struct HostLayer<'a> {
-    /// Sizes, norm and rotation. Its addresses and vector type are filled in here.
-    pub form: LayerInput,
-    /// Query projection.
-    pub q: HostProjection<'a>,
-    /// Key projection.
-    pub k: HostProjection<'a>,
-    /// Value projection; `None` where the values have no bound.
-    pub v: Option<HostProjection<'a>>,
-    /// Stored gain of the input norm.
-    pub gain: Option<&'a [f64]>,
-    /// Stored shift of the input norm.
-    pub shift: Option<&'a [f64]>,
-    /// Norms of q and k between projection and rotation. W_Q and W_K stay on the host then.
-    pub qk_norm: Option<HostQkNorm<'a>>,
-}
-
-/// Norms of q and k in host memory: each `d_head` values that all heads share, or `heads * d_head`.
-#[derive(Clone, Copy, Debug)]
-pub struct HostQkNorm<'a> {
-    /// Stored gains of q and of k; `None` for ones.
-    pub gains: [Option<&'a [f64]>; 2],
-    /// Stored shifts of q and of k.
-    pub shifts: [Option<&'a [f64]>; 2],
-    /// Added to every stored gain.
-    pub gain_offset: f32,
-    /// All heads of a projection are normalised together, rather than each alone.
-    pub joint: bool,
-}
 
 /// Weights in device memory that is owned here. Every address has been checked against it.
 #[derive(Debug)]
@@ -92,21 +55,16 @@ impl DeviceWeights {
         Ok(Self { layers, memory: Arc::new(memory) })
     }
 
-    /// Copies of weights in host memory. BF16 and F16 stay what they are; everything else becomes f32, rounded where it
-    /// was finer (2^-24, inside the margins of the bounds).
+    /// Copies of weights in host memory, as far as bounds depend on them. BF16 and F16 stay what they are; everything else becomes
+    /// f32, rounded where it was finer (2^-24, inside the margins of the bounds). Where q and k are normalised after the projection,
+    /// W_Q and W_K stay on the host.
     ///
     /// # Errors
-    /// If a view or vector has another size than its form says, or memory runs out.
-    pub fn upload(device: &Device, layers: &[HostLayer<'_>]) -> Result<Self> {
-        let mut memory = Vec::new();
-        let inputs = layers
-            .iter()
-            .enumerate()
-            .map(|(i, layer)| {
-                upload(device, layer, &mut memory).map_err(|error| error.within(format_args!("layer {i}")))
-            })
-            .collect::<Result<Vec<_>>>()?;
-        Self::new(inputs, memory)
+    /// As [`LayerGeometry::new`], or if memory runs out.
+    pub fn upload(device: &Device, spec: &AttentionSpec, layers: &[LayerWeights<'_>]) -> Result<Self> {
+        let mut upload = Upload { device, memory: vec![] };
+        let inputs = layers.iter().map(|weights| upload.layer(spec, weights)).collect::<Result<Vec<_>>>()?;
+        Self::new(inputs, upload.memory)
     }
 
     /// W_Q and W_K of the same memory, without W_V: for an engine that is asked for logit bounds alone.
@@ -128,80 +86,97 @@ fn extent(m: &DeviceMatrix, rows: usize, columns: usize) -> Option<u64> {
     last.checked_add(1)?.checked_mul(m.dtype.size() as u64)
 }
 
-fn upload(device: &Device, layer: &HostLayer<'_>, memory: &mut Vec<Buffer<u8>>) -> Result<LayerInput> {
-    let form = layer.form;
-    let mut vector = |values: Option<&[f64]>, name: &str, want: usize| -> Result<DevicePtr> {
-        let Some(values) = values else { return Ok(DevicePtr::NULL) };
-        if values.len() != want {
-            return Err(Error::argument(format_args!("{name} has {} values, not {want}", values.len())));
-        }
-        let narrow: Vec<f32> = values.iter().map(|x| *x as f32).collect();
-        keep(device, bytemuck::cast_slice(&narrow), memory)
-    };
-    let gain = vector(layer.gain, "the norm's gain", form.d_model)?;
-    let shift = vector(layer.shift, "the norm's shift", form.d_model)?;
-    let bias = [Some(layer.q), Some(layer.k), layer.v]
-        .into_iter()
-        .zip([form.n_q, form.n_kv, form.n_kv])
-        .map(|(p, heads)| vector(p.and_then(|p| p.bias), "a bias", heads * form.d_head))
-        .collect::<Result<Vec<_>>>()?;
-    let qk_norm = match &layer.qk_norm {
-        None => None,
-        Some(norm) => {
-            let mut side = |which: usize, name: [&str; 2], heads: usize| -> Result<QkNormSide> {
-                let stored = [norm.gains[which], norm.shifts[which]];
-                let per_head = stored.into_iter().flatten().any(|values| values.len() != form.d_head);
-                let want = if per_head { heads * form.d_head } else { form.d_head };
-                let mut keep = |values: Option<&[f64]>, name: &str| match values {
-                    // Shared by all heads, beside a vector that is not.
-                    Some(shared) if shared.len() == form.d_head => {
-                        vector(Some(&shared.repeat(want / form.d_head)), name, want)
-                    }
-                    other => vector(other, name, want),
-                };
-                let (gain, shift) = (keep(stored[0], name[0])?, keep(stored[1], name[1])?);
-                let channels = if norm.joint { heads * form.d_head } else { form.d_head };
-                Ok(QkNormSide { gain, shift, per_head, channels: channels as u32 })
-            };
-            let q = side(0, ["the q norm's gain", "the q norm's shift"], form.n_q)?;
-            let k = side(1, ["the k norm's gain", "the k norm's shift"], form.n_kv)?;
-            Some(QkNormInput { q, k, dtype: Dtype::F32, gain_offset: norm.gain_offset })
-        }
-    };
-    let mut projection = |input: HostProjection<'_>, heads: usize, bias: DevicePtr| -> Result<ProjectionInput> {
-        let shape = (form.d_head, form.d_model);
-        if input.heads.len() != heads || input.heads.iter().any(|view| view.shape() != shape) {
-            return Err(Error::argument(format_args!(
-                "a projection has not {heads} heads of {} x {}",
-                shape.0, shape.1
-            )));
-        }
-        let (bytes, dtype) = pack(input.heads, form.d_model);
-        let ptr = keep(device, &bytes, memory)?;
-        Ok(ProjectionInput {
-            weight: DeviceMatrix { ptr, dtype, row_stride: form.d_model as i64, col_stride: 1 },
-            bias,
-        })
-    };
-    // Where their norms bound q and k, nothing reads W_Q and W_K.
-    let read = qk_norm.is_none();
-    Ok(LayerInput {
-        q: if read { projection(layer.q, form.n_q, bias[0])? } else { form.q },
-        k: if read { projection(layer.k, form.n_kv, bias[1])? } else { form.k },
-        v: layer.v.map(|v| projection(v, form.n_kv, bias[2])).transpose()?,
-        gain,
-        shift,
-        vector_dtype: Dtype::F32,
-        qk_norm,
-        ..form
-    })
+/// Copies in the making.
+struct Upload<'a> {
+    device: &'a Device,
+    memory: Vec<Buffer<u8>>,
 }
 
-fn keep(device: &Device, bytes: &[u8], memory: &mut Vec<Buffer<u8>>) -> Result<DevicePtr> {
-    let buffer = device.upload(bytes)?;
-    let ptr = buffer.ptr();
-    memory.push(buffer);
-    Ok(ptr)
+impl Upload<'_> {
+    fn layer(&mut self, spec: &AttentionSpec, weights: &LayerWeights<'_>) -> Result<LayerInput> {
+        // The host's own checks of sizes and vectors.
+        LayerGeometry::new(spec, weights.clone())?;
+        let own = spec.layer(weights.layer)?;
+        let norm = spec.qk_norm_of(own);
+        // A rotation in front of a norm of q and k changes none of their bounds.
+        let rope = own.rope.as_ref().filter(|_| !norm.is_some_and(|norm| norm.behind_rotation));
+        let (d_model, unread) = (spec.d_model, LayerInput::without_addresses());
+        let with_values = spec.norm.kind != NormKind::None;
+        Ok(LayerInput {
+            // Where their norms bound q and k, nothing reads W_Q and W_K.
+            q: if norm.is_none() { self.projection(&weights.q, d_model)? } else { unread.q },
+            k: if norm.is_none() { self.projection(&weights.k, d_model)? } else { unread.k },
+            v: with_values.then(|| self.projection(&weights.v, d_model)).transpose()?,
+            gain: self.vector(weights.norm_gain.as_deref().filter(|_| spec.norm.gain != GainForm::Unit))?,
+            shift: self.vector(weights.norm_shift.as_deref())?,
+            gain_offset: offset(spec.norm.gain),
+            mean_removed: spec.norm.kind == NormKind::LayerNorm,
+            d_model,
+            n_q: own.n_q_heads,
+            n_kv: own.n_kv_heads,
+            d_head: own.d_head,
+            rotary: rope.map_or(0, |rope| rope.rotary_dim),
+            interleaved: rope.is_some_and(|rope| rope.layout == RopeLayout::Interleaved),
+            rope_factor: rope.map_or(1.0, |rope| above(rope.attention_factor)),
+            softmax_scale: own.softmax_scale,
+            query_factor: own.query_factor(),
+            rounding_share: spec.rounding_share(own, weights.stored()),
+            qk_norm: match norm {
+                None => None,
+                Some(norm) => Some(QkNormInput {
+                    q: self.norm_side(&norm, weights.q_norm.as_ref(), own.n_q_heads, own.d_head)?,
+                    k: self.norm_side(&norm, weights.k_norm.as_ref(), own.n_kv_heads, own.d_head)?,
+                    dtype: Dtype::F32,
+                    gain_offset: offset(norm.gain),
+                }),
+            },
+            ..unread
+        })
+    }
+
+    fn projection(&mut self, input: &Projection<'_>, d_model: usize) -> Result<ProjectionInput> {
+        let (bytes, dtype) = pack(&input.heads, d_model);
+        let weight = DeviceMatrix { ptr: self.bytes(&bytes)?, dtype, row_stride: d_model as i64, col_stride: 1 };
+        Ok(ProjectionInput { weight, bias: self.vector(input.bias.as_deref())? })
+    }
+
+    fn norm_side(
+        &mut self,
+        norm: &QkNorm,
+        stored: Option<&NormVectors>,
+        heads: usize,
+        d_head: usize,
+    ) -> Result<QkNormSide> {
+        let gain = stored.map(|vectors| vectors.gain.as_slice()).filter(|_| norm.gain != GainForm::Unit);
+        let both = [gain, stored.and_then(|vectors| vectors.shift.as_deref())];
+        let per_head = both.into_iter().flatten().any(|values| values.len() != d_head);
+        let [gain, shift] = both.map(|values| match values {
+            // Shared by all heads, beside a vector that is not.
+            Some(shared) if per_head && shared.len() == d_head => self.vector(Some(&shared.repeat(heads))),
+            other => self.vector(other),
+        });
+        let channels = if norm.scope == QkNormScope::Joint { heads * d_head } else { d_head };
+        Ok(QkNormSide { gain: gain?, shift: shift?, per_head, channels: channels as u32 })
+    }
+
+    /// As f32; NULL for none.
+    fn vector(&mut self, values: Option<&[f64]>) -> Result<DevicePtr> {
+        let Some(values) = values else { return Ok(DevicePtr::NULL) };
+        let narrow: Vec<f32> = values.iter().map(|x| *x as f32).collect();
+        self.bytes(bytemuck::cast_slice(&narrow))
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) -> Result<DevicePtr> {
+        let buffer = self.device.upload(bytes)?;
+        let ptr = buffer.ptr();
+        self.memory.push(buffer);
+        Ok(ptr)
+    }
+}
+
+/// What is added to stored gains.
+fn offset(gain: GainForm) -> f32 {
+    if gain == GainForm::OnePlus { 1.0 } else { 0.0 }
 }
 
 /// The heads' rows one after another, in their own type where it holds their values.

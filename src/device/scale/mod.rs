@@ -13,7 +13,6 @@
 
 mod bounds;
 mod engine;
-mod frobenius;
 mod grams;
 mod group;
 mod host;
@@ -21,7 +20,6 @@ mod layout;
 mod norms;
 mod partition;
 mod power;
-mod power_sum;
 mod products;
 mod qk_norm;
 mod results;
@@ -31,8 +29,7 @@ mod tables;
 
 pub use engine::ScaleEngine;
 pub use grams::GramRoute;
-pub use host::{DeviceWeights, HostLayer, HostProjection, HostQkNorm};
-pub use power::{PerHead, PowerEngine, PowerIteration, Step};
-pub use power_sum::{Summed, SummedPowerEngine};
+pub use host::DeviceWeights;
+pub use power::{PowerEngine, PowerIteration, SummedPowerEngine};
 pub(crate) use tables::above;
 pub use tables::{ChannelStats, DeviceMatrix, Dtype, HeadGram, LayerInput, ProjectionInput, QkNormInput, QkNormSide};

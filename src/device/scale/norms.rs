@@ -1,7 +1,8 @@
 //! Channel statistics: one read of the weights, a block a head.
 
 use super::layout::Tables;
-use super::tables::{Dtype, HeadPlace, LayerInput, NO_ROW, Projection, has_sums, tensor_maps};
+use super::storage::Storage;
+use super::tables::{DeviceMatrix, Dtype, HeadPlace, LayerInput, NO_ROW, has_sums, tensor_maps};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;
@@ -18,21 +19,17 @@ pub(super) struct Norms {
     d_model: u32,
 }
 
-/// True if weights lie along the channels, false along the model dimension; `None` if the copy engine cannot bring them or the
-/// vectors of their norm.
-fn along_channels(device: &Device, projections: &[Projection]) -> Option<bool> {
-    let first = projections.first().filter(|_| device.arch().compute == 90)?;
-    let rows = |p: &Projection| p.col_stride == 1 && p.row_stride > 0 && p.row_stride % 8 == 0;
-    let columns = |p: &Projection| p.row_stride == 1 && p.col_stride > 0 && p.col_stride % 8 == 0;
-    let fits = |p: &Projection| {
-        let aligned = [p.weight, p.gain, p.shift].iter().all(|address| address % 16 == 0);
-        aligned && p.d_model.is_multiple_of(8) && p.dtype == first.dtype && p.dtype != Dtype::F32 as u32
+/// How weights lie that the copy engine can bring, with the vectors of their norm.
+fn copied(device: &Device, layers: &[LayerInput]) -> Option<Storage> {
+    let read = |l: &LayerInput| {
+        let q_and_k = l.qk_norm.is_none().then_some([l.q.weight, l.k.weight]);
+        q_and_k.into_iter().flatten().chain(l.v.map(|v| v.weight))
     };
-    match projections.iter().all(fits) {
-        true if projections.iter().all(rows) => Some(false),
-        true if projections.iter().all(columns) => Some(true),
-        _ => None,
-    }
+    let matrices: Vec<DeviceMatrix> = layers.iter().flat_map(read).collect();
+    let storage = matrices.first().map(|_| Storage::of(&matrices))?;
+    let vectors = layers.iter().all(|l| (l.gain.0 | l.shift.0).is_multiple_of(16));
+    let fits = device.arch().compute == 90 && vectors && layers[0].d_model.is_multiple_of(8);
+    (fits && storage.dtype != Dtype::F32).then_some(storage)
 }
 
 /// Roundings that the sums of `scale_norms` over `d_model` inputs are deep.
@@ -58,15 +55,14 @@ impl Norms {
         let first_value = heads.len();
         heads.extend(of(true));
         let (all, of_v) = (heads.len(), heads.len() - first_value);
-        let (every, values, maps) = match along_channels(device, &built.projections) {
+        let (every, values, maps) = match copied(device, layers) {
             None => {
                 let kernel = device.module(sources::NORMS_GENERIC, &[])?.kernel("scale_norms_generic")?;
                 let launch = |heads| Launch::linear(heads, 256, 0);
-                ((kernel.clone(), launch(all)), (kernel, launch(of_v)), vec![])
+                ((kernel.clone(), launch(all)), (kernel, launch(of_v)), device.zeros(0)?)
             }
-            Some(columns) => {
+            Some(Storage { dtype, columns, .. }) => {
                 let sums = has_sums(layers);
-                let f16 = built.projections.iter().any(|p| p.dtype == Dtype::F16 as u32);
                 let turns = built.projections.iter().any(|p| p.rotary > 0);
                 let kernel = |turns: bool, beside: bool, heads| -> Result<(Kernel, Launch)> {
                     let defines = [
@@ -74,7 +70,7 @@ impl Norms {
                         ("ALONG_CHANNELS", u32::from(columns).to_string()),
                         ("SUMS", u32::from(sums).to_string()),
                         ("TURNS", u32::from(turns).to_string()),
-                        ("F16", u32::from(f16).to_string()),
+                        ("F16", u32::from(dtype == Dtype::F16).to_string()),
                         ("VECTORS", (layers[0].vector_dtype as u32).to_string()),
                         ("BESIDE", u32::from(beside).to_string()),
                     ];
@@ -90,11 +86,11 @@ impl Norms {
                 (
                     kernel(turns, false, all)?,
                     values,
-                    tensor_maps(&built.projections, true, &[if columns { 64 } else { r }])?,
+                    tensor_maps(device, &built.projections, true, &[if columns { 64 } else { r }])?,
                 )
             }
         };
-        let (heads, maps) = (device.upload(&heads)?, device.upload(&maps)?);
+        let heads = device.upload(&heads)?;
         Ok(Self { every, values, heads, first_value, maps, d_model: layers[0].d_model as u32 })
     }
 

@@ -1,92 +1,105 @@
-//! The paper's implicit power iteration, head by head, with persistent vectors on the device.
+//! The paper's implicit power iteration with persistent vectors on the device, of each head or of a layer's sum.
 //!
-//! A step is `z = G_Q y`, `y <- G_K z`, with `G = W^T W` never formed: `u = W y` and `W^T u` come from one read of the
-//! weight, so a warm step reads W_Q and W_K once. It is the paper's Algorithm 3 per head seen from the head's side,
-//! `y = W_K^T v`, and without expanding grouped KV heads. W is what the CPU's iteration takes: the gains of the norm are in
-//! it, the mean of a LayerNorm is not.
+//! A step of each head is `z = G_Q y`, `y <- G_K z`, with `G = W^T W` never formed: the paper's Algorithm 3 per head seen from the
+//! head's side, `y = W_K^T v`, and without expanding grouped KV heads. W is what the CPU's iteration takes: the gains and the mean of
+//! the norm are in it, unless it is raw. `kernels/scale/power.cu` says how.
 
 use super::host::DeviceWeights;
 use super::layout::Tables;
 use super::partition::Partition;
-use super::tables::{DeviceMatrix, Dtype, LayerInput, NO_ROW, Place, PowerBlock, Projection, tensor_maps};
+use super::storage::Storage;
+use super::tables::{LayerInput, NO_ROW, Place, PowerLayer, Projection};
 use crate::cuda::sources;
-use crate::cuda::{Buffer, Device, DevicePtr, Kernel, Launch, Stream};
+use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::{Error, Result};
-use bytemuck::{Pod, Zeroable};
 use std::sync::Arc;
 
 /// Persistent power iteration over every head of a model.
 ///
 /// The estimate of a step is `sigma = sqrt((z . G_K z) / (y . z))`, the norm of `M^T u` for the unit vector
 /// `u = M v / ||M v||`: a lower bound, but for rounding. It certifies nothing. RoPE is left out, as in the paper. Estimates are
-/// `[layer][query head]` with each layer's own heads, vectors `[layer][query head][d_head]`.
-pub type PowerEngine = PowerIteration<PerHead>;
+/// `[layer][query head]` with each layer's own heads, vectors `[layer][query head][d_head]`. A step reads W_Q and W_K once.
+pub type PowerEngine = PowerIteration<false>;
+
+/// Persistent power iteration on `M = sum_h W_Q^h W_K^hT` of every layer, raw weights (the paper's Algorithms 2 and 3).
+///
+/// For parity with the paper: the sum bounds no head. A step is `u = M v / ||M v||`, `sigma = ||M^T u||`, kept as
+/// `y = W_K^T v`, `[KV head][d_head]`, which is repeated over a group and summed over it, never W_K. It reads W_Q and W_K
+/// twice. Estimates are one a layer, vectors `[layer][KV head][d_head]`.
+pub type SummedPowerEngine = PowerIteration<true>;
 
 /// A power iteration of every layer of a model, whose layers may differ: each kind (heads, head dimension, norm, storage) has
 /// launches of its own, and all work on one set of vectors. One workspace an engine: work of one on two streams has to be
 /// ordered by events.
 #[derive(Debug)]
-pub struct PowerIteration<K> {
-    kinds: Vec<K>,
+pub struct PowerIteration<const SUMMED: bool> {
+    kinds: Vec<Kind>,
     vectors: Buffer<f32>,
+    /// Between W_Q and W_K.
+    middle: Buffer<f32>,
     sigma: Buffer<f32>,
+    /// Of each head: what its next estimate needs of z.
+    scales: Buffer<f64>,
     weights: Option<Arc<DeviceWeights>>,
 }
 
-/// Layers of one kind, and how a step of them is made.
-pub trait Step: Sized {
-    /// Estimates and values of vectors of a layer.
-    fn sizes(layer: &LayerInput) -> (usize, usize);
-    /// Puts `count` steps on the stream.
-    ///
-    /// # Errors
-    /// If a launch is refused.
-    fn steps(&self, stream: &Stream, count: usize, vectors: DevicePtr, sigma: DevicePtr) -> Result<()>;
+/// Layers of one kind.
+#[derive(Debug)]
+struct Kind {
+    products: Kernel,
+    heads: Kernel,
+    sum: Kernel,
+    projections: Buffer<Projection>,
+    layers: Buffer<PowerLayer>,
+    inputs: Buffer<f32>,
+    parts: Buffer<f32>,
+    shape: LayerInput,
+    raw: bool,
 }
 
-/// Where a layer's estimates and vectors begin in those of the model.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Starts {
-    pub sigma: usize,
-    pub vectors: usize,
+/// Inputs of a block of the products (`kernels/scale/power.cu`).
+const RANGE: usize = 1024;
+
+/// Which products a launch makes: both from one read, or one of them.
+#[derive(Clone, Copy)]
+enum Products {
+    Both = 0,
+    ToInputs = 1,
+    ToChannels = 2,
 }
 
-impl<K: Step> PowerIteration<K> {
-    /// `make` sets up the layers of one kind.
-    pub(super) fn set_up(
-        device: &Device,
-        layers: &[LayerInput],
-        seed: u64,
-        make: impl Fn(&[LayerInput], &[Place], &[Starts]) -> Result<K>,
-    ) -> Result<Self> {
+impl<const SUMMED: bool> PowerIteration<SUMMED> {
+    /// # Safety
+    /// As [`ScaleEngine::new`](super::ScaleEngine::new).
+    unsafe fn set_up(device: &Device, layers: &[LayerInput], raw: bool, seed: u64) -> Result<Self> {
         let partition = Partition::of_power(layers)?;
-        let mut next = Starts { sigma: 0, vectors: 0 };
-        let starts: Vec<Starts> = layers
-            .iter()
-            .map(|layer| {
-                let (this, (estimates, values)) = (next, K::sizes(layer));
-                next = Starts { sigma: next.sigma + estimates, vectors: next.vectors + values };
-                this
-            })
-            .collect();
-        let mut vectors = vec![0f32; next.vectors];
+        let (mut estimates, mut values) = (vec![0], vec![0]);
+        for l in layers {
+            let (own, heads) = if SUMMED { (1, l.n_kv) } else { (l.n_q, l.n_q) };
+            estimates.push(estimates[estimates.len() - 1] + own);
+            values.push(values[values.len() - 1] + heads * l.d_head);
+        }
+        let mut vectors = vec![0f32; values[layers.len()]];
         let mut kinds = vec![];
         for members in partition.groups() {
-            let (inputs, places) = partition.pick(layers, members);
-            let starts: Vec<Starts> = members.iter().map(|&i| starts[i]).collect();
-            let values = K::sizes(&inputs[0]).1;
-            let random = start(values * inputs.len() / inputs[0].d_head, inputs[0].d_head, seed);
-            for (start, random) in starts.iter().zip(random.chunks(values)) {
-                vectors[start.vectors..][..values].copy_from_slice(random);
+            let d_head = layers[members[0]].d_head;
+            let own: usize = members.iter().map(|&i| values[i + 1] - values[i]).sum();
+            let random = start(own / d_head, d_head, seed);
+            for (&i, random) in members.iter().zip(random.chunks(own / members.len())) {
+                vectors[values[i]..values[i + 1]].copy_from_slice(random);
             }
-            kinds.push(make(&inputs, &places, &starts)?);
+            let starts: Vec<(u32, u32)> = members.iter().map(|&i| (estimates[i] as u32, values[i] as u32)).collect();
+            kinds.push(Kind::new(device, partition.pick(layers, members), &starts, SUMMED, raw)?);
         }
-        Ok(Self { kinds, vectors: device.upload(&vectors)?, sigma: device.zeros(next.sigma)?, weights: None })
-    }
-
-    pub(super) fn keeping(mut self, weights: &Arc<DeviceWeights>) -> Self {
-        self.weights = Some(weights.clone());
-        self
+        let estimates = estimates[layers.len()];
+        Ok(Self {
+            kinds,
+            middle: device.zeros(vectors.len())?,
+            vectors: device.upload(&vectors)?,
+            sigma: device.zeros(estimates)?,
+            scales: device.zeros(estimates)?,
+            weights: None,
+        })
     }
 
     /// The weights that are kept alive with it.
@@ -105,7 +118,23 @@ impl<K: Step> PowerIteration<K> {
     /// # Errors
     /// If a launch is refused.
     pub fn steps(&self, stream: &Stream, count: usize) -> Result<()> {
-        self.kinds.iter().try_for_each(|kind| kind.steps(stream, count, self.vectors.ptr(), self.sigma.ptr()))
+        let (vectors, middle) = (self.vectors.ptr(), self.middle.ptr());
+        for kind in &self.kinds {
+            for _ in 0..count {
+                for (of_k, from, to) in [(false, vectors, middle), (true, middle, vectors)] {
+                    if SUMMED {
+                        kind.multiply(stream, of_k, Products::ToInputs, from, true)?;
+                        kind.sum(stream, of_k, Products::ToInputs, to, self.sigma.ptr())?;
+                        kind.multiply(stream, of_k, Products::ToChannels, from, true)?;
+                        kind.sum(stream, of_k, Products::ToChannels, to, self.sigma.ptr())?;
+                    } else {
+                        kind.multiply(stream, of_k, Products::Both, from, false)?;
+                        kind.finish_heads(stream, of_k, [from, to, self.scales.ptr(), self.sigma.ptr()])?;
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Estimates of the last step, layer after layer: lower bounds of sigma; NaN where weights are not finite.
@@ -137,73 +166,19 @@ impl<K: Step> PowerIteration<K> {
     }
 }
 
-/// The iteration of each head by itself.
-#[derive(Debug)]
-pub struct PerHead {
-    reduce: Kernel,
-    projections: Buffer<Projection>,
-    maps: Buffer<u64>,
-    halves: [Half; 2],
-    middle: Buffer<f32>,
-    parts: Buffer<f32>,
-    scales: Buffer<f32>,
-    tiles: u32,
-    raw: bool,
-}
-
-/// One of the two products.
-#[derive(Debug)]
-struct Half {
-    kernel: Kernel,
-    launch: Launch,
-    blocks: Buffer<PowerBlock>,
-    /// Vectors of a block, at most.
-    most: u32,
-    rows: u32,
-}
-
-/// Arguments of the kernel.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-struct Arguments {
-    maps: u64,
-    projections: u64,
-    blocks: u64,
-    from: u64,
-    to: u64,
-    parts: u64,
-    scales: u64,
-    sigma: u64,
-    count: u32,
-    tiles: u32,
-    rows: u32,
-    finish: u32,
-    raw: u32,
-    grid: u32,
-}
-const _: () = assert!(size_of::<Arguments>() == 88);
-
-/// Vectors that one pass over a head takes, of which a mean takes one: the quick kernel's, and the other's.
-const PACKED: u32 = 4;
-const WIDE: u32 = 8;
-
 impl PowerEngine {
     /// Sets up the iteration from pseudo-random vectors of `seed`, the same for each kind of layer; `raw` leaves gains and mean
     /// out, as the paper does.
     ///
     /// # Errors
-    /// If the weights of a layer are not BF16 with 16-byte rows, `[out, in]`, or `[in, out]` with d_head a multiple of 64; if
-    /// q and k are normalised after the projection; if the device has no copy engine for tensors (before Hopper); or anything
-    /// that [`ScaleEngine::new`](super::ScaleEngine::new) refuses.
+    /// If q and k of a layer are normalised after the projection, or anything that
+    /// [`ScaleEngine::new`](super::ScaleEngine::new) refuses.
     ///
     /// # Safety
     /// The same as [`ScaleEngine::new`](super::ScaleEngine::new).
     pub unsafe fn new(device: &Device, layers: &[LayerInput], raw: bool, seed: u64) -> Result<Self> {
-        let total = layers.iter().map(|l| l.n_q * l.d_head).sum();
-        let make = |inputs: &[LayerInput], places: &[Place], starts: &[Starts]| {
-            PerHead::new(device, (inputs, places, starts), raw, total)
-        };
-        Self::set_up(device, layers, seed, make)
+        // SAFETY: the caller's promises.
+        unsafe { Self::set_up(device, layers, raw, seed) }
     }
 
     /// The same over weights that are kept alive with the iteration.
@@ -212,10 +187,11 @@ impl PowerEngine {
     /// As [`PowerEngine::new`].
     pub fn over(device: &Device, weights: &Arc<DeviceWeights>, raw: bool, seed: u64) -> Result<Self> {
         // SAFETY: every range was checked against the memory that `weights` owns, which is held and not written.
-        Ok(unsafe { Self::new(device, weights.layers(), raw, seed)? }.keeping(weights))
+        let power = unsafe { Self::new(device, weights.layers(), raw, seed)? };
+        Ok(Self { weights: Some(weights.clone()), ..power })
     }
 
-    /// Puts one step of every head on `stream`: one read of W_Q and W_K.
+    /// Puts one step of every head on `stream`.
     ///
     /// # Errors
     /// If a launch is refused.
@@ -224,153 +200,111 @@ impl PowerEngine {
     }
 }
 
-impl PerHead {
-    /// For layers of one kind, whose addresses `PowerEngine::new`'s caller promised. `total`: values of the model's vectors.
+impl SummedPowerEngine {
+    /// Sets up the iteration from pseudo-random vectors of `seed`.
+    ///
+    /// # Errors
+    /// As [`PowerEngine::new`].
+    ///
+    /// # Safety
+    /// The same as [`ScaleEngine::new`](super::ScaleEngine::new).
+    pub unsafe fn new(device: &Device, layers: &[LayerInput], seed: u64) -> Result<Self> {
+        // SAFETY: the caller's promises.
+        unsafe { Self::set_up(device, layers, true, seed) }
+    }
+
+    /// The same over weights that are kept alive with the iteration.
+    ///
+    /// # Errors
+    /// As [`PowerEngine::new`].
+    pub fn over(device: &Device, weights: &Arc<DeviceWeights>, seed: u64) -> Result<Self> {
+        // SAFETY: every range was checked against the memory that `weights` owns, which is held and not written.
+        let power = unsafe { Self::new(device, weights.layers(), seed)? };
+        Ok(Self { weights: Some(weights.clone()), ..power })
+    }
+}
+
+impl Kind {
+    /// `starts`: of each layer's estimates and vectors in those of the model.
     fn new(
         device: &Device,
-        (layers, places, starts): (&[LayerInput], &[Place], &[Starts]),
+        (layers, places): (Vec<LayerInput>, Vec<Place>),
+        starts: &[(u32, u32)],
+        summed: bool,
         raw: bool,
-        total: usize,
     ) -> Result<Self> {
-        let first = &layers[0];
-        let Some(columns) = along_channels(layers, Some(Dtype::Bf16)).filter(|c| !c || first.d_head.is_multiple_of(64))
-        else {
-            return Err(Error::unsupported(
-                "power iteration on the device takes BF16 weights with 16-byte rows, [out, in], or [in, out] with d_head a multiple of 64",
-            ));
-        };
-        if device.arch().compute < 90 {
-            return Err(Error::unsupported(
-                "power iteration on the device needs a GPU of the Hopper generation or later",
-            ));
-        }
-        let built = Tables::new(layers, places);
-        let defines = [("D_HEAD", first.d_head.to_string()), ("ALONG_CHANNELS", u32::from(columns).to_string())];
+        let shape = layers[0];
+        let Storage { dtype, rows, .. } = Storage::of(&[shape.q.weight, shape.k.weight]);
+        let defines = [
+            ("D_HEAD", shape.d_head.to_string()),
+            ("WEIGHTS", (dtype as u32).to_string()),
+            ("ROWS", u32::from(rows && shape.d_model.is_multiple_of(8)).to_string()),
+            ("MEAN", u32::from(shape.mean_removed).to_string()),
+        ];
         let module = device.module(sources::POWER, &defines)?;
-        let number = |name| {
-            let value = module.constant(name)?;
-            u32::try_from(value).map_err(|_| Error::cuda(format_args!("scale_power: {name} is {value}")))
-        };
-        let (shared, threads, tile) =
-            (number("SHARED_BYTES")?, number("BLOCK_THREADS")?, number("TILE_INPUTS")?.max(1));
-        let mean = u32::from(layers.iter().any(|l| l.mean_removed) && !raw);
-        let tables = blocks(&built.projections, starts, first.n_q, first.n_kv, WIDE - mean);
-        let maps = tensor_maps(&built.projections, false, &[if columns { tile } else { first.d_head as u32 }])?;
-        let tiles = (first.d_model as u32).div_ceil(tile);
-        let warps = threads as usize / 32;
-        let mut parts = 0;
-        let mut half = |table: &[PowerBlock]| -> Result<Half> {
-            let most = table.iter().map(|b| b.count).max().unwrap_or(1);
-            let rows = most + mean;
-            let kernel = module.overlapping_kernel(if rows <= PACKED { "scale_power" } else { "scale_power_wide" })?;
-            kernel.allow_shared(shared)?;
-            let resident = device.processors() * kernel.occupancy(threads, shared)?.max(1) as usize;
-            // Every block has a tile, so that no slot of a part stays unwritten.
-            let grid = resident.min(table.len() * tiles as usize);
-            parts = parts.max((table.len() + grid) * warps * rows as usize * first.d_head);
-            Ok(Half {
-                kernel,
-                launch: Launch::linear(grid, threads, shared),
-                blocks: device.upload(table)?,
-                most,
-                rows,
-            })
-        };
-        let halves = [half(&tables[0])?, half(&tables[1])?];
-        let heads = starts.last().map_or(0, |start| start.sigma + first.n_q);
+        let projections = Tables::new(&layers, &places).projections;
+        let of_q_and_k: Vec<u32> =
+            (0..).zip(&projections).filter(|(_, p)| p.first_head != NO_ROW).map(|(index, _)| index).collect();
+        let table = of_q_and_k.chunks_exact(2).zip(starts);
+        let table = table.map(|(sides, &(sigma, vector))| PowerLayer { q: sides[0], k: sides[1], sigma, vector });
+        let of_a_head = 2 * shape.d_head * shape.d_model.div_ceil(RANGE);
+        let of_a_head = if summed { of_a_head.max(shape.d_model) } else { of_a_head };
         Ok(Self {
-            reduce: module.overlapping_kernel("scale_power_reduce")?,
-            projections: device.upload(&built.projections)?,
-            maps: device.upload(&maps)?,
-            halves,
-            middle: device.zeros(total)?,
-            parts: device.zeros(parts)?,
-            scales: device.zeros(2 * heads)?,
-            tiles,
+            products: module.kernel("scale_power")?,
+            heads: module.kernel("scale_power_heads")?,
+            sum: module.kernel("scale_power_sum")?,
+            layers: device.upload(&table.collect::<Vec<_>>())?,
+            projections: device.upload(&projections)?,
+            inputs: device.zeros(if summed { layers.len() * shape.d_model } else { 0 })?,
+            parts: device.zeros(layers.len() * shape.n_q * of_a_head)?,
+            shape,
             raw,
         })
     }
-}
 
-impl Step for PerHead {
-    fn sizes(layer: &LayerInput) -> (usize, usize) {
-        (layer.n_q, layer.n_q * layer.d_head)
+    fn pass(&self, of_k: bool, products: Products, summed: bool) -> Arg {
+        let s = &self.shape;
+        let sizes = [s.n_q, s.n_kv, s.d_model, s.d_model.div_ceil(RANGE)].map(|size| size as u32);
+        let flags = [of_k.into(), products as u32, summed.into(), self.raw.into()];
+        let mut words = [0; 12];
+        words[..8].copy_from_slice(&[sizes, flags].concat());
+        Arg::Words(words)
     }
 
-    fn steps(&self, stream: &Stream, count: usize, y: DevicePtr, sigma: DevicePtr) -> Result<()> {
-        let z = self.middle.ptr();
-        for launch in 0..2 * count {
-            let finish = launch % 2;
-            let (from, to): (DevicePtr, DevicePtr) = if finish == 0 { (y, z) } else { (z, y) };
-            let half = &self.halves[finish];
-            let mut arguments = Arguments {
-                maps: self.maps.ptr().0,
-                projections: self.projections.ptr().0,
-                blocks: half.blocks.ptr().0,
-                from: from.0,
-                to: to.0,
-                parts: self.parts.ptr().0,
-                scales: self.scales.ptr().0,
-                sigma: sigma.0,
-                count: half.blocks.len() as u32,
-                tiles: self.tiles,
-                rows: half.rows,
-                finish: finish as u32,
-                raw: self.raw.into(),
-                grid: half.launch.grid.0,
-            };
-            let parameters = &mut [(&raw mut arguments).cast()];
-            // The first waits for whatever wrote the weights; the others may bring weights in before the previous one ends.
-            // SAFETY: 1. the argument is the kernels'; 2. the tables reach the weights that `new`'s caller promised; 3. every
-            // warp writes its own parts, which the second kernel sums, and a kernel waits for the previous one before it reads
-            // or writes what that one touches.
-            unsafe {
-                half.kernel.launch_parameters(stream, half.launch, parameters, launch > 0)?;
-                let reduce = Launch::linear(half.blocks.len(), 32 * half.most, 0);
-                self.reduce.launch_parameters(stream, reduce, parameters, true)?;
-            }
-        }
-        Ok(())
+    /// One projection times the vectors at `from`, or its transpose times `inputs`, or both, in parts.
+    fn multiply(&self, stream: &Stream, of_k: bool, products: Products, from: DevicePtr, summed: bool) -> Result<()> {
+        let s = &self.shape;
+        let heads = if summed && of_k { s.n_kv } else { s.n_q };
+        let [layers, projections, from, inputs, parts] =
+            [self.layers.ptr(), self.projections.ptr(), from, self.inputs.ptr(), self.parts.ptr()].map(Arg::Ptr);
+        let args = [layers, projections, self.pass(of_k, products, summed), from, inputs, parts];
+        let grid = (s.d_model.div_ceil(RANGE) as u32, heads as u32, self.layers.len() as u32);
+        let block = if s.d_head > 128 { 256 } else { 128 };
+        // SAFETY: 1. the arguments are the kernel's; 2. the tables reach the weights that the caller of `new` promised; 3. every
+        // block writes its own parts, and what it reads was written by launches in front of it.
+        unsafe { self.products.launch(stream, Launch { grid, block, shared: 0 }, &args) }
     }
-}
 
-/// Whether W_Q and W_K of all layers lie along the channels (`[in, out]`) or along the model dimension, with contiguous values of
-/// one type at 16 bytes; `None` if neither. `dtype`: of this type.
-pub(super) fn along_channels(layers: &[LayerInput], dtype: Option<Dtype>) -> Option<bool> {
-    let dtype = dtype.unwrap_or(layers[0].q.weight.dtype);
-    let whole = (16 / dtype.size()) as i64;
-    let all = |test: &dyn Fn(&DeviceMatrix) -> bool| {
-        let fits = |m: &DeviceMatrix| m.dtype == dtype && m.ptr.0.is_multiple_of(16) && test(m);
-        layers.iter().all(|l| fits(&l.q.weight) && fits(&l.k.weight))
-    };
-    match all(&|m| m.col_stride == 1 && m.row_stride % whole == 0) {
-        true => Some(false),
-        false => all(&|m| m.row_stride == 1 && m.col_stride % whole == 0).then_some(true),
-    }
-}
-
-/// The work of both products: a head each for q; for k each head with up to `most` query heads of its group, which
-/// share one read of k.
-fn blocks(projections: &[Projection], starts: &[Starts], n_q: usize, n_kv: usize, most: u32) -> [Vec<PowerBlock>; 2] {
-    let (n_q, n_kv) = (n_q as u32, n_kv as u32);
-    let group = n_q / n_kv;
-    let mut tables = [vec![], vec![]];
-    let of_q_and_k: Vec<_> = (0u32..).zip(projections).filter(|(_, p)| p.first_head != NO_ROW).collect();
-    for (sides, start) in of_q_and_k.chunks_exact(2).zip(starts) {
-        let block = |side: usize, head: u32, q: u32, count: u32| PowerBlock {
-            projection: sides[side].0,
-            head,
-            vector: start.sigma as u32 + q,
-            count,
-            first: start.vectors as u32 + q * sides[side].1.d_head,
-            pad: [0; 3],
-        };
-        tables[0].extend((0..n_q).map(|q| block(0, q, q, 1)));
-        for (head, done) in (0..n_kv).flat_map(|head| (0..group).step_by(most as usize).map(move |done| (head, done))) {
-            tables[1].push(block(1, head, head * group + done, most.min(group - done)));
+    /// `addresses`: vectors from and to, what the estimate needs, estimates.
+    fn finish_heads(&self, stream: &Stream, of_k: bool, addresses: [DevicePtr; 4]) -> Result<()> {
+        let [from, to, scales, sigma] = addresses.map(Arg::Ptr);
+        let [layers, projections, parts] = [self.layers.ptr(), self.projections.ptr(), self.parts.ptr()].map(Arg::Ptr);
+        let pass = self.pass(of_k, Products::Both, false);
+        let grid = (self.shape.n_q as u32, self.layers.len() as u32, 1);
+        // SAFETY: 1. the arguments are the kernel's; 2. and 3. all are the engine's buffers, a block a head.
+        unsafe {
+            let args = [layers, projections, pass, from, to, parts, scales, sigma];
+            self.heads.launch(stream, Launch { grid, block: 256, shared: 0 }, &args)
         }
     }
-    tables
+
+    fn sum(&self, stream: &Stream, of_k: bool, products: Products, to: DevicePtr, sigma: DevicePtr) -> Result<()> {
+        let [layers, to, inputs, parts, sigma] =
+            [self.layers.ptr(), to, self.inputs.ptr(), self.parts.ptr(), sigma].map(Arg::Ptr);
+        let args = [layers, self.pass(of_k, products, true), to, inputs, parts, sigma];
+        // SAFETY: 1. the arguments are the kernel's; 2. and 3. all are the engine's buffers, a block a layer.
+        unsafe { self.sum.launch(stream, Launch::linear(self.layers.len(), 1024, 0), &args) }
+    }
 }
 
 /// Unit vectors with independent signs and sizes.
@@ -397,32 +331,6 @@ fn start(heads: usize, d_head: usize, seed: u64) -> Vec<f32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn every_query_head_is_multiplied_once_by_each_side() {
-        for (n_q, n_kv, most) in [(25, 25, 7), (32, 8, 8), (64, 8, 8), (71, 1, 8), (24, 2, 7)] {
-            let side =
-                |heads: u32, first_head| Projection { rows: heads * 64, d_head: 64, first_head, ..Zeroable::zeroed() };
-            let layer = [side(n_q, 0), side(n_kv, 0), side(n_kv, NO_ROW)];
-            // The second layer's results begin past another's of a different kind.
-            let starts =
-                [Starts { sigma: 0, vectors: 0 }, Starts { sigma: n_q as usize + 7, vectors: 64 * n_q as usize + 700 }];
-            let [q, k] = blocks(&[layer, layer].concat(), &starts, n_q as usize, n_kv as usize, most);
-            for (table, is_k) in [(&q, false), (&k, true)] {
-                let mut next = 0;
-                for b in table {
-                    let (layer, head) = (next / n_q, next % n_q);
-                    assert_eq!(b.projection, 3 * layer + u32::from(is_k));
-                    assert_eq!((b.vector, b.first), (next + 7 * layer, 64 * next + 700 * layer));
-                    assert_eq!(b.head, if is_k { head / (n_q / n_kv) } else { head });
-                    assert_eq!(b.head, if is_k { (head + b.count - 1) / (n_q / n_kv) } else { head });
-                    assert!((1..=most).contains(&b.count));
-                    next += b.count;
-                }
-                assert_eq!(next, 2 * n_q);
-            }
-        }
-    }
 
     #[test]
     fn vectors_start_apart_and_at_unit_length() {

@@ -1,4 +1,4 @@
-//! W_Q W_K^T without rotation, from Grams (`kernels/scale_products.cu`).
+//! W_Q W_K^T without rotation, from Grams (`kernels/scale/products.cu`).
 
 use super::tables::{LayerInput, Product};
 use crate::cuda::sources;

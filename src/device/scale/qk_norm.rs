@@ -24,7 +24,7 @@ impl QkNorm {
             .collect();
         let first = &layers[0];
         Ok(Self {
-            kernel: device.module(sources::QK_NORM, &[])?.kernel("scale_qk_norm")?,
+            kernel: device.module(sources::QK_NORM, &[])?.kernel("scale_qk_norm_bounds")?,
             layers: device.upload(&table)?,
             eta: 0.8,
             shape: [first.n_q as u32, first.n_kv as u32, first.d_head as u32],
@@ -61,20 +61,15 @@ fn entry(layer: &LayerInput, norm: &QkNormInput, place: &Place) -> QkLayer {
         stride: if side.per_head { layer.d_head as u32 } else { 0 },
         channels: side.channels,
     };
-    let growth = layer.growth(place);
     QkLayer {
         q: side(&norm.q),
         k: side(&norm.k),
+        growth: layer.growth(place),
         dtype: norm.dtype as u32,
         gain_offset: norm.gain_offset,
         rope_factor: layer.rope_factor,
-        logit_scale: growth.logits,
         rotary: layer.rotary as u32,
         interleaved: layer.interleaved.into(),
         layer: place.layer,
-        head: place.q,
-        kv: place.kv,
-        query_factor: growth.query,
-        rounding_share: growth.rounding_share,
     }
 }

@@ -21,7 +21,7 @@ impl Storage {
         let all = |along: fn(&DeviceMatrix) -> (i64, i64)| {
             matrices.iter().all(|m| {
                 let (one, other) = along(m);
-                m.dtype == dtype && m.ptr.0.is_multiple_of(16) && one == 1 && other % step == 0
+                m.dtype == dtype && m.ptr.0.is_multiple_of(16) && one == 1 && other > 0 && other % step == 0
             })
         };
         let rows = all(|m| (m.col_stride, m.row_stride));

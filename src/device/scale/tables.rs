@@ -1,7 +1,7 @@
-//! The host's side of the tables that the kernels read (`kernels/include/scale_types.cuh` and the structs at the head of
+//! The host's side of the tables that the kernels read (`kernels/scale/types.cuh` and the structs at the head of
 //! each kernel file).
 
-use crate::cuda::{DevicePtr, tensor_map};
+use crate::cuda::{Buffer, Device, DevicePtr, tensor_map};
 use crate::error::Result;
 use crate::model::RoundingShare;
 use bytemuck::{Pod, Zeroable};
@@ -176,7 +176,7 @@ pub(crate) fn above(x: f64) -> f32 {
     if f64::from(near) < x { near.next_up() } else { near }
 }
 
-/// Factors and the rounding share of one layer, for `scale_plan` and `scale_qk_norm`.
+/// Factors and the rounding share of one layer, for `scale_logit_bounds` and `scale_qk_norm_bounds`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Growth {
@@ -257,17 +257,13 @@ pub(super) struct QkSide {
 pub(super) struct QkLayer {
     pub q: QkSide,
     pub k: QkSide,
+    pub growth: Growth,
     pub dtype: u32,
     pub gain_offset: f32,
     pub rope_factor: f32,
-    pub logit_scale: f32,
     pub rotary: u32,
     pub interleaved: u32,
     pub layer: u32,
-    pub head: u32,
-    pub kv: u32,
-    pub query_factor: f32,
-    pub rounding_share: [f32; 2],
 }
 const _: () = assert!(size_of::<QkLayer>() == 96);
 
@@ -335,30 +331,18 @@ pub struct ChannelStats {
     pub(super) pad: f32,
 }
 
+/// A layer of a power iteration: its projections, and where its estimates and vectors begin.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct PowerBlock {
-    pub projection: u32,
-    pub head: u32,
-    pub vector: u32,
-    pub count: u32,
-    pub first: u32,
-    pub pad: [u32; 3],
-}
-const _: () = assert!(size_of::<PowerBlock>() == 32);
-
-/// A layer of a summed power iteration: its projections, and where its results begin.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct SumLayer {
+pub(super) struct PowerLayer {
     pub q: u32,
     pub k: u32,
     pub sigma: u32,
     pub vector: u32,
 }
-const _: () = assert!(size_of::<SumLayer>() == 16);
+const _: () = assert!(size_of::<PowerLayer>() == 16);
 
-/// One matrix whose largest eigenvalue is certified (`kernels/include/scale_jobs.cuh`).
+/// One matrix whose largest eigenvalue is certified (`kernels/scale/matrices.cuh`).
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Task {
@@ -373,7 +357,7 @@ pub(super) struct Task {
 }
 const _: () = assert!(size_of::<Task>() == 32);
 
-/// What goes with the matrix of a product (`kernels/include/scale_jobs.cuh`).
+/// What goes with the matrix of a product (`kernels/scale/matrices.cuh`).
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Product {
@@ -389,8 +373,14 @@ pub(super) fn has_sums(layers: &[LayerInput]) -> bool {
 }
 
 /// Tensor maps of every projection, but of V only with `values`, one for each size of box: so many channels by 128 bytes of
-/// inputs of weights stored `[out, in]`, so many inputs by 128 bytes of channels of others.
-pub(super) fn tensor_maps(projections: &[Projection], values: bool, boxes: &[u32]) -> Result<Vec<u64>> {
+/// inputs of weights stored `[out, in]`, so many inputs by 128 bytes of channels of others. A dry run, whose weights need not be
+/// there, makes none.
+pub(super) fn tensor_maps(
+    device: &Device,
+    projections: &[Projection],
+    values: bool,
+    boxes: &[u32],
+) -> Result<Buffer<u64>> {
     let maps = projections.iter().flat_map(|p| {
         let (channels, inputs) = (u64::from(p.rows), u64::from(p.d_model));
         let (inner, outer, stride) = match p.col_stride {
@@ -398,10 +388,10 @@ pub(super) fn tensor_maps(projections: &[Projection], values: bool, boxes: &[u32
             _ => (channels, inputs, p.col_stride),
         };
         let is_f32 = p.dtype == Dtype::F32 as u32;
-        boxes.iter().map(move |&rows| match values || p.first_head != NO_ROW {
+        boxes.iter().map(move |&rows| match (values || p.first_head != NO_ROW) && !device.is_dry() {
             true => tensor_map::tensor_map_rows(p.weight, is_f32, inner, outer, stride as u64, rows),
             false => Ok([0; 16]),
         })
     });
-    Ok(maps.collect::<Result<Vec<_>>>()?.concat())
+    device.upload(&maps.collect::<Result<Vec<_>>>()?.concat())
 }

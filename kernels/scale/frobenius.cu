@@ -11,18 +11,10 @@
 // The bound bounds sigma over every position too, and is the sharpest one where few directions carry a head over uneven
 // channels: a plan takes it there. Elsewhere a block returns before it reads a Gram: no term is below 0, and the diagonal blocks,
 // tr x tr y / 2 at least, pass what the eigenvalues certified.
+#include "common/warp.cuh"
+#include "common/head_bound.cuh"
 #include "ptx/launch.cuh"
-#include "scale_segments.cuh"
-
-struct FrobeniusShape {
-  u32 n_q, n_kv, r, rotary;
-  u32 interleaved, mean, d_model, layers;
-  float rope_factor;
-  float rounding;  // e in units of 2^-24 tr G
-  u32 one_sided;   // 1: one side of the products that made the Grams was rounded, 0: both
-  u32 pad;
-};
-static_assert(sizeof(FrobeniusShape) == 48, "host mirror");
+#include "scale/segments.cuh"
 
 struct HeadFrobenius {
   float norm;   // F
@@ -34,9 +26,7 @@ constexpr u32 THREADS = 128, WARPS = THREADS / 32;
 // Sums over the block: `parts`, one a warp and value, until the next call.
 template <u32 COUNT> __device__ __forceinline__ void to_parts(double (&v)[COUNT], double (*parts)[WARPS]) {
 #pragma unroll
-  for (u32 i = 0; i < COUNT; i++)
-#pragma unroll
-    for (int step = 16; step; step >>= 1) v[i] += __shfl_xor_sync(0xffffffffu, v[i], step);
+  for (u32 i = 0; i < COUNT; i++) v[i] = warp_sum(v[i]);
   __syncthreads();
   if ((threadIdx.x & 31) == 0)
 #pragma unroll
@@ -79,9 +69,9 @@ struct Lift {
   double added, grown;  // l, 1/(1 - t)
 };
 // `channels`: parts of ||w||^2 with the mean kept, R and ||s||^2; `squares`: ||G||_F^2.
-__device__ Lift lift_of(const double (*channels)[WARPS], double squares, const FrobeniusShape& s) {
+__device__ Lift lift_of(const double (*channels)[WARPS], double squares, const Shape& s) {
   const double raw = sum_of(channels[0]), lost = sum_of(channels[1]), root = sqrt(lost);
-  // The sums of the mean are those of exact channels (scale_jobs.cuh).
+  // The sums of the mean are those of exact channels (matrices.cuh).
   const double moved = s.mean ? (2.0 * sqrt(sum_of(channels[2]) / s.d_model) + root) * root : 0.0;
   const double sums = (double)s.rounding * 0x1p-24 * raw + moved;
   // Operands so small that rounding left nothing: all that they were is in R.
@@ -98,15 +88,15 @@ __device__ __forceinline__ double2 lengths(const float (&x)[4]) {
   return make_double2(sum * sum + skew * skew, less * less + both * both);
 }
 
-// To `norms`, of every head at its place in the model (`first_heads` of each layer), or, where that is null, the square of the bound to a plan: behind the `lambdas` that `scale_bounds`
-// certified, infinite where another bound is sharper.
+// To `norms`, of every head at its place in the model, or, where that is null, the square of the bound to a plan: behind the
+// `lambdas` that `scale_eigenvalues` certified, infinite where another bound is sharper.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-    scale_frobenius(FrobeniusShape s, const HeadGram* heads, const float* partials, const ChannelStats* stats,
-                    const u32* first_heads, double* lambdas, HeadFrobenius* norms) {
+    scale_frobenius(Shape s, const HeadGram* heads, const float* partials, const ChannelStats* stats,
+                    const Growth* growth, double* lambdas, HeadFrobenius* norms) {
   __shared__ double channel_parts[7][WARPS], parts[6][WARPS];
   __shared__ Side q, k;
   const u32 layer = blockIdx.x / s.n_q, h = blockIdx.x % s.n_q, kv = h / (s.n_q / s.n_kv), first = layer * (s.n_q + s.n_kv);
-  const u32 pairs = s.r / 2, half = s.rotary / 2, thread = threadIdx.x;
+  const u32 pairs = s.d_head / 2, half = s.rotary / 2, thread = threadIdx.x;
   const HeadGram of_q = heads[first + h], of_k = heads[first + s.n_q + kv];
   const double turned = (double)s.rope_factor * s.rope_factor;
   ptx::griddepcontrol_wait();
@@ -145,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   }
 
   // A warp 8 x 8 blocks at a time, on and above the diagonal.
-  const u32 side = (s.r + 63) / 64, part_values = side * (side + 1) / 2 * 4096;
+  const u32 side = (s.d_head + 63) / 64, part_values = side * (side + 1) / 2 * 4096;
   const u32 across = (pairs + 7) / 8, tiles = across * (across + 1) / 2, warp = thread >> 5, lane = thread & 31;
   const float per = 1.f / s.d_model;
   // The bound, ||G_Q||_F^2, ||G_K||_F^2, tr G_Q, tr G_K, F^2.
@@ -201,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   if (thread) return;
   const Lift lift_q = lift_of(channel_parts, sum_of(parts[1]), s), lift_k = lift_of(channel_parts + 3, sum_of(parts[2]), s);
   const double lifted =
-      lift_q.added * sum_of(parts[4]) + lift_k.added * sum_of(parts[3]) + s.r * lift_q.added * lift_k.added;
+      lift_q.added * sum_of(parts[4]) + lift_k.added * sum_of(parts[3]) + s.d_head * lift_q.added * lift_k.added;
   const double square = (sum_of(parts[0]) + lifted) * lift_q.grown * lift_k.grown * (1.0 + 1e-6);
   if (!norms) {
     *result = square >= 0.0 ? square : __longlong_as_double(0x7ff0000000000000ll);  // of no use where it is not a number
@@ -209,5 +199,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   }
   const double norm = sum_of(parts[5]);
   // Not by fmax, which drops a NaN.
-  norms[first_heads[layer] + h] = {(float)sqrt(norm < 0.0 ? 0.0 : norm), __double2float_ru(sqrt(square < 0.0 ? 0.0 : square))};
+  norms[growth[layer].q + h] = {(float)sqrt(norm < 0.0 ? 0.0 : norm), __double2float_ru(sqrt(square < 0.0 ? 0.0 : square))};
 }

@@ -1,6 +1,7 @@
-// What the kernels that make Grams on tensor cores are given, what they leave of every channel, and where Grams lie.
+// What the kernels that make Grams on tensor cores are given, what they leave of every channel, where Grams lie, and the shape of
+// what is certified.
 #pragma once
-#include "scale_types.cuh"
+#include "scale/types.cuh"
 
 // A run of tiles of the model dimension, for the heads that share a tile.
 struct Segment {
@@ -26,4 +27,14 @@ struct HeadGram {
   u32 first, stride, count;
   u32 stat_row;  // statistics of the head's first channel
 };
-static_assert(sizeof(Segment) == 32 && sizeof(ChannelPart) == 32 && sizeof(HeadGram) == 16, "host mirror");
+// Layers of one kind, as certificates see them.
+struct Shape {
+  u32 layers, n_q, n_kv, d_head, d_model;
+  u32 rotary, interleaved;
+  u32 mean;           // 1: the norm removes it
+  u32 one_sided;      // 1: one side of the products that made the Grams was rounded, 0: both
+  float rope_factor;  // on rotated channels (YaRN)
+  float rounding;     // c: the sums of a Gram err by at most c 2^-24 tr G
+  float skip_spread;  // raw norms are skipped where max f^4 / min f^4 is at most this
+};
+static_assert(sizeof(Segment) == 32 && sizeof(ChannelPart) == 32 && sizeof(HeadGram) == 16 && sizeof(Shape) == 48, "host mirror");

@@ -1,8 +1,9 @@
-// Certified largest eigenvalues of the matrices that logit bounds are made of (include/scale_jobs.cuh), one block a matrix,
+// Certified largest eigenvalues of the matrices that logit bounds are made of (scale/matrices.cuh), one block a matrix,
 // for any d_head (macro D_HEAD) and device. Contract: `lambdas[task.result]` is never below the exact square of the norm;
 // infinite where a raw norm was skipped; NaN where a value is not finite, with the status set.
-#include "scale_blocks.cuh"
-#include "scale_jobs.cuh"
+#include "common/warp.cuh"
+#include "scale/symmetric.cuh"
+#include "scale/matrices.cuh"
 
 using namespace spectrum;
 
@@ -65,7 +66,7 @@ __device__ __forceinline__ float largest(Values& s, u32 x, Scratch& scratch) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, !HOPPER || N > 128 ? 1 : N > 64 ? 4 : 6)
-    scale_bounds(const Task* tasks, const float* partials, const float* matrices, const Product* products, const ChannelStats* stats,
+    scale_eigenvalues(const Task* tasks, const float* partials, const float* matrices, const Product* products, const ChannelStats* stats,
                  Shape shape, double* lambdas, u32* status) {
   extern __shared__ u8 memory[];
   __shared__ __align__(16) Scratch scratch;
@@ -91,13 +92,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, !HOPPER || N > 128 ? 1 : N
     const u32 bits = __float_as_uint(own.trace);  // not negative, so in order
     const u32 least = __reduce_min_sync(0xffffffffu, i < N ? product ? 0 : bits : 0x7f800000u);
     const u32 most = __reduce_max_sync(0xffffffffu, product ? 0 : bits);
-#pragma unroll
-    for (int step = 16; step; step >>= 1) {
-      own.trace += __shfl_xor_sync(0xffffffffu, own.trace, step), own.raw += __shfl_xor_sync(0xffffffffu, own.raw, step);
-      own.lost += __shfl_xor_sync(0xffffffffu, own.lost, step), own.mean += __shfl_xor_sync(0xffffffffu, own.mean, step);
-    }
+    const float4 totals = make_float4(warp_sum(own.trace), warp_sum(own.raw), warp_sum(own.lost), warp_sum(own.mean));
     if (i % 32 == 0)
-      scratch.totals_of_warp[i / 32] = make_float4(own.trace, own.raw, own.lost, own.mean), scratch.ends_of_warp[i / 32] = make_uint2(least, most);
+      scratch.totals_of_warp[i / 32] = totals, scratch.ends_of_warp[i / 32] = make_uint2(least, most);
     __syncthreads();
   }
   if (N > 128) load(s, product ? matrices : partials, task.first, task.stride, task.count);
@@ -134,6 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, !HOPPER || N > 128 ? 1 : N
     });
     for_diagonal(s, [&](float& v, u32 i, bool on) { v += on && i < N ? scratch.added : 0.f; });
     const u32 x = (ptx::shared_address(memory) + 1023) & ~1023u;
+    clear_rows(x);
     top = __fmul_ru(largest(s, x, scratch), scratch.trace / TRACE);
   }
   if (ptx::thread_index()) return;

@@ -1,17 +1,18 @@
-// H = U A U^T for heads without rotation, A >= G_Q and U^T U >= G_K (include/scale_lift.cuh): lambda(H) is sigma^2 of
-// W_Q W_K^T, and `scale_bounds` certifies it. And the quadratic forms of the constants, aux = (c_k^T G_Q c_k, c_q^T G_K c_q). Any
+// H = U A U^T for heads without rotation, A >= G_Q and U^T U >= G_K (scale/lift.cuh): lambda(H) is sigma^2 of
+// W_Q W_K^T, and `scale_eigenvalues` certifies it. And the quadratic forms of the constants, aux = (c_k^T G_Q c_k, c_q^T G_K c_q). Any
 // d_head (macro D_HEAD) and device; one block a query head.
 //
 // Contract: `matrices` has H in the layout of a Gram (its upper 64 x 64 blocks), `products` what goes with it. Cholesky by 16
 // rows, and all products on tensor cores (mma.sync) of F16 pairs, value = high + low to 2^-22. The upper 16 x 16 tiles of G_K
 // lie in shared memory in f32, in the order of an accumulator; those of U, as pairs and column by column, take their places. A, and
 // T = U A in its place, lie there by CHUNK columns.
+#include "common/warp.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
-#include "scale_lift.cuh"
+#include "scale/lift.cuh"
 
 using namespace spectrum;
 
@@ -128,9 +129,7 @@ template <class F> __device__ __forceinline__ void balanced_tile(float (&v)[8], 
 
 template <u32 COUNT> __device__ __forceinline__ void block_sums(float (&v)[COUNT], float (*scratch)[COUNT]) {
 #pragma unroll
-  for (u32 i = 0; i < COUNT; i++)
-#pragma unroll
-    for (int step = 16; step; step >>= 1) v[i] += __shfl_xor_sync(0xffffffffu, v[i], step);
+  for (u32 i = 0; i < COUNT; i++) v[i] = warp_sum(v[i]);
   if (threadIdx.x % 32 == 0)
 #pragma unroll
     for (u32 i = 0; i < COUNT; i++) scratch[threadIdx.x / 32][i] = v[i];
@@ -250,9 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : N > 64 ? 2 :
     channels.factor[which][i] = own.factor, channels.sum[which][i] = own.sum, channels.constant[which][i] = own.constant;
     float v[6] = {own.share.raw, own.share.lost, own.share.mean, own.share.by_norm, own.share.by_delta, own.share.by_sum};
 #pragma unroll
-    for (u32 n = 0; n < 6; n++)
-#pragma unroll
-      for (int step = 16; step; step >>= 1) v[n] += __shfl_xor_sync(0xffffffffu, v[n], step);
+    for (u32 n = 0; n < 6; n++) v[n] = warp_sum(v[n]);
     if (lane == 0) parts[warp] = {v[0], v[1], v[2], v[3], v[4], v[5]};
   }
   __syncthreads();

@@ -1,4 +1,4 @@
-// The matrices whose largest eigenvalue `scale_bounds` certifies, and how a head's Gram becomes one of them
+// The matrices whose largest eigenvalue `scale_eigenvalues` certifies, and how a head's Gram becomes one of them
 // (docs/scale-engine.md, "Matrices"):
 //   RAW_Q, RAW_K        G as it is, with the mean: sigma_Q^2, sigma_K^2
 //   SCALED_Q, SCALED_K  F G_Q F and F^-1 G_K F^-1, f_b = (tr G_K,bb / tr G_Q,bb)^1/4 for rotation pair b
@@ -7,8 +7,8 @@
 // channels before, R = sum delta_i^2, enters by sigma(exact) <= sqrt(lambda + R) + sqrt(R). Removing the mean with the sums s
 // of exact channels moves G - s s^T/d by at most (2 ||s|| + sqrt(d) delta) delta / sqrt(d).
 #pragma once
-#include "scale_chain.cuh"
-#include "scale_segments.cuh"
+#include "scale/squarings.cuh"
+#include "scale/segments.cuh"
 
 enum : u32 { RAW_Q = 0, RAW_K = 1, SCALED_Q = 2, SCALED_K = 3, PRODUCT = 4 };
 
@@ -21,14 +21,7 @@ struct Task {
   __device__ __forceinline__ bool of_q() const { return kind == RAW_Q || kind == SCALED_Q; }
   __device__ __forceinline__ bool scaled() const { return kind == SCALED_Q || kind == SCALED_K; }
 };
-struct Shape {
-  u32 rotary, interleaved, mean, d_model;  // mean: 1 if the norm removes it
-  float rope_factor;
-  float rounding;     // c
-  u32 one_sided;      // 1: one side of the products that made the Grams was rounded, 0: both
-  float skip_spread;  // raw norms are skipped where max f^4 / min f^4 is at most this
-};
-static_assert(sizeof(Task) == 32 && sizeof(Shape) == 32, "host mirror");
+static_assert(sizeof(Task) == 32, "host mirror");
 
 // f^4 of the channel's rotation pair: tr G_K,bb / tr G_Q,bb, or 1 where one is zero.
 __device__ __forceinline__ float balance(u32 i, const ChannelStats* q, const ChannelStats* k, const Shape& s) {

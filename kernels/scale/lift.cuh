@@ -3,9 +3,9 @@
 // A product does not change when channel i of q is multiplied by f_i and that of k divided by it: both sides are balanced by
 // powers of two first, so that heads whose large channels meet small ones keep their digits. What rounding took from the
 // operands enters by G <= 1/(1 - t) (G_rounded + R/t I) for any t in (0, 1) where both sides of a Gram's products were
-// rounded, for t <= sqrt(R)/sigma where one was; the sums of a Gram as in scale_jobs.cuh.
+// rounded, for t <= sqrt(R)/sigma where one was; the sums of a Gram as in matrices.cuh.
 #pragma once
-#include "scale_jobs.cuh"
+#include "scale/matrices.cuh"
 
 namespace spectrum {
 

@@ -1,5 +1,4 @@
-// The end of the chain, a warp a query head: certified eigenvalues and channel statistics to the logit bound and its
-// descale. And the sums of channel statistics that the Gram pass left in parts.
+// The end of the chain, a warp a query head: certified eigenvalues and channel statistics to the logit bound and its descale.
 //
 //   certain = tau [d sigma + sqrt(d) (||a|| + ||b||) + |c0|],   rounded = certain + tau [(1 + e)^2 - 1] N_Q N_K + subnormals,
 //   N = sqrt(d) sigma_raw + ||c'||, c' the constants with absolute values, 1 + e = (1 + 1/17)(1 + share), descale = rounded / (eta 448).
@@ -7,25 +6,16 @@
 // pair. Without constants, and with the mean kept, d times the scaled product may take the place of N_Q N_K too
 // (src/bound/mod.rs).
 #include "common/descale.cuh"
-#include "head_bound.cuh"
+#include "common/head_bound.cuh"
+#include "common/warp.cuh"
 #include "ptx/launch.cuh"
-#include "scale_segments.cuh"
+#include "scale/segments.cuh"
 
-struct PlanShape {
-  u32 n_q, n_kv, r, rotary;
-  u32 interleaved, d_model, layers, products;  // products: 1 if sigma^2 comes from the product jobs
-  float rope_factor;
-  u32 flags;
-  double eta;
-};
-// The norm removes the mean. Raw norms may have been skipped (`scale_bounds`).
-enum : u32 { MEAN_REMOVED = 8, MAY_SKIP = 16 };
-static_assert(sizeof(PlanShape) == 48, "host mirror");
 // A little above the root: f32 is enough for the constants, and never errs downwards.
 __device__ __forceinline__ double root_above(double v) { return (double)sqrtf((float)v) * (1.0 + 0x1p-21); }
 
 extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the assembler spills on older architectures
-    scale_plan(PlanShape s, const HeadGram* heads, const ChannelStats* stats, const double* lambdas, const double2* aux,
+    scale_logit_bounds(Shape s, double eta, const HeadGram* heads, const ChannelStats* stats, const double* lambdas, const double2* aux,
                const Growth* growth, const float* operand_descales, HeadBound* bounds, u32* status) {
   const u32 task = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   ptx::griddepcontrol_wait();
@@ -42,13 +32,13 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   double rest_a = 0, rest_b = 0;      // channel by channel
   double spread_q = 0, spread_k = 0;  // of what the constants are made of, before it cancels
   double trace_q = 0, trace_k = 0;
-  float least = 1.f, most = 1.f;      // of f^4 (scale_jobs.cuh)
+  float least = 1.f, most = 1.f;      // of f^4 (matrices.cuh)
   auto balance = [&](float to_q, float to_k) {
     if (!(to_q > 0.f && to_k > 0.f)) return;
     const float ratio = to_k / to_q;
     least = fminf(least, ratio), most = fmaxf(most, ratio);
   };
-  for (u32 p = lane; p < s.r / 2; p += 32) {
+  for (u32 p = lane; p < s.d_head / 2; p += 32) {
     u32 i, j;
     pair_channels(p, s.rotary, s.interleaved, i, j);
     const bool rotated = p < s.rotary / 2;
@@ -56,11 +46,9 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     const double q0 = f * q[i].constant, q1 = f * q[j].constant, k0 = f * k[i].constant, k1 = f * k[j].constant;
     const double qq = q0 * q0 + q1 * q1, kk = k0 * k0 + k1 * k1;
     cq2 += qq, ck2 += kk;
-    if (s.flags & MAY_SKIP) {
-      trace_q += f * f * ((double)q[i].raw2 + q[j].raw2), trace_k += f * f * ((double)k[i].raw2 + k[j].raw2);
-      if (rotated) balance(q[i].norm2 + q[j].norm2, k[i].norm2 + k[j].norm2);
-      else balance(q[i].norm2, k[i].norm2), balance(q[j].norm2, k[j].norm2);
-    }
+    trace_q += f * f * ((double)q[i].raw2 + q[j].raw2), trace_k += f * f * ((double)k[i].raw2 + k[j].raw2);
+    if (rotated) balance(q[i].norm2 + q[j].norm2, k[i].norm2 + k[j].norm2);
+    else balance(q[i].norm2, k[i].norm2), balance(q[j].norm2, k[j].norm2);
     const double aq0 = f * q[i].absolute, aq1 = f * q[j].absolute, ak0 = f * k[i].absolute, ak1 = f * k[j].absolute;
     spread_q += aq0 * aq0 + aq1 * aq1, spread_k += ak0 * ak0 + ak1 * ak1;
     if (rotated) {
@@ -81,11 +69,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   a = warp_sum(a), b = warp_sum(b), spread_q = warp_sum(spread_q), spread_k = warp_sum(spread_k);
   rest_q = warp_sum(rest_q), rest_k = warp_sum(rest_k), rest_cq = warp_sum(rest_cq), rest_ck = warp_sum(rest_ck);
   rest_a = warp_sum(rest_a), rest_b = warp_sum(rest_b), trace_q = warp_sum(trace_q), trace_k = warp_sum(trace_k);
-#pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    least = fminf(least, __shfl_xor_sync(0xffffffffu, least, step));
-    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
-  }
+  least = warp_reduce(least, [](float a, float b) { return fminf(a, b); }), most = warp_largest(most);
   const u32 all = s.layers * s.n_q;
   double raw_q = lambdas[task], raw_k = lambdas[all + layer * s.n_kv + kv];
   const double* rest = lambdas + all + s.layers * s.n_kv;
@@ -96,18 +80,14 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
     step_q = fmaxf(step_q, operand_descales[4 * place.kv + i]);
     step_k = fmaxf(step_k, operand_descales[4 * place.kv + s.n_kv + i]);
   }
-#pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    step_q = fmaxf(step_q, __shfl_xor_sync(0xffffffffu, step_q, step));
-    step_k = fmaxf(step_k, __shfl_xor_sync(0xffffffffu, step_k, step));
-  }
+  step_q = warp_largest(step_q), step_k = warp_largest(step_k);
   if (lane) return;
-  if (s.flags & MAY_SKIP) {
-    // ||W||^2 <= ||W F||^2 max f^-2, and the trace.
-    auto instead = [](double square, double trace, double scaled, double back) {
-      const double other = scaled * back;
-      return square < 1e300 || square != square ? square : (other < trace ? other : trace) * (1.0 + 0x1p-16);
-    };
+  // In place of a norm that `scale_eigenvalues` skipped: ||W||^2 <= ||W F||^2 max f^-2, and the trace.
+  auto instead = [](double square, double trace, double scaled, double back) {
+    const double other = scaled * back;
+    return square < 1e300 || square != square ? square : (other < trace ? other : trace) * (1.0 + 0x1p-16);
+  };
+  if (s.rotary && !s.mean) {
     raw_q = instead(raw_q, trace_q, rest[task], 1.0 / sqrt((double)least));
     raw_k = instead(raw_k, trace_k, rest[all + task], sqrt((double)most));
   }
@@ -116,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   b += fmin(fmin(sqrt(rest_k), sigma_k) * sqrt(rest_cq), rest_b);
   a = fmin(a, sigma_q * sqrt(ck2)), b = fmin(b, sigma_k * sqrt(cq2));
   double sigma = sigma_q * sigma_k, scaled = sigma;
-  if (s.products) {
+  if (!s.rotary) {
     sigma = fmin(sigma, sqrt(rest[task]));
     a = fmin(a, sqrt(aux[task].x)), b = fmin(b, sqrt(aux[task].y));
   } else if (s.rotary) {
@@ -126,70 +106,17 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   const double tau = place.logits, d = s.d_model;
   const double certain = tau * (d * sigma + root * (a + b) + c0);
   const double norm_q = root * sigma_q + sqrt(spread_q), norm_k = root * sigma_k + sqrt(spread_k);
-  const bool plain = s.rotary && !(s.flags & MEAN_REMOVED) && spread_q + spread_k == 0.0;
+  const bool plain = s.rotary && !s.mean && spread_q + spread_k == 0.0;
   const double product = plain ? fmin(norm_q * norm_k, d * scaled) : norm_q * norm_k;
   double rounded = certain + rounding_gap(tau, place.share_q, place.share_k, product, norm_q, norm_k,
-                                             step_q / (double)place.query, step_k, s.r);
+                                             step_q / (double)place.query, step_k, s.d_head);
   // fmin drops a NaN.
-  if (!(raw_q + raw_k + trace_q + trace_k + (s.products || s.rotary ? rest[task] : 0.0) + rounded < 1e300)) {
+  if (!(raw_q + raw_k + trace_q + trace_k + rest[task] + rounded < 1e300)) {
     rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
   }
   HeadBound out;
   out.sigma = above(sigma), out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
-  out.descale = smallest_descale(out.rounded, s.eta * 448.0);
+  out.descale = smallest_descale(out.rounded, eta * 448.0);
   out.linear = above(a + b), out.constant = above(c0), out.constants = above(sqrt(cq2) + sqrt(ck2)), out.isotropic = 0.f;
   bounds[place.q + h] = out;
-}
-
-// Channel statistics from the parts that the Gram kernel left. A block a tile of whole heads, a thread a row of a part.
-struct StatTile {
-  u32 projection, first_row, rows;
-  u32 first, parts;  // parts of as many rows as the block has threads
-  u32 norms;         // 0: all but the rounding comes from another kernel
-  u32 sums;
-  u32 from_gram;     // 1: norms are entries of a Gram
-};
-static_assert(sizeof(StatTile) == 32, "host mirror");
-
-extern "C" __global__ void __launch_bounds__(256)
-    scale_part_stats(const StatTile* tiles, const Projection* projections, const ChannelPart* parts, ChannelStats* stats) {
-  __shared__ double channel_sums[256];
-  const StatTile tile = tiles[blockIdx.x];
-  const Projection& p = projections[tile.projection];
-  const u32 i = threadIdx.x;
-  const u32 flags = p.flags;  // the projection's line is there when it is wanted
-  const u64 bias = p.bias;
-  ptx::griddepcontrol_wait();
-  ptx::griddepcontrol_launch_dependents();
-  double norm2 = 0, pair = 0, rounding = 0, sum = 0, constant = 0, absolute = 0;
-  if (i < tile.rows)
-    for (u32 part = 0; part < tile.parts; part++) {
-      const float4* from = (const float4*)(parts + tile.first + part * blockDim.x + i);
-      const float4 v = from[0];
-      norm2 += v.x, pair += v.y, rounding += v.z;
-      if (tile.sums) {
-        const float4 w = from[1];
-        sum += v.w, constant += w.x, absolute += w.y;
-      }
-    }
-  rounding *= ROUNDINGS;
-  channel_sums[i] = sum;
-  __syncthreads();
-  if (i >= tile.rows) return;
-  ChannelStats& out = stats[p.stat_row + tile.first_row + i];
-  if (!tile.norms) {
-    out.rounding = (float)rounding;
-    return;
-  }
-  // Tensor cores cut off below 2^-23 of a sum, 16 products at a time.
-  const double raw2 = norm2, lost = tile.from_gram ? norm2 * 0x1p-19 : 0.0;
-  if (flags & HAS_MEAN) {
-    norm2 -= sum * sum / p.d_model;
-    norm2 = norm2 < 0.0 ? 0.0 : norm2;
-    const u32 head = i / p.d_head * p.d_head;
-    pair -= sum * channel_sums[head + pair_partner(i - head, p.rotary, p.interleaved)] / p.d_model;
-  }
-  const float b = bias ? load_value(bias, p.vector_dtype, tile.first_row + i) : 0.f;
-  out = {(float)(norm2 + lost), (float)(raw2 + lost), (float)pair, (float)(constant + b),
-         (float)(absolute + fabsf(b)), (float)sum, (float)rounding, 0.f};
 }

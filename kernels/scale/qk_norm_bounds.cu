@@ -4,11 +4,12 @@
 // rotation mixes the channels of a pair, so both count with the larger gain and with the length of the pair's shifts, times
 // the attention factor. For logits, without shifts
 //   certain = tau R_q R_k max_b |gq_b gk_b|,   with shifts   certain = tau N_q N_k,  N = R max_b |g_b| + ||s||,
-// and rounded as in `scale_plan`; a factor on q multiplies its operand bound, and is part of tau. f64 throughout, results rounded
+// and rounded as in `scale_logit_bounds`; a factor on q multiplies its operand bound, and is part of tau. f64 throughout, results rounded
 // up. One block a layer, a warp a head.
 #include "common/descale.cuh"
-#include "head_bound.cuh"
-#include "scale_types.cuh"
+#include "common/head_bound.cuh"
+#include "common/warp.cuh"
+#include "scale/types.cuh"
 
 struct QkSide {
   u64 gain, shift;  // stored values; 0: ones, none
@@ -17,23 +18,15 @@ struct QkSide {
 };
 struct QkLayer {
   QkSide q, k;
+  Growth growth;
   u32 dtype;
   float gain_offset;
   float rope_factor;
-  float logit_scale;    // softmax scale times the largest factor on q, rounded up
   u32 rotary, interleaved;
-  u32 layer, head, kv;  // number of the layer, of its first query and KV head, in the model: where its results go
-  float query_factor;   // largest factor on q, rounded up
-  float rounding_share[2];  // of q and k, rounded up
+  u32 layer;        // its number in the model
 };
 static_assert(sizeof(QkSide) == 24 && sizeof(QkLayer) == 96, "host mirror");
 
-__device__ __forceinline__ double larger(double a, double b) { return a != a ? a : (b != b ? b : fmax(a, b)); }
-__device__ __forceinline__ double warp_largest(double v) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) v = larger(v, __shfl_xor_sync(0xffffffffu, v, step));
-  return v;
-}
 // Gains and shifts of the two channels of pair p of a head, as bounds count them.
 struct Pair {
   double gain[2], shift[2];
@@ -72,19 +65,18 @@ __device__ double operand_bound(const QkLayer& l, const QkSide& side, u32 head, 
   return warp_largest(most);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
-    scale_qk_norm(const QkLayer* layers, u32 n_q, u32 n_kv, u32 d_head, double eta, float* descales, float* tensors,
+extern "C" __global__ void __launch_bounds__(256, 1)  // left to itself, the assembler spills
+    scale_qk_norm_bounds(const QkLayer* layers, u32 n_q, u32 n_kv, u32 d_head, double eta, float* descales, float* tensors,
                   float* operand_bounds, HeadBound* heads, u32* status) {
   extern __shared__ float bounds[];  // of q heads, then of k heads
   __shared__ float coarsest[2];  // descale of the layer's heads that have one
   const QkLayer l = layers[blockIdx.x];
-  const QkLayer& place = layers[blockIdx.x];
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = n_q / n_kv;
 
   // Operands
   for (u32 head = warp; head < n_q + n_kv; head += 8) {
     const bool of_k = head >= n_q;
-    const double factor = (of_k ? 1.0 : l.query_factor) * (1.0 + (double)layers[blockIdx.x].rounding_share[of_k]);
+    const double factor = (of_k ? 1.0 : l.growth.query) * (1.0 + (double)(of_k ? l.growth.share_k : l.growth.share_q));
     const float bound = above(factor * operand_bound(l, of_k ? l.k : l.q, of_k ? head - n_q : head, d_head));
     if (lane == 0) bounds[head] = bound;
   }
@@ -94,15 +86,15 @@ extern "C" __global__ void __launch_bounds__(256)
     for (u32 head = lane; head < n_kv; head += 32) {
       double bound = warp ? bounds[n_q + head] : 0.f;
       if (!warp)
-        for (u32 i = 0; i < group; i++) bound = larger(bound, bounds[head * group + i]);
+        for (u32 i = 0; i < group; i++) bound = larger(bound, (double)bounds[head * group + i]);
       if (!(bound < 3e38)) bound = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_WEIGHT);
       const float descale = smallest_descale(bound, 448.0);
-      operand_bounds[3 * place.kv + warp * n_kv + head] = (float)bound;
-      descales[4 * place.kv + warp * n_kv + head] = descale;
-      most = larger(most, descale), finite = fmax(finite, (double)descale);
+      operand_bounds[3 * l.growth.kv + warp * n_kv + head] = (float)bound;
+      descales[4 * l.growth.kv + warp * n_kv + head] = descale;
+      most = larger(most, (double)descale), finite = fmax(finite, (double)descale);
     }
     most = warp_largest(most), finite = warp_largest(finite);
-    if (lane == 0) tensors[place.layer * 4 + warp] = (float)most, coarsest[warp] = (float)finite;
+    if (lane == 0) tensors[l.layer * 4 + warp] = (float)most, coarsest[warp] = (float)finite;
   }
   __syncthreads();
 
@@ -124,14 +116,14 @@ extern "C" __global__ void __launch_bounds__(256)
     const double norm_k = radius_k * warp_largest(gain_k) + sqrt(warp_sum(square_k));
     product = warp_largest(product);
     if (lane) continue;
-    const double tau = l.logit_scale;
+    const double tau = l.growth.logits;
     const double certain = tau * (shifted ? norm_q * norm_k : radius_q * radius_k * product);
-    double rounded = certain + rounding_gap(tau, layers[blockIdx.x].rounding_share[0], layers[blockIdx.x].rounding_share[1],
-                                               norm_q * norm_k, norm_q, norm_k, coarsest[0] / (double)l.query_factor, coarsest[1], d_head);
+    double rounded = certain + rounding_gap(tau, l.growth.share_q, l.growth.share_k,
+                                               norm_q * norm_k, norm_q, norm_k, coarsest[0] / (double)l.growth.query, coarsest[1], d_head);
     if (!(rounded < 1e300)) rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
     HeadBound out = {};
     out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);
     out.descale = smallest_descale(out.rounded, eta * 448.0);
-    heads[place.head + head] = out;
+    heads[l.growth.q + head] = out;
   }
 }

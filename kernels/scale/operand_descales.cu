@@ -6,9 +6,9 @@
 // The bounds themselves go to `operand_bounds`, [layer][q, k, v][n_kv]; descales to `heads`, [layer][q, k, v, o][n_kv], and the
 // largest of each to `tensors`, [layer][q, k, v, o]: of the whole model, whose layers may differ.
 #include "common/descale.cuh"
+#include "common/warp.cuh"
 #include "ptx/launch.cuh"
-#include "ptx/math.cuh"
-#include "scale_types.cuh"
+#include "scale/types.cuh"
 
 struct Layer {
   u32 q_row, k_row, v_row;     // first statistics row of each projection; 0xffffffff: v has no bound
@@ -16,7 +16,7 @@ struct Layer {
   u32 rotary, interleaved;
   u32 layer, kv;               // number of the layer, and of its first KV head, in the model: where its results go
   float rope_factor;           // on rotated channels (YaRN)
-  u32 normalised;              // 1: q and k go by `scale_qk_norm`
+  u32 normalised;              // 1: q and k go by `scale_qk_norm_bounds`
   float query_factor;          // largest factor on q behind rotation and norms, rounded up
   float rounding_share[3];     // of A, of q, k and v, rounded up
 };
@@ -25,7 +25,6 @@ static_assert(sizeof(Layer) == 68, "host mirror");
 // Relative error of a bound computed in f32: eight roundings of at most 2^-24, and statistics that come from the Grams,
 // whose sums on tensor cores were seen to be 2e-6 low.
 constexpr float ROUNDING = 0x1p-18f;
-using ptx::max_nan;
 
 // B + share A of pair p of the head whose rows start at `row`.
 __device__ float pair_bound(const ChannelStats* s, const Layer& l, float share, u32 p, u32 rotary) {
@@ -37,7 +36,7 @@ __device__ float pair_bound(const ChannelStats* s, const Layer& l, float share, 
   if (p >= rotary / 2) {
     const float bx = root * sqrtf(x.norm2) + fabsf(x.constant) + ax * share;
     const float by = root * sqrtf(y.norm2) + fabsf(y.constant) + ay * share;
-    return max_nan(bx, by);
+    return larger(bx, by);
   }
   const float mid = 0.5f * (x.norm2 + y.norm2), off = 0.5f * (x.norm2 - y.norm2);
   const float sigma = sqrtf(mid + sqrtf(off * off + x.pair * x.pair));
@@ -46,7 +45,7 @@ __device__ float pair_bound(const ChannelStats* s, const Layer& l, float share, 
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
-    scale_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, float* operand_bounds,
+    scale_operand_descales(const Layer* layers, const ChannelStats* stats, float* heads, float* tensors, float* operand_bounds,
                    u32* status) {
   extern __shared__ float bounds[];  // one a head of this projection
   const Layer l = layers[blockIdx.x];
@@ -62,9 +61,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     float bound = 0.f;
     if (first != 0xffffffffu)
       for (u32 i = lane; i < half; i += 32)
-        bound = max_nan(bound, pair_bound(stats + first + (size_t)head * l.d_head, l, layers[blockIdx.x].rounding_share[which], i, rotary));
-#pragma unroll
-    for (int step = 16; step; step >>= 1) bound = max_nan(bound, __shfl_xor_sync(0xffffffffu, bound, step));
+        bound = larger(bound, pair_bound(stats + first + (size_t)head * l.d_head, l, layers[blockIdx.x].rounding_share[which], i, rotary));
+    bound = warp_largest(bound);
     if (lane == 0) bounds[head] = bound;
   }
   __syncthreads();
@@ -72,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
   float most = 0.f, most_o = 0.f;
   for (u32 head = lane; head < l.n_kv; head += 32) {
     float bound = 0.f;
-    for (u32 g = 0; g < group; g++) bound = max_nan(bound, bounds[head * group + g]);
+    for (u32 g = 0; g < group; g++) bound = larger(bound, bounds[head * group + g]);
     if (which == 0) bound *= l.query_factor;
     bound += bound * ROUNDING;
     if (!(bound < 3e38f)) bound = __uint_as_float(0x7fc00000u), atomicOr(status, STATUS_NON_FINITE_WEIGHT);
@@ -81,14 +79,10 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     heads[4 * l.kv + which * l.n_kv + head] = descale;
     const float o = bound == 0.f ? 1.f : 2.f * descale;
     if (which == 2) heads[4 * l.kv + 3 * l.n_kv + head] = o;
-    most = max_nan(most, descale), most_o = max_nan(most_o, o);
+    most = larger(most, descale), most_o = larger(most_o, o);
   }
   // One descale a tensor: the largest of its heads.
-#pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    most = max_nan(most, __shfl_xor_sync(0xffffffffu, most, step));
-    most_o = max_nan(most_o, __shfl_xor_sync(0xffffffffu, most_o, step));
-  }
+  most = warp_largest(most), most_o = warp_largest(most_o);
   if (lane) return;
   tensors[l.layer * 4 + which] = most;
   if (which == 2) tensors[l.layer * 4 + 3] = most_o;

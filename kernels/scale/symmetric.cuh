@@ -12,7 +12,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/wgmma.cuh"
-#include "scale_chain.cuh"
+#include "scale/squarings.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER 1
@@ -26,6 +26,7 @@ constexpr u32 SLABS = (N + 63) / 64, SIDE = SLABS * 64, BLOCKS = SLABS * (SLABS 
 constexpr u32 HELD = N > 128 ? 2 : BLOCKS;  // blocks of a group
 constexpr u32 THREADS = BLOCKS / HELD * 128, WARPS = THREADS / 32;
 constexpr u32 PANEL_BYTES = SIDE * 128;
+constexpr u32 STEPS = (N + 15) / 16;  // of the products, over the channels
 
 struct Block {
   u32 i, j;
@@ -41,6 +42,12 @@ __device__ __forceinline__ Block block_of(u32 group, u32 b) {
   return {rows >> at & 3, columns >> at & 3};
 }
 
+// Columns of a group's block b that are held, in eights: up to 128 channels none outside the last step.
+__device__ __forceinline__ constexpr u32 eights(u32 b) {
+  const u32 left = 2 * STEPS - (b + 1) / 2 * 8;
+  return N > 128 || left > 8 ? 8 : left;
+}
+
 struct Values {
   float v[HELD][32];
 };
@@ -52,7 +59,7 @@ template <class F> __device__ __forceinline__ void for_each(Values& s, F f) {
   for (u32 b = 0; b < HELD; b++) {
     const Block at = block_of(thread / 128, b);
 #pragma unroll
-    for (u32 j = 0; j < 8; j++) {
+    for (u32 j = 0; j < eights(b); j++) {
 #pragma unroll
       for (u32 h = 0; h < 2; h++) f(s.v[b][4 * j + 2 * h], s.v[b][4 * j + 2 * h + 1], at.i * 64 + r + 8 * h, at.j * 64 + 8 * j + c);
       if (N > 128) __syncwarp();  // few loads of f at once: registers are short
@@ -71,6 +78,7 @@ template <u32 WARP, class F> __device__ __forceinline__ void diagonal_of_warp(Va
 #pragma unroll
     for (u32 h = 0; h < 2; h++) {
       const u32 j = 2 * WARP + h, row = at.i * 64 + 8 * j + g;
+      if (j >= eights(b)) continue;
       f(s.v[b][4 * j + 2 * h], row, g == 2 * t), f(s.v[b][4 * j + 2 * h + 1], row, g == 2 * t + 1);
     }
   }
@@ -90,7 +98,7 @@ template <bool FIRST> __device__ __forceinline__ void load_part(Values& s, const
 #pragma unroll
   for (u32 b = 0; b < HELD; b++)
 #pragma unroll
-    for (u32 k = 0; k < 16; k++) {
+    for (u32 k = 0; k < 2 * eights(b); k++) {
       const float2* at = (const float2*)(from + offset[b] + k % 2 * 512 + k / 2 * 8);
       const float2 v = N > 128 ? *at : __ldg(at);  // a plain load stays on its side of the barrier below
       if (FIRST) s.v[b][2 * k] = v.x, s.v[b][2 * k + 1] = v.y;
@@ -118,7 +126,7 @@ __device__ __forceinline__ void clear_outside(Values& s) {
     const Block at = block_of(thread / 128, b);
     if (at.j != SLABS - 1) continue;
 #pragma unroll
-    for (u32 i = 0; i < 32; i++) {
+    for (u32 i = 0; i < 4 * eights(b); i++) {
       const bool below = at.i == SLABS - 1 && thread / 32 % 4 * 2 + i / 2 % 2 >= INSIDE;
       s.v[b][i] = i / 4 >= INSIDE || below ? 0.f : s.v[b][i];
     }
@@ -139,7 +147,7 @@ template <int LARGEST> __device__ __forceinline__ Moments moments(Values& s, uin
   for (u32 b = 0; b < HELD; b++) {
     float part[2] = {0.f, 0.f};
 #pragma unroll
-    for (u32 i = 0; i < 32; i++) part[i & 1] += s.v[b][i] * s.v[b][i];
+    for (u32 i = 0; i < 4 * eights(b); i++) part[i & 1] += s.v[b][i] * s.v[b][i];
     squares += (block_of(thread / 128, b).diagonal() ? 1.f : 2.f) * (part[0] + part[1]);
   }
   const u32 a = ptx::warp_sum(__float2uint_rn(trace * (1.f / UNIT))), c = ptx::warp_sum(__float2uint_rn(squares * (1.f / UNIT2)));
@@ -169,6 +177,11 @@ template <bool TRANSPOSED> __device__ __forceinline__ void store_fragments(u32 a
 #endif
 }
 
+// Zeros in the rows of X that `store` leaves out and products read.
+__device__ __forceinline__ void clear_rows(u32 x) {
+  if (N > 64 && N <= 128)
+    for (u32 i = STEPS * 16 * 8 + threadIdx.x; i < SIDE * 8; i += THREADS) ptx::st_shared_v4(x + i * 16, 0, 0, 0, 0);
+}
 // X = scale F16(P - shift I), both triangles. Ends behind a barrier. MEASURED: returns this thread's sum of squares of what
 // rounding changed, times scale^-2.
 template <bool MEASURED> __device__ __forceinline__ float store(Values& s, u32 x, float scale, float shift) {
@@ -184,7 +197,7 @@ template <bool MEASURED> __device__ __forceinline__ float store(Values& s, u32 x
     const Block at = block_of(thread / 128, b);
     float part = 0.f;
 #pragma unroll
-    for (u32 j = 0; j < 8; j += 2) {
+    for (u32 j = 0; j < eights(b); j += 2) {
       u32 packed[4];
 #pragma unroll
       for (u32 i = 0; i < 4; i++) {
@@ -224,13 +237,14 @@ __device__ __forceinline__ void square(Values& s, u32 x) {
   }
   ptx::wgmma_fence();
 #pragma unroll
-  for (u32 k = 0; k < SLABS * 4; k++)
+  for (u32 k = 0; k < STEPS; k++)
 #pragma unroll
     for (u32 b = 0; b < HELD; b++) {
       const u32 step = (k / 4 * PANEL_BYTES + k % 4 * 32) / 16;
       if constexpr (HELD == 3) {
         // Both blocks of the upper row at once read less shared memory.
-        if (b == 0) ptx::Wgmma<ptx::Operand::F16, 128>::ss<false, false>(*(float (*)[64])s.v, upper | (left[0] + step), upper | (left[0] + step), k > 0);
+        constexpr u32 WIDTH = N <= 96 ? 96 : 128;
+        if (b == 0) ptx::Wgmma<ptx::Operand::F16, WIDTH>::ss<false, false>(*(float (*)[WIDTH / 2])s.v, upper | (left[0] + step), upper | (left[0] + step), k > 0);
         if (b < 2) continue;
       }
       ptx::Wgmma<ptx::Operand::F16, 64>::ss<false, false>(s.v[b], upper | (left[b] + step), upper | (right[b] + step), k > 0);
@@ -249,11 +263,11 @@ __device__ __forceinline__ void square(Values& s, u32 x) {
 #pragma unroll
     for (u32 i = 0; i < 32; i++) s.v[b][i] = 0.f;
 #pragma unroll 1
-    for (u32 k = 0; k < SLABS * 4; k++) {
+    for (u32 k = 0; k < STEPS; k++) {
       u32 rows[4];
       ptx::ldmatrix<false>(rows, address(at.i * 64 + warp * 16 + m % 2 * 8 + g, 2 * k + m / 2));
 #pragma unroll
-      for (u32 n = 0; n < 4; n++) {
+      for (u32 n = 0; n < eights(b) / 2; n++) {
         u32 columns[4];
         ptx::ldmatrix<false>(columns, address(at.j * 64 + n * 16 + m / 2 * 8 + g, 2 * k + m % 2));
         ptx::mma_f16(d[2 * n], rows, columns[0], columns[1]), ptx::mma_f16(d[2 * n + 1], rows, columns[2], columns[3]);

@@ -1,4 +1,4 @@
-// A query head's logit bound, and what `scale_plan` and `scale_qk_norm` share.
+// A query head's logit bound, and what `scale_logit_bounds` and `scale_qk_norm_bounds` share.
 #pragma once
 #include "common/types.cuh"
 
@@ -29,12 +29,6 @@ struct Growth {
   u32 q, kv;
 };
 static_assert(sizeof(Growth) == 24, "host mirror");
-
-__device__ __forceinline__ double warp_sum(double v) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
-  return v;
-}
 
 // What 16-bit and E4M3 rounding of q and k can add to a logit, from bounds of their norms and the largest descales that their
 // heads may share: |q8 . k8 - q . k| <= (e_q N_q + s_q)(e_k N_k + s_k) - N_q N_k, e = (1 + 1/17)(1 + share), and s from elements
