@@ -91,7 +91,7 @@ pub struct Step<'a> {
     /// Its weights.
     pub weights: Weights<'a>,
     /// Sizes, mask, softmax scale and soft-cap; the last two must be the model's.
-    pub call: AttentionCall,
+    pub call: AttentionCall<'a>,
     /// q, k and v after QK-norm and rotation.
     pub inputs: Inputs<'a>,
     /// What is cast.

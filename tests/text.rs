@@ -275,6 +275,7 @@ fn every_layer_reads_what_the_layers_below_it_made() {
                 len_q: TOKENS,
                 len_k: TOKENS,
                 d_head: HEAD,
+                d_v: HEAD,
             };
             let mask = if name == "bert" { Mask::NONE } else { Mask::CAUSAL };
             let call = AttentionCall { mask, ..AttentionCall::causal(shape) };

@@ -27,8 +27,8 @@ impl Data {
         };
         Self {
             q: draw(shape.q_elements(), shape.n_q_heads, 0.2),
-            k: draw(shape.kv_elements(), shape.n_kv_heads, 0.9),
-            v: draw(shape.kv_elements(), shape.n_kv_heads, 3.0),
+            k: draw(shape.k_elements(), shape.n_kv_heads, 0.9),
+            v: draw(shape.v_elements(), shape.n_kv_heads, 3.0),
         }
     }
 
@@ -113,7 +113,7 @@ fn errors<A: Into<f64> + Copy>(have: &[A], want: &[f64]) -> (f64, f64) {
 }
 
 fn shape(n_q_heads: usize, n_kv_heads: usize, len_q: usize, len_k: usize, d_head: usize) -> AttentionShape {
-    AttentionShape { batch: 1, n_q_heads, n_kv_heads, len_q, len_k, d_head }
+    AttentionShape { batch: 1, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head }
 }
 
 /// Error against the reference, fed with the operands already rounded, beside that of [`plain`].
@@ -413,7 +413,7 @@ fn what_is_not_finite_is_seen_and_does_not_spread() {
     assert!(out.out[shape.q_row(0, 9, 3)].is_nan() && out.out[shape.q_row(0, 9, 0)].is_finite());
     assert!(out.stats.k[1].overflow > 0 && out.stats.k[1].non_finite == 0 && out.stats.logits[3].non_finite > 0);
     // Finite operands whose product is infinite are seen although the soft-cap hides them.
-    let data = Data { q: vec![1e30; shape.q_elements()], k: vec![1e30; shape.kv_elements()], v: clean.v };
+    let data = Data { q: vec![1e30; shape.q_elements()], k: vec![1e30; shape.k_elements()], v: clean.v };
     let capped = AttentionCall { soft_cap: Some(20.0), ..call };
     let out = Cpu.forward(&capped, &data.inputs(), &plan, &Precision::F32).unwrap();
     assert_eq!(out.stats.logits[0].non_finite, out.stats.logits[0].count);
@@ -553,7 +553,7 @@ proptest! {
         precision in prop::sample::select(vec![Precision::KERNEL, Precision::PAPER_LOGITS, Precision::F32]),
         seed in any::<u64>(),
     ) {
-        let shape = AttentionShape { batch, n_q_heads: n_kv * group, n_kv_heads: n_kv, len_q, len_k, d_head };
+        let shape = AttentionShape { batch, n_q_heads: n_kv * group, n_kv_heads: n_kv, len_q, len_k, d_head, d_v: d_head };
         compare(&AttentionCall { shape, mask: Mask { causal, window }, softmax_scale, soft_cap }, &precision, seed);
     }
 

@@ -37,7 +37,7 @@ struct Operands {
     v: Vec<f32>,
 }
 
-const SHAPE: AttentionShape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 5, len_k: 5, d_head: 16 };
+const SHAPE: AttentionShape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 5, len_k: 5, d_head: 16, d_v: 16 };
 
 impl Operands {
     fn new(step: usize) -> Self {
@@ -45,8 +45,8 @@ impl Operands {
             |n: usize, seed: usize| (0..n).map(|i| (((i * 37 + seed * 11) % 97) as f32 / 97.0 - 0.5) * 2.0).collect();
         Self {
             q: fill(SHAPE.q_elements(), step),
-            k: fill(SHAPE.kv_elements(), step + 3),
-            v: fill(SHAPE.kv_elements(), step + 5),
+            k: fill(SHAPE.k_elements(), step + 3),
+            v: fill(SHAPE.v_elements(), step + 5),
         }
     }
 

@@ -232,7 +232,7 @@ fn a_replay_counts_tensors() {
 fn utilisation_uses_the_descale_of_each_heads_group() {
     use crate::policy::PolicyShape;
     use crate::stats::{CastStats, LogitStats, StepStats};
-    let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 1, len_k: 1, d_head: 16 };
+    let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 1, len_k: 1, d_head: 16, d_v: 16 };
     let mut plan = identity(0, &shape);
     let two = vec![Descale::ONE, Descale::new(2.0).unwrap()];
     (plan.operands.q, plan.operands.k, plan.operands.v) = (two.clone(), two.clone(), Some(two));

@@ -35,7 +35,7 @@ fn relative(have: &[f32], want: &[f64]) -> f64 {
 }
 
 /// Masks and lengths that a backward pass has to get right, rows without keys among them.
-fn calls() -> impl Iterator<Item = AttentionCall> {
+fn calls() -> impl Iterator<Item = AttentionCall<'static>> {
     let masks =
         [Mask::NONE, Mask::CAUSAL, Mask { causal: true, window: Some(40) }, Mask { causal: false, window: Some(9) }];
     let lengths = [(70, 70), (33, 150), (130, 65), (1, 90), (90, 1)];
@@ -239,7 +239,7 @@ proptest! {
         delta in prop::sample::select(vec![Delta::Probabilities, Delta::Output]),
         seed in any::<u64>(),
     ) {
-        let shape = AttentionShape { batch, n_q_heads: n_kv * group, n_kv_heads: n_kv, len_q, len_k, d_head };
+        let shape = AttentionShape { batch, n_q_heads: n_kv * group, n_kv_heads: n_kv, len_q, len_k, d_head, d_v: d_head };
         let call = AttentionCall { shape, mask: Mask { causal, window }, softmax_scale, soft_cap };
         let data = Data::new(&shape, seed);
         let d_out = Data::new(&shape, seed ^ 1).q;

@@ -1,0 +1,53 @@
+//! Sliding windows: how many keys each layer of a config sees.
+//!
+//! No bound depends on them, since a mask can only hide logits. A forward does.
+
+use super::families::{WindowLayers, WindowRule};
+use super::keys::{Keys, MAX_LAYERS, MAX_POSITIONS};
+use crate::error::Result;
+use serde_json::Value;
+
+const KEY: &str = "sliding_window";
+
+impl Keys<'_> {
+    /// The window of each layer; `rotated` says which have a rotation.
+    pub(super) fn windows(
+        &self,
+        rule: Option<&WindowRule>,
+        layers: usize,
+        rotated: &[bool],
+    ) -> Result<Vec<Option<usize>>> {
+        let Some(rule) = rule else { return Ok(vec![None; layers]) };
+        let window = match self.map.get(KEY) {
+            None => rule.absent,
+            // Some configs write 0 or false for none.
+            Some(value) if value.as_i64() == Some(0) || value == &Value::Bool(false) => None,
+            Some(_) => self.count(KEY, MAX_POSITIONS)?,
+        };
+        let on = rule.switch.map_or(Ok(true), |key| self.flag(key).map(|on| on.unwrap_or(false)))?;
+        let Some(window) = window.filter(|_| on) else { return Ok(vec![None; layers]) };
+        // Both ways, half of them lie on each side.
+        let both_ways = self.flag("use_bidirectional_attention")?.unwrap_or(false);
+        let window = if both_ways { window / 2 + 1 } else { window };
+        let full: Vec<bool> = match (self.layer_types(layers)?, &rule.layers) {
+            (_, WindowLayers::All) => vec![false; layers],
+            (Some(full), _) => full,
+            (None, WindowLayers::Types) => vec![false; layers],
+            (None, WindowLayers::NotRotated) => rotated.to_vec(),
+            (None, WindowLayers::From(key, absent)) => {
+                // 0 is a layer, too.
+                let from = self.get(key).map_or(Some(*absent), |value| value.as_u64().map(|n| n as usize));
+                let from = from.ok_or_else(|| self.wrong(key, "a layer", &self.map[*key]))?;
+                (0..layers).map(|layer| layer < from).collect()
+            }
+            (None, WindowLayers::AllButEvery { keys, every, rest }) => {
+                let mut own = *every;
+                for key in *keys {
+                    own = self.count(key, MAX_LAYERS)?.unwrap_or(own);
+                }
+                (0..layers).map(|layer| layer % own == *rest % own).collect()
+            }
+        };
+        Ok(full.into_iter().map(|full| (!full).then_some(window)).collect())
+    }
+}
