@@ -69,7 +69,8 @@ impl Case {
     /// A causal call of `len` tokens.
     pub fn of(kind: Kind, len: usize, d_head: usize, seed: u64) -> Result<Self> {
         let mut rng = StdRng::seed_from_u64(seed);
-        let shape = AttentionShape { batch: 1, n_q_heads: 1, n_kv_heads: 1, len_q: len, len_k: len, d_head, d_v: d_head };
+        let shape =
+            AttentionShape { batch: 1, n_q_heads: 1, n_kv_heads: 1, len_q: len, len_k: len, d_head, d_v: d_head };
         let call = AttentionCall::causal(shape);
         let n = len * d_head;
         let [mut q, mut k, mut v, mut d_out] = [n; 4].map(|n| normal(n, &mut rng));

@@ -97,9 +97,7 @@ impl AttentionShape {
         }
         for (name, d) in [("d_head", d_head), ("d_v", d_v)] {
             if d % 8 != 0 || !(16..=MAX_HEAD).contains(&d) {
-                return Err(Error::argument(format_args!(
-                    "{name} {d} must be a multiple of 8 from 16 to {MAX_HEAD}"
-                )));
+                return Err(Error::argument(format_args!("{name} {d} must be a multiple of 8 from 16 to {MAX_HEAD}")));
             }
         }
         let fits = |factors: [usize; 4]| factors.into_iter().try_fold(1usize, usize::checked_mul).is_some();

@@ -82,8 +82,7 @@ fn plain(call: &AttentionCall, x: &Inputs<'_>, plan: &ScalePlan, precision: &Pre
                 let keys = call.visible(sequence, i);
                 let mut s: Vec<f64> = Vec::new();
                 for j in keys.clone() {
-                    let dot: f64 =
-                        (0..shape.d_head).map(|c| f64::from(x.q[q + c]) * f64::from(x.k[key(j) + c])).sum();
+                    let dot: f64 = (0..shape.d_head).map(|c| f64::from(x.q[q + c]) * f64::from(x.k[key(j) + c])).sum();
                     let logit = call.softmax_scale * dot;
                     let logit = call.soft_cap.map_or(logit, |cap| cap * (logit / cap).tanh());
                     s.push(if precision.logits == LogitCast::E4m3 { e4m3(logit / descale) * descale } else { logit });
@@ -364,7 +363,8 @@ fn overflow_is_counted_per_head() {
         for batch in 0..2 {
             for row in 0..70 {
                 for j in call.mask.visible(row, shape.len_q, shape.len_k) {
-                    let (a, b) = (shape.q_at(batch * shape.len_q + row, head), shape.k_at(batch * shape.len_k + j, head / 2));
+                    let (a, b) =
+                        (shape.q_at(batch * shape.len_q + row, head), shape.k_at(batch * shape.len_k + j, head / 2));
                     let s: f64 =
                         (0..16).map(|c| f64::from(cast.q[a + c]) * f64::from(cast.k[b + c])).sum::<f64>() / 4.0;
                     over += i64::from((s / f64::from(plan.logit_descale[head].get())).abs() > 448.0);

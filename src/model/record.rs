@@ -115,10 +115,7 @@ impl From<AttentionSpec> for SpecRecord {
                 .iter()
                 .any(|layer| layer.window.is_some())
                 .then(|| layers.iter().map(|layer| layer.window).collect()),
-            sinks: layers
-                .iter()
-                .any(|layer| layer.sinks)
-                .then(|| layers.iter().map(|layer| layer.sinks).collect()),
+            sinks: layers.iter().any(|layer| layer.sinks).then(|| layers.iter().map(|layer| layer.sinks).collect()),
             rope: spec.layers.into_iter().map(|layer| layer.rope).collect(),
             name: spec.name,
             family: spec.family,
@@ -150,9 +147,7 @@ impl TryFrom<SpecRecord> for AttentionSpec {
         let temperature = record.temperature.unwrap_or_else(|| vec![None; layers]);
         let window = record.window.unwrap_or_else(|| vec![None; layers]);
         let sinks = record.sinks.unwrap_or_else(|| vec![false; layers]);
-        for (field, entries) in
-            [("temperature", temperature.len()), ("window", window.len()), ("sinks", sinks.len())]
-        {
+        for (field, entries) in [("temperature", temperature.len()), ("window", window.len()), ("sinks", sinks.len())] {
             if entries != layers {
                 return Err(Error::mismatch(format_args!("`{field}` has {entries} entries for {layers} layers")));
             }

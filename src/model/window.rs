@@ -35,10 +35,12 @@ impl Keys<'_> {
             (None, WindowLayers::Types) => vec![false; layers],
             (None, WindowLayers::NotRotated) => rotated.to_vec(),
             (None, WindowLayers::From(key, absent)) => {
-                // 0 is a layer, too.
-                let from = self.get(key).map_or(Some(*absent), |value| value.as_u64().map(|n| n as usize));
-                let from = from.ok_or_else(|| self.wrong(key, "a layer", &self.map[*key]))?;
+                let from = self.layer_number(key, *absent)?;
                 (0..layers).map(|layer| layer < from).collect()
+            }
+            (None, WindowLayers::EverySecondBelow(key, absent)) => {
+                let below = self.layer_number(key, *absent)?;
+                (0..layers).map(|layer| layer % 2 == 1 || layer >= below).collect()
             }
             (None, WindowLayers::AllButEvery { keys, every, rest }) => {
                 let mut own = *every;
@@ -49,5 +51,12 @@ impl Keys<'_> {
             }
         };
         Ok(full.into_iter().map(|full| (!full).then_some(window)).collect())
+    }
+
+    /// The number of a layer, which may be 0 or past the last.
+    fn layer_number(&self, key: &str, absent: usize) -> Result<usize> {
+        let number = |value: &Value| value.as_u64().map(|n| n as usize);
+        let wrong = |value| self.wrong(key, "the number of a layer", value);
+        self.get(key).map_or(Ok(absent), |value| number(value).ok_or_else(|| wrong(value)))
     }
 }

@@ -37,7 +37,8 @@ struct Operands {
     v: Vec<f32>,
 }
 
-const SHAPE: AttentionShape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 5, len_k: 5, d_head: 16, d_v: 16 };
+const SHAPE: AttentionShape =
+    AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 5, len_k: 5, d_head: 16, d_v: 16 };
 
 impl Operands {
     fn new(step: usize) -> Self {

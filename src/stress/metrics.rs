@@ -209,8 +209,7 @@ mod tests {
         let call = AttentionCall::causal(shape);
         // Only query head 3 and KV head 1 have anything to lose.
         let q: Vec<f32> = (0..shape.q_elements()).map(|i| if i / 16 % 4 == 3 { (i % 7) as f32 } else { 0.0 }).collect();
-        let k: Vec<f32> =
-            (0..shape.k_elements()).map(|i| if i / 16 % 2 == 1 { (i % 5) as f32 } else { 0.0 }).collect();
+        let k: Vec<f32> = (0..shape.k_elements()).map(|i| if i / 16 % 2 == 1 { (i % 5) as f32 } else { 0.0 }).collect();
         let inputs = Inputs { q: &q, k: &k, v: &k };
         let compared = Divergence::new(&call, &inputs);
         let kl = |mode, change: &dyn Fn(&mut ScalePlan, Descale)| {

@@ -35,7 +35,8 @@ fn plain(q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor> {
 /// Causal attention in f32 by this crate.
 fn ours(layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor> {
     let (batch, len, n_q_heads, d_head) = q.dims4()?;
-    let shape = AttentionShape { batch, n_q_heads, n_kv_heads: k.dims4()?.2, len_q: len, len_k: len, d_head, d_v: d_head };
+    let shape =
+        AttentionShape { batch, n_q_heads, n_kv_heads: k.dims4()?.2, len_q: len, len_k: len, d_head, d_v: d_head };
     let call = AttentionCall::causal(shape);
     let all = |x: &Tensor| x.flatten_all()?.to_vec1::<f32>();
     let (q_values, k_values, v_values) = (all(q)?, all(k)?, all(v)?);

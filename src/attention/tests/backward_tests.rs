@@ -36,8 +36,7 @@ fn relative(have: &[f32], want: &[f64]) -> f64 {
 
 /// Masks and lengths that a backward pass has to get right, rows without keys among them.
 fn calls() -> impl Iterator<Item = AttentionCall<'static>> {
-    let masks =
-        [Mask::NONE, Mask::CAUSAL, Mask::sliding(40), window(false, Some(9))];
+    let masks = [Mask::NONE, Mask::CAUSAL, Mask::sliding(40), window(false, Some(9))];
     let lengths = [(70, 70), (33, 150), (130, 65), (1, 90), (90, 1)];
     masks.into_iter().flat_map(move |mask| {
         lengths.into_iter().flat_map(move |(len_q, len_k)| {

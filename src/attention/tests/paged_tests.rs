@@ -81,8 +81,7 @@ fn appended_tokens_are_the_casts_of_rotated_ones() {
             for (c, angle) in rope().inv_freq.unwrap().into_iter().enumerate() {
                 let (sin, cos) = (position as f64 * angle).sin_cos();
                 let (x, y) = (want[c], want[c + 8]);
-                (want[c], want[c + 8]) =
-                    (x * cos as f32 - y * sin as f32, x * sin as f32 + y * cos as f32);
+                (want[c], want[c + 8]) = (x * cos as f32 - y * sin as f32, x * sin as f32 + y * cos as f32);
             }
             let want: Vec<f32> = want.into_iter().map(|x| cast(x, 0.02 * scale)).collect();
             assert_eq!(own(&gathered.k, 32), want, "token {token}, head {head}");
@@ -120,7 +119,8 @@ fn attention_over_pages_is_attention_over_rows() {
         };
         let q = draw(&mut rng, shape.q_elements());
         let dense = Inputs { q: &q, k: &k, v: &v };
-        let plan = ScalePlan { layer: 0, logit_bound: None, logit_descale: vec![Descale::ONE; 4], operands: descales() };
+        let plan =
+            ScalePlan { layer: 0, logit_bound: None, logit_descale: vec![Descale::ONE; 4], operands: descales() };
         // Casting what was read from the cache gives its codes again.
         let paged = Inputs { k: &gathered.k, v: &gathered.v, ..dense };
         let [want, have] = [dense, paged].map(|x| Cpu.forward(&call, &x, &plan, &Precision::INFERENCE).unwrap());
@@ -147,13 +147,28 @@ fn what_breaks_a_rule_is_refused_and_nothing_is_written() {
     for (error, message) in [
         (append(&[40, 1], &[1, 0], &[0, 1, 3], &k, &good), "block_table[0][0] = 40 is none of the cache's 40 pages"),
         (append(&[0, -1], &[0, 0], &[0, 1, 3], &k, &good), "block_table[1][0] = -1 is none of the cache's 40 pages"),
-        (append(&[0], &[0, 0], &[0, 1, 3], &k, &good), "a block table of 1 entries does not hold 1 pages of each of 2 sequences"),
-        (append(&[0, 1], &[15, 0], &[0, 2, 3], &k, &good), "token 16 of sequence 0 needs page 1 of the block table, which has 1 of 16 tokens"),
+        (
+            append(&[0], &[0, 0], &[0, 1, 3], &k, &good),
+            "a block table of 1 entries does not hold 1 pages of each of 2 sequences",
+        ),
+        (
+            append(&[0, 1], &[15, 0], &[0, 2, 3], &k, &good),
+            "token 16 of sequence 0 needs page 1 of the block table, which has 1 of 16 tokens",
+        ),
         (append(&[7, 7], &[3, 4], &[0, 2, 3], &k, &good), "sequences 0 and 1 both append to one row of page 7"),
-        (append(&[0, 1], &[0, 0], &[0, 4, 3], &k, &good), "cu_seqlens [0, 4, 3] must have 3 entries that start at 0 and do not fall"),
-        (append(&[0, 1], &[0, 0], &[0, 1, 3], &k[1..], &good), "new k has 191 values where 3 tokens of 2 heads of 32 are asked for"),
+        (
+            append(&[0, 1], &[0, 0], &[0, 4, 3], &k, &good),
+            "cu_seqlens [0, 4, 3] must have 3 entries that start at 0 and do not fall",
+        ),
+        (
+            append(&[0, 1], &[0, 0], &[0, 1, 3], &k[1..], &good),
+            "new k has 191 values where 3 tokens of 2 heads of 32 are asked for",
+        ),
         (append(&[0, 1], &[0, 0], &[0, 1, 3], &k, &short), "1 k descales do not fit 2 KV heads"),
-        (append(&[0, 1], &[0, 0], &[0, 1, 3], &k, &none), "a cache in E4M3 needs descales of v, and the plan has none: v has no bound in this layer"),
+        (
+            append(&[0, 1], &[0, 0], &[0, 1, 3], &k, &none),
+            "a cache in E4M3 needs descales of v, and the plan has none: v has no bound in this layer",
+        ),
     ] {
         assert_eq!(error, message);
     }

@@ -148,8 +148,13 @@ fn tiled_calls_are_the_references() {
         let have = Cpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
         let cast = dequantised(&call, &data.inputs(), &plan, OnOverflow::Saturate).unwrap();
         let want = exact(&call, &Inputs { q: &cast.q, k: &cast.k, v: &cast.v });
-        let raw = have.stats.logits.iter().fold(0f32, |a, l| if l.count > 0 { a.max(l.raw_max.abs()).max(l.raw_min.abs()) } else { a });
-        let largest = raw.max(call.sinks.map_or(0.0, |sinks| sinks.iter().fold(0.0, |a: f32, s| a.max(s.abs() as f32))));
+        let raw = have
+            .stats
+            .logits
+            .iter()
+            .fold(0f32, |a, l| if l.count > 0 { a.max(l.raw_max.abs()).max(l.raw_min.abs()) } else { a });
+        let largest =
+            raw.max(call.sinks.map_or(0.0, |sinks| sinks.iter().fold(0.0, |a: f32, s| a.max(s.abs() as f32))));
         let noise = 2e-6 + 6e-7 * f64::from(largest);
         let amax = |x: &[f32]| f64::from(x.iter().fold(0f32, |a, x| a.max(x.abs())));
         let (v_max, do_max) = (amax(&cast.v), amax(&d_out));
@@ -159,10 +164,10 @@ fn tiled_calls_are_the_references() {
         }
         empty_rows += want.lse.iter().filter(|lse| lse.is_infinite()).count();
         (sinks, capped) = (sinks + usize::from(call.sinks.is_some()), capped + usize::from(call.soft_cap.is_some()));
-        (unequal, listed) = (unequal + usize::from(shape.d_head != shape.d_v), listed + usize::from(call.sequences.is_some()));
+        (unequal, listed) =
+            (unequal + usize::from(shape.d_head != shape.d_v), listed + usize::from(call.sequences.is_some()));
 
-        let slopes =
-            reference_backward(&call, &wide(&cast.q), &wide(&cast.k), &wide(&cast.v), &wide(&d_out)).unwrap();
+        let slopes = reference_backward(&call, &wide(&cast.q), &wide(&cast.k), &wide(&cast.v), &wide(&d_out)).unwrap();
         // Terms that cancel leave their own rounding, which is in proportion to them.
         let dp = do_max * v_max * (shape.d_v as f64).sqrt();
         let term = call.softmax_scale * dp;
@@ -180,8 +185,14 @@ fn tiled_calls_are_the_references() {
                 assert_eq!(have.len(), want.len(), "{name}");
                 let size = (want.iter().map(|x| x * x).sum::<f64>() / want.len().max(1) as f64).sqrt();
                 let (largest, error) = errors(have, want);
-                assert!(!(error > 4.0 * noise * size + noise * term), "{name}: {error:e} of {size:e} {delta:?} {call:?}");
-                assert!(!(largest > 40.0 * noise * size + 8.0 * noise * term), "{name}: {largest:e} {delta:?} {call:?}");
+                assert!(
+                    !(error > 4.0 * noise * size + noise * term),
+                    "{name}: {error:e} of {size:e} {delta:?} {call:?}"
+                );
+                assert!(
+                    !(largest > 40.0 * noise * size + 8.0 * noise * term),
+                    "{name}: {largest:e} {delta:?} {call:?}"
+                );
             }
         }
     }
@@ -244,11 +255,8 @@ fn nan_that_must_not_be_read_leaves_no_trace() {
         let hidden = Hidden::of(&call);
         rows += hidden.q.iter().filter(|hidden| **hidden).count();
         keys += hidden.k.iter().filter(|hidden| **hidden).count();
-        let bad = Data {
-            q: planted(&data.q, &hidden.q),
-            k: planted(&data.k, &hidden.k),
-            v: planted(&data.v, &hidden.k),
-        };
+        let bad =
+            Data { q: planted(&data.q, &hidden.q), k: planted(&data.k, &hidden.k), v: planted(&data.v, &hidden.k) };
         let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         let precision = pick(&mut rng, &[Precision::KERNEL, Precision::INFERENCE, Precision::TRAINING, Precision::F32]);
         let want = Cpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();

@@ -25,7 +25,9 @@ fn sequences_are_calls_of_their_own() {
         (packed, Sequence::packed(&[0, 64, 65, 200], &[0, 64, 170, 300], Some(&[64, 100, 130])).unwrap()),
     ];
     let sinks = [0.5, -1.0, 3.0, 0.0];
-    for ((shape, sequences), mask) in cases.iter().flat_map(|case| [Mask::CAUSAL, Mask::NONE, Mask::sliding(40)].map(|mask| (case, mask))) {
+    for ((shape, sequences), mask) in
+        cases.iter().flat_map(|case| [Mask::CAUSAL, Mask::NONE, Mask::sliding(40)].map(|mask| (case, mask)))
+    {
         let call = AttentionCall {
             mask,
             sequences: Some(sequences),
@@ -78,8 +80,14 @@ fn sequences_that_break_a_rule_are_refused() {
     };
     assert!(run(&[]).is_ok() && run(&[Sequence { q: 0..8, k: 3..12 }]).is_ok());
     let cases = [
-        (vec![Sequence { q: 0..4, k: 0..6 }, Sequence { q: 3..8, k: 6..12 }], "sequence 1 has the queries 3..8: expected a range between 4, the end of the one before it, and 8 rows"),
-        (vec![Sequence { q: 0..4, k: 0..13 }], "sequence 0 has the keys 0..13: expected a range between 0, the end of the one before it, and 12 rows"),
+        (
+            vec![Sequence { q: 0..4, k: 0..6 }, Sequence { q: 3..8, k: 6..12 }],
+            "sequence 1 has the queries 3..8: expected a range between 4, the end of the one before it, and 8 rows",
+        ),
+        (
+            vec![Sequence { q: 0..4, k: 0..13 }],
+            "sequence 0 has the keys 0..13: expected a range between 0, the end of the one before it, and 12 rows",
+        ),
     ];
     for (sequences, message) in cases {
         assert_eq!(run(&sequences).unwrap_err().to_string(), message);
@@ -106,14 +114,17 @@ fn sequences_that_break_a_rule_are_refused() {
 fn sinks_join_the_row_sum() {
     // Two queries of one key, of which the first sees none: logit 2, sink 2 + ln 3, so the key has a quarter of the weight.
     let sink = 2.0 + 3f64.ln();
-    let call = AttentionCall { softmax_scale: 1.0, sinks: Some(&[sink]), ..AttentionCall::causal(shape(1, 1, 2, 1, 16)) };
+    let call =
+        AttentionCall { softmax_scale: 1.0, sinks: Some(&[sink]), ..AttentionCall::causal(shape(1, 1, 2, 1, 16)) };
     let mut data = Data { q: vec![0.0; 32], k: vec![0.0; 16], v: vec![8.0; 16] };
     (data.q[16], data.k[0]) = (2.0, 1.0);
     let plan = data.plan(&call);
     for precision in [Precision::KERNEL, Precision::TRAINING, Precision::F32] {
         let out = Cpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
         assert!((out.out[16] - 2.0).abs() < 1e-2 && out.out[..16].iter().all(|&x| x == 0.0), "{:?}", out.out);
-        assert!((f64::from(out.lse[1]) - (2.0 + 4f64.ln())).abs() < 1e-4 && (f64::from(out.lse[0]) - sink).abs() < 1e-6);
+        assert!(
+            (f64::from(out.lse[1]) - (2.0 + 4f64.ln())).abs() < 1e-4 && (f64::from(out.lse[0]) - sink).abs() < 1e-6
+        );
         assert_eq!((out.stats.logits[0].max, out.stats.logits[0].count), (2.0, 1), "a sink is no logit");
     }
     // However far it is from the logits, nothing overflows, and P keeps the precision of E4M3.
@@ -158,7 +169,12 @@ fn heads_of_v_may_be_narrower() {
         for precision in [Precision::KERNEL, Precision::F32] {
             compare(&call, &precision, seed as u64);
         }
-        let out = Cpu.forward(&call, &Data::new(&call.shape, 1).inputs(), &Data::new(&call.shape, 1).plan(&call), &Precision::INFERENCE);
+        let out = Cpu.forward(
+            &call,
+            &Data::new(&call.shape, 1).inputs(),
+            &Data::new(&call.shape, 1).plan(&call),
+            &Precision::INFERENCE,
+        );
         assert_eq!(out.unwrap().out.len(), 70 * 4 * d_v);
     }
 }

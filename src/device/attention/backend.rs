@@ -327,7 +327,8 @@ mod tests {
         assert!(sinks.is_unsupported() && sinks.to_string().contains("a sink"), "{sinks}");
         let narrow = refusal(&AttentionCall { shape: AttentionShape { d_v: 32, ..call().shape }, ..call() });
         assert!(narrow.is_unsupported() && narrow.to_string().contains("d_v"), "{narrow}");
-        let wide = refusal(&AttentionCall { shape: AttentionShape { d_head: 256, d_v: 256, ..call().shape }, ..call() });
+        let wide =
+            refusal(&AttentionCall { shape: AttentionShape { d_head: 256, d_v: 256, ..call().shape }, ..call() });
         assert!(wide.is_unsupported() && wide.to_string().contains("head dimension 256"), "{wide}");
         let empty = refusal(&AttentionCall { shape: AttentionShape { len_k: 0, ..call().shape }, ..call() });
         assert!(empty.is_argument(), "as on the CPU: {empty}");

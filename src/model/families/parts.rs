@@ -198,7 +198,7 @@ pub(super) const MISTRAL: Family = Family {
     model_types: &["mistral"],
     sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
     bias: Flag::Never,
-    window: in_every_layer(Some(4096)),
+    window: Some(WindowRule { absent: Some(4096), switch: None, layers: WindowLayers::Types }),
     ..LLAMA
 };
 

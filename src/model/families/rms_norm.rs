@@ -33,7 +33,7 @@ pub(super) static FAMILIES: &[Family] = &[
         model_types: &["qwen2_moe"],
         sizes: llama_sizes(kv(Some(16)), HeadDim::Key(None)),
         bias: Flag::Key("qkv_bias", true),
-        window: switched(UPPER),
+        window: switched(WindowLayers::EverySecondBelow("max_window_layers", 28)),
         ..LLAMA
     },
     Family {
@@ -159,11 +159,7 @@ pub(super) static FAMILIES: &[Family] = &[
             layers: RopeLayers::NoRope { interval: ("no_rope_layer_interval", 4) },
             longrope_names: &[],
         },
-        window: Some(WindowRule {
-            absent: None,
-            switch: Some("use_sliding_window"),
-            layers: WindowLayers::NotRotated,
-        }),
+        window: Some(WindowRule { absent: None, switch: Some("use_sliding_window"), layers: WindowLayers::NotRotated }),
         ..LLAMA
     },
     Family {
@@ -370,12 +366,7 @@ pub(super) static FAMILIES: &[Family] = &[
         temperature: TemperatureRule::Llama4,
         ..LLAMA
     },
-    Family {
-        name: "ministral",
-        model_types: &["ministral"],
-        window: Some(WindowRule { absent: Some(4096), switch: None, layers: WindowLayers::Types }),
-        ..MISTRAL
-    },
+    Family { name: "ministral", model_types: &["ministral"], ..MISTRAL },
     Family {
         name: "cwm",
         model_types: &["cwm"],

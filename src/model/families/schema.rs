@@ -266,6 +266,8 @@ pub(crate) enum WindowLayers {
     NotRotated,
     /// Those from a key's value on, and what it is when absent.
     From(&'static str, usize),
+    /// Every second one of those below it, from the first on.
+    EverySecondBelow(&'static str, usize),
     /// All but those whose number leaves `rest` when divided by the first of `keys`, or by `every`.
     AllButEvery { keys: &'static [&'static str], every: usize, rest: usize },
 }

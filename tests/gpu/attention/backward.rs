@@ -236,7 +236,8 @@ pub(super) fn gradients_are_the_cpus() {
 
 pub(super) fn rows_that_see_nothing_have_zero_gradients() {
     for d_head in [64, 128] {
-        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 300, len_k: 77, d_head, d_v: d_head };
+        let shape =
+            AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 300, len_k: 77, d_head, d_v: d_head };
         let call = AttentionCall::causal(shape);
         let (data, engine) = (Data::new(&shape, 5), engine());
         let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 6));
@@ -270,7 +271,8 @@ pub(super) fn nan_stays_in_its_row_and_head() {
 
 pub(super) fn deterministic_calls_repeat_bit_for_bit_also_from_a_graph() {
     for d_head in [64, 128] {
-        let shape = AttentionShape { batch: 2, n_q_heads: 8, n_kv_heads: 2, len_q: 1000, len_k: 1100, d_head, d_v: d_head };
+        let shape =
+            AttentionShape { batch: 2, n_q_heads: 8, n_kv_heads: 2, len_q: 1000, len_k: 1100, d_head, d_v: d_head };
         for mask in [Mask::CAUSAL, Mask::NONE] {
             let call = AttentionCall { mask, ..AttentionCall::causal(shape) };
             let (data, engine) = (Data::new(&shape, 9), engine().with_deterministic(true));

@@ -481,7 +481,15 @@ fn stream() -> Stream {
 }
 
 fn small_call(d_head: usize) -> AttentionCall<'static> {
-    AttentionCall::causal(AttentionShape { batch: 2, n_q_heads: 6, n_kv_heads: 2, len_q: 130, len_k: 201, d_head, d_v: d_head })
+    AttentionCall::causal(AttentionShape {
+        batch: 2,
+        n_q_heads: 6,
+        n_kv_heads: 2,
+        len_q: 130,
+        len_k: 201,
+        d_head,
+        d_v: d_head,
+    })
 }
 
 fn strides_and_descales_of_a_batch() {
@@ -717,7 +725,8 @@ fn a_workspace_of_any_content_gives_the_same_bits() {
 /// One key among 64k that takes all the weight, and one that takes most of it everywhere.
 fn needles_and_sinks() {
     let gpu = cuda();
-    let shape = AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 32, len_k: 65_536, d_head: 128, d_v: 128 };
+    let shape =
+        AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 32, len_k: 65_536, d_head: 128, d_v: 128 };
     let call = AttentionCall { mask: Mask::NONE, ..AttentionCall::causal(shape) };
     let mut rng = StdRng::seed_from_u64(14);
     let mut draw = |n: usize| -> Vec<f32> { (0..n).map(|_| StandardNormal.sample(&mut rng)).collect() };
