@@ -42,12 +42,12 @@ impl Keys<'_> {
                 let below = self.layer_number(key, *absent)?;
                 (0..layers).map(|layer| layer % 2 == 1 || layer >= below).collect()
             }
-            (None, WindowLayers::AllButEvery { keys, every, rest }) => {
+            (None, WindowLayers::AllButOneOf { keys, every, first }) => {
                 let mut own = *every;
                 for key in *keys {
                     own = self.count(key, MAX_LAYERS)?.unwrap_or(own);
                 }
-                (0..layers).map(|layer| layer % own == *rest % own).collect()
+                (0..layers).map(|layer| layer % own == if *first { 0 } else { own - 1 }).collect()
             }
         };
         Ok(full.into_iter().map(|full| (!full).then_some(window)).collect())

@@ -23,12 +23,16 @@ fn rope() -> Rope {
 }
 
 /// Shuffled pages for each of three sequences; entries past their needs are no pages.
-fn table(rng: &mut StdRng, longest: usize) -> Vec<i32> {
+fn shuffled(rng: &mut StdRng, longest: usize) -> Vec<i32> {
     let mut pages: Vec<i32> = (0..SHAPE.pages as i32).collect();
     pages.shuffle(rng);
     let each = longest.div_ceil(SHAPE.page_size);
     let row = |s: usize| pages[s * each..(s + 1) * each].iter().copied().chain([-1, i32::MAX]).collect::<Vec<_>>();
     (0..3).flat_map(row).collect()
+}
+
+fn over<'a>(pages: &'a [i32], lengths: &'a [usize]) -> BlockTable<'a> {
+    BlockTable { pages, pages_per_sequence: pages.len() / 3, lengths }
 }
 
 fn draw(rng: &mut StdRng, n: usize) -> Vec<f32> {
@@ -41,8 +45,7 @@ fn draw(rng: &mut StdRng, n: usize) -> Vec<f32> {
 fn appended_tokens_are_the_casts_of_rotated_ones() {
     let mut rng = StdRng::seed_from_u64(2);
     let lengths = [33, 0, 64];
-    let pages = table(&mut rng, 80);
-    let table = |lengths| BlockTable { pages: &pages, pages_per_sequence: pages.len() / 3, lengths };
+    let pages = shuffled(&mut rng, 80);
     let total: usize = lengths.iter().sum();
     let (k, v) = (draw(&mut rng, total * 2 * 32), draw(&mut rng, total * 2 * 24));
     let mut cache = PagedKv::new(SHAPE).unwrap();
@@ -64,12 +67,12 @@ fn appended_tokens_are_the_casts_of_rotated_ones() {
             cu_seqlens.push(cu_seqlens[s] + n);
         }
         let new = NewTokens { k: &new_k, v: &new_v, cu_seqlens: &cu_seqlens };
-        let out = cache.append(&table(&have), &new, &descales(), Some(&rope()), OnOverflow::Saturate).unwrap();
+        let out = cache.append(&over(&pages, &have), &new, &descales(), Some(&rope()), OnOverflow::Saturate).unwrap();
         counts += out.k[1].count;
         have = out.lengths;
     }
     assert_eq!(counts, (total * 32) as u64);
-    let gathered = cache.gather(&table(&lengths), &descales()).unwrap();
+    let gathered = cache.gather(&over(&pages, &lengths), &descales()).unwrap();
     assert_eq!(gathered.cu_seqlens, [0, 33, 33, 97]);
     let cast = |x: f32, descale: f32| {
         Format::E4m3.round(x * Descale::new(descale).unwrap().quant_scale().get(), OnOverflow::Saturate) * descale
@@ -98,14 +101,13 @@ fn attention_over_pages_is_attention_over_rows() {
     let mut rng = StdRng::seed_from_u64(5);
     let lengths = [70usize, 17, 1];
     let total: usize = lengths.iter().sum();
-    let pages = table(&mut rng, 80);
-    let block_table = |lengths| BlockTable { pages: &pages, pages_per_sequence: pages.len() / 3, lengths };
+    let pages = shuffled(&mut rng, 80);
     let (k, v) = (draw(&mut rng, total * 64), draw(&mut rng, total * 48));
     let cu_seqlens_k = [0, 70, 87, 88];
     let mut cache = PagedKv::new(SHAPE).unwrap();
     let new = NewTokens { k: &k, v: &v, cu_seqlens: &cu_seqlens_k };
-    cache.append(&block_table(&[0; 3]), &new, &descales(), None, OnOverflow::Saturate).unwrap();
-    let gathered = cache.gather(&block_table(&lengths), &descales()).unwrap();
+    cache.append(&over(&pages, &[0; 3]), &new, &descales(), None, OnOverflow::Saturate).unwrap();
+    let gathered = cache.gather(&over(&pages, &lengths), &descales()).unwrap();
     assert_eq!(gathered.cu_seqlens, cu_seqlens_k);
     for cu_seqlens_q in [[0, 1, 2, 3], [0, 4, 8, 9], [0, 50, 67, 67]] {
         let shape = AttentionShape { d_v: 24, ..shape(4, 2, cu_seqlens_q[3], total, 32) };

@@ -55,7 +55,7 @@ impl Random {
             }
             _ => {
                 let count = rng.random_range(1..=5);
-                let mut ends = |rng: &mut StdRng, total: usize| -> Vec<usize> {
+                let ends = |rng: &mut StdRng, total: usize| -> Vec<usize> {
                     let mut ends: Vec<usize> = (0..count - 1).map(|_| rng.random_range(0..=total)).collect();
                     ends.extend([0, total]);
                     ends.sort_unstable();

@@ -294,6 +294,7 @@ fn windows_are_those_of_each_layer() {
     is("vaultgemma", "", 4096, "s.s.s.s.");
     is("gemma3_text", r#","sliding_window":12"#, 12, "sssss.ss");
     is("gemma3_text", r#","sliding_window":12,"sliding_window_pattern":2"#, 12, "s.s.s.s.");
+    is("gemma3_text", r#","sliding_window":12,"sliding_window_pattern":4"#, 12, "sss.sss.");
     is("gemma3_text", r#","sliding_window":12,"use_bidirectional_attention":true"#, 7, "sssss.ss");
     is("olmo3", "", 4096, "sss.sss.");
     is("phi3", r#","sliding_window":2047"#, 2047, "ssssssss");

@@ -123,7 +123,7 @@ pub(super) const fn in_every_layer(absent: Option<usize>) -> Option<WindowRule> 
 
 /// A window in all layers but every n-th.
 pub(super) const fn all_but_every(window: usize, keys: &'static [&'static str], every: usize) -> Option<WindowRule> {
-    let layers = WindowLayers::AllButEvery { keys, every, rest: every - 1 };
+    let layers = WindowLayers::AllButOneOf { keys, every, first: false };
     Some(WindowRule { absent: Some(window), switch: None, layers })
 }
 
@@ -132,7 +132,7 @@ pub(super) const fn all_but_first_of(window: usize, every: usize) -> Option<Wind
     Some(WindowRule {
         absent: Some(window),
         switch: None,
-        layers: WindowLayers::AllButEvery { keys: &[], every, rest: 0 },
+        layers: WindowLayers::AllButOneOf { keys: &[], every, first: true },
     })
 }
 

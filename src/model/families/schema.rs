@@ -268,8 +268,8 @@ pub(crate) enum WindowLayers {
     From(&'static str, usize),
     /// Every second one of those below it, from the first on.
     EverySecondBelow(&'static str, usize),
-    /// All but those whose number leaves `rest` when divided by the first of `keys`, or by `every`.
-    AllButEvery { keys: &'static [&'static str], every: usize, rest: usize },
+    /// All but one of so many, as the last of `keys` or `every` says: the first of them, or the last.
+    AllButOneOf { keys: &'static [&'static str], every: usize, first: bool },
 }
 
 /// A setting that is refused unless it is absent, null or the one value.
