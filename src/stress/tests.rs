@@ -194,12 +194,10 @@ fn runs_have_the_models_windows_sinks_and_soft_cap() {
         let model = StressModel::synthetic(&spec, 3).unwrap();
         for mode in [Mode::Logit, Mode::Operands] {
             let result = run(Scenario::CheckpointLoad, &model, &options(mode)).unwrap();
-            assert_eq!(
-                (result.policies.len(), of(&result, PolicyKind::Geometry).overflow_values),
-                (6, 0),
-                "{}",
-                spec.family
-            );
+            // The isotropic bounds do not hold behind a QK-norm.
+            let policies = if spec.qk_norm.is_some() { 5 } else { 6 };
+            let seen = (result.policies.len(), of(&result, PolicyKind::Geometry).overflow_values);
+            assert_eq!(seen, (policies, 0), "{}", spec.family);
             assert!(result.policies.iter().all(|policy| policy.softmax_kl.is_some()));
             let pairs = |window: usize| (0..40).map(|row: usize| (row + 1).min(window) as u64).sum::<u64>();
             let want = match mode {

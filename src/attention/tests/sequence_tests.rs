@@ -118,7 +118,9 @@ fn sinks_join_the_row_sum() {
         AttentionCall { softmax_scale: 1.0, sinks: Some(&[sink]), ..AttentionCall::causal(shape(1, 1, 2, 1, 16)) };
     let mut data = Data { q: vec![0.0; 32], k: vec![0.0; 16], v: vec![8.0; 16] };
     (data.q[16], data.k[0]) = (2.0, 1.0);
-    let plan = data.plan(&call);
+    let one = vec![Descale::ONE];
+    let operands = OperandDescales { q: one.clone(), k: one.clone(), v: Some(one.clone()), o: None };
+    let plan = ScalePlan { layer: 0, logit_bound: None, logit_descale: one, operands };
     for precision in [Precision::KERNEL, Precision::TRAINING, Precision::F32] {
         let out = Cpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
         assert!((out.out[16] - 2.0).abs() < 1e-2 && out.out[..16].iter().all(|&x| x == 0.0), "{:?}", out.out);
