@@ -313,7 +313,8 @@ fn windows_are_those_of_each_layer() {
     is("afmoe", "", 1024, "sss.sss.");
     is("cwm", "", 8192, ".sss.sss");
     is("granite_swa", "", 128, ".sss.sss");
-    is("ministral3", "", 0, "........");
+    let rope = r#","rope_parameters":{"rope_type":"default","rope_theta":10000.0}"#;
+    is("ministral3", rope, 0, "........");
     is("ministral", "", 4096, "ssssssss");
     is("dots1", "", 0, "........");
     is("dots1", r#","max_window_layers":3"#, 4096, "...sssss");
@@ -332,27 +333,27 @@ fn windows_are_those_of_each_layer() {
 
 #[test]
 fn sinks_are_known_by_the_family() {
-    let sinks = |family: &str| {
-        let json =
-            format!(r#"{{"model_type":"{family}","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":4}}"#);
-        let spec = spec(&json).unwrap();
-        // A saved spec has them, and the windows.
-        let text = serde_json::to_string(&spec).unwrap();
-        let read: AttentionSpec = serde_json::from_str(&text).unwrap();
-        assert_eq!(read.layers, spec.layers);
-        assert_eq!(text.contains("sinks"), spec.layers[0].sinks);
-        spec.layers.iter().map(|layer| layer.sinks).collect::<Vec<_>>()
+    let config = |family: &str| {
+        spec(&format!(
+            r#"{{"model_type":"{family}","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":4,
+                "num_key_value_heads":2}}"#
+        ))
+        .unwrap()
     };
-    assert_eq!(
-        (sinks("gpt_oss"), sinks("granite_swa"), sinks("llama")),
-        (vec![true; 2], vec![true; 2], vec![false; 2])
-    );
-    let unequal = serde_json::to_string(
-        &spec(r#"{"model_type":"gpt_oss","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":4}"#).unwrap(),
-    );
-    let short = unequal.unwrap().replace("[128,null]", "[128]");
-    let error = serde_json::from_str::<AttentionSpec>(&short).unwrap_err().to_string();
-    assert!(error.contains("`window` has 1 entries for 2 layers"), "{error}");
+    let saved = |family: &str| serde_json::to_string(&config(family)).unwrap();
+    for (family, sinks) in [("gpt_oss", true), ("granite_swa", true), ("mistral", false), ("llama", false)] {
+        let spec = config(family);
+        assert!(spec.layers.iter().all(|layer| layer.sinks == sinks), "{family}");
+        // A saved spec has them, and the windows.
+        let read: AttentionSpec = serde_json::from_str(&saved(family)).unwrap();
+        assert_eq!(read.layers, spec.layers);
+        assert_eq!((saved(family).contains("sinks"), saved(family).contains("window")), (sinks, family != "llama"));
+    }
+    for (whole, short, field) in [("[128,null]", "[128]", "window"), ("[true,true]", "[true]", "sinks")] {
+        let short = saved("gpt_oss").replace(whole, short);
+        let error = serde_json::from_str::<AttentionSpec>(&short).unwrap_err().to_string();
+        assert!(error.contains(&format!("`{field}` has 1 entries for 2 layers")), "{error}");
+    }
 }
 
 #[test]
