@@ -114,6 +114,14 @@ pub fn run_with_progress(
     if layers < spec.layers.len() {
         notes.push(format!("the first {layers} of {} layers", spec.layers.len()));
     }
+    let windowed =
+        spec.layers[..layers].iter().filter(|own| own.window.is_some_and(|keys| keys < options.seq_len)).count();
+    if windowed > 0 {
+        notes.push(format!("{windowed} of the {layers} layers have a sliding window shorter than the sequence"));
+    }
+    if model.is_synthetic() && spec.layers.iter().any(|own| own.sinks) {
+        notes.push("the sinks of the softmax are zero".into());
+    }
     if recorded.is_some() {
         notes.push(format!("weights of {}, one a step", model.path_names().join(", ")));
     }

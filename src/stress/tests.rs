@@ -199,6 +199,10 @@ fn runs_have_the_models_windows_sinks_and_soft_cap() {
             let seen = (result.policies.len(), of(&result, PolicyKind::Geometry).overflow_values);
             assert_eq!(seen, (policies, 0), "{}", spec.family);
             assert!(result.policies.iter().all(|policy| policy.softmax_kl.is_some()));
+            let short = windows.iter().filter(|window| **window < 40).count();
+            let note = format!("{short} of the 4 layers have a sliding window shorter than the sequence");
+            assert!(result.notes.contains(&note), "{:?}", result.notes);
+            assert_eq!(result.notes.iter().any(|note| note.contains("sinks")), spec.family == "gpt_oss");
             let pairs = |window: usize| (0..40).map(|row: usize| (row + 1).min(window) as u64).sum::<u64>();
             let want = match mode {
                 Mode::Logit => 4 * windows.map(pairs).iter().sum::<u64>(),

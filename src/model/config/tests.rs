@@ -322,7 +322,7 @@ fn windows_are_those_of_each_layer() {
     let refused = |value: &str| {
         let json = format!(
             r#"{{"model_type":"mistral","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
-                "sliding_window":{value}}}"#
+                "num_key_value_heads":4,"sliding_window":{value}}}"#
         );
         spec(&json).unwrap_err().to_string()
     };
