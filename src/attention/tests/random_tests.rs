@@ -183,16 +183,14 @@ fn tiled_calls_are_the_references() {
             ];
             for (name, have, want, term) in pairs {
                 assert_eq!(have.len(), want.len(), "{name}");
-                let size = (want.iter().map(|x| x * x).sum::<f64>() / want.len().max(1) as f64).sqrt();
+                if want.is_empty() {
+                    continue;
+                }
+                let size = (want.iter().map(|x| x * x).sum::<f64>() / want.len() as f64).sqrt();
                 let (largest, error) = errors(have, want);
-                assert!(
-                    !(error > 4.0 * noise * size + noise * term),
-                    "{name}: {error:e} of {size:e} {delta:?} {call:?}"
-                );
-                assert!(
-                    !(largest > 40.0 * noise * size + 8.0 * noise * term),
-                    "{name}: {largest:e} {delta:?} {call:?}"
-                );
+                let place = format!("{name}: {error:e} and {largest:e} of {size:e}, {delta:?} {call:?}");
+                assert!(error <= 4.0 * noise * size + noise * term, "{place}");
+                assert!(largest <= 40.0 * noise * size + 8.0 * noise * term, "{place}");
             }
         }
     }

@@ -302,14 +302,10 @@ pub(super) fn random_calls_agree_with_the_cpu() {
     let engine = engine();
     for seed in 0..40 {
         let n_kv_heads = rng.random_range(1..=3);
-        let shape = AttentionShape {
-            batch: rng.random_range(1..=2),
-            n_q_heads: n_kv_heads * rng.random_range(1..=4),
-            n_kv_heads,
-            len_q: rng.random_range(1..=400),
-            len_k: rng.random_range(16..=400),
-            d_head: if rng.random_bool(0.5) { 64 } else { 128 },
-        };
+        let (batch, n_q_heads) = (rng.random_range(1..=2), n_kv_heads * rng.random_range(1..=4));
+        let (len_q, len_k) = (rng.random_range(1..=400), rng.random_range(16..=400));
+        let d_head = if rng.random_bool(0.5) { 64 } else { 128 };
+        let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head };
         let mask = if rng.random_bool(0.7) { Mask::CAUSAL } else { Mask::NONE };
         let call = AttentionCall { mask, ..AttentionCall::causal(shape) };
         let data = Data::new(&shape, seed);

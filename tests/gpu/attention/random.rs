@@ -183,7 +183,8 @@ impl Bench {
             (tensors, self.workspace.view(Element::U8, [self.workspace.len()]).unwrap())
         };
         let mask = Mask { causal: case.causal, ..Mask::NONE };
-        let call = AttentionCall { shape, mask, softmax_scale: f64::from(case.softmax_scale), soft_cap: None };
+        let softmax_scale = f64::from(case.softmax_scale);
+        let call = AttentionCall { mask, softmax_scale, ..AttentionCall::causal(shape) };
         self.attention[usize::from(case.split)][case.backend]
             .launch(&self.stream, &call, &tensors, &workspace)
             .unwrap();
