@@ -8,7 +8,7 @@ const MAX_HEAD: usize = 576;
 /// Sizes of one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionShape {
-    /// Sequences; 1 where [`AttentionCall::sequences`] packs several.
+    /// Sequences; 1 where [`AttentionCall::sequences`](super::AttentionCall::sequences) packs several.
     pub batch: usize,
     /// Query heads; a multiple of `n_kv_heads`.
     pub n_q_heads: usize,
