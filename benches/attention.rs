@@ -12,11 +12,11 @@ fn layers(c: &mut Criterion) {
     let mut group = c.benchmark_group("attention");
     group.sample_size(10);
     for (n_q_heads, n_kv_heads, len, d_head) in [(32, 8, 256, 128), (32, 8, 1024, 128), (25, 25, 1024, 64)] {
-        let shape = AttentionShape { batch: 1, n_q_heads, n_kv_heads, len_q: len, len_k: len, d_head };
+        let shape = AttentionShape { batch: 1, n_q_heads, n_kv_heads, len_q: len, len_k: len, d_head, d_v: d_head };
         let call = AttentionCall::causal(shape);
         let wave = |n: usize, f: f32| (0..n).map(|i| (i as f32 * f).sin()).collect::<Vec<_>>();
-        let (q, k) = (wave(shape.q_elements(), 0.7), wave(shape.kv_elements(), 0.3));
-        let v = wave(shape.kv_elements(), 0.11);
+        let (q, k) = (wave(shape.q_elements(), 0.7), wave(shape.k_elements(), 0.3));
+        let v = wave(shape.v_elements(), 0.11);
         let inputs = Inputs { q: &q, k: &k, v: &v };
         let row = |n: usize| vec![Descale::new(1.0 / 400.0).expect("positive"); n];
         let operands = OperandDescales {

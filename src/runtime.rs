@@ -91,7 +91,7 @@ pub struct Step<'a> {
     /// Its weights.
     pub weights: Weights<'a>,
     /// Sizes, mask, softmax scale and soft-cap; the last two must be the model's.
-    pub call: AttentionCall,
+    pub call: AttentionCall<'a>,
     /// q, k and v after QK-norm and rotation.
     pub inputs: Inputs<'a>,
     /// What is cast.
@@ -437,9 +437,14 @@ fn unknown(spec: &AttentionSpec, layer: usize) -> Error {
     Error::argument(format_args!("{}: its weights have not been given yet", spec.place(layer)))
 }
 
-/// A model is the same wherever it was loaded from.
+/// A model is the same wherever it was loaded from, and for its plans also with another window or without sinks, which states
+/// of 0.1.0 do not have.
 fn nameless(spec: &AttentionSpec) -> AttentionSpec {
-    AttentionSpec { name: String::new(), prefix: String::new(), ..spec.clone() }
+    let mut spec = AttentionSpec { name: String::new(), prefix: String::new(), ..spec.clone() };
+    for layer in &mut spec.layers {
+        (layer.window, layer.sinks) = (None, false);
+    }
+    spec
 }
 
 fn log_update(policy: &str, step: u64, old: Option<&ScalePlan>, plan: &ScalePlan) {

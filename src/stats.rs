@@ -43,6 +43,12 @@ pub struct LogitStats {
     pub max: f32,
     /// Smallest logit; `+inf` when there was none.
     pub min: f32,
+    /// Largest logit before the soft-cap; `max` without one.
+    #[serde(default = "lowest")]
+    pub raw_max: f32,
+    /// Smallest logit before the soft-cap; `min` without one.
+    #[serde(default = "highest")]
+    pub raw_min: f32,
     /// Logits with |x / descale| > 448 (0 unless logits pass through E4M3 or counting was asked for).
     pub overflow: u64,
     /// Logits with |x / descale| > 464.
@@ -53,9 +59,26 @@ pub struct LogitStats {
     pub count: u64,
 }
 
+fn lowest() -> f32 {
+    f32::NEG_INFINITY
+}
+
+fn highest() -> f32 {
+    f32::INFINITY
+}
+
 impl Default for LogitStats {
     fn default() -> Self {
-        Self { max: f32::NEG_INFINITY, min: f32::INFINITY, overflow: 0, beyond_rounding: 0, non_finite: 0, count: 0 }
+        Self {
+            max: f32::NEG_INFINITY,
+            min: f32::INFINITY,
+            raw_max: f32::NEG_INFINITY,
+            raw_min: f32::INFINITY,
+            overflow: 0,
+            beyond_rounding: 0,
+            non_finite: 0,
+            count: 0,
+        }
     }
 }
 
@@ -87,6 +110,8 @@ impl From<&StepWords> for StepStats {
                     max => LogitStats {
                         max: unordered(max),
                         min: unordered(!w.min),
+                        raw_max: unordered(max),
+                        raw_min: unordered(!w.min),
                         overflow: w.overflow.into(),
                         count: 1,
                         ..LogitStats::default()

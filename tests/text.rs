@@ -9,6 +9,9 @@ use serde_json::{Value, json};
 use sigmascale::attention::{AttentionCall, AttentionShape, Mask, reference};
 use sigmascale::forward::{Projected, Stream, project};
 use sigmascale::model::Checkpoint;
+use sigmascale::policy::PolicyKind;
+use sigmascale::stress::{Scenario, StressModel, StressOptions, TokenFile, run};
+use std::ops::Range;
 
 const TOKENS: usize = 11;
 const D: usize = 32;
@@ -68,18 +71,17 @@ impl Plain<'_> {
     }
 }
 
-/// Softmax attention; `kv` heads, a token's values head after head.
-fn attend(q: &Rows, k: &Rows, v: &Rows, kv: usize, causal: bool) -> Rows {
+/// Softmax attention of a row to the keys that it has seen; `kv` heads, a token's values head after head.
+fn attend(q: &Rows, k: &Rows, v: &Rows, kv: usize, seen: impl Fn(usize) -> Range<usize>) -> Rows {
     let mut out = DMatrix::zeros(q.nrows(), q.ncols());
     for head in 0..HEADS {
         let from = head * kv / HEADS * HEAD;
         let (q, k, v) = (q.columns(head * HEAD, HEAD), k.columns(from, HEAD), v.columns(from, HEAD));
         let logits = q * k.transpose() / (HEAD as f64).sqrt();
         for row in 0..q.nrows() {
-            let seen = if causal { row + 1 } else { q.nrows() };
-            let weights: Vec<f64> = (0..seen).map(|key| logits[(row, key)].exp()).collect();
+            let weights: Vec<f64> = seen(row).map(|key| logits[(row, key)].exp()).collect();
             let total: f64 = weights.iter().sum();
-            for (key, weight) in weights.iter().enumerate() {
+            for (key, weight) in seen(row).zip(&weights) {
                 for c in 0..HEAD {
                     out[(row, head * HEAD + c)] += weight / total * v[(key, c)];
                 }
@@ -107,6 +109,10 @@ fn rotated(x: &Rows, heads: usize) -> Rows {
 type Operands = Vec<[Rows; 3]>;
 
 fn llama(plain: &Plain) -> Operands {
+    windowed_llama(plain, TOKENS)
+}
+
+fn windowed_llama(plain: &Plain, window: usize) -> Operands {
     let mut h = plain.embedded("model.embed_tokens.weight");
     let mut seen = Vec::new();
     for i in 0..LAYERS {
@@ -114,7 +120,8 @@ fn llama(plain: &Plain) -> Operands {
         let x = plain.norm(&h, &at("input_layernorm"), false, 1e-2);
         let [q, k, v] = ["q", "k", "v"].map(|p| plain.linear(&x, &at(&format!("self_attn.{p}_proj"))));
         let (q, k) = (rotated(&q, HEADS), rotated(&k, 1));
-        h += plain.linear(&attend(&q, &k, &v, 1, true), &at("self_attn.o_proj"));
+        h += plain
+            .linear(&attend(&q, &k, &v, 1, |row| (row + 1).saturating_sub(window)..row + 1), &at("self_attn.o_proj"));
         let y = plain.norm(&h, &at("post_attention_layernorm"), false, 1e-2);
         let gate = plain.linear(&y, &at("mlp.gate_proj")).map(|x| x / (1.0 + (-x).exp()));
         h += plain.linear(&gate.component_mul(&plain.linear(&y, &at("mlp.up_proj"))), &at("mlp.down_proj"));
@@ -130,7 +137,7 @@ fn gpt2(plain: &Plain) -> Operands {
         let at = |name: &str| format!("transformer.h.{i}.{name}");
         let qkv = plain.conv1d(&plain.norm(&h, &at("ln_1"), true, 1e-2), &at("attn.c_attn"));
         let [q, k, v] = [0, D, 2 * D].map(|from| qkv.columns(from, D).into_owned());
-        h += plain.conv1d(&attend(&q, &k, &v, HEADS, true), &at("attn.c_proj"));
+        h += plain.conv1d(&attend(&q, &k, &v, HEADS, |row| 0..row + 1), &at("attn.c_proj"));
         let inner = plain.conv1d(&plain.norm(&h, &at("ln_2"), true, 1e-2), &at("mlp.c_fc"));
         let root = (2.0 / std::f64::consts::PI).sqrt();
         h += plain
@@ -150,7 +157,7 @@ fn bert(plain: &Plain) -> Operands {
     for i in 0..LAYERS {
         let at = |name: &str| format!("bert.encoder.layer.{i}.{name}");
         let [q, k, v] = ["query", "key", "value"].map(|p| plain.linear(&h, &at(&format!("attention.self.{p}"))));
-        let out = plain.linear(&attend(&q, &k, &v, HEADS, false), &at("attention.output.dense"));
+        let out = plain.linear(&attend(&q, &k, &v, HEADS, |_| 0..TOKENS), &at("attention.output.dense"));
         h = plain.norm(&(&h + out), &at("attention.output.LayerNorm"), true, 1e-2);
         let inner = plain.linear(&h, &at("intermediate.dense"));
         // The error function by its series, which converges well for |x| below 6.
@@ -275,6 +282,7 @@ fn every_layer_reads_what_the_layers_below_it_made() {
                 len_q: TOKENS,
                 len_k: TOKENS,
                 d_head: HEAD,
+                d_v: HEAD,
             };
             let mask = if name == "bert" { Mask::NONE } else { Mask::CAUSAL };
             let call = AttentionCall { mask, ..AttentionCall::causal(shape) };
@@ -284,6 +292,70 @@ fn every_layer_reads_what_the_layers_below_it_made() {
             stream.advance(spec, &body, &weights, &body.block(layer).unwrap(), &out).unwrap();
         }
     }
+}
+
+/// The lab's own forward applies a model's window: the largest logit of each layer is that of a plain forward with it.
+#[test]
+fn text_goes_through_the_models_window() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut config, tensors, _) = family("llama");
+    config["model_type"] = json!("mistral");
+    let tokens = folder.path().join("ids.json");
+    std::fs::write(&tokens, serde_json::to_vec(&IDS).unwrap()).unwrap();
+    let mut largest = Vec::new();
+    for window in [3, TOKENS] {
+        config["sliding_window"] = json!(window);
+        write_checkpoint(folder.path(), &config, &tensors, Dtype::BF16, 1);
+        let options = StressOptions {
+            policies: vec![PolicyKind::Current.into()],
+            seq_len: TOKENS,
+            tokens: Some(TokenFile::read(&tokens).unwrap()),
+            ..StressOptions::default()
+        };
+        let model = StressModel::open(folder.path()).unwrap();
+        let result = run(Scenario::CheckpointLoad, &model, &options).unwrap();
+        for (row, [q, k, _]) in result.trace.iter().zip(windowed_llama(&Plain { tensors: &tensors }, window)) {
+            let logit = |head: usize, row: usize, key: usize| {
+                let q = q.row(row).columns(head * HEAD, HEAD).into_owned();
+                q.dot(&k.row(key).into_owned()).abs() / (HEAD as f64).sqrt()
+            };
+            let seen = (0..TOKENS).flat_map(|row| ((row + 1).saturating_sub(window)..=row).map(move |key| (row, key)));
+            let want = seen.flat_map(|(row, key)| [logit(0, row, key), logit(1, row, key)]).fold(0.0, f64::max);
+            assert!((row.max_logit - want).abs() < 1e-4 * want, "layer {}: {} {want}", row.layer, row.max_logit);
+        }
+        largest.push(result.trace[LAYERS - 1].max_logit);
+    }
+    assert!((largest[0] - largest[1]).abs() > 1e-2, "the window changes what the last layer reads: {largest:?}");
+}
+
+/// Sinks are read from the checkpoint and take their share of the weight.
+#[test]
+fn a_checkpoints_sinks_are_in_its_attention() {
+    let run = |sink: f64| {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut config, mut tensors, _) = family("llama");
+        (config["model_type"], config["head_dim"]) = (json!("gpt_oss"), json!(HEAD));
+        for layer in 0..LAYERS {
+            let name = format!("model.layers.{layer}.self_attn.sinks");
+            tensors.0.insert(name, (vec![HEADS], vec![sink; HEADS]));
+            for (part, out) in [("q", D), ("k", HEAD), ("v", HEAD)] {
+                tensors
+                    .0
+                    .insert(format!("model.layers.{layer}.self_attn.{part}_proj.bias"), (vec![out], vec![0.0; out]));
+            }
+        }
+        write_checkpoint(folder.path(), &config, &tensors, Dtype::BF16, 1);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        assert_eq!(checkpoint.sinks(1).unwrap().unwrap(), [sink; HEADS]);
+        let model = StressModel::open(folder.path()).unwrap();
+        let options =
+            StressOptions { seq_len: 20, policies: vec![PolicyKind::DelayedPaper.into()], ..StressOptions::default() };
+        let result = sigmascale::stress::run(Scenario::CheckpointLoad, &model, &options).unwrap();
+        result.policies[0].softmax_kl.unwrap()
+    };
+    // Logits that saturate hurt less where the sink has most of the weight.
+    let (without, with) = (run(-100.0), run(20.0));
+    assert!(with < 1e-3 * without, "{with} {without}");
 }
 
 #[test]

@@ -36,7 +36,7 @@ impl Kind {
 
 /// One head, as many queries as keys or fewer.
 pub struct Case {
-    call: AttentionCall,
+    call: AttentionCall<'static>,
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
@@ -58,7 +58,7 @@ impl Case {
     /// `len_q` queries that see all of `len_k` keys; q and k are normal, v is normal around `mean`.
     pub fn with_mean(mean: f32, len_q: usize, len_k: usize, d_head: usize, seed: u64) -> Result<Self> {
         let mut rng = StdRng::seed_from_u64(seed);
-        let shape = AttentionShape { batch: 1, n_q_heads: 1, n_kv_heads: 1, len_q, len_k, d_head };
+        let shape = AttentionShape { batch: 1, n_q_heads: 1, n_kv_heads: 1, len_q, len_k, d_head, d_v: d_head };
         let call = AttentionCall { mask: Mask::NONE, ..AttentionCall::causal(shape) };
         let [q, k, mut v] = [len_q, len_k, len_k].map(|len| normal(len * d_head, &mut rng));
         v.iter_mut().for_each(|v| *v += mean);
@@ -69,7 +69,8 @@ impl Case {
     /// A causal call of `len` tokens.
     pub fn of(kind: Kind, len: usize, d_head: usize, seed: u64) -> Result<Self> {
         let mut rng = StdRng::seed_from_u64(seed);
-        let shape = AttentionShape { batch: 1, n_q_heads: 1, n_kv_heads: 1, len_q: len, len_k: len, d_head };
+        let shape =
+            AttentionShape { batch: 1, n_q_heads: 1, n_kv_heads: 1, len_q: len, len_k: len, d_head, d_v: d_head };
         let call = AttentionCall::causal(shape);
         let n = len * d_head;
         let [mut q, mut k, mut v, mut d_out] = [n; 4].map(|n| normal(n, &mut rng));

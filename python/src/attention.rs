@@ -76,7 +76,7 @@ fn shape(q: &[usize], k: &[usize]) -> Result<AttentionShape> {
     let (&[batch, len_q, n_q_heads, d_head], &[_, len_k, n_kv_heads, _]) = (q, k) else {
         return Err(Error::argument("q and k must be (batch, length, heads, d_head)"));
     };
-    Ok(AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head })
+    Ok(AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head })
 }
 
 #[pymethods]

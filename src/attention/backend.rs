@@ -11,14 +11,16 @@ use crate::stats::{CastStats, StepStats};
 /// What a call gives back.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionOutput {
-    /// Output, `(batch, len_q, n_q_heads, d_head)`.
+    /// Output, `(batch, len_q, n_q_heads, d_v)`.
     pub out: Vec<f32>,
-    /// Log-sum-exp of each row in nats, `(batch, n_q_heads, len_q)`; `-inf` where a row sees no key.
+    /// Log-sum-exp of each row in nats with its head's sink, `(batch, n_q_heads, len_q)`; the sink alone where a row of a
+    /// sequence sees no key, `-inf` without sinks and where no sequence has the row.
     pub lse: Vec<f32>,
-    /// Statistics per head, over the whole batch.
+    /// Statistics per head, over all sequences.
     ///
-    /// Logits are those after the soft-cap and before their cast, of the pairs that the mask shows. NaN takes no part in
-    /// their maximum and minimum; `non_finite` is counted before the soft-cap.
+    /// Logits are those after the soft-cap and before their cast, of the pairs that the mask shows; extremes before the
+    /// soft-cap are beside them. Sinks are not among them. NaN takes no part in maximum and minimum; `non_finite` is counted
+    /// before the soft-cap. q, k and v are counted in the rows of sequences, also keys that no query sees.
     pub stats: StepStats,
 }
 
@@ -31,7 +33,7 @@ pub trait Attention {
     /// precision (`is_unsupported`), or if its device fails.
     fn forward(
         &self,
-        call: &AttentionCall,
+        call: &AttentionCall<'_>,
         inputs: &Inputs<'_>,
         plan: &ScalePlan,
         precision: &Precision,
@@ -54,17 +56,16 @@ pub struct Dequantised {
 /// # Errors
 /// As [`Attention::forward`].
 pub fn dequantised(
-    call: &AttentionCall,
+    call: &AttentionCall<'_>,
     inputs: &Inputs<'_>,
     plan: &ScalePlan,
     on_overflow: OnOverflow,
 ) -> Result<Dequantised> {
     check(call, inputs, plan)?;
     let shape = &call.shape;
-    let group = shape.n_q_heads / shape.n_kv_heads;
-    let cast = |x: &[f32], descales: &[Descale], group: usize| {
+    let cast = |x: &[f32], d: usize, descales: &[Descale], group: usize| {
         let mut out = vec![0.0; x.len()];
-        for (row, (from, to)) in x.chunks_exact(shape.d_head).zip(out.chunks_exact_mut(shape.d_head)).enumerate() {
+        for (row, (from, to)) in x.chunks_exact(d).zip(out.chunks_exact_mut(d)).enumerate() {
             let descale = descales[row / group % descales.len()];
             Format::E4m3.round_slice(from, descale.quant_scale().get(), on_overflow, to)?;
             to.iter_mut().for_each(|value| *value *= descale.get());
@@ -72,13 +73,13 @@ pub fn dequantised(
         Ok::<_, Error>(out)
     };
     Ok(Dequantised {
-        q: cast(inputs.q, &plan.operands.q, group)?,
-        k: cast(inputs.k, &plan.operands.k, 1)?,
-        v: plan.operands.v.as_ref().map_or_else(|| Ok(inputs.v.to_vec()), |v| cast(inputs.v, v, 1))?,
+        q: cast(inputs.q, shape.d_head, &plan.operands.q, shape.group())?,
+        k: cast(inputs.k, shape.d_head, &plan.operands.k, 1)?,
+        v: plan.operands.v.as_ref().map_or_else(|| Ok(inputs.v.to_vec()), |v| cast(inputs.v, shape.d_v, v, 1))?,
     })
 }
 
-pub(crate) fn check(call: &AttentionCall, inputs: &Inputs<'_>, plan: &ScalePlan) -> Result<()> {
+pub(crate) fn check(call: &AttentionCall<'_>, inputs: &Inputs<'_>, plan: &ScalePlan) -> Result<()> {
     call.check()?;
     inputs.check(&call.shape)?;
     let (n_q, n_kv) = (call.shape.n_q_heads, call.shape.n_kv_heads);

@@ -6,7 +6,10 @@
 //! dV_j = sum_i P_ij dO_i       dP_ij = dO_i . v_j       delta_i = sum_j P_ij dP_ij = dO_i . o_i
 //! dS_ij = P_ij (dP_ij - delta_i) (1 - (S'_ij / cap)^2)     the last factor with a soft-cap only
 //! dQ_i = tau sum_j dS_ij k_j       dK_j = tau sum_i dS_ij q_i
+//! dsink = - sum_i exp(sink - lse_i) delta_i                over the rows of the sink's query head
 //! ```
+//!
+//! The log-sum-exp has the sink in it, so that it enters P and nothing else changes.
 //!
 //! q, k, v are the dequantised E4M3 operands, and the gradients are with respect to them; handing them to the unrounded
 //! ones is the straight-through rule. S' is the forward's to the bit: the same operands, accumulator and order of sums.
@@ -28,6 +31,7 @@ use super::call::{AttentionCall, Inputs, check_length};
 use super::lanes::{self, TILE};
 use super::operands::{HeadScales, Operands, Rows};
 use super::precision::{LogitCast, Precision, QkAccumulator};
+use super::sequences::Sequence;
 use crate::error::Result;
 use crate::fp8::{self, OnOverflow};
 use crate::plan::ScalePlan;
@@ -75,7 +79,7 @@ impl BackwardPrecision {
 /// What a backward pass needs of its forward.
 #[derive(Clone, Copy, Debug)]
 pub struct Saved<'a> {
-    /// Output, `(batch, len_q, n_q_heads, d_head)`. [`Delta::Probabilities`] does not look at it.
+    /// Output, `(batch, len_q, n_q_heads, d_v)`. [`Delta::Probabilities`] does not look at it.
     pub out: &'a [f32],
     /// Log-sum-exp, `(batch, n_q_heads, len_q)`.
     pub lse: &'a [f32],
@@ -88,19 +92,22 @@ pub struct Gradients {
     pub dq: Vec<f32>,
     /// dK, `(batch, len_k, n_kv_heads, d_head)`.
     pub dk: Vec<f32>,
-    /// dV, `(batch, len_k, n_kv_heads, d_head)`.
+    /// dV, `(batch, len_k, n_kv_heads, d_v)`.
     pub dv: Vec<f32>,
+    /// Gradient of each query head's sink; empty without sinks.
+    pub d_sinks: Vec<f32>,
 }
 
-/// Gradients of the call whose forward gave `saved`, for the output's gradient `d_out` (`(batch, len_q, n_q_heads,
-/// d_head)`). `inputs`, `plan` and `precision` are those of the forward.
+/// Gradients of the call whose forward gave `saved`, for the output's gradient `d_out`, `(batch, len_q, n_q_heads, d_v)`.
+/// `inputs`, `plan` and `precision` are those of the forward.
 ///
-/// Rows that see no key have zero gradients.
+/// Rows that see no key, or are in no sequence, have zero gradients and give none; in no sequence `d_out` and `saved` are
+/// not read.
 ///
 /// # Errors
 /// As [`Attention::forward`](super::Attention::forward), and if a tensor of `saved` or `d_out` has another length.
 pub fn backward(
-    call: &AttentionCall,
+    call: &AttentionCall<'_>,
     inputs: &Inputs<'_>,
     plan: &ScalePlan,
     precision: &Precision,
@@ -112,47 +119,56 @@ pub fn backward(
     precision.check(plan)?;
     let shape = &call.shape;
     check_length("lse", saved.lse.len(), shape.lse_elements())?;
-    check_length("d_out", d_out.len(), shape.q_elements())?;
+    check_length("d_out", d_out.len(), shape.out_elements())?;
     if how.delta == Delta::Output {
-        check_length("out", saved.out.len(), shape.q_elements())?;
+        check_length("out", saved.out.len(), shape.out_elements())?;
     }
     let operands = Operands { call, inputs, plan: Some(plan), precision };
     let engine = Engine { operands, how, saved, d_out };
-    let heads: Vec<Head> = (0..shape.batch * shape.n_kv_heads)
+    let sequences = call.all_sequences();
+    let heads: Vec<Head> = (0..sequences.len() * shape.n_kv_heads)
         .into_par_iter()
-        .map(|at| engine.head(at / shape.n_kv_heads, at % shape.n_kv_heads))
+        .map(|at| engine.head(&sequences[at / shape.n_kv_heads], at % shape.n_kv_heads))
         .collect::<Result<_>>()?;
 
-    let (d, stride) = (shape.d_head, operands.stride());
+    let (d, d_v, stride, stride_v) = (shape.d_head, shape.d_v, operands.stride(), operands.stride_v());
     let mut all = Gradients {
         dq: vec![0.0; shape.q_elements()],
-        dk: vec![0.0; shape.kv_elements()],
-        dv: vec![0.0; shape.kv_elements()],
+        dk: vec![0.0; shape.k_elements()],
+        dv: vec![0.0; shape.v_elements()],
+        d_sinks: Vec::new(),
     };
-    let group = shape.n_q_heads / shape.n_kv_heads;
+    let mut d_sinks = vec![0f64; call.sinks.map_or(0, <[f64]>::len)];
     for (at, head) in heads.iter().enumerate() {
-        let (batch, kv_head) = (at / shape.n_kv_heads, at % shape.n_kv_heads);
+        let (sequence, kv_head) = (&sequences[at / shape.n_kv_heads], at % shape.n_kv_heads);
+        let len_q = sequence.q.len();
         for (i, dq) in head.dq.chunks_exact(stride).enumerate() {
-            let (member, row) = (i / shape.len_q, i % shape.len_q);
-            all.dq[shape.q_row(batch, row, kv_head * group + member)..][..d].copy_from_slice(&dq[..d]);
+            let (member, row) = (i / len_q, sequence.q.start + i % len_q);
+            all.dq[shape.q_at(row, kv_head * shape.group() + member)..][..d].copy_from_slice(&dq[..d]);
         }
-        for (row, (dk, dv)) in head.dk.chunks_exact(stride).zip(head.dv.chunks_exact(stride)).enumerate() {
-            let to = shape.kv_row(batch, row, kv_head);
-            all.dk[to..to + d].copy_from_slice(&dk[..d]);
-            all.dv[to..to + d].copy_from_slice(&dv[..d]);
+        for (row, dk) in sequence.k.clone().zip(head.dk.chunks_exact(stride)) {
+            all.dk[shape.k_at(row, kv_head)..][..d].copy_from_slice(&dk[..d]);
         }
+        for (row, dv) in sequence.k.clone().zip(head.dv.chunks_exact(stride_v)) {
+            all.dv[shape.v_at(row, kv_head)..][..d_v].copy_from_slice(&dv[..d_v]);
+        }
+        // Empty without sinks.
+        d_sinks.iter_mut().skip(kv_head * shape.group()).zip(&head.d_sinks).for_each(|(sum, part)| *sum += part);
     }
+    all.d_sinks = d_sinks.into_iter().map(|x| x as f32).collect();
     Ok(all)
 }
 
-/// Gradients of one KV head and of the query heads that read it, in rows padded to the stride.
+/// Gradients of one KV head of one sequence and of the query heads that read it, in rows padded to the strides.
 struct Head {
-    /// `(group, len_q, stride)`.
+    /// `(group, queries, stride)`.
     dq: Vec<f32>,
-    /// `(len_k, stride)`.
+    /// `(keys, stride)`.
     dk: Vec<f32>,
-    /// `(len_k, stride)`.
+    /// `(keys, stride_v)`.
     dv: Vec<f32>,
+    /// `(group)`.
+    d_sinks: Vec<f64>,
 }
 
 struct Engine<'a> {
@@ -173,9 +189,9 @@ struct Factor {
 struct Packed {
     /// `(tiles, stride, TILE)`, for S.
     keys: Vec<f32>,
-    /// `(len_k, stride)`, for dQ.
+    /// `(keys, stride)`, for dQ.
     key_rows: Factor,
-    /// `(tiles, stride, TILE)`, for dP.
+    /// `(tiles, stride_v, TILE)`, for dP.
     values: Vec<f32>,
 }
 
@@ -186,26 +202,26 @@ impl Engine<'_> {
         Factor { finite: rows.finite(), rows }
     }
 
-    fn head(&self, batch: usize, kv_head: usize) -> Result<Head> {
-        let Operands { call, .. } = self.operands;
-        let (shape, stride) = (call.shape, self.operands.stride());
-        let group = shape.n_q_heads / shape.n_kv_heads;
-        let keys = self.operands.keys(batch, kv_head)?;
+    fn head(&self, sequence: &Sequence, kv_head: usize) -> Result<Head> {
+        let (shape, stride, stride_v) = (self.operands.call.shape, self.operands.stride(), self.operands.stride_v());
+        let (len_q, len_k) = (sequence.q.len(), sequence.k.len());
+        let keys = self.operands.keys(kv_head, sequence.k.clone())?;
+        let values = self.operands.values(kv_head, sequence.k.clone())?;
         let packed = Packed {
             keys: keys.transposed(stride),
             key_rows: self.factor(keys),
-            values: self.factor(self.operands.values(batch, kv_head)?).rows.transposed(stride),
+            values: self.factor(values).rows.transposed(stride_v),
         };
         let mut head = Head {
-            dq: vec![0.0; group * shape.len_q * stride],
-            dk: vec![0.0; shape.len_k * stride],
-            dv: vec![0.0; shape.len_k * stride],
+            dq: vec![0.0; shape.group() * len_q * stride],
+            dk: vec![0.0; len_k * stride],
+            dv: vec![0.0; len_k * stride_v],
+            d_sinks: vec![0.0; shape.group()],
         };
-        let scales = self.operands.scales(kv_head * group);
-        for member in 0..group {
-            for first in (0..shape.len_q).step_by(TILE) {
-                let rows = TILE.min(shape.len_q - first);
-                self.tile(&packed, &mut head, (batch, kv_head * group + member, first, rows), member)?;
+        let scales = self.operands.scales(kv_head * shape.group());
+        for member in 0..shape.group() {
+            for first in (0..len_q).step_by(TILE) {
+                self.tile(&packed, &mut head, sequence, kv_head, member, first)?;
             }
         }
         let tau = self.operands.call.softmax_scale;
@@ -216,35 +232,44 @@ impl Engine<'_> {
         Ok(head)
     }
 
+    /// Adds what the queries from `first` on, counted from the sequence's, of one query head contribute.
     fn tile(
         &self,
         packed: &Packed,
         head: &mut Head,
-        (batch, q_head, first, rows): (usize, usize, usize, usize),
+        sequence: &Sequence,
+        kv_head: usize,
         member: usize,
+        first: usize,
     ) -> Result<()> {
         let Operands { call, precision, .. } = self.operands;
         let (shape, stride) = (call.shape, self.operands.stride());
-        let queries = self.operands.queries(batch, q_head, first, rows)?;
-        let visible: Vec<Range<usize>> = (first..first + rows).map(|row| call.visible(row)).collect();
-        let d_out = self.factor(self.operands.q_rows(self.d_out, batch, q_head, first, rows));
+        let q_head = kv_head * shape.group() + member;
+        let count = TILE.min(sequence.q.len() - first);
+        let rows = sequence.q.start + first..sequence.q.start + first + count;
+        let queries = self.operands.queries(q_head, rows.clone())?;
+        let visible: Vec<Range<usize>> = (first..first + count).map(|row| call.visible(sequence, row)).collect();
+        let d_out = self.factor(self.operands.out_rows(self.d_out, q_head, rows.clone()));
         let delta = match self.how.delta {
             Delta::Probabilities => None,
             Delta::Output => {
-                let out = self.operands.q_rows(self.saved.out, batch, q_head, first, rows);
-                let rows = d_out.rows.values.chunks_exact(stride).zip(out.values.chunks_exact(stride));
+                let stride_v = self.operands.stride_v();
+                let out = self.operands.out_rows(self.saved.out, q_head, rows.clone());
+                let rows = d_out.rows.values.chunks_exact(stride_v).zip(out.values.chunks_exact(stride_v));
                 Some(rows.map(|(d_out, out)| lanes::dot(d_out, out)).collect())
             }
         };
         let scales = self.operands.scales(q_head);
         let kernel = Kernel {
             stride,
+            stride_v: self.operands.stride_v(),
             packed,
-            lse: &self.saved.lse[shape.lse_at(batch, q_head, first)..][..rows],
+            lse: rows.map(|row| self.saved.lse[shape.lse_at(row, q_head)]).collect(),
             logit_factor: self.operands.logit_factor(&scales),
             value_factor: self.operands.undo(scales.v) as f32,
             scales,
             soft_cap: call.soft_cap.map(|cap| cap as f32),
+            sink: self.operands.sink(q_head),
             precision,
             products: self.how.products,
             visible,
@@ -252,9 +277,10 @@ impl Engine<'_> {
             query_rows: self.factor(Rows { values: queries.values.clone(), ..queries }),
             queries: queries.values,
             d_out,
-            dq: &mut head.dq[(member * shape.len_q + first) * stride..][..rows * stride],
+            dq: &mut head.dq[(member * sequence.q.len() + first) * stride..][..count * stride],
             dk: &mut head.dk,
             dv: &mut head.dv,
+            d_sink: &mut head.d_sinks[member],
         };
         pulp::Arch::new().dispatch(kernel);
         Ok(())
@@ -273,12 +299,14 @@ impl GradientProducts {
 /// One tile of queries against all its keys, compiled once for each vector width.
 struct Kernel<'a> {
     stride: usize,
+    stride_v: usize,
     packed: &'a Packed,
-    lse: &'a [f32],
+    lse: Vec<f32>,
     logit_factor: f32,
     value_factor: f32,
     scales: HeadScales,
     soft_cap: Option<f32>,
+    sink: Option<f32>,
     precision: &'a Precision,
     products: GradientProducts,
     visible: Vec<Range<usize>>,
@@ -291,6 +319,7 @@ struct Kernel<'a> {
     dq: &'a mut [f32],
     dk: &'a mut [f32],
     dv: &'a mut [f32],
+    d_sink: &'a mut f64,
 }
 
 /// A tile of queries by keys, `(TILE, TILE)`.
@@ -328,6 +357,11 @@ impl NullaryFnOnce for Kernel<'_> {
             };
             (0..self.visible.len()).map(row).collect()
         });
+        if let Some(sink) = self.sink {
+            let rows = delta.iter().zip(&self.lse).zip(&self.visible);
+            let seen = rows.filter(|(_, visible)| !visible.is_empty());
+            *self.d_sink -= seen.map(|((delta, lse), _)| f64::from(lanes::exp(sink - lse) * delta)).sum::<f64>();
+        }
         for block in &mut blocks {
             for (row, &(from, to)) in block.spans.iter().enumerate().take(delta.len()) {
                 for at in (from..to).map(|j| row * TILE + j) {
@@ -345,20 +379,21 @@ impl NullaryFnOnce for Kernel<'_> {
 impl Kernel<'_> {
     /// P and dP of one tile of keys; zeros where a row does not see a key.
     #[inline(always)]
-    fn block(&self, tile: usize, keys: &Range<usize>) -> Block {
+    fn block<'s>(&'s self, tile: usize, keys: &Range<usize>) -> Block {
         let base = tile * TILE;
         let (rows, columns) = (self.visible.len(), TILE.min(keys.end - base));
         let square = || -> Box<Square> { Box::new([0.0; TILE * TILE]) };
         let (mut p, mut dp) = (square(), square());
-        let place = tile * self.stride * TILE..(tile + 1) * self.stride * TILE;
-        let tile_keys = &self.packed.keys[place.clone()];
+        let tile_of = |x: &'s [f32], stride: usize| &x[tile * stride * TILE..(tile + 1) * stride * TILE];
+        let tile_keys = tile_of(&self.packed.keys, self.stride);
+        let tile_values = tile_of(&self.packed.values, self.stride_v);
         match self.precision.qk_accumulator {
             QkAccumulator::F32 => lanes::logits(&self.queries, tile_keys, self.stride, rows, columns, &mut p[..]),
             QkAccumulator::Fp8 => {
                 accumulator::FP8.logits(&self.queries, tile_keys, self.stride, rows, columns, &mut p[..]);
             }
         }
-        lanes::logits(&self.d_out.rows.values, &self.packed.values[place], self.stride, rows, columns, &mut dp[..]);
+        lanes::logits(&self.d_out.rows.values, tile_values, self.stride_v, rows, columns, &mut dp[..]);
         let mut slope = self.soft_cap.map(|_| square());
         let mut spans = [(TILE, 0); TILE];
         for (row, visible) in self.visible.iter().enumerate() {
@@ -410,7 +445,7 @@ impl Kernel<'_> {
     #[inline(always)]
     fn add(&mut self, block: &Block) {
         let rows = self.visible.len();
-        let at = block.tile * TILE * self.stride;
+        let (at, at_v) = (block.tile * TILE * self.stride, block.tile * TILE * self.stride_v);
         let spans = &block.spans[..rows];
         add_product(&block.ds[..], spans, &self.packed.key_rows, at, self.stride, self.dq);
         // Rows that see a key are neighbours, since both ends of what a row sees grow.
@@ -426,7 +461,7 @@ impl Kernel<'_> {
         transpose(&block.ds, &mut turned);
         add_product(&turned, columns, &self.query_rows, 0, self.stride, &mut self.dk[at..]);
         transpose(&block.p, &mut turned);
-        add_product(&turned, columns, &self.d_out, 0, self.stride, &mut self.dv[at..]);
+        add_product(&turned, columns, &self.d_out, 0, self.stride_v, &mut self.dv[at_v..]);
     }
 }
 

@@ -5,8 +5,11 @@
 //!                      m' = max(m, row max of S)       a = exp(m - m')
 //!                      P = exp(S - m')                 l = a l + row sum of P
 //!                      O = a O + e4m3(256 P) V8
-//! out = O dv / (256 l)     lse = m + ln l
+//! l = l + exp(sink - m)    out = O dv / (256 l)         lse = m + ln l
 //! ```
+//!
+//! The sink joins the row sum at the end, so that P is relative to the largest logit of a key and keeps E4M3's range
+//! whatever the sink is. Where the sink is larger than m, all three are brought to it first.
 //!
 //! With an accumulator of Hopper ([`QkAccumulator`], [`PvAccumulator`]) the products Q8 K8^T and P V8 are summed as its
 //! instructions do, and with a second level O is the sum of two accumulators: every `promote_every` keys the narrow one is
@@ -22,6 +25,7 @@ use super::call::{AttentionCall, Inputs};
 use super::lanes::{self, TILE};
 use super::operands::{Operands, Rows, count};
 use super::precision::{Cast, LogitCast, P_SCALE, Precision, Probabilities, PvAccumulator, QkAccumulator};
+use super::sequences::Sequence;
 use super::shift::Shift;
 use crate::error::Result;
 use crate::fp8::{self, Counts, Format, OnOverflow};
@@ -40,7 +44,7 @@ use std::ops::Range;
 /// use sigmascale::attention::{Attention, AttentionCall, AttentionShape, Cpu, Inputs, Precision};
 /// use sigmascale::plan::{OperandDescales, ScalePlan};
 ///
-/// let shape = AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 3, len_k: 3, d_head: 16 };
+/// let shape = AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 3, len_k: 3, d_head: 16, d_v: 16 };
 /// let (q, k, v) = (vec![0.5; 96], vec![1.0; 48], vec![2.0; 48]);
 /// let one = vec![Descale::ONE];
 /// let operands = OperandDescales { q: one.clone(), k: one.clone(), v: Some(one.clone()), o: Some(one) };
@@ -57,7 +61,7 @@ pub struct Cpu;
 impl Attention for Cpu {
     fn forward(
         &self,
-        call: &AttentionCall,
+        call: &AttentionCall<'_>,
         inputs: &Inputs<'_>,
         plan: &ScalePlan,
         precision: &Precision,
@@ -72,7 +76,7 @@ impl Attention for Cpu {
 ///
 /// # Errors
 /// If the call or an operand's length breaks its rule.
-pub fn measure(call: &AttentionCall, inputs: &Inputs<'_>) -> Result<StepStats> {
+pub fn measure(call: &AttentionCall<'_>, inputs: &Inputs<'_>) -> Result<StepStats> {
     call.check()?;
     inputs.check(&call.shape)?;
     let operands = Operands { call, inputs, plan: None, precision: &Precision::F32 };
@@ -81,7 +85,7 @@ pub fn measure(call: &AttentionCall, inputs: &Inputs<'_>) -> Result<StepStats> {
 
 /// Forward with a choice of the softmax's shift; also the number of repeated maxima per query head.
 pub(super) fn forward(
-    call: &AttentionCall,
+    call: &AttentionCall<'_>,
     inputs: &Inputs<'_>,
     plan: &ScalePlan,
     precision: &Precision,
@@ -92,7 +96,7 @@ pub(super) fn forward(
     Engine { operands: Operands { call, inputs, plan: Some(plan), precision }, shift: Some(shift) }.run()
 }
 
-/// Keys and values of one KV head, cast and laid out for the inner loops.
+/// Keys and values of one KV head of one sequence, cast and laid out for the inner loops.
 struct Packed {
     /// `(tiles, stride, TILE)`: each tile of 64 keys transposed.
     keys: Vec<f32>,
@@ -100,6 +104,16 @@ struct Packed {
     v: Rows,
     /// No value is NaN or infinite.
     clean: bool,
+}
+
+/// Where one tile of queries lies.
+struct Place {
+    sequence: usize,
+    head: usize,
+    /// First query, counted from the sequence's.
+    first: usize,
+    /// Its row in the batch.
+    row: usize,
 }
 
 /// What one tile of queries of one head contributes.
@@ -120,33 +134,41 @@ struct Engine<'a> {
 
 impl Engine<'_> {
     fn run(&self) -> Result<(AttentionOutput, Vec<u64>)> {
-        let shape = self.operands.call.shape;
+        let call = self.operands.call;
+        let shape = call.shape;
         let (n_q, n_kv) = (shape.n_q_heads, shape.n_kv_heads);
-        let packed: Vec<Packed> =
-            (0..shape.batch * n_kv).into_par_iter().map(|at| self.pack(at / n_kv, at % n_kv)).collect::<Result<_>>()?;
-        let tiles_per_head = shape.len_q.div_ceil(TILE);
-        let place = |at: usize| (at / tiles_per_head / n_q, at / tiles_per_head % n_q, at % tiles_per_head * TILE);
-        let tiles: Vec<Tile> = (0..shape.batch * n_q * tiles_per_head)
+        let sequences = call.all_sequences();
+        let packed: Vec<Packed> = (0..sequences.len() * n_kv)
             .into_par_iter()
-            .map(|at| {
-                let (batch, head, first) = place(at);
-                self.tile(&packed[batch * n_kv + shape.kv_head(head)], batch, head, first)
+            .map(|at| self.pack(&sequences[at / n_kv], at % n_kv))
+            .collect::<Result<_>>()?;
+        let mut places = Vec::new();
+        for (i, sequence) in sequences.iter().enumerate() {
+            for head in 0..n_q {
+                let tiles = (0..sequence.q.len()).step_by(TILE);
+                places.extend(tiles.map(|first| Place { sequence: i, head, first, row: sequence.q.start + first }));
+            }
+        }
+        let tiles: Vec<Tile> = places
+            .par_iter()
+            .map(|place| {
+                let packed = &packed[place.sequence * n_kv + shape.kv_head(place.head)];
+                self.tile(packed, &sequences[place.sequence], place)
             })
             .collect::<Result<_>>()?;
 
         let computes = self.shift.is_some();
-        let mut out = vec![0.0; if computes { shape.q_elements() } else { 0 }];
-        let mut lse = vec![0.0; if computes { shape.lse_elements() } else { 0 }];
+        let mut out = vec![0.0; if computes { shape.out_elements() } else { 0 }];
+        let mut lse = vec![f32::NEG_INFINITY; if computes { shape.lse_elements() } else { 0 }];
         let mut totals = vec![(Counts::default(), Counts::default(), LogitStats::default(), 0); n_q];
-        for (at, tile) in tiles.iter().enumerate() {
-            let (batch, head, first) = place(at);
-            for (row, values) in tile.out.chunks_exact(shape.d_head).enumerate() {
-                out[shape.q_row(batch, first + row, head)..][..shape.d_head].copy_from_slice(values);
+        for (place, tile) in places.iter().zip(&tiles) {
+            for (row, values) in tile.out.chunks_exact(shape.d_v).enumerate() {
+                out[shape.out_at(place.row + row, place.head)..][..shape.d_v].copy_from_slice(values);
             }
-            if computes {
-                lse[shape.lse_at(batch, head, first)..][..tile.lse.len()].copy_from_slice(&tile.lse);
+            for (row, value) in tile.lse.iter().enumerate() {
+                lse[shape.lse_at(place.row + row, place.head)] = *value;
             }
-            let (q, o, logits, repeated) = &mut totals[head];
+            let (q, o, logits, repeated) = &mut totals[place.head];
             *q += tile.q;
             *o += tile.o;
             *repeated += tile.repeated;
@@ -167,22 +189,23 @@ impl Engine<'_> {
         Ok((AttentionOutput { out, lse, stats }, totals.iter().map(|t| t.3).collect()))
     }
 
-    fn pack(&self, batch: usize, head: usize) -> Result<Packed> {
-        let (k, v) = (self.operands.keys(batch, head)?, self.operands.values(batch, head)?);
+    fn pack(&self, sequence: &Sequence, kv_head: usize) -> Result<Packed> {
+        let k = self.operands.keys(kv_head, sequence.k.clone())?;
+        let v = self.operands.values(kv_head, sequence.k.clone())?;
         let keys = k.transposed(self.operands.stride());
         Ok(Packed { keys, k: k.counts, clean: v.finite(), v })
     }
 
-    fn tile(&self, packed: &Packed, batch: usize, head: usize, first: usize) -> Result<Tile> {
+    fn tile(&self, packed: &Packed, sequence: &Sequence, place: &Place) -> Result<Tile> {
         let Operands { call, precision, .. } = self.operands;
-        let (d, stride) = (call.shape.d_head, self.operands.stride());
-        let rows = TILE.min(call.shape.len_q - first);
-        let scales = self.operands.scales(head);
-        let queries = self.operands.queries(batch, head, first, rows)?;
+        let (d_v, stride_v) = (call.shape.d_v, self.operands.stride_v());
+        let rows = TILE.min(sequence.q.len() - place.first);
+        let scales = self.operands.scales(place.head);
+        let queries = self.operands.queries(place.head, place.row..place.row + rows)?;
         let promoted = matches!(precision.pv_accumulator, PvAccumulator::Fp8 { .. });
         let mut state = State {
-            out: vec![0.0; rows * stride],
-            promoted: vec![0.0; if promoted { rows * stride } else { 0 }],
+            out: vec![0.0; rows * stride_v],
+            promoted: vec![0.0; if promoted { rows * stride_v } else { 0 }],
             max: [f32::NEG_INFINITY; TILE],
             sum: [0.0; TILE],
             logits: LogitStats::default(),
@@ -191,8 +214,9 @@ impl Engine<'_> {
         let kernel = Kernel {
             queries: &queries.values,
             packed,
-            stride,
-            visible: (first..first + rows).map(|row| call.visible(row)).collect(),
+            stride: self.operands.stride(),
+            stride_v,
+            visible: (0..rows).map(|row| call.visible(sequence, place.first + row)).collect(),
             factor: self.operands.logit_factor(&scales),
             soft_cap: call.soft_cap.map(|cap| cap as f32),
             logit: scales.logit,
@@ -214,11 +238,9 @@ impl Engine<'_> {
             let undo = self.operands.undo(scales.v) as f32 / precision.p_scale();
             for row in 0..rows {
                 let from = tile.out.len();
-                let sum = state.sum[row];
-                // A row that saw no key has an empty sum and stays zero.
-                let factor = if sum == 0.0 { 0.0 } else { undo / sum };
-                tile.out.extend(state.out[row * stride..][..d].iter().map(|x| x * factor));
-                tile.lse.push(state.max[row] + sum.ln());
+                let (factor, lse) = finish(undo, state.max[row], state.sum[row], self.operands.sink(place.head));
+                tile.out.extend(state.out[row * stride_v..][..d_v].iter().map(|x| x * factor));
+                tile.lse.push(lse);
                 tile.o += count(&tile.out[from..], scales.o)?;
             }
             if let (Some(descale), Cast::E4m3) = (scales.o, precision.output) {
@@ -232,9 +254,23 @@ impl Engine<'_> {
     }
 }
 
+/// What a row's O is multiplied by, `undo` included, and its log-sum-exp, from the shift and the sum of its keys.
+fn finish(undo: f32, max: f32, sum: f32, sink: Option<f32>) -> (f32, f32) {
+    let Some(sink) = sink else {
+        // A row that saw no key has an empty sum and stays zero.
+        return (if sum == 0.0 { 0.0 } else { undo / sum }, max + sum.ln());
+    };
+    let top = max.max(sink);
+    let keys = lanes::exp(max - top);
+    let total = sum * keys + lanes::exp(sink - top);
+    (undo * keys / total, top + total.ln())
+}
+
 fn merge(into: &mut LogitStats, from: &LogitStats) {
     into.max = into.max.max(from.max);
     into.min = into.min.min(from.min);
+    into.raw_max = into.raw_max.max(from.raw_max);
+    into.raw_min = into.raw_min.min(from.raw_min);
     into.overflow += from.overflow;
     into.beyond_rounding += from.beyond_rounding;
     into.non_finite += from.non_finite;
@@ -243,7 +279,7 @@ fn merge(into: &mut LogitStats, from: &LogitStats) {
 
 /// The online softmax of one tile of rows.
 struct State {
-    /// Sum of P times V, `(rows, stride)`.
+    /// Sum of P times V, `(rows, stride_v)`.
     out: Vec<f32>,
     /// The second level of a promoted sum.
     promoted: Vec<f32>,
@@ -260,7 +296,8 @@ struct Kernel<'a> {
     queries: &'a [f32],
     packed: &'a Packed,
     stride: usize,
-    /// Keys that each row sees.
+    stride_v: usize,
+    /// Keys of the sequence that each row sees.
     visible: Vec<Range<usize>>,
     /// tau times the descales of q and k.
     factor: f32,
@@ -310,7 +347,7 @@ impl NullaryFnOnce for Kernel<'_> {
             if self.shift.is_none() {
                 continue;
             }
-            let v = &self.packed.v.values[base * self.stride..];
+            let v = &self.packed.v.values[base * self.stride_v..];
             // Rows go in blocks, whose invisible keys have P = 0; next to NaN or infinity each row goes alone.
             let block = if self.packed.clean { 4 } else { 1 };
             for first in (0..rows).step_by(block) {
@@ -320,11 +357,11 @@ impl NullaryFnOnce for Kernel<'_> {
                 let to = span.iter().fold(0, |a, s| a.max(s.1));
                 let (rows, out) = ((first, count), &mut self.state.out);
                 match self.precision.pv_accumulator {
-                    PvAccumulator::F32 => lanes::values(&s, v, self.stride, rows, (from, to), out),
+                    PvAccumulator::F32 => lanes::values(&s, v, self.stride_v, rows, (from, to), out),
                     PvAccumulator::Fp8 { .. } => {
-                        accumulator::FP8.values(&s, v, self.stride, rows, (from, to), out);
+                        accumulator::FP8.values(&s, v, self.stride_v, rows, (from, to), out);
                     }
-                    PvAccumulator::F16 => accumulator::F16.values(&s, v, self.stride, rows, (from, to), out),
+                    PvAccumulator::F16 => accumulator::F16.values(&s, v, self.stride_v, rows, (from, to), out),
                 }
             }
             if let PvAccumulator::Fp8 { promote_every } = self.precision.pv_accumulator {
@@ -352,12 +389,15 @@ impl Kernel<'_> {
         }
         stats.count += s.len() as u64;
         stats.non_finite += lanes::non_finite(s);
+        let (mut max, mut min) = (lanes::max(s), lanes::min(s));
+        stats.raw_max = stats.raw_max.max(max);
+        stats.raw_min = stats.raw_min.min(min);
         if let Some(cap) = self.soft_cap {
             for s in s.iter_mut() {
                 *s = cap * (*s / cap).tanh();
             }
+            (max, min) = (lanes::max(s), lanes::min(s));
         }
-        let (max, min) = (lanes::max(s), lanes::min(s));
         stats.max = stats.max.max(max);
         stats.min = stats.min.min(min);
         let Some(descale) = self.logit else { return };
@@ -390,7 +430,7 @@ impl Kernel<'_> {
         let rescale = lanes::exp(old - new);
         if new > old {
             for level in [&mut state.out, &mut state.promoted].into_iter().filter(|level| !level.is_empty()) {
-                for out in &mut level[row * self.stride..][..self.stride] {
+                for out in &mut level[row * self.stride_v..][..self.stride_v] {
                     *out *= rescale;
                 }
             }

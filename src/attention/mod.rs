@@ -5,11 +5,13 @@
 //! ```text
 //! S_ij = tau q_i . k_j        S' = cap tanh(S / cap) where there is a soft-cap
 //! P_ij = exp(S'_ij - m_i)     over the keys j that the mask shows to row i
-//! o_i  = sum_j P_ij v_j / sum_j P_ij        lse_i = m_i + ln sum_j P_ij   (nats)
+//! l_i  = sum_j P_ij           + exp(sink_h - m_i) where there are sinks
+//! o_i  = sum_j P_ij v_j / l_i               lse_i = m_i + ln l_i          (nats)
 //! ```
 //!
-//! **Layouts**, all row-major: q and o are `(batch, len_q, n_q_heads, d_head)`, k and v are
-//! `(batch, len_k, n_kv_heads, d_head)`, lse is `(batch, n_q_heads, len_q)`. This is FlashAttention-3's.
+//! **Layouts**, all row-major: q is `(batch, len_q, n_q_heads, d_head)`, k `(batch, len_k, n_kv_heads, d_head)`, v
+//! `(batch, len_k, n_kv_heads, d_v)`, o `(batch, len_q, n_q_heads, d_v)`, lse `(batch, n_q_heads, len_q)`. This is
+//! FlashAttention-3's. Packed sequences have `batch` 1 and share the axis of rows ([`Sequence`]).
 //!
 //! **Where values are rounded** ([`Precision`] chooses; this order is what every backend has to match):
 //! 1. q, k, v: `e4m3(x * quant_scale)`, `quant_scale = 1 / descale` in f32, descales by KV head. Products are taken of
@@ -24,10 +26,11 @@
 //! 5. The output, if asked for: `e4m3(o * quant_scale) * descale`.
 //!
 //! **What is never silent.** NaN in an operand that a row can see makes that row NaN. A saturating cast turns an infinity
-//! into 448; it is in the `non_finite` count of its operand. Rows that see no key are zero with an lse of `-inf`.
+//! into 448; it is in the `non_finite` count of its operand. Rows that see no key are zero, with the sink as lse or `-inf`.
+//! What a row cannot see never reaches it, NaN included; rows that no sequence has are not read.
 //!
 //! **What this module does not do.** It never makes a plan, and a plan's layer number is not looked at. No dropout, no
-//! sinks, no additive bias.
+//! additive bias.
 
 mod accumulator;
 mod backend;
@@ -36,8 +39,11 @@ mod call;
 mod cpu;
 mod lanes;
 mod operands;
+mod paged;
 mod precision;
 mod reference;
+mod sequences;
+mod shape;
 mod shift;
 mod stabilised;
 #[cfg(test)]
@@ -47,9 +53,12 @@ mod tests;
 pub(crate) use backend::check;
 pub use backend::{Attention, AttentionOutput, Dequantised, dequantised};
 pub use backward::{BackwardPrecision, Delta, GradientProducts, Gradients, Saved, backward};
-pub use call::{AttentionCall, AttentionShape, Inputs, Mask};
+pub use call::{AttentionCall, Inputs, Mask};
 pub use cpu::{Cpu, measure};
+pub use paged::{Appended, BlockTable, Gathered, NewTokens, PageShape, PagedKv};
 pub use precision::{Cast, LogitCast, P_SCALE, Precision, Probabilities, PvAccumulator, QkAccumulator};
 pub use reference::{ReferenceGradients, ReferenceOutput, reference, reference_backward};
+pub use sequences::{Padding, Sequence};
+pub use shape::AttentionShape;
 pub use shift::Stabilised;
 pub use stabilised::StabilisedOutput;

@@ -7,6 +7,7 @@ use crate::error::Result;
 use crate::fp8::{Counts, Format};
 use crate::plan::ScalePlan;
 use crate::scale::Descale;
+use std::ops::Range;
 
 /// Scales of one query head and its KV head.
 pub(super) struct HeadScales {
@@ -46,7 +47,7 @@ impl Rows {
 /// One call's operands and scales.
 #[derive(Clone, Copy)]
 pub(super) struct Operands<'a> {
-    pub call: &'a AttentionCall,
+    pub call: &'a AttentionCall<'a>,
     pub inputs: &'a Inputs<'a>,
     /// `None` casts nothing.
     pub plan: Option<&'a ScalePlan>,
@@ -54,9 +55,14 @@ pub(super) struct Operands<'a> {
 }
 
 impl Operands<'_> {
-    /// Row length in the inner loops: `d_head` padded with zeros.
+    /// Row length of q and k in the inner loops: `d_head` padded with zeros.
     pub(super) fn stride(&self) -> usize {
         self.call.shape.d_head.next_multiple_of(LANES)
+    }
+
+    /// Row length of v and of the output.
+    pub(super) fn stride_v(&self) -> usize {
+        self.call.shape.d_v.next_multiple_of(LANES)
     }
 
     pub(super) fn scales(&self, head: usize) -> HeadScales {
@@ -85,51 +91,54 @@ impl Operands<'_> {
         (self.call.softmax_scale * self.undo(scales.q) * self.undo(scales.k)) as f32
     }
 
-    /// Rows `first..first + len` of a query head.
-    pub(super) fn queries(&self, batch: usize, head: usize, first: usize, len: usize) -> Result<Rows> {
-        let shape = self.call.shape;
-        let start = |row| shape.q_row(batch, first + row, head);
-        self.rows(self.inputs.q, len, start, self.scales(head).q)
+    /// The sink of a query head.
+    pub(super) fn sink(&self, head: usize) -> Option<f32> {
+        self.call.sinks.map(|sinks| sinks[head] as f32)
     }
 
-    /// The same rows of a tensor in q's layout that is not cast.
-    pub(super) fn q_rows(&self, x: &[f32], batch: usize, head: usize, first: usize, len: usize) -> Rows {
-        let (shape, stride) = (self.call.shape, self.stride());
-        let mut values = vec![0.0; len * stride];
-        for (row, to) in values.chunks_exact_mut(stride).enumerate() {
-            to[..shape.d_head].copy_from_slice(&x[shape.q_row(batch, first + row, head)..][..shape.d_head]);
+    /// These rows of a query head.
+    pub(super) fn queries(&self, head: usize, rows: Range<usize>) -> Result<Rows> {
+        let shape = self.call.shape;
+        self.rows(self.inputs.q, shape.d_head, rows, |row| shape.q_at(row, head), self.scales(head).q)
+    }
+
+    /// The same rows of a tensor in the output's layout, which is not cast.
+    pub(super) fn out_rows(&self, x: &[f32], head: usize, rows: Range<usize>) -> Rows {
+        let (shape, stride) = (self.call.shape, self.stride_v());
+        let mut values = vec![0.0; rows.len() * stride];
+        for (row, to) in rows.zip(values.chunks_exact_mut(stride)) {
+            to[..shape.d_v].copy_from_slice(&x[shape.out_at(row, head)..][..shape.d_v]);
         }
         Rows { values, counts: Counts::default() }
     }
 
-    /// Keys of a KV head.
-    pub(super) fn keys(&self, batch: usize, kv_head: usize) -> Result<Rows> {
-        self.kv(self.inputs.k, batch, kv_head, |scales| scales.k)
+    /// These keys of a KV head.
+    pub(super) fn keys(&self, kv_head: usize, rows: Range<usize>) -> Result<Rows> {
+        let shape = self.call.shape;
+        let descale = self.scales(kv_head * shape.group()).k;
+        self.rows(self.inputs.k, shape.d_head, rows, |row| shape.k_at(row, kv_head), descale)
     }
 
-    /// Values of a KV head.
-    pub(super) fn values(&self, batch: usize, kv_head: usize) -> Result<Rows> {
-        self.kv(self.inputs.v, batch, kv_head, |scales| scales.v)
+    /// These values of a KV head.
+    pub(super) fn values(&self, kv_head: usize, rows: Range<usize>) -> Result<Rows> {
+        let shape = self.call.shape;
+        let descale = self.scales(kv_head * shape.group()).v;
+        self.rows(self.inputs.v, shape.d_v, rows, |row| shape.v_at(row, kv_head), descale)
     }
 
-    fn kv(
+    /// Copies rows of `d` values, through E4M3 if that is asked for; counts in either case.
+    fn rows(
         &self,
         x: &[f32],
-        batch: usize,
-        kv_head: usize,
-        descale: impl Fn(&HeadScales) -> Option<Descale>,
+        d: usize,
+        rows: Range<usize>,
+        start: impl Fn(usize) -> usize,
+        descale: Option<Descale>,
     ) -> Result<Rows> {
-        let shape = self.call.shape;
-        let scales = self.scales(kv_head * (shape.n_q_heads / shape.n_kv_heads));
-        self.rows(x, shape.len_k, |row| shape.kv_row(batch, row, kv_head), descale(&scales))
-    }
-
-    /// Copies rows, through E4M3 if that is asked for; counts in either case.
-    fn rows(&self, x: &[f32], len: usize, start: impl Fn(usize) -> usize, descale: Option<Descale>) -> Result<Rows> {
-        let (d, stride) = (self.call.shape.d_head, self.stride());
-        let mut values = vec![0.0; len * stride];
+        let stride = d.next_multiple_of(LANES);
+        let mut values = vec![0.0; rows.len() * stride];
         let mut counts = Counts::default();
-        for (row, to) in values.chunks_exact_mut(stride).enumerate() {
+        for (row, to) in rows.zip(values.chunks_exact_mut(stride)) {
             let (from, to) = (&x[start(row)..][..d], &mut to[..d]);
             counts += match (descale, self.precision.operands) {
                 (Some(descale), Cast::E4m3) => {

@@ -6,9 +6,9 @@ use crate::error::Result;
 /// What [`reference()`] computes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReferenceOutput {
-    /// Output, `(batch, len_q, n_q_heads, d_head)`.
+    /// Output, `(batch, len_q, n_q_heads, d_v)`.
     pub out: Vec<f64>,
-    /// Log-sum-exp in nats, `(batch, n_q_heads, len_q)`; `-inf` where a row sees no key.
+    /// Log-sum-exp in nats with the sink in it, `(batch, n_q_heads, len_q)`; `-inf` where a row sees neither key nor sink.
     pub lse: Vec<f64>,
 }
 
@@ -21,15 +21,19 @@ pub struct ReferenceGradients {
     pub dk: Vec<f64>,
     /// dV.
     pub dv: Vec<f64>,
+    /// Gradient of each head's sink; empty without sinks.
+    pub d_sinks: Vec<f64>,
 }
 
 /// One row of one query head: where it lies, the keys that it sees, and their weights.
 struct Row {
-    /// Start in q and in the output.
-    at: usize,
+    head: usize,
+    /// Starts in q, in the output and in the log-sum-exp.
+    q_at: usize,
+    out_at: usize,
     lse_at: usize,
-    /// Starts of the visible keys, in k and v.
-    keys: Vec<usize>,
+    /// Starts of the visible keys in k, and of their values in v.
+    keys: Vec<(usize, usize)>,
     /// Logits, after the soft-cap.
     logits: Vec<f64>,
     /// Softmax of the logits.
@@ -37,24 +41,31 @@ struct Row {
     lse: f64,
 }
 
-/// Every row that sees a key.
-fn rows<'a>(call: &'a AttentionCall, q: &'a [f64], k: &'a [f64]) -> impl Iterator<Item = Row> + 'a {
+/// Every row that sees a key or a sink.
+fn rows<'a>(call: &'a AttentionCall<'_>, q: &'a [f64], k: &'a [f64]) -> impl Iterator<Item = Row> + 'a {
     let shape = &call.shape;
-    let places = (0..shape.batch).flat_map(move |batch| {
-        (0..shape.n_q_heads).flat_map(move |head| (0..shape.len_q).map(move |row| (batch, head, row)))
+    let places = call.all_sequences().into_owned().into_iter().flat_map(move |sequence| {
+        (0..shape.n_q_heads).flat_map(move |head| {
+            let sequence = sequence.clone();
+            (0..sequence.q.len()).map(move |i| (sequence.clone(), head, i))
+        })
     });
-    places.filter_map(move |(batch, head, row)| {
-        let at = shape.q_row(batch, row, head);
-        let keys: Vec<usize> = call.visible(row).map(|j| shape.kv_row(batch, j, shape.kv_head(head))).collect();
-        let logit = |&key: &usize| {
-            let logit = call.softmax_scale * dot(&q[at..], &k[key..], shape.d_head);
+    places.filter_map(move |(sequence, head, i)| {
+        let row = sequence.q.start + i;
+        let (q_at, kv_head) = (shape.q_at(row, head), shape.kv_head(head));
+        let place = |j| (shape.k_at(sequence.k.start + j, kv_head), shape.v_at(sequence.k.start + j, kv_head));
+        let keys: Vec<(usize, usize)> = call.visible(&sequence, i).map(place).collect();
+        let logit = |&(key, _): &(usize, usize)| {
+            let logit = call.softmax_scale * dot(&q[q_at..], &k[key..], shape.d_head);
             call.soft_cap.map_or(logit, |cap| cap * (logit / cap).tanh())
         };
         let logits: Vec<f64> = keys.iter().map(logit).collect();
-        let max = logits.iter().copied().reduce(f64::max)?;
-        let lse = max + logits.iter().map(|s| (s - max).exp()).sum::<f64>().ln();
+        let columns = || logits.iter().copied().chain(call.sinks.map(|sinks| sinks[head]));
+        let max = columns().reduce(f64::max)?;
+        let lse = max + columns().map(|s| (s - max).exp()).sum::<f64>().ln();
         let p = logits.iter().map(|s| (s - lse).exp()).collect();
-        Some(Row { at, lse_at: shape.lse_at(batch, head, row), keys, logits, p, lse })
+        let (out_at, lse_at) = (shape.out_at(row, head), shape.lse_at(row, head));
+        Some(Row { head, q_at, out_at, lse_at, keys, logits, p, lse })
     })
 }
 
@@ -66,55 +77,60 @@ fn add(to: &mut [f64], factor: f64, from: &[f64], d: usize) {
     (0..d).for_each(|c| to[c] += factor * from[c]);
 }
 
-fn check(call: &AttentionCall, q: &[f64], k: &[f64], v: &[f64]) -> Result<()> {
+fn check(call: &AttentionCall<'_>, q: &[f64], k: &[f64], v: &[f64]) -> Result<()> {
     call.check()?;
     check_length("q", q.len(), call.shape.q_elements())?;
-    check_length("k", k.len(), call.shape.kv_elements())?;
-    check_length("v", v.len(), call.shape.kv_elements())
+    check_length("k", k.len(), call.shape.k_elements())?;
+    check_length("v", v.len(), call.shape.v_elements())
 }
 
 /// Attention as the [module](super) defines it, without any cast; layouts as there.
 ///
 /// # Errors
 /// If the call or an operand's length breaks its rule.
-pub fn reference(call: &AttentionCall, q: &[f64], k: &[f64], v: &[f64]) -> Result<ReferenceOutput> {
+pub fn reference(call: &AttentionCall<'_>, q: &[f64], k: &[f64], v: &[f64]) -> Result<ReferenceOutput> {
     check(call, q, k, v)?;
-    let mut out = vec![0.0; call.shape.q_elements()];
+    let mut out = vec![0.0; call.shape.out_elements()];
     let mut lse = vec![f64::NEG_INFINITY; call.shape.lse_elements()];
     for row in rows(call, q, k) {
-        for (p, &key) in row.p.iter().zip(&row.keys) {
-            add(&mut out[row.at..], *p, &v[key..], call.shape.d_head);
+        for (p, &(_, value)) in row.p.iter().zip(&row.keys) {
+            add(&mut out[row.out_at..], *p, &v[value..], call.shape.d_v);
         }
         lse[row.lse_at] = row.lse;
     }
     Ok(ReferenceOutput { out, lse })
 }
 
-/// Gradients of `sum(d_out * out)` with respect to q, k and v, without any cast.
+/// Gradients of `sum(d_out * out)` with respect to q, k, v and the sinks, without any cast.
 ///
 /// # Errors
 /// If the call, an operand's length or the length of `d_out` breaks its rule.
 pub fn reference_backward(
-    call: &AttentionCall,
+    call: &AttentionCall<'_>,
     q: &[f64],
     k: &[f64],
     v: &[f64],
     d_out: &[f64],
 ) -> Result<ReferenceGradients> {
     check(call, q, k, v)?;
-    check_length("d_out", d_out.len(), call.shape.q_elements())?;
-    let d = call.shape.d_head;
+    check_length("d_out", d_out.len(), call.shape.out_elements())?;
+    let (d, d_v) = (call.shape.d_head, call.shape.d_v);
     let (mut dq, mut dk, mut dv) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
+    let mut d_sinks = vec![0.0; call.sinks.map_or(0, <[f64]>::len)];
     for row in rows(call, q, k) {
-        let dp: Vec<f64> = row.keys.iter().map(|&key| dot(&d_out[row.at..], &v[key..], d)).collect();
+        let dp: Vec<f64> = row.keys.iter().map(|&(_, value)| dot(&d_out[row.out_at..], &v[value..], d_v)).collect();
         let delta: f64 = row.p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
-        for (j, &key) in row.keys.iter().enumerate() {
+        for (j, &(key, value)) in row.keys.iter().enumerate() {
             let slope = call.soft_cap.map_or(1.0, |cap| 1.0 - (row.logits[j] / cap).powi(2));
             let ds = call.softmax_scale * row.p[j] * (dp[j] - delta) * slope;
-            add(&mut dq[row.at..], ds, &k[key..], d);
-            add(&mut dk[key..], ds, &q[row.at..], d);
-            add(&mut dv[key..], row.p[j], &d_out[row.at..], d);
+            add(&mut dq[row.q_at..], ds, &k[key..], d);
+            add(&mut dk[key..], ds, &q[row.q_at..], d);
+            add(&mut dv[value..], row.p[j], &d_out[row.out_at..], d_v);
+        }
+        if let Some(sinks) = call.sinks {
+            // The sink is a column whose value is zero: its dP is.
+            d_sinks[row.head] -= (sinks[row.head] - row.lse).exp() * delta;
         }
     }
-    Ok(ReferenceGradients { dq, dk, dv })
+    Ok(ReferenceGradients { dq, dk, dv, d_sinks })
 }

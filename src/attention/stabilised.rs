@@ -42,7 +42,7 @@ impl Stabilised {
     /// [`Attention::forward`](super::Attention::forward).
     pub fn forward(
         &self,
-        call: &AttentionCall,
+        call: &AttentionCall<'_>,
         inputs: &Inputs<'_>,
         plan: &ScalePlan,
         precision: &Precision,

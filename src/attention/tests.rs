@@ -1,5 +1,8 @@
 mod accumulator_tests;
 mod backward_tests;
+mod paged_tests;
+mod random_tests;
+mod sequence_tests;
 
 use super::*;
 use crate::fp8::{Format, OnOverflow};
@@ -21,14 +24,14 @@ struct Data {
 impl Data {
     fn new(shape: &AttentionShape, seed: u64) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
-        let mut draw = |n: usize, heads: usize, spread: f32| -> Vec<f32> {
-            let size = |i: usize| 0.75 + spread * ((i / shape.d_head) % heads) as f32;
+        let mut draw = |n: usize, heads: usize, d: usize, spread: f32| -> Vec<f32> {
+            let size = |i: usize| 0.75 + spread * ((i / d) % heads) as f32;
             (0..n).map(|i| size(i) * Distribution::<f32>::sample(&StandardNormal, &mut rng)).collect()
         };
         Self {
-            q: draw(shape.q_elements(), shape.n_q_heads, 0.2),
-            k: draw(shape.kv_elements(), shape.n_kv_heads, 0.9),
-            v: draw(shape.kv_elements(), shape.n_kv_heads, 3.0),
+            q: draw(shape.q_elements(), shape.n_q_heads, shape.d_head, 0.2),
+            k: draw(shape.k_elements(), shape.n_kv_heads, shape.d_head, 0.9),
+            v: draw(shape.v_elements(), shape.n_kv_heads, shape.d_v, 3.0),
         }
     }
 
@@ -68,26 +71,25 @@ fn exact(call: &AttentionCall, x: &Inputs<'_>) -> ReferenceOutput {
 /// casts of `precision` at the same places.
 fn plain(call: &AttentionCall, x: &Inputs<'_>, plan: &ScalePlan, precision: &Precision) -> Vec<f64> {
     let shape = &call.shape;
-    let d = shape.d_head;
     let e4m3 = |x: f64| f64::from(Format::E4m3.round(x as f32, precision.on_overflow));
-    let mut out = vec![0.0; shape.q_elements()];
-    for batch in 0..shape.batch {
+    let mut out = vec![0.0; shape.out_elements()];
+    for sequence in call.all_sequences().iter() {
         for head in 0..shape.n_q_heads {
-            let descale = f64::from(plan.logit_descale[head].get());
-            for row in 0..shape.len_q {
-                let at = shape.q_row(batch, row, head);
-                let key = |j| shape.kv_row(batch, j, shape.kv_head(head));
-                let keys = call.visible(row);
+            let (descale, kv_head) = (f64::from(plan.logit_descale[head].get()), shape.kv_head(head));
+            for (i, row) in sequence.q.clone().enumerate() {
+                let (q, o) = (shape.q_at(row, head), shape.out_at(row, head));
+                let key = |j| shape.k_at(sequence.k.start + j, kv_head);
+                let keys = call.visible(sequence, i);
                 let mut s: Vec<f64> = Vec::new();
                 for j in keys.clone() {
-                    let dot: f64 = (0..d).map(|c| f64::from(x.q[at + c]) * f64::from(x.k[key(j) + c])).sum();
+                    let dot: f64 = (0..shape.d_head).map(|c| f64::from(x.q[q + c]) * f64::from(x.k[key(j) + c])).sum();
                     let logit = call.softmax_scale * dot;
                     let logit = call.soft_cap.map_or(logit, |cap| cap * (logit / cap).tanh());
                     s.push(if precision.logits == LogitCast::E4m3 { e4m3(logit / descale) * descale } else { logit });
                 }
                 let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let p: Vec<f64> = s.iter().map(|s| (s - max).exp()).collect();
-                let sum: f64 = p.iter().sum();
+                let sum = p.iter().sum::<f64>() + call.sinks.map_or(0.0, |sinks| (sinks[head] - max).exp());
                 for (p, j) in p.iter().zip(keys) {
                     let p = match precision.probabilities {
                         Probabilities::F32 => *p,
@@ -95,8 +97,9 @@ fn plain(call: &AttentionCall, x: &Inputs<'_>, plan: &ScalePlan, precision: &Pre
                         Probabilities::F16 => half::f16::from_f64(256.0 * p).to_f64() / 256.0,
                         Probabilities::E4m3 => e4m3(256.0 * p) / 256.0,
                     };
-                    for c in 0..d {
-                        out[at + c] += p / sum * f64::from(x.v[key(j) + c]);
+                    for c in 0..shape.d_v {
+                        let v = x.v[shape.v_at(sequence.k.start + j, kv_head) + c];
+                        out[o + c] += p / sum * f64::from(v);
                     }
                 }
             }
@@ -112,8 +115,14 @@ fn errors<A: Into<f64> + Copy>(have: &[A], want: &[f64]) -> (f64, f64) {
     (d.fold(0.0, |a: f64, d| if d > a || d.is_nan() { d } else { a }), (square / want.len() as f64).sqrt())
 }
 
+/// The same distance on both sides, the query's own key included.
+fn window(causal: bool, width: Option<usize>) -> Mask {
+    let ends = width.map(|width| width - 1);
+    Mask { causal, window_left: ends, window_right: ends }
+}
+
 fn shape(n_q_heads: usize, n_kv_heads: usize, len_q: usize, len_k: usize, d_head: usize) -> AttentionShape {
-    AttentionShape { batch: 1, n_q_heads, n_kv_heads, len_q, len_k, d_head }
+    AttentionShape { batch: 1, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head }
 }
 
 /// Error against the reference, fed with the operands already rounded, beside that of [`plain`].
@@ -155,7 +164,7 @@ const LENGTHS: [(usize, usize); 4] = [(113, 203), (799, 3), (1023, 1024), (1, 51
 #[test]
 fn kernel_precision_is_as_good_as_a_plain_implementation() {
     for (seed, (len_q, len_k)) in LENGTHS.into_iter().enumerate() {
-        for mask in [Mask::NONE, Mask::CAUSAL, Mask { causal: true, window: Some(70) }] {
+        for mask in [Mask::NONE, Mask::CAUSAL, Mask::sliding(70)] {
             let call = AttentionCall { mask, ..AttentionCall::causal(shape(4, 2, len_q, len_k, 128 >> (len_q / 341))) };
             compare(&call, &Precision::KERNEL, seed as u64);
         }
@@ -179,11 +188,11 @@ fn every_option_is_as_good_as_a_plain_implementation() {
     for precision in [Precision::KERNEL, Precision::PAPER_LOGITS, Precision::F32, bf16] {
         for (n_q, n_kv) in [(1, 1), (4, 4), (6, 2), (8, 1)] {
             for soft_cap in [None, Some(3.0)] {
-                for window in [None, Some(1), Some(33)] {
+                for width in [None, Some(1), Some(33)] {
                     for causal in [false, true] {
                         let shape = AttentionShape { batch: 1 + n_q % 2, ..shape(n_q, n_kv, 69, 75, 24) };
                         let call = AttentionCall {
-                            mask: Mask { causal, window },
+                            mask: window(causal, width),
                             soft_cap,
                             softmax_scale: 0.3,
                             ..AttentionCall::causal(shape)
@@ -200,13 +209,15 @@ fn every_option_is_as_good_as_a_plain_implementation() {
 fn masks_show_what_their_definition_says() {
     for (len_q, len_k) in [(1, 1), (5, 5), (5, 9), (9, 5), (1, 7), (7, 1)] {
         for causal in [false, true] {
-            for window in [None, Some(0), Some(1), Some(2), Some(4), Some(100), Some(usize::MAX)] {
-                let mask = Mask { causal, window };
+            for (left, right) in ENDS.into_iter().flat_map(|left| ENDS.map(|right| (left, right))) {
+                let mask = Mask { causal, window_left: left, window_right: right };
                 for row in 0..len_q {
                     let position = row as i64 + len_k as i64 - len_q as i64;
+                    let within = |end: Option<usize>, distance: i64| {
+                        distance <= 0 || end.is_none_or(|end| distance as u64 <= end as u64)
+                    };
                     let sees = |j: i64| {
-                        (!causal || j <= position)
-                            && window.is_none_or(|w| ((position - j).unsigned_abs() as usize) < w)
+                        (!causal || j <= position) && within(left, position - j) && within(right, j - position)
                     };
                     let want: Vec<usize> = (0..len_k).filter(|&j| sees(j as i64)).collect();
                     let have: Vec<usize> = mask.visible(row, len_q, len_k).collect();
@@ -215,7 +226,11 @@ fn masks_show_what_their_definition_says() {
             }
         }
     }
+    assert_eq!(Mask::sliding(4).visible(9, 10, 10), 6..10);
+    assert_eq!((Mask::sliding(0), Mask { window_left: None, ..Mask::sliding(1) }), (Mask::sliding(1), Mask::CAUSAL));
 }
+
+const ENDS: [Option<usize>; 6] = [None, Some(0), Some(1), Some(3), Some(100), Some(usize::MAX)];
 
 #[test]
 fn rows_without_keys_are_zero() {
@@ -224,8 +239,8 @@ fn rows_without_keys_are_zero() {
     let out = Cpu.forward(&call, &data.inputs(), &data.plan(&call), &Precision::KERNEL).unwrap();
     for head in 0..2 {
         for row in 0..799 {
-            let values = &out.out[call.shape.q_row(0, row, head)..][..16];
-            let lse = out.lse[call.shape.lse_at(0, head, row)];
+            let values = &out.out[call.shape.q_at(row, head)..][..16];
+            let lse = out.lse[call.shape.lse_at(row, head)];
             assert_eq!(row < 796, values.iter().all(|&x| x == 0.0), "{row}");
             assert_eq!(row < 796, lse == f32::NEG_INFINITY, "{row}");
             assert!(row < 796 || lse.is_finite());
@@ -347,8 +362,9 @@ fn overflow_is_counted_per_head() {
         let (mut over, mut seen, mut max) = (0i64, 0, 0f64);
         for batch in 0..2 {
             for row in 0..70 {
-                for j in call.visible(row) {
-                    let (a, b) = (shape.q_row(batch, row, head), shape.kv_row(batch, j, head / 2));
+                for j in call.mask.visible(row, shape.len_q, shape.len_k) {
+                    let (a, b) =
+                        (shape.q_at(batch * shape.len_q + row, head), shape.k_at(batch * shape.len_k + j, head / 2));
                     let s: f64 =
                         (0..16).map(|c| f64::from(cast.q[a + c]) * f64::from(cast.k[b + c])).sum::<f64>() / 4.0;
                     over += i64::from((s / f64::from(plan.logit_descale[head].get())).abs() > 448.0);
@@ -378,9 +394,9 @@ fn what_is_not_finite_is_seen_and_does_not_spread() {
             let mut data = Data::new(&shape, 3);
             // Row 66 of KV head 1, or of query head 2.
             match tensor {
-                0 => data.q[shape.q_row(0, 66, 2) + 5] = bad,
-                1 => data.k[shape.kv_row(0, 66, 1) + 5] = bad,
-                _ => data.v[shape.kv_row(0, 66, 1) + 5] = bad,
+                0 => data.q[shape.q_at(66, 2) + 5] = bad,
+                1 => data.k[shape.k_at(66, 1) + 5] = bad,
+                _ => data.v[shape.k_at(66, 1) + 5] = bad,
             }
             let out = Cpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
             let counts =
@@ -391,12 +407,12 @@ fn what_is_not_finite_is_seen_and_does_not_spread() {
             assert!(if bad.is_nan() { amax.is_nan() } else { amax == f32::INFINITY });
             for head in 0..4 {
                 for row in 0..70 {
-                    let values = &out.out[shape.q_row(0, row, head)..][..16];
+                    let values = &out.out[shape.q_at(row, head)..][..16];
                     let touched = if tensor == 0 { head == 2 && row == 66 } else { head >= 2 && row >= 66 };
                     if !touched {
                         assert!(values.iter().all(|x| x.is_finite()), "{bad} {tensor} {head} {row}");
                         if precision == Precision::KERNEL {
-                            assert_eq!(values, &want.out[shape.q_row(0, row, head)..][..16]);
+                            assert_eq!(values, &want.out[shape.q_at(row, head)..][..16]);
                         }
                     } else if bad.is_nan() {
                         assert!(values[5].is_nan(), "{bad} {tensor} {head} {row}");
@@ -410,10 +426,10 @@ fn what_is_not_finite_is_seen_and_does_not_spread() {
     small.operands.k[1] = Descale::new(1e-3).unwrap();
     let open = Precision { on_overflow: OnOverflow::NonFinite, ..Precision::KERNEL };
     let out = Cpu.forward(&call, &clean.inputs(), &small, &open).unwrap();
-    assert!(out.out[shape.q_row(0, 9, 3)].is_nan() && out.out[shape.q_row(0, 9, 0)].is_finite());
+    assert!(out.out[shape.q_at(9, 3)].is_nan() && out.out[shape.q_at(9, 0)].is_finite());
     assert!(out.stats.k[1].overflow > 0 && out.stats.k[1].non_finite == 0 && out.stats.logits[3].non_finite > 0);
     // Finite operands whose product is infinite are seen although the soft-cap hides them.
-    let data = Data { q: vec![1e30; shape.q_elements()], k: vec![1e30; shape.kv_elements()], v: clean.v };
+    let data = Data { q: vec![1e30; shape.q_elements()], k: vec![1e30; shape.k_elements()], v: clean.v };
     let capped = AttentionCall { soft_cap: Some(20.0), ..call };
     let out = Cpu.forward(&capped, &data.inputs(), &plan, &Precision::F32).unwrap();
     assert_eq!(out.stats.logits[0].non_finite, out.stats.logits[0].count);
@@ -474,8 +490,15 @@ fn calls_that_break_a_rule_are_refused() {
         assert!(run(&AttentionCall { softmax_scale, ..good }, &plan).unwrap_err().is_argument());
         assert!(run(&AttentionCall { soft_cap: Some(softmax_scale), ..good }, &plan).unwrap_err().is_argument());
     }
-    let mask = Mask { causal: true, window: Some(0) };
-    assert!(run(&AttentionCall { mask, ..good }, &plan).unwrap_err().is_argument());
+    let wide = AttentionShape { d_v: 20, ..good.shape };
+    let error = run(&AttentionCall { shape: wide, ..good }, &plan).unwrap_err();
+    assert_eq!(error.to_string(), "d_v 20 must be a multiple of 8 from 16 to 576");
+    for (sinks, message) in [
+        (&[0.0; 3][..], "3 sinks do not fit 4 query heads"),
+        (&[0.0, 1.0, f64::NAN, 0.0], "the sink of head 2, NaN, must be finite"),
+    ] {
+        assert_eq!(run(&AttentionCall { sinks: Some(sinks), ..good }, &plan).unwrap_err().to_string(), message);
+    }
     let mut short = plan.clone();
     short.logit_descale.pop();
     assert!(run(&good, &short).unwrap_err().is_mismatch());
@@ -492,7 +515,7 @@ fn the_stabilised_softmax_is_the_softmax() {
         let call = AttentionCall::causal(shape(4, 2, 140, 140, 16));
         let mut data = Data::new(&call.shape, 6);
         // The first and third key of head 0 are one, and the keys of head 1 are all one.
-        let row = |i: usize, head: usize| call.shape.kv_row(0, i, head);
+        let row = |i: usize, head: usize| call.shape.k_at(i, head);
         let first = data.k[row(0, 0)..][..16].to_vec();
         data.k[row(2, 0)..][..16].copy_from_slice(&first);
         for i in 0..140 {
@@ -547,14 +570,14 @@ proptest! {
         (n_kv, group, batch) in (1usize..3, 1usize..4, 1usize..3),
         d_head in prop::sample::select(vec![16usize, 24, 32, 64, 72]),
         causal in any::<bool>(),
-        window in prop::option::of(1usize..100),
+        width in prop::option::of(1usize..100),
         soft_cap in prop::option::of(1.0f64..30.0),
         softmax_scale in 0.05f64..0.5,
         precision in prop::sample::select(vec![Precision::KERNEL, Precision::PAPER_LOGITS, Precision::F32]),
         seed in any::<u64>(),
     ) {
-        let shape = AttentionShape { batch, n_q_heads: n_kv * group, n_kv_heads: n_kv, len_q, len_k, d_head };
-        compare(&AttentionCall { shape, mask: Mask { causal, window }, softmax_scale, soft_cap }, &precision, seed);
+        let shape = AttentionShape { batch, n_q_heads: n_kv * group, n_kv_heads: n_kv, len_q, len_k, d_head, d_v: d_head };
+        compare(&AttentionCall { shape, mask: window(causal, width), softmax_scale, soft_cap, ..AttentionCall::causal(shape) }, &precision, seed);
     }
 
     /// o <= 18/17 max |v|, which is why an output descale of twice v's can never overflow.

@@ -141,7 +141,7 @@ pub fn project(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens
         };
         normalise(values, false)?;
         if let Some(rope) = &own.rope {
-            rotate(&spec.name, rope, (heads, r), values)?;
+            rotate(&spec.name, rope, 0, (heads, r), values)?;
         }
         normalise(values, true)?;
     }
@@ -279,8 +279,15 @@ fn qk_norm(r: usize, norm: &QkNorm, vectors: Option<&NormVectors>, heads: usize,
     Ok(())
 }
 
-/// Rotates the pairs of every head by `position * inv_freq`, times the attention factor.
-fn rotate(model: &str, rope: &Rope, (heads, r): (usize, usize), values: &mut [f32]) -> Result<()> {
+/// Rotates the pairs of every head by `position * inv_freq`, times the attention factor; tokens have the positions from `first`
+/// on.
+pub(crate) fn rotate(
+    model: &str,
+    rope: &Rope,
+    first: usize,
+    (heads, r): (usize, usize),
+    values: &mut [f32],
+) -> Result<()> {
     let Some(inv_freq) = &rope.inv_freq else {
         return Err(Error::unsupported(format_args!(
             "{model}: the config does not determine the rotation's angles, so tokens cannot be run through it"
@@ -290,7 +297,7 @@ fn rotate(model: &str, rope: &Rope, (heads, r): (usize, usize), values: &mut [f3
         return Err(Error::mismatch(format_args!("{model}: {} angles do not fit the rotation", inv_freq.len())));
     }
     let pairs: Vec<_> = rope.pairs().collect();
-    for (position, token) in values.chunks_exact_mut(heads * r).enumerate() {
+    for (position, token) in (first..).zip(values.chunks_exact_mut(heads * r)) {
         let turns: Vec<(f32, f32)> = inv_freq
             .iter()
             .map(|f| {

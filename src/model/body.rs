@@ -201,13 +201,9 @@ impl Checkpoint {
             first
         });
         let epsilon = keys.number(layout.epsilon.0)?.unwrap_or(layout.epsilon.1);
-        // A window that the config switches off does not count.
-        let windowed = keys.flag("use_sliding_window")?.unwrap_or(true);
-        let window = keys.count("sliding_window", usize::MAX >> 1).ok().flatten().filter(|_| windowed);
         let longest = [
             (positions.as_ref().map(|view| view.shape().0), "learned positions"),
             (spec.max_positions, "positions of its config"),
-            (window, "keys of its sliding window"),
         ];
         Ok(Body {
             checkpoint: self,

@@ -216,6 +216,16 @@ impl Checkpoint {
         Ok(LayerWeights { layer, q, k, v, norm_gain, norm_shift, q_norm, k_norm })
     }
 
+    /// The learned sink logits of one layer, a query head each; `None` where the family has none.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::layer`].
+    pub fn sinks(&self, layer: usize) -> Result<Option<Vec<f64>>> {
+        let own = self.config.spec.layer(layer).map_err(|error| error.within(self.path.display()))?;
+        let name = self.config.family.sinks.map(|name| format!("{}{}", self.prefix(), at(name, own.number)));
+        name.map(|name| self.vector(&name, own.n_q_heads)).transpose()
+    }
+
     fn entry(&self, name: &str) -> Result<&Entry> {
         self.tensors.get(name).ok_or_else(|| Error::format(&self.path, format_args!("tensor `{name}` is missing")))
     }

@@ -217,10 +217,13 @@ impl<'a> Keys<'a> {
         let tempered = |rope: &Option<Rope>| {
             temperature.filter(|_| rope.is_none() || family.temperature != TemperatureRule::Llama4)
         };
-        let parts = rope.into_iter().zip(scales).enumerate();
-        let own = heads.into_iter().zip(parts).filter_map(|(heads, (number, (rope, softmax_scale)))| {
+        let rotated: Vec<bool> = rope.iter().map(Option::is_some).collect();
+        let windows = self.windows(family.window.as_ref(), layers, &rotated)?;
+        let sinks = family.sinks.is_some();
+        let parts = rope.into_iter().zip(scales).zip(windows).enumerate();
+        let own = heads.into_iter().zip(parts).filter_map(|(heads, (number, ((rope, softmax_scale), window)))| {
             let ((n_q_heads, n_kv_heads), temperature) = (heads?, tempered(&rope));
-            Some(LayerSpec { number, n_q_heads, n_kv_heads, d_head, rope, softmax_scale, temperature })
+            Some(LayerSpec { number, n_q_heads, n_kv_heads, d_head, rope, softmax_scale, temperature, window, sinks })
         });
         let spec = AttentionSpec {
             name: name_of(file),

@@ -24,6 +24,7 @@ mod source;
 mod spec;
 mod synthetic;
 mod weights;
+mod window;
 
 pub use body::{Activation, Block, Body, Linear, NormOrder};
 pub use checkpoint::{Checkpoint, StoredTensor};

@@ -71,6 +71,12 @@ struct SpecRecord {
     /// Where a layer has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     temperature: Option<Vec<Option<Temperature>>>,
+    /// Where a layer has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    window: Option<Vec<Option<usize>>>,
+    /// Where a layer has them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    sinks: Option<Vec<bool>>,
     soft_cap: Option<f64>,
     max_positions: Option<usize>,
     /// Where they are.
@@ -105,6 +111,11 @@ impl From<AttentionSpec> for SpecRecord {
                 .iter()
                 .any(|layer| layer.temperature.is_some())
                 .then(|| layers.iter().map(|layer| layer.temperature).collect()),
+            window: layers
+                .iter()
+                .any(|layer| layer.window.is_some())
+                .then(|| layers.iter().map(|layer| layer.window).collect()),
+            sinks: layers.iter().any(|layer| layer.sinks).then(|| layers.iter().map(|layer| layer.sinks).collect()),
             rope: spec.layers.into_iter().map(|layer| layer.rope).collect(),
             name: spec.name,
             family: spec.family,
@@ -134,9 +145,12 @@ impl TryFrom<SpecRecord> for AttentionSpec {
         let each =
             |field: &str, counts: &PerLayer| counts.each(layers).map_err(|e| e.within(format_args!("`{field}`")));
         let temperature = record.temperature.unwrap_or_else(|| vec![None; layers]);
-        if temperature.len() != layers {
-            let entries = temperature.len();
-            return Err(Error::mismatch(format_args!("`temperature` has {entries} entries for {layers} layers")));
+        let window = record.window.unwrap_or_else(|| vec![None; layers]);
+        let sinks = record.sinks.unwrap_or_else(|| vec![false; layers]);
+        for (field, entries) in [("temperature", temperature.len()), ("window", window.len()), ("sinks", sinks.len())] {
+            if entries != layers {
+                return Err(Error::mismatch(format_args!("`{field}` has {entries} entries for {layers} layers")));
+            }
         }
         let n_q_heads = each("n_q_heads", &record.n_q_heads)?;
         let n_kv_heads = each("n_kv_heads", &record.n_kv_heads)?;
@@ -155,6 +169,8 @@ impl TryFrom<SpecRecord> for AttentionSpec {
                     rope,
                     softmax_scale,
                     temperature: temperature[at],
+                    window: window[at],
+                    sinks: sinks[at],
                 }
             });
         Ok(Self {

@@ -55,6 +55,10 @@ pub struct LayerSpec {
     pub softmax_scale: f64,
     /// What multiplies the query, behind rotation and norm, as positions grow.
     pub temperature: Option<Temperature>,
+    /// Keys that a query sees with a sliding window, its own and those before it; `None`: all. No bound depends on it.
+    pub window: Option<usize>,
+    /// Whether a learned logit a query head joins the row sum of the softmax. No bound depends on it.
+    pub sinks: bool,
 }
 
 /// A factor on the query at position m: `1 + strength ln(1 + floor((m + shift) / period))` (Llama 4, Ministral 3).
@@ -128,6 +132,9 @@ impl LayerSpec {
             return Err(format!("`softmax_scale` {} must be finite and greater than zero", self.softmax_scale));
         }
         self.temperature.map_or(Ok(()), |temperature| temperature.check())?;
+        if self.window == Some(0) {
+            return Err("`window` must be at least 1".to_owned());
+        }
         let Some(rope) = &self.rope else { return Ok(()) };
         // Channels are taken two by two, rotated or not.
         let fits = |dim: usize| dim <= self.d_head && dim.is_multiple_of(2) && self.d_head.is_multiple_of(2);

@@ -37,7 +37,8 @@ struct Operands {
     v: Vec<f32>,
 }
 
-const SHAPE: AttentionShape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 5, len_k: 5, d_head: 16 };
+const SHAPE: AttentionShape =
+    AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 5, len_k: 5, d_head: 16, d_v: 16 };
 
 impl Operands {
     fn new(step: usize) -> Self {
@@ -45,8 +46,8 @@ impl Operands {
             |n: usize, seed: usize| (0..n).map(|i| (((i * 37 + seed * 11) % 97) as f32 / 97.0 - 0.5) * 2.0).collect();
         Self {
             q: fill(SHAPE.q_elements(), step),
-            k: fill(SHAPE.kv_elements(), step + 3),
-            v: fill(SHAPE.kv_elements(), step + 5),
+            k: fill(SHAPE.k_elements(), step + 3),
+            v: fill(SHAPE.v_elements(), step + 5),
         }
     }
 
@@ -235,6 +236,10 @@ fn foreign_states_are_refused_by_name() {
         Runtime::resume(spec, config, state.clone()).unwrap_err().to_string()
     };
     let right = config(PolicyKind::DelayedPaper);
+    // No plan depends on windows or sinks, and states of 0.1.0 have neither.
+    let mut windowed = spec.clone();
+    (windowed.layers[1].window, windowed.layers[1].sinks) = (Some(8), true);
+    assert!(Runtime::resume(&windowed, right, state.clone()).is_ok());
     let mut other = spec.clone();
     other.d_model = 128;
     assert!(resume(&other, right, &state).contains("d_model is 64, not 128"));

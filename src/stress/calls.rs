@@ -12,8 +12,13 @@ pub(super) fn token_seed(seed: u64, layer: usize, step: usize) -> u64 {
     x ^ (x >> 31)
 }
 
-/// The call of a layer that exists.
-pub(super) fn call_of(spec: &AttentionSpec, layer: usize, seq_len: usize) -> AttentionCall {
+/// The call of a layer that exists, with the model's window, soft-cap and sinks.
+pub(super) fn call_of<'a>(
+    spec: &AttentionSpec,
+    layer: usize,
+    seq_len: usize,
+    sinks: Option<&'a [f64]>,
+) -> AttentionCall<'a> {
     let own = &spec.layers[layer];
     let shape = AttentionShape {
         batch: 1,
@@ -22,7 +27,15 @@ pub(super) fn call_of(spec: &AttentionSpec, layer: usize, seq_len: usize) -> Att
         len_q: seq_len,
         len_k: seq_len,
         d_head: own.d_head,
+        d_v: own.d_head,
     };
-    let mask = if spec.causal { Mask::CAUSAL } else { Mask::NONE };
-    AttentionCall { shape, mask, softmax_scale: own.softmax_scale, soft_cap: spec.soft_cap }
+    // A window counts the query's own key; in an encoder it reaches as far to the other side.
+    let window = own.window.map(|window| window.saturating_sub(1));
+    AttentionCall {
+        mask: Mask { causal: spec.causal, window_left: window, window_right: window },
+        softmax_scale: own.softmax_scale,
+        soft_cap: spec.soft_cap,
+        sinks,
+        ..AttentionCall::causal(shape)
+    }
 }

@@ -156,10 +156,11 @@ impl<'a> Lab<'a> {
         step: usize,
         weights: &dyn Fn() -> Weights<'w>,
         projected: &Projected,
+        sinks: Option<&[f64]>,
         trace: &mut Vec<TraceRow>,
     ) -> Result<Vec<f32>> {
         let mode = self.options.mode;
-        let call = call_of(self.spec, layer, self.options.seq_len);
+        let call = call_of(self.spec, layer, self.options.seq_len, sinks);
         let inputs = Inputs { q: &projected.q, k: &projected.k, v: &projected.v };
         let exact = Cpu.forward(&call, &inputs, &identity(layer, &call.shape), &Precision::F32)?;
         let divergence = Divergence::new(&call, &inputs);

@@ -80,14 +80,14 @@ impl Quality {
 ///
 /// Rows are spread evenly over the sequence, 16 a head.
 pub(crate) struct Divergence<'a> {
-    call: &'a AttentionCall,
+    call: &'a AttentionCall<'a>,
     inputs: &'a Inputs<'a>,
     rows: Vec<(usize, usize)>,
     exact: Vec<Vec<f64>>,
 }
 
 impl<'a> Divergence<'a> {
-    pub(crate) fn new(call: &'a AttentionCall, inputs: &'a Inputs<'a>) -> Self {
+    pub(crate) fn new(call: &'a AttentionCall<'a>, inputs: &'a Inputs<'a>) -> Self {
         let shape = &call.shape;
         let step = shape.len_q.div_ceil(ROWS);
         let rows: Vec<_> = (0..shape.n_q_heads)
@@ -95,6 +95,10 @@ impl<'a> Divergence<'a> {
             .collect();
         let exact = rows.par_iter().map(|&(head, row)| logits(call, inputs.q, inputs.k, head, row)).collect();
         Self { call, inputs, rows, exact }
+    }
+
+    fn sink(&self, head: usize) -> Option<f64> {
+        self.call.sinks.map(|sinks| sinks[head])
     }
 
     /// Mean over the rows of `sum p ln(p / p')`, in nats, p from f32 and p' from what the plan makes of it; `None` if it is
@@ -111,7 +115,7 @@ impl<'a> Divergence<'a> {
                         let scaled = *x as f32 * descale.quant_scale().get();
                         f64::from(Format::E4m3.round(scaled, OnOverflow::Saturate) * descale.get())
                     };
-                    divergence(exact, &exact.iter().map(cast).collect::<Vec<_>>())
+                    divergence(exact, &exact.iter().map(cast).collect::<Vec<_>>(), self.sink(head))
                 })
                 .collect(),
             Mode::Operands => {
@@ -119,7 +123,9 @@ impl<'a> Divergence<'a> {
                 self.rows
                     .par_iter()
                     .zip(&self.exact)
-                    .map(|(&(head, row), exact)| divergence(exact, &logits(self.call, &cast.q, &cast.k, head, row)))
+                    .map(|(&(head, row), exact)| {
+                        divergence(exact, &logits(self.call, &cast.q, &cast.k, head, row), self.sink(head))
+                    })
                     .collect()
             }
         };
@@ -130,7 +136,7 @@ impl<'a> Divergence<'a> {
 }
 
 /// The visible logits of one row of the first sequence, after the soft-cap.
-fn logits(call: &AttentionCall, q: &[f32], k: &[f32], head: usize, row: usize) -> Vec<f64> {
+fn logits(call: &AttentionCall<'_>, q: &[f32], k: &[f32], head: usize, row: usize) -> Vec<f64> {
     let shape = &call.shape;
     let (d, kv) = (shape.d_head, shape.kv_head(head));
     let q = &q[(row * shape.n_q_heads + head) * d..][..d];
@@ -145,14 +151,16 @@ fn logits(call: &AttentionCall, q: &[f32], k: &[f32], head: usize, row: usize) -
         .collect()
 }
 
-/// KL divergence of two rows of logits.
-fn divergence(exact: &[f64], quantised: &[f64]) -> f64 {
+/// KL divergence of two rows of logits, each with the same sink as one more column.
+fn divergence(exact: &[f64], quantised: &[f64], sink: Option<f64>) -> f64 {
     let log_sum = |row: &[f64]| {
-        let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        max + row.iter().map(|x| (x - max).exp()).sum::<f64>().ln()
+        let columns = || row.iter().copied().chain(sink);
+        let max = columns().fold(f64::NEG_INFINITY, f64::max);
+        max + columns().map(|x| (x - max).exp()).sum::<f64>().ln()
     };
     let (a, b) = (log_sum(exact), log_sum(quantised));
-    exact.iter().zip(quantised).map(|(x, y)| (x - a).exp() * ((x - a) - (y - b))).sum()
+    let pairs = exact.iter().copied().zip(quantised.iter().copied()).chain(sink.map(|sink| (sink, sink)));
+    pairs.map(|(x, y)| (x - a).exp() * ((x - a) - (y - b))).sum()
 }
 
 #[cfg(test)]
@@ -187,22 +195,21 @@ mod tests {
 
     #[test]
     fn divergence_is_zero_for_shifts_and_known_for_two_keys() {
-        assert!(divergence(&[1.0, 2.0, 3.0], &[11.0, 12.0, 13.0]).abs() < 1e-12);
+        assert!(divergence(&[1.0, 2.0, 3.0], &[11.0, 12.0, 13.0], None).abs() < 1e-12);
         // p = (1/2, 1/2) against (1/4, 3/4).
         let want = 0.5 * (2f64.ln() + (2.0 / 3.0f64).ln());
-        assert!((divergence(&[0.0, 0.0], &[0.0, 3f64.ln()]) - want).abs() < 1e-12);
+        assert!((divergence(&[0.0, 0.0], &[0.0, 3f64.ln()], None) - want).abs() < 1e-12);
     }
 
     #[test]
     fn each_head_is_compared_under_its_own_descale() {
         use crate::Descale;
         use crate::attention::AttentionShape;
-        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 6, len_k: 6, d_head: 16 };
+        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 6, len_k: 6, d_head: 16, d_v: 16 };
         let call = AttentionCall::causal(shape);
         // Only query head 3 and KV head 1 have anything to lose.
         let q: Vec<f32> = (0..shape.q_elements()).map(|i| if i / 16 % 4 == 3 { (i % 7) as f32 } else { 0.0 }).collect();
-        let k: Vec<f32> =
-            (0..shape.kv_elements()).map(|i| if i / 16 % 2 == 1 { (i % 5) as f32 } else { 0.0 }).collect();
+        let k: Vec<f32> = (0..shape.k_elements()).map(|i| if i / 16 % 2 == 1 { (i % 5) as f32 } else { 0.0 }).collect();
         let inputs = Inputs { q: &q, k: &k, v: &k };
         let compared = Divergence::new(&call, &inputs);
         let kl = |mode, change: &dyn Fn(&mut ScalePlan, Descale)| {

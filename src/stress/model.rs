@@ -120,6 +120,17 @@ impl StressModel {
         )]
     }
 
+    /// A layer's sinks in the checkpoint of a step: zeros of a synthetic model, where the family has them.
+    pub(super) fn sinks(&self, layer: usize, at: usize) -> Result<Option<Vec<f64>>> {
+        match &self.source {
+            Source::Checkpoints(checkpoints) => checkpoints[at].sinks(layer),
+            Source::Synthetic(model) => {
+                let own = model.spec().layer(layer)?;
+                Ok(own.sinks.then(|| vec![0.0; own.n_q_heads]))
+            }
+        }
+    }
+
     pub(super) fn layer(&self, layer: usize, seq_len: usize, seed: u64) -> Result<StressLayer<'_>> {
         match &self.source {
             Source::Checkpoints(checkpoints) => Ok(StressLayer::Borrowed(checkpoints, layer)),
@@ -136,7 +147,7 @@ impl StressModel {
                     let tokens = Tokens::isotropic(spec, seq_len, token_seed(seed, layer, 0));
                     let projected = project(spec, &owned.weights(), &tokens)?;
                     let inputs = Inputs { q: &projected.q, k: &projected.k, v: &projected.v };
-                    let stats = measure(&call_of(spec, layer, seq_len), &inputs)?;
+                    let stats = measure(&call_of(spec, layer, seq_len, None), &inputs)?;
                     let largest = stats.logits.iter().map(|head| f64::from(head.amax())).fold(0.0, f64::max);
                     gain = (largest > 0.0).then(|| (ORDINARY_LOGIT / largest).sqrt());
                 }
@@ -213,7 +224,7 @@ mod tests {
         let tokens = Tokens::isotropic(&spec, 50, token_seed(7, 0, 0));
         let projected = project(&spec, &layer.weights(0, 1.0).unwrap(), &tokens).unwrap();
         let inputs = Inputs { q: &projected.q, k: &projected.k, v: &projected.v };
-        let stats = measure(&call_of(&spec, 0, 50), &inputs).unwrap();
+        let stats = measure(&call_of(&spec, 0, 50, None), &inputs).unwrap();
         let largest = stats.logits.iter().map(|head| head.amax()).fold(0.0, f32::max);
         assert!((largest - 20.0).abs() < 1e-3, "{largest}");
     }

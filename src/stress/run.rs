@@ -92,12 +92,14 @@ pub fn run_with_progress(
     for layer in 0..layers {
         let stored = model.layer(layer, options.seq_len, options.seed)?;
         for step in 0..steps {
-            let weights = stored.weights(if recorded.is_some() { step } else { 0 }, factor(step))?;
+            let at = if recorded.is_some() { step } else { 0 };
+            let weights = stored.weights(at, factor(step))?;
+            let sinks = model.sinks(layer, at)?;
             let inputs = project(spec, &weights, &source.tokens(spec, layer, step))?;
             let changed = recorded.is_some() || step == 0 || factor(step) != factor(step - 1);
             let bounds = changed.then(|| stage.layer(spec, weights.clone(), &tail)).transpose()?;
             let again = || bounds.clone().map_or(Weights::Unchanged, Weights::Bounded);
-            let attention = lab.step(layer, step, &again, &inputs, &mut trace)?;
+            let attention = lab.step(layer, step, &again, &inputs, sinks.as_deref(), &mut trace)?;
             if layer + 1 < layers {
                 source.advance(spec, &weights, step, &attention)?;
             }
@@ -111,6 +113,14 @@ pub fn run_with_progress(
     }
     if layers < spec.layers.len() {
         notes.push(format!("the first {layers} of {} layers", spec.layers.len()));
+    }
+    let windowed =
+        spec.layers[..layers].iter().filter(|own| own.window.is_some_and(|keys| keys < options.seq_len)).count();
+    if windowed > 0 {
+        notes.push(format!("{windowed} of the {layers} layers have a sliding window shorter than the sequence"));
+    }
+    if model.is_synthetic() && spec.layers.iter().any(|own| own.sinks) {
+        notes.push("the sinks of the softmax are zero".into());
     }
     if recorded.is_some() {
         notes.push(format!("weights of {}, one a step", model.path_names().join(", ")));

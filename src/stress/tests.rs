@@ -173,6 +173,60 @@ fn the_json_has_the_keys_that_scripts_read() {
     }
 }
 
+/// Each layer's calls have the window, sinks and soft-cap of its config: the logits that a run counts are the pairs that the
+/// windows show.
+#[test]
+fn runs_have_the_models_windows_sinks_and_soft_cap() {
+    let config = |family: &str, extra: &str| {
+        let json = format!(
+            r#"{{"model_type":"{family}","hidden_size":128,"num_hidden_layers":4,"num_attention_heads":4,
+                "num_key_value_heads":2,"head_dim":32,"max_position_embeddings":64,"rope_theta":100.0{extra}}}"#
+        );
+        crate::model::AttentionSpec::from_config_json(json.as_bytes(), "small.json".as_ref()).unwrap()
+    };
+    let cases = [
+        (config("mistral", r#","sliding_window":8"#), [8, 8, 8, 8]),
+        (config("gemma2", r#","sliding_window":8"#), [8, 40, 8, 40]),
+        (config("gemma3_text", r#","sliding_window":5,"sliding_window_pattern":3"#), [5, 5, 40, 5]),
+        (config("gpt_oss", r#","sliding_window":3"#), [3, 40, 3, 40]),
+    ];
+    for (spec, windows) in cases {
+        let model = StressModel::synthetic(&spec, 3).unwrap();
+        for mode in [Mode::Logit, Mode::Operands] {
+            let result = run(Scenario::CheckpointLoad, &model, &options(mode)).unwrap();
+            // The isotropic bounds do not hold behind a QK-norm.
+            let policies = if spec.qk_norm.is_some() { 5 } else { 6 };
+            let seen = (result.policies.len(), of(&result, PolicyKind::Geometry).overflow_values);
+            assert_eq!(seen, (policies, 0), "{}", spec.family);
+            assert!(result.policies.iter().all(|policy| policy.softmax_kl.is_some()));
+            let short = windows.iter().filter(|window| **window < 40).count();
+            let note = format!("{short} of the 4 layers have a sliding window shorter than the sequence");
+            assert!(result.notes.contains(&note), "{:?}", result.notes);
+            assert_eq!(result.notes.iter().any(|note| note.contains("sinks")), spec.family == "gpt_oss");
+            let pairs = |window: usize| (0..40).map(|row: usize| (row + 1).min(window) as u64).sum::<u64>();
+            let want = match mode {
+                Mode::Logit => 4 * windows.map(pairs).iter().sum::<u64>(),
+                Mode::Operands => 4 * 40 * 32 * (4 + 2 + 2),
+            };
+            assert_eq!(of(&result, PolicyKind::Current).values, want, "{}", spec.family);
+            if let Some(cap) = spec.soft_cap {
+                assert!(result.trace.iter().all(|row| row.max_logit <= cap));
+            }
+        }
+        let sinks = model.sinks(0, 0).unwrap();
+        assert_eq!(sinks, (spec.family == "gpt_oss").then(|| vec![0.0; 4]));
+        let call = calls::call_of(&spec, 0, 40, sinks.as_deref());
+        assert_eq!((call.soft_cap, call.sinks.is_some()), (spec.soft_cap, spec.layers[0].sinks));
+        assert_eq!(
+            call.mask,
+            crate::attention::Mask {
+                window_right: Some(windows[0] - 1),
+                ..crate::attention::Mask::sliding(windows[0])
+            }
+        );
+    }
+}
+
 #[test]
 fn runs_repeat_and_arguments_are_checked() {
     let model = small("gpt2-xl", 2);
@@ -232,7 +286,7 @@ fn a_replay_counts_tensors() {
 fn utilisation_uses_the_descale_of_each_heads_group() {
     use crate::policy::PolicyShape;
     use crate::stats::{CastStats, LogitStats, StepStats};
-    let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 1, len_k: 1, d_head: 16 };
+    let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 1, len_k: 1, d_head: 16, d_v: 16 };
     let mut plan = identity(0, &shape);
     let two = vec![Descale::ONE, Descale::new(2.0).unwrap()];
     (plan.operands.q, plan.operands.k, plan.operands.v) = (two.clone(), two.clone(), Some(two));

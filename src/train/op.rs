@@ -10,7 +10,7 @@ use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
 
 /// One attention call that has run.
 pub(super) struct Attended {
-    pub call: AttentionCall,
+    pub call: AttentionCall<'static>,
     pub plan: ScalePlan,
     pub precision: Precision,
     pub backward: BackwardPrecision,

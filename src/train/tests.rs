@@ -35,7 +35,8 @@ fn plain(q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor> {
 /// Causal attention in f32 by this crate.
 fn ours(layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor> {
     let (batch, len, n_q_heads, d_head) = q.dims4()?;
-    let shape = AttentionShape { batch, n_q_heads, n_kv_heads: k.dims4()?.2, len_q: len, len_k: len, d_head };
+    let shape =
+        AttentionShape { batch, n_q_heads, n_kv_heads: k.dims4()?.2, len_q: len, len_k: len, d_head, d_v: d_head };
     let call = AttentionCall::causal(shape);
     let all = |x: &Tensor| x.flatten_all()?.to_vec1::<f32>();
     let (q_values, k_values, v_values) = (all(q)?, all(k)?, all(v)?);
@@ -282,7 +283,7 @@ fn shadows_change_nothing() {
 
 #[test]
 fn the_backward_pass_has_the_casts_of_the_forward() {
-    let shape = AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 6, len_k: 6, d_head: 16 };
+    let shape = AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 6, len_k: 6, d_head: 16, d_v: 16 };
     let call = AttentionCall::causal(shape);
     let draw = |n: usize, at: f32| (0..n).map(|i| (i as f32 * 0.37 + at).sin() * 3.0).collect::<Vec<f32>>();
     let (q, k, v, d_out) = (draw(192, 0.1), draw(96, 0.2), draw(96, 0.3), draw(192, 0.4));

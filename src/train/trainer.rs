@@ -6,7 +6,7 @@ use super::model::{Parameter, Parameters};
 use super::op::Attended;
 use super::options::TrainOptions;
 use super::state::{Counters, Snapshot, TrainState};
-use crate::attention::{Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Inputs, Mask, Precision};
+use crate::attention::{Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Inputs, Precision};
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, LayerWeights};
 use crate::policy::{PolicyConfig, Report};
@@ -437,7 +437,7 @@ fn scalar(x: &Tensor) -> Result<f64> {
     x.to_scalar::<f32>().map(f64::from).map_err(failed)
 }
 
-fn call_of(spec: &AttentionSpec, layer: usize, text: &Batch) -> AttentionCall {
+fn call_of(spec: &AttentionSpec, layer: usize, text: &Batch) -> AttentionCall<'static> {
     let own = &spec.layers[layer];
     let shape = AttentionShape {
         batch: text.batch,
@@ -446,6 +446,7 @@ fn call_of(spec: &AttentionSpec, layer: usize, text: &Batch) -> AttentionCall {
         len_q: text.len,
         len_k: text.len,
         d_head: own.d_head,
+        d_v: own.d_head,
     };
-    AttentionCall { shape, mask: Mask::CAUSAL, softmax_scale: own.softmax_scale, soft_cap: None }
+    AttentionCall { softmax_scale: own.softmax_scale, ..AttentionCall::causal(shape) }
 }

@@ -38,6 +38,8 @@ pub fn spec(d: usize, r: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
             rope: None,
             softmax_scale: 1.0 / (r as f64).sqrt(),
             temperature: None,
+            window: None,
+            sinks: false,
         }],
         d_model: d,
         norm: InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Plain, shift: false },

@@ -482,6 +482,7 @@ fn an_attention_call_feeds_the_policy() {
         len_q: 200,
         len_k: 200,
         d_head: 64,
+        d_v: 64,
     });
     let stream = device().stream().unwrap();
     let bounds: Vec<LayerBounds> = (0..2).map(|layer| bounds(&spec, layer, &mut rng)).collect();

@@ -12,7 +12,7 @@ const ACCUMULATORS: [PvAccumulator; 4] = [
 #[test]
 fn every_accumulator_is_near_a_plain_implementation() {
     for accumulator in ACCUMULATORS {
-        for mask in [Mask::NONE, Mask::CAUSAL, Mask { causal: true, window: Some(33) }] {
+        for mask in [Mask::NONE, Mask::CAUSAL, Mask::sliding(33)] {
             for (len_q, len_k) in [(69, 75), (113, 203), (80, 3), (1, 513)] {
                 let call = AttentionCall { mask, ..AttentionCall::causal(shape(6, 2, len_q, len_k, 24)) };
                 let data = Data::new(&call.shape, 1);
@@ -65,12 +65,12 @@ fn what_is_not_finite_stays_in_its_rows_with_every_accumulator() {
         let plan = clean.plan(&call);
         let want = Cpu.forward(&call, &clean.inputs(), &plan, &precision).unwrap();
         let mut data = Data::new(&shape, 3);
-        data.v[shape.kv_row(0, 40, 1) + 5] = f32::NAN;
+        data.v[shape.k_at(40, 1) + 5] = f32::NAN;
         let have = Cpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
         for head in 0..4 {
             for row in 0..70 {
                 for c in 0..16 {
-                    let at = shape.q_row(0, row, head) + c;
+                    let at = shape.q_at(row, head) + c;
                     let touched = head >= 2 && row >= 40 && c == 5;
                     assert!(
                         if touched { have.out[at].is_nan() } else { have.out[at] == want.out[at] },

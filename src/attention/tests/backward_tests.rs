@@ -35,9 +35,8 @@ fn relative(have: &[f32], want: &[f64]) -> f64 {
 }
 
 /// Masks and lengths that a backward pass has to get right, rows without keys among them.
-fn calls() -> impl Iterator<Item = AttentionCall> {
-    let masks =
-        [Mask::NONE, Mask::CAUSAL, Mask { causal: true, window: Some(40) }, Mask { causal: false, window: Some(9) }];
+fn calls() -> impl Iterator<Item = AttentionCall<'static>> {
+    let masks = [Mask::NONE, Mask::CAUSAL, Mask::sliding(40), window(false, Some(9))];
     let lengths = [(70, 70), (33, 150), (130, 65), (1, 90), (90, 1)];
     masks.into_iter().flat_map(move |mask| {
         lengths.into_iter().flat_map(move |(len_q, len_k)| {
@@ -52,7 +51,7 @@ fn calls() -> impl Iterator<Item = AttentionCall> {
 /// Central differences of the f64 reference, for the loss sum(dO * O).
 #[test]
 fn the_reference_gradients_are_the_references_slopes() {
-    let masks = [Mask::NONE, Mask::CAUSAL, Mask { causal: true, window: Some(4) }];
+    let masks = [Mask::NONE, Mask::CAUSAL, Mask::sliding(4)];
     for (mask, soft_cap) in masks.into_iter().flat_map(|mask| [(mask, None), (mask, Some(1.5))]) {
         for (len_q, len_k) in [(7, 9), (6, 3)] {
             let shape = AttentionShape { batch: 2, ..shape(4, 2, len_q, len_k, 16) };
@@ -169,7 +168,7 @@ fn logits_are_recomputed_as_the_forward_had_them() {
 #[test]
 fn gradients_confine_what_is_not_finite() {
     let shape = shape(4, 2, 70, 70, 16);
-    let call = AttentionCall { mask: Mask { causal: true, window: Some(20) }, ..AttentionCall::causal(shape) };
+    let call = AttentionCall { mask: Mask::sliding(20), ..AttentionCall::causal(shape) };
     let clean = Data::new(&shape, 3);
     let plan = clean.plan(&call);
     let d_out = Data::new(&shape, 5).q;
@@ -185,10 +184,10 @@ fn gradients_confine_what_is_not_finite() {
             let (mut data, mut bad_d_out) = (Data::new(&shape, 3), d_out.clone());
             let (head, row) = (2, 40);
             match tensor {
-                "q" => data.q[shape.q_row(0, row, head) + 5] = f32::NAN,
-                "k" => data.k[shape.kv_row(0, row, 1) + 5] = f32::NAN,
-                "v" => data.v[shape.kv_row(0, row, 1) + 5] = f32::NAN,
-                _ => bad_d_out[shape.q_row(0, row, head) + 5] = f32::INFINITY,
+                "q" => data.q[shape.q_at(row, head) + 5] = f32::NAN,
+                "k" => data.k[shape.k_at(row, 1) + 5] = f32::NAN,
+                "v" => data.v[shape.k_at(row, 1) + 5] = f32::NAN,
+                _ => bad_d_out[shape.q_at(row, head) + 5] = f32::INFINITY,
             }
             let have = run(&data, &bad_d_out, &how);
             let query = matches!(tensor, "q" | "d_out");
@@ -197,17 +196,17 @@ fn gradients_confine_what_is_not_finite() {
             let keys = rows.start - 19..rows.end;
             for at in 0..70 {
                 for (h, touched) in (0..4).map(|h| (h, rows.contains(&at) && if query { h == head } else { h >= 2 })) {
-                    let span = shape.q_row(0, at, h)..shape.q_row(0, at, h) + 16;
+                    let span = shape.q_at(at, h)..shape.q_at(at, h) + 16;
                     let same = have.dq[span.clone()] == want.dq[span];
                     assert!(touched || same, "dq of row {at}, head {h}: bad {tensor}, {how:?}");
                 }
                 for (h, touched) in (0..2).map(|h| (h, h == 1 && keys.contains(&at))) {
-                    let span = shape.kv_row(0, at, h)..shape.kv_row(0, at, h) + 16;
+                    let span = shape.k_at(at, h)..shape.k_at(at, h) + 16;
                     let same = have.dk[span.clone()] == want.dk[span.clone()] && have.dv[span.clone()] == want.dv[span];
                     assert!(touched || same, "dk or dv of key {at}, KV head {h}: bad {tensor}, {how:?}");
                 }
             }
-            assert!(have.dq[shape.q_row(0, row, head)..][..16].iter().any(|x| !x.is_finite()), "{tensor}");
+            assert!(have.dq[shape.q_at(row, head)..][..16].iter().any(|x| !x.is_finite()), "{tensor}");
         }
     }
 }
@@ -233,14 +232,14 @@ proptest! {
         (n_kv, group, batch) in (1usize..3, 1usize..4, 1usize..3),
         d_head in prop::sample::select(vec![16usize, 24, 64, 72]),
         causal in any::<bool>(),
-        window in prop::option::of(1usize..100),
+        width in prop::option::of(1usize..100),
         soft_cap in prop::option::of(1.0f64..30.0),
         softmax_scale in 0.05f64..0.3,
         delta in prop::sample::select(vec![Delta::Probabilities, Delta::Output]),
         seed in any::<u64>(),
     ) {
-        let shape = AttentionShape { batch, n_q_heads: n_kv * group, n_kv_heads: n_kv, len_q, len_k, d_head };
-        let call = AttentionCall { shape, mask: Mask { causal, window }, softmax_scale, soft_cap };
+        let shape = AttentionShape { batch, n_q_heads: n_kv * group, n_kv_heads: n_kv, len_q, len_k, d_head, d_v: d_head };
+        let call = AttentionCall { shape, mask: window(causal, width), softmax_scale, soft_cap, ..AttentionCall::causal(shape) };
         let data = Data::new(&shape, seed);
         let d_out = Data::new(&shape, seed ^ 1).q;
         let want = reference_of(&call, &data, &d_out);

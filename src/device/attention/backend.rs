@@ -11,7 +11,7 @@
 //! # fn example([q, k, v, out, workspace]: [DevicePtr; 5]) -> sigmascale::Result<()> {
 //! let device = Device::open(0)?;
 //! let attention = Cuda::new(&device)?;
-//! let shape = AttentionShape { batch: 2, n_q_heads: 64, n_kv_heads: 8, len_q: 8192, len_k: 8192, d_head: 128 };
+//! let shape = AttentionShape { batch: 2, n_q_heads: 64, n_kv_heads: 8, len_q: 8192, len_k: 8192, d_head: 128, d_v: 128 };
 //! let call = AttentionCall::causal(shape);
 //! let bytes = Cuda::workspace_bytes(&call, Element::Bf16)?;
 //! // SAFETY: the pointers reach arrays of these shapes, which outlive the work.
@@ -48,7 +48,8 @@ use super::engine::AttentionEngine;
 use super::host::{HostOutput, Resident, Setup};
 use super::sizes::Sizes;
 use crate::attention::{
-    Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Inputs, LogitCast, Precision, Probabilities, check,
+    Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Inputs, LogitCast, Mask, Precision, Probabilities,
+    check,
 };
 use crate::cuda::{Device, Element, Stream, View};
 use crate::error::{Error, Result};
@@ -59,7 +60,7 @@ use crate::stats::{CastStats, StepStats, StepWords, stats_words};
 
 impl From<&AttentionShape> for Sizes {
     fn from(shape: &AttentionShape) -> Self {
-        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head } = *shape;
+        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, .. } = *shape;
         Self { batch, heads_q: n_q_heads, heads_kv: n_kv_heads, len_q, len_k, d_head }
     }
 }
@@ -67,8 +68,14 @@ impl From<&AttentionShape> for Sizes {
 /// Sizes of a call that the GPU offers.
 pub(super) fn sizes(call: &AttentionCall) -> Result<Sizes> {
     call.check()?;
-    if let Some(window) = call.mask.window {
-        return Err(Error::unsupported(format_args!("a window of {window} keys is not offered on the GPU")));
+    let offered = [
+        ("a window", call.mask == Mask { causal: call.mask.causal, ..Mask::NONE }),
+        ("sequences of unequal length", call.sequences.is_none()),
+        ("a sink", call.sinks.is_none()),
+        ("a d_v beside another d_head", call.shape.d_v == call.shape.d_head),
+    ];
+    if let Some((what, _)) = offered.iter().find(|(_, offered)| !offered) {
+        return Err(Error::unsupported(format_args!("{what} is not offered on the GPU")));
     }
     if let Some(cap) = call.soft_cap {
         return Err(Error::unsupported(format_args!("a soft-cap of {cap} is not offered on the GPU")));
@@ -169,8 +176,7 @@ pub fn step_stats(call: &AttentionCall, words: &[u32], calls: u64) -> Result<Ste
     };
     let mut stats = StepStats::from(&row);
     let sequences = calls * shape.batch as u64;
-    let pairs: u64 = (0..shape.len_q).map(|row| call.visible(row).len() as u64).sum();
-    stats.logits.iter_mut().for_each(|s| s.count = sequences * pairs);
+    stats.logits.iter_mut().for_each(|s| s.count = calls * call.pairs());
     let (q, kv) = (shape.len_q * shape.d_head, shape.len_k * shape.d_head);
     for (heads, count) in [(&mut stats.q, q), (&mut stats.o, q), (&mut stats.k, kv), (&mut stats.v, kv)] {
         heads.iter_mut().for_each(|s| s.count = sequences * count as u64);
@@ -183,7 +189,7 @@ impl Attention for Cuda {
     /// output is BF16 where the precision leaves it in f32.
     fn forward(
         &self,
-        call: &AttentionCall,
+        call: &AttentionCall<'_>,
         inputs: &Inputs<'_>,
         plan: &ScalePlan,
         precision: &Precision,
@@ -302,23 +308,27 @@ impl Cuda {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::Mask;
     use crate::stats::LogitStats;
     use crate::stats::ordered;
 
-    fn call() -> AttentionCall {
-        let shape = AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 3, len_k: 5, d_head: 64 };
+    fn call() -> AttentionCall<'static> {
+        let shape = AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 3, len_k: 5, d_head: 64, d_v: 64 };
         AttentionCall::causal(shape)
     }
 
     #[test]
     fn what_the_gpu_does_not_offer_is_refused_by_name() {
         let refusal = |call: &AttentionCall| Cuda::workspace_bytes(call, Element::Bf16).unwrap_err();
-        let window = refusal(&AttentionCall { mask: Mask { causal: true, window: Some(4) }, ..call() });
-        assert!(window.is_unsupported() && window.to_string().contains("window of 4"), "{window}");
+        let window = refusal(&AttentionCall { mask: Mask::sliding(4), ..call() });
+        assert!(window.is_unsupported() && window.to_string().contains("a window"), "{window}");
         let cap = refusal(&AttentionCall { soft_cap: Some(50.0), ..call() });
         assert!(cap.is_unsupported() && cap.to_string().contains("soft-cap of 50"), "{cap}");
-        let wide = refusal(&AttentionCall { shape: AttentionShape { d_head: 256, ..call().shape }, ..call() });
+        let sinks = refusal(&AttentionCall { sinks: Some(&[0.0; 4]), ..call() });
+        assert!(sinks.is_unsupported() && sinks.to_string().contains("a sink"), "{sinks}");
+        let narrow = refusal(&AttentionCall { shape: AttentionShape { d_v: 32, ..call().shape }, ..call() });
+        assert!(narrow.is_unsupported() && narrow.to_string().contains("d_v"), "{narrow}");
+        let wide =
+            refusal(&AttentionCall { shape: AttentionShape { d_head: 256, d_v: 256, ..call().shape }, ..call() });
         assert!(wide.is_unsupported() && wide.to_string().contains("head dimension 256"), "{wide}");
         let empty = refusal(&AttentionCall { shape: AttentionShape { len_k: 0, ..call().shape }, ..call() });
         assert!(empty.is_argument(), "as on the CPU: {empty}");
@@ -333,7 +343,16 @@ mod tests {
         words[4 * 9..4 * 10].copy_from_slice(&[2.5f32.to_bits(), 3, 2, 1]);
         let stats = step_stats(&call(), &words, 1).unwrap();
         // Rows of 3, 4 and 5 keys in each of two sequences.
-        let first = LogitStats { max: 3.5, min: -2.0, overflow: 7, beyond_rounding: 0, non_finite: 0, count: 24 };
+        let first = LogitStats {
+            max: 3.5,
+            min: -2.0,
+            raw_max: 3.5,
+            raw_min: -2.0,
+            overflow: 7,
+            beyond_rounding: 0,
+            non_finite: 0,
+            count: 24,
+        };
         assert_eq!(stats.logits[0], first);
         assert_eq!((stats.logits[1].max, stats.logits[1].min), (-1.0, -9.0));
         assert_eq!((stats.logits[2].max, stats.logits[2].min), (f32::NEG_INFINITY, f32::INFINITY));

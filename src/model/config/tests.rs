@@ -265,6 +265,97 @@ fn rotation_by_several_axes_has_no_one_set_of_angles() {
     assert!(missing.contains("`text_config` is missing"), "{missing}");
 }
 
+/// As the reference implementation has them, in 8 layers.
+#[test]
+fn windows_are_those_of_each_layer() {
+    let windows = |family: &str, extra: &str| -> Vec<Option<usize>> {
+        let json = format!(
+            r#"{{"model_type":"{family}","hidden_size":256,"num_hidden_layers":8,"num_attention_heads":4,
+                "num_key_value_heads":2{extra}}}"#
+        );
+        spec(&json).unwrap().layers.iter().map(|layer| layer.window).collect()
+    };
+    let is = |family: &str, extra: &str, window: usize, slides: &str| {
+        let want: Vec<_> = slides.chars().map(|c| (c == 's').then_some(window)).collect();
+        assert_eq!(windows(family, extra), want, "{family} {extra}");
+    };
+    is("llama", r#","sliding_window":7"#, 0, "........");
+    is("mistral", "", 4096, "ssssssss");
+    is("mistral", r#","sliding_window":null"#, 0, "........");
+    is("mistral", r#","sliding_window":0"#, 0, "........");
+    is("mixtral", "", 0, "........");
+    is("mixtral", r#","sliding_window":7"#, 7, "ssssssss");
+    is("qwen2", r#","sliding_window":9,"max_window_layers":5"#, 0, "........");
+    is("qwen2", r#","sliding_window":9,"max_window_layers":5,"use_sliding_window":true"#, 9, ".....sss");
+    is("qwen3", r#","max_window_layers":0,"use_sliding_window":true"#, 4096, "ssssssss");
+    is("qwen3_moe", r#","use_sliding_window":true"#, 4096, "ssssssss");
+    is("qwen2_moe", r#","max_window_layers":5,"use_sliding_window":true"#, 4096, "s.s.s...");
+    is("gemma2", "", 4096, "s.s.s.s.");
+    is("vaultgemma", "", 4096, "s.s.s.s.");
+    is("gemma3_text", r#","sliding_window":12"#, 12, "sssss.ss");
+    is("gemma3_text", r#","sliding_window":12,"sliding_window_pattern":2"#, 12, "s.s.s.s.");
+    is("gemma3_text", r#","sliding_window":12,"sliding_window_pattern":4"#, 12, "sss.sss.");
+    is("gemma3_text", r#","sliding_window":12,"use_bidirectional_attention":true"#, 7, "sssss.ss");
+    is("olmo3", "", 4096, "sss.sss.");
+    is("phi3", r#","sliding_window":2047"#, 2047, "ssssssss");
+    is("smollm3", r#","sliding_window":5"#, 0, "........");
+    is("smollm3", r#","sliding_window":5,"use_sliding_window":true"#, 5, "...s...s");
+    is("gpt_oss", "", 128, "s.s.s.s.");
+    let types = "full_attention,full_attention,sliding_attention,full_attention,sliding_attention,sliding_attention,\
+                 sliding_attention,full_attention";
+    let types: Vec<String> = types.split(',').map(|name| format!("{name:?}")).collect();
+    is("gpt_oss", &format!(r#","sliding_window":16,"layer_types":[{}]"#, types.join(",")), 16, "..s.sss.");
+    is("mistral", &format!(r#","sliding_window":16,"layer_types":[{}]"#, types.join(",")), 16, "..s.sss.");
+    is("cohere2", "", 4096, "sss.sss.");
+    is("starcoder2", r#","sliding_window":4096"#, 4096, "ssssssss");
+    is("exaone4", "", 4096, "sss.sss.");
+    is("exaone4", r#","sliding_window":null"#, 0, "........");
+    is("afmoe", "", 1024, "sss.sss.");
+    is("cwm", "", 8192, ".sss.sss");
+    is("granite_swa", "", 128, ".sss.sss");
+    let rope = r#","rope_parameters":{"rope_type":"default","rope_theta":10000.0}"#;
+    is("ministral3", rope, 0, "........");
+    is("ministral", "", 4096, "ssssssss");
+    is("dots1", "", 0, "........");
+    is("dots1", r#","max_window_layers":3"#, 4096, "...sssss");
+    is("phimoe", r#","sliding_window":3"#, 3, "ssssssss");
+    let refused = |value: &str| {
+        let json = format!(
+            r#"{{"model_type":"mistral","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
+                "num_key_value_heads":4,"sliding_window":{value}}}"#
+        );
+        spec(&json).unwrap_err().to_string()
+    };
+    for value in ["-1", "2.5", "\"wide\""] {
+        assert!(refused(value).contains("`sliding_window` must be a whole number from 1"), "{}", refused(value));
+    }
+}
+
+#[test]
+fn sinks_are_known_by_the_family() {
+    let config = |family: &str| {
+        spec(&format!(
+            r#"{{"model_type":"{family}","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":4,
+                "num_key_value_heads":2}}"#
+        ))
+        .unwrap()
+    };
+    let saved = |family: &str| serde_json::to_string(&config(family)).unwrap();
+    for (family, sinks) in [("gpt_oss", true), ("granite_swa", true), ("mistral", false), ("llama", false)] {
+        let spec = config(family);
+        assert!(spec.layers.iter().all(|layer| layer.sinks == sinks), "{family}");
+        // A saved spec has them, and the windows.
+        let read: AttentionSpec = serde_json::from_str(&saved(family)).unwrap();
+        assert_eq!(read.layers, spec.layers);
+        assert_eq!((saved(family).contains("sinks"), saved(family).contains("window")), (sinks, family != "llama"));
+    }
+    for (whole, short, field) in [("[128,null]", "[128]", "window"), ("[true,true]", "[true]", "sinks")] {
+        let short = saved("gpt_oss").replace(whole, short);
+        let error = serde_json::from_str::<AttentionSpec>(&short).unwrap_err().to_string();
+        assert!(error.contains(&format!("`{field}` has 1 entries for 2 layers")), "{error}");
+    }
+}
+
 #[test]
 fn where_only_sliding_layers_rotate() {
     let rotated = |family: &str, extra: &str| -> Vec<bool> {

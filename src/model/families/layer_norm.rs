@@ -82,6 +82,7 @@ pub(super) static FAMILIES: &[Family] = &[
         sizes: llama_sizes(kv(Some(2)), HeadDim::Key(None)),
         norm: LAYER_NORM,
         bias: Flag::Key("use_bias", true),
+        window: in_every_layer(None),
         ..LLAMA
     },
     BERT,
@@ -138,6 +139,7 @@ pub(super) static FAMILIES: &[Family] = &[
         sizes: llama_sizes(kv(None), HeadDim::Key(None)),
         norm: InputNorm { kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: false },
         rope: sliding_only(RopeLayout::Interleaved, PATTERN, false),
+        window: all_but_every(4096, PATTERN, 4),
         ..LLAMA
     },
     Family {
@@ -153,6 +155,7 @@ pub(super) static FAMILIES: &[Family] = &[
         sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
         norm: LAYER_NORM,
         rope: half_split(1e6),
+        window: in_every_layer(None),
         ..LLAMA
     },
     Family {

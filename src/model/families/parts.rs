@@ -2,7 +2,7 @@
 
 use super::schema::{
     Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal,
-    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule,
+    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule, WindowLayers, WindowRule,
 };
 use crate::model::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
@@ -116,6 +116,33 @@ pub(super) const fn sliding_only(layout: RopeLayout, pattern: &'static [&'static
     }
 }
 
+/// A window in every layer.
+pub(super) const fn in_every_layer(absent: Option<usize>) -> Option<WindowRule> {
+    Some(WindowRule { absent, switch: None, layers: WindowLayers::All })
+}
+
+/// A window in all layers but every n-th.
+pub(super) const fn all_but_every(window: usize, keys: &'static [&'static str], every: usize) -> Option<WindowRule> {
+    let layers = WindowLayers::AllButOneOf { keys, every, first: false };
+    Some(WindowRule { absent: Some(window), switch: None, layers })
+}
+
+/// As [`all_but_every`], from the first layer on.
+pub(super) const fn all_but_first_of(window: usize, every: usize) -> Option<WindowRule> {
+    Some(WindowRule {
+        absent: Some(window),
+        switch: None,
+        layers: WindowLayers::AllButOneOf { keys: &[], every, first: true },
+    })
+}
+
+/// Qwen's: off by default, and in the upper layers.
+pub(super) const fn switched(layers: WindowLayers) -> Option<WindowRule> {
+    Some(WindowRule { absent: Some(4096), switch: Some("use_sliding_window"), layers })
+}
+
+pub(super) const UPPER: WindowLayers = WindowLayers::From("max_window_layers", 28);
+
 pub(super) const CLIP: &[Refusal] = &[Refusal {
     key: "clip_qkv",
     unless: Setting::False,
@@ -160,6 +187,8 @@ pub(super) const LLAMA: Family = Family {
     scale: ScaleRule::InverseSqrtHead,
     temperature: TemperatureRule::None,
     soft_cap: None,
+    window: None,
+    sinks: None,
     qkv: SEPARATE,
     refusals: &[],
 };
@@ -169,6 +198,7 @@ pub(super) const MISTRAL: Family = Family {
     model_types: &["mistral"],
     sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
     bias: Flag::Never,
+    window: Some(WindowRule { absent: Some(4096), switch: None, layers: WindowLayers::Types }),
     ..LLAMA
 };
 

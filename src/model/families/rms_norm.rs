@@ -3,7 +3,7 @@
 use super::parts::*;
 use super::schema::{
     Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkvTensors, Refusal, RopeLayers,
-    RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule,
+    RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule, WindowLayers, WindowRule,
 };
 use crate::model::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
@@ -17,6 +17,7 @@ pub(super) static FAMILIES: &[Family] = &[
         sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
         bias: Flag::Never,
         rope: half_split(1e6),
+        window: in_every_layer(None),
         ..LLAMA
     },
     Family {
@@ -24,6 +25,7 @@ pub(super) static FAMILIES: &[Family] = &[
         model_types: &["qwen2"],
         sizes: llama_sizes(kv(Some(32)), HeadDim::Key(None)),
         bias: Flag::Always,
+        window: switched(UPPER),
         ..LLAMA
     },
     Family {
@@ -31,6 +33,7 @@ pub(super) static FAMILIES: &[Family] = &[
         model_types: &["qwen2_moe"],
         sizes: llama_sizes(kv(Some(16)), HeadDim::Key(None)),
         bias: Flag::Key("qkv_bias", true),
+        window: switched(WindowLayers::EverySecondBelow("max_window_layers", 28)),
         ..LLAMA
     },
     Family {
@@ -38,6 +41,7 @@ pub(super) static FAMILIES: &[Family] = &[
         model_types: &["qwen3"],
         sizes: llama_sizes(kv(Some(32)), HeadDim::Key(Some(128))),
         qk_norm: Some(head_rms(GainForm::Plain)),
+        window: switched(UPPER),
         ..LLAMA
     },
     Family {
@@ -45,6 +49,7 @@ pub(super) static FAMILIES: &[Family] = &[
         model_types: &["qwen3_moe"],
         sizes: llama_sizes(kv(Some(4)), HeadDim::Key(None)),
         qk_norm: Some(head_rms(GainForm::Plain)),
+        window: switched(WindowLayers::All),
         ..LLAMA
     },
     Family {
@@ -61,6 +66,7 @@ pub(super) static FAMILIES: &[Family] = &[
         norm: RMS_ONE_PLUS,
         scale: ScaleRule::QueryPreAttnScalar(256.0),
         soft_cap: Some(("attn_logit_softcapping", Some(50.0))),
+        window: all_but_every(4096, &[], 2),
         ..LLAMA
     },
     Family {
@@ -90,6 +96,7 @@ pub(super) static FAMILIES: &[Family] = &[
         qk_norm: Some(head_rms(GainForm::OnePlus)),
         // The config has a soft-cap key, but the attention does not apply it: no cap is the larger bound.
         scale: ScaleRule::QueryPreAttnScalar(256.0),
+        window: all_but_every(4096, &["_sliding_window_pattern", "sliding_window_pattern"], 6),
         ..LLAMA
     },
     Family {
@@ -114,6 +121,7 @@ pub(super) static FAMILIES: &[Family] = &[
             longrope_names: &[],
         },
         qk_norm: Some(JOINT_RMS),
+        window: all_but_every(4096, &[], 4),
         ..LLAMA
     },
     Family {
@@ -130,6 +138,7 @@ pub(super) static FAMILIES: &[Family] = &[
             longrope_names: &["su", "yarn"],
         },
         qkv: QkvTensors::Concat { name: "layers.{i}.self_attn.qkv_proj", conv1d: false },
+        window: in_every_layer(None),
         ..LLAMA
     },
     Family {
@@ -150,6 +159,7 @@ pub(super) static FAMILIES: &[Family] = &[
             layers: RopeLayers::NoRope { interval: ("no_rope_layer_interval", 4) },
             longrope_names: &[],
         },
+        window: Some(WindowRule { absent: None, switch: Some("use_sliding_window"), layers: WindowLayers::NotRotated }),
         ..LLAMA
     },
     Family {
@@ -159,6 +169,8 @@ pub(super) static FAMILIES: &[Family] = &[
         sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(64))),
         bias: Flag::Key("attention_bias", true),
         rope: half_split(150_000.0),
+        window: all_but_every(128, &[], 2),
+        sinks: Some("layers.{i}.self_attn.sinks"),
         ..LLAMA
     },
     Family {
@@ -196,6 +208,7 @@ pub(super) static FAMILIES: &[Family] = &[
         bias: Flag::Never,
         rope: sliding_only(RopeLayout::HalfSplit, PATTERN, true),
         qk_norm: Some(head_rms(GainForm::Plain)),
+        window: all_but_every(4096, PATTERN, 4),
         ..LLAMA
     },
     Family {
@@ -246,7 +259,17 @@ pub(super) static FAMILIES: &[Family] = &[
         ],
         ..LLAMA
     },
-    Family { name: "dots1", model_types: &["dots1"], qk_norm: Some(head_rms(GainForm::Plain)), ..LLAMA },
+    Family {
+        name: "dots1",
+        model_types: &["dots1"],
+        qk_norm: Some(head_rms(GainForm::Plain)),
+        window: Some(WindowRule {
+            absent: Some(4096),
+            switch: None,
+            layers: WindowLayers::From("max_window_layers", 62),
+        }),
+        ..LLAMA
+    },
     Family {
         name: "granitemoe",
         model_types: &["granitemoe", "granitemoeshared"],
@@ -259,6 +282,7 @@ pub(super) static FAMILIES: &[Family] = &[
         sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
         bias: Flag::Always,
         rope: half_split(1e6),
+        window: switched(WindowLayers::From("max_window_layers", 80)),
         ..LLAMA
     },
     Family {
@@ -323,6 +347,7 @@ pub(super) static FAMILIES: &[Family] = &[
         bias: Flag::Never,
         rope: half_split(1e6),
         temperature: TemperatureRule::Ministral3,
+        window: in_every_layer(None),
         ..LLAMA
     },
     Family {
@@ -348,6 +373,7 @@ pub(super) static FAMILIES: &[Family] = &[
         sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(128))),
         bias: Flag::Never,
         rope: half_split(1e6),
+        window: all_but_first_of(8192, 4),
         ..LLAMA
     },
     Family {
@@ -375,6 +401,8 @@ pub(super) static FAMILIES: &[Family] = &[
             longrope_names: &[],
         },
         scale: ScaleRule::Multiplier("attention_multiplier", Some(1.0)),
+        window: all_but_first_of(128, 4),
+        sinks: Some("layers.{i}.self_attn.sinks"),
         ..LLAMA
     },
     Family {
@@ -384,6 +412,7 @@ pub(super) static FAMILIES: &[Family] = &[
         norm: RMS_ONE_PLUS,
         scale: ScaleRule::QueryPreAttnScalar(256.0),
         soft_cap: Some(("attn_logit_softcapping", Some(50.0))),
+        window: all_but_every(4096, &[], 2),
         ..LLAMA
     },
     Family {
@@ -393,6 +422,7 @@ pub(super) static FAMILIES: &[Family] = &[
         bias: Flag::Never,
         rope: sliding_only(RopeLayout::HalfSplit, PATTERN, true),
         qk_norm: Some(head_rms(GainForm::Plain)),
+        window: all_but_every(4096, PATTERN, 4),
         ..LLAMA
     },
     Family {
@@ -401,6 +431,7 @@ pub(super) static FAMILIES: &[Family] = &[
         sizes: llama_sizes(kv(None), HeadDim::Key(Some(128))),
         rope: sliding_only(RopeLayout::HalfSplit, &["global_attn_every_n_layers"], false),
         qk_norm: Some(head_rms(GainForm::Plain)),
+        window: all_but_every(1024, &["global_attn_every_n_layers"], 4),
         ..LLAMA
     },
     Family {

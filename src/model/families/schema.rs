@@ -28,6 +28,10 @@ pub(crate) struct Family {
     pub temperature: TemperatureRule,
     /// Key of the logits' soft-cap and its value when the key is absent.
     pub soft_cap: Option<(&'static str, Option<f64>)>,
+    /// Sliding windows; `None` where the family has none, whatever its config says.
+    pub window: Option<WindowRule>,
+    /// Tensor of a learned logit a query head that joins the row sum of the softmax.
+    pub sinks: Option<&'static str>,
     /// Projections.
     pub qkv: QkvTensors,
     /// Settings that change the logits in a way no bound here covers.
@@ -240,6 +244,32 @@ impl QkvTensors {
             | Self::Grouped { name } => name,
         }
     }
+}
+
+/// Sliding windows, by the key `sliding_window`; null means none.
+pub(crate) struct WindowRule {
+    /// The window where the key is absent.
+    pub absent: Option<usize>,
+    /// A key without which there is no window.
+    pub switch: Option<&'static str>,
+    /// The layers that have it.
+    pub layers: WindowLayers,
+}
+
+/// The layers that have a window. `layer_types` comes first, but for the first of these.
+pub(crate) enum WindowLayers {
+    /// Every layer.
+    All,
+    /// Every layer that `layer_types` does not call full.
+    Types,
+    /// Those without a rotation.
+    NotRotated,
+    /// Those from a key's value on, and what it is when absent.
+    From(&'static str, usize),
+    /// Every second one of those below it, from the first on.
+    EverySecondBelow(&'static str, usize),
+    /// All but one of so many, as the last of `keys` or `every` says: the first of them, or the last.
+    AllButOneOf { keys: &'static [&'static str], every: usize, first: bool },
 }
 
 /// A setting that is refused unless it is absent, null or the one value.

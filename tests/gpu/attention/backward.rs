@@ -31,10 +31,10 @@ const SHAPES: [(usize, usize, usize, usize, usize); 9] = [
     (1, 4, 1, 1000, 130),
 ];
 
-fn cases() -> impl Iterator<Item = AttentionCall> {
+fn cases() -> impl Iterator<Item = AttentionCall<'static>> {
     SHAPES.into_iter().flat_map(|(batch, n_q_heads, n_kv_heads, len_q, len_k)| {
         [64, 128].into_iter().flat_map(move |d_head| {
-            let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head };
+            let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head };
             [Mask::CAUSAL, Mask::NONE].map(|mask| AttentionCall { mask, ..AttentionCall::causal(shape) })
         })
     })
@@ -72,7 +72,7 @@ impl Memory {
         let delta = Self::delta(call, &out, d_out);
         let rounded: Vec<f32> = out.iter().map(|&x| x as f32).collect();
         let poison = |n: usize| device.upload(&vec![0xffu8; 2 * n]).unwrap();
-        let (of_q, of_kv) = (call.shape.q_elements(), call.shape.kv_elements());
+        let (of_q, of_kv) = (call.shape.q_elements(), call.shape.k_elements());
         let memory = Self {
             operands,
             descales,
@@ -108,7 +108,7 @@ impl Memory {
     }
 
     fn shapes(call: &AttentionCall) -> ([usize; 4], [usize; 4], [usize; 3]) {
-        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head } = call.shape;
+        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, .. } = call.shape;
         ([batch, len_q, n_q_heads, d_head], [batch, len_k, n_kv_heads, d_head], [batch, n_q_heads, len_q])
     }
 
@@ -236,7 +236,8 @@ pub(super) fn gradients_are_the_cpus() {
 
 pub(super) fn rows_that_see_nothing_have_zero_gradients() {
     for d_head in [64, 128] {
-        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 300, len_k: 77, d_head };
+        let shape =
+            AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 300, len_k: 77, d_head, d_v: d_head };
         let call = AttentionCall::causal(shape);
         let (data, engine) = (Data::new(&shape, 5), engine());
         let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 6));
@@ -249,7 +250,7 @@ pub(super) fn rows_that_see_nothing_have_zero_gradients() {
 }
 
 pub(super) fn nan_stays_in_its_row_and_head() {
-    let shape = AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 512, len_k: 512, d_head: 128 };
+    let shape = AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 512, len_k: 512, d_head: 128, d_v: 128 };
     let call = AttentionCall::causal(shape);
     let (data, engine) = (Data::new(&shape, 7), engine());
     let plan = data.plan(&call, 1.0);
@@ -270,7 +271,8 @@ pub(super) fn nan_stays_in_its_row_and_head() {
 
 pub(super) fn deterministic_calls_repeat_bit_for_bit_also_from_a_graph() {
     for d_head in [64, 128] {
-        let shape = AttentionShape { batch: 2, n_q_heads: 8, n_kv_heads: 2, len_q: 1000, len_k: 1100, d_head };
+        let shape =
+            AttentionShape { batch: 2, n_q_heads: 8, n_kv_heads: 2, len_q: 1000, len_k: 1100, d_head, d_v: d_head };
         for mask in [Mask::CAUSAL, Mask::NONE] {
             let call = AttentionCall { mask, ..AttentionCall::causal(shape) };
             let (data, engine) = (Data::new(&shape, 9), engine().with_deterministic(true));
@@ -300,14 +302,10 @@ pub(super) fn random_calls_agree_with_the_cpu() {
     let engine = engine();
     for seed in 0..40 {
         let n_kv_heads = rng.random_range(1..=3);
-        let shape = AttentionShape {
-            batch: rng.random_range(1..=2),
-            n_q_heads: n_kv_heads * rng.random_range(1..=4),
-            n_kv_heads,
-            len_q: rng.random_range(1..=400),
-            len_k: rng.random_range(16..=400),
-            d_head: if rng.random_bool(0.5) { 64 } else { 128 },
-        };
+        let (batch, n_q_heads) = (rng.random_range(1..=2), n_kv_heads * rng.random_range(1..=4));
+        let (len_q, len_k) = (rng.random_range(1..=400), rng.random_range(16..=400));
+        let d_head = if rng.random_bool(0.5) { 64 } else { 128 };
+        let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head };
         let mask = if rng.random_bool(0.7) { Mask::CAUSAL } else { Mask::NONE };
         let call = AttentionCall { mask, ..AttentionCall::causal(shape) };
         let data = Data::new(&shape, seed);

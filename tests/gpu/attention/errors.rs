@@ -39,7 +39,7 @@ fn draw(data: Data, shape: &AttentionShape, rng: &mut StdRng) -> [Vec<f32>; 3] {
         };
         (0..n).map(|_| one()).collect()
     };
-    let (mut q, mut k, mut v) = (normal(shape.q_elements()), normal(shape.kv_elements()), normal(shape.kv_elements()));
+    let (mut q, mut k, mut v) = (normal(shape.q_elements()), normal(shape.k_elements()), normal(shape.v_elements()));
     match data {
         Data::Sink => {
             let mean = |c: usize| q.iter().skip(c).step_by(D).sum::<f32>() / (q.len() / D) as f32;
@@ -70,7 +70,7 @@ fn exact(call: &AttentionCall, [q, k, v]: [&[f32]; 3]) -> Vec<f64> {
 fn errors(data: Data, len_q: usize, len_k: usize) -> [f64; 3] {
     // More heads where one has few rows.
     let n_q_heads = if len_q == 1 { 16 } else { 2 };
-    let shape = AttentionShape { batch: 1, n_q_heads, n_kv_heads: 1, len_q, len_k, d_head: D };
+    let shape = AttentionShape { batch: 1, n_q_heads, n_kv_heads: 1, len_q, len_k, d_head: D, d_v: D };
     let call = AttentionCall { mask: Mask::NONE, ..AttentionCall::causal(shape) };
     let mut rng = StdRng::seed_from_u64(20);
     let [q, k, v] = draw(data, &shape, &mut rng);

@@ -69,12 +69,12 @@ const SHAPES: [(usize, usize, usize, usize, usize); 10] = [
     (1, 8, 2, 16, 3000),
 ];
 
-fn cases() -> impl Iterator<Item = AttentionCall> {
+fn cases() -> impl Iterator<Item = AttentionCall<'static>> {
     SHAPES.into_iter().flat_map(|(batch, n_q_heads, n_kv_heads, len_q, len_k)| {
         [64, 128].into_iter().flat_map(move |d_head| {
-            let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head };
+            let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head };
             [true, false]
-                .map(|causal| AttentionCall { mask: Mask { causal, window: None }, ..AttentionCall::causal(shape) })
+                .map(|causal| AttentionCall { mask: Mask { causal, ..Mask::NONE }, ..AttentionCall::causal(shape) })
         })
     })
 }
@@ -95,8 +95,8 @@ impl Data {
         };
         Self {
             q: draw(shape.q_elements(), shape.n_q_heads, 0.1),
-            k: draw(shape.kv_elements(), shape.n_kv_heads, 0.2),
-            v: draw(shape.kv_elements(), shape.n_kv_heads, 3.0),
+            k: draw(shape.k_elements(), shape.n_kv_heads, 0.2),
+            v: draw(shape.v_elements(), shape.n_kv_heads, 3.0),
         }
     }
 
@@ -252,7 +252,7 @@ fn an_e4m3_output() {
 }
 
 fn overflow_is_counted_as_on_the_cpu() {
-    let shape = AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 90, len_k: 150, d_head: 128 };
+    let shape = AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 90, len_k: 150, d_head: 128, d_v: 128 };
     let call = AttentionCall::causal(shape);
     let data = Data::new(&shape, 7);
     let mut plan = data.plan(&call, 0.5);
@@ -277,7 +277,7 @@ fn overflow_is_counted_as_on_the_cpu() {
 }
 
 fn nan_and_infinity_are_never_silent() {
-    let shape = AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 70, len_k: 70, d_head: 64 };
+    let shape = AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 70, len_k: 70, d_head: 64, d_v: 64 };
     let call = AttentionCall::causal(shape);
     let mut data = Data::new(&shape, 8);
     let plan = data.plan(&call, 1.0);
@@ -306,7 +306,7 @@ fn nan_and_infinity_are_never_silent() {
     assert!(have.lse[70 + row].is_nan() && nan(&have.lse) == nan(&want.lse), "log-sum-exps of {:?}", have.lse);
 
     // One query in parts: NaN of one of them is the row's.
-    let shape = AttentionShape { batch: 1, n_q_heads: 8, n_kv_heads: 2, len_q: 1, len_k: 3000, d_head: 128 };
+    let shape = AttentionShape { batch: 1, n_q_heads: 8, n_kv_heads: 2, len_q: 1, len_k: 3000, d_head: 128, d_v: 128 };
     let call = AttentionCall::causal(shape);
     let mut data = Data::new(&shape, 9);
     let plan = data.plan(&call, 1.0);
@@ -322,7 +322,7 @@ fn nan_and_infinity_are_never_silent() {
 fn scales_that_are_none_give_nan() {
     let (gpu, stream) = (cuda(), stream());
     for (len_q, len_k) in [(70, 70), (1, 3000)] {
-        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 1, len_q, len_k, d_head: 64 };
+        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 1, len_q, len_k, d_head: 64, d_v: 64 };
         let call = AttentionCall::causal(shape);
         let data = Data::new(&shape, 10);
         let bytes = [bf16_bytes(&data.q), bf16_bytes(&data.k), bf16_bytes(&data.v)];
@@ -346,14 +346,14 @@ fn scales_that_are_none_give_nan() {
 fn a_scale_that_underflows_gives_equal_weights() {
     let (gpu, stream) = (cuda(), stream());
     for (d_head, len_q, len_k) in [(64, 70, 70), (128, 200, 333), (128, 1, 3000)] {
-        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 1, len_q, len_k, d_head };
+        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 1, len_q, len_k, d_head, d_v: d_head };
         let call = AttentionCall::causal(shape);
         let mut rng = StdRng::seed_from_u64(20);
         let mut codes = |n: usize| -> Vec<u8> {
             let encode = |x: f32| Format::E4m3.encode(x, OnOverflow::Saturate);
             (0..n).map(|_| encode(StandardNormal.sample(&mut rng))).collect()
         };
-        let codes = [codes(shape.q_elements()), codes(shape.kv_elements()), codes(shape.kv_elements())];
+        let codes = [codes(shape.q_elements()), codes(shape.k_elements()), codes(shape.v_elements())];
         let memory = Memory::new(&call, [&codes[0], &codes[1], &codes[2]], &[1e-30, 1e-30, 0.5]);
         let (tensors, workspace) = memory.tensors(&call, Element::E4m3);
         gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
@@ -386,7 +386,7 @@ fn a_scale_that_underflows_gives_equal_weights() {
 fn counts_stay_at_their_largest() {
     let (gpu, stream) = (cuda(), stream());
     for (d_head, len_q, len_k) in [(64, 130, 201), (128, 130, 201), (128, 1, 3000)] {
-        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q, len_k, d_head };
+        let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q, len_k, d_head, d_v: d_head };
         let call = AttentionCall::causal(shape);
         let mut data = Data::new(&shape, 21);
         data.v[5] = f32::INFINITY;
@@ -441,7 +441,7 @@ impl Memory {
 
     /// Dense tensors over it; one descale for each of (q, k, v), shared by all heads where the buffer has only three.
     fn tensors(&self, call: &AttentionCall, element: Element) -> (Tensors, View<1>) {
-        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head } = call.shape;
+        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, .. } = call.shape;
         let per_head = self.descales.len() > 3;
         // SAFETY: the caller keeps the memory until the work has run.
         unsafe {
@@ -480,8 +480,16 @@ fn stream() -> Stream {
     device().stream().unwrap()
 }
 
-fn small_call(d_head: usize) -> AttentionCall {
-    AttentionCall::causal(AttentionShape { batch: 2, n_q_heads: 6, n_kv_heads: 2, len_q: 130, len_k: 201, d_head })
+fn small_call(d_head: usize) -> AttentionCall<'static> {
+    AttentionCall::causal(AttentionShape {
+        batch: 2,
+        n_q_heads: 6,
+        n_kv_heads: 2,
+        len_q: 130,
+        len_k: 201,
+        d_head,
+        d_v: d_head,
+    })
 }
 
 fn strides_and_descales_of_a_batch() {
@@ -649,7 +657,7 @@ fn calls_repeat_bit_for_bit_also_from_a_graph() {
     for (d, n_q_heads, len_q, len_k) in
         [(64, 8, 1100, 1300), (128, 8, 1100, 1300), (64, 20, 3, 5000), (128, 20, 20, 5000)]
     {
-        let shape = AttentionShape { batch: 3, n_q_heads, n_kv_heads: 4, len_q, len_k, d_head: d };
+        let shape = AttentionShape { batch: 3, n_q_heads, n_kv_heads: 4, len_q, len_k, d_head: d, d_v: d };
         let call = AttentionCall::causal(shape);
         let data = Data::new(&shape, 13);
         let bytes = [bf16_bytes(&data.q), bf16_bytes(&data.k), bf16_bytes(&data.v)];
@@ -693,7 +701,7 @@ fn calls_repeat_bit_for_bit_also_from_a_graph() {
 fn a_workspace_of_any_content_gives_the_same_bits() {
     let gpu = cuda();
     for (d, n_q_heads, len_q, len_k) in [(64, 8, 1100, 1300), (128, 8, 1100, 1301), (128, 20, 20, 5000)] {
-        let shape = AttentionShape { batch: 3, n_q_heads, n_kv_heads: 4, len_q, len_k, d_head: d };
+        let shape = AttentionShape { batch: 3, n_q_heads, n_kv_heads: 4, len_q, len_k, d_head: d, d_v: d };
         let call = AttentionCall::causal(shape);
         let data = Data::new(&shape, 15);
         let e4m3 = |x: &[f32]| x.iter().map(|x| Format::E4m3.encode(*x, OnOverflow::Saturate)).collect::<Vec<u8>>();
@@ -717,12 +725,13 @@ fn a_workspace_of_any_content_gives_the_same_bits() {
 /// One key among 64k that takes all the weight, and one that takes most of it everywhere.
 fn needles_and_sinks() {
     let gpu = cuda();
-    let shape = AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 32, len_k: 65_536, d_head: 128 };
+    let shape =
+        AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 32, len_k: 65_536, d_head: 128, d_v: 128 };
     let call = AttentionCall { mask: Mask::NONE, ..AttentionCall::causal(shape) };
     let mut rng = StdRng::seed_from_u64(14);
     let mut draw = |n: usize| -> Vec<f32> { (0..n).map(|_| StandardNormal.sample(&mut rng)).collect() };
-    let (q, v) = (draw(shape.q_elements()), draw(shape.kv_elements()));
-    let mut k = draw(shape.kv_elements());
+    let (q, v) = (draw(shape.q_elements()), draw(shape.v_elements()));
+    let mut k = draw(shape.k_elements());
     // Query i of head 0 meets its needle at key 2000 i + 17.
     for i in 0..32 {
         for c in 0..128 {

@@ -68,7 +68,7 @@ impl Case {
             len_k = rng.random_range(2048..=most);
         }
         Self {
-            shape: AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head },
+            shape: AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head },
             causal: rng.random_bool(0.5),
             softmax_scale: (d_head as f32).sqrt().recip() * rng.random_range(0.2..2.0),
             logits_e4m3,
@@ -140,7 +140,7 @@ impl Bench {
     /// What is wrong with a case; nothing if all is well.
     fn check(&mut self, case: &Case, rng: &mut StdRng) -> Vec<String> {
         let shape = case.shape;
-        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head } = shape;
+        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, .. } = shape;
         let element = if case.out_e4m3 { Element::E4m3 } else { Element::Bf16 };
         let out_words = shape.q_elements() * element.size() / 4;
         let mut descales: Vec<f32> = (0..self.descales.len()).map(|_| rng.random_range(0.5..1.5)).collect();
@@ -182,8 +182,9 @@ impl Bench {
             };
             (tensors, self.workspace.view(Element::U8, [self.workspace.len()]).unwrap())
         };
-        let mask = Mask { causal: case.causal, window: None };
-        let call = AttentionCall { shape, mask, softmax_scale: f64::from(case.softmax_scale), soft_cap: None };
+        let mask = Mask { causal: case.causal, ..Mask::NONE };
+        let softmax_scale = f64::from(case.softmax_scale);
+        let call = AttentionCall { mask, softmax_scale, ..AttentionCall::causal(shape) };
         self.attention[usize::from(case.split)][case.backend]
             .launch(&self.stream, &call, &tensors, &workspace)
             .unwrap();

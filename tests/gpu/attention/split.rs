@@ -39,10 +39,10 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 
 /// What differs between a call in parts and in whole tiles; how many parts it has.
 fn compare(call: &AttentionCall, logits_e4m3: bool) -> (Option<String>, Option<usize>) {
-    let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head } = call.shape;
+    let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, .. } = call.shape;
     let sizes = Sizes { batch, heads_q: n_q_heads, heads_kv: n_kv_heads, len_q, len_k, d_head };
     let parts = Split::of(&sizes, logits_e4m3).map(|split| split.parts);
-    let [q, k, v] = [call.shape.q_elements(), call.shape.kv_elements(), call.shape.kv_elements()];
+    let [q, k, v] = [call.shape.q_elements(), call.shape.k_elements(), call.shape.v_elements()];
     let [q, k, v] = [codes(q, 40), codes(k, 41), codes(v, 42)];
     let descales: Vec<f32> = (0..3 * batch * n_kv_heads).map(|i| 0.6 + 0.1 * (i % 7) as f32).collect();
     // Some logits pass 448 of these.
@@ -97,8 +97,8 @@ pub fn split_calls_are_the_whole_ones() {
     });
     for ((batch, n_q_heads, n_kv_heads, len_q, len_k), d_head, logits) in plain.chain([(MANY_QUERIES, 128, false)]) {
         for causal in [true, false] {
-            let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head };
-            let call = AttentionCall { mask: Mask { causal, window: None }, ..AttentionCall::causal(shape) };
+            let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head };
+            let call = AttentionCall { mask: Mask { causal, ..Mask::NONE }, ..AttentionCall::causal(shape) };
             let (complaint, parts) = compare(&call, logits);
             assert!(complaint.is_none(), "{call:?}, E4M3 logits {logits}, {parts:?} parts: {}", complaint.unwrap());
             joined += usize::from(parts.is_some_and(|parts| parts > 1));
