@@ -96,10 +96,14 @@ pub fn isotropic(spec: &AttentionSpec, tail: &Tail) -> Result<Isotropic> {
 /// Refuses what the scale engine does not count.
 ///
 /// # Errors
-/// `is_unsupported` if the projections may read their input rounded to E4M3, or if the config has two readings of the rotation.
+/// `is_unsupported` if the projections may read their input rounded to E4M3, if the config has two readings of the rotation, or
+/// for latent attention.
 pub fn check_device(spec: &AttentionSpec) -> Result<()> {
     let on_cpu =
         |what: &str| Err(Error::unsupported(format_args!("{}: {what} are bounded on the CPU only", spec.name)));
+    if spec.has_mla() {
+        return on_cpu("layers with latent attention (MLA)");
+    }
     if spec.fp8_inputs {
         return on_cpu("weights stored in FP8, whose inputs may be rounded to E4M3 too,");
     }

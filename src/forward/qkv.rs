@@ -104,7 +104,7 @@ pub struct Projected {
 /// q, k and v of one layer for tokens at positions 0, 1, ...
 ///
 /// # Errors
-/// `is_unsupported` if the layer rotates by angles that its config does not determine, `is_mismatch` if a vector does not
+/// `is_unsupported` for latent attention and if the layer rotates by angles that its config does not determine, `is_mismatch` if a vector does not
 /// fit the spec.
 ///
 /// ```
@@ -123,6 +123,12 @@ pub fn project(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens
     let own = spec.layer(layer)?;
     if tokens.d_model != spec.d_model {
         return Err(Error::mismatch(format_args!("{} layer {layer}: weights and tokens do not fit it", spec.name)));
+    }
+    if own.mla.is_some() {
+        return Err(Error::unsupported(format_args!(
+            "{} layer {layer}: tokens are not run through latent attention (MLA)",
+            spec.name
+        )));
     }
     let (n_q, n_kv, r) = (own.n_q_heads, own.n_kv_heads, own.d_head);
     let input = normed(spec, weights, tokens)?;

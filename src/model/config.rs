@@ -173,13 +173,18 @@ impl<'a> Keys<'a> {
 
     fn build(self, family: &'static Family, prefixes: Vec<&'static str>, stored: Stored) -> Result<Config> {
         let file = self.file;
-        let layers = self.layer_count(&family.sizes)?;
+        // LongCat counts pairs of attentions as layers.
+        let layers = self.layer_count(&family.sizes)? * family.mla.as_ref().map_or(1, |rule| rule.per_layer);
         let d_model = self.size(&family.sizes.d_model, MAX_D_MODEL)?;
         let heads = self.heads(&family.sizes, layers)?;
         let Some(most) = heads.iter().flatten().map(|(n_q, _)| *n_q).max() else {
             return Err(refuse(file, "no layer has attention"));
         };
-        let d_head = self.d_head(&family.sizes.d_head, d_model, most)?;
+        let mla = family.mla.as_ref().map(|rule| self.mla(rule, d_model, most)).transpose()?;
+        let d_head = match mla {
+            Some(mla) => mla.d_nope + mla.d_rope,
+            None => self.d_head(&family.sizes.d_head, d_model, most)?,
+        };
         if d_head % 8 != 0 || !(16..=256).contains(&d_head) {
             return Err(refuse(
                 file,
@@ -206,12 +211,17 @@ impl<'a> Keys<'a> {
         };
         let bias = self.set(&family.bias)?;
         let max_positions = self.first_count(
-            &Count { keys: &["max_position_embeddings", "n_positions", "max_context_length"], default: None },
+            &Count { keys: &["max_position_embeddings", "n_positions", "max_context_length", "model_max_length"], default: None },
             MAX_POSITIONS,
         )?;
         let both_ways = BIDIRECTIONAL.contains(&family.name) && !self.flag("is_decoder")?.unwrap_or(false)
             || self.flag("use_bidirectional_attention")?.unwrap_or(false);
-        let rope = self.rope(family, layers, d_head, max_positions)?;
+        let mut rope = self.rope(family, layers, mla.map_or(d_head, |mla| mla.d_rope), max_positions)?;
+        if let Some(rule) = &family.mla {
+            for rope in rope.iter_mut().flatten() {
+                rope.layout = self.mla_layout(rule, rope.layout)?;
+            }
+        }
         let scales = self.softmax_scale(&family.scale, layers, d_head)?;
         let temperature = self.temperature(family.temperature, max_positions)?;
         let tempered = |rope: &Option<Rope>| {
@@ -220,7 +230,7 @@ impl<'a> Keys<'a> {
         let parts = rope.into_iter().zip(scales).enumerate();
         let own = heads.into_iter().zip(parts).filter_map(|(heads, (number, (rope, softmax_scale)))| {
             let ((n_q_heads, n_kv_heads), temperature) = (heads?, tempered(&rope));
-            Some(LayerSpec { number, n_q_heads, n_kv_heads, d_head, rope, softmax_scale, temperature })
+            Some(LayerSpec { number, n_q_heads, n_kv_heads, d_head, rope, softmax_scale, temperature, mla })
         });
         let spec = AttentionSpec {
             name: name_of(file),
@@ -263,7 +273,8 @@ impl<'a> Keys<'a> {
             ));
         }
         let full = |value: &Value| match value.as_str() {
-            Some("full_attention") => Ok(true),
+            // A selection of keys is a mask too.
+            Some("full_attention" | "indexed_attention") => Ok(true),
             // Chunks, like windows, are a mask.
             Some("sliding_attention" | "chunked_attention") => Ok(false),
             _ => Err(refuse(
@@ -336,6 +347,7 @@ impl<'a> Keys<'a> {
         let usual = (d_head as f64).sqrt().recip();
         let same = match rule {
             ScaleRule::InverseSqrtHead => usual,
+            ScaleRule::YarnSquared => usual * self.yarn_scale()?,
             ScaleRule::QueryPreAttnScalar(default) => {
                 self.positive("query_pre_attn_scalar")?.unwrap_or(*default).sqrt().recip()
             }

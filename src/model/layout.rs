@@ -39,6 +39,20 @@ pub struct LayerNames {
     /// Norms of q and k behind the projections; `{h}` stands for the head where each head has a tensor of its own. `None` where
     /// there are none, or none with gains.
     pub qk_norm: Option<(String, String)>,
+    /// What latent attention has beside: q then reads the query latent where there is one, and k and v are rows of one tensor
+    /// that reads the cached latent.
+    pub mla: Option<MlaNames>,
+}
+
+/// The tensors of a layer with latent attention beside its heads' projections.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MlaNames {
+    /// Norm of the query latent; `None` without one.
+    pub q_norm: Option<String>,
+    /// Norm of the cached latent.
+    pub kv_norm: String,
+    /// The shared rotated key: the last rows of the tensor that makes the cached latent.
+    pub k_pe: ProjectionName,
 }
 
 /// One projection: a tensor, or some rows of a fused one.
@@ -46,7 +60,8 @@ pub struct LayerNames {
 pub struct ProjectionName {
     /// Name.
     pub name: String,
-    /// First output channel of each head in the stored tensor; a head has `d_head` consecutive ones.
+    /// First output channel of each head in the stored tensor; a head has `d_head` consecutive ones (with `mla` those of its own
+    /// part: see [`Mla`](super::Mla)).
     pub heads: Vec<usize>,
     /// Output channels of the stored tensor.
     pub channels: usize,
@@ -112,7 +127,23 @@ impl Config {
             }
             _ => None,
         };
-        LayerNames { q, k, v, norm, qk_norm }
+        LayerNames { q, k, v, norm, qk_norm, mla: self.mla_names(spec) }
+    }
+
+    fn mla_names(&self, spec: &LayerSpec) -> Option<MlaNames> {
+        let (QkvTensors::Latent { q_norm, kv_a, kv_norm, .. }, Some(mla)) = (&self.family.qkv, spec.mla) else {
+            return None;
+        };
+        Some(MlaNames {
+            q_norm: mla.q_rank.map(|_| at(q_norm, spec.number)),
+            kv_norm: at(kv_norm, spec.number),
+            k_pe: ProjectionName {
+                name: at(kv_a, spec.number),
+                heads: vec![mla.kv_rank],
+                channels: mla.kv_rank + mla.d_rope,
+                conv1d: false,
+            },
+        })
     }
 
     fn projection_names(&self, spec: &LayerSpec) -> [ProjectionName; 3] {
@@ -135,6 +166,19 @@ impl Config {
             QkvTensors::Concat { name, conv1d } => {
                 (name, conv1d, [rows(0, n_q), rows(n_q, n_kv), rows(n_q + n_kv, n_kv)])
             }
+            QkvTensors::Latent { q, q_b, kv_b, .. } => {
+                // Families with these tensors have the sizes.
+                let (q, each) = (if spec.mla.is_some_and(|mla| mla.q_rank.is_some()) { q_b } else { q }, spec.mla);
+                let (nope, value) = each.map_or((r, r), |mla| (mla.d_nope, mla.d_value));
+                return [(q, r, 0), (kv_b, nope + value, 0), (kv_b, nope + value, nope)].map(|(template, each, first)| {
+                    ProjectionName {
+                        name: at(template, layer),
+                        heads: (0..n_q).map(|h| h * each + first).collect(),
+                        channels: n_q * each,
+                        conv1d: false,
+                    }
+                });
+            }
             QkvTensors::Grouped { name } => {
                 let group = spec.group();
                 let block = (group + 2) * r;
@@ -149,8 +193,11 @@ impl Config {
     }
 }
 
-/// A name template at one layer.
+/// A name template at one layer. With `{a}` in it, a layer of the names has two attentions, and these are counted here.
 pub(super) fn at(template: &str, layer: usize) -> String {
+    if template.contains("{a}") {
+        return template.replace("{i}", &(layer / 2).to_string()).replace("{a}", &(layer % 2).to_string());
+    }
     template.replace("{i}", &layer.to_string())
 }
 

@@ -1,6 +1,7 @@
 //! What files hold of an [`AttentionSpec`].
 
 use super::families::family_named;
+use super::mla::Mla;
 use super::spec::{AttentionSpec, InputNorm, LayerSpec, QkNorm, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -71,6 +72,9 @@ struct SpecRecord {
     /// Where a layer has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     temperature: Option<Vec<Option<Temperature>>>,
+    /// The same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    mla: Option<Vec<Option<Mla>>>,
     soft_cap: Option<f64>,
     max_positions: Option<usize>,
     /// Where they are.
@@ -105,6 +109,7 @@ impl From<AttentionSpec> for SpecRecord {
                 .iter()
                 .any(|layer| layer.temperature.is_some())
                 .then(|| layers.iter().map(|layer| layer.temperature).collect()),
+            mla: spec.has_mla().then(|| layers.iter().map(|layer| layer.mla).collect()),
             rope: spec.layers.into_iter().map(|layer| layer.rope).collect(),
             name: spec.name,
             family: spec.family,
@@ -134,9 +139,11 @@ impl TryFrom<SpecRecord> for AttentionSpec {
         let each =
             |field: &str, counts: &PerLayer| counts.each(layers).map_err(|e| e.within(format_args!("`{field}`")));
         let temperature = record.temperature.unwrap_or_else(|| vec![None; layers]);
-        if temperature.len() != layers {
-            let entries = temperature.len();
-            return Err(Error::mismatch(format_args!("`temperature` has {entries} entries for {layers} layers")));
+        let mla = record.mla.unwrap_or_else(|| vec![None; layers]);
+        for (field, entries) in [("temperature", temperature.len()), ("mla", mla.len())] {
+            if entries != layers {
+                return Err(Error::mismatch(format_args!("`{field}` has {entries} entries for {layers} layers")));
+            }
         }
         let n_q_heads = each("n_q_heads", &record.n_q_heads)?;
         let n_kv_heads = each("n_kv_heads", &record.n_kv_heads)?;
@@ -155,6 +162,7 @@ impl TryFrom<SpecRecord> for AttentionSpec {
                     rope,
                     softmax_scale,
                     temperature: temperature[at],
+                    mla: mla[at],
                 }
             });
         Ok(Self {

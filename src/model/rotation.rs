@@ -203,6 +203,7 @@ impl<'a> Keys<'a> {
     fn rotated(&self, settings: Option<Keys<'_>>, rule: &RotaryShare, d_head: usize) -> Result<Vec<usize>> {
         const COMMON: &str = "partial_rotary_factor";
         let (keys, default): (&[&str], f64) = match rule {
+            RotaryShare::Fixed => return Ok(vec![d_head]),
             RotaryShare::Whole => (&[COMMON], 1.0),
             RotaryShare::Part(keys, default) => (keys, *default),
             RotaryShare::Channels(key, default) => {
@@ -376,6 +377,8 @@ impl Angles {
         let all = settings.number("mscale_all_dim")?.filter(|m| *m != 0.0);
         let by = |factor: &f64| match (m, all) {
             (Some(m), Some(all)) => magnitude(*factor, m) / magnitude(*factor, all),
+            // Some engines take `mscale` by itself.
+            (Some(m), None) => magnitude(*factor, m).max(magnitude(*factor, 1.0)),
             _ => magnitude(*factor, 1.0),
         };
         let attention_factor = match settings.positive("attention_factor")? {

@@ -1,5 +1,6 @@
 //! What the attention of a model is, as far as its logits and operands can be bounded from the weights.
 
+use super::mla::Mla;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -47,14 +48,17 @@ pub struct LayerSpec {
     pub n_q_heads: usize,
     /// Key and value heads; divides `n_q_heads`.
     pub n_kv_heads: usize,
-    /// Head dimension r: a multiple of 8 from 16 to 256.
+    /// Head dimension r of queries and keys: a multiple of 8 from 16 to 256.
     pub d_head: usize,
-    /// Rotary position embedding; `None` without one (learned positions, NoPE).
+    /// Rotary position embedding; `None` without one (learned positions, NoPE). With `mla` its channels are counted from the
+    /// first of the last `d_rope`.
     pub rope: Option<Rope>,
     /// Softmax scale tau.
     pub softmax_scale: f64,
     /// What multiplies the query, behind rotation and norm, as positions grow.
     pub temperature: Option<Temperature>,
+    /// Multi-head latent attention. Heads are then those of its expanded form, `n_kv_heads` = `n_q_heads`.
+    pub mla: Option<Mla>,
 }
 
 /// A factor on the query at position m: `1 + strength ln(1 + floor((m + shift) / period))` (Llama 4, Ministral 3).
@@ -128,11 +132,20 @@ impl LayerSpec {
             return Err(format!("`softmax_scale` {} must be finite and greater than zero", self.softmax_scale));
         }
         self.temperature.map_or(Ok(()), |temperature| temperature.check())?;
+        if let Some(mla) = &self.mla {
+            mla.check()?;
+            if (self.n_kv_heads, self.d_head) != (self.n_q_heads, mla.d_nope + mla.d_rope) {
+                return Err("`mla` needs a key head for each query head, of `d_nope + d_rope` channels".to_owned());
+            }
+            if self.rope.as_ref().is_some_and(|rope| rope.rotary_dim != mla.d_rope || !rope.other_dims.is_empty()) {
+                return Err(format!("`rotary_dim` must be `d_rope`, {}", mla.d_rope));
+            }
+        }
         let Some(rope) = &self.rope else { return Ok(()) };
         // Channels are taken two by two, rotated or not.
-        let fits = |dim: usize| dim <= self.d_head && dim.is_multiple_of(2) && self.d_head.is_multiple_of(2);
+        let head = self.mla.map_or(self.d_head, |mla| mla.d_rope);
+        let fits = |dim: usize| dim <= head && dim.is_multiple_of(2) && head.is_multiple_of(2);
         if let Some(rotary) = rope.dims().find(|dim| !fits(*dim)) {
-            let head = self.d_head;
             return Err(format!("`rotary_dim` {rotary} of {head} channels: both even, at most the head"));
         }
         if rope.attention_factor != 1.0 && !rope.other_dims.is_empty() {
@@ -179,6 +192,9 @@ impl AttentionSpec {
         if self.qk_norm.is_some_and(|norm| norm.kind == NormKind::None) {
             return broken(format_args!("`qk_norm` names no norm"));
         }
+        if self.has_mla() && (self.qk_norm.is_some() || self.norm.kind != NormKind::RmsNorm || self.norm.shift) {
+            return broken(format_args!("`mla` needs an RMSNorm in front of it and no `qk_norm`"));
+        }
         Ok(())
     }
 
@@ -201,6 +217,11 @@ impl AttentionSpec {
             Some(own) => format!("{} layer {}", self.name, own.number),
             None => self.name.clone(),
         }
+    }
+
+    /// Whether a layer has multi-head latent attention.
+    pub fn has_mla(&self) -> bool {
+        self.layers.iter().any(|layer| layer.mla.is_some())
     }
 
     /// Gives every layer these heads.

@@ -38,6 +38,7 @@ pub fn spec(d: usize, r: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
             rope: None,
             softmax_scale: 1.0 / (r as f64).sqrt(),
             temperature: None,
+            mla: None,
         }],
         d_model: d,
         norm: InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Plain, shift: false },
@@ -107,6 +108,7 @@ impl Planted {
             norm_shift: self.shift.clone(),
             q_norm: self.q_norm.clone(),
             k_norm: self.k_norm.clone(),
+            mla: None,
         }
     }
 

@@ -161,6 +161,7 @@ pub(super) const LLAMA: Family = Family {
     temperature: TemperatureRule::None,
     soft_cap: None,
     qkv: SEPARATE,
+    mla: None,
     refusals: &[],
 };
 

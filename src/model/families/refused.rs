@@ -4,12 +4,11 @@ use super::schema::{Refusal, Setting};
 
 /// Model types that are known and cannot be bounded, each with the reason.
 pub(crate) static REFUSED: &[(&str, &str)] = &[
-    ("deepseek_v2", MLA),
-    ("deepseek_v3", MLA),
-    ("deepseek_v32", MLA),
-    ("kimi_k2", MLA),
-    ("minicpm3", MLA),
-    ("longcat_flash", MLA),
+    ("axk2", GATED_LATENT),
+    ("deepseek_v4", OTHER_LATENT),
+    ("glm5_next", OTHER_LATENT),
+    ("dots3_note", NORMED_KEY),
+    ("mistral_large4", SHARED_LATENT),
     ("bloom", ALIBI),
     ("mpt", ALIBI),
     ("t5", RELATIVE),
@@ -29,8 +28,10 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
     ("step3p7", TURNED_LAYERS),
 ];
 
-const MLA: &str = "multi-head latent attention (MLA) builds keys and queries from a compressed latent with a norm in \
-                   between and a rotary part shared by all heads, which per-head projection bounds do not cover";
+const GATED_LATENT: &str = "its queries also read the query latent without its norm, which has no bound";
+const OTHER_LATENT: &str = "its layers are not the latent attention (MLA) that is known here";
+const NORMED_KEY: &str = "its latent attention also normalizes the shared rotated key, and its layers differ in their sizes";
+const SHARED_LATENT: &str = "some of its layers take the cached latents of earlier ones";
 const ALIBI: &str = "ALiBi adds a position bias to the logits";
 const SHARED_KV: &str = "its last layers take the keys and values of earlier ones";
 const WIDE_HEADS: &str = "its full layers have heads of 512 channels, and heads of at most 256 are read; others take the keys \
