@@ -56,6 +56,8 @@ pub struct LayerGeometry<'a> {
     pub other_rotaries: Vec<Rotary>,
     /// Limits of q and k where they are normalised after the projection.
     pub qk_limits: Option<QkLimits>,
+    /// Whether each value head is normalised, without a gain: its length is `sqrt(d_head)` at most.
+    pub v_normalised: bool,
     /// Whether a norm bounds the projections' input; without one (OLMo 2) only normalised q and k have bounds.
     pub input_bounded: bool,
     /// Whether the input has its mean removed (LayerNorm).
@@ -243,6 +245,7 @@ impl<'a> LayerGeometry<'a> {
             rotary,
             other_rotaries,
             qk_limits,
+            v_normalised: spec.v_norm,
             input_bounded: spec.norm.kind != NormKind::None,
             rounding,
             centred,

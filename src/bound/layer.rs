@@ -42,9 +42,13 @@ impl LayerBounds {
                 (bound(&spectrum.q, share.q), bound(&spectrum.k, share.k))
             }
         };
-        let v = geometry
-            .input_bounded
-            .then(|| spectrum.v.iter().map(|channels| operand(d, channels, &[], share.v)).collect::<Vec<_>>());
+        let bounded = geometry.input_bounded;
+        let v = if geometry.v_normalised {
+            let exact = (geometry.d_head as f64).sqrt();
+            Some(vec![OperandBound { exact, rounded: exact * (1.0 + share.v) }; geometry.v.len()])
+        } else {
+            bounded.then(|| spectrum.v.iter().map(|channels| operand(d, channels, &[], share.v)).collect::<Vec<_>>())
+        };
         let constants = ModelConstants::new(spec, tail)?;
         // Heads may share the layer's largest scale, whose E4M3 subnormals are the coarsest.
         let step = |heads: &[OperandBound]| heads.iter().map(|head| head.rounded).fold(0.0, f64::max) / E4M3_MAX;

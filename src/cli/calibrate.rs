@@ -1,5 +1,6 @@
 //! `sigmascale calibrate`: from a config or a checkpoint to constants, bounds and descales.
 
+use super::latent;
 use super::model::Model;
 use super::numbers::{count, real};
 use super::output::{OutputArgs, write_file};
@@ -259,6 +260,10 @@ fn table(profile: &Profile) -> String {
         ]);
     }
     out.push_str(&table.render());
+    if profile.model.mla.is_some() {
+        out.push_str("These rows are those of the expanded form (prefill).\n\n");
+        return out + &latent::table(layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?))));
+    }
     if layers.iter().any(|layer| layer.sigma.is_none()) {
         out.push_str("sigma is -: q and k are normalized after the projection, so the bounds come from the gains.\n");
     }

@@ -1,6 +1,6 @@
 //! Bounds of the host in the layout of device memory and back, and the bounds stage on weights in host memory.
 
-use crate::bound::{BoundKind, HeadBound, LayerBounds, OperandBound, Tail};
+use crate::bound::{BoundKind, HeadBound, LayerBounds, OperandBound, Tail, check_plain};
 use crate::cuda::{Device, Stream};
 use crate::device::scale::{DeviceWeights, HostLayer, HostProjection, HostQkNorm, LayerInput, ScaleEngine, above};
 use crate::error::{Error, Result};
@@ -109,6 +109,7 @@ fn projection<'a>(input: &'a Projection<'a>) -> HostProjection<'a> {
 /// [`ScaleEngine::over`].
 pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeights<'_>]) -> Result<ScaleEngine> {
     spec.check()?;
+    check_plain(spec)?;
     let host: Vec<HostLayer<'_>> = layers
         .iter()
         .map(|weights| {

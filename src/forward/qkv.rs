@@ -124,6 +124,12 @@ pub fn project(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens
     if tokens.d_model != spec.d_model {
         return Err(Error::mismatch(format_args!("{} layer {layer}: weights and tokens do not fit it", spec.name)));
     }
+    if let Some(source) = own.kv_source {
+        return Err(Error::unsupported(format_args!(
+            "{} layer {}: its keys and values are those of layer {source}, made of other tokens",
+            spec.name, own.number
+        )));
+    }
     if own.mla.is_some() {
         return Err(Error::unsupported(format_args!(
             "{} layer {layer}: tokens are not run through latent attention (MLA)",
@@ -137,6 +143,17 @@ pub fn project(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens
         k: linear(&weights.k, n_kv, r, &input)?,
         v: linear(&weights.v, n_kv, r, &input)?,
     };
+    if spec.v_norm {
+        let norm = QkNorm {
+            scope: QkNormScope::PerHead,
+            kind: NormKind::RmsNorm,
+            gain: GainForm::Unit,
+            shift: false,
+            behind_rotation: false,
+            rotated_only: false,
+        };
+        qk_norm(r, &norm, None, n_kv, &mut projected.v)?;
+    }
     let sides =
         [(&mut projected.q, n_q, &weights.q_norm, "q norm"), (&mut projected.k, n_kv, &weights.k_norm, "k norm")];
     for (values, heads, vectors, name) in sides {

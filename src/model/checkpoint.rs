@@ -15,7 +15,7 @@ use super::families::{QkNormRule, QkNormStored, QkvTensors};
 use super::folder::{not_a_checkpoint, without_config, without_weights};
 use super::layout::{LayerNames, ProjectionName, at};
 use super::shards::{Content, Entry, INDEX, Opened, SINGLE, Shard, open_held, open_sharded, open_single};
-use super::spec::{AttentionSpec, GainForm, LayerSpec};
+use super::spec::{AttentionSpec, GainForm, LayerSpec, Multipliers};
 use super::weights::{LayerWeights, MlaWeights, NormVectors, Projection};
 use crate::error::{Error, Result};
 use crate::tensor::{BlockScale, Dtype, MatrixView};
@@ -214,7 +214,11 @@ impl Checkpoint {
             _ => (None, None),
         };
         let mla = self.mla(own, &names)?;
-        Ok(LayerWeights { layer, q, k, v, norm_gain, norm_shift, q_norm, k_norm, mla })
+        let mut weights = LayerWeights { layer, q, k, v, norm_gain, norm_shift, q_norm, k_norm, mla };
+        if let Some(factors) = spec.multipliers {
+            multiply(&mut weights, factors);
+        }
+        Ok(weights)
     }
 
     fn entry(&self, name: &str) -> Result<&Entry> {
@@ -490,6 +494,18 @@ impl Checkpoint {
         debug_assert_eq!(values.len(), grid.0 * grid.1);
         view.with_scale(BlockScale { values, block, grid_cols: grid.1 })
     }
+}
+
+/// Puts factors beside the weights into the norm's gain and the keys.
+fn multiply(weights: &mut LayerWeights<'_>, factors: Multipliers) {
+    weights.norm_gain.iter_mut().flatten().for_each(|g| *g *= factors.input);
+    // Views hold factors in f32: none below what the model multiplies by.
+    let mut key = factors.key as f32;
+    if f64::from(key).abs() < factors.key.abs() {
+        key = if key >= 0.0 { key.next_up() } else { key.next_down() };
+    }
+    weights.k.heads.iter_mut().for_each(|head| *head = head.scaled(key));
+    weights.k.bias.iter_mut().flatten().for_each(|b| *b *= f64::from(key));
 }
 
 #[cfg(test)]

@@ -116,6 +116,7 @@ impl Config {
     pub(super) fn names(&self, spec: &LayerSpec) -> LayerNames {
         let [q, k, v] = self.projection_names(spec);
         let layer = spec.number;
+        let source = spec.kv_source.unwrap_or(layer);
         let norm = match &self.family.norm_tensor {
             NormTensor::Previous { first, .. } if layer == 0 => Some((*first).to_owned()),
             NormTensor::Previous { rest, .. } => Some(rest.replace("{j}", &(layer - 1).to_string())),
@@ -123,7 +124,7 @@ impl Config {
         };
         let qk_norm = match (&self.family.qk_norm, self.spec.qk_norm_of(spec)) {
             (Some(rule), Some(_)) if rule.stored != QkNormStored::Nothing => {
-                Some((at(rule.q, layer), at(rule.k, layer)))
+                Some((at(rule.q, layer), at(rule.k, source)))
             }
             _ => None,
         };
@@ -153,7 +154,10 @@ impl Config {
         let (name, conv1d, starts) = match self.family.qkv {
             QkvTensors::Separate { q, k, v } | QkvTensors::Gated { q, k, v } => {
                 let gated = matches!(self.family.qkv, QkvTensors::Gated { .. });
-                return [(q, n_q, gated), (k, n_kv, false), (v, n_kv, false)].map(|(template, heads, gated)| {
+                let source = spec.kv_source.unwrap_or(layer);
+                let v = if self.keys_as_values.contains(&source) { k } else { v };
+                let parts = [(q, n_q, gated, layer), (k, n_kv, false, source), (v, n_kv, false, source)];
+                return parts.map(|(template, heads, gated, layer)| {
                     let each = if gated { 2 * r } else { r };
                     ProjectionName {
                         name: at(template, layer),

@@ -22,6 +22,7 @@ mod record;
 mod rotation;
 mod rounding;
 mod shards;
+mod sharing;
 mod source;
 mod spec;
 mod synthetic;
@@ -40,7 +41,7 @@ pub use rounding::{E4M3_ROUNDING, Forward, LEAST_ROUNDING_SHARE, MlaRounding, Ro
 pub use shards::fuzz_safetensors;
 pub use source::ModelSource;
 pub use spec::{
-    AttentionSpec, GainForm, InputNorm, LayerSpec, NormKind, QkNorm, QkNormScope, QkvBias, Rope, RopeLayout,
+    AttentionSpec, GainForm, InputNorm, LayerSpec, Multipliers, NormKind, QkNorm, QkNormScope, QkvBias, Rope, RopeLayout,
     Temperature,
 };
 pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOptions};

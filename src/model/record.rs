@@ -2,7 +2,7 @@
 
 use super::families::family_named;
 use super::mla::Mla;
-use super::spec::{AttentionSpec, InputNorm, LayerSpec, QkNorm, QkvBias, Rope, Temperature};
+use super::spec::{AttentionSpec, InputNorm, LayerSpec, Multipliers, QkNorm, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -75,6 +75,13 @@ struct SpecRecord {
     /// The same.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     mla: Option<Vec<Option<Mla>>>,
+    /// The same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    kv_source: Option<Vec<Option<usize>>>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    v_norm: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    multipliers: Option<Multipliers>,
     soft_cap: Option<f64>,
     max_positions: Option<usize>,
     /// Where they are.
@@ -110,6 +117,12 @@ impl From<AttentionSpec> for SpecRecord {
                 .any(|layer| layer.temperature.is_some())
                 .then(|| layers.iter().map(|layer| layer.temperature).collect()),
             mla: spec.has_mla().then(|| layers.iter().map(|layer| layer.mla).collect()),
+            kv_source: layers
+                .iter()
+                .any(|layer| layer.kv_source.is_some())
+                .then(|| layers.iter().map(|layer| layer.kv_source).collect()),
+            v_norm: spec.v_norm,
+            multipliers: spec.multipliers,
             rope: spec.layers.into_iter().map(|layer| layer.rope).collect(),
             name: spec.name,
             family: spec.family,
@@ -140,7 +153,9 @@ impl TryFrom<SpecRecord> for AttentionSpec {
             |field: &str, counts: &PerLayer| counts.each(layers).map_err(|e| e.within(format_args!("`{field}`")));
         let temperature = record.temperature.unwrap_or_else(|| vec![None; layers]);
         let mla = record.mla.unwrap_or_else(|| vec![None; layers]);
-        for (field, entries) in [("temperature", temperature.len()), ("mla", mla.len())] {
+        let kv_source = record.kv_source.unwrap_or_else(|| vec![None; layers]);
+        let lists = [("temperature", temperature.len()), ("mla", mla.len()), ("kv_source", kv_source.len())];
+        for (field, entries) in lists {
             if entries != layers {
                 return Err(Error::mismatch(format_args!("`{field}` has {entries} entries for {layers} layers")));
             }
@@ -162,6 +177,7 @@ impl TryFrom<SpecRecord> for AttentionSpec {
                     rope,
                     softmax_scale,
                     temperature: temperature[at],
+                    kv_source: kv_source[at],
                     mla: mla[at],
                 }
             });
@@ -181,6 +197,8 @@ impl TryFrom<SpecRecord> for AttentionSpec {
             qk_norm: record.qk_norm,
             soft_cap: record.soft_cap,
             max_positions: record.max_positions,
+            v_norm: record.v_norm,
+            multipliers: record.multipliers,
             fp8_inputs: record.fp8_inputs,
         })
     }

@@ -55,7 +55,8 @@ impl AttentionSpec {
     pub fn rounding_share(&self, layer: &LayerSpec, stored: [Dtype; 3]) -> RoundingShare {
         let (norm, qk_norm) = (self.norm, self.qk_norm_of(layer));
         let forward = Forward {
-            norm: norm_roundings(norm.kind, norm.gain),
+            // Each factor beside the weights rounds once more.
+            norm: norm_roundings(norm.kind, norm.gain) + if self.multipliers.is_some() { 2 } else { 0 },
             qk_norm: qk_norm.map(|norm| norm_roundings(norm.kind, norm.gain)),
             // A rotation in front of a norm of q and k is bounded by that norm.
             rotated: layer.rope.is_some() && !qk_norm.is_some_and(|norm| norm.behind_rotation),
@@ -65,7 +66,12 @@ impl AttentionSpec {
         let plain = forward.share(stored);
         let projected = |share: f64, stored: Dtype| with_e4m3(share, self.e4m3_factors(stored));
         let q_or_k = |share: f64, stored: Dtype| if qk_norm.is_some() { share } else { projected(share, stored) };
-        RoundingShare { q: q_or_k(plain.q, stored[0]), k: q_or_k(plain.k, stored[1]), v: projected(plain.v, stored[2]) }
+        let v = if self.v_norm {
+            share(norm_roundings(NormKind::RmsNorm, GainForm::Unit), 0)
+        } else {
+            projected(plain.v, stored[2])
+        };
+        RoundingShare { q: q_or_k(plain.q, stored[0]), k: q_or_k(plain.k, stored[1]), v }
     }
 }
 

@@ -33,9 +33,23 @@ pub struct AttentionSpec {
     pub soft_cap: Option<f64>,
     /// Longest sequence of the config, where it names one.
     pub max_positions: Option<usize>,
+    /// Whether each value head is normalised to the length `sqrt(d_head)`, without a gain (Gemma 3n and 4): then its values are
+    /// bounded whatever the weights are.
+    pub v_norm: bool,
+    /// Factors beside the weights (Falcon-H1). [`LayerWeights`](super::LayerWeights) has them in its gain and in k already.
+    pub multipliers: Option<Multipliers>,
     /// Whether the projections may read their input rounded to E4M3, as FP8 matrix products do (checkpoints whose weights are
     /// stored so). Otherwise in 16 or 32 bits.
     pub fp8_inputs: bool,
+}
+
+/// Factors that a forward multiplies by beside its weights.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Multipliers {
+    /// Of the projections' input, after its norm.
+    pub input: f64,
+    /// Of the keys, in front of the rotation.
+    pub key: f64,
 }
 
 /// One layer's attention: `n_q_heads` query heads share `n_kv_heads` key/value heads of `d_head` channels.
@@ -48,7 +62,7 @@ pub struct LayerSpec {
     pub n_q_heads: usize,
     /// Key and value heads; divides `n_q_heads`.
     pub n_kv_heads: usize,
-    /// Head dimension r of queries and keys: a multiple of 8 from 16 to 256.
+    /// Head dimension r of queries and keys: a multiple of 8 from 16 to 256 (512 in Gemma 4).
     pub d_head: usize,
     /// Rotary position embedding; `None` without one (learned positions, NoPE). With `mla` its channels are counted from the
     /// first of the last `d_rope`.
@@ -57,6 +71,8 @@ pub struct LayerSpec {
     pub softmax_scale: f64,
     /// What multiplies the query, behind rotation and norm, as positions grow.
     pub temperature: Option<Temperature>,
+    /// The model's own number of the layer whose keys and values this one takes, where they are not its own.
+    pub kv_source: Option<usize>,
     /// Multi-head latent attention. Heads are then those of its expanded form, `n_kv_heads` = `n_q_heads`.
     pub mla: Option<Mla>,
 }
@@ -191,6 +207,17 @@ impl AttentionSpec {
         }
         if self.qk_norm.is_some_and(|norm| norm.kind == NormKind::None) {
             return broken(format_args!("`qk_norm` names no norm"));
+        }
+        if let Some(factors) = &self.multipliers
+            && ![factors.input, factors.key].iter().all(|factor| factor.is_finite())
+        {
+            return broken(format_args!("`multipliers` must be finite, and are {factors:?}"));
+        }
+        if let Some(layer) = self.layers.iter().find(|layer| layer.kv_source.is_some())
+            && (self.qk_norm_of(layer).is_none() || !self.v_norm)
+        {
+            let rule = "keys and values of another layer are bounded by norms alone, and it has none";
+            return broken(format_args!("layer {}: {rule}", layer.number));
         }
         if self.has_mla() && (self.qk_norm.is_some() || self.norm.kind != NormKind::RmsNorm || self.norm.shift) {
             return broken(format_args!("`mla` needs an RMSNorm in front of it and no `qk_norm`"));

@@ -38,6 +38,7 @@ pub fn spec(d: usize, r: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
             rope: None,
             softmax_scale: 1.0 / (r as f64).sqrt(),
             temperature: None,
+            kv_source: None,
             mla: None,
         }],
         d_model: d,
@@ -46,6 +47,8 @@ pub fn spec(d: usize, r: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
         qk_norm: None,
         soft_cap: None,
         max_positions: None,
+        v_norm: false,
+        multipliers: None,
         fp8_inputs: false,
     }
 }

@@ -116,6 +116,21 @@ pub(super) const fn sliding_only(layout: RopeLayout, pattern: &'static [&'static
     }
 }
 
+/// Every n-th layer is a full one, with a base of its own.
+pub(super) const fn gemma_rope(pattern: usize) -> RopeRule {
+    RopeRule::Rotary {
+        layout: RopeLayout::HalfSplit,
+        theta_keys: &[],
+        theta: Some(1e6),
+        share: RotaryShare::Whole,
+        layers: RopeLayers::ByType {
+            pattern: (&["sliding_window_pattern", "_sliding_window_pattern"], pattern),
+            local_theta: Some(("rope_local_base_freq", 10_000.0)),
+        },
+        longrope_names: &[],
+    }
+}
+
 pub(super) const CLIP: &[Refusal] = &[Refusal {
     key: "clip_qkv",
     unless: Setting::False,
@@ -162,6 +177,10 @@ pub(super) const LLAMA: Family = Family {
     soft_cap: None,
     qkv: SEPARATE,
     mla: None,
+    v_norm: false,
+    shared_kv: None,
+    global_heads: false,
+    multipliers: false,
     refusals: &[],
 };
 

@@ -8,7 +8,10 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
     ("deepseek_v4", OTHER_LATENT),
     ("glm5_next", OTHER_LATENT),
     ("dots3_note", NORMED_KEY),
+    ("dots3_note_text", NORMED_KEY),
+    ("glm5_next_text", OTHER_LATENT),
     ("mistral_large4", SHARED_LATENT),
+    ("mistral_large4_text", SHARED_LATENT),
     ("bloom", ALIBI),
     ("mpt", ALIBI),
     ("t5", RELATIVE),
@@ -18,10 +21,6 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
     ("deberta-v2", RELATIVE),
     ("mpnet", RELATIVE),
     ("xlnet", RELATIVE),
-    ("gemma3n", SHARED_KV),
-    ("gemma3n_text", SHARED_KV),
-    ("gemma4", WIDE_HEADS),
-    ("gemma4_text", WIDE_HEADS),
     ("mimo_v2", NARROW_VALUES),
     ("mimo_v2_flash", NARROW_VALUES),
     ("step3p5", TURNED_LAYERS),
@@ -33,9 +32,6 @@ const OTHER_LATENT: &str = "its layers are not the latent attention (MLA) that i
 const NORMED_KEY: &str = "its latent attention also normalizes the shared rotated key, and its layers differ in their sizes";
 const SHARED_LATENT: &str = "some of its layers take the cached latents of earlier ones";
 const ALIBI: &str = "ALiBi adds a position bias to the logits";
-const SHARED_KV: &str = "its last layers take the keys and values of earlier ones";
-const WIDE_HEADS: &str = "its full layers have heads of 512 channels, and heads of at most 256 are read; others take the keys \
-                          and values of earlier layers, or have none of their own for values";
 const NARROW_VALUES: &str = "its values are narrower than its keys, and a head has one width here";
 const TURNED_LAYERS: &str =
     "its layers differ in the base and the rotated share of their rotation, and one of each is read";

@@ -32,6 +32,15 @@ pub(crate) struct Family {
     pub qkv: QkvTensors,
     /// Multi-head latent attention.
     pub mla: Option<MlaRule>,
+    /// Each value head is normalised, without a gain.
+    pub v_norm: bool,
+    /// How many of the last layers take the keys and values of the last layer of their kind before them: a key and its value when
+    /// absent.
+    pub shared_kv: Option<(&'static str, usize)>,
+    /// Full layers have heads of their own (Gemma 4).
+    pub global_heads: bool,
+    /// `attention_in_multiplier` and `key_multiplier` are read.
+    pub multipliers: bool,
     /// Settings that change the logits in a way no bound here covers.
     pub refusals: &'static [Refusal],
 }
@@ -221,6 +230,8 @@ pub(crate) enum TemperatureRule {
 
 /// Softmax scale.
 pub(crate) enum ScaleRule {
+    /// 1.
+    One,
     /// d_head^-1/2.
     InverseSqrtHead,
     /// The same times YaRN's `(0.1 mscale_all_dim ln(factor) + 1)^2`.
