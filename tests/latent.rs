@@ -748,6 +748,22 @@ fn a_profile_has_the_cache_beside_the_expanded_form() {
     assert!(error.is_unsupported() && error.to_string().contains("latent attention"), "{error}");
 }
 
+#[cfg(feature = "cli")]
+#[test]
+fn commands_show_the_cache() {
+    let (f, t) = (&families()[0], families()[0].draw(1));
+    let (folder, _checkpoint) = open(f, &t, Dtype::BF16);
+    for command in ["calibrate", "inspect"] {
+        let mut run = std::process::Command::new(env!("CARGO_BIN_EXE_sigmascale"));
+        let output = run.arg(command).arg(folder.path()).output().unwrap();
+        let shown = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+        for part in ["2 heads of 16 + 16 rotated, values of 24, MLA (query latent 48, cached latent 32)", "cache descale"] {
+            assert!(shown.contains(part), "{command}: {shown}");
+        }
+    }
+}
+
 /// Where only heads of other layers are known, latent attention is refused by name.
 #[test]
 fn what_does_not_know_latent_attention_refuses_it() {
