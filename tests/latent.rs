@@ -748,6 +748,58 @@ fn a_profile_has_the_cache_beside_the_expanded_form() {
     assert!(error.is_unsupported() && error.to_string().contains("latent attention"), "{error}");
 }
 
+/// Projections stored in E4M3 with a scale a tile, as DeepSeek V3's are: the bounds are those of what they stand for, also where a
+/// head's rows begin within a tile.
+#[test]
+fn fp8_blocks_are_read_as_what_they_stand_for() {
+    let (rows, cols) = (24, 20);
+    let settings = json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [rows, cols]}});
+    let mut f = families()[0].clone();
+    f.config = with(&f.config, settings);
+    let mut plain = f.draw(5);
+    let mut stored: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = vec![];
+    for (name, (shape, values)) in &mut plain.0 {
+        let [height, width] = shape[..] else {
+            let bytes = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+            stored.push((name.clone(), Dtype::F64, shape.clone(), bytes));
+            continue;
+        };
+        let grid = (height.div_ceil(rows), width.div_ceil(cols));
+        let mut scales = vec![0f32; grid.0 * grid.1];
+        let tile = |at: usize| at / width / rows * grid.1 + at % width / cols;
+        for (at, x) in values.iter().enumerate() {
+            scales[tile(at)] = scales[tile(at)].max((x.abs() / 448.0) as f32);
+        }
+        let codes: Vec<F8E4M3> =
+            values.iter().enumerate().map(|(at, x)| F8E4M3::from_f64(x / f64::from(scales[tile(at)]))).collect();
+        for (at, (x, code)) in values.iter_mut().zip(&codes).enumerate() {
+            *x = code.to_f64() * f64::from(scales[tile(at)]);
+        }
+        let bits = codes.iter().map(|code| code.to_bits()).collect();
+        stored.push((name.clone(), Dtype::F8_E4M3, shape.clone(), bits));
+        let bytes = scales.iter().flat_map(|x| x.to_le_bytes()).collect();
+        stored.push((format!("{name}_scale_inv"), Dtype::F32, vec![grid.0, grid.1], bytes));
+    }
+    let (_plain_folder, plain) = open(&f, &plain, Dtype::F64);
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("config.json"), f.config.to_string()).unwrap();
+    let views = stored.iter().map(|(name, dtype, shape, bytes)| {
+        (name.as_str(), safetensors::tensor::TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &folder.path().join("model.safetensors")).unwrap();
+    let fp8 = Checkpoint::open(folder.path()).unwrap();
+    assert!(fp8.spec().fp8_inputs);
+    for layer in 0..2 {
+        let (one, other) = (bounds(&fp8, layer), bounds(&plain, layer));
+        for (one, other) in operand_bounds(&one).iter().zip(operand_bounds(&other)) {
+            assert_eq!(one.exact, other.exact);
+        }
+        for (one, other) in one.expanded.heads.iter().zip(&other.expanded.heads) {
+            assert_eq!(one.certain, other.certain);
+        }
+    }
+}
+
 #[cfg(feature = "cli")]
 #[test]
 fn commands_show_the_cache() {

@@ -131,7 +131,8 @@ impl SharedKey {
         let majorant = |t: Vec<f64>| {
             let root: Vec<f64> = t.iter().map(|t| t.sqrt().recip()).collect();
             let scaled = self.gram.scaled(&root);
-            let mu = (largest_eigenvalue(&scaled.matrix).upper + scaled.error()) * (1.0 + 8.0 * f64::EPSILON);
+            let slack = 8.0 * f64::EPSILON * t.len() as f64;
+            let mu = (largest_eigenvalue(&scaled.matrix).upper + scaled.error()) * (1.0 + slack);
             Gram::exact(DMatrix::from_diagonal(&DVector::from_vec(t)) * mu)
         };
         vec![majorant(balanced), majorant(vec![1.0; self.constant.len()])]
