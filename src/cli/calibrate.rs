@@ -182,6 +182,9 @@ fn table(profile: &Profile) -> String {
         "  at delta {:e}, seq-len {}, batch {}, steps {}; assumes isotropic tokens (exact Beta tail: gamma {:.6}, c_star {:.6})",
         tail.delta, tail.seq_len, tail.batch, tail.steps, c.gamma_beta, c.c_star_beta
     );
+    if profile.model.mla.is_some() {
+        out.push_str("  not a bound for latent attention (MLA), whose queries and keys are not linear in a token\n");
+    }
     if let Some(ChosenC { c, delta }) = profile.chosen_c {
         let _ = writeln!(out, "c {} in place of c_star: failure probability delta {}", short(c), amount(delta));
     }
