@@ -84,7 +84,10 @@ fn families() -> Vec<Family> {
     let no_query_latent =
         |family: Family| Family { q_rank: None, config: with(&family.config, json!({"q_lora_rank": null})), ..family };
     vec![
-        Family { tau: usual * magnitude(1.0).powi(2), ..family("deepseek_v3", yarn(json!({"mscale": 1.0, "mscale_all_dim": 1.0}))) },
+        Family {
+            tau: usual * magnitude(1.0).powi(2),
+            ..family("deepseek_v3", yarn(json!({"mscale": 1.0, "mscale_all_dim": 1.0})))
+        },
         // Without these keys cosines and sines carry the factor, and the softmax scale nothing.
         Family { attention_factor: magnitude(1.0), ..family("deepseek_v3", yarn(json!({}))) },
         Family { halves: Some(true), ..family("deepseek_v3", json!({"rope_interleave": false})) },
@@ -108,14 +111,20 @@ fn families() -> Vec<Family> {
         Family {
             halves: Some(true),
             attention_factor: (1.0 + 8f64.ln() / 512f64.ln()).sqrt(),
-            ..family("minicpm3", json!({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0],
-                "original_max_position_embeddings": 512}}))
+            ..family(
+                "minicpm3",
+                json!({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0],
+                "original_max_position_embeddings": 512}}),
+            )
         },
         Family {
             growth: 1.0 + 0.1 * 8f64.ln(),
-            ..family("mistral4", json!({"rope_parameters": {"type": "yarn", "rope_theta": 10000.0, "factor": 8.0,
+            ..family(
+                "mistral4",
+                json!({"rope_parameters": {"type": "yarn", "rope_theta": 10000.0, "factor": 8.0,
                 "original_max_position_embeddings": 512, "mscale": 1.0, "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}}))
+                "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}}),
+            )
         }
         .times(8.0),
         Family {
@@ -127,8 +136,11 @@ fn families() -> Vec<Family> {
         no_query_latent(Family {
             halves: None,
             numbers: vec![1, 3],
-            ..family("kimi_linear", json!({"num_hidden_layers": 4, "linear_attn_config": {"full_attn_layers": [2, 4],
-                "kda_layers": [1, 3]}}))
+            ..family(
+                "kimi_linear",
+                json!({"num_hidden_layers": 4, "linear_attn_config": {"full_attn_layers": [2, 4],
+                "kda_layers": [1, 3]}}),
+            )
         }),
         no_query_latent(Family {
             names: ("layers.{i}.attention", "layers.{i}.input_layernorm"),
@@ -234,7 +246,8 @@ fn forward(f: &Family, t: &Tensors, layer: usize, hidden: &[f64], angles: &[f64]
     let linear = |name: &str, rows: std::ops::Range<usize>, x: &[f64]| -> Vec<f64> {
         let bias = t.find(&format!("{attention}.{name}.bias"));
         let x = by.input(x);
-        rows.map(|row| by.round(dot(&weight(name)[row * x.len()..][..x.len()], &x) + bias.map_or(0.0, |b| b[row]))).collect()
+        rows.map(|row| by.round(dot(&weight(name)[row * x.len()..][..x.len()], &x) + bias.map_or(0.0, |b| b[row])))
+            .collect()
     };
     let times = |x: Vec<f64>, factor: f64| -> Vec<f64> {
         if factor == 1.0 { x } else { x.into_iter().map(|x| by.round(x * factor)).collect() }
@@ -736,7 +749,10 @@ fn a_profile_has_the_cache_beside_the_expanded_form() {
     let descale = |bound: OperandBound| f64::from(bound.descale().unwrap().get());
     assert_eq!(row["mla"]["cache_descale"].as_f64().unwrap(), descale(b.cache()));
     let absorbed = row["mla"]["absorbed_q_descale"].as_array().unwrap();
-    assert_eq!(absorbed.iter().map(|x| x.as_f64().unwrap()).collect::<Vec<_>>(), b.absorbed_q.iter().map(|x| descale(*x)).collect::<Vec<_>>());
+    assert_eq!(
+        absorbed.iter().map(|x| x.as_f64().unwrap()).collect::<Vec<_>>(),
+        b.absorbed_q.iter().map(|x| descale(*x)).collect::<Vec<_>>()
+    );
     for key in ["q_descale", "k_descale", "v_descale", "o_descale"] {
         assert_eq!(row[key].as_array().unwrap().len(), HEADS, "{key}");
     }
@@ -810,7 +826,9 @@ fn commands_show_the_cache() {
         let output = run.arg(command).arg(folder.path()).output().unwrap();
         let shown = String::from_utf8(output.stdout).unwrap();
         assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
-        for part in ["2 heads of 16 + 16 rotated, values of 24, MLA (query latent 48, cached latent 32)", "cache descale"] {
+        for part in
+            ["2 heads of 16 + 16 rotated, values of 24, MLA (query latent 48, cached latent 32)", "cache descale"]
+        {
             assert!(shown.contains(part), "{command}: {shown}");
         }
     }
@@ -837,7 +855,8 @@ fn what_does_not_know_latent_attention_refuses_it() {
     }
     let saved: AttentionSpec = serde_json::from_value(serde_json::to_value(spec).unwrap()).unwrap();
     assert_eq!(saved, *spec);
-    let names = Layout::from_config_json(f.config.to_string().as_bytes(), "m/config.json".as_ref()).unwrap().layer(1).unwrap();
+    let names =
+        Layout::from_config_json(f.config.to_string().as_bytes(), "m/config.json".as_ref()).unwrap().layer(1).unwrap();
     let mla = names.mla.unwrap();
     assert_eq!((names.q.name.as_str(), names.v.heads[1]), ("layers.1.self_attn.q_b_proj", 2 * NOPE + VALUE));
     assert_eq!((mla.k_pe.heads, mla.k_pe.channels), (vec![RANK], RANK + ROPE));

@@ -113,7 +113,9 @@ fn projected_head(
         product = product.min(d * balanced);
     }
     let flushes = (flush * step_q + (1.0 + E4M3_ROUNDING) * floor_q, flush * step_k + (1.0 + E4M3_ROUNDING) * floor_k);
-    bounds.rounded = Some(certain + rounding_gap(tau, (geometry.rounding.q, geometry.rounding.k), product, (size_q, size_k), flushes));
+    bounds.rounded = Some(
+        certain + rounding_gap(tau, (geometry.rounding.q, geometry.rounding.k), product, (size_q, size_k), flushes),
+    );
 
     let t = if c.any() { model.t_spectrum.1 } else { model.t_spectrum.0 };
     let linear = (2.0 * t).sqrt() * (c.a + c.b);
@@ -169,7 +171,8 @@ fn normalised_head(
     // The norm sees whatever rounding came before it, and bounds it all the same.
     let sizes = (q.norm(), k.norm());
     let flushes = (flush * step_q, flush * step_k);
-    let rounded = certain + rounding_gap(tau, (geometry.rounding.q, geometry.rounding.k), sizes.0 * sizes.1, sizes, flushes);
+    let rounded =
+        certain + rounding_gap(tau, (geometry.rounding.q, geometry.rounding.k), sizes.0 * sizes.1, sizes, flushes);
     Ok(HeadBounds {
         naive: Some(tau * q.norm() * k.norm()),
         certain: Some(certain),

@@ -215,11 +215,14 @@ impl<'a> Keys<'a> {
         };
         let bias = self.set(&family.bias)?;
         let max_positions = self.first_count(
-            &Count { keys: &["max_position_embeddings", "n_positions", "max_context_length", "model_max_length"], default: None },
+            &Count {
+                keys: &["max_position_embeddings", "n_positions", "max_context_length", "model_max_length"],
+                default: None,
+            },
             MAX_POSITIONS,
         )?;
-        let both_ways = BIDIRECTIONAL.contains(&family.name) && !self.flag("is_decoder")?.unwrap_or(false)
-            || self.both_ways()?;
+        let both_ways =
+            BIDIRECTIONAL.contains(&family.name) && !self.flag("is_decoder")?.unwrap_or(false) || self.both_ways()?;
         let width = mla.map_or(d_head, |mla| mla.d_rope);
         let widths = if family.global_heads { (width, global.d_head) } else { (width, width) };
         let mut rope = self.rope(family, layers, widths, max_positions)?;
@@ -239,8 +242,11 @@ impl<'a> Keys<'a> {
         let is_global = |number: usize| family.global_heads && full[number];
         let own = heads.into_iter().zip(parts).filter_map(|(heads, (number, (rope, softmax_scale)))| {
             let ((n_q_heads, n_kv_heads), temperature) = (heads?, tempered(&rope));
-            let (d_head, n_kv_heads) =
-                if is_global(number) { (global.d_head, global.n_kv_heads.unwrap_or(n_kv_heads)) } else { (d_head, n_kv_heads) };
+            let (d_head, n_kv_heads) = if is_global(number) {
+                (global.d_head, global.n_kv_heads.unwrap_or(n_kv_heads))
+            } else {
+                (d_head, n_kv_heads)
+            };
             let kv_source = sources[number];
             Some(LayerSpec { number, n_q_heads, n_kv_heads, d_head, rope, softmax_scale, temperature, kv_source, mla })
         });
@@ -270,7 +276,8 @@ impl<'a> Keys<'a> {
             let rule = format_args!("layer {number}: {n_q} query heads do not divide by {n_kv} key/value heads");
             return Err(Error::format(file, rule));
         }
-        let keys_as_values = if global.keys_as_values { (0..layers).filter(|n| is_global(*n)).collect() } else { vec![] };
+        let keys_as_values =
+            if global.keys_as_values { (0..layers).filter(|n| is_global(*n)).collect() } else { vec![] };
         let own_norm = match family.norm_tensor {
             NormTensor::Own(name) => Some(name),
             NormTensor::Falcon { two, one } => {

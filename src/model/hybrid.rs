@@ -80,7 +80,8 @@ impl Keys<'_> {
                 let mut has = vec![false; layers];
                 for value in settings.array(key)?.ok_or_else(missing)? {
                     let layer = value.as_u64().and_then(|n| has.get_mut(usize::try_from(n).ok()?.checked_sub(1)?));
-                    *layer.ok_or_else(|| self.wrong(key, &format!("a list of layers from 1 to {layers}"), value))? = true;
+                    *layer.ok_or_else(|| self.wrong(key, &format!("a list of layers from 1 to {layers}"), value))? =
+                        true;
                 }
                 Ok(has)
             }

@@ -174,14 +174,14 @@ impl Config {
                 // Families with these tensors have the sizes.
                 let (q, each) = (if spec.mla.is_some_and(|mla| mla.q_rank.is_some()) { q_b } else { q }, spec.mla);
                 let (nope, value) = each.map_or((r, r), |mla| (mla.d_nope, mla.d_value));
-                return [(q, r, 0), (kv_b, nope + value, 0), (kv_b, nope + value, nope)].map(|(template, each, first)| {
-                    ProjectionName {
+                return [(q, r, 0), (kv_b, nope + value, 0), (kv_b, nope + value, nope)].map(
+                    |(template, each, first)| ProjectionName {
                         name: at(template, layer),
                         heads: (0..n_q).map(|h| h * each + first).collect(),
                         channels: n_q * each,
                         conv1d: false,
-                    }
-                });
+                    },
+                );
             }
             QkvTensors::Grouped { name } => {
                 let group = spec.group();

@@ -36,13 +36,15 @@ pub use layout::{LayerNames, Layout, MlaNames, ProjectionName, attention_module}
 pub use mla::Mla;
 pub use preset::{paper_sigma_profile, preset, preset_names};
 pub use record::PerLayer;
-pub use rounding::{E4M3_ROUNDING, Forward, LEAST_ROUNDING_SHARE, MlaRounding, RoundingShare, WeightRounding, norm_roundings};
+pub use rounding::{
+    E4M3_ROUNDING, Forward, LEAST_ROUNDING_SHARE, MlaRounding, RoundingShare, WeightRounding, norm_roundings,
+};
 #[doc(hidden)]
 pub use shards::fuzz_safetensors;
 pub use source::ModelSource;
 pub use spec::{
-    AttentionSpec, GainForm, InputNorm, LayerSpec, Multipliers, NormKind, QkNorm, QkNormScope, QkvBias, Rope, RopeLayout,
-    Temperature,
+    AttentionSpec, GainForm, InputNorm, LayerSpec, Multipliers, NormKind, QkNorm, QkNormScope, QkvBias, Rope,
+    RopeLayout, Temperature,
 };
 pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOptions};
 pub use weights::{LayerWeights, MlaWeights, NormVectors, Projection};

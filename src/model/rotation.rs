@@ -266,7 +266,11 @@ impl<'a> Keys<'a> {
     }
 
     /// Which layers are full ones: `layer_types`, else every n-th.
-    pub(super) fn full_layers(&self, layers: usize, (keys, default): &(&'static [&'static str], usize)) -> Result<Vec<bool>> {
+    pub(super) fn full_layers(
+        &self,
+        layers: usize,
+        (keys, default): &(&'static [&'static str], usize),
+    ) -> Result<Vec<bool>> {
         if let Some(types) = self.layer_types(layers)? {
             return Ok(types);
         }

@@ -124,14 +124,14 @@ impl AttentionSpec {
         // Weights that are not BF16 in storage are rounded when they are loaded.
         let projection = |stored: Dtype| 1 + i32::from(stored != Dtype::Bf16);
         let factor = |factor: f64| i32::from(factor != 1.0);
-        let (rotation, growth) = (if layer.rope.is_some() { 3 } else { 0 }, if layer.temperature.is_some() { 2 } else { 0 });
+        let (rotation, growth) =
+            (if layer.rope.is_some() { 3 } else { 0 }, if layer.temperature.is_some() { 2 } else { 0 });
         let latent = norm + factor(mla.kv_factor);
         let query = norm + projection(q) + factor(mla.q_factor) + growth;
         let q_inputs = mla.q_inputs(self.d_model);
         let cached = |share: f64, factors: i32| with_e4m3(share, 1 + factors);
-        let from_latent = |stored: Dtype| {
-            cached(share(latent + projection(stored), mla.kv_rank), self.e4m3_factors(stored))
-        };
+        let from_latent =
+            |stored: Dtype| cached(share(latent + projection(stored), mla.kv_rank), self.e4m3_factors(stored));
         let weight = |stored: Dtype| {
             let e4m3 = if self.e4m3_factors(stored) == 2 { E4M3_ROUNDING } else { 0.0 };
             e4m3 + if stored == Dtype::Bf16 { 0.0 } else { BF16_ROUNDING }

@@ -89,7 +89,9 @@ impl Keys<'_> {
         match self.get(key).and_then(Value::as_str) {
             Some("all") => Ok(true),
             Some("vision") => Ok(false),
-            Some(other) => Err(refuse(self.file, format_args!("`{key}` = `{}` is not known", super::keys::shorten(other)))),
+            Some(other) => {
+                Err(refuse(self.file, format_args!("`{key}` = `{}` is not known", super::keys::shorten(other))))
+            }
             None => Ok(self.flag(key)?.unwrap_or(false)),
         }
     }

@@ -292,7 +292,11 @@ pub fn cases() -> Vec<Case> {
             &json!({"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
                 "rope_theta": 1000000.0, "num_kv_shared_layers": 2}),
         ),
-        grouped("gemma3n_text", "gemma3n", json!({"sliding_window_pattern": 2, "num_kv_shared_layers": 0, "rope_theta": 1000000.0})),
+        grouped(
+            "gemma3n_text",
+            "gemma3n",
+            json!({"sliding_window_pattern": 2, "num_kv_shared_layers": 0, "rope_theta": 1000000.0}),
+        ),
         hybrid(grouped("bamba", "llama half", json!({"attn_layer_indices": [3, 1]}))),
         hybrid(grouped(
             "olmo_hybrid",
@@ -388,7 +392,11 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
             }
             kind => {
                 let around =
-                    if kind.starts_with("gemma") && kind != "gemma3n" || ["nemotron", "qwen3_next"].contains(&kind) { 0.0 } else { 1.0 };
+                    if kind.starts_with("gemma") && kind != "gemma3n" || ["nemotron", "qwen3_next"].contains(&kind) {
+                        0.0
+                    } else {
+                        1.0
+                    };
                 let shift = ["phi", "starcoder2", "stablelm", "nemotron", "phimoe"].contains(&case.kind);
                 match kind {
                     // A trap: this one feeds the feed-forward, not the attention.
@@ -415,9 +423,8 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                         continue;
                     }
                     match case.kind {
-                        "qwen3" | "qwen3_next" | "gemma3" | "gemma3n" | "glm4_moe" | "exaone4" | "exaone_moe" | "apertus" => {
-                            norm(&mut t, format!("{attn}.{name}_norm"), R, false, around)
-                        }
+                        "qwen3" | "qwen3_next" | "gemma3" | "gemma3n" | "glm4_moe" | "exaone4" | "exaone_moe"
+                        | "apertus" => norm(&mut t, format!("{attn}.{name}_norm"), R, false, around),
                         "hunyuan" | "hunyuan alpha" => {
                             let name = if name == "q" { "query" } else { "key" };
                             norm(&mut t, format!("{attn}.{name}_layernorm"), R, false, 1.0);

@@ -419,8 +419,16 @@ fn what_does_not_fit_is_named() {
     says(block(&none), "no layer has attention");
     says(with(decilm(), "block_configs", Value::Null), "neither `block_configs` nor `num_key_value_heads_per_layer`");
     // Known, and beyond what can be bounded here.
-    says(json!({"model_type": "gemma3n_text"}), "keys and values of earlier ones");
-    says(json!({"model_type": "gemma4", "text_config": {}}), "512 channels");
+    let gemma = |extra: Value| {
+        let mut config = json!({"model_type": "gemma3n_text", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": R});
+        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        config
+    };
+    says(gemma(json!({})), "`num_kv_shared_layers` is 15 of 4 layers: none is left");
+    let kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"];
+    says(gemma(json!({"num_kv_shared_layers": 1, "layer_types": kinds})), "no layer of its kind has its own");
+    says(gemma(json!({"head_dim": 512})), "head dimension 512");
     says(json!({"model_type": "mimo_v2_flash"}), "narrower than its keys");
     // A missing tensor is named by the model's own number.
     let (folder, mut tensors) = (tempfile::tempdir().unwrap(), draw(&decilm()));
@@ -498,7 +506,8 @@ fn gemma_4_has_global_heads_and_shares_keys() {
             };
             (0..r).map(channel).collect()
         };
-        let normed = |heads: Vec<Vec<f64>>, gain: &[f64]| heads.iter().map(|head| rms_norm(head, gain)).collect::<Vec<_>>();
+        let normed =
+            |heads: Vec<Vec<f64>>, gain: &[f64]| heads.iter().map(|head| rms_norm(head, gain)).collect::<Vec<_>>();
         let q: Vec<_> = normed(project(i, "q"), gain(i, "q")).into_iter().map(turned).collect();
         let k: Vec<_> = normed(project(source, "k"), gain(source, "k")).into_iter().map(turned).collect();
         let v = normed(project(source, if i % 2 == 1 { "k" } else { "v" }), &vec![1.0; r]);

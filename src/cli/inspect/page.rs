@@ -107,7 +107,9 @@ pub fn render(inspection: &Inspection) -> String {
                 title: "Certain bound by layer".to_owned(),
                 caption: match inspection.model.mla {
                     Some(_) => "Each head, in exact arithmetic. Bar: mean.".to_owned(),
-                    None => "Each head, from the gains of its q and k norms, in exact arithmetic. Bar: mean.".to_owned(),
+                    None => {
+                        "Each head, from the gains of its q and k norms, in exact arithmetic. Bar: mean.".to_owned()
+                    }
                 },
                 content: strip(layers, |head| head.bound_certain, |_| None),
             },

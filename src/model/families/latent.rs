@@ -2,8 +2,8 @@
 
 use super::parts::*;
 use super::schema::{
-    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, MlaRule, NormTensor, Otherwise, QkvTensors, RopeLayers, RopeRule,
-    RotaryShare, ScaleRule, Sizes, TemperatureRule,
+    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, MlaRule, NormTensor, Otherwise, QkvTensors, RopeLayers,
+    RopeRule, RotaryShare, ScaleRule, Sizes, TemperatureRule,
 };
 use crate::model::spec::RopeLayout;
 
@@ -113,10 +113,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         name: "longcat_flash",
         model_types: &["longcat_flash"],
-        sizes: Sizes {
-            layers: required(&["num_layers"]),
-            ..llama_sizes(KvHeads::SameAsQuery, HeadDim::Key(None))
-        },
+        sizes: Sizes { layers: required(&["num_layers"]), ..llama_sizes(KvHeads::SameAsQuery, HeadDim::Key(None)) },
         norm_tensor: NormTensor::Own("layers.{i}.input_layernorm.{a}"),
         rope: rope(RopeLayout::Interleaved, 1e7),
         qkv: QkvTensors::Latent {

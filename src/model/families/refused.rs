@@ -29,7 +29,8 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
 
 const GATED_LATENT: &str = "its queries also read the query latent without its norm, which has no bound";
 const OTHER_LATENT: &str = "its layers are not the latent attention (MLA) that is known here";
-const NORMED_KEY: &str = "its latent attention also normalizes the shared rotated key, and its layers differ in their sizes";
+const NORMED_KEY: &str =
+    "its latent attention also normalizes the shared rotated key, and its layers differ in their sizes";
 const SHARED_LATENT: &str = "some of its layers take the cached latents of earlier ones";
 const ALIBI: &str = "ALiBi adds a position bias to the logits";
 const NARROW_VALUES: &str = "its values are narrower than its keys, and a head has one width here";
