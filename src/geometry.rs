@@ -7,7 +7,10 @@
 //!
 //! Rotary channels are multiplied by the attention factor first, so that what remains is a rotation. Where q and k are
 //! normalised after the projection, their size does not depend on the weights and [`QkLimits`] takes the place of the
-//! operators. [`LayerGeometry::new`] refuses what cannot be bounded.
+//! operators. [`LayerGeometry::new`] refuses what cannot be bounded. Latent attention has operators of other shapes:
+//! [`MlaGeometry`].
+
+mod mla;
 
 use crate::error::{Error, Result};
 use crate::model::{
@@ -15,6 +18,8 @@ use crate::model::{
 };
 use crate::tensor::MatrixView;
 use std::sync::Arc;
+
+pub use mla::MlaGeometry;
 
 /// Model-dimension entries read at a time.
 pub const PANEL: usize = 256;
@@ -51,6 +56,8 @@ pub struct LayerGeometry<'a> {
     pub other_rotaries: Vec<Rotary>,
     /// Limits of q and k where they are normalised after the projection.
     pub qk_limits: Option<QkLimits>,
+    /// Whether each value head is normalised, without a gain: its length is `sqrt(d_head)` at most.
+    pub v_normalised: bool,
     /// Whether a norm bounds the projections' input; without one (OLMo 2) only normalised q and k have bounds.
     pub input_bounded: bool,
     /// Whether the input has its mean removed (LayerNorm).
@@ -158,6 +165,12 @@ impl<'a> LayerGeometry<'a> {
         let own = spec.layer(layer)?;
         let r = own.d_head;
         let place = || spec.place(layer);
+        if own.mla.is_some() {
+            return Err(Error::unsupported(format_args!(
+                "{}: latent attention (MLA) has bounds of its own, on the CPU only",
+                place()
+            )));
+        }
         if spec.norm.kind == NormKind::None && spec.qk_norm_of(own).is_none() {
             return Err(Error::unsupported(format_args!(
                 "{}: attention input without a norm, and q and k without one, have no bound",
@@ -232,6 +245,7 @@ impl<'a> LayerGeometry<'a> {
             rotary,
             other_rotaries,
             qk_limits,
+            v_normalised: spec.v_norm,
             input_bounded: spec.norm.kind != NormKind::None,
             rounding,
             centred,
@@ -556,6 +570,11 @@ impl<'a> HeadOperator<'a> {
                 x.iter_mut().zip(line).for_each(|(x, w)| *x += y * w);
             }
         }
+    }
+
+    /// The same operator where its input comes with an error of at most this length.
+    pub fn with_input_error(self, floor: f64) -> Self {
+        Self { floor, ..self }
     }
 
     /// The same operator without its constant.

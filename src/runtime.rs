@@ -24,7 +24,7 @@
 mod state;
 
 use crate::attention::{Attention, AttentionCall, AttentionOutput, Cast, Inputs, LogitCast, Precision, measure};
-use crate::bound::{LayerBounds, Tail};
+use crate::bound::{LayerBounds, MlaBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights};
@@ -401,10 +401,11 @@ impl Runtime {
     }
 }
 
-/// The bounds of one layer, with the exact engine.
+/// The bounds of one layer, with the exact engine. For latent attention they are those of its expanded form, and
+/// [`MlaBounds`] has the cache's.
 ///
 /// # Errors
-/// As [`LayerGeometry::new`], [`SpectralEngine::layer`] and [`LayerBounds::new`].
+/// As [`LayerGeometry::new`], [`SpectralEngine::layer`], [`LayerBounds::new`] and [`MlaBounds::new`].
 pub fn bounds_of(spec: &AttentionSpec, weights: LayerWeights<'_>, tail: &Tail) -> Result<LayerBounds> {
     bounds_by(&mut GramEngine, spec, weights, tail)
 }
@@ -415,6 +416,9 @@ fn bounds_by(
     weights: LayerWeights<'_>,
     tail: &Tail,
 ) -> Result<LayerBounds> {
+    if weights.mla.is_some() {
+        return Ok(MlaBounds::new(spec, weights)?.expanded);
+    }
     let geometry = LayerGeometry::new(spec, weights)?;
     let spectrum = engine.layer(&geometry)?;
     LayerBounds::new(spec, &geometry, &spectrum, tail)

@@ -233,19 +233,31 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                 _ => rms_norm(hidden, &input().0, 0.0),
             };
             let attn = format!("{p}layers.{i}.{}", if family == "nemotron_h" { "mixer" } else { "self_attn" });
-            let [mut q, mut k, v] = ["q", "k", "v"].map(|n| heads(&linear(t, &format!("{attn}.{n}_proj"), &x)));
+            // Gemma 3n: its last two layers take the keys and values of the two before. Weights alone are compared here, so these
+            // are of the same tokens.
+            let shared = case.config.pointer("/text_config/num_kv_shared_layers").is_some() && i >= 2;
+            let from = if shared { format!("{p}layers.{}.self_attn", i - 2) } else { attn.clone() };
+            let place = |n: &str| if n == "q" { &attn } else { &from };
+            let x: Vec<f64> = if family == "falcon_h1" { x.iter().map(|x| 1.5 * x).collect() } else { x };
+            let [mut q, mut k, mut v] =
+                ["q", "k", "v"].map(|n| heads(&linear(t, &format!("{}.{n}_proj", place(n)), &x)));
+            match family {
+                "falcon_h1" => k.iter_mut().flatten().for_each(|x| *x *= 0.375),
+                "gemma3n" => v.iter_mut().for_each(|head| *head = rms_norm(head, &[1.0; R], 0.0)),
+                _ => {}
+            }
             if family == "qwen3_next" {
                 // Viewed as [heads, query and gate].
                 q = q.into_iter().step_by(2).collect();
             }
             for (name, all) in [("q", &mut q), ("k", &mut k)] {
-                let gain = || t.get(&format!("{attn}.{name}_norm.weight"));
+                let gain = || t.get(&format!("{}.{name}_norm.weight", place(name)));
                 match case.kind {
                     "olmo2" | "olmoe" | "minimax_m2" => *all = heads(&rms_norm(&all.concat(), gain(), 0.0)),
                     _ => {
                         for (h, head) in all.iter_mut().enumerate() {
                             *head = match case.kind {
-                                "qwen3" | "glm4_moe" | "exaone4" | "exaone_moe" | "apertus" => {
+                                "qwen3" | "glm4_moe" | "exaone4" | "exaone_moe" | "apertus" | "gemma3n" => {
                                     rms_norm(head, gain(), 0.0)
                                 }
                                 "gemma3" | "qwen3_next" => rms_norm(head, gain(), 1.0),
@@ -269,6 +281,7 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     "cohere" | "cohere2" | "helium" | "llama4" | "llama4 normed" => {
                         rope_interleaved(head, &frequencies(10_000.0, R), position)
                     }
+                    "gemma3n" if i % 2 == 1 => rope_half(head, &frequencies(1e6, R), position, 1.0),
                     "glm4" => rope_interleaved(head, &frequencies(10_000.0, R / 2), position),
                     "granite fixed" | "llama fixed" | "nemotron_h" => {}
                     "phi" | "glm4_moe" | "llama half" | "nemotron" | "minimax_m2" | "qwen3_next" => {
@@ -311,6 +324,7 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             let scale = match family {
                 "gemma2" | "gemma3" => 1.0 / 24f64.sqrt(),
                 "granite" => 0.015625,
+                "gemma3n" => 1.0,
                 _ => usual,
             };
             Out { q, k, v, scale, cap: (family == "gemma2").then_some(5.0) }
@@ -491,6 +505,9 @@ fn every_family_has_a_case() {
         "bamba",
         "olmo_hybrid",
         "minimax",
+        "falcon_h1",
+        "gemma3n",
+        "gemma3n_text",
     ];
     for name in wanted {
         assert!(tried.contains(name), "{name}");

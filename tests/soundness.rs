@@ -30,7 +30,7 @@ struct Affine {
 
 impl Affine {
     fn of(spec: &AttentionSpec, weights: &LayerWeights<'_>, side: impl Fn(&Qkv) -> &[f64]) -> Self {
-        let mut plain = AttentionSpec { qk_norm: None, ..spec.clone() };
+        let mut plain = AttentionSpec { qk_norm: None, v_norm: false, ..spec.clone() };
         plain.layers.iter_mut().for_each(|layer| layer.rope = None);
         let d = spec.d_model;
         let at = |x: &[f64]| DVector::from_column_slice(side(&forward_qkv_at(&plain, weights, x, &[])));
@@ -292,7 +292,13 @@ fn forward_bf16(spec: &AttentionSpec, weights: &LayerWeights<'_>, x_hat: &[f64],
     Qkv {
         q: finish(project(&weights.q), &weights.q_norm).into_iter().map(grow).collect(),
         k: finish(project(&weights.k), &weights.k_norm),
-        v: project(&weights.v),
+        v: match (project(&weights.v), spec.v_norm) {
+            (heads, false) => heads,
+            (heads, true) => {
+                let norm = |head: Vec<f64>| to_sphere(NormKind::RmsNorm, &head).into_iter().map(round).collect();
+                heads.into_iter().map(norm).collect()
+            }
+        },
     }
 }
 

@@ -262,6 +262,7 @@ pub fn layout(py: Python<'_>, config: &str, name: &str) -> PyResult<String> {
     let described = || {
         let layout = Layout::from_config_json(config.as_bytes(), Path::new(name))?;
         let spec = layout.spec();
+        sigmascale::bound::check_plain(spec)?;
         let layers = (0..spec.layers.len())
             .map(|layer| {
                 let (own, names) = (spec.layer(layer)?, layout.layer(layer)?);

@@ -93,18 +93,40 @@ pub fn isotropic(spec: &AttentionSpec, tail: &Tail) -> Result<Isotropic> {
     })
 }
 
+fn on_cpu(spec: &AttentionSpec, what: &str) -> Result<()> {
+    Err(Error::unsupported(format_args!("{}: {what} are bounded on the CPU only", spec.name)))
+}
+
+/// Refuses what is no plain q, k and v of a layer's own weights, which is all that the scale engine reads.
+///
+/// # Errors
+/// `is_unsupported` for latent attention, normalised values, factors beside the weights, and layers that take the keys and
+/// values of others.
+pub fn check_plain(spec: &AttentionSpec) -> Result<()> {
+    if spec.has_mla() {
+        return on_cpu(spec, "layers with latent attention (MLA)");
+    }
+    if spec.v_norm || spec.multipliers.is_some() {
+        return on_cpu(spec, "normalized values and factors beside the weights");
+    }
+    if spec.layers.iter().any(|layer| layer.kv_source.is_some()) {
+        return on_cpu(spec, "layers that take keys and values of others");
+    }
+    Ok(())
+}
+
 /// Refuses what the scale engine does not count.
 ///
 /// # Errors
-/// `is_unsupported` if the projections may read their input rounded to E4M3, or if the config has two readings of the rotation.
+/// As [`check_plain`]; `is_unsupported` if the projections may read their input rounded to E4M3, or if the config has two
+/// readings of the rotation.
 pub fn check_device(spec: &AttentionSpec) -> Result<()> {
-    let on_cpu =
-        |what: &str| Err(Error::unsupported(format_args!("{}: {what} are bounded on the CPU only", spec.name)));
+    check_plain(spec)?;
     if spec.fp8_inputs {
-        return on_cpu("weights stored in FP8, whose inputs may be rounded to E4M3 too,");
+        return on_cpu(spec, "weights stored in FP8, whose inputs may be rounded to E4M3 too,");
     }
     if spec.layers.iter().flat_map(|layer| &layer.rope).any(|rope| !rope.other_dims.is_empty()) {
-        return on_cpu("rotations that engines read differently");
+        return on_cpu(spec, "rotations that engines read differently");
     }
     Ok(())
 }

@@ -4,11 +4,11 @@ use super::tail::{ModelConstants, Tail};
 use super::values::{E4M3_MAX, HeadBounds, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
 use crate::geometry::{Channels, HeadLimit, LayerGeometry};
-use crate::model::{AttentionSpec, E4M3_ROUNDING, RoundingShare};
+use crate::model::{AttentionSpec, E4M3_ROUNDING};
 use crate::spectral::{HeadSpectrum, LayerSpectrum};
 
 /// Absolute error of an E4M3 subnormal, in units of its descale.
-const SUBNORMAL_ERROR: f64 = 1.0 / 1024.0;
+pub(super) const SUBNORMAL_ERROR: f64 = 1.0 / 1024.0;
 
 impl LayerBounds {
     /// All bounds of a layer.
@@ -28,7 +28,7 @@ impl LayerBounds {
                 geometry.place
             )));
         }
-        let share = geometry.rounding;
+        let (share, d) = (geometry.rounding, geometry.d_model as f64);
         let (q, k) = match &geometry.qk_limits {
             Some(limits) => (
                 limits.q.iter().map(|limit| normalised_operand(limit, share.q)).collect::<Vec<_>>(),
@@ -37,14 +37,18 @@ impl LayerBounds {
             None => {
                 let pairs = geometry.rotary_pairs();
                 let bound = |heads: &[Channels], share: f64| -> Vec<_> {
-                    heads.iter().map(|channels| operand(geometry, channels, &pairs, share)).collect()
+                    heads.iter().map(|channels| operand(d, channels, &pairs, share)).collect()
                 };
                 (bound(&spectrum.q, share.q), bound(&spectrum.k, share.k))
             }
         };
-        let v = geometry
-            .input_bounded
-            .then(|| spectrum.v.iter().map(|channels| operand(geometry, channels, &[], share.v)).collect::<Vec<_>>());
+        let bounded = geometry.input_bounded;
+        let v = if geometry.v_normalised {
+            let exact = (geometry.d_head as f64).sqrt();
+            Some(vec![OperandBound { exact, rounded: exact * (1.0 + share.v) }; geometry.v.len()])
+        } else {
+            bounded.then(|| spectrum.v.iter().map(|channels| operand(d, channels, &[], share.v)).collect::<Vec<_>>())
+        };
         let constants = ModelConstants::new(spec, tail)?;
         // Heads may share the layer's largest scale, whose E4M3 subnormals are the coarsest.
         let step = |heads: &[OperandBound]| heads.iter().map(|head| head.rounded).fold(0.0, f64::max) / E4M3_MAX;
@@ -109,7 +113,9 @@ fn projected_head(
         product = product.min(d * balanced);
     }
     let flushes = (flush * step_q + (1.0 + E4M3_ROUNDING) * floor_q, flush * step_k + (1.0 + E4M3_ROUNDING) * floor_k);
-    bounds.rounded = Some(certain + rounding_gap(tau, geometry.rounding, product, (size_q, size_k), flushes));
+    bounds.rounded = Some(
+        certain + rounding_gap(tau, (geometry.rounding.q, geometry.rounding.k), product, (size_q, size_k), flushes),
+    );
 
     let t = if c.any() { model.t_spectrum.1 } else { model.t_spectrum.0 };
     let linear = (2.0 * t).sqrt() * (c.a + c.b);
@@ -122,15 +128,15 @@ fn projected_head(
 }
 
 /// Length of what small elements of an input in E4M3 add to a head.
-fn floor(channels: &Channels) -> f64 {
+pub(super) fn floor(channels: &Channels) -> f64 {
     channels.floor.iter().map(|error| error * error).sum::<f64>().sqrt()
 }
 
 /// `tau [(e_Q e_K - 1) N + e_Q N_Q f_K + e_K N_K f_Q + f_Q f_K]`, N at most N_Q N_K: what meets relative errors on both sides.
 /// `e = (1 + 1/17)(1 + share)`: what E4M3 rounding and what came before it together can make of q or k.
-fn rounding_gap(
+pub(super) fn rounding_gap(
     tau: f64,
-    share: RoundingShare,
+    (share_q, share_k): (f64, f64),
     product: f64,
     (size_q, size_k): (f64, f64),
     (flush_q, flush_k): (f64, f64),
@@ -140,7 +146,7 @@ fn rounding_gap(
         return 0.0;
     }
     let factor = |share: f64| (1.0 + E4M3_ROUNDING) * (1.0 + share);
-    let (q, k) = (factor(share.q), factor(share.k));
+    let (q, k) = (factor(share_q), factor(share_k));
     tau * ((q * k - 1.0) * product + q * size_q * flush_k + k * size_k * flush_q + flush_q * flush_k)
 }
 
@@ -165,7 +171,8 @@ fn normalised_head(
     // The norm sees whatever rounding came before it, and bounds it all the same.
     let sizes = (q.norm(), k.norm());
     let flushes = (flush * step_q, flush * step_k);
-    let rounded = certain + rounding_gap(tau, geometry.rounding, sizes.0 * sizes.1, sizes, flushes);
+    let rounded =
+        certain + rounding_gap(tau, (geometry.rounding.q, geometry.rounding.k), sizes.0 * sizes.1, sizes, flushes);
     Ok(HeadBounds {
         naive: Some(tau * q.norm() * k.norm()),
         certain: Some(certain),
@@ -174,10 +181,9 @@ fn normalised_head(
     })
 }
 
-/// `B = sqrt(d) ||w_c|| + |c_c|` and `A = sqrt(d) ||diag(g) w_c|| + sum |beta_i w_ic| + |b_c|`, the largest channel; for a
+/// For inputs of length sqrt(d) at most: `B = sqrt(d) ||w_c|| + |c_c|` and `A = sqrt(d) ||diag(g) w_c|| + sum |beta_i w_ic| + |b_c|`, the largest channel; for a
 /// rotation pair the spectral norm of its two columns and the length of its constants.
-fn operand(geometry: &LayerGeometry<'_>, channels: &Channels, pairs: &[(usize, usize)], share: f64) -> OperandBound {
-    let d = geometry.d_model as f64;
+pub(super) fn operand(d: f64, channels: &Channels, pairs: &[(usize, usize)], share: f64) -> OperandBound {
     let rounding = |c: usize| share * ((d * channels.folded_sq[c]).sqrt() + channels.spread[c]) + channels.floor[c];
     let mut bound = OperandBound { exact: 0.0, rounded: 0.0 };
     let mut include = |exact: f64, rounding: f64| {

@@ -21,9 +21,11 @@
 
 mod device;
 mod layer;
+mod mla;
 mod tail;
 mod values;
 
-pub use device::{HeadBound, HeadFrobenius, Isotropic, check_device, isotropic};
+pub use device::{HeadBound, HeadFrobenius, Isotropic, check_device, check_plain, isotropic};
+pub use mla::MlaBounds;
 pub use tail::{CStar, Tail, sphere_factor};
 pub use values::{BoundKind, E4M3_MAX, HeadBounds, LAYER_NORM_MEAN_LIMIT, LayerBounds, OperandBound};

@@ -93,8 +93,8 @@ impl HeadBounds {
         };
         value.ok_or_else(|| {
             Error::unsupported(format_args!(
-                "there is no {name} bound: it is made of the head's own spectrum, which the power estimator does not give and layers \
-                 that normalise q and k after the projection do not have"
+                "there is no {name} bound: it is made of the head's own spectrum, which the power estimator does not give, and which layers \
+                 with latent attention or with q and k normalized after the projection do not have"
             ))
         })
     }

@@ -1,8 +1,8 @@
 //! From a config or weights to a profile.
 
 use super::options::Options;
-use super::profile::{ChosenC, HeadProfile, LayerProfile, Method, ModelSummary, Profile, TailSummary};
-use crate::bound::{CStar, E4M3_MAX, LayerBounds};
+use super::profile::{ChosenC, HeadProfile, LayerProfile, Method, MlaProfile, ModelSummary, Profile, TailSummary};
+use crate::bound::{CStar, E4M3_MAX, LayerBounds, MlaBounds};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights};
@@ -55,8 +55,12 @@ impl<'s> Calibration<'s> {
     /// # Errors
     /// If weights are not finite, of the wrong shape, or cannot be bounded.
     pub fn layer(&mut self, weights: LayerWeights<'_>) -> Result<&LayerProfile> {
-        let geometry = LayerGeometry::new(self.spec, weights)?;
-        let profile = if self.options.as_paper { self.paper_layer(&geometry)? } else { self.sound_layer(&geometry)? };
+        let profile = if weights.mla.is_some() {
+            self.mla_layer(weights)?
+        } else {
+            let geometry = LayerGeometry::new(self.spec, weights)?;
+            if self.options.as_paper { self.paper_layer(&geometry)? } else { self.sound_layer(&geometry)? }
+        };
         self.layers.push(profile);
         Ok(&self.layers[self.layers.len() - 1])
     }
@@ -67,8 +71,6 @@ impl<'s> Calibration<'s> {
             Estimator::Power => PowerEngine::new(&mut self.power).layer(geometry)?,
         };
         let bounds = LayerBounds::new(self.spec, geometry, &spectrum, &self.options.tail)?;
-        let plan = ScalePlan::from_bounds(&bounds, self.options.bound, self.options.eta, self.options.granularity)
-            .map_err(|error| error.within(&geometry.place))?;
         let sigma = spectrum.heads.as_ref().map(|heads| heads.iter().map(|head| head.sigma).fold(0.0, f64::max));
         let heads = bounds
             .heads
@@ -79,11 +81,34 @@ impl<'s> Calibration<'s> {
                 HeadProfile::new(head, geometry, spectrum, bounds)
             })
             .collect();
+        Ok(LayerProfile { sigma, sigma_sum: spectrum.sigma_sum, ..self.planned(&bounds, heads)? })
+    }
+
+    /// Latent attention: its logits have a bound of their own, not the norms of heads.
+    fn mla_layer(&self, weights: LayerWeights<'_>) -> Result<LayerProfile> {
+        let place = self.spec.place(weights.layer);
+        if self.options.as_paper || self.options.estimator == Estimator::Power {
+            return Err(Error::unsupported(format_args!(
+                "{place}: the paper's sigma and its power iteration do not bound logits of latent attention (MLA): use estimator \
+                 gram and the certain bound"
+            )));
+        }
+        let bounds = MlaBounds::new(self.spec, weights)?;
+        let heads = bounds.expanded.heads.iter().enumerate();
+        let heads = heads.map(|(head, bounds)| HeadProfile::bounded(head, head, bounds)).collect();
+        let mla = MlaProfile::new(&bounds, self.options.granularity).map_err(|error| error.within(&place))?;
+        Ok(LayerProfile { mla: Some(mla), ..self.planned(&bounds.expanded, heads)? })
+    }
+
+    /// What the plan of a layer says.
+    fn planned(&self, bounds: &LayerBounds, heads: Vec<HeadProfile>) -> Result<LayerProfile> {
+        let plan = ScalePlan::from_bounds(bounds, self.options.bound, self.options.eta, self.options.granularity)
+            .map_err(|error| error.within(self.spec.place(bounds.layer)))?;
         Ok(LayerProfile {
-            layer: geometry.layer,
-            number: self.spec.layer(geometry.layer)?.number,
-            sigma,
-            sigma_sum: spectrum.sigma_sum,
+            layer: bounds.layer,
+            number: self.spec.layer(bounds.layer)?.number,
+            sigma: None,
+            sigma_sum: None,
             logit_bound: plan.logit_bound.iter().flatten().copied().fold(0.0, f64::max),
             logit_descale: ScalePlan::per_tensor(&plan.logit_descale),
             logit_descales: plan.logit_descale,
@@ -91,6 +116,7 @@ impl<'s> Calibration<'s> {
             k_descale: Some(plan.operands.k),
             v_descale: plan.operands.v,
             o_descale: plan.operands.o,
+            mla: None,
             heads: Some(heads),
         })
     }
@@ -123,6 +149,7 @@ impl<'s> Calibration<'s> {
             k_descale: None,
             v_descale: None,
             o_descale: None,
+            mla: None,
             heads: None,
         })
     }

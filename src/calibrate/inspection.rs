@@ -1,6 +1,6 @@
 //! The spectral profile of a checkpoint. Its serialised form is the JSON of `sigmascale inspect`.
 
-use super::profile::{HeadProfile, LayerProfile, ModelSummary, Profile};
+use super::profile::{HeadProfile, LayerProfile, MlaProfile, ModelSummary, Profile};
 use serde::Serialize;
 
 /// The profile. Numbers are null where q and k are normalised after the projection.
@@ -33,6 +33,9 @@ pub struct LayerInspection {
     pub bound_certain: Option<f64>,
     /// The same in the worst case, including rounding: what logit descales cover.
     pub bound_rounded: Option<f64>,
+    /// Latent attention: what its cache needs. Absent without.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mla: Option<MlaProfile>,
     /// The query heads.
     pub heads: Vec<HeadInspection>,
 }
@@ -116,6 +119,7 @@ impl LayerInspection {
             sigma_sum: profile.sigma_sum,
             bound_certain: statistics(|head| head.bound_certain).map(|bound| bound.max),
             bound_rounded: statistics(|head| head.bound_rounded).map(|bound| bound.max),
+            mla: profile.mla.clone(),
             heads,
         }
     }

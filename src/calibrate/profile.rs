@@ -1,12 +1,12 @@
 //! A calibration's result. Its serialised form is the JSON of `sigmascale calibrate`.
 
 use super::options::Options;
-use crate::bound::{BoundKind, CStar, HeadBounds, Tail};
+use crate::bound::{BoundKind, CStar, HeadBounds, MlaBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
-use crate::model::{AttentionSpec, NormKind, PerLayer, QkNormScope, QkvBias, RopeLayout, attention_module};
+use crate::model::{AttentionSpec, Mla, NormKind, PerLayer, QkNormScope, QkvBias, RopeLayout, attention_module};
 use crate::plan::export::TensorScales;
-use crate::plan::{Granularity, OperandDescales};
+use crate::plan::{Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use crate::spectral::{Estimator, HeadSpectrum, PowerEstimate, certified_inflation};
 use serde::Serialize;
@@ -35,9 +35,16 @@ impl Profile {
     /// One scale each for q, k and v of every layer; none for a config alone or under `as_paper`.
     ///
     /// # Errors
-    /// `is_unsupported` if the values of a layer have no bound, or the family has no place in the table.
+    /// `is_unsupported` if the values of a layer have no bound, the family has no place in the table, or for latent attention,
+    /// whose cache holds neither keys nor values.
     pub fn tensor_scales(&self) -> Result<Vec<TensorScales>> {
         let ModelSummary { family, prefix, .. } = &self.model;
+        if self.model.mla.is_some() {
+            return Err(Error::unsupported(format_args!(
+                "{}: latent attention (MLA) caches no keys and values to export scales for: see `mla` of each layer",
+                self.model.name
+            )));
+        }
         let scales = |(number, operands): (usize, OperandDescales)| {
             let module = attention_module(family, prefix, number)
                 .ok_or_else(|| Error::unsupported(format_args!("family `{family}` has no names for its layers")))?;
@@ -105,6 +112,9 @@ pub struct ModelSummary {
     pub rope: Option<RopeLayout>,
     /// Scope of the QK-norm, null without.
     pub qk_norm: Option<QkNormScope>,
+    /// Sizes of latent attention; absent without.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mla: Option<Mla>,
     /// Biases of q, k and v.
     pub bias: QkvBias,
     /// Positions up to which bounds hold, where queries grow with them.
@@ -130,6 +140,7 @@ impl ModelSummary {
             norm: spec.norm.kind,
             rope: spec.layers.iter().find_map(|layer| layer.rope.as_ref()).map(|rope| rope.layout),
             qk_norm: spec.qk_norm.map(|norm| norm.scope),
+            mla: spec.layers.iter().find_map(|layer| layer.mla),
             bias: spec.bias,
             bounded_positions: spec.bounded_positions(),
             fp8_inputs: spec.fp8_inputs,
@@ -173,9 +184,42 @@ pub struct LayerProfile {
     pub v_descale: Option<Vec<Descale>>,
     /// Of o.
     pub o_descale: Option<Vec<Descale>>,
+    /// Latent attention: what its cache needs, where the rows above are those of the expanded form. Absent without.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mla: Option<MlaProfile>,
     /// The heads; absent under `as_paper`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub heads: Option<Vec<HeadProfile>>,
+}
+
+/// Latent attention in absorbed form: a cached row `[latent, k_pe]`, which the values are part of, and its query.
+#[derive(Clone, Debug, Serialize)]
+pub struct MlaProfile {
+    /// The one descale of a cached row.
+    pub cache_descale: Descale,
+    /// Descale of the absorbed query of each head, its rotated part included.
+    pub absorbed_q_descale: Vec<Descale>,
+    /// Bound on the latent, including rounding: up to 448 it cannot overflow at scale 1.
+    pub latent_bound: f64,
+    /// The same of the shared rotated key.
+    pub k_pe_bound: f64,
+}
+
+impl MlaProfile {
+    pub(super) fn new(bounds: &MlaBounds, granularity: Granularity) -> Result<Self> {
+        let mut absorbed_q_descale =
+            bounds.absorbed_q.iter().map(|bound| bound.descale()).collect::<Result<Vec<Descale>>>()?;
+        if granularity == Granularity::Layer {
+            let largest = ScalePlan::per_tensor(&absorbed_q_descale);
+            absorbed_q_descale.fill(largest);
+        }
+        Ok(Self {
+            cache_descale: bounds.cache().descale()?,
+            absorbed_q_descale,
+            latent_bound: bounds.latent.rounded,
+            k_pe_bound: bounds.k_pe.rounded,
+        })
+    }
 }
 
 impl LayerProfile {
@@ -252,6 +296,27 @@ impl PowerProfile {
 }
 
 impl HeadProfile {
+    /// Bounds alone: a head without a spectrum of its own.
+    pub(super) fn bounded(head: usize, kv_head: usize, bounds: &HeadBounds) -> Self {
+        Self {
+            head,
+            kv_head,
+            sigma: None,
+            sigma_raw: None,
+            sigma_rope: None,
+            sigma_certified: None,
+            frobenius: None,
+            stable_rank: None,
+            power: None,
+            bias_constant: None,
+            bound_naive: bounds.naive,
+            bound_certain: bounds.certain,
+            bound_rounded: bounds.rounded,
+            bound_rank_aware: bounds.rank_aware,
+            bound_spectrum: bounds.spectrum,
+        }
+    }
+
     pub(super) fn new(
         head: usize,
         geometry: &LayerGeometry<'_>,
@@ -261,8 +326,6 @@ impl HeadProfile {
         let exact = spectrum.and_then(|spectrum| spectrum.exact);
         let root = (geometry.d_model as f64).sqrt();
         Self {
-            head,
-            kv_head: geometry.kv_head(head),
             sigma: spectrum.map(|s| s.sigma),
             sigma_raw: spectrum.map(|s| s.sigma_raw),
             sigma_rope: exact.map(|e| e.sigma_rope),
@@ -272,11 +335,7 @@ impl HeadProfile {
             power: spectrum.and_then(|s| s.power).map(|estimate| PowerProfile::new(&estimate, geometry.d_head)),
             bias_constant: spectrum
                 .map(|s| geometry.softmax_scale * (root * (s.constants.a + s.constants.b) + s.constants.c0)),
-            bound_naive: bounds.naive,
-            bound_certain: bounds.certain,
-            bound_rounded: bounds.rounded,
-            bound_rank_aware: bounds.rank_aware,
-            bound_spectrum: bounds.spectrum,
+            ..Self::bounded(head, geometry.kv_head(head), bounds)
         }
     }
 }

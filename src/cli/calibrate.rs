@@ -1,5 +1,6 @@
 //! `sigmascale calibrate`: from a config or a checkpoint to constants, bounds and descales.
 
+use super::latent;
 use super::model::Model;
 use super::numbers::{count, real};
 use super::output::{OutputArgs, write_file};
@@ -181,6 +182,9 @@ fn table(profile: &Profile) -> String {
         "  at delta {:e}, seq-len {}, batch {}, steps {}; assumes isotropic tokens (exact Beta tail: gamma {:.6}, c_star {:.6})",
         tail.delta, tail.seq_len, tail.batch, tail.steps, c.gamma_beta, c.c_star_beta
     );
+    if profile.model.mla.is_some() {
+        out.push_str("  not a bound for latent attention (MLA), whose queries and keys are not linear in a token\n");
+    }
     if let Some(ChosenC { c, delta }) = profile.chosen_c {
         let _ = writeln!(out, "c {} in place of c_star: failure probability delta {}", short(c), amount(delta));
     }
@@ -259,6 +263,10 @@ fn table(profile: &Profile) -> String {
         ]);
     }
     out.push_str(&table.render());
+    if profile.model.mla.is_some() {
+        out.push_str("These rows are those of the expanded form (prefill).\n\n");
+        return out + &latent::table(layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?))));
+    }
     if layers.iter().any(|layer| layer.sigma.is_none()) {
         out.push_str("sigma is -: q and k are normalized after the projection, so the bounds come from the gains.\n");
     }

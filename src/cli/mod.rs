@@ -12,6 +12,7 @@ mod doctor;
 mod families;
 mod html;
 mod inspect;
+mod latent;
 mod model;
 mod numbers;
 mod output;

@@ -35,6 +35,21 @@ pub fn headline(model: &ModelSummary) -> String {
     let biases: String =
         [("q", model.bias.q), ("k", model.bias.k), ("v", model.bias.v)].iter().filter(|b| b.1).map(|b| b.0).collect();
     let bias = if biases.is_empty() { String::new() } else { format!(", bias on {biases}") };
+    if let Some(mla) = &model.mla {
+        let query = mla.q_rank.map_or(String::new(), |rank| format!("query latent {rank}, "));
+        return format!(
+            "{}: {}, {} layers, d {}, {} heads of {} + {} rotated, values of {}, MLA ({query}cached latent {}), {norm}{rope}\n",
+            model.name,
+            model.family,
+            model.layers,
+            model.d_model,
+            span(&model.n_q_heads),
+            mla.d_nope,
+            mla.d_rope,
+            mla.d_value,
+            mla.kv_rank
+        );
+    }
     format!(
         "{}: {}, {} layers, d {}, {} query and {} KV heads of {}, {norm}{rope}{qk_norm}{bias}\n",
         model.name,

@@ -104,7 +104,7 @@ pub struct Projected {
 /// q, k and v of one layer for tokens at positions 0, 1, ...
 ///
 /// # Errors
-/// `is_unsupported` if the layer rotates by angles that its config does not determine, `is_mismatch` if a vector does not
+/// `is_unsupported` for latent attention and if the layer rotates by angles that its config does not determine, `is_mismatch` if a vector does not
 /// fit the spec.
 ///
 /// ```
@@ -124,6 +124,18 @@ pub fn project(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens
     if tokens.d_model != spec.d_model {
         return Err(Error::mismatch(format_args!("{} layer {layer}: weights and tokens do not fit it", spec.name)));
     }
+    if let Some(source) = own.kv_source {
+        return Err(Error::unsupported(format_args!(
+            "{} layer {}: its keys and values are those of layer {source}, made of other tokens",
+            spec.name, own.number
+        )));
+    }
+    if own.mla.is_some() {
+        return Err(Error::unsupported(format_args!(
+            "{} layer {layer}: tokens are not run through latent attention (MLA)",
+            spec.name
+        )));
+    }
     let (n_q, n_kv, r) = (own.n_q_heads, own.n_kv_heads, own.d_head);
     let input = normed(spec, weights, tokens)?;
     let mut projected = Projected {
@@ -131,6 +143,17 @@ pub fn project(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens
         k: linear(&weights.k, n_kv, r, &input)?,
         v: linear(&weights.v, n_kv, r, &input)?,
     };
+    if spec.v_norm {
+        let norm = QkNorm {
+            scope: QkNormScope::PerHead,
+            kind: NormKind::RmsNorm,
+            gain: GainForm::Unit,
+            shift: false,
+            behind_rotation: false,
+            rotated_only: false,
+        };
+        qk_norm(r, &norm, None, n_kv, &mut projected.v)?;
+    }
     let sides =
         [(&mut projected.q, n_q, &weights.q_norm, "q norm"), (&mut projected.k, n_kv, &weights.k_norm, "k norm")];
     for (values, heads, vectors, name) in sides {

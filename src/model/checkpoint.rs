@@ -15,8 +15,8 @@ use super::families::{QkNormRule, QkNormStored, QkvTensors};
 use super::folder::{not_a_checkpoint, without_config, without_weights};
 use super::layout::{LayerNames, ProjectionName, at};
 use super::shards::{Content, Entry, INDEX, Opened, SINGLE, Shard, open_held, open_sharded, open_single};
-use super::spec::{AttentionSpec, GainForm, LayerSpec};
-use super::weights::{LayerWeights, NormVectors, Projection};
+use super::spec::{AttentionSpec, GainForm, LayerSpec, Multipliers};
+use super::weights::{LayerWeights, MlaWeights, NormVectors, Projection};
 use crate::error::{Error, Result};
 use crate::tensor::{BlockScale, Dtype, MatrixView};
 use std::collections::{BTreeSet, HashMap};
@@ -213,7 +213,12 @@ impl Checkpoint {
             }
             _ => (None, None),
         };
-        Ok(LayerWeights { layer, q, k, v, norm_gain, norm_shift, q_norm, k_norm })
+        let mla = self.mla(own, &names)?;
+        let mut weights = LayerWeights { layer, q, k, v, norm_gain, norm_shift, q_norm, k_norm, mla };
+        if let Some(factors) = spec.multipliers {
+            multiply(&mut weights, factors);
+        }
+        Ok(weights)
     }
 
     /// The learned sink logits of one layer, a query head each; `None` where the family has none.
@@ -260,6 +265,13 @@ impl Checkpoint {
                 let stored = stored(name);
                 (stored.clone(), stored.clone(), stored)
             }
+            QkvTensors::Latent { q, q_b, kv_b, .. } => {
+                if let Some(name) = [q, q_b, kv_b].into_iter().find_map(stored) {
+                    let rule = format_args!("tensor `{name}` is stored, and latent attention has no bias there");
+                    return Err(Error::format(&self.path, rule));
+                }
+                return Ok(());
+            }
         };
         let spec = &mut self.config.spec;
         for (flag, stored) in [(&mut spec.bias.q, q), (&mut spec.bias.k, k), (&mut spec.bias.v, v)] {
@@ -283,7 +295,8 @@ impl Checkpoint {
     fn count_fp8(&mut self) {
         let stored = |layer: &LayerSpec| {
             let names = self.config.names(layer);
-            [names.q, names.k, names.v].iter().any(|place| {
+            let k_pe = names.mla.map(|mla| mla.k_pe);
+            [names.q, names.k, names.v].iter().chain(&k_pe).any(|place| {
                 let entry = self.tensors.get(&self.named(&place.name, &["weight"]));
                 entry.is_some_and(|entry| entry.dtype == safetensors::Dtype::F8_E4M3)
             })
@@ -299,13 +312,33 @@ impl Checkpoint {
         names: &LayerNames,
     ) -> Result<(Projection<'_>, Projection<'_>, Projection<'_>)> {
         let spec = &self.config.spec;
-        let one = |place: &ProjectionName, bias: bool| {
-            let weight =
-                self.matrix(&self.named(&place.name, &["weight"]), place.channels, spec.d_model, place.conv1d)?;
+        let one = |place: &ProjectionName, (rows, inputs): (usize, usize), bias: bool| {
+            let weight = self.matrix(&self.named(&place.name, &["weight"]), place.channels, inputs, place.conv1d)?;
             let bias = self.bias(&place.name, place.channels, bias)?;
-            Ok(self.projection(place, layer.d_head, &weight, bias.as_deref()))
+            Ok(self.projection(place, rows, &weight, bias.as_deref()))
         };
-        Ok((one(&names.q, spec.bias.q)?, one(&names.k, spec.bias.k)?, one(&names.v, spec.bias.v)?))
+        let (r, d) = (layer.d_head, spec.d_model);
+        let [q, k, v] = match layer.mla {
+            Some(mla) => [(r, mla.q_inputs(d)), (mla.d_nope, mla.kv_rank), (mla.d_value, mla.kv_rank)],
+            None => [(r, d); 3],
+        };
+        Ok((one(&names.q, q, spec.bias.q)?, one(&names.k, k, spec.bias.k)?, one(&names.v, v, spec.bias.v)?))
+    }
+
+    /// What latent attention has beside. A bias that is stored counts: of the shared key alone, since norms follow the others.
+    fn mla(&self, layer: &LayerSpec, names: &LayerNames) -> Result<Option<MlaWeights<'_>>> {
+        let (Some(mla), Some(names)) = (layer.mla, &names.mla) else { return Ok(None) };
+        let gain = |name: &str, rank: usize| self.vector(&self.named(name, &["weight"]), rank);
+        let place = &names.k_pe;
+        let weight = self.matrix(&self.named(&place.name, &["weight"]), place.channels, self.spec().d_model, false)?;
+        let stated = self.settings().get("attention_bias").and_then(serde_json::Value::as_bool) == Some(true);
+        let stored = self.has_tensor(&self.named(&place.name, &["bias"]));
+        let bias = self.bias(&place.name, place.channels, stated || stored)?;
+        Ok(Some(MlaWeights {
+            q_gain: names.q_norm.as_ref().zip(mla.q_rank).map(|(name, rank)| gain(name, rank)).transpose()?,
+            kv_gain: gain(&names.kv_norm, mla.kv_rank)?,
+            k_pe: self.projection(place, mla.d_rope, &weight, bias.as_deref()),
+        }))
     }
 
     fn projection<'a>(
@@ -471,6 +504,18 @@ impl Checkpoint {
         debug_assert_eq!(values.len(), grid.0 * grid.1);
         view.with_scale(BlockScale { values, block, grid_cols: grid.1 })
     }
+}
+
+/// Puts factors beside the weights into the norm's gain and the keys.
+fn multiply(weights: &mut LayerWeights<'_>, factors: Multipliers) {
+    weights.norm_gain.iter_mut().flatten().for_each(|g| *g *= factors.input);
+    // Views hold factors in f32: none below what the model multiplies by.
+    let mut key = factors.key as f32;
+    if f64::from(key).abs() < factors.key.abs() {
+        key = if key >= 0.0 { key.next_up() } else { key.next_down() };
+    }
+    weights.k.heads.iter_mut().for_each(|head| *head = head.scaled(key));
+    weights.k.bias.iter_mut().flatten().for_each(|b| *b *= f64::from(key));
 }
 
 #[cfg(test)]

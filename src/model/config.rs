@@ -67,6 +67,8 @@ pub(crate) struct Config {
     pub own_norm: Option<&'static str>,
     /// Rows and columns that share one FP8 scale, where the config tells them.
     pub fp8_tile: Option<Tile>,
+    /// Numbers of the layers whose values are made of their keys' projection.
+    pub keys_as_values: Vec<usize>,
     /// The text model's own keys.
     pub settings: Map<String, Value>,
 }
@@ -173,18 +175,25 @@ impl<'a> Keys<'a> {
 
     fn build(self, family: &'static Family, prefixes: Vec<&'static str>, stored: Stored) -> Result<Config> {
         let file = self.file;
-        let layers = self.layer_count(&family.sizes)?;
+        // LongCat counts pairs of attentions as layers.
+        let layers = self.layer_count(&family.sizes)? * family.mla.as_ref().map_or(1, |rule| rule.per_layer);
         let d_model = self.size(&family.sizes.d_model, MAX_D_MODEL)?;
         let heads = self.heads(&family.sizes, layers)?;
         let Some(most) = heads.iter().flatten().map(|(n_q, _)| *n_q).max() else {
             return Err(refuse(file, "no layer has attention"));
         };
-        let d_head = self.d_head(&family.sizes.d_head, d_model, most)?;
-        if d_head % 8 != 0 || !(16..=256).contains(&d_head) {
-            return Err(refuse(
-                file,
-                format_args!("head dimension {d_head} is refused: it must be a multiple of 8 from 16 to 256"),
-            ));
+        let mla = family.mla.as_ref().map(|rule| self.mla(rule, d_model, most)).transpose()?;
+        let d_head = match mla {
+            Some(mla) => mla.d_nope + mla.d_rope,
+            None => self.d_head(&family.sizes.d_head, d_model, most)?,
+        };
+        let global = self.global_heads(family, d_head)?;
+        let most_channels = if family.global_heads { 512 } else { 256 };
+        for d_head in [d_head, global.d_head] {
+            if d_head % 8 != 0 || !(16..=most_channels).contains(&d_head) {
+                let rule = "it must be a multiple of 8 from 16 to";
+                return Err(refuse(file, format_args!("head dimension {d_head} is refused: {rule} {most_channels}")));
+            }
         }
         if !matches!(family.sizes.layer_heads, LayerHeads::Hybrid { .. }) {
             self.layer_types(layers)?;
@@ -206,12 +215,22 @@ impl<'a> Keys<'a> {
         };
         let bias = self.set(&family.bias)?;
         let max_positions = self.first_count(
-            &Count { keys: &["max_position_embeddings", "n_positions", "max_context_length"], default: None },
+            &Count {
+                keys: &["max_position_embeddings", "n_positions", "max_context_length", "model_max_length"],
+                default: None,
+            },
             MAX_POSITIONS,
         )?;
-        let both_ways = BIDIRECTIONAL.contains(&family.name) && !self.flag("is_decoder")?.unwrap_or(false)
-            || self.flag("use_bidirectional_attention")?.unwrap_or(false);
-        let rope = self.rope(family, layers, d_head, max_positions)?;
+        let both_ways =
+            BIDIRECTIONAL.contains(&family.name) && !self.flag("is_decoder")?.unwrap_or(false) || self.both_ways()?;
+        let width = mla.map_or(d_head, |mla| mla.d_rope);
+        let widths = if family.global_heads { (width, global.d_head) } else { (width, width) };
+        let mut rope = self.rope(family, layers, widths, max_positions)?;
+        if let Some(rule) = &family.mla {
+            for rope in rope.iter_mut().flatten() {
+                rope.layout = self.mla_layout(rule, rope.layout)?;
+            }
+        }
         let scales = self.softmax_scale(&family.scale, layers, d_head)?;
         let temperature = self.temperature(family.temperature, max_positions)?;
         let tempered = |rope: &Option<Rope>| {
@@ -220,10 +239,31 @@ impl<'a> Keys<'a> {
         let rotated: Vec<bool> = rope.iter().map(Option::is_some).collect();
         let windows = self.windows(family.window.as_ref(), layers, &rotated)?;
         let sinks = family.sinks.is_some();
+        let full = self.full_layers_of(family, layers)?;
+        let sources = self.kv_sources(family, &full)?;
+        let is_global = |number: usize| family.global_heads && full[number];
         let parts = rope.into_iter().zip(scales).zip(windows).enumerate();
         let own = heads.into_iter().zip(parts).filter_map(|(heads, (number, ((rope, softmax_scale), window)))| {
             let ((n_q_heads, n_kv_heads), temperature) = (heads?, tempered(&rope));
-            Some(LayerSpec { number, n_q_heads, n_kv_heads, d_head, rope, softmax_scale, temperature, window, sinks })
+            let (d_head, n_kv_heads) = if is_global(number) {
+                (global.d_head, global.n_kv_heads.unwrap_or(n_kv_heads))
+            } else {
+                (d_head, n_kv_heads)
+            };
+            let kv_source = sources[number];
+            Some(LayerSpec {
+                number,
+                n_q_heads,
+                n_kv_heads,
+                d_head,
+                rope,
+                softmax_scale,
+                temperature,
+                window,
+                sinks,
+                kv_source,
+                mla,
+            })
         });
         let spec = AttentionSpec {
             name: name_of(file),
@@ -242,8 +282,17 @@ impl<'a> Keys<'a> {
                 None => None,
             },
             max_positions,
+            v_norm: family.v_norm,
+            multipliers: self.multipliers(family)?,
             fp8_inputs: stored.fp8,
         };
+        if let Some(layer) = spec.layers.iter().find(|layer| !layer.n_q_heads.is_multiple_of(layer.n_kv_heads)) {
+            let (number, n_q, n_kv) = (layer.number, layer.n_q_heads, layer.n_kv_heads);
+            let rule = format_args!("layer {number}: {n_q} query heads do not divide by {n_kv} key/value heads");
+            return Err(Error::format(file, rule));
+        }
+        let keys_as_values =
+            if global.keys_as_values { (0..layers).filter(|n| is_global(*n)).collect() } else { vec![] };
         let own_norm = match family.norm_tensor {
             NormTensor::Own(name) => Some(name),
             NormTensor::Falcon { two, one } => {
@@ -253,7 +302,8 @@ impl<'a> Keys<'a> {
             }
             NormTensor::None | NormTensor::Previous { .. } => None,
         };
-        Ok(Config { spec, layers, family, prefixes, own_norm, fp8_tile: stored.tile, settings: self.map.clone() })
+        let settings = self.map.clone();
+        Ok(Config { spec, layers, family, prefixes, own_norm, fp8_tile: stored.tile, keys_as_values, settings })
     }
 
     /// `layer_types`: whether each layer is a full one, or `None` when absent.
@@ -266,7 +316,8 @@ impl<'a> Keys<'a> {
             ));
         }
         let full = |value: &Value| match value.as_str() {
-            Some("full_attention") => Ok(true),
+            // A selection of keys is a mask too.
+            Some("full_attention" | "indexed_attention") => Ok(true),
             // Chunks, like windows, are a mask.
             Some("sliding_attention" | "chunked_attention") => Ok(false),
             _ => Err(refuse(
@@ -338,7 +389,9 @@ impl<'a> Keys<'a> {
     fn softmax_scale(&self, rule: &ScaleRule, layers: usize, d_head: usize) -> Result<Vec<f64>> {
         let usual = (d_head as f64).sqrt().recip();
         let same = match rule {
+            ScaleRule::One => 1.0,
             ScaleRule::InverseSqrtHead => usual,
+            ScaleRule::YarnSquared => usual * self.yarn_scale()?,
             ScaleRule::QueryPreAttnScalar(default) => {
                 self.positive("query_pre_attn_scalar")?.unwrap_or(*default).sqrt().recip()
             }

@@ -70,6 +70,21 @@ impl Keys<'_> {
                 }
                 Ok(has)
             }
+            Otherwise::KimiLinear => {
+                let Some(map) = self.object("linear_attn_config")? else {
+                    return Ok((0..layers).map(|layer| layer > 0 && layer.is_multiple_of(4)).collect());
+                };
+                let settings = Keys { map, file: self.file };
+                let key = "full_attn_layers";
+                let missing = || Error::format(self.file, format_args!("`{key}` is missing from `linear_attn_config`"));
+                let mut has = vec![false; layers];
+                for value in settings.array(key)?.ok_or_else(missing)? {
+                    let layer = value.as_u64().and_then(|n| has.get_mut(usize::try_from(n).ok()?.checked_sub(1)?));
+                    *layer.ok_or_else(|| self.wrong(key, &format!("a list of layers from 1 to {layers}"), value))? =
+                        true;
+                }
+                Ok(has)
+            }
             Otherwise::Letters(key) => {
                 let missing = || Error::format(self.file, format_args!("`{key}` is missing"));
                 let letters = self.text(key)?.ok_or_else(missing)?;

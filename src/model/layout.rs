@@ -39,6 +39,20 @@ pub struct LayerNames {
     /// Norms of q and k behind the projections; `{h}` stands for the head where each head has a tensor of its own. `None` where
     /// there are none, or none with gains.
     pub qk_norm: Option<(String, String)>,
+    /// What latent attention has beside: q then reads the query latent where there is one, and k and v are rows of one tensor
+    /// that reads the cached latent.
+    pub mla: Option<MlaNames>,
+}
+
+/// The tensors of a layer with latent attention beside its heads' projections.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MlaNames {
+    /// Norm of the query latent; `None` without one.
+    pub q_norm: Option<String>,
+    /// Norm of the cached latent.
+    pub kv_norm: String,
+    /// The shared rotated key: the last rows of the tensor that makes the cached latent.
+    pub k_pe: ProjectionName,
 }
 
 /// One projection: a tensor, or some rows of a fused one.
@@ -46,7 +60,8 @@ pub struct LayerNames {
 pub struct ProjectionName {
     /// Name.
     pub name: String,
-    /// First output channel of each head in the stored tensor; a head has `d_head` consecutive ones.
+    /// First output channel of each head in the stored tensor; a head has `d_head` consecutive ones (with `mla` those of its own
+    /// part: see [`Mla`](super::Mla)).
     pub heads: Vec<usize>,
     /// Output channels of the stored tensor.
     pub channels: usize,
@@ -101,6 +116,7 @@ impl Config {
     pub(super) fn names(&self, spec: &LayerSpec) -> LayerNames {
         let [q, k, v] = self.projection_names(spec);
         let layer = spec.number;
+        let source = spec.kv_source.unwrap_or(layer);
         let norm = match &self.family.norm_tensor {
             NormTensor::Previous { first, .. } if layer == 0 => Some((*first).to_owned()),
             NormTensor::Previous { rest, .. } => Some(rest.replace("{j}", &(layer - 1).to_string())),
@@ -108,11 +124,27 @@ impl Config {
         };
         let qk_norm = match (&self.family.qk_norm, self.spec.qk_norm_of(spec)) {
             (Some(rule), Some(_)) if rule.stored != QkNormStored::Nothing => {
-                Some((at(rule.q, layer), at(rule.k, layer)))
+                Some((at(rule.q, layer), at(rule.k, source)))
             }
             _ => None,
         };
-        LayerNames { q, k, v, norm, qk_norm }
+        LayerNames { q, k, v, norm, qk_norm, mla: self.mla_names(spec) }
+    }
+
+    fn mla_names(&self, spec: &LayerSpec) -> Option<MlaNames> {
+        let (QkvTensors::Latent { q_norm, kv_a, kv_norm, .. }, Some(mla)) = (&self.family.qkv, spec.mla) else {
+            return None;
+        };
+        Some(MlaNames {
+            q_norm: mla.q_rank.map(|_| at(q_norm, spec.number)),
+            kv_norm: at(kv_norm, spec.number),
+            k_pe: ProjectionName {
+                name: at(kv_a, spec.number),
+                heads: vec![mla.kv_rank],
+                channels: mla.kv_rank + mla.d_rope,
+                conv1d: false,
+            },
+        })
     }
 
     fn projection_names(&self, spec: &LayerSpec) -> [ProjectionName; 3] {
@@ -122,7 +154,10 @@ impl Config {
         let (name, conv1d, starts) = match self.family.qkv {
             QkvTensors::Separate { q, k, v } | QkvTensors::Gated { q, k, v } => {
                 let gated = matches!(self.family.qkv, QkvTensors::Gated { .. });
-                return [(q, n_q, gated), (k, n_kv, false), (v, n_kv, false)].map(|(template, heads, gated)| {
+                let source = spec.kv_source.unwrap_or(layer);
+                let v = if self.keys_as_values.contains(&source) { k } else { v };
+                let parts = [(q, n_q, gated, layer), (k, n_kv, false, source), (v, n_kv, false, source)];
+                return parts.map(|(template, heads, gated, layer)| {
                     let each = if gated { 2 * r } else { r };
                     ProjectionName {
                         name: at(template, layer),
@@ -134,6 +169,19 @@ impl Config {
             }
             QkvTensors::Concat { name, conv1d } => {
                 (name, conv1d, [rows(0, n_q), rows(n_q, n_kv), rows(n_q + n_kv, n_kv)])
+            }
+            QkvTensors::Latent { q, q_b, kv_b, .. } => {
+                // Families with these tensors have the sizes.
+                let (q, each) = (if spec.mla.is_some_and(|mla| mla.q_rank.is_some()) { q_b } else { q }, spec.mla);
+                let (nope, value) = each.map_or((r, r), |mla| (mla.d_nope, mla.d_value));
+                return [(q, r, 0), (kv_b, nope + value, 0), (kv_b, nope + value, nope)].map(
+                    |(template, each, first)| ProjectionName {
+                        name: at(template, layer),
+                        heads: (0..n_q).map(|h| h * each + first).collect(),
+                        channels: n_q * each,
+                        conv1d: false,
+                    },
+                );
             }
             QkvTensors::Grouped { name } => {
                 let group = spec.group();
@@ -149,8 +197,11 @@ impl Config {
     }
 }
 
-/// A name template at one layer.
+/// A name template at one layer. With `{a}` in it, a layer of the names has two attentions, and these are counted here.
 pub(super) fn at(template: &str, layer: usize) -> String {
+    if template.contains("{a}") {
+        return template.replace("{i}", &(layer / 2).to_string()).replace("{a}", &(layer % 2).to_string());
+    }
     template.replace("{i}", &layer.to_string())
 }
 

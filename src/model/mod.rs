@@ -13,13 +13,16 @@ mod head_offsets;
 mod heads;
 mod hybrid;
 mod keys;
+mod latent;
 mod layout;
+mod mla;
 mod preset;
 mod quantization;
 mod record;
 mod rotation;
 mod rounding;
 mod shards;
+mod sharing;
 mod source;
 mod spec;
 mod synthetic;
@@ -30,16 +33,19 @@ pub use body::{Activation, Block, Body, Linear, NormOrder};
 pub use checkpoint::{Checkpoint, StoredTensor};
 pub use families::{KnownFamily, Support, known_families};
 pub use head_offsets::HeadOffsets;
-pub use layout::{LayerNames, Layout, ProjectionName, attention_module};
+pub use layout::{LayerNames, Layout, MlaNames, ProjectionName, attention_module};
+pub use mla::Mla;
 pub use preset::{paper_sigma_profile, preset, preset_names};
 pub use record::PerLayer;
-pub use rounding::{E4M3_ROUNDING, Forward, LEAST_ROUNDING_SHARE, RoundingShare, norm_roundings};
+pub use rounding::{
+    E4M3_ROUNDING, Forward, LEAST_ROUNDING_SHARE, MlaRounding, RoundingShare, WeightRounding, norm_roundings,
+};
 #[doc(hidden)]
 pub use shards::fuzz_safetensors;
 pub use source::ModelSource;
 pub use spec::{
-    AttentionSpec, GainForm, InputNorm, LayerSpec, NormKind, QkNorm, QkNormScope, QkvBias, Rope, RopeLayout,
-    Temperature,
+    AttentionSpec, GainForm, InputNorm, LayerSpec, Multipliers, NormKind, QkNorm, QkNormScope, QkvBias, Rope,
+    RopeLayout, Temperature,
 };
 pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOptions};
-pub use weights::{LayerWeights, NormVectors, Projection};
+pub use weights::{LayerWeights, MlaWeights, NormVectors, Projection};

@@ -33,6 +33,12 @@ presets![
     "starcoder2-7b",
     "falcon-7b",
     "smollm3-3b",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "kimi-k2",
+    "minicpm3-4b",
+    "glm-5",
+    "longcat-flash",
 ];
 
 static PAPER_SIGMA: &str = include_str!("../../calibration/paper-sigma.json");

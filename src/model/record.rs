@@ -1,7 +1,8 @@
 //! What files hold of an [`AttentionSpec`].
 
 use super::families::family_named;
-use super::spec::{AttentionSpec, InputNorm, LayerSpec, QkNorm, QkvBias, Rope, Temperature};
+use super::mla::Mla;
+use super::spec::{AttentionSpec, InputNorm, LayerSpec, Multipliers, QkNorm, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -77,6 +78,16 @@ struct SpecRecord {
     /// Where a layer has them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     sinks: Option<Vec<bool>>,
+    /// The same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    mla: Option<Vec<Option<Mla>>>,
+    /// The same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    kv_source: Option<Vec<Option<usize>>>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    v_norm: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    multipliers: Option<Multipliers>,
     soft_cap: Option<f64>,
     max_positions: Option<usize>,
     /// Where they are.
@@ -116,6 +127,13 @@ impl From<AttentionSpec> for SpecRecord {
                 .any(|layer| layer.window.is_some())
                 .then(|| layers.iter().map(|layer| layer.window).collect()),
             sinks: layers.iter().any(|layer| layer.sinks).then(|| layers.iter().map(|layer| layer.sinks).collect()),
+            mla: spec.has_mla().then(|| layers.iter().map(|layer| layer.mla).collect()),
+            kv_source: layers
+                .iter()
+                .any(|layer| layer.kv_source.is_some())
+                .then(|| layers.iter().map(|layer| layer.kv_source).collect()),
+            v_norm: spec.v_norm,
+            multipliers: spec.multipliers,
             rope: spec.layers.into_iter().map(|layer| layer.rope).collect(),
             name: spec.name,
             family: spec.family,
@@ -147,7 +165,16 @@ impl TryFrom<SpecRecord> for AttentionSpec {
         let temperature = record.temperature.unwrap_or_else(|| vec![None; layers]);
         let window = record.window.unwrap_or_else(|| vec![None; layers]);
         let sinks = record.sinks.unwrap_or_else(|| vec![false; layers]);
-        for (field, entries) in [("temperature", temperature.len()), ("window", window.len()), ("sinks", sinks.len())] {
+        let mla = record.mla.unwrap_or_else(|| vec![None; layers]);
+        let kv_source = record.kv_source.unwrap_or_else(|| vec![None; layers]);
+        let lists = [
+            ("temperature", temperature.len()),
+            ("window", window.len()),
+            ("sinks", sinks.len()),
+            ("mla", mla.len()),
+            ("kv_source", kv_source.len()),
+        ];
+        for (field, entries) in lists {
             if entries != layers {
                 return Err(Error::mismatch(format_args!("`{field}` has {entries} entries for {layers} layers")));
             }
@@ -171,6 +198,8 @@ impl TryFrom<SpecRecord> for AttentionSpec {
                     temperature: temperature[at],
                     window: window[at],
                     sinks: sinks[at],
+                    kv_source: kv_source[at],
+                    mla: mla[at],
                 }
             });
         Ok(Self {
@@ -189,6 +218,8 @@ impl TryFrom<SpecRecord> for AttentionSpec {
             qk_norm: record.qk_norm,
             soft_cap: record.soft_cap,
             max_positions: record.max_positions,
+            v_norm: record.v_norm,
+            multipliers: record.multipliers,
             fp8_inputs: record.fp8_inputs,
         })
     }

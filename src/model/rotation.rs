@@ -16,7 +16,7 @@ impl<'a> Keys<'a> {
         &self,
         family: &Family,
         layers: usize,
-        d_head: usize,
+        (d_head, full_width): (usize, usize),
         max_positions: Option<usize>,
     ) -> Result<Vec<Option<Rope>>> {
         let RopeRule::Rotary { layout, theta_keys, theta, share, layers: rule, longrope_names } = &family.rope else {
@@ -49,7 +49,7 @@ impl<'a> Keys<'a> {
                 base = self.positive(key)?;
             }
         }
-        let with_base = |settings: Option<Keys<'a>>, base: Option<f64>| -> Result<Rope> {
+        let with_base = |settings: Option<Keys<'a>>, base: Option<f64>, d_head: usize| -> Result<Rope> {
             let dims = self.rotated(settings, share, d_head)?;
             for &dim in &dims {
                 if dim == 0 || !dim.is_multiple_of(2) || dim > d_head {
@@ -106,10 +106,11 @@ impl<'a> Keys<'a> {
             }
             Ok(Rope { rotary_dim, other_dims: dims[1..].to_vec(), layout: *layout, attention_factor, inv_freq })
         };
-        let make = |settings: Option<Keys<'a>>, base: Option<f64>| -> Result<Rope> {
+        let wide = |settings: Option<Keys<'a>>, base: Option<f64>, d_head: usize| -> Result<Rope> {
             let inner = settings.map_or(Ok(None), |s| s.positive("rope_theta"))?;
-            with_base(settings, inner.or(base))
+            with_base(settings, inner.or(base), d_head)
         };
+        let make = |settings: Option<Keys<'a>>, base: Option<f64>| wide(settings, base, d_head);
         let by_type = |full: Rope, sliding: Rope, types: &[bool]| {
             types.iter().map(|is_full| Some(if *is_full { full.clone() } else { sliding.clone() })).collect()
         };
@@ -117,13 +118,13 @@ impl<'a> Keys<'a> {
         let is_nested = nested_sets.0.is_some() || nested_sets.1.is_some();
         let common_base = base.or(*theta);
         match rule {
-            RopeLayers::ByType { pattern, local_theta } => {
-                let types = self.full_layers(layers, pattern)?;
+            RopeLayers::ByType { local_theta, .. } => {
+                let types = self.full_layers_of(family, layers)?;
                 let local = match local_theta {
                     Some((key, default)) => Some(self.positive(key)?.unwrap_or(*default)),
                     None => common_base,
                 };
-                let full = make(if is_nested { nested_sets.0 } else { common }, common_base)?;
+                let full = wide(if is_nested { nested_sets.0 } else { common }, common_base, full_width)?;
                 let sliding = make(nested_sets.1, local)?;
                 Ok(by_type(full, sliding, &types))
             }
@@ -146,7 +147,7 @@ impl<'a> Keys<'a> {
                 }
                 let rope = |base: &Value| match base.as_f64() {
                     Some(0.0) => Ok(None),
-                    Some(base) if base > 0.0 => with_base(common, Some(base)).map(Some),
+                    Some(base) if base > 0.0 => with_base(common, Some(base), d_head).map(Some),
                     _ => Err(self.wrong(key, "a list of numbers from 0 on", base)),
                 };
                 list.iter().map(rope).collect()
@@ -202,7 +203,12 @@ impl<'a> Keys<'a> {
     /// Rotated channels of a head, by each reading of the keys; the first is the model's own.
     fn rotated(&self, settings: Option<Keys<'_>>, rule: &RotaryShare, d_head: usize) -> Result<Vec<usize>> {
         const COMMON: &str = "partial_rotary_factor";
+        // Of a whole head's pairs the later ones turn by nothing.
+        if settings.is_some_and(|s| s.map.get("rope_type").is_some_and(|kind| kind == "proportional")) {
+            return Ok(vec![d_head]);
+        }
         let (keys, default): (&[&str], f64) = match rule {
+            RotaryShare::Fixed => return Ok(vec![d_head]),
             RotaryShare::Whole => (&[COMMON], 1.0),
             RotaryShare::Part(keys, default) => (keys, *default),
             RotaryShare::Channels(key, default) => {
@@ -260,7 +266,11 @@ impl<'a> Keys<'a> {
     }
 
     /// Which layers are full ones: `layer_types`, else every n-th.
-    fn full_layers(&self, layers: usize, (keys, default): &(&'static [&'static str], usize)) -> Result<Vec<bool>> {
+    pub(super) fn full_layers(
+        &self,
+        layers: usize,
+        (keys, default): &(&'static [&'static str], usize),
+    ) -> Result<Vec<bool>> {
         if let Some(types) = self.layer_types(layers)? {
             return Ok(types);
         }
@@ -312,6 +322,13 @@ impl Angles {
             "linear" => {
                 let factor = required(settings, "factor")?;
                 Ok((1.0, self.plain().map(|angles| angles.into_iter().map(|w| w / factor).collect())))
+            }
+            "proportional" => {
+                let share = settings.positive("partial_rotary_factor")?.unwrap_or(1.0);
+                let factor = settings.positive("factor")?.unwrap_or(1.0);
+                let turned = (share * self.rotary_dim as f64 / 2.0).floor() as usize;
+                let angle = |(b, w): (usize, f64)| if b < turned { w / factor } else { 0.0 };
+                Ok((1.0, self.plain().map(|angles| angles.into_iter().enumerate().map(angle).collect())))
             }
             "dynamic" => match settings.positive("alpha")? {
                 // HunYuan: one larger base for every length.
@@ -376,6 +393,8 @@ impl Angles {
         let all = settings.number("mscale_all_dim")?.filter(|m| *m != 0.0);
         let by = |factor: &f64| match (m, all) {
             (Some(m), Some(all)) => magnitude(*factor, m) / magnitude(*factor, all),
+            // Some engines take `mscale` by itself.
+            (Some(m), None) => magnitude(*factor, m).max(magnitude(*factor, 1.0)),
             _ => magnitude(*factor, 1.0),
         };
         let attention_factor = match settings.positive("attention_factor")? {

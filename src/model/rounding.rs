@@ -4,6 +4,7 @@
 //! `share = (1 + 2^-8)^n (1 + d 2^-24) - 1` for n roundings to BF16 in a row and a sum of d products in f32, and never under
 //! 1/32. n is counted here, from the family and the storage.
 
+use super::mla::Mla;
 use super::spec::{AttentionSpec, GainForm, LayerSpec, NormKind};
 use crate::tensor::Dtype;
 
@@ -54,23 +55,108 @@ impl AttentionSpec {
     pub fn rounding_share(&self, layer: &LayerSpec, stored: [Dtype; 3]) -> RoundingShare {
         let (norm, qk_norm) = (self.norm, self.qk_norm_of(layer));
         let forward = Forward {
-            norm: norm_roundings(norm.kind, norm.gain),
+            // Each factor beside the weights rounds once more.
+            norm: norm_roundings(norm.kind, norm.gain) + if self.multipliers.is_some() { 2 } else { 0 },
             qk_norm: qk_norm.map(|norm| norm_roundings(norm.kind, norm.gain)),
             // A rotation in front of a norm of q and k is bounded by that norm.
             rotated: layer.rope.is_some() && !qk_norm.is_some_and(|norm| norm.behind_rotation),
             grows: layer.temperature.is_some(),
             d_model: self.d_model,
         };
-        let with_inputs = |plain: f64, stored: Dtype| {
-            // The input is rounded to E4M3, and so are weights that are not stored so.
-            let factor = (1.0 + E4M3_ROUNDING).powi(if stored == Dtype::E4m3 { 1 } else { 2 });
-            ((1.0 + plain) * factor - 1.0).max(LEAST_FP8_SHARE)
-        };
         let plain = forward.share(stored);
-        let projected = |share: f64, stored: Dtype| if self.fp8_inputs { with_inputs(share, stored) } else { share };
+        let projected = |share: f64, stored: Dtype| with_e4m3(share, self.e4m3_factors(stored));
         let q_or_k = |share: f64, stored: Dtype| if qk_norm.is_some() { share } else { projected(share, stored) };
-        RoundingShare { q: q_or_k(plain.q, stored[0]), k: q_or_k(plain.k, stored[1]), v: projected(plain.v, stored[2]) }
+        let v = if self.v_norm {
+            share(norm_roundings(NormKind::RmsNorm, GainForm::Unit), 0)
+        } else {
+            projected(plain.v, stored[2])
+        };
+        RoundingShare { q: q_or_k(plain.q, stored[0]), k: q_or_k(plain.k, stored[1]), v }
     }
+}
+
+/// Shares of the rounding terms of a layer with latent attention.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MlaRounding {
+    /// Of the cached latent.
+    pub latent: f64,
+    /// Of q, the factor that grows with the position included.
+    pub q: f64,
+    /// Of k, which may be rebuilt from a cache in E4M3.
+    pub k: f64,
+    /// Of v, likewise.
+    pub v: f64,
+    /// Of the shared rotated key as it is cached.
+    pub k_pe: f64,
+    /// Of the absorbed query.
+    pub absorbed_q: f64,
+    /// Of the weights themselves, as products read them.
+    pub weights: WeightRounding,
+}
+
+/// Relative errors of single weights that are not multiplied as they are stored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct WeightRounding {
+    /// Of q's projection.
+    pub q: f64,
+    /// Of k's.
+    pub k: f64,
+    /// Of the shared rotated key's.
+    pub k_pe: f64,
+}
+
+impl AttentionSpec {
+    /// Roundings to E4M3 of a product with weights `stored` so or not: of the input, and of weights that are not stored so.
+    fn e4m3_factors(&self, stored: Dtype) -> i32 {
+        match (self.fp8_inputs, stored) {
+            (false, _) => 0,
+            (true, Dtype::E4m3) => 1,
+            (true, _) => 2,
+        }
+    }
+
+    /// What roundings add to the operands of latent attention, where the projections of q, k, v and the shared rotated key are
+    /// `stored` in these types. Everything is counted from the last norm, whose output lies on its sphere whatever was rounded
+    /// before.
+    pub fn mla_rounding(&self, layer: &LayerSpec, mla: &Mla, stored: [Dtype; 4]) -> MlaRounding {
+        let norm = norm_roundings(NormKind::RmsNorm, GainForm::Plain);
+        let [q, k, v, k_pe] = stored;
+        // Weights that are not BF16 in storage are rounded when they are loaded.
+        let projection = |stored: Dtype| 1 + i32::from(stored != Dtype::Bf16);
+        let factor = |factor: f64| i32::from(factor != 1.0);
+        let (rotation, growth) =
+            (if layer.rope.is_some() { 3 } else { 0 }, if layer.temperature.is_some() { 2 } else { 0 });
+        let latent = norm + factor(mla.kv_factor);
+        let query = norm + projection(q) + factor(mla.q_factor) + growth;
+        let q_inputs = mla.q_inputs(self.d_model);
+        let cached = |share: f64, factors: i32| with_e4m3(share, 1 + factors);
+        let from_latent =
+            |stored: Dtype| cached(share(latent + projection(stored), mla.kv_rank), self.e4m3_factors(stored));
+        let weight = |stored: Dtype| {
+            let e4m3 = if self.e4m3_factors(stored) == 2 { E4M3_ROUNDING } else { 0.0 };
+            e4m3 + if stored == Dtype::Bf16 { 0.0 } else { BF16_ROUNDING }
+        };
+        let weights = WeightRounding { q: weight(q), k: weight(k), k_pe: weight(k_pe) };
+        let k_pe = with_e4m3(share(norm + projection(k_pe) + rotation, self.d_model), self.e4m3_factors(k_pe));
+        MlaRounding {
+            latent: share(latent, 0),
+            q: with_e4m3(share(query + rotation, q_inputs), self.e4m3_factors(q)),
+            k: from_latent(k).max(cached(k_pe, 0)),
+            v: from_latent(v),
+            k_pe,
+            // The product with K may round its input too.
+            absorbed_q: with_e4m3(
+                share(query + projection(k), q_inputs + mla.d_nope),
+                self.e4m3_factors(q) + self.e4m3_factors(k),
+            ),
+            weights,
+        }
+    }
+}
+
+/// A share after so many roundings to E4M3.
+fn with_e4m3(plain: f64, factors: i32) -> f64 {
+    if factors == 0 { plain } else { ((1.0 + plain) * (1.0 + E4M3_ROUNDING).powi(factors) - 1.0).max(LEAST_FP8_SHARE) }
 }
 
 /// What rounds in the forward of one layer, up to its attention call.

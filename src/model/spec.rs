@@ -1,5 +1,6 @@
 //! What the attention of a model is, as far as its logits and operands can be bounded from the weights.
 
+use super::mla::Mla;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -32,9 +33,23 @@ pub struct AttentionSpec {
     pub soft_cap: Option<f64>,
     /// Longest sequence of the config, where it names one.
     pub max_positions: Option<usize>,
+    /// Whether each value head is normalised to the length `sqrt(d_head)`, without a gain (Gemma 3n and 4): then its values are
+    /// bounded whatever the weights are.
+    pub v_norm: bool,
+    /// Factors beside the weights (Falcon-H1). [`LayerWeights`](super::LayerWeights) has them in its gain and in k already.
+    pub multipliers: Option<Multipliers>,
     /// Whether the projections may read their input rounded to E4M3, as FP8 matrix products do (checkpoints whose weights are
     /// stored so). Otherwise in 16 or 32 bits.
     pub fp8_inputs: bool,
+}
+
+/// Factors that a forward multiplies by beside its weights.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Multipliers {
+    /// Of the projections' input, after its norm.
+    pub input: f64,
+    /// Of the keys, in front of the rotation.
+    pub key: f64,
 }
 
 /// One layer's attention: `n_q_heads` query heads share `n_kv_heads` key/value heads of `d_head` channels.
@@ -47,9 +62,10 @@ pub struct LayerSpec {
     pub n_q_heads: usize,
     /// Key and value heads; divides `n_q_heads`.
     pub n_kv_heads: usize,
-    /// Head dimension r: a multiple of 8 from 16 to 256.
+    /// Head dimension r of queries and keys: a multiple of 8 from 16 to 256 (512 in Gemma 4).
     pub d_head: usize,
-    /// Rotary position embedding; `None` without one (learned positions, NoPE).
+    /// Rotary position embedding; `None` without one (learned positions, NoPE). With `mla` its channels are counted from the
+    /// first of the last `d_rope`.
     pub rope: Option<Rope>,
     /// Softmax scale tau.
     pub softmax_scale: f64,
@@ -59,6 +75,10 @@ pub struct LayerSpec {
     pub window: Option<usize>,
     /// Whether a learned logit a query head joins the row sum of the softmax. No bound depends on it.
     pub sinks: bool,
+    /// The model's own number of the layer whose keys and values this one takes, where they are not its own.
+    pub kv_source: Option<usize>,
+    /// Multi-head latent attention. Heads are then those of its expanded form, `n_kv_heads` = `n_q_heads`.
+    pub mla: Option<Mla>,
 }
 
 /// A factor on the query at position m: `1 + strength ln(1 + floor((m + shift) / period))` (Llama 4, Ministral 3).
@@ -135,11 +155,20 @@ impl LayerSpec {
         if self.window == Some(0) {
             return Err("`window` must be at least 1".to_owned());
         }
+        if let Some(mla) = &self.mla {
+            mla.check()?;
+            if (self.n_kv_heads, self.d_head) != (self.n_q_heads, mla.d_nope + mla.d_rope) {
+                return Err("`mla` needs a key head for each query head, of `d_nope + d_rope` channels".to_owned());
+            }
+            if self.rope.as_ref().is_some_and(|rope| rope.rotary_dim != mla.d_rope || !rope.other_dims.is_empty()) {
+                return Err(format!("`rotary_dim` must be `d_rope`, {}", mla.d_rope));
+            }
+        }
         let Some(rope) = &self.rope else { return Ok(()) };
         // Channels are taken two by two, rotated or not.
-        let fits = |dim: usize| dim <= self.d_head && dim.is_multiple_of(2) && self.d_head.is_multiple_of(2);
+        let head = self.mla.map_or(self.d_head, |mla| mla.d_rope);
+        let fits = |dim: usize| dim <= head && dim.is_multiple_of(2) && head.is_multiple_of(2);
         if let Some(rotary) = rope.dims().find(|dim| !fits(*dim)) {
-            let head = self.d_head;
             return Err(format!("`rotary_dim` {rotary} of {head} channels: both even, at most the head"));
         }
         if rope.attention_factor != 1.0 && !rope.other_dims.is_empty() {
@@ -186,6 +215,20 @@ impl AttentionSpec {
         if self.qk_norm.is_some_and(|norm| norm.kind == NormKind::None) {
             return broken(format_args!("`qk_norm` names no norm"));
         }
+        if let Some(factors) = &self.multipliers
+            && ![factors.input, factors.key].iter().all(|factor| factor.is_finite())
+        {
+            return broken(format_args!("`multipliers` must be finite, and are {factors:?}"));
+        }
+        if let Some(layer) = self.layers.iter().find(|layer| layer.kv_source.is_some())
+            && (self.qk_norm_of(layer).is_none() || !self.v_norm)
+        {
+            let rule = "keys and values of another layer are bounded by norms alone, and it has none";
+            return broken(format_args!("layer {}: {rule}", layer.number));
+        }
+        if self.has_mla() && (self.qk_norm.is_some() || self.norm.kind != NormKind::RmsNorm || self.norm.shift) {
+            return broken(format_args!("`mla` needs an RMSNorm in front of it and no `qk_norm`"));
+        }
         Ok(())
     }
 
@@ -208,6 +251,11 @@ impl AttentionSpec {
             Some(own) => format!("{} layer {}", self.name, own.number),
             None => self.name.clone(),
         }
+    }
+
+    /// Whether a layer has multi-head latent attention.
+    pub fn has_mla(&self) -> bool {
+        self.layers.iter().any(|layer| layer.mla.is_some())
     }
 
     /// Gives every layer these heads.

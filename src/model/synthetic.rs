@@ -84,8 +84,15 @@ impl SyntheticModel {
     /// A model of this shape.
     ///
     /// # Errors
-    /// `is_argument` if the targets are not one finite positive number a layer, or the gain is not finite.
+    /// `is_argument` if the targets are not one finite positive number a layer, or the gain is not finite; `is_unsupported` for
+    /// latent attention.
     pub fn new(spec: &AttentionSpec, seed: u64, options: SyntheticOptions) -> Result<Self> {
+        if spec.has_mla() {
+            return Err(Error::unsupported(format_args!(
+                "{}: random weights are not drawn for latent attention (MLA): pass a checkpoint",
+                spec.name
+            )));
+        }
         if let Some(sigma) = &options.sigma {
             if sigma.len() != spec.layers.len() {
                 return Err(Error::argument(format_args!(
@@ -187,6 +194,7 @@ impl SyntheticLayer {
             norm_shift: (has_norm && spec.norm.shift).then(|| vec![0.0; d]),
             q_norm: norm(own.n_q_heads),
             k_norm: norm(own.n_kv_heads),
+            mla: None,
         }
     }
 

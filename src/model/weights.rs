@@ -3,7 +3,8 @@
 use crate::tensor::{Dtype, MatrixView};
 
 /// Weights of one attention layer. Every head is a `d_head x d_model` view: row c holds the weights of channel c, so
-/// fused, interleaved and Conv1D storage differ only in strides. Vectors are small and owned.
+/// fused, interleaved and Conv1D storage differ only in strides. Vectors are small and owned. With `mla` the projections of
+/// a head read latents and have other shapes: see [`MlaWeights`].
 #[derive(Clone, Debug)]
 pub struct LayerWeights<'a> {
     /// Index among the layers with attention; the model's own number is that of its spec.
@@ -23,12 +24,14 @@ pub struct LayerWeights<'a> {
     pub q_norm: Option<NormVectors>,
     /// The same for k.
     pub k_norm: Option<NormVectors>,
+    /// What latent attention has beside; `None` in other layers.
+    pub mla: Option<MlaWeights<'a>>,
 }
 
 impl LayerWeights<'_> {
     /// How the q, k and v projections are stored.
     pub fn stored(&self) -> [Dtype; 3] {
-        [&self.q, &self.k, &self.v].map(|p| p.heads.first().map_or(Dtype::Bf16, |head| head.dtype()))
+        [&self.q, &self.k, &self.v].map(Projection::dtype)
     }
 }
 
@@ -41,6 +44,25 @@ pub struct Projection<'a> {
     pub bias: Option<Vec<f64>>,
     /// Tensor name, for messages.
     pub name: String,
+}
+
+impl Projection<'_> {
+    /// How it is stored.
+    pub(crate) fn dtype(&self) -> Dtype {
+        self.heads.first().map_or(Dtype::Bf16, |head| head.dtype())
+    }
+}
+
+/// What a layer with multi-head latent attention has beside the projections of each head: [`LayerWeights`] holds those as
+/// `(d_nope + d_rope) x q_inputs` (q), `d_nope x kv_rank` (k) and `d_value x kv_rank` (v).
+#[derive(Clone, Debug)]
+pub struct MlaWeights<'a> {
+    /// Stored gain of the query latent's norm; `None` where there is no query latent.
+    pub q_gain: Option<Vec<f64>>,
+    /// Stored gain of the cached latent's norm.
+    pub kv_gain: Vec<f64>,
+    /// Projection of the shared rotated key, one head of `d_rope x d_model`, and its bias.
+    pub k_pe: Projection<'a>,
 }
 
 /// A norm's stored vectors.

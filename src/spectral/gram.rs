@@ -33,6 +33,31 @@ impl Gram {
         Self { matrix: DMatrix::zeros(r, r), rounding: rounding(d), sizes: Vec::new() }
     }
 
+    /// The Gram of one head whose input keeps its mean.
+    pub(super) fn of(head: &HeadOperator<'_>) -> Self {
+        let (r, d) = head.shape();
+        let mut gram = Self::zero(head);
+        let mut panel = vec![0.0; r * PANEL];
+        for start in (0..d).step_by(PANEL) {
+            let n = PANEL.min(d - start);
+            head.read_panel(start, n, &[], &mut panel[..r * n]);
+            add_symmetric_product(&panel[..r * n], n, &mut gram.matrix);
+        }
+        gram.matrix.fill_upper_triangle_with_lower_triangle();
+        gram.sizes = gram.matrix.diagonal().iter().copied().collect();
+        gram
+    }
+
+    /// The same error in the same units, for a matrix made of this one.
+    pub(super) fn with(&self, matrix: DMatrix<f64>, sizes: Vec<f64>) -> Self {
+        Self { matrix, sizes, rounding: self.rounding }
+    }
+
+    /// Error of an entry in units of the lengths of its two channels.
+    pub(super) fn entry_error(&self) -> f64 {
+        self.rounding
+    }
+
     /// A Gram from its matrix, taken as exact.
     pub fn exact(matrix: DMatrix<f64>) -> Self {
         let sizes = matrix.diagonal().iter().copied().collect();

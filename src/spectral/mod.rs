@@ -8,6 +8,7 @@ mod dense;
 mod gram;
 mod gram_engine;
 mod head_grams;
+mod mla;
 mod power;
 mod rope;
 mod scan;
@@ -16,6 +17,7 @@ mod spectrum;
 pub use gram::{Gram, GramPair, LayerGrams};
 pub use gram_engine::GramEngine;
 pub use head_grams::HeadGrams;
+pub use mla::{AbsorbedChannel, MlaHeadSpectrum, MlaSpectrum};
 pub use power::{PowerEngine, PowerState, PowerVectors, certified_inflation, summed_norm};
 pub use scan::{Scan, scan_positions};
 pub use spectrum::{

@@ -257,6 +257,7 @@ impl Parameters {
                     norm_shift: None,
                     q_norm: None,
                     k_norm: None,
+                    mla: None,
                 })
             }
             ModelKind::Gpt2 => {
@@ -278,6 +279,7 @@ impl Parameters {
                     norm_shift: Some(wide(self.get(&at("ln_1.bias"))?)),
                     q_norm: None,
                     k_norm: None,
+                    mla: None,
                 })
             }
         }

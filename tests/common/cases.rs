@@ -283,6 +283,20 @@ pub fn cases() -> Vec<Case> {
             prefix: "backbone.",
             ..hybrid(grouped("nemotron_h", "nemotron_h", json!({"hybrid_override_pattern": "M*E*"})))
         },
+        grouped("falcon_h1", "falcon_h1", json!({"attention_in_multiplier": 1.5, "key_multiplier": 0.375})),
+        wrapped(
+            "gemma3n",
+            "gemma3n_text",
+            "gemma3n",
+            "model.language_model.",
+            &json!({"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+                "rope_theta": 1000000.0, "num_kv_shared_layers": 2}),
+        ),
+        grouped(
+            "gemma3n_text",
+            "gemma3n",
+            json!({"sliding_window_pattern": 2, "num_kv_shared_layers": 0, "rope_theta": 1000000.0}),
+        ),
         hybrid(grouped("bamba", "llama half", json!({"attn_layer_indices": [3, 1]}))),
         hybrid(grouped(
             "olmo_hybrid",
@@ -378,7 +392,11 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
             }
             kind => {
                 let around =
-                    if kind.starts_with("gemma") || ["nemotron", "qwen3_next"].contains(&kind) { 0.0 } else { 1.0 };
+                    if kind.starts_with("gemma") && kind != "gemma3n" || ["nemotron", "qwen3_next"].contains(&kind) {
+                        0.0
+                    } else {
+                        1.0
+                    };
                 let shift = ["phi", "starcoder2", "stablelm", "nemotron", "phimoe"].contains(&case.kind);
                 match kind {
                     // A trap: this one feeds the feed-forward, not the attention.
@@ -392,7 +410,12 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                     _ => norm(&mut t, format!("{p}layers.{i}.input_layernorm"), d, shift, around),
                 }
                 let attn = format!("{p}layers.{i}.{}", if kind == "nemotron_h" { "mixer" } else { "self_attn" });
+                let shares = case.config.pointer("/text_config/num_kv_shared_layers").is_some() && i >= 2;
                 for (name, heads) in [("q", n_q), ("k", n_kv), ("v", n_kv)] {
+                    // The last layers take the keys and values of earlier ones.
+                    if shares && name != "q" {
+                        continue;
+                    }
                     // Beside each query head stands the gate of its output.
                     let rows = if kind == "qwen3_next" && name == "q" { 2 * heads * R } else { heads * R };
                     t.linear(&format!("{attn}.{name}_proj"), rows, d, bias(rows));
@@ -400,9 +423,8 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                         continue;
                     }
                     match case.kind {
-                        "qwen3" | "qwen3_next" | "gemma3" | "glm4_moe" | "exaone4" | "exaone_moe" | "apertus" => {
-                            norm(&mut t, format!("{attn}.{name}_norm"), R, false, around)
-                        }
+                        "qwen3" | "qwen3_next" | "gemma3" | "gemma3n" | "glm4_moe" | "exaone4" | "exaone_moe"
+                        | "apertus" => norm(&mut t, format!("{attn}.{name}_norm"), R, false, around),
                         "hunyuan" | "hunyuan alpha" => {
                             let name = if name == "q" { "query" } else { "key" };
                             norm(&mut t, format!("{attn}.{name}_layernorm"), R, false, 1.0);

@@ -56,7 +56,10 @@ fn turned_and_grown(
     let x = norm_output(spec, weights, x_hat);
     let mut q = project(&weights.q, &x);
     let mut k = project(&weights.k, &x);
-    let v = project(&weights.v, &x);
+    let mut v = project(&weights.v, &x);
+    if spec.v_norm {
+        v = v.iter().map(|head| to_sphere(NormKind::RmsNorm, head)).collect();
+    }
     let own = &spec.layers[weights.layer];
     for behind_rotation in [false, true] {
         if let Some(norm) = spec.qk_norm_of(own).filter(|norm| norm.behind_rotation == behind_rotation) {

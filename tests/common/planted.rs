@@ -40,6 +40,8 @@ pub fn spec(d: usize, r: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
             temperature: None,
             window: None,
             sinks: false,
+            kv_source: None,
+            mla: None,
         }],
         d_model: d,
         norm: InputNorm { kind: NormKind::RmsNorm, gain: GainForm::Plain, shift: false },
@@ -47,6 +49,8 @@ pub fn spec(d: usize, r: usize, n_q: usize, n_kv: usize) -> AttentionSpec {
         qk_norm: None,
         soft_cap: None,
         max_positions: None,
+        v_norm: false,
+        multipliers: None,
         fp8_inputs: false,
     }
 }
@@ -109,6 +113,7 @@ impl Planted {
             norm_shift: self.shift.clone(),
             q_norm: self.q_norm.clone(),
             k_norm: self.k_norm.clone(),
+            mla: None,
         }
     }
 

@@ -433,6 +433,7 @@ impl Layer {
             norm_shift: self.shift.clone(),
             q_norm: None,
             k_norm: None,
+            mla: None,
         }
     }
 

@@ -419,8 +419,16 @@ fn what_does_not_fit_is_named() {
     says(block(&none), "no layer has attention");
     says(with(decilm(), "block_configs", Value::Null), "neither `block_configs` nor `num_key_value_heads_per_layer`");
     // Known, and beyond what can be bounded here.
-    says(json!({"model_type": "gemma3n_text"}), "keys and values of earlier ones");
-    says(json!({"model_type": "gemma4", "text_config": {}}), "512 channels");
+    let gemma = |extra: Value| {
+        let mut config = json!({"model_type": "gemma3n_text", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": R});
+        config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        config
+    };
+    says(gemma(json!({})), "`num_kv_shared_layers` is 15 of 4 layers: none is left");
+    let kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"];
+    says(gemma(json!({"num_kv_shared_layers": 1, "layer_types": kinds})), "no layer of its kind has its own");
+    says(gemma(json!({"head_dim": 512})), "head dimension 512");
     says(json!({"model_type": "mimo_v2_flash"}), "narrower than its keys");
     // A missing tensor is named by the model's own number.
     let (folder, mut tensors) = (tempfile::tempdir().unwrap(), draw(&decilm()));
@@ -436,4 +444,91 @@ fn what_does_not_fit_is_named() {
     let foreign = model.layer(other).unwrap();
     let weights = LayerWeights { layer: 0, ..foreign.weights() };
     assert!(runtime.update_weights(0, Weights::Changed(weights)).unwrap_err().is_mismatch());
+}
+
+/// Gemma 4: full layers have wider heads, their own number of key heads and values made of the keys' projection, and the
+/// later pairs of a full layer's head turn by nothing; the last layers take the keys and values of the last of their kind.
+#[test]
+fn gemma_4_has_global_heads_and_shares_keys() {
+    let config = json!({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", "hidden_size": 64,
+        "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": R, "global_head_dim": 2 * R,
+        "attention_k_eq_v": true, "num_global_key_value_heads": 1, "num_kv_shared_layers": 2, "max_position_embeddings": 256,
+        "use_bidirectional_attention": "vision",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention",
+            "full_attention"],
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25}}}});
+    let prefix = "model.language_model.layers";
+    let mut t = Draw::new(4);
+    for i in 0..6 {
+        let (full, shared) = (i % 2 == 1, i >= 4);
+        let (r, n_kv) = if full { (2 * R, 1) } else { (R, 2) };
+        let attn = format!("{prefix}.{i}.self_attn");
+        t.add(format!("{prefix}.{i}.input_layernorm.weight"), &[64], 1.0, 0.3);
+        t.linear(&format!("{attn}.q_proj"), 4 * r, 64, None);
+        t.add(format!("{attn}.q_norm.weight"), &[r], 1.0, 0.3);
+        if !shared {
+            t.linear(&format!("{attn}.k_proj"), n_kv * r, 64, None);
+            t.add(format!("{attn}.k_norm.weight"), &[r], 1.0, 0.3);
+            if !full {
+                t.linear(&format!("{attn}.v_proj"), n_kv * r, 64, None);
+            }
+        }
+    }
+    let (folder, t) = (tempfile::tempdir().unwrap(), t.tensors);
+    write_checkpoint(folder.path(), &config, &t, Dtype::BF16, 1);
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let spec = checkpoint.spec();
+    let shape = |layer: &LayerSpec| (layer.n_kv_heads, layer.d_head, layer.kv_source);
+    let shapes: Vec<_> = spec.layers.iter().map(shape).collect();
+    let (narrow, wide) = ((2, R, None), (1, 2 * R, None));
+    assert_eq!(shapes, [narrow, wide, narrow, wide, (2, R, Some(2)), (1, 2 * R, Some(3))]);
+    assert!(spec.causal && spec.layers.iter().all(|layer| layer.softmax_scale == 1.0));
+    let mut rng = StdRng::seed_from_u64(3);
+    let position = 7.0;
+    for (i, own) in spec.layers.iter().enumerate() {
+        let (r, source) = (own.d_head, own.kv_source.unwrap_or(i));
+        let hidden: Vec<f64> = (0..64).map(|_| rng.random_range(-2.0..2.5)).collect();
+        let x = rms_norm(&hidden, t.get(&format!("{prefix}.{i}.input_layernorm.weight")));
+        let project = |layer: usize, name: &str| -> Vec<Vec<f64>> {
+            let weight = t.get(&format!("{prefix}.{layer}.self_attn.{name}_proj.weight"));
+            let y: Vec<f64> = weight.chunks(64).map(|row| dot(row, &x)).collect();
+            y.chunks(r).map(<[f64]>::to_vec).collect()
+        };
+        let gain = |layer: usize, name: &str| t.get(&format!("{prefix}.{layer}.self_attn.{name}_norm.weight"));
+        let turned = |x: Vec<f64>| -> Vec<f64> {
+            let (base, rotating) = if i % 2 == 1 { (1e6f64, r / 8) } else { (1e4, r / 2) };
+            let channel = |c: usize| {
+                let b = c % (r / 2);
+                let angle = if b < rotating { position * base.powf(-2.0 * b as f64 / r as f64) } else { 0.0 };
+                let other = if c < r / 2 { -x[c + r / 2] } else { x[c - r / 2] };
+                x[c] * angle.cos() + other * angle.sin()
+            };
+            (0..r).map(channel).collect()
+        };
+        let normed =
+            |heads: Vec<Vec<f64>>, gain: &[f64]| heads.iter().map(|head| rms_norm(head, gain)).collect::<Vec<_>>();
+        let q: Vec<_> = normed(project(i, "q"), gain(i, "q")).into_iter().map(turned).collect();
+        let k: Vec<_> = normed(project(source, "k"), gain(source, "k")).into_iter().map(turned).collect();
+        let v = normed(project(source, if i % 2 == 1 { "k" } else { "v" }), &vec![1.0; r]);
+        let weights = checkpoint.layer(i).unwrap();
+        let got = forward_qkv(spec, &weights, &to_sphere(spec.norm.kind, &hidden), position);
+        for (got, want) in [(&got.q, &q), (&got.k, &k), (&got.v, &v)] {
+            assert_eq!(got.len(), want.len());
+            for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
+                assert!((got - want).abs() <= 1e-10 * (1.0 + want.abs()), "layer {i}: {got} {want}");
+            }
+        }
+        let bounds = bounds_of(spec, weights, &Tail::default()).unwrap();
+        assert_eq!(bounds.v.unwrap()[0].exact, (r as f64).sqrt());
+        // Keys that are read are those that were cached.
+        let theirs = bounds_of(spec, checkpoint.layer(source).unwrap(), &Tail::default()).unwrap();
+        assert_eq!(bounds.k, theirs.k);
+    }
+    let tokens = sigmascale::forward::Tokens::isotropic(spec, 2, 0);
+    let error = sigmascale::forward::project(spec, &checkpoint.layer(5).unwrap(), &tokens).unwrap_err();
+    assert!(error.is_unsupported() && error.to_string().contains("those of layer 3"), "{error}");
+    assert!(sigmascale::bound::check_device(spec).unwrap_err().is_unsupported());
+    let saved: AttentionSpec = serde_json::from_value(serde_json::to_value(spec).unwrap()).unwrap();
+    assert_eq!(saved.layers, spec.layers);
 }

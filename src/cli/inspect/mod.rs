@@ -2,6 +2,7 @@
 
 mod page;
 
+use super::latent;
 use super::model::{Model, headline};
 use super::output::{OutputArgs, write_file};
 use super::progress;
@@ -88,5 +89,9 @@ fn table(inspection: &Inspection) -> String {
         ]);
     }
     out.push_str(&table.render());
+    if inspection.model.mla.is_some() {
+        let rows = inspection.layers.iter().filter_map(|layer| Some((layer.number, layer.mla.as_ref()?)));
+        out = out + "\n" + &latent::table(rows);
+    }
     out + "\n" + &wrapped(page::BOUNDS, "", 118)
 }

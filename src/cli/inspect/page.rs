@@ -22,6 +22,12 @@ pub fn summary(inspection: &Inspection) -> String {
     let place = |(value, layer, head): (f64, usize, usize)| format!("{} (layer {layer}, head {head})", short(value));
     let Some(top) = largest(|head| head.sigma) else {
         let bound = largest(|head| head.bound_certain).map(place).unwrap_or_default();
+        if inspection.model.mla.is_some() {
+            return format!(
+                "Latent attention (MLA): the logits of {count} heads are bounded through both projections of a head at once. The \
+                 certain bound is at most {bound}."
+            );
+        }
         return format!(
             "q and k of all {count} heads are normalized after the projection, so the norms of the weights do not bound \
              the logits. The gains do: the certain bound is at most {bound}."
@@ -99,7 +105,12 @@ pub fn render(inspection: &Inspection) -> String {
         page.figures(&[
             Figure {
                 title: "Certain bound by layer".to_owned(),
-                caption: "Each head, from the gains of its q and k norms, in exact arithmetic. Bar: mean.".to_owned(),
+                caption: match inspection.model.mla {
+                    Some(_) => "Each head, in exact arithmetic. Bar: mean.".to_owned(),
+                    None => {
+                        "Each head, from the gains of its q and k norms, in exact arithmetic. Bar: mean.".to_owned()
+                    }
+                },
                 content: strip(layers, |head| head.bound_certain, |_| None),
             },
             Figure {

@@ -590,8 +590,8 @@ fn refusals_name_what_is_refused() {
         assert!(error.is_unsupported(), "{error}");
         assert!(error.to_string().contains(part), "{error}");
     };
-    says(r#"{"model_type":"deepseek_v3"}"#, "latent attention");
-    says(r#"{"model_type":"deepseek_v2"}"#, "latent attention");
+    says(r#"{"model_type":"axk2"}"#, "query latent without its norm");
+    says(r#"{"model_type":"mistral_large4"}"#, "cached latents of earlier ones");
     says(r#"{"model_type":"mamba"}"#, "`mamba` is not known");
     says(
         r#"{"model_type":"falcon","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,"alibi":true}"#,

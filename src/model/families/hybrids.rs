@@ -114,6 +114,14 @@ pub(super) static FAMILIES: &[Family] = &[
         },
         ..LLAMA
     },
+    // Every layer has a state space beside its attention.
+    Family {
+        name: "falcon_h1",
+        model_types: &["falcon_h1"],
+        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
+        multipliers: true,
+        ..LLAMA
+    },
     Family {
         name: "bamba",
         model_types: &["bamba"],

@@ -143,6 +143,21 @@ pub(super) const fn switched(layers: WindowLayers) -> Option<WindowRule> {
 
 pub(super) const UPPER: WindowLayers = WindowLayers::From("max_window_layers", 28);
 
+/// Every n-th layer is a full one, with a base of its own.
+pub(super) const fn gemma_rope(pattern: usize) -> RopeRule {
+    RopeRule::Rotary {
+        layout: RopeLayout::HalfSplit,
+        theta_keys: &[],
+        theta: Some(1e6),
+        share: RotaryShare::Whole,
+        layers: RopeLayers::ByType {
+            pattern: (&["sliding_window_pattern", "_sliding_window_pattern"], pattern),
+            local_theta: Some(("rope_local_base_freq", 10_000.0)),
+        },
+        longrope_names: &[],
+    }
+}
+
 pub(super) const CLIP: &[Refusal] = &[Refusal {
     key: "clip_qkv",
     unless: Setting::False,
@@ -190,6 +205,11 @@ pub(super) const LLAMA: Family = Family {
     window: None,
     sinks: None,
     qkv: SEPARATE,
+    mla: None,
+    v_norm: false,
+    shared_kv: None,
+    global_heads: false,
+    multipliers: false,
     refusals: &[],
 };
 

@@ -4,12 +4,14 @@ use super::schema::{Refusal, Setting};
 
 /// Model types that are known and cannot be bounded, each with the reason.
 pub(crate) static REFUSED: &[(&str, &str)] = &[
-    ("deepseek_v2", MLA),
-    ("deepseek_v3", MLA),
-    ("deepseek_v32", MLA),
-    ("kimi_k2", MLA),
-    ("minicpm3", MLA),
-    ("longcat_flash", MLA),
+    ("axk2", GATED_LATENT),
+    ("deepseek_v4", OTHER_LATENT),
+    ("glm5_next", OTHER_LATENT),
+    ("dots3_note", NORMED_KEY),
+    ("dots3_note_text", NORMED_KEY),
+    ("glm5_next_text", OTHER_LATENT),
+    ("mistral_large4", SHARED_LATENT),
+    ("mistral_large4_text", SHARED_LATENT),
     ("bloom", ALIBI),
     ("mpt", ALIBI),
     ("t5", RELATIVE),
@@ -19,22 +21,18 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
     ("deberta-v2", RELATIVE),
     ("mpnet", RELATIVE),
     ("xlnet", RELATIVE),
-    ("gemma3n", SHARED_KV),
-    ("gemma3n_text", SHARED_KV),
-    ("gemma4", WIDE_HEADS),
-    ("gemma4_text", WIDE_HEADS),
     ("mimo_v2", NARROW_VALUES),
     ("mimo_v2_flash", NARROW_VALUES),
     ("step3p5", TURNED_LAYERS),
     ("step3p7", TURNED_LAYERS),
 ];
 
-const MLA: &str = "multi-head latent attention (MLA) builds keys and queries from a compressed latent with a norm in \
-                   between and a rotary part shared by all heads, which per-head projection bounds do not cover";
+const GATED_LATENT: &str = "its queries also read the query latent without its norm, which has no bound";
+const OTHER_LATENT: &str = "its layers are not the latent attention (MLA) that is known here";
+const NORMED_KEY: &str =
+    "its latent attention also normalizes the shared rotated key, and its layers differ in their sizes";
+const SHARED_LATENT: &str = "some of its layers take the cached latents of earlier ones";
 const ALIBI: &str = "ALiBi adds a position bias to the logits";
-const SHARED_KV: &str = "its last layers take the keys and values of earlier ones";
-const WIDE_HEADS: &str = "its full layers have heads of 512 channels, and heads of at most 256 are read; others take the keys \
-                          and values of earlier layers, or have none of their own for values";
 const NARROW_VALUES: &str = "its values are narrower than its keys, and a head has one width here";
 const TURNED_LAYERS: &str =
     "its layers differ in the base and the rotated share of their rotation, and one of each is read";

@@ -82,21 +82,34 @@ pub(super) static FAMILIES: &[Family] = &[
             layer_heads: LayerHeads::Uniform,
         },
         norm: RMS_ONE_PLUS,
-        rope: RopeRule::Rotary {
-            layout: RopeLayout::HalfSplit,
-            theta_keys: &[],
-            theta: Some(1e6),
-            share: RotaryShare::Whole,
-            layers: RopeLayers::ByType {
-                pattern: (&["sliding_window_pattern", "_sliding_window_pattern"], 6),
-                local_theta: Some(("rope_local_base_freq", 10_000.0)),
-            },
-            longrope_names: &[],
-        },
+        rope: gemma_rope(6),
         qk_norm: Some(head_rms(GainForm::OnePlus)),
         // The config has a soft-cap key, but the attention does not apply it: no cap is the larger bound.
         scale: ScaleRule::QueryPreAttnScalar(256.0),
         window: all_but_every(4096, &["_sliding_window_pattern", "sliding_window_pattern"], 6),
+        ..LLAMA
+    },
+    Family {
+        name: "gemma3n_text",
+        model_types: &["gemma3n_text"],
+        sizes: llama_sizes(kv(Some(2)), HeadDim::Key(Some(256))),
+        rope: gemma_rope(5),
+        qk_norm: Some(head_rms(GainForm::Plain)),
+        scale: ScaleRule::One,
+        v_norm: true,
+        shared_kv: Some(("num_kv_shared_layers", 15)),
+        ..LLAMA
+    },
+    Family {
+        name: "gemma4_text",
+        model_types: &["gemma4_text"],
+        sizes: llama_sizes(kv(Some(4)), HeadDim::Key(Some(256))),
+        rope: gemma_rope(6),
+        qk_norm: Some(head_rms(GainForm::Plain)),
+        scale: ScaleRule::One,
+        v_norm: true,
+        shared_kv: Some(("num_kv_shared_layers", 0)),
+        global_heads: true,
         ..LLAMA
     },
     Family {

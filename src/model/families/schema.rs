@@ -34,8 +34,40 @@ pub(crate) struct Family {
     pub sinks: Option<&'static str>,
     /// Projections.
     pub qkv: QkvTensors,
+    /// Multi-head latent attention.
+    pub mla: Option<MlaRule>,
+    /// Each value head is normalised, without a gain.
+    pub v_norm: bool,
+    /// How many of the last layers take the keys and values of the last layer of their kind before them: a key and its value when
+    /// absent.
+    pub shared_kv: Option<(&'static str, usize)>,
+    /// Full layers have heads of their own (Gemma 4).
+    pub global_heads: bool,
+    /// `attention_in_multiplier` and `key_multiplier` are read.
+    pub multipliers: bool,
     /// Settings that change the logits in a way no bound here covers.
     pub refusals: &'static [Refusal],
+}
+
+/// Multi-head latent attention: what absent keys mean, and how families differ.
+#[derive(Clone, Copy)]
+pub(crate) struct MlaRule {
+    /// `q_lora_rank`; null always means that there is no query latent.
+    pub q_rank: Option<usize>,
+    /// `kv_lora_rank`.
+    pub kv_rank: usize,
+    /// `qk_nope_head_dim`.
+    pub d_nope: usize,
+    /// `qk_rope_head_dim`.
+    pub d_rope: usize,
+    /// `v_head_dim`; `None`: model dimension / heads.
+    pub d_value: Option<usize>,
+    /// Whether `rope_interleave` = false pairs the halves.
+    pub may_split: bool,
+    /// Whether each latent is multiplied by sqrt(model dimension / rank) after its norm.
+    pub scaled_latents: bool,
+    /// Attentions in what the config counts as a layer.
+    pub per_layer: usize,
 }
 
 /// A count: its keys, the first present wins, and what an absent key means (`None`: refused).
@@ -77,6 +109,8 @@ pub(crate) enum Otherwise {
     EverySecond,
     /// A list of layer numbers; absent: all layers or none.
     Numbers { key: &'static str, absent: bool },
+    /// Kimi-Linear: the numbers from 1 on in `linear_attn_config`, else every fourth layer but the first.
+    KimiLinear,
     /// A string with a letter a layer, `*` for attention.
     Letters(&'static str),
 }
@@ -135,6 +169,8 @@ pub(crate) enum RotaryShare {
     Part(&'static [&'static str], f64),
     /// A key that counts rotated channels and its value when absent (`None`: every channel); null means every channel.
     Channels(&'static str, Option<usize>),
+    /// Every channel, whatever share the config states: it is one of a wider head.
+    Fixed,
     /// A key that counts rotated channels, which other releases leave unread in favour of the common share or of the whole
     /// head: bounds hold for each.
     ChannelsOrShare(&'static str),
@@ -198,8 +234,12 @@ pub(crate) enum TemperatureRule {
 
 /// Softmax scale.
 pub(crate) enum ScaleRule {
+    /// 1.
+    One,
     /// d_head^-1/2.
     InverseSqrtHead,
+    /// The same times YaRN's `(0.1 mscale_all_dim ln(factor) + 1)^2`.
+    YarnSquared,
     /// `query_pre_attn_scalar`^-1/2, and the scalar when absent.
     QueryPreAttnScalar(f64),
     /// A key that is the scale itself, and its value when absent or null (`None`: d_head^-1/2).
@@ -230,17 +270,28 @@ pub(crate) enum QkvTensors {
     Gated { q: &'static str, k: &'static str, v: &'static str },
     /// All query heads, then all key heads, then all value heads; `[in, out]` if `conv1d`.
     Concat { name: &'static str, conv1d: bool },
+    /// Latent attention: the query's projection without or with a latent and that latent's norm; what makes the cached latent
+    /// and the shared rotated key; the latent's norm; each head's key and value.
+    Latent {
+        q: &'static str,
+        q_b: &'static str,
+        q_norm: &'static str,
+        kv_a: &'static str,
+        kv_norm: &'static str,
+        kv_b: &'static str,
+    },
     /// For each key/value head: its query heads, its key, its value; `[out, in]`.
     Grouped { name: &'static str },
 }
 
 impl QkvTensors {
-    /// Name of the tensor that holds the query heads.
+    /// Name of a tensor that every layer with attention has, within its attention module.
     pub fn first(&self) -> &'static str {
         match self {
             Self::Separate { q: name, .. }
             | Self::Gated { q: name, .. }
             | Self::Concat { name, .. }
+            | Self::Latent { kv_b: name, .. }
             | Self::Grouped { name } => name,
         }
     }

@@ -10,11 +10,15 @@ const INSIDE: &[&str] = &["model.language_model.", "language_model.model."];
 /// The wrappers that are known. The first Qwen-VL releases store the text model as if it stood alone.
 pub(crate) static WRAPPERS: &[Wrapper] = &[
     Wrapper { model_type: "gemma3", text: "gemma3_text", flat: false, prefixes: OUTSIDE },
+    Wrapper { model_type: "gemma3n", text: "gemma3n_text", flat: false, prefixes: INSIDE },
+    Wrapper { model_type: "gemma4", text: "gemma4_text", flat: false, prefixes: INSIDE },
     Wrapper { model_type: "mistral3", text: "mistral", flat: false, prefixes: OUTSIDE },
     Wrapper { model_type: "qwen2_vl", text: "qwen2_vl_text", flat: true, prefixes: &[] },
     Wrapper { model_type: "qwen2_5_vl", text: "qwen2_5_vl_text", flat: true, prefixes: &[] },
     Wrapper { model_type: "qwen3_vl", text: "qwen3_vl_text", flat: false, prefixes: INSIDE },
     Wrapper { model_type: "qwen3_vl_moe", text: "qwen3_vl_moe_text", flat: false, prefixes: INSIDE },
+    Wrapper { model_type: "kimi_k25", text: "deepseek_v3", flat: false, prefixes: OUTSIDE },
+    Wrapper { model_type: "kimi_vl", text: "deepseek_v3", flat: false, prefixes: OUTSIDE },
     Wrapper { model_type: "llama4", text: "llama4_text", flat: false, prefixes: OUTSIDE },
     Wrapper { model_type: "qwen3_5", text: "qwen3_5_text", flat: false, prefixes: INSIDE },
     Wrapper { model_type: "qwen3_5_moe", text: "qwen3_5_moe_text", flat: false, prefixes: INSIDE },

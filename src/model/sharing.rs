@@ -1,0 +1,98 @@
+//! Layers that take the keys and values of others, layers with heads of their own kind, and factors beside the weights.
+
+use super::families::{Family, RopeLayers, RopeRule};
+use super::keys::{Keys, MAX_D_MODEL, MAX_HEADS, MAX_LAYERS, refuse};
+use super::spec::Multipliers;
+use crate::error::{Error, Result};
+use serde_json::Value;
+
+/// Heads of the full layers, where they differ from those of the others.
+pub(super) struct GlobalHeads {
+    pub d_head: usize,
+    /// `None`: as many as in the other layers.
+    pub n_kv_heads: Option<usize>,
+    /// Values come from the projection of the keys.
+    pub keys_as_values: bool,
+}
+
+impl Keys<'_> {
+    /// Gemma 4's full layers; those of the others where the family has no such layers.
+    pub(super) fn global_heads(&self, family: &Family, d_head: usize) -> Result<GlobalHeads> {
+        if !family.global_heads {
+            return Ok(GlobalHeads { d_head, n_kv_heads: None, keys_as_values: false });
+        }
+        let keys_as_values = self.flag("attention_k_eq_v")?.unwrap_or(false);
+        let n_kv_heads = self.count("num_global_key_value_heads", MAX_HEADS)?.filter(|_| keys_as_values);
+        let stated = self.count("global_head_dim", MAX_D_MODEL)?;
+        // What transformers saves in place of the two keys.
+        let own = match self.object("per_layer_config")?.and_then(|layers| layers.values().next()) {
+            Some(Value::Object(map)) => Keys { map, file: self.file },
+            _ => return Ok(GlobalHeads { d_head: stated.unwrap_or(512), n_kv_heads, keys_as_values }),
+        };
+        Ok(GlobalHeads {
+            d_head: own.count("head_dim", MAX_D_MODEL)?.or(stated).unwrap_or(512),
+            n_kv_heads: own.count("num_key_value_heads", MAX_HEADS)?.or(n_kv_heads),
+            keys_as_values,
+        })
+    }
+
+    /// Which layers are full ones, where the family asks; the last of Gemma 4 always is.
+    pub(super) fn full_layers_of(&self, family: &Family, layers: usize) -> Result<Vec<bool>> {
+        match &family.rope {
+            RopeRule::Rotary { layers: RopeLayers::ByType { pattern, .. }, .. } => {
+                let mut full = self.full_layers(layers, pattern)?;
+                if let (true, Some(last)) = (family.global_heads, full.last_mut()) {
+                    *last = true;
+                }
+                Ok(full)
+            }
+            _ => Ok(vec![false; layers]),
+        }
+    }
+
+    /// The layer whose keys and values each one takes: the last of its kind that has its own.
+    pub(super) fn kv_sources(&self, family: &Family, full: &[bool]) -> Result<Vec<Option<usize>>> {
+        let Some((key, default)) = family.shared_kv else { return Ok(vec![None; full.len()]) };
+        let shared = match self.get(key) {
+            Some(value) if value.as_u64() == Some(0) => 0,
+            _ => self.count(key, MAX_LAYERS)?.unwrap_or(default),
+        };
+        let first = full.len().checked_sub(shared).filter(|first| *first > 0);
+        let Some(first) = first else {
+            let rule = format_args!("`{key}` is {shared} of {} layers: none is left with keys of its own", full.len());
+            return Err(Error::format(self.file, rule));
+        };
+        let source = |number: usize| match full[..first].iter().rposition(|kind| *kind == full[number]) {
+            _ if number < first => Ok(None),
+            Some(source) => Ok(Some(source)),
+            None => {
+                let rule = format_args!("layer {number} takes keys and values, and no layer of its kind has its own");
+                Err(Error::format(self.file, rule))
+            }
+        };
+        (0..full.len()).map(source).collect()
+    }
+
+    /// Falcon-H1's factors.
+    pub(super) fn multipliers(&self, family: &Family) -> Result<Option<Multipliers>> {
+        if !family.multipliers {
+            return Ok(None);
+        }
+        let factor = |key: &str| Ok::<_, Error>(self.number(key)?.unwrap_or(1.0));
+        let factors = Multipliers { input: factor("attention_in_multiplier")?, key: factor("key_multiplier")? };
+        Ok(Some(factors).filter(|factors| (factors.input, factors.key) != (1.0, 1.0)))
+    }
+
+    /// `use_bidirectional_attention`: a flag, or for what.
+    pub(super) fn both_ways(&self) -> Result<bool> {
+        let key = "use_bidirectional_attention";
+        match self.get(key).and_then(Value::as_str) {
+            Some("all") => Ok(true),
+            Some("vision") => Ok(false),
+            Some(other) => {
+                Err(refuse(self.file, format_args!("`{key}` = `{}` is not known", super::keys::shorten(other))))
+            }
+            None => Ok(self.flag(key)?.unwrap_or(false)),
+        }
+    }
+}
