@@ -8,6 +8,7 @@ mod body;
 mod checkpoint;
 mod config;
 mod families;
+mod files;
 mod folder;
 mod head_offsets;
 mod heads;
@@ -26,8 +27,9 @@ mod synthetic;
 mod weights;
 
 pub use body::{Activation, Block, Body, Linear, NormOrder};
-pub use checkpoint::{Checkpoint, StoredTensor};
+pub use checkpoint::{Checkpoint, LayerStream, StoredTensor};
 pub use families::{KnownFamily, Support, known_families};
+pub use files::{RawTensor, WeightFiles};
 pub use head_offsets::HeadOffsets;
 pub use layout::{LayerNames, Layout, ProjectionName, attention_module};
 pub use preset::{paper_sigma_profile, preset, preset_names};
@@ -42,3 +44,6 @@ pub use spec::{
 };
 pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOptions};
 pub use weights::{LayerWeights, NormVectors, Projection};
+
+pub(crate) use config::quoted_non_finite;
+pub(crate) use shards::INDEX;
