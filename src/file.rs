@@ -49,10 +49,10 @@ pub fn write_folder<T>(path: &Path, fill: impl FnOnce(&Path) -> Result<T>) -> Re
         let kind = std::io::ErrorKind::NotFound;
         return Err(Error::io(path, "create", std::io::Error::new(kind, "its parent folder does not exist")));
     }
-    let temporary = first_free(&target, |place| std::fs::create_dir(place)).map_err(|e| Error::io(path, "create", e))?.0;
-    let made = fill(&temporary).and_then(|made| {
-        std::fs::rename(&temporary, &target).map_err(|e| Error::io(path, "create", e)).map(|()| made)
-    });
+    let temporary =
+        first_free(&target, |place| std::fs::create_dir(place)).map_err(|e| Error::io(path, "create", e))?.0;
+    let made = fill(&temporary)
+        .and_then(|made| std::fs::rename(&temporary, &target).map_err(|e| Error::io(path, "create", e)).map(|()| made));
     if made.is_err() {
         // The first error is the one to tell.
         let _ = std::fs::remove_dir_all(&temporary);

@@ -84,7 +84,11 @@ fn table(export: &serving::Export) -> String {
     let _ = writeln!(out, "{folder}: {} for {}", certificate.model, certificate.engine);
     let _ = writeln!(out, "  {} files linked, {} copied", export.linked, export.copied);
     if !export.left_out.is_empty() {
-        let _ = writeln!(out, "  left out, since the engine would load them in place of the rest: {}", export.left_out.join(", "));
+        let _ = writeln!(
+            out,
+            "  left out, since the engine would load them in place of the rest: {}",
+            export.left_out.join(", ")
+        );
     }
     for note in &certificate.notes {
         out.push_str(&wrapped(note, "  ", 118));

@@ -81,8 +81,13 @@ pub fn run(mut args: Args) -> Result<bool> {
 /// The result in a sentence.
 fn summary(audit: &Audit) -> String {
     let total = audit.layers.iter().flat_map(|layer| layer.entries()).count();
-    let bad: Vec<&AuditEntry> =
-        audit.layers.iter().flat_map(|layer| layer.entries()).map(|(_, entry)| entry).filter(|e| e.verdict != Verdict::Safe).collect();
+    let bad: Vec<&AuditEntry> = audit
+        .layers
+        .iter()
+        .flat_map(|layer| layer.entries())
+        .map(|(_, entry)| entry)
+        .filter(|e| e.verdict != Verdict::Safe)
+        .collect();
     if bad.is_empty() {
         return format!("{}: safe. No normalized input can overflow any of the {total} scales.", audit.engine);
     }
@@ -137,7 +142,8 @@ fn table(report: &Report) -> String {
 }
 
 fn page(report: &Report) -> String {
-    let mut page = Page::new(&report.audit.model, "FP8 attention scales against the certain bounds", &summary(&report.audit));
+    let mut page =
+        Page::new(&report.audit.model, "FP8 attention scales against the certain bounds", &summary(&report.audit));
     for audit in std::iter::once(&report.audit).chain(&report.others) {
         page.section(&audit.engine.to_string());
         page.paragraph(&summary(audit));

@@ -1,6 +1,5 @@
 //! What each engine reads: names, and which operands it casts with a scale of the checkpoint.
 
-use super::settings::Method;
 use serde::Serialize;
 use std::fmt;
 
@@ -41,6 +40,18 @@ impl Operand {
             Self::V => 'v',
         }
     }
+}
+
+/// How the weights are stored, as far as attention scales depend on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Method {
+    /// No `quantization_config`.
+    Plain,
+    CompressedTensors,
+    Fp8,
+    ModelOpt,
+    /// Anything else: no engine loads attention scales beside it.
+    Other,
 }
 
 /// What an engine does with the scales of a checkpoint.
@@ -169,7 +180,7 @@ impl Engine {
                 format!("python -m sglang.launch_server --model-path {folder} --kv-cache-dtype fp8_e4m3")
             }
             Self::Trtllm => format!("trtllm-serve {folder} --kv_cache_dtype fp8"),
-            Self::Mistralrs => format!("mistralrs run -m {folder} --pa-cache-type f8e4m3"),
+            Self::Mistralrs => format!("mistralrs serve -m {folder} --pa-cache-type f8e4m3"),
         }
     }
 }

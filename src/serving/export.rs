@@ -1,10 +1,10 @@
 //! A checkpoint that an engine loads as it is: weights linked, scales in a file of their own, index and configs merged.
 
-use super::engine::{Engine, Operand, Reads};
+use super::engine::{Engine, Method, Operand, Reads};
 use super::folder::{Moved, bring, files_with, folder_of, index, write_without};
+use super::names::ScaleNames;
 use super::scales::{LayerScales, scale_file};
-use super::settings::{HF_QUANT, Method, Settings, hf_quant_config};
-use super::verify::ScaleNames;
+use super::settings::{HF_QUANT, Settings, hf_quant_config};
 use crate::error::{Error, Result};
 use crate::file::{place_of, write_atomically, write_folder};
 use crate::model::{Checkpoint, INDEX, WeightFiles};
@@ -119,10 +119,7 @@ pub fn export(
 ) -> Result<Export> {
     let from = folder_of(checkpoint.path())?;
     if place_of(to).starts_with(place_of(&from)) {
-        return Err(Error::argument(format_args!(
-            "{} lies in the model's own folder: name another",
-            to.display()
-        )));
+        return Err(Error::argument(format_args!("{} lies in the model's own folder: name another", to.display())));
     }
     let mut config = Settings::read(&from.join("config.json"))?;
     let method = config.method();
@@ -159,9 +156,7 @@ pub fn export(
 
     let moved = write_folder(to, |folder| {
         let own = ["config.json", INDEX, HF_QUANT, SCALES_FILE, CERTIFICATE_FILE];
-        let skip = |name: &str| {
-            own.contains(&name) || gone.contains_key(name) || (has_foreign && foreign(name))
-        };
+        let skip = |name: &str| own.contains(&name) || gone.contains_key(name) || (has_foreign && foreign(name));
         let mut moved = Moved::default();
         bring(&from, folder, options.copy, &skip, &mut moved)?;
         for (file, without) in &gone {
@@ -211,17 +206,18 @@ impl ExportOptions {
         if !self.per_head {
             return Ok(());
         }
-        let rule = if self.engine != Engine::Vllm || !reads.any() {
-            "per-head scales are read by vLLM alone"
-        } else if !matches!(method, Method::Plain | Method::CompressedTensors) {
-            "vLLM reads per-head scales beside compressed-tensors and unquantised weights only"
-        } else if !spec.layers.iter().all(|layer| {
-            (layer.n_q_heads, layer.n_kv_heads) == (spec.layers[0].n_q_heads, spec.layers[0].n_kv_heads)
-        }) {
-            "vLLM takes one pair of head counts for all layers, and the layers of this model differ"
-        } else {
-            return Ok(());
-        };
+        let rule =
+            if self.engine != Engine::Vllm || !reads.any() {
+                "per-head scales are read by vLLM alone"
+            } else if !matches!(method, Method::Plain | Method::CompressedTensors) {
+                "vLLM reads per-head scales beside compressed-tensors and unquantised weights only"
+            } else if !spec.layers.iter().all(|layer| {
+                (layer.n_q_heads, layer.n_kv_heads) == (spec.layers[0].n_q_heads, spec.layers[0].n_kv_heads)
+            }) {
+                "vLLM takes one pair of head counts for all layers, and the layers of this model differ"
+            } else {
+                return Ok(());
+            };
         Err(Error::argument(format_args!("{rule}: export one scale a tensor")))
     }
 }

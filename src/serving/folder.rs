@@ -117,7 +117,8 @@ pub(super) fn folder_of(path: &Path) -> Result<PathBuf> {
         return Ok(path.to_owned());
     }
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if path.file_name().is_some_and(|name| name == "model.safetensors") && folder.join(INDEX).symlink_metadata().is_err()
+    if path.file_name().is_some_and(|name| name == "model.safetensors")
+        && folder.join(INDEX).symlink_metadata().is_err()
     {
         return Ok(folder.to_owned());
     }

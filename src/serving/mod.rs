@@ -10,6 +10,7 @@
 mod engine;
 mod export;
 mod folder;
+mod names;
 mod scales;
 mod settings;
 mod stream;

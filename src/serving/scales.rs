@@ -108,9 +108,7 @@ pub fn scale_file(
     let broken = |e| Error::format(Path::new("scales"), format_args!("cannot be written as safetensors: {e}"));
     let tensors = values
         .iter()
-        .map(|(name, (shape, bytes))| {
-            Ok((name, TensorView::new(Dtype::F32, shape.clone(), bytes).map_err(broken)?))
-        })
+        .map(|(name, (shape, bytes))| Ok((name, TensorView::new(Dtype::F32, shape.clone(), bytes).map_err(broken)?)))
         .collect::<Result<Vec<_>>>()?;
     // Hugging Face transformers asks for the format.
     let about = HashMap::from([("format".to_owned(), "pt".to_owned())]);

@@ -1,6 +1,6 @@
 //! `config.json`, `hf_quant_config.json` and the index: read as they are, merged, written back.
 
-use super::engine::Engine;
+use super::engine::{Engine, Method};
 use crate::error::{Error, Result};
 use crate::model::quoted_non_finite;
 use serde_json::{Map, Value, json};
@@ -10,18 +10,6 @@ use std::path::Path;
 const MARK: &str = "sigmascale: bare ";
 /// ModelOpt's own config.
 pub(super) const HF_QUANT: &str = "hf_quant_config.json";
-
-/// How the weights are stored, as far as attention scales depend on it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Method {
-    /// No `quantization_config`.
-    Plain,
-    CompressedTensors,
-    Fp8,
-    ModelOpt,
-    /// Anything else: no engine loads attention scales beside it.
-    Other,
-}
 
 /// A file of settings.
 pub(super) struct Settings {

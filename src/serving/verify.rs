@@ -1,12 +1,13 @@
 //! Which scales each engine would use, beside those that the weights need.
 
-use super::engine::{Engine, Operand, Reads};
+use super::engine::{Engine, Method, Operand, Reads};
 use super::export::CERTIFICATE_FILE;
 use super::folder::folder_of;
+use super::names::ScaleNames;
 use super::scales::LayerScales;
-use super::settings::{Method, Settings};
-use crate::error::{Error, Result};
-use crate::model::{AttentionSpec, Checkpoint, RawTensor, WeightFiles, attention_module};
+use super::settings::Settings;
+use crate::error::Result;
+use crate::model::{AttentionSpec, Checkpoint, RawTensor, WeightFiles};
 use safetensors::Dtype;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -132,45 +133,6 @@ impl Engine {
     }
 }
 
-/// Every name under which some loader looks for an attention scale of a model.
-pub(super) struct ScaleNames {
-    modules: Vec<String>,
-}
-
-impl ScaleNames {
-    pub fn new(spec: &AttentionSpec) -> Result<Self> {
-        let module = |layer: &crate::model::LayerSpec| {
-            attention_module(&spec.family, &spec.prefix, layer.number)
-                .ok_or_else(|| Error::unsupported(format_args!("family `{}` has no names for its layers", spec.family)))
-        };
-        Ok(Self { modules: spec.layers.iter().map(module).collect::<Result<_>>()? })
-    }
-
-    /// The layer and operand that a tensor is a scale of, under any name.
-    fn meant(&self, name: &str) -> Option<(usize, Operand)> {
-        let inside = |module: &String| name.strip_prefix(module.as_str())?.strip_prefix('.');
-        let (layer, rest) = self.modules.iter().enumerate().find_map(|(at, module)| Some((at, inside(module)?)))?;
-        let last = rest.rsplit('.').next()?;
-        let operand = match last {
-            "q_scale" => Operand::Q,
-            "k_scale" | "kv_scale" => Operand::K,
-            "v_scale" => Operand::V,
-            "output_scale" => Operand::ALL.into_iter().find(|o| rest.ends_with(&format!("{}_proj.output_scale", o.letter())))?,
-            _ => return None,
-        };
-        // A projection's own scale has other names (`weight_scale`, `input_scale`).
-        Some((layer, operand))
-    }
-
-    /// Whether a tensor belongs to the scales of attention: one of them, or a zero point beside it.
-    pub fn is_scale(&self, name: &str) -> bool {
-        let beside = ["q_zero_point", "k_zero_point", "v_zero_point", "prob_scale", "prob_output_scale"];
-        let last = name.rsplit('.').next().unwrap_or_default();
-        self.meant(name).is_some()
-            || beside.contains(&last) && self.modules.iter().any(|module| name.starts_with(&format!("{module}.")))
-    }
-}
-
 /// A stored scale.
 #[derive(Clone)]
 struct Stored {
@@ -199,12 +161,14 @@ impl Found {
         let files = WeightFiles::open(folder)?;
         let scales = |files: &WeightFiles| -> BTreeMap<String, Stored> {
             let own = files.tensors().filter(|tensor| names.meant(tensor.name).is_some());
-            own.map(|tensor| (tensor.name.to_owned(), Stored { values: values(&tensor), place: place(&tensor) })).collect()
+            own.map(|tensor| (tensor.name.to_owned(), Stored { values: values(&tensor), place: place(&tensor) }))
+                .collect()
         };
         let listed = scales(&files);
         // A file that nobody reads may be broken.
         let unlisted = files.open_unlisted(folder).map(|files| scales(&files)).unwrap_or_default();
-        let consolidated = files.files().chain(files.unlisted.iter().map(String::as_str)).any(|name| name.starts_with("consolidated"));
+        let consolidated =
+            files.files().chain(files.unlisted.iter().map(String::as_str)).any(|name| name.starts_with("consolidated"));
         Ok(Self { method: config.method(), config, names, listed, unlisted, consolidated })
     }
 
@@ -219,7 +183,9 @@ impl Found {
             (Engine::Vllm, Method::Plain) => {
                 text("the config has no `quantization_config`, and vLLM refuses the checkpoint by the scale's name")
             }
-            (Engine::Sglang, Method::Plain) => text("the config has no `quantization_config`, so SGLang reads no scale"),
+            (Engine::Sglang, Method::Plain) => {
+                text("the config has no `quantization_config`, so SGLang reads no scale")
+            }
             (Engine::Vllm | Engine::Sglang, Method::CompressedTensors) => {
                 let Some(scheme) = scheme else {
                     // vLLM makes room for scales without a scheme, too.
@@ -282,7 +248,8 @@ impl Found {
             map.keys().find(|name| self.names.meant(name) == Some((index, operand))).cloned()
         };
         let listed = of(&self.listed).map(|name| (&self.listed[&name], "not a name that it reads"));
-        let unlisted = || of(&self.unlisted).map(|name| (&self.unlisted[&name], "in a file that the index does not name"));
+        let unlisted =
+            || of(&self.unlisted).map(|name| (&self.unlisted[&name], "in a file that the index does not name"));
         listed.or_else(unlisted)
     }
 }
@@ -304,12 +271,17 @@ impl Case<'_> {
         let Some(row) = self.layer.row(operand) else {
             let why = "no norm stands in front of its projection, so it has no bound".to_owned();
             let stored = self.own[operand as usize].as_ref().and_then(|s| s.values.first().copied());
-            return vec![AuditEntry { scale: stored.unwrap_or(1.0), needed: None, verdict: Verdict::Unbounded, stored, why }];
+            return vec![AuditEntry {
+                scale: stored.unwrap_or(1.0),
+                needed: None,
+                verdict: Verdict::Unbounded,
+                stored,
+                why,
+            }];
         };
         let largest = crate::plan::ScalePlan::per_tensor(row).get();
-        let one = |verdict, why: String, stored| {
-            vec![AuditEntry { scale: 1.0, needed: Some(largest), verdict, stored, why }]
-        };
+        let one =
+            |verdict, why: String, stored| vec![AuditEntry { scale: 1.0, needed: Some(largest), verdict, stored, why }];
         let covered = match largest <= 1.0 {
             true => "1.0 covers the bound".to_owned(),
             false => format!("can overflow by {largest:.3}"),
@@ -360,9 +332,20 @@ impl Case<'_> {
         };
         let largest = needed.iter().copied().fold(0.0, f32::max);
         if stored.values.len() != wanted {
-            let why = format!("never loaded: {} has {} entries, and {} takes {wanted}", stored.place, stored.values.len(), self.engine);
+            let why = format!(
+                "never loaded: {} has {} entries, and {} takes {wanted}",
+                stored.place,
+                stored.values.len(),
+                self.engine
+            );
             let verdict = Verdict::NotLoaded;
-            return vec![AuditEntry { scale: 1.0, needed: Some(largest), verdict, stored: stored.values.first().copied(), why }];
+            return vec![AuditEntry {
+                scale: 1.0,
+                needed: Some(largest),
+                verdict,
+                stored: stored.values.first().copied(),
+                why,
+            }];
         }
         let needed = if per_head { needed } else { vec![largest] };
         let group = wanted / needed.len();
@@ -371,7 +354,13 @@ impl Case<'_> {
             let value = own.iter().copied().fold(f32::NEG_INFINITY, |a, b| if b.is_nan() { b } else { a.max(b) });
             let scale = self.rounded(value);
             let (verdict, why) = verdict(value, scale, needed);
-            AuditEntry { scale, needed: Some(needed), verdict, stored: Some(value), why: format!("{why} ({})", stored.place) }
+            AuditEntry {
+                scale,
+                needed: Some(needed),
+                verdict,
+                stored: Some(value),
+                why: format!("{why} ({})", stored.place),
+            }
         };
         needed.into_iter().enumerate().map(entry).collect()
     }

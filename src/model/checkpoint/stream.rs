@@ -53,8 +53,7 @@ impl LayerStream {
             checkpoint.count_biases()?;
         }
         checkpoint.tensors.clear();
-        let mut stream =
-            Self { layers: vec![], readers: HashMap::new(), prefix: None, free: vec![], checkpoint };
+        let mut stream = Self { layers: vec![], readers: HashMap::new(), prefix: None, free: vec![], checkpoint };
         for index in 0..stream.spec().layers.len() {
             let layer = stream.needs(index);
             let scales = layer.weights.iter().flat_map(|weight| scales_of(weight));
@@ -138,7 +137,9 @@ impl LayerStream {
             };
         };
         if self.prefix.is_some_and(|other| other != prefix) {
-            return broken(format_args!("and others have different prefixes: which of them is the text model is not known"));
+            return broken(format_args!(
+                "and others have different prefixes: which of them is the text model is not known"
+            ));
         }
         let rest = &name[prefix.len()..];
         if self.readers[rest].iter().all(|layer| self.layers[*layer].read) || self.checkpoint.has_tensor(name) {
