@@ -284,7 +284,9 @@ fn golden_names() {
         ("gpt_oss", Engine::Vllm, "model.layers.1.self_attn.attn.k_scale"),
         ("nemotron_h", Engine::Vllm, "backbone.layers.1.mixer.k_scale"),
         ("qwen3_5", Engine::Mistralrs, "model.language_model.layers.1.self_attn.k_scale"),
-        ("mixtral", Engine::Sglang, "model.layers.1.self_attn.k_scale"),
+        ("llama", Engine::Sglang, "model.layers.1.self_attn.k_scale"),
+        ("mixtral", Engine::Sglang, "model.layers.1.self_attn.attn.k_scale"),
+        ("jamba", Engine::Vllm, "model.layers.1.self_attn.attn.k_scale"),
     ] {
         // Without its MXFP4 experts, beside which no engine has scales.
         let case = if family == "gpt_oss" {
@@ -709,7 +711,7 @@ mod streams {
     fn streamed(stream: &mut ScaleStream, tensors: &[(String, Dtype, Vec<usize>, Vec<u8>)]) -> Vec<LayerScales> {
         let mut found = Vec::new();
         for (name, dtype, shape, bytes) in tensors {
-            found.extend(stream.push(name, *dtype, shape, bytes).unwrap());
+            found.extend(stream.push(name, *dtype, shape, bytes.clone()).unwrap());
         }
         stream.finish().unwrap();
         found.sort_by_key(|layer| layer.layer);
@@ -745,13 +747,16 @@ mod streams {
         let mut stream = ScaleStream::new(&config, Path::new("config.json"), &[]).unwrap();
         let all: usize = tensors.iter().map(|tensor| tensor.3.len()).sum();
         for (name, dtype, shape, bytes) in &tensors {
-            let done = stream.push(name, *dtype, shape, bytes).unwrap();
+            let done = stream.push(name, *dtype, shape, bytes.clone()).unwrap();
             assert!(stream.held_bytes() <= all / case.attention.len());
             assert!(done.is_empty() || stream.held_bytes() == 0);
         }
         // What attention does not read is not held.
+        assert!(
+            stream.wants("model.layers.0.input_layernorm.weight") && !stream.wants("model.layers.0.mlp.up_proj.weight")
+        );
         stream.finish().unwrap();
-        assert!(stream.push("model.layers.0.mlp.up_proj.weight", Dtype::F32, &[1], &[0; 4]).unwrap().is_empty());
+        assert!(stream.push("model.layers.0.mlp.up_proj.weight", Dtype::F32, &[1], vec![0; 4]).unwrap().is_empty());
         assert_eq!(stream.held_bytes(), 0);
     }
 
@@ -763,18 +768,19 @@ mod streams {
         let config = std::fs::read(model.path().join("config.json")).unwrap();
         let mut stream = ScaleStream::new(&config, Path::new("config.json"), &[]).unwrap();
         let (name, dtype, shape, bytes) = tensors.iter().find(|t| t.0.ends_with("q_proj.weight")).unwrap();
-        let error = stream.push(name, *dtype, shape, &bytes[1..]).unwrap_err();
+        let error = stream.push(name, *dtype, shape, bytes[1..].to_vec()).unwrap_err();
         assert!(error.is_format() && error.to_string().contains("bytes"), "{error}");
-        stream.push(name, *dtype, shape, bytes).unwrap();
-        let error = stream.push(name, *dtype, shape, bytes).unwrap_err();
+        stream.push(name, *dtype, shape, bytes.clone()).unwrap();
+        let error = stream.push(name, *dtype, shape, bytes.clone()).unwrap_err();
         assert!(error.to_string().contains("came before"), "{error}");
         let error = stream.finish().unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("did not come"), "{error}");
         // A bias that nobody told of: with its layer's scales out already it would be too late.
-        let error = stream.push("model.layers.0.self_attn.k_proj.bias", Dtype::F32, &[32], &[0; 128]).unwrap_err();
+        let error = stream.push("model.layers.0.self_attn.k_proj.bias", Dtype::F32, &[32], vec![0; 128]).unwrap_err();
         assert!(error.to_string().contains("does not tell of"), "{error}");
-        let error =
-            stream.push("model.layers.1.self_attn.k_proj.weight", Dtype::F8_E4M3, &[32, 48], &[0; 1536]).unwrap_err();
+        let error = stream
+            .push("model.layers.1.self_attn.k_proj.weight", Dtype::F8_E4M3, &[32, 48], vec![0; 1536])
+            .unwrap_err();
         assert!(error.to_string().contains("E4M3"), "{error}");
     }
 

@@ -73,11 +73,42 @@ impl Reads {
     }
 }
 
-/// Families whose attention module is called `attn` in vLLM under the checkpoint's own name for it, or is renamed to that: a scale
-/// needs the inner module's name too.
-const VLLM_INNER: &[&str] = &["gpt2", "gptj", "gpt_bigcode", "gpt_oss"];
-/// Families that SGLang loads without renaming scales: the inner module's name is needed.
-const SGLANG_INNER: &[&str] = &["gpt2"];
+/// Families of which vLLM renames the attention module to `attn`, or the checkpoint calls it so: a scale needs the inner module's
+/// name too.
+const VLLM_INNER: &[&str] = &["gpt2", "gptj", "gpt_bigcode", "gpt_oss", "jamba"];
+/// Families of which SGLang renames scales from the attention module to the inner one; for others the name is that of the inner one.
+const SGLANG_RENAMED: &[&str] = &[
+    "llama",
+    "mistral",
+    "ministral3",
+    "deci",
+    "arcee",
+    "gemma2",
+    "gemma3_text",
+    "gptj",
+    "phi3",
+    "phimoe",
+    "cohere",
+    "cohere2",
+    "apertus",
+    "minimax_m2",
+    "nemotron_h",
+    "exaone4",
+];
+/// Families whose attention SGLang builds without the quantisation config, so that it has no scales.
+const SGLANG_UNREAD: &[&str] = &[
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_vl",
+    "gpt_oss",
+    "glm4_moe",
+    "hunyuan_v1_dense",
+    "lfm2",
+    "exaone_moe",
+    "llama4_text",
+    "bert",
+    "roberta",
+];
 
 impl Engine {
     /// All of them.
@@ -107,7 +138,7 @@ impl Engine {
     fn needs_inner(self, family: &str) -> bool {
         match self {
             Self::Vllm => VLLM_INNER.contains(&family),
-            Self::Sglang => SGLANG_INNER.contains(&family),
+            Self::Sglang => !SGLANG_RENAMED.contains(&family),
             Self::Trtllm | Self::Mistralrs => false,
         }
     }
@@ -132,6 +163,7 @@ impl Engine {
                     names.push(at("kv_scale".to_owned()));
                 }
             }
+            Self::Sglang if self.needs_inner(family) => {}
             Self::Sglang => {
                 if fused {
                     names.push(at(format!("{letter}_proj.{letter}_scale")));
@@ -154,12 +186,9 @@ impl Engine {
             Self::Vllm | Self::Sglang if method == Method::Other => {
                 none("its loader has no attention scales for weights stored this way")
             }
-            Self::Vllm if VLLM_TRANSFORMERS.contains(&family) => {
-                none("vLLM runs this family through its Transformers backend, which loads no attention scales")
-            }
             Self::Vllm => Reads { scaled: [true; 3], why: None },
             Self::Sglang if SGLANG_UNREAD.contains(&family) => {
-                none("SGLang's loader of this family does not read attention scales")
+                none("SGLang builds the attention of this family without scales")
             }
             Self::Sglang => Reads {
                 scaled: [false, true, true],
@@ -184,11 +213,6 @@ impl Engine {
         }
     }
 }
-
-/// Families that vLLM 0.32 has no model of its own for.
-const VLLM_TRANSFORMERS: &[&str] = &[];
-/// Families whose loader in SGLang 0.5.23 reads no scales.
-const SGLANG_UNREAD: &[&str] = &[];
 
 impl fmt::Display for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -19,9 +19,9 @@ use std::path::Path;
 /// let ones = |n: usize| 1f32.to_le_bytes().repeat(n);
 /// for name in ["q", "k", "v"] {
 ///     let name = format!("model.layers.0.self_attn.{name}_proj.weight");
-///     assert!(stream.push(&name, Dtype::F32, &[16, 16], &ones(256))?.is_empty());
+///     assert!(stream.push(&name, Dtype::F32, &[16, 16], ones(256))?.is_empty());
 /// }
-/// let layers = stream.push("model.layers.0.input_layernorm.weight", Dtype::F32, &[16], &ones(16))?;
+/// let layers = stream.push("model.layers.0.input_layernorm.weight", Dtype::F32, &[16], ones(16))?;
 /// assert_eq!(layers[0].module, "model.layers.0.self_attn");
 /// stream.finish()?;
 /// # Ok::<(), sigmascale::Error>(())
@@ -44,11 +44,16 @@ impl ScaleStream {
         self.stream.spec()
     }
 
+    /// Whether attention reads a tensor of this name: others need not be pushed.
+    pub fn wants(&self, name: &str) -> bool {
+        self.stream.wants(name)
+    }
+
     /// Takes a tensor and gives the scales of the layers that it completes. Tensors that attention does not read are ignored.
     ///
     /// # Errors
     /// As [`LayerStream::push`] and [`LayerScales::new`].
-    pub fn push(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: &[u8]) -> Result<Vec<LayerScales>> {
+    pub fn push(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) -> Result<Vec<LayerScales>> {
         let mut done = Vec::new();
         for layer in self.stream.push(name, dtype, shape, bytes)? {
             done.push(LayerScales::new(self.stream.spec(), self.stream.layer(layer)?)?);

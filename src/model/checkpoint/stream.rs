@@ -122,7 +122,7 @@ impl LayerStream {
     ///
     /// # Errors
     /// `is_format` if it has other bytes than its type and shape ask for, came before, or contradicts the config.
-    pub fn push(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: &[u8]) -> Result<Vec<usize>> {
+    pub fn push(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) -> Result<Vec<usize>> {
         let broken = |rule: std::fmt::Arguments<'_>| {
             Err(Error::format(&self.checkpoint.path, format_args!("tensor `{name}` {rule}")))
         };
@@ -153,9 +153,10 @@ impl LayerStream {
         if dtype == Dtype::F8_E4M3 && !self.spec().fp8_inputs {
             return broken(format_args!("is E4M3, and the config has no `quantization_config` that says so"));
         }
+        let end = bytes.len();
         self.prefix = Some(prefix);
         self.checkpoint.config.spec.prefix = prefix.to_owned();
-        let shard = Shard { path: self.checkpoint.path.clone(), map: Content::Held(bytes.to_vec()), data: 0 };
+        let shard = Shard { path: self.checkpoint.path.clone(), map: Content::Held(bytes), data: 0 };
         let place = match self.free.pop() {
             Some(place) => {
                 self.checkpoint.shards[place] = shard;
@@ -166,7 +167,7 @@ impl LayerStream {
                 self.checkpoint.shards.len() - 1
             }
         };
-        let entry = Entry { shard: place, dtype, shape: shape.to_vec(), start: 0, end: bytes.len() };
+        let entry = Entry { shard: place, dtype, shape: shape.to_vec(), start: 0, end };
         self.checkpoint.tensors.insert(name.to_owned(), entry);
         Ok(self.readers[rest].iter().copied().filter(|layer| self.is_complete(&self.layers[*layer])).collect())
     }
@@ -175,6 +176,12 @@ impl LayerStream {
     fn bias_of(&self, rest: &str) -> Option<String> {
         let weight = format!("{}.weight", rest.strip_suffix(".bias")?);
         self.layers.iter().any(|layer| layer.weights.contains(&weight)).then_some(weight)
+    }
+
+    /// Whether [`LayerStream::push`] does anything with a tensor of this name.
+    pub fn wants(&self, name: &str) -> bool {
+        let rests = || self.checkpoint.config.prefixes.iter().filter_map(|prefix| name.strip_prefix(prefix));
+        rests().any(|rest| self.readers.contains_key(rest) || self.bias_of(rest).is_some())
     }
 
     fn is_complete(&self, layer: &Layer) -> bool {
