@@ -106,6 +106,7 @@ const SGLANG_UNREAD: &[&str] = &[
     "lfm2",
     "exaone_moe",
     "llama4_text",
+    "stablelm",
     "bert",
     "roberta",
 ];
