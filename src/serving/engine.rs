@@ -76,7 +76,7 @@ impl Reads {
 /// Families of which vLLM renames the attention module to `attn`, or the checkpoint calls it so: a scale needs the inner module's
 /// name too.
 const VLLM_INNER: &[&str] = &["gpt2", "gptj", "gpt_bigcode", "gpt_oss", "jamba"];
-/// Families of which SGLang renames scales from the attention module to the inner one; for others the name is that of the inner one.
+/// Families of which SGLang renames scales from the attention module to the inner one.
 const SGLANG_RENAMED: &[&str] = &[
     "llama",
     "mistral",
@@ -95,20 +95,26 @@ const SGLANG_RENAMED: &[&str] = &[
     "nemotron_h",
     "exaone4",
 ];
-/// Families whose attention SGLang builds without the quantisation config, so that it has no scales.
-const SGLANG_UNREAD: &[&str] = &[
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_vl",
-    "gpt_oss",
-    "glm4_moe",
-    "hunyuan_v1_dense",
-    "lfm2",
-    "exaone_moe",
-    "llama4_text",
-    "stablelm",
-    "bert",
-    "roberta",
+/// Families of which it does not, so that the name is that of the inner one. It has no scales for any other: their attention is built
+/// without the quantisation config, or the family runs through its Transformers backend, which refuses the names.
+const SGLANG_INNER: &[&str] = &[
+    "qwen2",
+    "qwen2_moe",
+    "qwen3_next",
+    "mixtral",
+    "gemma",
+    "gpt2",
+    "gpt_bigcode",
+    "phi",
+    "opt",
+    "starcoder2",
+    "olmo",
+    "olmoe",
+    "granite",
+    "granitemoe",
+    "glm4",
+    "persimmon",
+    "afmoe",
 ];
 
 impl Engine {
@@ -139,7 +145,7 @@ impl Engine {
     fn needs_inner(self, family: &str) -> bool {
         match self {
             Self::Vllm => VLLM_INNER.contains(&family),
-            Self::Sglang => !SGLANG_RENAMED.contains(&family),
+            Self::Sglang => SGLANG_INNER.contains(&family),
             Self::Trtllm | Self::Mistralrs => false,
         }
     }
@@ -188,8 +194,8 @@ impl Engine {
                 none("its loader has no attention scales for weights stored this way")
             }
             Self::Vllm => Reads { scaled: [true; 3], why: None },
-            Self::Sglang if SGLANG_UNREAD.contains(&family) => {
-                none("SGLang builds the attention of this family without scales")
+            Self::Sglang if !SGLANG_RENAMED.contains(&family) && !SGLANG_INNER.contains(&family) => {
+                none("SGLang has no attention scales for this family")
             }
             Self::Sglang => Reads {
                 scaled: [false, true, true],
