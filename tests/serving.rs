@@ -409,6 +409,23 @@ fn files_that_vllm_would_load_instead_are_left_out() {
     assert!(!audits[0].safe && audits[0].notes[0].contains("consolidated"), "{audits:?}");
 }
 
+/// A folder without an index: the new one names the weights alone, and files that are rewritten are not those of the model.
+#[test]
+fn an_index_is_made_of_the_weights_alone() {
+    let case = grouped("llama", "llama", json!({}));
+    let tensors = draw(&case, 2);
+    let model = written(&case, &tensors);
+    for name in ["adapter_model.safetensors", "consolidated.safetensors"] {
+        std::fs::copy(model.path().join("model.safetensors"), model.path().join(name)).unwrap();
+    }
+    let made = export_of(model.path(), Engine::Vllm, false);
+    let folder = Gone(made.folder);
+    let map = read(&folder.0.join(INDEX))["weight_map"].as_object().unwrap().clone();
+    assert!(map.values().all(|file| file == "model.safetensors" || file == SCALES), "{map:?}");
+    assert_eq!((map.len(), made.left_out), (tensors.0.len() + 12, vec!["consolidated.safetensors".to_owned()]));
+    assert!(folder.0.join("adapter_model.safetensors").exists() && !folder.0.join("consolidated.safetensors").exists());
+}
+
 /// Whole or nothing.
 #[test]
 fn an_export_that_fails_leaves_nothing() {

@@ -33,7 +33,7 @@ use tracing_subscriber::EnvFilter;
 #[derive(Parser)]
 #[command(name = "sigmascale", version, about, arg_required_else_help = true)]
 #[command(
-    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage. RUST_LOG=sigmascale=debug logs timings to stderr."
+    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe, 3 unreadable. RUST_LOG=sigmascale=debug logs timings to stderr."
 )]
 struct Cli {
     #[command(subcommand)]

@@ -145,8 +145,9 @@ pub fn export(
     let mistral = |name: &str| name.starts_with("consolidated") && name.ends_with(".safetensors");
     // vLLM would load these, under other names, in place of the index's files.
     let foreign = |name: &str| options.engine == Engine::Vllm && (mistral(name) || name == "params.json");
-    let has_foreign = files.unlisted.iter().any(|name| mistral(name));
-    let mut left_out: Vec<String> = files.unlisted.iter().filter(|name| foreign(name)).cloned().collect();
+    let present = || files.files().chain(files.unlisted.iter().map(String::as_str));
+    let has_foreign = present().any(mistral);
+    let mut left_out: Vec<String> = present().filter(|name| foreign(name)).map(str::to_owned).collect();
     left_out.sort_unstable();
     let index_file = Settings::read_if_present(&from.join(INDEX))?;
     let quantized = hf_quant_config(options.engine, method, Settings::read_if_present(&from.join(HF_QUANT))?);
@@ -294,7 +295,7 @@ fn notes(layers: &[LayerCertificate], options: &ExportOptions, reads: Reads, met
             .max_by(|a, b| a.1.load.total_cmp(&b.1.load));
         match worst {
             Some((_, worst)) if worst.safe => {
-                notes.push(format!("{name} is safe at 1.0: it reaches at most {:.3} of 448.", worst.load));
+                notes.push(format!("{name} is safe at 1.0: its bound is {:.3} of 448.", worst.load));
             }
             Some((layer, worst)) => notes.push(format!(
                 "{name} is not certified at 1.0: in layer {layer} the bound is {:.3} times 448.",

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 
 /// Files longer than this are linked: weights, and what else nobody edits in place.
 const LINK_FROM: u64 = 1 << 20;
-/// Name of the weights where they are one file, for an index that has none.
-const METADATA: &str = "metadata";
+/// The weights where no index tells of them.
+const SINGLE: &str = "model.safetensors";
 
 /// How the files came.
 #[derive(Default)]
@@ -80,6 +80,12 @@ pub(super) fn write_without(files: &WeightFiles, file: &str, without: &BTreeSet<
         .map(|t| Ok((t.name, TensorView::new(t.dtype, t.shape.to_vec(), t.bytes).map_err(broken)?)))
         .collect::<Result<Vec<_>>>()?;
     let about = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    // It may be a link to the model's own file.
+    if let Err(error) = std::fs::remove_file(&target)
+        && error.kind() != std::io::ErrorKind::NotFound
+    {
+        return Err(Error::io(&target, "write", error));
+    }
     safetensors::serialize_to_file(views, Some(about), &target).map_err(broken)
 }
 
@@ -92,19 +98,22 @@ pub(super) fn index(
     came: &[(String, usize)],
     scales_file: &str,
 ) -> Map<String, Value> {
+    let has_index = found.is_some();
+    // What else lies in a folder without an index is not of the model.
+    let own = || files.tensors().filter(|t| has_index || t.file == SINGLE);
     let mut index = found.unwrap_or_default();
     let mut map: Map<String, Value> = match index.remove("weight_map") {
         Some(Value::Object(map)) => map,
-        _ => files.tensors().map(|t| (t.name.to_owned(), json!(t.file))).collect(),
+        _ => own().map(|t| (t.name.to_owned(), json!(t.file))).collect(),
     };
     let gone: BTreeSet<&str> = gone.values().flatten().copied().collect();
     map.retain(|name, _| !gone.contains(name.as_str()));
-    let lost: usize = files.tensors().filter(|t| gone.contains(t.name)).map(|t| t.bytes.len()).sum();
-    let all: usize = files.tensors().map(|t| t.bytes.len()).sum();
+    let lost: usize = own().filter(|t| gone.contains(t.name)).map(|t| t.bytes.len()).sum();
+    let all: usize = own().map(|t| t.bytes.len()).sum();
     let added: usize = came.iter().map(|(_, bytes)| bytes).sum();
     map.extend(came.iter().map(|(name, _)| (name.clone(), json!(scales_file))));
     index.insert("weight_map".to_owned(), Value::Object(map));
-    let metadata = index.entry(METADATA).or_insert_with(|| json!({ "total_size": all }));
+    let metadata = index.entry("metadata").or_insert_with(|| json!({ "total_size": all }));
     if let Some(size) = metadata.get("total_size").and_then(Value::as_u64) {
         metadata["total_size"] = json!((size + added as u64).saturating_sub(lost as u64));
     }
@@ -117,9 +126,7 @@ pub(super) fn folder_of(path: &Path) -> Result<PathBuf> {
         return Ok(path.to_owned());
     }
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if path.file_name().is_some_and(|name| name == "model.safetensors")
-        && folder.join(INDEX).symlink_metadata().is_err()
-    {
+    if path.file_name().is_some_and(|name| name == SINGLE) && folder.join(INDEX).symlink_metadata().is_err() {
         return Ok(folder.to_owned());
     }
     Err(Error::argument(format_args!("{}: pass the checkpoint's folder, which holds all its files", path.display())))
