@@ -49,7 +49,7 @@ def test_an_export_is_safe_by_its_audit(tmp_path):
         (sigmascale.ArgumentError, "not one of vllm", lambda to: sigmascale.export(MODEL, to, "llama.cpp")),
         (sigmascale.ArgumentError, "vLLM alone", lambda to: sigmascale.export(MODEL, to, "sglang", per_head=True)),
         (sigmascale.ArgumentError, "config alone", lambda to: sigmascale.export("mistral-7b", to, "vllm")),
-        (sigmascale.ArgumentError, "is there already", lambda to: sigmascale.export(MODEL, MODEL, "vllm")),
+        (sigmascale.ArgumentError, "is there already", lambda to: sigmascale.export(MODEL, ROOT / "docs", "vllm")),
         (TypeError, "per_head", lambda to: sigmascale.export(MODEL, to, "vllm", per_head=1)),
         (FileNotFoundError, "no-such", lambda to: sigmascale.verify("no-such-folder")),
         (sigmascale.UnsupportedError, "bloom", lambda to: sigmascale.ScaleStream({"model_type": "bloom"})),
