@@ -31,6 +31,35 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<()> {
     })
 }
 
+/// Makes a folder that appears whole or not at all: `fill` gets a temporary folder beside it, which is renamed at the end.
+///
+/// # Errors
+/// `is_argument` if something other than an empty folder is there; `is_io` if its parent is not there or nothing can be written;
+/// those of `fill`, and then nothing is left.
+pub fn write_folder<T>(path: &Path, fill: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
+    let empty = std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
+    if path.symlink_metadata().is_ok() && !empty {
+        return Err(Error::argument(format_args!(
+            "{} is there already: expected a new or an empty folder",
+            path.display()
+        )));
+    }
+    let target = place_of(path);
+    if target.file_name().is_none() || !target.parent().is_some_and(Path::is_dir) {
+        let kind = std::io::ErrorKind::NotFound;
+        return Err(Error::io(path, "create", std::io::Error::new(kind, "its parent folder does not exist")));
+    }
+    let temporary =
+        first_free(&target, |place| std::fs::create_dir(place)).map_err(|e| Error::io(path, "create", e))?.0;
+    let made = fill(&temporary)
+        .and_then(|made| std::fs::rename(&temporary, &target).map_err(|e| Error::io(path, "create", e)).map(|()| made));
+    if made.is_err() {
+        // The first error is the one to tell.
+        let _ = std::fs::remove_dir_all(&temporary);
+    }
+    made
+}
+
 /// Whether a file can stand at this path: its folder exists and it is no folder itself.
 ///
 /// # Errors
@@ -86,11 +115,16 @@ fn behind_links(path: &Path) -> Result<PathBuf> {
 
 /// A new file with a name of its own in the target's folder.
 fn temporary_beside(target: &Path) -> std::io::Result<(PathBuf, File)> {
+    first_free(target, |place| OpenOptions::new().write(true).create_new(true).open(place))
+}
+
+/// What `make` makes under the first name in the target's folder that is free.
+fn first_free<T>(target: &Path, make: impl Fn(&Path) -> std::io::Result<T>) -> std::io::Result<(PathBuf, T)> {
     let mut attempt = 0u32;
     loop {
         let temporary = target.with_file_name(format!(".sigmascale-{}-{attempt}.tmp", std::process::id()));
-        match OpenOptions::new().write(true).create_new(true).open(&temporary) {
-            Ok(file) => return Ok((temporary, file)),
+        match make(&temporary) {
+            Ok(made) => return Ok((temporary, made)),
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && attempt < 100 => attempt += 1,
             Err(error) => return Err(error),
         }
@@ -118,6 +152,24 @@ mod tests {
             write_atomically(Path::new("/dev/null"), b"x").unwrap();
             assert!(!Path::new("/dev/null").is_file());
         }
+    }
+
+    #[test]
+    fn folders_appear_whole_or_not_at_all() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join("out");
+        let fill = |place: &Path| write_atomically(&place.join("a"), b"one");
+        let failed = write_folder(&folder, |place| fill(place).and_then(|()| Err::<(), _>(Error::argument("no"))));
+        assert!(failed.unwrap_err().is_argument());
+        assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
+        write_folder(&folder, fill).unwrap();
+        assert_eq!(std::fs::read(folder.join("a")).unwrap(), b"one");
+        let error = write_folder(&folder, fill).unwrap_err();
+        assert!(error.is_argument() && error.to_string().contains("is there already"), "{error}");
+        std::fs::create_dir(parent.path().join("empty")).unwrap();
+        write_folder(&parent.path().join("empty"), fill).unwrap();
+        assert!(write_folder(&parent.path().join("no/such"), fill).unwrap_err().is_io());
+        assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 2);
     }
 
     #[cfg(unix)]

@@ -19,6 +19,7 @@ pub mod plan;
 pub mod policy;
 pub mod runtime;
 mod scale;
+pub mod serving;
 pub mod spectral;
 pub mod stats;
 pub mod stress;

@@ -1,7 +1,5 @@
 //! What one layer's FP8 attention call gets.
 
-pub mod export;
-
 use crate::bound::{BoundKind, E4M3_MAX, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
 use crate::scale::Descale;

@@ -65,6 +65,26 @@ impl Descale {
         Self::new(value.max(f32::MIN_POSITIVE))
     }
 
+    /// The smallest BF16 value that is not below it: a loader that rounds scales to BF16 then keeps it.
+    ///
+    /// # Errors
+    /// `is_non_finite` if that is past the range of BF16.
+    ///
+    /// ```
+    /// # use sigmascale::Descale;
+    /// assert_eq!(Descale::new(1.001)?.up_to_bf16()?.get(), 1.0078125);
+    /// assert_eq!(Descale::ONE.up_to_bf16()?, Descale::ONE);
+    /// # Ok::<(), sigmascale::Error>(())
+    /// ```
+    pub fn up_to_bf16(self) -> Result<Self> {
+        let value = f32::from_bits(self.0.to_bits().saturating_add(0xffff) & 0xffff_0000);
+        if !value.is_finite() {
+            return Err(Error::non_finite(format_args!("descale {} is past the range of BF16", self.0)));
+        }
+        // Small enough for its inverse to be infinite is no descale, and rounding up cannot make one so.
+        Self::new(value)
+    }
+
     /// The value.
     pub fn get(self) -> f32 {
         self.0

@@ -15,7 +15,7 @@ const LAYERS: &[&[&str]] = &[
     &["spectral"],
     &["bound"],
     &["plan", "stats"],
-    &["policy", "attention"],
+    &["policy", "attention", "serving"],
     &["runtime", "cuda"],
     &["device"],
     &["calibrate", "stress"],

@@ -136,7 +136,10 @@ fn scales_are_exported_for_other_loaders() {
             let value = f32::from_le_bytes(tensor.data().try_into().unwrap());
             let heads = profile["layers"][layer][format!("{operand}_descale")].as_array().unwrap();
             let largest = heads.iter().map(|head| head.as_f64().unwrap() as f32).fold(0.0, f32::max);
-            assert_eq!(value, largest);
+            assert!(
+                value >= largest && value <= largest * (1.0 + 1.0 / 128.0) && value.to_bits() << 16 == 0,
+                "{value}"
+            );
         }
     }
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);

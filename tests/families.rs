@@ -524,7 +524,7 @@ fn exported_scales_have_the_checkpoints_own_names() {
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         let mut calibration = Calibration::new(checkpoint.spec(), Options::default()).unwrap();
         calibration.layer(checkpoint.layer(0).unwrap()).unwrap();
-        let module = &calibration.finish().tensor_scales().unwrap()[0].module;
+        let module = &calibration.finish().layer_scales().unwrap()[0].module;
         let inside =
             |name: &&String| name.strip_prefix(&format!("{module}.")).is_some_and(|rest| rest.ends_with(".weight"));
         assert!(tensors.0.keys().any(|name| inside(&name)), "{} {}: {module}", case.name, case.prefix);

@@ -760,7 +760,7 @@ fn a_profile_has_the_cache_beside_the_expanded_form() {
     assert!(row["sigma"].is_null() && json["model"]["mla"]["kv_rank"] == RANK);
     let inspection = serde_json::to_value(Inspection::new(profile.clone())).unwrap();
     assert_eq!(inspection["layers"][1]["mla"], row["mla"]);
-    let error = profile.tensor_scales().unwrap_err();
+    let error = profile.layer_scales().unwrap_err();
     assert!(error.is_unsupported() && error.to_string().contains("latent attention"), "{error}");
 }
 

@@ -1,6 +1,7 @@
 """FP8 attention scales from the weights alone.
 
-Offline, with NumPy: :func:`calibrate`, :func:`inspect`, :func:`stress`, :func:`export_scales`, :func:`descales`.
+Offline, with NumPy: :func:`calibrate`, :func:`inspect`, :func:`stress`, :func:`descales`.
+For serving engines: :func:`export`, :func:`verify`, and for reinforcement learning :class:`ScaleStream` and :mod:`sigmascale.rl`.
 Around any FP8 attention call: :func:`probe` says whether its descales are really applied.
 On a PyTorch model: :mod:`sigmascale.torch` (imported when it is first used).
 """
@@ -20,6 +21,7 @@ from ._native import __version__
 from ._offline import calibrate, descales, export_scales, inspect, presets, stress
 from ._parameters import AutoC, DelayedPaper, DelayedTe, Tail
 from ._probe import ProbeReport, probe
+from ._serving import ScaleStream, export, verify
 
 __all__ = [
     "ArgumentError",
@@ -31,21 +33,24 @@ __all__ = [
     "MismatchError",
     "NonFiniteError",
     "ProbeReport",
+    "ScaleStream",
     "SigmascaleError",
     "Tail",
     "UnsupportedError",
     "__version__",
     "calibrate",
     "descales",
+    "export",
     "export_scales",
     "inspect",
     "presets",
     "probe",
     "stress",
+    "verify",
 ]
 
 
 def __getattr__(name):
-    if name == "torch":
-        return importlib.import_module(".torch", __name__)
+    if name in ("rl", "torch"):
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

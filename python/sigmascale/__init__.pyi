@@ -1,11 +1,12 @@
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from . import rl as rl
 from . import torch as torch
 
 __all__ = [
@@ -18,17 +19,20 @@ __all__ = [
     "MismatchError",
     "NonFiniteError",
     "ProbeReport",
+    "ScaleStream",
     "SigmascaleError",
     "Tail",
     "UnsupportedError",
     "__version__",
     "calibrate",
     "descales",
+    "export",
     "export_scales",
     "inspect",
     "presets",
     "probe",
     "stress",
+    "verify",
 ]
 
 __version__: str
@@ -127,6 +131,22 @@ def stress(
 ) -> dict[str, Any]: ...
 def descales(profile: Mapping[str, Any]) -> dict[str, NDArray[np.float32] | None]: ...
 def presets() -> list[str]: ...
+
+_Engine = Literal["vllm", "sglang", "trtllm", "mistralrs"]
+
+def export(
+    model: _Path, to: _Path, engine: _Engine, *, per_head: bool = False, copy: bool = False
+) -> dict[str, Any]: ...
+def verify(folder: _Path, engine: _Engine | None = None) -> dict[str, Any]: ...
+
+class ScaleStream:
+    layers: dict[int, dict[str, Any]]
+    def __init__(self, config: _Model, *, names: Iterable[str] = ()) -> None: ...
+    def push(self, name: str, tensor: Any) -> list[dict[str, Any]]: ...
+    def through(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]: ...
+    def finish(self) -> dict[int, dict[str, Any]]: ...
+    @property
+    def held_bytes(self) -> int: ...
 
 @dataclass(frozen=True)
 class ProbeReport:

@@ -130,11 +130,10 @@ def inspect(model, *, weights=None):
 
 
 def export_scales(model, file, *, weights=None, **options):
-    """Writes ``model.layers.{i}.self_attn.{q,k,v}_scale`` (other families: by their attention modules' names), f32 scalars,
-    as vLLM and mistral.rs read them.
+    """Writes the file of scales that :func:`export` for vLLM puts beside the weights: ``<attention module>.{q,k,v}_scale``, f32 scalars.
 
-    Each is the largest descale of the layer's heads. ``file`` is a safetensors file, which appears whole or not at all;
-    the rest as for :func:`calibrate`.
+    Each is the largest descale of the layer's heads, rounded up to BF16. Engines read it only where the index and the config say so, as
+    :func:`export` writes them. ``file`` is a safetensors file, which appears whole or not at all; the rest as for :func:`calibrate`.
     """
     _native.export_scales(_source(model, weights), _path("file", file), _options(options))
 

@@ -30,3 +30,21 @@ class StressRun(dict):
         size = f"{_count(self['model_layers'], 'layer')}, {_count(self['steps'], 'step')}"
         found = f"layers overflowed: {', '.join(over)}" if over else "no overflow"
         return f"<sigmascale stress {self['scenario']} of {self['model']}: {size}; {found}>"
+
+
+class Export(dict):
+    """What :func:`export` gives."""
+
+    def __repr__(self):
+        safe = "safe" if self["safe"] else "NOT certified"
+        return f"<sigmascale export of {self['model']} for {self['engine']}: {_count(len(self['layers']), 'layer')}, {safe}>"
+
+
+class Audit(dict):
+    """What :func:`verify` gives."""
+
+    def __repr__(self):
+        entries = [entry for layer in self["layers"] for operand in "qkv" for entry in layer[operand]]
+        bad = sum(entry["verdict"] != "safe" for entry in entries)
+        found = f"{bad} of {len(entries)} scales not safe" if bad else "safe"
+        return f"<sigmascale audit of {self['model']} for {self['engine']}: {found}>"

@@ -7,6 +7,7 @@ mod device;
 mod errors;
 mod offline;
 mod policy;
+mod serving;
 mod work;
 
 use pyo3::prelude::*;
@@ -20,6 +21,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(offline::export_scales, module)?)?;
     module.add_function(wrap_pyfunction!(offline::layout, module)?)?;
     module.add_function(wrap_pyfunction!(offline::presets, module)?)?;
+    module.add_function(wrap_pyfunction!(serving::export, module)?)?;
+    module.add_function(wrap_pyfunction!(serving::verify, module)?)?;
+    module.add_function(wrap_pyfunction!(serving::refit, module)?)?;
+    module.add_class::<serving::ScaleStream>()?;
     module.add_function(wrap_pyfunction!(device::gpu, module)?)?;
     module.add_function(wrap_pyfunction!(policy::policy, module)?)?;
     module.add_class::<attention::Attention>()?;

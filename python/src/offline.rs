@@ -12,7 +12,6 @@ use sigmascale::cuda;
 use sigmascale::file::{check_not_read, check_target, write_atomically};
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::plan::Granularity;
-use sigmascale::plan::export::scales_safetensors;
 use sigmascale::policy::PolicyConfig;
 use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use sigmascale::{Error, Result};
@@ -151,7 +150,7 @@ pub fn export_scales(py: Python<'_>, source: Source, file: PathBuf, options: Cal
         if profile.layers.is_none() {
             return Err(Error::argument("exported scales need weights, and this model is a config alone"));
         }
-        write_atomically(&file, &scales_safetensors(&profile.tensor_scales()?)?)
+        write_atomically(&file, &profile.scale_file()?)
     })
 }
 

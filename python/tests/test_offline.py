@@ -210,7 +210,8 @@ def test_exported_scales_are_the_largest_of_the_heads(tmp_path):
     header = json.loads(data[8 : 8 + length])
     info = header["model.layers.2.self_attn.k_scale"]
     value = np.frombuffer(data[8 + length :][slice(*info["data_offsets"])], np.float32)[0]
-    assert value == sigmascale.descales(sigmascale.calibrate(MODEL))["k"][2].max()
+    largest = sigmascale.descales(sigmascale.calibrate(MODEL))["k"][2].max()
+    assert largest <= value <= largest * (1 + 1 / 128)
 
 
 @pytest.mark.parametrize(

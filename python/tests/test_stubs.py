@@ -8,13 +8,14 @@ import pathlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["sigmascale", "sigmascale._native", "sigmascale.torch"])
+@pytest.mark.parametrize("name", ["sigmascale", "sigmascale._native", "sigmascale.rl", "sigmascale.torch"])
 def test_stubs_agree_with_the_package(name):
     if name.endswith("torch"):
         pytest.importorskip("torch")
     module = importlib.import_module(name)
     file = pathlib.Path(importlib.import_module("sigmascale").__file__).parent
-    file = file / "_native.pyi" if name.endswith("_native") else file.joinpath(*name.split(".")[1:], "__init__.pyi")
+    single = name.endswith(("_native", ".rl"))
+    file = file / f"{name.split('.')[1]}.pyi" if single else file.joinpath(*name.split(".")[1:], "__init__.pyi")
     tree = ast.parse(file.read_text())
     declared = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     public = {key for key in getattr(module, "__all__", declared) if inspect.isroutine(getattr(module, key))}
@@ -34,7 +35,10 @@ import sigmascale
 c: float = sigmascale.calibrate("gpt2-xl", steps=3)["c_star"]["c_star"]
 rows = sigmascale.descales(sigmascale.calibrate({"model_type": "llama"}, bound="certain"))
 run = sigmascale.stress("refit", "x", policies=["geometry", sigmascale.AutoC(burn_in=3), sigmascale.DelayedTe(margin=1)])
-ok: bool = sigmascale.probe(lambda *operands: operands[0], framework="numpy").ok
+made = sigmascale.export("x", "y", "vllm", per_head=True)["safe"], sigmascale.verify("y", "sglang")
+for name, tensor in sigmascale.ScaleStream({"model_type": "llama"}).through([("x", 1)]):
+    ok: bool = sigmascale.rl.must_flush({}, {})
+ok = sigmascale.probe(lambda *operands: operands[0], framework="numpy").ok
 """
 WRONG = [
     'sigmascale.calibrate("x", bound="safe")',
@@ -44,6 +48,7 @@ WRONG = [
     "sigmascale.Tail(tokens=3)",
     'sigmascale.probe("call")',
     "sigmascale.export_scales('x')",
+    'sigmascale.export("x", "y", "tgi")',
 ]
 
 

@@ -5,7 +5,7 @@ use super::values::{E4M3_MAX, HeadBounds, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
 use crate::geometry::{Channels, HeadLimit, LayerGeometry};
 use crate::model::{AttentionSpec, E4M3_ROUNDING};
-use crate::spectral::{HeadSpectrum, LayerSpectrum};
+use crate::spectral::{HeadSpectrum, LayerSpectrum, layer_channels};
 
 /// Absolute error of an E4M3 subnormal, in units of its descale.
 pub(super) const SUBNORMAL_ERROR: f64 = 1.0 / 1024.0;
@@ -28,27 +28,7 @@ impl LayerBounds {
                 geometry.place
             )));
         }
-        let (share, d) = (geometry.rounding, geometry.d_model as f64);
-        let (q, k) = match &geometry.qk_limits {
-            Some(limits) => (
-                limits.q.iter().map(|limit| normalised_operand(limit, share.q)).collect::<Vec<_>>(),
-                limits.k.iter().map(|limit| normalised_operand(limit, share.k)).collect::<Vec<_>>(),
-            ),
-            None => {
-                let pairs = geometry.rotary_pairs();
-                let bound = |heads: &[Channels], share: f64| -> Vec<_> {
-                    heads.iter().map(|channels| operand(d, channels, &pairs, share)).collect()
-                };
-                (bound(&spectrum.q, share.q), bound(&spectrum.k, share.k))
-            }
-        };
-        let bounded = geometry.input_bounded;
-        let v = if geometry.v_normalised {
-            let exact = (geometry.d_head as f64).sqrt();
-            Some(vec![OperandBound { exact, rounded: exact * (1.0 + share.v) }; geometry.v.len()])
-        } else {
-            bounded.then(|| spectrum.v.iter().map(|channels| operand(d, channels, &[], share.v)).collect::<Vec<_>>())
-        };
+        let (q, k, v) = operands(geometry, [&spectrum.q, &spectrum.k, &spectrum.v]);
         let constants = ModelConstants::new(spec, tail)?;
         // Heads may share the layer's largest scale, whose E4M3 subnormals are the coarsest.
         let step = |heads: &[OperandBound]| heads.iter().map(|head| head.rounded).fold(0.0, f64::max) / E4M3_MAX;
@@ -65,11 +45,52 @@ impl LayerBounds {
             };
             heads.push(bounds.capped(geometry.soft_cap));
         }
+        Self::checked(geometry, heads, (q, k, v))
+    }
+
+    /// The operand bounds alone, the same bits as in [`LayerBounds::new`]: one read of the weights, no logit bound, so `heads` is
+    /// empty.
+    ///
+    /// # Errors
+    /// If a weight is not finite or a bound leaves the range of f64.
+    pub fn operands(geometry: &LayerGeometry<'_>) -> Result<Self> {
+        let [q, k, v] = layer_channels(geometry)?;
+        Self::checked(geometry, vec![], operands(geometry, [&q, &k, &v]))
+    }
+
+    fn checked(geometry: &LayerGeometry<'_>, heads: Vec<HeadBounds>, (q, k, v): Operands) -> Result<Self> {
         let q = q.into_iter().map(|bound| bound.times(geometry.query_factor)).collect();
         let bounds = Self { layer: geometry.layer, heads, q, k, v };
         bounds.check().map_err(|error| error.within(&geometry.place))?;
         Ok(bounds)
     }
+}
+
+/// Bounds of q, k and v.
+type Operands = (Vec<OperandBound>, Vec<OperandBound>, Option<Vec<OperandBound>>);
+
+/// The operand bounds of a layer, before queries grow with the position.
+fn operands(geometry: &LayerGeometry<'_>, [q, k, v]: [&[Channels]; 3]) -> Operands {
+    let (share, d) = (geometry.rounding, geometry.d_model as f64);
+    let bound = |heads: &[Channels], pairs: &[(usize, usize)], share: f64| -> Vec<_> {
+        heads.iter().map(|channels| operand(d, channels, pairs, share)).collect()
+    };
+    let (q, k) = match &geometry.qk_limits {
+        Some(limits) => (
+            limits.q.iter().map(|limit| normalised_operand(limit, share.q)).collect(),
+            limits.k.iter().map(|limit| normalised_operand(limit, share.k)).collect(),
+        ),
+        None => {
+            let pairs = geometry.rotary_pairs();
+            (bound(q, &pairs, share.q), bound(k, &pairs, share.k))
+        }
+    };
+    if geometry.v_normalised {
+        let exact = (geometry.d_head as f64).sqrt();
+        let v = OperandBound { exact, rounded: exact * (1.0 + share.v) };
+        return (q, k, Some(vec![v; geometry.v.len()]));
+    }
+    (q, k, geometry.input_bounded.then(|| bound(v, &[], share.v)))
 }
 
 /// Bounds of a head whose q and k are affine in the normalised token.

@@ -5,9 +5,9 @@ use crate::bound::{BoundKind, CStar, HeadBounds, MlaBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, Mla, NormKind, PerLayer, QkNormScope, QkvBias, RopeLayout, attention_module};
-use crate::plan::export::TensorScales;
 use crate::plan::{Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
+use crate::serving::{Engine, LayerScales, Operand, scale_file};
 use crate::spectral::{Estimator, HeadSpectrum, PowerEstimate, certified_inflation};
 use serde::Serialize;
 
@@ -32,12 +32,12 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// One scale each for q, k and v of every layer; none for a config alone or under `as_paper`.
+    /// The scales of every layer as serving engines take them; none for a config alone or under `as_paper`.
     ///
     /// # Errors
-    /// `is_unsupported` if the values of a layer have no bound, the family has no place in the table, or for latent attention,
-    /// whose cache holds neither keys nor values.
-    pub fn tensor_scales(&self) -> Result<Vec<TensorScales>> {
+    /// `is_unsupported` if the family has no names for its layers, or for latent attention, whose cache holds neither keys nor
+    /// values.
+    pub fn layer_scales(&self) -> Result<Vec<LayerScales>> {
         let ModelSummary { family, prefix, .. } = &self.model;
         if self.model.mla.is_some() {
             return Err(Error::unsupported(format_args!(
@@ -45,12 +45,22 @@ impl Profile {
                 self.model.name
             )));
         }
-        let scales = |(number, operands): (usize, OperandDescales)| {
-            let module = attention_module(family, prefix, number)
+        let scales = |(layer, operands): (&LayerProfile, OperandDescales)| {
+            let module = attention_module(family, prefix, layer.number)
                 .ok_or_else(|| Error::unsupported(format_args!("family `{family}` has no names for its layers")))?;
-            TensorScales::new(module, &operands)
+            let n_q_heads = layer.logit_descales.len();
+            Ok(LayerScales { layer: layer.number, module, q: operands.q, k: operands.k, v: operands.v, n_q_heads })
         };
-        self.layers.iter().flatten().filter_map(|layer| Some((layer.number, layer.operands()?))).map(scales).collect()
+        self.layers.iter().flatten().filter_map(|layer| Some((layer, layer.operands()?))).map(scales).collect()
+    }
+
+    /// The file of scales that an export for vLLM has beside the weights, one scale a tensor. No engine reads it without the index
+    /// and the config that [`export`](crate::serving::export) writes.
+    ///
+    /// # Errors
+    /// `is_unsupported` if the values of a layer have no bound, or the family has no names for its layers.
+    pub fn scale_file(&self) -> Result<Vec<u8>> {
+        scale_file(Engine::Vllm, &self.model.family, &self.layer_scales()?, &Operand::ALL, false)
     }
 }
 

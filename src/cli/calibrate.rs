@@ -10,7 +10,6 @@ use clap::ValueEnum;
 use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{Calibration, ChosenC, Estimator, Options, Profile, calibrate_config};
 use sigmascale::plan::Granularity;
-use sigmascale::plan::export::scales_safetensors;
 use sigmascale::{Descale, Error, Result};
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -52,7 +51,7 @@ pub struct Args {
     /// Use this constant in place of c_star, and report the failure probability that it amounts to; needs --as-paper
     #[arg(long, value_name = "VALUE", value_parser = real)]
     c: Option<f64>,
-    /// Also write q, k and v scales for vLLM and mistral.rs to a file
+    /// Also write the file of scales that `export --for vllm` puts beside the weights; the file alone is read by no engine
     #[arg(long, value_name = "FILE.safetensors")]
     export_scales: Option<PathBuf>,
     #[command(flatten)]
@@ -154,7 +153,7 @@ pub fn run(args: Args) -> Result<()> {
         }
     };
     if let Some(file) = &args.export_scales {
-        write_file(file, &scales_safetensors(&profile.tensor_scales()?)?)?;
+        write_file(file, &profile.scale_file()?)?;
     }
     args.output.write(&profile, table)
 }

@@ -3,12 +3,14 @@
 //! Results go to stdout (or to `-o FILE`, by rename); logs and progress go to stderr. One module per command.
 //!
 //! Exit codes: 0 done; 2 usage: an option that is unknown, breaks its rule or contradicts another one
-//! (`Error::is_argument`); 1 everything else: a path that is missing, a file that cannot be read or bounded, no GPU.
+//! (`Error::is_argument`); 1 everything else: a path that is missing, a file that cannot be read or bounded, no GPU. `verify` has
+//! its own: 0 safe, 1 unsafe, 3 where the checkpoint cannot be read or bounded.
 
 #[cfg(feature = "cuda")]
 mod bench;
 mod calibrate;
 mod doctor;
+mod export;
 mod families;
 mod html;
 mod inspect;
@@ -20,6 +22,7 @@ mod progress;
 mod stress;
 mod svg;
 mod table;
+mod verify;
 
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
@@ -31,7 +34,7 @@ use tracing_subscriber::EnvFilter;
 #[derive(Parser)]
 #[command(name = "sigmascale", version, about, arg_required_else_help = true)]
 #[command(
-    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage. RUST_LOG=sigmascale=debug logs timings to stderr."
+    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe, 3 unreadable. RUST_LOG=sigmascale=debug logs timings to stderr."
 )]
 struct Cli {
     #[command(subcommand)]
@@ -42,6 +45,8 @@ struct Cli {
 enum Command {
     Calibrate(calibrate::Args),
     Inspect(inspect::Args),
+    Export(export::Args),
+    Verify(verify::Args),
     Stress(stress::Args),
     #[cfg(feature = "cuda")]
     Bench(bench::Args),
@@ -69,9 +74,15 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         .with_writer(std::io::stderr)
         .log_internal_errors(false)
         .init();
+    let failed = if matches!(cli.command, Command::Verify(_)) { 3 } else { 1 };
     let result = match cli.command {
         Command::Calibrate(args) => calibrate::run(args),
         Command::Inspect(args) => inspect::run(args),
+        Command::Export(args) => export::run(args),
+        Command::Verify(args) => match verify::run(args) {
+            Ok(false) => return ExitCode::from(1),
+            safe => safe.map(|_| ()),
+        },
         Command::Stress(args) => stress::run(args),
         #[cfg(feature = "cuda")]
         Command::Bench(args) => bench::run(args),
@@ -82,7 +93,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             let _ = writeln!(std::io::stderr(), "error: {}", output::printable(&error.to_string()));
-            ExitCode::from(if error.is_argument() { 2 } else { 1 })
+            ExitCode::from(if error.is_argument() { 2 } else { failed })
         }
     }
 }

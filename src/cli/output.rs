@@ -58,6 +58,11 @@ impl OutputArgs {
         Ok(())
     }
 
+    /// As `--format json`.
+    pub fn ask_for_json(&mut self) {
+        self.format = Format::Json;
+    }
+
     fn file(&self) -> Option<&Path> {
         self.file.as_deref().filter(|file| *file != Path::new("-"))
     }

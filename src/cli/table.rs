@@ -4,12 +4,13 @@
 pub struct Table {
     rows: Vec<Vec<String>>,
     left: bool,
+    left_last: bool,
 }
 
 impl Table {
     /// A table with these column heads.
     pub fn new<const N: usize>(heads: [&str; N]) -> Self {
-        Self { rows: vec![heads.map(str::to_owned).to_vec()], left: false }
+        Self { rows: vec![heads.map(str::to_owned).to_vec()], left: false, left_last: false }
     }
 
     /// Adds a row.
@@ -23,6 +24,12 @@ impl Table {
         self
     }
 
+    /// The last column holds words: aligned to the left.
+    pub fn left_last(mut self) -> Self {
+        self.left_last = true;
+        self
+    }
+
     /// The text, a line a row.
     pub fn render(&self) -> String {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
@@ -31,6 +38,7 @@ impl Table {
         let line = |row: &Vec<String>| {
             let cell = |(place, (cell, &width)): (usize, (&String, &usize))| match self.left && place == 0 {
                 true => format!("{cell:<width$}"),
+                false if self.left_last && place + 1 == columns => cell.clone(),
                 false => format!("{cell:>width$}"),
             };
             row.iter().zip(&widths).enumerate().map(cell).collect::<Vec<_>>().join("  ")

@@ -10,6 +10,10 @@
 //! A file must not change while it is mapped. Weights are not checked for NaN here (that takes a read of them all);
 //! vectors are.
 
+mod stream;
+
+pub use stream::LayerStream;
+
 use super::config::Config;
 use super::families::{QkNormRule, QkNormStored, QkvTensors};
 use super::folder::{not_a_checkpoint, without_config, without_weights};

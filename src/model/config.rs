@@ -73,8 +73,9 @@ pub(crate) struct Config {
     pub settings: Map<String, Value>,
 }
 
-/// `NaN` and `Infinity`, which Python writes bare and JSON does not know, as texts: a key that is used is then refused by name.
-fn quoted_non_finite(json: &[u8]) -> Cow<'_, [u8]> {
+/// `NaN` and `Infinity`, which Python writes bare and JSON does not know, as texts with `mark` in front: a key that is used is
+/// then refused by name.
+pub(crate) fn quoted_non_finite<'j>(json: &'j [u8], mark: &str) -> Cow<'j, [u8]> {
     const WORDS: [&[u8]; 3] = [b"-Infinity", b"Infinity", b"NaN"];
     let mut out = Vec::new();
     let (mut at, mut kept, mut text) = (0, 0, false);
@@ -84,6 +85,7 @@ fn quoted_non_finite(json: &[u8]) -> Cow<'_, [u8]> {
             (_, Some(word)) => {
                 out.extend_from_slice(&json[kept..at]);
                 out.push(b'"');
+                out.extend_from_slice(mark.as_bytes());
                 out.extend_from_slice(word);
                 out.push(b'"');
                 at += word.len();
@@ -113,7 +115,7 @@ impl Config {
         if bytes.len() as u64 > MAX_CONFIG_BYTES {
             return Err(too_large(file, bytes.len() as u64, MAX_CONFIG_BYTES, "a config"));
         }
-        let value: Value = serde_json::from_slice(&quoted_non_finite(bytes))
+        let value: Value = serde_json::from_slice(&quoted_non_finite(bytes, ""))
             .map_err(|e| Error::format(file, format_args!("the config is no JSON: {e}")))?;
         let Value::Object(map) = value else {
             return Err(Error::format(file, "the config is no JSON object"));

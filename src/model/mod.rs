@@ -8,6 +8,7 @@ mod body;
 mod checkpoint;
 mod config;
 mod families;
+mod files;
 mod folder;
 mod head_offsets;
 mod heads;
@@ -30,8 +31,9 @@ mod weights;
 mod window;
 
 pub use body::{Activation, Block, Body, Linear, NormOrder};
-pub use checkpoint::{Checkpoint, StoredTensor};
+pub use checkpoint::{Checkpoint, LayerStream, StoredTensor};
 pub use families::{KnownFamily, Support, known_families};
+pub use files::{RawTensor, WeightFiles};
 pub use head_offsets::HeadOffsets;
 pub use layout::{LayerNames, Layout, MlaNames, ProjectionName, attention_module};
 pub use mla::Mla;
@@ -49,3 +51,6 @@ pub use spec::{
 };
 pub use synthetic::{SyntheticDtype, SyntheticLayer, SyntheticModel, SyntheticOptions};
 pub use weights::{LayerWeights, MlaWeights, NormVectors, Projection};
+
+pub(crate) use config::quoted_non_finite;
+pub(crate) use shards::INDEX;

@@ -35,7 +35,9 @@ impl Stored {
         let Some(map) = keys.object("quantization_config")? else { return Ok(Self::default()) };
         let settings = Keys { map, file: keys.file };
         let method = settings.text("quant_method")?.unwrap_or("unnamed");
+        let plain = settings.plain_weights()?;
         let known = match method {
+            _ if plain => true,
             // `mxfp4` is for the experts alone; a projection stored so would have a type that is not read.
             "fp8" | "fbgemm_fp8" | "mxfp4" => true,
             "compressed-tensors" => settings.text("format")? == Some("float-quantized"),
@@ -53,6 +55,9 @@ impl Stored {
                         which the bounds do not count";
             return Err(refuse(keys.file, rule));
         }
+        if plain {
+            return Ok(Self::default());
+        }
         let tile = match settings.get("weight_block_size") {
             Some(sides) => Some(settings.tile("weight_block_size", sides)?),
             // Written as null, it means one scale a tensor.
@@ -65,6 +70,12 @@ impl Stored {
 }
 
 impl Keys<'_> {
+    /// Whether it is compressed-tensors without a group of quantised weights: what asks for an FP8 cache alone.
+    fn plain_weights(&self) -> Result<bool> {
+        let none = self.object("config_groups")?.is_none_or(|groups| groups.is_empty());
+        Ok(none && self.text("quant_method")? == Some("compressed-tensors") && self.get("kv_cache_scheme").is_some())
+    }
+
     /// Two sides as a list, or as text: `128x128`.
     fn tile(&self, key: &str, sides: &Value) -> Result<Tile> {
         let sides: Option<Vec<u64>> = match sides {

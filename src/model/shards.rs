@@ -15,7 +15,7 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Longest index of a sharded checkpoint, in bytes.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Name of the index of a sharded checkpoint.
-pub(super) const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// Name of the weights in one file.
 pub(super) const SINGLE: &str = "model.safetensors";
 
@@ -67,7 +67,8 @@ pub(super) fn open_single(path: PathBuf) -> Result<Opened> {
     Ok((vec![shard], entries))
 }
 
-pub(super) fn open_sharded(folder: &Path) -> Result<Opened> {
+/// The file of each tensor by the index of a folder, all of them there.
+pub(super) fn read_index(folder: &Path) -> Result<BTreeMap<String, String>> {
     let index_path = folder.join(INDEX);
     let bytes = read_capped(&index_path, MAX_INDEX_BYTES, "an index")?;
     #[derive(serde::Deserialize)]
@@ -84,10 +85,16 @@ pub(super) fn open_sharded(folder: &Path) -> Result<Opened> {
         let rule = format_args!("{count} of the {all} shards that it names are missing: download {list}");
         return Err(Error::format(&index_path, rule));
     }
+    Ok(index.weight_map)
+}
+
+pub(super) fn open_sharded(folder: &Path) -> Result<Opened> {
+    let index_path = folder.join(INDEX);
+    let weight_map = read_index(folder)?;
     let mut shards = Vec::new();
     let mut tensors = HashMap::new();
     let mut seen: HashMap<&str, (usize, HashMap<String, Entry>)> = HashMap::new();
-    for (tensor, file) in &index.weight_map {
+    for (tensor, file) in &weight_map {
         if !seen.contains_key(file.as_str()) {
             if !is_inside(file) {
                 let rule = format_args!("shard `{file}` of tensor `{tensor}` must lie in the folder");
@@ -109,11 +116,11 @@ pub(super) fn open_sharded(folder: &Path) -> Result<Opened> {
 }
 
 /// Whether a name stays in its folder. Links may lead anywhere (caches are made of them), names may not.
-fn is_inside(file: &str) -> bool {
+pub(super) fn is_inside(file: &str) -> bool {
     !file.is_empty() && Path::new(file).components().all(|part| matches!(part, Component::Normal(_)))
 }
 
-fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, HashMap<String, Entry>)> {
+pub(super) fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, HashMap<String, Entry>)> {
     // Before it is opened: opening a pipe would wait for a writer.
     let metadata = std::fs::metadata(&path).map_err(|e| Error::io(&path, "open", e))?;
     if !metadata.is_file() {

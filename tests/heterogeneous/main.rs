@@ -165,7 +165,7 @@ fn layers_without_attention_keep_their_numbers_in_names() {
     assert!(layout.layer(3).is_err());
     let exported = |config: &Value| -> Vec<String> {
         let (_folder, _, checkpoint) = written(config);
-        profile(&checkpoint).tensor_scales().unwrap().into_iter().map(|scales| scales.module).collect()
+        profile(&checkpoint).layer_scales().unwrap().into_iter().map(|scales| scales.module).collect()
     };
     assert_eq!(exported(&decilm()), [0, 2, 4].map(|i| format!("model.layers.{i}.self_attn")));
     assert_eq!(exported(&openelm()), [0, 1, 2].map(|i| format!("transformer.layers.{i}.attn")));

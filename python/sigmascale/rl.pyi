@@ -1,0 +1,19 @@
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+from . import _Model
+
+__all__ = ["chunks_with_scales", "fill_sglang", "fill_vllm", "must_flush", "nemo_rl", "with_scales"]
+
+_Layers = Mapping[int, Mapping[str, Any]]
+_Weights = Iterable[tuple[str, Any]]
+_Engine = Literal["vllm", "sglang", "trtllm", "mistralrs"]
+
+def nemo_rl(weights: _Weights, config: _Model, *, include_q: bool = True) -> dict[str, Any]: ...
+def with_scales(weights: _Weights, config: _Model, *, engine: _Engine = "vllm") -> Iterator[tuple[str, Any]]: ...
+def chunks_with_scales(
+    chunks: Iterable[Iterable[tuple[str, Any]]], config: _Model, *, engine: _Engine = "sglang"
+) -> Iterator[list[tuple[str, Any]]]: ...
+def fill_vllm(model: Any, layers: _Layers) -> None: ...
+def fill_sglang(model: Any, layers: _Layers) -> None: ...
+def must_flush(in_use: _Layers, new: _Layers) -> bool: ...

@@ -1,0 +1,145 @@
+//! Exports, audits and streamed scales, as the crate's `serving` has them.
+
+use crate::errors::raise;
+use crate::work::detached;
+use pyo3::buffer::PyBuffer;
+use pyo3::prelude::*;
+use serde_json::{Value, json};
+use sigmascale::model::{Checkpoint, ModelSource};
+use sigmascale::serving::{self, Engine, ExportOptions, LayerScales, Operand};
+use sigmascale::{Descale, Error, Result};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+fn text(value: &impl serde::Serialize) -> Result<String> {
+    serde_json::to_string(value)
+        .map_err(|error| Error::non_finite(format_args!("the result cannot be written as JSON: {error}")))
+}
+
+fn engine(word: &str) -> Result<Engine> {
+    Engine::named(word).ok_or_else(|| {
+        let known = Engine::ALL.map(Engine::name).join(", ");
+        Error::argument(format_args!("engine {word:?} is not one of {known}"))
+    })
+}
+
+fn checkpoint(model: &str) -> Result<Box<Checkpoint>> {
+    match ModelSource::open(model)? {
+        ModelSource::Checkpoint(checkpoint) => Ok(checkpoint),
+        ModelSource::Config(_) => Err(Error::argument(format_args!(
+            "weights are needed, and {model} is a config alone: pass a checkpoint folder"
+        ))),
+    }
+}
+
+#[pyfunction]
+pub fn export(
+    py: Python<'_>,
+    model: String,
+    to: PathBuf,
+    name: String,
+    per_head: bool,
+    copy: bool,
+) -> PyResult<String> {
+    detached(py, move |stop| {
+        let options = ExportOptions { engine: engine(&name)?, per_head, copy };
+        text(&serving::export(&*checkpoint(&model)?, &to, &options, &mut || stop.check())?)
+    })
+}
+
+/// The audits of these engines; without one, of all, that which the folder was exported for first.
+#[pyfunction]
+pub fn verify(py: Python<'_>, folder: String, name: Option<String>) -> PyResult<String> {
+    detached(py, move |stop| {
+        let first = name.as_deref().map(engine).transpose()?;
+        let own = || Engine::of_export(Path::new(&folder)).unwrap_or(Engine::Vllm);
+        let mut engines = vec![first.unwrap_or_else(own)];
+        if first.is_none() {
+            let others = Engine::ALL.into_iter().filter(|engine| *engine != engines[0]);
+            engines = [engines[0]].into_iter().chain(others).collect();
+        }
+        text(&serving::verify(&*checkpoint(&folder)?, &engines, &mut || stop.check())?)
+    })
+}
+
+/// Weights that arrive tensor by tensor.
+#[pyclass]
+pub struct ScaleStream(Mutex<serving::ScaleStream>);
+
+/// A layer with what engines take: one scale a tensor, rounded up to BF16, and its names.
+fn described(family: &str, layer: &LayerScales) -> Result<Value> {
+    let mut out = serde_json::to_value(layer)
+        .map_err(|error| Error::non_finite(format_args!("the result cannot be written as JSON: {error}")))?;
+    let (mut scale, mut names) = (json!({}), json!({}));
+    for operand in Operand::ALL.into_iter().filter(|operand| layer.row(*operand).is_some()) {
+        let letter = operand.letter().to_string();
+        scale[&letter] = json!(layer.stored(operand, false)?[0]);
+        for engine in Engine::ALL {
+            names[engine.name()][&letter] = json!(engine.scale_name(family, &layer.module, operand));
+        }
+    }
+    (out["scale"], out["names"]) = (scale, names);
+    Ok(out)
+}
+
+#[pymethods]
+impl ScaleStream {
+    #[new]
+    fn new(py: Python<'_>, config: &str, name: &str, names: Vec<String>) -> PyResult<Self> {
+        serving::ScaleStream::new(config.as_bytes(), Path::new(name), &names)
+            .map(|stream| Self(Mutex::new(stream)))
+            .map_err(|error| raise(py, &error))
+    }
+
+    fn wants(&self, name: &str) -> bool {
+        self.held().wants(name)
+    }
+
+    /// The layers that a tensor completes, as JSON.
+    fn push(&self, py: Python<'_>, name: &str, dtype: &str, shape: Vec<usize>, data: PyBuffer<u8>) -> PyResult<String> {
+        let bytes = data.to_vec(py)?;
+        let work = || {
+            let dtype = serde_json::from_value(json!(dtype))
+                .map_err(|_| Error::argument(format_args!("{name} has type {dtype}, which is not read")))?;
+            let mut stream = self.held();
+            let done = stream.push(name, dtype, &shape, bytes)?;
+            let family = stream.spec().family.clone();
+            text(&done.iter().map(|layer| described(&family, layer)).collect::<Result<Vec<_>>>()?)
+        };
+        py.detach(work).map_err(|error| raise(py, &error))
+    }
+
+    fn finish(&self, py: Python<'_>) -> PyResult<()> {
+        self.held().finish().map_err(|error| raise(py, &error))
+    }
+
+    #[getter]
+    fn held_bytes(&self) -> usize {
+        self.held().held_bytes()
+    }
+}
+
+impl ScaleStream {
+    fn held(&self) -> std::sync::MutexGuard<'_, serving::ScaleStream> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+/// The rule for a cache that is kept: scales in use and new ones as `(layer, q, k, v)`; gives the numbers of the layers that grew.
+#[pyfunction]
+pub fn refit(
+    py: Python<'_>,
+    in_use: Vec<(usize, f32, f32, Option<f32>)>,
+    new: Vec<(usize, f32, f32, Option<f32>)>,
+) -> PyResult<Vec<usize>> {
+    let rows = |given: Vec<(usize, f32, f32, Option<f32>)>| -> Result<Vec<LayerScales>> {
+        let one = |(layer, q, k, v): (usize, f32, f32, Option<f32>)| {
+            let v = v.map(|v| Descale::new(v).map(|v| vec![v])).transpose()?;
+            let (q, k) = (vec![Descale::new(q)?], vec![Descale::new(k)?]);
+            Ok(LayerScales { layer, module: String::new(), q, k, v, n_q_heads: 1 })
+        };
+        given.into_iter().map(one).collect()
+    };
+    let decided = || serving::refit(&rows(in_use)?, &rows(new)?);
+    decided().map(|refit| refit.grown).map_err(|error| raise(py, &error))
+}

@@ -1,0 +1,60 @@
+"""Small models of the families that the engines' lanes load, written by Hugging Face transformers."""
+
+import pathlib
+
+import torch
+import transformers
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CONFIGS = {
+    "llama": lambda t: t.LlamaConfig(**SIZES),
+    "gpt2": lambda t: t.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256, n_positions=256),
+    "qwen2": lambda t: t.Qwen2Config(**SIZES),
+    "qwen3": lambda t: t.Qwen3Config(**SIZES, head_dim=16),
+    "gemma3_text": lambda t: t.Gemma3TextConfig(**SIZES, head_dim=16),
+    "mixtral": lambda t: t.MixtralConfig(**SIZES, **EXPERTS),
+    "gpt_oss": lambda t: t.GptOssConfig(**SIZES, head_dim=16, **EXPERTS),
+    "phi3": lambda t: t.Phi3Config(**SIZES, pad_token_id=0),
+    "falcon": lambda t: t.FalconConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=256, new_decoder_architecture=True, num_kv_heads=2
+    ),
+    "gpt_neox": lambda t: t.GPTNeoXConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}),
+    "nemotron_h": lambda t: t.NemotronHConfig(
+        **{k: v for k, v in SIZES.items() if k != "num_hidden_layers"},
+        head_dim=16,
+        layers_block_type=["mamba", "attention"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+    ),
+    "jamba": lambda t: t.JambaConfig(**SIZES, attn_layer_period=2, attn_layer_offset=1, num_experts=4, num_experts_per_tok=2),
+}
+
+
+def write(family, folder):
+    """A model of a family with random weights."""
+    torch.manual_seed(0)
+    config = CONFIGS[family](transformers)
+    config.dtype = torch.bfloat16
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and "embed" not in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(folder)
+    return pathlib.Path(folder)
+
+
+def within(used, needed, place):
+    """Whether scales cover what is needed, and no more than 1 % over it; 1.0 is the loaders' default."""
+    assert len(used) == len(needed), f"{place}: {len(used)} scales, expected {len(needed)}"
+    for one, least in zip(used, needed):
+        assert least <= one <= least * 1.01 and one != 1.0, f"{place}: {one} for a bound of {least}"

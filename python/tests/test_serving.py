@@ -1,0 +1,180 @@
+"""Exports, audits and streamed scales: what the command gives, and the forms that weight syncs take."""
+
+import json
+import pathlib
+import types
+
+import numpy as np
+import pytest
+
+import sigmascale
+from sigmascale import rl
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MODEL = ROOT / "data" / "tiny-llama"
+
+
+def tensors(folder=MODEL):
+    """Every tensor of a folder: names, and bfloat16 arrays."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for file in sorted(pathlib.Path(folder).glob("model-0*.safetensors")):
+        data = file.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__", None)
+        for name, info in header.items():
+            assert info["dtype"] == "BF16"
+            start, end = (8 + length + offset for offset in info["data_offsets"])
+            yield name, np.frombuffer(data[start:end], ml_dtypes.bfloat16).reshape(info["shape"])
+
+
+def test_an_export_is_safe_by_its_audit(tmp_path):
+    said = sigmascale.export(MODEL, tmp_path / "out", "vllm")
+    assert said["safe"] and "for vllm: 6 layers, safe" in repr(said)
+    audit = sigmascale.verify(tmp_path / "out")
+    assert audit["engine"] == "vllm" and audit["safe"] and len(audit["others"]) == 3
+    assert "vllm: safe" in repr(audit)
+    only = sigmascale.verify(tmp_path / "out", "sglang")
+    assert only["engine"] == "sglang" and "others" not in only
+    # Read again, it gives the same.
+    assert sigmascale.calibrate(tmp_path / "out")["layers"] == sigmascale.calibrate(MODEL)["layers"]
+    (tmp_path / "out" / "model-attention-scales.safetensors").unlink()
+    with pytest.raises(sigmascale.FormatError, match="missing"):
+        sigmascale.verify(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "work"),
+    [
+        (sigmascale.ArgumentError, "not one of vllm", lambda to: sigmascale.export(MODEL, to, "llama.cpp")),
+        (sigmascale.ArgumentError, "vLLM alone", lambda to: sigmascale.export(MODEL, to, "sglang", per_head=True)),
+        (sigmascale.ArgumentError, "config alone", lambda to: sigmascale.export("mistral-7b", to, "vllm")),
+        (sigmascale.ArgumentError, "is there already", lambda to: sigmascale.export(MODEL, ROOT / "docs", "vllm")),
+        (TypeError, "per_head", lambda to: sigmascale.export(MODEL, to, "vllm", per_head=1)),
+        (FileNotFoundError, "no-such", lambda to: sigmascale.verify("no-such-folder")),
+        (sigmascale.UnsupportedError, "bloom", lambda to: sigmascale.ScaleStream({"model_type": "bloom"})),
+        (TypeError, "name must be a str", lambda to: sigmascale.ScaleStream(MODEL).push(3, np.zeros(2))),
+    ],
+)
+def test_what_is_refused(kind, message, work, tmp_path):
+    with pytest.raises(kind, match=message):
+        work(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_stream_is_a_calibration():
+    weights = list(tensors())
+    expected = sigmascale.calibrate(MODEL)["layers"]
+    stream = sigmascale.ScaleStream(MODEL)
+    for seed in range(3):
+        np.random.default_rng(seed).shuffle(weights)
+        passed = list(stream.through(iter(weights)))
+        assert [name for name, _ in passed] == [name for name, _ in weights] and stream.held_bytes == 0
+        for layer in expected:
+            found = stream.layers[layer["layer"]]
+            for operand in "qkv":
+                assert found[operand] == layer[f"{operand}_descale"]
+                scale = found["scale"][operand]
+                assert max(found[operand]) <= scale <= max(found[operand]) * 1.01
+    with pytest.raises(sigmascale.MismatchError, match="did not come"):
+        stream.push(*weights[0])
+        stream.finish()
+
+
+def test_a_sync_layer_by_layer_holds_one_layer():
+    weights = sorted(tensors())
+    stream = sigmascale.ScaleStream(MODEL)
+    most = 0
+    for name, tensor in weights:
+        stream.push(name, tensor)
+        most = max(most, stream.held_bytes)
+    names = [f"model.layers.0.{name}.weight" for name in ("input_layernorm", *(f"self_attn.{x}_proj" for x in "qkv"))]
+    assert most <= sum(tensor.nbytes for name, tensor in weights if name in names)
+
+
+def test_the_form_of_nemo_rl():
+    found = rl.nemo_rl(tensors(), MODEL)["layers"]
+    assert len(found) == 18
+    said = {layer["layer"]: layer for layer in sigmascale.calibrate(MODEL)["layers"]}
+    for i in range(6):
+        # The keys under which its workers look.
+        for name, key in [("attn.q_scale", "q"), ("k_scale", "k"), ("v_scale", "v")]:
+            value = found[f"model.layers.{i}.self_attn.{name}"]
+            least = max(said[i][f"{key}_descale"])
+            assert least <= value <= least * 1.01
+    assert len(rl.nemo_rl(tensors(), MODEL, include_q=False)["layers"]) == 12
+
+
+def test_scales_ride_with_the_weights():
+    weights = list(tensors())
+    sent = list(rl.with_scales(iter(weights), MODEL))
+    scales = {name: tensor for name, tensor in sent if name.endswith("_scale")}
+    assert [name for name, _ in sent if not name.endswith("_scale")] == [name for name, _ in weights]
+    assert len(scales) == 18 and all(tensor.shape == (1,) and tensor.dtype == np.float32 for tensor in scales.values())
+    # Chunks of three, as buckets come; SGLang has no q.
+    chunks = [weights[at : at + 3] for at in range(0, len(weights), 3)]
+    sent = list(rl.chunks_with_scales(iter(chunks), MODEL))
+    assert len(sent) == len(chunks)
+    inside = dict(pair for chunk in sent for pair in chunk if pair[0].endswith("_scale"))
+    assert len(inside) == 12 and inside.keys() < scales.keys()
+    assert all(inside[name] == scales[name] for name in inside)
+
+
+class Buffer:
+    """One value in place, as a tensor has it."""
+
+    def __init__(self):
+        self.value = 1.0
+        self.data = self
+
+    def fill_(self, value):
+        self.value = value
+
+
+class Engine:
+    """The modules of an engine's model."""
+
+    def __init__(self, count, make):
+        self.modules = [(f"model.layers.{i}.self_attn.attn", make()) for i in range(count)]
+
+    def named_modules(self):
+        return iter([("model", types.SimpleNamespace()), *self.modules])
+
+
+def test_scales_are_set_in_a_loaded_engine():
+    stream = sigmascale.ScaleStream(MODEL)
+    list(stream.through(tensors()))
+    names = [f"_{operand}_scale" for operand in "qkv"] + ["_k_scale_cpu", "_v_scale_cpu"]
+    vllm = Engine(6, lambda: types.SimpleNamespace(**{name: Buffer() for name in names}))
+    before = [module._k_scale for _, module in vllm.modules]
+    rl.fill_vllm(vllm, stream.layers)
+    for (_, module), buffer, layer in zip(vllm.modules, before, stream.layers.values()):
+        scale = layer["scale"]
+        assert module._k_scale is buffer and buffer.value == module._k_scale_float == module._k_scale_cpu.value == scale["k"]
+        assert module._q_scale.value == scale["q"] and module._v_scale_cpu.value == scale["v"]
+    sglang = Engine(6, lambda: types.SimpleNamespace(k_scale=Buffer(), v_scale=Buffer(), k_scale_float=1.0, v_scale_float=1.0))
+    rl.fill_sglang(sglang, stream.layers)
+    assert sglang.modules[3][1].v_scale_float == sglang.modules[3][1].v_scale.value == stream.layers[3]["scale"]["v"]
+    with pytest.raises(KeyError, match="5 attention modules"):
+        rl.fill_vllm(Engine(5, lambda: types.SimpleNamespace(**{name: Buffer() for name in names})), stream.layers)
+
+
+def test_a_cache_is_kept_while_no_bound_grows():
+    def scales(factor):
+        stream = sigmascale.ScaleStream(MODEL)
+        grown = lambda name, x: (x.astype(np.float32) * factor).astype(x.dtype) if "layers.2.self_attn.k_proj" in name else x
+        list(stream.through((name, grown(name, tensor)) for name, tensor in tensors()))
+        return stream.layers
+
+    start = scales(1.0)
+    assert not rl.must_flush(start, scales(1.0))
+    assert not rl.must_flush(start, scales(0.5))
+    assert rl.must_flush(start, scales(2.0))
+
+
+@pytest.mark.parametrize("name", ["sync_nemo_rl", "sync_engines"])
+def test_examples_run(name, tmp_path, monkeypatch):
+    pytest.importorskip("ml_dtypes")
+    monkeypatch.chdir(ROOT)
+    code = (ROOT / "python" / "examples" / f"{name}.py").read_text()
+    exec(compile(code, name, "exec"), {"__name__": "__main__"})

@@ -1,0 +1,254 @@
+//! Tensors that arrive one by one, in any order, as a weight sync sends them.
+//!
+//! A layer can be read once all its tensors are there, and they are dropped when it has been read: where tensors come layer by
+//! layer, those of one layer are held.
+
+use super::{Checkpoint, Content, Entry, QkNormStored, Shard};
+use crate::error::{Error, Result};
+use crate::model::config::Config;
+use crate::model::layout::ProjectionName;
+use crate::model::spec::{AttentionSpec, GainForm};
+use crate::model::weights::LayerWeights;
+use safetensors::Dtype;
+use std::collections::{BTreeSet, HashMap};
+use std::path::Path;
+
+/// The attention tensors of a model while they arrive.
+pub struct LayerStream {
+    checkpoint: Checkpoint,
+    layers: Vec<Layer>,
+    /// The layers that read a tensor, by its name without the prefix.
+    readers: HashMap<String, Vec<usize>>,
+    prefix: Option<&'static str>,
+    free: Vec<usize>,
+}
+
+/// One layer's part of it.
+struct Layer {
+    /// What has to be there: of each entry one of the names.
+    needs: Vec<Vec<String>>,
+    /// Weights that need a scale beside them where they are E4M3.
+    weights: Vec<String>,
+    read: bool,
+}
+
+impl LayerStream {
+    /// A stream of the model of this `config.json`; `file` names it in messages. `names`, those of all tensors to come, are only
+    /// needed where the config does not tell of a bias that is stored.
+    ///
+    /// # Errors
+    /// As [`AttentionSpec::from_config_json`]; `is_format` if a name is a bias that the config rules out.
+    pub fn new(config: &[u8], file: &Path, names: &[String]) -> Result<Self> {
+        let mut checkpoint = Checkpoint {
+            path: file.to_owned(),
+            config: Config::parse(config, file)?,
+            shards: vec![],
+            tensors: HashMap::new(),
+        };
+        // The names alone, for as long as biases are counted.
+        let place = Entry { shard: 0, dtype: Dtype::F32, shape: vec![], start: 0, end: 0 };
+        checkpoint.tensors.extend(names.iter().map(|name| (name.clone(), place.clone())));
+        if let Ok(prefix) = checkpoint.find_prefix() {
+            checkpoint.config.spec.prefix = prefix.to_owned();
+            checkpoint.count_biases()?;
+        }
+        checkpoint.tensors.clear();
+        let mut stream = Self { layers: vec![], readers: HashMap::new(), prefix: None, free: vec![], checkpoint };
+        for index in 0..stream.spec().layers.len() {
+            let layer = stream.needs(index);
+            let scales = layer.weights.iter().flat_map(|weight| scales_of(weight));
+            for name in layer.needs.iter().flatten().cloned().chain(scales) {
+                let readers = stream.readers.entry(name).or_default();
+                if readers.last() != Some(&index) {
+                    readers.push(index);
+                }
+            }
+            stream.layers.push(layer);
+        }
+        Ok(stream)
+    }
+
+    /// What the attention is.
+    pub fn spec(&self) -> &AttentionSpec {
+        self.checkpoint.spec()
+    }
+
+    fn needs(&self, index: usize) -> Layer {
+        let config = &self.checkpoint.config;
+        let (spec, own) = (&config.spec, &config.spec.layers[index]);
+        let names = config.names(own);
+        let with = |name: &str, suffixes: &[&str]| -> Vec<String> {
+            suffixes.iter().map(|suffix| format!("{name}.{suffix}")).collect()
+        };
+        let projections: [(&ProjectionName, bool); 3] =
+            [(&names.q, spec.bias.q), (&names.k, spec.bias.k), (&names.v, spec.bias.v)];
+        let mut needs = Vec::new();
+        for (place, bias) in projections {
+            needs.push(with(&place.name, &["weight"]));
+            if bias {
+                needs.push(with(&place.name, &["bias"]));
+            }
+        }
+        let weights = projections.map(|(place, _)| format!("{}.weight", place.name));
+        if let Some(name) = &names.norm {
+            if spec.norm.gain != GainForm::Unit {
+                needs.push(with(name, &["weight", "gamma"]));
+            }
+            if spec.norm.shift {
+                needs.push(with(name, &["bias", "beta"]));
+            }
+        }
+        if let (Some(rule), Some((q, k))) = (&config.family.qk_norm, &names.qk_norm) {
+            for (name, heads) in [(q, own.n_q_heads), (k, own.n_kv_heads)] {
+                let heads = if rule.stored == QkNormStored::TensorPerHead { heads } else { 1 };
+                for head in 0..heads {
+                    let name = name.replace("{h}", &head.to_string());
+                    needs.push(with(&name, &["weight"]));
+                    if rule.norm.shift {
+                        needs.push(with(&name, &["bias"]));
+                    }
+                }
+            }
+        }
+        needs.sort_unstable();
+        needs.dedup();
+        let mut weights = weights.to_vec();
+        weights.dedup();
+        Layer { needs, weights, read: false }
+    }
+
+    /// Takes a tensor of any name, little-endian values of the stored shape, and gives the layers that can be read now, by their
+    /// place among those with attention. A tensor that no layer's attention reads is not held.
+    ///
+    /// # Errors
+    /// `is_format` if it has other bytes than its type and shape ask for, came before, or contradicts the config.
+    pub fn push(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) -> Result<Vec<usize>> {
+        let broken = |rule: std::fmt::Arguments<'_>| {
+            Err(Error::format(&self.checkpoint.path, format_args!("tensor `{name}` {rule}")))
+        };
+        let prefixes = &self.checkpoint.config.prefixes;
+        let fits = |prefix: &&&str| name.strip_prefix(**prefix).is_some_and(|rest| self.readers.contains_key(rest));
+        let Some(&prefix) = prefixes.iter().find(fits) else {
+            return match prefixes.iter().find_map(|prefix| self.bias_of(name.strip_prefix(prefix)?)) {
+                Some(weight) => broken(format_args!(
+                    "is a bias of `{weight}` that the config does not tell of: name all tensors when the stream is made"
+                )),
+                None => Ok(vec![]),
+            };
+        };
+        if self.prefix.is_some_and(|other| other != prefix) {
+            return broken(format_args!(
+                "and others have different prefixes: which of them is the text model is not known"
+            ));
+        }
+        let rest = &name[prefix.len()..];
+        if self.readers[rest].iter().all(|layer| self.layers[*layer].read) || self.checkpoint.has_tensor(name) {
+            return broken(format_args!("came before: begin a new stream for new weights"));
+        }
+        let length = shape.iter().try_fold(1usize, |n, side| n.checked_mul(*side));
+        let wanted = length.and_then(|n| n.checked_mul(dtype.bitsize())).map(|bits| bits / 8);
+        if wanted != Some(bytes.len()) {
+            return broken(format_args!("has {} bytes, which {dtype:?} of shape {shape:?} has not", bytes.len()));
+        }
+        if dtype == Dtype::F8_E4M3 && !self.spec().fp8_inputs {
+            return broken(format_args!("is E4M3, and the config has no `quantization_config` that says so"));
+        }
+        let end = bytes.len();
+        self.prefix = Some(prefix);
+        self.checkpoint.config.spec.prefix = prefix.to_owned();
+        let shard = Shard { path: self.checkpoint.path.clone(), map: Content::Held(bytes), data: 0 };
+        let place = match self.free.pop() {
+            Some(place) => {
+                self.checkpoint.shards[place] = shard;
+                place
+            }
+            None => {
+                self.checkpoint.shards.push(shard);
+                self.checkpoint.shards.len() - 1
+            }
+        };
+        let entry = Entry { shard: place, dtype, shape: shape.to_vec(), start: 0, end };
+        self.checkpoint.tensors.insert(name.to_owned(), entry);
+        Ok(self.readers[rest].iter().copied().filter(|layer| self.is_complete(&self.layers[*layer])).collect())
+    }
+
+    /// The weight whose bias this is, where no bias is expected.
+    fn bias_of(&self, rest: &str) -> Option<String> {
+        let weight = format!("{}.weight", rest.strip_suffix(".bias")?);
+        self.layers.iter().any(|layer| layer.weights.contains(&weight)).then_some(weight)
+    }
+
+    /// Whether [`LayerStream::push`] does anything with a tensor of this name.
+    pub fn wants(&self, name: &str) -> bool {
+        let rests = || self.checkpoint.config.prefixes.iter().filter_map(|prefix| name.strip_prefix(prefix));
+        rests().any(|rest| self.readers.contains_key(rest) || self.bias_of(rest).is_some())
+    }
+
+    fn is_complete(&self, layer: &Layer) -> bool {
+        let has = |name: &String| self.checkpoint.has_tensor(&self.full(name));
+        let scaled = |weight: &String| match self.checkpoint.tensors.get(&self.full(weight)) {
+            Some(entry) if entry.dtype == Dtype::F8_E4M3 => scales_of(weight).iter().any(has),
+            _ => true,
+        };
+        !layer.read && layer.needs.iter().all(|names| names.iter().any(has)) && layer.weights.iter().all(scaled)
+    }
+
+    /// The weights of a layer that is complete.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::layer`].
+    pub fn layer(&self, layer: usize) -> Result<LayerWeights<'_>> {
+        self.checkpoint.layer(layer)
+    }
+
+    /// Drops the tensors of a layer that has been read, but those that another one reads too.
+    pub fn release(&mut self, layer: usize) {
+        self.layers[layer].read = true;
+        let prefix = self.prefix.unwrap_or_default();
+        let held: Vec<String> = self.checkpoint.tensors.keys().cloned().collect();
+        for name in held {
+            let readers = self.readers.get(&name[prefix.len()..]);
+            if readers.is_some_and(|readers| readers.iter().any(|reader| !self.layers[*reader].read)) {
+                continue;
+            }
+            if let Some(entry) = self.checkpoint.tensors.remove(&name) {
+                self.checkpoint.shards[entry.shard].map = Content::Held(vec![]);
+                self.free.push(entry.shard);
+            }
+        }
+    }
+
+    /// Bytes of tensors that are held.
+    pub fn held_bytes(&self) -> usize {
+        self.checkpoint.shards.iter().map(|shard| shard.map.len()).sum()
+    }
+
+    /// The tensors that layers still wait for.
+    pub fn missing(&self) -> BTreeSet<String> {
+        let open = self.layers.iter().filter(|layer| !layer.read).flat_map(|layer| &layer.needs);
+        let absent = open.filter(|names| !names.iter().any(|name| self.checkpoint.has_tensor(&self.full(name))));
+        absent.filter_map(|names| names.first()).map(|name| self.full(name)).collect()
+    }
+
+    /// Whether every layer has been read.
+    pub fn finished(&self) -> bool {
+        self.layers.iter().all(|layer| layer.read)
+    }
+
+    /// Begins anew, for the next weights of the same model.
+    pub fn reset(&mut self) {
+        self.checkpoint.tensors.clear();
+        self.checkpoint.shards.clear();
+        self.free.clear();
+        self.layers.iter_mut().for_each(|layer| layer.read = false);
+    }
+
+    fn full(&self, name: &str) -> String {
+        format!("{}{name}", self.checkpoint.prefix())
+    }
+}
+
+/// What the scale of an E4M3 weight may be called.
+fn scales_of(weight: &str) -> [String; 2] {
+    [format!("{weight}_scale_inv"), format!("{weight}_scale")]
+}

@@ -1,0 +1,23 @@
+//! Scales where serving engines read them: checkpoints that load with them ([`export`]), an audit of checkpoints that have some
+//! ([`verify`]), and scales of weights that arrive tensor by tensor ([`ScaleStream`]).
+//!
+//! A stored scale is the certain bound with rounding over 448, rounded up to BF16 and stored in f32, so that a loader that rounds
+//! scales to BF16 keeps it. An engine that casts an operand at 1.0 gets a certificate in place of a scale: whether 1.0 covers the
+//! bound, or by how much it does not.
+//!
+//! Names, shapes and configs are those of vLLM 0.32, SGLang 0.5.23, TensorRT-LLM and mistral.rs of August 2026.
+
+mod engine;
+mod export;
+mod folder;
+mod names;
+mod scales;
+mod settings;
+mod stream;
+mod verify;
+
+pub use engine::{Engine, Operand};
+pub use export::{Certificate, Export, ExportOptions, LayerCertificate, OperandCertificate, SCALES_FILE, export};
+pub use scales::{LayerScales, scale_file};
+pub use stream::{Refit, ScaleStream, refit};
+pub use verify::{Audit, AuditEntry, LayerAudit, Verdict, verify};

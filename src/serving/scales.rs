@@ -1,0 +1,116 @@
+//! The scales of a layer, and the file that holds them.
+
+use super::engine::{Engine, Operand};
+use crate::bound::LayerBounds;
+use crate::error::{Error, Result};
+use crate::geometry::LayerGeometry;
+use crate::model::{AttentionSpec, LayerWeights, attention_module};
+use crate::plan::{Granularity, OperandDescales, ScalePlan};
+use crate::scale::Descale;
+use safetensors::tensor::{Dtype, TensorView};
+use serde::Serialize;
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+/// What the operands of one layer need: the certain bounds with rounding over 448, one entry a KV head.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LayerScales {
+    /// The model's own number of the layer.
+    pub layer: usize,
+    /// Module that holds the layer's attention, as the checkpoint names it.
+    pub module: String,
+    /// Queries: the largest of the query heads that share a KV head.
+    pub q: Vec<Descale>,
+    /// Keys.
+    pub k: Vec<Descale>,
+    /// Values; `None` where they have no bound (OLMo 2).
+    pub v: Option<Vec<Descale>>,
+    /// Query heads.
+    #[serde(skip)]
+    pub n_q_heads: usize,
+}
+
+impl LayerScales {
+    /// The scales of a layer by its weights: the operand descales of a calibration, without its logit bounds.
+    ///
+    /// # Errors
+    /// As [`LayerGeometry::new`] and [`LayerBounds::operands`].
+    pub fn new(spec: &AttentionSpec, weights: LayerWeights<'_>) -> Result<Self> {
+        let index = weights.layer;
+        let geometry = LayerGeometry::new(spec, weights)?;
+        let bounds = LayerBounds::operands(&geometry)?;
+        let operands = OperandDescales::from_bounds(&bounds, Granularity::Head)
+            .map_err(|error| error.within(spec.place(index)))?;
+        let own = spec.layer(index)?;
+        let module = attention_module(&spec.family, &spec.prefix, own.number)
+            .ok_or_else(|| Error::unsupported(format_args!("family `{}` has no names for its layers", spec.family)))?;
+        let OperandDescales { q, k, v, .. } = operands;
+        Ok(Self { layer: own.number, module, q, k, v, n_q_heads: own.n_q_heads })
+    }
+
+    /// The row of an operand.
+    pub fn row(&self, operand: Operand) -> Option<&[Descale]> {
+        match operand {
+            Operand::Q => Some(&self.q),
+            Operand::K => Some(&self.k),
+            Operand::V => self.v.as_deref(),
+        }
+    }
+
+    /// What is stored for an operand: the largest of the heads, or with `per_head` one entry a head (q: a query head), rounded up
+    /// to BF16.
+    ///
+    /// # Errors
+    /// `is_unsupported` if the operand has no bound, `is_non_finite` if its scale is past BF16.
+    pub fn stored(&self, operand: Operand, per_head: bool) -> Result<Vec<Descale>> {
+        let row = self.row(operand).ok_or_else(|| {
+            Error::unsupported(format_args!(
+                "{}: v has no bound (no norm in front of its projection), so there is no v_scale to export",
+                self.module
+            ))
+        })?;
+        let row = match (per_head, operand) {
+            (false, _) => vec![ScalePlan::per_tensor(row)],
+            (true, Operand::Q) => {
+                let group = (self.n_q_heads / row.len().max(1)).max(1);
+                row.iter().flat_map(|scale| std::iter::repeat_n(*scale, group)).collect()
+            }
+            (true, _) => row.to_vec(),
+        };
+        let up = |scale: Descale| scale.up_to_bf16().map_err(|error| error.within(&self.module));
+        row.into_iter().map(up).collect()
+    }
+}
+
+/// The safetensors file of one engine's scales: f32, of shape `[]` or with `per_head` `[heads, 1, 1]`.
+///
+/// # Errors
+/// As [`LayerScales::stored`]; `is_argument` if a layer stands twice.
+pub fn scale_file(
+    engine: Engine,
+    family: &str,
+    layers: &[LayerScales],
+    operands: &[Operand],
+    per_head: bool,
+) -> Result<Vec<u8>> {
+    let mut values = BTreeMap::new();
+    for layer in layers {
+        for &operand in operands {
+            let name = engine.scale_name(family, &layer.module, operand);
+            let row = layer.stored(operand, per_head)?;
+            let bytes: Vec<u8> = row.iter().flat_map(|scale| scale.get().to_le_bytes()).collect();
+            let shape = if per_head { vec![row.len(), 1, 1] } else { vec![] };
+            if values.insert(name.clone(), (shape, bytes)).is_some() {
+                return Err(Error::argument(format_args!("duplicate {name}")));
+            }
+        }
+    }
+    let broken = |e| Error::format(Path::new("scales"), format_args!("cannot be written as safetensors: {e}"));
+    let tensors = values
+        .iter()
+        .map(|(name, (shape, bytes))| Ok((name, TensorView::new(Dtype::F32, shape.clone(), bytes).map_err(broken)?)))
+        .collect::<Result<Vec<_>>>()?;
+    // Hugging Face transformers asks for the format.
+    let about = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    safetensors::serialize(tensors, Some(about)).map_err(broken)
+}

@@ -1,0 +1,131 @@
+//! Scales of weights that arrive tensor by tensor, and what becomes of a cache when the weights change.
+
+use super::scales::LayerScales;
+use crate::error::{Error, Result};
+use crate::model::{AttentionSpec, LayerStream};
+use crate::scale::Descale;
+use safetensors::Dtype;
+use std::path::Path;
+
+/// Scales of a model while its weights arrive, in any order: those of a layer as soon as it is complete, the same bits as a
+/// calibration of the whole.
+///
+/// ```
+/// use safetensors::Dtype;
+/// use sigmascale::serving::ScaleStream;
+/// let config = br#"{"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+///     "rope_theta": 10000.0}"#;
+/// let mut stream = ScaleStream::new(config, "config.json".as_ref(), &[])?;
+/// let ones = |n: usize| 1f32.to_le_bytes().repeat(n);
+/// for name in ["q", "k", "v"] {
+///     let name = format!("model.layers.0.self_attn.{name}_proj.weight");
+///     assert!(stream.push(&name, Dtype::F32, &[16, 16], ones(256))?.is_empty());
+/// }
+/// let layers = stream.push("model.layers.0.input_layernorm.weight", Dtype::F32, &[16], ones(16))?;
+/// assert_eq!(layers[0].module, "model.layers.0.self_attn");
+/// stream.finish()?;
+/// # Ok::<(), sigmascale::Error>(())
+/// ```
+pub struct ScaleStream {
+    stream: LayerStream,
+}
+
+impl ScaleStream {
+    /// A stream for the model of this `config.json`; `names` as in [`LayerStream::new`].
+    ///
+    /// # Errors
+    /// As [`LayerStream::new`].
+    pub fn new(config: &[u8], file: &Path, names: &[String]) -> Result<Self> {
+        Ok(Self { stream: LayerStream::new(config, file, names)? })
+    }
+
+    /// What the attention is.
+    pub fn spec(&self) -> &AttentionSpec {
+        self.stream.spec()
+    }
+
+    /// Whether attention reads a tensor of this name: others need not be pushed.
+    pub fn wants(&self, name: &str) -> bool {
+        self.stream.wants(name)
+    }
+
+    /// Takes a tensor and gives the scales of the layers that it completes. Tensors that attention does not read are ignored.
+    ///
+    /// # Errors
+    /// As [`LayerStream::push`] and [`LayerScales::new`].
+    pub fn push(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) -> Result<Vec<LayerScales>> {
+        let mut done = Vec::new();
+        for layer in self.stream.push(name, dtype, shape, bytes)? {
+            done.push(LayerScales::new(self.stream.spec(), self.stream.layer(layer)?)?);
+            self.stream.release(layer);
+        }
+        Ok(done)
+    }
+
+    /// Ends a pass over the weights and begins the next.
+    ///
+    /// # Errors
+    /// `is_mismatch` if a layer is not complete, with the tensors that it waits for.
+    pub fn finish(&mut self) -> Result<()> {
+        if !self.stream.finished() {
+            let missing = self.stream.missing();
+            let first: Vec<&str> = missing.iter().take(3).map(String::as_str).collect();
+            return Err(Error::mismatch(format_args!(
+                "{} tensors did not come, among them {}",
+                missing.len(),
+                first.join(", ")
+            )));
+        }
+        self.stream.reset();
+        Ok(())
+    }
+
+    /// Bytes of tensors that are held.
+    pub fn held_bytes(&self) -> usize {
+        self.stream.held_bytes()
+    }
+}
+
+/// What becomes of cached keys and values when the weights change.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Refit {
+    /// What to cast with from now on.
+    pub scales: Vec<LayerScales>,
+    /// Numbers of the layers whose bounds grew past the scale in use. Where there are any, the cache has to be flushed: its entries
+    /// would be read with another scale than they were written with. Where there is none it stays, and so do the scales of k and v.
+    pub grown: Vec<usize>,
+}
+
+impl Refit {
+    /// Whether the cache has to go.
+    pub fn flush(&self) -> bool {
+        !self.grown.is_empty()
+    }
+}
+
+/// The rule for a cache that is kept across a change of the weights: while no bound is larger than the scale in use, the old
+/// scales of k and v stay, and with them every cached entry; else all scales are the new ones. Queries are not cached: their
+/// scales are always the new ones. `in_use` are the scales that the engine casts with, rounded as it has them.
+///
+/// # Errors
+/// `is_mismatch` if the two are not of the same layers and heads.
+pub fn refit(in_use: &[LayerScales], new: &[LayerScales]) -> Result<Refit> {
+    let shape = |layer: &LayerScales| (layer.layer, layer.k.len(), layer.v.as_ref().map(Vec::len));
+    if !in_use.iter().map(shape).eq(new.iter().map(shape)) {
+        return Err(Error::mismatch("the scales in use are of other layers or heads than the new ones"));
+    }
+    let larger = |old: &[Descale], new: &[Descale]| old.iter().zip(new).any(|(old, new)| new > old);
+    let grew = |old: &LayerScales, new: &LayerScales| {
+        let values = old.v.as_deref().zip(new.v.as_deref());
+        larger(&old.k, &new.k) || values.is_some_and(|(old, new)| larger(old, new))
+    };
+    let grown: Vec<usize> =
+        in_use.iter().zip(new).filter(|(old, new)| grew(old, new)).map(|(_, new)| new.layer).collect();
+    let mut scales = new.to_vec();
+    if grown.is_empty() {
+        for (scale, old) in scales.iter_mut().zip(in_use) {
+            (scale.k, scale.v) = (old.k.clone(), old.v.clone());
+        }
+    }
+    Ok(Refit { scales, grown })
+}

@@ -1,0 +1,421 @@
+//! Which scales each engine would use, beside those that the weights need.
+
+use super::engine::{Engine, Method, Operand, Reads};
+use super::export::CERTIFICATE_FILE;
+use super::folder::folder_of;
+use super::names::ScaleNames;
+use super::scales::LayerScales;
+use super::settings::Settings;
+use crate::error::Result;
+use crate::model::{AttentionSpec, Checkpoint, RawTensor, WeightFiles};
+use safetensors::Dtype;
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Scales up to this many times what the weights need may come from them (powers of two, margins); larger ones do not.
+const FOREIGN_FROM: f32 = 2.0;
+/// How far below what is needed a rounding to BF16 can put a scale.
+const ROUNDING: f32 = 1.0 / 128.0;
+
+/// What is said of a scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// No value can overflow under it.
+    Safe,
+    /// A normalized input can overflow it.
+    Overflow,
+    /// Other layers have one, this has none: the engine uses 1.0. Or none has one, and 1.0 does not cover the bound.
+    Missing,
+    /// Stored as 1.0, the loaders' default, where the weights need another.
+    Default,
+    /// Below what is needed by a rounding: of the file, or of the engine's loader.
+    RoundedBelow,
+    /// More than twice what these weights can need: it is of other weights.
+    Foreign,
+    /// Stored, and never loaded by this engine: the index, the name, the shape or the config is not what it reads.
+    NotLoaded,
+    /// The operand has no bound, so that no scale is certain.
+    Unbounded,
+}
+
+impl Verdict {
+    /// The word in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Safe => "safe",
+            Self::Overflow => "overflow",
+            Self::Missing => "missing",
+            Self::Default => "default",
+            Self::RoundedBelow => "rounded_below",
+            Self::Foreign => "foreign",
+            Self::NotLoaded => "not_loaded",
+            Self::Unbounded => "unbounded",
+        }
+    }
+}
+
+/// One scale that the engine would use.
+#[derive(Clone, Debug, Serialize)]
+pub struct AuditEntry {
+    /// What the engine casts with.
+    pub scale: f32,
+    /// The certain bound with rounding over 448; null without one.
+    pub needed: Option<f32>,
+    /// What is said of it.
+    pub verdict: Verdict,
+    /// What is stored, before the engine's rounding and reductions; null where it casts at 1.0.
+    pub stored: Option<f32>,
+    /// The reason, for people.
+    pub why: String,
+}
+
+/// The scales of one layer: an entry a tensor, or one a KV head.
+#[derive(Clone, Debug, Serialize)]
+pub struct LayerAudit {
+    /// The model's own number.
+    pub layer: usize,
+    /// Queries.
+    pub q: Vec<AuditEntry>,
+    /// Keys.
+    pub k: Vec<AuditEntry>,
+    /// Values.
+    pub v: Vec<AuditEntry>,
+}
+
+impl LayerAudit {
+    /// All entries, with their operand.
+    pub fn entries(&self) -> impl Iterator<Item = (char, &AuditEntry)> {
+        [('q', &self.q), ('k', &self.k), ('v', &self.v)]
+            .into_iter()
+            .flat_map(|(letter, row)| row.iter().map(move |entry| (letter, entry)))
+    }
+}
+
+/// What one engine would do with a checkpoint.
+#[derive(Clone, Debug, Serialize)]
+pub struct Audit {
+    /// Engine.
+    pub engine: Engine,
+    /// Model.
+    pub model: String,
+    /// Whether no operand of any layer can overflow, by scales that are the checkpoint's own.
+    pub safe: bool,
+    /// What holds for the whole checkpoint.
+    pub notes: Vec<String>,
+    /// Layers with attention.
+    pub layers: Vec<LayerAudit>,
+}
+
+/// Audits a checkpoint for these engines. `each` is called after each layer, and stops the work by an error.
+///
+/// # Errors
+/// As [`Checkpoint::open`] and [`Checkpoint::layer`]: a checkpoint that cannot be read or bounded has no audit.
+pub fn verify(checkpoint: &Checkpoint, engines: &[Engine], each: &mut dyn FnMut() -> Result<()>) -> Result<Vec<Audit>> {
+    let spec = checkpoint.spec();
+    let folder = folder_of(checkpoint.path())?;
+    let found = Found::read(&folder, spec)?;
+    let mut layers = Vec::with_capacity(spec.layers.len());
+    for layer in 0..spec.layers.len() {
+        layers.push(LayerScales::new(spec, checkpoint.layer(layer)?)?);
+        each()?;
+    }
+    Ok(engines.iter().map(|engine| found.audit(*engine, spec, &layers)).collect())
+}
+
+impl Engine {
+    /// The engine that a folder was exported for, by the certificate in it.
+    pub fn of_export(folder: &Path) -> Option<Self> {
+        let certificate = Settings::read_if_present(&folder.join(CERTIFICATE_FILE)).ok()??;
+        Self::named(certificate.value.get("engine")?.as_str()?)
+    }
+}
+
+/// A stored scale.
+#[derive(Clone)]
+struct Stored {
+    values: Vec<f32>,
+    /// File and name, for people.
+    place: String,
+}
+
+/// What a folder holds.
+struct Found {
+    config: Settings,
+    method: Method,
+    names: ScaleNames,
+    /// In the files that engines read, by name.
+    listed: BTreeMap<String, Stored>,
+    /// In files that the index does not name, by name.
+    unlisted: BTreeMap<String, Stored>,
+    /// `consolidated*.safetensors`, which vLLM prefers.
+    consolidated: bool,
+}
+
+impl Found {
+    fn read(folder: &Path, spec: &AttentionSpec) -> Result<Self> {
+        let config = Settings::read(&folder.join("config.json"))?;
+        let names = ScaleNames::new(spec)?;
+        let files = WeightFiles::open(folder)?;
+        let scales = |files: &WeightFiles| -> BTreeMap<String, Stored> {
+            let own = files.tensors().filter(|tensor| names.meant(tensor.name).is_some());
+            own.map(|tensor| (tensor.name.to_owned(), Stored { values: values(&tensor), place: place(&tensor) }))
+                .collect()
+        };
+        let listed = scales(&files);
+        // A file that nobody reads may be broken.
+        let unlisted = files.open_unlisted(folder).map(|files| scales(&files)).unwrap_or_default();
+        let consolidated =
+            files.files().chain(files.unlisted.iter().map(String::as_str)).any(|name| name.starts_with("consolidated"));
+        Ok(Self { method: config.method(), config, names, listed, unlisted, consolidated })
+    }
+
+    /// Why an engine loads no scale of this checkpoint, where its config or its files keep it from that.
+    fn blocked(&self, engine: Engine) -> Option<String> {
+        let text = |why: &str| Some(why.to_owned());
+        let scheme = self.config.quantization().and_then(|map| map.get("kv_cache_scheme")).filter(|s| !s.is_null());
+        match (engine, self.method) {
+            (Engine::Vllm, _) if self.consolidated => {
+                text("vLLM loads the `consolidated` safetensors of this folder, which have none of these names")
+            }
+            (Engine::Vllm, Method::Plain) => {
+                text("the config has no `quantization_config`, and vLLM refuses the checkpoint by the scale's name")
+            }
+            (Engine::Sglang, Method::Plain) => {
+                text("the config has no `quantization_config`, so SGLang reads no scale")
+            }
+            (Engine::Vllm | Engine::Sglang, Method::CompressedTensors) => {
+                let Some(scheme) = scheme else {
+                    // vLLM makes room for scales without a scheme, too.
+                    let why = "the config has no `kv_cache_scheme`, so SGLang reads no scale";
+                    return (engine == Engine::Sglang).then(|| why.to_owned());
+                };
+                let strategy = scheme.get("strategy").and_then(Value::as_str).unwrap_or_default();
+                let flag = |key: &str| scheme.get(key).and_then(Value::as_bool);
+                if scheme.get("type") != Some(&json!("float")) || scheme.get("num_bits") != Some(&json!(8)) {
+                    text("`kv_cache_scheme` is not 8-bit float")
+                } else if !flag("symmetric").unwrap_or(engine == Engine::Sglang) {
+                    text("`kv_cache_scheme` has no `symmetric: true`")
+                } else if engine == Engine::Sglang && flag("dynamic") == Some(true) {
+                    text("`kv_cache_scheme` is dynamic")
+                } else if strategy != "tensor" && !(engine == Engine::Vllm && strategy == "attn_head") {
+                    Some(format!("{engine} does not read `kv_cache_scheme` with this `strategy`"))
+                } else {
+                    None
+                }
+            }
+            _ => None,
+        }
+    }
+
+    fn per_head(&self, engine: Engine) -> bool {
+        let scheme = self.config.quantization().and_then(|map| map.get("kv_cache_scheme"));
+        let strategy = scheme.and_then(|scheme| scheme.get("strategy")).and_then(|s| s.as_str());
+        engine == Engine::Vllm && self.method == Method::CompressedTensors && strategy == Some("attn_head")
+    }
+
+    fn audit(&self, engine: Engine, spec: &AttentionSpec, layers: &[LayerScales]) -> Audit {
+        let reads = engine.reads(&spec.family, self.config.model_type(), self.method);
+        let blocked = self.blocked(engine).filter(|_| reads.any());
+        let loaded: Vec<[Option<Stored>; 3]> =
+            layers.iter().map(|layer| Operand::ALL.map(|operand| self.loaded(engine, spec, layer, operand))).collect();
+        let anywhere = Operand::ALL.map(|operand| loaded.iter().any(|layer| layer[operand as usize].is_some()));
+        let rows = layers.iter().zip(&loaded).enumerate().map(|(index, (layer, own))| {
+            let row = |operand| {
+                let case = Case { found: self, engine, reads, index, layer, own, anywhere: anywhere[operand as usize] };
+                case.row(operand, blocked.as_deref())
+            };
+            LayerAudit { layer: layer.layer, q: row(Operand::Q), k: row(Operand::K), v: row(Operand::V) }
+        });
+        let layers: Vec<LayerAudit> = rows.collect();
+        let safe = layers.iter().flat_map(LayerAudit::entries).all(|(_, entry)| entry.verdict == Verdict::Safe);
+        let mut notes: Vec<String> = reads.why.iter().map(|why| format!("{why}.")).collect();
+        notes.extend(blocked.map(|why| format!("No scale is loaded: {why}.")));
+        Audit { engine, model: spec.name.clone(), safe, notes, layers }
+    }
+
+    /// What an engine finds for an operand, by the names that it reads.
+    fn loaded(&self, engine: Engine, spec: &AttentionSpec, layer: &LayerScales, operand: Operand) -> Option<Stored> {
+        let names = engine.names(&spec.family, &layer.module, operand, self.method);
+        names.iter().find_map(|name| self.listed.get(name)).cloned()
+    }
+
+    /// A scale of this operand that the engine does not read, and why.
+    fn unread(&self, index: usize, operand: Operand) -> Option<(&Stored, &'static str)> {
+        let of = |map: &'_ BTreeMap<String, Stored>| -> Option<String> {
+            map.keys().find(|name| self.names.meant(name) == Some((index, operand))).cloned()
+        };
+        let listed = of(&self.listed).map(|name| (&self.listed[&name], "not a name that it reads"));
+        let unlisted =
+            || of(&self.unlisted).map(|name| (&self.unlisted[&name], "in a file that the index does not name"));
+        listed.or_else(unlisted)
+    }
+}
+
+/// One layer of one engine.
+struct Case<'a> {
+    found: &'a Found,
+    engine: Engine,
+    reads: Reads,
+    index: usize,
+    layer: &'a LayerScales,
+    own: &'a [Option<Stored>; 3],
+    /// Whether some layer has a scale for the operand.
+    anywhere: bool,
+}
+
+impl Case<'_> {
+    fn row(&self, operand: Operand, blocked: Option<&str>) -> Vec<AuditEntry> {
+        let Some(row) = self.layer.row(operand) else {
+            let why = "no norm stands in front of its projection, so it has no bound".to_owned();
+            let stored = self.own[operand as usize].as_ref().and_then(|s| s.values.first().copied());
+            return vec![AuditEntry {
+                scale: stored.unwrap_or(1.0),
+                needed: None,
+                verdict: Verdict::Unbounded,
+                stored,
+                why,
+            }];
+        };
+        let largest = crate::plan::ScalePlan::per_tensor(row).get();
+        let one =
+            |verdict, why: String, stored| vec![AuditEntry { scale: 1.0, needed: Some(largest), verdict, stored, why }];
+        let covered = match largest <= 1.0 {
+            true => "1.0 covers the bound".to_owned(),
+            false => format!("can overflow by {largest:.3}"),
+        };
+        if !self.reads.scale(operand) {
+            let verdict = if largest <= 1.0 { Verdict::Safe } else { Verdict::Overflow };
+            let why = if largest <= 1.0 { "safe at 1.0, which the engine casts at".to_owned() } else { covered };
+            return one(verdict, why, None);
+        }
+        let unread = self.found.unread(self.index, operand);
+        let own = self.own[operand as usize].as_ref();
+        if let Some(why) = blocked
+            && let Some((stored, _)) = own.map(|own| (own, "")).or(unread)
+        {
+            return one(Verdict::NotLoaded, format!("never loaded: {why}; {covered}"), stored.values.first().copied());
+        }
+        match own.or_else(|| self.lent(operand)) {
+            Some(stored) => self.judge(operand, stored, row.iter().map(|scale| scale.get()).collect()),
+            None => match unread {
+                Some((stored, why)) => {
+                    let why = format!("never loaded: {} is {why}; {covered}", stored.place);
+                    one(Verdict::NotLoaded, why, stored.values.first().copied())
+                }
+                None if self.anywhere => one(Verdict::Missing, format!("missing, so 1.0; {covered}"), None),
+                None if largest <= 1.0 => one(Verdict::Safe, "safe at 1.0: no layer has a scale".to_owned(), None),
+                None => one(Verdict::Missing, format!("no layer has a scale, so 1.0; {covered}"), None),
+            },
+        }
+    }
+
+    /// The scale of another operand that a loader takes for one that is missing.
+    fn lent(&self, operand: Operand) -> Option<&Stored> {
+        let k = self.own[Operand::K as usize].as_ref();
+        let base = matches!(self.found.method, Method::Fp8 | Method::ModelOpt) || self.engine == Engine::Sglang;
+        match (self.engine, operand) {
+            (Engine::Vllm | Engine::Sglang, Operand::V) if base => k,
+            (Engine::Mistralrs, Operand::Q) => k,
+            _ => None,
+        }
+    }
+
+    fn judge(&self, operand: Operand, stored: &Stored, needed: Vec<f32>) -> Vec<AuditEntry> {
+        let (per_head, heads) = (self.found.per_head(self.engine), needed.len());
+        let wanted = match (per_head, operand) {
+            (false, _) => 1,
+            (true, Operand::Q) => self.layer.n_q_heads,
+            (true, _) => heads,
+        };
+        let largest = needed.iter().copied().fold(0.0, f32::max);
+        if stored.values.len() != wanted {
+            let why = format!(
+                "never loaded: {} has {} entries, and {} takes {wanted}",
+                stored.place,
+                stored.values.len(),
+                self.engine
+            );
+            let verdict = Verdict::NotLoaded;
+            return vec![AuditEntry {
+                scale: 1.0,
+                needed: Some(largest),
+                verdict,
+                stored: stored.values.first().copied(),
+                why,
+            }];
+        }
+        let needed = if per_head { needed } else { vec![largest] };
+        let group = wanted / needed.len();
+        let entry = |(index, needed): (usize, f32)| {
+            let own = &stored.values[index * group..][..group];
+            let value = own.iter().copied().fold(f32::NEG_INFINITY, |a, b| if b.is_nan() { b } else { a.max(b) });
+            let scale = self.rounded(value);
+            let (verdict, why) = verdict(value, scale, needed);
+            AuditEntry {
+                scale,
+                needed: Some(needed),
+                verdict,
+                stored: Some(value),
+                why: format!("{why} ({})", stored.place),
+            }
+        };
+        needed.into_iter().enumerate().map(entry).collect()
+    }
+
+    /// A scale as the engine keeps it: vLLM's loader for FP8 and ModelOpt weights holds it in the model's type.
+    fn rounded(&self, value: f32) -> f32 {
+        let base = matches!(self.found.method, Method::Fp8 | Method::ModelOpt);
+        match self.engine {
+            Engine::Vllm if base && self.found.config.runs_in_f16() => half::f16::from_f32(value).to_f32(),
+            Engine::Vllm if base => half::bf16::from_f32(value).to_f32(),
+            _ => value,
+        }
+    }
+}
+
+/// What is said of a scale that is loaded.
+fn verdict(stored: f32, used: f32, needed: f32) -> (Verdict, String) {
+    let over = needed / used;
+    if !(used.is_finite() && used > 0.0) {
+        return (Verdict::Overflow, format!("{used} is no scale"));
+    }
+    if used >= needed {
+        return if used <= FOREIGN_FROM * needed {
+            (Verdict::Safe, "safe".to_owned())
+        } else if used == 1.0 {
+            (Verdict::Default, "stored as 1.0, the loaders' default; 1.0 covers the bound".to_owned())
+        } else {
+            (Verdict::Foreign, format!("{:.3} times what these weights need: of another model or layer", used / needed))
+        };
+    }
+    if stored >= needed {
+        (Verdict::RoundedBelow, format!("the loader rounds it below the bound, which is {over:.5} times as large"))
+    } else if over <= 1.0 + ROUNDING {
+        (Verdict::RoundedBelow, format!("rounded below the bound, which is {over:.5} times as large"))
+    } else if used == 1.0 {
+        (Verdict::Default, format!("stored as 1.0, the loaders' default; can overflow by {over:.3}"))
+    } else {
+        (Verdict::Overflow, format!("can overflow by {over:.3}"))
+    }
+}
+
+fn place(tensor: &RawTensor<'_>) -> String {
+    format!("{} in {}", tensor.name, tensor.file)
+}
+
+/// The values of a small tensor; none where its type is not read.
+fn values(tensor: &RawTensor<'_>) -> Vec<f32> {
+    fn read<const N: usize>(bytes: &[u8], value: impl Fn([u8; N]) -> f32) -> Vec<f32> {
+        bytes.chunks_exact(N).filter_map(|chunk| Some(value(chunk.try_into().ok()?))).collect()
+    }
+    match tensor.dtype {
+        Dtype::F32 => read(tensor.bytes, f32::from_le_bytes),
+        Dtype::BF16 => read(tensor.bytes, |bytes| half::bf16::from_le_bytes(bytes).to_f32()),
+        Dtype::F16 => read(tensor.bytes, |bytes| half::f16::from_le_bytes(bytes).to_f32()),
+        Dtype::F64 => read(tensor.bytes, |bytes| f64::from_le_bytes(bytes) as f32),
+        _ => vec![],
+    }
+}
