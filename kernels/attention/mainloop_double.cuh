@@ -1,22 +1,38 @@
 // Mainloop with two sets of logit accumulators: the logits of tile j + 1 are computed in the second set during the
-// exponentials of tile j, P V of tile j is issued in halves as P is ready, and the maxima of tile j + 1 are found among the
 // exponentials of tile j. The last tile of a work item computes the first logits of the next item.
 //
 //   S' = Q K_0^T
 //   for j = 1, 2, ...:  S, S' = S', Q K_j^T;  O += softmax(S) V_{j-1}, meanwhile the maxima of S';  rescale O
+//
+// Flush and F16: P V is issued in halves as P is ready, and the maxima of S' are found among the exponentials of S. Promote: P V
+// of the whole tile takes the registers of S, which are free once P is packed, and O = rescale O + P V.
 #pragma once
 #include "attention/epilogue.cuh"
 
 namespace {
 
-// O += P V of tile t, with what can be known of `next`, the logits of tile n, which are in flight. Not `held`: there is no tile
-// t; not `real`: those logits are of no tile.
-__device__ __forceinline__ void softmax_pv(Consumer& c, const QueryTile& tile, float (&s)[kBlockN / 2], u32 t,
-                                           float (&next)[kBlockN / 2], int n, bool masked, bool held, bool real,
+// Issues O += P V of tile t (Promote: part = P V), with what can be known of `next`, the logits of tile n, which are in flight.
+// Not `held`: there is no tile t; not `real`: those logits are of no tile.
+__device__ __forceinline__ void softmax_pv(Consumer& c, const QueryTile& tile, float (&s)[kBlockN / 2], float (&part)[kDim / 2],
+                                           u32 t, float (&next)[kBlockN / 2], int n, bool masked, bool held, bool real,
                                            float (&top)[2], float (&low)[2]) {
   constexpr int kHalves = kBlockN / kPvKeys;
   float shift[2], sum[4] = {};
   exponent_shift(c.rows, c.scale, shift);
+  if constexpr (kPv == Pv::Promote) {
+    exponentiate<0, kBlockN / 2>(s, c.scale, shift, sum);
+#pragma unroll
+    for (int i = 0; i < kBlockN / 16; i++) pack_p(c.p, s, i);
+    if (kRolled) ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t), !held);
+    else ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t));
+    issue_pv<0, kBlockN>(part, c.p, c.v(t), true);
+    add_row_sum(c.rows, sum);
+    ptx::wgmma_wait<1>();
+    ptx::keep(next);
+    if (real) c.release_k(t + 1);
+    c.mask_and_scan(tile, next, n, masked, top, low);
+    return;
+  }
   ptx::keep(c.o);
 #pragma unroll
   for (int half = 0; half < kHalves; half++) {
@@ -32,12 +48,20 @@ __device__ __forceinline__ void softmax_pv(Consumer& c, const QueryTile& tile, f
     for (int i = kPvKeys / 16 * half; i < kPvKeys / 16 * (half + 1); i++) pack_p(c.p, s, i);
     if (half == 0 && kRolled) ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t), !held);
     if (half == 0 && !kRolled) ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t));
-    if (half == 0) issue_pv<0, kPvKeys / 32>(c.o, c.p, c.v(t), c.fresh);
-    if (half == 1) issue_pv<kPvKeys / 32, kBlockN / 32>(c.o, c.p, c.v(t), c.fresh);
-    ptx::wgmma_commit();
+    if (half == 0) issue_pv<0, kPvKeys>(c.o, c.p, c.v(t), c.fresh);
+    if (half == 1) issue_pv<kPvKeys, kBlockN>(c.o, c.p, c.v(t), c.fresh);
   }
   c.fresh = false;
   add_row_sum(c.rows, sum);
+}
+
+// Waits for P V of tile t. Promote: adds it to O, which is owed `rescale`.
+__device__ __forceinline__ void wait_pv(Consumer& c, float (&part)[kDim / 2], const float (&rescale)[2], u32 t, bool held = true) {
+  ptx::wgmma_wait<0>();
+  if constexpr (kPv == Pv::Promote) ptx::keep(part);
+  else ptx::keep(c.o);
+  if (held) c.release_v(t);
+  if constexpr (kPv == Pv::Promote) promote(c.o, part, rescale);
 }
 
 __device__ __forceinline__ void mainloop_double(Consumer& c) {
@@ -64,15 +88,15 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
       ptx::mbarrier_wait_uniform(c.k_full(t), c.parity(t), ready);
       issue_qk(next, tile.q, c.k(t));
       c.kv = t + 1;
-      softmax_pv(c, tile, s, t - 1, next, n, masked && n >= whole, true, true, top, low);
+      float part[kDim / 2];
+      softmax_pv(c, tile, s, part, t - 1, next, n, masked && n >= whole, true, true, top, low);
       ready = masked ? 0 : ptx::mbarrier_try_wait(c.k_full(t + 1), c.parity(t + 1));
 
       // Wait for P V, rescale O
+      const float rescale[2] = {c.rows.rescale[0], c.rows.rescale[1]};
       const bool moved = update_row_max(next, top, low, c.rows, c.scale, masked && n >= whole);
-      ptx::wgmma_wait<0>();
-      ptx::keep(c.o);
-      c.release_v(t - 1);
-      if (moved) scale_rows(c.o, c.rows.rescale);
+      wait_pv(c, part, rescale, t - 1);
+      if (kPv != Pv::Promote && moved) scale_rows(c.o, c.rows.rescale);
     };
 
     // First logits, where the item before did not bring them
@@ -99,7 +123,7 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
     c.kv = uniform(c.kv);
     int pairs = (key_tiles - 1) / 2, masked_pairs = (max(0, (int)(stop - c.kv) - whole) + 1) / 2;
     while (pairs > 0) {
-      int run = min(pairs, kFlushTiles / 2);
+      int run = kPv == Pv::Flush ? min(pairs, kFlushTiles / 2) : pairs;
       pairs -= run;
       for (; run > 0 && masked_pairs > 0; run--, masked_pairs--) {
         step(even, odd, true);
@@ -109,7 +133,7 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
         step(even, odd, false);
         step(odd, even, false);
       }
-      if (pairs > 0) c.flush_o();
+      if (kPv == Pv::Flush && pairs > 0) c.flush_o();
     }
 
     // The last product, and the next item's first logits
@@ -122,10 +146,9 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
     do {
       ptx::mbarrier_wait_uniform(c.k_full(t), c.parity(t), begun ? ready : 1);
       issue_qk(odd, tile.q, c.k(t));
-      softmax_pv(c, tile, even, t - 1, odd, tile.key_tiles - 1, tile.key_tiles > whole, true, begun, top, low);
-      ptx::wgmma_wait<0>();
-      ptx::keep(c.o);
-      c.release_v(t - 1);
+      float part[kDim / 2];
+      softmax_pv(c, tile, even, part, t - 1, odd, tile.key_tiles - 1, tile.key_tiles > whole, true, begun, top, low);
+      wait_pv(c, part, c.rows.rescale, t - 1);
     } while (c.params.units < 0);
     c.kv = uniform(begun ? t + 1 : t);
     epilogue(c);

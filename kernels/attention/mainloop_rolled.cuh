@@ -23,10 +23,9 @@ __device__ __forceinline__ void mainloop_rolled(Consumer& c) {
     const u32 t = c.kv;
     ptx::mbarrier_wait_uniform(c.k_full(t), c.parity(t), !real);
     issue_qk(next, tile.q, c.k(t));
-    softmax_pv(c, tile, logits, t - 1, next, left - 1, masked, held, real, top, low);
-    ptx::wgmma_wait<0>();
-    ptx::keep(c.o);
-    if (held) c.release_v(t - 1);
+    float part[kDim / 2];
+    softmax_pv(c, tile, logits, part, t - 1, next, left - 1, masked, held, real, top, low);
+    wait_pv(c, part, c.rows.rescale, t - 1, held);
     if (crossing && begun) {
       // An item without keys ends before it begins
       bool empty = tile.key_tiles == 0;
@@ -40,8 +39,9 @@ __device__ __forceinline__ void mainloop_rolled(Consumer& c) {
       held = real, collected = -1;
     }
     if (real) {
-      if (update_row_max(next, top, low, c.rows, c.scale, masked)) scale_rows(c.o, c.rows.rescale);
-      if (++collected == kFlushTiles) c.flush_o(), collected = 0;
+      const bool moved = update_row_max(next, top, low, c.rows, c.scale, masked);
+      if (kPv != Pv::Promote && moved) scale_rows(c.o, c.rows.rescale);
+      if (kPv == Pv::Flush && ++collected == kFlushTiles) c.flush_o(), collected = 0;
     }
     c.kv = uniform(real ? t + 1 : t), left = uniform(real ? left - 1 : 0);
 #pragma unroll
