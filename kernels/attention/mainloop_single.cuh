@@ -26,7 +26,8 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
     auto softmax = [&]() {
       float shift[2], sum[4] = {};
       exponent_shift(c.rows, c.scale, shift);
-      exponentiate<0, kBlockN / 2>(s, c.scale, shift, sum);
+      exponents(s, s, c.scale, shift);
+      exponentiate<0, kBlockN / 2>(s, sum);
       add_row_sum(c.rows, sum);
     };
     auto pack = [&]() {

@@ -133,13 +133,16 @@ __device__ __forceinline__ void exponent_shift(const RowState& rows, float scale
 #pragma unroll
   for (int r = 0; r < 2; r++) shift[r] = fmaf(rows.row_max[r], scale, -kPLog2Scale);
 }
-// P of the logits [First, Last), in place, and the sums of its columns: `sum[2 r]` and `sum[2 r + 1]` of row r.
-template <int First, int Last, int N>
-__device__ __forceinline__ void exponentiate(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[4]) {
+template <int N> __device__ __forceinline__ void exponents(float (&x)[N], const float (&s)[N], float scale, const float (&shift)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = fmaf(s[i], scale, -shift[(i >> 1) & 1]);
+}
+// P of the exponents [First, Last), in place, and the sums of its columns: `sum[2 r]` and `sum[2 r + 1]` of row r.
+template <int First, int Last, int N> __device__ __forceinline__ void exponentiate(float (&x)[N], float (&sum)[4]) {
 #pragma unroll
   for (int i = First; i < Last; i++) {
-    s[i] = ptx::exp2_approx(fmaf(s[i], scale, -shift[(i >> 1) & 1]));
-    sum[i & 3] = i < 4 ? s[i] : sum[i & 3] + s[i];
+    x[i] = ptx::exp2_approx(x[i]);
+    sum[i & 3] = i < 4 ? x[i] : sum[i & 3] + x[i];
   }
 }
 __device__ __forceinline__ void add_row_sum(RowState& rows, const float (&sum)[4]) {
