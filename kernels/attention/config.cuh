@@ -64,8 +64,7 @@ constexpr bool kRolled = ROLLED;
 // or, with F16, P and V in 16 bits (V written so by cast_qkv.cu), whose accumulator needs none.
 enum class Pv { Flush, Promote, F16 };
 constexpr Pv kPv = (Pv)PV;
-// Two sets of logit accumulators (mainloop_double.cuh), where the registers of a thread hold them, or one
-// (mainloop_single.cuh).
+// Two tiles of logits in flight (mainloop_double.cuh), where the registers of a thread hold them, or one (mainloop_single.cuh).
 constexpr bool kDoubleLogits = kConsumers == 2 && kBlockN <= 128 && !kLogitsE4m3;
 
 constexpr int kRows = 64;  // query rows of a consumer
@@ -75,8 +74,7 @@ constexpr float kPLog2Scale = 8.0f;  // P is computed times 2^8: its largest val
 constexpr int kPvStep = kPv == Pv::F16 ? 16 : 32;  // keys of one product
 constexpr int kPvRow = kPv == Pv::F16 ? 128 : kDim;  // bytes from key to key of a tile of V
 constexpr int kPRegisters = kPv == Pv::F16 ? kBlockN / 4 : kBlockN / 8;
-// Tiles from flush to flush. With double logits tiles go in pairs.
-constexpr int kFlushTiles = kDoubleLogits ? FLUSH_KEYS / (2 * kBlockN) * 2 : FLUSH_KEYS / kBlockN;
+constexpr int kFlushTiles = FLUSH_KEYS / kBlockN;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLowest = -1e30f;  // row_max of no key: finite, so that no difference of two maxima is NaN
