@@ -8,6 +8,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use rayon::prelude::*;
+use sigmascale::attention::PvAccumulator;
 use sigmascale::cuda::Stream;
 use sigmascale::device::attention::{AttentionEngine, Element, Resident, RopeTables, Setup, Sizes};
 use sigmascale::fp8::{Format, OnOverflow};
@@ -48,6 +49,9 @@ pub struct Args {
         value_parser = Timed::parse
     )]
     kernels: Vec<Timed>,
+    /// How P V is summed: f16, or fp8-N for FP8 promoted to f32 every N keys
+    #[arg(long, default_value_t = PvAccumulator::default())]
+    accumulator: PvAccumulator,
     /// Launches before the first that counts
     #[arg(long, default_value_t = 5, value_parser = whole)]
     warmup: u64,
@@ -128,7 +132,7 @@ pub fn run(args: Args) -> Result<()> {
     let device = device()?;
     let stream = device.stream()?;
     let mut csv = Csv::new(args.output, [])?;
-    csv.line(&format!("# {}", device.name()?));
+    csv.line(&format!("# {}, P V in {}", device.name()?, args.accumulator));
     csv.line("kernel,heads_q,heads_kv,head_dim,seqlen,batch,causal,ms,tflops");
     for &[heads_q, heads_kv, d_head] in &args.shapes {
         let lengths = args.seqlens.iter().flat_map(|&len| {
@@ -147,7 +151,7 @@ pub fn run(args: Args) -> Result<()> {
                 for timed in &args.kernels {
                     let engine = &AttentionEngine::new(&device)?.with_overlap(!timed.serial).with_split(!timed.whole);
                     let sets = (0..args.sets)
-                        .map(|_| operands.call(engine, timed, &sizes, causal))
+                        .map(|_| operands.call(engine, timed, &sizes, causal, args.accumulator))
                         .collect::<Result<Vec<_>>>()?;
                     let launch = |i: usize| {
                         let call = &sets[i % sets.len()];
@@ -231,7 +235,14 @@ impl Operands {
         }
     }
 
-    fn call(&self, engine: &AttentionEngine, timed: &Timed, sizes: &Sizes, causal: bool) -> Result<Resident> {
+    fn call(
+        &self,
+        engine: &AttentionEngine,
+        timed: &Timed,
+        sizes: &Sizes,
+        causal: bool,
+        accumulator: PvAccumulator,
+    ) -> Result<Resident> {
         // As the scripts of the peers: descales of 1, logits within a tenth of the range.
         let (ones, logit) = (vec![1.0; sizes.heads_kv], vec![0.1; sizes.heads_q]);
         let setup = Setup {
@@ -244,6 +255,7 @@ impl Operands {
             output: timed.out_e4m3.then_some(&ones[..]),
             rope: timed.rope.then_some(RopeTables { cosine: &self.cosine, sine: &self.sine, interleaved: false }),
             stats: timed.telemetry,
+            accumulator,
         };
         let mut call = Resident::new(engine, &setup)?;
         if timed.reorder {

@@ -270,7 +270,8 @@ impl Cuda {
         let (any, any_beyond) = (past(448.0), past(464.0));
         let count = |factor: f32| {
             let row: Vec<f32> = descales.iter().map(|d| d * factor).collect();
-            let run = self.run(&Host { setup: Setup { logit: Some(&row), output: None, ..host.setup }, ..*host })?;
+            let setup = Setup { logit: Some(&row), output: None, accumulator: PvAccumulator::default(), ..host.setup };
+            let run = self.run(&Host { setup, ..*host })?;
             Ok::<_, Error>(run.stats.chunks_exact(4).map(|words| u64::from(words[3])).collect::<Vec<_>>())
         };
         if any && host.setup.logit.is_none() {

@@ -8,12 +8,12 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::Descale;
 use sigmascale::attention::{
-    AttentionCall, AttentionShape, BackwardPrecision, Gradients, Inputs, Mask, Precision, Saved, backward, dequantised,
-    reference,
+    AttentionCall, AttentionShape, BackwardPrecision, Gradients, Inputs, Mask, Precision, PvAccumulator, Saved, backward,
+    dequantised, reference,
 };
 use sigmascale::cuda::{Buffer, Stream};
 use sigmascale::device::attention::{
-    BackwardEngine, BackwardTensors, Delta, Descales, Element, Tensors, View, Workspace,
+    BackwardEngine, BackwardTensors, Cuda, Delta, Descales, Element, Tensors, View, Workspace,
 };
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::ScalePlan;
@@ -122,7 +122,7 @@ impl Memory {
         let (of_q, _, of_lse) = Self::shapes(call);
         let [q, k, v] = self.operands(call);
         let out = device().zeros::<u8>(2 * call.shape.q_elements()).unwrap();
-        let bytes = sigmascale::device::attention::Cuda::workspace_bytes(call, Element::E4m3).unwrap();
+        let bytes = Cuda::workspace_bytes(call, Element::E4m3, PvAccumulator::F16, false).unwrap();
         let scratch = device().zeros::<u8>(bytes.max(Workspace::HEADER)).unwrap();
         let tensors = Tensors {
             q,
@@ -130,6 +130,8 @@ impl Memory {
             v,
             descales: self.descales(call),
             rope: None,
+            accumulator: PvAccumulator::F16,
+            saved: None,
             out: unsafe { View::dense(out.ptr(), Element::Bf16, of_q) },
             lse: Some(unsafe { View::dense(self.lse.ptr(), Element::F32, of_lse) }),
             stats: None,
