@@ -223,6 +223,7 @@ impl Attention for Cuda {
             rope: None,
             stats: true,
             accumulator,
+            saved: false,
             logit: (precision.logits == LogitCast::E4m3).then_some(&logit[..]),
             output: o_descale.as_deref().filter(|_| precision.output == Cast::E4m3),
         };

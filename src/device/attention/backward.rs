@@ -143,6 +143,11 @@ impl BackwardEngine {
         self
     }
 
+    /// The engine's device.
+    pub fn device(&self) -> &Device {
+        &self.kernels.device
+    }
+
     /// Bytes of device memory that a call needs beside its tensors.
     ///
     /// # Errors
