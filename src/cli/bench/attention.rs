@@ -8,10 +8,10 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use rayon::prelude::*;
-use sigmascale::attention::PvAccumulator;
+use sigmascale::attention::{AttentionShape, PvAccumulator};
 use sigmascale::cuda::Stream;
 use sigmascale::device::attention::{
-    AttentionEngine, BackwardEngine, Element, Resident, ResidentBackward, RopeTables, Setup, Sizes,
+    AttentionEngine, BackwardEngine, Element, Resident, ResidentBackward, RopeTables, Setup,
 };
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::{Error, Result};
@@ -157,8 +157,8 @@ pub fn run(args: Args) -> Result<()> {
         });
         for (len_q, len) in lengths {
             let batch = (tokens / len).max(1);
-            let sizes = Sizes { batch, heads_q, heads_kv, len_q, len_k: len, d_head };
-            sizes.check()?;
+            let sizes = AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k: len, d_head };
+            sizes.check_on_gpu()?;
             if !queries.is_empty() {
                 csv.line(&format!("# {len_q} queries a sequence"));
             }
@@ -211,7 +211,7 @@ fn training_step(
     timing: &Timing,
     engine: &AttentionEngine,
     operands: &Operands,
-    sizes: &Sizes,
+    sizes: &AttentionShape,
     causal: bool,
     accumulator: PvAccumulator,
 ) -> Result<Vec<Pass>> {
@@ -263,7 +263,7 @@ struct Operands {
 }
 
 impl Operands {
-    fn draw(sizes: &Sizes) -> Self {
+    fn draw(sizes: &AttentionShape) -> Self {
         let normal = |shape: [usize; 4], seed: u64| -> Vec<u8> {
             const CHUNK: usize = 1 << 16;
             // Long caches repeat their numbers.
@@ -298,13 +298,13 @@ impl Operands {
         &self,
         engine: &AttentionEngine,
         timed: &Timed,
-        sizes: &Sizes,
+        sizes: &AttentionShape,
         causal: bool,
         accumulator: PvAccumulator,
         saved: bool,
     ) -> Result<Resident> {
         // As the scripts of the peers: descales of 1, logits within a tenth of the range.
-        let (ones, logit) = (vec![1.0; sizes.heads_kv], vec![0.1; sizes.heads_q]);
+        let (ones, logit) = (vec![1.0; sizes.n_kv_heads], vec![0.1; sizes.n_q_heads]);
         let setup = Setup {
             sizes: *sizes,
             causal,

@@ -3,9 +3,8 @@
 use super::call::{Descales, Rope, Tensors, Workspace};
 use super::kernels::{self, Kernels, Loaded, Variant as _, operand_map};
 use super::params::{self, outer_strides};
-use super::sizes::Sizes;
 use super::tile::{ROWS, Schedule, Split, Tile};
-use crate::attention::PvAccumulator;
+use crate::attention::{AttentionShape, PvAccumulator};
 use crate::cuda::tensor_map::{Boxes, MapType, Swizzle, TensorMap, tensor_map};
 use crate::cuda::{Arch, Device, DevicePtr, Launch, Request, Stream, sources};
 use crate::cuda::{Element, View};
@@ -98,17 +97,16 @@ impl kernels::Variant for Variant {
                 forward.request().define("SPLIT_KV", 1).define("ROLLED", u8::from(rolled))
             }
             Self::Combine { d_head } => Request::new(sources::COMBINE, arch).define("HEAD_DIM", d_head),
-            Self::Forward { d_head, causal, tile, pv, telemetry, logits_e4m3, out_e4m3 } => {
-                pv.define(Request::new(sources::ATTENTION, arch))
-                    .define("HEAD_DIM", d_head)
-                    .define("BLOCK_N", tile.keys)
-                    .define("CONSUMERS", tile.consumers)
-                    .define("KV_STAGES", tile.stages)
-                    .define("CAUSAL", u8::from(causal))
-                    .define("TELEMETRY", u8::from(telemetry))
-                    .define("LOGITS_E4M3", u8::from(logits_e4m3))
-                    .define("OUT_E4M3", u8::from(out_e4m3))
-            }
+            Self::Forward { d_head, causal, tile, pv, telemetry, logits_e4m3, out_e4m3 } => pv
+                .define(Request::new(sources::ATTENTION, arch))
+                .define("HEAD_DIM", d_head)
+                .define("BLOCK_N", tile.keys)
+                .define("CONSUMERS", tile.consumers)
+                .define("KV_STAGES", tile.stages)
+                .define("CAUSAL", u8::from(causal))
+                .define("TELEMETRY", u8::from(telemetry))
+                .define("LOGITS_E4M3", u8::from(logits_e4m3))
+                .define("OUT_E4M3", u8::from(out_e4m3)),
             Self::Cast { d_head, input, rope } => {
                 Request::new(sources::CAST, arch).define("HEAD_DIM", d_head).define("INPUT", input).define("ROPE", rope)
             }
@@ -132,7 +130,7 @@ impl kernels::Variant for Variant {
 
 impl Variant {
     /// What a checked call launches first.
-    fn first(tensors: &Tensors, sizes: &Sizes) -> Self {
+    fn first(tensors: &Tensors, sizes: &AttentionShape) -> Self {
         let d_head = sizes.d_head;
         match params::input_number(tensors.q.element()) {
             Some(input) => Self::Cast { d_head, input, rope: rope_number(tensors.rope.as_ref()) },
@@ -141,7 +139,7 @@ impl Variant {
     }
 
     /// What a checked call launches then.
-    fn second(tensors: &Tensors, sizes: &Sizes, causal: bool, split: Option<Split>) -> Self {
+    fn second(tensors: &Tensors, sizes: &AttentionShape, causal: bool, split: Option<Split>) -> Self {
         let (d_head, logits_e4m3) = (sizes.d_head, tensors.descales.logit.is_some());
         let telemetry = tensors.stats.is_some();
         let pv = Pv::of(tensors.accumulator, telemetry, logits_e4m3, split.is_some());
@@ -182,8 +180,14 @@ pub fn attention_variants() -> Vec<Request> {
                     if f16 && out_e4m3 {
                         continue;
                     }
-                    all.extend(Tile::all(d_head, logits_e4m3).into_iter().map(|tile| {
-                        Variant::Forward { d_head, causal, tile, pv, telemetry, logits_e4m3, out_e4m3 }
+                    all.extend(Tile::all(d_head, logits_e4m3).into_iter().map(|tile| Variant::Forward {
+                        d_head,
+                        causal,
+                        tile,
+                        pv,
+                        telemetry,
+                        logits_e4m3,
+                        out_e4m3,
                     }));
                 }
             }
@@ -208,7 +212,7 @@ pub fn cast_variants() -> Vec<Request> {
 /// A call that keeps every rule, and where its memory lies.
 struct Call<'a> {
     tensors: &'a Tensors,
-    sizes: Sizes,
+    sizes: AttentionShape,
     /// The tile counter.
     header: DevicePtr,
     /// q, k and v as the workspace holds them, or the caller where they are saved; v in the layout of the attention.
@@ -297,7 +301,7 @@ impl AttentionEngine {
         self.kernels.load(Variant::second(tensors, &sizes, causal, split)).map(drop)
     }
 
-    fn split_of(&self, tensors: &Tensors, sizes: &Sizes) -> Option<Split> {
+    fn split_of(&self, tensors: &Tensors, sizes: &AttentionShape) -> Option<Split> {
         if self.split { Split::of(sizes, tensors.descales.logit.is_some()) } else { None }
     }
 
@@ -395,14 +399,16 @@ impl AttentionEngine {
             params.tile_heads = heads as i32;
             params.positions = positions as i32;
             params.tile_heads_reciprocal = (1usize << 16).div_ceil(heads) as i32;
-            params.units_per_batch = (sizes.heads_q / heads) as i32;
+            params.units_per_batch = (sizes.n_q_heads / heads) as i32;
             params.out_e4m3 = (tensors.out.element() == Element::E4m3).into();
         }
         let launch = Launch::linear(schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
         let (mut q, mut k) = (operand_map(&q, heads, positions)?, operand_map(&k, 1, tile.keys)?);
         let mut v = match tensors.accumulator {
             // SAFETY: as above.
-            PvAccumulator::F16 => operand_map(&unsafe { View::dense(at_v, Element::F16, sizes.kv_shape()) }, 1, tile.keys)?,
+            PvAccumulator::F16 => {
+                operand_map(&unsafe { View::dense(at_v, Element::F16, sizes.kv_shape()) }, 1, tile.keys)?
+            }
             _ => values_map(at_v, &sizes, tile.keys)?,
         };
         let parameters = &mut [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut params).cast()];
@@ -415,7 +421,13 @@ impl AttentionEngine {
         }
     }
 
-    fn launch_combine(&self, stream: &Stream, sizes: &Sizes, split: Split, forward: &params::Forward) -> Result<()> {
+    fn launch_combine(
+        &self,
+        stream: &Stream,
+        sizes: &AttentionShape,
+        split: Split,
+        forward: &params::Forward,
+    ) -> Result<()> {
         let combine = self.kernels.load(Variant::Combine { d_head: sizes.d_head })?;
         let mut params = params::Combine {
             o: forward.o,
@@ -444,7 +456,13 @@ impl AttentionEngine {
         unsafe { combine.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], true) }
     }
 
-    fn forward_params(&self, t: &Tensors, sizes: &Sizes, schedule: &Schedule, softmax_scale: f32) -> params::Forward {
+    fn forward_params(
+        &self,
+        t: &Tensors,
+        sizes: &AttentionShape,
+        schedule: &Schedule,
+        softmax_scale: f32,
+    ) -> params::Forward {
         let Descales { q, k, v, o, logit } = &t.descales;
         let [q, k, v, o] = [q, k, v, o].map(|d| self.kernels.descale(d.as_ref()));
         params::Forward {
@@ -464,8 +482,8 @@ impl AttentionEngine {
             o_descale_strides: o.1,
             softmax_scale,
             batch: sizes.batch as i32,
-            heads_q: sizes.heads_q as i32,
-            heads_kv: sizes.heads_kv as i32,
+            heads_q: sizes.n_q_heads as i32,
+            heads_kv: sizes.n_kv_heads as i32,
             len_q: sizes.len_q as i32,
             len_k: sizes.len_k as i32,
             packed: schedule.packed.into(),
@@ -478,7 +496,7 @@ impl AttentionEngine {
 
     fn cast_operands(&self, stream: &Stream, cast: &Loaded, call: &Call, to: [DevicePtr; 3]) -> Result<()> {
         let Call { tensors: t, sizes, header, .. } = call;
-        let (heads_q, heads_kv) = (sizes.heads_q, sizes.heads_kv);
+        let (heads_q, heads_kv) = (sizes.n_q_heads, sizes.n_kv_heads);
         // Rows of the statistics: logits, q, k, v.
         let rows = [heads_q, 2 * heads_q, 2 * heads_q + heads_kv];
         let tensor = |i: usize, x: &View<4>, descale: Option<&View<2>>| {
@@ -513,7 +531,7 @@ impl AttentionEngine {
         let mut params = params::CastTensor { to: to.0, ..self.cast_tensor(&t.v, None) };
         let mut counter = header.0;
         let mut v_f16 = i32::from(t.accumulator == PvAccumulator::F16);
-        let grid = (sizes.key_groups() as u32, sizes.heads_kv as u32, sizes.batch as u32);
+        let grid = (sizes.key_groups() as u32, sizes.n_kv_heads as u32, sizes.batch as u32);
         let launch = Launch { grid, block: 2 * sizes.d_head as u32, shared: repack.shared };
         let parameters = &mut [(&raw mut params).cast(), (&raw mut counter).cast(), (&raw mut v_f16).cast()];
         // SAFETY: as for the cast.
@@ -536,12 +554,12 @@ impl AttentionEngine {
 }
 
 /// Map of the reordered values, in boxes of `keys` keys of one head.
-fn values_map(address: DevicePtr, sizes: &Sizes, keys: usize) -> Result<TensorMap> {
+fn values_map(address: DevicePtr, sizes: &AttentionShape, keys: usize) -> Result<TensorMap> {
     let (words, groups) = (2 * sizes.d_head as u64, sizes.key_groups() as u64);
     tensor_map(&Boxes {
         address: address.0,
         element: MapType::CU_TENSOR_MAP_DATA_TYPE_UINT64,
-        extents: &[words, groups, (sizes.batch * sizes.heads_kv) as u64],
+        extents: &[words, groups, (sizes.batch * sizes.n_kv_heads) as u64],
         strides: &[8 * words, 8 * words * groups],
         tile: &[words as u32, keys as u32 / 16, 1],
         swizzle: Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE,

@@ -4,7 +4,6 @@ use super::backward::BackwardEngine;
 use super::backward_call::{BackwardTensors, Delta};
 use super::call::{Descales, Rope, SavedOperands, Tensors, Workspace};
 use super::engine::AttentionEngine;
-use super::sizes::Sizes;
 use crate::attention::{AttentionCall, AttentionShape, Mask, PvAccumulator};
 use crate::cuda::{Buffer, Device, Element, Stream, View};
 use crate::error::{Error, Result};
@@ -17,7 +16,7 @@ use half::bf16;
 #[derive(Clone, Copy, Debug)]
 pub struct Setup<'a> {
     /// Sizes.
-    pub sizes: Sizes,
+    pub sizes: AttentionShape,
     /// Only keys at or before the query's position.
     pub causal: bool,
     /// Multiplier of q . k.
@@ -99,7 +98,7 @@ impl Resident {
     /// If lengths differ from the sizes, or the memory is not there.
     pub fn new(engine: &AttentionEngine, setup: &Setup<'_>) -> Result<Self> {
         let (sizes, device) = (setup.sizes, engine.device());
-        sizes.check()?;
+        sizes.check_on_gpu()?;
         let mut kept = Vec::new();
         let mut keep = |name: &str, values: &[f32], want: usize| {
             if values.len() != want {
@@ -113,8 +112,8 @@ impl Resident {
         };
         // SAFETY of all views: they lie in buffers that the result keeps as long as itself; a buffer waits for the device
         // before it is freed.
-        let row = |at| unsafe { View::new(at, Element::F32, [sizes.batch, sizes.heads_kv], [0, 1]) };
-        let mut kv_row = |name: &str, values: &[f32]| keep(name, values, sizes.heads_kv).map(row);
+        let row = |at| unsafe { View::new(at, Element::F32, [sizes.batch, sizes.n_kv_heads], [0, 1]) };
+        let mut kv_row = |name: &str, values: &[f32]| keep(name, values, sizes.n_kv_heads).map(row);
         let [q, k, v] = setup.descales;
         let mut descales = Descales {
             q: Some(kv_row("q descales", q)?),
@@ -124,8 +123,8 @@ impl Resident {
             logit: None,
         };
         if let Some(values) = setup.logit {
-            let at = keep("logit descales", values, sizes.heads_q)?;
-            descales.logit = Some(unsafe { View::dense(at, Element::F32, [sizes.heads_q]) });
+            let at = keep("logit descales", values, sizes.n_q_heads)?;
+            descales.logit = Some(unsafe { View::dense(at, Element::F32, [sizes.n_q_heads]) });
         }
         let rope = match &setup.rope {
             Some(tables) => {
@@ -144,7 +143,7 @@ impl Resident {
         let element = if setup.output.is_some() { Element::E4m3 } else { Element::Bf16 };
         let (out, out_view) = array::<u8, 4>(device, element, q_shape)?;
         let (lse, lse_view) = array::<f32, 3>(device, Element::F32, sizes.lse_shape())?;
-        let words = [stats_words(sizes.heads_q, sizes.heads_kv)];
+        let words = [stats_words(sizes.n_q_heads, sizes.n_kv_heads)];
         let stats = setup.stats.then(|| array::<u32, 1>(device, Element::U32, words)).transpose()?;
         let (stats, stats_view) = stats.unzip();
         let mut saved = Vec::new();
@@ -252,11 +251,9 @@ impl ResidentBackward {
             return Err(Error::argument("a backward needs a call with saved operands"));
         };
         let sizes = t.check()?;
-        let Sizes { batch, heads_q, heads_kv, len_q, len_k, d_head } = sizes;
-        let shape = AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head };
         let mask = Mask { causal: forward.causal, window: None };
         let softmax_scale = f64::from(forward.softmax_scale);
-        let call = AttentionCall { mask, softmax_scale, ..AttentionCall::causal(shape) };
+        let call = AttentionCall { mask, softmax_scale, ..AttentionCall::causal(sizes) };
         let device = engine.device();
         let (from, d_out_view) = array::<u8, 4>(device, Element::Bf16, sizes.q_shape())?;
         from.write(d_out)?;

@@ -12,7 +12,9 @@ use sigmascale::fp8::{Format, OnOverflow};
 /// Mean error of O over mean |O| where V has a mean, against f64 on the same E4M3 operands: every kernel that a call can get.
 pub fn the_output_is_not_biased() {
     let stream = stream();
-    for (d_head, len_k, mean) in [(64, 4096, 1.0), (128, 4096, 0.3), (128, 4096, 3.0), (64, 16_384, 3.0), (128, 16_384, 1.0)] {
+    for (d_head, len_k, mean) in
+        [(64, 4096, 1.0), (128, 4096, 0.3), (128, 4096, 3.0), (64, 16_384, 3.0), (128, 16_384, 1.0)]
+    {
         let shape = AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 16, len_k, d_head };
         let call = AttentionCall { mask: Mask::NONE, ..AttentionCall::causal(shape) };
         let mut rng = StdRng::seed_from_u64(30);
@@ -86,7 +88,8 @@ pub fn operands_are_saved_for_a_backward() {
         assert!(memory.results() == want, "d {d_head}, {accumulator}");
         for ((x, saved), descale) in inputs.into_iter().zip(&saved).zip(descales) {
             // The kernel multiplies by the reciprocal.
-            let encode = |x: &f32| Format::E4m3.encode(bf16::from_f32(*x).to_f32() * (1.0 / descale), OnOverflow::Saturate);
+            let encode =
+                |x: &f32| Format::E4m3.encode(bf16::from_f32(*x).to_f32() * (1.0 / descale), OnOverflow::Saturate);
             assert!(saved.read().unwrap() == x.iter().map(encode).collect::<Vec<u8>>(), "d {d_head}, {accumulator}");
         }
     }

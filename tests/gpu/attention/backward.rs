@@ -8,8 +8,8 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::Descale;
 use sigmascale::attention::{
-    AttentionCall, AttentionShape, BackwardPrecision, Gradients, Inputs, Mask, Precision, PvAccumulator, Saved, backward,
-    dequantised, reference,
+    AttentionCall, AttentionShape, BackwardPrecision, Gradients, Inputs, Mask, Precision, PvAccumulator, Saved,
+    backward, dequantised, reference,
 };
 use sigmascale::cuda::{Buffer, Stream};
 use sigmascale::device::attention::{
