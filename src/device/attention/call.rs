@@ -56,7 +56,7 @@ pub struct Tensors {
     /// Rotation of q and k; not for E4M3 operands.
     pub rope: Option<Rope>,
     /// How the sums of P V are taken: F16 for outputs that a backward takes delta from, FP8 otherwise. FP8 sums are promoted at
-    /// least as often as asked: after every tile of 128 keys where registers hold it. Not F32; F16 not with logits or an output in
+    /// least as often as asked, mostly after every tile of 128 keys. Not F32; F16 not with logits or an output in
     /// E4M3.
     pub accumulator: PvAccumulator,
     /// Where the cast leaves q, k and v in E4M3; `None`: in the workspace. Not for E4M3 operands.

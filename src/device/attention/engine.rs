@@ -31,18 +31,13 @@ impl Pv {
     /// Keys from which on a flush costs nearly nothing.
     const SELDOM: usize = 2048;
 
-    /// Registers do not hold a second set of sums beside telemetry of whole tiles, nor beside logits in E4M3. `split`: parts of a
-    /// split call are short, and always promoted after every tile.
-    fn of(accumulator: PvAccumulator, telemetry: bool, logits_e4m3: bool, split: bool) -> Self {
-        match accumulator {
-            PvAccumulator::F16 => Self::F16,
-            PvAccumulator::Fp8 { promote_every }
-                if logits_e4m3 || (!split && (telemetry || promote_every >= Self::SELDOM)) =>
-            {
-                Self::Flush(promote_every)
-            }
-            _ => Self::Promote,
-        }
+    /// Registers do not hold a second set of sums beside logits in E4M3, nor beside telemetry where three consumers share them.
+    /// Parts of a split call (`tile` is `None`) are short, and always promoted after every tile.
+    fn of(accumulator: PvAccumulator, telemetry: bool, logits_e4m3: bool, tile: Option<Tile>) -> Self {
+        let PvAccumulator::Fp8 { promote_every } = accumulator else { return Self::F16 };
+        let flush =
+            logits_e4m3 || tile.is_some_and(|tile| promote_every >= Self::SELDOM || (telemetry && tile.consumers > 2));
+        if flush { Self::Flush(promote_every) } else { Self::Promote }
     }
 
     fn define(self, request: Request) -> Request {
@@ -142,13 +137,15 @@ impl Variant {
     fn second(tensors: &Tensors, sizes: &AttentionShape, causal: bool, split: Option<Split>) -> Self {
         let (d_head, logits_e4m3) = (sizes.d_head, tensors.descales.logit.is_some());
         let telemetry = tensors.stats.is_some();
-        let pv = Pv::of(tensors.accumulator, telemetry, logits_e4m3, split.is_some());
+        let pv = |tile| Pv::of(tensors.accumulator, telemetry, logits_e4m3, tile);
         if let Some(split) = split {
+            let pv = pv(None);
             let rolled = !logits_e4m3 && split.has_few_tiles(sizes);
             return Self::Parts { d_head, pv, telemetry, logits_e4m3, rolled };
         }
         let tile = Tile::of(sizes, logits_e4m3);
         let out_e4m3 = tensors.out.element() == Element::E4m3;
+        let pv = pv(Some(tile));
         Self::Forward { d_head, causal, tile, pv, telemetry, logits_e4m3, out_e4m3 }
     }
 }
@@ -172,10 +169,9 @@ pub fn attention_variants() -> Vec<Request> {
                 if f16 && logits_e4m3 {
                     continue;
                 }
-                let pv = Pv::of(accumulator, telemetry, logits_e4m3, true);
+                let pv = Pv::of(accumulator, telemetry, logits_e4m3, None);
                 let rolled: &[bool] = if logits_e4m3 { &[false] } else { &[false, true] };
                 all.extend(rolled.iter().map(|&rolled| Variant::Parts { d_head, pv, telemetry, logits_e4m3, rolled }));
-                let pv = Pv::of(accumulator, telemetry, logits_e4m3, false);
                 for (causal, out_e4m3) in [(false, false), (true, false), (false, true), (true, true)] {
                     if f16 && out_e4m3 {
                         continue;

@@ -251,7 +251,8 @@ fn an_e4m3_output() {
         let cpu = Cpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
         let want = exact(&call, &data.inputs(), &plan);
         let (ours, theirs) = (distance(&have.out, &want), distance(&cpu.out, &want));
-        assert!(ours <= 1.15 * theirs + BF16, "{call:?}: {ours:.3e}, CPU {theirs:.3e}");
+        // A single query has 256 elements, whose mean square varies by some percent.
+        assert!(ours <= 1.2 * theirs + BF16, "{call:?}: {ours:.3e}, CPU {theirs:.3e}");
         for (at, x) in have.out.iter().enumerate() {
             let row = &plan.operands.o.as_ref().unwrap();
             let descale = row[call.shape.kv_head(at / call.shape.d_head % call.shape.n_q_heads)].get();
