@@ -1,5 +1,5 @@
 // Compile-time configuration of the forward kernel and its shared-memory plan. The host passes the macros
-// (src/cuda/attention/engine.rs); everything else reads the constants made from them.
+// (src/device/attention/engine.rs); everything else reads the constants made from them.
 #pragma once
 #include "common/types.cuh"
 
