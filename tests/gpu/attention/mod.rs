@@ -9,8 +9,9 @@ mod split;
 use crate::device;
 use accumulators::{operands_are_saved_for_a_backward, the_output_is_not_biased};
 use backward::{
-    deterministic_calls_repeat_bit_for_bit_also_from_a_graph, gradients_are_the_cpus, nan_stays_in_its_row_and_head,
-    random_calls_agree_with_the_cpu, rows_that_see_nothing_have_zero_gradients,
+    a_training_step_is_as_good_as_with_the_exact_output, deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
+    gradients_are_the_cpus, nan_stays_in_its_row_and_head, random_calls_agree_with_the_cpu,
+    rows_that_see_nothing_have_zero_gradients,
 };
 use errors::errors_are_those_of_a_plain_implementation;
 use half::bf16;
@@ -55,6 +56,7 @@ tests![
     nan_stays_in_its_row_and_head,
     deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
     random_calls_agree_with_the_cpu,
+    a_training_step_is_as_good_as_with_the_exact_output,
     the_output_is_not_biased,
     operands_are_saved_for_a_backward,
 ];
