@@ -6,14 +6,14 @@
 //!
 //! ```no_run
 //! use sigmascale::device::attention::{Cuda, Element, Tensors, View};
-//! use sigmascale::attention::{AttentionCall, AttentionShape};
+//! use sigmascale::attention::{AttentionCall, AttentionShape, PvAccumulator};
 //! use sigmascale::cuda::{Device, DevicePtr};
 //! # fn example([q, k, v, out, workspace]: [DevicePtr; 5]) -> sigmascale::Result<()> {
 //! let device = Device::open(0)?;
 //! let attention = Cuda::new(&device)?;
 //! let shape = AttentionShape { batch: 2, n_q_heads: 64, n_kv_heads: 8, len_q: 8192, len_k: 8192, d_head: 128, d_v: 128 };
 //! let call = AttentionCall::causal(shape);
-//! let bytes = Cuda::workspace_bytes(&call, Element::Bf16)?;
+//! let bytes = Cuda::workspace_bytes(&call, Element::Bf16, PvAccumulator::default(), false)?;
 //! // SAFETY: the pointers reach arrays of these shapes, which outlive the work.
 //! let (tensors, workspace) = unsafe {
 //!     let tensors = Tensors {
@@ -23,6 +23,8 @@
 //!         out: View::dense(out, Element::Bf16, [2, 8192, 64, 128]),
 //!         descales: Default::default(),
 //!         rope: None,
+//!         accumulator: PvAccumulator::default(),
+//!         saved: None,
 //!         lse: None,
 //!         stats: None,
 //!     };
@@ -46,27 +48,19 @@
 use super::call::{Tensors, Workspace};
 use super::engine::AttentionEngine;
 use super::host::{HostOutput, Resident, Setup};
-use super::sizes::Sizes;
 use crate::attention::{
-    Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Inputs, LogitCast, Mask, Precision, Probabilities,
+    Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Inputs, LogitCast, Mask, Precision, PvAccumulator,
     check,
 };
 use crate::cuda::{Device, Element, Stream, View};
 use crate::error::{Error, Result};
-use crate::fp8::{Format, OnOverflow};
+use crate::fp8::Format;
 use crate::plan::ScalePlan;
 use crate::scale::Descale;
 use crate::stats::{CastStats, StepStats, StepWords, stats_words};
 
-impl From<&AttentionShape> for Sizes {
-    fn from(shape: &AttentionShape) -> Self {
-        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, .. } = *shape;
-        Self { batch, heads_q: n_q_heads, heads_kv: n_kv_heads, len_q, len_k, d_head }
-    }
-}
-
 /// Sizes of a call that the GPU offers.
-pub(super) fn sizes(call: &AttentionCall) -> Result<Sizes> {
+pub(super) fn sizes(call: &AttentionCall) -> Result<AttentionShape> {
     call.check()?;
     let offered = [
         ("a window", call.mask == Mask { causal: call.mask.causal, ..Mask::NONE }),
@@ -80,9 +74,8 @@ pub(super) fn sizes(call: &AttentionCall) -> Result<Sizes> {
     if let Some(cap) = call.soft_cap {
         return Err(Error::unsupported(format_args!("a soft-cap of {cap} is not offered on the GPU")));
     }
-    let sizes = Sizes::from(&call.shape);
-    sizes.check()?;
-    Ok(sizes)
+    call.shape.check_on_gpu()?;
+    Ok(call.shape)
 }
 
 /// Attention on one device.
@@ -122,12 +115,18 @@ impl Cuda {
         self.engine.device()
     }
 
-    /// Bytes of device memory that a call needs beside its tensors; `operands` is the type of q, k and v.
+    /// Bytes of device memory that a call needs beside its tensors; `operands` is the type of q, k and v, and `saved` whether
+    /// the call has [`Tensors::saved`].
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn workspace_bytes(call: &AttentionCall, operands: Element) -> Result<usize> {
-        Ok(Workspace::of(&sizes(call)?, operands).bytes)
+    pub fn workspace_bytes(
+        call: &AttentionCall,
+        operands: Element,
+        accumulator: PvAccumulator,
+        saved: bool,
+    ) -> Result<usize> {
+        Ok(Workspace::of(&sizes(call)?, operands, accumulator, saved).bytes)
     }
 
     /// Compiles and loads what this call needs. [`Cuda::launch`] does it too; before a capture it has to be done.
@@ -185,8 +184,8 @@ pub fn step_stats(call: &AttentionCall, words: &[u32], calls: u64) -> Result<Ste
 }
 
 impl Attention for Cuda {
-    /// Operands must be cast by descales that the plan has, P is E4M3, and casts saturate; everything else is refused. The
-    /// output is BF16 where the precision leaves it in f32.
+    /// Takes the precisions of [`Precision::hopper`], with any logits and output, and a plan with descales of all operands;
+    /// everything else is refused. The output is BF16 where the precision leaves it in f32.
     fn forward(
         &self,
         call: &AttentionCall<'_>,
@@ -196,12 +195,12 @@ impl Attention for Cuda {
     ) -> Result<AttentionOutput> {
         check(call, inputs, plan)?;
         let sizes = sizes(call)?;
-        if precision.operands != Cast::E4m3
-            || precision.probabilities != Probabilities::E4m3
-            || precision.on_overflow != OnOverflow::Saturate
-        {
+        let accumulator = precision.pv_accumulator;
+        let Precision { logits, output, .. } = *precision;
+        if *precision != (Precision { logits, output, ..Precision::hopper(accumulator) }) {
             return Err(Error::unsupported(format_args!(
-                "the GPU casts operands and P to E4M3 and saturates, which is not {precision:?}"
+                "the GPU computes with the precision INFERENCE or TRAINING, or another of Precision::hopper, which is not \
+                 {precision:?}"
             )));
         }
         let operands = &plan.operands;
@@ -220,6 +219,8 @@ impl Attention for Cuda {
             descales: [&rows[0], &rows[1], &rows[2]],
             rope: None,
             stats: true,
+            accumulator,
+            saved: false,
             logit: (precision.logits == LogitCast::E4m3).then_some(&logit[..]),
             output: o_descale.as_deref().filter(|_| precision.output == Cast::E4m3),
         };
@@ -267,7 +268,8 @@ impl Cuda {
         let (any, any_beyond) = (past(448.0), past(464.0));
         let count = |factor: f32| {
             let row: Vec<f32> = descales.iter().map(|d| d * factor).collect();
-            let run = self.run(&Host { setup: Setup { logit: Some(&row), output: None, ..host.setup }, ..*host })?;
+            let setup = Setup { logit: Some(&row), output: None, accumulator: PvAccumulator::default(), ..host.setup };
+            let run = self.run(&Host { setup, ..*host })?;
             Ok::<_, Error>(run.stats.chunks_exact(4).map(|words| u64::from(words[3])).collect::<Vec<_>>())
         };
         if any && host.setup.logit.is_none() {
@@ -283,7 +285,7 @@ impl Cuda {
 
     /// Counts output values against their descale, on the BF16 output.
     fn count_output(&self, host: &Host<'_>, descales: &[Descale], out: &[f32], stats: &mut StepStats) -> Result<()> {
-        let group = host.setup.sizes.heads_q / host.setup.sizes.heads_kv;
+        let group = host.setup.sizes.n_q_heads / host.setup.sizes.n_kv_heads;
         let past = |(head, s): (usize, &CastStats)| s.amax / descales[head / group].get() > 448.0;
         if !stats.o.iter().enumerate().any(past) && out.iter().all(|x| x.is_finite()) {
             return Ok(());
@@ -293,9 +295,9 @@ impl Cuda {
         } else {
             None
         };
-        let mut counts = vec![crate::fp8::Counts::default(); host.setup.sizes.heads_q];
+        let mut counts = vec![crate::fp8::Counts::default(); host.setup.sizes.n_q_heads];
         for (at, row) in plain.as_deref().unwrap_or(out).chunks_exact(host.setup.sizes.d_head).enumerate() {
-            let head = at % host.setup.sizes.heads_q;
+            let head = at % host.setup.sizes.n_q_heads;
             counts[head] += Format::E4m3.count_slice(row, descales[head / group].quant_scale().get())?;
         }
         for (o, counts) in stats.o.iter_mut().zip(counts) {
@@ -318,7 +320,8 @@ mod tests {
 
     #[test]
     fn what_the_gpu_does_not_offer_is_refused_by_name() {
-        let refusal = |call: &AttentionCall| Cuda::workspace_bytes(call, Element::Bf16).unwrap_err();
+        let bytes = |call: &AttentionCall| Cuda::workspace_bytes(call, Element::Bf16, PvAccumulator::F16, false);
+        let refusal = |call: &AttentionCall| bytes(call).unwrap_err();
         let window = refusal(&AttentionCall { mask: Mask::sliding(4), ..call() });
         assert!(window.is_unsupported() && window.to_string().contains("a window"), "{window}");
         let cap = refusal(&AttentionCall { soft_cap: Some(50.0), ..call() });
@@ -332,7 +335,7 @@ mod tests {
         assert!(wide.is_unsupported() && wide.to_string().contains("head dimension 256"), "{wide}");
         let empty = refusal(&AttentionCall { shape: AttentionShape { len_k: 0, ..call().shape }, ..call() });
         assert!(empty.is_argument(), "as on the CPU: {empty}");
-        assert!(Cuda::workspace_bytes(&call(), Element::Bf16).unwrap() > Workspace::HEADER);
+        assert!(bytes(&call()).unwrap() > Workspace::HEADER);
     }
 
     #[test]
