@@ -116,7 +116,7 @@ def test_counts_of_both_casts_stop_at_the_largest_that_a_word_holds():
     from sigmascale.torch import _backends
 
     x = torch.full((2, 75, 3, 64), 500.0, device="cuda")
-    for cast in (_backends.cast, _backends.plain_cast):
+    for cast in (_casts.cast, _casts.plain_cast):
         words = torch.tensor([[0, 0, 0, 0], [0, -9600, -9601, 0], [0, -9599, -5, -1]], dtype=torch.int32, device="cuda")
         cast(x, torch.ones(2, 3, device="cuda"), words)
         assert words[:, 1:].tolist() == [[9600, 9600, 0], [-1, -1, 0], [-1, -1, -1]]
@@ -132,7 +132,7 @@ def test_the_fused_cast_gives_the_bits_and_counts_of_plain_pytorch(d, dtype):
     x = x.transpose(1, 2).contiguous().transpose(1, 2)
     row = torch.tensor([[0.05, 0.1, 1.0]], device="cuda").expand(2, 3)
     words = [torch.zeros(6, 4, dtype=torch.int32, device="cuda") for _ in range(2)]
-    ours, plain = (cast(x, row, word) for cast, word in zip((_backends.cast, _backends.plain_cast), words))
+    ours, plain = (cast(x, row, word) for cast, word in zip((_casts.cast, _casts.plain_cast), words))
     assert torch.equal(ours.view(torch.uint8) & 0x7F, plain.view(torch.uint8) & 0x7F)
     assert torch.equal(words[0][:, 1:], words[1][:, 1:]) and words[0][:, 1].sum() > 0 and words[0][:, 3].sum() == 2
     finite = [0, 1, 3, 5]

@@ -64,6 +64,7 @@ def attention(
         return_lse=return_lse,
         how=How(backend, accumulator, fallback),
     )
+    out = out.to(torch.bfloat16)
     return (out, lse) if return_lse else out
 
 
@@ -126,7 +127,8 @@ def attend(
     return_lse=False,
     how=How(),
 ):
-    """Output and LSE of one call as models make them: in FP8 where a kernel takes it, else refused or sent to PyTorch's own.
+    """Output and LSE of one call as models make them: in FP8 where a kernel takes it, else refused or sent to PyTorch's own,
+    whose output has the operands' type and which may have no LSE.
 
     ``mask`` is what ``F.scaled_dot_product_attention`` takes, and says all that ``causal`` would. ``window``: the keys that a
     query sees before its own and after it (-1: all). ``layout`` is one of :mod:`_masks` in place of ``mask``.
@@ -153,8 +155,7 @@ def attend(
         if q.dtype == E4M3:
             q, k, v = (dequantised(x, d) for x, d in zip((q, k, v), call.rows(q.shape[0])))
         options = {"softcap": softcap, "sinks": sinks, "dropout": dropout, "return_lse": return_lse}
-        out, lse = _fallback.attend(q, k, v, scale=call.scale, causal=causal, mask=mask, **options)
-        return out.to(torch.bfloat16), lse
+        return _fallback.attend(q, k, v, scale=call.scale, causal=causal, mask=mask, **options)
 
     if layout is None or isinstance(layout, str):
         return whole(q, k, v, causal and mask is None, call, mask)

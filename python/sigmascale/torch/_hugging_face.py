@@ -2,7 +2,7 @@
 
 import torch
 
-from .._errors import UnsupportedError
+from .._errors import ArgumentError, UnsupportedError
 from ._attention import attend
 from ._flash import packed
 from ._runtime import plan_of_module
@@ -39,7 +39,7 @@ def hugging_face(module, query, key, value, attention_mask, scaling=None, dropou
     return out.to(query.dtype), None
 
 
-def register(name="sigmascale_fp8"):
+def register(name="sigmascale_fp8", *, padding=None):
     """Makes ``attn_implementation=name`` known to Hugging Face transformers, and returns the name.
 
     Then ``model.set_attn_implementation(name)`` sends every attention layer of an attached model through FP8: training with
@@ -47,17 +47,22 @@ def register(name="sigmascale_fp8"):
     shorter than the sequence, soft-caps, sinks, dropout, masks inside compiled code) is refused, or goes to PyTorch's own
     attention after ``attach(..., fallback="bf16")``.
 
-    In a causal call on a right-padded batch, rows of padding attend as if it were text; what they give is read by no other
-    row. Raises :class:`UnsupportedError` if transformers is not there or too old.
+    In a causal call on a batch that is padded on the right, rows of padding attend as if they were text; no row of text reads
+    what they give. ``padding="right"`` says that all batches of whole sequences are such and that none is packed: then nothing is
+    read off their masks, and models under ``torch.compile``, where it cannot be, train in FP8.
+
+    Raises :class:`UnsupportedError` if transformers is not there or too old.
     """
+    if padding not in (None, "right"):
+        raise ArgumentError(f"padding {padding!r} must be 'right' or None")
     try:
         from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     except ImportError as error:
         raise UnsupportedError("transformers 4.53 or later is needed for its AttentionInterface") from error
 
     def mask(*args, **kwargs):
-        if kwargs.get("mask_function") is causal_mask_function and _only_padded_right(**kwargs):
+        if _whole_and_causal(**kwargs) and (padding == "right" or _padded_right(**kwargs)):
             return None
         return sdpa_mask(*args, **kwargs)
 
@@ -67,11 +72,20 @@ def register(name="sigmascale_fp8"):
     return name
 
 
-def _only_padded_right(attention_mask=None, q_length=None, kv_length=None, q_offset=0, allow_is_causal_skip=True, **_):
-    """Whether all that a plain causal mask of a whole sequence adds is padding behind every text."""
-    if attention_mask is None or not allow_is_causal_skip or torch.compiler.is_compiling():
+def _whole_and_causal(
+    mask_function=None, q_length=0, kv_length=0, q_offset=0, local_size=None, use_vmap=False, **others
+):
+    """Whether a mask is that of whole sequences, causal but for padding or packing. transformers composes the latter with
+    ``and_masks``, as it does windows, which have a ``local_size``, and functions of the model's own, which need ``vmap``."""
+    named = getattr(mask_function, "__name__", None)
+    if named not in ("causal_mask_function", "and_mask") or use_vmap or "allow_is_bidirectional_skip" in others:
         return False
-    if attention_mask.shape[1:] != (kv_length,) or q_length != kv_length or isinstance(q_offset, torch.Tensor) or q_offset:
+    return q_length == kv_length > 1 and local_size is None and isinstance(q_offset, int) and q_offset == 0
+
+
+def _padded_right(attention_mask=None, mask_function=None, **_):
+    """Whether padding stands behind the text of every sequence, which is read off the mask, and nothing is packed."""
+    if attention_mask is None or mask_function.__name__ == "and_mask" or torch.compiler.is_compiling():
         return False
     if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
