@@ -4,10 +4,10 @@ use crate::device::stream;
 use crate::errors::raise;
 use crate::work::{OnDevice, on_device};
 use pyo3::prelude::*;
-use sigmascale::attention::{AttentionCall, AttentionShape, Mask};
+use sigmascale::attention::{AttentionCall, AttentionShape, Mask, PvAccumulator};
 use sigmascale::cuda::{Device, DevicePtr};
 use sigmascale::device::attention::{
-    BackwardEngine, BackwardTensors, Cuda, Delta, Descales, Element, Tensors, View,
+    BackwardEngine, BackwardTensors, Cuda, Delta, Descales, Element, SavedOperands, Tensors, View,
 };
 use sigmascale::{Error, Result};
 use std::sync::{Mutex, PoisonError};
@@ -72,12 +72,27 @@ pub struct Forward {
     #[pyo3(item)]
     descales: [Array; 3],
     #[pyo3(item)]
+    saved: Option<[Array; 3]>,
+    #[pyo3(item)]
+    accumulator: String,
+    #[pyo3(item)]
     causal: bool,
     #[pyo3(item)]
     softmax_scale: f64,
 }
 
 impl Forward {
+    fn accumulator(&self) -> Result<PvAccumulator> {
+        self.accumulator.parse()
+    }
+
+    fn saved(&self) -> Result<Option<SavedOperands>> {
+        let saved = |[q, k, v]: &[Array; 3]| {
+            Ok(SavedOperands { q: view("saved q", q)?, k: view("saved k", k)?, v: view("saved v", v)? })
+        };
+        self.saved.as_ref().map(saved).transpose()
+    }
+
     fn call(&self) -> Result<AttentionCall> {
         call(&self.q, &self.k, self.causal, self.softmax_scale)
     }
@@ -88,6 +103,8 @@ impl Forward {
             k: view("k", &self.k)?,
             v: view("v", &self.v)?,
             descales: descales(&self.descales)?,
+            accumulator: self.accumulator()?,
+            saved: self.saved()?,
             rope: None,
             out: view("out", &self.out)?,
             lse: Some(view("lse", &self.lse)?),
@@ -96,7 +113,7 @@ impl Forward {
     }
 
     fn bytes(&self) -> Result<usize> {
-        Cuda::workspace_bytes(&self.call()?, element(&self.q.1)?)
+        Cuda::workspace_bytes(&self.call()?, element(&self.q.1)?, self.accumulator()?, self.saved.is_some())
     }
 }
 

@@ -73,10 +73,10 @@ def test_sums_of_one_sign_are_not_shrunk_where_gradients_are_needed():
     row = [torch.full((1,), value) for value in (0.01, 0.01, 0.02)]
     out, reference = fp8.attention(q, k, v, row), exact(q, k, v, row, True)
     assert abs(float((out - reference).mean() / reference.abs().mean())) < 1e-4
-    # P in E4M3 has a sixteenth of its own size as rounding error, P in F16 a two-thousandth.
+    # P in E4M3 is rounded to a sixteenth, P in F16 to a two-thousandth; the rest is the output's own BF16.
     with torch.no_grad():
         inference = fp8.attention(q, k, v, row)
-    assert error(inference, reference) > 3 * error(out, reference)
+    assert error(inference, reference) > 2 * error(out, reference)
     assert torch.equal(inference, fp8.attention(q, k, v, row, accumulator="fp8-256"))
     assert torch.equal(out, fp8.attention(*(x.detach() for x in (q, k, v)), row, accumulator="f16"))
 

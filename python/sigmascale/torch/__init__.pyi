@@ -164,6 +164,7 @@ def attach(
     layers: Sequence[Layer] | None = None,
     backend: _Backend = "auto",
     tail: Tail | None = None,
+    fallback: _Fallback = None,
 ) -> Runtime: ...
 @overload
 def attention(

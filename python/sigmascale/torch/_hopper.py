@@ -3,7 +3,7 @@
 import torch
 
 from .. import _native
-from ._casts import cast_all
+from ._casts import E4M3
 
 
 class Native:
@@ -20,14 +20,15 @@ class Native:
         return q.is_cuda and q.shape[3] in (64, 128) and torch.cuda.get_device_capability(q.device) == (9, 0)
 
     def forward(self, q, k, v, descales, causal, scale, words=None, accumulator="fp8-256", save=False):
-        given = [_aligned(x) for x in (cast_all(q, k, v, descales, words) if save else (q, k, v))]
+        given = [_aligned(x) for x in (q, k, v)]
         make = lambda shape, dtype: torch.empty(shape, device=q.device, dtype=dtype)
+        saved = [make(x.shape, E4M3) for x in given] if save and q.dtype != E4M3 else None
         out = make(q.shape, torch.bfloat16)
         lse = make((q.shape[0], q.shape[2], q.shape[1]), torch.float32)
         call = dict(zip("qkv", given)) | {"out": out, "lse": lse, "stats": None if words is None else words.view(-1)}
-        call |= {"descales": list(descales[:3])}
+        call |= {"descales": list(descales[:3]), "saved": saved, "accumulator": accumulator}
         self._run("forward", call, causal, scale)
-        return out, lse, given
+        return out, lse, saved or given
 
     def backward(self, grad, operands, descales, out, lse, causal, scale):
         """Gradients of q, k and v before their casts, BF16. ``out`` must be that of the accumulator ``f16``."""
