@@ -291,7 +291,10 @@ def train(args):
             write({"step": step, "loss": loss.item(), "lr": rate} | (watch.take() if watch else {}))
     torch.cuda.synchronize()
     tokens = args.batch * args.seq_len * (args.steps - (WARM if args.steps > WARM else 0))
-    speed = {"tokens_per_second": round(tokens / (time.time() - warm)), "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    speed = {
+        "tokens_per_second": round(tokens / (time.time() - warm)),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
     with torch.no_grad():
         windows = batches(held_out, args.batch, args.seq_len, 1234)
         loss = sum(loss_of(model, next(windows)).item() for _ in range(20)) / 20

@@ -19,7 +19,9 @@ def rows(n_kv=2, value=0.02):
 
 def exact(q, k, v, row, causal, direction):
     """Output and gradients in f64 from the operands that E4M3 holds."""
-    seen = lambda x, d: (_casts.cast(x.detach(), d.expand(x.shape[0], -1)).double() * _casts.spread(d[None].double(), x.shape[2]))
+    seen = lambda x, d: (
+        _casts.cast(x.detach(), d.expand(x.shape[0], -1)).double() * _casts.spread(d[None].double(), x.shape[2])
+    )
     q, k, v = (seen(x, d).requires_grad_(True) for x, d in zip((q, k, v), row))
     group = q.shape[2] // k.shape[2]
     heads = lambda x: x.transpose(1, 2)
@@ -38,7 +40,13 @@ def leaves(*given):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(
     ("heads", "d", "length", "keys"),
-    [((8, 2), 128, 512, 512), ((4, 4), 64, 333, 333), ((6, 2), 64, 100, 257), ((4, 1), 128, 1, 129), ((2, 2), 128, 65, 40)],
+    [
+        ((8, 2), 128, 512, 512),
+        ((4, 4), 64, 333, 333),
+        ((6, 2), 64, 100, 257),
+        ((4, 1), 128, 1, 129),
+        ((2, 2), 128, 65, 40),
+    ],
 )
 def test_gradients_are_those_of_f64(heads, d, length, keys, causal):
     q, *_ = tensors(length=length, heads=heads, d=d)
@@ -89,7 +97,8 @@ def test_the_training_output_is_unbiased_and_accumulators_can_be_chosen():
     # A forward of another accumulator has the same gradients: its output is not what delta is taken from.
     direction = torch.randn_like(q)
     grads = [
-        torch.autograd.grad(fp8.attention(q, k, v, row, accumulator=name), q, direction)[0] for name in ("f16", "fp8-2048")
+        torch.autograd.grad(fp8.attention(q, k, v, row, accumulator=name), q, direction)[0]
+        for name in ("f16", "fp8-2048")
     ]
     assert relative(*grads) < 1e-3
     with pytest.raises(sigmascale.UnsupportedError, match="128 keys"):

@@ -152,9 +152,13 @@ def test_an_encoder_sees_no_padding():
 def test_windows_and_soft_caps_are_left_to_pytorch(kind, reason):
     config = {
         "gemma2": lambda: transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=64, sliding_window=32),
-        "gemma3_text": lambda: transformers.Gemma3TextConfig(**SMALL, num_key_value_heads=2, head_dim=64, sliding_window=32),
+        "gemma3_text": lambda: transformers.Gemma3TextConfig(
+            **SMALL, num_key_value_heads=2, head_dim=64, sliding_window=32
+        ),
         "mistral": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=32),
-        "phi3": lambda: transformers.Phi3Config(**SMALL, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, sliding_window=32),  # fmt: skip
+        "phi3": lambda: transformers.Phi3Config(
+            **SMALL, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, sliding_window=32
+        ),  # fmt: skip
     }[kind]()
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).cuda().eval()
@@ -177,7 +181,10 @@ def test_head_dimensions_without_a_kernel_are_left_to_pytorch():
     row = [torch.full((2,), 0.02, device="cuda") for _ in range(3)]
     heads = lambda x: x.transpose(1, 2)
     out = fp8.attention(q, k, v, row, fallback="bf16")
-    assert relative(out, heads(F.scaled_dot_product_attention(*map(heads, (q, k, v)), is_causal=True, enable_gqa=True))) < 0.01
+    assert (
+        relative(out, heads(F.scaled_dot_product_attention(*map(heads, (q, k, v)), is_causal=True, enable_gqa=True)))
+        < 0.01
+    )
 
 
 def test_flash_attention_calls():

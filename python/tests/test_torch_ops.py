@@ -141,7 +141,9 @@ def test_compiled_calls_have_no_graph_break_and_report(backend):
 
 def test_shapes_may_be_dynamic_in_compiled_calls():
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q, k, v: fp8.attention(q, k, v, row), fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(
+        lambda q, k, v: fp8.attention(q, k, v, row), fullgraph=True, backend="aot_eager", dynamic=True
+    )
     row = rows()
     for length in (33, 40, 57):
         q, k, v = operands(length=length)

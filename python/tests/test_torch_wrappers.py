@@ -60,7 +60,9 @@ def test_masks_that_are_dense_calls_are_recognised(shape):
     q, k, v = operands(length=shape[0], keys=shape[1])
     for name, mask, calls in kinds(3, *shape):
         out, reference = masked(q, k, v, mask)
-        seen = (mask if mask.dtype == torch.bool else mask == 0).expand(3, 1, *shape).any(dim=3).transpose(1, 2)[..., None]
+        seen = (
+            (mask if mask.dtype == torch.bool else mask == 0).expand(3, 1, *shape).any(dim=3).transpose(1, 2)[..., None]
+        )
         assert error(out * seen, torch.where(seen, reference, 0.0)) < 0.03, name
         assert not (out * ~seen).any(), name
         layout = _masks.recognise(mask, 3, *shape)
@@ -96,7 +98,9 @@ def test_gradients_go_through_masked_calls():
     mask = dict((name, mask) for name, mask, _ in kinds(3, 24, 24))["padded left, causal"]
     out, reference = masked(q, k, v, mask)
     direction = torch.randn(out.shape)
-    ours, theirs = (torch.autograd.grad(x, (q, k, v), direction, retain_graph=True) for x in (out, masked(q, k, v, mask)[0]))
+    ours, theirs = (
+        torch.autograd.grad(x, (q, k, v), direction, retain_graph=True) for x in (out, masked(q, k, v, mask)[0])
+    )
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
     seen = mask.any(dim=3).transpose(1, 2)[..., None]
     exact = [x.detach().requires_grad_(True) for x in (q, k, v)]
@@ -160,7 +164,9 @@ def test_dropout_soft_caps_windows_and_sinks_fall_back_to_their_meaning():
     logits = (2 * torch.tanh(logits / 2)).masked_fill(_casts.hidden(24, 24, "cpu"), -torch.inf)
     weights = torch.softmax(logits, dim=3)
     plain = lambda weights: torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(2, dim=2))
-    assert torch.allclose(capped, plain(weights), atol=1e-5) and torch.allclose(lse, torch.logsumexp(logits, 3), atol=1e-5)
+    assert torch.allclose(capped, plain(weights), atol=1e-5) and torch.allclose(
+        lse, torch.logsumexp(logits, 3), atol=1e-5
+    )
     sinks = torch.tensor([0.0, 1.0, 5.0, -torch.inf])
     out, _ = attend(q, k, v, rows(), causal=True, softcap=2.0, sinks=sinks, how=how)
     column = sinks.view(1, 4, 1, 1).expand(3, 4, 24, 1)
@@ -170,7 +176,11 @@ def test_dropout_soft_caps_windows_and_sinks_fall_back_to_their_meaning():
     assert torch.allclose(out.transpose(1, 2), sdpa(*(x.transpose(1, 2) for x in (q, k, v)), (ahead <= 0) & (ahead >= -3), enable_gqa=True), atol=1e-5)  # fmt: skip
     # A window that hides nothing is none.
     assert torch.equal(attend(q, k, v, rows(), causal=True, window=(23, 0))[0], fp8.attention(q, k, v, rows()))
-    for options, reason in [({"dropout": 0.1}, "dropout"), ({"window": (22, 0)}, "window"), ({"softcap": 1.0}, "soft-cap")]:
+    for options, reason in [
+        ({"dropout": 0.1}, "dropout"),
+        ({"window": (22, 0)}, "window"),
+        ({"softcap": 1.0}, "soft-cap"),
+    ]:
         with pytest.raises(sigmascale.UnsupportedError, match=reason):
             attend(q, k, v, rows(), causal=True, **options)
 
@@ -179,9 +189,16 @@ def test_flash_attention_has_its_own_arguments():
     q, k, v = operands()
     out, lse, none = fp8.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, plan=rows())
     expected, expected_lse = fp8.attention(q, k, v, rows(), return_lse=True)
-    assert out.dtype == q.dtype and torch.equal(out, expected.float()) and torch.equal(lse, expected_lse) and none is None
+    assert (
+        out.dtype == q.dtype and torch.equal(out, expected.float()) and torch.equal(lse, expected_lse) and none is None
+    )
     assert torch.equal(fp8.flash_attn_func(q, k, v, plan=rows()), fp8.attention(q, k, v, rows(), causal=False).float())
-    for options in ({"alibi_slopes": torch.ones(4)}, {"deterministic": True}, {"softcap": 30.0}, {"window_size": (4, 4)}):
+    for options in (
+        {"alibi_slopes": torch.ones(4)},
+        {"deterministic": True},
+        {"softcap": 30.0},
+        {"window_size": (4, 4)},
+    ):
         with pytest.raises(sigmascale.UnsupportedError, match="offered|setting"):
             fp8.flash_attn_func(q, k, v, **options, plan=rows())
 
@@ -206,7 +223,10 @@ def test_packed_sequences_see_their_own_keys(causal):
     compiled = torch.compile(fp8.flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
     whole = compiled(q, k, v, cu(lengths_q), cu(lengths_k), 30, 30, causal=causal, plan=rows(), fallback="bf16")
     assert error(whole, out) < 0.06
-    for bad, message in [(cu([5, 30, 18]), "4 sequences|3 sequences"), (cu([5, 0, 30, 1, 18]), "grow from 0 to the 53")]:
+    for bad, message in [
+        (cu([5, 30, 18]), "4 sequences|3 sequences"),
+        (cu([5, 0, 30, 1, 18]), "grow from 0 to the 53"),
+    ]:
         with pytest.raises(sigmascale.MismatchError, match=message):
             fp8.flash_attn_varlen_func(q, k, v, bad, cu(lengths_k), plan=rows())
 
@@ -315,7 +335,13 @@ def test_explicit_masks_and_packed_positions_of_a_hugging_face_model():
 def test_generation_with_padding_and_caches(cache):
     made = model(num_key_value_heads=2)
     runtime = planned(made)
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     if cache == "static":
         options |= {"cache_implementation": "static", "disable_compile": True}
     mask = padding().flip(1)

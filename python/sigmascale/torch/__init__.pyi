@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 _Policy = Literal["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"]
-_Plan = LayerPlan | Sequence[torch.Tensor]
 _Fallback = Literal["bf16"] | None
 _Backend = Literal["auto", "native", "fa3", "cudnn", "torch", "emulated"]
 POLICIES: tuple[str, ...]
@@ -154,6 +153,8 @@ class Runtime:
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
     def memory(self, owner: object, place: tuple[int, int], kind: str) -> torch.Tensor: ...
+
+_Plan = LayerPlan | Sequence[torch.Tensor]
 
 def find_layers(model: torch.nn.Module) -> list[Layer]: ...
 def attach(

@@ -145,7 +145,9 @@ def attend(
             return _dense(q, k, v, causal, call, how)
         return _masks.run(q, k, v, layout, lambda *piece: _dense(*piece[:4], call.of(piece[4]), how))
     if call.fallback is None:
-        raise UnsupportedError(f"{reason}: pass fallback='bf16' for PyTorch's own attention, or keep this layer in BF16")
+        raise UnsupportedError(
+            f"{reason}: pass fallback='bf16' for PyTorch's own attention, or keep this layer in BF16"
+        )
     _calls.count_fallback(call.words, reason)
 
     def whole(q, k, v, causal, call, mask=None):
@@ -223,7 +225,9 @@ def _resolve(q, k, v, plan, softmax_scale, how):
         words, scale = None, q.shape[3] ** -0.5
         backend, fallback = how.backend or "auto", how.fallback
     if q.dtype == E4M3 and (descales is None or backend == "cudnn"):
-        raise UnsupportedError("operands in E4M3 have one descale a head: a plan that makes its own in each call, and cuDNN, do not")
+        raise UnsupportedError(
+            "operands in E4M3 have one descale a head: a plan that makes its own in each call, and cuDNN, do not"
+        )
     if softmax_scale is not None:
         scale = positive("softmax_scale", softmax_scale)
     if backend not in _backends.NAMES:
@@ -251,7 +255,9 @@ def _check(q, k, v):
         if 0 in x.shape:
             raise ArgumentError(f"{name} has shape {tuple(x.shape)}: there is nothing to attend to or from")
         if x.dtype not in (*_DTYPES, E4M3):
-            raise ArgumentError(f"{name} has type {x.dtype}: give it as bfloat16, float16 or float32, or as float8_e4m3fn divided by its descale")
+            raise ArgumentError(
+                f"{name} has type {x.dtype}: give it as bfloat16, float16 or float32, or as float8_e4m3fn divided by its descale"
+            )
         if x.stride(3) != 1:
             raise ArgumentError(f"{name} has stride {x.stride(3)} between channels of a head: call .contiguous() on it")
         if x.device != q.device:

@@ -244,7 +244,9 @@ def _filled(lengths, new, leftpad, q, capacity, causal):
     each = lambda x: [x] * batch if isinstance(x, int) else x
     spans = list(zip(each(starts), each(ends)))
     if len(spans) != batch or any(not 0 <= start <= end <= capacity - new for start, end in spans):
-        raise MismatchError(f"cache_seqlens and cache_leftpad do not fit {batch} sequences of {capacity} keys, {new} of them new")
+        raise MismatchError(
+            f"cache_seqlens and cache_leftpad do not fit {batch} sequences of {capacity} keys, {new} of them new"
+        )
     return {"layout": grouped([[(0, rows, a, b + new, causal)] if a < b + new else [] for a, b in spans])}
 
 
@@ -262,4 +264,6 @@ def _refuse(alibi_slopes, deterministic, **others):
         if value is not None:
             raise UnsupportedError(f"{name} is not offered in FP8")
     if deterministic and not torch.are_deterministic_algorithms_enabled():
-        raise UnsupportedError("deterministic=True is a setting of the process here: torch.use_deterministic_algorithms(True)")
+        raise UnsupportedError(
+            "deterministic=True is a setting of the process here: torch.use_deterministic_algorithms(True)"
+        )

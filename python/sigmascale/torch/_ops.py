@@ -49,7 +49,9 @@ def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, causal,
     return (out.contiguous(), lse.contiguous(), *saved)
 
 
-def _forward_shapes(q, k, v, q_descale, k_descale, v_descale, o_descale, words, causal, scale, backend, accumulator, save):
+def _forward_shapes(
+    q, k, v, q_descale, k_descale, v_descale, o_descale, words, causal, scale, backend, accumulator, save
+):
     out = q.new_empty(q.shape, dtype=torch.bfloat16)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     return (out, lse, *(x.new_empty(x.shape if save else (0,), dtype=torch.uint8) for x in (q, k, v)))

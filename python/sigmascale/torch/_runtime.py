@@ -292,8 +292,7 @@ class Runtime:
             "logit_max": extremes[..., 0].numpy(),
             "logit_min": extremes[..., 1].numpy(),
             "calls": {
-                name: np.array([counter[name] for counter in self._calls])
-                for name in sorted(set().union(*self._calls))
+                name: np.array([counter[name] for counter in self._calls]) for name in sorted(set().union(*self._calls))
             },
         }
 
