@@ -13,7 +13,7 @@ import torch
 from .. import _native
 from .._errors import ArgumentError, CudaError, MismatchError, NonFiniteError, SigmascaleError, UnsupportedError
 from .._parameters import Tail, named
-from . import _backends, _layers, _results
+from . import _backends, _calls, _layers, _results
 from ._policies import FROM_BOUNDS, POLICIES, make_policy
 
 STATE_VERSION = 2
@@ -80,7 +80,7 @@ class Runtime:
 
     # Tensors that a runtime writes in place must not be inference tensors, which may not be.
     @torch.inference_mode(False)
-    def __init__(self, model, policy, bound, layers, backend, tail):
+    def __init__(self, model, policy, bound, layers, backend, tail, fallback=None):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         policy, parameters = named(policy)
@@ -95,9 +95,11 @@ class Runtime:
             raise ArgumentError(f"bound {bound!r}: the GPU computes the certain logit bound ('certain') or none (None)")
         if backend != "auto":
             _backends.backend(backend)
+        if fallback not in (None, "bf16"):
+            raise ArgumentError(f"fallback {fallback!r} must be 'bf16' or None")
         # What torch.compile returns may be gone while the model that it wraps is in use.
         model = getattr(model, "_orig_mod", model)
-        self.policy, self.bound, self.backend, self.tail = policy, bound, backend, tail
+        self.policy, self.bound, self.backend, self.tail, self.fallback = policy, bound, backend, tail, fallback
         self._given = layers is not None
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
@@ -140,6 +142,8 @@ class Runtime:
         self.n_q_heads, self.n_kv_heads = n_q, n_kv
         self._bind(found)
         self.layers = [LayerPlan(self, index, layer) for index, layer in enumerate(found)]
+        self._calls = [_calls.watch(plan.words) for plan in self.layers]
+        weakref.finalize(self, _calls.forget, [plan.words.data_ptr() for plan in self.layers])
         self._register(found)
         weakref.finalize(model, _release, weakref.ref(self))
         self.refresh()
@@ -158,7 +162,7 @@ class Runtime:
         for plan, layer in zip(self.layers, found):
             if layer.module is not None:
                 self._modules[layer.module] = plan
-                PLANS.setdefault(layer.module, []).append(plan)
+                give_plan(layer.module, plan)
 
     def plan_of(self, module):
         """The plan of an attention module."""
@@ -246,6 +250,8 @@ class Runtime:
                     self.logit_descales.copy_(self.logits[..., 3])
                 self._policy.update(self, stream)
                 self.words.zero_()
+                for counter in self._calls:
+                    counter.clear()
                 for work in self.after_refresh:
                     work(self)
         finally:
@@ -262,7 +268,9 @@ class Runtime:
         ``amax`` ``(layers, 3, n_kv)`` of q, k and v; ``overflow`` (values past 448 descales), ``beyond`` (past 464) and
         ``non_finite`` likewise; ``peak``: the largest |x / descale| (NaN under ``current``, whose descales are gone);
         ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN. Past a layer's own heads
-        there is nothing: zeros, and NaN for logits.
+        there is nothing: zeros, and NaN for logits. ``calls``: a dict of counts ``(layers,)`` by what ran them: a backend, or
+        ``bf16`` for PyTorch's own attention. Counted where Python launches them: a replay of a CUDA graph is not, nor is a
+        fallback in compiled code.
         """
         words = self.words.cpu()
         amax, counts = _results.observed(words, self._heads)
@@ -283,6 +291,9 @@ class Runtime:
             "peak": (amax / descales).numpy() if not self._policy.per_call else np.full(amax.shape, np.nan, np.float32),
             "logit_max": extremes[..., 0].numpy(),
             "logit_min": extremes[..., 1].numpy(),
+            "calls": {
+                name: np.array([counter[name] for counter in self._calls]) for name in sorted(set().union(*self._calls))
+            },
         }
 
     def slack(self):
@@ -420,20 +431,31 @@ class _Engine:
         return int(self._word.item())
 
 
-# Plans by attention module, the latest last, for the Hugging Face interface, which knows the module alone.
-PLANS = weakref.WeakKeyDictionary()
+class _Plans(list):
+    """Plans of an attention module, the latest last, for the Hugging Face interface, which knows the module alone. They lie with
+    the module, where compiled code finds them; a copy of the module has none."""
+
+    name = "_sigmascale_plans"
+
+    def __reduce_ex__(self, _):
+        return _Plans, ()
+
+
+def give_plan(module, plan):
+    """Adds a module's latest plan, and drops those whose runtime is gone."""
+    alive = [old for old in getattr(module, _Plans.name, ()) if old._runtime() is not None]
+    setattr(module, _Plans.name, _Plans([*alive, plan]))
 
 
 def plan_of_module(module):
     """The latest plan of a module whose runtime is alive."""
-    plans = PLANS.get(module, [])
-    plans[:] = [plan for plan in plans if plan._runtime() is not None]
-    if not plans:
-        raise ArgumentError(
-            f"{type(module).__name__} has no plan: call sigmascale.torch.attach(model) after the model is loaded, and keep what "
-            "it returns"
-        )
-    return plans[-1]
+    for plan in reversed(getattr(module, _Plans.name, ())):
+        if plan._runtime() is not None:
+            return plan
+    raise ArgumentError(
+        f"{type(module).__name__} has no plan: call sigmascale.torch.attach(model) after the model is loaded, and keep what it "
+        "returns"
+    )
 
 
 def _release(reference):
@@ -442,7 +464,7 @@ def _release(reference):
         runtime._tensors, runtime._sources, runtime._engine = None, [], None
 
 
-def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto", tail=None):
+def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto", tail=None, fallback=None):
     """Plans for every attention layer of a model on a GPU.
 
     ``model`` is a Hugging Face model (its layers are found by the family table) or any ``nn.Module`` with ``layers``, a
@@ -452,8 +474,10 @@ def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto",
     ``bound="certain"`` adds certified logit bounds (``runtime.logits``). ``tail``, a :class:`sigmascale.Tail`, is what the
     failure probability of ``geometry-c-star`` counts, by default one sequence of 1024 tokens, and the share of E4M3 that
     logit descales map onto. ``backend`` is the attention call behind the wrappers: ``auto``, ``native``, ``fa3``, ``cudnn``,
-    ``torch`` or ``emulated``.
+    ``torch`` or ``emulated``. ``fallback="bf16"`` sends the calls that no FP8 kernel takes (masks of other kinds than causal and
+    padding, windows, soft-caps, sinks, dropout) to PyTorch's own attention, says so once, and counts them in ``stats()``; by
+    default they are refused.
 
     Returns a :class:`Runtime`: call ``refresh()`` after every optimizer step or weight refit.
     """
-    return Runtime(model, policy, bound, layers, backend, tail)
+    return Runtime(model, policy, bound, layers, backend, tail, fallback)

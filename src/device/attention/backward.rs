@@ -199,6 +199,8 @@ impl BackwardEngine {
         (params.terms, params.dq_sum) = (at(place.terms), at(place.dq_sum));
         params.turns = if self.deterministic { at(place.turns) } else { 0 };
         let rows = sizes.tile_rows();
+        // A thread of an autograd engine may have done nothing on the device so far.
+        stream.bind()?;
         let [q8, q16, d_out] = [&tensors.q, &tensors.dq, &tensors.d_out].map(|x| operand_map(x, 1, rows));
 
         let tiles = Launch {
