@@ -48,8 +48,9 @@
 use super::call::{Tensors, Workspace};
 use super::engine::AttentionEngine;
 use super::host::{HostOutput, Resident, Setup};
+use super::sizes::sizes;
 use crate::attention::{
-    Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Inputs, LogitCast, Precision, PvAccumulator, check,
+    Attention, AttentionCall, AttentionOutput, Cast, Inputs, LogitCast, Precision, PvAccumulator, check,
 };
 use crate::cuda::{Device, Element, Stream, View};
 use crate::error::{Error, Result};
@@ -57,19 +58,6 @@ use crate::fp8::Format;
 use crate::plan::ScalePlan;
 use crate::scale::Descale;
 use crate::stats::{CastStats, StepStats, StepWords, stats_words};
-
-/// Sizes of a call that the GPU offers.
-pub(super) fn sizes(call: &AttentionCall) -> Result<AttentionShape> {
-    call.check()?;
-    if let Some(window) = call.mask.window {
-        return Err(Error::unsupported(format_args!("a window of {window} keys is not offered on the GPU")));
-    }
-    if let Some(cap) = call.soft_cap {
-        return Err(Error::unsupported(format_args!("a soft-cap of {cap} is not offered on the GPU")));
-    }
-    call.shape.check_on_gpu()?;
-    Ok(call.shape)
-}
 
 /// Attention on one device.
 #[derive(Debug)]
@@ -304,7 +292,7 @@ impl Cuda {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::Mask;
+    use crate::attention::{AttentionShape, Mask};
     use crate::stats::LogitStats;
     use crate::stats::ordered;
 

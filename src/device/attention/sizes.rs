@@ -1,7 +1,20 @@
 //! What the GPU takes of the sizes of a call.
 
-use crate::attention::AttentionShape;
+use crate::attention::{AttentionCall, AttentionShape};
 use crate::error::{Error, Result};
+
+/// Sizes of a call that the GPU offers.
+pub(super) fn sizes(call: &AttentionCall) -> Result<AttentionShape> {
+    call.check()?;
+    if let Some(window) = call.mask.window {
+        return Err(Error::unsupported(format_args!("a window of {window} keys is not offered on the GPU")));
+    }
+    if let Some(cap) = call.soft_cap {
+        return Err(Error::unsupported(format_args!("a soft-cap of {cap} is not offered on the GPU")));
+    }
+    call.shape.check_on_gpu()?;
+    Ok(call.shape)
+}
 
 impl AttentionShape {
     /// Refuses what the GPU does not take.
