@@ -48,9 +48,9 @@
 use super::call::{Tensors, Workspace};
 use super::engine::AttentionEngine;
 use super::host::{HostOutput, Resident, Setup};
+use super::sizes::sizes;
 use crate::attention::{
-    Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Inputs, LogitCast, Mask, Precision, PvAccumulator,
-    check,
+    Attention, AttentionCall, AttentionOutput, Cast, Inputs, LogitCast, Precision, PvAccumulator, check,
 };
 use crate::cuda::{Device, Element, Stream, View};
 use crate::error::{Error, Result};
@@ -58,25 +58,6 @@ use crate::fp8::Format;
 use crate::plan::ScalePlan;
 use crate::scale::Descale;
 use crate::stats::{CastStats, StepStats, StepWords, stats_words};
-
-/// Sizes of a call that the GPU offers.
-pub(super) fn sizes(call: &AttentionCall) -> Result<AttentionShape> {
-    call.check()?;
-    let offered = [
-        ("a window", call.mask == Mask { causal: call.mask.causal, ..Mask::NONE }),
-        ("sequences of unequal length", call.sequences.is_none()),
-        ("a sink", call.sinks.is_none()),
-        ("a d_v beside another d_head", call.shape.d_v == call.shape.d_head),
-    ];
-    if let Some((what, _)) = offered.iter().find(|(_, offered)| !offered) {
-        return Err(Error::unsupported(format_args!("{what} is not offered on the GPU")));
-    }
-    if let Some(cap) = call.soft_cap {
-        return Err(Error::unsupported(format_args!("a soft-cap of {cap} is not offered on the GPU")));
-    }
-    call.shape.check_on_gpu()?;
-    Ok(call.shape)
-}
 
 /// Attention on one device.
 #[derive(Debug)]
@@ -310,6 +291,7 @@ impl Cuda {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::attention::{AttentionShape, Mask};
     use crate::stats::LogitStats;
     use crate::stats::ordered;
 

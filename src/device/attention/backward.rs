@@ -15,10 +15,10 @@
 //!
 //! **Not offered**, and refused by name: what the forward refuses, and logits in E4M3.
 
-use super::backend;
 use super::backward_call::{BackwardSchedule, BackwardTensors, BackwardWorkspace, Delta};
 use super::kernels::{Kernels, Variant as _, operand_map};
 use super::params::outer_strides;
+use super::sizes;
 use crate::attention::{AttentionCall, AttentionShape};
 use crate::cuda::{Arch, Device, Launch, Request, Stream, View, sources};
 use crate::error::{Error, Result};
@@ -152,7 +152,7 @@ impl BackwardEngine {
     /// # Errors
     /// If the call is not offered.
     pub fn workspace_bytes(&self, call: &AttentionCall) -> Result<usize> {
-        Ok(BackwardWorkspace::of(&backend::sizes(call)?, self.deterministic).bytes)
+        Ok(BackwardWorkspace::of(&sizes::sizes(call)?, self.deterministic).bytes)
     }
 
     /// Compiles and loads what this call needs, which otherwise its first launch does. A capture needs this before it.
@@ -160,7 +160,7 @@ impl BackwardEngine {
     /// # Errors
     /// If the call is not offered, or a kernel does not compile or load.
     pub fn prepare(&self, call: &AttentionCall) -> Result<()> {
-        let sizes = backend::sizes(call)?;
+        let sizes = sizes::sizes(call)?;
         let schedule = self.schedule(&sizes, call.mask.causal);
         self.variants(&sizes, call.mask.causal, &schedule).into_iter().try_for_each(|v| self.kernels.load(v).map(drop))
     }
@@ -181,7 +181,7 @@ impl BackwardEngine {
         tensors: &BackwardTensors,
         workspace: &View<1>,
     ) -> Result<()> {
-        let (want, sizes) = (backend::sizes(call)?, tensors.check()?);
+        let (want, sizes) = (sizes::sizes(call)?, tensors.check()?);
         if want != sizes {
             return Err(Error::mismatch(format_args!("tensors of {sizes:?} in a call of {want:?}")));
         }

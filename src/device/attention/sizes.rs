@@ -1,7 +1,26 @@
 //! What the GPU takes of the sizes of a call.
 
-use crate::attention::AttentionShape;
+use crate::attention::{AttentionCall, AttentionShape, Mask};
 use crate::error::{Error, Result};
+
+/// Sizes of a call that the GPU offers.
+pub(super) fn sizes(call: &AttentionCall) -> Result<AttentionShape> {
+    call.check()?;
+    let offered = [
+        ("a window", call.mask == Mask { causal: call.mask.causal, ..Mask::NONE }),
+        ("sequences of unequal length", call.sequences.is_none()),
+        ("a sink", call.sinks.is_none()),
+        ("a d_v beside another d_head", call.shape.d_v == call.shape.d_head),
+    ];
+    if let Some((what, _)) = offered.iter().find(|(_, offered)| !offered) {
+        return Err(Error::unsupported(format_args!("{what} is not offered on the GPU")));
+    }
+    if let Some(cap) = call.soft_cap {
+        return Err(Error::unsupported(format_args!("a soft-cap of {cap} is not offered on the GPU")));
+    }
+    call.shape.check_on_gpu()?;
+    Ok(call.shape)
+}
 
 impl AttentionShape {
     /// Refuses what the GPU does not take.
