@@ -297,7 +297,9 @@ fn forward(f: &Family, t: &Tensors, layer: usize, hidden: &[f64], angles: &[f64]
 /// The layer's maps as dense matrices, gains folded: how the attack finds its tokens. What it finds is judged by `forward`.
 struct Maps {
     latent: DMatrix<f64>,
-    query_latent: Option<DMatrix<f64>>,
+    /// Pseudo-inverses of what makes the latents.
+    to_latent: DMatrix<f64>,
+    to_query: Option<DMatrix<f64>>,
     k_pe: DMatrix<f64>,
     constant: DVector<f64>,
     heads: Vec<[DMatrix<f64>; 4]>,
@@ -314,10 +316,11 @@ impl Maps {
         let g = t.get(&format!("{norm}.weight"));
         let gain_c = t.get(&format!("{attention}.kv_a_layernorm.weight"));
         let down = matrix("kv_a_proj_with_mqa", D, g, 1.0);
-        let (query_latent, q) = match f.q_rank {
+        let inverse = |map: DMatrix<f64>| map.pseudo_inverse(1e-12).unwrap();
+        let (to_query, q) = match f.q_rank {
             Some(rank) => {
                 let gain_q = t.get(&format!("{attention}.q_a_layernorm.weight"));
-                (Some(matrix("q_a_proj", D, g, 1.0)), matrix("q_b_proj", rank, gain_q, f.factors.0))
+                (Some(inverse(matrix("q_a_proj", D, g, 1.0))), matrix("q_b_proj", rank, gain_q, f.factors.0))
             }
             None => (None, matrix("q_proj", D, g, 1.0)),
         };
@@ -334,7 +337,8 @@ impl Maps {
         let constant = |c: usize| f.attention_factor * bias.map_or(0.0, |b| b[RANK + c]);
         Self {
             latent: down.rows(0, RANK).into_owned(),
-            query_latent,
+            to_latent: inverse(down.rows(0, RANK).into_owned()),
+            to_query,
             k_pe: down.rows(RANK, ROPE) * f.attention_factor,
             constant: DVector::from_fn(ROPE, |c, _| constant(c)),
             heads: (0..HEADS).map(head).collect(),
@@ -344,13 +348,13 @@ impl Maps {
 
     /// A token whose latent points to `u`.
     fn with_latent(&self, u: &DVector<f64>) -> Vec<f64> {
-        self.latent.clone().svd(true, true).solve(u, 1e-12).unwrap().as_slice().to_vec()
+        (&self.to_latent * u).as_slice().to_vec()
     }
 
     /// A token whose query's input points to `z`.
     fn with_query(&self, z: &DVector<f64>) -> Vec<f64> {
-        match &self.query_latent {
-            Some(down) => down.clone().svd(true, true).solve(z, 1e-12).unwrap().as_slice().to_vec(),
+        match &self.to_query {
+            Some(inverse) => (inverse * z).as_slice().to_vec(),
             None => z.as_slice().to_vec(),
         }
     }
@@ -640,7 +644,7 @@ fn no_token_passes_a_logit_bound() {
                     let mut most: f64 = 0.0;
                     for _ in 0..6 {
                         let (x, y, angles) = maps.ascend(f, head, 250, &mut rng);
-                        let query = forward(f, &t, 0, &x, &vec![0.0; ROPE / 2], Numerics::default());
+                        let query = forward(f, &t, 0, &x, &[0.0; ROPE / 2], Numerics::default());
                         let key = forward(f, &t, 0, &y, &angles, Numerics::default());
                         most = most.max(logit(f, &query.q[head], &key.k[head]));
                     }
@@ -700,10 +704,10 @@ fn no_rounded_token_overflows() {
                     // Each by itself: a cached row has the larger descale of the two.
                     fits(0, &out.latent, descale(b.latent));
                     fits(1, &out.k_pe, descale(b.k_pe));
-                    for h in 0..HEADS {
+                    for (h, v) in v.iter().enumerate() {
                         fits(2, &out.q[h], descale(b.expanded.q[h]));
                         fits(3, &out.k[h], descale(b.expanded.k[h]));
-                        fits(4, &out.v[h], descale(v[h]));
+                        fits(4, &out.v[h], descale(*v));
                         fits(5, &out.absorbed[h], absorbed);
                     }
                 }
