@@ -16,10 +16,12 @@ pytorch("sigmascale.torch")
 from . import te
 from ._attention import attention, patched, register, scaled_dot_product_attention
 from ._backends import backend
+from ._context_parallel import gather_sequence, ring_attention, shard_sequence, ulysses_attention
 from ._layers import Layer
 from ._layers import find as find_layers
 from ._policies import POLICIES
 from ._runtime import LayerPlan, Runtime, attach
+from ._state import merge_states
 
 __all__ = [
     "POLICIES",
@@ -30,8 +32,13 @@ __all__ = [
     "attention",
     "backend",
     "find_layers",
+    "gather_sequence",
+    "merge_states",
     "patched",
     "register",
+    "ring_attention",
     "scaled_dot_product_attention",
+    "shard_sequence",
     "te",
+    "ulysses_attention",
 ]

@@ -7,6 +7,7 @@ the projections multiply. Nothing here communicates.
 
 import contextlib
 import sys
+import typing
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -117,17 +118,17 @@ class View:
 
     def __init__(self, units, at_rest, kept=None):
         self._units, self._at_rest, self._kept = units, at_rest, kept or {}
-        # By the storage of what was seen: owner, name, ranks that share the rows, whether FSDP has it sliced.
+        # By the storage of what was seen; it is held, so that no other takes its place.
         self._seen = {}
 
     def __call__(self, owner, name, tensor):
-        seen, ranks, sliced = self._of(owner, name, tensor)
-        self._seen[seen.untyped_storage()._cdata] = owner, name, ranks, sliced, seen
+        seen, ranks, rank, sliced = self._of(owner, name, tensor)
+        self._seen[seen.untyped_storage()._cdata] = Origin(owner, name, ranks, rank, sliced), seen
         return seen
 
     def _of(self, owner, name, tensor):
         if (owner, name) in self._kept:
-            return self._kept[owner, name], 1, True
+            return self._kept[owner, name], 1, 0, True
         if isinstance(getattr(type(owner), name, None), property):
             raise UnsupportedError(
                 f"{type(owner).__name__}.{name} is a property that gathers its parameter at every read: use fully_shard, or take "
@@ -135,43 +136,60 @@ class View:
             )
         if self._at_rest and (flat := self._units.flattened(owner).get(name)):
             shape, dtype = flat
-            return torch.empty(shape, dtype=dtype, device="meta"), 1, True
+            return torch.empty(shape, dtype=dtype, device="meta"), 1, 0, True
         if not is_dtensor(tensor):
             if is_traceable_wrapper_subclass(tensor):
                 raise UnsupportedError(
                     f"{type(owner).__name__}.{name} is a {type(tensor).__name__}: bfloat16, float16 and float32 are read; leave "
                     "the q, k and v projections out of float8 training"
                 )
-            return tensor, 1, False
+            return tensor, 1, 0, False
         placements = tensor.placements
         if self._at_rest and self._units.above(owner):
-            ranks = 1
-            for placement in placements:
-                # What FSDP makes of rows that tensor parallelism has sharded before.
-                ranks *= getattr(placement, "split_factor", 1)
+            # FSDP strides what it cuts of rows that tensor parallelism has sharded before; the other shards are those ranks.
+            strided = [hasattr(placement, "split_factor") for placement in placements]
+            ranks, rank = _place(tensor, [any(strided) and not own for own in strided])
             shape = list(tensor.shape)
-            if shape and ranks > 1:
+            if ranks > 1:
                 shape[0] = _rows(owner, name, shape[0], ranks)
-            return torch.empty(shape, dtype=tensor.dtype, device="meta"), ranks, True
-        ranks = 1
-        for size, placement in zip(tensor.device_mesh.shape, placements):
+            return torch.empty(shape, dtype=tensor.dtype, device="meta"), ranks, rank, True
+        for placement in placements:
             if placement.is_partial() or getattr(placement, "dim", 0) != 0:
                 raise UnsupportedError(
                     f"{type(owner).__name__}.{name} is placed {placement}: projections of q, k and v and vectors are read where "
                     "their rows are sharded (ColwiseParallel) or replicated"
                 )
-            # Only shards have a dimension.
-            ranks *= size if hasattr(placement, "dim") else 1
+        ranks, rank = _place(tensor, [True] * len(placements))
         if ranks > 1:
             _rows(owner, name, tensor.shape[0], ranks)
         # A wrapper of a float8 tensor may be inside.
-        return self._of(owner, name, tensor.detach().to_local())[0], ranks, False
+        return self._of(owner, name, local(tensor))[0], ranks, rank, False
 
     def origin(self, tensor):
-        """Owner, name, ranks that share the rows, and whether FSDP has it sliced, of the parameter that a tensor is a view of;
-        None for any other."""
+        """The :class:`Origin` of the parameter that a tensor is or is a view of; None for any other."""
         place = self._seen.get(tensor.untyped_storage()._cdata)
-        return None if place is None else place[:4]
+        return None if place is None else place[0]
+
+
+class Origin(typing.NamedTuple):
+    """A parameter: which, how many ranks share its rows and which of them this is, and whether FSDP has it sliced."""
+
+    owner: torch.nn.Module
+    name: str
+    ranks: int
+    rank: int
+    sliced: bool
+
+
+def _place(tensor, which):
+    """How many ranks share rows in these dimensions of a DTensor's mesh, and which of them this is."""
+    ranks, rank = 1, 0
+    mesh = tensor.device_mesh
+    for size, at, placement, counted in zip(mesh.shape, mesh.get_coordinate(), tensor.placements, which):
+        # Only shards have a dimension.
+        if counted and hasattr(placement, "dim"):
+            ranks, rank = ranks * size, rank * size + at
+    return ranks, rank
 
 
 def _rows(owner, name, rows, ranks):

@@ -287,7 +287,7 @@ class Layers:
             whole.append(read(view, None))
             layer = _share(whole[-1], view)
             places = [view.origin(tensor) for tensor in layer.tensors().values()]
-            if any(place is not None and place[3] for place in places):
+            if any(place is not None and place.sliced for place in places):
                 self.sliced.add(index)
                 check_form(layer)
             self.at_rest.append(layer)
@@ -298,6 +298,15 @@ class Layers:
         # Query heads of the whole model, of which this process may have some.
         self.q_heads = stated.pop() if stated else sum(layer.n_q_heads for layer in whole)
         self.resident = [index for index in range(len(whole)) if index not in self.sliced]
+
+    def places(self):
+        """Each layer's number in the model, its first KV head, and its KV and query heads here."""
+        rows = []
+        for index, layer in enumerate(self.at_rest):
+            origin = self._views[index].origin(layer.k)
+            first = layer.n_kv_heads * (origin.rank if origin else 0)
+            rows.append([index if layer.number is None else layer.number, first, layer.n_kv_heads, layer.n_q_heads])
+        return rows
 
     def device(self):
         """Where everything is computed."""
@@ -320,25 +329,25 @@ class Layers:
         """The unit in whose forward a sliced layer's weights are whole, and units of other parameters that are cut up again
         by then, each with their owners and names."""
         layer, places = self.at_rest[index], self._places(index)
-        weights = [key for key in "qkv" if key in places and places[key][3]]
-        found = {self.units.above(places[key][0]) for key in weights or places if places[key][3]}
+        weights = [key for key in "qkv" if key in places and places[key].sliced]
+        found = {self.units.above(places[key].owner) for key in weights or places if places[key].sliced}
         if len({above[0] for above in found}) != 1:
             raise UnsupportedError(
                 f"{layer.name}: the q, k and v projections are in different FSDP units, so they are never whole together: shard "
                 "their attention module or their block with fully_shard, not each projection"
             )
         above, others = found.pop(), {}
-        for owner, name, _, sliced in places.values():
-            own = self.units.above(owner)
-            if sliced and own[0] not in above:
-                others.setdefault(own[0], []).append((owner, name))
+        for place in places.values():
+            own = self.units.above(place.owner)
+            if place.sliced and own[0] not in above:
+                others.setdefault(own[0], []).append((place.owner, place.name))
         return above[0], others
 
     def whole(self, index, kept):
         """A sliced layer as it is inside its unit's forward; ``kept``: copies by owner and name."""
         before = self.at_rest[index]
         view = _distributed.View(self.units, at_rest=False, kept=kept)
-        owners = {owner for owner, *_ in self._places(index).values()}
+        owners = {place.owner for place in self._places(index).values()}
         layer = _share(self._readers[index](view, owners), view)
         for (name, tensor), expected in zip(layer.tensors().items(), before.tensors().values()):
             if tensor.shape != expected.shape or tensor.untyped_storage().nbytes() == 0:
@@ -358,7 +367,7 @@ def _share(layer, view):
     for key in "qkv":
         weight = getattr(layer, key)
         place = view.origin(weight) if isinstance(weight, torch.Tensor) else None
-        ranks[key] = 1 if place is None else place[2]
+        ranks[key] = 1 if place is None else place.ranks
     (q, k, v) = ranks.values()
     if q == k == v == 1:
         return layer
@@ -503,7 +512,7 @@ def _layer(spec, names, index, prefix, parameters, modules, view):
     for key in "qkv":
         place = names[key]
         weight, bias = get(place["name"] + ".weight"), get(place["name"] + ".bias", wanted=False)
-        ranks = view.origin(weight)[2]
+        ranks = view.origin(weight).ranks
         if ranks > 1 and place["conv1d"]:
             raise UnsupportedError(f"{prefix + place['name']}.weight is stored [in, out] and sharded by its inputs")
         weight = weight.t() if place["conv1d"] else weight

@@ -14,10 +14,10 @@ import torch
 from .. import _native
 from .._errors import ArgumentError, CudaError, MismatchError, NonFiniteError, SigmascaleError, UnsupportedError
 from .._parameters import Tail, named
-from . import _backends, _distributed, _host, _layers, _results
+from . import _backends, _distributed, _host, _layers, _results, _state
 from ._policies import FROM_BOUNDS, POLICIES, make_policy
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 # Engines that are kept for the places at which a sliced layer has been whole.
 _ENGINES_A_LAYER = 2
 
@@ -398,6 +398,7 @@ class Runtime:
             "version": STATE_VERSION,
             "policy": self.policy,
             "shape": self._state_shape(),
+            "places": self._layers.places(),
             "descales": descales,
             "state": state,
         }
@@ -409,19 +410,26 @@ class Runtime:
 
     def load_state_dict(self, state):
         """Goes on from a saved state. Raises :class:`MismatchError`, and changes nothing, if it is damaged or of another
-        policy, version or shape. Descales of policies that remember nothing stay those of the present weights."""
+        policy, version or shape. Descales of policies that remember nothing stay those of the present weights.
+
+        Of a state with more layers or heads (:func:`merge_states`) it takes those that this process has."""
         if not isinstance(state, Mapping):
             raise TypeError(f"state: expected what state_dict() returned, got {type(state).__name__}")
         mine = {"version": STATE_VERSION, "policy": self.policy, "shape": self._state_shape()}
-        for key in (*mine, "descales", "state"):
+        for key in (*mine, "places", "descales", "state"):
             if key not in state:
                 raise MismatchError(f"the saved state has no {key!r}: it is no state of a sigmascale runtime")
+        for key in ("version", "policy"):
+            if state[key] != mine[key]:
+                raise MismatchError(f"the saved state has {key} {state[key]!r}, this runtime {mine[key]!r}")
+        if not self._policy.remembers:
+            return
+        if state["places"] != self._layers.places():
+            state = _state.taken(state, self._layers.places())
         for key, value in mine.items():
             saved = list(state[key]) if key == "shape" else state[key]
             if saved != value:
                 raise MismatchError(f"the saved state has {key} {saved!r}, this runtime {value!r}")
-        if not self._policy.remembers:
-            return
         saved = state["descales"]
         shape = list(self.descales.shape)
         if not isinstance(saved, torch.Tensor) or list(saved.shape) != shape or saved.dtype != torch.float32:

@@ -37,21 +37,28 @@ def llama(heads=(6, 3), d_head=16, layers=2, **options):
 
 
 class Attention(nn.Module):
-    """One fused projection, and FP8 attention by a plan where there is one."""
+    """One fused projection or three, and FP8 attention by a plan where there is one."""
 
-    def __init__(self, width, heads, kv_heads):
+    def __init__(self, width, heads, kv_heads, fused):
         super().__init__()
-        self.d, self.heads, self.kv_heads = width // heads, heads, kv_heads
-        self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.d)
+        self.d, self.heads, self.kv_heads, self.fused = width // heads, heads, kv_heads, fused
+        self.sizes = [heads * self.d, kv_heads * self.d, kv_heads * self.d]
+        if fused:
+            self.qkv = nn.Linear(width, sum(self.sizes))
+        else:
+            self.q, self.k, self.v = (nn.Linear(width, rows) for rows in self.sizes)
         self.out = nn.Linear(width, width)
         self.plan = None
 
-    @property
-    def sizes(self):
-        return [self.heads * self.d, self.kv_heads * self.d, self.kv_heads * self.d]
+    def parts(self, name):
+        """Weights or biases of q, k and v."""
+        if self.fused:
+            return getattr(self.qkv, name).split(self.sizes)
+        return [getattr(projection, name) for projection in (self.q, self.k, self.v)]
 
     def forward(self, x):
-        q, k, v = (y.unflatten(2, (-1, self.d)) for y in self.qkv(x).split(self.sizes, dim=2))
+        projected = self.qkv(x).split(self.sizes, dim=2) if self.fused else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (y.unflatten(2, (-1, self.d)) for y in projected)
         if self.plan is None:
             q, k, v = (y.transpose(1, 2) for y in (q, k, v))
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
@@ -61,9 +68,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width, heads, kv_heads):
+    def __init__(self, width, heads, kv_heads, fused):
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(width), Attention(width, heads, kv_heads)
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width, heads, kv_heads, fused)
         self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
 
     def forward(self, x):
@@ -74,9 +81,9 @@ class Block(nn.Module):
 class Plain(nn.Module):
     """A model that no table knows."""
 
-    def __init__(self, width=96, heads=6, kv_heads=3, layers=2):
+    def __init__(self, width=96, heads=6, kv_heads=3, layers=2, fused=True):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width, heads, kv_heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, fused) for _ in range(layers))
         randomise(self)
 
     def forward(self, x):
@@ -88,7 +95,7 @@ class Plain(nn.Module):
 def describe(block):
     """What the package has to know of a block's attention."""
     a = block.attention
-    (q, k, v), biases = a.qkv.weight.split(a.sizes), a.qkv.bias.split(a.sizes)
+    (q, k, v), biases = a.parts("weight"), a.parts("bias")
     return fp8.Layer(
         q=q, k=k, v=v, n_q_heads=a.heads, n_kv_heads=a.kv_heads, norm="layer", gain=block.norm.weight, shift=block.norm.bias,
         q_bias=biases[0], k_bias=biases[1], v_bias=biases[2], module=a,
@@ -116,7 +123,7 @@ def attach(model, **options):
 def inputs(model, rank=0, length=12):
     generator = torch.Generator().manual_seed(100 + rank)
     if isinstance(model, Plain):
-        return torch.randn(2, length, 96, generator=generator)
+        return torch.randn(2, length, model.blocks[0].norm.normalized_shape[0], generator=generator)
     return torch.randint(0, 64, (2, length), generator=generator)
 
 

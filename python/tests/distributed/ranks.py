@@ -96,7 +96,7 @@ def _serve(pipe, folder):
             getattr(importlib.import_module(module), name).body(**arguments)
             torch.distributed.barrier()
         except BaseException:
-            error = traceback.format_exc()
+            error = traceback.format_exc(limit=-4)
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
