@@ -21,9 +21,10 @@ def randomise(model, seed=0):
     """Weights, gains and biases that matter, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(parameter + 0.3 * noise if parameter.dim() == 1 else 0.1 * noise)
+            gain = parameter.dim() == 1 and name.endswith("weight")
+            parameter.copy_(1 + 0.3 * noise if gain else (0.3 if parameter.dim() == 1 else 0.1) * noise)
     return model
 
 

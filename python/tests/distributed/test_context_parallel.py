@@ -34,14 +34,14 @@ def whole(q, k, v, descales, causal, grad):
 def check(function, heads, causal, zigzag, ranks):
     group = torch.distributed.group.WORLD
     tensors, descales = operands(heads, length=12 * ranks), rows(heads[1])
-    grad = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(1))
+    grad = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected, expected_grads = whole(*tensors, descales, causal, grad)
     part = lambda x: cp.shard_sequence(x, group, zigzag=zigzag)
     own = [part(x).requires_grad_(True) for x in tensors]
     out = function(*own, descales, group, causal=causal)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), part(expected).float(), rtol=2**-7, atol=1e-3)
-    grads = torch.autograd.grad(out, own, part(grad).to(out.dtype))
+    grads = torch.autograd.grad(out, own, part(grad))
     for a, b in zip(grads, expected_grads):
         torch.testing.assert_close(a, part(b), rtol=0.02, atol=2e-3)
     assert torch.equal(cp.gather_sequence(own[0], group, zigzag=zigzag), tensors[0])
