@@ -12,7 +12,7 @@ import typing
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .._errors import ArgumentError, UnsupportedError
+from .._errors import UnsupportedError
 
 
 def _loaded(module, name):
@@ -138,32 +138,22 @@ class View:
             shape, dtype = flat
             return torch.empty(shape, dtype=dtype, device="meta"), 1, 0, True
         if not is_dtensor(tensor):
-            if is_traceable_wrapper_subclass(tensor):
-                raise UnsupportedError(
-                    f"{type(owner).__name__}.{name} is a {type(tensor).__name__}: bfloat16, float16 and float32 are read; leave "
-                    "the q, k and v projections out of float8 training"
-                )
             return tensor, 1, 0, False
-        placements = tensor.placements
-        if self._at_rest and self._units.above(owner):
+        sliced = self._at_rest and bool(self._units.above(owner))
+        if sliced:
             # FSDP strides what it cuts of rows that tensor parallelism has sharded before; the other shards are those ranks.
-            strided = [hasattr(placement, "split_factor") for placement in placements]
+            strided = [hasattr(placement, "split_factor") for placement in tensor.placements]
             ranks, rank = _place(tensor, [any(strided) and not own for own in strided])
-            shape = list(tensor.shape)
-            if ranks > 1:
-                shape[0] = _rows(owner, name, shape[0], ranks)
+        else:
+            ranks, rank = _place(tensor, [True] * len(tensor.placements))
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if rows % ranks or not (sliced or all(map(_by_rows, tensor.placements))):
+            # Refused if a layer has it: see `plain`.
+            return tensor, 1, 0, False
+        if sliced:
+            shape = (rows // ranks, *tensor.shape[1:])
             return torch.empty(shape, dtype=tensor.dtype, device="meta"), ranks, rank, True
-        for placement in placements:
-            if placement.is_partial() or getattr(placement, "dim", 0) != 0:
-                raise UnsupportedError(
-                    f"{type(owner).__name__}.{name} is placed {placement}: projections of q, k and v and vectors are read where "
-                    "their rows are sharded (ColwiseParallel) or replicated"
-                )
-        ranks, rank = _place(tensor, [True] * len(placements))
-        if ranks > 1:
-            _rows(owner, name, tensor.shape[0], ranks)
-        # A wrapper of a float8 tensor may be inside.
-        return self._of(owner, name, local(tensor))[0], ranks, rank, False
+        return local(tensor), ranks, rank, False
 
     def origin(self, tensor):
         """The :class:`Origin` of the parameter that a tensor is or is a view of; None for any other."""
@@ -192,14 +182,24 @@ def _place(tensor, which):
     return ranks, rank
 
 
-def _rows(owner, name, rows, ranks):
-    """Rows of one rank."""
-    if rows % ranks:
-        raise ArgumentError(
-            f"{type(owner).__name__}.{name} has {rows} rows, which {ranks} tensor-parallel ranks do not share evenly: choose a "
-            "degree that divides the heads"
+def _by_rows(placement):
+    """Whether a rank has rows, or everything."""
+    return not placement.is_partial() and getattr(placement, "dim", 0) == 0
+
+
+def plain(name, tensor):
+    """Raises an exception for a tensor whose values are not all here, or not its own."""
+    if is_dtensor(tensor):
+        ranks = tensor.device_mesh.size()
+        raise UnsupportedError(
+            f"{name} has shape {tuple(tensor.shape)} and is placed {tensor.placements} on {ranks} ranks: it is read where all ranks "
+            "have as many rows (ColwiseParallel) or all of them"
         )
-    return rows // ranks
+    if is_traceable_wrapper_subclass(tensor):
+        raise UnsupportedError(
+            f"{name} is a {type(tensor).__name__}: bfloat16, float16 and float32 are read; leave the q, k and v projections out of "
+            "float8 training"
+        )
 
 
 @contextlib.contextmanager

@@ -363,6 +363,8 @@ def _share(layer, view):
     """The heads of a layer that are this process's, where tensor parallelism shares them out."""
     if not isinstance(layer, Layer):
         raise TypeError(f"layers must be sigmascale.torch.Layer objects, not {type(layer).__name__}")
+    for name, tensor in layer.tensors().items():
+        _distributed.plain(name, tensor)
     ranks = {}
     for key in "qkv":
         weight = getattr(layer, key)

@@ -113,7 +113,8 @@ def attach(model, **options):
     if isinstance(model, Plain):
         runtime = fp8.attach(model, layers=described(model), backend="emulated", **options)
         for block, plan in zip(model.blocks, runtime.layers):
-            block.attention.plan = plan
+            # A checkpoint's wrapper passes reads on, and no writes.
+            getattr(block.attention, "_checkpoint_wrapped_module", block.attention).plan = plan
         return runtime
     runtime = fp8.attach(model, backend="emulated", **options)
     inside = getattr(model, "module", model)

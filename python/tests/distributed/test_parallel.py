@@ -46,7 +46,7 @@ def test_heads_shared_by_tensor_parallelism(before, policy):
     moved = make()
     state = {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in model.state_dict().items()}
     moved.load_state_dict(state)
-    assert torch.equal(runtime.descales, expected(moved).descales[..., own])
+    assert torch.equal(runtime.descales, expected(moved, policy=policy).descales[..., own])
     assert runtime.descales.data_ptr() == address and not torch.equal(runtime.descales, whole.descales[..., own])
 
 
@@ -84,8 +84,8 @@ def test_a_fused_weight_cut_across_its_parts_is_refused():
     mesh = mesh_of(2)
     model = Plain(width=128, heads=8, kv_heads=4)
     parallelize_module(model.blocks[0], mesh, {"attention.qkv": ColwiseParallel()})
-    # Its parts are split of the local rows, which they do not fit.
-    with pytest.raises((sigmascale.ArgumentError, RuntimeError)):
+    # Parts of the local rows: the sizes of the whole do not fit them.
+    with pytest.raises(RuntimeError, match="split_with_sizes"):
         attach(model)
 
 
@@ -191,3 +191,28 @@ def test_layers_that_state_other_totals_are_refused():
     layers = [dataclasses.replace(describe(block), model_q_heads=n) for block, n in zip(model.blocks, (12, 24))]
     with pytest.raises(sigmascale.ArgumentError, match=r"\[12, 24\] model_q_heads"):
         fp8.attach(model, layers=layers)
+
+
+@distributed(2)
+def test_weights_that_are_placed_otherwise_are_refused():
+    mesh = mesh_of(2)
+    model = llama(heads=(8, 4))
+    parallelize_module(model.model.layers[0], mesh, {"self_attn.k_proj": RowwiseParallel()})
+    with pytest.raises(sigmascale.UnsupportedError, match="layer 0.k has shape .*Shard.dim=1.*all ranks have as many rows"):
+        attach(model)
+    model = llama(heads=(8, 4))
+    parallelize_module(model.model.layers[0], mesh, {"self_attn.k_proj": ColwiseParallel()})
+    with pytest.raises(sigmascale.UnsupportedError, match="sharded over 1, 2 and 1 ranks"):
+        attach(model)
+
+
+@distributed(1)
+def test_weights_of_float8_training_are_refused():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = llama()
+    attention = model.model.layers[1].self_attn
+    weight = attention.v_proj.weight.detach()
+    attention.v_proj.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+    with pytest.raises(sigmascale.UnsupportedError, match="layer 1.v is a TwoTensor.*float8 training"):
+        attach(model)

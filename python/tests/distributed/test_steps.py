@@ -8,6 +8,7 @@ from ranks import distributed
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
+import sigmascale
 from sigmascale import _native
 
 wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
@@ -167,8 +168,9 @@ def test_units_that_are_called_by_another_method():
     type(model.blocks[0]).step = type(model.blocks[0]).forward
     fully_shard(model.blocks[0], mesh=mesh)
     torch.distributed.fsdp.register_fsdp_forward_method(model.blocks[0], "step")
-    attach(model)
-    with pytest.raises(Exception, match="not those of its weights yet"):
+    runtime = attach(model)
+    assert runtime.layers[0].stale
+    with pytest.raises(sigmascale.SigmascaleError, match="not those of its weights yet"):
         model.blocks[0].step(inputs(model))
 
 
