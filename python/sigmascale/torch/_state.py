@@ -97,6 +97,14 @@ def _records(state):
     return records
 
 
+def _sound(state):
+    """The same, with one exception for whatever is damaged."""
+    try:
+        return _records(state)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise MismatchError(f"the saved state is damaged: its layers and heads do not fit its memory ({error!r})") from None
+
+
 def _state(records, head):
     """A state of these records; ``head``: what does not depend on them."""
     places = [record.place for record in records]
@@ -148,7 +156,7 @@ def merge_states(states):
                 raise MismatchError(f"states to merge have {key} {value!r} and {state.get(key)!r}")
     if states[0]["state"] is None:
         return states[0]
-    found = {tuple(record.place): record for state in states for record in _records(state)}
+    found = {tuple(record.place): record for state in states for record in _sound(state)}
     records = [found[place] for place in sorted(found)]
     if records[0].pooling == "model" and len({str(record.frame["all"]) for record in records}) > 1:
         raise MismatchError("auto-c with pooling='model' pools the layers and heads of a process: its states cannot be merged")
@@ -160,7 +168,7 @@ def taken(state, places):
     if state["places"] == places:
         return state
     by_layer = {}
-    for record in _records(state):
+    for record in _sound(state):
         by_layer.setdefault(record.number, []).append(record)
     return _state([_place(by_layer, place) for place in places], {key: state[key] for key in ("version", "policy")})
 

@@ -1,6 +1,5 @@
 """What observing policies remember, by the model's own layers and heads: resumes at other world sizes."""
 
-import functools
 import tempfile
 
 import pytest
@@ -123,6 +122,21 @@ def test_another_degree_goes_on_where_each_head_has_its_own():
         whole().load_state_dict(runtime.state_dict())
 
 
+@distributed(1)
+def test_damaged_states_of_other_places_are_refused():
+    runtime = stages(0, 2, "delayed-te")
+    good = runtime.state_dict()
+    other = [[number + 1, *rest] for number, *rest in good["places"]]
+    for change in ({"state": None}, {"state": {}}, {"descales": None}, {"places": None}, {"places": other[:1]}):
+        with pytest.raises(sigmascale.MismatchError):
+            runtime.load_state_dict(good | {"places": other} | change)
+    with pytest.raises(sigmascale.MismatchError, match="no states"):
+        fp8.merge_states([])
+    with pytest.raises(sigmascale.MismatchError, match="'delayed-te' and 'auto-c'"):
+        fp8.merge_states([good, stages(1, 2, "auto-c").state_dict()])
+    assert runtime.state_dict()["state"] == good["state"]
+
+
 @distributed(2)
 def test_one_pool_for_all_is_not_merged():
     rank = torch.distributed.get_rank()
@@ -205,8 +219,7 @@ def test_policies_that_observe_nothing_do_not_communicate():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         runtime.refresh()
     assert not any(event.name.startswith("c10d") for event in profile.events())
-    observing = functools.partial(attach, model, policy="delayed-te", group=torch.distributed.group.WORLD)
-    other = observing()
+    other = attach(model, policy="delayed-te", group=torch.distributed.group.WORLD)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         other.refresh()
     assert sum(event.name.startswith("c10d::allreduce") for event in profile.events()) == 1
