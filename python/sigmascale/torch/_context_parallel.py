@@ -61,7 +61,9 @@ def shard_sequence(x, group, dim=1, zigzag=False):
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     chunks = ranks * (2 if zigzag else 1)
     if x.shape[dim] % chunks:
-        raise ArgumentError(f"a sequence of {x.shape[dim]} is no multiple of {chunks}, which {ranks} ranks share: pad it")
+        raise ArgumentError(
+            f"a sequence of {x.shape[dim]} is no multiple of {chunks}, which {ranks} ranks share: pad it"
+        )
     parts = x.chunk(chunks, dim)
     return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]], dim) if zigzag else parts[rank].contiguous()
 
@@ -85,7 +87,9 @@ def ring_attention(q, k, v, plan, group, *, causal=True, softmax_scale=None, ker
     """
     call = _Call(q, k, v, plan, group, softmax_scale, kernels)
     if causal and q.shape[1] % 2:
-        raise ArgumentError(f"{q.shape[1]} queries are no two chunks: shard_sequence(..., zigzag=True) gives an even number")
+        raise ArgumentError(
+            f"{q.shape[1]} queries are no two chunks: shard_sequence(..., zigzag=True) gives an even number"
+        )
     return _Ring.apply(q, k, v, call, bool(causal))
 
 
@@ -119,7 +123,9 @@ class _Call:
                     f"has {q.shape[2]} and {n_kv} of {q.shape[3]}"
                 )
             if plan.per_call:
-                raise UnsupportedError("policy 'current' has other descales on each rank: context parallelism needs a plan")
+                raise UnsupportedError(
+                    "policy 'current' has other descales on each rank: context parallelism needs a plan"
+                )
             keys = self.ranks * k.shape[1]
             if plan.positions is not None and keys > plan.positions:
                 raise MismatchError(

@@ -89,7 +89,9 @@ def check(layers):
             if tensor.device.type == "meta":
                 raise ArgumentError(f"{name} is on the meta device and has no values: load the weights first")
             if tensor.device.type not in ("cuda", "cpu"):
-                raise ArgumentError(f"{name} is on {tensor.device}: move the model to a CUDA device or to the CPU first")
+                raise ArgumentError(
+                    f"{name} is on {tensor.device}: move the model to a CUDA device or to the CPU first"
+                )
             if device is None:
                 device, where = tensor.device, name
             elif tensor.device != device:
@@ -294,7 +296,9 @@ class Layers:
             self._views.append(view)
         stated = {layer.model_q_heads for layer in whole} - {None}
         if len(stated) > 1:
-            raise ArgumentError(f"layers state {sorted(stated)} model_q_heads: give the number of the whole model in each")
+            raise ArgumentError(
+                f"layers state {sorted(stated)} model_q_heads: give the number of the whole model in each"
+            )
         # Query heads of the whole model, of which this process may have some.
         self.q_heads = stated.pop() if stated else sum(layer.n_q_heads for layer in whole)
         self.resident = [index for index in range(len(whole)) if index not in self.sliced]
@@ -313,7 +317,9 @@ class Layers:
         device = check([self.at_rest[index] for index in self.resident])
         unit = self.units.device() if self.sliced else device
         if device is not None and unit != device:
-            raise ArgumentError(f"some layers are on {device} and sharded ones compute on {unit}: attach a runtime for each")
+            raise ArgumentError(
+                f"some layers are on {device} and sharded ones compute on {unit}: attach a runtime for each"
+            )
         return unit
 
     def _places(self, index):
@@ -390,7 +396,9 @@ def _share(layer, view):
 
 def _given(model, units, entries):
     """Readers of the layers that :func:`attach` was given: layers, or functions that return one."""
-    owners = {id(parameter): (owner, name) for owner in model.modules() for name, parameter in owner._parameters.items()}
+    owners = {
+        id(parameter): (owner, name) for owner in model.modules() for name, parameter in owner._parameters.items()
+    }
 
     def fixed(layer):
         def read(view, _):

@@ -106,7 +106,9 @@ class Runtime:
         counted = dataclasses.asdict(tail)
         config = _native.policy(policy, parameters, counted)
         if bound not in (None, "certain"):
-            raise ArgumentError(f"bound {bound!r}: a runtime computes the certain logit bound ('certain') or none (None)")
+            raise ArgumentError(
+                f"bound {bound!r}: a runtime computes the certain logit bound ('certain') or none (None)"
+            )
         if backend != "auto":
             _backends.backend(backend)
         # What torch.compile returns may be gone while the model that it wraps is in use.

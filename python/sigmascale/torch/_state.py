@@ -102,7 +102,9 @@ def _sound(state):
     try:
         return _records(state)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise MismatchError(f"the saved state is damaged: its layers and heads do not fit its memory ({error!r})") from None
+        raise MismatchError(
+            f"the saved state is damaged: its layers and heads do not fit its memory ({error!r})"
+        ) from None
 
 
 def _state(records, head):
@@ -128,7 +130,12 @@ def _state(records, head):
             memory |= {"seen": [record.seen for record in own], "restarts": max(r.frame["restarts"] for r in own)}
         shape = {"layers": len(own), "n_q_heads": own[0].n_q, "n_kv_heads": own[0].n_kv}
         parts.append(
-            {"version": frame["version"], "config": frame["config"], "shape": shape, "memory": {"kind": frame["kind"]} | memory}
+            {
+                "version": frame["version"],
+                "config": frame["config"],
+                "shape": shape,
+                "memory": {"kind": frame["kind"]} | memory,
+            }
         )
     width = max(record.n_kv for record in records)
     descales = torch.full((len(records), 4, width), torch.finfo(torch.float32).tiny)
@@ -159,7 +166,9 @@ def merge_states(states):
     found = {tuple(record.place): record for state in states for record in _sound(state)}
     records = [found[place] for place in sorted(found)]
     if records[0].pooling == "model" and len({str(record.frame["all"]) for record in records}) > 1:
-        raise MismatchError("auto-c with pooling='model' pools the layers and heads of a process: its states cannot be merged")
+        raise MismatchError(
+            "auto-c with pooling='model' pools the layers and heads of a process: its states cannot be merged"
+        )
     return _state(records, head)
 
 
@@ -180,7 +189,9 @@ def _place(by_layer, place):
         if record.place == place:
             return record
     if not saved:
-        raise MismatchError(f"the saved state has no layer {number}: merge the states of all pipeline stages (merge_states)")
+        raise MismatchError(
+            f"the saved state has no layer {number}: merge the states of all pipeline stages (merge_states)"
+        )
     heads = {head.first: head for record in saved for head in record.heads() or ()}
     if not heads:
         have = ", ".join(f"{r.first} to {r.first + r.n_kv - 1}" for r in saved)

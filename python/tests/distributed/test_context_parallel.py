@@ -102,7 +102,9 @@ def test_plans_serve_both_and_take_the_statistics():
         own = [cp.shard_sequence(x, group, zigzag=zigzag) for x in tensors]
         runtime.words.zero_()
         out = function(*own, runtime.layers[0], group)
-        assert (cp.gather_sequence(out, group, zigzag=zigzag).float() - expected.float()).norm() < 0.01 * expected.norm()
+        assert (
+            cp.gather_sequence(out, group, zigzag=zigzag).float() - expected.float()
+        ).norm() < 0.01 * expected.norm()
         assert runtime.stats()["amax"][0, 1].tolist() == own[1].abs().amax(dim=(0, 1, 3)).tolist()
 
 

@@ -258,8 +258,6 @@ def test_the_memory_of_whole_weights_is_not_kept():
             assert parameter._unsharded_param.untyped_storage().nbytes() == 0
 
 
-
-
 @distributed(2)
 def test_stale_plans_are_refused():
     mesh = mesh_of(2)

@@ -198,7 +198,9 @@ def test_weights_that_are_placed_otherwise_are_refused():
     mesh = mesh_of(2)
     model = llama(heads=(8, 4))
     parallelize_module(model.model.layers[0], mesh, {"self_attn.k_proj": RowwiseParallel()})
-    with pytest.raises(sigmascale.UnsupportedError, match="layer 0.k has shape .*Shard.dim=1.*all ranks have as many rows"):
+    with pytest.raises(
+        sigmascale.UnsupportedError, match="layer 0.k has shape .*Shard.dim=1.*all ranks have as many rows"
+    ):
         attach(model)
     model = llama(heads=(8, 4))
     parallelize_module(model.model.layers[0], mesh, {"self_attn.k_proj": ColwiseParallel()})

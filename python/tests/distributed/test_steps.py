@@ -172,5 +172,3 @@ def test_units_that_are_called_by_another_method():
     assert runtime.layers[0].stale
     with pytest.raises(sigmascale.SigmascaleError, match="not those of its weights yet"):
         model.blocks[0].step(inputs(model))
-
-
