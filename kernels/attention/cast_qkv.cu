@@ -8,7 +8,8 @@
 // each other, these are 4 dims of the one half and 4 of the other.
 //
 // Q and K leave as [batch, length, heads, dim]; V leaves as [batch, kv head, ceil(length / 16), dim / 8, 8, 16], byte 4 t + e
-// of a group being key 8 (e / 2) + 2 t + e % 2.
+// of a group being key 8 (e / 2) + 2 t + e % 2, or, for P V in F16, as [batch, length, heads, dim] in F16 (exact). For a
+// backward V leaves a second time, in E4M3 as K does.
 //
 // By-products per head, order-independent: amax of the values before the scale, and counts of scaled values past 448 (which
 // saturate), past 464 (where rounding leaves the format) and not finite.
@@ -32,7 +33,7 @@
 // Written by the host byte for byte (src/cuda/attention/params.rs).
 struct CastTensor {
   const void* in;
-  u8* out;                              // Q, K: [batch, length, heads, dim]; V: the layout above
+  u8* out;                              // Q, K: [batch, length, heads, dim]; V: a layout above
   const float* descale;                 // [batch, kv head] by the strides below
   CastWords* stats;                     // [heads], or null
   i64 stride_batch, stride_row, stride_head;  // of `in`, elements; multiples of 8
@@ -45,11 +46,14 @@ struct CastParams {
   const float* sine;
   const int* positions;                 // [batch, len_k], or null: the row's index
   u32* counter;                         // two words: the tiles that the attention behind this has handed out
+  u8* v_rows;                           // V in E4M3, [batch, len_k, heads_kv, dim], or null
   int rotary;                           // rotated leading dims, a multiple of 16; tables 16-byte aligned
   int q_start;                          // position of the first query among the keys
+  int v_f16;                            // 1: V leaves in F16
+  int unused;
 };
 static_assert(sizeof(CastTensor) == 4 * 8 + 5 * 8 + 2 * 4, "the host writes this layout");
-static_assert(sizeof(CastParams) == 3 * sizeof(CastTensor) + 4 * 8 + 2 * 4, "the host writes this layout");
+static_assert(sizeof(CastParams) == 3 * sizeof(CastTensor) + 5 * 8 + 4 * 4, "the host writes this layout");
 
 namespace {
 
@@ -153,6 +157,11 @@ __device__ __forceinline__ void store_v(Transpose& tile, uint2 y, u8* group) {
   }
   *reinterpret_cast<uint2*>(group + 8 * threadIdx.x) = make_uint2(out[0], out[1]);
 }
+// Eight dims of V in F16.
+__device__ __forceinline__ void store_f16(const CastTensor& t, i64 at, uint2 y) {
+  *reinterpret_cast<uint4*>(t.out + 2 * at) = make_uint4(ptx::f16x2_from_e4m3x2((u16)y.x), ptx::f16x2_from_e4m3x2((u16)(y.x >> 16)),
+                                                         ptx::f16x2_from_e4m3x2((u16)y.y), ptx::f16x2_from_e4m3x2((u16)(y.y >> 16)));
+}
 __device__ __forceinline__ u8* group_of(const CastTensor& t, int batch, int head, int group) {
   return t.out + (((i64)batch * t.heads + head) * ceil_div(t.length, kKeys) + group) * kKeys * kDim;
 }
@@ -223,10 +232,13 @@ cast_qkv(const __grid_constant__ CastParams p) {
     for (int i = 0; i < 8; i++) x[i] *= to_units;
     const uint2 y = make_uint2(ptx::e4m3x4(x[0], x[1], x[2], x[3]), ptx::e4m3x4(x[4], x[5], x[6], x[7]));
 
-    // Store: rows for Q and K, core matrices of 8 dims by 16 keys for V
-    u8* out = t.out + (((i64)batch * t.length + row) * t.heads + head) * kDim;
+    // Store: rows for Q and K, core matrices of 8 dims by 16 keys for V or rows in F16
+    const i64 to = (((i64)batch * t.length + row) * t.heads + head) * kDim;
+    u8* out = t.out + to;
     if (is_v) {
-      store_v(tile[h], y, group_of(t, batch, head, group));
+      if (p.v_rows != nullptr && live) *reinterpret_cast<uint2*>(p.v_rows + to + low) = y;
+      if (!p.v_f16) store_v(tile[h], y, group_of(t, batch, head, group));
+      else if (live) store_f16(t, to + low, y);
     } else if (live) {
       if constexpr (kHalfSplit) {
         *reinterpret_cast<u32*>(out + low) = y.x;
@@ -249,9 +261,9 @@ cast_qkv(const __grid_constant__ CastParams p) {
   }
 }
 
-// V given in E4M3 as [batch, length, heads, dim] by the strides in `t` (bytes, multiples of 8), to the layout above.
+// V given in E4M3 as [batch, length, heads, dim] by the strides in `t` (bytes, multiples of 8), to a layout above.
 extern "C" __global__ void __launch_bounds__(kThreads)
-repack_v(const __grid_constant__ CastTensor t, u32* counter) {
+repack_v(const __grid_constant__ CastTensor t, u32* counter, int v_f16) {
   __shared__ Transpose tile;
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
@@ -261,5 +273,6 @@ repack_v(const __grid_constant__ CastTensor t, u32* counter) {
   if (row < t.length)
     y = *reinterpret_cast<const uint2*>(reinterpret_cast<const u8*>(t.in) + blockIdx.z * t.stride_batch + row * t.stride_row +
                                         blockIdx.y * t.stride_head + 8 * piece);
-  store_v(tile, y, group_of(t, blockIdx.z, blockIdx.y, blockIdx.x));
+  if (!v_f16) store_v(tile, y, group_of(t, blockIdx.z, blockIdx.y, blockIdx.x));
+  else if (row < t.length) store_f16(t, (((i64)blockIdx.z * t.length + row) * t.heads + blockIdx.y) * kDim + 8 * piece, y);
 }

@@ -8,7 +8,6 @@
 namespace {
 
 using LogitMma = ptx::Wgmma<ptx::Operand::E4m3, kBlockN>;
-using OutMma = ptx::Wgmma<ptx::Operand::E4m3, kDim>;
 constexpr ptx::Swizzle kSwizzle = kDim == 128 ? ptx::Swizzle::B128 : ptx::Swizzle::B64;
 
 // A thread's row (of the first of its two) in the warpgroup and its place in a quad.
@@ -29,12 +28,19 @@ __device__ __forceinline__ void issue_qk(float (&s)[kBlockN / 2], u64 q, u64 k) 
   for (int i = 1; i < kDim / 32; i++) LogitMma::ss(s, ptx::wgmma_advance(q, 32 * i), ptx::wgmma_advance(k, 32 * i), 1);
   ptx::wgmma_commit();
 }
-// Issues steps [First, Last) of 32 keys of O += P V, or O = P V where `fresh`.
-template <int First, int Last>
-__device__ __forceinline__ void issue_pv(float (&o)[kDim / 2], const u32 (&p)[kBlockN / 8], u64 v, bool fresh) {
+// Issues the keys [First, Last) of O += P V, or of O = P V where `fresh`.
+template <int First, int Last, Pv Mode = kPv>
+__device__ __forceinline__ void issue_pv(float (&o)[kDim / 2], const u32 (&p)[kPRegisters], u64 v, bool fresh) {
+  using Mma = ptx::Wgmma<Mode == Pv::F16 ? ptx::Operand::F16 : ptx::Operand::E4m3, kDim>;
   ptx::wgmma_fence();
 #pragma unroll
-  for (int i = First; i < Last; i++) OutMma::rs(o, &p[4 * i], ptx::wgmma_advance(v, 32 * kDim * i), i != 0 || !fresh);
+  for (int i = First / kPvStep; i < Last / kPvStep; i++) {
+    const u64 keys = ptx::wgmma_advance(v, kPvRow * kPvStep * i);
+    if constexpr (Mode == Pv::F16) Mma::template rs<true>(o, &p[4 * i], keys, i != 0 || !fresh);
+    else if (Mode == Pv::Promote && i == 0) Mma::rs_overwrite(o, p, keys);
+    else Mma::rs(o, &p[4 * i], keys, i != 0 || !fresh);
+  }
+  ptx::wgmma_commit();
 }
 
 // Queries that have arrived, and what the loop over their keys needs of the work item.
@@ -54,19 +60,21 @@ struct Consumer {
   // The accumulation of one work item. NOTES: arrays are references, since the compiler takes a struct that holds arrays apart
   // only after it has unrolled the loops over them.
   float (&o)[kDim / 2];
-  u32 (&p)[kBlockN / 8];  // operand registers
+  u32 (&p)[kPRegisters];  // operand registers
   RowState& rows;
   float scale, to_units;  // P = 2^(scale logit); E4M3 logits: logit times `to_units` is in units of the descale
   bool fresh, flushed;    // O starts at the next product; part of it lies in shared memory
 
   __device__ __forceinline__ Consumer(const Params& params, const Pipeline& pipeline, u8* shared, const WorkItem* work,
-                                      float (&o)[kDim / 2], u32 (&p)[kBlockN / 8], RowState& rows)
+                                      float (&o)[kDim / 2], u32 (&p)[kPRegisters], RowState& rows)
       : params(params), pipeline(pipeline), shared(shared), work(work), leader(threadIdx.x % 32 == 0), item(0), kv(0), o(o), p(p),
         rows(rows) {
     const u32 base = uniform(pipeline.base);
     desc_k = ptx::wgmma_descriptor(base + kOffsetK, 16, 8 * kDim, kSwizzle);
-    // Core matrices of V: dims 128 bytes apart, groups of 16 keys 16 * kDim bytes apart
-    desc_v = ptx::wgmma_descriptor(base + kOffsetV, 16 * kDim, 128, ptx::Swizzle::None);
+    // Core matrices of V: dims 128 bytes apart, groups of 16 keys 16 * kDim bytes apart. In F16: rows of 64 dims, which the
+    // product takes transposed
+    desc_v = kPv == Pv::F16 ? ptx::wgmma_descriptor(base + kOffsetV, kValueRun, 8 * 128, ptx::Swizzle::B128)
+                            : ptx::wgmma_descriptor(base + kOffsetV, 16 * kDim, 128, ptx::Swizzle::None);
   }
 
   // NOTES: read anew at each use, as `place` is.
@@ -87,7 +95,7 @@ struct Consumer {
     if (leader) ptx::mbarrier_arrive(pipeline.v_empty(t % kKvStages));
   }
   __device__ __forceinline__ u64 k(u32 t) const { return ptx::wgmma_advance(desc_k, t % kKvStages * kTileBytes); }
-  __device__ __forceinline__ u64 v(u32 t) const { return ptx::wgmma_advance(desc_v, t % kKvStages * kTileBytes); }
+  __device__ __forceinline__ u64 v(u32 t) const { return ptx::wgmma_advance(desc_v, t % kKvStages * kValueBytes); }
 
   // Waits for the queries of work item i. It keeps its slot until `release_item`.
   __device__ __forceinline__ QueryTile acquire(u32 i) const {
@@ -117,6 +125,7 @@ struct Consumer {
   __device__ __forceinline__ void begin() {
     rows = {{kLowest, kLowest}, {0.0f, 0.0f}, {1.0f, 1.0f}, {1.0f, 1.0f}, {-kLowest, -kLowest}, {kLowest, kLowest}, 0, 0};
     fresh = true, flushed = false;
+    if (kPv == Pv::Promote) clear_o();
     if constexpr (kSplitKv || kTelemetry) {
       // NOTES: otherwise a row that does not exist, whose logits are zeros, would keep its warp from integer order.
       const int first_row = load_uniform(slot(item).tile.row);

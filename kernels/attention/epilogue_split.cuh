@@ -92,7 +92,7 @@ __device__ __forceinline__ void store(const Params& p, const WorkItem& item, con
 
 __device__ __forceinline__ void epilogue(Consumer& c) {
   const Params& p = c.params;
-  if (c.flushed) flush<false>(c.o, c.flushed_o(), c.rows.flush_rescale, false);
+  if (kPv == Pv::Flush && c.flushed) flush<false>(c.o, c.flushed_o(), c.rows.flush_rescale, false);
   WorkItem item;
   item.tile = {load_uniform(c.slot(c.item).tile.batch), load_uniform(c.slot(c.item).tile.head), load_uniform(c.slot(c.item).tile.row), 0};
   item.tile.split = load_uniform(c.slot(c.item).tile.split);

@@ -4,8 +4,8 @@
 // runs a mainloop over the keys (mainloop_*.cuh) with an online softmax (softmax.cuh), and writes the result (epilogue.cuh).
 // Barriers and buffers are those of pipeline.cuh, variants those of config.cuh.
 //
-// Operands: Q, K by TMA from any [batch, length, heads, dim] strides. V in the layout that cast_qkv.cu writes:
-// [batch, kv head, ceil(keys / 16), dim / 8, 8, 16] bytes, where byte 4 t + e of a group of 16 keys holds key
+// Operands: Q, K by TMA from any [batch, length, heads, dim] strides. V as cast_qkv.cu writes it: for P V in F16 as rows in
+// F16, [batch, length, heads, dim]; for FP8 as [batch, kv head, ceil(keys / 16), dim / 8, 8, 16] bytes, where byte 4 t + e of a group of 16 keys holds key
 // 8 (e / 2) + 2 t + e % 2. That is the K-major core-matrix order of `wgmma`, and its key order makes the accumulator
 // registers of the logits the operand registers of P.
 //
@@ -50,7 +50,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     // Consumers
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     float o[kDim / 2];
-    u32 p_operand[kBlockN / 8];
+    u32 p_operand[kPRegisters];
     RowState rows;
     Consumer c(p, pipeline, shared, work, o, p_operand, rows);
     if constexpr (kRolled) mainloop_rolled(c);

@@ -1,50 +1,81 @@
-// Mainloop with two sets of logit accumulators: the logits of tile j + 1 are computed in the second set during the
-// exponentials of tile j, P V of tile j is issued in halves as P is ready, and the maxima of tile j + 1 are found among the
-// exponentials of tile j. The last tile of a work item computes the first logits of the next item.
+// Mainloop with two tiles of logits in flight: the exponents of tile j leave the registers of Q K^T, which computes the logits of
+// tile j + 1 in them during the exponentials of tile j. The last tile of a work item computes the first logits of the next item.
 //
-//   S' = Q K_0^T
-//   for j = 1, 2, ...:  S, S' = S', Q K_j^T;  O += softmax(S) V_{j-1}, meanwhile the maxima of S';  rescale O
+//   S = Q K_0^T
+//   for j = 1, 2, ...:  X = scale S - shift;  S = Q K_j^T;  O += 2^X V_{j-1}, meanwhile the maxima of S;  rescale O
+//
+// Promote: P V of a whole tile takes the registers of X, which are free once P is packed, and O = rescale O + P V. Otherwise P V is
+// issued in halves as P is ready, and the maxima of S are found among the exponentials of X.
 #pragma once
 #include "attention/epilogue.cuh"
 
 namespace {
 
-// O += P V of tile t, with what can be known of `next`, the logits of tile n, which are in flight. Not `held`: there is no tile
-// t; not `real`: those logits are of no tile.
-__device__ __forceinline__ void softmax_pv(Consumer& c, const QueryTile& tile, float (&s)[kBlockN / 2], u32 t,
-                                           float (&next)[kBlockN / 2], int n, bool masked, bool held, bool real,
-                                           float (&top)[2], float (&low)[2]) {
-  constexpr int kHalves = kBlockN / kPvKeys;
-  float shift[2], sum[4] = {};
+// The next Q K^T: waits for tile `t` of keys unless `ready`, and issues it.
+struct NextLogits {
+  const QueryTile& tile;
+  u32 t;
+  int n;        // the tile's number in the work item
+  bool masked;
+  bool real;    // else the tensor cores go through stale memory and nobody looks: a branch would serialise them
+  u32 ready;
+};
+
+// Makes P of the logits `s` and issues O += P V of tile t (Promote: part = P V); under it `next` goes to `s`, and `top` and `low` become
+// what can be known of it. Not `held`: there is no tile t.
+__device__ __forceinline__ void softmax_pv(Consumer& c, float (&s)[kBlockN / 2], float (&part)[kDim / 2], u32 t, bool held,
+                                           const NextLogits& next, float (&top)[2], float (&low)[2]) {
+  float x[kBlockN / 2], shift[2], sum[4] = {};
   exponent_shift(c.rows, c.scale, shift);
-  ptx::keep(c.o);
+  exponents(x, s, c.scale, shift);
+  ptx::keep(x);
+  ptx::mbarrier_wait_uniform(c.k_full(next.t), c.parity(next.t), next.ready);
+  issue_qk(s, next.tile.q, c.k(next.t));
+  auto look_ahead = [&]() {
+    ptx::wgmma_wait<1>();
+    ptx::keep(s);
+    if (next.real) c.release_k(next.t);
+    c.mask_and_scan(next.tile, s, next.n, next.masked, top, low);
+  };
+  if constexpr (kPv == Pv::Promote) {
+    exponentiate<0, kBlockN / 2>(x, sum);
+    add_row_sum(c.rows, sum);
 #pragma unroll
-  for (int half = 0; half < kHalves; half++) {
-    if (half == kHalves - 1) {
-      ptx::wgmma_wait<(kHalves > 1 ? 1 : 0)>();
-      ptx::keep(next);
-      if (real) c.release_k(t + 1);
-      c.mask_and_scan(tile, next, n, masked, top, low);
-    }
-    if (half == 0) exponentiate<0, kPvKeys / 2>(s, c.scale, shift, sum);
-    if (half == 1) exponentiate<kPvKeys / 2, kBlockN / 2>(s, c.scale, shift, sum);
+    for (int i = 0; i < kBlockN / 16; i++) pack_p(c.p, x, i);
+    ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t), !held);
+    issue_pv<0, kBlockN>(part, c.p, c.v(t), true);
+    look_ahead();
+  } else {
+    ptx::keep(c.o);
+    exponentiate<0, kPvKeys / 2>(x, sum);
 #pragma unroll
-    for (int i = kPvKeys / 16 * half; i < kPvKeys / 16 * (half + 1); i++) pack_p(c.p, s, i);
-    if (half == 0 && kRolled) ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t), !held);
-    if (half == 0 && !kRolled) ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t));
-    if (half == 0) issue_pv<0, kPvKeys / 32>(c.o, c.p, c.v(t), c.fresh);
-    if (half == 1) issue_pv<kPvKeys / 32, kBlockN / 32>(c.o, c.p, c.v(t), c.fresh);
-    ptx::wgmma_commit();
+    for (int i = 0; i < kPvKeys / 16; i++) pack_p(c.p, x, i);
+    ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t), !held);
+    issue_pv<0, kPvKeys>(c.o, c.p, c.v(t), c.fresh);
+    look_ahead();
+    exponentiate<kPvKeys / 2, kBlockN / 2>(x, sum);
+#pragma unroll
+    for (int i = kPvKeys / 16; i < kBlockN / 16; i++) pack_p(c.p, x, i);
+    issue_pv<kPvKeys, kBlockN>(c.o, c.p, c.v(t), c.fresh);
+    c.fresh = false;
+    add_row_sum(c.rows, sum);
   }
-  c.fresh = false;
-  add_row_sum(c.rows, sum);
+}
+
+// Waits for P V of tile t. Promote: adds it to O, which is owed `rescale`.
+__device__ __forceinline__ void wait_pv(Consumer& c, float (&part)[kDim / 2], const float (&rescale)[2], u32 t, bool held) {
+  ptx::wgmma_wait<0>();
+  if constexpr (kPv == Pv::Promote) ptx::keep(part);
+  else ptx::keep(c.o);
+  if (held) c.release_v(t);
+  if constexpr (kPv == Pv::Promote) promote(c.o, part, rescale);
 }
 
 __device__ __forceinline__ void mainloop_double(Consumer& c) {
   QueryTile tile = c.acquire(0);
-  // `odd` may hold the first logits of the item, computed under the last product of the item before; `top` and `low` are what
+  // `s` may hold the first logits of the item, computed under the last product of the item before; `top` and `low` are what
   // `mask_and_scan` found in them.
-  float even[kBlockN / 2], odd[kBlockN / 2], top[2], low[2];
+  float s[kBlockN / 2], top[2], low[2];
   bool begun = false;
   while (tile.key_tiles >= 0) {
     c.begin();
@@ -58,75 +89,51 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
     const u32 stop = c.kv + key_tiles - (begun ? 1 : 0);
     int whole = c.unmasked_tiles(tile);
     u32 ready = 0;
-    auto step = [&](float (&s)[kBlockN / 2], float (&next)[kBlockN / 2], bool masked) {
+    auto step = [&](bool masked) {
       const u32 t = c.kv;
       const int n = stop - t - 1;
-      ptx::mbarrier_wait_uniform(c.k_full(t), c.parity(t), ready);
-      issue_qk(next, tile.q, c.k(t));
+      masked = masked && n >= whole;
       c.kv = t + 1;
-      softmax_pv(c, tile, s, t - 1, next, n, masked && n >= whole, true, true, top, low);
-      ready = masked ? 0 : ptx::mbarrier_try_wait(c.k_full(t + 1), c.parity(t + 1));
-
-      // Wait for P V, rescale O
-      const bool moved = update_row_max(next, top, low, c.rows, c.scale, masked && n >= whole);
-      ptx::wgmma_wait<0>();
-      ptx::keep(c.o);
-      c.release_v(t - 1);
-      if (moved) scale_rows(c.o, c.rows.rescale);
+      float part[kDim / 2];
+      softmax_pv(c, s, part, t - 1, true, {tile, t, n, masked, true, ready}, top, low);
+      ready = ptx::mbarrier_try_wait(c.k_full(t + 1), c.parity(t + 1));
+      const float rescale[2] = {c.rows.rescale[0], c.rows.rescale[1]};
+      const bool moved = update_row_max(s, top, low, c.rows, c.scale, masked);
+      wait_pv(c, part, rescale, t - 1, true);
+      if (kPv != Pv::Promote && moved) scale_rows(c.o, c.rows.rescale);
     };
 
     // First logits, where the item before did not bring them
     if (!begun) {
       ptx::mbarrier_wait_uniform(c.k_full(c.kv), c.parity(c.kv));
-      issue_qk(odd, tile.q, c.k(c.kv));
+      issue_qk(s, tile.q, c.k(c.kv));
       ptx::wgmma_wait<0>();
-      ptx::keep(odd);
+      ptx::keep(s);
       c.release_k(c.kv);
       c.kv++;
-      c.mask_and_scan(tile, odd, key_tiles - 1, key_tiles > whole, top, low);
+      c.mask_and_scan(tile, s, key_tiles - 1, key_tiles > whole, top, low);
     }
-    update_row_max(odd, top, low, c.rows, c.scale, key_tiles > whole);
+    update_row_max(s, top, low, c.rows, c.scale, key_tiles > whole);
 
-    // Pairs of tiles follow, so that the last one's logits are in `even`: the masked ones apart, and a flush where due
-    if (key_tiles % 2 != 0) {
-#pragma unroll
-      for (int i = 0; i < kBlockN / 2; i++) even[i] = odd[i];
-    } else {
-      // NOTES: a loop that never repeats, since straight code costs spills.
-      do step(odd, even, true);
-      while (c.params.units < 0);
-    }
+    // Masked tiles, then the others, with a flush where one is due
     c.kv = uniform(c.kv);
-    int pairs = (key_tiles - 1) / 2, masked_pairs = (max(0, (int)(stop - c.kv) - whole) + 1) / 2;
-    while (pairs > 0) {
-      int run = min(pairs, kFlushTiles / 2);
-      pairs -= run;
-      for (; run > 0 && masked_pairs > 0; run--, masked_pairs--) {
-        step(even, odd, true);
-        step(odd, even, true);
-      }
-      for (; run > 0; run--) {
-        step(even, odd, false);
-        step(odd, even, false);
-      }
-      if (pairs > 0) c.flush_o();
+    int left = stop - c.kv, masked_left = max(0, left - whole);
+    while (left > 0) {
+      int run = kPv == Pv::Flush ? min(left, kFlushTiles) : left;
+      left -= run;
+      for (; run > 0 && masked_left > 0; run--, masked_left--) step(true);
+      for (; run > 0; run--) step(false);
+      if (kPv == Pv::Flush && left > 0) c.flush_o();
     }
 
     // The last product, and the next item's first logits
-    // NOTES: where there are none the tensor cores go through stale memory and nobody looks: a branch would serialise them. The
-    // loop never repeats, as above.
     const u32 t = c.kv;
     tile = c.acquire(c.item + 1);
     if constexpr (kCausal) whole = c.unmasked_tiles(tile);
     begun = tile.key_tiles > 0;
-    do {
-      ptx::mbarrier_wait_uniform(c.k_full(t), c.parity(t), begun ? ready : 1);
-      issue_qk(odd, tile.q, c.k(t));
-      softmax_pv(c, tile, even, t - 1, odd, tile.key_tiles - 1, tile.key_tiles > whole, true, begun, top, low);
-      ptx::wgmma_wait<0>();
-      ptx::keep(c.o);
-      c.release_v(t - 1);
-    } while (c.params.units < 0);
+    float part[kDim / 2];
+    softmax_pv(c, s, part, t - 1, true, {tile, t, tile.key_tiles - 1, tile.key_tiles > whole, begun, begun ? ready : 1}, top, low);
+    wait_pv(c, part, c.rows.rescale, t - 1, true);
     c.kv = uniform(begun ? t + 1 : t);
     epilogue(c);
   }

@@ -1,7 +1,6 @@
 // The double-buffered mainloop with one copy of its code, for splits of few tiles: such a call waits for its own instructions,
 // which come from device memory. The same loop body makes every tile, the first logits of the next item and an item's last
-// product; its first turn, of no tile, fetches the instructions while the first copies are in flight. The price is a move of
-// the logits between the two sets each turn.
+// product; its first turn, of no tile, fetches the instructions while the first copies are in flight.
 #pragma once
 #include "attention/mainloop_double.cuh"
 
@@ -9,10 +8,10 @@ namespace {
 
 __device__ __forceinline__ void mainloop_rolled(Consumer& c) {
   QueryTile tile = {0, 0, 0, c.desc_k};
-  float logits[kBlockN / 2] = {}, next[kBlockN / 2], top[2], low[2];
+  float s[kBlockN / 2] = {}, top[2], low[2];
   c.rows = {}, c.scale = 0.0f, c.fresh = true;
   int left = 0, whole = 0, collected = 0;  // tiles of the item whose logits are still to come; products since O was flushed
-  bool held = false;                       // `logits` are of the current item
+  bool held = false;                       // `s` is of the current item
   for (bool begun = false;; begun = true) {
     const bool crossing = left == 0;
     if (crossing && begun) {
@@ -21,12 +20,9 @@ __device__ __forceinline__ void mainloop_rolled(Consumer& c) {
     }
     const bool real = left > 0, masked = left > whole;
     const u32 t = c.kv;
-    ptx::mbarrier_wait_uniform(c.k_full(t), c.parity(t), !real);
-    issue_qk(next, tile.q, c.k(t));
-    softmax_pv(c, tile, logits, t - 1, next, left - 1, masked, held, real, top, low);
-    ptx::wgmma_wait<0>();
-    ptx::keep(c.o);
-    if (held) c.release_v(t - 1);
+    float part[kDim / 2];
+    softmax_pv(c, s, part, t - 1, held, {tile, t, left - 1, masked, real, !real}, top, low);
+    wait_pv(c, part, c.rows.rescale, t - 1, held);
     if (crossing && begun) {
       // An item without keys ends before it begins
       bool empty = tile.key_tiles == 0;
@@ -40,13 +36,11 @@ __device__ __forceinline__ void mainloop_rolled(Consumer& c) {
       held = real, collected = -1;
     }
     if (real) {
-      if (update_row_max(next, top, low, c.rows, c.scale, masked)) scale_rows(c.o, c.rows.rescale);
-      if (++collected == kFlushTiles) c.flush_o(), collected = 0;
+      const bool moved = update_row_max(s, top, low, c.rows, c.scale, masked);
+      if (kPv != Pv::Promote && moved) scale_rows(c.o, c.rows.rescale);
+      if (kPv == Pv::Flush && ++collected == kFlushTiles) c.flush_o(), collected = 0;
     }
-    c.kv = uniform(real ? t + 1 : t), left = uniform(real ? left - 1 : 0);
-#pragma unroll
-    for (int i = 0; i < kBlockN / 2; i++) logits[i] = next[i];
-  }
+    c.kv = uniform(real ? t + 1 : t), left = uniform(real ? left - 1 : 0);  }
 }
 
 }  // namespace

@@ -26,12 +26,27 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
     auto softmax = [&]() {
       float shift[2], sum[4] = {};
       exponent_shift(c.rows, c.scale, shift);
-      exponentiate<0, kBlockN / 2>(s, c.scale, shift, sum);
+      exponents(s, s, c.scale, shift);
+      exponentiate<0, kBlockN / 2>(s, sum);
       add_row_sum(c.rows, sum);
     };
     auto pack = [&]() {
 #pragma unroll
       for (int i = 0; i < kBlockN / 16; i++) pack_p(c.p, s, i);
+    };
+    // O += P V of tile t. Promote: into `part`, to be added to O, which is owed `rescale`.
+    float part[kDim / 2];
+    auto issue = [&](u32 t) {
+      ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t));
+      if constexpr (kPv != Pv::Promote) ptx::keep(c.o);
+      issue_pv<0, kBlockN>(kPv == Pv::Promote ? part : c.o, c.p, c.v(t), c.fresh);
+      c.fresh = false;
+    };
+    auto wait = [&](u32 t, const float (&rescale)[2]) {
+      ptx::wgmma_wait<0>();
+      ptx::keep(kPv == Pv::Promote ? part : c.o);
+      c.release_v(t);
+      if constexpr (kPv == Pv::Promote) promote(c.o, part, rescale);
     };
     auto step = [&](bool masked) {
       // Issue the logits of this tile, then P V of the one before
@@ -39,11 +54,8 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
       const int n = stop - t - 1;
       ptx::mbarrier_wait_uniform(c.k_full(t), c.parity(t));
       issue_qk(s, tile.q, c.k(t));
-      ptx::mbarrier_wait_uniform(c.v_full(t - 1), c.parity(t - 1));
-      ptx::keep(c.o);
-      issue_pv<0, kBlockN / 32>(c.o, c.p, c.v(t - 1), c.fresh);
-      ptx::wgmma_commit();
-      c.fresh = false;
+      issue(t - 1);
+      const float rescale[2] = {c.rows.rescale[0], c.rows.rescale[1]};
       c.kv = t + 1;
 
       // Softmax under P V
@@ -58,10 +70,8 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
       if (!(c.rows.row_sum[0] + c.rows.row_sum[1] < 0.0f)) c.release_k(t);
 
       // Wait for P V, rescale O, round P for the next
-      ptx::wgmma_wait<0>();
-      ptx::keep(c.o);
-      c.release_v(t - 1);
-      if (moved) scale_rows(c.o, c.rows.rescale);
+      wait(t - 1, rescale);
+      if (kPv != Pv::Promote && moved) scale_rows(c.o, c.rows.rescale);
       pack();
     };
 
@@ -94,7 +104,7 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
     c.kv = uniform(c.kv);
     int left = stop - c.kv, masked_left = max(0, left - whole);
     while (left > 0) {
-      int run = min(left, kFlushTiles);
+      int run = kPv == Pv::Flush ? min(left, kFlushTiles) : left;
       left -= run;
       if constexpr (kLogitsE4m3) {
         // NOTES: a second copy of this longer step costs registers.
@@ -103,17 +113,12 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
         for (; run > 0 && masked_left > 0; run--, masked_left--) step(true);
         for (; run > 0; run--) step(false);
       }
-      if (left > 0) c.flush_o();
+      if (kPv == Pv::Flush && left > 0) c.flush_o();
     }
 
     // Last P V
-    ptx::mbarrier_wait_uniform(c.v_full(c.kv - 1), c.parity(c.kv - 1));
-    ptx::keep(c.o);
-    issue_pv<0, kBlockN / 32>(c.o, c.p, c.v(c.kv - 1), c.fresh);
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    ptx::keep(c.o);
-    c.release_v(c.kv - 1);
+    issue(c.kv - 1);
+    wait(c.kv - 1, c.rows.rescale);
     epilogue(c);
     tile = c.acquire(c.item);
   }

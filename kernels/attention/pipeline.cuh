@@ -29,7 +29,7 @@ struct Pipeline {
   __device__ __forceinline__ u32 v_empty(u32 stage) const { return v_empty_bars + 8 * stage; }
   __device__ __forceinline__ u32 q(u32 stage, u32 consumer) const { return base + (stage * kConsumers + consumer) * kQBytes; }
   __device__ __forceinline__ u32 k(u32 stage) const { return base + kOffsetK + stage * kTileBytes; }
-  __device__ __forceinline__ u32 v(u32 stage) const { return base + kOffsetV + stage * kTileBytes; }
+  __device__ __forceinline__ u32 v(u32 stage) const { return base + kOffsetV + stage * kValueBytes; }
 
   // By one thread. `consumers`: how many take tiles.
   __device__ __forceinline__ void init(int consumers) const {

@@ -36,8 +36,14 @@ __device__ __forceinline__ void load_kv(const Pipeline& pipeline, const TensorMa
   ptx::tma_load_4d(pipeline.k(k.index), &map_k, pipeline.k_full(k.index), 0, head, n * kBlockN, batch);
   if (!kShortProducer) k.advance();
   ptx::mbarrier_wait_uniform(pipeline.v_empty(v.index), v.parity ^ 1);
-  ptx::mbarrier_arrive_expect_tx(pipeline.v_full(v.index), kTileBytes);
-  ptx::tma_load_3d(pipeline.v(v.index), &map_v, pipeline.v_full(v.index), 0, n * (kBlockN / 16), batch * heads_kv + head);
+  ptx::mbarrier_arrive_expect_tx(pipeline.v_full(v.index), kValueBytes);
+  if constexpr (kPv == Pv::F16) {
+#pragma unroll
+    for (int run = 0; run < kDim / 64; run++)
+      ptx::tma_load_4d(pipeline.v(v.index) + run * kValueRun, &map_v, pipeline.v_full(v.index), 64 * run, head, n * kBlockN, batch);
+  } else {
+    ptx::tma_load_3d(pipeline.v(v.index), &map_v, pipeline.v_full(v.index), 0, n * (kBlockN / 16), batch * heads_kv + head);
+  }
   v.advance();
 }
 

@@ -1,8 +1,8 @@
 // Online softmax of one warpgroup on a tile of logits, in the accumulator layout of ptx/wgmma.cuh: value i of a thread lies in
 // row r = i / 2 % 2 of its two, column 8 (i / 4) + i % 2 of those that the thread sees.
 //
-// P = 2^(8 + scale (logit - row_max)) with row_max a row's running maximum: P never passes 256, and the largest is exact. O
-// is rescaled only by warps whose maximum moved. Row sums take the unrounded values in f32.
+// P = 2^(8 + scale (logit - row_max)) with row_max a row's running maximum: P never passes 256, and the largest is exact. Row
+// sums take the unrounded values in f32.
 #pragma once
 #include "attention/config.cuh"
 #include "ptx/convert.cuh"
@@ -14,7 +14,7 @@ namespace {
 struct RowState {
   float row_max[2];        // running maximum, subtracted from the logits
   float row_sum[2];        // of P before rounding, this thread's columns
-  float rescale[2];        // what O is owed since the last tile
+  float rescale[2];        // what O is owed since the last tile: 1 where the maximum stayed (Flush, F16: stale)
   float flush_rescale[2];  // what the flushed O is owed
   float row_min[2];        // telemetry
   float unrounded_max[2];  // telemetry of E4M3 logits: the maximum before they are rounded
@@ -114,6 +114,7 @@ __device__ __forceinline__ bool update_row_max(const float (&s)[kBlockN / 2], fl
                                                float scale, bool masked) {
   if (!kLogitsE4m3) resolve_extremes(s, top, low, rows, rows.row_max, masked);
   const bool moved = __any_sync(~0u, top[0] > rows.row_max[0] || top[1] > rows.row_max[1]);
+  if (kPv == Pv::Promote) rows.rescale[0] = rows.rescale[1] = 1.0f;
   if (moved) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -121,7 +122,7 @@ __device__ __forceinline__ bool update_row_max(const float (&s)[kBlockN / 2], fl
       rows.rescale[r] = ptx::exp2_approx((rows.row_max[r] - m) * scale);
       rows.row_max[r] = m;
       rows.row_sum[r] *= rows.rescale[r];
-      rows.flush_rescale[r] *= rows.rescale[r];
+      if (kPv == Pv::Flush) rows.flush_rescale[r] *= rows.rescale[r];
     }
   }
   return moved;
@@ -132,13 +133,16 @@ __device__ __forceinline__ void exponent_shift(const RowState& rows, float scale
 #pragma unroll
   for (int r = 0; r < 2; r++) shift[r] = fmaf(rows.row_max[r], scale, -kPLog2Scale);
 }
-// P of the logits [First, Last), in place, and the sums of its columns: `sum[2 r]` and `sum[2 r + 1]` of row r.
-template <int First, int Last, int N>
-__device__ __forceinline__ void exponentiate(float (&s)[N], float scale, const float (&shift)[2], float (&sum)[4]) {
+template <int N> __device__ __forceinline__ void exponents(float (&x)[N], const float (&s)[N], float scale, const float (&shift)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = fmaf(s[i], scale, -shift[(i >> 1) & 1]);
+}
+// P of the exponents [First, Last), in place, and the sums of its columns: `sum[2 r]` and `sum[2 r + 1]` of row r.
+template <int First, int Last, int N> __device__ __forceinline__ void exponentiate(float (&x)[N], float (&sum)[4]) {
 #pragma unroll
   for (int i = First; i < Last; i++) {
-    s[i] = ptx::exp2_approx(fmaf(s[i], scale, -shift[(i >> 1) & 1]));
-    sum[i & 3] = i < 4 ? s[i] : sum[i & 3] + s[i];
+    x[i] = ptx::exp2_approx(x[i]);
+    sum[i & 3] = i < 4 ? x[i] : sum[i & 3] + x[i];
   }
 }
 __device__ __forceinline__ void add_row_sum(RowState& rows, const float (&sum)[4]) {
@@ -146,8 +150,13 @@ __device__ __forceinline__ void add_row_sum(RowState& rows, const float (&sum)[4
   for (int r = 0; r < 2; r++) rows.row_sum[r] += sum[2 * r] + sum[2 * r + 1];
 }
 // The operand registers of 16 keys of P from their eight values. NOTES: their order is that of the keys in V's layout.
-template <int N> __device__ __forceinline__ void pack_p(u32 (&p)[N / 4], const float (&s)[N], int group) {
+template <int N> __device__ __forceinline__ void pack_p(u32 (&p)[kPRegisters], const float (&s)[N], int group) {
   const int i = 8 * group;
+  if constexpr (kPv == Pv::F16) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) p[4 * group + j] = ptx::f16x2(s[i + 2 * j], s[i + 2 * j + 1]);
+    return;
+  }
   p[2 * group] = ptx::e4m3x4_merged(s[i], s[i + 1], s[i + 4], s[i + 5]);
   p[2 * group + 1] = ptx::e4m3x4_merged(s[i + 2], s[i + 3], s[i + 6], s[i + 7]);
 }
@@ -156,7 +165,12 @@ template <int N> __device__ __forceinline__ void scale_rows(float (&o)[N], const
 #pragma unroll
   for (int i = 0; i < N; i++) o[i] *= factor[(i >> 1) & 1];
 }
-// The second level of accumulation: o += factor * slot, then (when `Store`) back to the slot. Slots are private to threads.
+// The second level of accumulation in registers: o = factor * o + part.
+template <int N> __device__ __forceinline__ void promote(float (&o)[N], const float (&part)[N], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) o[i] = fmaf(o[i], factor[(i >> 1) & 1], part[i]);
+}
+// And in shared memory: o += factor * slot, then (when `Store`) back to the slot. Slots are private to threads.
 template <bool Store, int N>
 __device__ __forceinline__ void flush(float (&o)[N], float4* slot, const float (&factor)[2], bool first) {
 #pragma unroll

@@ -63,6 +63,12 @@ template <Operand Type, int N> struct Wgmma;
                    "{%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1;\n}\n"                                   \
                    : ACCUMULATORS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                \
     }                                                                                                                     \
+    __device__ static __forceinline__ void rs_overwrite(float (&d)[N / 2], const u32* a, u64 b) {                        \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5 ", 0;\n"                                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" REGS "}, "                               \
+                   "{%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1;\n}\n"                                   \
+                   : OUTPUTS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(0));                              \
+    }                                                                                                                     \
   };
 // 16-bit operands may be transposed: stored with the side of 64 (of N) contiguous.
 #define WGMMA_16BIT(TYPE, TEXT, N, REGS, ACCUMULATORS, I0, I1, I2, I3, I4, I5, I6)                                        \

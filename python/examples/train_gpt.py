@@ -2,17 +2,20 @@
 """Trains a GPT on local text with FP8 attention under any scaling policy, on one GPU.
 
     python train_gpt.py --text DIR --policy geometry --log geometry.jsonl
-    python train_gpt.py --text DIR --policy bf16 --log bf16.jsonl          # the control: no FP8
+    python train_gpt.py --text DIR --attention bf16 --log bf16.jsonl       # the control: no FP8
+    python train_gpt.py --text DIR --size 1b --seq-len 4096 --batch 2 --steps 30 --attention fp8   # tokens a second, memory
     python train_gpt.py --plot losses.svg geometry.jsonl bf16.jsonl
     python train_gpt.py --table geometry.jsonl bf16.jsonl
 
 The model reads bytes; `--size` names its dimensions, `--width`, `--layers`, `--heads` and `--kv-heads` change them. Weights are f32, the rest runs in BF16 autocast; attention is cast to E4M3 by the policy's descales
-and runs in the package's kernel, with a BF16 backward. `--spike 200:8:15` multiplies the learning rate by 8 from step 200
+and runs in the package's kernels, forward and backward; `--attention bf16` is the control, PyTorch's own. `--compile` compiles
+the model. `--spike 200:8:15` multiplies the learning rate by 8 from step 200
 for 15 steps; `--resume 300` drops the policy's memory at step 300, as a resume from weights alone does
 (`--resume 300:state` keeps it).
 
 Each logged step is a line of JSON: loss, learning rate, and since the last line the number of values that overflowed
-(|x / descale| > 448) and the peak of |x / descale| for q, k and v. The last line has the loss on held-out text.
+(|x / descale| > 448) and the peak of |x / descale| for q, k and v. The last line has the loss on held-out text, tokens a second
+from the tenth step on, and the most memory that PyTorch held at a time.
 """
 
 import argparse
@@ -31,7 +34,10 @@ import sigmascale.torch as fp8
 SIZES = {
     "5m": dict(width=256, layers=6, heads=4, kv_heads=2),
     "125m": dict(width=768, layers=18, heads=12, kv_heads=12),
+    "1b": dict(width=2048, layers=22, heads=16, kv_heads=8),
 }
+# Steps before time is taken: kernels are compiled and memory is found.
+WARM = 10
 SUFFIXES = {".txt", ".md", ".py", ".rs", ".rst", ".c", ".h", ".html", ".json", ".toml"}
 
 
@@ -246,6 +252,7 @@ def train(args):
     with torch.device("cuda"):
         model = Gpt(args.style, args.seq_len, **size)
     runtime = attach(model, args.policy)
+    run = torch.compile(model) if args.compile else model
     watch = Watch(runtime) if runtime else None
     decay = [p for p in model.parameters() if p.dim() == 2]
     other = [p for p in model.parameters() if p.dim() != 2]
@@ -259,17 +266,20 @@ def train(args):
         | size
         | {"parameters": parameters, "device": torch.cuda.get_device_name(), "torch": torch.__version__}
     )
-    start = time.time()
+    start = warm = time.time()
     for step, window in zip(range(args.steps), batches(text, args.batch, args.seq_len, args.seed)):
         if step == resume_at and runtime:
             state = runtime.state_dict() if with_state else None
             runtime = attach(model, args.policy)
             if state:
                 runtime.load_state_dict(state)
+        if step == WARM:
+            torch.cuda.synchronize()
+            warm = time.time()
         rate = learning_rate(args, step)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = loss_of(model, window)
+        loss = loss_of(run, window)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -279,11 +289,17 @@ def train(args):
             runtime.refresh()
         if step % args.every == 0 or step + 1 == args.steps:
             write({"step": step, "loss": loss.item(), "lr": rate} | (watch.take() if watch else {}))
+    torch.cuda.synchronize()
+    tokens = args.batch * args.seq_len * (args.steps - (WARM if args.steps > WARM else 0))
+    speed = {
+        "tokens_per_second": round(tokens / (time.time() - warm)),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
     with torch.no_grad():
         windows = batches(held_out, args.batch, args.seq_len, 1234)
         loss = sum(loss_of(model, next(windows)).item() for _ in range(20)) / 20
     end = {"overflow_steps": watch.steps.item()} if watch else {}
-    write({"held_out_loss": loss, "seconds": round(time.time() - start, 1)} | end)
+    write({"held_out_loss": loss, "seconds": round(time.time() - start, 1)} | speed | end)
 
 
 def plot(file, logs):
@@ -340,6 +356,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", metavar="DIR", help="folder of text to train on")
     parser.add_argument("--policy", default="geometry", choices=["bf16", *fp8.POLICIES])
+    parser.add_argument("--attention", default="fp8", choices=["fp8", "bf16"], help="bf16: as --policy bf16")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--style", default="llama", choices=["llama", "gpt2"])
     parser.add_argument("--size", default="5m", choices=list(SIZES))
     for name in ("--width", "--layers", "--heads", "--kv-heads"):
@@ -368,7 +386,9 @@ def main():
         parser.error("--text DIR is needed: any folder of text, source code will do")
     if args.logs:
         parser.error("logs are for --plot and --table")
-    del args.logs, args.plot, args.table
+    if args.attention == "bf16":
+        args.policy = "bf16"
+    del args.logs, args.plot, args.table, args.attention
     return train(args)
 
 

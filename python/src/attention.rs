@@ -1,13 +1,14 @@
-//! The fused attention kernel over tensors that Python owns.
+//! The attention kernels, forward and backward, over tensors that Python owns.
 
 use crate::device::stream;
 use crate::errors::raise;
 use crate::work::{OnDevice, on_device};
 use pyo3::prelude::*;
-use sigmascale::attention::{AttentionCall, AttentionShape, Mask};
+use sigmascale::attention::{AttentionCall, AttentionShape, Mask, PvAccumulator};
 use sigmascale::cuda::{Device, DevicePtr};
-use sigmascale::device::attention::{Cuda, Descales, Element, Tensors, View};
-use sigmascale::stats::stats_words;
+use sigmascale::device::attention::{
+    BackwardEngine, BackwardTensors, Cuda, Delta, Descales, Element, SavedOperands, Tensors, View,
+};
 use sigmascale::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 
@@ -35,9 +36,27 @@ fn view<const R: usize>(name: &str, (ptr, dtype, shape, strides): &Array) -> Res
     Ok(unsafe { View::new(DevicePtr(*ptr), element(dtype)?, shape, strides) })
 }
 
-/// What one call takes.
+fn optional<const R: usize>(name: &str, array: &Option<Array>) -> Result<Option<View<R>>> {
+    array.as_ref().map(|array| view(name, array)).transpose()
+}
+
+fn descales([q, k, v]: &[Array; 3]) -> Result<Descales> {
+    let [q, k, v] = [("q descale", q), ("k descale", k), ("v descale", v)].map(|(name, x)| view(name, x).map(Some));
+    Ok(Descales { q: q?, k: k?, v: v?, o: None, logit: None })
+}
+
+fn call(q: &Array, k: &Array, causal: bool, softmax_scale: f64) -> Result<AttentionCall> {
+    let (&[batch, len_q, n_q_heads, d_head], &[_, len_k, n_kv_heads, _]) = (&q.2[..], &k.2[..]) else {
+        return Err(Error::argument("q and k must be (batch, length, heads, d_head)"));
+    };
+    let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head };
+    let mask = if causal { Mask::CAUSAL } else { Mask::NONE };
+    Ok(AttentionCall { mask, softmax_scale, ..AttentionCall::causal(shape) })
+}
+
+/// What a forward takes.
 #[derive(FromPyObject)]
-pub struct Call {
+pub struct Forward {
     #[pyo3(item)]
     q: Array,
     #[pyo3(item)]
@@ -47,88 +66,166 @@ pub struct Call {
     #[pyo3(item)]
     out: Array,
     #[pyo3(item)]
-    lse: Option<Array>,
+    lse: Array,
     #[pyo3(item)]
     stats: Option<Array>,
     #[pyo3(item)]
-    descales: [Option<Array>; 3],
+    descales: [Array; 3],
     #[pyo3(item)]
-    logit_descale: Option<Array>,
+    saved: Option<[Array; 3]>,
     #[pyo3(item)]
-    workspace: Array,
+    accumulator: String,
+    #[pyo3(item)]
+    causal: bool,
+    #[pyo3(item)]
+    softmax_scale: f64,
+}
+
+impl Forward {
+    fn accumulator(&self) -> Result<PvAccumulator> {
+        self.accumulator.parse()
+    }
+
+    fn saved(&self) -> Result<Option<SavedOperands>> {
+        let saved = |[q, k, v]: &[Array; 3]| {
+            Ok(SavedOperands { q: view("saved q", q)?, k: view("saved k", k)?, v: view("saved v", v)? })
+        };
+        self.saved.as_ref().map(saved).transpose()
+    }
+
+    fn call(&self) -> Result<AttentionCall> {
+        call(&self.q, &self.k, self.causal, self.softmax_scale)
+    }
+
+    fn tensors(&self) -> Result<Tensors> {
+        Ok(Tensors {
+            q: view("q", &self.q)?,
+            k: view("k", &self.k)?,
+            v: view("v", &self.v)?,
+            descales: descales(&self.descales)?,
+            accumulator: self.accumulator()?,
+            saved: self.saved()?,
+            rope: None,
+            out: view("out", &self.out)?,
+            lse: Some(view("lse", &self.lse)?),
+            stats: optional("stats", &self.stats)?,
+        })
+    }
+
+    fn bytes(&self) -> Result<usize> {
+        Cuda::workspace_bytes(&self.call()?, element(&self.q.1)?, self.accumulator()?, self.saved.is_some())
+    }
+}
+
+/// What a backward takes: operands in E4M3, and the output of a forward whose sums of P V are unbiased.
+#[derive(FromPyObject)]
+pub struct Backward {
+    #[pyo3(item)]
+    q: Array,
+    #[pyo3(item)]
+    k: Array,
+    #[pyo3(item)]
+    v: Array,
+    #[pyo3(item)]
+    out: Array,
+    #[pyo3(item)]
+    lse: Array,
+    #[pyo3(item)]
+    d_out: Array,
+    #[pyo3(item)]
+    dq: Array,
+    #[pyo3(item)]
+    dk: Array,
+    #[pyo3(item)]
+    dv: Array,
+    #[pyo3(item)]
+    descales: [Array; 3],
     #[pyo3(item)]
     causal: bool,
     #[pyo3(item)]
     softmax_scale: f64,
     #[pyo3(item)]
-    stream: u64,
+    deterministic: bool,
 }
 
-/// The kernel on one device.
+impl Backward {
+    fn call(&self) -> Result<AttentionCall> {
+        call(&self.q, &self.k, self.causal, self.softmax_scale)
+    }
+
+    fn tensors(&self) -> Result<BackwardTensors> {
+        Ok(BackwardTensors {
+            q: view("q", &self.q)?,
+            k: view("k", &self.k)?,
+            v: view("v", &self.v)?,
+            descales: descales(&self.descales)?,
+            lse: view("lse", &self.lse)?,
+            delta: Delta::Output(view("out", &self.out)?),
+            d_out: view("d_out", &self.d_out)?,
+            dq: view("dq", &self.dq)?,
+            dk: view("dk", &self.dk)?,
+            dv: view("dv", &self.dv)?,
+        })
+    }
+}
+
+/// The kernels on one device.
 #[pyclass(frozen)]
 pub struct Attention {
     cuda: OnDevice<Cuda>,
-    /// Cast and attention of one call share a workspace: those of two threads must not mix on one stream.
+    /// Without and with a fixed order of the sums of dQ.
+    backward: [OnDevice<BackwardEngine>; 2],
+    /// The kernels of one call begin before the one in front of them has ended, and rely on it being their own: those of two
+    /// threads must not mix on one stream.
     launching: Mutex<()>,
-}
-
-fn shape(q: &[usize], k: &[usize]) -> Result<AttentionShape> {
-    let (&[batch, len_q, n_q_heads, d_head], &[_, len_k, n_kv_heads, _]) = (q, k) else {
-        return Err(Error::argument("q and k must be (batch, length, heads, d_head)"));
-    };
-    Ok(AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head })
 }
 
 #[pymethods]
 impl Attention {
     #[new]
     fn new(py: Python<'_>, device: usize) -> PyResult<Self> {
-        let cuda = on_device(py, || Device::open(device).and_then(|device| Cuda::new(&device)).map(OnDevice::new))?;
-        Ok(Self { cuda, launching: Mutex::new(()) })
+        on_device(py, || {
+            let device = Device::open(device)?;
+            let engine = |deterministic| {
+                BackwardEngine::new(&device).map(|engine| OnDevice::new(engine.with_deterministic(deterministic)))
+            };
+            let (cuda, backward) = (OnDevice::new(Cuda::new(&device)?), [engine(false)?, engine(true)?]);
+            Ok(Self { cuda, backward, launching: Mutex::new(()) })
+        })
     }
 
-    /// Bytes of workspace and words of telemetry of a call.
-    #[staticmethod]
-    fn sizes(py: Python<'_>, q: Vec<usize>, k: Vec<usize>, dtype: &str) -> PyResult<(usize, usize)> {
-        let sizes = || {
-            let shape = shape(&q, &k)?;
-            let call = AttentionCall::causal(shape);
-            let bytes = Cuda::workspace_bytes(&call, element(dtype)?)?;
-            Ok::<_, Error>((bytes, stats_words(shape.n_q_heads, shape.n_kv_heads)))
-        };
-        sizes().map_err(|error| raise(py, &error))
+    /// Bytes of workspace of a forward.
+    fn forward_bytes(&self, py: Python<'_>, call: Forward) -> PyResult<usize> {
+        call.bytes().map_err(|error| raise(py, &error))
     }
 
     /// Puts cast and attention on the stream.
-    fn forward(&self, py: Python<'_>, call: Call) -> PyResult<()> {
+    fn forward(&self, py: Python<'_>, call: Forward, workspace: Array, stream: u64) -> PyResult<()> {
         on_device(py, || {
-            let shape = shape(&call.q.2, &call.k.2)?;
-            let mask = if call.causal { Mask::CAUSAL } else { Mask::NONE };
-            let [q, k, v] = &call.descales;
-            let row = |name: &str, array: &Option<Array>| array.as_ref().map(|a| view::<2>(name, a)).transpose();
-            let tensors = Tensors {
-                q: view("q", &call.q)?,
-                k: view("k", &call.k)?,
-                v: view("v", &call.v)?,
-                descales: Descales {
-                    q: row("q_descale", q)?,
-                    k: row("k_descale", k)?,
-                    v: row("v_descale", v)?,
-                    o: None,
-                    logit: call.logit_descale.as_ref().map(|a| view::<1>("logit_descale", a)).transpose()?,
-                },
-                rope: None,
-                out: view("out", &call.out)?,
-                lse: call.lse.as_ref().map(|a| view::<3>("lse", a)).transpose()?,
-                stats: call.stats.as_ref().map(|a| view::<1>("stats", a)).transpose()?,
-            };
-            let workspace = view::<1>("workspace", &call.workspace)?;
-            let stream = stream(self.cuda.device(), call.stream);
-            let call = AttentionCall { mask, softmax_scale: call.softmax_scale, ..AttentionCall::causal(shape) };
+            let (tensors, workspace) = (call.tensors()?, view::<1>("workspace", &workspace)?);
+            let (call, stream) = (call.call()?, self::stream(self.cuda.device(), stream));
             // Compilation takes seconds: other threads' calls do not wait for it.
             self.cuda.prepare(&call, &tensors)?;
             let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
             self.cuda.launch(&stream, &call, &tensors, &workspace)
+        })
+    }
+
+    /// Bytes of workspace of a backward.
+    fn backward_bytes(&self, py: Python<'_>, call: Backward) -> PyResult<usize> {
+        let engine = &self.backward[usize::from(call.deterministic)];
+        call.call().and_then(|call| engine.workspace_bytes(&call)).map_err(|error| raise(py, &error))
+    }
+
+    /// Puts a backward on the stream.
+    fn backward(&self, py: Python<'_>, call: Backward, workspace: Array, stream: u64) -> PyResult<()> {
+        on_device(py, || {
+            let engine = &self.backward[usize::from(call.deterministic)];
+            let (tensors, workspace) = (call.tensors()?, view::<1>("workspace", &workspace)?);
+            let (call, stream) = (call.call()?, self::stream(self.cuda.device(), stream));
+            engine.prepare(&call)?;
+            let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
+            engine.backward(&stream, &call, &tensors, &workspace)
         })
     }
 }

@@ -136,6 +136,4 @@ def libraries():
 def raw(name):
     """A backend as the probe calls it: E4M3 in, descales (batch, n_kv)."""
     backend = fp8.backend(name)
-    return lambda q, k, v, *descales: backend.forward(q, k, v, descales, False, q.shape[3] ** -0.5, operands=(q, k, v))[
-        0
-    ]
+    return lambda q, k, v, *descales: backend.forward(q, k, v, descales, False, q.shape[3] ** -0.5)[0]

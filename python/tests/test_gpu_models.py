@@ -32,8 +32,8 @@ def test_a_hugging_face_model_runs_and_trains(kind):
     optimizer.step()
     runtime.refresh()
     with pytest.raises(ValueError, match="mask"):
-        mask = torch.ones_like(tokens)
-        mask[0, :5] = 0
+        mask = torch.ones(2, 1, 96, 96, dtype=torch.bool, device="cuda").tril()
+        mask[..., 40:, 5] = False
         model(tokens, attention_mask=mask)
     if any(plan.positions for plan in runtime.layers):
         with pytest.raises(sigmascale.MismatchError, match="grow with the position"):
@@ -118,13 +118,6 @@ def test_a_hugging_face_model_generates():
     assert after.shape == before.shape and (runtime.stats()["peak"] > 1).all()
     # Greedy choices may differ where two tokens are close, but not from the first on.
     assert (after == before)[0, : prompt.shape[1] + 4].all()
-
-
-def test_a_compiled_function_leaves_its_graph_for_the_call():
-    q, k, v = tensors(length=64)
-    row = [torch.full((2,), 0.02, device="cuda") for _ in range(3)]
-    compiled = torch.compile(lambda q: fp8.attention(q * 2, k, v, row) + 1, backend="eager")
-    assert torch.equal(compiled(q), fp8.attention(q * 2, k, v, row) + 1)
 
 
 def test_two_threads_on_one_stream_do_not_mix():

@@ -96,10 +96,10 @@ def test_setting_up_inside_a_capture_is_no_part_of_it(llama):
 
     q, k, v = tensors()
     row = tuple(torch.full((2, 2), 0.02, device="cuda") for _ in range(3))
-    expected, _ = _backends.backend("native").forward(q, k, v, row, True, 128**-0.5)
+    expected, *_ = _backends.backend("native").forward(q, k, v, row, True, 128**-0.5)
     runtime, fresh, graph = fp8.attach(llama), _backends.Native(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        out, _ = fresh.forward(q, k, v, row, True, 128**-0.5)
+        out, *_ = fresh.forward(q, k, v, row, True, 128**-0.5)
         made = delayed(0)
         runtime.refresh()
         del made
@@ -117,10 +117,10 @@ def test_a_captured_call_clears_no_more_than_its_counter():
     q, k, v = tensors(batch=4, length=4096, heads=(16, 4))
     row = tuple(torch.full((4, 4), 0.02, device="cuda") for _ in range(3))
     native = _backends.backend("native")
-    expected, _ = native.forward(q, k, v, row, True, 128**-0.5)
+    expected, *_ = native.forward(q, k, v, row, True, 128**-0.5)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        out, _ = native.forward(q, k, v, row, True, 128**-0.5)
+        out, *_ = native.forward(q, k, v, row, True, 128**-0.5)
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, expected)

@@ -58,7 +58,7 @@ pub enum QkAccumulator {
 /// How the sums of P V are taken.
 ///
 /// As text: `f32`, `f16`, and `fp8-N` for [`PvAccumulator::Fp8`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PvAccumulator {
     /// f32.
     F32,
@@ -83,6 +83,13 @@ impl fmt::Display for PvAccumulator {
     }
 }
 
+/// That of [`Precision::INFERENCE`].
+impl Default for PvAccumulator {
+    fn default() -> Self {
+        Self::Fp8 { promote_every: 256 }
+    }
+}
+
 impl FromStr for PvAccumulator {
     type Err = Error;
 
@@ -103,7 +110,7 @@ impl FromStr for PvAccumulator {
 }
 
 impl PvAccumulator {
-    fn check(self) -> Result<()> {
+    pub(crate) fn check(self) -> Result<()> {
         match self {
             Self::Fp8 { promote_every } if promote_every == 0 || promote_every % TILE != 0 => {
                 Err(Error::argument(format_args!(

@@ -18,6 +18,9 @@ __all__ = [
     "attention",
     "backend",
     "find_layers",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "gather_sequence",
     "merge_states",
     "patched",
@@ -30,6 +33,7 @@ __all__ = [
 ]
 
 _Policy = Literal["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"]
+_Fallback = Literal["bf16"] | None
 _Backend = Literal["auto", "native", "fa3", "cudnn", "torch", "emulated"]
 POLICIES: tuple[str, ...]
 
@@ -128,6 +132,7 @@ class Runtime:
     policy: _Policy
     bound: Literal["certain"] | None
     backend: _Backend
+    fallback: _Fallback
     tail: Tail
     n_q_heads: int
     n_kv_heads: int
@@ -147,18 +152,21 @@ class Runtime:
         layers: Sequence[Layer | Callable[[], Layer]] | None,
         backend: _Backend,
         tail: Tail | None,
+        fallback: _Fallback = None,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> None: ...
     def __len__(self) -> int: ...
     def refresh(self, now: bool = False) -> None: ...
     def check(self) -> None: ...
     def observed(self) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def stats(self) -> dict[str, NDArray[np.generic]]: ...
+    def stats(self) -> dict[str, Any]: ...
     def slack(self) -> dict[str, dict[str, NDArray[np.generic]]]: ...
     def plan_of(self, module: torch.nn.Module) -> LayerPlan: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
     def memory(self, owner: object, place: tuple[int, int] | torch.Tensor, kind: str) -> torch.Tensor: ...
+
+_Plan = LayerPlan | Sequence[torch.Tensor]
 
 def find_layers(model: torch.nn.Module) -> list[Layer]: ...
 def attach(
@@ -169,6 +177,7 @@ def attach(
     layers: Sequence[Layer | Callable[[], Layer]] | None = None,
     backend: _Backend = "auto",
     tail: Tail | None = None,
+    fallback: _Fallback = None,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> Runtime: ...
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]: ...
@@ -205,38 +214,111 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    plan: LayerPlan | Sequence[torch.Tensor],
+    plan: _Plan,
     *,
     causal: bool = True,
     softmax_scale: float | None = None,
     backend: _Backend | None = None,
     return_lse: Literal[False] = False,
+    accumulator: str | None = None,
+    fallback: _Fallback = None,
 ) -> torch.Tensor: ...
 @overload
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    plan: LayerPlan | Sequence[torch.Tensor],
+    plan: _Plan,
     *,
     causal: bool = True,
     softmax_scale: float | None = None,
     backend: _Backend | None = None,
     return_lse: Literal[True],
+    accumulator: str | None = None,
+    fallback: _Fallback = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: None = None,
+    attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    plan: LayerPlan | Sequence[torch.Tensor],
+    plan: _Plan,
     backend: _Backend | None = None,
+    accumulator: str | None = None,
+    fallback: _Fallback = None,
 ) -> torch.Tensor: ...
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    plan: _Plan,
+    backend: _Backend | None = None,
+    accumulator: str | None = None,
+    fallback: _Fallback = None,
+) -> Any: ...
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: None = None,
+    *,
+    plan: _Plan,
+    backend: _Backend | None = None,
+    accumulator: str | None = None,
+    fallback: _Fallback = None,
+) -> Any: ...
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: None = None,
+    rotary_sin: None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    plan: _Plan,
+    backend: _Backend | None = None,
+    accumulator: str | None = None,
+    fallback: _Fallback = None,
+) -> Any: ...
 
 class patched:
     def __init__(self, runtime: Runtime) -> None: ...
@@ -245,5 +327,5 @@ class patched:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None, /
     ) -> None: ...
 
-def register(name: str = "sigmascale_fp8") -> str: ...
+def register(name: str = "sigmascale_fp8", *, padding: Literal["right"] | None = None) -> str: ...
 def backend(name: str) -> Any: ...

@@ -1,33 +1,50 @@
 """FP8 attention by a plan, with gradients.
 
-Forward: q, k, v are cast to E4M3 by the plan's descales and go through the chosen backend. Backward: BF16, on the
-dequantised E4M3 operands and with the forward's log-sum-exp, so that ``exp(S - LSE)`` is the softmax that the forward had
-and its rows sum to one; gradients pass through the casts unchanged (straight-through).
+Forward: q, k, v are cast to E4M3 by the plan's descales and go through the chosen backend. Backward: from the same E4M3
+operands, with the forward's log-sum-exp, so that ``exp(S - LSE)`` is the softmax that the forward had and its rows sum to one;
+gradients pass through the casts unchanged (straight-through).
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _backends
-from ._runtime import LayerPlan, Runtime, plan_of_module
+from . import _backends, _calls, _fallback, _masks, _ops
+from ._casts import E4M3, dequantised
+from ._runtime import LayerPlan
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# How P V is summed where gradients are needed, and where they are not.
+_TRAINING, _INFERENCE = "f16", "fp8-256"
 
 
-# Addresses and streams are read here: a compiled model leaves its graph for the call.
-@torch.compiler.disable
-def attention(q, k, v, plan, *, causal=True, softmax_scale=None, backend=None, return_lse=False):
+def attention(
+    q,
+    k,
+    v,
+    plan,
+    *,
+    causal=True,
+    softmax_scale=None,
+    backend=None,
+    return_lse=False,
+    accumulator=None,
+    fallback=None,
+):
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
 
     ``q``, ``k``, ``v``: bfloat16, float16 or float32, of one type (autocast makes them so), any strides with channels
-    together; query heads a multiple of KV heads. ``plan`` is a layer of a :class:`Runtime`, or three descales f32
+    together; query heads a multiple of KV heads. float8_e4m3fn is taken as divided by the descales already, without gradients. ``plan`` is a layer of a :class:`Runtime`, or three descales f32
     ``(batch, n_kv_heads)`` or ``(n_kv_heads,)`` of q, k, v. Causal masks are aligned to the last query and the last key.
     ``softmax_scale``: by default the plan's, or ``d_head ** -0.5``. ``backend``: by default the runtime's.
+
+    ``accumulator``: how this package's kernel sums P V: ``"f16"`` (unbiased, the default where gradients are needed) or
+    ``"fp8-N"``, promoted to f32 every N keys (the default is ``"fp8-256"`` where no gradients are needed). ``fallback``: by
+    default the runtime's; ``"bf16"`` sends what no FP8 kernel takes to PyTorch's own attention, and ``None`` refuses it or
+    emulates it.
 
     Returns the output in bfloat16, and with ``return_lse`` also the log-sum-exp of each row's logits, f32
     ``(batch, n_q_heads, seq)`` in nats, not differentiable. Raises :class:`ArgumentError` and :class:`MismatchError` for
@@ -37,10 +54,149 @@ def attention(q, k, v, plan, *, causal=True, softmax_scale=None, backend=None, r
     position (Llama 4, Ministral 3), which Hugging Face's modules apply ahead of their attention call. Such layers take as many
     keys as the config has positions.
     """
+    out, lse = attend(
+        q,
+        k,
+        v,
+        plan,
+        causal=bool(causal),
+        softmax_scale=softmax_scale,
+        return_lse=return_lse,
+        how=How(backend, accumulator, fallback),
+    )
+    out = out.to(torch.bfloat16)
+    return (out, lse) if return_lse else out
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """What a caller chose of a call."""
+
+    backend: str | None = None
+    accumulator: str | None = None
+    fallback: str | None = None
+
+    def __post_init__(self):
+        if self.fallback not in (None, "bf16"):
+            raise ArgumentError(f"fallback {self.fallback!r} must be 'bf16' or None")
+        given = self.accumulator
+        if given is None or given == "f16":
+            return
+        keys = given[4:] if isinstance(given, str) and given.startswith("fp8-") else ""
+        if not (keys.isdecimal() and int(keys) > 0 and int(keys) % 64 == 0):
+            raise ArgumentError(f"accumulator {given!r} must be 'f16' or 'fp8-N', N keys in multiples of 64")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Resolved:
+    """A plan as a call takes it."""
+
+    # Of one sequence or of each; None: from the call's own maxima.
+    descales: tuple | None
+    words: torch.Tensor | None
+    scale: float
+    backend: str
+    fallback: str | None
+
+    def of(self, sequences):
+        """The same for some sequences of the batch."""
+        if self.descales is None:
+            return self
+        rows = tuple(d if d.dim() == 1 else d[sequences] for d in self.descales)
+        return dataclasses.replace(self, descales=rows)
+
+    def rows(self, batch):
+        """Descales ``(batch, n_kv)``."""
+        return tuple(d.expand(batch, -1) for d in self.descales)
+
+
+def attend(
+    q,
+    k,
+    v,
+    plan,
+    *,
+    causal,
+    softmax_scale=None,
+    mask=None,
+    layout=None,
+    window=(-1, -1),
+    softcap=None,
+    sinks=None,
+    dropout=0.0,
+    return_lse=False,
+    how=How(),
+):
+    """Output and LSE of one call as models make them: in FP8 where a kernel takes it, else refused or sent to PyTorch's own,
+    whose output has the operands' type and which may have no LSE.
+
+    ``mask`` is what ``F.scaled_dot_product_attention`` takes, and says all that ``causal`` would. ``window``: the keys that a
+    query sees before its own and after it (-1: all). ``layout`` is one of :mod:`_masks` in place of ``mask``.
+    """
     q, k, v = _lowered(q, k, v)
     _check(q, k, v)
+    call = _resolve(q, k, v, plan, softmax_scale, how)
+    reason = _refusal(q, k, causal, window, softcap, sinks, dropout, layout, call)
+    if reason is None and mask is not None:
+        layout = _masks.recognise(mask, q.shape[0], q.shape[1], k.shape[1])
+        reason = layout if isinstance(layout, str) else None
+    if reason is None:
+        if layout is None:
+            return _dense(q, k, v, causal, call, how)
+        return _masks.run(q, k, v, layout, lambda *piece: _dense(*piece[:4], call.of(piece[4]), how))
+    if call.fallback is None:
+        raise UnsupportedError(
+            f"{reason}: pass fallback='bf16' for PyTorch's own attention, or keep this layer in BF16"
+        )
+    _calls.count_fallback(call.words, reason)
+
+    def whole(q, k, v, causal, call, mask=None):
+        if window != (-1, -1):
+            seen = _masks.band(q.shape[1], k.shape[1], causal, window, q.device)
+            causal, mask = False, seen if mask is None else seen & mask
+        if q.dtype == E4M3:
+            q, k, v = (dequantised(x, d) for x, d in zip((q, k, v), call.rows(q.shape[0])))
+        options = {"softcap": softcap, "sinks": sinks, "dropout": dropout, "return_lse": return_lse}
+        return _fallback.attend(q, k, v, scale=call.scale, causal=causal, mask=mask, **options)
+
+    if layout is None or isinstance(layout, str):
+        return whole(q, k, v, causal and mask is None, call, mask)
+    return _masks.run(q, k, v, layout, lambda *piece: whole(*piece[:4], call.of(piece[4])))
+
+
+def _refusal(q, k, causal, window, softcap, sinks, dropout, layout, call):
+    """Why no FP8 kernel takes the call, or None."""
+    if dropout:
+        return f"dropout {dropout} is not offered in FP8"
+    if softcap is not None:
+        return f"a soft-cap of {softcap} is not offered in FP8"
+    if sinks is not None:
+        return "attention sinks are not offered in FP8"
+    left, right = window
+    keys = k.shape[1]
+    if layout is not None:
+        keys = max((end - first for *_, pieces in layout for _, _, first, end, _ in pieces), default=0)
+    if 0 <= left < keys - 1 or (not causal and 0 <= right < keys - 1):
+        return f"a window of {left} keys before and {right} after a query is not offered in FP8"
+    if call.fallback is not None and call.backend == "auto" and q.is_cuda and not _backends.offered(q):
+        return f"no FP8 kernel takes d_head {q.shape[3]} here"
+    return None
+
+
+def _dense(q, k, v, causal, call, how):
+    """A call without a mask through the operator."""
+    descales = _current(q, k, v) if call.descales is None else call.rows(q.shape[0])
+    saves = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
+    o_descale = descales[3] if len(descales) > 3 else None
+    out, lse, *_ = _ops.attention(
+        q, k, v, *descales[:3], o_descale, call.words, causal, call.scale, call.backend, accumulator, saves
+    )
+    return out, lse
+
+
+def _resolve(q, k, v, plan, softmax_scale, how):
     batch, n_kv = k.shape[0], k.shape[2]
-    words = None
     if isinstance(plan, LayerPlan):
         if (plan.n_q_heads, plan.n_kv_heads, plan.d_head) != (q.shape[2], n_kv, q.shape[3]):
             raise MismatchError(
@@ -56,20 +212,29 @@ def attention(q, k, v, plan, *, causal=True, softmax_scale=None, backend=None, r
             raise ArgumentError(
                 f"q is on {q.device} and the plan of {plan.name} on {plan.words.device}: move q, k and v there"
             )
-        words, scale = plan.words, plan.softmax_scale
-        name = backend or plan.runtime.backend
-        descales = _current(q, k, v) if plan.per_call else tuple(d.expand(batch, -1) for d in plan._descales)
+        runtime = plan.runtime
+        descales = None if plan.per_call else tuple(plan._descales)
+        # An exported program has the descales as constants and no runtime that would read telemetry.
+        exporting = getattr(torch.compiler, "_is_exporting_flag", False)
+        words, scale = None if exporting else plan.words, plan.softmax_scale
+        backend, fallback = how.backend or runtime.backend, how.fallback or runtime.fallback
     else:
         if not isinstance(plan, Sequence | torch.Tensor) or len(plan) != 3:
             raise TypeError(f"plan must be a layer of a Runtime or the three descales of q, k and v, not {plan!r}")
-        scale, name = q.shape[3] ** -0.5, backend or "auto"
         descales = tuple(_row(d, key, batch, n_kv, q.device) for key, d in zip("qkv", plan))
+        words, scale = None, q.shape[3] ** -0.5
+        backend, fallback = how.backend or "auto", how.fallback
+    if q.dtype == E4M3 and (descales is None or backend == "cudnn"):
+        raise UnsupportedError(
+            "operands in E4M3 have one descale a head: a plan that makes its own in each call, and cuDNN, do not"
+        )
     if softmax_scale is not None:
         scale = positive("softmax_scale", softmax_scale)
-    chosen = _backends.choose(name, q)
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse = _Fp8Attention.apply(q, k, v, descales, words, bool(causal), float(scale), chosen)
-    return (out, lse) if return_lse else out
+    if backend not in _backends.NAMES:
+        raise ArgumentError(f"backend {backend!r} is not one of {', '.join(_backends.NAMES)}")
+    if how.accumulator is not None and backend in ("fa3", "cudnn", "torch"):
+        raise ArgumentError(f"backend {backend!r} has an accumulator of its own: leave accumulator out")
+    return _Resolved(descales, words, float(scale), backend, fallback)
 
 
 def _lowered(*tensors):
@@ -89,8 +254,10 @@ def _check(q, k, v):
             raise ArgumentError(f"{name} must be (batch, seq, heads, d_head), not {shape}")
         if 0 in x.shape:
             raise ArgumentError(f"{name} has shape {tuple(x.shape)}: there is nothing to attend to or from")
-        if x.dtype not in _DTYPES:
-            raise ArgumentError(f"{name} has type {x.dtype}: give it as bfloat16, float16 or float32, it is cast here")
+        if x.dtype not in (*_DTYPES, E4M3):
+            raise ArgumentError(
+                f"{name} has type {x.dtype}: give it as bfloat16, float16 or float32, or as float8_e4m3fn divided by its descale"
+            )
         if x.stride(3) != 1:
             raise ArgumentError(f"{name} has stride {x.stride(3)} between channels of a head: call .contiguous() on it")
         if x.device != q.device:
@@ -114,7 +281,7 @@ def _row(descale, key, batch, n_kv, device):
         )
     if descale.dtype != torch.float32 or descale.device != device:
         raise ArgumentError(f"the {key} descale is {descale.dtype} on {descale.device}: float32 on {device} is needed")
-    return descale.expand(batch, -1)
+    return descale
 
 
 def _current(q, k, v):
@@ -125,78 +292,6 @@ def _current(q, k, v):
     )
     rows = [one(x).expand(k.shape[0], k.shape[2]) for x in (q, k, v)]
     return (*rows, 2 * rows[2])
-
-
-class _Fp8Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, descales, words, causal, scale, backend):
-        if backend.per_tensor:
-            descales = tuple(d.amax().expand_as(d) for d in descales)
-        out, lse = backend.forward(q, k, v, descales, causal, scale, words)
-        ctx.save_for_backward(q, k, v, out, lse, *descales[:3])
-        ctx.causal, ctx.scale = causal, scale
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    # The casts are no functions that could be differentiated again.
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, _):
-        q, k, v, out, lse, *descales = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
-            operands = [_backends.dequantised(x, d) for x, d in zip((q, k, v), descales)]
-            run = _fused_backward if q.is_cuda and q.shape[1] == k.shape[1] else plain_backward
-            grads = run(grad, *operands, out, lse, ctx.causal, ctx.scale)
-        # PyTorch gives them the types of q, k and v.
-        return (*grads, None, None, None, None, None)
-
-
-def _fused_backward(grad, q, k, v, out, lse, causal, scale):
-    """FlashAttention-2's backward, as PyTorch carries it."""
-    group = q.shape[2] // k.shape[2]
-    expand = lambda x: x.repeat_interleave(group, dim=2) if group > 1 else x
-    heads = lambda x: x.transpose(1, 2)
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        heads(grad.to(torch.bfloat16)),
-        heads(q),
-        heads(expand(k)),
-        heads(expand(v)),
-        heads(out),
-        lse.contiguous(),
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
-        0.0,
-        causal,
-        seed,
-        seed,
-        scale=scale,
-    )
-    q_grad, k_grad, v_grad = (heads(g) for g in grads)
-    if group > 1:
-        fold = lambda g: g.unflatten(2, (k.shape[2], group)).float().sum(dim=3)
-        k_grad, v_grad = fold(k_grad), fold(v_grad)
-    return q_grad, k_grad, v_grad
-
-
-def plain_backward(grad, q, k, v, out, lse, causal, scale):
-    """The same in plain f32: dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = tau dS K, dK = tau dS^T Q."""
-    group = q.shape[2] // k.shape[2]
-    heads = lambda x: x.float().transpose(1, 2)
-    expand = lambda x: heads(x).repeat_interleave(group, dim=1)
-    grad, out, q, k, v = heads(grad), heads(out), heads(q), expand(k), expand(v)
-    logits = (q @ k.transpose(2, 3)) * scale
-    if causal:
-        logits = logits.masked_fill(_backends.hidden(logits.shape[2], logits.shape[3], logits.device), float("-inf"))
-    # A row that sees no key has no softmax, and an LSE of -inf.
-    weights = torch.where(torch.isfinite(lse)[..., None], torch.exp(logits - lse[..., None]), 0.0)
-    v_grad = weights.transpose(2, 3) @ grad
-    scores = weights * (grad @ v.transpose(2, 3) - (grad * out).sum(dim=3, keepdim=True)) * scale
-    q_grad, k_grad = scores @ k, scores.transpose(2, 3) @ q
-    fold = lambda g: g.unflatten(1, (-1, group)).sum(dim=2)
-    return (x.transpose(1, 2) for x in (q_grad, fold(k_grad), fold(v_grad)))
 
 
 def scaled_dot_product_attention(
@@ -211,108 +306,35 @@ def scaled_dot_product_attention(
     *,
     plan,
     backend=None,
+    accumulator=None,
+    fallback=None,
 ):
     """``torch.nn.functional.scaled_dot_product_attention`` in FP8: its arguments and layout ``(batch, heads, seq, d_head)``,
-    and a ``plan`` as for :func:`attention`. The output has the type of ``query``.
+    and a ``plan`` and options as for :func:`attention`. The output has the type of ``query``.
 
-    Masks and dropout are refused by an :class:`UnsupportedError`, since no FP8 kernel takes them.
+    Masks that are causal, padding, or packed sequences run as dense calls. For that the values of a mask are read once,
+    which waits for the device. Other masks and dropout are refused by an :class:`UnsupportedError`, or go to PyTorch's own
+    attention by ``fallback="bf16"``.
     """
-    _refuse(attn_mask, dropout_p)
     for name, x in [("query", query), ("key", key), ("value", value)]:
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise ArgumentError(f"{name} must be (batch, heads, seq, d_head), not {shape}")
     if key.shape[1] != query.shape[1] and not enable_gqa:
         raise ArgumentError(f"{query.shape[1]} query and {key.shape[1]} key heads: set enable_gqa=True")
+    if is_causal and attn_mask is not None:
+        raise ArgumentError("give attn_mask or is_causal, not both")
     if is_causal and query.shape[2] != key.shape[2]:
         raise UnsupportedError(
             "is_causal with unequal lengths aligns to the first key in PyTorch and to the last here: use sigmascale.torch.attention"
         )
-    heads = lambda x: x.transpose(1, 2)
-    out = attention(
-        heads(query), heads(key), heads(value), plan, causal=is_causal, softmax_scale=scale, backend=backend
-    )
-    return out.transpose(1, 2).to(query.dtype)
-
-
-def _refuse(mask, dropout):
-    if mask is not None:
-        raise UnsupportedError(
-            "FP8 kernels take no attention mask: use batches without padding, or keep this layer in BF16"
-        )
-    if dropout:
-        raise UnsupportedError(f"dropout {dropout}: FP8 kernels have none, set attention dropout to 0")
-
-
-class patched:
-    """``with patched(runtime):`` sends ``F.scaled_dot_product_attention`` of the runtime's modules through FP8.
-
-    For plain modules that call it by that name: while one of the runtime's attention modules runs, its calls use its plan;
-    all others are left alone. It replaces a function of the whole process, so one thread at a time.
-    """
-
-    def __init__(self, runtime):
-        if not isinstance(runtime, Runtime):
-            raise TypeError(f"runtime must be what attach() returned, not {type(runtime).__name__}")
-        self._runtime, self._stack, self._hooks = runtime, [], []
-
-    def __enter__(self):
-        if self._hooks:
-            raise ArgumentError("this patched() is in use: make another one")
-        if not self._runtime._modules:
-            raise ArgumentError("the layers of this runtime name no modules: give layers=[Layer(..., module=...)]")
-        for module, plan in self._runtime._modules.items():
-            self._hooks.append(module.register_forward_pre_hook(lambda *_, plan=plan: self._stack.append(plan)))
-            self._hooks.append(module.register_forward_hook(lambda *_: self._stack.pop() and None, always_call=True))
-        self._original = original = F.scaled_dot_product_attention
-
-        def replaced(query, key, value, *args, **kwargs):
-            if not self._stack:
-                return original(query, key, value, *args, **kwargs)
-            return scaled_dot_product_attention(query, key, value, *args, **kwargs, plan=self._stack[-1])
-
-        F.scaled_dot_product_attention = replaced
-        return self._runtime
-
-    def __exit__(self, *_):
-        F.scaled_dot_product_attention = self._original
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._stack = [], []
-
-
-def hugging_face(module, query, key, value, attention_mask, scaling=None, dropout=0.0, is_causal=None, **kwargs):
-    """The function behind ``attn_implementation="sigmascale_fp8"``."""
-    plan = plan_of_module(module)
-    _refuse(attention_mask, dropout)
-    for setting in ("softcap", "sinks", "s_aux", "position_bias"):
-        if kwargs.get(setting) is not None:
-            raise UnsupportedError(f"{setting} is not offered in FP8: load the model with another attn_implementation")
-    window = kwargs.get("sliding_window")
-    if window and key.shape[2] > window:
-        raise UnsupportedError(f"a sliding window of {window} is not offered in FP8 for {key.shape[2]} keys")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    out = attention(
+    out, _ = attend(
         *(x.transpose(1, 2) for x in (query, key, value)),
         plan,
-        causal=causal and query.shape[2] > 1,
-        softmax_scale=scaling,
+        causal=bool(is_causal),
+        softmax_scale=scale,
+        mask=attn_mask,
+        dropout=dropout_p,
+        how=How(backend, accumulator, fallback),
     )
-    return out.to(query.dtype), None
-
-
-def register(name="sigmascale_fp8"):
-    """Makes ``attn_implementation=name`` known to Hugging Face transformers, and returns the name.
-
-    Then ``model.set_attn_implementation(name)`` sends every attention layer of an attached model through FP8. Raises
-    :class:`UnsupportedError` if transformers is not there or too old.
-    """
-    try:
-        from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-    except ImportError as error:
-        raise UnsupportedError("transformers 4.53 or later is needed for its AttentionInterface") from error
-    AttentionInterface.register(name, hugging_face)
-    # No mask where a causal flag says the same.
-    AttentionMaskInterface.register(name, sdpa_mask)
-    return name
+    return out.transpose(1, 2).to(query.dtype)

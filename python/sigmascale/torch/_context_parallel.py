@@ -18,10 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _backends
+from . import _backends, _casts
 from ._runtime import LayerPlan
-
-_E4M3 = torch.float8_e4m3fn
 
 
 def plain_forward(q8, k8, v8, descales, causal, scale):
@@ -44,11 +42,11 @@ def plain_backward(grad, q8, k8, v8, descales, out, lse, causal, scale):
 
 def _logits(q8, k8, v8, descales, causal, scale):
     every = lambda x: x.repeat_interleave(q8.shape[2] // k8.shape[2], dim=2)
-    values = (x.float() * _backends.spread(d, x.shape[2]) for x, d in zip((q8, k8, v8), descales))
+    values = (x.float() * _casts.spread(d, x.shape[2]) for x, d in zip((q8, k8, v8), descales))
     q, k, v = (x.transpose(1, 2) for x in (next(values), every(next(values)), every(next(values))))
     logits = (q @ k.transpose(2, 3)) * scale
     if causal:
-        logits = logits.masked_fill(_backends.hidden(q.shape[2], k.shape[2], q.device), float("-inf"))
+        logits = logits.masked_fill(_casts.hidden(q.shape[2], k.shape[2], q.device), float("-inf"))
     return logits, (q, k, v)
 
 
@@ -142,7 +140,7 @@ class _Call:
 
     def cast(self, q, k, v):
         """q, k and v in E4M3, with their statistics."""
-        operands = _backends.cast_all(q.detach(), k.detach(), v.detach(), self.descales, self.words)
+        operands = _casts.cast_all(q.detach(), k.detach(), v.detach(), self.descales, self.words)
         return tuple(x.contiguous() for x in operands)
 
     def next(self, tensor):
@@ -193,7 +191,7 @@ class _Ring(torch.autograd.Function):
         moving = torch.stack([k8.view(torch.uint8), v8.view(torch.uint8)])
         for step in range(call.ranks):
             following, works = call.next(moving) if step + 1 < call.ranks else (None, ())
-            k8_there, v8_there = moving.view(_E4M3)
+            k8_there, v8_there = moving.view(_casts.E4M3)
             queries, keys, masked = _blocks(call.rank, (call.rank - step) % call.ranks, q.shape[1], causal)
             part, part_lse = call.forward(
                 q8[:, queries], k8_there[:, keys], v8_there[:, keys], call.descales, masked, call.scale
@@ -212,14 +210,14 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, grad):
         call = ctx.call
         q8, k8, v8, out, lse, *descales = ctx.saved_tensors
-        q8 = q8.view(_E4M3)
+        q8 = q8.view(_casts.E4M3)
         moving = torch.stack([k8, v8])
         q_grad = torch.zeros(q8.shape, dtype=torch.float32, device=q8.device)
         # Gradients of keys and values go round with them, and one step more, home.
         sums = torch.zeros(moving.shape, dtype=torch.float32, device=q8.device)
         for step in range(call.ranks):
             following, works = call.next(moving) if step + 1 < call.ranks else (None, ())
-            k8_there, v8_there = moving.view(_E4M3)
+            k8_there, v8_there = moving.view(_casts.E4M3)
             queries, keys, masked = _blocks(call.rank, (call.rank - step) % call.ranks, q8.shape[1], ctx.causal)
             operands = q8[:, queries], k8_there[:, keys], v8_there[:, keys]
             rows = out[:, queries], lse[:, :, queries].contiguous()
@@ -251,7 +249,7 @@ class _Ulysses(torch.autograd.Function):
         k8, v8 = (x.repeat_interleave(repeat, dim=2) for x in (k8, v8))
         operands = [_to_heads(x, call) for x in (q8, k8, v8)]
         own = [row.repeat_interleave(repeat, dim=1).chunk(call.ranks, dim=1)[call.rank] for row in call.descales]
-        out, lse = call.forward(*(x.view(_E4M3) for x in operands), own, causal, call.scale)
+        out, lse = call.forward(*(x.view(_casts.E4M3) for x in operands), own, causal, call.scale)
         out = out.to(torch.bfloat16)
         ctx.save_for_backward(*operands, out, lse, *own)
         ctx.call, ctx.causal, ctx.repeat, ctx.types = call, causal, repeat, (q.dtype, k.dtype, v.dtype)
@@ -263,7 +261,7 @@ class _Ulysses(torch.autograd.Function):
         call = ctx.call
         *operands, out, lse, q_descale, k_descale, v_descale = ctx.saved_tensors
         grad = _to_heads(grad.to(torch.bfloat16), call)
-        own, operands = (q_descale, k_descale, v_descale), [x.view(_E4M3) for x in operands]
+        own, operands = (q_descale, k_descale, v_descale), [x.view(_casts.E4M3) for x in operands]
         grads = call.backward(grad, *operands, own, out, lse, ctx.causal, call.scale)
         # Repeated heads lie on several ranks: they are summed behind the exchange, in f32.
         q_grad, k_grad, v_grad = (_to_sequence(g.float(), call) for g in grads)

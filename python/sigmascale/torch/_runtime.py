@@ -14,7 +14,7 @@ import torch
 from .. import _native
 from .._errors import ArgumentError, CudaError, MismatchError, NonFiniteError, SigmascaleError, UnsupportedError
 from .._parameters import Tail, named
-from . import _backends, _distributed, _host, _layers, _results, _state
+from . import _backends, _calls, _distributed, _host, _layers, _results, _state
 from ._policies import FROM_BOUNDS, POLICIES, make_policy
 
 STATE_VERSION = 3
@@ -94,7 +94,7 @@ class Runtime:
 
     # Tensors that a runtime writes in place must not be inference tensors, which may not be.
     @torch.inference_mode(False)
-    def __init__(self, model, policy, bound, layers, backend, tail, group=None):
+    def __init__(self, model, policy, bound, layers, backend, tail, fallback=None, group=None):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         policy, parameters = named(policy)
@@ -111,9 +111,11 @@ class Runtime:
             )
         if backend != "auto":
             _backends.backend(backend)
+        if fallback not in (None, "bf16"):
+            raise ArgumentError(f"fallback {fallback!r} must be 'bf16' or None")
         # What torch.compile returns may be gone while the model that it wraps is in use.
         model = _distributed.unwrapped(model)
-        self.policy, self.bound, self.backend, self.tail = policy, bound, backend, tail
+        self.policy, self.bound, self.backend, self.tail, self.fallback = policy, bound, backend, tail, fallback
         self._given, self._group = None if layers is None else list(layers), group
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
@@ -164,6 +166,8 @@ class Runtime:
         self._hooks = []
         weakref.finalize(self, _remove, self._hooks)
         self._bind(layers)
+        self._calls = [_calls.watch(plan.words) for plan in self.layers]
+        weakref.finalize(self, _calls.forget, [plan.words.data_ptr() for plan in self.layers])
         self._register(found)
         weakref.finalize(model, _release, weakref.ref(self))
         self.refresh()
@@ -325,6 +329,8 @@ class Runtime:
                 from_weights = self.policy in FROM_BOUNDS
                 self._policy.update(self, stream, self._layers.resident if from_weights else None)
                 self.words.zero_()
+                for counter in self._calls:
+                    counter.clear()
                 if self._targets and self._layers.sliced:
                     self._due |= self._layers.sliced
                     for index in self._layers.sliced:
@@ -349,7 +355,9 @@ class Runtime:
         ``amax`` ``(layers, 3, n_kv)`` of q, k and v; ``overflow`` (values past 448 descales), ``beyond`` (past 464) and
         ``non_finite`` likewise; ``peak``: the largest |x / descale| (NaN under ``current``, whose descales are gone);
         ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN. Past a layer's own heads
-        there is nothing: zeros, and NaN for logits.
+        there is nothing: zeros, and NaN for logits. ``calls``: a dict of counts ``(layers,)`` by what ran them: a backend, or
+        ``bf16`` for PyTorch's own attention. Counted where Python launches them: a replay of a CUDA graph is not, nor is a
+        fallback in compiled code.
         """
         words = self.words.cpu()
         amax, counts = _results.observed(words, self._heads)
@@ -370,6 +378,9 @@ class Runtime:
             "peak": (amax / descales).numpy() if not self._policy.per_call else np.full(amax.shape, np.nan, np.float32),
             "logit_max": extremes[..., 0].numpy(),
             "logit_min": extremes[..., 1].numpy(),
+            "calls": {
+                name: np.array([counter[name] for counter in self._calls]) for name in sorted(set().union(*self._calls))
+            },
         }
 
     def slack(self):
@@ -560,21 +571,24 @@ def _unnoticed(tensors):
         yield
 
 
-def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto", tail=None, group=None):
+def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto", tail=None, fallback=None, group=None):
     """Plans for every attention layer of a model.
 
     ``model`` is a Hugging Face model (its layers are found by the family table) or any ``nn.Module`` with ``layers``, a
     list of :class:`Layer`, or of functions that return one each. No weight is copied. The model may be sharded by
     ``fully_shard``, FullyShardedDataParallel or ``parallelize_module``, wrapped in DistributedDataParallel, or a pipeline stage;
     nothing here communicates, but where ``group`` is given: the process group of data and context parallel ranks, over which
-    ``refresh()`` reduces the maxima that ``auto-c``, ``delayed-te`` and ``delayed-paper`` observe. ``policy`` says where descales come from: ``geometry`` (the certain
-    bounds: no token can overflow them), ``geometry-c-star``, ``auto-c``, ``delayed-te``, ``delayed-paper`` or ``current``; or
-    :class:`sigmascale.AutoC`, :class:`sigmascale.DelayedPaper` or :class:`sigmascale.DelayedTe` with their parameters.
+    ``refresh()`` reduces the maxima that ``auto-c``, ``delayed-te`` and ``delayed-paper`` observe.
+
+    ``policy`` says where descales come from: ``geometry`` (the certain bounds: no token can overflow them),
+    ``geometry-c-star``, ``auto-c``, ``delayed-te``, ``delayed-paper`` or ``current``; or :class:`sigmascale.AutoC`, :class:`sigmascale.DelayedPaper` or :class:`sigmascale.DelayedTe` with their parameters.
     ``bound="certain"`` adds certified logit bounds (``runtime.logits``). ``tail``, a :class:`sigmascale.Tail`, is what the
     failure probability of ``geometry-c-star`` counts, by default one sequence of 1024 tokens, and the share of E4M3 that
     logit descales map onto. ``backend`` is the attention call behind the wrappers: ``auto``, ``native``, ``fa3``, ``cudnn``,
-    ``torch`` or ``emulated``.
+    ``torch`` or ``emulated``. ``fallback="bf16"`` sends the calls that no FP8 kernel takes (masks of other kinds than causal and
+    padding, windows, soft-caps, sinks, dropout) to PyTorch's own attention, says so once, and counts them in ``stats()``; by
+    default they are refused.
 
     Returns a :class:`Runtime`: call ``refresh()`` after every optimizer step or weight refit.
     """
-    return Runtime(model, policy, bound, layers, backend, tail, group)
+    return Runtime(model, policy, bound, layers, backend, tail, fallback, group)

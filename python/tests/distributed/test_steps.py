@@ -134,7 +134,7 @@ def test_a_refresh_between_a_forward_and_its_backward_is_noticed():
 @pytest.mark.parametrize("full", [True, False])
 @distributed(2)
 def test_compiled_blocks(hooked, full):
-    """Hooks that are put on before and after the first compilation; in one graph, with BF16 attention."""
+    """Hooks that are put on before and after the first compilation; in one graph and in as many as there are."""
     torch.compiler.reset()
     mesh = mesh_of(2)
     model, options = Plain(), {"fullgraph": full, "backend": "aot_eager"}
@@ -147,9 +147,6 @@ def test_compiled_blocks(hooked, full):
         model.zero_grad()
     with Counted() as counted:
         runtime = attach(model)
-        if full:
-            for block in model.blocks:
-                block.attention.plan = None
         for _ in range(2):
             run(model, x).backward()
         assert counted.count == len(runtime)
@@ -157,7 +154,7 @@ def test_compiled_blocks(hooked, full):
         run(model, x).backward()
         assert counted.count == 2 * len(runtime)
     assert torch.equal(runtime.descales, expected(Plain()).descales)
-    assert full or (runtime.stats()["amax"] > 0).all()
+    assert (runtime.stats()["amax"] > 0).all()
 
 
 @distributed(1)

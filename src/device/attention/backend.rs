@@ -6,14 +6,14 @@
 //!
 //! ```no_run
 //! use sigmascale::device::attention::{Cuda, Element, Tensors, View};
-//! use sigmascale::attention::{AttentionCall, AttentionShape};
+//! use sigmascale::attention::{AttentionCall, AttentionShape, PvAccumulator};
 //! use sigmascale::cuda::{Device, DevicePtr};
 //! # fn example([q, k, v, out, workspace]: [DevicePtr; 5]) -> sigmascale::Result<()> {
 //! let device = Device::open(0)?;
 //! let attention = Cuda::new(&device)?;
 //! let shape = AttentionShape { batch: 2, n_q_heads: 64, n_kv_heads: 8, len_q: 8192, len_k: 8192, d_head: 128 };
 //! let call = AttentionCall::causal(shape);
-//! let bytes = Cuda::workspace_bytes(&call, Element::Bf16)?;
+//! let bytes = Cuda::workspace_bytes(&call, Element::Bf16, PvAccumulator::default(), false)?;
 //! // SAFETY: the pointers reach arrays of these shapes, which outlive the work.
 //! let (tensors, workspace) = unsafe {
 //!     let tensors = Tensors {
@@ -23,6 +23,8 @@
 //!         out: View::dense(out, Element::Bf16, [2, 8192, 64, 128]),
 //!         descales: Default::default(),
 //!         rope: None,
+//!         accumulator: PvAccumulator::default(),
+//!         saved: None,
 //!         lse: None,
 //!         stats: None,
 //!     };
@@ -48,11 +50,11 @@ use super::engine::AttentionEngine;
 use super::host::{HostOutput, Resident, Setup};
 use super::sizes::Sizes;
 use crate::attention::{
-    Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Inputs, LogitCast, Precision, Probabilities, check,
+    Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Inputs, LogitCast, Precision, PvAccumulator, check,
 };
 use crate::cuda::{Device, Element, Stream, View};
 use crate::error::{Error, Result};
-use crate::fp8::{Format, OnOverflow};
+use crate::fp8::Format;
 use crate::plan::ScalePlan;
 use crate::scale::Descale;
 use crate::stats::{CastStats, StepStats, StepWords, stats_words};
@@ -115,12 +117,18 @@ impl Cuda {
         self.engine.device()
     }
 
-    /// Bytes of device memory that a call needs beside its tensors; `operands` is the type of q, k and v.
+    /// Bytes of device memory that a call needs beside its tensors; `operands` is the type of q, k and v, and `saved` whether
+    /// the call has [`Tensors::saved`].
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn workspace_bytes(call: &AttentionCall, operands: Element) -> Result<usize> {
-        Ok(Workspace::of(&sizes(call)?, operands).bytes)
+    pub fn workspace_bytes(
+        call: &AttentionCall,
+        operands: Element,
+        accumulator: PvAccumulator,
+        saved: bool,
+    ) -> Result<usize> {
+        Ok(Workspace::of(&sizes(call)?, operands, accumulator, saved).bytes)
     }
 
     /// Compiles and loads what this call needs. [`Cuda::launch`] does it too; before a capture it has to be done.
@@ -179,8 +187,8 @@ pub fn step_stats(call: &AttentionCall, words: &[u32], calls: u64) -> Result<Ste
 }
 
 impl Attention for Cuda {
-    /// Operands must be cast by descales that the plan has, P is E4M3, and casts saturate; everything else is refused. The
-    /// output is BF16 where the precision leaves it in f32.
+    /// Takes the precisions of [`Precision::hopper`], with any logits and output, and a plan with descales of all operands;
+    /// everything else is refused. The output is BF16 where the precision leaves it in f32.
     fn forward(
         &self,
         call: &AttentionCall,
@@ -190,12 +198,12 @@ impl Attention for Cuda {
     ) -> Result<AttentionOutput> {
         check(call, inputs, plan)?;
         let sizes = sizes(call)?;
-        if precision.operands != Cast::E4m3
-            || precision.probabilities != Probabilities::E4m3
-            || precision.on_overflow != OnOverflow::Saturate
-        {
+        let accumulator = precision.pv_accumulator;
+        let Precision { logits, output, .. } = *precision;
+        if *precision != (Precision { logits, output, ..Precision::hopper(accumulator) }) {
             return Err(Error::unsupported(format_args!(
-                "the GPU casts operands and P to E4M3 and saturates, which is not {precision:?}"
+                "the GPU computes with the precision INFERENCE or TRAINING, or another of Precision::hopper, which is not \
+                 {precision:?}"
             )));
         }
         let operands = &plan.operands;
@@ -214,6 +222,7 @@ impl Attention for Cuda {
             descales: [&rows[0], &rows[1], &rows[2]],
             rope: None,
             stats: true,
+            accumulator,
             logit: (precision.logits == LogitCast::E4m3).then_some(&logit[..]),
             output: o_descale.as_deref().filter(|_| precision.output == Cast::E4m3),
         };
@@ -313,7 +322,8 @@ mod tests {
 
     #[test]
     fn what_the_gpu_does_not_offer_is_refused_by_name() {
-        let refusal = |call: &AttentionCall| Cuda::workspace_bytes(call, Element::Bf16).unwrap_err();
+        let bytes = |call: &AttentionCall| Cuda::workspace_bytes(call, Element::Bf16, PvAccumulator::F16, false);
+        let refusal = |call: &AttentionCall| bytes(call).unwrap_err();
         let window = refusal(&AttentionCall { mask: Mask { causal: true, window: Some(4) }, ..call() });
         assert!(window.is_unsupported() && window.to_string().contains("window of 4"), "{window}");
         let cap = refusal(&AttentionCall { soft_cap: Some(50.0), ..call() });
@@ -322,7 +332,7 @@ mod tests {
         assert!(wide.is_unsupported() && wide.to_string().contains("head dimension 256"), "{wide}");
         let empty = refusal(&AttentionCall { shape: AttentionShape { len_k: 0, ..call().shape }, ..call() });
         assert!(empty.is_argument(), "as on the CPU: {empty}");
-        assert!(Cuda::workspace_bytes(&call(), Element::Bf16).unwrap() > Workspace::HEADER);
+        assert!(bytes(&call()).unwrap() > Workspace::HEADER);
     }
 
     #[test]

@@ -17,15 +17,13 @@
 
 use super::backend;
 use super::backward_call::{BackwardSchedule, BackwardTensors, BackwardWorkspace, Delta};
+use super::kernels::{Kernels, Variant as _, operand_map};
 use super::params::outer_strides;
 use super::sizes::Sizes;
 use crate::attention::AttentionCall;
-use crate::cuda::tensor_map::{Boxes, MapType, Swizzle, TensorMap, tensor_map};
-use crate::cuda::{Arch, Buffer, Device, Element, Kernel, Launch, Request, Stream, View, sources};
+use crate::cuda::{Arch, Device, Launch, Request, Stream, View, sources};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
 
 /// Threads of a block, of the backward and of the other two.
 const BLOCK: u32 = 384;
@@ -83,7 +81,7 @@ enum Variant {
     Finish { d_head: usize },
 }
 
-impl Variant {
+impl super::kernels::Variant for Variant {
     fn request(self) -> Request {
         let of = |source, d_head: usize| Request::new(source, Arch::SM90A).define("HEAD_DIM", d_head);
         match self {
@@ -103,6 +101,10 @@ impl Variant {
             Self::Finish { .. } => "attention_backward_finish",
         }
     }
+
+    fn has_shared(self) -> bool {
+        matches!(self, Self::Backward { .. })
+    }
 }
 
 /// Every variant of the backward's kernels that a call can ask for.
@@ -116,23 +118,13 @@ pub fn backward_variants() -> Vec<Request> {
             all.extend(splits.iter().map(|&splits| Variant::Backward { d_head, causal, deterministic: false, splits }));
         }
     }
-    all.into_iter().map(Variant::request).collect()
-}
-
-#[derive(Clone, Debug)]
-struct Loaded {
-    kernel: Kernel,
-    /// Dynamic shared memory of a block.
-    shared: u32,
+    all.into_iter().map(|variant| variant.request()).collect()
 }
 
 /// The backward's kernels of one device, loaded as calls need them.
 #[derive(Debug)]
 pub struct BackwardEngine {
-    device: Device,
-    loaded: Mutex<HashMap<Variant, Arc<Loaded>>>,
-    /// The descale of operands that have none.
-    one: Buffer<f32>,
+    kernels: Kernels<Variant>,
     deterministic: bool,
 }
 
@@ -142,14 +134,7 @@ impl BackwardEngine {
     /// # Errors
     /// If the device is not of compute capability 9.0 (`is_unsupported`), or the driver fails.
     pub fn new(device: &Device) -> Result<Self> {
-        if device.arch() != Arch::SM90A {
-            return Err(Error::unsupported(format_args!(
-                "the attention backward needs wgmma of compute capability 9.0 (H100, H200), and this device is {}",
-                device.arch()
-            )));
-        }
-        let one = device.upload(&[1.0])?;
-        Ok(Self { device: device.clone(), loaded: Mutex::default(), one, deterministic: false })
+        Ok(Self { kernels: Kernels::new(device, "the attention backward")?, deterministic: false })
     }
 
     /// Whether dQ, too, has the same bits in every run; off by default, since it is slower.
@@ -173,7 +158,7 @@ impl BackwardEngine {
     pub fn prepare(&self, call: &AttentionCall) -> Result<()> {
         let sizes = backend::sizes(call)?;
         let schedule = self.schedule(&sizes, call.mask.causal);
-        self.variants(&sizes, call.mask.causal, &schedule).into_iter().try_for_each(|v| self.load(v).map(drop))
+        self.variants(&sizes, call.mask.causal, &schedule).into_iter().try_for_each(|v| self.kernels.load(v).map(drop))
     }
 
     /// Puts one call on `stream`: gradients of `softmax(softmax_scale q k^T) v` with respect to q, k and v, for d_out.
@@ -200,7 +185,7 @@ impl BackwardEngine {
         place.check(workspace)?;
         let causal = call.mask.causal;
         let schedule = self.schedule(&sizes, causal);
-        let [prepare, backward, finish] = self.variants(&sizes, causal, &schedule).map(|variant| self.load(variant));
+        let [prepare, backward, finish] = self.variants(&sizes, causal, &schedule).map(|variant| self.kernels.load(variant));
         let (prepare, backward, finish) = (prepare?, backward?, finish?);
 
         let mut params = self.params(tensors, &sizes, &schedule);
@@ -209,8 +194,7 @@ impl BackwardEngine {
         (params.terms, params.dq_sum) = (at(place.terms), at(place.dq_sum));
         params.turns = if self.deterministic { at(place.turns) } else { 0 };
         let rows = sizes.tile_rows();
-        let mut maps =
-            [operand_map(&tensors.q, rows)?, operand_map(&tensors.dq, rows)?, operand_map(&tensors.d_out, rows)?];
+        let [q8, q16, d_out] = [&tensors.q, &tensors.dq, &tensors.d_out].map(|x| operand_map(x, 1, rows));
 
         let tiles = Launch {
             grid: ((sizes.query_tiles() * sizes.heads_q) as u32, sizes.batch as u32, 1),
@@ -218,6 +202,7 @@ impl BackwardEngine {
             shared: 0,
         };
         let keys = Launch::linear(schedule.grid, BLOCK, backward.shared);
+        let mut maps = [q8?, q16?, d_out?];
         let [q8, q16, d_out] = maps.each_mut().map(|map| (&raw mut *map).cast());
         let params = (&raw mut params).cast();
         // SAFETY: 1. the struct, and three maps before it, are the kernels' parameters; 2. and 3. every address comes from a view
@@ -230,7 +215,7 @@ impl BackwardEngine {
     }
 
     fn schedule(&self, sizes: &Sizes, causal: bool) -> BackwardSchedule {
-        BackwardSchedule::of(sizes, causal, self.deterministic, self.device.processors())
+        BackwardSchedule::of(sizes, causal, self.deterministic, self.kernels.device.processors())
     }
 
     fn variants(&self, sizes: &Sizes, causal: bool, schedule: &BackwardSchedule) -> [Variant; 3] {
@@ -243,8 +228,7 @@ impl BackwardEngine {
     }
 
     fn params(&self, t: &BackwardTensors, sizes: &Sizes, schedule: &BackwardSchedule) -> Params {
-        let descale = |given: &Option<View<2>>| given.map_or((self.one.ptr().0, [0, 0]), |x| (x.ptr().0, x.strides()));
-        let [q, k, v] = [&t.descales.q, &t.descales.k, &t.descales.v].map(descale);
+        let [q, k, v] = [&t.descales.q, &t.descales.k, &t.descales.v].map(|d| self.kernels.descale(d.as_ref()));
         let (o, o_strides, delta) = match &t.delta {
             Delta::Output(out) => (out.ptr().0, outer_strides(out), 0),
             Delta::Given(delta) => (0, [0; 3], delta.ptr().0),
@@ -285,49 +269,4 @@ impl BackwardEngine {
             ..Zeroable::zeroed()
         }
     }
-
-    fn load(&self, variant: Variant) -> Result<Arc<Loaded>> {
-        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = loaded.get(&variant) {
-            return Ok(found.clone());
-        }
-        let request = variant.request();
-        let module = self.device.module(request.source, &request.defines)?;
-        let kernel = module.kernel(variant.entry())?;
-        let shared = match variant {
-            Variant::Backward { .. } => {
-                let bytes = u32::try_from(module.constant("SHARED_BYTES")?)
-                    .map_err(|_| Error::cuda("attention_backward tells a negative size of shared memory"))?;
-                kernel.allow_shared(bytes)?;
-                bytes
-            }
-            _ => 0,
-        };
-        let entry = Arc::new(Loaded { kernel, shared });
-        loaded.insert(variant, entry.clone());
-        Ok(entry)
-    }
-}
-
-/// Map of an operand in boxes of `rows` positions of one head: E4M3 whole, BF16 in runs of 64 columns.
-fn operand_map(x: &View<4>, rows: usize) -> Result<TensorMap> {
-    let [batch, length, heads, d] = x.extents().map(|n| n as u64);
-    let size = x.element().size() as u64;
-    let [by_batch, by_row, by_head] = outer_strides(x).map(|s| s as u64 * size);
-    let (element, columns) = match x.element() {
-        Element::E4m3 => (MapType::CU_TENSOR_MAP_DATA_TYPE_UINT8, d),
-        _ => (MapType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 64),
-    };
-    tensor_map(&Boxes {
-        address: x.ptr().0,
-        element,
-        extents: &[d, heads, length, batch],
-        strides: &[by_head, by_row, by_batch],
-        tile: &[columns as u32, 1, rows as u32, 1],
-        swizzle: if columns * size == 128 {
-            Swizzle::CU_TENSOR_MAP_SWIZZLE_128B
-        } else {
-            Swizzle::CU_TENSOR_MAP_SWIZZLE_64B
-        },
-    })
 }

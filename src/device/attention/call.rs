@@ -2,7 +2,8 @@
 
 use super::regions::Regions;
 use super::sizes::Sizes;
-use super::tile::Split;
+use super::tile::{Split, TILE_KEYS};
+use crate::attention::PvAccumulator;
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 use crate::stats::stats_words;
@@ -55,6 +56,12 @@ pub struct Tensors {
     pub descales: Descales,
     /// Rotation of q and k; not for E4M3 operands.
     pub rope: Option<Rope>,
+    /// How the sums of P V are taken: F16 for outputs that a backward takes delta from, FP8 otherwise. FP8 sums are promoted at
+    /// least as often as asked: after every tile of 128 keys where registers hold it. Not F32; F16 not with logits or an output in
+    /// E4M3.
+    pub accumulator: PvAccumulator,
+    /// Where the cast leaves q, k and v in E4M3; `None`: in the workspace. Not for E4M3 operands.
+    pub saved: Option<SavedOperands>,
     /// Output, `(batch, len_q, heads_q, d)`: BF16, or E4M3 by `descales.o`. 16-byte aligned, strides multiples of 8
     /// elements.
     pub out: View<4>,
@@ -63,6 +70,17 @@ pub struct Tensors {
     /// Telemetry, [`stats_words`] u32 without gaps, as [`StepWords`](crate::stats::StepWords) has them. Calls add to it:
     /// maxima and sums over all calls since it was zero. Of E4M3 operands only the logits' words are written.
     pub stats: Option<View<1>>,
+}
+
+/// q, k and v as the products take them, for a backward: E4M3, `(batch, length, heads, d)` without gaps, 16-byte aligned.
+#[derive(Clone, Copy, Debug)]
+pub struct SavedOperands {
+    /// Queries.
+    pub q: View<4>,
+    /// Keys.
+    pub k: View<4>,
+    /// Values: rows, as the keys'.
+    pub v: View<4>,
 }
 
 impl Tensors {
@@ -109,7 +127,30 @@ impl Tensors {
         if let Some(rope) = &self.rope {
             rope.check(&sizes, element)?;
         }
+        if let Some(saved) = &self.saved {
+            if element == Element::E4m3 {
+                return Err(Error::argument("operands that are E4M3 already are not saved again"));
+            }
+            let rows = [("q", &saved.q, sizes.q_shape()), ("k", &saved.k, sizes.kv_shape()), ("v", &saved.v, sizes.kv_shape())];
+            for (name, x, shape) in rows {
+                x.expect_dense(&format!("saved {name}"), Element::E4m3, shape)?;
+                x.expect_aligned(&format!("saved {name}"), 16, 16)?;
+            }
+        }
+        self.check_accumulator()?;
         Ok(sizes)
+    }
+
+    fn check_accumulator(&self) -> Result<()> {
+        self.accumulator.check()?;
+        let with = match self.accumulator {
+            PvAccumulator::F32 => "P V is not",
+            PvAccumulator::F16 if self.descales.logit.is_some() => "with logits in E4M3 P V is not",
+            PvAccumulator::F16 if self.out.element() == Element::E4m3 => "with an output in E4M3 P V is not",
+            PvAccumulator::Fp8 { promote_every } if promote_every < TILE_KEYS => "for a tile of 128 keys P V is not",
+            _ => return Ok(()),
+        };
+        Err(Error::unsupported(format_args!("{with} summed in {} on the GPU", self.accumulator)))
     }
 }
 
@@ -179,7 +220,7 @@ pub struct Workspace {
     pub q: usize,
     /// Keys in E4M3, likewise.
     pub k: usize,
-    /// Values in E4M3, `(batch, heads_kv, ceil(len_k / 16), d / 8, 8, 16)`.
+    /// Values in E4M3, `(batch, heads_kv, ceil(len_k / 16), d / 8, 8, 16)`; or in F16, `(batch, len_k, heads_kv, d)`.
     pub v: usize,
     /// Partial results of a call whose keys are split.
     pub partial: usize,
@@ -191,16 +232,19 @@ impl Workspace {
     /// Bytes in front of the operands.
     pub const HEADER: usize = 256;
 
-    /// The workspace of a call whose operands are of type `element`.
-    pub fn of(sizes: &Sizes, element: Element) -> Self {
+    /// The workspace of a call whose operands are of type `element`; `saved`: the caller gives memory for them in E4M3.
+    pub fn of(sizes: &Sizes, element: Element, accumulator: PvAccumulator, saved: bool) -> Self {
         let mut regions = Regions::default();
         regions.add(Self::HEADER);
         let mut cast = |shape: [usize; 4]| {
-            let bytes = if element == Element::E4m3 { 0 } else { shape.iter().product() };
+            let bytes = if saved || element == Element::E4m3 { 0 } else { shape.iter().product() };
             regions.add(bytes)
         };
         let (q, k) = (cast(sizes.q_shape()), cast(sizes.kv_shape()));
-        let v = regions.add(sizes.batch * sizes.heads_kv * sizes.key_groups() * 16 * sizes.d_head);
+        let v = regions.add(match accumulator {
+            PvAccumulator::F16 => 2 * sizes.kv_shape().iter().product::<usize>(),
+            _ => sizes.batch * sizes.heads_kv * sizes.key_groups() * 16 * sizes.d_head,
+        });
         let splits = [false, true].map(|logits_e4m3| Split::of(sizes, logits_e4m3));
         let partial =
             regions.add(splits.into_iter().flatten().map(|split| split.partial(sizes).bytes).max().unwrap_or(0));
@@ -237,10 +281,17 @@ mod tests {
             v: dense(element, [2, 50, 2, 128]),
             descales: Descales::default(),
             rope: None,
+            accumulator: PvAccumulator::default(),
+            saved: None,
             out: dense(Element::Bf16, [2, 40, 4, 128]),
             lse: None,
             stats: None,
         }
+    }
+
+    fn saved(v: [usize; 4]) -> SavedOperands {
+        let [q, k, v] = [[2, 40, 4, 128], [2, 50, 2, 128], v].map(|shape| dense(Element::E4m3, shape));
+        SavedOperands { q, k, v }
     }
 
     #[test]
@@ -253,7 +304,7 @@ mod tests {
     #[test]
     fn what_breaks_a_rule_is_named() {
         type Change = fn(&mut Tensors);
-        let cases: [(&str, Change); 14] = [
+        let cases: [(&str, Change); 21] = [
             ("head dimension 256", |t| {
                 t.q = dense(Element::Bf16, [2, 40, 4, 256]);
             }),
@@ -275,6 +326,22 @@ mod tests {
             ("do not reach 50 keys", |t| {
                 let table = dense(Element::F32, [49, 64]);
                 t.rope = Some(Rope { cosine: table, sine: table, positions: None, interleaved: false });
+            }),
+            ("summed in f32", |t| t.accumulator = PvAccumulator::F32),
+            ("every 100 keys", |t| t.accumulator = PvAccumulator::Fp8 { promote_every: 100 }),
+            ("tile of 128 keys", |t| t.accumulator = PvAccumulator::Fp8 { promote_every: 64 }),
+            ("logits in E4M3 P V is not summed in f16", |t| {
+                t.accumulator = PvAccumulator::F16;
+                t.descales.logit = Some(dense(Element::F32, [4]));
+                t.stats = Some(dense(Element::U32, [stats_words(4, 2)]));
+            }),
+            ("output in E4M3 P V is not summed in f16", |t| {
+                (t.accumulator, t.out) = (PvAccumulator::F16, dense(Element::E4m3, [2, 40, 4, 128]));
+            }),
+            ("saved v has shape", |t| t.saved = Some(saved([2, 50, 4, 128]))),
+            ("saved again", |t| {
+                *t = tensors(Element::E4m3);
+                t.saved = Some(saved([2, 50, 2, 128]));
             }),
             ("multiple of 16", |t| {
                 let table = dense(Element::F32, [50, 36]);
@@ -322,16 +389,21 @@ mod tests {
     #[test]
     fn regions_of_the_workspace_do_not_overlap() {
         let sizes = Sizes { batch: 3, heads_q: 6, heads_kv: 2, len_q: 113, len_k: 203, d_head: 64 };
-        let w = Workspace::of(&sizes, Element::Bf16);
+        let of = |element| Workspace::of(&sizes, element, PvAccumulator::default(), false);
+        let w = of(Element::Bf16);
         assert!(w.q >= Workspace::HEADER && [w.q, w.k, w.v].iter().all(|at| at.is_multiple_of(256)));
         assert!(w.k - w.q >= 3 * 113 * 6 * 64 && w.v - w.k >= 3 * 203 * 2 * 64);
         assert!(w.partial.is_multiple_of(256) && w.partial - w.v >= 3 * 2 * 208 * 64);
-        assert!(Workspace::of(&sizes, Element::E4m3).bytes < w.bytes);
+        assert!(of(Element::E4m3).bytes < w.bytes);
+        let saved = |accumulator| Workspace::of(&sizes, Element::Bf16, accumulator, true);
+        assert_eq!(saved(PvAccumulator::default()).bytes, of(Element::E4m3).bytes);
+        let f16 = saved(PvAccumulator::F16);
+        assert!(f16.partial - f16.v >= 2 * 3 * 203 * 2 * 64);
         let decode = Sizes { len_q: 1, len_k: 8192, ..sizes };
-        let w = Workspace::of(&decode, Element::Bf16);
+        let w = Workspace::of(&decode, Element::Bf16, PvAccumulator::default(), false);
         let room = [false, true].map(|logits| Split::of(&decode, logits).unwrap().partial(&decode).bytes);
         assert_eq!(w.bytes - w.partial, room.into_iter().max().unwrap());
-        let w = Workspace::of(&sizes, Element::Bf16);
+        let w = of(Element::Bf16);
         let short = dense(Element::U8, [w.bytes - 1]);
         assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
         assert!(w.check(&dense(Element::U8, [w.bytes + 5])).is_ok());

@@ -1,23 +1,59 @@
 //! Loading and launching.
 
 use super::call::{Descales, Rope, Tensors, Workspace};
+use super::kernels::{self, Kernels, Loaded, Variant as _, operand_map};
 use super::params::{self, outer_strides};
 use super::sizes::Sizes;
-use super::tile::{Schedule, Split, Tile};
-use crate::cuda::per_key::PerKey;
+use super::tile::{ROWS, Schedule, Split, Tile};
+use crate::attention::PvAccumulator;
 use crate::cuda::tensor_map::{Boxes, MapType, Swizzle, TensorMap, tensor_map};
-use crate::cuda::{Arch, Buffer, Device, DevicePtr, Kernel, Launch, Request, Stream, sources};
+use crate::cuda::{Arch, Device, DevicePtr, Launch, Request, Stream, sources};
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 use bytemuck::Zeroable;
-use std::sync::Arc;
+use std::collections::HashSet;
 
 /// Heads that one block of the cast takes.
 const CAST_HEADS: usize = 4;
 /// Positions that one block of the cast takes.
 const CAST_ROWS: usize = 16;
-/// Query rows that one consumer takes.
-const ROWS: usize = 64;
+
+/// How a kernel sums P V: `Pv` of `kernels/attention/config.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Pv {
+    /// In FP8, flushed to shared memory after so many keys.
+    Flush(usize),
+    /// In FP8, promoted in registers after every tile.
+    Promote,
+    F16,
+}
+
+impl Pv {
+    /// Keys from which on a flush costs nearly nothing.
+    const SELDOM: usize = 2048;
+
+    /// Registers do not hold a second set of sums beside telemetry of whole tiles, nor beside logits in E4M3. `split`: parts of a
+    /// split call are short, and always promoted after every tile.
+    fn of(accumulator: PvAccumulator, telemetry: bool, logits_e4m3: bool, split: bool) -> Self {
+        match accumulator {
+            PvAccumulator::F16 => Self::F16,
+            PvAccumulator::Fp8 { promote_every }
+                if logits_e4m3 || (!split && (telemetry || promote_every >= Self::SELDOM)) =>
+            {
+                Self::Flush(promote_every)
+            }
+            _ => Self::Promote,
+        }
+    }
+
+    fn define(self, request: Request) -> Request {
+        match self {
+            Self::Flush(keys) => request.define("PV", 0).define("FLUSH_KEYS", keys),
+            Self::Promote => request.define("PV", 1),
+            Self::F16 => request.define("PV", 2),
+        }
+    }
+}
 
 /// Compiled form of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -26,6 +62,7 @@ enum Variant {
         d_head: usize,
         causal: bool,
         tile: Tile,
+        pv: Pv,
         telemetry: bool,
         logits_e4m3: bool,
         out_e4m3: bool,
@@ -33,6 +70,7 @@ enum Variant {
     /// Parts of a split call, masked or not. `rolled`: of few tiles.
     Parts {
         d_head: usize,
+        pv: Pv,
         telemetry: bool,
         logits_e4m3: bool,
         rolled: bool,
@@ -50,17 +88,18 @@ enum Variant {
     },
 }
 
-impl Variant {
-    fn request(self, arch: Arch) -> Request {
+impl kernels::Variant for Variant {
+    fn request(self) -> Request {
+        let arch = Arch::SM90A;
         match self {
-            Self::Parts { d_head, telemetry, logits_e4m3, rolled } => {
+            Self::Parts { d_head, pv, telemetry, logits_e4m3, rolled } => {
                 let tile = Split::TILE;
-                let forward = Self::Forward { d_head, causal: true, tile, telemetry, logits_e4m3, out_e4m3: false };
-                forward.request(arch).define("SPLIT_KV", 1).define("ROLLED", u8::from(rolled))
+                let forward = Self::Forward { d_head, causal: true, tile, pv, telemetry, logits_e4m3, out_e4m3: false };
+                forward.request().define("SPLIT_KV", 1).define("ROLLED", u8::from(rolled))
             }
             Self::Combine { d_head } => Request::new(sources::COMBINE, arch).define("HEAD_DIM", d_head),
-            Self::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 } => {
-                Request::new(sources::ATTENTION, arch)
+            Self::Forward { d_head, causal, tile, pv, telemetry, logits_e4m3, out_e4m3 } => {
+                pv.define(Request::new(sources::ATTENTION, arch))
                     .define("HEAD_DIM", d_head)
                     .define("BLOCK_N", tile.keys)
                     .define("CONSUMERS", tile.consumers)
@@ -73,7 +112,7 @@ impl Variant {
             Self::Cast { d_head, input, rope } => {
                 Request::new(sources::CAST, arch).define("HEAD_DIM", d_head).define("INPUT", input).define("ROPE", rope)
             }
-            Self::Repack { d_head } => Self::Cast { d_head, input: 0, rope: 0 }.request(arch),
+            Self::Repack { d_head } => Self::Cast { d_head, input: 0, rope: 0 }.request(),
         }
     }
 
@@ -86,6 +125,12 @@ impl Variant {
         }
     }
 
+    fn has_shared(self) -> bool {
+        matches!(self, Self::Forward { .. } | Self::Parts { .. })
+    }
+}
+
+impl Variant {
     /// What a checked call launches first.
     fn first(tensors: &Tensors, sizes: &Sizes) -> Self {
         let d_head = sizes.d_head;
@@ -99,13 +144,14 @@ impl Variant {
     fn second(tensors: &Tensors, sizes: &Sizes, causal: bool, split: Option<Split>) -> Self {
         let (d_head, logits_e4m3) = (sizes.d_head, tensors.descales.logit.is_some());
         let telemetry = tensors.stats.is_some();
+        let pv = Pv::of(tensors.accumulator, telemetry, logits_e4m3, split.is_some());
         if let Some(split) = split {
             let rolled = !logits_e4m3 && split.has_few_tiles(sizes);
-            return Self::Parts { d_head, telemetry, logits_e4m3, rolled };
+            return Self::Parts { d_head, pv, telemetry, logits_e4m3, rolled };
         }
         let tile = Tile::of(sizes, logits_e4m3);
         let out_e4m3 = tensors.out.element() == Element::E4m3;
-        Self::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 }
+        Self::Forward { d_head, causal, tile, pv, telemetry, logits_e4m3, out_e4m3 }
     }
 }
 
@@ -113,32 +159,39 @@ fn rope_number(rope: Option<&Rope>) -> u32 {
     rope.map_or(0, |r| if r.interleaved { 2 } else { 1 })
 }
 
-/// Every variant of the attention kernels that a call can ask for.
+/// Every variant of the attention kernels that a call of [`Precision::INFERENCE`](crate::attention::Precision::INFERENCE),
+/// `TRAINING` or `PROMOTE_2048` can ask for.
 pub fn attention_variants() -> Vec<Request> {
     const TELEMETRY_LOGITS: [(bool, bool); 3] = [(false, false), (true, false), (true, true)];
+    let sums = [256, 2048].map(|promote_every| PvAccumulator::Fp8 { promote_every });
     let mut all = Vec::new();
     for d_head in [64, 128] {
-        all.push(Variant::Combine { d_head }.request(Arch::SM90A));
-        for (telemetry, logits_e4m3) in TELEMETRY_LOGITS {
-            for rolled in [false, true] {
-                // The schedule of E4M3 logits has no such form.
-                if !(logits_e4m3 && rolled) {
-                    all.push(Variant::Parts { d_head, telemetry, logits_e4m3, rolled }.request(Arch::SM90A));
+        all.push(Variant::Combine { d_head });
+        for accumulator in sums.into_iter().chain([PvAccumulator::F16]) {
+            let f16 = accumulator == PvAccumulator::F16;
+            for (telemetry, logits_e4m3) in TELEMETRY_LOGITS {
+                // The schedule of E4M3 logits has no rolled form, and P V none in F16.
+                if f16 && logits_e4m3 {
+                    continue;
                 }
-            }
-        }
-        for causal in [false, true] {
-            for out_e4m3 in [false, true] {
-                for (telemetry, logits_e4m3) in TELEMETRY_LOGITS {
+                let pv = Pv::of(accumulator, telemetry, logits_e4m3, true);
+                let rolled: &[bool] = if logits_e4m3 { &[false] } else { &[false, true] };
+                all.extend(rolled.iter().map(|&rolled| Variant::Parts { d_head, pv, telemetry, logits_e4m3, rolled }));
+                let pv = Pv::of(accumulator, telemetry, logits_e4m3, false);
+                for (causal, out_e4m3) in [(false, false), (true, false), (false, true), (true, true)] {
+                    if f16 && out_e4m3 {
+                        continue;
+                    }
                     all.extend(Tile::all(d_head, logits_e4m3).into_iter().map(|tile| {
-                        let variant = Variant::Forward { d_head, causal, tile, telemetry, logits_e4m3, out_e4m3 };
-                        variant.request(Arch::SM90A)
+                        Variant::Forward { d_head, causal, tile, pv, telemetry, logits_e4m3, out_e4m3 }
                     }));
                 }
             }
         }
     }
-    all
+    let mut known = HashSet::new();
+    all.retain(|variant| known.insert(*variant));
+    all.into_iter().map(|variant| variant.request()).collect()
 }
 
 /// Every variant of the cast that a call can ask for.
@@ -146,7 +199,7 @@ pub fn cast_variants() -> Vec<Request> {
     let mut all = Vec::new();
     for d_head in [64, 128] {
         for input in 0..3 {
-            all.extend((0..3).map(|rope| Variant::Cast { d_head, input, rope }.request(Arch::SM90A)));
+            all.extend((0..3).map(|rope| Variant::Cast { d_head, input, rope }.request()));
         }
     }
     all
@@ -158,7 +211,7 @@ struct Call<'a> {
     sizes: Sizes,
     /// The tile counter.
     header: DevicePtr,
-    /// q, k and v as the workspace holds them.
+    /// q, k and v as the workspace holds them, or the caller where they are saved; v in the layout of the attention.
     operands: [DevicePtr; 3],
     /// How the call is split, and where its partial results lie.
     split: Option<(Split, DevicePtr)>,
@@ -167,9 +220,12 @@ struct Call<'a> {
 impl<'a> Call<'a> {
     fn new(engine: &AttentionEngine, tensors: &'a Tensors, workspace: &View<1>) -> Result<Self> {
         let sizes = tensors.check()?;
-        let place = Workspace::of(&sizes, tensors.q.element());
+        let place = Workspace::of(&sizes, tensors.q.element(), tensors.accumulator, tensors.saved.is_some());
         place.check(workspace)?;
-        let operands = [place.q, place.k, place.v].map(|offset| workspace.ptr().offset(offset as u64));
+        let mut operands = [place.q, place.k, place.v].map(|offset| workspace.ptr().offset(offset as u64));
+        if let Some(saved) = &tensors.saved {
+            (operands[0], operands[1]) = (saved.q.ptr(), saved.k.ptr());
+        }
         let partial = workspace.ptr().offset(place.partial as u64);
         let split = engine.split_of(tensors, &sizes).map(|split| (split, partial));
         Ok(Self { tensors, sizes, header: workspace.ptr(), operands, split })
@@ -183,20 +239,10 @@ fn check_scale(softmax_scale: f32) -> Result<()> {
     Err(Error::argument(format_args!("softmax scale {softmax_scale} must be finite and greater than zero")))
 }
 
-#[derive(Clone, Debug)]
-struct Loaded {
-    kernel: Kernel,
-    /// Dynamic shared memory of a block.
-    shared: u32,
-}
-
 /// The attention kernels of one device, loaded as calls need them.
 #[derive(Debug)]
 pub struct AttentionEngine {
-    device: Device,
-    loaded: PerKey<Variant, Arc<Loaded>>,
-    /// The descale of operands that have none.
-    one: Buffer<f32>,
+    kernels: Kernels<Variant>,
     overlap: bool,
     split: bool,
     processors: usize,
@@ -208,15 +254,8 @@ impl AttentionEngine {
     /// # Errors
     /// If the device is not of compute capability 9.0 (`is_unsupported`), or the driver fails.
     pub fn new(device: &Device) -> Result<Self> {
-        if device.arch() != Arch::SM90A {
-            return Err(Error::unsupported(format_args!(
-                "the attention kernel needs wgmma of compute capability 9.0 (H100, H200), and this device is {}",
-                device.arch()
-            )));
-        }
-        let one = device.upload(&[1.0])?;
-        let processors = device.processors();
-        Ok(Self { device: device.clone(), loaded: PerKey::default(), one, overlap: true, split: true, processors })
+        let kernels = Kernels::new(device, "the attention kernel")?;
+        Ok(Self { kernels, overlap: true, split: true, processors: device.processors() })
     }
 
     /// Whether the attention kernel may start while the cast drains (programmatic dependent launch); on by default.
@@ -234,13 +273,13 @@ impl AttentionEngine {
     /// How many multiprocessors the attention kernel takes, at most all and at least one. All by default; fewer leave room
     /// for other work on the device, such as a collective. The cast is not bound by it.
     pub fn with_processors(mut self, processors: usize) -> Self {
-        self.processors = processors.clamp(1, self.device.processors());
+        self.processors = processors.clamp(1, self.kernels.device.processors());
         self
     }
 
     /// The engine's device.
     pub fn device(&self) -> &Device {
-        &self.device
+        &self.kernels.device
     }
 
     /// Compiles and loads what [`AttentionEngine::forward`] would for this call, which otherwise its first call does. A
@@ -250,12 +289,12 @@ impl AttentionEngine {
     /// If the call breaks a rule, or a kernel does not compile or load.
     pub fn prepare(&self, tensors: &Tensors, causal: bool) -> Result<()> {
         let sizes = tensors.check()?;
-        self.load(Variant::first(tensors, &sizes))?;
+        self.kernels.load(Variant::first(tensors, &sizes))?;
         let split = self.split_of(tensors, &sizes);
         if split.is_some_and(|split| split.parts > 1) {
-            self.load(Variant::Combine { d_head: sizes.d_head })?;
+            self.kernels.load(Variant::Combine { d_head: sizes.d_head })?;
         }
-        self.load(Variant::second(tensors, &sizes, causal, split)).map(drop)
+        self.kernels.load(Variant::second(tensors, &sizes, causal, split)).map(drop)
     }
 
     fn split_of(&self, tensors: &Tensors, sizes: &Sizes) -> Option<Split> {
@@ -311,7 +350,7 @@ impl AttentionEngine {
 
     fn launch_cast(&self, stream: &Stream, call: &Call) -> Result<()> {
         let variant = Variant::first(call.tensors, &call.sizes);
-        let kernel = self.load(variant)?;
+        let kernel = self.kernels.load(variant)?;
         let [q, k, v] = call.operands;
         match variant {
             Variant::Repack { .. } => self.repack_values(stream, &kernel, call, v),
@@ -329,7 +368,7 @@ impl AttentionEngine {
         overlap: bool,
     ) -> Result<()> {
         let Call { tensors, sizes, header, operands: [at_q, at_k, at_v], split } = *call;
-        let forward = self.load(Variant::second(tensors, &sizes, causal, split.map(|(split, _)| split)))?;
+        let forward = self.kernels.load(Variant::second(tensors, &sizes, causal, split.map(|(split, _)| split)))?;
         let (tile, schedule) = match split {
             Some((split, _)) => (Split::TILE, Schedule::split(&sizes, split, self.processors)),
             None => {
@@ -337,7 +376,7 @@ impl AttentionEngine {
                 (tile, Schedule::whole(&sizes, tile, self.processors))
             }
         };
-        // SAFETY: both lie in the workspace, whose size was checked and which is the caller's promise.
+        // SAFETY: both lie in the workspace, whose size was checked and which is the caller's promise, or are saved views.
         let cast = unsafe {
             (View::dense(at_q, Element::E4m3, sizes.q_shape()), View::dense(at_k, Element::E4m3, sizes.kv_shape()))
         };
@@ -361,7 +400,11 @@ impl AttentionEngine {
         }
         let launch = Launch::linear(schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
         let (mut q, mut k) = (operand_map(&q, heads, positions)?, operand_map(&k, 1, tile.keys)?);
-        let mut v = values_map(at_v, &sizes, tile.keys)?;
+        let mut v = match tensors.accumulator {
+            // SAFETY: as above.
+            PvAccumulator::F16 => operand_map(&unsafe { View::dense(at_v, Element::F16, sizes.kv_shape()) }, 1, tile.keys)?,
+            _ => values_map(at_v, &sizes, tile.keys)?,
+        };
         let parameters = &mut [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut params).cast()];
         // SAFETY: 1. three maps and the struct are the kernel's parameters; 2. and 3. every address comes from a view whose
         // shape was checked, or lies in the workspace; the kernel waits for the one in front of it before it reads.
@@ -373,7 +416,7 @@ impl AttentionEngine {
     }
 
     fn launch_combine(&self, stream: &Stream, sizes: &Sizes, split: Split, forward: &params::Forward) -> Result<()> {
-        let combine = self.load(Variant::Combine { d_head: sizes.d_head })?;
+        let combine = self.kernels.load(Variant::Combine { d_head: sizes.d_head })?;
         let mut params = params::Combine {
             o: forward.o,
             lse: forward.lse,
@@ -403,7 +446,7 @@ impl AttentionEngine {
 
     fn forward_params(&self, t: &Tensors, sizes: &Sizes, schedule: &Schedule, softmax_scale: f32) -> params::Forward {
         let Descales { q, k, v, o, logit } = &t.descales;
-        let [q, k, v, o] = [q, k, v, o].map(|d| self.descale(d.as_ref()));
+        let [q, k, v, o] = [q, k, v, o].map(|d| self.kernels.descale(d.as_ref()));
         params::Forward {
             o: t.out.ptr().0,
             lse: t.lse.map_or(0, |x| x.ptr().0),
@@ -433,11 +476,6 @@ impl AttentionEngine {
         }
     }
 
-    /// Address and strides of a descale; of the one kept here where there is none.
-    fn descale(&self, given: Option<&View<2>>) -> (u64, [i64; 2]) {
-        given.map_or((self.one.ptr().0, [0, 0]), |x| (x.ptr().0, x.strides()))
-    }
-
     fn cast_operands(&self, stream: &Stream, cast: &Loaded, call: &Call, to: [DevicePtr; 3]) -> Result<()> {
         let Call { tensors: t, sizes, header, .. } = call;
         let (heads_q, heads_kv) = (sizes.heads_q, sizes.heads_kv);
@@ -455,8 +493,11 @@ impl AttentionEngine {
             sine: t.rope.map_or(0, |r| r.sine.ptr().0),
             positions: t.rope.and_then(|r| r.positions).map_or(0, |p| p.ptr().0),
             counter: header.0,
+            v_rows: t.saved.map_or(0, |saved| saved.v.ptr().0),
             rotary: t.rope.map_or(0, |r| r.rotary() as i32),
             q_start: sizes.len_k as i32 - sizes.len_q as i32,
+            v_f16: (t.accumulator == PvAccumulator::F16).into(),
+            unused: 0,
         };
         let blocks = heads_q.div_ceil(CAST_HEADS) + 2 * heads_kv.div_ceil(CAST_HEADS);
         let groups = sizes.len_q.max(sizes.len_k).div_ceil(CAST_ROWS);
@@ -471,16 +512,17 @@ impl AttentionEngine {
         let Call { tensors: t, sizes, header, .. } = call;
         let mut params = params::CastTensor { to: to.0, ..self.cast_tensor(&t.v, None) };
         let mut counter = header.0;
+        let mut v_f16 = i32::from(t.accumulator == PvAccumulator::F16);
         let grid = (sizes.key_groups() as u32, sizes.heads_kv as u32, sizes.batch as u32);
         let launch = Launch { grid, block: 2 * sizes.d_head as u32, shared: repack.shared };
-        let parameters = &mut [(&raw mut params).cast(), (&raw mut counter).cast()];
+        let parameters = &mut [(&raw mut params).cast(), (&raw mut counter).cast(), (&raw mut v_f16).cast()];
         // SAFETY: as for the cast.
         unsafe { repack.kernel.launch_parameters(stream, launch, parameters, false) }
     }
 
     fn cast_tensor(&self, x: &View<4>, descale: Option<&View<2>>) -> params::CastTensor {
         let [_, length, heads, _] = x.extents();
-        let (descale, descale_strides) = self.descale(descale);
+        let (descale, descale_strides) = self.kernels.descale(descale);
         params::CastTensor {
             from: x.ptr().0,
             descale,
@@ -491,39 +533,6 @@ impl AttentionEngine {
             ..Zeroable::zeroed()
         }
     }
-
-    /// A variant, compiled and loaded by the first call that asks for it. Calls that ask for others do not wait for it.
-    fn load(&self, variant: Variant) -> Result<Arc<Loaded>> {
-        self.loaded.get_or_make(variant, || {
-            let request = variant.request(self.device.arch());
-            let module = self.device.module(request.source, &request.defines)?;
-            let kernel = module.kernel(variant.entry())?;
-            let shared = match variant {
-                Variant::Forward { .. } | Variant::Parts { .. } => {
-                    let bytes = u32::try_from(module.constant("SHARED_BYTES")?)
-                        .map_err(|_| Error::cuda("attention/forward tells a negative size of shared memory"))?;
-                    kernel.allow_shared(bytes)?;
-                    bytes
-                }
-                _ => 0,
-            };
-            Ok(Arc::new(Loaded { kernel, shared }))
-        })
-    }
-}
-
-/// Map of an E4M3 operand in boxes of `positions` positions of `heads` heads, heads innermost.
-fn operand_map(x: &View<4>, heads: usize, positions: usize) -> Result<TensorMap> {
-    let [batch, length, all_heads, d] = x.extents().map(|n| n as u64);
-    let [by_batch, by_row, by_head] = outer_strides(x).map(|s| s as u64);
-    tensor_map(&Boxes {
-        address: x.ptr().0,
-        element: MapType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        extents: &[d, all_heads, length, batch],
-        strides: &[by_head, by_row, by_batch],
-        tile: &[d as u32, heads as u32, positions as u32, 1],
-        swizzle: if d == 128 { Swizzle::CU_TENSOR_MAP_SWIZZLE_128B } else { Swizzle::CU_TENSOR_MAP_SWIZZLE_64B },
-    })
 }
 
 /// Map of the reordered values, in boxes of `keys` keys of one head.

@@ -3,6 +3,7 @@
 use super::call::{Descales, Rope, Tensors, Workspace};
 use super::engine::AttentionEngine;
 use super::sizes::Sizes;
+use crate::attention::PvAccumulator;
 use crate::cuda::{Buffer, Device, Element, Stream, View};
 use crate::error::{Error, Result};
 use crate::fp8::Format;
@@ -31,6 +32,8 @@ pub struct Setup<'a> {
     pub rope: Option<RopeTables<'a>>,
     /// Whether the call leaves telemetry.
     pub stats: bool,
+    /// How the sums of P V are taken.
+    pub accumulator: PvAccumulator,
 }
 
 /// Tables of a [`Rope`] in host memory, `(len_k, rotary / 2)` each.
@@ -139,13 +142,16 @@ impl Resident {
         let words = [stats_words(sizes.heads_q, sizes.heads_kv)];
         let stats = setup.stats.then(|| array::<u32, 1>(device, Element::U32, words)).transpose()?;
         let (stats, stats_view) = stats.unzip();
-        let (scratch, workspace) = array(device, Element::U8, [Workspace::of(&sizes, setup.operands).bytes])?;
+        let bytes = Workspace::of(&sizes, setup.operands, setup.accumulator, false).bytes;
+        let (scratch, workspace) = array(device, Element::U8, [bytes])?;
         let tensors = Tensors {
             q: q_view,
             k: k_view,
             v: v_view,
             descales,
             rope,
+            accumulator: setup.accumulator,
+            saved: None,
             out: out_view,
             lse: Some(lse_view),
             stats: stats_view,

@@ -4,9 +4,10 @@
 //!
 //! 1. **Cast.** q, k and v in BF16, F16 or F32 become E4M3 by descales known beforehand, in one pass; RoPE on q and k
 //!    can be part of it; v leaves in the order that the tensor cores want. Operands that are E4M3 already are taken as
-//!    they are: only v is reordered.
-//! 2. **Attention**, with the numbers of `crate::attention`: logits in f32 (or through E4M3), P in E4M3 at `2^8`, output in
-//!    BF16 or E4M3, log-sum-exp in nats.
+//!    they are: only v is reordered, or written in F16. For a backward the cast leaves its operands to the caller
+//!    ([`Tensors::saved`]).
+//! 2. **Attention**, with the numbers of `crate::attention`: logits in f32 (or through E4M3), P in E4M3 or F16 at `2^8` as
+//!    [`Tensors::accumulator`] asks, output in BF16 or E4M3, log-sum-exp in nats.
 //!
 //! 3. **Combine.** Calls with few query rows, such as decoding, are split ([`Split`]): the heads of a group share a tile, and the keys
 //!    are cut into parts, whose outputs, in F16 by v's descale, are joined by their log-sum-exps. A single part needs no joining.
@@ -27,6 +28,7 @@ mod backward_call;
 mod call;
 mod engine;
 mod host;
+mod kernels;
 mod params;
 mod regions;
 mod sizes;
@@ -36,7 +38,7 @@ pub use crate::cuda::{Element, View};
 pub use backend::{Cuda, step_stats};
 pub use backward::{BackwardEngine, backward_variants};
 pub use backward_call::{BackwardTensors, BackwardWorkspace, Delta};
-pub use call::{Descales, Rope, Tensors, Workspace};
+pub use call::{Descales, Rope, SavedOperands, Tensors, Workspace};
 pub use engine::{AttentionEngine, attention_variants, cast_variants};
 pub use host::{HostOutput, Resident, RopeTables, Setup};
 pub use sizes::Sizes;

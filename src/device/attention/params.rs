@@ -98,10 +98,13 @@ pub(super) struct Cast {
     pub sine: u64,
     pub positions: u64,
     pub counter: u64,
+    pub v_rows: u64,
     pub rotary: i32,
     pub q_start: i32,
+    pub v_f16: i32,
+    pub unused: i32,
 }
-const _: () = assert!(size_of::<Cast>() == 280, "the kernel asserts the same");
+const _: () = assert!(size_of::<Cast>() == 296, "the kernel asserts the same");
 
 /// Batch, row and head strides of a tensor whose last dimension is contiguous.
 pub(super) fn outer_strides(x: &View<4>) -> [i64; 3] {

@@ -17,7 +17,9 @@ pub struct Tile {
 }
 
 /// Query rows of one consumer.
-const ROWS: usize = 64;
+pub(super) const ROWS: usize = 64;
+/// Keys of the largest tile, after which P V can be promoted.
+pub(super) const TILE_KEYS: usize = 128;
 /// Multiprocessors that [`Split`] reckons with. Not those of the device: results must not depend on them.
 const PROCESSORS: usize = 132;
 /// What a work item costs beside its keys, and what a kernel that joins parts costs beside their bytes, in tenths of a microsecond.

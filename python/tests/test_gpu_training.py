@@ -1,0 +1,248 @@
+"""The backward on a Hopper GPU: gradients, bias, memory, graphs, compilers, fixed order."""
+
+import functools
+
+import pytest
+from gpu import libraries, relative, tensors, torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import sigmascale
+import sigmascale.torch as fp8
+from sigmascale.torch import _casts
+
+OP = torch.ops.sigmascale.attention.default
+
+
+def rows(n_kv=2, value=0.02):
+    return [torch.full((n_kv,), value * (1 + i / 4), device="cuda") for i in range(3)]
+
+
+def exact(q, k, v, row, causal, direction):
+    """Output and gradients in f64 from the operands that E4M3 holds."""
+    seen = lambda x, d: (
+        _casts.cast(x.detach(), d.expand(x.shape[0], -1)).double() * _casts.spread(d[None].double(), x.shape[2])
+    )
+    q, k, v = (seen(x, d).requires_grad_(True) for x, d in zip((q, k, v), row))
+    group = q.shape[2] // k.shape[2]
+    heads = lambda x: x.transpose(1, 2)
+    every = lambda x: heads(x.repeat_interleave(group, dim=2))
+    logits = heads(q) @ every(k).transpose(2, 3) * q.shape[3] ** -0.5
+    if causal:
+        logits = logits.masked_fill(_casts.hidden(q.shape[1], k.shape[1], "cuda"), -torch.inf)
+    out = heads(torch.softmax(logits, dim=3).nan_to_num(0.0) @ every(v))
+    return out, torch.autograd.grad(out, (q, k, v), direction.double())
+
+
+def leaves(*given):
+    return [x.detach().requires_grad_(True) for x in given]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    ("heads", "d", "length", "keys"),
+    [
+        ((8, 2), 128, 512, 512),
+        ((4, 4), 64, 333, 333),
+        ((6, 2), 64, 100, 257),
+        ((4, 1), 128, 1, 129),
+        ((2, 2), 128, 65, 40),
+    ],
+)
+def test_gradients_are_those_of_f64(heads, d, length, keys, causal):
+    q, *_ = tensors(length=length, heads=heads, d=d)
+    _, k, v = tensors(length=keys, heads=heads, d=d, seed=1)
+    q, k, v = leaves(q, k, v)
+    row, direction = rows(heads[1]), tensors(length=length, heads=heads, d=d, seed=2)[0]
+    out = fp8.attention(q, k, v, row, causal=causal)
+    reference, theirs = exact(q, k, v, row, causal, direction)
+    ours = torch.autograd.grad(out, (q, k, v), direction)
+    assert relative(out, reference) < 4e-3
+    # A single visible key leaves nothing to differentiate but rounding.
+    errors = [relative(a, b) if float(b.norm()) > 1e-3 else float(a.norm()) for a, b in zip(ours, theirs)]
+    assert max(errors) < 6e-3, errors
+    assert all(a.dtype == torch.bfloat16 and torch.isfinite(a).all() for a in ours)
+
+
+@pytest.mark.parametrize("name", libraries())
+def test_outputs_with_a_mean_do_not_bias_gradients(name):
+    """Sums of P V in FP8 shrink where V has a mean: as delta they moved dQ by 40 % here."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    randn = lambda *shape: torch.randn(*shape, generator=generator, device="cuda")
+    q, k, v = randn(1, 4096, 4, 128), randn(1, 4096, 2, 128) + 2 * randn(128), randn(1, 4096, 2, 128) + 2 * randn(128)
+    direction = (randn(1, 4096, 4, 128) + 2 * randn(128)).bfloat16()
+    q, k, v = leaves(*(x.bfloat16() for x in (q, k, v)))
+    row = [torch.full((2,), float(x.detach().abs().max()) / 440, device="cuda") for x in (q, k, v)]
+    out = fp8.attention(q, k, v, row, backend=name)
+    ours = torch.autograd.grad(out, (q, k, v), direction)
+    _, theirs = exact(q, k, v, row, True, direction)
+    # The emulation takes delta from P dP; the others from an output in BF16.
+    limit = 0.01 if name == "emulated" else 0.04
+    assert relative(ours[0], theirs[0]) < limit and relative(ours[1], theirs[1]) < limit
+    assert relative(ours[2], theirs[2]) < 0.01
+
+
+def test_the_training_output_is_unbiased_and_accumulators_can_be_chosen():
+    q, k, v = tensors(1, 8192, (2, 1))
+    v = v + 1
+    row = [torch.full((1,), 0.02, device="cuda") for _ in range(3)]
+    reference = exact(q[:, -256:], k, v, row, True, torch.zeros_like(q[:, -256:]))[0].detach()
+    bias = {}
+    for name in ("f16", "fp8-256", "fp8-2048"):
+        out = fp8.attention(q, k, v, row, accumulator=name)[:, -256:]
+        bias[name] = abs(float((out - reference).mean() / reference.abs().mean()))
+    assert bias["f16"] < 1e-3 and bias["fp8-256"] < 5e-3 and bias["fp8-2048"] > bias["fp8-256"], bias
+    assert torch.equal(fp8.attention(q, k, v, row), fp8.attention(q, k, v, row, accumulator="fp8-256"))
+    q.requires_grad_(True)
+    assert torch.equal(fp8.attention(q, k, v, row), fp8.attention(q, k, v, row, accumulator="f16"))
+    # A forward of another accumulator has the same gradients: its output is not what delta is taken from.
+    direction = torch.randn_like(q)
+    grads = [
+        torch.autograd.grad(fp8.attention(q, k, v, row, accumulator=name), q, direction)[0]
+        for name in ("f16", "fp8-2048")
+    ]
+    assert relative(*grads) < 1e-3
+    with pytest.raises(sigmascale.UnsupportedError, match="128 keys"):
+        fp8.attention(q, k, v, row, accumulator="fp8-64")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
+def test_gradients_have_the_types_and_any_strides(dtype):
+    q, k, v = leaves(*(x.to(dtype) for x in tensors()))
+    row = rows()
+    out = fp8.attention(q, k, v, row)
+    direction = torch.randn(2, 8, 256, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    ours = torch.autograd.grad(out, (q, k, v), direction)
+    _, theirs = exact(q, k, v, row, True, direction)
+    assert all(a.dtype == dtype and relative(a, b) < 6e-3 for a, b in zip(ours, theirs))
+    # The gradient of a sum has no strides at all.
+    (ours,) = torch.autograd.grad(fp8.attention(q, k, v, row).sum(), v)
+    _, theirs = exact(q, k, v, row, True, torch.ones_like(out))
+    assert relative(ours, theirs[2]) < 6e-3
+
+
+def test_a_backward_keeps_a_third_of_what_it_kept():
+    q, k, v = leaves(*tensors(2, 4096, (32, 8)))
+    row = [torch.full((8,), 0.02, device="cuda") for _ in range(3)]
+    fp8.attention(q, k, v, row).sum().backward()
+    torch.cuda.synchronize()
+    # Operands that nobody else holds.
+    q, k, v = (x.detach().requires_grad_(True) for x in (q, k, v))
+    before = torch.cuda.memory_allocated()
+    out = fp8.attention(q * 1, k * 1, v * 1, row)
+    kept = torch.cuda.memory_allocated() - before
+    elements = q.numel() + k.numel() + v.numel()
+    assert kept < 1.02 * (elements + 2 * q.numel() + 4 * q.numel() / 128)
+    del out
+
+
+def test_a_fixed_order_gives_equal_bits():
+    q, k, v = leaves(*tensors(2, 2048, (8, 2)))
+    direction = torch.randn_like(q)
+    run = lambda: torch.autograd.grad(fp8.attention(q, k, v, rows()), (q, k, v), direction)
+    any_order = run()
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = run()
+        assert all(all(torch.equal(a, b) for a, b in zip(first, run())) for _ in range(5))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(relative(a, b) < 2e-3 for a, b in zip(first, any_order))
+
+
+def test_a_captured_step_replays_with_the_descales_of_the_moment():
+    q, k, v = leaves(*tensors(length=512))
+    row, direction, stream = rows(), torch.randn_like(q), torch.cuda.Stream()
+    run = lambda: torch.autograd.grad(fp8.attention(q, k, v, row), (q, k, v), direction)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = run()
+        for descale in row:
+            descale.mul_(1.5)
+        expected = run()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_nothing_waits_for_the_device():
+    q, k, v = leaves(*tensors())
+    row, direction = rows(), torch.randn_like(q)
+    run = lambda: torch.autograd.grad(fp8.attention(q, k, v, row), (q, k, v), direction)
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_operators_pass_the_checks_of_pytorch():
+    q, k, v = leaves(*tensors(length=64, heads=(4, 2), d=64))
+    descales = [x.expand(2, -1) for x in rows()]
+    words = torch.zeros(12, 4, dtype=torch.int32, device="cuda")
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(OP, (q, k, v, *descales, None, words, True, 0.2, "native", "f16", True), test_utils=checks)
+    out, lse, *saved = (x.detach() for x in OP(q, k, v, *descales, None, None, True, 0.2, "native", "f16", True))
+    given = (torch.randn_like(out), *saved, *descales, out, lse, True, 0.2, "native", "f16")
+    torch.library.opcheck(torch.ops.sigmascale.attention_backward.default, given, test_utils=checks[:1] + checks[2:])
+
+
+def test_a_compiled_step_has_no_graph_break(llama):
+    runtime = fp8.attach(llama)
+    q, k, v = leaves(*tensors(heads=(4, 2), d=64))
+
+    def step(q, k, v):
+        for plan in runtime.layers:
+            q = torch.tanh(fp8.attention(q * 2, k, v, plan))
+        return q
+
+    expected, direction = step(q, k, v), torch.randn_like(q)
+    theirs = torch.autograd.grad(expected, (q, k, v), direction)
+    seen = runtime.stats()
+    runtime.refresh()
+    compiled = torch.compile(step, fullgraph=True)
+    out = compiled(q, k, v)
+    ours = torch.autograd.grad(out, (q, k, v), direction)
+    assert relative(out, expected) < 0.02 and all(relative(a, b) < 0.05 for a, b in zip(ours, theirs))
+    after = runtime.stats()
+    assert after["calls"].keys() == {"native"} and (after["calls"]["native"] == 1).all()
+    assert (after["amax"][0] == seen["amax"][0]).all() and (after["amax"] > 0).all()
+
+
+def test_checkpoints_run_or_keep_the_operator(llama):
+    runtime = fp8.attach(llama)
+    q, k, v = leaves(*tensors(heads=(4, 2), d=64))
+    direction = torch.randn_like(q)
+    step = lambda q, k, v: fp8.attention(q * 2, k, v, runtime.layers[0])
+    torch.use_deterministic_algorithms(True)
+    try:
+        plain = torch.autograd.grad(step(q, k, v), (q, k, v), direction)
+        contexts = functools.partial(create_selective_checkpoint_contexts, [OP])
+        for options, runs in [({}, 2), ({"context_fn": contexts}, 1)]:
+            runtime.refresh()
+            out = checkpoint(step, q, k, v, use_reentrant=False, **options)
+            again = torch.autograd.grad(out, (q, k, v), direction)
+            assert all(torch.equal(a, b) for a, b in zip(again, plain))
+            assert runtime.stats()["calls"]["native"].tolist() == [runs, 0, 0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_backward_on_another_stream_waits_for_its_forward():
+    q, k, v = leaves(*tensors(2, 2048, (8, 2)))
+    row, direction, stream = rows(), torch.randn_like(q), torch.cuda.Stream()
+    expected = torch.autograd.grad(fp8.attention(q, k, v, row), (q, k, v), direction)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = fp8.attention(q, k, v, row)
+        ours = torch.autograd.grad(out, (q, k, v), direction)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    assert all(relative(a, b) < 2e-3 for a, b in zip(ours, expected))

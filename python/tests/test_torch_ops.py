@@ -1,0 +1,214 @@
+"""The operators under autograd, the compiler, the exporter and checkpoints, on the CPU."""
+
+import functools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from planned import Planned, layer  # noqa: E402
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
+
+import sigmascale  # noqa: E402
+import sigmascale.torch as fp8  # noqa: E402
+from sigmascale.torch import _casts  # noqa: E402
+
+OP, OP_BACKWARD = torch.ops.sigmascale.attention.default, torch.ops.sigmascale.attention_backward.default
+
+
+def operands(batch=2, length=33, heads=(4, 2), d=32, keys=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    make = lambda n, length: torch.randn(batch, length, n, d, generator=generator).requires_grad_(True)
+    keys = keys or length
+    return make(heads[0], length), make(heads[1], keys), make(heads[1], keys)
+
+
+def rows(n_kv=2, value=0.02):
+    return [torch.full((n_kv,), value * (1 + i)) for i in range(3)]
+
+
+def error(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def exact(q, k, v, row, causal):
+    """Attention in f64 of the operands that E4M3 holds; casts hand gradients through."""
+
+    def seen(x, descale):
+        descale = descale.expand(x.shape[0], -1)
+        value = _casts.cast(x, descale).double() * _casts.spread(descale, x.shape[2])
+        return x.double() + (value - x.double()).detach()
+
+    q, k, v = (seen(x, d).transpose(1, 2) for x, d in zip((q, k, v), row))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    logits = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
+    if causal:
+        logits = logits.masked_fill(_casts.hidden(q.shape[2], k.shape[2], "cpu"), -torch.inf)
+    weights = torch.softmax(logits, dim=3).nan_to_num(0.0)
+    return (weights @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_gradients_are_those_of_f64_through_the_casts(seed):
+    generator = torch.Generator().manual_seed(seed)
+    one = lambda low, high: int(torch.randint(low, high, (), generator=generator))
+    group, n_kv, causal = one(1, 4), one(1, 3), seed % 2 == 0
+    length, keys = one(1, 70), one(1, 70)
+    keys = max(keys, length) if causal else keys
+    q, k, v = operands(one(1, 3), length, (group * n_kv, n_kv), 16 * one(1, 5), keys, seed)
+    row = rows(n_kv)
+    out = fp8.attention(q, k, v, row, causal=causal)
+    reference = exact(q, k, v, row, causal)
+    direction = torch.randn(out.shape, generator=generator).bfloat16()
+    ours = torch.autograd.grad(out, (q, k, v), direction)
+    theirs = torch.autograd.grad(reference, (q, k, v), direction.double())
+    assert error(out, reference) < 3e-3
+    for a, b in zip(ours, theirs):
+        assert error(a, b) < 3e-3 or float(b.norm()) < 1e-6
+
+
+def test_sums_of_one_sign_are_not_shrunk_where_gradients_are_needed():
+    q, k, v = operands(1, 256, (1, 1), 64)
+    v = (v.detach() + 3).requires_grad_(True)
+    row = [torch.full((1,), value) for value in (0.01, 0.01, 0.02)]
+    out, reference = fp8.attention(q, k, v, row), exact(q, k, v, row, True)
+    assert abs(float((out - reference).mean() / reference.abs().mean())) < 1e-4
+    # P in E4M3 is rounded to a sixteenth, P in F16 to a two-thousandth; the rest is the output's own BF16.
+    with torch.no_grad():
+        inference = fp8.attention(q, k, v, row)
+    assert error(inference, reference) > 2 * error(out, reference)
+    assert torch.equal(inference, fp8.attention(q, k, v, row, accumulator="fp8-256"))
+    assert torch.equal(out, fp8.attention(*(x.detach() for x in (q, k, v)), row, accumulator="f16"))
+
+
+def test_bytes_and_two_outputs_are_all_that_is_saved():
+    q, k, v = (x.detach().bfloat16().requires_grad_(True) for x in operands())
+    kept = []
+    pack = lambda x: kept.append((x.dtype, tuple(x.shape))) or x
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        fp8.attention(q, k, v, rows())
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    descales = [(torch.float32, (2, 2))] * 3
+    rest = [(torch.bfloat16, shapes[0]), (torch.float32, (2, 4, 33))]
+    assert sorted(map(str, kept)) == sorted(map(str, [(torch.uint8, x) for x in shapes] + descales + rest))
+    with torch.no_grad():
+        *_, q8, k8, v8 = OP(q, k, v, *(x.expand(2, -1) for x in rows()), None, None, True, 0.2, "auto", "f16", False)
+    assert q8.numel() + k8.numel() + v8.numel() == 0
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_the_operators_pass_the_checks_of_pytorch(words):
+    q, k, v = operands()
+    descales = [x.expand(2, -1) for x in rows()]
+    words = torch.zeros(2 * (4 + 2), 4, dtype=torch.int32) if words else None
+    how = (True, 0.2, "auto", "f16")
+    for saves in (True, False):
+        given = (q, k, v) if saves else tuple(x.detach() for x in (q, k, v))
+        torch.library.opcheck(OP, (*given, *descales, None, words, *how, saves))
+    out, lse, *saved = (x.detach() for x in OP(q, k, v, *descales, None, None, *how, True))
+    torch.library.opcheck(OP_BACKWARD, (torch.randn_like(out), *saved, *descales, out, lse, *how))
+
+
+def two_layers(plans):
+    def call(q, k, v):
+        for plan in plans:
+            q = fp8.attention(q * 2, k, v, plan).float()
+        return q
+
+    return call
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_calls_have_no_graph_break_and_report(backend):
+    runtime = Planned([layer()] * 2)
+    call, (q, k, v) = two_layers(runtime.layers), operands()
+    expected = call(q, k, v)
+    words = runtime.words.clone()
+    runtime.words.zero_()
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    try:
+        out = compiled(q, k, v)
+    except torch._inductor.exc.InductorError as missing:
+        pytest.skip(f"no compiler for the CPU: {missing}")
+    assert torch.equal(out, expected) and torch.equal(runtime.words, words) and words[:, 4:, 0].all()
+    ours, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    # Plans are read where they lie, not built in.
+    runtime.descales.mul_(1.5)
+    assert torch.equal(compiled(q, k, v), call(q, k, v)) and not torch.equal(compiled(q, k, v), expected)
+
+
+def test_shapes_may_be_dynamic_in_compiled_calls():
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: fp8.attention(q, k, v, row), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    row = rows()
+    for length in (33, 40, 57):
+        q, k, v = operands(length=length)
+        assert torch.equal(compiled(q, k, v), fp8.attention(q, k, v, row))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_calls_run_without_their_runtime(strict):
+    runtime = Planned([layer()] * 2)
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return two_layers(runtime.layers)(q, k, v)
+
+    q, k, v = (x.detach() for x in operands())
+    expected = Model()(q, k, v)
+    program = torch.export.export(Model(), (q, k, v), strict=strict)
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert targets.count(OP) == 2
+    runtime.words.zero_()
+    assert torch.equal(program.module()(q, k, v), expected) and not runtime.words.any()
+
+
+def test_checkpoints_recompute_by_the_same_descales_or_not_at_all():
+    runtime = Planned([layer()] * 2)
+    call, (q, k, v) = two_layers(runtime.layers), operands()
+    plain = torch.autograd.grad(call(q, k, v).square().sum(), (q, k, v))
+    runs = lambda: sum(sum(counter.values()) for counter in runtime.calls)
+    contexts = functools.partial(create_selective_checkpoint_contexts, [OP])
+    for options, extra in [({}, 4), ({"context_fn": contexts}, 2)]:
+        before = runs()
+        out = checkpoint(call, q, k, v, use_reentrant=False, **options)
+        again = torch.autograd.grad(out.square().sum(), (q, k, v))
+        assert all(torch.equal(a, b) for a, b in zip(again, plain)) and runs() - before == extra
+
+
+def test_operands_in_e4m3_are_taken_as_they_are():
+    q, k, v = (x.detach() for x in operands())
+    row = rows()
+    eight = [_casts.cast(x, d.expand(2, -1)) for x, d in zip((q, k, v), row)]
+    assert torch.equal(fp8.attention(*eight, row), fp8.attention(q, k, v, row))
+    with pytest.raises(ValueError, match="one type"):
+        fp8.attention(q, *eight[1:], row)
+    with pytest.raises(sigmascale.UnsupportedError, match="one descale a head"):
+        fp8.attention(*eight, row, backend="cudnn")
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("accumulator 'fp8-100' must be", {"accumulator": "fp8-100"}),
+        ("accumulator 'f32' must be", {"accumulator": "f32"}),
+        ("accumulator 256 must be", {"accumulator": 256}),
+        ("fallback 'fp32' must be", {"fallback": "fp32"}),
+        ("has an accumulator of its own", {"accumulator": "f16", "backend": "fa3"}),
+    ],
+)
+def test_choices_that_are_none_are_refused(message, options):
+    q, k, v = (x.detach() for x in operands())
+    with pytest.raises(sigmascale.ArgumentError, match=message):
+        fp8.attention(q, k, v, rows(), **options)
+
+
+def test_the_operator_without_saved_operands_says_why_it_has_no_gradient():
+    q, k, v = operands()
+    out, *_ = OP(q, k, v, *(x.expand(2, -1) for x in rows()), None, None, True, 0.2, "auto", "f16", False)
+    with pytest.raises(RuntimeError, match="save=True"):
+        out.sum().backward()
