@@ -38,6 +38,8 @@ class Ranks:
                 self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
                 torch.cuda.set_device(self.device)
             self.mesh = init_device_mesh(self.device.type, (self.dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+            # Ranks with the same heads: they share the weights' rows, and see other tokens.
+            self.weights = self.mesh["dp", "cp"]._flatten("weights") if cp > 1 else self.mesh["dp"]
             self.first = dist.get_rank() == 0
 
     def shard(self, model):
@@ -57,9 +59,8 @@ class Ranks:
                 own = {name: style for name, style in plan.items() if _has(block, name)}
                 parallelize_module(block, self.mesh["tp"], own)
         if self.mesh is not None:
-            fsdp = self.mesh["dp", "cp"]._flatten("fsdp") if self.cp > 1 else self.mesh["dp"]
             for part in (*model.blocks, model):
-                fully_shard(part, mesh=fsdp)
+                fully_shard(part, mesh=self.weights)
         return model
 
     def split(self, window):
@@ -80,10 +81,8 @@ class Ranks:
         return loss
 
     def maxima(self):
-        """The group over which policies that observe reduce their maxima: ranks with the same heads."""
-        if self.mesh is None or self.dp * self.cp == 1:
-            return None
-        return self.mesh["fsdp"].get_group() if self.cp > 1 else self.mesh["dp"].get_group()
+        """The group over which policies that observe reduce their maxima."""
+        return self.weights.get_group() if self.mesh is not None and self.weights.size() > 1 else None
 
     def save(self, folder, step, model, optimizer, runtime):
         """Writes a checkpoint of everything, which appears whole or not at all."""

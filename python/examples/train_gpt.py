@@ -292,6 +292,7 @@ def train(args):
         sys.exit("--cp is for --style llama and FP8 attention by a plan")
     ranks = Ranks(args.device, args.tp, args.cp)
     device, cuda = ranks.device, ranks.device.type == "cuda"
+    synchronize = torch.cuda.synchronize if cuda else lambda: None
     with device:
         model = Gpt(args.style, args.seq_len, **size)
     parameters = sum(p.numel() for p in model.parameters())
@@ -322,7 +323,7 @@ def train(args):
             if state:
                 runtime.load_state_dict(state)
         if step == first + WARM:
-            torch.cuda.synchronize() if cuda else None
+            synchronize()
             warm = time.time()
         rate = learning_rate(args, step)
         for group in optimizer.param_groups:
@@ -337,7 +338,7 @@ def train(args):
             runtime.refresh()
         if step % args.every == 0 or step + 1 == last:
             write({"step": step, "loss": ranks.mean(loss).item(), "lr": rate} | (watch.take() if watch else {}))
-    torch.cuda.synchronize() if cuda else None
+    synchronize()
     if args.save:
         ranks.save(args.save, last, model, optimizer, runtime)
     tokens = args.batch * args.seq_len * (last - first - (WARM if last - first > WARM else 0))

@@ -129,6 +129,10 @@ fn vector(address: u64, count: usize, kind: &str) -> Result<Option<Vec<f64>>> {
 
 impl Stored {
     fn read(layer: &Layer) -> Result<Self> {
+        if !layer.d_head.is_multiple_of(8) || !(16..=256).contains(&layer.d_head) {
+            let d_head = layer.d_head;
+            return Err(Error::argument(format_args!("d_head {d_head} must be a multiple of 8 from 16 to 256")));
+        }
         let kind = dtype(&layer.dtype)?;
         let projection = |projection: &Projection, heads: usize| -> Result<Dense> {
             let rows = heads * layer.d_head;

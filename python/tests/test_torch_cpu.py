@@ -543,3 +543,6 @@ def test_functions_that_return_a_layer_are_read_again_when_weights_move():
     torch.testing.assert_close(runtime.descales, 2 * before)
     with pytest.raises(TypeError, match="must be sigmascale.torch.Layer objects, not Linear"):
         fp8.attach(weight, layers=[lambda: weight])
+    narrow = lambda: fp8.Layer(q=weight.weight, k=weight.weight, v=weight.weight, n_q_heads=32, n_kv_heads=32)
+    with pytest.raises(ValueError, match="d_head 2 must be a multiple of 8"):
+        fp8.attach(weight, layers=[narrow])

@@ -67,14 +67,14 @@ def test_heads_that_lie_across_shards(kind):
     check(MODELS[kind], lambda model: shard(model, mesh))
 
 
-@pytest.mark.parametrize(("ranks", "heads", "rows"), [(3, 5, [4, 4, 2]), (4, 5, [3, 3, 3, 1]), (4, 1, [1, 1, 0, 0])])
-@distributed(4)
+@pytest.mark.parametrize(("ranks", "heads", "rows"), [(3, 5, [27, 27, 26]), (7, 1, [3, 3, 3, 3, 3, 1, 0])])
+@distributed(7)
 def test_uneven_and_empty_shards(ranks, heads, rows):
-    """Ten rows of q over three and four ranks, and two rows over four: the last ones have fewer or none."""
+    """80 rows of q over three ranks and 16 over seven: the last ones have fewer or none."""
     rank, mesh = torch.distributed.get_rank(), DeviceMesh("cpu", list(range(ranks)))
     if rank >= ranks:
         return
-    make = functools.partial(Plain, width=2 * heads, heads=heads, kv_heads=heads, fused=False)
+    make = functools.partial(Plain, width=16 * heads, heads=heads, kv_heads=heads, fused=False)
     model = shard(make(), mesh)
     assert blocks(model)[0].attention.q.weight.to_local().shape[0] == rows[rank]
     runtime = attach(model)
