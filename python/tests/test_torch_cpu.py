@@ -546,3 +546,15 @@ def test_functions_that_return_a_layer_are_read_again_when_weights_move():
     narrow = lambda: fp8.Layer(q=weight.weight, k=weight.weight, v=weight.weight, n_q_heads=32, n_kv_heads=32)
     with pytest.raises(ValueError, match="d_head 2 must be a multiple of 8"):
         fp8.attach(weight, layers=[narrow])
+
+
+def test_a_runtime_does_not_keep_its_model_alive():
+    import gc
+
+    model = small(num_key_value_heads=2)
+    runtime = fp8.attach(model)
+    del model
+    gc.collect()
+    with pytest.raises(sigmascale.SigmascaleError, match="model was deleted"):
+        runtime.refresh()
+    assert runtime._tensors is None

@@ -230,7 +230,8 @@ def seen_as(modules, view, units):
 
 
 def hooked(layers, compute):
-    """Hooks on the units of sliced layers. ``compute`` is a weak reference to a function of layers' numbers and kept copies."""
+    """Hooks on the units of sliced layers. ``compute`` is a weak reference to a function of the layers, the numbers of those that
+    are whole, and kept copies."""
     computing, keeping, kept = {}, {}, {}
     for index in sorted(layers.sliced):
         unit, others = layers.unit(index)
@@ -239,17 +240,17 @@ def hooked(layers, compute):
             keeping.setdefault(other, []).extend(places)
     handles = [inner(unit).register_forward_pre_hook(_keep(places, kept)) for unit, places in keeping.items()]
     for unit, indices in computing.items():
-        handles.append(inner(unit).register_forward_pre_hook(_run(indices, kept, compute)))
+        handles.append(inner(unit).register_forward_pre_hook(_run(layers, indices, kept, compute)))
     return handles
 
 
-def _run(indices, kept, compute):
+def _run(layers, indices, kept, compute):
     # FSDP's own hook comes first, whichever was registered before the other.
     @torch.compiler.disable
     def hook(*_):
         function = compute()
         if function is not None and not recomputing():
-            function(indices, kept)
+            function(layers, indices, kept)
 
     return hook
 
@@ -280,7 +281,7 @@ def compute_now(layers, compute):
             _keep(places, kept)()
             other.reshard()
         unit.unshard()
-        compute([index], kept, always=True)
+        compute(layers, [index], kept, always=True)
         unit.reshard()
 
 

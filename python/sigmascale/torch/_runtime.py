@@ -225,11 +225,13 @@ class Runtime:
         self._due, self._unit_engines = set(), {}
         if self._targets:
             self._hooks += _distributed.hooked(layers, weakref.WeakMethod(self._compute))
-        self._layers, self._tensors = layers, resident
+        # The hooks hold what reads the model, and go with it.
+        self._layers, self._tensors = weakref.ref(layers), resident
+        self._places, self._resident, self._sliced = layers.places(), layers.resident, layers.sliced
         self._sources = _sources(resident, _storages(self._model()) if self._given is not None else {})
         self._owned = any(holder is not None for holder, *_ in self._sources)
 
-    def _compute(self, indices, kept, always=False):
+    def _compute(self, layers, indices, kept, always=False):
         """Scales of sliced layers whose tensors are whole, on the current stream."""
         # A replay repeats what was captured, whatever was due then.
         capturing = self._capturing()
@@ -238,14 +240,14 @@ class Runtime:
             return
         with torch.inference_mode(False), torch.no_grad(), self._on_device(), _unnoticed(self._written()):
             for index in indices:
-                layer = self._layers.whole(index, kept)
+                layer = layers.whole(index, kept)
                 key = index, *(_where(tensor) for tensor in layer.tensors().values())
                 engine = self._unit_engines.pop(key, None)
                 if engine is None:
                     engine = _Engine([layer], self._targets, self, [index])
                     self.misses += 1
                 self._unit_engines[key] = engine
-                while len(self._unit_engines) > _ENGINES_A_LAYER * len(self._layers.sliced):
+                while len(self._unit_engines) > _ENGINES_A_LAYER * len(self._sliced):
                     self._unit_engines.pop(next(iter(self._unit_engines)))
                 if capturing:
                     self._captured.append((engine, []))
@@ -327,18 +329,18 @@ class Runtime:
                 if self.logits is not None:
                     self.logit_descales.copy_(self.logits[..., 3])
                 from_weights = self.policy in FROM_BOUNDS
-                self._policy.update(self, stream, self._layers.resident if from_weights else None)
+                self._policy.update(self, stream, self._resident if from_weights else None)
                 self.words.zero_()
                 for counter in self._calls:
                     counter.clear()
-                if self._targets and self._layers.sliced:
-                    self._due |= self._layers.sliced
-                    for index in self._layers.sliced:
+                if self._targets and self._sliced:
+                    self._due |= self._sliced
+                    for index in self._sliced:
                         self.layers[index].stale = from_weights
                     # A backward that still needs the scales from before is refused by autograd.
                     torch.autograd.graph.increment_version(self.descales)
                     if now:
-                        _distributed.compute_now(self._layers, self._compute)
+                        _distributed.compute_now(self._layers(), self._compute)
                 for work in self.after_refresh:
                     work(self)
         finally:
@@ -411,7 +413,7 @@ class Runtime:
             "version": STATE_VERSION,
             "policy": self.policy,
             "shape": self._state_shape(),
-            "places": self._layers.places(),
+            "places": self._places,
             "descales": descales,
             "state": state,
         }
@@ -437,8 +439,8 @@ class Runtime:
                 raise MismatchError(f"the saved state has {key} {state[key]!r}, this runtime {mine[key]!r}")
         if not self._policy.remembers:
             return
-        if state["places"] != self._layers.places():
-            state = _state.taken(state, self._layers.places())
+        if state["places"] != self._places:
+            state = _state.taken(state, self._places)
         for key, value in mine.items():
             saved = list(state[key]) if key == "shape" else state[key]
             if saved != value:

@@ -1,6 +1,8 @@
 """Scales of models that FSDP shards are those of the whole tensors that the projections multiply, bit for bit."""
 
 import functools
+import gc
+import weakref
 
 import pytest
 from models import BF16, Plain, attach, blocks, expected, inputs, llama, mesh_of, run, shard, torch
@@ -244,6 +246,26 @@ def test_the_runtime_adds_no_communication():
         names = [event.name for event in profile.events() if event.name.startswith("c10d::")]
         counts.append({name: names.count(name) for name in set(names)})
     assert counts[0] == counts[1] and any("allgather" in name for name in counts[0])
+
+
+@distributed(1)
+def test_neither_keeps_the_other_alive():
+    mesh = mesh_of(1)
+    model = shard(llama(), mesh)
+    runtime = attach(model)
+    run(model, inputs(None)).backward()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(sigmascale.SigmascaleError, match="model was deleted"):
+        runtime.refresh()
+    model = shard(llama(), mesh)
+    runtime = attach(model)
+    alive, hooks = weakref.ref(runtime), len(blocks(model)[0]._forward_pre_hooks)
+    del runtime
+    gc.collect()
+    assert alive() is None and len(blocks(model)[0]._forward_pre_hooks) == hooks - 1
 
 
 @distributed(2)

@@ -19,7 +19,7 @@ def observed(runtime, steps=3):
     generator = torch.Generator().manual_seed(7)
     for _ in range(steps):
         q, k = torch.randn(1, 6, 64, 16, generator=generator), torch.randn(1, 6, 64, 16, generator=generator)
-        for place, plan in zip(runtime._layers.places(), runtime.layers):
+        for place, plan in zip(runtime._places, runtime.layers):
             number, first, n_kv, n_q = place
             group, scale = n_q // n_kv, 1 + number + torch.arange(first, first + n_kv)[:, None]
             own_k = scale * k[:, :, first : first + n_kv]
