@@ -84,6 +84,12 @@ class Ranks:
         """The group over which policies that observe reduce their maxima."""
         return self.weights.get_group() if self.mesh is not None and self.weights.size() > 1 else None
 
+    def end(self):
+        """Leaves when all ranks have come here: a connection that closes early ends the others."""
+        if self.mesh is not None:
+            dist.barrier()
+            dist.destroy_process_group()
+
     def save(self, folder, step, model, optimizer, runtime):
         """Writes a checkpoint of everything, which appears whole or not at all."""
         folder = pathlib.Path(folder)

@@ -350,8 +350,7 @@ def train(args):
         loss = sum(ranks.mean(loss_of(model, next(windows), ranks)).item() for _ in range(20)) / 20
     end = {"overflow_steps": watch.steps.item()} if watch else {}
     write({"held_out_loss": loss, "seconds": round(time.time() - start, 1)} | speed | end)
-    if ranks.mesh is not None:
-        torch.distributed.destroy_process_group()
+    ranks.end()
 
 
 def plot(file, logs):

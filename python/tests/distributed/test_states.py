@@ -3,7 +3,8 @@
 import tempfile
 
 import pytest
-from models import attach, expected, inputs, llama, mesh_of, run, shard, torch
+from models import attach as attach_held
+from models import expected, inputs, llama, mesh_of, run, shard, torch
 from ranks import distributed
 from test_fsdp import tensor_parallel
 from test_parallel import Stage
@@ -12,6 +13,13 @@ import sigmascale
 import sigmascale.torch as fp8
 
 OBSERVING = ["delayed-te", "delayed-paper", "auto-c"]
+
+
+def attach(model, **options):
+    """A runtime that keeps its model, which nothing else here does."""
+    runtime = attach_held(model, **options)
+    runtime.model = model
+    return runtime
 
 
 def observed(runtime, steps=3):
@@ -38,11 +46,10 @@ def stages(rank, ranks, policy):
     """A pipeline stage of four layers."""
     whole = llama(layers=4).bfloat16()
     per = 4 // ranks
-    return attach_stage(Stage(whole, range(per * rank, per * (rank + 1))), policy)
-
-
-def attach_stage(stage, policy):
-    return fp8.attach(stage, policy=policy, backend="emulated")
+    stage = Stage(whole, range(per * rank, per * (rank + 1)))
+    runtime = fp8.attach(stage, policy=policy, backend="emulated")
+    runtime.model = stage
+    return runtime
 
 
 @pytest.mark.parametrize("policy", OBSERVING)
