@@ -144,10 +144,9 @@ fn disassembly(program: &Path, cubin: &[u8]) -> String {
 }
 
 #[test]
-fn the_attention_has_at_most_forty_variants() {
-    let mut all = attention_variants();
-    all.dedup();
-    assert!((1..=40).contains(&all.len()), "{}", all.len());
+fn the_attention_has_at_most_ninety_variants() {
+    let all = attention_variants();
+    assert!((1..=90).contains(&all.len()), "{}", all.len());
 }
 
 #[test]

@@ -30,7 +30,7 @@
 #define ROPE 0
 #endif
 
-// Written by the host byte for byte (src/cuda/attention/params.rs).
+// Written by the host byte for byte (src/device/attention/params.rs).
 struct CastTensor {
   const void* in;
   u8* out;                              // Q, K: [batch, length, heads, dim]; V: a layout above

@@ -1,5 +1,5 @@
 // Compile-time configuration of the forward kernel and its shared-memory plan. The host passes the macros
-// (src/cuda/attention/engine.rs); everything else reads the constants made from them.
+// (src/device/attention/engine.rs); everything else reads the constants made from them.
 #pragma once
 #include "common/types.cuh"
 
@@ -69,7 +69,6 @@ constexpr bool kDoubleLogits = kConsumers == 2 && kBlockN <= 128 && !kLogitsE4m3
 
 constexpr int kRows = 64;  // query rows of a consumer
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kPvKeys = 64;  // with double logits, P V is issued as soon as P of so many keys is ready
 constexpr float kPLog2Scale = 8.0f;  // P is computed times 2^8: its largest value 256 is below E4M3's 448
 constexpr int kPvStep = kPv == Pv::F16 ? 16 : 32;  // keys of one product
 constexpr int kPvRow = kPv == Pv::F16 ? 128 : kDim;  // bytes from key to key of a tile of V
@@ -84,7 +83,6 @@ static_assert(kBlockN % 32 == 0 && kBlockN <= 256, "P V consumes 32 keys a produ
 static_assert(kConsumers == 2 || kConsumers == 3, "the register file feeds two or three consumers");
 static_assert(kPv != Pv::Flush || kFlushTiles > 0, "a flush follows a product");
 static_assert(!kLogitsE4m3 || kPv == Pv::Flush, "the form in which E4M3 logits are compiled");
-static_assert(!kDoubleLogits || kBlockN == 2 * kPvKeys, "P V of a tile is issued in two halves");
 static_assert(kTelemetry || !kLogitsE4m3, "overflow must not go unseen");
 static_assert(!kRolled || (kSplitKv && kDoubleLogits), "the rolled loop is a form of the double-buffered one");
 static_assert(!kSplitKv || (kCausal && kConsumers == 2 && !kOutE4m3), "the form in which splits are compiled");

@@ -28,13 +28,13 @@ __device__ __forceinline__ void issue_qk(float (&s)[kBlockN / 2], u64 q, u64 k) 
   for (int i = 1; i < kDim / 32; i++) LogitMma::ss(s, ptx::wgmma_advance(q, 32 * i), ptx::wgmma_advance(k, 32 * i), 1);
   ptx::wgmma_commit();
 }
-// Issues the keys [First, Last) of O += P V, or of O = P V where `fresh`.
-template <int First, int Last, Pv Mode = kPv>
+// Issues O += P V, or O = P V where `fresh`.
+template <Pv Mode = kPv>
 __device__ __forceinline__ void issue_pv(float (&o)[kDim / 2], const u32 (&p)[kPRegisters], u64 v, bool fresh) {
   using Mma = ptx::Wgmma<Mode == Pv::F16 ? ptx::Operand::F16 : ptx::Operand::E4m3, kDim>;
   ptx::wgmma_fence();
 #pragma unroll
-  for (int i = First / kPvStep; i < Last / kPvStep; i++) {
+  for (int i = 0; i < kBlockN / kPvStep; i++) {
     const u64 keys = ptx::wgmma_advance(v, kPvRow * kPvStep * i);
     if constexpr (Mode == Pv::F16) Mma::template rs<true>(o, &p[4 * i], keys, i != 0 || !fresh);
     else if (Mode == Pv::Promote && i == 0) Mma::rs_overwrite(o, p, keys);

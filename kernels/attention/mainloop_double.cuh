@@ -4,8 +4,7 @@
 //   S = Q K_0^T
 //   for j = 1, 2, ...:  X = scale S - shift;  S = Q K_j^T;  O += 2^X V_{j-1}, meanwhile the maxima of S;  rescale O
 //
-// Promote: P V of a whole tile takes the registers of X, which are free once P is packed, and O = rescale O + P V. Otherwise P V is
-// issued in halves as P is ready, and the maxima of S are found among the exponentials of X.
+// Promote: P V of a tile takes the registers of X, which are free once P is packed, and O = rescale O + P V.
 #pragma once
 #include "attention/epilogue.cuh"
 
@@ -31,35 +30,24 @@ __device__ __forceinline__ void softmax_pv(Consumer& c, float (&s)[kBlockN / 2],
   ptx::keep(x);
   ptx::mbarrier_wait_uniform(c.k_full(next.t), c.parity(next.t), next.ready);
   issue_qk(s, next.tile.q, c.k(next.t));
-  auto look_ahead = [&]() {
-    ptx::wgmma_wait<1>();
-    ptx::keep(s);
-    if (next.real) c.release_k(next.t);
-    c.mask_and_scan(next.tile, s, next.n, next.masked, top, low);
-  };
-  if constexpr (kPv == Pv::Promote) {
-    exponentiate<0, kBlockN / 2>(x, sum);
-    add_row_sum(c.rows, sum);
+  // NOTES: the search for the maxima of S fills the gaps between the exponentials of X.
+  exponentiate<0, kBlockN / 4>(x, sum);
+  ptx::wgmma_wait<0>();
+  ptx::keep(s);
+  if (next.real) c.release_k(next.t);
+  c.mask_and_scan(next.tile, s, next.n, next.masked, top, low);
+  exponentiate<kBlockN / 4, kBlockN / 2>(x, sum);
+  add_row_sum(c.rows, sum);
 #pragma unroll
-    for (int i = 0; i < kBlockN / 16; i++) pack_p(c.p, x, i);
-    ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t), !held);
-    issue_pv<0, kBlockN>(part, c.p, c.v(t), true);
-    look_ahead();
+  for (int i = 0; i < kBlockN / 16; i++) pack_p(c.p, x, i);
+  ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t), !held);
+  if constexpr (kPv == Pv::Promote) {
+    issue_pv(part, c.p, c.v(t), true);
   } else {
     ptx::keep(c.o);
-    exponentiate<0, kPvKeys / 2>(x, sum);
-#pragma unroll
-    for (int i = 0; i < kPvKeys / 16; i++) pack_p(c.p, x, i);
-    ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t), !held);
-    issue_pv<0, kPvKeys>(c.o, c.p, c.v(t), c.fresh);
-    look_ahead();
-    exponentiate<kPvKeys / 2, kBlockN / 2>(x, sum);
-#pragma unroll
-    for (int i = kPvKeys / 16; i < kBlockN / 16; i++) pack_p(c.p, x, i);
-    issue_pv<kPvKeys, kBlockN>(c.o, c.p, c.v(t), c.fresh);
-    c.fresh = false;
-    add_row_sum(c.rows, sum);
+    issue_pv(c.o, c.p, c.v(t), c.fresh);
   }
+  c.fresh = false;
 }
 
 // Waits for P V of tile t. Promote: adds it to O, which is owed `rescale`.

@@ -39,7 +39,7 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
     auto issue = [&](u32 t) {
       ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t));
       if constexpr (kPv != Pv::Promote) ptx::keep(c.o);
-      issue_pv<0, kBlockN>(kPv == Pv::Promote ? part : c.o, c.p, c.v(t), c.fresh);
+      issue_pv(kPv == Pv::Promote ? part : c.o, c.p, c.v(t), c.fresh);
       c.fresh = false;
     };
     auto wait = [&](u32 t, const float (&rescale)[2]) {

@@ -1,4 +1,4 @@
-// Parameters that the host writes byte for byte (src/cuda/attention/params.rs). Strides count elements.
+// Parameters that the host writes byte for byte (src/device/attention/params.rs). Strides count elements.
 #pragma once
 #include "common/step_stats.cuh"
 #include "common/types.cuh"

@@ -4,7 +4,8 @@
 // [batch, heads_kv], logit descales [heads_q]. Beside the output it gives what the fused kernel's rounding can do to it,
 // with p_j = exp(s_j - max):
 //   room = sum_j (p_j / 16 + 2^-17 + p_j slack_j) |v_j| / sum_j p_j + |o| sum_j p_j slack_j / sum_j p_j
-// Half a unit in the last place of E4M3 is 1/16 of the value at most, or 2^-10 of P = 2^8 p where P is subnormal. slack_j is
+// Half a unit in the last place of E4M3 is 1/16 of the value at most, or 2^-10 of P = 2^8 p where P is subnormal; of F16 2^-11, or
+// 2^-25 of P. slack_j is
 // what an error of kAccumulator sum |q k| in the tensor core's sum does to p_j, also by moving a logit to the next E4M3.
 #include "ptx/convert.cuh"
 #include "common/step_stats.cuh"
@@ -14,7 +15,8 @@ struct Sizes {
   int batch, heads_q, heads_kv, len_q, len_k, d, causal;
   float softmax_scale;
   int logits_e4m3;
-  int unused[3];
+  int p_f16;
+  int unused[2];
 };
 static_assert(sizeof(Sizes) == 48, "the host writes this layout");
 
@@ -124,7 +126,7 @@ attention_reference(const u8* q, const u8* k, const u8* v, const float* q_descal
     for (int j = 0; j < keys; j++) {
       const float x = decode(v[(((i64)batch * s.len_k + j) * s.heads_kv + kv) * s.d + i]) * v_descale[at];
       o += p[j] * x;
-      r += (p[j] / 16 + 0x1p-17f + p[j] * slack[j]) * fabsf(x);
+      r += (s.p_f16 ? p[j] * 0x1p-11f + 0x1p-32f : p[j] / 16 + 0x1p-17f) * fabsf(x) + p[j] * slack[j] * fabsf(x);
     }
     const i64 to = (((i64)batch * s.len_q + row) * s.heads_q + head) * s.d + i;
     o = keys > 0 ? o / sum : 0.0f;

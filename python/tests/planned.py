@@ -6,7 +6,7 @@ import torch
 
 import sigmascale.torch as fp8
 from sigmascale.torch import _calls, _layers
-from sigmascale.torch._runtime import PLANS, LayerPlan
+from sigmascale.torch._runtime import LayerPlan, give_plan
 
 
 class Planned:
@@ -27,7 +27,7 @@ def planned(model, **options):
     found = _layers.find(model)
     runtime = Planned(found, **options)
     for plan, layer in zip(runtime.layers, found):
-        PLANS.setdefault(layer.module, []).append(plan)
+        give_plan(layer.module, plan)
     model.set_attn_implementation(fp8.register())
     return runtime
 

@@ -24,11 +24,11 @@ def padding(side):
     return mask if side == "right" else mask.flip(1)
 
 
-def both(model, call):
-    """What a model gives through FP8 and through PyTorch's attention."""
+def both(model, call, other="sdpa"):
+    """What a model gives through FP8 and through another attention."""
     model.set_attn_implementation("sigmascale_fp8")
     ours = call(model)
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(other)
     theirs = call(model)
     model.set_attn_implementation("sigmascale_fp8")
     return ours, theirs
@@ -53,7 +53,8 @@ def test_padded_batches_train(side):
         out.loss.backward()
         return [out.logits.detach()[mask.bool()], *(p.grad.clone() for p in model.parameters())]
 
-    ours, theirs = both(model, step)
+    # PyTorch's kernels have NaN gradients where a row sees nothing.
+    ours, theirs = both(model, step, "eager")
     assert relative(ours[0], theirs[0]) < 0.1
     assert all(torch.isfinite(x).all() for x in ours)
     together = lambda grads: torch.cat([x.flatten() for x in grads[1:]])

@@ -1,5 +1,6 @@
 """Calls as models make them, on the CPU: masks, FlashAttention's functions, Hugging Face models."""
 
+import copy
 import warnings
 
 import pytest
@@ -294,6 +295,21 @@ def both(made, call):
     theirs = call(made)
     made.set_attn_implementation("sigmascale_fp8")
     return ours, theirs
+
+
+def test_a_model_with_plans_can_be_copied_and_saved(tmp_path):
+    made = model(num_key_value_heads=2)
+    runtime = planned(made)
+    with torch.no_grad():
+        expected = made(tokens()).logits
+    torch.save(made, tmp_path / "model.pt")
+    for other in (copy.deepcopy(made), torch.load(tmp_path / "model.pt", weights_only=False)):
+        with pytest.raises(sigmascale.ArgumentError, match="has no plan"):
+            other(tokens())
+        again = planned(other)
+        with torch.no_grad():
+            assert torch.equal(other(tokens()).logits, expected) and again.calls[0] == {"emulated": 1}
+    assert runtime.calls[0] == {"emulated": 1}
 
 
 def padding():

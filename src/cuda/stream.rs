@@ -30,10 +30,18 @@ impl Stream {
             return Err(Error::argument("an array with gaps cannot be cleared"));
         }
         let bytes = view.extents().iter().product::<usize>() * view.element().size();
-        self.inner.context().bind_to_thread().map_err(failed("binding the device"))?;
+        self.bind()?;
         // SAFETY: the view's maker promised its memory, for work on streams.
         unsafe { result::memset_d8_async(view.ptr().0, 0, bytes, self.inner.cu_stream()) }
             .map_err(failed("clearing memory"))
+    }
+
+    /// Makes the stream's device current for this thread, which descriptions of arrays need; launches do it by themselves.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub(crate) fn bind(&self) -> Result<()> {
+        self.inner.context().bind_to_thread().map_err(failed("binding the device"))
     }
 
     /// Lets what this stream is given next wait for what `other` has been given so far. Capturable.

@@ -4,7 +4,7 @@ use crate::device;
 use crate::weights::{Case, Layer};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use sigmascale::attention::{AttentionCall, AttentionShape};
+use sigmascale::attention::{AttentionCall, AttentionShape, PvAccumulator};
 use sigmascale::bound::{HeadBounds, LayerBounds, OperandBound, Tail};
 use sigmascale::device::attention::{Cuda, Descales, Element, Tensors, View};
 use sigmascale::device::policy::{BoundSource, PolicyEngine, status};
@@ -488,7 +488,7 @@ fn an_attention_call_feeds_the_policy() {
     let random = |heads: usize, size: f32, rng: &mut StdRng| -> Vec<f32> {
         (0..2 * 200 * heads * 64).map(|_| size * rng.random_range(-1.0..1.0f32)).collect()
     };
-    let workspace_bytes = Cuda::workspace_bytes(&call, Element::F32).unwrap();
+    let workspace_bytes = Cuda::workspace_bytes(&call, Element::F32, PvAccumulator::default(), false).unwrap();
     let workspace = device().zeros::<u8>(workspace_bytes).unwrap();
     for step in 0..4 {
         plan.refresh(&stream).unwrap();
@@ -517,6 +517,8 @@ fn an_attention_call_feeds_the_policy() {
                         logit: None,
                     },
                     rope: None,
+                    accumulator: PvAccumulator::default(),
+                    saved: None,
                     out: View::dense(out.ptr(), Element::Bf16, [2, 200, 8, 64]),
                     lse: None,
                     stats: Some(View::dense(plan.stats(layer).unwrap(), Element::U32, [words])),

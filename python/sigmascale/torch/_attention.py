@@ -42,7 +42,7 @@ def attention(
     ``softmax_scale``: by default the plan's, or ``d_head ** -0.5``. ``backend``: by default the runtime's.
 
     ``accumulator``: how this package's kernel sums P V: ``"f16"`` (unbiased, the default where gradients are needed) or
-    ``"fp8-N"``, promoted to f32 every N keys (the default is ``"fp8-256"`` where no gradients are needed). ``fallback``: by
+    ``"fp8-N"``, promoted to f32 every N keys or more often (the default is ``"fp8-256"`` where no gradients are needed). ``fallback``: by
     default the runtime's; ``"bf16"`` sends what no FP8 kernel takes to PyTorch's own attention, and ``None`` refuses it or
     emulates it.
 

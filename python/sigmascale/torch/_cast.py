@@ -43,7 +43,8 @@ def _cast(
         + channel[None, :]
     )
     value = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
-    inverse = 1.0 / tl.load(descale + batch * descale_b + head // group)
+    # Rounded as everywhere else: an approximate division moves values that lie between two of E4M3.
+    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(descale + batch * descale_b + head // group))
     scaled = value * inverse
     to = ((batch.to(tl.int64) * rows + row[:, None]) * heads + head) * d + channel[None, :]
     # Minimum and maximum would turn a NaN into a number.

@@ -186,7 +186,7 @@ class Runtime:
         for plan, layer in zip(self.layers, found):
             if layer.module is not None:
                 self._modules[layer.module] = plan
-                PLANS.setdefault(layer.module, []).append(plan)
+                give_plan(layer.module, plan)
 
     def plan_of(self, module):
         """The plan of an attention module."""
@@ -536,20 +536,31 @@ class _Engine:
         return int(self._word.item())
 
 
-# Plans by attention module, the latest last, for the Hugging Face interface, which knows the module alone.
-PLANS = weakref.WeakKeyDictionary()
+class _Plans(list):
+    """Plans of an attention module, the latest last, for the Hugging Face interface, which knows the module alone. They lie with
+    the module, where compiled code finds them; a copy of the module has none."""
+
+    name = "_sigmascale_plans"
+
+    def __reduce_ex__(self, _):
+        return _Plans, ()
+
+
+def give_plan(module, plan):
+    """Adds a module's latest plan, and drops those whose runtime is gone."""
+    alive = [old for old in getattr(module, _Plans.name, ()) if old._runtime() is not None]
+    setattr(module, _Plans.name, _Plans([*alive, plan]))
 
 
 def plan_of_module(module):
     """The latest plan of a module whose runtime is alive."""
-    plans = PLANS.get(module, [])
-    plans[:] = [plan for plan in plans if plan._runtime() is not None]
-    if not plans:
-        raise ArgumentError(
-            f"{type(module).__name__} has no plan: call sigmascale.torch.attach(model) after the model is loaded, and keep what "
-            "it returns"
-        )
-    return plans[-1]
+    for plan in reversed(getattr(module, _Plans.name, ())):
+        if plan._runtime() is not None:
+            return plan
+    raise ArgumentError(
+        f"{type(module).__name__} has no plan: call sigmascale.torch.attach(model) after the model is loaded, and keep what it "
+        "returns"
+    )
 
 
 def _release(reference):

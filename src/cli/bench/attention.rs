@@ -8,8 +8,11 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use rayon::prelude::*;
+use sigmascale::attention::{AttentionShape, PvAccumulator};
 use sigmascale::cuda::Stream;
-use sigmascale::device::attention::{AttentionEngine, Element, Resident, RopeTables, Setup, Sizes};
+use sigmascale::device::attention::{
+    AttentionEngine, BackwardEngine, Element, Resident, ResidentBackward, RopeTables, Setup,
+};
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::{Error, Result};
 
@@ -22,6 +25,10 @@ use sigmascale::{Error, Result};
 /// logits and amax of the output, `+o8` writes E4M3, `+logits8` passes the logits through E4M3. `cast` and `cast+rope` are the
 /// cast alone from BF16; `e2e` is cast and attention from BF16, `+rope` with the rotation in the cast, `+serial` without the
 /// overlap of the two, `+whole` without splitting calls that have few queries.
+///
+/// With --backward: forward, backward and both of a training step, one row each. `fp8` starts from what a cast left, `e2e` from
+/// BF16. FLOPs of the backward count 2.5 times. peak_mib is memory beside q, k, v and dO: output, log-sum-exp, saved operands,
+/// gradients, and the larger of the two workspaces.
 #[derive(clap::Args)]
 #[command(allow_negative_numbers = true)]
 pub struct Args {
@@ -48,6 +55,12 @@ pub struct Args {
         value_parser = Timed::parse
     )]
     kernels: Vec<Timed>,
+    /// How P V is summed: f16, or fp8-N for FP8 promoted to f32 every N keys [default: fp8-256, with --backward f16]
+    #[arg(long)]
+    accumulator: Option<PvAccumulator>,
+    /// Training steps instead of --kernels: forward and backward; P V in f16 unless --accumulator says otherwise
+    #[arg(long)]
+    backward: bool,
     /// Launches before the first that counts
     #[arg(long, default_value_t = 5, value_parser = whole)]
     warmup: u64,
@@ -127,58 +140,106 @@ impl Timed {
 pub fn run(args: Args) -> Result<()> {
     let device = device()?;
     let stream = device.stream()?;
+    let Args { shapes, seqlens, queries, tokens, kernels, backward, sets, .. } = args;
+    let accumulator = args.accumulator.unwrap_or(if backward { PvAccumulator::F16 } else { PvAccumulator::default() });
+    let timing = Timing { stream, warmup: args.warmup, reps: args.reps, sets, graph: !args.no_graph };
     let mut csv = Csv::new(args.output, [])?;
-    csv.line(&format!("# {}", device.name()?));
-    csv.line("kernel,heads_q,heads_kv,head_dim,seqlen,batch,causal,ms,tflops");
-    for &[heads_q, heads_kv, d_head] in &args.shapes {
-        let lengths = args.seqlens.iter().flat_map(|&len| {
-            let queries = if args.queries.is_empty() { vec![len] } else { args.queries.clone() };
+    csv.line(&format!("# {}, P V in {accumulator}", device.name()?));
+    csv.line(if backward {
+        "kernel,pass,heads_q,heads_kv,head_dim,seqlen,batch,causal,ms,tflops,peak_mib"
+    } else {
+        "kernel,heads_q,heads_kv,head_dim,seqlen,batch,causal,ms,tflops"
+    });
+    for [heads_q, heads_kv, d_head] in shapes {
+        let lengths = seqlens.iter().flat_map(|&len| {
+            let queries = if queries.is_empty() { vec![len] } else { queries.clone() };
             queries.into_iter().map(move |len_q| (len_q, len))
         });
         for (len_q, len) in lengths {
-            let batch = (args.tokens / len).max(1);
-            let sizes = Sizes { batch, heads_q, heads_kv, len_q, len_k: len, d_head };
-            sizes.check()?;
-            if !args.queries.is_empty() {
+            let batch = (tokens / len).max(1);
+            let sizes = AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k: len, d_head };
+            sizes.check_on_gpu()?;
+            if !queries.is_empty() {
                 csv.line(&format!("# {len_q} queries a sequence"));
             }
             let operands = Operands::draw(&sizes);
             for causal in [false, true].into_iter().filter(|causal| *causal || !args.causal) {
-                for timed in &args.kernels {
+                let shape = format!("{heads_q},{heads_kv},{d_head},{len},{batch},{}", u8::from(causal));
+                let flops = 4.0 * (batch * heads_q * d_head) as f64 * pairs(len_q, len, causal);
+                let tflops = |ms: f32, times: f64| format!("{:.1}", times * flops / f64::from(ms) / 1e9);
+                if backward {
+                    let engine = AttentionEngine::new(&device)?;
+                    for row in training_step(&timing, &engine, &operands, &sizes, causal, accumulator)? {
+                        let (name, ms) = (row.name, row.ms);
+                        csv.line(&format!("{name},{shape},{ms:.4},{},{:.1}", tflops(ms, row.flops), row.mib));
+                    }
+                    continue;
+                }
+                for timed in &kernels {
                     let engine = &AttentionEngine::new(&device)?.with_overlap(!timed.serial).with_split(!timed.whole);
-                    let sets = (0..args.sets)
-                        .map(|_| operands.call(engine, timed, &sizes, causal))
+                    let sets = (0..sets)
+                        .map(|_| operands.call(engine, timed, &sizes, causal, accumulator, false))
                         .collect::<Result<Vec<_>>>()?;
-                    let launch = |i: usize| {
-                        let call = &sets[i % sets.len()];
-                        match (timed.cast || timed.reorder, timed.attention) {
-                            (true, true) => call.launch(engine, &stream),
-                            (true, false) => call.cast(engine, &stream),
-                            _ => call.attend(engine, &stream),
-                        }
-                    };
                     // The attention alone reads what one cast left.
-                    sets.iter().try_for_each(|call| call.launch(engine, &stream))?;
-                    let ms = if args.no_graph {
-                        median_ms(&stream, launch, args.warmup, args.reps)?
-                    } else {
-                        let graph = stream.capture(|_| (0..args.sets).try_for_each(launch))?;
-                        let replay = |_| graph.launch();
-                        median_ms(&stream, replay, args.warmup, args.reps)? / args.sets as f32
-                    };
-                    let pairs = (batch * heads_q) as f64 * pairs(len_q, len, causal);
-                    let tflops = if timed.attention {
-                        format!("{:.1}", 4.0 * pairs * d_head as f64 / f64::from(ms) / 1e9)
-                    } else {
-                        String::new()
-                    };
-                    let (name, causal) = (&timed.name, u8::from(causal));
-                    csv.line(&format!("{name},{heads_q},{heads_kv},{d_head},{len},{batch},{causal},{ms:.4},{tflops}"));
+                    sets.iter().try_for_each(|call| call.launch(engine, &timing.stream))?;
+                    let ms = timing.median_ms(|i, stream| match (timed.cast || timed.reorder, timed.attention) {
+                        (true, true) => sets[i].launch(engine, stream),
+                        (true, false) => sets[i].cast(engine, stream),
+                        _ => sets[i].attend(engine, stream),
+                    })?;
+                    let rate = if timed.attention { tflops(ms, 1.0) } else { String::new() };
+                    csv.line(&format!("{},{shape},{ms:.4},{rate}", timed.name));
                 }
             }
         }
     }
     csv.finish()
+}
+
+/// One figure of a training step.
+struct Pass {
+    /// Kernel and pass.
+    name: &'static str,
+    /// Of the forward's.
+    flops: f64,
+    ms: f32,
+    mib: f64,
+}
+
+/// Times of forward, backward and both.
+fn training_step(
+    timing: &Timing,
+    engine: &AttentionEngine,
+    operands: &Operands,
+    sizes: &AttentionShape,
+    causal: bool,
+    accumulator: PvAccumulator,
+) -> Result<Vec<Pass>> {
+    let backward = &BackwardEngine::new(engine.device())?;
+    let sets = (0..timing.sets)
+        .map(|_| {
+            let forward = operands.call(engine, &Timed::default(), sizes, causal, accumulator, true)?;
+            forward.launch(engine, &timing.stream)?;
+            let gradients = ResidentBackward::new(backward, &forward, &operands.d_out)?;
+            gradients.launch(backward, &timing.stream)?;
+            Ok((forward, gradients))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let mib = sets.first().map_or(0.0, |(forward, gradients)| {
+        let ([kept, before], [after, scratch]) = (forward.bytes(), gradients.bytes());
+        (kept + before.max(after + scratch)) as f64 / f64::from(1 << 20)
+    });
+    let attend = |i: usize, stream: &Stream| sets[i].0.attend(engine, stream);
+    let forward = |i: usize, stream: &Stream| sets[i].0.launch(engine, stream);
+    let gradients = |i: usize, stream: &Stream| sets[i].1.launch(backward, stream);
+    let pass = |name, flops, ms: Result<f32>| ms.map(|ms| Pass { name, flops, ms, mib });
+    Ok(vec![
+        pass("fp8,fwd_bwd", 3.5, timing.median_ms(|i, s| attend(i, s).and_then(|()| gradients(i, s))))?,
+        pass("e2e,fwd_bwd", 3.5, timing.median_ms(|i, s| forward(i, s).and_then(|()| gradients(i, s))))?,
+        pass("fp8,bwd", 2.5, timing.median_ms(gradients))?,
+        pass("fp8,fwd", 1.0, timing.median_ms(attend))?,
+        pass("e2e,fwd", 1.0, timing.median_ms(forward))?,
+    ])
 }
 
 /// Pairs of a query and a key that it sees, half a square where causal queries are as many as keys.
@@ -196,12 +257,13 @@ struct Operands {
     q: Vec<u8>,
     k: Vec<u8>,
     v: Vec<u8>,
+    d_out: Vec<u8>,
     cosine: Vec<f32>,
     sine: Vec<f32>,
 }
 
 impl Operands {
-    fn draw(sizes: &Sizes) -> Self {
+    fn draw(sizes: &AttentionShape) -> Self {
         let normal = |shape: [usize; 4], seed: u64| -> Vec<u8> {
             const CHUNK: usize = 1 << 16;
             // Long caches repeat their numbers.
@@ -226,14 +288,23 @@ impl Operands {
             q: normal(sizes.q_shape(), 1),
             k: normal(sizes.kv_shape(), 2),
             v: normal(sizes.kv_shape(), 3),
+            d_out: normal(sizes.q_shape(), 4),
             cosine: angles.iter().map(|a| a.cos()).collect(),
             sine: angles.iter().map(|a| a.sin()).collect(),
         }
     }
 
-    fn call(&self, engine: &AttentionEngine, timed: &Timed, sizes: &Sizes, causal: bool) -> Result<Resident> {
+    fn call(
+        &self,
+        engine: &AttentionEngine,
+        timed: &Timed,
+        sizes: &AttentionShape,
+        causal: bool,
+        accumulator: PvAccumulator,
+        saved: bool,
+    ) -> Result<Resident> {
         // As the scripts of the peers: descales of 1, logits within a tenth of the range.
-        let (ones, logit) = (vec![1.0; sizes.heads_kv], vec![0.1; sizes.heads_q]);
+        let (ones, logit) = (vec![1.0; sizes.n_kv_heads], vec![0.1; sizes.n_q_heads]);
         let setup = Setup {
             sizes: *sizes,
             causal,
@@ -244,6 +315,8 @@ impl Operands {
             output: timed.out_e4m3.then_some(&ones[..]),
             rope: timed.rope.then_some(RopeTables { cosine: &self.cosine, sine: &self.sine, interleaved: false }),
             stats: timed.telemetry,
+            accumulator,
+            saved,
         };
         let mut call = Resident::new(engine, &setup)?;
         if timed.reorder {
@@ -263,19 +336,38 @@ fn e4m3(bytes: &[u8]) -> Vec<u8> {
     bytes.par_chunks_exact(2).map(|x| codes[usize::from(u16::from_le_bytes([x[0], x[1]]))]).collect()
 }
 
-/// Median time of one launch, in milliseconds.
-fn median_ms(stream: &Stream, launch: impl Fn(usize) -> Result<()>, warmup: u64, reps: usize) -> Result<f32> {
-    (0..warmup).try_for_each(|i| launch(i as usize))?;
-    stream.synchronize()?;
-    let mut times = (0..reps)
-        .map(|i| {
-            let start = stream.record()?;
-            launch(i)?;
-            start.milliseconds_to(&stream.record()?)
-        })
-        .collect::<Result<Vec<f32>>>()?;
-    times.sort_by(f32::total_cmp);
-    times.get(reps / 2).copied().ok_or_else(|| Error::cuda("nothing was timed"))
+/// How launches are timed.
+struct Timing {
+    stream: Stream,
+    warmup: u64,
+    reps: usize,
+    sets: usize,
+    graph: bool,
+}
+
+impl Timing {
+    /// Median time of one launch, in milliseconds; `launch(i, ..)` takes set `i` of inputs.
+    fn median_ms(&self, launch: impl Fn(usize, &Stream) -> Result<()>) -> Result<f32> {
+        if !self.graph {
+            return self.median(|i| launch(i % self.sets, &self.stream));
+        }
+        let graph = self.stream.capture(|stream| (0..self.sets).try_for_each(|i| launch(i, stream)))?;
+        Ok(self.median(|_| graph.launch())? / self.sets as f32)
+    }
+
+    fn median(&self, launch: impl Fn(usize) -> Result<()>) -> Result<f32> {
+        (0..self.warmup).try_for_each(|i| launch(i as usize))?;
+        self.stream.synchronize()?;
+        let mut times = (0..self.reps)
+            .map(|i| {
+                let start = self.stream.record()?;
+                launch(i)?;
+                start.milliseconds_to(&self.stream.record()?)
+            })
+            .collect::<Result<Vec<f32>>>()?;
+        times.sort_by(f32::total_cmp);
+        times.get(self.reps / 2).copied().ok_or_else(|| Error::cuda("nothing was timed"))
+    }
 }
 
 #[cfg(test)]

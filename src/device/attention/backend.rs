@@ -48,7 +48,6 @@
 use super::call::{Tensors, Workspace};
 use super::engine::AttentionEngine;
 use super::host::{HostOutput, Resident, Setup};
-use super::sizes::Sizes;
 use crate::attention::{
     Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Inputs, LogitCast, Precision, PvAccumulator, check,
 };
@@ -59,15 +58,8 @@ use crate::plan::ScalePlan;
 use crate::scale::Descale;
 use crate::stats::{CastStats, StepStats, StepWords, stats_words};
 
-impl From<&AttentionShape> for Sizes {
-    fn from(shape: &AttentionShape) -> Self {
-        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head } = *shape;
-        Self { batch, heads_q: n_q_heads, heads_kv: n_kv_heads, len_q, len_k, d_head }
-    }
-}
-
 /// Sizes of a call that the GPU offers.
-pub(super) fn sizes(call: &AttentionCall) -> Result<Sizes> {
+pub(super) fn sizes(call: &AttentionCall) -> Result<AttentionShape> {
     call.check()?;
     if let Some(window) = call.mask.window {
         return Err(Error::unsupported(format_args!("a window of {window} keys is not offered on the GPU")));
@@ -75,9 +67,8 @@ pub(super) fn sizes(call: &AttentionCall) -> Result<Sizes> {
     if let Some(cap) = call.soft_cap {
         return Err(Error::unsupported(format_args!("a soft-cap of {cap} is not offered on the GPU")));
     }
-    let sizes = Sizes::from(&call.shape);
-    sizes.check()?;
-    Ok(sizes)
+    call.shape.check_on_gpu()?;
+    Ok(call.shape)
 }
 
 /// Attention on one device.
@@ -223,6 +214,7 @@ impl Attention for Cuda {
             rope: None,
             stats: true,
             accumulator,
+            saved: false,
             logit: (precision.logits == LogitCast::E4m3).then_some(&logit[..]),
             output: o_descale.as_deref().filter(|_| precision.output == Cast::E4m3),
         };
@@ -270,7 +262,8 @@ impl Cuda {
         let (any, any_beyond) = (past(448.0), past(464.0));
         let count = |factor: f32| {
             let row: Vec<f32> = descales.iter().map(|d| d * factor).collect();
-            let run = self.run(&Host { setup: Setup { logit: Some(&row), output: None, ..host.setup }, ..*host })?;
+            let setup = Setup { logit: Some(&row), output: None, accumulator: PvAccumulator::default(), ..host.setup };
+            let run = self.run(&Host { setup, ..*host })?;
             Ok::<_, Error>(run.stats.chunks_exact(4).map(|words| u64::from(words[3])).collect::<Vec<_>>())
         };
         if any && host.setup.logit.is_none() {
@@ -286,7 +279,7 @@ impl Cuda {
 
     /// Counts output values against their descale, on the BF16 output.
     fn count_output(&self, host: &Host<'_>, descales: &[Descale], out: &[f32], stats: &mut StepStats) -> Result<()> {
-        let group = host.setup.sizes.heads_q / host.setup.sizes.heads_kv;
+        let group = host.setup.sizes.n_q_heads / host.setup.sizes.n_kv_heads;
         let past = |(head, s): (usize, &CastStats)| s.amax / descales[head / group].get() > 448.0;
         if !stats.o.iter().enumerate().any(past) && out.iter().all(|x| x.is_finite()) {
             return Ok(());
@@ -296,9 +289,9 @@ impl Cuda {
         } else {
             None
         };
-        let mut counts = vec![crate::fp8::Counts::default(); host.setup.sizes.heads_q];
+        let mut counts = vec![crate::fp8::Counts::default(); host.setup.sizes.n_q_heads];
         for (at, row) in plain.as_deref().unwrap_or(out).chunks_exact(host.setup.sizes.d_head).enumerate() {
-            let head = at % host.setup.sizes.heads_q;
+            let head = at % host.setup.sizes.n_q_heads;
             counts[head] += Format::E4m3.count_slice(row, descales[head / group].quant_scale().get())?;
         }
         for (o, counts) in stats.o.iter_mut().zip(counts) {

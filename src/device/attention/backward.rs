@@ -19,8 +19,7 @@ use super::backend;
 use super::backward_call::{BackwardSchedule, BackwardTensors, BackwardWorkspace, Delta};
 use super::kernels::{Kernels, Variant as _, operand_map};
 use super::params::outer_strides;
-use super::sizes::Sizes;
-use crate::attention::AttentionCall;
+use crate::attention::{AttentionCall, AttentionShape};
 use crate::cuda::{Arch, Device, Launch, Request, Stream, View, sources};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
@@ -143,6 +142,11 @@ impl BackwardEngine {
         self
     }
 
+    /// The engine's device.
+    pub fn device(&self) -> &Device {
+        &self.kernels.device
+    }
+
     /// Bytes of device memory that a call needs beside its tensors.
     ///
     /// # Errors
@@ -185,7 +189,8 @@ impl BackwardEngine {
         place.check(workspace)?;
         let causal = call.mask.causal;
         let schedule = self.schedule(&sizes, causal);
-        let [prepare, backward, finish] = self.variants(&sizes, causal, &schedule).map(|variant| self.kernels.load(variant));
+        let [prepare, backward, finish] =
+            self.variants(&sizes, causal, &schedule).map(|variant| self.kernels.load(variant));
         let (prepare, backward, finish) = (prepare?, backward?, finish?);
 
         let mut params = self.params(tensors, &sizes, &schedule);
@@ -194,10 +199,12 @@ impl BackwardEngine {
         (params.terms, params.dq_sum) = (at(place.terms), at(place.dq_sum));
         params.turns = if self.deterministic { at(place.turns) } else { 0 };
         let rows = sizes.tile_rows();
+        // A thread of an autograd engine may have done nothing on the device so far.
+        stream.bind()?;
         let [q8, q16, d_out] = [&tensors.q, &tensors.dq, &tensors.d_out].map(|x| operand_map(x, 1, rows));
 
         let tiles = Launch {
-            grid: ((sizes.query_tiles() * sizes.heads_q) as u32, sizes.batch as u32, 1),
+            grid: ((sizes.query_tiles() * sizes.n_q_heads) as u32, sizes.batch as u32, 1),
             block: ROWS_BLOCK,
             shared: 0,
         };
@@ -214,11 +221,11 @@ impl BackwardEngine {
         }
     }
 
-    fn schedule(&self, sizes: &Sizes, causal: bool) -> BackwardSchedule {
+    fn schedule(&self, sizes: &AttentionShape, causal: bool) -> BackwardSchedule {
         BackwardSchedule::of(sizes, causal, self.deterministic, self.kernels.device.processors())
     }
 
-    fn variants(&self, sizes: &Sizes, causal: bool, schedule: &BackwardSchedule) -> [Variant; 3] {
+    fn variants(&self, sizes: &AttentionShape, causal: bool, schedule: &BackwardSchedule) -> [Variant; 3] {
         let (d_head, deterministic, splits) = (sizes.d_head, self.deterministic, schedule.splits);
         [
             Variant::Prepare { d_head },
@@ -227,7 +234,7 @@ impl BackwardEngine {
         ]
     }
 
-    fn params(&self, t: &BackwardTensors, sizes: &Sizes, schedule: &BackwardSchedule) -> Params {
+    fn params(&self, t: &BackwardTensors, sizes: &AttentionShape, schedule: &BackwardSchedule) -> Params {
         let [q, k, v] = [&t.descales.q, &t.descales.k, &t.descales.v].map(|d| self.kernels.descale(d.as_ref()));
         let (o, o_strides, delta) = match &t.delta {
             Delta::Output(out) => (out.ptr().0, outer_strides(out), 0),
@@ -259,8 +266,8 @@ impl BackwardEngine {
             k_descale_strides: k.1,
             v_descale_strides: v.1,
             batch: sizes.batch as i32,
-            heads_q: sizes.heads_q as i32,
-            heads_kv: sizes.heads_kv as i32,
+            heads_q: sizes.n_q_heads as i32,
+            heads_kv: sizes.n_kv_heads as i32,
             len_q: sizes.len_q as i32,
             len_k: sizes.len_k as i32,
             q_tiles: sizes.query_tiles() as i32,

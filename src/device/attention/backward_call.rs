@@ -1,7 +1,7 @@
 //! What a backward call is made of, and the rules it has to keep.
 
 use super::call::Descales;
-use super::sizes::Sizes;
+use crate::attention::AttentionShape;
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 
@@ -49,11 +49,11 @@ impl BackwardTensors {
     ///
     /// # Errors
     /// Names the argument and the rule.
-    pub fn check(&self) -> Result<Sizes> {
+    pub fn check(&self) -> Result<AttentionShape> {
         let [batch, len_q, heads_q, d_head] = self.q.extents();
         let [_, len_k, heads_kv, _] = self.k.extents();
-        let sizes = Sizes { batch, heads_q, heads_kv, len_q, len_k, d_head };
-        sizes.check()?;
+        let sizes = AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head };
+        sizes.check_on_gpu()?;
         let (of_q, of_kv) = (sizes.q_shape(), sizes.kv_shape());
         for (name, x, shape) in [("q", &self.q, of_q), ("k", &self.k, of_kv), ("v", &self.v, of_kv)] {
             x.expect(name, &[Element::E4m3], shape)?;
@@ -102,8 +102,8 @@ pub struct BackwardWorkspace {
 
 impl BackwardWorkspace {
     /// The workspace of a call.
-    pub fn of(sizes: &Sizes, deterministic: bool) -> Self {
-        let tiles = sizes.batch * sizes.heads_q * sizes.query_tiles();
+    pub fn of(sizes: &AttentionShape, deterministic: bool) -> Self {
+        let tiles = sizes.batch * sizes.n_q_heads * sizes.query_tiles();
         let rows = sizes.tile_rows();
         let dq_sum = (tiles * 2 * rows * size_of::<f32>()).next_multiple_of(256);
         let turns = dq_sum + tiles * rows * sizes.d_head * size_of::<f32>();
@@ -122,7 +122,7 @@ impl BackwardWorkspace {
     }
 }
 
-impl Sizes {
+impl AttentionShape {
     /// Queries of one tile of the backward.
     pub(super) fn tile_rows(&self) -> usize {
         if self.d_head == 128 { 64 } else { 128 }
@@ -149,14 +149,14 @@ impl BackwardSchedule {
     const BLOCK_COST: usize = 4;
     const CLUSTER_COST: usize = 6;
 
-    pub fn of(sizes: &Sizes, causal: bool, deterministic: bool, processors: usize) -> Self {
-        let units = sizes.batch * sizes.heads_kv;
+    pub fn of(sizes: &AttentionShape, causal: bool, deterministic: bool, processors: usize) -> Self {
+        let units = sizes.batch * sizes.n_kv_heads;
         let key_tiles = sizes.len_k.div_ceil(KEYS);
         let at_a_time = (processors + key_tiles / 2) / key_tiles;
         let section = units.div_ceil(units.div_ceil(at_a_time.clamp(1, units)));
 
         let blocks = units * key_tiles;
-        let longest = sizes.heads_q / sizes.heads_kv * sizes.query_tiles();
+        let longest = sizes.n_q_heads / sizes.n_kv_heads * sizes.query_tiles();
         let time = |splits: usize| {
             let (parts, share) = (blocks * splits, longest.div_ceil(splits));
             let waves = parts.div_ceil(processors);
@@ -199,7 +199,7 @@ mod tests {
     #[test]
     fn what_breaks_a_rule_is_named() {
         let sizes = tensors().check().unwrap();
-        assert_eq!(sizes, Sizes { batch: 2, heads_q: 4, heads_kv: 2, len_q: 40, len_k: 50, d_head: 128 });
+        assert_eq!(sizes, AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 40, len_k: 50, d_head: 128 });
         type Change = fn(&mut BackwardTensors);
         let cases: [(&str, Change); 11] = [
             ("head dimension 256", |t| t.q = dense(Element::E4m3, [2, 40, 4, 256])),
@@ -228,7 +228,7 @@ mod tests {
     #[test]
     fn regions_of_the_workspace_do_not_overlap() {
         for d_head in [64, 128] {
-            let sizes = Sizes { batch: 3, heads_q: 6, heads_kv: 2, len_q: 113, len_k: 203, d_head };
+            let sizes = AttentionShape { batch: 3, n_q_heads: 6, n_kv_heads: 2, len_q: 113, len_k: 203, d_head };
             let rows = 113usize.next_multiple_of(sizes.tile_rows());
             let w = BackwardWorkspace::of(&sizes, true);
             assert!([w.terms, w.dq_sum, w.turns].iter().all(|at| at.is_multiple_of(256)));
@@ -242,16 +242,22 @@ mod tests {
 
     #[test]
     fn few_blocks_are_split_and_many_are_not() {
-        let sizes =
-            |batch, heads_q, heads_kv, len| Sizes { batch, heads_q, heads_kv, len_q: len, len_k: len, d_head: 128 };
-        let of = |sizes: Sizes, causal| BackwardSchedule::of(&sizes, causal, false, 132);
+        let sizes = |batch, heads_q, heads_kv, len| AttentionShape {
+            batch,
+            n_q_heads: heads_q,
+            n_kv_heads: heads_kv,
+            len_q: len,
+            len_k: len,
+            d_head: 128,
+        };
+        let of = |sizes: AttentionShape, causal| BackwardSchedule::of(&sizes, causal, false, 132);
         assert_eq!(of(sizes(1, 32, 8, 2048), true), BackwardSchedule { section: 8, splits: 2, grid: 256 });
         assert_eq!(of(sizes(1, 32, 8, 2048), false).splits, 1, "128 blocks of one length fill 132 multiprocessors");
         assert_eq!(of(sizes(1, 32, 8, 1024), true).splits, 4);
         assert_eq!(of(sizes(2, 32, 8, 2048), true).splits, 1);
         assert_eq!(of(sizes(2, 32, 8, 8192), true), BackwardSchedule { section: 2, splits: 1, grid: 1024 });
         assert_eq!(BackwardSchedule::of(&sizes(1, 32, 8, 1024), true, true, 132).splits, 1);
-        assert_eq!(of(Sizes { d_head: 64, ..sizes(1, 32, 8, 1024) }, true).splits, 1);
+        assert_eq!(of(AttentionShape { d_head: 64, ..sizes(1, 32, 8, 1024) }, true).splits, 1);
         for len in [1, 100, 5000, 1 << 20] {
             let all = sizes(3, 6, 2, len);
             let schedule = of(all, true);

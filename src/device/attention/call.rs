@@ -1,9 +1,8 @@
 //! What a call is made of, and the rules it has to keep.
 
 use super::regions::Regions;
-use super::sizes::Sizes;
 use super::tile::{Split, TILE_KEYS};
-use crate::attention::PvAccumulator;
+use crate::attention::{AttentionShape, PvAccumulator};
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 use crate::stats::stats_words;
@@ -57,7 +56,7 @@ pub struct Tensors {
     /// Rotation of q and k; not for E4M3 operands.
     pub rope: Option<Rope>,
     /// How the sums of P V are taken: F16 for outputs that a backward takes delta from, FP8 otherwise. FP8 sums are promoted at
-    /// least as often as asked: after every tile of 128 keys where registers hold it. Not F32; F16 not with logits or an output in
+    /// least as often as asked, mostly after every tile of 128 keys. Not F32; F16 not with logits or an output in
     /// E4M3.
     pub accumulator: PvAccumulator,
     /// Where the cast leaves q, k and v in E4M3; `None`: in the workspace. Not for E4M3 operands.
@@ -88,11 +87,11 @@ impl Tensors {
     ///
     /// # Errors
     /// Names the argument and the rule.
-    pub fn check(&self) -> Result<Sizes> {
+    pub fn check(&self) -> Result<AttentionShape> {
         let [batch, len_q, heads_q, d_head] = self.q.extents();
         let [_, len_k, heads_kv, _] = self.k.extents();
-        let sizes = Sizes { batch, heads_q, heads_kv, len_q, len_k, d_head };
-        sizes.check()?;
+        let sizes = AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head };
+        sizes.check_on_gpu()?;
         let element = self.q.element();
         self.q.expect("q", &[Element::Bf16, Element::F16, Element::F32, Element::E4m3], sizes.q_shape())?;
         self.k.expect("k", &[element], sizes.kv_shape())?;
@@ -131,7 +130,11 @@ impl Tensors {
             if element == Element::E4m3 {
                 return Err(Error::argument("operands that are E4M3 already are not saved again"));
             }
-            let rows = [("q", &saved.q, sizes.q_shape()), ("k", &saved.k, sizes.kv_shape()), ("v", &saved.v, sizes.kv_shape())];
+            let rows = [
+                ("q", &saved.q, sizes.q_shape()),
+                ("k", &saved.k, sizes.kv_shape()),
+                ("v", &saved.v, sizes.kv_shape()),
+            ];
             for (name, x, shape) in rows {
                 x.expect_dense(&format!("saved {name}"), Element::E4m3, shape)?;
                 x.expect_aligned(&format!("saved {name}"), 16, 16)?;
@@ -180,7 +183,7 @@ impl Rope {
         2 * self.cosine.extents()[1]
     }
 
-    fn check(&self, sizes: &Sizes, element: Element) -> Result<()> {
+    fn check(&self, sizes: &AttentionShape, element: Element) -> Result<()> {
         if element == Element::E4m3 {
             return Err(Error::argument("E4M3 operands cannot be rotated: RoPE comes before the cast"));
         }
@@ -233,7 +236,7 @@ impl Workspace {
     pub const HEADER: usize = 256;
 
     /// The workspace of a call whose operands are of type `element`; `saved`: the caller gives memory for them in E4M3.
-    pub fn of(sizes: &Sizes, element: Element, accumulator: PvAccumulator, saved: bool) -> Self {
+    pub fn of(sizes: &AttentionShape, element: Element, accumulator: PvAccumulator, saved: bool) -> Self {
         let mut regions = Regions::default();
         regions.add(Self::HEADER);
         let mut cast = |shape: [usize; 4]| {
@@ -243,7 +246,7 @@ impl Workspace {
         let (q, k) = (cast(sizes.q_shape()), cast(sizes.kv_shape()));
         let v = regions.add(match accumulator {
             PvAccumulator::F16 => 2 * sizes.kv_shape().iter().product::<usize>(),
-            _ => sizes.batch * sizes.heads_kv * sizes.key_groups() * 16 * sizes.d_head,
+            _ => sizes.batch * sizes.n_kv_heads * sizes.key_groups() * 16 * sizes.d_head,
         });
         let splits = [false, true].map(|logits_e4m3| Split::of(sizes, logits_e4m3));
         let partial =
@@ -297,7 +300,7 @@ mod tests {
     #[test]
     fn a_plain_call_passes_and_gives_its_sizes() {
         let sizes = tensors(Element::Bf16).check().unwrap();
-        assert_eq!(sizes, Sizes { batch: 2, heads_q: 4, heads_kv: 2, len_q: 40, len_k: 50, d_head: 128 });
+        assert_eq!(sizes, AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 40, len_k: 50, d_head: 128 });
         assert!(tensors(Element::E4m3).check().is_ok());
     }
 
@@ -354,7 +357,12 @@ mod tests {
             let error = call.check().unwrap_err();
             assert!(error.to_string().contains(message), "{error}");
         }
-        assert!(Sizes { d_head: 256, ..tensors(Element::Bf16).check().unwrap() }.check().unwrap_err().is_unsupported());
+        assert!(
+            AttentionShape { d_head: 256, ..tensors(Element::Bf16).check().unwrap() }
+                .check_on_gpu()
+                .unwrap_err()
+                .is_unsupported()
+        );
     }
 
     #[test]
@@ -388,7 +396,7 @@ mod tests {
 
     #[test]
     fn regions_of_the_workspace_do_not_overlap() {
-        let sizes = Sizes { batch: 3, heads_q: 6, heads_kv: 2, len_q: 113, len_k: 203, d_head: 64 };
+        let sizes = AttentionShape { batch: 3, n_q_heads: 6, n_kv_heads: 2, len_q: 113, len_k: 203, d_head: 64 };
         let of = |element| Workspace::of(&sizes, element, PvAccumulator::default(), false);
         let w = of(Element::Bf16);
         assert!(w.q >= Workspace::HEADER && [w.q, w.k, w.v].iter().all(|at| at.is_multiple_of(256)));
@@ -399,7 +407,7 @@ mod tests {
         assert_eq!(saved(PvAccumulator::default()).bytes, of(Element::E4m3).bytes);
         let f16 = saved(PvAccumulator::F16);
         assert!(f16.partial - f16.v >= 2 * 3 * 203 * 2 * 64);
-        let decode = Sizes { len_q: 1, len_k: 8192, ..sizes };
+        let decode = AttentionShape { len_q: 1, len_k: 8192, ..sizes };
         let w = Workspace::of(&decode, Element::Bf16, PvAccumulator::default(), false);
         let room = [false, true].map(|logits| Split::of(&decode, logits).unwrap().partial(&decode).bytes);
         assert_eq!(w.bytes - w.partial, room.into_iter().max().unwrap());

@@ -3,9 +3,8 @@
 use super::call::{Descales, Rope, Tensors, Workspace};
 use super::kernels::{self, Kernels, Loaded, Variant as _, operand_map};
 use super::params::{self, outer_strides};
-use super::sizes::Sizes;
 use super::tile::{ROWS, Schedule, Split, Tile};
-use crate::attention::PvAccumulator;
+use crate::attention::{AttentionShape, PvAccumulator};
 use crate::cuda::tensor_map::{Boxes, MapType, Swizzle, TensorMap, tensor_map};
 use crate::cuda::{Arch, Device, DevicePtr, Launch, Request, Stream, sources};
 use crate::cuda::{Element, View};
@@ -32,18 +31,13 @@ impl Pv {
     /// Keys from which on a flush costs nearly nothing.
     const SELDOM: usize = 2048;
 
-    /// Registers do not hold a second set of sums beside telemetry of whole tiles, nor beside logits in E4M3. `split`: parts of a
-    /// split call are short, and always promoted after every tile.
-    fn of(accumulator: PvAccumulator, telemetry: bool, logits_e4m3: bool, split: bool) -> Self {
-        match accumulator {
-            PvAccumulator::F16 => Self::F16,
-            PvAccumulator::Fp8 { promote_every }
-                if logits_e4m3 || (!split && (telemetry || promote_every >= Self::SELDOM)) =>
-            {
-                Self::Flush(promote_every)
-            }
-            _ => Self::Promote,
-        }
+    /// Registers do not hold a second set of sums beside logits in E4M3, nor beside telemetry where three consumers share them.
+    /// Parts of a split call (`tile` is `None`) are short, and always promoted after every tile.
+    fn of(accumulator: PvAccumulator, telemetry: bool, logits_e4m3: bool, tile: Option<Tile>) -> Self {
+        let PvAccumulator::Fp8 { promote_every } = accumulator else { return Self::F16 };
+        let flush =
+            logits_e4m3 || tile.is_some_and(|tile| promote_every >= Self::SELDOM || (telemetry && tile.consumers > 2));
+        if flush { Self::Flush(promote_every) } else { Self::Promote }
     }
 
     fn define(self, request: Request) -> Request {
@@ -98,17 +92,16 @@ impl kernels::Variant for Variant {
                 forward.request().define("SPLIT_KV", 1).define("ROLLED", u8::from(rolled))
             }
             Self::Combine { d_head } => Request::new(sources::COMBINE, arch).define("HEAD_DIM", d_head),
-            Self::Forward { d_head, causal, tile, pv, telemetry, logits_e4m3, out_e4m3 } => {
-                pv.define(Request::new(sources::ATTENTION, arch))
-                    .define("HEAD_DIM", d_head)
-                    .define("BLOCK_N", tile.keys)
-                    .define("CONSUMERS", tile.consumers)
-                    .define("KV_STAGES", tile.stages)
-                    .define("CAUSAL", u8::from(causal))
-                    .define("TELEMETRY", u8::from(telemetry))
-                    .define("LOGITS_E4M3", u8::from(logits_e4m3))
-                    .define("OUT_E4M3", u8::from(out_e4m3))
-            }
+            Self::Forward { d_head, causal, tile, pv, telemetry, logits_e4m3, out_e4m3 } => pv
+                .define(Request::new(sources::ATTENTION, arch))
+                .define("HEAD_DIM", d_head)
+                .define("BLOCK_N", tile.keys)
+                .define("CONSUMERS", tile.consumers)
+                .define("KV_STAGES", tile.stages)
+                .define("CAUSAL", u8::from(causal))
+                .define("TELEMETRY", u8::from(telemetry))
+                .define("LOGITS_E4M3", u8::from(logits_e4m3))
+                .define("OUT_E4M3", u8::from(out_e4m3)),
             Self::Cast { d_head, input, rope } => {
                 Request::new(sources::CAST, arch).define("HEAD_DIM", d_head).define("INPUT", input).define("ROPE", rope)
             }
@@ -132,7 +125,7 @@ impl kernels::Variant for Variant {
 
 impl Variant {
     /// What a checked call launches first.
-    fn first(tensors: &Tensors, sizes: &Sizes) -> Self {
+    fn first(tensors: &Tensors, sizes: &AttentionShape) -> Self {
         let d_head = sizes.d_head;
         match params::input_number(tensors.q.element()) {
             Some(input) => Self::Cast { d_head, input, rope: rope_number(tensors.rope.as_ref()) },
@@ -141,16 +134,18 @@ impl Variant {
     }
 
     /// What a checked call launches then.
-    fn second(tensors: &Tensors, sizes: &Sizes, causal: bool, split: Option<Split>) -> Self {
+    fn second(tensors: &Tensors, sizes: &AttentionShape, causal: bool, split: Option<Split>) -> Self {
         let (d_head, logits_e4m3) = (sizes.d_head, tensors.descales.logit.is_some());
         let telemetry = tensors.stats.is_some();
-        let pv = Pv::of(tensors.accumulator, telemetry, logits_e4m3, split.is_some());
+        let pv = |tile| Pv::of(tensors.accumulator, telemetry, logits_e4m3, tile);
         if let Some(split) = split {
+            let pv = pv(None);
             let rolled = !logits_e4m3 && split.has_few_tiles(sizes);
             return Self::Parts { d_head, pv, telemetry, logits_e4m3, rolled };
         }
         let tile = Tile::of(sizes, logits_e4m3);
         let out_e4m3 = tensors.out.element() == Element::E4m3;
+        let pv = pv(Some(tile));
         Self::Forward { d_head, causal, tile, pv, telemetry, logits_e4m3, out_e4m3 }
     }
 }
@@ -174,16 +169,21 @@ pub fn attention_variants() -> Vec<Request> {
                 if f16 && logits_e4m3 {
                     continue;
                 }
-                let pv = Pv::of(accumulator, telemetry, logits_e4m3, true);
+                let pv = Pv::of(accumulator, telemetry, logits_e4m3, None);
                 let rolled: &[bool] = if logits_e4m3 { &[false] } else { &[false, true] };
                 all.extend(rolled.iter().map(|&rolled| Variant::Parts { d_head, pv, telemetry, logits_e4m3, rolled }));
-                let pv = Pv::of(accumulator, telemetry, logits_e4m3, false);
                 for (causal, out_e4m3) in [(false, false), (true, false), (false, true), (true, true)] {
                     if f16 && out_e4m3 {
                         continue;
                     }
-                    all.extend(Tile::all(d_head, logits_e4m3).into_iter().map(|tile| {
-                        Variant::Forward { d_head, causal, tile, pv, telemetry, logits_e4m3, out_e4m3 }
+                    all.extend(Tile::all(d_head, logits_e4m3).into_iter().map(|tile| Variant::Forward {
+                        d_head,
+                        causal,
+                        tile,
+                        pv,
+                        telemetry,
+                        logits_e4m3,
+                        out_e4m3,
                     }));
                 }
             }
@@ -208,7 +208,7 @@ pub fn cast_variants() -> Vec<Request> {
 /// A call that keeps every rule, and where its memory lies.
 struct Call<'a> {
     tensors: &'a Tensors,
-    sizes: Sizes,
+    sizes: AttentionShape,
     /// The tile counter.
     header: DevicePtr,
     /// q, k and v as the workspace holds them, or the caller where they are saved; v in the layout of the attention.
@@ -297,7 +297,7 @@ impl AttentionEngine {
         self.kernels.load(Variant::second(tensors, &sizes, causal, split)).map(drop)
     }
 
-    fn split_of(&self, tensors: &Tensors, sizes: &Sizes) -> Option<Split> {
+    fn split_of(&self, tensors: &Tensors, sizes: &AttentionShape) -> Option<Split> {
         if self.split { Split::of(sizes, tensors.descales.logit.is_some()) } else { None }
     }
 
@@ -395,14 +395,16 @@ impl AttentionEngine {
             params.tile_heads = heads as i32;
             params.positions = positions as i32;
             params.tile_heads_reciprocal = (1usize << 16).div_ceil(heads) as i32;
-            params.units_per_batch = (sizes.heads_q / heads) as i32;
+            params.units_per_batch = (sizes.n_q_heads / heads) as i32;
             params.out_e4m3 = (tensors.out.element() == Element::E4m3).into();
         }
         let launch = Launch::linear(schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
         let (mut q, mut k) = (operand_map(&q, heads, positions)?, operand_map(&k, 1, tile.keys)?);
         let mut v = match tensors.accumulator {
             // SAFETY: as above.
-            PvAccumulator::F16 => operand_map(&unsafe { View::dense(at_v, Element::F16, sizes.kv_shape()) }, 1, tile.keys)?,
+            PvAccumulator::F16 => {
+                operand_map(&unsafe { View::dense(at_v, Element::F16, sizes.kv_shape()) }, 1, tile.keys)?
+            }
             _ => values_map(at_v, &sizes, tile.keys)?,
         };
         let parameters = &mut [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut params).cast()];
@@ -415,7 +417,13 @@ impl AttentionEngine {
         }
     }
 
-    fn launch_combine(&self, stream: &Stream, sizes: &Sizes, split: Split, forward: &params::Forward) -> Result<()> {
+    fn launch_combine(
+        &self,
+        stream: &Stream,
+        sizes: &AttentionShape,
+        split: Split,
+        forward: &params::Forward,
+    ) -> Result<()> {
         let combine = self.kernels.load(Variant::Combine { d_head: sizes.d_head })?;
         let mut params = params::Combine {
             o: forward.o,
@@ -444,7 +452,13 @@ impl AttentionEngine {
         unsafe { combine.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], true) }
     }
 
-    fn forward_params(&self, t: &Tensors, sizes: &Sizes, schedule: &Schedule, softmax_scale: f32) -> params::Forward {
+    fn forward_params(
+        &self,
+        t: &Tensors,
+        sizes: &AttentionShape,
+        schedule: &Schedule,
+        softmax_scale: f32,
+    ) -> params::Forward {
         let Descales { q, k, v, o, logit } = &t.descales;
         let [q, k, v, o] = [q, k, v, o].map(|d| self.kernels.descale(d.as_ref()));
         params::Forward {
@@ -464,8 +478,8 @@ impl AttentionEngine {
             o_descale_strides: o.1,
             softmax_scale,
             batch: sizes.batch as i32,
-            heads_q: sizes.heads_q as i32,
-            heads_kv: sizes.heads_kv as i32,
+            heads_q: sizes.n_q_heads as i32,
+            heads_kv: sizes.n_kv_heads as i32,
             len_q: sizes.len_q as i32,
             len_k: sizes.len_k as i32,
             packed: schedule.packed.into(),
@@ -478,7 +492,7 @@ impl AttentionEngine {
 
     fn cast_operands(&self, stream: &Stream, cast: &Loaded, call: &Call, to: [DevicePtr; 3]) -> Result<()> {
         let Call { tensors: t, sizes, header, .. } = call;
-        let (heads_q, heads_kv) = (sizes.heads_q, sizes.heads_kv);
+        let (heads_q, heads_kv) = (sizes.n_q_heads, sizes.n_kv_heads);
         // Rows of the statistics: logits, q, k, v.
         let rows = [heads_q, 2 * heads_q, 2 * heads_q + heads_kv];
         let tensor = |i: usize, x: &View<4>, descale: Option<&View<2>>| {
@@ -513,7 +527,7 @@ impl AttentionEngine {
         let mut params = params::CastTensor { to: to.0, ..self.cast_tensor(&t.v, None) };
         let mut counter = header.0;
         let mut v_f16 = i32::from(t.accumulator == PvAccumulator::F16);
-        let grid = (sizes.key_groups() as u32, sizes.heads_kv as u32, sizes.batch as u32);
+        let grid = (sizes.key_groups() as u32, sizes.n_kv_heads as u32, sizes.batch as u32);
         let launch = Launch { grid, block: 2 * sizes.d_head as u32, shared: repack.shared };
         let parameters = &mut [(&raw mut params).cast(), (&raw mut counter).cast(), (&raw mut v_f16).cast()];
         // SAFETY: as for the cast.
@@ -536,12 +550,12 @@ impl AttentionEngine {
 }
 
 /// Map of the reordered values, in boxes of `keys` keys of one head.
-fn values_map(address: DevicePtr, sizes: &Sizes, keys: usize) -> Result<TensorMap> {
+fn values_map(address: DevicePtr, sizes: &AttentionShape, keys: usize) -> Result<TensorMap> {
     let (words, groups) = (2 * sizes.d_head as u64, sizes.key_groups() as u64);
     tensor_map(&Boxes {
         address: address.0,
         element: MapType::CU_TENSOR_MAP_DATA_TYPE_UINT64,
-        extents: &[words, groups, (sizes.batch * sizes.heads_kv) as u64],
+        extents: &[words, groups, (sizes.batch * sizes.n_kv_heads) as u64],
         strides: &[8 * words, 8 * words * groups],
         tile: &[words as u32, keys as u32 / 16, 1],
         swizzle: Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE,

@@ -1,9 +1,10 @@
 //! A call with device memory of its own, for tests, tools and timings.
 
-use super::call::{Descales, Rope, Tensors, Workspace};
+use super::backward::BackwardEngine;
+use super::backward_call::{BackwardTensors, Delta};
+use super::call::{Descales, Rope, SavedOperands, Tensors, Workspace};
 use super::engine::AttentionEngine;
-use super::sizes::Sizes;
-use crate::attention::PvAccumulator;
+use crate::attention::{AttentionCall, AttentionShape, Mask, PvAccumulator};
 use crate::cuda::{Buffer, Device, Element, Stream, View};
 use crate::error::{Error, Result};
 use crate::fp8::Format;
@@ -15,7 +16,7 @@ use half::bf16;
 #[derive(Clone, Copy, Debug)]
 pub struct Setup<'a> {
     /// Sizes.
-    pub sizes: Sizes,
+    pub sizes: AttentionShape,
     /// Only keys at or before the query's position.
     pub causal: bool,
     /// Multiplier of q . k.
@@ -34,6 +35,8 @@ pub struct Setup<'a> {
     pub stats: bool,
     /// How the sums of P V are taken.
     pub accumulator: PvAccumulator,
+    /// Whether the cast leaves its operands for a [`ResidentBackward`].
+    pub saved: bool,
 }
 
 /// Tables of a [`Rope`] in host memory, `(len_k, rotary / 2)` each.
@@ -74,6 +77,7 @@ struct Memory {
     out: Buffer<u8>,
     lse: Buffer<f32>,
     stats: Option<Buffer<u32>>,
+    saved: Vec<Buffer<u8>>,
     _scratch: Buffer<u8>,
     _descales: Vec<Buffer<f32>>,
 }
@@ -94,7 +98,7 @@ impl Resident {
     /// If lengths differ from the sizes, or the memory is not there.
     pub fn new(engine: &AttentionEngine, setup: &Setup<'_>) -> Result<Self> {
         let (sizes, device) = (setup.sizes, engine.device());
-        sizes.check()?;
+        sizes.check_on_gpu()?;
         let mut kept = Vec::new();
         let mut keep = |name: &str, values: &[f32], want: usize| {
             if values.len() != want {
@@ -108,8 +112,8 @@ impl Resident {
         };
         // SAFETY of all views: they lie in buffers that the result keeps as long as itself; a buffer waits for the device
         // before it is freed.
-        let row = |at| unsafe { View::new(at, Element::F32, [sizes.batch, sizes.heads_kv], [0, 1]) };
-        let mut kv_row = |name: &str, values: &[f32]| keep(name, values, sizes.heads_kv).map(row);
+        let row = |at| unsafe { View::new(at, Element::F32, [sizes.batch, sizes.n_kv_heads], [0, 1]) };
+        let mut kv_row = |name: &str, values: &[f32]| keep(name, values, sizes.n_kv_heads).map(row);
         let [q, k, v] = setup.descales;
         let mut descales = Descales {
             q: Some(kv_row("q descales", q)?),
@@ -119,8 +123,8 @@ impl Resident {
             logit: None,
         };
         if let Some(values) = setup.logit {
-            let at = keep("logit descales", values, sizes.heads_q)?;
-            descales.logit = Some(unsafe { View::dense(at, Element::F32, [sizes.heads_q]) });
+            let at = keep("logit descales", values, sizes.n_q_heads)?;
+            descales.logit = Some(unsafe { View::dense(at, Element::F32, [sizes.n_q_heads]) });
         }
         let rope = match &setup.rope {
             Some(tables) => {
@@ -139,10 +143,20 @@ impl Resident {
         let element = if setup.output.is_some() { Element::E4m3 } else { Element::Bf16 };
         let (out, out_view) = array::<u8, 4>(device, element, q_shape)?;
         let (lse, lse_view) = array::<f32, 3>(device, Element::F32, sizes.lse_shape())?;
-        let words = [stats_words(sizes.heads_q, sizes.heads_kv)];
+        let words = [stats_words(sizes.n_q_heads, sizes.n_kv_heads)];
         let stats = setup.stats.then(|| array::<u32, 1>(device, Element::U32, words)).transpose()?;
         let (stats, stats_view) = stats.unzip();
-        let bytes = Workspace::of(&sizes, setup.operands, setup.accumulator, false).bytes;
+        let mut saved = Vec::new();
+        let mut save = |shape| {
+            let (buffer, view) = array::<u8, 4>(device, Element::E4m3, shape)?;
+            saved.push(buffer);
+            Ok::<_, Error>(view)
+        };
+        let saved_views = match setup.saved {
+            true => Some(SavedOperands { q: save(q_shape)?, k: save(kv_shape)?, v: save(kv_shape)? }),
+            false => None,
+        };
+        let bytes = Workspace::of(&sizes, setup.operands, setup.accumulator, setup.saved).bytes;
         let (scratch, workspace) = array(device, Element::U8, [bytes])?;
         let tensors = Tensors {
             q: q_view,
@@ -151,13 +165,13 @@ impl Resident {
             descales,
             rope,
             accumulator: setup.accumulator,
-            saved: None,
+            saved: saved_views,
             out: out_view,
             lse: Some(lse_view),
             stats: stats_view,
         };
         tensors.check()?;
-        let memory = Memory { inputs: [q, k, v], out, lse, stats, _scratch: scratch, _descales: kept };
+        let memory = Memory { inputs: [q, k, v], out, lse, stats, saved, _scratch: scratch, _descales: kept };
         Ok(Self { causal: setup.causal, softmax_scale: setup.softmax_scale, tensors, workspace, memory })
     }
 
@@ -205,5 +219,75 @@ impl Resident {
         };
         let stats = self.memory.stats.as_ref().map(Buffer::read).transpose()?.unwrap_or_default();
         Ok(HostOutput { out, lse: self.memory.lse.read()?, stats })
+    }
+}
+
+impl Resident {
+    /// Bytes that stay between the forward and the backward beside q, k and v, and bytes of the workspace.
+    pub fn bytes(&self) -> [usize; 2] {
+        let saved: usize = self.memory.saved.iter().map(Buffer::len).sum();
+        [self.memory.out.len() + 4 * self.memory.lse.len() + saved, self.workspace.extents()[0]]
+    }
+}
+
+/// The backward of a [`Resident`] call with saved operands, and its device memory.
+#[derive(Debug)]
+pub struct ResidentBackward {
+    call: AttentionCall,
+    tensors: BackwardTensors,
+    workspace: View<1>,
+    /// dO, dQ, dK, dV, workspace.
+    memory: [Buffer<u8>; 5],
+}
+
+impl ResidentBackward {
+    /// Allocates everything; `d_out` is BF16. delta is taken from the forward's output.
+    ///
+    /// # Errors
+    /// If the call has no saved operands or an E4M3 output, the lengths differ, or the memory is not there.
+    pub fn new(engine: &BackwardEngine, forward: &Resident, d_out: &[u8]) -> Result<Self> {
+        let t = &forward.tensors;
+        let (Some(saved), Some(lse)) = (t.saved, t.lse) else {
+            return Err(Error::argument("a backward needs a call with saved operands"));
+        };
+        let sizes = t.check()?;
+        let mask = Mask { causal: forward.causal, window: None };
+        let softmax_scale = f64::from(forward.softmax_scale);
+        let call = AttentionCall { mask, softmax_scale, ..AttentionCall::causal(sizes) };
+        let device = engine.device();
+        let (from, d_out_view) = array::<u8, 4>(device, Element::Bf16, sizes.q_shape())?;
+        from.write(d_out)?;
+        let (dq, dq_view) = array::<u8, 4>(device, Element::Bf16, sizes.q_shape())?;
+        let (dk, dk_view) = array::<u8, 4>(device, Element::Bf16, sizes.kv_shape())?;
+        let (dv, dv_view) = array::<u8, 4>(device, Element::Bf16, sizes.kv_shape())?;
+        let (scratch, workspace) = array(device, Element::U8, [engine.workspace_bytes(&call)?])?;
+        let tensors = BackwardTensors {
+            q: saved.q,
+            k: saved.k,
+            v: saved.v,
+            descales: t.descales,
+            lse,
+            delta: Delta::Output(t.out),
+            d_out: d_out_view,
+            dq: dq_view,
+            dk: dk_view,
+            dv: dv_view,
+        };
+        tensors.check()?;
+        Ok(Self { call, tensors, workspace, memory: [from, dq, dk, dv, scratch] })
+    }
+
+    /// Puts it on `stream`.
+    ///
+    /// # Errors
+    /// As [`BackwardEngine::backward`].
+    pub fn launch(&self, engine: &BackwardEngine, stream: &Stream) -> Result<()> {
+        engine.backward(stream, &self.call, &self.tensors, &self.workspace)
+    }
+
+    /// Bytes of the gradients, and bytes of the workspace.
+    pub fn bytes(&self) -> [usize; 2] {
+        let [_, dq, dk, dv, scratch] = &self.memory;
+        [dq.len() + dk.len() + dv.len(), scratch.len()]
     }
 }

@@ -40,6 +40,5 @@ pub use backward::{BackwardEngine, backward_variants};
 pub use backward_call::{BackwardTensors, BackwardWorkspace, Delta};
 pub use call::{Descales, Rope, SavedOperands, Tensors, Workspace};
 pub use engine::{AttentionEngine, attention_variants, cast_variants};
-pub use host::{HostOutput, Resident, RopeTables, Setup};
-pub use sizes::Sizes;
+pub use host::{HostOutput, Resident, ResidentBackward, RopeTables, Setup};
 pub use tile::{Schedule, Split, Tile};

@@ -1,37 +1,16 @@
-//! Sizes of one call, and what the GPU takes of them.
+//! What the GPU takes of the sizes of a call.
 
+use crate::attention::AttentionShape;
 use crate::error::{Error, Result};
 
-/// Sizes of one call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Sizes {
-    /// Sequences.
-    pub batch: usize,
-    /// Query heads; a multiple of `heads_kv`.
-    pub heads_q: usize,
-    /// Key and value heads.
-    pub heads_kv: usize,
-    /// Queries of a sequence.
-    pub len_q: usize,
-    /// Keys of a sequence.
-    pub len_k: usize,
-    /// Elements of a head: 64 or 128.
-    pub d_head: usize,
-}
-
-impl Sizes {
+impl AttentionShape {
+    /// Refuses what the GPU does not take.
+    ///
     /// # Errors
     /// If a size is zero or too large, `heads_kv` does not divide `heads_q`, or the head dimension is not offered.
-    pub fn check(&self) -> Result<()> {
-        let Self { batch, heads_q, heads_kv, len_q, len_k, d_head } = *self;
-        if [batch, heads_q, heads_kv, len_q, len_k, d_head].contains(&0) {
-            return Err(Error::argument(format_args!("attention sizes {self:?} must have no zero")));
-        }
-        if heads_q % heads_kv != 0 {
-            return Err(Error::argument(format_args!(
-                "{heads_q} query heads must be a multiple of {heads_kv} KV heads"
-            )));
-        }
+    pub fn check_on_gpu(&self) -> Result<()> {
+        self.check()?;
+        let Self { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head } = *self;
         if d_head != 64 && d_head != 128 {
             return Err(Error::unsupported(format_args!(
                 "head dimension {d_head} is not offered on the GPU: it must be 64 or 128"
@@ -57,17 +36,17 @@ impl Sizes {
 
     /// Shape of q and of the output.
     pub fn q_shape(&self) -> [usize; 4] {
-        [self.batch, self.len_q, self.heads_q, self.d_head]
+        [self.batch, self.len_q, self.n_q_heads, self.d_head]
     }
 
     /// Shape of k and of v.
     pub fn kv_shape(&self) -> [usize; 4] {
-        [self.batch, self.len_k, self.heads_kv, self.d_head]
+        [self.batch, self.len_k, self.n_kv_heads, self.d_head]
     }
 
     /// Shape of the log-sum-exp.
     pub fn lse_shape(&self) -> [usize; 3] {
-        [self.batch, self.heads_q, self.len_q]
+        [self.batch, self.n_q_heads, self.len_q]
     }
 
     /// Groups of 16 keys, in which v is stored.

@@ -1,7 +1,7 @@
 //! Which tiles a call is cut into: pure functions of its sizes.
 
 use super::regions::Regions;
-use super::sizes::Sizes;
+use crate::attention::AttentionShape;
 use std::cmp::Reverse;
 use std::ops::RangeInclusive;
 
@@ -49,7 +49,7 @@ impl Tile {
     const NARROW_FROM: usize = 2048;
 
     /// The tile of a call.
-    pub const fn of(sizes: &Sizes, logits_e4m3: bool) -> Self {
+    pub const fn of(sizes: &AttentionShape, logits_e4m3: bool) -> Self {
         match sizes.d_head {
             128 if logits_e4m3 && sizes.len_k >= Self::NARROW_FROM => Self::NARROW,
             128 => Self::TWO,
@@ -103,8 +103,8 @@ impl Split {
     ///
     /// Time is the longer of two: reading all keys and values once, and waves of work items on the multiprocessors. A pure function
     /// of the sizes: on any device a call has the same parts, and so the same bits.
-    pub fn of(sizes: &Sizes, logits_e4m3: bool) -> Option<Self> {
-        let Sizes { batch, heads_q, heads_kv, len_q, len_k, d_head } = *sizes;
+    pub fn of(sizes: &AttentionShape, logits_e4m3: bool) -> Option<Self> {
+        let AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head } = *sizes;
         // A tile of keys and values of 128 x 128 takes all multiprocessors together a microsecond each.
         let reading = batch * heads_kv * len_k.div_ceil(128) * 10 * d_head / (128 * PROCESSORS);
         let time = |items: usize, keys: usize, consumers: usize| {
@@ -141,7 +141,7 @@ impl Split {
     }
 
     /// Whether every block has one part at most, of so few tiles that the kernel of short code is the faster one.
-    pub(super) fn has_few_tiles(&self, sizes: &Sizes) -> bool {
+    pub(super) fn has_few_tiles(&self, sizes: &AttentionShape) -> bool {
         let [waiting, busy] = FEW_TILES;
         let few = if self.consumers == 1 && sizes.d_head == 128 { waiting } else { busy };
         let tiles = sizes.len_k.div_ceil(Self::TILE.keys).div_ceil(self.parts);
@@ -149,13 +149,13 @@ impl Split {
     }
 
     /// Blocks of rows a unit of `heads` heads.
-    pub fn row_blocks(&self, sizes: &Sizes) -> usize {
+    pub fn row_blocks(&self, sizes: &AttentionShape) -> usize {
         sizes.len_q.div_ceil(self.positions * self.consumers)
     }
 
     /// Tiles of rows of the call, each of which has `parts` parts.
-    fn tiles(&self, sizes: &Sizes) -> usize {
-        sizes.batch * sizes.heads_q / self.heads * self.row_blocks(sizes)
+    fn tiles(&self, sizes: &AttentionShape) -> usize {
+        sizes.batch * sizes.n_q_heads / self.heads * self.row_blocks(sizes)
     }
 
     /// The binary logarithm of the warps that share a row when parts are joined.
@@ -165,13 +165,13 @@ impl Split {
     }
 
     /// Blocks of the kernel that joins parts: queries first, since only that dimension of a grid has more than 16 bits.
-    pub(super) fn joining_grid(&self, sizes: &Sizes) -> [usize; 3] {
-        [sizes.len_q, (sizes.heads_q << self.share()).div_ceil(Self::JOINING_WARPS), sizes.batch]
+    pub(super) fn joining_grid(&self, sizes: &AttentionShape) -> [usize; 3] {
+        [sizes.len_q, (sizes.n_q_heads << self.share()).div_ceil(Self::JOINING_WARPS), sizes.batch]
     }
 
     /// Where the partial results lie: nothing, where one split is the output.
-    pub(super) fn partial(&self, sizes: &Sizes) -> Partial {
-        let rows = if self.parts == 1 { 0 } else { self.parts * sizes.batch * sizes.len_q * sizes.heads_q };
+    pub(super) fn partial(&self, sizes: &AttentionShape) -> Partial {
+        let rows = if self.parts == 1 { 0 } else { self.parts * sizes.batch * sizes.len_q * sizes.n_q_heads };
         let mut regions = Regions::default();
         // F16, f32, and two words of extremes.
         let [o, lse, extremes] = [2 * sizes.d_head, 4, 8].map(|bytes| regions.add(bytes * rows));
@@ -211,20 +211,20 @@ pub struct Schedule {
 
 impl Schedule {
     /// The schedule of a call that is split, on a device with that many multiprocessors.
-    pub fn split(sizes: &Sizes, split: Split, processors: usize) -> Self {
-        let units = sizes.batch * sizes.heads_q / split.heads;
+    pub fn split(sizes: &AttentionShape, split: Split, processors: usize) -> Self {
+        let units = sizes.batch * sizes.n_q_heads / split.heads;
         let row_blocks = split.row_blocks(sizes);
         let grid = processors.min(units * row_blocks * split.parts).max(1);
         Self { packed: false, row_blocks, units, section: units, grid, split: Some(split) }
     }
 
     /// The schedule of a call in whole tiles, on a device with that many multiprocessors.
-    pub fn whole(sizes: &Sizes, tile: Tile, processors: usize) -> Self {
-        let group = sizes.heads_q / sizes.heads_kv;
+    pub fn whole(sizes: &AttentionShape, tile: Tile, processors: usize) -> Self {
+        let group = sizes.n_q_heads / sizes.n_kv_heads;
         let packed = group.is_multiple_of(tile.consumers);
         let heads = if packed { tile.consumers } else { 1 };
         let rows = if packed { ROWS } else { ROWS * tile.consumers };
-        let units = sizes.batch * sizes.heads_q / heads;
+        let units = sizes.batch * sizes.n_q_heads / heads;
         let row_blocks = sizes.len_q.div_ceil(rows);
         let kv_heads = (SHARED_BYTES / (2 * sizes.len_k * sizes.d_head)).max(1);
         let section = (kv_heads * (group / heads).max(1)).clamp(1, units);
@@ -241,8 +241,8 @@ impl Schedule {
 mod tests {
     use super::*;
 
-    fn sizes(batch: usize, heads_q: usize, heads_kv: usize, len: usize, d_head: usize) -> Sizes {
-        Sizes { batch, heads_q, heads_kv, len_q: len, len_k: len, d_head }
+    fn sizes(batch: usize, heads_q: usize, heads_kv: usize, len: usize, d_head: usize) -> AttentionShape {
+        AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q: len, len_k: len, d_head }
     }
 
     #[test]
@@ -268,31 +268,35 @@ mod tests {
 
     #[test]
     fn few_rows_are_packed_and_their_keys_split() {
-        let decode = Sizes { len_q: 1, len_k: 8192, ..sizes(1, 64, 8, 1, 128) };
+        let decode = AttentionShape { len_q: 1, len_k: 8192, ..sizes(1, 64, 8, 1, 128) };
         let cut = Split::of(&decode, false).unwrap();
         assert_eq!((cut.heads, cut.positions, cut.consumers), (8, 8, 1));
         assert!(cut.parts >= 8 && cut.parts * 8 <= 2 * PROCESSORS, "{cut:?}");
         let schedule = Schedule::split(&decode, cut, 7);
         assert_eq!((schedule.units, schedule.row_blocks, schedule.grid), (8, 1, 7));
         // Sixteen positions of eight heads fill two consumers; a full batch leaves nothing to split.
-        let drafts = Split::of(&Sizes { len_q: 16, ..decode }, false).unwrap();
+        let drafts = Split::of(&AttentionShape { len_q: 16, ..decode }, false).unwrap();
         assert_eq!((drafts.heads, drafts.positions, drafts.consumers), (8, 8, 2));
-        assert_eq!(Split::of(&Sizes { batch: 64, ..decode }, false).unwrap().parts, 1);
+        assert_eq!(Split::of(&AttentionShape { batch: 64, ..decode }, false).unwrap().parts, 1);
         // Long sequences stay whole, and so do calls with nothing to gain.
         assert_eq!(Split::of(&sizes(8, 64, 8, 2048, 128), false), None);
-        assert_eq!(Split::of(&Sizes { len_q: 2048, len_k: 100, ..decode }, false), None);
-        let few = |sizes: Sizes| Split::of(&sizes, false).unwrap().has_few_tiles(&sizes);
+        assert_eq!(Split::of(&AttentionShape { len_q: 2048, len_k: 100, ..decode }, false), None);
+        let few = |sizes: AttentionShape| Split::of(&sizes, false).unwrap().has_few_tiles(&sizes);
         // Four tiles a part, 64 that wait for memory, and 64 that do not; a single one; several parts a block.
-        assert!(few(decode) && few(Sizes { batch: 16, ..decode }) && !few(Sizes { batch: 16, d_head: 64, ..decode }));
-        assert!(!few(Sizes { heads_kv: 1, ..decode }) && !few(Sizes { batch: 20, ..decode }));
+        assert!(
+            few(decode)
+                && few(AttentionShape { batch: 16, ..decode })
+                && !few(AttentionShape { batch: 16, d_head: 64, ..decode })
+        );
+        assert!(!few(AttentionShape { n_kv_heads: 1, ..decode }) && !few(AttentionShape { batch: 20, ..decode }));
         // One more sequence than multiprocessors can take at once is cut finer, and so is a single head.
-        let awkward = Split::of(&Sizes { batch: 17, ..decode }, false).unwrap();
+        let awkward = Split::of(&AttentionShape { batch: 17, ..decode }, false).unwrap();
         assert!(awkward.parts > 1 && awkward.parts * 8 * 17 > 2 * PROCESSORS, "{awkward:?}");
-        let one_head = Split::of(&Sizes { heads_kv: 1, len_k: 131_072, ..decode }, false).unwrap();
+        let one_head = Split::of(&AttentionShape { n_kv_heads: 1, len_k: 131_072, ..decode }, false).unwrap();
         assert_eq!((one_head.heads, one_head.positions, one_head.consumers), (64, 1, 1));
         assert!((PROCESSORS - 8..=PROCESSORS).contains(&one_head.parts), "{one_head:?}");
         // Where heads and positions fill as many tiles either way, heads share keys.
-        assert_eq!(Split::of(&Sizes { len_q: 64, ..decode }, false).unwrap().heads, 8);
+        assert_eq!(Split::of(&AttentionShape { len_q: 64, ..decode }, false).unwrap().heads, 8);
         // A head of E4M3 logits has a descale of its own.
         assert_eq!(Split::of(&decode, true).unwrap().heads, 1);
     }
@@ -303,7 +307,8 @@ mod tests {
         for (heads_q, heads_kv) in [(1, 1), (6, 2), (10, 2), (64, 8), (71, 1), (128, 1), (32, 32)] {
             for (batch, len_q) in [(1, 1), (1, 5), (2, 16), (1, 64), (3, 65), (1, 300), (300, 1), (1, 67_600)] {
                 for (len_k, logits, d_head) in [(1000, false, 64), (8192, true, 128), (100_000, false, 128)] {
-                    let sizes = Sizes { batch, heads_q, heads_kv, len_q, len_k, d_head };
+                    let sizes =
+                        AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head };
                     let Some(cut) = Split::of(&sizes, logits) else { continue };
                     assert!((heads_q / heads_kv).is_multiple_of(cut.heads) && cut.heads * cut.positions <= ROWS);
                     assert!(cut.row_blocks(&sizes) * cut.positions * cut.consumers >= len_q, "{sizes:?} {cut:?}");

@@ -1,14 +1,17 @@
 //! The fused attention against the CPU backend, and against itself.
 
+mod accumulators;
 mod backward;
 mod errors;
 mod random;
 mod split;
 
 use crate::device;
+use accumulators::{operands_are_saved_for_a_backward, the_output_is_not_biased};
 use backward::{
-    deterministic_calls_repeat_bit_for_bit_also_from_a_graph, gradients_are_the_cpus, nan_stays_in_its_row_and_head,
-    random_calls_agree_with_the_cpu, rows_that_see_nothing_have_zero_gradients,
+    a_training_step_is_as_good_as_with_the_exact_output, deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
+    gradients_are_the_cpus, nan_stays_in_its_row_and_head, random_calls_agree_with_the_cpu,
+    rows_that_see_nothing_have_zero_gradients,
 };
 use errors::errors_are_those_of_a_plain_implementation;
 use half::bf16;
@@ -18,8 +21,8 @@ use rand_distr::{Distribution, StandardNormal};
 use random::random_shapes;
 use sigmascale::Descale;
 use sigmascale::attention::{
-    Attention, AttentionCall, AttentionShape, Cast, Cpu, Inputs, LogitCast, Mask, Precision, dequantised, measure,
-    reference,
+    Attention, AttentionCall, AttentionShape, Cast, Cpu, Inputs, LogitCast, Mask, Precision, PvAccumulator,
+    dequantised, measure, reference,
 };
 use sigmascale::cuda::{Buffer, Stream};
 use sigmascale::device::attention::{Cuda, Descales, Element, Rope, Tensors, View, Workspace, step_stats};
@@ -53,6 +56,9 @@ tests![
     nan_stays_in_its_row_and_head,
     deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
     random_calls_agree_with_the_cpu,
+    a_training_step_is_as_good_as_with_the_exact_output,
+    the_output_is_not_biased,
+    operands_are_saved_for_a_backward,
 ];
 
 /// (batch, query heads, KV heads, queries, keys)
@@ -152,6 +158,8 @@ fn both() -> [Cuda; 2] {
 /// BF16 keeps 8 bits: a relative rounding error of 2^-9 at most, 2^-9 / sqrt(3) in the mean square.
 const BF16: f64 = 1.2e-3;
 
+const PRECISIONS: [Precision; 3] = [Precision::INFERENCE, Precision::TRAINING, Precision::PROMOTE_2048];
+
 fn agrees_with_the_cpu() {
     let gpus = both();
     for (seed, call) in cases().enumerate() {
@@ -159,11 +167,13 @@ fn agrees_with_the_cpu() {
         let plan = data.plan(&call, 1.0);
         let cpu = Cpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap();
         let want = exact(&call, &data.inputs(), &plan);
-        for gpu in &gpus {
-            let have = gpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap();
+        for (gpu, precision) in gpus.iter().flat_map(|gpu| PRECISIONS.map(|precision| (gpu, precision))) {
+            let have = gpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
             let (ours, theirs) = (distance(&have.out, &want), distance(&cpu.out, &want));
-            // A row of one key has no error from P; what is left is BF16.
-            assert!(ours <= 1.15 * theirs + BF16, "{call:?}: {ours:.3e}, CPU {theirs:.3e}");
+            // A row of one key has no error from P; what is left is BF16, and with P in F16 that of the logits.
+            let allowed =
+                if precision == Precision::TRAINING { 0.2 * theirs + 1.5 * BF16 } else { 1.15 * theirs + BF16 };
+            assert!(ours <= allowed, "{call:?}, {}: {ours:.3e}, CPU {theirs:.3e}", precision.pv_accumulator);
             for (at, (a, b)) in have.lse.iter().zip(&cpu.lse).enumerate() {
                 assert!(a == b || (a - b).abs() <= 4e-3, "{call:?}: lse {at} {a} for {b}");
             }
@@ -185,7 +195,7 @@ fn telemetry_is_the_cpus() {
         let data = Data::new(&call.shape, 100 + seed as u64);
         // The casts of q and k move logits by a few percent.
         let plan = data.plan(&call, 1.3);
-        let have = gpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap().stats;
+        let have = gpu.forward(&call, &data.inputs(), &plan, &Precision::INFERENCE).unwrap().stats;
         let want = Cpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap().stats;
         same_casts(&have, &want);
         let error = logit_error(&call, &data);
@@ -209,12 +219,13 @@ fn same_casts(have: &StepStats, want: &StepStats) {
 }
 
 fn logits_through_e4m3() {
-    let precision = Precision { logits: LogitCast::E4m3, ..Precision::KERNEL };
+    let [precision, on_gpu] =
+        [Precision::KERNEL, Precision::INFERENCE].map(|precision| Precision { logits: LogitCast::E4m3, ..precision });
     for (seed, (call, gpu)) in cases().flat_map(|call| both().map(|gpu| (call, gpu))).enumerate() {
         let data = Data::new(&call.shape, 200 + seed as u64);
         // A third of the largest logit fits: many overflow.
         let plan = data.plan(&call, 0.33);
-        let have = gpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
+        let have = gpu.forward(&call, &data.inputs(), &plan, &on_gpu).unwrap();
         let want = Cpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
         // Logits at the edge of two E4M3 values fall to either side.
         let apart = distance(&have.out, &wide(&want.out));
@@ -233,15 +244,17 @@ fn logits_through_e4m3() {
 }
 
 fn an_e4m3_output() {
-    let precision = Precision { output: Cast::E4m3, ..Precision::KERNEL };
+    let [precision, on_gpu] =
+        [Precision::KERNEL, Precision::INFERENCE].map(|precision| Precision { output: Cast::E4m3, ..precision });
     for (seed, (call, gpu)) in cases().flat_map(|call| both().map(|gpu| (call, gpu))).enumerate() {
         let data = Data::new(&call.shape, 300 + seed as u64);
         let plan = data.plan(&call, 1.0);
-        let have = gpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
+        let have = gpu.forward(&call, &data.inputs(), &plan, &on_gpu).unwrap();
         let cpu = Cpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
         let want = exact(&call, &data.inputs(), &plan);
         let (ours, theirs) = (distance(&have.out, &want), distance(&cpu.out, &want));
-        assert!(ours <= 1.15 * theirs + BF16, "{call:?}: {ours:.3e}, CPU {theirs:.3e}");
+        // A single query has 256 elements, whose mean square varies by some percent.
+        assert!(ours <= 1.2 * theirs + BF16, "{call:?}: {ours:.3e}, CPU {theirs:.3e}");
         for (at, x) in have.out.iter().enumerate() {
             let row = &plan.operands.o.as_ref().unwrap();
             let descale = row[call.shape.kv_head(at / call.shape.d_head % call.shape.n_q_heads)].get();
@@ -262,7 +275,7 @@ fn overflow_is_counted_as_on_the_cpu() {
     plan.operands.v.as_mut().map(shrink).unwrap();
     plan.operands.o =
         Some(plan.operands.v.as_ref().unwrap().iter().map(|d| Descale::new(d.get() * 0.3).unwrap()).collect());
-    let have = cuda().forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap().stats;
+    let have = cuda().forward(&call, &data.inputs(), &plan, &Precision::INFERENCE).unwrap().stats;
     let want = Cpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap().stats;
     assert!(want.q[0].overflow > 0 && want.v[1].beyond_rounding > 0 && want.logits[0].overflow > 0, "{want:?}");
     assert!(want.o.iter().any(|o| o.overflow > 0), "{want:?}");
@@ -285,7 +298,7 @@ fn nan_and_infinity_are_never_silent() {
     data.q[(row * 2 + 1) * 64 + 5] = f32::NAN;
     data.k[40 * 64 + 3] = f32::INFINITY;
     data.v[60 * 64 + 9] = f32::NAN;
-    let have = cuda().forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap();
+    let have = cuda().forward(&call, &data.inputs(), &plan, &Precision::INFERENCE).unwrap();
     let want = Cpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap();
     same_casts(&have.stats, &want.stats);
     assert!(have.stats.q[1].amax.is_nan() && have.stats.k[0].amax == f32::INFINITY);
@@ -311,7 +324,7 @@ fn nan_and_infinity_are_never_silent() {
     let mut data = Data::new(&shape, 9);
     let plan = data.plan(&call, 1.0);
     data.k[1700 * 2 * 128 + 128] = f32::NAN;
-    let have = cuda().forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap();
+    let have = cuda().forward(&call, &data.inputs(), &plan, &Precision::INFERENCE).unwrap();
     for head in 0..8 {
         let out = &have.out[head * 128..][..128];
         assert!(out.iter().all(|x| x.is_nan() == (head >= 4)) && have.lse[head].is_nan() == (head >= 4), "head {head}");
@@ -434,7 +447,10 @@ impl Memory {
             out: device.upload(&vec![0xffu8; 2 * shape.q_elements()]).unwrap(),
             lse: device.upload(&vec![f32::NAN; shape.lse_elements()]).unwrap(),
             stats: device.zeros(stats_words(shape.n_q_heads, shape.n_kv_heads)).unwrap(),
-            workspace: device.zeros(Cuda::workspace_bytes(call, Element::Bf16).unwrap()).unwrap(),
+            // F16 needs the most.
+            workspace: device
+                .zeros(Cuda::workspace_bytes(call, Element::Bf16, PvAccumulator::F16, false).unwrap())
+                .unwrap(),
             descales: device.upload(descales).unwrap(),
         }
     }
@@ -457,6 +473,8 @@ impl Memory {
                 v: self.inputs[2].view(element, kv).unwrap(),
                 descales: Descales { q: row(0), k: row(1), v: row(2), o: None, logit: None },
                 rope: None,
+                accumulator: PvAccumulator::default(),
+                saved: None,
                 out: self.out.view(Element::Bf16, [batch, len_q, n_q_heads, d_head]).unwrap(),
                 lse: Some(self.lse.view(Element::F32, [batch, n_q_heads, len_q]).unwrap()),
                 stats: Some(self.stats.view(Element::U32, [self.stats.len()]).unwrap()),
@@ -731,7 +749,7 @@ fn needles_and_sinks() {
     }
     let data = Data { q, k, v };
     let plan = data.plan(&call, 1.0);
-    let have = gpu.forward(&call, &data.inputs(), &plan, &Precision::KERNEL).unwrap();
+    let have = gpu.forward(&call, &data.inputs(), &plan, &Precision::INFERENCE).unwrap();
     let v8 = dequantised(&call, &data.inputs(), &plan, OnOverflow::Saturate).unwrap().v;
     let want = exact(&call, &data.inputs(), &plan);
     let error = distance(&have.out, &want);

@@ -7,7 +7,7 @@ use crate::device;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
-use sigmascale::attention::{AttentionCall, AttentionShape, Mask};
+use sigmascale::attention::{AttentionCall, AttentionShape, Mask, PvAccumulator};
 use sigmascale::cuda::sources::Source;
 use sigmascale::cuda::{Arg, Buffer, Kernel, Launch, Stream};
 use sigmascale::device::attention::{Cuda, Descales, Element, Tensors, View, Workspace};
@@ -39,6 +39,7 @@ struct Case {
     logits_e4m3: bool,
     out_e4m3: bool,
     telemetry: bool,
+    accumulator: PvAccumulator,
     /// Whether few rows are split.
     split: bool,
     /// Which of the bench's backends: blocks that take one tile after another go through more of the kernel.
@@ -67,12 +68,20 @@ impl Case {
         if logits_e4m3 && d_head == 128 && most >= 2048 && rng.random_bool(0.7) {
             len_k = rng.random_range(2048..=most);
         }
+        let out_e4m3 = rng.random_bool(0.3);
+        let accumulator = match rng.random_range(0..8) {
+            0..3 if !logits_e4m3 && !out_e4m3 => PvAccumulator::F16,
+            7 => PvAccumulator::Fp8 { promote_every: 2048 },
+            6 => PvAccumulator::Fp8 { promote_every: 128 },
+            _ => PvAccumulator::default(),
+        };
         Self {
+            accumulator,
             shape: AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head },
             causal: rng.random_bool(0.5),
             softmax_scale: (d_head as f32).sqrt().recip() * rng.random_range(0.2..2.0),
             logits_e4m3,
-            out_e4m3: rng.random_bool(0.3),
+            out_e4m3,
             telemetry: logits_e4m3 || rng.random_bool(0.5),
             split: rng.random_bool(0.5),
             backend: rng.random_range(0..PROCESSORS.len()),
@@ -176,6 +185,8 @@ impl Bench {
                     logit: case.logits_e4m3.then(|| View::dense(self.descales.at(48), Element::F32, [n_q_heads])),
                 },
                 rope: None,
+                accumulator: case.accumulator,
+                saved: None,
                 out: self.out.view(element, [batch, len_q, n_q_heads, d_head]).unwrap(),
                 lse: Some(self.lse.view(Element::F32, [batch, n_q_heads, len_q]).unwrap()),
                 stats: case.telemetry.then(|| self.stats.view(Element::U32, [words]).unwrap()),
@@ -198,7 +209,7 @@ impl Bench {
             case.causal.into(),
             case.softmax_scale.to_bits(),
             case.logits_e4m3.into(),
-            0,
+            (case.accumulator == PvAccumulator::F16).into(),
             0,
             0,
         ]);

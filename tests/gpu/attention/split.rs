@@ -9,7 +9,7 @@ use rand_distr::{Distribution, StandardNormal};
 use sigmascale::attention::{AttentionCall, AttentionShape, Mask};
 use sigmascale::cuda::Buffer;
 use sigmascale::device::attention::Element;
-use sigmascale::device::attention::{Sizes, Split};
+use sigmascale::device::attention::Split;
 use sigmascale::fp8::{Format, OnOverflow};
 
 /// (batch, query heads, KV heads, queries, keys): many parts and a single one, tiles that heads do not fill, one consumer and
@@ -40,7 +40,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 /// What differs between a call in parts and in whole tiles; how many parts it has.
 fn compare(call: &AttentionCall, logits_e4m3: bool) -> (Option<String>, Option<usize>) {
     let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head } = call.shape;
-    let sizes = Sizes { batch, heads_q: n_q_heads, heads_kv: n_kv_heads, len_q, len_k, d_head };
+    let sizes = AttentionShape { batch, n_q_heads: n_q_heads, n_kv_heads: n_kv_heads, len_q, len_k, d_head };
     let parts = Split::of(&sizes, logits_e4m3).map(|split| split.parts);
     let [q, k, v] = [call.shape.q_elements(), call.shape.kv_elements(), call.shape.kv_elements()];
     let [q, k, v] = [codes(q, 40), codes(k, 41), codes(v, 42)];
