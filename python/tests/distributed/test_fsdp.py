@@ -195,6 +195,24 @@ def test_flattened_parameters(original):
     assert torch.equal(runtime.descales, expected(whole).descales)
 
 
+@pytest.mark.parametrize("policy", fp8.POLICIES)
+@distributed(2)
+def test_every_policy(policy):
+    mesh = mesh_of(2)
+    model, whole = shard(llama(), mesh), llama().bfloat16()
+    runtime, alone = (attach(one, policy=policy, bound="certain") for one in (model, whole))
+    for _ in range(3):
+        run(model, inputs(None)).backward()
+        # The same statistics: those of the other's own forward differ by the type of its rotation.
+        alone.words.copy_(runtime.words)
+        assert torch.equal(runtime.logits, alone.logits) and torch.equal(runtime.descales, alone.descales)
+        assert runtime.logit_descales is None or torch.equal(runtime.logit_descales, alone.logit_descales)
+        runtime.refresh()
+        alone.refresh()
+        # Only scales that come from the weights wait for them.
+        assert all(plan.stale == (policy in ("geometry", "geometry-c-star", "auto-c")) for plan in runtime.layers)
+
+
 @distributed(2)
 def test_weights_made_whole_for_an_export():
     mesh = mesh_of(2)
