@@ -42,8 +42,20 @@ class Ranks:
             self.weights = self.mesh["dp", "cp"]._flatten("weights") if cp > 1 else self.mesh["dp"]
             self.first = dist.get_rank() == 0
 
-    def shard(self, model):
-        """Shards the weights, and gives each rank its part of the positions."""
+    def shard(self, model, checkpoint=None):
+        """Shards the weights, and gives each rank its part of the positions. Tensor parallelism shares out projections that are
+        separate, which are those of every run under torchrun, so that any mesh can go on from its checkpoint."""
+        separate = self.mesh is not None
+        if checkpoint:
+            names = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+            separate = any(".attention.q." in name for name in names)
+            if self.tp > 1 and not separate:
+                sys.exit(
+                    f"--load {checkpoint}: its run was not under torchrun, so its projections are fused: leave --tp out"
+                )
+        if separate:
+            for block in model.blocks:
+                block.separate()
         if self.cp > 1:
             self.context = self.mesh["cp"].get_group()
             for name in ("cosine", "sine"):
@@ -55,7 +67,6 @@ class Ranks:
             plan |= {"attention.out": RowwiseParallel(), "down": RowwiseParallel()}
             plan |= {name: ColwiseParallel() for name in ("up", "gate")}
             for block in model.blocks:
-                block.separate()
                 own = {name: style for name, style in plan.items() if _has(block, name)}
                 parallelize_module(block, self.mesh["tp"], own)
         if self.mesh is not None:

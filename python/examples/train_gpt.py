@@ -6,7 +6,7 @@
     python train_gpt.py --text DIR --size 1b --seq-len 4096 --batch 2 --steps 30 --attention fp8   # tokens a second, memory
     python train_gpt.py --plot losses.svg geometry.jsonl bf16.jsonl
     python train_gpt.py --table geometry.jsonl bf16.jsonl
-    torchrun --nproc-per-node 8 train_gpt.py --text DIR --tp 2 --cp 2 --save DIR2     # and --load DIR2 with any other number
+    torchrun --nproc-per-node 8 -- train_gpt.py --text DIR --tp 2 --cp 2 --save DIR2     # and --load DIR2 with any other number
 
 The model reads bytes; `--size` names its dimensions, `--width`, `--layers`, `--heads` and `--kv-heads` change them. Weights are f32, the rest runs in BF16 autocast; attention is cast to E4M3 by the policy's descales
 and runs in the package's kernels, forward and backward; `--attention bf16` is the control, PyTorch's own. `--compile` compiles
@@ -296,7 +296,7 @@ def train(args):
     with device:
         model = Gpt(args.style, args.seq_len, **size)
     parameters = sum(p.numel() for p in model.parameters())
-    ranks.shard(model)
+    ranks.shard(model, args.load)
     runtime = attach(model, args.policy, ranks.maxima())
     run = torch.compile(model) if args.compile else model
     watch = Watch(runtime) if runtime else None

@@ -18,7 +18,9 @@ SMALL = "--device cpu --width 64 --layers 2 --heads 4 --kv-heads 2 --seq-len 64 
 
 
 def command(ranks, *options):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--"] if ranks > 1 else []
+    )
     text = str(pathlib.Path(asyncio.__file__).parent)
     return [sys.executable, *launcher, str(EXAMPLE), "--text", text, *SMALL.split(), *map(str, options)]
 
@@ -43,8 +45,14 @@ def test_a_run_goes_on_at_another_size(policy, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["half"]
     close({step: first[step] for step in range(4)}, {step: whole[step] for step in range(4)})
     rest = {step: loss for step, loss in whole.items() if step not in range(4)}
-    for ranks in (1, 4):
-        close(losses(ranks, *options, "--load", tmp_path / "half"), rest)
+    close(losses(1, *options, "--load", tmp_path / "half"), rest)
+    tensor = [*options, "--tp", 2, "--load", tmp_path / "half"]
+    if policy == "geometry":
+        close(losses(4, *tensor), rest)
+    else:
+        # It has one scale for all heads of a layer.
+        failed = subprocess.run(command(4, *tensor), capture_output=True, text=True, timeout=240)
+        assert failed.returncode and "resume with the same tensor-parallel degree" in failed.stderr
 
 
 def test_every_mesh_has_the_losses_of_one_process():
