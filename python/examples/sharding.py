@@ -4,6 +4,7 @@ Ranks form a mesh of data, context and tensor parallelism. Weights are sharded o
 (`fully_shard`), and their heads and inner channels over tensor parallel ones.
 """
 
+import io
 import os
 import pathlib
 import shutil
@@ -120,7 +121,7 @@ class Ranks:
         dcp.load(state, checkpoint_id=folder, no_dist=self.mesh is None)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if runtime:
-            runtime.load_state_dict(state["scales"])
+            runtime.load_state_dict(torch.load(io.BytesIO(state["scales"])))
             runtime.refresh()
         return state["step"]
 
@@ -132,7 +133,10 @@ class Ranks:
             if self.mesh is not None:
                 states = [None] * self.size
                 dist.all_gather_object(states, runtime.state_dict())
-            state["scales"] = fp8.merge_states(states)
+            # In bytes: its shapes are those of the mesh that wrote it.
+            packed = io.BytesIO()
+            torch.save(fp8.merge_states(states), packed)
+            state["scales"] = packed.getvalue()
         return state
 
 

@@ -364,6 +364,8 @@ def test_what_is_no_model_or_layer_is_refused():
             fp8.attach(model)
     with pytest.raises(TypeError, match="must be sigmascale.torch.Layer objects"):
         fp8.attach(torch.nn.Linear(3, 3), layers=[torch.zeros(3, 3)])
+    with pytest.raises(TypeError, match="must be sigmascale.torch.Layer objects, not Linear"):
+        fp8.attach(torch.nn.Linear(3, 3), layers=[torch.nn.Linear(3, 3)])
     with pytest.raises(ValueError, match="backend 'magic'"):
         fp8.attach(small(), backend="magic")
     with pytest.raises(TypeError, match="what attach.. returned"):

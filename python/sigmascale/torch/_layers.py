@@ -427,7 +427,8 @@ def _given(model, units, entries):
 
         return read
 
-    return [called(entry) if callable(entry) else fixed(entry) for entry in entries]
+    is_function = lambda entry: callable(entry) and not isinstance(entry, torch.nn.Module)
+    return [called(entry) if is_function(entry) else fixed(entry) for entry in entries]
 
 
 def find(model):
