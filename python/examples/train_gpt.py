@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Trains a GPT on local text with FP8 attention under any scaling policy, on one GPU.
+"""Trains a GPT on local text with FP8 attention under any scaling policy, on one GPU or on many.
 
     python train_gpt.py --text DIR --policy geometry --log geometry.jsonl
     python train_gpt.py --text DIR --attention bf16 --log bf16.jsonl       # the control: no FP8
     python train_gpt.py --text DIR --size 1b --seq-len 4096 --batch 2 --steps 30 --attention fp8   # tokens a second, memory
     python train_gpt.py --plot losses.svg geometry.jsonl bf16.jsonl
     python train_gpt.py --table geometry.jsonl bf16.jsonl
+    torchrun --nproc-per-node 8 -- train_gpt.py --text DIR --tp 2 --cp 2 --save DIR2     # and --load DIR2 with any other number
 
 The model reads bytes; `--size` names its dimensions, `--width`, `--layers`, `--heads` and `--kv-heads` change them. Weights are f32, the rest runs in BF16 autocast; attention is cast to E4M3 by the policy's descales
 and runs in the package's kernels, forward and backward; `--attention bf16` is the control, PyTorch's own. `--compile` compiles
@@ -19,6 +20,8 @@ from the tenth step on, and the most memory that PyTorch held at a time.
 """
 
 import argparse
+import functools
+import itertools
 import json
 import math
 import pathlib
@@ -27,6 +30,7 @@ import time
 
 import torch
 import torch.nn.functional as F
+from sharding import Ranks, clip
 from torch import nn
 
 import sigmascale.torch as fp8
@@ -50,23 +54,47 @@ class Attention(nn.Module):
         rows = (heads + 2 * self.kv_heads) * self.d
         self.qkv = nn.Linear(width, rows, bias=not llama)
         self.out = nn.Linear(heads * self.d, width, bias=not llama)
-        self.plan = None
+        # The plan of FP8 attention, and the process group that shares the sequence.
+        self.plan = self.context = None
+        self.sizes = [self.heads * self.d, self.kv_heads * self.d, self.kv_heads * self.d]
 
-    def parts(self, fused):
-        """Rows of q, k and v of the fused weight or bias."""
-        return fused.detach().split([self.heads * self.d, self.kv_heads * self.d, self.kv_heads * self.d])
+    def parts(self, name):
+        """Weights or biases of q, k and v."""
+        if self.qkv is None:
+            return [getattr(projection, name) for projection in (self.q, self.k, self.v)]
+        return getattr(self.qkv, name).split(self.sizes)
+
+    def separate(self):
+        """A projection each for q, k and v, which tensor parallelism can share out."""
+        self.q, self.k, self.v = separated(self.qkv, self.sizes)
+        self.qkv = None
 
     def forward(self, x, rotation):
-        sizes = [self.heads * self.d, self.kv_heads * self.d, self.kv_heads * self.d]
-        q, k, v = (y.unflatten(2, (-1, self.d)) for y in self.qkv(x).split(sizes, dim=2))
+        projected = (self.q(x), self.k(x), self.v(x)) if self.qkv is None else self.qkv(x).split(self.sizes, dim=2)
+        q, k, v = (y.unflatten(2, (-1, self.d)) for y in projected)
         if self.llama:
             q, k = rotate(q, rotation), rotate(k, rotation)
         if self.plan is None:
             q, k, v = (y.transpose(1, 2) for y in (q, k, v))
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        elif self.context is not None:
+            y = fp8.ring_attention(q, k, v, self.plan, self.context)
         else:
             y = fp8.attention(q, k, v, self.plan)
         return self.out(y.flatten(2))
+
+
+def separated(linear, sizes):
+    """A layer for each part of the outputs of one."""
+    parts = []
+    for at, size in enumerate(sizes):
+        part = nn.Linear(linear.in_features, size, bias=linear.bias is not None, device=linear.weight.device)
+        with torch.no_grad():
+            part.weight.copy_(linear.weight.split(sizes)[at])
+            if linear.bias is not None:
+                part.bias.copy_(linear.bias.split(sizes)[at])
+        parts.append(part)
+    return parts
 
 
 def rotate(x, rotation):
@@ -85,12 +113,20 @@ class Block(nn.Module):
         inner = width * 8 // 3 // 64 * 64 if llama else 4 * width
         self.up = nn.Linear(width, 2 * inner if llama else inner, bias=not llama)
         self.down = nn.Linear(inner, width, bias=not llama)
+        self.gate = None
+
+    def separate(self):
+        """Projections that tensor parallelism can share out."""
+        self.attention.separate()
+        if self.llama:
+            self.gate, self.up = separated(self.up, [self.up.out_features // 2] * 2)
 
     def forward(self, x, rotation):
         x = x + self.attention(self.norm(x), rotation)
-        y = self.up(self.norm2(x))
+        z = self.norm2(x)
+        y = self.up(z)
         if self.llama:
-            gate, y = y.chunk(2, dim=2)
+            gate, y = y.chunk(2, dim=2) if self.gate is None else (self.gate(z), y)
             return x + self.down(F.silu(gate) * y)
         return x + self.down(F.gelu(y))
 
@@ -125,32 +161,33 @@ class Gpt(nn.Module):
             x = block(x, (self.cosine, self.sine))
         return self.head(self.norm(x))
 
-    def attention_layers(self):
-        """What the package has to know of each layer."""
-        for block in self.blocks:
-            a = block.attention
-            q, k, v = a.parts(a.qkv.weight)
-            biases = {} if self.llama else dict(zip(("q_bias", "k_bias", "v_bias"), a.parts(a.qkv.bias)))
-            yield fp8.Layer(
-                q=q,
-                k=k,
-                v=v,
-                **biases,
-                n_q_heads=a.heads,
-                n_kv_heads=a.kv_heads,
-                norm="rms" if self.llama else "layer",
-                gain=block.norm.weight,
-                shift=None if self.llama else block.norm.bias,
-                rotary=a.d if self.llama else 0,
-                module=a,
-            )
+    def attention_layer(self, block):
+        """What the package has to know of a layer."""
+        a = block.attention
+        q, k, v = a.parts("weight")
+        biases = {} if self.llama else dict(zip(("q_bias", "k_bias", "v_bias"), a.parts("bias")))
+        return fp8.Layer(
+            q=q,
+            k=k,
+            v=v,
+            **biases,
+            n_q_heads=a.heads,
+            n_kv_heads=a.kv_heads,
+            norm="rms" if self.llama else "layer",
+            gain=block.norm.weight,
+            shift=None if self.llama else block.norm.bias,
+            rotary=a.d if self.llama else 0,
+            module=a,
+        )
 
 
-def attach(model, policy):
+def attach(model, policy, group=None):
     """FP8 attention under a policy; None for the control."""
     if policy == "bf16":
         return None
-    runtime = fp8.attach(model, policy=policy, layers=list(model.attention_layers()))
+    # Functions, since weights may be sharded: they are called when they are whole.
+    layers = [functools.partial(model.attention_layer, block) for block in model.blocks]
+    runtime = fp8.attach(model, policy=policy, layers=layers, group=group)
     for block, plan in zip(model.blocks, runtime.layers):
         block.attention.plan = plan
     return runtime
@@ -190,18 +227,20 @@ def read(folder):
     return tokens[: -len(tokens) // 10], tokens[-len(tokens) // 10 :]
 
 
-def batches(tokens, batch, length, seed):
+def batches(tokens, batch, length, seed, device):
     """Endless random windows."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(tokens) - length - 1, (batch,), generator=generator)
-        yield torch.stack([tokens[s : s + length + 1] for s in starts]).pin_memory().cuda(non_blocking=True).long()
+        window = torch.stack([tokens[s : s + length + 1] for s in starts])
+        yield (window.pin_memory() if device.type == "cuda" else window).to(device, non_blocking=True).long()
 
 
-def loss_of(model, window):
-    with torch.autocast("cuda", torch.bfloat16):
-        logits = model(window[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
+def loss_of(model, window, ranks):
+    tokens, targets = ranks.split(window)
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        logits = model(tokens)
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def positive(text):
@@ -247,59 +286,71 @@ def train(args):
     torch.manual_seed(args.seed)
     resume_at, with_state = args.resume or (None, False)
     size, (text, held_out) = dimensions(args), read(args.text)
-    if not torch.cuda.is_available():
-        sys.exit("training needs a CUDA GPU, and PyTorch finds none; --plot and --table work without")
-    with torch.device("cuda"):
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("training needs a CUDA GPU, and PyTorch finds none: --device cpu is for small trials")
+    if args.cp > 1 and (args.style != "llama" or args.policy in ("bf16", "current")):
+        sys.exit("--cp is for --style llama and FP8 attention by a plan")
+    ranks = Ranks(args.device, args.tp, args.cp)
+    device, cuda = ranks.device, ranks.device.type == "cuda"
+    synchronize = torch.cuda.synchronize if cuda else lambda: None
+    with device:
         model = Gpt(args.style, args.seq_len, **size)
-    runtime = attach(model, args.policy)
+    parameters = sum(p.numel() for p in model.parameters())
+    ranks.shard(model, args.load)
+    runtime = attach(model, args.policy, ranks.maxima())
     run = torch.compile(model) if args.compile else model
     watch = Watch(runtime) if runtime else None
     decay = [p for p in model.parameters() if p.dim() == 2]
     other = [p for p in model.parameters() if p.dim() != 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    parameters = sum(p.numel() for p in model.parameters())
-    out = open(args.log, "w", encoding="utf-8") if args.log else sys.stdout
-    write = lambda row: print(json.dumps(row), file=out, flush=True)
+    first = ranks.load(args.load, model, optimizer, runtime) if args.load else 0
+    out = open(args.log, "w", encoding="utf-8") if args.log and ranks.first else sys.stdout
+    write = lambda row: print(json.dumps(row), file=out, flush=True) if ranks.first else None
     write(
         vars(args)
         | size
-        | {"parameters": parameters, "device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        | {"parameters": parameters, "device": torch.cuda.get_device_name() if cuda else "cpu", "ranks": ranks.size}
+        | {"torch": torch.__version__}
     )
     start = warm = time.time()
-    for step, window in zip(range(args.steps), batches(text, args.batch, args.seq_len, args.seed)):
+    last = min(args.steps, args.stop or args.steps)
+    windows = itertools.islice(batches(text, args.batch, args.seq_len, args.seed, device), first, None)
+    for step, window in zip(range(first, last), windows):
         if step == resume_at and runtime:
             state = runtime.state_dict() if with_state else None
-            runtime = attach(model, args.policy)
+            runtime = attach(model, args.policy, ranks.maxima())
             if state:
                 runtime.load_state_dict(state)
-        if step == WARM:
-            torch.cuda.synchronize()
+        if step == first + WARM:
+            synchronize()
             warm = time.time()
         rate = learning_rate(args, step)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = loss_of(run, window)
+        loss = loss_of(run, window, ranks)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip(model.parameters(), 1.0)
         optimizer.step()
         if runtime:
             watch.add(runtime)
             runtime.refresh()
-        if step % args.every == 0 or step + 1 == args.steps:
-            write({"step": step, "loss": loss.item(), "lr": rate} | (watch.take() if watch else {}))
-    torch.cuda.synchronize()
-    tokens = args.batch * args.seq_len * (args.steps - (WARM if args.steps > WARM else 0))
-    speed = {
-        "tokens_per_second": round(tokens / (time.time() - warm)),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-    }
+        if step % args.every == 0 or step + 1 == last:
+            write({"step": step, "loss": ranks.mean(loss).item(), "lr": rate} | (watch.take() if watch else {}))
+    synchronize()
+    if args.save:
+        ranks.save(args.save, last, model, optimizer, runtime)
+    tokens = args.batch * args.seq_len * (last - first - (WARM if last - first > WARM else 0))
+    speed = {"tokens_per_second": round(tokens / (time.time() - warm))}
+    if cuda:
+        speed["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     with torch.no_grad():
-        windows = batches(held_out, args.batch, args.seq_len, 1234)
-        loss = sum(loss_of(model, next(windows)).item() for _ in range(20)) / 20
+        windows = batches(held_out, args.batch, args.seq_len, 1234, device)
+        loss = sum(ranks.mean(loss_of(model, next(windows), ranks)).item() for _ in range(20)) / 20
     end = {"overflow_steps": watch.steps.item()} if watch else {}
     write({"held_out_loss": loss, "seconds": round(time.time() - start, 1)} | speed | end)
+    ranks.end()
 
 
 def plot(file, logs):
@@ -374,6 +425,14 @@ def main():
     parser.add_argument(
         "--resume", type=resume, metavar="STEP[:state]", help="start the policy anew at this step, or with its state"
     )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tp", type=positive, default=1, help="tensor parallel ranks, under torchrun")
+    parser.add_argument(
+        "--cp", type=positive, default=1, help="ranks that share a sequence; the others share the batch"
+    )
+    parser.add_argument("--save", metavar="DIR", help="write a checkpoint at the end")
+    parser.add_argument("--load", metavar="DIR", help="go on from a checkpoint, of any number of ranks")
+    parser.add_argument("--stop", type=positive, metavar="STEP", help="end here, with the schedule of --steps")
     parser.add_argument("--every", type=positive, default=10, help="steps between lines of the log")
     parser.add_argument("--log", metavar="FILE", help="where the lines go; stdout without it")
     parser.add_argument("--plot", metavar="FILE", help="draw the logs that follow, and train nothing")

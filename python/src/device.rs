@@ -12,63 +12,63 @@ use std::sync::Mutex;
 
 /// One projection: address, element strides of an output and of an input channel, and the bias (0: none).
 #[derive(FromPyObject)]
-struct Projection {
-    ptr: u64,
-    row_stride: i64,
-    col_stride: i64,
-    bias: u64,
+pub struct Projection {
+    pub ptr: u64,
+    pub row_stride: i64,
+    pub col_stride: i64,
+    pub bias: u64,
 }
 
 /// Gains of the norms of q and k: addresses, whether each head has its own, and how many channels go together.
 #[derive(FromPyObject)]
-struct QkNorm {
-    q: (u64, bool, u32),
-    k: (u64, bool, u32),
-    dtype: String,
-    offset: f32,
+pub struct QkNorm {
+    pub q: (u64, bool, u32),
+    pub k: (u64, bool, u32),
+    pub dtype: String,
+    pub offset: f32,
 }
 
 /// One layer, addresses as integers (0: none).
 #[derive(FromPyObject)]
-struct Layer {
+pub struct Layer {
     #[pyo3(item)]
-    q: Projection,
+    pub q: Projection,
     #[pyo3(item)]
-    k: Projection,
+    pub k: Projection,
     #[pyo3(item)]
-    v: Option<Projection>,
+    pub v: Option<Projection>,
     #[pyo3(item)]
-    dtype: String,
+    pub dtype: String,
     #[pyo3(item)]
-    gain: u64,
+    pub gain: u64,
     #[pyo3(item)]
-    shift: u64,
+    pub shift: u64,
     #[pyo3(item)]
-    vector_dtype: String,
+    pub vector_dtype: String,
     #[pyo3(item)]
-    gain_offset: f32,
+    pub gain_offset: f32,
     #[pyo3(item)]
-    mean_removed: bool,
+    pub mean_removed: bool,
     #[pyo3(item)]
-    d_model: usize,
+    pub d_model: usize,
     #[pyo3(item)]
-    n_q: usize,
+    pub n_q: usize,
     #[pyo3(item)]
-    n_kv: usize,
+    pub n_kv: usize,
     #[pyo3(item)]
-    d_head: usize,
+    pub d_head: usize,
     #[pyo3(item)]
-    rotary: usize,
+    pub rotary: usize,
     #[pyo3(item)]
-    interleaved: bool,
+    pub interleaved: bool,
     #[pyo3(item)]
-    rope_factor: f32,
+    pub rope_factor: f32,
     #[pyo3(item)]
-    softmax_scale: f64,
+    pub softmax_scale: f64,
     #[pyo3(item)]
-    query_factor: f64,
+    pub query_factor: f64,
     #[pyo3(item)]
-    qk_norm: Option<QkNorm>,
+    pub qk_norm: Option<QkNorm>,
 }
 
 fn dtype(name: &str) -> Result<Dtype> {

@@ -5,6 +5,7 @@
 mod attention;
 mod device;
 mod errors;
+mod host;
 mod offline;
 mod policy;
 mod serving;
@@ -28,6 +29,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(device::gpu, module)?)?;
     module.add_function(wrap_pyfunction!(policy::policy, module)?)?;
     module.add_class::<attention::Attention>()?;
+    module.add_function(wrap_pyfunction!(host::host_scales, module)?)?;
+    module.add_class::<host::HostPolicy>()?;
     module.add_class::<device::ScaleEngine>()?;
     module.add_class::<policy::DevicePolicy>()
 }

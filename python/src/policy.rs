@@ -28,11 +28,11 @@ pub struct TailArguments {
     #[pyo3(item)]
     steps: usize,
     #[pyo3(item)]
-    eta: f64,
+    pub eta: f64,
 }
 
 impl TailArguments {
-    fn tail(&self) -> Tail {
+    pub fn tail(&self) -> Tail {
         Tail { delta: self.delta, seq_len: self.seq_len, batch: self.batch, steps: self.steps }
     }
 }
@@ -121,9 +121,13 @@ impl DevicePolicy {
         on_device(py, || self.engine().observe(&self::stream(&self.device, stream)))
     }
 
-    /// Launches the plan, from the memory or from the bounds.
-    fn launch(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
-        on_device(py, || self.engine().plan(&self::stream(&self.device, stream)))
+    /// Launches the plan of one layer or of all, from the memory or from the bounds.
+    #[pyo3(signature = (stream, layer=None))]
+    fn launch(&self, py: Python<'_>, stream: u64, layer: Option<usize>) -> PyResult<()> {
+        on_device(py, || {
+            let stream = self::stream(&self.device, stream);
+            layer.map_or_else(|| self.engine().plan(&stream), |layer| self.engine().plan_layer(&stream, layer))
+        })
     }
 
     /// Addresses and lengths: `stats` u32 `[layer][word]`, `descales` f32 `[layer][logit n_q, q, k, v, o n_kv each]`; where

@@ -78,6 +78,11 @@ fn pool() -> Result<Arc<ThreadPool>> {
     Ok(made)
 }
 
+/// Runs `work` on the pool of this process and waits for it, since it reads memory of the caller; other threads of Python go on.
+pub fn beside<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+    py.detach(|| pool()?.install(work)).map_err(|error| raise(py, &error))
+}
+
 /// Runs `work` on the pool of this process while Python goes on. A signal handler that raises (Ctrl-C) ends the wait at
 /// once; work that does not look at its [`Stop`] then runs to its end in the background, and its result is dropped.
 pub fn detached<T: Send + 'static>(

@@ -188,8 +188,6 @@ def test_unknown_words_are_refused():
         fp8.attach(model, layers=[])
     weight = torch.zeros(64, 64)
     layer = fp8.Layer(q=weight, k=weight, v=weight, n_q_heads=2, n_kv_heads=2)
-    with pytest.raises(ValueError, match="move the model to a GPU"):
-        fp8.attach(model, layers=[layer])
     layer.q = torch.zeros(64, 64, device="meta")
     with pytest.raises(ValueError, match="meta device"):
         fp8.attach(model, layers=[layer])
@@ -353,11 +351,9 @@ def test_operands_that_are_no_tensors_or_empty_are_refused():
         (sigmascale.UnsupportedError, "float64.*cast the model", {"q": torch.zeros(64, 64, dtype=torch.float64)}),
     ],
 )
-def test_layers_that_cannot_be_are_refused(kind, message, change, monkeypatch):
+def test_layers_that_cannot_be_are_refused(kind, message, change):
     weight = torch.zeros(64, 64)
     named = {"q": weight, "k": weight, "v": weight, "n_q_heads": 4, "n_kv_heads": 4} | change
-    # As if they were on a GPU, so that the rules behind that one are met.
-    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
     with pytest.raises(kind, match=message):
         _layers.check([fp8.Layer(**named)])
 
@@ -368,6 +364,8 @@ def test_what_is_no_model_or_layer_is_refused():
             fp8.attach(model)
     with pytest.raises(TypeError, match="must be sigmascale.torch.Layer objects"):
         fp8.attach(torch.nn.Linear(3, 3), layers=[torch.zeros(3, 3)])
+    with pytest.raises(TypeError, match="must be sigmascale.torch.Layer objects, not Linear"):
+        fp8.attach(torch.nn.Linear(3, 3), layers=[torch.nn.Linear(3, 3)])
     with pytest.raises(ValueError, match="backend 'magic'"):
         fp8.attach(small(), backend="magic")
     with pytest.raises(TypeError, match="what attach.. returned"):
@@ -473,3 +471,92 @@ def test_more_keys_than_queries_are_bounded_for_are_refused():
     q, k = torch.zeros(1, 17, 2, 16), torch.zeros(1, 17, 1, 16)
     with pytest.raises(sigmascale.MismatchError, match="17 keys.*layer 3 grow with the position.*16"):
         fp8.attention(q, k, k, Plan())
+
+
+def test_weights_on_the_cpu_get_the_scales_of_their_checkpoint(tmp_path):
+    for kind, options in [("Llama", {"num_key_value_heads": 2}), ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16})]:
+        model = small(kind, **options).bfloat16()
+        model.save_pretrained(tmp_path / kind)
+        rows = sigmascale.descales(sigmascale.calibrate(tmp_path / kind))
+        runtime = fp8.attach(model, bound="certain")
+        for place, name in enumerate("qkvo"):
+            assert runtime.descales[:, place].tolist() == rows[name].tolist()
+        assert runtime.logit_descales.tolist() == rows["logit"].tolist()
+        runtime.check()
+
+
+def test_layers_by_hand_on_the_cpu_are_those_of_the_table():
+    """A fused weight stored by its inputs, biases, and the largest factor on queries."""
+    model = small("Qwen2", num_key_value_heads=2)
+    found = fp8.attach(model)
+    layers = []
+    for block in model.model.layers:
+        a = block.self_attn
+        fused = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]).detach()
+        biases = {f"{key}_bias": getattr(a, f"{key}_proj").bias for key in "qkv"}
+        q, k, v = fused.t().contiguous().t().split([64, 32, 32])
+        layers.append(
+            fp8.Layer(q=q, k=k, v=v, **biases, n_q_heads=4, n_kv_heads=2, gain=block.input_layernorm.weight, rotary=16)
+        )
+    assert torch.equal(fp8.attach(model, layers=layers).descales, found.descales)
+    grown = [dataclasses.replace(layer, query_factor=1.5, positions=9) for layer in layers]
+    ratio = fp8.attach(model, layers=grown).descales / found.descales
+    assert (ratio[:, 0] > 1.49).all() and (ratio[:, 1:] == 1).all()
+
+
+@pytest.mark.parametrize("policy", fp8.POLICIES)
+def test_runtimes_on_the_cpu_go_through_steps(policy):
+    model = small(num_key_value_heads=2)
+    runtime = fp8.attach(model, policy=policy, bound="certain", backend="emulated")
+    model.set_attn_implementation(fp8.register())
+    tokens, optimizer = torch.arange(48).view(2, 24), torch.optim.SGD(model.parameters(), lr=1.0)
+    address, before = runtime.descales.data_ptr(), runtime.descales.clone()
+    for _ in range(3):
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        assert (runtime.stats()["amax"] > 0).all()
+        optimizer.step()
+        runtime.refresh()
+    assert runtime.descales.data_ptr() == address and (runtime.stats()["amax"] == 0).all()
+    assert policy == "current" or not torch.equal(runtime.descales, before)
+    again = fp8.attach(model, policy=policy, bound="certain", backend="emulated")
+    again.load_state_dict(runtime.state_dict())
+    assert torch.equal(again.descales, runtime.descales) and torch.equal(again.logits, runtime.logits)
+    if policy == "auto-c":
+        assert (runtime.slack()["q"]["min"] > 1).all()
+
+
+def test_weights_that_are_not_finite_are_named_on_the_cpu():
+    model = small(num_key_value_heads=2)
+    runtime = fp8.attach(model)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[3, 4] = float("nan")
+    with pytest.raises(sigmascale.NonFiniteError, match="k head 0 channel 3"):
+        runtime.refresh()
+
+
+def test_functions_that_return_a_layer_are_read_again_when_weights_move():
+    weight = torch.nn.Linear(64, 64, bias=False)
+    layer = lambda: fp8.Layer(q=weight.weight, k=weight.weight[:32], v=weight.weight[32:], n_q_heads=4, n_kv_heads=2)
+    runtime = fp8.attach(weight, layers=[layer])
+    before = runtime.descales.clone()
+    weight.weight = torch.nn.Parameter(2 * weight.weight.detach())
+    runtime.refresh()
+    torch.testing.assert_close(runtime.descales, 2 * before)
+    with pytest.raises(TypeError, match="must be sigmascale.torch.Layer objects, not Linear"):
+        fp8.attach(weight, layers=[lambda: weight])
+    narrow = lambda: fp8.Layer(q=weight.weight, k=weight.weight, v=weight.weight, n_q_heads=32, n_kv_heads=32)
+    with pytest.raises(ValueError, match="d_head 2 must be a multiple of 8"):
+        fp8.attach(weight, layers=[narrow])
+
+
+def test_a_runtime_does_not_keep_its_model_alive():
+    import gc
+
+    model = small(num_key_value_heads=2)
+    runtime = fp8.attach(model)
+    del model
+    gc.collect()
+    with pytest.raises(sigmascale.SigmascaleError, match="model was deleted"):
+        runtime.refresh()
+    assert runtime._tensors is None

@@ -16,6 +16,7 @@ pytorch("sigmascale.torch")
 from . import te
 from ._attention import attention, scaled_dot_product_attention
 from ._backends import backend
+from ._context_parallel import gather_sequence, ring_attention, shard_sequence, ulysses_attention
 from ._flash import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from ._hugging_face import register
 from ._layers import Layer
@@ -23,6 +24,7 @@ from ._layers import find as find_layers
 from ._patched import patched
 from ._policies import POLICIES
 from ._runtime import LayerPlan, Runtime, attach
+from ._state import merge_states
 
 __all__ = [
     "POLICIES",
@@ -36,8 +38,13 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "gather_sequence",
+    "merge_states",
     "patched",
     "register",
+    "ring_attention",
     "scaled_dot_product_attention",
+    "shard_sequence",
     "te",
+    "ulysses_attention",
 ]

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -21,10 +21,15 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "gather_sequence",
+    "merge_states",
     "patched",
     "register",
+    "ring_attention",
     "scaled_dot_product_attention",
+    "shard_sequence",
     "te",
+    "ulysses_attention",
 ]
 
 _Policy = Literal["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"]
@@ -60,6 +65,8 @@ class Layer:
     heads: tuple[list[int], list[int], list[int]] | None = None
     fused_d_head: int = 0
     sources: list[tuple[dict[str, Any], str, Any]] = ...
+    number: int | None = None
+    model_q_heads: int | None = None
     def __init__(
         self,
         q: torch.Tensor,
@@ -89,6 +96,8 @@ class Layer:
         heads: tuple[list[int], list[int], list[int]] | None = None,
         fused_d_head: int = 0,
         sources: list[tuple[dict[str, Any], str, Any]] = ...,
+        number: int | None = None,
+        model_q_heads: int | None = None,
     ) -> None: ...
     @property
     def d_head(self) -> int: ...
@@ -104,6 +113,7 @@ class LayerPlan:
     softmax_scale: float
     positions: int | None
     per_call: bool
+    stale: bool
     logit_descale: torch.Tensor | None
     words: torch.Tensor
     @property
@@ -133,18 +143,20 @@ class Runtime:
     logit_descales: torch.Tensor | None
     layers: list[LayerPlan]
     after_refresh: list[Callable[[Runtime], None]]
+    misses: int
     def __init__(
         self,
         model: torch.nn.Module,
         policy: _Policy | AutoC | DelayedPaper | DelayedTe,
         bound: Literal["certain"] | None,
-        layers: Sequence[Layer] | None,
+        layers: Sequence[Layer | Callable[[], Layer]] | None,
         backend: _Backend,
         tail: Tail | None,
         fallback: _Fallback = None,
+        group: torch.distributed.ProcessGroup | None = None,
     ) -> None: ...
     def __len__(self) -> int: ...
-    def refresh(self) -> None: ...
+    def refresh(self, now: bool = False) -> None: ...
     def check(self) -> None: ...
     def observed(self) -> tuple[torch.Tensor, torch.Tensor]: ...
     def stats(self) -> dict[str, Any]: ...
@@ -152,7 +164,7 @@ class Runtime:
     def plan_of(self, module: torch.nn.Module) -> LayerPlan: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-    def memory(self, owner: object, place: tuple[int, int], kind: str) -> torch.Tensor: ...
+    def memory(self, owner: object, place: tuple[int, int] | torch.Tensor, kind: str) -> torch.Tensor: ...
 
 _Plan = LayerPlan | Sequence[torch.Tensor]
 
@@ -162,11 +174,41 @@ def attach(
     policy: _Policy | AutoC | DelayedPaper | DelayedTe = "geometry",
     bound: Literal["certain"] | None = None,
     *,
-    layers: Sequence[Layer] | None = None,
+    layers: Sequence[Layer | Callable[[], Layer]] | None = None,
     backend: _Backend = "auto",
     tail: Tail | None = None,
     fallback: _Fallback = None,
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> Runtime: ...
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]: ...
+
+_Group = torch.distributed.ProcessGroup | None
+_Kernels = tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., tuple[torch.Tensor, ...]]]
+
+def shard_sequence(x: torch.Tensor, group: _Group, dim: int = 1, zigzag: bool = False) -> torch.Tensor: ...
+def gather_sequence(x: torch.Tensor, group: _Group, dim: int = 1, zigzag: bool = False) -> torch.Tensor: ...
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: LayerPlan | Sequence[torch.Tensor],
+    group: _Group,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    kernels: _Kernels | None = None,
+) -> torch.Tensor: ...
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: LayerPlan | Sequence[torch.Tensor],
+    group: _Group,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    kernels: _Kernels | None = None,
+) -> torch.Tensor: ...
 @overload
 def attention(
     q: torch.Tensor,

@@ -9,6 +9,7 @@ import torch
 from .. import _native
 from .._arguments import positive, real, whole
 from .._errors import ArgumentError, UnsupportedError
+from . import _distributed
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 # Parts of names that wrappers (torch.compile, data parallelism, FSDP, activation checkpoints) put in.
@@ -26,6 +27,10 @@ class Layer:
     ``gain_offset`` is 1 for norms that multiply by ``1 + gain``. ``rotary`` is the number of rotated channels of a head.
     ``query_factor`` is the largest factor that the model multiplies q by behind rotation and norms, where one grows with the
     position (Llama 4, Ministral 3), and ``positions`` how many positions that covers: bounds hold for as many keys.
+    ``number`` is the layer's number in the model, by default its place among those given, and ``model_q_heads`` the query heads
+    of all layers of the model, where the process has only some of them (pipeline stages): ``geometry-c-star`` counts them.
+
+    Heads are the model's. Where ``q``, ``k`` and ``v`` are sharded by rows (tensor parallelism), a process has its share.
     """
 
     q: torch.Tensor
@@ -57,6 +62,8 @@ class Layer:
     fused_d_head: int = 0
     # Where the tensors were read from, as (dict of a module, key, what was there): parameters, and the modules above them.
     sources: list = dataclasses.field(default_factory=list)
+    number: int | None = None
+    model_q_heads: int | None = None
 
     @property
     def d_head(self):
@@ -73,24 +80,17 @@ class Layer:
 
 
 def check(layers):
-    """Raises an exception that says what to do if the layers cannot be read where they lie."""
-    if not layers:
-        raise ArgumentError("there are no attention layers: give layers=[sigmascale.torch.Layer(...), ...]")
+    """Raises an exception that says what to do if the layers cannot be read where they lie. Returns their device; None without
+    layers."""
     device, where = None, None
     for layer in layers:
         _check_values(layer)
         for name, tensor in layer.tensors().items():
-            if type(tensor).__module__.startswith("torch.distributed"):
-                raise UnsupportedError(
-                    f"{name} is sharded over processes ({type(tensor).__name__}): attach before the model is sharded, or "
-                    "give each process its own heads as layers=[sigmascale.torch.Layer(...), ...]"
-                )
             if tensor.device.type == "meta":
                 raise ArgumentError(f"{name} is on the meta device and has no values: load the weights first")
-            if tensor.device.type != "cuda":
+            if tensor.device.type not in ("cuda", "cpu"):
                 raise ArgumentError(
-                    f"{name} is on {tensor.device}: move the model to a GPU first, or use sigmascale.calibrate on its "
-                    "checkpoint, which needs none"
+                    f"{name} is on {tensor.device}: move the model to a CUDA device or to the CPU first"
                 )
             if device is None:
                 device, where = tensor.device, name
@@ -98,31 +98,34 @@ def check(layers):
                 raise ArgumentError(
                     f"{name} is on {tensor.device} and {where} on {device}: attach one runtime for each device, with the layers=[...] of find_layers(model) that lie there"
                 )
-            if tensor.dtype not in _DTYPES:
-                remedy = (
-                    "cast the model to one of them"
-                    if tensor.dtype == torch.float64
-                    else "attach to the unquantised model"
-                )
-                raise UnsupportedError(
-                    f"{name} has type {tensor.dtype}: bfloat16, float16 and float32 are read; {remedy}"
-                )
-        weights = {f"{layer.name}.{key}": getattr(layer, key) for key in "qkv"}
-        if len({tensor.dtype for tensor in weights.values()}) > 1:
-            kinds = ", ".join(f"{name} {tensor.dtype}" for name, tensor in weights.items())
-            raise ArgumentError(f"mixed types ({kinds}): cast q, k and v of a layer to one type")
-        vectors = _vectors(layer)
-        if len({vector.dtype for vector in vectors.values()}) > 1:
-            kinds = ", ".join(f"{name} {vector.dtype}" for name, vector in vectors.items())
-            raise ArgumentError(f"{layer.name}: mixed types ({kinds}): cast norm and biases of a layer to one type")
-        norms = {name: getattr(layer, name) for name in ("q_norm", "k_norm") if getattr(layer, name) is not None}
-        if len({vector.dtype for vector in norms.values()}) > 1:
-            raise ArgumentError(f"{layer.name}: cast q_norm and k_norm to one type")
-        for name, vector in (vectors | norms).items():
-            if vector.dim() != 1 or not vector.is_contiguous():
-                raise ArgumentError(f"{layer.name}: {name} must be a contiguous vector, not {tuple(vector.shape)}")
-        _check_shapes(layer)
+        check_form(layer)
     return device
+
+
+def check_form(layer):
+    """The same of types and shapes alone, which tensors without values have too."""
+    _check_values(layer)
+    for name, tensor in layer.tensors().items():
+        if tensor.dtype not in _DTYPES:
+            remedy = (
+                "cast the model to one of them" if tensor.dtype == torch.float64 else "attach to the unquantised model"
+            )
+            raise UnsupportedError(f"{name} has type {tensor.dtype}: bfloat16, float16 and float32 are read; {remedy}")
+    weights = {f"{layer.name}.{key}": getattr(layer, key) for key in "qkv"}
+    if len({tensor.dtype for tensor in weights.values()}) > 1:
+        kinds = ", ".join(f"{name} {tensor.dtype}" for name, tensor in weights.items())
+        raise ArgumentError(f"mixed types ({kinds}): cast q, k and v of a layer to one type")
+    vectors = _vectors(layer)
+    if len({vector.dtype for vector in vectors.values()}) > 1:
+        kinds = ", ".join(f"{name} {vector.dtype}" for name, vector in vectors.items())
+        raise ArgumentError(f"{layer.name}: mixed types ({kinds}): cast norm and biases of a layer to one type")
+    norms = {name: getattr(layer, name) for name in ("q_norm", "k_norm") if getattr(layer, name) is not None}
+    if len({vector.dtype for vector in norms.values()}) > 1:
+        raise ArgumentError(f"{layer.name}: cast q_norm and k_norm to one type")
+    for name, vector in (vectors | norms).items():
+        if vector.dim() != 1 or not vector.is_contiguous():
+            raise ArgumentError(f"{layer.name}: {name} must be a contiguous vector, not {tuple(vector.shape)}")
+    _check_shapes(layer)
 
 
 def _check_values(layer):
@@ -268,12 +271,180 @@ class _Projection:
         self.ptr, self.row_stride, self.col_stride, self.bias = ptr, row_stride, col_stride, bias
 
 
+class Layers:
+    """The attention layers of a model, and how to read them again: at rest, or inside the forward of an FSDP unit.
+
+    ``given``: what :func:`attach` takes as ``layers``, or None for those of the family table. ``at_rest`` are the layers as
+    they lie now; those in ``sliced`` are cut up by FSDP, and their tensors have shapes and no values.
+    """
+
+    def __init__(self, model, given=None):
+        self.units = _distributed.Units(model)
+        self._readers = _table(model, self.units) if given is None else _given(model, self.units, given)
+        if not self._readers:
+            raise ArgumentError("there are no attention layers: give layers=[sigmascale.torch.Layer(...), ...]")
+        self.at_rest, self.sliced, self._views, whole = [], set(), [], []
+        for index, read in enumerate(self._readers):
+            view = _distributed.View(self.units, at_rest=True)
+            whole.append(read(view, None))
+            layer = _share(whole[-1], view)
+            places = [view.origin(tensor) for tensor in layer.tensors().values()]
+            if any(place is not None and place.sliced for place in places):
+                self.sliced.add(index)
+                check_form(layer)
+            self.at_rest.append(layer)
+            self._views.append(view)
+        stated = {layer.model_q_heads for layer in whole} - {None}
+        if len(stated) > 1:
+            raise ArgumentError(
+                f"layers state {sorted(stated)} model_q_heads: give the number of the whole model in each"
+            )
+        # Query heads of the whole model, of which this process may have some.
+        self.q_heads = stated.pop() if stated else sum(layer.n_q_heads for layer in whole)
+        self.resident = [index for index in range(len(whole)) if index not in self.sliced]
+
+    def places(self):
+        """Each layer's number in the model, its first KV head, and its KV and query heads here."""
+        rows = []
+        for index, layer in enumerate(self.at_rest):
+            origin = self._views[index].origin(layer.k)
+            first = layer.n_kv_heads * (origin.rank if origin else 0)
+            rows.append([index if layer.number is None else layer.number, first, layer.n_kv_heads, layer.n_q_heads])
+        return rows
+
+    def device(self):
+        """Where everything is computed."""
+        device = check([self.at_rest[index] for index in self.resident])
+        unit = self.units.device() if self.sliced else device
+        if device is not None and unit != device:
+            raise ArgumentError(
+                f"some layers are on {device} and sharded ones compute on {unit}: attach a runtime for each"
+            )
+        return unit
+
+    def _places(self, index):
+        """Owner and name of the parameters that a layer's tensors are or are views of, by the field of the layer."""
+        layer, places = self.at_rest[index], {}
+        for name, tensor in layer.tensors().items():
+            place = self._views[index].origin(tensor)
+            if place is not None:
+                places[name.removeprefix(f"{layer.name}.")] = place
+        return places
+
+    def unit(self, index):
+        """The unit in whose forward a sliced layer's weights are whole, and units of other parameters that are cut up again
+        by then, each with their owners and names."""
+        layer, places = self.at_rest[index], self._places(index)
+        weights = [key for key in "qkv" if key in places and places[key].sliced]
+        found = {self.units.above(places[key].owner) for key in weights or places if places[key].sliced}
+        if len({above[0] for above in found}) != 1:
+            raise UnsupportedError(
+                f"{layer.name}: the q, k and v projections are in different FSDP units, so they are never whole together: shard "
+                "their attention module or their block with fully_shard, not each projection"
+            )
+        above, others = found.pop(), {}
+        for place in places.values():
+            own = self.units.above(place.owner)
+            if place.sliced and own[0] not in above:
+                others.setdefault(own[0], []).append((place.owner, place.name))
+        return above[0], others
+
+    def whole(self, index, kept):
+        """A sliced layer as it is inside its unit's forward; ``kept``: copies by owner and name."""
+        before = self.at_rest[index]
+        view = _distributed.View(self.units, at_rest=False, kept=kept)
+        owners = {place.owner for place in self._places(index).values()}
+        layer = _share(self._readers[index](view, owners), view)
+        for (name, tensor), expected in zip(layer.tensors().items(), before.tensors().values()):
+            if tensor.shape != expected.shape or tensor.untyped_storage().nbytes() == 0:
+                raise UnsupportedError(
+                    f"{name} is still sharded in the forward of its FSDP unit: shape {tuple(tensor.shape)} in place of "
+                    f"{tuple(expected.shape)}. Call the module that fully_shard was given, not a part of it"
+                )
+        check([layer])
+        return layer
+
+
+def _share(layer, view):
+    """The heads of a layer that are this process's, where tensor parallelism shares them out."""
+    if not isinstance(layer, Layer):
+        raise TypeError(f"layers must be sigmascale.torch.Layer objects, not {type(layer).__name__}")
+    for name, tensor in layer.tensors().items():
+        _distributed.plain(name, tensor)
+    ranks = {}
+    for key in "qkv":
+        weight = getattr(layer, key)
+        place = view.origin(weight) if isinstance(weight, torch.Tensor) else None
+        ranks[key] = 1 if place is None else place.ranks
+    (q, k, v) = ranks.values()
+    if q == k == v == 1:
+        return layer
+    if not q == k == v:
+        raise UnsupportedError(
+            f"{layer.name}: q, k and v are sharded over {q}, {k} and {v} ranks: use the same tensor-parallel plan for all three"
+        )
+    if layer.n_kv_heads % q or layer.n_q_heads % q:
+        raise UnsupportedError(
+            f"{layer.name}: {q} tensor-parallel ranks do not share {layer.n_q_heads} query and {layer.n_kv_heads} KV heads evenly: "
+            "choose a degree that divides the KV heads"
+        )
+    if layer.heads is not None or layer.qk_norm_joint:
+        what = "one weight for q, k and v" if layer.heads is not None else "a norm over all heads of q or k"
+        raise UnsupportedError(f"{layer.name}: {what} is not read under tensor parallelism")
+    return dataclasses.replace(layer, n_q_heads=layer.n_q_heads // q, n_kv_heads=layer.n_kv_heads // q)
+
+
+def _given(model, units, entries):
+    """Readers of the layers that :func:`attach` was given: layers, or functions that return one."""
+    owners = {
+        id(parameter): (owner, name) for owner in model.modules() for name, parameter in owner._parameters.items()
+    }
+
+    def fixed(layer):
+        def read(view, _):
+            if not isinstance(layer, Layer):
+                raise TypeError(f"layers must be sigmascale.torch.Layer objects, not {type(layer).__name__}")
+            changed = {}
+            for field in dataclasses.fields(layer):
+                tensor = getattr(layer, field.name)
+                if not _distributed.is_dtensor(tensor):
+                    continue
+                owner, name = owners.get(id(tensor), (None, field.name))
+                if units.above(owner) or (owner is None and units):
+                    raise UnsupportedError(
+                        f"{layer.name}.{field.name} is sharded by FSDP and is whole in a forward alone: give a function that "
+                        "returns the Layer in place of the Layer"
+                    )
+                changed[field.name] = view(owner, name, tensor)
+            return dataclasses.replace(layer, **changed) if changed else layer
+
+        return read
+
+    def called(function):
+        def read(view, owners):
+            with _distributed.seen_as(model.modules() if owners is None else owners, view, units):
+                return function()
+
+        return read
+
+    is_function = lambda entry: callable(entry) and not isinstance(entry, torch.nn.Module)
+    return [called(entry) if is_function(entry) else fixed(entry) for entry in entries]
+
+
 def find(model):
     """The layers of a Hugging Face model, by the family table: what ``attach`` takes where it is given none.
 
-    Returns a list of :class:`Layer`, one for each attention layer in order. Raises :class:`UnsupportedError` if the model
-    or a tensor of it is not understood.
+    Returns a list of :class:`Layer`, one for each attention layer in order; of a pipeline stage, those that it has. Raises
+    :class:`UnsupportedError` if the model or a tensor of it is not understood.
     """
+    layers = Layers(_distributed.unwrapped(model))
+    if layers.sliced:
+        raise UnsupportedError("the model is sharded by FSDP: attach() reads its layers when they are whole")
+    return layers.at_rest
+
+
+def _table(model, units):
+    """Readers of the layers of a Hugging Face model."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_json_string"):
         raise UnsupportedError(
@@ -283,21 +454,41 @@ def find(model):
     text = config.to_json_string(use_diff=False)
     layout = json.loads(_native.layout(text, type(model).__name__))
     spec = layout["spec"]
-    parameters = {_plain(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
     modules = {_plain(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    parameters = {}
+    for path, module in modules.items():
+        held = [name for name, parameter in module._parameters.items() if parameter is not None]
+        for name in dict.fromkeys([*held, *units.flattened(module)]):
+            parameters[f"{path}.{name}" if path else name] = module, name
     if any(".lora_" in name for name in parameters):
         raise UnsupportedError("the model has LoRA adapters that are not merged: merge them first (merge_and_unload)")
-    probe = layout["layers"][0]["q"]["name"] + ".weight"
-    prefix = next((p for p in layout["prefixes"] if p + probe in parameters), None)
+    probes = [names["q"]["name"] + ".weight" for names in layout["layers"]]
+    prefix = next((p for p in layout["prefixes"] if any(p + probe in parameters for probe in probes)), None)
     if prefix is None:
-        found = [name for name in parameters if name.endswith("." + probe)]
+        found = {name[: -len(probe)] for probe in probes for name in parameters if name.endswith("." + probe)}
         if len(found) != 1:
             raise UnsupportedError(
-                f"no parameter of {type(model).__name__} is named {probe}, as family {spec['family']} has it. Name the "
+                f"no parameter of {type(model).__name__} is named {probes[0]}, as family {spec['family']} has it. Name the "
                 "attention layers with layers=[sigmascale.torch.Layer(...), ...]"
             )
-        prefix = found[0][: -len(probe)]
-    return [_layer(spec, names, index, prefix, parameters, modules) for index, names in enumerate(layout["layers"])]
+        (prefix,) = found
+    heads = sum(names["n_q_heads"] for names in layout["layers"])
+    # A pipeline stage has some of the layers; one that has any tensor of a layer has them all.
+    own = [f"{names[key]['name']}.weight" for names in layout["layers"] for key in "qkv"]
+    here = {name for name in own if prefix + name in parameters}
+
+    def reader(index, names):
+        def read(view, _):
+            layer = _layer(spec, names, index, prefix, parameters, modules, view)
+            return dataclasses.replace(layer, model_q_heads=heads)
+
+        return read
+
+    return [
+        reader(index, names)
+        for index, names in enumerate(layout["layers"])
+        if any(f"{names[key]['name']}.weight" in here for key in "qkv")
+    ]
 
 
 def _largest_factor(growth):
@@ -310,20 +501,21 @@ def _plain(name):
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _layer(spec, names, index, prefix, parameters, modules):
+def _layer(spec, names, index, prefix, parameters, modules, view):
     sources = []
 
     def get(name, wanted=True):
-        tensor = parameters.get(prefix + name)
-        if tensor is None and wanted:
-            raise UnsupportedError(f"parameter {prefix + name} is missing, and the config of the model needs it")
-        if tensor is not None:
-            owner, _, attribute = (prefix + name).rpartition(".")
-            sources.append((modules[owner]._parameters, attribute, tensor))
-            above, _, place = owner.rpartition(".")
-            if above in modules and place in modules[above]._modules:
-                sources.append((modules[above]._modules, place, modules[above]._modules[place]))
-        return tensor
+        owner, attribute = parameters.get(prefix + name, (None, None))
+        if owner is None:
+            if wanted:
+                raise UnsupportedError(f"parameter {prefix + name} is missing, and the config of the model needs it")
+            return None
+        held = owner._parameters.get(attribute)
+        sources.append((owner._parameters, attribute, held))
+        above, _, place = (prefix + name).rpartition(".")[0].rpartition(".")
+        if above in modules and place in modules[above]._modules:
+            sources.append((modules[above]._modules, place, modules[above]._modules[place]))
+        return view(owner, attribute, getattr(owner, attribute, None) if held is None else held)
 
     norm = spec["norm"]
     kind = {"layer-norm": "layer", "rms-norm": "rms", "none": None}[norm["kind"]]
@@ -331,11 +523,14 @@ def _layer(spec, names, index, prefix, parameters, modules):
     for key in "qkv":
         place = names[key]
         weight, bias = get(place["name"] + ".weight"), get(place["name"] + ".bias", wanted=False)
+        ranks = view.origin(weight).ranks
+        if ranks > 1 and place["conv1d"]:
+            raise UnsupportedError(f"{prefix + place['name']}.weight is stored [in, out] and sharded by its inputs")
         weight = weight.t() if place["conv1d"] else weight
-        if tuple(weight.shape) != (place["channels"], spec["d_model"]):
+        shape = (place["channels"] // ranks, spec["d_model"])
+        if tuple(weight.shape) != shape:
             raise UnsupportedError(
-                f"{prefix + place['name']}.weight has shape {tuple(weight.shape)}, and the config needs "
-                f"{(place['channels'], spec['d_model'])}"
+                f"{prefix + place['name']}.weight has shape {tuple(weight.shape)}, and the config needs {shape}"
             )
         weights[key], biases[key], heads[key] = weight, bias, place["heads"]
     growth = (spec.get("temperature") or {index: None})[index]
@@ -379,6 +574,7 @@ def _layer(spec, names, index, prefix, parameters, modules):
         qk_norm_joint=bool(qk_norm) and qk_norm["scope"] == "joint",
         module=modules.get((prefix + names["q"]["name"]).rpartition(".")[0]),
         name=f"layer {names['number']}",
+        number=names["number"],
         heads=(heads["q"], heads["k"], heads["v"]) if fused else None,
         fused_d_head=names["d_head"],
         sources=sources,

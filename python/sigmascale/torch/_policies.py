@@ -8,6 +8,7 @@ import torch
 
 from .. import _native
 from .._errors import MismatchError, SigmascaleError, UnsupportedError
+from . import _host
 from ._results import Target
 
 POLICIES = ("geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current")
@@ -31,8 +32,8 @@ class Geometry:
     def observe(self, runtime, stream):
         """Takes in what the calls since the last refresh reported, while their bounds still stand."""
 
-    def update(self, runtime, stream):
-        """Plans the next step."""
+    def update(self, runtime, stream, layers=None):
+        """Plans the next step, of these layers or of all."""
 
     def slack(self, layers):
         """Rows of each tensor: see ``Runtime.slack``."""
@@ -80,7 +81,10 @@ class Native(Geometry):
 
     def _part(self, runtime, spec, layers):
         bounded = self._name in FROM_BOUNDS
-        native = _native.DevicePolicy(runtime.device.index, spec, self._config, self._tail, bounded)
+        if runtime.device.type == "cpu":
+            native = _host.Policy(spec, self._config, self._tail, bounded)
+        else:
+            native = _native.DevicePolicy(runtime.device.index, spec, self._config, self._tail, bounded)
         return _Part(native, bounded, runtime, layers)
 
     def targets(self, runtime):
@@ -95,9 +99,9 @@ class Native(Geometry):
             for part in self._parts:
                 part.observe(runtime, stream)
 
-    def update(self, runtime, stream):
+    def update(self, runtime, stream, layers=None):
         for part in self._parts:
-            part.update(runtime, stream)
+            part.update(runtime, stream, layers)
         self._fresh = False
 
     def slack(self, layers):
@@ -156,10 +160,17 @@ class _Part:
         self._stats.copy_(runtime.words[self._rows, : 2 * (self._n_q + self._n_kv)])
         self.native.observe(stream)
 
-    def update(self, runtime, stream):
-        self.native.launch(stream)
-        runtime.descales[self._rows, :, : self._n_kv] = self._descales
-        runtime.logit_descales[self._rows, : self._n_q] = self._logits
+    def update(self, runtime, stream, layers):
+        if layers is None or set(self.layers) <= set(layers):
+            self.native.launch(stream)
+            runtime.descales[self._rows, :, : self._n_kv] = self._descales
+            runtime.logit_descales[self._rows, : self._n_q] = self._logits
+            return
+        for place, layer in enumerate(self.layers):
+            if layer in layers:
+                self.native.launch(stream, place)
+                runtime.descales[layer, :, : self._n_kv] = self._descales[place]
+                runtime.logit_descales[layer, : self._n_q] = self._logits[place]
 
 
 def make_policy(name, config, tail):

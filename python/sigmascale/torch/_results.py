@@ -47,13 +47,14 @@ class Run:
     kv: int
 
 
-def runs(counts, parts):
-    """The runs of layers with these heads and engine entries."""
+def runs(counts, parts, layers=None):
+    """The runs of layers with these heads and engine entries; ``layers``: their numbers, by default all from 0 on."""
+    layers = range(len(counts)) if layers is None else layers
     found, q, kv = [], 0, 0
-    for index, kind in enumerate(zip(counts, parts)):
-        (n_q, n_kv), entries = kind
+    for index, (n_q, n_kv), entries in zip(layers, counts, parts):
         last = found[-1] if found else None
-        if last is not None and (last.n_q, last.n_kv, last.parts) == (n_q, n_kv, entries):
+        alike = last is not None and (last.n_q, last.n_kv, last.parts) == (n_q, n_kv, entries)
+        if alike and index == last.first + last.count:
             found[-1] = dataclasses.replace(last, count=last.count + 1)
         else:
             found.append(Run(index, 1, n_q, n_kv, entries, q, kv))

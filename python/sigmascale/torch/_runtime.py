@@ -1,5 +1,6 @@
 """Plans of a model's attention layers, kept in device tensors that never move."""
 
+import contextlib
 import dataclasses
 import math
 import threading
@@ -13,10 +14,12 @@ import torch
 from .. import _native
 from .._errors import ArgumentError, CudaError, MismatchError, NonFiniteError, SigmascaleError, UnsupportedError
 from .._parameters import Tail, named
-from . import _backends, _calls, _layers, _results
+from . import _backends, _calls, _distributed, _host, _layers, _results, _state
 from ._policies import FROM_BOUNDS, POLICIES, make_policy
 
-STATE_VERSION = 2
+STATE_VERSION = 3
+# Engines that are kept for the places at which a sliced layer has been whole.
+_ENGINES_A_LAYER = 2
 
 
 class LayerPlan:
@@ -31,10 +34,21 @@ class LayerPlan:
         self.softmax_scale = self.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale
         # Keys up to which the descales are bounds; None: any number, or a policy without bounds.
         self.positions = layer.positions if runtime.policy in FROM_BOUNDS else None
-        self._descales = runtime.descales[index, :, : self.n_kv_heads]
+        # Whether the weights have changed since these scales: a layer sharded by FSDP, between a refresh and its forward.
+        self.stale = False
+        self._rows = runtime.descales[index, :, : self.n_kv_heads]
         self.words = runtime.words[index, : 2 * (self.n_q_heads + self.n_kv_heads)]
         logits = runtime.logit_descales
         self.logit_descale = None if logits is None else logits[index, : self.n_q_heads]
+
+    @property
+    def _descales(self):
+        if self.stale:
+            raise SigmascaleError(
+                f"the scales of {self.name} are not those of its weights yet: they are computed in the forward of its FSDP unit, so "
+                "call the module that was given to fully_shard, or refresh(now=True) on all ranks"
+            )
+        return self._rows
 
     q_descale = property(lambda self: self._descales[0], doc="Descales of q, (n_kv_heads).")
     k_descale = property(lambda self: self._descales[1], doc="Descales of k, (n_kv_heads).")
@@ -80,7 +94,7 @@ class Runtime:
 
     # Tensors that a runtime writes in place must not be inference tensors, which may not be.
     @torch.inference_mode(False)
-    def __init__(self, model, policy, bound, layers, backend, tail, fallback=None):
+    def __init__(self, model, policy, bound, layers, backend, tail, fallback=None, group=None):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         policy, parameters = named(policy)
@@ -92,22 +106,27 @@ class Runtime:
         counted = dataclasses.asdict(tail)
         config = _native.policy(policy, parameters, counted)
         if bound not in (None, "certain"):
-            raise ArgumentError(f"bound {bound!r}: the GPU computes the certain logit bound ('certain') or none (None)")
+            raise ArgumentError(
+                f"bound {bound!r}: a runtime computes the certain logit bound ('certain') or none (None)"
+            )
         if backend != "auto":
             _backends.backend(backend)
         if fallback not in (None, "bf16"):
             raise ArgumentError(f"fallback {fallback!r} must be 'bf16' or None")
         # What torch.compile returns may be gone while the model that it wraps is in use.
-        model = getattr(model, "_orig_mod", model)
+        model = _distributed.unwrapped(model)
         self.policy, self.bound, self.backend, self.tail, self.fallback = policy, bound, backend, tail, fallback
-        self._given = layers is not None
+        self._given, self._group = None if layers is None else list(layers), group
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
         # Engines whose launches are in somebody's CUDA graph, with the weights that they read: a replay reaches both.
         self._captured = []
+        # How often a sliced layer was whole at addresses that no engine knew.
+        self.misses = 0
         self.after_refresh = []
-        found = list(layers) if self._given else _layers.find(model)
-        self.device = _layers.check(found)
+        layers = _layers.Layers(model, self._given)
+        found = layers.at_rest
+        self.device, self._q_heads = layers.device(), layers.q_heads
         self._shape, self._heads = _shape(found), _results.Heads(found)
         if policy in FROM_BOUNDS and any(layer.norm is None for layer in found):
             raise UnsupportedError(
@@ -129,19 +148,24 @@ class Runtime:
         count, n_q, n_kv = len(found), self._heads.n_q, self._heads.n_kv
         # Types are named: the default one may be another.
         make = lambda *shape, dtype=torch.float32: torch.zeros(*shape, device=self.device, dtype=dtype)
-        with torch.cuda.device(self.device):
+        with self._on_device():
             self.descales = self._heads.pad(make(count, 4, n_kv) + 1, 1)
             # What attention calls report: rows of four words for logits and q by query head, k and v by KV head.
             self.words = make(count, 2 * (n_q + n_kv), 4, dtype=torch.int32)
             self.logits = make(count, n_q, 4) if bound else None
             if bound:
                 self._heads.pad(self.logits[..., 3], 0)
-            self._policy = make_policy(policy, config, counted)
+            # A policy counts the query heads that it is told of.
+            share = sum(layer.n_q_heads for layer in found) / self._q_heads
+            self._policy = make_policy(policy, config, counted | {"delta": counted["delta"] * share})
             has_logits = bound or self._policy.has_logits
             self.logit_descales = self._heads.pad(make(count, n_q) + 1, 0) if has_logits else None
         self.n_q_heads, self.n_kv_heads = n_q, n_kv
-        self._bind(found)
         self.layers = [LayerPlan(self, index, layer) for index, layer in enumerate(found)]
+        # Handles of hooks on FSDP units, which go with the runtime.
+        self._hooks = []
+        weakref.finalize(self, _remove, self._hooks)
+        self._bind(layers)
         self._calls = [_calls.watch(plan.words) for plan in self.layers]
         weakref.finalize(self, _calls.forget, [plan.words.data_ptr() for plan in self.layers])
         self._register(found)
@@ -171,22 +195,72 @@ class Runtime:
             raise ArgumentError(f"{type(module).__name__} is no attention module of this runtime")
         return plan
 
-    def _bind(self, found):
-        """Sets engines up over the tensors where they lie now."""
+    def _on_device(self):
+        """Makes the device current for a block."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def _stream(self):
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+
+    def _capturing(self):
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _bind(self, layers):
+        """Sets engines up over the tensors where they lie now, and hooks where FSDP makes them whole."""
         # Unbound until all is done: what fails here is tried again at the next refresh.
         self._engine = self._sources = None
-        available, missing = _native.gpu()
-        if not available:
-            raise CudaError(f"kernels cannot be compiled and launched here: {missing}")
-        self._policy.bind(self, found)
-        targets = self._policy.targets(self)
+        _remove(self._hooks)
+        if self.device.type == "cuda":
+            available, missing = _native.gpu()
+            if not available:
+                raise CudaError(f"kernels cannot be compiled and launched here: {missing}")
+        self._policy.bind(self, layers.at_rest)
+        self._targets = self._policy.targets(self)
         if self.logits is not None:
-            targets["bounds"] = [*targets.get("bounds", []), _results.Target(self.logits)]
-        if targets:
-            self._engine = _Engine(found, targets, self)
-        self._tensors = found
-        self._sources = _sources(found, _storages(self._model()) if self._given else {})
+            self._targets["bounds"] = [*self._targets.get("bounds", []), _results.Target(self.logits)]
+        resident = [layers.at_rest[index] for index in layers.resident]
+        if self._targets and resident:
+            self._engine = _Engine(resident, self._targets, self, layers.resident)
+        # Sliced layers whose scales are of earlier weights, and engines by index and addresses.
+        self._due, self._unit_engines = set(), {}
+        if self._targets:
+            self._hooks += _distributed.hooked(layers, weakref.WeakMethod(self._compute))
+        # The hooks hold what reads the model, and go with it.
+        self._layers, self._tensors = weakref.ref(layers), resident
+        self._places, self._resident, self._sliced = layers.places(), layers.resident, layers.sliced
+        self._sources = _sources(resident, _storages(self._model()) if self._given is not None else {})
         self._owned = any(holder is not None for holder, *_ in self._sources)
+
+    def _compute(self, layers, indices, kept, always=False):
+        """Scales of sliced layers whose tensors are whole, on the current stream."""
+        # A replay repeats what was captured, whatever was due then.
+        capturing = self._capturing()
+        indices = [index for index in indices if capturing or always or index in self._due]
+        if not indices:
+            return
+        with torch.inference_mode(False), torch.no_grad(), self._on_device(), _unnoticed(self._written()):
+            for index in indices:
+                layer = layers.whole(index, kept)
+                key = index, *(_where(tensor) for tensor in layer.tensors().values())
+                engine = self._unit_engines.pop(key, None)
+                if engine is None:
+                    engine = _Engine([layer], self._targets, self, [index])
+                    self.misses += 1
+                self._unit_engines[key] = engine
+                while len(self._unit_engines) > _ENGINES_A_LAYER * len(self._sliced):
+                    self._unit_engines.pop(next(iter(self._unit_engines)))
+                if capturing:
+                    self._captured.append((engine, []))
+                engine.run(self._stream())
+                if self.logits is not None:
+                    self.logit_descales[index].copy_(self.logits[index, :, 3])
+                self._policy.update(self, self._stream(), [index])
+                self._due.discard(index)
+                self.layers[index].stale = False
+
+    def _written(self):
+        """The tensors that plans are made in."""
+        return [x for x in (self.descales, self.logits, self.logit_descales) if x is not None]
 
     def _keep_for_replays(self):
         """Holds the engine that is being captured, and aliases of its weights, which may be given other memory."""
@@ -202,18 +276,19 @@ class Runtime:
             for holder, key, held, where in self._sources
         ):
             return
-        if torch.cuda.is_current_stream_capturing():
+        if self._capturing():
             raise SigmascaleError("weights have moved since the last refresh(): call refresh() once before the capture")
-        found = self._tensors if self._given else _layers.find(self._model())
+        layers = _layers.Layers(self._model(), self._given)
+        found = layers.at_rest
         # Copies that never were the model's own are the caller's to keep.
-        if self._given and self._owned:
+        if self._given is not None and self._owned:
             current = _storages(self._model())
-            tensors = [tensor for layer in found for tensor in layer.tensors().values()]
+            tensors = [tensor for index in layers.resident for tensor in found[index].tensors().values()]
             if any(tensor.untyped_storage().data_ptr() not in current for tensor in tensors):
                 raise SigmascaleError(
                     "weights were replaced by others since attach(): attach again, with layers that name them"
                 )
-        if _layers.check(found) != self.device:
+        if layers.device() != self.device:
             raise ArgumentError(f"the model has left {self.device}: attach again on its new device")
         if _shape(found) != self._shape:
             raise SigmascaleError("the model has other layers or heads than at attach(): attach again")
@@ -224,10 +299,13 @@ class Runtime:
                 RuntimeWarning,
                 stacklevel=3,
             )
-        self._bind(found)
+        self._bind(layers)
 
-    def refresh(self):
+    def refresh(self, now=False):
         """Recomputes every plan from the weights as they are, on the current stream.
+
+        Layers sharded by FSDP are marked stale, and each computes its scales in its next forward, when its weights are whole; no
+        rank waits for another. ``now=True`` makes them whole here (``fully_shard`` alone): all ranks must call it.
 
         Call it after an optimizer step or a weight refit, not between a forward and its backward. No host synchronisation
         and no allocation by the driver once the first call is done, so it can be captured in a CUDA graph and replayed.
@@ -238,20 +316,31 @@ class Runtime:
         if not self._lock.acquire(blocking=False):
             raise SigmascaleError("refresh() is running in another thread: call it from one thread at a time")
         try:
-            with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self.device):
+            with torch.inference_mode(False), torch.no_grad(), self._on_device():
                 self._check()
-                stream = torch.cuda.current_stream(self.device).cuda_stream
-                if torch.cuda.is_current_stream_capturing():
+                stream = self._stream()
+                if self._capturing():
                     self._keep_for_replays()
+                if self._group is not None and self._policy.remembers:
+                    _distributed.reduce_maxima(self.words, self._group)
                 self._policy.observe(self, stream)
                 if self._engine is not None:
                     self._engine.run(stream)
                 if self.logits is not None:
                     self.logit_descales.copy_(self.logits[..., 3])
-                self._policy.update(self, stream)
+                from_weights = self.policy in FROM_BOUNDS
+                self._policy.update(self, stream, self._resident if from_weights else None)
                 self.words.zero_()
                 for counter in self._calls:
                     counter.clear()
+                if self._targets and self._sliced:
+                    self._due |= self._sliced
+                    for index in self._sliced:
+                        self.layers[index].stale = from_weights
+                    # A backward that still needs the scales from before is refused by autograd.
+                    torch.autograd.graph.increment_version(self.descales)
+                    if now:
+                        _distributed.compute_now(self._layers(), self._compute)
                 for work in self.after_refresh:
                     work(self)
         finally:
@@ -324,6 +413,7 @@ class Runtime:
             "version": STATE_VERSION,
             "policy": self.policy,
             "shape": self._state_shape(),
+            "places": self._places,
             "descales": descales,
             "state": state,
         }
@@ -335,19 +425,26 @@ class Runtime:
 
     def load_state_dict(self, state):
         """Goes on from a saved state. Raises :class:`MismatchError`, and changes nothing, if it is damaged or of another
-        policy, version or shape. Descales of policies that remember nothing stay those of the present weights."""
+        policy, version or shape. Descales of policies that remember nothing stay those of the present weights.
+
+        Of a state with more layers or heads (:func:`merge_states`) it takes those that this process has."""
         if not isinstance(state, Mapping):
             raise TypeError(f"state: expected what state_dict() returned, got {type(state).__name__}")
         mine = {"version": STATE_VERSION, "policy": self.policy, "shape": self._state_shape()}
-        for key in (*mine, "descales", "state"):
+        for key in (*mine, "places", "descales", "state"):
             if key not in state:
                 raise MismatchError(f"the saved state has no {key!r}: it is no state of a sigmascale runtime")
+        for key in ("version", "policy"):
+            if state[key] != mine[key]:
+                raise MismatchError(f"the saved state has {key} {state[key]!r}, this runtime {mine[key]!r}")
+        if not self._policy.remembers:
+            return
+        if state["places"] != self._places:
+            state = _state.taken(state, self._places)
         for key, value in mine.items():
             saved = list(state[key]) if key == "shape" else state[key]
             if saved != value:
                 raise MismatchError(f"the saved state has {key} {saved!r}, this runtime {value!r}")
-        if not self._policy.remembers:
-            return
         saved = state["descales"]
         shape = list(self.descales.shape)
         if not isinstance(saved, torch.Tensor) or list(saved.shape) != shape or saved.dtype != torch.float32:
@@ -359,17 +456,19 @@ class Runtime:
             self.descales.copy_(saved)
 
     def memory(self, owner, place, kind):
-        """Device memory that ``owner`` holds, as a tensor that keeps it alive."""
+        """Memory that ``owner`` holds, as a tensor that keeps it alive; on the CPU it is one."""
+        if isinstance(place, torch.Tensor):
+            return place
         return torch.as_tensor(_results.Memory(owner, *place, kind), device=self.device)
 
 
 def _storages(model):
     """Where each memory block that a model's parameters lie in is held: (dict, name) by address."""
     return {
-        parameter.untyped_storage().data_ptr(): (module._parameters, key)
+        _distributed.local(parameter).untyped_storage().data_ptr(): (module._parameters, key)
         for module in model.modules()
         for key, parameter in module._parameters.items()
-        if parameter is not None and parameter.device.type == "cuda"
+        if parameter is not None and parameter.device.type != "meta"
     }
 
 
@@ -380,6 +479,7 @@ def _shape(found):
 
 def _where(tensor):
     """What an engine was told of a tensor."""
+    tensor = _distributed.local(tensor)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -412,14 +512,19 @@ def _refuse_copies(kind):
 class _Engine:
     """The native engine over a model's layers, and where its results go."""
 
-    def __init__(self, found, targets, runtime):
+    def __init__(self, found, targets, runtime, indices):
         entries = [_layers.entries(layer) for layer in found]
         rows = [row for each in entries for row in each]
-        self._engine = _native.ScaleEngine(runtime.device.index, rows, "bounds" in targets, runtime.tail.eta)
+        if runtime.device.type == "cpu":
+            tail = dataclasses.asdict(runtime.tail)
+            self._engine = _host.ScaleEngine(rows, "bounds" in targets, tail, runtime._q_heads)
+        else:
+            self._engine = _native.ScaleEngine(runtime.device.index, rows, "bounds" in targets, runtime.tail.eta)
         results = self._engine.results()
         self._word = runtime.memory(self._engine, results.pop("status"), "<i4")
         values = {name: runtime.memory(self._engine, place, "<f4") for name, place in results.items()}
-        every = _results.runs(runtime._heads.counts, [len(each) for each in entries])
+        counts = [runtime._heads.counts[index] for index in indices]
+        every = _results.runs(counts, [len(each) for each in entries], indices)
         self._copies = _results.copies(values, targets, every)
 
     def run(self, stream):
@@ -462,15 +567,34 @@ def _release(reference):
     runtime = reference()
     if runtime is not None:
         runtime._tensors, runtime._sources, runtime._engine = None, [], None
+        _remove(runtime._hooks)
 
 
-def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto", tail=None, fallback=None):
-    """Plans for every attention layer of a model on a GPU.
+def _remove(hooks):
+    while hooks:
+        hooks.pop().remove()
+
+
+@contextlib.contextmanager
+def _unnoticed(tensors):
+    """Writes to these tensors in a block that autograd does not see: plans of other layers lie in them, which backwards need."""
+    with contextlib.ExitStack() as stack:
+        for tensor in tensors:
+            stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+        yield
+
+
+def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto", tail=None, fallback=None, group=None):
+    """Plans for every attention layer of a model.
 
     ``model`` is a Hugging Face model (its layers are found by the family table) or any ``nn.Module`` with ``layers``, a
-    list of :class:`Layer`. No weight is copied. ``policy`` says where descales come from: ``geometry`` (the certain
-    bounds: no token can overflow them), ``geometry-c-star``, ``auto-c``, ``delayed-te``, ``delayed-paper`` or ``current``; or
-    :class:`sigmascale.AutoC`, :class:`sigmascale.DelayedPaper` or :class:`sigmascale.DelayedTe` with their parameters.
+    list of :class:`Layer`, or of functions that return one each. No weight is copied. The model may be sharded by
+    ``fully_shard``, FullyShardedDataParallel or ``parallelize_module``, wrapped in DistributedDataParallel, or a pipeline stage;
+    nothing here communicates, but where ``group`` is given: the process group of data and context parallel ranks, over which
+    ``refresh()`` reduces the maxima that ``auto-c``, ``delayed-te`` and ``delayed-paper`` observe.
+
+    ``policy`` says where descales come from: ``geometry`` (the certain bounds: no token can overflow them),
+    ``geometry-c-star``, ``auto-c``, ``delayed-te``, ``delayed-paper`` or ``current``; or :class:`sigmascale.AutoC`, :class:`sigmascale.DelayedPaper` or :class:`sigmascale.DelayedTe` with their parameters.
     ``bound="certain"`` adds certified logit bounds (``runtime.logits``). ``tail``, a :class:`sigmascale.Tail`, is what the
     failure probability of ``geometry-c-star`` counts, by default one sequence of 1024 tokens, and the share of E4M3 that
     logit descales map onto. ``backend`` is the attention call behind the wrappers: ``auto``, ``native``, ``fa3``, ``cudnn``,
@@ -480,4 +604,4 @@ def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto",
 
     Returns a :class:`Runtime`: call ``refresh()`` after every optimizer step or weight refit.
     """
-    return Runtime(model, policy, bound, layers, backend, tail, fallback)
+    return Runtime(model, policy, bound, layers, backend, tail, fallback, group)

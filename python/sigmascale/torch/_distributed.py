@@ -1,0 +1,293 @@
+"""Weights that are spread over processes: what of them this process multiplies, and when they are whole.
+
+Tensor parallelism keeps a process's own rows where they are: a DTensor is read through its local tensor. FSDP keeps slices
+and makes a unit's parameters whole for its forward: those layers are read in a hook on the unit, where their tensors are what
+the projections multiply. Nothing here communicates.
+"""
+
+import contextlib
+import sys
+import typing
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .._errors import UnsupportedError
+
+
+def _loaded(module, name):
+    """A class of a part of PyTorch, if anything has imported that part."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def is_dtensor(tensor):
+    """Whether a tensor is one rank's part of a larger one, with its place in it."""
+    return isinstance(tensor, _loaded("torch.distributed.tensor", "DTensor"))
+
+
+def local(tensor):
+    """What of a tensor lies here."""
+    return tensor.detach().to_local() if is_dtensor(tensor) else tensor
+
+
+def is_unit(module):
+    """Whether a module is sharded by ``fully_shard`` or wrapped in FullyShardedDataParallel."""
+    return isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule")) or _is_wrapper(module)
+
+
+def _is_wrapper(module):
+    return isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
+
+
+def unwrapped(model):
+    """The model inside what torch.compile and DistributedDataParallel return."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, _loaded("torch.nn.parallel", "DistributedDataParallel")):
+            model = model.module
+        else:
+            return model
+
+
+def inner(unit):
+    """The module whose forward has the unit's parameters whole."""
+    return unit._fsdp_wrapped_module if _is_wrapper(unit) else unit
+
+
+def recomputing():
+    """Whether this thread is in a backward: a forward there is that of a checkpoint, and has its scales."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Units:
+    """The FSDP units of a model: above each module, from the nearest outwards, and what FullyShardedDataParallel flattened."""
+
+    def __init__(self, model):
+        self._above, self._flat = {}, {}
+        self._walk(model, ())
+
+    def _walk(self, module, above):
+        if module in self._above:
+            return
+        if is_unit(module):
+            above = (module, *above)
+            handle = getattr(module, "_handle", None) if _is_wrapper(module) else None
+            if handle is not None:
+                flat = handle.flat_param
+                for info, shape in zip(flat._param_infos, flat._shapes):
+                    self._flat[info.module, info.param_name] = shape, flat.dtype
+        self._above[module] = above
+        for child in module.children():
+            self._walk(child, above)
+
+    def __bool__(self):
+        return any(self._above.values())
+
+    def above(self, module):
+        """The units that a module lies in, the nearest first."""
+        return self._above.get(module, ())
+
+    def flattened(self, module):
+        """Names, shapes and types of the module's parameters that were flattened."""
+        return {name: place for (owner, name), place in self._flat.items() if owner is module}
+
+    def device(self):
+        """Where units compute."""
+        for above in self._above.values():
+            for unit in above:
+                if _is_wrapper(unit):
+                    return torch.device(unit.compute_device)
+                for parameter in unit.parameters():
+                    if is_dtensor(parameter):
+                        return _compute_device(parameter)
+        return None
+
+
+def _compute_device(dtensor):
+    kind = dtensor.device_mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+class View:
+    """How parameters are seen while layers are read, and which of a layer's tensors came from where.
+
+    ``view(owner, name, tensor)`` is what stands for a parameter: the local tensor of a DTensor; a tensor without values, of the
+    local shape, where FSDP has sliced it (``at_rest``); ``kept`` where a copy was kept.
+    """
+
+    def __init__(self, units, at_rest, kept=None):
+        self._units, self._at_rest, self._kept = units, at_rest, kept or {}
+        # By the storage of what was seen; it is held, so that no other takes its place.
+        self._seen = {}
+
+    def __call__(self, owner, name, tensor):
+        seen, ranks, rank, sliced = self._of(owner, name, tensor)
+        self._seen[seen.untyped_storage()._cdata] = Origin(owner, name, ranks, rank, sliced), seen
+        return seen
+
+    def _of(self, owner, name, tensor):
+        if (owner, name) in self._kept:
+            return self._kept[owner, name], 1, 0, True
+        if isinstance(getattr(type(owner), name, None), property):
+            raise UnsupportedError(
+                f"{type(owner).__name__}.{name} is a property that gathers its parameter at every read: use fully_shard, or take "
+                "the scales inside the model's own forward"
+            )
+        if self._at_rest and (flat := self._units.flattened(owner).get(name)):
+            shape, dtype = flat
+            return torch.empty(shape, dtype=dtype, device="meta"), 1, 0, True
+        if not is_dtensor(tensor):
+            return tensor, 1, 0, False
+        sliced = self._at_rest and bool(self._units.above(owner))
+        if sliced:
+            # FSDP strides what it cuts of rows that tensor parallelism has sharded before; the other shards are those ranks.
+            strided = [hasattr(placement, "split_factor") for placement in tensor.placements]
+            ranks, rank = _place(tensor, [any(strided) and not own for own in strided])
+        else:
+            ranks, rank = _place(tensor, [True] * len(tensor.placements))
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if rows % ranks or not (sliced or all(map(_by_rows, tensor.placements))):
+            # Refused if a layer has it: see `plain`.
+            return tensor, 1, 0, False
+        if sliced:
+            shape = (rows // ranks, *tensor.shape[1:])
+            return torch.empty(shape, dtype=tensor.dtype, device="meta"), ranks, rank, True
+        return local(tensor), ranks, rank, False
+
+    def origin(self, tensor):
+        """The :class:`Origin` of the parameter that a tensor is or is a view of; None for any other."""
+        place = self._seen.get(tensor.untyped_storage()._cdata)
+        return None if place is None else place[0]
+
+
+class Origin(typing.NamedTuple):
+    """A parameter: which, how many ranks share its rows and which of them this is, and whether FSDP has it sliced."""
+
+    owner: torch.nn.Module
+    name: str
+    ranks: int
+    rank: int
+    sliced: bool
+
+
+def _place(tensor, which):
+    """How many ranks share rows in these dimensions of a DTensor's mesh, and which of them this is."""
+    ranks, rank = 1, 0
+    mesh = tensor.device_mesh
+    for size, at, placement, counted in zip(mesh.shape, mesh.get_coordinate(), tensor.placements, which):
+        # Only shards have a dimension.
+        if counted and hasattr(placement, "dim"):
+            ranks, rank = ranks * size, rank * size + at
+    return ranks, rank
+
+
+def _by_rows(placement):
+    """Whether a rank has rows, or everything."""
+    return not placement.is_partial() and getattr(placement, "dim", 0) == 0
+
+
+def plain(name, tensor):
+    """Raises an exception for a tensor whose values are not all here, or not its own."""
+    if is_dtensor(tensor):
+        ranks = tensor.device_mesh.size()
+        raise UnsupportedError(
+            f"{name} has shape {tuple(tensor.shape)} and is placed {tensor.placements} on {ranks} ranks: it is read where all ranks "
+            "have as many rows (ColwiseParallel) or all of them"
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        raise UnsupportedError(
+            f"{name} is a {type(tensor).__name__}: bfloat16, float16 and float32 are read; leave the q, k and v projections out of "
+            "float8 training"
+        )
+
+
+@contextlib.contextmanager
+def seen_as(modules, view, units):
+    """Reads of the modules' parameters in this block get what the view makes of them."""
+    before = []
+    try:
+        for owner in modules:
+            names = dict.fromkeys([*owner._parameters, *units.flattened(owner)])
+            for name in names:
+                held = owner._parameters.get(name)
+                tensor = getattr(owner, name, None) if held is None else held
+                if tensor is None and name not in units.flattened(owner):
+                    continue
+                seen = view(owner, name, tensor)
+                if seen is not tensor:
+                    # FullyShardedDataParallel leaves its views as plain attributes.
+                    place = owner.__dict__ if name in owner.__dict__ else owner._parameters
+                    before.append((place, name, name in place, place.get(name)))
+                    place[name] = seen
+        yield
+    finally:
+        for place, name, there, held in before:
+            if there:
+                place[name] = held
+            else:
+                del place[name]
+
+
+def hooked(layers, compute):
+    """Hooks on the units of sliced layers. ``compute`` is a weak reference to a function of the layers, the numbers of those that
+    are whole, and kept copies."""
+    computing, keeping, kept = {}, {}, {}
+    for index in sorted(layers.sliced):
+        unit, others = layers.unit(index)
+        computing.setdefault(unit, []).append(index)
+        for other, places in others.items():
+            keeping.setdefault(other, []).extend(places)
+    handles = [inner(unit).register_forward_pre_hook(_keep(places, kept)) for unit, places in keeping.items()]
+    for unit, indices in computing.items():
+        handles.append(inner(unit).register_forward_pre_hook(_run(layers, indices, kept, compute)))
+    return handles
+
+
+def _run(layers, indices, kept, compute):
+    # FSDP's own hook comes first, whichever was registered before the other.
+    @torch.compiler.disable
+    def hook(*_):
+        function = compute()
+        if function is not None and not recomputing():
+            function(layers, indices, kept)
+
+    return hook
+
+
+def _keep(places, kept):
+    """Copies vectors while they are whole: their unit is sharded again before the weights that they go with are whole."""
+
+    @torch.compiler.disable
+    def hook(*_):
+        if not recomputing():
+            for owner, name in places:
+                kept[owner, name] = local(getattr(owner, name)).detach().clone()
+
+    return hook
+
+
+def compute_now(layers, compute):
+    """Makes one unit after the other whole, and computes its layers."""
+    for index in sorted(layers.sliced):
+        unit, others = layers.unit(index)
+        if _is_wrapper(unit):
+            raise UnsupportedError(
+                "refresh(now=True) is for fully_shard: under FullyShardedDataParallel scales are computed in the next forward"
+            )
+        kept = {}
+        for other, places in others.items():
+            other.unshard()
+            _keep(places, kept)()
+            other.reshard()
+        unit.unshard()
+        compute(layers, [index], kept, always=True)
+        unit.reshard()
+
+
+def reduce_maxima(words, group):
+    """The largest of each word of all ranks, in place: maxima, and of counts that of the rank that has most. Words are unsigned,
+    so their order as int32 is that with the first bit flipped."""
+    words.bitwise_xor_(-(2**31))
+    torch.distributed.all_reduce(words, op=torch.distributed.ReduceOp.MAX, group=group)
+    words.bitwise_xor_(-(2**31))

@@ -1,0 +1,127 @@
+"""Ring and Ulysses attention are attention over the whole sequence."""
+
+import functools
+
+import pytest
+from models import Plain, attach, describe, torch
+from ranks import distributed
+
+import sigmascale
+import sigmascale.torch as fp8
+from sigmascale.torch import _context_parallel as cp
+
+
+def operands(heads=(4, 2), length=48, d=16, batch=2):
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, length, n, d, generator=generator) for n in (heads[0], heads[1], heads[1])]
+
+
+def rows(n_kv):
+    """Descales that differ by head."""
+    return [torch.linspace(low, 2 * low, n_kv) for low in (0.01, 0.012, 0.014)]
+
+
+def whole(q, k, v, descales, causal, grad):
+    """Output and gradients of plain attention over everything, from the same E4M3 operands."""
+    spread = [d.expand(q.shape[0], -1) for d in descales]
+    call = cp._casts.cast_all(q, k, v, spread, None)
+    out, lse = cp.plain_forward(*call, spread, causal, q.shape[3] ** -0.5)
+    out = out.to(torch.bfloat16)
+    return out, cp.plain_backward(grad, *call, spread, out, lse, causal, q.shape[3] ** -0.5)
+
+
+def check(function, heads, causal, zigzag, ranks):
+    group = torch.distributed.group.WORLD
+    tensors, descales = operands(heads, length=12 * ranks), rows(heads[1])
+    grad = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected, expected_grads = whole(*tensors, descales, causal, grad)
+    part = lambda x: cp.shard_sequence(x, group, zigzag=zigzag)
+    own = [part(x).requires_grad_(True) for x in tensors]
+    out = function(*own, descales, group, causal=causal)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), part(expected).float(), rtol=2**-7, atol=1e-3)
+    grads = torch.autograd.grad(out, own, part(grad))
+    for a, b in zip(grads, expected_grads):
+        torch.testing.assert_close(a, part(b), rtol=0.02, atol=2e-3)
+    assert torch.equal(cp.gather_sequence(own[0], group, zigzag=zigzag), tensors[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (2, 1)])
+@distributed(2)
+def test_a_ring_of_two(heads, causal):
+    check(fp8.ring_attention, heads, causal, causal, 2)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@distributed(4)
+def test_a_ring_of_four(causal):
+    check(fp8.ring_attention, (4, 2), causal, causal, 4)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4), (4, 1)])
+@distributed(2)
+def test_ulysses_on_two_ranks(heads, causal):
+    check(fp8.ulysses_attention, heads, causal, False, 2)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (8, 4), (4, 1)])
+@distributed(4)
+def test_ulysses_with_repeated_heads(heads):
+    check(fp8.ulysses_attention, heads, True, False, 4)
+
+
+@distributed(2)
+def test_keys_and_values_travel_in_one_byte():
+    group = torch.distributed.group.WORLD
+    sent, original = [], cp.dist.batch_isend_irecv
+
+    def watched(operations):
+        sent.extend((o.tensor.dtype, o.tensor.numel()) for o in operations if o.op is torch.distributed.isend)
+        return original(operations)
+
+    q, k, v = (cp.shard_sequence(x, group, zigzag=True) for x in operands())
+    cp.dist.batch_isend_irecv = watched
+    try:
+        fp8.ring_attention(q, k, v, rows(2), group)
+    finally:
+        cp.dist.batch_isend_irecv = original
+    assert sent == [(torch.uint8, 2 * k.numel())]
+
+
+@distributed(2)
+def test_plans_serve_both_and_take_the_statistics():
+    group = torch.distributed.group.WORLD
+    model = Plain(width=64, heads=4, kv_heads=2)
+    runtime = attach(model)
+    tensors = operands(d=16)
+    expected, _ = whole(*tensors, list(runtime.layers[0]._descales[:3]), True, torch.zeros_like(tensors[0]))
+    for function, zigzag in ((fp8.ring_attention, True), (fp8.ulysses_attention, False)):
+        own = [cp.shard_sequence(x, group, zigzag=zigzag) for x in tensors]
+        runtime.words.zero_()
+        out = function(*own, runtime.layers[0], group)
+        assert (
+            cp.gather_sequence(out, group, zigzag=zigzag).float() - expected.float()
+        ).norm() < 0.01 * expected.norm()
+        assert runtime.stats()["amax"][0, 1].tolist() == own[1].abs().amax(dim=(0, 1, 3)).tolist()
+
+
+@distributed(2)
+def test_calls_that_cannot_be_are_refused():
+    group = torch.distributed.group.WORLD
+    q, k, v = operands(heads=(3, 3))
+    with pytest.raises(sigmascale.UnsupportedError, match="2 ranks do not share 3 query and 3 KV heads"):
+        fp8.ulysses_attention(q, k, v, rows(3), group)
+    with pytest.raises(sigmascale.ArgumentError, match="47 queries"):
+        fp8.ring_attention(q[:, 1:], k[:, 1:], v[:, 1:], rows(3), group)
+    with pytest.raises(sigmascale.MismatchError, match="as many keys as queries"):
+        fp8.ring_attention(q, k[:, 1:], v[:, 1:], rows(3), group)
+    with pytest.raises(sigmascale.ArgumentError, match="47 is no multiple of 4"):
+        cp.shard_sequence(q[:, 1:], group, zigzag=True)
+    model = Plain(width=48, heads=3, kv_heads=3)
+    layers = [functools.partial(describe, block) for block in model.blocks]
+    runtime = fp8.attach(model, policy="current", layers=layers)
+    with pytest.raises(sigmascale.UnsupportedError, match="'current'"):
+        fp8.ring_attention(q, k, v, runtime.layers[0], group)
