@@ -473,3 +473,16 @@ def test_more_keys_than_queries_are_bounded_for_are_refused():
     q, k = torch.zeros(1, 17, 2, 16), torch.zeros(1, 17, 1, 16)
     with pytest.raises(sigmascale.MismatchError, match="17 keys.*layer 3 grow with the position.*16"):
         fp8.attention(q, k, k, Plan())
+
+
+def test_models_and_meta_tensors_say_what_to_pass():
+    with pytest.raises(TypeError, match="Linear: pass model.config, and weights=model.state_dict"):
+        sigmascale.calibrate(torch.nn.Linear(3, 3))
+    with pytest.raises(sigmascale.ArgumentError, match="weights: x is on the meta device"):
+        sigmascale.calibrate({}, weights={"x": torch.zeros(3, device="meta")})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_probe_without_a_gpu_says_so():
+    with pytest.raises(sigmascale.CudaError, match="device 'cuda': PyTorch finds no GPU"):
+        sigmascale.probe(lambda *_: None)

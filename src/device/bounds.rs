@@ -4,8 +4,10 @@ use crate::bound::{BoundKind, HeadBound, LayerBounds, OperandBound, Tail};
 use crate::cuda::{Device, Stream};
 use crate::device::scale::{DeviceWeights, HostLayer, HostProjection, HostQkNorm, LayerInput, ScaleEngine, above};
 use crate::error::{Error, Result};
-use crate::geometry::LayerGeometry;
-use crate::model::{AttentionSpec, GainForm, LayerSpec, LayerWeights, NormKind, Projection, QkNormScope, RopeLayout};
+use crate::geometry::{LayerGeometry, gains};
+use crate::model::{
+    AttentionSpec, GainForm, LayerSpec, LayerWeights, NormKind, NormVectors, Projection, QkNormScope, RopeLayout,
+};
 use crate::policy::PolicyShape;
 use bytemuck::Zeroable;
 use std::sync::Arc;
@@ -80,8 +82,6 @@ fn form(spec: &AttentionSpec, own: &LayerSpec, weights: &LayerWeights<'_>) -> La
     let unturned = spec.qk_norm_of(own).is_some_and(|norm| norm.behind_rotation);
     let rope = own.rope.as_ref().filter(|_| !unturned);
     LayerInput {
-        gain_offset: if spec.norm.gain == GainForm::OnePlus { 1.0 } else { 0.0 },
-        mean_removed: spec.norm.kind == NormKind::LayerNorm,
         d_model: spec.d_model,
         n_q: own.n_q_heads,
         n_kv: own.n_kv_heads,
@@ -109,25 +109,39 @@ fn projection<'a>(input: &'a Projection<'a>) -> HostProjection<'a> {
 /// [`ScaleEngine::over`].
 pub fn scale_engine(device: &Device, spec: &AttentionSpec, layers: &[LayerWeights<'_>]) -> Result<ScaleEngine> {
     spec.check()?;
-    let host: Vec<HostLayer<'_>> = layers
+    // Gains as the host reads them; 1 is added here.
+    let read = |stored: Option<&Vec<f64>>, form: GainForm| {
+        stored.filter(|_| form != GainForm::Unit).map(|stored| gains(stored, form))
+    };
+    let read_gains: Vec<_> = layers
         .iter()
         .map(|weights| {
+            let side = |norm: &Option<NormVectors>| {
+                read(norm.as_ref().map(|vectors| &vectors.gain), spec.qk_norm.map_or(GainForm::Unit, |norm| norm.gain))
+            };
+            (read(weights.norm_gain.as_ref(), spec.norm.gain), [side(&weights.q_norm), side(&weights.k_norm)])
+        })
+        .collect();
+    let host: Vec<HostLayer<'_>> = layers
+        .iter()
+        .zip(&read_gains)
+        .map(|(weights, (gain, qk_gains))| {
             // The host's own checks of sizes and vectors.
-            LayerGeometry::new(spec, weights.clone())?;
+            let centred = LayerGeometry::new(spec, weights.clone())?.centred;
             let own = spec.layer(weights.layer)?;
             Ok(HostLayer {
-                form: form(spec, own, weights),
+                form: LayerInput { mean_removed: centred, ..form(spec, own, weights) },
                 q: projection(&weights.q),
                 k: projection(&weights.k),
                 v: (spec.norm.kind != NormKind::None).then(|| projection(&weights.v)),
-                gain: weights.norm_gain.as_deref().filter(|_| spec.norm.gain != GainForm::Unit),
+                gain: gain.as_ref().map(|gain| gain.values.as_slice()),
                 shift: weights.norm_shift.as_deref(),
                 qk_norm: spec.qk_norm_of(own).map(|norm| {
                     let sides = [&weights.q_norm, &weights.k_norm].map(Option::as_ref);
                     HostQkNorm {
-                        gains: sides.map(|side| Some(side?.gain.as_slice()).filter(|_| norm.gain != GainForm::Unit)),
+                        gains: qk_gains.each_ref().map(|gain| gain.as_ref().map(|gain| gain.values.as_slice())),
                         shifts: sides.map(|side| side.and_then(|vectors| vectors.shift.as_deref())),
-                        gain_offset: if norm.gain == GainForm::OnePlus { 1.0 } else { 0.0 },
+                        gain_offset: 0.0,
                         joint: norm.scope == QkNormScope::Joint,
                     }
                 }),

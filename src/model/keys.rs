@@ -61,6 +61,12 @@ pub(super) fn shorten(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(64).collect()
 }
 
+/// A number in a message: with an exponent where it has many digits.
+pub(super) fn plain(x: f64) -> String {
+    let text = x.to_string();
+    if text.len() > 16 { format!("{x:e}") } else { text }
+}
+
 /// An object of the config and the file it stands in.
 #[derive(Clone, Copy)]
 pub(super) struct Keys<'a> {
@@ -106,7 +112,7 @@ impl<'a> Keys<'a> {
     pub fn positive(&self, key: &str) -> Result<Option<f64>> {
         match self.number(key)? {
             Some(x) if x <= 0.0 => {
-                Err(Error::format(self.file, format_args!("`{key}` must be greater than zero, and is {x}")))
+                Err(Error::format(self.file, format_args!("`{key}` must be greater than zero, and is {}", plain(x))))
             }
             other => Ok(other),
         }

@@ -10,6 +10,7 @@ mod config;
 mod families;
 mod folder;
 mod head_offsets;
+mod header;
 mod heads;
 mod hybrid;
 mod keys;

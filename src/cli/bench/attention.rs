@@ -65,8 +65,9 @@ pub struct Args {
 }
 
 fn parse_shape(text: &str) -> Result<[usize; 3], String> {
-    let numbers: Vec<usize> = text.split('x').map(str::parse).collect::<Result<_, _>>().map_err(|e| format!("{e}"))?;
-    numbers.try_into().map_err(|_| "a shape is heads_q x heads_kv x head_dim, such as 64x8x128".into())
+    let numbers: Option<Vec<usize>> = text.split('x').map(|number| number.parse().ok()).collect();
+    let shape = numbers.and_then(|numbers| numbers.try_into().ok());
+    shape.ok_or_else(|| "a shape is heads_q x heads_kv x head_dim, such as 64x8x128".into())
 }
 
 /// What is timed.
