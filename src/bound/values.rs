@@ -114,7 +114,8 @@ impl HeadBounds {
 
 impl LayerBounds {
     pub(super) fn check(&self) -> Result<()> {
-        let operand = |name, heads: &[OperandBound]| heads.iter().map(move |bound| (name, bound.rounded)).collect::<Vec<_>>();
+        let operand =
+            |name, heads: &[OperandBound]| heads.iter().map(move |bound| (name, bound.rounded)).collect::<Vec<_>>();
         let v = self.v.as_deref().unwrap_or_default();
         let operands = [operand("q", &self.q), operand("k", &self.k), operand("v", v)].concat();
         let logits = self.heads.iter().flat_map(|h| [h.naive, h.certain, h.rounded, h.rank_aware, h.spectrum]);

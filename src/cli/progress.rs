@@ -1,7 +1,6 @@
 //! Progress on stderr: what is being made, step, total and time left. Nothing where stderr is not a terminal.
 
 use indicatif::{ProgressBar, ProgressState, ProgressStyle, WeakProgressBar};
-use std::fmt::Write as _;
 use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;

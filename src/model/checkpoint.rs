@@ -305,7 +305,8 @@ impl Checkpoint {
             let name = self.named(&place.name, &["input_scale", "activation_scale"]);
             let Some(entry) = self.tensors.get(&name) else { continue };
             if norm.kind == NormKind::LayerNorm {
-                let rule = format_args!("tensor `{name}` is a static input scale, which has no bound behind a LayerNorm");
+                let rule =
+                    format_args!("tensor `{name}` is a static input scale, which has no bound behind a LayerNorm");
                 return Err(refuse(&self.shards[entry.shard].path, rule));
             }
             for scale in self.read(&name, entry)? {

@@ -9,9 +9,8 @@ use super::families::{
     BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, LayerHeads, NormTensor, REFUSED, ScaleRule, Support,
     TemperatureRule, WRAPPERS, family, known_families,
 };
-use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, plain, read_capped, refuse, shorten, too_large};
+use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, nearest, plain, read_capped, refuse, shorten, too_large};
 use super::quantization::{Stored, Tile};
-use super::source::nearest;
 use super::spec::{AttentionSpec, LayerSpec, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
@@ -348,7 +347,9 @@ impl<'a> Keys<'a> {
     fn whole(&self, key: &str) -> Result<Option<usize>> {
         match self.positive(key)? {
             Some(x) if x.fract() == 0.0 && x <= MAX_POSITIONS as f64 => Ok(Some(x as usize)),
-            Some(x) => Err(Error::format(self.file, format_args!("`{key}` must be a whole number, and is {}", plain(x)))),
+            Some(x) => {
+                Err(Error::format(self.file, format_args!("`{key}` must be a whole number, and is {}", plain(x))))
+            }
             None => Ok(None),
         }
     }

@@ -37,7 +37,12 @@ fn broken(info: &Value) -> Option<String> {
     let numbers = |key: &str| -> Result<Vec<u64>, String> {
         let list = info.get(key).ok_or_else(|| format!("has no `{key}`"))?;
         let of = |list: &Vec<Value>| list.iter().map(Value::as_u64).collect::<Option<Vec<u64>>>();
-        let wrong = || format!("has `{key}` {}, which is no list of whole numbers from 0 on", super::keys::shorten(&list.to_string()));
+        let wrong = || {
+            format!(
+                "has `{key}` {}, which is no list of whole numbers from 0 on",
+                super::keys::shorten(&list.to_string())
+            )
+        };
         list.as_array().and_then(of).ok_or_else(wrong)
     };
     let checked = || -> Result<Option<String>, String> {
@@ -54,7 +59,10 @@ fn broken(info: &Value) -> Option<String> {
         }
         let bytes = end - start;
         Ok((bits.div_ceil(8) != bytes).then(|| {
-            format!("has shape {shape:?} of type {known:?}, which is {} bytes, and its offsets span {bytes}", bits.div_ceil(8))
+            format!(
+                "has shape {shape:?} of type {known:?}, which is {} bytes, and its offsets span {bytes}",
+                bits.div_ceil(8)
+            )
         }))
     };
     checked().unwrap_or_else(Some)

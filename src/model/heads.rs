@@ -34,10 +34,10 @@ impl Keys<'_> {
         let unequal = |heads: &Option<(usize, usize)>| heads.is_some_and(|(n_q, n_kv)| n_q % n_kv != 0);
         if let Some((number, Some((n_q, n_kv)))) = heads.iter().enumerate().find(|(_, heads)| unequal(heads)) {
             let rule = format_args!(
-                "layer {number}: {n_q} query heads (`{}`) do not divide by {n_kv} key/value heads{}",
+                "layer {number}: {n_q} query heads do not divide by {n_kv} key/value heads (`{}`{})",
                 sizes.q_heads.keys[0],
                 match &sizes.kv_heads {
-                    KvHeads::Key(count) => format!(" (`{}`)", count.keys[0]),
+                    KvHeads::Key(count) => format!(", `{}`", count.keys[0]),
                     _ => String::new(),
                 }
             );
@@ -116,7 +116,9 @@ impl Keys<'_> {
             }
             Err(Error::format(
                 self.file,
-                format_args!("model dimension {d_model} does not divide by {n_q_heads} heads, and `head_dim` is not there"),
+                format_args!(
+                    "model dimension {d_model} does not divide by {n_q_heads} heads, and `head_dim` is not there"
+                ),
             ))
         };
         match rule {

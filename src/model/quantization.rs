@@ -39,7 +39,8 @@ impl Stored {
                 let Some(map) = keys.object(key)? else { continue };
                 let stored = Self::of_one(Keys { map, file: keys.file }, key)?;
                 if found.is_some_and(|other| other != stored) {
-                    let rule = format_args!("`{key}` and another description of the stored weights say different things");
+                    let rule =
+                        format_args!("`{key}` and another description of the stored weights say different things");
                     return Err(refuse(keys.file, rule));
                 }
                 found = Some(stored);

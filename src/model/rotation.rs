@@ -218,7 +218,8 @@ impl<'a> Keys<'a> {
                 let default = if self.map.contains_key(*key) { d_head } else { *default };
                 let count = self.count(key, MAX_D_MODEL)?.unwrap_or(default);
                 if count > d_head {
-                    let rule = format_args!("`{key}` is {count} ({default} by default), and a head has {d_head} channels");
+                    let rule =
+                        format_args!("`{key}` is {count} ({default} by default), and a head has {d_head} channels");
                     return Err(Error::format(self.file, rule));
                 }
                 let nested = settings.map_or(Ok(None), |settings| settings.positive(COMMON))?;
@@ -239,8 +240,9 @@ impl<'a> Keys<'a> {
             share = self.positive(key)?;
         }
         // For some releases null is the whole head, for others the default.
-        if share.is_none() && default != 1.0 && keys.iter().any(|key| self.map.contains_key(*key)) {
-            return Err(Error::format(self.file, format_args!("`{}` must not be null", keys[0])));
+        let null = |key: &&&str| self.map.get(**key).is_some_and(Value::is_null);
+        if let Some(key) = keys.iter().find(null).filter(|_| share.is_none() && default != 1.0) {
+            return Err(Error::format(self.file, format_args!("`{key}` must not be null")));
         }
         if let (RotaryShare::Part([], _), Some(stated)) = (rule, self.positive(COMMON)?)
             && stated != share.unwrap_or(default)
@@ -271,7 +273,11 @@ impl<'a> Keys<'a> {
     }
 
     /// By each key of the pattern: the first or its default, and every other that is there.
-    fn full_layer_readings(&self, layers: usize, (keys, default): &(&'static [&'static str], usize)) -> Result<Vec<Vec<bool>>> {
+    fn full_layer_readings(
+        &self,
+        layers: usize,
+        (keys, default): &(&'static [&'static str], usize),
+    ) -> Result<Vec<Vec<bool>>> {
         let mut readings = vec![self.full_layers(layers, &(&keys[..keys.len().min(1)], *default))?];
         for key in keys.iter().skip(1).filter(|key| self.get(key).is_some()) {
             readings.push(self.full_layers(layers, &(std::slice::from_ref(key), *default))?);

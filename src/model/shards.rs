@@ -166,7 +166,8 @@ fn parse_header(bytes: &[u8], path: &Path, shard: usize) -> Result<(usize, HashM
         return Err(Error::format(path, rule));
     }
     let header = &bytes[8..][..length as usize];
-    let (length, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| Error::format(path, rule_of(&e, header, bytes)))?;
+    let (length, metadata) =
+        SafeTensors::read_metadata(bytes).map_err(|e| Error::format(path, rule_of(&e, header, bytes)))?;
     let entry = |info: &safetensors::tensor::TensorInfo| Entry {
         shard,
         dtype: info.dtype,
@@ -191,7 +192,9 @@ fn rule_of(error: &SafeTensorError, header: &[u8], file: &[u8]) -> String {
             let needed = end.saturating_add(8 + header.len() as u64);
             match found < needed {
                 true => format!("it has {found} of {needed} bytes: it is truncated, download it again"),
-                false => format!("it has {found} bytes and its tensors end after {needed}: it has trailing bytes, download it again"),
+                false => format!(
+                    "it has {found} bytes and its tensors end after {needed}: it has trailing bytes, download it again"
+                ),
             }
         }
         SafeTensorError::MisalignedSlice => "a tensor does not fill whole bytes".to_owned(),

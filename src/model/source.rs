@@ -1,6 +1,7 @@
 //! What a model argument means: a preset name, a config, a `.safetensors` file or a folder.
 
 use super::checkpoint::Checkpoint;
+use super::keys::nearest;
 use super::preset::{preset, preset_names};
 use super::spec::AttentionSpec;
 use crate::error::{Error, Result};
@@ -48,9 +49,6 @@ impl ModelSource {
     }
 }
 
-/// How alike a name and a preset's have to be for the preset to be named.
-const ALIKE: f64 = 0.8;
-
 /// What a name without a preset or path may have meant.
 fn unknown(argument: &str) -> String {
     let hub_id = hub_name(argument);
@@ -80,15 +78,6 @@ fn hub_name(argument: &str) -> Option<&str> {
     };
     let file = [".json", ".safetensors", ".gguf", ".bin"].iter().any(|ending| name.ends_with(ending));
     (plain(owner) && plain(name) && !file).then_some(name)
-}
-
-/// At most three of the known names, the most alike first.
-pub(super) fn nearest(name: &str, known: impl Iterator<Item = &'static str>) -> Vec<&'static str> {
-    let name = name.to_lowercase();
-    let mut alike: Vec<_> = known.map(|known| (strsim::jaro_winkler(&name, known), known)).collect();
-    alike.retain(|(score, _)| *score > ALIKE);
-    alike.sort_by(|a, b| b.0.total_cmp(&a.0));
-    alike.into_iter().take(3).map(|(_, known)| known).collect()
 }
 
 #[cfg(test)]

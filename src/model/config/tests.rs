@@ -536,12 +536,14 @@ fn refusals_name_what_is_refused() {
 fn a_config_without_a_rotation_has_that_of_its_family() {
     let factor = |extra: &str| {
         let json = format!(
-            r#"{{"model_type":"gpt_oss","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4{extra}}}"#
+            r#"{{"model_type":"gpt_oss","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":8{extra}}}"#
         );
         spec(&json).unwrap().layers[0].rope.as_ref().unwrap().attention_factor
     };
     let yarn = 0.1 * 32f64.ln() + 1.0;
-    for none in ["", r#","rope_parameters":null"#, r#","rope_scaling":null,"rope_theta":150000"#, r#","rope_scaling":{}"#] {
+    for none in
+        ["", r#","rope_parameters":null"#, r#","rope_scaling":null,"rope_theta":150000"#, r#","rope_scaling":{}"#]
+    {
         assert!((factor(none) - yarn).abs() < 1e-15, "{none}");
     }
     assert_eq!(factor(r#","rope_parameters":{"rope_type":"default","rope_theta":150000.0}"#), 1.0);
@@ -564,7 +566,9 @@ fn gemma3_keys_that_a_release_leaves_unread_are_read_both_ways() {
         spec(&json).unwrap().layers.iter().map(|layer| layer.rope.as_ref().unwrap().attention_factor).collect()
     };
     let yarn = |factor: f64| {
-        format!(r#"{{"rope_type":"yarn","factor":8.0,"original_max_position_embeddings":8192,"attention_factor":{factor}}}"#)
+        format!(
+            r#"{{"rope_type":"yarn","factor":8.0,"original_max_position_embeddings":8192,"attention_factor":{factor}}}"#
+        )
     };
     let pattern = format!(r#","_sliding_window_pattern":4,"rope_scaling":{}"#, yarn(3.0));
     assert_eq!(factors("gemma3_text", &pattern), [1.0, 1.0, 1.0, 3.0, 1.0, 3.0]);
@@ -684,7 +688,8 @@ fn absent_sizes_are_those_of_the_reference() {
         ("vaultgemma", 4, 256),
     ];
     // Their defaults have more KV heads than 24 query heads are divided among.
-    let of_32 = [("dots1", 32, 64), ("exaone4", 32, 64), ("qwen2", 32, 64), ("qwen3", 32, 128), ("qwen3_vl_text", 32, 128)];
+    let of_32 =
+        [("dots1", 32, 64), ("exaone4", 32, 64), ("qwen2", 32, 64), ("qwen3", 32, 128), ("qwen3_vl_text", 32, 128)];
     let of_16 = [("gemma", 16, 256), ("qwen2_moe", 16, 64), ("qwen3_vl_moe_text", 16, 64)];
     let of_20 = [("helium", 20, 128)];
     let all = reference.map(|row| (row, 24)).into_iter().chain(of_32.map(|row| (row, 32)));

@@ -1,8 +1,8 @@
 //! What rows of the table share.
 
 use super::schema::{
-    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, Otherwise, QkNormRule, QkNormStored, QkvTensors, Refusal,
-    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule,
+    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, Otherwise, QkNormRule, QkNormStored, QkvTensors,
+    Refusal, RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule,
 };
 use crate::model::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
