@@ -15,11 +15,11 @@ pub fn bar(total: usize, counter: &str, message: &str) -> ProgressBar {
         return ProgressBar::hidden();
     }
     let bar = if total == 0 { ProgressBar::no_length() } else { ProgressBar::new(total as u64) };
-    bar.set_message(message.to_owned());
     if let Ok(style) = ProgressStyle::with_template(&format!("{{bar:30}} {counter}{{left}}")) {
         bar.set_style(style.with_key("left", left));
     }
-    bar.enable_steady_tick(Duration::from_millis(500));
+    bar.set_message(message.to_owned());
+    bar.enable_steady_tick(Duration::from_millis(100));
     bar.tick();
     *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.downgrade());
     bar

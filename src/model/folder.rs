@@ -1,13 +1,9 @@
 //! Why a path is not a checkpoint: what was found there, and what to do about it.
 
+use super::header::{GGUF, PICKLED};
 use super::shards::{INDEX, SINGLE};
 use crate::error::Error;
 use std::path::Path;
-
-pub(super) const PICKLED: &str = "is a pickled PyTorch checkpoint, and only safetensors are read: load it in transformers and call \
-                       `save_pretrained(folder, safe_serialization=True)`";
-pub(super) const GGUF: &str =
-    "is GGUF, whose weights are already quantised: use the safetensors checkpoint that it was made from";
 
 /// Why one file cannot be opened.
 pub(super) fn not_a_checkpoint(file: &Path) -> Error {

@@ -1,7 +1,11 @@
 //! What is wrong with a file that is no safetensors file, or with its header: which content, which tensor, which rule.
 
-use super::folder::{GGUF, PICKLED};
 use serde_json::Value;
+
+pub(super) const PICKLED: &str = "is a pickled PyTorch checkpoint, and only safetensors are read: load it in transformers and call \
+                       `save_pretrained(folder, safe_serialization=True)`";
+pub(super) const GGUF: &str =
+    "is GGUF, whose weights are already quantised: use the safetensors checkpoint that it was made from";
 
 const ZIP: &[u8] = b"PK\x03\x04";
 
