@@ -17,6 +17,7 @@ use crate::model::{
     AttentionSpec, GainForm, LayerWeights, NormKind, NormVectors, Projection, QkNorm, QkNormScope, Rope, RoundingShare,
 };
 use crate::tensor::MatrixView;
+use half::{bf16, f16};
 use std::sync::Arc;
 
 pub use mla::MlaGeometry;
@@ -192,11 +193,12 @@ impl<'a> LayerGeometry<'a> {
         };
         let gain = match spec.norm.gain {
             GainForm::Unit => None,
-            form => stored(&weights.norm_gain, "gain", spec.norm.kind != NormKind::None)?
-                .map(|g| apply_gain_form(&g, form).into()),
+            form => stored(&weights.norm_gain, "gain", spec.norm.kind != NormKind::None)?.map(|g| gains(&g, form)),
         };
+        // An input that is shortened channel by channel is no longer than before, but its mean need not be zero any more.
+        let centred = spec.norm.kind == NormKind::LayerNorm && !gain.as_ref().is_some_and(|gain| gain.rounded);
+        let gain: Option<Arc<[f64]>> = gain.map(|gain| gain.values.into());
         let shift = stored(&weights.norm_shift, "shift", spec.norm.shift)?;
-        let centred = spec.norm.kind == NormKind::LayerNorm;
         let bounded_fp8 = spec.fp8_inputs && spec.norm.kind != NormKind::None;
         let floor = if bounded_fp8 { input_floor(spec.d_model, gain.as_deref(), shift.as_deref()) } else { 0.0 };
         let rounding = spec.rounding_share(own, weights.stored());
@@ -268,15 +270,33 @@ impl<'a> LayerGeometry<'a> {
     }
 }
 
-fn apply_gain_form(stored: &[f64], form: GainForm) -> Vec<f64> {
-    stored
-        .iter()
-        .map(|g| match form {
-            GainForm::Plain => *g,
-            GainForm::OnePlus => 1.0 + g,
-            GainForm::Unit => 1.0,
-        })
-        .collect()
+/// Gains as they multiply.
+pub(crate) struct Gains {
+    pub values: Vec<f64>,
+    /// Whether any is another one after the rounding of its stored value.
+    pub rounded: bool,
+}
+
+/// The gains behind stored ones. Where 1 is added, a load in 16 bits rounds `g` and not `1 + g`, which may be far smaller: the
+/// larger of the readings counts, and with it every bound, since the others shorten the input channel by channel.
+pub(crate) fn gains(stored: &[f64], form: GainForm) -> Gains {
+    let mut rounded = false;
+    let one_plus = |g: f64| {
+        let bf16 = f64::from(bf16::from_f32(g as f32).to_f32());
+        if bf16 == g {
+            return 1.0 + g;
+        }
+        rounded = true;
+        let loaded = [bf16, f64::from(f16::from_f32(g as f32).to_f32())];
+        let larger = |a: f64, b: f64| if b.is_finite() && b.abs() > a.abs() { b } else { a };
+        loaded.into_iter().fold(1.0 + g, |most, g| larger(most, 1.0 + g))
+    };
+    let values = match form {
+        GainForm::Plain => stored.to_vec(),
+        GainForm::OnePlus => stored.iter().copied().map(one_plus).collect(),
+        GainForm::Unit => vec![1.0; stored.len()],
+    };
+    Gains { values, rounded }
 }
 
 /// What the projections of a layer read.
@@ -351,7 +371,7 @@ fn limits(
     let gain = match vectors {
         Some(vectors) => {
             stored(&vectors.gain, "gain")?;
-            apply_gain_form(&vectors.gain, norm.gain)
+            gains(&vectors.gain, norm.gain).values
         }
         None if norm.gain == GainForm::Unit => vec![1.0; r],
         None => return Err(Error::mismatch("gain is missing")),

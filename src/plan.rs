@@ -48,6 +48,9 @@ pub enum Granularity {
 /// Share of the E4M3 range that a logit bound is mapped onto by default (the paper's eta).
 pub const DEFAULT_ETA: f64 = 0.8;
 
+/// Smallest share: less than one code of E4M3 is left under it.
+const LEAST_ETA: f64 = 1e-6;
+
 impl ScalePlan {
     /// The plan of one layer: logit descale = bound / (eta 448), with the rounded certain bound for
     /// [`BoundKind::Certain`]; operand descales always from the certain bounds with rounding; o = 2 v.
@@ -55,16 +58,15 @@ impl ScalePlan {
     /// # Errors
     /// If eta is not in (0, 1], if the layer does not have that bound, or if a descale leaves the range of f32.
     pub fn from_bounds(bounds: &LayerBounds, kind: BoundKind, eta: f64, granularity: Granularity) -> Result<Self> {
-        if !(eta > 0.0 && eta <= 1.0) {
-            return Err(Error::argument(format_args!("eta {eta} must be greater than 0 and at most 1")));
-        }
+        check_eta(eta)?;
         let mut logit_bound = bounds.heads.iter().map(|head| head.for_scale(kind)).collect::<Result<Vec<_>>>()?;
         if granularity == Granularity::Layer {
             let largest = logit_bound.iter().copied().fold(0.0, f64::max);
             logit_bound.fill(largest);
         }
         let logit_descale =
-            logit_bound.iter().map(|&bound| Descale::covering(bound, eta * E4M3_MAX)).collect::<Result<Vec<_>>>()?;
+            logit_bound.iter().map(|&bound| Descale::covering(bound, eta * E4M3_MAX)).collect::<Result<Vec<_>>>();
+        let logit_descale = logit_descale.map_err(|error| error.within("logits"))?;
         let plan = Self {
             layer: bounds.layer,
             logit_bound: Some(logit_bound),
@@ -80,6 +82,17 @@ impl ScalePlan {
     }
 }
 
+/// The rule of eta.
+pub(crate) fn check_eta(eta: f64) -> Result<()> {
+    if eta > 0.0 && eta < LEAST_ETA {
+        return Err(Error::argument(format_args!("eta {eta:e} must be at least {LEAST_ETA:e}")));
+    }
+    if !(eta > 0.0 && eta <= 1.0) {
+        return Err(Error::argument(format_args!("eta {eta} must be greater than 0 and at most 1")));
+    }
+    Ok(())
+}
+
 impl OperandDescales {
     /// Descales from the certain operand bounds with rounding, `(B + A/32) / 448`.
     ///
@@ -87,7 +100,7 @@ impl OperandDescales {
     /// If a descale leaves the range of f32.
     pub fn from_bounds(bounds: &LayerBounds, granularity: Granularity) -> Result<Self> {
         let n_kv = bounds.k.len();
-        let row = |heads: &[OperandBound]| -> Result<Vec<Descale>> {
+        let row = |operand: &str, heads: &[OperandBound]| -> Result<Vec<Descale>> {
             let mut row = vec![0.0f64; n_kv];
             for (head, bound) in heads.iter().enumerate() {
                 let slot = &mut row[head * n_kv / heads.len()];
@@ -97,10 +110,12 @@ impl OperandDescales {
                 let largest = row.iter().copied().fold(0.0, f64::max);
                 row.fill(largest);
             }
-            row.into_iter().map(|bound| Descale::covering(bound, E4M3_MAX)).collect()
+            let descales: Result<_> = row.into_iter().map(|bound| Descale::covering(bound, E4M3_MAX)).collect();
+            descales.map_err(|error| error.within(operand))
         };
-        let v = bounds.v.as_deref().map(row).transpose()?;
-        let o = v.as_ref().map(|v| v.iter().map(|v| Descale::new(2.0 * v.get())).collect()).transpose()?;
-        Ok(Self { q: row(&bounds.q)?, k: row(&bounds.k)?, v, o })
+        let v = bounds.v.as_deref().map(|heads| row("v", heads)).transpose()?;
+        let twice = |v: &Vec<Descale>| v.iter().map(|v| Descale::covering(2.0 * f64::from(v.get()), 1.0)).collect();
+        let o = v.as_ref().map(twice).transpose().map_err(|error: Error| error.within("o"))?;
+        Ok(Self { q: row("q", &bounds.q)?, k: row("k", &bounds.k)?, v, o })
     }
 }

@@ -500,6 +500,34 @@ fn a_gain_stored_without_its_one_counts_in_full() {
     close(bounds.v.unwrap()[0].exact, 3.0 * plain.v.unwrap()[0].exact, 1e-9, "v");
 }
 
+/// A gain of 1 + g is not what a load in BF16 rounds: that is g, and `1 + bf16(g)` may be almost twice as large.
+#[test]
+fn a_gain_stored_without_its_one_counts_as_it_is_loaded() {
+    let g = f64::from(-0.99795f32);
+    let loaded = 1.0 + half::bf16::from_f64(g).to_f64();
+    assert!(loaded > 1.85 * (1.0 + g));
+    for kind in [NormKind::RmsNorm, NormKind::LayerNorm] {
+        let mut planted = Planted::gaussian(spec(64, 16, 1, 1), 5);
+        planted.spec.norm = InputNorm { kind, gain: GainForm::OnePlus, shift: false };
+        planted.gain = Some((0..64).map(|i| if i % 2 == 0 { g } else { 0.25 }).collect());
+        let found = try_bounds(&planted).unwrap();
+        // What the model computes after the load, the rounded gains being exact.
+        let mut run = planted.clone();
+        run.spec.norm.gain = GainForm::Plain;
+        run.gain = Some((0..64).map(|i| if i % 2 == 0 { loaded } else { 1.25 }).collect());
+        let run = try_bounds(&run).unwrap();
+        let v = [found.v.unwrap()[0].exact, run.v.unwrap()[0].exact];
+        assert!(v[0] >= v[1] * (1.0 - 1e-12) && found.heads[0].certain >= run.heads[0].certain, "{kind:?} {v:?}");
+    }
+    // The same of the norm of q and k.
+    let mut planted = Planted::gaussian(spec(64, 16, 1, 1), 5);
+    qk_normed(&mut planted);
+    planted.q_norm = Some(NormVectors { gain: vec![g; 16], shift: None });
+    planted.spec.qk_norm = planted.spec.qk_norm.map(|norm| QkNorm { gain: GainForm::OnePlus, ..norm });
+    let exact = try_bounds(&planted).unwrap().q[0].exact;
+    assert!(exact >= 4.0 * loaded * (1.0 - 1e-12), "{exact}");
+}
+
 /// Large sides whose product all but cancels: what certifies is the error of the Grams, far above sigma.
 #[test]
 fn certificates_carry_the_error_of_the_grams() {

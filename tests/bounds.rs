@@ -321,3 +321,30 @@ fn a_layer_without_any_norm_is_refused() {
     let error = planted.try_geometry().unwrap_err();
     assert!(error.is_unsupported() && error.to_string().contains("no bound"), "{error}");
 }
+
+/// Weights whose bounds leave the range of f32, or of f64, name the operand.
+#[test]
+fn bounds_past_a_range_name_the_operand() {
+    let scaled = |by: [f64; 3]| {
+        let mut planted = Planted::gaussian(spec(64, 16, 1, 1), 3);
+        for (heads, by) in [&mut planted.q, &mut planted.k, &mut planted.v].into_iter().zip(by) {
+            heads.iter_mut().for_each(|head| *head *= by);
+        }
+        planted
+    };
+    for (by, what) in [
+        ([1e45, 1e-45, 1.0], "q: "),
+        ([1e-45, 1e45, 1.0], "k: "),
+        ([1.0, 1.0, 1e45], "v: "),
+        ([1e30, 1e30, 1.0], "logits: "),
+    ] {
+        let planted = scaled(by);
+        let error = ScalePlan::from_bounds(&bounds(&planted), BoundKind::Certain, 0.8, Granularity::Head).unwrap_err();
+        assert!(error.is_non_finite() && error.to_string().starts_with(what), "{error}");
+    }
+    let planted = scaled([1e150, 1e150, 1.0]);
+    let geometry = planted.geometry();
+    let spectrum = GramEngine.layer(&geometry).unwrap();
+    let error = LayerBounds::new(&planted.spec, &geometry, &spectrum, &Tail::default());
+    assert!(error.is_err_and(|error| error.to_string().contains("logits: the bound is")));
+}

@@ -444,6 +444,20 @@ fn normalised_q_and_k_have_bounds_but_no_sigma() {
     assert!(code == 1 && log.contains("no rank-aware bound"), "{log}");
 }
 
+/// Behind a LayerNorm bounds end where its mean is lost in f32: table and JSON say where.
+#[test]
+fn a_layer_norm_states_its_limit() {
+    let (_keep, folder) = copy_of_tiny_llama();
+    let llama = sigmascale(&["calibrate", text(&folder)]);
+    assert!(!String::from_utf8_lossy(&llama.stdout).contains("LayerNorm"));
+    // Cohere has the same tensors behind a LayerNorm without a shift.
+    edit_config(&folder, "model_type", "cohere".into());
+    let table = sigmascale(&["calibrate", text(&folder)]);
+    let table = String::from_utf8_lossy(&table.stdout);
+    assert!(table.contains("LayerNorm: holds for tokens with |mean| <= 512 sqrt(variance + epsilon)"), "{table}");
+    assert_eq!(json(&["calibrate", text(&folder), "--format", "json"])["method"]["layer_norm_mean_limit"], 512.0);
+}
+
 #[test]
 fn values_without_a_norm_in_front_are_not_exported() {
     let (_keep, folder) = with_qk_norm("olmo2", [256, 128]);

@@ -95,6 +95,13 @@ fn folders_without_a_config() {
     let (_keep, no_config) = folder(&["config.json"], &[]);
     names(&no_config, &["model-00001-of-00002.safetensors is here and config.json is not", "copy it from"]);
     names(&no_config.join(SHARDS[0]), &["config.json is not", "copy it from"]);
+    let bin = tempfile::tempdir().unwrap();
+    std::fs::write(bin.path().join("pytorch_model.bin"), b"").unwrap();
+    names(bin.path(), &["pytorch_model.bin is a pickled PyTorch checkpoint", "save_pretrained"]);
+    let cache = tempfile::tempdir().unwrap();
+    let snapshot = cache.path().join("snapshots").join("0123abcd");
+    std::fs::create_dir_all(&snapshot).unwrap();
+    names(cache.path(), &["pass ", text(&snapshot)]);
     let empty = tempfile::tempdir().unwrap();
     names(empty.path(), &["the folder is empty"]);
     std::fs::write(empty.path().join("model.gguf"), b"").unwrap();
@@ -102,6 +109,45 @@ fn folders_without_a_config() {
     std::fs::rename(empty.path().join("model.gguf"), empty.path().join("notes.txt")).unwrap();
     names(empty.path(), &["only notes.txt"]);
     names(&empty.path().join("notes.txt"), &["expected a checkpoint folder, a .safetensors file or a config.json"]);
+}
+
+#[test]
+fn one_shard_of_several() {
+    let (_keep, whole) = folder(&[], &[]);
+    let shard = whole.join(SHARDS[0]);
+    names(&shard, &[text(&shard), "it is shard 1 of 2: pass the folder", text(&whole)]);
+}
+
+#[test]
+fn other_content_under_the_name_of_weights() {
+    for (bytes, part) in [
+        (&b"GGUF\x03\0\0\0 and the rest"[..], "it is GGUF"),
+        (b"PK\x03\x04\x14\0\x08\x08 and the rest", "it is a pickled PyTorch checkpoint"),
+        (b"<!DOCTYPE html><html><body>Log in</body></html>", "it is a web page"),
+        (b"{\"error\": \"not found\"}", "it is JSON"),
+    ] {
+        let (_keep, folder) = folder(&[&SHARDS[..], &[INDEX]].concat(), &[]);
+        let file = folder.join("model.safetensors");
+        std::fs::write(&file, bytes).unwrap();
+        names(&folder, &[text(&file), part]);
+    }
+}
+
+#[test]
+fn numbers_past_a_range_name_the_argument_or_the_operand() {
+    for (options, part) in [
+        (&["--as-paper", "--c", "1e308"][..], "c 1e308 must be at most"),
+        (&["--eta", "1e-320"], "eta 1e-320 must be at least"),
+    ] {
+        let (code, log) = failure(&[&["calibrate", TINY_LLAMA][..], options].concat());
+        assert!(code == 2 && log.contains(part), "{options:?}: {code} {log}");
+    }
+}
+
+#[test]
+fn a_missing_path_names_the_option() {
+    let (code, log) = failure(&["stress", "refit", "--model", TINY_LLAMA, "--path", "a,b"]);
+    assert!(code == 1 && log.contains("error: a: ") && log.contains("--path lists"), "{code} {log}");
 }
 
 #[test]
@@ -120,6 +166,9 @@ fn an_unknown_family_lists_the_known_ones() {
     let text = std::fs::read_to_string(&config).unwrap().replace("\"llama\"", "\"alibi-net\"");
     std::fs::write(&config, text).unwrap();
     names(&folder, &["config.json", "`alibi-net` is not known", "known are afmoe", ", llama, ", "xlm-roberta"]);
+    let text = std::fs::read_to_string(&config).unwrap().replace("\"alibi-net\"", "\"qwen3_mo\"");
+    std::fs::write(&config, text).unwrap();
+    names(&folder, &["nearest: qwen3_moe"]);
 }
 
 /// Exit code 2 is for options, whatever the files hold; 1 for what they name.
@@ -154,6 +203,11 @@ fn one_kind_of_mistake_has_one_exit_code() {
         (stress(&["--trace", "x.json"]), "remove --trace"),
         // Empty values.
         (vec!["calibrate", ""], "the model is empty"),
+        (vec!["calibrate", " "], "the model is empty"),
+        (bench(&["--shapes", ""]), "a shape is"),
+        (model(&["--seq-len", "99999999999999999999"]), "expected at most 18446744073709551615"),
+        (model(&["--estimator", "power"]), "use bound rank-aware"),
+        (stress(&["--policies", "geometry,geometry"]), "duplicate policy geometry"),
         (stress(&["--policies", ""]), "no policy is named"),
         // Values past what the model has.
         (stress(&["--layers", "7"]), "layers 7 must lie between 1 and 6"),

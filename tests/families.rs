@@ -714,6 +714,44 @@ mod fp8 {
         assert!(Checkpoint::open(folder.path()).unwrap().spec().fp8_inputs);
     }
 
+    /// Writes further scalars in F32 beside the projection in E4M3.
+    fn with_scalars(folder: &std::path::Path, family: &'static str, scalars: &[(&str, f32)]) {
+        let case = grouped(family, family, json!({}));
+        let mut tensors = draw(&case, 5);
+        tensors.0.get_mut("model.layers.0.input_layernorm.weight").unwrap().1.fill(1.0);
+        for (suffix, value) in scalars {
+            tensors.0.insert(format!("model.layers.0.self_attn.q_proj.{suffix}"), (vec![], vec![f64::from(*value)]));
+        }
+        let name = "model.layers.0.self_attn.q_proj.weight";
+        write_e4m3(folder, &case, &tensors, (name, &[64, 48]), Some(("scale", &[], &[0.25])));
+    }
+
+    fn layer_with(scalars: &[(&str, f32)]) -> sigmascale::Result<()> {
+        let folder = tempfile::tempdir().unwrap();
+        with_scalars(folder.path(), "llama", scalars);
+        Checkpoint::open(folder.path()).unwrap().layer(0).map(drop)
+    }
+
+    /// No element of 48 with gain 1 is above sqrt(48), so no scale above sqrt(48) / 448 is needed.
+    #[test]
+    fn a_static_input_scale_above_what_the_norm_can_need_is_refused() {
+        let most = 48f32.sqrt() / 448.0;
+        for scale in [most * 0.999, most / 8.0] {
+            layer_with(&[("input_scale", scale)]).unwrap();
+        }
+        for scale in [most * 1.001, 1000.0, 0.0, f32::NAN] {
+            let error = layer_with(&[("input_scale", scale)]).unwrap_err();
+            assert!(error.is_unsupported() && error.to_string().contains("q_proj.input_scale"), "{error}");
+        }
+    }
+
+    #[test]
+    fn two_scales_that_differ_are_refused() {
+        layer_with(&[("weight_scale_inv", 0.25)]).unwrap();
+        let error = layer_with(&[("weight_scale_inv", 100.0)]).unwrap_err().to_string();
+        assert!(error.contains("q_proj.weight_scale`") && error.contains("q_proj.weight_scale_inv`"), "{error}");
+    }
+
     #[test]
     fn a_missing_or_unclear_scale_is_refused() {
         let says = |scale: Option<(&str, &[usize], &[f32])>, part: &str| {

@@ -94,6 +94,8 @@ fn truncated_at_any_length() {
         assert!(error.is_format(), "{error}");
         says(&error, &["model.safetensors"]);
     }
+    let sizes = [whole.len() - 1, whole.len()].map(|size| size.to_string());
+    says(&refused(folder.path()), &[&sizes[0], &sizes[1], "truncated, download it again"]);
     let mut longer = whole.clone();
     longer.push(0);
     std::fs::write(weights(&folder), longer).unwrap();
@@ -125,13 +127,28 @@ fn offsets_that_overlap_leave_gaps_run_backwards_or_lie() {
     let cases = [
         (entry("a", "[4]", 0, 16) + "," + &entry("b", "[4]", 8, 24), "does not start where"),
         (entry("a", "[4]", 0, 16) + "," + &entry("b", "[2]", 24, 32), "does not start where"),
-        (entry("a", "[4]", 16, 0), "does not start where"),
-        (entry("a", "[4]", 0, 24), "shape and type"),
-        (entry("a", "[4]", 0, 16), "where the file ends"),
-        (entry("a", "[4294967296,4294967296,4]", 0, 32), "more elements"),
-        (entry("a", "[12]", 0, 48), "where the file ends"),
-        (entry("a", "[-1]", 0, 16), "JSON"),
-        ("\"a\":7".to_owned(), "JSON"),
+        (entry("a", "[4]", 16, 0), "tensor `a` has reversed offsets"),
+        (
+            entry("b", "[4]", 0, 16) + "," + &entry("a", "[4]", 16, 40),
+            "tensor `a` has shape [4] of type F32, which is 16 bytes",
+        ),
+        (entry("a", "[4]", 0, 16), "trailing bytes"),
+        (
+            entry("a", "[4294967296,4294967296,4]", 0, 32),
+            "tensor `a` has shape [4294967296, 4294967296, 4], more elements",
+        ),
+        (entry("a", "[12]", 0, 48), "truncated, download it again"),
+        (entry("a", "[-1]", 0, 16), "tensor `a` has `shape` [-1]"),
+        (
+            r#""a":{"dtype":"F32","shape":[4],"data_offsets":[-4,12]}"#.to_owned(),
+            "tensor `a` has `data_offsets` [-4,12]",
+        ),
+        (r#""a":{"dtype":"F32","data_offsets":[0,16]}"#.to_owned(), "tensor `a` has no `shape`"),
+        (
+            r#""a":{"dtype":"F31","shape":[4],"data_offsets":[0,16]}"#.to_owned(),
+            "tensor `a` has the unknown type \"F31\"",
+        ),
+        ("\"a\":7".to_owned(), "tensor `a`"),
     ];
     for (header, rule) in cases {
         write_raw(&weights(&folder), &format!("{{{header}}}"), &[0; 32]);
@@ -237,6 +254,10 @@ fn configs_that_make_no_sense() {
     let cases = [
         (json!({"num_attention_heads": 3}), "32 does not divide by 3 heads"),
         (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "2 query heads do not divide by 3"),
+        (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "(`num_attention_heads`, `num_key_value_heads`)"),
+        (json!({"head_dim": 12}), "`head_dim`"),
+        (json!({"rope_theta": -1e300}), "and is -1e300"),
+        (json!({"rope_scaling": {"rope_type": "spiral"}}), "`rope_type` `spiral` is not known"),
         (json!({"num_hidden_layers": 0}), "`num_hidden_layers` must be a whole number from 1"),
         (json!({"num_hidden_layers": 10_001}), "`num_hidden_layers`"),
         (json!({"num_hidden_layers": -1}), "`num_hidden_layers`"),

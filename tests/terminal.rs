@@ -91,8 +91,42 @@ fn progress_says_step_total_and_time_left() {
     // The bar is gone before the result comes.
     let result = seen.find("weight-spike, mode logit").unwrap();
     assert!(!seen[result..].contains(" left") && seen[..result].contains("layer 1/2"), "{seen}");
-    let (code, seen) = on_terminal(&["calibrate", TINY_LLAMA]);
-    assert!(code == 0 && seen.contains("/6, ") && seen.contains(" left"), "{seen}");
+}
+
+/// The first picture names the work, with an empty bar and no guess of the time.
+#[test]
+fn progress_starts_with_what_is_made() {
+    for (args, first) in
+        [(&STRESS[..], "weight-spike: the first step"), (&["calibrate", TINY_LLAMA], "calibrate: layer 0/6")]
+    {
+        let (code, seen) = on_terminal(args);
+        let (before, after) = seen.split_once(first).unwrap_or_else(|| panic!("{seen}"));
+        assert!(code == 0 && !before.contains('█') && !after.starts_with(','), "{seen}");
+    }
+}
+
+#[test]
+fn log_lines_have_a_line_of_their_own() {
+    let (code, seen) = shown(command(&["calibrate", TINY_LLAMA]).env("RUST_LOG", "sigmascale=debug"), None);
+    let mut lines = 0;
+    for (at, _) in seen.match_indices("Z DEBUG") {
+        // A line begins with its time.
+        let line = &seen[..at - "2026-01-01T00:00:00.000000".len()];
+        assert!(line.is_empty() || line.ends_with(['\n', '\r', 'K', 'J', 'G']), "{seen:?}");
+        lines += 1;
+    }
+    assert!(code == 0 && lines > 0, "{seen:?}");
+    let (code, seen) = shown(command(&["families"]).env("RUST_LOG", "===bad"), None);
+    assert!(code == 0 && seen.contains("warning: RUST_LOG====bad is ignored"), "{seen:?}");
+}
+
+#[test]
+fn help_that_cannot_be_written_is_a_failure() {
+    let full = || Some(File::options().write(true).open("/dev/full").unwrap().into());
+    for args in [&["--help"][..], &["--version"], &["calibrate", "--help"]] {
+        let (code, seen) = shown(&mut command(args), full());
+        assert!(code == 1 && seen.contains("cannot write"), "{args:?}: {code} {seen}");
+    }
 }
 
 #[test]

@@ -39,6 +39,38 @@ def positive(name, value):
     return number
 
 
+def count(name, value):
+    """``value`` as an int of at least 1."""
+    return whole(name, value, least=1)
+
+
+def share(name, value):
+    """``value`` as a float above 0 and at most 1."""
+    number = positive(name, value)
+    if number > 1:
+        raise ArgumentError(f"{name} {number} must be greater than 0 and at most 1")
+    return number
+
+
+def probability(name, value):
+    """``value`` as a float between 0 and 1."""
+    number = positive(name, value)
+    if number >= 1:
+        raise ArgumentError(f"{name} {number} must lie between 0 and 1")
+    return number
+
+
+def one_of(*words):
+    """A check that the value is one of these words."""
+
+    def check(name, value):
+        if text(name, value) not in words:
+            raise ArgumentError(f"{name} {value!r} is not one of {', '.join(words)}")
+        return value
+
+    return check
+
+
 def flag(name, value):
     """``value`` as a bool; NumPy's count, other values do not."""
     if type(value).__name__ not in ("bool", "bool_"):

@@ -7,18 +7,21 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from . import _native
-from ._arguments import flag, optional, real, text, whole
+from ._arguments import count, flag, optional, real, text, whole
 from ._errors import ArgumentError
 from ._parameters import named
 from ._results import Inspection, Profile, StressRun
 
+# The types that safetensors files hold; those of tensors that are not read do not matter.
 _SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+_SAFETENSORS |= {"float8_e5m2": "F8_E5M2", "bool": "BOOL"}
+_SAFETENSORS |= {f"{kind}int{bits}": f"{kind.upper() or 'I'}{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)}
 # Defaults and checks of the options of `calibrate`.
 _OPTIONS = {
     "delta": (1e-6, real),
-    "seq_len": (1024, whole),
-    "batch": (1, whole),
-    "steps": (1, whole),
+    "seq_len": (1024, count),
+    "batch": (1, count),
+    "steps": (1, count),
     "eta": (0.8, real),
     "bound": ("certain", text),
     "granularity": ("head", text),
@@ -40,8 +43,12 @@ def _stored(name, value):
     if hasattr(value, "untyped_storage"):
         import torch
 
+        if value.is_meta:
+            raise ArgumentError(f"weights: {name} is on the meta device and has no values: load it first")
         tensor = value.detach().cpu().contiguous()
         return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.view(-1).view(torch.uint8).numpy()
+    if value is None:
+        raise ArgumentError(f"weights: {name} is None: expected an array or a tensor")
     array = np.asarray(value)
     shape = array.shape
     if array.dtype.byteorder == ">":
@@ -61,7 +68,7 @@ def _safetensors(weights):
     for name, value in weights.items():
         dtype, shape, data = _stored(name, value)
         if dtype not in _SAFETENSORS:
-            raise ArgumentError(f"{name} has type {dtype}: {', '.join(_SAFETENSORS)} are read")
+            raise ArgumentError(f"weights: {name} has type {dtype}: {', '.join(_SAFETENSORS)} are taken")
         header[str(name)] = {
             "dtype": _SAFETENSORS[dtype],
             "shape": list(shape),
@@ -84,6 +91,12 @@ def _path(name, value):
 
 
 def _source(model, weights):
+    if isinstance(model, Profile | Inspection | StressRun):
+        raise TypeError(f"model: pass the model itself, not {model!r}, which is a result")
+    if hasattr(model, "state_dict"):
+        raise TypeError(f"model is a {type(model).__name__}: pass model.config, and weights=model.state_dict()")
+    if not hasattr(model, "to_json_string") and not isinstance(model, Mapping | str | bytes | os.PathLike):
+        raise TypeError(f"model must be a preset's name, a path or a config, not {model!r}")
     held = None if weights is None else _safetensors(weights)
     if hasattr(model, "to_json_string"):
         # A config of Hugging Face transformers.
@@ -166,16 +179,21 @@ def stress(
     if policies is not None:
         one = isinstance(policies, str) or not isinstance(policies, Iterable)
         policies = [named(policy) for policy in ([policies] if one else policies)]
-    count, file = optional(whole), optional(_path)
+    if scenario in ("resume", "lr-spike"):
+        raise ArgumentError(
+            f"{scenario} trains a model, which the command alone does: in the source folder run "
+            f"`cargo run --release --features train -- stress {scenario} --model tiny-llama-train`"
+        )
+    some, file = optional(count), optional(_path)
     arguments = {
         "model": file("model", model),
         "mode": text("mode", mode),
         "policies": policies,
-        "layers": count("layers", layers),
-        "seq_len": count("seq_len", seq_len),
+        "layers": some("layers", layers),
+        "seq_len": some("seq_len", seq_len),
         "tokens": file("tokens", tokens),
         "path": [_path("path", place) for place in ([path] if isinstance(path, str | os.PathLike) else path)],
-        "steps": count("steps", steps),
+        "steps": some("steps", steps),
         "seed": whole("seed", seed),
         "device": text("device", device),
         "trace": file("trace", trace),
@@ -194,6 +212,8 @@ def descales(profile):
     """
     if not isinstance(profile, Mapping):
         raise TypeError(f"profile: expected what calibrate() returned, got {type(profile).__name__}")
+    if isinstance(profile, Inspection | StressRun):
+        raise TypeError(f"profile: expected what calibrate() returned, not {profile!r}")
     if not profile.get("layers"):
         raise ArgumentError("the profile has no layers: calibrate a checkpoint, not a config alone")
     rows = {}

@@ -3,7 +3,8 @@
 import dataclasses
 import json
 
-from ._arguments import positive, text, whole
+from ._arguments import count, one_of, positive, probability, share, whole
+from ._errors import ArgumentError
 
 
 class _Checked:
@@ -19,8 +20,11 @@ def _field(default, check):
     return dataclasses.field(default=default, metadata={"check": check})
 
 
-def _count(name, value):
-    return whole(name, value, least=1)
+def _factor(name, value):
+    number = positive(name, value)
+    if number < 1:
+        raise ArgumentError(f"{name} {number} must be finite and at least 1")
+    return number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +35,11 @@ class Tail(_Checked):
     ``eta`` is the share of the E4M3 range that a logit bound is mapped onto, of whatever policy.
     """
 
-    delta: float = _field(1e-6, positive)
-    seq_len: int = _field(1024, _count)
-    batch: int = _field(1, _count)
-    steps: int = _field(1, _count)
-    eta: float = _field(0.8, positive)
+    delta: float = _field(1e-6, probability)
+    seq_len: int = _field(1024, count)
+    batch: int = _field(1, count)
+    steps: int = _field(1, count)
+    eta: float = _field(0.8, share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +47,18 @@ class AutoC(_Checked):
     """``auto-c``: certain bounds for ``burn_in`` steps, then ``kappa`` times the ``quantile`` of amax / bound seen there, times
     the bound. ``pooling``: one such constant for each ``layer`` or ``head``, or one for the whole ``model``."""
 
-    burn_in: int = _field(100, _count)
-    quantile: float = _field(0.9999, positive)
-    kappa: float = _field(1.5, positive)
-    pooling: str = _field("layer", text)
+    burn_in: int = _field(100, count)
+    quantile: float = _field(0.9999, share)
+    kappa: float = _field(1.5, _factor)
+    pooling: str = _field("layer", one_of("model", "layer", "head"))
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayedPaper(_Checked):
     """``delayed-paper``: the largest amax of the last ``history`` steps is mapped onto ``margin`` times 448."""
 
-    history: int = _field(16, _count)
-    margin: float = _field(0.9, positive)
+    history: int = _field(16, count)
+    margin: float = _field(0.9, share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +66,8 @@ class DelayedTe(_Checked):
     """``delayed-te``, TransformerEngine's: the largest amax of the last ``history`` steps, or with
     ``algorithm="most-recent"`` the last one, is mapped onto 448 / 2^``margin``."""
 
-    history: int = _field(1024, _count)
-    algorithm: str = _field("max", text)
+    history: int = _field(1024, count)
+    algorithm: str = _field("max", one_of("max", "most-recent"))
     margin: int = _field(0, lambda name, value: whole(name, value, least=-32, most=32))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ._arguments import positive, pytorch, whole
-from ._errors import ArgumentError
+from ._errors import ArgumentError, CudaError
 
 _TOLERANCE = 0.02
 _LOWEST, _HIGHEST = 1.2, 2.8
@@ -89,7 +89,8 @@ def probe(
     where the call runs on a GPU and is left out elsewhere; ``bias_seq_len=0`` leaves it out everywhere.
 
     Returns a :class:`ProbeReport`; ``report.ok`` is True if everything is applied. An effective descale that is more than
-    some 2 % off is not. Raises :class:`ArgumentError` if the call returns another shape than q's; what the call raises
+    some 2 % off is not. Raises :class:`ArgumentError` if the call returns another shape than q's, and :class:`CudaError` if
+    there is no GPU for ``device``; what the call raises
     goes through. Only the product of the q and k descales of a head reaches the output, so swapping those two is no fault.
     """
     batch, n_q_heads, n_kv_heads, d_head = (
@@ -107,7 +108,9 @@ def probe(
     if framework not in ("torch", "numpy"):
         raise ArgumentError(f"framework {framework!r} is neither 'torch' nor 'numpy'")
     if framework == "torch":
-        pytorch("probe() without framework='numpy'")
+        torch = pytorch("probe() without framework='numpy'")
+        if str(device).startswith("cuda") and not torch.cuda.is_available():
+            raise CudaError(f"device {str(device)!r}: PyTorch finds no GPU; device='cpu' probes a call that runs there")
     if not callable(call):
         raise TypeError(f"call must be a function of (q, k, v, q_descale, k_descale, v_descale), not {call!r}")
     tau = d_head**-0.5 if softmax_scale is None else positive("softmax_scale", softmax_scale)

@@ -196,6 +196,10 @@ impl Stored {
                     shift: 1,
                     positions: 1,
                 }),
+                window: None,
+                sinks: false,
+                kv_source: None,
+                mla: None,
             }],
             d_model: layer.d_model,
             norm: InputNorm {
@@ -214,6 +218,8 @@ impl Stored {
             }),
             soft_cap: None,
             max_positions: None,
+            v_norm: false,
+            multipliers: None,
             fp8_inputs: false,
         }
     }
@@ -233,6 +239,7 @@ impl Stored {
             norm_shift: self.shift.clone(),
             q_norm: vectors(0),
             k_norm: vectors(1),
+            mla: None,
         };
         let mut geometry = LayerGeometry::new(&spec, weights)?;
         if let (Some(limits), Some(norm)) = (&mut geometry.qk_limits, &layer.qk_norm) {

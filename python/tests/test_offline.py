@@ -226,14 +226,37 @@ def test_exported_scales_are_the_largest_of_the_heads(tmp_path):
         (sigmascale.ArgumentError, "needs weights", lambda: sigmascale.inspect("gpt2-xl")),
         (sigmascale.ArgumentError, "scenario", lambda: sigmascale.stress("rain", MODEL)),
         (sigmascale.ArgumentError, "needs a model", lambda: sigmascale.stress("refit")),
-        (sigmascale.ArgumentError, "int64", lambda: sigmascale.calibrate({}, weights={"x": np.zeros(3, np.int64)})),
+        (
+            sigmascale.ArgumentError,
+            "x has type complex64",
+            lambda: sigmascale.calibrate({}, weights={"x": np.zeros(3, np.complex64)}),
+        ),
         (TypeError, "seq_len must be an integer, not 1.5", lambda: sigmascale.calibrate("gpt2-xl", seq_len=1.5)),
-        (sigmascale.ArgumentError, "steps -1 must be at least 0", lambda: sigmascale.calibrate("gpt2-xl", steps=-1)),
+        (sigmascale.ArgumentError, "steps -1 must be at least 1", lambda: sigmascale.calibrate("gpt2-xl", steps=-1)),
         (sigmascale.ArgumentError, "batch 2361183", lambda: sigmascale.calibrate("gpt2-xl", batch=2**71)),
         (TypeError, "delta must be a number", lambda: sigmascale.calibrate("gpt2-xl", delta="1e-6")),
         (TypeError, "as_paper must be True or False", lambda: sigmascale.calibrate("gpt2-xl", as_paper=1)),
         (TypeError, "bound must be a str", lambda: sigmascale.calibrate("gpt2-xl", bound=None)),
-        (TypeError, "str, bytes or os.PathLike", lambda: sigmascale.calibrate(3)),
+        (TypeError, "model must be a preset's name, a path or a config, not 3", lambda: sigmascale.calibrate(3)),
+        (TypeError, "a path or a config, not None", lambda: sigmascale.calibrate(None)),
+        (sigmascale.ArgumentError, "weights: x is None", lambda: sigmascale.calibrate({}, weights={"x": None})),
+        (sigmascale.ArgumentError, "seq_len 0 must be at least 1", lambda: sigmascale.calibrate(MODEL, seq_len=0)),
+        (sigmascale.ArgumentError, "layers 0 must be at least 1", lambda: sigmascale.stress("refit", MODEL, layers=0)),
+        (
+            sigmascale.ArgumentError,
+            "features train -- stress lr-spike --model tiny-llama-train",
+            lambda: sigmascale.stress("lr-spike", MODEL),
+        ),
+        (
+            TypeError,
+            "pass the model itself, not <sigmascale calibration of",
+            lambda: sigmascale.export_scales(sigmascale.calibrate(MODEL), "x.safetensors"),
+        ),
+        (
+            TypeError,
+            "expected what calibrate.. returned, not <sigmascale inspection",
+            lambda: sigmascale.descales(sigmascale.inspect(MODEL)),
+        ),
         (sigmascale.ArgumentError, "UTF-8", lambda: sigmascale.calibrate("\udc80")),
         (TypeError, "weights: expected a mapping", lambda: sigmascale.calibrate(MODEL, weights=[1])),
         (
@@ -256,16 +279,21 @@ def test_exported_scales_are_the_largest_of_the_heads(tmp_path):
         ),
         (
             sigmascale.ArgumentError,
-            "auto-c: unknown variant `tensor`, expected one of `model`, `layer`, `head`",
-            lambda: sigmascale.stress("refit", MODEL, policies=sigmascale.AutoC(pooling="tensor")),
+            "pooling 'tensor' is not one of model, layer, head",
+            lambda: sigmascale.AutoC(pooling="tensor"),
         ),
         (
             sigmascale.ArgumentError,
             "kappa 0.5 must be",
-            lambda: sigmascale.stress("refit", MODEL, policies=sigmascale.AutoC(kappa=0.5)),
+            lambda: sigmascale.AutoC(kappa=0.5),
         ),
         (sigmascale.ArgumentError, "burn_in 0 must be at least 1", lambda: sigmascale.AutoC(burn_in=0)),
         (sigmascale.ArgumentError, "quantile nan must be finite", lambda: sigmascale.AutoC(quantile=float("nan"))),
+        (sigmascale.ArgumentError, "quantile 2.0 must be", lambda: sigmascale.AutoC(quantile=2)),
+        (sigmascale.ArgumentError, "algorithm 'foo' is not", lambda: sigmascale.DelayedTe(algorithm="foo")),
+        (sigmascale.ArgumentError, "margin 1.5 must be", lambda: sigmascale.DelayedPaper(margin=1.5)),
+        (sigmascale.ArgumentError, "delta 2.0 must lie", lambda: sigmascale.Tail(delta=2)),
+        (sigmascale.ArgumentError, "eta 1.5 must be", lambda: sigmascale.Tail(eta=1.5)),
         (sigmascale.ArgumentError, "margin 33 must be", lambda: sigmascale.DelayedTe(margin=33)),
         (TypeError, "history must be an integer", lambda: sigmascale.DelayedPaper(history=1.5)),
         (TypeError, "seq_len must be an integer", lambda: sigmascale.Tail(seq_len="1024")),
@@ -276,6 +304,18 @@ def test_exported_scales_are_the_largest_of_the_heads(tmp_path):
 def test_errors_have_a_fitting_class_and_say_the_rule(kind, message, work):
     with pytest.raises(kind, match=message):
         work()
+
+
+def test_types_of_tensors_that_are_not_read_do_not_matter():
+    weights = stored(MODEL)
+    config = json.loads((MODEL / "config.json").read_text())
+    plain = sigmascale.calibrate(config, weights=weights)
+    others = {f"x.{dtype}": np.ones(3, dtype) for dtype in ("int64", "uint8", "bool", "int32")}
+    assert sigmascale.calibrate(config, weights=weights | others)["layers"] == plain["layers"]
+    name = "model.layers.4.self_attn.k_proj.weight"
+    weights[name] = weights[name].astype(np.int64)
+    with pytest.raises(sigmascale.FormatError, match="k_proj.weight` has type I64"):
+        sigmascale.calibrate(config, weights=weights)
 
 
 def test_weights_that_are_not_finite_are_refused():

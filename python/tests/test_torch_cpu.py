@@ -560,3 +560,16 @@ def test_a_runtime_does_not_keep_its_model_alive():
     with pytest.raises(sigmascale.SigmascaleError, match="model was deleted"):
         runtime.refresh()
     assert runtime._tensors is None
+
+
+def test_models_and_meta_tensors_say_what_to_pass():
+    with pytest.raises(TypeError, match="Linear: pass model.config, and weights=model.state_dict"):
+        sigmascale.calibrate(torch.nn.Linear(3, 3))
+    with pytest.raises(sigmascale.ArgumentError, match="weights: x is on the meta device"):
+        sigmascale.calibrate({}, weights={"x": torch.zeros(3, device="meta")})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_probe_without_a_gpu_says_so():
+    with pytest.raises(sigmascale.CudaError, match="device 'cuda': PyTorch finds no GPU"):
+        sigmascale.probe(lambda *_: None)

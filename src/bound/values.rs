@@ -114,10 +114,16 @@ impl HeadBounds {
 
 impl LayerBounds {
     pub(super) fn check(&self) -> Result<()> {
-        let operands = self.q.iter().chain(&self.k).chain(self.v.iter().flatten()).map(|bound| bound.rounded);
+        let operand =
+            |name, heads: &[OperandBound]| heads.iter().map(move |bound| (name, bound.rounded)).collect::<Vec<_>>();
+        let v = self.v.as_deref().unwrap_or_default();
+        let operands = [operand("q", &self.q), operand("k", &self.k), operand("v", v)].concat();
         let logits = self.heads.iter().flat_map(|h| [h.naive, h.certain, h.rounded, h.rank_aware, h.spectrum]);
-        match operands.chain(logits.flatten()).find(|bound| !bound.is_finite()) {
-            Some(bound) => Err(Error::non_finite(format_args!("a bound is {bound}"))),
+        let logits = logits.flatten().map(|bound| ("logits", bound));
+        match operands.into_iter().chain(logits).find(|(_, bound)| !bound.is_finite()) {
+            Some((what, bound)) => {
+                Err(Error::non_finite(format_args!("{what}: the bound is {bound}, the weights are too large")))
+            }
             None => Ok(()),
         }
     }

@@ -2,10 +2,10 @@
 
 use super::options::Options;
 use super::profile::{ChosenC, HeadProfile, LayerProfile, Method, MlaProfile, ModelSummary, Profile, TailSummary};
-use crate::bound::{CStar, E4M3_MAX, LayerBounds, MlaBounds};
+use crate::bound::{CStar, E4M3_MAX, LAYER_NORM_MEAN_LIMIT, LayerBounds, MlaBounds};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
-use crate::model::{AttentionSpec, LayerWeights};
+use crate::model::{AttentionSpec, LayerWeights, NormKind};
 use crate::plan::{Granularity, ScalePlan};
 use crate::scale::Descale;
 use crate::spectral::{Estimator, GramEngine, PowerEngine, PowerState, SpectralEngine, layer_channels, summed_norm};
@@ -170,6 +170,8 @@ impl<'s> Calibration<'s> {
                 granularity: if options.as_paper { Granularity::Layer } else { options.granularity },
                 as_paper: options.as_paper,
                 c: options.as_paper.then(|| options.c.unwrap_or(self.c_star.c_star)),
+                layer_norm_mean_limit: (self.spec.norm.kind == NormKind::LayerNorm && !options.as_paper)
+                    .then_some(LAYER_NORM_MEAN_LIMIT),
             }),
             layers: Some(self.layers),
         }

@@ -2,8 +2,11 @@
 
 use crate::bound::{BoundKind, Tail};
 use crate::error::{Error, Result};
-use crate::plan::{DEFAULT_ETA, Granularity};
+use crate::plan::{DEFAULT_ETA, Granularity, check_eta};
 use crate::spectral::Estimator;
+
+/// Largest constant in place of `c_star`; the worst case is 1.
+const MOST_C: f64 = 1000.0;
 
 /// What a calibration is asked for.
 #[derive(Clone, Copy, Debug)]
@@ -47,10 +50,11 @@ impl Options {
     /// If a value breaks its rule or two options contradict each other.
     pub fn check(&self) -> Result<()> {
         self.tail.check()?;
-        if !(self.eta > 0.0 && self.eta <= 1.0) {
-            return Err(Error::argument(format_args!("eta {} must be greater than 0 and at most 1", self.eta)));
-        }
+        check_eta(self.eta)?;
         match self.c {
+            Some(c) if c > MOST_C => {
+                return Err(Error::argument(format_args!("c {c:e} must be at most {MOST_C}: 1 is the worst case")));
+            }
             Some(c) if !(c.is_finite() && c > 0.0) => {
                 return Err(Error::argument(format_args!("c {c} must be finite and greater than zero")));
             }
@@ -63,12 +67,13 @@ impl Options {
             match self.bound {
                 BoundKind::Certain => {
                     return Err(Error::argument(
-                        "bound certain needs estimator gram: power iteration gives a lower bound, which cannot certify",
+                        "bound certain needs estimator gram: power iteration gives a lower bound, which cannot certify; use bound \
+                         rank-aware with it",
                     ));
                 }
                 BoundKind::Spectrum => {
                     return Err(Error::argument(
-                        "bound spectrum needs estimator gram: power iteration gives no Frobenius norm",
+                        "bound spectrum needs estimator gram: power iteration gives no Frobenius norm; use bound rank-aware with it",
                     ));
                 }
                 BoundKind::RankAware => {}

@@ -94,6 +94,9 @@ pub struct Method {
     pub as_paper: bool,
     /// The constant that multiplied the worst case under `as_paper`.
     pub c: Option<f64>,
+    /// Behind a LayerNorm, the largest `|mean| / sqrt(variance + epsilon)` of a token up to which bounds hold.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layer_norm_mean_limit: Option<f64>,
 }
 
 /// A model in a line.

@@ -141,7 +141,7 @@ pub fn run(args: Args) -> Result<()> {
         Model::Checkpoint(checkpoint) => {
             let start = Instant::now();
             let layers = checkpoint.spec().layers.len();
-            let bar = progress::bar(layers, "layer {pos}/{len}");
+            let bar = progress::bar(layers, "{msg}: layer {pos}/{len}", "calibrate");
             let mut calibration = Calibration::new(checkpoint.spec(), options)?;
             for layer in 0..layers {
                 calibration.layer(checkpoint.layer(layer)?)?;
@@ -222,6 +222,12 @@ fn table(profile: &Profile) -> String {
         let _ = writeln!(
             out,
             "  for sequences of at most {positions} tokens, the config's limit: queries grow with the position"
+        );
+    }
+    if let Some(limit) = method.layer_norm_mean_limit {
+        let _ = writeln!(
+            out,
+            "  LayerNorm: holds for tokens with |mean| <= {limit} sqrt(variance + epsilon); beyond it, f32 loses the mean"
         );
     }
     if profile.model.fp8_inputs {

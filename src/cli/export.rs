@@ -67,7 +67,7 @@ pub fn run(args: Args) -> Result<()> {
         )));
     };
     let options = ExportOptions { engine: args.engine.into(), per_head: args.per_head, copy: args.copy };
-    let bar = progress::bar(checkpoint.spec().layers.len(), "layer {pos}/{len}");
+    let bar = progress::bar(checkpoint.spec().layers.len(), "{msg}: layer {pos}/{len}", "export");
     let mut each = || {
         bar.inc(1);
         Ok(())

@@ -26,7 +26,7 @@ mod verify;
 
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
 
@@ -59,19 +59,31 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(error) => {
-            // Help and version come this way too; nobody is left to tell if the terminal is gone.
-            let _ = error.print();
-            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
+            // Help and version come this way too. A reader that is gone is no failure.
+            return match error.print() {
+                Err(unwritten) if unwritten.kind() != ErrorKind::BrokenPipe => {
+                    let _ = writeln!(std::io::stderr(), "error: cannot write: {unwritten}");
+                    ExitCode::FAILURE
+                }
+                _ => ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2)),
+            };
         }
     };
     // The runtime warns of every overflow; in the stress lab they are the result.
     let level = if matches!(cli.command, Command::Stress(_)) { "error" } else { "warn" };
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+    let filter = match std::env::var("RUST_LOG").unwrap_or_default() {
+        none if none.is_empty() => EnvFilter::new(level),
+        asked => EnvFilter::try_new(&asked).unwrap_or_else(|error| {
+            let rule = format!("RUST_LOG={asked} is ignored: {error}; an example is RUST_LOG=sigmascale=debug");
+            let _ = writeln!(std::io::stderr(), "warning: {}", output::printable(&rule));
+            EnvFilter::new(level)
+        }),
+    };
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         // Log lines are plain everywhere: colours would need a feature of their own.
         .with_ansi(false)
-        .with_writer(std::io::stderr)
+        .with_writer(|| progress::Log)
         .log_internal_errors(false)
         .init();
     let failed = if matches!(cli.command, Command::Verify(_)) { 3 } else { 1 };

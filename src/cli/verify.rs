@@ -62,7 +62,7 @@ pub fn run(mut args: Args) -> Result<bool> {
         engines.push(first);
         engines.extend(Engine::ALL.into_iter().filter(|engine| *engine != first));
     }
-    let bar = progress::bar(checkpoint.spec().layers.len(), "layer {pos}/{len}");
+    let bar = progress::bar(checkpoint.spec().layers.len(), "{msg}: layer {pos}/{len}", "verify");
     let mut each = || {
         bar.inc(1);
         Ok(())

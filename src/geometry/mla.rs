@@ -6,7 +6,7 @@
 //! `B c_q` and `D x`. Without a query latent the query reads x. The projections in front of the latents' norms enter no bound: a
 //! norm's output lies on its sphere whatever comes in.
 
-use super::{HeadOperator, NormOutput, Rotary, apply_gain_form, input_floor, operators};
+use super::{HeadOperator, NormOutput, Rotary, gains, input_floor, operators};
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, GainForm, LayerWeights, Mla, MlaRounding, Projection};
 use std::sync::Arc;
@@ -80,7 +80,7 @@ impl<'a> MlaGeometry<'a> {
         let (d, heads) = (spec.d_model, own.n_q_heads);
         let input_gain: Arc<[f64]> = match spec.norm.gain {
             GainForm::Unit => vec![1.0; d].into(),
-            form => apply_gain_form(&gain(weights.norm_gain.as_ref(), d, 1.0, "input norm")?, form).into(),
+            form => gains(&gain(weights.norm_gain.as_ref(), d, 1.0, "input norm")?, form).values.into(),
         };
         let q_gain = match mla.q_rank {
             Some(rank) => gain(latents.q_gain.as_ref(), rank, mla.q_factor, "query latent")?,

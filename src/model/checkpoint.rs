@@ -16,12 +16,14 @@ pub use stream::LayerStream;
 
 use super::config::Config;
 use super::families::{QkNormRule, QkNormStored, QkvTensors};
-use super::folder::{not_a_checkpoint, without_config, without_weights};
+use super::folder::{not_a_checkpoint, one_shard, without_config, without_weights};
+use super::keys::refuse;
 use super::layout::{LayerNames, ProjectionName, at};
 use super::shards::{Content, Entry, INDEX, Opened, SINGLE, Shard, open_held, open_sharded, open_single};
-use super::spec::{AttentionSpec, GainForm, LayerSpec, Multipliers};
+use super::spec::{AttentionSpec, GainForm, LayerSpec, Multipliers, NormKind};
 use super::weights::{LayerWeights, MlaWeights, NormVectors, Projection};
 use crate::error::{Error, Result};
+use crate::fp8::E4M3_MAX;
 use crate::tensor::{BlockScale, Dtype, MatrixView};
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -79,7 +81,10 @@ impl Checkpoint {
         }
         let config = Config::read(&config)?;
         let opened = match file {
-            Some(file) => open_single(file)?,
+            Some(file) => match one_shard(&file) {
+                Some(error) => return Err(error),
+                None => open_single(file)?,
+            },
             None if folder.join(SINGLE).symlink_metadata().is_ok() => open_single(folder.join(SINGLE))?,
             None if folder.join(INDEX).symlink_metadata().is_ok() => open_sharded(&folder)?,
             None => return Err(without_weights(&folder)),
@@ -210,6 +215,7 @@ impl Checkpoint {
             }
             None => (None, None),
         };
+        self.check_input_scales(&names, norm_gain.as_deref(), norm_shift.as_deref())?;
         let (q_norm, k_norm) = match (&self.config.family.qk_norm, &names.qk_norm) {
             (Some(rule), Some((q, k))) => {
                 let read = |name, heads| self.qk_norm(rule, name, heads, own.d_head).map(Some);
@@ -308,6 +314,39 @@ impl Checkpoint {
         if self.config.spec.layers.iter().any(stored) {
             self.config.spec.fp8_inputs = true;
         }
+    }
+
+    /// A static scale of the projections' input that is stored beside them. Above the largest that an element can need, it rounds
+    /// more of the input than the bounds count; an input clipped by a smaller one is shorter, but has a mean.
+    fn check_input_scales(&self, names: &LayerNames, gain: Option<&[f64]>, shift: Option<&[f64]>) -> Result<()> {
+        let norm = self.config.spec.norm;
+        if norm.kind == NormKind::None {
+            return Ok(());
+        }
+        let form = |g: &f64| if norm.gain == GainForm::OnePlus { 1.0 + g } else { *g };
+        let largest = |most: f64, x: f64| most.max(x.abs());
+        let gain = gain.map_or(1.0, |gain| gain.iter().map(form).fold(0.0, largest));
+        let shift = shift.map_or(0.0, |shift| shift.iter().copied().fold(0.0, largest));
+        let most = ((self.config.spec.d_model as f64).sqrt() * gain + shift) / f64::from(E4M3_MAX);
+        for place in [&names.q, &names.k, &names.v] {
+            let name = self.named(&place.name, &["input_scale", "activation_scale"]);
+            let Some(entry) = self.tensors.get(&name) else { continue };
+            if norm.kind == NormKind::LayerNorm {
+                let rule =
+                    format_args!("tensor `{name}` is a static input scale, which has no bound behind a LayerNorm");
+                return Err(refuse(&self.shards[entry.shard].path, rule));
+            }
+            for scale in self.read(&name, entry)? {
+                if !(scale > 0.0 && scale <= most) {
+                    let rule = format_args!(
+                        "tensor `{name}` is an input scale of {scale:e}, and no input of this layer needs one above {most:e}: \
+                         use dynamic scales, or calibrate it anew"
+                    );
+                    return Err(refuse(&self.shards[entry.shard].path, rule));
+                }
+            }
+        }
+        Ok(())
     }
 
     fn projections(
@@ -474,10 +513,16 @@ impl Checkpoint {
         }
         let base = name.strip_suffix("weight").unwrap_or(name);
         let names = [format!("{base}weight_scale_inv"), format!("{base}weight_scale")];
-        let Some(scale_name) = names.iter().find(|n| self.tensors.contains_key(*n)) else {
+        let mut stored = names.iter().filter_map(|name| Some((name, self.tensors.get(name)?)));
+        let Some((scale_name, scale)) = stored.next() else {
             return Err(self.broken(name, entry, "is E4M3 and has no `weight_scale` or `weight_scale_inv` beside it"));
         };
-        let scale = self.entry(scale_name)?;
+        if let Some((other, again)) = stored.next()
+            && self.read(other, again)? != self.read(scale_name, scale)?
+        {
+            let rule = format_args!("has two scales that differ, `{scale_name}` and `{other}`: remove the wrong one");
+            return Err(self.broken(name, entry, rule));
+        }
         let needs = |what: &str| {
             self.broken(scale_name, scale, format_args!("has shape {:?}, and {what} for `{name}`", scale.shape))
         };

@@ -9,7 +9,7 @@ use super::families::{
     BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, LayerHeads, NormTensor, REFUSED, ScaleRule, Support,
     TemperatureRule, WRAPPERS, family, known_families,
 };
-use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, read_capped, refuse, shorten, too_large};
+use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, nearest, plain, read_capped, refuse, shorten, too_large};
 use super::quantization::{Stored, Tile};
 use super::spec::{AttentionSpec, LayerSpec, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
@@ -146,7 +146,9 @@ impl Config {
         let wrapped = wrapper.into_iter().flat_map(|wrapper| wrapper.prefixes);
         let prefixes = wrapped.chain(family.prefixes).copied().collect();
         check_dtype(top)?;
-        let stored = Stored::of(if top.get("quantization_config").is_some() { top } else { text })?;
+        let stored = Stored::of(&[top, text])?;
+        let settings = text.with_rope_default(family)?;
+        let text = Keys { map: &settings, file };
         for refusal in COMMON_REFUSALS.iter().chain(family.refusals) {
             text.check(refusal)?;
         }
@@ -175,6 +177,21 @@ impl<'a> Keys<'a> {
         Ok(())
     }
 
+    /// The keys, with the family's own rotation where they have no settings of it.
+    fn with_rope_default(&self, family: &Family) -> Result<Map<String, Value>> {
+        let mut map = self.map.clone();
+        let Some(default) = family.rope_default else { return Ok(map) };
+        for key in ["rope_parameters", "rope_scaling"] {
+            if self.object(key)?.is_some_and(|settings| !settings.is_empty()) {
+                return Ok(map);
+            }
+        }
+        let default = serde_json::from_str(default).map_err(|e| Error::format(self.file, e))?;
+        map.remove("rope_scaling");
+        map.insert("rope_parameters".to_owned(), default);
+        Ok(map)
+    }
+
     fn build(self, family: &'static Family, prefixes: Vec<&'static str>, stored: Stored) -> Result<Config> {
         let file = self.file;
         // LongCat counts pairs of attentions as layers.
@@ -193,8 +210,13 @@ impl<'a> Keys<'a> {
         let most_channels = if family.global_heads { 512 } else { 256 };
         for d_head in [d_head, global.d_head] {
             if d_head % 8 != 0 || !(16..=most_channels).contains(&d_head) {
-                let rule = "it must be a multiple of 8 from 16 to";
-                return Err(refuse(file, format_args!("head dimension {d_head} is refused: {rule} {most_channels}")));
+                return Err(refuse(
+                    file,
+                    format_args!(
+                        "head dimension {d_head} (`head_dim`, or model dimension / heads) is refused: it must be a multiple of \
+                         8 from 16 to {most_channels}"
+                    ),
+                ));
             }
         }
         if !matches!(family.sizes.layer_heads, LayerHeads::Hybrid { .. }) {
@@ -373,7 +395,7 @@ impl<'a> Keys<'a> {
     fn not_negative(&self, key: &str) -> Result<Option<f64>> {
         match self.number(key)? {
             Some(x) if x < 0.0 => {
-                Err(Error::format(self.file, format_args!("`{key}` must not be negative, and is {x}")))
+                Err(Error::format(self.file, format_args!("`{key}` must not be negative, and is {}", plain(x))))
             }
             other => Ok(other),
         }
@@ -383,7 +405,9 @@ impl<'a> Keys<'a> {
     fn whole(&self, key: &str) -> Result<Option<usize>> {
         match self.positive(key)? {
             Some(x) if x.fract() == 0.0 && x <= MAX_POSITIONS as f64 => Ok(Some(x as usize)),
-            Some(x) => Err(Error::format(self.file, format_args!("`{key}` must be a whole number, and is {x}"))),
+            Some(x) => {
+                Err(Error::format(self.file, format_args!("`{key}` must be a whole number, and is {}", plain(x))))
+            }
             None => Ok(None),
         }
     }
@@ -414,8 +438,10 @@ impl<'a> Keys<'a> {
 fn unknown_family(file: &Path, model_type: &str) -> Error {
     let read = known_families().into_iter().filter(|known| matches!(known.support, Support::Family(_)));
     let read: Vec<&str> = read.map(|known| known.model_type).collect();
+    let near = nearest(model_type, read.iter().copied());
+    let near = if near.is_empty() { String::new() } else { format!("; nearest: {}", near.join(", ")) };
     let (model_type, read) = (shorten(model_type), read.join(", "));
-    refuse(file, format_args!("model type `{model_type}` is not known, so it has no bounds; known are {read}"))
+    refuse(file, format_args!("model type `{model_type}` is not known, so it has no bounds{near}; known are {read}"))
 }
 
 /// Refuses a config whose stored type is no floating type.

@@ -1,12 +1,9 @@
 //! Why a path is not a checkpoint: what was found there, and what to do about it.
 
+use super::header::{GGUF, PICKLED};
 use super::shards::{INDEX, SINGLE};
 use crate::error::Error;
 use std::path::Path;
-
-const PICKLED: &str = "is a pickled PyTorch checkpoint, and only safetensors are read: load it in transformers and call \
-                       `save_pretrained(folder, safe_serialization=True)`";
-const GGUF: &str = "is GGUF, whose weights are already quantised: use the safetensors checkpoint that it was made from";
 
 /// Why one file cannot be opened.
 pub(super) fn not_a_checkpoint(file: &Path) -> Error {
@@ -24,6 +21,15 @@ pub(super) fn without_config(folder: &Path) -> Error {
     let of = |kind: &str| names.iter().find(|name| ending(Path::new(name)) == kind);
     if let Some(gguf) = of("gguf").filter(|_| of("safetensors").is_none()) {
         return Error::format(folder, format_args!("{gguf} {GGUF}"));
+    }
+    let pickled = of("bin").or(of("pt")).or(of("pth")).filter(|_| of("safetensors").is_none());
+    if let Some(pickled) = pickled {
+        return Error::format(folder, format_args!("{pickled} {PICKLED}"));
+    }
+    if let Some(hash) = snapshot(folder) {
+        let place = folder.join("snapshots").join(hash);
+        let rule = format_args!("this is the cache of a Hugging Face repository: pass {}", place.display());
+        return Error::format(folder, rule);
     }
     let what = match of("safetensors") {
         Some(weights) => {
@@ -56,6 +62,21 @@ pub(super) fn without_weights(folder: &Path) -> Error {
         format!("no weights are here: download {SINGLE}, or pass {} to use the config alone", config.display())
     };
     Error::format(folder, what)
+}
+
+/// The last revision in a folder of the Hugging Face cache.
+fn snapshot(folder: &Path) -> Option<String> {
+    names(&folder.join("snapshots")).pop()
+}
+
+/// Why one shard of several cannot be read alone.
+pub(super) fn one_shard(file: &Path) -> Option<Error> {
+    let name = file.file_name()?.to_string_lossy();
+    let count = shards(&name).filter(|count| *count > 1)?;
+    let number: usize = name.rsplit_once("-of-")?.0.rsplit_once('-')?.1.parse().ok()?;
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let rule = format_args!("it is shard {number} of {count}: pass the folder {}", folder.display());
+    Some(Error::format(file, rule))
 }
 
 /// `n` of `model-00001-of-0000n.safetensors`.

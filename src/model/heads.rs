@@ -4,6 +4,7 @@ use super::families::{BLOCK_REFUSALS, Count, HeadDim, KvHeads, LayerHeads, Sizes
 use super::keys::{Keys, MAX_D_MODEL, MAX_HEADS, refuse};
 use crate::error::{Error, Result};
 use serde_json::Value;
+use std::path::PathBuf;
 
 impl Keys<'_> {
     /// Query and KV heads of each layer; `None` where it has no attention.
@@ -32,7 +33,14 @@ impl Keys<'_> {
         };
         let unequal = |heads: &Option<(usize, usize)>| heads.is_some_and(|(n_q, n_kv)| n_q % n_kv != 0);
         if let Some((number, Some((n_q, n_kv)))) = heads.iter().enumerate().find(|(_, heads)| unequal(heads)) {
-            let rule = format_args!("layer {number}: {n_q} query heads do not divide by {n_kv} key/value heads");
+            let rule = format_args!(
+                "layer {number}: {n_q} query heads do not divide by {n_kv} key/value heads (`{}`{})",
+                sizes.q_heads.keys[0],
+                match &sizes.kv_heads {
+                    KvHeads::Key(count) => format!(", `{}`", count.keys[0]),
+                    _ => String::new(),
+                }
+            );
             return Err(Error::format(self.file, rule));
         }
         Ok(heads)
@@ -52,24 +60,24 @@ impl Keys<'_> {
             return Err(Error::format(self.file, rule));
         }
         let kv_heads = |(number, block): (usize, &Value)| {
-            let at = |e: Error| e.within(format_args!("block {number}"));
             let Some(Value::Object(map)) = block.get("attention") else {
                 return Err(Error::format(self.file, format_args!("block {number}: `attention` must be an object")));
             };
             if block.get("parallel_blocks").is_some_and(|inner| !inner.is_null()) {
                 return Err(refuse(self.file, format_args!("block {number}: `parallel_blocks` are not known")));
             }
-            let attention = Keys { map, file: self.file };
+            let place = PathBuf::from(format!("{}, block {number}", self.file.display()));
+            let attention = Keys { map, file: &place };
             // A linear layer in attention's place has no logits.
             for absent in ["no_op", "replace_with_linear"] {
-                if attention.flag(absent).map_err(at)?.unwrap_or(false) {
+                if attention.flag(absent)?.unwrap_or(false) {
                     return Ok(None);
                 }
             }
             for refusal in BLOCK_REFUSALS {
-                attention.check(refusal).map_err(at)?;
+                attention.check(refusal)?;
             }
-            match attention.count("n_heads_in_group", MAX_HEADS).map_err(at)? {
+            match attention.count("n_heads_in_group", MAX_HEADS)? {
                 Some(group) if n_q.is_multiple_of(group) => Ok(Some(n_q / group)),
                 Some(group) => {
                     let rule = format_args!("block {number}: {n_q} query heads do not divide into groups of {group}");
@@ -108,7 +116,9 @@ impl Keys<'_> {
             }
             Err(Error::format(
                 self.file,
-                format_args!("model dimension {d_model} does not divide by {n_q_heads} heads"),
+                format_args!(
+                    "model dimension {d_model} does not divide by {n_q_heads} heads, and `head_dim` is not there"
+                ),
             ))
         };
         match rule {

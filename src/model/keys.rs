@@ -61,6 +61,24 @@ pub(super) fn shorten(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(64).collect()
 }
 
+/// How alike a name and a known one have to be for that to be named.
+const ALIKE: f64 = 0.8;
+
+/// At most three of the known names, the most alike first.
+pub(super) fn nearest(name: &str, known: impl Iterator<Item = &'static str>) -> Vec<&'static str> {
+    let name = name.to_lowercase();
+    let mut alike: Vec<_> = known.map(|known| (strsim::jaro_winkler(&name, known), known)).collect();
+    alike.retain(|(score, _)| *score > ALIKE);
+    alike.sort_by(|a, b| b.0.total_cmp(&a.0));
+    alike.into_iter().take(3).map(|(_, known)| known).collect()
+}
+
+/// A number in a message: with an exponent where it has many digits.
+pub(super) fn plain(x: f64) -> String {
+    let text = x.to_string();
+    if text.len() > 16 { format!("{x:e}") } else { text }
+}
+
 /// An object of the config and the file it stands in.
 #[derive(Clone, Copy)]
 pub(super) struct Keys<'a> {
@@ -106,7 +124,7 @@ impl<'a> Keys<'a> {
     pub fn positive(&self, key: &str) -> Result<Option<f64>> {
         match self.number(key)? {
             Some(x) if x <= 0.0 => {
-                Err(Error::format(self.file, format_args!("`{key}` must be greater than zero, and is {x}")))
+                Err(Error::format(self.file, format_args!("`{key}` must be greater than zero, and is {}", plain(x))))
             }
             other => Ok(other),
         }

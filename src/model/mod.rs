@@ -11,6 +11,7 @@ mod families;
 mod files;
 mod folder;
 mod head_offsets;
+mod header;
 mod heads;
 mod hybrid;
 mod keys;

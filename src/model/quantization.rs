@@ -11,7 +11,7 @@ pub(super) type Tile = (usize, usize);
 const DEFAULT_TILE: Tile = (128, 128);
 
 /// How the weights of the projections are stored.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, PartialEq)]
 pub(super) struct Stored {
     /// In scaled E4M3: an engine that multiplies by them as they are rounds the other operand to E4M3 too.
     pub fp8: bool,
@@ -30,11 +30,28 @@ fn has_content(value: &Value) -> bool {
 }
 
 impl Stored {
-    /// Refuses stored weights other than plain ones and scaled E4M3.
-    pub fn of(keys: Keys<'_>) -> Result<Self> {
-        let Some(map) = keys.object("quantization_config")? else { return Ok(Self::default()) };
-        let settings = Keys { map, file: keys.file };
-        let method = settings.text("quant_method")?.unwrap_or("unnamed");
+    /// Refuses stored weights other than plain ones and scaled E4M3, by every dictionary that describes them: in which one an
+    /// engine looks depends on its release.
+    pub fn of(places: &[Keys<'_>]) -> Result<Self> {
+        let mut found: Option<Self> = None;
+        for keys in places {
+            for key in ["quantization_config", "compression_config"] {
+                let Some(map) = keys.object(key)? else { continue };
+                let stored = Self::of_one(Keys { map, file: keys.file }, key)?;
+                if found.is_some_and(|other| other != stored) {
+                    let rule =
+                        format_args!("`{key}` and another description of the stored weights say different things");
+                    return Err(refuse(keys.file, rule));
+                }
+                found = Some(stored);
+            }
+        }
+        Ok(found.unwrap_or_default())
+    }
+
+    fn of_one(settings: Keys<'_>, key: &str) -> Result<Self> {
+        let unnamed = if key == "compression_config" { "compressed-tensors" } else { "unnamed" };
+        let method = settings.text("quant_method")?.unwrap_or(unnamed);
         let plain = settings.plain_weights()?;
         let known = match method {
             _ if plain => true,
@@ -46,14 +63,14 @@ impl Stored {
         };
         if !known {
             return Err(refuse(
-                keys.file,
+                settings.file,
                 format_args!("weights quantised by `{}` are refused: only scaled FP8 (E4M3) is read", shorten(method)),
             ));
         }
         if settings.object("transform_config")?.is_some_and(|transforms| transforms.values().any(has_content)) {
             let rule = "`transform_config` is refused: the engine multiplies activations by its transforms (Hadamards) online, \
                         which the bounds do not count";
-            return Err(refuse(keys.file, rule));
+            return Err(refuse(settings.file, rule));
         }
         if plain {
             return Ok(Self::default());
@@ -61,7 +78,7 @@ impl Stored {
         let tile = match settings.get("weight_block_size") {
             Some(sides) => Some(settings.tile("weight_block_size", sides)?),
             // Written as null, it means one scale a tensor.
-            None if method == "fp8" && !map.contains_key("weight_block_size") => Some(DEFAULT_TILE),
+            None if method == "fp8" && !settings.map.contains_key("weight_block_size") => Some(DEFAULT_TILE),
             None if method == "compressed-tensors" => settings.group_tile()?,
             None => None,
         };

@@ -118,15 +118,27 @@ impl<'a> Keys<'a> {
         let is_nested = nested_sets.0.is_some() || nested_sets.1.is_some();
         let common_base = base.or(*theta);
         match rule {
-            RopeLayers::ByType { local_theta, .. } => {
-                let types = self.full_layers_of(family, layers)?;
+            RopeLayers::ByType { pattern, local_theta } => {
+                let mut readings = self.full_layer_readings(layers, pattern)?;
+                if family.global_heads {
+                    readings.iter_mut().filter_map(|types| types.last_mut()).for_each(|last| *last = true);
+                }
                 let local = match local_theta {
                     Some((key, default)) => Some(self.positive(key)?.unwrap_or(*default)),
                     None => common_base,
                 };
-                let full = wide(if is_nested { nested_sets.0 } else { common }, common_base, full_width)?;
+                let mut full = wide(if is_nested { nested_sets.0 } else { common }, common_base, full_width)?;
+                let flat = !is_nested && self.object("rope_parameters")?.is_some_and(|map| !map.is_empty());
+                if flat {
+                    // Some releases do not read these settings.
+                    full = either(&full, &with_base(None, common_base, full_width)?);
+                }
                 let sliding = make(nested_sets.1, local)?;
-                Ok(by_type(full, sliding, &types))
+                let of = |layer: usize| {
+                    let one = |types: &Vec<bool>| if types[layer] { full.clone() } else { sliding.clone() };
+                    readings.iter().map(one).reduce(|a, b| either(&a, &b))
+                };
+                Ok((0..layers).map(of).collect())
             }
             _ if is_nested => {
                 let types = self.layer_types(layers)?.ok_or_else(|| {
@@ -212,35 +224,34 @@ impl<'a> Keys<'a> {
             RotaryShare::Whole => (&[COMMON], 1.0),
             RotaryShare::Part(keys, default) => (keys, *default),
             RotaryShare::Channels(key, default) => {
-                if let Some(count) = self.count(key, MAX_D_MODEL)? {
-                    return Ok(vec![count]);
+                let default = if self.map.contains_key(*key) { d_head } else { *default };
+                let count = self.count(key, MAX_D_MODEL)?.unwrap_or(default);
+                if count > d_head {
+                    let rule =
+                        format_args!("`{key}` is {count} ({default} by default), and a head has {d_head} channels");
+                    return Err(Error::format(self.file, rule));
                 }
-                let count = if self.map.contains_key(*key) { None } else { *default };
-                (&[COMMON], count.unwrap_or(d_head) as f64 / d_head as f64)
+                let nested = settings.map_or(Ok(None), |settings| settings.positive(COMMON))?;
+                let shared = match nested.or(self.positive(COMMON)?) {
+                    Some(_) => self.rotated(settings, &RotaryShare::Part(&[COMMON], 1.0), d_head)?,
+                    None => vec![],
+                };
+                return Ok(distinct([count].into_iter().chain(shared)));
             }
             RotaryShare::ChannelsOrShare(key) => {
                 let counted = self.count(key, MAX_D_MODEL)?;
                 let shared = self.rotated(settings, &RotaryShare::Part(&[COMMON], 1.0), d_head)?;
-                let mut dims: Vec<usize> = counted.into_iter().chain(shared).chain([d_head]).collect();
-                let mut seen = Vec::new();
-                dims.retain(|dim| {
-                    !seen.contains(dim) && {
-                        seen.push(*dim);
-                        true
-                    }
-                });
-                return Ok(dims);
+                return Ok(distinct(counted.into_iter().chain(shared).chain([d_head])));
             }
         };
         let mut share = settings.map_or(Ok(None), |settings| settings.positive(COMMON))?;
-        for key in keys {
-            if share.is_none() {
-                share = self.positive(key)?;
-            }
+        if let Some(key) = keys.first().filter(|_| share.is_none()) {
+            share = self.positive(key)?;
         }
         // For some releases null is the whole head, for others the default.
-        if share.is_none() && default != 1.0 && keys.iter().any(|key| self.map.contains_key(*key)) {
-            return Err(Error::format(self.file, format_args!("`{}` must not be null", keys[0])));
+        let null = |key: &&&str| self.map.get(**key).is_some_and(Value::is_null);
+        if let Some(key) = keys.iter().find(null).filter(|_| share.is_none() && default != 1.0) {
+            return Err(Error::format(self.file, format_args!("`{key}` must not be null")));
         }
         if let (RotaryShare::Part([], _), Some(stated)) = (rule, self.positive(COMMON)?)
             && stated != share.unwrap_or(default)
@@ -248,21 +259,39 @@ impl<'a> Keys<'a> {
             let rule = format_args!("`{COMMON}` is {stated}, and this family rotates {default} of a head");
             return Err(refuse(self.file, rule));
         }
-        let share = share.unwrap_or(default);
-        if share > 1.0 {
+        let mut shares = vec![share.unwrap_or(default)];
+        for key in keys {
+            shares.extend(self.positive(key)?);
+        }
+        if let Some(share) = shares.iter().find(|share| **share > 1.0) {
             return Err(Error::format(
                 self.file,
                 format_args!("the rotated share {share} is more than the whole head"),
             ));
         }
-        if matches!(rule, RotaryShare::Whole) && share != 1.0 {
+        if matches!(rule, RotaryShare::Whole)
+            && let Some(share) = shares.iter().find(|share| **share != 1.0)
+        {
             return Err(refuse(
                 self.file,
                 format_args!("this family is not known to rotate a share of {share} of a head"),
             ));
         }
         // Truncated towards zero, as the reference implementation does.
-        Ok(vec![(d_head as f64 * share) as usize])
+        Ok(distinct(shares.into_iter().map(|share| (d_head as f64 * share) as usize)))
+    }
+
+    /// By each key of the pattern: the first or its default, and every other that is there.
+    fn full_layer_readings(
+        &self,
+        layers: usize,
+        (keys, default): &(&'static [&'static str], usize),
+    ) -> Result<Vec<Vec<bool>>> {
+        let mut readings = vec![self.full_layers(layers, &(&keys[..keys.len().min(1)], *default))?];
+        for key in keys.iter().skip(1).filter(|key| self.get(key).is_some()) {
+            readings.push(self.full_layers(layers, &(std::slice::from_ref(key), *default))?);
+        }
+        Ok(readings)
     }
 
     /// Which layers are full ones: `layer_types`, else every n-th.
@@ -276,6 +305,26 @@ impl<'a> Keys<'a> {
         }
         let every = self.size(&Count { keys, default: Some(*default) }, MAX_LAYERS)?;
         Ok((0..layers).map(|layer| (layer + 1) % every == 0).collect())
+    }
+}
+
+/// Each of them once, in order.
+fn distinct(dims: impl IntoIterator<Item = usize>) -> Vec<usize> {
+    let mut out = Vec::new();
+    for dim in dims {
+        if !out.contains(&dim) {
+            out.push(dim);
+        }
+    }
+    out
+}
+
+/// A rotation that bounds either of two: they turn the same channels. The largest factor counts.
+fn either(a: &Rope, b: &Rope) -> Rope {
+    Rope {
+        attention_factor: a.attention_factor.max(b.attention_factor),
+        inv_freq: a.inv_freq.clone().filter(|_| a.inv_freq == b.inv_freq),
+        ..a.clone()
     }
 }
 
@@ -343,7 +392,7 @@ impl Angles {
             "llama3" => Ok((1.0, self.llama3(settings, config)?)),
             "yarn" => self.yarn(settings, config),
             "longrope" => Ok((self.longrope_factor(settings, config)?, None)),
-            other => Err(refuse(settings.file, format_args!("rotation type `{}` is not known", shorten(other)))),
+            other => Err(refuse(settings.file, format_args!("`rope_type` `{}` is not known", shorten(other)))),
         }
     }
 

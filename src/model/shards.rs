@@ -1,5 +1,6 @@
 //! Safetensors files and their index: mapped, with every rule of the format checked before a tensor is handed out.
 
+use super::header::{broken_tensor, data_end, other_content};
 use super::keys::{LFS_POINTER, lfs_pointer, read_capped};
 use crate::error::{Error, Result};
 use memmap2::Mmap;
@@ -154,15 +155,26 @@ fn parse_header(bytes: &[u8], path: &Path, shard: usize) -> Result<(usize, HashM
     let Some(Ok(length)) = bytes.get(..8).map(|b| <[u8; 8]>::try_from(b).map(u64::from_le_bytes)) else {
         return Err(Error::format(path, format_args!("{} bytes are too few for a header", bytes.len())));
     };
+    let available = bytes.len() as u64 - 8;
+    if length > MAX_HEADER_BYTES.min(available)
+        && let Some(content) = other_content(bytes)
+    {
+        return Err(Error::format(path, content));
+    }
     if length > MAX_HEADER_BYTES {
         let rule = format_args!("a header of {length} bytes is over the limit of {MAX_HEADER_BYTES}");
         return Err(Error::format(path, rule));
     }
-    if length > bytes.len() as u64 - 8 {
-        let rule = format_args!("a header of {length} bytes does not fit a file of {} bytes", bytes.len());
+    if length > available {
+        let rule = format_args!(
+            "a header of {length} bytes does not fit a file of {} bytes: it is truncated, download it again",
+            bytes.len()
+        );
         return Err(Error::format(path, rule));
     }
-    let (length, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| Error::format(path, rule_of(&e)))?;
+    let header = &bytes[8..][..length as usize];
+    let (length, metadata) =
+        SafeTensors::read_metadata(bytes).map_err(|e| Error::format(path, rule_of(&e, header, bytes)))?;
     let entry = |info: &safetensors::tensor::TensorInfo| Entry {
         shard,
         dtype: info.dtype,
@@ -174,18 +186,24 @@ fn parse_header(bytes: &[u8], path: &Path, shard: usize) -> Result<(usize, HashM
     Ok((8 + length, entries))
 }
 
-fn rule_of(error: &SafeTensorError) -> String {
+fn rule_of(error: &SafeTensorError, header: &[u8], file: &[u8]) -> String {
+    if let Some(rule) = broken_tensor(header) {
+        return rule;
+    }
     match error {
         SafeTensorError::InvalidOffset(name) => {
             format!("tensor `{name}` does not start where the one before it ends (overlap, gap or reversed offsets)")
         }
         SafeTensorError::MetadataIncompleteBuffer => {
-            "the tensors do not end where the file ends (truncated, or trailing bytes)".to_owned()
+            let (found, end) = (file.len() as u64, data_end(header).unwrap_or(0));
+            let needed = end.saturating_add(8 + header.len() as u64);
+            match found < needed {
+                true => format!("it has {found} of {needed} bytes: it is truncated, download it again"),
+                false => format!(
+                    "it has {found} bytes and its tensors end after {needed}: it has trailing bytes, download it again"
+                ),
+            }
         }
-        SafeTensorError::TensorInvalidInfo => {
-            "a tensor's shape and type do not have the bytes of its offsets".to_owned()
-        }
-        SafeTensorError::ValidationOverflow => "a tensor's shape has more elements than can be counted".to_owned(),
         SafeTensorError::MisalignedSlice => "a tensor does not fill whole bytes".to_owned(),
         other => other.to_string(),
     }

@@ -1,6 +1,7 @@
 //! What a model argument means: a preset name, a config, a `.safetensors` file or a folder.
 
 use super::checkpoint::Checkpoint;
+use super::keys::nearest;
 use super::preset::{preset, preset_names};
 use super::spec::AttentionSpec;
 use crate::error::{Error, Result};
@@ -23,7 +24,7 @@ impl ModelSource {
     /// download a model id of the Hugging Face hub. Otherwise as [`AttentionSpec::from_config_file`] and
     /// [`Checkpoint::open`].
     pub fn open(argument: &str) -> Result<Self> {
-        if argument.is_empty() {
+        if argument.trim().is_empty() {
             return Err(Error::argument("the model is empty: expected a preset's name or a path"));
         }
         if let Some(spec) = preset(argument) {
@@ -48,13 +49,10 @@ impl ModelSource {
     }
 }
 
-/// How alike a name and a preset's have to be for the preset to be named.
-const ALIKE: f64 = 0.8;
-
 /// What a name without a preset or path may have meant.
 fn unknown(argument: &str) -> String {
     let hub_id = hub_name(argument);
-    let near = nearest(hub_id.unwrap_or(argument));
+    let near = nearest(hub_id.unwrap_or(argument), preset_names());
     let known = preset_names().collect::<Vec<_>>().join(", ");
     match (hub_id, near.is_empty()) {
         (Some(name), empty) => {
@@ -82,21 +80,13 @@ fn hub_name(argument: &str) -> Option<&str> {
     (plain(owner) && plain(name) && !file).then_some(name)
 }
 
-/// At most three presets, the most alike first.
-fn nearest(name: &str) -> Vec<&'static str> {
-    let name = name.to_lowercase();
-    let mut alike: Vec<_> = preset_names().map(|preset| (strsim::jaro_winkler(&name, preset), preset)).collect();
-    alike.retain(|(score, _)| *score > ALIKE);
-    alike.sort_by(|a, b| b.0.total_cmp(&a.0));
-    alike.into_iter().take(3).map(|(_, preset)| preset).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn the_nearest_presets_are_named_first() {
+        let nearest = |name| nearest(name, preset_names());
         assert_eq!(nearest("mistral-8b")[0], "mistral-7b");
         assert_eq!(nearest("Llama-2-13b-hf")[0], "llama-2-13b");
         assert_eq!(nearest("something-else"), Vec::<&str>::new());

@@ -39,10 +39,10 @@ impl PolicyKind {
         }
     }
 
-    /// Reads a comma-separated list; `delayed` stands for both presets, and a repeated name counts once.
+    /// Reads a comma-separated list; `delayed` stands for both presets.
     ///
     /// # Errors
-    /// `is_argument` if a name is unknown or there is none.
+    /// `is_argument` if a name is unknown or repeated, or there is none.
     ///
     /// ```
     /// use sigmascale::policy::PolicyKind;
@@ -68,9 +68,10 @@ impl PolicyKind {
                 return Err(Error::argument(format_args!("unknown policy {name}: the policies are {known}")));
             }
             for kind in found {
-                if !kinds.contains(&kind) {
-                    kinds.push(kind);
+                if kinds.contains(&kind) {
+                    return Err(Error::argument(format_args!("duplicate policy {}", kind.name())));
                 }
+                kinds.push(kind);
             }
         }
         Ok(kinds)

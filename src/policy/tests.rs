@@ -414,6 +414,9 @@ fn shapes_are_checked() {
     assert!(PolicyConfig::from(PolicyKind::Current).build(PolicyShape::uniform(2, 4, 3)).unwrap_err().is_argument());
     assert!(PolicyKind::parse_list("geometry,nope").unwrap_err().to_string().contains("unknown policy nope"));
     assert!(PolicyKind::parse_list(" , ").unwrap_err().is_argument());
+    for twice in ["geometry,geometry", "delayed,delayed-te"] {
+        assert!(PolicyKind::parse_list(twice).unwrap_err().to_string().contains("duplicate policy"), "{twice}");
+    }
 }
 
 #[test]

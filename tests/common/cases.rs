@@ -173,7 +173,14 @@ pub fn cases() -> Vec<Case> {
         grouped("cohere", "cohere", json!({"use_qk_norm": true})),
         grouped("smollm3", "smollm3", json!({"no_rope_layers": [1, 1, 0, 1]})),
         grouped("smollm3", "smollm3", json!({"no_rope_layer_interval": 3})),
-        Case { bias: true, ..grouped("gpt_oss", "llama", json!({"quantization_config": {"quant_method": "mxfp4"}})) },
+        Case {
+            bias: true,
+            ..grouped(
+                "gpt_oss",
+                "llama",
+                json!({"quantization_config": {"quant_method": "mxfp4"}, "rope_parameters": {"rope_type": "default"}}),
+            )
+        },
         Case { bias: true, ..grouped("glm", "glm4", json!({})) },
         grouped("glm4", "glm4", json!({"attention_bias": false, "partial_rotary_factor": 0.5})),
         grouped("glm4_moe", "glm4_moe", json!({"use_qk_norm": true})),
@@ -194,7 +201,7 @@ pub fn cases() -> Vec<Case> {
         grouped("nemotron", "nemotron", json!({})),
         grouped("arcee", "llama", json!({})),
         grouped("helium", "helium", json!({})),
-        grouped("apertus", "apertus", json!({})),
+        grouped("apertus", "apertus", json!({"rope_parameters": {"rope_type": "default"}})),
         grouped("dots1", "qwen3", json!({})),
         grouped("hunyuan_v1_dense", "hunyuan", json!({})),
         grouped("hunyuan_v1_moe", "hunyuan alpha", json!({"rope_scaling": {"type": "dynamic", "alpha": 100.0}})),
@@ -228,7 +235,7 @@ pub fn cases() -> Vec<Case> {
             json!({"no_rope_layer_interval": 2, "attn_temperature_tuning": true, "attn_scale": 0.2, "floor_scale": 16}),
         ),
         grouped("ministral", "llama", json!({"layer_types": vec!["sliding_attention"; LAYERS]})),
-        grouped("cwm", "llama", json!({})),
+        grouped("cwm", "llama", json!({"rope_parameters": {"rope_type": "default"}})),
         Case { bias: true, ..grouped("solar_open", "llama", json!({"attention_bias": true})) },
         grouped("hyperclovax", "granite", json!({"attention_multiplier": 0.015625})),
         grouped("hyperclovax", "llama", json!({"use_post_norm": true})),

@@ -409,6 +409,7 @@ fn what_does_not_fit_is_named() {
     says(block(&|b| drop(b.as_array_mut().unwrap().pop())), "`block_configs` has 4 entries for 5 layers");
     says(block(&|b| b[2] = json!({})), "block 2: `attention` must be an object");
     says(block(&|b| b[2]["attention"]["n_heads_in_group"] = json!(3)), "block 2: 4 query heads do not divide");
+    says(block(&|b| b[2]["attention"]["n_heads_in_group"] = json!("x")), "config.json, block 2: `n_heads_in_group`");
     says(block(&|b| b[2]["attention"]["n_heads_in_group"] = Value::Null), "block 2: `n_heads_in_group` is missing");
     says(block(&|b| b[2]["attention"]["no_op"] = json!("yes")), "block 2");
     says(block(&|b| b[4]["attention"]["sparsify"] = json!(["q"])), "block 4");

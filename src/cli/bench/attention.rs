@@ -78,8 +78,9 @@ pub struct Args {
 }
 
 fn parse_shape(text: &str) -> Result<[usize; 3], String> {
-    let numbers: Vec<usize> = text.split('x').map(str::parse).collect::<Result<_, _>>().map_err(|e| format!("{e}"))?;
-    numbers.try_into().map_err(|_| "a shape is heads_q x heads_kv x head_dim, such as 64x8x128".into())
+    let numbers: Option<Vec<usize>> = text.split('x').map(|number| number.parse().ok()).collect();
+    let shape = numbers.and_then(|numbers| numbers.try_into().ok());
+    shape.ok_or_else(|| "a shape is heads_q x heads_kv x head_dim, such as 64x8x128".into())
 }
 
 /// What is timed.
@@ -157,7 +158,15 @@ pub fn run(args: Args) -> Result<()> {
         });
         for (len_q, len) in lengths {
             let batch = (tokens / len).max(1);
-            let sizes = AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k: len, d_head, d_v: d_head };
+            let sizes = AttentionShape {
+                batch,
+                n_q_heads: heads_q,
+                n_kv_heads: heads_kv,
+                len_q,
+                len_k: len,
+                d_head,
+                d_v: d_head,
+            };
             sizes.check_on_gpu()?;
             if !queries.is_empty() {
                 csv.line(&format!("# {len_q} queries a sequence"));

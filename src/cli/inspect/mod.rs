@@ -38,7 +38,7 @@ pub fn run(args: Args) -> Result<()> {
         )));
     };
     let layers = checkpoint.spec().layers.len();
-    let bar = progress::bar(layers, "layer {pos}/{len}");
+    let bar = progress::bar(layers, "{msg}: layer {pos}/{len}", "inspect");
     let mut calibration = Calibration::new(checkpoint.spec(), Options::default())?;
     for layer in 0..layers {
         calibration.layer(checkpoint.layer(layer)?)?;

@@ -49,7 +49,7 @@ pub fn run(args: Args) -> Result<()> {
         // The steps asked for are those of a spike and of generated growth; a load and a recorded path have their own.
         let own = scenario == Scenario::CheckpointLoad || scenario == Scenario::Refit && !args.path.is_empty();
         let steps = if args.scenario == Choice::All && own { None } else { options.steps };
-        let bar = progress::bar(0, "{msg}");
+        let bar = progress::bar(0, "{msg}", &format!("{}: the first step", scenario.name()));
         let options = StressOptions { steps, ..options.clone() };
         let result = run_with_progress(scenario, model, &options, |done| show(&bar, scenario, done));
         bar.finish_and_clear();
@@ -99,6 +99,13 @@ fn left_out(args: &Args) -> Vec<LeftOut> {
 
 /// Weights of a checkpoint as they are; random ones where there is a config alone.
 fn open(name: &str, path: &[PathBuf], seed: u64) -> Result<StressModel> {
+    if let Some(missing) = path.iter().find(|place| !place.exists()) {
+        let rule = std::io::Error::new(
+            std::io::ErrorKind::NotFound,
+            "no such path: --path lists folders of later checkpoints of --model, comma-separated",
+        );
+        return Err(Error::io(missing, "open", rule));
+    }
     match Model::open(name)? {
         Model::Config(_) if !path.is_empty() => {
             Err(Error::argument(format_args!("--path needs a checkpoint as --model, but {name} has no weights")))

@@ -68,8 +68,7 @@ pub fn run(args: &Args, options: &StressOptions) -> Result<Vec<Run>> {
             after,
             ..base.clone()
         };
-        let bar = progress::bar(0, "{msg}: step {pos}/{len} of all runs");
-        bar.set_message(scenario.name());
+        let bar = progress::bar(0, "{msg}: step {pos}/{len} of all runs", scenario.name());
         let show = |done: usize, total: usize| {
             bar.set_length(total as u64);
             bar.set_position(done as u64);

@@ -52,7 +52,8 @@ impl BackwardTensors {
     pub fn check(&self) -> Result<AttentionShape> {
         let [batch, len_q, heads_q, d_head] = self.q.extents();
         let [_, len_k, heads_kv, _] = self.k.extents();
-        let sizes = AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head, d_v: d_head };
+        let sizes =
+            AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head, d_v: d_head };
         sizes.check_on_gpu()?;
         let (of_q, of_kv) = (sizes.q_shape(), sizes.kv_shape());
         for (name, x, shape) in [("q", &self.q, of_q), ("k", &self.k, of_kv), ("v", &self.v, of_kv)] {
@@ -199,7 +200,10 @@ mod tests {
     #[test]
     fn what_breaks_a_rule_is_named() {
         let sizes = tensors().check().unwrap();
-        assert_eq!(sizes, AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 40, len_k: 50, d_head: 128, d_v: 128 });
+        assert_eq!(
+            sizes,
+            AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 40, len_k: 50, d_head: 128, d_v: 128 }
+        );
         type Change = fn(&mut BackwardTensors);
         let cases: [(&str, Change); 11] = [
             ("head dimension 256", |t| t.q = dense(Element::E4m3, [2, 40, 4, 256])),
@@ -228,7 +232,8 @@ mod tests {
     #[test]
     fn regions_of_the_workspace_do_not_overlap() {
         for d_head in [64, 128] {
-            let sizes = AttentionShape { batch: 3, n_q_heads: 6, n_kv_heads: 2, len_q: 113, len_k: 203, d_head, d_v: d_head };
+            let sizes =
+                AttentionShape { batch: 3, n_q_heads: 6, n_kv_heads: 2, len_q: 113, len_k: 203, d_head, d_v: d_head };
             let rows = 113usize.next_multiple_of(sizes.tile_rows());
             let w = BackwardWorkspace::of(&sizes, true);
             assert!([w.terms, w.dq_sum, w.turns].iter().all(|at| at.is_multiple_of(256)));
@@ -248,7 +253,8 @@ mod tests {
             n_kv_heads: heads_kv,
             len_q: len,
             len_k: len,
-            d_head: 128, d_v: 128
+            d_head: 128,
+            d_v: 128,
         };
         let of = |sizes: AttentionShape, causal| BackwardSchedule::of(&sizes, causal, false, 132);
         assert_eq!(of(sizes(1, 32, 8, 2048), true), BackwardSchedule { section: 8, splits: 2, grid: 256 });

@@ -90,7 +90,8 @@ impl Tensors {
     pub fn check(&self) -> Result<AttentionShape> {
         let [batch, len_q, heads_q, d_head] = self.q.extents();
         let [_, len_k, heads_kv, _] = self.k.extents();
-        let sizes = AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head, d_v: d_head };
+        let sizes =
+            AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head, d_v: d_head };
         sizes.check_on_gpu()?;
         let element = self.q.element();
         self.q.expect("q", &[Element::Bf16, Element::F16, Element::F32, Element::E4m3], sizes.q_shape())?;
@@ -300,7 +301,10 @@ mod tests {
     #[test]
     fn a_plain_call_passes_and_gives_its_sizes() {
         let sizes = tensors(Element::Bf16).check().unwrap();
-        assert_eq!(sizes, AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 40, len_k: 50, d_head: 128, d_v: 128 });
+        assert_eq!(
+            sizes,
+            AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 40, len_k: 50, d_head: 128, d_v: 128 }
+        );
         assert!(tensors(Element::E4m3).check().is_ok());
     }
 
@@ -396,7 +400,8 @@ mod tests {
 
     #[test]
     fn regions_of_the_workspace_do_not_overlap() {
-        let sizes = AttentionShape { batch: 3, n_q_heads: 6, n_kv_heads: 2, len_q: 113, len_k: 203, d_head: 64, d_v: 64 };
+        let sizes =
+            AttentionShape { batch: 3, n_q_heads: 6, n_kv_heads: 2, len_q: 113, len_k: 203, d_head: 64, d_v: 64 };
         let of = |element| Workspace::of(&sizes, element, PvAccumulator::default(), false);
         let w = of(Element::Bf16);
         assert!(w.q >= Workspace::HEADER && [w.q, w.k, w.v].iter().all(|at| at.is_multiple_of(256)));

@@ -307,8 +307,15 @@ mod tests {
         for (heads_q, heads_kv) in [(1, 1), (6, 2), (10, 2), (64, 8), (71, 1), (128, 1), (32, 32)] {
             for (batch, len_q) in [(1, 1), (1, 5), (2, 16), (1, 64), (3, 65), (1, 300), (300, 1), (1, 67_600)] {
                 for (len_k, logits, d_head) in [(1000, false, 64), (8192, true, 128), (100_000, false, 128)] {
-                    let sizes =
-                        AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head, d_v: d_head };
+                    let sizes = AttentionShape {
+                        batch,
+                        n_q_heads: heads_q,
+                        n_kv_heads: heads_kv,
+                        len_q,
+                        len_k,
+                        d_head,
+                        d_v: d_head,
+                    };
                     let Some(cut) = Split::of(&sizes, logits) else { continue };
                     assert!((heads_q / heads_kv).is_multiple_of(cut.heads) && cut.heads * cut.positions <= ROWS);
                     assert!(cut.row_blocks(&sizes) * cut.positions * cut.consumers >= len_q, "{sizes:?} {cut:?}");

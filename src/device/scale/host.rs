@@ -3,7 +3,7 @@
 use super::tables::{DeviceMatrix, Dtype, LayerInput, ProjectionInput, QkNormInput, QkNormSide, above};
 use crate::cuda::{Buffer, Device, DevicePtr};
 use crate::error::{Error, Result};
-use crate::geometry::LayerGeometry;
+use crate::geometry::{LayerGeometry, gains};
 use crate::model::{
     AttentionSpec, GainForm, LayerWeights, NormKind, NormVectors, Projection, QkNorm, QkNormScope, RopeLayout,
 };
@@ -94,8 +94,8 @@ struct Upload<'a> {
 
 impl Upload<'_> {
     fn layer(&mut self, spec: &AttentionSpec, weights: &LayerWeights<'_>) -> Result<LayerInput> {
-        // The host's own checks of sizes and vectors.
-        LayerGeometry::new(spec, weights.clone())?;
+        // The host's own checks of sizes and vectors, and its reading of the gains.
+        let centred = LayerGeometry::new(spec, weights.clone())?.centred;
         let own = spec.layer(weights.layer)?;
         let norm = spec.qk_norm_of(own);
         // A rotation in front of a norm of q and k changes none of their bounds.
@@ -107,10 +107,9 @@ impl Upload<'_> {
             q: if norm.is_none() { self.projection(&weights.q, d_model)? } else { unread.q },
             k: if norm.is_none() { self.projection(&weights.k, d_model)? } else { unread.k },
             v: with_values.then(|| self.projection(&weights.v, d_model)).transpose()?,
-            gain: self.vector(weights.norm_gain.as_deref().filter(|_| spec.norm.gain != GainForm::Unit))?,
+            gain: self.gains(weights.norm_gain.as_deref(), spec.norm.gain)?,
             shift: self.vector(weights.norm_shift.as_deref())?,
-            gain_offset: offset(spec.norm.gain),
-            mean_removed: spec.norm.kind == NormKind::LayerNorm,
+            mean_removed: centred,
             d_model,
             n_q: own.n_q_heads,
             n_kv: own.n_kv_heads,
@@ -127,7 +126,7 @@ impl Upload<'_> {
                     q: self.norm_side(&norm, weights.q_norm.as_ref(), own.n_q_heads, own.d_head)?,
                     k: self.norm_side(&norm, weights.k_norm.as_ref(), own.n_kv_heads, own.d_head)?,
                     dtype: Dtype::F32,
-                    gain_offset: offset(norm.gain),
+                    gain_offset: 0.0,
                 }),
             },
             ..unread
@@ -147,8 +146,8 @@ impl Upload<'_> {
         heads: usize,
         d_head: usize,
     ) -> Result<QkNormSide> {
-        let gain = stored.map(|vectors| vectors.gain.as_slice()).filter(|_| norm.gain != GainForm::Unit);
-        let both = [gain, stored.and_then(|vectors| vectors.shift.as_deref())];
+        let gain = stored.filter(|_| norm.gain != GainForm::Unit).map(|vectors| gains(&vectors.gain, norm.gain).values);
+        let both = [gain.as_deref(), stored.and_then(|vectors| vectors.shift.as_deref())];
         let per_head = both.into_iter().flatten().any(|values| values.len() != d_head);
         let [gain, shift] = both.map(|values| match values {
             // Shared by all heads, beside a vector that is not.
@@ -157,6 +156,12 @@ impl Upload<'_> {
         });
         let channels = if norm.scope == QkNormScope::Joint { heads * d_head } else { d_head };
         Ok(QkNormSide { gain: gain?, shift: shift?, per_head, channels: channels as u32 })
+    }
+
+    /// As they multiply, so that nothing is added to them on the device; NULL for none.
+    fn gains(&mut self, stored: Option<&[f64]>, form: GainForm) -> Result<DevicePtr> {
+        let read = stored.filter(|_| form != GainForm::Unit).map(|stored| gains(stored, form).values);
+        self.vector(read.as_deref())
     }
 
     /// As f32; NULL for none.
@@ -172,11 +177,6 @@ impl Upload<'_> {
         self.memory.push(buffer);
         Ok(ptr)
     }
-}
-
-/// What is added to stored gains.
-fn offset(gain: GainForm) -> f32 {
-    if gain == GainForm::OnePlus { 1.0 } else { 0.0 }
 }
 
 /// The heads' rows one after another, in their own type where it holds their values.

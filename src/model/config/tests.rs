@@ -622,3 +622,176 @@ fn refusals_name_what_is_refused() {
         "head dimension 12",
     );
 }
+
+#[test]
+fn a_config_without_a_rotation_has_that_of_its_family() {
+    let factor = |extra: &str| {
+        let json = format!(
+            r#"{{"model_type":"gpt_oss","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":8{extra}}}"#
+        );
+        spec(&json).unwrap().layers[0].rope.as_ref().unwrap().attention_factor
+    };
+    let yarn = 0.1 * 32f64.ln() + 1.0;
+    for none in
+        ["", r#","rope_parameters":null"#, r#","rope_scaling":null,"rope_theta":150000"#, r#","rope_scaling":{}"#]
+    {
+        assert!((factor(none) - yarn).abs() < 1e-15, "{none}");
+    }
+    assert_eq!(factor(r#","rope_parameters":{"rope_type":"default","rope_theta":150000.0}"#), 1.0);
+    let ministral = spec(
+        r#"{"model_type":"ministral3","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":8,
+            "max_position_embeddings":262144}"#,
+    );
+    // The reference's default makes queries grow.
+    assert!(ministral.is_ok_and(|spec| spec.layers[0].query_factor() > 1.2));
+}
+
+/// The settings of either kind of layer reach the layers that a release may take for that kind.
+#[test]
+fn gemma3_keys_that_a_release_leaves_unread_are_read_both_ways() {
+    let factors = |model: &str, extra: &str| -> Vec<f64> {
+        let json = format!(
+            r#"{{"model_type":"{model}","hidden_size":256,"num_hidden_layers":6,"num_attention_heads":4,
+                "max_position_embeddings":65536{extra}}}"#
+        );
+        spec(&json).unwrap().layers.iter().map(|layer| layer.rope.as_ref().unwrap().attention_factor).collect()
+    };
+    let yarn = |factor: f64| {
+        format!(
+            r#"{{"rope_type":"yarn","factor":8.0,"original_max_position_embeddings":8192,"attention_factor":{factor}}}"#
+        )
+    };
+    let pattern = format!(r#","_sliding_window_pattern":4,"rope_scaling":{}"#, yarn(3.0));
+    assert_eq!(factors("gemma3_text", &pattern), [1.0, 1.0, 1.0, 3.0, 1.0, 3.0]);
+    let read = format!(r#","sliding_window_pattern":4,"rope_scaling":{}"#, yarn(3.0));
+    assert_eq!(factors("gemma3_text", &read), [1.0, 1.0, 1.0, 3.0, 1.0, 1.0]);
+    for (model, full) in [("gemma3_text", 5), ("olmo3", 3)] {
+        for (flat, most) in [(0.5, 1.0), (3.0, 3.0)] {
+            let found = factors(model, &format!(r#","rope_parameters":{}"#, yarn(flat)));
+            assert_eq!((found[full], found[0]), (most, 1.0), "{model} {flat}");
+        }
+    }
+}
+
+#[test]
+fn a_share_under_a_key_that_a_release_leaves_unread_has_both_readings() {
+    let dims = |json: &str| {
+        let rope = spec(json).unwrap().layers[0].rope.clone().unwrap();
+        [vec![rope.rotary_dim], rope.other_dims].concat()
+    };
+    let neox = |extra: &str| {
+        dims(&format!(
+            r#"{{"model_type":"gpt_neox","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4{extra}}}"#
+        ))
+    };
+    assert_eq!(neox(r#","partial_rotary_factor":0.5"#), [16, 32]);
+    assert_eq!(neox(r#","partial_rotary_factor":0.5,"rotary_pct":1.0"#), [64, 32]);
+    assert_eq!(neox(r#","partial_rotary_factor":0.5,"rope_parameters":{"partial_rotary_factor":0.25}"#), [16, 32]);
+    let gptj = |extra: &str| dims(&format!(r#"{{"model_type":"gptj","n_embd":512,"n_layer":1,"n_head":2{extra}}}"#));
+    assert_eq!(gptj(r#","partial_rotary_factor":0.125"#), [64, 32]);
+    assert_eq!(gptj(r#","partial_rotary_factor":0.25,"rotary_dim":128"#), [128, 64]);
+    let small = spec(r#"{"model_type":"gptj","n_embd":64,"n_layer":1,"n_head":2}"#).unwrap_err().to_string();
+    assert!(small.contains("`rotary_dim` is 64") && small.contains("32 channels"), "{small}");
+}
+
+#[test]
+fn every_description_of_the_stored_weights_is_read() {
+    let compressed = r#""quant_method":"compressed-tensors","format":"float-quantized""#;
+    let turned = format!(r#"{{{compressed},"transform_config":{{"config_groups":{{"u":{{"type":"hadamard"}}}}}}}}"#);
+    let plain = format!("{{{compressed}}}");
+    let wrapped = |outer: &str, inner: &str| {
+        spec(&format!(
+            r#"{{"model_type":"mistral3"{outer},"text_config":{{"model_type":"mistral","hidden_size":256,
+                "num_hidden_layers":1,"num_attention_heads":8{inner}}}}}"#
+        ))
+    };
+    let outer = format!(r#","quantization_config":{plain}"#);
+    assert!(wrapped(&outer, &outer).unwrap().fp8_inputs && wrapped("", &outer).unwrap().fp8_inputs);
+    let hidden = |text: String| {
+        let error = wrapped(&outer, &text).unwrap_err();
+        assert!(error.is_unsupported(), "{error}");
+        error.to_string()
+    };
+    assert!(hidden(format!(r#","quantization_config":{turned}"#)).contains("transform_config"));
+    assert!(hidden(format!(r#","compression_config":{turned}"#)).contains("transform_config"));
+    assert!(hidden(r#","quantization_config":{"quant_method":"gptq"}"#.to_owned()).contains("gptq"));
+    assert!(hidden(r#","quantization_config":{"quant_method":"fp8"}"#.to_owned()).contains("different things"));
+    let top = llama(&format!(r#","compression_config":{turned}"#)).unwrap_err().to_string();
+    assert!(top.contains("transform_config"), "{top}");
+}
+
+/// KV heads and channels of 24 heads in 1536 channels where the config leaves them out, as transformers 5.23 has them.
+#[test]
+fn absent_sizes_are_those_of_the_reference() {
+    let reference = [
+        ("afmoe", 24, 128),
+        ("apertus", 24, 64),
+        ("arcee", 24, 64),
+        ("cohere", 24, 64),
+        ("cohere2", 24, 64),
+        ("cwm", 8, 128),
+        ("ernie4_5", 2, 128),
+        ("ernie4_5_moe", 4, 64),
+        ("flex_olmo", 24, 64),
+        ("gemma2", 4, 256),
+        ("gemma3_text", 4, 256),
+        ("glm", 2, 128),
+        ("glm4", 2, 128),
+        ("glm4_moe", 8, 64),
+        ("gpt_oss", 8, 64),
+        ("granite", 24, 64),
+        ("granite_swa", 4, 64),
+        ("granitemoe", 24, 64),
+        ("granitemoe_swa", 24, 64),
+        ("granitemoeshared", 24, 64),
+        ("hy_v3", 8, 128),
+        ("hyperclovax", 24, 64),
+        ("jais2", 24, 64),
+        ("jamba", 8, 64),
+        ("lfm2", 8, 64),
+        ("llama", 24, 64),
+        ("llama4_text", 8, 128),
+        ("minimax", 8, 64),
+        ("minimax_m2", 8, 128),
+        ("ministral", 8, 64),
+        ("ministral3", 8, 128),
+        ("mistral", 8, 64),
+        ("mixtral", 8, 64),
+        ("nanochat", 24, 64),
+        ("nemotron", 24, 64),
+        ("olmo", 24, 64),
+        ("olmo2", 24, 64),
+        ("olmo3", 24, 64),
+        ("olmo_hybrid", 24, 64),
+        ("olmoe", 24, 64),
+        ("phi", 24, 64),
+        ("phi3", 24, 64),
+        ("phimoe", 8, 64),
+        ("qwen2_vl_text", 8, 64),
+        ("qwen3_moe", 4, 64),
+        ("qwen3_next", 2, 256),
+        ("qwen3_5_text", 4, 256),
+        ("qwen3_5_moe_text", 2, 256),
+        ("seed_oss", 8, 128),
+        ("smollm3", 4, 64),
+        ("solar_open", 8, 128),
+        ("starcoder2", 2, 64),
+        ("vaultgemma", 4, 256),
+    ];
+    // Their defaults have more KV heads than 24 query heads are divided among.
+    let of_32 =
+        [("dots1", 32, 64), ("exaone4", 32, 64), ("qwen2", 32, 64), ("qwen3", 32, 128), ("qwen3_vl_text", 32, 128)];
+    let of_16 = [("gemma", 16, 256), ("qwen2_moe", 16, 64), ("qwen3_vl_moe_text", 16, 64)];
+    let of_20 = [("helium", 20, 128)];
+    let all = reference.map(|row| (row, 24)).into_iter().chain(of_32.map(|row| (row, 32)));
+    for ((model, n_kv, d_head), heads) in all.chain(of_16.map(|row| (row, 16))).chain(of_20.map(|row| (row, 20))) {
+        let json = format!(
+            r#"{{"model_type":"{model}","hidden_size":{},"num_hidden_layers":8,"num_attention_heads":{heads},
+                "max_position_embeddings":4096}}"#,
+            64 * heads
+        );
+        let spec = spec(&json).unwrap();
+        let layer = &spec.layers[0];
+        assert_eq!((layer.n_kv_heads, layer.d_head), (n_kv, d_head), "{model}");
+    }
+}

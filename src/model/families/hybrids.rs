@@ -11,25 +11,12 @@ const KINDS: &[&str] = &["layer_types"];
 
 /// The table.
 pub(super) static FAMILIES: &[Family] = &[
+    QWEN3_NEXT,
     Family {
-        name: "qwen3_next",
-        model_types: &["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"],
-        sizes: Sizes {
-            layer_heads: LayerHeads::Hybrid {
-                keys: KINDS,
-                otherwise: Otherwise::LastOf(Count { keys: &["full_attention_interval"], default: Some(4) }),
-            },
-            ..llama_sizes(kv(None), HeadDim::Key(Some(256)))
-        },
-        norm: RMS_ONE_PLUS,
-        rope: rotary(10_000.0, RotaryShare::Part(PARTIAL, 0.25)),
-        qk_norm: Some(head_rms(GainForm::OnePlus)),
-        qkv: QkvTensors::Gated {
-            q: "layers.{i}.self_attn.q_proj",
-            k: "layers.{i}.self_attn.k_proj",
-            v: "layers.{i}.self_attn.v_proj",
-        },
-        ..LLAMA
+        name: "qwen3_5",
+        model_types: &["qwen3_5_text"],
+        sizes: Sizes { kv_heads: kv(Some(4)), ..QWEN3_NEXT.sizes },
+        ..QWEN3_NEXT
     },
     Family {
         name: "lfm2",

@@ -51,7 +51,7 @@ pub(super) static FAMILIES: &[Family] = &[
             layout: RopeLayout::HalfSplit,
             theta_keys: &["rotary_emb_base"],
             theta: Some(10_000.0),
-            share: RotaryShare::Part(&["partial_rotary_factor", "rotary_pct"], 0.25),
+            share: RotaryShare::Part(&["rotary_pct", "partial_rotary_factor"], 0.25),
             layers: RopeLayers::Same,
             longrope_names: &[],
         },
@@ -190,7 +190,7 @@ pub(super) static FAMILIES: &[Family] = &[
         norm: LAYER_NORM,
         norm_tensor: NormTensor::Own("h.{i}.ln_1"),
         bias: Flag::Never,
-        rope: interleaved(10_000.0, RotaryShare::Channels("rotary_dim", Some(64))),
+        rope: interleaved(10_000.0, RotaryShare::Channels("rotary_dim", 64)),
         qkv: QkvTensors::Separate { q: "h.{i}.attn.q_proj", k: "h.{i}.attn.k_proj", v: "h.{i}.attn.v_proj" },
         ..LLAMA
     },

@@ -1,8 +1,8 @@
 //! What rows of the table share.
 
 use super::schema::{
-    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal,
-    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule, WindowLayers, WindowRule,
+    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, Otherwise, QkNormRule, QkNormStored, QkvTensors,
+    Refusal, RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule, WindowLayers, WindowRule,
 };
 use crate::model::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
@@ -198,6 +198,7 @@ pub(super) const LLAMA: Family = Family {
     norm_tensor: OWN_NORM,
     bias: Flag::Key("attention_bias", false),
     rope: HALF,
+    rope_default: None,
     qk_norm: None,
     scale: ScaleRule::InverseSqrtHead,
     temperature: TemperatureRule::None,
@@ -219,6 +220,64 @@ pub(super) const MISTRAL: Family = Family {
     sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
     bias: Flag::Never,
     window: Some(WindowRule { absent: Some(4096), switch: None, layers: WindowLayers::Types }),
+    ..LLAMA
+};
+
+pub(super) const ERNIE: Family = Family {
+    name: "ernie4_5",
+    model_types: &["ernie4_5"],
+    sizes: llama_sizes(kv(Some(2)), HeadDim::Key(Some(128))),
+    bias: Flag::Key("use_bias", false),
+    rope: interleaved(500_000.0, RotaryShare::Whole),
+    ..LLAMA
+};
+
+pub(super) const QWEN3_VL: Family = Family {
+    name: "qwen3_vl",
+    model_types: &["qwen3_vl_text"],
+    sizes: llama_sizes(kv(Some(32)), HeadDim::Key(Some(128))),
+    rope: half_split(5e5),
+    qk_norm: Some(head_rms(GainForm::Plain)),
+    ..LLAMA
+};
+
+pub(super) const GRANITE_SWA: Family = Family {
+    name: "granite_swa",
+    model_types: &["granite_swa"],
+    sizes: llama_sizes(kv(Some(4)), HeadDim::Key(None)),
+    rope: RopeRule::Rotary {
+        layout: RopeLayout::HalfSplit,
+        theta_keys: &[],
+        theta: Some(10_000.0),
+        share: RotaryShare::Whole,
+        layers: RopeLayers::Bases("layer_rope_theta"),
+        longrope_names: &[],
+    },
+    scale: ScaleRule::Multiplier("attention_multiplier", Some(1.0)),
+    window: all_but_first_of(128, 4),
+    sinks: Some("layers.{i}.self_attn.sinks"),
+    ..LLAMA
+};
+
+/// Layers that have softmax attention are full ones, every fourth where nothing says so; q comes with a gate.
+pub(super) const QWEN3_NEXT: Family = Family {
+    name: "qwen3_next",
+    model_types: &["qwen3_next", "qwen3_5_moe_text"],
+    sizes: Sizes {
+        layer_heads: LayerHeads::Hybrid {
+            keys: &["layer_types"],
+            otherwise: Otherwise::LastOf(Count { keys: &["full_attention_interval"], default: Some(4) }),
+        },
+        ..llama_sizes(kv(Some(2)), HeadDim::Key(Some(256)))
+    },
+    norm: RMS_ONE_PLUS,
+    rope: rotary(10_000.0, RotaryShare::Part(PARTIAL, 0.25)),
+    qk_norm: Some(head_rms(GainForm::OnePlus)),
+    qkv: QkvTensors::Gated {
+        q: "layers.{i}.self_attn.q_proj",
+        k: "layers.{i}.self_attn.k_proj",
+        v: "layers.{i}.self_attn.v_proj",
+    },
     ..LLAMA
 };
 

@@ -184,6 +184,10 @@ pub(super) static FAMILIES: &[Family] = &[
         rope: half_split(150_000.0),
         window: all_but_every(128, &[], 2),
         sinks: Some("layers.{i}.self_attn.sinks"),
+        rope_default: Some(
+            r#"{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+                "original_max_position_embeddings": 4096}"#,
+        ),
         ..LLAMA
     },
     Family {
@@ -231,20 +235,30 @@ pub(super) static FAMILIES: &[Family] = &[
         bias: Flag::Key("attention_bias", true),
         ..LLAMA
     },
+    ERNIE,
     Family {
-        name: "ernie4_5",
-        model_types: &["ernie4_5", "ernie4_5_moe"],
-        bias: Flag::Key("use_bias", false),
-        rope: interleaved(500_000.0, RotaryShare::Whole),
-        ..LLAMA
+        name: "ernie4_5_moe",
+        model_types: &["ernie4_5_moe"],
+        sizes: llama_sizes(kv(Some(4)), HeadDim::Key(None)),
+        ..ERNIE
     },
     Family { name: "arcee", model_types: &["arcee"], ..LLAMA },
-    Family { name: "helium", model_types: &["helium"], rope: interleaved(1e5, RotaryShare::Whole), ..LLAMA },
+    Family {
+        name: "helium",
+        model_types: &["helium"],
+        sizes: llama_sizes(kv(Some(20)), HeadDim::Key(Some(128))),
+        rope: interleaved(1e5, RotaryShare::Whole),
+        ..LLAMA
+    },
     Family {
         name: "apertus",
         model_types: &["apertus"],
         norm_tensor: NormTensor::Own("layers.{i}.attention_layernorm"),
         rope: half_split(12e6),
+        rope_default: Some(
+            r#"{"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0}"#,
+        ),
         qk_norm: Some(head_rms(GainForm::Plain)),
         ..LLAMA
     },
@@ -275,6 +289,7 @@ pub(super) static FAMILIES: &[Family] = &[
     Family {
         name: "dots1",
         model_types: &["dots1"],
+        sizes: llama_sizes(kv(Some(32)), HeadDim::Key(None)),
         qk_norm: Some(head_rms(GainForm::Plain)),
         window: Some(WindowRule {
             absent: Some(4096),
@@ -298,13 +313,12 @@ pub(super) static FAMILIES: &[Family] = &[
         window: switched(WindowLayers::From("max_window_layers", 80)),
         ..LLAMA
     },
+    QWEN3_VL,
     Family {
-        name: "qwen3_vl",
-        model_types: &["qwen3_vl_text", "qwen3_vl_moe_text"],
-        sizes: llama_sizes(kv(None), HeadDim::Key(Some(128))),
-        rope: half_split(5e5),
-        qk_norm: Some(head_rms(GainForm::Plain)),
-        ..LLAMA
+        name: "qwen3_vl_moe",
+        model_types: &["qwen3_vl_moe_text"],
+        sizes: llama_sizes(kv(Some(16)), HeadDim::Key(None)),
+        ..QWEN3_VL
     },
     Family {
         name: "openelm",
@@ -359,6 +373,10 @@ pub(super) static FAMILIES: &[Family] = &[
         sizes: llama_sizes(kv(Some(8)), HeadDim::Key(Some(128))),
         bias: Flag::Never,
         rope: half_split(1e6),
+        rope_default: Some(
+            r#"{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
+                "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1}"#,
+        ),
         temperature: TemperatureRule::Ministral3,
         window: in_every_layer(None),
         ..LLAMA
@@ -387,6 +405,10 @@ pub(super) static FAMILIES: &[Family] = &[
         bias: Flag::Never,
         rope: half_split(1e6),
         window: all_but_first_of(8192, 4),
+        rope_default: Some(
+            r#"{"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0}"#,
+        ),
         ..LLAMA
     },
     Family {
@@ -402,21 +424,12 @@ pub(super) static FAMILIES: &[Family] = &[
         scale: ScaleRule::Multiplier("attention_multiplier", None),
         ..LLAMA
     },
+    GRANITE_SWA,
     Family {
-        name: "granite_swa",
-        model_types: &["granite_swa", "granitemoe_swa"],
-        rope: RopeRule::Rotary {
-            layout: RopeLayout::HalfSplit,
-            theta_keys: &[],
-            theta: Some(10_000.0),
-            share: RotaryShare::Whole,
-            layers: RopeLayers::Bases("layer_rope_theta"),
-            longrope_names: &[],
-        },
-        scale: ScaleRule::Multiplier("attention_multiplier", Some(1.0)),
-        window: all_but_first_of(128, 4),
-        sinks: Some("layers.{i}.self_attn.sinks"),
-        ..LLAMA
+        name: "granitemoe_swa",
+        model_types: &["granitemoe_swa"],
+        sizes: llama_sizes(kv(None), HeadDim::Key(None)),
+        ..GRANITE_SWA
     },
     Family {
         name: "vaultgemma",

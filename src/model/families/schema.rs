@@ -20,6 +20,8 @@ pub(crate) struct Family {
     pub bias: Flag,
     /// Rotary position embedding.
     pub rope: RopeRule,
+    /// Its settings where the config has none, as JSON.
+    pub rope_default: Option<&'static str>,
     /// Normalisation of q and k.
     pub qk_norm: Option<QkNormRule>,
     /// Softmax scale.
@@ -165,10 +167,12 @@ pub(crate) enum RopeRule {
 pub(crate) enum RotaryShare {
     /// Every channel.
     Whole,
-    /// Keys of the share and its default.
+    /// Keys of the share and its default. The first counts, behind the rotation's own settings; releases differ on the others,
+    /// and bounds hold for each.
     Part(&'static [&'static str], f64),
-    /// A key that counts rotated channels and its value when absent (`None`: every channel); null means every channel.
-    Channels(&'static str, Option<usize>),
+    /// A key that counts rotated channels and its value when absent; null means every channel. Where the common share is
+    /// stated too, bounds hold for both.
+    Channels(&'static str, usize),
     /// Every channel, whatever share the config states: it is one of a wider head.
     Fixed,
     /// A key that counts rotated channels, which other releases leave unread in favour of the common share or of the whole
@@ -181,7 +185,8 @@ pub(crate) enum RopeLayers {
     /// Not at all.
     Same,
     /// Full and sliding layers have their own parameters. `pattern` keys: every n-th layer is full when `layer_types`
-    /// is absent. `local_theta`: key and default of the sliding layers' base; without one they take the common base.
+    /// is absent. Releases differ on the keys behind the first, and on settings that are not set apart by the kind of layer:
+    /// the largest factor counts. `local_theta`: key and default of the sliding layers' base; without one they take the common base.
     /// Scaling in the old generation of keys belongs to the full layers alone.
     ByType { pattern: (&'static [&'static str], usize), local_theta: Option<(&'static str, f64)> },
     /// The same in all if this key has this value, else none.

@@ -240,7 +240,8 @@ pub(super) fn gradients_are_the_cpus() {
 pub(super) fn a_training_step_is_as_good_as_with_the_exact_output() {
     let engine = engine();
     for d_head in [64, 128] {
-        let shape = AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 2048, len_k: 2048, d_head, d_v: d_head };
+        let shape =
+            AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 2048, len_k: 2048, d_head, d_v: d_head };
         let call = AttentionCall::causal(shape);
         let mut data = Data::new(&shape, 40);
         let mut d_out = output_gradient(&call, 41);
