@@ -335,6 +335,8 @@ fn a_checkpoints_sinks_are_in_its_attention() {
         let folder = tempfile::tempdir().unwrap();
         let (mut config, mut tensors, _) = family("llama");
         (config["model_type"], config["head_dim"]) = (json!("gpt_oss"), json!(HEAD));
+        // gpt_oss scales its rotation where the config says nothing.
+        config["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 10_000.0});
         for layer in 0..LAYERS {
             let name = format!("model.layers.{layer}.self_attn.sinks");
             tensors.0.insert(name, (vec![HEADS], vec![sink; HEADS]));

@@ -11,7 +11,7 @@ use std::path::Path;
 
 /// The files that engines read.
 pub struct WeightFiles {
-    files: Vec<(String, Shard, BTreeMap<String, Entry>)>,
+    files: Vec<Named>,
     index: Option<BTreeMap<String, String>>,
     /// Safetensors files of the folder that the index does not name.
     pub unlisted: Vec<String>,
@@ -82,10 +82,10 @@ impl WeightFiles {
     }
 }
 
-fn open_all(
-    folder: &Path,
-    names: impl IntoIterator<Item = String>,
-) -> Result<Vec<(String, Shard, BTreeMap<String, Entry>)>> {
+/// A file's name, the file, and where its tensors are.
+type Named = (String, Shard, BTreeMap<String, Entry>);
+
+fn open_all(folder: &Path, names: impl IntoIterator<Item = String>) -> Result<Vec<Named>> {
     let open = |name: String| {
         let (shard, entries) = open_shard(folder.join(&name), 0)?;
         Ok((name, shard, entries.into_iter().collect()))

@@ -56,10 +56,7 @@ fn bring_file(source: &Path, target: &Path, copy: bool, moved: &mut Moved) -> Re
 }
 
 /// Files of a checkpoint that hold attention scales, and the names of those tensors.
-pub(super) fn files_with<'f>(
-    files: &'f WeightFiles,
-    is_scale: impl Fn(&str) -> bool,
-) -> BTreeMap<&'f str, BTreeSet<&'f str>> {
+pub(super) fn files_with(files: &WeightFiles, is_scale: impl Fn(&str) -> bool) -> BTreeMap<&str, BTreeSet<&str>> {
     let mut found = BTreeMap::<&str, BTreeSet<&str>>::new();
     for tensor in files.tensors().filter(|tensor| is_scale(tensor.name)) {
         found.entry(tensor.file).or_default().insert(tensor.name);

@@ -265,7 +265,7 @@ pub(super) fn a_training_step_is_as_good_as_with_the_exact_output() {
             error()
         });
         println!("d {d_head}: dq is off by {exact:.2e} with the exact output, {f16:.2e} f16, {fp8:.2e} fp8-2048");
-        assert!(f16 <= 1.3 * exact + 5e-4 && fp8 >= 3.0 * exact, "d {d_head}: {exact:.2e} {f16:.2e} {fp8:.2e}");
+        assert!(f16 <= 1.3 * exact + 5e-4 && fp8 >= 2.0 * exact, "d {d_head}: {exact:.2e} {f16:.2e} {fp8:.2e}");
     }
 }
 
