@@ -4,10 +4,12 @@ use crate::errors::raise;
 use crate::work::detached;
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::json;
 use sigmascale::model::{Checkpoint, ModelSource};
 use sigmascale::serving::{self, Engine, ExportOptions, LayerScales, Operand};
 use sigmascale::{Descale, Error, Result};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
@@ -67,19 +69,27 @@ pub fn verify(py: Python<'_>, folder: String, name: Option<String>) -> PyResult<
 pub struct ScaleStream(Mutex<serving::ScaleStream>);
 
 /// A layer with what engines take: one scale a tensor, rounded up to BF16, and its names.
-fn described(family: &str, layer: &LayerScales) -> Result<Value> {
-    let mut out = serde_json::to_value(layer)
-        .map_err(|error| Error::non_finite(format_args!("the result cannot be written as JSON: {error}")))?;
-    let (mut scale, mut names) = (json!({}), json!({}));
-    for operand in Operand::ALL.into_iter().filter(|operand| layer.row(*operand).is_some()) {
-        let letter = operand.letter().to_string();
-        scale[&letter] = json!(layer.stored(operand, false)?[0]);
-        for engine in Engine::ALL {
-            names[engine.name()][&letter] = json!(engine.scale_name(family, &layer.module, operand));
-        }
+#[derive(Serialize)]
+struct Described<'a> {
+    #[serde(flatten)]
+    layer: &'a LayerScales,
+    scale: BTreeMap<char, Descale>,
+    names: BTreeMap<&'static str, BTreeMap<char, String>>,
+}
+
+impl<'a> Described<'a> {
+    fn new(family: &str, layer: &'a LayerScales) -> Result<Self> {
+        let own = || Operand::ALL.into_iter().filter(|operand| layer.row(*operand).is_some());
+        let scale = |operand: Operand| Ok((operand.letter(), layer.stored(operand, false)?[0]));
+        let names = |engine: Engine| {
+            own().map(|operand| (operand.letter(), engine.scale_name(family, &layer.module, operand))).collect()
+        };
+        Ok(Self {
+            layer,
+            scale: own().map(scale).collect::<Result<_>>()?,
+            names: Engine::ALL.into_iter().map(|engine| (engine.name(), names(engine))).collect(),
+        })
     }
-    (out["scale"], out["names"]) = (scale, names);
-    Ok(out)
 }
 
 #[pymethods]
@@ -104,7 +114,7 @@ impl ScaleStream {
             let mut stream = self.held();
             let done = stream.push(name, dtype, &shape, bytes)?;
             let family = stream.spec().family.clone();
-            text(&done.iter().map(|layer| described(&family, layer)).collect::<Result<Vec<_>>>()?)
+            text(&done.iter().map(|layer| Described::new(&family, layer)).collect::<Result<Vec<_>>>()?)
         };
         py.detach(work).map_err(|error| raise(py, &error))
     }
