@@ -198,9 +198,9 @@ def test_other_heads_or_types_than_at_attach(llama):
     before = runtime.descales.clone()
     llama.float()
     runtime.refresh()
-    # Weights of 32 bits may be run in BF16: their own rounding is one more, and V's two.
+    # Weights of 32 bits may be run in BF16: a rounding more is counted.
     grown = runtime.descales / before
-    assert (grown >= 1 - 1e-6).all() and (grown < 1.01).all() and (grown > 1.001).any()
+    assert (grown >= 1 - 1e-6).all() and (grown < 1.01).all() and (grown > 1 + 1e-6).any()
     llama.double()
     with pytest.raises(sigmascale.UnsupportedError, match="float64.*cast the model"):
         runtime.refresh()

@@ -405,7 +405,7 @@ fn raw_norms_of_channels_that_are_alike_are_skipped() {
         (Case { kind: Kind::Competing, ..Case::new("competing", (4096, 128), (8, 2)) }, 20..=22, 26),
         // Both are of the only group.
         (Case { kind: Kind::Competing, ..Case::new("competing", (4096, 128), (8, 1)) }, 19..=21, 25),
-        (Case { kind: Kind::Competing, ..Case::new("competing", (2048, 192), (8, 2)) }, 20..=22, 26),
+        (Case { kind: Kind::Competing, ..Case::new("competing", (4096, 192), (8, 2)) }, 20..=22, 26),
         (Case { biases: true, ..Case::new("constants", (1024, 64), (4, 2)) }, 14..=14, 14),
         (Case { layer_norm: true, ..Case::new("shift", (1024, 128), (4, 2)) }, 14..=14, 14),
         (Case { rotary: 0, ..Case::new("fixed", (1024, 64), (4, 2)) }, 6..=6, 6),

@@ -326,7 +326,11 @@ impl Layer {
         let mut vector = |n: usize, mean: f32, spread: f32| -> Vec<f64> {
             (0..n).map(|_| stored_as(mean + spread * rng.random_range(-1.0..1.0f32))).collect()
         };
-        let gain = vector(d, if case.one_plus { 0.1 } else { 1.1 }, 0.6);
+        let mut gain = vector(d, if case.one_plus { 0.1 } else { 1.1 }, 0.6);
+        // Of a file's gains to which 1 is added, the host counts the reading of a load in 16 bits too; these have one.
+        if case.one_plus {
+            gain.iter_mut().for_each(|g| *g = bf16::from_f64(*g).to_f64());
+        }
         let shift = (case.layer_norm && !case.unshifted).then(|| vector(d, 0.02, 0.2));
         let bias = case.biases.then(|| counts.map(|n| vector(n * r, 0.1, 1.0)));
         let mut layer = Self {
