@@ -94,7 +94,7 @@ struct Weights {
 
 // Blocks (range, head, layer). A thread has channels `row` + `LANES` j and eight inputs of each tile, and asks for the next
 // tile's before it multiplies.
-extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : ROWS && WEIGHTS != DTYPE_F32 ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, N > 128 ? 1 : ROWS && WEIGHTS != DTYPE_F32 && __CUDA_ARCH__ >= 900 ? 3 : 2)
     scale_power(const PowerLayer* layers, const Projection* projections, Pass s, const float* vectors, const float* inputs, float* parts) {
   __shared__ float by_row[LANES][TILE + 8];
   __shared__ float2 of_input[TILE];  // u with the gain on both sides, and the gain

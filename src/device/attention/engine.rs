@@ -180,7 +180,7 @@ pub fn attention_variants() -> Vec<Request> {
                         d_head,
                         causal,
                         tile,
-                        pv,
+                        pv: Pv::of(accumulator, telemetry, logits_e4m3, Some(tile)),
                         telemetry,
                         logits_e4m3,
                         out_e4m3,
