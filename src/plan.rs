@@ -1,4 +1,4 @@
-//! What one layer's FP8 attention call gets.
+//! What one layer's FP8 attention call gets: which bound becomes which descale.
 
 use crate::bound::{BoundKind, E4M3_MAX, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
@@ -94,7 +94,7 @@ pub(crate) fn check_eta(eta: f64) -> Result<()> {
 }
 
 impl OperandDescales {
-    /// Descales from the certain operand bounds with rounding, `(B + A/32) / 448`.
+    /// Descales from the certain operand bounds with rounding, `(B + share A) / 448`, the share from [`RoundingShare`](crate::model::RoundingShare).
     ///
     /// # Errors
     /// If a descale leaves the range of f32.

@@ -1,4 +1,4 @@
-//! The two directions of a scale, as two types.
+//! The two directions of a scale, as two types; a bound becomes a descale by [`Descale::covering`].
 //!
 //! [`Descale`] turns FP8 back into the value: `x ~ e4m3(x / descale) * descale` (FlashAttention-3 and cuDNN
 //! `descale_*`, vLLM `*_scale`, the paper's "scale"). [`QuantScale`] is its inverse (TransformerEngine `scale`, cuDNN

@@ -2,9 +2,10 @@
 // tile j + 1 in them during the exponentials of tile j. The last tile of a work item computes the first logits of the next item.
 //
 //   S = Q K_0^T
-//   for j = 1, 2, ...:  X = scale S - shift;  S = Q K_j^T;  O += 2^X V_{j-1}, meanwhile the maxima of S;  rescale O
+//   for j = 1, 2, ...:  X = scale S - shift;  S = Q K_j^T;  the maxima of S between the halves of 2^X;  O += 2^X V_{j-1};  rescale O
 //
-// Promote: P V of a tile takes the registers of X, which are free once P is packed, and O = rescale O + P V.
+// Promote: P V of a tile takes the registers of X, which are free once P is packed, and O = rescale O + P V. The factor is
+// that of this tile's own maxima; what is found under its product is the next tile's.
 #pragma once
 #include "attention/epilogue.cuh"
 

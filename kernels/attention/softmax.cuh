@@ -2,7 +2,7 @@
 // row r = i / 2 % 2 of its two, column 8 (i / 4) + i % 2 of those that the thread sees.
 //
 // P = 2^(8 + scale (logit - row_max)) with row_max a row's running maximum: P never passes 256, and the largest is exact. Row
-// sums take the unrounded values in f32.
+// sums take the unrounded values in f32. Here P is rounded to E4M3 or F16 (`pack_p`), and P V is promoted to f32 (`promote`, `flush`).
 #pragma once
 #include "attention/config.cuh"
 #include "ptx/convert.cuh"

@@ -1,5 +1,5 @@
 // Tables that the host writes for the scale kernels, and reading of weights of any type. The host's mirror of every
-// struct is src/cuda/scale/tables.rs; the sizes are asserted on both sides.
+// struct is src/device/scale/tables.rs; the sizes are asserted on both sides.
 #pragma once
 
 #include "ptx/convert.cuh"

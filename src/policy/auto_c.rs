@@ -3,7 +3,7 @@
 //! ```text
 //! burn-in, T steps:  descales as geometry;  r = amax / bound of every head and step of a pool, n in all
 //! then:              c = min(1, kappa q)    q = smallest order statistic of rank >= quantile n
-//! frozen:            descale = c bound / (eta 448) for logits, c (B + A/32) / 448 for q, k and v, o twice v
+//! frozen:            descale = c bound / (eta 448) for logits, c (B + share A) / 448 for q, k and v, o twice v
 //! ```
 //!
 //! The bound is the rounded certain one throughout, so burn-in cannot overflow, and `c` stops at 1. Logits, q, k and v

@@ -15,7 +15,7 @@ use crate::stats::StepStats;
 pub const ISOTROPY: &str = "geometry-c-star assumes that normalised tokens are independent and uniform on the sphere; \
 tokens of trained models align with the weights and can pass its logit bound";
 
-/// Descales from bounds: logits `bound / (eta 448)`, operands `(B + A/32) / 448`, o twice v.
+/// Descales from bounds: logits `bound / (eta 448)`, operands `(B + share A) / 448`, o twice v.
 ///
 /// It remembers nothing, so a resume without state is the same as one with it.
 #[derive(Clone, Debug)]

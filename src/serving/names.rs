@@ -1,4 +1,4 @@
-//! Every name of an attention scale, whoever wrote it.
+//! Names of attention scales as they are found in checkpoints, whoever wrote them; those that are written: [`super::engine`].
 
 use super::engine::Operand;
 use crate::error::{Error, Result};

@@ -33,12 +33,14 @@ mod params;
 mod regions;
 mod sizes;
 mod tile;
+mod variant;
 
 pub use crate::cuda::{Element, View};
 pub use backend::{Cuda, step_stats};
 pub use backward::{BackwardEngine, backward_variants};
 pub use backward_call::{BackwardTensors, BackwardWorkspace, Delta};
 pub use call::{Descales, Rope, SavedOperands, Tensors, Workspace};
-pub use engine::{AttentionEngine, attention_variants, cast_variants};
+pub use engine::AttentionEngine;
 pub use host::{HostOutput, Resident, ResidentBackward, RopeTables, Setup};
 pub use tile::{Schedule, Split, Tile};
+pub use variant::{attention_variants, cast_variants};

@@ -1,4 +1,5 @@
-//! The engine: buffers, launches and what the host reads.
+//! Policies in device memory: buffers, the launches of a step, and what the host reads. The weights' part of a plan:
+//! [`crate::device::scale`].
 
 use super::memory::{MemoryLayout, row_length};
 use super::table::{PolicyLayer, PolicyTable, has_values};

@@ -201,7 +201,7 @@ impl ScaleEngine {
         &self.results.tensors
     }
 
-    /// Operand bounds with rounding, `B + A/32`, `[layer][q, k, v][n_kv]` f32, rounded up; 0 for a head of zeros.
+    /// Operand bounds with rounding, `B + share A`, `[layer][q, k, v][n_kv]` f32, rounded up; 0 for a head of zeros.
     pub fn operand_bounds(&self) -> &Buffer<f32> {
         &self.results.operand_bounds
     }

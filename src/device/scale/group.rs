@@ -1,4 +1,4 @@
-//! The launches for layers of one kind: alike in everything that a launch takes once ([`super::partition`]).
+//! The order of launches of a plan, and what runs beside what, for layers of one kind: alike in everything that a launch takes once ([`super::partition`]).
 
 use super::bounds::Bounds;
 use super::grams::{GramRoute, Grams};

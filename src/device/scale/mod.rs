@@ -7,7 +7,7 @@
 //! Layers may differ: those that share shape, rotation, norm and storage share their launches, and all write their results
 //! into one set of buffers, layer after layer ([`ScaleEngine::heads`]). So do those of the power iterations.
 //!
-//! What it computes: what the CPU engine does, per channel `B = sqrt(d) ||w_c|| + |c_c|`, descale `(B + A/32) / 448`; and
+//! What it computes: what the CPU engine does, per channel `B = sqrt(d) ||w_c|| + |c_c|`, descale `(B + share A) / 448`; and
 //! per head Grams, certified norms made of them by shifted squarings on tensor cores, and logit bounds. There is no state
 //! between calls: the same weights give the same bits.
 

@@ -1,4 +1,4 @@
-//! Look-ups in the table.
+//! A family by its `model_type`, and what is refused by name.
 
 use super::refused::REFUSED;
 use super::schema::Family;
