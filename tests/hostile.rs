@@ -256,7 +256,7 @@ fn configs_that_make_no_sense() {
         (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "2 query heads do not divide by 3"),
         (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "(`num_attention_heads`, `num_key_value_heads`)"),
         (json!({"head_dim": 12}), "`head_dim`"),
-        (json!({"rope_theta": -1e300}), "and is -1e300"),
+        (json!({"rope_theta": -1e300}), "not -1e300"),
         (json!({"rope_scaling": {"rope_type": "spiral"}}), "`rope_type` `spiral` is not known"),
         (json!({"num_hidden_layers": 0}), "`num_hidden_layers` must be a whole number from 1"),
         (json!({"num_hidden_layers": 10_001}), "`num_hidden_layers`"),

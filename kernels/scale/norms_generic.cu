@@ -9,7 +9,7 @@
 
 constexpr u32 WARPS = 8, QUANTITIES = 9;
 
-// Eight values from `at` on, `stride` apart, of which `count` are there; the rest are zero.
+// Loads eight values from `at` on, `stride` apart. Only the first `count` exist; the others are set to zero.
 __device__ __forceinline__ void load8(u64 base, u32 dtype, i64 at, i64 stride, u32 count, bool vector, float (&v)[8]) {
   if (!vector) {
 #pragma unroll

@@ -395,7 +395,7 @@ impl<'a> Keys<'a> {
     fn not_negative(&self, key: &str) -> Result<Option<f64>> {
         match self.number(key)? {
             Some(x) if x < 0.0 => {
-                Err(Error::format(self.file, format_args!("`{key}` must not be negative, and is {}", plain(x))))
+                Err(Error::format(self.file, format_args!("`{key}` must not be negative, but is {}", plain(x))))
             }
             other => Ok(other),
         }
@@ -405,9 +405,7 @@ impl<'a> Keys<'a> {
     fn whole(&self, key: &str) -> Result<Option<usize>> {
         match self.positive(key)? {
             Some(x) if x.fract() == 0.0 && x <= MAX_POSITIONS as f64 => Ok(Some(x as usize)),
-            Some(x) => {
-                Err(Error::format(self.file, format_args!("`{key}` must be a whole number, and is {}", plain(x))))
-            }
+            Some(x) => Err(Error::format(self.file, format_args!("`{key}` must be a whole number, not {}", plain(x)))),
             None => Ok(None),
         }
     }

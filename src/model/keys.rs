@@ -124,7 +124,7 @@ impl<'a> Keys<'a> {
     pub fn positive(&self, key: &str) -> Result<Option<f64>> {
         match self.number(key)? {
             Some(x) if x <= 0.0 => {
-                Err(Error::format(self.file, format_args!("`{key}` must be greater than zero, and is {}", plain(x))))
+                Err(Error::format(self.file, format_args!("`{key}` must be greater than zero, not {}", plain(x))))
             }
             other => Ok(other),
         }

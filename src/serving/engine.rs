@@ -73,10 +73,9 @@ impl Reads {
     }
 }
 
-/// Families of which vLLM renames the attention module to `attn`, or the checkpoint calls it so: a scale needs the inner module's
-/// name too.
+/// Families whose attention module vLLM names `attn`: their scales are `X.attn.k_scale`, with the name of the inner module.
 const VLLM_INNER: &[&str] = &["gpt2", "gptj", "gpt_bigcode", "gpt_oss", "jamba"];
-/// Families of which SGLang renames scales from the attention module to the inner one.
+/// Families whose loader in SGLang maps `X.k_scale` to the inner module.
 const SGLANG_RENAMED: &[&str] = &[
     "llama",
     "mistral",
@@ -95,8 +94,9 @@ const SGLANG_RENAMED: &[&str] = &[
     "nemotron_h",
     "exaone4",
 ];
-/// Families of which it does not, so that the name is that of the inner one. It has no scales for any other: their attention is built
-/// without the quantisation config, or the family runs through its Transformers backend, which refuses the names.
+/// Families whose loader in SGLang does not, so that a scale must be stored as `X.attn.k_scale`. SGLang has no attention scales for
+/// any other family: their attention is built without the quantisation config, or they run through its Transformers backend, which
+/// refuses the names.
 const SGLANG_INNER: &[&str] = &[
     "qwen2",
     "qwen2_moe",

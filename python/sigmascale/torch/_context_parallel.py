@@ -9,7 +9,7 @@ Both are written over two functions on operands in E4M3, ``(batch, seq, heads, d
     forward(q8, k8, v8, descales, causal, scale) -> out, lse (batch, n_q, seq) in nats
     backward(grad, q8, k8, v8, descales, out, lse, causal, scale) -> dq, dk, dv
 
-The backward's ``out`` and ``lse`` are those of whole rows, of which the keys given may be a part.
+The backward may get only some of a row's keys; its ``out`` and ``lse`` are always those of all keys of the row.
 """
 
 import torch

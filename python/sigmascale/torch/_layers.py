@@ -299,7 +299,7 @@ class Layers:
             raise ArgumentError(
                 f"layers state {sorted(stated)} model_q_heads: give the number of the whole model in each"
             )
-        # Query heads of the whole model, of which this process may have some.
+        # Query heads of the whole model; this process may hold only some of them.
         self.q_heads = stated.pop() if stated else sum(layer.n_q_heads for layer in whole)
         self.resident = [index for index in range(len(whole)) if index not in self.sliced]
 

@@ -1,9 +1,9 @@
 """The operators ``sigmascale::attention`` and ``sigmascale::attention_backward``, as PyTorch's compiler, exporter and
 checkpoints see them.
 
-Addresses and streams are read inside them alone. ``attention`` writes telemetry into ``words``; its output and log-sum-exp are
-followed by q, k and v in E4M3 where ``save`` asks for them, which is what the backward keeps, as bytes, of which PyTorch has all
-operations. Gradients pass through the casts unchanged (straight-through).
+Addresses and streams are read inside them alone. ``attention`` writes telemetry into ``words`` and returns the output and the
+log-sum-exp. With ``save`` it also returns q, k and v in E4M3, which are saved for the backward. They are uint8 tensors, since
+PyTorch lacks some operations on float8. Gradients pass through the casts unchanged (straight-through).
 """
 
 import torch

@@ -112,7 +112,8 @@ fn sequences_that_break_a_rule_are_refused() {
 /// The sink takes its share of the weight, is in the log-sum-exp, and is all of it where a row sees no key.
 #[test]
 fn sinks_join_the_row_sum() {
-    // Two queries of one key, of which the first sees none: logit 2, sink 2 + ln 3, so the key has a quarter of the weight.
+    // Two queries and one key. The first query sees no key; the second has logit 2 and sink 2 + ln 3, so a quarter of the weight is
+    // the key's.
     let sink = 2.0 + 3f64.ln();
     let call =
         AttentionCall { softmax_scale: 1.0, sinks: Some(&[sink]), ..AttentionCall::causal(shape(1, 1, 2, 1, 16)) };

@@ -87,7 +87,7 @@ impl ScaleEngine {
         &self.partition.heads
     }
 
-    /// Kinds of layers, each of which has launches of its own.
+    /// Number of kinds of layers. Each kind has its own launches.
     pub fn kinds(&self) -> usize {
         self.groups.len()
     }

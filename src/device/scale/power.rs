@@ -107,7 +107,7 @@ impl<const SUMMED: bool> PowerIteration<SUMMED> {
         self.weights.as_ref()
     }
 
-    /// Kinds of layers, each of which has launches of its own.
+    /// Number of kinds of layers. Each kind has its own launches.
     pub fn kinds(&self) -> usize {
         self.kinds.len()
     }

@@ -247,20 +247,28 @@ fn an_e4m3_output() {
     let [precision, on_gpu] =
         [Precision::KERNEL, Precision::INFERENCE].map(|precision| Precision { output: Cast::E4m3, ..precision });
     for (seed, (call, gpu)) in cases().flat_map(|call| both().map(|gpu| (call, gpu))).enumerate() {
-        let data = Data::new(&call.shape, 300 + seed as u64);
-        let plan = data.plan(&call, 1.0);
-        let have = gpu.forward(&call, &data.inputs(), &plan, &on_gpu).unwrap();
-        let cpu = Cpu.forward(&call, &data.inputs(), &plan, &precision).unwrap();
-        let want = exact(&call, &data.inputs(), &plan);
-        let (ours, theirs) = (distance(&have.out, &want), distance(&cpu.out, &want));
-        // A single query has 256 elements, whose mean square varies by some percent.
-        assert!(ours <= 1.2 * theirs + BF16, "{call:?}: {ours:.3e}, CPU {theirs:.3e}");
-        for (at, x) in have.out.iter().enumerate() {
-            let row = &plan.operands.o.as_ref().unwrap();
-            let descale = row[call.shape.kv_head(at / call.shape.d_head % call.shape.n_q_heads)].get();
-            let units = x / descale;
-            assert_eq!(Format::E4m3.round(units, OnOverflow::Saturate) * descale, *x, "{call:?}: not an E4M3 value");
+        let (mut ours, mut theirs, mut want) = (vec![], vec![], vec![]);
+        // A single query has 256 elements, whose mean square varies by some percent: more than one draw of those.
+        for draw in 0..4096_usize.div_ceil(call.shape.out_elements()) {
+            let data = Data::new(&call.shape, 300 + seed as u64 + 1000 * draw as u64);
+            let plan = data.plan(&call, 1.0);
+            let have = gpu.forward(&call, &data.inputs(), &plan, &on_gpu).unwrap();
+            for (at, x) in have.out.iter().enumerate() {
+                let row = &plan.operands.o.as_ref().unwrap();
+                let descale = row[call.shape.kv_head(at / call.shape.d_head % call.shape.n_q_heads)].get();
+                let units = x / descale;
+                assert_eq!(
+                    Format::E4m3.round(units, OnOverflow::Saturate) * descale,
+                    *x,
+                    "{call:?}: not an E4M3 value"
+                );
+            }
+            ours.extend(have.out);
+            theirs.extend(Cpu.forward(&call, &data.inputs(), &plan, &precision).unwrap().out);
+            want.extend(exact(&call, &data.inputs(), &plan));
         }
+        let (ours, theirs) = (distance(&ours, &want), distance(&theirs, &want));
+        assert!(ours <= 1.15 * theirs + BF16, "{call:?}: {ours:.3e}, CPU {theirs:.3e}");
     }
 }
 
