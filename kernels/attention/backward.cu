@@ -8,11 +8,16 @@
 //   dQ += dS K             each consumer makes one 64 x 64 part; the copy engine adds it to global memory, a warp's 4 KB at a time
 //
 // A block owns 128 keys of one KV head, and walks the query tiles of every head of its group: dK and dV stay in registers, no
-// query head is expanded. Two consumer warpgroups own 64 keys each; one producer warp brings queries and dO by TMA. Blocks come
+// query head is expanded. Two consumer warpgroups own 64 keys each; one producer warp brings queries and dO by TMA, three widen
+// the queries to BF16. Blocks come
 // longest first. S^T of the next tile runs while dQ of this one leaves.
 //
 // Layouts: backward.cuh. Shared memory holds 16-bit tiles as runs of 64 columns, rows of 128 bytes, 128-byte swizzle; so rows
 // and columns can both be the side that a product sums over, and nothing is transposed.
+//
+// Key tiles begin at a sequence's first key, query tiles at its first query; queries that no window joins with the keys of a block
+// are not walked. Rows of a tile that lie outside the sequence, or see no key, are zero in shared memory before anything is
+// multiplied by them.
 //
 // NaN in a row of q or dO reaches dK and dV of the key tiles that its query tile sees, and NaN in k or v all rows that see the
 // key tile's block of queries; other heads and sequences are not touched.
@@ -42,11 +47,22 @@
 #ifndef SPLITS
 #define SPLITS 1
 #endif
+// 1: all lanes of a warp arrive where one does, for racecheck, which follows an arrival by the arriving thread alone.
+#ifndef EVERY_LANE
+#define EVERY_LANE 0
+#endif
+// 1: logits are cap tanh(S / cap).
+#ifndef SOFT_CAP
+#define SOFT_CAP 0
+#endif
 
 namespace {
 
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kWideners = 3;   // warps
+constexpr bool kRemake = kFeatures || DETERMINISTIC;  // variants that are short of registers make addresses anew in each tile
+constexpr int kArrivals = EVERY_LANE ? 32 : 1;  // of a warp
 constexpr int kStages = 2;
 constexpr int kSplits = SPLITS;
 constexpr int kProducerRegisters = 24;
@@ -57,6 +73,7 @@ constexpr int kRun = 128;                         // bytes of a swizzled row
 constexpr int kKeyRun = kKeys * kRun;             // 64 columns of K or V in BF16
 constexpr int kRowRun = kRows * kRun;             // 64 columns of Q or dO in BF16
 constexpr int kRuns = kDim / 64;
+constexpr int kPieces = kDim / 16;                // of 16 columns, of a row
 constexpr int kScoreBytes = 2 * kKeys * kRows;    // dS^T in BF16: rows are keys, runs of 64 queries
 constexpr int kScoreStages = 2;
 
@@ -81,58 +98,94 @@ static_assert(kSplits == 1 || (kDim == 128 && !DETERMINISTIC), "tiles of 128 que
 
 using LogitMma = ptx::Wgmma<ptx::Operand::E4m3, kRows>;
 using GradMma = ptx::Wgmma<ptx::Operand::Bf16, kRows>;
-using KeyMma = ptx::Wgmma<ptx::Operand::Bf16, kDim>;
+using KeyMma = ptx::Wgmma<ptx::Operand::Bf16, kColumns>;
 using QueryMma = ptx::Wgmma<ptx::Operand::Bf16, 64>;
 constexpr ptx::Swizzle kSwizzle8 = kDim == 128 ? ptx::Swizzle::B128 : ptx::Swizzle::B64;
 
 // What a block owns.
 struct Work {
-  int batch, kv_head, key_tile;
+  Sequence sequence;
+  int kv_head, key_tile;
+  int q_batch, q_slot;  // of `tile_index`: where the sequence's query tiles are
   int first, tiles;  // query tiles that see its keys, for each head of the group
   int begin, total;  // of all heads' tiles, those that this block walks
+  bool by_rows;      // the heads of the group in turn, tile by tile of queries
+  bool backwards;    // from the last queries on
+  int first_head;    // of the group, at each tile
+#if VARLEN
+  int k_rows;        // to the next sequence
+#endif
 };
 // One of `kSplits` parts of what block `index` of keys has to do. Sections of KV heads; in a section the longest first, heads innermost.
 __device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
+  Work w;
+#if VARLEN
+  const int number = __shfl_sync(~0u, index / p.heads_kv, 0);
+  w.kv_head = index - number * p.heads_kv;
+  const Slot slot = slot_at(p.sequences.k_starts, p.sequences.count, kKeys, number);
+  const int run = slot.sequence;
+  w.key_tile = slot.tile;
+  w.sequence = sequence_of(p, slot.sequence);
+  w.k_rows = rows_to_next(p.sequences.k_starts, p.sequences.count, p.batch * p.len_k, slot.sequence);
+  w.q_batch = 0, w.q_slot = first_slot(p.sequences.q_starts, slot.sequence, kRows);
+#else
   const int key_tiles = ceil_div(p.len_k, kKeys), units = p.batch * p.heads_kv;
-  const int per_section = p.section * key_tiles, s = index / per_section;
+  const int per_section = p.section * key_tiles, s = index / per_section, run = s;
   index -= s * per_section;
   const int width = min(p.section, units - s * p.section);
-  Work w;
   // NOTES: through a shuffle the assembler knows it uniform.
   w.key_tile = __shfl_sync(~0u, index / width, 0);
-  const int unit = s * p.section + index - w.key_tile * width;
-  w.batch = unit / p.heads_kv;
-  w.kv_head = unit - w.batch * p.heads_kv;
-  w.first = CAUSAL ? max(0, w.key_tile * kKeys - p.diagonal) / kRows : 0;
+  const int unit = s * p.section + index - w.key_tile * width, batch = unit / p.heads_kv;
+  w.kv_head = unit - batch * p.heads_kv;
+  w.sequence = sequence_of(p, batch);
+  w.q_batch = batch, w.q_slot = 0;
+#endif
+  const int key = w.key_tile * kKeys;
+#if VARLEN || WINDOW
+  const Sequence& q = w.sequence;
+  const int sees_last = WINDOW ? min(key + kKeys, q.len_k) - 1 - q.diagonal + p.window_left : q.len_q - 1;
+  const int end = key < q.len_k && sees_last >= 0 ? min(ceil_div(q.len_q, kRows), sees_last / kRows + 1) : 0;
+  w.first = max(0, key - q.diagonal - p.window_right) / kRows;
+  w.tiles = max(0, end - w.first);
+#else
+  w.first = CAUSAL ? max(0, key - p.diagonal) / kRows : 0;
   w.tiles = max(0, p.q_tiles - w.first);
+#endif
+  // Blocks of a large group's KV head would each be at another head, and what they add to and read would not fit the L2 cache. So
+  // they meet at the same queries, heads in turn: where they begin together, from the last queries back; where they begin as others
+  // end, from the first on; in causal calls these take turns. Each begins with another head, so that few add to one tile of dQ at a
+  // time. Deterministic calls add in the order of the keys.
+  const int heads = p.heads_q / p.heads_kv;
+  w.by_rows = DETERMINISTIC || (CAUSAL && heads >= 8);
+  w.backwards = DETERMINISTIC || run % 2 == 0;
+  w.first_head = DETERMINISTIC ? 0 : w.key_tile % heads;
   const int all = w.tiles * (p.heads_q / p.heads_kv);
   w.begin = all / kSplits * rank + min(rank, all % kSplits);
   w.total = all / kSplits + (rank < all % kSplits);
   return w;
 }
 
-// A walk over a block's tiles: head by head, from the first queries that see its keys on. Blocks of later keys begin at later
-// queries, so that they do not add to the same tile of dQ at a time.
-// Deterministic calls walk from the last queries back, the heads of the group in turn: so all blocks are at the same tile at a time,
-// and none waits long for the one before it.
+// The first block of keys that a tile of queries sees.
+__device__ __forceinline__ int first_key_tile(const Backward& p, const Sequence& s, int m) {
+  return WINDOW ? max(0, m * kRows + s.diagonal - p.window_left) / kKeys : 0;
+}
+__device__ __forceinline__ int tile_end(const Backward& p, const Work& w) { return kFeatures ? w.first + w.tiles : p.q_tiles; }
+
+// A walk over a block's tiles: head by head, from the first queries that see its keys on, or `by_rows`.
 struct Place {
   int m, head;  // of the group
   __device__ __forceinline__ Place(const Backward& p, const Work& w) {
-    const int heads = p.heads_q / p.heads_kv, inner = DETERMINISTIC ? heads : max(1, w.tiles), outer = w.begin / inner;
-    head = DETERMINISTIC ? w.begin - outer * inner : outer;
-    m = DETERMINISTIC ? p.q_tiles - 1 - outer : w.first + w.begin - outer * inner;
+    const int inner = w.by_rows ? p.heads_q / p.heads_kv : max(1, w.tiles), outer = w.begin / inner, at = w.begin - outer * inner;
+    if (w.by_rows) head = (at + w.first_head) % inner, m = w.backwards ? tile_end(p, w) - 1 - outer : w.first + outer;
+    else head = outer, m = w.first + at;
   }
-  // Returns by how much the tile's index grows.
-  __device__ __forceinline__ int advance(const Backward& p, const Work& w) {
-    if (DETERMINISTIC) {
-      const int heads = p.heads_q / p.heads_kv;
-      if (++head < heads) return p.q_tiles;
-      head = 0, m--;
-      return -(heads - 1) * p.q_tiles - 1;
+  __device__ __forceinline__ void advance(const Backward& p, const Work& w) {
+    if (w.by_rows) {
+      if (++head == p.heads_q / p.heads_kv) head = 0;
+      if (head == w.first_head) m += w.backwards ? -1 : 1;
+    } else if (++m == tile_end(p, w)) {
+      m = w.first, head++;
     }
-    if (++m < p.q_tiles) return 1;
-    m = w.first, head++;
-    return 1 + w.first;
   }
 };
 
@@ -142,22 +195,48 @@ __device__ __forceinline__ u64 operand(u32 address, u32 run) { return ptx::wgmma
 __device__ __forceinline__ u64 columns(u64 descriptor, int i, int run) { return ptx::wgmma_advance(descriptor, i / 4 * run + i % 4 * 32); }
 __device__ __forceinline__ u64 rows(u64 descriptor, int i) { return ptx::wgmma_advance(descriptor, 16 * kRun * i); }
 
+// Where 16 columns of an E4M3 row lie.
+__device__ __forceinline__ int swizzled8(int row, int piece) { return kDim == 128 ? piece ^ row % 8 : piece ^ row / 2 % 4; }
+
+// Eight E4M3 values to BF16, by integer arithmetic and an exact product. Of NaN comes a number.
+__device__ __forceinline__ u32 widened(u32 pair) {
+  return ptx::mul_x2<false>((pair << 4 & 0x07f007f0u) | (pair << 8 & 0x80008000u), 0x7b807b80u);
+}
+__device__ __forceinline__ uint4 widened(u32 x, u32 y) {
+  return make_uint4(widened(__byte_perm(x, 0, 0x4140)), widened(__byte_perm(x, 0, 0x4342)), widened(__byte_perm(y, 0, 0x4140)),
+                    widened(__byte_perm(y, 0, 0x4342)));
+}
+
+// 16 columns of a row, or the 8 that it has.
+__device__ __forceinline__ uint4 load_piece(const u8* at, int piece, int d) {
+#if FILL
+  if (16 * piece >= d) return make_uint4(0, 0, 0, 0);
+  if (16 * piece + 16 > d) {
+    const uint2 x = *reinterpret_cast<const uint2*>(at);
+    return make_uint4(x.x, x.y, 0, 0);
+  }
+#endif
+  return *reinterpret_cast<const uint4*>(at);
+}
 // This block's keys and values to shared memory: K as it is and in BF16, V in BF16. What is no key is zero.
 __device__ __forceinline__ void load_keys(const Backward& p, const Work& work, u8* shared) {
-  constexpr int kPieces = kDim / 16, kEach = kKeys * kPieces / (128 * kConsumers);
+  constexpr int kEach = kKeys * kPieces / (128 * kConsumers);
   uint4 k[kEach] = {}, v[kEach] = {};
+  const Sequence& from = work.sequence;
+  const int first_key = kFeatures ? from.first_key(p) : 0;
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     const int at = i * 128 * kConsumers + threadIdx.x, row = at / kPieces, piece = at % kPieces, key = work.key_tile * kKeys + row;
-    if (key >= p.len_k) continue;
-    k[i] = *reinterpret_cast<const uint4*>(row_of(p.k, p.k_strides, work.batch, key, work.kv_head) + 16 * piece);
-    v[i] = *reinterpret_cast<const uint4*>(row_of(p.v, p.v_strides, work.batch, key, work.kv_head) + 16 * piece);
+    if (key >= from.len_k || (kFeatures && key < first_key) ) continue;
+    const u8* k_row = row_of(p.k, p.k_strides, from.batch_k, from.k_row + key, work.kv_head) + 16 * piece;
+    const u8* v_row = row_of(p.v, p.v_strides, from.batch_k, from.k_row + key, work.kv_head) + 16 * piece;
+    k[i] = load_piece(k_row, piece, p.d);
+    v[i] = load_piece(v_row, piece, p.d_v);
   }
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     const int at = i * 128 * kConsumers + threadIdx.x, row = at / kPieces, piece = at % kPieces;
-    const int swizzled = kDim == 128 ? piece ^ row % 8 : piece ^ row / 2 % 4;
-    *reinterpret_cast<uint4*>(shared + kOffsetK8 + row * kDim + 16 * swizzled) = k[i];
+    *reinterpret_cast<uint4*>(shared + kOffsetK8 + row * kDim + 16 * swizzled8(row, piece)) = k[i];
     u8* wide = shared + piece / 4 * kKeyRun + row * kRun;
     const int low = 16 * (piece % 4 * 2 ^ row % 8), high = 16 * ((piece % 4 * 2 + 1) ^ row % 8);
     *reinterpret_cast<uint4*>(wide + kOffsetK16 + low) = bf16x8_from_e4m3x8(make_uint2(k[i].x, k[i].y));
@@ -175,16 +254,44 @@ __device__ __forceinline__ void pack(u32* a, const float* x) {
   a[3] = ptx::bf16x2(x[6], x[7]);
 }
 
-// Sets what a key is not seen by to zero: column 8 (i / 4) + i % 2 below `from[i / 2 % 2]`.
-__device__ __forceinline__ void mask(float (&x)[kRows / 2], const int (&from)[2]) {
+// The queries of a tile that a thread's two keys are seen by, from its first column on: [from, to).
+struct Seen {
+  int from[2], to[2];
+  __device__ __forceinline__ bool hides(int i) const {
+    const int column = (i >> 2) * 8 + (i & 1), r = (i >> 1) & 1;
+    return column < from[r] || (kFeatures && column >= to[r]);
+  }
+};
+// Sets what a key is not seen by to zero.
+__device__ __forceinline__ void mask(float (&x)[kRows / 2], const Seen& seen) {
 #pragma unroll
   for (int i = 0; i < kRows / 2; i++)
-    if ((i >> 2) * 8 + (i & 1) < from[(i >> 1) & 1]) x[i] = 0.0f;
+    if (seen.hides(i)) x[i] = 0.0f;
 }
+#if SOFT_CAP
+// The same of pairs in BF16.
+__device__ __forceinline__ void mask(u32 (&x)[kRows / 4], const Seen& seen) {
+#pragma unroll
+  for (int i = 0; i < kRows / 4; i++) {
+    if (seen.hides(2 * i)) x[i] &= 0xffff0000u;
+    if (seen.hides(2 * i + 1)) x[i] &= 0xffffu;
+  }
+}
+#endif
+
+#if VARLEN || WINDOW
+// Rows of a tile outside [from, to) to zero, in all of its runs of 64 columns.
+__device__ __forceinline__ void clear_rows(u8* tile, int from, int to) {
+  for (int i = threadIdx.x; i < kRuns * kRows * 8; i += 128 * kConsumers) {
+    const int row = i / 8 % kRows;
+    if (row < from || row >= to) *reinterpret_cast<uint4*>(tile + 16 * i) = make_uint4(0, 0, 0, 0);
+  }
+}
+#endif
 
 __device__ __forceinline__ float dk_scale(const Backward& p, const Work& work) {
-  return p.softmax_scale * descale_of(p.q_descale, p.q_descale_strides, work.batch, work.kv_head) *
-         descale_of(p.v_descale, p.v_descale_strides, work.batch, work.kv_head);
+  return p.softmax_scale * descale_of(p.q_descale, p.q_descale_strides, work.sequence.batch_q, work.kv_head) *
+         descale_of(p.v_descale, p.v_descale_strides, work.sequence.batch_k, work.kv_head);
 }
 // Stores run `c` of 32 columns of dK or dV from a thread's 16 accumulators of it.
 __device__ __forceinline__ void store(const Backward& p, const Work& work, bool is_dk, int c, const float (&x)[16], float scale) {
@@ -192,12 +299,24 @@ __device__ __forceinline__ void store(const Backward& p, const Work& work, bool 
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int key = first_key + 8 * r;
-    u16* out = is_dk ? row_of(p.dk, p.dk_strides, work.batch, key, work.kv_head) : row_of(p.dv, p.dv_strides, work.batch, key, work.kv_head);
+    int batch = work.sequence.batch_k, row = work.sequence.k_row + key;
+#if VARLEN
+    // NOTES: a gap may reach over the end of a row of the batch.
+    row += batch * p.len_k;
+    batch = row / p.len_k, row -= batch * p.len_k;
+#endif
+    u16* out = is_dk ? row_of(p.dk, p.dk_strides, batch, row, work.kv_head) : row_of(p.dv, p.dv_strides, batch, row, work.kv_head);
     u32 a[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) a[j] = ptx::bf16x2(x[4 * j + 2 * r] * scale, x[4 * j + 2 * r + 1] * scale);
     quad_transpose(a, quad);
-    if (key < p.len_k) *reinterpret_cast<uint4*>(out + 32 * c + 8 * quad) = make_uint4(a[0], a[1], a[2], a[3]);
+    if (kFeatures && (key < work.sequence.first_key(p) || key >= work.sequence.len_k)) a[0] = a[1] = a[2] = a[3] = 0;
+#if VARLEN
+    const int keys = work.k_rows;
+#else
+    const int keys = p.len_k;
+#endif
+    if (key < keys && !(FILL && 32 * c + 8 * quad >= (is_dk ? p.d : p.d_v))) *reinterpret_cast<uint4*>(out + 32 * c + 8 * quad) = make_uint4(a[0], a[1], a[2], a[3]);
   }
 }
 
@@ -211,8 +330,8 @@ extern "C" __constant__ int SHARED_BYTES = kSharedBytes;
 #define CLUSTER
 #endif
 extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
-attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_constant__ TensorMap map_q16,
-                   const __grid_constant__ TensorMap map_d_out, const __grid_constant__ Backward p) {
+attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_constant__ TensorMap map_d_out,
+                   const __grid_constant__ Backward p) {
   extern __shared__ u8 raw[];
   u32 base = (ptx::shared_address(raw) + 1023u) & ~1023u;
   u8* aligned = raw + (base - ptx::shared_address(raw));
@@ -223,11 +342,11 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
 
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&map_q8);
-    ptx::prefetch_tensormap(&map_q16);
     ptx::prefetch_tensormap(&map_d_out);
     for (int i = 0; i < kRings * kStages; i++) {
-      ptx::mbarrier_init(full + 8 * i, 1);
-      ptx::mbarrier_init(full + 8 * i + kToEmpty, 4 * kConsumers);
+      const int what = i / kStages;
+      ptx::mbarrier_init(full + 8 * i, what == kFullQ16 ? kArrivals * kWideners : 1);
+      ptx::mbarrier_init(full + 8 * i + kToEmpty, kArrivals * (4 * kConsumers + (what == kFullQ8 ? kWideners : 0)));
     }
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async();
@@ -244,6 +363,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     if (threadIdx.x == kConsumers * 128) {
       Ring<kStages> ring;
       Place place(p, work);
+      const int q_row = VARLEN ? work.sequence.q_row : 0, batch = work.sequence.batch_q;
 #pragma unroll 1
       for (int it = 0; it < work.total; it++) {
         const u32 to = base + kOffsetStages + ring.index * kStageBytes;
@@ -254,21 +374,42 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
           return at;
         };
         const u32 for_q8 = acquire(kFullQ8, kRows * kDim);
-        ptx::tma_load_4d(to + kStageQ8, &map_q8, for_q8, 0, first_head + place.head, place.m * kRows, work.batch);
+        ptx::tma_load_4d(to + kStageQ8, &map_q8, for_q8, 0, first_head + place.head, q_row + place.m * kRows, batch);
         const u32 for_d_out = acquire(kFullDOut, 2 * kRows * kDim + kTermFloats * 4);
         ptx::bulk_load(base + kOffsetTerms + ring.index * kTermFloats * 4,
-                       p.terms + tile_index(p, work.batch, first_head + place.head, place.m) * kTermFloats, kTermFloats * 4, for_d_out);
+                       p.terms + tile_index(p, work.q_batch, first_head + place.head, work.q_slot + place.m) * kTermFloats, kTermFloats * 4,
+                       for_d_out);
 #pragma unroll
         for (int run = 0; run < kRuns; run++)
-          ptx::tma_load_4d(to + kStageDOut + run * kRowRun, &map_d_out, for_d_out, 64 * run, first_head + place.head, place.m * kRows,
-                            work.batch);
-        const u32 for_q16 = acquire(kFullQ16, 2 * kRows * kDim);
-#pragma unroll
-        for (int run = 0; run < kRuns; run++)
-          ptx::tma_load_4d(to + kStageQ16 + run * kRowRun, &map_q16, for_q16, 64 * run, first_head + place.head, place.m * kRows,
-                            work.batch);
+          ptx::tma_load_4d(to + kStageDOut + run * kRowRun, &map_d_out, for_d_out, 64 * run, first_head + place.head,
+                            q_row + place.m * kRows, batch);
         ring.advance();
         place.advance(p, work);
+      }
+    }
+    if (threadIdx.x >= kConsumers * 128 + 32) {
+      // Wideners: Q from E4M3 to BF16, in shared memory
+      const u32 thread = threadIdx.x - kConsumers * 128 - 32;
+#pragma unroll 1
+      for (u32 it = 0; it < (u32)work.total; it++) {
+        const u32 index = it % kStages, parity = it / kStages % 2, stage = base + kOffsetStages + index * kStageBytes;
+        ptx::mbarrier_wait(bar(kFullQ8, index), parity);
+        ptx::mbarrier_wait(bar(kFullQ16, index) + kToEmpty, parity ^ 1);
+#pragma unroll 1
+        for (u32 row = thread / kPieces; row < kRows; row += 32 * kWideners / kPieces) {
+          const uint4 x = ptx::ld_shared_v4(stage + kStageQ8 + row * kDim + 16 * swizzled8(row, thread % kPieces));
+          const u32 to = stage + kStageQ16 + thread % kPieces / 4 * kRowRun + row * kRun + 16 * (thread % 4 * 2 ^ row % 8);
+          const uint4 low = widened(x.x, x.y);
+          ptx::st_shared_v4(to, low.x, low.y, low.z, low.w);
+          const uint4 high = widened(x.z, x.w);
+          ptx::st_shared_v4(to ^ 16, high.x, high.y, high.z, high.w);
+        }
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (EVERY_LANE || thread % 32 == 0) {
+          ptx::mbarrier_arrive(bar(kFullQ16, index));
+          ptx::mbarrier_arrive(bar(kFullQ8, index) + kToEmpty);
+        }
       }
     }
 #if SPLITS > 1
@@ -278,7 +419,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     const bool leader = threadIdx.x % 32 == 0;
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, quad = lane % 4;
+    const int lane = threadIdx.x % 32, quad = lane % 4;
 
     load_keys(p, work, aligned);
     ptx::fence_proxy_async();
@@ -294,45 +435,83 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     const u64 q16 = operand(uniform_base + kOffsetStages + kStageQ16, kRowRun);
     const u64 d_out = operand(uniform_base + kOffsetStages + kStageDOut, kRowRun);
     // Row j of 8 x 8 matrix i of a `stmatrix` is named by lane 8 i + j
-    const u32 score_row = base + kOffsetScores + (64 * group + 16 * warp + 8 * (lane / 8 % 2) + lane % 8) * kRun;
+    auto row_address = [&](u32 thread) { return base + kOffsetScores + (thread / 32 * 16 + thread % 16) * kRun; };
+    const u32 kept_row = row_address(threadIdx.x);
 
-    const float q_descale = descale_of(p.q_descale, p.q_descale_strides, work.batch, work.kv_head);
-    const float scale = p.softmax_scale * q_descale * descale_of(p.k_descale, p.k_descale_strides, work.batch, work.kv_head) * kLog2e;
+    const Sequence& sequence = work.sequence;
+    const float q_descale = descale_of(p.q_descale, p.q_descale_strides, sequence.batch_q, work.kv_head);
+    const float logit = p.softmax_scale * q_descale * descale_of(p.k_descale, p.k_descale_strides, sequence.batch_k, work.kv_head);
+#if SOFT_CAP
+    const float scale = logit / p.soft_cap, cap = p.soft_cap * kLog2e;
+#else
+    const float scale = logit * kLog2e;
+#endif
 
-    float dk[kDim / 2], dv[kDim / 2], s[kRows / 2];
+    float dk[kColumns / 2], dv[kColumns / 2], s[kRows / 2];
 #pragma unroll
-    for (int i = 0; i < kDim / 2; i++) dk[i] = dv[i] = 0.0f;
+    for (int i = 0; i < kColumns / 2; i++) dk[i] = dv[i] = 0.0f;
 
-    auto release = [&](int what, u32 stage) { if (leader) ptx::mbarrier_arrive(bar(what, stage) + kToEmpty); };
+    auto release = [&](int what, u32 stage) {
+      if (EVERY_LANE || leader) ptx::mbarrier_arrive(bar(what, stage) + kToEmpty);
+    };
     auto issue_logits = [&](u32 stage) {
       const u64 queries = ptx::wgmma_advance(q8, stage * kStageBytes);
       ptx::wgmma_fence();
       LogitMma::ss_overwrite(s, k8, queries);
 #pragma unroll
-      for (int i = 1; i < kDim / 32; i++) LogitMma::ss(s, ptx::wgmma_advance(k8, 32 * i), ptx::wgmma_advance(queries, 32 * i), 1);
+      for (int i = 1; i < kColumns / 32; i++) LogitMma::ss(s, ptx::wgmma_advance(k8, 32 * i), ptx::wgmma_advance(queries, 32 * i), 1);
       ptx::wgmma_commit();
     };
 
     const int total = work.total;
     // The first query that this thread's keys are seen by, counted from its first column of tile 0; none for what is no key
-    int seen_from[2];
+#if VARLEN || WINDOW
+    const int first_key = sequence.first_key(p), first_query = sequence.first_query(p);
+    // NOTES: made anew where it is needed, so that it costs no registers in between.
+    auto seen_of = [&](int m) {
+      const int index = ptx::thread_index(), column = 2 * (index % 4) + m * kRows;
+      Seen seen;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int key = work.key_tile * kKeys + 64 * group + 16 * warp + lane / 4 + 8 * r;
-      seen_from[r] = key >= p.len_k ? 1 << 30 : (CAUSAL ? key - p.diagonal : -(1 << 30)) - 2 * quad;
-    }
+      for (int r = 0; r < 2; r++) {
+        const int key = work.key_tile * kKeys + index / 32 * 16 + index % 32 / 4 + 8 * r, at = key - sequence.diagonal;
+        const bool is_key = key >= first_key && key < sequence.len_k;
+        seen.from[r] = is_key ? (CAUSAL || WINDOW ? at - p.window_right : 0) - column : 1 << 30;
+        seen.to[r] = (WINDOW ? min(at + p.window_left + 1, sequence.len_q) : sequence.len_q) - column;
+      }
+      return seen;
+    };
+#else
+    auto first_seen = [&](u32 thread, int r) {
+      const int key = work.key_tile * kKeys + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
+      return key >= p.len_k ? 1 << 30 : (CAUSAL ? key - p.diagonal : -(1 << 30)) - 2 * (int)(thread % 4);
+    };
+    const int kept[2] = {first_seen(threadIdx.x, 0), first_seen(threadIdx.x, 1)};
+    auto seen_of = [&](int m) {
+      Seen seen = {};
+#pragma unroll
+      for (int r = 0; r < 2; r++) seen.from[r] = (kRemake ? first_seen(ptx::thread_index(), r) : kept[r]) - m * kRows;
+      return seen;
+    };
+#endif
     // Tiles from this one on are seen whole by this warpgroup's keys
     const int last_key = work.key_tile * kKeys + 64 * group + 63;
+#if VARLEN || WINDOW
+    const bool all_keys = last_key < sequence.len_k && last_key - 63 >= first_key;
+    const int whole_from = CAUSAL || WINDOW ? ceil_div(max(0, last_key - sequence.diagonal - p.window_right), kRows) : 0;
+    const int sees_all = WINDOW ? min(last_key - 63 - sequence.diagonal + p.window_left + 1, sequence.len_q) : sequence.len_q;
+    const int whole_to = all_keys ? max(0, sees_all) / kRows : 0;
+#else
     const int whole_from = last_key >= p.len_k ? p.q_tiles : CAUSAL ? ceil_div(max(0, last_key - p.diagonal), kRows) : 0;
+#endif
 
     Place place(p, work);
-    u32 tile = (u32)tile_index(p, work.batch, first_head + place.head, place.m);
-    u32* turn = nullptr;
+    u32 turn = 0;  // the tile that this warp's last part was added to
+    auto word_of = [&](u32 tile) { return p.turns + 8 * (i64)tile + ptx::thread_index() / 32; };
     auto hand_on = [&](bool owed) {
       if (!owed) return;
       ptx::bulk_wait<0>();
       ptx::fence_proxy_async_global();
-      ptx::red_add_release(turn, 1);
+      ptx::red_add_release(word_of(turn), 1);
     };
     Ring<kStages> ring;
     if (total > 0) {
@@ -348,6 +527,19 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       Ring<kStages> next = ring;
       next.advance();
 
+#if VARLEN || WINDOW
+      const int top = place.m * kRows;
+      if (top < first_query || top + kRows > sequence.len_q) {
+        // Rows that lie outside the sequence or see no key: of what they hold nothing may enter a product
+        ptx::mbarrier_wait_uniform(bar(kFullDOut, ring.index), ring.parity);
+        ptx::mbarrier_wait_uniform(bar(kFullQ16, ring.index), ring.parity);
+        clear_rows(aligned + kOffsetStages + at + kStageDOut, first_query - top, sequence.len_q - top);
+        clear_rows(aligned + kOffsetStages + at + kStageQ16, first_query - top, sequence.len_q - top);
+        ptx::fence_proxy_async();
+        ptx::named_barrier_sync<1, 128 * kConsumers>();
+      }
+#endif
+
       // dP^T
       float dp[kRows / 2];
       ptx::mbarrier_wait_uniform(bar(kFullDOut, ring.index), ring.parity);
@@ -355,14 +547,35 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         const u64 b = ptx::wgmma_advance(d_out, at);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kDim / 16; i++)
+        for (int i = 0; i < kColumns / 16; i++)
           GradMma::ss<false, false>(dp, columns(v16, i, kKeyRun), columns(b, i, kRowRun), i != 0);
         ptx::wgmma_commit();
       }
 
       // P^T under it, and dV
-      const int from[2] = {seen_from[0] - place.m * kRows, seen_from[1] - place.m * kRows};
+#if VARLEN || WINDOW
+      const bool masked = place.m < whole_from || place.m >= whole_to;
+#else
       const bool masked = place.m < whole_from;
+#endif
+      u32 p16[kRows / 4];
+#if SOFT_CAP
+      // In place of P stays P times the slope of the cap, which is all that dS takes
+#pragma unroll
+      for (int c = 0; c < kRows / 8; c++) {
+        const float2 lse = terms[4 * c];
+        float prob[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const float t = ptx::tanh_accurate(s[4 * c + j] * scale);
+          prob[j] = ptx::exp2_approx(fmaf(t, cap, j % 2 ? -lse.y : -lse.x));
+          s[4 * c + j] = prob[j] * fmaf(-t, t, 1.0f);
+        }
+        p16[2 * c] = ptx::bf16x2(prob[0], prob[1]);
+        p16[2 * c + 1] = ptx::bf16x2(prob[2], prob[3]);
+      }
+      if (masked) mask(s, seen_of(place.m)), mask(p16, seen_of(place.m));
+#else
 #pragma unroll
       for (int c = 0; c < kRows / 8; c++) {
         const float2 lse = terms[4 * c];
@@ -371,10 +584,10 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         s[4 * c + 2] = ptx::exp2_approx(fmaf(s[4 * c + 2], scale, -lse.x));
         s[4 * c + 3] = ptx::exp2_approx(fmaf(s[4 * c + 3], scale, -lse.y));
       }
-      if (masked) mask(s, from);
-      u32 p16[kRows / 4];
+      if (masked) mask(s, seen_of(place.m));
 #pragma unroll
       for (int i = 0; i < kRows / 16; i++) pack(&p16[4 * i], &s[8 * i]);
+#endif
       {
         const u64 b = ptx::wgmma_advance(d_out, at);
         ptx::wgmma_fence();
@@ -394,9 +607,9 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         dp[4 * c + 2] = s[4 * c + 2] * (dp[4 * c + 2] - delta.x);
         dp[4 * c + 3] = s[4 * c + 3] * (dp[4 * c + 3] - delta.y);
       }
-      if (masked) mask(dp, from);
+      if (masked) mask(dp, seen_of(place.m));
       u32 ds16[kRows / 4];
-      const u32 buffer = it % kScoreStages * kScoreBytes;
+      const u32 buffer = it % kScoreStages * kScoreBytes, score_row = kRemake ? row_address(ptx::thread_index()) : kept_row;
 #pragma unroll
       for (int i = 0; i < kRows / 16; i++) {
         pack(&ds16[4 * i], &dp[8 * i]);
@@ -445,29 +658,30 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         else ptx::bulk_wait_read<0>();
       }
       __syncwarp();
-      const u32 part = base + kOffsetSums + 4096 * (4 * group + warp);
+      const u32 thread = kRemake ? ptx::thread_index() : threadIdx.x, part = base + kOffsetSums + 4096 * (thread / 32);
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         const u32* x = reinterpret_cast<const u32*>(dq + 4 * i);
-        ptx::st_shared_v4(part + 512 * i + 16 * lane, x[0], x[1], x[2], x[3]);
+        ptx::st_shared_v4(part + 512 * i + 16 * (thread % 32), x[0], x[1], x[2], x[3]);
       }
       ptx::fence_proxy_async();
       __syncwarp();
       if (leader) {
+        const i64 tile = tile_index(p, work.q_batch, first_head + place.head, work.q_slot + place.m);
         if (DETERMINISTIC) {
-          turn = p.turns + 8 * (i64)tile + 4 * group + warp;
-          while (ptx::ld_acquire(turn) != (u32)work.key_tile) {}
+          turn = (u32)tile;
+          while (ptx::ld_acquire(word_of(turn)) != (u32)(work.key_tile - first_key_tile(p, sequence, place.m))) {}
           ptx::fence_proxy_async_global();
         }
-        ptx::bulk_reduce_add(p.dq_sum + (i64)tile * kSumFloats + 1024 * (4 * group + warp), part, 4096);
+        ptx::bulk_reduce_add(p.dq_sum + tile * kSumFloats + 1024 * (thread / 32), part, 4096);
         ptx::bulk_commit();
       }
       ptx::wgmma_wait<0>();
       ptx::keep(s);
-      release(kFullQ8, next.index);
+      if (it + 1 < total) release(kFullQ8, next.index);
 
       ring = next;
-      tile += place.advance(p, work);
+      place.advance(p, work);
     }
     if (leader) {
       if (DETERMINISTIC) hand_on(total > 0);
@@ -479,11 +693,11 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     // Leave dK and dV to the cluster
     ptx::named_barrier_sync<1, 128 * kConsumers>();
     const u32 mine = base + 16 * ptx::thread_index();
-    auto leave = [&](const float (&x)[kDim / 2], int tensor) {
+    auto leave = [&](const float (&x)[kColumns / 2], int tensor) {
 #pragma unroll
-      for (int i = 0; i < kDim / 8; i++) {
+      for (int i = 0; i < kColumns / 8; i++) {
         const u32* y = reinterpret_cast<const u32*>(x + 4 * i);
-        ptx::st_shared_v4(mine + 4096 * (tensor * kDim / 8 + i), y[0], y[1], y[2], y[3]);
+        ptx::st_shared_v4(mine + 4096 * (tensor * kColumns / 8 + i), y[0], y[1], y[2], y[3]);
       }
     };
     leave(dv, 0);
@@ -491,7 +705,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     ptx::cluster_sync();
     // Every block adds up and stores some runs of 32 columns
 #pragma unroll 1
-    for (int c = index % kSplits; c < kDim / 16; c += kSplits) {
+    for (int c = index % kSplits; c < kColumns / 16; c += kSplits) {
       float x[16] = {};
 #pragma unroll
       for (int rank = 0; rank < kSplits; rank++) {
@@ -503,13 +717,13 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
           x[4 * j + 2] += __uint_as_float(y.z), x[4 * j + 3] += __uint_as_float(y.w);
         }
       }
-      const bool is_dk = c >= kDim / 32;
-      store(p, end, is_dk, is_dk ? c - kDim / 32 : c, x, is_dk ? dk_scale(p, end) : 1.0f);
+      const bool is_dk = c >= kColumns / 32;
+      store(p, end, is_dk, is_dk ? c - kColumns / 32 : c, x, is_dk ? dk_scale(p, end) : 1.0f);
     }
     ptx::cluster_sync();
 #else
 #pragma unroll
-    for (int c = 0; c < kDim / 32; c++) {
+    for (int c = 0; c < kColumns / 32; c++) {
       float x[16], y[16];
 #pragma unroll
       for (int i = 0; i < 16; i++) x[i] = dv[16 * c + i], y[i] = dk[16 * c + i];

@@ -1,6 +1,6 @@
 // What the three kernels of the attention backward share: configuration, arguments, layouts.
 //
-//   backward_prepare   delta, log-sum-exp to the base 2, Q in BF16, dQ sums cleared
+//   backward_prepare   delta, log-sum-exp to the base 2, dQ sums cleared
 //   backward           dK, dV, and dQ added up in f32
 //   backward_finish    dQ to BF16
 //
@@ -8,13 +8,36 @@
 //   terms    [2][kRows] f32: the log-sum-exp to the base 2, plus infinity where a row sees no key or is none; then delta in
 //            units of V's descale
 //   dq_sum   [8][8][32][4] f32: lane l of consumer warp w adds its accumulators 4 i to 4 i + 3 at [w][i][l]
-// and Q in BF16, in units of its descale, where dQ will leave: [batch, len_q, heads_q, d] by dQ's strides.
+//
+// VARLEN: tiles are those of sequences, as sequences.cuh numbers them, and the batch of these layouts is one.
 #pragma once
+#include "attention/mask.cuh"
 #include "attention/quad.cuh"
+#include "attention/sequences.cuh"
 #include "common/types.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
+#endif
+// 1: heads have fewer columns than HEAD_DIM, p.d of them in q and k, p.d_v in v and the output; the others are zero.
+#ifndef FILL
+#define FILL 0
+#endif
+// Columns that are multiplied, of those: the others are zero in every call.
+#ifndef COLUMNS
+#define COLUMNS HEAD_DIM
+#endif
+// 1: sequences of unequal length, packed or padded.
+#ifndef VARLEN
+#define VARLEN 0
+#endif
+// 1: a window to the left, to the right or both; the right one of causal calls is 0.
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+// 1: a logit a query head joins the row sum.
+#ifndef SINK
+#define SINK 0
 #endif
 
 // Written by the host byte for byte; strides count elements: batch, row, head.
@@ -42,19 +65,84 @@ struct Backward {
   int q_tiles;                   // ceil(len_q / kRows)
   int diagonal;                  // causal: query i sees the keys up to i + diagonal
   int section;                   // KV heads whose blocks run at a time and share the L2 cache
-  int unused;
+  int d;                         // columns of a head of q and k
+  Sequences sequences;
+  const float* sinks;            // [heads_q], nats
+  float* d_sinks;                // [heads_q]
+  float* sink_parts;             // [batch, heads_q, q_tiles]
+  float soft_cap;
+  int window_left, window_right; // keys that a query sees before and after its position; causal: 0 after; kNoWindow: all
+  int d_v;                       // columns of a head of v and the output
 };
-static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4, "the host writes this layout");
+static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4 + 40 + 3 * 8 + 4 * 4, "the host writes this layout");
 
 namespace {
 
 constexpr int kDim = HEAD_DIM;
+constexpr int kColumns = COLUMNS;
 constexpr int kKeys = 128;                       // of a block
 constexpr int kRows = kDim == 128 ? 64 : 128;    // queries of a tile
 constexpr int kTermFloats = 2 * kRows;
 constexpr int kSumFloats = kRows * kDim;
 static_assert(kDim == 64 || kDim == 128, "a tile of dQ is one 64 x 64 accumulator for each of two consumers");
 static_assert(kSumFloats == 2 * 64 * 64, "dq_sum's layout");
+
+constexpr bool kFeatures = VARLEN || WINDOW;     // tiles may hold rows of other sequences, and rows that see no key
+
+// One sequence: where its rows lie, and which of them see a key or are seen.
+struct Sequence {
+  int batch_q, batch_k, q_row, k_row;  // its first rows
+  int len_q, len_k;
+  int diagonal;                        // query i stands at key i + diagonal
+  // The first query that sees a key, and the first key that is seen. All behind them do and are.
+  __device__ __forceinline__ int first_query(const Backward& p) const {
+    return len_k == 0 ? len_q : max(0, -(diagonal + p.window_right));
+  }
+  __device__ __forceinline__ int first_key(const Backward& p) const { return max(0, diagonal - p.window_left); }
+};
+
+// A tile of a sequence; or of the gap before the first, which is sequence -1.
+struct Slot {
+  int sequence, tile;
+};
+#if VARLEN
+// Tiles of `size` rows are numbered so that sequence s has those from `first_slot` on: enough for its rows and the gap behind it,
+// without a prefix sum. `rows / size + count + 1` slots hold the whole axis.
+__device__ __forceinline__ int first_slot(const int* starts, int sequence, int size) {
+  return sequence < 0 ? 0 : starts[sequence] / size + sequence + 1;
+}
+__device__ __forceinline__ Slot slot_at(const int* starts, int count, int size, int index) {
+  int low = -1, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (first_slot(starts, middle, size) <= index) low = middle; else high = middle;
+  }
+  return {low, index - first_slot(starts, low, size)};
+}
+// Rows from a sequence's first, or of the gap before all, to the next one's.
+__device__ __forceinline__ int rows_to_next(const int* starts, int count, int rows, int sequence) {
+  return (sequence + 1 < count ? starts[sequence + 1] : rows) - (sequence < 0 ? 0 : starts[sequence]);
+}
+// NOTES: through a shuffle the assembler knows a value uniform.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+#endif
+
+// Of a dense call, `number` is the row of the batch.
+__device__ __forceinline__ Sequence sequence_of(const Backward& p, int number) {
+#if VARLEN
+  Sequence s = {};
+  if (number < 0) return s;
+  const int q = uniform(p.sequences.q_starts[number]), k = uniform(p.sequences.k_starts[number]);
+  s.len_q = uniform(p.sequences.q_ends[number]) - q, s.len_k = uniform(p.sequences.k_ends[number]) - k;
+  // NOTES: an empty one may begin where the rows end.
+  s.batch_q = min(q / p.len_q, p.batch - 1), s.batch_k = min(k / p.len_k, p.batch - 1);
+  s.q_row = q - s.batch_q * p.len_q, s.k_row = k - s.batch_k * p.len_k;
+  s.diagonal = s.len_k - s.len_q;
+  return s;
+#else
+  return {number, number, 0, 0, p.len_q, p.len_k, p.diagonal};
+#endif
+}
 
 __device__ __forceinline__ i64 tile_index(const Backward& p, int batch, int head, int tile) {
   return ((i64)batch * p.heads_q + head) * p.q_tiles + tile;

@@ -1,20 +1,52 @@
-// Last kernel of the attention backward: dQ from its f32 sums to BF16, over the Q that `backward_prepare` left there.
+// Last kernel of the attention backward: dQ from its f32 sums to BF16, and the sinks' gradients.
 //
-// A block owns a tile of kRows queries of one head. Layouts: backward.cuh. Grid (q_tiles * heads_q, batch).
+// A block owns a tile of kRows queries of one head. Layouts: backward.cuh. Grid (q_tiles * heads_q, batch); VARLEN: (.., 1).
 #include "attention/backward.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/launch.cuh"
 
+#if SINK
+namespace {
+
+// dsink = -sum exp(sink - LSE) delta over the rows of a query head; their parts in a fixed order.
+__device__ __forceinline__ void add_sink(const Backward& p, int head) {
+  __shared__ float sums[256];
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < (VARLEN ? 1 : p.batch) * p.q_tiles; i += 256)
+    sum += p.sink_parts[tile_index(p, i / p.q_tiles, head, i % p.q_tiles)];
+  sums[threadIdx.x] = sum;
+  for (int n = 128; n > 0; n /= 2) {
+    __syncthreads();
+    if (threadIdx.x < n) sums[threadIdx.x] += sums[threadIdx.x + n];
+  }
+  if (threadIdx.x == 0) p.d_sinks[head] = -sums[0];
+}
+
+}  // namespace
+#endif
+
 extern "C" __global__ void __launch_bounds__(256)
 attention_backward_finish(const __grid_constant__ Backward p) {
   ptx::griddepcontrol_wait();
-  const int tile = blockIdx.x / p.heads_q, head = blockIdx.x - tile * p.heads_q, batch = blockIdx.y;
+  const int number = blockIdx.x / p.heads_q, head = blockIdx.x - number * p.heads_q;
   const int kv_head = head / (p.heads_q / p.heads_kv);
+#if SINK
+  if (number == 0 && blockIdx.y == 0) add_sink(p, head);
+#endif
+#if VARLEN
+  const Slot slot = slot_at(p.sequences.q_starts, p.sequences.count, kRows, number);
+  const int rows = rows_to_next(p.sequences.q_starts, p.sequences.count, p.batch * p.len_q, slot.sequence);
+#else
+  const Slot slot = {(int)blockIdx.y, number};
+  const int rows = p.len_q;
+#endif
+  const Sequence sequence = sequence_of(p, slot.sequence);
+  const int tile = slot.tile, batch = sequence.batch_q, first_query = kFeatures ? sequence.first_query(p) : 0;
   const int consumer = threadIdx.x / 128, thread = threadIdx.x % 128, quad = thread % 4;
-  const float scale = p.softmax_scale * descale_of(p.k_descale, p.k_descale_strides, batch, kv_head) *
-                      descale_of(p.v_descale, p.v_descale_strides, batch, kv_head);
+  const float scale = p.softmax_scale * descale_of(p.k_descale, p.k_descale_strides, sequence.batch_k, kv_head) *
+                      descale_of(p.v_descale, p.v_descale_strides, sequence.batch_k, kv_head);
 
-  const float4* from = reinterpret_cast<const float4*>(p.dq_sum + tile_index(p, batch, head, tile) * kSumFloats) + 256 * (threadIdx.x / 32) + thread % 32;
+  const float4* from = reinterpret_cast<const float4*>(p.dq_sum + tile_index(p, blockIdx.y, head, number) * kSumFloats) + 256 * (threadIdx.x / 32) + thread % 32;
   float4 sum[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) sum[i] = from[32 * i];
@@ -32,9 +64,17 @@ attention_backward_finish(const __grid_constant__ Backward p) {
         a[j] = r == 0 ? ptx::bf16x2(x.x * scale, x.y * scale) : ptx::bf16x2(x.z * scale, x.w * scale);
       }
       quad_transpose(a, quad);
-      if (row + 8 * r < p.len_q)
-        *reinterpret_cast<uint4*>(row_of(p.dq, p.dq_strides, batch, row + 8 * r, head) + column + 32 * c + 8 * quad) =
-            make_uint4(a[0], a[1], a[2], a[3]);
+      const int at = row + 8 * r, from = column + 32 * c + 8 * quad;
+      if (at >= rows || (FILL && from >= p.d)) continue;
+      uint4 x = make_uint4(a[0], a[1], a[2], a[3]);
+      int in_batch = batch, in_row = at;
+#if VARLEN
+      // NOTES: a gap may reach over the end of a row of the batch.
+      in_row += sequence.q_row + batch * p.len_q;
+      in_batch = in_row / p.len_q, in_row -= in_batch * p.len_q;
+#endif
+      if (kFeatures && (at >= sequence.len_q || at < first_query)) x = make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<uint4*>(row_of(p.dq, p.dq_strides, in_batch, in_row, head) + from) = x;
     }
   }
 }

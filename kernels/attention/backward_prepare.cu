@@ -1,8 +1,9 @@
-// First kernel of the attention backward: what `attention_backward` needs of each query row, in one pass over dO, O and Q.
+// First kernel of the attention backward: what `attention_backward` needs of each query row, in one pass over dO and O.
 //
-// A block owns a tile of kRows queries of one head. Layouts: backward.cuh. Grid (q_tiles * heads_q, batch).
+// A block owns a tile of kRows queries of one head. Layouts: backward.cuh. Grid (q_tiles * heads_q, batch); VARLEN: (.., 1).
+//
+// Of rows that see no key, or are in no sequence, nothing is read.
 #include "attention/backward.cuh"
-#include "attention/backward_convert.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/math.cuh"
@@ -25,22 +26,28 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_prepare(const __grid_constant__ Backward p) {
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
-  const int tile = blockIdx.x / p.heads_q, head = blockIdx.x - tile * p.heads_q, batch = blockIdx.y;
+  const int number = blockIdx.x / p.heads_q, head = blockIdx.x - number * p.heads_q;
   const int kv_head = head / (p.heads_q / p.heads_kv);
-  const i64 index = tile_index(p, batch, head, tile);
+  const i64 index = tile_index(p, blockIdx.y, head, number);
   const int piece = threadIdx.x % kLanes;
+#if VARLEN
+  const Slot slot = slot_at(p.sequences.q_starts, p.sequences.count, kRows, number);
+#else
+  const Slot slot = {(int)blockIdx.y, number};
+#endif
+  const Sequence sequence = sequence_of(p, slot.sequence);
+  const int tile = slot.tile, batch = sequence.batch_q, first_query = kFeatures ? sequence.first_query(p) : 0;
+  auto is_live = [&](int row) { return row < sequence.len_q && row >= first_query; };
+  const bool has_v = !FILL || 8 * piece < p.d_v;
 
   // Load every row's piece
   uint4 o[kRows / kPass] = {}, d_out[kRows / kPass] = {};
-  uint2 q[kRows / kPass] = {};
 #pragma unroll
   for (int i = 0; i < kRows / kPass; i++) {
     const int row = tile * kRows + i * kPass + threadIdx.x / kLanes;
-    if (row >= p.len_q) continue;
-    q[i] = *reinterpret_cast<const uint2*>(row_of(p.q, p.q_strides, batch, row, head) + 8 * piece);
-    if (p.delta != nullptr) continue;
-    o[i] = *reinterpret_cast<const uint4*>(row_of(p.o, p.o_strides, batch, row, head) + 8 * piece);
-    d_out[i] = *reinterpret_cast<const uint4*>(row_of(p.d_out, p.d_out_strides, batch, row, head) + 8 * piece);
+    if (!is_live(row) || p.delta != nullptr || !has_v) continue;
+    o[i] = *reinterpret_cast<const uint4*>(row_of(p.o, p.o_strides, batch, sequence.q_row + row, head) + 8 * piece);
+    d_out[i] = *reinterpret_cast<const uint4*>(row_of(p.d_out, p.d_out_strides, batch, sequence.q_row + row, head) + 8 * piece);
   }
 
   // Clear what dQ is added up in
@@ -49,7 +56,10 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
   for (int i = 0; i < kSumFloats / 4 / kThreads; i++) sum[i * kThreads + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (p.turns != nullptr && threadIdx.x < 8) p.turns[8 * index + threadIdx.x] = 0;
 
-  const float from_delta = 1.0f / descale_of(p.v_descale, p.v_descale_strides, batch, kv_head);
+  const float from_delta = 1.0f / descale_of(p.v_descale, p.v_descale_strides, sequence.batch_k, kv_head);
+#if SINK
+  float sink_sum = 0.0f;
+#endif
   float* terms = p.terms + index * kTermFloats;
 #pragma unroll
   for (int i = 0; i < kRows / kPass; i++) {
@@ -57,17 +67,27 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
     float delta = dot(o[i].x, d_out[i].x, dot(o[i].y, d_out[i].y, dot(o[i].z, d_out[i].z, dot(o[i].w, d_out[i].w, 0.0f))));
 #pragma unroll
     for (int lanes = 1; lanes < kLanes; lanes *= 2) delta += ptx::shuffle_xor(delta, lanes);
-    const bool live = row < p.len_q;
-    if (live)
-      *reinterpret_cast<uint4*>(row_of(p.dq, p.dq_strides, batch, row, head) + 8 * piece) =
-          bf16x8_from_e4m3x8(q[i]);
+    const bool live = is_live(row);
     if (piece == 0) {
-      const i64 at = ((i64)batch * p.heads_q + head) * p.len_q + row;
+      const i64 at = ((i64)batch * p.heads_q + head) * p.len_q + sequence.q_row + row;
       const float infinity = __int_as_float(0x7f800000), lse = live ? p.lse[at] : -infinity;
       if (live && p.delta != nullptr) delta = p.delta[at];
       const bool empty = lse == -infinity;
       terms[in_tile] = empty ? infinity : lse * kLog2e;
       terms[kRows + in_tile] = empty ? 0.0f : delta * from_delta;
+#if SINK
+      if (!empty) sink_sum = fmaf(ptx::exp2_approx((p.sinks[head] - lse) * kLog2e), delta, sink_sum);
+#endif
     }
   }
+#if SINK
+  // The tile's part of the sink's gradient, added up in a fixed order
+  __shared__ float parts[kPass];
+  if (piece == 0) parts[threadIdx.x / kLanes] = sink_sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int i = 1; i < kPass; i++) sink_sum += parts[i];
+    p.sink_parts[index] = sink_sum;
+  }
+#endif
 }

@@ -2,8 +2,9 @@
 // O = sum_i w_i O_i / sum_i w_i.
 //
 // Up to eight warps share a row. Each combines its splits, and their results meet in a fixed order, so that a call repeats
-// bit for bit. Partial O is F16 in units of v's descale, lse f32 to the base 2 (params.cuh has the layouts).
+// bit for bit. A sink joins the sum here. Partial O is F16 in units of v's descale, lse f32 to the base 2 (params.cuh has the layouts).
 #include "attention/config.cuh"
+#include "attention/pages.cuh"
 #include "attention/params.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/launch.cuh"
@@ -12,7 +13,10 @@
 
 namespace {
 constexpr int kWarps = 8;
-constexpr int kMine = kDim / 32;  // elements of a row that one lane has, neighbours
+// Elements of a row that one lane has, neighbours; the last lanes may have none.
+constexpr int kMine = kValueDim <= 64 ? 2 : kValueDim <= 128 ? 4 : 8;
+constexpr int kLanes = kValueDim / kMine;
+constexpr bool kExact = kLanes == 32 && !kPadded;  // every lane has columns of the output
 constexpr int kBatch = 8;         // splits that a warp loads at once
 struct alignas(2 * kMine) Halves { u32 pairs[kMine / 2]; };
 // The log2-sum-exp of a split in which a row sees no key.
@@ -38,33 +42,50 @@ struct Combined {
 };
 }  // namespace
 
-// grid (len_q, ceil(heads_q * row_warps / kWarps), batch), 32 kWarps threads
+// grid (len_q, ceil(heads_q * row_warps / kWarps), batch), 32 kWarps threads. With sequences of unequal length: (queries of the longest,
+// .., sequences); one of a single part is the output already.
 extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(const __grid_constant__ CombineParams p) {
-  __shared__ float sums[kWarps][kDim], tops[kWarps], totals[kWarps];
+  __shared__ float sums[kWarps][32 * kMine], tops[kWarps], totals[kWarps];
   ptx::griddepcontrol_wait();
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 row_warps = 1u << p.log2_row_warps, mine = warp & (row_warps - 1), head = (blockIdx.y * kWarps + warp) >> p.log2_row_warps;
-  const u32 rows = p.batch * p.len_q * p.heads_q, row = (blockIdx.z * p.len_q + blockIdx.x) * p.heads_q + head;
+  int splits = p.splits;
+  u32 axis_row = blockIdx.z * p.len_q + blockIdx.x, batch = blockIdx.z, position = blockIdx.x;
+  if constexpr (kVarlen) {
+    const int first = p.sequences.q_starts[blockIdx.z];
+    splits = p.sequence_splits[blockIdx.z];
+    axis_row = first + blockIdx.x;
+    batch = axis_row / p.len_q, position = axis_row - batch * p.len_q;
+    if (splits == 1 || first < 0 || (int)axis_row >= min(p.sequences.q_ends[blockIdx.z], p.batch * p.len_q)) return;
+  }
+  u32 rows = p.batch * p.len_q * p.heads_q, row = axis_row * p.heads_q + head;
+  if constexpr (kPaged) {
+    const int first = p.part_starts[blockIdx.z];
+    splits = p.part_starts[blockIdx.z + 1] - first;
+    if (splits == 1) return;  // it wrote the output
+    rows = p.len_q * p.heads_q, row = (first * p.len_q + blockIdx.x) * p.heads_q + head;
+  }
   const bool exists = head < p.heads_q;
 
   u32 words[3] = {};
-  for (int split = lane; p.telemetry != nullptr && exists && mine == 0 && split < p.splits; split += 32) {
+  for (int split = lane; p.telemetry != nullptr && exists && mine == 0 && split < splits; split += 32) {
     const Extremes e = p.extremes_partial[split * rows + row];
     words[0] = max(words[0], e.max), words[1] = max(words[1], e.min);
   }
-  const u32 kv = head / (p.heads_q / p.heads_kv), batch = blockIdx.z, position = blockIdx.x;
+  const u32 kv = head / (p.heads_q / p.heads_kv);
   const float v_descale = exists ? p.v_descale[batch * p.v_descale_batch + kv * p.v_descale_head] : 0.0f;
 
   Combined all;
-  for (int first = mine; exists && first < p.splits; first += kBatch << p.log2_row_warps) {
+  for (int first = mine; exists && first < splits; first += kBatch << p.log2_row_warps) {
     float lse[kBatch];
     Halves halves[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; j++) {
       const int split = first + (j << p.log2_row_warps);
       const u32 at = split * rows + row;
-      lse[j] = split < p.splits ? p.lse_partial[at] : none();
-      halves[j] = split < p.splits ? static_cast<const Halves*>(p.o_partial)[(i64)at * 32 + lane] : Halves{};
+      const bool mine_too = split < splits && (kLanes == 32 || lane < kLanes);
+      lse[j] = split < splits ? p.lse_partial[at] : none();
+      halves[j] = mine_too ? static_cast<const Halves*>(p.o_partial)[(i64)at * kLanes + lane] : Halves{};
     }
     float top = lse[0];
 #pragma unroll
@@ -94,6 +115,11 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(cons
   }
   if (!exists) return;
 
+  if constexpr (kSink) {
+    const float sink = p.sinks[head] * kLog2e;
+    all.raise_max(sink);
+    all.total += ptx::exp2_approx(sink - all.max_lse);
+  }
   const float factor = all.total > 0.0f ? v_descale / all.total : 0.0f;
   float amax = 0.0f, out[kMine];
 #pragma unroll
@@ -109,6 +135,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(cons
     const u32 word = lane == 0 ? words[0] : lane == 1 ? words[1] : words[2];
     if (lane < 3 && word > ptx::ld_relaxed(at)) atomicMax(at, word);
   }
+  if (!kExact && kMine * lane >= p.columns) return;
   const i64 at = batch * p.o_stride_batch + position * p.o_stride_row + head * p.o_stride_head + kMine * lane;
   if (p.out_e4m3) {
     const float quant_scale = 1.0f / p.o_descale[batch * p.o_descale_batch + kv * p.o_descale_head];

@@ -8,7 +8,7 @@
 namespace {
 
 using LogitMma = ptx::Wgmma<ptx::Operand::E4m3, kBlockN>;
-constexpr ptx::Swizzle kSwizzle = kDim == 128 ? ptx::Swizzle::B128 : ptx::Swizzle::B64;
+constexpr ptx::Swizzle kSwizzle = kRun == 128 ? ptx::Swizzle::B128 : ptx::Swizzle::B64;
 
 // A thread's row (of the first of its two) in the warpgroup and its place in a quad.
 // NOTES: read anew at each use; kept, the two would cost registers that the mainloop needs.
@@ -25,13 +25,16 @@ __device__ __forceinline__ void issue_qk(float (&s)[kBlockN / 2], u64 q, u64 k) 
   ptx::wgmma_fence();
   LogitMma::ss_overwrite(s, q, k);
 #pragma unroll
-  for (int i = 1; i < kDim / 32; i++) LogitMma::ss(s, ptx::wgmma_advance(q, 32 * i), ptx::wgmma_advance(k, 32 * i), 1);
+  for (int i = 1; i < kDim / 32; i++) {
+    const int run = 32 * i / kRun, column = 32 * i % kRun;
+    LogitMma::ss(s, ptx::wgmma_advance(q, run * kQRun + column), ptx::wgmma_advance(k, run * kKeyRun + column), 1);
+  }
   ptx::wgmma_commit();
 }
 // Issues O += P V, or O = P V where `fresh`.
 template <Pv Mode = kPv>
-__device__ __forceinline__ void issue_pv(float (&o)[kDim / 2], const u32 (&p)[kPRegisters], u64 v, bool fresh) {
-  using Mma = ptx::Wgmma<Mode == Pv::F16 ? ptx::Operand::F16 : ptx::Operand::E4m3, kDim>;
+__device__ __forceinline__ void issue_pv(float (&o)[kValueDim / 2], const u32 (&p)[kPRegisters], u64 v, bool fresh) {
+  using Mma = ptx::Wgmma<Mode == Pv::F16 ? ptx::Operand::F16 : ptx::Operand::E4m3, kValueDim>;
   ptx::wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kBlockN / kPvStep; i++) {
@@ -43,10 +46,32 @@ __device__ __forceinline__ void issue_pv(float (&o)[kDim / 2], const u32 (&p)[kP
   ptx::wgmma_commit();
 }
 
+// Issues part = P V of one slice of columns.
+__device__ __forceinline__ void issue_pv_slice(float (&part)[kSlice / 2], const u32 (&p)[kPRegisters], u64 v, int slice) {
+  using Mma = ptx::Wgmma<ptx::Operand::E4m3, kSlice>;
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kBlockN / kPvStep; i++) {
+    const u64 keys = ptx::wgmma_advance(v, kPvRow * kPvStep * i + 16 * kSlice * slice);
+    if (i == 0) Mma::rs_overwrite(part, p, keys);
+    else Mma::rs(part, &p[4 * i], keys, 1);
+  }
+  ptx::wgmma_commit();
+}
+
 // Queries that have arrived, and what the loop over their keys needs of the work item.
 struct QueryTile {
   int key_tiles, row, first_key_tile;
   u64 q;  // descriptor
+  u32 item;
+  float to_caps;  // logit times this is in units of the soft-cap
+};
+
+// Tiles of keys, counted from the item's first, that need no mask: those after it have keys past some row's last, those before it (with
+// windows) keys before some row's first.
+struct Unmasked {
+  int first, end;
+  __device__ __forceinline__ bool hides(int n) const { return n >= end || (kWindow && n < first); }
 };
 
 struct Consumer {
@@ -59,28 +84,29 @@ struct Consumer {
   u64 desc_k, desc_v;
   // The accumulation of one work item. NOTES: arrays are references, since the compiler takes a struct that holds arrays apart
   // only after it has unrolled the loops over them.
-  float (&o)[kDim / 2];
+  float (&o)[kValueDim / 2];
   u32 (&p)[kPRegisters];  // operand registers
   RowState& rows;
   float scale, to_units;  // P = 2^(scale logit); E4M3 logits: logit times `to_units` is in units of the descale
   bool fresh, flushed;    // O starts at the next product; part of it lies in shared memory
+  int tail = kBlockN;     // keys of the next tile of values that exist, where they lie in pages
 
   __device__ __forceinline__ Consumer(const Params& params, const Pipeline& pipeline, u8* shared, const WorkItem* work,
-                                      float (&o)[kDim / 2], u32 (&p)[kPRegisters], RowState& rows)
+                                      float (&o)[kValueDim / 2], u32 (&p)[kPRegisters], RowState& rows)
       : params(params), pipeline(pipeline), shared(shared), work(work), leader(threadIdx.x % 32 == 0), item(0), kv(0), o(o), p(p),
         rows(rows) {
     const u32 base = uniform(pipeline.base);
-    desc_k = ptx::wgmma_descriptor(base + kOffsetK, 16, 8 * kDim, kSwizzle);
-    // Core matrices of V: dims 128 bytes apart, groups of 16 keys 16 * kDim bytes apart. In F16: rows of 64 dims, which the
+    desc_k = ptx::wgmma_descriptor(base + kOffsetK, 16, 8 * kRun, kSwizzle);
+    // Core matrices of V: dims 128 bytes apart, groups of 16 keys 16 * kValueDim bytes apart. In F16: rows of 64 dims, which the
     // product takes transposed
     desc_v = kPv == Pv::F16 ? ptx::wgmma_descriptor(base + kOffsetV, kValueRun, 8 * 128, ptx::Swizzle::B128)
-                            : ptx::wgmma_descriptor(base + kOffsetV, 16 * kDim, 128, ptx::Swizzle::None);
+                            : ptx::wgmma_descriptor(base + kOffsetV, 16 * kValueDim, 128, ptx::Swizzle::None);
   }
 
   // NOTES: read anew at each use, as `place` is.
   __device__ __forceinline__ u32 warpgroup() const { return ptx::thread_index() / 128; }
   __device__ __forceinline__ float4* flushed_o() const {
-    return reinterpret_cast<float4*>(shared + kOffsetO) + warpgroup() * kRows * kDim / 4 + ptx::thread_index() % 128;
+    return reinterpret_cast<float4*>(shared + kOffsetO) + warpgroup() * kRows * kValueDim / 4 + ptx::thread_index() % 128;
   }
   __device__ __forceinline__ const WorkItem& slot(u32 i) const { return work[i % kQStages * kConsumers + warpgroup()]; }
 
@@ -102,23 +128,81 @@ struct Consumer {
     ptx::mbarrier_wait_uniform(pipeline.q_full(i % kQStages, warpgroup()), i / kQStages & 1);
     const u32 at = uniform(pipeline.q(i % kQStages, warpgroup()));
     int first = 0;
-    if constexpr (kSplitKv) first = first_key_tile(slot(i));
+    if constexpr (kSplitKv || kWindow) first = first_key_tile(slot(i));
+    float to_caps = 0.0f;
+    if constexpr (kSoftCap) to_caps = load_uniform(slot(i).logit_scale) / params.soft_cap;
     return {load_uniform(slot(i).tile.key_tiles), load_uniform(slot(i).tile.row), first,
-            ptx::wgmma_descriptor(at, 16, 8 * kDim, kSwizzle)};
+            ptx::wgmma_descriptor(at, 16, 8 * kRun, kSwizzle), i, to_caps};
   }
-  // Key tiles below this one need no mask.
-  __device__ __forceinline__ int unmasked_tiles(const QueryTile& tile) const {
-    int whole = params.len_k / kBlockN;
-    if constexpr (kCausal) whole = min(whole, max(0, last_visible_key(params, tile.row) + 1) / kBlockN);
-    return kSplitKv ? max(0, whole - tile.first_key_tile) : whole;
+  // Queries and keys of work item i.
+  __device__ __forceinline__ Lengths item_lengths(u32 i) const {
+    if constexpr (kVarlen) return {load_uniform(slot(i).len_q), load_uniform(slot(i).len_k)};
+    const Lengths length = lengths(params, slot(i));
+    return kPaged ? Lengths{length.q, uniform(length.k)} : length;
   }
+  // Sets values of keys that do not exist to zero in tile t, which has arrived, before a product meets them.
+  __device__ __forceinline__ void clear_tail(u32 t) {
+#if PAGED
+    if (tail < kBlockN) clear_past_keys(pipeline.v(t % kKvStages), tail);
+    tail = kBlockN;
+#endif
+  }
+  __device__ __forceinline__ Unmasked unmasked_tiles(const QueryTile& tile) const {
+    const Lengths length = item_lengths(tile.item);
+    Unmasked open = {0, length.k / kBlockN};
+    if constexpr (kCausal) open.end = min(open.end, max(0, last_visible_key(params, length, tile.row) + 1) / kBlockN);
+    if constexpr (kSplitKv || kWindow) open.end = max(0, open.end - tile.first_key_tile);
+    if constexpr (kWindow) {
+      const int last_row = min(tile.row + row_of(params, kRows - 1).position, length.q - 1);
+      open.first = max(0, ceil_div(max(0, first_visible(length, last_row, params.window_left)), kBlockN) - tile.first_key_tile);
+    }
+    return open;
+  }
+  // A count of tiles. NOTES: with windows there are more of them than registers, unless the assembler knows that they are uniform.
+  __device__ __forceinline__ static int count(int tiles) { return kWindow ? uniform(tiles) : tiles; }
   // The last key that row r of this thread sees, counted from its first key of tile n.
   __device__ __forceinline__ int last_key(const QueryTile& tile, int n, int r) const {
     const Place at = place();
     const int row = tile.row + row_of(params, at.row + 8 * r).position;
-    int last = params.len_k - 1;
-    if constexpr (kCausal) last = min(last, last_visible_key(params, row));
-    return (row < params.len_q ? last : -1) - (tile.first_key_tile + n) * kBlockN - 2 * at.quad;
+    const Lengths length = lengths(params, slot(tile.item));
+    int last = length.k - 1;
+    if constexpr (kCausal) last = min(last, last_visible_key(params, length, row));
+    return (row < length.q ? last : -1) - (tile.first_key_tile + n) * kBlockN - 2 * at.quad;
+  }
+  // The first, with windows.
+  __device__ __forceinline__ int first_key(const QueryTile& tile, int n, int r) const {
+    const Place at = place();
+    const int row = tile.row + row_of(params, at.row + 8 * r).position;
+    const int first = first_visible(lengths(params, slot(tile.item)), row, params.window_left);
+    return first - (tile.first_key_tile + n) * kBlockN - 2 * at.quad;
+  }
+  // Hides the logits of keys that a row does not see. `low` takes in the smallest of what stays, with telemetry.
+  template <bool Min>
+  __device__ __forceinline__ void mask_tile(const QueryTile& tile, const Unmasked& open, float (&s)[kBlockN / 2], int n, float (&low)[2]) {
+    if (!kWindow || n >= open.end) {
+      const int last[2] = {last_key(tile, n, 0), last_key(tile, n, 1)};
+      if (Min && !kWindow) mask(s, last, low); else mask(s, last);
+    }
+    if constexpr (kWindow) {
+      if (n < open.first) {
+        const int first[2] = {first_key(tile, n, 0), first_key(tile, n, 1)};
+        mask_before(s, first);
+      }
+      if (Min) visible_min(s, low);
+    }
+  }
+
+  // Releases the first tiles of an item, which only later rows of the block see.
+  __device__ __forceinline__ void skip_hidden_tiles(const QueryTile& tile) {
+    const Lengths length = item_lengths(tile.item);
+    int visible = ceil_div(min(length.k, last_visible_key(params, length, tile.row + kRows)), kBlockN);
+    visible = max(1, kWindow ? visible - tile.first_key_tile : visible);
+    for (int n = tile.key_tiles; n > visible; n--, kv++) {
+      ptx::mbarrier_wait_uniform(k_full(kv), parity(kv));
+      release_k(kv);
+      ptx::mbarrier_wait_uniform(v_full(kv), parity(kv));
+      release_v(kv);
+    }
   }
 
   // Starts the accumulation of the current work item.
@@ -128,15 +212,19 @@ struct Consumer {
     if (kPv == Pv::Promote) clear_o();
     if constexpr (kSplitKv || kTelemetry) {
       // NOTES: otherwise a row that does not exist, whose logits are zeros, would keep its warp from integer order.
-      const int first_row = load_uniform(slot(item).tile.row);
+      const int first_row = load_uniform(slot(item).tile.row), queries = item_lengths(item).q;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const Row at = row_of(params, place().row + 8 * r);
-        if (!at.exists || first_row + at.position >= params.len_q)
-          rows.row_max[r] = rows.unrounded_max[r] = 0.0f, rows.row_min[r] = -1.0f;
+        if (!at.exists || first_row + at.position >= queries)
+          rows.row_max[r] = rows.raw_max[r] = 0.0f, rows.row_min[r] = -1.0f;
       }
     }
-    const float logit_scale = load_uniform(slot(item).logit_scale);
+#if PAGED
+    tail = load_uniform(slot(item).last_tile_keys);
+#endif
+    float logit_scale = load_uniform(slot(item).logit_scale);
+    if constexpr (kSoftCap) logit_scale = params.soft_cap;
     if constexpr (kLogitsE4m3) {
       const float logit_descale = checked_scale(params.logit_descale[load_uniform(slot(item).tile.head)]);
       to_units = logit_scale / logit_descale, scale = logit_descale * kLog2e;
@@ -145,30 +233,39 @@ struct Consumer {
     }
   }
   // Masks (and rounds) the logits of tile n, and finds their extremes: `top` and `low` by `scan`.
-  __device__ __forceinline__ void mask_and_scan(const QueryTile& tile, float (&s)[kBlockN / 2], int n, bool masked,
+  __device__ __forceinline__ void mask_and_scan(const QueryTile& tile, const Unmasked& open, float (&s)[kBlockN / 2], int n, bool masked,
                                                 float (&top)[2], float (&low)[2]) {
-    int limit[2];
     float seen[2] = {-kLowest, -kLowest};
-    if (masked) {
-      limit[0] = last_key(tile, n, 0), limit[1] = last_key(tile, n, 1);
-      if (kTelemetry) mask(s, limit, seen); else mask(s, limit);
-    }
-    scan<kTelemetry>(s, top, low);
+    if constexpr (kSoftCap && !kRawMax) soft_cap(s, tile.to_caps);
+    if (masked) mask_tile<kTelemetry>(tile, open, s, n, seen);
+    if constexpr (kSoftCap && kRawMax) exact_max(s, top), exact_min(s, low);
+    else scan<kTelemetry>(s, top, low);
     if (masked) low[0] = seen[0], low[1] = seen[1];
+    if constexpr (kSoftCap && kRawMax) {
+      soft_cap(s, tile.to_caps);
+      if (masked) mask_tile<false>(tile, open, s, n, seen);
+    }
     if constexpr (kLogitsE4m3) {
-      resolve_extremes(s, top, low, rows, rows.unrounded_max, masked);
+      take_extremes(s, top, low, rows, tile.to_caps, masked);
       // NOTES: counted where the extremes show that there is something to count.
       const float most = fmaxf(fmaxf(top[0], top[1]), -fminf(low[0], low[1])) * to_units;
-      if (__any_sync(~0u, most > 448.0f)) rows.overflow += count_overflow(s, to_units);
+      if (__any_sync(~0u, most > 448.0f)) {
+        // Behind the queries of a sequence lie those of the next
+        float units[2] = {to_units, to_units};
+#pragma unroll
+        for (int r = 0; kVarlen && r < 2; r++)
+          if (tile.row + row_of(params, place().row + 8 * r).position >= lengths(params, slot(tile.item)).q) units[r] = 0.0f;
+        rows.overflow += count_overflow(s, units);
+      }
       // NOTES: rounding keeps order, so the largest logit rounded is the largest rounded logit. It turns a masked one into
       // -448, so the mask runs again.
 #pragma unroll
-      for (int r = 0; r < 2; r++) rows.unrounded_max[r] = fmaxf(rows.unrounded_max[r], top[r]);
+      for (int r = 0; !kSoftCap && r < 2; r++) rows.raw_max[r] = fmaxf(rows.raw_max[r], top[r]);
       const float tops[2] = {top[0], top[1]};
       round_to_e4m3(top, to_units);
       round_to_e4m3(s, to_units);
       if (masked) {
-        mask(s, limit);
+        mask_tile<false>(tile, open, s, n, seen);
 #pragma unroll
         for (int r = 0; r < 2; r++) top[r] = tops[r] < kLowest ? tops[r] : top[r];
       }
@@ -182,7 +279,7 @@ struct Consumer {
   }
   __device__ __forceinline__ void clear_o() {
 #pragma unroll
-    for (int i = 0; i < kDim / 2; i++) o[i] = 0.0f;
+    for (int i = 0; i < kValueDim / 2; i++) o[i] = 0.0f;
   }
 };
 

@@ -17,13 +17,21 @@ __device__ __forceinline__ float normalisation(float sum, float v_descale) {
   return sum > 1.0f ? v_descale * ptx::rcp_approx(sum) : 0.0f;
 }
 
+// Takes a sink, in nats, into the sum of a row, whose unit is 2^`offset`. What O is owed for it.
+__device__ __forceinline__ float join_sink(float& sum, float& offset, float sink) {
+  const float logit = sink * kLog2e, top = fmaxf(offset, logit - kPLog2Scale), rescale = ptx::exp2_approx(offset - top);
+  sum = fmaf(sum, rescale, ptx::exp2_approx(logit - top));
+  offset = top;
+  return rescale;
+}
+
 enum class Format { E4m3, Bf16, F16 };
-// Stores row r of a thread's two, where it exists, by this thread's quad.
+// Stores row r of a thread's two, where it exists, by this thread's quad: its first `columns`.
 template <Format F, class Element>
-__device__ __forceinline__ void store_row(Element* out, bool exists, const float (&o)[kDim / 2], int r, int quad,
-                                          float quant_scale) {
+__device__ __forceinline__ void store_row(Element* out, bool exists, const float (&o)[kValueDim / 2], int r, int quad,
+                                          float quant_scale, int columns = kValueDim) {
 #pragma unroll
-  for (int c = 0; c < kDim / 32; c++) {
+  for (int c = 0; c < kValueDim / 32; c++) {
     u32 a[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -31,20 +39,29 @@ __device__ __forceinline__ void store_row(Element* out, bool exists, const float
       a[j] = F == Format::E4m3 ? ptx::e4m3x2(x * quant_scale, y * quant_scale) : F == Format::Bf16 ? ptx::bf16x2(x, y) : ptx::f16x2(x, y);
     }
     quad_transpose(a, quad);
-    if (!exists) continue;
+    if (!exists || (kPadded && 32 * c + 8 * quad >= columns)) continue;
     if (F == Format::E4m3) *reinterpret_cast<uint2*>(out + 32 * c + 8 * quad) = make_uint2(a[0] | a[1] << 16, a[2] | a[3] << 16);
     else *reinterpret_cast<uint4*>(out + 32 * c + 8 * quad) = make_uint4(a[0], a[1], a[2], a[3]);
   }
 }
 // The largest |O| of a thread's row r. NOTES: in four chains, since one would wait for itself 64 times.
-__device__ __forceinline__ float row_amax(const float (&o)[kDim / 2], int r) {
+__device__ __forceinline__ float row_amax(const float (&o)[kValueDim / 2], int r) {
   float part[4] = {};
 #pragma unroll
-  for (int i = 0; i < kDim / 2; i++)
+  for (int i = 0; i < kValueDim / 2; i++)
     if (((i >> 1) & 1) == r) part[(i & 1) + (i >> 1 & 2)] = fmaxf(part[(i & 1) + (i >> 1 & 2)], fabsf(o[i]));
   return fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
 }
 
+// Takes the rows of its sequence from the slot of the current item.
+__device__ __forceinline__ void load_rows(const Consumer& c, WorkItem& item) {
+  if constexpr (kVarlen) {
+    const WorkItem& slot = c.slot(c.item);
+    OwnRows own = {};
+    own = SequenceRows{load_uniform(slot.q_row), load_uniform(slot.len_q), 0, 0, 0, load_uniform(slot.splits)};
+    static_cast<OwnRows&>(item) = own;
+  }
+}
 // Gives the slot of the current item back to the producer, after its last read.
 __device__ __forceinline__ void release_item(Consumer& c) {
   if (c.leader) ptx::mbarrier_arrive(c.pipeline.q_empty(c.item % kQStages, c.warpgroup()));

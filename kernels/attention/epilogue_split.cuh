@@ -5,11 +5,6 @@
 
 namespace {
 
-// Where a row lies in the partial results, in rows.
-__device__ __forceinline__ i64 partial_row(const Params& p, const Tile& t, int position, int head) {
-  return (((i64)t.split * p.batch + t.batch) * p.len_q + position) * p.heads_q + head;
-}
-
 // Raises a head's first three words. NOTES: most tiles raise nothing, and atomics on one word serialise; a stale value costs
 // no more than an atomic.
 __device__ __forceinline__ void raise(LogitWords& out, const u32 (&words)[3]) {
@@ -21,17 +16,17 @@ __device__ __forceinline__ void raise(LogitWords& out, const u32 (&words)[3]) {
 
 // Adds one tile to its heads' telemetry, or leaves its extremes by row: combined there they cost fewer atomics, and O is not
 // whole yet.
-__device__ __forceinline__ void report(const Params& p, const WorkItem& item, const RowState& rows, const float (&o)[kDim / 2],
+__device__ __forceinline__ void report(const Params& p, const WorkItem& item, const RowState& rows, const float (&o)[kValueDim / 2],
                                        int row, int quad) {
   const Tile& t = item.tile;
-  const bool single = p.splits == 1;
+  const bool single = !is_part(p, item);
   u32 words[2][3];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float top = kLogitsE4m3 ? rows.unrounded_max[r] : rows.row_max[r];
+    const float top = kRawMax ? rows.raw_max[r] : rows.row_max[r];
     const Row at = row_of(p, row + 8 * r);
     const int position = t.row + at.position;
-    const bool counts = at.exists && position < p.len_q;
+    const bool counts = at.exists && position < lengths(p, item).q;
     words[r][0] = counts && top > kLowest ? ordered(top * item.logit_scale) : 0;
     words[r][1] = counts && rows.row_min[r] < -kLowest ? ~ordered(rows.row_min[r] * item.logit_scale) : 0;
     words[r][2] = counts && single ? __float_as_uint(row_amax(o, r)) : 0;
@@ -41,7 +36,7 @@ __device__ __forceinline__ void report(const Params& p, const WorkItem& item, co
       for (int d = 1; d < 4; d *= 2) words[r][w] = max(words[r][w], __shfl_xor_sync(~0u, words[r][w], d));
     }
     if (!single && counts && quad == 0)
-      p.extremes_partial[partial_row(p, t, position, t.head + at.head)] = {words[r][0], words[r][1]};
+      p.extremes_partial[partial_row(p, item, position, t.head + at.head)] = {words[r][0], words[r][1]};
   }
   if (single) {
     // NOTES: rows of one head meet in the warp first, since atomics on its words serialise.
@@ -67,25 +62,25 @@ __device__ __forceinline__ void report(const Params& p, const WorkItem& item, co
 }
 
 // Row `first_row` of the tile and the one eight below: F16 of one of several splits, else the output.
-__device__ __forceinline__ void store(const Params& p, const WorkItem& item, const float (&o)[kDim / 2], int first_row, int quad) {
+__device__ __forceinline__ void store(const Params& p, const WorkItem& item, const float (&o)[kValueDim / 2], int first_row, int quad) {
   const Tile& t = item.tile;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const Row row = row_of(p, first_row + 8 * r);
     const int position = t.row + row.position, head = t.head + row.head;
-    const bool exists = row.exists && position < p.len_q;
-    if (p.splits > 1) {
-      u16* out = reinterpret_cast<u16*>(p.o_partial) + partial_row(p, t, position, head) * kDim;
+    const bool exists = row.exists && position < lengths(p, item).q;
+    if (is_part(p, item)) {
+      u16* out = reinterpret_cast<u16*>(p.o_partial) + partial_row(p, item, position, head) * kValueDim;
       store_row<Format::F16>(out, exists, o, r, quad, 0.0f);
       continue;
     }
-    const i64 at = t.batch * p.o_stride_batch + position * p.o_stride_row + head * p.o_stride_head;
+    const i64 at = t.batch * p.o_stride_batch + (item.q_row + position) * p.o_stride_row + head * p.o_stride_head;
     if (p.out_e4m3) {
       const int kv = t.head / (p.heads_q / p.heads_kv);
       const float quant_scale = 1.0f / p.o_descale[t.batch * p.o_descale_batch + kv * p.o_descale_head];
-      store_row<Format::E4m3>(reinterpret_cast<u8*>(p.o) + at, exists, o, r, quad, quant_scale);
+      store_row<Format::E4m3>(reinterpret_cast<u8*>(p.o) + at, exists, o, r, quad, quant_scale, p.columns);
     } else {
-      store_row<Format::Bf16>(reinterpret_cast<u16*>(p.o) + at, exists, o, r, quad, 0.0f);
+      store_row<Format::Bf16>(reinterpret_cast<u16*>(p.o) + at, exists, o, r, quad, 0.0f, p.columns);
     }
   }
 }
@@ -98,6 +93,7 @@ __device__ __forceinline__ void epilogue(Consumer& c) {
   item.tile.split = load_uniform(c.slot(c.item).tile.split);
   item.logit_scale = load_uniform(c.slot(c.item).logit_scale);
   item.v_descale = load_uniform(c.slot(c.item).v_descale);
+  load_rows(c, item);
   release_item(c);
 
   const Tile& t = item.tile;
@@ -105,14 +101,15 @@ __device__ __forceinline__ void epilogue(Consumer& c) {
   float factor[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float sum = quad_sum(c.rows.row_sum[r]);
-    factor[r] = normalisation(sum, item.v_descale);
-    const float lse = log2_sum(sum, fmaf(c.rows.row_max[r], c.scale, -kPLog2Scale));
+    float sum = quad_sum(c.rows.row_sum[r]), offset = fmaf(c.rows.row_max[r], c.scale, -kPLog2Scale), owed = item.v_descale;
     const Row at = row_of(p, my_row + 8 * r);
     const int position = t.row + at.position, head = t.head + at.head;
-    if (quad == 0 && at.exists && position < p.len_q) {
-      if (p.splits > 1) p.lse_partial[partial_row(p, t, position, head)] = lse;
-      else if (p.lse != nullptr) p.lse[((i64)t.batch * p.heads_q + head) * p.len_q + position] = lse * kLn2;
+    if (kSink && at.exists && !is_part(p, item)) owed *= join_sink(sum, offset, p.sinks[head]);
+    factor[r] = normalisation(sum, owed);
+    const float lse = log2_sum(sum, offset);
+    if (quad == 0 && at.exists && position < lengths(p, item).q) {
+      if (is_part(p, item)) p.lse_partial[partial_row(p, item, position, head)] = lse;
+      else if (p.lse != nullptr) p.lse[((i64)t.batch * p.heads_q + head) * p.len_q + item.q_row + position] = lse * kLn2;
     }
   }
   scale_rows(c.o, factor);

@@ -13,13 +13,13 @@ __device__ __forceinline__ u32 known_word(const Params& p, const WorkItem& item)
   return word;
 }
 // Adds one tile to its head's telemetry; `row`: of this thread's first row, in the tile. `known`: by `known_word`.
-__device__ __forceinline__ void report(const Params& p, const WorkItem& item, const RowState& rows, const float (&o)[kDim / 2],
+__device__ __forceinline__ void report(const Params& p, const WorkItem& item, const RowState& rows, const float (&o)[kValueDim / 2],
                                        int row, u32 known) {
   float high = kLowest, low = -kLowest, amax = 0.0f;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    if (item.tile.row + row + 8 * r < p.len_q) {
-      high = fmaxf(high, kLogitsE4m3 ? rows.unrounded_max[r] : rows.row_max[r]);
+    if (item.tile.row + row + 8 * r < lengths(p, item).q) {
+      high = fmaxf(high, kRawMax ? rows.raw_max[r] : rows.row_max[r]);
       low = fminf(low, rows.row_min[r]);
       amax = fmaxf(amax, row_amax(o, r));
     }
@@ -34,14 +34,14 @@ __device__ __forceinline__ void report(const Params& p, const WorkItem& item, co
 }
 
 // Row `first_row` of the tile and the one eight below.
-__device__ __forceinline__ void store(const Params& p, const WorkItem& item, const float (&o)[kDim / 2], int first_row, int quad) {
+__device__ __forceinline__ void store(const Params& p, const WorkItem& item, const float (&o)[kValueDim / 2], int first_row, int quad) {
   using Element = Select<kOutE4m3, u8, u16>::type;
   Element* out = reinterpret_cast<Element*>(p.o) + item.tile.batch * p.o_stride_batch + item.tile.head * p.o_stride_head;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = item.tile.row + first_row + 8 * r;
-    store_row<kOutE4m3 ? Format::E4m3 : Format::Bf16>(out + row * p.o_stride_row, row < p.len_q, o, r, quad,
-                                                      kOutE4m3 ? item.o_quant_scale : 0.0f);
+    store_row<kOutE4m3 ? Format::E4m3 : Format::Bf16>(out + (item.q_row + row) * p.o_stride_row, row < lengths(p, item).q, o, r, quad,
+                                                      kOutE4m3 ? item.o_quant_scale : 0.0f, p.columns);
   }
 }
 
@@ -53,6 +53,7 @@ __device__ __forceinline__ void epilogue(Consumer& c) {
   item.logit_scale = load_uniform(c.slot(c.item).logit_scale);
   item.v_descale = load_uniform(c.slot(c.item).v_descale);
   if constexpr (kOutE4m3) item.o_quant_scale = load_uniform(c.slot(c.item).o_quant_scale);
+  load_rows(c, item);
   release_item(c);
 
   const Tile& t = item.tile;
@@ -62,12 +63,12 @@ __device__ __forceinline__ void epilogue(Consumer& c) {
   float factor[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float sum = quad_sum(c.rows.row_sum[r]);
-    factor[r] = normalisation(sum, item.v_descale);
+    float sum = quad_sum(c.rows.row_sum[r]), offset = fmaf(c.rows.row_max[r], c.scale, -kPLog2Scale), owed = item.v_descale;
+    if constexpr (kSink) owed *= join_sink(sum, offset, p.sinks[t.head]);
+    factor[r] = normalisation(sum, owed);
     const int row = t.row + my_row + 8 * r;
-    if (p.lse != nullptr && quad == 0 && row < p.len_q)
-      p.lse[((i64)t.batch * p.heads_q + t.head) * p.len_q + row] =
-          log2_sum(sum, fmaf(c.rows.row_max[r], c.scale, -kPLog2Scale)) * kLn2;
+    if (p.lse != nullptr && quad == 0 && row < lengths(p, item).q)
+      p.lse[((i64)t.batch * p.heads_q + t.head) * p.len_q + item.q_row + row] = log2_sum(sum, offset) * kLn2;
   }
   scale_rows(c.o, factor);
   if constexpr (kTelemetry) report(p, item, c.rows, c.o, my_row, known);

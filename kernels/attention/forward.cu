@@ -13,6 +13,7 @@
 #include "attention/mainloop_double.cuh"
 #include "attention/mainloop_rolled.cuh"
 #include "attention/mainloop_single.cuh"
+#include "attention/mainloop_sliced.cuh"
 
 // The host reads it.
 extern "C" __constant__ int SHARED_BYTES = kSharedBytes;
@@ -49,12 +50,13 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
   } else if (!kSplitKv || warpgroup < consumers) {
     // Consumers
     ptx::setmaxnreg_inc<kConsumerRegisters>();
-    float o[kDim / 2];
+    float o[kValueDim / 2];
     u32 p_operand[kPRegisters];
     RowState rows;
     Consumer c(p, pipeline, shared, work, o, p_operand, rows);
     if constexpr (kRolled) mainloop_rolled(c);
     else if constexpr (kDoubleLogits) mainloop_double(c);
+    else if constexpr (kSliced) mainloop_sliced(c);
     else mainloop_single(c);
   }
 }

@@ -14,6 +14,7 @@ namespace {
 // The next Q K^T: waits for tile `t` of keys unless `ready`, and issues it.
 struct NextLogits {
   const QueryTile& tile;
+  const Unmasked& open;
   u32 t;
   int n;        // the tile's number in the work item
   bool masked;
@@ -23,7 +24,7 @@ struct NextLogits {
 
 // Makes P of the logits `s` and issues O += P V of tile t (Promote: part = P V); under it `next` goes to `s`, and `top` and `low` become
 // what can be known of it. Not `held`: there is no tile t.
-__device__ __forceinline__ void softmax_pv(Consumer& c, float (&s)[kBlockN / 2], float (&part)[kDim / 2], u32 t, bool held,
+__device__ __forceinline__ void softmax_pv(Consumer& c, float (&s)[kBlockN / 2], float (&part)[kValueDim / 2], u32 t, bool held,
                                            const NextLogits& next, float (&top)[2], float (&low)[2]) {
   float x[kBlockN / 2], shift[2], sum[4] = {};
   exponent_shift(c.rows, c.scale, shift);
@@ -36,12 +37,13 @@ __device__ __forceinline__ void softmax_pv(Consumer& c, float (&s)[kBlockN / 2],
   ptx::wgmma_wait<0>();
   ptx::keep(s);
   if (next.real) c.release_k(next.t);
-  c.mask_and_scan(next.tile, s, next.n, next.masked, top, low);
+  c.mask_and_scan(next.tile, next.open, s, next.n, next.masked, top, low);
   exponentiate<kBlockN / 4, kBlockN / 2>(x, sum);
   add_row_sum(c.rows, sum);
 #pragma unroll
   for (int i = 0; i < kBlockN / 16; i++) pack_p(c.p, x, i);
   ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t), !held);
+  c.clear_tail(t);
   if constexpr (kPv == Pv::Promote) {
     issue_pv(part, c.p, c.v(t), true);
   } else {
@@ -52,7 +54,7 @@ __device__ __forceinline__ void softmax_pv(Consumer& c, float (&s)[kBlockN / 2],
 }
 
 // Waits for P V of tile t. Promote: adds it to O, which is owed `rescale`.
-__device__ __forceinline__ void wait_pv(Consumer& c, float (&part)[kDim / 2], const float (&rescale)[2], u32 t, bool held) {
+__device__ __forceinline__ void wait_pv(Consumer& c, float (&part)[kValueDim / 2], const float (&rescale)[2], u32 t, bool held) {
   ptx::wgmma_wait<0>();
   if constexpr (kPv == Pv::Promote) ptx::keep(part);
   else ptx::keep(c.o);
@@ -76,18 +78,18 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
     }
     const int key_tiles = tile.key_tiles;
     const u32 stop = c.kv + key_tiles - (begun ? 1 : 0);
-    int whole = c.unmasked_tiles(tile);
+    Unmasked open = c.unmasked_tiles(tile);
     u32 ready = 0;
     auto step = [&](bool masked) {
       const u32 t = c.kv;
       const int n = stop - t - 1;
-      masked = masked && n >= whole;
+      masked = masked && open.hides(n);
       c.kv = t + 1;
-      float part[kDim / 2];
-      softmax_pv(c, s, part, t - 1, true, {tile, t, n, masked, true, ready}, top, low);
+      float part[kValueDim / 2];
+      softmax_pv(c, s, part, t - 1, true, {tile, open, t, n, masked, true, ready}, top, low);
       ready = ptx::mbarrier_try_wait(c.k_full(t + 1), c.parity(t + 1));
       const float rescale[2] = {c.rows.rescale[0], c.rows.rescale[1]};
-      const bool moved = update_row_max(s, top, low, c.rows, c.scale, masked);
+      const bool moved = update_row_max(s, top, low, c.rows, c.scale, tile.to_caps, masked);
       wait_pv(c, part, rescale, t - 1, true);
       if (kPv != Pv::Promote && moved) scale_rows(c.o, c.rows.rescale);
     };
@@ -100,28 +102,30 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
       ptx::keep(s);
       c.release_k(c.kv);
       c.kv++;
-      c.mask_and_scan(tile, s, key_tiles - 1, key_tiles > whole, top, low);
+      c.mask_and_scan(tile, open, s, key_tiles - 1, open.hides(key_tiles - 1), top, low);
     }
-    update_row_max(s, top, low, c.rows, c.scale, key_tiles > whole);
+    update_row_max(s, top, low, c.rows, c.scale, tile.to_caps, open.hides(key_tiles - 1));
 
     // Masked tiles, then the others, with a flush where one is due
     c.kv = uniform(c.kv);
-    int left = stop - c.kv, masked_left = max(0, left - whole);
+    int left = c.count(stop - c.kv), masked_left = c.count(max(0, left - open.end));
+    int open_left = c.count(max(0, min(left, open.end) - open.first));
     while (left > 0) {
       int run = kPv == Pv::Flush ? min(left, kFlushTiles) : left;
       left -= run;
       for (; run > 0 && masked_left > 0; run--, masked_left--) step(true);
-      for (; run > 0; run--) step(false);
+      for (; run > 0 && (!kWindow || open_left > 0); run--, open_left--) step(false);
+      for (; kWindow && run > 0; run--) step(true);
       if (kPv == Pv::Flush && left > 0) c.flush_o();
     }
 
     // The last product, and the next item's first logits
     const u32 t = c.kv;
     tile = c.acquire(c.item + 1);
-    if constexpr (kCausal) whole = c.unmasked_tiles(tile);
+    if constexpr (kCausal) open = c.unmasked_tiles(tile);
     begun = tile.key_tiles > 0;
-    float part[kDim / 2];
-    softmax_pv(c, s, part, t - 1, true, {tile, t, tile.key_tiles - 1, tile.key_tiles > whole, begun, begun ? ready : 1}, top, low);
+    float part[kValueDim / 2];
+    softmax_pv(c, s, part, t - 1, true, {tile, open, t, tile.key_tiles - 1, open.hides(tile.key_tiles - 1), begun, begun ? ready : 1}, top, low);
     wait_pv(c, part, c.rows.rescale, t - 1, true);
     c.kv = uniform(begun ? t + 1 : t);
     epilogue(c);

@@ -7,21 +7,22 @@
 namespace {
 
 __device__ __forceinline__ void mainloop_rolled(Consumer& c) {
-  QueryTile tile = {0, 0, 0, c.desc_k};
+  QueryTile tile = {0, 0, 0, c.desc_k, 0, 0.0f};
   float s[kBlockN / 2] = {}, top[2], low[2];
   c.rows = {}, c.scale = 0.0f, c.fresh = true;
-  int left = 0, whole = 0, collected = 0;  // tiles of the item whose logits are still to come; products since O was flushed
+  int left = 0, collected = 0;  // tiles of the item whose logits are still to come; products since O was flushed
+  Unmasked open = {0, 0};
   bool held = false;                       // `s` is of the current item
   for (bool begun = false;; begun = true) {
     const bool crossing = left == 0;
     if (crossing && begun) {
       tile = c.acquire(c.item + (held ? 1 : 0));
-      whole = c.unmasked_tiles(tile), left = max(0, tile.key_tiles);
+      open = c.unmasked_tiles(tile), left = max(0, tile.key_tiles);
     }
-    const bool real = left > 0, masked = left > whole;
+    const bool real = left > 0, masked = open.hides(left - 1);
     const u32 t = c.kv;
-    float part[kDim / 2];
-    softmax_pv(c, s, part, t - 1, held, {tile, t, left - 1, masked, real, !real}, top, low);
+    float part[kValueDim / 2];
+    softmax_pv(c, s, part, t - 1, held, {tile, open, t, left - 1, masked, real, !real}, top, low);
     wait_pv(c, part, c.rows.rescale, t - 1, held);
     if (crossing && begun) {
       // An item without keys ends before it begins
@@ -36,7 +37,7 @@ __device__ __forceinline__ void mainloop_rolled(Consumer& c) {
       held = real, collected = -1;
     }
     if (real) {
-      const bool moved = update_row_max(s, top, low, c.rows, c.scale, masked);
+      const bool moved = update_row_max(s, top, low, c.rows, c.scale, tile.to_caps, masked);
       if (kPv != Pv::Promote && moved) scale_rows(c.o, c.rows.rescale);
       if (kPv == Pv::Flush && ++collected == kFlushTiles) c.flush_o(), collected = 0;
     }

@@ -21,7 +21,7 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
       continue;
     }
     const u32 stop = c.kv + tile.key_tiles;
-    const int whole = c.unmasked_tiles(tile);
+    const Unmasked open = c.unmasked_tiles(tile);
     float s[kBlockN / 2], top[2], low[2];
     auto softmax = [&]() {
       float shift[2], sum[4] = {};
@@ -35,7 +35,7 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
       for (int i = 0; i < kBlockN / 16; i++) pack_p(c.p, s, i);
     };
     // O += P V of tile t. Promote: into `part`, to be added to O, which is owed `rescale`.
-    float part[kDim / 2];
+    float part[kValueDim / 2];
     auto issue = [&](u32 t) {
       ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t));
       if constexpr (kPv != Pv::Promote) ptx::keep(c.o);
@@ -59,11 +59,11 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
       c.kv = t + 1;
 
       // Softmax under P V
-      masked = masked && n >= whole;
+      masked = masked && open.hides(n);
       ptx::wgmma_wait<1>();
       ptx::keep(s);
-      c.mask_and_scan(tile, s, n, masked, top, low);
-      const bool moved = update_row_max(s, top, low, c.rows, c.scale, masked);
+      c.mask_and_scan(tile, open, s, n, masked, top, low);
+      const bool moved = update_row_max(s, top, low, c.rows, c.scale, tile.to_caps, masked);
       softmax();
       // NOTES: the assembler would sink the softmax below the next wait. A release that depends on its result (and always
       // happens: no sum is negative) pins it here.
@@ -75,17 +75,8 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
       pack();
     };
 
-    if constexpr (kCausal && kConsumers > 2) {
-      // Skip tiles that only later rows of the block see
-      // NOTES: with two consumers it is one tile at most, and the loop costs the compiler its knowledge of uniformity.
-      const int visible = max(1, ceil_div(min(c.params.len_k, last_visible_key(c.params, tile.row + kRows)), kBlockN));
-      for (int n = tile.key_tiles; n > visible; n--, c.kv++) {
-        ptx::mbarrier_wait_uniform(c.k_full(c.kv), c.parity(c.kv));
-        c.release_k(c.kv);
-        ptx::mbarrier_wait_uniform(c.v_full(c.kv), c.parity(c.kv));
-        c.release_v(c.kv);
-      }
-    }
+    // NOTES: with two consumers it is one tile at most, and the loop costs the compiler its knowledge of uniformity.
+    if constexpr (kCausal && kConsumers > 2) c.skip_hidden_tiles(tile);
 
     // First logits
     ptx::mbarrier_wait_uniform(c.k_full(c.kv), c.parity(c.kv));
@@ -94,15 +85,16 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
     ptx::keep(s);
     c.release_k(c.kv);
     c.kv++;
-    const bool masked = (int)(stop - c.kv) >= whole;
-    c.mask_and_scan(tile, s, stop - c.kv, masked, top, low);
-    update_row_max(s, top, low, c.rows, c.scale, masked);
+    const bool masked = open.hides((int)(stop - c.kv));
+    c.mask_and_scan(tile, open, s, stop - c.kv, masked, top, low);
+    update_row_max(s, top, low, c.rows, c.scale, tile.to_caps, masked);
     softmax();
     pack();
 
     // Masked tiles, then the others, with a flush where one is due
     c.kv = uniform(c.kv);
-    int left = stop - c.kv, masked_left = max(0, left - whole);
+    int left = c.count(stop - c.kv), masked_left = c.count(max(0, left - open.end));
+    int open_left = c.count(max(0, min(left, open.end) - open.first));
     while (left > 0) {
       int run = kPv == Pv::Flush ? min(left, kFlushTiles) : left;
       left -= run;
@@ -110,8 +102,11 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
         // NOTES: a second copy of this longer step costs registers.
         for (; run > 0; run--) step(true);
       } else {
-        for (; run > 0 && masked_left > 0; run--, masked_left--) step(true);
-        for (; run > 0; run--) step(false);
+        do {
+          for (; run > 0 && masked_left > 0; run--, masked_left--) step(true);
+          for (; run > 0 && (!kWindow || open_left > 0); run--, open_left--) step(false);
+          if (kWindow && run > 0) masked_left = run;
+        } while (kWindow && run > 0);
       }
       if (kPv == Pv::Flush && left > 0) c.flush_o();
     }

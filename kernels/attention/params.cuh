@@ -1,5 +1,6 @@
 // Parameters that the host writes byte for byte (src/device/attention/params.rs). Strides count elements.
 #pragma once
+#include "attention/schedule.cuh"
 #include "common/step_stats.cuh"
 #include "common/types.cuh"
 
@@ -28,7 +29,7 @@ struct Params {
   int units;                     // batch * heads_q / (packed ? consumers : 1)
   int section;                   // units whose keys and values share the L2 cache
   // Split KV only. Units are `tile_heads` heads of a group, row_blocks ceil(len_q / (active_consumers * positions)).
-  void* o_partial;               // [splits, batch, len_q, heads_q, d] F16, in units of v's descale: at most 448
+  void* o_partial;               // [splits, batch, len_q, heads_q, kValueDim] F16, in units of v's descale: at most 448
   float* lse_partial;            // [splits, batch, len_q, heads_q], base 2
   int causal_offset;             // query i sees the keys up to i + causal_offset
   int splits;                    // parts of a tile's keys
@@ -39,8 +40,14 @@ struct Params {
   int units_per_batch;
   int out_e4m3;                  // 1: a single split leaves as E4M3 by its descale, 0: as BF16
   Extremes* extremes_partial;    // as lse_partial, with telemetry
+  // Of the variants that ask for them
+  const float* sinks;            // [heads_q], nats
+  const Schedule* schedule;
+  int window_left, window_right; // kNoWindow: no limit; causal is 0 to the right
+  float soft_cap;
+  int columns;                   // of the output, where the kernel has more (PADDED)
 };
-static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4 + 2 * 8 + 8 * 4 + 8, "the host writes this layout");
+static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4 + 2 * 8 + 8 * 4 + 8 + 2 * 8 + 4 * 4, "the host writes this layout");
 
 struct CombineParams {
   void* o;
@@ -57,6 +64,10 @@ struct CombineParams {
   int splits;
   int out_e4m3;
   int log2_row_warps;            // 0 to 3: log2 of the warps that share a row
-  int unused;
+  int columns;                   // of the output, at most kValueDim
+  const float* sinks;            // as in Params, as is what follows
+  Sequences sequences;
+  const int* sequence_splits;    // parts of each sequence
+  const int* part_starts;        // of a call on pages: the number of each sequence's first part, [batch + 1]
 };
-static_assert(sizeof(CombineParams) == 8 * 8 + 7 * 8 + 8 * 4, "the host writes this layout");
+static_assert(sizeof(CombineParams) == 8 * 8 + 7 * 8 + 8 * 4 + 8 * 8, "the host writes this layout");

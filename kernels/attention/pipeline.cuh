@@ -42,7 +42,7 @@ struct Pipeline {
       ptx::mbarrier_init(k_empty(i), 4 * consumers);
     }
     for (int i = 0; i < kKvStages; i++) {
-      ptx::mbarrier_init(v_full(i), 1);
+      ptx::mbarrier_init(v_full(i), kVRows ? kTransposeWarps : 1);
       ptx::mbarrier_init(v_empty(i), 4 * consumers);
     }
     ptx::fence_mbarrier_init();

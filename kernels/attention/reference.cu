@@ -1,22 +1,24 @@
 // Attention the plain way, in f32, to check the fused kernel on any shape: a block a row, every logit kept, nothing tiled.
 //
-// Operands are E4M3 without gaps: q [batch, len_q, heads_q, d], k and v [batch, len_k, heads_kv, d]; descales
+// Operands are E4M3 without gaps: q [batch, len_q, heads_q, d], k [batch, len_k, heads_kv, d], v of d_v dims; descales
 // [batch, heads_kv], logit descales [heads_q]. Beside the output it gives what the fused kernel's rounding can do to it,
 // with p_j = exp(s_j - max):
 //   room = sum_j (p_j / 16 + 2^-17 + p_j slack_j) |v_j| / sum_j p_j + |o| sum_j p_j slack_j / sum_j p_j
 // Half a unit in the last place of E4M3 is 1/16 of the value at most, or 2^-10 of P = 2^8 p where P is subnormal; of F16 2^-11, or
 // 2^-25 of P. slack_j is
-// what an error of kAccumulator sum |q k| in the tensor core's sum does to p_j, also by moving a logit to the next E4M3.
-#include "ptx/convert.cuh"
+// what an error of kAccumulator sum |q k| in the tensor core's sum does to p_j, also by moving a logit to the next E4M3, and what the
+// approximation of tanh does where there is a soft-cap.
+#include "attention/mask.cuh"
+#include "attention/sequences.cuh"
 #include "common/step_stats.cuh"
+#include "ptx/convert.cuh"
 #include "common/types.cuh"
 
 struct Sizes {
-  int batch, heads_q, heads_kv, len_q, len_k, d, causal;
-  float softmax_scale;
-  int logits_e4m3;
-  int p_f16;
-  int unused[2];
+  int batch, heads_q, heads_kv, len_q, len_k, d, d_v;
+  int window_left, window_right;  // kNoWindow: no limit
+  float softmax_scale, soft_cap;  // 0: no cap
+  int flags;                      // 1: logits in E4M3, 2: P in F16
 };
 static_assert(sizeof(Sizes) == 48, "the host writes this layout");
 
@@ -51,11 +53,11 @@ __device__ float reduce(float x, float* shared, bool maximum) {
 }
 }  // namespace
 
-// grid (len_q, heads_q, batch), 2 len_k floats of dynamic shared memory
+// grid (len_q, heads_q, batch), 2 len_k floats of dynamic shared memory; `sinks` may be null.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_reference(const u8* q, const u8* k, const u8* v, const float* q_descale, const float* k_descale,
                     const float* v_descale, const float* logit_descale, float* out, float* lse, float* room,
-                    float* lse_room, Extremes* extremes, Sizes s) {
+                    float* lse_room, Extremes* extremes, const float* sinks, Sequences sequences, Sizes s) {
   extern __shared__ float p[];
   float* slack = p + s.len_k;
   __shared__ float scratch[kThreads];
@@ -63,14 +65,32 @@ attention_reference(const u8* q, const u8* k, const u8* v, const float* q_descal
   const int kv = head / (s.heads_q / s.heads_kv), at = batch * s.heads_kv + kv;
   const float infinity = __int_as_float(0x7f800000);
   const u8* my_q = q + (((i64)batch * s.len_q + row) * s.heads_q + head) * s.d;
-  const int keys = s.causal ? max(0, min(s.len_k, row + s.len_k - s.len_q + 1)) : s.len_k;
+  // The sequence that has the row
+  Lengths length = {s.len_q, s.len_k};
+  int i_row = row;
+  i64 k_first = (i64)batch * s.len_k;
+  bool outside = false;
+  if (sequences.q_starts != nullptr) {
+    const int axis = batch * s.len_q + row;
+    int i = 0;
+    while (i < sequences.count && !(sequences.q_starts[i] <= axis && axis < sequences.q_ends[i])) i++;
+    outside = i == sequences.count;
+    if (!outside) {
+      length = {sequences.q_ends[i] - sequences.q_starts[i], sequences.k_ends[i] - sequences.k_starts[i]};
+      i_row = axis - sequences.q_starts[i];
+      k_first = sequences.k_starts[i];
+    }
+  }
+  const int first_key = max(0, first_visible(length, i_row, s.window_left));
+  const int keys = outside ? 0 : max(0, min(length.k - 1, last_visible(length, i_row, s.window_right)) + 1 - first_key);
+  k_first += first_key;
   const float scale = s.softmax_scale * q_descale[at] * k_descale[at];
 
   // Logits
   float top = -infinity, low = infinity, error = 0;
   u32 past = 0, close = 0;
   for (int j = threadIdx.x; j < keys; j += kThreads) {
-    const u8* my_k = k + (((i64)batch * s.len_k + j) * s.heads_kv + kv) * s.d;
+    const u8* my_k = k + ((k_first + j) * s.heads_kv + kv) * s.d;
     float x = 0, mass = 0;
     for (int i = 0; i < s.d; i++) {
       const float term = decode(my_q[i]) * decode(my_k[i]);
@@ -78,12 +98,16 @@ attention_reference(const u8* q, const u8* k, const u8* v, const float* q_descal
       mass += fabsf(term);
     }
     x *= scale;
-    const float e = kAccumulator * mass * scale;
+    float e = kAccumulator * mass * scale;
     top = fmaxf(top, x);
     low = fminf(low, x);
     error = fmaxf(error, e);
+    if (s.soft_cap > 0.0f) {
+      x = s.soft_cap * tanhf(x / s.soft_cap);
+      e += (s.flags & 2) ? 1e-6f * s.soft_cap : 6e-4f * fabsf(x);
+    }
     slack[j] = expm1f(e);
-    if (s.logits_e4m3) {
+    if ((s.flags & 1)) {
       const float descale = logit_descale[head], u = x / descale, margin = e / descale + 1e-4f;
       past += fabsf(u) > 448.0f + margin;
       close += fabsf(fabsf(u) - 448.0f) <= margin;
@@ -113,22 +137,25 @@ attention_reference(const u8* q, const u8* k, const u8* v, const float* q_descal
     loose += p[j] * slack[j];
   }
   sum = reduce(sum, scratch, false);
-  loose = reduce(loose, scratch, false) / sum;
+  loose = reduce(loose, scratch, false);
+  const float sink = sinks != nullptr && !outside ? sinks[head] : -infinity;
+  if (keys > 0) sum += expf(sink - largest), loose /= sum;
+  else loose = 0.0f;
   if (threadIdx.x == 0) {
     const i64 to = ((i64)batch * s.heads_q + head) * s.len_q + row;
-    lse[to] = keys > 0 ? largest + logf(sum) : -infinity;
+    lse[to] = keys > 0 ? largest + logf(sum) : sink;
     lse_room[to] = loose;
   }
 
   // Values
-  for (int i = threadIdx.x; i < s.d; i += kThreads) {
+  for (int i = threadIdx.x; i < s.d_v; i += kThreads) {
     float o = 0, r = 0;
     for (int j = 0; j < keys; j++) {
-      const float x = decode(v[(((i64)batch * s.len_k + j) * s.heads_kv + kv) * s.d + i]) * v_descale[at];
+      const float x = decode(v[((k_first + j) * s.heads_kv + kv) * s.d_v + i]) * v_descale[at];
       o += p[j] * x;
-      r += (s.p_f16 ? p[j] * 0x1p-11f + 0x1p-32f : p[j] / 16 + 0x1p-17f) * fabsf(x) + p[j] * slack[j] * fabsf(x);
+      r += ((s.flags & 2) ? p[j] * 0x1p-11f + 0x1p-32f : p[j] / 16 + 0x1p-17f) * fabsf(x) + p[j] * slack[j] * fabsf(x);
     }
-    const i64 to = (((i64)batch * s.len_q + row) * s.heads_q + head) * s.d + i;
+    const i64 to = (((i64)batch * s.len_q + row) * s.heads_q + head) * s.d_v + i;
     o = keys > 0 ? o / sum : 0.0f;
     r = keys > 0 ? r / sum + fabsf(o) * loose : 0.0f;
     out[to] = o;
@@ -151,14 +178,14 @@ struct Verdict {
 extern "C" __global__ void __launch_bounds__(kThreads)
 compare(const void* o, int e4m3, const float* o_descale, const float* out, const float* room, const float* lse,
         const float* reference_lse, const float* lse_room, u32 poison, Verdict* verdict, Sizes s) {
-  const i64 elements = (i64)s.batch * s.len_q * s.heads_q * s.d, rows = (i64)s.batch * s.heads_q * s.len_q;
+  const i64 elements = (i64)s.batch * s.len_q * s.heads_q * s.d_v, rows = (i64)s.batch * s.heads_q * s.len_q;
   const i64 first = (i64)blockIdx.x * kThreads + threadIdx.x, step = (i64)gridDim.x * kThreads;
   u32 wrong = 0, worst = 0, wrong_lse = 0, guard = 0;
   float error2 = 0, reference2 = 0;
   for (i64 i = first; i < elements; i += step) {
     float x, rounding, want = out[i];
     if (e4m3) {
-      const int head = i / s.d % s.heads_q, batch = i / s.d / s.heads_q / s.len_q;
+      const int head = i / s.d_v % s.heads_q, batch = i / s.d_v / s.heads_q / s.len_q;
       const float descale = o_descale[batch * s.heads_kv + head / (s.heads_q / s.heads_kv)];
       x = decode(((const u8*)o)[i]) * descale;
       want = fminf(fmaxf(want, -448.0f * descale), 448.0f * descale);

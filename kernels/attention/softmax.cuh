@@ -17,7 +17,7 @@ struct RowState {
   float rescale[2];        // what O is owed since the last tile: 1 where the maximum stayed (Flush, F16: stale)
   float flush_rescale[2];  // what the flushed O is owed
   float row_min[2];        // telemetry
-  float unrounded_max[2];  // telemetry of E4M3 logits: the maximum before they are rounded
+  float raw_max[2];        // telemetry: the maximum before logits are capped or rounded
   u32 overflow;
   int integer_order;       // the warp's maxima are not negative (and its minima are): `scan` is exact
 };
@@ -75,6 +75,13 @@ template <int N> __device__ __forceinline__ void exact_min(const float (&s)[N], 
   for (int i = 0; i < N; i++) low[(i >> 1) & 1] = fminf(low[(i >> 1) & 1], s[i]);
 }
 
+// Logits in units of a soft-cap, before and behind it.
+__device__ __forceinline__ float soft_cap(float x) { return kPv == Pv::F16 ? ptx::tanh_accurate(x) : ptx::tanh_approx(x); }
+template <int N> __device__ __forceinline__ void soft_cap(float (&s)[N], float to_caps) {
+#pragma unroll
+  for (int i = 0; i < N; i++) s[i] = soft_cap(s[i] * to_caps);
+}
+
 // Sets logits past a row's last visible key to minus infinity. `last[r]` counts from this thread's first key of the tile.
 template <int N> __device__ __forceinline__ void mask(float (&s)[N], const int (&last)[2]) {
 #pragma unroll
@@ -89,6 +96,20 @@ template <int N> __device__ __forceinline__ void mask(float (&s)[N], const int (
     const bool hidden = (i >> 2) * 8 + (i & 1) > last[r];
     low[r] = hidden ? low[r] : fminf(low[r], s[i]);
     s[i] = hidden ? __int_as_float(0xff800000) : s[i];
+  }
+}
+// Logits before a row's first visible key likewise.
+template <int N> __device__ __forceinline__ void mask_before(float (&s)[N], const int (&first)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; i++)
+    if ((i >> 2) * 8 + (i & 1) < first[(i >> 1) & 1]) s[i] = __int_as_float(0xff800000);
+}
+// `low` becomes the smallest of the logits that no mask took.
+template <int N> __device__ __forceinline__ void visible_min(const float (&s)[N], float (&low)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const int r = (i >> 1) & 1;
+    low[r] = s[i] == __int_as_float(0xff800000) ? low[r] : fminf(low[r], s[i]);
   }
 }
 
@@ -109,10 +130,24 @@ __device__ __forceinline__ void resolve_extremes(const float (&s)[kBlockN / 2], 
 #pragma unroll
   for (int r = 0; kTelemetry && r < 2; r++) rows.row_min[r] = fminf(rows.row_min[r], low[r]);
 }
+// The same for the extremes of a tile, which with a soft-cap and telemetry are those of raw logits, and leave as those of capped ones.
+__device__ __forceinline__ void take_extremes(const float (&s)[kBlockN / 2], float (&top)[2], float (&low)[2], RowState& rows,
+                                              float to_caps, bool masked) {
+  if constexpr (kSoftCap && kRawMax) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      rows.raw_max[r] = fmaxf(rows.raw_max[r], top[r]), rows.row_min[r] = fminf(rows.row_min[r], low[r]);
+      top[r] = top[r] < kLowest ? top[r] : soft_cap(top[r] * to_caps);
+      low[r] = soft_cap(low[r] * to_caps);
+    }
+  } else {
+    resolve_extremes(s, top, low, rows, kLogitsE4m3 ? rows.raw_max : rows.row_max, masked);
+  }
+}
 // Takes in the maxima of one tile. True where one moved: O must be multiplied by `rows.rescale`.
 __device__ __forceinline__ bool update_row_max(const float (&s)[kBlockN / 2], float (&top)[2], float (&low)[2], RowState& rows,
-                                               float scale, bool masked) {
-  if (!kLogitsE4m3) resolve_extremes(s, top, low, rows, rows.row_max, masked);
+                                               float scale, float to_caps, bool masked) {
+  if (!kLogitsE4m3) take_extremes(s, top, low, rows, to_caps, masked);
   const bool moved = __any_sync(~0u, top[0] > rows.row_max[0] || top[1] > rows.row_max[1]);
   if (kPv == Pv::Promote) rows.rescale[0] = rows.rescale[1] = 1.0f;
   if (moved) {
@@ -184,12 +219,12 @@ __device__ __forceinline__ void flush(float (&o)[N], float4* slot, const float (
   }
 }
 
-// Logits that do not fit E4M3 in units of the descale, but for masked ones.
-template <int N> __device__ __forceinline__ u32 count_overflow(const float (&s)[N], float to_units) {
+// Logits that do not fit E4M3 in units of the descale, but for masked ones. `to_units` is 0 for a row that does not count.
+template <int N> __device__ __forceinline__ u32 count_overflow(const float (&s)[N], const float (&to_units)[2]) {
   u32 count = 0;
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    const float x = fabsf(s[i] * to_units);
+    const float x = fabsf(s[i] * to_units[(i >> 1) & 1]);
     count += x > 448.0f && x < __int_as_float(0x7f800000);
   }
   return count;

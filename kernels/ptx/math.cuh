@@ -25,6 +25,16 @@ __device__ __forceinline__ float rsqrt_approx(float x) {
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
+// Off by 5e-4 of the result.
+__device__ __forceinline__ float tanh_approx(float x) {
+  float r;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+// Off by 3e-7.
+__device__ __forceinline__ float tanh_accurate(float x) {
+  return fmaf(-2.0f, rcp_approx(exp2_approx(2.885390081777927f * x) + 1.0f), 1.0f);
+}
 
 // NaN if either is.
 __device__ __forceinline__ float max_nan(float a, float b) {

@@ -35,12 +35,20 @@ template <Operand Type, int N> struct Wgmma;
 #define IO4(c) c(d[0]), c(d[1]), c(d[2]), c(d[3])
 #define IO48(c) IO32(c, 0), IO8(c, 32), IO8(c, 40)
 #define IO64(c) IO32(c, 0), IO32(c, 32)
+#define IO96(c) IO64(c), IO32(c, 64)
+#define IO128(c) IO96(c), IO32(c, 96)
 #define REGS4 "%0, %1, %2, %3"
 #define REGS32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define REGS48 REGS32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define REGS64 REGS48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGS96 REGS64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define REGS128 REGS96 \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // I0 to I6 are the numbers of the operands after the accumulators.
 #define WGMMA_E4M3(N, REGS, ACCUMULATORS, OUTPUTS, I0, I1, I2, I3, I4, I5)                                                \
@@ -93,12 +101,17 @@ template <Operand Type, int N> struct Wgmma;
 WGMMA_E4M3(64, REGS32, LIST(IO32("+f", 0)), LIST(IO32("=f", 0)), 32, 33, 34, 35, 36, 37)
 WGMMA_E4M3(96, REGS48, LIST(IO48("+f")), LIST(IO48("=f")), 48, 49, 50, 51, 52, 53)
 WGMMA_E4M3(128, REGS64, LIST(IO64("+f")), LIST(IO64("=f")), 64, 65, 66, 67, 68, 69)
+WGMMA_E4M3(192, REGS96, LIST(IO96("+f")), LIST(IO96("=f")), 96, 97, 98, 99, 100, 101)
+WGMMA_E4M3(256, REGS128, LIST(IO128("+f")), LIST(IO128("=f")), 128, 129, 130, 131, 132, 133)
 WGMMA_16BIT(F16, "f16.f16", 8, REGS4, LIST(IO4("+f")), 4, 5, 6, 7, 8, 9, 10)
 WGMMA_16BIT(Bf16, "bf16.bf16", 8, REGS4, LIST(IO4("+f")), 4, 5, 6, 7, 8, 9, 10)
 WGMMA_16BIT(F16, "f16.f16", 64, REGS32, LIST(IO32("+f", 0)), 32, 33, 34, 35, 36, 37, 38)
 WGMMA_16BIT(Bf16, "bf16.bf16", 64, REGS32, LIST(IO32("+f", 0)), 32, 33, 34, 35, 36, 37, 38)
+WGMMA_16BIT(Bf16, "bf16.bf16", 96, REGS48, LIST(IO48("+f")), 48, 49, 50, 51, 52, 53, 54)
 WGMMA_16BIT(F16, "f16.f16", 96, REGS48, LIST(IO48("+f")), 48, 49, 50, 51, 52, 53, 54)
 WGMMA_16BIT(F16, "f16.f16", 128, REGS64, LIST(IO64("+f")), 64, 65, 66, 67, 68, 69, 70)
+WGMMA_16BIT(F16, "f16.f16", 192, REGS96, LIST(IO96("+f")), 96, 97, 98, 99, 100, 101, 102)
+WGMMA_16BIT(F16, "f16.f16", 256, REGS128, LIST(IO128("+f")), 128, 129, 130, 131, 132, 133, 134)
 WGMMA_16BIT(Bf16, "bf16.bf16", 128, REGS64, LIST(IO64("+f")), 64, 65, 66, 67, 68, 69, 70)
 
 #undef LIST
@@ -107,10 +120,14 @@ WGMMA_16BIT(Bf16, "bf16.bf16", 128, REGS64, LIST(IO64("+f")), 64, 65, 66, 67, 68
 #undef IO32
 #undef IO48
 #undef IO64
+#undef IO96
+#undef IO128
 #undef REGS4
 #undef REGS32
 #undef REGS48
 #undef REGS64
+#undef REGS96
+#undef REGS128
 #undef WGMMA_E4M3
 #undef WGMMA_16BIT
 

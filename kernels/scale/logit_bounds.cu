@@ -1,6 +1,6 @@
 // The end of the chain, a warp a query head: certified eigenvalues and channel statistics to the logit bound and its descale.
 //
-//   certain = tau [d sigma + sqrt(d) (||a|| + ||b||) + |c0|],   rounded = certain + tau [(1 + e)^2 - 1] N_Q N_K + subnormals,
+//   certain = tau [d sigma + sqrt(d) (||a|| + ||b||) + |c0|],   rounded = certain + tau [(1 + e)^2 - 1] N_Q N_K + small errors (head_bound.cuh),
 //   N = sqrt(d) sigma_raw + ||c'||, c' the constants with absolute values, 1 + e = (1 + 1/17)(1 + share), descale = rounded / (eta 448).
 // Under rotation sigma is the smallest of the scaled product, sigma_Q sigma_K and the Frobenius bound, and the constants go pair by
 // pair. Without constants, and with the mean kept, d times the scaled product may take the place of N_Q N_K too
@@ -109,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(128, 1)  // left to itself, the ass
   const bool plain = s.rotary && !s.mean && spread_q + spread_k == 0.0;
   const double product = plain ? fmin(norm_q * norm_k, d * scaled) : norm_q * norm_k;
   double rounded = certain + rounding_gap(tau, place.share_q, place.share_k, product, norm_q, norm_k,
-                                             step_q / (double)place.query, step_k, s.d_head);
+                                             step_q / (double)place.query, step_k, place.weight_q * root * root_above(trace_q),
+                                             place.weight_k * root * root_above(trace_k), s.d_head);
   // fmin drops a NaN.
   if (!(raw_q + raw_k + trace_q + trace_k + rest[task] + rounded < 1e300)) {
     rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);

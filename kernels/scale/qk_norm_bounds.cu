@@ -25,7 +25,7 @@ struct QkLayer {
   u32 rotary, interleaved;
   u32 layer;        // its number in the model
 };
-static_assert(sizeof(QkSide) == 24 && sizeof(QkLayer) == 96, "host mirror");
+static_assert(sizeof(QkSide) == 24 && sizeof(QkLayer) == 104, "host mirror");
 
 // Gains and shifts of the two channels of pair p of a head, as bounds count them.
 struct Pair {
@@ -119,7 +119,8 @@ extern "C" __global__ void __launch_bounds__(256, 1)  // left to itself, the ass
     const double tau = l.growth.logits;
     const double certain = tau * (shifted ? norm_q * norm_k : radius_q * radius_k * product);
     double rounded = certain + rounding_gap(tau, l.growth.share_q, l.growth.share_k,
-                                               norm_q * norm_k, norm_q, norm_k, coarsest[0] / (double)l.growth.query, coarsest[1], d_head);
+                                               norm_q * norm_k, norm_q, norm_k, coarsest[0] / (double)l.growth.query, coarsest[1], 0.0, 0.0,
+                                               d_head);
     if (!(rounded < 1e300)) rounded = __longlong_as_double(0x7ff8000000000000ll), atomicOr(status, STATUS_NON_FINITE_BOUND);
     HeadBound out = {};
     out.certain = rounded == rounded ? above(certain) : (float)rounded, out.rounded = above(rounded);

@@ -1,4 +1,4 @@
-//! What a backend is given and gives back, and the operands as its products see them.
+//! Inputs and outputs of a backend, and the operands as its products see them.
 
 use super::call::{AttentionCall, Inputs};
 use super::precision::Precision;

@@ -1,6 +1,6 @@
 //! Compiled kernels on disk.
 //!
-//! One file an entry, named by a 128-bit hash of everything that goes into the compilation: the source and all headers,
+//! One file per entry, named by a 128-bit hash of everything that goes into the compilation: the source and all headers,
 //! the compiler's build, the options, the architecture. A file is written under an unpredictable name in the same folder and
 //! published by one rename, so two processes can fill the same entry at once; the last one wins and both are right.
 //! Every entry carries its length and a checksum: a damaged one is compiled again, never loaded.

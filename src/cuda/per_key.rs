@@ -1,4 +1,4 @@
-//! Values that are made once a key.
+//! Values that are made once per key.
 
 use crate::error::Result;
 use std::collections::HashMap;

@@ -1,4 +1,4 @@
-//! What of a GPU is there: driver, devices, NVRTC.
+//! What this machine has for a GPU: driver, devices, NVRTC.
 
 use super::cache::default_folder;
 use super::driver;
@@ -44,7 +44,7 @@ pub fn require() -> crate::error::Result<()> {
         return Ok(());
     }
     let missing = match driver::device_count() {
-        Err(missing) => format!("{missing}; a GPU needs NVIDIA's driver, which brings it"),
+        Err(missing) => format!("{missing}: install NVIDIA's driver"),
         Ok(0) => "the driver lists no device; check CUDA_VISIBLE_DEVICES and nvidia-smi".into(),
         Ok(_) => compiler_library().err().unwrap_or("NVRTC does not answer").to_owned(),
     };

@@ -1,6 +1,6 @@
 //! The kernels' sources, embedded.
 //!
-//! One kernel a file under `kernels/`. Headers are included by their path under `kernels/`. No toolkit header is included, so
+//! One kernel per file under `kernels/`. Headers are included by their path under `kernels/`. No toolkit header is included, so
 //! a compilation needs nothing on disk.
 
 /// One source file.
@@ -65,6 +65,10 @@ sources! {
     BACKWARD_PREPARE = "attention/backward_prepare";
     /// dQ of the backward to BF16.
     BACKWARD_FINISH = "attention/backward_finish";
+    /// Fused E4M3 attention over a paged KV cache (Hopper).
+    PAGED = "attention/paged";
+    /// New keys and values into pages, and the plan of a call on them.
+    APPEND = "attention/append";
     /// Cast of q, k and v to E4M3 in the layouts that the attention reads.
     CAST = "attention/cast_qkv";
 }
@@ -78,6 +82,8 @@ macro_rules! headers {
 headers! {
     "attention/backward.cuh",
     "attention/backward_convert.cuh",
+    "attention/cast.cuh",
+    "attention/cast_rows.cuh",
     "attention/config.cuh",
     "attention/consumer.cuh",
     "attention/epilogue.cuh",
@@ -86,14 +92,21 @@ headers! {
     "attention/mainloop_double.cuh",
     "attention/mainloop_rolled.cuh",
     "attention/mainloop_single.cuh",
+    "attention/mainloop_sliced.cuh",
+    "attention/mask.cuh",
+    "attention/pages.cuh",
     "attention/params.cuh",
     "attention/pipeline.cuh",
     "attention/quad.cuh",
     "attention/ring.cuh",
+    "attention/schedule.cuh",
     "attention/scheduler.cuh",
+    "attention/scheduler_paged.cuh",
     "attention/scheduler_split.cuh",
     "attention/scheduler_whole.cuh",
+    "attention/sequences.cuh",
     "attention/softmax.cuh",
+    "attention/values.cuh",
     "common/descale.cuh",
     "common/head_bound.cuh",
     "common/step_stats.cuh",

@@ -1,4 +1,4 @@
-//! In what two values differ, by the names of their serialised fields.
+//! The differences of two values, by the names of their serialized fields.
 
 use crate::error::{Error, Result};
 use serde::Serialize;

@@ -1,4 +1,4 @@
-//! What a policy says about a step.
+//! What a policy reports about a step.
 
 use super::kind::PolicyKind;
 use super::shape::LayerShape;

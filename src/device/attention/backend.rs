@@ -5,15 +5,15 @@
 //! waits. [`Attention::forward`] does the same for host memory and is there to compare, not to be fast.
 //!
 //! ```no_run
-//! use sigmascale::device::attention::{Cuda, Element, Tensors, View};
-//! use sigmascale::attention::{AttentionCall, AttentionShape, PvAccumulator};
+//! use sigmascale::device::attention::{Cuda, Element, Tensors, Terms, View};
+//! use sigmascale::attention::{AttentionShape, Mask, PvAccumulator};
 //! use sigmascale::cuda::{Device, DevicePtr};
 //! # fn example([q, k, v, out, workspace]: [DevicePtr; 5]) -> sigmascale::Result<()> {
 //! let device = Device::open(0)?;
 //! let attention = Cuda::new(&device)?;
 //! let shape = AttentionShape { batch: 2, n_q_heads: 64, n_kv_heads: 8, len_q: 8192, len_k: 8192, d_head: 128, d_v: 128 };
-//! let call = AttentionCall::causal(shape);
-//! let bytes = Cuda::workspace_bytes(&call, Element::Bf16, PvAccumulator::default(), false)?;
+//! let terms = Terms::plain(Mask::CAUSAL, 128f32.sqrt().recip());
+//! let bytes = Cuda::workspace_bytes(&shape, &terms, Element::Bf16, PvAccumulator::default(), false)?;
 //! // SAFETY: the pointers reach arrays of these shapes, which outlive the work.
 //! let (tensors, workspace) = unsafe {
 //!     let tensors = Tensors {
@@ -31,7 +31,7 @@
 //!     (tensors, View::dense(workspace, Element::U8, [bytes]))
 //! };
 //! let stream = device.stream()?;
-//! attention.launch(&stream, &call, &tensors, &workspace)?;
+//! attention.launch(&stream, &terms, &tensors, &workspace)?;
 //! # Ok(())
 //! # }
 //! ```
@@ -48,9 +48,10 @@
 use super::call::{Tensors, Workspace};
 use super::engine::AttentionEngine;
 use super::host::{HostOutput, Resident, Setup};
-use super::sizes::sizes;
+use super::terms::Terms;
 use crate::attention::{
-    Attention, AttentionCall, AttentionOutput, Cast, Inputs, LogitCast, Precision, PvAccumulator, check,
+    Attention, AttentionCall, AttentionOutput, AttentionShape, Cast, Inputs, LogitCast, Precision, PvAccumulator,
+    Sequence, check,
 };
 use crate::cuda::{Device, Element, Stream, View};
 use crate::error::{Error, Result};
@@ -102,32 +103,32 @@ impl Cuda {
     /// # Errors
     /// If the call is not offered.
     pub fn workspace_bytes(
-        call: &AttentionCall,
+        sizes: &AttentionShape,
+        terms: &Terms,
         operands: Element,
         accumulator: PvAccumulator,
         saved: bool,
     ) -> Result<usize> {
-        Ok(Workspace::of(&sizes(call)?, operands, accumulator, saved).bytes)
+        sizes.check_on_gpu()?;
+        terms.check(sizes)?;
+        Ok(Workspace::of(sizes, terms, operands, accumulator, saved).bytes)
     }
 
     /// Compiles and loads what this call needs. [`Cuda::launch`] does it too; before a capture it has to be done.
     ///
     /// # Errors
     /// As [`Cuda::launch`].
-    pub fn prepare(&self, call: &AttentionCall, tensors: &Tensors) -> Result<()> {
-        agree(call, tensors)?;
-        self.engine.prepare(tensors, call.mask.causal)
+    pub fn prepare(&self, terms: &Terms, tensors: &Tensors) -> Result<()> {
+        self.engine.prepare(terms, tensors)
     }
 
     /// Puts one call on `stream`. Asynchronous and capturable; the workspace has [`Cuda::workspace_bytes`] bytes, 256-byte
     /// aligned, and serves one call at a time.
     ///
     /// # Errors
-    /// If the call is not offered (`is_unsupported`), a tensor does not have the shape that the call says or breaks a rule
-    /// of [`Tensors`], or the driver refuses.
-    pub fn launch(&self, stream: &Stream, call: &AttentionCall, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
-        agree(call, tensors)?;
-        self.engine.forward(stream, tensors, call.mask.causal, call.softmax_scale as f32, workspace)
+    /// If the call is not offered (`is_unsupported`), a tensor breaks a rule of [`Tensors`], or the driver refuses.
+    pub fn launch(&self, stream: &Stream, terms: &Terms, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
+        self.engine.forward(stream, terms, tensors, workspace)
     }
 
     /// The engine below, for calls with memory of their own and for halves of a call.
@@ -136,14 +137,9 @@ impl Cuda {
     }
 }
 
-/// Checks that the tensors have the call's shape.
-fn agree(call: &AttentionCall, tensors: &Tensors) -> Result<()> {
-    let (want, have) = (sizes(call)?, tensors.check()?);
-    if want == have { Ok(()) } else { Err(Error::mismatch(format_args!("tensors of {have:?} in a call of {want:?}"))) }
-}
-
-/// The device's telemetry as [`StepStats`], with the number of values that `calls` calls of this shape saw; `words` are
-/// those of [`Tensors::stats`].
+/// The device's telemetry as [`StepStats`], with the number of values that `calls` calls like this one saw; `words` are
+/// those of [`Tensors::stats`]. With a soft-cap the words hold the extremes of
+/// raw logits; the result has those of capped ones, computed from them.
 ///
 /// # Errors
 /// If there are not [`stats_words`] words.
@@ -155,11 +151,21 @@ pub fn step_stats(call: &AttentionCall, words: &[u32], calls: u64) -> Result<Ste
         return Err(Error::argument(format_args!("telemetry has {} words where the call leaves {want}", words.len())));
     };
     let mut stats = StepStats::from(&row);
-    let sequences = calls * shape.batch as u64;
-    stats.logits.iter_mut().for_each(|s| s.count = calls * call.pairs());
-    let (q, kv) = (shape.len_q * shape.d_head, shape.len_k * shape.d_head);
-    for (heads, count) in [(&mut stats.q, q), (&mut stats.o, q), (&mut stats.k, kv), (&mut stats.v, kv)] {
-        heads.iter_mut().for_each(|s| s.count = sequences * count as u64);
+    let pairs = calls * call.pairs();
+    for s in &mut stats.logits {
+        s.count = pairs;
+        if let Some(cap) = call.soft_cap {
+            let capped = |raw: f32| (cap * (f64::from(raw) / cap).tanh()) as f32;
+            // None was seen: infinities stay.
+            (s.max, s.min) = if s.max < s.min { (s.max, s.min) } else { (capped(s.raw_max), capped(s.raw_min)) };
+        }
+    }
+    let sequences = call.all_sequences();
+    let rows = |of: fn(&Sequence) -> usize| calls * sequences.iter().map(|s| of(s) as u64).sum::<u64>();
+    let (q, kv) = (rows(|s| s.q.len()), rows(|s| s.k.len()));
+    let [q, o, k, v] = [(q, shape.d_head), (q, shape.d_v), (kv, shape.d_head), (kv, shape.d_v)];
+    for (heads, (rows, d)) in [(&mut stats.q, q), (&mut stats.o, o), (&mut stats.k, k), (&mut stats.v, v)] {
+        heads.iter_mut().for_each(|s| s.count = rows * d as u64);
     }
     Ok(stats)
 }
@@ -175,7 +181,6 @@ impl Attention for Cuda {
         precision: &Precision,
     ) -> Result<AttentionOutput> {
         check(call, inputs, plan)?;
-        let sizes = sizes(call)?;
         let accumulator = precision.pv_accumulator;
         let Precision { logits, output, .. } = *precision;
         if *precision != (Precision { logits, output, ..Precision::hopper(accumulator) }) {
@@ -193,9 +198,7 @@ impl Attention for Cuda {
         let logit = values(&plan.logit_descale);
         let o_descale = operands.o.as_deref().map(values);
         let setup = Setup {
-            sizes,
-            causal: call.mask.causal,
-            softmax_scale: call.softmax_scale as f32,
+            call: *call,
             operands: Element::F32,
             descales: [&rows[0], &rows[1], &rows[2]],
             rope: None,
@@ -215,7 +218,7 @@ impl Attention for Cuda {
             self.count_output(&host, descales, &out, &mut stats)?;
         }
         if let Some(row) = host.setup.output {
-            let d = call.shape.d_head;
+            let d = call.shape.d_v;
             for (at, head) in out.chunks_exact_mut(d).enumerate() {
                 let descale = row[call.shape.kv_head(at % call.shape.n_q_heads)];
                 head.iter_mut().for_each(|x| *x *= descale);
@@ -266,7 +269,7 @@ impl Cuda {
 
     /// Counts output values against their descale, on the BF16 output.
     fn count_output(&self, host: &Host<'_>, descales: &[Descale], out: &[f32], stats: &mut StepStats) -> Result<()> {
-        let group = host.setup.sizes.n_q_heads / host.setup.sizes.n_kv_heads;
+        let group = host.setup.call.shape.n_q_heads / host.setup.call.shape.n_kv_heads;
         let past = |(head, s): (usize, &CastStats)| s.amax / descales[head / group].get() > 448.0;
         if !stats.o.iter().enumerate().any(past) && out.iter().all(|x| x.is_finite()) {
             return Ok(());
@@ -276,9 +279,9 @@ impl Cuda {
         } else {
             None
         };
-        let mut counts = vec![crate::fp8::Counts::default(); host.setup.sizes.n_q_heads];
-        for (at, row) in plain.as_deref().unwrap_or(out).chunks_exact(host.setup.sizes.d_head).enumerate() {
-            let head = at % host.setup.sizes.n_q_heads;
+        let mut counts = vec![crate::fp8::Counts::default(); host.setup.call.shape.n_q_heads];
+        for (at, row) in plain.as_deref().unwrap_or(out).chunks_exact(host.setup.call.shape.d_v).enumerate() {
+            let head = at % host.setup.call.shape.n_q_heads;
             counts[head] += Format::E4m3.count_slice(row, descales[head / group].quant_scale().get())?;
         }
         for (o, counts) in stats.o.iter_mut().zip(counts) {
@@ -302,19 +305,23 @@ mod tests {
 
     #[test]
     fn what_the_gpu_does_not_offer_is_refused_by_name() {
-        let bytes = |call: &AttentionCall| Cuda::workspace_bytes(call, Element::Bf16, PvAccumulator::F16, false);
+        let bytes = |call: &AttentionCall| {
+            Cuda::workspace_bytes(&call.shape, &Terms::of(call)?, Element::Bf16, PvAccumulator::F16, false)
+        };
         let refusal = |call: &AttentionCall| bytes(call).unwrap_err();
-        let window = refusal(&AttentionCall { mask: Mask::sliding(4), ..call() });
-        assert!(window.is_unsupported() && window.to_string().contains("a window"), "{window}");
-        let cap = refusal(&AttentionCall { soft_cap: Some(50.0), ..call() });
-        assert!(cap.is_unsupported() && cap.to_string().contains("soft-cap of 50"), "{cap}");
+        assert!(bytes(&AttentionCall { mask: Mask::sliding(4), soft_cap: Some(50.0), ..call() }).is_ok());
+        let cap = refusal(&AttentionCall { soft_cap: Some(-1.0), ..call() });
+        assert!(cap.is_argument() && cap.to_string().contains("soft-cap -1"), "{cap}");
         let sinks = refusal(&AttentionCall { sinks: Some(&[0.0; 4]), ..call() });
-        assert!(sinks.is_unsupported() && sinks.to_string().contains("a sink"), "{sinks}");
-        let narrow = refusal(&AttentionCall { shape: AttentionShape { d_v: 32, ..call().shape }, ..call() });
-        assert!(narrow.is_unsupported() && narrow.to_string().contains("d_v"), "{narrow}");
-        let wide =
-            refusal(&AttentionCall { shape: AttentionShape { d_head: 256, d_v: 256, ..call().shape }, ..call() });
-        assert!(wide.is_unsupported() && wide.to_string().contains("head dimension 256"), "{wide}");
+        assert!(sinks.is_unsupported() && sinks.to_string().contains("give them in Terms"), "{sinks}");
+        let dims = |d_head, d_v| AttentionCall { shape: AttentionShape { d_head, d_v, ..call().shape }, ..call() };
+        let wide = refusal(&dims(256, 264));
+        assert!(wide.is_unsupported() && wide.to_string().contains("d_v 264"), "{wide}");
+        let odd = refusal(&dims(100, 100));
+        assert!(odd.to_string().contains("100 must be a multiple of 8"), "{odd}");
+        for (d_head, d_v) in [(16, 16), (40, 40), (96, 96), (192, 128), (256, 256), (64, 256)] {
+            assert!(bytes(&dims(d_head, d_v)).is_ok(), "{d_head}, {d_v}");
+        }
         let empty = refusal(&AttentionCall { shape: AttentionShape { len_k: 0, ..call().shape }, ..call() });
         assert!(empty.is_argument(), "as on the CPU: {empty}");
         assert!(bytes(&call()).unwrap() > Workspace::HEADER);

@@ -2,7 +2,7 @@
 //!
 //! [`BackwardEngine::backward`] puts three kernels on the caller's stream:
 //!
-//! 1. **Prepare.** delta, the log-sum-exp to the base 2, q in BF16 (exact, where dq will leave), sums of dQ cleared.
+//! 1. **Prepare.** delta, the log-sum-exp to the base 2, sums of dQ cleared.
 //! 2. **Backward.** S by the FP8 instruction of the forward, so that P belongs to its log-sum-exp; the other four products in BF16
 //!    from exact E4M3 values, descales as scalars. A block owns 128 keys of a KV head and walks all query heads of its group: no
 //!    head is expanded, dK and dV are added up in registers, in a fixed order.
@@ -13,13 +13,15 @@
 //!
 //! Nothing is allocated and nothing waited for once the kernels are loaded ([`BackwardEngine::prepare`]), so a call can be captured.
 //!
-//! **Not offered**, and refused by name: what the forward refuses, and logits in E4M3.
+//! Windows, sequences, sinks, soft-caps and head dimensions from 16 to 128 are macros of the kernels, compiled when a call asks for them.
+//!
+//! **Not offered**, and refused by name: head dimensions past 128, and logits in E4M3.
 
-use super::backward_call::{BackwardSchedule, BackwardTensors, BackwardWorkspace, Delta};
-use super::kernels::{Kernels, Variant as _, operand_map};
+use super::backward_call::{BackwardForm, BackwardSchedule, BackwardTensors, BackwardWorkspace, Delta};
+use super::kernels::{Kernels, Variant as _, run_map};
 use super::params::outer_strides;
-use super::sizes;
-use crate::attention::{AttentionCall, AttentionShape};
+use super::terms::{Sequences, Terms};
+use crate::attention::AttentionShape;
 use crate::cuda::{Arch, Device, Launch, Request, Stream, View, sources};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
@@ -68,28 +70,63 @@ struct Params {
     q_tiles: i32,
     diagonal: i32,
     section: i32,
+    d: i32,
+    q_starts: u64,
+    q_ends: u64,
+    k_starts: u64,
+    k_ends: u64,
+    sequences: i32,
     unused: i32,
+    sinks: u64,
+    d_sinks: u64,
+    sink_parts: u64,
+    soft_cap: f32,
+    window_left: i32,
+    window_right: i32,
+    d_v: i32,
 }
-const _: () = assert!(size_of::<Params>() == 408, "the kernels assert the same");
+const _: () = assert!(size_of::<Params>() == 488, "the kernels assert the same");
 
 /// Compiled form of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Variant {
-    Prepare { d_head: usize },
-    Backward { d_head: usize, causal: bool, deterministic: bool, splits: usize },
-    Finish { d_head: usize },
+    Prepare(BackwardForm),
+    Backward { form: BackwardForm, deterministic: bool, splits: usize },
+    Finish(BackwardForm),
+}
+
+impl Variant {
+    /// The kernels of a call. Forms are without what a kernel does not look at, so that calls share it.
+    fn all(form: BackwardForm, deterministic: bool, splits: usize) -> [Self; 3] {
+        let rows = BackwardForm { used: form.columns, causal: false, soft_cap: false, ..form };
+        let backward = Self::Backward { form: BackwardForm { sink: false, ..form }, deterministic, splits };
+        [Self::Prepare(rows), backward, Self::Finish(rows)]
+    }
 }
 
 impl super::kernels::Variant for Variant {
     fn request(self) -> Request {
-        let of = |source, d_head: usize| Request::new(source, Arch::SM90A).define("HEAD_DIM", d_head);
+        let of = |source, form: BackwardForm| {
+            let mut request = Request::new(source, Arch::SM90A).define("HEAD_DIM", form.columns);
+            if form.used < form.columns {
+                request = request.define("COLUMNS", form.used);
+            }
+            let flags = [
+                ("FILL", form.fill),
+                ("VARLEN", form.varlen),
+                ("WINDOW", form.window),
+                ("SINK", form.sink),
+                ("CAUSAL", form.causal),
+                ("SOFT_CAP", form.soft_cap),
+            ];
+            flags.into_iter().filter(|(_, given)| *given).fold(request, |request, (name, _)| request.define(name, 1))
+        };
         match self {
-            Self::Prepare { d_head } => of(sources::BACKWARD_PREPARE, d_head),
-            Self::Backward { d_head, causal, deterministic, splits } => of(sources::BACKWARD, d_head)
-                .define("CAUSAL", u8::from(causal))
-                .define("DETERMINISTIC", u8::from(deterministic))
-                .define("SPLITS", splits),
-            Self::Finish { d_head } => of(sources::BACKWARD_FINISH, d_head),
+            Self::Prepare(form) => of(sources::BACKWARD_PREPARE, form),
+            Self::Backward { form, deterministic, splits } => {
+                of(sources::BACKWARD, form).define("DETERMINISTIC", u8::from(deterministic)).define("SPLITS", splits)
+            }
+            Self::Finish(form) => of(sources::BACKWARD_FINISH, form),
         }
     }
 
@@ -106,18 +143,43 @@ impl super::kernels::Variant for Variant {
     }
 }
 
-/// Every variant of the backward's kernels that a call can ask for.
+/// Variants of the backward's kernels: every one of dense calls, and of the others one for each kind of what they add.
 pub fn backward_variants() -> Vec<Request> {
     let mut all = Vec::new();
-    for d_head in [64, 128] {
-        all.extend([Variant::Prepare { d_head }, Variant::Finish { d_head }]);
+    for columns in [64, 128] {
+        let plain = BackwardForm {
+            columns,
+            used: columns,
+            fill: false,
+            causal: false,
+            window: false,
+            varlen: false,
+            soft_cap: false,
+            sink: false,
+        };
         for causal in [false, true] {
-            all.push(Variant::Backward { d_head, causal, deterministic: true, splits: 1 });
-            let splits: &[usize] = if d_head == 64 { &[1] } else { &[1, 2, 4] };
-            all.extend(splits.iter().map(|&splits| Variant::Backward { d_head, causal, deterministic: false, splits }));
+            let form = BackwardForm { causal, ..plain };
+            all.extend(Variant::all(form, true, 1));
+            let splits: &[usize] = if columns == 64 { &[1] } else { &[1, 2, 4] };
+            all.extend(splits.iter().map(|&splits| Variant::Backward { form, deterministic: false, splits }));
+        }
+        for form in [
+            BackwardForm { causal: true, fill: true, used: columns.min(96), ..plain },
+            BackwardForm { causal: true, soft_cap: true, ..plain },
+            BackwardForm { causal: true, varlen: true, ..plain },
+            BackwardForm { window: true, sink: true, ..plain },
+            BackwardForm { window: true, varlen: true, soft_cap: true, sink: true, ..plain },
+        ] {
+            all.extend(Variant::all(form, false, 1));
         }
     }
-    all.into_iter().map(|variant| variant.request()).collect()
+    let mut requests: Vec<Request> = Vec::new();
+    for request in all.into_iter().map(|variant| variant.request()) {
+        if !requests.contains(&request) {
+            requests.push(request);
+        }
+    }
+    requests
 }
 
 /// The backward's kernels of one device, loaded as calls need them.
@@ -151,18 +213,18 @@ impl BackwardEngine {
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn workspace_bytes(&self, call: &AttentionCall) -> Result<usize> {
-        Ok(BackwardWorkspace::of(&sizes::sizes(call)?, self.deterministic).bytes)
+    pub fn workspace_bytes(&self, sizes: &AttentionShape, terms: &Terms) -> Result<usize> {
+        Ok(BackwardWorkspace::of(sizes, terms, self.deterministic)?.bytes)
     }
 
     /// Compiles and loads what this call needs, which otherwise its first launch does. A capture needs this before it.
     ///
     /// # Errors
     /// If the call is not offered, or a kernel does not compile or load.
-    pub fn prepare(&self, call: &AttentionCall) -> Result<()> {
-        let sizes = sizes::sizes(call)?;
-        let schedule = self.schedule(&sizes, call.mask.causal);
-        self.variants(&sizes, call.mask.causal, &schedule).into_iter().try_for_each(|v| self.kernels.load(v).map(drop))
+    pub fn prepare(&self, sizes: &AttentionShape, terms: &Terms) -> Result<()> {
+        let form = BackwardForm::of(sizes, terms)?;
+        let splits = self.schedule(sizes, terms, &form).splits;
+        Variant::all(form, self.deterministic, splits).into_iter().try_for_each(|v| self.kernels.load(v).map(drop))
     }
 
     /// Puts one call on `stream`: gradients of `softmax(softmax_scale q k^T) v` with respect to q, k and v, for d_out.
@@ -172,74 +234,66 @@ impl BackwardEngine {
     /// time need one each.
     ///
     /// # Errors
-    /// If the call is not offered (`is_unsupported`), a tensor does not have the shape that the call says or breaks a rule of
-    /// [`BackwardTensors`], a kernel does not compile or load, or the driver refuses a launch.
+    /// If the call is not offered (`is_unsupported`), a tensor breaks a rule of [`BackwardTensors`], a kernel does not compile or load, or the driver refuses a launch.
     pub fn backward(
         &self,
         stream: &Stream,
-        call: &AttentionCall,
+        terms: &Terms,
         tensors: &BackwardTensors,
         workspace: &View<1>,
     ) -> Result<()> {
-        let (want, sizes) = (sizes::sizes(call)?, tensors.check()?);
-        if want != sizes {
-            return Err(Error::mismatch(format_args!("tensors of {sizes:?} in a call of {want:?}")));
-        }
-        let place = BackwardWorkspace::of(&sizes, self.deterministic);
+        let sizes = tensors.check()?;
+        let place = BackwardWorkspace::of(&sizes, terms, self.deterministic)?;
         place.check(workspace)?;
-        let causal = call.mask.causal;
-        let schedule = self.schedule(&sizes, causal);
+        if terms.sinks.is_some() != tensors.d_sinks.is_some() {
+            return Err(Error::argument("d_sinks is for calls with sinks, and they need it"));
+        }
+        let form = BackwardForm::of(&sizes, terms)?;
+        let schedule = self.schedule(&sizes, terms, &form);
         let [prepare, backward, finish] =
-            self.variants(&sizes, causal, &schedule).map(|variant| self.kernels.load(variant));
+            Variant::all(form, self.deterministic, schedule.splits).map(|variant| self.kernels.load(variant));
         let (prepare, backward, finish) = (prepare?, backward?, finish?);
 
-        let mut params = self.params(tensors, &sizes, &schedule);
-        params.softmax_scale = call.softmax_scale as f32;
+        let [units, query_tiles, _] = form.tiles(&sizes, terms);
+        let mut params = self.params(tensors, &sizes, terms);
+        (params.q_tiles, params.section) = (query_tiles as i32, schedule.section as i32);
         let at = |offset: usize| workspace.ptr().offset(offset as u64).0;
         (params.terms, params.dq_sum) = (at(place.terms), at(place.dq_sum));
         params.turns = if self.deterministic { at(place.turns) } else { 0 };
-        let rows = sizes.tile_rows();
+        params.sink_parts = at(place.sinks);
         // A thread of an autograd engine may have done nothing on the device so far.
         stream.bind()?;
-        let [q8, q16, d_out] = [&tensors.q, &tensors.dq, &tensors.d_out].map(|x| operand_map(x, 1, rows));
+        let runs = [(&tensors.q, form.columns), (&tensors.d_out, 64)];
+        let [q8, d_out] = runs.map(|(x, columns)| run_map(x, columns, 1, form.rows()));
 
-        let tiles = Launch {
-            grid: ((sizes.query_tiles() * sizes.n_q_heads) as u32, sizes.batch as u32, 1),
-            block: ROWS_BLOCK,
-            shared: 0,
-        };
+        let tiles =
+            Launch { grid: ((query_tiles * sizes.n_q_heads) as u32, units as u32, 1), block: ROWS_BLOCK, shared: 0 };
         let keys = Launch::linear(schedule.grid, BLOCK, backward.shared);
-        let mut maps = [q8?, q16?, d_out?];
-        let [q8, q16, d_out] = maps.each_mut().map(|map| (&raw mut *map).cast());
+        let mut maps = [q8?, d_out?];
+        let [q8, d_out] = maps.each_mut().map(|map| (&raw mut *map).cast());
         let params = (&raw mut params).cast();
-        // SAFETY: 1. the struct, and three maps before it, are the kernels' parameters; 2. and 3. every address comes from a view
+        // SAFETY: 1. the struct, and two maps before it, are the kernels' parameters; 2. and 3. every address comes from a view
         // whose shape was checked, or lies in the workspace; each kernel waits for the one in front of it before it reads.
         unsafe {
             prepare.kernel.launch_parameters(stream, tiles, &mut [params], false)?;
-            backward.kernel.launch_parameters(stream, keys, &mut [q8, q16, d_out, params], true)?;
+            backward.kernel.launch_parameters(stream, keys, &mut [q8, d_out, params], true)?;
             finish.kernel.launch_parameters(stream, tiles, &mut [params], true)
         }
     }
 
-    fn schedule(&self, sizes: &AttentionShape, causal: bool) -> BackwardSchedule {
-        BackwardSchedule::of(sizes, causal, self.deterministic, self.kernels.device.processors())
+    fn schedule(&self, sizes: &AttentionShape, terms: &Terms, form: &BackwardForm) -> BackwardSchedule {
+        BackwardSchedule::of(sizes, terms, form, self.deterministic, self.kernels.device.processors())
     }
 
-    fn variants(&self, sizes: &AttentionShape, causal: bool, schedule: &BackwardSchedule) -> [Variant; 3] {
-        let (d_head, deterministic, splits) = (sizes.d_head, self.deterministic, schedule.splits);
-        [
-            Variant::Prepare { d_head },
-            Variant::Backward { d_head, causal, deterministic, splits },
-            Variant::Finish { d_head },
-        ]
-    }
-
-    fn params(&self, t: &BackwardTensors, sizes: &AttentionShape, schedule: &BackwardSchedule) -> Params {
+    fn params(&self, t: &BackwardTensors, sizes: &AttentionShape, terms: &Terms) -> Params {
         let [q, k, v] = [&t.descales.q, &t.descales.k, &t.descales.v].map(|d| self.kernels.descale(d.as_ref()));
         let (o, o_strides, delta) = match &t.delta {
             Delta::Output(out) => (out.ptr().0, outer_strides(out), 0),
             Delta::Given(delta) => (0, [0; 3], delta.ptr().0),
         };
+        let [left, right] = terms.window(sizes);
+        let list =
+            |of: fn(&Sequences) -> &View<1>| terms.sequences.as_ref().map_or(0, |sequences| of(sequences).ptr().0);
         Params {
             q: t.q.ptr().0,
             k: t.k.ptr().0,
@@ -270,9 +324,20 @@ impl BackwardEngine {
             heads_kv: sizes.n_kv_heads as i32,
             len_q: sizes.len_q as i32,
             len_k: sizes.len_k as i32,
-            q_tiles: sizes.query_tiles() as i32,
+            softmax_scale: terms.softmax_scale,
             diagonal: sizes.len_k as i32 - sizes.len_q as i32,
-            section: schedule.section as i32,
+            d: sizes.d_head as i32,
+            d_v: sizes.d_v as i32,
+            q_starts: list(|s| &s.q_starts),
+            q_ends: list(|s| &s.q_ends),
+            k_starts: list(|s| &s.k_starts),
+            k_ends: list(|s| &s.k_ends),
+            sequences: terms.sequences.map_or(0, |s| s.count() as i32),
+            sinks: terms.sinks.map_or(0, |x| x.ptr().0),
+            d_sinks: t.d_sinks.map_or(0, |x| x.ptr().0),
+            soft_cap: terms.soft_cap.unwrap_or(0.0),
+            window_left: left,
+            window_right: right,
             ..Zeroable::zeroed()
         }
     }

@@ -1,6 +1,8 @@
 //! What a backward call is made of, and the rules it has to keep.
 
 use super::call::Descales;
+use super::regions::{Regions, check_workspace};
+use super::terms::Terms;
 use crate::attention::AttentionShape;
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
@@ -36,12 +38,14 @@ pub struct BackwardTensors {
     pub delta: Delta,
     /// Gradient of the output, BF16, shaped as q. 16-byte aligned, strides multiples of 8 elements.
     pub d_out: View<4>,
-    /// Gradient of the queries before their cast, BF16, shaped as q, likewise. Holds q in BF16 in between.
+    /// Gradient of the queries before their cast, BF16, shaped as q, likewise.
     pub dq: View<4>,
     /// Gradient of the keys, BF16, shaped as k, likewise.
     pub dk: View<4>,
     /// Gradient of the values, BF16, shaped as v, likewise.
     pub dv: View<4>,
+    /// Gradient of the sinks, f32, `(heads_q)` without gaps; for calls with sinks, and for no others.
+    pub d_sinks: Option<View<1>>,
 }
 
 impl BackwardTensors {
@@ -50,18 +54,19 @@ impl BackwardTensors {
     /// # Errors
     /// Names the argument and the rule.
     pub fn check(&self) -> Result<AttentionShape> {
-        let [batch, len_q, heads_q, d_head] = self.q.extents();
-        let [_, len_k, heads_kv, _] = self.k.extents();
-        let sizes =
-            AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head, d_v: d_head };
-        sizes.check_on_gpu()?;
-        let (of_q, of_kv) = (sizes.q_shape(), sizes.kv_shape());
-        for (name, x, shape) in [("q", &self.q, of_q), ("k", &self.k, of_kv), ("v", &self.v, of_kv)] {
+        let [batch, len_q, n_q_heads, d_head] = self.q.extents();
+        let [_, len_k, n_kv_heads, _] = self.k.extents();
+        let d_v = self.v.extents()[3];
+        let sizes = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v };
+        check_dims(&sizes)?;
+        let (of_q, of_out) = ([batch, len_q, n_q_heads, d_head], [batch, len_q, n_q_heads, d_v]);
+        let (of_k, of_v) = ([batch, len_k, n_kv_heads, d_head], [batch, len_k, n_kv_heads, d_v]);
+        for (name, x, shape) in [("q", &self.q, of_q), ("k", &self.k, of_k), ("v", &self.v, of_v)] {
             x.expect(name, &[Element::E4m3], shape)?;
             x.expect_aligned(name, 16, 16)?;
         }
         let wide =
-            [("d_out", &self.d_out, of_q), ("dq", &self.dq, of_q), ("dk", &self.dk, of_kv), ("dv", &self.dv, of_kv)];
+            [("d_out", &self.d_out, of_out), ("dq", &self.dq, of_q), ("dk", &self.dk, of_k), ("dv", &self.dv, of_v)];
         let check_wide = |name: &str, x: &View<4>, shape| {
             x.expect(name, &[Element::Bf16], shape)?;
             x.expect_aligned(name, 16, 8)
@@ -69,21 +74,102 @@ impl BackwardTensors {
         wide.into_iter().try_for_each(|(name, x, shape)| check_wide(name, x, shape))?;
         self.lse.expect_dense("lse", Element::F32, sizes.lse_shape())?;
         match &self.delta {
-            Delta::Output(out) => check_wide("out", out, of_q)?,
+            Delta::Output(out) => check_wide("out", out, of_out)?,
             Delta::Given(delta) => delta.expect_dense("delta", Element::F32, sizes.lse_shape())?,
         }
         for (name, x) in
             [("q descale", self.descales.q), ("k descale", self.descales.k), ("v descale", self.descales.v)]
         {
             if let Some(x) = x {
-                x.expect(name, &[Element::F32], [batch, heads_kv])?;
+                x.expect(name, &[Element::F32], [batch, n_kv_heads])?;
                 x.expect_aligned(name, 4, 1)?;
             }
+        }
+        if let Some(d_sinks) = &self.d_sinks {
+            d_sinks.expect_dense("d_sinks", Element::F32, [n_q_heads])?;
         }
         if self.descales.logit.is_some() {
             return Err(Error::unsupported("gradients through logits in E4M3 are not offered on the GPU"));
         }
         Ok(sizes)
+    }
+}
+
+/// Refuses head dimensions that the backward does not take.
+fn check_dims(sizes: &AttentionShape) -> Result<()> {
+    let AttentionShape { d_head, d_v, .. } = *sizes;
+    for (name, d) in [("d_head", d_head), ("d_v", d_v)] {
+        if d % 8 != 0 || !(16..=128).contains(&d) {
+            return Err(Error::unsupported(format_args!(
+                "a backward with {name} {d} is not offered on the GPU: it takes multiples of 8 from 16 to 128"
+            )));
+        }
+    }
+    sizes.check_on_gpu()
+}
+
+/// What the kernels are compiled for, and how they cut a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct BackwardForm {
+    /// Columns of a tile: the smaller of 64 and 128 that holds d_head and d_v.
+    pub columns: usize,
+    /// Columns of it that are multiplied.
+    pub used: usize,
+    /// Whether one of them is smaller than the tile.
+    pub fill: bool,
+    /// Without a window: keys behind the query's position are not seen.
+    pub causal: bool,
+    /// Either end of what a query sees is bounded, as an end of a window is.
+    pub window: bool,
+    /// Sequences lie where lists in device memory say.
+    pub varlen: bool,
+    /// Logits are capped.
+    pub soft_cap: bool,
+    /// The call has sinks.
+    pub sink: bool,
+}
+
+impl BackwardForm {
+    /// The form of a call, its terms checked.
+    ///
+    /// # Errors
+    /// If the call is not offered.
+    pub fn of(sizes: &AttentionShape, terms: &Terms) -> Result<Self> {
+        check_dims(sizes)?;
+        terms.check(sizes)?;
+        let (causal, features) = terms.features(sizes);
+        let widest = sizes.d_head.max(sizes.d_v);
+        let columns = if widest <= 64 { 64 } else { 128 };
+        // Rows that see no key are for the kernel with windows to keep apart.
+        let blind = !features.varlen && causal && sizes.len_q > sizes.len_k;
+        let window = features.window || blind;
+        Ok(Self {
+            columns,
+            used: if (65..=96).contains(&widest) { 96 } else { columns },
+            fill: sizes.d_head != columns || sizes.d_v != columns,
+            causal: causal && !window,
+            window,
+            varlen: features.varlen,
+            soft_cap: features.soft_cap,
+            sink: features.sink,
+        })
+    }
+
+    /// Queries of a tile.
+    pub fn rows(&self) -> usize {
+        if self.columns == 128 { 64 } else { 128 }
+    }
+
+    /// Sequences that tiles are counted in, and tiles of queries and of keys that each has: those of the batch, or all in one, where
+    /// every sequence takes whole tiles.
+    pub fn tiles(&self, sizes: &AttentionShape, terms: &Terms) -> [usize; 3] {
+        match &terms.sequences {
+            None => [sizes.batch, sizes.len_q.div_ceil(self.rows()), sizes.len_k.div_ceil(KEYS)],
+            Some(sequences) => {
+                let slots = |rows: usize, size: usize| sizes.batch * rows / size + sequences.count() + 1;
+                [1, slots(sizes.len_q, self.rows()), slots(sizes.len_k, KEYS)]
+            }
+        }
     }
 }
 
@@ -97,40 +183,39 @@ pub struct BackwardWorkspace {
     pub dq_sum: usize,
     /// Whose turn it is to add to a tile; for deterministic calls.
     pub turns: usize,
+    /// Parts of the sinks' gradients, by tiles; for calls with sinks.
+    pub sinks: usize,
     /// Size of it all.
     pub bytes: usize,
 }
 
 impl BackwardWorkspace {
     /// The workspace of a call.
-    pub fn of(sizes: &AttentionShape, deterministic: bool) -> Self {
-        let tiles = sizes.batch * sizes.n_q_heads * sizes.query_tiles();
-        let rows = sizes.tile_rows();
-        let dq_sum = (tiles * 2 * rows * size_of::<f32>()).next_multiple_of(256);
-        let turns = dq_sum + tiles * rows * sizes.d_head * size_of::<f32>();
-        let turn_bytes = if deterministic { tiles * 8 * size_of::<u32>() } else { 0 };
-        Self { terms: 0, dq_sum, turns, bytes: (turns + turn_bytes).next_multiple_of(256) }
+    ///
+    /// # Errors
+    /// If the call is not offered.
+    pub fn of(sizes: &AttentionShape, terms: &Terms, deterministic: bool) -> Result<Self> {
+        let form = BackwardForm::of(sizes, terms)?;
+        let [units, query_tiles, key_tiles] = form.tiles(sizes, terms);
+        // Kernels count both in 31 bits.
+        const TILES: usize = 1 << 30;
+        if units * sizes.n_q_heads * query_tiles.max(key_tiles) > TILES {
+            return Err(Error::unsupported(
+                "more tiles than the GPU takes: fewer sequences, heads or rows in one call",
+            ));
+        }
+        let (tiles, rows) = (units * sizes.n_q_heads * query_tiles, form.rows());
+        let mut regions = Regions::default();
+        let mut words = |count: usize| regions.add(count * size_of::<f32>());
+        let of_terms = words(tiles * 2 * rows);
+        let dq_sum = words(tiles * rows * form.columns);
+        let turns = words(if deterministic { tiles * 8 } else { 0 });
+        let sinks = words(if form.sink { tiles } else { 0 });
+        Ok(Self { terms: of_terms, dq_sum, turns, sinks, bytes: regions.bytes() })
     }
 
     pub(super) fn check(&self, workspace: &View<1>) -> Result<()> {
-        let [have] = workspace.extents();
-        if have < self.bytes {
-            let want = self.bytes;
-            return Err(Error::argument(format_args!("the workspace has {have} bytes, the backward needs {want}")));
-        }
-        workspace.expect_dense("workspace", Element::U8, [have])?;
-        workspace.expect_aligned("workspace", 256, 1)
-    }
-}
-
-impl AttentionShape {
-    /// Queries of one tile of the backward.
-    pub(super) fn tile_rows(&self) -> usize {
-        if self.d_head == 128 { 64 } else { 128 }
-    }
-
-    pub(super) fn query_tiles(&self) -> usize {
-        self.len_q.div_ceil(self.tile_rows())
+        check_workspace(workspace, self.bytes)
     }
 }
 
@@ -150,22 +235,30 @@ impl BackwardSchedule {
     const BLOCK_COST: usize = 4;
     const CLUSTER_COST: usize = 6;
 
-    pub fn of(sizes: &AttentionShape, causal: bool, deterministic: bool, processors: usize) -> Self {
-        let units = sizes.batch * sizes.n_kv_heads;
-        let key_tiles = sizes.len_k.div_ceil(KEYS);
+    pub fn of(
+        sizes: &AttentionShape,
+        terms: &Terms,
+        form: &BackwardForm,
+        deterministic: bool,
+        processors: usize,
+    ) -> Self {
+        let [entries, _, key_tiles] = form.tiles(sizes, terms);
+        let units = entries * sizes.n_kv_heads;
+        let len_q = terms.sequences.map_or(sizes.len_q, |sequences| sequences.max_len_q);
+        let width = terms.window(sizes).map(|keys| keys as usize).iter().sum::<usize>() + KEYS + form.rows();
         let at_a_time = (processors + key_tiles / 2) / key_tiles;
         let section = units.div_ceil(units.div_ceil(at_a_time.clamp(1, units)));
 
         let blocks = units * key_tiles;
-        let longest = sizes.n_q_heads / sizes.n_kv_heads * sizes.query_tiles();
+        let longest = sizes.n_q_heads / sizes.n_kv_heads * len_q.min(width).div_ceil(form.rows());
         let time = |splits: usize| {
             let (parts, share) = (blocks * splits, longest.div_ceil(splits));
             let waves = parts.div_ceil(processors);
             // Causal blocks get shorter and fill the gaps: about half of all tiles are seen.
-            let tiles = if causal { share.max(blocks * longest / (2 * processors)) } else { waves * share };
+            let tiles = if form.causal { share.max(blocks * longest / (2 * processors)) } else { waves * share };
             tiles + waves * Self::BLOCK_COST + if splits > 1 { Self::CLUSTER_COST } else { 0 }
         };
-        let choices: &[usize] = if deterministic || sizes.d_head == 64 { &[1] } else { &[1, 2, 4] };
+        let choices: &[usize] = if deterministic || form.columns == 64 { &[1] } else { &[1, 2, 4] };
         let splits = choices.iter().copied().min_by_key(|&n| time(n)).unwrap_or(1);
         Self { section, splits, grid: blocks * splits }
     }
@@ -174,7 +267,9 @@ impl BackwardSchedule {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::attention::Mask;
     use crate::cuda::DevicePtr;
+    use crate::device::attention::Sequences;
 
     // SAFETY of every view below: nothing is launched in these tests.
     fn dense<const R: usize>(element: Element, extents: [usize; R]) -> View<R> {
@@ -194,6 +289,7 @@ mod tests {
             dq: dense(Element::Bf16, q),
             dk: dense(Element::Bf16, kv),
             dv: dense(Element::Bf16, kv),
+            d_sinks: None,
         }
     }
 
@@ -206,7 +302,7 @@ mod tests {
         );
         type Change = fn(&mut BackwardTensors);
         let cases: [(&str, Change); 11] = [
-            ("head dimension 256", |t| t.q = dense(Element::E4m3, [2, 40, 4, 256])),
+            ("d_head 256 is not offered", |t| t.q = dense(Element::E4m3, [2, 40, 4, 256])),
             ("q is Bf16", |t| t.q = dense(Element::Bf16, [2, 40, 4, 128])),
             ("v has shape", |t| t.v = dense(Element::E4m3, [2, 51, 2, 128])),
             ("d_out is F32", |t| t.d_out = dense(Element::F32, [2, 40, 4, 128])),
@@ -229,20 +325,60 @@ mod tests {
         }
     }
 
+    fn causal() -> Terms {
+        Terms::plain(Mask::CAUSAL, 0.1)
+    }
+
+    fn lists(count: usize, max_len_q: usize, max_len_k: usize) -> Option<Sequences> {
+        let [q_starts, q_ends, k_starts, k_ends] = [dense(Element::I32, [count]); 4];
+        Some(Sequences { q_starts, q_ends, k_starts, k_ends, max_len_q, max_len_k })
+    }
+
     #[test]
     fn regions_of_the_workspace_do_not_overlap() {
         for d_head in [64, 128] {
             let sizes =
                 AttentionShape { batch: 3, n_q_heads: 6, n_kv_heads: 2, len_q: 113, len_k: 203, d_head, d_v: d_head };
-            let rows = 113usize.next_multiple_of(sizes.tile_rows());
-            let w = BackwardWorkspace::of(&sizes, true);
-            assert!([w.terms, w.dq_sum, w.turns].iter().all(|at| at.is_multiple_of(256)));
+            let sinks = Terms { sinks: Some(dense(Element::F32, [6])), ..causal() };
+            let form = BackwardForm::of(&sizes, &sinks).unwrap();
+            let rows = 113usize.next_multiple_of(form.rows());
+            let w = BackwardWorkspace::of(&sizes, &sinks, true).unwrap();
+            assert!([w.terms, w.dq_sum, w.turns, w.sinks].iter().all(|at| at.is_multiple_of(256)));
             assert!(w.dq_sum >= 3 * 6 * rows * 8 && w.turns - w.dq_sum >= 3 * 6 * rows * d_head * 4);
-            assert!(w.bytes - w.turns >= 3 * 6 * sizes.query_tiles() * 32);
-            assert!(BackwardWorkspace::of(&sizes, false).bytes < w.bytes);
+            let tiles = 3 * 6 * rows / form.rows();
+            assert!(w.sinks - w.turns >= tiles * 32 && w.bytes - w.sinks >= tiles * 4);
+            assert!(BackwardWorkspace::of(&sizes, &causal(), false).unwrap().bytes < w.bytes);
             let short = dense(Element::U8, [w.bytes - 1]);
             assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
         }
+    }
+
+    #[test]
+    fn a_call_gets_the_kernel_of_its_terms() {
+        let sizes =
+            AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 300, len_k: 300, d_head: 128, d_v: 128 };
+        let form = |sizes: &AttentionShape, terms: &Terms| BackwardForm::of(sizes, terms).unwrap();
+        let dense = form(&sizes, &causal());
+        assert!(dense.causal && !(dense.window || dense.fill || dense.varlen || dense.soft_cap || dense.sink));
+        let sliding = |left| Terms { mask: Mask { window_left: Some(left), ..Mask::CAUSAL }, ..causal() };
+        let windowed = form(&sizes, &sliding(299));
+        assert!(windowed.window && !windowed.causal);
+        assert_eq!(form(&sizes, &sliding(300)), dense, "a window of all keys is none");
+        assert!(form(&AttentionShape { len_k: 299, ..sizes }, &causal()).window, "a row that sees no key");
+        let fill = form(&AttentionShape { d_v: 72, ..sizes }, &causal());
+        assert!(fill.fill && (fill.columns, fill.used) == (128, 128));
+        let phi = form(&AttentionShape { d_head: 96, d_v: 80, ..sizes }, &causal());
+        assert_eq!((phi.columns, phi.used), (128, 96));
+        assert_eq!(form(&AttentionShape { d_head: 40, d_v: 64, ..sizes }, &causal()).columns, 64);
+
+        let packed = Terms { sequences: lists(5, 100, 100), ..causal() };
+        let of = form(&sizes, &packed);
+        assert!(of.varlen && of.causal);
+        // Whole tiles of every sequence and of the gaps: rows / size + sequences + 1.
+        assert_eq!(of.tiles(&sizes, &packed), [1, 600 / 64 + 6, 600 / 128 + 6]);
+        assert_eq!(dense.tiles(&sizes, &causal()), [2, 5, 3]);
+        let error = BackwardForm::of(&AttentionShape { d_v: 192, ..sizes }, &causal()).unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains("d_v 192"), "{error}");
     }
 
     #[test]
@@ -256,14 +392,20 @@ mod tests {
             d_head: 128,
             d_v: 128,
         };
-        let of = |sizes: AttentionShape, causal| BackwardSchedule::of(&sizes, causal, false, 132);
+        let schedule = |sizes: &AttentionShape, terms: &Terms, deterministic| {
+            BackwardSchedule::of(sizes, terms, &BackwardForm::of(sizes, terms).unwrap(), deterministic, 132)
+        };
+        let of = |sizes: AttentionShape, is_causal: bool| {
+            let mask = if is_causal { Mask::CAUSAL } else { Mask::NONE };
+            schedule(&sizes, &Terms::plain(mask, 0.1), false)
+        };
         assert_eq!(of(sizes(1, 32, 8, 2048), true), BackwardSchedule { section: 8, splits: 2, grid: 256 });
         assert_eq!(of(sizes(1, 32, 8, 2048), false).splits, 1, "128 blocks of one length fill 132 multiprocessors");
         assert_eq!(of(sizes(1, 32, 8, 1024), true).splits, 4);
         assert_eq!(of(sizes(2, 32, 8, 2048), true).splits, 1);
         assert_eq!(of(sizes(2, 32, 8, 8192), true), BackwardSchedule { section: 2, splits: 1, grid: 1024 });
-        assert_eq!(BackwardSchedule::of(&sizes(1, 32, 8, 1024), true, true, 132).splits, 1);
-        assert_eq!(of(AttentionShape { d_head: 64, ..sizes(1, 32, 8, 1024) }, true).splits, 1);
+        assert_eq!(schedule(&sizes(1, 32, 8, 1024), &causal(), true).splits, 1);
+        assert_eq!(of(AttentionShape { d_head: 64, d_v: 64, ..sizes(1, 32, 8, 1024) }, true).splits, 1);
         for len in [1, 100, 5000, 1 << 20] {
             let all = sizes(3, 6, 2, len);
             let schedule = of(all, true);

@@ -1,7 +1,10 @@
 //! What a call is made of, and the rules it has to keep.
 
-use super::regions::Regions;
-use super::tile::{Split, TILE_KEYS};
+use super::cut;
+use super::regions::{Regions, check_workspace};
+use super::sizes::{row_strides, rows_bytes};
+use super::terms::Terms;
+use super::tile::TILE_KEYS;
 use crate::attention::{AttentionShape, PvAccumulator};
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
@@ -27,7 +30,7 @@ pub struct Descales {
 /// Query `i` stands at the row `i + len_k - len_q` of the tables, or of `positions`.
 #[derive(Clone, Copy, Debug)]
 pub struct Rope {
-    /// Cosines, f32, `(positions, rotary / 2)` without gaps; `rotary`, a multiple of 16, is the number of rotated
+    /// Cosines, f32, `(positions, rotary / 2)` without gaps; `rotary`, a multiple of 8, is the number of rotated
     /// leading dimensions.
     pub cosine: View<2>,
     /// Sines, likewise.
@@ -42,14 +45,14 @@ pub struct Rope {
 /// What one call reads and writes.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensors {
-    /// Queries, `(batch, len_q, heads_q, d)`: BF16, F16, F32, or E4M3 that is `x / descale` already. 16-byte aligned,
+    /// Queries, `(batch, len_q, heads_q, d)`, d a multiple of 8 from 16 to 256: BF16, F16, F32, or E4M3 that is `x / descale` already. 16-byte aligned,
     /// strides multiples of 8 elements (E4M3: 16). A factor that grows with the position (Llama 4, Ministral 3) is in them
     /// already: the model multiplies its queries, the descale covers the largest. It may stand in front of `rope`, which
     /// turns what is multiplied as it would what is not.
     pub q: View<4>,
     /// Keys, `(batch, len_k, heads_kv, d)`, of q's type.
     pub k: View<4>,
-    /// Values, as keys.
+    /// Values, `(batch, len_k, heads_kv, d_v)`, of q's type; d_v as d, or another dimension of that kind.
     pub v: View<4>,
     /// Descales.
     pub descales: Descales,
@@ -61,7 +64,7 @@ pub struct Tensors {
     pub accumulator: PvAccumulator,
     /// Where the cast leaves q, k and v in E4M3; `None`: in the workspace. Not for E4M3 operands.
     pub saved: Option<SavedOperands>,
-    /// Output, `(batch, len_q, heads_q, d)`: BF16, or E4M3 by `descales.o`. 16-byte aligned, strides multiples of 8
+    /// Output, `(batch, len_q, heads_q, d_v)`: BF16, or E4M3 by `descales.o`. 16-byte aligned, strides multiples of 8
     /// elements.
     pub out: View<4>,
     /// Log-sum-exp in nats, f32, `(batch, heads_q, len_q)` without gaps; `-inf` where a row sees no key.
@@ -71,7 +74,8 @@ pub struct Tensors {
     pub stats: Option<View<1>>,
 }
 
-/// q, k and v as the products take them, for a backward: E4M3, `(batch, length, heads, d)` without gaps, 16-byte aligned.
+/// q, k and v as the products take them, for a backward: E4M3, `(batch, length, heads, d)` without gaps, 16-byte aligned. Where d is no
+/// multiple of 16, the row of a head is followed by 8 bytes that are neither written nor read, so that strides are.
 #[derive(Clone, Copy, Debug)]
 pub struct SavedOperands {
     /// Queries.
@@ -90,18 +94,18 @@ impl Tensors {
     pub fn check(&self) -> Result<AttentionShape> {
         let [batch, len_q, heads_q, d_head] = self.q.extents();
         let [_, len_k, heads_kv, _] = self.k.extents();
-        let sizes =
-            AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head, d_v: d_head };
+        let d_v = self.v.extents()[3];
+        let sizes = AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head, d_v };
         sizes.check_on_gpu()?;
         let element = self.q.element();
         self.q.expect("q", &[Element::Bf16, Element::F16, Element::F32, Element::E4m3], sizes.q_shape())?;
-        self.k.expect("k", &[element], sizes.kv_shape())?;
-        self.v.expect("v", &[element], sizes.kv_shape())?;
+        self.k.expect("k", &[element], sizes.k_shape())?;
+        self.v.expect("v", &[element], sizes.v_shape())?;
         let multiple = if element == Element::E4m3 { 16 } else { 8 };
         for (name, x) in [("q", &self.q), ("k", &self.k), ("v", &self.v)] {
             x.expect_aligned(name, 16, multiple)?;
         }
-        self.out.expect("out", &[Element::Bf16, Element::E4m3], sizes.q_shape())?;
+        self.out.expect("out", &[Element::Bf16, Element::E4m3], sizes.out_shape())?;
         self.out.expect_aligned("out", 16, 8)?;
         expect_disjoint("out", &self.out)?;
         let d = &self.descales;
@@ -131,13 +135,18 @@ impl Tensors {
             if element == Element::E4m3 {
                 return Err(Error::argument("operands that are E4M3 already are not saved again"));
             }
-            let rows = [
-                ("q", &saved.q, sizes.q_shape()),
-                ("k", &saved.k, sizes.kv_shape()),
-                ("v", &saved.v, sizes.kv_shape()),
-            ];
+            let rows =
+                [("q", &saved.q, sizes.q_shape()), ("k", &saved.k, sizes.k_shape()), ("v", &saved.v, sizes.v_shape())];
             for (name, x, shape) in rows {
-                x.expect_dense(&format!("saved {name}"), Element::E4m3, shape)?;
+                x.expect(&format!("saved {name}"), &[Element::E4m3], shape)?;
+                // SAFETY: nothing reads it; strides of single elements do not matter.
+                let want = unsafe { View::new(x.ptr(), Element::E4m3, shape, row_strides(shape)) }.unit_free_strides();
+                if x.unit_free_strides() != want {
+                    return Err(Error::argument(format_args!(
+                        "saved {name} has strides {:?} and must have {want:?}: no gaps, but rows of a multiple of 16 bytes",
+                        x.strides()
+                    )));
+                }
                 x.expect_aligned(&format!("saved {name}"), 16, 16)?;
             }
         }
@@ -160,7 +169,7 @@ impl Tensors {
 
 /// Refuses an array that is written where two of its elements share memory. Strides of an array without such elements nest:
 /// sorted by size, each passes over all that the smaller ones reach.
-fn expect_disjoint<const R: usize>(name: &str, x: &View<R>) -> Result<()> {
+pub(super) fn expect_disjoint<const R: usize>(name: &str, x: &View<R>) -> Result<()> {
     let mut dimensions: Vec<(i64, i64)> = x.strides().into_iter().zip(x.extents().map(|n| n as i64)).collect();
     dimensions.retain(|&(_, extent)| extent > 1);
     dimensions.sort_unstable();
@@ -189,9 +198,9 @@ impl Rope {
             return Err(Error::argument("E4M3 operands cannot be rotated: RoPE comes before the cast"));
         }
         let (rotary, rows) = (self.rotary(), self.cosine.extents()[0]);
-        if rotary == 0 || rotary % 16 != 0 || rotary > sizes.d_head {
+        if rotary == 0 || rotary % 8 != 0 || rotary > sizes.d_head {
             return Err(Error::argument(format_args!(
-                "rotary dimension {rotary} must be a multiple of 16 up to the head dimension {}",
+                "rotary dimension {rotary} must be a multiple of 8 up to the head dimension {}",
                 sizes.d_head
             )));
         }
@@ -199,19 +208,26 @@ impl Rope {
             table.expect_dense(name, Element::F32, [rows, rotary / 2])?;
             table.expect_aligned(name, 16, 1)?;
         }
-        if sizes.len_q > sizes.len_k {
+        match &self.positions {
+            Some(positions) => positions.expect_dense("positions", Element::I32, [sizes.batch, sizes.len_k]),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether every query and key of a call has a row of the tables. What sequences on the device have is not known: queries in front of
+    /// the first key stand at it.
+    pub(super) fn check_positions(&self, sizes: &AttentionShape, terms: &Terms) -> Result<()> {
+        if terms.sequences.is_none() && sizes.len_q > sizes.len_k {
             return Err(Error::argument(format_args!(
                 "RoPE needs a position for each of {} queries, and there are {} keys",
                 sizes.len_q, sizes.len_k
             )));
         }
-        match &self.positions {
-            Some(positions) => positions.expect_dense("positions", Element::I32, [sizes.batch, sizes.len_k]),
-            None if rows < sizes.len_k => {
-                Err(Error::argument(format_args!("RoPE tables of {rows} positions do not reach {} keys", sizes.len_k)))
-            }
-            None => Ok(()),
+        let (rows, keys) = (self.cosine.extents()[0], terms.sequences.map_or(sizes.len_k, |s| s.max_len_k));
+        if self.positions.is_none() && rows < keys {
+            return Err(Error::argument(format_args!("RoPE tables of {rows} positions do not reach {keys} keys")));
         }
+        Ok(())
     }
 }
 
@@ -220,14 +236,19 @@ impl Rope {
 /// The first [`Workspace::HEADER`] bytes hold the tile counter, which every cast sets to zero and every attention leaves there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Workspace {
-    /// Queries in E4M3, `(batch, len_q, heads_q, d)`, where the call casts them.
+    /// Queries in E4M3, `(batch, len_q, heads_q, d)` in rows of a multiple of 16 bytes, where the call casts them.
     pub q: usize,
     /// Keys in E4M3, likewise.
     pub k: usize,
-    /// Values in E4M3, `(batch, heads_kv, ceil(len_k / 16), d / 8, 8, 16)`; or in F16, `(batch, len_k, heads_kv, d)`.
+    /// Values in E4M3, `(batch, heads_kv, ceil(len_k / 16), d_v / 8, 8, 16)`; or in F16, `(batch, len_k, heads_kv, d_v)`. With
+    /// sequences of unequal length batch is 1, and each begins a tile of 128 keys.
     pub v: usize,
     /// Partial results of a call whose keys are split.
     pub partial: usize,
+    /// With sequences of unequal length: the list of tiles.
+    pub schedule: usize,
+    /// And how many parts each has.
+    pub sequence_splits: usize,
     /// Size of it all.
     pub bytes: usize,
 }
@@ -237,40 +258,40 @@ impl Workspace {
     pub const HEADER: usize = 256;
 
     /// The workspace of a call whose operands are of type `element`; `saved`: the caller gives memory for them in E4M3.
-    pub fn of(sizes: &AttentionShape, element: Element, accumulator: PvAccumulator, saved: bool) -> Self {
+    pub fn of(
+        sizes: &AttentionShape,
+        terms: &Terms,
+        element: Element,
+        accumulator: PvAccumulator,
+        saved: bool,
+    ) -> Self {
         let mut regions = Regions::default();
         regions.add(Self::HEADER);
         let mut cast = |shape: [usize; 4]| {
-            let bytes = if saved || element == Element::E4m3 { 0 } else { shape.iter().product() };
+            let bytes = if saved || element == Element::E4m3 { 0 } else { rows_bytes(shape) };
             regions.add(bytes)
         };
-        let (q, k) = (cast(sizes.q_shape()), cast(sizes.kv_shape()));
+        let (q, k) = (cast(sizes.q_shape()), cast(sizes.k_shape()));
+        let values = cut::values(terms, sizes);
         let v = regions.add(match accumulator {
-            PvAccumulator::F16 => 2 * sizes.kv_shape().iter().product::<usize>(),
-            _ => sizes.batch * sizes.n_kv_heads * sizes.key_groups() * 16 * sizes.d_head,
+            PvAccumulator::F16 => 2 * values.v_shape().iter().product::<usize>(),
+            _ => values.batch * values.n_kv_heads * values.key_groups() * 16 * values.d_v,
         });
-        let splits = [false, true].map(|logits_e4m3| Split::of(sizes, logits_e4m3));
-        let partial =
-            regions.add(splits.into_iter().flatten().map(|split| split.partial(sizes).bytes).max().unwrap_or(0));
-        Self { q, k, v, partial, bytes: regions.bytes() }
+        let [partial, schedule, sequence_splits] = cut::regions(terms, sizes, &mut regions);
+        Self { q, k, v, partial, schedule, sequence_splits, bytes: regions.bytes() }
     }
 
     pub(super) fn check(&self, workspace: &View<1>) -> Result<()> {
-        let [have] = workspace.extents();
-        if have < self.bytes {
-            return Err(Error::argument(format_args!(
-                "the workspace has {have} bytes where the call needs {}",
-                self.bytes
-            )));
-        }
-        workspace.expect_dense("workspace", Element::U8, [have])?;
-        workspace.expect_aligned("workspace", 256, 1)
+        check_workspace(workspace, self.bytes)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::terms::Sequences;
+    use super::super::tile::Split;
     use super::*;
+    use crate::attention::Mask;
     use crate::cuda::DevicePtr;
 
     // SAFETY of every view below: nothing is launched in these tests.
@@ -312,8 +333,11 @@ mod tests {
     fn what_breaks_a_rule_is_named() {
         type Change = fn(&mut Tensors);
         let cases: [(&str, Change); 21] = [
-            ("head dimension 256", |t| {
-                t.q = dense(Element::Bf16, [2, 40, 4, 256]);
+            ("d_head 264 is not offered on the GPU, which takes at most 256", |t| {
+                t.q = dense(Element::Bf16, [2, 40, 4, 264]);
+            }),
+            ("d_v 100 is not offered on the GPU, which takes multiples of 8", |t| {
+                t.v = dense(Element::Bf16, [2, 50, 2, 100]);
             }),
             ("k has shape", |t| t.k = dense(Element::Bf16, [1, 50, 2, 128])),
             ("v is F16", |t| t.v = dense(Element::F16, [2, 50, 2, 128])),
@@ -329,10 +353,6 @@ mod tests {
             }),
             ("q must start at a multiple of 16", |t| {
                 t.q = unsafe { View::dense(DevicePtr(8), Element::Bf16, [2, 40, 4, 128]) };
-            }),
-            ("do not reach 50 keys", |t| {
-                let table = dense(Element::F32, [49, 64]);
-                t.rope = Some(Rope { cosine: table, sine: table, positions: None, interleaved: false });
             }),
             ("summed in f32", |t| t.accumulator = PvAccumulator::F32),
             ("every 100 keys", |t| t.accumulator = PvAccumulator::Fp8 { promote_every: 100 }),
@@ -350,8 +370,8 @@ mod tests {
                 *t = tensors(Element::E4m3);
                 t.saved = Some(saved([2, 50, 2, 128]));
             }),
-            ("multiple of 16", |t| {
-                let table = dense(Element::F32, [50, 36]);
+            ("multiple of 8", |t| {
+                let table = dense(Element::F32, [50, 34]);
                 t.rope = Some(Rope { cosine: table, sine: table, positions: None, interleaved: false });
             }),
         ];
@@ -362,11 +382,34 @@ mod tests {
             assert!(error.to_string().contains(message), "{error}");
         }
         assert!(
-            AttentionShape { d_head: 256, ..tensors(Element::Bf16).check().unwrap() }
+            AttentionShape { d_head: 264, ..tensors(Element::Bf16).check().unwrap() }
                 .check_on_gpu()
                 .unwrap_err()
                 .is_unsupported()
         );
+    }
+
+    #[test]
+    fn tables_of_a_rotation_reach_every_key() {
+        let table = dense(Element::F32, [49, 64]);
+        let rope = Rope { cosine: table, sine: table, positions: None, interleaved: false };
+        let sizes = tensors(Element::Bf16).check().unwrap();
+        let terms = Terms::plain(Mask::CAUSAL, 0.1);
+        let message = |rope: Rope, terms| rope.check_positions(&sizes, &terms).map_err(|error| error.to_string());
+        assert!(message(rope, terms).unwrap_err().contains("do not reach 50 keys"));
+        let list = dense(Element::I32, [2]);
+        let of = |max_len_k| Sequences {
+            q_starts: list,
+            q_ends: list,
+            k_starts: list,
+            k_ends: list,
+            max_len_q: 40,
+            max_len_k,
+        };
+        assert!(message(rope, Terms { sequences: Some(of(49)), ..terms }).is_ok(), "the longest sequence decides");
+        assert!(message(rope, Terms { sequences: Some(of(50)), ..terms }).unwrap_err().contains("50 keys"));
+        let indexed = Rope { positions: Some(dense(Element::I32, [2, 50])), ..rope };
+        assert!(message(indexed, terms).is_ok());
     }
 
     #[test]
@@ -402,18 +445,19 @@ mod tests {
     fn regions_of_the_workspace_do_not_overlap() {
         let sizes =
             AttentionShape { batch: 3, n_q_heads: 6, n_kv_heads: 2, len_q: 113, len_k: 203, d_head: 64, d_v: 64 };
-        let of = |element| Workspace::of(&sizes, element, PvAccumulator::default(), false);
+        let terms = Terms::plain(Mask::CAUSAL, 0.1);
+        let of = |element| Workspace::of(&sizes, &terms, element, PvAccumulator::default(), false);
         let w = of(Element::Bf16);
         assert!(w.q >= Workspace::HEADER && [w.q, w.k, w.v].iter().all(|at| at.is_multiple_of(256)));
         assert!(w.k - w.q >= 3 * 113 * 6 * 64 && w.v - w.k >= 3 * 203 * 2 * 64);
         assert!(w.partial.is_multiple_of(256) && w.partial - w.v >= 3 * 2 * 208 * 64);
         assert!(of(Element::E4m3).bytes < w.bytes);
-        let saved = |accumulator| Workspace::of(&sizes, Element::Bf16, accumulator, true);
+        let saved = |accumulator| Workspace::of(&sizes, &terms, Element::Bf16, accumulator, true);
         assert_eq!(saved(PvAccumulator::default()).bytes, of(Element::E4m3).bytes);
         let f16 = saved(PvAccumulator::F16);
         assert!(f16.partial - f16.v >= 2 * 3 * 203 * 2 * 64);
         let decode = AttentionShape { len_q: 1, len_k: 8192, ..sizes };
-        let w = Workspace::of(&decode, Element::Bf16, PvAccumulator::default(), false);
+        let w = Workspace::of(&decode, &terms, Element::Bf16, PvAccumulator::default(), false);
         let room = [false, true].map(|logits| Split::of(&decode, logits).unwrap().partial(&decode).bytes);
         assert_eq!(w.bytes - w.partial, room.into_iter().max().unwrap());
         let w = of(Element::Bf16);

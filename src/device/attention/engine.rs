@@ -2,14 +2,17 @@
 //! [`super::variant`].
 
 use super::call::{Descales, Tensors, Workspace};
+use super::cut::{self, Cut};
 use super::kernels::{Kernels, Loaded, operand_map};
 use super::params::{self, outer_strides};
-use super::tile::{ROWS, Schedule, Split, Tile};
+use super::sizes::row_strides;
+use super::terms::Terms;
+use super::tile::{ROWS, Split};
 use super::variant::Variant;
 use crate::attention::{AttentionShape, PvAccumulator};
 use crate::cuda::tensor_map::{Boxes, MapType, Swizzle, TensorMap, tensor_map};
 use crate::cuda::{Device, DevicePtr, Element, Launch, Stream, View};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use bytemuck::Zeroable;
 
 /// Heads that one block of the cast takes.
@@ -19,36 +22,51 @@ const CAST_ROWS: usize = 16;
 
 /// A call that keeps every rule, and where its memory lies.
 struct Call<'a> {
+    terms: &'a Terms,
     tensors: &'a Tensors,
     sizes: AttentionShape,
     /// The tile counter.
     header: DevicePtr,
     /// q, k and v as the workspace holds them, or the caller where they are saved; v in the layout of the attention.
     operands: [DevicePtr; 3],
-    /// How the call is split, and where its partial results lie.
-    split: Option<(Split, DevicePtr)>,
+    cut: Cut,
+    /// Partial results of a split call.
+    partial: DevicePtr,
+    /// The list of tiles, and the parts of each sequence, where these have unequal lengths.
+    schedule: DevicePtr,
+    sequence_splits: DevicePtr,
+}
+
+/// Checks every rule of a call.
+fn check(terms: &Terms, tensors: &Tensors) -> Result<AttentionShape> {
+    let sizes = tensors.check()?;
+    terms.check(&sizes)?;
+    tensors.rope.map_or(Ok(()), |rope| rope.check_positions(&sizes, terms))?;
+    Ok(sizes)
 }
 
 impl<'a> Call<'a> {
-    fn new(engine: &AttentionEngine, tensors: &'a Tensors, workspace: &View<1>) -> Result<Self> {
-        let sizes = tensors.check()?;
-        let place = Workspace::of(&sizes, tensors.q.element(), tensors.accumulator, tensors.saved.is_some());
+    fn new(engine: &AttentionEngine, terms: &'a Terms, tensors: &'a Tensors, workspace: &View<1>) -> Result<Self> {
+        let sizes = check(terms, tensors)?;
+        let place = Workspace::of(&sizes, terms, tensors.q.element(), tensors.accumulator, tensors.saved.is_some());
         place.check(workspace)?;
-        let mut operands = [place.q, place.k, place.v].map(|offset| workspace.ptr().offset(offset as u64));
+        let at = |offset: usize| workspace.ptr().offset(offset as u64);
+        let mut operands = [place.q, place.k, place.v].map(at);
         if let Some(saved) = &tensors.saved {
             (operands[0], operands[1]) = (saved.q.ptr(), saved.k.ptr());
         }
-        let partial = workspace.ptr().offset(place.partial as u64);
-        let split = engine.split_of(tensors, &sizes).map(|split| (split, partial));
-        Ok(Self { tensors, sizes, header: workspace.ptr(), operands, split })
+        Ok(Self {
+            terms,
+            tensors,
+            sizes,
+            header: workspace.ptr(),
+            operands,
+            cut: engine.cut(terms, tensors, &sizes),
+            partial: at(place.partial),
+            schedule: at(place.schedule),
+            sequence_splits: at(place.sequence_splits),
+        })
     }
-}
-
-fn check_scale(softmax_scale: f32) -> Result<()> {
-    if softmax_scale.is_finite() && softmax_scale > 0.0 {
-        return Ok(());
-    }
-    Err(Error::argument(format_args!("softmax scale {softmax_scale} must be finite and greater than zero")))
 }
 
 /// The attention kernels of one device, loaded as calls need them.
@@ -99,40 +117,32 @@ impl AttentionEngine {
     ///
     /// # Errors
     /// If the call breaks a rule, or a kernel does not compile or load.
-    pub fn prepare(&self, tensors: &Tensors, causal: bool) -> Result<()> {
-        let sizes = tensors.check()?;
-        self.kernels.load(Variant::first(tensors, &sizes))?;
-        let split = self.split_of(tensors, &sizes);
-        if split.is_some_and(|split| split.parts > 1) {
-            self.kernels.load(Variant::Combine { d_head: sizes.d_head })?;
+    pub fn prepare(&self, terms: &Terms, tensors: &Tensors) -> Result<()> {
+        let sizes = check(terms, tensors)?;
+        self.kernels.load(Variant::first(terms, tensors, &sizes))?;
+        let cut = self.cut(terms, tensors, &sizes);
+        if cut.split.is_some_and(|split| split.parts > 1) {
+            self.kernels.load(Variant::third(terms, &sizes))?;
         }
-        self.kernels.load(Variant::second(tensors, &sizes, causal, split)).map(drop)
+        self.kernels.load(Variant::second(terms, tensors, &sizes, &cut)).map(drop)
     }
 
-    fn split_of(&self, tensors: &Tensors, sizes: &AttentionShape) -> Option<Split> {
-        if self.split { Split::of(sizes, tensors.descales.logit.is_some()) } else { None }
+    fn cut(&self, terms: &Terms, tensors: &Tensors, sizes: &AttentionShape) -> Cut {
+        Cut::of(terms, sizes, tensors.accumulator, tensors.descales.logit.is_some(), self.split, self.processors)
     }
 
-    /// Puts one call on `stream`: `out = softmax(softmax_scale q k^T) v`, with `causal` over the keys at or before the
-    /// query's position (the last query stands at the last key).
+    /// Puts one call on `stream`: `out = softmax(softmax_scale q k^T) v` over the keys that the mask shows, as
+    /// [`crate::attention`] defines it.
     ///
     /// The workspace has [`Workspace::of`] bytes, 256-byte aligned, of any content. Calls that can run at the same time need
     /// one each.
     ///
     /// # Errors
     /// If a rule of [`Tensors`] is broken, a kernel does not compile or load, or the driver refuses a launch.
-    pub fn forward(
-        &self,
-        stream: &Stream,
-        tensors: &Tensors,
-        causal: bool,
-        softmax_scale: f32,
-        workspace: &View<1>,
-    ) -> Result<()> {
-        let call = Call::new(self, tensors, workspace)?;
-        check_scale(softmax_scale)?;
+    pub fn forward(&self, stream: &Stream, terms: &Terms, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
+        let call = Call::new(self, terms, tensors, workspace)?;
         self.launch_cast(stream, &call)?;
-        self.launch_attention(stream, &call, causal, softmax_scale, self.overlap)
+        self.launch_attention(stream, &call, self.overlap)
     }
 
     /// The first half of [`AttentionEngine::forward`]: q, k and v to E4M3 in the workspace. Of operands that are E4M3
@@ -140,28 +150,20 @@ impl AttentionEngine {
     ///
     /// # Errors
     /// As [`AttentionEngine::forward`].
-    pub fn cast(&self, stream: &Stream, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
-        self.launch_cast(stream, &Call::new(self, tensors, workspace)?)
+    pub fn cast(&self, stream: &Stream, terms: &Terms, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
+        self.launch_cast(stream, &Call::new(self, terms, tensors, workspace)?)
     }
 
     /// The second half of [`AttentionEngine::forward`], on what [`AttentionEngine::cast`] left in the workspace.
     ///
     /// # Errors
     /// As [`AttentionEngine::forward`].
-    pub fn attend(
-        &self,
-        stream: &Stream,
-        tensors: &Tensors,
-        causal: bool,
-        softmax_scale: f32,
-        workspace: &View<1>,
-    ) -> Result<()> {
-        check_scale(softmax_scale)?;
-        self.launch_attention(stream, &Call::new(self, tensors, workspace)?, causal, softmax_scale, false)
+    pub fn attend(&self, stream: &Stream, terms: &Terms, tensors: &Tensors, workspace: &View<1>) -> Result<()> {
+        self.launch_attention(stream, &Call::new(self, terms, tensors, workspace)?, false)
     }
 
     fn launch_cast(&self, stream: &Stream, call: &Call) -> Result<()> {
-        let variant = Variant::first(call.tensors, &call.sizes);
+        let variant = Variant::first(call.terms, call.tensors, &call.sizes);
         let kernel = self.kernels.load(variant)?;
         let [q, k, v] = call.operands;
         match variant {
@@ -171,36 +173,26 @@ impl AttentionEngine {
     }
 
     /// `overlap`: the kernel in front on the stream is the cast of this call.
-    fn launch_attention(
-        &self,
-        stream: &Stream,
-        call: &Call,
-        causal: bool,
-        softmax_scale: f32,
-        overlap: bool,
-    ) -> Result<()> {
-        let Call { tensors, sizes, header, operands: [at_q, at_k, at_v], split } = *call;
-        let forward = self.kernels.load(Variant::second(tensors, &sizes, causal, split.map(|(split, _)| split)))?;
-        let (tile, schedule) = match split {
-            Some((split, _)) => (Split::TILE, Schedule::split(&sizes, split, self.processors)),
-            None => {
-                let tile = Tile::of(&sizes, tensors.descales.logit.is_some());
-                (tile, Schedule::whole(&sizes, tile, self.processors))
-            }
-        };
+    fn launch_attention(&self, stream: &Stream, call: &Call, overlap: bool) -> Result<()> {
+        let Call { terms, tensors, sizes, header, operands: [at_q, at_k, at_v], cut, .. } = *call;
+        let forward = self.kernels.load(Variant::second(terms, tensors, &sizes, &cut))?;
+        let tile = cut.tile;
         // SAFETY: both lie in the workspace, whose size was checked and which is the caller's promise, or are saved views.
-        let cast = unsafe {
-            (View::dense(at_q, Element::E4m3, sizes.q_shape()), View::dense(at_k, Element::E4m3, sizes.kv_shape()))
+        let rows = |at, shape| unsafe { View::new(at, Element::E4m3, shape, row_strides(shape)) };
+        let (q, k) = match tensors.q.element() {
+            Element::E4m3 => (tensors.q, tensors.k),
+            _ => (rows(at_q, sizes.q_shape()), rows(at_k, sizes.k_shape())),
         };
-        let (q, k) = if tensors.q.element() == Element::E4m3 { (tensors.q, tensors.k) } else { cast };
-        let mut params = self.forward_params(tensors, &sizes, &schedule, softmax_scale);
+        let mut params = self.forward_params(call);
         params.counter = header.0;
         let (mut heads, mut positions) = (1, ROWS);
-        if let Some((split, at)) = split {
+        if let Some(split) = cut.split {
             (heads, positions) = (split.heads, split.positions);
             let partial = split.partial(&sizes);
             [params.o_partial, params.lse_partial, params.extremes_partial] =
-                [partial.o, partial.lse, partial.extremes].map(|offset| at.offset(offset as u64).0);
+                [partial.o, partial.lse, partial.extremes].map(|offset| call.partial.offset(offset as u64).0);
+            // As the kernel is compiled: a window of 0 to the right is causal, too.
+            let (causal, _) = terms.features(&sizes);
             params.causal_offset = if causal { sizes.len_k as i32 - sizes.len_q as i32 } else { sizes.len_k as i32 };
             params.splits = split.parts as i32;
             params.active_consumers = split.consumers as i32;
@@ -210,67 +202,47 @@ impl AttentionEngine {
             params.units_per_batch = (sizes.n_q_heads / heads) as i32;
             params.out_e4m3 = (tensors.out.element() == Element::E4m3).into();
         }
-        let launch = Launch::linear(schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
+        let launch = Launch::linear(cut.schedule.grid, 128 * (tile.consumers as u32 + 1), forward.shared);
         let (mut q, mut k) = (operand_map(&q, heads, positions)?, operand_map(&k, 1, tile.keys)?);
+        let values = cut::values(terms, &sizes);
         let mut v = match tensors.accumulator {
             // SAFETY: as above.
             PvAccumulator::F16 => {
-                operand_map(&unsafe { View::dense(at_v, Element::F16, sizes.kv_shape()) }, 1, tile.keys)?
+                operand_map(&unsafe { View::dense(at_v, Element::F16, values.v_shape()) }, 1, tile.keys)?
             }
-            _ => values_map(at_v, &sizes, tile.keys)?,
+            _ => values_map(at_v, &values, tile.keys)?,
         };
         let parameters = &mut [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut params).cast()];
         // SAFETY: 1. three maps and the struct are the kernel's parameters; 2. and 3. every address comes from a view whose
         // shape was checked, or lies in the workspace; the kernel waits for the one in front of it before it reads.
         unsafe { forward.kernel.launch_parameters(stream, launch, parameters, overlap) }?;
-        match split {
-            Some((split, _)) if split.parts > 1 => self.launch_combine(stream, &sizes, split, &params),
+        match cut.split {
+            Some(split) if split.parts > 1 => self.launch_combine(stream, call, split, &params),
             _ => Ok(()),
         }
     }
 
-    fn launch_combine(
-        &self,
-        stream: &Stream,
-        sizes: &AttentionShape,
-        split: Split,
-        forward: &params::Forward,
-    ) -> Result<()> {
-        let combine = self.kernels.load(Variant::Combine { d_head: sizes.d_head })?;
+    fn launch_combine(&self, stream: &Stream, call: &Call, split: Split, forward: &params::Forward) -> Result<()> {
+        let Call { terms, sizes, .. } = call;
+        let combine = self.kernels.load(Variant::third(terms, sizes))?;
         let mut params = params::Combine {
-            o: forward.o,
-            lse: forward.lse,
-            o_descale: forward.o_descale,
-            telemetry: forward.telemetry,
-            o_partial: forward.o_partial,
-            lse_partial: forward.lse_partial,
-            extremes_partial: forward.extremes_partial,
-            v_descale: forward.v_descale,
-            o_strides: forward.o_strides,
-            o_descale_strides: forward.o_descale_strides,
-            v_descale_strides: forward.v_descale_strides,
-            batch: forward.batch,
-            heads_q: forward.heads_q,
-            heads_kv: forward.heads_kv,
-            len_q: forward.len_q,
             splits: split.parts as i32,
-            out_e4m3: forward.out_e4m3,
             log2_row_warps: split.share() as i32,
-            unused: 0,
+            sinks: forward.sinks,
+            sequences: params::Sequences::of(terms),
+            sequence_splits: call.sequence_splits.0,
+            ..params::Combine::of(forward)
         };
-        let [x, y, z] = split.joining_grid(sizes).map(|blocks| blocks as u32);
+        // With sequences of unequal length a block takes a query of one of them.
+        let longest = terms.longest(sizes);
+        let [x, y, z] = split.joining_grid(&longest).map(|blocks| blocks as u32);
         let launch = Launch { grid: (x, y, z), block: 32 * Split::JOINING_WARPS as u32, shared: combine.shared };
         // SAFETY: as for the attention, which it waits for.
         unsafe { combine.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], true) }
     }
 
-    fn forward_params(
-        &self,
-        t: &Tensors,
-        sizes: &AttentionShape,
-        schedule: &Schedule,
-        softmax_scale: f32,
-    ) -> params::Forward {
+    fn forward_params(&self, call: &Call) -> params::Forward {
+        let Call { terms, tensors: t, sizes, cut: Cut { schedule, .. }, .. } = call;
         let Descales { q, k, v, o, logit } = &t.descales;
         let [q, k, v, o] = [q, k, v, o].map(|d| self.kernels.descale(d.as_ref()));
         params::Forward {
@@ -288,7 +260,7 @@ impl AttentionEngine {
             k_descale_strides: k.1,
             v_descale_strides: v.1,
             o_descale_strides: o.1,
-            softmax_scale,
+            softmax_scale: terms.softmax_scale,
             batch: sizes.batch as i32,
             heads_q: sizes.n_q_heads as i32,
             heads_kv: sizes.n_kv_heads as i32,
@@ -298,12 +270,17 @@ impl AttentionEngine {
             row_blocks: schedule.row_blocks as i32,
             units: schedule.units as i32,
             section: schedule.section as i32,
+            sinks: terms.sinks.map_or(0, |x| x.ptr().0),
+            schedule: call.schedule.0,
+            window: terms.window(sizes),
+            soft_cap: terms.soft_cap.unwrap_or_default(),
+            columns: sizes.d_v as i32,
             ..Zeroable::zeroed()
         }
     }
 
     fn cast_operands(&self, stream: &Stream, cast: &Loaded, call: &Call, to: [DevicePtr; 3]) -> Result<()> {
-        let Call { tensors: t, sizes, header, .. } = call;
+        let Call { terms, tensors: t, sizes, header, .. } = call;
         let (heads_q, heads_kv) = (sizes.n_q_heads, sizes.n_kv_heads);
         // Rows of the statistics: logits, q, k, v.
         let rows = [heads_q, 2 * heads_q, 2 * heads_q + heads_kv];
@@ -326,22 +303,68 @@ impl AttentionEngine {
             unused: 0,
         };
         let blocks = heads_q.div_ceil(CAST_HEADS) + 2 * heads_kv.div_ceil(CAST_HEADS);
-        let groups = sizes.len_q.max(sizes.len_k).div_ceil(CAST_ROWS);
-        let grid = ((blocks * groups) as u32, sizes.batch as u32, 1);
-        let launch = Launch { grid, block: 2 * sizes.d_head as u32, shared: cast.shared };
+        let mut groups = sizes.len_q.max(sizes.len_k).div_ceil(CAST_ROWS);
+        let mut grid = ((blocks * groups) as u32, sizes.batch as u32, 1);
+        if terms.sequences.is_some() {
+            // All rows are one axis, and a block makes the list of tiles.
+            groups = (sizes.batch * sizes.len_q).div_ceil(CAST_ROWS).max(cut::values(terms, sizes).key_groups());
+            grid = ((1 + blocks * groups) as u32, 1, 1);
+        }
+        let mut rows = self.cast_rows(call);
+        let launch = Launch { grid, block: cast_threads(sizes.d_head.max(sizes.d_v)), shared: cast.shared };
         // SAFETY: 1. the struct is the kernel's parameter; 2. and 3. every address comes from a view whose shape was checked,
         // or is a region of the workspace of the size that the shape asks for.
-        unsafe { cast.kernel.launch_parameters(stream, launch, &mut [(&raw mut params).cast()], false) }
+        let parameters = &mut [(&raw mut params).cast(), (&raw mut rows).cast()];
+        unsafe { cast.kernel.launch_parameters(stream, launch, parameters, false) }
+    }
+
+    /// What the cast needs of windows and sequences.
+    fn cast_rows(&self, call: &Call) -> params::CastRows {
+        let Call { terms, tensors: t, sizes, cut, .. } = call;
+        let [item_time, key_tile_time, combine_time] = cut.times(sizes).map(|time| time as i32);
+        let schedule = params::Schedule {
+            schedule: call.schedule.0,
+            sequence_splits: call.sequence_splits.0,
+            sequences: params::Sequences::of(terms),
+            rows: [sizes.batch * sizes.len_q, sizes.batch * sizes.len_k].map(|rows| rows as i32),
+            lengths: [sizes.len_q as i32, sizes.len_k as i32],
+            window: terms.window(sizes),
+            tile_rows: cut.tile_rows() as i32,
+            tile_keys: cut.tile.keys as i32,
+            units: cut.schedule.units as i32,
+            capacity: cut.capacity as i32,
+            most_splits: cut.split.map_or(1, |split| split.parts as i32),
+            item_time,
+            key_tile_time,
+            combine_time,
+        };
+        params::CastRows {
+            schedule,
+            o: t.out.ptr().0,
+            lse: t.lse.map_or(0, |x| x.ptr().0),
+            o_strides: outer_strides(&t.out),
+            o_size: t.out.element().size() as i32,
+            heads_q: sizes.n_q_heads as i32,
+            value_groups: cut::values(terms, sizes).key_groups() as i32,
+            first_key: terms.first_key(sizes) as i32,
+        }
     }
 
     fn repack_values(&self, stream: &Stream, repack: &Loaded, call: &Call, to: DevicePtr) -> Result<()> {
-        let Call { tensors: t, sizes, header, .. } = call;
+        let Call { terms, tensors: t, sizes, header, .. } = call;
         let mut params = params::CastTensor { to: to.0, ..self.cast_tensor(&t.v, None) };
         let mut counter = header.0;
         let mut v_f16 = i32::from(t.accumulator == PvAccumulator::F16);
-        let grid = (sizes.key_groups() as u32, sizes.n_kv_heads as u32, sizes.batch as u32);
-        let launch = Launch { grid, block: 2 * sizes.d_head as u32, shared: repack.shared };
-        let parameters = &mut [(&raw mut params).cast(), (&raw mut counter).cast(), (&raw mut v_f16).cast()];
+        let mut grid = (sizes.key_groups() as u32, sizes.n_kv_heads as u32, sizes.batch as u32);
+        if terms.sequences.is_some() {
+            // The list of tiles, V, and rows of the output.
+            let groups = cut::values(terms, sizes).key_groups() + (sizes.batch * sizes.len_q).div_ceil(CAST_ROWS);
+            grid = (1 + groups as u32, sizes.n_kv_heads as u32, 1);
+        }
+        let mut rows = self.cast_rows(call);
+        let launch = Launch { grid, block: cast_threads(sizes.d_v), shared: repack.shared };
+        let parameters =
+            &mut [(&raw mut params).cast(), (&raw mut counter).cast(), (&raw mut v_f16).cast(), (&raw mut rows).cast()];
         // SAFETY: as for the cast.
         unsafe { repack.kernel.launch_parameters(stream, launch, parameters, false) }
     }
@@ -361,15 +384,33 @@ impl AttentionEngine {
     }
 }
 
-/// Map of the reordered values, in boxes of `keys` keys of one head.
+/// Threads of a block of the cast: one for each 8 dimensions of a row, in whole warps.
+fn cast_threads(d: usize) -> u32 {
+    (CAST_ROWS * d / 8).next_multiple_of(32) as u32
+}
+
+/// Map of the reordered values, in boxes of `keys` keys of one head. Where the kernel is wider than the head, the box goes by core
+/// matrices, and those past the head read as zeros (`kValueMatrices` of kernels/attention/config.cuh).
 fn values_map(address: DevicePtr, sizes: &AttentionShape, keys: usize) -> Result<TensorMap> {
-    let (words, groups) = (2 * sizes.d_head as u64, sizes.key_groups() as u64);
+    let (words, groups) = (2 * sizes.d_v as u64, sizes.key_groups() as u64);
+    let (heads, group) = ((sizes.batch * sizes.n_kv_heads) as u64, keys as u32 / 16);
+    let dims = sizes.head_dims();
+    let by_matrices = dims.v > 128 || dims.padded;
+    let (extents, strides, tile) = if by_matrices {
+        (
+            vec![16, words / 16, groups, heads],
+            vec![128, 8 * words, 8 * words * groups],
+            vec![16, dims.v as u32 / 8, group, 1],
+        )
+    } else {
+        (vec![words, groups, heads], vec![8 * words, 8 * words * groups], vec![words as u32, group, 1])
+    };
     tensor_map(&Boxes {
         address: address.0,
         element: MapType::CU_TENSOR_MAP_DATA_TYPE_UINT64,
-        extents: &[words, groups, (sizes.batch * sizes.n_kv_heads) as u64],
-        strides: &[8 * words, 8 * words * groups],
-        tile: &[words as u32, keys as u32 / 16, 1],
+        extents: &extents,
+        strides: &strides,
+        tile: &tile,
         swizzle: Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
     })
 }

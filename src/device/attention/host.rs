@@ -4,7 +4,9 @@ use super::backward::BackwardEngine;
 use super::backward_call::{BackwardTensors, Delta};
 use super::call::{Descales, Rope, SavedOperands, Tensors, Workspace};
 use super::engine::AttentionEngine;
-use crate::attention::{AttentionCall, AttentionShape, Mask, PvAccumulator};
+use super::sizes::{row_strides, rows_bytes};
+use super::terms::{Sequences, Terms};
+use crate::attention::{AttentionCall, PvAccumulator, Sequence};
 use crate::cuda::{Buffer, Device, Element, Stream, View};
 use crate::error::{Error, Result};
 use crate::fp8::Format;
@@ -15,12 +17,8 @@ use half::bf16;
 /// What a [`Resident`] call is.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup<'a> {
-    /// Sizes.
-    pub sizes: AttentionShape,
-    /// Only keys at or before the query's position.
-    pub causal: bool,
-    /// Multiplier of q . k.
-    pub softmax_scale: f32,
+    /// What it computes.
+    pub call: AttentionCall<'a>,
     /// Type of q, k and v.
     pub operands: Element,
     /// Descales of q, k and v, `heads_kv` each.
@@ -64,8 +62,7 @@ pub struct HostOutput {
 /// A call and all its device memory.
 #[derive(Debug)]
 pub struct Resident {
-    causal: bool,
-    softmax_scale: f32,
+    terms: Terms,
     tensors: Tensors,
     workspace: View<1>,
     memory: Memory,
@@ -79,7 +76,8 @@ struct Memory {
     stats: Option<Buffer<u32>>,
     saved: Vec<Buffer<u8>>,
     _scratch: Buffer<u8>,
-    _descales: Vec<Buffer<f32>>,
+    _rows: Vec<Buffer<f32>>,
+    _sequences: Vec<Buffer<i32>>,
 }
 
 /// An array of zeros with memory of its own.
@@ -91,14 +89,28 @@ fn array<T: Pod, const R: usize>(device: &Device, element: Element, shape: [usiz
     Ok((buffer, view))
 }
 
+/// The lists of sequences in device memory.
+fn upload(device: &Device, sequences: &[Sequence]) -> Result<(Vec<Buffer<i32>>, Sequences)> {
+    let ends: [fn(&Sequence) -> usize; 4] = [|s| s.q.start, |s| s.q.end, |s| s.k.start, |s| s.k.end];
+    let list = |end: fn(&Sequence) -> usize| sequences.iter().map(|s| end(s) as i32).collect::<Vec<_>>();
+    let lists = ends.iter().map(|end| device.upload(&list(*end))).collect::<Result<Vec<_>>>()?;
+    // SAFETY: as the descales' below.
+    let view = |i: usize| unsafe { View::dense(lists[i].ptr(), Element::I32, [sequences.len()]) };
+    let longest = |of: fn(&Sequence) -> usize| sequences.iter().map(of).max().unwrap_or(0).max(1);
+    let [q_starts, q_ends, k_starts, k_ends] = [0, 1, 2, 3].map(view);
+    let (max_len_q, max_len_k) = (longest(|s| s.q.len()), longest(|s| s.k.len()));
+    Ok((lists, Sequences { q_starts, q_ends, k_starts, k_ends, max_len_q, max_len_k }))
+}
+
 impl Resident {
     /// Allocates everything; operands are zero.
     ///
     /// # Errors
     /// If lengths differ from the sizes, or the memory is not there.
     pub fn new(engine: &AttentionEngine, setup: &Setup<'_>) -> Result<Self> {
-        let (sizes, device) = (setup.sizes, engine.device());
-        sizes.check_on_gpu()?;
+        let (call, device) = (&setup.call, engine.device());
+        call.check()?;
+        let sizes = call.shape;
         let mut kept = Vec::new();
         let mut keep = |name: &str, values: &[f32], want: usize| {
             if values.len() != want {
@@ -136,27 +148,40 @@ impl Resident {
             }
             None => None,
         };
-        let [q_shape, kv_shape] = [sizes.q_shape(), sizes.kv_shape()];
+        let [q_shape, k_shape, v_shape] = [sizes.q_shape(), sizes.k_shape(), sizes.v_shape()];
         let (q, q_view) = array::<u8, 4>(device, setup.operands, q_shape)?;
-        let (k, k_view) = array::<u8, 4>(device, setup.operands, kv_shape)?;
-        let (v, v_view) = array::<u8, 4>(device, setup.operands, kv_shape)?;
+        let (k, k_view) = array::<u8, 4>(device, setup.operands, k_shape)?;
+        let (v, v_view) = array::<u8, 4>(device, setup.operands, v_shape)?;
         let element = if setup.output.is_some() { Element::E4m3 } else { Element::Bf16 };
-        let (out, out_view) = array::<u8, 4>(device, element, q_shape)?;
+        let (out, out_view) = array::<u8, 4>(device, element, sizes.out_shape())?;
         let (lse, lse_view) = array::<f32, 3>(device, Element::F32, sizes.lse_shape())?;
         let words = [stats_words(sizes.n_q_heads, sizes.n_kv_heads)];
         let stats = setup.stats.then(|| array::<u32, 1>(device, Element::U32, words)).transpose()?;
         let (stats, stats_view) = stats.unzip();
         let mut saved = Vec::new();
         let mut save = |shape| {
-            let (buffer, view) = array::<u8, 4>(device, Element::E4m3, shape)?;
+            let buffer = device.zeros::<u8>(rows_bytes(shape))?;
+            let view = unsafe { View::new(buffer.ptr(), Element::E4m3, shape, row_strides(shape)) };
             saved.push(buffer);
             Ok::<_, Error>(view)
         };
         let saved_views = match setup.saved {
-            true => Some(SavedOperands { q: save(q_shape)?, k: save(kv_shape)?, v: save(kv_shape)? }),
+            true => Some(SavedOperands { q: save(q_shape)?, k: save(k_shape)?, v: save(v_shape)? }),
             false => None,
         };
-        let bytes = Workspace::of(&sizes, setup.operands, setup.accumulator, setup.saved).bytes;
+        let sinks = match call.sinks {
+            Some(sinks) => {
+                let sinks: Vec<f32> = sinks.iter().map(|sink| *sink as f32).collect();
+                let at = keep("sinks", &sinks, sizes.n_q_heads)?;
+                Some(unsafe { View::dense(at, Element::F32, [sizes.n_q_heads]) })
+            }
+            None => None,
+        };
+        let (lists, sequences) = call.sequences.map(|list| upload(device, list)).transpose()?.unzip();
+        let alone = AttentionCall { sinks: None, sequences: None, ..*call };
+        let terms = Terms { sinks, sequences, ..Terms::of(&alone)? };
+        terms.check(&sizes)?;
+        let bytes = Workspace::of(&sizes, &terms, setup.operands, setup.accumulator, setup.saved).bytes;
         let (scratch, workspace) = array(device, Element::U8, [bytes])?;
         let tensors = Tensors {
             q: q_view,
@@ -171,8 +196,17 @@ impl Resident {
             stats: stats_view,
         };
         tensors.check()?;
-        let memory = Memory { inputs: [q, k, v], out, lse, stats, saved, _scratch: scratch, _descales: kept };
-        Ok(Self { causal: setup.causal, softmax_scale: setup.softmax_scale, tensors, workspace, memory })
+        let memory = Memory {
+            inputs: [q, k, v],
+            out,
+            lse,
+            stats,
+            saved,
+            _scratch: scratch,
+            _rows: kept,
+            _sequences: lists.unwrap_or_default(),
+        };
+        Ok(Self { terms, tensors, workspace, memory })
     }
 
     /// Sets q, k and v from bytes of the operands' type. Synchronous.
@@ -188,7 +222,7 @@ impl Resident {
     /// # Errors
     /// As [`AttentionEngine::forward`].
     pub fn launch(&self, engine: &AttentionEngine, stream: &Stream) -> Result<()> {
-        engine.forward(stream, &self.tensors, self.causal, self.softmax_scale, &self.workspace)
+        engine.forward(stream, &self.terms, &self.tensors, &self.workspace)
     }
 
     /// Puts its cast alone on `stream`.
@@ -196,7 +230,7 @@ impl Resident {
     /// # Errors
     /// As [`AttentionEngine::forward`].
     pub fn cast(&self, engine: &AttentionEngine, stream: &Stream) -> Result<()> {
-        engine.cast(stream, &self.tensors, &self.workspace)
+        engine.cast(stream, &self.terms, &self.tensors, &self.workspace)
     }
 
     /// Puts its attention alone on `stream`, on what an earlier cast left.
@@ -204,7 +238,7 @@ impl Resident {
     /// # Errors
     /// As [`AttentionEngine::forward`].
     pub fn attend(&self, engine: &AttentionEngine, stream: &Stream) -> Result<()> {
-        engine.attend(stream, &self.tensors, self.causal, self.softmax_scale, &self.workspace)
+        engine.attend(stream, &self.terms, &self.tensors, &self.workspace)
     }
 
     /// The results. Waits for the device.
@@ -233,11 +267,12 @@ impl Resident {
 /// The backward of a [`Resident`] call with saved operands, and its device memory.
 #[derive(Debug)]
 pub struct ResidentBackward {
-    call: AttentionCall<'static>,
+    terms: Terms,
     tensors: BackwardTensors,
     workspace: View<1>,
     /// dO, dQ, dK, dV, workspace.
     memory: [Buffer<u8>; 5],
+    _d_sinks: Option<Buffer<f32>>,
 }
 
 impl ResidentBackward {
@@ -251,16 +286,16 @@ impl ResidentBackward {
             return Err(Error::argument("a backward needs a call with saved operands"));
         };
         let sizes = t.check()?;
-        let mask = Mask { causal: forward.causal, ..Mask::NONE };
-        let softmax_scale = f64::from(forward.softmax_scale);
-        let call = AttentionCall { mask, softmax_scale, ..AttentionCall::causal(sizes) };
+        let terms = forward.terms;
         let device = engine.device();
-        let (from, d_out_view) = array::<u8, 4>(device, Element::Bf16, sizes.q_shape())?;
+        let (from, d_out_view) = array::<u8, 4>(device, Element::Bf16, sizes.out_shape())?;
         from.write(d_out)?;
         let (dq, dq_view) = array::<u8, 4>(device, Element::Bf16, sizes.q_shape())?;
-        let (dk, dk_view) = array::<u8, 4>(device, Element::Bf16, sizes.kv_shape())?;
-        let (dv, dv_view) = array::<u8, 4>(device, Element::Bf16, sizes.kv_shape())?;
-        let (scratch, workspace) = array(device, Element::U8, [engine.workspace_bytes(&call)?])?;
+        let (dk, dk_view) = array::<u8, 4>(device, Element::Bf16, sizes.k_shape())?;
+        let (dv, dv_view) = array::<u8, 4>(device, Element::Bf16, sizes.v_shape())?;
+        let (scratch, workspace) = array(device, Element::U8, [engine.workspace_bytes(&sizes, &terms)?])?;
+        let of_sinks = |_| array::<f32, 1>(device, Element::F32, [sizes.n_q_heads]);
+        let (d_sinks, d_sinks_view) = terms.sinks.map(of_sinks).transpose()?.unzip();
         let tensors = BackwardTensors {
             q: saved.q,
             k: saved.k,
@@ -272,9 +307,10 @@ impl ResidentBackward {
             dq: dq_view,
             dk: dk_view,
             dv: dv_view,
+            d_sinks: d_sinks_view,
         };
         tensors.check()?;
-        Ok(Self { call, tensors, workspace, memory: [from, dq, dk, dv, scratch] })
+        Ok(Self { terms, tensors, workspace, memory: [from, dq, dk, dv, scratch], _d_sinks: d_sinks })
     }
 
     /// Puts it on `stream`.
@@ -282,7 +318,7 @@ impl ResidentBackward {
     /// # Errors
     /// As [`BackwardEngine::backward`].
     pub fn launch(&self, engine: &BackwardEngine, stream: &Stream) -> Result<()> {
-        engine.backward(stream, &self.call, &self.tensors, &self.workspace)
+        engine.backward(stream, &self.terms, &self.tensors, &self.workspace)
     }
 
     /// Bytes of the gradients, and bytes of the workspace.

@@ -1,6 +1,7 @@
 //! What the engines of the forward and of the backward share: kernels loaded as calls need them, and the maps of operands.
 
 use super::params::outer_strides;
+use super::sizes::native;
 use crate::cuda::per_key::PerKey;
 use crate::cuda::tensor_map::{Boxes, MapType, Swizzle, TensorMap, tensor_map};
 use crate::cuda::{Arch, Buffer, Device, Element, Kernel, Request, View};
@@ -67,15 +68,24 @@ impl<V: Variant> Kernels<V> {
     }
 }
 
-/// Map of an operand in boxes of `rows` positions of `heads` heads, heads innermost: E4M3 whole, 16-bit types in runs of 64 columns.
+/// Map of an operand in boxes of `rows` positions of `heads` heads, heads innermost, in runs of columns: E4M3 of 128 or 64, 16-bit types
+/// of 64. What a run has beyond the operand's columns reads as zero.
 pub(super) fn operand_map(x: &View<4>, heads: usize, rows: usize) -> Result<TensorMap> {
+    // E4M3: `kRun` of kernels/attention/config.cuh.
+    let columns = if x.element().size() == 2 || matches!(native(x.extents()[3]), 64 | 192) { 64 } else { 128 };
+    run_map(x, columns, heads, rows)
+}
+
+/// The same in runs of so many columns; what a run has beyond the operand's reads as zero.
+pub(super) fn run_map(x: &View<4>, columns: usize, heads: usize, rows: usize) -> Result<TensorMap> {
     let [batch, length, all_heads, d] = x.extents().map(|n| n as u64);
     let size = x.element().size() as u64;
-    let [by_batch, by_row, by_head] = outer_strides(x).map(|s| s as u64 * size);
-    let (element, columns) = match x.element() {
-        Element::F16 => (MapType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 64),
-        Element::Bf16 => (MapType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 64),
-        _ => (MapType::CU_TENSOR_MAP_DATA_TYPE_UINT8, d),
+    // A dimension of one element may have any stride, and the copy engine takes multiples of 16 bytes.
+    let [by_batch, by_row, by_head] = outer_strides(x).map(|s| (s as u64 * size).next_multiple_of(16));
+    let element = match x.element() {
+        Element::F16 => MapType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        Element::Bf16 => MapType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        _ => MapType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
     };
     tensor_map(&Boxes {
         address: x.ptr().0,
@@ -83,7 +93,7 @@ pub(super) fn operand_map(x: &View<4>, heads: usize, rows: usize) -> Result<Tens
         extents: &[d, all_heads, length, batch],
         strides: &[by_head, by_row, by_batch],
         tile: &[columns as u32, heads as u32, rows as u32, 1],
-        swizzle: if columns * size == 128 {
+        swizzle: if columns as u64 * size == 128 {
             Swizzle::CU_TENSOR_MAP_SWIZZLE_128B
         } else {
             Swizzle::CU_TENSOR_MAP_SWIZZLE_64B

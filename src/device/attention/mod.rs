@@ -15,23 +15,36 @@
 //! It allocates nothing and waits for nothing once the kernels that a call needs are loaded ([`AttentionEngine::prepare`]
 //! does that beforehand), so it can be captured in a graph.
 //!
-//! **Layouts.** q and out `(batch, len_q, heads_q, d)`, k and v `(batch, len_k, heads_kv, d)`, any strides with `d`
-//! contiguous; lse `(batch, heads_q, len_q)` without gaps; descales `(batch, heads_kv)` with any strides, 0 included.
+//! **Layouts.** q `(batch, len_q, heads_q, d)`, k `(batch, len_k, heads_kv, d)`, v `(batch, len_k, heads_kv, d_v)`, out
+//! `(batch, len_q, heads_q, d_v)`, any strides with the last dimension contiguous; lse `(batch, heads_q, len_q)` without gaps; descales `(batch, heads_kv)` with any strides, 0 included.
 //! This is FlashAttention-3's convention.
 //!
-//! **Not offered**, and refused by name: head dimensions other than 64 and 128, GPUs without `wgmma` (other than compute
-//! capability 9.0). There is no argument for windows, soft-caps or packed sequences of several lengths.
+//! **Head dimensions** d and d_v are multiples of 8 from 16 to 256. Kernels are compiled for 64, 96, 128, 192 and 256; of others the copy
+//! engine fills up rows with zeros, so that nothing but the time of the products grows.
+//!
+//! **Masks, sequences, sinks and soft-caps** ([`Terms`]) combine with each other and with everything above. A kernel is compiled
+//! for those that a call has. Tiles of keys that a window hides from all rows of a tile are not loaded. The lengths of padded and
+//! packed batches lie in device memory: the cast makes a list of tiles from them, with the longest first, and decides how many
+//! parts each sequence has where keys are split.
+//!
+//! **Not offered**, and refused by name: other head dimensions, GPUs without `wgmma` (other than compute
+//! capability 9.0).
 
 mod backend;
 mod backward;
 mod backward_call;
 mod call;
+mod cut;
 mod engine;
 mod host;
 mod kernels;
+mod paged;
+mod paged_call;
+mod paged_params;
 mod params;
 mod regions;
 mod sizes;
+mod terms;
 mod tile;
 mod variant;
 
@@ -42,5 +55,9 @@ pub use backward_call::{BackwardTensors, BackwardWorkspace, Delta};
 pub use call::{Descales, Rope, SavedOperands, Tensors, Workspace};
 pub use engine::AttentionEngine;
 pub use host::{HostOutput, Resident, ResidentBackward, RopeTables, Setup};
+pub use paged::{PagedEngine, paged_variants};
+pub use paged_call::{NewTokens, PagedCache, PagedRope, PagedTensors, PagedWorkspace, ValuePages};
+pub use sizes::HeadDims;
+pub use terms::{Sequences, Terms};
 pub use tile::{Schedule, Split, Tile};
 pub use variant::{attention_variants, cast_variants};

@@ -1,5 +1,6 @@
 //! Mirrors of the kernels' parameter structs, byte for byte.
 
+use super::terms::Terms;
 use crate::cuda::Element;
 use crate::cuda::View;
 use bytemuck::{Pod, Zeroable};
@@ -43,8 +44,13 @@ pub(super) struct Forward {
     pub units_per_batch: i32,
     pub out_e4m3: i32,
     pub extremes_partial: u64,
+    pub sinks: u64,
+    pub schedule: u64,
+    pub window: [i32; 2],
+    pub soft_cap: f32,
+    pub columns: i32,
 }
-const _: () = assert!(size_of::<Forward>() == 256, "the kernel asserts the same");
+const _: () = assert!(size_of::<Forward>() == 288, "the kernel asserts the same");
 
 /// `CombineParams` of `kernels/attention/combine.cu`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -68,9 +74,101 @@ pub(super) struct Combine {
     pub splits: i32,
     pub out_e4m3: i32,
     pub log2_row_warps: i32,
+    pub columns: i32,
+    pub sinks: u64,
+    pub sequences: Sequences,
+    pub sequence_splits: u64,
+    pub part_starts: u64,
+}
+const _: () = assert!(size_of::<Combine>() == 216, "the kernel asserts the same");
+
+impl Combine {
+    /// What it shares with the kernel in front of it.
+    pub fn of(forward: &Forward) -> Self {
+        Self {
+            o: forward.o,
+            lse: forward.lse,
+            o_descale: forward.o_descale,
+            telemetry: forward.telemetry,
+            o_partial: forward.o_partial,
+            lse_partial: forward.lse_partial,
+            extremes_partial: forward.extremes_partial,
+            v_descale: forward.v_descale,
+            o_strides: forward.o_strides,
+            o_descale_strides: forward.o_descale_strides,
+            v_descale_strides: forward.v_descale_strides,
+            batch: forward.batch,
+            heads_q: forward.heads_q,
+            heads_kv: forward.heads_kv,
+            len_q: forward.len_q,
+            out_e4m3: forward.out_e4m3,
+            columns: forward.columns,
+            ..Zeroable::zeroed()
+        }
+    }
+}
+
+/// `Sequences` of `kernels/attention/sequences.cuh`; null where all are alike.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Sequences {
+    pub q_starts: u64,
+    pub q_ends: u64,
+    pub k_starts: u64,
+    pub k_ends: u64,
+    pub count: i32,
     pub unused: i32,
 }
-const _: () = assert!(size_of::<Combine>() == 152, "the kernel asserts the same");
+
+impl Sequences {
+    /// The lists of a call.
+    pub fn of(terms: &Terms) -> Self {
+        terms.sequences.as_ref().map_or_else(Self::zeroed, |lists| Self {
+            q_starts: lists.q_starts.ptr().0,
+            q_ends: lists.q_ends.ptr().0,
+            k_starts: lists.k_starts.ptr().0,
+            k_ends: lists.k_ends.ptr().0,
+            count: lists.count() as i32,
+            unused: 0,
+        })
+    }
+}
+
+/// `ScheduleParams` of `kernels/attention/schedule.cuh`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Schedule {
+    pub schedule: u64,
+    pub sequence_splits: u64,
+    pub sequences: Sequences,
+    pub rows: [i32; 2],
+    pub lengths: [i32; 2],
+    pub window: [i32; 2],
+    pub tile_rows: i32,
+    pub tile_keys: i32,
+    pub units: i32,
+    pub capacity: i32,
+    pub most_splits: i32,
+    pub item_time: i32,
+    pub key_tile_time: i32,
+    pub combine_time: i32,
+}
+const _: () = assert!(size_of::<Schedule>() == 112, "the kernel asserts the same");
+
+/// `CastRows` of `kernels/attention/cast_rows.cuh`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct CastRows {
+    pub schedule: Schedule,
+    pub o: u64,
+    pub lse: u64,
+    pub o_strides: [i64; 3],
+    pub o_size: i32,
+    pub heads_q: i32,
+    pub value_groups: i32,
+    pub first_key: i32,
+}
+const _: () = assert!(size_of::<CastRows>() == 168, "the kernel asserts the same");
 
 /// `CastTensor` of `kernels/attention/cast_qkv.cu`; also the parameter of `repack_v`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]

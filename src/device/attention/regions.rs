@@ -1,5 +1,8 @@
 //! One plan of device memory: gives offsets and the total, so that no size is computed twice.
 
+use crate::cuda::{Element, View};
+use crate::error::{Error, Result};
+
 /// Regions of one allocation, one behind the other, each 256-byte aligned.
 #[derive(Debug, Default)]
 pub(super) struct Regions {
@@ -18,4 +21,17 @@ impl Regions {
     pub fn bytes(&self) -> usize {
         self.bytes
     }
+}
+
+/// Checks a caller's workspace against the bytes that a call needs.
+///
+/// # Errors
+/// `is_argument` if it is too small, has gaps, or is not 256-byte aligned.
+pub(super) fn check_workspace(workspace: &View<1>, needed: usize) -> Result<()> {
+    let [have] = workspace.extents();
+    if have < needed {
+        return Err(Error::argument(format_args!("the workspace has {have} bytes where the call needs {needed}")));
+    }
+    workspace.expect_dense("workspace", Element::U8, [have])?;
+    workspace.expect_aligned("workspace", 256, 1)
 }

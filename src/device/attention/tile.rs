@@ -1,7 +1,8 @@
 //! Which tiles a call is cut into: pure functions of its sizes.
 
 use super::regions::Regions;
-use crate::attention::AttentionShape;
+use super::sizes::HeadDims;
+use crate::attention::{AttentionShape, PvAccumulator};
 use std::cmp::Reverse;
 use std::ops::RangeInclusive;
 
@@ -21,61 +22,73 @@ pub(super) const ROWS: usize = 64;
 /// Keys of the largest tile, after which P V can be promoted.
 pub(super) const TILE_KEYS: usize = 128;
 /// Multiprocessors that [`Split`] reckons with. Not those of the device: results must not depend on them.
-const PROCESSORS: usize = 132;
+pub(super) const PROCESSORS: usize = 132;
 /// What a work item costs beside its keys, and what a kernel that joins parts costs beside their bytes, in tenths of a microsecond.
-const ITEM: usize = 15;
-const JOIN: usize = 40;
+pub(super) const ITEM: usize = 15;
+pub(super) const JOIN: usize = 40;
 /// Bytes of parts that are written and read again in a tenth of a microsecond.
-const PART_BYTES: usize = 175_000;
+pub(super) const PART_BYTES: usize = 175_000;
 /// Waves of work items beyond the fewest possible that [`Split::of`] looks at.
 const MORE_WAVES: usize = 8;
 /// Tiles of keys of a part for which one copy of the code (`ROLLED`) is faster than many, as was measured: where one consumer
 /// waits for memory, and else.
 const FEW_TILES: [RangeInclusive<usize>; 2] = [2..=64, 2..=16];
 /// Room for parts at most, in bytes.
-const PARTS_BYTES: usize = 64 << 20;
+pub(super) const PARTS_BYTES: usize = 64 << 20;
 /// Bytes of keys and values that blocks running together should share in the L2 cache.
 const SHARED_BYTES: usize = 24_000_000;
 
 impl Tile {
-    /// d = 128, where the registers of two consumers hold the logits of two tiles.
+    /// Values of up to 128 columns, where the registers of two consumers hold the logits of two tiles, or wider ones, where they hold
+    /// those of one.
     pub const TWO: Self = Self { keys: 128, consumers: 2, stages: 4 };
-    /// d = 64.
+    /// d = 64; and 96, or keys of 192 with values of 128, whose sums of P V take the registers of the logits.
     pub const THREE: Self = Self { keys: 128, consumers: 3, stages: 4 };
     /// d = 128 with logits in E4M3, whose registers do not hold the logits of two tiles. Its items cost more than those of
     /// [`Tile::TWO`], and its keys less.
     pub const NARROW: Self = Self { keys: 96, consumers: 3, stages: 3 };
+    /// Values of 256 columns in F16, where registers hold the logits of half a tile beside the output.
+    pub const HALF: Self = Self { keys: 64, consumers: 2, stages: 4 };
     /// Keys from which [`Tile::NARROW`] is faster.
     const NARROW_FROM: usize = 2048;
 
     /// The tile of a call.
-    pub const fn of(sizes: &AttentionShape, logits_e4m3: bool) -> Self {
-        match sizes.d_head {
-            128 if logits_e4m3 && sizes.len_k >= Self::NARROW_FROM => Self::NARROW,
-            128 => Self::TWO,
-            _ => Self::THREE,
+    pub fn of(sizes: &AttentionShape, logits_e4m3: bool, accumulator: PvAccumulator) -> Self {
+        let dims = sizes.head_dims();
+        match (dims.qk, dims.v) {
+            (64, 64) => Self::THREE,
+            (..=96, ..=96) if accumulator != PvAccumulator::F16 => Self::THREE,
+            (192, 128) if accumulator != PvAccumulator::F16 && !logits_e4m3 => Self::THREE,
+            (128, 128) if logits_e4m3 && sizes.len_k >= Self::NARROW_FROM => Self::NARROW,
+            _ => Self::of_two(dims, accumulator),
         }
     }
 
-    /// Every tile of a head dimension.
-    pub fn all(d_head: usize, logits_e4m3: bool) -> Vec<Self> {
-        match (d_head, logits_e4m3) {
-            (128, true) => vec![Self::TWO, Self::NARROW],
-            (128, false) => vec![Self::TWO],
-            _ => vec![Self::THREE],
+    /// The tile of two consumers.
+    pub(super) fn of_two(dims: HeadDims, accumulator: PvAccumulator) -> Self {
+        if dims.v > 192 && accumulator == PvAccumulator::F16 { Self::HALF } else { Self::TWO }
+    }
+
+    /// Every tile of a kernel.
+    pub(super) fn all(dims: HeadDims, logits_e4m3: bool, accumulator: PvAccumulator) -> Vec<Self> {
+        match (dims.qk, dims.v, logits_e4m3) {
+            (64, 64, _) => vec![Self::THREE],
+            (..=96, ..=96, _) | (192, 128, false) if accumulator != PvAccumulator::F16 => vec![Self::THREE],
+            (128, 128, true) => vec![Self::TWO, Self::NARROW],
+            _ => vec![Self::of_two(dims, accumulator)],
         }
     }
 
-    /// Tenths of a microsecond in which one multiprocessor takes 128 keys, if that many consumers work, as was measured.
-    const fn time(d_head: usize, consumers: usize) -> usize {
-        match (d_head, consumers) {
-            (128, 1) => 6,
-            (128, 2) => 11,
-            (128, _) => 16,
-            (_, 1) => 5,
-            (_, 2) => 9,
-            (_, _) => 12,
-        }
+    /// Tenths of a microsecond in which one multiprocessor takes 128 keys, if that many consumers work: as was measured of 64 and 128
+    /// columns of keys and values, in proportion of others.
+    pub(super) fn time(sizes: &AttentionShape, consumers: usize) -> usize {
+        let dims = sizes.head_dims();
+        let (of_64, more) = match consumers {
+            1 => (5, 1),
+            2 => (9, 2),
+            _ => (12, 4),
+        };
+        of_64 + more * (dims.qk + dims.v - 128) / 128
     }
 }
 
@@ -94,7 +107,7 @@ pub struct Split {
 }
 
 impl Split {
-    /// The tile of a split call, for either head dimension.
+    /// The tile by which calls are cut.
     pub const TILE: Tile = Tile::TWO;
     /// Warps of a block of the kernel that joins parts.
     pub(super) const JOINING_WARPS: usize = 8;
@@ -104,26 +117,18 @@ impl Split {
     /// Time is the longer of two: reading all keys and values once, and waves of work items on the multiprocessors. A pure function
     /// of the sizes: on any device a call has the same parts, and so the same bits.
     pub fn of(sizes: &AttentionShape, logits_e4m3: bool) -> Option<Self> {
-        let AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k, d_head, .. } = *sizes;
+        let AttentionShape { batch, n_kv_heads: heads_kv, len_k, d_head, d_v, .. } = *sizes;
         // A tile of keys and values of 128 x 128 takes all multiprocessors together a microsecond each.
-        let reading = batch * heads_kv * len_k.div_ceil(128) * 10 * d_head / (128 * PROCESSORS);
+        let reading = batch * heads_kv * len_k.div_ceil(128) * 10 * (d_head + d_v) / (256 * PROCESSORS);
         let time = |items: usize, keys: usize, consumers: usize| {
-            let item = keys.div_ceil(128) * Tile::time(d_head, consumers) + ITEM;
+            let item = keys.div_ceil(128) * Tile::time(sizes, consumers) + ITEM;
             reading.max(items.div_ceil(PROCESSORS) * item)
         };
-        let tile = Tile::of(sizes, logits_e4m3);
+        let tile = Tile::of(sizes, logits_e4m3, PvAccumulator::default());
         let whole = time(Schedule::whole(sizes, tile, 1).tiles(), len_k, tile.consumers);
 
-        let group = heads_q / heads_kv;
         // Logits in E4M3 have a descale a head, so that a tile has one head.
-        let most_heads = if logits_e4m3 { 1 } else { group.min(ROWS) };
-        let cuts = (1..=most_heads).filter(|heads| group.is_multiple_of(*heads)).map(|heads| {
-            let positions = ROWS / heads;
-            let consumers = if len_q <= positions { 1 } else { Self::TILE.consumers };
-            Self { heads, positions, consumers, parts: 1 }
-        });
-        // Of equally many tiles those with more heads, which read the keys of a group once.
-        let one = cuts.min_by_key(|cut| (cut.tiles(sizes), Reverse(cut.heads)))?;
+        let one = Self::single(sizes, if logits_e4m3 { 1 } else { usize::MAX });
         let (tiles, key_tiles) = (one.tiles(sizes), len_k.div_ceil(Self::TILE.keys));
         let fewest = tiles.div_ceil(PROCESSORS);
         let candidates = (fewest..=fewest + MORE_WAVES).map(|waves| {
@@ -140,10 +145,23 @@ impl Split {
         (11 * split <= 10 * whole).then_some(cut)
     }
 
+    /// The rows of tiles in a single part each, of at most so many heads.
+    pub(super) fn single(sizes: &AttentionShape, most_heads: usize) -> Self {
+        let group = sizes.n_q_heads / sizes.n_kv_heads;
+        let cut = |heads| {
+            let positions = ROWS / heads;
+            let consumers = if sizes.len_q <= positions { 1 } else { Self::TILE.consumers };
+            Self { heads, positions, consumers, parts: 1 }
+        };
+        let cuts = (1..=group.min(most_heads).min(ROWS)).filter(|heads| group.is_multiple_of(*heads)).map(cut);
+        // Of equally many tiles those with more heads, which read the keys of a group once.
+        cuts.min_by_key(|cut| (cut.tiles(sizes), Reverse(cut.heads))).unwrap_or(cut(1))
+    }
+
     /// Whether every block has one part at most, of so few tiles that the kernel of short code is the faster one.
     pub(super) fn has_few_tiles(&self, sizes: &AttentionShape) -> bool {
         let [waiting, busy] = FEW_TILES;
-        let few = if self.consumers == 1 && sizes.d_head == 128 { waiting } else { busy };
+        let few = if self.consumers == 1 && sizes.d_head + sizes.d_v >= 256 { waiting } else { busy };
         let tiles = sizes.len_k.div_ceil(Self::TILE.keys).div_ceil(self.parts);
         few.contains(&tiles) && self.tiles(sizes) * self.parts <= PROCESSORS
     }
@@ -154,7 +172,7 @@ impl Split {
     }
 
     /// Tiles of rows of the call, each of which has `parts` parts.
-    fn tiles(&self, sizes: &AttentionShape) -> usize {
+    pub(super) fn tiles(&self, sizes: &AttentionShape) -> usize {
         sizes.batch * sizes.n_q_heads / self.heads * self.row_blocks(sizes)
     }
 
@@ -174,7 +192,7 @@ impl Split {
         let rows = if self.parts == 1 { 0 } else { self.parts * sizes.batch * sizes.len_q * sizes.n_q_heads };
         let mut regions = Regions::default();
         // F16, f32, and two words of extremes.
-        let [o, lse, extremes] = [2 * sizes.d_head, 4, 8].map(|bytes| regions.add(bytes * rows));
+        let [o, lse, extremes] = [2 * sizes.head_dims().v, 4, 8].map(|bytes| regions.add(bytes * rows));
         Partial { o, lse, extremes, bytes: regions.bytes() }
     }
 }
@@ -182,7 +200,7 @@ impl Split {
 /// Where the partial results of a split call lie, in bytes from the first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Partial {
-    /// `[splits, batch, len_q, heads_q, d]` in F16.
+    /// `[splits, batch, len_q, heads_q, d]` in F16, d the kernel's.
     pub o: usize,
     /// `[splits, batch, len_q, heads_q]` in f32.
     pub lse: usize,
@@ -226,7 +244,7 @@ impl Schedule {
         let rows = if packed { ROWS } else { ROWS * tile.consumers };
         let units = sizes.batch * sizes.n_q_heads / heads;
         let row_blocks = sizes.len_q.div_ceil(rows);
-        let kv_heads = (SHARED_BYTES / (2 * sizes.len_k * sizes.d_head)).max(1);
+        let kv_heads = (SHARED_BYTES / (sizes.len_k * (sizes.d_head + sizes.d_v))).max(1);
         let section = (kv_heads * (group / heads).max(1)).clamp(1, units);
         Self { packed, row_blocks, units, section, grid: processors.min(units * row_blocks).max(1), split: None }
     }
@@ -247,13 +265,13 @@ mod tests {
 
     #[test]
     fn every_row_and_head_has_a_tile() {
-        for d in [64, 128] {
+        for d in [40, 64, 96, 128, 256] {
             for (heads_q, heads_kv) in
                 [(1, 1), (2, 1), (3, 1), (4, 2), (5, 5), (6, 1), (6, 2), (64, 8), (32, 32), (9, 3)]
             {
                 for len in [1, 63, 64, 65, 128, 129, 1023, 5000, 70_000] {
                     let sizes = sizes(3, heads_q, heads_kv, len, d);
-                    let tile = Tile::of(&sizes, false);
+                    let tile = Tile::of(&sizes, false, PvAccumulator::default());
                     let s = Schedule::whole(&sizes, tile, 132);
                     let (heads, rows) = if s.packed { (tile.consumers, 64) } else { (1, 64 * tile.consumers) };
                     assert_eq!(s.units * heads, 3 * heads_q, "{sizes:?}");

@@ -2,9 +2,12 @@
 //! Tiles and splits: [`super::tile`].
 
 use super::call::{Rope, Tensors};
+use super::cut::Cut;
 use super::kernels::{self, Variant as _};
 use super::params;
-use super::tile::{Split, Tile};
+use super::sizes::HeadDims;
+use super::terms::{Features, Terms};
+use super::tile::Tile;
 use crate::attention::{AttentionShape, PvAccumulator};
 use crate::cuda::{Arch, Element, Request, sources};
 use std::collections::HashSet;
@@ -23,12 +26,24 @@ impl Pv {
     /// Keys from which on a flush costs nearly nothing.
     const SELDOM: usize = 2048;
 
-    /// Registers do not hold a second set of sums beside logits in E4M3, nor beside telemetry where three consumers share them.
-    /// Parts of a split call (`tile` is `None`) are short, and always promoted after every tile.
-    fn of(accumulator: PvAccumulator, telemetry: bool, logits_e4m3: bool, tile: Option<Tile>) -> Self {
+    /// Registers do not hold a second set of sums beside logits in E4M3 or a soft-cap, nor beside telemetry where three consumers
+    /// share them. Parts of a split call (`tile` is `None`) are short, and always promoted after every tile, as are sums in slices
+    /// (`kSliced` of kernels/attention/config.cuh).
+    fn of(
+        accumulator: PvAccumulator,
+        [telemetry, logits_e4m3, out_e4m3]: [bool; 3],
+        soft_cap: bool,
+        dims: HeadDims,
+        tile: Option<Tile>,
+    ) -> Self {
         let PvAccumulator::Fp8 { promote_every } = accumulator else { return Self::F16 };
-        let flush =
-            logits_e4m3 || tile.is_some_and(|tile| promote_every >= Self::SELDOM || (telemetry && tile.consumers > 2));
+        let sliced = dims.v > 128 || (dims.v > 64 && tile == Some(Tile::THREE));
+        let seldom = |tile: Tile| match tile.consumers {
+            // Telemetry and an output in E4M3 together leave a register too few for flushes that are seldom.
+            2 => promote_every >= Self::SELDOM && !(telemetry && out_e4m3),
+            _ => promote_every >= Self::SELDOM || telemetry,
+        };
+        let flush = !sliced && (logits_e4m3 || soft_cap || tile.is_some_and(seldom));
         if flush { Self::Flush(promote_every) } else { Self::Promote }
     }
 
@@ -45,59 +60,82 @@ impl Pv {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Variant {
     Forward {
-        d_head: usize,
+        dims: HeadDims,
         causal: bool,
         tile: Tile,
         pv: Pv,
         telemetry: bool,
         logits_e4m3: bool,
         out_e4m3: bool,
+        features: Features,
     },
     /// Parts of a split call, masked or not. `rolled`: of few tiles.
     Parts {
-        d_head: usize,
+        dims: HeadDims,
+        tile: Tile,
         pv: Pv,
         telemetry: bool,
         logits_e4m3: bool,
         rolled: bool,
+        features: Features,
     },
+    /// `columns`: of the partial results. `padded`: the output has fewer.
     Combine {
-        d_head: usize,
+        columns: usize,
+        padded: bool,
+        features: Features,
     },
     Cast {
         d_head: usize,
+        d_v: usize,
         input: u32,
         rope: u32,
+        features: Features,
     },
     Repack {
-        d_head: usize,
+        d_v: usize,
+        features: Features,
     },
+}
+
+impl Features {
+    fn define(self, request: Request) -> Request {
+        let all =
+            [("WINDOW", self.windowed()), ("VARLEN", self.varlen), ("SOFT_CAP", self.soft_cap), ("SINK", self.sink)];
+        all.into_iter().filter(|(_, on)| *on).fold(request, |request, (name, _)| request.define(name, 1))
+    }
 }
 
 impl kernels::Variant for Variant {
     fn request(self) -> Request {
         let arch = Arch::SM90A;
         match self {
-            Self::Parts { d_head, pv, telemetry, logits_e4m3, rolled } => {
-                let tile = Split::TILE;
-                let forward = Self::Forward { d_head, causal: true, tile, pv, telemetry, logits_e4m3, out_e4m3: false };
+            Self::Parts { dims, tile, pv, telemetry, logits_e4m3, rolled, features } => {
+                let out_e4m3 = false;
+                let forward =
+                    Self::Forward { dims, causal: true, tile, pv, telemetry, logits_e4m3, out_e4m3, features };
                 forward.request().define("SPLIT_KV", 1).define("ROLLED", u8::from(rolled))
             }
-            Self::Combine { d_head } => Request::new(sources::COMBINE, arch).define("HEAD_DIM", d_head),
-            Self::Forward { d_head, causal, tile, pv, telemetry, logits_e4m3, out_e4m3 } => pv
-                .define(Request::new(sources::ATTENTION, arch))
-                .define("HEAD_DIM", d_head)
+            Self::Combine { columns, padded, features } => {
+                let request = Request::new(sources::COMBINE, arch).define("HEAD_DIM", columns);
+                let request = if padded { request.define("PADDED", 1) } else { request };
+                let request = if features.varlen { request.define("CAUSAL", 1) } else { request };
+                features.define(request)
+            }
+            Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features } => features
+                .define(pv.define(define_dims(Request::new(sources::ATTENTION, arch), dims.qk, dims.v, dims.padded)))
                 .define("BLOCK_N", tile.keys)
                 .define("CONSUMERS", tile.consumers)
                 .define("KV_STAGES", tile.stages)
-                .define("CAUSAL", u8::from(causal))
+                .define("CAUSAL", u8::from(causal || features.windowed()))
                 .define("TELEMETRY", u8::from(telemetry))
                 .define("LOGITS_E4M3", u8::from(logits_e4m3))
                 .define("OUT_E4M3", u8::from(out_e4m3)),
-            Self::Cast { d_head, input, rope } => {
-                Request::new(sources::CAST, arch).define("HEAD_DIM", d_head).define("INPUT", input).define("ROPE", rope)
+            Self::Cast { d_head, d_v, input, rope, features } => {
+                let request = define_dims(Request::new(sources::CAST, arch), d_head, d_v, false);
+                features.define(request.define("INPUT", input).define("ROPE", rope))
             }
-            Self::Repack { d_head } => Self::Cast { d_head, input: 0, rope: 0 }.request(),
+            Self::Repack { d_v, features } => Self::Cast { d_head: d_v, d_v, input: 0, rope: 0, features }.request(),
         }
     }
 
@@ -115,70 +153,105 @@ impl kernels::Variant for Variant {
     }
 }
 
+fn define_dims(request: Request, qk: usize, v: usize, padded: bool) -> Request {
+    let mut request = request.define("HEAD_DIM", qk);
+    if v != qk {
+        request = request.define("V_DIM", v);
+    }
+    if padded { request.define("PADDED", 1) } else { request }
+}
+
 impl Variant {
     /// What a checked call launches first.
-    pub(super) fn first(tensors: &Tensors, sizes: &AttentionShape) -> Self {
-        let d_head = sizes.d_head;
+    pub(super) fn first(terms: &Terms, tensors: &Tensors, sizes: &AttentionShape) -> Self {
+        let (d_head, d_v) = (sizes.d_head, sizes.d_v);
+        let (_, Features { varlen, .. }) = terms.features(sizes);
+        let features = Features { window: !varlen && terms.first_key(sizes) > 0, varlen, ..Features::default() };
         match params::input_number(tensors.q.element()) {
-            Some(input) => Self::Cast { d_head, input, rope: rope_number(tensors.rope.as_ref()) },
-            None => Self::Repack { d_head },
+            Some(input) => Self::Cast { d_head, d_v, input, rope: rope_number(tensors.rope.as_ref()), features },
+            None => Self::Repack { d_v, features },
         }
     }
 
     /// What a checked call launches then.
-    pub(super) fn second(tensors: &Tensors, sizes: &AttentionShape, causal: bool, split: Option<Split>) -> Self {
-        let (d_head, logits_e4m3) = (sizes.d_head, tensors.descales.logit.is_some());
+    pub(super) fn second(terms: &Terms, tensors: &Tensors, sizes: &AttentionShape, cut: &Cut) -> Self {
+        let (dims, logits_e4m3) = (sizes.head_dims(), tensors.descales.logit.is_some());
         let telemetry = tensors.stats.is_some();
-        let pv = |tile| Pv::of(tensors.accumulator, telemetry, logits_e4m3, tile);
-        if let Some(split) = split {
-            let pv = pv(None);
-            let rolled = !logits_e4m3 && split.has_few_tiles(sizes);
-            return Self::Parts { d_head, pv, telemetry, logits_e4m3, rolled };
-        }
-        let tile = Tile::of(sizes, logits_e4m3);
+        let (causal, features) = terms.features(sizes);
+        let tile = cut.tile;
         let out_e4m3 = tensors.out.element() == Element::E4m3;
+        let pv = |tile| Pv::of(tensors.accumulator, [telemetry, logits_e4m3, out_e4m3], features.soft_cap, dims, tile);
+        if let Some(split) = cut.split {
+            let pv = pv(None);
+            // The rolled loop has two tiles of logits in flight.
+            let double = dims.v <= 128 && !(logits_e4m3 || features.soft_cap || features.windowed() && telemetry);
+            let rolled = double && split.has_few_tiles(&terms.longest(sizes));
+            return Self::Parts { dims, tile, pv, telemetry, logits_e4m3, rolled, features };
+        }
         let pv = pv(Some(tile));
-        Self::Forward { d_head, causal, tile, pv, telemetry, logits_e4m3, out_e4m3 }
+        Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features }
+    }
+
+    /// What joins the parts of a split call.
+    pub(super) fn third(terms: &Terms, sizes: &AttentionShape) -> Self {
+        let (_, Features { varlen, sink, .. }) = terms.features(sizes);
+        let dims = sizes.head_dims();
+        let features = Features { varlen, sink, ..Features::default() };
+        Self::Combine { columns: dims.v, padded: dims.padded, features }
     }
 }
 
 pub(super) fn rope_number(rope: Option<&Rope>) -> u32 {
-    rope.map_or(0, |r| if r.interleaved { 2 } else { 1 })
+    rope_number_of(rope.map(|rope| rope.interleaved))
 }
 
-/// Every variant of the attention kernels that a call of [`Precision::INFERENCE`](crate::attention::Precision::INFERENCE),
-/// `TRAINING` or `PROMOTE_2048` can ask for.
+/// The number that the casts know a rotation by: none, of halves, of neighbours (`interleaved`).
+pub(super) fn rope_number_of(interleaved: Option<bool>) -> u32 {
+    interleaved.map_or(0, |interleaved| if interleaved { 2 } else { 1 })
+}
+
+/// Variants of the attention kernels that are compiled and read without a GPU: every one that a dense call of
+/// [`Precision::INFERENCE`](crate::attention::Precision::INFERENCE), `TRAINING` or `PROMOTE_2048` can ask for at the head dimensions
+/// 64 and 128, and of windows, sequences of unequal length, soft-caps, sinks and other head dimensions some of each kind.
 pub fn attention_variants() -> Vec<Request> {
-    const TELEMETRY_LOGITS: [(bool, bool); 3] = [(false, false), (true, false), (true, true)];
-    let sums = [256, 2048].map(|promote_every| PvAccumulator::Fp8 { promote_every });
+    let none = Features::default();
+    let (inference, seldom) = (PvAccumulator::default(), PvAccumulator::Fp8 { promote_every: 2048 });
     let mut all = Vec::new();
-    for d_head in [64, 128] {
-        all.push(Variant::Combine { d_head });
-        for accumulator in sums.into_iter().chain([PvAccumulator::F16]) {
-            let f16 = accumulator == PvAccumulator::F16;
-            for (telemetry, logits_e4m3) in TELEMETRY_LOGITS {
-                // The schedule of E4M3 logits has no rolled form, and P V none in F16.
+    for d in [64, 128] {
+        let dims = HeadDims { qk: d, v: d, padded: false };
+        all.push(Variant::Combine { columns: d, padded: false, features: none });
+        for accumulator in [inference, seldom, PvAccumulator::F16] {
+            for (telemetry, logits_e4m3) in [(false, false), (true, false), (true, true)] {
+                // The schedule of E4M3 logits has no rolled form, and P V in F16 has neither these logits nor an output in E4M3.
+                let f16 = accumulator == PvAccumulator::F16;
                 if f16 && logits_e4m3 {
                     continue;
                 }
-                let pv = Pv::of(accumulator, telemetry, logits_e4m3, None);
-                let rolled: &[bool] = if logits_e4m3 { &[false] } else { &[false, true] };
-                all.extend(rolled.iter().map(|&rolled| Variant::Parts { d_head, pv, telemetry, logits_e4m3, rolled }));
+                for rolled in if logits_e4m3 { vec![false] } else { vec![false, true] } {
+                    all.push(parts(dims, accumulator, [telemetry, logits_e4m3, rolled], none));
+                }
                 for (causal, out_e4m3) in [(false, false), (true, false), (false, true), (true, true)] {
-                    if f16 && out_e4m3 {
-                        continue;
+                    if !(f16 && out_e4m3) {
+                        let how = [causal, telemetry, logits_e4m3, out_e4m3];
+                        let tiles = Tile::all(dims, logits_e4m3, accumulator).into_iter();
+                        all.extend(tiles.map(|tile| whole(dims, tile, accumulator, how, none)));
                     }
-                    all.extend(Tile::all(d_head, logits_e4m3).into_iter().map(|tile| Variant::Forward {
-                        d_head,
-                        causal,
-                        tile,
-                        pv: Pv::of(accumulator, telemetry, logits_e4m3, Some(tile)),
-                        telemetry,
-                        logits_e4m3,
-                        out_e4m3,
-                    }));
                 }
             }
+        }
+        all.extend(featured(dims));
+    }
+    for (qk, v, padded) in [(96, 96, false), (192, 128, false), (256, 256, true)] {
+        let dims = HeadDims { qk, v, padded };
+        all.push(Variant::Combine { columns: v, padded, features: none });
+        all.push(parts(dims, inference, [true, false, v <= 128], none));
+        for (accumulator, how) in [
+            (inference, [true, false, false, false]),
+            (inference, [true; 4]),
+            (PvAccumulator::F16, [false, true, false, false]),
+        ] {
+            let tiles = Tile::all(dims, how[2], accumulator).into_iter();
+            all.extend(tiles.map(|tile| whole(dims, tile, accumulator, how, none)));
         }
     }
     let mut known = HashSet::new();
@@ -186,13 +259,65 @@ pub fn attention_variants() -> Vec<Request> {
     all.into_iter().map(|variant| variant.request()).collect()
 }
 
-/// Every variant of the cast that a call can ask for.
+/// `[telemetry, logits_e4m3, rolled]`.
+fn parts(dims: HeadDims, accumulator: PvAccumulator, how: [bool; 3], features: Features) -> Variant {
+    let [telemetry, logits_e4m3, rolled] = how;
+    let pv = Pv::of(accumulator, [telemetry, logits_e4m3, false], features.soft_cap, dims, None);
+    Variant::Parts { dims, tile: Tile::of_two(dims, accumulator), pv, telemetry, logits_e4m3, rolled, features }
+}
+
+/// `[causal, telemetry, logits_e4m3, out_e4m3]`.
+fn whole(dims: HeadDims, tile: Tile, accumulator: PvAccumulator, how: [bool; 4], features: Features) -> Variant {
+    let [causal, telemetry, logits_e4m3, out_e4m3] = how;
+    let pv = Pv::of(accumulator, [telemetry, logits_e4m3, out_e4m3], features.soft_cap, dims, Some(tile));
+    Variant::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features }
+}
+
+/// Windows, sequences of unequal length, soft-caps and sinks, alone and together.
+fn featured(dims: HeadDims) -> Vec<Variant> {
+    let none = Features::default();
+    let window = Features { window: true, ..none };
+    let varlen = Features { varlen: true, ..none };
+    let soft_cap = Features { soft_cap: true, ..none };
+    let all = Features { window: true, varlen: true, soft_cap: true, sink: true };
+    let (fp8, f16) = (PvAccumulator::default(), PvAccumulator::F16);
+    let features = Features { sink: true, ..varlen };
+    let mut variants = vec![Variant::Combine { columns: dims.v, padded: dims.padded, features }];
+    for (features, accumulator, telemetry) in [
+        (window, fp8, false),
+        (Features { sink: true, ..varlen }, f16, false),
+        (soft_cap, fp8, false),
+        (all, fp8, true),
+        (all, f16, false),
+    ] {
+        let tiles = Tile::all(dims, false, accumulator).into_iter();
+        variants.extend(tiles.map(|tile| whole(dims, tile, accumulator, [true, telemetry, false, false], features)));
+        variants.push(parts(dims, accumulator, [telemetry, false, false], features));
+    }
+    variants
+}
+
+/// Every variant of the cast that a call can ask for at the head dimensions 64 and 128, and some of other ones and for windows and
+/// sequences of unequal length.
 pub fn cast_variants() -> Vec<Request> {
+    let none = Features::default();
     let mut all = Vec::new();
-    for d_head in [64, 128] {
+    for d in [64, 128] {
         for input in 0..3 {
-            all.extend((0..3).map(|rope| Variant::Cast { d_head, input, rope }.request()));
+            all.extend((0..3).map(|rope| Variant::Cast { d_head: d, d_v: d, input, rope, features: none }));
         }
     }
-    all
+    for (d_head, d_v, input, rope) in [(16, 16, 0, 2), (72, 72, 0, 1), (192, 128, 0, 0), (256, 256, 2, 1)] {
+        all.push(Variant::Cast { d_head, d_v, input, rope, features: none });
+    }
+    for features in [Features { window: true, ..none }, Features { varlen: true, ..none }] {
+        all.extend([(128, 128), (72, 40)].map(|(d_head, d_v)| Variant::Cast {
+            d_head,
+            d_v,
+            input: 0,
+            rope: 1,
+            features,
+        }));
+    }
+    all.into_iter().map(|variant| variant.request()).collect()
 }

@@ -1,4 +1,4 @@
-//! Channel statistics: one read of the weights, a block a head.
+//! Channel statistics: one read of the weights, one block per head.
 
 use super::layout::Tables;
 use super::storage::Storage;

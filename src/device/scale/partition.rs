@@ -1,7 +1,7 @@
 //! Which layers share their launches.
 //!
 //! A launch takes one shape, rotation, norm and kind of storage, so a model is cut into groups of layers that are alike in
-//! these. Groups stand in the order of their first layers, and layers keep their order in a group.
+//! these. Groups are in the order of their first layers, and layers keep their order in a group.
 
 use super::storage::Storage;
 use super::tables::{Dtype, LayerInput, Place};

@@ -1,4 +1,4 @@
-//! Stream-K: the tiles of all units, end to end, cut into one share a block.
+//! Stream-K: the tiles of all units, end to end, cut into one share per block.
 
 use super::tables::{HeadGram, Segment};
 

@@ -137,6 +137,7 @@ impl LayerInput {
             logits: above(self.softmax_scale * self.query_factor),
             query: above(self.query_factor),
             rounding_share: [self.rounding_share.q, self.rounding_share.k].map(above),
+            weight_rounding: self.rounding_share.weights.map(above),
             q: place.q,
             kv: place.kv,
         }
@@ -184,6 +185,7 @@ pub(super) struct Growth {
     pub query: f32,
     /// Of q and k.
     pub rounding_share: [f32; 2],
+    pub weight_rounding: [f32; 2],
     pub q: u32,
     pub kv: u32,
 }
@@ -265,7 +267,7 @@ pub(super) struct QkLayer {
     pub interleaved: u32,
     pub layer: u32,
 }
-const _: () = assert!(size_of::<QkLayer>() == 96);
+const _: () = assert!(size_of::<QkLayer>() == 104);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]

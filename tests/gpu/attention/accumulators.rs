@@ -1,6 +1,6 @@
 //! The choices of the accumulator of P V, and the operands that the cast saves for a backward.
 
-use super::{Data, Memory, bf16_bytes, cuda, device, small_call, stream, wide};
+use super::{Data, Memory, bf16_bytes, cuda, device, small_call, stream, terms, wide};
 use half::bf16;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -12,9 +12,20 @@ use sigmascale::fp8::{Format, OnOverflow};
 /// Mean error of O over mean |O| where V has a mean, against f64 on the same E4M3 operands: every kernel that a call can get.
 pub fn the_output_is_not_biased() {
     let stream = stream();
-    for (d_head, len_k, mean) in
-        [(64, 4096, 1.0), (128, 4096, 0.3), (128, 4096, 3.0), (64, 16_384, 3.0), (128, 16_384, 1.0)]
-    {
+    for (d_head, len_k, mean) in [
+        (64, 4096, 1.0),
+        (128, 4096, 0.3),
+        (128, 4096, 3.0),
+        (64, 16_384, 3.0),
+        (128, 16_384, 1.0),
+        (96, 4096, 0.1),
+        (96, 16_384, 3.0),
+        (192, 1024, 3.0),
+        (192, 16_384, 1.0),
+        (256, 1024, 0.1),
+        (256, 4096, 3.0),
+        (256, 65_536, 1.0),
+    ] {
         let shape = AttentionShape { batch: 1, n_q_heads: 2, n_kv_heads: 1, len_q: 16, len_k, d_head, d_v: d_head };
         let call = AttentionCall { mask: Mask::NONE, ..AttentionCall::causal(shape) };
         let mut rng = StdRng::seed_from_u64(30);
@@ -36,7 +47,7 @@ pub fn the_output_is_not_biased() {
                 let (mut tensors, workspace) = memory.tensors(&call, Element::E4m3);
                 tensors.accumulator = precision.pv_accumulator;
                 tensors.stats = tensors.stats.filter(|_| telemetry);
-                cuda().with_split(split).launch(&stream, &call, &tensors, &workspace).unwrap();
+                cuda().with_split(split).launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
                 stream.synchronize().unwrap();
                 let out = memory.results().0;
                 let out = out.chunks_exact(2).map(|x| f64::from(bf16::from_le_bytes([x[0], x[1]]).to_f32()));
@@ -48,7 +59,9 @@ pub fn the_output_is_not_biased() {
                 println!("{case}");
                 assert!(bias.abs() <= limit, "{case}");
                 // What the others are there for: the test sees it.
-                assert!(limit < 1e-2 || split || mean < 1.0 || bias < -1e-2, "{case}");
+                // Heads of 96 and values wider than 128 columns are promoted after every tile all the same.
+                let sliced = d_head == 96 || d_head > 128;
+                assert!(limit < 1e-2 || split || mean < 1.0 || sliced || bias < -1e-2, "{case}");
             }
         }
     }
@@ -58,7 +71,7 @@ pub fn the_output_is_not_biased() {
 pub fn operands_are_saved_for_a_backward() {
     let stream = stream();
     for (d_head, accumulator) in
-        [64, 128].into_iter().flat_map(|d| [PvAccumulator::F16, PvAccumulator::default()].map(|a| (d, a)))
+        [64, 128, 72, 96, 256].into_iter().flat_map(|d| [PvAccumulator::F16, PvAccumulator::default()].map(|a| (d, a)))
     {
         let call = small_call(d_head);
         let data = Data::new(&call.shape, 31);
@@ -69,28 +82,37 @@ pub fn operands_are_saved_for_a_backward() {
         let (mut tensors, workspace) = memory.tensors(&call, Element::Bf16);
         tensors.accumulator = accumulator;
         let gpu = cuda();
-        gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+        gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
         let want = memory.results();
 
-        let saved = inputs.map(|x| device().upload(&vec![0x7fu8; x.len()]).unwrap());
-        let bytes = Cuda::workspace_bytes(&call, Element::Bf16, accumulator, true).unwrap();
+        // A head's row has a multiple of 16 bytes.
+        let row = d_head.next_multiple_of(16);
+        let saved = inputs.map(|x| device().upload(&vec![0x7fu8; x.len() / d_head * row]).unwrap());
+        let bytes = Cuda::workspace_bytes(&call.shape, &terms(&call), Element::Bf16, accumulator, true).unwrap();
         assert!(bytes < workspace.extents()[0], "saved operands take no room in the workspace");
         // SAFETY: the buffers have the bytes of the views and outlive the work, which `results` waits for.
         let (views, workspace) = unsafe {
-            let rows = |i: usize, like: &View<4>| View::dense(saved[i].ptr(), Element::E4m3, like.extents());
+            let rows = |i: usize, like: &View<4>| {
+                let ([_, length, heads, _], row) = (like.extents().map(|n| n as i64), row as i64);
+                let strides = [length * heads * row, heads * row, row, 1];
+                View::new(saved[i].ptr(), Element::E4m3, like.extents(), strides)
+            };
             let views = SavedOperands { q: rows(0, &tensors.q), k: rows(1, &tensors.k), v: rows(2, &tensors.v) };
             (views, View::dense(workspace.ptr(), Element::U8, [bytes]))
         };
         tensors.saved = Some(views);
         memory.stats.write(&vec![0; memory.stats.len()]).unwrap();
         memory.out.clear(&stream).unwrap();
-        gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+        gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
         assert!(memory.results() == want, "d {d_head}, {accumulator}");
         for ((x, saved), descale) in inputs.into_iter().zip(&saved).zip(descales) {
             // The kernel multiplies by the reciprocal.
             let encode =
                 |x: &f32| Format::E4m3.encode(bf16::from_f32(*x).to_f32() * (1.0 / descale), OnOverflow::Saturate);
-            assert!(saved.read().unwrap() == x.iter().map(encode).collect::<Vec<u8>>(), "d {d_head}, {accumulator}");
+            let saved = saved.read().unwrap();
+            let (have, between): (Vec<_>, Vec<_>) = saved.chunks_exact(row).map(|row| row.split_at(d_head)).unzip();
+            assert!(have.concat() == x.iter().map(encode).collect::<Vec<u8>>(), "d {d_head}, {accumulator}");
+            assert!(between.concat().iter().all(|&b| b == 0x7f), "d {d_head}, {accumulator}: bytes between rows");
         }
     }
 }

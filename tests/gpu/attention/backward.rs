@@ -1,6 +1,6 @@
 //! The backward against the CPU's, and against itself.
 
-use super::{Data, bf16_bytes, cuda, distance, stream, wide};
+use super::{Data, bf16_bytes, cuda, distance, stream, terms, wide};
 use crate::device;
 use half::bf16;
 use rand::rngs::StdRng;
@@ -81,7 +81,9 @@ impl Memory {
             delta: device.upload(&delta).unwrap(),
             d_out: device.upload(&bf16_bytes(d_out)).unwrap(),
             gradients: [poison(of_q), poison(of_kv), poison(of_kv)],
-            workspace: device.upload(&vec![0xffu8; engine.workspace_bytes(call).unwrap()]).unwrap(),
+            workspace: device
+                .upload(&vec![0xffu8; engine.workspace_bytes(&call.shape, &terms(call)).unwrap()])
+                .unwrap(),
         };
         memory.forward(call, PvAccumulator::F16, &poison(of_q));
         memory
@@ -121,7 +123,7 @@ impl Memory {
     fn forward(&self, call: &AttentionCall, accumulator: PvAccumulator, out: &Buffer<u8>) {
         let (of_q, _, of_lse) = Self::shapes(call);
         let [q, k, v] = self.operands(call);
-        let bytes = Cuda::workspace_bytes(call, Element::E4m3, accumulator, false).unwrap();
+        let bytes = Cuda::workspace_bytes(&call.shape, &terms(call), Element::E4m3, accumulator, false).unwrap();
         let scratch = device().zeros::<u8>(bytes.max(Workspace::HEADER)).unwrap();
         let tensors = Tensors {
             q,
@@ -136,7 +138,7 @@ impl Memory {
             stats: None,
         };
         let workspace = unsafe { View::dense(scratch.ptr(), Element::U8, [bytes]) };
-        cuda().launch(&stream(), call, &tensors, &workspace).unwrap();
+        cuda().launch(&stream(), &terms(call), &tensors, &workspace).unwrap();
         device().synchronize().unwrap();
     }
 
@@ -156,12 +158,13 @@ impl Memory {
             dq: wide(dq, of_q),
             dk: wide(dk, of_kv),
             dv: wide(dv, of_kv),
+            d_sinks: None,
         }
     }
 
     fn launch(&self, engine: &BackwardEngine, stream: &Stream, call: &AttentionCall, tensors: &BackwardTensors) {
         let workspace = unsafe { View::dense(self.workspace.ptr(), Element::U8, [self.workspace.len()]) };
-        engine.backward(stream, call, tensors, &workspace).unwrap();
+        engine.backward(stream, &terms(call), tensors, &workspace).unwrap();
     }
 
     fn read(&self) -> [Vec<u16>; 3] {

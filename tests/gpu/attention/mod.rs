@@ -2,7 +2,11 @@
 
 mod accumulators;
 mod backward;
+mod backward_calls;
+mod calls;
+mod dims;
 mod errors;
+mod paged;
 mod random;
 mod split;
 
@@ -13,8 +17,17 @@ use backward::{
     gradients_are_the_cpus, nan_stays_in_its_row_and_head, random_calls_agree_with_the_cpu,
     rows_that_see_nothing_have_zero_gradients,
 };
+use backward_calls::{random_backward_calls, sequences_may_change_between_replays};
+use calls::{a_graph_follows_the_lengths, every_kind_of_call_agrees_with_the_cpu};
+use dims::{
+    head_dimensions_agree_with_the_cpu, head_dimensions_of_e4m3_operands, head_dimensions_take_e4m3_logits_and_outputs,
+};
 use errors::errors_are_those_of_a_plain_implementation;
 use half::bf16;
+use paged::{
+    decoding_over_pages_is_plain_attention, drafts_and_chunks_over_pages_are_plain_attention,
+    pages_repeat_bit_for_bit_and_from_a_graph, wrong_tables_are_named_and_harm_nothing,
+};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
@@ -25,7 +38,7 @@ use sigmascale::attention::{
     dequantised, measure, reference,
 };
 use sigmascale::cuda::{Buffer, Stream};
-use sigmascale::device::attention::{Cuda, Descales, Element, Rope, Tensors, View, Workspace, step_stats};
+use sigmascale::device::attention::{Cuda, Descales, Element, Rope, Tensors, Terms, View, Workspace, step_stats};
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::{OperandDescales, ScalePlan};
 use sigmascale::stats::StepStats;
@@ -50,15 +63,26 @@ tests![
     needles_and_sinks,
     errors_are_those_of_a_plain_implementation,
     split_calls_are_the_whole_ones,
+    every_kind_of_call_agrees_with_the_cpu,
+    a_graph_follows_the_lengths,
     random_shapes,
     gradients_are_the_cpus,
     rows_that_see_nothing_have_zero_gradients,
     nan_stays_in_its_row_and_head,
     deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
     random_calls_agree_with_the_cpu,
+    random_backward_calls,
+    sequences_may_change_between_replays,
     a_training_step_is_as_good_as_with_the_exact_output,
     the_output_is_not_biased,
     operands_are_saved_for_a_backward,
+    head_dimensions_agree_with_the_cpu,
+    head_dimensions_take_e4m3_logits_and_outputs,
+    head_dimensions_of_e4m3_operands,
+    decoding_over_pages_is_plain_attention,
+    drafts_and_chunks_over_pages_are_plain_attention,
+    pages_repeat_bit_for_bit_and_from_a_graph,
+    wrong_tables_are_named_and_harm_nothing,
 ];
 
 /// (batch, query heads, KV heads, queries, keys)
@@ -95,14 +119,14 @@ struct Data {
 impl Data {
     fn new(shape: &AttentionShape, seed: u64) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
-        let mut draw = |n: usize, heads: usize, spread: f32| -> Vec<f32> {
-            let size = |i: usize| 0.75 + spread * ((i / shape.d_head) % heads) as f32;
+        let mut draw = |n: usize, heads: usize, d: usize, spread: f32| -> Vec<f32> {
+            let size = |i: usize| 0.75 + spread * ((i / d) % heads) as f32;
             (0..n).map(|i| size(i) * Distribution::<f32>::sample(&StandardNormal, &mut rng)).collect()
         };
         Self {
-            q: draw(shape.q_elements(), shape.n_q_heads, 0.1),
-            k: draw(shape.k_elements(), shape.n_kv_heads, 0.2),
-            v: draw(shape.v_elements(), shape.n_kv_heads, 3.0),
+            q: draw(shape.q_elements(), shape.n_q_heads, shape.d_head, 0.1),
+            k: draw(shape.k_elements(), shape.n_kv_heads, shape.d_head, 0.2),
+            v: draw(shape.v_elements(), shape.n_kv_heads, shape.d_v, 3.0),
         }
     }
 
@@ -353,7 +377,7 @@ fn scales_that_are_none_give_nan() {
                 descales[which] = scale;
                 let memory = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &descales);
                 let (tensors, workspace) = memory.tensors(&call, Element::Bf16);
-                gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+                gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
                 stream.synchronize().unwrap();
                 let (out, ..) = memory.results();
                 let none = out.chunks_exact(2).all(|x| bf16::from_le_bytes([x[0], x[1]]).is_nan());
@@ -377,7 +401,7 @@ fn a_scale_that_underflows_gives_equal_weights() {
         let codes = [codes(shape.q_elements()), codes(shape.k_elements()), codes(shape.v_elements())];
         let memory = Memory::new(&call, [&codes[0], &codes[1], &codes[2]], &[1e-30, 1e-30, 0.5]);
         let (tensors, workspace) = memory.tensors(&call, Element::E4m3);
-        gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+        gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
         stream.synchronize().unwrap();
         let (out, lse, _) = memory.results();
         let out: Vec<f32> = out.chunks_exact(2).map(|x| bf16::from_le_bytes([x[0], x[1]]).to_f32()).collect();
@@ -418,7 +442,7 @@ fn counts_stay_at_their_largest() {
         let (mut tensors, workspace) = memory.tensors(&call, Element::Bf16);
         // SAFETY: the descales outlive the work.
         tensors.descales.logit = Some(unsafe { logit.view(Element::F32, [4]).unwrap() });
-        gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+        gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
         let counted = memory.results().2;
         // Words of counts that the call raises: the fourth of logits; the second and third of casts, the fourth where not finite.
         let counts: Vec<usize> = (0..counted.len())
@@ -430,11 +454,16 @@ fn counts_stay_at_their_largest() {
         counts.iter().for_each(|&i| near[i] = u32::MAX - counted[i] + 1);
         for _ in 0..3 {
             memory.stats.write(&near).unwrap();
-            gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+            gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
             near = memory.results().2;
             assert!(counts.iter().all(|&i| near[i] == u32::MAX), "{shape:?}: {near:?}");
         }
     }
+}
+
+/// Terms of a call without lists.
+fn terms(call: &AttentionCall) -> Terms {
+    Terms::of(call).unwrap()
 }
 
 /// Device memory of one call.
@@ -452,12 +481,14 @@ impl Memory {
         let (shape, device) = (&call.shape, device());
         Self {
             inputs: inputs.map(|x| device.upload(x).unwrap()),
-            out: device.upload(&vec![0xffu8; 2 * shape.q_elements()]).unwrap(),
+            out: device.upload(&vec![0xffu8; 2 * shape.out_elements()]).unwrap(),
             lse: device.upload(&vec![f32::NAN; shape.lse_elements()]).unwrap(),
             stats: device.zeros(stats_words(shape.n_q_heads, shape.n_kv_heads)).unwrap(),
             // F16 needs the most.
             workspace: device
-                .zeros(Cuda::workspace_bytes(call, Element::Bf16, PvAccumulator::F16, false).unwrap())
+                .zeros(
+                    Cuda::workspace_bytes(&call.shape, &terms(call), Element::Bf16, PvAccumulator::F16, false).unwrap(),
+                )
                 .unwrap(),
             descales: device.upload(descales).unwrap(),
         }
@@ -465,7 +496,7 @@ impl Memory {
 
     /// Dense tensors over it; one descale for each of (q, k, v), shared by all heads where the buffer has only three.
     fn tensors(&self, call: &AttentionCall, element: Element) -> (Tensors, View<1>) {
-        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, .. } = call.shape;
+        let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, .. } = call.shape;
         let per_head = self.descales.len() > 3;
         // SAFETY: the caller keeps the memory until the work has run.
         unsafe {
@@ -474,16 +505,15 @@ impl Memory {
                     if per_head { (i * batch * n_kv_heads, [n_kv_heads as i64, 1]) } else { (i, [0, 0]) };
                 Some(View::new(self.descales.at(at), Element::F32, [batch, n_kv_heads], strides))
             };
-            let kv = [batch, len_k, n_kv_heads, d_head];
             let tensors = Tensors {
-                q: self.inputs[0].view(element, [batch, len_q, n_q_heads, d_head]).unwrap(),
-                k: self.inputs[1].view(element, kv).unwrap(),
-                v: self.inputs[2].view(element, kv).unwrap(),
+                q: self.inputs[0].view(element, call.shape.q_shape()).unwrap(),
+                k: self.inputs[1].view(element, call.shape.k_shape()).unwrap(),
+                v: self.inputs[2].view(element, call.shape.v_shape()).unwrap(),
                 descales: Descales { q: row(0), k: row(1), v: row(2), o: None, logit: None },
                 rope: None,
                 accumulator: PvAccumulator::default(),
                 saved: None,
-                out: self.out.view(Element::Bf16, [batch, len_q, n_q_heads, d_head]).unwrap(),
+                out: self.out.view(Element::Bf16, call.shape.out_shape()).unwrap(),
                 lse: Some(self.lse.view(Element::F32, [batch, n_q_heads, len_q]).unwrap()),
                 stats: Some(self.stats.view(Element::U32, [self.stats.len()]).unwrap()),
             };
@@ -520,7 +550,7 @@ fn small_call(d_head: usize) -> AttentionCall<'static> {
 
 fn strides_and_descales_of_a_batch() {
     let gpu = cuda();
-    for d in [64, 128] {
+    for d in [64, 128, 72, 192, 256] {
         let call = small_call(d);
         let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, .. } = call.shape;
         let data = Data::new(&call.shape, 9);
@@ -529,7 +559,7 @@ fn strides_and_descales_of_a_batch() {
         let descales: Vec<f32> = (0..3 * batch * n_kv_heads).map(|i| 0.02 + 0.003 * i as f32).collect();
         let plain = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &descales);
         let (tensors, workspace) = plain.tensors(&call, Element::Bf16);
-        gpu.launch(&stream(), &call, &tensors, &workspace).unwrap();
+        gpu.launch(&stream(), &terms(&call), &tensors, &workspace).unwrap();
         let want = plain.results();
         assert!(
             want.0.chunks_exact(2).all(|b| b != [0xff, 0xff]) && want.1.iter().all(|&b| !f32::from_bits(b).is_nan())
@@ -563,7 +593,7 @@ fn strides_and_descales_of_a_batch() {
             t.k = View::new(base, Element::Bf16, t.k.extents(), kv);
             t.v = View::new(base.offset(row as u64), Element::Bf16, t.v.extents(), kv);
         }
-        gpu.launch(&stream(), &call, &t, &workspace).unwrap();
+        gpu.launch(&stream(), &terms(&call), &t, &workspace).unwrap();
         assert!(other.results() == want, "d {d}: strided operands differ from dense ones");
 
         // One descale for all by strides of 0.
@@ -572,7 +602,7 @@ fn strides_and_descales_of_a_batch() {
         let all = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &row);
         for memory in [&one, &all] {
             let (tensors, workspace) = memory.tensors(&call, Element::Bf16);
-            gpu.launch(&stream(), &call, &tensors, &workspace).unwrap();
+            gpu.launch(&stream(), &terms(&call), &tensors, &workspace).unwrap();
         }
         assert!(one.results() == all.results(), "d {d}: broadcast descales");
     }
@@ -597,7 +627,7 @@ fn operands_that_are_e4m3_already() {
         let given = Memory::new(&call, [&codes[0], &codes[1], &codes[2]], &descales);
         for (memory, element) in [(&cast, Element::Bf16), (&given, Element::E4m3)] {
             let (tensors, workspace) = memory.tensors(&call, element);
-            gpu.launch(&stream(), &call, &tensors, &workspace).unwrap();
+            gpu.launch(&stream(), &terms(&call), &tensors, &workspace).unwrap();
         }
         let (cast, given) = (cast.results(), given.results());
         assert!(cast.0 == given.0 && cast.1 == given.1, "d {d}");
@@ -609,9 +639,17 @@ fn operands_that_are_e4m3_already() {
 
 fn rope_is_rotation_then_cast() {
     let gpu = cuda();
-    for (d, rotary, interleaved, indexed) in
-        [(128, 128, false, false), (128, 64, true, true), (64, 64, true, false), (64, 32, false, true)]
-    {
+    for (d, rotary, interleaved, indexed) in [
+        (128, 128, false, false),
+        (128, 64, true, true),
+        (64, 64, true, false),
+        (64, 32, false, true),
+        (72, 72, false, true),
+        (40, 24, true, false),
+        (96, 96, false, false),
+        (192, 64, true, true),
+        (256, 256, false, false),
+    ] {
         let call = small_call(d);
         let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, .. } = call.shape;
         let data = Data::new(&call.shape, 11);
@@ -660,9 +698,9 @@ fn rope_is_rotation_then_cast() {
                 interleaved,
             });
         }
-        gpu.launch(&stream(), &call, &tensors, &workspace).unwrap();
+        gpu.launch(&stream(), &terms(&call), &tensors, &workspace).unwrap();
         let (tensors, workspace) = apart.tensors(&call, Element::F32);
-        gpu.launch(&stream(), &call, &tensors, &workspace).unwrap();
+        gpu.launch(&stream(), &terms(&call), &tensors, &workspace).unwrap();
         let values = |bytes: &[u8]| {
             bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect::<Vec<f32>>()
         };
@@ -680,9 +718,15 @@ fn rope_is_rotation_then_cast() {
 fn calls_repeat_bit_for_bit_also_from_a_graph() {
     let gpu = cuda();
     // More tiles than multiprocessors, so that every block takes several; and few rows of many keys, which are split.
-    for (d, n_q_heads, len_q, len_k) in
-        [(64, 8, 1100, 1300), (128, 8, 1100, 1300), (64, 20, 3, 5000), (128, 20, 20, 5000)]
-    {
+    for (d, n_q_heads, len_q, len_k) in [
+        (64, 8, 1100, 1300),
+        (128, 8, 1100, 1300),
+        (64, 20, 3, 5000),
+        (128, 20, 20, 5000),
+        (72, 8, 1100, 1300),
+        (256, 8, 1100, 1300),
+        (256, 20, 20, 5000),
+    ] {
         let shape = AttentionShape { batch: 3, n_q_heads, n_kv_heads: 4, len_q, len_k, d_head: d, d_v: d };
         let call = AttentionCall::causal(shape);
         let data = Data::new(&shape, 13);
@@ -690,8 +734,8 @@ fn calls_repeat_bit_for_bit_also_from_a_graph() {
         let memory = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &[0.02, 0.03, 0.04]);
         let (tensors, workspace) = memory.tensors(&call, Element::Bf16);
         let stream = stream();
-        gpu.prepare(&call, &tensors).unwrap();
-        gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+        gpu.prepare(&terms(&call), &tensors).unwrap();
+        gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
         let first = memory.results();
         let poison = |stream: &Stream| {
             memory.stats.clear(stream).unwrap();
@@ -700,17 +744,17 @@ fn calls_repeat_bit_for_bit_also_from_a_graph() {
         };
         for _ in 0..10 {
             poison(&stream);
-            gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+            gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
             assert!(memory.results() == first, "d {d}");
             assert!(memory.workspace.read().unwrap()[..Workspace::HEADER].iter().all(|&b| b == 0), "d {d}: the header");
         }
         // Which block takes which tiles, and after which others, changes nothing.
         for processors in [1, 7] {
             poison(&stream);
-            cuda().with_processors(processors).launch(&stream, &call, &tensors, &workspace).unwrap();
+            cuda().with_processors(processors).launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
             assert!(memory.results() == first, "d {d}: {processors} multiprocessors");
         }
-        let graph = stream.capture(|stream| gpu.launch(stream, &call, &tensors, &workspace)).unwrap();
+        let graph = stream.capture(|stream| gpu.launch(stream, &terms(&call), &tensors, &workspace)).unwrap();
         poison(&stream);
         graph.launch().unwrap();
         assert!(memory.results() == first, "d {d}: from a graph");
@@ -726,7 +770,9 @@ fn calls_repeat_bit_for_bit_also_from_a_graph() {
 /// What a launch that was cut off left in the tile counter would skip tiles; what lies elsewhere would show as NaN.
 fn a_workspace_of_any_content_gives_the_same_bits() {
     let gpu = cuda();
-    for (d, n_q_heads, len_q, len_k) in [(64, 8, 1100, 1300), (128, 8, 1100, 1301), (128, 20, 20, 5000)] {
+    for (d, n_q_heads, len_q, len_k) in
+        [(64, 8, 1100, 1300), (128, 8, 1100, 1301), (128, 20, 20, 5000), (80, 8, 1100, 1301), (208, 20, 20, 5000)]
+    {
         let shape = AttentionShape { batch: 3, n_q_heads, n_kv_heads: 4, len_q, len_k, d_head: d, d_v: d };
         let call = AttentionCall::causal(shape);
         let data = Data::new(&shape, 15);
@@ -737,12 +783,12 @@ fn a_workspace_of_any_content_gives_the_same_bits() {
             let memory = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &[0.02, 0.03, 0.04]);
             let (tensors, workspace) = memory.tensors(&call, element);
             let stream = stream();
-            gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+            gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
             let first = memory.results();
             memory.out.clear(&stream).unwrap();
             memory.stats.clear(&stream).unwrap();
             memory.workspace.write(&vec![0x7f; memory.workspace.len()]).unwrap();
-            gpu.launch(&stream, &call, &tensors, &workspace).unwrap();
+            gpu.launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
             assert!(memory.results() == first, "d {d}, {element:?}");
         }
     }

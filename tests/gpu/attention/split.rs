@@ -1,6 +1,6 @@
 //! Calls with few queries in parts beside the same calls in whole tiles.
 
-use super::{Memory, cuda, distance, stream, wide};
+use super::{Memory, cuda, distance, stream, terms, wide};
 use crate::device;
 use half::bf16;
 use rand::SeedableRng;
@@ -54,7 +54,7 @@ fn compare(call: &AttentionCall, logits_e4m3: bool) -> (Option<String>, Option<u
             // SAFETY: the buffer outlives the work, which `results` waits for.
             tensors.descales.logit = Some(unsafe { logit_descales.view(Element::F32, [n_q_heads]).unwrap() });
         }
-        cuda().with_split(split).launch(&stream(), call, &tensors, &workspace).unwrap();
+        cuda().with_split(split).launch(&stream(), &terms(call), &tensors, &workspace).unwrap();
         memory.results()
     };
     let (have, want) = (run(true), run(false));
