@@ -1,4 +1,4 @@
-//! Files that appear whole or not at all.
+//! Files that are written whole or not at all.
 
 use crate::error::{Error, Result};
 use std::fs::{File, OpenOptions};
@@ -40,7 +40,7 @@ pub fn write_folder<T>(path: &Path, fill: impl FnOnce(&Path) -> Result<T>) -> Re
     let empty = std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
     if path.symlink_metadata().is_ok() && !empty {
         return Err(Error::argument(format_args!(
-            "{} is there already: expected a new or an empty folder",
+            "{} already exists: expected a new or an empty folder",
             path.display()
         )));
     }
@@ -165,7 +165,7 @@ mod tests {
         write_folder(&folder, fill).unwrap();
         assert_eq!(std::fs::read(folder.join("a")).unwrap(), b"one");
         let error = write_folder(&folder, fill).unwrap_err();
-        assert!(error.is_argument() && error.to_string().contains("is there already"), "{error}");
+        assert!(error.is_argument() && error.to_string().contains("already exists"), "{error}");
         std::fs::create_dir(parent.path().join("empty")).unwrap();
         write_folder(&parent.path().join("empty"), fill).unwrap();
         assert!(write_folder(&parent.path().join("no/such"), fill).unwrap_err().is_io());

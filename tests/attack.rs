@@ -443,7 +443,10 @@ fn formulas_with_everything() {
             assert!(certain >= tau * (d as f64 * sigma + constants * (1.0 - 1e-9)) * (1.0 - 1e-14));
             let size = |side: &Side| root * side.folded.singular_values().max() + side.spread.norm();
             let (sq, sk) = (size(q), size(k));
-            let gap = (factor_e * sq + flush(&bounds.q)) * (factor_e * sk + flush(&bounds.k)) - sq * sk;
+            // Weights that are rounded to BF16 when they are loaded.
+            let load = |side: &Side| 18.0 / 17.0 * root * side.folded.norm() / 256.0;
+            let gap =
+                (factor_e * sq + flush(&bounds.q) + load(q)) * (factor_e * sk + flush(&bounds.k) + load(k)) - sq * sk;
             close(got.rounded.unwrap(), certain + tau * gap, 1e-7, "rounded");
         }
         // One q descale a group: its first head may be the larger.
@@ -779,6 +782,47 @@ fn the_rounding_share_grows_with_what_is_rounded() {
     ] {
         let found = planted(rotated, grown);
         found.into_iter().zip([q, k, v]).for_each(|(found, least)| close(found, least - 1e-12));
+    }
+}
+
+/// Weights that are all rounded to the same side move a token's query by more than a share of the spectral norm: single
+/// roundings add up by the Frobenius norm.
+#[test]
+fn roundings_of_single_weights_are_counted_one_by_one() {
+    let d = 128;
+    let mut planted = Planted::gaussian(spec(d, d, 1, 1), 3);
+    // Orthogonal columns whose entries all lie just above the middle between two BF16 numbers, so that loading adds 2^-8 to each.
+    let entry = |i: usize, c: usize| {
+        if (i & c).count_ones().is_multiple_of(2) { 1.0 + 1.001 / 256.0 } else { -1.0 - 0.999 / 256.0 }
+    };
+    planted.q = vec![DMatrix::from_fn(d, d, entry)];
+    let load = |x: f64| half::bf16::from_f64(x).to_f64();
+    // The constant token, which the exact weights hardly see.
+    let moved: f64 =
+        (0..d).map(|c| (0..d).map(|i| load(entry(i, c)) - entry(i, c)).sum::<f64>().powi(2)).sum::<f64>().sqrt();
+    let sigma = |m: &DMatrix<f64>| m.singular_values()[0] * (d as f64).sqrt();
+    let (size_q, size_k) = (sigma(&planted.q[0]), sigma(&planted.k[0]));
+    let share = planted.geometry().rounding.q;
+    assert!(moved > share * size_q, "{moved} is within {}", share * size_q);
+    let head = &try_bounds(&planted).unwrap().heads[0];
+    let tau = planted.spec.layers[0].softmax_scale;
+    let gap = tau * (((1.0 + share).powi(2) - 1.0) * size_q * size_k + moved * size_k);
+    assert!(head.rounded.unwrap() - head.certain.unwrap() >= gap, "{head:?} without {gap}");
+}
+
+/// Sizes for which nalgebra's products take another path.
+#[test]
+fn heads_of_any_size_have_bounds() {
+    for d_head in [2, 4, 6, 66, 68, 70] {
+        let planted = Planted::gaussian(spec(96, d_head, 2, 1), 9);
+        let bounds = try_bounds(&planted).unwrap();
+        let sigma = |m: DMatrix<f64>| m.singular_values().max() * planted.spec.layers[0].softmax_scale * 96.0;
+        let (least, most) = (
+            sigma(planted.k[0].transpose() * &planted.q[0]),
+            sigma(planted.q[0].clone()) * planted.k[0].singular_values().max(),
+        );
+        let certain = bounds.heads[0].certain.unwrap();
+        assert!(certain > least * (1.0 - 1e-9) && certain < most * (1.0 + 1e-9), "{d_head}: {least} {certain} {most}");
     }
 }
 

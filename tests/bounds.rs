@@ -23,6 +23,14 @@ fn close(got: f64, want: f64) {
     assert!((got - want).abs() <= 1e-6 * want.abs(), "{got} for {want}");
 }
 
+/// What a logit gains, in units of d, where weights are rounded to BF16 one by one when they are loaded (they are stored in F64
+/// here): from the norms of both sides and their Frobenius norms.
+fn loading((norm_q, norm_k): (f64, f64), (frobenius_q, frobenius_k): (f64, f64)) -> f64 {
+    let e = (1.0 + 1.0 / 17.0) * (1.0 + 1.0 / 32.0);
+    let [q, k] = [frobenius_q, frobenius_k].map(|norm| (1.0 + 1.0 / 17.0) * norm / 256.0);
+    e * norm_q * k + e * norm_k * q + q * k
+}
+
 #[test]
 fn formulas_without_constants() {
     let (d, r) = (128, 16);
@@ -48,7 +56,7 @@ fn formulas_without_constants() {
         close(got.spectrum.unwrap(), tau * off_diagonal.max(diagonal));
         // Rounded: (1 + 1/17)(1 + 1/32) on each side, and the subnormal steps.
         let e = (1.0 + 1.0 / 17.0) * (1.0 + 1.0 / 32.0);
-        let least = tau * d as f64 * (sigma + (e * e - 1.0) * nq * nk);
+        let least = tau * d as f64 * (sigma + (e * e - 1.0) * nq * nk + loading((nq, nk), (q.norm(), k.norm())));
         assert!(got.rounded.unwrap() >= least * (1.0 - 1e-9) && got.rounded.unwrap() < 1.01 * least);
     }
 }
@@ -90,18 +98,21 @@ fn rounding_meets_the_smaller_product_of_norms() {
         wins[usize::from(plain < balanced)] += 1;
         let tau = 1.0 / (r as f64).sqrt();
         let e = (1.0 + 1.0 / 17.0) * (1.0 + 1.0 / 32.0);
-        let gap = |planted: &Planted| {
+        let gap = |planted: &Planted, norms: (f64, f64), frobenius: (f64, f64)| {
             let head = bounds(planted).heads[0];
-            (head.rounded.unwrap() - head.certain.unwrap()) / (tau * (e * e - 1.0) * d as f64)
+            let gap = (head.rounded.unwrap() - head.certain.unwrap()) / (tau * d as f64);
+            (gap - loading(norms, frobenius)) / (e * e - 1.0)
         };
-        let (product, smaller) = (gap(&planted), plain.min(balanced));
+        let (norms, frobenius) = ((q.singular_values().max(), k.singular_values().max()), (q.norm(), k.norm()));
+        let (product, smaller) = (gap(&planted, norms, frobenius), plain.min(balanced));
         assert!((smaller * (1.0 - 1e-9)..smaller * 1.02).contains(&product), "{product} for {smaller}");
         let mut biased = planted.clone();
         (biased.spec.bias.q, biased.spec.bias.k) = (true, true);
         (biased.q_bias, biased.k_bias) = (Some(vec![0.3; r]), Some(vec![-0.2; r]));
         let root = (d as f64).sqrt();
         let size = |w: &nalgebra::DMatrix<f64>, b: f64| w.singular_values().max() + b * (r as f64).sqrt() / root;
-        let (product, whole) = (gap(&biased), size(&q, 0.3) * size(&k, 0.2));
+        let norms = (size(&q, 0.3), size(&k, 0.2));
+        let (product, whole) = (gap(&biased, norms, frobenius), norms.0 * norms.1);
         assert!((whole * (1.0 - 1e-9)..whole * 1.02).contains(&product), "{product} for {whole}");
         let mut shifted = Planted::pair(q.clone(), k.clone());
         shifted.spec.layers[0].rope = Some(rotation.clone());
@@ -111,9 +122,11 @@ fn rounding_meets_the_smaller_product_of_norms() {
         shifted.shift = Some(vec![0.0; d]);
         let folded = |w: &nalgebra::DMatrix<f64>| {
             let gain = DVector::from_vec(shifted.gain.clone().unwrap());
-            (nalgebra::DMatrix::from_diagonal(&gain) * w).singular_values().max()
+            nalgebra::DMatrix::from_diagonal(&gain) * w
         };
-        let (product, whole) = (gap(&shifted), folded(&q) * folded(&k));
+        let (q, k) = (folded(&q), folded(&k));
+        let norms = (q.singular_values().max(), k.singular_values().max());
+        let (product, whole) = (gap(&shifted, norms, (q.norm(), k.norm())), norms.0 * norms.1);
         assert!((whole * (1.0 - 1e-9)..whole * 1.02).contains(&product), "{product} for {whole}");
     }
     assert!(wins[0] > 0 && wins[1] > 0, "{wins:?}");

@@ -764,5 +764,6 @@ mod fp8 {
         says(Some(("scale", &[3], &[1.0; 3])), "has shape [3]");
         says(Some(("scale_inv", &[5, 1], &[1.0; 5])), "which tile");
         says(Some(("scale", &[1], &[f32::NAN])), "not finite");
+        says(Some(("scale", &[1], &[-0.5])), "must not be negative");
     }
 }

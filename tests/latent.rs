@@ -11,15 +11,17 @@ use float8::F8E4M3;
 use half::bf16;
 use nalgebra::{DMatrix, DVector};
 use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use safetensors::Dtype;
 use serde_json::{Value, json};
-use sigmascale::bound::{MlaBounds, OperandBound, Tail, check_device};
+use sigmascale::bound::{LayerBounds, MlaBounds, OperandBound, Tail, check_device};
 use sigmascale::calibrate::{Calibration, Inspection, Options, Profile};
 use sigmascale::geometry::LayerGeometry;
 use sigmascale::model::{AttentionSpec, Checkpoint, Layout, SyntheticModel, SyntheticOptions};
 use sigmascale::runtime::bounds_of;
+use sigmascale::serving::{Engine, ExportOptions, LayerScales, ScaleStream, export, verify};
 use std::f64::consts::TAU;
 
 const D: usize = 192;
@@ -737,6 +739,117 @@ fn profile(checkpoint: &Checkpoint, options: Options) -> Profile {
         calibration.layer(checkpoint.layer(layer).unwrap()).unwrap();
     }
     calibration.finish()
+}
+
+/// Scales of tensors that arrive in any order, of a whole model and of one rank, are those of the bounds; without the logits, too.
+#[test]
+fn a_stream_has_the_cache_and_its_query() {
+    let mut random = StdRng::seed_from_u64(5);
+    for (number, f) in families().into_iter().enumerate() {
+        let t = f.draw(900 + number as u64);
+        let (folder, checkpoint) = open(&f, &t, Dtype::BF16);
+        let files = sigmascale::model::WeightFiles::open(folder.path()).unwrap();
+        let mut tensors: Vec<_> = files.tensors().map(|t| (t.name, t.dtype, t.shape, t.bytes)).collect();
+        let config = std::fs::read(folder.path().join("config.json")).unwrap();
+        let mut stream = ScaleStream::new(&config, "config.json".as_ref(), &[]).unwrap();
+        for _ in 0..2 {
+            tensors.shuffle(&mut random);
+            let mut found = vec![];
+            for (name, dtype, shape, bytes) in &tensors {
+                found.extend(stream.push(name, *dtype, shape, bytes.to_vec()).unwrap());
+            }
+            stream.finish().unwrap();
+            found.sort_by_key(|layer| layer.layer);
+            assert_eq!(found.len(), f.numbers.len(), "{}", f.name);
+            for (layer, scales) in found.iter().enumerate() {
+                let b = bounds(&checkpoint, layer);
+                let descale = |bound: OperandBound| bound.descale().unwrap();
+                let absorbed: Vec<_> = b.absorbed_q.iter().map(|bound| descale(*bound)).collect();
+                let row = vec![descale(b.cache())];
+                assert_eq!((&scales.q, &scales.k, &scales.v), (&absorbed, &row, &Some(row.clone())), "{}", f.name);
+                let expanded = scales.expanded.as_ref().unwrap();
+                assert_eq!(expanded.k, b.expanded.k.iter().map(|bound| descale(*bound)).collect::<Vec<_>>());
+                let alone = MlaBounds::operands(checkpoint.spec(), checkpoint.layer(layer).unwrap()).unwrap();
+                assert!(alone.expanded.heads.is_empty());
+                let with_logits = MlaBounds { expanded: LayerBounds { heads: vec![], ..b.expanded.clone() }, ..b };
+                assert_eq!(alone, with_logits, "{}", f.name);
+            }
+        }
+    }
+}
+
+/// A rank has the entries of its own heads, from tensors with its rows alone.
+#[test]
+fn a_rank_has_the_scales_of_its_heads() {
+    let f = &families()[0];
+    let t = f.draw(11);
+    let (folder, checkpoint) = open(f, &t, Dtype::BF16);
+    let files = sigmascale::model::WeightFiles::open(folder.path()).unwrap();
+    let config = std::fs::read(folder.path().join("config.json")).unwrap();
+    let whole = |layer: usize| LayerScales::new(checkpoint.spec(), checkpoint.layer(layer).unwrap()).unwrap();
+    for rank in 0..2 {
+        let stream = ScaleStream::new(&config, "config.json".as_ref(), &[]).unwrap();
+        let mut stream = stream.of_rank(2).unwrap();
+        let mut found = vec![];
+        for tensor in files.tensors() {
+            let shared = !tensor.name.contains("q_b_proj") && !tensor.name.contains("kv_b_proj");
+            let (rows, bytes) = (tensor.shape[0], tensor.bytes.len());
+            let (shape, part) = match shared {
+                true => (tensor.shape.to_vec(), tensor.bytes),
+                false => (
+                    [&[rows / 2], &tensor.shape[1..]].concat(),
+                    &tensor.bytes[rank * bytes / 2..(rank + 1) * bytes / 2],
+                ),
+            };
+            found.extend(stream.push(tensor.name, tensor.dtype, &shape, part.to_vec()).unwrap());
+        }
+        stream.finish().unwrap();
+        found.sort_by_key(|layer| layer.layer);
+        for (layer, scales) in found.iter().enumerate() {
+            let whole = whole(layer);
+            assert_eq!(scales.q, whole.q[rank * HEADS / 2..(rank + 1) * HEADS / 2]);
+            assert_eq!((&scales.k, &scales.v), (&whole.k, &whole.v));
+        }
+    }
+    let uneven = ScaleStream::new(&config, "config.json".as_ref(), &[]).unwrap().of_rank(HEADS + 1);
+    assert!(uneven.is_err_and(|error| error.is_argument()));
+}
+
+/// Engines load no scales for it: a certificate of the absorbed query and the cached row, and of what FP8 prefill casts.
+#[test]
+fn an_export_has_a_certificate() {
+    let f = &families()[0];
+    let (folder, checkpoint) = open(f, &f.draw(12), Dtype::BF16);
+    let scales = LayerScales::new(checkpoint.spec(), checkpoint.layer(0).unwrap()).unwrap();
+    for engine in Engine::ALL {
+        let to = folder.path().with_extension(engine.name());
+        let options = ExportOptions { engine, per_head: false, copy: true };
+        let made = export(&checkpoint, &to, &options, &mut || Ok(())).unwrap();
+        let audit = verify(&Checkpoint::open(&to).unwrap(), &[engine], &mut || Ok(())).unwrap().remove(0);
+        std::fs::remove_dir_all(&to).unwrap();
+        let certificate = made.certificate;
+        assert!(certificate.scales_file.is_none() && certificate.safe && audit.safe, "{engine}");
+        let layer = &certificate.layers[0];
+        assert!(layer.k.cast_at_one && layer.k.needed == [scales.k[0].get()]);
+        assert_eq!(layer.q.needed[0], scales.q.iter().map(|scale| scale.get()).fold(0.0, f32::max));
+        let notes = certificate.notes.join(" ");
+        assert!(
+            notes.contains("absorbed query")
+                && notes.contains("FP8 prefill casts q, k and v of each head at 1.0: safe")
+        );
+        assert_eq!(audit.layers[0].k[0].needed, Some(scales.k[0].get()));
+    }
+    // Gains of 100: the latent itself is past 448.
+    let mut t = f.draw(12);
+    let name = format!("{}.kv_a_layernorm.weight", f.at(f.names.0, 0));
+    t.0.get_mut(&name).unwrap().1.iter_mut().for_each(|gain| *gain *= 100.0);
+    let (folder, checkpoint) = open(f, &t, Dtype::BF16);
+    let to = folder.path().with_extension("out");
+    let options = ExportOptions { engine: Engine::Sglang, per_head: false, copy: true };
+    let made = export(&checkpoint, &to, &options, &mut || Ok(())).unwrap();
+    std::fs::remove_dir_all(&to).unwrap();
+    let layers = &made.certificate.layers;
+    assert!(!made.certificate.safe && !layers[0].k.safe && layers[0].k.load > 1.0 && layers[1].k.safe);
 }
 
 #[test]

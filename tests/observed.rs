@@ -1,6 +1,6 @@
 //! Bounds of the carried checkpoint beside what real text did to it (`data/tiny-llama/observed.json`).
 //!
-//! `cargo test --test observed -- --nocapture` prints the table of the README.
+//! `cargo test --test observed -- --nocapture` prints the table of `docs/bounds.md`.
 
 use serde::Deserialize;
 use sigmascale::Descale;

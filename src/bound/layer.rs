@@ -38,7 +38,7 @@ impl LayerBounds {
             let kv_head = geometry.kv_head(head);
             let bounds = match &spectrum.heads {
                 Some(spectra) => {
-                    let floors = (floor(&spectrum.q[head]), floor(&spectrum.k[kv_head]));
+                    let floors = element_errors(geometry, &spectrum.q[head], &spectrum.k[kv_head]);
                     projected_head(geometry, &spectra[head], steps, floors, &constants)
                 }
                 None => normalised_head(geometry, head, kv_head, steps)?,
@@ -98,7 +98,7 @@ fn projected_head(
     geometry: &LayerGeometry<'_>,
     spectrum: &HeadSpectrum,
     (step_q, step_k): (f64, f64),
-    (floor_q, floor_k): (f64, f64),
+    (error_q, error_k): (f64, f64),
     model: &ModelConstants,
 ) -> HeadBounds {
     let (tau, d) = (geometry.softmax_scale, geometry.d_model as f64);
@@ -118,8 +118,8 @@ fn projected_head(
     bounds.certain = Some(certain);
     bounds.naive = Some(tau * (root * exact.sigma_q_upper + c.norm_q) * (root * exact.sigma_k_upper + c.norm_k));
 
-    // |q8 . k8 - q . k| <= (||q|| + ||dq||)(||k|| + ||dk||) - ||q|| ||k||, with ||dq|| <= e_q N_Q + sqrt(r) 2^-10 s_q, and where
-    // inputs are rounded to E4M3 what their small elements add.
+    // |q8 . k8 - q . k| <= (||q|| + ||dq||)(||k|| + ||dk||) - ||q|| ||k||, with ||dq|| <= e_q N_Q + sqrt(r) 2^-10 s_q, and what
+    // roundings of single weights and small elements of inputs add.
     let flush = (geometry.d_head as f64).sqrt() * SUBNORMAL_ERROR;
     let size_q = root * exact.folded_q_upper + c.spread_q;
     let size_k = root * exact.folded_k_upper + c.spread_k;
@@ -133,7 +133,7 @@ fn projected_head(
     {
         product = product.min(d * balanced);
     }
-    let flushes = (flush * step_q + (1.0 + E4M3_ROUNDING) * floor_q, flush * step_k + (1.0 + E4M3_ROUNDING) * floor_k);
+    let flushes = (flush * step_q + (1.0 + E4M3_ROUNDING) * error_q, flush * step_k + (1.0 + E4M3_ROUNDING) * error_k);
     bounds.rounded = Some(
         certain + rounding_gap(tau, (geometry.rounding.q, geometry.rounding.k), product, (size_q, size_k), flushes),
     );
@@ -146,6 +146,16 @@ fn projected_head(
     let diagonal = exact.trace.abs() + 2.0 * x.sqrt() * exact.frobenius_rope_upper + 2.0 * sigma * x;
     bounds.spectrum = Some(tau * (model.sphere * (off_diagonal.max(diagonal) + linear) + c.c0));
     bounds
+}
+
+/// Lengths of what meets q and k of a head element by element: roundings of weights that are not multiplied as they are stored,
+/// whose error's norm is only bounded by the Frobenius norm, and small elements of an input in E4M3.
+fn element_errors(geometry: &LayerGeometry<'_>, q: &Channels, k: &Channels) -> (f64, f64) {
+    let one = |channels: &Channels, weight: f64| {
+        floor(channels) + weight * (geometry.d_model as f64 * channels.folded_sq.iter().sum::<f64>()).sqrt()
+    };
+    let [weight_q, weight_k] = geometry.rounding.weights;
+    (one(q, weight_q), one(k, weight_k))
 }
 
 /// Length of what small elements of an input in E4M3 add to a head.

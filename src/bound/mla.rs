@@ -12,7 +12,7 @@ use super::values::{E4M3_MAX, HeadBounds, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
 use crate::geometry::{Channels, MlaGeometry};
 use crate::model::{AttentionSpec, E4M3_ROUNDING, LayerWeights};
-use crate::spectral::{MlaHeadSpectrum, MlaSpectrum};
+use crate::spectral::{AbsorbedChannel, MlaOperands, MlaSpectrum};
 
 /// Bounds of one layer with latent attention.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,7 +42,20 @@ impl MlaBounds {
     pub fn new(spec: &AttentionSpec, weights: LayerWeights<'_>) -> Result<Self> {
         let geometry = MlaGeometry::new(spec, weights)?;
         let spectrum = MlaSpectrum::new(&geometry)?;
-        let bounds = Self::of(&geometry, &spectrum);
+        Self::checked(&geometry, &spectrum.operands, Some(&spectrum))
+    }
+
+    /// The operand bounds alone, the same bits as in [`MlaBounds::new`]: no logit bound, so `expanded.heads` is empty.
+    ///
+    /// # Errors
+    /// As [`MlaBounds::new`].
+    pub fn operands(spec: &AttentionSpec, weights: LayerWeights<'_>) -> Result<Self> {
+        let geometry = MlaGeometry::new(spec, weights)?;
+        Self::checked(&geometry, &MlaOperands::new(&geometry)?, None)
+    }
+
+    fn checked(geometry: &MlaGeometry<'_>, channels: &MlaOperands, spectrum: Option<&MlaSpectrum>) -> Result<Self> {
+        let bounds = Self::of(geometry, channels, spectrum);
         bounds.check().map_err(|error| error.within(&geometry.place))?;
         Ok(bounds)
     }
@@ -60,13 +73,13 @@ impl MlaBounds {
         self.latent.max(self.k_pe)
     }
 
-    fn of(geometry: &MlaGeometry<'_>, spectrum: &MlaSpectrum) -> Self {
+    fn of(geometry: &MlaGeometry<'_>, channels: &MlaOperands, spectrum: Option<&MlaSpectrum>) -> Self {
         let share = geometry.rounding;
         let (d, rank) = (geometry.d_model as f64, geometry.latent_radius_square());
         let largest_gain = geometry.latent_gain.iter().fold(0.0, |most: f64, g| most.max(g.abs()));
         let latent = rank.sqrt() * largest_gain;
         let latent = OperandBound { exact: latent, rounded: latent * (1.0 + share.latent) };
-        let k_pe = |share: f64| operand(d, &spectrum.k_pe, geometry.k_pe_pairs(), share);
+        let k_pe = |share: f64| operand(d, &channels.k_pe, geometry.k_pe_pairs(), share);
         let cached_k_pe = k_pe(share.k_pe);
         let cache = latent.max(cached_k_pe);
 
@@ -85,22 +98,22 @@ impl MlaBounds {
             channels.iter().map(one).collect()
         };
         let rotated = OperandBound { rounded: k_pe(share.k).rounded + flush * cache.rounded, ..cached_k_pe };
-        let keys = from_latent(&spectrum.k, share.k);
+        let keys = from_latent(&channels.k, share.k);
         let k: Vec<OperandBound> = keys.iter().map(|(nope, _)| nope.max(rotated)).collect();
-        let v = from_latent(&spectrum.v, share.v).into_iter().map(|(bound, _)| bound).collect();
+        let v = from_latent(&channels.v, share.v).into_iter().map(|(bound, _)| bound).collect();
         let pairs = geometry.q_pairs();
         let q_square = geometry.q_radius_square();
         let q: Vec<OperandBound> =
-            spectrum.q.iter().map(|channels| operand(q_square, channels, &pairs, share.q)).collect();
+            channels.q.iter().map(|channels| operand(q_square, channels, &pairs, share.q)).collect();
 
         // A product with K may round its input to E4M3 by the scale of all heads.
         let step = |heads: &[OperandBound]| heads.iter().map(|head| head.rounded).fold(0.0, f64::max) * flush;
         let input_step = if geometry.fp8_inputs { step(&q) } else { 0.0 };
-        let absorbed_q: Vec<OperandBound> = spectrum
-            .heads
+        let absorbed_q: Vec<OperandBound> = channels
+            .absorbed
             .iter()
-            .zip(&spectrum.q)
-            .map(|(head, channels)| absorbed(geometry, head, channels, input_step))
+            .zip(&channels.q)
+            .map(|(absorbed, q)| absorbed_query(geometry, absorbed, q, input_step))
             .collect();
 
         let steps = Steps {
@@ -110,12 +123,11 @@ impl MlaBounds {
             cache: cache.rounded * flush,
             input: input_step,
         };
-        let heads = (0..q.len())
-            .map(|head| {
-                let floor_k = keys[head].1.hypot(floor(&spectrum.k_pe));
-                logits(geometry, spectrum, head, floor_k, largest_gain, &steps).capped(geometry.soft_cap)
-            })
-            .collect();
+        let head = |spectrum: &MlaSpectrum, head: usize| {
+            let floor_k = keys[head].1.hypot(floor(&channels.k_pe));
+            logits(geometry, spectrum, head, floor_k, largest_gain, &steps).capped(geometry.soft_cap)
+        };
+        let heads = spectrum.map(|spectrum| (0..q.len()).map(|h| head(spectrum, h)).collect()).unwrap_or_default();
         let grown = |bounds: Vec<OperandBound>| -> Vec<OperandBound> {
             bounds.into_iter().map(|bound| bound.times(geometry.query_factor)).collect()
         };
@@ -139,10 +151,15 @@ struct Steps {
 }
 
 /// Bound on the absorbed query of a head, without the factor that grows.
-fn absorbed(geometry: &MlaGeometry<'_>, head: &MlaHeadSpectrum, q: &Channels, input_step: f64) -> OperandBound {
+fn absorbed_query(
+    geometry: &MlaGeometry<'_>,
+    absorbed: &[AbsorbedChannel],
+    q: &Channels,
+    input_step: f64,
+) -> OperandBound {
     let share = geometry.rounding.absorbed_q;
     let root = geometry.q_radius_square().sqrt();
-    let latent = head.absorbed.iter().fold(OperandBound { exact: 0.0, rounded: 0.0 }, |bound, channel| {
+    let latent = absorbed.iter().fold(OperandBound { exact: 0.0, rounded: 0.0 }, |bound, channel| {
         let exact = root * channel.norm;
         let error = share * root * channel.amplitude + channel.floor + channel.sum * input_step;
         bound.max(OperandBound { exact, rounded: exact + error })
@@ -172,7 +189,8 @@ fn logits(
     steps: &Steps,
 ) -> HeadBounds {
     let (tau, share, mla) = (geometry.softmax_scale, geometry.rounding, geometry.mla);
-    let (facts, q, k, k_pe) = (&spectrum.heads[head], &spectrum.q[head], &spectrum.k[head], &spectrum.k_pe);
+    let (facts, channels) = (&spectrum.heads[head], &spectrum.operands);
+    let (q, k, k_pe) = (&channels.q[head], &channels.k[head], &channels.k_pe);
     let [root_q, root_c, root] =
         [geometry.q_radius_square(), geometry.latent_radius_square(), geometry.d_model as f64].map(f64::sqrt);
     let length = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>().sqrt();

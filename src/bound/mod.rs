@@ -2,8 +2,8 @@
 //!
 //! | bound | promise |
 //! |---|---|
-//! | `certain` | no token on the norm's sphere passes it, in exact arithmetic |
-//! | `rounded` | nor with q and k rounded to BF16 on the way and to E4M3 in the end; what logit descales come from |
+//! | `certain` | no normalized input exceeds it, in exact arithmetic |
+//! | `rounded` | the same, including roundings of q and k to BF16 and E4M3; logit descales come from it |
 //! | `rank_aware` | the paper's `c_star`, on sound per-head norms; holds with probability 1 - delta **for isotropic tokens** |
 //! | `spectrum` | sharper, same assumption |
 //! | `naive` | `||W_Q|| ||W_K||` (Proposition 3.1), for comparison |

@@ -1,4 +1,4 @@
-//! What a calibration is asked for.
+//! Options of a calibration.
 
 use crate::bound::{BoundKind, Tail};
 use crate::error::{Error, Result};

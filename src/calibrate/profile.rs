@@ -49,7 +49,8 @@ impl Profile {
             let module = attention_module(family, prefix, layer.number)
                 .ok_or_else(|| Error::unsupported(format_args!("family `{family}` has no names for its layers")))?;
             let n_q_heads = layer.logit_descales.len();
-            Ok(LayerScales { layer: layer.number, module, q: operands.q, k: operands.k, v: operands.v, n_q_heads })
+            let OperandDescales { q, k, v, .. } = operands;
+            Ok(LayerScales { layer: layer.number, module, q, k, v, expanded: None, n_q_heads })
         };
         self.layers.iter().flatten().filter_map(|layer| Some((layer, layer.operands()?))).map(scales).collect()
     }

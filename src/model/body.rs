@@ -1,4 +1,4 @@
-//! What of a model stands around its attention: embeddings, output projections, MLPs.
+//! The parts of a model around its attention: embeddings, output projections, MLPs.
 //!
 //! Bounds need none of it. The stress lab does, to run text through a model, for the families of this table; the others
 //! are refused by name, since a block that is only nearly right gives wrong tokens without a sign.

@@ -374,14 +374,18 @@ impl Checkpoint {
         let gain = |name: &str, rank: usize| self.vector(&self.named(name, &["weight"]), rank);
         let place = &names.k_pe;
         let weight = self.matrix(&self.named(&place.name, &["weight"]), place.channels, self.spec().d_model, false)?;
-        let stated = self.settings().get("attention_bias").and_then(serde_json::Value::as_bool) == Some(true);
         let stored = self.has_tensor(&self.named(&place.name, &["bias"]));
-        let bias = self.bias(&place.name, place.channels, stated || stored)?;
+        let bias = self.bias(&place.name, place.channels, self.has_shared_key_bias() || stored)?;
         Ok(Some(MlaWeights {
             q_gain: names.q_norm.as_ref().zip(mla.q_rank).map(|(name, rank)| gain(name, rank)).transpose()?,
             kv_gain: gain(&names.kv_norm, mla.kv_rank)?,
             k_pe: self.projection(place, mla.d_rope, &weight, bias.as_deref()),
         }))
+    }
+
+    /// Whether the config says that the shared rotated key of latent attention has a bias.
+    fn has_shared_key_bias(&self) -> bool {
+        self.settings().get("attention_bias").and_then(serde_json::Value::as_bool) == Some(true)
     }
 
     fn projection<'a>(
@@ -549,6 +553,10 @@ impl Checkpoint {
                 "{}: tensor `{scale_name}` holds a value that is not finite",
                 self.shards[scale.shard].path.display()
             )));
+        }
+        if let Some(negative) = values.iter().find(|x| **x < 0.0) {
+            let rule = format_args!("holds {negative}: a scale of weights must not be negative");
+            return Err(self.broken(scale_name, scale, rule));
         }
         debug_assert_eq!(values.len(), grid.0 * grid.1);
         view.with_scale(BlockScale { values, block, grid_cols: grid.1 })

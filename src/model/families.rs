@@ -1,10 +1,10 @@
-//! The families, as data: one entry each says which config keys and which tensors hold what.
+//! The families, as data: one entry per family says which config keys and which tensors hold what.
 //!
 //! A family is a row of this table and nothing else; the code that reads it lives in `config` and `checkpoint`. Facts
 //! are those of the reference implementation (Hugging Face transformers). A model type outside the table is refused by
 //! name: an architecture that is not understood has no bound.
 //!
-//! `schema` says what a row holds; the rows stand in `rms_norm`, `layer_norm`, `latent`, `hybrids`, `refused` and `wrappers`.
+//! `schema` says what a row holds; the rows are in `rms_norm`, `layer_norm`, `latent`, `hybrids`, `refused` and `wrappers`.
 
 mod hybrids;
 mod latent;

@@ -36,7 +36,7 @@ pub(super) fn without_config(folder: &Path) -> Error {
             format!("{weights} is here and config.json is not: copy it from the model's repository into this folder")
         }
         None if names.is_empty() => "the folder is empty: expected config.json and safetensors files".to_owned(),
-        None => format!("neither config.json nor safetensors files are here, only {}", some_of(&names)),
+        None => format!("found neither config.json nor safetensors files, only {}", some_of(&names)),
     };
     Error::format(folder, what)
 }

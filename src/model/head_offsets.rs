@@ -1,4 +1,4 @@
-//! Where each layer's heads lie in arrays of a whole model.
+//! Where each layer's heads begin in arrays of a whole model.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! What is wrong with a file that is no safetensors file, or with its header: which content, which tensor, which rule.
+//! What is wrong with a file that is not a safetensors file, or with its header: the content, the tensor, the rule.
 
 use serde_json::Value;
 

@@ -1,5 +1,5 @@
-//! Which layers of a hybrid model have softmax attention, where others hold a state space, a convolution, linear attention
-//! or no mixer of tokens at all.
+//! Which layers of a hybrid model have softmax attention, where others have a state space, a convolution, linear attention
+//! or no token mixer.
 
 use super::families::{LayerHeads, Otherwise, Sizes};
 use super::keys::{Keys, MAX_LAYERS, refuse, shorten};

@@ -1,4 +1,4 @@
-//! Models: what their attention is ([`AttentionSpec`]) and where its weights lie ([`LayerWeights`]).
+//! Models: what their attention is ([`AttentionSpec`]) and where its weights are ([`LayerWeights`]).
 //!
 //! A [`Checkpoint`] maps a Hugging Face folder and hands out borrowed views; a [`SyntheticModel`] draws random weights
 //! of a prescribed spectral norm; a [`preset`] is a spec alone. What a family is stands in a table, and a family that is

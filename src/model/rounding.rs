@@ -32,12 +32,15 @@ pub struct RoundingShare {
     pub k: f64,
     /// Of v.
     pub v: f64,
+    /// Relative errors of single weights of q's and k's projections that are not multiplied as they are stored. A bound on
+    /// the norm of a head adds them up element by element, where all other roundings pass through its spectral norm.
+    pub weights: [f64; 2],
 }
 
 impl Default for RoundingShare {
     /// The least: seven roundings to BF16.
     fn default() -> Self {
-        Self { q: LEAST_ROUNDING_SHARE, k: LEAST_ROUNDING_SHARE, v: LEAST_ROUNDING_SHARE }
+        Self { q: LEAST_ROUNDING_SHARE, k: LEAST_ROUNDING_SHARE, v: LEAST_ROUNDING_SHARE, weights: [0.0; 2] }
     }
 }
 
@@ -71,7 +74,8 @@ impl AttentionSpec {
         } else {
             projected(plain.v, stored[2])
         };
-        RoundingShare { q: q_or_k(plain.q, stored[0]), k: q_or_k(plain.k, stored[1]), v }
+        let weights = [stored[0], stored[1]].map(|stored| weight_rounding(stored, self.e4m3_factors(stored)));
+        RoundingShare { q: q_or_k(plain.q, stored[0]), k: q_or_k(plain.k, stored[1]), v, weights }
     }
 }
 
@@ -132,10 +136,7 @@ impl AttentionSpec {
         let cached = |share: f64, factors: i32| with_e4m3(share, 1 + factors);
         let from_latent =
             |stored: Dtype| cached(share(latent + projection(stored), mla.kv_rank), self.e4m3_factors(stored));
-        let weight = |stored: Dtype| {
-            let e4m3 = if self.e4m3_factors(stored) == 2 { E4M3_ROUNDING } else { 0.0 };
-            e4m3 + if stored == Dtype::Bf16 { 0.0 } else { BF16_ROUNDING }
-        };
+        let weight = |stored: Dtype| weight_rounding(stored, self.e4m3_factors(stored));
         let weights = WeightRounding { q: weight(q), k: weight(k), k_pe: weight(k_pe) };
         let k_pe = with_e4m3(share(norm + projection(k_pe) + rotation, self.d_model), self.e4m3_factors(k_pe));
         MlaRounding {
@@ -152,6 +153,11 @@ impl AttentionSpec {
             weights,
         }
     }
+}
+
+/// Relative error of a weight `stored` so, in a product with that many roundings to E4M3.
+fn weight_rounding(stored: Dtype, e4m3_factors: i32) -> f64 {
+    (if e4m3_factors == 2 { E4M3_ROUNDING } else { 0.0 }) + if stored == Dtype::Bf16 { 0.0 } else { BF16_ROUNDING }
 }
 
 /// A share after so many roundings to E4M3.
@@ -190,6 +196,7 @@ impl Forward {
             q: q_or_k(stored[0], rotation + growth),
             k: q_or_k(stored[1], rotation),
             v: projected(stored[2], 0),
+            weights: [stored[0], stored[1]].map(|stored| weight_rounding(stored, 0)),
         }
     }
 }

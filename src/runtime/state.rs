@@ -59,8 +59,7 @@ pub(super) fn check_version(version: u32) -> Result<()> {
     if version == STATE_VERSION {
         return Ok(());
     }
-    let age = if version < STATE_VERSION { "an older" } else { "a newer" };
-    Err(Error::mismatch(format_args!("the state has {age} version, {version}; this build reads {STATE_VERSION}")))
+    Err(Error::mismatch(format_args!("the state has version {version}, but this build reads version {STATE_VERSION}")))
 }
 
 impl RuntimeState {

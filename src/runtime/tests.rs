@@ -250,7 +250,7 @@ fn foreign_states_are_refused_by_name() {
     let tail = RuntimeConfig { tail: Tail { seq_len: 7, ..right.tail }, ..right };
     assert!(resume(&spec, tail, &state).contains("seq_len is 1024, not 7"));
     let old = RuntimeState { version: 0, ..state.clone() };
-    assert!(resume(&spec, right, &old).contains("an older version, 0"));
+    assert!(resume(&spec, right, &old).contains("has version 0"));
     let short = RuntimeState { layers: Vec::new(), ..state };
     assert!(resume(&spec, right, &short).contains("0 layers"));
 }
@@ -277,7 +277,7 @@ fn a_state_cut_at_any_byte_is_refused() {
     assert!(foreign.is_format() && foreign.to_string().contains("not a runtime state"));
     let older = String::from_utf8(bytes).unwrap().replacen("state 1 ", "state 0 ", 1);
     let error = RuntimeState::decode(path, older.as_bytes()).unwrap_err();
-    assert!(error.is_mismatch() && error.to_string().contains("an older version, 0"), "{error}");
+    assert!(error.is_mismatch() && error.to_string().contains("has version 0"), "{error}");
 }
 
 #[test]

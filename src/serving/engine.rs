@@ -1,5 +1,6 @@
 //! What each engine reads: names, and which operands it casts with a scale of the checkpoint.
 
+use crate::model::AttentionSpec;
 use serde::Serialize;
 use std::fmt;
 
@@ -74,7 +75,9 @@ impl Reads {
 }
 
 /// Families whose attention module vLLM names `attn`: their scales are `X.attn.k_scale`, with the name of the inner module.
-const VLLM_INNER: &[&str] = &["gpt2", "gptj", "gpt_bigcode", "gpt_oss", "jamba"];
+const VLLM_INNER: &[&str] = &["gpt2", "gptj", "gpt_bigcode", "gpt_oss"];
+/// Families whose attention vLLM builds without the quantization config: it has no scales to load, and a name of one is refused.
+const VLLM_UNSCALED: &[&str] = &["jamba", "lfm2"];
 /// Families whose loader in SGLang maps `X.k_scale` to the inner module.
 const SGLANG_RENAMED: &[&str] = &[
     "llama",
@@ -187,11 +190,23 @@ impl Engine {
     }
 
     /// What it does with the scales of a checkpoint whose weights are stored by `method`.
-    pub(super) fn reads(self, family: &str, model_type: &str, method: Method) -> Reads {
+    pub(super) fn reads(self, spec: &AttentionSpec, model_type: &str, method: Method) -> Reads {
         let none = |why| Reads { scaled: [false; 3], why: Some(why) };
+        let family = spec.family.as_str();
+        let latent = spec.layers.iter().any(|layer| layer.mla.is_some());
         match self {
+            Self::Vllm if latent => none(
+                "vLLM's loader has no scales for latent attention (MLA): it casts the absorbed query and the cached row at 1.0 unless \
+                 Sigmascale's plugin sets them",
+            ),
+            Self::Sglang if latent => {
+                none("SGLang writes the cache of latent attention (MLA) without a scale, so an export has none")
+            }
             Self::Vllm | Self::Sglang if method == Method::Other => {
                 none("its loader has no attention scales for weights stored this way")
+            }
+            Self::Vllm if VLLM_UNSCALED.contains(&family) => {
+                none("vLLM builds the attention of this family without scales that a checkpoint could set")
             }
             Self::Vllm => Reads { scaled: [true; 3], why: None },
             Self::Sglang if !SGLANG_RENAMED.contains(&family) && !SGLANG_INNER.contains(&family) => {

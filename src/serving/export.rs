@@ -8,6 +8,7 @@ use super::settings::{HF_QUANT, Settings, hf_quant_config};
 use crate::error::{Error, Result};
 use crate::file::{place_of, write_atomically, write_folder};
 use crate::model::{Checkpoint, INDEX, WeightFiles};
+use crate::plan::OperandDescales;
 use crate::scale::Descale;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -124,7 +125,7 @@ pub fn export(
     let mut config = Settings::read(&from.join("config.json"))?;
     let method = config.method();
     let spec = checkpoint.spec();
-    let reads = options.engine.reads(&spec.family, config.model_type(), method);
+    let reads = options.engine.reads(spec, config.model_type(), method);
     options.check(spec, method, reads)?;
     let files = WeightFiles::open(&from)?;
 
@@ -252,6 +253,7 @@ impl Certificate {
                 OperandCertificate::new(vec![1.0], needed(false), true)
             }))
         };
+        let prefill = prefill_notes(layers);
         let layers = layers
             .iter()
             .map(|layer| {
@@ -274,10 +276,28 @@ impl Certificate {
             granularity: if options.per_head { "head" } else { "tensor" },
             scales_file: reads.any().then_some(SCALES_FILE),
             safe,
-            notes: notes(&layers, options, reads, method),
+            notes: [notes(&layers, options, reads, method), prefill].concat(),
             layers,
         })
     }
+}
+
+/// What latent attention needs where prefill casts its expanded form at 1.0, as vLLM and TensorRT-LLM can be told to.
+fn prefill_notes(layers: &[LayerScales]) -> Vec<String> {
+    let expanded: Vec<_> = layers.iter().filter_map(|layer| layer.expanded.as_ref()).collect();
+    if expanded.is_empty() {
+        return vec![];
+    }
+    let row = |one: fn(&OperandDescales) -> &[Descale]| {
+        expanded.iter().flat_map(|descales| one(descales)).map(|scale| scale.get()).fold(0.0, f32::max)
+    };
+    let loads = [row(|d| &d.q), row(|d| &d.k), row(|d| d.v.as_deref().unwrap_or_default())];
+    let [q, k, v] = loads.map(|load| format!("{load:.3}"));
+    let safe = if loads.iter().all(|load| *load <= 1.0) { "safe" } else { "not certified" };
+    vec![
+        "q is the absorbed query here, k and v the cached row of latent and rotated key.".to_owned(),
+        format!("FP8 prefill casts q, k and v of each head at 1.0: {safe}, the bounds are {q}, {k} and {v} of 448."),
+    ]
 }
 
 /// What to know before serving.

@@ -1,7 +1,7 @@
 //! The scales of a layer, and the file that holds them.
 
 use super::engine::{Engine, Operand};
-use crate::bound::LayerBounds;
+use crate::bound::{LayerBounds, MlaBounds};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
 use crate::model::{AttentionSpec, LayerWeights, attention_module};
@@ -13,6 +13,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 /// What the operands of one layer need: the certain bounds with rounding over 448, one entry a KV head.
+///
+/// With latent attention they are those of the absorbed form, which an FP8 cache holds: k and v are the cached row `[latent, k_pe]`,
+/// of one entry, and q is the absorbed query, of one entry a head.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LayerScales {
     /// The model's own number of the layer.
@@ -25,6 +28,9 @@ pub struct LayerScales {
     pub k: Vec<Descale>,
     /// Values; `None` where they have no bound (OLMo 2).
     pub v: Option<Vec<Descale>>,
+    /// Latent attention: q, k and v of each head, as prefill has them. `None` without.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expanded: Option<OperandDescales>,
     /// Query heads.
     #[serde(skip)]
     pub n_q_heads: usize,
@@ -34,18 +40,32 @@ impl LayerScales {
     /// The scales of a layer by its weights: the operand descales of a calibration, without its logit bounds.
     ///
     /// # Errors
-    /// As [`LayerGeometry::new`] and [`LayerBounds::operands`].
+    /// As [`LayerGeometry::new`] and [`LayerBounds::operands`]; with latent attention as [`MlaBounds::operands`].
     pub fn new(spec: &AttentionSpec, weights: LayerWeights<'_>) -> Result<Self> {
         let index = weights.layer;
-        let geometry = LayerGeometry::new(spec, weights)?;
-        let bounds = LayerBounds::operands(&geometry)?;
-        let operands = OperandDescales::from_bounds(&bounds, Granularity::Head)
-            .map_err(|error| error.within(spec.place(index)))?;
         let own = spec.layer(index)?;
         let module = attention_module(&spec.family, &spec.prefix, own.number)
             .ok_or_else(|| Error::unsupported(format_args!("family `{}` has no names for its layers", spec.family)))?;
-        let OperandDescales { q, k, v, .. } = operands;
-        Ok(Self { layer: own.number, module, q, k, v, n_q_heads: own.n_q_heads })
+        let within = |error: Error| error.within(spec.place(index));
+        let (layer, n_q_heads) = (own.number, own.n_q_heads);
+        let descales = |bounds: &LayerBounds| OperandDescales::from_bounds(bounds, Granularity::Head).map_err(within);
+        if weights.mla.is_some() {
+            let bounds = MlaBounds::operands(spec, weights)?;
+            let expanded = Some(descales(&bounds.expanded)?);
+            let q: Result<Vec<_>> = bounds.absorbed_q.iter().map(|bound| bound.descale()).collect();
+            let row = vec![bounds.cache().descale().map_err(within)?];
+            return Ok(Self {
+                layer,
+                module,
+                q: q.map_err(within)?,
+                k: row.clone(),
+                v: Some(row),
+                expanded,
+                n_q_heads,
+            });
+        }
+        let OperandDescales { q, k, v, .. } = descales(&LayerBounds::operands(&LayerGeometry::new(spec, weights)?)?)?;
+        Ok(Self { layer, module, q, k, v, expanded: None, n_q_heads })
     }
 
     /// The row of an operand.

@@ -39,6 +39,14 @@ impl ScaleStream {
         Ok(Self { stream: LayerStream::new(config, file, names)? })
     }
 
+    /// The stream of one tensor-parallel rank: see [`LayerStream::of_rank`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn of_rank(self, ranks: usize) -> Result<Self> {
+        Ok(Self { stream: self.stream.of_rank(ranks)? })
+    }
+
     /// What the attention is.
     pub fn spec(&self) -> &AttentionSpec {
         self.stream.spec()
@@ -47,6 +55,11 @@ impl ScaleStream {
     /// Whether attention reads a tensor of this name: others need not be pushed.
     pub fn wants(&self, name: &str) -> bool {
         self.stream.wants(name)
+    }
+
+    /// Where the tensors of an attention layer are, for a caller that gathers them from a loaded model: see [`LayerStream`].
+    pub fn tensors(&self) -> &LayerStream {
+        &self.stream
     }
 
     /// Takes a tensor and gives the scales of the layers that it completes. Tensors that attention does not read are ignored.

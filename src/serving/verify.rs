@@ -180,9 +180,9 @@ impl Found {
             (Engine::Vllm, _) if self.consolidated => {
                 text("vLLM loads the `consolidated` safetensors of this folder, which have none of these names")
             }
-            (Engine::Vllm, Method::Plain) => {
-                text("the config has no `quantization_config`, and vLLM refuses the checkpoint by the scale's name")
-            }
+            (Engine::Vllm, Method::Plain) => text(
+                "the config has no `quantization_config`, and vLLM would refuse the checkpoint because of the scales in it",
+            ),
             (Engine::Sglang, Method::Plain) => {
                 text("the config has no `quantization_config`, so SGLang reads no scale")
             }
@@ -217,7 +217,7 @@ impl Found {
     }
 
     fn audit(&self, engine: Engine, spec: &AttentionSpec, layers: &[LayerScales]) -> Audit {
-        let reads = engine.reads(&spec.family, self.config.model_type(), self.method);
+        let reads = engine.reads(spec, self.config.model_type(), self.method);
         let blocked = self.blocked(engine).filter(|_| reads.any());
         let loaded: Vec<[Option<Stored>; 3]> =
             layers.iter().map(|layer| Operand::ALL.map(|operand| self.loaded(engine, spec, layer, operand))).collect();

@@ -6,7 +6,7 @@
 //! under `T G_Q T` and `T^-1 G_K T^-1`; a T of powers of two that equalises the two diagonals costs no rounding and takes
 //! badly scaled channels out. Then, with `A = G_Q + delta I = L L^T` (delta only lets the factorisation of a singular
 //! Gram succeed and errs upwards), `sigma^2 <= lambda_max(L^T G_K L) + e_K lambda_max(A) + e_Q lambda_max(G_K) + e_Q e_K`.
-//! Cost: `2 d r^2 (n_q + n_kv)` flop a layer, half of it saved by symmetry, and the same again for raw weights.
+//! Cost: `2 d r^2 (n_q + n_kv)` FLOP per layer, half of it saved by symmetry, and the same again for raw weights.
 
 use super::dense::UNIT;
 use crate::geometry::{Channels, HeadOperator, LayerGeometry, PANEL, dot};
@@ -88,23 +88,21 @@ fn rounding(d: usize) -> f64 {
 /// `matrix += P^T P` on the lower block triangle; `panel` holds the `n x r` P, channel after channel.
 fn add_symmetric_product(panel: &[f64], n: usize, matrix: &mut DMatrix<f64>) {
     let r = matrix.nrows();
-    // nalgebra's path for tiny products (below 6) reads strided views out of bounds; a narrow panel is a few dots.
-    if n < 8 {
-        for row in 0..r {
-            for col in 0..=row {
-                let (a, b) = (&panel[row * n..][..n], &panel[col * n..][..n]);
-                matrix[(row, col)] += a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-            }
-        }
-        return;
-    }
+    let channel = |c: usize| &panel[c * n..][..n];
     for row in (0..r).step_by(BLOCK) {
         let rows = BLOCK.min(r - row);
-        let left = &panel[row * n..(row + rows) * n];
-        let left =
-            DMatrixView::<f64, Dyn, Dyn>::from_slice_with_strides_generic(left, Dyn(rows), Dyn(n), Dyn(n), Dyn(1));
         for col in (0..=row).step_by(BLOCK) {
             let cols = BLOCK.min(r - col);
+            // nalgebra's path for tiny products (a size below 6) reads strided views out of bounds; a few dots are as fast.
+            if n.min(rows).min(cols) < 8 {
+                for (i, j) in (0..rows).flat_map(|i| (0..cols).map(move |j| (row + i, col + j))) {
+                    matrix[(i, j)] += channel(i).iter().zip(channel(j)).map(|(a, b)| a * b).sum::<f64>();
+                }
+                continue;
+            }
+            let left = &panel[row * n..(row + rows) * n];
+            let left =
+                DMatrixView::<f64, Dyn, Dyn>::from_slice_with_strides_generic(left, Dyn(rows), Dyn(n), Dyn(n), Dyn(1));
             let right = DMatrixView::from_slice(&panel[col * n..(col + cols) * n], n, cols);
             matrix.view_mut((row, col), (rows, cols)).gemm(1.0, &left, &right, 1.0);
         }

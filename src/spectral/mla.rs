@@ -26,11 +26,9 @@ use std::ops::Range;
 /// Steps of the golden section: they leave a hundredth of a per cent.
 const SECTION_STEPS: usize = 24;
 
-/// Spectral facts of one layer. Channels of k and v have as `floor` what an input error of length 1 can add.
+/// What bounds of the operands need. Channels of k and v have as `floor` what an input error of length 1 can add.
 #[derive(Clone, Debug)]
-pub struct MlaSpectrum {
-    /// One entry a head.
-    pub heads: Vec<MlaHeadSpectrum>,
+pub struct MlaOperands {
     /// Channels of the queries, `d_nope` and then `d_rope` a head.
     pub q: Vec<Channels>,
     /// Channels of the keys that come from the latent.
@@ -39,6 +37,17 @@ pub struct MlaSpectrum {
     pub v: Vec<Channels>,
     /// Channels of the shared rotated key.
     pub k_pe: Channels,
+    /// Channels of the absorbed query of each head, one for each of the latent.
+    pub absorbed: Vec<Vec<AbsorbedChannel>>,
+}
+
+/// Spectral facts of one layer.
+#[derive(Clone, Debug)]
+pub struct MlaSpectrum {
+    /// What bounds of the operands need.
+    pub operands: MlaOperands,
+    /// One entry a head.
+    pub heads: Vec<MlaHeadSpectrum>,
     /// Certified `||D||`.
     pub norm_k_pe: f64,
 }
@@ -62,8 +71,6 @@ pub struct MlaHeadSpectrum {
     pub norm_k: f64,
     /// `||K||` without the latent's gain, as the absorbed query meets it.
     pub norm_k_raw: f64,
-    /// Channels of the absorbed query, one for each of the latent.
-    pub absorbed: Vec<AbsorbedChannel>,
 }
 
 /// Channel j of the absorbed query `K^T q_nope`, K without the latent's gain; upper bounds.
@@ -79,12 +86,19 @@ pub struct AbsorbedChannel {
     pub sum: f64,
 }
 
-impl MlaSpectrum {
-    /// The facts of a layer.
+/// The Gram of a head's queries, and `||A||`.
+type QueryGram = (Gram, f64);
+
+impl MlaOperands {
+    /// The channels of a layer, without the norms that bounds of logits need.
     ///
     /// # Errors
     /// If a weight is not finite, or squares underflow; the message names tensor, head and channel.
     pub fn new(geometry: &MlaGeometry<'_>) -> Result<Self> {
+        Self::with_grams(geometry).map(|(operands, _)| operands)
+    }
+
+    fn with_grams(geometry: &MlaGeometry<'_>) -> Result<(Self, Vec<QueryGram>)> {
         let all = |heads: &[HeadOperator<'_>], pairs: &[(usize, usize)]| {
             heads.par_iter().map(|head| head.channels(pairs)).collect::<Result<Vec<_>>>()
         };
@@ -94,10 +108,30 @@ impl MlaSpectrum {
         let k_pe = geometry.k_pe.channels(geometry.k_pe_pairs())?;
         let q = all(&geometry.q, &geometry.q_pairs())?;
         let (k, v) = (unit(&geometry.k)?, unit(&geometry.v)?);
-        let shared = SharedKey::new(geometry, &k_pe);
-        let head = |head: usize| head_spectrum(geometry, &shared, &geometry.q[head], &geometry.k[head], &q[head]);
-        let heads = (0..q.len()).into_par_iter().map(head).collect();
-        Ok(Self { heads, q, k, v, k_pe, norm_k_pe: shared.norm })
+        let n = geometry.mla.d_nope;
+        let head = |head: usize| {
+            let gram = Gram::of(&geometry.q[head]);
+            let a = gram.part(0..n);
+            let norm = norm_of(&a);
+            let absorbed = absorbed(&geometry.k[head].without_norm(), &a, norm, &q[head].floor[..n]);
+            (absorbed, (gram, norm))
+        };
+        let (absorbed, grams) = (0..q.len()).into_par_iter().map(head).unzip();
+        Ok((Self { q, k, v, k_pe, absorbed }, grams))
+    }
+}
+
+impl MlaSpectrum {
+    /// The facts of a layer.
+    ///
+    /// # Errors
+    /// As [`MlaOperands::new`].
+    pub fn new(geometry: &MlaGeometry<'_>) -> Result<Self> {
+        let (operands, grams) = MlaOperands::with_grams(geometry)?;
+        let shared = SharedKey::new(geometry, &operands.k_pe);
+        let head = |(query, key): (&QueryGram, &HeadOperator<'_>)| head_spectrum(geometry, &shared, query, key);
+        let heads = grams.par_iter().zip(&geometry.k).map(head).collect();
+        Ok(Self { operands, heads, norm_k_pe: shared.norm })
     }
 }
 
@@ -146,17 +180,15 @@ fn norm_of(gram: &Gram) -> f64 {
 fn head_spectrum(
     geometry: &MlaGeometry<'_>,
     shared: &SharedKey,
-    q: &HeadOperator<'_>,
+    (gram, norm_nope): &QueryGram,
     k: &HeadOperator<'_>,
-    q_channels: &Channels,
 ) -> MlaHeadSpectrum {
-    let (n, r) = (geometry.mla.d_nope, q.shape().0);
+    let (n, r, norm_nope) = (geometry.mla.d_nope, gram.matrix.nrows(), *norm_nope);
     let [rho_q, rho_c, rho] =
         [geometry.q_radius_square(), geometry.latent_radius_square(), geometry.d_model as f64].map(f64::sqrt);
-    let gram = Gram::of(q);
     let (a, b) = (gram.part(0..n), gram.part(n..r));
     let keys = Gram::of(k);
-    let (norm_nope, norm_rope) = (norm_of(&a), norm_of(&b));
+    let norm_rope = norm_of(&b);
 
     let product = |q: &Gram, k: &Gram| HeadGrams { q, k }.sigma_square().upper.sqrt();
     let nope = rho_c * product(&a, &keys);
@@ -171,20 +203,18 @@ fn head_spectrum(
     let joint = shared
         .majorants(geometry, &b)
         .iter()
-        .map(|z| joint_square(&gram, &keys.times(rho_c * rho_c), &z.times(rho * rho), parts))
+        .map(|z| joint_square(gram, &keys.times(rho_c * rho_c), &z.times(rho * rho), parts))
         .fold(f64::INFINITY, f64::min);
     let split = rho_q * (parts.0 + parts.1);
-    let raw = k.without_norm();
     MlaHeadSpectrum {
         logit: split.min(rho_q * joint.sqrt()),
         split,
         constant: rho_q * constant_norm(geometry, &b, &shared.constant, norm_rope),
-        norm_q: norm_of(&gram),
+        norm_q: norm_of(gram),
         norm_nope,
         norm_rope,
         norm_k: norm_of(&keys),
-        norm_k_raw: norm_of(&Gram::of(&raw)),
-        absorbed: absorbed(&raw, &a, norm_nope, &q_channels.floor[..n]),
+        norm_k_raw: norm_of(&Gram::of(&k.without_norm())),
     }
 }
 

@@ -17,7 +17,7 @@ mod spectrum;
 pub use gram::{Gram, GramPair, LayerGrams};
 pub use gram_engine::GramEngine;
 pub use head_grams::HeadGrams;
-pub use mla::{AbsorbedChannel, MlaHeadSpectrum, MlaSpectrum};
+pub use mla::{AbsorbedChannel, MlaHeadSpectrum, MlaOperands, MlaSpectrum};
 pub use power::{PowerEngine, PowerState, PowerVectors, certified_inflation, summed_norm};
 pub use scan::{Scan, scan_positions};
 pub use spectrum::{

@@ -1,6 +1,6 @@
 //! Norms that hold over every relative position.
 //!
-//! Under RoPE the logit of positions m and n sees `M_D = W_Q R_D W_K^T`, `D = n - m`, and `||M_D||` can pass `||M_0||`
+//! Under RoPE the logit of positions m and n sees `M_D = W_Q R_D W_K^T`, `D = n - m`, and `||M_D||` can exceed `||M_0||`
 //! (the paper's Corollary 3.6 assumes that it does not). `R_D` is block diagonal with a rotation of each channel pair,
 //! so it commutes with any scaling that is constant on pairs.
 

@@ -1,4 +1,4 @@
-//! The statistics that an attention call leaves in device memory (`kernels/common/step_stats.cuh`), one row a layer.
+//! The statistics that an attention call leaves in device memory (`kernels/common/step_stats.cuh`), one row per layer.
 
 use bytemuck::{Pod, Zeroable};
 

@@ -1,6 +1,6 @@
 //! What each scaling policy does when the weights move.
 //!
-//! A scenario drives one [`Runtime`](crate::runtime::Runtime) a policy through the same weights and tokens and sets the
+//! A scenario drives one [`Runtime`](crate::runtime::Runtime) per policy through the same weights and tokens and reports the
 //! results side by side.
 //!
 //! | scenario | steps | weights |

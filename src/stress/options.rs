@@ -1,4 +1,4 @@
-//! What a scenario does, and what a run is asked for.
+//! The scenarios, and the options of a run.
 
 use super::tokens::TokenFile;
 use crate::attention::Precision;

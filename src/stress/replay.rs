@@ -1,7 +1,7 @@
 //! Recorded maxima through the policies that work from maxima.
 //!
-//! A trace holds one amax a layer and tensor of every recorded step. There are no values to cast, so an overflow counts
-//! a tensor whose amax passes its descale's range, and there is no SQNR or KL. Steps between recorded ones are missing:
+//! A trace holds one amax per layer and tensor of every recorded step. There are no values to cast, so an overflow counts
+//! a tensor whose amax exceeds its descale's range, and there is no SQNR or KL. Steps between recorded ones are missing:
 //! a history of 16 spans 160 steps of training where every tenth was recorded.
 
 use super::lab::{Seen, Tally, scaled};

@@ -1,4 +1,4 @@
-//! What a run gives: one summary a policy, one row a step, policy and layer.
+//! The result of a run: one summary per policy, one row per step, policy and layer.
 
 use super::metrics::Quantiles;
 use super::options::{Mode, Scenario};

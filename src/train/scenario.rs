@@ -1,4 +1,4 @@
-//! `resume` and `lr-spike`: every policy in a run of its own, and all in shadow on the control's.
+//! `resume` and `lr-spike`: one run per policy, and all policies in shadow on the control run.
 
 use super::Casts;
 use super::model::{LAYERS, ModelKind};

@@ -377,7 +377,7 @@ fn a_state_of_heterogeneous_layers_resumes() {
         let error = Runtime::resume(&other, config, read.clone()).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("n_q_heads"), "{error}");
         let newer = RuntimeState { version: 2, ..read };
-        assert!(Runtime::resume(&spec, config, newer).unwrap_err().to_string().contains("a newer version, 2"));
+        assert!(Runtime::resume(&spec, config, newer).unwrap_err().to_string().contains("has version 2"));
     }
     let plain = Runtime::new(&preset("mistral-7b").unwrap(), PolicyKind::DelayedTe.into()).unwrap().state();
     assert_eq!((plain.version, plain.policy.version), (STATE_VERSION, 1));
@@ -430,7 +430,7 @@ fn what_does_not_fit_is_named() {
     let kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"];
     says(gemma(json!({"num_kv_shared_layers": 1, "layer_types": kinds})), "no layer of its kind has its own");
     says(gemma(json!({"head_dim": 512})), "head dimension 512");
-    says(json!({"model_type": "mimo_v2_flash"}), "narrower than its keys");
+    says(json!({"model_type": "mimo_v2_flash"}), "differ in width");
     // A missing tensor is named by the model's own number.
     let (folder, mut tensors) = (tempfile::tempdir().unwrap(), draw(&decilm()));
     tensors.0.remove("model.layers.2.self_attn.v_proj.weight");

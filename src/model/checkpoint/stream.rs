@@ -6,8 +6,8 @@
 use super::{Checkpoint, Content, Entry, QkNormStored, Shard};
 use crate::error::{Error, Result};
 use crate::model::config::Config;
-use crate::model::layout::ProjectionName;
-use crate::model::spec::{AttentionSpec, GainForm};
+use crate::model::layout::{LayerNames, ProjectionName};
+use crate::model::spec::{AttentionSpec, GainForm, QkNormScope};
 use crate::model::weights::LayerWeights;
 use safetensors::Dtype;
 use std::collections::{BTreeSet, HashMap};
@@ -53,7 +53,41 @@ impl LayerStream {
             checkpoint.count_biases()?;
         }
         checkpoint.tensors.clear();
-        let mut stream = Self { layers: vec![], readers: HashMap::new(), prefix: None, free: vec![], checkpoint };
+        let stream = Self { layers: vec![], readers: HashMap::new(), prefix: None, free: vec![], checkpoint };
+        Ok(stream.begun())
+    }
+
+    /// The same of one tensor-parallel rank of `ranks`: its share of every layer's heads, in tensors laid out as the family's own.
+    /// KV heads are shared out, or each is on as many ranks where there are fewer.
+    ///
+    /// # Errors
+    /// `is_argument` if the heads cannot be shared out evenly, `is_unsupported` if q and k are normalised over all heads together.
+    pub fn of_rank(mut self, ranks: usize) -> Result<Self> {
+        let spec = &mut self.checkpoint.config.spec;
+        if ranks != 1 && spec.qk_norm.is_some_and(|norm| norm.scope == QkNormScope::Joint) {
+            return Err(Error::unsupported(
+                "q or k are normalized over all heads together, but a rank holds only some of them: pass ranks=1",
+            ));
+        }
+        for layer in &mut spec.layers {
+            let n_kv = if layer.mla.is_some() { layer.n_q_heads } else { layer.n_kv_heads };
+            let uneven = |a: usize, b: usize| b == 0 || !a.is_multiple_of(b);
+            if uneven(layer.n_q_heads, ranks) || (uneven(n_kv, ranks) && uneven(ranks, n_kv)) {
+                return Err(Error::argument(format_args!(
+                    "{ranks} ranks cannot share {} query and {n_kv} KV heads evenly",
+                    layer.n_q_heads
+                )));
+            }
+            layer.n_q_heads /= ranks;
+            layer.n_kv_heads = (n_kv / ranks).max(1);
+        }
+        (self.layers, self.readers) = (vec![], HashMap::new());
+        Ok(self.begun())
+    }
+
+    /// With the layers that wait for their tensors.
+    fn begun(mut self) -> Self {
+        let stream = &mut self;
         for index in 0..stream.spec().layers.len() {
             let layer = stream.needs(index);
             let scales = layer.weights.iter().flat_map(|weight| scales_of(weight));
@@ -65,7 +99,7 @@ impl LayerStream {
             }
             stream.layers.push(layer);
         }
-        Ok(stream)
+        self
     }
 
     /// What the attention is.
@@ -73,8 +107,24 @@ impl LayerStream {
         self.checkpoint.spec()
     }
 
+    /// Names of a layer's tensors, without prefix.
+    pub fn names(&self, layer: usize) -> LayerNames {
+        self.checkpoint.config.names(&self.spec().layers[layer])
+    }
+
+    /// What a layer waits for: of each entry one of the names, without prefix.
+    pub fn wanted(&self, layer: usize) -> &[Vec<String>] {
+        &self.layers[layer].needs
+    }
+
+    /// What may stand in front of every name.
+    pub fn prefixes(&self) -> &[&'static str] {
+        &self.checkpoint.config.prefixes
+    }
+
     fn needs(&self, index: usize) -> Layer {
-        let config = &self.checkpoint.config;
+        let checkpoint = &self.checkpoint;
+        let config = &checkpoint.config;
         let (spec, own) = (&config.spec, &config.spec.layers[index]);
         let names = config.names(own);
         let with = |name: &str, suffixes: &[&str]| -> Vec<String> {
@@ -89,7 +139,15 @@ impl LayerStream {
                 needs.push(with(&place.name, &["bias"]));
             }
         }
-        let weights = projections.map(|(place, _)| format!("{}.weight", place.name));
+        let mut weights = projections.map(|(place, _)| format!("{}.weight", place.name)).to_vec();
+        if let Some(mla) = &names.mla {
+            needs.push(with(&mla.k_pe.name, &["weight"]));
+            if checkpoint.has_shared_key_bias() {
+                needs.push(with(&mla.k_pe.name, &["bias"]));
+            }
+            needs.extend(mla.q_norm.iter().chain([&mla.kv_norm]).map(|name| with(name, &["weight"])));
+            weights.push(format!("{}.weight", mla.k_pe.name));
+        }
         if let Some(name) = &names.norm {
             if spec.norm.gain != GainForm::Unit {
                 needs.push(with(name, &["weight", "gamma"]));
@@ -112,7 +170,6 @@ impl LayerStream {
         }
         needs.sort_unstable();
         needs.dedup();
-        let mut weights = weights.to_vec();
         weights.dedup();
         Layer { needs, weights, read: false }
     }

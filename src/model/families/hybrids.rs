@@ -1,4 +1,4 @@
-//! Families of which only some layers have softmax attention, a row each.
+//! Families in which only some layers have softmax attention, one row each.
 
 use super::parts::*;
 use super::schema::{

@@ -1,4 +1,4 @@
-//! Families with multi-head latent attention, a row each.
+//! Families with multi-head latent attention, one row each.
 
 use super::parts::*;
 use super::schema::{

@@ -1,4 +1,4 @@
-//! The families whose attention reads a LayerNorm, a row each.
+//! The families whose attention reads a LayerNorm, one row each.
 
 use super::parts::*;
 use super::schema::{

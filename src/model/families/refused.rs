@@ -33,9 +33,8 @@ const NORMED_KEY: &str =
     "its latent attention also normalizes the shared rotated key, and its layers differ in their sizes";
 const SHARED_LATENT: &str = "some of its layers take the cached latents of earlier ones";
 const ALIBI: &str = "ALiBi adds a position bias to the logits";
-const NARROW_VALUES: &str = "its values are narrower than its keys, and a head has one width here";
-const TURNED_LAYERS: &str =
-    "its layers differ in the base and the rotated share of their rotation, and one of each is read";
+const NARROW_VALUES: &str = "its values and keys differ in width; only one width per head is supported";
+const TURNED_LAYERS: &str = "its layers differ in RoPE base and rotated share; only one of each per model is supported";
 const RELATIVE: &str = "relative position terms are added to the logits";
 
 /// Settings refused in every family.

@@ -1,4 +1,4 @@
-//! The families whose attention reads an RMSNorm or has its norms behind the projections, a row each.
+//! Families whose attention reads an RMSNorm, or has its norms after the projections, one row each.
 
 use super::parts::*;
 use super::schema::{

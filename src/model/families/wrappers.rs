@@ -1,4 +1,4 @@
-//! Model types that wrap the text model of `text_config`, a row each.
+//! Model types that wrap the text model of `text_config`, one row each.
 
 use super::schema::Wrapper;
 
