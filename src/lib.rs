@@ -5,6 +5,8 @@
 pub mod attention;
 pub mod bound;
 pub mod calibrate;
+#[cfg(feature = "cli")]
+pub mod cli;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 #[cfg(feature = "cuda")]

@@ -1,9 +1,7 @@
-//! The `sigmascale` command. Everything is in [`cli`].
-
-mod cli;
+//! The `sigmascale` command. Everything is in [`sigmascale::cli`].
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    cli::run(std::env::args_os())
+    ExitCode::from(sigmascale::cli::run(std::env::args_os()))
 }

@@ -6,11 +6,11 @@ use super::numbers::{count, real};
 use super::output::{OutputArgs, write_file};
 use super::progress;
 use super::table::{Table, range, short};
+use crate::bound::{BoundKind, Tail};
+use crate::calibrate::{Calibration, ChosenC, Estimator, Options, Profile, calibrate_config};
+use crate::plan::Granularity;
+use crate::{Descale, Error, Result};
 use clap::ValueEnum;
-use sigmascale::bound::{BoundKind, Tail};
-use sigmascale::calibrate::{Calibration, ChosenC, Estimator, Options, Profile, calibrate_config};
-use sigmascale::plan::Granularity;
-use sigmascale::{Descale, Error, Result};
 use std::fmt::Write;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -21,7 +21,7 @@ use std::time::Instant;
 pub struct Args {
     /// Preset name, config.json, .safetensors file (config beside it) or checkpoint folder
     model: String,
-    /// Failure probability of the isotropic bounds, over all that the next three count
+    /// Failure probability of the isotropic bounds over all tokens, sequences and steps given below
     #[arg(long, default_value_t = 1e-6, value_parser = real)]
     delta: f64,
     /// Tokens per sequence in the union bound
@@ -51,7 +51,7 @@ pub struct Args {
     /// Use this constant in place of c_star, and report the failure probability that it amounts to; needs --as-paper
     #[arg(long, value_name = "VALUE", value_parser = real)]
     c: Option<f64>,
-    /// Also write the file of scales that `export --for vllm` puts beside the weights; the file alone is read by no engine
+    /// Also write the scales to FILE; engines load them only as part of `export`
     #[arg(long, value_name = "FILE.safetensors")]
     export_scales: Option<PathBuf>,
     #[command(flatten)]
@@ -133,7 +133,7 @@ pub fn run(args: Args) -> Result<()> {
     let profile = match model {
         Model::Config(_) if args.export_scales.is_some() => {
             return Err(Error::argument(format_args!(
-                "--export-scales needs weights, but {} is a config alone: pass a checkpoint folder",
+                "--export-scales needs weights, but {} has none: pass a checkpoint folder",
                 args.model
             )));
         }

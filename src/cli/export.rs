@@ -4,9 +4,9 @@ use super::model::{Model, files};
 use super::output::OutputArgs;
 use super::progress;
 use super::table::{Table, range, short, wrapped};
+use crate::serving::{self, Engine, ExportOptions, OperandCertificate};
+use crate::{Error, Result};
 use clap::ValueEnum;
-use sigmascale::serving::{self, Engine, ExportOptions, OperandCertificate};
-use sigmascale::{Error, Result};
 use std::fmt::Write;
 use std::path::PathBuf;
 
@@ -62,7 +62,7 @@ pub fn run(args: Args) -> Result<()> {
     args.output.check_not_read(("--to", Some(&args.to)), &files(&args.model, &model))?;
     let Model::Checkpoint(checkpoint) = model else {
         return Err(Error::argument(format_args!(
-            "export needs weights, but {} is a config alone: pass a checkpoint folder",
+            "export needs weights, but {} has none: pass a checkpoint folder",
             args.model
         )));
     };

@@ -2,9 +2,9 @@
 
 use super::output::OutputArgs;
 use super::table::wrapped;
+use crate::Result;
+use crate::model::{KnownFamily, Support, known_families};
 use serde::Serialize;
-use sigmascale::Result;
-use sigmascale::model::{KnownFamily, Support, known_families};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 

@@ -1,8 +1,8 @@
 //! What the cache of latent attention needs, as a table.
 
 use super::table::{Table, range, short};
-use sigmascale::Descale;
-use sigmascale::calibrate::MlaProfile;
+use crate::Descale;
+use crate::calibrate::MlaProfile;
 
 /// A row a layer, by its number.
 pub fn table<'p>(layers: impl Iterator<Item = (usize, &'p MlaProfile)>) -> String {

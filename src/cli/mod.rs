@@ -18,6 +18,7 @@ mod latent;
 mod model;
 mod numbers;
 mod output;
+pub mod pages;
 mod progress;
 mod stress;
 mod svg;
@@ -27,7 +28,6 @@ mod verify;
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
-use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
 
 /// FP8 attention scales from the weights alone
@@ -54,8 +54,8 @@ enum Command {
     Families(families::Args),
 }
 
-/// Parses, runs, reports; never panics on a closed pipe.
-pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+/// Parses the arguments, the command's name first, runs, reports, and returns the exit code. Never panics on a closed pipe.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(error) => {
@@ -63,9 +63,9 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             return match error.print() {
                 Err(unwritten) if unwritten.kind() != ErrorKind::BrokenPipe => {
                     let _ = writeln!(std::io::stderr(), "error: cannot write: {unwritten}");
-                    ExitCode::FAILURE
+                    1
                 }
-                _ => ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2)),
+                _ => u8::try_from(error.exit_code()).unwrap_or(2),
             };
         }
     };
@@ -79,20 +79,21 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             EnvFilter::new(level)
         }),
     };
-    tracing_subscriber::fmt()
+    // A process that logs already keeps its own subscriber.
+    let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         // Log lines are plain everywhere: colours would need a feature of their own.
         .with_ansi(false)
         .with_writer(|| progress::Log)
         .log_internal_errors(false)
-        .init();
+        .try_init();
     let failed = if matches!(cli.command, Command::Verify(_)) { 3 } else { 1 };
     let result = match cli.command {
         Command::Calibrate(args) => calibrate::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Export(args) => export::run(args),
         Command::Verify(args) => match verify::run(args) {
-            Ok(false) => return ExitCode::from(1),
+            Ok(false) => return 1,
             safe => safe.map(|_| ()),
         },
         Command::Stress(args) => stress::run(args),
@@ -102,10 +103,10 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Families(args) => families::run(args),
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => 0,
         Err(error) => {
             let _ = writeln!(std::io::stderr(), "error: {}", output::printable(&error.to_string()));
-            ExitCode::from(if error.is_argument() { 2 } else { failed })
+            if error.is_argument() { 2 } else { failed }
         }
     }
 }

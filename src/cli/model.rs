@@ -1,9 +1,9 @@
-//! A model in a line.
+//! A model in one line.
 
-pub use sigmascale::model::ModelSource as Model;
+pub use crate::model::ModelSource as Model;
 
-use sigmascale::calibrate::ModelSummary;
-use sigmascale::model::{NormKind, PerLayer, QkNormScope, RopeLayout, preset};
+use crate::calibrate::ModelSummary;
+use crate::model::{NormKind, PerLayer, QkNormScope, RopeLayout, preset};
 use std::path::PathBuf;
 
 /// The files that are read for a model argument; none for a preset.

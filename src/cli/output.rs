@@ -1,9 +1,9 @@
 //! Where a result goes.
 
+use crate::file::{check_not_read, check_target, place_of, write_atomically};
+use crate::{Error, Result};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
-use sigmascale::file::{check_not_read, check_target, place_of, write_atomically};
-use sigmascale::{Error, Result};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! Axes and openings of the pictures.
+//! Axes and headers of the pictures.
 
 use super::html::escape;
 

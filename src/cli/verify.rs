@@ -1,4 +1,4 @@
-//! `sigmascale verify`: which scales an engine would use, beside those that the weights need.
+//! `sigmascale verify`: which scales an engine would use, and which the weights need.
 
 use super::export::EngineArg;
 use super::html::{Page, html_table};
@@ -6,9 +6,9 @@ use super::model::{Model, files};
 use super::output::{OutputArgs, write_file};
 use super::progress;
 use super::table::{Table, range, wrapped};
+use crate::serving::{self, Audit, AuditEntry, Engine, Verdict};
+use crate::{Error, Result};
 use serde::Serialize;
-use sigmascale::serving::{self, Audit, AuditEntry, Engine, Verdict};
-use sigmascale::{Error, Result};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 pub struct Args {
     /// Checkpoint folder
     checkpoint: String,
-    /// Engine whose loader is asked [default: the one that it was exported for, else vllm; the others in short]
+    /// Engine whose loading rules apply [default: that of the export, else vllm; the others are summarized]
     #[arg(long = "for", value_enum, value_name = "ENGINE")]
     engine: Option<EngineArg>,
     /// Print JSON, as --format json
@@ -32,11 +32,11 @@ pub struct Args {
 
 /// The audit that was asked for, and those of the other engines.
 #[derive(Serialize)]
-struct Report {
+pub struct Report {
     #[serde(flatten)]
-    audit: Audit,
+    pub audit: Audit,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    others: Vec<Audit>,
+    pub others: Vec<Audit>,
 }
 
 /// Runs the command; whether the checkpoint is safe.
@@ -52,7 +52,7 @@ pub fn run(mut args: Args) -> Result<bool> {
     args.output.check_not_read(("--html", args.html.as_deref()), &files(&args.checkpoint, &model))?;
     let Model::Checkpoint(checkpoint) = model else {
         return Err(Error::argument(format_args!(
-            "verify needs weights, but {} is a config alone: pass a checkpoint folder",
+            "verify needs weights, but {} has none: pass a checkpoint folder",
             args.checkpoint
         )));
     };
@@ -141,7 +141,8 @@ fn table(report: &Report) -> String {
     out
 }
 
-fn page(report: &Report) -> String {
+/// The page.
+pub fn page(report: &Report) -> String {
     let mut page =
         Page::new(&report.audit.model, "FP8 attention scales against the certain bounds", &summary(&report.audit));
     for audit in std::iter::once(&report.audit).chain(&report.others) {

@@ -2,29 +2,31 @@
 
 use super::csv::{Csv, CsvArgs};
 use super::timing::device;
+use crate::attention::{AttentionCall, AttentionShape, Mask, PvAccumulator, Sequence};
 use crate::cli::numbers::{count, whole};
+use crate::cuda::Stream;
+use crate::device::attention::{
+    AttentionEngine, BackwardEngine, Element, Resident, ResidentBackward, RopeTables, Setup,
+};
+use crate::fp8::{Format, OnOverflow};
+use crate::{Error, Result};
 use half::bf16;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use rayon::prelude::*;
-use sigmascale::attention::{AttentionShape, PvAccumulator};
-use sigmascale::cuda::Stream;
-use sigmascale::device::attention::{
-    AttentionEngine, BackwardEngine, Element, Resident, ResidentBackward, RopeTables, Setup,
-};
-use sigmascale::fp8::{Format, OnOverflow};
-use sigmascale::{Error, Result};
 
 /// The attention kernel and its casts
 ///
 /// Each figure is the median of --reps event-timed replays of a CUDA graph with one launch for each of --sets inputs, after
-/// --warmup, so that launching from the host costs nothing (--no-graph times single launches). FLOPs = 4 B Hq D for each pair
-/// of a query and a key that it sees. Kernels: `fp8` is the attention alone, on E4M3 operands with V in the kernel's own layout;
+/// --warmup, so that launching from the host costs nothing (--no-graph times single launches). FLOPs = 2 B Hq (D + Dv) for each
+/// pair of a query and a key that it sees. Kernels: `fp8` is the attention alone, on E4M3 operands with V in the kernel's own layout;
 /// `fp8+reorder` starts from row-major E4M3 operands, V's reordering included. `+telemetry` adds maximum and minimum of the
 /// logits and amax of the output, `+o8` writes E4M3, `+logits8` passes the logits through E4M3. `cast` and `cast+rope` are the
 /// cast alone from BF16; `e2e` is cast and attention from BF16, `+rope` with the rotation in the cast, `+serial` without the
-/// overlap of the two, `+whole` without splitting calls that have few queries.
+/// overlap of the two, `+whole` without splitting calls that have few queries. `+window-N` lets a query see its own key and the
+/// N - 1 before it, `+sink` and `+cap` add sinks and a soft-cap of 50. `+packed` takes the sequences as one packed batch, `+tail`
+/// sequences of half of all rows, a quarter, and so on.
 ///
 /// With --backward: forward, backward and both of a training step, one row each. `fp8` starts from what a cast left, `e2e` from
 /// BF16. FLOPs of the backward count 2.5 times. peak_mib is memory beside q, k, v and dO: output, log-sum-exp, saved operands,
@@ -32,9 +34,9 @@ use sigmascale::{Error, Result};
 #[derive(clap::Args)]
 #[command(allow_negative_numbers = true)]
 pub struct Args {
-    /// heads_q x heads_kv x head_dim, comma separated
+    /// heads_q x heads_kv x head_dim, and x head_dim of v where it is another (64x64x192x128), comma separated
     #[arg(long, default_value = "64x8x128,32x32x64", value_delimiter = ',', value_parser = parse_shape)]
-    shapes: Vec<[usize; 3]>,
+    shapes: Vec<[usize; 4]>,
     /// Lengths of keys, and of queries unless --queries says otherwise
     #[arg(long, default_value = "1024,2048,4096,8192,16384", value_delimiter = ',', value_parser = count)]
     seqlens: Vec<usize>,
@@ -77,9 +79,13 @@ pub struct Args {
     output: CsvArgs,
 }
 
-fn parse_shape(text: &str) -> Result<[usize; 3], String> {
+fn parse_shape(text: &str) -> Result<[usize; 4], String> {
     let numbers: Option<Vec<usize>> = text.split('x').map(|number| number.parse().ok()).collect();
-    let shape = numbers.and_then(|numbers| numbers.try_into().ok());
+    let shape = match numbers.as_deref() {
+        Some(&[heads_q, heads_kv, d]) => Some([heads_q, heads_kv, d, d]),
+        Some(&[heads_q, heads_kv, d_head, d_v]) => Some([heads_q, heads_kv, d_head, d_v]),
+        _ => None,
+    };
     shape.ok_or_else(|| "a shape is heads_q x heads_kv x head_dim, such as 64x8x128".into())
 }
 
@@ -96,6 +102,11 @@ struct Timed {
     logits_e4m3: bool,
     serial: bool,
     whole: bool,
+    window: Option<usize>,
+    sink: bool,
+    cap: bool,
+    packed: bool,
+    tail: bool,
 }
 
 impl Timed {
@@ -122,9 +133,17 @@ impl Timed {
                 "logits8" => timed.logits_e4m3 = true,
                 "serial" => timed.serial = true,
                 "whole" => timed.whole = true,
+                "sink" => timed.sink = true,
+                "cap" => timed.cap = true,
+                "packed" => timed.packed = true,
+                "tail" => timed.tail = true,
+                _ if part.starts_with("window-") => {
+                    timed.window =
+                        Some(part["window-".len()..].parse().map_err(|_| format!("{text}: {part} has no number"))?);
+                }
                 _ => {
                     return Err(format!(
-                        "{text}: unknown part {part}: reorder, rope, telemetry, o8, logits8, serial or whole"
+                        "{text}: unknown part {part}: reorder, rope, telemetry, o8, logits8, serial, whole, window-N, sink, cap, packed or tail"
                     ));
                 }
             }
@@ -134,6 +153,46 @@ impl Timed {
         }
         timed.telemetry |= timed.logits_e4m3;
         Ok(timed)
+    }
+
+    /// Which keys a query sees.
+    fn mask(&self, causal: bool) -> Mask {
+        match self.window {
+            Some(window) => Mask { causal, ..Mask::sliding(window) },
+            None => Mask { causal, ..Mask::NONE },
+        }
+    }
+
+    /// The rows of a packed batch, if it is one.
+    fn sequences(&self, sizes: &AttentionShape) -> Option<Vec<Sequence>> {
+        let AttentionShape { batch, len_q, len_k, .. } = *sizes;
+        let shares = |total: usize| -> Vec<usize> {
+            let mut ends = vec![0];
+            while self.tail && ends[ends.len() - 1] < total {
+                let left = total - ends[ends.len() - 1];
+                ends.push(total - if left > 128 { left / 2 } else { 0 });
+            }
+            if self.tail { ends } else { (0..=batch).map(|b| b * (total / batch)).collect() }
+        };
+        (self.packed || self.tail).then(|| {
+            let (q, k) = (shares(batch * len_q), shares(batch * len_k));
+            let both = q.windows(2).zip(k.windows(2));
+            both.map(|(q, k)| Sequence { q: q[0]..q[1], k: k[0]..k[1] }).collect()
+        })
+    }
+
+    /// Pairs of a query and a key that it sees, of one head; those of whole sequences as others count them.
+    fn pairs(&self, sizes: &AttentionShape, causal: bool) -> f64 {
+        let AttentionShape { batch, len_q, len_k, .. } = *sizes;
+        if self.window.is_none() && !self.tail {
+            return batch as f64 * pairs(len_q, len_k, causal);
+        }
+        let mask = self.mask(causal);
+        let of = |q: usize, k: usize| (0..q).map(|row| mask.visible(row, q, k).len() as f64).sum::<f64>();
+        self.sequences(sizes).map_or_else(
+            || batch as f64 * of(len_q, len_k),
+            |sequences| sequences.iter().map(|s| of(s.q.len(), s.k.len())).sum(),
+        )
     }
 }
 
@@ -151,36 +210,36 @@ pub fn run(args: Args) -> Result<()> {
     } else {
         "kernel,heads_q,heads_kv,head_dim,seqlen,batch,causal,ms,tflops"
     });
-    for [heads_q, heads_kv, d_head] in shapes {
+    for [heads_q, heads_kv, d_head, d_v] in shapes {
+        let dims = if d_v == d_head { d_head.to_string() } else { format!("{d_head}/{d_v}") };
         let lengths = seqlens.iter().flat_map(|&len| {
             let queries = if queries.is_empty() { vec![len] } else { queries.clone() };
             queries.into_iter().map(move |len_q| (len_q, len))
         });
         for (len_q, len) in lengths {
             let batch = (tokens / len).max(1);
-            let sizes = AttentionShape {
-                batch,
-                n_q_heads: heads_q,
-                n_kv_heads: heads_kv,
-                len_q,
-                len_k: len,
-                d_head,
-                d_v: d_head,
-            };
+            let sizes =
+                AttentionShape { batch, n_q_heads: heads_q, n_kv_heads: heads_kv, len_q, len_k: len, d_head, d_v };
             sizes.check_on_gpu()?;
             if !queries.is_empty() {
                 csv.line(&format!("# {len_q} queries a sequence"));
             }
             let operands = Operands::draw(&sizes);
             for causal in [false, true].into_iter().filter(|causal| *causal || !args.causal) {
-                let shape = format!("{heads_q},{heads_kv},{d_head},{len},{batch},{}", u8::from(causal));
-                let flops = 4.0 * (batch * heads_q * d_head) as f64 * pairs(len_q, len, causal);
-                let tflops = |ms: f32, times: f64| format!("{:.1}", times * flops / f64::from(ms) / 1e9);
+                let shape = format!("{heads_q},{heads_kv},{dims},{len},{batch},{}", u8::from(causal));
+                let rate = |timed: &Timed, ms: f32, times: f64| {
+                    let flops = 2.0 * (heads_q * (d_head + d_v)) as f64 * timed.pairs(&sizes, causal);
+                    format!("{:.1}", times * flops / f64::from(ms) / 1e9)
+                };
                 if backward {
                     let engine = AttentionEngine::new(&device)?;
                     for row in training_step(&timing, &engine, &operands, &sizes, causal, accumulator)? {
                         let (name, ms) = (row.name, row.ms);
-                        csv.line(&format!("{name},{shape},{ms:.4},{},{:.1}", tflops(ms, row.flops), row.mib));
+                        csv.line(&format!(
+                            "{name},{shape},{ms:.4},{},{:.1}",
+                            rate(&Timed::default(), ms, row.flops),
+                            row.mib
+                        ));
                     }
                     continue;
                 }
@@ -196,8 +255,8 @@ pub fn run(args: Args) -> Result<()> {
                         (true, false) => sets[i].cast(engine, stream),
                         _ => sets[i].attend(engine, stream),
                     })?;
-                    let rate = if timed.attention { tflops(ms, 1.0) } else { String::new() };
-                    csv.line(&format!("{},{shape},{ms:.4},{rate}", timed.name));
+                    let tflops = if timed.attention { rate(timed, ms, 1.0) } else { String::new() };
+                    csv.line(&format!("{},{shape},{ms:.4},{tflops}", timed.name));
                 }
             }
         }
@@ -295,9 +354,9 @@ impl Operands {
             (0..sizes.len_k * sizes.d_head / 2).map(|_| rng.random_range(0.0..std::f32::consts::TAU)).collect();
         Self {
             q: normal(sizes.q_shape(), 1),
-            k: normal(sizes.kv_shape(), 2),
-            v: normal(sizes.kv_shape(), 3),
-            d_out: normal(sizes.q_shape(), 4),
+            k: normal(sizes.k_shape(), 2),
+            v: normal(sizes.v_shape(), 3),
+            d_out: normal(sizes.out_shape(), 4),
             cosine: angles.iter().map(|a| a.cos()).collect(),
             sine: angles.iter().map(|a| a.sin()).collect(),
         }
@@ -314,10 +373,18 @@ impl Operands {
     ) -> Result<Resident> {
         // As the scripts of the peers: descales of 1, logits within a tenth of the range.
         let (ones, logit) = (vec![1.0; sizes.n_kv_heads], vec![0.1; sizes.n_q_heads]);
+        let sequences = timed.sequences(sizes);
+        let packed =
+            AttentionShape { batch: 1, len_q: sizes.batch * sizes.len_q, len_k: sizes.batch * sizes.len_k, ..*sizes };
+        let sinks = timed.sink.then(|| vec![0.0; sizes.n_q_heads]);
         let setup = Setup {
-            sizes: *sizes,
-            causal,
-            softmax_scale: (sizes.d_head as f32).sqrt().recip(),
+            call: AttentionCall {
+                mask: timed.mask(causal),
+                soft_cap: timed.cap.then_some(50.0),
+                sinks: sinks.as_deref(),
+                sequences: sequences.as_deref(),
+                ..AttentionCall::causal(if sequences.is_some() { packed } else { *sizes })
+            },
             operands: if timed.reorder { Element::E4m3 } else { Element::Bf16 },
             descales: [&ones, &ones, &ones],
             logit: timed.logits_e4m3.then_some(&logit[..]),
@@ -411,7 +478,8 @@ mod tests {
         for wrong in ["bf16", "fp8+fast", "e2e+reorder", "cast+reorder", "fp8+reorder+rope"] {
             assert!(Timed::parse(wrong).is_err(), "{wrong}");
         }
-        assert_eq!(parse_shape("64x8x128").unwrap(), [64, 8, 128]);
+        assert_eq!(parse_shape("64x8x128").unwrap(), [64, 8, 128, 128]);
+        assert_eq!(parse_shape("64x64x192x128").unwrap(), [64, 64, 192, 128]);
         assert!(parse_shape("64x8").is_err() && parse_shape("axbxc").is_err());
     }
 }

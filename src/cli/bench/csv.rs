@@ -1,9 +1,9 @@
 //! Lines of CSV: printed as they come, or kept for a file.
 
+use crate::Result;
 use crate::cli::output::write_file;
+use crate::file::{check_not_read, check_target};
 use clap::ValueEnum;
-use sigmascale::Result;
-use sigmascale::file::{check_not_read, check_target};
 use std::io::Write;
 use std::path::PathBuf;
 

@@ -5,8 +5,8 @@ mod csv;
 mod spectral;
 mod timing;
 
+use crate::Result;
 use clap::Subcommand;
-use sigmascale::Result;
 
 /// GPU timings, as CSV
 #[derive(clap::Args)]

@@ -5,19 +5,19 @@
 
 use super::csv::{Csv, CsvArgs};
 use super::timing::{copy_bandwidth, device, median_us};
+use crate::bound::Tail;
 use crate::cli::model::{Model, files};
+use crate::cuda::{Buffer, Device, DevicePtr, Stream, compiler_version};
+use crate::device::policy::{BoundSource, PolicyEngine};
+use crate::device::scale::{
+    DeviceMatrix, DeviceWeights, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine, SummedPowerEngine,
+};
+use crate::model::{AttentionSpec, GainForm, LayerSpec, NormKind, RopeLayout, preset};
+use crate::policy::PolicyKind;
+use crate::{Error, Result};
 use half::bf16;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use sigmascale::bound::Tail;
-use sigmascale::cuda::{Buffer, Device, DevicePtr, Stream, compiler_version};
-use sigmascale::device::policy::{BoundSource, PolicyEngine};
-use sigmascale::device::scale::{
-    DeviceMatrix, DeviceWeights, Dtype, LayerInput, PowerEngine, ProjectionInput, ScaleEngine, SummedPowerEngine,
-};
-use sigmascale::model::{AttentionSpec, GainForm, LayerSpec, NormKind, RopeLayout, preset};
-use sigmascale::policy::PolicyKind;
-use sigmascale::{Error, Result};
 use std::sync::Arc;
 
 /// Scales from weights in device memory, against one read of the weights

@@ -1,7 +1,7 @@
 //! The GPU and its clock.
 
-use sigmascale::cuda::{Device, Event, Stream};
-use sigmascale::{Error, Result};
+use crate::cuda::{Device, Event, Stream};
+use crate::{Error, Result};
 
 /// The GPU to measure on.
 ///

@@ -1,7 +1,7 @@
 //! The GPU half of `doctor`.
 
 use super::report::{Fact, Gpu};
-use sigmascale::{Result, cuda};
+use crate::{Result, cuda};
 use std::path::PathBuf;
 
 /// What the driver and the compiler say, and the folder of compiled kernels.

@@ -5,9 +5,9 @@ mod gpu;
 mod report;
 
 use super::output::OutputArgs;
+use crate::Result;
+use crate::model::preset_names;
 use report::{Cache, Cpu, Report};
-use sigmascale::Result;
-use sigmascale::model::preset_names;
 use std::fmt::Write;
 use std::path::PathBuf;
 

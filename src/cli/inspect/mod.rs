@@ -1,14 +1,14 @@
 //! `sigmascale inspect`: the spectral profile of a checkpoint, as table, JSON or page.
 
-mod page;
+pub mod page;
 
 use super::latent;
 use super::model::{Model, headline};
 use super::output::{OutputArgs, write_file};
 use super::progress;
 use super::table::{Table, range, short, wrapped};
-use sigmascale::calibrate::{Calibration, Inspection, Options, Statistics};
-use sigmascale::{Error, Result};
+use crate::calibrate::{Calibration, Inspection, Options, Statistics};
+use crate::{Error, Result};
 use std::path::PathBuf;
 
 /// Spectral profile of a checkpoint: sigma per layer and head, stable rank, RoPE ratio, certain logit bound
@@ -33,7 +33,7 @@ pub fn run(args: Args) -> Result<()> {
     args.output.check_not_read(("--html", args.html.as_deref()), &super::model::files(&args.checkpoint, &model))?;
     let Model::Checkpoint(checkpoint) = model else {
         return Err(Error::argument(format_args!(
-            "inspect needs weights, but {} is a config alone: pass a checkpoint folder or a .safetensors file",
+            "inspect needs weights, but {} has none: pass a checkpoint folder or a .safetensors file",
             args.checkpoint
         )));
     };

@@ -1,10 +1,10 @@
 //! The page of a checkpoint: sigma per layer and head, as the paper's Figure 1, and the numbers behind it.
 
+use crate::calibrate::{HeadInspection as Head, Inspection, LayerInspection as Layer};
 use crate::cli::html::{Figure, Page, escape, html_table};
 use crate::cli::model::headline;
 use crate::cli::svg::{Axis, extremes, label, open_svg};
 use crate::cli::table::short;
-use sigmascale::calibrate::{HeadInspection as Head, Inspection, LayerInspection as Layer};
 use std::fmt::Write;
 
 /// What tells the two certain bounds apart.

@@ -4,9 +4,9 @@ use super::policies::PolicyArgs;
 use crate::cli::model::{Model, files};
 use crate::cli::numbers::{count, real, whole};
 use crate::cli::output::OutputArgs;
+use crate::stress::{Mode, StressOptions, TokenFile};
+use crate::{Error, Result};
 use clap::ValueEnum;
-use sigmascale::stress::{Mode, StressOptions, TokenFile};
-use sigmascale::{Error, Result};
 use std::path::PathBuf;
 
 /// All six policies side by side under a checkpoint load, a weight spike, a refit or recorded maxima
@@ -153,7 +153,7 @@ impl Args {
         }
         if self.device == Device::Cuda {
             #[cfg(feature = "cuda")]
-            sigmascale::cuda::require().map_err(|error| error.within("--device cuda"))?;
+            crate::cuda::require().map_err(|error| error.within("--device cuda"))?;
         }
         Ok(StressOptions {
             mode: match self.mode {
@@ -210,7 +210,7 @@ impl Args {
 
     #[cfg(feature = "train")]
     fn names_training_model(&self) -> bool {
-        self.model.as_deref().and_then(sigmascale::train::ModelKind::of).is_some()
+        self.model.as_deref().and_then(crate::train::ModelKind::of).is_some()
     }
 
     #[cfg(not(feature = "train"))]

@@ -1,8 +1,8 @@
-//! Line charts: a curve for each policy over steps or layers.
+//! Line charts: one curve per policy over steps or layers.
 
 use crate::cli::svg::{Axis, label, open_svg};
 use crate::cli::table::brief;
-use sigmascale::policy::PolicyKind;
+use crate::policy::PolicyKind;
 use std::fmt::Write;
 
 /// Width of a chart: a phone's.

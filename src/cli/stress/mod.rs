@@ -3,7 +3,7 @@
 mod args;
 mod chart;
 mod outcome;
-mod page;
+pub mod page;
 mod policies;
 mod table;
 #[cfg(feature = "train")]
@@ -11,15 +11,16 @@ mod training;
 mod words;
 
 pub use args::Args;
+pub use outcome::Results;
 
 use super::model::Model;
 use super::output::write_file;
 use super::progress;
+use crate::stress::{Progress, Scenario, StressModel, StressOptions, Trace, replay, run_with_progress};
+use crate::{Error, Result};
 use args::{Choice, NEEDS_TRAIN};
 use indicatif::ProgressBar;
-use outcome::{LeftOut, Results, Run};
-use sigmascale::stress::{Progress, Scenario, StressModel, StressOptions, Trace, replay, run_with_progress};
-use sigmascale::{Error, Result};
+use outcome::{LeftOut, Run};
 use std::path::{Path, PathBuf};
 
 /// Runs the command.

@@ -1,7 +1,7 @@
 //! What a command ran and what it left out.
 
+use crate::stress::StressResult;
 use serde::Serialize;
-use sigmascale::stress::StressResult;
 
 /// One scenario.
 #[derive(Serialize)]
@@ -10,7 +10,7 @@ pub struct Run {
     pub stress: StressResult,
     #[cfg(feature = "train")]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub training: Option<sigmascale::train::Training>,
+    pub training: Option<crate::train::Training>,
 }
 
 impl Run {

@@ -7,8 +7,8 @@ use super::words::{self, RANGE, rows};
 use crate::cli::html::{Figure, Page, escape, html_table};
 use crate::cli::svg::{Axis, label, open_svg};
 use crate::cli::table::brief;
-use sigmascale::policy::PolicyKind;
-use sigmascale::stress::{Mode, StressResult, TraceRow};
+use crate::policy::PolicyKind;
+use crate::stress::{Mode, StressResult, TraceRow};
 use std::fmt::Write;
 
 /// Most dots that a row of a strip shows.

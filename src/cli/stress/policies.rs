@@ -1,11 +1,11 @@
 //! Which policies run, and their parameters.
 
 use crate::cli::numbers::{count, real};
-use clap::ValueEnum;
-use sigmascale::policy::{
+use crate::policy::{
     AmaxAlgorithm, AutoCConfig, DelayedPaperConfig, DelayedTeConfig, PolicyConfig, PolicyKind, PolicyShape, Pooling,
 };
-use sigmascale::{Error, Result};
+use crate::{Error, Result};
+use clap::ValueEnum;
 
 /// Options of the policies; absent ones keep the policy's default.
 #[derive(clap::Args)]

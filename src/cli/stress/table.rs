@@ -3,7 +3,7 @@
 use super::outcome::Results;
 use super::words;
 use crate::cli::table::{Table, brief, wrapped};
-use sigmascale::stress::{PolicySummary, StressResult};
+use crate::stress::{PolicySummary, StressResult};
 use std::fmt::Write;
 
 /// Cells of one policy, the same on the terminal and on the page.

@@ -4,15 +4,15 @@ use super::args::{Args, CastKind, Choice};
 use super::chart::{Curve, Frame, curves, legend};
 use super::outcome::Run;
 use super::words::{RANGE, mode_name, rows};
+use crate::bound::Tail;
 use crate::cli::html::{Figure, Page, html_table};
 use crate::cli::progress;
 use crate::cli::svg::Axis;
 use crate::cli::table::{Table, brief, wrapped};
-use sigmascale::bound::Tail;
-use sigmascale::policy::{PolicyKind, Tensor};
-use sigmascale::stress::{Scenario, StressOptions, StressResult};
-use sigmascale::train::{Arm, Casts, LabOptions, ModelKind, TrainOptions, TrainRun, Training, run_with_progress};
-use sigmascale::{Error, Result};
+use crate::policy::{PolicyKind, Tensor};
+use crate::stress::{Scenario, StressOptions, StressResult};
+use crate::train::{Arm, Casts, LabOptions, ModelKind, TrainOptions, TrainRun, Training, run_with_progress};
+use crate::{Error, Result};
 
 /// Heads of [`cells`].
 const HEADS: [&str; 9] = [

@@ -3,8 +3,8 @@
 //! Verdicts come first, one line per policy; then what a reader needs to know before comparing numbers.
 
 use crate::cli::table::brief;
-use sigmascale::policy::PolicyKind;
-use sigmascale::stress::{Mode, PolicySummary, SPIKE, SPIKE_STEP, Scenario, StressResult, TensorSlack, TraceRow};
+use crate::policy::PolicyKind;
+use crate::stress::{Mode, PolicySummary, SPIKE, SPIKE_STEP, Scenario, StressResult, TensorSlack, TraceRow};
 
 /// Largest finite E4M3 value.
 pub const RANGE: f64 = 448.0;

@@ -1,0 +1,22 @@
+//! The pages that commands write with `--html`, for programs that hold a result: one self-contained document each.
+
+use super::stress::Results;
+use super::{inspect, stress, verify};
+use crate::calibrate::Inspection;
+use crate::serving::Audit;
+use crate::stress::StressResult;
+
+/// The page of `sigmascale inspect`.
+pub fn of_inspection(inspection: &Inspection) -> String {
+    inspect::page::render(inspection)
+}
+
+/// The page of `sigmascale stress`.
+pub fn of_stress(result: StressResult) -> String {
+    stress::page::render(&Results::One(Box::new(result.into())))
+}
+
+/// The page of `sigmascale verify`.
+pub fn of_audit(audit: Audit) -> String {
+    verify::page(&verify::Report { audit, others: vec![] })
+}
