@@ -139,7 +139,7 @@ def inspect(model, *, weights=None):
 
     ``model`` and ``weights`` as for :func:`calibrate`; a config alone is an :class:`ArgumentError`.
     """
-    return Inspection(json.loads(_native.inspect(_source(model, weights))))
+    return Inspection._of(_native.inspect(_source(model, weights)))
 
 
 def export_scales(model, file, *, weights=None, **options):
@@ -198,7 +198,7 @@ def stress(
         "device": text("device", device),
         "trace": file("trace", trace),
     }
-    return StressRun(json.loads(_native.stress(text("scenario", scenario), arguments)))
+    return StressRun._of(_native.stress(text("scenario", scenario), arguments))
 
 
 def descales(profile):

@@ -1,4 +1,7 @@
-"""Results: dicts of the command line's JSON whose repr is one line."""
+"""Results: dicts of the command line's JSON whose repr is one line, and which a notebook shows as the command's page."""
+
+import html
+import json
 
 
 def _count(number, what):
@@ -15,14 +18,40 @@ class Profile(dict):
         return f"<sigmascale calibration of {model['name']}: {_count(model['layers'], 'layer')}, {what}{bound}>"
 
 
-class Inspection(dict):
+class _Paged(dict):
+    """A result with a page."""
+
+    _page = None
+
+    @classmethod
+    def _of(cls, result):
+        """Of the JSON and the page that the native half gives."""
+        text, page = result
+        made = cls(json.loads(text))
+        made._page = page
+        return made
+
+    def to_html(self):
+        """The page that the command writes with ``--html``: one document, no scripts, nothing loaded from elsewhere."""
+        if self._page is None:
+            raise ValueError(f"{self!r} has no page: it is a copy, call to_html() of the result itself")
+        return self._page
+
+    def _repr_html_(self):
+        if self._page is None:
+            return None
+        # A frame of its own keeps the page's style out of the notebook.
+        return f'<iframe srcdoc="{html.escape(self._page)}" style="width:100%;height:640px;border:0"></iframe>'
+
+
+class Inspection(_Paged):
     """What :func:`inspect` gives."""
 
     def __repr__(self):
         return f"<sigmascale inspection of {self['model']['name']}: {_count(len(self['layers']), 'layer')}>"
 
 
-class StressRun(dict):
+class StressRun(_Paged):
     """What :func:`stress` gives."""
 
     def __repr__(self):
@@ -40,7 +69,7 @@ class Export(dict):
         return f"<sigmascale export of {self['model']} for {self['engine']}: {_count(len(self['layers']), 'layer')}, {safe}>"
 
 
-class Audit(dict):
+class Audit(_Paged):
     """What :func:`verify` gives."""
 
     def __repr__(self):

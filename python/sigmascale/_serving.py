@@ -4,7 +4,7 @@ import json
 import os
 
 from . import _native
-from ._arguments import flag, text
+from ._arguments import flag, text, whole
 from ._errors import ArgumentError
 from ._offline import _SAFETENSORS, _path, _source, _stored
 from ._results import Audit, Export
@@ -28,25 +28,28 @@ def verify(folder, engine=None):
     Without ``engine``: the one that the folder was exported for, else vLLM, and the others under ``others``.
     """
     engine = None if engine is None else text("engine", engine)
-    first, *others = json.loads(_native.verify(_path("folder", folder), engine))
-    return Audit(first | {"others": [Audit(other) for other in others]} if others else first)
+    first, *others = map(Audit._of, _native.verify(_path("folder", folder), engine))
+    if others:
+        first["others"] = others
+    return first
 
 
 class ScaleStream:
     """Scales of a model while its weights arrive, in any order: those of a layer as soon as it is complete.
 
     ``config`` is a ``config.json``, its folder, a dict or a config of Hugging Face transformers. ``names`` are those of all tensors
-    to come; they are needed only where a bias is stored that the config does not tell of. The scales are the bits of
+    to come; they are needed only where a bias is stored that the config does not tell of. ``ranks``: the tensors are those of one
+    of so many tensor-parallel ranks, with its own heads. The scales are the bits of
     :func:`calibrate`, whatever the order; where tensors come layer by layer, those of one layer are held.
 
     A layer is a dict: ``layer`` (the model's own number), ``module``, ``q``, ``k`` and ``v`` (the descale of each KV head; v is None
     without a bound), ``scale`` (one a tensor, rounded up to BF16, as engines take it) and ``names`` of it by engine.
     """
 
-    def __init__(self, config, *, names=()):
+    def __init__(self, config, *, names=(), ranks=1):
         source = _source(config, None)
         content, _, name = _read(source) if isinstance(source, str) else source
-        self._native = _native.ScaleStream(content, name, [str(name) for name in names])
+        self._native = _native.ScaleStream(content, name, [str(name) for name in names], whole("ranks", ranks, least=1))
         self.layers = {}
 
     def push(self, name, tensor):

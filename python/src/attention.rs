@@ -3,17 +3,34 @@
 use crate::device::stream;
 use crate::errors::raise;
 use crate::work::{OnDevice, on_device};
+use pyo3::intern;
 use pyo3::prelude::*;
-use sigmascale::attention::{AttentionCall, AttentionShape, Mask, PvAccumulator};
+use sigmascale::attention::{AttentionShape, Mask, PvAccumulator};
 use sigmascale::cuda::{Device, DevicePtr};
 use sigmascale::device::attention::{
-    BackwardEngine, BackwardTensors, Cuda, Delta, Descales, Element, SavedOperands, Tensors, View,
+    BackwardEngine, BackwardTensors, Cuda, Delta, Descales, Element, SavedOperands, Sequences, Tensors, Terms, View,
 };
 use sigmascale::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 
-/// A tensor: address, type, shape and strides in elements.
-type Array = (u64, String, Vec<usize>, Vec<i64>);
+/// A tensor of PyTorch: address, type, shape and strides in elements.
+pub struct Array(pub u64, pub String, pub Vec<usize>, pub Vec<i64>);
+
+impl<'py> FromPyObject<'_, 'py> for Array {
+    type Error = PyErr;
+
+    fn extract(tensor: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let py = tensor.py();
+        let dtype = tensor.getattr(intern!(py, "dtype"))?.str()?;
+        let dtype = dtype.to_str()?;
+        Ok(Self(
+            tensor.call_method0(intern!(py, "data_ptr"))?.extract()?,
+            dtype.strip_prefix("torch.").unwrap_or(dtype).to_owned(),
+            tensor.getattr(intern!(py, "shape"))?.extract()?,
+            tensor.call_method0(intern!(py, "stride"))?.extract()?,
+        ))
+    }
+}
 
 fn element(name: &str) -> Result<Element> {
     match name {
@@ -21,64 +38,85 @@ fn element(name: &str) -> Result<Element> {
         "float16" => Ok(Element::F16),
         "float32" => Ok(Element::F32),
         "float8_e4m3fn" => Ok(Element::E4m3),
-        "int32" => Ok(Element::U32),
+        "int32" => Ok(Element::I32),
         "uint8" => Ok(Element::U8),
         other => Err(Error::argument(format_args!("tensors of type {other} are not taken"))),
     }
 }
 
-fn view<const R: usize>(name: &str, (ptr, dtype, shape, strides): &Array) -> Result<View<R>> {
+pub fn view<const R: usize>(name: &str, array: &Array) -> Result<View<R>> {
+    array_of(name, element(&array.1)?, array)
+}
+
+/// A tensor whose elements are taken as `element`.
+pub fn array_of<const R: usize>(name: &str, element: Element, array: &Array) -> Result<View<R>> {
+    let Array(ptr, _, shape, strides) = array;
     let (Ok(shape), Ok(strides)) = (<[usize; R]>::try_from(&shape[..]), <[i64; R]>::try_from(&strides[..])) else {
         return Err(Error::argument(format_args!("{name} must have {R} dimensions, not {}", shape.len())));
     };
     // SAFETY: 1. the package reads these off a live tensor of this device; 2. PyTorch's allocator keeps its memory until
     // the work of its stream has run; 3. outputs are tensors of the package's own, and work is ordered by streams.
-    Ok(unsafe { View::new(DevicePtr(*ptr), element(dtype)?, shape, strides) })
+    Ok(unsafe { View::new(DevicePtr(*ptr), element, shape, strides) })
 }
 
-fn optional<const R: usize>(name: &str, array: &Option<Array>) -> Result<Option<View<R>>> {
+pub fn optional<const R: usize>(name: &str, array: &Option<Array>) -> Result<Option<View<R>>> {
     array.as_ref().map(|array| view(name, array)).transpose()
 }
 
-fn descales([q, k, v]: &[Array; 3]) -> Result<Descales> {
+pub fn descales([q, k, v]: &[Array; 3]) -> Result<Descales> {
     let [q, k, v] = [("q descale", q), ("k descale", k), ("v descale", v)].map(|(name, x)| view(name, x).map(Some));
     Ok(Descales { q: q?, k: k?, v: v?, o: None, logit: None })
 }
 
-fn call(q: &Array, k: &Array, causal: bool, softmax_scale: f64) -> Result<AttentionCall<'static>> {
-    let (&[batch, len_q, n_q_heads, d_head], &[_, len_k, n_kv_heads, _]) = (&q.2[..], &k.2[..]) else {
-        return Err(Error::argument("q and k must be (batch, length, heads, d_head)"));
+fn shape(q: &Array, k: &Array, v: &Array) -> Result<AttentionShape> {
+    let (&[batch, len_q, n_q_heads, d_head], &[_, len_k, n_kv_heads, _], &[.., d_v]) = (&q.2[..], &k.2[..], &v.2[..])
+    else {
+        return Err(Error::argument("q, k and v must be (batch, length, heads, d_head)"));
     };
-    let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head };
-    let mask = if causal { Mask::CAUSAL } else { Mask::NONE };
-    Ok(AttentionCall { mask, softmax_scale, ..AttentionCall::causal(shape) })
+    Ok(AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v })
+}
+
+/// Starts and ends of queries and of keys, and the longest of each.
+type Places = ([Array; 4], usize, usize);
+
+/// Causal, the widths of a window to the left and to the right, softmax scale, soft-cap, sinks, sequences.
+type Conditions = (bool, Option<usize>, Option<usize>, f64, Option<f64>, Option<Array>, Option<Places>);
+
+fn terms((causal, window_left, window_right, softmax_scale, soft_cap, sinks, places): &Conditions) -> Result<Terms> {
+    let sequences = |(places, max_len_q, max_len_k): &Places| {
+        let [q_starts, q_ends, k_starts, k_ends] = places;
+        Ok::<_, Error>(Sequences {
+            q_starts: view("q_starts", q_starts)?,
+            q_ends: view("q_ends", q_ends)?,
+            k_starts: view("k_starts", k_starts)?,
+            k_ends: view("k_ends", k_ends)?,
+            max_len_q: *max_len_q,
+            max_len_k: *max_len_k,
+        })
+    };
+    Ok(Terms {
+        mask: Mask { causal: *causal, window_left: *window_left, window_right: *window_right },
+        softmax_scale: *softmax_scale as f32,
+        soft_cap: soft_cap.map(|cap| cap as f32),
+        sinks: optional("sinks", sinks)?,
+        sequences: places.as_ref().map(sequences).transpose()?,
+    })
 }
 
 /// What a forward takes.
 #[derive(FromPyObject)]
+#[pyo3(from_item_all)]
 pub struct Forward {
-    #[pyo3(item)]
     q: Array,
-    #[pyo3(item)]
     k: Array,
-    #[pyo3(item)]
     v: Array,
-    #[pyo3(item)]
-    out: Array,
-    #[pyo3(item)]
-    lse: Array,
-    #[pyo3(item)]
-    stats: Option<Array>,
-    #[pyo3(item)]
     descales: [Array; 3],
-    #[pyo3(item)]
+    terms: Conditions,
+    out: Array,
+    lse: Array,
+    stats: Option<Array>,
     saved: Option<[Array; 3]>,
-    #[pyo3(item)]
     accumulator: String,
-    #[pyo3(item)]
-    causal: bool,
-    #[pyo3(item)]
-    softmax_scale: f64,
 }
 
 impl Forward {
@@ -93,10 +131,6 @@ impl Forward {
         self.saved.as_ref().map(saved).transpose()
     }
 
-    fn call(&self) -> Result<AttentionCall<'static>> {
-        call(&self.q, &self.k, self.causal, self.softmax_scale)
-    }
-
     fn tensors(&self) -> Result<Tensors> {
         Ok(Tensors {
             q: view("q", &self.q)?,
@@ -108,49 +142,39 @@ impl Forward {
             rope: None,
             out: view("out", &self.out)?,
             lse: Some(view("lse", &self.lse)?),
-            stats: optional("stats", &self.stats)?,
+            // PyTorch has no unsigned words to add to.
+            stats: self.stats.as_ref().map(|stats| array_of("stats", Element::U32, stats)).transpose()?,
         })
     }
 
     fn bytes(&self) -> Result<usize> {
-        Cuda::workspace_bytes(&self.call()?, element(&self.q.1)?, self.accumulator()?, self.saved.is_some())
+        let (shape, element) = (shape(&self.q, &self.k, &self.v)?, element(&self.q.1)?);
+        Cuda::workspace_bytes(&shape, &terms(&self.terms)?, element, self.accumulator()?, self.saved.is_some())
     }
 }
 
 /// What a backward takes: operands in E4M3, and the output of a forward whose sums of P V are unbiased.
 #[derive(FromPyObject)]
+#[pyo3(from_item_all)]
 pub struct Backward {
-    #[pyo3(item)]
     q: Array,
-    #[pyo3(item)]
     k: Array,
-    #[pyo3(item)]
     v: Array,
-    #[pyo3(item)]
-    out: Array,
-    #[pyo3(item)]
-    lse: Array,
-    #[pyo3(item)]
-    d_out: Array,
-    #[pyo3(item)]
-    dq: Array,
-    #[pyo3(item)]
-    dk: Array,
-    #[pyo3(item)]
-    dv: Array,
-    #[pyo3(item)]
     descales: [Array; 3],
-    #[pyo3(item)]
-    causal: bool,
-    #[pyo3(item)]
-    softmax_scale: f64,
-    #[pyo3(item)]
+    terms: Conditions,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    d_sinks: Option<Array>,
     deterministic: bool,
 }
 
 impl Backward {
-    fn call(&self) -> Result<AttentionCall<'static>> {
-        call(&self.q, &self.k, self.causal, self.softmax_scale)
+    fn shape(&self) -> Result<AttentionShape> {
+        shape(&self.q, &self.k, &self.v)
     }
 
     fn tensors(&self) -> Result<BackwardTensors> {
@@ -165,6 +189,7 @@ impl Backward {
             dq: view("dq", &self.dq)?,
             dk: view("dk", &self.dk)?,
             dv: view("dv", &self.dv)?,
+            d_sinks: optional("d_sinks", &self.d_sinks)?,
         })
     }
 }
@@ -194,6 +219,39 @@ impl Attention {
         })
     }
 
+    /// Whether the kernels take heads of these dimensions in causal calls, or in others, with a window, a soft-cap, sinks, and
+    /// sequences.
+    #[staticmethod]
+    fn offers(
+        d_head: usize,
+        d_v: usize,
+        causal: bool,
+        window: bool,
+        soft_cap: bool,
+        sinks: bool,
+        sequences: bool,
+    ) -> bool {
+        let shape = AttentionShape { batch: 1, n_q_heads: 1, n_kv_heads: 1, len_q: 1, len_k: 1, d_head, d_v };
+        // SAFETY: no launch sees it. The address is none that is refused.
+        let one = |element| unsafe { View::<1>::new(DevicePtr(256), element, [1], [1]) };
+        let [q_starts, q_ends, k_starts, k_ends] = [Element::I32; 4].map(one);
+        let terms = Terms {
+            mask: Mask { causal, window_left: window.then_some(0), window_right: None },
+            softmax_scale: 1.0,
+            soft_cap: soft_cap.then_some(1.0),
+            sinks: sinks.then(|| one(Element::F32)),
+            sequences: sequences.then_some(Sequences {
+                q_starts,
+                q_ends,
+                k_starts,
+                k_ends,
+                max_len_q: 1,
+                max_len_k: 1,
+            }),
+        };
+        Cuda::workspace_bytes(&shape, &terms, Element::Bf16, PvAccumulator::F16, true).is_ok()
+    }
+
     /// Bytes of workspace of a forward.
     fn forward_bytes(&self, py: Python<'_>, call: Forward) -> PyResult<usize> {
         call.bytes().map_err(|error| raise(py, &error))
@@ -202,30 +260,31 @@ impl Attention {
     /// Puts cast and attention on the stream.
     fn forward(&self, py: Python<'_>, call: Forward, workspace: Array, stream: u64) -> PyResult<()> {
         on_device(py, || {
-            let (tensors, workspace) = (call.tensors()?, view::<1>("workspace", &workspace)?);
-            let (call, stream) = (call.call()?, self::stream(self.cuda.device(), stream));
+            let (terms, tensors, workspace) = (terms(&call.terms)?, call.tensors()?, view("workspace", &workspace)?);
+            let stream = self::stream(self.cuda.device(), stream);
             // Compilation takes seconds: other threads' calls do not wait for it.
-            self.cuda.prepare(&call, &tensors)?;
+            self.cuda.prepare(&terms, &tensors)?;
             let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
-            self.cuda.launch(&stream, &call, &tensors, &workspace)
+            self.cuda.launch(&stream, &terms, &tensors, &workspace)
         })
     }
 
     /// Bytes of workspace of a backward.
     fn backward_bytes(&self, py: Python<'_>, call: Backward) -> PyResult<usize> {
         let engine = &self.backward[usize::from(call.deterministic)];
-        call.call().and_then(|call| engine.workspace_bytes(&call)).map_err(|error| raise(py, &error))
+        let bytes = |terms| engine.workspace_bytes(&call.shape()?, &terms);
+        terms(&call.terms).and_then(bytes).map_err(|error| raise(py, &error))
     }
 
     /// Puts a backward on the stream.
     fn backward(&self, py: Python<'_>, call: Backward, workspace: Array, stream: u64) -> PyResult<()> {
         on_device(py, || {
             let engine = &self.backward[usize::from(call.deterministic)];
-            let (tensors, workspace) = (call.tensors()?, view::<1>("workspace", &workspace)?);
-            let (call, stream) = (call.call()?, self::stream(self.cuda.device(), stream));
-            engine.prepare(&call)?;
+            let (terms, tensors, workspace) = (terms(&call.terms)?, call.tensors()?, view("workspace", &workspace)?);
+            let stream = self::stream(self.cuda.device(), stream);
+            engine.prepare(&call.shape()?, &terms)?;
             let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
-            engine.backward(&stream, &call, &tensors, &workspace)
+            engine.backward(&stream, &terms, &tensors, &workspace)
         })
     }
 }

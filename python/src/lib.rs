@@ -7,8 +7,10 @@ mod device;
 mod errors;
 mod host;
 mod offline;
+mod paged;
 mod policy;
 mod serving;
+mod specification;
 mod work;
 
 use pyo3::prelude::*;
@@ -16,6 +18,7 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_function(wrap_pyfunction!(offline::command, module)?)?;
     module.add_function(wrap_pyfunction!(offline::calibrate, module)?)?;
     module.add_function(wrap_pyfunction!(offline::inspect, module)?)?;
     module.add_function(wrap_pyfunction!(offline::stress, module)?)?;
@@ -29,7 +32,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(device::gpu, module)?)?;
     module.add_function(wrap_pyfunction!(policy::policy, module)?)?;
     module.add_class::<attention::Attention>()?;
+    module.add_class::<paged::Paged>()?;
     module.add_function(wrap_pyfunction!(host::host_scales, module)?)?;
+    module.add_function(wrap_pyfunction!(specification::host_forward, module)?)?;
+    module.add_function(wrap_pyfunction!(specification::host_backward, module)?)?;
     module.add_class::<host::HostPolicy>()?;
     module.add_class::<device::ScaleEngine>()?;
     module.add_class::<policy::DevicePolicy>()

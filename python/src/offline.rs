@@ -8,6 +8,7 @@ use serde::Serialize;
 use serde_json::json;
 use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{Calibration, Estimator, Inspection, Options, Profile, calibrate_config};
+use sigmascale::cli::{self, pages};
 use sigmascale::cuda;
 use sigmascale::file::{check_not_read, check_target, write_atomically};
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
@@ -15,6 +16,8 @@ use sigmascale::plan::Granularity;
 use sigmascale::policy::PolicyConfig;
 use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, TokenFile, Trace, replay, run};
 use sigmascale::{Error, Result};
+use std::ffi::OsString;
+use std::iter;
 use std::path::{Path, PathBuf};
 
 /// A model as Python names it: a preset or path, or a config with weights in memory.
@@ -120,17 +123,25 @@ pub fn calibrate(py: Python<'_>, source: Source, options: CalibrateOptions) -> P
     detached(py, move |stop| text(&profile(source, options.check()?, stop)?))
 }
 
+/// The command, with the arguments that follow its name; returns its exit code.
 #[pyfunction]
-pub fn inspect(py: Python<'_>, source: Source) -> PyResult<String> {
+pub fn command(py: Python<'_>, arguments: Vec<OsString>) -> u8 {
+    py.detach(|| cli::run(iter::once("sigmascale".into()).chain(arguments)))
+}
+
+/// JSON, and the page of the command line.
+#[pyfunction]
+pub fn inspect(py: Python<'_>, source: Source) -> PyResult<(String, String)> {
     detached(py, move |stop| {
         let profile = profile(source, Options::default(), stop)?;
         if profile.layers.is_none() {
             return Err(Error::argument(
-                "inspect needs weights, and this model is a config alone: give a checkpoint folder, a .safetensors file or \
+                "inspect needs weights, but this model has none: pass a checkpoint folder, a .safetensors file or \
                  weights",
             ));
         }
-        text(&Inspection::new(profile))
+        let inspection = Inspection::new(profile);
+        Ok((text(&inspection)?, pages::of_inspection(&inspection)))
     })
 }
 
@@ -148,7 +159,7 @@ pub fn export_scales(py: Python<'_>, source: Source, file: PathBuf, options: Cal
         }
         let profile = profile(source, options.check()?, stop)?;
         if profile.layers.is_none() {
-            return Err(Error::argument("exported scales need weights, and this model is a config alone"));
+            return Err(Error::argument("exported scales need weights, but this model has none: pass a checkpoint"));
         }
         write_atomically(&file, &profile.scale_file()?)
     })
@@ -228,9 +239,10 @@ impl StressArguments {
     }
 }
 
+/// As [`inspect`].
 #[pyfunction]
-pub fn stress(py: Python<'_>, scenario: String, arguments: StressArguments) -> PyResult<String> {
-    detached(py, move |_| {
+pub fn stress(py: Python<'_>, scenario: String, arguments: StressArguments) -> PyResult<(String, String)> {
+    let result = detached(py, move |_| {
         let known = [
             ("checkpoint-load", Scenario::CheckpointLoad),
             ("weight-spike", Scenario::WeightSpike),
@@ -245,14 +257,16 @@ pub fn stress(py: Python<'_>, scenario: String, arguments: StressArguments) -> P
         match (scenario, &arguments.model, &arguments.trace) {
             (Scenario::Replay, _, Some(file)) => {
                 let name = file.file_stem().unwrap_or(file.as_os_str()).to_string_lossy();
-                text(&replay(&name, &Trace::read(file)?, &options)?)
+                replay(&name, &Trace::read(file)?, &options)
             }
             (Scenario::Replay, _, None) => Err(Error::argument("replay needs a trace")),
             (_, None, _) => Err(Error::argument(format_args!("{} needs a model", scenario.name()))),
             (_, _, Some(_)) => Err(Error::argument("a trace is for replay alone")),
-            (_, Some(name), None) => text(&run(scenario, &arguments.open(name)?, &options)?),
+            (_, Some(name), None) => run(scenario, &arguments.open(name)?, &options),
         }
-    })
+    })?;
+    let json = text(&result).map_err(|error| raise(py, &error))?;
+    Ok((json, pages::of_stress(result)))
 }
 
 /// Names and places of a model's attention tensors, with its spec.
@@ -265,9 +279,7 @@ pub fn layout(py: Python<'_>, config: &str, name: &str) -> PyResult<String> {
         let layers = (0..spec.layers.len())
             .map(|layer| {
                 let (own, names) = (spec.layer(layer)?, layout.layer(layer)?);
-                let one = |place: &sigmascale::model::ProjectionName| {
-                    json!({"name": place.name, "heads": place.heads, "channels": place.channels, "conv1d": place.conv1d})
-                };
+                let one = crate::serving::place;
                 Ok(json!({
                     "number": own.number, "n_q_heads": own.n_q_heads, "n_kv_heads": own.n_kv_heads, "d_head": own.d_head,
                     "q": one(&names.q), "k": one(&names.k), "v": one(&names.v),

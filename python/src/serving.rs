@@ -6,6 +6,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
+use sigmascale::cli::pages;
 use sigmascale::model::{Checkpoint, ModelSource};
 use sigmascale::serving::{self, Engine, ExportOptions, LayerScales, Operand};
 use sigmascale::{Descale, Error, Result};
@@ -28,9 +29,9 @@ fn engine(word: &str) -> Result<Engine> {
 fn checkpoint(model: &str) -> Result<Box<Checkpoint>> {
     match ModelSource::open(model)? {
         ModelSource::Checkpoint(checkpoint) => Ok(checkpoint),
-        ModelSource::Config(_) => Err(Error::argument(format_args!(
-            "weights are needed, and {model} is a config alone: pass a checkpoint folder"
-        ))),
+        ModelSource::Config(_) => {
+            Err(Error::argument(format_args!("weights are needed, but {model} has none: pass a checkpoint folder")))
+        }
     }
 }
 
@@ -49,9 +50,9 @@ pub fn export(
     })
 }
 
-/// The audits of these engines; without one, of all, that which the folder was exported for first.
+/// The audits of these engines, each with its page; without one, of all, that which the folder was exported for first.
 #[pyfunction]
-pub fn verify(py: Python<'_>, folder: String, name: Option<String>) -> PyResult<String> {
+pub fn verify(py: Python<'_>, folder: String, name: Option<String>) -> PyResult<Vec<(String, String)>> {
     detached(py, move |stop| {
         let first = name.as_deref().map(engine).transpose()?;
         let own = || Engine::of_export(Path::new(&folder)).unwrap_or(Engine::Vllm);
@@ -60,7 +61,8 @@ pub fn verify(py: Python<'_>, folder: String, name: Option<String>) -> PyResult<
             let others = Engine::ALL.into_iter().filter(|engine| *engine != engines[0]);
             engines = [engines[0]].into_iter().chain(others).collect();
         }
-        text(&serving::verify(&*checkpoint(&folder)?, &engines, &mut || stop.check())?)
+        let audits = serving::verify(&*checkpoint(&folder)?, &engines, &mut || stop.check())?;
+        audits.into_iter().map(|audit| Ok((text(&audit)?, pages::of_audit(audit)))).collect()
     })
 }
 
@@ -92,17 +94,40 @@ impl<'a> Described<'a> {
     }
 }
 
+/// A projection's place, as JSON.
+pub fn place(place: &sigmascale::model::ProjectionName) -> serde_json::Value {
+    json!({"name": place.name, "heads": place.heads, "channels": place.channels, "conv1d": place.conv1d})
+}
+
 #[pymethods]
 impl ScaleStream {
     #[new]
-    fn new(py: Python<'_>, config: &str, name: &str, names: Vec<String>) -> PyResult<Self> {
+    fn new(py: Python<'_>, config: &str, name: &str, names: Vec<String>, ranks: usize) -> PyResult<Self> {
         serving::ScaleStream::new(config.as_bytes(), Path::new(name), &names)
+            .and_then(|stream| stream.of_rank(ranks))
             .map(|stream| Self(Mutex::new(stream)))
             .map_err(|error| raise(py, &error))
     }
 
     fn wants(&self, name: &str) -> bool {
         self.held().wants(name)
+    }
+
+    /// Where the tensors of each layer are, by names without prefix, as JSON.
+    fn places(&self, py: Python<'_>) -> PyResult<String> {
+        let stream = self.held();
+        let (spec, tensors) = (stream.spec(), stream.tensors());
+        let layer = |(index, own): (usize, &sigmascale::model::LayerSpec)| {
+            let names = tensors.names(index);
+            let module = names.q.name.rsplit_once('.').map_or("", |(module, _)| module);
+            json!({
+                "number": own.number, "module": module, "d_head": own.d_head, "d_model": spec.d_model, "n_q": own.n_q_heads,
+                "n_kv": own.n_kv_heads, "mla": own.mla, "q": place(&names.q), "k": place(&names.k), "v": place(&names.v),
+                "k_pe": names.mla.as_ref().map(|mla| place(&mla.k_pe)), "needs": tensors.wanted(index),
+            })
+        };
+        let layers: Vec<_> = spec.layers.iter().enumerate().map(layer).collect();
+        text(&json!({"prefixes": tensors.prefixes(), "layers": layers})).map_err(|error| raise(py, &error))
     }
 
     /// The layers that a tensor completes, as JSON.
@@ -146,7 +171,7 @@ pub fn refit(
         let one = |(layer, q, k, v): (usize, f32, f32, Option<f32>)| {
             let v = v.map(|v| Descale::new(v).map(|v| vec![v])).transpose()?;
             let (q, k) = (vec![Descale::new(q)?], vec![Descale::new(k)?]);
-            Ok(LayerScales { layer, module: String::new(), q, k, v, n_q_heads: 1 })
+            Ok(LayerScales { layer, module: String::new(), q, k, v, expanded: None, n_q_heads: 1 })
         };
         given.into_iter().map(one).collect()
     };

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: E402
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
 from sigmascale import _native  # noqa: E402
-from sigmascale.torch import _policies  # noqa: E402
+from sigmascale.torch import _policies, _terms  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
 MODEL = pathlib.Path(__file__).resolve().parents[2] / "data" / "tiny-llama"
@@ -136,4 +136,4 @@ def libraries():
 def raw(name):
     """A backend as the probe calls it: E4M3 in, descales (batch, n_kv)."""
     backend = fp8.backend(name)
-    return lambda q, k, v, *descales: backend.forward(q, k, v, descales, False, q.shape[3] ** -0.5)[0]
+    return lambda q, k, v, *descales: backend.forward(q, k, v, descales, _terms.Terms(False, q.shape[3] ** -0.5))[0]

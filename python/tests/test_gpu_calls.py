@@ -84,7 +84,7 @@ def test_the_probe_passes_the_library_and_finds_six_planted_faults(name):
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=["mha", "gqa"])
 @pytest.mark.parametrize("name", libraries())
 def test_gradients_follow_those_of_the_seen_operands(name, heads):
-    from sigmascale.torch import _backends
+    from sigmascale.torch import _backends, _terms
 
     q, k, v = (x.requires_grad_(True) for x in tensors(heads=heads, length=192))
     row = [torch.full((heads[1],), 0.02, device="cuda") for _ in range(3)]
@@ -94,8 +94,8 @@ def test_gradients_follow_those_of_the_seen_operands(name, heads):
     descales = [d.expand(2, -1) for d in row]
     plain = _backends.backend("emulated")
     with torch.no_grad():
-        _, lse, seen = plain.forward(q, k, v, descales, True, 128**-0.5, accumulator="f16")
-        plain = plain.backward(direction, seen, descales, None, lse, True, 128**-0.5)
+        _, lse, seen = plain.forward(q, k, v, descales, _terms.Terms(True, 128**-0.5), accumulator="f16")
+        plain = plain.backward(direction, seen, descales, None, lse, _terms.Terms(True, 128**-0.5))[:3]
     errors = [relative(a, b) for a, b in zip(ours, plain)]
     assert max(errors) < 0.01, errors
     exact = torch.autograd.grad(sdpa(q, k, v), (q, k, v), direction)
@@ -106,12 +106,12 @@ def test_gradients_follow_those_of_the_seen_operands(name, heads):
 def test_the_native_kernel_reports_what_plain_casts_count():
     q, k, v = tensors(scale=3.0)
     row = [torch.full((2,), descale, device="cuda") for descale in (0.01, 0.005, 0.015)]
-    from sigmascale.torch import _backends
+    from sigmascale.torch import _backends, _terms
 
     words = [torch.zeros(2 * (8 + 2), 4, dtype=torch.int32, device="cuda") for _ in range(2)]
     for backend, word in zip(("native", "emulated"), words):
         descales = tuple(r.expand(2, -1) for r in row)
-        _backends.backend(backend).forward(q, k, v, descales, True, 128**-0.5, word)
+        _backends.backend(backend).forward(q, k, v, descales, _terms.Terms(True, 128**-0.5), word)
     assert torch.equal(words[0][8:], words[1][8:]) and words[0][8:, 1].sum() > 0
 
 

@@ -92,14 +92,14 @@ def test_a_captured_refresh_outlives_weights_that_move(policy, llama):
 
 def test_setting_up_inside_a_capture_is_no_part_of_it(llama):
     """Kernels that are loaded, and memory that is allocated and copied to, while this thread captures."""
-    from sigmascale.torch import _backends
+    from sigmascale.torch import _backends, _terms
 
     q, k, v = tensors()
     row = tuple(torch.full((2, 2), 0.02, device="cuda") for _ in range(3))
-    expected, *_ = _backends.backend("native").forward(q, k, v, row, True, 128**-0.5)
+    expected, *_ = _backends.backend("native").forward(q, k, v, row, _terms.Terms(True, 128**-0.5))
     runtime, fresh, graph = fp8.attach(llama), _backends.Native(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        out, *_ = fresh.forward(q, k, v, row, True, 128**-0.5)
+        out, *_ = fresh.forward(q, k, v, row, _terms.Terms(True, 128**-0.5))
         made = delayed(0)
         runtime.refresh()
         del made
@@ -112,15 +112,15 @@ def test_setting_up_inside_a_capture_is_no_part_of_it(llama):
 
 def test_a_captured_call_clears_no_more_than_its_counter():
     """Its workspace, of many megabytes, is written by the call itself."""
-    from sigmascale.torch import _backends
+    from sigmascale.torch import _backends, _terms
 
     q, k, v = tensors(batch=4, length=4096, heads=(16, 4))
     row = tuple(torch.full((4, 4), 0.02, device="cuda") for _ in range(3))
     native = _backends.backend("native")
-    expected, *_ = native.forward(q, k, v, row, True, 128**-0.5)
+    expected, *_ = native.forward(q, k, v, row, _terms.Terms(True, 128**-0.5))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        out, *_ = native.forward(q, k, v, row, True, 128**-0.5)
+        out, *_ = native.forward(q, k, v, row, _terms.Terms(True, 128**-0.5))
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, expected)

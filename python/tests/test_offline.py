@@ -87,7 +87,7 @@ def test_weights_in_memory_give_what_their_files_give():
                         assert all(memory[k] == x for k, x in file.items() if not any(word in k for word in counted))
                 elif any(word in key for word in counted):
                     assert np.all(np.asarray(of_memory[key]) >= np.asarray(value))
-                    assert np.all(np.asarray(of_memory[key]) <= 1.01 * np.asarray(value))
+                    assert np.all(np.asarray(of_memory[key]) <= 1.05 * np.asarray(value))
                 else:
                     assert of_memory[key] == value
 

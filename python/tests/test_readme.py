@@ -1,10 +1,11 @@
-"""The snippets of both READMEs run as they stand: NumPy and command lines anywhere, PyTorch on a GPU."""
+"""The snippets of both READMEs and of the guides run as they stand: NumPy and command lines anywhere, PyTorch on a GPU."""
 
 import os
 import pathlib
 import re
 import shlex
 import subprocess
+import sys
 
 import pytest
 
@@ -12,8 +13,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BINARY = pathlib.Path(os.environ.get("SIGMASCALE_BIN", ROOT / "target" / "debug" / "sigmascale")).resolve()
 
 
+# Snippets of sharded.md need a process group: the tests in `distributed` have them.
+PAGES = [ROOT / "README.md", ROOT / "python" / "README.md"]
+PAGES += sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "sharded.md")
+
+
 def blocks(kind):
-    text = "\n".join(file.read_text() for file in (ROOT / "README.md", ROOT / "python" / "README.md") if file.exists())
+    text = "\n".join(page.read_text() for page in PAGES if page.exists())
     return re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
@@ -65,7 +71,21 @@ def test_command_lines(folder):
     for command in commands:
         # What takes a minute in a build for tests is made small; what the arguments mean is tested with the command.
         small = command.replace("--model mistral-7b --layers 2", "--model data/tiny-llama --layers 1 --steps 2")
+        small = small.replace("weight-spike --model data/tiny-llama --tokens", "weight-spike --layers 1 --steps 2 --model data/tiny-llama --tokens")
         arguments = shlex.split(small.replace("stress all", "stress refit --steps 2 --layers 1").split(" --trace")[0])
         done = subprocess.run([BINARY, *arguments], capture_output=True, text=True)
         assert done.returncode == 0, (command, done.stderr)
     assert len(commands) >= 5
+
+
+def test_pictures_are_those_of_their_records(tmp_path):
+    drawn = {path: path.read_bytes() for path in (ROOT / "docs" / "figures").glob("*.svg")}
+    for script in (ROOT / "docs" / "figures").glob("*.py"):
+        subprocess.run([sys.executable, script, "--to", tmp_path / f"{script.stem}.svg"], check=True)
+    assert drawn and all((tmp_path / path.name).read_bytes() == text for path, text in drawn.items())
+
+
+def test_links_lead_somewhere():
+    for page in PAGES + [ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("sharded.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"

@@ -12,6 +12,7 @@ from sigmascale import rl
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = ROOT / "data" / "tiny-llama"
+OLMO2 = {"model_type": "olmo2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "rope_theta": 10000.0}
 
 
 def tensors(folder=MODEL):
@@ -48,12 +49,15 @@ def test_an_export_is_safe_by_its_audit(tmp_path):
     [
         (sigmascale.ArgumentError, "not one of vllm", lambda to: sigmascale.export(MODEL, to, "llama.cpp")),
         (sigmascale.ArgumentError, "vLLM alone", lambda to: sigmascale.export(MODEL, to, "sglang", per_head=True)),
-        (sigmascale.ArgumentError, "config alone", lambda to: sigmascale.export("mistral-7b", to, "vllm")),
-        (sigmascale.ArgumentError, "is there already", lambda to: sigmascale.export(MODEL, ROOT / "docs", "vllm")),
+        (sigmascale.ArgumentError, "has none", lambda to: sigmascale.export("mistral-7b", to, "vllm")),
+        (sigmascale.ArgumentError, "already exists", lambda to: sigmascale.export(MODEL, ROOT / "docs", "vllm")),
         (TypeError, "per_head", lambda to: sigmascale.export(MODEL, to, "vllm", per_head=1)),
         (FileNotFoundError, "no-such", lambda to: sigmascale.verify("no-such-folder")),
         (sigmascale.UnsupportedError, "bloom", lambda to: sigmascale.ScaleStream({"model_type": "bloom"})),
         (TypeError, "name must be a str", lambda to: sigmascale.ScaleStream(MODEL).push(3, np.zeros(2))),
+        (sigmascale.ArgumentError, "3 ranks cannot share 4 query", lambda to: sigmascale.ScaleStream(MODEL, ranks=3)),
+        (sigmascale.ArgumentError, "ranks 0", lambda to: sigmascale.ScaleStream(MODEL, ranks=0)),
+        (sigmascale.UnsupportedError, "over all heads together", lambda to: sigmascale.ScaleStream(OLMO2, ranks=2)),
     ],
 )
 def test_what_is_refused(kind, message, work, tmp_path):

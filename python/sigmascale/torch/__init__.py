@@ -16,11 +16,13 @@ pytorch("sigmascale.torch")
 from . import te
 from ._attention import attention, scaled_dot_product_attention
 from ._backends import backend
+from ._cache import fp8_cache
 from ._context_parallel import gather_sequence, ring_attention, shard_sequence, ulysses_attention
 from ._flash import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from ._hugging_face import register
 from ._layers import Layer
 from ._layers import find as find_layers
+from ._paged import value_pages
 from ._patched import patched
 from ._policies import POLICIES
 from ._runtime import LayerPlan, Runtime, attach
@@ -38,6 +40,7 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "fp8_cache",
     "gather_sequence",
     "merge_states",
     "patched",
@@ -47,4 +50,5 @@ __all__ = [
     "shard_sequence",
     "te",
     "ulysses_attention",
+    "value_pages",
 ]

@@ -21,6 +21,7 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "fp8_cache",
     "gather_sequence",
     "merge_states",
     "patched",
@@ -30,6 +31,7 @@ __all__ = [
     "shard_sequence",
     "te",
     "ulysses_attention",
+    "value_pages",
 ]
 
 _Policy = Literal["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"]
@@ -222,6 +224,9 @@ def attention(
     return_lse: Literal[False] = False,
     accumulator: str | None = None,
     fallback: _Fallback = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 @overload
 def attention(
@@ -236,6 +241,9 @@ def attention(
     return_lse: Literal[True],
     accumulator: str | None = None,
     fallback: _Fallback = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def scaled_dot_product_attention(
     query: torch.Tensor,
@@ -266,6 +274,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     plan: _Plan,
+    sinks: torch.Tensor | None = None,
     backend: _Backend | None = None,
     accumulator: str | None = None,
     fallback: _Fallback = None,
@@ -289,6 +298,8 @@ def flash_attn_varlen_func(
     block_table: None = None,
     *,
     plan: _Plan,
+    seqused_k: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     backend: _Backend | None = None,
     accumulator: str | None = None,
     fallback: _Fallback = None,
@@ -299,8 +310,8 @@ def flash_attn_with_kvcache(
     v_cache: torch.Tensor,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
-    rotary_cos: None = None,
-    rotary_sin: None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
     cache_seqlens: int | torch.Tensor | None = None,
     cache_batch_idx: None = None,
     cache_leftpad: torch.Tensor | None = None,
@@ -315,10 +326,14 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     plan: _Plan,
+    sinks: torch.Tensor | None = None,
     backend: _Backend | None = None,
     accumulator: str | None = None,
     fallback: _Fallback = None,
 ) -> Any: ...
+def value_pages(
+    pages: int, page_size: int, n_kv_heads: int, d_head: int, device: torch.device | str | int | None = None
+) -> torch.Tensor: ...
 
 class patched:
     def __init__(self, runtime: Runtime) -> None: ...
@@ -327,5 +342,6 @@ class patched:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None, /
     ) -> None: ...
 
+def fp8_cache(runtime: Runtime, max_cache_len: int | None = None) -> Any: ...
 def register(name: str = "sigmascale_fp8", *, padding: Literal["right"] | None = None) -> str: ...
 def backend(name: str) -> Any: ...

@@ -6,6 +6,7 @@ gradients pass through the casts unchanged (straight-through).
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _backends, _calls, _fallback, _masks, _ops
 from ._casts import E4M3, dequantised
 from ._runtime import LayerPlan
+from ._terms import Terms
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # How P V is summed where gradients are needed, and where they are not.
@@ -33,6 +35,9 @@ def attention(
     return_lse=False,
     accumulator=None,
     fallback=None,
+    window=(-1, -1),
+    softcap=None,
+    sinks=None,
 ):
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
 
@@ -45,6 +50,10 @@ def attention(
     ``"fp8-N"``, promoted to f32 every N keys or more often (the default is ``"fp8-256"`` where no gradients are needed). ``fallback``: by
     default the runtime's; ``"bf16"`` sends what no FP8 kernel takes to PyTorch's own attention, and ``None`` refuses it or
     emulates it.
+
+    ``window``: how many keys before its own and after it a query sees (-1: all). ``softcap``: logits become ``softcap * tanh(S /
+    softcap)``. ``sinks``: a logit ``(n_q_heads,)`` that joins the row sum of its head, differentiable too. The heads of ``v`` may
+    have another dimension than those of ``q`` and ``k``.
 
     Returns the output in bfloat16, and with ``return_lse`` also the log-sum-exp of each row's logits, f32
     ``(batch, n_q_heads, seq)`` in nats, not differentiable. Raises :class:`ArgumentError` and :class:`MismatchError` for
@@ -61,6 +70,9 @@ def attention(
         plan,
         causal=bool(causal),
         softmax_scale=softmax_scale,
+        window=tuple(window),
+        softcap=softcap,
+        sinks=sinks,
         return_lse=return_lse,
         how=How(backend, accumulator, fallback),
     )
@@ -98,13 +110,6 @@ class _Resolved:
     backend: str
     fallback: str | None
 
-    def of(self, sequences):
-        """The same for some sequences of the batch."""
-        if self.descales is None:
-            return self
-        rows = tuple(d if d.dim() == 1 else d[sequences] for d in self.descales)
-        return dataclasses.replace(self, descales=rows)
-
     def rows(self, batch):
         """Descales ``(batch, n_kv)``."""
         return tuple(d.expand(batch, -1) for d in self.descales)
@@ -119,7 +124,7 @@ def attend(
     causal,
     softmax_scale=None,
     mask=None,
-    layout=None,
+    sequences=None,
     window=(-1, -1),
     softcap=None,
     sinks=None,
@@ -130,68 +135,81 @@ def attend(
     """Output and LSE of one call as models make them: in FP8 where a kernel takes it, else refused or sent to PyTorch's own,
     whose output has the operands' type and which may have no LSE.
 
-    ``mask`` is what ``F.scaled_dot_product_attention`` takes, and says all that ``causal`` would. ``window``: the keys that a
-    query sees before its own and after it (-1: all). ``layout`` is one of :mod:`_masks` in place of ``mask``.
+    ``mask`` is what ``F.scaled_dot_product_attention`` takes, and says all that ``causal`` and ``window`` would. ``window``: the
+    keys that a query sees before its own and after it (-1: all). ``sequences``: :class:`Sequences` in place of ``mask``.
     """
     q, k, v = _lowered(q, k, v)
-    _check(q, k, v)
+    _check(q, k, v, sequences)
     call = _resolve(q, k, v, plan, softmax_scale, how)
-    reason = _refusal(q, k, causal, window, softcap, sinks, dropout, layout, call)
+    lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
+    window = _window(window, causal, *lengths)
+    terms = Terms(causal, call.scale, window, _softcap(softcap), _sinks(sinks, q), sequences)
+    calls, reason = [terms], f"dropout {dropout} is not offered in FP8" if dropout else None
     if reason is None and mask is not None:
-        layout = _masks.recognise(mask, q.shape[0], q.shape[1], k.shape[1])
-        reason = layout if isinstance(layout, str) else None
+        found = _masks.recognise(mask, q.shape[0], q.shape[1], k.shape[1])
+        if isinstance(found, str):
+            reason = found
+        else:
+            changed = lambda causal, window, sequences: {"causal": causal, "window": window, "sequences": sequences}
+            calls = [dataclasses.replace(terms, **changed(*each)) for each in found]
     if reason is None:
-        if layout is None:
-            return _dense(q, k, v, causal, call, how)
-        return _masks.run(q, k, v, layout, lambda *piece: _dense(*piece[:4], call.of(piece[4]), how))
+        reason = _refusal(q, v, calls[0], call)
+    if reason is None:
+        parts = [_call(q, k, v, each, call, how) for each in calls]
+        if len(parts) == 1:
+            return parts[0]
+        # Calls of one mask share no rows, and those of the others are zero.
+        outs, lses = zip(*parts)
+        return sum(outs[1:], outs[0]), functools.reduce(torch.maximum, lses)
     if call.fallback is None:
         raise UnsupportedError(
             f"{reason}: pass fallback='bf16' for PyTorch's own attention, or keep this layer in BF16"
         )
     _calls.count_fallback(call.words, reason)
-
-    def whole(q, k, v, causal, call, mask=None):
-        if window != (-1, -1):
-            seen = _masks.band(q.shape[1], k.shape[1], causal, window, q.device)
-            causal, mask = False, seen if mask is None else seen & mask
-        if q.dtype == E4M3:
-            q, k, v = (dequantised(x, d) for x, d in zip((q, k, v), call.rows(q.shape[0])))
-        options = {"softcap": softcap, "sinks": sinks, "dropout": dropout, "return_lse": return_lse}
-        return _fallback.attend(q, k, v, scale=call.scale, causal=causal, mask=mask, **options)
-
-    if layout is None or isinstance(layout, str):
-        return whole(q, k, v, causal and mask is None, call, mask)
-    return _masks.run(q, k, v, layout, lambda *piece: whole(*piece[:4], call.of(piece[4])))
+    if q.dtype == E4M3:
+        q, k, v = (dequantised(x, d) for x, d in zip((q, k, v), call.rows(q.shape[0])))
+    return _fallback.attend(q, k, v, terms, mask=mask, dropout=dropout, return_lse=return_lse)
 
 
-def _refusal(q, k, causal, window, softcap, sinks, dropout, layout, call):
-    """Why no FP8 kernel takes the call, or None."""
-    if dropout:
-        return f"dropout {dropout} is not offered in FP8"
-    if softcap is not None:
-        return f"a soft-cap of {softcap} is not offered in FP8"
-    if sinks is not None:
-        return "attention sinks are not offered in FP8"
+def _window(window, causal, queries, keys):
+    """A window without the sides that hide nothing."""
     left, right = window
-    keys = k.shape[1]
-    if layout is not None:
-        keys = max((end - first for *_, pieces in layout for _, _, first, end, _ in pieces), default=0)
-    if 0 <= left < keys - 1 or (not causal and 0 <= right < keys - 1):
-        return f"a window of {left} keys before and {right} after a query is not offered in FP8"
-    if call.fallback is not None and call.backend == "auto" and q.is_cuda and not _backends.offered(q):
+    hides = lambda width, most: width is not None and 0 <= width < most - 1
+    return left if hides(left, keys) else -1, right if not causal and hides(right, max(queries, keys)) else -1
+
+
+def _softcap(softcap):
+    return None if not softcap else positive("softcap", softcap)
+
+
+def _sinks(sinks, q):
+    if sinks is None:
+        return None
+    if sinks.shape != (q.shape[2],):
+        raise MismatchError(f"sinks have shape {tuple(sinks.shape)}: ({q.shape[2]},) is needed, one for each query head")
+    if sinks.device != q.device:
+        raise ArgumentError(f"sinks are on {sinks.device} and q on {q.device}: move them to one device")
+    return sinks.float().contiguous()
+
+
+def _refusal(q, v, terms, call):
+    """Why no FP8 kernel takes the call, or None."""
+    if call.backend in _backends.LIBRARIES and not (terms.dense and q.shape[3] == v.shape[3]):
+        return f"backend {call.backend!r} is called here for dense attention without windows, soft-caps, sinks and padding"
+    if call.fallback is not None and call.backend == "auto" and q.is_cuda and not _backends.offered(q, v, terms):
         return f"no FP8 kernel takes d_head {q.shape[3]} here"
     return None
 
 
-def _dense(q, k, v, causal, call, how):
-    """A call without a mask through the operator."""
+def _call(q, k, v, terms, call, how):
+    """One call of the operator."""
     descales = _current(q, k, v) if call.descales is None else call.rows(q.shape[0])
-    saves = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needs = (x is not None and x.requires_grad for x in (q, k, v, terms.sinks))
+    saves = torch.is_grad_enabled() and any(needs)
     accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
     o_descale = descales[3] if len(descales) > 3 else None
-    out, lse, *_ = _ops.attention(
-        q, k, v, *descales[:3], o_descale, call.words, causal, call.scale, call.backend, accumulator, saves
-    )
+    how = _ops.arguments(terms, call.backend, accumulator)
+    out, lse, *_ = _ops.run(q, k, v, *descales[:3], o_descale, call.words, *how, saves)
     return out, lse
 
 
@@ -247,7 +265,7 @@ def _lowered(*tensors):
     return tuple(lower(x) for x in tensors)
 
 
-def _check(q, k, v):
+def _check(q, k, v, sequences):
     for name, x in [("q", q), ("k", k), ("v", v)]:
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
@@ -264,12 +282,17 @@ def _check(q, k, v):
             raise ArgumentError(f"{name} is on {x.device} and q on {q.device}: move them to one device")
         if x.dtype != q.dtype:
             raise ArgumentError(f"{name} has type {x.dtype} and q {q.dtype}: cast them to one type")
-    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
         raise MismatchError(
             f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}, which do not fit"
         )
     if q.shape[2] % k.shape[2]:
         raise MismatchError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} KV heads")
+    for x in () if sequences is None else sequences.places:
+        if x.dtype != torch.int32 or x.device != q.device or x.dim() != 1 or x.shape != sequences.q_starts.shape:
+            raise ArgumentError(
+                f"where sequences lie is {x.dtype} {tuple(x.shape)} on {x.device}: int32, one entry a sequence, on {q.device} is needed"
+            )
 
 
 def _row(descale, key, batch, n_kv, device):
@@ -312,8 +335,8 @@ def scaled_dot_product_attention(
     """``torch.nn.functional.scaled_dot_product_attention`` in FP8: its arguments and layout ``(batch, heads, seq, d_head)``,
     and a ``plan`` and options as for :func:`attention`. The output has the type of ``query``.
 
-    Masks that are causal, padding, or packed sequences run as dense calls. For that the values of a mask are read once,
-    which waits for the device. Other masks and dropout are refused by an :class:`UnsupportedError`, or go to PyTorch's own
+    Masks that are causal, windows, padding, or packed sequences are recognised as such. For that the values of a mask are read
+    once, which waits for the device. Other masks and dropout are refused by an :class:`UnsupportedError`, or go to PyTorch's own
     attention by ``fallback="bf16"``.
     """
     for name, x in [("query", query), ("key", key), ("value", value)]:

@@ -1,11 +1,13 @@
-"""The attention calls behind the wrappers. All take q, k, v ``(batch, seq, heads, d_head)``.
+"""The attention calls behind the wrappers. All take q, k ``(batch, seq, heads, d_head)`` and v ``(batch, seq, heads, d_v)``.
 
-Each backend: ``forward(q, k, v, descales, causal, scale, words, accumulator, save) -> (out, lse, operands)`` with descales
-``(batch, n_kv)`` of q, k, v (and of o, which only cuDNN needs), output BF16 in q's layout, LSE f32 ``(batch, n_q, len_q)`` in
-nats. ``words`` gets maxima and overflow counts where given; ``accumulator`` is how P V is summed, for those that have a
-choice; ``operands`` are q, k, v in E4M3, if ``save``. Operands that are E4M3 already are ``x / descale`` and taken as they are.
+Each backend: ``forward(q, k, v, descales, terms, words, accumulator, save) -> (out, lse, operands)`` with descales
+``(batch, n_kv)`` of q, k, v (and of o, which only cuDNN needs), :class:`Terms`, output BF16 in q's layout, LSE f32
+``(batch, n_q, len_q)`` in nats. ``words`` gets maxima and overflow counts where given; ``accumulator`` is how P V is summed, for
+those that have a choice; ``operands`` are q, k, v in E4M3, if ``save``. Operands that are E4M3 already are ``x / descale`` and
+taken as they are.
 """
 
+import contextlib
 import functools
 import warnings
 
@@ -19,6 +21,8 @@ from ._libraries import Cudnn, Fa3, TorchQuantised
 
 _KINDS = {kind.name: kind for kind in (Native, Fa3, Cudnn, TorchQuantised, Emulated)}
 NAMES = ("auto", *_KINDS)
+# Other libraries, called for dense attention alone.
+LIBRARIES = (Fa3.name, Cudnn.name, TorchQuantised.name)
 
 
 @functools.cache
@@ -29,22 +33,28 @@ def backend(name):
     return _KINDS[name]()
 
 
-def kernel_for(q):
-    """The FP8 kernel that ``auto`` takes for a call, or None: native, else FlashAttention-3 where it is installed."""
-    if Native.takes(q):
+def kernel_for(q, v, terms):
+    """The FP8 attention that ``auto`` takes for a call, or None: native, else FlashAttention-3 where it is installed."""
+    if Native.takes(q, v, terms):
         return "native"
-    return "fa3" if Fa3.takes(q) and _installed("fa3") else None
+    takes = terms.dense and q.shape[3] == v.shape[3] and Fa3.takes(q)
+    return "fa3" if takes and _installed("fa3") else None
 
 
-def offered(q):
+def offered(q, v, terms):
     """Whether an FP8 kernel takes a call."""
-    return _offered(q.shape[3], q.device.index)
+    if torch.compiler.is_compiling():
+        return _offered(q.shape[3], v.shape[3], terms.dense, q.device)
+    return kernel_for(q, v, terms) is not None
 
 
 # A constant of compiled code.
 @torch.compiler.assume_constant_result
-def _offered(d_head, index):
-    return kernel_for(torch.empty((1, 1, 1, d_head), device=torch.device("cuda", index))) is not None
+def _offered(d_head, d_v, dense, device):
+    from ._terms import Terms
+
+    q, v = (torch.empty((1, 1, 1, d), device=device) for d in (d_head, d_v))
+    return kernel_for(q, v, Terms(False, 1.0, window=(-1, -1) if dense else (0, 0))) is not None
 
 
 @functools.cache
@@ -55,11 +65,11 @@ def _installed(name):
         return False
 
 
-def choose(name, q):
+def choose(name, q, v, terms):
     """The backend of a call; ``auto`` takes a kernel that offers it, else the emulation."""
     if name != "auto":
         return backend(name)
-    kernel = kernel_for(q)
+    kernel = kernel_for(q, v, terms)
     if kernel is None and q.is_cuda:
         _warn_of_emulation(q.shape[3], torch.cuda.get_device_capability(q.device))
     return backend(kernel or "emulated")
@@ -75,26 +85,29 @@ def _warn_of_emulation(d_head, capability):
     )
 
 
-def backward(grad, operands, descales, out, lse, causal, scale, chosen, accumulator):
-    """Gradients of q, k and v before their casts, from what the forward of the backend ``chosen`` saved.
+def backward(grad, operands, descales, out, lse, terms, chosen, accumulator):
+    """Gradients of q, k and v before their casts, and of the sinks or None, from what the forward of ``chosen`` saved.
 
     An output of FP8 sums of P V is biased, and so would be delta, its product with ``grad``: then output and LSE are
     computed again from the same operands, with P V in F16.
     """
-    q = operands[0]
+    q, k, v = operands
     if chosen.name == "emulated":
-        return chosen.backward(grad, operands, descales, out, lse, causal, scale)
-    if Native.takes(q):
+        return chosen.backward(grad, operands, descales, out, lse, terms)
+    if Native.takes(q, v, terms):
         native = backend("native")
         if (chosen.name, accumulator) != ("native", "f16"):
-            out, lse, _ = native.forward(*operands, descales, causal, scale, accumulator="f16")
-        return native.backward(grad, operands, descales, out, lse, causal, scale)
-    if causal and q.shape[1] != operands[1].shape[1]:
+            out, lse, _ = native.forward(*operands, descales, terms, accumulator="f16")
+        with contextlib.suppress(UnsupportedError):
+            # Fewer head dimensions have a backward.
+            return native.backward(grad, operands, descales, out, lse, terms)
+    plain = terms.dense and q.shape[3] == v.shape[3]
+    if not plain or (terms.causal and q.shape[1] != k.shape[1]):
         # PyTorch's kernels align such a mask to the first key.
         emulated = backend("emulated")
-        out, lse, _ = emulated.forward(*operands, descales, causal, scale, accumulator="f16")
-        return emulated.backward(grad, operands, descales, out, lse, causal, scale)
-    return _flash_backward(grad, operands, descales, causal, scale)
+        out, lse, _ = emulated.forward(*operands, descales, terms, accumulator="f16")
+        return emulated.backward(grad, operands, descales, out, lse, terms)
+    return (*_flash_backward(grad, operands, descales, terms.causal, terms.scale), None)
 
 
 def _flash_backward(grad, operands, descales, causal, scale):

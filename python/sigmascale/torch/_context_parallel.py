@@ -20,6 +20,7 @@ from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _backends, _casts
 from ._runtime import LayerPlan
+from ._terms import Terms
 
 
 def plain_forward(q8, k8, v8, descales, causal, scale):
@@ -157,15 +158,15 @@ class _Call:
 
 def _kernels(q):
     """The package's kernels where they take the call: P V is summed in F16, as a backward needs it."""
-    if not _backends.Native.takes(q):
+    if not (q.is_cuda and _backends.Native.takes(q, q, Terms(True, 1.0))):
         return PLAIN
     native = _backends.backend("native")
 
     def forward(q8, k8, v8, descales, causal, scale):
-        return native.forward(q8, k8, v8, descales, causal, scale, accumulator="f16")[:2]
+        return native.forward(q8, k8, v8, descales, Terms(causal, scale), accumulator="f16")[:2]
 
     def backward(grad, q8, k8, v8, descales, out, lse, causal, scale):
-        return native.backward(grad, (q8, k8, v8), descales, out, lse, causal, scale)
+        return native.backward(grad, (q8, k8, v8), descales, out, lse, Terms(causal, scale))[:3]
 
     return forward, backward
 

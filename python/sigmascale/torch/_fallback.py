@@ -6,18 +6,31 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from ._casts import hidden
+from ._emulation import seen_rows
 
 
-def attend(q, k, v, *, scale, causal=False, mask=None, dropout=0.0, softcap=None, sinks=None, return_lse=False):
-    """Attention in the operands' type: output ``(batch, seq, heads, d_head)``, and LSE or None.
+def attend(q, k, v, terms, *, mask=None, dropout=0.0, return_lse=False):
+    """Attention in the operands' type: output ``(batch, seq, heads, d_v)``, and LSE or None.
 
-    A causal mask is aligned to the last query and the last key, and is not combined with ``mask``. Soft-caps, sinks and an LSE
-    are computed in plain PyTorch, with all logits in memory.
+    ``mask`` hides keys beside those that ``terms`` hides. Soft-caps, sinks and an LSE are computed in plain PyTorch, with all
+    logits in memory.
     """
-    if causal and q.shape[1] != k.shape[1]:
-        causal, mask = False, ~hidden(q.shape[1], k.shape[1], q.device)
+    scale, softcap, sinks = terms.scale, terms.soft_cap, terms.sinks
+    causal = terms.causal and terms.dense and mask is None and q.shape[1] == k.shape[1]
+    visible = None if causal else terms.visible(q.shape[0], q.shape[1], k.shape[1], q.device)
+    if visible is not None and mask is not None:
+        visible = visible & mask if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
+    mask = mask if visible is None else visible
+    if terms.sequences is not None:
+        # NaN beside a sequence is not to be multiplied by zero, and rows that see nothing are zero.
+        q, k, v = seen_rows(q, k, v, terms)
     heads = lambda x: x.transpose(1, 2)
     if softcap is None and sinks is None and not return_lse:
+        rows = None
+        if terms.sequences is not None:
+            # A softmax of nothing has a gradient of NaN.
+            rows = mask.any(dim=3, keepdim=True)
+            mask = mask | ~rows
         out = _sdpa(
             heads(q),
             heads(k),
@@ -28,7 +41,7 @@ def attend(q, k, v, *, scale, causal=False, mask=None, dropout=0.0, softcap=None
             scale=scale,
             enable_gqa=q.shape[2] != k.shape[2],
         )
-        return heads(out), None
+        return heads(out if rows is None else out.masked_fill(~rows, 0.0)), None
     group = q.shape[2] // k.shape[2]
     every = lambda x: heads(x.repeat_interleave(group, dim=2))
     logits = (heads(q) @ every(k).transpose(2, 3)).float() * scale

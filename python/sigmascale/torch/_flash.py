@@ -3,9 +3,10 @@
 import torch
 
 from .._errors import ArgumentError, MismatchError, UnsupportedError
+from . import _paged
 from ._attention import How, attend
 from ._casts import E4M3, cast
-from ._masks import grouped, once
+from ._terms import Sequences
 
 
 def flash_attn_func(
@@ -22,6 +23,7 @@ def flash_attn_func(
     return_attn_probs=False,
     *,
     plan,
+    sinks=None,
     backend=None,
     accumulator=None,
     fallback=None,
@@ -30,8 +32,8 @@ def flash_attn_func(
     ``q``.
 
     With ``return_attn_probs`` also the log-sum-exp ``(batch, n_q_heads, seq)``, and ``None`` for the probabilities, which are
-    not kept. ``deterministic`` is ``torch.use_deterministic_algorithms``. Windows, soft-caps and dropout
-    are refused, or go to PyTorch's own attention by ``fallback="bf16"``; ALiBi slopes are refused.
+    not kept. ``deterministic`` is ``torch.use_deterministic_algorithms``. Dropout is refused, or goes to PyTorch's own attention
+    by ``fallback="bf16"``; ALiBi slopes are refused. ``sinks`` ``(n_q_heads,)`` join the row sums.
     """
     _refuse(alibi_slopes, deterministic)
     out, lse = attend(
@@ -42,7 +44,8 @@ def flash_attn_func(
         causal=bool(causal),
         softmax_scale=softmax_scale,
         window=tuple(window_size),
-        softcap=softcap or None,
+        softcap=softcap,
+        sinks=sinks,
         dropout=dropout_p,
         return_lse=return_attn_probs,
         how=How(backend, accumulator, fallback),
@@ -70,23 +73,25 @@ def flash_attn_varlen_func(
     block_table=None,
     *,
     plan,
+    seqused_k=None,
+    sinks=None,
     backend=None,
     accumulator=None,
     fallback=None,
 ):
     """``flash_attn.flash_attn_varlen_func`` in FP8: q ``(total_q, heads, d_head)`` of packed sequences, k and v likewise.
 
-    Every sequence is a call of its own. ``cu_seqlens_q`` and ``cu_seqlens_k`` are read on the host, which waits for the device
-    once for a tensor that stays as it is (never where they lie on the CPU). In compiled code and in captures of CUDA graphs
-    they cannot be read: such calls are refused, or with ``fallback="bf16"`` go to PyTorch's own attention with a mask
-    ``(total_q, total_k)``. With ``return_attn_probs`` the log-sum-exp is ``(n_q_heads, total_q)``. Otherwise as
-    :func:`flash_attn_func`.
+    One call for all sequences. ``cu_seqlens_q`` and ``cu_seqlens_k`` stay on the device: nothing waits for them, and on a GPU
+    nothing checks their values. ``max_seqlen_q`` and ``max_seqlen_k``, at least the longest sequence's, are by default all
+    tokens, which starts more work than is needed. ``seqused_k``: how many of its keys each sequence uses. With
+    ``return_attn_probs`` the log-sum-exp is ``(n_q_heads, total_q)``. Otherwise as :func:`flash_attn_func`.
     """
     _refuse(alibi_slopes, deterministic, block_table=block_table)
     for name, x in [("q", q), ("k", k), ("v", v)]:
         if not isinstance(x, torch.Tensor) or x.dim() != 3:
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise ArgumentError(f"{name} must be (tokens, heads, d_head), not {shape}")
+    longest = max_seqlen_q or q.shape[0], max_seqlen_k or k.shape[0]
     out, lse = attend(
         q[None],
         k[None],
@@ -94,45 +99,36 @@ def flash_attn_varlen_func(
         plan,
         causal=bool(causal),
         softmax_scale=softmax_scale,
+        sequences=packed(cu_seqlens_q, cu_seqlens_k, *longest, seqused_k),
         window=tuple(window_size),
-        softcap=softcap or None,
+        softcap=softcap,
+        sinks=sinks,
         dropout=dropout_p,
         return_lse=return_attn_probs,
         how=How(backend, accumulator, fallback),
-        **packed(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], bool(causal)),
     )
     out = out[0].to(q.dtype)
     return (out, lse[0], None) if return_attn_probs else out
 
 
-def packed(cu_q, cu_k, total_q, total_k, causal):
-    """The layout of packed sequences as an argument of :func:`attend`, or their mask where lengths cannot be read."""
-    ends = [_read(name, cu) for name, cu in [("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)]]
-    if None in ends:
-        return {"mask": _packed_mask(cu_q, cu_k, total_q, total_k, causal)}
-    for name, cu, total in zip(("cu_seqlens_q", "cu_seqlens_k"), ends, (total_q, total_k)):
-        if len(cu) < 2 or cu[0] != 0 or cu[-1] != total or any(a > b for a, b in zip(cu, cu[1:])):
-            raise MismatchError(f"{name} must grow from 0 to the {total} tokens, and is {_short(cu)}")
-    if len(ends[0]) != len(ends[1]):
-        raise MismatchError(f"cu_seqlens_q has {len(ends[0]) - 1} sequences and cu_seqlens_k {len(ends[1]) - 1}")
-    rows, keys = (list(zip(cu, cu[1:])) for cu in ends)
-    pieces = [(*row, *key, causal) for row, key in zip(rows, keys) if row[0] < row[1] and key[0] < key[1]]
-    return {"layout": [(0, 1, pieces)]}
+def packed(cu_q, cu_k, max_q, max_k, used_k=None):
+    """Packed sequences by where each ends."""
+    cu_q, cu_k = _integers("cu_seqlens_q", cu_q), _integers("cu_seqlens_k", cu_k)
+    if cu_q.shape != cu_k.shape or cu_q.shape[0] < 2:
+        raise MismatchError(
+            f"cu_seqlens_q and cu_seqlens_k have {cu_q.shape[0]} and {cu_k.shape[0]} entries: one more than sequences is needed"
+        )
+    ends = cu_k[1:] if used_k is None else cu_k[:-1] + _integers("seqused_k", used_k)
+    if ends.shape != cu_k[1:].shape:
+        raise MismatchError(f"seqused_k has {ends.shape[0]} entries for {cu_k.shape[0] - 1} sequences")
+    return Sequences(cu_q[:-1], cu_q[1:], cu_k[:-1], ends, int(max_q), int(max_k))
 
 
-def _short(values):
-    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"
-
-
-def _packed_mask(cu_q, cu_k, total_q, total_k, causal):
-    sides = []
-    for cu, total in [(cu_q, total_q), (cu_k, total_k)]:
-        place = torch.arange(total, device=cu.device)
-        sequence = torch.bucketize(place, cu[1:], right=True)
-        sides.append((sequence, place - cu[1:][sequence]))
-    (of_q, q), (of_k, k) = sides
-    seen = of_q[:, None] == of_k[None, :]
-    return seen & (k[None, :] <= q[:, None]) if causal else seen
+def _integers(name, x):
+    """A tensor of integers as int32."""
+    if not isinstance(x, torch.Tensor) or x.dim() != 1 or x.is_floating_point():
+        raise ArgumentError(f"{name} must be a tensor of integers of one dimension")
+    return x.to(torch.int32)
 
 
 def flash_attn_with_kvcache(
@@ -157,6 +153,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse=False,
     *,
     plan,
+    sinks=None,
     backend=None,
     accumulator=None,
     fallback=None,
@@ -165,28 +162,45 @@ def flash_attn_with_kvcache(
     then attended to with the rest. No gradients.
 
     The caches may be E4M3: new keys and values are cast by the plan, old ones are not cast again. ``cache_seqlens`` is an int, or a
-    tensor that is read on the host as ``cu_seqlens`` are in :func:`flash_attn_varlen_func`; consecutive sequences of one length are
-    one call. Caches in pages (``block_table``) are gathered into a copy first. ``num_splits`` is chosen by the kernel. Rotation
-    and ``cache_batch_idx`` are refused.
+    tensor that stays on the device: one call for the whole batch, whatever the lengths, and on a GPU nothing checks them. Pages
+    (``block_table``) of 16 to 256 tokens in E4M3 are read where they lie; values may also be as :func:`value_pages` makes them.
+    New keys are rotated there where ``rotary_cos`` is given. Other caches in pages are gathered into a copy first. ``num_splits``
+    is chosen by the kernel. Rotation elsewhere and ``cache_batch_idx`` are refused.
     """
+    plain = tuple(window_size) == (-1, -1) and not softcap and sinks is None and cache_leftpad is None
+    if plain and backend in (None, "auto", "native") and _paged.takes(q, k_cache, block_table):
+        _refuse(alibi_slopes, False, cache_batch_idx=cache_batch_idx)
+        with torch.no_grad():
+            rotary = (rotary_cos, rotary_sin)
+            out, lse = _paged.attend(
+                q, k_cache, v_cache, k, v, rotary, rotary_interleaved, cache_seqlens, block_table, softmax_scale, causal, plan
+            )
+        return (out.to(q.dtype), lse) if return_softmax_lse else out.to(q.dtype)
     _refuse(alibi_slopes, False, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx)
     if (k is None) != (v is None):
         raise ArgumentError("k and v are given together or not at all")
     with torch.no_grad():
-        q8 = k_cache.dtype == E4M3
         given = q.dtype
-        if q8:
-            q, k, v = _cast_new(q, k, v, plan)
+        if k_cache.dtype == E4M3:
+            q, k, v = cast_new(q, k, v, plan)
         new = 0 if k is None else k.shape[1]
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
         if cache_seqlens is None and new:
             raise ArgumentError("new keys and values need cache_seqlens, the number of keys in front of them")
         lengths = capacity if cache_seqlens is None else cache_seqlens
+        if isinstance(lengths, torch.Tensor):
+            lengths = _integers("cache_seqlens", lengths)
+        elif not 0 <= lengths <= capacity - new:
+            raise MismatchError(f"{new} keys behind {lengths} do not fit a cache of {capacity}")
         if new:
-            _append(k_cache, v_cache, k, v, lengths, block_table, capacity)
+            _append(k_cache, v_cache, k, v, lengths, block_table)
         if block_table is not None:
             k_cache, v_cache = (x[block_table].flatten(1, 2) for x in (k_cache, v_cache))
-        where = _filled(lengths, new, cache_leftpad, q, capacity, bool(causal))
+        sequences = None
+        if isinstance(lengths, torch.Tensor) or cache_leftpad is not None:
+            sequences = _filled(lengths, new, cache_leftpad, q, capacity)
+        else:
+            k_cache, v_cache = k_cache[:, : lengths + new], v_cache[:, : lengths + new]
         out, lse = attend(
             q,
             k_cache,
@@ -194,17 +208,18 @@ def flash_attn_with_kvcache(
             plan,
             causal=bool(causal),
             softmax_scale=softmax_scale,
+            sequences=sequences,
             window=tuple(window_size),
-            softcap=softcap or None,
+            softcap=softcap,
+            sinks=sinks,
             return_lse=return_softmax_lse,
             how=How(backend, accumulator, fallback),
-            **where,
         )
     out = out.to(given)
     return (out, lse) if return_softmax_lse else out
 
 
-def _cast_new(q, k, v, plan):
+def cast_new(q, k, v, plan):
     """Operands of a call on E4M3 caches, by the plan's descales."""
     if getattr(plan, "per_call", False):
         raise UnsupportedError("policy='current' has no descales that an E4M3 cache could keep: take another policy")
@@ -212,10 +227,8 @@ def _cast_new(q, k, v, plan):
     return (None if x is None else cast(x, d) for x, d in zip((q, k, v), rows))
 
 
-def _append(k_cache, v_cache, k, v, lengths, block_table, capacity):
+def _append(k_cache, v_cache, k, v, lengths, block_table):
     batch, new = k.shape[:2]
-    if isinstance(lengths, int) and lengths + new > capacity:
-        raise MismatchError(f"{new} keys behind {lengths} do not fit a cache of {capacity}")
     place = torch.arange(new, device=k.device).expand(batch, -1)
     place = place + (lengths.long()[:, None] if isinstance(lengths, torch.Tensor) else lengths)
     sequence = torch.arange(batch, device=k.device)[:, None]
@@ -228,35 +241,16 @@ def _append(k_cache, v_cache, k, v, lengths, block_table, capacity):
         cache[sequence, place] = x
 
 
-def _filled(lengths, new, leftpad, q, capacity, causal):
-    """Which keys the queries see, as an argument of :func:`attend`."""
+def _filled(lengths, new, leftpad, q, capacity):
+    """The filled part of each row of a cache."""
     batch, rows = q.shape[:2]
-    ends = lengths if isinstance(lengths, int) else _read("cache_seqlens", lengths)
-    starts = 0 if leftpad is None else _read("cache_leftpad", leftpad)
-    if ends is None or starts is None:
-        key = torch.arange(capacity, device=q.device)
-        column = lambda x: x.long().view(-1, 1, 1, 1) if isinstance(x, torch.Tensor) else x
-        end = column(lengths) + new
-        seen = (key < end).expand(batch, 1, rows, -1)
-        if causal:
-            seen = seen & (key - end + rows <= torch.arange(rows, device=q.device)[:, None])
-        return {"mask": seen & (key >= column(leftpad)) if leftpad is not None else seen}
-    each = lambda x: [x] * batch if isinstance(x, int) else x
-    spans = list(zip(each(starts), each(ends)))
-    if len(spans) != batch or any(not 0 <= start <= end <= capacity - new for start, end in spans):
-        raise MismatchError(
-            f"cache_seqlens and cache_leftpad do not fit {batch} sequences of {capacity} keys, {new} of them new"
-        )
-    return {"layout": grouped([[(0, rows, a, b + new, causal)] if a < b + new else [] for a, b in spans])}
-
-
-def _read(name, x):
-    """A tensor of integers as a list, read once; None where its values cannot be read."""
-    if not isinstance(x, torch.Tensor) or x.dim() != 1 or x.is_floating_point():
-        raise ArgumentError(f"{name} must be a tensor of integers of one dimension")
-    if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return None
-    return once(x, "values", lambda: x.tolist())
+    row = torch.arange(batch, device=q.device, dtype=torch.int32)
+    starts = row * capacity if leftpad is None else row * capacity + _integers("cache_leftpad", leftpad)
+    for name, x in [("cache_seqlens", lengths), ("cache_leftpad", leftpad)]:
+        if isinstance(x, torch.Tensor) and x.shape != (batch,):
+            raise MismatchError(f"{name} has shape {tuple(x.shape)}: ({batch},) is needed")
+    ends = row * capacity + (lengths + new)
+    return Sequences(row * rows, row * rows + rows, starts, ends, rows, capacity)
 
 
 def _refuse(alibi_slopes, deterministic, **others):

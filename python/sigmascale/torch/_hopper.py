@@ -1,8 +1,11 @@
-"""This package's kernels on Hopper: the cast and the attention, forward and backward."""
+"""This package's own attention: its kernels on Hopper, the cast and the attention, forward and backward; on the CPU the crate's."""
+
+import functools
 
 import torch
 
 from .. import _native
+from . import _cpu
 from ._casts import E4M3
 
 
@@ -12,58 +15,122 @@ class Native:
     name, per_tensor = "native", False
 
     def __init__(self):
-        self._engines = {}
+        self._engines, self._bytes = {}, {}
 
     @staticmethod
-    def takes(q):
-        """Whether the kernels offer this call."""
-        return q.is_cuda and q.shape[3] in (64, 128) and torch.cuda.get_device_capability(q.device) == (9, 0)
+    def takes(q, v, terms):
+        """Whether the kernels, or on the CPU the crate, offer this call."""
+        if q.is_cpu:
+            return all(d % 8 == 0 and 16 <= d <= 576 for d in (q.shape[3], v.shape[3]))
+        if not q.is_cuda or _capability(q.device) != (9, 0):
+            return False
+        window, soft_cap = terms.window != (-1, -1), terms.soft_cap is not None
+        given = terms.causal, window, soft_cap, terms.sinks is not None, terms.sequences is not None
+        return _offers(q.shape[3], v.shape[3], *given)
 
-    def forward(self, q, k, v, descales, causal, scale, words=None, accumulator="fp8-256", save=False):
-        given = [_aligned(x) for x in (q, k, v)]
-        make = lambda shape, dtype: torch.empty(shape, device=q.device, dtype=dtype)
-        saved = [make(x.shape, E4M3) for x in given] if save and q.dtype != E4M3 else None
-        out = make(q.shape, torch.bfloat16)
-        lse = make((q.shape[0], q.shape[2], q.shape[1]), torch.float32)
-        call = dict(zip("qkv", given)) | {"out": out, "lse": lse, "stats": None if words is None else words.view(-1)}
-        call |= {"descales": list(descales[:3]), "saved": saved, "accumulator": accumulator}
-        self._run("forward", call, causal, scale)
+    def forward(self, q, k, v, descales, terms, words=None, accumulator="fp8-256", save=False):
+        if q.is_cpu:
+            return _cpu.forward(q, k, v, descales, terms, words, accumulator, save)
+        q, k, v = given = _aligned(q), _aligned(k), _aligned(v)
+        device = q.device
+        saved = None
+        if save and q.dtype != E4M3:
+            saved = [_rows(x, 16, E4M3) for x in given]
+        out = torch.empty((*q.shape[:3], v.shape[3]), device=device, dtype=torch.bfloat16)
+        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), device=device, dtype=torch.float32)
+        call = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "descales": descales[:3],
+            "terms": _conditions(terms, q, k),
+            "out": out,
+            "lse": lse,
+            "stats": None if words is None else words.view(-1),
+            "saved": saved,
+            "accumulator": accumulator,
+        }
+        self._run("forward", call, device, _key(terms, q, k, v), accumulator, save)
         return out, lse, saved or given
 
-    def backward(self, grad, operands, descales, out, lse, causal, scale):
-        """Gradients of q, k and v before their casts, BF16. ``out`` must be that of the accumulator ``f16``."""
-        wide = [torch.empty(x.shape, device=x.device, dtype=torch.bfloat16) for x in operands]
-        call = dict(zip("qkv", (_aligned(x) for x in operands))) | dict(zip(("dq", "dk", "dv"), wide))
-        call |= {"out": _aligned(out), "d_out": _aligned(grad.to(torch.bfloat16)), "lse": lse.contiguous()}
-        call |= {"descales": list(descales[:3]), "deterministic": torch.are_deterministic_algorithms_enabled()}
-        self._run("backward", call, causal, scale)
-        return wide
+    def backward(self, grad, operands, descales, out, lse, terms):
+        """Gradients of q, k and v before their casts, BF16, and of the sinks. ``out`` must be that of the accumulator ``f16``."""
+        if grad.is_cpu:
+            return _cpu.backward(grad, operands, descales, out, lse, terms)
+        q, k, v = (_aligned(x) for x in operands)
+        device = q.device
+        dq, dk, dv = (torch.empty(x.shape, device=device, dtype=torch.bfloat16) for x in operands)
+        d_sinks = None if terms.sinks is None else torch.empty_like(terms.sinks)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        call = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "descales": descales[:3],
+            "terms": _conditions(terms, q, k),
+            "out": _aligned(out),
+            "lse": lse.contiguous(),
+            "d_out": _aligned(grad.to(torch.bfloat16)),
+            "dq": dq,
+            "dk": dk,
+            "dv": dv,
+            "d_sinks": d_sinks,
+            "deterministic": deterministic,
+        }
+        self._run("backward", call, device, _key(terms, q, k, v), deterministic)
+        return dq, dk, dv, d_sinks
 
-    def _run(self, direction, call, causal, scale):
-        device = call["q"].device
+    def _run(self, direction, call, device, *key):
         engine = self._engines.get(device)
         if engine is None:
             engine = self._engines.setdefault(device, _native.Attention(device.index))
-        call = {name: _described(value) for name, value in call.items()}
-        call |= {"causal": causal, "softmax_scale": scale}
-        size = getattr(engine, f"{direction}_bytes")(call)
+        key = direction, device, *key
+        size = self._bytes.get(key)
+        if size is None:
+            # Shapes are few, or of one growing cache.
+            if len(self._bytes) > 4096:
+                self._bytes.clear()
+            size = self._bytes[key] = getattr(engine, f"{direction}_bytes")(call)
         space = torch.empty(size, device=device, dtype=torch.uint8)
         stream = torch.cuda.current_stream(device).cuda_stream
-        with torch.cuda.device(device):
-            getattr(engine, direction)(call, _described(space), stream)
+        getattr(engine, direction)(call, space, stream)
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+_offers = functools.cache(_native.Attention.offers)
+
+
+def _conditions(terms, q, k):
+    """Terms as the kernels are told of them."""
+    left, right = terms.window
+    where, sequences = None, terms.sequences
+    if sequences is not None:
+        longest = (sequences.max_len_q, q), (sequences.max_len_k, k)
+        where = [x.contiguous() for x in sequences.places], *(min(max(n, 1), x.shape[1]) for n, x in longest)
+    sides = left if left >= 0 else None, right if right >= 0 else None
+    return (terms.causal, *sides, terms.scale, terms.soft_cap, terms.sinks, where)
+
+
+def _key(terms, q, k, v):
+    """What the size of a workspace depends on."""
+    sequences = terms.sequences
+    lengths = sequences and (sequences.q_starts.shape[0], sequences.max_len_q, sequences.max_len_k)
+    shapes = q.shape, k.shape, v.shape, q.dtype
+    return shapes, terms.causal, terms.window, terms.soft_cap is None, terms.sinks is None, lengths
 
 
 def _aligned(x):
     """The kernels want 16-byte rows; anything else is copied."""
-    step = 16 // x.element_size() if x.element_size() < 4 else 8
-    fits = x.stride(3) == 1 and all(s % step == 0 for s in x.stride()[:3]) and x.data_ptr() % 16 == 0
-    return x if fits else x.contiguous()
+    size = x.element_size()
+    step = 16 // size if size < 4 else 8
+    b, s, h, d = x.stride()
+    fits = d == 1 and h % step == 0 and s % step == 0 and b % step == 0 and x.data_ptr() % 16 == 0
+    return x if fits else _rows(x, step, x.dtype).copy_(x)
 
 
-def _described(x):
-    """A tensor as the kernels are told of it: address, type, shape and strides."""
-    if isinstance(x, list):
-        return [_described(y) for y in x]
-    if not isinstance(x, torch.Tensor):
-        return x
-    return x.data_ptr(), str(x.dtype).removeprefix("torch."), list(x.shape), list(x.stride())
+def _rows(x, step, dtype):
+    """Memory for a tensor like ``x``, with rows that begin at multiples of ``step`` elements."""
+    *shape, d = x.shape
+    return torch.empty((*shape, -(-d // step) * step), device=x.device, dtype=dtype)[..., :d]

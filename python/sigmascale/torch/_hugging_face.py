@@ -1,11 +1,15 @@
-"""Hugging Face transformers: the attention function and its masks."""
+"""Hugging Face transformers: the attention function, and masks as sequences."""
 
 import torch
 
 from .._errors import ArgumentError, UnsupportedError
 from ._attention import attend
+from ._cache import cast_heads
+from ._casts import E4M3
 from ._flash import packed
+from ._masks import readable
 from ._runtime import plan_of_module
+from ._terms import Sequences
 
 
 def hugging_face(module, query, key, value, attention_mask, scaling=None, dropout=0.0, is_causal=None, **kwargs):
@@ -14,42 +18,65 @@ def hugging_face(module, query, key, value, attention_mask, scaling=None, dropou
     for setting in ("position_bias", "cache"):
         if kwargs.get(setting) is not None:
             raise UnsupportedError(f"{setting} is not offered in FP8: load the model with another attn_implementation")
-    decoder = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    causal = bool(decoder and query.shape[2] > 1 and attention_mask is None)
-    if causal and key.shape[2] > query.shape[2]:
-        # Without a mask the cache is empty but for these keys: a static one has room for more.
-        key, value = (x[:, :, : query.shape[2]] for x in (key, value))
-    window = kwargs.get("sliding_window")
-    sinks = kwargs.get("s_aux")
-    where = {"mask": attention_mask}
-    if kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1 and not window:
-        ends = [kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]]
-        where = packed(*ends, query.shape[2], key.shape[2], decoder)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    given, window = query.dtype, kwargs.get("sliding_window")
+    sinks, sequences = kwargs.get("s_aux"), None
+    if kwargs.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
+        longest = kwargs.get("max_length_q") or query.shape[2], kwargs.get("max_length_k") or key.shape[2]
+        sequences, attention_mask = packed(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"], *longest), None
+    elif attention_mask is not None and attention_mask.dtype == torch.int32:
+        query, key, value, sequences = _placed(query, key, value, attention_mask)
+        attention_mask = None
+    if key.dtype == E4M3:
+        query = cast_heads(query, plan, "q")
+    if attention_mask is not None:
+        # It has the window in it.
+        causal = window = None
+    side = window - 1 if window else -1
     out, _ = attend(
         *(x.transpose(1, 2) for x in (query, key, value)),
         plan,
-        causal=causal,
+        causal=bool(causal),
         softmax_scale=scaling,
-        window=(window - 1, -1) if window and attention_mask is None else (-1, -1),
+        mask=attention_mask,
+        sequences=sequences,
+        window=(side, side),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("sinks") if sinks is None else sinks,
         dropout=dropout,
-        **where,
     )
-    return out.to(query.dtype), None
+    return out.to(given), None
+
+
+def _placed(query, key, value, mask):
+    """The operands, and their sequences from a mask that :func:`_mask` made."""
+    *places, sound = mask[:, :, 0, 0]
+    longest = getattr(mask, _LONGEST, None) or (query.shape[2], key.shape[2])
+    if not readable(query):
+        # Padding within a text cannot be refused here.
+        query = torch.where(sound.bool().view(-1, 1, 1, 1), query, torch.nan)
+    order = getattr(mask, _ORDER, None)
+    if order is not None:
+        # Of E4M3 as bytes.
+        taken = lambda x: x.gather(2, order[:, None, :, None].expand_as(x))
+        key, value = (taken(x.view(torch.uint8)).view(E4M3) if x.dtype == E4M3 else taken(x) for x in (key, value))
+    return query, key, value, Sequences(*places, *longest)
 
 
 def register(name="sigmascale_fp8", *, padding=None):
     """Makes ``attn_implementation=name`` known to Hugging Face transformers, and returns the name.
 
     Then ``model.set_attn_implementation(name)`` sends every attention layer of an attached model through FP8: training with
-    right padding, generation with left padding and with a static cache, packed sequences. What no FP8 kernel takes (windows
-    shorter than the sequence, soft-caps, sinks, dropout, masks inside compiled code) is refused, or goes to PyTorch's own
-    attention after ``attach(..., fallback="bf16")``.
+    padding on either side, packed sequences, sliding windows, soft-caps and sinks, generation with growing and static caches,
+    encoders and cross-attention. Padding and lengths stay on the device. What no FP8 kernel takes (dropout, masks of other
+    kinds) is refused, or goes to PyTorch's own attention after ``attach(..., fallback="bf16")``.
 
-    In a causal call on a batch that is padded on the right, rows of padding attend as if they were text; no row of text reads
-    what they give. ``padding="right"`` says that all batches of whole sequences are such and that none is packed: then nothing is
-    read off their masks, and models under ``torch.compile``, where it cannot be, train in FP8.
+    Rows of padding are zero. Where the values of a mask cannot be read, inside compiled code and while a CUDA graph is captured,
+    padding must lie on one side of each text; a text with padding inside becomes NaN there.
+
+    ``padding="right"`` says that all batches of whole sequences are padded on the right, if at all, and that none is packed: then
+    no mask is read for them, rows of padding attend as if they were text, and no row of text reads what they give. Models under
+    ``torch.compile`` need it to train without a mask, since transformers then has to assume packed sequences.
 
     Raises :class:`UnsupportedError` if transformers is not there or too old.
     """
@@ -61,33 +88,117 @@ def register(name="sigmascale_fp8", *, padding=None):
     except ImportError as error:
         raise UnsupportedError("transformers 4.53 or later is needed for its AttentionInterface") from error
 
-    def mask(*args, **kwargs):
-        if _whole_and_causal(**kwargs) and (padding == "right" or _padded_right(**kwargs)):
-            return None
-        return sdpa_mask(*args, **kwargs)
+    def mask(**kwargs):
+        known, places = _mask(padding == "right", **kwargs)
+        return places if known else sdpa_mask(**kwargs)
 
     AttentionInterface.register(name, hugging_face)
-    # No mask where a causal flag says the same.
     AttentionMaskInterface.register(name, mask)
     return name
 
 
-def _whole_and_causal(
-    mask_function=None, q_length=0, kv_length=0, q_offset=0, local_size=None, use_vmap=False, **others
+# Where a mask keeps the lengths of the longest of packed sequences, and the order of keys whose padding lies between.
+_LONGEST, _ORDER = "_sigmascale_longest", "_sigmascale_order"
+
+
+def _mask(
+    right,
+    batch_size,
+    q_length,
+    kv_length,
+    q_offset=0,
+    kv_offset=0,
+    mask_function=None,
+    attention_mask=None,
+    local_size=None,
+    use_vmap=False,
+    config=None,
+    device=None,
+    **others,
 ):
-    """Whether a mask is that of whole sequences, causal but for padding or packing. transformers composes the latter with
-    ``and_masks``, as it does windows, which have a ``local_size``, and functions of the model's own, which need ``vmap``."""
-    named = getattr(mask_function, "__name__", None)
-    if named not in ("causal_mask_function", "and_mask") or use_vmap or "allow_is_bidirectional_skip" in others:
-        return False
-    return q_length == kv_length > 1 and local_size is None and isinstance(q_offset, int) and q_offset == 0
+    """Whether a mask of transformers is one of sequences that are causal, windowed or whole, and then what stands for it: None
+    for a call without padding, else int32 ``(5, sequences, 1, 1)``, starts and ends of queries, starts and ends of keys, and whether
+    a text has no padding inside; transformers hands on what has four dimensions. ``right``: padding is on the right, and nothing is packed.
+
+    ``local_size`` is a window's width, or a chunk's. Packed sequences and functions of a model's own are composed by ``and_masks``.
+    """
+    other, named = (False, None), getattr(mask_function, "__name__", None)
+    # transformers says of masks without causality alone that they may be left out.
+    causal = "allow_is_bidirectional_skip" not in others
+    windowed = local_size is not None
+    if use_vmap or named not in ("causal_mask_function", "bidirectional_mask_function", "and_mask"):
+        return other
+    if windowed and (getattr(config, "attention_chunk_size", None) or getattr(config, "sliding_window", None) != local_size):
+        return other
+    whole = isinstance(q_offset, int) and q_offset == 0 == kv_offset and q_length == kv_length
+    if right and causal and whole:
+        return True, None
+    if named == "and_mask" and causal and whole and attention_mask is None and q_length > 1:
+        if torch.compiler.is_compiling():
+            return other
+        documents = _documents(mask_function)
+        if documents is not None:
+            return (True, _packed(documents)) if readable(documents) else other
+    if named == "and_mask" and not windowed:
+        return other
+    end = q_offset + q_length - kv_offset
+    if attention_mask is None:
+        if not causal or (isinstance(end, int) and end == kv_length):
+            return True, None
+        starts, ends = torch.zeros(batch_size, dtype=torch.int32, device=device), end
+        sound = torch.ones_like(starts)
+    else:
+        kept = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        count = kept.sum(dim=1)
+        starts = kept.int().argmax(dim=1)
+        ends = torch.where(count > 0, kept.shape[1] - kept.flip(1).int().argmax(dim=1), 0)
+        sound = ends - starts == count
+        if causal:
+            ends = ends.clamp_max(end)
+        if readable(kept):
+            sound_all, nothing_hidden = torch.stack([sound.all(), (count == kv_length).all()]).tolist()
+            if not sound_all:
+                return other if windowed or not causal else _gathered(kept, q_length, end)
+            if nothing_hidden:
+                return True, None
+    # Queries that stand at padding see nothing; those of another text, of cross-attention, are all seen.
+    first, last = torch.zeros_like(starts), q_length
+    if attention_mask is not None and (causal or windowed):
+        first, last = ((x + kv_offset - q_offset).clamp(0, q_length) for x in (starts, ends))
+    row = torch.arange(batch_size, device=starts.device)
+    rows = (row * q_length + first, row * q_length + last, row * kv_length + starts, row * kv_length + ends, sound)
+    return True, torch.stack([x.to(torch.int32) for x in rows])[..., None, None]
 
 
-def _padded_right(attention_mask=None, mask_function=None, **_):
-    """Whether padding stands behind the text of every sequence, which is read off the mask, and nothing is packed."""
-    if attention_mask is None or mask_function.__name__ == "and_mask" or torch.compiler.is_compiling():
-        return False
-    if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    kept = attention_mask.bool()
-    return bool((kept[:, :-1] | ~kept[:, 1:]).all() & kept[:, 0].all())
+def _gathered(kept, q_length, end):
+    """Keys with padding between, as behind a prompt that is padded on the right: those that count are gathered in front."""
+    if not isinstance(end, int):
+        end = end.item()
+    if not bool(kept[:, end - q_length : end].all()):
+        return False, None
+    row, count = torch.arange(kept.shape[0], device=kept.device), kept.sum(dim=1)
+    q, k = row * q_length, row * kept.shape[1]
+    mask = torch.stack([q, q + q_length, k, k + count, torch.ones_like(q)]).to(torch.int32)[..., None, None]
+    setattr(mask, _ORDER, torch.argsort(~kept, dim=1, stable=True))
+    return True, mask
+
+
+def _documents(function):
+    """Which of several packed sequences each token is of, ``(batch, seq)``, if ``function`` was composed for packed sequences."""
+    for cell in function.__closure__ or ():
+        for part in cell.cell_contents if isinstance(cell.cell_contents, tuple) else ():
+            if getattr(part, "__qualname__", "").startswith("packed_sequence_mask_function."):
+                return part.__closure__[0].cell_contents
+    return None
+
+
+def _packed(documents):
+    """Packed sequences as a mask; waits for the device, since their number is a shape."""
+    batch, length = documents.shape
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    ends = [*begins.flatten().nonzero().flatten().tolist(), batch * length]
+    spans = torch.tensor([ends[:-1], ends[1:]] * 2 + [[1] * (len(ends) - 1)], dtype=torch.int32, device=documents.device)
+    spans, longest = spans[..., None, None], max(b - a for a, b in zip(ends, ends[1:]))
+    setattr(spans, _LONGEST, (longest, longest))
+    return spans

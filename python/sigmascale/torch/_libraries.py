@@ -26,7 +26,8 @@ class Fa3:
         """Whether the library offers this call in FP8, if it is there."""
         return q.is_cuda and q.shape[3] in (64, 128, 256) and torch.cuda.get_device_capability(q.device) == (9, 0)
 
-    def forward(self, q, k, v, descales, causal, scale, words=None, accumulator=None, save=False):
+    def forward(self, q, k, v, descales, terms, words=None, accumulator=None, save=False):
+        causal, scale = terms.causal, terms.scale
         q8, k8, v8 = operands = cast_all(q, k, v, descales, words)
         q_descale, k_descale, v_descale = (d.contiguous() for d in descales[:3])
         out, lse = self._function(
@@ -77,7 +78,8 @@ class TorchQuantised:
             if before is not None:
                 self._switch.activate_flash_attention_impl(before)
 
-    def forward(self, q, k, v, descales, causal, scale, words=None, accumulator=None, save=False):
+    def forward(self, q, k, v, descales, terms, words=None, accumulator=None, save=False):
+        causal, scale = terms.causal, terms.scale
         q8, k8, v8 = operands = cast_all(q, k, v, descales, words)
         if causal and q.shape[1] != k.shape[1]:
             raise UnsupportedError(
@@ -157,7 +159,8 @@ class Cudnn:
         ]
         return graph, operands, scalars, (out, stats, amax_s, amax_o), fixed, space
 
-    def forward(self, q, k, v, descales, causal, scale, words=None, accumulator=None, save=False):
+    def forward(self, q, k, v, descales, terms, words=None, accumulator=None, save=False):
+        causal, scale = terms.causal, terms.scale
         if causal and q.shape[1] != k.shape[1]:
             raise UnsupportedError(
                 "cuDNN's FP8 attention aligns a causal mask of unequal lengths otherwise: use fa3 or native"

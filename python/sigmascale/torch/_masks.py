@@ -1,15 +1,21 @@
-"""Attention masks as a few dense calls: which rows see which keys, read off a mask's values.
+"""Attention masks as sequences with a causal mask or a window, read off a mask's values.
 
-A mask is recognised where each row sees one run of keys, and runs of consecutive rows are equal or grow by a key a row (causal):
-causal masks, padding on either side, the filled part of a static cache, packed sequences. Everything else, windows included, is
-not, and neither is a mask whose values cannot be read, inside compiled code or while a CUDA graph is captured.
+A mask is recognised where each row sees one run of keys whose ends stay or move by a key a row: causal masks, windows, padding on
+either side, the filled part of a static cache, packed sequences. Everything else is not, and neither is a mask whose values
+cannot be read, inside compiled code or while a CUDA graph is captured.
 """
+
+import dataclasses
 
 import numpy as np
 import torch
 
-# Rows that a dense call must have on average to be worth a launch.
+from ._terms import Sequences
+
+# Rows that a sequence must have on average: more sequences than that are no padding and no packing.
 _ROWS = 16
+# Calls that one mask may take.
+_CALLS = 2
 
 
 def once(x, what, read):
@@ -24,17 +30,21 @@ def once(x, what, read):
     return known[1]
 
 
+def readable(x):
+    """Whether the host may read a tensor's values here."""
+    return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def recognise(mask, batch, len_q, len_k):
-    """The mask as ``[(first sequence, end, [(first row, end, first key, end, causal), ...]), ...]``, or why not.
+    """The mask as ``[(causal, window, sequences or None), ...]``, calls on rows that they do not share, or why not.
 
     ``mask`` is what ``F.scaled_dot_product_attention`` takes, a bool tensor (True: seen) or an additive one. Reading it waits for
     the device, once for a tensor that stays as it is.
     """
-    if torch.compiler.is_compiling():
-        return "the values of an attention mask cannot be read in compiled code"
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return "the values of an attention mask cannot be read while a CUDA graph is captured"
-    return once(mask, f"layout_{batch}_{len_q}_{len_k}", lambda: _read(mask.detach(), batch, len_q, len_k))
+    if not readable(mask):
+        where = "in compiled code" if torch.compiler.is_compiling() else "while a CUDA graph is captured"
+        return f"the values of an attention mask cannot be read {where}"
+    return once(mask, f"calls_{batch}_{len_q}_{len_k}", lambda: _read(mask.detach(), batch, len_q, len_k))
 
 
 def _read(mask, batch, len_q, len_k):
@@ -60,83 +70,126 @@ def _read(mask, batch, len_q, len_k):
     known &= (stop - start == count).all()
     *bounds, fine = torch.cat([start.flatten(), stop.flatten(), known[None].to(torch.int64)]).tolist()
     bounds = np.array(bounds).reshape(2, mask.shape[0], len_q)
-    if not fine:
-        return "an attention mask of another kind than causal, padding or packed sequences is not offered in FP8"
-    pieces = [_pieces(*bounds[:, row]) for row in range(mask.shape[0])]
-    if any(len(each) > max(8, len_q // _ROWS) for each in pieces):
-        return "an attention mask with a window, or of another kind than causal or padding, is not offered in FP8"
-    if len(pieces) == 1:
-        return [(0, batch, pieces[0])]
-    return grouped(pieces)
+    # Rows behind a causal text may belong to its window, or see all of it.
+    for whole in (True, False) if fine else ():
+        pieces = [_pieces(*bounds[:, row], whole) for row in range(mask.shape[0])]
+        groups = _grouped(pieces * (batch // mask.shape[0]), len_q, len_k)
+        if len(groups) <= _CALLS and all(len(each) <= max(8, len_q // _ROWS) for each in pieces):
+            return [group.call(batch, len_q, len_k, mask.device) for group in groups]
+    return "an attention mask of another kind than causal, window, padding or packed sequences is not offered in FP8"
 
 
-def _pieces(start, stop):
-    """Maximal runs of rows of one sequence that one dense call computes; rows that see nothing are left out."""
-    same, rows = np.diff(start) == 0, len(start)
-    # From each row to the next: 0 equal, 1 one key more, 2 neither.
-    step = np.where(same & (np.diff(stop) == 0), 0, np.where(same & (np.diff(stop) == 1), 1, 2))
-    changes = np.flatnonzero(np.diff(step)) + 1
+@dataclasses.dataclass
+class _Bound:
+    """One side of a window: its width if rows show it, else at least how wide it must be."""
+
+    width: int | None
+    least: int
+
+    def joined(self, other):
+        """The bound of both, or None where they contradict each other."""
+        widths = {self.width, other.width} - {None}
+        least = max(self.least, other.least)
+        if len(widths) > 1 or any(width < least for width in widths):
+            return None
+        return _Bound(next(iter(widths), None), least)
+
+
+@dataclasses.dataclass
+class _Piece:
+    """Consecutive rows of one sequence, and the keys that they see between them."""
+
+    rows: tuple[int, int]
+    keys: tuple[int, int]
+    left: _Bound
+    right: _Bound
+
+
+@dataclasses.dataclass
+class _Group:
+    """Pieces that one call computes, by sequences in order."""
+
+    places: list
+    left: _Bound
+    right: _Bound
+
+    def add(self, q, k, piece):
+        """Takes a piece in, or returns False."""
+        left, right = self.left.joined(piece.left), self.right.joined(piece.right)
+        if left is None or right is None or (self.places and self.places[-1][1][1] > k[0]):
+            return False
+        self.left, self.right = left, right
+        self.places.append((q, k))
+        return True
+
+    def call(self, batch, len_q, len_k, device):
+        causal = self.right.width == 0
+        unless = lambda width: -1 if width is None else width
+        window = unless(self.left.width), -1 if causal else unless(self.right.width)
+        whole = [((i * len_q, (i + 1) * len_q), (i * len_k, (i + 1) * len_k)) for i in range(batch)]
+        if self.places == whole:
+            return causal, window, None
+        places = torch.tensor(self.places, dtype=torch.int32).reshape(-1, 4).t().contiguous().to(device)
+        longest = [max((ends[i][1] - ends[i][0] for ends in self.places), default=0) for i in (0, 1)]
+        return causal, window, Sequences(*places, *longest)
+
+
+def _grouped(pieces, len_q, len_k):
+    groups = []
+    for sequence, each in enumerate(pieces):
+        for piece in each:
+            q, k = ((n * sequence + a, n * sequence + b) for n, (a, b) in ((len_q, piece.rows), (len_k, piece.keys)))
+            if not any(group.add(q, k, piece) for group in groups):
+                groups.append(_Group([(q, k)], piece.left, piece.right))
+    return groups or [_Group([], _Bound(None, 0), _Bound(None, 0))]
+
+
+def _pieces(start, stop, whole):
+    """Runs of rows of one sequence that are one sequence of a call; rows that see nothing are left out. ``whole``: as long as they
+    are one window."""
+    rows = len(start)
+    steps = np.stack([np.diff(start), np.diff(stop)])
+    # Rows that see nothing have neither end.
+    joined = ((steps == 0) | (steps == 1)).all(axis=0) & (stop[1:] > start[1:]) & (stop[:-1] > start[:-1])
+    kind = np.where(joined, 2 * steps[0] + steps[1], -1)
     pieces, row = [], 0
     while row < rows:
-        last = row
-        if row < rows - 1 and step[row] != 2:
-            after = changes[np.searchsorted(changes, row, side="right") :]
-            last = int(after[0]) if len(after) else rows - 1
-        if stop[last] > start[last]:
-            causal = last > row and step[row] == 1
-            pieces.append((row, last + 1, int(start[last]), int(stop[last]), causal))
-        row = last + 1
+        if stop[row] == start[row]:
+            row += 1
+            continue
+        after = kind[row:]
+        piece = _fitted(start, stop, row, row + _first(after == -1) + 1) if whole else None
+        if piece is None:
+            # Rows that all take the same step always fit.
+            piece = _fitted(start, stop, row, row + _first((after != after[:1]) | (after == -1)) + 1)
+        pieces.append(piece)
+        row = piece.rows[1]
     return pieces
 
 
-def grouped(pieces):
-    """Consecutive sequences of the same pieces as one."""
-    layout = []
-    for row, each in enumerate(pieces):
-        if layout and layout[-1][2] == each:
-            layout[-1] = (layout[-1][0], row + 1, each)
-        else:
-            layout.append((row, row + 1, each))
-    return layout
+def _first(found):
+    """Where the first is, or the length."""
+    return int(found.argmax()) if found.any() else len(found)
 
 
-def run(q, k, v, layout, call):
-    """Output and LSE of ``call(q, k, v, causal, sequences)`` on every piece; rows that see nothing are zero, with an LSE of -inf."""
-    outs, lses = [], []
-    for first, end, pieces in layout:
-        out, lse, at = [], [], 0
-
-        def skip(rows, out=out, lse=lse, batch=end - first):
-            if rows:
-                out.append(q.new_zeros((batch, rows, *q.shape[2:]), dtype=torch.bfloat16))
-                lse.append(q.new_full((batch, q.shape[2], rows), -torch.inf, dtype=torch.float32))
-
-        for row, row_end, key, key_end, causal in pieces:
-            skip(row - at)
-            sequences, keys = slice(first, end), slice(key, key_end)
-            piece = call(q[sequences, row:row_end], k[sequences, keys], v[sequences, keys], causal, sequences)
-            out.append(piece[0])
-            lse.append(piece[1])
-            at = row_end
-        skip(q.shape[1] - at)
-        outs.append(_joined(out, 1))
-        lses.append(_joined(lse, 2))
-    return _joined(outs, 0), _joined(lses, 0)
-
-
-def _joined(parts, dim):
-    if any(part is None for part in parts):
+def _fitted(start, stop, row, end):
+    """These rows as a window on their keys, if they are one."""
+    start, stop = start[row:end], stop[row:end]
+    first, last = int(start[0]), int(stop[-1])
+    place = np.arange(end - row) - (end - row) + last
+    left, right = (_width(x) for x in ((place - start)[start > first], (stop - 1 - place)[stop < last]))
+    if left is False or right is False:
         return None
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    left, right = _Bound(left, int(place.max()) - first), _Bound(right, last - 1 - int(place.min()))
+    low = first if left.width is None else np.maximum(first, place - left.width)
+    high = last if right.width is None else np.minimum(last, place + right.width + 1)
+    if (low != start).any() or (high != stop).any():
+        return None
+    return _Piece((row, end), (first, last), *(x if x.width is None else _Bound(x.width, 0) for x in (left, right)))
 
 
-def band(len_q, len_k, causal, window, device):
-    """True where a query sees a key: the last query stands at the last key; ``window`` keys before it and after it, -1 all."""
-    place = torch.arange(len_q, device=device)[:, None] + (len_k - len_q)
-    ahead = torch.arange(len_k, device=device)[None, :] - place
-    left, right = window
-    right = 0 if causal else right
-    seen = torch.ones((len_q, len_k), dtype=torch.bool, device=device)
-    if left >= 0:
-        seen = seen & (ahead >= -left)
-    return seen & (ahead <= right) if right >= 0 else seen
+def _width(widths):
+    """Their one value that is not negative; None where there are no rows, False where there are several values."""
+    if len(widths) == 0:
+        return None
+    return int(widths[0]) if (widths == widths[0]).all() and widths[0] >= 0 else False

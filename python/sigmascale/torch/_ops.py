@@ -3,82 +3,116 @@ checkpoints see them.
 
 Addresses and streams are read inside them alone. ``attention`` writes telemetry into ``words`` and returns the output and the
 log-sum-exp. With ``save`` it also returns q, k and v in E4M3, which are saved for the backward. They are uint8 tensors, since
-PyTorch lacks some operations on float8. Gradients pass through the casts unchanged (straight-through).
+PyTorch lacks some operations on float8. Gradients pass through the casts unchanged (straight-through); those of the sinks are
+empty where there are none.
+
+Windows are -1 where there is none, ``soft_cap`` 0.0; of starts and ends of sequences there are all four or none.
 """
+
+import contextlib
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from . import _backends, _calls
 from ._casts import E4M3
+from ._terms import Sequences, Terms
 
-_TENSORS = "Tensor q_descale, Tensor k_descale, Tensor v_descale"
-_HOW = "bool causal, float scale, str backend, str accumulator"
+_DESCALES = "Tensor q_descale, Tensor k_descale, Tensor v_descale"
+_TERMS = (
+    "Tensor? sinks, Tensor? q_starts, Tensor? q_ends, Tensor? k_starts, Tensor? k_ends, SymInt max_len_q, SymInt max_len_k, "
+    "bool causal, int window_left, int window_right, float scale, float soft_cap, str backend, str accumulator"
+)
 
 # Kept for the life of the process: the operators go with it.
 _LIBRARY = torch.library.Library("sigmascale", "FRAGMENT")
 _LIBRARY.define(
-    f"attention(Tensor q, Tensor k, Tensor v, {_TENSORS}, Tensor? o_descale, Tensor(a!)? words, {_HOW}, bool save) "
+    f"attention(Tensor q, Tensor k, Tensor v, {_DESCALES}, Tensor? o_descale, Tensor(a!)? words, {_TERMS}, bool save) "
     "-> (Tensor out, Tensor lse, Tensor q8, Tensor k8, Tensor v8)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
-    f"attention_backward(Tensor grad, Tensor q8, Tensor k8, Tensor v8, {_TENSORS}, Tensor out, Tensor lse, {_HOW}) "
-    "-> (Tensor dq, Tensor dk, Tensor dv)",
+    f"attention_backward(Tensor grad, Tensor q8, Tensor k8, Tensor v8, {_DESCALES}, Tensor out, Tensor lse, {_TERMS}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor d_sinks)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def _plain(device):
-    """Autocast lowers no product in here."""
-    return torch.autocast(device.type, enabled=False)
+def arguments(terms, backend, accumulator):
+    """``terms`` as the operators take them."""
+    sequences, where = terms.sequences, (None, None, None, None, 0, 0)
+    if sequences is not None:
+        where = (*sequences.places, sequences.max_len_q, sequences.max_len_k)
+    return (terms.sinks, *where, terms.causal, *terms.window, terms.scale, terms.soft_cap or 0.0, backend, accumulator)
+
+
+def _terms(sinks, q_starts, q_ends, k_starts, k_ends, max_len_q, max_len_k, causal, left, right, scale, soft_cap):
+    sequences = None
+    if q_starts is not None:
+        sequences = Sequences(q_starts, q_ends, k_starts, k_ends, max_len_q, max_len_k)
+    return Terms(causal, scale, (left, right), soft_cap or None, sinks, sequences)
+
+
+def _in_full(chosen, device):
+    """Autocast lowers no product of a backend that is written in PyTorch."""
+    return contextlib.nullcontext() if chosen.name == "native" else torch.autocast(device.type, enabled=False)
 
 
 def _of_backend(chosen, descales):
     return tuple(d.amax().expand_as(d) for d in descales) if chosen.per_tensor else descales
 
 
-def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, causal, scale, backend, accumulator, save):
-    chosen = _backends.choose(backend, q)
+def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how):
+    *terms, backend, accumulator, save = how
+    terms = _terms(*terms)
+    chosen = _backends.choose(backend, q, v, terms)
     given = (q_descale, k_descale, v_descale) + (() if o_descale is None else (o_descale,))
-    with _plain(q.device):
+    with _in_full(chosen, q.device):
         descales = _of_backend(chosen, given)
-        out, lse, operands = chosen.forward(q, k, v, descales, causal, scale, words, accumulator, save)
+        out, lse, operands = chosen.forward(q, k, v, descales, terms, words, accumulator, save)
     _calls.count(words, chosen.name)
     saved = (x.contiguous().view(torch.uint8) if save else x.new_empty(0, dtype=torch.uint8) for x in operands)
     return (out.contiguous(), lse.contiguous(), *saved)
 
 
-def _forward_shapes(
-    q, k, v, q_descale, k_descale, v_descale, o_descale, words, causal, scale, backend, accumulator, save
-):
-    out = q.new_empty(q.shape, dtype=torch.bfloat16)
+def _forward_shapes(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how):
+    out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.bfloat16)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    return (out, lse, *(x.new_empty(x.shape if save else (0,), dtype=torch.uint8) for x in (q, k, v)))
+    return (out, lse, *(x.new_empty(x.shape if how[-1] else (0,), dtype=torch.uint8) for x in (q, k, v)))
 
 
-def _backward(grad, q8, k8, v8, q_descale, k_descale, v_descale, out, lse, causal, scale, backend, accumulator):
-    chosen, operands = _backends.choose(backend, q8), [x.view(E4M3) for x in (q8, k8, v8)]
-    with _plain(grad.device):
+def _backward(grad, q8, k8, v8, q_descale, k_descale, v_descale, out, lse, *how):
+    *terms, backend, accumulator = how
+    terms, operands = _terms(*terms), [x.view(E4M3) for x in (q8, k8, v8)]
+    chosen = _backends.choose(backend, operands[0], operands[2], terms)
+    with _in_full(chosen, grad.device):
         descales = _of_backend(chosen, (q_descale, k_descale, v_descale))
-        grads = _backends.backward(grad, operands, descales, out, lse, causal, scale, chosen, accumulator)
-    return tuple(g.to(torch.bfloat16).contiguous() for g in grads)
+        *grads, d_sinks = _backends.backward(grad, operands, descales, out, lse, terms, chosen, accumulator)
+    if d_sinks is None:
+        d_sinks = grad.new_empty(0, dtype=torch.float32)
+    return (*(g.to(torch.bfloat16).contiguous() for g in grads), d_sinks)
 
 
-def _backward_shapes(grad, q8, k8, v8, *_):
-    return tuple(x.new_empty(x.shape, dtype=torch.bfloat16) for x in (q8, k8, v8))
+def _backward_shapes(grad, q8, k8, v8, q_descale, k_descale, v_descale, out, lse, sinks, *_):
+    grads = (x.new_empty(x.shape, dtype=torch.bfloat16) for x in (q8, k8, v8))
+    return (*grads, grad.new_empty(0 if sinks is None else sinks.shape, dtype=torch.float32))
 
 
 class _Differentiable(torch.autograd.Function):
+    """``rest``: the arguments behind v, among which the sinks stand again."""
+
     @staticmethod
-    def forward(ctx, q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how):
-        with torch._C._AutoDispatchBelowAutograd():
-            result = attention(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how)
+    def forward(ctx, q, k, v, sinks, rest, direct):
+        if direct:
+            result = _forward(q, k, v, *rest)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                result = attention(q, k, v, *rest)
         out, lse, *operands = result
-        *ctx.how, save = how
-        if save:
-            ctx.save_for_backward(*operands, q_descale, k_descale, v_descale, out, lse)
-        ctx.types = [x.dtype for x in (q, k, v)]
+        if rest[-1]:
+            # Sinks and places are tensors.
+            ctx.save_for_backward(*operands, *rest[:3], out, lse, *rest[_SINKS : _SINKS + 5])
+        ctx.how, ctx.direct, ctx.types = rest[_SINKS + 5 : -1], direct, (q.dtype, k.dtype, v.dtype)
         ctx.mark_non_differentiable(lse, *operands)
         ctx.set_materialize_grads(False)
         return result
@@ -87,20 +121,50 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, *_):
-        grads, saved = (None, None, None), ctx.saved_tensors
-        if grad is not None:
-            if not saved:
-                raise RuntimeError("sigmascale::attention with save=False keeps nothing for a backward: pass save=True")
-            grads = (g.to(t) for g, t in zip(attention_backward(grad, *saved, *ctx.how), ctx.types))
-        return (*grads, *(None,) * 10)
+        if grad is None:
+            return (None,) * 6
+        # Read once: checkpoints compute them again each time.
+        saved = ctx.saved_tensors
+        if not saved:
+            raise RuntimeError("sigmascale::attention with save=False keeps nothing for a backward: pass save=True")
+        run = _backward if ctx.direct and plain(grad) else attention_backward
+        *grads, d_sinks = run(grad, *saved, *ctx.how)
+        sinks = saved[8]
+        d_sinks = None if sinks is None else d_sinks.to(sinks.dtype)
+        return (*(g.to(t) for g, t in zip(grads, ctx.types)), d_sinks, None, None)
 
 
-def _differentiable(*arguments):
-    if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:3]):
-        return _Differentiable.apply(*arguments)
+def _differentiable(q, k, v, *rest):
+    tensors = q, k, v, rest[_SINKS]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _Differentiable.apply(*tensors, rest, False)
     with torch._C._AutoDispatchBelowAutograd():
-        return attention(*arguments)
+        return attention(q, k, v, *rest)
 
+
+def plain(*tensors):
+    """Whether nobody looks on: no compiler, exporter, checkpoint policy, transform or subclass."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all(type(x) in _PLAIN for x in tensors)
+    )
+
+
+def run(q, k, v, *rest):
+    """The operator ``attention``, without PyTorch's dispatcher where nobody looks on: that costs more than the call."""
+    if not plain(q, k, v):
+        return attention(q, k, v, *rest)
+    sinks = rest[_SINKS]
+    if rest[-1]:
+        return _Differentiable.apply(q, k, v, sinks, rest, True)
+    return _forward(q, k, v, *rest)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Where the sinks stand among the arguments behind v.
+_SINKS = 5
 
 _LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("attention", _differentiable, "Autograd")

@@ -1,5 +1,6 @@
 """Small models of the families that the engines' lanes load, written by Hugging Face transformers."""
 
+import json
 import pathlib
 
 import torch
@@ -39,11 +40,29 @@ CONFIGS = {
     "jamba": lambda t: t.JambaConfig(**SIZES, attn_layer_period=2, attn_layer_offset=1, num_experts=4, num_experts_per_tok=2),
 }
 
+# Latent attention; the CPU's kernels take multiples of 32.
+LATENT_SIZES = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+LATENT = {
+    "deepseek_v2": lambda t: t.DeepseekV2Config(**LATENT_SIZES, q_lora_rank=None, head_dim=32),
+    "deepseek_v3": lambda t: t.DeepseekV3Config(**LATENT_SIZES, q_lora_rank=96, n_group=1, topk_group=1),
+}
+
 
 def write(family, folder):
     """A model of a family with random weights."""
     torch.manual_seed(0)
-    config = CONFIGS[family](transformers)
+    config = (CONFIGS | LATENT)[family](transformers)
     config.dtype = torch.bfloat16
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     for name, weight in model.named_parameters():
@@ -58,3 +77,40 @@ def within(used, needed, place):
     assert len(used) == len(needed), f"{place}: {len(used)} scales, expected {len(needed)}"
     for one, least in zip(used, needed):
         assert least <= one <= least * 1.01 and one != 1.0, f"{place}: {one} for a bound of {least}"
+
+
+def quantized(folder, method):
+    """The weights of the projections in E4M3, with the config that says so."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        if method == "fp8":
+            rows, columns = weights[name].shape
+            weights[name + "_scale_inv"] = torch.full((-(-rows // 128), -(-columns // 128)), 0.01)
+        elif method == "modelopt":
+            weights[name + "_scale"] = torch.tensor(0.01)
+            weights[name.removesuffix("weight") + "input_scale"] = torch.tensor(0.02)
+        else:
+            weights[name + "_scale"] = torch.full((weights[name].shape[0], 1), 0.01)
+        weights[name] = (weights[name].float() / 0.01).clamp(-448, 448).to(torch.float8_e4m3fn)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    arguments = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": arguments | {"strategy": "channel", "dynamic": False},
+        "input_activations": arguments | {"strategy": "token", "dynamic": True},
+    }
+    said = {
+        "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"},
+        "compressed-tensors": {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head"],
+        },
+        "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+    }[method]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    return folder

@@ -1,0 +1,17 @@
+"""The command ``sigmascale``: the same one that ``cargo install`` builds."""
+
+import signal
+import sys
+
+from . import _native
+
+
+def main():
+    """Runs the command with this process's arguments; returns its exit code."""
+    # Native code runs without a look at Python's handlers: Ctrl-C ends the process, as it ends the command.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return _native.command(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

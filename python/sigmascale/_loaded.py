@@ -1,0 +1,434 @@
+"""Scales of a model that a serving engine has loaded: its fused and sharded modules, read by the names of the checkpoint.
+
+vLLM and SGLang build models of the same kind of modules: one linear layer with the rows of q, k and v of a rank's heads, norms
+under the names of the checkpoint, an attention module inside the one that holds them. A quantized layer is read as it was loaded,
+before the engine repacks it: :meth:`Loaded.hold` keeps a copy on the host until its scales are computed.
+"""
+
+import json
+import struct
+
+import torch
+
+from ._errors import SigmascaleError, UnsupportedError
+from ._serving import ScaleStream
+from .rl import must_flush
+
+_FP8 = torch.float8_e4m3fn
+_PARTS = ("weight", "bias", "weight_scale_inv", "weight_scale")
+
+
+class Loaded:
+    """The attention layers of a model, and where their weights are.
+
+    ``config`` is that of Hugging Face transformers; ``attention`` are the engine's attention modules by their names in ``model``.
+    An :class:`UnsupportedError` says why a model cannot be read.
+    """
+
+    def __init__(self, model, config, attention):
+        self._modules = dict(model.named_modules())
+        self._config = json.loads(config.to_json_string(use_diff=False))
+        for key in ("quantization_config", "compression_config"):
+            for holder in (self._config, self._config.get("text_config") or {}):
+                holder.pop(key, None)
+        places = json.loads(ScaleStream(self._config)._native.places())
+        self._prefix = places["prefixes"][0]
+        # Attention modules with the layer of each; what stands in front of the checkpoint's names here, and other names of modules.
+        self.layers, self._paths, bases = {}, {}, set()
+        for name, module in attention.items():
+            found = _layer_of(name, places["layers"])
+            if found is None:
+                raise UnsupportedError(f"attention module {name} is no layer of the config's")
+            layer, base, path = found
+            self.layers[module] = layer
+            self._paths[layer["module"]] = path
+            bases.add(base)
+        if len(bases) != 1:
+            raise UnsupportedError("attention modules are in more than one model")
+        (self._base,) = bases
+        self._roles = {}
+        for layer in places["layers"]:
+            for role in ("v", "k", "q", "k_pe"):
+                if layer[role] is not None:
+                    self._roles[layer[role]["name"]] = role, layer
+        self._held = {}
+        self._ranks = self._find_ranks()
+
+    def _find_ranks(self):
+        found = set()
+        for layer in self.layers.values():
+            linear = self._linear(layer["q"]["name"])
+            if hasattr(linear, "total_num_heads"):
+                found.add(linear.total_num_heads // linear.num_heads)
+            else:
+                rows = getattr(linear, "output_size_per_partition", None)
+                found.add(linear.output_size // rows if rows else 1)
+        if len(found) != 1:
+            raise UnsupportedError(f"layers are shared out over {sorted(found)} ranks: expected one number")
+        return found.pop()
+
+    def _linear(self, stem):
+        """The linear layer that holds a projection."""
+        own = self._module(stem)
+        if own is not None:
+            return own
+        if self._roles[stem][0] == "k_pe":
+            fused = [self._module(f"{stem.rpartition('.')[0]}.fused_qkv_a_proj")]
+        else:
+            parent = self._modules.get(self._path(stem).rpartition(".")[0])
+            children = [] if parent is None else list(parent.children())
+            fused = [child for child in children if hasattr(child, "quant_method") and _sizes(child)]
+        if len(fused) != 1 or fused[0] is None:
+            raise UnsupportedError(f"the engine has no module for {stem}")
+        return fused[0]
+
+    def _path(self, stem):
+        """A module of the engine's model by its name in the checkpoint, without prefix."""
+        parent, _, name = stem.rpartition(".")
+        path = self._paths.get(parent, parent)
+        return self._base + (f"{path}.{name}" if path else name)
+
+    def _module(self, stem):
+        return self._modules.get(self._path(stem))
+
+    def linears(self):
+        """The linear layers whose weights are read."""
+        stems = {layer[role]["name"] for layer in self.layers.values() for role in ("q", "k", "v", "k_pe") if layer[role]}
+        return list({id(linear): linear for linear in map(self._linear, sorted(stems))}.values())
+
+    def hold(self, linear):
+        """Keeps what was loaded into a linear layer until it is read. Returns a function that is called after the engine has brought
+        the layer into its own form: unquantized weights that it left as they were need no copy.
+        """
+        parts = _parts(linear)
+        if not _is_whole(linear, parts.get("weight")):
+            return lambda: None
+        if not _is_plain(linear):
+            self._held[linear] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parts.items()}
+            return lambda: None
+
+        def settle():
+            if not _is_whole(linear, _parts(linear).get("weight")):
+                self._held[linear] = {name: tensor.detach().cpu() for name, tensor in parts.items()}
+
+        return settle
+
+    def scales(self, touched=None):
+        """The scales of each attention module's layer, as :class:`ScaleStream` has them. Left out are layers
+        whose weights the engine repacked before a copy was held. ``touched``, if given, keeps only layers with one
+        of these numbers in their tensors' names.
+        """
+        fp8, block = self._stored()
+        stored = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+        config = self._config | stored if fp8 else self._config
+        kinds = ("weight", "bias")
+        names = [f"{self._prefix}{stem}.{kind}" for stem in self._roles for kind in kinds if self._has(stem, kind)]
+        stream = ScaleStream(config, names=names, ranks=self._ranks)
+        layers = json.loads(stream._native.places())["layers"]
+        due = lambda layer: touched is None or not touched.isdisjoint(_numbers(layer))
+        here = {layer["number"] for layer in self.layers.values() if due(layer)}
+        sent = set()
+        for layer in (layer for layer in layers if layer["number"] in here):
+            try:
+                tensors = [pair for names in layer["needs"] if sent.isdisjoint(names) for pair in self._find(names, layer)]
+            except _Repacked:
+                continue
+            sent.update(name for names in layer["needs"] for name in names)
+            for name, tensor in tensors:
+                stream.push(self._prefix + name, tensor)
+        self._held.clear()
+        found = stream.layers
+        return {module: found[layer["number"]] for module, layer in self.layers.items() if layer["number"] in found}
+
+    def _stored(self):
+        """Whether some weights are E4M3, and the block that shares a scale."""
+        fp8, blocks = False, set()
+        for linear in self.linears():
+            weight = self._read(linear).get("weight")
+            if weight is None:
+                continue
+            if not _is_plain(linear) and weight.dtype != _FP8:
+                # How the engine rounds what such a layer reads is not known here.
+                method = type(linear.quant_method).__name__
+                raise UnsupportedError(f"its projections are loaded as {weight.dtype} and quantized by {method}")
+            if weight.dtype == _FP8:
+                fp8 = True
+                config = getattr(linear.quant_method, "quant_config", None)
+                block = getattr(linear, "weight_block_size", None) or getattr(config, "weight_block_size", None)
+                blocks.add(None if block is None else tuple(block))
+        if len(blocks) > 1:
+            raise UnsupportedError("projections are stored in FP8 with different blocks")
+        block = blocks.pop() if blocks else None
+        return fp8, None if block is None else list(block)
+
+    def _read(self, linear):
+        """What was loaded into a linear layer; nothing where the engine has it in a form of its own."""
+        if linear in self._held:
+            return self._held[linear]
+        parts = _parts(linear)
+        return parts if _is_plain(linear) and _is_whole(linear, parts.get("weight")) else {}
+
+    def _has(self, stem, kind):
+        try:
+            return isinstance(getattr(self._linear(stem), kind, None), torch.Tensor)
+        except UnsupportedError:
+            return False  # Of a layer on another pipeline stage.
+
+    def _find(self, names, layer):
+        """The first of these names that is in the model, with its scales where it is E4M3."""
+        stem, _, kind = names[0].rpartition(".")
+        if stem in self._roles:
+            return self._projection(stem, kind, layer)
+        for name in names:
+            stem, _, kind = name.rpartition(".")
+            tensor = getattr(self._module(stem), kind, None)
+            if isinstance(tensor, torch.Tensor):
+                return [(name, tensor)]
+        raise UnsupportedError(f"the engine's model has no {names[0]}")
+
+    def _projection(self, stem, kind, layer):
+        linear = self._linear(stem)
+        parts = self._read(linear)
+        if not parts:
+            raise _Repacked
+        if kind not in parts:
+            raise UnsupportedError(f"the engine's model has no {stem}.{kind}")
+        sizes = _sizes(linear)
+        fused = layer["q"]["name"] == layer["k"]["name"] == layer["v"]["name"]
+        role, _ = self._roles[stem]
+        if fused or sizes is None:
+            rows = None
+            if role == "k_pe":
+                # Behind the query latent's rows where both are in one.
+                rows = slice(parts["weight"].shape[0] - layer["k_pe"]["channels"], None)
+        else:
+            first = sum(sizes[: "qkv".index(role)])
+            rows = slice(first, first + sizes["qkv".index(role)])
+        tensors = _cut(stem, parts, sizes, rows, kind, linear)
+        if not (fused and sizes is not None):
+            return tensors
+        heads = [layer[role]["heads"] for role in "qkv"]
+        r = layer["d_head"]
+        order = [row for starts in heads for start in starts for row in range(start, start + r)]
+        if order != list(range(len(order))):
+            if len(tensors) > 1:
+                raise UnsupportedError(f"{stem} is stored in FP8 with the heads of q, k and v interleaved")
+            ((name, tensor),) = tensors
+            tensors = [(name, torch.empty_like(tensor).index_copy_(0, torch.tensor(order, device=tensor.device), tensor))]
+        if layer["q"]["conv1d"] and kind == "weight":
+            tensors = [(name, tensor.t()) for name, tensor in tensors]
+        return tensors
+
+
+def _numbers(layer):
+    return {part for names in layer["needs"] for name in names for part in name.split(".") if part.isdigit()}
+
+
+def _layer_of(name, layers):
+    """The layer of an attention module: with what stands in front of its name, and the name of the module that holds its projections."""
+    above = [name[:end] for end, sign in enumerate(name) if sign == "."]
+    # Some models call the module that holds a layer's attention otherwise, or have none.
+    for renamed in (str, lambda module: module.replace("self_attn", "attn"), lambda module: module.removesuffix(".self_attn")):
+        found = [
+            (layer, path.removesuffix(own), own)
+            for path in above
+            for layer in layers
+            if f".{path}".endswith(f".{(own := renamed(layer['module']))}")
+        ]
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+class _Repacked(Exception):
+    """The engine has the weight in a form of its own."""
+
+
+def _parts(linear):
+    return {name: value for name in _PARTS if isinstance(value := getattr(linear, name, None), torch.Tensor)}
+
+
+def _is_plain(linear):
+    return type(getattr(linear, "quant_method", None)).__name__ in ("NoneType", "UnquantizedLinearMethod")
+
+
+def _is_whole(linear, weight):
+    """Whether a weight has the rows and columns that were loaded."""
+    if weight is None or weight.is_meta or weight.dim() != 2:
+        return False
+
+    def size(side, features):
+        names = (f"{side}_size_per_partition", f"{side}_size", features)
+        return next((getattr(linear, name) for name in names if getattr(linear, name, None)), None)
+
+    return tuple(weight.shape) == (size("output", "out_features"), size("input", "in_features"))
+
+
+def _sizes(linear):
+    """Rows of q, k and v in a linear layer that holds all three."""
+    if not hasattr(linear, "total_num_kv_heads"):
+        return None
+    value = getattr(linear, "v_head_size", linear.head_size)
+    return linear.num_heads * linear.head_size, linear.num_kv_heads * linear.head_size, linear.num_kv_heads * value
+
+
+def _cut(stem, parts, sizes, rows, kind, linear):
+    """Rows of a weight or bias, with their scales where the weight is E4M3."""
+    tensor = parts[kind]
+    whole = tensor.shape[0]
+    out = [(f"{stem}.{kind}", tensor if rows is None else tensor[rows])]
+    if kind != "weight" or tensor.dtype not in (_FP8, torch.float8_e5m2):
+        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UnsupportedError(
+                f"{stem}.{kind} has type {tensor.dtype}: bfloat16, float16, float32 and scaled E4M3 are read"
+            )
+        return out
+    name = next((name for name in ("weight_scale_inv", "weight_scale") if name in parts), None)
+    if tensor.dtype != _FP8 or name is None:
+        raise UnsupportedError(f"{stem}.weight has type {tensor.dtype}" + (" and no scale" if name is None else ""))
+    scale = parts[name].float()
+    first, last, _ = (rows or slice(None)).indices(whole)
+    if scale.dim() == 2 and (scale.shape[1] > 1 or scale.shape[0] not in (1, whole)):
+        # A value for each tile.
+        tile = _tile(linear)
+        if first % tile or (last % tile and last != whole):
+            raise UnsupportedError(f"the rows of {stem} do not begin and end with blocks of FP8 scales")
+        scale = scale[first // tile : -(-last // tile)]
+    elif scale.numel() == whole:
+        scale = scale.reshape(whole, 1)[first:last]
+    elif scale.numel() == 1:
+        scale = scale.reshape(1)
+    elif sizes is not None and scale.numel() == 3:
+        # One for each of q, k and v.
+        scale = scale.flatten().repeat_interleave(torch.tensor(sizes, device=scale.device))
+        scale = scale.reshape(whole, 1)[first:last]
+    else:
+        raise UnsupportedError(f"{stem}.{name} has shape {tuple(scale.shape)}")
+    return [*out, (f"{stem}.{name}", scale)]
+
+
+def _tile(linear):
+    config = getattr(linear.quant_method, "quant_config", None)
+    return (getattr(linear, "weight_block_size", None) or config.weight_block_size)[0]
+
+
+def up_to_bf16(value):
+    """The least BF16 number that is not below a positive float32."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    return struct.unpack("<f", struct.pack("<I", (bits + 0xFFFF) & 0xFFFF0000))[0]
+
+
+def describe(scales):
+    """The ranges of scales, for a log."""
+    rows = {operand: [layer["scale"][operand] for layer in scales if operand in layer["scale"]] for operand in "qkv"}
+    return ", ".join(f"{operand} {min(row):.4g} to {max(row):.4g}" for operand, row in rows.items() if row)
+
+
+class Followed:
+    """A model of an engine whose scales follow its weights. ``fill`` sets those of one attention module; ``log`` has ``info`` and
+    ``warning``. With ``kept`` the first scales stay, since captured graphs hold copies of them.
+    """
+
+    def __init__(self, model, config, attention, fill, log, kept):
+        self.name, self.modules = type(model).__name__, list(attention.values())
+        self._fill, self._log, self._kept, self._said = fill, log, kept, set()
+        self.values = {}
+        try:
+            self._loaded = Loaded(model, config, attention)
+            for linear in self._loaded.linears():
+                self._hook(linear)
+        except Exception as error:  # The engine goes on without.
+            self.leave(error)
+
+    def leave(self, reason):
+        """Leaves the model alone from now on."""
+        self._loaded = None
+        if isinstance(reason, Exception) and not isinstance(reason, SigmascaleError):
+            reason = f"{type(reason).__name__}: {reason}"
+        self._warn(f"the scales of {self.name} are not set, the engine's own stay: {reason}")
+
+    def _warn(self, message):
+        if message not in self._said:
+            self._said.add(message)
+            self._log.warning("Sigmascale: %s", message)
+
+    def _hook(self, linear):
+        method = getattr(linear, "quant_method", None)
+        if method is None:
+            return
+        process = method.process_weights_after_loading
+
+        def processed(layer, *args, **kwargs):
+            settle = self._loaded.hold(layer) if layer is linear and self._loaded else lambda: None
+            result = process(layer, *args, **kwargs)
+            settle()
+            return result
+
+        method.process_weights_after_loading = processed
+
+    def follow_loading(self, model, later):
+        """Follows `load_weights` where no processing comes after it, as some weight syncs call it; ``later`` tells where it does."""
+        load = model.load_weights
+
+        def loaded(weights, *args, **kwargs):
+            touched = set()
+
+            def passing():
+                for pair in weights:
+                    touched.update(part for part in pair[0].split(".") if part.isdigit())
+                    yield pair
+
+            result = load(passing(), *args, **kwargs)
+            if self.values and not later():
+                self.refresh(touched)
+            return result
+
+        model.__dict__["load_weights"] = loaded
+
+    def restore(self, *modules):
+        """Sets the known scales again."""
+        for module in modules:
+            if module in self.values:
+                self._fill(module, self.values[module])
+
+    def refresh(self, touched=None):
+        """Computes the scales of the weights that are loaded now, and sets them; ``touched`` as in :meth:`Loaded.scales`."""
+        if self._loaded is None:
+            return
+        try:
+            with torch.no_grad():
+                scales = self._loaded.scales(touched)
+        except Exception as error:  # The engine goes on without.
+            self.leave(error)
+            return
+        if any(layer["v"] is None for layer in scales.values()):
+            self.leave("its values have no bound: no norm stands in front of their projection")
+            return
+        changed = {module: layer for module, layer in scales.items() if layer != self.values.get(module)}
+        if not self.values:
+            missing = len(self.modules) - len(scales)
+            if missing:
+                self.leave(f"{missing} layers have weights in a form that is not read")
+                return
+            what = f"of {len(self.modules)} layers from the weights"
+        elif not scales:
+            if touched is None or touched:
+                self._warn(
+                    f"weights of {self.name} are in a form that is not read: its scales are those of the weights before"
+                )
+            return
+        elif self._kept:
+            grown = sum(must_flush({0: self.values[module]}, {0: layer}) for module, layer in changed.items())
+            if grown:
+                self._warn(
+                    f"the new weights of {self.name} need larger scales in {grown} layers, but captured graphs hold the old "
+                    "ones: restart it"
+                )
+            return
+        else:
+            what = f"of {len(changed)} layers changed with the weights"
+        self.values.update(changed)
+        self.restore(*changed)
+        if changed:
+            ranges = describe(list(self.values.values()))
+            self._log.info("Sigmascale: FP8 attention scales of %s, %s: %s", self.name, what, ranges)

@@ -1,0 +1,104 @@
+"""SGLang plugin: FP8 attention scales from the loaded weights, without a file.
+
+SGLang loads it by itself (entry point ``sglang.srt.plugins``). Where a server runs with ``--kv-cache-dtype fp8_e4m3``, the scales of k
+and v are computed from the weights of each rank after every load and weight update, for families whose attention SGLang builds
+without scales, too. q is cast at 1.0 there: a warning tells where its bound does not allow it. Latent attention is left alone: its
+cache is written without a scale. ``SIGMASCALE_PLUGIN=0`` turns the plugin off.
+"""
+
+import logging
+import os
+import weakref
+
+from ._loaded import Followed, up_to_bf16
+
+_MODELS = weakref.WeakKeyDictionary()
+_LOG = logging.getLogger("sglang.plugins.sigmascale")
+
+
+def register():
+    """Hooks SGLang; does nothing the second time."""
+    if os.environ.get("SIGMASCALE_PLUGIN", "1").lower() in ("0", "off", "false"):
+        return
+    from sglang.srt.model_loader import loader
+
+    initialize = loader._initialize_model
+    if hasattr(initialize, "_sigmascale"):
+        return
+
+    def initialized(model_config, *args, **kwargs):
+        model = initialize(model_config, *args, **kwargs)
+        _follow(model, model_config)
+        return model
+
+    initialized._sigmascale = True
+    loader._initialize_model = initialized
+    post = loader.DefaultModelLoader.postprocess_weights
+
+    def processed(model, *args, **kwargs):
+        result = post(model, *args, **kwargs)
+        refresh(model)
+        return result
+
+    loader.DefaultModelLoader.postprocess_weights = staticmethod(processed)
+
+
+def refresh(model):
+    """Computes and sets the scales of a model whose weights were changed by other ways than SGLang's."""
+    followed = _MODELS.get(model)
+    if followed is not None:
+        followed.refresh()
+
+
+def _follow(model, model_config):
+    """Watches a model that was just built."""
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+    from sglang.srt.runtime_context import get_server_args
+
+    arguments = get_server_args()
+    if arguments.kv_cache_dtype != "fp8_e4m3":
+        return
+    attention = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, RadixAttention) and module.attn_type == AttentionType.DECODER and not module.is_cross_attention
+    }
+    if not attention:
+        return
+    # All but FlashAttention-3 read the host's floats, and a captured graph keeps a copy of them.
+    kept = not arguments.disable_cuda_graph and arguments.attention_backend != "fa3"
+    followed = Followed(model, model_config.hf_config, attention, _fill, _LOG, kept)
+    if any(name.rpartition(".")[2] in ("attn_mqa", "attn_mha") for name in attention):
+        followed.leave("SGLang writes the cache of latent attention without a scale")
+    elif arguments.enable_lora:
+        followed.leave("LoRA adapters add to q, k and v, which no bound of the weights covers")
+    _MODELS[model] = followed
+    followed.follow_loading(model, lambda: False)
+
+
+def _fill(module, layer):
+    """Sets the scales of k and v of one attention module, and the floats beside them."""
+    import torch
+
+    for operand in "kv":
+        value = up_to_bf16(max(layer[operand]))
+        scale = getattr(module, f"{operand}_scale")
+        if isinstance(scale, torch.Tensor):
+            scale.data.fill_(value)
+        else:
+            setattr(module, f"{operand}_scale", torch.tensor(value, dtype=torch.float32, device=_device(module)))
+        setattr(module, f"{operand}_scale_float", value)
+    if max(layer["q"]) > 1.0:
+        _LOG.warning(
+            "Sigmascale: layer %d: SGLang casts q at 1.0 where a backend computes in FP8, and it can overflow by %.3f",
+            layer["layer"],
+            max(layer["q"]),
+        )
+
+
+def _device(module):
+    """Where the model's weights are: an attention module without scales has no tensor of its own."""
+    for model, followed in _MODELS.items():
+        if any(module is own for own in followed.modules):
+            return next(model.parameters()).device
+    return None

@@ -1,0 +1,61 @@
+"""A cache of Hugging Face's ``generate`` that holds keys and values in E4M3, cast once by the plan of their layer."""
+
+import functools
+
+import torch
+
+from .._errors import ArgumentError, UnsupportedError
+from ._casts import E4M3, cast, plain_cast
+
+
+def fp8_cache(runtime, max_cache_len=None):
+    """A cache for ``model.generate(..., past_key_values=fp8_cache(runtime))``, half the size of BF16's.
+
+    New keys and values are cast by the plan of their layer as they come, and old ones are not cast again; so weights must stay as
+    they are while it is in use. It grows with the text; with ``max_cache_len`` it is a static one, for ``torch.compile``. Layers
+    with a sliding window keep the window.
+
+    Raises :class:`UnsupportedError` under ``policy="current"``, whose descales are those of one call, and without transformers.
+    """
+    try:
+        from transformers import DynamicCache, StaticCache
+    except ImportError as error:
+        raise UnsupportedError("transformers is needed for a cache of its generate()") from error
+    model = runtime._model()
+    plans = {getattr(module, "layer_idx", None): plan for module, plan in runtime._modules.items()}
+    plans.pop(None, None)
+    if model is None or not plans:
+        raise ArgumentError("the runtime is not that of a Hugging Face decoder: its attention modules have no layer_idx")
+    if any(plan.per_call for plan in plans.values()):
+        raise UnsupportedError("policy='current' has no descales that an E4M3 cache could keep: take another policy")
+    config = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config) if max_cache_len is None else StaticCache(config=config, max_cache_len=max_cache_len)
+    for index, layer in enumerate(cache.layers):
+        if index in plans:
+            layer.__class__ = _in_e4m3(type(layer))
+            layer.plan = plans[index]
+    return cache
+
+
+@functools.cache
+def _in_e4m3(kind):
+    """A layer of a cache, holding bytes."""
+
+    class Fp8Layer(kind):
+        def update(self, key_states, value_states, *args, **kwargs):
+            names = zip("kv", (key_states, value_states))
+            held = super().update(*(cast_heads(x, self.plan, name).view(torch.uint8) for name, x in names), *args, **kwargs)
+            return tuple(x.view(E4M3) for x in held)
+
+    Fp8Layer.__name__ = Fp8Layer.__qualname__ = f"Fp8{kind.__name__}"
+    return Fp8Layer
+
+
+def cast_heads(x, plan, name):
+    """``(batch, heads, seq, d_head)`` of q, k or v in E4M3 by a plan, with its telemetry."""
+    n_q, n_kv = plan.n_q_heads, plan.n_kv_heads
+    rows = dict(zip("qkv", plan.words[n_q:].split([n_q, n_kv, n_kv])))
+    descale = plan.descales(x.shape[0])["qkv".index(name)]
+    # Compiled code fuses the plain one.
+    one = plain_cast if torch.compiler.is_compiling() else cast
+    return one(x.transpose(1, 2), descale, rows[name]).transpose(1, 2)

@@ -1,0 +1,113 @@
+"""Attention over a KV cache in E4M3 that lies in pages: the operator ``sigmascale::paged_attention``.
+
+It appends new keys and values to their pages and attends to them with the rest. Lengths and block tables stay on the device.
+Keys are ``(pages, page_size, n_kv_heads, d_head)``. Values are the same, or in the order that the tensor cores take
+(:func:`value_pages`), which is faster.
+"""
+
+import os
+
+import torch
+
+from .. import _native
+from .._errors import ArgumentError, MismatchError, UnsupportedError
+from . import _calls
+from ._casts import E4M3
+from ._hopper import _aligned
+
+_ENGINES = {}
+# Lengths and block tables are checked before each call, which then waits for the device.
+_CHECK = os.environ.get("SIGMASCALE_CHECK_PAGES", "0") == "1"
+
+_LIBRARY = torch.library.Library("sigmascale", "FRAGMENT")
+_LIBRARY.define(
+    "paged_attention(Tensor q, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths, Tensor? k, Tensor? v, "
+    "Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor? cosine, Tensor? sine, bool interleaved, Tensor(c!)? words, "
+    "bool causal, float scale) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def value_pages(pages, page_size, n_kv_heads, d_head, device=None):
+    """Zeroed pages of values in the order that the tensor cores take: ``(pages, n_kv_heads, page_size // 16, d_head // 8, 8,
+    16)``, E4M3."""
+    if page_size % 16 or d_head % 8:
+        raise ArgumentError(f"pages of {page_size} tokens of {d_head} elements do not divide into groups of 16 by 8")
+    shape = (pages, n_kv_heads, page_size // 16, d_head // 8, 8, 16)
+    return torch.zeros(shape, dtype=torch.uint8, device=device).view(E4M3)
+
+
+def takes(q, k_cache, block_table):
+    """Whether the kernels offer a call on this cache."""
+    if block_table is None or not q.is_cuda or k_cache.dtype != E4M3 or k_cache.dim() != 4:
+        return False
+    if q.shape[3] not in (64, 128) or k_cache.shape[1] not in (16, 32, 64, 128, 256):
+        return False
+    return torch.cuda.get_device_capability(q.device) == (9, 0)
+
+
+def _attend(
+    q, k_pages, v_pages, block_table, lengths, k, v, q_descale, k_descale, v_descale, cosine, sine, interleaved, words, causal, scale
+):
+    device = q.device
+    engine = _ENGINES.get(device)
+    if engine is None:
+        engine = _ENGINES.setdefault(device, _native.Paged(device.index))
+    out = torch.empty(q.shape, device=device, dtype=torch.bfloat16)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), device=device, dtype=torch.float32)
+    call = {"q": _aligned(q), "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table, "lengths": lengths}
+    call |= {"new": None if k is None else [_aligned(k), _aligned(v)], "out": out, "lse": lse}
+    call |= {"rope": None if cosine is None else [cosine, sine], "descales": [q_descale, k_descale, v_descale]}
+    call["stats"] = None if words is None else words.view(-1)
+    call |= {"interleaved": interleaved, "causal": causal, "softmax_scale": scale}
+    space = torch.empty(engine.bytes(call), device=device, dtype=torch.uint8)
+    check = _CHECK and not torch.cuda.is_current_stream_capturing()
+    engine.forward(call, space, check, torch.cuda.current_stream(device).cuda_stream)
+    _calls.count(words, "native")
+    return out, lse
+
+
+def _shapes(q, *_):
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    return q.new_empty(q.shape, dtype=torch.bfloat16), lse
+
+
+_LIBRARY.impl("paged_attention", _attend, "CUDA")
+torch.library.register_fake("sigmascale::paged_attention", _shapes, lib=_LIBRARY)
+paged_attention = torch.ops.sigmascale.paged_attention.default
+
+
+def attend(q, k_cache, v_cache, k, v, rotary, interleaved, cache_seqlens, block_table, scale, causal, plan):
+    """A call of ``flash_attn_with_kvcache`` on E4M3 pages: the output and the log-sum-exp."""
+    if getattr(plan, "per_call", False):
+        raise UnsupportedError("policy='current' has no descales that an E4M3 cache could keep: take another policy")
+    if (k is None) != (v is None):
+        raise ArgumentError("k and v are given together or not at all")
+    new, room = 0 if k is None else k.shape[1], block_table.shape[1] * k_cache.shape[1]
+    if cache_seqlens is None and new:
+        raise ArgumentError("new keys and values need cache_seqlens, the number of keys in front of them")
+    lengths = room if cache_seqlens is None else cache_seqlens
+    if not isinstance(lengths, torch.Tensor) and not 0 <= lengths <= room - new:
+        raise MismatchError(f"{new} keys behind {lengths} do not fit a cache of {room}")
+    batch, rows = q.shape[:2]
+    given = plan.descales(batch) if hasattr(plan, "descales") else [d.expand(batch, -1) for d in plan]
+    cosine, sine = rotary
+    if cosine is not None:
+        if new != rows or not (causal or rows == 1):
+            raise UnsupportedError("on pages in E4M3, rotation is offered for causal calls with a new key for each query")
+        cosine, sine = (_table(x, room) for x in rotary)
+    if not isinstance(lengths, torch.Tensor):
+        lengths = torch.full((batch,), int(lengths), dtype=torch.int32, device=q.device)
+    lengths, block_table = (x if x.dtype == torch.int32 else x.to(torch.int32) for x in (lengths, block_table))
+    scale = getattr(plan, "softmax_scale", q.shape[3] ** -0.5) if scale is None else float(scale)
+    words = getattr(plan, "words", None)
+    return paged_attention(
+        q, k_cache, v_cache, block_table, lengths, k, v, *given[:3], cosine, sine, bool(interleaved), words, bool(causal), scale
+    )
+
+
+def _table(x, room):
+    """A table of rotation in f32, as long as the cache has room for."""
+    if x.shape[0] < room:
+        x = torch.cat([x, x[-1:].expand(room - x.shape[0], -1)])
+    return x.to(torch.float32).contiguous()

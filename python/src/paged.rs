@@ -1,0 +1,102 @@
+//! Attention over paged caches in E4M3, over tensors that Python owns.
+
+use crate::attention::{Array, array_of, descales, optional, view};
+use crate::device::stream;
+use crate::errors::raise;
+use crate::work::{OnDevice, on_device};
+use pyo3::prelude::*;
+use sigmascale::cuda::Device;
+use sigmascale::device::attention::{Element, NewTokens, PagedCache, PagedEngine, PagedRope, PagedTensors, ValuePages};
+use sigmascale::{Error, Result};
+use std::sync::{Mutex, PoisonError};
+
+/// What a call takes.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct Call {
+    q: Array,
+    k_pages: Array,
+    /// Of six dimensions where they are tiled, of four where they are rows.
+    v_pages: Array,
+    block_table: Array,
+    lengths: Array,
+    /// New keys and values.
+    new: Option<[Array; 2]>,
+    /// Cosines and sines.
+    rope: Option<[Array; 2]>,
+    interleaved: bool,
+    out: Array,
+    lse: Option<Array>,
+    stats: Option<Array>,
+    descales: [Array; 3],
+    causal: bool,
+    softmax_scale: f64,
+}
+
+impl Call {
+    fn tensors(&self) -> Result<PagedTensors> {
+        let v = match self.v_pages.2.len() {
+            6 => ValuePages::Tiled(view("v pages", &self.v_pages)?),
+            _ => ValuePages::Rows(view("v pages", &self.v_pages)?),
+        };
+        let new = |[k, v]: &[Array; 2]| Ok::<_, Error>(NewTokens { k: view("new k", k)?, v: view("new v", v)? });
+        let rope = |[cosine, sine]: &[Array; 2]| {
+            let (cosine, sine) = (view("RoPE cosines", cosine)?, view("RoPE sines", sine)?);
+            Ok::<_, Error>(PagedRope { cosine, sine, interleaved: self.interleaved })
+        };
+        Ok(PagedTensors {
+            q: view("q", &self.q)?,
+            cache: PagedCache {
+                k: view("k pages", &self.k_pages)?,
+                v,
+                block_table: view("block table", &self.block_table)?,
+                lengths: view("lengths", &self.lengths)?,
+            },
+            new: self.new.as_ref().map(new).transpose()?,
+            descales: descales(&self.descales)?,
+            rope: self.rope.as_ref().map(rope).transpose()?,
+            out: view("out", &self.out)?,
+            lse: optional("lse", &self.lse)?,
+            stats: self.stats.as_ref().map(|stats| array_of("stats", Element::U32, stats)).transpose()?,
+        })
+    }
+}
+
+/// The kernels on one device.
+#[pyclass(frozen)]
+pub struct Paged {
+    /// Without and with a check of lengths and block tables before each call.
+    engines: [OnDevice<PagedEngine>; 2],
+    /// As in `Attention`.
+    launching: Mutex<()>,
+}
+
+#[pymethods]
+impl Paged {
+    #[new]
+    fn new(py: Python<'_>, device: usize) -> PyResult<Self> {
+        on_device(py, || {
+            let device = Device::open(device)?;
+            let engine = |checks| PagedEngine::new(&device).map(|x| OnDevice::new(x.with_table_checks(checks)));
+            Ok(Self { engines: [engine(false)?, engine(true)?], launching: Mutex::new(()) })
+        })
+    }
+
+    /// Bytes of workspace of a call.
+    fn bytes(&self, py: Python<'_>, call: Call) -> PyResult<usize> {
+        call.tensors().and_then(|tensors| PagedEngine::workspace_bytes(&tensors)).map_err(|error| raise(py, &error))
+    }
+
+    /// Puts append and attention on the stream.
+    fn forward(&self, py: Python<'_>, call: Call, workspace: Array, check: bool, stream: u64) -> PyResult<()> {
+        on_device(py, || {
+            let engine = &self.engines[usize::from(check)];
+            let (tensors, workspace) = (call.tensors()?, view::<1>("workspace", &workspace)?);
+            let stream = self::stream(engine.device(), stream);
+            // Compilation takes seconds: other threads' calls do not wait for it.
+            engine.prepare(&tensors, &workspace)?;
+            let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
+            engine.forward(&stream, &tensors, call.causal, call.softmax_scale as f32, &workspace)
+        })
+    }
+}

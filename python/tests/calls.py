@@ -1,0 +1,443 @@
+"""Attention calls as people make them, on small models with random weights: what runs them, and their error against PyTorch's
+attention beside that of descales from exact maxima.
+
+    python calls.py        # on a Hopper GPU, the table of docs/attention-calls.md; on the CPU by the crate's own attention
+"""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import transformers
+
+import sigmascale.torch as fp8
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Text enough that errors of two runs can be compared.
+BATCH, LENGTH, WINDOW = (4, 512, 96) if DEVICE.type == "cuda" else (3, 40, 12)
+SMALL = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+WINDOWED = GROUPED | {"head_dim": 64, "sliding_window": WINDOW}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "llama d 80": lambda: transformers.LlamaConfig(**(GROUPED | {"hidden_size": 320})),
+    "llama d 256": lambda: transformers.LlamaConfig(**(GROUPED | {"hidden_size": 512, "num_attention_heads": 2})),
+    "qwen2": lambda: transformers.Qwen2Config(**GROUPED),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=64),
+    "phi3": lambda: transformers.Phi3Config(**(GROUPED | {"hidden_size": 384})),
+    "mistral": lambda: transformers.MistralConfig(**WINDOWED),
+    "gemma2": lambda: transformers.Gemma2Config(**WINDOWED, query_pre_attn_scalar=64, attn_logit_softcapping=5.0),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **WINDOWED, query_pre_attn_scalar=64, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(**WINDOWED, num_local_experts=2, num_experts_per_tok=1),
+    "qwen2_vl": lambda: transformers.Qwen2VLTextConfig(
+        **GROUPED, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
+    ),
+    "bert": lambda: transformers.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+    "modernbert": lambda: transformers.ModernBertConfig(
+        **SMALL, local_attention=WINDOW, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2
+    ),
+    "bart": lambda: transformers.BartConfig(
+        d_model=256,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=256,
+        decoder_ffn_dim=256,
+        vocab_size=128,
+        dropout=0.0,
+        decoder_start_token_id=1,
+        forced_eos_token_id=None,
+        **{name: SMALL[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **(GROUPED | {"num_key_value_heads": 4}),
+        moe_intermediate_size=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=2,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    ),
+}
+AUTO = {
+    "bert": transformers.AutoModel,
+    "modernbert": transformers.AutoModel,
+    "qwen2_vl": transformers.AutoModel,
+    "bart": transformers.AutoModelForSeq2SeqLM,
+}
+
+
+def model(kind):
+    """A model with random weights whose attention is not flat."""
+    torch.manual_seed(0)
+    made = AUTO.get(kind, transformers.AutoModelForCausalLM).from_config(CONFIGS[kind]())
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "sinks" in name:
+                parameter.normal_(std=1.0)
+            elif parameter.dim() > 1:
+                parameter.normal_(std=0.08)
+    return made.to(DEVICE, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32).eval()
+
+
+def attached(made, kind, policy):
+    """Plans: of the weights, or from the exact maxima of each call."""
+    if kind not in ("bart", "deepseek_v3", "modernbert"):
+        return fp8.attach(made, policy=policy)
+    # No bounds are known: the heads alone are told, and both policies are that of maxima.
+    layers = []
+    for module in made.modules():
+        if type(module).__name__.endswith("Attention"):
+            heads = made.config.num_attention_heads
+            d = module.qk_head_dim if kind == "deepseek_v3" else 64
+            like = torch.zeros(heads * d, 8, device=DEVICE)
+            layers.append(
+                fp8.Layer(q=like, k=like, v=like, n_q_heads=heads, n_kv_heads=heads, gain=like[0], module=module)
+            )
+    return fp8.attach(made, policy="current", layers=layers)
+
+
+def tokens(batch=BATCH, length=LENGTH, seed=0):
+    return torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def padding(side, length=LENGTH):
+    """Half of the rows are shorter."""
+    mask = torch.ones(BATCH, length, dtype=torch.int64, device=DEVICE)
+    mask[0, length - length // 4 :] = mask[2, length // 2 :] = 0
+    return mask if side == "right" else mask.flip(1)
+
+
+def logits(made, **given):
+    out = made(**given)
+    return out[0]
+
+
+def hidden(made, mask=None, **given):
+    """What the text gives, without gradients."""
+    with torch.no_grad():
+        out = logits(made, attention_mask=mask, **({"input_ids": tokens()} | given))
+    return [out if mask is None or mask.dim() != 2 else out[mask.bool()]]
+
+
+def step(made, mask=None, compiled=False, checkpointed=False, **given):
+    """Loss and gradients of a step."""
+    made.zero_grad()
+    made.train()
+    if checkpointed:
+        made.gradient_checkpointing_enable()
+    given = {"input_ids": tokens(), "use_cache": False} | given
+    labels = given["input_ids"] if "labels" not in given else given.pop("labels")
+    if mask is not None and mask.shape == labels.shape:
+        labels = labels.masked_fill(mask == 0, -100)
+    run = torch.compile(made, fullgraph=True, backend=BACKEND) if compiled else made
+    if compiled:
+        torch._dynamo.reset()
+    run(attention_mask=mask, labels=labels, **given).loss.backward()
+    made.eval()
+    if checkpointed:
+        made.gradient_checkpointing_disable()
+    return [torch.cat([p.grad.flatten().float() for p in made.parameters() if p.grad is not None])]
+
+
+BACKEND = "inductor" if DEVICE.type == "cuda" else "aot_eager"
+
+
+def generate(made, mask=None, cache=None, length=24, compiled=False, **options):
+    """Logits of the first new token, and of the second where all chose the same first."""
+    prompt = tokens(length=length)
+    mask = torch.ones_like(prompt) if mask is None else mask
+    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True} | options
+    if cache is not None and made.config._attn_implementation == NAME:
+        options["past_key_values"] = cache(made)
+    if not compiled:
+        options["disable_compile"] = True
+    torch._dynamo.reset()
+    out = made.generate(prompt, attention_mask=mask, **options)
+    return [out.logits[0].float()]
+
+
+def behind_padding(made):
+    """A token behind prompts that are padded on the right."""
+    prompt, mask = tokens(length=24), padding("right", 24)
+    with torch.no_grad():
+        cache = made(prompt, attention_mask=mask, use_cache=True).past_key_values
+        mask, token = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), tokens(length=1, seed=1)
+        place = mask.cumsum(dim=1)[:, -1:] - 1
+        return [made(token, attention_mask=mask, position_ids=place, past_key_values=cache).logits.float()]
+
+
+def fp8_cache(made, length=None):
+    return fp8.fp8_cache(LATEST[0], length)
+
+
+# The runtime of the run, for caches.
+LATEST = []
+NAME = "sigmascale_fp8"
+
+
+def packed(made, lengths=True, run=None):
+    """One row of several texts, by their positions, and their lengths where a collator gives them."""
+    parts = [LENGTH // 3, LENGTH // 6, LENGTH - LENGTH // 3 - LENGTH // 6]
+    positions = torch.cat([torch.arange(n) for n in parts])[None].to(DEVICE)
+    given = {"position_ids": positions, "input_ids": tokens(1)}
+    if lengths and made.config._attn_implementation == NAME:
+        ends = torch.tensor([0, *parts], device=DEVICE).cumsum(0).int()
+        given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(parts), "max_length_k": max(parts)}
+    return step(made, **given) if run is None else run(made, use_cache=False, **given)
+
+
+def trainer(made):
+    """Three steps of Trainer on padded texts: the change of the weights."""
+    before = torch.cat([p.detach().flatten().float() for p in made.parameters()])
+    mask = padding("right").cpu()
+    text = tokens().cpu()
+    rows = [{"input_ids": t, "attention_mask": m, "labels": t.masked_fill(m == 0, -100)} for t, m in zip(text, mask)]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            folder,
+            max_steps=1,
+            per_device_train_batch_size=BATCH,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            optim="sgd",
+            learning_rate=1.0,
+            use_cpu=DEVICE.type == "cpu",
+        )
+        training = transformers.Trainer(made, arguments, train_dataset=rows)
+        training.remove_callback(transformers.PrinterCallback)
+        training.train()
+    after = torch.cat([p.detach().flatten().float() for p in made.parameters()])
+    with torch.no_grad():
+        change, at = after - before, 0
+        for p in made.parameters():
+            p.copy_(before[at : at + p.numel()].view_as(p))
+            at += p.numel()
+    made.eval()
+    return [change]
+
+
+def seq2seq(made, run):
+    mask = padding("right")
+    given = {"input_ids": tokens(), "decoder_input_ids": tokens(length=LENGTH // 2, seed=1)}
+    if run == "step":
+        return step(made, mask, labels=tokens(length=LENGTH // 2, seed=2), **given)
+    if run == "generate":
+        return generate(made, padding("right", 24))
+    with torch.no_grad():
+        return [logits(made, attention_mask=mask, **given)]
+
+
+def explicit(made):
+    hidden_keys = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=DEVICE).triu(1)
+    mask = torch.zeros(LENGTH, LENGTH, device=DEVICE, dtype=made.dtype).masked_fill(hidden_keys, torch.finfo(made.dtype).min)
+    return hidden(made, mask[None, None].expand(BATCH, 1, -1, -1))
+
+
+def exported(made):
+    with torch.no_grad():
+        text = {"input_ids": tokens(), "attention_mask": padding("left"), "use_cache": False}
+        program = torch.export.export(made, (), text, strict=False)
+        return [program.module()(**text)[0][padding("left").bool()]]
+
+
+def graph(made):
+    """A captured forward with padding, replayed with another."""
+    if DEVICE.type == "cpu" or made.config._attn_implementation != NAME:
+        return hidden(made, padding("left"))
+    text, mask = tokens(), torch.ones_like(padding("left"))
+    mask[0, :3] = 0
+    call = lambda: logits(made, input_ids=text, attention_mask=mask, use_cache=False)
+    with torch.no_grad():
+        call()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            out = call()
+        mask.copy_(padding("left"))
+        captured.replay()
+    return [out[mask.bool()]]
+
+
+def two_lengths(made):
+    """Decoding by FlashAttention's function, each row of the cache filled to a length of its own."""
+    generator = torch.Generator().manual_seed(0)
+    make = lambda n, h: torch.randn(BATCH, n, h, 64, generator=generator).to(DEVICE, torch.bfloat16)
+    q, k, v = make(2, 4), make(LENGTH, 2), make(LENGTH, 2)
+    lengths = (torch.arange(BATCH, device=DEVICE, dtype=torch.int32) + 1) * (LENGTH // (BATCH + 1))
+    if made.config._attn_implementation == NAME:
+        return [fp8.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, plan=descales(k, q, k, v))]
+    key, row = torch.arange(LENGTH, device=DEVICE), torch.arange(2, device=DEVICE)[:, None]
+    mask = (key <= lengths[:, None, None] - 2 + row)[:, None]
+    return [F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask, enable_gqa=True).transpose(1, 2)]
+
+
+def descales(k, *operands):
+    """Twice what the largest values need: bounds are above what is met."""
+    factor = 1.0 if LATEST[0].policy == "current" else 2.0
+    return [(x.abs().amax().float() * factor / 448).expand(k.shape[-2]).contiguous() for x in operands]
+
+
+def flash(made, **options):
+    """FlashAttention's function of packed texts."""
+    generator = torch.Generator().manual_seed(0)
+    make = lambda h: torch.randn(LENGTH, h, 64, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_()
+    q, k, v = make(4), make(2), make(2)
+    parts = [LENGTH // 3, LENGTH - LENGTH // 3]
+    ends = torch.tensor([0, *parts], device=DEVICE).cumsum(0).int()
+    if made.config._attn_implementation == NAME:
+        given = {"causal": True, "plan": descales(k, q.detach(), k.detach(), v.detach())} | options
+        out = fp8.flash_attn_varlen_func(q, k, v, ends, ends, max(parts), max(parts), **given)
+    else:
+        from sigmascale.torch import _fallback, _terms
+
+        places = _terms.Sequences(ends[:-1], ends[1:], ends[:-1], ends[1:], max(parts), max(parts))
+        terms = _terms.Terms(True, 64**-0.5, options.get("window_size", (-1, -1)), options.get("softcap"), None, places)
+        out = _fallback.attend(q[None], k[None], v[None], terms)[0][0]
+    grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    return [out.detach(), *grads]
+
+
+def assisted(made):
+    prompt = tokens(1, 24)
+    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    out = made.generate(prompt, attention_mask=torch.ones_like(prompt), prompt_lookup_num_tokens=3, **options)
+    return [out.logits[0].float()]
+
+
+@dataclasses.dataclass
+class Call:
+    """A call on a kind of model."""
+
+    name: str
+    kind: str
+    run: Callable
+    # Of the 300 and more that have no head dimension, no compiler or no time on the CPU.
+    gpu: bool = False
+
+
+CALLS = [
+    Call("generate", "llama", generate),
+    Call("generate, padded left", "llama", lambda m: generate(m, padding("left", 24))),
+    Call("generate, padded right", "llama", behind_padding),
+    Call("generate, static cache", "llama", lambda m: generate(m, padding("left", 24), cache_implementation="static")),
+    Call(
+        "generate, static cache, compiled",
+        "llama",
+        lambda m: generate(m, padding("left", 24), cache_implementation="static", compiled=True),
+        gpu=True,
+    ),
+    Call("generate, beams", "llama", lambda m: generate(m, num_beams=3)),
+    Call("generate, assisted by prompt lookup", "llama", assisted),
+    Call("generate, E4M3 cache", "llama", lambda m: generate(m, padding("left", 24), cache=fp8_cache)),
+    Call("generate, E4M3 static cache", "llama", lambda m: generate(m, cache=lambda m: fp8_cache(m, 32))),
+    Call("generate, sliding cache", "mistral", lambda m: generate(m, length=2 * WINDOW)),
+    Call("generate, sliding cache in E4M3", "mistral", lambda m: generate(m, length=2 * WINDOW, cache=fp8_cache)),
+    Call("training step", "llama", step),
+    Call("training step, padded right", "llama", lambda m: step(m, padding("right"))),
+    Call("training step, padded left", "llama", lambda m: step(m, padding("left"))),
+    Call("training step, packed by position_ids", "llama", lambda m: packed(m, lengths=False)),
+    Call("training step, packed by cu_seqlens", "llama", packed),
+    Call("training step, checkpointed", "llama", lambda m: step(m, padding("right"), checkpointed=True)),
+    Call("training step, compiled", "llama", lambda m: step(m, padding("right"), compiled=True)),
+    Call("training step, packed and compiled", "llama", lambda m: packed(m, run=functools.partial(step, compiled=True))),
+    Call("Trainer", "llama", trainer),
+    Call("explicit causal mask", "llama", explicit),
+    Call("torch.export", "llama", exported),
+    Call("CUDA graph, other padding at the replay", "llama", graph, gpu=True),
+    Call("Llama, d 80", "llama d 80", step),
+    Call("Llama, d 256", "llama d 256", step),
+    Call("Phi-3, d 96", "phi3", step),
+    Call("Qwen2", "qwen2", step),
+    Call("Qwen3", "qwen3", step),
+    Call("Mistral, window", "mistral", lambda m: step(m, padding("right"))),
+    Call("Gemma 2, window and soft-cap", "gemma2", step),
+    Call("Gemma 3, window", "gemma3", step),
+    Call("gpt-oss, window and sinks", "gpt_oss", step),
+    Call("DeepSeek-V3, d 192 and 128", "deepseek_v3", hidden),
+    Call("Qwen2-VL, text part", "qwen2_vl", lambda m: hidden(m, padding("left"))),
+    Call("BERT", "bert", hidden),
+    Call("BERT, padded", "bert", lambda m: hidden(m, padding("right"))),
+    Call("ModernBERT, window on both sides", "modernbert", lambda m: hidden(m, padding("right"))),
+    Call("BART, encoder and decoder", "bart", lambda m: seq2seq(m, "step")),
+    Call("BART, generate", "bart", lambda m: seq2seq(m, "generate")),
+    Call("flash_attn_varlen_func, window and soft-cap", "llama", lambda m: flash(m, window_size=(WINDOW, 0), softcap=3.0)),
+    Call("flash_attn_with_kvcache, lengths on the device", "llama", two_lengths),
+]
+
+
+def relative(ours, theirs):
+    """The largest error of the results."""
+    one = lambda a, b: float((a.double() - b.double()).norm() / b.double().norm())
+    return max(one(a.detach(), b.detach()) for a, b in zip(ours, theirs, strict=True))
+
+
+def measured(call):
+    """What ran the call, its error, and that with exact maxima."""
+    made, errors, ran = model(call.kind), [], None
+    made.set_attn_implementation("eager")
+    theirs = call.run(made)
+    made.set_attn_implementation(fp8.register())
+    for policy in ("geometry", "current"):
+        if policy == "current" and "E4M3" in call.name:
+            errors.append(None)
+            continue
+        runtime = attached(made, call.kind, policy)
+        LATEST[:] = [runtime]
+        errors.append(relative(call.run(made), theirs))
+        if ran is None:
+            ran = sorted(runtime.stats()["calls"])
+    return ran, errors
+
+
+def main():
+    print("| call | ran in | error | with exact maxima |\n|---|---|---|---|")
+    bad = 0
+    for call in CALLS:
+        if call.gpu and DEVICE.type == "cpu":
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ran, (ours, exact) = measured(call)
+        except ImportError as error:
+            print(f"| {call.name} | not run: {' '.join(str(error).split())[:60]} | | |", flush=True)
+            continue
+        except Exception as error:
+            if "-x" in sys.argv:
+                raise
+            bad += 1
+            print(f"| {call.name} | {type(error).__name__}: {' '.join(str(error).split())[:150]} | | |", flush=True)
+            continue
+        cell = "-" if exact is None else f"{exact:.4f}"
+        print(f"| {call.name} | {', '.join(ran) or 'a function'} | {ours:.4f} | {cell} |", flush=True)
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(AttributeError):
+        transformers.logging.set_verbosity_error()
+    main()

@@ -1,0 +1,69 @@
+"""SGLang's own loader on the CPU, each model in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+
+LOAD = """
+import json, os, socket, sys
+
+out = os.dup(1)
+os.dup2(2, 1)
+from sglang.srt.plugins import load_plugins
+
+load_plugins()  # As each process of a server does.
+from sglang.srt import runtime_context
+from sglang.srt.configs.device_config import DeviceConfig
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_loader import get_model
+from sglang.srt.server_args import ServerArgs
+
+arguments = ServerArgs(model_path=sys.argv[1], device="cpu", kv_cache_dtype="fp8_e4m3", skip_tokenizer_init=True,
+                       dtype="bfloat16", context_length=128, attention_backend="torch_native", disable_cuda_graph=True)
+arguments.resolve_once()
+runtime_context.publish(arguments, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=0))
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+init_distributed_environment(world_size=1, rank=0, local_rank=0, distributed_init_method=address, backend="gloo")
+initialize_model_parallel(backend="gloo")
+model = get_model(model_config=ModelConfig.from_server_args(arguments), load_config=LoadConfig(),
+                  device_config=DeviceConfig("cpu"))
+
+
+def scales():
+    found = {}
+    for module in model.modules():
+        if isinstance(module, RadixAttention):
+            own = found[module.layer_id] = {}
+            for operand in "kv":
+                scale, value = getattr(module, f"{operand}_scale"), getattr(module, f"{operand}_scale_float")
+                assert value is None if scale is None else float(scale) == value
+                own[operand] = value
+    return found
+
+
+results = [scales()]
+if len(sys.argv) > 2:
+    from safetensors.torch import load_file
+
+    # As `update_weights_from_tensor` does: nothing follows.
+    model.load_weights(list(load_file(os.path.join(sys.argv[2], "model.safetensors")).items()))
+    results.append(scales())
+os.write(out, json.dumps(results).encode())
+os._exit(0)
+"""
+
+
+def load(folder, update=None, *, plugin=True):
+    """``{layer: {"k", "v"}}`` of a folder, after the weights of another were loaded too, and what was logged."""
+    command = [sys.executable, "-c", LOAD, str(folder), *([str(update)] if update else [])]
+    environment = os.environ | {"SIGMASCALE_PLUGIN": "1" if plugin else "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [{int(number): scales for number, scales in found.items()} for found in json.loads(done.stdout)]
+    return (results if update else results[0]), done.stderr
