@@ -16,6 +16,7 @@ pub mod file;
 pub mod forward;
 pub mod fp8;
 pub mod geometry;
+pub mod history;
 pub mod model;
 pub mod plan;
 pub mod policy;

@@ -14,7 +14,7 @@ const LAYERS: &[&[&str]] = &[
     &["geometry", "forward"],
     &["spectral"],
     &["bound"],
-    &["plan", "stats"],
+    &["plan", "stats", "history"],
     &["policy", "attention", "serving"],
     &["runtime", "cuda"],
     &["device"],
