@@ -269,6 +269,16 @@ impl Attention {
         })
     }
 
+    /// Puts the attention alone on the stream, on what [`Attention::forward`] left in the same workspace. For benchmarks.
+    fn attend(&self, py: Python<'_>, call: Forward, workspace: Array, stream: u64) -> PyResult<()> {
+        on_device(py, || {
+            let (terms, tensors, workspace) = (terms(&call.terms)?, call.tensors()?, view("workspace", &workspace)?);
+            let stream = self::stream(self.cuda.device(), stream);
+            let _one = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
+            self.cuda.engine().attend(&stream, &terms, &tensors, &workspace)
+        })
+    }
+
     /// Bytes of workspace of a backward.
     fn backward_bytes(&self, py: Python<'_>, call: Backward) -> PyResult<usize> {
         let engine = &self.backward[usize::from(call.deterministic)];

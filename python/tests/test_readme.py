@@ -85,6 +85,11 @@ def test_pictures_are_those_of_their_records(tmp_path):
     assert drawn and all((tmp_path / path.name).read_bytes() == text for path, text in drawn.items())
 
 
+def test_tables_are_those_of_their_records():
+    done = subprocess.run([sys.executable, ROOT / "benches" / "tables.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 def test_links_lead_somewhere():
     for page in PAGES + [ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("sharded.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
