@@ -43,7 +43,7 @@ use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::{OperandDescales, ScalePlan};
 use sigmascale::stats::StepStats;
 use sigmascale::stats::stats_words;
-use split::split_calls_are_the_whole_ones;
+use split::{parts_of_wide_keys_follow_each_other, split_calls_are_the_whole_ones};
 
 tests![
     agrees_with_the_cpu,
@@ -63,6 +63,7 @@ tests![
     needles_and_sinks,
     errors_are_those_of_a_plain_implementation,
     split_calls_are_the_whole_ones,
+    parts_of_wide_keys_follow_each_other,
     every_kind_of_call_agrees_with_the_cpu,
     a_graph_follows_the_lengths,
     random_shapes,
