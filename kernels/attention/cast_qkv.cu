@@ -159,7 +159,10 @@ cast_qkv(const __grid_constant__ CastParams p, const __grid_constant__ CastRows 
     const float to_units = 1.0f / t.descale[batch * t.descale_batch + head / per_kv * t.descale_head];
     if (t.stats != nullptr) {
       const u32 top = warp_top(x);
-      if (top >= 0x7f800000 || __uint_as_float(top) * to_units > 448.0f) count_past(x, to_units, t.stats + head);
+      bool past = __uint_as_float(top) * to_units > 448.0f;
+      // NOTES: rows of a warp may be of different entries of the batch, each with its own descale, and all lanes have to count.
+      if constexpr (kVarlen) past = __any_sync(~0u, past);
+      if (top >= 0x7f800000 || past) count_past(x, to_units, t.stats + head);
       if (threadIdx.x % 32 == 0) tops[h][threadIdx.x / 32] = top;
     }
 #pragma unroll

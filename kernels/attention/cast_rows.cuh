@@ -56,8 +56,9 @@ __device__ __forceinline__ RowPlace place_of(const CastRows& all, bool is_q, boo
   const ScheduleParams& p = all.schedule;
   const Sequences& lists = p.sequences;
   const int s = is_v ? sequence_of_tile(p, slot / 128) : sequence_at(is_q ? lists.q_starts : lists.k_starts, lists.count, slot);
-  const int entry = is_q ? p.len_q : p.len_k;
-  RowPlace at = {slot / entry, slot % entry, 0, 0, false, true, slot < rows_of_axis(all, is_q, is_v)};
+  const int entry = is_q ? p.len_q : p.len_k, rows_of_all = is_q ? p.rows_q : p.rows_k;
+  // NOTES: slots past the last row have descales, too: those of the last entry.
+  RowPlace at = {min(slot, rows_of_all - 1) / entry, slot % entry, 0, 0, false, true, slot < rows_of_axis(all, is_q, is_v)};
   if (s < 0) {
     at.stored = at.stored && !is_v;
     return at;

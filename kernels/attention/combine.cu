@@ -117,10 +117,12 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) attention_combine(cons
 
   if constexpr (kSink) {
     const float sink = p.sinks[head] * kLog2e;
-    all.raise_max(sink);
-    all.total += ptx::exp2_approx(sink - all.max_lse);
+    if (sink != none()) {  // NOTES: else in a row that sees no key it would be the difference of two infinities
+      all.raise_max(sink);
+      all.total += ptx::exp2_approx(sink - all.max_lse);
+    }
   }
-  const float factor = all.total > 0.0f ? v_descale / all.total : 0.0f;
+  const float factor = all.total == 0.0f ? 0.0f : v_descale / all.total;  // NaN of a sink that is
   float amax = 0.0f, out[kMine];
 #pragma unroll
   for (int j = 0; j < kMine; j++) out[j] = all.sum[j] * factor, amax = fmaxf(amax, fabsf(out[j]));

@@ -12,9 +12,9 @@ namespace {
 __device__ __forceinline__ float log2_sum(float sum, float offset) {
   return sum < 1.0f ? __int_as_float(0xff800000) : offset + ptx::log2_approx(sum);
 }
-// What O is multiplied by. NOTES: a row with a visible key has a sum near 2^7 or more.
+// What O is multiplied by: NaN where the sum is. NOTES: a row with a visible key has a sum near 2^7 or more.
 __device__ __forceinline__ float normalisation(float sum, float v_descale) {
-  return sum > 1.0f ? v_descale * ptx::rcp_approx(sum) : 0.0f;
+  return sum <= 1.0f ? 0.0f : v_descale * ptx::rcp_approx(sum);
 }
 
 // Takes a sink, in nats, into the sum of a row, whose unit is 2^`offset`. What O is owed for it.

@@ -56,7 +56,10 @@ impl Cut {
             return Self { tile: two, split: Some(split), schedule, capacity };
         }
         // Values of each sequence lie in whole tiles of 128 keys, which a tile has to divide: that of logits in E4M3 may not.
-        let tile = Tile::of(sizes, false, accumulator);
+        let tile = match Tile::of(sizes, logits_e4m3, accumulator) {
+            Tile::NARROW => two,
+            tile => tile,
+        };
         let schedule = Schedule::whole(&one, tile, processors);
         let capacity = blocks(if schedule.packed { ROWS } else { ROWS * tile.consumers });
         Self {

@@ -150,3 +150,41 @@ pub fn a_graph_follows_the_lengths() {
         assert!(memory.results() == of_first, "d {d_head}, {len_q} queries");
     }
 }
+
+/// Rows of a warp that lie in two entries of the batch, of which one overflows its descale.
+pub fn casts_of_sequences_count_by_the_descale_of_their_entry() {
+    for (d_head, len) in [(128, 33), (64, 34)] {
+        let shape =
+            AttentionShape { batch: 2, n_q_heads: 2, n_kv_heads: 1, len_q: len, len_k: len, d_head, d_v: d_head };
+        let call = AttentionCall::causal(shape);
+        let data = Data::new(&shape, 17);
+        let bytes = [bf16_bytes(&data.q), bf16_bytes(&data.k), bf16_bytes(&data.v)];
+        // By (batch, KV head): q, k, v.
+        let memory = Memory::new(&call, [&bytes[0], &bytes[1], &bytes[2]], &[1e-3, 10.0, 10.0, 1e-3, 10.0, 10.0]);
+        let list = |x: [usize; 2]| -> Buffer<i32> { device().upload(&x.map(|x| x as i32)).unwrap() };
+        let (starts, ends) = (list([0, len]), list([len, 2 * len]));
+        // SAFETY: the lists and the workspace outlive the work, which `results` waits for.
+        let [starts, ends] = [&starts, &ends].map(|x| unsafe { x.view(Element::I32, [2]).unwrap() });
+        let sequences = Sequences {
+            q_starts: starts,
+            q_ends: ends,
+            k_starts: starts,
+            k_ends: ends,
+            max_len_q: len,
+            max_len_k: len,
+        };
+        let terms = Terms { sequences: Some(sequences), ..Terms::of(&call).unwrap() };
+        let (tensors, _) = memory.tensors(&call, Element::Bf16);
+        let cuda_bytes = sigmascale::device::attention::Cuda::workspace_bytes;
+        let bytes = cuda_bytes(&shape, &terms, Element::Bf16, tensors.accumulator, false).unwrap();
+        let scratch: Buffer<u8> = device().zeros(bytes).unwrap();
+        let workspace = unsafe { scratch.view(Element::U8, [bytes]).unwrap() };
+        cuda().launch(&stream(), &terms, &tensors, &workspace).unwrap();
+        let (_, _, words) = memory.results();
+        for head in 0..2 {
+            let entry = data.q[..len * 2 * d_head].chunks_exact(d_head).skip(head).step_by(2);
+            let past = entry.flatten().filter(|x| half::bf16::from_f32(**x).to_f32().abs() * (1.0 / 1e-3f32) > 448.0);
+            assert_eq!(words[4 * (2 + head) + 1] as usize, past.count(), "d {d_head}, head {head} of q");
+        }
+    }
+}

@@ -18,7 +18,10 @@ use backward::{
     rows_that_see_nothing_have_zero_gradients,
 };
 use backward_calls::{random_backward_calls, sequences_may_change_between_replays};
-use calls::{a_graph_follows_the_lengths, every_kind_of_call_agrees_with_the_cpu};
+use calls::{
+    a_graph_follows_the_lengths, casts_of_sequences_count_by_the_descale_of_their_entry,
+    every_kind_of_call_agrees_with_the_cpu,
+};
 use dims::{
     head_dimensions_agree_with_the_cpu, head_dimensions_of_e4m3_operands, head_dimensions_take_e4m3_logits_and_outputs,
 };
@@ -43,7 +46,7 @@ use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::{OperandDescales, ScalePlan};
 use sigmascale::stats::StepStats;
 use sigmascale::stats::stats_words;
-use split::split_calls_are_the_whole_ones;
+use split::{parts_of_wide_keys_follow_each_other, split_calls_are_the_whole_ones};
 
 tests![
     agrees_with_the_cpu,
@@ -63,8 +66,10 @@ tests![
     needles_and_sinks,
     errors_are_those_of_a_plain_implementation,
     split_calls_are_the_whole_ones,
+    parts_of_wide_keys_follow_each_other,
     every_kind_of_call_agrees_with_the_cpu,
     a_graph_follows_the_lengths,
+    casts_of_sequences_count_by_the_descale_of_their_entry,
     random_shapes,
     gradients_are_the_cpus,
     rows_that_see_nothing_have_zero_gradients,

@@ -6,10 +6,9 @@ use half::bf16;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
-use sigmascale::attention::{AttentionCall, AttentionShape, Mask};
+use sigmascale::attention::{AttentionCall, AttentionShape, Mask, PvAccumulator};
 use sigmascale::cuda::Buffer;
-use sigmascale::device::attention::Element;
-use sigmascale::device::attention::Split;
+use sigmascale::device::attention::{Cuda, Element, Split};
 use sigmascale::fp8::{Format, OnOverflow};
 
 /// (batch, query heads, KV heads, queries, keys): many parts and a single one, tiles that heads do not fill, one consumer and
@@ -105,4 +104,31 @@ pub fn split_calls_are_the_whole_ones() {
         }
     }
     assert!(joined >= 30 && single >= 10, "{joined} calls joined, {single} in a single part");
+}
+
+/// Blocks that take one part after another, with room for two tiles of keys and values: a block that waited for the third would hang.
+pub fn parts_of_wide_keys_follow_each_other() {
+    for (d_head, d_v) in [(256, 128), (208, 72)] {
+        let shape = AttentionShape { batch: 3, n_q_heads: 4, n_kv_heads: 2, len_q: 1, len_k: 4000, d_head, d_v };
+        let call = AttentionCall::causal(shape);
+        let [q, k, v] = [shape.q_elements(), shape.k_elements(), shape.v_elements()];
+        let wide = |x: Vec<u8>| -> Vec<u8> {
+            x.iter().flat_map(|&x| bf16::from_f32(Format::E4m3.decode(x)).to_le_bytes()).collect()
+        };
+        let [q, k, v] = [wide(codes(q, 50)), wide(codes(k, 51)), wide(codes(v, 52))];
+        let run = |processors: usize| {
+            let memory = Memory::new(&call, [&q, &k, &v], &[1.0; 3]);
+            let (mut tensors, _) = memory.tensors(&call, Element::Bf16);
+            tensors.accumulator = PvAccumulator::F16;
+            let terms = terms(&call);
+            let bytes = Cuda::workspace_bytes(&shape, &terms, Element::Bf16, PvAccumulator::F16, false).unwrap();
+            let scratch: Buffer<u8> = device().zeros(bytes).unwrap();
+            // SAFETY: the memory outlives the work, which `results` waits for.
+            let workspace = unsafe { scratch.view(Element::U8, [bytes]).unwrap() };
+            cuda().with_processors(processors).launch(&stream(), &terms, &tensors, &workspace).unwrap();
+            memory.results()
+        };
+        assert!(Split::of(&shape, false).is_some_and(|split| split.parts > 1), "d_head {d_head}");
+        assert!(run(1) == run(usize::MAX), "d_head {d_head}, d_v {d_v}");
+    }
 }
