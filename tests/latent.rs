@@ -758,7 +758,7 @@ fn a_stream_has_the_cache_and_its_query() {
             for (name, dtype, shape, bytes) in &tensors {
                 found.extend(stream.push(name, *dtype, shape, bytes.to_vec()).unwrap());
             }
-            stream.finish().unwrap();
+            stream.finish(false).unwrap();
             found.sort_by_key(|layer| layer.layer);
             assert_eq!(found.len(), f.numbers.len(), "{}", f.name);
             for (layer, scales) in found.iter().enumerate() {
@@ -803,7 +803,7 @@ fn a_rank_has_the_scales_of_its_heads() {
             };
             found.extend(stream.push(tensor.name, tensor.dtype, &shape, part.to_vec()).unwrap());
         }
-        stream.finish().unwrap();
+        stream.finish(false).unwrap();
         found.sort_by_key(|layer| layer.layer);
         for (layer, scales) in found.iter().enumerate() {
             let whole = whole(layer);

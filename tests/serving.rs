@@ -743,7 +743,7 @@ mod streams {
         for (name, dtype, shape, bytes) in tensors {
             found.extend(stream.push(name, *dtype, shape, bytes.clone()).unwrap());
         }
-        stream.finish().unwrap();
+        stream.finish(false).unwrap();
         found.sort_by_key(|layer| layer.layer);
         found
     }
@@ -785,7 +785,7 @@ mod streams {
         assert!(
             stream.wants("model.layers.0.input_layernorm.weight") && !stream.wants("model.layers.0.mlp.up_proj.weight")
         );
-        stream.finish().unwrap();
+        stream.finish(false).unwrap();
         assert!(stream.push("model.layers.0.mlp.up_proj.weight", Dtype::F32, &[1], vec![0; 4]).unwrap().is_empty());
         assert_eq!(stream.held_bytes(), 0);
     }
@@ -803,7 +803,7 @@ mod streams {
         stream.push(name, *dtype, shape, bytes.clone()).unwrap();
         let error = stream.push(name, *dtype, shape, bytes.clone()).unwrap_err();
         assert!(error.to_string().contains("came before"), "{error}");
-        let error = stream.finish().unwrap_err();
+        let error = stream.finish(false).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("did not come"), "{error}");
         // A bias that nobody told of: with its layer's scales out already it would be too late.
         let error = stream.push("model.layers.0.self_attn.k_proj.bias", Dtype::F32, &[32], vec![0; 128]).unwrap_err();

@@ -1,4 +1,4 @@
-"""SkyRL, verl, slime and miles: scales with every weight sync, and a cache that is kept while no bound grows.
+"""Syncs into vLLM and SGLang: scales with every one, and a cache that is kept while no bound grows.
 
     python python/examples/sync_engines.py
 
@@ -19,9 +19,10 @@ from _sync import MODEL, buckets, weights  # noqa: E402
 import sigmascale  # noqa: E402
 from sigmascale import rl  # noqa: E402
 
-# SkyRL: vLLM's start_weight_update, update_weights, finish_weight_update load scales that come with the weights.
+# vLLM's start_weight_update, update_weights, finish_weight_update load scales that come with the weights. SkyRL announces
+# names before it sends: `rl.skyrl` wraps its weight extractor.
 update = list(rl.with_scales(weights(), MODEL))
-print(f"SkyRL: {len(update)} tensors, {sum(name.endswith('_scale') for name, _ in update)} of them scales")
+print(f"layerwise update: {len(update)} tensors, {sum(name.endswith('_scale') for name, _ in update)} of them scales")
 
 # slime and miles: buckets into SGLang, q has no scale there.
 chunks = list(rl.chunks_with_scales(buckets(weights(), 16), MODEL))
@@ -48,7 +49,7 @@ class Engine:
         return ((f"model.layers.{i}.self_attn.attn", layer) for i, layer in enumerate(self.layers))
 
 
-# verl: model.load_weights drops scales, so they are set in the engine behind process_weights_after_loading.
+# An engine that drops scales, without the plugin: they are set behind process_weights_after_loading, as verl calls it.
 engine, in_use = Engine(6), None
 for step, growth in enumerate([0.0, 0.0, -0.02, 0.05]):
     stream = sigmascale.ScaleStream(MODEL)
@@ -58,4 +59,4 @@ for step, growth in enumerate([0.0, 0.0, -0.02, 0.05]):
     if flush:
         rl.fill_vllm(engine, stream.layers)
         in_use = stream.layers
-    print(f"verl, step {step}: {'new scales, cache flushed' if flush else 'cache and its scales kept'}")
+    print(f"step {step}: {'new scales, cache flushed' if flush else 'cache and its scales kept'}")

@@ -2,9 +2,9 @@
 
     python python/examples/sync_nemo_rl.py
 
-In GRPO, where ``policy.calibrate_qkv_fp8_scales(data, include_q=True)["layers"]`` stands, put the dict that :func:`nemo_rl` gives;
-``sync_weights(kv_scales=...)`` takes it as it is. It needs the policy's weights alone, so DTensor workers, pipeline stages and
-asynchronous rollouts give it too. The sync itself is simulated here.
+In GRPO, where ``policy.calibrate_qkv_fp8_scales(data, include_q=True)["layers"]`` stands, put ``nemo_rl(weights, config)["layers"]``;
+``sync_weights(kv_scales=...)`` takes it as it is. It needs the exported weights alone. DTensor workers refuse ``kv_scales``: there
+the vLLM plugin sets them in the engine. The sync itself is simulated here.
 """
 
 import pathlib

@@ -9,6 +9,9 @@ from ._errors import ArgumentError
 from ._offline import _SAFETENSORS, _path, _source, _stored
 from ._results import Audit, Export
 
+# Where the scale engine reads tensors; elsewhere they are copied to the host.
+_DEVICES = ("cuda",)
+
 
 def export(model, to, engine, *, per_head=False, copy=False):
     """Writes a checkpoint folder that ``engine`` loads with these scales: the JSON of ``sigmascale export`` as a dict.
@@ -39,17 +42,24 @@ class ScaleStream:
 
     ``config`` is a ``config.json``, its folder, a dict or a config of Hugging Face transformers. ``names`` are those of all tensors
     to come; they are needed only where a bias is stored that the config does not tell of. ``ranks``: the tensors are those of one
-    of so many tensor-parallel ranks, with its own heads. The scales are the bits of
-    :func:`calibrate`, whatever the order; where tensors come layer by layer, those of one layer are held.
+    of so many tensor-parallel ranks, with its own heads. Where tensors come layer by layer, those of one layer are held.
+
+    The first tensor of a pass decides where its scales are computed. On the host they are the bits of :func:`calibrate`, whatever
+    the order. CUDA tensors are copied and computed on their device, on its current stream: scales are then at least those of
+    :func:`calibrate` and at most 1e-5 above. ``host=True`` computes on the host wherever tensors are; what a device does not compute
+    (latent attention, FP8 weights, one rank of several) is computed there anyway.
 
     A layer is a dict: ``layer`` (the model's own number), ``module``, ``q``, ``k`` and ``v`` (the descale of each KV head; v is None
     without a bound), ``scale`` (one a tensor, rounded up to BF16, as engines take it) and ``names`` of it by engine.
     """
 
-    def __init__(self, config, *, names=(), ranks=1):
+    def __init__(self, config, *, names=(), ranks=1, host=False):
         source = _source(config, None)
-        content, _, name = _read(source) if isinstance(source, str) else source
-        self._native = _native.ScaleStream(content, name, [str(name) for name in names], whole("ranks", ranks, least=1))
+        self._config, _, self._file = _read(source) if isinstance(source, str) else source
+        ranks = whole("ranks", ranks, least=1)
+        self._native = _native.ScaleStream(self._config, self._file, [str(name) for name in names], ranks)
+        self._host = flag("host", host) or ranks > 1
+        self._device, self._started = None, False
         self.layers = {}
 
     def push(self, name, tensor):
@@ -59,29 +69,50 @@ class ScaleStream:
             return []
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()
-        dtype, shape, data = _stored(name, tensor)
-        if dtype not in _SAFETENSORS:
-            raise ArgumentError(f"{name} has type {dtype}: {', '.join(_SAFETENSORS)} are read")
-        done = json.loads(self._native.push(name, _SAFETENSORS[dtype], list(shape), data.data))
+        if not self._started:
+            self._begin(tensor)
+        if self._device is not None:
+            done = self._device.push(name, tensor)
+        else:
+            dtype, shape, data = _stored(name, tensor)
+            if dtype not in _SAFETENSORS:
+                raise ArgumentError(f"{name} has type {dtype}: {', '.join(_SAFETENSORS)} are read")
+            done = json.loads(self._native.push(name, _SAFETENSORS[dtype], list(shape), data.data))
         self.layers.update((layer["layer"], layer) for layer in done)
         return done
 
-    def through(self, weights):
+    def _begin(self, tensor):
+        """Decides where the scales of a pass are computed."""
+        self._started = True
+        on_device = getattr(getattr(tensor, "device", None), "type", None) in _DEVICES
+        if self._host or not on_device or self._native.not_on_device() is not None:
+            self._device = None
+        elif self._device is None or self._device.device != tensor.device:
+            from .torch._stream import DeviceStream
+
+            self._device = DeviceStream(self._native, self._config, self._file, tensor.device)
+        if self._device is not None:
+            self._device.begin()
+
+    def through(self, weights, *, part=False):
         """The pairs of an iterator unchanged, each pushed on its way; the pass ends with them."""
         for name, tensor in weights:
             self.push(name, tensor)
             yield name, tensor
-        self.finish()
+        self.finish(part=part)
 
-    def finish(self):
-        """Ends a pass and begins the next; gives the layers by number. A :class:`MismatchError` if tensors did not come."""
-        self._native.finish()
+    def finish(self, *, part=False):
+        """Ends a pass and begins the next; gives the layers by number. A :class:`MismatchError` if tensors did not come. With
+        ``part`` layers of which nothing came may be missing: those of other pipeline stages.
+        """
+        self._native.finish(flag("part", part))
+        self._started = False
         return dict(sorted(self.layers.items()))
 
     @property
     def held_bytes(self):
-        """Bytes of tensors that are held until their layer is complete."""
-        return self._native.held_bytes
+        """Bytes of tensors that are held until their layer is complete, on the host or on the device."""
+        return self._native.held_bytes + (0 if self._device is None else self._device.held_bytes)
 
 
 def _read(path):

@@ -2,39 +2,102 @@
 
 | framework | where its weights pass | form here |
 |---|---|---|
-| NeMo-RL | ``_iter_params_with_optional_kv_scales(kv_scales)`` | :func:`nemo_rl`: what replaces ``calibrate_qkv_fp8_scales`` |
-| SkyRL | ``extract_weights`` into vLLM's layerwise update | :func:`with_scales`: the weights, then the scales |
-| verl | ``model.load_weights`` by buckets, which ignores scales | :func:`with_scales` is of no use: :func:`fill_vllm` in the engine |
-| slime, miles | chunks of ``(name, tensor)`` into SGLang | :func:`chunks_with_scales`, then :func:`fill_sglang` |
+| NeMo-RL, Megatron workers | ``_iter_params_with_optional_kv_scales(kv_scales)`` | :func:`nemo_rl`: what replaces ``calibrate_qkv_fp8_scales`` |
+| SkyRL | ``extract_weights`` and ``get_weight_metadata`` of a weight extractor | :func:`skyrl`: an extractor that sends scales, too |
+| verl; NeMo-RL, DTensor workers | ``load_weights`` by buckets, which ignores scales | none: the plugin in the engine |
+| slime, miles | chunks of ``(name, tensor)`` into SGLang | :func:`chunks_with_scales`, or the plugin |
+| others, into vLLM's layerwise update | an iterator of pairs | :func:`with_scales` |
 
 No forward runs over data, and no rank has to agree with another: equal weights give equal scales. Shards are gathered first, as
 the sync does; a tensor-parallel rank that has its own heads only needs the largest of all ranks where a scale is one a tensor.
 """
 
+import json
+
 from . import _native
+from ._errors import NonFiniteError, UnsupportedError
 from ._serving import ScaleStream
 
-__all__ = ["chunks_with_scales", "fill_sglang", "fill_vllm", "must_flush", "nemo_rl", "with_scales"]
+__all__ = ["chunks_with_scales", "fill_sglang", "fill_vllm", "must_flush", "nemo_rl", "skyrl", "with_scales"]
 
 
 def nemo_rl(weights, config, *, include_q=True):
     """The result of NeMo-RL's ``calibrate_qkv_fp8_scales`` without its forward: ``{"layers": {name: float}}``, by vLLM's names.
 
-    ``weights`` are pairs of a name and a full tensor, as the policy worker exports them (``export_hf_weights``, or a ``state_dict()``
-    of DTensors). It works on every worker that can list its weights, DTensor workers too.
+    ``weights`` are pairs of a name and a full tensor, as ``megatron_bridge.export_hf_weights`` of a policy worker gives them; all
+    ranks iterate, since that gathers. NeMo-RL looks for ``model.layers.N.self_attn`` whatever the model is and sends 1.0 for a name
+    that is missing, so models with other names are an :class:`UnsupportedError`.
     """
     stream = ScaleStream(config)
     for name, tensor in weights:
         stream.push(name, tensor)
     scales = {}
-    for layer in stream.finish().values():
+    for number, layer in stream.finish().items():
         module, scale = layer["module"], layer["scale"]
+        if module != f"model.layers.{number}.self_attn":
+            raise UnsupportedError(
+                f"NeMo-RL looks for scales of model.layers.{number}.self_attn, and would send 1.0 for {module}: use the vLLM plugin"
+            )
         if include_q:
             # Its workers look for q one module further in.
             scales[f"{module}.attn.q_scale"] = scale["q"]
         scales[f"{module}.k_scale"] = scale["k"]
         scales[f"{module}.v_scale"] = scale["v"]
     return {"format": "fp8", "layers": scales}
+
+
+class skyrl:
+    """A SkyRL weight extractor whose syncs bring the scales, too, in one more chunk behind the weights.
+
+    SkyRL announces names, types and shapes before it sends, and packs a chunk in the type of the model. So the scales are announced
+    behind the weights, in the order of layers, and sent in the same type. As values of BF16 they lose no digit in ``bfloat16`` and
+    ``float32``; a sync in ``float16`` that would round one raises :class:`NonFiniteError`.
+    """
+
+    def __init__(self, extractor, config):
+        self._extractor, self._stream = extractor, ScaleStream(config)
+        places = json.loads(self._stream._native.places())
+        if any(layer["mla"] for layer in places["layers"]):
+            raise UnsupportedError("vLLM loads no scales for latent attention (MLA): use the vLLM plugin")
+        self._places = places
+
+    def __getattr__(self, name):
+        return getattr(self._extractor, name)
+
+    def get_weight_metadata(self, dtype):
+        """That of the weights, then that of the scales."""
+        about = self._extractor.get_weight_metadata(dtype)
+        first = self._places["layers"][0]["q"]["name"] + ".weight"
+        prefix = next((prefix for prefix in self._places["prefixes"] if prefix + first in about["names"]), None)
+        if prefix is None:
+            raise UnsupportedError(f"the weights have no {first}, as the config says: pass the config of this model")
+        names = [prefix + name for layer in self._places["layers"] for name in layer["vllm"]]
+        kind = str(dtype).removeprefix("torch.")
+        return about | {
+            "names": [*about["names"], *names],
+            "dtype_names": [*about["dtype_names"], *[kind] * len(names)],
+            "shapes": [*about["shapes"], *[[1]] * len(names)],
+        }
+
+    def extract_weights(self, dtype):
+        """The chunks of the weights, and one of the scales. All ranks iterate, as with SkyRL's own."""
+        kind, like = None, None
+        for chunk in self._extractor.extract_weights(dtype):
+            yield chunk
+            kind, like = type(chunk), chunk.tensors[0]
+            for name, tensor in zip(chunk.names, chunk.tensors):
+                self._stream.push(name, tensor)
+        pairs = [pair for layer in self._stream.finish().values() for pair in _tensors(layer, "vllm", like)]
+        cast = [tensor.to(dtype) for _, tensor in pairs]
+        for (name, tensor), sent in zip(pairs, cast):
+            if sent.float().item() != tensor.item():
+                raise NonFiniteError(f"{name} {tensor.item()} is no {dtype} value: sync in bfloat16")
+        yield kind(
+            names=[name for name, _ in pairs],
+            dtypes=[str(dtype)] * len(pairs),
+            shapes=[[1]] * len(pairs),
+            tensors=cast,
+        )
 
 
 def _tensors(layer, engine, like):
@@ -52,8 +115,8 @@ def _tensors(layer, engine, like):
 
 def with_scales(weights, config, *, engine="vllm"):
     """The weights of a sync, and behind each layer's last tensor its scales: for updates that load scales (vLLM's
-    ``start_weight_update`` to ``finish_weight_update``, which SkyRL uses). All layers' scales have to be in an update: vLLM sets those
-    that are not to 1.0.
+    ``start_weight_update`` to ``finish_weight_update``) and take names as they come. All layers' scales have to be in an update: vLLM
+    sets those that are not to 1.0.
     """
     stream = ScaleStream(config)
     for name, tensor in weights:
@@ -63,14 +126,16 @@ def with_scales(weights, config, *, engine="vllm"):
     stream.finish()
 
 
-def chunks_with_scales(chunks, config, *, engine="sglang"):
-    """The same of an iterator of chunks, each a list of pairs: slime's ``get_hf_weight_chunks``, miles' buckets."""
+def chunks_with_scales(chunks, config, *, engine="sglang", part=False):
+    """The same of an iterator of chunks, each a list of pairs: slime's and miles' ``get_hf_weight_chunks``. With ``part`` the chunks
+    are those of one pipeline stage, as their distributed updates send them.
+    """
     stream = ScaleStream(config)
     for chunk in chunks:
         chunk = list(chunk)
         added = [pair for name, tensor in chunk for layer in stream.push(name, tensor) for pair in _tensors(layer, engine, tensor)]
         yield chunk + added
-    stream.finish()
+    stream.finish(part=part)
 
 
 def _modules(model, layers, attribute):

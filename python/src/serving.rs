@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
 use sigmascale::cli::pages;
-use sigmascale::model::{Checkpoint, ModelSource};
+use sigmascale::model::{Checkpoint, ModelSource, NormKind, attention_module};
 use sigmascale::serving::{self, Engine, ExportOptions, LayerScales, Operand};
 use sigmascale::{Descale, Error, Result};
 use std::collections::BTreeMap;
@@ -120,10 +120,14 @@ impl ScaleStream {
         let layer = |(index, own): (usize, &sigmascale::model::LayerSpec)| {
             let names = tensors.names(index);
             let module = names.q.name.rsplit_once('.').map_or("", |(module, _)| module);
+            let held = attention_module(&spec.family, "", own.number).unwrap_or_default();
+            let operands = Operand::ALL.into_iter().filter(|x| *x != Operand::V || spec.norm.kind != NormKind::None);
+            let scales: Vec<_> = operands.map(|x| Engine::Vllm.scale_name(&spec.family, &held, x)).collect();
             json!({
                 "number": own.number, "module": module, "d_head": own.d_head, "d_model": spec.d_model, "n_q": own.n_q_heads,
                 "n_kv": own.n_kv_heads, "mla": own.mla, "q": place(&names.q), "k": place(&names.k), "v": place(&names.v),
                 "k_pe": names.mla.as_ref().map(|mla| place(&mla.k_pe)), "needs": tensors.wanted(index),
+                "vllm": scales,
             })
         };
         let layers: Vec<_> = spec.layers.iter().enumerate().map(layer).collect();
@@ -144,8 +148,51 @@ impl ScaleStream {
         py.detach(work).map_err(|error| raise(py, &error))
     }
 
-    fn finish(&self, py: Python<'_>) -> PyResult<()> {
-        self.held().finish().map_err(|error| raise(py, &error))
+    /// Why the scale engine of a device cannot compute this model's descales; None if it can.
+    fn not_on_device(&self) -> Option<String> {
+        let stream = self.held();
+        let spec = stream.spec();
+        let reads = |d_head: usize| d_head.is_multiple_of(8) && (16..=256).contains(&d_head);
+        if let Some(own) = spec.layers.iter().find(|own| !reads(own.d_head)) {
+            return Some(format!("d_head {} is no multiple of 8 from 16 to 256", own.d_head));
+        }
+        let per_head = |index: usize| stream.tensors().names(index).qk_norm.is_some_and(|(q, _)| q.contains("{h}"));
+        if spec.qk_norm.is_some_and(|norm| norm.shift) || (0..spec.layers.len()).any(per_head) {
+            return Some("norms of q and k with a shift, or with a tensor for each head".to_owned());
+        }
+        sigmascale::bound::check_device(spec).err().map(|error| error.to_string())
+    }
+
+    /// The layers that a tensor completes whose values stay on a device.
+    fn note(&self, py: Python<'_>, name: &str, dtype: &str, shape: Vec<usize>) -> PyResult<Vec<usize>> {
+        let noted = || {
+            let dtype = serde_json::from_value(json!(dtype))
+                .map_err(|_| Error::argument(format_args!("{name} has type {dtype}, which is not read")))?;
+            self.held().note(name, dtype, &shape)
+        };
+        noted().map_err(|error| raise(py, &error))
+    }
+
+    /// A layer by the descales that were computed on the device, as JSON.
+    fn computed(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        q: Vec<f32>,
+        k: Vec<f32>,
+        v: Option<Vec<f32>>,
+    ) -> PyResult<String> {
+        let row = |values: Vec<f32>| values.into_iter().map(Descale::new).collect::<Result<Vec<_>>>();
+        let described = || {
+            let mut stream = self.held();
+            let layer = stream.computed(layer, row(q)?, row(k)?, v.map(row).transpose()?)?;
+            text(&Described::new(&stream.spec().family, &layer)?)
+        };
+        described().map_err(|error| raise(py, &error))
+    }
+
+    fn finish(&self, py: Python<'_>, part: bool) -> PyResult<()> {
+        self.held().finish(part).map_err(|error| raise(py, &error))
     }
 
     #[getter]

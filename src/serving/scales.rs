@@ -4,7 +4,7 @@ use super::engine::{Engine, Operand};
 use crate::bound::{LayerBounds, MlaBounds};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
-use crate::model::{AttentionSpec, LayerWeights, attention_module};
+use crate::model::{AttentionSpec, LayerWeights, NormKind, attention_module};
 use crate::plan::{Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use safetensors::tensor::{Dtype, TensorView};
@@ -66,6 +66,41 @@ impl LayerScales {
         }
         let OperandDescales { q, k, v, .. } = descales(&LayerBounds::operands(&LayerGeometry::new(spec, weights)?)?)?;
         Ok(Self { layer, module, q, k, v, expanded: None, n_q_heads })
+    }
+
+    /// The scales of a layer whose descales were computed elsewhere: one a KV head, as a [scale
+    /// engine](crate::device::scale::ScaleEngine) leaves them.
+    ///
+    /// # Errors
+    /// `is_unsupported` with latent attention, which no engine computes; `is_mismatch` if a row has not one descale a KV head, or
+    /// there are descales of values that have no bound.
+    pub fn from_descales(
+        spec: &AttentionSpec,
+        index: usize,
+        q: Vec<Descale>,
+        k: Vec<Descale>,
+        v: Option<Vec<Descale>>,
+    ) -> Result<Self> {
+        let own = spec.layer(index)?;
+        if own.mla.is_some() {
+            return Err(Error::unsupported(format_args!(
+                "{}: descales of latent attention (MLA) are computed on the CPU",
+                spec.place(index)
+            )));
+        }
+        let module = attention_module(&spec.family, &spec.prefix, own.number)
+            .ok_or_else(|| Error::unsupported(format_args!("family `{}` has no names for its layers", spec.family)))?;
+        let bounded = spec.norm.kind != NormKind::None;
+        let rows = [Some(&q), Some(&k), v.as_ref()];
+        if v.is_some() != bounded || rows.into_iter().flatten().any(|row| row.len() != own.n_kv_heads) {
+            return Err(Error::mismatch(format_args!(
+                "{}: expected descales of {} KV heads for q, k{}",
+                spec.place(index),
+                own.n_kv_heads,
+                if bounded { " and v" } else { ", and none for v" },
+            )));
+        }
+        Ok(Self { layer: own.number, module, q, k, v, expanded: None, n_q_heads: own.n_q_heads })
     }
 
     /// The row of an operand.

@@ -23,7 +23,7 @@ use std::path::Path;
 /// }
 /// let layers = stream.push("model.layers.0.input_layernorm.weight", Dtype::F32, &[16], ones(16))?;
 /// assert_eq!(layers[0].module, "model.layers.0.self_attn");
-/// stream.finish()?;
+/// stream.finish(false)?;
 /// # Ok::<(), sigmascale::Error>(())
 /// ```
 pub struct ScaleStream {
@@ -75,19 +75,51 @@ impl ScaleStream {
         Ok(done)
     }
 
-    /// Ends a pass over the weights and begins the next.
+    /// Takes the name, type and shape of a tensor whose values stay elsewhere, on a device, and gives the layers that are complete,
+    /// by their place among those with attention: their descales are due in [`ScaleStream::computed`].
     ///
     /// # Errors
-    /// `is_mismatch` if a layer is not complete, with the tensors that it waits for.
-    pub fn finish(&mut self) -> Result<()> {
-        if !self.stream.finished() {
-            let missing = self.stream.missing();
+    /// As [`LayerStream::note`].
+    pub fn note(&mut self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<Vec<usize>> {
+        self.stream.note(name, dtype, shape)
+    }
+
+    /// The scales of a complete layer whose descales were computed where its tensors are.
+    ///
+    /// # Errors
+    /// `is_argument` if the layer is not complete; otherwise as [`LayerScales::from_descales`].
+    pub fn computed(
+        &mut self,
+        layer: usize,
+        q: Vec<Descale>,
+        k: Vec<Descale>,
+        v: Option<Vec<Descale>>,
+    ) -> Result<LayerScales> {
+        if !self.stream.is_due(layer) {
+            return Err(Error::argument(format_args!("layer {layer} has no scales due: its tensors are not complete")));
+        }
+        let scales = LayerScales::from_descales(self.stream.spec(), layer, q, k, v)?;
+        self.stream.release(layer);
+        Ok(scales)
+    }
+
+    /// Ends a pass over the weights and begins the next. Of a `part` of the model, a pipeline stage, layers of which no tensor came
+    /// are left out.
+    ///
+    /// # Errors
+    /// `is_mismatch` if a layer is not complete, with the tensors that it waits for, or if no layer is.
+    pub fn finish(&mut self, part: bool) -> Result<()> {
+        let missing = self.stream.missing(part);
+        if !missing.is_empty() {
             let first: Vec<&str> = missing.iter().take(3).map(String::as_str).collect();
             return Err(Error::mismatch(format_args!(
                 "{} tensors did not come, among them {}",
                 missing.len(),
                 first.join(", ")
             )));
+        }
+        if !self.stream.started() {
+            return Err(Error::mismatch("no tensor of an attention layer came"));
         }
         self.stream.reset();
         Ok(())

@@ -61,6 +61,7 @@ def test_per_head_scales_arrive(family, tmp_path):
 
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors", "modelopt"])
 def test_scales_beside_fp8_weights_arrive(method, tmp_path, monkeypatch):
+    models.skip_without_kernel(method)
     monkeypatch.setitem(models.SIZES, "hidden_size", 256)
     monkeypatch.setitem(models.SIZES, "intermediate_size", 256)
     model = models.quantized(models.write("llama", tmp_path / "model"), method)

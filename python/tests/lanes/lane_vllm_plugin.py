@@ -77,6 +77,7 @@ def test_a_bare_checkpoint_has_the_scales_of_calibrate(family, tmp_path, log):
 
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
 def test_fp8_weights(method, tmp_path, monkeypatch):
+    models.skip_without_kernel(method)
     monkeypatch.setitem(models.SIZES, "hidden_size", 256)
     monkeypatch.setitem(models.SIZES, "intermediate_size", 256)
     model = models.quantized(models.write("llama", tmp_path / "model"), method)

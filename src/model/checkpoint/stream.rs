@@ -180,6 +180,27 @@ impl LayerStream {
     /// # Errors
     /// `is_format` if it has other bytes than its type and shape ask for, came before, or contradicts the config.
     pub fn push(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) -> Result<Vec<usize>> {
+        let length = shape.iter().try_fold(1usize, |n, side| n.checked_mul(*side));
+        let wanted = length.and_then(|n| n.checked_mul(dtype.bitsize())).map(|bits| bits / 8);
+        if wanted != Some(bytes.len()) && self.wants(name) {
+            return Err(Error::format(
+                &self.checkpoint.path,
+                format_args!("tensor `{name}` has {} bytes, which {dtype:?} of shape {shape:?} has not", bytes.len()),
+            ));
+        }
+        self.enter(name, dtype, shape, bytes)
+    }
+
+    /// The same of a tensor whose values are held elsewhere, on a device: layers are complete as with [`LayerStream::push`], and
+    /// [`LayerStream::layer`] refuses to read them.
+    ///
+    /// # Errors
+    /// As [`LayerStream::push`].
+    pub fn note(&mut self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<Vec<usize>> {
+        self.enter(name, dtype, shape, Vec::new())
+    }
+
+    fn enter(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) -> Result<Vec<usize>> {
         let broken = |rule: std::fmt::Arguments<'_>| {
             Err(Error::format(&self.checkpoint.path, format_args!("tensor `{name}` {rule}")))
         };
@@ -201,11 +222,6 @@ impl LayerStream {
         let rest = &name[prefix.len()..];
         if self.readers[rest].iter().all(|layer| self.layers[*layer].read) || self.checkpoint.has_tensor(name) {
             return broken(format_args!("came before: begin a new stream for new weights"));
-        }
-        let length = shape.iter().try_fold(1usize, |n, side| n.checked_mul(*side));
-        let wanted = length.and_then(|n| n.checked_mul(dtype.bitsize())).map(|bits| bits / 8);
-        if wanted != Some(bytes.len()) {
-            return broken(format_args!("has {} bytes, which {dtype:?} of shape {shape:?} has not", bytes.len()));
         }
         if dtype == Dtype::F8_E4M3 && !self.spec().fp8_inputs {
             return broken(format_args!("is E4M3, and the config has no `quantization_config` that says so"));
@@ -250,6 +266,11 @@ impl LayerStream {
         !layer.read && layer.needs.iter().all(|names| names.iter().any(has)) && layer.weights.iter().all(scaled)
     }
 
+    /// Whether all tensors of a layer are there, and it was not read yet.
+    pub fn is_due(&self, layer: usize) -> bool {
+        self.layers.get(layer).is_some_and(|layer| self.is_complete(layer))
+    }
+
     /// The weights of a layer that is complete.
     ///
     /// # Errors
@@ -280,16 +301,25 @@ impl LayerStream {
         self.checkpoint.shards.iter().map(|shard| shard.map.len()).sum()
     }
 
-    /// The tensors that layers still wait for.
-    pub fn missing(&self) -> BTreeSet<String> {
-        let open = self.layers.iter().filter(|layer| !layer.read).flat_map(|layer| &layer.needs);
-        let absent = open.filter(|names| !names.iter().any(|name| self.checkpoint.has_tensor(&self.full(name))));
-        absent.filter_map(|names| names.first()).map(|name| self.full(name)).collect()
+    /// The tensors that layers still wait for; of a `part` of the model, those of layers of which some tensor came.
+    pub fn missing(&self, part: bool) -> BTreeSet<String> {
+        let has = |names: &Vec<String>| names.iter().any(|name| self.checkpoint.has_tensor(&self.full(name)));
+        let open = self.layers.iter().filter(|layer| !layer.read && (!part || layer.needs.iter().any(has)));
+        let absent = open.flat_map(|layer| &layer.needs).filter(|names| !has(names));
+        let scaled = |layer: &&Layer| !layer.read && layer.needs.iter().all(has);
+        // A layer may wait for the scales of its E4M3 weights alone.
+        let scales = self.layers.iter().filter(scaled).flat_map(|layer| &layer.weights);
+        let unscaled = scales.filter(|weight| {
+            let entry = self.checkpoint.tensors.get(&self.full(weight));
+            entry.is_some_and(|entry| entry.dtype == Dtype::F8_E4M3) && !has(&scales_of(weight).to_vec())
+        });
+        let names = absent.filter_map(|names| names.first()).map(|name| self.full(name));
+        names.chain(unscaled.map(|weight| self.full(&scales_of(weight)[0]))).collect()
     }
 
-    /// Whether every layer has been read.
-    pub fn finished(&self) -> bool {
-        self.layers.iter().all(|layer| layer.read)
+    /// Whether a layer has been read.
+    pub fn started(&self) -> bool {
+        self.layers.iter().any(|layer| layer.read)
     }
 
     /// Begins anew, for the next weights of the same model.

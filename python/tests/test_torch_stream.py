@@ -1,0 +1,217 @@
+"""Scales of tensors that arrive on a device, and the forms of weight syncs over PyTorch tensors.
+
+The device is the CPU here: its scale engine has the interface of the CUDA engine. `test_gpu_stream.py` runs the same on a GPU.
+"""
+
+import dataclasses
+import importlib.util
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import sigmascale  # noqa: E402
+from sigmascale import _serving, rl  # noqa: E402
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 32}
+# Plain, biased, normed q and k, gains of 1 + g, LayerNorm with fused and transposed projections, interleaved heads.
+MODELS = {
+    "llama": lambda t: t.LlamaConfig(**SIZES, num_key_value_heads=2),
+    "qwen2": lambda t: t.Qwen2Config(**SIZES, num_key_value_heads=2),
+    "qwen3": lambda t: t.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
+    "gemma3_text": lambda t: t.Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=16),
+    "olmo2": lambda t: t.Olmo2Config(**SIZES, num_key_value_heads=2),
+    "gpt2": lambda t: t.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=32, n_positions=64),
+    "gpt_neox": lambda t: t.GPTNeoXConfig(**SIZES),
+}
+
+
+def written(family, folder, seed=0):
+    torch.manual_seed(seed)
+    config = MODELS[family](transformers)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, 0.0 if weight.ndim > 1 else 1.0, 0.2)
+    model.save_pretrained(folder)
+    from safetensors.torch import load_file
+
+    return list(load_file(folder / "model.safetensors").items())
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    monkeypatch.setattr(_serving, "_DEVICES", ("cpu",))
+
+
+def check(stream, folder):
+    for layer in sigmascale.calibrate(folder)["layers"]:
+        found = stream.layers[layer["layer"]]
+        for operand in "qkv":
+            expected = layer[f"{operand}_descale"]
+            if expected is None:
+                assert found[operand] is None
+                continue
+            assert len(found[operand]) == len(expected)
+            assert all(1 <= one / least <= 1 + 1e-5 for one, least in zip(found[operand], expected))
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_device_has_the_scales_of_calibrate(family, tmp_path, on_device):
+    weights = written(family, tmp_path)
+    stream = sigmascale.ScaleStream(tmp_path)
+    for seed in range(2):
+        order = torch.randperm(len(weights), generator=torch.Generator().manual_seed(seed)).tolist()
+        passed = list(stream.through(weights[place] for place in order))
+        assert len(passed) == len(weights) and stream._device is not None and stream.held_bytes == 0
+        check(stream, tmp_path)
+    on_host = sigmascale.ScaleStream(tmp_path, host=True)
+    list(on_host.through(weights))
+    assert on_host._device is None
+    for number, layer in on_host.layers.items():
+        assert {**stream.layers[number], "q": 0, "k": 0, "v": 0}.keys() == layer.keys()
+        assert stream.layers[number]["names"] == layer["names"]
+
+
+def test_layers_in_order_share_one_copy_and_one_engine(tmp_path, on_device):
+    weights = sorted(written("llama", tmp_path))
+    stream, most = sigmascale.ScaleStream(tmp_path), 0
+    for _ in range(2):
+        for name, tensor in weights:
+            sent = tensor.clone()
+            stream.push(name, sent)
+            # The sync uses its memory again.
+            sent.fill_(100.0)
+            most = max(most, stream.held_bytes)
+        stream.finish()
+        check(stream, tmp_path)
+    ((slot,),) = stream._device._free.values()
+    assert slot._engine is not None
+    # Projections of one layer, and its gain in float32.
+    assert most <= (64 + 32 + 32) * 64 * 2 + 64 * 4
+
+
+def test_what_a_device_does_not_compute_is_computed_on_the_host(tmp_path, on_device):
+    latent = {"model_type": "deepseek_v3", "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2}
+    stream = sigmascale.ScaleStream(latent)
+    stream.push("model.layers.0.self_attn.q_a_layernorm.weight", torch.ones(1536))
+    assert stream._device is None and stream.held_bytes == 4 * 1536
+    weights = written("llama", tmp_path)
+    stream = sigmascale.ScaleStream(tmp_path)
+    list(stream.through(weights))
+    with pytest.raises(sigmascale.ArgumentError, match="host=True"):
+        stream.push("model.layers.0.self_attn.q_proj.weight", weights[0][1].double())
+
+
+def test_a_tensor_that_comes_twice_is_refused_and_a_new_pass_begins_clean(tmp_path, on_device):
+    weights = written("llama", tmp_path)
+    stream = sigmascale.ScaleStream(tmp_path)
+    first = next(pair for pair in weights if pair[0].endswith("q_proj.weight"))
+    stream.push(*first)
+    with pytest.raises(sigmascale.FormatError, match="came before"):
+        stream.push(*first)
+    with pytest.raises(sigmascale.MismatchError, match="did not come"):
+        stream.finish()
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path, on_device):
+    weights = dict(written("llama", tmp_path))
+    weights["model.layers.1.self_attn.k_proj.weight"][3, 3] = float("nan")
+    with pytest.raises(sigmascale.NonFiniteError):
+        list(sigmascale.ScaleStream(tmp_path).through(weights.items()))
+
+
+@pytest.mark.parametrize("on", ["cpu", "host"])
+def test_a_pipeline_stage_has_its_own_layers(on, tmp_path, monkeypatch):
+    monkeypatch.setattr(_serving, "_DEVICES", (on,))
+    weights = written("llama", tmp_path)
+    stage = [pair for pair in weights if "layers.2." in pair[0]]
+    stream = sigmascale.ScaleStream(tmp_path)
+    list(stream.through(stage, part=True))
+    assert list(stream.layers) == [2]
+    for pair in stage:
+        if "q_proj" not in pair[0]:
+            stream.push(*pair)
+    with pytest.raises(sigmascale.MismatchError, match="q_proj"):
+        stream.finish(part=True)
+    with pytest.raises(sigmascale.MismatchError, match="no tensor"):
+        sigmascale.ScaleStream(tmp_path).finish(part=True)
+    sent = [pair for chunk in rl.chunks_with_scales([stage], tmp_path, part=True) for pair in chunk]
+    assert [name for name, _ in sent if name.endswith("_scale")] == [f"model.layers.2.self_attn.{x}_scale" for x in "kv"]
+
+
+@dataclasses.dataclass
+class WeightChunk:
+    """The fields of SkyRL's."""
+
+    names: list
+    dtypes: list
+    shapes: list
+    tensors: list
+
+
+class Extractor:
+    """What SkyRL's extractors do: a chunk a parameter, announced before."""
+
+    chunk = WeightChunk
+
+    def __init__(self, weights):
+        self.weights, self.model = weights, "policy"
+
+    def get_weight_metadata(self, dtype):
+        names = [name for name, _ in self.weights]
+        kind = str(dtype).split(".")[-1]
+        return {"names": names, "dtype_names": [kind] * len(names), "shapes": [list(x.shape) for _, x in self.weights]}
+
+    def extract_weights(self, dtype):
+        for name, tensor in self.weights:
+            yield self.chunk(names=[name], dtypes=[str(dtype)], shapes=[list(tensor.shape)], tensors=[tensor.to(dtype)])
+
+
+def skyrl_chunk():
+    """SkyRL's own, where its package is installed: its file alone, since the package imports much more."""
+    package = importlib.util.find_spec("skyrl")
+    if package is None:
+        pytest.skip("SkyRL is not installed")
+    file = pathlib.Path(package.origin).parent / "backends" / "skyrl_train" / "weight_sync" / "base.py"
+    spec = importlib.util.spec_from_file_location("skyrl_weight_sync_base", file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.WeightChunk
+
+
+@pytest.mark.parametrize("chunk", [lambda: WeightChunk, skyrl_chunk], ids=["stand-in", "skyrl"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_skyrl_announces_what_it_sends(chunk, family, tmp_path):
+    Extractor.chunk = chunk()
+    weights = written(family, tmp_path)
+    extractor = rl.skyrl(Extractor(weights), tmp_path)
+    assert extractor.model == "policy"
+    for _ in range(2):
+        about = extractor.get_weight_metadata(torch.bfloat16)
+        chunks = list(extractor.extract_weights(torch.bfloat16))
+        sent = [(name, list(x.shape), x) for chunk in chunks for name, x in zip(chunk.names, chunk.tensors)]
+        assert [name for name, *_ in sent] == about["names"] and [shape for _, shape, _ in sent] == about["shapes"]
+        assert len(about["dtype_names"]) == len(sent) and all(x.dtype == torch.bfloat16 for *_, x in sent)
+        scales = {name: x.item() for name, _, x in sent if name.endswith("_scale")}
+        assert len(scales) == 9
+        host = sigmascale.ScaleStream(tmp_path)
+        list(host.through(weights))
+        for layer in host.layers.values():
+            for operand in "qkv":
+                assert scales[layer["names"]["vllm"][operand]] == np.float32(layer["scale"][operand])
+
+
+def test_skyrl_in_float16_is_refused_where_a_scale_would_be_rounded(tmp_path):
+    weights = [(name, tensor * 1e-5 if "v_proj" in name else tensor) for name, tensor in written("llama", tmp_path)]
+    weights = [(name, tensor.float()) for name, tensor in weights]
+    with pytest.raises(sigmascale.NonFiniteError, match="sync in bfloat16"):
+        list(rl.skyrl(Extractor(weights), tmp_path).extract_weights(torch.float16))
+
+
+def test_nemo_rl_refuses_names_for_which_it_would_send_one(tmp_path):
+    with pytest.raises(sigmascale.UnsupportedError, match="would send 1.0"):
+        rl.nemo_rl(written("gpt2", tmp_path), tmp_path)
