@@ -13,7 +13,8 @@ fn main() -> sigmascale::Result<()> {
     let seed = args.next().and_then(|seed| seed.parse().ok()).unwrap_or(0);
     let steps = args.next().and_then(|steps| steps.parse().ok()).unwrap_or(1600);
     println!(
-        "remedy, loss at the start, loss at the end, norm of W_Q at the start and at the end, sum of delta's bias"
+        "remedy, loss at the start and at the end, step at which it doubled, norm of W_Q at the start and at the end, sum of \
+         delta's bias"
     );
     std::thread::scope(|scope| {
         let run = |remedy| move || low_precision(&LowPrecisionOptions { remedy, seed, steps, ..Default::default() });
@@ -27,10 +28,12 @@ fn main() -> sigmascale::Result<()> {
             let (first, last) = (&history.steps[..window], &history.steps[history.steps.len() - window..]);
             let norms: Vec<f64> = history.layers.iter().map(|layer| layer.w_q[0]).collect();
             let bias: f64 = history.layers.iter().map(|layer| layer.delta_bias[0]).sum();
+            let start = mean(first);
+            let doubled = history.steps.windows(window).position(|steps| mean(steps) > 2.0 * start);
+            let doubled = doubled.map_or("-".into(), |at| (at + window - 1).to_string());
             let name = format!("{remedy:?}").to_lowercase();
             println!(
-                "{name}, {:.4}, {:.4}, {:.2}, {:.2}, {bias:.5}",
-                mean(first),
+                "{name}, {start:.4}, {:.4}, {doubled}, {:.2}, {:.2}, {bias:.5}",
                 mean(last),
                 norms[0],
                 norms[norms.len() - 1]

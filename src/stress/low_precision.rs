@@ -19,6 +19,7 @@
 //! Nothing is added to a gradient. Source: "Why Low-Precision Transformer Training Fails", sections 3.2 and 3.3,
 //! Algorithms 1 to 3.
 
+use crate::attention::Stabilised;
 use crate::error::{Error, Result};
 use crate::history::{FORMAT, History, LayerInfo, LayerRecord, RunInfo, StepRecord};
 use half::bf16;
@@ -39,16 +40,27 @@ pub enum Remedy {
     F32Pv,
     /// delta = rowsum(P o dP).
     DeltaFromP,
-    /// The row maximum of Algorithm 3 with beta = 2 and epsilon = 1e-3, moved by at most 40 nats.
+    /// The row maximum of Algorithm 3 with beta = 2 and epsilon = 1e-3, moved by at most 40 nats, as
+    /// [`Stabilised`](crate::attention::Stabilised) does. Past the limit every row moves by the same 40 nats, which is the
+    /// fixed offset that the paper's appendix C warns of.
     Stabilised,
+    /// The same, but past the limit a row with maximum r moves by `20 + r mod 20` nats, so that P rounds either way.
+    StabilisedVarying,
     /// Everything in f32.
     F32,
 }
 
 impl Remedy {
     /// Every choice.
-    pub const ALL: [Self; 6] =
-        [Self::None, Self::F32Output, Self::F32Pv, Self::DeltaFromP, Self::Stabilised, Self::F32];
+    pub const ALL: [Self; 7] = [
+        Self::None,
+        Self::F32Output,
+        Self::F32Pv,
+        Self::DeltaFromP,
+        Self::Stabilised,
+        Self::StabilisedVarying,
+        Self::F32,
+    ];
 }
 
 /// What a run is made from.
@@ -112,7 +124,7 @@ impl Head {
     fn new(options: &LowPrecisionOptions, rng: &mut StdRng) -> Self {
         let mut partner: Vec<usize> = (0..TOKENS).collect();
         shuffle(&mut partner, rng);
-        let code = |a: usize, token: usize| if (a & (token + 1)).count_ones() % 2 == 0 { 1.73 } else { -1.73 };
+        let code = |a: usize, token: usize| if (a & (token + 1)).count_ones().is_multiple_of(2) { 1.73 } else { -1.73 };
         let mut normal = || -> f32 { StandardNormal.sample(&mut *rng) };
         let target: Vec<f32> = (0..TOKENS * D)
             .map(|_| if options.one_sign { -1.5 * (0.6 * normal()).exp() } else { 1.5 * normal() })
@@ -159,10 +171,17 @@ impl Head {
             let s: Vec<f32> = (0..n).map(|j| alpha * dot(&q[i * D..], &k[j * D..])).collect();
             let max = s.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let repeated = s.iter().filter(|&&x| max - x <= 1e-3).count() > 1;
-            let shift = match repeated && remedy == Remedy::Stabilised {
-                true => (if max > 0.0 { 2.0 * max } else { 0.0 }).min(max + 40.0),
-                false => max,
+            let limit = match remedy {
+                Remedy::StabilisedVarying => 20.0 + max.abs() % 20.0,
+                _ => Stabilised::MAX_SHIFT,
             };
+            let stabilises = matches!(remedy, Remedy::Stabilised | Remedy::StabilisedVarying);
+            let moved = match repeated && stabilises {
+                true if max.abs() > Stabilised::MAX_SHIFT => limit,
+                true => max.abs(),
+                false => 0.0,
+            };
+            let shift = max + moved;
             let p: Vec<f32> = s.iter().map(|x| (x - shift).exp()).collect();
             let sum: f32 = p.iter().sum();
             let (output, exact) = forward(remedy, &p, sum, &v);
@@ -206,7 +225,7 @@ impl Head {
 
 /// One row's output as the remedy rounds it, and in f32 from the same P.
 fn forward(remedy: Remedy, p: &[f32], sum: f32, v: &[f32]) -> (Vec<f32>, Vec<f32>) {
-    let mut product = vec![0f32; D];
+    let mut product = [0f32; D];
     for (p, v) in p.iter().zip(v.chunks_exact(D)) {
         let p = if remedy == Remedy::F32 { *p } else { round(*p) };
         product.iter_mut().zip(v).for_each(|(sum, v)| *sum += p * v);
@@ -300,7 +319,7 @@ mod tests {
     fn repeated_maxima_and_values_of_one_sign_bias_delta_upwards() {
         let none = bias(Remedy::None, true);
         assert!(none > 1e-4, "{none}");
-        for remedy in [Remedy::F32Output, Remedy::F32Pv, Remedy::Stabilised, Remedy::F32] {
+        for remedy in [Remedy::F32Output, Remedy::F32Pv, Remedy::StabilisedVarying, Remedy::F32] {
             let with = bias(remedy, true).abs();
             assert!(with < none / 2.0, "{remedy:?}: {with} against {none}");
         }
