@@ -23,6 +23,7 @@
 mod bounds;
 mod calls;
 mod lab;
+mod low_precision;
 mod metrics;
 mod model;
 mod options;
@@ -33,6 +34,7 @@ mod tokens;
 
 #[cfg(feature = "train")]
 pub(crate) use lab::{Seen, Tally, identity, look, row};
+pub use low_precision::{LowPrecisionOptions, Remedy, low_precision};
 #[cfg(feature = "train")]
 pub(crate) use metrics::{Divergence, Quality};
 pub use metrics::{Quantiles, output_bias, sqnr_db};
