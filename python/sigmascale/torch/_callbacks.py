@@ -25,11 +25,15 @@ class TrainerMonitor:
             # The Trainer counts a step when it is done.
             self.monitor = self._make(state.global_step + 1)
 
-    def on_step_end(self, args, state, control, optimizer=None, **_):
+    def on_optimizer_step(self, args, state, control, optimizer=None, **_):
         """Keeps a step until its log, which comes later."""
         if self.monitor is not None:
             groups = getattr(optimizer, "param_groups", None)
-            self._pending = {} if not groups else {"lr": groups[0]["lr"]}
+            self._pending = {"lr": float(groups[0]["lr"])} if groups else {}
+            self._pending["skipped"] = bool(getattr(optimizer, "step_was_skipped", False))
+
+    def on_step_end(self, args, state, control, **_):
+        """New scales."""
         if self._refresh:
             self._runtime.refresh()
 

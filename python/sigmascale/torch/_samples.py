@@ -60,10 +60,10 @@ def _wide(x):
 
 def _heads(q, k, v, grad, out, descales, terms, visible, sinks):
     """Of some KV heads and their query heads: q, grad and out ``(rows, heads, d)``, k and v ``(keys, kv heads, d)``."""
-    count, n_q, _ = q.shape
+    n_q, n_kv = q.shape[1], k.shape[1]
     q_descale, k_descale, v_descale = (d.view(-1, 1, 1, 1) for d in descales)
     # (KV head, head of its group, row or key, channel)
-    of_group = lambda x: x.unflatten(1, (v.shape[1], -1)).permute(1, 2, 0, 3)
+    of_group = lambda x: x.unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3)
     k, v = (_wide(x).transpose(0, 1)[:, None] for x in (k, v))
     logits = of_group(q) @ k.transpose(2, 3) * (q_descale * k_descale * terms.scale)
     if terms.soft_cap is not None:
@@ -78,7 +78,7 @@ def _heads(q, k, v, grad, out, descales, terms, visible, sinks):
     weights = torch.exp(logits.double() - top.double())
     total = weights.sum(dim=3, keepdim=True)
     if sinks is not None:
-        total = total + torch.exp(sinks.view(v.shape[0], -1, 1, 1) - top.double())
+        total = total + torch.exp(sinks.view(n_kv, -1, 1, 1) - top.double())
     weights = weights / total
     exact = weights @ v * v_descale
     delta, reference = ((of_group(grad) * x).sum(dim=3) for x in (of_group(out), exact))

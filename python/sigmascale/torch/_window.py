@@ -41,14 +41,18 @@ class Window:
         self._counted.zero_()
 
     def _fold(self, runtime):
+        """Takes the present words in."""
         words = _results.unsigned(runtime.words)
-        torch.maximum(self._largest, words, out=self._largest)
+        # Words stay until a refresh: what has been taken is not of the next window.
+        new = words != self._counted
+        torch.maximum(self._largest, words * new, out=self._largest)
         # Words that were put back from a restore point may be below those that were counted.
         self._total += (words - self._counted).clamp_min(0)
         if not runtime._policy.per_call:
             amax = runtime.words[..., 0].contiguous().view(torch.float32)
             descales = runtime.descales.flatten(1).gather(1, self._rows)
-            torch.maximum(self._peaks, amax / (MAX * descales), out=self._peaks)
+            peaks = torch.where(new[..., 0], amax / (MAX * descales), 0.0)
+            torch.maximum(self._peaks, peaks, out=self._peaks)
 
     @torch.no_grad()
     def take(self, *others):
