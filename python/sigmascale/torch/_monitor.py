@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import warnings
 import weakref
 
 import torch
@@ -40,7 +41,7 @@ class Monitor:
       attention weights in nats. Logits are those of the E4M3 operands. They are read in the backward of the layer's first call.
 
     What was not measured is left out: the last two groups need calls through this package, and steps that are replayed from a CUDA
-    graph have neither sampled rows nor ``saturated``. ``rows=0`` samples nothing.
+    graph have neither sampled rows nor ``saturated``, nor has compiled code that copies its telemetry. ``rows=0`` samples nothing.
 
     The device is waited for in every ``every``-th step alone, in one copy; step lines with values on a device are written then.
     ``sinks``: also a TensorBoard ``SummaryWriter``, a run of Weights & Biases, or ``"tensorboard"``, which makes a writer beside the
@@ -78,6 +79,9 @@ class Monitor:
             {"layer": number, "heads": plan.n_q_heads, "kv_heads": plan.n_kv_heads, "head_dim": plan.d_head}
             for (number, *_), plan in zip(runtime._places, runtime.layers)
         ]
+        if runtime.logits is None:
+            message = "this runtime computes no logit bounds, so sigma and bound are left out: attach(model, bound='certain')"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._numbers = [layer["layer"] for layer in layers]
         run = {"kind": "run", "format": _record.FORMAT, "source": "monitor"}
         run |= {} if name is None else {"name": str(name)}
