@@ -193,7 +193,9 @@ def test_sampled_rows_agree_with_a_loop(case, monkeypatch):
     options |= {"soft_cap": 2.0} if case == "capped" else {}
     options |= {"sinks": torch.randn(n_q, generator=generator)} if case == "sinks" else {}
     if case == "packed":
-        places = [torch.tensor(x, dtype=torch.int32) for x in ([0, 40, 55], [30, 50, 80], [0, 300, 420], [150, 390, 600])]
+        places = [
+            torch.tensor(x, dtype=torch.int32) for x in ([0, 40, 55], [30, 50, 80], [0, 300, 420], [150, 390, 600])
+        ]
         options["sequences"] = _terms.Sequences(*places, 40, 300)
     if case == "groups":
         monkeypatch.setattr(_samples, "_BYTES", 1)
@@ -215,7 +217,9 @@ def test_sampled_rows_agree_with_a_loop(case, monkeypatch):
 
         one = lambda x, d: x[entry].double() * d[entry].repeat_interleave(x.shape[2] // n_kv).view(-1, 1)
         q, k, v = (one(x.float(), d.double()) for x, d in zip(eight, descales))
-        expected = naive(q, k, v, grad[entry].double(), out[entry].double(), chosen, 0.3, visible, terms.soft_cap, terms.sinks)
+        expected = naive(
+            q, k, v, grad[entry].double(), out[entry].double(), chosen, 0.3, visible, terms.soft_cap, terms.sinks
+        )
         assert np.allclose(found.numpy(), expected, rtol=1e-5, atol=1e-9), (turn, found.numpy() - expected)
         if case in ("full", "groups"):
             assert found[0].tolist() == [1.0] * 4 and found[1].tolist() == [1.0, 1.0, 0.0, 0.0]
@@ -225,7 +229,11 @@ def test_delta_bias_is_the_share_by_which_outputs_are_off():
     generator = torch.Generator().manual_seed(5)
     q, k, v = ((torch.randn(1, 32, 2, 16, generator=generator) * 50).to(torch.float8_e4m3fn) for _ in range(3))
     descales, terms = [torch.full((1, 2), 0.02)] * 3, _terms.Terms(causal=True, scale=0.25)
-    wide = lambda x: x[0].double().transpose(0, 1) * 0.02 if x.dtype == torch.float64 else x[0].float().double().transpose(0, 1) * 0.02
+    wide = lambda x: (
+        x[0].double().transpose(0, 1) * 0.02
+        if x.dtype == torch.float64
+        else x[0].float().double().transpose(0, 1) * 0.02
+    )
     logits = (wide(q) @ wide(k).transpose(1, 2) * 0.25).masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf)
     exact = (torch.softmax(logits, dim=2) @ wide(v)).transpose(0, 1)[None]
     # A gradient along the output: every delta is positive, and 1 % of the output is 1 % of delta.
@@ -260,7 +268,9 @@ def test_a_closed_monitor_leaves_nothing_behind(run):
     loss_of(made, 0).backward()
     monitor.close()
     monitor.close()
-    assert not runtime.before_refresh and not any(_calls._OBSERVERS.get(plan.words.data_ptr()) for plan in runtime.layers)
+    assert not runtime.before_refresh and not any(
+        _calls._OBSERVERS.get(plan.words.data_ptr()) for plan in runtime.layers
+    )
     with pytest.raises(sigmascale.SigmascaleError, match="closed"):
         monitor.step()
     other = fp8.Monitor(runtime, None)

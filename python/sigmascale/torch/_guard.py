@@ -94,10 +94,16 @@ class Guard:
             raise TypeError(f"runtime must be what sigmascale.torch.attach returned, not {type(runtime).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        if store is not None and not (isinstance(store, tuple | list) and len(store) == 2 and all(map(callable, store))):
+        if store is not None and not (
+            isinstance(store, tuple | list) and len(store) == 2 and all(map(callable, store))
+        ):
             raise TypeError("store must be two functions: one that saves, and one that loads what it returned")
         self.runtime, self.optimizer, self.scaler, self.monitor = runtime, optimizer, scaler, monitor
-        self.every, self.patience, self.cooldown = count("every", every), count("patience", patience), count("cooldown", cooldown)
+        self.every, self.patience, self.cooldown = (
+            count("every", every),
+            count("patience", patience),
+            count("cooldown", cooldown),
+        )
         self.spike = None if spike is None else positive("spike", spike)
         self.saturation, self.most_restores = share("saturation", saturation), count("restores", restores)
         self._store, self._group, self._on_event = store, group, on_event
@@ -138,10 +144,15 @@ class Guard:
         self._watch_scale()
         if not finite:
             self._failures += 1
-            self._event("skip", f"loss {loss:.6g} and gradient norm {norm:.6g} are not finite: step {number} is skipped")
+            self._event(
+                "skip", f"loss {loss:.6g} and gradient norm {norm:.6g} are not finite: step {number} is skipped"
+            )
         elif spike:
             self._failures += 1
-            self._event("spike", f"loss {loss:.6g} is {self.spike:g} standard deviations above the mean of the last {len(self._losses)}")
+            self._event(
+                "spike",
+                f"loss {loss:.6g} is {self.spike:g} standard deviations above the mean of the last {len(self._losses)}",
+            )
         else:
             self._healthy(loss, number)
         if self._failures >= self.patience and self._points:
@@ -171,7 +182,9 @@ class Guard:
         """Loss and norm as numbers, the same on all ranks."""
         if norm is None:
             norm = _gradient_norm(self.optimizer)
-        values = [value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value)) for value in (loss, norm)]
+        values = [
+            value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value)) for value in (loss, norm)
+        ]
         for name, value in zip(("loss", "grad_norm"), values):
             if value.numel() != 1:
                 raise ArgumentError(f"{name} has shape {tuple(value.shape)}: one value is needed, such as its mean")
@@ -195,7 +208,10 @@ class Guard:
             self._calm += 1
             if self._calm >= self.cooldown:
                 self.rate = 1.0
-                self._event("raise-rate", f"{self.cooldown} healthy steps since the restore: the learning rate is the schedule's again")
+                self._event(
+                    "raise-rate",
+                    f"{self.cooldown} healthy steps since the restore: the learning rate is the schedule's again",
+                )
         if not self._points or number - self._since >= self.every:
             self._keep(number)
             self._tries = 0
@@ -241,7 +257,9 @@ class Guard:
         self._losses.clear()
         self._event("restore", f"{why}: weights, optimizer and scales are those before step {point.step}")
         self.rate /= 2
-        self._event("lower-rate", f"the learning rate is {self.rate:g} of the schedule's for {self.cooldown} healthy steps")
+        self._event(
+            "lower-rate", f"the learning rate is {self.rate:g} of the schedule's for {self.cooldown} healthy steps"
+        )
 
     def _lower(self):
         self._put_back()
@@ -263,7 +281,12 @@ class Guard:
         self._scales.append(scale := self.scaler.get_scale())
         scales = list(self._scales)
         falls = len(scales) > _FALLING_STEPS and scale < scales[0] and all(b <= a for a, b in zip(scales, scales[1:]))
-        self._warn("loss-scale", falls, scale >= scales[0], f"the loss scale has fallen from {scales[0]:g} to {scale:g} in {len(scales) - 1} steps")
+        self._warn(
+            "loss-scale",
+            falls,
+            scale >= scales[0],
+            f"the loss scale has fallen from {scales[0]:g} to {scale:g} in {len(scales) - 1} steps",
+        )
         low = f"the loss scale {scale:g} is below {_LEAST_SCALE:g}: small gradients are lost"
         self._warn("loss-scale", scale < _LEAST_SCALE, scale >= 2 * _LEAST_SCALE, low, key="low")
 

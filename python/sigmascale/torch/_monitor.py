@@ -80,7 +80,9 @@ class Monitor:
             for (number, *_), plan in zip(runtime._places, runtime.layers)
         ]
         if runtime.logits is None:
-            message = "this runtime computes no logit bounds, so sigma and bound are left out: attach(model, bound='certain')"
+            message = (
+                "this runtime computes no logit bounds, so sigma and bound are left out: attach(model, bound='certain')"
+            )
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._numbers = [layer["layer"] for layer in layers]
         run = {"kind": "run", "format": _record.FORMAT, "source": "monitor"}
@@ -293,6 +295,4 @@ def max_logit_bound(runtime):
     if runtime.logits is None:
         raise UnsupportedError("this runtime computes no logit bounds: attach(model, bound='certain')")
     values = runtime.logits[..., 2].double().cpu().numpy()
-    return {
-        number: values[plan.index, : plan.n_q_heads] for (number, *_), plan in zip(runtime._places, runtime.layers)
-    }
+    return {number: values[plan.index, : plan.n_q_heads] for (number, *_), plan in zip(runtime._places, runtime.layers)}

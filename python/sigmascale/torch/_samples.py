@@ -44,7 +44,17 @@ def sample(grad, operands, descales, out, terms, rows, turn):
             sinks = None if terms.sinks is None else terms.sinks[heads].double()
             own = [d[entry, kv].double() for d in descales[:3]]
             parts.append(
-                _heads(q[:, heads], k[entry, :, kv], v[entry, :, kv], grad[:, heads], out[:, heads], own, terms, visible, sinks)
+                _heads(
+                    q[:, heads],
+                    k[entry, :, kv],
+                    v[entry, :, kv],
+                    grad[:, heads],
+                    out[:, heads],
+                    own,
+                    terms,
+                    visible,
+                    sinks,
+                )
             )
     return torch.cat(parts, dim=1)
 
