@@ -5,7 +5,7 @@
 >>> runtime.refresh()                                   # after every optimizer step or weight refit
 
 Hugging Face: :func:`register`, then ``model.set_attn_implementation("sigmascale_fp8")``. Plain modules: :class:`patched`.
-TransformerEngine: :mod:`sigmascale.torch.te`.
+TransformerEngine: :mod:`sigmascale.torch.te`. A run is recorded by :class:`Monitor` and guarded by :class:`Guard`.
 """
 
 # ruff: noqa: E402
@@ -17,11 +17,14 @@ from . import te
 from ._attention import attention, scaled_dot_product_attention
 from ._backends import backend
 from ._cache import fp8_cache
+from ._callbacks import TrainerMonitor
 from ._context_parallel import gather_sequence, ring_attention, shard_sequence, ulysses_attention
 from ._flash import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from ._guard import Guard
 from ._hugging_face import register
 from ._layers import Layer
 from ._layers import find as find_layers
+from ._monitor import Monitor, max_logit_bound
 from ._paged import value_pages
 from ._patched import patched
 from ._policies import POLICIES
@@ -30,9 +33,12 @@ from ._state import merge_states
 
 __all__ = [
     "POLICIES",
+    "Guard",
     "Layer",
     "LayerPlan",
+    "Monitor",
     "Runtime",
+    "TrainerMonitor",
     "attach",
     "attention",
     "backend",
@@ -42,6 +48,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "fp8_cache",
     "gather_sequence",
+    "max_logit_bound",
     "merge_states",
     "patched",
     "register",

@@ -1,6 +1,7 @@
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 import torch
@@ -11,9 +12,12 @@ from . import te as te
 
 __all__ = [
     "POLICIES",
+    "Guard",
     "Layer",
     "LayerPlan",
+    "Monitor",
     "Runtime",
+    "TrainerMonitor",
     "attach",
     "attention",
     "backend",
@@ -23,6 +27,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "fp8_cache",
     "gather_sequence",
+    "max_logit_bound",
     "merge_states",
     "patched",
     "register",
@@ -144,6 +149,7 @@ class Runtime:
     logits: torch.Tensor | None
     logit_descales: torch.Tensor | None
     layers: list[LayerPlan]
+    before_refresh: list[Callable[[Runtime], None]]
     after_refresh: list[Callable[[Runtime], None]]
     misses: int
     def __init__(
@@ -183,6 +189,90 @@ def attach(
     group: torch.distributed.ProcessGroup | None = None,
 ) -> Runtime: ...
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]: ...
+
+_Number = float | torch.Tensor
+_Event = Mapping[str, Any]
+
+class Monitor:
+    runtime: Runtime
+    path: str | os.PathLike[str] | None
+    every: int
+    rows: int
+    next_step: int
+    alarms: list[_Event]
+    latest: dict[int, dict[str, Any]]
+    on_alarm: Callable[[_Event], object] | None
+    def __init__(
+        self,
+        runtime: Runtime,
+        path: str | os.PathLike[str] | None = "run.jsonl",
+        every: int = 10,
+        *,
+        rows: int = 16,
+        sinks: object = (),
+        name: str | None = None,
+        on_alarm: Callable[[_Event], object] | None = None,
+        resume: bool = False,
+        first_step: int = 0,
+    ) -> None: ...
+    def step(
+        self,
+        loss: _Number | None = None,
+        grad_norm: _Number | None = None,
+        lr: _Number | None = None,
+        loss_scale: _Number | None = None,
+        skipped: bool = False,
+    ) -> None: ...
+    def event(self, name: str, message: str = "", layer: int | None = None, head: int | None = None) -> None: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...
+
+class TrainerMonitor:
+    monitor: Monitor | None
+    def __init__(
+        self,
+        runtime: Runtime,
+        path: str | os.PathLike[str] | None = "run.jsonl",
+        every: int = 10,
+        *,
+        refresh: bool = True,
+        **options: Any,
+    ) -> None: ...
+
+class Guard:
+    runtime: Runtime
+    optimizer: torch.optim.Optimizer
+    rate: float
+    skipped: bool
+    steps: int
+    restored: int
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        monitor: Monitor | None = None,
+        every: int = 100,
+        patience: int = 3,
+        points: int = 2,
+        spike: float | None = 7.0,
+        cooldown: int = 100,
+        restores: int = 5,
+        saturation: float = 1e-3,
+        store: tuple[Callable[[], Any], Callable[[Any], object]] | None = None,
+        group: torch.distributed.ProcessGroup | None = None,
+        on_event: Callable[[str, str], object] | None = None,
+    ) -> None: ...
+    def step(self, loss: _Number, grad_norm: _Number | None = None) -> bool: ...
+    def keep(self) -> None: ...
+    def restore(self) -> None: ...
+    def close(self) -> None: ...
+
+def max_logit_bound(runtime: Runtime) -> dict[int, NDArray[np.float64]]: ...
 
 _Group = torch.distributed.ProcessGroup | None
 _Kernels = tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., tuple[torch.Tensor, ...]]]

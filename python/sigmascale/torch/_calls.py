@@ -1,4 +1,4 @@
-"""Which backend ran each layer's calls, counted on the host, and what is said once of those that left FP8."""
+"""Which backend ran each layer's calls, counted on the host, who looks at these calls, and what is said once of those that left FP8."""
 
 import collections
 import warnings
@@ -8,6 +8,8 @@ import torch
 # By the address of the telemetry words of a layer, which stays the same and tells calls apart inside operators.
 _COUNTERS = {}
 _SAID = set()
+# Functions that are told of each call, by the same address; and of the backward of one call, by the address of its log-sum-exp.
+_OBSERVERS, _BACKWARDS = {}, {}
 
 
 def watch(words):
@@ -17,9 +19,47 @@ def watch(words):
 
 
 def forget(addresses):
-    """Drops counters."""
+    """Drops counters and observers."""
     for address in addresses:
         _COUNTERS.pop(address, None)
+        _OBSERVERS.pop(address, None)
+
+
+def observe(words, observer):
+    """Tells ``observer`` of each call of the layer with these words: q, k and v, the log-sum-exp, and whether a backward follows."""
+    _OBSERVERS.setdefault(words.data_ptr(), []).append(observer)
+
+
+def unobserve(words, observer):
+    """Ends that."""
+    observers = _OBSERVERS.get(words.data_ptr(), [])
+    if observer in observers:
+        observers.remove(observer)
+
+
+def observe_backward(lse, observer):
+    """Tells ``observer`` of the backward of the call that returned ``lse``."""
+    _BACKWARDS[lse.data_ptr()] = observer
+
+
+def unobserve_backwards(observers):
+    """Ends that, for backwards that never came."""
+    for address in [address for address, observer in _BACKWARDS.items() if observer in observers]:
+        del _BACKWARDS[address]
+
+
+def saw(words, *call):
+    """Tells who looks at the layer's calls of one."""
+    if words is not None and _OBSERVERS:
+        for observer in tuple(_OBSERVERS.get(words.data_ptr(), ())):
+            observer(*call)
+
+
+def saw_backward(lse, *call):
+    """Tells who waits for this backward."""
+    observer = _BACKWARDS.pop(lse.data_ptr(), None) if _BACKWARDS else None
+    if observer is not None:
+        observer(*call)
 
 
 def count(words, name):

@@ -70,9 +70,11 @@ def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how):
     with _in_full(chosen, q.device):
         descales = _of_backend(chosen, given)
         out, lse, operands = chosen.forward(q, k, v, descales, terms, words, accumulator, save)
+    out, lse = out.contiguous(), lse.contiguous()
     _calls.count(words, chosen.name)
+    _calls.saw(words, q, k, v, lse, save)
     saved = (x.contiguous().view(torch.uint8) if save else x.new_empty(0, dtype=torch.uint8) for x in operands)
-    return (out.contiguous(), lse.contiguous(), *saved)
+    return (out, lse, *saved)
 
 
 def _forward_shapes(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how):
@@ -87,6 +89,7 @@ def _backward(grad, q8, k8, v8, q_descale, k_descale, v_descale, out, lse, *how)
     chosen = _backends.choose(backend, operands[0], operands[2], terms)
     with _in_full(chosen, grad.device):
         descales = _of_backend(chosen, (q_descale, k_descale, v_descale))
+        _calls.saw_backward(lse, grad, operands, descales, out, terms)
         *grads, d_sinks = _backends.backward(grad, operands, descales, out, lse, terms, chosen, accumulator)
     if d_sinks is None:
         d_sinks = grad.new_empty(0, dtype=torch.float32)

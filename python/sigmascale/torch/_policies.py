@@ -39,6 +39,10 @@ class Geometry:
         """Rows of each tensor: see ``Runtime.slack``."""
         raise UnsupportedError("slack is measured by policy='auto-c' alone, in its burn-in")
 
+    def bounds(self):
+        """Tensors with the bounds of the present plans, which the next ``observe`` reads."""
+        return []
+
     def save(self):
         """What a resume needs, as plain values."""
         return None
@@ -115,6 +119,9 @@ class Native(Geometry):
         column = lambda tensor, key: np.array([(row[tensor] or empty)[key] for row in rows])
         names = enumerate(("logit", "q", "k", "v"))
         return {name: {key: column(tensor, key) for key in empty} for tensor, name in names}
+
+    def bounds(self):
+        return [tensor for part in self._parts for tensor in part.bounds.values()]
 
     def save(self):
         if not self.remembers:

@@ -1,6 +1,7 @@
 """Where each layer's values lie in an engine's results and in a runtime's tensors, whose layers may have unequal heads."""
 
 import dataclasses
+import math
 
 import torch
 
@@ -138,6 +139,14 @@ def observed(words, heads):
         one = folded(words[index : index + 1], n_q, n_kv)
         amax[index : index + 1, :, :n_kv], counts[index : index + 1, :, :n_kv] = one
     return amax, counts
+
+
+def extremes(ordered):
+    """Largest and smallest logit from words in the order of unsigned integers, int64 ``(.., 2)``; NaN where there was none."""
+    low = ordered.clone()
+    low[..., 1] ^= U32_MAX
+    bits = torch.where(low & 0x80000000 != 0, low & 0x7FFFFFFF, ~low & U32_MAX)
+    return torch.where(ordered == 0, math.nan, bits.to(torch.int64).to(torch.uint32).view(torch.float32).double())
 
 
 class Memory:

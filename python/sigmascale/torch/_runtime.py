@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import threading
 import warnings
 import weakref
@@ -85,8 +84,8 @@ class Runtime:
     rows are views of; a value is divided by its descale before the cast. ``logits`` f32 ``(layers, n_q_heads, [sigma,
     certain bound, bound with rounding, descale])`` or None. ``logit_descales`` f32 ``(layers, n_q_heads)``: what maps the
     policy's logit bound onto ``tail.eta`` of E4M3, or None where there is none. ``tail``: the :class:`sigmascale.Tail` in
-    force. ``after_refresh``: functions that are called with
-    the runtime at the end of every refresh, on its stream. All tensors keep their addresses.
+    force. ``before_refresh`` and ``after_refresh``: functions that are called with the runtime before every refresh, while the
+    statistics of its calls are there, and at its end, on its stream. All tensors keep their addresses.
 
     Layers may have unequal heads. Then the tensors have room for the most, ``n_q_heads`` and ``n_kv_heads``, and what lies
     past a layer's own heads is the smallest normal float, which no maximum takes; a plan's views end at its own heads.
@@ -123,7 +122,7 @@ class Runtime:
         self._captured = []
         # How often a sliced layer was whole at addresses that no engine knew.
         self.misses = 0
-        self.after_refresh = []
+        self.before_refresh, self.after_refresh = [], []
         layers = _layers.Layers(model, self._given)
         found = layers.at_rest
         self.device, self._q_heads = layers.device(), layers.q_heads
@@ -318,6 +317,8 @@ class Runtime:
         try:
             with torch.inference_mode(False), torch.no_grad(), self._on_device():
                 self._check()
+                for work in self.before_refresh:
+                    work(self)
                 stream = self._stream()
                 if self._capturing():
                     self._keep_for_replays()
@@ -367,11 +368,7 @@ class Runtime:
         ordered = _results.unsigned(words[:, : self.n_q_heads, :2])
         for index, (n_q, _) in enumerate(self._heads.counts):
             ordered[index, n_q:] = 0
-        empty = ordered == 0
-        low = ordered.clone()
-        low[..., 1] ^= _results.U32_MAX
-        bits = torch.where(low & 0x80000000 != 0, low & 0x7FFFFFFF, ~low & _results.U32_MAX)
-        extremes = torch.where(empty, math.nan, bits.to(torch.int64).to(torch.uint32).view(torch.float32).double())
+        extremes = _results.extremes(ordered)
         return {
             "amax": amax.numpy(),
             "overflow": counts[..., 0].numpy(),

@@ -56,14 +56,31 @@ class Terms:
                 return None
             ahead = torch.arange(len_k, device=device) - torch.arange(len_q, device=device)[:, None] - (len_k - len_q)
             return _in_window(ahead, left, right)[None, None]
+        rows = torch.arange(batch * len_q, device=device)
+        return self._in_sequences(rows, len_q, len_k).view(batch, len_q, len_k)[:, None]
+
+    def visible_to(self, rows, entry, len_q, len_k):
+        """The same of the queries ``rows`` of one entry of the batch, ``(rows, len_k)``."""
+        if self.sequences is not None:
+            return self._in_sequences(entry * len_q + rows, len_q, len_k)
+        left, right = self.window
+        right = 0 if self.causal else right
+        if left < 0 and right < 0:
+            return None
+        return _in_window(torch.arange(len_k, device=rows.device) - rows[:, None] - (len_k - len_q), left, right)
+
+    def _in_sequences(self, rows, len_q, len_k):
+        """The same of queries that are counted over the whole batch."""
+        left, right = self.window
         q_starts, q_ends, k_starts, k_ends = (x.long() for x in self.sequences.places)
-        of, inside = _sequence_of(q_starts, q_ends, batch * len_q)
+        of, inside = _sequence_of(q_starts, q_ends, rows)
         # From the first key of the sequence.
-        key = torch.arange(batch * len_k, device=device).view(batch, 1, len_k) - k_starts[of].view(batch, len_q, 1)
-        count = (k_ends - k_starts)[of].view(batch, len_q, 1)
-        row = torch.arange(batch * len_q, device=device) - q_starts[of] - (q_ends - q_starts)[of]
-        seen = (key >= 0) & (key < count) & inside.view(batch, len_q, 1)
-        return (seen & _in_window(key - count - row.view(batch, len_q, 1), left, right))[:, None]
+        first = rows // len_q * len_k - k_starts[of]
+        key = first[:, None] + torch.arange(len_k, device=rows.device)
+        count = (k_ends - k_starts)[of][:, None]
+        row = (rows - q_starts[of] - (q_ends - q_starts)[of])[:, None]
+        seen = (key >= 0) & (key < count) & inside[:, None]
+        return seen & _in_window(key - count - row, left, 0 if self.causal else right)
 
 
 def _in_window(ahead, left, right):
@@ -73,14 +90,14 @@ def _in_window(ahead, left, right):
     return seen & (ahead <= right) if right >= 0 else seen
 
 
-def _sequence_of(starts, ends, rows):
+def _sequence_of(starts, ends, row):
     """The sequence of each row, and whether it lies in one at all."""
-    row = torch.arange(rows, device=starts.device)
     of = torch.bucketize(row, ends, right=True).clamp_max(starts.shape[0] - 1)
     return of, (row >= starts[of]) & (row < ends[of])
 
 
 def within(x, starts, ends):
     """``x`` ``(batch, len, heads, d)`` with zeros in the rows of no sequence."""
-    _, inside = _sequence_of(starts.long(), ends.long(), x.shape[0] * x.shape[1])
+    rows = torch.arange(x.shape[0] * x.shape[1], device=x.device)
+    _, inside = _sequence_of(starts.long(), ends.long(), rows)
     return torch.where(inside.view(*x.shape[:2], 1, 1), x, torch.zeros((), dtype=x.dtype, device=x.device))

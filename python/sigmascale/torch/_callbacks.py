@@ -1,0 +1,66 @@
+"""The monitor as a callback of Hugging Face's Trainer."""
+
+from ._monitor import Monitor
+
+
+class TrainerMonitor:
+    """A ``TrainerCallback`` that records a run of the Trainer, see :class:`Monitor`.
+
+    >>> runtime = sigmascale.torch.attach(model, bound="certain")
+    >>> trainer = transformers.Trainer(model, ..., callbacks=[sigmascale.torch.TrainerMonitor(runtime, "run.jsonl")])
+
+    Every optimizer step is a step of the record, numbered as the Trainer numbers it. The Trainer hands out loss and gradient norm where
+    it logs (``logging_steps``), the loss as the mean since the last log; other steps have a rate alone. ``refresh``: also calls
+    ``runtime.refresh()`` after each step, which has to be done once. ``options`` are those of :class:`Monitor`. Only the first process
+    of a distributed run records.
+    """
+
+    def __init__(self, runtime, path="run.jsonl", every=10, *, refresh=True, **options):
+        self.monitor, self._make = None, lambda step: Monitor(runtime, path, every, first_step=step, **options)
+        self._runtime, self._refresh, self._pending = runtime, refresh, None
+
+    def on_train_begin(self, args, state, control, **_):
+        """Opens the record."""
+        if state.is_world_process_zero and self.monitor is None:
+            # The Trainer counts a step when it is done.
+            self.monitor = self._make(state.global_step + 1)
+
+    def on_optimizer_step(self, args, state, control, optimizer=None, **_):
+        """Keeps a step until its log, which comes later."""
+        if self.monitor is not None:
+            groups = getattr(optimizer, "param_groups", None)
+            self._pending = {"lr": float(groups[0]["lr"])} if groups else {}
+            self._pending["skipped"] = bool(getattr(optimizer, "step_was_skipped", False))
+
+    def on_step_end(self, args, state, control, **_):
+        """New scales."""
+        if self._refresh:
+            self._runtime.refresh()
+
+    def on_log(self, args, state, control, logs=None, **_):
+        """Takes what the Trainer tells of the step."""
+        if self._pending is not None and logs:
+            known = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
+            self._pending |= {name: logs[key] for key, name in known.items() if key in logs}
+
+    def on_step_begin(self, args, state, control, **_):
+        """Writes the step before."""
+        self._write()
+
+    def on_train_end(self, args, state, control, **_):
+        """Writes the last step and closes the record."""
+        self._write()
+        if self.monitor is not None:
+            self.monitor.close()
+            self.monitor = None
+
+    def _write(self):
+        if self._pending is not None:
+            self.monitor.step(**self._pending)
+            self._pending = None
+
+    def __getattr__(self, name):
+        # The Trainer calls every event of its base class, which is not imported here for those who have no transformers.
+        if name.startswith("on_"):
+            return lambda *_, **__: None
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")

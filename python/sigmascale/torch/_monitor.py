@@ -1,0 +1,298 @@
+"""The record of a training run, written while it goes on, and the certified bound that QK-clip's users can log."""
+
+import functools
+import math
+import os
+import warnings
+import weakref
+
+import torch
+
+from .. import _native
+from .._arguments import count, real, whole
+from .._errors import ArgumentError, SigmascaleError, UnsupportedError
+from . import _alarms, _calls, _norms, _record, _samples, _sinks, _window
+from ._runtime import Runtime
+
+# Columns that are upper bounds, and stay so when they are written with fewer digits.
+_CERTIFIED = ("sigma", "w_q", "bound")
+_DIGITS = 7
+
+
+class Monitor:
+    """Writes what each layer's attention does over a training run to a file that ``sigmascale diagnose`` reads.
+
+    >>> runtime = sigmascale.torch.attach(model, bound="certain")
+    >>> monitor = sigmascale.torch.Monitor(runtime, "run.jsonl")
+    >>> for batch in data:
+    ...     ...                                     # forward, backward, optimizer.step(), runtime.refresh()
+    ...     monitor.step(loss=loss, grad_norm=norm, lr=rate)
+
+    Every step gives a ``step`` line, and every ``every``-th step a ``layer`` line for each layer, with one value a query head:
+
+    - ``sigma``, ``bound``: the certified norm of W_Q^T W_K without the softmax scale, and the certified bound on |logit|, with
+      rounding, both of the weights of the last refresh; with ``attach(.., bound="certain")``.
+    - ``w_q``: certified spectral norm of the head's own W_Q, at most 0.1 % too large, of the weights now. Left out for layers that
+      FSDP shards.
+    - ``logit_max``, ``utilization``, ``saturated``: the largest |logit|, the largest amax / (448 descale) of q, k and v, and the share
+      of their values with |x / descale| > 448, of all calls since the last layer line.
+    - ``repeated``, ``repeated_in_tile``, ``delta_bias``, ``entropy``: of ``rows`` queries of one entry of the batch, in the step of the
+      line: the share whose largest logit occurs more than once (at all; within 128 keys), the bias of delta, and the entropy of the
+      attention weights in nats. Logits are those of the E4M3 operands. They are read in the backward of the layer's first call.
+
+    What was not measured is left out: the last two groups need calls through this package, and steps that are replayed from a CUDA
+    graph have neither sampled rows nor ``saturated``, nor has compiled code that copies its telemetry. ``rows=0`` samples nothing.
+
+    The device is waited for in every ``every``-th step alone, in one copy; step lines with values on a device are written then.
+    ``sinks``: also a TensorBoard ``SummaryWriter``, a run of Weights & Biases, or ``"tensorboard"``, which makes a writer beside the
+    file; they get the largest value over a layer's heads (of ``entropy`` the smallest). ``path=None`` writes no file.
+
+    ``alarms``: those that are raised now, as the dicts of the file's ``event`` lines. ``on_alarm`` is called with each that is raised or
+    cleared. ``resume=True`` appends to a file of the same layers, and ``first_step`` is the number of the first step.
+
+    A process of a distributed run records the layers and heads that it has. Where ranks hold the same ones (data parallelism), let
+    rank 0 alone make a monitor; under tensor or pipeline parallelism give each its own file.
+    """
+
+    def __init__(
+        self,
+        runtime,
+        path="run.jsonl",
+        every=10,
+        *,
+        rows=16,
+        sinks=(),
+        name=None,
+        on_alarm=None,
+        resume=False,
+        first_step=0,
+    ):
+        if not isinstance(runtime, Runtime):
+            raise TypeError(f"runtime must be what sigmascale.torch.attach returned, not {type(runtime).__name__}")
+        if on_alarm is not None and not callable(on_alarm):
+            raise TypeError(f"on_alarm must be a function, not {type(on_alarm).__name__}")
+        self.runtime, self.every = runtime, count("every", every)
+        self.rows, self.next_step = whole("rows", rows), whole("first_step", first_step)
+        self.path, self.on_alarm, self.alarms = path, on_alarm, []
+        self.latest = {}
+        layers = [
+            {"layer": number, "heads": plan.n_q_heads, "kv_heads": plan.n_kv_heads, "head_dim": plan.d_head}
+            for (number, *_), plan in zip(runtime._places, runtime.layers)
+        ]
+        if runtime.logits is None:
+            message = (
+                "this runtime computes no logit bounds, so sigma and bound are left out: attach(model, bound='certain')"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        self._numbers = [layer["layer"] for layer in layers]
+        run = {"kind": "run", "format": _record.FORMAT, "source": "monitor"}
+        run |= {} if name is None else {"name": str(name)}
+        run |= {"version": _native.__version__, "layers": layers}
+        self._sinks = _sinks.opened(sinks, None if path is None else os.fspath(path))
+        self._watch = _alarms.Alarms(run, {}) if hasattr(_native, "Alarms") else None
+        self._lines = _Lines(_record.Record(path, run, resume))
+        self._window, self._samples, self._awaited = _window.Window(runtime), {}, set()
+        self._sampling = False
+        watched = []
+        if self.rows:
+            reference = weakref.ref(self)
+            watched = [(plan.words, functools.partial(_saw, reference, plan.index)) for plan in runtime.layers]
+        for words, observer in watched:
+            _calls.observe(words, observer)
+        self._end = weakref.finalize(self, _close, self._lines, self._window, watched, self._sinks)
+        self._prepare()
+
+    def _prepare(self):
+        """Begins to sample if the next step has layer lines."""
+        self._samples = {}
+        self._sampling = self.rows > 0 and self.next_step % self.every == 0
+        if self._awaited:
+            _calls.unobserve_backwards(self._awaited)
+            self._awaited = set()
+
+    def _call(self, index, lse, saves):
+        """A call of a layer."""
+        capturing = lse.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._sampling and saves and not capturing and index not in self._samples:
+            backward = functools.partial(_saw_backward, weakref.ref(self), index)
+            self._awaited.add(backward)
+            _calls.observe_backward(lse, backward)
+
+    def _backward(self, index, grad, operands, descales, out, terms):
+        if self._sampling and index not in self._samples:
+            turn = self.next_step // self.every
+            self._samples[index] = _samples.sample(grad, operands, descales, out, terms, self.rows, turn)
+
+    def step(self, loss=None, grad_norm=None, lr=None, loss_scale=None, skipped=False):
+        """Records a step; call it once a step, behind the backward, before or after ``refresh()``.
+
+        All arguments are numbers or tensors of one value and may be left out. ``skipped``: whether the optimizer left the weights as
+        they were. Raises :class:`ArgumentError` for other values, :class:`SigmascaleError` after ``close()``.
+        """
+        self._check_open()
+        row = {"kind": "step", "step": self.next_step}
+        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "loss_scale": loss_scale}
+        row |= {key: _value(key, value) for key, value in values.items() if value is not None}
+        if skipped:
+            row["skipped"] = True
+        self._lines.pending.append(row)
+        layers = []
+        if self.next_step % self.every == 0:
+            layers = self._layers(row)
+        elif not self._lines.tensors():
+            self._lines.flush()
+        self.next_step += 1
+        self._prepare()
+        self._tell(row, layers)
+
+    def _layers(self, row):
+        """Writes the lines of all layers."""
+        runtime = self.runtime
+        if runtime._tensors is None:
+            raise SigmascaleError("the model was deleted: make a runtime and a monitor of the model that is in use")
+        norms = {index: _norms.query_norms(layer) for index, layer in zip(runtime._resident, runtime._tensors)}
+        bounds = [] if runtime.logits is None else [runtime.logits]
+        pending = self._lines.tensors()
+        moved = [tensor.to(runtime.device) for tensor in pending]
+        rows, values = self._window.take(*bounds, *norms.values(), *self._samples.values(), *moved)
+        bounds = values[: len(bounds)]
+        norms = dict(zip(norms, values[len(bounds) :]))
+        samples = dict(zip(self._samples, values[len(bounds) + len(norms) :]))
+        self._lines.flush([float(value) for value in values[len(values) - len(moved) :]])
+        layers = []
+        for plan, number, found in zip(runtime.layers, self._numbers, rows):
+            columns = {}
+            if bounds:
+                sigma, bound = bounds[0][plan.index, : plan.n_q_heads, [0, 2]]
+                # Where q and k are normalised there is no sigma.
+                columns |= ({"sigma": sigma} if sigma.any() else {}) | {"bound": bound}
+            if plan.index in norms:
+                columns["w_q"] = norms[plan.index]
+            sampled = dict(zip(_samples.NAMES, samples[plan.index])) if plan.index in samples else {}
+            columns |= sampled | found
+            layer = {"kind": "layer", "step": row["step"], "layer": number}
+            layer |= {name: _written(name, values) for name, values in columns.items()}
+            self._lines.record.write(layer)
+            layers.append(layer)
+        self.latest = {layer["layer"]: layer for layer in layers}
+        return layers
+
+    def _tell(self, row, layers):
+        """Sinks and alarms."""
+        for sink in self._sinks if layers else ():
+            sink.write(row, layers)
+        rows = [*self._lines.told(), *layers]
+        for event in self._watch.add(rows) if self._watch is not None and rows else ():
+            self._lines.record.write(event)
+            self.alarms = self._watch.up()
+            if self.on_alarm is not None:
+                self.on_alarm(event)
+
+    def event(self, name, message="", layer=None, head=None):
+        """Writes an ``event`` line of the current step."""
+        self._check_open()
+        row = {"kind": "event", "step": self.next_step, "name": str(name)}
+        row |= {} if layer is None else {"layer": whole("layer", layer)}
+        row |= {} if head is None else {"head": whole("head", head)}
+        self._lines.record.write(row | {"message": str(message)})
+
+    def _check_open(self):
+        if not self._end.alive:
+            raise SigmascaleError("the monitor is closed: make a new one, with resume=True to go on in its file")
+
+    def close(self):
+        """Writes what is pending and ends the recording. So does the end of the process."""
+        self._end()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __repr__(self):
+        return f"<sigmascale Monitor of {len(self._numbers)} layers, every {self.every} steps, to {self.path}>"
+
+
+class _Lines:
+    """Step lines that wait for values on a device, in front of the file."""
+
+    def __init__(self, record):
+        self.record, self.pending, self._told = record, [], []
+
+    def tensors(self):
+        """Values that are still tensors."""
+        return [value for row in self.pending for value in row.values() if isinstance(value, torch.Tensor)]
+
+    def flush(self, values=None):
+        """Writes all lines. ``values``: those of ``tensors()``, read here where they are not given."""
+        values = iter([float(x) for x in self.tensors()] if values is None else values)
+        for row in self.pending:
+            for key, value in row.items():
+                if isinstance(value, torch.Tensor):
+                    row[key] = next(values)
+            self.record.write(row)
+        self._told += self.pending
+        self.pending = []
+
+    def told(self):
+        """Lines that were written since this was asked."""
+        told, self._told = self._told, []
+        return told
+
+
+def _saw(reference, index, q, k, v, lse, saves):
+    monitor = reference()
+    if monitor is not None:
+        monitor._call(index, lse, saves)
+
+
+def _saw_backward(reference, index, *call):
+    monitor = reference()
+    if monitor is not None:
+        monitor._backward(index, *call)
+
+
+def _close(lines, window, watched, sinks):
+    for words, observer in watched:
+        _calls.unobserve(words, observer)
+    window.close()
+    try:
+        lines.flush()
+    finally:
+        lines.record.close()
+        for sink in sinks:
+            sink.close()
+
+
+def _value(name, value):
+    """A number, or a tensor of one on a device, of which nothing is read yet."""
+    if not isinstance(value, torch.Tensor):
+        return real(name, value)
+    if value.numel() != 1:
+        raise ArgumentError(f"{name} has shape {tuple(value.shape)}: one value is needed, such as its mean")
+    value = value.detach().reshape(())
+    return float(value) if value.device.type == "cpu" else value.clone()
+
+
+def _written(name, values):
+    """Seven digits, rounded up for upper bounds."""
+    factor = 1 + 10.0 ** (1 - _DIGITS) if name in _CERTIFIED else 1.0
+    return [float(f"{value * factor:.{_DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def max_logit_bound(runtime):
+    """The certified bound on the largest |logit| of each query head, rounding included: a dict of NumPy arrays ``(n_q_heads,)`` by the
+    layer's number in the model, of the weights of the last refresh. Waits for the device.
+
+    QK-clip (Kimi K2, arXiv:2507.20534, section 2.1) rescales W_Q and W_K of a head after a step in which its largest logit S_max passed
+    a threshold tau, by gamma^alpha and gamma^(1 - alpha) with gamma = min(1, tau / S_max). Kernels that keep logits on chip report no
+    S_max. The bound is at least S_max for every normalized input: while it is below tau no head needs a clip, and tau / bound is at
+    most the gamma of any batch. It is not S_max, and clipping by it clips heads that no batch has driven past tau.
+
+    Raises :class:`UnsupportedError` for a runtime without ``bound="certain"``.
+    """
+    if runtime.logits is None:
+        raise UnsupportedError("this runtime computes no logit bounds: attach(model, bound='certain')")
+    values = runtime.logits[..., 2].double().cpu().numpy()
+    return {number: values[plan.index, : plan.n_q_heads] for (number, *_), plan in zip(runtime._places, runtime.layers)}

@@ -1,0 +1,432 @@
+"""The monitor on the CPU: every column against another way to compute it, the file, sinks, and the Trainer."""
+
+import json
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import numpy as np  # noqa: E402
+from recorded import batch, loss_of, model  # noqa: E402
+
+import sigmascale  # noqa: E402
+import sigmascale.torch as fp8  # noqa: E402
+from sigmascale.torch import _calls, _norms, _samples, _sinks, _terms  # noqa: E402
+
+
+def lines(path, kind=None):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for row in rows if kind in (None, row["kind"])]
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = model()
+    runtime = fp8.attach(made, bound="certain")
+    return made, runtime, tmp_path / "run.jsonl"
+
+
+def trained(made, runtime, monitor, steps, refresh_first=False):
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    for step in range(steps):
+        loss = loss_of(made, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if refresh_first:
+            runtime.refresh()
+        monitor.step(loss=loss, lr=0.1)
+        if not refresh_first:
+            runtime.refresh()
+
+
+def test_lines_are_those_of_the_format(run):
+    made, runtime, path = run
+    with fp8.Monitor(runtime, path, every=3, name="small") as monitor:
+        trained(made, runtime, monitor, 5)
+        monitor.event("note", "a sentence", layer=1, head=2)
+    first, *rest = lines(path)
+    heads = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    assert first["format"] == 1 and first["source"] == "monitor" and first["name"] == "small"
+    assert first["layers"] == [{"layer": 0} | heads, {"layer": 1} | heads]
+    assert [row["step"] for row in rest if row["kind"] == "step"] == [0, 1, 2, 3, 4]
+    layers = [row for row in rest if row["kind"] == "layer"]
+    assert [(row["step"], row["layer"]) for row in layers] == [(0, 0), (0, 1), (3, 0), (3, 1)]
+    names = "sigma bound w_q repeated repeated_in_tile delta_bias entropy logit_max utilization saturated".split()
+    for row in layers:
+        assert set(row) == {"kind", "step", "layer", *names} and all(len(row[name]) == 4 for name in names)
+        assert all(seen <= bound for seen, bound in zip(row["logit_max"], row["bound"]))
+    assert rest[-1] == {"kind": "event", "step": 5, "name": "note", "layer": 1, "head": 2, "message": "a sentence"}
+
+
+def test_columns_are_what_the_runtime_says(run):
+    made, runtime, path = run
+    monitor = fp8.Monitor(runtime, path, every=1, rows=0)
+    loss_of(made, 0).backward()
+    stats, logits = runtime.stats(), runtime.logits.clone()
+    monitor.step()
+    layer = lines(path, "layer")[1]
+    seen = np.maximum(stats["logit_max"][1], -stats["logit_min"][1])
+    assert np.allclose(layer["logit_max"], seen, rtol=1e-6)
+    peak = stats["peak"][1] / 448.0
+    # amax of q is of a group of query heads there, and of each here.
+    whole = np.repeat(peak, 2, axis=1).max(axis=0)
+    assert np.allclose(np.max(layer["utilization"]), whole.max(), rtol=1e-6)
+    assert (np.array(layer["utilization"]) <= whole * (1 + 1e-6)).all()
+    for name, place in (("sigma", 0), ("bound", 2)):
+        own = logits[1, :, place].double().numpy()
+        assert (layer[name] >= own).all() and np.allclose(layer[name], own, rtol=2e-6)
+    bounds = fp8.max_logit_bound(runtime)
+    assert list(bounds) == [0, 1] and np.array_equal(bounds[1], logits[1, :, 2].double().numpy())
+    weights = made.model.layers[1].self_attn.q_proj.weight.detach().double().unflatten(0, (4, 16))
+    exact = torch.linalg.matrix_norm(weights, ord=2).numpy()
+    assert (layer["w_q"] >= exact).all() and np.allclose(layer["w_q"], exact, rtol=1.1e-3)
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 40), (2, 64, 64), (1, 128, 24)])
+@pytest.mark.parametrize("kind", ["random", "one", "equal", "zero"])
+def test_norms_of_weights_are_upper_bounds(shape, kind):
+    heads, d, columns = shape
+    weight = torch.randn(heads * d, columns, generator=torch.Generator().manual_seed(d))
+    if kind == "one":
+        weight = weight[:, :1] * weight[:1] * 1e-20
+    elif kind == "equal":
+        # All singular values are one: the loosest case.
+        weight = torch.cat([torch.eye(d, columns) for _ in range(heads)])
+    elif kind == "zero":
+        weight = torch.zeros_like(weight)
+    layer = fp8.Layer(q=weight, k=weight, v=weight, n_q_heads=heads, n_kv_heads=heads)
+    exact = torch.linalg.matrix_norm(weight.double().unflatten(0, (heads, d)), ord=2)
+    found = _norms.query_norms(layer)
+    assert (found >= exact * (1 - 1e-15)).all() and (found <= exact * 1.001).all()
+
+
+def test_saturation_is_counted_over_all_calls(run):
+    made, runtime, path = run
+    monitor = fp8.Monitor(runtime, path, every=1, rows=0)
+    seen = {}
+    keep = lambda q, k, v, *_: seen.setdefault("qkv", []).append([x.detach() for x in (q, k, v)])
+    _calls.observe(runtime.layers[0].words, keep)
+    runtime.descales[0, :3] /= 20
+    for step in range(2):
+        loss_of(made, step).backward()
+    monitor.step()
+    for head, share in enumerate(lines(path, "layer")[0]["saturated"]):
+        over = count = 0
+        for operands in seen["qkv"]:
+            for x, place, own in zip(operands, range(3), (head, head // 2, head // 2)):
+                # As the cast multiplies.
+                scaled = x[:, :, own].float() * runtime.descales[0, place, head // 2].reciprocal()
+                over, count = over + int((scaled.abs() > 448).sum()), count + scaled.numel()
+        assert over > 0 and math.isclose(share, over / count, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("refresh_first", [True, False])
+def test_what_happens_between_two_lines_is_in_the_later_one(run, refresh_first):
+    made, runtime, path = run
+    monitor = fp8.Monitor(runtime, path, every=4, rows=0)
+    peaks = []
+    weight = made.model.layers[0].self_attn.q_proj.weight.data
+    for step in range(9):
+        if step == 2:
+            weight *= 3
+        loss = loss_of(made, step)
+        if step == 2:
+            weight /= 3
+        stats = runtime.stats()
+        peaks.append(np.maximum(stats["logit_max"][0], -stats["logit_min"][0]))
+        if refresh_first:
+            runtime.refresh()
+        monitor.step(loss=loss)
+        if not refresh_first:
+            runtime.refresh()
+    found = [row["logit_max"] for row in lines(path, "layer") if row["layer"] == 0]
+    for line, steps in zip(found, (range(0, 1), range(1, 5), range(5, 9))):
+        assert np.allclose(line, np.max([peaks[step] for step in steps], axis=0), rtol=1e-6)
+    assert np.max(found[1]) > 2 * np.max(found[2])
+
+
+def naive(q, k, v, grad, out, rows, scale, visible, cap, sinks):
+    """Logits, weights and deltas of some rows one by one, in f64."""
+    n_q, group = q.shape[1], q.shape[1] // k.shape[1]
+    table = np.zeros((5, n_q))
+    for head in range(n_q):
+        repeated, tiled, entropy, delta, reference, largest = [], [], [], [], [], []
+        for row in rows:
+            keys = [j for j in range(k.shape[0]) if visible(row, j)]
+            if not keys:
+                continue
+            s = np.array([float(q[row, head] @ k[j, head // group]) * scale for j in keys])
+            s = (cap * np.tanh(s / cap) if cap else s).astype(np.float32)
+            places = [keys[i] for i in np.flatnonzero(s == s.max())]
+            repeated.append(len(places) > 1)
+            tiled.append(len({p // 128 for p in places}) < len(places))
+            p = np.exp(s.astype(np.float64) - s.max())
+            p /= p.sum() + (np.exp(float(sinks[head]) - s.max()) if sinks is not None else 0.0)
+            entropy.append(-sum(x * np.log(x) for x in p if x > 0))
+            exact = sum(x * v[j, head // group].numpy() for x, j in zip(p, keys))
+            delta.append(float(grad[row, head] @ out[row, head]))
+            reference.append(float(grad[row, head].numpy() @ exact))
+            largest.append(np.abs(s).max())
+        bias = sum(np.subtract(delta, reference)) / np.abs(reference).sum()
+        table[:, head] = np.mean(repeated), np.mean(tiled), bias, np.mean(entropy), max(largest)
+    return table
+
+
+@pytest.mark.parametrize("case", ["causal", "full", "window", "capped", "sinks", "packed", "groups"])
+def test_sampled_rows_agree_with_a_loop(case, monkeypatch):
+    generator = torch.Generator().manual_seed(3)
+    length, keys, n_q, n_kv, d, batch_size, rows = 40, 300, 4, 2, 16, 2, 7
+    make = lambda n, heads: torch.randn(batch_size, n, heads, d, generator=generator)
+    eight = [(x * 40).to(torch.float8_e4m3fn) for x in (make(length, n_q), make(keys, n_kv), make(keys, n_kv))]
+    # Keys that repeat: next to each other for one KV head, and tiles apart for the other.
+    k = eight[1].view(torch.uint8)
+    k[:, 1::2, 0] = k[:, ::2, 0]
+    k[:, 150:, 1] = k[:, :150, 1]
+    descales = [torch.rand(batch_size, n_kv, generator=generator) * 0.02 + 0.01 for _ in range(3)]
+    grad, out = make(length, n_q).bfloat16(), make(length, n_q).bfloat16()
+    options = {"causal": case == "causal"}
+    if case == "window":
+        options |= {"causal": True, "window": (9, -1)}
+    options |= {"soft_cap": 2.0} if case == "capped" else {}
+    options |= {"sinks": torch.randn(n_q, generator=generator)} if case == "sinks" else {}
+    if case == "packed":
+        places = [
+            torch.tensor(x, dtype=torch.int32) for x in ([0, 40, 55], [30, 50, 80], [0, 300, 420], [150, 390, 600])
+        ]
+        options["sequences"] = _terms.Sequences(*places, 40, 300)
+    if case == "groups":
+        monkeypatch.setattr(_samples, "_BYTES", 1)
+    terms = _terms.Terms(scale=0.3, **{"causal": False} | options)
+    for turn in range(3):
+        found = _samples.sample(grad, eight, descales, out, terms, rows, turn)
+        entry = turn % batch_size
+        chosen = [int((i + turn * 0.6180339887498949 % 1.0) * length / rows) for i in range(rows)]
+        spans = {0: [(0, 30, 0, 150)], 1: [(0, 10, 0, 90), (15, 40, 120, 300)]}[entry]
+
+        def visible(i, j):
+            if case == "packed":
+                for a, b, c, e in spans:
+                    if a <= i < b:
+                        return c <= j < e
+                return False
+            here = i + keys - length
+            return {"causal": j <= here, "window": here - 9 <= j <= here}.get(case, True)
+
+        one = lambda x, d: x[entry].double() * d[entry].repeat_interleave(x.shape[2] // n_kv).view(-1, 1)
+        q, k, v = (one(x.float(), d.double()) for x, d in zip(eight, descales))
+        expected = naive(
+            q, k, v, grad[entry].double(), out[entry].double(), chosen, 0.3, visible, terms.soft_cap, terms.sinks
+        )
+        assert np.allclose(found.numpy(), expected, rtol=1e-5, atol=1e-9), (turn, found.numpy() - expected)
+        if case in ("full", "groups"):
+            assert found[0].tolist() == [1.0] * 4 and found[1].tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_delta_bias_is_the_share_by_which_outputs_are_off():
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = ((torch.randn(1, 32, 2, 16, generator=generator) * 50).to(torch.float8_e4m3fn) for _ in range(3))
+    descales, terms = [torch.full((1, 2), 0.02)] * 3, _terms.Terms(causal=True, scale=0.25)
+    wide = lambda x: (
+        x[0].double().transpose(0, 1) * 0.02
+        if x.dtype == torch.float64
+        else x[0].float().double().transpose(0, 1) * 0.02
+    )
+    logits = (wide(q) @ wide(k).transpose(1, 2) * 0.25).masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf)
+    exact = (torch.softmax(logits, dim=2) @ wide(v)).transpose(0, 1)[None]
+    # A gradient along the output: every delta is positive, and 1 % of the output is 1 % of delta.
+    found = _samples.sample(exact, (q, k, v), descales, exact * 0.99, terms, 32, 0)
+    assert torch.allclose(found[2], torch.full((2,), -0.01, dtype=torch.float64), rtol=1e-3)
+
+
+def test_values_on_a_device_wait_for_the_next_layer_lines(run):
+    """What stands for a device here is a tensor that says it is on one."""
+    made, runtime, path = run
+    monitor = fp8.Monitor(runtime, path, every=3)
+    lines_of, read = monitor._lines, []
+
+    class Remote(torch.Tensor):
+        def __float__(self):
+            read.append(1)
+            return 7.0
+
+    row = {"kind": "step", "step": 0, "loss": torch.zeros(()).as_subclass(Remote)}
+    lines_of.pending.append(row)
+    monitor.next_step = 1
+    monitor.step(loss=1.0)
+    monitor.step(loss=2.0)
+    assert not read and len(lines(path)) == 1
+    monitor.step(loss=3.0)
+    assert [row["loss"] for row in lines(path, "step")] == [0.0, 1.0, 2.0, 3.0] and not read
+
+
+def test_a_closed_monitor_leaves_nothing_behind(run):
+    made, runtime, path = run
+    monitor = fp8.Monitor(runtime, path)
+    loss_of(made, 0).backward()
+    monitor.close()
+    monitor.close()
+    assert not runtime.before_refresh and not any(
+        _calls._OBSERVERS.get(plan.words.data_ptr()) for plan in runtime.layers
+    )
+    with pytest.raises(sigmascale.SigmascaleError, match="closed"):
+        monitor.step()
+    other = fp8.Monitor(runtime, None)
+    del other
+    assert not runtime.before_refresh
+
+
+def test_a_file_is_never_overwritten_and_goes_on_where_it_ended(run):
+    made, runtime, path = run
+    with fp8.Monitor(runtime, path, every=2) as monitor:
+        trained(made, runtime, monitor, 2)
+    with pytest.raises(sigmascale.ArgumentError, match="resume=True"):
+        fp8.Monitor(runtime, path)
+    before = path.read_text()
+    path.write_text(before + '{"kind":"step","st')
+    with fp8.Monitor(runtime, path, every=2, resume=True, first_step=2) as monitor:
+        trained(made, runtime, monitor, 1)
+    assert path.read_text().startswith(before)
+    assert [row["step"] for row in lines(path, "step")] == [0, 1, 2] and len(lines(path, "run")) == 1
+    other = model(layers=1)
+    runtime = fp8.attach(other)
+    with pytest.warns(RuntimeWarning, match="bound"), pytest.raises(sigmascale.ArgumentError, match="other layers"):
+        fp8.Monitor(runtime, path, resume=True)
+    path.write_text("nonsense\n")
+    with pytest.raises(sigmascale.ArgumentError, match="does not begin"):
+        fp8.Monitor(fp8.attach(other, bound="certain"), path, resume=True)
+    assert path.read_text() == "nonsense\n"
+
+
+def test_numbers_that_json_cannot_hold_are_null(run):
+    made, runtime, path = run
+    monitor = fp8.Monitor(runtime, path, every=1)
+    with torch.no_grad():
+        made.model.layers[1].self_attn.q_proj.weight[:16] = math.nan
+    monitor.step(loss=torch.tensor(math.nan), grad_norm=math.inf)
+    (step,) = lines(path, "step")
+    assert step == {"kind": "step", "step": 0, "loss": None, "grad_norm": None}
+    assert lines(path, "layer")[1]["w_q"][0] is None and lines(path, "layer")[1]["w_q"][1] > 0
+    assert "logit_max" not in lines(path, "layer")[0]
+
+
+def test_wrong_arguments_are_named(run):
+    made, runtime, path = run
+    with pytest.raises(TypeError, match="runtime"):
+        fp8.Monitor(made, path)
+    with pytest.raises(sigmascale.ArgumentError, match="every"):
+        fp8.Monitor(runtime, path, every=0)
+    with pytest.raises(TypeError, match="sink"):
+        fp8.Monitor(runtime, path, sinks=[3])
+    assert not path.exists() and not runtime.before_refresh
+    monitor = fp8.Monitor(runtime, path)
+    with pytest.raises(sigmascale.ArgumentError, match="loss has shape"):
+        monitor.step(loss=torch.zeros(2))
+    with pytest.raises(sigmascale.UnsupportedError, match="bound='certain'"):
+        fp8.max_logit_bound(fp8.attach(made))
+
+
+class Writer:
+    def __init__(self):
+        self.rows = []
+
+    def add_scalar(self, name, value, step):
+        self.rows.append((name, value, step))
+
+
+class WandbRun:
+    def __init__(self):
+        self.rows, self.metrics = [], []
+
+    def define_metric(self, name, step_metric=None):
+        self.metrics.append((name, step_metric))
+
+    def log(self, data):
+        self.rows.append(data)
+
+
+def test_sinks_get_the_largest_value_of_each_layer(run):
+    made, runtime, path = run
+    writer, wandb = Writer(), WandbRun()
+    monitor = fp8.Monitor(runtime, path, every=2, sinks=[writer, wandb])
+    trained(made, runtime, monitor, 3)
+    layer = lines(path, "layer")[-1]
+    told = {name: value for name, value, step in writer.rows if step == 2}
+    assert told["sigmascale/w_q/layer 1"] == max(layer["w_q"])
+    assert told["sigmascale/entropy/layer 1"] == min(layer["entropy"]) and told["sigmascale/lr"] == 0.1
+    assert wandb.metrics[1] == ("sigmascale/*", "sigmascale/step")
+    assert [row["sigmascale/step"] for row in wandb.rows] == [0, 2]
+    assert wandb.rows[1] == told | {"sigmascale/step": 2}
+
+
+def test_tensorboard_itself_reads_them_back(run, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    made, runtime, path = run
+    with fp8.Monitor(runtime, path, every=1, sinks="tensorboard") as monitor:
+        trained(made, runtime, monitor, 2)
+    read = EventAccumulator(str(tmp_path / "run")).Reload()
+    found = read.Scalars("sigmascale/bound/layer 0")
+    expected = [max(row["bound"]) for row in lines(path, "layer") if row["layer"] == 0]
+    assert np.allclose([event.value for event in found], expected) and [event.step for event in found] == [0, 1]
+
+
+def test_a_gradient_checkpoint_is_sampled_once(run):
+    made, runtime, path = run
+    made.gradient_checkpointing_enable({"use_reentrant": False})
+    made.train()
+    monitor = fp8.Monitor(runtime, path, every=1)
+    trained(made, runtime, monitor, 1)
+    assert all("entropy" in row for row in lines(path, "layer"))
+    assert not _calls._BACKWARDS
+
+
+def test_calls_without_gradients_are_not_sampled(run):
+    made, runtime, path = run
+    monitor = fp8.Monitor(runtime, path, every=1)
+    with torch.no_grad():
+        loss_of(made, 0)
+    monitor.step()
+    assert all("entropy" not in row and "logit_max" in row for row in lines(path, "layer"))
+
+
+@pytest.mark.skipif(not hasattr(sigmascale._native, "Alarms"), reason="this build has no alarms")
+def test_alarms_are_raised_written_and_cleared(run):
+    made, runtime, path = run
+    told = []
+    monitor = fp8.Monitor(runtime, path, every=1, on_alarm=told.append)
+    for step in range(40):
+        monitor.step(loss=math.nan if step == 20 else 2.0)
+    events = lines(path, "event")
+    assert told == events and any(event["alarm"] == "non-finite-loss" for event in events)
+
+
+def test_the_trainer_records_its_run(run, tmp_path):
+    pytest.importorskip("accelerate")
+    import transformers
+
+    made, runtime, path = run
+    data = [{"input_ids": batch(i)[0], "labels": batch(i)[0]} for i in range(16)]
+    options = dict(output_dir=str(tmp_path / "out"), per_device_train_batch_size=2, max_steps=6, logging_steps=2)
+    options |= dict(report_to=[], use_cpu=True, save_strategy="no", learning_rate=1e-3, disable_tqdm=True)
+    before = runtime.descales.clone()
+    callback = fp8.TrainerMonitor(runtime, path, every=3)
+    transformers.Trainer(
+        made, transformers.TrainingArguments(**options), train_dataset=data, callbacks=[callback]
+    ).train()
+    steps = lines(path, "step")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert [("loss" in row) for row in steps] == [False, True] * 3
+    assert all("grad_norm" in row for row in steps[1::2]) and steps[0]["lr"] == 1e-3 > steps[5]["lr"] > 0
+    layers = lines(path, "layer")
+    assert [row["step"] for row in layers] == [3, 3, 6, 6] and all("entropy" in row for row in layers)
+    assert not torch.equal(before, runtime.descales) and callback.monitor is None
+
+
+def test_scalars_leave_out_what_is_not_finite():
+    layer = {"kind": "layer", "step": 3, "layer": 7, "w_q": [None, 1.0], "delta_bias": [-3.0, 2.0], "sigma": [None]}
+    found = _sinks.scalars({"kind": "step", "step": 3, "loss": math.nan}, [layer])
+    assert found == {"sigmascale/skipped": 0.0, "sigmascale/w_q/layer 7": 1.0, "sigmascale/delta_bias/layer 7": -3.0}
