@@ -1,7 +1,9 @@
 """Where each layer's values lie in an engine's results and in a runtime's tensors, whose layers may have unequal heads."""
 
 import dataclasses
+import math
 
+import numpy as np
 import torch
 
 # Entries past a layer's own heads: no maximum takes it, and it can be divided by.
@@ -138,6 +140,33 @@ def observed(words, heads):
         one = folded(words[index : index + 1], n_q, n_kv)
         amax[index : index + 1, :, :n_kv], counts[index : index + 1, :, :n_kv] = one
     return amax, counts
+
+
+def _extremes(words, heads):
+    """Largest and smallest logits ``(layers, n_q, 2)``, which are stored as integers of the same order; NaN where there are none."""
+    ordered = unsigned(words[:, : heads.n_q, :2])
+    for index, (n_q, _) in enumerate(heads.counts):
+        ordered[index, n_q:] = 0
+    empty = ordered == 0
+    ordered[..., 1] ^= U32_MAX
+    bits = torch.where(ordered & 0x80000000 != 0, ordered & 0x7FFFFFFF, ~ordered & U32_MAX)
+    return torch.where(empty, math.nan, bits.to(torch.int64).to(torch.uint32).view(torch.float32).double())
+
+
+def stats(words, heads, descales, calls):
+    """What ``Runtime.stats`` returns. ``descales``: what was multiplied with, or None; ``calls``: a counter of each layer."""
+    amax, counts = observed(words, heads)
+    extremes = _extremes(words, heads)
+    return {
+        "amax": amax.numpy(),
+        "overflow": counts[..., 0].numpy(),
+        "beyond": counts[..., 1].numpy(),
+        "non_finite": counts[..., 2].numpy(),
+        "peak": np.full(amax.shape, np.nan, np.float32) if descales is None else (amax / descales[:, :3]).numpy(),
+        "logit_max": extremes[..., 0].numpy(),
+        "logit_min": extremes[..., 1].numpy(),
+        "calls": {name: np.array([counter[name] for counter in calls]) for name in sorted(set().union(*calls))},
+    }
 
 
 class Memory:
