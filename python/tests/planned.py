@@ -6,7 +6,7 @@ import torch
 
 import sigmascale.torch as fp8
 from sigmascale.torch import _calls, _layers
-from sigmascale.torch._runtime import LayerPlan, give_plan
+from sigmascale.torch._plan import LayerPlan, give_plan
 
 
 class Planned:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
 from sigmascale.torch import _layers, _terms  # noqa: E402
-from sigmascale.torch._runtime import LayerPlan  # noqa: E402
+from sigmascale.torch._plan import LayerPlan  # noqa: E402
 
 
 def operands(batch=2, length=33, heads=(4, 2), d=32, **options):

@@ -14,6 +14,7 @@ from .._arguments import pytorch
 pytorch("sigmascale.torch")
 
 from . import te
+from ._attach import attach
 from ._attention import attention, scaled_dot_product_attention
 from ._backends import backend
 from ._cache import fp8_cache
@@ -27,8 +28,9 @@ from ._layers import find as find_layers
 from ._monitor import Monitor, max_logit_bound
 from ._paged import value_pages
 from ._patched import patched
+from ._plan import LayerPlan
 from ._policies import POLICIES
-from ._runtime import LayerPlan, Runtime, attach
+from ._runtime import Runtime
 from ._state import merge_states
 
 __all__ = [

@@ -15,7 +15,7 @@ from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _backends, _calls, _fallback, _masks, _ops
 from ._casts import E4M3, dequantised
-from ._runtime import LayerPlan
+from ._plan import LayerPlan
 from ._terms import Terms
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

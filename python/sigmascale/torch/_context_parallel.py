@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _backends, _casts
-from ._runtime import LayerPlan
+from ._plan import LayerPlan
 from ._terms import Terms
 
 

@@ -8,7 +8,7 @@ from ._cache import cast_heads
 from ._casts import E4M3
 from ._flash import packed
 from ._masks import readable
-from ._runtime import plan_of_module
+from ._plan import plan_of_module
 from ._terms import Sequences
 
 

@@ -180,6 +180,29 @@ class _Part:
                 runtime.logit_descales[layer, : self._n_q] = self._logits[place]
 
 
+def check_layers(policy, found):
+    """Raises an exception if the policy cannot plan for these layers."""
+    if policy in FROM_BOUNDS and any(layer.norm is None for layer in found):
+        raise UnsupportedError(
+            "there is no norm in front of the projections, so v has no bound: take policy='delayed-te' or 'current'"
+        )
+    if policy != "geometry-c-star":
+        return
+    if any(layer.q_norm is not None for layer in found):
+        raise UnsupportedError(
+            "q and k are normalised after the projection, and c_star bounds the logits of projections: take "
+            "policy='geometry', whose operand descales are the same"
+        )
+    counts = [(layer.n_q_heads, layer.n_kv_heads) for layer in found]
+    other = next((index for index, count in enumerate(counts) if count != counts[0]), None)
+    if other is not None:
+        raise UnsupportedError(
+            f"{found[other].name} has {counts[other][0]} query and {counts[other][1]} KV heads and {found[0].name} "
+            f"{counts[0][0]} and {counts[0][1]}: c_star is one constant of a model whose layers have as many; take "
+            "policy='geometry', whose operand descales are the same"
+        )
+
+
 def make_policy(name, config, tail):
     """A policy at its start; ``config`` and ``tail`` are for the native ones."""
     if name == "geometry":

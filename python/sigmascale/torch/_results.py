@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import torch
 
 # Entries past a layer's own heads: no maximum takes it, and it can be divided by.
@@ -147,6 +148,30 @@ def extremes(ordered):
     low[..., 1] ^= U32_MAX
     bits = torch.where(low & 0x80000000 != 0, low & 0x7FFFFFFF, ~low & U32_MAX)
     return torch.where(ordered == 0, math.nan, bits.to(torch.int64).to(torch.uint32).view(torch.float32).double())
+
+
+def _extremes(words, heads):
+    """Largest and smallest logits ``(layers, n_q, 2)``, which are stored as integers of the same order; NaN where there are none."""
+    ordered = unsigned(words[:, : heads.n_q, :2])
+    for index, (n_q, _) in enumerate(heads.counts):
+        ordered[index, n_q:] = 0
+    return extremes(ordered)
+
+
+def stats(words, heads, descales, calls):
+    """What ``Runtime.stats`` returns. ``descales``: what was multiplied with, or None; ``calls``: a counter of each layer."""
+    amax, counts = observed(words, heads)
+    logits = _extremes(words, heads)
+    return {
+        "amax": amax.numpy(),
+        "overflow": counts[..., 0].numpy(),
+        "beyond": counts[..., 1].numpy(),
+        "non_finite": counts[..., 2].numpy(),
+        "peak": np.full(amax.shape, np.nan, np.float32) if descales is None else (amax / descales[:, :3]).numpy(),
+        "logit_max": logits[..., 0].numpy(),
+        "logit_min": logits[..., 1].numpy(),
+        "calls": {name: np.array([counter[name] for counter in calls]) for name in sorted(set().union(*calls))},
+    }
 
 
 class Memory:

@@ -5,76 +5,18 @@ import dataclasses
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
 
-import numpy as np
 import torch
 
 from .. import _native
-from .._errors import ArgumentError, CudaError, MismatchError, NonFiniteError, SigmascaleError, UnsupportedError
+from .._errors import ArgumentError, CudaError, NonFiniteError, SigmascaleError
 from .._parameters import Tail, named
-from . import _backends, _calls, _distributed, _host, _layers, _results, _state
-from ._policies import FROM_BOUNDS, POLICIES, make_policy
+from . import _backends, _calls, _distributed, _engine, _layers, _results, _saved
+from ._plan import LayerPlan, give_plan, refuse_copies
+from ._policies import FROM_BOUNDS, POLICIES, check_layers, make_policy
 
-STATE_VERSION = 3
 # Engines that are kept for the places at which a sliced layer has been whole.
 _ENGINES_A_LAYER = 2
-
-
-class LayerPlan:
-    """The scales of one layer: views into the runtime's tensors, whose addresses stay the same."""
-
-    def __init__(self, runtime, index, layer):
-        # Weak: a model whose modules know their plan must not keep itself alive through it.
-        self._runtime = weakref.ref(runtime)
-        self.index, self.name = index, layer.name
-        self.n_q_heads, self.n_kv_heads, self.d_head = layer.n_q_heads, layer.n_kv_heads, layer.d_head
-        self.per_call = runtime._policy.per_call
-        self.softmax_scale = self.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale
-        # Keys up to which the descales are bounds; None: any number, or a policy without bounds.
-        self.positions = layer.positions if runtime.policy in FROM_BOUNDS else None
-        # Whether the weights have changed since these scales: a layer sharded by FSDP, between a refresh and its forward.
-        self.stale = False
-        self._rows = runtime.descales[index, :, : self.n_kv_heads]
-        self.words = runtime.words[index, : 2 * (self.n_q_heads + self.n_kv_heads)]
-        logits = runtime.logit_descales
-        self.logit_descale = None if logits is None else logits[index, : self.n_q_heads]
-
-    @property
-    def _descales(self):
-        if self.stale:
-            raise SigmascaleError(
-                f"the scales of {self.name} are not those of its weights yet: they are computed in the forward of its FSDP unit, so "
-                "call the module that was given to fully_shard, or refresh(now=True) on all ranks"
-            )
-        return self._rows
-
-    q_descale = property(lambda self: self._descales[0], doc="Descales of q, (n_kv_heads).")
-    k_descale = property(lambda self: self._descales[1], doc="Descales of k, (n_kv_heads).")
-    v_descale = property(lambda self: self._descales[2], doc="Descales of v, (n_kv_heads).")
-    o_descale = property(lambda self: self._descales[3], doc="Descales of an FP8 output, (n_kv_heads).")
-
-    @property
-    def runtime(self):
-        """The runtime, or an exception if it is gone."""
-        runtime = self._runtime()
-        if runtime is None:
-            raise SigmascaleError(
-                "the runtime of this plan is gone: keep what attach() returned for as long as it is used"
-            )
-        return runtime
-
-    def descales(self, batch):
-        """q, k and v descales as FlashAttention-3 takes them: ``(batch, n_kv_heads)``, batch stride 0, no copy."""
-        return tuple(self._descales[i].expand(batch, -1) for i in range(3))
-
-    def __repr__(self):
-        return (
-            f"<sigmascale plan of {self.name}: {self.n_q_heads} query and {self.n_kv_heads} KV heads of {self.d_head}>"
-        )
-
-    def __reduce_ex__(self, _):
-        _refuse_copies("LayerPlan")
 
 
 class Runtime:
@@ -127,23 +69,7 @@ class Runtime:
         found = layers.at_rest
         self.device, self._q_heads = layers.device(), layers.q_heads
         self._shape, self._heads = _shape(found), _results.Heads(found)
-        if policy in FROM_BOUNDS and any(layer.norm is None for layer in found):
-            raise UnsupportedError(
-                "there is no norm in front of the projections, so v has no bound: take policy='delayed-te' or 'current'"
-            )
-        if policy == "geometry-c-star" and any(layer.q_norm is not None for layer in found):
-            raise UnsupportedError(
-                "q and k are normalised after the projection, and c_star bounds the logits of projections: take "
-                "policy='geometry', whose operand descales are the same"
-            )
-        if policy == "geometry-c-star" and not self._heads.equal:
-            (n_q, n_kv), counts = self._heads.counts[0], self._heads.counts
-            other = next(index for index, count in enumerate(counts) if count != counts[0])
-            raise UnsupportedError(
-                f"{found[other].name} has {counts[other][0]} query and {counts[other][1]} KV heads and {found[0].name} {n_q} and "
-                f"{n_kv}: c_star is one constant of a model whose layers have as many; take policy='geometry', whose operand "
-                "descales are the same"
-            )
+        check_layers(policy, found)
         count, n_q, n_kv = len(found), self._heads.n_q, self._heads.n_kv
         # Types are named: the default one may be another.
         make = lambda *shape, dtype=torch.float32: torch.zeros(*shape, device=self.device, dtype=dtype)
@@ -175,7 +101,7 @@ class Runtime:
         return len(self.layers)
 
     def __reduce_ex__(self, _):
-        _refuse_copies("Runtime")
+        refuse_copies("Runtime")
 
     def __repr__(self):
         return f"<sigmascale Runtime: {len(self.layers)} layers, policy {self.policy}, {self.device}>"
@@ -219,7 +145,7 @@ class Runtime:
             self._targets["bounds"] = [*self._targets.get("bounds", []), _results.Target(self.logits)]
         resident = [layers.at_rest[index] for index in layers.resident]
         if self._targets and resident:
-            self._engine = _Engine(resident, self._targets, self, layers.resident)
+            self._engine = _engine.Engine(resident, self._targets, self, layers.resident)
         # Sliced layers whose scales are of earlier weights, and engines by index and addresses.
         self._due, self._unit_engines = set(), {}
         if self._targets:
@@ -227,8 +153,8 @@ class Runtime:
         # The hooks hold what reads the model, and go with it.
         self._layers, self._tensors = weakref.ref(layers), resident
         self._places, self._resident, self._sliced = layers.places(), layers.resident, layers.sliced
-        self._sources = _sources(resident, _storages(self._model()) if self._given is not None else {})
-        self._owned = any(holder is not None for holder, *_ in self._sources)
+        self._sources = _engine.Sources(resident, None if self._given is None else self._model())
+        self._owned = self._sources.owned
 
     def _compute(self, layers, indices, kept, always=False):
         """Scales of sliced layers whose tensors are whole, on the current stream."""
@@ -240,10 +166,10 @@ class Runtime:
         with torch.inference_mode(False), torch.no_grad(), self._on_device(), _unnoticed(self._written()):
             for index in indices:
                 layer = layers.whole(index, kept)
-                key = index, *(_where(tensor) for tensor in layer.tensors().values())
+                key = index, *(_engine.where(tensor) for tensor in layer.tensors().values())
                 engine = self._unit_engines.pop(key, None)
                 if engine is None:
-                    engine = _Engine([layer], self._targets, self, [index])
+                    engine = _engine.Engine([layer], self._targets, self, [index])
                     self.misses += 1
                 self._unit_engines[key] = engine
                 while len(self._unit_engines) > _ENGINES_A_LAYER * len(self._sliced):
@@ -270,10 +196,7 @@ class Runtime:
     def _check(self):
         if self._model() is None or self._tensors is None:
             raise SigmascaleError("the model was deleted: attach to the model that is in use")
-        if self._sources is not None and all(
-            (holder is None or holder.get(key) is held) and (where is None or _where(held) == where)
-            for holder, key, held, where in self._sources
-        ):
+        if self._sources is not None and self._sources.unchanged():
             return
         if self._capturing():
             raise SigmascaleError("weights have moved since the last refresh(): call refresh() once before the capture")
@@ -281,7 +204,7 @@ class Runtime:
         found = layers.at_rest
         # Copies that never were the model's own are the caller's to keep.
         if self._given is not None and self._owned:
-            current = _storages(self._model())
+            current = _engine.storages(self._model())
             tensors = [tensor for index in layers.resident for tensor in found[index].tensors().values()]
             if any(tensor.untyped_storage().data_ptr() not in current for tensor in tensors):
                 raise SigmascaleError(
@@ -362,25 +285,7 @@ class Runtime:
         ``bf16`` for PyTorch's own attention. Counted where Python launches them: a replay of a CUDA graph is not, nor is a
         fallback in compiled code.
         """
-        words = self.words.cpu()
-        amax, counts = _results.observed(words, self._heads)
-        descales = self.descales[:, :3].cpu()
-        ordered = _results.unsigned(words[:, : self.n_q_heads, :2])
-        for index, (n_q, _) in enumerate(self._heads.counts):
-            ordered[index, n_q:] = 0
-        extremes = _results.extremes(ordered)
-        return {
-            "amax": amax.numpy(),
-            "overflow": counts[..., 0].numpy(),
-            "beyond": counts[..., 1].numpy(),
-            "non_finite": counts[..., 2].numpy(),
-            "peak": (amax / descales).numpy() if not self._policy.per_call else np.full(amax.shape, np.nan, np.float32),
-            "logit_max": extremes[..., 0].numpy(),
-            "logit_min": extremes[..., 1].numpy(),
-            "calls": {
-                name: np.array([counter[name] for counter in self._calls]) for name in sorted(set().union(*self._calls))
-            },
-        }
+        return _results.stats(self.words.cpu(), self._heads, None if self._policy.per_call else self.descales.cpu(), self._calls)
 
     def slack(self):
         """How far the certain bounds lay above what ``auto-c`` has observed in its burn-in: for ``logit``, ``q``, ``k`` and
@@ -404,53 +309,18 @@ class Runtime:
         Empty of both for the policies that remember nothing (``geometry``, ``geometry-c-star``, ``current``). Waits for the
         device.
         """
-        state = self._policy.save()
-        descales = None if state is None else self.descales.clone()
-        return {
-            "version": STATE_VERSION,
-            "policy": self.policy,
-            "shape": self._state_shape(),
-            "places": self._places,
-            "descales": descales,
-            "state": state,
-        }
-
-    def _state_shape(self):
-        """Shape of the descales, and where layers have unequal heads those of each."""
-        unequal = [] if self._heads.equal else [list(count) for count in self._heads.counts]
-        return [*self.descales.shape, *unequal]
+        return _saved.state(self)
 
     def load_state_dict(self, state):
         """Goes on from a saved state. Raises :class:`MismatchError`, and changes nothing, if it is damaged or of another
         policy, version or shape. Descales of policies that remember nothing stay those of the present weights.
 
         Of a state with more layers or heads (:func:`merge_states`) it takes those that this process has."""
-        if not isinstance(state, Mapping):
-            raise TypeError(f"state: expected what state_dict() returned, got {type(state).__name__}")
-        mine = {"version": STATE_VERSION, "policy": self.policy, "shape": self._state_shape()}
-        for key in (*mine, "places", "descales", "state"):
-            if key not in state:
-                raise MismatchError(f"the saved state has no {key!r}: it is no state of a sigmascale runtime")
-        for key in ("version", "policy"):
-            if state[key] != mine[key]:
-                raise MismatchError(f"the saved state has {key} {state[key]!r}, this runtime {mine[key]!r}")
-        if not self._policy.remembers:
-            return
-        if state["places"] != self._places:
-            state = _state.taken(state, self._places)
-        for key, value in mine.items():
-            saved = list(state[key]) if key == "shape" else state[key]
-            if saved != value:
-                raise MismatchError(f"the saved state has {key} {saved!r}, this runtime {value!r}")
-        saved = state["descales"]
-        shape = list(self.descales.shape)
-        if not isinstance(saved, torch.Tensor) or list(saved.shape) != shape or saved.dtype != torch.float32:
-            raise MismatchError(f"the descales of the saved state are no float32 tensor of shape {shape}")
-        if not bool((torch.isfinite(saved) & (saved > 0)).all()):
-            raise MismatchError("the saved state has descales that are not finite and above 0")
-        with torch.inference_mode(False), torch.no_grad():
-            self._policy.load(state["state"])
-            self.descales.copy_(saved)
+        part = _saved.part(self, state)
+        if part is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._policy.load(part["state"])
+                self.descales.copy_(part["descales"])
 
     def memory(self, owner, place, kind):
         """Memory that ``owner`` holds, as a tensor that keeps it alive; on the CPU it is one."""
@@ -459,111 +329,15 @@ class Runtime:
         return torch.as_tensor(_results.Memory(owner, *place, kind), device=self.device)
 
 
-def _storages(model):
-    """Where each memory block that a model's parameters lie in is held: (dict, name) by address."""
-    return {
-        _distributed.local(parameter).untyped_storage().data_ptr(): (module._parameters, key)
-        for module in model.modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and parameter.device.type != "meta"
-    }
-
-
 def _shape(found):
     """Query heads, KV heads and head dimension of each layer."""
     return [(layer.n_q_heads, layer.n_kv_heads, layer.d_head) for layer in found]
 
 
-def _where(tensor):
-    """What an engine was told of a tensor."""
-    tensor = _distributed.local(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _sources(found, owners):
-    """What must be as it is for the engines to hold: (dict, key, what is in it, where that lies).
-
-    ``owners``: the parameters by the address of their memory, for layers that name tensors and not modules.
-    """
-    sources = []
-    for layer in found:
-        for holder, key, held in layer.sources:
-            sources.append((holder, key, held, _where(held) if isinstance(held, torch.Tensor) else None))
-        if layer.sources:
-            continue
-        for tensor in layer.tensors().values():
-            sources.append((None, None, tensor, _where(tensor)))
-            if owner := owners.get(tensor.untyped_storage().data_ptr()):
-                holder, key = owner
-                sources.append((holder, key, holder[key], _where(holder[key])))
-    return sources
-
-
-def _refuse_copies(kind):
-    raise TypeError(
-        f"a {kind} belongs to its model and its device, and is neither copied nor pickled: save state_dict() of the runtime, "
-        "and attach() to the other model"
-    )
-
-
-class _Engine:
-    """The native engine over a model's layers, and where its results go."""
-
-    def __init__(self, found, targets, runtime, indices):
-        entries = [_layers.entries(layer) for layer in found]
-        rows = [row for each in entries for row in each]
-        if runtime.device.type == "cpu":
-            tail = dataclasses.asdict(runtime.tail)
-            self._engine = _host.ScaleEngine(rows, "bounds" in targets, tail, runtime._q_heads)
-        else:
-            self._engine = _native.ScaleEngine(runtime.device.index, rows, "bounds" in targets, runtime.tail.eta)
-        results = self._engine.results()
-        self._word = runtime.memory(self._engine, results.pop("status"), "<i4")
-        values = {name: runtime.memory(self._engine, place, "<f4") for name, place in results.items()}
-        counts = [runtime._heads.counts[index] for index in indices]
-        every = _results.runs(counts, [len(each) for each in entries], indices)
-        self._copies = _results.copies(values, targets, every)
-
-    def run(self, stream):
-        self._engine.launch(stream)
-        for source, target in self._copies:
-            target.copy_(source)
-
-    def status(self):
-        return int(self._word.item())
-
-
-class _Plans(list):
-    """Plans of an attention module, the latest last, for the Hugging Face interface, which knows the module alone. They lie with
-    the module, where compiled code finds them; a copy of the module has none."""
-
-    name = "_sigmascale_plans"
-
-    def __reduce_ex__(self, _):
-        return _Plans, ()
-
-
-def give_plan(module, plan):
-    """Adds a module's latest plan, and drops those whose runtime is gone."""
-    alive = [old for old in getattr(module, _Plans.name, ()) if old._runtime() is not None]
-    setattr(module, _Plans.name, _Plans([*alive, plan]))
-
-
-def plan_of_module(module):
-    """The latest plan of a module whose runtime is alive."""
-    for plan in reversed(getattr(module, _Plans.name, ())):
-        if plan._runtime() is not None:
-            return plan
-    raise ArgumentError(
-        f"{type(module).__name__} has no plan: call sigmascale.torch.attach(model) after the model is loaded, and keep what it "
-        "returns"
-    )
-
-
 def _release(reference):
     runtime = reference()
     if runtime is not None:
-        runtime._tensors, runtime._sources, runtime._engine = None, [], None
+        runtime._tensors = runtime._sources = runtime._engine = None
         _remove(runtime._hooks)
 
 
@@ -579,26 +353,3 @@ def _unnoticed(tensors):
         for tensor in tensors:
             stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
         yield
-
-
-def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto", tail=None, fallback=None, group=None):
-    """Plans for every attention layer of a model.
-
-    ``model`` is a Hugging Face model (its layers are found by the family table) or any ``nn.Module`` with ``layers``, a
-    list of :class:`Layer`, or of functions that return one each. No weight is copied. The model may be sharded by
-    ``fully_shard``, FullyShardedDataParallel or ``parallelize_module``, wrapped in DistributedDataParallel, or a pipeline stage;
-    nothing here communicates, but where ``group`` is given: the process group of data and context parallel ranks, over which
-    ``refresh()`` reduces the maxima that ``auto-c``, ``delayed-te`` and ``delayed-paper`` observe.
-
-    ``policy`` says where descales come from: ``geometry`` (the certain bounds: no token can overflow them),
-    ``geometry-c-star``, ``auto-c``, ``delayed-te``, ``delayed-paper`` or ``current``; or :class:`sigmascale.AutoC`, :class:`sigmascale.DelayedPaper` or :class:`sigmascale.DelayedTe` with their parameters.
-    ``bound="certain"`` adds certified logit bounds (``runtime.logits``). ``tail``, a :class:`sigmascale.Tail`, is what the
-    failure probability of ``geometry-c-star`` counts, by default one sequence of 1024 tokens, and the share of E4M3 that
-    logit descales map onto. ``backend`` is the attention call behind the wrappers: ``auto``, ``native``, ``fa3``, ``cudnn``,
-    ``torch`` or ``emulated``. ``fallback="bf16"`` sends the calls that no FP8 kernel takes (masks of other kinds than causal and
-    padding, windows, soft-caps, sinks, dropout) to PyTorch's own attention, says so once, and counts them in ``stats()``; by
-    default they are refused.
-
-    Returns a :class:`Runtime`: call ``refresh()`` after every optimizer step or weight refit.
-    """
-    return Runtime(model, policy, bound, layers, backend, tail, fallback, group)

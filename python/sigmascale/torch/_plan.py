@@ -1,0 +1,96 @@
+"""The scales of one attention layer, as calls take them, and where a module finds its own."""
+
+import weakref
+
+from .._errors import ArgumentError, SigmascaleError
+from ._policies import FROM_BOUNDS
+
+
+class LayerPlan:
+    """The scales of one layer: views into the runtime's tensors, whose addresses stay the same."""
+
+    def __init__(self, runtime, index, layer):
+        # Weak: a model whose modules know their plan must not keep itself alive through it.
+        self._runtime = weakref.ref(runtime)
+        self.index, self.name = index, layer.name
+        self.n_q_heads, self.n_kv_heads, self.d_head = layer.n_q_heads, layer.n_kv_heads, layer.d_head
+        self.per_call = runtime._policy.per_call
+        self.softmax_scale = self.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale
+        # Keys up to which the descales are bounds; None: any number, or a policy without bounds.
+        self.positions = layer.positions if runtime.policy in FROM_BOUNDS else None
+        # Whether the weights have changed since these scales: a layer sharded by FSDP, between a refresh and its forward.
+        self.stale = False
+        self._rows = runtime.descales[index, :, : self.n_kv_heads]
+        self.words = runtime.words[index, : 2 * (self.n_q_heads + self.n_kv_heads)]
+        logits = runtime.logit_descales
+        self.logit_descale = None if logits is None else logits[index, : self.n_q_heads]
+
+    @property
+    def _descales(self):
+        if self.stale:
+            raise SigmascaleError(
+                f"the scales of {self.name} are not those of its weights yet: they are computed in the forward of its FSDP unit, so "
+                "call the module that was given to fully_shard, or refresh(now=True) on all ranks"
+            )
+        return self._rows
+
+    q_descale = property(lambda self: self._descales[0], doc="Descales of q, (n_kv_heads).")
+    k_descale = property(lambda self: self._descales[1], doc="Descales of k, (n_kv_heads).")
+    v_descale = property(lambda self: self._descales[2], doc="Descales of v, (n_kv_heads).")
+    o_descale = property(lambda self: self._descales[3], doc="Descales of an FP8 output, (n_kv_heads).")
+
+    @property
+    def runtime(self):
+        """The runtime, or an exception if it is gone."""
+        runtime = self._runtime()
+        if runtime is None:
+            raise SigmascaleError(
+                "the runtime of this plan is gone: keep what attach() returned for as long as it is used"
+            )
+        return runtime
+
+    def descales(self, batch):
+        """q, k and v descales as FlashAttention-3 takes them: ``(batch, n_kv_heads)``, batch stride 0, no copy."""
+        return tuple(self._descales[i].expand(batch, -1) for i in range(3))
+
+    def __repr__(self):
+        return (
+            f"<sigmascale plan of {self.name}: {self.n_q_heads} query and {self.n_kv_heads} KV heads of {self.d_head}>"
+        )
+
+    def __reduce_ex__(self, _):
+        refuse_copies("LayerPlan")
+
+
+class _Plans(list):
+    """Plans of an attention module, the latest last, for the Hugging Face interface, which knows the module alone. They lie with
+    the module, where compiled code finds them; a copy of the module has none."""
+
+    name = "_sigmascale_plans"
+
+    def __reduce_ex__(self, _):
+        return _Plans, ()
+
+
+def give_plan(module, plan):
+    """Adds a module's latest plan, and drops those whose runtime is gone."""
+    alive = [old for old in getattr(module, _Plans.name, ()) if old._runtime() is not None]
+    setattr(module, _Plans.name, _Plans([*alive, plan]))
+
+
+def plan_of_module(module):
+    """The latest plan of a module whose runtime is alive."""
+    for plan in reversed(getattr(module, _Plans.name, ())):
+        if plan._runtime() is not None:
+            return plan
+    raise ArgumentError(
+        f"{type(module).__name__} has no plan: call sigmascale.torch.attach(model) after the model is loaded, and keep what it "
+        "returns"
+    )
+
+
+def refuse_copies(kind):
+    raise TypeError(
+        f"a {kind} belongs to its model and its device, and is neither copied nor pickled: save state_dict() of the runtime, "
+        "and attach() to the other model"
+    )
