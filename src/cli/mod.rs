@@ -20,12 +20,13 @@ mod numbers;
 mod output;
 pub mod pages;
 mod progress;
+mod shell;
 mod stress;
 mod svg;
 mod table;
 mod verify;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
 use tracing_subscriber::EnvFilter;
@@ -52,6 +53,8 @@ enum Command {
     Bench(bench::Args),
     Doctor(doctor::Args),
     Families(families::Args),
+    Completions(shell::CompletionsArgs),
+    Man(shell::ManArgs),
 }
 
 /// Parses the arguments, the command's name first, runs, reports, and returns the exit code. Never panics on a closed pipe.
@@ -101,6 +104,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Families(args) => families::run(args),
+        Command::Completions(args) => shell::completions(args, Cli::command()),
+        Command::Man(args) => shell::man(args, Cli::command()),
     };
     match result {
         Ok(()) => 0,

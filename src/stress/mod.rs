@@ -29,6 +29,7 @@ mod options;
 mod replay;
 mod result;
 mod run;
+mod tokenizer;
 mod tokens;
 
 #[cfg(feature = "train")]

@@ -31,8 +31,8 @@ pub struct Args {
     /// Steps [default: 1 for checkpoint-load, 330 for resume, 150 for lr-spike, otherwise 30]
     #[arg(long, value_name = "N", value_parser = count)]
     pub steps: Option<usize>,
-    /// Run this text through the model's own forward instead of generated tokens: FILE.json is a JSON list of token
-    /// ids, any other file is read as bytes, for a model with a vocabulary of bytes
+    /// Run this text through the whole model instead of generated tokens, by the tokenizer.json beside the weights;
+    /// FILE.json is a JSON list of token ids
     #[arg(long, value_name = "FILE")]
     pub tokens: Option<PathBuf>,
     /// Later checkpoints of the same training run, comma-separated and in order: refit loads one per step
