@@ -171,7 +171,7 @@ fn text_is_read_by_the_models_tokenizer() {
         assert!(code != 0 && expected.iter().all(|part| log.contains(part)), "{log}");
     };
     refused(b"\xff\xfe", &["words.txt", "UTF-8", "byte 0"]);
-    refused(b"q", &["words.txt", "2 tokens are less than one sequence of 32"]);
+    refused(b"q", &["words.txt", "2 tokens are fewer than one sequence of 32"]);
     refused(b"", &["words.txt", "empty"]);
     std::fs::write(&tokenizer, "{}").unwrap();
     refused(b"text", &["tokenizer.json", "not a readable tokenizer"]);
@@ -417,7 +417,7 @@ fn the_table_says_what_the_numbers_mean() {
         "Mode logit casts only the logits to E4M3",
         "delayed-paper starts with a history of ones",
         "delayed-te starts with scale 1",
-        "assumes that normalised tokens are independent and uniform",
+        "assumes that normalized tokens are independent and uniform",
         "SQNR dB",
         "softmax KL",
         "overshoot",
@@ -463,9 +463,10 @@ fn the_page_needs_nothing_else() {
     for absent in ["<script", "http://", "https://", "<link", "<img", "@import", "url(", "NaN", "inf\""] {
         assert!(!page.contains(absent), "{absent}");
     }
-    assert_eq!(page.matches("<section>").count(), 4);
+    assert_eq!(page.matches("<section id=").count(), 4);
     // Every section starts with its verdicts.
-    let verdicts = page.split("<section>").skip(1).map(|section| section.split("</h2>").nth(1).unwrap().trim_start());
+    let verdicts =
+        page.split("<section id=").skip(1).map(|section| section.split("</h2>").nth(1).unwrap().trim_start());
     for verdicts in verdicts {
         let (verdicts, _) = verdicts.split_once("</ul>").unwrap();
         assert!(verdicts.starts_with("<ul class=\"lines\">") && verdicts.matches("<li>").count() == 6, "{verdicts}");

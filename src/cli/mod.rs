@@ -34,9 +34,14 @@ use tracing_subscriber::EnvFilter;
 /// FP8 attention scales from the weights alone
 #[derive(Parser)]
 #[command(name = "sigmascale", version, about, arg_required_else_help = true)]
-#[command(
-    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe, 3 unreadable. RUST_LOG=sigmascale=debug logs timings to stderr."
-)]
+#[command(after_help = "Examples:
+  sigmascale calibrate FOLDER                          scales that the weights need
+  sigmascale verify FOLDER                             can the stored FP8 scales overflow?
+  sigmascale export FOLDER --to NEW --for vllm         a checkpoint with scales for vLLM
+  sigmascale stress checkpoint-load --model FOLDER     six scaling policies on fresh weights
+
+Results go to stdout, logs and progress to stderr; RUST_LOG=sigmascale=debug logs timings.
+Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe, 3 unreadable.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -59,6 +64,8 @@ enum Command {
 
 /// Parses the arguments, the command's name first, runs, reports, and returns the exit code. Never panics on a closed pipe.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
+    let args: Vec<OsString> = args.into_iter().collect();
+    let made = html::Made::by(&args);
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(error) => {
@@ -93,13 +100,13 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let failed = if matches!(cli.command, Command::Verify(_)) { 3 } else { 1 };
     let result = match cli.command {
         Command::Calibrate(args) => calibrate::run(args),
-        Command::Inspect(args) => inspect::run(args),
+        Command::Inspect(args) => inspect::run(args, &made),
         Command::Export(args) => export::run(args),
-        Command::Verify(args) => match verify::run(args) {
+        Command::Verify(args) => match verify::run(args, &made) {
             Ok(false) => return 1,
             safe => safe.map(|_| ()),
         },
-        Command::Stress(args) => stress::run(args),
+        Command::Stress(args) => stress::run(args, &made),
         #[cfg(feature = "cuda")]
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),

@@ -137,7 +137,7 @@ impl TokenFile {
         let count = ids.len();
         if count < seq_len {
             let tokens = if count == 1 { "token is" } else { "tokens are" };
-            return refuse(format!("{count} {tokens} less than one sequence of {seq_len}: lower seq_len or add text"));
+            return refuse(format!("{count} {tokens} fewer than one sequence of {seq_len}: lower seq_len or add text"));
         }
         Ok(ids)
     }
