@@ -9,6 +9,26 @@
 //! normalized after the projection, their size does not depend on the weights and [`QkLimits`] takes the place of the
 //! operators. [`LayerGeometry::new`] refuses what cannot be bounded. Latent attention has operators of other shapes:
 //! [`MlaGeometry`].
+//!
+//! ```
+//! use sigmascale::geometry::LayerGeometry;
+//! use sigmascale::model::Checkpoint;
+//!
+//! let checkpoint = Checkpoint::open("data/tiny-llama".as_ref())?;
+//! let geometry = LayerGeometry::new(checkpoint.spec(), checkpoint.layer(0)?)?;
+//! assert_eq!((geometry.q.len(), geometry.k.len(), geometry.kv_head(3)), (4, 2, 1));
+//!
+//! // q of one token for head 0, with the norm's gain: r values from d. An RMSNorm removes no mean.
+//! let (r, d) = geometry.q[0].shape();
+//! let x_hat = vec![1.0; d]; // ||x_hat|| = sqrt(d)
+//! let mut q = vec![0.0; r];
+//! geometry.q[0].apply(&x_hat, &vec![0.0; r], &mut q);
+//!
+//! // Channel i is w_i . x_hat, so |q_i| <= sqrt(d) ||w_i||.
+//! let channels = geometry.q[0].channels(&geometry.rotary_pairs())?;
+//! assert!(q.iter().zip(&channels.norm_sq).all(|(q, square)| q.abs() <= (d as f64 * square).sqrt()));
+//! # Ok::<(), sigmascale::Error>(())
+//! ```
 
 mod gains;
 mod mla;

@@ -52,7 +52,9 @@ def test_results_show_the_commands_pages(tmp_path):
     shown = inspection._repr_html_()
     assert shown.startswith("<iframe srcdoc=") and "<script" not in shown and inspection["model"]["name"] in shown
     run("stress", "checkpoint-load", "--model", MODEL, "--layers", "1", "--html", str(page))
-    assert body(sigmascale.stress("checkpoint-load", MODEL, layers=1).to_html()) == body(page.read_text(encoding="utf-8"))
+    assert body(sigmascale.stress("checkpoint-load", MODEL, layers=1).to_html()) == body(
+        page.read_text(encoding="utf-8")
+    )
     bare = type(inspection)(inspection)
     assert bare == inspection and bare._repr_html_() is None and copy.deepcopy(inspection).to_html()
     with pytest.raises(ValueError, match="has no page"):
