@@ -1,4 +1,4 @@
-//! q, k and v of one layer, from normalised tokens.
+//! q, k and v of one layer, from normalized tokens.
 //!
 //! ```text
 //! y = gain * x_hat + shift        q, k, v = W y + b        q, k: QK-norm, then rotation by the token's position

@@ -6,9 +6,29 @@
 //! unsound for gains above one and for any shift or bias.
 //!
 //! Rotary channels are multiplied by the attention factor first, so that what remains is a rotation. Where q and k are
-//! normalised after the projection, their size does not depend on the weights and [`QkLimits`] takes the place of the
+//! normalized after the projection, their size does not depend on the weights and [`QkLimits`] takes the place of the
 //! operators. [`LayerGeometry::new`] refuses what cannot be bounded. Latent attention has operators of other shapes:
 //! [`MlaGeometry`].
+//!
+//! ```
+//! use sigmascale::geometry::LayerGeometry;
+//! use sigmascale::model::Checkpoint;
+//!
+//! let checkpoint = Checkpoint::open("data/tiny-llama".as_ref())?;
+//! let geometry = LayerGeometry::new(checkpoint.spec(), checkpoint.layer(0)?)?;
+//! assert_eq!((geometry.q.len(), geometry.k.len(), geometry.kv_head(3)), (4, 2, 1));
+//!
+//! // q of one token for head 0, with the norm's gain: r values from d. An RMSNorm removes no mean.
+//! let (r, d) = geometry.q[0].shape();
+//! let x_hat = vec![1.0; d]; // ||x_hat|| = sqrt(d)
+//! let mut q = vec![0.0; r];
+//! geometry.q[0].apply(&x_hat, &vec![0.0; r], &mut q);
+//!
+//! // Channel i is w_i . x_hat, so |q_i| <= sqrt(d) ||w_i||.
+//! let channels = geometry.q[0].channels(&geometry.rotary_pairs())?;
+//! assert!(q.iter().zip(&channels.norm_sq).all(|(q, square)| q.abs() <= (d as f64 * square).sqrt()));
+//! # Ok::<(), sigmascale::Error>(())
+//! ```
 
 mod gains;
 mod mla;
@@ -57,11 +77,11 @@ pub struct LayerGeometry<'a> {
     pub rotary: Option<Rotary>,
     /// The rotation by other readings of the config: bounds hold for each.
     pub other_rotaries: Vec<Rotary>,
-    /// Limits of q and k where they are normalised after the projection.
+    /// Limits of q and k where they are normalized after the projection.
     pub qk_limits: Option<QkLimits>,
-    /// Whether each value head is normalised, without a gain: its length is `sqrt(d_head)` at most.
+    /// Whether each value head is normalized, without a gain: its length is `sqrt(d_head)` at most.
     pub v_normalised: bool,
-    /// Whether a norm bounds the projections' input; without one (OLMo 2) only normalised q and k have bounds.
+    /// Whether a norm bounds the projections' input; without one (OLMo 2) only normalized q and k have bounds.
     pub input_bounded: bool,
     /// Whether the input has its mean removed (LayerNorm).
     pub centred: bool,
@@ -87,7 +107,7 @@ impl Rotary {
     }
 }
 
-/// Bounds on normalised q and k (after rotation): the norm of a whole head and of single channels.
+/// Bounds on normalized q and k (after rotation): the norm of a whole head and of single channels.
 #[derive(Clone, Debug)]
 pub struct QkLimits {
     /// One entry per query head.
@@ -98,10 +118,10 @@ pub struct QkLimits {
     pub shifted: bool,
 }
 
-/// Bounds of one normalised head: `|y_b| <= radius * pair_gain_b + shift`.
+/// Bounds of one normalized head: `|y_b| <= radius * pair_gain_b + shift`.
 #[derive(Clone, Debug)]
 pub struct HeadLimit {
-    /// sqrt of the number of channels normalised together.
+    /// sqrt of the number of channels normalized together.
     pub radius: f64,
     /// Largest |gain| of the rotation pair that each channel belongs to (its own without rotation), attention factor
     /// included.

@@ -3,6 +3,20 @@
 //! A [`MatrixView`] never owns or copies weights: it is a window onto a memory map (or a slice) with a dtype, a shape
 //! and strides in elements, so that `[out, in]` and Conv1D `[in, out]` storage, fused QKV and head slices are all the
 //! same type. Reading converts to f64, which is exact for every dtype.
+//!
+//! ```
+//! use sigmascale::tensor::MatrixView;
+//!
+//! let stored = [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0]; // 2 x 3, row-major
+//! let matrix = MatrixView::from_f32(&stored, 2, 3)?;
+//! let right = matrix.slice_cols(1, 2).transpose();
+//! assert_eq!((right.shape(), right.strides()), ((2, 2), (1, 3)));
+//!
+//! let mut block = [0.0; 4];
+//! right.read_block(0..2, 0..2, &mut block);
+//! assert_eq!(block, [2.0, 5.0, 3.0, 6.0]);
+//! # Ok::<(), sigmascale::Error>(())
+//! ```
 
 use crate::error::{Error, Result};
 use half::f16;

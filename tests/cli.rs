@@ -265,6 +265,61 @@ fn families_lists_what_is_supported_and_what_is_refused() {
     assert!(table.contains("- bloom, mpt: ALiBi") && table.lines().all(|line| line.chars().count() <= 118), "{table}");
 }
 
+/// A shell reads its script without an error.
+fn parses(shell: &str, script: &Path) {
+    match Command::new(shell).arg("-n").arg(script).output() {
+        Ok(checked) => assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stderr)),
+        Err(_) => eprintln!("{shell} is not installed: its script is not parsed"),
+    }
+}
+
+#[test]
+fn completions_are_scripts_of_each_shell() {
+    let folder = tempfile::tempdir().unwrap();
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = sigmascale(&["completions", shell]).stdout;
+        let script = String::from_utf8(script).unwrap();
+        // Scripts of fish, elvish and PowerShell complete no values of positional arguments.
+        let value = matches!(shell, "bash" | "zsh").then_some("weight-spike");
+        for name in ["calibrate", "export-scales"].into_iter().chain(value) {
+            assert!(script.contains(name), "{shell}: {name}");
+        }
+        let file = folder.path().join(shell);
+        std::fs::write(&file, script).unwrap();
+        if shell != "elvish" && shell != "powershell" {
+            parses(shell, &file);
+        }
+    }
+    assert_eq!(failure(&["completions", "command.com"]).0, 2);
+}
+
+#[test]
+fn man_pages_name_every_command() {
+    let page = String::from_utf8(sigmascale(&["man"]).stdout).unwrap();
+    assert!(page.contains(".TH sigmascale 1") && page.contains("sigmascale\\-stress(1)"), "{page}");
+    let folder = tempfile::tempdir().unwrap();
+    let made = sigmascale(&["man", "--dir", text(folder.path())]);
+    assert!(made.status.success());
+    let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
+    assert_eq!(read("sigmascale.1"), page);
+    for (file, option) in [("sigmascale-stress.1", "seq\\-len"), ("sigmascale-verify.1", "html")] {
+        let page = read(file);
+        for part in [".SH NAME", ".SH SYNOPSIS", ".SH OPTIONS", option] {
+            assert!(page.contains(part), "{file}: {part} in {page}");
+        }
+    }
+    // groff warns of macros and escapes that it does not know.
+    match Command::new("groff").args(["-man", "-Tutf8", "-ww"]).arg(folder.path().join("sigmascale-stress.1")).output()
+    {
+        Ok(shown) => {
+            assert!(shown.status.success() && shown.stderr.is_empty() && !shown.stdout.is_empty(), "{shown:?}")
+        }
+        Err(_) => eprintln!("groff is not installed: the page is not rendered"),
+    }
+    let (code, log) = failure(&["man", "--dir", "no/such/folder"]);
+    assert!(code == 2 && log.contains("no/such/folder"), "{log}");
+}
+
 #[test]
 fn a_written_file_is_confirmed_in_one_line() {
     let folder = tempfile::tempdir().unwrap();

@@ -549,7 +549,7 @@ mod audits {
         let (code, said) =
             audited("sglang", |folder| change(folder, |s| s.get_mut(&name(4, "v")).unwrap().1[0] *= 0.5));
         assert_eq!((code, faults(&said)), (1, vec![(4, "v", "overflow".to_owned())]));
-        assert!(said["layers"][4]["v"][0]["why"].as_str().unwrap().contains("can overflow by 1.99"));
+        assert!(said["layers"][4]["v"][0]["why"].as_str().unwrap().contains("can overflow by a factor of 1.99"));
     }
 
     #[test]

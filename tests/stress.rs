@@ -133,16 +133,55 @@ fn ids_in_json_are_the_bytes_of_the_text() {
         json(&[&args[..], &["--format", "json", "--tokens", file]].concat())["trace"].clone()
     };
     assert_eq!(run(SAMPLE), run(text(&ids)));
-    // A vocabulary of its own: the text alone does not say what the tokens are.
-    let (_parent, model) = copy_of_tiny_llama();
-    std::fs::write(model.join("tokenizer.json"), "{}").unwrap();
-    let (code, log) =
-        failure(&["stress", "checkpoint-load", "--model", text(&model), "--tokens", SAMPLE, "--layers", "1"]);
-    assert!(code == 2 && log.contains("tokenizer.json") && log.contains(".json"), "{log}");
     std::fs::write(&ids, "[1, 256, 3]").unwrap();
     let args = ["stress", "checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "2", "--tokens", text(&ids)];
     let (code, log) = failure(&args);
     assert!(code == 1 && log.contains("token id 256 is not below 256"), "{log}");
+}
+
+/// A model with a tokenizer reads text: the run is the one on the ids that the tokenizer gives.
+#[test]
+fn text_is_read_by_the_models_tokenizer() {
+    let (_parent, model) = copy_of_tiny_llama();
+    let folder = tempfile::tempdir().unwrap();
+    let words = folder.path().join("words.txt");
+    std::fs::write(&words, "def attention(q, k):\n    return  q @ k.T  # it's 1234\n").unwrap();
+    let ids = folder.path().join("ids.json");
+    let first = "[0,118,74,123,63,83,101,6,60,10,74,54,98,77,113,74,74,60,74,24,74,54,12,38,74,74,3,124,63,5,62,74]";
+    std::fs::write(&ids, first).unwrap();
+    let args = |file| {
+        let args = ["stress", "checkpoint-load", "--model", text(&model), "--seq-len", "32", "--layers", "1"];
+        [&args[..], &["--format", "json", "--tokens", file]].concat()
+    };
+    let tokenizer = model.join("tokenizer.json");
+    if cfg!(not(feature = "tokenizers")) {
+        std::fs::write(&tokenizer, "{}").unwrap();
+        let (code, log) = failure(&args(text(&words)));
+        assert!(code == 2 && log.contains("cargo feature `tokenizers`"), "{log}");
+        return;
+    }
+    std::fs::copy("tests/data/tokenizer.json", &tokenizer).unwrap();
+    let run = json(&args(text(&words)));
+    assert_eq!(run["trace"], json(&args(text(&ids)))["trace"]);
+    assert_eq!((&run["tokens"]["tokens"], &run["tokens"]["sequences"]), (&37.into(), &1.into()));
+
+    let refused = |content: &[u8], expected: &[&str]| {
+        std::fs::write(&words, content).unwrap();
+        let (code, log) = failure(&args(text(&words)));
+        assert!(code != 0 && expected.iter().all(|part| log.contains(part)), "{log}");
+    };
+    refused(b"\xff\xfe", &["words.txt", "UTF-8", "byte 0"]);
+    refused(b"q", &["words.txt", "2 tokens are fewer than one sequence of 32"]);
+    refused(b"", &["words.txt", "empty"]);
+    std::fs::write(&tokenizer, "{}").unwrap();
+    refused(b"text", &["tokenizer.json", "not a readable tokenizer"]);
+    // A tokenizer of another model: `<s>` gets an id past the vocabulary.
+    let other = std::fs::read_to_string("tests/data/tokenizer.json").unwrap();
+    let other = other.replace(r#""<s>":0"#, r#""<s>":300"#).replace(r#""id":0"#, r#""id":300"#);
+    std::fs::write(&tokenizer, other.replace(r#""ids":[0]"#, r#""ids":[300]"#)).unwrap();
+    refused(b"some text", &["tokenizer.json", "token id 300 is not below 256"]);
+    std::fs::rename(&tokenizer, model.join("tokenizer.model")).unwrap();
+    refused(b"text", &["words.txt", "only a tokenizer.model", ".json"]);
 }
 
 #[test]
@@ -378,7 +417,7 @@ fn the_table_says_what_the_numbers_mean() {
         "Mode logit casts only the logits to E4M3",
         "delayed-paper starts with a history of ones",
         "delayed-te starts with scale 1",
-        "assumes that normalised tokens are independent and uniform",
+        "assumes that normalized tokens are independent and uniform",
         "SQNR dB",
         "softmax KL",
         "overshoot",
@@ -424,9 +463,10 @@ fn the_page_needs_nothing_else() {
     for absent in ["<script", "http://", "https://", "<link", "<img", "@import", "url(", "NaN", "inf\""] {
         assert!(!page.contains(absent), "{absent}");
     }
-    assert_eq!(page.matches("<section>").count(), 4);
+    assert_eq!(page.matches("<section id=").count(), 4);
     // Every section starts with its verdicts.
-    let verdicts = page.split("<section>").skip(1).map(|section| section.split("</h2>").nth(1).unwrap().trim_start());
+    let verdicts =
+        page.split("<section id=").skip(1).map(|section| section.split("</h2>").nth(1).unwrap().trim_start());
     for verdicts in verdicts {
         let (verdicts, _) = verdicts.split_once("</ul>").unwrap();
         assert!(verdicts.starts_with("<ul class=\"lines\">") && verdicts.matches("<li>").count() == 6, "{verdicts}");

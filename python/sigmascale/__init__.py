@@ -21,20 +21,26 @@ from ._native import __version__
 from ._offline import calibrate, descales, export_scales, inspect, presets, stress
 from ._parameters import AutoC, DelayedPaper, DelayedTe, Tail
 from ._probe import ProbeReport, probe
+from ._results import Audit, Export, Inspection, Profile, StressRun
 from ._serving import ScaleStream, export, verify
 
 __all__ = [
     "ArgumentError",
+    "Audit",
     "AutoC",
     "CudaError",
     "DelayedPaper",
     "DelayedTe",
+    "Export",
     "FormatError",
+    "Inspection",
     "MismatchError",
     "NonFiniteError",
     "ProbeReport",
+    "Profile",
     "ScaleStream",
     "SigmascaleError",
+    "StressRun",
     "Tail",
     "UnsupportedError",
     "__version__",

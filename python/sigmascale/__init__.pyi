@@ -8,19 +8,29 @@ from numpy.typing import NDArray
 
 from . import rl as rl
 from . import torch as torch
+from ._results import Audit as Audit
+from ._results import Export as Export
+from ._results import Inspection as Inspection
+from ._results import Profile as Profile
+from ._results import StressRun as StressRun
 
 __all__ = [
     "ArgumentError",
+    "Audit",
     "AutoC",
     "CudaError",
     "DelayedPaper",
     "DelayedTe",
+    "Export",
     "FormatError",
+    "Inspection",
     "MismatchError",
     "NonFiniteError",
     "ProbeReport",
+    "Profile",
     "ScaleStream",
     "SigmascaleError",
+    "StressRun",
     "Tail",
     "UnsupportedError",
     "__version__",
@@ -96,11 +106,8 @@ def calibrate(
     estimator: Literal["gram", "power"] = "gram",
     as_paper: bool = False,
     c: float | None = None,
-) -> dict[str, Any]: ...
-class _Paged(dict[str, Any]):
-    def to_html(self) -> str: ...
-
-def inspect(model: _Model, *, weights: _Weights = None) -> _Paged: ...
+) -> Profile: ...
+def inspect(model: _Model, *, weights: _Weights = None) -> Inspection: ...
 def export_scales(
     model: _Model,
     file: _Path,
@@ -131,7 +138,7 @@ def stress(
     seed: int = 0,
     device: Literal["cpu", "cuda"] = "cpu",
     trace: _Path | None = None,
-) -> _Paged: ...
+) -> StressRun: ...
 def descales(profile: Mapping[str, Any]) -> dict[str, NDArray[np.float32] | None]: ...
 def presets() -> list[str]: ...
 
@@ -139,8 +146,8 @@ _Engine = Literal["vllm", "sglang", "trtllm", "mistralrs"]
 
 def export(
     model: _Path, to: _Path, engine: _Engine, *, per_head: bool = False, copy: bool = False
-) -> dict[str, Any]: ...
-def verify(folder: _Path, engine: _Engine | None = None) -> _Paged: ...
+) -> Export: ...
+def verify(folder: _Path, engine: _Engine | None = None) -> Audit: ...
 
 class ScaleStream:
     layers: dict[int, dict[str, Any]]

@@ -1,43 +1,64 @@
 """Results: dicts of the command line's JSON whose repr is one line, and which a notebook shows as the command's page."""
 
+from __future__ import annotations
+
 import html
 import json
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
+
+from . import _types as types
 
 
-def _count(number, what):
+def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-class Profile(dict):
+class Profile(dict[str, Any]):
     """What :func:`calibrate` gives."""
 
-    def __repr__(self):
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]
+        def __getitem__(self, key: Literal["model"]) -> types.Model: ...
+        @overload
+        def __getitem__(self, key: Literal["tail"]) -> types.CalibrationTail: ...
+        @overload
+        def __getitem__(self, key: Literal["c_star"]) -> types.CStar: ...
+        @overload
+        def __getitem__(self, key: Literal["chosen_c"]) -> types.ChosenC: ...
+        @overload
+        def __getitem__(self, key: Literal["method"]) -> types.Method: ...
+        @overload
+        def __getitem__(self, key: Literal["layers"]) -> list[types.LayerProfile]: ...
+        def __getitem__(self, key: str) -> Any: ...
+
+    def __repr__(self) -> str:
         model, layers = self["model"], self.get("layers")
         what = f"c_star {self['c_star']['c_star']:.4g}" if self.get("c_star") else "no c_star"
         bound = f", logit bound at most {max(layer['logit_bound'] for layer in layers):.4g}" if layers else ""
         return f"<sigmascale calibration of {model['name']}: {_count(model['layers'], 'layer')}, {what}{bound}>"
 
 
-class _Paged(dict):
+class _Paged(dict[str, Any]):
     """A result with a page."""
 
-    _page = None
+    _page: str | None = None
 
     @classmethod
-    def _of(cls, result):
+    def _of(cls, result: tuple[str, str]) -> Self:
         """Of the JSON and the page that the native half gives."""
         text, page = result
         made = cls(json.loads(text))
         made._page = page
         return made
 
-    def to_html(self):
+    def to_html(self) -> str:
         """The page that the command writes with ``--html``: one document, no scripts, nothing loaded from elsewhere."""
         if self._page is None:
             raise ValueError(f"{self!r} has no page: it is a copy, call to_html() of the result itself")
         return self._page
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> str | None:
         if self._page is None:
             return None
         # A frame of its own keeps the page's style out of the notebook.
@@ -47,24 +68,102 @@ class _Paged(dict):
 class Inspection(_Paged):
     """What :func:`inspect` gives."""
 
-    def __repr__(self):
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]
+        def __getitem__(self, key: Literal["model"]) -> types.Model: ...
+        @overload
+        def __getitem__(self, key: Literal["layers"]) -> list[types.LayerInspection]: ...
+        def __getitem__(self, key: str) -> Any: ...
+
+    def __repr__(self) -> str:
         return f"<sigmascale inspection of {self['model']['name']}: {_count(len(self['layers']), 'layer')}>"
 
 
 class StressRun(_Paged):
     """What :func:`stress` gives."""
 
-    def __repr__(self):
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]
+        def __getitem__(
+            self, key: Literal["scenario"]
+        ) -> Literal["checkpoint-load", "weight-spike", "refit", "replay"]: ...
+        @overload
+        def __getitem__(self, key: Literal["mode"]) -> Literal["logit", "operands"]: ...
+        @overload
+        def __getitem__(self, key: Literal["model"]) -> str: ...
+        @overload
+        def __getitem__(self, key: Literal["model_layers"]) -> int: ...
+        @overload
+        def __getitem__(self, key: Literal["model_layers_total"]) -> int: ...
+        @overload
+        def __getitem__(self, key: Literal["seed"]) -> int: ...
+        @overload
+        def __getitem__(self, key: Literal["steps"]) -> int: ...
+        @overload
+        def __getitem__(self, key: Literal["seq_len"]) -> int: ...
+        @overload
+        def __getitem__(self, key: Literal["tokens"]) -> types.Tokens | None: ...
+        @overload
+        def __getitem__(self, key: Literal["tail"]) -> types.UnionBound | None: ...
+        @overload
+        def __getitem__(self, key: Literal["auto_c_burn_in"]) -> int: ...
+        @overload
+        def __getitem__(self, key: Literal["parameters"]) -> list[types.Parameters]: ...
+        @overload
+        def __getitem__(self, key: Literal["notes"]) -> list[str]: ...
+        @overload
+        def __getitem__(self, key: Literal["policies"]) -> list[types.PolicySummary]: ...
+        @overload
+        def __getitem__(self, key: Literal["unavailable"]) -> list[types.Unavailable]: ...
+        @overload
+        def __getitem__(self, key: Literal["trace"]) -> list[types.TraceRow]: ...
+        def __getitem__(self, key: str) -> Any: ...
+
+    def __repr__(self) -> str:
         over = [f"{row['policy']} in {row['overflow_layers']}" for row in self["policies"] if row["overflow_layers"]]
         size = f"{_count(self['model_layers'], 'layer')}, {_count(self['steps'], 'step')}"
         found = f"layers overflowed: {', '.join(over)}" if over else "no overflow"
         return f"<sigmascale stress {self['scenario']} of {self['model']}: {size}; {found}>"
 
 
-class Export(dict):
+class Export(dict[str, Any]):
     """What :func:`export` gives."""
 
-    def __repr__(self):
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]
+        def __getitem__(self, key: Literal["folder"]) -> str: ...
+        @overload
+        def __getitem__(self, key: Literal["command"]) -> str: ...
+        @overload
+        def __getitem__(self, key: Literal["linked"]) -> int: ...
+        @overload
+        def __getitem__(self, key: Literal["copied"]) -> int: ...
+        @overload
+        def __getitem__(self, key: Literal["left_out"]) -> list[str]: ...
+        @overload
+        def __getitem__(self, key: Literal["sigmascale"]) -> str: ...
+        @overload
+        def __getitem__(self, key: Literal["engine"]) -> types.EngineName: ...
+        @overload
+        def __getitem__(self, key: Literal["model"]) -> str: ...
+        @overload
+        def __getitem__(self, key: Literal["family"]) -> str: ...
+        @overload
+        def __getitem__(self, key: Literal["granularity"]) -> str: ...
+        @overload
+        def __getitem__(self, key: Literal["scales_file"]) -> str | None: ...
+        @overload
+        def __getitem__(self, key: Literal["safe"]) -> bool: ...
+        @overload
+        def __getitem__(self, key: Literal["notes"]) -> list[str]: ...
+        @overload
+        def __getitem__(self, key: Literal["layers"]) -> list[types.LayerCertificate]: ...
+        def __getitem__(self, key: str) -> Any: ...
+
+    def __repr__(self) -> str:
         safe = "safe" if self["safe"] else "NOT certified"
         return f"<sigmascale export of {self['model']} for {self['engine']}: {_count(len(self['layers']), 'layer')}, {safe}>"
 
@@ -72,8 +171,25 @@ class Export(dict):
 class Audit(_Paged):
     """What :func:`verify` gives."""
 
-    def __repr__(self):
-        entries = [entry for layer in self["layers"] for operand in "qkv" for entry in layer[operand]]
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]
+        def __getitem__(self, key: Literal["engine"]) -> types.EngineName: ...
+        @overload
+        def __getitem__(self, key: Literal["model"]) -> str: ...
+        @overload
+        def __getitem__(self, key: Literal["safe"]) -> bool: ...
+        @overload
+        def __getitem__(self, key: Literal["notes"]) -> list[str]: ...
+        @overload
+        def __getitem__(self, key: Literal["layers"]) -> list[types.LayerAudit]: ...
+        @overload
+        def __getitem__(self, key: Literal["others"]) -> list[Audit]: ...
+        def __getitem__(self, key: str) -> Any: ...
+
+    def __repr__(self) -> str:
+        rows = [row for layer in self["layers"] for row in (layer["q"], layer["k"], layer["v"])]
+        entries = [entry for row in rows for entry in row]
         bad = sum(entry["verdict"] != "safe" for entry in entries)
         found = f"{bad} of {len(entries)} scales not safe" if bad else "safe"
         return f"<sigmascale audit of {self['model']} for {self['engine']}: {found}>"

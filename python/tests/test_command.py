@@ -36,15 +36,25 @@ def test_exit_codes_are_the_commands():
         assert done.returncode == code and done.stderr and not done.stdout, done
 
 
+def body(page):
+    """A page without the line that says how and when it was made."""
+    lines = page.splitlines()
+    made = [line for line in lines if line.startswith('<p class="made">')]
+    assert len(made) == 1 and f"sigmascale {sigmascale.__version__}, " in made[0]
+    return [line for line in lines if line not in made]
+
+
 def test_results_show_the_commands_pages(tmp_path):
     page = tmp_path / "page.html"
     assert run("inspect", MODEL, "--html", str(page)).returncode == 0
     inspection = sigmascale.inspect(MODEL)
-    assert inspection.to_html() == page.read_text(encoding="utf-8")
+    assert body(inspection.to_html()) == body(page.read_text(encoding="utf-8"))
     shown = inspection._repr_html_()
     assert shown.startswith("<iframe srcdoc=") and "<script" not in shown and inspection["model"]["name"] in shown
     run("stress", "checkpoint-load", "--model", MODEL, "--layers", "1", "--html", str(page))
-    assert sigmascale.stress("checkpoint-load", MODEL, layers=1).to_html() == page.read_text(encoding="utf-8")
+    assert body(sigmascale.stress("checkpoint-load", MODEL, layers=1).to_html()) == body(
+        page.read_text(encoding="utf-8")
+    )
     bare = type(inspection)(inspection)
     assert bare == inspection and bare._repr_html_() is None and copy.deepcopy(inspection).to_html()
     with pytest.raises(ValueError, match="has no page"):

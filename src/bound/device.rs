@@ -100,7 +100,7 @@ fn on_cpu(spec: &AttentionSpec, what: &str) -> Result<()> {
 /// Refuses what is no plain q, k and v of a layer's own weights, which is all that the scale engine reads.
 ///
 /// # Errors
-/// `is_unsupported` for latent attention, normalised values, factors beside the weights, and layers that take the keys and
+/// `is_unsupported` for latent attention, normalized values, factors beside the weights, and layers that take the keys and
 /// values of others.
 pub fn check_plain(spec: &AttentionSpec) -> Result<()> {
     if spec.has_mla() {

@@ -93,7 +93,7 @@ fn operands(geometry: &LayerGeometry<'_>, [q, k, v]: [&[Channels]; 3]) -> Operan
     (q, k, geometry.input_bounded.then(|| bound(v, &[], share.v)))
 }
 
-/// Bounds of a head whose q and k are affine in the normalised token.
+/// Bounds of a head whose q and k are affine in the normalized token.
 fn projected_head(
     geometry: &LayerGeometry<'_>,
     spectrum: &HeadSpectrum,
@@ -181,7 +181,7 @@ pub(super) fn rounding_gap(
     tau * ((q * k - 1.0) * product + q * size_q * flush_k + k * size_k * flush_q + flush_q * flush_k)
 }
 
-/// Bounds of a head whose q and k are normalised after the projection: `tau r max_b(gq_b gk_b)`, from the gains alone.
+/// Bounds of a head whose q and k are normalized after the projection: `tau r max_b(gq_b gk_b)`, from the gains alone.
 fn normalised_head(
     geometry: &LayerGeometry<'_>,
     head: usize,
@@ -237,7 +237,7 @@ pub(super) fn operand(d: f64, channels: &Channels, pairs: &[(usize, usize)], sha
     bound
 }
 
-/// Operand bound of a normalised head: from its gains and shifts.
+/// Operand bound of a normalized head: from its gains and shifts.
 fn normalised_operand(limit: &HeadLimit, share: f64) -> OperandBound {
     let exact = limit.channel();
     OperandBound { exact, rounded: exact * (1.0 + share) }

@@ -1,6 +1,6 @@
 //! The paper's probabilistic constants (Sections 3.2 and B.3), and sharper ones under the same assumption.
 //!
-//! **Assumption everywhere in this file**: normalised tokens are independent and uniform on the sphere. Trained models
+//! **Assumption everywhere in this file**: normalized tokens are independent and uniform on the sphere. Trained models
 //! break it: real text exceeds `c_star` bounds. Nothing here is used unless requested by name.
 
 use crate::error::{Error, Result};

@@ -125,7 +125,7 @@ impl<'s> Calibration<'s> {
     fn paper_layer(&mut self, geometry: &LayerGeometry<'_>) -> Result<LayerProfile> {
         if geometry.qk_limits.is_some() {
             return Err(Error::unsupported(
-                "the paper's sigma does not bound logits of normalised q and k: use the sound form",
+                "the paper's sigma does not bound the logits of normalized q and k: remove --as-paper (Python: as_paper)",
             ));
         }
         let sigma_sum = match self.options.estimator {

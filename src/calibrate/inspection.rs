@@ -3,7 +3,7 @@
 use super::profile::{HeadProfile, LayerProfile, MlaProfile, ModelSummary, Profile};
 use serde::Serialize;
 
-/// The profile. Numbers are null where q and k are normalised after the projection.
+/// The profile. Numbers are null where q and k are normalized after the projection.
 #[derive(Clone, Debug, Serialize)]
 pub struct Inspection {
     /// The model.

@@ -15,13 +15,13 @@ use std::fmt::Write;
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// Calibration constant of a model; with weights also norms, bounds and descales per layer and head
+/// Compute the scales of a model: norms, logit bounds and descales per layer and head
 #[derive(clap::Args)]
 #[command(allow_negative_numbers = true)]
 pub struct Args {
     /// Preset name, config.json, .safetensors file (config beside it) or checkpoint folder
     model: String,
-    /// Failure probability of the isotropic bounds over all tokens, sequences and steps given below
+    /// Failure probability of the isotropic bounds, over all tokens, sequences and steps below
     #[arg(long, default_value_t = 1e-6, value_parser = real)]
     delta: f64,
     /// Tokens per sequence in the union bound
@@ -33,10 +33,10 @@ pub struct Args {
     /// Steps in the union bound
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count)]
     steps: usize,
-    /// Share of the E4M3 range that a logit bound is mapped onto
+    /// Share of the E4M3 range that the logit bound is mapped onto
     #[arg(long, default_value_t = 0.8, value_parser = real)]
     eta: f64,
-    /// Bound that logit descales come from [default: certain]
+    /// Logit bound from which logit descales are computed [default: certain]
     #[arg(long, value_enum)]
     bound: Option<Bound>,
     /// One scale per head or per layer [default: head]
@@ -45,10 +45,10 @@ pub struct Args {
     /// How norms are computed
     #[arg(long, value_enum, default_value = "gram")]
     estimator: Engine,
-    /// The paper's form: summed raw sigma, no gains, constants or rotation, one logit scale per layer
+    /// Compute everything as the paper does: sigma of the sum over heads, no gains, biases or rotation
     #[arg(long)]
     as_paper: bool,
-    /// Use this constant in place of c_star, and report the failure probability that it amounts to; needs --as-paper
+    /// Replace c_star by this constant and report its failure probability; needs --as-paper
     #[arg(long, value_name = "VALUE", value_parser = real)]
     c: Option<f64>,
     /// Also write the scales to FILE; engines load them only as part of `export`

@@ -10,7 +10,7 @@ use clap::ValueEnum;
 use std::fmt::Write;
 use std::path::PathBuf;
 
-/// Checkpoint that a serving engine loads with these scales: weights linked, index and configs merged
+/// Write a checkpoint that a serving engine loads with these scales
 #[derive(clap::Args)]
 pub struct Args {
     /// Checkpoint folder
@@ -24,7 +24,7 @@ pub struct Args {
     /// One scale per head (vLLM only; vLLM 0.32 cannot update the weights of such a model)
     #[arg(long)]
     per_head: bool,
-    /// Copy the weights: by default files of 1 MiB and more are hard links
+    /// Copy the weights; by default files of 1 MiB and more become hard links
     #[arg(long)]
     copy: bool,
     #[command(flatten)]
@@ -105,7 +105,7 @@ fn table(export: &serving::Export) -> String {
         table.row([layer.layer.to_string(), scale(q), scale(k), scale(v), load(q), load(k), load(v)]);
     }
     out.push_str(&table.render());
-    out.push_str("load: certain bound over what the scale covers; at most 1 cannot overflow\n\n");
+    out.push_str("load: worst-case bound / (448 x scale); up to 1 nothing can overflow\n\n");
     let _ = writeln!(out, "{}", export.command);
     out
 }

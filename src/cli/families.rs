@@ -8,7 +8,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// Model types that are supported, and those that are refused, with the reason
+/// List the model types that are supported, and those that are refused with the reason
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]

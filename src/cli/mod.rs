@@ -20,12 +20,13 @@ mod numbers;
 mod output;
 pub mod pages;
 mod progress;
+mod shell;
 mod stress;
 mod svg;
 mod table;
 mod verify;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
 use tracing_subscriber::EnvFilter;
@@ -33,9 +34,14 @@ use tracing_subscriber::EnvFilter;
 /// FP8 attention scales from the weights alone
 #[derive(Parser)]
 #[command(name = "sigmascale", version, about, arg_required_else_help = true)]
-#[command(
-    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe, 3 unreadable. RUST_LOG=sigmascale=debug logs timings to stderr."
-)]
+#[command(after_help = "Examples:
+  sigmascale calibrate FOLDER                          scales that the weights need
+  sigmascale verify FOLDER                             can the stored FP8 scales overflow?
+  sigmascale export FOLDER --to NEW --for vllm         a checkpoint with scales for vLLM
+  sigmascale stress checkpoint-load --model FOLDER     six scaling policies on fresh weights
+
+Results go to stdout, logs and progress to stderr; RUST_LOG=sigmascale=debug logs timings.
+Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe, 3 unreadable.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -52,10 +58,14 @@ enum Command {
     Bench(bench::Args),
     Doctor(doctor::Args),
     Families(families::Args),
+    Completions(shell::CompletionsArgs),
+    Man(shell::ManArgs),
 }
 
 /// Parses the arguments, the command's name first, runs, reports, and returns the exit code. Never panics on a closed pipe.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
+    let args: Vec<OsString> = args.into_iter().collect();
+    let made = html::Made::by(&args);
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(error) => {
@@ -90,17 +100,19 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let failed = if matches!(cli.command, Command::Verify(_)) { 3 } else { 1 };
     let result = match cli.command {
         Command::Calibrate(args) => calibrate::run(args),
-        Command::Inspect(args) => inspect::run(args),
+        Command::Inspect(args) => inspect::run(args, &made),
         Command::Export(args) => export::run(args),
-        Command::Verify(args) => match verify::run(args) {
+        Command::Verify(args) => match verify::run(args, &made) {
             Ok(false) => return 1,
             safe => safe.map(|_| ()),
         },
-        Command::Stress(args) => stress::run(args),
+        Command::Stress(args) => stress::run(args, &made),
         #[cfg(feature = "cuda")]
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Families(args) => families::run(args),
+        Command::Completions(args) => shell::completions(args, Cli::command()),
+        Command::Man(args) => shell::man(args, Cli::command()),
     };
     match result {
         Ok(()) => 0,

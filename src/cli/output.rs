@@ -98,7 +98,7 @@ pub fn printable(text: &str) -> String {
 }
 
 /// A reader that stops reading (`| head`) is not a failure.
-fn write_stdout(text: &str) -> Result<()> {
+pub fn write_stdout(text: &str) -> Result<()> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(Error::io(Path::new("stdout"), "write", error)),

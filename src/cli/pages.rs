@@ -1,5 +1,6 @@
 //! The pages that commands write with `--html`, for programs that hold a result: one self-contained document each.
 
+use super::html::Made;
 use super::stress::Results;
 use super::{inspect, stress, verify};
 use crate::calibrate::Inspection;
@@ -8,15 +9,15 @@ use crate::stress::StressResult;
 
 /// The page of `sigmascale inspect`.
 pub fn of_inspection(inspection: &Inspection) -> String {
-    inspect::page::render(inspection)
+    inspect::page::render(inspection, &Made::by_library())
 }
 
 /// The page of `sigmascale stress`.
 pub fn of_stress(result: StressResult) -> String {
-    stress::page::render(&Results::One(Box::new(result.into())))
+    stress::page::render(&Results::One(Box::new(result.into())), &Made::by_library())
 }
 
 /// The page of `sigmascale verify`.
 pub fn of_audit(audit: Audit) -> String {
-    verify::page(&verify::Report { audit, others: vec![] })
+    verify::page(&verify::Report { audit, others: vec![] }, &Made::by_library())
 }

@@ -1,7 +1,7 @@
 //! `sigmascale verify`: which scales an engine would use, and which the weights need.
 
 use super::export::EngineArg;
-use super::html::{Page, html_table};
+use super::html::{Made, Page, Tone};
 use super::model::{Model, files};
 use super::output::{OutputArgs, write_file};
 use super::progress;
@@ -12,18 +12,20 @@ use serde::Serialize;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Audit of a checkpoint's FP8 attention scales against the certain bounds; exit 0 safe, 1 unsafe, 3 unreadable
+/// Audit the FP8 attention scales of a checkpoint: can they overflow, and does the engine load them?
+///
+/// Exit codes: 0 safe, 1 not safe, 3 the checkpoint cannot be read or bounded.
 #[derive(clap::Args)]
 pub struct Args {
     /// Checkpoint folder
     checkpoint: String,
-    /// Engine whose loading rules apply [default: that of the export, else vllm; the others are summarized]
+    /// Engine whose loading rules apply [default: the one exported for, else vllm; the others are summarized]
     #[arg(long = "for", value_enum, value_name = "ENGINE")]
     engine: Option<EngineArg>,
     /// Print JSON, as --format json
     #[arg(long)]
     json: bool,
-    /// Also write an HTML page to FILE
+    /// Also write the result as an HTML page to FILE
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     #[command(flatten)]
@@ -40,7 +42,7 @@ pub struct Report {
 }
 
 /// Runs the command; whether the checkpoint is safe.
-pub fn run(mut args: Args) -> Result<bool> {
+pub fn run(mut args: Args, made: &Made) -> Result<bool> {
     if args.json {
         args.output.ask_for_json();
     }
@@ -72,7 +74,7 @@ pub fn run(mut args: Args) -> Result<bool> {
     let audit = audits.next().ok_or_else(|| Error::argument("no engine was named"))?;
     let report = Report { audit, others: audits.collect() };
     if let Some(file) = &args.html {
-        write_file(file, page(&report).as_bytes())?;
+        write_file(file, page(&report, made).as_bytes())?;
     }
     args.output.write(&report, table)?;
     Ok(report.audit.safe)
@@ -89,7 +91,7 @@ fn summary(audit: &Audit) -> String {
         .filter(|e| e.verdict != Verdict::Safe)
         .collect();
     if bad.is_empty() {
-        return format!("{}: safe. No normalized input can overflow any of the {total} scales.", audit.engine);
+        return format!("{}: safe. No normalized input can overflow with any of the {total} scales.", audit.engine);
     }
     let kinds = [
         (Verdict::Overflow, "can overflow"),
@@ -128,10 +130,10 @@ fn table(report: &Report) -> String {
         out.push_str(&wrapped(note, "  ", 118));
     }
     out.push('\n');
-    let mut table = Table::new(["layer", "of", "scale", "needed", "verdict", "why"]);
+    let mut table = Table::new(["layer", "operand", "scale", "needed", "verdict", "reason"]);
     rows(audit).into_iter().for_each(|row| table.row(row));
     out.push_str(&table.left_last().render());
-    out.push_str("needed: certain bound with rounding over 448\n");
+    out.push_str("needed: worst-case bound, including rounding, divided by 448\n");
     if !report.others.is_empty() {
         out.push_str("\nother engines (--for):\n");
         report.others.iter().for_each(|other| {
@@ -142,17 +144,22 @@ fn table(report: &Report) -> String {
 }
 
 /// The page.
-pub fn page(report: &Report) -> String {
-    let mut page =
-        Page::new(&report.audit.model, "FP8 attention scales against the certain bounds", &summary(&report.audit));
+pub fn page(report: &Report, made: &Made) -> String {
+    let mut page = Page::new(
+        &format!("Audit of the FP8 attention scales of {}", report.audit.model),
+        "The scales that an engine would use, compared with the worst-case bounds of the weights",
+        "needed: worst-case bound, including rounding, divided by 448. A smaller scale can overflow for some normalized \
+         input; whether it does depends on the text.",
+    );
+    page.verdict(if report.audit.safe { Tone::Good } else { Tone::Bad }, &summary(&report.audit));
     for audit in std::iter::once(&report.audit).chain(&report.others) {
         page.section(&audit.engine.to_string());
         page.paragraph(&summary(audit));
         page.list(&audit.notes);
-        let head = ["layer", "of", "scale", "needed", "verdict", "why"].map(str::to_owned);
+        let head = ["layer", "operand", "scale", "needed", "verdict", "reason"].map(str::to_owned);
         let rows: Vec<Vec<String>> = std::iter::once(head).chain(rows(audit)).map(|row| row.to_vec()).collect();
-        page.raw(&format!("<div class=\"scroll\">{}</div>\n", html_table(&rows)));
+        page.table("reasons", &rows);
         page.end_section();
     }
-    page.render()
+    page.render(made)
 }

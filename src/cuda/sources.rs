@@ -45,7 +45,7 @@ sources! {
     FROBENIUS = "scale/frobenius";
     /// Implicit power iterations, of each head and of a layer's sum.
     POWER = "scale/power";
-    /// Bounds of q and k that are normalised after the projection.
+    /// Bounds of q and k that are normalized after the projection.
     QK_NORM = "scale/qk_norm_bounds";
     /// Channel statistics from the parts that Gram kernels leave.
     PART_STATS = "scale/part_stats";

@@ -83,7 +83,7 @@ static LAYOUTS: &[Layout] = &[
 /// Where a block's norms stand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormOrder {
-    /// In front of attention and MLP; the residual stream is never normalised (Llama, GPT-2).
+    /// In front of attention and MLP; the residual stream is never normalized (Llama, GPT-2).
     Before,
     /// Behind each residual sum; the norm's output is the residual stream (BERT).
     After,

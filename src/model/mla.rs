@@ -1,7 +1,7 @@
 //! Multi-head latent attention (MLA): the sizes of a layer.
 //!
-//! A layer caches one normalised latent c of `kv_rank` channels and one rotated key of `d_rope` channels for all heads. A head's
-//! key is `[K_h c, k_pe]`, its value `V_h c`, its query `[q_nope, q_pe]` from a normalised query latent, or from the layer's
+//! A layer caches one normalized latent c of `kv_rank` channels and one rotated key of `d_rope` channels for all heads. A head's
+//! key is `[K_h c, k_pe]`, its value `V_h c`, its query `[q_nope, q_pe]` from a normalized query latent, or from the layer's
 //! input where there is none. In absorbed form the query is `[K_h^T q_nope, q_pe]` and meets the cached row as it is.
 
 use serde::{Deserialize, Serialize};

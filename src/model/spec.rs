@@ -33,7 +33,7 @@ pub struct AttentionSpec {
     pub soft_cap: Option<f64>,
     /// Longest sequence of the config, where it names one.
     pub max_positions: Option<usize>,
-    /// Whether each value head is normalised to the length `sqrt(d_head)`, without a gain (Gemma 3n and 4): then its values are
+    /// Whether each value head is normalized to the length `sqrt(d_head)`, without a gain (Gemma 3n and 4): then its values are
     /// bounded whatever the weights are.
     pub v_norm: bool,
     /// Factors beside the weights (Falcon-H1). [`LayerWeights`](super::LayerWeights) has them in its gain and in k already.
@@ -290,7 +290,7 @@ impl AttentionSpec {
 /// Normalisation in front of the projections: `y = gain * x_hat + shift`, `||x_hat|| <= sqrt(d_model)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InputNorm {
-    /// What is normalised.
+    /// What is normalized.
     pub kind: NormKind,
     /// How the stored gain enters.
     pub gain: GainForm,

@@ -12,8 +12,8 @@ use crate::plan::ScalePlan;
 use crate::stats::StepStats;
 
 /// What `geometry-c-star` rests on.
-pub const ISOTROPY: &str = "geometry-c-star assumes that normalised tokens are independent and uniform on the sphere; \
-tokens of trained models align with the weights and can pass its logit bound";
+pub const ISOTROPY: &str = "geometry-c-star assumes that normalized tokens are independent and uniform on the sphere; \
+tokens of trained models align with the weights and can exceed its logit bound";
 
 /// Descales from bounds: logits `bound / (eta 448)`, operands `(B + share A) / 448`, o twice v.
 ///

@@ -180,9 +180,9 @@ impl Found {
             (Engine::Vllm, _) if self.consolidated => {
                 text("vLLM loads the `consolidated` safetensors of this folder, which have none of these names")
             }
-            (Engine::Vllm, Method::Plain) => text(
-                "the config has no `quantization_config`, and vLLM would refuse the checkpoint because of the scales in it",
-            ),
+            (Engine::Vllm, Method::Plain) => {
+                text("the config has no `quantization_config`, without which vLLM refuses a checkpoint that has scales")
+            }
             (Engine::Sglang, Method::Plain) => {
                 text("the config has no `quantization_config`, so SGLang reads no scale")
             }
@@ -284,11 +284,12 @@ impl Case<'_> {
             |verdict, why: String, stored| vec![AuditEntry { scale: 1.0, needed: Some(largest), verdict, stored, why }];
         let covered = match largest <= 1.0 {
             true => "1.0 covers the bound".to_owned(),
-            false => format!("can overflow by {largest:.3}"),
+            false => format!("can overflow by a factor of {largest:.3}"),
         };
         if !self.reads.scale(operand) {
             let verdict = if largest <= 1.0 { Verdict::Safe } else { Verdict::Overflow };
-            let why = if largest <= 1.0 { "safe at 1.0, which the engine casts at".to_owned() } else { covered };
+            let why =
+                if largest <= 1.0 { "1.0, at which the engine casts, covers the bound".to_owned() } else { covered };
             return one(verdict, why, None);
         }
         let unread = self.found.unread(self.index, operand);
@@ -306,7 +307,9 @@ impl Case<'_> {
                     one(Verdict::NotLoaded, why, stored.values.first().copied())
                 }
                 None if self.anywhere => one(Verdict::Missing, format!("missing, so 1.0; {covered}"), None),
-                None if largest <= 1.0 => one(Verdict::Safe, "safe at 1.0: no layer has a scale".to_owned(), None),
+                None if largest <= 1.0 => {
+                    one(Verdict::Safe, "1.0 covers the bound; no layer has a scale".to_owned(), None)
+                }
                 None => one(Verdict::Missing, format!("no layer has a scale, so 1.0; {covered}"), None),
             },
         }
@@ -384,11 +387,17 @@ fn verdict(stored: f32, used: f32, needed: f32) -> (Verdict, String) {
     }
     if used >= needed {
         return if used <= FOREIGN_FROM * needed {
-            (Verdict::Safe, "safe".to_owned())
+            (Verdict::Safe, "covers the bound".to_owned())
         } else if used == 1.0 {
             (Verdict::Default, "stored as 1.0, the loaders' default; 1.0 covers the bound".to_owned())
         } else {
-            (Verdict::Foreign, format!("{:.3} times what these weights need: of another model or layer", used / needed))
+            (
+                Verdict::Foreign,
+                format!(
+                    "{:.3} times what these weights need: probably the scale of another model or layer",
+                    used / needed
+                ),
+            )
         };
     }
     if stored >= needed {
@@ -396,9 +405,9 @@ fn verdict(stored: f32, used: f32, needed: f32) -> (Verdict, String) {
     } else if over <= 1.0 + ROUNDING {
         (Verdict::RoundedBelow, format!("rounded below the bound, which is {over:.5} times as large"))
     } else if used == 1.0 {
-        (Verdict::Default, format!("stored as 1.0, the loaders' default; can overflow by {over:.3}"))
+        (Verdict::Default, format!("stored as 1.0, the loaders' default; can overflow by a factor of {over:.3}"))
     } else {
-        (Verdict::Overflow, format!("can overflow by {over:.3}"))
+        (Verdict::Overflow, format!("can overflow by a factor of {over:.3}"))
     }
 }
 

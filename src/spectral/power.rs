@@ -124,7 +124,7 @@ impl PowerState {
 }
 
 impl PowerVectors {
-    /// A random unit right vector (a normalised Gaussian is uniform on the sphere) and no left one yet.
+    /// A random unit right vector (a normalized Gaussian is uniform on the sphere) and no left one yet.
     pub fn random(d: usize, seed: u64) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let mut v: Vec<f64> = (0..d).map(|_| StandardNormal.sample(&mut rng)).collect();

@@ -41,7 +41,7 @@ pub trait SpectralEngine {
 pub struct LayerSpectrum {
     /// Index among the layers with attention; the model's own number is that of its spec.
     pub layer: usize,
-    /// One entry per query head; `None` where q and k are normalised after the projection, so that the weights' norms
+    /// One entry per query head; `None` where q and k are normalized after the projection, so that the weights' norms
     /// bound nothing.
     pub heads: Option<Vec<HeadSpectrum>>,
     /// Norm of the paper's summed matrix `sum_h W_Q^h W_K^hT` on raw weights (a lower bound, converged); `None` with

@@ -19,6 +19,18 @@
 //! [`TokenFile`] run through the model's own forward in f32, with the weights of that step: behind a spike or a refit
 //! every layer sees what the changed layers below it made of the text. What a policy's casts lose stays in its layer, so
 //! that all policies see the same operands.
+//!
+//! ```
+//! use sigmascale::policy::PolicyKind;
+//! use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, run};
+//!
+//! let model = StressModel::open("data/tiny-llama".as_ref())?;
+//! let options = StressOptions { mode: Mode::Operands, layers: Some(1), seq_len: 32, ..StressOptions::default() };
+//! let result = run(Scenario::CheckpointLoad, &model, &options)?;
+//! let geometry = result.policies.iter().find(|summary| summary.policy == PolicyKind::Geometry);
+//! assert_eq!(geometry.expect("all policies run by default").overflow_values, 0);
+//! # Ok::<(), sigmascale::Error>(())
+//! ```
 
 mod bounds;
 mod calls;
@@ -30,6 +42,7 @@ mod options;
 mod replay;
 mod result;
 mod run;
+mod tokenizer;
 mod tokens;
 
 #[cfg(feature = "train")]

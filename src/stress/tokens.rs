@@ -1,7 +1,8 @@
-//! What the layers of a scenario read: isotropic tokens, or the model's own hidden states on a file's text.
+//! What the layers of a scenario read: isotropic tokens, or the model's own hidden states on the text of a file.
 
 use super::calls::token_seed;
 use super::model::StressModel;
+use super::tokenizer::{self, Found};
 use crate::error::{Error, Result};
 use crate::forward::{Stream, Tokens};
 use crate::model::{AttentionSpec, Body, LayerWeights};
@@ -17,15 +18,24 @@ const MAX_STREAM: usize = 1 << 28;
 /// Vocabulary of a model that reads bytes.
 const BYTES: usize = 256;
 
-/// Files beside a checkpoint that say its tokens are not bytes.
-const TOKENIZERS: [&str; 4] = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"];
+/// What to do where a text cannot be turned into tokens.
+const INSTEAD: &str = "give token ids as a JSON list in a file that ends in .json";
 
-/// The tokens of a file: a JSON list of ids (`FILE.json`), or any other file for a model whose vocabulary is bytes.
+/// A file of tokens: a JSON list of ids (`FILE.json`), or text in any other file.
+///
+/// Text becomes tokens when a run starts, by the `tokenizer.json` beside the model's weights (cargo feature
+/// `tokenizers`). Without a tokenizer, a model whose vocabulary is 256 tokens reads the bytes of the file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenFile {
     path: PathBuf,
-    ids: Vec<u32>,
-    bytes: bool,
+    content: Content,
+}
+
+/// What a file holds.
+#[derive(Clone, Debug, PartialEq)]
+enum Content {
+    Ids(Vec<u32>),
+    Text(Vec<u8>),
 }
 
 /// How a JSON file holds ids.
@@ -37,7 +47,7 @@ enum Ids {
 }
 
 impl TokenFile {
-    /// Reads `[ids]` or `{"input_ids": [ids]}` from a file whose name ends in `.json`, the bytes of any other.
+    /// Reads `[ids]` or `{"input_ids": [ids]}` from a file whose name ends in `.json`, and text from any other.
     ///
     /// # Errors
     /// `is_io` if it cannot be read; `is_format` if it is empty, larger than 64 MiB, or JSON of another form.
@@ -55,27 +65,25 @@ impl TokenFile {
             ));
         }
         let content = std::fs::read(path).map_err(io)?;
-        let bytes = path.extension().is_none_or(|extension| !extension.eq_ignore_ascii_case("json"));
-        let ids = if bytes {
-            content.into_iter().map(u32::from).collect()
-        } else {
+        let json = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("json"));
+        let content = if json {
             match serde_json::from_slice(&content) {
-                Ok(Ids::List(ids) | Ids::Encoded { input_ids: ids }) => ids,
+                Ok(Ids::List(ids) | Ids::Encoded { input_ids: ids }) => Content::Ids(ids),
                 Err(_) => {
                     let rule = "token ids are a JSON list of whole numbers, or an object with one as `input_ids`";
                     return Err(Error::format(path, rule));
                 }
             }
+        } else {
+            Content::Text(content)
         };
-        if ids.is_empty() {
-            return Err(Error::format(path, "the file holds no tokens"));
+        if matches!(&content, Content::Ids(ids) if ids.is_empty()) {
+            return Err(Error::format(path, "the list of token ids is empty"));
         }
-        Ok(Self { path: path.to_owned(), ids, bytes })
-    }
-
-    /// Number of tokens.
-    pub fn count(&self) -> usize {
-        self.ids.len()
+        if matches!(&content, Content::Text(text) if text.is_empty()) {
+            return Err(Error::format(path, "the text is empty"));
+        }
+        Ok(Self { path: path.to_owned(), content })
     }
 
     /// The file's name, for people.
@@ -83,35 +91,55 @@ impl TokenFile {
         self.path.file_name().unwrap_or(self.path.as_os_str()).to_string_lossy().into_owned()
     }
 
-    /// Whether the tokens can be those of a model.
-    fn check(&self, spec: &AttentionSpec, body: &Body<'_>, seq_len: usize) -> Result<()> {
+    /// The tokens that a model reads: at least one sequence of them, all of its vocabulary.
+    fn tokens(&self, spec: &AttentionSpec, body: &Body<'_>, seq_len: usize) -> Result<Vec<u32>> {
         let vocabulary = body.tokens.shape().0;
         let refuse = |rule: String| Err(Error::argument(format_args!("{}: {rule}", self.path.display())));
-        let instead = "give its token ids as a JSON list in a file that ends in .json";
-        if self.bytes && vocabulary != BYTES {
-            let name = &spec.name;
-            return refuse(format!("the vocabulary of {name} is {vocabulary} tokens and not the 256 bytes: {instead}"));
-        }
-        let folder = if body.path().is_dir() { body.path() } else { body.path().parent().unwrap_or(Path::new("")) };
-        let beside = |name: &&&str| folder.join(name).exists();
-        if let Some(tokenizer) = TOKENIZERS.iter().find(beside).filter(|_| self.bytes) {
-            return refuse(format!("{} has a {tokenizer}, so its tokens are not bytes: {instead}", spec.name));
-        }
-        if let Some(id) = self.ids.iter().find(|id| **id as usize >= vocabulary) {
+        let (ids, source) = match &self.content {
+            Content::Ids(ids) => (ids.clone(), self.path.clone()),
+            Content::Text(text) => {
+                let folder = if body.path().is_dir() { Some(body.path()) } else { body.path().parent() };
+                match tokenizer::find(folder.unwrap_or(Path::new(""))) {
+                    Found::Tokenizer(file) => {
+                        let text = str::from_utf8(text).map_err(|error| {
+                            let at = error.valid_up_to();
+                            Error::format(
+                                &self.path,
+                                format_args!("text must be UTF-8, but byte {at} is not: {INSTEAD}"),
+                            )
+                        })?;
+                        (tokenizer::encode(&file, text)?, file)
+                    }
+                    Found::Other(file) => {
+                        return refuse(format!(
+                            "text is read by a tokenizer.json, but {} has only a {file}: save the tokenizer again with \
+                             transformers (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)), or {INSTEAD}",
+                            spec.name
+                        ));
+                    }
+                    Found::None if vocabulary == BYTES => {
+                        (text.iter().map(|byte| u32::from(*byte)).collect(), self.path.clone())
+                    }
+                    Found::None => {
+                        return refuse(format!(
+                            "text needs the model's tokenizer.json beside its weights, and {} has none: copy it there, \
+                             or {INSTEAD}",
+                            spec.name
+                        ));
+                    }
+                }
+            }
+        };
+        if let Some(id) = ids.iter().find(|id| **id as usize >= vocabulary) {
             let rule = format_args!("token id {id} is not below {vocabulary}, the vocabulary of {}", spec.name);
-            return Err(Error::format(&self.path, rule));
+            return Err(Error::format(&source, rule));
         }
-        if self.ids.len() < seq_len {
-            let count = self.ids.len();
-            return refuse(format!(
-                "{count} tokens are fewer than one sequence of {seq_len}: lower seq_len or add text"
-            ));
+        let count = ids.len();
+        if count < seq_len {
+            let tokens = if count == 1 { "token is" } else { "tokens are" };
+            return refuse(format!("{count} {tokens} fewer than one sequence of {seq_len}: lower seq_len or add text"));
         }
-        Ok(())
-    }
-
-    fn windows(&self, seq_len: usize) -> usize {
-        self.ids.len() / seq_len
+        Ok(ids)
     }
 }
 
@@ -175,15 +203,16 @@ impl<'a> Source<'a> {
             )));
         }
         let bodies = (0..if recorded { steps } else { 1 }).map(|at| model.body(at)).collect::<Result<Vec<_>>>()?;
-        bodies.iter().try_for_each(|body| file.check(spec, body, seq_len))?;
-        let sequences = file.windows(seq_len);
+        // The checkpoints of a path are of one training run, so the first one's tokenizer is that of all.
+        let ids = file.tokens(spec, &bodies[0], seq_len)?;
+        let sequences = ids.len() / seq_len;
         let streams = (0..steps)
             .map(|step| {
-                let ids = &file.ids[step % sequences * seq_len..][..seq_len];
+                let ids = &ids[step % sequences * seq_len..][..seq_len];
                 Stream::embed(spec, &bodies[step.min(bodies.len() - 1)], ids)
             })
             .collect::<Result<_>>()?;
-        let summary = TokenSummary { file: file.name(), tokens: file.count(), sequences };
+        let summary = TokenSummary { file: file.name(), tokens: ids.len(), sequences };
         Ok(Self::Text(Text { streams, bodies, summary }))
     }
 
@@ -227,16 +256,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_are_read_from_bytes_and_from_both_forms_of_json() {
+    fn text_is_kept_and_ids_are_read_from_both_forms_of_json() {
         let folder = tempfile::tempdir().unwrap();
         let read = |name: &str, content: &[u8]| {
             let path = folder.path().join(name);
             std::fs::write(&path, content).unwrap();
             TokenFile::read(&path)
         };
-        assert_eq!(read("a.txt", &[0, 255, 7]).unwrap().ids, [0, 255, 7]);
-        assert_eq!(read("b.json", b"[3, 70000]").unwrap().ids, [3, 70000]);
-        assert_eq!(read("c.json", br#"{"attention_mask": [1], "input_ids": [5]}"#).unwrap().ids, [5]);
+        assert_eq!(read("a.txt", &[0, 255, 7]).unwrap().content, Content::Text(vec![0, 255, 7]));
+        assert_eq!(read("b.json", b"[3, 70000]").unwrap().content, Content::Ids(vec![3, 70000]));
+        assert_eq!(
+            read("c.json", br#"{"attention_mask": [1], "input_ids": [5]}"#).unwrap().content,
+            Content::Ids(vec![5])
+        );
         for (name, content) in [
             ("d.txt", &b""[..]),
             ("e.json", b"[]"),

@@ -8,7 +8,7 @@ mod timing;
 use crate::Result;
 use clap::Subcommand;
 
-/// GPU timings, as CSV
+/// Time the kernels on this GPU, as CSV
 #[derive(clap::Args)]
 pub struct Args {
     #[command(subcommand)]

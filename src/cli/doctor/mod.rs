@@ -11,7 +11,7 @@ use report::{Cache, Cpu, Report};
 use std::fmt::Write;
 use std::path::PathBuf;
 
-/// GPU, driver, compiler and kernel cache: what was found, what is missing, what to do
+/// Show what this machine has for the GPU half, what is missing and what to do
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]

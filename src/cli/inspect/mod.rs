@@ -2,6 +2,7 @@
 
 pub mod page;
 
+use super::html::Made;
 use super::latent;
 use super::model::{Model, headline};
 use super::output::{OutputArgs, write_file};
@@ -11,12 +12,12 @@ use crate::calibrate::{Calibration, Inspection, Options, Statistics};
 use crate::{Error, Result};
 use std::path::PathBuf;
 
-/// Spectral profile of a checkpoint: sigma per layer and head, stable rank, RoPE ratio, certain logit bound
+/// Show which layers and heads have large logits: sigma, stable rank, RoPE ratio and logit bound
 #[derive(clap::Args)]
 pub struct Args {
     /// Checkpoint folder, or .safetensors file with its config beside it
     checkpoint: String,
-    /// Also write an HTML page with the pictures to FILE
+    /// Also write the result as an HTML page with figures to FILE
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     #[command(flatten)]
@@ -24,7 +25,7 @@ pub struct Args {
 }
 
 /// Runs the command.
-pub fn run(args: Args) -> Result<()> {
+pub fn run(args: Args, made: &Made) -> Result<()> {
     args.output.check()?;
     if let Some(file) = &args.html {
         args.output.check_other("--html", file)?;
@@ -47,7 +48,7 @@ pub fn run(args: Args) -> Result<()> {
     bar.finish_and_clear();
     let inspection = Inspection::new(calibration.finish());
     if let Some(file) = &args.html {
-        write_file(file, page::render(&inspection).as_bytes())?;
+        write_file(file, page::render(&inspection, made).as_bytes())?;
     }
     args.output.write(&inspection, table)
 }

@@ -1,7 +1,7 @@
 //! The page of a checkpoint: sigma per layer and head, as the paper's Figure 1, and the numbers behind it.
 
 use crate::calibrate::{HeadInspection as Head, Inspection, LayerInspection as Layer};
-use crate::cli::html::{Figure, Page, escape, html_table};
+use crate::cli::html::{Figure, Made, Page, Tone, escape, scrolling};
 use crate::cli::model::headline;
 use crate::cli::svg::{Axis, extremes, label, open_svg};
 use crate::cli::table::short;
@@ -66,12 +66,19 @@ pub fn summary(inspection: &Inspection) -> String {
 }
 
 /// The page.
-pub fn render(inspection: &Inspection) -> String {
+pub fn render(inspection: &Inspection, made: &Made) -> String {
     let name = inspection.model.name.as_str();
     let line = headline(&inspection.model);
     let line = line.trim().strip_prefix(name).unwrap_or(&line).trim_start_matches([':', ' ']);
     let mut page = Page::new(&format!("Spectral profile of {name}"), line, &summary(inspection));
     let layers = &inspection.layers;
+    if let Some((bound, layer)) =
+        layers.iter().filter_map(|layer| Some((layer.bound_rounded?, layer.number))).max_by(|a, b| a.0.total_cmp(&b.0))
+    {
+        let text =
+            format!("No normalized input gives a |logit| above {}, rounding included (layer {layer}).", short(bound));
+        page.verdict(Tone::Plain, &text);
+    }
     let has_sigma = layers.iter().any(|layer| layer.sigma.is_some());
     if has_sigma {
         page.figures(&[
@@ -125,7 +132,7 @@ pub fn render(inspection: &Inspection) -> String {
         caption: format!("Over the heads of a layer. {BOUNDS}"),
         content: numbers(layers),
     }]);
-    page.render()
+    page.render(made)
 }
 
 fn numbers(layers: &[Layer]) -> String {
@@ -156,7 +163,7 @@ fn numbers(layers: &[Layer]) -> String {
             short(layer.bound_rounded),
         ]
     }));
-    html_table(&rows)
+    scrolling("", &rows)
 }
 
 /// Every number of a head, for the tooltip.

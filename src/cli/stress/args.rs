@@ -9,7 +9,7 @@ use crate::{Error, Result};
 use clap::ValueEnum;
 use std::path::PathBuf;
 
-/// All six policies side by side under a checkpoint load, a weight spike, a refit or recorded maxima
+/// Run six scaling policies side by side through a change of the weights, and report which overflow
 #[derive(clap::Args)]
 #[command(allow_negative_numbers = true)]
 pub struct Args {
@@ -31,8 +31,8 @@ pub struct Args {
     /// Steps [default: 1 for checkpoint-load, 330 for resume, 150 for lr-spike, otherwise 30]
     #[arg(long, value_name = "N", value_parser = count)]
     pub steps: Option<usize>,
-    /// Run this text through the model's own forward instead of generated tokens: FILE.json is a JSON list of token
-    /// ids, any other file is read as bytes, for a model with a vocabulary of bytes
+    /// Run this text through the whole model instead of generated tokens, by the tokenizer.json beside the weights;
+    /// FILE.json is a JSON list of token ids
     #[arg(long, value_name = "FILE")]
     pub tokens: Option<PathBuf>,
     /// Later checkpoints of the same training run, comma-separated and in order: refit loads one per step
@@ -41,16 +41,16 @@ pub struct Args {
     /// Seed of synthetic weights and of tokens
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole)]
     pub seed: u64,
-    /// For resume and lr-spike: what a value out of range becomes [default: both]
+    /// What a value outside the range becomes, for resume and lr-spike [default: both]
     #[arg(long, value_enum)]
     pub casts: Option<CastKind>,
-    /// Where spectra and bounds are computed; attention runs on the CPU
+    /// Where bounds are computed; attention runs on the CPU in any case
     #[arg(long, value_enum, default_value = "cpu")]
     pub device: Device,
     /// Recorded maxima, for replay and all
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
-    /// Also write an HTML page with the pictures to FILE
+    /// Also write the result as an HTML page with figures to FILE
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
     #[command(flatten)]
@@ -64,7 +64,7 @@ pub struct Args {
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Choice {
-    /// A trained model is loaded; no policy has seen anything
+    /// A trained model is loaded; no policy has a history
     CheckpointLoad,
     /// Weights and biases of q, k and v grow by a factor of 4 at step 10
     WeightSpike,
@@ -90,17 +90,17 @@ pub enum Cast {
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum CastKind {
-    /// 448 with its sign
+    /// 448 with the sign of the value
     Saturating,
     /// NaN, which reaches the loss
     Nan,
-    /// Each in runs of its own
+    /// Both, each in separate runs
     Both,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Device {
-    /// This machine's cores
+    /// The CPU
     Cpu,
     /// The first GPU
     Cuda,

@@ -27,7 +27,7 @@ pub fn legend(curves: &[Option<PolicyKind>]) -> String {
             policy.map_or("f32", PolicyKind::name)
         );
     }
-    out + "</div>\n"
+    out + "<span class=\"dim\">A wide pale band is a curve that lies under another one.</span></div>\n"
 }
 
 /// Class and dashes of a curve.
@@ -56,7 +56,7 @@ pub struct Frame {
 pub fn curves(all: &[Curve], frame: &Frame) -> String {
     let Frame { axis, last, over, limit, mark } = frame;
     let last = *last;
-    let (left, top, right, height) = (46.0, 8.0, WIDTH - 10.0, 190.0);
+    let (left, top, right, height) = (46.0, 20.0, WIDTH - 10.0, 190.0);
     let x = |at: usize| left + 6.0 + (right - left - 12.0) * at as f64 / last as f64;
     let y = |value: f64| top + height * (1.0 - axis.place(value));
     let mut svg = open_svg(WIDTH, top + height + 36.0, &format!("Line chart by {over}"));
@@ -85,14 +85,21 @@ pub fn curves(all: &[Curve], frame: &Frame) -> String {
         let _ =
             write!(svg, "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{at}</text>", x(at), top + height + 15.0);
     }
-    for (policy, points) in all {
+    for (place, (policy, points)) in all.iter().enumerate() {
         let (class, dash) = look(*policy);
+        // A curve that later ones cover is drawn as a wide pale band around them.
+        let above = all[place + 1..].iter().filter(|(_, other)| coincide(points, other, &y)).count();
+        let (style, dash) = match above {
+            0 => (String::new(), dash),
+            count => (format!(" under\" style=\"stroke-width:{}", 2 + 4 * count), ""),
+        };
         let path: String = points
             .iter()
             .enumerate()
             .map(|(n, point)| format!("{}{:.1} {:.1}", if n == 0 { 'M' } else { 'L' }, x(point.0), y(point.1)))
             .collect();
-        let _ = write!(svg, "<g class=\"{class}\"><path class=\"curve\" stroke-dasharray=\"{dash}\" d=\"{path}\"/>");
+        let _ =
+            write!(svg, "<g class=\"{class}\"><path class=\"curve{style}\" stroke-dasharray=\"{dash}\" d=\"{path}\"/>");
         // Dots carry the numbers; hundreds of steps need none.
         for point in points.iter().filter(|_| points.len() <= 40) {
             let name = policy.map_or(String::new(), |policy| format!("{policy}, "));
@@ -107,7 +114,19 @@ pub fn curves(all: &[Curve], frame: &Frame) -> String {
         }
         svg.push_str("</g>");
     }
-    let scale = if axis.log { "; logarithmic upwards" } else { "" };
-    let _ = write!(svg, "<text x=\"{left}\" y=\"{}\">{over}{scale}</text></svg>", top + height + 31.0);
+    if axis.log {
+        svg.push_str("<text x=\"0\" y=\"10\">log scale</text>");
+    }
+    let (middle, bottom) = (0.5 * (left + right), top + height + 31.0);
+    let _ = write!(svg, "<text x=\"{middle:.1}\" y=\"{bottom}\" text-anchor=\"middle\">{over}</text></svg>");
     svg
+}
+
+/// Whether two curves lie on each other for at least half of the points of the first.
+fn coincide(points: &[(usize, f64)], other: &[(usize, f64)], y: &dyn Fn(f64) -> f64) -> bool {
+    let near = |point: &&(usize, f64)| {
+        let same = other.iter().find(|other| other.0 == point.0);
+        same.is_some_and(|same| (y(same.1) - y(point.1)).abs() < 1.5)
+    };
+    !points.is_empty() && 2 * points.iter().filter(near).count() >= points.len()
 }

@@ -13,6 +13,7 @@ mod words;
 pub use args::Args;
 pub use outcome::Results;
 
+use super::html::Made;
 use super::model::Model;
 use super::output::write_file;
 use super::progress;
@@ -24,7 +25,7 @@ use outcome::{LeftOut, Run};
 use std::path::{Path, PathBuf};
 
 /// Runs the command.
-pub fn run(args: Args) -> Result<()> {
+pub fn run(args: Args, made: &Made) -> Result<()> {
     let options = args.options()?;
     args.output.check()?;
     if let Some(file) = &args.html {
@@ -71,7 +72,7 @@ pub fn run(args: Args) -> Result<()> {
         },
     };
     if let Some(file) = &args.html {
-        write_file(file, page::render(&results).as_bytes())?;
+        write_file(file, page::render(&results, made).as_bytes())?;
     }
     args.output.write(&results, table::render)
 }

@@ -4,7 +4,7 @@ use super::chart::{Frame, WIDTH, curves, legend, place};
 use super::outcome::Results;
 use super::table::{HEADS, cells};
 use super::words::{self, RANGE, rows};
-use crate::cli::html::{Figure, Page, escape, html_table};
+use crate::cli::html::{Figure, Made, Page, escape};
 use crate::cli::svg::{Axis, label, open_svg};
 use crate::cli::table::brief;
 use crate::policy::PolicyKind;
@@ -14,7 +14,7 @@ use std::fmt::Write;
 /// Most dots that a row of a strip shows.
 const DOTS: usize = 200;
 /// The page.
-pub fn render(results: &Results) -> String {
+pub fn render(results: &Results, made: &Made) -> String {
     let runs = results.runs();
     let model = runs.iter().map(|run| run.stress.model.as_str()).next().unwrap_or("a model");
     let mode = runs.first().map_or("", |run| words::mode_name(run.stress.mode));
@@ -29,6 +29,8 @@ pub fn render(results: &Results) -> String {
         &format!("mode {mode}; {}", names.join(", ")),
         &format!("{same} {summary}"),
     );
+    let (tone, verdict) = words::verdict_of_all(runs.iter().map(|run| &run.stress));
+    page.verdict(tone, &verdict);
     for run in runs {
         part(&mut page, &run.stress, run.transition());
         #[cfg(feature = "train")]
@@ -40,7 +42,7 @@ pub fn render(results: &Results) -> String {
         let text = format!("Left out: {}: {}.", left_out.scenario, left_out.reason);
         page.raw(&format!("<p class=\"dim\">{}</p>\n", escape(&text)));
     }
-    page.render()
+    page.render(made)
 }
 
 /// `mark` is the step of the transition, where there is one.
@@ -53,7 +55,7 @@ fn part(page: &mut Page, run: &StressResult, mark: Option<usize>) {
     page.paragraph(&framing.concat());
     let mut table = vec![HEADS.map(str::to_owned).to_vec()];
     table.extend(run.policies.iter().map(|policy| cells(run, policy).to_vec()));
-    page.raw(&format!("<div class=\"scroll words\">{}</div>\n", html_table(&table)));
+    page.table("words", &table);
     page.list(&rest);
     page.raw(&legend(&run.policies.iter().map(|policy| Some(policy.policy)).collect::<Vec<_>>()));
     let over = if run.steps > 1 { "step" } else { "layer" };
@@ -69,7 +71,7 @@ fn part(page: &mut Page, run: &StressResult, mark: Option<usize>) {
     }];
     let descale = |title: &str, value: &dyn Fn(&TraceRow) -> Option<f64>| Figure {
         title: format!("{title} descale by {over}"),
-        caption: "Largest over the heads and layers. Reach is 448 times this."
+        caption: "Largest over the heads and layers. The scale covers |x| up to 448 times this."
             .replace(" and layers", if run.steps > 1 { " and layers" } else { "" }),
         content: lines(run, value, false, None, mark),
     };
@@ -98,10 +100,11 @@ fn part(page: &mut Page, run: &StressResult, mark: Option<usize>) {
         content: heat_map(run),
     });
     figures.push(Figure {
-        title: "Utilisation".to_owned(),
-        caption: "Share of the range used. Dots: layers and steps. Bar: p10 to p90 over heads; line: median. Right of \
+        title: "Share of the range used".to_owned(),
+        caption:
+            "Largest |x / descale| / 448. Dots: layers and steps. Bar: p10 to p90 over heads; line: median. Right of \
                   the dotted line is overflow."
-            .to_owned(),
+                .to_owned(),
         content: strip(run, &|row| Some(row.max_scaled / RANGE), Some(1.0), true, ""),
     });
     if run.policies.iter().any(|policy| policy.sqnr_db.is_some()) {
@@ -238,7 +241,8 @@ fn strip(
     let right = WIDTH - 14.0;
     let bottom = top + height * run.policies.len() as f64;
     let x = |value: f64| left + (right - left) * axis.place(value);
-    let mut svg = open_svg(WIDTH, bottom + 36.0, if name.is_empty() { "Utilisation by policy" } else { name });
+    let mut svg =
+        open_svg(WIDTH, bottom + 36.0, if name.is_empty() { "Share of the range used by policy" } else { name });
     for tick in axis.ticks() {
         let x = x(tick);
         let _ = write!(

@@ -11,31 +11,31 @@ use clap::ValueEnum;
 #[derive(clap::Args)]
 #[command(next_help_heading = "Policy parameters")]
 pub struct PolicyArgs {
-    /// Comma-separated; delayed is both delayed-paper and delayed-te [default: all six]
+    /// Policies to run, comma-separated; delayed stands for delayed-paper and delayed-te [default: all six]
     #[arg(long, value_name = "A,B,..")]
     policies: Option<String>,
-    /// Steps observed before the constant is fixed [default: 100; a quarter of the steps in runs of at most 100]
+    /// Steps of the burn-in, after which the ratio is fixed [default: 100; a quarter of the steps in runs of at most 100]
     #[arg(long, value_name = "N", value_parser = count)]
     auto_c_burn_in: Option<usize>,
-    /// Share of the observed ratios that the constant covers [default: 0.9999]
+    /// Quantile of the observed ratios that is used [default: 0.9999]
     #[arg(long, value_name = "Q", value_parser = real)]
     auto_c_quantile: Option<f64>,
     /// Safety factor on the observed ratio, at least 1 [default: 1.5]
     #[arg(long, value_name = "K", value_parser = real)]
     auto_c_kappa: Option<f64>,
-    /// Which ratios share a constant [default: layer]
+    /// Which heads share a ratio [default: layer]
     #[arg(long, value_enum)]
     auto_c_pooling: Option<Pool>,
-    /// Steps remembered [default: 16]
+    /// Length of the amax history in steps [default: 16]
     #[arg(long, value_name = "N", value_parser = count)]
     delayed_paper_history: Option<usize>,
     /// Share of the range that the largest value of the history is mapped onto [default: 0.9]
     #[arg(long, value_name = "SHARE", value_parser = real)]
     delayed_paper_margin: Option<f64>,
-    /// Steps remembered [default: 1024]
+    /// Length of the amax history in steps [default: 1024]
     #[arg(long, value_name = "N", value_parser = count)]
     delayed_te_history: Option<usize>,
-    /// What is made of the history [default: max]
+    /// How the amax history is reduced [default: max]
     #[arg(long, value_enum)]
     delayed_te_algorithm: Option<Algorithm>,
     /// The amax is mapped onto 448 / 2^M [default: 0]
@@ -55,7 +55,7 @@ enum Pool {
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Algorithm {
-    /// Its maximum
+    /// Maximum of the history
     Max,
     /// The amax of the last step
     MostRecent,

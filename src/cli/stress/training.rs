@@ -5,7 +5,7 @@ use super::chart::{Curve, Frame, curves, legend};
 use super::outcome::Run;
 use super::words::{RANGE, mode_name, rows};
 use crate::bound::Tail;
-use crate::cli::html::{Figure, Page, html_table};
+use crate::cli::html::{Figure, Page};
 use crate::cli::progress;
 use crate::cli::svg::Axis;
 use crate::cli::table::{Table, brief, wrapped};
@@ -131,7 +131,7 @@ pub fn part(page: &mut Page, run: &StressResult, training: &Training) {
     page.paragraph(&text.concat());
     let mut rows = vec![HEADS.map(str::to_owned).to_vec()];
     rows.extend(shown(training).map(|run| cells(training, run).to_vec()));
-    page.raw(&format!("<div class=\"scroll words\">{}</div>\n", html_table(&rows)));
+    page.table("words", &rows);
     page.list(&rest);
     let known = std::iter::once(None).chain(run.policies.iter().map(|policy| Some(policy.policy)));
     page.raw(&legend(&known.collect::<Vec<_>>()));

@@ -2,6 +2,7 @@
 //!
 //! Verdicts come first, one line per policy; then what a reader needs to know before comparing numbers.
 
+use crate::cli::html::Tone;
 use crate::cli::table::brief;
 use crate::policy::PolicyKind;
 use crate::stress::{Mode, PolicySummary, SPIKE, SPIKE_STEP, Scenario, StressResult, TensorSlack, TraceRow};
@@ -29,6 +30,24 @@ pub fn headline(run: &StressResult) -> String {
         },
     };
     format!("{}, mode {}: {}, {layers}, {steps}, {tokens}", run.scenario.name(), mode_name(run.mode), run.model)
+}
+
+/// Which policies overflowed anywhere, in a sentence.
+pub fn verdict_of_all<'r>(runs: impl Iterator<Item = &'r StressResult>) -> (Tone, String) {
+    let (mut over, mut within) = (Vec::new(), Vec::new());
+    for policy in runs.flat_map(|run| &run.policies) {
+        let list = if policy.overflow_values > 0 { &mut over } else { &mut within };
+        if !list.contains(&policy.policy.name()) {
+            list.push(policy.policy.name());
+        }
+    }
+    within.retain(|name| !over.contains(name));
+    match (over.is_empty(), within.is_empty()) {
+        (true, true) => (Tone::Plain, "No policy was run.".to_owned()),
+        (true, false) => (Tone::Good, format!("No overflow: {}.", within.join(", "))),
+        (false, true) => (Tone::Bad, format!("Overflow: {}.", over.join(", "))),
+        (false, false) => (Tone::Bad, format!("Overflow: {}. No overflow: {}.", over.join(", "), within.join(", "))),
+    }
 }
 
 /// What became of each policy, in a line.
@@ -321,7 +340,7 @@ fn range_and_cost(run: &StressResult) -> Option<String> {
     {
         text.push_str(&format!(
             " Their SQNR is {a:.1} and {b:.1} dB, their KL {} and {}. E4M3 is a floating-point format with the same \
-             relative precision from 448 down to 1/64, so utilisation alone says little about accuracy.",
+             relative precision from 448 down to 1/64, so the used share of the range alone says little about accuracy.",
             brief(c),
             brief(d)
         ));

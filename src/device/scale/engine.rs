@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// A model's weights in device memory, with everything that scales need set up.
 ///
-/// Layers may differ in anything: shape, rotation, norm, storage, and whether q and k are normalised. Layers of one kind share
+/// Layers may differ in anything: shape, rotation, norm, storage, and whether q and k are normalized. Layers of one kind share
 /// their launches, and each other kind adds its own to the caller's stream. All write into one set of results, layer after
 /// layer without padding: [`ScaleEngine::heads`] says where a layer's begin.
 ///
@@ -101,7 +101,7 @@ impl ScaleEngine {
         groups.try_for_each(|(i, group)| group.descales(stream, &self.results, i == 0))
     }
 
-    /// Puts the Grams of every Q and K head on `stream`: one read of W_Q and W_K. Layers with normalised q and k have none.
+    /// Puts the Grams of every Q and K head on `stream`: one read of W_Q and W_K. Layers with normalized q and k have none.
     ///
     /// # Errors
     /// If the engine was made without Grams, or a launch is refused.
@@ -119,7 +119,7 @@ impl ScaleEngine {
 
     /// Puts the whole plan on `stream`: operand descales, and for every query head a certified logit bound and its
     /// descale. One read of the weights where [`ScaleEngine::one_pass`] says so; W_Q and W_K are read twice elsewhere, and
-    /// not at all where q and k are normalised after the projection.
+    /// not at all where q and k are normalized after the projection.
     ///
     /// # Errors
     /// If the engine was made without Grams, or a launch is refused.
@@ -142,13 +142,13 @@ impl ScaleEngine {
     /// changes. For stable ranks and for bounds on isotropic tokens: sigma of a plan is below the bound of F already.
     ///
     /// # Errors
-    /// If no layer has Grams (the engine was made without, or q and k are normalised in all), or a launch is refused.
+    /// If no layer has Grams (the engine was made without, or q and k are normalized in all), or a launch is refused.
     pub fn frobenius(&self, stream: &Stream) -> Result<()> {
         self.need_grams()?;
         self.groups.iter().try_for_each(|group| group.frobenius(stream, &self.results))
     }
 
-    /// What [`ScaleEngine::frobenius`] leaves, `[layer][query head]`; NaN in layers whose q and k are normalised.
+    /// What [`ScaleEngine::frobenius`] leaves, `[layer][query head]`; NaN in layers whose q and k are normalized.
     pub fn head_frobenius(&self) -> Option<&Buffer<HeadFrobenius>> {
         self.results.frobenius.as_ref()
     }

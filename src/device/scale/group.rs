@@ -62,7 +62,7 @@ impl Group {
         })
     }
 
-    /// Operand descales; with normalised q and k the logit bounds too. `clear`: the status has to be cleared first.
+    /// Operand descales; with normalized q and k the logit bounds too. `clear`: the status has to be cleared first.
     pub fn descales(&self, stream: &Stream, results: &Results, clear: bool) -> Result<()> {
         if clear {
             results.status.clear(stream)?;

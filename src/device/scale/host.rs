@@ -56,7 +56,7 @@ impl DeviceWeights {
     }
 
     /// Copies of weights in host memory, as far as bounds depend on them. BF16 and F16 stay what they are; everything else becomes
-    /// f32, rounded where it was finer (2^-24, inside the margins of the bounds). Where q and k are normalised after the projection,
+    /// f32, rounded where it was finer (2^-24, inside the margins of the bounds). Where q and k are normalized after the projection,
     /// W_Q and W_K stay on the host.
     ///
     /// # Errors

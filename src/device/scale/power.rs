@@ -171,7 +171,7 @@ impl PowerEngine {
     /// out, as the paper does.
     ///
     /// # Errors
-    /// If q and k of a layer are normalised after the projection, or anything that
+    /// If q and k of a layer are normalized after the projection, or anything that
     /// [`ScaleEngine::new`](super::ScaleEngine::new) refuses.
     ///
     /// # Safety

@@ -1,4 +1,4 @@
-//! Bounds of q and k that are normalised between projection and rotation.
+//! Bounds of q and k that are normalized between projection and rotation.
 
 use super::results::Results;
 use super::tables::{LayerInput, Place, QkLayer, QkNormInput, QkNormSide, QkSide};

@@ -116,7 +116,7 @@ pub struct QkNormSide {
     pub shift: DevicePtr,
     /// Every head has values of its own, `heads * d_head` of them; otherwise all heads share `d_head`.
     pub per_head: bool,
-    /// Channels that are normalised together: d_head (Qwen 3, Gemma 3), or those of all heads (OLMo 2).
+    /// Channels that are normalized together: d_head (Qwen 3, Gemma 3), or those of all heads (OLMo 2).
     pub channels: u32,
 }
 

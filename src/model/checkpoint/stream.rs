@@ -61,7 +61,7 @@ impl LayerStream {
     /// KV heads are shared out, or each is on as many ranks where there are fewer.
     ///
     /// # Errors
-    /// `is_argument` if the heads cannot be shared out evenly, `is_unsupported` if q and k are normalised over all heads together.
+    /// `is_argument` if the heads cannot be shared out evenly, `is_unsupported` if q and k are normalized over all heads together.
     pub fn of_rank(mut self, ranks: usize) -> Result<Self> {
         let spec = &mut self.checkpoint.config.spec;
         if ranks != 1 && spec.qk_norm.is_some_and(|norm| norm.scope == QkNormScope::Joint) {

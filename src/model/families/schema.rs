@@ -38,7 +38,7 @@ pub(crate) struct Family {
     pub qkv: QkvTensors,
     /// Multi-head latent attention.
     pub mla: Option<MlaRule>,
-    /// Each value head is normalised, without a gain.
+    /// Each value head is normalized, without a gain.
     pub v_norm: bool,
     /// How many of the last layers take the keys and values of the last layer of their kind before them: a key and its value when
     /// absent.

@@ -1,0 +1,312 @@
+"""Types of what results hold. Keys and values are those of the command's JSON."""
+
+from typing import Literal, NotRequired, TypedDict
+
+Policy = Literal["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"]
+Operand = Literal["logit", "q", "k", "v", "o"]
+EngineName = Literal["vllm", "sglang", "trtllm", "mistralrs"]
+Verdict = Literal["safe", "overflow", "missing", "default", "rounded_below", "foreign", "not_loaded", "unbounded"]
+
+
+class Biases(TypedDict):
+    """Which projections have a bias."""
+
+    q: bool
+    k: bool
+    v: bool
+
+
+class Latent(TypedDict):
+    """Sizes of multi-head latent attention."""
+
+    q_rank: int | None
+    kv_rank: int
+    d_nope: int
+    d_rope: int
+    d_value: int
+    q_factor: float
+    kv_factor: float
+
+
+class Model(TypedDict):
+    """A model. ``n_q_heads``, ``n_kv_heads`` and ``d_head`` are lists, one entry per layer, where layers differ."""
+
+    name: str
+    family: str
+    layers: int
+    d_model: int
+    n_q_heads: int | list[int]
+    n_kv_heads: int | list[int]
+    d_head: int | list[int]
+    norm: Literal["layer-norm", "rms-norm", "none"]
+    rope: Literal["half-split", "interleaved"] | None
+    qk_norm: Literal["per-head", "joint"] | None
+    mla: NotRequired[Latent]
+    bias: Biases
+    bounded_positions: NotRequired[int]
+    fp8_inputs: NotRequired[bool]
+
+
+class UnionBound(TypedDict):
+    """What the union bound counts."""
+
+    delta: float
+    seq_len: int
+    batch: int
+    steps: int
+
+
+class CalibrationTail(UnionBound):
+    """The same with the share of the E4M3 range that a logit bound is mapped onto."""
+
+    eta: float
+
+
+class CStar(TypedDict):
+    """The paper's constants."""
+
+    gamma: float
+    c_star: float
+    c_rank_agnostic: float
+    improvement: float
+    gamma_beta: float
+    c_star_beta: float
+
+
+class ChosenC(TypedDict):
+    """A constant in place of ``c_star`` and its failure probability."""
+
+    c: float
+    delta: float
+
+
+class Method(TypedDict):
+    """How the layers were computed."""
+
+    bound: Literal["certain", "rank-aware", "spectrum"] | None
+    estimator: Literal["gram", "power"]
+    rotation: bool
+    granularity: Literal["head", "layer"]
+    as_paper: bool
+    c: float | None
+    layer_norm_mean_limit: NotRequired[float]
+
+
+class LatentProfile(TypedDict):
+    """What the cache of latent attention needs."""
+
+    cache_descale: float
+    absorbed_q_descale: list[float]
+    latent_bound: float
+    k_pe_bound: float
+
+
+class PowerProfile(TypedDict):
+    """What an estimate by power iteration is worth."""
+
+    lower_bound: bool
+    residual: float
+    certified_inflation: float | None
+
+
+class HeadProfile(TypedDict):
+    """One query head."""
+
+    head: int
+    kv_head: int
+    sigma: float | None
+    sigma_raw: float | None
+    sigma_rope: float | None
+    sigma_certified: float | None
+    frobenius: float | None
+    stable_rank: float | None
+    power: NotRequired[PowerProfile]
+    bias_constant: float | None
+    bound_naive: float | None
+    bound_certain: float | None
+    bound_rounded: float | None
+    bound_rank_aware: float | None
+    bound_spectrum: float | None
+
+
+class LayerProfile(TypedDict):
+    """One layer: descales of q, k, v and o have one entry per KV head, logit descales one per query head."""
+
+    layer: int
+    number: int
+    sigma: float | None
+    sigma_sum: float | None
+    logit_bound: float
+    logit_descale: float
+    logit_descales: NotRequired[list[float]]
+    q_descale: list[float] | None
+    k_descale: list[float] | None
+    v_descale: list[float] | None
+    o_descale: list[float] | None
+    mla: NotRequired[LatentProfile]
+    heads: NotRequired[list[HeadProfile]]
+
+
+class Statistics(TypedDict):
+    """Smallest, mean and largest value over the heads of a layer."""
+
+    min: float
+    mean: float
+    max: float
+
+
+class HeadInspection(TypedDict):
+    """One query head."""
+
+    head: int
+    kv_head: int
+    sigma: float | None
+    sigma_raw: float | None
+    sigma_rope: float | None
+    rope_ratio: float | None
+    frobenius: float | None
+    stable_rank: float | None
+    bound_certain: float | None
+    bound_rounded: float | None
+
+
+class LayerInspection(TypedDict):
+    """One layer: statistics over its heads, then the heads."""
+
+    layer: int
+    number: int
+    sigma: Statistics | None
+    sigma_raw: Statistics | None
+    stable_rank: Statistics | None
+    rope_ratio: Statistics | None
+    sigma_sum: float | None
+    bound_certain: float | None
+    bound_rounded: float | None
+    mla: NotRequired[LatentProfile]
+    heads: list[HeadInspection]
+
+
+class Tokens(TypedDict):
+    """The text of a run."""
+
+    file: str
+    tokens: int
+    sequences: int
+
+
+class Parameters(TypedDict):
+    """A policy with its parameters; which keys there are depends on the policy."""
+
+    policy: Policy
+    eta: NotRequired[float]
+    granularity: NotRequired[Literal["head", "layer"]]
+    burn_in: NotRequired[int]
+    quantile: NotRequired[float]
+    kappa: NotRequired[float]
+    pooling: NotRequired[Literal["model", "layer", "head"]]
+    max_restarts: NotRequired[int]
+    history: NotRequired[int]
+    initial: NotRequired[float]
+    margin: NotRequired[float]
+    algorithm: NotRequired[Literal["max", "most-recent"]]
+
+
+class Quantiles(TypedDict):
+    """Quantiles over layers and steps."""
+
+    p10: float
+    median: float
+    p90: float
+
+
+class Slack(Statistics):
+    """Worst-case bound over the observed maximum."""
+
+    tensor: Operand
+    count: int
+
+
+class PolicySummary(TypedDict):
+    """What became of one policy."""
+
+    policy: Policy
+    layers: int
+    overflow_layers: int
+    overflow_steps: int
+    first_bad_step: int | None
+    overflow_values: int
+    values: int
+    max_scaled: float
+    overshoot: Quantiles | None
+    utilisation: Quantiles
+    sqnr_db: float | None
+    output_bias: float | None
+    softmax_kl: float | None
+    slack: NotRequired[list[Slack]]
+    fallbacks: int
+    assumption: str | None
+
+
+class Unavailable(TypedDict):
+    """A policy that cannot run on this model."""
+
+    policy: Policy
+    reason: str
+
+
+class TraceRow(TypedDict):
+    """One step of one policy in one layer."""
+
+    step: int
+    policy: Policy
+    layer: int
+    max_logit: float
+    descale: float
+    max_scaled: float
+    overflow: int
+    tensor: Operand
+    logit_descale: float | None
+    q_descale: float | None
+    k_descale: float | None
+    v_descale: float | None
+    sqnr_db: float | None
+    output_bias: float | None
+    softmax_kl: float | None
+
+
+class OperandCertificate(TypedDict):
+    """The scales of one operand in a layer, and the worst case over what they cover."""
+
+    scale: list[float]
+    needed: list[float]
+    cast_at_one: bool
+    safe: bool
+    load: float
+
+
+class LayerCertificate(TypedDict):
+    """One layer of an export; ``v`` is None where it has no bound."""
+
+    layer: int
+    q: OperandCertificate
+    k: OperandCertificate
+    v: OperandCertificate | None
+
+
+class AuditEntry(TypedDict):
+    """One scale as an engine would use it, and the scale that the weights need."""
+
+    scale: float
+    needed: float | None
+    verdict: Verdict
+    stored: float | None
+    why: str
+
+
+class LayerAudit(TypedDict):
+    """One layer: an entry per scale of q, k and v."""
+
+    layer: int
+    q: list[AuditEntry]
+    k: list[AuditEntry]
+    v: list[AuditEntry]
