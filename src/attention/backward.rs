@@ -35,7 +35,6 @@ use super::sequences::Sequence;
 use crate::error::Result;
 use crate::fp8::{self, OnOverflow};
 use crate::plan::ScalePlan;
-use half::bf16;
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -291,7 +290,7 @@ impl GradientProducts {
     #[inline(always)]
     fn round(self, x: &mut [f32]) {
         if self == Self::Bf16 {
-            x.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+            lanes::round_bf16(x);
         }
     }
 }

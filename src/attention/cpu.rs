@@ -32,7 +32,7 @@ use crate::fp8::{self, Counts, Format, OnOverflow};
 use crate::plan::ScalePlan;
 use crate::scale::Descale;
 use crate::stats::{LogitStats, StepStats};
-use half::{bf16, f16};
+use half::f16;
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -243,11 +243,15 @@ impl Engine<'_> {
                 tile.lse.push(lse);
                 tile.o += count(&tile.out[from..], scales.o)?;
             }
-            if let (Some(descale), Cast::E4m3) = (scales.o, precision.output) {
-                let saturate = precision.on_overflow;
-                for x in &mut tile.out {
-                    *x = Format::E4m3.round(*x * descale.quant_scale().get(), saturate) * descale.get();
+            match (scales.o, precision.output) {
+                (Some(descale), Cast::E4m3) => {
+                    let saturate = precision.on_overflow;
+                    for x in &mut tile.out {
+                        *x = Format::E4m3.round(*x * descale.quant_scale().get(), saturate) * descale.get();
+                    }
                 }
+                (_, Cast::Bf16) => lanes::round_bf16(&mut tile.out),
+                _ => {}
             }
         }
         Ok(tile)
@@ -338,31 +342,21 @@ impl NullaryFnOnce for Kernel<'_> {
                 }
                 spans[row] = (from, to);
                 self.logits(&mut s[from..to]);
-                if let Some(shift) = self.shift {
-                    self.softmax(row, &mut s[from..to], shift);
-                    s[..from].fill(0.0);
-                    s[to..].fill(0.0);
-                }
+                s[..from].fill(0.0);
+                s[to..].fill(0.0);
             }
-            if self.shift.is_none() {
-                continue;
-            }
+            let Some(shift) = self.shift else { continue };
             let v = &self.packed.v.values[base * self.stride_v..];
-            // Rows go in blocks, whose invisible keys have P = 0; next to NaN or infinity each row goes alone.
-            let block = if self.packed.clean { 4 } else { 1 };
-            for first in (0..rows).step_by(block) {
-                let count = block.min(rows - first);
-                let span = &spans[first..first + count];
-                let from = span.iter().fold(TILE, |a, s| a.min(s.0));
-                let to = span.iter().fold(0, |a, s| a.max(s.1));
-                let (rows, out) = ((first, count), &mut self.state.out);
-                match self.precision.pv_accumulator {
-                    PvAccumulator::F32 => lanes::values(&s, v, self.stride_v, rows, (from, to), out),
-                    PvAccumulator::Fp8 { .. } => {
-                        accumulator::FP8.values(&s, v, self.stride_v, rows, (from, to), out);
+            let width = self.precision.pv_accumulator.tile();
+            for part in (0..TILE).step_by(width) {
+                let within = |(from, to): (usize, usize)| (from.max(part), to.min(part + width));
+                for (row, s) in s.chunks_exact_mut(TILE).take(rows).enumerate() {
+                    let (from, to) = within(spans[row]);
+                    if from < to {
+                        self.softmax(row, &mut s[from..to], shift);
                     }
-                    PvAccumulator::F16 => accumulator::F16.values(&s, v, self.stride_v, rows, (from, to), out),
                 }
+                self.products(&s, v, spans.map(within), rows);
             }
             if let PvAccumulator::Fp8 { promote_every } = self.precision.pv_accumulator {
                 let done = tile + 1 - keys.start / TILE;
@@ -380,6 +374,33 @@ impl NullaryFnOnce for Kernel<'_> {
 }
 
 impl Kernel<'_> {
+    /// Adds P V of the keys in `spans` to the output.
+    #[inline(always)]
+    fn products(&mut self, p: &[f32], v: &[f32], spans: [(usize, usize); TILE], rows: usize) {
+        // Rows go in blocks, whose invisible keys have P = 0; next to NaN or infinity each row goes alone.
+        let block = if self.packed.clean { 4 } else { 1 };
+        for first in (0..rows).step_by(block) {
+            let count = block.min(rows - first);
+            let span = &spans[first..first + count];
+            let from = span.iter().fold(TILE, |a, s| a.min(s.0));
+            let to = span.iter().fold(0, |a, s| a.max(s.1));
+            if from >= to {
+                continue;
+            }
+            let (rows, out) = ((first, count), &mut self.state.out);
+            match self.precision.pv_accumulator {
+                PvAccumulator::F32 | PvAccumulator::Bf16 { .. } => {
+                    lanes::values(p, v, self.stride_v, rows, (from, to), out);
+                }
+                PvAccumulator::Fp8 { .. } => accumulator::FP8.values(p, v, self.stride_v, rows, (from, to), out),
+                PvAccumulator::F16 => accumulator::F16.values(p, v, self.stride_v, rows, (from, to), out),
+            }
+        }
+        if let PvAccumulator::Bf16 { .. } = self.precision.pv_accumulator {
+            lanes::round_bf16(&mut self.state.out);
+        }
+    }
+
     /// Products to logits: factor, soft-cap, statistics, cast.
     #[inline(always)]
     fn logits(&mut self, s: &mut [f32]) {
@@ -442,7 +463,7 @@ impl Kernel<'_> {
         state.sum[row] = state.sum[row] * rescale + lanes::sum(s);
         match self.precision.probabilities {
             Probabilities::F32 => {}
-            Probabilities::Bf16 => s.iter_mut().for_each(|p| *p = bf16::from_f32(*p).to_f32()),
+            Probabilities::Bf16 => lanes::round_bf16(s),
             Probabilities::F16 => s.iter_mut().for_each(|p| *p = f16::from_f32(*p * P_SCALE).to_f32()),
             Probabilities::E4m3 => s.iter_mut().for_each(|p| *p = fp8::round_e4m3(*p * P_SCALE, true)),
         }

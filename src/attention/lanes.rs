@@ -3,6 +3,8 @@
 //! Every loop has a fixed order of operations and no fused multiply-add, so that results have the same bits on every
 //! CPU, with whatever vector width the compiler finds.
 
+use half::bf16;
+
 /// Rows of a query tile, and keys of a key tile.
 pub(super) const TILE: usize = 64;
 /// Rows of one register block.
@@ -38,6 +40,12 @@ pub(super) fn exp(x: f32) -> f32 {
     let value = if x > HIGHEST { f32::INFINITY } else { value };
     let value = if x < LOWEST { 0.0 } else { value };
     if x.is_nan() { x } else { value }
+}
+
+/// Rounds every value to bfloat16.
+#[inline(always)]
+pub(super) fn round_bf16(x: &mut [f32]) {
+    x.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
 }
 
 /// Folds a slice into [`LANES`] accumulators: element `i` goes to lane `i % LANES`.

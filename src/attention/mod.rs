@@ -60,5 +60,5 @@ pub use precision::{Cast, LogitCast, P_SCALE, Precision, Probabilities, PvAccumu
 pub use reference::{ReferenceGradients, ReferenceOutput, reference, reference_backward};
 pub use sequences::{Padding, Sequence};
 pub use shape::AttentionShape;
-pub use shift::Stabilised;
+pub use shift::{ShiftLimit, Stabilised};
 pub use stabilised::StabilisedOutput;

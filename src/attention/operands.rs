@@ -126,7 +126,7 @@ impl Operands<'_> {
         self.rows(self.inputs.v, shape.d_v, rows, |row| shape.v_at(row, kv_head), descale)
     }
 
-    /// Copies rows of `d` values, through E4M3 if that is asked for; counts in either case.
+    /// Copies rows of `d` values, through E4M3 or BF16 if that is asked for; counts in any case.
     fn rows(
         &self,
         x: &[f32],
@@ -144,8 +144,11 @@ impl Operands<'_> {
                 (Some(descale), Cast::E4m3) => {
                     Format::E4m3.round_slice(from, descale.quant_scale().get(), self.precision.on_overflow, to)?
                 }
-                _ => {
+                (_, cast) => {
                     to.copy_from_slice(from);
+                    if cast == Cast::Bf16 {
+                        lanes::round_bf16(to);
+                    }
                     count(from, descale)?
                 }
             };

@@ -13,11 +13,13 @@ use std::str::FromStr;
 /// in F16) stay normal. The descale, `2^-8`, is part of the output's factor.
 pub const P_SCALE: f32 = 256.0;
 
-/// Whether a tensor passes through E4M3. It is counted against its descale in either case.
+/// What a tensor is rounded to. It is counted against its descale in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cast {
     /// Left in f32.
     F32,
+    /// Rounded to bfloat16, without a scale.
+    Bf16,
     /// Cast with the plan's descale; left in f32 where the plan has none.
     E4m3,
 }
@@ -57,7 +59,7 @@ pub enum QkAccumulator {
 
 /// How the sums of P V are taken.
 ///
-/// As text: `f32`, `f16`, and `fp8-N` for [`PvAccumulator::Fp8`].
+/// As text: `f32`, `f16`, `fp8-N` for [`PvAccumulator::Fp8`] and `bf16-N` for [`PvAccumulator::Bf16`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PvAccumulator {
     /// f32.
@@ -71,6 +73,13 @@ pub enum PvAccumulator {
     /// As Hopper's F16 instructions do, 25 bits after the point of the largest term. Needs P in F16 and V in E4M3, which
     /// F16 holds exactly.
     F16,
+    /// f32 within a tile of keys; the running output is rounded to bfloat16 after each tile, and the row maximum moves from
+    /// tile to tile. This is how low-precision training stores the unnormalised output (low-precision paper, section
+    /// 3.3.2); on the CPU only. Needs P in BF16.
+    Bf16 {
+        /// Keys of a tile: a divisor of 64.
+        tile: usize,
+    },
 }
 
 impl fmt::Display for PvAccumulator {
@@ -79,6 +88,7 @@ impl fmt::Display for PvAccumulator {
             Self::F32 => f.write_str("f32"),
             Self::Fp8 { promote_every } => write!(f, "fp8-{promote_every}"),
             Self::F16 => f.write_str("f16"),
+            Self::Bf16 { tile } => write!(f, "bf16-{tile}"),
         }
     }
 }
@@ -94,16 +104,15 @@ impl FromStr for PvAccumulator {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        let keys = |name: &str| name.strip_prefix("fp8-").and_then(|keys| keys.parse().ok());
+        let keys = |prefix: &str| name.strip_prefix(prefix).and_then(|keys| keys.parse().ok());
+        let fp8 = || keys("fp8-").map(|promote_every| Self::Fp8 { promote_every });
+        let bf16 = || keys("bf16-").map(|tile| Self::Bf16 { tile });
         let accumulator = match name {
             "f32" => Self::F32,
             "f16" => Self::F16,
-            _ => {
-                let promote_every = keys(name).ok_or_else(|| {
-                    Error::argument(format_args!("accumulator {name}: expected f32, f16 or fp8-N, N in keys"))
-                })?;
-                Self::Fp8 { promote_every }
-            }
+            _ => fp8().or_else(bf16).ok_or_else(|| {
+                Error::argument(format_args!("accumulator {name}: expected f32, f16, fp8-N or bf16-N, N in keys"))
+            })?,
         };
         accumulator.check().map(|()| accumulator)
     }
@@ -117,8 +126,16 @@ impl PvAccumulator {
                     "an FP8 accumulator promoted every {promote_every} keys: expected a multiple of {TILE} above zero"
                 )))
             }
+            Self::Bf16 { tile } if tile == 0 || TILE % tile != 0 => {
+                Err(Error::argument(format_args!("an output rounded every {tile} keys: expected a divisor of {TILE}")))
+            }
             _ => Ok(()),
         }
+    }
+
+    /// Keys over which a row's P has one shift.
+    pub(super) fn tile(self) -> usize {
+        if let Self::Bf16 { tile } = self { tile } else { TILE }
     }
 }
 
@@ -166,6 +183,16 @@ impl Precision {
     /// No rounding but f32's own.
     pub const F32: Self = Self { logits: LogitCast::F32, ..Self::PAPER_LOGITS };
 
+    /// FlashAttention in BF16 with every cast of the low-precision paper: q, k, v, P, P V after each tile of 64 keys, and the
+    /// output.
+    pub const BF16: Self = Self {
+        operands: Cast::Bf16,
+        probabilities: Probabilities::Bf16,
+        pv_accumulator: PvAccumulator::Bf16 { tile: TILE },
+        output: Cast::Bf16,
+        ..Self::F32
+    };
+
     /// The FP8 kernel on Hopper for inference, its accumulators included: P V is promoted to f32 every 256 keys.
     ///
     /// The mean error of the output is at most 5e-3 of its mean size: -1e-3 to -3e-3 for V with a mean of 0.1 to 3
@@ -190,6 +217,7 @@ impl Precision {
             PvAccumulator::F32 => self.probabilities,
             PvAccumulator::Fp8 { .. } => Probabilities::E4m3,
             PvAccumulator::F16 => Probabilities::F16,
+            PvAccumulator::Bf16 { .. } => Probabilities::Bf16,
         };
         Self { probabilities, pv_accumulator, ..self }
     }
@@ -219,7 +247,8 @@ impl Precision {
                 self.probabilities
             )));
         }
-        if !e4m3 || plan.operands.v.is_none() {
+        let needs_e4m3 = !matches!(accumulator, PvAccumulator::Bf16 { .. });
+        if needs_e4m3 && (!e4m3 || plan.operands.v.is_none()) {
             return Err(Error::argument(format_args!(
                 "the accumulator {accumulator} of P V needs v in E4M3, by descales of the plan"
             )));

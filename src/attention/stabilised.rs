@@ -11,7 +11,8 @@
 //! (its line 10 drops the second case; section 4 has it). A maximum of exactly zero stays as it is, as there.
 //!
 //! **Departure.** m moves by at most [`Stabilised::MAX_SHIFT`] nats. The paper's m has no limit: with beta = 2 and a
-//! repeated maximum of 104 every f32 P is zero, and the row is 0 / 0.
+//! repeated maximum of 104 every f32 P is zero, and the row is 0 / 0. Past the limit m still moves with the row's maximum
+//! ([`ShiftLimit`](super::ShiftLimit)), since the same shift on every row would bias P.
 //!
 //! **With P in E4M3 or F16 it is refused**: `exp(-12.5)` is zero in E4M3 and `exp(-23)` in F16, even scaled as in
 //! [`P_SCALE`](super::P_SCALE), so that with beta = 2 a repeated maximum above that would empty its row.
@@ -20,7 +21,7 @@ use super::backend::AttentionOutput;
 use super::call::{AttentionCall, Inputs};
 use super::cpu;
 use super::precision::{Precision, Probabilities};
-use super::shift::{Shift, Stabilised};
+use super::shift::{Shift, ShiftLimit, Stabilised};
 use crate::error::{Error, Result};
 use crate::plan::ScalePlan;
 
@@ -29,7 +30,8 @@ use crate::plan::ScalePlan;
 pub struct StabilisedOutput {
     /// Output, log-sum-exp and statistics.
     pub output: AttentionOutput,
-    /// Repeated maxima per query head (`n_q`): pairs of a row and a tile of 64 keys in which the largest logit occurred
+    /// Repeated maxima per query head (`n_q`): pairs of a row and a tile of keys (64, or those of
+    /// [`PvAccumulator::Bf16`](super::PvAccumulator::Bf16)) in which the largest logit occurred
     /// more than once.
     pub repeated: Vec<u64>,
 }
@@ -38,8 +40,8 @@ impl Stabilised {
     /// The CPU backend's forward with this softmax.
     ///
     /// # Errors
-    /// If P is in E4M3 or F16 (`is_unsupported`), if `beta` is not above 1 or `epsilon` is negative, and as
-    /// [`Attention::forward`](super::Attention::forward).
+    /// If P is in E4M3 or F16 (`is_unsupported`), if `beta` is not above 1, `epsilon` is negative or a fixed limit is not
+    /// above zero and at most [`Stabilised::MAX_SHIFT`], and as [`Attention::forward`](super::Attention::forward).
     pub fn forward(
         &self,
         call: &AttentionCall<'_>,
@@ -58,6 +60,14 @@ impl Stabilised {
         }
         if !(self.epsilon.is_finite() && self.epsilon >= 0.0) {
             return Err(Error::argument(format_args!("epsilon {} must be finite and not negative", self.epsilon)));
+        }
+        if let ShiftLimit::Fixed(nats) = self.limit
+            && !(nats > 0.0 && nats <= Self::MAX_SHIFT)
+        {
+            return Err(Error::argument(format_args!(
+                "a fixed limit of {nats} nats must be greater than zero and at most {}",
+                Self::MAX_SHIFT
+            )));
         }
         let (output, repeated) = cpu::forward(call, inputs, plan, precision, Shift::Stabilised(*self))?;
         Ok(StabilisedOutput { output, repeated })

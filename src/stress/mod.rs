@@ -32,6 +32,7 @@
 //! # Ok::<(), sigmascale::Error>(())
 //! ```
 
+mod ablate;
 mod bounds;
 mod calls;
 mod lab;
@@ -45,9 +46,10 @@ mod run;
 mod tokenizer;
 mod tokens;
 
+pub use ablate::{AblationRow, Parameter, ablate};
 #[cfg(feature = "train")]
 pub(crate) use lab::{Seen, Tally, identity, look, row};
-pub use low_precision::{LowPrecisionOptions, Remedy, low_precision};
+pub use low_precision::{LowPrecisionOptions, LowPrecisionSummary, Remedy, Verdict, low_precision, verdicts};
 #[cfg(feature = "train")]
 pub(crate) use metrics::{Divergence, Quality};
 pub use metrics::{Quantiles, output_bias, sqnr_db};

@@ -4,12 +4,12 @@ use super::policies::PolicyArgs;
 use crate::cli::model::{Model, files};
 use crate::cli::numbers::{count, real, whole};
 use crate::cli::output::OutputArgs;
-use crate::stress::{Mode, StressOptions, TokenFile};
+use crate::stress::{StressOptions, TokenFile};
 use crate::{Error, Result};
 use clap::ValueEnum;
 use std::path::PathBuf;
 
-/// Run six scaling policies side by side through a change of the weights, and report which overflow
+/// What `stress` runs policies through.
 #[derive(clap::Args)]
 #[command(allow_negative_numbers = true)]
 pub struct Args {
@@ -156,10 +156,7 @@ impl Args {
             crate::cuda::require().map_err(|error| error.within("--device cuda"))?;
         }
         Ok(StressOptions {
-            mode: match self.mode {
-                Cast::Logit => Mode::Logit,
-                Cast::Operands => Mode::Operands,
-            },
+            mode: self.mode.into(),
             policies: self.policies.configs()?,
             layers: self.layers,
             seq_len: self.seq_len.unwrap_or(StressOptions::default().seq_len),

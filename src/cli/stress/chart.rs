@@ -1,4 +1,4 @@
-//! Line charts: one curve per policy over steps or layers.
+//! Line charts: one curve per policy, remedy or head over steps or layers.
 
 use crate::cli::svg::{Axis, label, open_svg};
 use crate::cli::table::brief;
@@ -10,33 +10,52 @@ pub const WIDTH: f64 = 356.0;
 /// Dashes of the policies' curves, so that colour is not needed to tell them apart.
 const DASHES: [&str; 6] = ["", "7 3", "2 2", "", "9 3 2 3", "4 4"];
 
+/// What a curve stands for.
+pub trait Line: Copy {
+    /// Its name in legends.
+    fn name(self) -> String;
+    /// Its colour and dashes; `None` is the plain line of a control.
+    fn place(self) -> Option<usize>;
+}
+
+impl Line for Option<PolicyKind> {
+    fn name(self) -> String {
+        self.map_or("f32".to_owned(), |policy| policy.to_string())
+    }
+
+    fn place(self) -> Option<usize> {
+        self.map(place)
+    }
+}
+
 /// Place of a policy among the six: its colour and dashes.
 pub fn place(policy: PolicyKind) -> usize {
     PolicyKind::ALL.iter().position(|kind| *kind == policy).unwrap_or(0)
 }
 
-/// What each curve is; `None` is the control.
-pub fn legend(curves: &[Option<PolicyKind>]) -> String {
+/// What each curve is.
+pub fn legend<L: Line>(curves: &[L]) -> String {
     let mut out = String::from("<div class=\"legend\">");
-    for policy in curves {
-        let (class, dash) = look(*policy);
+    for line in curves {
+        let (class, dash) = look(*line);
         let _ = write!(
             out,
             "<span><svg class=\"{class}\" width=\"34\" height=\"10\" aria-hidden=\"true\"><path class=\"curve\" \
              stroke-dasharray=\"{dash}\" d=\"M0 5H34\"/></svg>{}</span>",
-            policy.map_or("f32", PolicyKind::name)
+            line.name()
         );
     }
     out + "<span class=\"dim\">A wide pale band is a curve that lies under another one.</span></div>\n"
 }
 
-/// Class and dashes of a curve.
-fn look(policy: Option<PolicyKind>) -> (String, &'static str) {
-    policy.map(place).map_or_else(Default::default, |at| (format!("p{at}"), DASHES[at]))
+/// Class and dashes of a curve. Past six curves colours repeat with other dashes.
+fn look(line: impl Line) -> (String, &'static str) {
+    let of = |at: usize| (format!("p{}", at % DASHES.len()), DASHES[(at + at / DASHES.len()) % DASHES.len()]);
+    line.place().map_or_else(Default::default, of)
 }
 
-/// Values over steps; `None` is the control without a policy.
-pub type Curve = (Option<PolicyKind>, Vec<(usize, f64)>);
+/// Values over steps.
+pub type Curve<L = Option<PolicyKind>> = (L, Vec<(usize, f64)>);
 
 /// What stands around the curves of a line chart.
 pub struct Frame {
@@ -53,7 +72,7 @@ pub struct Frame {
 }
 
 /// A line chart, a line for each curve.
-pub fn curves(all: &[Curve], frame: &Frame) -> String {
+pub fn curves<L: Line>(all: &[Curve<L>], frame: &Frame) -> String {
     let Frame { axis, last, over, limit, mark } = frame;
     let last = *last;
     let (left, top, right, height) = (46.0, 20.0, WIDTH - 10.0, 190.0);
@@ -80,13 +99,13 @@ pub fn curves(all: &[Curve], frame: &Frame) -> String {
         let _ = write!(svg, "<line class=\"limit\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{top}\" y2=\"{bottom}\"/>");
     }
     let every = (last as f64 / 6.0).ceil().max(1.0) as usize;
-    let every = [1, 2, 5, 10, 20, 50, 100].into_iter().find(|step| *step >= every).unwrap_or(every);
+    let every = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].into_iter().find(|step| *step >= every).unwrap_or(every);
     for at in (0..=last).step_by(every) {
         let _ =
             write!(svg, "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{at}</text>", x(at), top + height + 15.0);
     }
-    for (place, (policy, points)) in all.iter().enumerate() {
-        let (class, dash) = look(*policy);
+    for (place, (line, points)) in all.iter().enumerate() {
+        let (class, dash) = look(*line);
         // A curve that later ones cover is drawn as a wide pale band around them.
         let above = all[place + 1..].iter().filter(|(_, other)| coincide(points, other, &y)).count();
         let (style, dash) = match above {
@@ -102,7 +121,7 @@ pub fn curves(all: &[Curve], frame: &Frame) -> String {
             write!(svg, "<g class=\"{class}\"><path class=\"curve{style}\" stroke-dasharray=\"{dash}\" d=\"{path}\"/>");
         // Dots carry the numbers; hundreds of steps need none.
         for point in points.iter().filter(|_| points.len() <= 40) {
-            let name = policy.map_or(String::new(), |policy| format!("{policy}, "));
+            let name = line.place().map_or(String::new(), |_| format!("{}, ", line.name()));
             let _ = write!(
                 svg,
                 "<circle class=\"dot\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"2\"><title>{name}{over} {}: {}</title></circle>",

@@ -1,7 +1,9 @@
 //! `sigmascale stress`: what every scaling policy does when the weights move, as table, JSON or page.
 
+mod ablate;
 mod args;
 mod chart;
+mod low_precision;
 mod outcome;
 pub mod page;
 mod policies;
@@ -10,22 +12,48 @@ mod table;
 mod training;
 mod words;
 
-pub use args::Args;
 pub use outcome::Results;
 
 use super::html::Made;
 use super::model::Model;
 use super::output::write_file;
 use super::progress;
-use crate::stress::{Progress, Scenario, StressModel, StressOptions, Trace, replay, run_with_progress};
+use crate::stress::{Mode, Progress, Scenario, StressModel, StressOptions, Trace, replay, run_with_progress};
 use crate::{Error, Result};
 use args::{Choice, NEEDS_TRAIN};
 use indicatif::ProgressBar;
 use outcome::{LeftOut, Run};
 use std::path::{Path, PathBuf};
 
+/// Run six scaling policies side by side through a change of the weights, and report which overflow; or study a failure
+#[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub struct Args {
+    #[command(subcommand)]
+    study: Option<Study>,
+    #[command(flatten)]
+    run: Option<args::Args>,
+}
+
+/// Scenarios without policies and without a model of the user's.
+#[derive(clap::Subcommand)]
+enum Study {
+    LowPrecision(low_precision::Args),
+    Ablate(ablate::Args),
+}
+
 /// Runs the command.
 pub fn run(args: Args, made: &Made) -> Result<()> {
+    match (args.study, args.run) {
+        (Some(Study::LowPrecision(args)), _) => low_precision::run(args, made),
+        (Some(Study::Ablate(args)), _) => ablate::run(args),
+        (None, Some(args)) => policies_under(args, made),
+        (None, None) => Err(Error::argument("stress needs a scenario: see sigmascale stress --help")),
+    }
+}
+
+/// The scenarios that run policies.
+fn policies_under(args: args::Args, made: &Made) -> Result<()> {
     let options = args.options()?;
     args.output.check()?;
     if let Some(file) = &args.html {
@@ -77,6 +105,15 @@ pub fn run(args: Args, made: &Made) -> Result<()> {
     args.output.write(&results, table::render)
 }
 
+impl From<args::Cast> for Mode {
+    fn from(cast: args::Cast) -> Self {
+        match cast {
+            args::Cast::Logit => Self::Logit,
+            args::Cast::Operands => Self::Operands,
+        }
+    }
+}
+
 /// The bar counts the steps of all layers, the message both.
 fn show(bar: &ProgressBar, scenario: Scenario, done: Progress) {
     let Progress { layer, layers, step, steps } = done;
@@ -86,7 +123,7 @@ fn show(bar: &ProgressBar, scenario: Scenario, done: Progress) {
 }
 
 /// Scenarios that `all` cannot run with these arguments.
-fn left_out(args: &Args) -> Vec<LeftOut> {
+fn left_out(args: &args::Args) -> Vec<LeftOut> {
     let left =
         |names: &[&'static str], reason| names.iter().map(move |scenario| LeftOut { scenario, reason }).collect();
     let mut left_out: Vec<LeftOut> = match args.trains() {

@@ -157,7 +157,7 @@ impl Tensors {
     fn check_accumulator(&self) -> Result<()> {
         self.accumulator.check()?;
         let with = match self.accumulator {
-            PvAccumulator::F32 => "P V is not",
+            PvAccumulator::F32 | PvAccumulator::Bf16 { .. } => "P V is not",
             PvAccumulator::F16 if self.descales.logit.is_some() => "with logits in E4M3 P V is not",
             PvAccumulator::F16 if self.out.element() == Element::E4m3 => "with an output in E4M3 P V is not",
             PvAccumulator::Fp8 { promote_every } if promote_every < TILE_KEYS => "for a tile of 128 keys P V is not",
