@@ -23,7 +23,7 @@
 
 mod state;
 
-use crate::attention::{Attention, AttentionCall, AttentionOutput, Cast, Inputs, LogitCast, Precision, measure};
+use crate::attention::{Attention, AttentionCall, AttentionOutput, Inputs, LogitCast, Precision, measure};
 use crate::bound::{LayerBounds, MlaBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
@@ -429,8 +429,8 @@ fn casts(precision: &Precision, plan: &ScalePlan) -> Vec<Tensor> {
     let cast = |tensor: &Tensor| {
         let asked = match tensor {
             Tensor::Logit => precision.logits == LogitCast::E4m3,
-            Tensor::Q | Tensor::K | Tensor::V => precision.operands == Cast::E4m3,
-            Tensor::O => precision.output == Cast::E4m3,
+            Tensor::Q | Tensor::K | Tensor::V => precision.operands.fp8().is_some(),
+            Tensor::O => precision.output.fp8().is_some(),
         };
         asked && tensor.descales(plan).is_some()
     };

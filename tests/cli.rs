@@ -302,7 +302,11 @@ fn man_pages_name_every_command() {
     assert!(made.status.success());
     let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
     assert_eq!(read("sigmascale.1"), page);
-    for (file, option) in [("sigmascale-stress.1", "seq\\-len"), ("sigmascale-verify.1", "html")] {
+    for (file, option) in [
+        ("sigmascale-stress.1", "seq\\-len"),
+        ("sigmascale-stress-low-precision.1", "remedies"),
+        ("sigmascale-verify.1", "html"),
+    ] {
         let page = read(file);
         for part in [".SH NAME", ".SH SYNOPSIS", ".SH OPTIONS", option] {
             assert!(page.contains(part), "{file}: {part} in {page}");

@@ -564,3 +564,77 @@ fn usage_errors_exit_2_and_write_nothing() {
     let (code, log) = failure(&["stress", "checkpoint-load", "--model", TINY_LLAMA, "-o", "/no/such/folder/x.json"]);
     assert!(code == 1 && log.contains("its folder does not exist"), "{log}");
 }
+
+#[test]
+fn low_precision_reproduces_the_failure_records_it_and_names_what_is_wrong() {
+    let folder = tempfile::tempdir().unwrap();
+    let page = folder.path().join("page.html");
+    let short = ["stress", "low-precision", "--heads", "1", "--head", "0", "--steps", "121", "--seeds", "3"];
+    let mut args = short.to_vec();
+    args.extend(["--remedies", "none,f32-output", "--format", "json"]);
+    args.extend(["--record", text(folder.path()), "--html", text(&page)]);
+    let run = json(&args);
+    assert_eq!(run["scenario"], "low-precision");
+    let (runs, verdicts) = (run["runs"].as_array().unwrap(), run["verdicts"].as_array().unwrap());
+    assert_eq!((runs.len(), verdicts.len()), (2, 2));
+    assert_eq!((&runs[0]["remedy"], &runs[0]["seed"], &runs[0]["tile"]), (&"none".into(), &3.into(), &64.into()));
+    let bias = |run: &Value| run["delta_bias"][0].as_f64().unwrap();
+    assert!(bias(&runs[0]) > 10.0 * bias(&runs[1]).abs(), "{run}");
+    for remedy in ["none", "f32-output"] {
+        let file = folder.path().join(format!("{remedy}-seed3.jsonl"));
+        let history = sigmascale::history::History::read(&file).unwrap();
+        assert_eq!((history.steps.len(), history.layers.len(), history.run.layers[0].heads), (121, 13, 1));
+    }
+    let page = std::fs::read_to_string(page).unwrap();
+    assert!(page.contains("Norm of W_Q") && page.contains("f32-output") && !page.contains("<script"));
+
+    let table = String::from_utf8(sigmascale(&[&short[..], &["--remedies", "f32"]].concat()).stdout).unwrap();
+    assert!(table.contains("  f32               the loss did not double in 1 run; norm of W_Q up to 1."), "{table}");
+    for (bad, message) in [
+        (["--steps", "0"], "steps 0 must lie between"),
+        (["--heads", "1"], "head 2 must lie between 0 and 0"),
+        (["--head", "x"], "expected a head's number, or none"),
+        (["--tile", "5"], "expected a divisor of 64"),
+        (["--beta", "1"], "beta 1 must be finite and greater than 1"),
+        (["--remedies", "f32,f32"], "duplicate remedy f32"),
+        (["--seeds", "1,1"], "duplicate seed 1"),
+        (["--remedies", "qk-clip"], "invalid value 'qk-clip'"),
+        (["--model", "x"], "unexpected argument '--model'"),
+    ] {
+        let (code, log) = failure(&[&["stress", "low-precision"], &bad[..]].concat());
+        assert!(code == 2 && log.contains(message), "{bad:?}: {log}");
+    }
+    let (code, log) = failure(&["stress", "low-precision", "--steps", "1", "--record", "no/such/folder"]);
+    assert!(code == 1 && log.contains("--record needs a folder that exists"), "{log}");
+}
+
+#[test]
+fn ablations_vary_one_parameter_of_the_paper() {
+    let args = ["stress", "ablate", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--layers", "1", "--seq-len", "32"];
+    let run = json(&[&args[..], &["--steps", "8", "--format", "json"]].concat());
+    let rows = |parameter: &str, policy: &str| -> Vec<Value> {
+        let rows = run["rows"].as_array().unwrap().iter();
+        rows.filter(|row| row["parameter"] == parameter && row["policy"] == policy).cloned().collect()
+    };
+    let column = |rows: &[Value], key: &str| rows.iter().map(|row| row[key].as_f64().unwrap()).collect::<Vec<f64>>();
+    // The share of the range grows in proportion to eta, and nothing overflows under the worst case.
+    let eta = rows("eta", "geometry");
+    let share: Vec<f64> = eta.iter().map(|r| r["largest"].as_f64().unwrap() / r["value"].as_f64().unwrap()).collect();
+    assert!(share.iter().all(|x| (x / share[0] - 1.0).abs() < 1e-5), "{share:?}");
+    assert!(column(&eta, "overflow_values").iter().all(|n| *n == 0.0));
+    // A smaller failure probability and a longer sequence give a larger constant; so does a larger kappa or quantile.
+    for (parameter, policy) in
+        [("delta", "geometry-c-star"), ("seq-len", "geometry-c-star"), ("kappa", "auto-c"), ("quantile", "auto-c")]
+    {
+        let rows = rows(parameter, policy);
+        let constants = column(&rows, "constant");
+        assert_eq!(constants.len(), 4, "{parameter}");
+        assert!(constants.windows(2).all(|pair| pair[0] <= pair[1]) && constants[0] < constants[3], "{constants:?}");
+    }
+    let kappa = column(&rows("kappa", "auto-c"), "constant");
+    assert!((kappa[3] / kappa[1] - 2.0).abs() < 1e-4, "{kappa:?}");
+    let (code, log) = failure(&[&args[..], &["--steps", "3", "--parameters", "kappa"]].concat());
+    assert!(code == 2 && log.contains("steps 3 must be at least 4"), "{log}");
+    let (code, log) = failure(&[&args[..], &["--parameters", "eta,eta"]].concat());
+    assert!(code == 2 && log.contains("duplicate parameter eta"), "{log}");
+}

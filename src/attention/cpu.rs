@@ -28,7 +28,7 @@ use super::precision::{Cast, LogitCast, P_SCALE, Precision, Probabilities, PvAcc
 use super::sequences::Sequence;
 use super::shift::Shift;
 use crate::error::Result;
-use crate::fp8::{self, Counts, Format, OnOverflow};
+use crate::fp8::{self, Counts, OnOverflow};
 use crate::plan::ScalePlan;
 use crate::scale::Descale;
 use crate::stats::{LogitStats, StepStats};
@@ -243,14 +243,14 @@ impl Engine<'_> {
                 tile.lse.push(lse);
                 tile.o += count(&tile.out[from..], scales.o)?;
             }
-            match (scales.o, precision.output) {
-                (Some(descale), Cast::E4m3) => {
-                    let saturate = precision.on_overflow;
+            match (scales.o, precision.output.fp8()) {
+                (Some(descale), Some((format, factor))) => {
+                    let (scale, undo) = (descale.quant_scale().get() * factor, descale.get() / factor);
                     for x in &mut tile.out {
-                        *x = Format::E4m3.round(*x * descale.quant_scale().get(), saturate) * descale.get();
+                        *x = format.round(*x * scale, precision.on_overflow) * undo;
                     }
                 }
-                (_, Cast::Bf16) => lanes::round_bf16(&mut tile.out),
+                _ if precision.output == Cast::Bf16 => lanes::round_bf16(&mut tile.out),
                 _ => {}
             }
         }

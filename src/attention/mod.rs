@@ -19,11 +19,14 @@
 //!    `descale_v / 256 / l` the output once.
 //! 2. The logit after the soft-cap, if asked for: `e4m3(s * quant_scale) * descale`, per query head; the result enters
 //!    the softmax (the spectral-bounds paper's Algorithm 1).
-//! 3. P, which lies in [0, 1]: `e4m3(256 p)` or `f16(256 p)` ([`P_SCALE`]), or bf16. The row sum is that of the unrounded f32 p. In a
-//!    tiled backend p is relative to the running maximum of the row.
+//! 3. P, which lies in [0, 1]: `e4m3(256 p)` or `f16(256 p)` ([`P_SCALE`]), or bf16. The row sum is that of the unrounded
+//!    f32 p. In a tiled backend p is relative to the running maximum of the row.
 //! 4. The sums of Q K^T and P V, where an accumulator of Hopper's tensor cores is asked for ([`QkAccumulator`],
-//!    [`PvAccumulator`]).
-//! 5. The output, if asked for: `e4m3(o * quant_scale) * descale`.
+//!    [`PvAccumulator`]), or the running output after each tile, to bf16 ([`PvAccumulator::Bf16`]).
+//! 5. The output, if asked for: `e4m3(o * quant_scale) * descale`, or bf16.
+//!
+//! On the CPU q, k, v and the output can also be rounded to bf16 without scales, to E5M2 or to the E4M3 that ends at 240
+//! ([`Cast`]), and q, k and v stochastically ([`Rounding`]).
 //!
 //! **What is never silent.** NaN in an operand that a row can see makes that row NaN. A saturating cast turns an infinity
 //! into 448; it is in the `non_finite` count of its operand. Rows that see no key are zero, with the sink as lse or `-inf`.
@@ -56,7 +59,7 @@ pub use backward::{BackwardPrecision, Delta, GradientProducts, Gradients, Saved,
 pub use call::{AttentionCall, Inputs, Mask};
 pub use cpu::{Cpu, measure};
 pub use paged::{Appended, BlockTable, Gathered, NewTokens, PageShape, PagedKv};
-pub use precision::{Cast, LogitCast, P_SCALE, Precision, Probabilities, PvAccumulator, QkAccumulator};
+pub use precision::{Cast, LogitCast, P_SCALE, Precision, Probabilities, PvAccumulator, QkAccumulator, Rounding};
 pub use reference::{ReferenceGradients, ReferenceOutput, reference, reference_backward};
 pub use sequences::{Padding, Sequence};
 pub use shape::AttentionShape;

@@ -2,7 +2,7 @@
 
 use super::call::{AttentionCall, Inputs};
 use super::lanes::{self, LANES, TILE};
-use super::precision::{Cast, Precision};
+use super::precision::{Cast, Precision, Rounding};
 use crate::error::Result;
 use crate::fp8::{Counts, Format};
 use crate::plan::ScalePlan;
@@ -80,8 +80,8 @@ impl Operands<'_> {
 
     /// The multiplier that undoes an operand's cast.
     pub(super) fn undo(&self, descale: Option<Descale>) -> f64 {
-        match (descale, self.precision.operands) {
-            (Some(descale), Cast::E4m3) => f64::from(descale.get()),
+        match (descale, self.precision.operands.fp8()) {
+            (Some(descale), Some((_, factor))) => f64::from(descale.get()) / f64::from(factor),
             _ => 1.0,
         }
     }
@@ -99,7 +99,7 @@ impl Operands<'_> {
     /// These rows of a query head.
     pub(super) fn queries(&self, head: usize, rows: Range<usize>) -> Result<Rows> {
         let shape = self.call.shape;
-        self.rows(self.inputs.q, shape.d_head, rows, |row| shape.q_at(row, head), self.scales(head).q)
+        self.rows(self.inputs.q, shape.d_head, rows, |row| shape.q_at(row, head), self.scales(head).q, 0)
     }
 
     /// The same rows of a tensor in the output's layout, which is not cast.
@@ -116,17 +116,18 @@ impl Operands<'_> {
     pub(super) fn keys(&self, kv_head: usize, rows: Range<usize>) -> Result<Rows> {
         let shape = self.call.shape;
         let descale = self.scales(kv_head * shape.group()).k;
-        self.rows(self.inputs.k, shape.d_head, rows, |row| shape.k_at(row, kv_head), descale)
+        self.rows(self.inputs.k, shape.d_head, rows, |row| shape.k_at(row, kv_head), descale, 1)
     }
 
     /// These values of a KV head.
     pub(super) fn values(&self, kv_head: usize, rows: Range<usize>) -> Result<Rows> {
         let shape = self.call.shape;
         let descale = self.scales(kv_head * shape.group()).v;
-        self.rows(self.inputs.v, shape.d_v, rows, |row| shape.v_at(row, kv_head), descale)
+        self.rows(self.inputs.v, shape.d_v, rows, |row| shape.v_at(row, kv_head), descale, 2)
     }
 
-    /// Copies rows of `d` values, through E4M3 or BF16 if that is asked for; counts in any case.
+    /// Copies rows of `d` values, through FP8 or BF16 if that is asked for; counts in any case. `tensor` tells the random bits
+    /// of q, k and v apart.
     fn rows(
         &self,
         x: &[f32],
@@ -134,17 +135,28 @@ impl Operands<'_> {
         rows: Range<usize>,
         start: impl Fn(usize) -> usize,
         descale: Option<Descale>,
+        tensor: u64,
     ) -> Result<Rows> {
         let stride = d.next_multiple_of(LANES);
         let mut values = vec![0.0; rows.len() * stride];
         let mut counts = Counts::default();
         for (row, to) in rows.zip(values.chunks_exact_mut(stride)) {
-            let (from, to) = (&x[start(row)..][..d], &mut to[..d]);
-            counts += match (descale, self.precision.operands) {
-                (Some(descale), Cast::E4m3) => {
-                    Format::E4m3.round_slice(from, descale.quant_scale().get(), self.precision.on_overflow, to)?
+            let at = start(row);
+            let (from, to) = (&x[at..][..d], &mut to[..d]);
+            let Precision { operands: cast, rounding, on_overflow, .. } = *self.precision;
+            counts += match (descale, cast.fp8(), rounding) {
+                (Some(descale), Some((format, factor)), Rounding::Nearest) => {
+                    format.round_slice(from, descale.quant_scale().get() * factor, on_overflow, to)?
                 }
-                (_, cast) => {
+                (Some(descale), Some((format, factor)), Rounding::Stochastic { seed }) => {
+                    let scale = descale.quant_scale().get() * factor;
+                    for (i, (to, from)) in to.iter_mut().zip(from).enumerate() {
+                        let bits = Rounding::bits(seed, tensor, at + i);
+                        *to = format.decode(format.encode_stochastic(from * scale, bits, on_overflow));
+                    }
+                    format.count_slice(from, scale)?
+                }
+                _ => {
                     to.copy_from_slice(from);
                     if cast == Cast::Bf16 {
                         lanes::round_bf16(to);

@@ -2,7 +2,7 @@
 
 use super::lanes::TILE;
 use crate::error::{Error, Result};
-use crate::fp8::OnOverflow;
+use crate::fp8::{Format, OnOverflow};
 use crate::plan::ScalePlan;
 use std::fmt;
 use std::str::FromStr;
@@ -22,6 +22,58 @@ pub enum Cast {
     Bf16,
     /// Cast with the plan's descale; left in f32 where the plan has none.
     E4m3,
+    /// The same in E5M2, whose range of 57344 is 128 times the plan's 448; on the CPU only.
+    E5m2,
+    /// The same in the E4M3 that keeps infinities and ends at 240, with twice the plan's descale; on the CPU only.
+    E4m3Ieee,
+}
+
+impl Cast {
+    /// Name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::E4m3 => "e4m3",
+            Self::E5m2 => "e5m2",
+            Self::E4m3Ieee => "e4m3-240",
+        }
+    }
+
+    /// The FP8 format, and the power of two that brings the plan's range of 448 to it.
+    pub(crate) fn fp8(self) -> Option<(Format, f32)> {
+        match self {
+            Self::F32 | Self::Bf16 => None,
+            Self::E4m3 => Some((Format::E4m3, 1.0)),
+            Self::E5m2 => Some((Format::E5m2, 128.0)),
+            Self::E4m3Ieee => Some((Format::E4m3Ieee, 0.5)),
+        }
+    }
+}
+
+/// How q, k and v are rounded to FP8.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Rounding {
+    /// To the nearest value, ties to even.
+    #[default]
+    Nearest,
+    /// Up or down with probabilities that keep the mean ([`Format::encode_stochastic`]); on the CPU only. A call and its
+    /// backward pass need the same seed, other calls others.
+    Stochastic {
+        /// Seed; the bits of an element follow from it, the tensor and the place.
+        seed: u64,
+    },
+}
+
+impl Rounding {
+    /// 32 uniform bits for an element of a tensor.
+    pub(super) fn bits(seed: u64, tensor: u64, at: usize) -> u32 {
+        // SplitMix64, whose outputs at consecutive places are independent.
+        let mut z = seed.wrapping_add(tensor << 56).wrapping_add((at as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z >> 32) as u32 ^ z as u32
+    }
 }
 
 /// What happens to the logits on their way into the softmax.
@@ -144,6 +196,8 @@ impl PvAccumulator {
 pub struct Precision {
     /// q, k and v (v only where the plan has descales for it).
     pub operands: Cast,
+    /// Rounding of q, k and v.
+    pub rounding: Rounding,
     /// Logits.
     pub logits: LogitCast,
     /// Sums of Q K^T.
@@ -163,6 +217,7 @@ impl Precision {
     /// f32, unlike a GPU's.
     pub const KERNEL: Self = Self {
         operands: Cast::E4m3,
+        rounding: Rounding::Nearest,
         logits: LogitCast::Counted,
         qk_accumulator: QkAccumulator::F32,
         probabilities: Probabilities::E4m3,
@@ -173,6 +228,7 @@ impl Precision {
     /// The spectral-bounds paper's Algorithm 1: logits in E4M3, everything else in f32.
     pub const PAPER_LOGITS: Self = Self {
         operands: Cast::F32,
+        rounding: Rounding::Nearest,
         logits: LogitCast::E4m3,
         qk_accumulator: QkAccumulator::F32,
         probabilities: Probabilities::F32,

@@ -1,5 +1,7 @@
 mod accumulator_tests;
 mod backward_tests;
+mod bf16_tests;
+mod format_tests;
 mod paged_tests;
 mod random_tests;
 mod sequence_tests;
@@ -133,7 +135,7 @@ fn compare(call: &AttentionCall, precision: &Precision, seed: u64) {
     let cast = dequantised(call, &data.inputs(), &plan, precision.on_overflow).unwrap();
     let x = match precision.operands {
         Cast::F32 => data.inputs(),
-        Cast::E4m3 => Inputs { q: &cast.q, k: &cast.k, v: &cast.v },
+        _ => Inputs { q: &cast.q, k: &cast.k, v: &cast.v },
     };
     let want = exact(call, &x);
     let (cpu, simple) = (errors(&have.out, &want.out), errors(&plain(call, &x, &plan, precision), &want.out));

@@ -44,12 +44,16 @@ pub fn man(args: ManArgs, mut command: Command) -> Result<()> {
     if !folder.is_dir() {
         return Err(Error::argument(format_args!("--dir {}: no such folder, create it first", folder.display())));
     }
-    let subcommands = command.get_subcommands().filter(|command| command.get_name() != "help");
-    for command in subcommands.chain([&command]) {
-        let (file, page) = page(command)?;
-        write_file(&folder.join(file), page.as_bytes())?;
+    write(&folder, &command)
+}
+
+/// Writes the pages of a command and of those below it.
+fn write(folder: &Path, command: &Command) -> Result<()> {
+    for below in command.get_subcommands().filter(|command| command.get_name() != "help") {
+        write(folder, below)?;
     }
-    Ok(())
+    let (file, page) = page(command)?;
+    write_file(&folder.join(file), page.as_bytes())
 }
 
 /// File name and text of a page.

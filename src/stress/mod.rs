@@ -49,7 +49,9 @@ mod tokens;
 pub use ablate::{AblationRow, Parameter, ablate};
 #[cfg(feature = "train")]
 pub(crate) use lab::{Seen, Tally, identity, look, row};
-pub use low_precision::{LowPrecisionOptions, LowPrecisionSummary, Remedy, Verdict, low_precision, verdicts};
+pub use low_precision::{
+    LowPrecisionOptions, LowPrecisionRun, LowPrecisionSummary, Remedy, Verdict, low_precision, verdicts,
+};
 #[cfg(feature = "train")]
 pub(crate) use metrics::{Divergence, Quality};
 pub use metrics::{Quantiles, output_bias, sqnr_db};

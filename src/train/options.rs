@@ -4,7 +4,7 @@ use super::Casts;
 use super::model::{ModelKind, POSITIONS};
 use super::optimizer::AdamW;
 use super::state::Identity;
-use crate::attention::{BackwardPrecision, Delta, Precision, PvAccumulator};
+use crate::attention::{BackwardPrecision, Cast, Delta, Precision, PvAccumulator, Rounding};
 use crate::bound::Tail;
 use crate::error::{Error, Result};
 use crate::policy::PolicyConfig;
@@ -26,6 +26,10 @@ pub struct TrainOptions {
     pub accumulator: PvAccumulator,
     /// What the backward pass takes delta from; the control always takes it from P and dP.
     pub delta: Delta,
+    /// The FP8 format of q, k and v in [`Mode::Operands`].
+    pub operands: Cast,
+    /// Whether q, k and v are rounded up or down at random, so that the mean is kept, in [`Mode::Operands`].
+    pub stochastic: bool,
     /// What a value out of range becomes.
     pub casts: Casts,
     /// Seed of parameters and text.
@@ -61,6 +65,8 @@ impl TrainOptions {
             mode: Mode::Logit,
             accumulator: PvAccumulator::F32,
             delta: Delta::default(),
+            operands: Cast::E4m3,
+            stochastic: false,
             casts: Casts::Saturating,
             seed: 0,
             batch: 4,
@@ -87,6 +93,15 @@ impl TrainOptions {
                 "accumulator {} needs the mode operands: in the mode logit P and V are not cast",
                 self.accumulator
             )));
+        }
+        if self.operands.fp8().is_none() {
+            return Err(Error::argument(format_args!("operands {:?} are not in an FP8 format", self.operands)));
+        }
+        let other = self.stochastic || self.operands != Cast::E4m3;
+        if other && (self.mode == Mode::Logit || self.accumulator != PvAccumulator::F32) {
+            return Err(Error::argument(
+                "another format than E4M3 and stochastic rounding need the mode operands and the accumulator f32",
+            ));
         }
         let finite = |name: &str, value: f64, rule: &str, holds: bool| match holds && value.is_finite() {
             true => Ok(()),
@@ -122,16 +137,24 @@ impl TrainOptions {
         self.policy.map(|policy| RuntimeConfig { policy, tail: self.tail, estimator: Estimator::Gram })
     }
 
-    pub(super) fn precision(&self) -> Precision {
+    /// That of a layer's call in a step, which stochastic rounding has its own bits for.
+    pub(super) fn precision(&self, step: u64, layer: usize) -> Precision {
+        let rounding = match self.stochastic {
+            true => Rounding::Stochastic { seed: self.seed.wrapping_mul(1 << 40) ^ (step << 12) ^ layer as u64 },
+            false => Rounding::Nearest,
+        };
         match self.policy {
             None => Precision::F32,
-            Some(_) => Precision { on_overflow: self.casts.on_overflow(), ..self.quantised() },
+            Some(_) => Precision { on_overflow: self.casts.on_overflow(), rounding, ..self.quantised() },
         }
     }
 
     /// What a policy's call rounds, with saturating casts.
     pub(super) fn quantised(&self) -> Precision {
         match self.accumulator {
+            PvAccumulator::F32 if self.mode == Mode::Operands => {
+                Precision { operands: self.operands, ..self.mode.precision() }
+            }
             PvAccumulator::F32 => self.mode.precision(),
             accumulator => Precision::hopper(accumulator),
         }

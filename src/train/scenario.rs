@@ -153,6 +153,10 @@ pub struct Training {
     pub accumulator: String,
     /// What the backward pass took delta from.
     pub delta: Delta,
+    /// Format of q, k and v where they are cast: `e4m3`, `e5m2` or `e4m3-240`.
+    pub operands: &'static str,
+    /// Whether they were rounded stochastically.
+    pub stochastic: bool,
     /// Learning rate.
     pub rate: f64,
     /// What the spike multiplied it by; null without one.
@@ -541,6 +545,8 @@ fn gather(course: &Course, options: &LabOptions, parameters: usize, done: Vec<Ve
         batch: train.batch,
         parameters,
         accumulator: train.accumulator.to_string(),
+        operands: train.operands.name(),
+        stochastic: train.stochastic,
         delta: train.delta,
         rate: train.rate,
         spike: (course.scenario == Scenario::LrSpike).then_some(course.spike),

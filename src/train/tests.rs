@@ -3,8 +3,8 @@
 use super::model::{D_MODEL, LAYERS, Parameters};
 use super::*;
 use crate::attention::{
-    Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Delta, Inputs, Precision, PvAccumulator, Saved,
-    backward,
+    Attention, AttentionCall, AttentionShape, BackwardPrecision, Cast, Cpu, Delta, Inputs, Precision, PvAccumulator,
+    Saved, backward,
 };
 use crate::forward::{Tokens, project};
 use crate::model::Checkpoint;
@@ -322,6 +322,38 @@ fn accumulator_and_delta_are_those_of_the_run() {
     assert_eq!(run(TrainOptions { policy: None, delta: Delta::Output, ..fp8 }), run(control));
     let logit = Trainer::new(TrainOptions { mode: Mode::Logit, ..fp8 }).err().unwrap().to_string();
     assert_eq!(logit, "accumulator fp8-64 needs the mode operands: in the mode logit P and V are not cast");
+}
+
+/// A run's format and rounding reach its casts; steps have random bits of their own, and a run repeats.
+#[test]
+fn format_and_rounding_are_those_of_the_run() {
+    let options = TrainOptions { mode: Mode::Operands, ..small(PolicyConfig::from(PolicyKind::Geometry)) };
+    let run = |options: TrainOptions| {
+        let mut trainer = Trainer::new(options).unwrap();
+        let losses: Vec<u64> = (0..3).map(|_| trainer.step(1.0).unwrap().loss.to_bits()).collect();
+        (losses, weights(&trainer))
+    };
+    let plain = run(options);
+    let e5m2 = TrainOptions { operands: Cast::E5m2, ..options };
+    let e4m3_240 = TrainOptions { operands: Cast::E4m3Ieee, ..options };
+    let stochastic = TrainOptions { stochastic: true, ..options };
+    for other in [e5m2, e4m3_240, stochastic] {
+        assert_ne!(run(other).0[0], plain.0[0], "{other:?}");
+    }
+    assert_eq!(run(stochastic), run(stochastic));
+    assert_ne!(run(TrainOptions { rate: 1e-12, ..stochastic }).0[1], run(TrainOptions { rate: 1e-12, ..options }).0[1]);
+    for step in 0..3 {
+        assert!(stochastic.precision(step, 0) != stochastic.precision(step, 1));
+        assert!(stochastic.precision(step, 0) != stochastic.precision(step + 1, 0));
+    }
+    for refused in [
+        TrainOptions { mode: Mode::Logit, ..e5m2 },
+        TrainOptions { mode: Mode::Logit, ..stochastic },
+        TrainOptions { accumulator: PvAccumulator::Fp8 { promote_every: 64 }, ..e4m3_240 },
+        TrainOptions { operands: Cast::Bf16, ..options },
+    ] {
+        assert!(Trainer::new(refused).err().unwrap().is_argument(), "{refused:?}");
+    }
 }
 
 #[test]

@@ -391,7 +391,7 @@ impl Trainer {
                 }
                 Ok(Some(outcome))
             };
-            let precision = options.precision();
+            let precision = options.precision(counters.step, layer);
             let own = match runtime.as_mut() {
                 Some(runtime) => one(runtime, true, precision)?,
                 None => None,

@@ -44,6 +44,12 @@ pub struct Args {
     /// What a value outside the range becomes, for resume and lr-spike [default: both]
     #[arg(long, value_enum)]
     pub casts: Option<CastKind>,
+    /// FP8 format of q, k and v, for resume and lr-spike in mode operands [default: e4m3]
+    #[arg(long, value_enum)]
+    pub fp8: Option<Fp8>,
+    /// Round q, k and v up or down at random, for resume and lr-spike in mode operands
+    #[arg(long)]
+    pub stochastic: bool,
     /// Where bounds are computed; attention runs on the CPU in any case
     #[arg(long, value_enum, default_value = "cpu")]
     pub device: Device,
@@ -99,6 +105,17 @@ pub enum CastKind {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Fp8 {
+    /// Maximum 448, no infinity
+    E4m3,
+    /// Maximum 57344
+    E5m2,
+    /// E4M3 that keeps infinities: maximum 240
+    #[value(name = "e4m3-240")]
+    E4m3Ieee,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Device {
     /// The CPU
     Cpu,
@@ -140,6 +157,9 @@ impl Args {
         }
         if self.casts.is_some() && !self.trains() {
             return refuse("remove --casts, which is for resume and lr-spike; the other scenarios saturate");
+        }
+        if (self.fp8.is_some() || self.stochastic) && !self.trains() {
+            return refuse("remove --fp8 and --stochastic, which are for resume and lr-spike");
         }
         if !self.path.is_empty() && !matches!(self.scenario, Choice::Refit | Choice::All) {
             return refuse("remove --path, which is for refit and all");

@@ -150,17 +150,16 @@ pub fn run(args: Args, made: &Made) -> Result<()> {
     }
     let steps: u64 = options.iter().map(|options| options.steps).sum();
     let bar = progress::bar(steps as usize, "{msg}: step {pos}/{len} of all runs", "low-precision");
-    let one = |options: &LowPrecisionOptions| -> Result<History> {
-        let history = low_precision(options, |_| bar.inc(1))?;
+    let one = |options: &LowPrecisionOptions| -> Result<(LowPrecisionSummary, History)> {
+        let run = low_precision(options, |_| bar.inc(1))?;
         if let Some(folder) = &args.record {
-            history.write(&record(folder, options))?;
+            run.history.write(&record(folder, options))?;
         }
-        Ok(history)
+        Ok((LowPrecisionSummary::of(options, &run), run.history))
     };
-    let histories = options.par_iter().map(one).collect::<Result<Vec<_>>>();
+    let done = options.par_iter().map(one).collect::<Result<Vec<_>>>();
     bar.finish_and_clear();
-    let histories = histories?;
-    let runs: Vec<_> = options.iter().zip(&histories).map(|(o, history)| LowPrecisionSummary::of(o, history)).collect();
+    let (runs, histories): (Vec<_>, Vec<_>) = done?.into_iter().unzip();
     let results = Results { scenario: "low-precision", verdicts: verdicts(&runs), runs, histories };
     if let Some(file) = &args.html {
         write_file(file, page(&results, made).as_bytes())?;
@@ -194,23 +193,34 @@ fn sentence(verdict: &Verdict, runs: &[LowPrecisionSummary]) -> String {
     let own = || runs.iter().filter(|run| run.options.remedy == verdict.remedy);
     let growth = own().map(|run| run.fastest_head()).fold((0, 0.0), |a, b| if b.1 > a.1 { b } else { a });
     let growth = format!("norm of W_Q up to {} times its start (head {})", brief(growth.1), growth.0);
+    let runs = if verdict.runs == 1 { "run" } else { "runs" };
     if verdict.failed == 0 {
-        return format!("the loss did not double in {} runs; {growth}", verdict.runs);
+        return format!("the loss did not double in {} {runs}; {growth}", verdict.runs);
     }
     let at: Vec<String> = own().filter_map(|run| run.failed_at).map(|step| step.to_string()).collect();
     format!(
-        "FAILED in {} of {} runs: the loss doubled at step {}; {growth}",
+        "FAILED in {} of {} {runs}: the loss doubled at step {}; {growth}",
         verdict.failed,
         verdict.runs,
         at.join(", ")
     )
 }
 
-const HEADS: [&str; 9] =
-    ["remedy", "seed", "loss start", "loss end", "doubled at", "head", "W_Q start", "W_Q end", "sum of delta's bias"];
+const HEADS: [&str; 10] = [
+    "remedy",
+    "seed",
+    "loss start",
+    "loss end",
+    "doubled at",
+    "head",
+    "W_Q start",
+    "W_Q end",
+    "rank one",
+    "sum of delta's bias",
+];
 
 /// The row of a run: its fastest head.
-fn cells(run: &LowPrecisionSummary) -> [String; 9] {
+fn cells(run: &LowPrecisionSummary) -> [String; 10] {
     let head = run.fastest_head().0;
     let at = |values: &[f64], digits: usize| values.get(head).map_or("-".to_owned(), |x| format!("{x:.digits$}"));
     [
@@ -222,6 +232,7 @@ fn cells(run: &LowPrecisionSummary) -> [String; 9] {
         head.to_string(),
         at(&run.w_q_start, 2),
         at(&run.w_q_end, 2),
+        at(&run.rank_one, 2),
         at(&run.delta_bias, 4),
     ]
 }
@@ -230,7 +241,7 @@ fn cells(run: &LowPrecisionSummary) -> [String; 9] {
 fn remarks() -> Vec<String> {
     vec![
         "A run failed if the mean loss of 50 steps is twice that of the first 50. The row of a run shows the head whose \
-         norm of W_Q grew most."
+         norm of W_Q grew most; rank one is the share of W_Q's squared change in one singular direction."
             .to_owned(),
         "delta's bias is the sum over the rows of delta as computed minus delta of an exact output, in units of the sum of \
          |delta|; summed over every tenth step. delta-from-p shows the bias of the output, but does not use it."

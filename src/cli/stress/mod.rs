@@ -28,6 +28,7 @@ use std::path::{Path, PathBuf};
 /// Run six scaling policies side by side through a change of the weights, and report which overflow; or study a failure
 #[derive(clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+#[group(skip)]
 pub struct Args {
     #[command(subcommand)]
     study: Option<Study>,

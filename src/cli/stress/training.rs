@@ -1,9 +1,10 @@
 //! What the scenarios that train add: their options, a table of runs, sentences and loss curves.
 
-use super::args::{Args, CastKind, Choice};
+use super::args::{Args, CastKind, Choice, Fp8};
 use super::chart::{Curve, Frame, curves, legend};
 use super::outcome::Run;
 use super::words::{RANGE, mode_name, rows};
+use crate::attention::Cast;
 use crate::bound::Tail;
 use crate::cli::html::{Figure, Page};
 use crate::cli::progress;
@@ -55,6 +56,12 @@ pub fn run(args: &Args, options: &StressOptions) -> Result<Vec<Run>> {
                 seed: options.seed,
                 tail: Tail { delta: options.delta, ..base.train.tail },
                 seq_len: args.seq_len.unwrap_or(base.train.seq_len),
+                operands: match args.fp8.unwrap_or(Fp8::E4m3) {
+                    Fp8::E4m3 => Cast::E4m3,
+                    Fp8::E5m2 => Cast::E5m2,
+                    Fp8::E4m3Ieee => Cast::E4m3Ieee,
+                },
+                stochastic: args.stochastic,
                 ..base.train
             },
             mode: options.mode,

@@ -183,7 +183,8 @@ impl Attention for Cuda {
         check(call, inputs, plan)?;
         let accumulator = precision.pv_accumulator;
         let Precision { logits, output, .. } = *precision;
-        if *precision != (Precision { logits, output, ..Precision::hopper(accumulator) }) {
+        let offered = Precision { logits, output, ..Precision::hopper(accumulator) };
+        if *precision != offered || !matches!(output, Cast::F32 | Cast::E4m3) {
             return Err(Error::unsupported(format_args!(
                 "the GPU computes with the precision INFERENCE or TRAINING, or another of Precision::hopper, which is not \
                  {precision:?}"

@@ -119,15 +119,26 @@ impl LowPrecisionOptions {
     }
 }
 
+/// A run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LowPrecisionRun {
+    /// What the steps showed.
+    pub history: History,
+    /// Share of the squared change of each head's W_Q that lies in one singular direction: near 1 where every step pushed
+    /// the same way.
+    pub rank_one: Vec<f64>,
+}
+
 /// Trains with these options; the history has a step record for every step and a layer record for every tenth. `progress`
 /// gets the number of steps done.
 ///
 /// # Errors
 /// `is_argument` if an option breaks its rule.
-pub fn low_precision(options: &LowPrecisionOptions, mut progress: impl FnMut(u64)) -> Result<History> {
+pub fn low_precision(options: &LowPrecisionOptions, mut progress: impl FnMut(u64)) -> Result<LowPrecisionRun> {
     options.check()?;
     let mut rng = StdRng::seed_from_u64(options.seed);
     let mut heads: Vec<Head> = (0..options.heads).map(|index| Head::new(index, options, &mut rng)).collect();
+    let start: Vec<Weights> = heads.iter().map(|head| head.weights[0].clone()).collect();
     let mut moments: Vec<[Projections; 2]> = heads.iter().map(|_| [zeros(), zeros()]).collect();
     let info = LayerInfo { layer: 0, heads: options.heads, kv_heads: options.heads, head_dim: D };
     let name = serde_json::to_string(options).ok();
@@ -157,7 +168,13 @@ pub fn low_precision(options: &LowPrecisionOptions, mut progress: impl FnMut(u64
         }
         progress(step + 1);
     }
-    Ok(history)
+    let change = |(head, start): (&Head, &Weights)| {
+        let change: Weights = head.weights[0].iter().zip(start).map(|(now, start)| now - start).collect();
+        let gram = gram(&change);
+        largest_eigenvalue(&gram).value / gram.trace()
+    };
+    let rank_one = heads.iter().zip(&start).map(change).collect();
+    Ok(LowPrecisionRun { history, rank_one })
 }
 
 /// One step of AdamW without weight decay, with the paper's beta1 = 0.9 and beta2 = 0.95.
@@ -191,12 +208,14 @@ fn record(step: u64, heads: &[Head], seen: &[&Seen]) -> LayerRecord {
     }
 }
 
+/// `W W^T`.
+fn gram(w: &Weights) -> DMatrix<f64> {
+    let w = DMatrix::from_row_iterator(D, FEATURES, w.iter().map(|&x| f64::from(x)));
+    &w * w.transpose()
+}
+
 /// Norms of W_Q and of W_Q^T W_K.
 fn norms([q, k, _]: &Projections) -> [f64; 2] {
-    let gram = |w: &Weights| {
-        let w = DMatrix::from_row_iterator(D, FEATURES, w.iter().map(|&x| f64::from(x)));
-        &w * w.transpose()
-    };
     let (q, k) = (gram(q), gram(k));
     let w_q = largest_eigenvalue(&q).upper.sqrt();
     // lambda_max(G_Q G_K) is that of the symmetric L^T G_K L with G_Q = L L^T.

@@ -1,7 +1,7 @@
 //! What a run came to.
 
-use super::{LowPrecisionOptions, Remedy};
-use crate::history::{History, StepRecord};
+use super::{LowPrecisionOptions, LowPrecisionRun, Remedy};
+use crate::history::{LayerRecord, StepRecord};
 use serde::Serialize;
 
 /// Steps over which a loss is averaged.
@@ -27,23 +27,25 @@ pub struct LowPrecisionSummary {
     pub delta_bias: Vec<f64>,
     /// Mean share of rows whose maximum repeats.
     pub repeated: Vec<f64>,
+    /// See [`LowPrecisionRun::rank_one`].
+    pub rank_one: Vec<f64>,
 }
 
 impl LowPrecisionSummary {
-    /// Of a run's history.
-    pub fn of(options: &LowPrecisionOptions, history: &History) -> Self {
+    /// Of a run.
+    pub fn of(options: &LowPrecisionOptions, run: &LowPrecisionRun) -> Self {
+        let history = &run.history;
         let mean =
             |steps: &[StepRecord]| steps.iter().filter_map(|step| step.loss).sum::<f64>() / steps.len().max(1) as f64;
         let window = history.steps.len().min(WINDOW);
         let loss_start = mean(&history.steps[..window]);
         // Not "at least twice": NaN has failed, too.
         let failed = history.steps.windows(window.max(1)).find(|steps| !(mean(steps) < 2.0 * loss_start));
-        let sum = |column: fn(&crate::history::LayerRecord) -> &[f64]| {
+        let sum = |column: fn(&LayerRecord) -> &[f64]| {
             let of = |head: usize| history.layers.iter().map(|record| column(record)[head]).sum::<f64>();
             (0..options.heads).map(of).collect::<Vec<f64>>()
         };
-        let norms =
-            |record: Option<&crate::history::LayerRecord>| record.map_or(Vec::new(), |record| record.w_q.clone());
+        let norms = |record: Option<&LayerRecord>| record.map_or(Vec::new(), |record| record.w_q.clone());
         let records = history.layers.len().max(1) as f64;
         Self {
             options: *options,
@@ -54,6 +56,7 @@ impl LowPrecisionSummary {
             w_q_end: norms(history.layers.last()),
             delta_bias: sum(|record| &record.delta_bias),
             repeated: sum(|record| &record.repeated).into_iter().map(|sum| sum / records).collect(),
+            rank_one: run.rank_one.clone(),
         }
     }
 
