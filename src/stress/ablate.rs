@@ -58,7 +58,7 @@ impl Parameter {
             Self::Eta => &[0.4, 0.8, 0.9, 1.0],
             Self::Delta => &[1e-3, 1e-6, 1e-9, 1e-12],
             Self::SeqLen => &[32.0, 64.0, 128.0, 256.0],
-            Self::Kappa => &[0.8, 1.0, 1.5, 2.0],
+            Self::Kappa => &[1.0, 1.5, 2.0, 3.0],
             Self::Quantile => &[0.5, 0.9, 0.99, 0.9999],
         }
     }

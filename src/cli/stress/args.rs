@@ -14,8 +14,8 @@ use std::path::PathBuf;
 #[command(allow_negative_numbers = true)]
 pub struct Args {
     /// What happens to the weights
-    #[arg(value_enum)]
-    pub scenario: Choice,
+    #[arg(value_enum, required = true)]
+    scenario: Option<Choice>,
     /// Preset name or config.json (synthetic weights), .safetensors file or checkpoint folder; not for replay
     #[arg(long)]
     pub model: Option<String>,
@@ -130,11 +130,16 @@ pub const NEEDS_TRAIN: &str = "it trains a model of its own: --model tiny-llama-
 pub const NEEDS_TRAIN: &str = "it trains a model, and this build lacks the cargo feature `train`";
 
 impl Args {
+    /// What happens to the weights. The parser asks for it unless there is a subcommand.
+    pub fn scenario(&self) -> Choice {
+        self.scenario.unwrap_or(Choice::All)
+    }
+
     /// Checks what can be checked before any work.
     pub fn options(&self) -> Result<StressOptions> {
         let name = self.name();
         let refuse = |what: &str| Err(Error::argument(format_args!("{name}: {what}")));
-        let training = matches!(self.scenario, Choice::Resume | Choice::LrSpike);
+        let training = matches!(self.scenario(), Choice::Resume | Choice::LrSpike);
         if training && cfg!(not(feature = "train")) {
             return Err(Error::argument(format_args!(
                 "{name}: {NEEDS_TRAIN}; in the source folder run `cargo run --release --features train -- stress {name} \
@@ -144,7 +149,7 @@ impl Args {
         if training && !self.trains() {
             return refuse(NEEDS_TRAIN);
         }
-        if !self.trains() && self.scenario != Choice::Replay && self.names_training_model() {
+        if !self.trains() && self.scenario() != Choice::Replay && self.names_training_model() {
             return refuse("it needs weights, and models of this name are only trained, by resume and lr-spike");
         }
         if self.trains() && self.layers.is_some() {
@@ -161,14 +166,14 @@ impl Args {
         if (self.fp8.is_some() || self.stochastic) && !self.trains() {
             return refuse("remove --fp8 and --stochastic, which are for resume and lr-spike");
         }
-        if !self.path.is_empty() && !matches!(self.scenario, Choice::Refit | Choice::All) {
+        if !self.path.is_empty() && !matches!(self.scenario(), Choice::Refit | Choice::All) {
             return refuse("remove --path, which is for refit and all");
         }
-        if self.scenario == Choice::Replay {
+        if self.scenario() == Choice::Replay {
             self.check_replay(&refuse)?;
         } else if self.model.is_none() {
             return refuse("--model MODEL is required");
-        } else if self.trace.is_some() && self.scenario != Choice::All {
+        } else if self.trace.is_some() && self.scenario() != Choice::All {
             return refuse("remove --trace, which is for replay and all");
         }
         if self.device == Device::Cuda {
@@ -209,7 +214,7 @@ impl Args {
 
     /// The scenario's name.
     fn name(&self) -> String {
-        self.scenario.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+        self.scenario().to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
     }
 
     /// Files that are read, those of models as far as they open.
@@ -222,7 +227,7 @@ impl Args {
 
     /// Whether the model is one that is trained here.
     pub fn trains(&self) -> bool {
-        self.names_training_model() && matches!(self.scenario, Choice::Resume | Choice::LrSpike | Choice::All)
+        self.names_training_model() && matches!(self.scenario(), Choice::Resume | Choice::LrSpike | Choice::All)
     }
 
     #[cfg(feature = "train")]

@@ -33,7 +33,7 @@ pub struct Args {
     #[command(subcommand)]
     study: Option<Study>,
     #[command(flatten)]
-    run: Option<args::Args>,
+    run: args::Args,
 }
 
 /// Scenarios without policies and without a model of the user's.
@@ -45,11 +45,10 @@ enum Study {
 
 /// Runs the command.
 pub fn run(args: Args, made: &Made) -> Result<()> {
-    match (args.study, args.run) {
-        (Some(Study::LowPrecision(args)), _) => low_precision::run(args, made),
-        (Some(Study::Ablate(args)), _) => ablate::run(args),
-        (None, Some(args)) => policies_under(args, made),
-        (None, None) => Err(Error::argument("stress needs a scenario: see sigmascale stress --help")),
+    match args.study {
+        Some(Study::LowPrecision(args)) => low_precision::run(args, made),
+        Some(Study::Ablate(args)) => ablate::run(args),
+        None => policies_under(args.run, made),
     }
 }
 
@@ -63,11 +62,11 @@ fn policies_under(args: args::Args, made: &Made) -> Result<()> {
     args.output.check_not_read(("--html", args.html.as_deref()), &args.read())?;
     // Read first: a broken trace shall not end an hour of work.
     let trace = args.trace.as_deref().map(|file| Ok::<_, Error>((file, Trace::read(file)?))).transpose()?;
-    let model = match args.model.as_deref().filter(|_| args.scenario != Choice::Replay && !args.trains()) {
+    let model = match args.model.as_deref().filter(|_| args.scenario() != Choice::Replay && !args.trains()) {
         Some(name) => Some(open(name, &args.path, options.seed)?),
         None => None,
     };
-    let scenarios: &[Scenario] = match args.scenario {
+    let scenarios: &[Scenario] = match args.scenario() {
         Choice::CheckpointLoad => &[Scenario::CheckpointLoad],
         Choice::WeightSpike => &[Scenario::WeightSpike],
         Choice::Refit => &[Scenario::Refit],
@@ -79,7 +78,7 @@ fn policies_under(args: args::Args, made: &Made) -> Result<()> {
         let Some(model) = &model else { break };
         // The steps asked for are those of a spike and of generated growth; a load and a recorded path have their own.
         let own = scenario == Scenario::CheckpointLoad || scenario == Scenario::Refit && !args.path.is_empty();
-        let steps = if args.scenario == Choice::All && own { None } else { options.steps };
+        let steps = if args.scenario() == Choice::All && own { None } else { options.steps };
         let bar = progress::bar(0, "{msg}", &format!("{}: the first step", scenario.name()));
         let options = StressOptions { steps, ..options.clone() };
         let result = run_with_progress(scenario, model, &options, |done| show(&bar, scenario, done));
@@ -93,7 +92,7 @@ fn policies_under(args: args::Args, made: &Made) -> Result<()> {
     if let Some((file, trace)) = &trace {
         runs.push(replay(&trace_name(file), trace, &options)?.into());
     }
-    let results = match args.scenario {
+    let results = match args.scenario() {
         Choice::All => Results::All { runs, left_out: left_out(&args) },
         _ => match runs.pop() {
             Some(run) => Results::One(Box::new(run)),

@@ -34,7 +34,7 @@ pub fn run(args: &Args, options: &StressOptions) -> Result<Vec<Run>> {
     let kind =
         kind.ok_or_else(|| Error::argument("the models that are trained are tiny-llama-train and tiny-gpt2-train"))?;
     let base = LabOptions::new(kind);
-    let scenarios: &[Scenario] = match args.scenario {
+    let scenarios: &[Scenario] = match args.scenario() {
         Choice::Resume => &[Scenario::Resume],
         Choice::LrSpike => &[Scenario::LrSpike],
         _ => &[Scenario::Resume, Scenario::LrSpike],
