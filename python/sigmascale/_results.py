@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import html
 import json
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _types as types
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def _count(number: int, what: str) -> str:

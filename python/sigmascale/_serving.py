@@ -77,7 +77,7 @@ class ScaleStream:
             dtype, shape, data = _stored(name, tensor)
             if dtype not in _SAFETENSORS:
                 raise ArgumentError(f"{name} has type {dtype}: {', '.join(_SAFETENSORS)} are read")
-            done = json.loads(self._native.push(name, _SAFETENSORS[dtype], list(shape), data.data))
+            done = json.loads(self._native.push(name, _SAFETENSORS[dtype], list(shape), data.ctypes.data, data.nbytes))
         self.layers.update((layer["layer"], layer) for layer in done)
         return done
 

@@ -1,6 +1,12 @@
 """Types of what results hold. Keys and values are those of the command's JSON."""
 
-from typing import Literal, NotRequired, TypedDict
+import sys
+from typing import Literal
+
+if sys.version_info >= (3, 11):
+    from typing import NotRequired, TypedDict
+else:
+    from typing_extensions import NotRequired, TypedDict
 
 Policy = Literal["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"]
 Operand = Literal["logit", "q", "k", "v", "o"]

@@ -1,11 +1,12 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from .. import AutoC, DelayedPaper, DelayedTe, Tail
 from . import te as te
