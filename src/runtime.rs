@@ -18,7 +18,7 @@
 //! bounds until it is told that the weights changed, and goes on from warm vectors.
 //!
 //! **Events** go to `tracing`: `scale update` (info; layer, step, policy, tensor, old and new descale), `overflow` (warn;
-//! with counts, for the tensors that the call casts and no others), `not finite` and `beyond the certain bound` (warn),
+//! with counts, for the tensors that the call casts and no others), `not finite` and `beyond the worst-case bound` (warn),
 //! and the policy's own.
 
 mod state;
@@ -45,7 +45,7 @@ pub struct RuntimeConfig {
     /// Union bound of the isotropic bounds (only `geometry-c-star` reads them).
     pub tail: Tail,
     /// Where the norms come from. The paper's power iteration, five iterations cold and one a change of the weights, is
-    /// a lower bound: `geometry` and `auto-c`, which rest on the certain bound, need Grams.
+    /// a lower bound: `geometry` and `auto-c`, which rest on the worst-case bound, need Grams.
     pub estimator: Estimator,
 }
 
@@ -63,7 +63,7 @@ impl RuntimeConfig {
         let certain = matches!(kind, PolicyKind::Geometry | PolicyKind::AutoC);
         if self.estimator == Estimator::Power && certain {
             return Err(Error::argument(format_args!(
-                "policy {kind} rests on the certain bound and needs estimator gram: power iteration is a lower bound"
+                "policy {kind} rests on the worst-case bound and needs estimator gram: power iteration is a lower bound"
             )));
         }
         Ok(())
@@ -485,7 +485,7 @@ fn log_report(policy: &str, step: u64, report: &Report, cast: &[Tensor]) {
         }
         if tensor.beyond_bound > 0 {
             let (heads, amax) = (tensor.beyond_bound, f64::from(tensor.amax));
-            warn!(layer, step, policy, tensor = name, heads, amax, "beyond the certain bound");
+            warn!(layer, step, policy, tensor = name, heads, amax, "beyond the worst-case bound");
         }
     }
     for event in &report.events {
@@ -499,7 +499,7 @@ fn log_event(policy: &str, layer: Option<usize>, event: &PolicyEvent) {
             info!(layer, policy, tensor = tensor.name(), head, c, ratio, "constant frozen");
         }
         PolicyEvent::FellBack { tensor, c, head, .. } => {
-            warn!(layer, policy, tensor = tensor.name(), head, c, "back to the certain bound");
+            warn!(layer, policy, tensor = tensor.name(), head, c, "back to the worst-case bound");
         }
         PolicyEvent::Restarted { reason, restarts } => info!(layer, policy, ?reason, restarts, "burn-in restarted"),
         PolicyEvent::Forbidden { reason } => warn!(layer, policy, ?reason, "no constant will be used"),

@@ -170,8 +170,33 @@ fn what_is_read_is_not_replaced() {
         &["stress", "checkpoint-load", "--model", text(&model), "-o", text(&config)],
     ] {
         let (code, log) = failure(args);
-        assert!(code == 2 && log.contains("which is read here"), "{args:?}: {code} {log}");
+        assert!(code == 2 && log.contains("part of the model in that folder"), "{args:?}: {code} {log}");
     }
+    // Neither is a file made that would be read in their place.
+    let files = || std::fs::read_dir(&model).unwrap().count();
+    let before = files();
+    for (command, option, name) in [
+        ("calibrate", "--export-scales", "model.safetensors"),
+        ("calibrate", "-o", "model.safetensors"),
+        ("inspect", "--html", "pytorch_model.bin"),
+        ("verify", "--html", "tokenizer.json"),
+        ("verify", "-o", "model.safetensors"),
+        ("stress", "--html", "model.safetensors"),
+    ] {
+        let (command, last): (&[&str], _) = match command {
+            "stress" => (&["stress", "checkpoint-load", "--model"], text(&model)),
+            _ => (&[command], text(&model)),
+        };
+        let target = model.join(name);
+        let (code, log) = failure(&[command, &[last, option, text(&target)]].concat());
+        assert!(code == 2 && log.contains("choose another name"), "{command:?} {option} {name}: {code} {log}");
+    }
+    let into = model.join("model.safetensors");
+    let (code, log) = failure(&["export", text(&model), "--to", text(&into), "--for", "vllm"]);
+    assert!(code == 2 && log.contains("--to names"), "{code} {log}");
+    let (code, log) = failure(&["doctor", "-o", text(&into)]);
+    assert!(code == 2 && log.contains("-o names"), "{code} {log}");
+    assert_eq!(files(), before);
     for (file, bytes) in &kept {
         assert!(std::fs::read(file).unwrap() == *bytes, "{}", file.display());
     }
@@ -207,11 +232,11 @@ fn inspect_gives_table_json_and_page() {
 }
 
 #[test]
-fn the_two_certain_bounds_have_two_names() {
+fn the_two_bounds_have_one_name_each() {
     let table = |command: &str| String::from_utf8(sigmascale(&[command, TINY_LLAMA]).stdout).unwrap();
     let (inspected, calibrated) = (table("inspect"), table("calibrate"));
-    assert!(inspected.contains("certain bound  worst case\n") && inspected.contains("in exact arithmetic"));
-    assert!(calibrated.contains("logit bound: worst case, including rounding") && !calibrated.contains("certain"));
+    assert!(inspected.contains("exact bound  worst-case bound\n") && inspected.contains("in exact arithmetic"));
+    assert!(calibrated.contains("logit bound: worst-case bound, rounding included") && !calibrated.contains("certain"));
     // The last column of one is the fourth of the other.
     let row = |table: &str, column: usize| -> String {
         let line = table.lines().find(|line| line.trim_start().starts_with("5 ")).unwrap();

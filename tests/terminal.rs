@@ -70,7 +70,7 @@ fn commands_say_what_they_say_elsewhere_and_nothing_else() {
         (&["doctor"], "memory"),
         (&["families"], "llama"),
         (&["calibrate", "mistral-7b"], "c_star 0.035214"),
-        (&["calibrate", TINY_LLAMA], "worst case"),
+        (&["calibrate", TINY_LLAMA], "worst-case bound"),
         (&["inspect", TINY_LLAMA], "Sigma of 24 heads"),
     ] {
         let (code, seen) = on_terminal(args);

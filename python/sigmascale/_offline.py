@@ -122,12 +122,12 @@ def calibrate(model, *, weights=None, **options):
 
     - ``delta`` (1e-6), ``seq_len`` (1024), ``batch`` (1), ``steps`` (1): failure probability and number of the logits that
       the paper's c_star is for.
-    - ``bound``: ``certain`` (no token passes it), ``rank-aware`` or ``spectrum``; the logit descale is bound / (eta 448).
+    - ``bound``: ``certain`` (the worst-case bound), ``rank-aware`` or ``spectrum``; the logit descale is bound / (eta 448).
     - ``eta`` (0.8): share of the E4M3 range that the logit bound is mapped onto.
     - ``granularity``: a scale for each ``head``, or one a ``layer``. ``estimator``: ``gram`` (exact) or ``power``.
     - ``as_paper``: everything as the paper has it; ``c`` then replaces c_star.
 
-    Operand descales always cover the certain bound including rounding, whatever ``bound`` says, in units of the tensor that is
+    Operand descales always cover the worst-case bound, whatever ``bound`` says, in units of the tensor that is
     cast; see :func:`descales` for them as arrays. Raises :class:`FormatError`, :class:`UnsupportedError` and
     :class:`NonFiniteError` for what the model is, :class:`ArgumentError` for options, ``OSError`` for files.
     """

@@ -36,7 +36,7 @@ pub struct Args {
     /// Share of the E4M3 range that the logit bound is mapped onto
     #[arg(long, default_value_t = 0.8, value_parser = real)]
     eta: f64,
-    /// Logit bound from which logit descales are computed [default: certain]
+    /// Logit bound from which logit descales are computed [default: certain, the worst-case bound]
     #[arg(long, value_enum)]
     bound: Option<Bound>,
     /// One scale per head or per layer [default: head]
@@ -60,11 +60,11 @@ pub struct Args {
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Bound {
-    /// Worst case over all normalized inputs, including rounding
+    /// Worst-case bound: no normalized input exceeds it, rounding included
     Certain,
-    /// The paper's, assumes isotropic tokens
+    /// The paper's probabilistic bound, assumes isotropic tokens
     RankAware,
-    /// Sharper, assumes isotropic tokens
+    /// A sharper probabilistic bound, assumes isotropic tokens
     Spectrum,
 }
 
@@ -189,8 +189,7 @@ fn table(profile: &Profile) -> String {
     }
     let (Some(method), Some(layers)) = (&profile.method, &profile.layers) else { return out };
     let eta = profile.tail.eta;
-    let assumes =
-        "WARNING: assumes isotropic tokens. Real text exceeds this bound on trained models, but never --bound certain.";
+    let assumes = "WARNING: assumes isotropic tokens. Real text exceeds this bound on trained models, but never the worst-case bound.";
     if let Some(c) = method.c {
         let _ = writeln!(out, "logit bound: the paper's form, {} tau d sigma_sum; eta {eta}", short(c));
         let _ = writeln!(
@@ -211,8 +210,8 @@ fn table(profile: &Profile) -> String {
     };
     let (bound, remark) = match method.bound {
         Some(BoundKind::Certain) => (
-            "worst case, including rounding",
-            "cannot be exceeded by any normalized input; `inspect` also prints it without rounding",
+            "worst-case bound, rounding included",
+            "no normalized input exceeds it; `inspect` also prints the bound in exact arithmetic",
         ),
         Some(BoundKind::RankAware) | None => ("rank-aware", assumes),
         Some(BoundKind::Spectrum) => ("spectrum", assumes),
@@ -241,7 +240,7 @@ fn table(profile: &Profile) -> String {
             );
         }
     }
-    let _ = writeln!(out, "operand descales: worst case, including rounding; min..max over the heads\n");
+    let _ = writeln!(out, "operand descales: from worst-case bounds; min..max over the heads\n");
     let mut table = Table::new([
         "layer",
         "sigma",

@@ -4,6 +4,7 @@ use super::model::{Model, files};
 use super::output::OutputArgs;
 use super::progress;
 use super::table::{Table, range, short, wrapped};
+use crate::file::check_not_of_model;
 use crate::serving::{self, Engine, ExportOptions, OperandCertificate};
 use crate::{Error, Result};
 use clap::ValueEnum;
@@ -58,6 +59,7 @@ impl From<EngineArg> for Engine {
 /// Runs the command.
 pub fn run(args: Args) -> Result<()> {
     args.output.check()?;
+    check_not_of_model("--to", &args.to)?;
     let model = Model::open(&args.model)?;
     args.output.check_not_read(("--to", Some(&args.to)), &files(&args.model, &model))?;
     let Model::Checkpoint(checkpoint) = model else {

@@ -6,7 +6,7 @@
 //!
 //! | name | descales come from | before the first step |
 //! |---|---|---|
-//! | `geometry` | the rounded certain bounds | nothing is needed |
+//! | `geometry` | the worst-case bounds | nothing is needed |
 //! | `geometry-c-star` | logits: the paper's `c_star` bound, see [`ISOTROPY`]; operands: as `geometry` | nothing is needed |
 //! | `auto-c` | Algorithm 4: as `geometry` for a burn-in, then `c` times its bounds | burn-in |
 //! | `delayed-paper` | Eq. 1: `max(history) / (448 margin)`, 16 steps | a history of ones |

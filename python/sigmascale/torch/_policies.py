@@ -1,4 +1,4 @@
-"""Where descales come from: the certain bounds, this call's own maxima, or a native policy with memory on the device."""
+"""Where descales come from: the worst-case bounds, this call's own maxima, or a native policy with memory on the device."""
 
 import json
 import math
@@ -17,7 +17,7 @@ FROM_BOUNDS = ("geometry", "geometry-c-star", "auto-c")
 
 
 class Geometry:
-    """Descales are the engine's certain bounds; nothing is remembered."""
+    """Descales are those of the engine's worst-case bounds; nothing is stored."""
 
     # Whether each call makes its own descales, the policy has a memory, and it has descales for logits.
     per_call, remembers, has_logits = False, False, False

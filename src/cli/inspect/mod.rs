@@ -68,8 +68,8 @@ fn table(inspection: &Inspection) -> String {
         "stable rank",
         "RoPE ratio",
         "sigma_sum",
-        "certain bound",
-        "worst case",
+        "exact bound",
+        "worst-case bound",
     ]);
     let span = |s: Option<Statistics>| range(s.iter().flat_map(|s| [s.min, s.max]));
     for layer in &inspection.layers {

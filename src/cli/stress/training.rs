@@ -326,7 +326,7 @@ fn peaks(training: &Training) -> Option<String> {
     };
     let all: Vec<String> = Tensor::ALL.into_iter().filter_map(one).collect();
     Some(format!(
-        "Largest |x / descale| under the certain bound in all runs, of 448 (logits: of 358, where the bound lies): {}.",
+        "Largest |x / descale| under the worst-case bound in all runs, of 448 (logits: of 358, where the bound lies): {}.",
         all.join(", ")
     ))
 }

@@ -376,7 +376,7 @@ fn burn_in(run: &StressResult) -> Option<String> {
     if !auto.slack.is_empty() {
         let all: Vec<String> = auto.slack.iter().map(slack).collect();
         text.push_str(&format!(
-            " Slack in the burn-in (certain bound / observed maximum of a head), min / mean / max: {}.",
+            " Slack in the burn-in (worst-case bound / observed maximum of a head), min / mean / max: {}.",
             all.join(", ")
         ));
     }
