@@ -88,7 +88,7 @@ def scale_pass():
 def attention_forward():
     rows = record("2026-11-22-attention-accumulators-h200.csv")
     table = []
-    for shape, accumulators in (((64, 8, 128), ("fp8_256", "f16")), ((32, 32, 64), ("fp8_256",))):
+    for shape, accumulators in (((64, 8, 128), ("fp8_256", "f16")), ((32, 32, 64), ("fp8_256", "f16"))):
         for i, accumulator in enumerate(accumulators):
             where = dict(zip(("heads_q", "heads_kv", "head_dim"), shape))
             ms = lambda row: three(float(row["before_ms"]) * float(row[accumulator]))
