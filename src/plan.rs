@@ -1,4 +1,4 @@
-//! What one layer's FP8 attention call gets: which bound becomes which descale.
+//! Descales of one layer's attention call, and the bounds that they come from.
 
 use crate::bound::{BoundKind, E4M3_MAX, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
@@ -30,7 +30,7 @@ pub struct OperandDescales {
     pub k: Vec<Descale>,
     /// Values.
     pub v: Option<Vec<Descale>>,
-    /// Output: twice that of v, since a softmax row of E4M3 weights may sum to a little over one.
+    /// Output: twice that of v. With weights rounded to E4M3 the output can exceed the largest v by 1/17, and 2 is the next power.
     pub o: Option<Vec<Descale>>,
 }
 

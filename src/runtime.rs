@@ -1,4 +1,5 @@
-//! Closes the loop: weights, spectrum, bounds, policy, plan, attention, statistics, and back to the policy.
+//! Runs a scaling policy over training steps: bounds from the weights, a plan for the attention call, and the statistics of
+//! the call back to the policy.
 //!
 //! ```text
 //! step: weights changed?  -> geometry -> spectrum -> bounds       (kept until the weights change)
@@ -15,7 +16,7 @@
 //!
 //! With [`Estimator::Power`] the state also holds the singular vectors and the bounds that came from them: an estimate
 //! depends on every step before it, so it cannot be had again from the weights alone. A resumed runtime then keeps its
-//! bounds until it is told that the weights changed, and goes on from warm vectors.
+//! bounds until it is told that the weights changed, and continues from warm vectors.
 //!
 //! **Events** go to `tracing`: `scale update` (info; layer, step, policy, tensor, old and new descale), `overflow` (warn;
 //! with counts, for the tensors that the call casts and no others), `not finite` and `beyond the worst-case bound` (warn),
@@ -111,7 +112,7 @@ pub struct StepOutcome {
     pub recomputed: bool,
 }
 
-/// One layer between two steps.
+/// State of one layer.
 #[derive(Clone, Debug, Default)]
 struct Layer {
     bounds: Option<LayerBounds>,
@@ -120,7 +121,7 @@ struct Layer {
     last: Option<ScalePlan>,
 }
 
-/// A policy at work on one model.
+/// A policy applied to a model.
 ///
 /// ```
 /// use sigmascale::model::{SyntheticModel, SyntheticOptions, preset};

@@ -17,7 +17,7 @@
 //! The promise is about the norm's output, so it ends where the norm's own arithmetic in f32 does. An RMSNorm keeps it for
 //! every finite token. A LayerNorm subtracts a mean whose rounding error is relative to the token and not to what is left of
 //! it: bounds hold for tokens of `|mean| <= 512 sqrt(variance + epsilon)` ([`LAYER_NORM_MEAN_LIMIT`]). Beyond it the
-//! output can keep a mean that the bounds take to be removed: a constant token of 1e6 has passed a bound 3.8 times.
+//! output can keep a mean that the bounds take to be removed: a constant token of 1e6 has exceeded a bound by a factor of 3.8.
 
 mod device;
 mod layer;

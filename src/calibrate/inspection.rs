@@ -1,4 +1,4 @@
-//! The spectral profile of a checkpoint. Its serialised form is the JSON of `sigmascale inspect`.
+//! The spectral profile of a checkpoint. Its serialized form is the JSON of `sigmascale inspect`.
 
 use super::profile::{HeadProfile, LayerProfile, MlaProfile, ModelSummary, Profile};
 use serde::Serialize;

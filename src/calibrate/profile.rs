@@ -1,4 +1,4 @@
-//! A calibration's result. Its serialised form is the JSON of `sigmascale calibrate`.
+//! A calibration's result. Its serialized form is the JSON of `sigmascale calibrate`.
 
 use super::options::Options;
 use crate::bound::{BoundKind, CStar, HeadBounds, MlaBounds, Tail};

@@ -13,7 +13,7 @@
 //! | `delayed-te` | TransformerEngine's delayed scaling, 1024 steps | scale 1, amax 0 |
 //! | `current` | this step's own amax | nothing is needed |
 //!
-//! The observing policies keep one scale a tensor and layer by default, as the frameworks that they come from.
+//! By default the observing policies keep one scale per tensor and layer, like the frameworks that they follow.
 
 mod auto_c;
 mod build;

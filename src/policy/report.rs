@@ -33,7 +33,7 @@ pub struct TensorReport {
     /// Largest |x|; NaN (null in JSON) if there was one.
     #[serde(with = "super::exact")]
     pub amax: f32,
-    /// Largest `|x / descale|` over the heads; divided by 448 it is the utilisation.
+    /// Largest `|x / descale|` over the heads; divided by 448 it is the utilization.
     #[serde(with = "super::exact")]
     pub max_scaled: f32,
     /// Values that overflowed.

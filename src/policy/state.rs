@@ -122,7 +122,7 @@ pub struct PaperSlot {
 /// the oldest to the newest.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TeSlot {
-    /// Quantisation scale of the next step.
+    /// Quantization scale of the next step.
     pub scale: f32,
     /// amax of earlier steps.
     #[serde(with = "super::exact::row")]

@@ -169,7 +169,7 @@ pub struct Training {
     pub peaks: Vec<Peak>,
 }
 
-/// Result of a scenario; serialises to the JSON of `sigmascale stress`.
+/// Result of a scenario; serializes to the JSON of `sigmascale stress`.
 #[derive(Clone, Debug, Serialize)]
 pub struct TrainResult {
     /// Every policy in its own run, with the first kind of casts: `weights-only` for `resume`.

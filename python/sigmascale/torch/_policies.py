@@ -190,7 +190,7 @@ def check_layers(policy, found):
         return
     if any(layer.q_norm is not None for layer in found):
         raise UnsupportedError(
-            "q and k are normalised after the projection, and c_star bounds the logits of projections: take "
+            "q and k are normalized after the projection, and c_star bounds the logits of projections: take "
             "policy='geometry', whose operand descales are the same"
         )
     counts = [(layer.n_q_heads, layer.n_kv_heads) for layer in found]

@@ -24,7 +24,7 @@ pub struct PolicyArgs {
     #[arg(long, value_name = "K", value_parser = real)]
     auto_c_kappa: Option<f64>,
     /// Which heads share a ratio [default: layer]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, value_name = "POOLING")]
     auto_c_pooling: Option<Pool>,
     /// Length of the amax history in steps [default: 16]
     #[arg(long, value_name = "N", value_parser = count)]
@@ -36,7 +36,7 @@ pub struct PolicyArgs {
     #[arg(long, value_name = "N", value_parser = count)]
     delayed_te_history: Option<usize>,
     /// How the amax history is reduced [default: max]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, value_name = "ALGORITHM")]
     delayed_te_algorithm: Option<Algorithm>,
     /// The amax is mapped onto 448 / 2^M [default: 0]
     #[arg(long, value_name = "M")]
