@@ -19,7 +19,7 @@ use std::time::Instant;
 #[derive(clap::Args)]
 #[command(allow_negative_numbers = true)]
 pub struct Args {
-    /// Preset name, config.json, .safetensors file (config beside it) or checkpoint folder
+    /// Preset name, config.json, .safetensors file (config.json in the same folder) or checkpoint folder
     model: String,
     /// Failure probability of the probabilistic bounds, over --seq-len tokens, --batch sequences and --steps steps
     #[arg(long, default_value_t = 1e-6, value_parser = real)]

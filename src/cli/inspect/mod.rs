@@ -15,7 +15,7 @@ use std::path::PathBuf;
 /// Show which layers and heads have large logits: sigma, stable rank, RoPE ratio and logit bound
 #[derive(clap::Args)]
 pub struct Args {
-    /// Checkpoint folder, or .safetensors file with its config beside it
+    /// Checkpoint folder, or .safetensors file with its config.json in the same folder
     checkpoint: String,
     /// Also write the result as an HTML page with figures to FILE
     #[arg(long, value_name = "FILE")]

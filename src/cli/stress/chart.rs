@@ -27,7 +27,7 @@ pub fn legend(curves: &[Option<PolicyKind>]) -> String {
             policy.map_or("f32", PolicyKind::name)
         );
     }
-    out + "<span class=\"dim\">A wide pale band is a curve that lies under another one.</span></div>\n"
+    out + "<span class=\"dim\">A wide pale band is a curve below another one.</span></div>\n"
 }
 
 /// Class and dashes of a curve.

@@ -11,7 +11,7 @@ use clap::ValueEnum;
 #[derive(clap::Args)]
 #[command(next_help_heading = "Policy parameters")]
 pub struct PolicyArgs {
-    /// Policies to run, comma-separated; delayed stands for delayed-paper and delayed-te [default: all six]
+    /// Policies to run, comma-separated; delayed means delayed-paper and delayed-te [default: all six]
     #[arg(long, value_name = "A,B,..")]
     policies: Option<String>,
     /// Steps of the burn-in, after which the ratio is fixed [default: 100; a quarter of the steps in runs of at most 100]

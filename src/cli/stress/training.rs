@@ -239,8 +239,8 @@ fn sentences(run: &StressResult, training: &Training) -> Vec<String> {
             training.spike_steps.unwrap_or(0)
         ),
         None => format!(
-            "Own runs, {} parameters, {} sequences a step, rate {}. Each stops at step {} and goes on in four ways; \
-             the table above counts the one with the weights alone.",
+            "Own runs, {} parameters, {} sequences per step, rate {}. Each stops at step {} and continues in four ways; \
+             the table above counts the one with only the weights.",
             training.parameters,
             training.batch,
             brief(training.rate),
