@@ -386,7 +386,7 @@ fn doctor_reports_the_machine() {
     let said = with_cache(folder.path());
     assert!(said.contains(&format!("{}, 2 kernels, 2 KiB", folder.path().display())), "{said}");
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 3, "doctor leaves nothing behind");
-    assert!(with_cache(&folder.path().join("later")).contains("(not made yet)"));
+    assert!(with_cache(&folder.path().join("later")).contains("(not created yet)"));
 }
 
 /// What `doctor` says with its kernels in `folder`.
@@ -519,7 +519,7 @@ fn normalised_q_and_k_have_bounds_but_no_sigma() {
     let page = folder.join("page.html");
     let inspection = sigmascale(&["inspect", text(&folder), "--html", text(&page)]);
     assert!(String::from_utf8(inspection.stdout).unwrap().contains("do not bound the logits"));
-    assert!(std::fs::read_to_string(&page).unwrap().contains("Certain bound by layer"));
+    assert!(std::fs::read_to_string(&page).unwrap().contains("Bound in exact arithmetic by layer"));
     let (code, log) = failure(&["calibrate", text(&folder), "--bound", "rank-aware"]);
     assert!(code == 1 && log.contains("no rank-aware bound"), "{log}");
 }
