@@ -56,6 +56,23 @@ def heads(row):
     return f"{q} query, {kv} KV, of {d}"
 
 
+def weight_spike():
+    names = {
+        "geometry": ("Sigmascale (`geometry`)", "the weights"),
+        "current": ("current scaling (`current`)", "an additional pass over q, k and v"),
+        "delayed-te": ("delayed scaling, TransformerEngine's settings (`delayed-te`)", "earlier steps"),
+        "delayed-paper": ("delayed scaling, the paper's settings (`delayed-paper`)", "earlier steps"),
+    }
+    rows, table = record("2026-11-23-weight-spike-policies.csv"), []
+    for policy, (name, needs) in names.items():
+        row = find(rows, policy=policy)
+        steps = [f"{row[column]} of {row['steps']}" for column in ("overflow_steps", "clipped_steps")]
+        sqnr = [f"{float(row[column]):.1f} dB" for column in ("sqnr_db", "sqnr_worst_step_db")]
+        table.append([name, needs, *steps, f"{float(row['max_utilization']):.2f}", *sqnr])
+    header = ["scaling policy", "needs", "steps with overflow", "with clipping", "largest utilization", "output SQNR, median"]
+    return markdown([*header, "in the worst step"], table)
+
+
 def scale_pass():
     rows = record("2026-11-22-scale-pass.csv")
     cell = lambda model, method, column: float(find(rows, model=model, method=method)[column])
@@ -71,7 +88,7 @@ def scale_pass():
 def attention_forward():
     rows = record("2026-11-22-attention-accumulators-h200.csv")
     table = []
-    for shape, accumulators in (((64, 8, 128), ("fp8_256", "f16")), ((32, 32, 64), ("fp8_256",))):
+    for shape, accumulators in (((64, 8, 128), ("fp8_256", "f16")), ((32, 32, 64), ("fp8_256", "f16"))):
         for i, accumulator in enumerate(accumulators):
             where = dict(zip(("heads_q", "heads_kv", "head_dim"), shape))
             ms = lambda row: three(float(row["before_ms"]) * float(row[accumulator]))
@@ -143,7 +160,7 @@ def training_step():
 
 TABLES = {
     f.__name__.replace("_", "-"): f
-    for f in (scale_pass, attention_forward, attention_peers, attention_calls, training_kernel, refresh, training_step)
+    for f in (weight_spike, scale_pass, attention_forward, attention_peers, attention_calls, training_kernel, refresh, training_step)
 }
 
 

@@ -64,7 +64,7 @@ fn rope_half(x: &mut [f64], freq: &[f64], position: f64, factor: f64) {
     }
 }
 
-/// The same on neighbours.
+/// The same on neighbors.
 fn rope_interleaved(x: &mut [f64], freq: &[f64], position: f64) {
     let old = x.to_vec();
     for c in 0..2 * freq.len() {

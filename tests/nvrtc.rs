@@ -1,4 +1,4 @@
-//! Every kernel variant compiles for every architecture it claims, without spills and without serialised wgmma. Needs
+//! Every kernel variant compiles for every architecture it claims, without spills and without serialized wgmma. Needs
 //! NVRTC and no GPU; without NVRTC each variant is reported as ignored, with the reason.
 
 use rayon::prelude::*;

@@ -1,9 +1,11 @@
-"""FP8 attention scales from the weights alone.
+"""FP8 attention scales from the weights of a model.
 
-Offline, with NumPy: :func:`calibrate`, :func:`inspect`, :func:`stress`, :func:`descales`.
+Offline, with NumPy: :func:`calibrate`, :func:`descales`, :func:`export_scales`, :func:`inspect`, :func:`stress`, :func:`presets`.
 For serving engines: :func:`export`, :func:`verify`, and for reinforcement learning :class:`ScaleStream` and :mod:`sigmascale.rl`.
-Around any FP8 attention call: :func:`probe` says whether its descales are really applied.
+Around any FP8 attention call: :func:`probe` says whether it applies its descales.
 On a PyTorch model: :mod:`sigmascale.torch` (imported when it is first used).
+Parameters of policies: :class:`AutoC`, :class:`DelayedPaper`, :class:`DelayedTe`, and :class:`Tail` for ``geometry-c-star``.
+Results: :class:`Profile`, :class:`Inspection`, :class:`StressRun`, :class:`Export`, :class:`Audit`.
 """
 
 import importlib

@@ -10,7 +10,7 @@ use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{Calibration, Estimator, Inspection, Options, Profile, calibrate_config};
 use sigmascale::cli::{self, pages};
 use sigmascale::cuda;
-use sigmascale::file::{check_not_read, check_target, write_atomically};
+use sigmascale::file::{check_not_of_model, check_not_read, check_target, write_atomically};
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::plan::Granularity;
 use sigmascale::policy::PolicyConfig;
@@ -152,6 +152,7 @@ pub fn export_scales(py: Python<'_>, source: Source, file: PathBuf, options: Cal
             return Err(Error::argument("exported scales need operand descales, and as_paper computes none"));
         }
         check_target(&file)?;
+        check_not_of_model("the file", &file)?;
         if let Source::Named(name) = &source
             && let ModelSource::Checkpoint(checkpoint) = ModelSource::open(name)?
         {

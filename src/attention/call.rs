@@ -128,7 +128,7 @@ impl AttentionCall<'_> {
 /// Operands of one call, in the layouts of the [module](super).
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
-    /// Queries, after RoPE and normalisation.
+    /// Queries, after RoPE and normalization.
     pub q: &'a [f32],
     /// Keys.
     pub k: &'a [f32],

@@ -133,7 +133,7 @@ pub fn check_device(spec: &AttentionSpec) -> Result<()> {
 
 impl LayerBounds {
     /// The bounds of one layer from what the scale engine wrote: `heads` has `n_q` entries, `operands` the values
-    /// `[q, k, v][n_kv]`. Certain and rank-aware bounds are there (the latter not with a QK-norm); query heads of a group share
+    /// `[q, k, v][n_kv]`. Bounds in exact arithmetic, worst-case and rank-aware bounds are there (the latter not with a QK-norm); query heads of a group share
     /// the largest operand bound, and `exact` is not told apart from `rounded`. Values of an input without a norm have none.
     ///
     /// # Errors

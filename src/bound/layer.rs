@@ -189,7 +189,7 @@ fn normalised_head(
     (step_q, step_k): (f64, f64),
 ) -> Result<HeadBounds> {
     let limits = geometry.qk_limits.as_ref().ok_or_else(|| {
-        Error::unsupported("a layer without head spectra and without normalised q and k has no bound")
+        Error::unsupported("a layer without head spectra and without normalized q and k has no bound")
     })?;
     let (q, k, tau) = (&limits.q[head], &limits.k[kv_head], geometry.softmax_scale);
     let certain = if limits.shifted {

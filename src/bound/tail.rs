@@ -49,7 +49,7 @@ impl Tail {
     /// If delta is not between 0 and 1 or a count is zero.
     pub fn check(&self) -> Result<()> {
         if !(self.delta > 0.0 && self.delta < 1.0) {
-            return Err(Error::argument(format_args!("delta {} must lie between 0 and 1", self.delta)));
+            return Err(Error::argument(format_args!("delta {} must be greater than 0 and less than 1", self.delta)));
         }
         for (name, count) in [("seq_len", self.seq_len), ("batch", self.batch), ("steps", self.steps)] {
             if count == 0 {

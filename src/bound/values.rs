@@ -16,12 +16,12 @@ pub const LAYER_NORM_MEAN_LIMIT: f64 = 512.0;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BoundKind {
-    /// No token can pass it.
+    /// The worst-case bound: no normalized input exceeds it, rounding included.
     #[default]
     Certain,
-    /// The paper's, for isotropic tokens.
+    /// The paper's probabilistic bound, for isotropic tokens.
     RankAware,
-    /// Sharper, for isotropic tokens.
+    /// A sharper probabilistic bound, for isotropic tokens.
     Spectrum,
 }
 
@@ -45,9 +45,9 @@ pub struct LayerBounds {
 pub struct HeadBounds {
     /// From `||W_Q|| ||W_K||`.
     pub naive: Option<f64>,
-    /// Certain, exact arithmetic.
+    /// The bound in exact arithmetic.
     pub certain: Option<f64>,
-    /// Certain, rounded operands.
+    /// The worst-case bound: rounded operands.
     pub rounded: Option<f64>,
     /// Isotropic: the paper's.
     pub rank_aware: Option<f64>,
@@ -81,7 +81,7 @@ impl OperandBound {
 }
 
 impl HeadBounds {
-    /// The bound that a logit scale of this kind comes from: `rounded` for certain.
+    /// The bound that a logit scale of this kind comes from: `rounded` for [`BoundKind::Certain`].
     ///
     /// # Errors
     /// If the estimator or the family does not give this bound.

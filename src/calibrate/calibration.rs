@@ -90,7 +90,7 @@ impl<'s> Calibration<'s> {
         if self.options.as_paper || self.options.estimator == Estimator::Power {
             return Err(Error::unsupported(format_args!(
                 "{place}: the paper's sigma and its power iteration do not bound logits of latent attention (MLA): use estimator \
-                 gram and the certain bound"
+                 gram and the worst-case bound"
             )));
         }
         let bounds = MlaBounds::new(self.spec, weights)?;

@@ -1,4 +1,4 @@
-//! The spectral profile of a checkpoint. Its serialised form is the JSON of `sigmascale inspect`.
+//! The spectral profile of a checkpoint. Its serialized form is the JSON of `sigmascale inspect`.
 
 use super::profile::{HeadProfile, LayerProfile, MlaProfile, ModelSummary, Profile};
 use serde::Serialize;
@@ -29,7 +29,7 @@ pub struct LayerInspection {
     pub rope_ratio: Option<Statistics>,
     /// The paper's summed matrix.
     pub sigma_sum: Option<f64>,
-    /// Largest certain bound on a logit, in exact arithmetic.
+    /// Largest bound on a logit, in exact arithmetic.
     pub bound_certain: Option<f64>,
     /// The same in the worst case, including rounding: what logit descales cover.
     pub bound_rounded: Option<f64>,
@@ -59,7 +59,7 @@ pub struct HeadInspection {
     pub frobenius: Option<f64>,
     /// `frobenius^2 / sigma^2`.
     pub stable_rank: Option<f64>,
-    /// Certain bound on a logit, in exact arithmetic.
+    /// Bound on a logit, in exact arithmetic.
     pub bound_certain: Option<f64>,
     /// The same in the worst case, including rounding.
     pub bound_rounded: Option<f64>,

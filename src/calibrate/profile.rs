@@ -1,4 +1,4 @@
-//! A calibration's result. Its serialised form is the JSON of `sigmascale calibrate`.
+//! A calibration's result. Its serialized form is the JSON of `sigmascale calibrate`.
 
 use super::options::Options;
 use crate::bound::{BoundKind, CStar, HeadBounds, MlaBounds, Tail};
@@ -261,7 +261,7 @@ pub struct HeadProfile {
     pub sigma_raw: Option<f64>,
     /// Bound over every relative position.
     pub sigma_rope: Option<f64>,
-    /// Certified upper bound of sigma_rope: what the certain bound uses.
+    /// Certified upper bound of sigma_rope: what the bounds on logits use.
     pub sigma_certified: Option<f64>,
     /// Frobenius norm.
     pub frobenius: Option<f64>,
@@ -270,7 +270,7 @@ pub struct HeadProfile {
     /// With `--estimator power`: what the estimate is worth.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub power: Option<PowerProfile>,
-    /// What constants add to the certain bound.
+    /// What constants add to the bound in exact arithmetic.
     pub bias_constant: Option<f64>,
     /// See [`HeadBounds`].
     pub bound_naive: Option<f64>,

@@ -31,14 +31,15 @@ use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
 use tracing_subscriber::EnvFilter;
 
-/// FP8 attention scales from the weights alone
+/// Compute, export, audit and compare FP8 attention scales from the weights of a model
 #[derive(Parser)]
 #[command(name = "sigmascale", version, about, arg_required_else_help = true)]
 #[command(after_help = "Examples:
   sigmascale calibrate FOLDER                          scales that the weights need
   sigmascale verify FOLDER                             can the stored FP8 scales overflow?
   sigmascale export FOLDER --to NEW --for vllm         a checkpoint with scales for vLLM
-  sigmascale stress checkpoint-load --model FOLDER     six scaling policies on fresh weights
+  sigmascale stress checkpoint-load --model FOLDER --mode operands
+                                                       six scaling policies on fresh weights
 
 Results go to stdout, logs and progress to stderr; RUST_LOG=sigmascale=debug logs timings.
 Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe, 3 unreadable.")]
@@ -92,7 +93,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     // A process that logs already keeps its own subscriber.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        // Log lines are plain everywhere: colours would need a feature of their own.
+        // Log lines are plain everywhere: colors would need another feature.
         .with_ansi(false)
         .with_writer(|| progress::Log)
         .log_internal_errors(false)

@@ -22,7 +22,7 @@ pub struct Args {
     /// Engine whose loading rules apply [default: the one exported for, else vllm; the others are summarized]
     #[arg(long = "for", value_enum, value_name = "ENGINE")]
     engine: Option<EngineArg>,
-    /// Print JSON, as --format json
+    /// Same as --format json
     #[arg(long)]
     json: bool,
     /// Also write the result as an HTML page to FILE

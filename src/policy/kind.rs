@@ -8,7 +8,7 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PolicyKind {
-    /// Rounded certain bounds.
+    /// Worst-case bounds.
     Geometry,
     /// The paper's calibrated logit bound.
     GeometryCStar,

@@ -437,7 +437,7 @@ impl Stored for bf16 {
     }
     #[inline(always)]
     fn load(self) -> f32 {
-        // The crate's own conversion quiets NaNs, which costs the vectorisation.
+        // The crate's own conversion quiets NaNs, which costs the vectorization.
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
 }

@@ -4,8 +4,11 @@
 >>> out = sigmascale.torch.attention(q, k, v, runtime.layers[0])
 >>> runtime.refresh()                                   # after every optimizer step or weight refit
 
-Hugging Face: :func:`register`, then ``model.set_attn_implementation("sigmascale_fp8")``. Plain modules: :class:`patched`.
-TransformerEngine: :mod:`sigmascale.torch.te`. A run is recorded by :class:`Monitor` and guarded by :class:`Guard`.
+Hugging Face: ``model.set_attn_implementation(sigmascale.torch.register())``, and :func:`fp8_cache` for ``generate``.
+Plain modules: :class:`patched`. Instead of ``flash_attn``: :func:`flash_attn_func`, :func:`flash_attn_varlen_func`,
+:func:`flash_attn_with_kvcache`. Models of no known family: :class:`Layer`; :func:`find_layers` lists those that are found.
+Context parallelism: :func:`ring_attention`, :func:`ulysses_attention`. TransformerEngine: :mod:`sigmascale.torch.te`.
+A run is recorded by :class:`Monitor` and guarded by :class:`Guard`.
 """
 
 # ruff: noqa: E402

@@ -7,10 +7,10 @@ use std::fmt::Write;
 
 /// Width of a chart: a phone's.
 pub const WIDTH: f64 = 356.0;
-/// Dashes of the policies' curves, so that colour is not needed to tell them apart.
+/// Dashes of the policies' curves, so that color is not needed to tell them apart.
 const DASHES: [&str; 6] = ["", "7 3", "2 2", "", "9 3 2 3", "4 4"];
 
-/// Place of a policy among the six: its colour and dashes.
+/// Place of a policy among the six: its color and dashes.
 pub fn place(policy: PolicyKind) -> usize {
     PolicyKind::ALL.iter().position(|kind| *kind == policy).unwrap_or(0)
 }
@@ -27,7 +27,7 @@ pub fn legend(curves: &[Option<PolicyKind>]) -> String {
             policy.map_or("f32", PolicyKind::name)
         );
     }
-    out + "<span class=\"dim\">A wide pale band is a curve that lies under another one.</span></div>\n"
+    out + "<span class=\"dim\">A wide pale band is a curve below another one.</span></div>\n"
 }
 
 /// Class and dashes of a curve.

@@ -239,8 +239,8 @@ fn sentences(run: &StressResult, training: &Training) -> Vec<String> {
             training.spike_steps.unwrap_or(0)
         ),
         None => format!(
-            "Own runs, {} parameters, {} sequences a step, rate {}. Each stops at step {} and goes on in four ways; \
-             the table above counts the one with the weights alone.",
+            "Own runs, {} parameters, {} sequences per step, rate {}. Each stops at step {} and continues in four ways; \
+             the table above counts the one with only the weights.",
             training.parameters,
             training.batch,
             brief(training.rate),
@@ -326,7 +326,7 @@ fn peaks(training: &Training) -> Option<String> {
     };
     let all: Vec<String> = Tensor::ALL.into_iter().filter_map(one).collect();
     Some(format!(
-        "Largest |x / descale| under the certain bound in all runs, of 448 (logits: of 358, where the bound lies): {}.",
+        "Largest |x / descale| under the worst-case bound in all runs, of 448 (logits: of 358, where the bound lies): {}.",
         all.join(", ")
     ))
 }
