@@ -135,7 +135,15 @@ impl ScaleStream {
     }
 
     /// The layers that a tensor completes, as JSON. Its `size` bytes are in host memory at `address`.
-    fn push(&self, py: Python<'_>, name: &str, dtype: &str, shape: Vec<usize>, address: u64, size: usize) -> PyResult<String> {
+    fn push(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        dtype: &str,
+        shape: Vec<usize>,
+        address: u64,
+        size: usize,
+    ) -> PyResult<String> {
         let work = || {
             let bytes = bytes_at(&address, size).to_vec();
             let dtype = serde_json::from_value(json!(dtype))
