@@ -292,7 +292,7 @@ def test_exported_scales_are_the_largest_of_the_heads(tmp_path):
         (sigmascale.ArgumentError, "quantile 2.0 must be", lambda: sigmascale.AutoC(quantile=2)),
         (sigmascale.ArgumentError, "algorithm 'foo' is not", lambda: sigmascale.DelayedTe(algorithm="foo")),
         (sigmascale.ArgumentError, "margin 1.5 must be", lambda: sigmascale.DelayedPaper(margin=1.5)),
-        (sigmascale.ArgumentError, "delta 2.0 must lie", lambda: sigmascale.Tail(delta=2)),
+        (sigmascale.ArgumentError, "delta 2.0 must be greater than 0 and less than 1", lambda: sigmascale.Tail(delta=2)),
         (sigmascale.ArgumentError, "eta 1.5 must be", lambda: sigmascale.Tail(eta=1.5)),
         (sigmascale.ArgumentError, "margin 33 must be", lambda: sigmascale.DelayedTe(margin=33)),
         (TypeError, "history must be an integer", lambda: sigmascale.DelayedPaper(history=1.5)),
