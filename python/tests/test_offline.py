@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -393,3 +394,15 @@ def test_pytorch_is_not_imported_before_it_is_used():
     code = "import sigmascale, sys; sigmascale.calibrate('gpt2-xl'); print('torch' in sys.modules); sigmascale.nothing"
     printed = run(code)
     assert printed.startswith("False") and "has no attribute 'nothing'" in printed
+
+
+def test_scales_never_become_part_of_a_model(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    for name in ("model.safetensors", "config.json", "model.safetensors.index.json"):
+        before = sorted(os.listdir(model))
+        with pytest.raises(sigmascale.ArgumentError, match="part of the model in that folder"):
+            sigmascale.export_scales(model, model / name)
+        assert sorted(os.listdir(model)) == before
+    sigmascale.export_scales(model, model / "scales.safetensors")
+    assert len(sigmascale.calibrate(model)["layers"]) == 6
