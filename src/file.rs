@@ -110,8 +110,8 @@ pub fn check_not_of_model(what: &str, target: &Path) -> Result<()> {
             stem.starts_with("model") || stem.starts_with("consolidated") || !names.iter().any(|name| is_index(name))
         }
         Some((_, "json")) => {
-            is_index(&name)
-                || ["config.json", "tokenizer.json", "hf_quant_config.json", "sigmascale.json"].contains(&name.as_str())
+            let others = ["tokenizer.json", "vocab.json", "params.json", "sigmascale.json"];
+            is_index(&name) || name.ends_with("config.json") || others.contains(&name.as_str())
         }
         Some((_, ending)) => ["bin", "pt", "pth", "gguf"].contains(&ending),
         None => false,
@@ -245,8 +245,13 @@ mod tests {
         let at = |name: &str| folder.path().join(name);
         let refused = |name: &str| check_not_of_model("-o", &at(name)).is_err_and(|error| error.is_argument());
         let weights = ["model.safetensors", "Model-00001-of-00002.safetensors", "consolidated.00.safetensors"];
-        let others =
-            ["config.json", "model.safetensors.index.json", "pytorch_model.bin", "model.pth", "tokenizer.json"];
+        let others = [
+            "config.json",
+            "model.safetensors.index.json",
+            "pytorch_model.bin",
+            "adapter_config.json",
+            "tokenizer.json",
+        ];
         let harmless = ["scales.json", "page.html", "out", "README.md"];
         // Nothing is a model's where no model is.
         assert!(weights.iter().chain(&others).chain(&harmless).all(|name| !refused(name)));

@@ -15,7 +15,7 @@
 //! each policy is where its table in [`crate::policy`] says it starts.
 //!
 //! With [`Estimator::Power`] the state also holds the singular vectors and the bounds that came from them: an estimate
-//! depends on every step before it, so it cannot be had again from the weights alone. A resumed runtime then keeps its
+//! depends on every step before it, so it cannot be recomputed from the weights. A resumed runtime then keeps its
 //! bounds until it is told that the weights changed, and continues from warm vectors.
 //!
 //! **Events** go to `tracing`: `scale update` (info; layer, step, policy, tensor, old and new descale), `overflow` (warn;
@@ -38,7 +38,7 @@ use state::check_version;
 pub use state::{LayerState, RuntimeState, STATE_VERSION};
 use tracing::{info, warn};
 
-/// What a runtime is made from, beside the model.
+/// What a runtime is made from, in addition to the model.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RuntimeConfig {
     /// Policy and its parameters.
@@ -169,7 +169,7 @@ impl Runtime {
         Self { spec: spec.clone(), config, policy, power, layers: vec![Layer::default(); spec.layers.len()] }
     }
 
-    /// A runtime that goes on from a state. Every layer's weights have to be given again, unless the estimator is power
+    /// A runtime that continues from a state. Every layer's weights have to be given again, unless the estimator is power
     /// and they did not change.
     ///
     /// # Errors

@@ -52,7 +52,7 @@ pub enum Delta {
     Output,
 }
 
-/// The precision of the products of a backward pass, beside Q K^T.
+/// The precision of the products of a backward pass other than Q K^T.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GradientProducts {
     /// f32.
@@ -72,7 +72,7 @@ pub struct BackwardPrecision {
 }
 
 impl BackwardPrecision {
-    /// What a fused kernel does behind [`Precision::TRAINING`]: delta from the output, products in BF16.
+    /// What a fused kernel computes after a forward in [`Precision::TRAINING`]: delta from the output, products in BF16.
     pub const KERNEL: Self = Self { delta: Delta::Output, products: GradientProducts::Bf16 };
 }
 

@@ -191,7 +191,7 @@ impl Tail {
 pub(super) struct ModelConstants {
     pub(super) c_star: f64,
     pub(super) c_star_halved: f64,
-    /// `ln(8 N L^2 / delta)`: the linear terms beside `c_star(delta / 2)`.
+    /// `ln(8 N L^2 / delta)`: the linear terms that go with `c_star(delta / 2)`.
     pub(super) t_rank_aware: f64,
     /// Off-diagonal entries, without and with constants; twice as many pairs where attention is not causal.
     pub(super) t_spectrum: (f64, f64),

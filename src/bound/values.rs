@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 /// Largest finite E4M3 value: what operand bounds are mapped onto.
 pub const E4M3_MAX: f64 = 448.0;
 
-/// Largest `|mean| / sqrt(variance + epsilon)` of a token under which bounds behind a LayerNorm hold. A mean that is summed
+/// Largest `|mean| / sqrt(variance + epsilon)` of a token for which bounds after a LayerNorm hold. A mean that is summed
 /// in f32 with an error of at most 32 roundings (pairwise, by lanes or Welford's way) then moves the output by a thousandth of
-/// its length, which the rounding share covers beside the roundings to BF16.
+/// its length, which the rounding share covers together with the roundings to BF16.
 pub const LAYER_NORM_MEAN_LIMIT: f64 = 512.0;
 
 /// Which bound logit scales come from.

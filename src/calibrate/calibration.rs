@@ -10,7 +10,7 @@ use crate::plan::{Granularity, ScalePlan};
 use crate::scale::Descale;
 use crate::spectral::{Estimator, GramEngine, PowerEngine, PowerState, SpectralEngine, layer_channels, summed_norm};
 
-/// The profile of a config alone: `c_star`, no layers.
+/// The profile of a config without weights: `c_star`, no layers.
 ///
 /// # Errors
 /// As [`Options::check`].

@@ -126,7 +126,7 @@ impl LayerInspection {
 }
 
 impl Inspection {
-    /// What a profile says of the spectra; without layers for the profile of a config alone.
+    /// The spectra of a profile; without layers for the profile of a config.
     pub fn new(profile: Profile) -> Self {
         let layers = profile.layers.iter().flatten().map(LayerInspection::new).collect();
         Self { model: profile.model, layers }

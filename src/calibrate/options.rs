@@ -15,7 +15,7 @@ pub struct Options {
     pub tail: Tail,
     /// Share of the E4M3 range that logit bounds are mapped onto.
     pub eta: f64,
-    /// Bound behind the logit descales.
+    /// Bound that logit descales come from.
     pub bound: BoundKind,
     /// One scale a head or a layer.
     pub granularity: Granularity,

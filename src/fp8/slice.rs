@@ -128,7 +128,7 @@ impl Format {
         }))
     }
 
-    /// The values that the codes of [`Format::encode_slice`] stand for, not multiplied back.
+    /// The values that the codes of [`Format::encode_slice`] represent, not multiplied back.
     ///
     /// # Errors
     /// As [`Format::encode_slice`].

@@ -11,7 +11,7 @@
 //!
 //! - **Ends**: when every layer of the pool has `burn_in` finite steps. Later steps of a layer that waits for others are
 //!   not counted, so that n is known.
-//! - **Restarts**: by [`Policy::restart`] alone, when the caller replaces weights or data. It does not happen by itself:
+//! - **Restarts**: only by [`Policy::restart`], when the caller replaces weights or data. It does not happen by itself:
 //!   ordinary training moves weights and bounds together.
 //! - **Falls back**: a value that overflows under a frozen `c` returns its pool to the worst-case bound, at once and
 //!   until a restart; the step's report carries the safe plan.
@@ -55,7 +55,7 @@ impl AutoC {
         Ok(Self { config, shape, state })
     }
 
-    /// A policy that goes on from a state.
+    /// A policy that continues from a state.
     ///
     /// # Errors
     /// `is_mismatch` if the state does not fit the shape and parameters.
@@ -85,7 +85,7 @@ impl AutoC {
         Ok(Self { config, shape, state })
     }
 
-    /// Where the pool of one head of one layer stands.
+    /// Phase of the pool of one head of one layer.
     ///
     /// # Panics
     /// If there is no such layer, or if o is asked for, which has no constant of its own.

@@ -222,7 +222,7 @@ impl<S: Slot> Delayed<S> {
         Ok(Self { config, shape, state: DelayedState { layers } })
     }
 
-    /// A policy that goes on from a state.
+    /// A policy that continues from a state.
     ///
     /// # Errors
     /// `is_mismatch` if the state does not fit the shape and parameters.

@@ -1,4 +1,4 @@
-//! Scales from the weights alone: `geometry` and `geometry-c-star`.
+//! Scales from the weights: `geometry` and `geometry-c-star`.
 
 use super::config::{GeometryConfig, PolicyConfig};
 use super::contract::Policy;

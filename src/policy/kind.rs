@@ -39,7 +39,7 @@ impl PolicyKind {
         }
     }
 
-    /// Reads a comma-separated list; `delayed` stands for both presets.
+    /// Reads a comma-separated list; `delayed` means both delayed policies.
     ///
     /// # Errors
     /// `is_argument` if a name is unknown or repeated, or there is none.

@@ -21,7 +21,7 @@ pub struct Report {
     /// Changes of the policy's state that a reader of logs should know.
     pub events: Vec<PolicyEvent>,
     /// A safe plan for the same step, where the one used overflowed and the policy has given it up: run the call again
-    /// with it, or go on with the saturated result.
+    /// with it, or continue with the saturated result.
     pub fallback: Option<ScalePlan>,
 }
 

@@ -55,13 +55,13 @@ pub struct AutoCState {
 /// One pool: its phase, and the largest ratios seen, as many as decide the order statistic, largest first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RatioPool {
-    /// Where it stands.
+    /// Its phase.
     pub phase: Phase,
     /// Largest ratios, descending.
     pub top: Vec<f64>,
 }
 
-/// Where a pool stands.
+/// Phase of a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "phase", rename_all = "kebab-case")]
 pub enum Phase {

@@ -47,11 +47,11 @@ pub struct RuntimeState {
 pub struct LayerState {
     /// Steps observed.
     pub steps: u64,
-    /// The last plan, so that logs go on where they stopped.
+    /// The last plan, so that logs continue where they stopped.
     pub last: Option<ScalePlan>,
     /// The bounds in use, where they are estimates.
     pub bounds: Option<LayerBounds>,
-    /// The caller's version of the weights behind them.
+    /// The caller's version of the weights that they were computed from.
     pub weights_version: Option<u64>,
 }
 

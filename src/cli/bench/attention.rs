@@ -18,47 +18,33 @@ use rayon::prelude::*;
 
 /// The attention kernel and its casts
 ///
-/// Each figure is the median of --reps event-timed replays of a CUDA graph with one launch for each of --sets inputs, after
-/// --warmup, so that launching from the host costs nothing (--no-graph times single launches). FLOPs = 2 B Hq (D + Dv) for each
-/// pair of a query and a key that it sees.
+/// Each figure is the median of --reps event-timed replays of a CUDA graph with one launch for each of --sets
+/// inputs, after --warmup, so that launching from the host costs nothing (--no-graph times single launches).
+/// FLOPs = 2 B Hq (D + Dv) for each pair of a query and a key that it sees.
 ///
 /// Kernels:
-///
 ///   fp8           only the attention, on E4M3 operands with V in the layout of the kernel
-///
 ///   cast          only the cast, from BF16
-///
 ///   e2e           cast and attention, from BF16
 ///
 /// Suffixes of kernels:
-///
 ///   +reorder      start from row-major E4M3 operands, V's reordering included
-///
 ///   +rope         with the rotation in the cast
-///
 ///   +telemetry    with maximum and minimum of the logits and amax of the output
-///
 ///   +o8           write E4M3
-///
 ///   +logits8      round the logits to E4M3
-///
 ///   +serial       without overlapping cast and attention
-///
 ///   +whole        without splitting calls that have few queries
-///
 ///   +window-N     a query sees its own key and the N - 1 before it
-///
 ///   +sink, +cap   with sinks, with a soft-cap of 50
-///
 ///   +packed       all sequences as one packed batch
-///
 ///   +tail         sequences of half of all rows, a quarter, and so on
 ///
-/// With --backward: forward, backward and both of a training step, one row each. `fp8` starts from operands that were cast before,
-/// `e2e` from BF16. FLOPs of the backward count 2.5 times. peak_mib is memory without q, k, v and dO: output, log-sum-exp, saved
-/// operands, gradients, and the larger of the two workspaces.
+/// With --backward: forward, backward and both of a training step, one row each. fp8 starts from operands that
+/// were cast before, e2e from BF16. FLOPs of the backward count 2.5 times. peak_mib is memory without q, k, v and
+/// dO: output, log-sum-exp, saved operands, gradients, and the larger of the two workspaces.
 #[derive(clap::Args)]
-#[command(allow_negative_numbers = true)]
+#[command(allow_negative_numbers = true, verbatim_doc_comment)]
 pub struct Args {
     /// Shapes, comma-separated; 64x64x192x128 has values of 128 channels
     #[arg(long, value_name = "Q_HEADSxKV_HEADSxHEAD_DIM[xV_HEAD_DIM]", default_value = "64x8x128,32x32x64", value_delimiter = ',', value_parser = parse_shape)]
