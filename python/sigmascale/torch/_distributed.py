@@ -35,16 +35,32 @@ def is_unit(module):
     return isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule")) or _is_wrapper(module)
 
 
+def _is_leaf(module):
+    """Whether ZeRO-3 gathers the parameters of a module and of all below it together."""
+    return getattr(module, "_z3_leaf", False)
+
+
+def _is_partitioned(tensor):
+    """Whether ZeRO-3 keeps a slice of a parameter, in another place, and the parameter itself empty."""
+    return hasattr(tensor, "ds_shape")
+
+
+def _is_gathered(module):
+    """Whether ZeRO-3 gathers parameters for the forward of this module."""
+    return any(map(_is_partitioned, module.parameters(recurse=_is_leaf(module))))
+
+
 def _is_wrapper(module):
     return isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
 
 
 def unwrapped(model):
-    """The model inside what torch.compile and DistributedDataParallel return."""
+    """The model inside what torch.compile, DistributedDataParallel and deepspeed.initialize return."""
+    wrappers = ("torch.nn.parallel", "DistributedDataParallel"), ("deepspeed.runtime.engine", "DeepSpeedEngine")
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
-        elif isinstance(model, _loaded("torch.nn.parallel", "DistributedDataParallel")):
+        elif any(isinstance(model, _loaded(*wrapper)) for wrapper in wrappers):
             model = model.module
         else:
             return model
@@ -61,7 +77,8 @@ def recomputing():
 
 
 class Units:
-    """The FSDP units of a model: above each module, from the nearest outwards, and what FullyShardedDataParallel flattened."""
+    """The units of a model, each of which makes its parameters whole for its forward (FSDP, ZeRO-3): above each module, from the nearest
+    outwards, and what FullyShardedDataParallel flattened."""
 
     def __init__(self, model):
         self._above, self._flat = {}, {}
@@ -70,7 +87,7 @@ class Units:
     def _walk(self, module, above):
         if module in self._above:
             return
-        if is_unit(module):
+        if is_unit(module) or (_is_gathered(module) and not any(map(_is_leaf, above))):
             above = (module, *above)
             handle = getattr(module, "_handle", None) if _is_wrapper(module) else None
             if handle is not None:
@@ -101,6 +118,8 @@ class Units:
                 for parameter in unit.parameters():
                     if is_dtensor(parameter):
                         return _compute_device(parameter)
+                    if _is_partitioned(parameter):
+                        return parameter.device
         return None
 
 
@@ -137,6 +156,8 @@ class View:
         if self._at_rest and (flat := self._units.flattened(owner).get(name)):
             shape, dtype = flat
             return torch.empty(shape, dtype=dtype, device="meta"), 1, 0, True
+        if self._at_rest and _is_partitioned(tensor):
+            return torch.empty(tensor.ds_shape, dtype=tensor.dtype, device="meta"), 1, 0, True
         if not is_dtensor(tensor):
             return tensor, 1, 0, False
         sliced = self._at_rest and bool(self._units.above(owner))
@@ -271,18 +292,31 @@ def compute_now(layers, compute):
     """Makes one unit after the other whole, and computes its layers."""
     for index in sorted(layers.sliced):
         unit, others = layers.unit(index)
-        if _is_wrapper(unit):
-            raise UnsupportedError(
-                "refresh(now=True) is for fully_shard: under FullyShardedDataParallel scales are computed in the next forward"
-            )
         kept = {}
         for other, places in others.items():
-            other.unshard()
-            _keep(places, kept)()
-            other.reshard()
+            with _whole(other):
+                _keep(places, kept)()
+        with _whole(unit):
+            compute(layers, [index], kept, always=True)
+
+
+@contextlib.contextmanager
+def _whole(unit):
+    """Makes a unit whole for a block; a collective."""
+    if isinstance(unit, _loaded("torch.distributed.fsdp", "FSDPModule")):
         unit.unshard()
-        compute(layers, [index], kept, always=True)
-        unit.reshard()
+        try:
+            yield
+        finally:
+            unit.reshard()
+    elif _is_gathered(unit):
+        parameters = list(unit.parameters(recurse=_is_leaf(unit)))
+        with _loaded("deepspeed.runtime.zero.partition_parameters", "GatheredParameters")(parameters):
+            yield
+    else:
+        raise UnsupportedError(
+            "refresh(now=True) is for fully_shard and ZeRO-3: elsewhere scales are computed in the next forward"
+        )
 
 
 def reduce_maxima(words, group):
