@@ -6,8 +6,10 @@ the projections multiply. Nothing here communicates.
 """
 
 import contextlib
+import functools
 import sys
 import typing
+import weakref
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -153,6 +155,11 @@ class View:
                 f"{type(owner).__name__}.{name} is a property that gathers its parameter at every read: use fully_shard, or take "
                 "the scales inside the model's own forward"
             )
+        if getattr(owner, "_is_fsdp_managed_module", False) and not self._units.above(owner):
+            raise UnsupportedError(
+                f"{type(owner).__name__}.{name} is sharded by FSDP in a unit above the given module: attach to the model that was "
+                "given to fully_shard or FullyShardedDataParallel"
+            )
         if self._at_rest and (flat := self._units.flattened(owner).get(name)):
             shape, dtype = flat
             return torch.empty(shape, dtype=dtype, device="meta"), 1, 0, True
@@ -259,33 +266,36 @@ def hooked(layers, compute):
         computing.setdefault(unit, []).append(index)
         for other, places in others.items():
             keeping.setdefault(other, []).extend(places)
-    handles = [inner(unit).register_forward_pre_hook(_keep(places, kept)) for unit, places in keeping.items()]
+    handles = [_hook(unit, functools.partial(_keep, places, kept)) for unit, places in keeping.items()]
     for unit, indices in computing.items():
-        handles.append(inner(unit).register_forward_pre_hook(_run(layers, indices, kept, compute)))
+        handles.append(_hook(unit, functools.partial(_run, layers, indices, kept, compute)))
     return handles
 
 
-def _run(layers, indices, kept, compute):
+def _hook(unit, work):
+    """Runs ``work`` before every forward of a unit that is not a recompute. A copy of the unit keeps the hook, and does nothing."""
+    module = inner(unit)
+    own = weakref.ref(module)
+
     # FSDP's own hook comes first, whichever was registered before the other.
     @torch.compiler.disable
-    def hook(*_):
-        function = compute()
-        if function is not None and not recomputing():
-            function(layers, indices, kept)
+    def hook(called, *_):
+        if called is own() and not recomputing():
+            work()
 
-    return hook
+    return module.register_forward_pre_hook(hook)
+
+
+def _run(layers, indices, kept, compute):
+    function = compute()
+    if function is not None:
+        function(layers, indices, kept)
 
 
 def _keep(places, kept):
     """Copies vectors while they are whole: their unit is sharded again before the weights that they go with are whole."""
-
-    @torch.compiler.disable
-    def hook(*_):
-        if not recomputing():
-            for owner, name in places:
-                kept[owner, name] = local(getattr(owner, name)).detach().clone()
-
-    return hook
+    for owner, name in places:
+        kept[owner, name] = local(getattr(owner, name)).detach().clone()
 
 
 def compute_now(layers, compute):
@@ -295,7 +305,7 @@ def compute_now(layers, compute):
         kept = {}
         for other, places in others.items():
             with _whole(other):
-                _keep(places, kept)()
+                _keep(places, kept)
         with _whole(unit):
             compute(layers, [index], kept, always=True)
 

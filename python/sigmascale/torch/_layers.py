@@ -8,7 +8,7 @@ import torch
 
 from .. import _native
 from .._arguments import positive, real, whole
-from .._errors import ArgumentError, UnsupportedError
+from .._errors import ArgumentError, SigmascaleError, UnsupportedError
 from . import _distributed
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -358,9 +358,21 @@ class Layers:
                 others.setdefault(own[0], []).append((place.owner, place.name))
         return above[0], others
 
+    def replaced(self, index):
+        """Whether a module that a sliced layer was read from has been replaced by another, as adapters do."""
+        return any(
+            holder.get(key) is not held
+            for holder, key, held in self.at_rest[index].sources
+            if isinstance(held, torch.nn.Module)
+        )
+
     def whole(self, index, kept):
         """A sliced layer as it is inside its unit's forward; ``kept``: copies by owner and name."""
         before = self.at_rest[index]
+        if self.replaced(index):
+            raise SigmascaleError(
+                f"{before.name}: a projection or norm was replaced by another module since attach(): call refresh() before the forward"
+            )
         view = _distributed.View(self.units, at_rest=False, kept=kept)
         owners = {place.owner for place in self._places(index).values()}
         layer = _share(self._readers[index](view, owners), view)

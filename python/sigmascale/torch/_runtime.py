@@ -193,10 +193,14 @@ class Runtime:
             return
         self._captured.append((self._engine, [x.detach() for layer in self._tensors for x in layer.tensors().values()]))
 
+    def _replaced(self):
+        layers = self._layers()
+        return layers is not None and any(map(layers.replaced, self._sliced))
+
     def _check(self):
         if self._model() is None or self._tensors is None:
             raise SigmascaleError("the model was deleted: attach to the model that is in use")
-        if self._sources is not None and self._sources.unchanged():
+        if self._sources is not None and self._sources.unchanged() and not self._replaced():
             return
         if self._capturing():
             raise SigmascaleError("weights have moved since the last refresh(): call refresh() once before the capture")
