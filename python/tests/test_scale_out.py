@@ -23,6 +23,9 @@ def test_an_all_reduce_goes_up_a_tree_and_down():
     # One GPU of each of 128 nodes: 7 levels of 5 us, twice.
     assert us(0, 128, 128) == pytest.approx(6.8 + 2 * 7 * 5.0)
     assert us(0, 64, 8) == pytest.approx(6.8 + 2 * (7 * 0.6 + 3 * 5.0))
+    # What NCCL itself printed for 16 GPUs on two nodes: NVIDIA/nccl issue 1453.
+    assert us(128, 16, 2) == pytest.approx(25.214764, rel=1e-3)
+    assert us(4096, 16, 2) == pytest.approx(25.874907, rel=0.02) and us(32768, 16, 2) == pytest.approx(30.599243, rel=0.1)
     # 50 GB/s, twice the bytes for flags, there and back.
     assert us(25_000, 8, 1) - us(0, 8, 1) == pytest.approx(2.0)
 

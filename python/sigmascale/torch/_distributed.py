@@ -42,14 +42,14 @@ def _is_leaf(module):
     return getattr(module, "_z3_leaf", False)
 
 
-def _is_partitioned(tensor):
+def is_partitioned(tensor):
     """Whether ZeRO-3 keeps a slice of a parameter, in another place, and the parameter itself empty."""
     return hasattr(tensor, "ds_shape")
 
 
 def _is_gathered(module):
     """Whether ZeRO-3 gathers parameters for the forward of this module."""
-    return any(map(_is_partitioned, module.parameters(recurse=_is_leaf(module))))
+    return any(map(is_partitioned, module.parameters(recurse=_is_leaf(module))))
 
 
 def _is_wrapper(module):
@@ -120,7 +120,7 @@ class Units:
                 for parameter in unit.parameters():
                     if is_dtensor(parameter):
                         return _compute_device(parameter)
-                    if _is_partitioned(parameter):
+                    if is_partitioned(parameter):
                         return parameter.device
         return None
 
@@ -163,7 +163,7 @@ class View:
         if self._at_rest and (flat := self._units.flattened(owner).get(name)):
             shape, dtype = flat
             return torch.empty(shape, dtype=dtype, device="meta"), 1, 0, True
-        if self._at_rest and _is_partitioned(tensor):
+        if self._at_rest and is_partitioned(tensor):
             return torch.empty(tensor.ds_shape, dtype=tensor.dtype, device="meta"), 1, 0, True
         if not is_dtensor(tensor):
             return tensor, 1, 0, False

@@ -429,13 +429,14 @@ def _given(model, units, entries):
             changed = {}
             for field in dataclasses.fields(layer):
                 tensor = getattr(layer, field.name)
-                if not _distributed.is_dtensor(tensor):
+                partitioned = _distributed.is_partitioned(tensor)
+                if not (partitioned or _distributed.is_dtensor(tensor)):
                     continue
                 owner, name = owners.get(id(tensor), (None, field.name))
-                if units.above(owner) or (owner is None and units):
+                if partitioned or units.above(owner) or (owner is None and units):
                     raise UnsupportedError(
-                        f"{layer.name}.{field.name} is sharded by FSDP and is whole in a forward alone: give a function that "
-                        "returns the Layer in place of the Layer"
+                        f"{layer.name}.{field.name} is sharded by {'ZeRO-3' if partitioned else 'FSDP'} and is whole in a forward "
+                        "alone: give a function that returns the Layer in place of the Layer"
                     )
                 changed[field.name] = view(owner, name, tensor)
             return dataclasses.replace(layer, **changed) if changed else layer

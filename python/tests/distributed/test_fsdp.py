@@ -76,12 +76,39 @@ def test_uneven_and_empty_shards(ranks, heads, rows):
     rank, mesh = torch.distributed.get_rank(), DeviceMesh("cpu", list(range(ranks)))
     if rank >= ranks:
         return
-    make = functools.partial(Plain, width=16 * heads, heads=heads, kv_heads=heads, fused=False)
-    model = shard(make(), mesh)
-    assert blocks(model)[0].attention.q.weight.to_local().shape[0] == rows[rank]
-    runtime = attach(model)
-    run(model, inputs(model))
-    assert torch.equal(runtime.descales, expected(make()).descales)
+
+    def wrap(model):
+        shard(model, mesh)
+        assert blocks(model)[0].attention.q.weight.to_local().shape[0] == rows[rank]
+        return model
+
+    check(functools.partial(Plain, width=16 * heads, heads=heads, kv_heads=heads, fused=False), wrap)
+
+
+@distributed(4)
+def test_training_on_uneven_shards_is_that_of_one_process():
+    """All ranks have the same batch: losses, scales and weights of four steps, bit for bit."""
+    make = functools.partial(Plain, width=90, heads=5, kv_heads=5, fused=False)
+    model, whole = shard(make(), mesh_of(4), mp=MixedPrecisionPolicy()), make()
+    rows = blocks(model)[0].attention.q.weight.to_local().shape[0]
+    assert rows == (21 if torch.distributed.get_rank() == 3 else 23)
+    runs = [(one, attach(one), torch.optim.AdamW(one.parameters(), lr=0.01)) for one in (model, whole)]
+    seen = []
+    for step in range(4):
+        losses = []
+        for one, runtime, optimizer in runs:
+            loss = run(one, inputs(whole, step))
+            loss.backward()
+            losses.append(loss.detach())
+        assert torch.equal(*losses) and torch.equal(*(runtime.descales for _, runtime, _ in runs))
+        seen.append(runs[0][1].descales.clone())
+        for _, runtime, optimizer in runs:
+            optimizer.step()
+            optimizer.zero_grad()
+            runtime.refresh()
+    state = whole.state_dict()
+    assert all(torch.equal(x, state[name]) for name, x in full(model).items())
+    assert not torch.equal(seen[0], seen[-1])
 
 
 @pytest.mark.parametrize("reshard", [True, False, 2])
@@ -158,6 +185,14 @@ def test_fsdp_over_tensor_parallel():
     mesh = mesh_of(2, 2, names=("dp", "tp"))
     rank = mesh.get_local_rank("tp")
     wrap = lambda model: shard(tensor_parallel(model, mesh["tp"]), mesh["dp"])
+    check(functools.partial(llama, heads=(8, 4)), wrap, own=lambda x: x[..., 2 * rank : 2 * rank + 2])
+
+
+@distributed(8)
+def test_replicas_of_shards_over_tensor_parallelism():
+    mesh = mesh_of(2, 2, 2, names=("replicate", "shard", "tp"))
+    rank = mesh.get_local_rank("tp")
+    wrap = lambda model: shard(tensor_parallel(model, mesh["tp"]), mesh["replicate", "shard"])
     check(functools.partial(llama, heads=(8, 4)), wrap, own=lambda x: x[..., 2 * rank : 2 * rank + 2])
 
 

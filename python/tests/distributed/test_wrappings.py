@@ -1,6 +1,7 @@
 """Odd ways to wrap a model and to go on with it: the scales are right, or an error says what to do."""
 
 import copy
+import dataclasses
 import functools
 import io
 import pickle
@@ -381,36 +382,35 @@ def test_a_unit_given_by_hand():
     class Gathering(nn.Module):
         def __init__(self, block):
             super().__init__()
-            self.block, self.kept = block, None
-            self.drop()
-
-        def drop(self):
-            weight = self.block.attention.qkv.weight
-            self.kept, weight.data = weight.data.clone(), torch.empty(0)
+            self.block, weight = block, block.attention.qkv.weight
+            self.kept = weight.detach().clone()
+            weight.untyped_storage().resize_(0)
 
         def forward(self, x):
             return self.block(x)
 
     def gather(module, _):
-        module.block.attention.qkv.weight.data = module.kept
+        weight = module.block.attention.qkv.weight
+        weight.untyped_storage().resize_(4 * weight.numel())
+        with torch.no_grad():
+            weight.copy_(module.kept)
 
     model = Plain()
     reference = expected(Plain(), torch.float32)
     shells = [Gathering(block) for block in model.blocks]
-    for shell in shells:
-        shell.register_forward_pre_hook(gather)
 
     def layer(shell):
-        a = shell.block.attention
-        weight = a.qkv.weight if a.qkv.weight.numel() else torch.empty(192, 96)
-        q, k, v = weight.split(a.sizes)
-        return fp8.Layer(
-            q=q, k=k, v=v, n_q_heads=6, n_kv_heads=3, norm="layer", gain=shell.block.norm.weight, shift=shell.block.norm.bias,
-            **dict(zip(("q_bias", "k_bias", "v_bias"), a.parts("bias"))), module=a, unit=shell,
-        )  # fmt: skip
+        return dataclasses.replace(describe(shell.block), unit=shell)
 
+    layers = [functools.partial(layer, shell) for shell in shells]
+    never = fp8.attach(nn.Sequential(*shells), layers=layers)
+    with pytest.raises(sigmascale.UnsupportedError, match="layer.q is still sharded in the forward of its FSDP unit"):
+        shells[0](inputs(model))
+    del never
+    for shell in shells:
+        shell.register_forward_pre_hook(gather)
     stack = nn.Sequential(*shells)
-    runtime = fp8.attach(stack, layers=[functools.partial(layer, shell) for shell in shells], backend="emulated")
+    runtime = fp8.attach(stack, layers=layers, backend="emulated")
     assert all(plan.stale for plan in runtime.layers)
     # A copy keeps the hooks, which are not its own.
     copy.deepcopy(shells[0])(inputs(model))

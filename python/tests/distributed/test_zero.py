@@ -4,7 +4,7 @@ import os
 
 import pytest
 from models import Attention, Plain, described, expected, inputs, torch
-from ranks import distributed
+from ranks import distributed, stop
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 deepspeed = pytest.importorskip("deepspeed", reason="deepspeed is not installed")
@@ -15,14 +15,20 @@ import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def processes_of_their_own():
+    """DeepSpeed keeps the first process group for the life of a process."""
+    stop()
+    yield
+    stop()
+
+
 def started(model, stage=3, persistent=0, leaf=True):
     """The engine around a model whose attention modules are gathered whole."""
     # It compiles an operator for shared memory otherwise.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    # The groups of the test before are gone.
-    deepspeed.comm.comm.cdb = None
     deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False)
     if leaf:
         set_z3_leaf_modules(model, [Attention])
@@ -57,7 +63,7 @@ def test_three_steps(fused, persistent):
     """`persistent`: below it a parameter is never partitioned, as the gains of a model are by default."""
     model = Plain(fused=fused)
     engine = started(model, persistent=persistent)
-    assert model.blocks[0].attention.out.weight.numel() == (0 if persistent == 0 else 96 * 96)
+    assert model.blocks[0].norm.weight.ds_persist == bool(persistent)
     runtime, first = attach(engine, model), None
     x = inputs(model, torch.distributed.get_rank()).bfloat16()
     for step in range(3):
@@ -67,7 +73,7 @@ def test_three_steps(fused, persistent):
         engine.backward(y.float().square().mean())
         engine.step()
         runtime.refresh()
-        assert all(plan.stale for plan in runtime.layers) or persistent
+        assert all(plan.stale for plan in runtime.layers)
     runtime.refresh(now=True)
     assert torch.equal(runtime.descales, whole(model).descales) and not torch.equal(runtime.descales, first)
     assert (runtime.stats()["overflow"] == 0).all()
@@ -85,9 +91,9 @@ def test_projections_that_are_gathered_apart_are_refused():
 def test_layers_that_are_given_as_tensors_are_refused():
     from models import describe
 
-    model = Plain()
+    model = Plain(fused=False)
     engine = started(model)
-    with pytest.raises((sigmascale.UnsupportedError, sigmascale.ArgumentError), match="function that returns the Layer"):
+    with pytest.raises(sigmascale.UnsupportedError, match="layer.q is sharded by ZeRO-3.*a function that returns the Layer"):
         fp8.attach(engine, layers=[describe(block) for block in model.blocks])
 
 
