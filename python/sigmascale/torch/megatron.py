@@ -7,8 +7,8 @@
 tensor parallelism a rank holds whole groups. ``attach`` replaces each layer's ``core_attention``, whose inputs are projected, normalised
 and rotated already; checkpoints are unchanged, since neither module has parameters.
 
-Written to the interface of Megatron-Core 0.16 and tested with its GPTModel on the CPU (local layers, tensor parallelism over gloo).
-Layers of TransformerEngine have the same names and are read through a stand-in in tests; **it was never run with them or on a GPU**.
+Tested with the GPTModel of Megatron-Core 0.16 on the CPU: its local layers, tensor, sequence and context parallelism over gloo. Layers of
+TransformerEngine have the same names, which tests imitate. **It was never run with TransformerEngine or on a GPU.**
 """
 
 import torch

@@ -239,6 +239,23 @@ def test_its_data_parallel_wrapper():
         assert set(inner.state_dict()) >= set(parameters) and not any("core_attention" in name for name in parameters)
 
 
+@distributed(1)
+def test_norms_inside_the_projection():
+    """As TransformerEngine's `TELayerNormColumnParallelLinear` holds them, by name; that module itself needs a GPU."""
+    with megatron(1):
+        model = gpt(1, normalization="LayerNorm")
+        expected = fp8.attach(model, layers=[separate(model, i) for i in range(LAYERS)]).descales
+        for layer in model.decoder.layers:
+            linear, norm = layer.self_attention.linear_qkv, layer.input_layernorm
+            linear.layer_norm_weight, linear.layer_norm_bias = norm.weight, norm.bias
+            layer.input_layernorm = torch.nn.Identity()
+        assert torch.equal(fp8.megatron.attach(model).descales, expected)
+        for layer in model.decoder.layers:
+            del layer.self_attention.linear_qkv.layer_norm_weight
+        with pytest.raises(sigmascale.UnsupportedError, match="Identity in front of linear_qkv has no weight"):
+            fp8.megatron.attach(model)
+
+
 class Overlapping(torch.nn.Module):
     """What Megatron's wrapper is while it gathers parameters in forwards."""
 
