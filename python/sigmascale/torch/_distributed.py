@@ -79,8 +79,8 @@ def recomputing():
 
 
 class Units:
-    """The units of a model, each of which makes its parameters whole for its forward (FSDP, ZeRO-3): above each module, from the nearest
-    outwards, and what FullyShardedDataParallel flattened."""
+    """The units of a model, each of which makes its parameters whole for its forward (FSDP, ZeRO-3): above each module, from
+    the nearest outwards, and what FullyShardedDataParallel flattened."""
 
     def __init__(self, model):
         self._above, self._flat = {}, {}
@@ -157,8 +157,8 @@ class View:
             )
         if getattr(owner, "_is_fsdp_managed_module", False) and not self._units.above(owner):
             raise UnsupportedError(
-                f"{type(owner).__name__}.{name} is sharded by FSDP in a unit above the given module: attach to the model that was "
-                "given to fully_shard or FullyShardedDataParallel"
+                f"{type(owner).__name__}.{name} is sharded by FSDP in a unit above the given module: attach to the model that "
+                "was given to fully_shard or FullyShardedDataParallel"
             )
         if self._at_rest and (flat := self._units.flattened(owner).get(name)):
             shape, dtype = flat
@@ -273,7 +273,8 @@ def hooked(layers, compute):
 
 
 def _hook(unit, work):
-    """Runs ``work`` before every forward of a unit that is not a recompute. A copy of the unit keeps the hook, and does nothing."""
+    """Runs ``work`` before every forward of a unit that is not a recompute. A copy of the unit keeps the hook, which does
+    nothing there."""
     module = inner(unit)
     own = weakref.ref(module)
 

@@ -371,7 +371,8 @@ class Layers:
         before = self.at_rest[index]
         if self.replaced(index):
             raise SigmascaleError(
-                f"{before.name}: a projection or norm was replaced by another module since attach(): call refresh() before the forward"
+                f"{before.name}: a projection or norm was replaced by another module since attach(): call refresh() before the "
+                "forward"
             )
         view = _distributed.View(self.units, at_rest=False, kept=kept)
         owners = {place.owner for place in self._places(index).values()}
@@ -435,8 +436,8 @@ def _given(model, units, entries):
                 owner, name = owners.get(id(tensor), (None, field.name))
                 if partitioned or units.above(owner) or (owner is None and units):
                     raise UnsupportedError(
-                        f"{layer.name}.{field.name} is sharded by {'ZeRO-3' if partitioned else 'FSDP'} and is whole in a forward "
-                        "alone: give a function that returns the Layer in place of the Layer"
+                        f"{layer.name}.{field.name} is sharded by {'ZeRO-3' if partitioned else 'FSDP'} and is whole in a "
+                        "forward alone: give a function that returns the Layer in place of the Layer"
                     )
                 changed[field.name] = view(owner, name, tensor)
             return dataclasses.replace(layer, **changed) if changed else layer

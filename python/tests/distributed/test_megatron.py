@@ -1,7 +1,8 @@
 """Megatron-Core's own GPTModel under tensor parallelism: plans of its interleaved projections, and attention by them.
 
-Its layers are the local ones, which need neither TransformerEngine nor a GPU. Norms with zero-centred gains and norms under sequence
-parallelism exist in TransformerEngine alone, so they are written here and put into the real layer by its specification.
+Its layers are the local ones, which need neither TransformerEngine nor a GPU. Norms with zero-centred gains and norms
+under sequence parallelism exist in TransformerEngine alone, so they are written here and put into the real layer by its
+specification.
 """
 
 import contextlib
