@@ -289,7 +289,9 @@ class Runtime:
         ``bf16`` for PyTorch's own attention. Counted where Python launches them: a replay of a CUDA graph is not, nor is a
         fallback in compiled code.
         """
-        return _results.stats(self.words.cpu(), self._heads, None if self._policy.per_call else self.descales.cpu(), self._calls)
+        return _results.stats(
+            self.words.cpu(), self._heads, None if self._policy.per_call else self.descales.cpu(), self._calls
+        )
 
     def slack(self):
         """How far the certain bounds lay above what ``auto-c`` has observed in its burn-in: for ``logit``, ``q``, ``k`` and

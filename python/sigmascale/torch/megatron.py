@@ -148,7 +148,9 @@ def _layer(parent, attention, rotary, unit):
     prefix = "layer_norm_" if norm is linear else ""
     gain, shift = (getattr(norm, prefix + key, None) for key in ("weight", "bias"))
     if gain is None:
-        raise UnsupportedError(f"{name}: {type(norm).__name__} in front of linear_qkv has no weight: it is no norm that is read")
+        raise UnsupportedError(
+            f"{name}: {type(norm).__name__} in front of linear_qkv has no weight: it is no norm that is read"
+        )
     centred = 1.0 if config.layernorm_zero_centered_gamma else 0.0
     q_norm, k_norm, normalised = _qk_norms(attention, weight, name)
     if config.no_rope_freq and config.no_rope_freq[number]:
@@ -195,7 +197,9 @@ def _refuse(config, attention, name):
     if config.window_size is not None or getattr(config, "softmax_type", "vanilla") != "vanilla":
         raise UnsupportedError(f"{name}: windows and softmax offsets are not taken by this attention: leave them out")
     if config.attention_dropout:
-        raise UnsupportedError(f"{name}: attention_dropout is {config.attention_dropout}, and FP8 attention has none: set it to 0")
+        raise UnsupportedError(
+            f"{name}: attention_dropout is {config.attention_dropout}, and FP8 attention has none: set it to 0"
+        )
 
 
 def _qk_norms(attention, weight, name):
@@ -209,5 +213,7 @@ def _qk_norms(attention, weight, name):
         return ones, ones.clone(), False
     gains = [getattr(norm, "weight", None) for norm in found]
     if any(gain is None for gain in gains) or any(getattr(norm, "bias", None) is not None for norm in found):
-        raise UnsupportedError(f"{name}: norms of q and k ({', '.join(kinds)}) are read where they are RMS norms with gains alone")
+        raise UnsupportedError(
+            f"{name}: norms of q and k ({', '.join(kinds)}) are read where they are RMS norms with gains alone"
+        )
     return *gains, True

@@ -113,7 +113,9 @@ def test_four_ranks_attend_as_one(kind, heads):
 @distributed(4)
 def test_kv_heads_that_four_ranks_cannot_share_are_refused():
     q, k, v = operands(heads=(12, 3))
-    with pytest.raises(sigmascale.UnsupportedError, match="4 ranks do not share 12 query and 3 KV heads evenly: use ring"):
+    with pytest.raises(
+        sigmascale.UnsupportedError, match="4 ranks do not share 12 query and 3 KV heads evenly: use ring"
+    ):
         fp8.ulysses_attention(q, k, v, rows(3), torch.distributed.group.WORLD)
     against_attention(fp8.ring_attention, (12, 3), 4, 4)
 

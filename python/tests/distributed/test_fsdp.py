@@ -98,7 +98,7 @@ def test_training_on_uneven_shards_is_that_of_one_process():
     seen = []
     for step in range(4):
         losses = []
-        for one, runtime, optimizer in runs:
+        for one, *_ in runs:
             loss = run(one, inputs(whole, step))
             (loss * (rank == 0 or one is whole)).backward()
             losses.append(loss.detach())

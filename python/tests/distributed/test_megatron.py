@@ -36,6 +36,7 @@ CASES = {
     "half rotated, interleaved": {"rotary_percent": 0.5, "rotary_interleaved": True},
     "no rotation": {"position_embedding_type": "learned_absolute"},
     "its own softmax scale": {"softmax_scale": 0.2},
+    "gated outputs": {"attention_output_gate": True},
 }
 
 
@@ -96,9 +97,7 @@ def gpt(tp, cp=1, **options):
         tensor_model_parallel_size=tp, context_parallel_size=cp, bias_dropout_fusion=False, masked_softmax_fusion=False,
         persist_layer_norm=False, **{"num_query_groups": GROUPS} | options,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(
-        normalization=config.normalization, qk_layernorm=config.qk_layernorm, qk_l2_norm=l2
-    )
+    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm, qk_l2_norm=l2)
     spec.submodules.self_attention.submodules.core_attention = Sdpa
     if config.layernorm_zero_centered_gamma or config.sequence_parallel:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
@@ -132,12 +131,14 @@ def separate(model, index, rank=0, ranks=1):
     layer = model.decoder.layers[index]
     attention, config = layer.self_attention, model.config
     group = HEADS // GROUPS
-    count = attention.linear_qkv.weight.shape[0] // ((group + 2) * D_HEAD)
+    # Behind the query heads of a group lie as many gates, where there are any.
+    width = (2 * group if config.attention_output_gate else group) + 2
+    count = attention.linear_qkv.weight.shape[0] // (width * D_HEAD)
     part = slice(rank * count // ranks, (rank + 1) * count // ranks)
 
     def split(x):
-        x = x.detach().view(count, group + 2, D_HEAD, -1)[part]
-        return [y.reshape(-1, y.shape[-1]) for y in (x[:, :group], x[:, group], x[:, group + 1])]
+        x = x.detach().view(count, width, D_HEAD, -1)[part]
+        return [y.reshape(-1, y.shape[-1]) for y in (x[:, :group], x[:, -2], x[:, -1])]
 
     linear, norm, n_kv = attention.linear_qkv, layer.input_layernorm, count // ranks
     q, k, v = split(linear.weight)
