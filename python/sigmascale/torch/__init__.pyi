@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from .. import AutoC, DelayedPaper, DelayedTe, Tail
+from . import megatron as megatron
 from . import te as te
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "fp8_cache",
     "gather_sequence",
     "max_logit_bound",
+    "megatron",
     "merge_states",
     "patched",
     "register",
@@ -75,6 +77,8 @@ class Layer:
     sources: list[tuple[dict[str, Any], str, Any]] = ...
     number: int | None = None
     model_q_heads: int | None = None
+    first_kv_head: int = 0
+    unit: torch.nn.Module | None = None
     def __init__(
         self,
         q: torch.Tensor,
@@ -106,6 +110,8 @@ class Layer:
         sources: list[tuple[dict[str, Any], str, Any]] = ...,
         number: int | None = None,
         model_q_heads: int | None = None,
+        first_kv_head: int = 0,
+        unit: torch.nn.Module | None = None,
     ) -> None: ...
     @property
     def d_head(self) -> int: ...

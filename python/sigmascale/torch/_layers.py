@@ -8,7 +8,7 @@ import torch
 
 from .. import _native
 from .._arguments import positive, real, whole
-from .._errors import ArgumentError, UnsupportedError
+from .._errors import ArgumentError, SigmascaleError, UnsupportedError
 from . import _distributed
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -30,7 +30,10 @@ class Layer:
     ``number`` is the layer's number in the model, by default its place among those given, and ``model_q_heads`` the query heads
     of all layers of the model, where the process has only some of them (pipeline stages): ``geometry-c-star`` counts them.
 
-    Heads are the model's. Where ``q``, ``k`` and ``v`` are sharded by rows (tensor parallelism), a process has its share.
+    Heads are the model's. Where ``q``, ``k`` and ``v`` are DTensors sharded by rows (tensor parallelism), a process has its share.
+    Where they are a process's own rows as plain tensors, heads are those of the process, and ``first_kv_head`` is the number of its
+    first KV head in the layer. ``unit`` is the module in whose forward the tensors are whole, where a wrapper other than FSDP and
+    ZeRO-3 gathers them: scales are computed before that forward.
     """
 
     q: torch.Tensor
@@ -64,6 +67,8 @@ class Layer:
     sources: list = dataclasses.field(default_factory=list)
     number: int | None = None
     model_q_heads: int | None = None
+    first_kv_head: int = 0
+    unit: torch.nn.Module | None = None
 
     @property
     def d_head(self):
@@ -289,7 +294,7 @@ class Layers:
             whole.append(read(view, None))
             layer = _share(whole[-1], view)
             places = [view.origin(tensor) for tensor in layer.tensors().values()]
-            if any(place is not None and place.sliced for place in places):
+            if layer.unit is not None or any(place is not None and place.sliced for place in places):
                 self.sliced.add(index)
                 check_form(layer)
             self.at_rest.append(layer)
@@ -308,14 +313,15 @@ class Layers:
         rows = []
         for index, layer in enumerate(self.at_rest):
             origin = self._views[index].origin(layer.k)
-            first = layer.n_kv_heads * (origin.rank if origin else 0)
+            first = layer.first_kv_head + layer.n_kv_heads * (origin.rank if origin else 0)
             rows.append([index if layer.number is None else layer.number, first, layer.n_kv_heads, layer.n_q_heads])
         return rows
 
     def device(self):
         """Where everything is computed."""
-        device = check([self.at_rest[index] for index in self.resident])
-        unit = self.units.device() if self.sliced else device
+        shapes = {index for index in self.sliced if any(x.is_meta for x in self.at_rest[index].tensors().values())}
+        device = check([layer for index, layer in enumerate(self.at_rest) if index not in shapes])
+        unit = self.units.device() if shapes else device
         if device is not None and unit != device:
             raise ArgumentError(
                 f"some layers are on {device} and sharded ones compute on {unit}: attach a runtime for each"
@@ -335,12 +341,15 @@ class Layers:
         """The unit in whose forward a sliced layer's weights are whole, and units of other parameters that are cut up again
         by then, each with their owners and names."""
         layer, places = self.at_rest[index], self._places(index)
+        if layer.unit is not None:
+            return layer.unit, {}
         weights = [key for key in "qkv" if key in places and places[key].sliced]
         found = {self.units.above(places[key].owner) for key in weights or places if places[key].sliced}
         if len({above[0] for above in found}) != 1:
             raise UnsupportedError(
                 f"{layer.name}: the q, k and v projections are in different FSDP units, so they are never whole together: shard "
-                "their attention module or their block with fully_shard, not each projection"
+                "their attention module or their block with fully_shard, not each projection; under ZeRO-3 make the attention module "
+                "a leaf (set_z3_leaf_modules)"
             )
         above, others = found.pop(), {}
         for place in places.values():
@@ -349,9 +358,22 @@ class Layers:
                 others.setdefault(own[0], []).append((place.owner, place.name))
         return above[0], others
 
+    def replaced(self, index):
+        """Whether a module that a sliced layer was read from has been replaced by another, as adapters do."""
+        return any(
+            holder.get(key) is not held
+            for holder, key, held in self.at_rest[index].sources
+            if isinstance(held, torch.nn.Module)
+        )
+
     def whole(self, index, kept):
         """A sliced layer as it is inside its unit's forward; ``kept``: copies by owner and name."""
         before = self.at_rest[index]
+        if self.replaced(index):
+            raise SigmascaleError(
+                f"{before.name}: a projection or norm was replaced by another module since attach(): call refresh() before the "
+                "forward"
+            )
         view = _distributed.View(self.units, at_rest=False, kept=kept)
         owners = {place.owner for place in self._places(index).values()}
         layer = _share(self._readers[index](view, owners), view)
@@ -359,7 +381,8 @@ class Layers:
             if tensor.shape != expected.shape or tensor.untyped_storage().nbytes() == 0:
                 raise UnsupportedError(
                     f"{name} is still sharded in the forward of its FSDP unit: shape {tuple(tensor.shape)} in place of "
-                    f"{tuple(expected.shape)}. Call the module that fully_shard was given, not a part of it"
+                    f"{tuple(expected.shape)}. Call the module that fully_shard was given, not a part of it; with DeepSpeed attach after "
+                    "deepspeed.initialize()"
                 )
         check([layer])
         return layer
@@ -407,13 +430,14 @@ def _given(model, units, entries):
             changed = {}
             for field in dataclasses.fields(layer):
                 tensor = getattr(layer, field.name)
-                if not _distributed.is_dtensor(tensor):
+                partitioned = _distributed.is_partitioned(tensor)
+                if not (partitioned or _distributed.is_dtensor(tensor)):
                     continue
                 owner, name = owners.get(id(tensor), (None, field.name))
-                if units.above(owner) or (owner is None and units):
+                if partitioned or units.above(owner) or (owner is None and units):
                     raise UnsupportedError(
-                        f"{layer.name}.{field.name} is sharded by FSDP and is whole in a forward alone: give a function that "
-                        "returns the Layer in place of the Layer"
+                        f"{layer.name}.{field.name} is sharded by {'ZeRO-3' if partitioned else 'FSDP'} and is whole in a "
+                        "forward alone: give a function that returns the Layer in place of the Layer"
                     )
                 changed[field.name] = view(owner, name, tensor)
             return dataclasses.replace(layer, **changed) if changed else layer

@@ -193,10 +193,14 @@ class Runtime:
             return
         self._captured.append((self._engine, [x.detach() for layer in self._tensors for x in layer.tensors().values()]))
 
+    def _replaced(self):
+        layers = self._layers()
+        return layers is not None and any(map(layers.replaced, self._sliced))
+
     def _check(self):
         if self._model() is None or self._tensors is None:
             raise SigmascaleError("the model was deleted: attach to the model that is in use")
-        if self._sources is not None and self._sources.unchanged():
+        if self._sources is not None and self._sources.unchanged() and not self._replaced():
             return
         if self._capturing():
             raise SigmascaleError("weights have moved since the last refresh(): call refresh() once before the capture")
@@ -285,7 +289,9 @@ class Runtime:
         ``bf16`` for PyTorch's own attention. Counted where Python launches them: a replay of a CUDA graph is not, nor is a
         fallback in compiled code.
         """
-        return _results.stats(self.words.cpu(), self._heads, None if self._policy.per_call else self.descales.cpu(), self._calls)
+        return _results.stats(
+            self.words.cpu(), self._heads, None if self._policy.per_call else self.descales.cpu(), self._calls
+        )
 
     def slack(self):
         """How far the certain bounds lay above what ``auto-c`` has observed in its burn-in: for ``logit``, ``q``, ``k`` and

@@ -56,7 +56,7 @@ def _run(ranks, module, name, arguments):
                 failed.append(f"rank {rank}: {error}")
     if failed:
         # The others may wait for one that has failed.
-        _stop()
+        stop()
         pytest.fail("\n".join(failed), pytrace=False)
 
 
@@ -70,7 +70,8 @@ def _start():
 
 
 @atexit.register
-def _stop():
+def stop():
+    """Ends the processes; the next test starts others."""
     while _running:
         process, pipe = _running.pop()
         pipe.close()
