@@ -11,7 +11,9 @@ else:
 Policy = Literal["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"]
 Operand = Literal["logit", "q", "k", "v", "o"]
 EngineName = Literal["vllm", "sglang", "trtllm", "mistralrs"]
-Verdict = Literal["safe", "overflow", "missing", "default", "rounded_below", "foreign", "not_loaded", "unbounded"]
+Verdict = Literal[
+    "safe", "overflow", "missing", "default", "rounded_below", "foreign", "invalid", "not_loaded", "unbounded"
+]
 
 
 class Biases(TypedDict):
@@ -302,7 +304,7 @@ class LayerCertificate(TypedDict):
 class AuditEntry(TypedDict):
     """One scale as an engine would use it, and the scale that the weights need."""
 
-    scale: float
+    scale: float | None
     needed: float | None
     verdict: Verdict
     stored: float | None

@@ -99,6 +99,7 @@ fn summary(audit: &Audit) -> String {
         (Verdict::Default, "stored as 1.0"),
         (Verdict::RoundedBelow, "rounded below the bound"),
         (Verdict::Foreign, "of other weights"),
+        (Verdict::Invalid, "no scales (NaN, infinite, 0 or negative)"),
         (Verdict::NotLoaded, "never loaded"),
         (Verdict::Unbounded, "without a bound"),
     ];
