@@ -13,7 +13,7 @@ import torch
 
 from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _backends, _calls, _fallback, _masks, _ops
+from . import _backends, _calls, _fallback, _masks, _measured, _ops
 from ._casts import E4M3, dequantised
 from ._plan import LayerPlan
 from ._terms import Terms
@@ -109,6 +109,9 @@ class _Resolved:
     scale: float
     backend: str
     fallback: str | None
+    # Whose call it is, and whether it may run in BF16 where that is faster: not where statistics are planned from.
+    layer: int = _calls.NONE
+    may_be_bf16: bool = False
 
     def rows(self, batch):
         """Descales ``(batch, n_kv)``."""
@@ -152,8 +155,12 @@ def attend(
         else:
             changed = lambda causal, window, sequences: {"causal": causal, "window": window, "sequences": sequences}
             calls = [dataclasses.replace(terms, **changed(*each)) for each in found]
+    faster = False
     if reason is None:
         reason = _refusal(q, v, calls[0], call)
+    if reason is None and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None:
+        reason = _slower(q, k, v, calls[0])
+        faster = reason is not None
     if reason is None:
         parts = [_call(q, k, v, each, call, how) for each in calls]
         if len(parts) == 1:
@@ -161,11 +168,12 @@ def attend(
         # Calls of one mask share no rows, and those of the others are zero.
         outs, lses = zip(*parts)
         return sum(outs[1:], outs[0]), functools.reduce(torch.maximum, lses)
-    if call.fallback is None:
-        raise UnsupportedError(
-            f"{reason}: pass fallback='bf16' for PyTorch's own attention, or keep this layer in BF16"
-        )
-    _calls.count_fallback(call.words, reason)
+    if not faster:
+        if call.fallback is None:
+            raise UnsupportedError(
+                f"{reason}: pass fallback='bf16' for PyTorch's own attention, or keep this layer in BF16"
+            )
+    _calls.count_plain(call.layer, reason, say=not faster)
     if q.dtype == E4M3:
         q, k, v = (dequantised(x, d) for x, d in zip((q, k, v), call.rows(q.shape[0])))
     return _fallback.attend(q, k, v, terms, mask=mask, dropout=dropout, return_lse=return_lse)
@@ -201,14 +209,25 @@ def _refusal(q, v, terms, call):
     return None
 
 
+def _slower(q, k, v, terms):
+    """Why BF16 is known to be faster for a call, or None."""
+    if not _backends.measured(q, v) or not terms.dense or q.shape[1] != k.shape[1]:
+        return None
+    return _measured.slower(_saves(q, k, v, terms), q.shape[2], k.shape[2], q.shape[3], k.shape[1], terms.causal)
+
+
+def _saves(q, k, v, terms):
+    """Whether a backward follows."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, terms.sinks))
+
+
 def _call(q, k, v, terms, call, how):
     """One call of the operator."""
     descales = _current(q, k, v) if call.descales is None else call.rows(q.shape[0])
-    needs = (x is not None and x.requires_grad for x in (q, k, v, terms.sinks))
-    saves = torch.is_grad_enabled() and any(needs)
+    saves = _saves(q, k, v, terms)
     accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
     o_descale = descales[3] if len(descales) > 3 else None
-    how = _ops.arguments(terms, call.backend, accumulator)
+    how = _ops.arguments(terms, call.backend, accumulator, call.layer)
     out, lse, *_ = _ops.run(q, k, v, *descales[:3], o_descale, call.words, *how, saves)
     return out, lse
 
@@ -234,13 +253,14 @@ def _resolve(q, k, v, plan, softmax_scale, how):
         descales = None if plan.per_call else tuple(plan._descales)
         # An exported program has the descales as constants and no runtime that would read telemetry.
         exporting = getattr(torch.compiler, "_is_exporting_flag", False)
-        words, scale = None if exporting else plan.words, plan.softmax_scale
+        words, scale = None if exporting else plan.reported, plan.softmax_scale
+        layer = _calls.NONE if exporting else plan.key
         backend, fallback = how.backend or runtime.backend, how.fallback or runtime.fallback
     else:
         if not isinstance(plan, Sequence | torch.Tensor) or len(plan) != 3:
             raise TypeError(f"plan must be a layer of a Runtime or the three descales of q, k and v, not {plan!r}")
         descales = tuple(_row(d, key, batch, n_kv, q.device) for key, d in zip("qkv", plan))
-        words, scale = None, q.shape[3] ** -0.5
+        words, scale, layer = None, q.shape[3] ** -0.5, _calls.NONE
         backend, fallback = how.backend or "auto", how.fallback
     if q.dtype == E4M3 and (descales is None or backend == "cudnn"):
         raise UnsupportedError(
@@ -252,7 +272,9 @@ def _resolve(q, k, v, plan, softmax_scale, how):
         raise ArgumentError(f"backend {backend!r} is not one of {', '.join(_backends.NAMES)}")
     if how.accumulator is not None and backend in ("fa3", "cudnn", "torch"):
         raise ArgumentError(f"backend {backend!r} has an accumulator of its own: leave accumulator out")
-    return _Resolved(descales, words, float(scale), backend, fallback)
+    # The descales of a plan alone say where the call would be counted.
+    may_be_bf16 = backend == "auto" and layer != _calls.NONE and not plan.remembers
+    return _Resolved(descales, words, float(scale), backend, fallback, layer, may_be_bf16)
 
 
 def _lowered(*tensors):

@@ -54,8 +54,9 @@ def _in_e4m3(kind):
 def cast_heads(x, plan, name):
     """``(batch, heads, seq, d_head)`` of q, k or v in E4M3 by a plan, with its telemetry."""
     n_q, n_kv = plan.n_q_heads, plan.n_kv_heads
-    rows = dict(zip("qkv", plan.words[n_q:].split([n_q, n_kv, n_kv])))
+    words = plan.reported
+    rows = {} if words is None else dict(zip("qkv", words[n_q:].split([n_q, n_kv, n_kv])))
     descale = plan.descales(x.shape[0])["qkv".index(name)]
     # Compiled code fuses the plain one.
     one = plain_cast if torch.compiler.is_compiling() else cast
-    return one(x.transpose(1, 2), descale, rows[name]).transpose(1, 2)
+    return one(x.transpose(1, 2), descale, rows.get(name)).transpose(1, 2)

@@ -28,9 +28,9 @@ class Window:
         fold = weakref.WeakMethod(self._refreshed)
         self._hook = lambda runtime: fold()(runtime) if fold() else None
         runtime.before_refresh.append(self._hook)
-        watched = [(plan.words, _observer(self._values[plan.index])) for plan in runtime.layers]
-        for words, observer in watched:
-            _calls.observe(words, observer)
+        watched = [(plan.key, _observer(self._values[plan.index])) for plan in runtime.layers]
+        for layer, observer in watched:
+            _calls.observe(layer, observer)
         self.close = weakref.finalize(self, _close, self._runtime, self._hook, watched)
 
     def _refreshed(self, runtime):
@@ -117,8 +117,8 @@ def _observer(values):
     return functools.partial(_count, values)
 
 
-def _count(values, q, k, v, *_):
-    for place, x in enumerate((q, k, v)):
+def _count(values, q, k, v, lse, saves, reports):
+    for place, x in enumerate((q, k, v) if reports else ()):
         values[place] += x.numel() // x.shape[2]
 
 
@@ -126,5 +126,5 @@ def _close(runtime, hook, watched):
     runtime = runtime()
     if runtime is not None and hook in runtime.before_refresh:
         runtime.before_refresh.remove(hook)
-    for words, observer in watched:
-        _calls.unobserve(words, observer)
+    for layer, observer in watched:
+        _calls.unobserve(layer, observer)
