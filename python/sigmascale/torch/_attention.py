@@ -277,6 +277,11 @@ def _resolve(q, k, v, plan, softmax_scale, how):
     return _Resolved(descales, words, float(scale), backend, fallback, layer, may_be_bf16)
 
 
+def typed(out, q):
+    """The output in the type of ``q``; BF16 where that is E4M3, which has no room for it without a descale."""
+    return out.to(torch.bfloat16 if q.dtype == E4M3 else q.dtype)
+
+
 def _lowered(*tensors):
     """Under autocast its type, as PyTorch's own attention takes it."""
     kinds = {x.device.type for x in tensors if isinstance(x, torch.Tensor)}
@@ -382,4 +387,4 @@ def scaled_dot_product_attention(
         dropout=dropout_p,
         how=How(backend, accumulator, fallback),
     )
-    return out.transpose(1, 2).to(query.dtype)
+    return typed(out.transpose(1, 2), query)

@@ -4,7 +4,7 @@ import torch
 
 from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _paged
-from ._attention import How, attend
+from ._attention import How, attend, typed
 from ._casts import E4M3, cast
 from ._terms import Sequences
 
@@ -29,7 +29,7 @@ def flash_attn_func(
     fallback=None,
 ):
     """``flash_attn.flash_attn_func`` in FP8, with a ``plan`` and options as for :func:`attention`; the output has the type of
-    ``q``.
+    ``q``, bfloat16 where that is E4M3.
 
     With ``return_attn_probs`` also the log-sum-exp ``(batch, n_q_heads, seq)``, and ``None`` for the probabilities, which are
     not kept. ``deterministic`` is ``torch.use_deterministic_algorithms``. Dropout is refused, or goes to PyTorch's own attention
@@ -50,7 +50,7 @@ def flash_attn_func(
         return_lse=return_attn_probs,
         how=How(backend, accumulator, fallback),
     )
-    out = out.to(q.dtype)
+    out = typed(out, q)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -107,7 +107,7 @@ def flash_attn_varlen_func(
         return_lse=return_attn_probs,
         how=How(backend, accumulator, fallback),
     )
-    out = out[0].to(q.dtype)
+    out = typed(out[0], q)
     return (out, lse[0], None) if return_attn_probs else out
 
 
@@ -175,12 +175,13 @@ def flash_attn_with_kvcache(
             out, lse = _paged.attend(
                 q, k_cache, v_cache, k, v, rotary, rotary_interleaved, cache_seqlens, block_table, softmax_scale, causal, plan
             )
-        return (out.to(q.dtype), lse) if return_softmax_lse else out.to(q.dtype)
+        out = typed(out, q)
+        return (out, lse) if return_softmax_lse else out
     _refuse(alibi_slopes, False, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx)
     if (k is None) != (v is None):
         raise ArgumentError("k and v are given together or not at all")
     with torch.no_grad():
-        given = q.dtype
+        given = q
         if k_cache.dtype == E4M3:
             q, k, v = cast_new(q, k, v, plan)
         new = 0 if k is None else k.shape[1]
@@ -215,7 +216,7 @@ def flash_attn_with_kvcache(
             return_lse=return_softmax_lse,
             how=How(backend, accumulator, fallback),
         )
-    out = out.to(given)
+    out = typed(out, given)
     return (out, lse) if return_softmax_lse else out
 
 

@@ -17,6 +17,8 @@ class LayerPlan:
         self.n_q_heads, self.n_kv_heads, self.d_head = layer.n_q_heads, layer.n_kv_heads, layer.d_head
         self.per_call, self.remembers = runtime._policy.per_call, runtime._policy.remembers
         self.softmax_scale = self.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale
+        # Whether k and v are made from a cached latent.
+        self.latent = layer.latent is not None
         # Keys up to which the descales are bounds; None: any number, or a policy without bounds.
         self.positions = layer.positions if runtime.policy in FROM_BOUNDS else None
         # Whether the weights have changed since these scales: a layer sharded by FSDP, between a refresh and its forward.
