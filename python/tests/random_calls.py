@@ -30,6 +30,8 @@ ROUNDING = {"f16": 2**-11, "fp8": 2**-4}
 SUBNORMAL = {"f16": 2**-33, "fp8": 2**-18}
 BF16 = 2**-8
 ACCUMULATOR = 2**-12
+# Steps of outputs under the smallest normal number of their type.
+LEAST = {torch.float16: 2**-24}
 
 
 class Draw:
@@ -425,7 +427,7 @@ def faults(call):
         expected.append((parts, out))
         ours, out = outs[i].double(), out.detach()
         # A logit that is off moves its P and the sum.
-        most = (ROUNDING[kind] + 2 * bend.T[..., None]) * 1.05 * size + SUBNORMAL[kind] * top + BF16 * out.abs() + 1e-5 * size + 1e-30
+        most = (ROUNDING[kind] + 2 * bend.T[..., None]) * 1.05 * size + SUBNORMAL[kind] * top + BF16 * out.abs() + 1e-5 * size + LEAST.get(outs[i].dtype, 1e-30)
         if ours.shape != out.shape:
             found.append(f"sequence {i}: the output has shape {tuple(ours.shape)}, not {tuple(out.shape)}")
         elif not bool(((ours - out).abs() <= most.detach()).all()):
@@ -453,7 +455,7 @@ def faults(call):
             for i, grad in enumerate(theirs):
                 call.take(which, i, rest)[...] -= grad.to(rest.dtype)
             # The output in BF16 makes delta, its product with the gradient, inexact.
-            noise = 0.0
+            noise = BF16 * math.sqrt(sum(float(weight(out).square().sum()) for _, out in expected))
             if name != "v":
                 deltas = [(out.detach().norm(dim=2) * weight(out).norm(dim=2)).norm() for _, out in expected]
                 longest = [x.detach().double().norm(dim=2).max() for p, _ in expected for x in (p[1 - which],) if x.numel()]

@@ -10,7 +10,7 @@ import os
 import torch
 
 from .. import _native
-from .._errors import ArgumentError, MismatchError, UnsupportedError
+from .._errors import ArgumentError, UnsupportedError
 from . import _calls
 from ._casts import E4M3
 from ._hopper import _aligned
@@ -78,18 +78,11 @@ torch.library.register_fake("sigmascale::paged_attention", _shapes, lib=_LIBRARY
 paged_attention = torch.ops.sigmascale.paged_attention.default
 
 
-def attend(q, k_cache, v_cache, k, v, rotary, interleaved, cache_seqlens, block_table, scale, causal, plan):
+def attend(q, k_cache, v_cache, k, v, rotary, interleaved, lengths, block_table, scale, causal, plan):
     """A call of ``flash_attn_with_kvcache`` on E4M3 pages: the output and the log-sum-exp."""
     if getattr(plan, "per_call", False):
         raise UnsupportedError("policy='current' has no descales that an E4M3 cache could keep: take another policy")
-    if (k is None) != (v is None):
-        raise ArgumentError("k and v are given together or not at all")
     new, room = 0 if k is None else k.shape[1], block_table.shape[1] * k_cache.shape[1]
-    if cache_seqlens is None and new:
-        raise ArgumentError("new keys and values need cache_seqlens, the number of keys in front of them")
-    lengths = room if cache_seqlens is None else cache_seqlens
-    if not isinstance(lengths, torch.Tensor) and not 0 <= lengths <= room - new:
-        raise MismatchError(f"{new} keys behind {lengths} do not fit a cache of {room}")
     batch, rows = q.shape[:2]
     given = plan.descales(batch) if hasattr(plan, "descales") else [d.expand(batch, -1) for d in plan]
     cosine, sine = rotary
