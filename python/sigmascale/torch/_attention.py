@@ -70,7 +70,7 @@ def attention(
         plan,
         causal=bool(causal),
         softmax_scale=softmax_scale,
-        window=tuple(window),
+        window=pair("window", window),
         softcap=softcap,
         sinks=sinks,
         return_lse=return_lse,
@@ -179,6 +179,21 @@ def attend(
     return _fallback.attend(q, k, v, terms, mask=mask, dropout=dropout, return_lse=return_lse)
 
 
+def pair(name, window):
+    """A window as two whole numbers."""
+    try:
+        left, right = (int(side) for side in window)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{name} {window!r} must be two whole numbers, (left, right), -1 for no limit") from None
+    return left, right
+
+
+def _short(value):
+    """What was given, for a message."""
+    shown = " ".join(repr(value).split())
+    return shown if len(shown) <= 60 else f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else type(value).__name__
+
+
 def _window(window, causal, queries, keys):
     """A window without the sides that hide nothing."""
     left, right = window
@@ -193,6 +208,8 @@ def _softcap(softcap):
 def _sinks(sinks, q):
     if sinks is None:
         return None
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks must be a tensor, a logit for each query head, not {type(sinks).__name__}")
     if sinks.shape != (q.shape[2],):
         raise MismatchError(f"sinks have shape {tuple(sinks.shape)}: ({q.shape[2]},) is needed, one for each query head")
     if sinks.device != q.device:
@@ -238,7 +255,7 @@ def _resolve(q, k, v, plan, softmax_scale, how):
         if (plan.n_q_heads, plan.n_kv_heads, plan.d_head) != (q.shape[2], n_kv, q.shape[3]):
             raise MismatchError(
                 f"the plan of {plan.name} has {plan.n_q_heads} query and {plan.n_kv_heads} KV heads of {plan.d_head}; the call "
-                f"has {q.shape[2]} and {n_kv} of {q.shape[3]}"
+                f"has {q.shape[2]} and {n_kv} of {q.shape[3]}: pass the plan of this layer of this model"
             )
         if plan.positions is not None and k.shape[1] > plan.positions:
             raise MismatchError(
@@ -258,7 +275,9 @@ def _resolve(q, k, v, plan, softmax_scale, how):
         backend, fallback = how.backend or runtime.backend, how.fallback or runtime.fallback
     else:
         if not isinstance(plan, Sequence | torch.Tensor) or len(plan) != 3:
-            raise TypeError(f"plan must be a layer of a Runtime or the three descales of q, k and v, not {plan!r}")
+            raise TypeError(
+                f"plan must be a layer of a Runtime (runtime.layers[i]) or the three descales of q, k and v, not {_short(plan)}"
+            )
         descales = tuple(_row(d, key, batch, n_kv, q.device) for key, d in zip("qkv", plan))
         words, scale, layer = None, q.shape[3] ** -0.5, _calls.NONE
         backend, fallback = how.backend or "auto", how.fallback
@@ -309,12 +328,16 @@ def _check(q, k, v, sequences):
             raise ArgumentError(f"{name} is on {x.device} and q on {q.device}: move them to one device")
         if x.dtype != q.dtype:
             raise ArgumentError(f"{name} has type {x.dtype} and q {q.dtype}: cast them to one type")
-    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise MismatchError(
-            f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}, which do not fit"
-        )
+    shapes = [("batch", q, "q", k, "k", 0), ("batch", k, "k", v, "v", 0), ("length", k, "k", v, "v", 1)]
+    shapes += [("number of heads", k, "k", v, "v", 2), ("d_head", q, "q", k, "k", 3)]
+    for what, x, first, y, second, axis in shapes:
+        if x.shape[axis] != y.shape[axis]:
+            raise MismatchError(
+                f"{first} and {second} must have the same {what}, not {x.shape[axis]} and {y.shape[axis]}: they are "
+                f"(batch, seq, heads, d_head), here {tuple(x.shape)} and {tuple(y.shape)}"
+            )
     if q.shape[2] % k.shape[2]:
-        raise MismatchError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} KV heads")
+        raise MismatchError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} KV heads: each KV head serves as many")
     for x in () if sequences is None else sequences.places:
         if x.dtype != torch.int32 or x.device != q.device or x.dim() != 1 or x.shape != sequences.q_starts.shape:
             raise ArgumentError(
@@ -372,6 +395,8 @@ def scaled_dot_product_attention(
             raise ArgumentError(f"{name} must be (batch, heads, seq, d_head), not {shape}")
     if key.shape[1] != query.shape[1] and not enable_gqa:
         raise ArgumentError(f"{query.shape[1]} query and {key.shape[1]} key heads: set enable_gqa=True")
+    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+        raise TypeError(f"attn_mask must be a tensor, (batch, heads, queries, keys), not {type(attn_mask).__name__}")
     if is_causal and attn_mask is not None:
         raise ArgumentError("give attn_mask or is_causal, not both")
     if is_causal and query.shape[2] != key.shape[2]:

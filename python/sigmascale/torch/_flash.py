@@ -8,7 +8,7 @@ import torch
 
 from .._errors import ArgumentError, MismatchError, UnsupportedError
 from . import _paged
-from ._attention import How, attend, typed
+from ._attention import How, attend, pair, typed
 from ._casts import E4M3, cast
 from ._terms import Sequences
 
@@ -42,7 +42,7 @@ def flash_attn_func(
     """
     _refuse("flash_attn_func", others, alibi_slopes=alibi_slopes)
     _check_deterministic(deterministic)
-    window_size = _pair(window_size)
+    window_size = pair("window_size", window_size)
     out, lse = attend(
         q,
         k,
@@ -96,7 +96,7 @@ def flash_attn_varlen_func(
     """
     _refuse("flash_attn_varlen_func", others, alibi_slopes=alibi_slopes, block_table=block_table)
     _check_deterministic(deterministic)
-    window_size = _pair(window_size)
+    window_size = pair("window_size", window_size)
     for name, x in [("q", q), ("k", k), ("v", v)]:
         if not isinstance(x, torch.Tensor) or x.dim() != 3:
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
@@ -218,7 +218,7 @@ def flash_attn_with_kvcache(
     known = _refuse("flash_attn_with_kvcache", others, alibi_slopes=alibi_slopes)
     block_table = known.get("page_table") if block_table is None else block_table
     _check_cache(q, k_cache, v_cache, k, v, cache_batch_idx, block_table)
-    window_size = _pair(window_size)
+    window_size = pair("window_size", window_size)
     plain = window_size == (-1, -1) and not softcap and sinks is None and cache_leftpad is None
     if plain and backend in (None, "auto", "native") and _paged.takes(q, k_cache, block_table):
         _refuse("flash_attn_with_kvcache on E4M3 pages", {}, cache_batch_idx=cache_batch_idx)
@@ -462,10 +462,3 @@ def _check_deterministic(deterministic):
             "deterministic=True is a setting of the process here: call torch.use_deterministic_algorithms(True)"
         )
 
-
-def _pair(window_size):
-    try:
-        left, right = (int(side) for side in window_size)
-    except (TypeError, ValueError):
-        raise ArgumentError(f"window_size {window_size!r} must be two whole numbers, (left, right), -1 for no limit") from None
-    return left, right
