@@ -89,7 +89,7 @@ MISTAKES = [
     ("head dimensions", lambda: dense(k=make(2, 12, 2, 64)), Mismatch, "q and k must have the same d_head"),
     ("batches", lambda: dense(k=make(3, 12, 2, 32), v=make(3, 12, 2, 32)), Mismatch, "q and k must have the same batch"),
     ("heads", lambda: dense(q=make(2, 12, 3, 32)), Mismatch, "3 query heads are no multiple of 2"),
-    ("no plan", lambda: dense(plan=None), TypeError, "plan must be a layer of a Runtime or"),
+    ("no plan", lambda: dense(plan=None), TypeError, "plan must be a layer of a Runtime.*not None"),
     ("a whole runtime", lambda: dense(plan=object()), TypeError, r"plan must be a layer of a Runtime.*runtime.layers\[i\]"),
     ("two descales", lambda: dense(plan=rows()[:2]), TypeError, "plan must be.*three descales"),
     ("descales of other heads", lambda: dense(plan=rows(3)), Mismatch, r"q descale has shape \(3,\): \(2,\)"),

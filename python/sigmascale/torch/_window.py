@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import torch
 
+from .._errors import ArgumentError
 from . import _calls, _results
 from ._casts import MAX
 
@@ -15,6 +16,8 @@ class Window:
     that."""
 
     def __init__(self, runtime):
+        if runtime.telemetry == "off":
+            raise ArgumentError("statistics of calls are needed, and the runtime has telemetry='off': attach with 'full' or a number")
         self._runtime = weakref.ref(runtime)
         words = runtime.words
         make = lambda dtype: torch.zeros(words.shape, device=words.device, dtype=dtype)
