@@ -254,35 +254,68 @@ def packed(made, lengths=True, run=None):
     return step(made, **given) if run is None else run(made, use_cache=False, **given)
 
 
-def trainer(made):
-    """Three steps of Trainer on padded texts: the change of the weights."""
-    before = torch.cat([p.detach().flatten().float() for p in made.parameters()])
-    mask = padding("right").cpu()
-    text = tokens().cpu()
-    rows = [{"input_ids": t, "attention_mask": m, "labels": t.masked_fill(m == 0, -100)} for t, m in zip(text, mask)]
+def change(made, train):
+    """The change of the weights by one step of ``train(folder)``, which is then taken back."""
+    flat = lambda: torch.cat([p.detach().flatten().float() for p in made.parameters()])
+    before = flat()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = transformers.TrainingArguments(
-            folder,
-            max_steps=1,
-            per_device_train_batch_size=BATCH,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            optim="sgd",
-            learning_rate=1.0,
-            use_cpu=DEVICE.type == "cpu",
-        )
-        training = transformers.Trainer(made, arguments, train_dataset=rows)
-        training.remove_callback(transformers.PrinterCallback)
-        training.train()
-    after = torch.cat([p.detach().flatten().float() for p in made.parameters()])
+        train(folder)
+    after, at = flat(), 0
     with torch.no_grad():
-        change, at = after - before, 0
         for p in made.parameters():
             p.copy_(before[at : at + p.numel()].view_as(p))
             at += p.numel()
     made.eval()
-    return [change]
+    return [after - before]
+
+
+# One step by a rate of 1, so that the change is the gradient.
+ONE_STEP = {
+    "max_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "optim": "sgd",
+    "learning_rate": 1.0,
+    "use_cpu": DEVICE.type == "cpu",
+}
+
+
+def trainer(made):
+    """A step of Trainer on texts that are padded on the right."""
+    mask = padding("right").cpu()
+    rows = [{"input_ids": t, "attention_mask": m, "labels": t.masked_fill(m == 0, -100)} for t, m in zip(tokens().cpu(), mask)]
+
+    def train(folder):
+        arguments = transformers.TrainingArguments(folder, per_device_train_batch_size=BATCH, **ONE_STEP)
+        training = transformers.Trainer(made, arguments, train_dataset=rows)
+        training.remove_callback(transformers.PrinterCallback)
+        training.train()
+
+    return change(made, train)
+
+
+def sft(made):
+    """A step of TRL's SFTTrainer, which packs texts of unequal lengths into rows."""
+    import tokenizers
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(128)}, unk_token="0"))
+    names = {"pad_token": "0", "bos_token": "1", "eos_token": "2"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names)
+    lengths = [LENGTH // 3, LENGTH // 6, LENGTH - LENGTH // 3 - LENGTH // 6]
+    texts = Dataset.from_list([{"input_ids": tokens(1, n, seed=i)[0].tolist()} for i, n in enumerate(lengths)])
+
+    def train(folder):
+        how = {"packing": True, "max_length": LENGTH, "per_device_train_batch_size": 1, "gradient_checkpointing": False, "bf16": False}
+        training = SFTTrainer(
+            made, SFTConfig(folder, **how, **ONE_STEP), train_dataset=texts, processing_class=tokenizer
+        )
+        training.remove_callback(transformers.PrinterCallback)
+        training.train()
+
+    return change(made, train)
 
 
 def seq2seq(made, run):
@@ -453,6 +486,7 @@ CALLS = [
     Call("training step, compiled", "llama", lambda m: step(m, padding("right"), compiled=True)),
     Call("training step, packed and compiled", "llama", lambda m: packed(m, run=functools.partial(step, compiled=True))),
     Call("Trainer", "llama", trainer),
+    Call("TRL, packed", "llama", sft),
     Call("explicit causal mask", "llama", explicit),
     Call("torch.export", "llama", exported),
     Call("CUDA graph, other padding at the replay", "llama", graph, gpu=True),

@@ -335,6 +335,10 @@ def cached(draw, cuda, paged):
             nan(store)
             bits(store)[table.long()] = bits(x.unflatten(1, (pages, page)))
             caches.append(store)
+        # Entries behind a sequence's last page may hold anything.
+        used = -(-(torch.tensor(lengths) + new) // page)
+        unused = torch.arange(pages)[None] >= used[:, None]
+        table[unused.to(q.device)] = draw.one(-1, 0, 1_000_000)
     as_int = not paged and leftpad is None and len(set(lengths)) == 1 and draw.chance(0.5)
 
     def run():

@@ -14,8 +14,8 @@ from calls import CALLS, DEVICE, measured, refusal  # noqa: E402
 def test_a_call_runs_in_fp8_as_well_as_with_exact_maxima_or_is_refused(call):
     if call.gpu and DEVICE.type == "cpu":
         pytest.skip("needs a GPU")
-    if call.name == "Trainer":
-        pytest.importorskip("accelerate")
+    for name in {"Trainer": ["accelerate"], "TRL, packed": ["accelerate", "trl"]}.get(call.name, []):
+        pytest.importorskip(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if call.refused:

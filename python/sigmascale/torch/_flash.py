@@ -163,11 +163,12 @@ def _check_places(which, cu, rows, longest, used=None):
     if places[-1] > rows:
         raise MismatchError(f"{name} ends with {places[-1]}, but {which} has {rows} tokens: its last entry is at most that")
     lengths = [b - a for a, b in zip(places, places[1:])]
-    for i, (length, own) in enumerate(zip(lengths, lengths if used is None else used.tolist())):
+    counted = lengths if used is None else used.tolist()
+    for i, (length, own) in enumerate(zip(lengths, counted)):
         if not 0 <= own <= length:
             raise ArgumentError(f"seqused_k says {own} keys of sequence {i}, which has {length}: give from 0 to that")
-    if longest < max(lengths):
-        raise ArgumentError(f"max_seqlen_{which} is {longest}, but a sequence has {max(lengths)} tokens: give at least that")
+    if longest < max(counted):
+        raise ArgumentError(f"max_seqlen_{which} is {longest}, but a sequence has {max(counted)} tokens: give at least that")
 
 
 def _integers(name, x, dims=1):
