@@ -50,20 +50,20 @@ def test_fp8_gains_with_the_length_in_every_pair():
 
 
 def test_bf16_is_taken_below_a_tie_and_up_to_a_loss():
-    slower = _measured.slower
+    limit = _measured.limit
     # A tie at 2048 keys: FP8 from there on.
-    for heads, d in [((64, 8), 128), ((32, 32), 64)]:
-        assert "BF16 is faster below 2048 keys" in slower(True, *heads, d, 2047, True)
-        assert slower(True, *heads, d, 2048, True) is None
+    for heads, d in [((64, 8), 128), ((32, 32), 64), ((8, 1), 128)]:
+        first, reason = limit(True, *heads, d, True)
+        assert first == 2048 and "BF16 is faster below 2048 keys" in reason and "1.00 times BF16's time at 2048 keys" in reason
     # FP8 was faster at all lengths: shorter ones are not known.
-    for given in [(True, 32, 8, 128, 128, True), (False, 64, 8, 128, 128, True), (False, 64, 8, 128, 128, False)]:
-        assert slower(*given) is None
+    for given in [(True, 32, 8, 128, True), (False, 64, 8, 128, True), (False, 64, 8, 128, False)]:
+        assert limit(*given) == (0, "")
     # Nothing was measured.
-    for given in [(True, 64, 8, 128, 128, False), (True, 64, 8, 96, 128, True), (False, 32, 8, 128, 128, True)]:
-        assert slower(*given) is None
+    for given in [(True, 64, 8, 128, False), (True, 64, 8, 96, True), (False, 32, 8, 128, True)]:
+        assert limit(*given) == (0, "")
     lost = (_measured.Pair("made up", False, 4, 2, 32, 512, True, 2.0, 1.0),)
-    assert "FP8 took 2.00 times BF16's time at 512 keys (made up)" in slower(False, 8, 4, 32, 512, True, lost)
-    assert slower(False, 8, 4, 32, 513, True, lost) is None
+    first, reason = limit(False, 8, 4, 32, True, lost)
+    assert first == 513 and "FP8 took 2.00 times BF16's time at 512 keys (made up)" in reason
 
 
 def operands(length=24, **options):
@@ -98,10 +98,15 @@ def test_auto_takes_bf16_and_says_why(monkeypatch):
     plan.remembers = True
     fp8.attention(q, k, v, plan)
     assert calls == {"bf16": 1, "native": 6}
-    # With the log-sum-exp too.
+    # PyTorch's attention has no log-sum-exp.
     plan.remembers = False
-    out, lse = fp8.attention(q, k, v, plan, return_lse=True)
-    assert calls["bf16"] == 2 and lse.shape == (1, 16, 24)
+    fp8.attention(q, k, v, plan, return_lse=True)
+    assert calls == {"bf16": 1, "native": 7}
+    # Nothing of the rule breaks a graph.
+    torch._dynamo.reset()
+    compiled = torch.compile(fp8.attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert torch.equal(compiled(q, k, v, plan), out)
+    torch._dynamo.reset()
 
 
 def test_nothing_was_measured_on_the_cpu():

@@ -155,12 +155,12 @@ def attend(
         else:
             changed = lambda causal, window, sequences: {"causal": causal, "window": window, "sequences": sequences}
             calls = [dataclasses.replace(terms, **changed(*each)) for each in found]
-    faster = False
     if reason is None:
         reason = _refusal(q, v, calls[0], call)
-    if reason is None and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None:
+    refused = reason is not None
+    # PyTorch's own gives a log-sum-exp by a slow way alone.
+    if not refused and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
         reason = _slower(q, k, v, calls[0])
-        faster = reason is not None
     if reason is None:
         parts = [_call(q, k, v, each, call, how) for each in calls]
         if len(parts) == 1:
@@ -168,12 +168,11 @@ def attend(
         # Calls of one mask share no rows, and those of the others are zero.
         outs, lses = zip(*parts)
         return sum(outs[1:], outs[0]), functools.reduce(torch.maximum, lses)
-    if not faster:
-        if call.fallback is None:
-            raise UnsupportedError(
-                f"{reason}: pass fallback='bf16' for PyTorch's own attention, or keep this layer in BF16"
-            )
-    _calls.count_plain(call.layer, reason, say=not faster)
+    if refused and call.fallback is None:
+        raise UnsupportedError(
+            f"{reason}: pass fallback='bf16' for PyTorch's own attention, or keep this layer in BF16"
+        )
+    _calls.count_plain(call.layer, reason, say=refused)
     if q.dtype == E4M3:
         q, k, v = (dequantised(x, d) for x, d in zip((q, k, v), call.rows(q.shape[0])))
     return _fallback.attend(q, k, v, terms, mask=mask, dropout=dropout, return_lse=return_lse)
@@ -230,7 +229,8 @@ def _slower(q, k, v, terms):
     """Why BF16 is known to be faster for a call, or None."""
     if not _backends.measured(q, v) or not terms.dense or q.shape[1] != k.shape[1]:
         return None
-    return _measured.slower(_saves(q, k, v, terms), q.shape[2], k.shape[2], q.shape[3], k.shape[1], terms.causal)
+    first, reason = _measured.limit(_saves(q, k, v, terms), q.shape[2], k.shape[2], q.shape[3], terms.causal)
+    return reason if k.shape[1] < first else None
 
 
 def _saves(q, k, v, terms):

@@ -77,7 +77,13 @@ def choose(name, q, v, terms):
 
 def measured(q, v):
     """Whether a call is of the kind that was timed beside BF16: on Hopper, from 16 bits a value."""
-    return q.is_cuda and q.element_size() == 2 and q.shape[3] == v.shape[3] and Native.on_hopper(q)
+    return q.is_cuda and q.element_size() == 2 and q.shape[3] == v.shape[3] and _on_hopper(q.device)
+
+
+# A constant of compiled code.
+@torch.compiler.assume_constant_result
+def _on_hopper(device):
+    return Native.on_hopper(device)
 
 
 @functools.cache

@@ -8,7 +8,8 @@ dimensions and groups, and lengths below those of the table in the forward alone
 """
 
 import dataclasses
-import functools
+
+import torch
 
 NOISE = 0.01
 
@@ -53,25 +54,23 @@ PAIRS = (
 )
 
 
-@functools.cache
-def _limits(pairs):
-    """By kind: the pair that decides, and the first length that FP8 takes."""
-    limits = {}
+# A constant of compiled code.
+@torch.compiler.assume_constant_result
+def limit(training, heads_q, heads_kv, d_head, causal, pairs=PAIRS):
+    """The first length that FP8 takes of dense calls with as many queries as keys, and why BF16 takes those below; 0 where FP8 is not
+    known to be slower."""
+    first, deciding = 0, None
     for pair in pairs:
+        if pair.kind != (training, d_head, heads_q // heads_kv, causal):
+            continue
         # A tie stays in FP8, which keeps less memory for the backward.
-        first = pair.keys + 1 if pair.ratio > 1 + NOISE else pair.keys if pair.ratio >= 1 - NOISE else 0
-        if first > limits.get(pair.kind, (None, 0))[1]:
-            limits[pair.kind] = pair, first
-    return limits
-
-
-def slower(training, heads_q, heads_kv, d_head, keys, causal, pairs=PAIRS):
-    """Why FP8 is slower than BF16 for a dense call of as many queries as keys, or None where it is not, or not known to be."""
-    pair, first = _limits(pairs).get((training, d_head, heads_q // heads_kv, causal), (None, 0))
-    if keys >= first:
-        return None
+        own = pair.keys + 1 if pair.ratio > 1 + NOISE else pair.keys if pair.ratio >= 1 - NOISE else 0
+        if own > first:
+            first, deciding = own, pair
+    if deciding is None:
+        return 0, ""
     what = "forward and backward" if training else "forward"
-    return (
+    return first, (
         f"BF16 is faster below {first} keys for {what} of {heads_q // heads_kv} query heads a KV head of {d_head}: FP8 took "
-        f"{pair.ratio:.2f} times BF16's time at {pair.keys} keys ({pair.record})"
+        f"{deciding.ratio:.2f} times BF16's time at {deciding.keys} keys ({deciding.record})"
     )
