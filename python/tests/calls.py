@@ -299,13 +299,16 @@ def sft(made):
     """A step of TRL's SFTTrainer, which packs texts of unequal lengths into rows."""
     import tokenizers
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from trl import SFTConfig, SFTTrainer
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(128)}, unk_token="0"))
     names = {"pad_token": "0", "bos_token": "1", "eos_token": "2"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names)
     lengths = [LENGTH // 3, LENGTH // 6, LENGTH - LENGTH // 3 - LENGTH // 6]
-    texts = Dataset.from_list([{"input_ids": tokens(1, n, seed=i)[0].tolist()} for i, n in enumerate(lengths)])
+    rows = {"input_ids": [tokens(1, n, seed=i)[0].tolist() for i, n in enumerate(lengths)]}
+    # Named, since not every release of pyarrow can be hashed.
+    texts = Dataset(InMemoryTable.from_pydict(rows), fingerprint="texts")
 
     def train(folder):
         how = {"packing": True, "max_length": LENGTH, "per_device_train_batch_size": 1, "gradient_checkpointing": False, "bf16": False}

@@ -62,7 +62,7 @@ def test_bf16_is_taken_below_a_tie_and_up_to_a_loss():
     for given in [(True, 64, 8, 128, False), (True, 64, 8, 96, True), (False, 32, 8, 128, True)]:
         assert limit(*given) == (0, "")
     lost = (_measured.Pair("made up", False, 4, 2, 32, 512, True, 2.0, 1.0),)
-    first, reason = limit(False, 8, 4, 32, True, lost)
+    first, reason = limit(False, 8, 4, 32, True, _measured.limits(lost))
     assert first == 513 and "FP8 took 2.00 times BF16's time at 512 keys (made up)" in reason
 
 

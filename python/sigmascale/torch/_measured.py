@@ -9,8 +9,6 @@ dimensions and groups, and lengths below those of the table in the forward alone
 
 import dataclasses
 
-import torch
-
 NOISE = 0.01
 
 
@@ -54,23 +52,29 @@ PAIRS = (
 )
 
 
-# A constant of compiled code.
-@torch.compiler.assume_constant_result
-def limit(training, heads_q, heads_kv, d_head, causal, pairs=PAIRS):
+def limits(pairs):
+    """Rows of a kind, the first length that FP8 takes, and why BF16 takes those below."""
+    found = {}
+    for pair in pairs:
+        # A tie stays in FP8, which keeps less memory for the backward.
+        first = pair.keys + 1 if pair.ratio > 1 + NOISE else pair.keys if pair.ratio >= 1 - NOISE else 0
+        if first > found.get(pair.kind, (0, ""))[0]:
+            what = "forward and backward" if pair.training else "forward"
+            found[pair.kind] = first, (
+                f"BF16 is faster below {first} keys for {what} of {pair.heads_q // pair.heads_kv} query heads a KV head of "
+                f"{pair.d_head}: FP8 took {pair.ratio:.2f} times BF16's time at {pair.keys} keys ({pair.record})"
+            )
+    return tuple((*kind, *row) for kind, row in found.items())
+
+
+# Plain values, which compiled code reads.
+LIMITS = limits(PAIRS)
+
+
+def limit(training, heads_q, heads_kv, d_head, causal, table=LIMITS):
     """The first length that FP8 takes of dense calls with as many queries as keys, and why BF16 takes those below; 0 where FP8 is not
     known to be slower."""
-    first, deciding = 0, None
-    for pair in pairs:
-        if pair.kind != (training, d_head, heads_q // heads_kv, causal):
-            continue
-        # A tie stays in FP8, which keeps less memory for the backward.
-        own = pair.keys + 1 if pair.ratio > 1 + NOISE else pair.keys if pair.ratio >= 1 - NOISE else 0
-        if own > first:
-            first, deciding = own, pair
-    if deciding is None:
-        return 0, ""
-    what = "forward and backward" if training else "forward"
-    return first, (
-        f"BF16 is faster below {first} keys for {what} of {heads_q // heads_kv} query heads a KV head of {d_head}: FP8 took "
-        f"{deciding.ratio:.2f} times BF16's time at {deciding.keys} keys ({deciding.record})"
-    )
+    for of_training, d, group, of_causal, first, reason in table:
+        if (of_training, of_causal) == (training, causal) and d == d_head and group == heads_q // heads_kv:
+            return first, reason
+    return 0, ""
