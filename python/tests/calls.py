@@ -92,6 +92,25 @@ CONFIGS = {
         qk_rope_head_dim=32,
         v_head_dim=64,
     ),
+    "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(**LATENT, q_lora_rank=64),
+    "kimi_linear": lambda: transformers.KimiLinearConfig(
+        **(LATENT | {"num_hidden_layers": 4}), head_dim=64, layer_types=["linear_attention", "full_attention"] * 2
+    ),
+    "longcat_flash": lambda: transformers.LongcatFlashConfig(
+        **{key: SMALL[key] for key in ("hidden_size", "num_attention_heads", "vocab_size")},
+        num_layers=1,
+        ffn_hidden_size=256,
+        head_dim=64,
+        q_lora_rank=64,
+        kv_lora_rank=32,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        moe_topk=2,
+        n_routed_experts=4,
+        zero_expert_num=2,
+        expert_ffn_hidden_size=64,
+    ),
     "t5": lambda: transformers.T5Config(
         d_model=256, d_kv=64, d_ff=256, num_layers=2, num_heads=4, vocab_size=128, dropout_rate=0.0, decoder_start_token_id=0
     ),
