@@ -25,6 +25,6 @@ def test_the_operator_has_shapes_without_running():
         one = make(3, 2, dtype=torch.float32)
         new = make(3, 4, 2, 128)
         out, lse = torch.ops.sigmascale.paged_attention(
-            make(3, 4, 8, 128), cache, cache, ints, ints[0], new, new, one, one, one, None, None, False, None, True, 0.1, -1
+            make(3, 4, 8, 128), cache, cache, ints, ints[0], new, new, one, one, one, None, None, False, None, True, 0.1
         )
     assert out.shape == (3, 4, 8, 128) and out.dtype == torch.bfloat16 and lse.shape == (3, 8, 4)

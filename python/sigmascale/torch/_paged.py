@@ -24,7 +24,7 @@ _LIBRARY = torch.library.Library("sigmascale", "FRAGMENT")
 _LIBRARY.define(
     "paged_attention(Tensor q, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths, Tensor? k, Tensor? v, "
     "Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor? cosine, Tensor? sine, bool interleaved, Tensor(c!)? words, "
-    "bool causal, float scale, int layer) -> (Tensor out, Tensor lse)",
+    "bool causal, float scale, int layer=-1) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -48,7 +48,7 @@ def takes(q, k_cache, block_table):
 
 
 def _attend(
-    q, k_pages, v_pages, block_table, lengths, k, v, q_descale, k_descale, v_descale, cosine, sine, interleaved, words, causal, scale, layer
+    q, k_pages, v_pages, block_table, lengths, k, v, q_descale, k_descale, v_descale, cosine, sine, interleaved, words, causal, scale, layer=_calls.NONE
 ):
     device = q.device
     engine = _ENGINES.get(device)
