@@ -22,6 +22,7 @@ def test_a_call_runs_in_fp8_as_well_as_with_exact_maxima_or_is_refused(call):
             assert refusal(call)
             return
         ran, (ours, exact) = measured(call)
-    assert ran in ([], ["native"]), ran
+    # On a GPU short training calls of some shapes are faster in BF16.
+    assert set(ran) <= ({"native"} if DEVICE.type == "cpu" else {"native", "bf16"}), ran
     # Small models on the CPU have few values, whose errors are their own.
     assert ours < 0.5 and (exact is None or ours < (1.05 if DEVICE.type == "cuda" else 1.3) * exact + 0.01), (ours, exact)
