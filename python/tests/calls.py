@@ -1,8 +1,8 @@
-"""Attention calls as people make them, on small models with random weights: what runs them, and their error against PyTorch's
-attention beside that of descales from exact maxima.
+"""Attention calls as people make them, on small models with random weights: what runs them, and their error against
+PyTorch's attention beside that of descales from exact maxima.
 
-    python calls.py        # on a Hopper GPU, the table of docs/attention-calls.md; on the CPU by the crate's own attention
-    python calls.py TEXT   # the calls with TEXT in their name; -x raises the first exception
+    python calls.py        # on a Hopper GPU, the table of docs/attention-calls.md; on the CPU by the crate's own
+    attention python calls.py TEXT   # the calls with TEXT in their name; -x raises the first exception
 """
 
 import contextlib
@@ -112,7 +112,14 @@ CONFIGS = {
         expert_ffn_hidden_size=64,
     ),
     "t5": lambda: transformers.T5Config(
-        d_model=256, d_kv=64, d_ff=256, num_layers=2, num_heads=4, vocab_size=128, dropout_rate=0.0, decoder_start_token_id=0
+        d_model=256,
+        d_kv=64,
+        d_ff=256,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=128,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
     ),
 }
 AUTO = {
@@ -144,12 +151,14 @@ def attached(made, kind, policy):
         return [fp8.attach(made, policy=policy)]
     bounded, others = named(made)
     runtimes = [fp8.attach(made, policy=policy, layers=bounded)]
-    # Queries and keys of cross-attention read two norms, which no layer of one norm bounds: they have the maxima of each call.
+    # Queries and keys of cross-attention read two norms, which no layer of one norm bounds: they have the maxima of
+    # each call.
     return runtimes + ([fp8.attach(made, policy="current", layers=others)] if others else [])
 
 
 def modernbert_layers(made):
-    """The layers of a family that the table does not have, by name: one weight for q, k and v, and a LayerNorm without a shift."""
+    """The layers of a family that the table does not have, by name: one weight for q, k and v, and a LayerNorm
+    without a shift."""
     body = getattr(made, "model", made)
     layers = []
     for number, block in enumerate(body.layers):
@@ -233,7 +242,12 @@ def generate(made, mask=None, cache=None, length=24, compiled=False, **options):
     """Logits of the first new token, and of the second where all chose the same first."""
     prompt = tokens(length=length)
     mask = torch.ones_like(prompt) if mask is None else mask
-    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True} | options
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    } | options
     if cache is not None and made.config._attn_implementation == NAME:
         options["past_key_values"] = cache(made)
     if not compiled:
@@ -303,7 +317,10 @@ ONE_STEP = {
 def trainer(made):
     """A step of Trainer on texts that are padded on the right."""
     mask = padding("right").cpu()
-    rows = [{"input_ids": t, "attention_mask": m, "labels": t.masked_fill(m == 0, -100)} for t, m in zip(tokens().cpu(), mask)]
+    rows = [
+        {"input_ids": t, "attention_mask": m, "labels": t.masked_fill(m == 0, -100)}
+        for t, m in zip(tokens().cpu(), mask)
+    ]
 
     def train(folder):
         arguments = transformers.TrainingArguments(folder, per_device_train_batch_size=BATCH, **ONE_STEP)
@@ -330,7 +347,13 @@ def sft(made):
     texts = Dataset(InMemoryTable.from_pydict(rows), fingerprint="texts")
 
     def train(folder):
-        how = {"packing": True, "max_length": LENGTH, "per_device_train_batch_size": 1, "gradient_checkpointing": False, "bf16": False}
+        how = {
+            "packing": True,
+            "max_length": LENGTH,
+            "per_device_train_batch_size": 1,
+            "gradient_checkpointing": False,
+            "bf16": False,
+        }
         training = SFTTrainer(
             made, SFTConfig(folder, **how, **ONE_STEP), train_dataset=texts, processing_class=tokenizer
         )
@@ -353,7 +376,9 @@ def seq2seq(made, run):
 
 def explicit(made):
     hidden_keys = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=DEVICE).triu(1)
-    mask = torch.zeros(LENGTH, LENGTH, device=DEVICE, dtype=made.dtype).masked_fill(hidden_keys, torch.finfo(made.dtype).min)
+    mask = torch.zeros(LENGTH, LENGTH, device=DEVICE, dtype=made.dtype).masked_fill(
+        hidden_keys, torch.finfo(made.dtype).min
+    )
     return hidden(made, mask[None, None].expand(BATCH, 1, -1, -1))
 
 
@@ -391,7 +416,9 @@ def two_lengths(made):
         return [fp8.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, plan=descales(k, q, k, v))]
     key, row = torch.arange(LENGTH, device=DEVICE), torch.arange(2, device=DEVICE)[:, None]
     mask = (key <= lengths[:, None, None] - 2 + row)[:, None]
-    return [F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask, enable_gqa=True).transpose(1, 2)]
+    return [
+        F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask, enable_gqa=True).transpose(1, 2)
+    ]
 
 
 def descales(k, *operands):
@@ -432,7 +459,9 @@ def draft():
     """A small model that proposes tokens, in PyTorch's own attention."""
     torch.manual_seed(1)
     config = transformers.LlamaConfig(**(GROUPED | {"num_hidden_layers": 1}))
-    return transformers.AutoModelForCausalLM.from_config(config).to(DEVICE, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32)
+    return transformers.AutoModelForCausalLM.from_config(config).to(
+        DEVICE, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    )
 
 
 def decoded(made, compiled=False):
@@ -449,7 +478,8 @@ def decoded(made, compiled=False):
 
 
 def flattened(made):
-    """Texts of unequal lengths in one row as a collator without padding makes them (as TRL packs): positions begin anew."""
+    """Texts of unequal lengths in one row as a collator without padding makes them (as TRL packs): positions begin
+    anew."""
     lengths = [LENGTH // 3, LENGTH // 6, LENGTH - LENGTH // 3 - LENGTH // 6]
     texts = [{"input_ids": tokens(1, n, seed=i)[0].tolist()} for i, n in enumerate(lengths)]
     batch = transformers.DataCollatorWithFlattening()(texts)
@@ -506,7 +536,9 @@ CALLS = [
     Call("training step, packed by a collator", "llama", flattened),
     Call("training step, checkpointed", "llama", lambda m: step(m, padding("right"), checkpointed=True)),
     Call("training step, compiled", "llama", lambda m: step(m, padding("right"), compiled=True)),
-    Call("training step, packed and compiled", "llama", lambda m: packed(m, run=functools.partial(step, compiled=True))),
+    Call(
+        "training step, packed and compiled", "llama", lambda m: packed(m, run=functools.partial(step, compiled=True))
+    ),
     Call("Trainer", "llama", trainer),
     Call("TRL, packed", "llama", sft),
     Call("explicit causal mask", "llama", explicit),
@@ -535,7 +567,9 @@ CALLS = [
     Call("BART, generate", "bart", lambda m: seq2seq(m, "generate")),
     Call("T5", "t5", lambda m: seq2seq(m, "forward"), refused="relative position"),
     Call("mask of another kind", "llama", odd_mask, refused="another kind than causal"),
-    Call("flash_attn_varlen_func, window and soft-cap", "llama", lambda m: flash(m, window_size=(WINDOW, 0), softcap=3.0)),
+    Call(
+        "flash_attn_varlen_func, window and soft-cap", "llama", lambda m: flash(m, window_size=(WINDOW, 0), softcap=3.0)
+    ),
     Call("flash_attn_with_kvcache, lengths on the device", "llama", two_lengths),
 ]
 

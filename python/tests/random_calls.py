@@ -3,13 +3,15 @@
     python random_calls.py --count 2000 --seed 0 --device cpu
     python random_calls.py --first 1234 --count 1            # one call again
 
-A call is drawn from its number: an interface (dense, packed, a cache with lengths, pages, a mask), shapes with lengths of 0 and 1,
-masks, windows down to a single key, soft-caps, sinks, strides, types, E4M3 operands, an accumulator, gradients. NaN stands wherever
-nothing may be read: in padding, behind the filled part of a cache, in free pages, and in all of one sequence beside others.
+A call is drawn from its number: an interface (dense, packed, a cache with lengths, pages, a mask), shapes with
+lengths of 0 and 1, masks, windows down to a single key, soft-caps, sinks, strides, types, E4M3 operands, an
+accumulator, gradients. NaN stands wherever nothing may be read: in padding, behind the filled part of a cache, in
+free pages, and in all of one sequence beside others.
 
-What is compared, element by element: the output within what rounding P (E4M3 or F16) and the output (BF16) can do, the log-sum-exp,
-and that rows which see nothing are zero with a log-sum-exp of -inf or of the sink. Gradients are compared by their norms. One line is
-printed for each call that fails, and a summary; the exit status is 1 if any failed.
+What is compared, element by element: the output within what rounding P (E4M3 or F16) and the output (BF16) can do,
+the log-sum-exp, and that rows which see nothing are zero with a log-sum-exp of -inf or of the sink. Gradients are
+compared by their norms. One line is printed for each call that fails, and a summary; the exit status is 1 if any
+failed.
 """
 
 import argparse
@@ -75,7 +77,8 @@ class Call:
     # Sequences whose results do not count, since NaN was put in them.
     spoiled: set
     gives_lse: bool = True
-    # Runs it: outputs and LSEs (heads, len) by sequence, and q, k, v to differentiate by with the whole output, or None.
+    # Runs it: outputs and LSEs (heads, len) by sequence, and q, k, v to differentiate by with the whole output, or
+    # None.
     run: object = None
     wants_gradients: bool = False
     # The rows of a sequence (its number) in an operand (0, 1, 2) or its gradient.
@@ -101,8 +104,8 @@ def e4m3(x, descale):
 
 
 def reference(q, k, v, descales, call):
-    """Output (len, heads, d_v), LSE (heads, len), the sum of P |v|, that of |v| times the largest P, and how far a logit may be off,
-    (heads, len), of one sequence in f64."""
+    """Output (len, heads, d_v), LSE (heads, len), the sum of P |v|, that of |v| times the largest P, and how far a
+    logit may be off, (heads, len), of one sequence in f64."""
     q, k, v = (e4m3(x, d) for x, d in zip((q, k, v), descales))
     group = q.shape[1] // k.shape[1]
     place = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0]
@@ -119,9 +122,13 @@ def reference(q, k, v, descales, call):
     outs, lses, sizes, bends = [], [], [], []
     for head in range(q.shape[1]):
         logits = call.scale * q[:, head] @ k[:, head // group].T
-        # Tensor cores keep 14 bits of the largest product as they add; tanh on the device is off by up to 5e-4 of the cap.
+        # Tensor cores keep 14 bits of the largest product as they add; tanh on the device is off by up to 5e-4 of the
+        # cap.
         steps = call.scale * q[:, head].abs() @ k[:, head // group].abs().T
-        bends.append(ACCUMULATOR * (steps.amax(dim=1) if k.shape[0] else steps.new_zeros(q.shape[0])).detach() + 1e-3 * call.softcap)
+        bends.append(
+            ACCUMULATOR * (steps.amax(dim=1) if k.shape[0] else steps.new_zeros(q.shape[0])).detach()
+            + 1e-3 * call.softcap
+        )
         if call.softcap:
             logits = call.softcap * torch.tanh(logits / call.softcap)
         logits = logits.masked_fill(~seen, -math.inf)
@@ -136,7 +143,13 @@ def reference(q, k, v, descales, call):
         values = v[:, head // group].abs()
         sizes.append((weights @ values, top * values.sum(dim=0)))
     stack = lambda parts: torch.stack(parts, dim=1)
-    return stack(outs), torch.stack(lses), stack([a for a, _ in sizes]), stack([b for _, b in sizes]), torch.stack(bends)
+    return (
+        stack(outs),
+        torch.stack(lses),
+        stack([a for a, _ in sizes]),
+        stack([b for _, b in sizes]),
+        torch.stack(bends),
+    )
 
 
 def strided(draw, x):
@@ -189,7 +202,9 @@ def operands(draw, shape_q, shape_k, shape_v, dtype):
 def rows(draw, n_kv, batch=None):
     """Descales with which some values saturate, one for each KV head, or for each sequence too."""
     shape = (n_kv,) if batch is None else (batch, n_kv)
-    return [(draw.one(0.004, 0.02) * (1 + torch.rand(shape, generator=draw.generator))).to(draw.device) for _ in range(3)]
+    return [
+        (draw.one(0.004, 0.02) * (1 + torch.rand(shape, generator=draw.generator))).to(draw.device) for _ in range(3)
+    ]
 
 
 def eight(x, descale):
@@ -388,13 +403,27 @@ def masked(draw, cuda):
             nan(x[i, :, :a])
             nan(x[i, :, b:])
     parts = [tuple(x[i, :, a:b].transpose(0, 1) for x in (q, k, v)) for i, (a, b) in enumerate(spans)]
-    call = Call("mask", parts, [given] * batch, how["causal"], (back, -1), 0.0, None, how["scale"], how["accumulator"], set(), False)
+    call = Call(
+        "mask",
+        parts,
+        [given] * batch,
+        how["causal"],
+        (back, -1),
+        0.0,
+        None,
+        how["scale"],
+        how["accumulator"],
+        set(),
+        False,
+    )
 
     def run():
         out = fp8.scaled_dot_product_attention(
             q, k, v, mask, scale=call.scale, enable_gqa=True, plan=given, accumulator=call.accumulator
         )
-        call.tokens_outside = torch.cat([part for i, (a, b) in enumerate(spans) for part in (out[i, :, :a], out[i, :, b:])], dim=1)
+        call.tokens_outside = torch.cat(
+            [part for i, (a, b) in enumerate(spans) for part in (out[i, :, :a], out[i, :, b:])], dim=1
+        )
         return [out[i, :, a:b].transpose(0, 1) for i, (a, b) in enumerate(spans)], None, None
 
     call.run = run
@@ -431,7 +460,13 @@ def faults(call):
         expected.append((parts, out))
         ours, out = outs[i].double(), out.detach()
         # A logit that is off moves its P and the sum.
-        most = (ROUNDING[kind] + 2 * bend.T[..., None]) * 1.05 * size + SUBNORMAL[kind] * top + BF16 * out.abs() + 1e-5 * size + LEAST.get(outs[i].dtype, 1e-30)
+        most = (
+            (ROUNDING[kind] + 2 * bend.T[..., None]) * 1.05 * size
+            + SUBNORMAL[kind] * top
+            + BF16 * out.abs()
+            + 1e-5 * size
+            + LEAST.get(outs[i].dtype, 1e-30)
+        )
         if ours.shape != out.shape:
             found.append(f"sequence {i}: the output has shape {tuple(ours.shape)}, not {tuple(out.shape)}")
         elif not bool(((ours - out).abs() <= most.detach()).all()):
@@ -462,8 +497,12 @@ def faults(call):
             noise = BF16 * math.sqrt(sum(float(weight(out).square().sum()) for _, out in expected))
             if name != "v":
                 deltas = [(out.detach().norm(dim=2) * weight(out).norm(dim=2)).norm() for _, out in expected]
-                longest = [x.detach().double().norm(dim=2).max() for p, _ in expected for x in (p[1 - which],) if x.numel()]
-                noise = float(BF16 * call.scale * math.sqrt(sum(float(x) ** 2 for x in deltas)) * max(longest, default=0.0))
+                longest = [
+                    x.detach().double().norm(dim=2).max() for p, _ in expected for x in (p[1 - which],) if x.numel()
+                ]
+                noise = float(
+                    BF16 * call.scale * math.sqrt(sum(float(x) ** 2 for x in deltas)) * max(longest, default=0.0)
+                )
             norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in theirs))
             error = float(rest.double().norm())
             if not error <= 0.015 * norm + noise + 1e-6:

@@ -1,4 +1,5 @@
-"""The functions of ``flash_attn``, argument by argument: same order, same defaults, same results; every argument is taken or refused."""
+"""The functions of ``flash_attn``, argument by argument: same order, same defaults, same results; every argument is
+taken or refused."""
 
 import inspect
 
@@ -53,7 +54,14 @@ SIGNATURES = {
 # Keywords of FlashAttention-3 (hopper/flash_attn_interface.py at 01afd16d248c) that the functions above do not have.
 OTHERS = {
     "flash_attn_func": {"qv": 1, "q_descale": 1, "k_descale": 1, "v_descale": 1, "attention_chunk": 4},
-    "flash_attn_varlen_func": {"seqused_q": 1, "qv": 1, "q_descale": 1, "k_descale": 1, "v_descale": 1, "attention_chunk": 4},
+    "flash_attn_varlen_func": {
+        "seqused_q": 1,
+        "qv": 1,
+        "q_descale": 1,
+        "k_descale": 1,
+        "v_descale": 1,
+        "attention_chunk": 4,
+    },
     "flash_attn_with_kvcache": {
         "qv": 1,
         "cu_seqlens_q": 1,
@@ -195,7 +203,11 @@ def test_rotation_is_by_the_position_behind_the_cache(interleaved, causal):
         """By complex numbers."""
         x = x.float()
         width = 8
-        pairs = x[..., :width].reshape(*x.shape[:-1], 4, 2) if interleaved else torch.stack(x[..., :width].chunk(2, dim=-1), dim=-1)
+        pairs = (
+            x[..., :width].reshape(*x.shape[:-1], 4, 2)
+            if interleaved
+            else torch.stack(x[..., :width].chunk(2, dim=-1), dim=-1)
+        )
         z = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(4), angles[place])
         z = torch.view_as_real(z)
         z = z.flatten(-2) if interleaved else torch.cat([z[..., 0], z[..., 1]], dim=-1)

@@ -65,7 +65,9 @@ def test_descales_are_those_of_calibrate_bit_for_bit(name):
     assert runtime.layers[0].latent
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "no query latent", "DeepSeek-V2", "MiniCPM3", "LongCat, two attentions a layer"])
+@pytest.mark.parametrize(
+    "name", ["DeepSeek-V3", "no query latent", "DeepSeek-V2", "MiniCPM3", "LongCat, two attentions a layer"]
+)
 def test_a_forward_stays_inside_its_descales_and_agrees_with_eager(name):
     kind, settings = LATENT[name]
     model = made(kind, **settings)
@@ -113,7 +115,9 @@ def test_policies_that_observe_plan_for_it_and_those_of_one_input_do_not():
         model(calls.tokens())
     assert not runtime.stats()["beyond"].any()
     for policy in ("geometry-c-star", "auto-c"):
-        with pytest.raises(sigmascale.UnsupportedError, match=f"policy='{policy}'.*latent attention.*policy='geometry'"):
+        with pytest.raises(
+            sigmascale.UnsupportedError, match=f"policy='{policy}'.*latent attention.*policy='geometry'"
+        ):
             fp8.attach(model, policy=policy)
     with pytest.raises(sigmascale.UnsupportedError, match="caches latents.*leave past_key_values out"):
         fp8.fp8_cache(fp8.attach(model))

@@ -1,4 +1,5 @@
-"""The rule by which ``backend="auto"`` takes BF16: its table is that of the records, and every record of such times is in it."""
+"""The rule by which ``backend="auto"`` takes BF16: its table is that of the records, and every record of such times
+is in it."""
 
 import csv
 import pathlib
@@ -27,7 +28,9 @@ def recorded():
             # The shape of all rows of the end-to-end record is in its first lines.
             heads = (int(row["heads_q"]), int(row["heads_kv"]), int(row["head_dim"])) if training else (64, 8, 128)
             keys, causal = int(row["seqlen" if training else "keys"]), training or row["causal"] == "1"
-            yield _measured.Pair(path.name, training, *heads, keys, causal, float(row["e2e_ms"]), float(row["cudnn_bf16_ms"]))
+            yield _measured.Pair(
+                path.name, training, *heads, keys, causal, float(row["e2e_ms"]), float(row["cudnn_bf16_ms"])
+            )
 
 
 def test_the_table_is_that_of_the_records():
@@ -54,7 +57,11 @@ def test_bf16_is_taken_below_a_tie_and_up_to_a_loss():
     # A tie at 2048 keys: FP8 from there on.
     for heads, d in [((64, 8), 128), ((32, 32), 64), ((8, 1), 128)]:
         first, reason = limit(True, *heads, d, True)
-        assert first == 2048 and "BF16 is faster below 2048 keys" in reason and "1.00 times BF16's time at 2048 keys" in reason
+        assert (
+            first == 2048
+            and "BF16 is faster below 2048 keys" in reason
+            and "1.00 times BF16's time at 2048 keys" in reason
+        )
     # FP8 was faster at all lengths: shorter ones are not known.
     for given in [(True, 32, 8, 128, True), (False, 64, 8, 128, True), (False, 64, 8, 128, False)]:
         assert limit(*given) == (0, "")
@@ -67,7 +74,9 @@ def test_bf16_is_taken_below_a_tie_and_up_to_a_loss():
 
 
 def operands(length=24, **options):
-    make = lambda heads: torch.randn(1, length, heads, 128, generator=torch.Generator().manual_seed(heads), **options).bfloat16()
+    make = lambda heads: torch.randn(
+        1, length, heads, 128, generator=torch.Generator().manual_seed(heads), **options
+    ).bfloat16()
     return make(16), make(2), make(2)
 
 
@@ -81,7 +90,9 @@ def test_auto_takes_bf16_and_says_why(monkeypatch):
     calls, why = _calls.counted(plan.key)
     out = fp8.attention(q, k, v, plan)
     heads = lambda x: x.transpose(1, 2)
-    exact = torch.nn.functional.scaled_dot_product_attention(*map(heads, (q, k, v)), is_causal=True, enable_gqa=True, scale=128**-0.5)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *map(heads, (q, k, v)), is_causal=True, enable_gqa=True, scale=128**-0.5
+    )
     assert torch.equal(out, heads(exact)) and calls == {"bf16": 1}
     ((name, reason),) = why
     assert name == "bf16" and "training-step-h200.csv" in reason

@@ -23,17 +23,24 @@ def test_random_calls_are_those_of_a_plain_attention():
 
 # What a call may be taken for, and of which calls.
 WRONG = {
-    "a window that is one key wider": (lambda call: call.window[0] in (0, 1), lambda call: {"window": (call.window[0] + 1, call.window[1])}),
+    "a window that is one key wider": (
+        lambda call: call.window[0] in (0, 1),
+        lambda call: {"window": (call.window[0] + 1, call.window[1])},
+    ),
     "no sinks": (lambda call: call.sinks is not None, lambda call: {"sinks": None}),
     "a causal mask": (lambda call: not call.causal and call.window == (-1, -1), lambda call: {"causal": True}),
     "no soft-cap": (lambda call: call.softcap == 1.0, lambda call: {"softcap": 0.0}),
-    "a softmax scale that is a fifth larger": (lambda call: len(call.parts[0][1]) > 1, lambda call: {"scale": 1.2 * call.scale}),
+    "a softmax scale that is a fifth larger": (
+        lambda call: len(call.parts[0][1]) > 1,
+        lambda call: {"scale": 1.2 * call.scale},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_comparison_finds_calls_of_other_terms(name):
-    """Otherwise the test above could not fail. Short sequences see the same keys with or without a window: not every call tells."""
+    """Otherwise the test above could not fail. Short sequences see the same keys with or without a window: not every
+    call tells."""
     applies, changed = WRONG[name]
     told = tried = 0
     for number in range(200):

@@ -28,7 +28,10 @@ def call(runtime, run=fp8.attention):
     return run(make(4), make(2), make(2), runtime.layers[0])
 
 
-@pytest.mark.parametrize(("telemetry", "steps"), [("full", [1, 1, 1, 1, 1]), ("off", [0] * 5), (1, [1] * 5), (2, [1, 0, 1, 0, 1]), (4, [1, 0, 0, 0, 1])])
+@pytest.mark.parametrize(
+    ("telemetry", "steps"),
+    [("full", [1, 1, 1, 1, 1]), ("off", [0] * 5), (1, [1] * 5), (2, [1, 0, 1, 0, 1]), (4, [1, 0, 0, 0, 1])],
+)
 def test_statistics_are_those_of_every_nth_step(model, telemetry, steps):
     runtime = attached(model, telemetry=telemetry)
     plain = attached(model)

@@ -190,7 +190,9 @@ def pair(name, window):
 def _short(value):
     """What was given, for a message."""
     shown = " ".join(repr(value).split())
-    return shown if len(shown) <= 60 else f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else type(value).__name__
+    if len(shown) <= 60:
+        return shown
+    return f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else type(value).__name__
 
 
 def _window(window, causal, queries, keys):
@@ -276,7 +278,8 @@ def _resolve(q, k, v, plan, softmax_scale, how):
     else:
         if not isinstance(plan, Sequence | torch.Tensor) or len(plan) != 3:
             raise TypeError(
-                f"plan must be a layer of a Runtime (runtime.layers[i]) or the three descales of q, k and v, not {_short(plan)}"
+                f"plan must be a layer of a Runtime (runtime.layers[i]) or the three descales of q, k and v, "
+                f"not {_short(plan)}"
             )
         descales = tuple(_row(d, key, batch, n_kv, q.device) for key, d in zip("qkv", plan))
         words, scale, layer = None, q.shape[3] ** -0.5, _calls.NONE
@@ -337,7 +340,9 @@ def _check(q, k, v, sequences):
                 f"(batch, seq, heads, d_head), here {tuple(x.shape)} and {tuple(y.shape)}"
             )
     if q.shape[2] % k.shape[2]:
-        raise MismatchError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} KV heads: each KV head serves as many")
+        raise MismatchError(
+            f"{q.shape[2]} query heads are no multiple of {k.shape[2]} KV heads: each KV head serves as many"
+        )
     for x in () if sequences is None else sequences.places:
         if x.dtype != torch.int32 or x.device != q.device or x.dim() != 1 or x.shape != sequences.q_starts.shape:
             raise ArgumentError(

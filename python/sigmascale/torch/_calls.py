@@ -1,7 +1,8 @@
-"""Which backend ran each layer's calls and why, counted on the host, who looks at these calls, and what is said once of those that
-left FP8.
+"""Which backend ran each layer's calls and why, counted on the host, who looks at these calls, and what is said once
+of those that left FP8.
 
-Layers are told apart by a number that operators take as an argument: inside compiled code a layer's tensors may be copies.
+Layers are told apart by a number that operators take as an argument: inside compiled code a layer's tensors may be
+copies.
 """
 
 import collections
@@ -46,8 +47,8 @@ def forget(layers):
 
 
 def observe(layer, observer):
-    """Tells ``observer`` of each call of a layer: q, k and v, the log-sum-exp, whether a backward follows, and whether the call
-    reports its statistics."""
+    """Tells ``observer`` of each call of a layer: q, k and v, the log-sum-exp, whether a backward follows, and
+    whether the call reports its statistics."""
     _OBSERVERS.setdefault(layer, []).append(observer)
 
 

@@ -15,7 +15,9 @@ class Engine:
     def __init__(self, found, targets, runtime, indices):
         latent = [layer.latent is not None for layer in found]
         if any(latent) and not all(latent):
-            raise UnsupportedError("some layers have latent attention (MLA) and some have not: attach a runtime for each kind")
+            raise UnsupportedError(
+                "some layers have latent attention (MLA) and some have not: attach a runtime for each kind"
+            )
         entries = [[None] if any(latent) else _layers.entries(layer) for layer in found]
         rows = [row for each in entries for row in each]
         if any(latent):

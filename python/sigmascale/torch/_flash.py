@@ -1,7 +1,7 @@
 """FlashAttention's functions in FP8: the arguments of ``flash_attn`` 2, in its order and with its defaults, and a plan.
 
-Keywords that FlashAttention-3 has beside are taken where they ask for nothing, or for how the work is shared out, and refused by name
-otherwise.
+Keywords that FlashAttention-3 has beside are taken where they ask for nothing, or for how the work is shared out, and
+refused by name otherwise.
 """
 
 import torch
@@ -33,12 +33,13 @@ def flash_attn_func(
     fallback=None,
     **others,
 ):
-    """``flash_attn.flash_attn_func`` in FP8, with a ``plan`` and options as for :func:`attention`; the output has the type of
-    ``q``, bfloat16 where that is E4M3.
+    """``flash_attn.flash_attn_func`` in FP8, with a ``plan`` and options as for :func:`attention`; the output has the
+    type of ``q``, bfloat16 where that is E4M3.
 
-    With ``return_attn_probs`` also the log-sum-exp ``(batch, n_q_heads, seq)``, and ``None`` for the probabilities, which are
-    not kept. ``deterministic`` is ``torch.use_deterministic_algorithms``. Dropout is refused, or goes to PyTorch's own attention
-    by ``fallback="bf16"``; ALiBi slopes are refused. ``sinks`` ``(n_q_heads,)`` join the row sums.
+    With ``return_attn_probs`` also the log-sum-exp ``(batch, n_q_heads, seq)``, and ``None`` for the probabilities,
+    which are not kept. ``deterministic`` is ``torch.use_deterministic_algorithms``. Dropout is refused, or goes to
+    PyTorch's own attention by ``fallback="bf16"``; ALiBi slopes are refused. ``sinks`` ``(n_q_heads,)`` join the row
+    sums.
     """
     _refuse("flash_attn_func", others, alibi_slopes=alibi_slopes)
     _check_deterministic(deterministic)
@@ -87,12 +88,14 @@ def flash_attn_varlen_func(
     fallback=None,
     **others,
 ):
-    """``flash_attn.flash_attn_varlen_func`` in FP8: q ``(total_q, heads, d_head)`` of packed sequences, k and v likewise.
+    """``flash_attn.flash_attn_varlen_func`` in FP8: q ``(total_q, heads, d_head)`` of packed sequences, k and v
+    likewise.
 
-    One call for all sequences. ``cu_seqlens_q`` and ``cu_seqlens_k`` stay on the device: nothing waits for them, and on a GPU
-    nothing checks their values. ``max_seqlen_q`` and ``max_seqlen_k``, at least the longest sequence's, may be None for all
-    tokens, which starts more work than is needed. ``seqused_k``: how many of its keys each sequence uses. With
-    ``return_attn_probs`` the log-sum-exp is ``(n_q_heads, total_q)``. Otherwise as :func:`flash_attn_func`.
+    One call for all sequences. ``cu_seqlens_q`` and ``cu_seqlens_k`` stay on the device: nothing waits for them, and
+    on a GPU nothing checks their values. ``max_seqlen_q`` and ``max_seqlen_k``, at least the longest sequence's, may
+    be None for all tokens, which starts more work than is needed. ``seqused_k``: how many of its keys each sequence
+    uses. With ``return_attn_probs`` the log-sum-exp is ``(n_q_heads, total_q)``. Otherwise as
+    :func:`flash_attn_func`.
     """
     _refuse("flash_attn_varlen_func", others, alibi_slopes=alibi_slopes, block_table=block_table)
     _check_deterministic(deterministic)
@@ -128,12 +131,15 @@ def _longest(name, given, x):
         return x.shape[0]
     if isinstance(given, torch.Tensor) or isinstance(given, bool) or given != int(given) or given < 0:
         shown = "a tensor" if isinstance(given, torch.Tensor) else repr(given)
-        raise ArgumentError(f"{name} is {shown}: give a whole number on the host, at least the longest sequence's, or None")
+        raise ArgumentError(
+            f"{name} is {shown}: give a whole number on the host, at least the longest sequence's, or None"
+        )
     return int(given)
 
 
 def packed(cu_q, cu_k, max_q, max_k, used_k=None, operands=None):
-    """Packed sequences by where each ends. Of ``operands``, q and k ``(tokens, ..)``, places on the CPU are held against the rows."""
+    """Packed sequences by where each ends. Of ``operands``, q and k ``(tokens, ..)``, places on the CPU are held
+    against the rows."""
     cu_q, cu_k = _integers("cu_seqlens_q", cu_q), _integers("cu_seqlens_k", cu_k)
     if cu_q.shape != cu_k.shape or cu_q.shape[0] < 2:
         raise MismatchError(
@@ -141,7 +147,9 @@ def packed(cu_q, cu_k, max_q, max_k, used_k=None, operands=None):
         )
     used = None if used_k is None else _integers("seqused_k", used_k)
     if used is not None and used.shape != cu_k[1:].shape:
-        raise MismatchError(f"seqused_k has {used.shape[0]} entries for {cu_k.shape[0] - 1} sequences: give one for each")
+        raise MismatchError(
+            f"seqused_k has {used.shape[0]} entries for {cu_k.shape[0] - 1} sequences: give one for each"
+        )
     for name, x, of in [("cu_seqlens_q", cu_q, 0), ("cu_seqlens_k", cu_k, 1), ("seqused_k", used, 1)]:
         if operands is not None and x is not None and x.device != operands[of].device:
             raise ArgumentError(f"{name} is on {x.device} and the operands on {operands[of].device}: move it there")
@@ -159,16 +167,22 @@ def _check_places(which, cu, rows, longest, used=None):
         raise ArgumentError(f"{name} begins with {places[0]}: it must begin with 0")
     for i, (a, b) in enumerate(zip(places, places[1:])):
         if b < a:
-            raise ArgumentError(f"{name} decreases from {a} to {b} at entry {i + 1}: each entry is where a sequence ends")
+            raise ArgumentError(
+                f"{name} decreases from {a} to {b} at entry {i + 1}: each entry is where a sequence ends"
+            )
     if places[-1] > rows:
-        raise MismatchError(f"{name} ends with {places[-1]}, but {which} has {rows} tokens: its last entry is at most that")
+        raise MismatchError(
+            f"{name} ends with {places[-1]}, but {which} has {rows} tokens: its last entry is at most that"
+        )
     lengths = [b - a for a, b in zip(places, places[1:])]
     counted = lengths if used is None else used.tolist()
     for i, (length, own) in enumerate(zip(lengths, counted)):
         if not 0 <= own <= length:
             raise ArgumentError(f"seqused_k says {own} keys of sequence {i}, which has {length}: give from 0 to that")
     if longest < max(counted):
-        raise ArgumentError(f"max_seqlen_{which} is {longest}, but a sequence has {max(counted)} tokens: give at least that")
+        raise ArgumentError(
+            f"max_seqlen_{which} is {longest}, but a sequence has {max(counted)} tokens: give at least that"
+        )
 
 
 def _integers(name, x, dims=1):
@@ -207,14 +221,15 @@ def flash_attn_with_kvcache(
     fallback=None,
     **others,
 ):
-    """``flash_attn.flash_attn_with_kvcache`` in FP8: new keys and values are written behind the first ``cache_seqlens`` in place,
-    then attended to with the rest. No gradients.
+    """``flash_attn.flash_attn_with_kvcache`` in FP8: new keys and values are written behind the first
+    ``cache_seqlens`` in place, then attended to with the rest. No gradients.
 
-    The caches may be E4M3: new keys and values are cast by the plan, old ones are not cast again. ``cache_seqlens`` is an int, or a
-    tensor that stays on the device: one call for the whole batch, whatever the lengths, and on a GPU nothing checks them. Pages
-    (``block_table``) of 16 to 256 tokens in E4M3 are read where they lie; values may also be as :func:`value_pages` makes them.
-    New keys are rotated there where ``rotary_cos`` is given. Other caches in pages are gathered into a copy first. ``num_splits``
-    is chosen by the kernel. Elsewhere new keys and queries are rotated in PyTorch first.
+    The caches may be E4M3: new keys and values are cast by the plan, old ones are not cast again. ``cache_seqlens``
+    is an int, or a tensor that stays on the device: one call for the whole batch, whatever the lengths, and on a GPU
+    nothing checks them. Pages (``block_table``) of 16 to 256 tokens in E4M3 are read where they lie; values may also
+    be as :func:`value_pages` makes them. New keys are rotated there where ``rotary_cos`` is given. Other caches in
+    pages are gathered into a copy first. ``num_splits`` is chosen by the kernel. Elsewhere new keys and queries are
+    rotated in PyTorch first.
     """
     known = _refuse("flash_attn_with_kvcache", others, alibi_slopes=alibi_slopes)
     block_table = known.get("page_table") if block_table is None else block_table
@@ -286,7 +301,11 @@ def cast_new(q, k, v, plan):
 
 
 def _check_cache(q, k_cache, v_cache, k, v, cache_batch_idx, block_table):
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | ({} if k is None else {"k": k}) | ({} if v is None else {"v": v})
+    given = (
+        {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+        | ({} if k is None else {"k": k})
+        | ({} if v is None else {"v": v})
+    )
     if (k is None) != (v is None):
         raise ArgumentError("k and v are given together or not at all: give both new keys and new values")
     for name, x in given.items():
@@ -301,11 +320,15 @@ def _check_cache(q, k_cache, v_cache, k, v, cache_batch_idx, block_table):
         if x.device != q.device:
             raise ArgumentError(f"{name} is on {x.device} and q on {q.device}: move them to one device")
         if x.stride(-1) != 1:
-            raise ArgumentError(f"{name} has stride {x.stride(-1)} between channels of a head: call .contiguous() on it")
+            raise ArgumentError(
+                f"{name} has stride {x.stride(-1)} between channels of a head: call .contiguous() on it"
+            )
     if k_cache.dtype != v_cache.dtype:
         raise ArgumentError(f"k_cache has type {k_cache.dtype} and v_cache {v_cache.dtype}: give both in one type")
     if v_cache.dim() == 4 and k_cache.shape[:3] != v_cache.shape[:3]:
-        raise MismatchError(f"k_cache has shape {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)}: all but d_head must agree")
+        raise MismatchError(
+            f"k_cache has shape {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)}: all but d_head must agree"
+        )
     for name, x, cache in [("k", k, k_cache), ("v", v, v_cache)]:
         if x is not None and cache.dim() == 4 and (x.shape[0], *x.shape[2:]) != (q.shape[0], *cache.shape[2:]):
             raise MismatchError(
@@ -338,7 +361,9 @@ def cache_lengths(cache_seqlens, batch, new, capacity):
     if isinstance(given, torch.Tensor):
         cache_seqlens = _integers("cache_seqlens", given)
         if cache_seqlens.shape[0] != batch:
-            raise MismatchError(f"cache_seqlens has {cache_seqlens.shape[0]} entries for a batch of {batch}: give one for each sequence")
+            raise MismatchError(
+                f"cache_seqlens has {cache_seqlens.shape[0]} entries for a batch of {batch}: give one for each sequence"
+            )
         known = cache_seqlens.tolist() if cache_seqlens.is_cpu and not torch.compiler.is_compiling() else []
     elif isinstance(given, int) and not isinstance(given, bool):
         known = [given]
@@ -360,17 +385,22 @@ def _pages(block_table, lengths, new, k_cache):
         needed = torch.arange(block_table.shape[1])[None] * page < used[:, None]
         wrong = block_table[needed & ((block_table < 0) | (block_table >= pages))]
         if len(wrong):
-            raise ArgumentError(f"block_table names page {int(wrong[0])} of a cache with {pages}: give numbers from 0 to {pages - 1}")
+            raise ArgumentError(
+                f"block_table names page {int(wrong[0])} of a cache with {pages}: give numbers from 0 to {pages - 1}"
+            )
     return block_table.long().clamp(0, pages - 1)
 
 
 def _rotated(q, k, cosine, sine, lengths, interleaved, together, capacity):
-    """New keys rotated by their positions behind the cache, and queries likewise, or ``together`` by the first of these."""
+    """New keys rotated by their positions behind the cache, and queries likewise, or ``together`` by the first of
+    these."""
     if k is None:
         raise ArgumentError("rotary_cos and rotary_sin rotate new keys: give k and v too, or rotate q before the call")
     for name, x in [("rotary_cos", cosine), ("rotary_sin", sine)]:
         if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.shape != cosine.shape or x.device != q.device:
-            raise ArgumentError(f"{name} must be (positions, rotated channels / 2) on {q.device}, the same as the other of the two")
+            raise ArgumentError(
+                f"{name} must be (positions, rotated channels / 2) on {q.device}, the same as the other of the two"
+            )
     if 2 * cosine.shape[1] > q.shape[3]:
         raise MismatchError(f"rotary_cos turns {2 * cosine.shape[1]} channels, but a head has {q.shape[3]}")
     if cosine.shape[0] < capacity:
@@ -379,7 +409,9 @@ def _rotated(q, k, cosine, sine, lengths, interleaved, together, capacity):
 
     def rotated(x, one_place):
         place = torch.arange(x.shape[1], device=x.device)[None] * (0 if one_place else 1) + first
-        c, s = (table[place.clamp(0, capacity - 1).expand(x.shape[0], -1)][:, :, None].float() for table in (cosine, sine))
+        c, s = (
+            table[place.clamp(0, capacity - 1).expand(x.shape[0], -1)][:, :, None].float() for table in (cosine, sine)
+        )
         width = 2 * c.shape[3]
         turned, rest = x[..., :width].float(), x[..., width:]
         a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=3)
@@ -462,4 +494,3 @@ def _check_deterministic(deterministic):
         raise UnsupportedError(
             "deterministic=True is a setting of the process here: call torch.use_deterministic_algorithms(True)"
         )
-

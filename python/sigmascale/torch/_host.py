@@ -26,7 +26,8 @@ class ScaleEngine:
             self._results["bounds"] = torch.zeros(_WORDS * n_q)
 
     def results(self):
-        """The tensors that a launch writes, by the names that a device's engine has; weights that are not finite raise there."""
+        """The tensors that a launch writes, by the names that a device's engine has; weights that are not finite
+        raise there."""
         return self._results | {"status": torch.zeros(1, dtype=torch.int32)}
 
     def launch(self, _):
@@ -37,8 +38,8 @@ class ScaleEngine:
 
 
 class LatentEngine:
-    """The same of layers with latent attention, which the crate computes on the host wherever they lie: a launch waits for their
-    device, reads them, and cannot be captured in a CUDA graph."""
+    """The same of layers with latent attention, which the crate computes on the host wherever they lie: a launch
+    waits for their device, reads them, and cannot be captured in a CUDA graph."""
 
     def __init__(self, layers, logits, eta, device):
         self._layers, self._eta, self._device = layers, eta, device

@@ -19,8 +19,9 @@ _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 @dataclasses.dataclass(eq=False)
 class Latent:
-    """What a layer with multi-head latent attention (MLA) has beside: the model's config, the names of all of its tensors, the layer's
-    place among those with attention, and the layer's tensors by their names in the model, its projections among them."""
+    """What a layer with multi-head latent attention (MLA) has beside: the model's config, the names of all of its
+    tensors, the layer's place among those with attention, and the layer's tensors by their names in the model, its
+    projections among them."""
 
     config: str
     model: str

@@ -1,10 +1,11 @@
 """Where PyTorch's own attention in BF16 is faster than this package's in FP8, by the records in ``benches/records``.
 
-A pair of times is of one call from BF16, casts included, beside cuDNN's BF16 in the same run. Pairs are told apart by direction, head
-dimension and query heads a KV head; a pair whose times differ by at most ``NOISE`` is a tie. In every pair of lengths FP8 gains as
-sequences grow. So at lengths up to a loss, and below a tie, BF16 is taken. What has no pair is not known to be slower, and runs in
-FP8: calls with windows, sinks, soft-caps and sequences, full (not causal) training, unequal lengths and decoding, other head
-dimensions and groups, and lengths below those of the table in the forward alone.
+A pair of times is of one call from BF16, casts included, beside cuDNN's BF16 in the same run. Pairs are told apart by
+direction, head dimension and query heads a KV head; a pair whose times differ by at most ``NOISE`` is a tie. In every
+pair of lengths FP8 gains as sequences grow. So at lengths up to a loss, and below a tie, BF16 is taken. What has no
+pair is not known to be slower, and runs in FP8: calls with windows, sinks, soft-caps and sequences, full (not causal)
+training, unequal lengths and decoding, other head dimensions and groups, and lengths below those of the table in the
+forward alone.
 """
 
 import dataclasses
@@ -60,9 +61,12 @@ def limits(pairs):
         first = pair.keys + 1 if pair.ratio > 1 + NOISE else pair.keys if pair.ratio >= 1 - NOISE else 0
         if first > found.get(pair.kind, (0, ""))[0]:
             what = "forward and backward" if pair.training else "forward"
-            found[pair.kind] = first, (
-                f"BF16 is faster below {first} keys for {what} of {pair.heads_q // pair.heads_kv} query heads a KV head of "
-                f"{pair.d_head}: FP8 took {pair.ratio:.2f} times BF16's time at {pair.keys} keys ({pair.record})"
+            found[pair.kind] = (
+                first,
+                (
+                    f"BF16 is faster below {first} keys for {what} of {pair.heads_q // pair.heads_kv} query heads a KV head of "
+                    f"{pair.d_head}: FP8 took {pair.ratio:.2f} times BF16's time at {pair.keys} keys ({pair.record})"
+                ),
             )
     return tuple((*kind, *row) for kind, row in found.items())
 
@@ -72,8 +76,8 @@ LIMITS = limits(PAIRS)
 
 
 def limit(training, heads_q, heads_kv, d_head, causal, table=LIMITS):
-    """The first length that FP8 takes of dense calls with as many queries as keys, and why BF16 takes those below; 0 where FP8 is not
-    known to be slower."""
+    """The first length that FP8 takes of dense calls with as many queries as keys, and why BF16 takes those below; 0
+    where FP8 is not known to be slower."""
     for of_training, d, group, of_causal, first, reason in table:
         if (of_training, of_causal) == (training, causal) and d == d_head and group == heads_q // heads_kv:
             return first, reason

@@ -6,8 +6,8 @@ log-sum-exp. With ``save`` it also returns q, k and v in E4M3, which are saved f
 PyTorch lacks some operations on float8. Gradients pass through the casts unchanged (straight-through); those of the sinks are
 empty where there are none.
 
-Windows are -1 where there is none, ``soft_cap`` 0.0; of starts and ends of sequences there are all four or none. ``layer`` is whose
-call it is (:mod:`_calls`).
+Windows are -1 where there is none, ``soft_cap`` 0.0; of starts and ends of sequences there are all four or none.
+``layer`` is whose call it is (:mod:`_calls`).
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from ._terms import Sequences, Terms
 _DESCALES = "Tensor q_descale, Tensor k_descale, Tensor v_descale"
 _TERMS = (
     "Tensor? sinks, Tensor? q_starts, Tensor? q_ends, Tensor? k_starts, Tensor? k_ends, SymInt max_len_q, SymInt max_len_k, "
-    "bool causal, int window_left, int window_right, float scale, float soft_cap, str backend, str accumulator, int layer"
+    "bool causal, int window_left, int window_right, float scale, float soft_cap, str backend, str accumulator, "
+    "int layer"
 )
 
 # Kept for the life of the process: the operators go with it.

@@ -48,7 +48,23 @@ def takes(q, k_cache, block_table):
 
 
 def _attend(
-    q, k_pages, v_pages, block_table, lengths, k, v, q_descale, k_descale, v_descale, cosine, sine, interleaved, words, causal, scale, layer=_calls.NONE
+    q,
+    k_pages,
+    v_pages,
+    block_table,
+    lengths,
+    k,
+    v,
+    q_descale,
+    k_descale,
+    v_descale,
+    cosine,
+    sine,
+    interleaved,
+    words,
+    causal,
+    scale,
+    layer=_calls.NONE,
 ):
     device = q.device
     engine = _ENGINES.get(device)

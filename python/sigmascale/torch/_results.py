@@ -159,8 +159,8 @@ def _extremes(words, heads):
 
 
 def stats(words, heads, descales, counted, reported):
-    """What ``Runtime.stats`` returns. ``descales``: what was multiplied with, or None; ``counted``: counters of each layer's calls by
-    what ran them, and by that and why."""
+    """What ``Runtime.stats`` returns. ``descales``: what was multiplied with, or None; ``counted``: counters of each
+    layer's calls by what ran them, and by that and why."""
     amax, counts = observed(words, heads)
     logits, why = _extremes(words, heads), {}
     for (name, reason), row in _by_layer([reasons for _, reasons in counted]).items():

@@ -116,19 +116,22 @@ class Runtime:
 
     @property
     def telemetry(self):
-        """Whose statistics are kept: ``"full"``, of every step, ``n``, of every n-th step from the first on, or ``"off"``. Steps are
-        counted by ``refresh()`` where Python calls it, which a replay of a CUDA graph does not. Compiled code has a version with and
-        one without telemetry. May be set."""
+        """Whose statistics are kept: ``"full"``, of every step, ``n``, of every n-th step from the first on, or
+        ``"off"``. Steps are counted by ``refresh()`` where Python calls it, which a replay of a CUDA graph does not.
+        Compiled code has a version with and one without telemetry. May be set."""
         return self._telemetry
 
     @telemetry.setter
     def telemetry(self, telemetry):
         every = {"full": 1, "off": 0}.get(telemetry, telemetry) if isinstance(telemetry, str | int) else telemetry
         if isinstance(every, bool) or not isinstance(every, int) or (every < 1 and telemetry != "off"):
-            raise ArgumentError(f"telemetry {telemetry!r} must be 'full', 'off' or a number n >= 1, for every n-th step")
+            raise ArgumentError(
+                f"telemetry {telemetry!r} must be 'full', 'off' or a number n >= 1, for every n-th step"
+            )
         if every != 1 and self._policy.remembers:
             raise UnsupportedError(
-                f"policy {self.policy!r} plans from the statistics of every step: leave telemetry at 'full', or take policy='geometry'"
+                f"policy {self.policy!r} plans from the statistics of every step: leave telemetry at 'full', or take "
+                "policy='geometry'"
             )
         self._telemetry, self._every = telemetry, every
 
@@ -311,9 +314,9 @@ class Runtime:
         ``non_finite`` likewise; ``peak``: the largest |x / descale| (NaN under ``current``, whose descales are gone);
         ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN. Past a layer's own heads
         there is nothing: zeros, and NaN for logits. ``calls``: a dict of counts ``(layers,)`` by what ran them: a backend, or
-        ``bf16`` for PyTorch's own attention. ``why``: of each of these a dict of counts ``(layers,)`` by the reason. Counted where
-        Python launches them: a replay of a CUDA graph is not, nor is a fallback in compiled code. ``reported``: whether this
-        step's calls report; without, all but ``calls`` and ``why`` is zero.
+        ``bf16`` for PyTorch's own attention. ``why``: of each of these a dict of counts ``(layers,)`` by the reason.
+        Counted where Python launches them: a replay of a CUDA graph is not, nor is a fallback in compiled code.
+        ``reported``: whether this step's calls report; without, all but ``calls`` and ``why`` is zero.
         """
         counted = [_calls.counted(plan.key) for plan in self.layers]
         descales = None if self._policy.per_call else self.descales.cpu()

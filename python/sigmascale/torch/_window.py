@@ -17,7 +17,9 @@ class Window:
 
     def __init__(self, runtime):
         if runtime.telemetry == "off":
-            raise ArgumentError("statistics of calls are needed, and the runtime has telemetry='off': attach with 'full' or a number")
+            raise ArgumentError(
+                "statistics of calls are needed, and the runtime has telemetry='off': attach with 'full' or a number"
+            )
         self._runtime = weakref.ref(runtime)
         words = runtime.words
         make = lambda dtype: torch.zeros(words.shape, device=words.device, dtype=dtype)
