@@ -25,7 +25,7 @@ const HEAD_WORDS: usize = size_of::<HeadBound>() / 4;
 
 /// Descales `[layer][q, k, v, o][n_kv]`, operand bounds `[layer][q, k, v][n_kv]`, and with logits bounds `[layer][n_q]` of
 /// [`HeadBound`], as the scale engine has them.
-type Scales = (Vec<f32>, Vec<f32>, Option<Vec<f32>>);
+pub type Scales = (Vec<f32>, Vec<f32>, Option<Vec<f32>>);
 
 /// Scales of layers in host memory, whose tensors the caller keeps alive and unchanged until this returns. `q_heads` are those
 /// of all layers of the model, which `tail` counts.
@@ -74,7 +74,7 @@ fn largest(group: &[OperandBound]) -> f32 {
 }
 
 /// Rounded up.
-fn above(value: f64) -> f32 {
+pub fn above(value: f64) -> f32 {
     let near = value as f32;
     if f64::from(near) < value { near.next_up() } else { near }
 }

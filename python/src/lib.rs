@@ -6,6 +6,7 @@ mod attention;
 mod device;
 mod errors;
 mod host;
+mod latent;
 mod offline;
 mod paged;
 mod policy;
@@ -34,6 +35,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<attention::Attention>()?;
     module.add_class::<paged::Paged>()?;
     module.add_function(wrap_pyfunction!(host::host_scales, module)?)?;
+    module.add_function(wrap_pyfunction!(latent::latent_scales, module)?)?;
     module.add_function(wrap_pyfunction!(specification::host_forward, module)?)?;
     module.add_function(wrap_pyfunction!(specification::host_backward, module)?)?;
     module.add_class::<host::HostPolicy>()?;

@@ -276,7 +276,10 @@ pub fn layout(py: Python<'_>, config: &str, name: &str) -> PyResult<String> {
     let described = || {
         let layout = Layout::from_config_json(config.as_bytes(), Path::new(name))?;
         let spec = layout.spec();
-        sigmascale::bound::check_plain(spec)?;
+        let latent = if spec.has_mla() { Some(crate::latent::needs(config, name)?) } else { None };
+        if latent.is_none() {
+            sigmascale::bound::check_plain(spec)?;
+        }
         let layers = (0..spec.layers.len())
             .map(|layer| {
                 let (own, names) = (spec.layer(layer)?, layout.layer(layer)?);
@@ -284,7 +287,7 @@ pub fn layout(py: Python<'_>, config: &str, name: &str) -> PyResult<String> {
                 Ok(json!({
                     "number": own.number, "n_q_heads": own.n_q_heads, "n_kv_heads": own.n_kv_heads, "d_head": own.d_head,
                     "q": one(&names.q), "k": one(&names.k), "v": one(&names.v),
-                    "norm": names.norm, "qk_norm": names.qk_norm,
+                    "norm": names.norm, "qk_norm": names.qk_norm, "latent": latent.as_ref().map(|needs| &needs[layer]),
                 }))
             })
             .collect::<Result<Vec<_>>>()?;

@@ -108,7 +108,7 @@ def test_saturation_is_counted_over_all_calls(run):
     monitor = fp8.Monitor(runtime, path, every=1, rows=0)
     seen = {}
     keep = lambda q, k, v, *_: seen.setdefault("qkv", []).append([x.detach() for x in (q, k, v)])
-    _calls.observe(runtime.layers[0].words, keep)
+    _calls.observe(runtime.layers[0].key, keep)
     runtime.descales[0, :3] /= 20
     for step in range(2):
         loss_of(made, step).backward()
@@ -269,7 +269,7 @@ def test_a_closed_monitor_leaves_nothing_behind(run):
     monitor.close()
     monitor.close()
     assert not runtime.before_refresh and not any(
-        _calls._OBSERVERS.get(plan.words.data_ptr()) for plan in runtime.layers
+        _calls._OBSERVERS.get(plan.key) for plan in runtime.layers
     )
     with pytest.raises(sigmascale.SigmascaleError, match="closed"):
         monitor.step()

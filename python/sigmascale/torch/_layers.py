@@ -1,6 +1,7 @@
 """Finds the attention layers of a model and reads addresses, shapes and strides off their tensors."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -14,6 +15,19 @@ from . import _distributed
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 # Parts of names that wrappers (torch.compile, data parallelism, FSDP, activation checkpoints) put in.
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+@dataclasses.dataclass(eq=False)
+class Latent:
+    """What a layer with multi-head latent attention (MLA) has beside: the model's config, the names of all of its
+    tensors, the layer's place among those with attention, and the layer's tensors by their names in the model, its
+    projections among them."""
+
+    config: str
+    model: str
+    names: list
+    index: int
+    tensors: dict
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -69,6 +83,8 @@ class Layer:
     model_q_heads: int | None = None
     first_kv_head: int = 0
     unit: torch.nn.Module | None = None
+    # Of layers that the family table finds; q, k and v then are the projections from the latents.
+    latent: Latent | None = None
 
     @property
     def d_head(self):
@@ -81,7 +97,8 @@ class Layer:
     def tensors(self):
         """Every tensor that the scales depend on, by name."""
         fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        return {f"{self.name}.{name}": value for name, value in fields if isinstance(value, torch.Tensor)}
+        named = {f"{self.name}.{name}": value for name, value in fields if isinstance(value, torch.Tensor)}
+        return named if self.latent is None else named | self.latent.tensors
 
 
 def check(layers):
@@ -116,6 +133,9 @@ def check_form(layer):
                 "cast the model to one of them" if tensor.dtype == torch.float64 else "attach to the unquantised model"
             )
             raise UnsupportedError(f"{name} has type {tensor.dtype}: bfloat16, float16 and float32 are read; {remedy}")
+    if layer.latent is not None:
+        # The crate holds them against the config.
+        return
     weights = {f"{layer.name}.{key}": getattr(layer, key) for key in "qkv"}
     if len({tensor.dtype for tensor in weights.values()}) > 1:
         kinds = ", ".join(f"{name} {tensor.dtype}" for name, tensor in weights.items())
@@ -413,6 +433,7 @@ def _share(layer, view):
         )
     if layer.heads is not None or layer.qk_norm_joint:
         what = "one weight for q, k and v" if layer.heads is not None else "a norm over all heads of q or k"
+        what = what if layer.latent is None else "latent attention (MLA)"
         raise UnsupportedError(f"{layer.name}: {what} is not read under tensor parallelism")
     return dataclasses.replace(layer, n_q_heads=layer.n_q_heads // q, n_kv_heads=layer.n_kv_heads // q)
 
@@ -496,6 +517,9 @@ def _table(model, units):
                 "attention layers with layers=[sigmascale.torch.Layer(...), ...]"
             )
         (prefix,) = found
+    if spec.get("multipliers") or spec.get("v_norm"):
+        raise UnsupportedError(f"family {spec['family']} has factors beside its weights, which are not read here")
+    about = text, type(model).__name__, list(parameters)
     heads = sum(names["n_q_heads"] for names in layout["layers"])
     # A pipeline stage has some of the layers; one that has any tensor of a layer has them all.
     own = [f"{names[key]['name']}.weight" for names in layout["layers"] for key in "qkv"]
@@ -503,7 +527,8 @@ def _table(model, units):
 
     def reader(index, names):
         def read(view, _):
-            layer = _layer(spec, names, index, prefix, parameters, modules, view)
+            one = _layer if names["latent"] is None else functools.partial(_latent, about)
+            layer = one(spec, names, index, prefix, parameters, modules, view)
             return dataclasses.replace(layer, model_q_heads=heads)
 
         return read
@@ -525,8 +550,8 @@ def _plain(name):
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _layer(spec, names, index, prefix, parameters, modules, view):
-    sources = []
+def _getter(prefix, parameters, modules, view, sources):
+    """What reads a parameter by its name, and notes where it was read in ``sources``."""
 
     def get(name, wanted=True):
         owner, attribute = parameters.get(prefix + name, (None, None))
@@ -541,6 +566,37 @@ def _layer(spec, names, index, prefix, parameters, modules, view):
             sources.append((modules[above]._modules, place, modules[above]._modules[place]))
         return view(owner, attribute, getattr(owner, attribute, None) if held is None else held)
 
+    return get
+
+
+def _latent(about, spec, names, index, prefix, parameters, modules, view):
+    """A layer with latent attention: the tensors that its scales depend on, by name."""
+    sources, tensors = [], {}
+    get = _getter(prefix, parameters, modules, view, sources)
+    for alternatives in names["latent"]:
+        name = next((name for name in alternatives if prefix + name in parameters), alternatives[0])
+        tensors[prefix + name] = get(name)
+    growth = (spec.get("temperature") or {index: None})[index]
+    return Layer(
+        **{key: tensors[f"{prefix}{names[key]['name']}.weight"] for key in "qkv"},
+        n_q_heads=names["n_q_heads"],
+        n_kv_heads=names["n_q_heads"],
+        softmax_scale=spec["softmax_scale"][index],
+        query_factor=_largest_factor(growth) if growth else 1.0,
+        positions=growth["positions"] if growth else None,
+        module=modules.get((prefix + names["q"]["name"]).rpartition(".")[0]),
+        name=f"layer {names['number']}",
+        number=names["number"],
+        heads=tuple(names[key]["heads"] for key in "qkv"),
+        fused_d_head=names["d_head"],
+        sources=sources,
+        latent=Latent(*about, index, tensors),
+    )
+
+
+def _layer(spec, names, index, prefix, parameters, modules, view):
+    sources = []
+    get = _getter(prefix, parameters, modules, view, sources)
     norm = spec["norm"]
     kind = {"layer-norm": "layer", "rms-norm": "rms", "none": None}[norm["kind"]]
     weights, biases, heads = {}, {}, {}

@@ -96,9 +96,9 @@ class Monitor:
         watched = []
         if self.rows:
             reference = weakref.ref(self)
-            watched = [(plan.words, functools.partial(_saw, reference, plan.index)) for plan in runtime.layers]
-        for words, observer in watched:
-            _calls.observe(words, observer)
+            watched = [(plan.key, functools.partial(_saw, reference, plan.index)) for plan in runtime.layers]
+        for layer, observer in watched:
+            _calls.observe(layer, observer)
         self._end = weakref.finalize(self, _close, self._lines, self._window, watched, self._sinks)
         self._prepare()
 
@@ -241,7 +241,7 @@ class _Lines:
         return told
 
 
-def _saw(reference, index, q, k, v, lse, saves):
+def _saw(reference, index, q, k, v, lse, saves, reports):
     monitor = reference()
     if monitor is not None:
         monitor._call(index, lse, saves)
@@ -254,8 +254,8 @@ def _saw_backward(reference, index, *call):
 
 
 def _close(lines, window, watched, sinks):
-    for words, observer in watched:
-        _calls.unobserve(words, observer)
+    for layer, observer in watched:
+        _calls.unobserve(layer, observer)
     window.close()
     try:
         lines.flush()

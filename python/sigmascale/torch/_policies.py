@@ -186,6 +186,11 @@ def check_layers(policy, found):
         raise UnsupportedError(
             "there is no norm in front of the projections, so v has no bound: take policy='delayed-te' or 'current'"
         )
+    if policy in ("geometry-c-star", "auto-c") and any(layer.latent is not None for layer in found):
+        raise UnsupportedError(
+            f"policy={policy!r} bounds the logits of projections from one input, and latent attention (MLA) has two: take "
+            "policy='geometry', whose operand descales are the same"
+        )
     if policy != "geometry-c-star":
         return
     if any(layer.q_norm is not None for layer in found):
