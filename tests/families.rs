@@ -207,7 +207,7 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             let [mut q, mut k, v] =
                 ["q", "k", "v"].map(|n| heads(&linear(t, &format!("{p}layers.{i}.attn.{n}_proj"), &x)));
             // The first of three is a full one.
-            let theta = if i % 3 == 0 { 160_000.0 } else { 10_000.0 };
+            let theta = if i.is_multiple_of(3) { 160_000.0 } else { 10_000.0 };
             for head in q.iter_mut().chain(&mut k) {
                 rope_half(head, &frequencies(theta, R), position, 1.0);
             }

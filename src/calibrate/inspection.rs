@@ -31,7 +31,7 @@ pub struct LayerInspection {
     pub sigma_sum: Option<f64>,
     /// Largest bound on a logit, in exact arithmetic.
     pub bound_certain: Option<f64>,
-    /// The same in the worst case, including rounding: what logit descales cover.
+    /// The worst-case bound: the same including rounding. Logit descales come from it.
     pub bound_rounded: Option<f64>,
     /// Latent attention: what its cache needs. Absent without.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -61,7 +61,7 @@ pub struct HeadInspection {
     pub stable_rank: Option<f64>,
     /// Bound on a logit, in exact arithmetic.
     pub bound_certain: Option<f64>,
-    /// The same in the worst case, including rounding.
+    /// The worst-case bound: the same including rounding.
     pub bound_rounded: Option<f64>,
 }
 
