@@ -186,9 +186,6 @@ def test_rows_that_lie_on_each_other_are_read_as_they_are():
         assert torch.equal(fp8.attention(odd, k, v, row), fp8.attention(odd.contiguous(), k, v, row))
 
 
-@pytest.mark.skipif(
-    any(getattr(name, "values", None) == ("fa3",) for name in libraries()), reason="FlashAttention-3 is not installed"
-)
 def test_head_dimensions_beyond_the_kernel_are_emulated():
     row = [torch.full((2,), 0.02, device="cuda") for _ in range(3)]
     for d in (80, 256):
