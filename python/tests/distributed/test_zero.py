@@ -14,7 +14,6 @@ from deepspeed.utils import set_z3_leaf_modules  # noqa: E402
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
 
-
 pytestmark = pytest.mark.usefixtures("processes_of_their_own")
 
 
