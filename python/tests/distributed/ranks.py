@@ -79,6 +79,14 @@ def stop():
         process.join()
 
 
+@pytest.fixture
+def processes_of_their_own():
+    """For what remembers process groups longer than they are there, as DeepSpeed and the caches of DTensor do."""
+    stop()
+    yield
+    stop()
+
+
 def _serve(pipe, folder):
     import datetime
 

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 from models import BF16, Plain, attach, blocks, expected, inputs, llama, mesh_of, run, shard, torch
-from ranks import distributed
+from ranks import distributed, processes_of_their_own  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -85,6 +85,7 @@ def test_uneven_and_empty_shards(ranks, heads, rows):
     check(functools.partial(Plain, width=16 * heads, heads=heads, kv_heads=heads, fused=False), wrap)
 
 
+@pytest.mark.usefixtures("processes_of_their_own")
 @distributed(3)
 def test_training_on_uneven_shards_is_that_of_one_process():
     """Losses, scales and weights of four steps, bit for bit. One rank has all tokens, so that sums over ranks round nothing."""

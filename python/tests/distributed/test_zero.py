@@ -4,7 +4,7 @@ import os
 
 import pytest
 from models import Attention, Plain, described, expected, inputs, torch
-from ranks import distributed, stop
+from ranks import distributed, processes_of_their_own  # noqa: F401
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 deepspeed = pytest.importorskip("deepspeed", reason="deepspeed is not installed")
@@ -14,13 +14,7 @@ from deepspeed.utils import set_z3_leaf_modules  # noqa: E402
 import sigmascale  # noqa: E402
 import sigmascale.torch as fp8  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def processes_of_their_own():
-    """DeepSpeed keeps the first process group for the life of a process."""
-    stop()
-    yield
-    stop()
+pytestmark = pytest.mark.usefixtures("processes_of_their_own")
 
 
 def started(model, stage=3, persistent=0, leaf=True):
