@@ -207,7 +207,7 @@ impl<'a> Keys<'a> {
             Some(mla) => mla.d_nope + mla.d_rope,
             None => self.d_head(&family.sizes.d_head, d_model, most)?,
         };
-        let global = self.global_heads(family, d_head)?;
+        let global = self.global_heads(family, layers, d_head)?;
         let most_channels = if family.global_heads { 512 } else { 256 };
         for d_head in [d_head, global.d_head] {
             if d_head % 8 != 0 || !(16..=most_channels).contains(&d_head) {
