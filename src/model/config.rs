@@ -341,7 +341,8 @@ impl<'a> Keys<'a> {
         Ok(Config { spec, layers, family, prefixes, own_norm, fp8_tile: stored.tile, keys_as_values, settings })
     }
 
-    /// `layer_types`: whether each layer is a full one, or `None` when absent. Those of a hybrid without attention are not.
+    /// `layer_types`: whether each layer is a full one, or `None` when absent. Layers of a hybrid that have no attention
+    /// are not.
     pub(super) fn layer_types(&self, layers: usize) -> Result<Option<Vec<bool>>> {
         let Some(list) = self.array("layer_types")? else { return Ok(None) };
         if list.len() != layers {
