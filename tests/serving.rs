@@ -311,7 +311,8 @@ fn golden_files() {
     let block = json!({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"});
     let named = |name: &str| cases().into_iter().find(|case| case.name == name).unwrap();
     let asked = |strategy: &str| json!({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme(strategy)});
-    // Module of layer 1 in vLLM and SGLang (null: a certificate in place of scales); whether vLLM takes one scale a head.
+    // Module of layer 1 in vLLM and SGLang (none: a certificate in place of scales); whether vLLM takes one scale per
+    // head.
     let llama = "model.layers.1.self_attn";
     let inner = "model.layers.1.self_attn.attn";
     for (case, vllm, sglang, per_head) in [

@@ -1,5 +1,5 @@
-//! `verify` on checkpoints with FP8 caches as the field writes them: names, types and configs of llm-compressor, ModelOpt, Quark and
-//! older tools, in one file and in shards, with scales that cover the bounds and scales that do not.
+//! `verify` on checkpoints with FP8 caches as the field writes them: names, types and configs of llm-compressor,
+//! ModelOpt, Quark and older tools, in one file and in shards, with scales that cover the bounds and scales that do not.
 
 #[path = "common/mod.rs"]
 mod common;

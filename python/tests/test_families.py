@@ -63,8 +63,8 @@ EXTRA = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere2_moe": {"layer_types": ["sliding_attention", "full_attention"]},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma4_text": {"global_head_dim": 32, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 16, "laurel_rank": 8},
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 32, "layer_types": ["sliding_attention", "full_attention"]},
     # Equal heads in all layers.
     "gemma4_unified_text": {"global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},

@@ -207,7 +207,7 @@ impl<'a> Keys<'a> {
             Some(mla) => mla.d_nope + mla.d_rope,
             None => self.d_head(&family.sizes.d_head, d_model, most)?,
         };
-        let global = self.global_heads(family, d_head)?;
+        let global = self.global_heads(family, layers, d_head)?;
         let most_channels = if family.global_heads { 512 } else { 256 };
         for d_head in [d_head, global.d_head] {
             if d_head % 8 != 0 || !(16..=most_channels).contains(&d_head) {
@@ -341,7 +341,8 @@ impl<'a> Keys<'a> {
         Ok(Config { spec, layers, family, prefixes, own_norm, fp8_tile: stored.tile, keys_as_values, settings })
     }
 
-    /// `layer_types`: whether each layer is a full one, or `None` when absent. Those of a hybrid without attention are not.
+    /// `layer_types`: whether each layer is a full one, or `None` when absent. Layers of a hybrid that have no attention
+    /// are not.
     pub(super) fn layer_types(&self, layers: usize) -> Result<Option<Vec<bool>>> {
         let Some(list) = self.array("layer_types")? else { return Ok(None) };
         if list.len() != layers {

@@ -57,7 +57,8 @@ pub(super) enum Method {
 }
 
 impl Method {
-    /// Whether vLLM loads its scales by the class that rounds them to the model's type, and takes k's for a v that is missing.
+    /// Whether vLLM loads its scales by the class that rounds them to the model's type, and takes k's for a v that is
+    /// missing.
     pub fn is_base(self) -> bool {
         matches!(self, Self::Fp8 | Self::ModelOpt | Self::Quark)
     }

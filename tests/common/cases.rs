@@ -354,7 +354,7 @@ pub fn cases() -> Vec<Case> {
             "gemma3n",
             "model.language_model.",
             &json!({"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-                "global_head_dim": R, "num_kv_shared_layers": 2, "rope_parameters": {
+                "per_layer_config": {}, "num_kv_shared_layers": 2, "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
         ),

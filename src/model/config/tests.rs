@@ -859,3 +859,29 @@ fn kinds_of_layers_are_those_of_the_family() {
     let packed = r#","quantization_config":{"quant_method":"bitnet","quantization_mode":"online"}"#;
     assert!(kinds("bitnet", packed).unwrap_err().to_string().contains("bitnet"));
 }
+
+#[test]
+fn heads_of_full_layers_are_those_of_either_release() {
+    let heads = |extra: &str| {
+        let json = format!(
+            r#"{{"model_type":"gemma4_text","hidden_size":64,"num_hidden_layers":2,"num_attention_heads":4,"num_key_value_heads":2,
+                "head_dim":16,"layer_types":["sliding_attention","full_attention"]{extra}}}"#
+        );
+        spec(&json).map(|spec| spec.layers.iter().map(|own| (own.n_kv_heads, own.d_head)).collect::<Vec<_>>())
+    };
+    for (extra, of_full) in [
+        ("", (2, 512)),
+        (r#","global_head_dim":16"#, (2, 16)),
+        (r#","per_layer_config":{}"#, (2, 16)),
+        (r#","per_layer_config":{"1":{"head_dim":32}}"#, (2, 32)),
+        (r#","per_layer_config":{"1":{"num_key_value_heads":1}},"attention_k_eq_v":true"#, (1, 16)),
+    ] {
+        assert_eq!(heads(extra).unwrap(), [(2, 16), of_full], "{extra}");
+    }
+    for extra in
+        [r#"{"0":{"head_dim":32}}"#, r#"{"1":{"head_dim":32},"2":{"head_dim":32}}"#, r#"{"full":{"head_dim":32}}"#]
+    {
+        let error = heads(&format!(r#","per_layer_config":{extra}"#)).unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains("`per_layer_config`"), "{error}");
+    }
+}

@@ -148,8 +148,8 @@ pub(super) static FAMILIES: &[Family] = &[
         sizes: llama_sizes(kv(None), HeadDim::Key(Some(128))),
         norm: InputNorm { kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: false },
         rms_key: Some("rms_norm_eps"),
-        // Full layers are rotated where they are dense and `prefix_dense_sliding_window_pattern` is 1. What holds under any
-        // rotation holds without one.
+        // Full layers are rotated where they are dense and `prefix_dense_sliding_window_pattern` is 1. What holds under
+        // any rotation holds without one.
         rope: interleaved(10_000.0, RotaryShare::Whole),
         window: all_but_every(4096, PATTERN, 4),
         ..LLAMA

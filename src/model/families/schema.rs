@@ -188,9 +188,10 @@ pub(crate) enum RotaryShare {
 pub(crate) enum RopeLayers {
     /// Not at all.
     Same,
-    /// Full and sliding layers have their own parameters. `pattern`: which layers are full when `layer_types` is absent. Releases differ on the keys behind the first, and on settings that are not set apart by the kind of layer:
-    /// the largest factor counts. `local_theta`: key and default of the sliding layers' base; without one they take the common base.
-    /// Scaling in the old generation of keys belongs to the full layers alone.
+    /// Full and sliding layers have their own parameters. `pattern`: which layers are full when `layer_types` is absent.
+    /// Releases differ on the keys behind the first, and on settings that are not set apart by the kind of layer: the
+    /// largest factor counts. `local_theta`: key and default of the sliding layers' base; without one they take the
+    /// common base. Scaling in the old generation of keys belongs to the full layers alone.
     ByType { pattern: Pattern, local_theta: Option<(&'static str, f64)> },
     /// The same in all if this key has this value, else none.
     If(&'static str, &'static str),
@@ -198,8 +199,8 @@ pub(crate) enum RopeLayers {
     Bases(&'static str),
     /// `no_rope_layers` (1: rotated, 0: not), else every n-th layer has none.
     NoRope { interval: (&'static str, usize) },
-    /// Only sliding layers are rotated; `pattern` says which are full when `layer_types` is absent. With `or_all`, every layer
-    /// is rotated where `sliding_window` is null.
+    /// Only sliding layers are rotated; `pattern` says which are full when `layer_types` is absent. With `or_all`, every
+    /// layer is rotated where `sliding_window` is null.
     Sliding { pattern: Pattern, or_all: bool },
 }
 
@@ -273,8 +274,8 @@ pub(crate) enum NormTensor {
     Own(&'static str),
     /// No norm at all.
     None,
-    /// The first layer reads another norm than the rest. Post-norm: what leaves the norm after the previous layer enters this one;
-    /// `{j}` is the layer before.
+    /// The first layer reads another norm than the rest. Post-norm: what leaves the norm after the previous layer enters
+    /// this one; `{j}` is the layer before.
     FirstApart { first: &'static str, rest: &'static str },
     /// Falcon: `ln_attn` with the new decoder architecture and two norms (the default there), else `input_layernorm`.
     Falcon { two: &'static str, one: &'static str },
