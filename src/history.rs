@@ -4,7 +4,7 @@
 //! {"kind": "run", "format": 1, "source": "monitor", "layers": [{"layer": 0, "heads": 12, "kv_heads": 12, "head_dim": 64}]}
 //! {"kind": "step", "step": 10, "loss": 4.1, "grad_norm": 0.8, "lr": 6e-4, "loss_scale": 65536.0, "skipped": false}
 //! {"kind": "layer", "step": 10, "layer": 0, "sigma": [..], "w_q": [..], "bound": [..], "logit_max": [..], ..}
-//! {"kind": "event", "step": 12, "name": "alarm", "layer": 0, "head": 8, "message": ".."}
+//! {"kind": "event", "step": 12, "name": "alarm", "alarm": "growth", "layer": 0, "head": 8, "message": ".."}
 //! ```
 //!
 //! A quantity that was not measured is left out. Values that JSON cannot hold are written as `null` and read as NaN.
@@ -136,6 +136,9 @@ pub struct Event {
     /// Query head, if it concerns one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head: Option<usize>,
+    /// Kind of the alarm, for `alarm` and `clear`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub alarm: Option<String>,
     /// One sentence.
     #[serde(default)]
     pub message: String,
@@ -233,7 +236,8 @@ impl History {
 }
 
 impl RunInfo {
-    fn check(&self, record: &LayerRecord) -> std::result::Result<(), String> {
+    /// Whether the record is of one of the run's layers and has its number of heads; the broken rule otherwise.
+    pub(crate) fn check(&self, record: &LayerRecord) -> std::result::Result<(), String> {
         let Some(info) = self.layers.iter().find(|info| info.layer == record.layer) else {
             return Err(format!("layer {} is not one of the run's layers", record.layer));
         };

@@ -51,6 +51,7 @@ pub mod cli;
 pub mod cuda;
 #[cfg(feature = "cuda")]
 pub mod device;
+pub mod diagnose;
 mod error;
 pub mod file;
 pub mod forward;
