@@ -123,13 +123,25 @@ impl Alarms {
             (Some(layer), Some(head)) => format!("layer {layer}, head {head}: "),
             _ => String::new(),
         };
-        let same = |alarm: &&mut Alarm| alarm.cleared.is_none() && (alarm.kind, alarm.layer, alarm.head) == (kind, layer, head);
+        let same = |alarm: &&mut Alarm| {
+            alarm.cleared.is_none() && (alarm.kind, alarm.layer, alarm.head) == (kind, layer, head)
+        };
         let (name, message) = match turn {
             Turn::Raised(since) => {
                 let Finding { value, limit, message } = finding;
                 let message = front + &message;
-                let alarm =
-                    Alarm { kind, layer, head, since, raised: step, cleared: None, value, limit, message, source: kind.source() };
+                let alarm = Alarm {
+                    kind,
+                    layer,
+                    head,
+                    since,
+                    raised: step,
+                    cleared: None,
+                    value,
+                    limit,
+                    message,
+                    source: kind.source(),
+                };
                 self.raised.push(alarm);
                 ("alarm", self.raised[self.raised.len() - 1].message.clone())
             }

@@ -84,10 +84,11 @@ impl Head {
         let step = record.step;
         let of = |values: &[f64]| values.get(head).copied();
         let mut found = Vec::new();
-        let mut gate = |kind: AlarmKind, value: f64, limit: f64, low: bool, hold: usize, message: &dyn Fn() -> String| {
-            let turn = self.gates[kind as usize].observe(step, value >= limit, low, hold);
-            found.extend(turn.map(|turn| (kind, turn, Finding { value, limit, message: message() })));
-        };
+        let mut gate =
+            |kind: AlarmKind, value: f64, limit: f64, low: bool, hold: usize, message: &dyn Fn() -> String| {
+                let turn = self.gates[kind as usize].observe(step, value >= limit, low, hold);
+                found.extend(turn.map(|turn| (kind, turn, Finding { value, limit, message: message() })));
+            };
         let hold = options.hold;
 
         if self.bias.len() >= 3 {
@@ -134,8 +135,10 @@ impl Head {
             let (grown, name) = if self.w_q.len() > 0 { (&self.w_q, "W_Q") } else { (&self.sigma, "W_Q W_K^T") };
             gate(AlarmKind::Growth, exponent, limit, exponent < CLEAR * options.growth, hold, &|| {
                 let rate = grown.rate().unwrap_or(0.0);
-                let doubling = if rate > 0.0 { format!(", doubling in {:.0} steps", 2f64.ln() / rate) } else { String::new() };
-                let middle = others.map_or(String::new(), |(middle, _)| format!("; the median of all heads is {middle:.2}"));
+                let doubling =
+                    if rate > 0.0 { format!(", doubling in {:.0} steps", 2f64.ln() / rate) } else { String::new() };
+                let middle =
+                    others.map_or(String::new(), |(middle, _)| format!("; the median of all heads is {middle:.2}"));
                 format!("the norm of {name} grows as the training done to the power {exponent:.2}{doubling}{middle}")
             });
         }

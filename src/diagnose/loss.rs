@@ -53,7 +53,9 @@ impl LossWatch {
                 found.push((AlarmKind::NonFiniteLoss, turn, Finding { value: loss, limit: f64::MAX, message }));
             }
             if !bad {
-                found.extend(self.spike(step, loss, options).map(|(turn, finding)| (AlarmKind::LossSpike, turn, finding)));
+                found.extend(
+                    self.spike(step, loss, options).map(|(turn, finding)| (AlarmKind::LossSpike, turn, finding)),
+                );
             }
         }
         if let Some((turn, finding)) = record.loss_scale.and_then(|scale| self.scale.observe(step, scale, options)) {
@@ -81,7 +83,9 @@ impl LossWatch {
             self.losses.push_back(loss);
         }
         let turn = self.spike.observe(step, known && high, loss <= median + 0.5 * margin, HOLD)?;
-        let message = format!("the loss {loss:.4} is above its running median {median:.4} by more than {margin:.4}, for {HOLD} steps");
+        let message = format!(
+            "the loss {loss:.4} is above its running median {median:.4} by more than {margin:.4}, for {HOLD} steps"
+        );
         Some((turn, Finding { value: loss, limit: median + margin, message }))
     }
 

@@ -42,7 +42,7 @@ impl Default for Options {
             logit_limit: 100.0,
             window: 24,
             hold: 3,
-            growth: 1.0,
+            growth: 1.5,
             outlier: 6.0,
             repeated: 0.1,
             bias: 1e-4,
