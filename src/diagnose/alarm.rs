@@ -12,7 +12,7 @@ pub enum AlarmKind {
     RepeatedMaxima,
     /// Values of Q, K or V leave the FP8 range.
     Saturation,
-    /// A head's W_Q grows faster than training explains.
+    /// The updates of a head's W_Q point in one direction, so that its norm grows nearly as fast as the rate allows.
     Growth,
     /// The largest logit reached the limit.
     LogitLimit,
@@ -66,17 +66,19 @@ impl AlarmKind {
     /// Where the quantity and its meaning come from.
     pub fn source(self) -> &'static str {
         match self {
-            Self::DeltaBias => "low-precision flash attention, section 3.3.1, Claim 2 and Figure 5 (a)",
-            Self::RepeatedMaxima => "low-precision flash attention, section 3.3.2 and Figure 13",
-            Self::Saturation => "numerics and mixed precision, section 7.6",
-            Self::Growth => "low-precision flash attention, Figures 3 and 11",
-            Self::LogitLimit => "QK-clip (Kimi Team, 2025)",
+            Self::DeltaBias => "\"Why Low-Precision Transformer Training Fails\", section 3.3.1, Claim 2",
+            Self::RepeatedMaxima => {
+                "\"Why Low-Precision Transformer Training Fails\", section 3.3.2, Claim 3 and Figure 13"
+            }
+            Self::Saturation => "Numerics and mixed precision, section 7.6",
+            Self::Growth => "\"Why Low-Precision Transformer Training Fails\", section 3.3.1 and Figure 11",
+            Self::LogitLimit => "Kimi K2, arXiv:2507.20534, section 2.1",
             Self::BoundExceeded => "docs/bounds.md",
-            Self::EntropyCollapse => "attention entropy collapse (Zhai et al., 2023)",
-            Self::LossScale => "numerics and mixed precision, section 14.3",
-            Self::SkippedSteps => "numerics and mixed precision, section 5.4",
-            Self::LossSpike => "running median of the loss",
-            Self::NonFiniteLoss => "numerics and mixed precision, sections 12.2 and 12.3",
+            Self::EntropyCollapse => "Zhai et al., 2023, arXiv:2303.06296",
+            Self::LossScale => "Numerics and mixed precision, section 14.3",
+            Self::SkippedSteps => "Numerics and mixed precision, section 5.4",
+            Self::LossSpike => "PaLM, arXiv:2204.02311, section 5.1",
+            Self::NonFiniteLoss => "Numerics and mixed precision, sections 12.2 and 12.3",
         }
     }
 

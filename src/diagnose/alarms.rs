@@ -1,16 +1,16 @@
 //! The alarms of a run while it goes on: records in, events out.
 
 use super::alarm::{Alarm, AlarmKind};
-use super::head::{Finding, Head};
+use super::head::{Context, Finding, Head};
 use super::loss::LossWatch;
 use super::options::Options;
 use super::training::Training;
-use super::trend::{Turn, location};
+use super::trend::{Signs, Turn};
 use crate::error::{Error, Result};
-use crate::history::{Event, LayerRecord, Record, RunInfo, StepRecord};
+use crate::history::{Event, FORMAT, LayerRecord, Record, RunInfo, StepRecord};
 
-/// Fewest heads whose growth is compared with that of the others.
-const POPULATION: usize = 4;
+/// Most heads that a run may have in all.
+const MOST_HEADS: usize = 1 << 20;
 
 /// Watches a run record by record.
 ///
@@ -42,16 +42,20 @@ impl Alarms {
     /// A run that has shown nothing yet.
     ///
     /// # Errors
-    /// As [`Options::check`].
+    /// As [`Options::check`]; `is_mismatch` for a run of more than 2^20 heads.
     pub fn new(run: RunInfo, options: Options) -> Result<Self> {
         options.check()?;
+        let count = run.layers.iter().fold(0usize, |sum, layer| sum.saturating_add(layer.heads));
+        if count > MOST_HEADS {
+            return Err(Error::mismatch(format_args!("the run has {count} heads, expected at most {MOST_HEADS}")));
+        }
         let heads = run.layers.iter().map(|layer| vec![Head::default(); layer.heads]).collect();
         let (training, loss) = (Training::default(), LossWatch::default());
         Ok(Self { run, options, training, loss, heads, raised: Vec::new() })
     }
 
-    /// Takes in one record and returns what changed. Records come in the order of the run; within a step in any order. Where steps
-    /// go back, as after a restored checkpoint, windows start anew.
+    /// Takes in one record and returns what changed. Records come in the order of the run, the step's own line before those of its
+    /// layers. Where steps go back, as after a restored checkpoint, trends start anew.
     ///
     /// # Errors
     /// `is_mismatch` if a record names a layer or a number of heads that the run does not have, or is a second first line.
@@ -64,6 +68,51 @@ impl Alarms {
         }
     }
 
+    /// The first line of a record, and the run's watch.
+    ///
+    /// # Errors
+    /// `is_format` if the line is no record, `is_mismatch` if it is not of kind `run` or of a later format; as [`Alarms::new`].
+    pub fn from_line(line: &str, options: Options) -> Result<Self> {
+        match Record::parse(line)? {
+            Record::Run(run) if run.format == FORMAT => Self::new(run, options),
+            Record::Run(run) => Err(Error::mismatch(format_args!("expected format {FORMAT}, got {}", run.format))),
+            _ => Err(Error::mismatch("expected a first line of kind \"run\"")),
+        }
+    }
+
+    /// Takes in lines as they stand in the file, as [`Alarms::observe`].
+    ///
+    /// # Errors
+    /// `is_format` for a line that is no record, otherwise as there. Lines before the wrong one have been taken in.
+    pub fn observe_lines(&mut self, lines: &str) -> Result<Vec<Event>> {
+        let mut events = Vec::new();
+        for line in lines.lines().filter(|line| !line.trim().is_empty()) {
+            events.extend(self.observe(&Record::parse(line)?)?);
+        }
+        Ok(events)
+    }
+
+    /// The run.
+    pub fn run(&self) -> &RunInfo {
+        &self.run
+    }
+
+    /// The thresholds.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// The watch of a head, by the layer's place in the run.
+    pub(super) fn head(&self, layer: usize, head: usize) -> &Head {
+        &self.heads[layer][head]
+    }
+
+    /// The head that went wrong first: the alarm of a head that was out of order first; an alarm of the whole run where no head has
+    /// one. Of several since the same step, the cause comes before its consequence.
+    pub fn first(&self) -> Option<&Alarm> {
+        self.raised.iter().min_by_key(|alarm| (alarm.head.is_none(), alarm.since, alarm.kind))
+    }
+
     /// The alarms that are up.
     pub fn up(&self) -> impl Iterator<Item = &Alarm> {
         self.raised.iter().filter(|alarm| alarm.cleared.is_none())
@@ -72,11 +121,6 @@ impl Alarms {
     /// Every alarm so far, in the order in which they were raised.
     pub fn raised(&self) -> &[Alarm] {
         &self.raised
-    }
-
-    /// First step at which the loss was out of order.
-    pub fn loss_shows(&self) -> Option<u64> {
-        self.raised.iter().filter(|alarm| alarm.kind.is_loss()).map(|alarm| alarm.since).min()
     }
 
     /// Takes in what the optimizer saw in one step.
@@ -92,16 +136,13 @@ impl Alarms {
         self.run.check(record).map_err(Error::mismatch)?;
         self.note(record.step, None);
         let at = self.run.layers.iter().position(|layer| layer.layer == record.layer).unwrap_or(0);
-        let training = self.training.at(record.step);
-        let evidence = super::trend::Signs::limit(self.heads.iter().map(Vec::len).sum(), self.options.false_alarms);
-        for (head, watch) in self.heads[at].iter_mut().enumerate() {
-            watch.push(record, head, training, evidence, &self.options);
-        }
-        let exponents = self.heads.iter().flatten().filter_map(Head::exponent);
-        let others = location(exponents.clone()).filter(|_| exponents.count() >= POPULATION);
+        let info = &self.run.layers[at];
+        let reach = info.width.map(|width| (info.head_dim as f64 * width as f64).sqrt()).filter(|reach| *reach > 0.0);
+        let evidence = Signs::limit(self.heads.iter().map(Vec::len).sum(), self.options.false_alarms);
+        let context = Context { training: self.training.done(), reach, evidence };
         let mut events = Vec::new();
         for head in 0..self.heads[at].len() {
-            for (kind, turn, finding) in self.heads[at][head].judge(record, head, others, evidence, &self.options) {
+            for (kind, turn, finding) in self.heads[at][head].observe(record, head, context, &self.options) {
                 events.push(self.turn((kind, Some((at, head))), record.step, turn, finding));
             }
         }
@@ -128,6 +169,11 @@ impl Alarms {
         };
         let (name, message) = match turn {
             Turn::Raised(since) => {
+                let since = match (kind, place) {
+                    // The test tells when the sign settled.
+                    (AlarmKind::DeltaBias, Some((at, head))) => self.heads[at][head].biased_since(),
+                    _ => since,
+                };
                 let Finding { value, limit, message } = finding;
                 let message = front + &message;
                 let alarm = Alarm {

@@ -2,18 +2,20 @@
 
 use super::alarm::AlarmKind;
 use super::options::Options;
-use super::trend::{Gate, LogWindow, Signs, Turn, median};
+use super::trend::{Gate, Signs, Turn, Window};
 use crate::history::LayerRecord;
-use std::collections::VecDeque;
 
 /// An alarm is cleared below this part of what raises it.
 const CLEAR: f64 = 0.5;
-/// Fewest points of a growth that can raise an alarm.
+/// Fewest points of a trend.
 const POINTS: usize = 6;
-/// Growth that needs no comparison with the other heads, in units of the one that does.
-const ALONE: f64 = 3.0;
 /// Largest part of the range that still rounds to 448.
 const RANGE: f64 = 464.0 / 448.0;
+/// Growth between two records, in units of the largest that Adam explains, after which the weights are others: with beta_2 = 0.999 a
+/// single step can be 3.2 times the rate (Kingma and Ba, 2015, section 2.1).
+const JUMP: f64 = 4.0;
+/// Entropy, in units of its limit, that a head must have had before it can collapse.
+const SPREAD: f64 = 10.0;
 
 /// What was found, for an alarm.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,100 +28,79 @@ pub struct Finding {
     pub message: String,
 }
 
+/// The state of a run when a record is taken in.
+#[derive(Clone, Copy, Debug)]
+pub struct Context {
+    /// Sum of the learning rates so far, where known.
+    pub training: Option<f64>,
+    /// `sqrt(head_dim width)`: the largest growth of the norm of W_Q per unit of that sum.
+    pub reach: Option<f64>,
+    /// What the test of signs needs.
+    pub evidence: f64,
+}
+
 /// The watch.
 #[derive(Clone, Debug, Default)]
 pub struct Head {
-    w_q: LogWindow,
-    sigma: LogWindow,
-    logits: LogWindow,
-    exponent: Option<f64>,
-    repeated: VecDeque<f64>,
+    /// Norm of W_Q in units of `reach`, against the training done.
+    w_q: Window,
+    /// Square root of the largest logit, or of its bound, against the step: linear while W_Q and W_K grow at constant rates.
+    logits: Window,
+    repeated: Window,
     /// Smallest median of a whole window.
     least_repeated: Option<f64>,
-    bias: VecDeque<f64>,
+    bias: Window,
     signs: Signs,
     entropy: f64,
     gates: [Gate; AlarmKind::ALL.len()],
 }
 
 impl Head {
-    /// Takes in a record of its layer; `training` is what has been trained by then, `evidence` what the test of signs needs.
-    pub fn push(&mut self, record: &LayerRecord, head: usize, training: f64, evidence: f64, options: &Options) {
-        let (step, window) = (record.step as f64, options.window);
-        let of = |values: &[f64]| values.get(head).copied();
-        for (to, from) in
-            [(&mut self.w_q, &record.w_q), (&mut self.sigma, &record.sigma), (&mut self.logits, &record.logit_max)]
-        {
-            to.push(step, training, of(from).unwrap_or(f64::NAN), window);
-        }
-        // A product of two factors that both grow in proportion grows with the square.
-        self.exponent = match self.w_q.len() {
-            0 => self.sigma.exponent().map(|exponent| 0.5 * exponent),
-            _ => self.w_q.exponent(),
-        };
-        if let Some(share) = of(&record.repeated).filter(|share| share.is_finite()) {
-            keep(&mut self.repeated, share, window);
-        }
-        if let Some(bias) = of(&record.delta_bias) {
-            self.signs.push(bias, evidence);
-            keep(&mut self.bias, bias.abs(), window);
-        }
-        self.entropy = self.entropy.max(of(&record.entropy).unwrap_or(0.0));
-    }
-
-    /// Growth against the training done; `None` with too few points.
-    pub fn exponent(&self) -> Option<f64> {
-        self.exponent.filter(|_| self.w_q.len().max(self.sigma.len()) >= POINTS)
-    }
-
-    /// What the record just taken in raises or clears, given median and deviation of every head's exponent.
-    pub fn judge(
+    /// Takes in a record of its layer; returns what it raises or clears.
+    pub fn observe(
         &mut self,
         record: &LayerRecord,
         head: usize,
-        others: Option<(f64, f64)>,
-        evidence: f64,
+        context: Context,
         options: &Options,
     ) -> Vec<(AlarmKind, Turn, Finding)> {
-        let step = record.step;
-        let of = |values: &[f64]| values.get(head).copied();
+        let (step, hold, window) = (record.step, options.hold, options.window);
+        let of = |values: &[f64]| values.get(head).copied().filter(|value| !value.is_nan());
         let mut found = Vec::new();
-        let mut gate =
-            |kind: AlarmKind, value: f64, limit: f64, low: bool, hold: usize, message: &dyn Fn() -> String| {
-                let turn = self.gates[kind as usize].observe(step, value >= limit, low, hold);
-                found.extend(turn.map(|turn| (kind, turn, Finding { value, limit, message: message() })));
-            };
-        let hold = options.hold;
+        let mut gate = |kind: AlarmKind, value: f64, limit: f64, low: bool, hold: usize, say: &dyn Fn() -> String| {
+            let turn = self.gates[kind as usize].observe(step, value >= limit, low, hold);
+            found.extend(turn.map(|turn| (kind, turn, Finding { value, limit, message: say() })));
+        };
 
-        if self.bias.len() >= 3 {
-            let size = median(&mut self.bias.iter().copied().collect::<Vec<_>>()).unwrap_or(0.0);
-            let sum = self.signs.evidence();
-            let value = if size >= options.bias { sum } else { sum.min(0.0) };
-            gate(AlarmKind::DeltaBias, value, evidence, sum <= 0.0, 1, &|| {
-                let sign = if self.signs.is_positive() { "positive" } else { "negative" };
+        if let Some(bias) = of(&record.delta_bias).filter(|bias| bias.is_finite()) {
+            self.signs.push(step, bias, context.evidence);
+            self.bias.push(step as f64, bias.abs(), window);
+            let size = self.bias.median().unwrap_or(0.0);
+            let (sum, signs) = (self.signs.evidence(), self.signs);
+            let value = if size >= options.bias { sum } else { 0.0 };
+            gate(AlarmKind::DeltaBias, value, context.evidence, sum <= 0.0, 1, &|| {
+                let sign = if signs.is_positive() { "positive" } else { "negative" };
                 format!(
-                    "the error of delta keeps its {sign} sign, {size:.1e} of the sum of |delta| a step, so that it adds up \
-                     instead of canceling"
+                    "the error of delta has been {sign} since step {}, with a median of {size:.1e} of the sum of |delta|, so it adds \
+                     up instead of canceling",
+                    signs.since()
                 )
             });
         }
-        if let Some(share) = of(&record.repeated).filter(|share| share.is_finite()) {
-            let middle = median(&mut self.repeated.iter().copied().collect::<Vec<_>>()).unwrap_or(share);
-            let whole = self.repeated.len() >= options.window;
-            let least = self.least_repeated;
-            let rise = least.map_or(0.0, |least| share - least);
-            let far = least.is_some_and(|least| share >= 2.0 * least);
-            let value = if far || rise < options.repeated { rise } else { 0.0 };
+        if let Some(share) = of(&record.repeated) {
+            self.repeated.push(step as f64, share, window);
+            let least = self.least_repeated.unwrap_or(share);
+            let rise = share - least;
+            let value = if share >= 2.0 * least { rise } else { 0.0 };
             gate(AlarmKind::RepeatedMaxima, value, options.repeated, rise < CLEAR * options.repeated, hold, &|| {
-                let (now, before) = (100.0 * share, 100.0 * least.unwrap_or(0.0));
+                let (now, before) = (100.0 * share, 100.0 * least);
                 format!("{now:.1} % of the rows reach their maximum at several keys, up from {before:.1} %")
             });
-            if whole {
-                self.least_repeated = Some(least.map_or(middle, |least| least.min(middle)));
+            if let Some(middle) = self.repeated.median().filter(|_| self.repeated.len() >= window) {
+                self.least_repeated = Some(self.least_repeated.map_or(middle, |least| least.min(middle)));
             }
         }
-        let saturated = of(&record.saturated).filter(|share| share.is_finite());
-        if let Some(share) = saturated {
+        if let Some(share) = of(&record.saturated) {
             let low = share < CLEAR * options.saturated;
             gate(AlarmKind::Saturation, share, options.saturated, low, hold, &|| {
                 format!("{:.2} % of the values of Q, K and V leave the FP8 range", 100.0 * share)
@@ -129,25 +110,29 @@ impl Head {
                 format!("the largest value of Q, K or V is {used:.2} times the FP8 range")
             });
         }
-        if let Some(exponent) = self.exponent.filter(|_| self.w_q.len().max(self.sigma.len()) >= POINTS) {
-            let far = others.is_some_and(|(middle, deviation)| exponent >= middle + options.outlier * deviation);
-            let limit = if far { options.growth } else { ALONE * options.growth };
-            let (grown, name) = if self.w_q.len() > 0 { (&self.w_q, "W_Q") } else { (&self.sigma, "W_Q W_K^T") };
-            gate(AlarmKind::Growth, exponent, limit, exponent < CLEAR * options.growth, hold, &|| {
-                let rate = grown.rate().unwrap_or(0.0);
-                let doubling =
-                    if rate > 0.0 { format!(", doubling in {:.0} steps", 2f64.ln() / rate) } else { String::new() };
-                let middle =
-                    others.map_or(String::new(), |(middle, _)| format!("; the median of all heads is {middle:.2}"));
-                format!("the norm of {name} grows as the training done to the power {exponent:.2}{doubling}{middle}")
-            });
+        if let (Some(norm), Some(reach), Some(training)) = (of(&record.w_q), context.reach, context.training) {
+            let norm = norm / reach;
+            if self.w_q.last().is_some_and(|(before, last)| (norm - last).abs() > JUMP * (training - before)) {
+                self.w_q.clear();
+            }
+            self.w_q.push(training, norm, window);
+            if let Some(share) = self.w_q.slope(POINTS) {
+                gate(AlarmKind::Growth, share, options.growth, share < CLEAR * options.growth, hold, &|| {
+                    format!(
+                        "the norm of W_Q grows by {:.0} % of the most that the learning rate allows: the updates point in one direction",
+                        100.0 * share
+                    )
+                });
+            }
         }
-        if let Some(logit) = of(&record.logit_max) {
-            let low = logit < 0.8 * options.logit_limit;
+        let (logit, bound) = (of(&record.logit_max), of(&record.bound));
+        self.logits.push(step as f64, logit.or(bound).unwrap_or(f64::NAN).sqrt(), window);
+        if let Some(logit) = logit {
+            let low = logit < CLEAR * options.logit_limit;
             gate(AlarmKind::LogitLimit, logit, options.logit_limit, low, hold, &|| {
-                format!("the largest logit is {logit:.1}, above {}", options.logit_limit)
+                format!("the largest logit is {logit:.1}, above the limit of {}", options.logit_limit)
             });
-            if let Some(bound) = of(&record.bound).filter(|bound| bound.is_finite()) {
+            if let Some(bound) = bound.filter(|bound| bound.is_finite()) {
                 let limit = bound * (1.0 + 1e-6);
                 gate(AlarmKind::BoundExceeded, logit, limit, logit <= bound, 1, &|| {
                     format!(
@@ -159,8 +144,9 @@ impl Head {
         }
         if let Some(entropy) = of(&record.entropy).filter(|entropy| entropy.is_finite()) {
             let before = self.entropy;
+            self.entropy = before.max(entropy);
             // A larger value is worse, as everywhere.
-            let value = if before >= 10.0 * options.entropy { -entropy } else { f64::NEG_INFINITY };
+            let value = if before >= SPREAD * options.entropy { -entropy } else { f64::NEG_INFINITY };
             gate(AlarmKind::EntropyCollapse, value, -options.entropy, entropy > 2.0 * options.entropy, hold, &|| {
                 format!("the mean entropy of the attention weights fell to {entropy:.1e} nats, from up to {before:.2}")
             });
@@ -168,19 +154,29 @@ impl Head {
         found
     }
 
-    /// After a restored checkpoint: growth starts anew, what was raised stays up until it clears.
+    /// Step since which delta's error has kept its sign.
+    pub fn biased_since(&self) -> u64 {
+        self.signs.since()
+    }
+
+    /// Growth of the norm of W_Q, as a part of the largest that the learning rate allows.
+    pub fn growth(&self) -> Option<f64> {
+        self.w_q.slope(POINTS)
+    }
+
+    /// The step at which the largest logit (its bound, where none is recorded) reaches a limit if its square root goes on as it does;
+    /// `None` while it does not grow.
+    pub fn reaches(&self, limit: f64) -> Option<u64> {
+        let (slope, (step, root)) = (self.logits.slope(2)?, self.logits.last()?);
+        let left = (limit.sqrt() - root) / slope;
+        (slope > 0.0 && left.is_finite() && left < 1e12).then(|| (step + left.max(0.0)).ceil() as u64)
+    }
+
+    /// After a restored checkpoint: trends start anew, what was raised stays up until it clears.
     pub fn restart(&mut self) {
-        for window in [&mut self.w_q, &mut self.sigma, &mut self.logits] {
+        for window in [&mut self.w_q, &mut self.logits, &mut self.repeated, &mut self.bias] {
             window.clear();
         }
-        self.exponent = None;
-        (self.repeated, self.bias, self.signs) = Default::default();
+        self.signs = Signs::default();
     }
-}
-
-fn keep(values: &mut VecDeque<f64>, value: f64, window: usize) {
-    while values.len() >= window {
-        values.pop_front();
-    }
-    values.push_back(value);
 }

@@ -7,18 +7,16 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Options {
-    /// Largest |logit| that is still normal: QK-clip's tau.
+    /// Largest |logit| that is still normal.
     pub logit_limit: f64,
     /// Records of a layer over which growth is estimated and medians are taken.
     pub window: usize,
     /// Records in a row that raise or clear an alarm.
     pub hold: usize,
-    /// Growth of the norm of W_Q, as `d ln(norm) / d ln(training done)`: 1 is growth in proportion to the learning rates
-    /// summed so far.
+    /// Growth of the norm of W_Q, as a part of the largest growth that steps of Adam can add up to.
     pub growth: f64,
-    /// Robust standard deviations by which that growth must exceed the median of all heads.
-    pub outlier: f64,
-    /// Rise of the share of rows with repeated maxima over the smallest that the head has shown (medians of windows).
+    /// Rise of the share of rows with repeated maxima over the smallest that the head has shown (medians of windows), which
+    /// must at least double.
     pub repeated: f64,
     /// Least mean |delta bias| of a window that counts.
     pub bias: f64,
@@ -39,11 +37,10 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            logit_limit: 100.0,
+            logit_limit: 1000.0,
             window: 24,
             hold: 3,
-            growth: 1.5,
-            outlier: 6.0,
+            growth: 0.3,
             repeated: 0.1,
             bias: 1e-4,
             false_alarms: 1e-6,
@@ -63,7 +60,6 @@ impl Options {
         for (name, value) in [
             ("logit limit", self.logit_limit),
             ("growth", self.growth),
-            ("outlier", self.outlier),
             ("bias", self.bias),
             ("entropy", self.entropy),
             ("loss", self.loss),

@@ -34,22 +34,21 @@ pub fn slope(points: impl Iterator<Item = (f64, f64)> + Clone) -> Option<f64> {
     median(&mut slopes)
 }
 
-/// The last observations of a positive quantity: step, training done by then, and the natural logarithm.
+/// The last observations of a quantity as points `(x, y)`.
 #[derive(Clone, Debug, Default)]
-pub struct LogWindow {
-    points: VecDeque<(f64, f64, f64)>,
+pub struct Window {
+    points: VecDeque<(f64, f64)>,
 }
 
-impl LogWindow {
-    /// Adds an observation and forgets those before the last `window`. Values that have no logarithm are left out.
-    pub fn push(&mut self, step: f64, training: f64, value: f64, window: usize) {
-        if !(value > 0.0 && value.is_finite()) {
-            return;
+impl Window {
+    /// Adds an observation and forgets those before the last `window`. What is not finite is left out.
+    pub fn push(&mut self, x: f64, y: f64, window: usize) {
+        if x.is_finite() && y.is_finite() {
+            while self.points.len() >= window {
+                self.points.pop_front();
+            }
+            self.points.push_back((x, y));
         }
-        while self.points.len() >= window {
-            self.points.pop_front();
-        }
-        self.points.push_back((step, training, value.ln()));
     }
 
     /// Observations held.
@@ -57,14 +56,19 @@ impl LogWindow {
         self.points.len()
     }
 
-    /// Growth per step of the logarithm.
-    pub fn rate(&self) -> Option<f64> {
-        slope(self.points.iter().map(|(step, _, log)| (*step, *log)))
+    /// The latest.
+    pub fn last(&self) -> Option<(f64, f64)> {
+        self.points.back().copied()
     }
 
-    /// `d ln(value) / d ln(training)`: 1 for a value in proportion to the training done.
-    pub fn exponent(&self) -> Option<f64> {
-        slope(self.points.iter().filter(|point| point.1 > 0.0).map(|(_, training, log)| (training.ln(), *log)))
+    /// Slope of y against x, of at least `least` points.
+    pub fn slope(&self, least: usize) -> Option<f64> {
+        slope(self.points.iter().copied()).filter(|slope| self.points.len() >= least && slope.is_finite())
+    }
+
+    /// Median of y.
+    pub fn median(&self) -> Option<f64> {
+        median(&mut self.points.iter().map(|point| point.1).collect::<Vec<_>>())
     }
 
     /// Forgets everything.
@@ -80,30 +84,54 @@ impl LogWindow {
 /// until the sum reaches `h` is at least `exp(h)` (Lorden, 1971).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Signs {
-    positive: f64,
-    negative: f64,
+    positive: Sum,
+    negative: Sum,
+}
+
+/// Evidence for one sign, and the step since which there has been some.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sum {
+    value: f64,
+    since: u64,
+}
+
+impl Sum {
+    fn add(&mut self, step: u64, agrees: bool, most: f64) {
+        if self.value <= 0.0 {
+            self.since = step;
+        }
+        let term = if agrees { (0.95f64 / 0.6).ln() } else { (0.05f64 / 0.4).ln() };
+        self.value = (self.value + term).clamp(0.0, most);
+    }
 }
 
 impl Signs {
     /// Adds an observation; sums are kept at most at `most`, so that a change of sign shows at once.
-    pub fn push(&mut self, value: f64, most: f64) {
-        let (agrees, differs) = ((0.95f64 / 0.6).ln(), (0.05f64 / 0.4).ln());
+    pub fn push(&mut self, step: u64, value: f64, most: f64) {
         // No sign, no evidence.
         if value > 0.0 || value < 0.0 {
-            let add = |sum: f64, same: bool| (sum + if same { agrees } else { differs }).clamp(0.0, most);
-            self.positive = add(self.positive, value > 0.0);
-            self.negative = add(self.negative, value < 0.0);
+            self.positive.add(step, value > 0.0, most);
+            self.negative.add(step, value < 0.0, most);
         }
+    }
+
+    fn larger(&self) -> Sum {
+        if self.is_positive() { self.positive } else { self.negative }
     }
 
     /// The larger of the two sums.
     pub fn evidence(&self) -> f64 {
-        self.positive.max(self.negative)
+        self.larger().value
+    }
+
+    /// Step since which the larger sum has been above 0.
+    pub fn since(&self) -> u64 {
+        self.larger().since
     }
 
     /// Whether the larger sum is that of positive signs.
     pub fn is_positive(&self) -> bool {
-        self.positive >= self.negative
+        self.positive.value >= self.negative.value
     }
 
     /// The sum that keeps false alarms of `tests` such tests at `rate` per observation in all.
@@ -172,16 +200,14 @@ mod tests {
     }
 
     #[test]
-    fn exponents_are_those_of_powers() {
-        let mut window = LogWindow::default();
+    fn windows_forget_and_skip_what_is_not_finite() {
+        let mut window = Window::default();
         for step in 1..=40 {
-            window.push(f64::from(step), f64::from(step), 7.0 * f64::from(step).powf(0.6), 16);
+            window.push(f64::from(step), 7.0 - 2.0 * f64::from(step), 16);
         }
-        window.push(41.0, 41.0, f64::NAN, 16);
-        assert_eq!(window.len(), 16);
-        assert!((window.exponent().unwrap() - 0.6).abs() < 1e-9);
-        let rate = window.rate().unwrap();
-        assert!(rate > 0.6 / 40.0 && rate < 0.6 / 25.0, "{rate}");
+        window.push(41.0, f64::NAN, 16);
+        assert_eq!((window.len(), window.slope(16), window.slope(17)), (16, Some(-2.0), None));
+        assert_eq!((window.last(), window.median()), (Some((40.0, -73.0)), Some(-58.0)));
     }
 
     /// The promise of the limit, counted: signs at the edge of what counts as calm.
@@ -193,7 +219,7 @@ mod tests {
         let limit = Signs::limit(1, rate);
         let (mut signs, mut alarms) = (Signs::default(), 0);
         for _ in 0..observations {
-            signs.push(if random.random::<f64>() < 0.6 { 1.0 } else { -1.0 }, limit);
+            signs.push(0, if random.random::<f64>() < 0.6 { 1.0 } else { -1.0 }, limit);
             if signs.evidence() >= limit {
                 alarms += 1;
                 signs = Signs::default();
@@ -201,11 +227,11 @@ mod tests {
         }
         assert!(f64::from(alarms) <= rate * f64::from(observations), "{alarms}");
         let mut signs = Signs::default();
-        let needed = (1..).find(|_| {
-            signs.push(-1.0, limit);
+        let needed = (1..).find(|step| {
+            signs.push(*step, -1.0, limit);
             signs.evidence() >= limit
         });
-        assert_eq!(needed, Some(17));
+        assert_eq!((needed, signs.since()), (Some(17), 1));
     }
 
     #[test]
