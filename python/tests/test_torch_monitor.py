@@ -48,7 +48,7 @@ def test_lines_are_those_of_the_format(run):
         trained(made, runtime, monitor, 5)
         monitor.event("note", "a sentence", layer=1, head=2)
     first, *rest = lines(path)
-    heads = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    heads = {"heads": 4, "kv_heads": 2, "head_dim": 16, "width": 64}
     assert first["format"] == 1 and first["source"] == "monitor" and first["name"] == "small"
     assert first["layers"] == [{"layer": 0} | heads, {"layer": 1} | heads]
     assert [row["step"] for row in rest if row["kind"] == "step"] == [0, 1, 2, 3, 4]
@@ -393,7 +393,6 @@ def test_calls_without_gradients_are_not_sampled(run):
     assert all("entropy" not in row and "logit_max" in row for row in lines(path, "layer"))
 
 
-@pytest.mark.skipif(not hasattr(sigmascale._native, "Alarms"), reason="this build has no alarms")
 def test_alarms_are_raised_written_and_cleared(run):
     made, runtime, path = run
     told = []

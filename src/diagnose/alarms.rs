@@ -1,5 +1,6 @@
 //! The alarms of a run while it goes on: records in, events out.
 
+use super::advice::{Advice, advice};
 use super::alarm::{Alarm, AlarmKind};
 use super::head::{Context, Finding, Head};
 use super::loss::LossWatch;
@@ -111,6 +112,11 @@ impl Alarms {
     /// one. Of several since the same step, the cause comes before its consequence.
     pub fn first(&self) -> Option<&Alarm> {
         self.raised.iter().min_by_key(|alarm| (alarm.head.is_none(), alarm.since, alarm.kind))
+    }
+
+    /// What to do about the alarms so far, about the first one's kind first.
+    pub fn advice(&self) -> Vec<Advice> {
+        advice(self.first(), &self.raised)
     }
 
     /// The alarms that are up.

@@ -1,6 +1,6 @@
 //! What a whole record says.
 
-use super::advice::{Advice, advice};
+use super::advice::Advice;
 use super::alarm::Alarm;
 use super::alarms::Alarms;
 use super::options::Options;
@@ -152,7 +152,7 @@ impl Diagnosis {
             verdict: if alarms.raised().is_empty() { Verdict::Calm } else { Verdict::Alarm },
             first_step,
             last_step,
-            advice: advice(first.as_ref(), alarms.raised()),
+            advice: alarms.advice(),
             first,
             alarms: alarms.raised().to_vec(),
             loss_shows,

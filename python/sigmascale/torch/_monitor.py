@@ -48,7 +48,8 @@ class Monitor:
     file; they get the largest value over a layer's heads (of ``entropy`` the smallest). ``path=None`` writes no file.
 
     ``alarms``: those that are raised now, as the dicts of the file's ``event`` lines. ``on_alarm`` is called with each that is raised or
-    cleared. ``resume=True`` appends to a file of the same layers, and ``first_step`` is the number of the first step.
+    cleared. ``thresholds``: a dict of the options of :func:`sigmascale.diagnose`, for others than its own. ``diagnosis()`` says what to
+    do. ``resume=True`` appends to a file of the same layers, and ``first_step`` is the number of the first step.
 
     A process of a distributed run records the layers and heads that it has. Where ranks hold the same ones (data parallelism), let
     rank 0 alone make a monitor; under tensor or pipeline parallelism give each its own file.
@@ -66,6 +67,7 @@ class Monitor:
         on_alarm=None,
         resume=False,
         first_step=0,
+        thresholds=None,
     ):
         if not isinstance(runtime, Runtime):
             raise TypeError(f"runtime must be what sigmascale.torch.attach returned, not {type(runtime).__name__}")
@@ -75,8 +77,10 @@ class Monitor:
         self.rows, self.next_step = whole("rows", rows), whole("first_step", first_step)
         self.path, self.on_alarm, self.alarms = path, on_alarm, []
         self.latest = {}
+        widths = {index: {"width": layer.q.shape[1]} for index, layer in zip(runtime._resident, runtime._tensors)}
         layers = [
             {"layer": number, "heads": plan.n_q_heads, "kv_heads": plan.n_kv_heads, "head_dim": plan.d_head}
+            | widths.get(plan.index, {})
             for (number, *_), plan in zip(runtime._places, runtime.layers)
         ]
         if runtime.logits is None:
@@ -89,7 +93,7 @@ class Monitor:
         run |= {} if name is None else {"name": str(name)}
         run |= {"version": _native.__version__, "layers": layers}
         self._sinks = _sinks.opened(sinks, None if path is None else os.fspath(path))
-        self._watch = _alarms.Alarms(run, {}) if hasattr(_native, "Alarms") else None
+        self._watch = _alarms.Alarms(run, thresholds)
         self._lines = _Lines(_record.Record(path, run, resume))
         self._window, self._samples, self._awaited = _window.Window(runtime), {}, set()
         self._sampling = False
@@ -182,11 +186,16 @@ class Monitor:
         for sink in self._sinks if layers else ():
             sink.write(row, layers)
         rows = [*self._lines.told(), *layers]
-        for event in self._watch.add(rows) if self._watch is not None and rows else ():
+        for event in self._watch.add(rows) if rows else ():
             self._lines.record.write(event)
             self.alarms = self._watch.up()
             if self.on_alarm is not None:
                 self.on_alarm(event)
+
+    def diagnosis(self):
+        """The alarms so far: a dict of ``up`` (those that are raised now), ``first`` (that of the head that was out of order first, or
+        None) and ``advice`` (what to do), as :func:`sigmascale.diagnose` has them."""
+        return self._watch.state()
 
     def event(self, name, message="", layer=None, head=None):
         """Writes an ``event`` line of the current step."""
