@@ -1,14 +1,15 @@
 //! How early `diagnose` sees the failure of BF16 attention, and whether it is silent on runs that do not fail.
 //!
-//! Trains the head of `stress::low_precision` with and without remedies and prints a line of CSV for each run; then one for
-//! each record that is named, as `train_gpt.py --monitor` writes them. Thresholds were chosen on the runs marked `tuning`.
+//! Trains the head of `stress::low_precision` with and without remedies and prints a line of CSV for each run; then one
+//! for each record that is named, as `train_gpt.py --monitor` writes them. Thresholds were chosen on the runs marked
+//! `tuning`.
 //!
 //! ```console
 //! $ cargo run --example diagnose -- [RECORD..] > lead.csv
 //! ```
 //!
-//! `loss_shows`: first step at which the mean of the last 50 losses is 10 % above the smallest such mean before; `loss_doubles`: at
-//! which it is twice the mean of the first 50; `lead`: steps from the first alarm to `loss_shows`.
+//! `loss_shows`: first step at which the mean of the last 50 losses is 10 % above the smallest such mean before;
+//! `loss_doubles`: at which it is twice the mean of the first 50; `lead`: steps from the first alarm to `loss_shows`.
 
 use sigmascale::diagnose::{Diagnosis, LOSS_WINDOW, Options};
 use sigmascale::history::{History, Record, read_records};

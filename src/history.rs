@@ -1,4 +1,5 @@
-//! The record of a training run, which `diagnose` reads: JSON Lines, one object per line, appended while the run goes on.
+//! The record of a training run, which `diagnose` reads: JSON Lines, one object per line, appended while the run goes
+//! on.
 //!
 //! ```text
 //! {"kind": "run", "format": 1, "source": "monitor", "layers": [{"layer": 0, "heads": 12, "width": 768, ..}]}
@@ -184,8 +185,9 @@ pub struct History {
 /// Reads a file: its first line, and the records after it in their order.
 ///
 /// # Errors
-/// `is_io`; `is_format` with the line's number if a line other than an unfinished last one is no record, if the first is not
-/// `run`, if the format is of a later version, or if a record names a layer or a number of heads that the first line does not.
+/// `is_io`; `is_format` with the line's number if a line other than an unfinished last one is no record, if the first
+/// is not `run`, if the format is of a later version, or if a record names a layer or a number of heads that the first
+/// line does not.
 pub fn read_records(path: &Path) -> Result<(RunInfo, Vec<Record>)> {
     let file = std::fs::File::open(path).map_err(|e| Error::io(path, "read", e))?;
     let mut reader = BufReader::new(file);

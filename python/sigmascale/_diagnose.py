@@ -25,16 +25,17 @@ def thresholds(given):
 def diagnose(run, *, lr=None, **options):
     """The head of a training run that goes wrong first, and what to do: the JSON of ``sigmascale diagnose`` as a dict.
 
-    ``run`` is the record that :class:`sigmascale.torch.Monitor` writes, or an iterable of two or more checkpoints of one run (folders
-    or ``.safetensors`` files, ordered by the number at the end of their names). ``lr``: the learning rate between the checkpoints,
-    without which their growth is not judged.
+    ``run`` is the record that :class:`sigmascale.torch.Monitor` writes, or an iterable of two or more checkpoints of
+    one run (folders or ``.safetensors`` files, ordered by the number at the end of their names). ``lr``: the learning
+    rate between the checkpoints, without which their growth is not judged.
 
-    ``options`` are thresholds of the alarms: ``logit_limit`` (1000), ``growth`` (0.3), ``window`` (24 records), ``hold`` (3 records),
-    ``repeated`` (0.1), ``bias`` (1e-4), ``false_alarms`` (1e-6), ``entropy`` (0.02 nats), ``saturated`` (1e-3), ``loss_scale`` (100
-    steps), ``skipped`` (0.1), ``loss`` (0.1). ``docs/diagnose.md`` says what they are.
+    ``options`` are thresholds of the alarms: ``logit_limit`` (1000), ``growth`` (0.3), ``window`` (24 records),
+    ``hold`` (3 records), ``repeated`` (0.1), ``bias`` (1e-4), ``false_alarms`` (1e-6), ``entropy`` (0.02 nats),
+    ``saturated`` (1e-3), ``loss_scale`` (100 steps), ``skipped`` (0.1), ``loss`` (0.1). ``docs/diagnose.md`` says what
+    they are.
 
-    Raises :class:`FormatError` for a file that is no record, :class:`MismatchError` for checkpoints of different models,
-    :class:`ArgumentError` for options, ``OSError`` for files.
+    Raises :class:`FormatError` for a file that is no record, :class:`MismatchError` for checkpoints of different
+    models, :class:`ArgumentError` for options, ``OSError`` for files.
     """
     given = thresholds(options)
     rate = optional(real)("lr", lr)

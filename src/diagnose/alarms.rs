@@ -10,6 +10,8 @@ use super::trend::{Signs, Turn};
 use crate::error::{Error, Result};
 use crate::history::{Event, FORMAT, LayerRecord, Record, RunInfo, StepRecord};
 
+/// Fewest records of a trend.
+const POINTS: usize = 6;
 /// Most heads that a run may have in all.
 const MOST_HEADS: usize = 1 << 20;
 
@@ -29,6 +31,7 @@ const MOST_HEADS: usize = 1 << 20;
 pub struct Alarms {
     run: RunInfo,
     options: Options,
+    points: usize,
     training: Training,
     loss: LossWatch,
     /// By layer as in `run`, then by head.
@@ -46,20 +49,25 @@ impl Alarms {
     /// As [`Options::check`]; `is_mismatch` for a run of more than 2^20 heads.
     pub fn new(run: RunInfo, options: Options) -> Result<Self> {
         options.check()?;
+        // Saved weights are few, and their norms have no noise.
+        let exact = run.source == "checkpoints";
+        let (points, hold) = if exact { (2, 1) } else { (POINTS, options.hold) };
+        let options = Options { hold, ..options };
         let count = run.layers.iter().fold(0usize, |sum, layer| sum.saturating_add(layer.heads));
         if count > MOST_HEADS {
             return Err(Error::mismatch(format_args!("the run has {count} heads, expected at most {MOST_HEADS}")));
         }
         let heads = run.layers.iter().map(|layer| vec![Head::default(); layer.heads]).collect();
         let (training, loss) = (Training::default(), LossWatch::default());
-        Ok(Self { run, options, training, loss, heads, raised: Vec::new() })
+        Ok(Self { run, options, points, training, loss, heads, raised: Vec::new() })
     }
 
-    /// Takes in one record and returns what changed. Records come in the order of the run, the step's own line before those of its
-    /// layers. Where steps go back, as after a restored checkpoint, trends start anew.
+    /// Takes in one record and returns what changed. Records come in the order of the run, the step's own line before
+    /// those of its layers. Where steps go back, as after a restored checkpoint, trends start anew.
     ///
     /// # Errors
-    /// `is_mismatch` if a record names a layer or a number of heads that the run does not have, or is a second first line.
+    /// `is_mismatch` if a record names a layer or a number of heads that the run does not have, or is a second first
+    /// line.
     pub fn observe(&mut self, record: &Record) -> Result<Vec<Event>> {
         match record {
             Record::Run(_) => Err(Error::mismatch("a record of a run has one line of kind \"run\", the first")),
@@ -72,7 +80,8 @@ impl Alarms {
     /// The first line of a record, and the run's watch.
     ///
     /// # Errors
-    /// `is_format` if the line is no record, `is_mismatch` if it is not of kind `run` or of a later format; as [`Alarms::new`].
+    /// `is_format` if the line is no record, `is_mismatch` if it is not of kind `run` or of a later format; as
+    /// [`Alarms::new`].
     pub fn from_line(line: &str, options: Options) -> Result<Self> {
         match Record::parse(line)? {
             Record::Run(run) if run.format == FORMAT => Self::new(run, options),
@@ -108,8 +117,8 @@ impl Alarms {
         &self.heads[layer][head]
     }
 
-    /// The head that went wrong first: the alarm of a head that was out of order first; an alarm of the whole run where no head has
-    /// one. Of several since the same step, the cause comes before its consequence.
+    /// The head that went wrong first: the alarm of a head that was out of order first; an alarm of the whole run where
+    /// no head has one. Of several since the same step, the cause comes before its consequence.
     pub fn first(&self) -> Option<&Alarm> {
         self.raised.iter().min_by_key(|alarm| (alarm.head.is_none(), alarm.since, alarm.kind))
     }
@@ -145,7 +154,7 @@ impl Alarms {
         let info = &self.run.layers[at];
         let reach = info.width.map(|width| (info.head_dim as f64 * width as f64).sqrt()).filter(|reach| *reach > 0.0);
         let evidence = Signs::limit(self.heads.iter().map(Vec::len).sum(), self.options.false_alarms);
-        let context = Context { training: self.training.done(), reach, evidence };
+        let context = Context { training: self.training.done(), reach, evidence, points: self.points };
         let mut events = Vec::new();
         for head in 0..self.heads[at].len() {
             for (kind, turn, finding) in self.heads[at][head].observe(record, head, context, &self.options) {

@@ -13,15 +13,15 @@ const LEAST: usize = 2;
 /// What the eigenvalues of a Gram matrix may be off by, relative to the largest: far above `r` roundings of f64.
 const MARGIN: f64 = 1e-9;
 
-/// Reads a series of checkpoints of one model as the records of a run: certified norms and bounds of every head, with `lr` as the
-/// learning rate between them where it is given. `each` is called after every layer.
+/// Reads a series of checkpoints of one model as the records of a run: certified norms and bounds of every head, with
+/// `lr` as the learning rate between them where it is given. `each` is called after every layer.
 ///
-/// The step of a checkpoint is the number at the end of its name, as in `checkpoint-500`. Checkpoints are sorted by it. Where a name
-/// has none, or two have the same, all count from 0 in the order given.
+/// The step of a checkpoint is the number at the end of its name, as in `checkpoint-500`. Checkpoints are sorted by it.
+/// Where a name has none, or two have the same, all count from 0 in the order given.
 ///
 /// # Errors
-/// `is_argument` for fewer than two; `is_mismatch` where layers or heads differ; otherwise as [`Checkpoint::open`] and where weights
-/// cannot be bounded.
+/// `is_argument` for fewer than two; `is_mismatch` where layers or heads differ; otherwise as [`Checkpoint::open`] and
+/// where weights cannot be bounded.
 pub fn read_checkpoints<P: AsRef<Path>>(
     paths: &[P],
     lr: Option<f64>,

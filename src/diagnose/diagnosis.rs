@@ -33,8 +33,8 @@ pub struct Diagnosis {
     pub advice: Vec<Advice>,
     /// Every alarm, in the order in which they were raised.
     pub alarms: Vec<Alarm>,
-    /// First step at which the loss shows a failure: it is not finite, or the mean of the last 50 losses is at least 10 % above
-    /// the smallest such mean before.
+    /// First step at which the loss shows a failure: it is not finite, or the mean of the last 50 losses is at least 10
+    /// % above the smallest such mean before.
     pub loss_shows: Option<u64>,
     /// Steps from the first alarm to that.
     pub lead: Option<i64>,
@@ -82,8 +82,8 @@ pub struct HeadReport {
     pub bound: Option<f64>,
     /// Largest |logit| seen.
     pub logit_max: Option<f64>,
-    /// Step at which the largest logit reaches the limit at the present rate, or its bound where no logits are recorded; null where it
-    /// does not grow.
+    /// Step at which the largest logit reaches the limit at the present rate, or its bound where no logits are
+    /// recorded; null where it does not grow or has passed the limit.
     pub reaches_limit: Option<u64>,
     /// Last share of rows whose maximum repeats.
     pub repeated: Option<f64>,
@@ -200,8 +200,8 @@ impl Gathered {
     }
 }
 
-/// First step at which a loss is not finite or the mean of the last [`LOSS_WINDOW`] losses is at least [`LOSS_RISE`] above the smallest
-/// such mean before.
+/// First step at which a loss is not finite or the mean of the last [`LOSS_WINDOW`] losses is at least [`LOSS_RISE`]
+/// above the smallest such mean before.
 pub fn loss_shows<'r>(steps: impl Iterator<Item = &'r StepRecord>) -> Option<u64> {
     let mut losses: Vec<f64> = Vec::new();
     let mut least = f64::INFINITY;

@@ -7,12 +7,10 @@ use crate::history::LayerRecord;
 
 /// An alarm is cleared below this part of what raises it.
 const CLEAR: f64 = 0.5;
-/// Fewest points of a trend.
-const POINTS: usize = 6;
 /// Largest part of the range that still rounds to 448.
 const RANGE: f64 = 464.0 / 448.0;
-/// Growth between two records, in units of the largest that Adam explains, after which the weights are others: with beta_2 = 0.999 a
-/// single step can be 3.2 times the rate (Kingma and Ba, 2015, section 2.1).
+/// Growth between two records, in units of the largest that Adam explains, after which the weights are others: with
+/// beta_2 = 0.999 a single step can be 3.2 times the rate (Kingma and Ba, 2015, section 2.1).
 const JUMP: f64 = 4.0;
 /// Entropy, in units of its limit, that a head must have had before it can collapse.
 const SPREAD: f64 = 10.0;
@@ -37,6 +35,8 @@ pub struct Context {
     pub reach: Option<f64>,
     /// What the test of signs needs.
     pub evidence: f64,
+    /// Fewest points of a trend.
+    pub points: usize,
 }
 
 /// The watch.
@@ -44,7 +44,8 @@ pub struct Context {
 pub struct Head {
     /// Norm of W_Q in units of `reach`, against the training done.
     w_q: Window,
-    /// Square root of the largest logit, or of its bound, against the step: linear while W_Q and W_K grow at constant rates.
+    /// Square root of the largest logit, or of its bound, against the step: linear while W_Q and W_K grow at constant
+    /// rates.
     logits: Window,
     repeated: Window,
     /// Smallest median of a whole window.
@@ -53,6 +54,7 @@ pub struct Head {
     signs: Signs,
     entropy: f64,
     gates: [Gate; AlarmKind::ALL.len()],
+    growth: Option<f64>,
 }
 
 impl Head {
@@ -116,7 +118,8 @@ impl Head {
                 self.w_q.clear();
             }
             self.w_q.push(training, norm, window);
-            if let Some(share) = self.w_q.slope(POINTS) {
+            self.growth = self.w_q.slope(context.points);
+            if let Some(share) = self.growth {
                 gate(AlarmKind::Growth, share, options.growth, share < CLEAR * options.growth, hold, &|| {
                     format!(
                         "the norm of W_Q grows by {:.0} % of the most that the learning rate allows: the updates point in one direction",
@@ -161,15 +164,15 @@ impl Head {
 
     /// Growth of the norm of W_Q, as a part of the largest that the learning rate allows.
     pub fn growth(&self) -> Option<f64> {
-        self.w_q.slope(POINTS)
+        self.growth
     }
 
-    /// The step at which the largest logit (its bound, where none is recorded) reaches a limit if its square root goes on as it does;
-    /// `None` while it does not grow.
+    /// The step at which the largest logit (its bound, where none is recorded) reaches a limit if its square root goes
+    /// on as it does; `None` while it does not grow, and where it has passed it.
     pub fn reaches(&self, limit: f64) -> Option<u64> {
         let (slope, (step, root)) = (self.logits.slope(2)?, self.logits.last()?);
         let left = (limit.sqrt() - root) / slope;
-        (slope > 0.0 && left.is_finite() && left < 1e12).then(|| (step + left.max(0.0)).ceil() as u64)
+        (slope > 0.0 && left > 0.0 && left < 1e12).then(|| (step + left).ceil() as u64)
     }
 
     /// After a restored checkpoint: trends start anew, what was raised stays up until it clears.
@@ -177,6 +180,6 @@ impl Head {
         for window in [&mut self.w_q, &mut self.logits, &mut self.repeated, &mut self.bias] {
             window.clear();
         }
-        self.signs = Signs::default();
+        (self.signs, self.growth) = (Signs::default(), None);
     }
 }

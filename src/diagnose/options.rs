@@ -3,7 +3,8 @@
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// Thresholds. An alarm is raised at the value given here for [`hold`](Self::hold) records in a row, and cleared below half of it.
+/// Thresholds. An alarm is raised at the value given here for [`hold`](Self::hold) records in a row, and cleared below
+/// half of it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Options {
@@ -15,8 +16,8 @@ pub struct Options {
     pub hold: usize,
     /// Growth of the norm of W_Q, as a part of the largest growth that steps of Adam can add up to.
     pub growth: f64,
-    /// Rise of the share of rows with repeated maxima over the smallest that the head has shown (medians of windows), which
-    /// must at least double.
+    /// Rise of the share of rows with repeated maxima over the smallest that the head has shown (medians of windows),
+    /// which must at least double.
     pub repeated: f64,
     /// Least mean |delta bias| of a window that counts.
     pub bias: f64,

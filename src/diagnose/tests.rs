@@ -261,13 +261,15 @@ proptest! {
         let mut up = std::collections::BTreeSet::new();
         for event in &all {
             let place = (event.alarm.clone(), event.layer, event.head);
-            prop_assert!(if event.name == "alarm" { up.insert(place) } else { up.remove(&place) });
+            let turned = if event.name == "alarm" { up.insert(place) } else { up.remove(&place) };
+            prop_assert!(turned);
         }
         prop_assert_eq!(up.len(), at_once.up().count());
         Diagnosis::new(run(), &records, options).unwrap();
     }
 
-    /// Hysteresis: on a constant signal, whatever it is, nothing is raised twice and nothing that was raised is cleared.
+    /// Hysteresis: on a constant signal, whatever it is, nothing is raised twice and nothing that was raised is
+    /// cleared.
     #[test]
     fn nothing_flaps_on_a_constant_signal(values in prop::collection::vec(number(), 8), loss in number(), hold in 1usize..5) {
         let pair = |n: usize| vec![values[n]; HEADS];

@@ -1,7 +1,8 @@
 //! How much training has been done: the sum of the learning rates.
 //!
 //! Adam moves an entry of a matrix by about its learning rate per step at most (Kingma and Ba, 2015, section 2.1). So
-//! the spectral norm of a `r x d` matrix grows by at most about `sqrt(r d)` per unit of this sum, whatever the schedule.
+//! the spectral norm of a `r x d` matrix grows by at most about `sqrt(r d)` per unit of this sum, whatever the
+//! schedule.
 
 /// The sum so far.
 #[derive(Clone, Copy, Debug, Default)]

@@ -23,8 +23,8 @@ pub fn location(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     Some((middle, MAD * median(&mut values)?))
 }
 
-/// Theil-Sen estimator: the median of the slopes of all pairs of points with different x. Up to 29 % of the points may be
-/// arbitrary. Two points give their own slope; fewer give none.
+/// Theil-Sen estimator: the median of the slopes of all pairs of points with different x. Up to 29 % of the points may
+/// be arbitrary. Two points give their own slope; fewer give none.
 pub fn slope(points: impl Iterator<Item = (f64, f64)> + Clone) -> Option<f64> {
     let mut slopes = Vec::new();
     for (place, (x, y)) in points.clone().enumerate() {
@@ -79,9 +79,9 @@ impl Window {
 
 /// Page's CUSUM on signs: is one sign persistent?
 ///
-/// It adds `ln(0.95 / 0.6)` for each sign that agrees, `ln(0.05 / 0.4)` for each that does not, and starts again from 0 where the
-/// sum is negative. While the sign has a probability of at most 0.6, independent of the past, the mean number of observations
-/// until the sum reaches `h` is at least `exp(h)` (Lorden, 1971).
+/// It adds `ln(0.95 / 0.6)` for each sign that agrees, `ln(0.05 / 0.4)` for each that does not, and starts again from 0
+/// where the sum is negative. While the sign has a probability of at most 0.6, independent of the past, the mean number
+/// of observations until the sum reaches `h` is at least `exp(h)` (Lorden, 1971).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Signs {
     positive: Sum,

@@ -18,14 +18,14 @@ const SHOWN: usize = 12;
 
 /// Find the head that goes wrong first in a training run, and what to do
 ///
-/// Reads the record that sigmascale.torch.Monitor writes, or two checkpoints or more of one run. Alarms, thresholds and their evidence:
-/// docs/diagnose.md.
+/// Reads the record that sigmascale.torch.Monitor writes, or two checkpoints or more of one run. Alarms, thresholds and
+/// their evidence: docs/diagnose.md.
 ///
 /// Exit codes: 0 calm, 1 an alarm was raised, 2 wrong usage, 3 the record or a checkpoint cannot be read.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Record of a run (JSON Lines), or checkpoints of a series: folders or .safetensors files, ordered by the number at the end of
-    /// their names
+    /// Record of a run (JSON Lines), or checkpoints of a series: folders or .safetensors files, ordered by the number
+    /// at the end of their names
     #[arg(required = true, value_name = "RUN|CHECKPOINTS")]
     paths: Vec<PathBuf>,
     /// Largest |logit| that is normal
@@ -128,7 +128,7 @@ fn table(diagnosis: &Diagnosis) -> String {
         out.push('\n');
         let mut table = Table::new(words::HEADS);
         let heads = words::worst(diagnosis);
-        heads.iter().take(SHOWN).for_each(|head| table.row(words::head(head)));
+        heads.iter().take(SHOWN).for_each(|head| table.row(words::head(head, diagnosis)));
         out.push_str(&table.render());
         if heads.len() > SHOWN {
             out.push_str(&format!("{} more heads: --json or --html\n", heads.len() - SHOWN));

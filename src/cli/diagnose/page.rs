@@ -48,7 +48,7 @@ pub fn render(diagnosis: &Diagnosis, history: &History, made: &Made) -> String {
         page.section("Heads");
         page.paragraph(&words::legend(diagnosis));
         let rows = words::worst(diagnosis);
-        page.table("", &table(&words::HEADS, rows.iter().map(|head| words::head(head).to_vec())));
+        page.table("", &table(&words::HEADS, rows.iter().map(|head| words::head(head, diagnosis).to_vec())));
         page.end_section();
     }
     page.render(made)

@@ -47,7 +47,7 @@ pub fn verdict(diagnosis: &Diagnosis) -> String {
                 _ => "the run goes wrong, and no single head does".to_owned(),
             };
             let lead = match diagnosis.lead {
-                Some(lead @ 1..) => format!(" {lead} steps after the alarm."),
+                Some(lead @ 1..) => format!(", {lead} steps after the alarm."),
                 _ => ".".to_owned(),
             };
             let shows =
@@ -68,7 +68,7 @@ pub fn verdict(diagnosis: &Diagnosis) -> String {
             });
             let blind = if diagnosis.source == "checkpoints" && diagnosis.heads.iter().all(|head| head.growth.is_none())
             {
-                " Growth was not judged: pass --lr and at least six checkpoints."
+                " Growth was not judged: pass --lr, the learning rate between the checkpoints."
             } else {
                 ""
             };
@@ -132,7 +132,7 @@ pub fn worst(diagnosis: &Diagnosis) -> Vec<HeadReport> {
 }
 
 /// Cells of a head.
-pub fn head(head: &HeadReport) -> [String; 12] {
+pub fn head(head: &HeadReport, diagnosis: &Diagnosis) -> [String; 12] {
     let ends = |span: Option<Span>| (short(span.map(|span| span.first)), short(span.map(|span| span.last)));
     let ((w_first, w_last), (s_first, s_last)) = (ends(head.w_q), ends(head.sigma));
     [
@@ -145,10 +145,21 @@ pub fn head(head: &HeadReport) -> [String; 12] {
         head.growth.map_or("-".to_owned(), |part| format!("{:.0} %", 100.0 * part)),
         short(head.bound),
         short(head.logit_max),
-        head.reaches_limit.map_or("-".to_owned(), |step| step.to_string()),
+        limit(head, diagnosis),
         short(head.delta_bias),
         short(head.entropy),
     ]
+}
+
+/// When the limit is reached.
+fn limit(head: &HeadReport, diagnosis: &Diagnosis) -> String {
+    match head.reaches_limit {
+        Some(step) => step.to_string(),
+        None if head.logit_max.or(head.bound).is_some_and(|logit| logit >= diagnosis.options.logit_limit) => {
+            "passed".to_owned()
+        }
+        None => "-".to_owned(),
+    }
 }
 
 /// What the columns are.
