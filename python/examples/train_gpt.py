@@ -285,10 +285,9 @@ class Watched:
         self.monitor = self.guard = None
 
     def begin(self, runtime, optimizer, step):
-        again = self.monitor is not None
         self.close()
         if self.file:
-            self.monitor = fp8.Monitor(runtime, self.file, self.every, resume=again, first_step=step)
+            self.monitor = fp8.Monitor(runtime, self.file, self.every, resume=step > 0, first_step=step)
         if self.guarded:
             self.guard = fp8.Guard(runtime, optimizer, monitor=self.monitor)
 

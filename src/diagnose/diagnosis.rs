@@ -136,7 +136,8 @@ impl Diagnosis {
         });
         let loss_shows = loss_shows(losses);
         let first = alarms.first().cloned();
-        let lead = first.as_ref().zip(loss_shows).map(|(alarm, shows)| shows as i64 - alarm.raised as i64);
+        let lead =
+            first.as_ref().zip(loss_shows).map(|(alarm, shows)| (shows as i64).saturating_sub(alarm.raised as i64));
         let run = alarms.run();
         let reports = heads.into_iter().enumerate().flat_map(|(at, heads)| {
             let (alarms, layer) = (&alarms, run.layers[at].layer);

@@ -122,7 +122,7 @@ impl Scale {
         let lasted = self.first.map_or(0, |first| self.latest.saturating_sub(first));
         let turn = match self.up {
             false if falls && lasted >= gap => Turn::Raised(self.first.unwrap_or(step)),
-            true if self.first.is_none() || step.saturating_sub(self.latest) >= 2 * gap => Turn::Cleared,
+            true if self.first.is_none() || step.saturating_sub(self.latest) >= gap.saturating_mul(2) => Turn::Cleared,
             _ => return None,
         };
         self.up = !self.up;

@@ -77,7 +77,7 @@ fn figures(diagnosis: &Diagnosis, history: &History) -> Vec<Figure> {
     figures.extend(figure(
         diagnosis,
         ("Loss", "Means where there are many steps.".to_owned()),
-        vec![Line { name: String::new(), look: look(1), points: thinned(losses) }],
+        vec![Line { name: String::new(), look: ("p0".to_owned(), ""), points: thinned(losses) }],
         None,
     ));
     let quantities: [(&str, String, Column, Option<f64>); 8] = [
@@ -154,7 +154,8 @@ fn figure(
     let largest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     // A limit far above all values would flatten them.
     let limit = limit.filter(|limit| *limit == 0.0 || largest >= 0.3 * limit);
-    let axis = match values.iter().all(|value| *value > 0.0) {
+    // What is compared with 0 has no logarithm.
+    let axis = match limit != Some(0.0) && values.iter().all(|value| *value > 0.0) {
         true => Axis::new(values.iter().copied().chain(limit), None),
         false => Axis::linear(values.iter().copied().chain(limit)),
     };
