@@ -12,7 +12,7 @@ pub const WIDTH: f64 = 356.0;
 pub struct Line {
     /// Its name in tooltips; may be empty.
     pub name: String,
-    /// Class of its colour, and its dashes.
+    /// Class of its color, and its dashes.
     pub look: (String, &'static str),
     /// Places to the right, and values.
     pub points: Vec<(usize, f64)>,

@@ -26,17 +26,19 @@ fn actions(kind: AlarmKind) -> &'static [(&'static str, &'static str)] {
         AlarmKind::DeltaBias => &[
             ("keep P V and the output in f32 until delta is computed, or take delta from rowsum(P o dP)", OUTPUT),
             (
-                "where row maxima repeat: the stabilised softmax (attention::Stabilised), while repeated maxima are below 40",
+                "where row maxima repeat: the stabilized softmax (attention::Stabilised), while repeated maxima are \
+                 below 40",
                 "\"Why Low-Precision Transformer Training Fails\", section 4; docs/low-precision-failure.md",
             ),
         ],
         AlarmKind::RepeatedMaxima => &[(
-            "the stabilised softmax (attention::Stabilised), while repeated maxima are below 40",
+            "the stabilized softmax (attention::Stabilised), while repeated maxima are below 40",
             "\"Why Low-Precision Transformer Training Fails\", section 4; docs/low-precision-failure.md",
         )],
         AlarmKind::Saturation => &[(
-            "take the descales from the current weights (policy geometry, refresh() after every step), or run the layer in BF16",
-            "docs/bounds.md; Numerics and mixed precision, section 7.6",
+            "take the descales from the current weights (policy geometry, refresh() after every step), or run the \
+             layer in BF16",
+            "docs/bounds.md; Deep Dive 11: Numerics and Mixed Precision, section 7.6",
         )],
         AlarmKind::Growth => &[
             ("run the layer in BF16; where it is in BF16, keep P V and the output in f32", OUTPUT),
@@ -50,7 +52,8 @@ fn actions(kind: AlarmKind) -> &'static [(&'static str, &'static str)] {
             ("normalize q and k (QK-norm)", "Dehghani et al., 2023, arXiv:2302.05442"),
         ],
         AlarmKind::BoundExceeded => &[(
-            "call refresh() after every change of the weights, and check that the projections read the output of the norm",
+            "call refresh() after every change of the weights, and check that the projections read the output of the \
+             norm",
             "docs/bounds.md",
         )],
         AlarmKind::EntropyCollapse => &[(
@@ -59,11 +62,11 @@ fn actions(kind: AlarmKind) -> &'static [(&'static str, &'static str)] {
         )],
         AlarmKind::LossScale => &[(
             "lower the learning rate, or train in BF16, which needs no loss scale",
-            "Numerics and mixed precision, section 14.3",
+            "Deep Dive 11: Numerics and Mixed Precision, section 14.3",
         )],
         AlarmKind::SkippedSteps => &[(
             "lower the learning rate; restore an earlier state if steps go on being skipped (Guard)",
-            "Numerics and mixed precision, sections 5.4 and 12.5",
+            "Deep Dive 11: Numerics and Mixed Precision, sections 5.4 and 12.5",
         )],
         AlarmKind::LossSpike => &[(
             "restore a state from before the spike and leave out its batches (Guard)",
@@ -71,7 +74,7 @@ fn actions(kind: AlarmKind) -> &'static [(&'static str, &'static str)] {
         )],
         AlarmKind::NonFiniteLoss => &[(
             "restore a state from before it and halve the learning rate (Guard)",
-            "Numerics and mixed precision, section 12.5",
+            "Deep Dive 11: Numerics and Mixed Precision, section 12.5",
         )],
     }
 }

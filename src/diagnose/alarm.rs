@@ -70,15 +70,15 @@ impl AlarmKind {
             Self::RepeatedMaxima => {
                 "\"Why Low-Precision Transformer Training Fails\", section 3.3.2, Claim 3 and Figure 13"
             }
-            Self::Saturation => "Numerics and mixed precision, section 7.6",
+            Self::Saturation => "Deep Dive 11: Numerics and Mixed Precision, section 7.6",
             Self::Growth => "\"Why Low-Precision Transformer Training Fails\", section 3.3.1 and Figure 11",
             Self::LogitLimit => "Kimi K2, arXiv:2507.20534, section 2.1",
             Self::BoundExceeded => "docs/bounds.md",
             Self::EntropyCollapse => "Zhai et al., 2023, arXiv:2303.06296",
-            Self::LossScale => "Numerics and mixed precision, section 14.3",
-            Self::SkippedSteps => "Numerics and mixed precision, section 5.4",
+            Self::LossScale => "Deep Dive 11: Numerics and Mixed Precision, section 14.3",
+            Self::SkippedSteps => "Deep Dive 11: Numerics and Mixed Precision, section 5.4",
             Self::LossSpike => "PaLM, arXiv:2204.02311, section 5.1",
-            Self::NonFiniteLoss => "Numerics and mixed precision, sections 12.2 and 12.3",
+            Self::NonFiniteLoss => "Deep Dive 11: Numerics and Mixed Precision, sections 12.2 and 12.3",
         }
     }
 

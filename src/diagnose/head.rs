@@ -83,8 +83,8 @@ impl Head {
             gate(AlarmKind::DeltaBias, value, context.evidence, sum <= 0.0, 1, &|| {
                 let sign = if signs.is_positive() { "positive" } else { "negative" };
                 format!(
-                    "the error of delta has been {sign} since step {}, with a median of {size:.1e} of the sum of |delta|, so it adds \
-                     up instead of canceling",
+                    "the error of delta has been {sign} since step {}, with a median of {size:.1e} of the sum of \
+                     |delta|, so it adds up instead of canceling",
                     signs.since()
                 )
             });
@@ -122,7 +122,8 @@ impl Head {
             if let Some(share) = self.growth {
                 gate(AlarmKind::Growth, share, options.growth, share < CLEAR * options.growth, hold, &|| {
                     format!(
-                        "the norm of W_Q grows by {:.0} % of the most that the learning rate allows: the updates point in one direction",
+                        "the norm of W_Q grows by {:.0} % of the most that the learning rate allows: the updates \
+                         point in one direction",
                         100.0 * share
                     )
                 });
@@ -139,8 +140,8 @@ impl Head {
                 let limit = bound * (1.0 + 1e-6);
                 gate(AlarmKind::BoundExceeded, logit, limit, logit <= bound, 1, &|| {
                     format!(
-                        "the largest logit {logit:.3} exceeds its certified bound {bound:.3}: the bound is of other weights, or the \
-                         input of the projections is not normalized"
+                        "the largest logit {logit:.3} exceeds its certified bound {bound:.3}: the bound is of other \
+                         weights, or the input of the projections is not normalized"
                     )
                 });
             }

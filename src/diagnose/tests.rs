@@ -115,7 +115,8 @@ fn each_planted_failure_raises_its_kind_and_its_calm_twin_nothing() {
         let first = failed.first.unwrap();
         let place = if first.kind < AlarmKind::LossScale { (Some(3), Some(1)) } else { (None, None) };
         assert_eq!((first.layer, first.head), place, "{kind:?}");
-        // A trend over 24 records and a share of 100 steps turn later than the run, a test of signs may start before it.
+        // A trend over 24 records and a share of 100 steps turn later than the run.
+        // A test of signs may start before it.
         assert!((300..=560).contains(&first.since) && first.raised >= first.since, "{first:?}");
         assert!(first.raised <= 800, "{first:?}");
         assert!(failed.advice[0].kind == kind && failed.verdict == Verdict::Alarm);
@@ -239,7 +240,9 @@ proptest! {
 
     /// Any record: no panic, and the same events whether lines come at once or one at a time.
     #[test]
-    fn lines_at_once_are_lines_one_by_one(mut records in prop::collection::vec(any_record(), 0..120), sorted in any::<bool>()) {
+    fn lines_at_once_are_lines_one_by_one(
+        mut records in prop::collection::vec(any_record(), 0..120), sorted in any::<bool>()
+    ) {
         let key = |record: &Record| match record {
             Record::Step(step) => (step.step, 0),
             Record::Layer(layer) => (layer.step, 1),
@@ -272,7 +275,9 @@ proptest! {
     /// Hysteresis: on a constant signal, whatever it is, nothing is raised twice and nothing that was raised is
     /// cleared.
     #[test]
-    fn nothing_flaps_on_a_constant_signal(values in prop::collection::vec(number(), 8), loss in number(), hold in 1usize..5) {
+    fn nothing_flaps_on_a_constant_signal(
+        values in prop::collection::vec(number(), 8), loss in number(), hold in 1usize..5
+    ) {
         let pair = |n: usize| vec![values[n]; HEADS];
         let layer = |_| LayerRecord {
             w_q: pair(0), bound: pair(1), logit_max: pair(2), repeated: pair(3), delta_bias: pair(4), entropy: pair(5),
@@ -291,7 +296,9 @@ proptest! {
 
     /// Any text as a line: an error or events, no panic.
     #[test]
-    fn any_line_is_read_or_refused(line in ".{0,80}", kind in prop::sample::select(vec!["run", "step", "layer", "event"]), value in ".{0,20}") {
+    fn any_line_is_read_or_refused(
+        line in ".{0,80}", kind in prop::sample::select(vec!["run", "step", "layer", "event"]), value in ".{0,20}"
+    ) {
         let mut watch = alarms();
         let _ = watch.observe_lines(&line);
         let _ = watch.observe_lines(&format!(r#"{{"kind": "{kind}", "step": 1, "layer": 3, "w_q": {value}}}"#));

@@ -23,8 +23,8 @@ pub fn render(diagnosis: &Diagnosis, history: &History, made: &Made) -> String {
     let mut page = Page::new(
         &format!("Diagnosis of {name}"),
         &words::headline(diagnosis),
-        "Alarms are raised on what each head's attention did, before the loss shows it. A calm record proves nothing of what was \
-         not recorded.",
+        "Alarms are raised on what each head's attention did, before the loss shows it. A calm record proves nothing \
+         of what was not recorded.",
     );
     let tone = if diagnosis.verdict == Verdict::Calm { Tone::Good } else { Tone::Bad };
     page.verdict(tone, &words::verdict(diagnosis));

@@ -62,8 +62,8 @@ pub fn verdict(diagnosis: &Diagnosis) -> String {
         _ => {
             let loss = diagnosis.loss_shows.map_or(String::new(), |step| {
                 format!(
-                    " But the loss rises: at step {step} the mean of 50 losses is 10 % above the smallest before, and nothing \
-                     that was recorded explains it."
+                    " But the loss rises: at step {step} the mean of 50 losses is 10 % above the smallest before, and \
+                     nothing that was recorded explains it."
                 )
             });
             let blind = if diagnosis.source == "checkpoints" && diagnosis.heads.iter().all(|head| head.growth.is_none())
@@ -165,9 +165,9 @@ fn limit(head: &HeadReport, diagnosis: &Diagnosis) -> String {
 /// What the columns are.
 pub fn legend(diagnosis: &Diagnosis) -> String {
     format!(
-        "growth: of the norm of W_Q, as a part of the most that the learning rate allows; bound: worst case on |logit|, including \
-         rounding; limit at step: where the largest logit (without logits: its bound) reaches {} at the present rate; -: not \
-         recorded, or no growth",
+        "growth: of the norm of W_Q, as a part of the most that the learning rate allows; bound: worst case on \
+         |logit|, including rounding; limit at step: where the largest logit (without logits: its bound) reaches {} \
+         at the present rate; -: not recorded, or no growth",
         diagnosis.options.logit_limit
     )
 }
