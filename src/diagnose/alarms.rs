@@ -10,8 +10,10 @@ use super::trend::{Signs, Turn};
 use crate::error::{Error, Result};
 use crate::history::{Event, FORMAT, LayerRecord, Record, RunInfo, StepRecord};
 
-/// Fewest records of a trend.
+/// Fewest points of the growth of W_Q.
 const POINTS: usize = 6;
+/// Least steps between two of them: over fewer steps, learning itself goes in one direction.
+const SPACING: u64 = 10;
 /// Most heads that a run may have in all.
 const MOST_HEADS: usize = 1 << 20;
 
@@ -31,7 +33,8 @@ const MOST_HEADS: usize = 1 << 20;
 pub struct Alarms {
     run: RunInfo,
     options: Options,
-    points: usize,
+    /// Fewest points of the growth of W_Q, and least steps between two of them.
+    trend: (usize, u64),
     training: Training,
     loss: LossWatch,
     /// By layer as in `run`, then by head.
@@ -51,7 +54,7 @@ impl Alarms {
         options.check()?;
         // Saved weights are few, and their norms have no noise.
         let exact = run.source == "checkpoints";
-        let (points, hold) = if exact { (2, 1) } else { (POINTS, options.hold) };
+        let (trend, hold) = if exact { ((2, 0), 1) } else { ((POINTS, SPACING), options.hold) };
         let options = Options { hold, ..options };
         let count = run.layers.iter().fold(0usize, |sum, layer| sum.saturating_add(layer.heads));
         if count > MOST_HEADS {
@@ -59,7 +62,7 @@ impl Alarms {
         }
         let heads = run.layers.iter().map(|layer| vec![Head::default(); layer.heads]).collect();
         let (training, loss) = (Training::default(), LossWatch::default());
-        Ok(Self { run, options, points, training, loss, heads, raised: Vec::new() })
+        Ok(Self { run, options, trend, training, loss, heads, raised: Vec::new() })
     }
 
     /// Takes in one record and returns what changed. Records come in the order of the run, the step's own line before
@@ -154,7 +157,8 @@ impl Alarms {
         let info = &self.run.layers[at];
         let reach = info.width.map(|width| (info.head_dim as f64 * width as f64).sqrt()).filter(|reach| *reach > 0.0);
         let evidence = Signs::limit(self.heads.iter().map(Vec::len).sum(), self.options.false_alarms);
-        let context = Context { training: self.training.done(), reach, evidence, points: self.points };
+        let context =
+            Context { training: self.training.done(), reach, evidence, points: self.trend.0, spacing: self.trend.1 };
         let mut events = Vec::new();
         for head in 0..self.heads[at].len() {
             for (kind, turn, finding) in self.heads[at][head].observe(record, head, context, &self.options) {

@@ -35,8 +35,10 @@ pub struct Context {
     pub reach: Option<f64>,
     /// What the test of signs needs.
     pub evidence: f64,
-    /// Fewest points of a trend.
+    /// Fewest points of the growth of W_Q.
     pub points: usize,
+    /// Least steps between two of them.
+    pub spacing: u64,
 }
 
 /// The watch.
@@ -44,6 +46,8 @@ pub struct Context {
 pub struct Head {
     /// Norm of W_Q in units of `reach`, against the training done.
     w_q: Window,
+    /// Step of its latest point.
+    grown: Option<u64>,
     /// Square root of the largest logit, or of its bound, against the step: linear while W_Q and W_K grow at constant
     /// rates.
     logits: Window,
@@ -112,12 +116,16 @@ impl Head {
                 format!("the largest value of Q, K or V is {used:.2} times the FP8 range")
             });
         }
-        if let (Some(norm), Some(reach), Some(training)) = (of(&record.w_q), context.reach, context.training) {
+        let spaced = self.grown.is_none_or(|last| step.abs_diff(last) >= context.spacing);
+        if let (Some(norm), Some(reach), Some(training), true) =
+            (of(&record.w_q), context.reach, context.training, spaced)
+        {
             let norm = norm / reach;
             if self.w_q.last().is_some_and(|(before, last)| (norm - last).abs() > JUMP * (training - before)) {
                 self.w_q.clear();
             }
             self.w_q.push(training, norm, window);
+            self.grown = Some(step);
             self.growth = self.w_q.slope(context.points);
             if let Some(share) = self.growth {
                 gate(AlarmKind::Growth, share, options.growth, share < CLEAR * options.growth, hold, &|| {
@@ -181,6 +189,6 @@ impl Head {
         for window in [&mut self.w_q, &mut self.logits, &mut self.repeated, &mut self.bias] {
             window.clear();
         }
-        (self.signs, self.growth) = (Signs::default(), None);
+        (self.signs, self.growth, self.grown) = (Signs::default(), None, None);
     }
 }
