@@ -79,7 +79,8 @@ fn main() -> sigmascale::Result<()> {
         let (run, records) = read_records(Path::new(&file))?;
         let history = History::new(run, records.clone());
         let name = Path::new(&file).file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        println!("held-out,{name},,,{},{}", history.steps.len(), verdict(&history, &records)?);
+        let part = if name.contains("tuning") { "tuning" } else { "held-out" };
+        println!("{part},{name},,,{},{}", history.steps.len(), verdict(&history, &records)?);
     }
     Ok(())
 }

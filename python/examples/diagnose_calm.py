@@ -13,20 +13,30 @@ import pathlib
 import subprocess
 import sys
 
-# Style, policy, width, layers, heads, KV heads, peak rate, seed.
+# Part, style, policy, width, layers, heads, KV heads, peak rate, seed. Thresholds were chosen on those marked `tuning`.
 RUNS = [
-    ("llama", "geometry", 64, 2, 2, 1, 1e-3, 0),
-    ("llama", "geometry", 64, 2, 2, 1, 3e-3, 1),
-    ("llama", "geometry", 128, 2, 4, 2, 1e-3, 2),
-    ("llama", "geometry", 128, 3, 4, 4, 3e-4, 3),
-    ("gpt2", "geometry", 64, 2, 4, 4, 1e-3, 4),
-    ("gpt2", "geometry", 128, 2, 4, 4, 3e-3, 5),
-    ("llama", "delayed-te", 64, 2, 2, 2, 1e-3, 6),
-    ("llama", "delayed-te", 128, 2, 4, 2, 3e-3, 7),
-    ("gpt2", "delayed-te", 64, 3, 2, 2, 3e-4, 8),
-    ("llama", "current", 64, 2, 4, 2, 1e-3, 9),
-    ("gpt2", "current", 64, 2, 2, 2, 3e-3, 10),
-    ("llama", "geometry", 96, 4, 3, 3, 1e-3, 11),
+    ("tuning", "llama", "geometry", 64, 2, 2, 1, 1e-3, 0),
+    ("tuning", "llama", "geometry", 64, 2, 2, 1, 3e-3, 1),
+    ("tuning", "llama", "geometry", 128, 2, 4, 2, 1e-3, 2),
+    ("tuning", "llama", "geometry", 128, 3, 4, 4, 3e-4, 3),
+    ("tuning", "gpt2", "geometry", 64, 2, 4, 4, 1e-3, 4),
+    ("tuning", "gpt2", "geometry", 128, 2, 4, 4, 3e-3, 5),
+    ("tuning", "llama", "delayed-te", 64, 2, 2, 2, 1e-3, 6),
+    ("tuning", "llama", "delayed-te", 128, 2, 4, 2, 3e-3, 7),
+    ("tuning", "gpt2", "delayed-te", 64, 3, 2, 2, 3e-4, 8),
+    ("tuning", "llama", "current", 64, 2, 4, 2, 1e-3, 9),
+    ("tuning", "gpt2", "current", 64, 2, 2, 2, 3e-3, 10),
+    ("tuning", "llama", "geometry", 96, 4, 3, 3, 1e-3, 11),
+    ("heldout", "llama", "geometry", 64, 2, 2, 1, 1e-3, 20),
+    ("heldout", "llama", "geometry", 64, 2, 4, 2, 2e-3, 21),
+    ("heldout", "llama", "geometry", 96, 2, 3, 3, 1e-3, 22),
+    ("heldout", "llama", "geometry", 128, 2, 4, 2, 5e-4, 23),
+    ("heldout", "llama", "geometry", 64, 3, 2, 2, 3e-4, 24),
+    ("heldout", "gpt2", "geometry", 64, 2, 2, 2, 1e-3, 25),
+    ("heldout", "gpt2", "geometry", 96, 2, 3, 3, 3e-3, 26),
+    ("heldout", "llama", "current", 64, 2, 2, 1, 2e-3, 27),
+    ("heldout", "gpt2", "current", 64, 3, 4, 4, 1e-3, 28),
+    ("heldout", "llama", "geometry", 64, 2, 2, 1, 5e-3, 29),
 ]
 
 
@@ -38,8 +48,8 @@ def main():
     args = parser.parse_args()
     args.to.mkdir(parents=True, exist_ok=True)
     script = str(pathlib.Path(__file__).with_name("train_gpt.py"))
-    for style, policy, width, layers, heads, kv_heads, rate, seed in RUNS:
-        name = f"gpt-{style}-{policy}-w{width}-l{layers}-h{heads}-lr{rate:g}-seed{seed}"
+    for part, style, policy, width, layers, heads, kv_heads, rate, seed in RUNS:
+        name = f"gpt-{part}-{style}-{policy}-w{width}-l{layers}-h{heads}-lr{rate:g}-seed{seed}"
         record = args.to / f"{name}.jsonl"
         if record.exists():
             continue
