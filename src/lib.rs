@@ -32,6 +32,7 @@
 //! | write and audit checkpoints of serving engines | [`serving`] |
 //! | keep scales up to date in a training loop | [`runtime`], [`policy`], [`plan`], [`stats`] |
 //! | compare scaling policies | [`stress`] |
+//! | find the head that makes a training run fail | [`diagnose`], over the record of [`history`] |
 //! | compute FP8 attention on the CPU, with Hopper's accumulators | [`attention`], [`fp8`] |
 //! | run on a GPU | `device`, `cuda` (cargo feature `cuda`) |
 //! | train small models under any policy | `train` (cargo feature `train`) |
@@ -51,6 +52,7 @@ pub mod cli;
 pub mod cuda;
 #[cfg(feature = "cuda")]
 pub mod device;
+pub mod diagnose;
 mod error;
 pub mod file;
 pub mod forward;

@@ -163,7 +163,7 @@ def _has(module, path):
 
 
 def clip(parameters, most):
-    """`clip_grad_norm_` of parameters on several meshes."""
+    """`clip_grad_norm_` of parameters on several meshes; the norm before."""
     groups = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -174,3 +174,4 @@ def clip(parameters, most):
     total = torch.stack(norms).norm()
     for group in groups.values():
         torch.nn.utils.clip_grads_with_norm_(group, most, total)
+    return total

@@ -10,6 +10,19 @@ else:
 
 Policy = Literal["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"]
 Operand = Literal["logit", "q", "k", "v", "o"]
+AlarmKind = Literal[
+    "delta-bias",
+    "repeated-maxima",
+    "saturation",
+    "growth",
+    "logit-limit",
+    "bound-exceeded",
+    "entropy-collapse",
+    "loss-scale",
+    "skipped-steps",
+    "loss-spike",
+    "non-finite-loss",
+]
 EngineName = Literal["vllm", "sglang", "trtllm", "mistralrs"]
 Verdict = Literal[
     "safe", "overflow", "missing", "default", "rounded_below", "foreign", "invalid", "not_loaded", "unbounded"
@@ -280,6 +293,73 @@ class TraceRow(TypedDict):
     sqnr_db: float | None
     output_bias: float | None
     softmax_kl: float | None
+
+
+class Alarm(TypedDict):
+    """An alarm; ``layer`` and ``head`` are None where it concerns the whole run, ``cleared`` while it is up."""
+
+    kind: AlarmKind
+    layer: int | None
+    head: int | None
+    since: int
+    raised: int
+    cleared: int | None
+    value: float | None
+    limit: float | None
+    message: str
+    source: str
+
+
+class Advice(TypedDict):
+    """What to do about one kind of alarm, in these layers."""
+
+    kind: AlarmKind
+    layers: list[int]
+    action: str
+    source: str
+
+
+class Thresholds(TypedDict):
+    """Thresholds of the alarms."""
+
+    logit_limit: float
+    window: int
+    hold: int
+    growth: float
+    repeated: float
+    bias: float
+    false_alarms: float
+    entropy: float
+    saturated: float
+    loss_scale: int
+    skipped: float
+    loss: float
+
+
+class Span(TypedDict):
+    """First and last value of a quantity, and its growth per step over the last window."""
+
+    first: float
+    last: float
+    per_step: float | None
+
+
+class HeadReport(TypedDict):
+    """One query head of a run; what was not recorded is None."""
+
+    layer: int
+    head: int
+    w_q: Span | None
+    sigma: Span | None
+    growth: float | None
+    bound: float | None
+    logit_max: float | None
+    reaches_limit: int | None
+    repeated: float | None
+    delta_bias: float | None
+    entropy: float | None
+    utilization: float | None
+    saturated: float | None
 
 
 class OperandCertificate(TypedDict):

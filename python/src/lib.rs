@@ -4,6 +4,7 @@
 
 mod attention;
 mod device;
+mod diagnose;
 mod errors;
 mod host;
 mod latent;
@@ -23,6 +24,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(offline::calibrate, module)?)?;
     module.add_function(wrap_pyfunction!(offline::inspect, module)?)?;
     module.add_function(wrap_pyfunction!(offline::stress, module)?)?;
+    module.add_function(wrap_pyfunction!(diagnose::diagnose, module)?)?;
+    module.add_class::<diagnose::Alarms>()?;
     module.add_function(wrap_pyfunction!(offline::export_scales, module)?)?;
     module.add_function(wrap_pyfunction!(offline::layout, module)?)?;
     module.add_function(wrap_pyfunction!(offline::presets, module)?)?;

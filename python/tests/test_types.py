@@ -93,6 +93,8 @@ def test_results_have_the_keys_and_values_of_their_types(tmp_path):
     audit = sigmascale.verify(tmp_path / "out")
     for one in [audit, *audit["others"]]:
         whole(one, "Audit", seen, set() if one is audit else {"others"})
+    whole(sigmascale.diagnose([MODEL, MODEL], lr=1e-3), "Diagnosis", seen)
+    whole(sigmascale.diagnose(ROOT / "data" / "runs" / "low-precision.jsonl"), "Diagnosis", seen)
     # No type lists a key that no result has; those of other models are named.
     kinds = {name: kind for name, kind in vars(_types).items() if hasattr(kind, "__required_keys__")}
     listed = {(name, key) for name, kind in kinds.items() for key in get_type_hints(kind)}
@@ -119,6 +121,8 @@ rank = sigmascale.inspect("x")["layers"][0]["stable_rank"]
 mean: float = rank["mean"] if rank else 0.0
 first: int | None = sigmascale.stress("refit", "x")["policies"][0]["first_bad_step"]
 page: str = sigmascale.verify("x").to_html()
+lead: int | None = sigmascale.diagnose(["x", "y"], lr=1e-3)["lead"]
+last = [head["w_q"]["last"] for head in sigmascale.diagnose("x")["heads"] if head["w_q"]]
 safe: bool = sigmascale.export("x", "y", "vllm")["layers"][0]["q"]["safe"]
 """
 WRONG = [
@@ -126,6 +130,7 @@ WRONG = [
     'profile["layers"][0]["k_descales"]',
     'wrong: str = profile["c_star"]["gamma"]',
     'sigmascale.verify("x")["saved"]',
+    'sigmascale.diagnose("x")["head"]',
 ]
 
 

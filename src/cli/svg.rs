@@ -30,7 +30,6 @@ impl Axis {
     }
 
     /// Linear, over values of any sign.
-    #[cfg(any(test, feature = "train"))]
     pub fn linear(values: impl Iterator<Item = f64>) -> Self {
         let values: Vec<f64> = values.filter(|x| x.is_finite()).collect();
         if values.is_empty() {

@@ -263,7 +263,7 @@ pub fn low_precision(options: &LowPrecisionOptions) -> Result<History> {
     let mut head = Head::new(options, &mut rng);
     let zeros = || -> [Weights; 3] { std::array::from_fn(|_| vec![0.0; D * FEATURES]) };
     let (mut first, mut second) = (zeros(), zeros());
-    let info = LayerInfo { layer: 0, heads: 1, kv_heads: 1, head_dim: D };
+    let info = LayerInfo { layer: 0, heads: 1, kv_heads: 1, head_dim: D, width: Some(FEATURES) };
     let name = serde_json::to_string(options).ok();
     let run = RunInfo { format: FORMAT, source: "lab".into(), name, version: None, layers: vec![info] };
     let mut history = History { run, ..History::default() };

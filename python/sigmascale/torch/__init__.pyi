@@ -237,7 +237,9 @@ class Monitor:
         on_alarm: Callable[[_Event], object] | None = None,
         resume: bool = False,
         first_step: int = 0,
+        thresholds: Mapping[str, float] | None = None,
     ) -> None: ...
+    def diagnosis(self) -> dict[str, Any]: ...
     def step(
         self,
         loss: _Number | None = None,

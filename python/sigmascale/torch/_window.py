@@ -12,8 +12,8 @@ from ._casts import MAX
 
 
 class Window:
-    """Maxima and counts of the calls since the last :meth:`take`, over any number of refreshes. Nothing is read by the host before
-    that."""
+    """Maxima and counts of the calls since the last :meth:`take`, over any number of refreshes. Nothing is read by the
+    host before that."""
 
     def __init__(self, runtime):
         if runtime.telemetry == "off":
@@ -61,11 +61,11 @@ class Window:
 
     @torch.no_grad()
     def take(self, *others):
-        """A dict of NumPy arrays ``(n_q_heads,)`` for each layer, and the values of ``others``, device tensors, all in one copy to the
-        host. Then the window is empty.
+        """A dict of NumPy arrays ``(n_q_heads,)`` for each layer, and the values of ``others``, device tensors, all in
+        one copy to the host. Then the window is empty.
 
-        ``logit_max``: the largest |logit|. ``utilization``: the largest amax / (448 descale) of q, k and v. ``saturated``: the share
-        of their values with |x / descale| > 448. What was not reported is left out.
+        ``logit_max``: the largest |logit|. ``utilization``: the largest amax / (448 descale) of q, k and v.
+        ``saturated``: the share of their values with |x / descale| > 448. What was not reported is left out.
         """
         runtime = self._runtime()
         with torch.inference_mode(False):

@@ -158,6 +158,7 @@ fn loss_figures(run: &StressResult, training: &Training, casts: Casts) -> Vec<Fi
         let values = curves_of.iter().flat_map(|(_, points)| points).map(|point| point.1).chain(limit);
         let frame = Frame {
             axis: Axis::linear(values),
+            first: 0,
             last: run.steps.saturating_sub(1).max(1),
             over: "step",
             limit,
@@ -200,6 +201,7 @@ fn overflow_figure(run: &StressResult, training: &Training) -> Figure {
     let most = all.iter().filter_map(|(_, points)| points.last()).map(|point| point.1).fold(1.0, f64::max);
     let frame = Frame {
         axis: Axis::linear([0.0, most].into_iter()),
+        first: 0,
         last: run.steps.saturating_sub(1).max(1),
         over: "step",
         limit: None,
