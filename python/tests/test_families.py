@@ -1,11 +1,8 @@
-"""Bounds against the classes of Hugging Face transformers: small models of every family, attacked at their own attention call.
+"""Bounds against the classes of Hugging Face transformers: small models, attacked at their own attention call.
 
 Each layer's input is free. Gradient ascent through the class's own norm, projections, rotation and QK-norm looks for the inputs with
 the largest q, k, v and logits, and none may exceed the bounds of `calibrate`. What comes close shows that the bounds are of this model.
 """
-
-import pathlib
-import re
 
 import pytest
 
@@ -92,8 +89,21 @@ for name in ("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v
     EXTRA[name] = LATENT
 for name in ("longcat_flash", "minicpm3", "mistral4", "youtu"):
     EXTRA[name] = LATENT
-# Logit bounds that ascent stays further below.
-LOOSE = {}
+# Not every family of the guide: those whose small models were attacked so far.
+FAMILIES = [
+    "afmoe",
+    "apertus",
+    "arcee",
+    "axk1",
+    "bitnet",
+    "cohere2_moe",
+    "gemma3n_text",
+    "lfm3",
+    "minimax_m3_vl_text",
+    "modernbert-decoder",
+    "phi4_multimodal",
+    "roberta-prelayernorm",
+]
 # Their attention reads the norm behind the layer before: only the input of the first is free.
 POST_NORM = {"bert", "roberta", "xlm-roberta"}
 # Their first layer reads the norm of the embeddings.
@@ -213,20 +223,11 @@ def attacked(config, folder):
     return ratios
 
 
-def listed():
-    """Model types of the guide that transformers has, wrappers of a text model left out: that is in the list itself."""
-    guide = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
-    names = re.findall("`([^`]+)`", guide.split("Supported:")[1].split("Refused:")[0])
-    assert len(names) > 100
-    kinds = {name: transformers.CONFIG_MAPPING[name] for name in names if name in transformers.CONFIG_MAPPING}
-    return [name for name, kind in kinds.items() if "text_config" not in kind.__dataclass_fields__]
-
-
-@pytest.mark.parametrize("model_type", listed())
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_no_input_passes_a_bound(model_type, tmp_path):
     ratios = attacked(config_of(model_type), tmp_path)
     for name, rows in ratios.items():
         reached = [row.max().item() for row in rows]
         assert max(reached, default=0.0) <= 1.0 + 1e-4, (name, reached)
         # Ascent comes close, so the bounds are of this model.
-        assert not reached or max(reached) >= (LOOSE.get(model_type, 0.5) if name == "logit" else 0.75), (name, reached)
+        assert not reached or max(reached) >= (0.5 if name == "logit" else 0.75), (name, reached)
