@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib.metadata
 import math
 import statistics
@@ -316,7 +317,7 @@ def contenders(table):
 
 
 def capture(launch, sets):
-    """A graph of one launch per set."""
+    """A graph of one launch per set, and what it runs on: replays use the memory of the launches."""
     for i in range(sets):
         launch(i)
     torch.cuda.synchronize()
@@ -325,7 +326,7 @@ def capture(launch, sets):
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for i in range(sets):
             launch(i)
-    return graph
+    return graph, launch
 
 
 def replay_ms(graph, sets, milliseconds):
@@ -398,7 +399,7 @@ def compare(table, case, options, smi):
     for turn in range(options.rounds):
         for name in list(graphs)[:: -1 if turn % 2 else 1]:
             with smi.of(name):
-                times[name].append(replay_ms(graphs[name], options.sets, options.milliseconds))
+                times[name].append(replay_ms(graphs[name][0], options.sets, options.milliseconds))
     for name in {**graphs, **reasons}:
         if name in reasons:
             print(f"{name},{case.row},,,,,,,  # {reasons[name]}", flush=True)
@@ -515,6 +516,8 @@ def main():
             for causal in options.causal.split(","):
                 case = Case(heads_q, heads_kv, dim, seqlen, max(1, options.tokens // seqlen), causal == "1")
                 compare(options.table, case, options, smi)
+                # Old graphs must not be destroyed while a new one is captured.
+                gc.collect()
                 torch.cuda.empty_cache()
     smi.close()
 

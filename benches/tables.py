@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """Writes the tables of the guides from the dated records in benches/records, with the standard library alone.
 
-    tables.py            rewrites every table between `<!-- table: NAME -->` and `<!-- end of table -->` in docs/*.md and README.md
+    tables.py            rewrites every table between `<!-- table: NAME -->` and `<!-- end of table -->` in README.md and docs/*.md
     tables.py --check    changes nothing; exits with 1 and names the tables that do not agree with their records
+
+Pictures are drawn by the scripts in docs/figures.
 """
 
 import csv
+import math
 import pathlib
 import re
 import sys
@@ -14,6 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benches" / "records"
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 MODELS = {"gpt2-xl": "GPT-2 XL", "mistral-7b": "Mistral-7B", "llama-2-13b": "Llama-2-13B", "llama-2-70b": "Llama-2-70B"}
+SHAPE = ("heads_q", "heads_kv", "head_dim", "seqlen")
 LAYERS = {"gpt2-xl": 48, "mistral-7b": 32, "llama-2-13b": 40, "llama-2-70b": 80}
 
 
@@ -40,20 +44,31 @@ def markdown(header, rows):
 
 
 def three(value):
-    """Three digits."""
+    """Three digits; below 1, three decimals."""
     value = float(value)
-    digits = max(0, 2 - len(str(int(value))) + (1 if value >= 1 else 0))
-    return f"{value:.{digits}f}" if value >= 1 else f"{value:.2f}"
-
-
-def pair(rows, value, **shape):
-    """Full and causal."""
-    return " / ".join(value(find(rows, **shape, causal=causal)) for causal in (0, 1))
+    return f"{value:.{max(0, 3 - len(str(int(value)))) if value >= 1 else 3}f}"
 
 
 def heads(row):
     q, kv, d = row
     return f"{q} query, {kv} KV, of {d}"
+
+
+def weight_spike():
+    names = {
+        "geometry": ("Sigmascale (`geometry`)", "the weights"),
+        "current": ("current scaling (`current`)", "an additional pass over q, k and v"),
+        "delayed-te": ("delayed scaling, TransformerEngine's settings (`delayed-te`)", "earlier steps"),
+        "delayed-paper": ("delayed scaling, the paper's settings (`delayed-paper`)", "earlier steps"),
+    }
+    rows, table = record("2026-11-23-weight-spike-policies.csv"), []
+    for policy, (name, needs) in names.items():
+        row = find(rows, policy=policy)
+        steps = [f"{row[column]} of {row['steps']}" for column in ("overflow_steps", "clipped_steps")]
+        sqnr = [f"{float(row[column]):.1f} dB" for column in ("sqnr_db", "sqnr_worst_step_db")]
+        table.append([name, needs, *steps, f"{float(row['max_utilization']):.2f}", *sqnr])
+    header = ["scaling policy", "needs", "steps with overflow", "with clipping", "largest utilization", "output SQNR, median"]
+    return markdown([*header, "in the worst step"], table)
 
 
 def scale_pass():
@@ -68,27 +83,112 @@ def scale_pass():
     return markdown(["", *MODELS.values()], [*table, ["layers", *LAYERS.values()]])
 
 
-def attention_forward():
-    rows = record("2026-11-22-attention-accumulators-h200.csv")
-    table = []
-    for shape, accumulators in (((64, 8, 128), ("fp8_256", "f16")), ((32, 32, 64), ("fp8_256",))):
-        for i, accumulator in enumerate(accumulators):
-            where = dict(zip(("heads_q", "heads_kv", "head_dim"), shape))
-            ms = lambda row: three(float(row["before_ms"]) * float(row[accumulator]))
-            cells = [pair(rows, ms, **where, seqlen=keys) for keys in (1024, 4096, 16384)]
-            table.append([heads(shape) if i == 0 else "", f"`{accumulator.replace('_', '-')}`", *cells])
-    return markdown(["heads", "P V", "1k keys", "4k", "16k"], table)
+# Beside other libraries: records of benches/peers.py.
 
 
-def attention_peers():
-    rows = record("2026-11-21-attention-h200.csv")
-    table = []
-    for shape in ((64, 8, 128), (32, 32, 64)):
-        for i, keys in enumerate((4096, 16384)):
-            where = dict(zip(("heads_q", "heads_kv", "head_dim"), shape))
-            cells = [pair(rows, lambda r: f"{float(r[c]):.2f}", **where, keys=keys) for c in ("sigmascale_ms", "cudnn_ms", "fa3_ms")]
-            table.append([heads(shape) if i == 0 else "", keys, *cells])
-    return markdown(["heads", "keys", "this kernel", "cuDNN FP8", "FlashAttention-3 FP8"], table)
+def peers(name):
+    return record(f"2026-11-23-peers-{name}-h200.csv")
+
+
+def shapes(rows):
+    """Heads, head dimension and lengths of a record, in its order."""
+    return list(dict.fromkeys((row["heads_q"], row["heads_kv"], row["head_dim"], row["seqlen"]) for row in rows))
+
+
+def ratio(time, other):
+    """How many times as fast: ratio of medians, and the least and the largest that the rounds allow. Rounded down."""
+    down = lambda x: f"{math.floor(100 * x) / 100:.2f}"
+    value = lambda a, b: float(other[a]) / float(time[b])
+    return f"{down(value('ms', 'ms'))} ({down(value('low', 'high'))} to {down(value('high', 'low'))})"
+
+
+def spread(row):
+    """Median, least and largest."""
+    return f"{three(row['ms'])} ({three(row['low'])} to {three(row['high'])})"
+
+
+def comparison(name, columns):
+    """A row per call: ours in ms, then our speed relative to others; `columns` are pairs of contenders, ours and the other."""
+    rows, table, last = peers(name), [], None
+    for shape in shapes(rows):
+        for causal in (0, 1):
+            of = lambda kernel: find(rows, kernel=kernel, causal=causal, **dict(zip(SHAPE, shape)))
+            ours = of("sigmascale")
+            call = f"{ours['batch']} x {shape[3]}, {('full', 'causal')[causal]}"
+            cells = [ratio(of(a), of(b)) for a, b in columns]
+            first = heads(shape[:3]) if shape[:3] != last else ""
+            table.append([first, call, spread(ours), *cells, f"{ours['watts']}, {ours['mhz']}"])
+            last = shape[:3]
+    return table
+
+
+def forward():
+    pairs = [(ours, peer) for peer in ("cudnn", "fa3") for ours in ("sigmascale", "sigmascale+reorder")]
+    header = ["heads", "call", "ms", "speed (cuDNN = 1)", "with reordering", "speed (FlashAttention-3 = 1)", "with reordering"]
+    return markdown([*header, "W, MHz"], comparison("forward", pairs))
+
+
+def from_bf16():
+    others = {
+        "cudnn+cast": "speed (cuDNN FP8 = 1)",
+        "cudnn+current": "its scales current",
+        "fa3+cast": "speed (FlashAttention-3 FP8 = 1)",
+        "fa3+current": "its scales current",
+        "cudnn-bf16": "speed (cuDNN BF16 = 1)",
+    }
+    rows = comparison("from-bf16", [("sigmascale", other) for other in others])
+    return markdown(["heads", "call", "ms", *others.values(), "W, MHz"], rows)
+
+
+def training():
+    rows, table, last = peers("training"), [], None
+    for shape in shapes(rows):
+        of = lambda kernel, causal: find(rows, kernel=kernel, causal=causal, **dict(zip(SHAPE, shape)))
+        ours, other = ([of(kernel, causal) for causal in (0, 1)] for kernel in ("sigmascale", "cudnn-bf16"))
+        first = heads(shape[:3]) if shape[:3] != last else ""
+        times = [cell for a, b in zip(ours, other) for cell in (spread(a), ratio(a, b))]
+        mib = [row[0]["mib"] for row in (ours, other)]
+        power = "; ".join(f"{row['watts']}, {row['mhz']}" for row in ours)
+        call = f"{ours[0]['batch']} x {shape[3]}"
+        table.append([first, call, *times, *mib, power])
+        last = shape[:3]
+    header = ["heads", "call", "full, ms", "speed (BF16 = 1)", "causal, ms", "speed (BF16 = 1)", "MiB", "BF16, MiB"]
+    return markdown([*header, "W, MHz: full; causal"], table)
+
+
+BIAS = {"sigmascale f16": "`f16`", "sigmascale fp8-256": "`fp8-256`", "fa3": "FlashAttention-3 FP8", "cudnn": "cuDNN FP8"}
+
+
+def percent(row):
+    """The signed error: three digits, at most four decimals."""
+    value = 100 * float(row["signed_error"])
+    return f"{value:.{min(4, 2 - math.floor(math.log10(abs(value))))}f} %"
+
+
+def bias():
+    rows, table = peers("bias"), []
+    for keys in ("4096", "16384", "65536"):
+        for mean in ("0.1", "0.3", "1.0", "3.0"):
+            cells = [percent(find(rows, kernel=kernel, keys=keys, mean_of_v=mean)) for kernel in BIAS]
+            table.append([keys if mean == "0.1" else "", f"{float(mean):g}", *cells])
+    return markdown(["keys", "mean of V", *BIAS.values()], table)
+
+
+def summary():
+    """The README's: what a call loses, and a training step."""
+    biases, steps, table = peers("bias"), peers("training"), []
+    for keys in (16384, 65536):
+        cells = [percent(find(biases, kernel=kernel, keys=keys, mean_of_v="1.0")) for kernel in BIAS]
+        name = f"bias of the output, {keys // 1024}k keys, V ~ N(1, 1)"
+        table.append([name, f"{cells[0]}; `fp8-256` {cells[1]}", *cells[2:], "–"])
+    for shape in (("64", "8", "128", "16384"), ("32", "32", "128", "2048")):
+        of = lambda kernel: find(steps, kernel=kernel, causal=1, **dict(zip(SHAPE, shape)))
+        ours, other = of("sigmascale"), of("cudnn-bf16")
+        name = f"training step of attention, {heads(shape[:3])}, {ours['batch']} x {shape[3]}, causal"
+        table.append([f"{name}, ms", spread(ours), "–", "–", spread(other)])
+        table.append(["memory of it, MiB", ours["mib"], "–", "–", other["mib"]])
+    header = ["one H200", "Sigmascale `f16`", "FlashAttention-3 FP8", "cuDNN FP8", "cuDNN BF16"]
+    return markdown(header, table)
 
 
 def attention_calls():
@@ -105,17 +205,6 @@ def attention_calls():
     shown = lambda value: f"{value:.2f}" if value > 0.6 else f"{value:.3f}"
     table = [[name, shown(ms(k, q, kernel)), shown(ms(k, q, "fp8"))] for name, (k, q, kernel) in calls.items()]
     return markdown(["call", "ms", "the same dense, ms"], table)
-
-
-def training_kernel():
-    rows = record("2026-11-22-attention-training-step-h200.csv")
-    table = []
-    for shape in ((64, 8, 128), (32, 8, 128), (32, 32, 64)):
-        where = dict(zip(("heads_q", "heads_kv", "head_dim"), shape))
-        short, long = (find(rows, **where, seqlen=seqlen) for seqlen in (2048, 8192))
-        times = [three(row[c]) for row in (short, long) for c in ("e2e_ms", "cudnn_bf16_ms")]
-        table.append([heads(shape), *times, short["e2e_mib"], short["cudnn_bf16_mib"]])
-    return markdown(["heads", "8 x 2048, ms", "cuDNN BF16", "2 x 8192, ms", "cuDNN BF16", "MiB", "cuDNN BF16"], table)
 
 
 def refresh():
@@ -143,7 +232,7 @@ def training_step():
 
 TABLES = {
     f.__name__.replace("_", "-"): f
-    for f in (scale_pass, attention_forward, attention_peers, attention_calls, training_kernel, refresh, training_step)
+    for f in (weight_spike, scale_pass, forward, from_bf16, training, bias, summary, attention_calls, refresh, training_step)
 }
 
 

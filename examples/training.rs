@@ -2,7 +2,7 @@
 //! `cargo run --release --features train --example training -- seeds|peaks|regimes|steps [MODEL] [SEEDS] [ONLY]`.
 //!
 //! `seeds` runs `lr-spike` and `resume` (or ONLY one) in both modes and with both kinds of casts; `peaks` tells how close
-//! training came to the end of the range under the certain bound; `regimes` looks for settings (those with ONLY in their name) in
+//! training came to the end of the range under the worst-case bound; `regimes` looks for settings (those with ONLY in their name) in
 //! which the policy matters; `steps` says how long a step takes here. `data/training` holds the committed results.
 
 use rayon::prelude::*;
@@ -94,9 +94,9 @@ fn seed_tables(model: ModelKind, seeds: u64, only: Option<&str>) -> Result<()> {
     Ok(())
 }
 
-/// Largest |x / descale| under the certain bound, a rate spike included.
+/// Largest |x / descale| under the worst-case bound, a rate spike included.
 fn peaks(model: ModelKind, seeds: u64) -> Result<()> {
-    println!("# {}: largest |x / descale| under the certain bound, {seeds} seeds\n", model.name());
+    println!("# {}: largest |x / descale| under the worst-case bound, {seeds} seeds\n", model.name());
     println!(
         "`lr-spike`, 150 steps: geometry's own run and in shadow on f32. 448 is the end; the bound on logits is mapped"
     );

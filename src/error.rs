@@ -95,7 +95,7 @@ impl Error {
     pub fn is_format(&self) -> bool {
         self.kind == Kind::Format
     }
-    /// True when the input is understood to be outside what can be bounded.
+    /// True for valid input that this crate does not support.
     pub fn is_unsupported(&self) -> bool {
         self.kind == Kind::Unsupported
     }

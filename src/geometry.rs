@@ -160,7 +160,7 @@ pub struct HeadOperator<'a> {
 /// What one pass over a head's weights tells about its channels, in f64.
 #[derive(Clone, Debug, Default)]
 pub struct Channels {
-    /// Mean over the model dimension of `diag(g) W_raw`, zero unless the input is centred.
+    /// Mean over the model dimension of `diag(g) W_raw`, zero unless the input is centered.
     pub mean: Vec<f64>,
     /// `||w_c||^2` of the effective operator.
     pub norm_sq: Vec<f64>,
@@ -462,7 +462,7 @@ impl<'a> HeadOperator<'a> {
         }
     }
 
-    /// Norms, constants and pair products of the channels: one read of the weights, two where the input is centred.
+    /// Norms, constants and pair products of the channels: one read of the weights, two where the input is centered.
     ///
     /// # Errors
     /// If a weight, or a sum of them, is not finite, or if squares underflow; the message names tensor, head and channel.
@@ -610,7 +610,7 @@ impl<'a> HeadOperator<'a> {
     }
 }
 
-/// Dot product in eight chains, so that it vectorises.
+/// Dot product in eight chains, so that it vectorizes.
 pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
     let mut sums = [0.0; 8];
     let (a8, b8) = (a.chunks_exact(8), b.chunks_exact(8));

@@ -1,10 +1,11 @@
-//! The record of a training run, which `diagnose` reads: JSON Lines, one object per line, appended while the run goes on.
+//! The record of a training run, which `diagnose` reads: JSON Lines, one object per line, appended while the run goes
+//! on.
 //!
 //! ```text
-//! {"kind": "run", "format": 1, "source": "monitor", "layers": [{"layer": 0, "heads": 12, "kv_heads": 12, "head_dim": 64}]}
+//! {"kind": "run", "format": 1, "source": "monitor", "layers": [{"layer": 0, "heads": 12, "width": 768, ..}]}
 //! {"kind": "step", "step": 10, "loss": 4.1, "grad_norm": 0.8, "lr": 6e-4, "loss_scale": 65536.0, "skipped": false}
 //! {"kind": "layer", "step": 10, "layer": 0, "sigma": [..], "w_q": [..], "bound": [..], "logit_max": [..], ..}
-//! {"kind": "event", "step": 12, "name": "alarm", "layer": 0, "head": 8, "message": ".."}
+//! {"kind": "event", "step": 12, "name": "alarm", "alarm": "growth", "layer": 0, "head": 8, "message": ".."}
 //! ```
 //!
 //! A quantity that was not measured is left out. Values that JSON cannot hold are written as `null` and read as NaN.
@@ -30,6 +31,17 @@ pub enum Record {
     Layer(LayerRecord),
     /// Something that happened once.
     Event(Event),
+}
+
+impl Record {
+    /// Reads one line.
+    ///
+    /// # Errors
+    /// `is_format` if it is no record.
+    pub fn parse(line: &str) -> Result<Self> {
+        serde_json::from_str(line)
+            .map_err(|e| Error::format(Path::new("record of a run"), format_args!("a line is no record: {e}")))
+    }
 }
 
 /// What was recorded, and of which layers.
@@ -60,6 +72,9 @@ pub struct LayerInfo {
     pub kv_heads: usize,
     /// Channels per head of Q and K.
     pub head_dim: usize,
+    /// Channels of the layer's input: the columns of W_Q. The growth of W_Q cannot be judged without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub width: Option<usize>,
 }
 
 /// What the optimizer saw in one step.
@@ -136,6 +151,9 @@ pub struct Event {
     /// Query head, if it concerns one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head: Option<usize>,
+    /// Kind of the alarm, for `alarm` and `clear`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub alarm: Option<String>,
     /// One sentence.
     #[serde(default)]
     pub message: String,
@@ -164,52 +182,74 @@ pub struct History {
     pub events: Vec<Event>,
 }
 
+/// Reads a file: its first line, and the records after it in their order.
+///
+/// # Errors
+/// `is_io`; `is_format` with the line's number if a line other than an unfinished last one is no record, if the first
+/// is not `run`, if the format is of a later version, or if a record names a layer or a number of heads that the first
+/// line does not.
+pub fn read_records(path: &Path) -> Result<(RunInfo, Vec<Record>)> {
+    let file = std::fs::File::open(path).map_err(|e| Error::io(path, "read", e))?;
+    let mut reader = BufReader::new(file);
+    let mut run: Option<RunInfo> = None;
+    let mut records = Vec::new();
+    let mut line = String::new();
+    for number in 1usize.. {
+        line.clear();
+        reader.read_line(&mut line).map_err(|e| Error::io(path, "read", e))?;
+        if line.is_empty() {
+            break;
+        }
+        if line.trim().is_empty() {
+            continue;
+        }
+        let record = match serde_json::from_str::<Record>(&line) {
+            Ok(record) => record,
+            Err(_) if !line.ends_with('\n') && run.is_some() => break,
+            Err(e) => return Err(Error::format(path, format_args!("line {number} is not a record of a run: {e}"))),
+        };
+        match (&run, record) {
+            (None, Record::Run(first)) if first.format == FORMAT => run = Some(first),
+            (None, Record::Run(first)) => {
+                return Err(Error::format(path, format_args!("expected format {FORMAT}, got {}", first.format)));
+            }
+            (None, _) => return Err(Error::format(path, r#"expected a first line of kind "run""#)),
+            (Some(_), Record::Run(_)) => {
+                return Err(Error::format(path, format_args!("line {number} is a second line of kind \"run\"")));
+            }
+            (Some(run), record) => {
+                if let Record::Layer(layer) = &record {
+                    run.check(layer).map_err(|rule| Error::format(path, format_args!("line {number}: {rule}")))?;
+                }
+                records.push(record);
+            }
+        }
+    }
+    Ok((run.ok_or_else(|| Error::format(path, "the file is empty: expected a record of a run"))?, records))
+}
+
 impl History {
     /// Reads a file.
     ///
     /// # Errors
-    /// `is_io`; `is_format` with the line's number if a line other than an unfinished last one is no record, if the first is not
-    /// `run`, if the format is of a later version, or if a record names a layer or a number of heads that the first line does not.
+    /// As [`read_records`].
     pub fn read(path: &Path) -> Result<Self> {
-        let file = std::fs::File::open(path).map_err(|e| Error::io(path, "read", e))?;
-        let mut reader = BufReader::new(file);
-        let mut history: Option<Self> = None;
-        let mut line = String::new();
-        for number in 1usize.. {
-            line.clear();
-            reader.read_line(&mut line).map_err(|e| Error::io(path, "read", e))?;
-            if line.is_empty() {
-                break;
-            }
-            if line.trim().is_empty() {
-                continue;
-            }
-            let record = match serde_json::from_str::<Record>(&line) {
-                Ok(record) => record,
-                Err(_) if !line.ends_with('\n') && history.is_some() => break,
-                Err(e) => return Err(Error::format(path, format_args!("line {number} is not a record of a run: {e}"))),
-            };
-            match (&mut history, record) {
-                (None, Record::Run(run)) if run.format == FORMAT => history = Some(Self { run, ..Self::default() }),
-                (None, Record::Run(run)) => {
-                    return Err(Error::format(path, format_args!("expected format {FORMAT}, got {}", run.format)));
-                }
-                (None, _) => return Err(Error::format(path, r#"expected a first line of kind "run""#)),
-                (Some(_), Record::Run(_)) => {
-                    return Err(Error::format(path, format_args!("line {number} is a second line of kind \"run\"")));
-                }
-                (Some(history), Record::Step(step)) => history.steps.push(step),
-                (Some(history), Record::Layer(layer)) => {
-                    history
-                        .run
-                        .check(&layer)
-                        .map_err(|rule| Error::format(path, format_args!("line {number}: {rule}")))?;
-                    history.layers.push(layer);
-                }
-                (Some(history), Record::Event(event)) => history.events.push(event),
+        let (run, records) = read_records(path)?;
+        Ok(Self::new(run, records))
+    }
+
+    /// Of a first line and the records after it.
+    pub fn new(run: RunInfo, records: Vec<Record>) -> Self {
+        let mut history = Self { run, ..Self::default() };
+        for record in records {
+            match record {
+                Record::Step(step) => history.steps.push(step),
+                Record::Layer(layer) => history.layers.push(layer),
+                Record::Event(event) => history.events.push(event),
+                Record::Run(_) => {}
             }
         }
-        history.ok_or_else(|| Error::format(path, "the file is empty: expected a record of a run"))
+        history
     }
 
     /// Writes the whole file, or nothing.
@@ -233,7 +273,8 @@ impl History {
 }
 
 impl RunInfo {
-    fn check(&self, record: &LayerRecord) -> std::result::Result<(), String> {
+    /// Whether the record is of one of the run's layers and has its number of heads; the broken rule otherwise.
+    pub(crate) fn check(&self, record: &LayerRecord) -> std::result::Result<(), String> {
         let Some(info) = self.layers.iter().find(|info| info.layer == record.layer) else {
             return Err(format!("layer {} is not one of the run's layers", record.layer));
         };
@@ -300,7 +341,7 @@ mod tests {
     use super::*;
 
     fn info() -> RunInfo {
-        let layer = LayerInfo { layer: 3, heads: 2, kv_heads: 1, head_dim: 8 };
+        let layer = LayerInfo { layer: 3, heads: 2, kv_heads: 1, head_dim: 8, width: None };
         RunInfo { format: FORMAT, source: "lab".into(), layers: vec![layer], ..RunInfo::default() }
     }
 

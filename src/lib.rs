@@ -1,8 +1,8 @@
-//! FP8 attention scales from the weights of a model alone.
+//! FP8 attention scales from the weights of a model.
 //!
 //! Sigmascale bounds q, k, v, the attention output and the attention logits of a transformer for every normalized input,
 //! including the rounding errors of the forward pass. The scales that follow need no activation history and no calibration
-//! data, and q, k and v cannot overflow in E4M3.
+//! data, and q, k and v of a normalized input cannot overflow in E4M3.
 //!
 //! Scales of a checkpoint, with one descale per KV head (FlashAttention-3's convention) or one per tensor (cuDNN's):
 //!
@@ -15,7 +15,7 @@
 //! let mut calibration = Calibration::new(checkpoint.spec(), Options::default())?;
 //! for layer in 0..checkpoint.spec().layers.len() {
 //!     let bounds = calibration.layer(checkpoint.layer(layer)?)?;
-//!     let operands = bounds.operands().expect("worst-case bounds include the operands");
+//!     let operands = bounds.operands().expect("the default options include operand bounds");
 //!     assert_eq!(operands.k.len(), 2); // KV heads: divide k by it before the cast
 //!     let k_descale = ScalePlan::per_tensor(&operands.k);
 //!     assert!(k_descale.get() < 0.06);
@@ -32,6 +32,7 @@
 //! | write and audit checkpoints of serving engines | [`serving`] |
 //! | keep scales up to date in a training loop | [`runtime`], [`policy`], [`plan`], [`stats`] |
 //! | compare scaling policies | [`stress`] |
+//! | find the head that makes a training run fail | [`diagnose`], over the record of [`history`] |
 //! | compute FP8 attention on the CPU, with Hopper's accumulators | [`attention`], [`fp8`] |
 //! | run on a GPU | `device`, `cuda` (cargo feature `cuda`) |
 //! | train small models under any policy | `train` (cargo feature `train`) |
@@ -51,6 +52,7 @@ pub mod cli;
 pub mod cuda;
 #[cfg(feature = "cuda")]
 pub mod device;
+pub mod diagnose;
 mod error;
 pub mod file;
 pub mod forward;

@@ -1,4 +1,4 @@
-//! What one layer's FP8 attention call gets: which bound becomes which descale.
+//! Descales of one layer's attention call, and the bounds that they come from.
 
 use crate::bound::{BoundKind, E4M3_MAX, LayerBounds, OperandBound};
 use crate::error::{Error, Result};
@@ -30,7 +30,7 @@ pub struct OperandDescales {
     pub k: Vec<Descale>,
     /// Values.
     pub v: Option<Vec<Descale>>,
-    /// Output: twice that of v, since a softmax row of E4M3 weights may sum to a little over one.
+    /// Output: twice that of v. With weights rounded to E4M3 the output can exceed the largest v by 1/17, and 2 is the next power.
     pub o: Option<Vec<Descale>>,
 }
 
@@ -52,8 +52,8 @@ pub const DEFAULT_ETA: f64 = 0.8;
 const LEAST_ETA: f64 = 1e-6;
 
 impl ScalePlan {
-    /// The plan of one layer: logit descale = bound / (eta 448), with the rounded certain bound for
-    /// [`BoundKind::Certain`]; operand descales always from the certain bounds with rounding; o = 2 v.
+    /// The plan of one layer: logit descale = bound / (eta 448), with the worst-case bound for
+    /// [`BoundKind::Certain`]; operand descales always from the worst-case bounds; o = 2 v.
     ///
     /// # Errors
     /// If eta is not in (0, 1], if the layer does not have that bound, or if a descale leaves the range of f32.
@@ -94,7 +94,7 @@ pub(crate) fn check_eta(eta: f64) -> Result<()> {
 }
 
 impl OperandDescales {
-    /// Descales from the certain operand bounds with rounding, `(B + share A) / 448`, the share from [`RoundingShare`](crate::model::RoundingShare).
+    /// Descales from the worst-case operand bounds, `(B + share A) / 448`, the share from [`RoundingShare`](crate::model::RoundingShare).
     ///
     /// # Errors
     /// If a descale leaves the range of f32.

@@ -1,4 +1,5 @@
-//! Closes the loop: weights, spectrum, bounds, policy, plan, attention, statistics, and back to the policy.
+//! Runs a scaling policy over training steps: bounds from the weights, a plan for the attention call, and the statistics of
+//! the call back to the policy.
 //!
 //! ```text
 //! step: weights changed?  -> geometry -> spectrum -> bounds       (kept until the weights change)
@@ -14,11 +15,11 @@
 //! each policy is where its table in [`crate::policy`] says it starts.
 //!
 //! With [`Estimator::Power`] the state also holds the singular vectors and the bounds that came from them: an estimate
-//! depends on every step before it, so it cannot be had again from the weights alone. A resumed runtime then keeps its
-//! bounds until it is told that the weights changed, and goes on from warm vectors.
+//! depends on every step before it, so it cannot be recomputed from the weights. A resumed runtime then keeps its
+//! bounds until it is told that the weights changed, and continues from warm vectors.
 //!
 //! **Events** go to `tracing`: `scale update` (info; layer, step, policy, tensor, old and new descale), `overflow` (warn;
-//! with counts, for the tensors that the call casts and no others), `not finite` and `beyond the certain bound` (warn),
+//! with counts, for the tensors that the call casts and no others), `not finite` and `beyond the worst-case bound` (warn),
 //! and the policy's own.
 
 mod state;
@@ -37,7 +38,7 @@ use state::check_version;
 pub use state::{LayerState, RuntimeState, STATE_VERSION};
 use tracing::{info, warn};
 
-/// What a runtime is made from, beside the model.
+/// What a runtime is made from, in addition to the model.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RuntimeConfig {
     /// Policy and its parameters.
@@ -45,7 +46,7 @@ pub struct RuntimeConfig {
     /// Union bound of the isotropic bounds (only `geometry-c-star` reads them).
     pub tail: Tail,
     /// Where the norms come from. The paper's power iteration, five iterations cold and one a change of the weights, is
-    /// a lower bound: `geometry` and `auto-c`, which rest on the certain bound, need Grams.
+    /// a lower bound: `geometry` and `auto-c`, which rest on the worst-case bound, need Grams.
     pub estimator: Estimator,
 }
 
@@ -63,7 +64,7 @@ impl RuntimeConfig {
         let certain = matches!(kind, PolicyKind::Geometry | PolicyKind::AutoC);
         if self.estimator == Estimator::Power && certain {
             return Err(Error::argument(format_args!(
-                "policy {kind} rests on the certain bound and needs estimator gram: power iteration is a lower bound"
+                "policy {kind} rests on the worst-case bound and needs estimator gram: power iteration is a lower bound"
             )));
         }
         Ok(())
@@ -111,7 +112,7 @@ pub struct StepOutcome {
     pub recomputed: bool,
 }
 
-/// One layer between two steps.
+/// State of one layer.
 #[derive(Clone, Debug, Default)]
 struct Layer {
     bounds: Option<LayerBounds>,
@@ -120,7 +121,7 @@ struct Layer {
     last: Option<ScalePlan>,
 }
 
-/// A policy at work on one model.
+/// A policy applied to a model.
 ///
 /// ```
 /// use sigmascale::model::{SyntheticModel, SyntheticOptions, preset};
@@ -168,7 +169,7 @@ impl Runtime {
         Self { spec: spec.clone(), config, policy, power, layers: vec![Layer::default(); spec.layers.len()] }
     }
 
-    /// A runtime that goes on from a state. Every layer's weights have to be given again, unless the estimator is power
+    /// A runtime that continues from a state. Every layer's weights have to be given again, unless the estimator is power
     /// and they did not change.
     ///
     /// # Errors
@@ -485,7 +486,7 @@ fn log_report(policy: &str, step: u64, report: &Report, cast: &[Tensor]) {
         }
         if tensor.beyond_bound > 0 {
             let (heads, amax) = (tensor.beyond_bound, f64::from(tensor.amax));
-            warn!(layer, step, policy, tensor = name, heads, amax, "beyond the certain bound");
+            warn!(layer, step, policy, tensor = name, heads, amax, "beyond the worst-case bound");
         }
     }
     for event in &report.events {
@@ -499,7 +500,7 @@ fn log_event(policy: &str, layer: Option<usize>, event: &PolicyEvent) {
             info!(layer, policy, tensor = tensor.name(), head, c, ratio, "constant frozen");
         }
         PolicyEvent::FellBack { tensor, c, head, .. } => {
-            warn!(layer, policy, tensor = tensor.name(), head, c, "back to the certain bound");
+            warn!(layer, policy, tensor = tensor.name(), head, c, "back to the worst-case bound");
         }
         PolicyEvent::Restarted { reason, restarts } => info!(layer, policy, ?reason, restarts, "burn-in restarted"),
         PolicyEvent::Forbidden { reason } => warn!(layer, policy, ?reason, "no constant will be used"),

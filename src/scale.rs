@@ -102,12 +102,12 @@ impl Descale {
 }
 
 impl QuantScale {
-    /// A quantisation scale from its value.
+    /// A quantization scale from its value.
     ///
     /// # Errors
     /// If `value` is not finite and greater than zero.
     pub fn new(value: f32) -> Result<Self> {
-        positive(value, "quantisation scale").map(Self)
+        positive(value, "quantization scale").map(Self)
     }
 
     /// The value.

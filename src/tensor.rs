@@ -50,7 +50,7 @@ impl Dtype {
     }
 }
 
-/// Dequantisation multipliers of an FP8 matrix, one for each `block.0 x block.1` tile (a whole-tensor scale is one tile,
+/// Dequantization multipliers of an FP8 matrix, one for each `block.0 x block.1` tile (a whole-tensor scale is one tile,
 /// a per-channel scale has tiles of one row).
 #[derive(Clone, Debug)]
 pub struct BlockScale {
@@ -119,7 +119,7 @@ impl<'a> MatrixView<'a> {
         Self::dense(bytemuck::cast_slice(values), Dtype::F64, rows, cols)
     }
 
-    /// The same matrix with dequantisation multipliers (before any slicing or transposition).
+    /// The same matrix with dequantization multipliers (before any slicing or transposition).
     ///
     /// # Errors
     /// If the tiles do not cover the matrix: each side at least 1, and a value for every tile.
@@ -240,7 +240,7 @@ impl<'a> MatrixView<'a> {
                         }
                     }
                 } else {
-                    // Conv1D storage: neighbouring rows are neighbouring bytes, so they go in the inner loop.
+                    // Conv1D storage: neighboring rows are neighboring bytes, so they go in the inner loop.
                     for (c, col) in cols.clone().enumerate() {
                         for (r, row) in rows.clone().enumerate() {
                             let first = at(row, col);

@@ -18,7 +18,7 @@ const LAYERS: &[&[&str]] = &[
     &["policy", "attention", "serving"],
     &["runtime", "cuda"],
     &["device"],
-    &["calibrate", "stress"],
+    &["calibrate", "stress", "diagnose"],
     &["train"],
 ];
 

@@ -458,7 +458,7 @@ fn formulas_with_everything() {
     }
 }
 
-/// Normalised q and k with shifts and an attention factor, against the formulas.
+/// Normalized q and k with shifts and an attention factor, against the formulas.
 #[test]
 fn formulas_of_a_qk_norm_with_shift_and_factor() {
     let mut planted = Planted::gaussian(spec(64, 16, 2, 2), 5);

@@ -170,8 +170,33 @@ fn what_is_read_is_not_replaced() {
         &["stress", "checkpoint-load", "--model", text(&model), "-o", text(&config)],
     ] {
         let (code, log) = failure(args);
-        assert!(code == 2 && log.contains("which is read here"), "{args:?}: {code} {log}");
+        assert!(code == 2 && log.contains("part of the model in that folder"), "{args:?}: {code} {log}");
     }
+    // Neither is a file made that would be read in their place.
+    let files = || std::fs::read_dir(&model).unwrap().count();
+    let before = files();
+    for (command, option, name) in [
+        ("calibrate", "--export-scales", "model.safetensors"),
+        ("calibrate", "-o", "model.safetensors"),
+        ("inspect", "--html", "pytorch_model.bin"),
+        ("verify", "--html", "tokenizer.json"),
+        ("verify", "-o", "model.safetensors"),
+        ("stress", "--html", "model.safetensors"),
+    ] {
+        let (command, last): (&[&str], _) = match command {
+            "stress" => (&["stress", "checkpoint-load", "--model"], text(&model)),
+            _ => (&[command], text(&model)),
+        };
+        let target = model.join(name);
+        let (code, log) = failure(&[command, &[last, option, text(&target)]].concat());
+        assert!(code == 2 && log.contains("choose another name"), "{command:?} {option} {name}: {code} {log}");
+    }
+    let into = model.join("model.safetensors");
+    let (code, log) = failure(&["export", text(&model), "--to", text(&into), "--for", "vllm"]);
+    assert!(code == 2 && log.contains("--to names"), "{code} {log}");
+    let (code, log) = failure(&["doctor", "-o", text(&into)]);
+    assert!(code == 2 && log.contains("-o names"), "{code} {log}");
+    assert_eq!(files(), before);
     for (file, bytes) in &kept {
         assert!(std::fs::read(file).unwrap() == *bytes, "{}", file.display());
     }
@@ -207,11 +232,11 @@ fn inspect_gives_table_json_and_page() {
 }
 
 #[test]
-fn the_two_certain_bounds_have_two_names() {
+fn the_two_bounds_have_one_name_each() {
     let table = |command: &str| String::from_utf8(sigmascale(&[command, TINY_LLAMA]).stdout).unwrap();
     let (inspected, calibrated) = (table("inspect"), table("calibrate"));
-    assert!(inspected.contains("certain bound  worst case\n") && inspected.contains("in exact arithmetic"));
-    assert!(calibrated.contains("logit bound: worst case, including rounding") && !calibrated.contains("certain"));
+    assert!(inspected.contains("exact bound  worst-case bound\n") && inspected.contains("in exact arithmetic"));
+    assert!(calibrated.contains("logit bound: worst-case bound, rounding included") && !calibrated.contains("certain"));
     // The last column of one is the fourth of the other.
     let row = |table: &str, column: usize| -> String {
         let line = table.lines().find(|line| line.trim_start().starts_with("5 ")).unwrap();
@@ -365,7 +390,7 @@ fn doctor_reports_the_machine() {
     let said = with_cache(folder.path());
     assert!(said.contains(&format!("{}, 2 kernels, 2 KiB", folder.path().display())), "{said}");
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 3, "doctor leaves nothing behind");
-    assert!(with_cache(&folder.path().join("later")).contains("(not made yet)"));
+    assert!(with_cache(&folder.path().join("later")).contains("(not created yet)"));
 }
 
 /// What `doctor` says with its kernels in `folder`.
@@ -401,11 +426,11 @@ fn usage_errors_exit_2() {
     let cases: &[(&[&str], &str)] = &[
         (&["calibrate", "mistral-7b", "--bound", "certain", "--estimator", "power"], "cannot certify"),
         (&["calibrate", "mistral-7b", "--bound", "spectrum", "--estimator", "power"], "Frobenius"),
-        (&["calibrate", "mistral-7b", "--delta", "0"], "delta 0 must lie between 0 and 1"),
+        (&["calibrate", "mistral-7b", "--delta", "0"], "delta 0 must be greater than 0 and less than 1"),
         (&["calibrate", "mistral-7b", "--delta", "nan"], "delta"),
         (&["calibrate", "mistral-7b", "--eta", "1.5"], "eta 1.5"),
         (&["calibrate", "mistral-7b", "--seq-len", "0"], "expected a whole number of at least 1"),
-        (&["calibrate", "mistral-7b", "--c", "0.1"], "set as_paper too"),
+        (&["calibrate", "mistral-7b", "--c", "0.1"], "--c needs --as-paper"),
         (&["calibrate", "mistral-7b", "--bound", "tight"], "possible values"),
         (&["calibrate", "mistral-7b", "--export-scales", "x.safetensors"], "needs weights"),
         (&["calibrate", TINY_LLAMA, "--as-paper", "--export-scales", "x.safetensors"], "--as-paper"),
@@ -498,7 +523,7 @@ fn normalised_q_and_k_have_bounds_but_no_sigma() {
     let page = folder.join("page.html");
     let inspection = sigmascale(&["inspect", text(&folder), "--html", text(&page)]);
     assert!(String::from_utf8(inspection.stdout).unwrap().contains("do not bound the logits"));
-    assert!(std::fs::read_to_string(&page).unwrap().contains("Certain bound by layer"));
+    assert!(std::fs::read_to_string(&page).unwrap().contains("Bound in exact arithmetic by layer"));
     let (code, log) = failure(&["calibrate", text(&folder), "--bound", "rank-aware"]);
     assert!(code == 1 && log.contains("no rank-aware bound"), "{log}");
 }

@@ -185,7 +185,7 @@ fn one_kind_of_mistake_has_one_exit_code() {
         (stress(&["--layers", "-1"]), whole),
         (stress(&["--seq-len", "-8"]), whole),
         (stress(&["--seed", "-1"]), "expected a whole number of at least 0"),
-        (stress(&["--delta", "-1"]), "delta -1 must lie between 0 and 1"),
+        (stress(&["--delta", "-1"]), "delta -1 must be greater than 0 and less than 1"),
         (stress(&["--delayed-te-margin", "-40"]), "delayed-te: margin -40 must lie between -32 and 32"),
         (model(&["--seq-len", "-1"]), whole),
         (model(&["--batch", "1.5"]), whole),

@@ -13,7 +13,7 @@ use safetensors::Dtype;
 use serde_json::{Value, json};
 use sigmascale::calibrate::{Calibration, Options};
 use sigmascale::forward::{Tokens, project};
-use sigmascale::model::{AttentionSpec, Checkpoint, GainForm};
+use sigmascale::model::{AttentionSpec, Checkpoint, GainForm, Support, known_families};
 
 // The independent forward: plain vectors, raw tensors, one family after another.
 
@@ -64,7 +64,7 @@ fn rope_half(x: &mut [f64], freq: &[f64], position: f64, factor: f64) {
     }
 }
 
-/// The same on neighbours.
+/// The same on neighbors.
 fn rope_interleaved(x: &mut [f64], freq: &[f64], position: f64) {
     let old = x.to_vec();
     for c in 0..2 * freq.len() {
@@ -201,8 +201,21 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
             }
             Out { q, k, v, scale: usual, cap: None }
         }
+        "modernbert" => {
+            let name = if i == 0 { format!("{p}embeddings.norm") } else { format!("{p}layers.{i}.attn_norm") };
+            let x = layer_norm(hidden, &own(&name).0, None);
+            let [mut q, mut k, v] =
+                ["q", "k", "v"].map(|n| heads(&linear(t, &format!("{p}layers.{i}.attn.{n}_proj"), &x)));
+            // The first of three is a full one.
+            let theta = if i.is_multiple_of(3) { 160_000.0 } else { 10_000.0 };
+            for head in q.iter_mut().chain(&mut k) {
+                rope_half(head, &frequencies(theta, R), position, 1.0);
+            }
+            Out { q, k, v, scale: usual, cap: None }
+        }
         "bert" => {
             let name = match i {
+                _ if case.kind.ends_with("pre") => format!("{p}encoder.layer.{i}.attention.LayerNorm"),
                 0 => format!("{p}embeddings.LayerNorm"),
                 _ => format!("{p}encoder.layer.{}.output.LayerNorm", i - 1),
             };
@@ -227,8 +240,8 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     let (g, b) = input();
                     layer_norm(hidden, &g, b)
                 }
-                "gemma" | "gemma2" | "gemma3" | "qwen3_next" => rms_norm(hidden, &input().0, 1.0),
-                "lfm2" => rms_norm(hidden, t.get(&format!("{p}layers.{i}.operator_norm.weight")), 0.0),
+                "gemma" | "gemma2" | "gemma3" | "qwen3_next" | "minimax_m3" => rms_norm(hidden, &input().0, 1.0),
+                "lfm2" | "lfm3" => rms_norm(hidden, t.get(&format!("{p}layers.{i}.operator_norm.weight")), 0.0),
                 "nemotron_h" => rms_norm(hidden, t.get(&format!("{p}layers.{i}.norm.weight")), 0.0),
                 _ => rms_norm(hidden, &input().0, 0.0),
             };
@@ -257,10 +270,10 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     _ => {
                         for (h, head) in all.iter_mut().enumerate() {
                             *head = match case.kind {
-                                "qwen3" | "glm4_moe" | "exaone4" | "exaone_moe" | "apertus" | "gemma3n" => {
+                                "qwen3" | "glm4_moe" | "exaone4" | "exaone_moe" | "apertus" | "gemma3n" | "lfm3" => {
                                     rms_norm(head, gain(), 0.0)
                                 }
-                                "gemma3" | "qwen3_next" => rms_norm(head, gain(), 1.0),
+                                "gemma3" | "qwen3_next" | "minimax_m3" => rms_norm(head, gain(), 1.0),
                                 "lfm2" => rms_norm(head, t.get(&format!("{attn}.{name}_layernorm.weight")), 0.0),
                                 "cohere" => layer_norm(head, &gain()[h * R..(h + 1) * R], None),
                                 "stablelm" => {
@@ -278,13 +291,14 @@ fn reference(case: &Case, t: &Tensors, i: usize, hidden: &[f64], position: f64) 
                     // Layers 0 and 2 are sliding ones, and only those are rotated.
                     "cohere2" | "exaone4" | "exaone_moe" | "granite bases" if i % 2 == 1 => {}
                     "llama4" | "llama4 normed" if i % 2 == 1 => {}
-                    "cohere" | "cohere2" | "helium" | "llama4" | "llama4 normed" => {
+                    "cohere" | "cohere moe" | "cohere2" | "helium" | "llama4" | "llama4 normed" => {
                         rope_interleaved(head, &frequencies(10_000.0, R), position)
                     }
-                    "gemma3n" if i % 2 == 1 => rope_half(head, &frequencies(1e6, R), position, 1.0),
+                    "lfm3" if i == 1 => rope_half(head, &frequencies(10_000.0, R), position, 1.0),
+                    "gemma3n" | "lfm3" if i % 2 == 1 => rope_half(head, &frequencies(1e6, R), position, 1.0),
                     "glm4" => rope_interleaved(head, &frequencies(10_000.0, R / 2), position),
                     "granite fixed" | "llama fixed" | "nemotron_h" => {}
-                    "phi" | "glm4_moe" | "llama half" | "nemotron" | "minimax_m2" | "qwen3_next" => {
+                    "phi" | "glm4_moe" | "llama half" | "nemotron" | "minimax_m2" | "minimax_m3" | "qwen3_next" => {
                         rope_half(head, &frequencies(10_000.0, R / 2), position, 1.0);
                     }
                     "stablelm" => rope_half(head, &frequencies(10_000.0, R / 4), position, 1.0),
@@ -424,93 +438,66 @@ fn queries_of_generated_tokens_grow_with_their_position() {
 
 #[test]
 fn every_family_has_a_case() {
-    let tried: std::collections::BTreeSet<&str> = cases().iter().map(|case| case.name).collect();
-    let wanted = [
-        "gpt2",
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "gemma3_text",
-        "olmo2",
-        "olmo3",
-        "phi3",
-        "phi",
-        "gpt_neox",
-        "falcon",
-        "starcoder2",
-        "bert",
-        "roberta",
-        "granite",
-        "stablelm",
-        "cohere",
-        "smollm3",
-        "gpt_oss",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "minimax_m2",
-        "olmo",
-        "olmoe",
-        "cohere2",
-        "exaone4",
-        "seed_oss",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "nemotron",
-        "arcee",
-        "helium",
-        "apertus",
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "phimoe",
-        "dots1",
-        "granitemoe",
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "opt",
-        "gptj",
-        "gpt_bigcode",
-        "ministral",
-        "cwm",
-        "solar_open",
-        "hyperclovax",
-        "granite_swa",
-        "granitemoe_swa",
-        "vaultgemma",
-        "jais2",
-        "exaone_moe",
-        "afmoe",
-        "hy_v3",
-        "flex_olmo",
-        "nanochat",
-        "persimmon",
-        "ministral3",
-        "llama4",
-        "llama4_text",
-        "qwen3_next",
-        "qwen3_5",
-        "lfm2",
-        "lfm2_moe",
-        "granitemoehybrid",
-        "jamba",
-        "nemotron_h",
-        "bamba",
-        "olmo_hybrid",
-        "minimax",
-        "falcon_h1",
-        "gemma3n",
-        "gemma3n_text",
+    // Those of other tests: layers that differ (`heterogeneous`), and latent attention (`latent`).
+    let elsewhere = [
+        "openelm",
+        "deci",
+        "axk1",
+        "bailing_hybrid",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "hy_v4",
+        "kimi_linear",
+        "longcat_flash",
+        "minicpm3",
+        "mistral4",
+        "youtu",
     ];
-    for name in wanted {
-        assert!(tried.contains(name), "{name}");
+    let family = |case: &Case| {
+        let config = case.config.to_string();
+        AttentionSpec::from_config_json(config.as_bytes(), "config.json".as_ref()).unwrap().family
+    };
+    let tried: std::collections::BTreeSet<String> = cases().iter().map(family).collect();
+    for known in known_families() {
+        let Support::Family(name) = known.support else { continue };
+        let found = tried.contains(name) || elsewhere.contains(&name);
+        assert!(found, "{} ({name})", known.model_type);
+    }
+}
+
+/// The lists of `docs/models.md` are those of the table.
+#[test]
+fn the_guide_lists_every_model_type() {
+    let mut list = String::new();
+    let mut reasons = std::collections::BTreeMap::<&str, Vec<String>>::new();
+    let mut width = 0;
+    for known in known_families() {
+        let name = format!("`{}`", known.model_type);
+        match known.support {
+            Support::Refused(why) => reasons.entry(why).or_default().push(name),
+            Support::Family(_) => {
+                let before = if width == 0 {
+                    ""
+                } else if width + name.len() > 115 {
+                    ",\n"
+                } else {
+                    ", "
+                };
+                width = if before == ", " { width + name.len() + 2 } else { name.len() };
+                list += before;
+                list += &name;
+            }
+        }
+    }
+    list += "\n";
+    let rows = reasons.iter().map(|(why, names)| format!("| {} | {why} |\n", names.join(", ")));
+    let table = format!("| model type | reason |\n|---|---|\n{}", rows.collect::<String>());
+    let guide = include_str!("../docs/models.md");
+    for expected in [list, table] {
+        assert!(guide.contains(&expected), "docs/models.md must have\n\n{expected}");
     }
 }
 

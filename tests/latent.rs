@@ -43,7 +43,7 @@ struct Family {
     /// The model's numbers of its layers with attention.
     numbers: Vec<usize>,
     q_rank: Option<usize>,
-    /// Rotated in halves, in neighbours, or not at all.
+    /// Rotated in halves, in neighbors, or not at all.
     halves: Option<bool>,
     tau: f64,
     attention_factor: f64,

@@ -57,9 +57,7 @@ fn table_of_bounds_against_observation() {
     let paper = profile(Options { as_paper: true, ..Options::default() });
     let (d, r) = (sound.model.d_model as f64, sound.model.d_head.each(1).unwrap()[0] as f64);
     let unit = sound.c_star.c_star * d / r.sqrt();
-    println!(
-        "| layer | real text | certain | with rounding | rank-aware | spectrum | c_star, no rotation | --as-paper |"
-    );
+    println!("| layer | real text | exact | worst case | rank-aware | spectrum | c_star, no rotation | --as-paper |");
     println!("|---|---|---|---|---|---|---|---|");
     let mut passed = Vec::new();
     for ((layer, paper), seen) in
@@ -67,7 +65,7 @@ fn table_of_bounds_against_observation() {
     {
         let heads = layer.heads.as_ref().unwrap();
         let certain = held(layer, &seen, |head| heads[head].bound_certain.unwrap());
-        assert!(certain.1, "layer {}: real text passed a certain bound", layer.layer);
+        assert!(certain.1, "layer {}: real text exceeded an exact bound", layer.layer);
         let unrotated = held(layer, &seen, |head| unit * heads[head].sigma.unwrap());
         if !unrotated.1 {
             passed.push(layer.layer);

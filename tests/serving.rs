@@ -301,6 +301,77 @@ fn golden_names() {
     }
 }
 
+/// Every name, shape and setting of the exports that the engines' own loaders resolve in `python/tests/lanes`.
+#[test]
+fn golden_files() {
+    let config = |extra: Value| json!({"quantization_config": extra});
+    let groups = json!({"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}});
+    let compressed =
+        json!({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups});
+    let block = json!({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"});
+    let named = |name: &str| cases().into_iter().find(|case| case.name == name).unwrap();
+    let asked = |strategy: &str| json!({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme(strategy)});
+    // Module of layer 1 in vLLM and SGLang (none: a certificate in place of scales); whether vLLM takes one scale per
+    // head.
+    let llama = "model.layers.1.self_attn";
+    let inner = "model.layers.1.self_attn.attn";
+    for (case, vllm, sglang, per_head) in [
+        (named("llama"), llama, Some(llama), true),
+        (named("gpt2"), "transformer.h.1.attn.attn", Some("transformer.h.1.attn.attn"), true),
+        (named("qwen2"), llama, Some(inner), true),
+        (named("qwen3"), llama, None, true),
+        (named("gemma3_text"), llama, Some(llama), true),
+        (named("mixtral"), llama, Some(inner), true),
+        (grouped("gpt_oss", "llama", json!({"attention_bias": false})), inner, None, true),
+        (grouped("llama", "llama", config(block)), llama, Some(llama), false),
+        (grouped("llama", "llama", config(compressed)), llama, Some(llama), true),
+    ] {
+        let model = written(&case, &draw(&case, 4));
+        let own = case.config.get("quantization_config").cloned();
+        for (engine, module, per_head) in [
+            (Engine::Vllm, Some(vllm), false),
+            (Engine::Vllm, Some(vllm).filter(|_| per_head), true),
+            (Engine::Sglang, sglang, false),
+        ] {
+            if per_head && module.is_none() {
+                continue;
+            }
+            let made = export_of(model.path(), engine, per_head);
+            let folder = Gone(made.folder);
+            let place = format!("{} {engine} {per_head}", case.name);
+            let found = read(&folder.0.join("config.json")).get("quantization_config").cloned();
+            let Some(module) = module else {
+                assert!(made.certificate.scales_file.is_none() && !folder.0.join(SCALES).exists(), "{place}");
+                assert_eq!(found, own, "{place}");
+                let layers = &made.certificate.layers;
+                assert!(layers.iter().all(|layer| layer.k.cast_at_one && layer.k.safe && layer.q.safe), "{place}");
+                continue;
+            };
+            let heads = [("q", case.n_q), ("k", case.n_kv), ("v", case.n_kv)];
+            let read_by = heads.into_iter().filter(|(operand, _)| engine == Engine::Vllm || *operand != "q");
+            let shape = |heads: usize| if per_head { vec![heads, 1, 1] } else { vec![] };
+            let of_layer = |layer: usize, operand: &str| {
+                format!("{}.{operand}_scale", module.replacen(".1.", &format!(".{layer}."), 1))
+            };
+            let expected: BTreeMap<String, Vec<usize>> = read_by
+                .flat_map(|(operand, n)| (0..4).map(move |layer| (of_layer(layer, operand), shape(n))))
+                .collect();
+            let scales: BTreeMap<String, Vec<usize>> =
+                stored(&folder.0.join(SCALES)).into_iter().map(|(name, (shape, _))| (name, shape)).collect();
+            assert_eq!(scales, expected, "{place}");
+            let asked = asked(if per_head { "attn_head" } else { "tensor" });
+            let expected = match own.as_ref().map(|own| own["quant_method"] == "fp8") {
+                None => asked,
+                Some(true) => own.clone().unwrap(),
+                Some(false) => {
+                    merge(own.clone().unwrap(), json!({"kv_cache_scheme": asked["kv_cache_scheme"].clone()}))
+                }
+            };
+            assert_eq!(found, Some(expected), "{place}");
+        }
+    }
+}
+
 /// vLLM builds the attention of these without scales, and refuses a name of one.
 #[test]
 fn families_without_scales_in_vllm_get_a_certificate() {

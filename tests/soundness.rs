@@ -348,9 +348,9 @@ fn no_rounded_token_overflows_or_passes_the_rounded_bound() {
     assert!(closest > 430.0, "{closest}");
 }
 
-/// A planted head attains its certain bound: nothing is given away without rotation.
+/// A planted head attains its exact bound: nothing is given away without rotation.
 #[test]
-fn the_certain_bound_is_attained() {
+fn the_exact_bound_is_attained() {
     for (kind, constants) in [
         (NormKind::RmsNorm, false),
         (NormKind::LayerNorm, false),

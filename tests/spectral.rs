@@ -198,7 +198,7 @@ fn each_form_of_sigma_rope_wins_somewhere() {
     let mut wins = [0; 3];
     for seed in 0..60 {
         let mut rng = StdRng::seed_from_u64(seed);
-        // Low rank favours Frobenius, matched sizes sigma_Q sigma_K, uneven ones the scaling.
+        // Low rank favors Frobenius, matched sizes sigma_Q sigma_K, uneven ones the scaling.
         let rank = 1 + seed as usize % 3;
         let mut q = gaussian(64, rank, &mut rng) * gaussian(rank, 16, &mut rng);
         let mut k = gaussian(64, rank, &mut rng) * gaussian(rank, 16, &mut rng);

@@ -515,7 +515,11 @@ fn usage_errors_exit_2_and_write_nothing() {
             2,
             "is for auto-c",
         ),
-        (&["checkpoint-load", "--model", TINY_LLAMA, "--delta", "2"], 2, "delta 2 must lie"),
+        (
+            &["checkpoint-load", "--model", TINY_LLAMA, "--delta", "2"],
+            2,
+            "delta 2 must be greater than 0 and less than 1",
+        ),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "99999"], 2, "seq_len 99999 must lie between"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--casts", "nan"], 2, "remove --casts"),
         (&["checkpoint-load"], 2, "--model MODEL is required"),

@@ -55,7 +55,7 @@ fn on_terminal(args: &[&str]) -> (i32, String) {
     shown(&mut command(args), None)
 }
 
-/// Escape sequences that set colours or weights.
+/// Escape sequences that set colors or weights.
 fn styles(text: &str) -> bool {
     text.split("\u{1b}[")
         .skip(1)
@@ -70,14 +70,14 @@ fn commands_say_what_they_say_elsewhere_and_nothing_else() {
         (&["doctor"], "memory"),
         (&["families"], "llama"),
         (&["calibrate", "mistral-7b"], "c_star 0.035214"),
-        (&["calibrate", TINY_LLAMA], "worst case"),
+        (&["calibrate", TINY_LLAMA], "worst-case bound"),
         (&["inspect", TINY_LLAMA], "Sigma of 24 heads"),
     ] {
         let (code, seen) = on_terminal(args);
         assert!(code == 0 && seen.contains(part), "{args:?}: {code} {seen}");
     }
     let (code, seen) = on_terminal(&["calibrate", "mistral-7b", "--delta", "2"]);
-    assert!(code == 2 && seen.contains("delta 2 must lie between 0 and 1"), "{code} {seen}");
+    assert!(code == 2 && seen.contains("delta 2 must be greater than 0 and less than 1"), "{code} {seen}");
 }
 
 const STRESS: [&str; 10] =

@@ -2,7 +2,7 @@
 
     python docs/figures/weight_spike.py                     # the picture, from the record
     python docs/figures/weight_spike.py --to FILE           # the same, to another file
-    python docs/figures/weight_spike.py --measure BINARY    # first a new record, by the command `sigmascale`
+    python docs/figures/weight_spike.py --measure BINARY    # first new records, by the command `sigmascale`
 """
 
 import csv
@@ -11,12 +11,14 @@ import json
 import math
 import pathlib
 import platform
+import statistics
 import subprocess
 import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RECORD = ROOT / "benches" / "records" / "2026-11-23-weight-spike.csv"
+SUMMARY = RECORD.with_name("2026-11-23-weight-spike-policies.csv")
 PICTURE = HERE / "weight_spike.svg"
 COMMAND = "stress weight-spike --model data/tiny-llama --tokens data/sample.py --mode operands --format json"
 POLICIES = ["geometry", "delayed-te", "delayed-paper", "current"]
@@ -44,21 +46,41 @@ STYLE = """
 
 
 def measure(binary):
-    """Runs the scenario and writes the record: the largest |x / descale| / 448 of a step over layers, q, k and v."""
+    """Runs the scenario and writes its records: the largest |x / descale| / 448 of each step, and a line per policy."""
     out = subprocess.run([binary, *COMMAND.split()], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    result = json.loads(out)
+    trace = result["trace"]
+    made = f"# {platform.machine()}, {datetime.date.today()}, sigmascale {COMMAND}"
     used = {}
-    for row in json.loads(out)["trace"]:
+    for row in trace:
         key = row["step"], row["policy"]
         used[key] = max(used.get(key, 0.0), row["max_scaled"] / 448)
     steps = sorted({step for step, _ in used})
     lines = [
-        f"# {platform.machine()}, {datetime.date.today()}, sigmascale {COMMAND}",
+        made,
         "# Largest |x / descale| / 448 of a step, over all layers and q, k, v; above 1 is an overflow. The weights of q, k",
         "# and v grow by a factor of 4 at step 10. delayed-te exceeds the range by less than 0.01 % in four of its steps.",
         "step," + ",".join(POLICIES),
         *(f"{step}," + ",".join(f"{used[step, policy]:.8g}" for policy in POLICIES) for step in steps),
     ]
     RECORD.write_text("\n".join(lines) + "\n")
+    lines = [
+        made,
+        "# overflow_steps: largest |x / descale| above 448. clipped_steps: above 464, where values no longer round to 448.",
+        "# sqnr_db: of the attention output against f32, median over layers and steps. sqnr_worst_step_db: median over the",
+        "# layers of the step in which it is least.",
+        "policy,steps,overflow_steps,clipped_steps,max_utilization,sqnr_db,sqnr_worst_step_db,worst_step",
+    ]
+    for policy in POLICIES:
+        peaks = [used[step, policy] for step in steps]
+        over, clipped = sum(peak > 1 for peak in peaks), sum(peak > 464 / 448 for peak in peaks)
+        rows = [row for row in trace if row["policy"] == policy]
+        of_step = {step: statistics.median_low([row["sqnr_db"] for row in rows if row["step"] == step]) for step in steps}
+        worst = min(of_step, key=of_step.get)
+        median = statistics.median_low([row["sqnr_db"] for row in rows])
+        figures = f"{max(peaks):.6g},{median:.2f},{of_step[worst]:.2f},{worst}"
+        lines.append(f"{policy},{len(steps)},{over},{clipped},{figures}")
+    SUMMARY.write_text("\n".join(lines) + "\n")
 
 
 def read():

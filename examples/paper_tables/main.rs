@@ -219,7 +219,7 @@ fn sigma(layers: usize) -> Result<()> {
     let paper = as_paper(spec, c, (0..spec.layers.len()).map(|layer| checkpoint.layer(layer)))?;
     let mut calibration = Calibration::new(spec, Options::default())?;
     println!(
-        "A model that was trained (data/tiny-llama): layer, sigma of the sum, largest sigma of a head, certain bound"
+        "A model that was trained (data/tiny-llama): layer, sigma of the sum, largest sigma of a head, worst-case bound"
     );
     for (layer, (_, sum)) in paper.iter().enumerate() {
         let sound = calibration.layer(checkpoint.layer(layer)?)?;

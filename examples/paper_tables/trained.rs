@@ -12,7 +12,7 @@ use std::time::Instant;
 /// Steps of Table 5, Table 10 and Figure 3.
 const STEPS: usize = 200;
 
-/// Printed in Table 5: loss, overflows, utilisation in percent, MMLU in percent; in Table 10: median, P10 and P90.
+/// Printed in Table 5: loss, overflows, utilization in percent, MMLU in percent; in Table 10: median, P10 and P90.
 struct Printed {
     name: &'static str,
     ours: PolicyKind,

@@ -35,7 +35,7 @@ struct AppendParams {
   u32* counter;                         // two words: the items that the attention behind this has handed out
   int* starts;                          // as in PagedParams
   Part* parts;
-  int rotary;                           // rotated leading dims, a multiple of 16; tables 16-byte aligned
+  int rotary;                           // rotated leading dims, a multiple of 8; tables 16-byte aligned
   int positions;                        // of the tables
   int v_rows;                           // 1: pages of v are rows, as those of k
   int sequences;

@@ -122,12 +122,12 @@ __device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
 #if VARLEN
   const int number = __shfl_sync(~0u, index / p.heads_kv, 0);
   w.kv_head = index - number * p.heads_kv;
-  const Slot slot = slot_at(p.sequences.k_starts, p.sequences.count, kKeys, number);
+  const Slot slot = slot_at(p.sequences.k_starts, p.sequences.count, p.batch * p.len_k, kKeys, number);
   const int run = slot.sequence;
   w.key_tile = slot.tile;
   w.sequence = sequence_of(p, slot.sequence);
   w.k_rows = rows_to_next(p.sequences.k_starts, p.sequences.count, p.batch * p.len_k, slot.sequence);
-  w.q_batch = 0, w.q_slot = first_slot(p.sequences.q_starts, slot.sequence, kRows);
+  w.q_batch = 0, w.q_slot = first_slot(p.sequences.q_starts, p.batch * p.len_q, slot.sequence, kRows);
 #else
   const int key_tiles = ceil_div(p.len_k, kKeys), units = p.batch * p.heads_kv;
   const int per_section = p.section * key_tiles, s = index / per_section, run = s;

@@ -106,22 +106,24 @@ struct Slot {
   int sequence, tile;
 };
 #if VARLEN
+// A row that a list names, of `rows`. Lists that break their rules give wrong rows, but none outside of the tensors.
+__device__ __forceinline__ int listed_row(const int* list, int sequence, int rows) { return min(max(list[sequence], 0), rows); }
 // Tiles of `size` rows are numbered so that sequence s has those from `first_slot` on: enough for its rows and the gap behind it,
 // without a prefix sum. `rows / size + count + 1` slots hold the whole axis.
-__device__ __forceinline__ int first_slot(const int* starts, int sequence, int size) {
-  return sequence < 0 ? 0 : starts[sequence] / size + sequence + 1;
+__device__ __forceinline__ int first_slot(const int* starts, int rows, int sequence, int size) {
+  return sequence < 0 ? 0 : listed_row(starts, sequence, rows) / size + sequence + 1;
 }
-__device__ __forceinline__ Slot slot_at(const int* starts, int count, int size, int index) {
+__device__ __forceinline__ Slot slot_at(const int* starts, int count, int rows, int size, int index) {
   int low = -1, high = count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (first_slot(starts, middle, size) <= index) low = middle; else high = middle;
+    if (first_slot(starts, rows, middle, size) <= index) low = middle; else high = middle;
   }
-  return {low, index - first_slot(starts, low, size)};
+  return {low, index - first_slot(starts, rows, low, size)};
 }
 // Rows from a sequence's first, or of the gap before all, to the next one's.
 __device__ __forceinline__ int rows_to_next(const int* starts, int count, int rows, int sequence) {
-  return (sequence + 1 < count ? starts[sequence + 1] : rows) - (sequence < 0 ? 0 : starts[sequence]);
+  return (sequence + 1 < count ? listed_row(starts, sequence + 1, rows) : rows) - (sequence < 0 ? 0 : listed_row(starts, sequence, rows));
 }
 // NOTES: through a shuffle the assembler knows a value uniform.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
@@ -132,11 +134,13 @@ __device__ __forceinline__ Sequence sequence_of(const Backward& p, int number) {
 #if VARLEN
   Sequence s = {};
   if (number < 0) return s;
-  const int q = uniform(p.sequences.q_starts[number]), k = uniform(p.sequences.k_starts[number]);
-  s.len_q = uniform(p.sequences.q_ends[number]) - q, s.len_k = uniform(p.sequences.k_ends[number]) - k;
+  const int rows_q = p.batch * p.len_q, rows_k = p.batch * p.len_k;
+  const int q = uniform(listed_row(p.sequences.q_starts, number, rows_q)), k = uniform(listed_row(p.sequences.k_starts, number, rows_k));
   // NOTES: an empty one may begin where the rows end.
   s.batch_q = min(q / p.len_q, p.batch - 1), s.batch_k = min(k / p.len_k, p.batch - 1);
   s.q_row = q - s.batch_q * p.len_q, s.k_row = k - s.batch_k * p.len_k;
+  s.len_q = max(0, min(uniform(listed_row(p.sequences.q_ends, number, rows_q)) - q, p.len_q - s.q_row));
+  s.len_k = max(0, min(uniform(listed_row(p.sequences.k_ends, number, rows_k)) - k, p.len_k - s.k_row));
   s.diagonal = s.len_k - s.len_q;
   return s;
 #else

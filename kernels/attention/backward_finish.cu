@@ -34,7 +34,7 @@ attention_backward_finish(const __grid_constant__ Backward p) {
   if (number == 0 && blockIdx.y == 0) add_sink(p, head);
 #endif
 #if VARLEN
-  const Slot slot = slot_at(p.sequences.q_starts, p.sequences.count, kRows, number);
+  const Slot slot = slot_at(p.sequences.q_starts, p.sequences.count, p.batch * p.len_q, kRows, number);
   const int rows = rows_to_next(p.sequences.q_starts, p.sequences.count, p.batch * p.len_q, slot.sequence);
 #else
   const Slot slot = {(int)blockIdx.y, number};

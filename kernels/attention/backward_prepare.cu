@@ -31,7 +31,7 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
   const i64 index = tile_index(p, blockIdx.y, head, number);
   const int piece = threadIdx.x % kLanes;
 #if VARLEN
-  const Slot slot = slot_at(p.sequences.q_starts, p.sequences.count, kRows, number);
+  const Slot slot = slot_at(p.sequences.q_starts, p.sequences.count, p.batch * p.len_q, kRows, number);
 #else
   const Slot slot = {(int)blockIdx.y, number};
 #endif

@@ -42,7 +42,7 @@ struct CastParams {
   int rotary;                           // rotated leading dims, a multiple of 8; tables 16-byte aligned
   int q_start;                          // position of the first query among the keys
   int v_f16;                            // 1: V leaves in F16
-  int unused;
+  int table_rows;                       // positions of the tables
 };
 static_assert(sizeof(CastTensor) == 4 * 8 + 5 * 8 + 2 * 4, "the host writes this layout");
 static_assert(sizeof(CastParams) == 3 * sizeof(CastTensor) + 5 * 8 + 4 * 4, "the host writes this layout");
@@ -141,7 +141,10 @@ cast_qkv(const __grid_constant__ CastParams p, const __grid_constant__ CastRows 
   if (rotates && live) {
     const i64 shown = kVarlen ? seat.position : row + (is_q ? p.q_start : 0);
     const i64 key = kVarlen ? seat.key : (i64)batch * p.k.length + shown;
-    load_angles(angles, p, piece, p.positions != nullptr ? p.positions[key] : shown);
+    i64 position = p.positions != nullptr ? p.positions[key] : shown;
+    // A sequence that is longer than the host was told may stand past the tables
+    if constexpr (kVarlen) position = min(max((int)position, 0), p.table_rows - 1);
+    load_angles(angles, p, piece, position);
   }
   const int per_kv = is_q ? p.q.heads / p.k.heads : 1;
 

@@ -48,7 +48,7 @@ class Ranks:
         separate, which are those of every run under torchrun, so that any mesh can go on from its checkpoint."""
         separate = self.mesh is not None
         if checkpoint:
-            names = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+            names = dcp.FileSystemReader(present(checkpoint)).read_metadata().state_dict_metadata
             separate = any(".attention.q." in name for name in names)
             if self.tp > 1 and not separate:
                 sys.exit(
@@ -103,22 +103,26 @@ class Ranks:
             dist.destroy_process_group()
 
     def save(self, folder, step, model, optimizer, runtime):
-        """Writes a checkpoint of everything, which appears whole or not at all."""
-        folder = pathlib.Path(folder)
-        draft = folder.with_name(folder.name + ".part")
+        """Writes a checkpoint of everything. Whenever a process ends in between, `load` finds the one before or this one, whole."""
+        folder, draft, before = _places(folder)
         if self.first:
+            if before.exists() and not folder.exists():
+                before.rename(folder)
             shutil.rmtree(draft, ignore_errors=True)
         dcp.save(self._state(step, model, optimizer, runtime), checkpoint_id=draft, no_dist=self.mesh is None)
         if self.first:
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder.exists():
+                shutil.rmtree(before, ignore_errors=True)
+                folder.rename(before)
             draft.rename(folder)
+            shutil.rmtree(before, ignore_errors=True)
         if self.mesh is not None:
             dist.barrier()
 
     def load(self, folder, model, optimizer, runtime):
         """Goes on from a checkpoint of any number of ranks; returns its step."""
         state = self._state(0, model, optimizer, runtime)
-        dcp.load(state, checkpoint_id=folder, no_dist=self.mesh is None)
+        dcp.load(state, checkpoint_id=present(folder), no_dist=self.mesh is None)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if runtime:
             runtime.load_state_dict(torch.load(io.BytesIO(state["scales"])))
@@ -140,6 +144,18 @@ class Ranks:
         return state
 
 
+def _places(folder):
+    """Where a checkpoint is, where the next one is written, and where it lies while that takes its place."""
+    folder = pathlib.Path(folder)
+    return folder, folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
+
+
+def present(folder):
+    """The folder of a checkpoint, or of the one before if a run ended just as that made room."""
+    folder, _, before = _places(folder)
+    return before if before.exists() and not folder.exists() else folder
+
+
 def _has(module, path):
     for name in path.split("."):
         module = getattr(module, name, None)
@@ -147,7 +163,7 @@ def _has(module, path):
 
 
 def clip(parameters, most):
-    """`clip_grad_norm_` of parameters on several meshes."""
+    """`clip_grad_norm_` of parameters on several meshes; the norm before."""
     groups = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -158,3 +174,4 @@ def clip(parameters, most):
     total = torch.stack(norms).norm()
     for group in groups.values():
         torch.nn.utils.clip_grads_with_norm_(group, most, total)
+    return total

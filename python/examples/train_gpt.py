@@ -13,6 +13,7 @@ and runs in the package's kernels, forward and backward; `--attention bf16` is t
 the model. `--spike 200:8:15` multiplies the learning rate by 8 from step 200
 for 15 steps; `--resume 300` drops the policy's memory at step 300, as a resume from weights alone does
 (`--resume 300:state` keeps it).
+`--monitor run.jsonl` records the run for `sigmascale diagnose`; `--guard` skips steps that are not finite and restores a run that fails.
 
 Each logged step is a line of JSON: loss, learning rate, and since the last line the number of values that overflowed
 (|x / descale| > 448) and the peak of |x / descale| for q, k and v. The last line has the loss on held-out text, tokens a second
@@ -181,13 +182,13 @@ class Gpt(nn.Module):
         )
 
 
-def attach(model, policy, group=None):
-    """FP8 attention under a policy; None for the control."""
+def attach(model, policy, group=None, bound=None):
+    """FP8 attention under a policy; None for the control. `bound`: also logit bounds."""
     if policy == "bf16":
         return None
     # Functions, since weights may be sharded: they are called when they are whole.
     layers = [functools.partial(model.attention_layer, block) for block in model.blocks]
-    runtime = fp8.attach(model, policy=policy, layers=layers, group=group)
+    runtime = fp8.attach(model, policy=policy, layers=layers, group=group, bound=bound)
     for block, plan in zip(model.blocks, runtime.layers):
         block.attention.plan = plan
     return runtime
@@ -275,6 +276,36 @@ def dimensions(args):
     return size
 
 
+class Watched:
+    """The record of a run and its guard, where they are asked for; both are made anew with the runtime."""
+
+    def __init__(self, args, ranks):
+        self.file = args.monitor if ranks.first else None
+        self.every, self.guarded = args.every, args.guard
+        self.monitor = self.guard = None
+
+    def begin(self, runtime, optimizer, step):
+        self.close()
+        if self.file:
+            self.monitor = fp8.Monitor(runtime, self.file, self.every, resume=step > 0, first_step=step)
+        if self.guarded:
+            self.guard = fp8.Guard(runtime, optimizer, monitor=self.monitor)
+
+    def allows(self, loss, norm):
+        """Whether the optimizer may step."""
+        return self.guard is None or self.guard.step(loss.detach(), norm)
+
+    def step(self, loss, norm, rate):
+        if self.monitor:
+            skipped, factor = (self.guard.skipped, self.guard.rate) if self.guard else (False, 1.0)
+            self.monitor.step(loss=loss, grad_norm=norm, lr=rate * factor, skipped=skipped)
+
+    def close(self):
+        for held in (self.guard, self.monitor):
+            if held:
+                held.close()
+
+
 def learning_rate(args, step):
     warm = min(1.0, (step + 1) / args.warmup)
     rate = args.lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * step / args.steps)))
@@ -290,14 +321,19 @@ def train(args):
         sys.exit("training needs a CUDA GPU, and PyTorch finds none: --device cpu is for small trials")
     if args.cp > 1 and (args.style != "llama" or args.policy in ("bf16", "current")):
         sys.exit("--cp is for --style llama and FP8 attention by a plan")
+    if (args.monitor or args.guard) and args.policy == "bf16":
+        sys.exit("--monitor and --guard are for FP8 attention: they read the runtime of a policy")
     ranks = Ranks(args.device, args.tp, args.cp)
+    if args.guard and ranks.size > 1:
+        sys.exit("--guard is for one process here; of several, all have to decide alike (Guard(group=..))")
     device, cuda = ranks.device, ranks.device.type == "cuda"
     synchronize = torch.cuda.synchronize if cuda else lambda: None
     with device:
         model = Gpt(args.style, args.seq_len, **size)
     parameters = sum(p.numel() for p in model.parameters())
     ranks.shard(model, args.load)
-    runtime = attach(model, args.policy, ranks.maxima())
+    bound = "certain" if args.monitor else None
+    runtime = attach(model, args.policy, ranks.maxima(), bound)
     run = torch.compile(model) if args.compile else model
     watch = Watch(runtime) if runtime else None
     decay = [p for p in model.parameters() if p.dim() == 2]
@@ -305,6 +341,9 @@ def train(args):
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     first = ranks.load(args.load, model, optimizer, runtime) if args.load else 0
+    watched = Watched(args, ranks)
+    if runtime:
+        watched.begin(runtime, optimizer, first)
     out = open(args.log, "w", encoding="utf-8") if args.log and ranks.first else sys.stdout
     write = lambda row: print(json.dumps(row), file=out, flush=True) if ranks.first else None
     write(
@@ -319,9 +358,10 @@ def train(args):
     for step, window in zip(range(first, last), windows):
         if step == resume_at and runtime:
             state = runtime.state_dict() if with_state else None
-            runtime = attach(model, args.policy, ranks.maxima())
+            runtime = attach(model, args.policy, ranks.maxima(), bound)
             if state:
                 runtime.load_state_dict(state)
+            watched.begin(runtime, optimizer, step)
         if step == first + WARM:
             synchronize()
             warm = time.time()
@@ -331,14 +371,17 @@ def train(args):
         loss = loss_of(run, window, ranks)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        clip(model.parameters(), 1.0)
-        optimizer.step()
+        norm = clip(model.parameters(), 1.0)
+        if watched.allows(loss, norm):
+            optimizer.step()
         if runtime:
             watch.add(runtime)
+            watched.step(loss, norm, rate)
             runtime.refresh()
         if step % args.every == 0 or step + 1 == last:
             write({"step": step, "loss": ranks.mean(loss).item(), "lr": rate} | (watch.take() if watch else {}))
     synchronize()
+    watched.close()
     if args.save:
         ranks.save(args.save, last, model, optimizer, runtime)
     tokens = args.batch * args.seq_len * (last - first - (WARM if last - first > WARM else 0))
@@ -435,6 +478,8 @@ def main():
     parser.add_argument("--stop", type=positive, metavar="STEP", help="end here, with the schedule of --steps")
     parser.add_argument("--every", type=positive, default=10, help="steps between lines of the log")
     parser.add_argument("--log", metavar="FILE", help="where the lines go; stdout without it")
+    parser.add_argument("--monitor", metavar="FILE", help="record the run for `sigmascale diagnose`: the first rank's layers and heads")
+    parser.add_argument("--guard", action="store_true", help="skip steps that are not finite, restore a run that fails")
     parser.add_argument("--plot", metavar="FILE", help="draw the logs that follow, and train nothing")
     parser.add_argument("--table", action="store_true", help="print the logs that follow as a table, and train nothing")
     parser.add_argument("logs", nargs="*", help="logs to draw or print")

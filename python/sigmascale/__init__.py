@@ -1,13 +1,17 @@
-"""FP8 attention scales from the weights alone.
+"""FP8 attention scales from the weights of a model.
 
-Offline, with NumPy: :func:`calibrate`, :func:`inspect`, :func:`stress`, :func:`descales`.
+Offline, with NumPy: :func:`calibrate`, :func:`descales`, :func:`export_scales`, :func:`inspect`, :func:`stress`, :func:`presets`.
+A training run, from its record or its checkpoints: :func:`diagnose`.
 For serving engines: :func:`export`, :func:`verify`, and for reinforcement learning :class:`ScaleStream` and :mod:`sigmascale.rl`.
-Around any FP8 attention call: :func:`probe` says whether its descales are really applied.
+Around any FP8 attention call: :func:`probe` says whether it applies its descales.
 On a PyTorch model: :mod:`sigmascale.torch` (imported when it is first used).
+Parameters of policies: :class:`AutoC`, :class:`DelayedPaper`, :class:`DelayedTe`, and :class:`Tail` for ``geometry-c-star``.
+Results: :class:`Profile`, :class:`Inspection`, :class:`StressRun`, :class:`Export`, :class:`Audit`, :class:`Diagnosis`.
 """
 
 import importlib
 
+from ._diagnose import diagnose
 from ._errors import (
     ArgumentError,
     CudaError,
@@ -21,7 +25,7 @@ from ._native import __version__
 from ._offline import calibrate, descales, export_scales, inspect, presets, stress
 from ._parameters import AutoC, DelayedPaper, DelayedTe, Tail
 from ._probe import ProbeReport, probe
-from ._results import Audit, Export, Inspection, Profile, StressRun
+from ._results import Audit, Diagnosis, Export, Inspection, Profile, StressRun
 from ._serving import ScaleStream, export, verify
 
 __all__ = [
@@ -29,6 +33,7 @@ __all__ = [
     "Audit",
     "AutoC",
     "CudaError",
+    "Diagnosis",
     "DelayedPaper",
     "DelayedTe",
     "Export",
@@ -46,6 +51,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "descales",
+    "diagnose",
     "export",
     "export_scales",
     "inspect",

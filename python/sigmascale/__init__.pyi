@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from . import rl as rl
 from . import torch as torch
 from ._results import Audit as Audit
+from ._results import Diagnosis as Diagnosis
 from ._results import Export as Export
 from ._results import Inspection as Inspection
 from ._results import Profile as Profile
@@ -19,6 +20,7 @@ __all__ = [
     "Audit",
     "AutoC",
     "CudaError",
+    "Diagnosis",
     "DelayedPaper",
     "DelayedTe",
     "Export",
@@ -36,6 +38,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "descales",
+    "diagnose",
     "export",
     "export_scales",
     "inspect",
@@ -139,6 +142,23 @@ def stress(
     device: Literal["cpu", "cuda"] = "cpu",
     trace: _Path | None = None,
 ) -> StressRun: ...
+def diagnose(
+    run: _Path | Iterable[_Path],
+    *,
+    lr: float | None = None,
+    logit_limit: float = 1000.0,
+    window: int = 24,
+    hold: int = 3,
+    growth: float = 0.3,
+    repeated: float = 0.1,
+    bias: float = 1e-4,
+    false_alarms: float = 1e-6,
+    entropy: float = 0.02,
+    saturated: float = 1e-3,
+    loss_scale: int = 100,
+    skipped: float = 0.1,
+    loss: float = 0.1,
+) -> Diagnosis: ...
 def descales(profile: Mapping[str, Any]) -> dict[str, NDArray[np.float32] | None]: ...
 def presets() -> list[str]: ...
 

@@ -54,9 +54,9 @@ def share(name, value):
 
 def probability(name, value):
     """``value`` as a float between 0 and 1."""
-    number = positive(name, value)
-    if number >= 1:
-        raise ArgumentError(f"{name} {number} must lie between 0 and 1")
+    number = real(name, value)
+    if not 0 < number < 1:
+        raise ArgumentError(f"{name} {number} must be greater than 0 and less than 1")
     return number
 
 

@@ -114,20 +114,20 @@ def _source(model, weights):
 
 
 def calibrate(model, *, weights=None, **options):
-    """Constants, norms, bounds and descales of a model: the JSON of ``sigmascale calibrate`` as a dict (with a short repr).
+    """Compute the scales of a model: norms, bounds and descales. Returns the JSON of ``sigmascale calibrate`` as a dict.
 
     ``model`` is a preset name, a ``config.json``, a ``.safetensors`` file, a checkpoint folder, or a config as a dict or
     as a Hugging Face config object. ``weights`` maps tensor names to NumPy arrays or PyTorch tensors (a ``state_dict()``)
-    and then stands in for the files. Options, keyword only:
+    and then replaces the files. Options, keyword only:
 
-    - ``delta`` (1e-6), ``seq_len`` (1024), ``batch`` (1), ``steps`` (1): failure probability and number of the logits that
-      the paper's c_star is for.
-    - ``bound``: ``certain`` (no token passes it), ``rank-aware`` or ``spectrum``; the logit descale is bound / (eta 448).
+    - ``delta`` (1e-6), ``seq_len`` (1024), ``batch`` (1), ``steps`` (1): parameters of the paper's c_star, which are its failure
+      probability and the tokens per sequence, sequences per step and steps that it covers.
+    - ``bound``: ``certain`` (the worst-case bound), ``rank-aware`` or ``spectrum``; the logit descale is bound / (eta 448).
     - ``eta`` (0.8): share of the E4M3 range that the logit bound is mapped onto.
-    - ``granularity``: a scale for each ``head``, or one a ``layer``. ``estimator``: ``gram`` (exact) or ``power``.
-    - ``as_paper``: everything as the paper has it; ``c`` then replaces c_star.
+    - ``granularity``: a scale per ``head``, or one per ``layer``. ``estimator``: ``gram`` (exact) or ``power``.
+    - ``as_paper``: compute everything as the paper does; ``c`` then replaces c_star.
 
-    Operand descales always cover the certain bound including rounding, whatever ``bound`` says, in units of the tensor that is
+    Operand descales always cover the worst-case bound, whatever ``bound`` says, in units of the tensor that is
     cast; see :func:`descales` for them as arrays. Raises :class:`FormatError`, :class:`UnsupportedError` and
     :class:`NonFiniteError` for what the model is, :class:`ArgumentError` for options, ``OSError`` for files.
     """
@@ -135,18 +135,18 @@ def calibrate(model, *, weights=None, **options):
 
 
 def inspect(model, *, weights=None):
-    """The spectral profile of every layer and head: the JSON of ``sigmascale inspect`` as a dict (with a short repr).
+    """Compute the spectral profile of every layer and head. Returns the JSON of ``sigmascale inspect`` as a dict.
 
-    ``model`` and ``weights`` as for :func:`calibrate`; a config alone is an :class:`ArgumentError`.
+    ``model`` and ``weights`` as for :func:`calibrate`; a config without weights is an :class:`ArgumentError`.
     """
     return Inspection._of(_native.inspect(_source(model, weights)))
 
 
 def export_scales(model, file, *, weights=None, **options):
-    """Writes the file of scales that :func:`export` for vLLM puts beside the weights: ``<attention module>.{q,k,v}_scale``, f32 scalars.
+    """Write a safetensors file of scales, ``<attention module>.{q,k,v}_scale``, f32 scalars: the one that :func:`export` writes for vLLM.
 
     Each is the largest descale of the layer's heads, rounded up to BF16. Engines read it only where the index and the config say so, as
-    :func:`export` writes them. ``file`` is a safetensors file, which appears whole or not at all; the rest as for :func:`calibrate`.
+    :func:`export` writes them. ``file`` appears whole or not at all; the rest as for :func:`calibrate`.
     """
     _native.export_scales(_source(model, weights), _path("file", file), _options(options))
 
@@ -166,11 +166,12 @@ def stress(
     device="cpu",
     trace=None,
 ):
-    """What every scaling policy does when the weights move: the JSON of ``sigmascale stress`` as a dict (with a short repr).
+    """Run scaling policies side by side through a change of the weights. Returns the JSON of ``sigmascale stress`` as a dict.
 
     ``scenario`` is checkpoint-load, weight-spike, refit, or replay (which takes ``trace``, a file, and no model). ``tokens``
-    is a file that is run through the model's own forward, ``path`` the checkpoints that a refit goes through. The scenarios
-    that train a model are the command's alone.
+    is a file that is run through the model's own forward, ``path`` the checkpoints that a refit goes through. ``mode`` is what is
+    cast to E4M3: ``logit`` as in the paper, or ``operands`` as in fused kernels. Only the command has the scenarios that train a
+    model.
 
     ``policies``: names (one str may list several, with commas), and :class:`AutoC`, :class:`DelayedPaper` or
     :class:`DelayedTe` for other parameters than the defaults; by default all six. ``auto-c`` with the default burn-in ends it
@@ -181,7 +182,7 @@ def stress(
         policies = [named(policy) for policy in ([policies] if one else policies)]
     if scenario in ("resume", "lr-spike"):
         raise ArgumentError(
-            f"{scenario} trains a model, which the command alone does: in the source folder run "
+            f"scenario {scenario!r} trains a model and is only available in the command: in the source folder run "
             f"`cargo run --release --features train -- stress {scenario} --model tiny-llama-train`"
         )
     some, file = optional(count), optional(_path)
@@ -202,13 +203,12 @@ def stress(
 
 
 def descales(profile):
-    """The descales of a profile as float32 arrays: q, k, v, o ``(layers, n_kv)`` and logit ``(layers, n_q)``.
+    """Return the descales of a profile as float32 arrays: q, k, v, o ``(layers, n_kv)`` and logit ``(layers, n_q)``.
 
     ``profile`` is what :func:`calibrate` returned. Divide a tensor by its descale before the cast; the kernel multiplies
-    it back. None stands where there are none (v and o without a norm in front of them, all but logit with ``as_paper``, whose one
-    logit descale a layer is that of all its heads).
-    Where layers differ in their heads, arrays have room for the most, and what lies past a layer's own heads is the
-    smallest normal float, which no maximum takes.
+    it back. An entry is None if the profile has no such descales: v and o without a norm in front of them, and all but logit
+    with ``as_paper``, which has one logit descale per layer.
+    Where layers differ in their heads, arrays are as wide as the largest layer, and filled up with the smallest normal float.
     """
     if not isinstance(profile, Mapping):
         raise TypeError(f"profile: expected what calibrate() returned, got {type(profile).__name__}")

@@ -44,7 +44,7 @@ class Tail(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class AutoC(_Checked):
-    """``auto-c``: certain bounds for ``burn_in`` steps, then ``kappa`` times the ``quantile`` of amax / bound seen there, times
+    """``auto-c``: worst-case bounds for ``burn_in`` steps, then ``kappa`` times the ``quantile`` of amax / bound seen there, times
     the bound. ``pooling``: one such constant for each ``layer`` or ``head``, or one for the whole ``model``."""
 
     burn_in: int = _field(100, count)

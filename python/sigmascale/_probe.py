@@ -1,6 +1,6 @@
-"""Is each descale of an FP8 attention call really applied, in the right direction and to the right head?
+""":func:`probe`: is each descale of an FP8 attention call applied, in the right direction and to the right head?
 
-In every sequence and head, key 0 scores ``s = tau q . k0 > 0`` and all others 0, and key 0 alone has a value, v0. So the
+How it finds out. In every sequence and head, key 0 scores ``s = tau q . k0 > 0`` and all others 0, and key 0 alone has a value, v0. So the
 last row of the output is ``v0 v_descale / (1 + (n - 1) exp(-s q_descale k_descale))``. Key 0 has the largest logit, hence
 the P = 1 that E4M3 holds exactly: the output tells the effective descales to its own precision, and v0 runs through the
 mantissas of E4M3 over the channels and is large, so that even an FP8 output does on average. Descales differ between
@@ -26,10 +26,15 @@ _BIAS_KEYS = 4096
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What a probe found: for q, k and v one of ``applied``, ``dropped``, ``inverted``, ``permuted``, ``stale``,
-    ``per-tensor``, ``squared`` or ``unexplained``.
+    """What a probe found for the descales of q, k and v:
 
-    ``output_bias`` is the mean error of the output in the direction of the exact one, over its mean size, with
+    - ``applied``: as it should be.
+    - ``dropped``: not multiplied. ``inverted``: divided by. ``squared``: multiplied twice.
+    - ``permuted``: that of another head or sequence. ``stale``: that of an earlier call.
+    - ``per-tensor``: one descale for all heads, where each has its own.
+    - ``unexplained``: none of these.
+
+    ``output_bias`` is the mean error of the output in the direction of the exact one, over its mean magnitude, with
     ``bias_seq_len`` keys and V ~ N(1, 1): -0.02 is an output that is 2 % too small. None where it was not measured."""
 
     q: str
@@ -76,11 +81,11 @@ def probe(
     device="cuda",
     bias_seq_len=None,
 ):
-    """Feeds ``call`` inputs that reveal which descales it applies, and how.
+    """Feed ``call`` inputs that reveal which descales it applies, and how.
 
     ``call(q, k, v, q_descale, k_descale, v_descale)`` gets E4M3 operands (``float8_e4m3fn``) in the layout ``(batch, seq,
     heads, d_head)`` and float32 descales ``(batch, n_kv_heads)``, and returns the output in the same layout as q. Causal
-    or not makes no difference. ``per_tensor=True`` gives all heads the same descale, for calls that take one a tensor.
+    or not makes no difference. ``per_tensor=True`` gives all heads the same descale, for calls that take one per tensor.
     With ``framework="numpy"`` operands are float32 arrays of E4M3 values. ``softmax_scale`` is what the call multiplies
     logits by, ``d_head ** -0.5`` where it is None. It is called six times; a call that remembers descales of an earlier
     one is found.
@@ -88,8 +93,8 @@ def probe(
     A seventh call of ``bias_seq_len`` tokens, with descales of 1, measures ``output_bias``. By default it has 4096 tokens
     where the call runs on a GPU and is left out elsewhere; ``bias_seq_len=0`` leaves it out everywhere.
 
-    Returns a :class:`ProbeReport`; ``report.ok`` is True if everything is applied. An effective descale that is more than
-    some 2 % off is not. Raises :class:`ArgumentError` if the call returns another shape than q's, and :class:`CudaError` if
+    Returns a :class:`ProbeReport`; ``report.ok`` is True if every descale is applied. One whose effective value is more than
+    about 2 % off does not count as applied. Raises :class:`ArgumentError` if the call returns another shape than q's, and :class:`CudaError` if
     there is no GPU for ``device``; what the call raises
     goes through. Only the product of the q and k descales of a head reaches the output, so swapping those two is no fault.
     """
@@ -258,5 +263,5 @@ def _run(call, operands, descales, framework, device, alive):
     else:
         raise ArgumentError(f"the call must return the output tensor, not {type(out).__name__}")
     if out.shape != operands[0].shape:
-        raise ArgumentError(f"the call returned shape {out.shape}, and q has {operands[0].shape}")
+        raise ArgumentError(f"expected an output of shape {operands[0].shape}, but the call returned shape {out.shape}")
     return out[:, -1]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import html
 import json
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _types as types
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def _count(number: int, what: str) -> str:
@@ -126,6 +129,46 @@ class StressRun(_Paged):
         size = f"{_count(self['model_layers'], 'layer')}, {_count(self['steps'], 'step')}"
         found = f"layers overflowed: {', '.join(over)}" if over else "no overflow"
         return f"<sigmascale stress {self['scenario']} of {self['model']}: {size}; {found}>"
+
+
+class Diagnosis(_Paged):
+    """What :func:`diagnose` gives."""
+
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]
+        def __getitem__(self, key: Literal["name"]) -> str | None: ...
+        @overload
+        def __getitem__(self, key: Literal["source"]) -> str: ...
+        @overload
+        def __getitem__(self, key: Literal["verdict"]) -> Literal["calm", "alarm"]: ...
+        @overload
+        def __getitem__(self, key: Literal["first_step"]) -> int | None: ...
+        @overload
+        def __getitem__(self, key: Literal["last_step"]) -> int | None: ...
+        @overload
+        def __getitem__(self, key: Literal["first"]) -> types.Alarm | None: ...
+        @overload
+        def __getitem__(self, key: Literal["advice"]) -> list[types.Advice]: ...
+        @overload
+        def __getitem__(self, key: Literal["alarms"]) -> list[types.Alarm]: ...
+        @overload
+        def __getitem__(self, key: Literal["loss_shows"]) -> int | None: ...
+        @overload
+        def __getitem__(self, key: Literal["lead"]) -> int | None: ...
+        @overload
+        def __getitem__(self, key: Literal["options"]) -> types.Thresholds: ...
+        @overload
+        def __getitem__(self, key: Literal["heads"]) -> list[types.HeadReport]: ...
+        def __getitem__(self, key: str) -> Any: ...
+
+    def __repr__(self) -> str:
+        first = self["first"]
+        found = "calm"
+        if first is not None:
+            place = "the run" if first["head"] is None else f"layer {first['layer']}, head {first['head']}"
+            found = f"{first['kind']} of {place} at step {first['raised']}"
+        return f"<sigmascale diagnosis of {self['name'] or 'a run'}: {_count(len(self['heads']), 'head')}, {found}>"
 
 
 class Export(dict[str, Any]):

@@ -41,7 +41,7 @@ class ScaleStream:
     """Scales of a model while its weights arrive, in any order: those of a layer as soon as it is complete.
 
     ``config`` is a ``config.json``, its folder, a dict or a config of Hugging Face transformers. ``names`` are those of all tensors
-    to come; they are needed only where a bias is stored that the config does not tell of. ``ranks``: the tensors are those of one
+    to come; they are needed only for biases that the config does not mention. ``ranks``: the tensors are those of one
     of so many tensor-parallel ranks, with its own heads. Where tensors come layer by layer, those of one layer are held.
 
     The first tensor of a pass decides where its scales are computed. On the host they are the bits of :func:`calibrate`, whatever
@@ -77,7 +77,7 @@ class ScaleStream:
             dtype, shape, data = _stored(name, tensor)
             if dtype not in _SAFETENSORS:
                 raise ArgumentError(f"{name} has type {dtype}: {', '.join(_SAFETENSORS)} are read")
-            done = json.loads(self._native.push(name, _SAFETENSORS[dtype], list(shape), data.data))
+            done = json.loads(self._native.push(name, _SAFETENSORS[dtype], list(shape), data.ctypes.data, data.nbytes))
         self.layers.update((layer["layer"], layer) for layer in done)
         return done
 

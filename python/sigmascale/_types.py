@@ -1,11 +1,32 @@
 """Types of what results hold. Keys and values are those of the command's JSON."""
 
-from typing import Literal, NotRequired, TypedDict
+import sys
+from typing import Literal
+
+if sys.version_info >= (3, 11):
+    from typing import NotRequired, TypedDict
+else:
+    from typing_extensions import NotRequired, TypedDict
 
 Policy = Literal["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"]
 Operand = Literal["logit", "q", "k", "v", "o"]
+AlarmKind = Literal[
+    "delta-bias",
+    "repeated-maxima",
+    "saturation",
+    "growth",
+    "logit-limit",
+    "bound-exceeded",
+    "entropy-collapse",
+    "loss-scale",
+    "skipped-steps",
+    "loss-spike",
+    "non-finite-loss",
+]
 EngineName = Literal["vllm", "sglang", "trtllm", "mistralrs"]
-Verdict = Literal["safe", "overflow", "missing", "default", "rounded_below", "foreign", "not_loaded", "unbounded"]
+Verdict = Literal[
+    "safe", "overflow", "missing", "default", "rounded_below", "foreign", "invalid", "not_loaded", "unbounded"
+]
 
 
 class Biases(TypedDict):
@@ -274,6 +295,73 @@ class TraceRow(TypedDict):
     softmax_kl: float | None
 
 
+class Alarm(TypedDict):
+    """An alarm; ``layer`` and ``head`` are None where it concerns the whole run, ``cleared`` while it is up."""
+
+    kind: AlarmKind
+    layer: int | None
+    head: int | None
+    since: int
+    raised: int
+    cleared: int | None
+    value: float | None
+    limit: float | None
+    message: str
+    source: str
+
+
+class Advice(TypedDict):
+    """What to do about one kind of alarm, in these layers."""
+
+    kind: AlarmKind
+    layers: list[int]
+    action: str
+    source: str
+
+
+class Thresholds(TypedDict):
+    """Thresholds of the alarms."""
+
+    logit_limit: float
+    window: int
+    hold: int
+    growth: float
+    repeated: float
+    bias: float
+    false_alarms: float
+    entropy: float
+    saturated: float
+    loss_scale: int
+    skipped: float
+    loss: float
+
+
+class Span(TypedDict):
+    """First and last value of a quantity, and its growth per step over the last window."""
+
+    first: float
+    last: float
+    per_step: float | None
+
+
+class HeadReport(TypedDict):
+    """One query head of a run; what was not recorded is None."""
+
+    layer: int
+    head: int
+    w_q: Span | None
+    sigma: Span | None
+    growth: float | None
+    bound: float | None
+    logit_max: float | None
+    reaches_limit: int | None
+    repeated: float | None
+    delta_bias: float | None
+    entropy: float | None
+    utilization: float | None
+    saturated: float | None
+
+
 class OperandCertificate(TypedDict):
     """The scales of one operand in a layer, and the worst case over what they cover."""
 
@@ -296,7 +384,7 @@ class LayerCertificate(TypedDict):
 class AuditEntry(TypedDict):
     """One scale as an engine would use it, and the scale that the weights need."""
 
-    scale: float
+    scale: float | None
     needed: float | None
     verdict: Verdict
     stored: float | None

@@ -25,7 +25,7 @@ const HEAD_WORDS: usize = size_of::<HeadBound>() / 4;
 
 /// Descales `[layer][q, k, v, o][n_kv]`, operand bounds `[layer][q, k, v][n_kv]`, and with logits bounds `[layer][n_q]` of
 /// [`HeadBound`], as the scale engine has them.
-type Scales = (Vec<f32>, Vec<f32>, Option<Vec<f32>>);
+pub type Scales = (Vec<f32>, Vec<f32>, Option<Vec<f32>>);
 
 /// Scales of layers in host memory, whose tensors the caller keeps alive and unchanged until this returns. `q_heads` are those
 /// of all layers of the model, which `tail` counts.
@@ -74,7 +74,7 @@ fn largest(group: &[OperandBound]) -> f32 {
 }
 
 /// Rounded up.
-fn above(value: f64) -> f32 {
+pub fn above(value: f64) -> f32 {
     let near = value as f32;
     if f64::from(near) < value { near.next_up() } else { near }
 }
@@ -119,12 +119,20 @@ fn vector(address: u64, count: usize, kind: &str) -> Result<Option<Vec<f64>>> {
         return Ok(None);
     }
     let dtype = dtype(kind)?;
-    // SAFETY: 1. the package passes the address of a contiguous tensor of this type and at least this length; 2. it holds the
-    // tensor, and nobody writes it, until the call returns.
-    let bytes = unsafe { std::slice::from_raw_parts(address as *const u8, count * dtype.size()) };
+    let bytes = bytes_at(&address, count * dtype.size());
     let mut values = vec![0.0; count];
     MatrixView::dense(bytes, dtype, 1, count)?.read_block(0..1, 0..count, &mut values);
     Ok(Some(values))
+}
+
+/// The bytes of a tensor, for as long as its address is borrowed. (The stable ABI has no buffers before Python 3.11.)
+pub fn bytes_at(address: &u64, size: usize) -> &[u8] {
+    if size == 0 {
+        return &[];
+    }
+    // SAFETY: 1. the package passes the address of a contiguous tensor of at least this length; 2. it holds the tensor, and
+    // nobody writes it, until the call returns.
+    unsafe { std::slice::from_raw_parts(*address as *const u8, size) }
 }
 
 impl Stored {

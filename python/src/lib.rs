@@ -4,8 +4,10 @@
 
 mod attention;
 mod device;
+mod diagnose;
 mod errors;
 mod host;
+mod latent;
 mod offline;
 mod paged;
 mod policy;
@@ -22,6 +24,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(offline::calibrate, module)?)?;
     module.add_function(wrap_pyfunction!(offline::inspect, module)?)?;
     module.add_function(wrap_pyfunction!(offline::stress, module)?)?;
+    module.add_function(wrap_pyfunction!(diagnose::diagnose, module)?)?;
+    module.add_class::<diagnose::Alarms>()?;
     module.add_function(wrap_pyfunction!(offline::export_scales, module)?)?;
     module.add_function(wrap_pyfunction!(offline::layout, module)?)?;
     module.add_function(wrap_pyfunction!(offline::presets, module)?)?;
@@ -34,6 +38,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<attention::Attention>()?;
     module.add_class::<paged::Paged>()?;
     module.add_function(wrap_pyfunction!(host::host_scales, module)?)?;
+    module.add_function(wrap_pyfunction!(latent::latent_scales, module)?)?;
     module.add_function(wrap_pyfunction!(specification::host_forward, module)?)?;
     module.add_function(wrap_pyfunction!(specification::host_backward, module)?)?;
     module.add_class::<host::HostPolicy>()?;

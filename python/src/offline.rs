@@ -10,7 +10,7 @@ use sigmascale::bound::{BoundKind, Tail};
 use sigmascale::calibrate::{Calibration, Estimator, Inspection, Options, Profile, calibrate_config};
 use sigmascale::cli::{self, pages};
 use sigmascale::cuda;
-use sigmascale::file::{check_not_read, check_target, write_atomically};
+use sigmascale::file::{check_not_of_model, check_not_read, check_target, write_atomically};
 use sigmascale::model::{Checkpoint, Layout, ModelSource, preset_names};
 use sigmascale::plan::Granularity;
 use sigmascale::policy::PolicyConfig;
@@ -152,6 +152,7 @@ pub fn export_scales(py: Python<'_>, source: Source, file: PathBuf, options: Cal
             return Err(Error::argument("exported scales need operand descales, and as_paper computes none"));
         }
         check_target(&file)?;
+        check_not_of_model("the file", &file)?;
         if let Source::Named(name) = &source
             && let ModelSource::Checkpoint(checkpoint) = ModelSource::open(name)?
         {
@@ -275,7 +276,10 @@ pub fn layout(py: Python<'_>, config: &str, name: &str) -> PyResult<String> {
     let described = || {
         let layout = Layout::from_config_json(config.as_bytes(), Path::new(name))?;
         let spec = layout.spec();
-        sigmascale::bound::check_plain(spec)?;
+        let latent = if spec.has_mla() { Some(crate::latent::needs(config, name)?) } else { None };
+        if latent.is_none() {
+            sigmascale::bound::check_plain(spec)?;
+        }
         let layers = (0..spec.layers.len())
             .map(|layer| {
                 let (own, names) = (spec.layer(layer)?, layout.layer(layer)?);
@@ -283,7 +287,7 @@ pub fn layout(py: Python<'_>, config: &str, name: &str) -> PyResult<String> {
                 Ok(json!({
                     "number": own.number, "n_q_heads": own.n_q_heads, "n_kv_heads": own.n_kv_heads, "d_head": own.d_head,
                     "q": one(&names.q), "k": one(&names.k), "v": one(&names.v),
-                    "norm": names.norm, "qk_norm": names.qk_norm,
+                    "norm": names.norm, "qk_norm": names.qk_norm, "latent": latent.as_ref().map(|needs| &needs[layer]),
                 }))
             })
             .collect::<Result<Vec<_>>>()?;

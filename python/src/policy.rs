@@ -149,7 +149,7 @@ impl DevicePolicy {
         Ok(results)
     }
 
-    /// Slack of each layer's logits, q, k and v over the burn-in so far: smallest, mean, largest and count of certain bound over
+    /// Slack of each layer's logits, q, k and v over the burn-in so far: smallest, mean, largest and count of worst-case bound over
     /// observed amax, as JSON; null where nothing but zeros was observed. Waits for the device.
     fn slack(&self, py: Python<'_>) -> PyResult<String> {
         on_device(py, || {

@@ -1,8 +1,8 @@
 //! Exports, audits and streamed scales, as the crate's `serving` has them.
 
 use crate::errors::raise;
+use crate::host::bytes_at;
 use crate::work::detached;
-use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use serde::Serialize;
 use serde_json::json;
@@ -134,10 +134,18 @@ impl ScaleStream {
         text(&json!({"prefixes": tensors.prefixes(), "layers": layers})).map_err(|error| raise(py, &error))
     }
 
-    /// The layers that a tensor completes, as JSON.
-    fn push(&self, py: Python<'_>, name: &str, dtype: &str, shape: Vec<usize>, data: PyBuffer<u8>) -> PyResult<String> {
-        let bytes = data.to_vec(py)?;
+    /// The layers that a tensor completes, as JSON. Its `size` bytes are in host memory at `address`.
+    fn push(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        dtype: &str,
+        shape: Vec<usize>,
+        address: u64,
+        size: usize,
+    ) -> PyResult<String> {
         let work = || {
+            let bytes = bytes_at(&address, size).to_vec();
             let dtype = serde_json::from_value(json!(dtype))
                 .map_err(|_| Error::argument(format_args!("{name} has type {dtype}, which is not read")))?;
             let mut stream = self.held();

@@ -110,8 +110,12 @@ def tensors(batch=2, length=256, heads=(8, 2), d=128, scale=1.0, seed=0):
 
 
 def sdpa(q, k, v, causal=True):
+    """PyTorch's attention, causal from the last query and the last key backwards, as FlashAttention's is."""
     heads = lambda x: x.transpose(1, 2)
-    return heads(F.scaled_dot_product_attention(heads(q), heads(k), heads(v), is_causal=causal, enable_gqa=True))
+    mask = None
+    if causal:
+        mask = torch.ones(q.shape[1], k.shape[1], device=q.device, dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+    return heads(F.scaled_dot_product_attention(heads(q), heads(k), heads(v), attn_mask=mask, enable_gqa=True))
 
 
 def delayed(device):

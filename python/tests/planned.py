@@ -14,12 +14,13 @@ class Planned:
 
     def __init__(self, layers, descale=0.02, fallback=None):
         n_q, n_kv = max(x.n_q_heads for x in layers), max(x.n_kv_heads for x in layers)
-        self.policy, self._policy = "geometry", types.SimpleNamespace(per_call=False)
+        self.policy, self._policy = "geometry", types.SimpleNamespace(per_call=False, remembers=False)
         self.descales = torch.full((len(layers), 4, n_kv), descale)
         self.words = torch.zeros(len(layers), 2 * (n_q + n_kv), 4, dtype=torch.int32)
+        self.reporting = True
         self.backend, self.fallback, self.logit_descales = "auto", fallback, None
         self.layers = [LayerPlan(self, index, layer) for index, layer in enumerate(layers)]
-        self.calls = [_calls.watch(plan.words) for plan in self.layers]
+        self.calls = [_calls.counted(plan.key)[0] for plan in self.layers]
 
 
 def planned(model, **options):

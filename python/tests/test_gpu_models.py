@@ -142,7 +142,7 @@ def test_two_threads_on_one_stream_do_not_mix():
 
 def test_the_carried_checkpoint_keeps_its_loss():
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).cuda().eval()
-    text = (MODEL.parents[1] / "README.md").read_bytes()[:8192]
+    text = (MODEL.parents[1] / "data" / "sample.py").read_bytes()[:8192]
     tokens = torch.tensor(list(text), device="cuda").view(16, 512)
     with torch.no_grad():
         before = float(model(tokens, labels=tokens).loss)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -292,7 +293,7 @@ def test_exported_scales_are_the_largest_of_the_heads(tmp_path):
         (sigmascale.ArgumentError, "quantile 2.0 must be", lambda: sigmascale.AutoC(quantile=2)),
         (sigmascale.ArgumentError, "algorithm 'foo' is not", lambda: sigmascale.DelayedTe(algorithm="foo")),
         (sigmascale.ArgumentError, "margin 1.5 must be", lambda: sigmascale.DelayedPaper(margin=1.5)),
-        (sigmascale.ArgumentError, "delta 2.0 must lie", lambda: sigmascale.Tail(delta=2)),
+        (sigmascale.ArgumentError, "delta 2.0 must be greater than 0 and less than 1", lambda: sigmascale.Tail(delta=2)),
         (sigmascale.ArgumentError, "eta 1.5 must be", lambda: sigmascale.Tail(eta=1.5)),
         (sigmascale.ArgumentError, "margin 33 must be", lambda: sigmascale.DelayedTe(margin=33)),
         (TypeError, "history must be an integer", lambda: sigmascale.DelayedPaper(history=1.5)),
@@ -393,3 +394,15 @@ def test_pytorch_is_not_imported_before_it_is_used():
     code = "import sigmascale, sys; sigmascale.calibrate('gpt2-xl'); print('torch' in sys.modules); sigmascale.nothing"
     printed = run(code)
     assert printed.startswith("False") and "has no attribute 'nothing'" in printed
+
+
+def test_scales_never_become_part_of_a_model(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    for name in ("model.safetensors", "config.json", "model.safetensors.index.json"):
+        before = sorted(os.listdir(model))
+        with pytest.raises(sigmascale.ArgumentError, match="part of the model in that folder"):
+            sigmascale.export_scales(model, model / name)
+        assert sorted(os.listdir(model)) == before
+    sigmascale.export_scales(model, model / "scales.safetensors")
+    assert len(sigmascale.calibrate(model)["layers"]) == 6

@@ -23,6 +23,11 @@ def test_an_all_reduce_goes_up_a_tree_and_down():
     # One GPU of each of 128 nodes: 7 levels of 5 us, twice.
     assert us(0, 128, 128) == pytest.approx(6.8 + 2 * 7 * 5.0)
     assert us(0, 64, 8) == pytest.approx(6.8 + 2 * (7 * 0.6 + 3 * 5.0))
+    # What NCCL itself printed for 16 GPUs on two nodes: NVIDIA/nccl issue 1453.
+    assert us(128, 16, 2) == pytest.approx(25.214764, rel=1e-3)
+    assert us(4096, 16, 2) == pytest.approx(25.874907, rel=0.02) and us(32768, 16, 2) == pytest.approx(
+        30.599243, rel=0.1
+    )
     # 50 GB/s, twice the bytes for flags, there and back.
     assert us(25_000, 8, 1) - us(0, 8, 1) == pytest.approx(2.0)
 
@@ -75,7 +80,9 @@ def test_current_scaling_communicates_where_ranks_share_a_sequence():
 
 
 def test_the_record_is_what_the_script_prints():
-    done = subprocess.run([sys.executable, ROOT / "benches" / "scale_out.py"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "benches" / "scale_out.py"], capture_output=True, text=True, check=True
+    )
     kept = "".join(line for line in RECORD.read_text().splitlines(keepends=True) if not line.startswith("#"))
     assert kept == done.stdout
     rows = list(csv.DictReader(io.StringIO(kept)))
@@ -84,5 +91,7 @@ def test_the_record_is_what_the_script_prints():
 
 def test_options_that_make_no_sense_are_refused():
     for option in (("--mfu", "0"), ("--mfu", "1.5"), ("--launch-us", "-1")):
-        done = subprocess.run([sys.executable, ROOT / "benches" / "scale_out.py", *option], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, ROOT / "benches" / "scale_out.py", *option], capture_output=True, text=True
+        )
         assert done.returncode == 2 and "--mfu must be" in done.stderr

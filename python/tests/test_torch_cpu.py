@@ -144,7 +144,7 @@ def test_the_drop_in_has_the_arguments_of_pytorch():
         (r"\.contiguous\(\)", lambda q, k, v: (q.transpose(2, 3).contiguous().transpose(2, 3), k, v)),
         ("batch, seq, heads", lambda q, k, v: (q[0], k, v)),
         ("one type", lambda q, k, v: (q, k.double().half(), v)),
-        ("do not fit", lambda q, k, v: (q, k, v[:, :-1])),
+        ("same length", lambda q, k, v: (q, k, v[:, :-1])),
         ("no multiple", lambda q, k, v: (q[:, :, :3], k, v)),
         ("give it as bfloat16", lambda q, k, v: (q.double(), k, v)),
     ],

@@ -2,6 +2,9 @@
 
 import json
 import math
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -48,7 +51,7 @@ def test_lines_are_those_of_the_format(run):
         trained(made, runtime, monitor, 5)
         monitor.event("note", "a sentence", layer=1, head=2)
     first, *rest = lines(path)
-    heads = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    heads = {"heads": 4, "kv_heads": 2, "head_dim": 16, "width": 64}
     assert first["format"] == 1 and first["source"] == "monitor" and first["name"] == "small"
     assert first["layers"] == [{"layer": 0} | heads, {"layer": 1} | heads]
     assert [row["step"] for row in rest if row["kind"] == "step"] == [0, 1, 2, 3, 4]
@@ -108,7 +111,7 @@ def test_saturation_is_counted_over_all_calls(run):
     monitor = fp8.Monitor(runtime, path, every=1, rows=0)
     seen = {}
     keep = lambda q, k, v, *_: seen.setdefault("qkv", []).append([x.detach() for x in (q, k, v)])
-    _calls.observe(runtime.layers[0].words, keep)
+    _calls.observe(runtime.layers[0].key, keep)
     runtime.descales[0, :3] /= 20
     for step in range(2):
         loss_of(made, step).backward()
@@ -269,7 +272,7 @@ def test_a_closed_monitor_leaves_nothing_behind(run):
     monitor.close()
     monitor.close()
     assert not runtime.before_refresh and not any(
-        _calls._OBSERVERS.get(plan.words.data_ptr()) for plan in runtime.layers
+        _calls._OBSERVERS.get(plan.key) for plan in runtime.layers
     )
     with pytest.raises(sigmascale.SigmascaleError, match="closed"):
         monitor.step()
@@ -393,7 +396,6 @@ def test_calls_without_gradients_are_not_sampled(run):
     assert all("entropy" not in row and "logit_max" in row for row in lines(path, "layer"))
 
 
-@pytest.mark.skipif(not hasattr(sigmascale._native, "Alarms"), reason="this build has no alarms")
 def test_alarms_are_raised_written_and_cleared(run):
     made, runtime, path = run
     told = []
@@ -430,3 +432,22 @@ def test_scalars_leave_out_what_is_not_finite():
     layer = {"kind": "layer", "step": 3, "layer": 7, "w_q": [None, 1.0], "delta_bias": [-3.0, 2.0], "sigma": [None]}
     found = _sinks.scalars({"kind": "step", "step": 3, "loss": math.nan}, [layer])
     assert found == {"sigmascale/skipped": 0.0, "sigmascale/w_q/layer 7": 1.0, "sigmascale/delta_bias/layer 7": -3.0}
+
+
+def test_the_training_example_records_its_run(tmp_path):
+    root = pathlib.Path(__file__).resolve().parents[2]
+    (tmp_path / "text").mkdir()
+    source = (root / "README.md").read_text()
+    (tmp_path / "text" / "a.md").write_text(source * (1 + 120_000 // len(source)))
+    record = tmp_path / "run.jsonl"
+    small = "--device cpu --width 32 --layers 1 --heads 2 --kv-heads 1 --steps 8 --every 2 --seq-len 16 --batch 1 --warmup 2"
+    script = [sys.executable, str(root / "python" / "examples" / "train_gpt.py"), "--text", str(tmp_path / "text")]
+    # The runtime is made anew at step 5, and the record goes on.
+    asked = [*script, *small.split(), "--resume", "5", "--monitor", str(record), "--guard", "--log", str(tmp_path / "log")]
+    subprocess.run(asked, check=True)
+    assert [row["step"] for row in lines(record, "step")] == list(range(8))
+    assert [row["step"] for row in lines(record, "layer")] == [0, 2, 4, 6]
+    found = sigmascale.diagnose(record)
+    assert found["verdict"] == "calm" and len(found["heads"]) == 2 and found["heads"][0]["w_q"]["last"] > 0
+    refused = subprocess.run([*script, "--policy", "bf16", "--monitor", "x"], capture_output=True, text=True)
+    assert refused.returncode == 1 and "for FP8 attention" in refused.stderr

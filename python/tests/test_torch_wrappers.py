@@ -237,16 +237,16 @@ def test_packed_sequences_see_their_own_keys(causal):
         else:
             assert not ours.any() and (ours_lse == -torch.inf).all()
     used = torch.tensor([9, 4, 30, 0, 20], dtype=torch.int32)
-    again = fp8.flash_attn_varlen_func(q, k, v, cu(lengths_q), cu(lengths_k), causal=causal, seqused_k=used, plan=rows())
+    again = fp8.flash_attn_varlen_func(q, k, v, cu(lengths_q), cu(lengths_k), None, None, causal=causal, seqused_k=used, plan=rows())
     assert torch.equal(again, out)
     # Lengths are not read.
     torch._dynamo.reset()
     compiled = torch.compile(fp8.flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
     whole = compiled(q, k, v, cu(lengths_q), cu(lengths_k), 30, 30, causal=causal, plan=rows())
     assert torch.equal(whole, out)
-    for bad, message in [(cu([5, 30, 18]), "4 and 6 entries"), (cu([5, 0, 30, 1, 18]), "do not lie in its 53 rows")]:
+    for bad, message in [(cu([5, 30, 18]), "4 and 6 entries"), (cu([5, 0, 30, 1, 18]), "ends with 54, but q has 53 tokens")]:
         with pytest.raises(ValueError, match=message):
-            fp8.flash_attn_varlen_func(q, k, v, bad, cu(lengths_k), plan=rows())
+            fp8.flash_attn_varlen_func(q, k, v, bad, cu(lengths_k), None, None, plan=rows())
 
 
 @pytest.mark.parametrize("kind", ["bf16", "e4m3", "pages"])

@@ -13,6 +13,11 @@ import pytest
 import sigmascale
 from sigmascale import _types
 
+if sys.version_info >= (3, 11):
+    from typing import get_type_hints
+else:
+    from typing_extensions import get_type_hints
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "data" / "tiny-llama")
 
@@ -49,12 +54,12 @@ def check(value, kind, place, seen):
         assert len(fitting) == 1, (place, value)
         if value is not None:
             check(value, fitting[0], place, seen)
-    elif typing.is_typeddict(kind):
+    elif hasattr(kind, "__required_keys__"):
         assert kind.__required_keys__ <= value.keys() <= kind.__required_keys__ | kind.__optional_keys__, (
             place,
             value.keys() ^ kind.__annotations__.keys(),
         )
-        hints = typing.get_type_hints(kind)
+        hints = get_type_hints(kind)
         for key, item in value.items():
             seen.add((kind.__name__, key))
             check(item, hints[key], f"{place}.{key}", seen)
@@ -88,9 +93,11 @@ def test_results_have_the_keys_and_values_of_their_types(tmp_path):
     audit = sigmascale.verify(tmp_path / "out")
     for one in [audit, *audit["others"]]:
         whole(one, "Audit", seen, set() if one is audit else {"others"})
+    whole(sigmascale.diagnose([MODEL, MODEL], lr=1e-3), "Diagnosis", seen)
+    whole(sigmascale.diagnose(ROOT / "data" / "runs" / "low-precision.jsonl"), "Diagnosis", seen)
     # No type lists a key that no result has; those of other models are named.
-    kinds = {name: kind for name, kind in vars(_types).items() if typing.is_typeddict(kind)}
-    listed = {(name, key) for name, kind in kinds.items() for key in typing.get_type_hints(kind)}
+    kinds = {name: kind for name, kind in vars(_types).items() if hasattr(kind, "__required_keys__")}
+    listed = {(name, key) for name, kind in kinds.items() for key in get_type_hints(kind)}
     other_models = {("Model", key) for key in ("mla", "bounded_positions", "fp8_inputs")}
     other_models |= {("Method", "layer_norm_mean_limit"), ("LayerProfile", "mla"), ("LayerInspection", "mla")}
     other_models |= {one for one in listed if one[0] in ("Latent", "LatentProfile", "Unavailable", "UnionBound")}
@@ -114,6 +121,8 @@ rank = sigmascale.inspect("x")["layers"][0]["stable_rank"]
 mean: float = rank["mean"] if rank else 0.0
 first: int | None = sigmascale.stress("refit", "x")["policies"][0]["first_bad_step"]
 page: str = sigmascale.verify("x").to_html()
+lead: int | None = sigmascale.diagnose(["x", "y"], lr=1e-3)["lead"]
+last = [head["w_q"]["last"] for head in sigmascale.diagnose("x")["heads"] if head["w_q"]]
 safe: bool = sigmascale.export("x", "y", "vllm")["layers"][0]["q"]["safe"]
 """
 WRONG = [
@@ -121,6 +130,7 @@ WRONG = [
     'profile["layers"][0]["k_descales"]',
     'wrong: str = profile["c_star"]["gamma"]',
     'sigmascale.verify("x")["saved"]',
+    'sigmascale.diagnose("x")["head"]',
 ]
 
 

@@ -126,7 +126,7 @@ fn binade(x: f32) -> f64 {
     f64::from(f32::from_bits(x.to_bits() & 0x7f80_0000))
 }
 
-/// The power of two that the format's exponent field of `x` stands for: subnormal numbers have that of `smallest`.
+/// The power of two that the format's exponent field of `x` means: subnormal numbers have that of `smallest`.
 #[inline(always)]
 fn exponent(x: f32, smallest: f64) -> f64 {
     let binade = binade(x);

@@ -13,13 +13,13 @@ use crate::stats::{CastStats, StepStats};
 pub struct AttentionOutput {
     /// Output, `(batch, len_q, n_q_heads, d_v)`.
     pub out: Vec<f32>,
-    /// Log-sum-exp of each row in nats with its head's sink, `(batch, n_q_heads, len_q)`; the sink alone where a row of a
+    /// Log-sum-exp of each row in nats with its head's sink, `(batch, n_q_heads, len_q)`; only the sink where a row of a
     /// sequence sees no key, `-inf` without sinks and where no sequence has the row.
     pub lse: Vec<f32>,
     /// Statistics per head, over all sequences.
     ///
     /// Logits are those after the soft-cap and before their cast, of the pairs that the mask shows; extremes before the
-    /// soft-cap are beside them. Sinks are not among them. NaN takes no part in maximum and minimum; `non_finite` is counted
+    /// soft-cap have fields of their own. Sinks are not counted. NaN takes no part in maximum and minimum; `non_finite` is counted
     /// before the soft-cap. q, k and v are counted in the rows of sequences, also keys that no query sees.
     pub stats: StepStats,
 }

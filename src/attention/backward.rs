@@ -11,7 +11,7 @@
 //!
 //! The log-sum-exp has the sink in it, so that it enters P and nothing else changes.
 //!
-//! q, k, v are the dequantised E4M3 operands, and the gradients are with respect to them; handing them to the unrounded
+//! q, k, v are the dequantized E4M3 operands, and the gradients are with respect to them; handing them to the unrounded
 //! ones is the straight-through rule. S' is the forward's to the bit: the same operands, accumulator and order of sums.
 //! With logits in E4M3, P is that of the rounded logits and the rounding passes gradients unchanged. The forward's rounding
 //! of P is not differentiated.
@@ -51,7 +51,7 @@ pub enum Delta {
     Output,
 }
 
-/// The precision of the products of a backward pass, beside Q K^T.
+/// The precision of the products of a backward pass other than Q K^T.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GradientProducts {
     /// f32.
@@ -71,7 +71,7 @@ pub struct BackwardPrecision {
 }
 
 impl BackwardPrecision {
-    /// What a fused kernel does behind [`Precision::TRAINING`]: delta from the output, products in BF16.
+    /// What a fused kernel computes after a forward in [`Precision::TRAINING`]: delta from the output, products in BF16.
     pub const KERNEL: Self = Self { delta: Delta::Output, products: GradientProducts::Bf16 };
 }
 
@@ -447,7 +447,7 @@ impl Kernel<'_> {
         let (at, at_v) = (block.tile * TILE * self.stride, block.tile * TILE * self.stride_v);
         let spans = &block.spans[..rows];
         add_product(&block.ds[..], spans, &self.packed.key_rows, at, self.stride, self.dq);
-        // Rows that see a key are neighbours, since both ends of what a row sees grow.
+        // Rows that see a key are neighbors, since both ends of what a row sees grow.
         let mut columns = [(TILE, 0); TILE];
         for (row, &(from, to)) in spans.iter().enumerate() {
             for column in &mut columns[from.min(to)..to] {

@@ -8,12 +8,12 @@ use std::ops::Range;
 
 /// Which keys of its sequence a query sees.
 ///
-/// The last query stands at the last key (bottom-right alignment): query `i` has position `p = i + len_k - len_q`, lengths
+/// Queries are aligned to the end of the keys (bottom-right alignment): query `i` has position `p = i + len_k - len_q`, lengths
 /// those of the sequence without padding. It sees the keys from `p - window_left` to `p + window_right`.
 ///
 /// ```
 /// use sigmascale::attention::Mask;
-/// // The last two of five queries that were decoded behind a cache of three keys.
+/// // The last two of five queries that were decoded after a cache of three keys.
 /// assert_eq!(Mask::CAUSAL.visible(1, 2, 5), 0..5);
 /// assert_eq!(Mask::sliding(2).visible(0, 2, 5), 2..4);
 /// assert_eq!(Mask { window_right: Some(1), ..Mask::NONE }.visible(0, 2, 5), 0..5);
@@ -128,7 +128,7 @@ impl AttentionCall<'_> {
 /// Operands of one call, in the layouts of the [module](super).
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
-    /// Queries, after RoPE and normalisation.
+    /// Queries, after RoPE and normalization.
     pub q: &'a [f32],
     /// Keys.
     pub k: &'a [f32],

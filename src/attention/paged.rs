@@ -153,7 +153,7 @@ impl PagedKv {
         Ok(gathered)
     }
 
-    /// Writes new tokens behind those that the table counts: keys rotated by their positions, keys and values cast by the
+    /// Appends new tokens to those that the table counts: keys rotated by their positions, keys and values cast by the
     /// descales. Nothing is written if anything is refused.
     ///
     /// # Errors

@@ -20,7 +20,7 @@ pub struct AttentionShape {
     pub len_k: usize,
     /// Elements of one head of q and k: a multiple of 8 from 16 to 576.
     pub d_head: usize,
-    /// Elements of one head of v and of the output: as `d_head` in most models, 128 beside 192 in expanded MLA.
+    /// Elements of one head of v and of the output: as `d_head` in most models, 128 (with 192 of q and k) in expanded MLA.
     pub d_v: usize,
 }
 

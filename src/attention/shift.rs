@@ -3,7 +3,7 @@
 use super::lanes;
 use serde::Serialize;
 
-/// Parameters of the stabilised softmax.
+/// Parameters of the stabilized softmax.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Stabilised {
     /// How far a positive repeated maximum is exceeded; greater than 1, the paper uses 2 to 8.

@@ -1,4 +1,4 @@
-//! The stabilised softmax: a row whose maximum repeats is shifted further, so that no P is exactly one.
+//! The stabilized softmax: a row whose maximum repeats is shifted further, so that no P is exactly one.
 //!
 //! With several P equal to one, sums of P V in bf16 round with a bias that made trainings diverge. For the row maximum
 //! `r` of a key tile and `n`, the number of its logits within `epsilon` of `r`:

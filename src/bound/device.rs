@@ -69,7 +69,7 @@ impl HeadBound {
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Isotropic {
-    /// d / (d - 1) behind a LayerNorm, else 1.
+    /// d / (d - 1) after a LayerNorm, else 1.
     pub sphere: f64,
     /// The paper's alpha*.
     pub c_star: f64,
@@ -100,7 +100,7 @@ fn on_cpu(spec: &AttentionSpec, what: &str) -> Result<()> {
 /// Refuses what is no plain q, k and v of a layer's own weights, which is all that the scale engine reads.
 ///
 /// # Errors
-/// `is_unsupported` for latent attention, normalized values, factors beside the weights, and layers that take the keys and
+/// `is_unsupported` for latent attention, normalized values, factors that multiply projections, and layers that take the keys and
 /// values of others.
 pub fn check_plain(spec: &AttentionSpec) -> Result<()> {
     if spec.has_mla() {
@@ -133,8 +133,8 @@ pub fn check_device(spec: &AttentionSpec) -> Result<()> {
 
 impl LayerBounds {
     /// The bounds of one layer from what the scale engine wrote: `heads` has `n_q` entries, `operands` the values
-    /// `[q, k, v][n_kv]`. Certain and rank-aware bounds are there (the latter not with a QK-norm); query heads of a group share
-    /// the largest operand bound, and `exact` is not told apart from `rounded`. Values of an input without a norm have none.
+    /// `[q, k, v][n_kv]`. It has exact, worst-case and rank-aware bounds of the logits (the last not with a QK-norm). Query heads of a
+    /// group share the largest operand bound, whose `exact` equals its `rounded`. Values of an input without a norm have none.
     ///
     /// # Errors
     /// `is_non_finite` if a weight was; `is_mismatch` if a length is not the layer's; `is_argument` if there is no such layer;

@@ -48,7 +48,7 @@ impl LayerBounds {
         Self::checked(geometry, heads, (q, k, v))
     }
 
-    /// The operand bounds alone, the same bits as in [`LayerBounds::new`]: one read of the weights, no logit bound, so `heads` is
+    /// Only the operand bounds, the same bits as in [`LayerBounds::new`]: one read of the weights, no logit bound, so `heads` is
     /// empty.
     ///
     /// # Errors
@@ -181,7 +181,7 @@ pub(super) fn rounding_gap(
     tau * ((q * k - 1.0) * product + q * size_q * flush_k + k * size_k * flush_q + flush_q * flush_k)
 }
 
-/// Bounds of a head whose q and k are normalized after the projection: `tau r max_b(gq_b gk_b)`, from the gains alone.
+/// Bounds of a head whose q and k are normalized after the projection: `tau r max_b(gq_b gk_b)`, from the gains.
 fn normalised_head(
     geometry: &LayerGeometry<'_>,
     head: usize,
@@ -189,7 +189,7 @@ fn normalised_head(
     (step_q, step_k): (f64, f64),
 ) -> Result<HeadBounds> {
     let limits = geometry.qk_limits.as_ref().ok_or_else(|| {
-        Error::unsupported("a layer without head spectra and without normalised q and k has no bound")
+        Error::unsupported("a layer without head spectra and without normalized q and k has no bound")
     })?;
     let (q, k, tau) = (&limits.q[head], &limits.k[kv_head], geometry.softmax_scale);
     let certain = if limits.shifted {

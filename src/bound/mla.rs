@@ -45,7 +45,7 @@ impl MlaBounds {
         Self::checked(&geometry, &spectrum.operands, Some(&spectrum))
     }
 
-    /// The operand bounds alone, the same bits as in [`MlaBounds::new`]: no logit bound, so `expanded.heads` is empty.
+    /// Only the operand bounds, the same bits as in [`MlaBounds::new`]: no logit bound, so `expanded.heads` is empty.
     ///
     /// # Errors
     /// As [`MlaBounds::new`].

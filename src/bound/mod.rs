@@ -2,14 +2,14 @@
 //!
 //! | bound | promise |
 //! |---|---|
-//! | `certain` | no normalized input exceeds it, in exact arithmetic |
-//! | `rounded` | the same, including roundings of q and k to BF16 and E4M3; logit descales come from it |
+//! | `certain` | the bound in exact arithmetic: no normalized input exceeds it before rounding |
+//! | `rounded` | the worst-case bound: the same with the roundings of q and k to BF16 and E4M3; logit descales come from it |
 //! | `rank_aware` | the paper's `c_star`, on sound per-head norms; holds with probability 1 - delta **for isotropic tokens** |
 //! | `spectrum` | sharper, same assumption |
 //! | `naive` | `||W_Q|| ||W_K||` (Proposition 3.1), for comparison |
 //!
 //! All include norm gains, mean removal, shifts, biases, rotation, the family's softmax scale and soft-cap; all are on
-//! the logit before the mask. Without constants the certain bound is the paper's worst case `tau d sigma` (Eq. 7) on
+//! the logit before the mask. Without constants the bound in exact arithmetic is the paper's worst case `tau d sigma` (Eq. 7) on
 //! the effective, rotation-proof norm.
 //!
 //! # Limits
@@ -17,7 +17,7 @@
 //! The promise is about the norm's output, so it ends where the norm's own arithmetic in f32 does. An RMSNorm keeps it for
 //! every finite token. A LayerNorm subtracts a mean whose rounding error is relative to the token and not to what is left of
 //! it: bounds hold for tokens of `|mean| <= 512 sqrt(variance + epsilon)` ([`LAYER_NORM_MEAN_LIMIT`]). Beyond it the
-//! output can keep a mean that the bounds take to be removed: a constant token of 1e6 has passed a bound 3.8 times.
+//! output can keep a mean that the bounds take to be removed: a constant token of 1e6 has exceeded a bound by a factor of 3.8.
 
 mod device;
 mod layer;

@@ -49,7 +49,7 @@ impl Tail {
     /// If delta is not between 0 and 1 or a count is zero.
     pub fn check(&self) -> Result<()> {
         if !(self.delta > 0.0 && self.delta < 1.0) {
-            return Err(Error::argument(format_args!("delta {} must lie between 0 and 1", self.delta)));
+            return Err(Error::argument(format_args!("delta {} must be greater than 0 and less than 1", self.delta)));
         }
         for (name, count) in [("seq_len", self.seq_len), ("batch", self.batch), ("steps", self.steps)] {
             if count == 0 {
@@ -191,7 +191,7 @@ impl Tail {
 pub(super) struct ModelConstants {
     pub(super) c_star: f64,
     pub(super) c_star_halved: f64,
-    /// `ln(8 N L^2 / delta)`: the linear terms beside `c_star(delta / 2)`.
+    /// `ln(8 N L^2 / delta)`: the linear terms that go with `c_star(delta / 2)`.
     pub(super) t_rank_aware: f64,
     /// Off-diagonal entries, without and with constants; twice as many pairs where attention is not causal.
     pub(super) t_spectrum: (f64, f64),

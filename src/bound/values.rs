@@ -7,21 +7,21 @@ use serde::{Deserialize, Serialize};
 /// Largest finite E4M3 value: what operand bounds are mapped onto.
 pub const E4M3_MAX: f64 = 448.0;
 
-/// Largest `|mean| / sqrt(variance + epsilon)` of a token under which bounds behind a LayerNorm hold. A mean that is summed
+/// Largest `|mean| / sqrt(variance + epsilon)` of a token for which bounds after a LayerNorm hold. A mean that is summed
 /// in f32 with an error of at most 32 roundings (pairwise, by lanes or Welford's way) then moves the output by a thousandth of
-/// its length, which the rounding share covers beside the roundings to BF16.
+/// its length, which the rounding share covers together with the roundings to BF16.
 pub const LAYER_NORM_MEAN_LIMIT: f64 = 512.0;
 
 /// Which bound logit scales come from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BoundKind {
-    /// No token can pass it.
+    /// The worst-case bound: no normalized input exceeds it, rounding included.
     #[default]
     Certain,
-    /// The paper's, for isotropic tokens.
+    /// The paper's probabilistic bound, for isotropic tokens.
     RankAware,
-    /// Sharper, for isotropic tokens.
+    /// A sharper probabilistic bound, for isotropic tokens.
     Spectrum,
 }
 
@@ -45,9 +45,9 @@ pub struct LayerBounds {
 pub struct HeadBounds {
     /// From `||W_Q|| ||W_K||`.
     pub naive: Option<f64>,
-    /// Certain, exact arithmetic.
+    /// The bound in exact arithmetic.
     pub certain: Option<f64>,
-    /// Certain, rounded operands.
+    /// The worst-case bound: rounded operands.
     pub rounded: Option<f64>,
     /// Isotropic: the paper's.
     pub rank_aware: Option<f64>,
@@ -81,7 +81,7 @@ impl OperandBound {
 }
 
 impl HeadBounds {
-    /// The bound that a logit scale of this kind comes from: `rounded` for certain.
+    /// The bound that a logit scale of this kind comes from: `rounded` for [`BoundKind::Certain`].
     ///
     /// # Errors
     /// If the estimator or the family does not give this bound.

@@ -10,7 +10,7 @@ use crate::plan::{Granularity, ScalePlan};
 use crate::scale::Descale;
 use crate::spectral::{Estimator, GramEngine, PowerEngine, PowerState, SpectralEngine, layer_channels, summed_norm};
 
-/// The profile of a config alone: `c_star`, no layers.
+/// The profile of a config without weights: `c_star`, no layers.
 ///
 /// # Errors
 /// As [`Options::check`].
@@ -90,7 +90,7 @@ impl<'s> Calibration<'s> {
         if self.options.as_paper || self.options.estimator == Estimator::Power {
             return Err(Error::unsupported(format_args!(
                 "{place}: the paper's sigma and its power iteration do not bound logits of latent attention (MLA): use estimator \
-                 gram and the certain bound"
+                 gram and the worst-case bound"
             )));
         }
         let bounds = MlaBounds::new(self.spec, weights)?;

@@ -1,4 +1,4 @@
-//! The spectral profile of a checkpoint. Its serialised form is the JSON of `sigmascale inspect`.
+//! The spectral profile of a checkpoint. Its serialized form is the JSON of `sigmascale inspect`.
 
 use super::profile::{HeadProfile, LayerProfile, MlaProfile, ModelSummary, Profile};
 use serde::Serialize;
@@ -29,9 +29,9 @@ pub struct LayerInspection {
     pub rope_ratio: Option<Statistics>,
     /// The paper's summed matrix.
     pub sigma_sum: Option<f64>,
-    /// Largest certain bound on a logit, in exact arithmetic.
+    /// Largest bound on a logit, in exact arithmetic.
     pub bound_certain: Option<f64>,
-    /// The same in the worst case, including rounding: what logit descales cover.
+    /// The worst-case bound: the same including rounding. Logit descales come from it.
     pub bound_rounded: Option<f64>,
     /// Latent attention: what its cache needs. Absent without.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -59,9 +59,9 @@ pub struct HeadInspection {
     pub frobenius: Option<f64>,
     /// `frobenius^2 / sigma^2`.
     pub stable_rank: Option<f64>,
-    /// Certain bound on a logit, in exact arithmetic.
+    /// Bound on a logit, in exact arithmetic.
     pub bound_certain: Option<f64>,
-    /// The same in the worst case, including rounding.
+    /// The worst-case bound: the same including rounding.
     pub bound_rounded: Option<f64>,
 }
 
@@ -126,7 +126,7 @@ impl LayerInspection {
 }
 
 impl Inspection {
-    /// What a profile says of the spectra; without layers for the profile of a config alone.
+    /// The spectra of a profile; without layers for the profile of a config.
     pub fn new(profile: Profile) -> Self {
         let layers = profile.layers.iter().flatten().map(LayerInspection::new).collect();
         Self { model: profile.model, layers }

@@ -15,7 +15,7 @@ pub struct Options {
     pub tail: Tail,
     /// Share of the E4M3 range that logit bounds are mapped onto.
     pub eta: f64,
-    /// Bound behind the logit descales.
+    /// Bound that logit descales come from.
     pub bound: BoundKind,
     /// One scale a head or a layer.
     pub granularity: Granularity,
@@ -59,7 +59,7 @@ impl Options {
                 return Err(Error::argument(format_args!("c {c} must be finite and greater than zero")));
             }
             Some(_) if !self.as_paper => {
-                return Err(Error::argument("c replaces c_star in the paper's form only: set as_paper too"));
+                return Err(Error::argument("c replaces c_star in the paper's bound only: set as_paper"));
             }
             _ => {}
         }
@@ -67,8 +67,8 @@ impl Options {
             match self.bound {
                 BoundKind::Certain => {
                     return Err(Error::argument(
-                        "bound certain needs estimator gram: power iteration gives a lower bound, which cannot certify; use bound \
-                         rank-aware with it",
+                        "bound certain needs estimator gram, since power iteration gives a lower bound, which cannot certify; with \
+                         estimator power use bound rank-aware",
                     ));
                 }
                 BoundKind::Spectrum => {

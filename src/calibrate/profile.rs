@@ -1,4 +1,4 @@
-//! A calibration's result. Its serialised form is the JSON of `sigmascale calibrate`.
+//! A calibration's result. Its serialized form is the JSON of `sigmascale calibrate`.
 
 use super::options::Options;
 use crate::bound::{BoundKind, CStar, HeadBounds, MlaBounds, Tail};
@@ -32,7 +32,7 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// The scales of every layer as serving engines take them; none for a config alone or under `as_paper`.
+    /// The scales of every layer as serving engines take them; none for a config without weights or under `as_paper`.
     ///
     /// # Errors
     /// `is_unsupported` if the family has no names for its layers, or for latent attention, whose cache holds neither keys nor
@@ -55,7 +55,7 @@ impl Profile {
         self.layers.iter().flatten().filter_map(|layer| Some((layer, layer.operands()?))).map(scales).collect()
     }
 
-    /// The file of scales that an export for vLLM has beside the weights, one scale a tensor. No engine reads it without the index
+    /// The file of scales of an export for vLLM, one scale per tensor. No engine reads it without the index
     /// and the config that [`export`](crate::serving::export) writes.
     ///
     /// # Errors
@@ -83,7 +83,7 @@ impl ChosenC {
 /// How layers were computed.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Method {
-    /// Bound behind the logit descales; null under `as_paper`, which has a bound of its own.
+    /// Bound that logit descales come from; null under `as_paper`, which has a bound of its own.
     pub bound: Option<BoundKind>,
     /// Engine.
     pub estimator: Estimator,
@@ -107,7 +107,7 @@ pub struct ModelSummary {
     pub name: String,
     /// Family.
     pub family: String,
-    /// What stands in front of its tensor names.
+    /// Prefix of its tensor names.
     #[serde(skip)]
     pub prefix: String,
     /// Layers.
@@ -177,7 +177,7 @@ pub struct TailSummary {
 pub struct LayerProfile {
     /// Place among the layers that have attention.
     pub layer: usize,
-    /// The model's own number of the layer, as tensor names have it: another where layers without attention stand in front.
+    /// The model's own number of the layer, as tensor names have it: another where layers without attention come before it.
     pub number: usize,
     /// Largest sigma of a head; the paper's summed sigma under `as_paper`; null with QK-norm.
     pub sigma: Option<f64>,
@@ -261,7 +261,7 @@ pub struct HeadProfile {
     pub sigma_raw: Option<f64>,
     /// Bound over every relative position.
     pub sigma_rope: Option<f64>,
-    /// Certified upper bound of sigma_rope: what the certain bound uses.
+    /// Certified upper bound of sigma_rope: what the bounds on logits use.
     pub sigma_certified: Option<f64>,
     /// Frobenius norm.
     pub frobenius: Option<f64>,
@@ -270,7 +270,7 @@ pub struct HeadProfile {
     /// With `--estimator power`: what the estimate is worth.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub power: Option<PowerProfile>,
-    /// What constants add to the certain bound.
+    /// What constants add to the bound in exact arithmetic.
     pub bias_constant: Option<f64>,
     /// See [`HeadBounds`].
     pub bound_naive: Option<f64>,
@@ -310,7 +310,7 @@ impl PowerProfile {
 }
 
 impl HeadProfile {
-    /// Bounds alone: a head without a spectrum of its own.
+    /// Only bounds: a head without a spectrum of its own.
     pub(super) fn bounded(head: usize, kv_head: usize, bounds: &HeadBounds) -> Self {
         Self {
             head,

@@ -19,9 +19,9 @@ use std::time::Instant;
 #[derive(clap::Args)]
 #[command(allow_negative_numbers = true)]
 pub struct Args {
-    /// Preset name, config.json, .safetensors file (config beside it) or checkpoint folder
+    /// Preset name, config.json, .safetensors file (config.json in the same folder) or checkpoint folder
     model: String,
-    /// Failure probability of the isotropic bounds, over all tokens, sequences and steps below
+    /// Failure probability of the probabilistic bounds, over --seq-len tokens, --batch sequences and --steps steps
     #[arg(long, default_value_t = 1e-6, value_parser = real)]
     delta: f64,
     /// Tokens per sequence in the union bound
@@ -36,7 +36,7 @@ pub struct Args {
     /// Share of the E4M3 range that the logit bound is mapped onto
     #[arg(long, default_value_t = 0.8, value_parser = real)]
     eta: f64,
-    /// Logit bound from which logit descales are computed [default: certain]
+    /// Logit bound from which logit descales are computed [default: certain, the worst-case bound]
     #[arg(long, value_enum)]
     bound: Option<Bound>,
     /// One scale per head or per layer [default: head]
@@ -51,7 +51,7 @@ pub struct Args {
     /// Replace c_star by this constant and report its failure probability; needs --as-paper
     #[arg(long, value_name = "VALUE", value_parser = real)]
     c: Option<f64>,
-    /// Also write the scales to FILE; engines load them only as part of `export`
+    /// Also write the scales to FILE; for a checkpoint that an engine loads use `sigmascale export`
     #[arg(long, value_name = "FILE.safetensors")]
     export_scales: Option<PathBuf>,
     #[command(flatten)]
@@ -60,11 +60,11 @@ pub struct Args {
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Bound {
-    /// Worst case over all normalized inputs, including rounding
+    /// Worst-case bound: no normalized input exceeds it, rounding included
     Certain,
-    /// The paper's, assumes isotropic tokens
+    /// The paper's probabilistic bound, assumes isotropic tokens
     RankAware,
-    /// Sharper, assumes isotropic tokens
+    /// A sharper probabilistic bound, assumes isotropic tokens
     Spectrum,
 }
 
@@ -86,6 +86,9 @@ enum Engine {
 
 impl Args {
     fn options(&self) -> Result<Options> {
+        if self.c.is_some() && !self.as_paper {
+            return Err(Error::argument("--c needs --as-paper: it replaces c_star in the paper's bound"));
+        }
         if self.as_paper && matches!(self.bound, Some(Bound::Certain | Bound::Spectrum)) {
             return Err(Error::argument("--as-paper uses the paper's bound: remove --bound"));
         }
@@ -173,14 +176,15 @@ fn table(profile: &Profile) -> String {
     let (tail, c) = (&profile.tail.tail, &profile.c_star);
     let _ = writeln!(
         out,
-        "c_star {:.6}  gamma {:.6}  rank-agnostic {:.6}  improvement {:.6}",
-        c.c_star, c.gamma, c.c_rank_agnostic, c.improvement
+        "the paper's constants, which assume isotropic tokens, at delta {:e}, seq-len {}, batch {}, steps {}:",
+        tail.delta, tail.seq_len, tail.batch, tail.steps
     );
     let _ = writeln!(
         out,
-        "  at delta {:e}, seq-len {}, batch {}, steps {}; assumes isotropic tokens (exact Beta tail: gamma {:.6}, c_star {:.6})",
-        tail.delta, tail.seq_len, tail.batch, tail.steps, c.gamma_beta, c.c_star_beta
+        "  c_star {:.6} = probabilistic bound / worst case, gamma {:.6}, d / (gamma r) {:.6}; without the rank, c {:.6}",
+        c.c_star, c.gamma, c.improvement, c.c_rank_agnostic
     );
+    let _ = writeln!(out, "  from the exact Beta distribution: c_star {:.6}, gamma {:.6}", c.c_star_beta, c.gamma_beta);
     if profile.model.mla.is_some() {
         out.push_str("  not a bound for latent attention (MLA), whose queries and keys are not linear in a token\n");
     }
@@ -189,8 +193,7 @@ fn table(profile: &Profile) -> String {
     }
     let (Some(method), Some(layers)) = (&profile.method, &profile.layers) else { return out };
     let eta = profile.tail.eta;
-    let assumes =
-        "WARNING: assumes isotropic tokens. Real text exceeds this bound on trained models, but never --bound certain.";
+    let assumes = "WARNING: assumes isotropic tokens. Real text exceeds this bound on trained models, but never the worst-case bound.";
     if let Some(c) = method.c {
         let _ = writeln!(out, "logit bound: the paper's form, {} tau d sigma_sum; eta {eta}", short(c));
         let _ = writeln!(
@@ -211,8 +214,8 @@ fn table(profile: &Profile) -> String {
     };
     let (bound, remark) = match method.bound {
         Some(BoundKind::Certain) => (
-            "worst case, including rounding",
-            "cannot be exceeded by any normalized input; `inspect` also prints it without rounding",
+            "worst-case bound, rounding included",
+            "no normalized input exceeds it; `inspect` also prints the bound in exact arithmetic",
         ),
         Some(BoundKind::RankAware) | None => ("rank-aware", assumes),
         Some(BoundKind::Spectrum) => ("spectrum", assumes),
@@ -241,7 +244,7 @@ fn table(profile: &Profile) -> String {
             );
         }
     }
-    let _ = writeln!(out, "operand descales: worst case, including rounding; min..max over the heads\n");
+    let _ = writeln!(out, "operand descales: from worst-case bounds; min..max over the heads\n");
     let mut table = Table::new([
         "layer",
         "sigma",

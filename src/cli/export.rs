@@ -4,6 +4,7 @@ use super::model::{Model, files};
 use super::output::OutputArgs;
 use super::progress;
 use super::table::{Table, range, short, wrapped};
+use crate::file::check_not_of_model;
 use crate::serving::{self, Engine, ExportOptions, OperandCertificate};
 use crate::{Error, Result};
 use clap::ValueEnum;
@@ -58,6 +59,7 @@ impl From<EngineArg> for Engine {
 /// Runs the command.
 pub fn run(args: Args) -> Result<()> {
     args.output.check()?;
+    check_not_of_model("--to", &args.to)?;
     let model = Model::open(&args.model)?;
     args.output.check_not_read(("--to", Some(&args.to)), &files(&args.model, &model))?;
     let Model::Checkpoint(checkpoint) = model else {
@@ -86,7 +88,7 @@ fn table(export: &serving::Export) -> String {
     if !export.left_out.is_empty() {
         let _ = writeln!(
             out,
-            "  left out, since the engine would load them in place of the rest: {}",
+            "  left out, since the engine would load them instead of the exported files: {}",
             export.left_out.join(", ")
         );
     }
@@ -95,7 +97,7 @@ fn table(export: &serving::Export) -> String {
     }
     let safe = if certificate.safe { "no operand can overflow" } else { "NOT CERTIFIED: an operand can overflow" };
     let _ = writeln!(out, "  {safe}\n");
-    let mut table = Table::new(["layer", "q scale", "k scale", "v scale", "q load", "k load", "v load"]);
+    let mut table = Table::new(["layer", "q scale", "k scale", "v scale", "q worst", "k worst", "v worst"]);
     let scale = |operand: Option<&OperandCertificate>| {
         range(operand.into_iter().flat_map(|o| o.scale.iter().map(|scale| f64::from(*scale))))
     };
@@ -105,7 +107,7 @@ fn table(export: &serving::Export) -> String {
         table.row([layer.layer.to_string(), scale(q), scale(k), scale(v), load(q), load(k), load(v)]);
     }
     out.push_str(&table.render());
-    out.push_str("load: worst-case bound / (448 x scale); up to 1 nothing can overflow\n\n");
-    let _ = writeln!(out, "{}", export.command);
+    out.push_str("worst: worst-case bound / (448 x scale); up to 1 nothing can overflow\n\n");
+    let _ = writeln!(out, "Serve it with: {}", export.command);
     out
 }

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::fmt::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Colours and layout; wide pictures scroll inside their own box.
+/// Colors and layout; wide pictures scroll inside their own box.
 const STYLE: &str = "
 :root{color-scheme:light dark;--bg:#fbfbfa;--fg:#1d2127;--dim:#5d6570;--line:#d9dce1;--accent:#1f5fae;--second:#b8540f;--shade:rgba(20,30,45,.28)}
 @media(prefers-color-scheme:dark){:root{--bg:#15181c;--fg:#e4e7eb;--dim:#98a1ad;--line:#333a43;--accent:#79b4ff;--second:#ffab6b;--shade:rgba(210,225,255,.30)}}
@@ -119,7 +119,7 @@ pub struct Page {
     figures: Vec<String>,
 }
 
-/// How a verdict is coloured.
+/// How a verdict is colored.
 #[derive(Clone, Copy)]
 pub enum Tone {
     /// Nothing can overflow, or nothing did.

@@ -4,11 +4,14 @@
 //!
 //! Exit codes: 0 done; 2 usage: an option that is unknown, breaks its rule or contradicts another one
 //! (`Error::is_argument`); 1 everything else: a path that is missing, a file that cannot be read or bounded, no GPU. `verify` has
-//! its own: 0 safe, 1 unsafe, 3 where the checkpoint cannot be read or bounded.
+//! its own: 0 safe, 1 unsafe, 3 where the checkpoint cannot be read or bounded. So has `diagnose`: 0 calm, 1 an alarm was raised,
+//! 3 where the record or a checkpoint cannot be read.
 
 #[cfg(feature = "cuda")]
 mod bench;
 mod calibrate;
+mod chart;
+mod diagnose;
 mod doctor;
 mod export;
 mod families;
@@ -31,17 +34,20 @@ use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
 use tracing_subscriber::EnvFilter;
 
-/// FP8 attention scales from the weights alone
+/// Compute, export, audit and compare FP8 attention scales from the weights of a model
 #[derive(Parser)]
 #[command(name = "sigmascale", version, about, arg_required_else_help = true)]
 #[command(after_help = "Examples:
   sigmascale calibrate FOLDER                          scales that the weights need
   sigmascale verify FOLDER                             can the stored FP8 scales overflow?
   sigmascale export FOLDER --to NEW --for vllm         a checkpoint with scales for vLLM
-  sigmascale stress checkpoint-load --model FOLDER     six scaling policies on fresh weights
+  sigmascale stress checkpoint-load --model FOLDER --mode operands
+                                                       six scaling policies on fresh weights
+  sigmascale diagnose run.jsonl                        which head went wrong first, and what to do
 
 Results go to stdout, logs and progress to stderr; RUST_LOG=sigmascale=debug logs timings.
-Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe, 3 unreadable.")]
+Exit codes: 0 done, 1 failed, 2 wrong usage; verify: 0 safe, 1 not safe, 3 unreadable;
+diagnose: 0 calm, 1 alarm, 3 unreadable.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -53,6 +59,7 @@ enum Command {
     Inspect(inspect::Args),
     Export(export::Args),
     Verify(verify::Args),
+    Diagnose(diagnose::Args),
     Stress(stress::Args),
     #[cfg(feature = "cuda")]
     Bench(bench::Args),
@@ -92,12 +99,12 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     // A process that logs already keeps its own subscriber.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        // Log lines are plain everywhere: colours would need a feature of their own.
+        // Log lines are plain everywhere: colors would need another feature.
         .with_ansi(false)
         .with_writer(|| progress::Log)
         .log_internal_errors(false)
         .try_init();
-    let failed = if matches!(cli.command, Command::Verify(_)) { 3 } else { 1 };
+    let failed = if matches!(cli.command, Command::Verify(_) | Command::Diagnose(_)) { 3 } else { 1 };
     let result = match cli.command {
         Command::Calibrate(args) => calibrate::run(args),
         Command::Inspect(args) => inspect::run(args, &made),
@@ -105,6 +112,10 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Verify(args) => match verify::run(args, &made) {
             Ok(false) => return 1,
             safe => safe.map(|_| ()),
+        },
+        Command::Diagnose(args) => match diagnose::run(args, &made) {
+            Ok(false) => return 1,
+            calm => calm.map(|_| ()),
         },
         Command::Stress(args) => stress::run(args, &made),
         #[cfg(feature = "cuda")]

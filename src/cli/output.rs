@@ -1,6 +1,6 @@
 //! Where a result goes.
 
-use crate::file::{check_not_read, check_target, place_of, write_atomically};
+use crate::file::{check_not_of_model, check_not_read, check_target, place_of, write_atomically};
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -28,9 +28,9 @@ enum Format {
 }
 
 impl OutputArgs {
-    /// Finds out before the work starts that the file cannot be written.
+    /// Finds out before the work starts that the file cannot be written, or would become part of a model.
     pub fn check(&self) -> Result<()> {
-        self.file().map_or(Ok(()), check_target)
+        self.file().map_or(Ok(()), |file| check_target(file).and_then(|()| check_not_of_model("-o", file)))
     }
 
     /// The same of another output of the command, which must be another file.
@@ -41,6 +41,7 @@ impl OutputArgs {
             )));
         }
         check_target(other)?;
+        check_not_of_model(option, other)?;
         match self.file() {
             Some(file) if place_of(file) == place_of(other) => Err(Error::argument(format_args!(
                 "-o and {option} name the same file, {}: one would replace the other",

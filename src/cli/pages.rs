@@ -2,8 +2,10 @@
 
 use super::html::Made;
 use super::stress::Results;
-use super::{inspect, stress, verify};
+use super::{diagnose, inspect, stress, verify};
 use crate::calibrate::Inspection;
+use crate::diagnose::Diagnosis;
+use crate::history::History;
 use crate::serving::Audit;
 use crate::stress::StressResult;
 
@@ -20,4 +22,9 @@ pub fn of_stress(result: StressResult) -> String {
 /// The page of `sigmascale verify`.
 pub fn of_audit(audit: Audit) -> String {
     verify::page(&verify::Report { audit, others: vec![] }, &Made::by_library())
+}
+
+/// The page of `sigmascale diagnose`.
+pub fn of_diagnosis(diagnosis: &Diagnosis, history: &History) -> String {
+    diagnose::page::render(diagnosis, history, &Made::by_library())
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 /// The bar that is on the terminal now.
 static SHOWN: Mutex<Option<WeakProgressBar>> = Mutex::new(None);
 
-/// A bar, already shown; 0 of `total` is a length that is not known yet. `counter` is what stands in front of the time left: a
+/// A bar, already shown; 0 of `total` is a length that is not known yet. `counter` is shown before the time left: a
 /// template such as `layer {pos}/{len}`, where `{msg}` is the bar's message.
 pub fn bar(total: usize, counter: &str, message: &str) -> ProgressBar {
     if !std::io::stderr().is_terminal() {

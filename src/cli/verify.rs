@@ -22,7 +22,7 @@ pub struct Args {
     /// Engine whose loading rules apply [default: the one exported for, else vllm; the others are summarized]
     #[arg(long = "for", value_enum, value_name = "ENGINE")]
     engine: Option<EngineArg>,
-    /// Print JSON, as --format json
+    /// Same as --format json
     #[arg(long)]
     json: bool,
     /// Also write the result as an HTML page to FILE
@@ -99,6 +99,7 @@ fn summary(audit: &Audit) -> String {
         (Verdict::Default, "stored as 1.0"),
         (Verdict::RoundedBelow, "rounded below the bound"),
         (Verdict::Foreign, "of other weights"),
+        (Verdict::Invalid, "no scales (NaN, infinite, 0 or negative)"),
         (Verdict::NotLoaded, "never loaded"),
         (Verdict::Unbounded, "without a bound"),
     ];

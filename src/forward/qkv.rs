@@ -17,7 +17,7 @@ const PANEL: usize = 256;
 /// What QK-norms divide by: `sqrt(mean square + EPSILON)`.
 const EPSILON: f64 = 1e-6;
 
-/// Normalised tokens, before a norm's gain and shift: `||x_hat|| = sqrt(d_model)`.
+/// Normalized tokens, before a norm's gain and shift: `||x_hat|| = sqrt(d_model)`.
 #[derive(Clone, Debug)]
 pub struct Tokens {
     /// `count x d_model`, row-major.
@@ -265,7 +265,7 @@ fn block_product(weight: &MatrixView<'_>, input: &DMatrix<f32>) -> DMatrix<f32> 
     out
 }
 
-/// Normalises q or k over each head, or over all heads of a token.
+/// Normalizes q or k over each head, or over all heads of a token.
 fn qk_norm(r: usize, norm: &QkNorm, vectors: Option<&NormVectors>, heads: usize, values: &mut [f32]) -> Result<()> {
     let span = match norm.scope {
         QkNormScope::PerHead => r,

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! norms before:  h += O attention(norm(h))        h += MLP(norm(h))           (Llama, GPT-2)
-//! norms behind:  h  = norm(h + O attention(h))    h  = norm(h + MLP(h))       (BERT)
+//! norms after:   h  = norm(h + O attention(h))    h  = norm(h + MLP(h))       (BERT)
 //! MLP(x) = down(act(gate x) * up x), or down(act(up x)) without a gate
 //! ```
 //!
@@ -20,7 +20,7 @@ use std::f32::consts::FRAC_2_SQRT_PI;
 /// The residual stream of one sequence, between two attention calls.
 #[derive(Clone, Debug)]
 pub struct Stream {
-    /// `d_model x tokens`. With norms behind, the sum in front of the norm that is the next layer's input norm.
+    /// `d_model x tokens`. With norms after the blocks, the sum before the norm that is the next layer's input norm.
     hidden: DMatrix<f32>,
 }
 

@@ -10,7 +10,7 @@
 //! | `E4m3Ieee` | 1-4-3 | 7 | 240 | 248, excluded | `0x78` | `0x79..=0x7f`, written as `0x7c` |
 //!
 //! **Scaling.** Slices are scaled by one f32 multiplication, `y = x * multiplier`, where the multiplier is a
-//! quantisation scale, that is `1 / descale` rounded to f32. This is what a GPU kernel does, and all counts are taken on
+//! quantization scale, that is `1 / descale` rounded to f32. This is what a GPU kernel does, and all counts are taken on
 //! that `y`, before the cast. Two roundings lie between `|x| <= 448 descale` and `y`, so `y` can exceed 448 by a factor
 //! of at most `(1 + 2^-24)^2`. A descale that must cover its bound to the last bit therefore carries a relative margin
 //! of `2^-22`, which is enough; bounds that come from weights carry far more.
@@ -19,7 +19,7 @@
 //! visible only in [`Counts`].
 //!
 //! Source: OCP 8-bit floating point specification 1.0; the third format follows IEEE 754's conventions, as `ml_dtypes`
-//! `float8_e4m3` does. The numerics paper (section 7.1) gives both maxima of E4M3.
+//! `float8_e4m3` does.
 
 mod slice;
 
@@ -28,7 +28,7 @@ pub use slice::Counts;
 /// The largest finite E4M3 value.
 pub const E4M3_MAX: f32 = 448.0;
 
-/// The last value that rounds to an E4M3 number; above it even rounding leaves the format.
+/// The last value that rounds to an E4M3 number; values above it round out of range.
 pub const E4M3_LAST_ROUNDING: f32 = 464.0;
 
 /// An FP8 format.

@@ -66,7 +66,7 @@ impl Source for bf16 {
 impl Format {
     /// Codes of `x * multiplier`, and what left the range.
     ///
-    /// `multiplier` is a quantisation scale, `1 / descale`. `out` has the length of `x`.
+    /// `multiplier` is a quantization scale, `1 / descale`. `out` has the length of `x`.
     ///
     /// # Errors
     /// If the lengths differ, or if `multiplier` is not finite and greater than zero.
@@ -128,7 +128,7 @@ impl Format {
         }))
     }
 
-    /// The values that the codes of [`Format::encode_slice`] stand for, not multiplied back.
+    /// The values that the codes of [`Format::encode_slice`] represent, not multiplied back.
     ///
     /// # Errors
     /// As [`Format::encode_slice`].

@@ -274,7 +274,7 @@ proptest! {
 fn slices_within_the_range_are_cast_as_single_values_are() {
     for format in Format::ALL {
         let max = format.max().to_bits();
-        // A prime step meets every binade at unrelated places; grid points, midpoints and their neighbours come on top.
+        // A prime step meets every binade at unrelated places; grid points, midpoints and their neighbors come on top.
         let mut x: Vec<f32> = (0..=max).step_by(1021).map(f32::from_bits).collect();
         for pair in grid(format).windows(2) {
             let middle = (pair[0].1 + pair[1].1) / 2.0;

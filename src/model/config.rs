@@ -9,9 +9,10 @@ use super::families::{
     BIDIRECTIONAL, COMMON_REFUSALS, Count, Family, LayerHeads, NormTensor, REFUSED, ScaleRule, Support,
     TemperatureRule, WRAPPERS, family, known_families,
 };
+use super::hybrid::OTHER_KINDS;
 use super::keys::{Keys, MAX_D_MODEL, MAX_POSITIONS, nearest, plain, read_capped, refuse, shorten, too_large};
 use super::quantization::{Stored, Tile};
-use super::spec::{AttentionSpec, LayerSpec, QkvBias, Rope, Temperature};
+use super::spec::{AttentionSpec, InputNorm, LayerSpec, NormKind, QkvBias, Rope, Temperature};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::borrow::Cow;
@@ -206,7 +207,7 @@ impl<'a> Keys<'a> {
             Some(mla) => mla.d_nope + mla.d_rope,
             None => self.d_head(&family.sizes.d_head, d_model, most)?,
         };
-        let global = self.global_heads(family, d_head)?;
+        let global = self.global_heads(family, layers, d_head)?;
         let most_channels = if family.global_heads { 512 } else { 256 };
         for d_head in [d_head, global.d_head] {
             if d_head % 8 != 0 || !(16..=most_channels).contains(&d_head) {
@@ -221,6 +222,10 @@ impl<'a> Keys<'a> {
         }
         if !matches!(family.sizes.layer_heads, LayerHeads::Hybrid { .. }) {
             self.layer_types(layers)?;
+            let other = |kind: &&Value| kind.as_str().is_some_and(|name| OTHER_KINDS.contains(&name));
+            if let Some(kind) = self.array("layer_types")?.and_then(|list| list.iter().find(other)) {
+                return Err(unknown_kind(file, kind));
+            }
         }
         let qk_norm = match &family.qk_norm {
             Some(rule) if self.set(&rule.when)? => Some(rule.norm),
@@ -296,7 +301,13 @@ impl<'a> Keys<'a> {
             causal: !both_ways,
             layers: own.collect(),
             d_model,
-            norm: family.norm,
+            norm: InputNorm {
+                kind: match family.rms_key {
+                    Some(key) if self.get(key).is_some() => NormKind::RmsNorm,
+                    _ => family.norm.kind,
+                },
+                ..family.norm
+            },
             bias: QkvBias { q: bias, k: bias, v: bias },
             qk_norm,
             soft_cap: match family.soft_cap {
@@ -324,13 +335,14 @@ impl<'a> Keys<'a> {
                 let norms = self.count("num_ln_in_parallel_attn", 2)?.unwrap_or(if new { 2 } else { 1 });
                 Some(if new && norms == 2 { two } else { one })
             }
-            NormTensor::None | NormTensor::Previous { .. } => None,
+            NormTensor::None | NormTensor::FirstApart { .. } => None,
         };
         let settings = self.map.clone();
         Ok(Config { spec, layers, family, prefixes, own_norm, fp8_tile: stored.tile, keys_as_values, settings })
     }
 
-    /// `layer_types`: whether each layer is a full one, or `None` when absent.
+    /// `layer_types`: whether each layer is a full one, or `None` when absent. Layers of a hybrid that have no attention
+    /// are not.
     pub(super) fn layer_types(&self, layers: usize) -> Result<Option<Vec<bool>>> {
         let Some(list) = self.array("layer_types")? else { return Ok(None) };
         if list.len() != layers {
@@ -341,13 +353,11 @@ impl<'a> Keys<'a> {
         }
         let full = |value: &Value| match value.as_str() {
             // A selection of keys is a mask too.
-            Some("full_attention" | "indexed_attention") => Ok(true),
+            Some("full_attention" | "indexed_attention" | "minimax_m3_sparse") => Ok(true),
             // Chunks, like windows, are a mask.
             Some("sliding_attention" | "chunked_attention") => Ok(false),
-            _ => Err(refuse(
-                self.file,
-                format_args!("layer type {} is not known to be softmax attention", shorten(&value.to_string())),
-            )),
+            Some(name) if OTHER_KINDS.contains(&name) => Ok(false),
+            _ => Err(unknown_kind(self.file, value)),
         };
         list.iter().map(full).collect::<Result<Vec<bool>>>().map(Some)
     }
@@ -452,6 +462,10 @@ fn check_dtype(keys: Keys<'_>) -> Result<()> {
         }
     }
     Ok(())
+}
+
+fn unknown_kind(file: &Path, kind: &Value) -> Error {
+    refuse(file, format_args!("layer type {} is not known to be softmax attention", shorten(&kind.to_string())))
 }
 
 /// A name for people from the path of a config.

@@ -9,7 +9,7 @@ use serde_json::Value;
 /// Names of a layer that has softmax attention.
 const ATTENTION: &[&str] = &["full_attention", "sliding_attention", "attention"];
 /// Names of a layer that has none.
-const OTHER: &[&str] = &["linear_attention", "mamba", "mamba2", "conv", "mlp", "moe"];
+pub(super) const OTHER_KINDS: &[&str] = &["linear_attention", "mamba", "mamba2", "conv", "mlp", "moe"];
 
 impl Keys<'_> {
     /// Number of layers; where the config states none, that of its list of kinds.
@@ -39,7 +39,7 @@ impl Keys<'_> {
             of(key, kinds.len())?;
             let has = |kind: &Value| match kind.as_str() {
                 Some(name) if ATTENTION.contains(&name) => Ok(true),
-                Some(name) if OTHER.contains(&name) => Ok(false),
+                Some(name) if OTHER_KINDS.contains(&name) => Ok(false),
                 _ => Err(refuse(self.file, format_args!("layer type {} is not known", shorten(&kind.to_string())))),
             };
             return kinds.iter().map(has).collect();
@@ -59,6 +59,9 @@ impl Keys<'_> {
                     None => *offset as u64,
                 };
                 Ok((0..layers).map(|layer| (layer % period) as u64 == offset).collect())
+            }
+            Otherwise::Listed => {
+                Err(Error::format(self.file, format_args!("`{}` is missing", keys.first().unwrap_or(&"layer_types"))))
             }
             Otherwise::EverySecond => Ok((0..layers).map(|layer| layer.is_multiple_of(2)).collect()),
             Otherwise::Numbers { key, absent } => {

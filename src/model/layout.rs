@@ -118,8 +118,8 @@ impl Config {
         let layer = spec.number;
         let source = spec.kv_source.unwrap_or(layer);
         let norm = match &self.family.norm_tensor {
-            NormTensor::Previous { first, .. } if layer == 0 => Some((*first).to_owned()),
-            NormTensor::Previous { rest, .. } => Some(rest.replace("{j}", &(layer - 1).to_string())),
+            NormTensor::FirstApart { first, .. } if layer == 0 => Some((*first).to_owned()),
+            NormTensor::FirstApart { rest, .. } => Some(at(&rest.replace("{j}", &(layer - 1).to_string()), layer)),
             _ => self.own_norm.map(|name| at(name, layer)),
         };
         let qk_norm = match (&self.family.qk_norm, self.spec.qk_norm_of(spec)) {

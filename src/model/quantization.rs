@@ -2,7 +2,7 @@
 
 use super::keys::{Keys, MAX_D_MODEL, refuse, shorten};
 use crate::error::{Error, Result};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 /// Rows and columns that share one FP8 scale.
 pub(super) type Tile = (usize, usize);
@@ -59,6 +59,7 @@ impl Stored {
             "fp8" | "fbgemm_fp8" | "mxfp4" => true,
             "compressed-tensors" => settings.text("format")? == Some("float-quantized"),
             "modelopt" => settings.text("quant_algo")? == Some("FP8"),
+            "quark" => settings.quark_fp8()?,
             _ => false,
         };
         if !known {
@@ -91,6 +92,14 @@ impl Keys<'_> {
     fn plain_weights(&self) -> Result<bool> {
         let none = self.object("config_groups")?.is_none_or(|groups| groups.is_empty());
         Ok(none && self.text("quant_method")? == Some("compressed-tensors") && self.get("kv_cache_scheme").is_some())
+    }
+
+    /// Whether Quark stored all weights in E4M3.
+    fn quark_fp8(&self) -> Result<bool> {
+        let e4m3 = |map: &Map<String, Value>| map.get("weight").is_none_or(|weight| weight["dtype"] == "fp8_e4m3");
+        let layers = self.object("layer_quant_config")?.into_iter().flat_map(|map| map.values());
+        let layers_too = layers.filter_map(Value::as_object).all(e4m3);
+        Ok(layers_too && self.object("global_quant_config")?.is_some_and(|map| map.contains_key("weight") && e4m3(map)))
     }
 
     /// Two sides as a list, or as text: `128x128`.

@@ -3,7 +3,7 @@
 //! Bounds need the first three. The angles are for a forward and the exact scan over positions, and are left out where
 //! they depend on the length of the sequence (dynamic scaling, LongRoPE).
 
-use super::families::{Count, Family, RopeLayers, RopeRule, RotaryShare, TemperatureRule};
+use super::families::{Count, Family, Pattern, RopeLayers, RopeRule, RotaryShare, TemperatureRule};
 use super::keys::{Keys, MAX_D_MODEL, MAX_LAYERS, MAX_POSITIONS, refuse, shorten};
 use super::spec::Rope;
 use crate::error::{Error, Result};
@@ -282,29 +282,22 @@ impl<'a> Keys<'a> {
     }
 
     /// By each key of the pattern: the first or its default, and every other that is there.
-    fn full_layer_readings(
-        &self,
-        layers: usize,
-        (keys, default): &(&'static [&'static str], usize),
-    ) -> Result<Vec<Vec<bool>>> {
-        let mut readings = vec![self.full_layers(layers, &(&keys[..keys.len().min(1)], *default))?];
+    fn full_layer_readings(&self, layers: usize, pattern: &Pattern) -> Result<Vec<Vec<bool>>> {
+        let keys = pattern.keys;
+        let mut readings = vec![self.full_layers(layers, &Pattern { keys: &keys[..keys.len().min(1)], ..*pattern })?];
         for key in keys.iter().skip(1).filter(|key| self.get(key).is_some()) {
-            readings.push(self.full_layers(layers, &(std::slice::from_ref(key), *default))?);
+            readings.push(self.full_layers(layers, &Pattern { keys: std::slice::from_ref(key), ..*pattern })?);
         }
         Ok(readings)
     }
 
-    /// Which layers are full ones: `layer_types`, else every n-th.
-    pub(super) fn full_layers(
-        &self,
-        layers: usize,
-        (keys, default): &(&'static [&'static str], usize),
-    ) -> Result<Vec<bool>> {
+    /// Which layers are full ones: `layer_types`, else one of so many.
+    pub(super) fn full_layers(&self, layers: usize, pattern: &Pattern) -> Result<Vec<bool>> {
         if let Some(types) = self.layer_types(layers)? {
             return Ok(types);
         }
-        let every = self.size(&Count { keys, default: Some(*default) }, MAX_LAYERS)?;
-        Ok((0..layers).map(|layer| (layer + 1) % every == 0).collect())
+        let every = self.size(&Count { keys: pattern.keys, default: Some(pattern.every) }, MAX_LAYERS)?;
+        Ok((0..layers).map(|layer| layer % every == if pattern.first { 0 } else { every - 1 }).collect())
     }
 }
 

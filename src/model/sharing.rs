@@ -17,23 +17,36 @@ pub(super) struct GlobalHeads {
 
 impl Keys<'_> {
     /// Gemma 4's full layers; those of the others where the family has no such layers.
-    pub(super) fn global_heads(&self, family: &Family, d_head: usize) -> Result<GlobalHeads> {
+    pub(super) fn global_heads(&self, family: &Family, layers: usize, d_head: usize) -> Result<GlobalHeads> {
         if !family.global_heads {
             return Ok(GlobalHeads { d_head, n_kv_heads: None, keys_as_values: false });
         }
         let keys_as_values = self.flag("attention_k_eq_v")?.unwrap_or(false);
-        let n_kv_heads = self.count("num_global_key_value_heads", MAX_HEADS)?.filter(|_| keys_as_values);
-        let stated = self.count("global_head_dim", MAX_D_MODEL)?;
-        // What transformers saves in place of the two keys.
-        let own = match self.object("per_layer_config")?.and_then(|layers| layers.values().next()) {
-            Some(Value::Object(map)) => Keys { map, file: self.file },
-            _ => return Ok(GlobalHeads { d_head: stated.unwrap_or(512), n_kv_heads, keys_as_values }),
+        let key = "per_layer_config";
+        let Some(own) = self.object(key)? else {
+            let n_kv_heads = self.count("num_global_key_value_heads", MAX_HEADS)?.filter(|_| keys_as_values);
+            let d_head = self.count("global_head_dim", MAX_D_MODEL)?.unwrap_or(512);
+            return Ok(GlobalHeads { d_head, n_kv_heads, keys_as_values });
         };
-        Ok(GlobalHeads {
-            d_head: own.count("head_dim", MAX_D_MODEL)?.or(stated).unwrap_or(512),
-            n_kv_heads: own.count("num_key_value_heads", MAX_HEADS)?.or(n_kv_heads),
-            keys_as_values,
-        })
+        // What transformers saves in place of the two keys: by layer, what differs from the sizes of the model.
+        let heads = |number: usize| -> Result<(usize, Option<usize>)> {
+            let Some(value) = own.get(&number.to_string()) else { return Ok((d_head, None)) };
+            let map = value.as_object().ok_or_else(|| self.wrong(key, "an object of objects", value))?;
+            let keys = Keys { map, file: self.file };
+            let n_kv_heads = keys.count("num_key_value_heads", MAX_HEADS)?;
+            Ok((keys.count("head_dim", MAX_D_MODEL)?.unwrap_or(d_head), n_kv_heads))
+        };
+        let heads: Vec<_> = (0..layers).map(heads).collect::<Result<_>>()?;
+        let full = self.full_layers_of(family, layers)?;
+        let of_full = full.iter().position(|full| *full).map_or((d_head, None), |number| heads[number]);
+        let fits = heads.iter().zip(&full).all(|(own, full)| *own == if *full { of_full } else { (d_head, None) });
+        if !fits || own.keys().any(|name| !name.parse::<usize>().is_ok_and(|number| number < layers)) {
+            let rule = format_args!(
+                "`{key}` is refused: only the full layers may have heads of their own, all of them the same"
+            );
+            return Err(refuse(self.file, rule));
+        }
+        Ok(GlobalHeads { d_head: of_full.0, n_kv_heads: of_full.1, keys_as_values })
     }
 
     /// Which layers are full ones, where the family asks; the last of Gemma 4 always is.

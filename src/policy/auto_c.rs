@@ -6,14 +6,14 @@
 //! frozen:            descale = c bound / (eta 448) for logits, c (B + share A) / 448 for q, k and v, o twice v
 //! ```
 //!
-//! The bound is the rounded certain one throughout, so burn-in cannot overflow, and `c` stops at 1. Logits, q, k and v
+//! The bound is the worst-case bound throughout, so burn-in cannot overflow, and `c` stops at 1. Logits, q, k and v
 //! have constants of their own. The promise of the bound ends with burn-in: what follows rests on the burn-in's data.
 //!
 //! - **Ends**: when every layer of the pool has `burn_in` finite steps. Later steps of a layer that waits for others are
 //!   not counted, so that n is known.
-//! - **Restarts**: by [`Policy::restart`] alone, when the caller replaces weights or data. It does not happen by itself:
+//! - **Restarts**: only by [`Policy::restart`], when the caller replaces weights or data. It does not happen by itself:
 //!   ordinary training moves weights and bounds together.
-//! - **Falls back**: a value that overflows under a frozen `c` puts its pool back to the certain bound, at once and
+//! - **Falls back**: a value that overflows under a frozen `c` returns its pool to the worst-case bound, at once and
 //!   until a restart; the step's report carries the safe plan.
 //! - **Forbidden**: after more than `max_restarts` restarts, and for a pool that saw only zeros.
 
@@ -55,7 +55,7 @@ impl AutoC {
         Ok(Self { config, shape, state })
     }
 
-    /// A policy that goes on from a state.
+    /// A policy that continues from a state.
     ///
     /// # Errors
     /// `is_mismatch` if the state does not fit the shape and parameters.
@@ -85,7 +85,7 @@ impl AutoC {
         Ok(Self { config, shape, state })
     }
 
-    /// Where the pool of one head of one layer stands.
+    /// Phase of the pool of one head of one layer.
     ///
     /// # Panics
     /// If there is no such layer, or if o is asked for, which has no constant of its own.
@@ -102,7 +102,7 @@ impl AutoC {
         }
     }
 
-    /// The certain bounds of a tensor, one for each of its descales.
+    /// The worst-case bounds of a tensor, one for each of its descales.
     fn bounds(&self, tensor: Tensor, bounds: &LayerBounds) -> Option<Vec<f64>> {
         let mut row = tensor.bound_row(bounds, self.shape.of(bounds.layer))?;
         share(&mut row, self.config.granularity);
@@ -283,7 +283,7 @@ impl Policy for AutoC {
 
     fn plan(&self, bounds: &LayerBounds, _: Option<&StepStats>) -> Result<ScalePlan> {
         self.shape.check_bounds(bounds)?;
-        let missing = || Error::unsupported("auto-c needs the certain bound, which is not available for this layer");
+        let missing = || Error::unsupported("auto-c needs the worst-case bound, which is not available for this layer");
         let logit_bound = self.bounds(Tensor::Logit, bounds).ok_or_else(missing)?;
         let row = |tensor, target| self.descales(tensor, bounds, target);
         let v = row(Tensor::V, E4M3_MAX)?;

@@ -75,7 +75,7 @@ pub enum Pooling {
     /// The heads of a layer.
     #[default]
     Layer,
-    /// Every head alone.
+    /// Each head separately.
     Head,
 }
 

@@ -1,7 +1,7 @@
 //! Delayed scaling: scales from the maxima of earlier steps.
 //!
 //! `delayed-paper` is Eq. 1 of the spectral-bounds paper, `s = max(history) / (448 margin)`, with a history of ones at
-//! the start. `delayed-te` is TransformerEngine's recipe: a quantisation scale and a history of amax, updated after every
+//! the start. `delayed-te` is TransformerEngine's recipe: a quantization scale and a history of amax, updated after every
 //! step. Both have one scale per tensor and layer by default and observe o too.
 
 use super::config::{AmaxAlgorithm, DelayedPaperConfig, DelayedTeConfig, PolicyConfig};
@@ -222,7 +222,7 @@ impl<S: Slot> Delayed<S> {
         Ok(Self { config, shape, state: DelayedState { layers } })
     }
 
-    /// A policy that goes on from a state.
+    /// A policy that continues from a state.
     ///
     /// # Errors
     /// `is_mismatch` if the state does not fit the shape and parameters.

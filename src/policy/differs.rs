@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use serde::Serialize;
 
-/// Refuses two values that serialise differently, naming every field that does.
+/// Refuses two values that serialize differently, naming every field that does.
 ///
 /// # Errors
 /// `is_mismatch`, in the form `what: field is saved, not expected`.
@@ -14,7 +14,7 @@ pub fn differs<T: Serialize>(what: &str, saved: &T, expected: &T) -> Result<()> 
     }
 }
 
-/// The fields in which two values serialise differently, in the form `field is this, not that`.
+/// The fields in which two values serialize differently, in the form `field is this, not that`.
 pub(crate) fn differences<T: Serialize>(this: &T, that: &T) -> Result<Vec<String>> {
     let value = |x: &T| serde_json::to_value(x).map_err(Error::argument);
     let mut found = Vec::new();

@@ -1,4 +1,4 @@
-//! Scales from the weights alone: `geometry` and `geometry-c-star`.
+//! Scales from the weights: `geometry` and `geometry-c-star`.
 
 use super::config::{GeometryConfig, PolicyConfig};
 use super::contract::Policy;
@@ -26,7 +26,7 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// Policy `geometry`: logits from the rounded certain bound. No token of the model's norm overflows.
+    /// Policy `geometry`: logits from the worst-case bound. No normalized input overflows.
     ///
     /// # Errors
     /// `is_argument` if eta is not in (0, 1].

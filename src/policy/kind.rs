@@ -8,7 +8,7 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PolicyKind {
-    /// Rounded certain bounds.
+    /// Worst-case bounds.
     Geometry,
     /// The paper's calibrated logit bound.
     GeometryCStar,
@@ -39,7 +39,7 @@ impl PolicyKind {
         }
     }
 
-    /// Reads a comma-separated list; `delayed` stands for both presets.
+    /// Reads a comma-separated list; `delayed` means both delayed policies.
     ///
     /// # Errors
     /// `is_argument` if a name is unknown or repeated, or there is none.

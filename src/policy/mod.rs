@@ -6,14 +6,14 @@
 //!
 //! | name | descales come from | before the first step |
 //! |---|---|---|
-//! | `geometry` | the rounded certain bounds | nothing is needed |
+//! | `geometry` | the worst-case bounds | nothing is needed |
 //! | `geometry-c-star` | logits: the paper's `c_star` bound, see [`ISOTROPY`]; operands: as `geometry` | nothing is needed |
 //! | `auto-c` | Algorithm 4: as `geometry` for a burn-in, then `c` times its bounds | burn-in |
 //! | `delayed-paper` | Eq. 1: `max(history) / (448 margin)`, 16 steps | a history of ones |
 //! | `delayed-te` | TransformerEngine's delayed scaling, 1024 steps | scale 1, amax 0 |
 //! | `current` | this step's own amax | nothing is needed |
 //!
-//! The observing policies keep one scale a tensor and layer by default, as the frameworks that they come from.
+//! By default the observing policies keep one scale per tensor and layer, like the frameworks that they follow.
 
 mod auto_c;
 mod build;

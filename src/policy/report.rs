@@ -21,7 +21,7 @@ pub struct Report {
     /// Changes of the policy's state that a reader of logs should know.
     pub events: Vec<PolicyEvent>,
     /// A safe plan for the same step, where the one used overflowed and the policy has given it up: run the call again
-    /// with it, or go on with the saturated result.
+    /// with it, or continue with the saturated result.
     pub fallback: Option<ScalePlan>,
 }
 
@@ -33,7 +33,7 @@ pub struct TensorReport {
     /// Largest |x|; NaN (null in JSON) if there was one.
     #[serde(with = "super::exact")]
     pub amax: f32,
-    /// Largest `|x / descale|` over the heads; divided by 448 it is the utilisation.
+    /// Largest `|x / descale|` over the heads; divided by 448 it is the utilization.
     #[serde(with = "super::exact")]
     pub max_scaled: f32,
     /// Values that overflowed.
@@ -44,10 +44,10 @@ pub struct TensorReport {
     pub non_finite: u64,
     /// All values.
     pub count: u64,
-    /// How far the certain bound lies above what was observed; null where there is no bound or nothing but zeros.
+    /// Worst-case bound over the observed maximum; null where there is no bound or nothing but zeros.
     #[serde(default)]
     pub slack: Option<Slack>,
-    /// Heads whose amax passed the certain bound. Never happens for tokens that the model's norm produced; it means
+    /// Heads whose amax exceeded the worst-case bound. Never happens for normalized inputs; it means
     /// that the bounds are of other weights.
     pub beyond_bound: usize,
 }
@@ -123,7 +123,7 @@ pub enum PolicyEvent {
         /// The order statistic of amax / bound.
         ratio: f64,
     },
-    /// auto-c: a value overflowed under the frozen `c`; this pool is back at the certain bound.
+    /// auto-c: a value overflowed under the frozen `c`; this pool uses the worst-case bound again.
     FellBack {
         /// Tensor.
         tensor: Tensor,

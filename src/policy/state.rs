@@ -55,29 +55,29 @@ pub struct AutoCState {
 /// One pool: its phase, and the largest ratios seen, as many as decide the order statistic, largest first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RatioPool {
-    /// Where it stands.
+    /// Its phase.
     pub phase: Phase,
     /// Largest ratios, descending.
     pub top: Vec<f64>,
 }
 
-/// Where a pool stands.
+/// Phase of a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "phase", rename_all = "kebab-case")]
 pub enum Phase {
-    /// Observing; the certain bound is used.
+    /// Observing; the worst-case bound is used.
     BurnIn,
     /// `c` times the bound is used.
     Frozen {
         /// The constant.
         c: f64,
     },
-    /// An overflow under `c` brought the certain bound back.
+    /// An overflow under `c` brought the worst-case bound back.
     FellBack {
         /// The constant given up.
         c: f64,
     },
-    /// The certain bound is used.
+    /// The worst-case bound is used.
     Forbidden {
         /// Why.
         reason: Forbidden,
@@ -85,7 +85,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// Multiplier of the certain bound.
+    /// Multiplier of the worst-case bound.
     pub fn c(self) -> f64 {
         match self {
             Self::Frozen { c } => c,
@@ -122,7 +122,7 @@ pub struct PaperSlot {
 /// the oldest to the newest.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TeSlot {
-    /// Quantisation scale of the next step.
+    /// Quantization scale of the next step.
     pub scale: f32,
     /// amax of earlier steps.
     #[serde(with = "super::exact::row")]

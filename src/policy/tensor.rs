@@ -78,7 +78,7 @@ impl Tensor {
         }
     }
 
-    /// The certain bound on each of the tensor's values with rounding, as far as there is one.
+    /// The worst-case bound on each of the tensor's values, as far as there is one.
     pub(super) fn bound_row(self, bounds: &LayerBounds, shape: LayerShape) -> Option<Vec<f64>> {
         let group = shape.group();
         match self {

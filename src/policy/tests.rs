@@ -100,11 +100,11 @@ fn auto_c_burn_in_equals_a_hand_computation() {
     ];
     for (i, stats) in steps.iter().enumerate() {
         let (plan, report) = step(&mut policy, 0, stats);
-        assert_eq!(plan, certain.plan(&bounds(0), None).unwrap(), "burn-in uses the certain bound");
+        assert_eq!(plan, certain.plan(&bounds(0), None).unwrap(), "burn-in uses the worst-case bound");
         assert_eq!(report.events.len(), if i == 2 { 4 } else { 0 });
     }
     assert!((policy.phase(Tensor::Logit, 0, 0).c() - 0.45).abs() < 1e-12);
-    assert_eq!(policy.phase(Tensor::Q, 0, 0), Phase::Frozen { c: 1.0 }, "1.125 stops at the certain bound");
+    assert_eq!(policy.phase(Tensor::Q, 0, 0), Phase::Frozen { c: 1.0 }, "1.125 stops at the worst-case bound");
     assert!((policy.phase(Tensor::K, 0, 1).c() - 0.75).abs() < 1e-7);
     assert!((policy.phase(Tensor::V, 0, 1).c() - 0.1875).abs() < 1e-7);
     assert_eq!(policy.phase(Tensor::Logit, 1, 0), Phase::BurnIn, "layer 1 has its own pool");

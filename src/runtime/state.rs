@@ -23,7 +23,7 @@ const MAX_HEADER: usize = 96;
 /// Largest state file that is read.
 const MAX_FILE: u64 = 1 << 30;
 
-/// A runtime between two steps. Plain values: serialise them as you like, or use [`RuntimeState::write`].
+/// A runtime between two steps. Plain values: serialize them as you like, or use [`RuntimeState::write`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RuntimeState {
     /// [`STATE_VERSION`].
@@ -47,11 +47,11 @@ pub struct RuntimeState {
 pub struct LayerState {
     /// Steps observed.
     pub steps: u64,
-    /// The last plan, so that logs go on where they stopped.
+    /// The last plan, so that logs continue where they stopped.
     pub last: Option<ScalePlan>,
     /// The bounds in use, where they are estimates.
     pub bounds: Option<LayerBounds>,
-    /// The caller's version of the weights behind them.
+    /// The caller's version of the weights that they were computed from.
     pub weights_version: Option<u64>,
 }
 
@@ -64,7 +64,7 @@ pub(super) fn check_version(version: u32) -> Result<()> {
 
 impl RuntimeState {
     /// Writes the state so that a reader finds the old file or the new one, whenever the process ends: a temporary file
-    /// in the same folder is written, synchronised and renamed. One that a killed process left (`.NAME.PID.tmp`) is
+    /// in the same folder is written, synchronized and renamed. One that a killed process left (`.NAME.PID.tmp`) is
     /// never read.
     ///
     /// The file is one header line (`sigmascale-state VERSION BYTES HASH`) and JSON; length and 64-bit FNV-1a hash are

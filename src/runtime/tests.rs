@@ -366,7 +366,7 @@ fn updates_and_overflows_are_events_with_fields() {
         line(&["WARN", "overflow", "layer=0", "tensor=\"k\"", "overflow=1", "beyond_rounding=1", "max_scaled="]),
         "{text}"
     );
-    assert!(line(&["WARN", "beyond the certain bound", "tensor=\"k\"", "heads=1"]), "{text}");
+    assert!(line(&["WARN", "beyond the worst-case bound", "tensor=\"k\"", "heads=1"]), "{text}");
     assert!(line(&["INFO", "assumption", "uniform on the sphere"]), "{text}");
     // k overflows the first scale of delayed-te, and in these calls it was not cast.
     assert!(!line(&["overflow", "delayed-te"]), "{text}");

@@ -51,8 +51,17 @@ pub(super) enum Method {
     CompressedTensors,
     Fp8,
     ModelOpt,
+    Quark,
     /// Anything else: no engine loads attention scales beside it.
     Other,
+}
+
+impl Method {
+    /// Whether vLLM loads its scales by the class that rounds them to the model's type, and takes k's for a v that is
+    /// missing.
+    pub fn is_base(self) -> bool {
+        matches!(self, Self::Fp8 | Self::ModelOpt | Self::Quark)
+    }
 }
 
 /// What an engine does with the scales of a checkpoint.
@@ -165,8 +174,12 @@ impl Engine {
                 if operand != Operand::Q && fused {
                     names.push(at(format!("{letter}_proj.{letter}_scale")));
                     names.push(at(format!("qkv_proj.{letter}_scale")));
+                    names.push(at(format!("{letter}_cache.scale")));
                 }
-                if method == Method::Fp8 {
+                if operand == Operand::Q && fused {
+                    names.push(at("q.scale".to_owned()));
+                }
+                if matches!(method, Method::Fp8 | Method::Quark) {
                     names.push(at(format!("{letter}_proj.output_scale")));
                 }
                 if operand == Operand::K {
@@ -178,6 +191,7 @@ impl Engine {
                 if fused {
                     names.push(at(format!("{letter}_proj.{letter}_scale")));
                 }
+                names.push(at(format!("{letter}_proj.output_scale")));
                 if operand == Operand::K {
                     names.push(at("kv_scale".to_owned()));
                 }

@@ -123,7 +123,8 @@ pub fn export(
         return Err(Error::argument(format_args!("{} lies in the model's own folder: name another", to.display())));
     }
     let mut config = Settings::read(&from.join("config.json"))?;
-    let method = config.method();
+    let aside = Settings::read_if_present(&from.join(HF_QUANT))?;
+    let method = config.method(aside.as_ref());
     let spec = checkpoint.spec();
     let reads = options.engine.reads(spec, config.model_type(), method);
     options.check(spec, method, reads)?;
@@ -151,9 +152,9 @@ pub fn export(
     let mut left_out: Vec<String> = present().filter(|name| foreign(name)).map(str::to_owned).collect();
     left_out.sort_unstable();
     let index_file = Settings::read_if_present(&from.join(INDEX))?;
-    let quantized = hf_quant_config(options.engine, method, Settings::read_if_present(&from.join(HF_QUANT))?);
+    let quantized = hf_quant_config(options.engine, method, aside);
     if reads.any() {
-        config.ask_for_fp8(options.engine, options.per_head);
+        config.ask_for_fp8(options.engine, method, options.per_head);
     }
 
     let moved = write_folder(to, |folder| {

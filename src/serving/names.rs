@@ -30,6 +30,12 @@ impl ScaleNames {
             "output_scale" => {
                 Operand::ALL.into_iter().find(|o| rest.ends_with(&format!("{}_proj.output_scale", o.letter())))?
             }
+            "scale" => match rest {
+                "q.scale" => Operand::Q,
+                "k_cache.scale" => Operand::K,
+                "v_cache.scale" => Operand::V,
+                _ => return None,
+            },
             _ => return None,
         };
         // A projection's own scale has other names (`weight_scale`, `input_scale`).

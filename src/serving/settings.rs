@@ -62,12 +62,21 @@ impl Settings {
         top.or(text).and_then(Value::as_object)
     }
 
-    pub fn method(&self) -> Method {
-        let Some(map) = self.quantization() else { return Method::Plain };
+    /// How the weights are stored. Where the config does not say it, engines ask ModelOpt's own (`aside`).
+    pub fn method(&self, aside: Option<&Settings>) -> Method {
+        let Some(map) = self.quantization() else {
+            let algorithm = aside.and_then(|aside| aside.value.get("quantization")?.get("quant_algo")?.as_str());
+            return match algorithm {
+                Some("FP8") => Method::ModelOpt,
+                Some(_) => Method::Other,
+                None => Method::Plain,
+            };
+        };
         match map.get("quant_method").and_then(Value::as_str) {
             Some("compressed-tensors") => Method::CompressedTensors,
             Some("fp8") => Method::Fp8,
             Some("modelopt") => Method::ModelOpt,
+            Some("quark") => Method::Quark,
             _ => Method::Other,
         }
     }
@@ -83,8 +92,7 @@ impl Settings {
     }
 
     /// Asks for an FP8 cache with the checkpoint's scales. Whether something changed.
-    pub fn ask_for_fp8(&mut self, engine: Engine, per_head: bool) -> bool {
-        let method = self.method();
+    pub fn ask_for_fp8(&mut self, engine: Engine, method: Method, per_head: bool) -> bool {
         if !matches!(engine, Engine::Vllm | Engine::Sglang) {
             return false;
         }
@@ -105,11 +113,12 @@ impl Settings {
                     holder["quantization_config"]["config_groups"] = json!({});
                 }
             }
-            Method::ModelOpt => {
+            // Else ModelOpt's own config asks for it.
+            Method::ModelOpt if holder.contains_key("quantization_config") => {
                 holder["quantization_config"]["kv_cache_scheme"] =
                     json!({"dynamic": false, "num_bits": 8, "type": "float"});
             }
-            Method::Fp8 | Method::Other => return false,
+            Method::ModelOpt | Method::Fp8 | Method::Quark | Method::Other => return false,
         }
         true
     }

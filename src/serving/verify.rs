@@ -5,8 +5,8 @@ use super::export::CERTIFICATE_FILE;
 use super::folder::folder_of;
 use super::names::ScaleNames;
 use super::scales::LayerScales;
-use super::settings::Settings;
-use crate::error::Result;
+use super::settings::{HF_QUANT, Settings};
+use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, Checkpoint, RawTensor, WeightFiles};
 use safetensors::Dtype;
 use serde::Serialize;
@@ -35,6 +35,8 @@ pub enum Verdict {
     RoundedBelow,
     /// More than twice what these weights can need: it is of other weights.
     Foreign,
+    /// NaN, infinite, 0 or negative: no scale. Engines cast with it, use 1.0 in its place, or do not start.
+    Invalid,
     /// Stored, and never loaded by this engine: the index, the name, the shape or the config is not what it reads.
     NotLoaded,
     /// The operand has no bound, so that no scale is certain.
@@ -51,6 +53,7 @@ impl Verdict {
             Self::Default => "default",
             Self::RoundedBelow => "rounded_below",
             Self::Foreign => "foreign",
+            Self::Invalid => "invalid",
             Self::NotLoaded => "not_loaded",
             Self::Unbounded => "unbounded",
         }
@@ -60,7 +63,7 @@ impl Verdict {
 /// One scale that the engine would use.
 #[derive(Clone, Debug, Serialize)]
 pub struct AuditEntry {
-    /// What the engine casts with.
+    /// What the engine casts with; NaN, null in JSON, where that is stored.
     pub scale: f32,
     /// The certain bound with rounding over 448; null without one.
     pub needed: Option<f32>,
@@ -152,6 +155,10 @@ struct Found {
     unlisted: BTreeMap<String, Stored>,
     /// `consolidated*.safetensors`, which vLLM prefers.
     consolidated: bool,
+    /// ModelOpt's own config.
+    aside: Option<Settings>,
+    /// Files of cache factors (`kv_cache_scales.json`), which no engine reads by itself.
+    factor_files: Vec<String>,
 }
 
 impl Found {
@@ -169,7 +176,19 @@ impl Found {
         let unlisted = files.open_unlisted(folder).map(|files| scales(&files)).unwrap_or_default();
         let consolidated =
             files.files().chain(files.unlisted.iter().map(String::as_str)).any(|name| name.starts_with("consolidated"));
-        Ok(Self { method: config.method(), config, names, listed, unlisted, consolidated })
+        let aside = Settings::read_if_present(&folder.join(HF_QUANT))?;
+        let method = config.method(aside.as_ref());
+        let factor_files = factor_files(folder)?;
+        Ok(Self { config, method, names, listed, unlisted, consolidated, aside, factor_files })
+    }
+
+    /// Whether ModelOpt's settings ask for an FP8 cache, without which SGLang makes no room for scales.
+    fn modelopt_asks(&self) -> bool {
+        let own = self.config.quantization();
+        let aside = || self.aside.as_ref()?.value.get("quantization")?.as_object();
+        let Some(map) = own.or_else(aside) else { return false };
+        map.get("kv_cache_scheme").is_some_and(|scheme| scheme["type"] == "float" && scheme["num_bits"] == 8)
+            || map.get("kv_cache_quant_algo").is_some_and(|algorithm| !algorithm.is_null())
     }
 
     /// Why an engine loads no scale of this checkpoint, where its config or its files keep it from that.
@@ -206,6 +225,9 @@ impl Found {
                     None
                 }
             }
+            (Engine::Sglang, Method::ModelOpt) if !self.modelopt_asks() => text(
+                "ModelOpt's config has neither `kv_cache_scheme` nor `kv_cache_quant_algo`, so SGLang reads no scale",
+            ),
             _ => None,
         }
     }
@@ -233,13 +255,21 @@ impl Found {
         let safe = layers.iter().flat_map(LayerAudit::entries).all(|(_, entry)| entry.verdict == Verdict::Safe);
         let mut notes: Vec<String> = reads.why.iter().map(|why| format!("{why}.")).collect();
         notes.extend(blocked.map(|why| format!("No scale is loaded: {why}.")));
+        let factors = self.factor_files.iter();
+        notes.extend(
+            factors.map(|name| format!("{engine} does not read the cache factors of {name} with the checkpoint.")),
+        );
         Audit { engine, model: spec.name.clone(), safe, notes, layers }
     }
 
     /// What an engine finds for an operand, by the names that it reads.
     fn loaded(&self, engine: Engine, spec: &AttentionSpec, layer: &LayerScales, operand: Operand) -> Option<Stored> {
         let names = engine.names(&spec.family, &layer.module, operand, self.method);
-        names.iter().find_map(|name| self.listed.get(name)).cloned()
+        let found = names.iter().filter_map(|name| self.listed.get(name));
+        // Of several names the one that is read last counts, which depends on the files: the smallest is judged.
+        let least = |x: &f32| if x.is_nan() { f32::NEG_INFINITY } else { *x };
+        let smallest = |stored: &&Stored| stored.values.iter().map(least).fold(f32::INFINITY, f32::min);
+        found.min_by(|a, b| smallest(a).total_cmp(&smallest(b))).cloned()
     }
 
     /// A scale of this operand that the engine does not read, and why.
@@ -318,7 +348,7 @@ impl Case<'_> {
     /// The scale of another operand that a loader takes for one that is missing.
     fn lent(&self, operand: Operand) -> Option<&Stored> {
         let k = self.own[Operand::K as usize].as_ref();
-        let base = matches!(self.found.method, Method::Fp8 | Method::ModelOpt) || self.engine == Engine::Sglang;
+        let base = self.found.method.is_base() || self.engine == Engine::Sglang;
         match (self.engine, operand) {
             (Engine::Vllm | Engine::Sglang, Operand::V) if base => k,
             (Engine::Mistralrs, Operand::Q) => k,
@@ -354,7 +384,8 @@ impl Case<'_> {
         let group = wanted / needed.len();
         let entry = |(index, needed): (usize, f32)| {
             let own = &stored.values[index * group..][..group];
-            let value = own.iter().copied().fold(f32::NEG_INFINITY, |a, b| if b.is_nan() { b } else { a.max(b) });
+            let value = own.iter().copied().reduce(|a, b| if a.is_nan() || b.is_nan() { f32::NAN } else { a.max(b) });
+            let value = value.unwrap_or(f32::NAN);
             let scale = self.rounded(value);
             let (verdict, why) = verdict(value, scale, needed);
             AuditEntry {
@@ -370,7 +401,7 @@ impl Case<'_> {
 
     /// A scale as the engine keeps it: vLLM's loader for FP8 and ModelOpt weights holds it in the model's type.
     fn rounded(&self, value: f32) -> f32 {
-        let base = matches!(self.found.method, Method::Fp8 | Method::ModelOpt);
+        let base = self.found.method.is_base();
         match self.engine {
             Engine::Vllm if base && self.found.config.runs_in_f16() => half::f16::from_f32(value).to_f32(),
             Engine::Vllm if base => half::bf16::from_f32(value).to_f32(),
@@ -383,7 +414,7 @@ impl Case<'_> {
 fn verdict(stored: f32, used: f32, needed: f32) -> (Verdict, String) {
     let over = needed / used;
     if !(used.is_finite() && used > 0.0) {
-        return (Verdict::Overflow, format!("{used} is no scale"));
+        return (Verdict::Invalid, format!("{used} is no scale: it must be finite and above 0"));
     }
     if used >= needed {
         return if used <= FOREIGN_FROM * needed {
@@ -409,6 +440,26 @@ fn verdict(stored: f32, used: f32, needed: f32) -> (Verdict, String) {
     } else {
         (Verdict::Overflow, format!("can overflow by a factor of {over:.3}"))
     }
+}
+
+/// Names of the folder's files that hold cache factors beside the weights, as vLLM and SGLang took them by an option.
+fn factor_files(folder: &Path) -> Result<Vec<String>> {
+    const LONGEST: u64 = 1 << 20;
+    let entries = std::fs::read_dir(folder).map_err(|e| Error::io(folder, "open", e))?;
+    let files = entries.flatten().filter(|entry| entry.metadata().is_ok_and(|file| file.len() <= LONGEST));
+    let mut names: Vec<String> = files
+        .filter(|entry| entry.path().extension().is_some_and(|kind| kind == "json"))
+        // A file that is no JSON is none of these.
+        .filter(|entry| {
+            let read = Settings::read(&entry.path()).ok();
+            read.is_some_and(|file| {
+                file.value.get("kv_cache").is_some_and(|cache| cache.get("scaling_factor").is_some())
+            })
+        })
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort_unstable();
+    Ok(names)
 }
 
 fn place(tensor: &RawTensor<'_>) -> String {

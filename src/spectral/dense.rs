@@ -1,6 +1,6 @@
 //! Largest eigenvalue of a small symmetric positive semidefinite matrix, with a proof.
 //!
-//! Lanczos with full reorthogonalisation finds the value; a Cholesky factorisation of `mu I - H` that succeeds proves
+//! Lanczos with full reorthogonalisation finds the value; a Cholesky factorization of `mu I - H` that succeeds proves
 //! `lambda_max(H) <= mu (1 + r (r + 1) u)`, `u = 2^-53`. Where the first start was orthogonal to the top direction the
 //! proof fails, and another start, at last a full decomposition, is tried.
 

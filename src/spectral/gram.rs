@@ -3,8 +3,8 @@
 //! `sigma^2 = lambda_max(G_Q G_K)`, `F^2 = tr(G_Q G_K)`. Grams are accumulated in f64: entry (i, j) is within
 //! `g ||w_i|| ||w_j||` of exact with `g = (3 d + 16) 2^-53` (chain of d products, folding of gain and mean), hence
 //! `||T (G_computed - G) T|| <= e = g sum_c t_c^2 ||w_c||^2` for every diagonal T. The product's eigenvalues do not change
-//! under `T G_Q T` and `T^-1 G_K T^-1`; a T of powers of two that equalises the two diagonals costs no rounding and takes
-//! badly scaled channels out. Then, with `A = G_Q + delta I = L L^T` (delta only lets the factorisation of a singular
+//! under `T G_Q T` and `T^-1 G_K T^-1`; a T of powers of two that equalizes the two diagonals costs no rounding and takes
+//! badly scaled channels out. Then, with `A = G_Q + delta I = L L^T` (delta only lets the factorization of a singular
 //! Gram succeed and errs upwards), `sigma^2 <= lambda_max(L^T G_K L) + e_K lambda_max(A) + e_Q lambda_max(G_K) + e_Q e_K`.
 //! Cost: `2 d r^2 (n_q + n_kv)` FLOP per layer, half of it saved by symmetry, and the same again for raw weights.
 

@@ -57,7 +57,7 @@ impl SpectralEngine for GramEngine {
     }
 }
 
-/// One projection head: its Grams and what they tell alone.
+/// One projection head: its Grams and what follows from them.
 struct Side<'g> {
     gram: &'g Gram,
     /// Of the raw weights, where they differ.

@@ -11,7 +11,7 @@
 //!
 //! where Z is any matrix with `R D D^T R^T <= Z` for every R: `mu T` with T constant on rotation pairs and
 //! `mu = lambda_max(T^-.5 D D^T T^-.5)`, or `D D^T` itself where nothing rotates. A golden section over s finds the least;
-//! the result is certified at that s alone. Not used: u and y come from one token.
+//! the result is certified only at that s. Not used: u and y come from one token.
 
 use super::dense::{UNIT, lanczos, largest_eigenvalue};
 use super::gram::Gram;

@@ -1,6 +1,6 @@
 //! Spectral norms of the heads' interaction matrices `M = W_Q W_K^T`.
 //!
-//! Two estimators stand behind one trait. [`GramEngine`] (the default) is exact and certified: it
+//! Two estimators implement one trait. [`GramEngine`] (the default) is exact and certified: it
 //! forms `G_Q = W_Q^T W_Q` and `G_K = W_K^T W_K`, and works on `r x r` matrices in f64. [`PowerEngine`] is the
 //! paper's implicit power iteration (Algorithms 2 and 3) with persistent vectors: a lower bound, for parity.
 

@@ -182,7 +182,7 @@ pub struct PowerEngine<'s> {
     pub cold: usize,
     /// Iterations for a layer with vectors (the paper: 1).
     pub warm: usize,
-    /// Whether to iterate on every head (sound form) beside the sum.
+    /// Whether to iterate on every head (sound form) in addition to the sum.
     pub per_head: bool,
 }
 
@@ -305,7 +305,7 @@ fn raw_operators<'a>(heads: &[HeadOperator<'a>]) -> Vec<(HeadOperator<'a>, Vec<f
     heads.iter().map(|head| (head.without_norm(), vec![0.0; head.shape().0])).collect()
 }
 
-/// Constants from the operators alone, without Grams: norms by one product each.
+/// Constants from the operators, without Grams: norms by one product each.
 fn constants(geometry: &LayerGeometry<'_>, head: usize, q: &Channels, k: &Channels) -> Constants {
     let norm = |x: &[f64]| x.iter().map(|v| v * v).sum::<f64>().sqrt();
     let linear = |operator: &HeadOperator<'_>, own: &Channels, other: &Channels| {
@@ -402,7 +402,7 @@ fn sum_in_order(outs: Vec<Vec<f64>>) -> Vec<f64> {
 /// Entries of the summed operator from which it is kept in BF16 and iterated less.
 const LARGE: usize = 2_000_000;
 
-/// `||sum_h W_Q^h W_K^hT||` on raw weights, by Lanczos on `M^T M`. It bounds nothing and stands beside the paper.
+/// `||sum_h W_Q^h W_K^hT||` on raw weights, by Lanczos on `M^T M`. It bounds nothing; it is for comparison with the paper.
 ///
 /// A group's queries share their keys, so their W_Q are added up once and the matrix is `d x (n_kv r)` times its
 /// partner. Up to a size both are held in f32 and iterated up to 60 times: good to 1e-4. Beyond it the time goes into
@@ -437,7 +437,7 @@ impl Stored for bf16 {
     }
     #[inline(always)]
     fn load(self) -> f32 {
-        // The crate's own conversion quiets NaNs, which costs the vectorisation.
+        // The crate's own conversion quiets NaNs, which costs the vectorization.
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
 }

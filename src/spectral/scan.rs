@@ -18,7 +18,7 @@ const MAX_SCAN: usize = u32::MAX as usize;
 pub struct Scan {
     /// Largest norm found, from below.
     pub sigma: f64,
-    /// The relative position where it stands.
+    /// The relative position at which it is reached.
     pub position: i64,
     /// Certified upper bound over all scanned positions (error of the Grams not included).
     pub upper: f64,

@@ -89,7 +89,7 @@ impl Language {
     }
 }
 
-/// The finaliser of splitmix64: neighbouring numbers become unrelated seeds.
+/// The finalizer of splitmix64: neighboring numbers become unrelated seeds.
 pub(super) fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

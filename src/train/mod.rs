@@ -1,4 +1,4 @@
-//! Small models, really trained, with attention in E4M3 under the scales of any policy.
+//! Trains small models with attention in E4M3 under the scales of any policy.
 //!
 //! ```text
 //! parameters -> bounds -> plan -> E4M3 attention -> loss x S -> backward / S -> finite? -> clip -> AdamW -> parameters
@@ -6,14 +6,14 @@
 //! ```
 //!
 //! The graph and its gradients are candle's, on the CPU; attention is one node of it, with this crate's forward and
-//! backward. Everything outside attention is f32, so that what differs between two runs is the scales alone.
+//! backward. Everything outside attention is f32, so that two runs differ only in their scales.
 //!
 //! | scenario | steps | what happens |
 //! |---|---|---|
-//! | `resume` | 300 + 30 | the run stops and goes on: with everything, without the scaling state, with the weights alone |
+//! | `resume` | 300 + 30 | the run stops and continues: with everything, without the scaling state, with only the weights |
 //! | `lr-spike` | 100 + 50 | the rate times 8 for 15 steps |
 //!
-//! **Each policy has its own run**, from the same parameters and text, beside one with attention in f32, the control. On
+//! **Each policy has its own run**, from the same parameters and text, next to one with attention in f32, the control. On
 //! the control's trajectory all policies also plan in shadow: they see the same operands, and change nothing.
 //!
 //! **Casts** saturate, or make NaN of what is out of range. NaN reaches the loss, so that the step is skipped. A run in
@@ -21,7 +21,8 @@
 //!
 //! **Reproducible.** A run's bits follow from its options. Sums run in a fixed order whatever the number of threads.
 //!
-//! Sources: spectral-bounds paper, section 5.2; numerics paper, sections 5.4 (loss scaling) and 12 (skip, recovery).
+//! Sources: spectral-bounds paper, section 5.2; the web chapter *Deep Dive 11: Numerics and
+//! Mixed Precision* ("numerics chapter" below), sections 5.4 (loss scaling) and 12 (skip, recovery).
 
 mod language;
 mod model;

@@ -64,7 +64,7 @@ impl AdamW {
 /// Dynamic loss scaling: the loss is multiplied before the backward pass and the gradients divided after it. A gradient
 /// that is not finite halves the factor and the step is skipped; a streak of good steps doubles it.
 ///
-/// Source: numerics paper, section 5.4.
+/// Source: numerics chapter, section 5.4.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LossScale {
     /// The factor, a power of two.
@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn fifteen_bad_steps_reach_one_and_a_streak_doubles() {
-        // Numerics paper, section 14.3.
+        // Numerics chapter, section 14.3.
         let mut scale = LossScale::default();
         for bad in 1..=20 {
             scale.observe(false);

@@ -125,7 +125,7 @@ pub struct TrainRun {
     pub losses: Vec<f64>,
 }
 
-/// How close training came to the end of the range under the certain bound.
+/// How close training came to the end of the range under the worst-case bound.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Peak {
     /// Tensor.
@@ -169,11 +169,11 @@ pub struct Training {
     pub shadow: Vec<PolicySummary>,
     /// Steps of it with an overflow among the first ten after the transition.
     pub shadow_window: Vec<usize>,
-    /// The certain bound's, over all runs.
+    /// The worst-case bound's, over all runs.
     pub peaks: Vec<Peak>,
 }
 
-/// Result of a scenario; serialises to the JSON of `sigmascale stress`.
+/// Result of a scenario; serializes to the JSON of `sigmascale stress`.
 #[derive(Clone, Debug, Serialize)]
 pub struct TrainResult {
     /// Every policy in its own run, with the first kind of casts: `weights-only` for `resume`.

@@ -211,6 +211,7 @@ pub fn cases() -> Vec<Case> {
         Case { bias: true, ..grouped("qwen2_5_vl", "llama", json!({})) },
         Case { bias: true, ..wrapped("qwen2_vl", "qwen2_vl_text", "llama", "model.language_model.", &json!({})) },
         wrapped("qwen3_vl", "qwen3_vl_text", "qwen3", "model.language_model.", &json!({})),
+        wrapped("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3", "model.language_model.", &json!({})),
         grouped(
             "ministral3",
             "llama grows",
@@ -315,6 +316,48 @@ pub fn cases() -> Vec<Case> {
             "llama half",
             json!({"rotary_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]}),
         )),
+        grouped("bitnet", "llama", json!({})),
+        grouped("phi4_multimodal", "phi3", json!({"partial_rotary_factor": 0.5})),
+        wrapped(
+            "minimax_m3_vl",
+            "minimax_m3_vl_text",
+            "minimax_m3",
+            "model.language_model.",
+            &json!({"rotary_dim": 8, "layer_types": ["full_attention", "full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]}),
+        ),
+        hybrid(grouped(
+            "lfm3",
+            "lfm3",
+            json!({"layer_types": ["conv", "sliding_attention", "conv", "full_attention"], "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+        )),
+        grouped(
+            "cohere2_moe",
+            "cohere moe",
+            json!({"layer_types": vec!["sliding_attention"; LAYERS], "rms_norm_eps": null}),
+        ),
+        grouped(
+            "cohere2_moe",
+            "helium",
+            json!({"layer_types": vec!["sliding_attention"; LAYERS], "rms_norm_eps": 1e-5}),
+        ),
+        square(
+            "modernbert-decoder",
+            "modernbert",
+            json!({"global_rope_theta": 160000.0, "global_attn_every_n_layers": 3, "local_rope_theta": 10000.0}),
+        ),
+        Case { bias: true, prefix: "roberta_prelayernorm.", ..square("roberta-prelayernorm", "bert pre", json!({})) },
+        wrapped(
+            "gemma4_unified",
+            "gemma4_unified_text",
+            "gemma3n",
+            "model.language_model.",
+            &json!({"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+                "per_layer_config": {}, "num_kv_shared_layers": 2, "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+        ),
         Case { bias: true, ..square("opt", "opt", json!({"do_layer_norm_before": true})) },
         Case { prefix: "", bias: true, ..square("opt", "opt", json!({"hidden_act": "relu"})) },
         Case { prefix: "transformer.", ..square("gptj", "gptj", json!({"n_embd": 64, "n_head": 4, "rotary_dim": 8})) },
@@ -381,6 +424,19 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                 norm(&mut t, format!("{p}h.{i}.{name}"), d, true, 1.0);
                 t.linear(&format!("{p}h.{i}.self_attention.query_key_value"), fused, d, bias(fused));
             }
+            "bert" if case.kind.ends_with("pre") => {
+                norm(&mut t, format!("{p}encoder.layer.{i}.attention.LayerNorm"), d, true, 1.0);
+                for name in ["query", "key", "value"] {
+                    t.linear(&format!("{p}encoder.layer.{i}.attention.self.{name}"), d, d, bias(d));
+                }
+            }
+            "modernbert" => {
+                let name = if i == 0 { format!("{p}embeddings.norm") } else { format!("{p}layers.{i}.attn_norm") };
+                norm(&mut t, name, d, false, 1.0);
+                for name in ["q", "k", "v"] {
+                    t.linear(&format!("{p}layers.{i}.attn.{name}_proj"), d, d, None);
+                }
+            }
             "bert" => {
                 let (gain, shift) = if case.kind.ends_with("gamma") { ("gamma", "beta") } else { ("weight", "bias") };
                 let mut both = |name: String| {
@@ -398,19 +454,20 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                 }
             }
             kind => {
-                let around =
-                    if kind.starts_with("gemma") && kind != "gemma3n" || ["nemotron", "qwen3_next"].contains(&kind) {
-                        0.0
-                    } else {
-                        1.0
-                    };
+                let around = if kind.starts_with("gemma") && kind != "gemma3n"
+                    || ["nemotron", "qwen3_next", "minimax_m3"].contains(&kind)
+                {
+                    0.0
+                } else {
+                    1.0
+                };
                 let shift = ["phi", "starcoder2", "stablelm", "nemotron", "phimoe"].contains(&case.kind);
                 match kind {
                     // A trap: this one feeds the feed-forward, not the attention.
                     "olmo2" | "exaone4" => {
                         norm(&mut t, format!("{p}layers.{i}.post_attention_layernorm"), d, false, 1.0);
                     }
-                    "lfm2" => norm(&mut t, format!("{p}layers.{i}.operator_norm"), d, false, 1.0),
+                    "lfm2" | "lfm3" => norm(&mut t, format!("{p}layers.{i}.operator_norm"), d, false, 1.0),
                     "nemotron_h" => norm(&mut t, format!("{p}layers.{i}.norm"), d, false, 1.0),
                     "apertus" => norm(&mut t, format!("{p}layers.{i}.attention_layernorm"), d, false, 1.0),
                     "olmo" | "nanochat" => {}
@@ -431,7 +488,9 @@ pub fn draw(case: &Case, seed: u64) -> Tensors {
                     }
                     match case.kind {
                         "qwen3" | "qwen3_next" | "gemma3" | "gemma3n" | "glm4_moe" | "exaone4" | "exaone_moe"
-                        | "apertus" => norm(&mut t, format!("{attn}.{name}_norm"), R, false, around),
+                        | "apertus" | "lfm3" | "minimax_m3" => {
+                            norm(&mut t, format!("{attn}.{name}_norm"), R, false, around)
+                        }
                         "hunyuan" | "hunyuan alpha" => {
                             let name = if name == "q" { "query" } else { "key" };
                             norm(&mut t, format!("{attn}.{name}_layernorm"), R, false, 1.0);

@@ -8,16 +8,19 @@ mod policies;
 use common::fixtures::{Draw, Tensors, write_checkpoint};
 use common::forward::{dot, forward_qkv, to_sphere};
 use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use safetensors::Dtype;
 use serde_json::{Value, json};
 use sigmascale::bound::Tail;
 use sigmascale::calibrate::{Calibration, Options, Profile};
 use sigmascale::model::{
-    AttentionSpec, Checkpoint, LayerSpec, LayerWeights, Layout, PerLayer, SyntheticModel, SyntheticOptions, preset,
+    AttentionSpec, Checkpoint, LayerSpec, LayerWeights, Layout, PerLayer, SyntheticModel, SyntheticOptions,
+    WeightFiles, preset,
 };
 use sigmascale::policy::PolicyKind;
 use sigmascale::runtime::{Runtime, RuntimeState, STATE_VERSION, Weights, bounds_of};
+use sigmascale::serving::ScaleStream;
 use sigmascale::stress::{Mode, Scenario, StressModel, StressOptions, run};
 use std::path::Path;
 use tempfile::TempDir;
@@ -449,8 +452,7 @@ fn what_does_not_fit_is_named() {
 
 /// Gemma 4: full layers have wider heads, their own number of key heads and values made of the keys' projection, and the
 /// later pairs of a full layer's head turn by nothing; the last layers take the keys and values of the last of their kind.
-#[test]
-fn gemma_4_has_global_heads_and_shares_keys() {
+fn gemma_4() -> (Value, Tensors) {
     let config = json!({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", "hidden_size": 64,
         "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": R, "global_head_dim": 2 * R,
         "attention_k_eq_v": true, "num_global_key_value_heads": 1, "num_kv_shared_layers": 2, "max_position_embeddings": 256,
@@ -476,7 +478,47 @@ fn gemma_4_has_global_heads_and_shares_keys() {
             }
         }
     }
-    let (folder, t) = (tempfile::tempdir().unwrap(), t.tensors);
+    (config, t.tensors)
+}
+
+/// Scales of streamed weights are those of a calibration where layers differ, share keys or have no attention.
+#[test]
+fn a_stream_is_a_calibration() {
+    let mut rng = StdRng::seed_from_u64(9);
+    let drawn = |config: Value| (config.clone(), draw(&config));
+    for (config, t) in [drawn(openelm()), drawn(decilm()), gemma_4()] {
+        let folder = tempfile::tempdir().unwrap();
+        write_checkpoint(folder.path(), &config, &t, Dtype::BF16, 1);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let mut calibration = Calibration::new(checkpoint.spec(), Options::default()).unwrap();
+        for layer in 0..checkpoint.spec().layers.len() {
+            calibration.layer(checkpoint.layer(layer).unwrap()).unwrap();
+        }
+        let expected = calibration.finish().layer_scales().unwrap();
+        let files = WeightFiles::open(folder.path()).unwrap();
+        let mut tensors: Vec<_> = files.tensors().collect();
+        let names: Vec<String> = tensors.iter().map(|tensor| tensor.name.to_owned()).collect();
+        let mut stream = ScaleStream::new(config.to_string().as_bytes(), Path::new("config.json"), &names).unwrap();
+        for _ in 0..8 {
+            tensors.shuffle(&mut rng);
+            let mut found = vec![];
+            for tensor in &tensors {
+                let bytes = tensor.bytes.to_vec();
+                found.extend(stream.push(tensor.name, tensor.dtype, tensor.shape, bytes).unwrap());
+            }
+            stream.finish(false).unwrap();
+            found.sort_by_key(|layer| layer.layer);
+            assert_eq!(found, expected, "{}", config["model_type"]);
+            assert_eq!(stream.held_bytes(), 0);
+        }
+    }
+}
+
+#[test]
+fn gemma_4_has_global_heads_and_shares_keys() {
+    let prefix = "model.language_model.layers";
+    let (config, t) = gemma_4();
+    let folder = tempfile::tempdir().unwrap();
     write_checkpoint(folder.path(), &config, &t, Dtype::BF16, 1);
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let spec = checkpoint.spec();

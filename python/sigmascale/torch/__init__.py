@@ -4,8 +4,11 @@
 >>> out = sigmascale.torch.attention(q, k, v, runtime.layers[0])
 >>> runtime.refresh()                                   # after every optimizer step or weight refit
 
-Hugging Face: :func:`register`, then ``model.set_attn_implementation("sigmascale_fp8")``. Plain modules: :class:`patched`.
-TransformerEngine: :mod:`sigmascale.torch.te`. A run is recorded by :class:`Monitor` and guarded by :class:`Guard`.
+Hugging Face: ``model.set_attn_implementation(sigmascale.torch.register())``, and :func:`fp8_cache` for ``generate``.
+Plain modules: :class:`patched`. Instead of ``flash_attn``: :func:`flash_attn_func`, :func:`flash_attn_varlen_func`,
+:func:`flash_attn_with_kvcache`. Models of no known family: :class:`Layer`; :func:`find_layers` lists those that are found.
+Context parallelism: :func:`ring_attention`, :func:`ulysses_attention`. TransformerEngine: :mod:`sigmascale.torch.te`.
+Megatron-Core: :mod:`sigmascale.torch.megatron`. A run is recorded by :class:`Monitor` and guarded by :class:`Guard`.
 """
 
 # ruff: noqa: E402
@@ -13,7 +16,7 @@ from .._arguments import pytorch
 
 pytorch("sigmascale.torch")
 
-from . import te
+from . import megatron, te
 from ._attach import attach
 from ._attention import attention, scaled_dot_product_attention
 from ._backends import backend
@@ -51,6 +54,7 @@ __all__ = [
     "fp8_cache",
     "gather_sequence",
     "max_logit_bound",
+    "megatron",
     "merge_states",
     "patched",
     "register",

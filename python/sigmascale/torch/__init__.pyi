@@ -1,13 +1,15 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from .. import AutoC, DelayedPaper, DelayedTe, Tail
+from . import megatron as megatron
 from . import te as te
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "fp8_cache",
     "gather_sequence",
     "max_logit_bound",
+    "megatron",
     "merge_states",
     "patched",
     "register",
@@ -42,6 +45,7 @@ __all__ = [
 _Policy = Literal["geometry", "geometry-c-star", "auto-c", "delayed-paper", "delayed-te", "current"]
 _Fallback = Literal["bf16"] | None
 _Backend = Literal["auto", "native", "fa3", "cudnn", "torch", "emulated"]
+_Telemetry = Literal["full", "off"] | int
 POLICIES: tuple[str, ...]
 
 class Layer:
@@ -74,6 +78,9 @@ class Layer:
     sources: list[tuple[dict[str, Any], str, Any]] = ...
     number: int | None = None
     model_q_heads: int | None = None
+    first_kv_head: int = 0
+    unit: torch.nn.Module | None = None
+    latent: Any = None
     def __init__(
         self,
         q: torch.Tensor,
@@ -105,6 +112,9 @@ class Layer:
         sources: list[tuple[dict[str, Any], str, Any]] = ...,
         number: int | None = None,
         model_q_heads: int | None = None,
+        first_kv_head: int = 0,
+        unit: torch.nn.Module | None = None,
+        latent: Any = None,
     ) -> None: ...
     @property
     def d_head(self) -> int: ...
@@ -120,9 +130,14 @@ class LayerPlan:
     softmax_scale: float
     positions: int | None
     per_call: bool
+    remembers: bool
+    latent: bool
     stale: bool
+    key: int
     logit_descale: torch.Tensor | None
     words: torch.Tensor
+    @property
+    def reported(self) -> torch.Tensor | None: ...
     @property
     def runtime(self) -> Runtime: ...
     @property
@@ -162,7 +177,14 @@ class Runtime:
         tail: Tail | None,
         fallback: _Fallback = None,
         group: torch.distributed.ProcessGroup | None = None,
+        telemetry: _Telemetry = "full",
     ) -> None: ...
+    @property
+    def telemetry(self) -> _Telemetry: ...
+    @telemetry.setter
+    def telemetry(self, telemetry: _Telemetry) -> None: ...
+    @property
+    def reporting(self) -> bool: ...
     def __len__(self) -> int: ...
     def refresh(self, now: bool = False) -> None: ...
     def check(self) -> None: ...
@@ -187,6 +209,7 @@ def attach(
     tail: Tail | None = None,
     fallback: _Fallback = None,
     group: torch.distributed.ProcessGroup | None = None,
+    telemetry: _Telemetry = "full",
 ) -> Runtime: ...
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]: ...
 
@@ -214,7 +237,9 @@ class Monitor:
         on_alarm: Callable[[_Event], object] | None = None,
         resume: bool = False,
         first_step: int = 0,
+        thresholds: Mapping[str, float] | None = None,
     ) -> None: ...
+    def diagnosis(self) -> dict[str, Any]: ...
     def step(
         self,
         loss: _Number | None = None,
@@ -368,6 +393,7 @@ def flash_attn_func(
     backend: _Backend | None = None,
     accumulator: str | None = None,
     fallback: _Fallback = None,
+    **others: Any,
 ) -> Any: ...
 def flash_attn_varlen_func(
     q: torch.Tensor,
@@ -375,8 +401,8 @@ def flash_attn_varlen_func(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -393,6 +419,7 @@ def flash_attn_varlen_func(
     backend: _Backend | None = None,
     accumulator: str | None = None,
     fallback: _Fallback = None,
+    **others: Any,
 ) -> Any: ...
 def flash_attn_with_kvcache(
     q: torch.Tensor,
@@ -403,7 +430,7 @@ def flash_attn_with_kvcache(
     rotary_cos: torch.Tensor | None = None,
     rotary_sin: torch.Tensor | None = None,
     cache_seqlens: int | torch.Tensor | None = None,
-    cache_batch_idx: None = None,
+    cache_batch_idx: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
@@ -420,6 +447,7 @@ def flash_attn_with_kvcache(
     backend: _Backend | None = None,
     accumulator: str | None = None,
     fallback: _Fallback = None,
+    **others: Any,
 ) -> Any: ...
 def value_pages(
     pages: int, page_size: int, n_kv_heads: int, d_head: int, device: torch.device | str | int | None = None

@@ -3,14 +3,15 @@
 import json
 
 from .. import _native
+from .._diagnose import thresholds
 from ._record import finite
 
 
 class Alarms:
-    """What ``sigmascale diagnose`` would say of the lines so far. ``run`` is the first line, ``options`` those of the command."""
+    """What ``sigmascale diagnose`` would say of the lines so far. ``run`` is the first line, ``options`` a dict of thresholds, or None."""
 
     def __init__(self, run, options):
-        self._native, self._up = _native.Alarms(json.dumps(finite(run)), json.dumps(options)), {}
+        self._native, self._up = _native.Alarms(json.dumps(finite(run)), thresholds(options or {})), {}
 
     def add(self, rows):
         """Takes in lines; returns the event lines of what they raise or clear."""
@@ -23,6 +24,10 @@ class Alarms:
             else:
                 self._up[place] = event
         return events
+
+    def state(self):
+        """Alarms that are up, the first one, and what to do."""
+        return json.loads(self._native.state())
 
     def up(self):
         """Events of alarms that were raised and not cleared."""

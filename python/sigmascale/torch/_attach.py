@@ -3,7 +3,18 @@
 from ._runtime import Runtime
 
 
-def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto", tail=None, fallback=None, group=None):
+def attach(
+    model,
+    policy="geometry",
+    bound=None,
+    *,
+    layers=None,
+    backend="auto",
+    tail=None,
+    fallback=None,
+    group=None,
+    telemetry="full",
+):
     """Plans for every attention layer of a model.
 
     ``model`` is a Hugging Face model (its layers are found by the family table) or any ``nn.Module`` with ``layers``, a
@@ -21,6 +32,9 @@ def attach(model, policy="geometry", bound=None, *, layers=None, backend="auto",
     padding, windows, soft-caps, sinks, dropout) to PyTorch's own attention, says so once, and counts them in ``stats()``; by
     default they are refused.
 
+    ``telemetry``: ``"full"`` (every call reports maxima and overflows), ``n`` (those of every n-th step, counted by
+    ``refresh()``) or ``"off"``. Policies that plan from statistics need ``"full"``. See :attr:`Runtime.telemetry`.
+
     Returns a :class:`Runtime`: call ``refresh()`` after every optimizer step or weight refit.
     """
-    return Runtime(model, policy, bound, layers, backend, tail, fallback, group)
+    return Runtime(model, policy, bound, layers, backend, tail, fallback, group, telemetry)

@@ -13,7 +13,7 @@ import torch
 
 from .._arguments import positive
 from .._errors import ArgumentError, MismatchError, UnsupportedError
-from . import _backends, _calls, _fallback, _masks, _ops
+from . import _backends, _calls, _fallback, _masks, _measured, _ops
 from ._casts import E4M3, dequantised
 from ._plan import LayerPlan
 from ._terms import Terms
@@ -70,7 +70,7 @@ def attention(
         plan,
         causal=bool(causal),
         softmax_scale=softmax_scale,
-        window=tuple(window),
+        window=pair("window", window),
         softcap=softcap,
         sinks=sinks,
         return_lse=return_lse,
@@ -109,6 +109,9 @@ class _Resolved:
     scale: float
     backend: str
     fallback: str | None
+    # Whose call it is, and whether it may run in BF16 where that is faster: not where statistics are planned from.
+    layer: int = _calls.NONE
+    may_be_bf16: bool = False
 
     def rows(self, batch):
         """Descales ``(batch, n_kv)``."""
@@ -154,6 +157,10 @@ def attend(
             calls = [dataclasses.replace(terms, **changed(*each)) for each in found]
     if reason is None:
         reason = _refusal(q, v, calls[0], call)
+    refused = reason is not None
+    # PyTorch's own gives a log-sum-exp by a slow way alone.
+    if not refused and call.may_be_bf16 and len(calls) == 1 and how.accumulator is None and not return_lse:
+        reason = _slower(q, k, v, calls[0])
     if reason is None:
         parts = [_call(q, k, v, each, call, how) for each in calls]
         if len(parts) == 1:
@@ -161,14 +168,31 @@ def attend(
         # Calls of one mask share no rows, and those of the others are zero.
         outs, lses = zip(*parts)
         return sum(outs[1:], outs[0]), functools.reduce(torch.maximum, lses)
-    if call.fallback is None:
+    if refused and call.fallback is None:
         raise UnsupportedError(
             f"{reason}: pass fallback='bf16' for PyTorch's own attention, or keep this layer in BF16"
         )
-    _calls.count_fallback(call.words, reason)
+    _calls.count_plain(call.layer, reason, say=refused)
     if q.dtype == E4M3:
         q, k, v = (dequantised(x, d) for x, d in zip((q, k, v), call.rows(q.shape[0])))
     return _fallback.attend(q, k, v, terms, mask=mask, dropout=dropout, return_lse=return_lse)
+
+
+def pair(name, window):
+    """A window as two whole numbers."""
+    try:
+        left, right = (int(side) for side in window)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{name} {window!r} must be two whole numbers, (left, right), -1 for no limit") from None
+    return left, right
+
+
+def _short(value):
+    """What was given, for a message."""
+    shown = " ".join(repr(value).split())
+    if len(shown) <= 60:
+        return shown
+    return f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else type(value).__name__
 
 
 def _window(window, causal, queries, keys):
@@ -185,6 +209,8 @@ def _softcap(softcap):
 def _sinks(sinks, q):
     if sinks is None:
         return None
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks must be a tensor, a logit for each query head, not {type(sinks).__name__}")
     if sinks.shape != (q.shape[2],):
         raise MismatchError(f"sinks have shape {tuple(sinks.shape)}: ({q.shape[2]},) is needed, one for each query head")
     if sinks.device != q.device:
@@ -201,14 +227,26 @@ def _refusal(q, v, terms, call):
     return None
 
 
+def _slower(q, k, v, terms):
+    """Why BF16 is known to be faster for a call, or None."""
+    if not _backends.measured(q, v) or not terms.dense or q.shape[1] != k.shape[1]:
+        return None
+    first, reason = _measured.limit(_saves(q, k, v, terms), q.shape[2], k.shape[2], q.shape[3], terms.causal)
+    return reason if k.shape[1] < first else None
+
+
+def _saves(q, k, v, terms):
+    """Whether a backward follows."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, terms.sinks))
+
+
 def _call(q, k, v, terms, call, how):
     """One call of the operator."""
     descales = _current(q, k, v) if call.descales is None else call.rows(q.shape[0])
-    needs = (x is not None and x.requires_grad for x in (q, k, v, terms.sinks))
-    saves = torch.is_grad_enabled() and any(needs)
+    saves = _saves(q, k, v, terms)
     accumulator = how.accumulator or (_TRAINING if saves else _INFERENCE)
     o_descale = descales[3] if len(descales) > 3 else None
-    how = _ops.arguments(terms, call.backend, accumulator)
+    how = _ops.arguments(terms, call.backend, accumulator, call.layer)
     out, lse, *_ = _ops.run(q, k, v, *descales[:3], o_descale, call.words, *how, saves)
     return out, lse
 
@@ -219,7 +257,7 @@ def _resolve(q, k, v, plan, softmax_scale, how):
         if (plan.n_q_heads, plan.n_kv_heads, plan.d_head) != (q.shape[2], n_kv, q.shape[3]):
             raise MismatchError(
                 f"the plan of {plan.name} has {plan.n_q_heads} query and {plan.n_kv_heads} KV heads of {plan.d_head}; the call "
-                f"has {q.shape[2]} and {n_kv} of {q.shape[3]}"
+                f"has {q.shape[2]} and {n_kv} of {q.shape[3]}: pass the plan of this layer of this model"
             )
         if plan.positions is not None and k.shape[1] > plan.positions:
             raise MismatchError(
@@ -234,13 +272,17 @@ def _resolve(q, k, v, plan, softmax_scale, how):
         descales = None if plan.per_call else tuple(plan._descales)
         # An exported program has the descales as constants and no runtime that would read telemetry.
         exporting = getattr(torch.compiler, "_is_exporting_flag", False)
-        words, scale = None if exporting else plan.words, plan.softmax_scale
+        words, scale = None if exporting else plan.reported, plan.softmax_scale
+        layer = _calls.NONE if exporting else plan.key
         backend, fallback = how.backend or runtime.backend, how.fallback or runtime.fallback
     else:
         if not isinstance(plan, Sequence | torch.Tensor) or len(plan) != 3:
-            raise TypeError(f"plan must be a layer of a Runtime or the three descales of q, k and v, not {plan!r}")
+            raise TypeError(
+                f"plan must be a layer of a Runtime (runtime.layers[i]) or the three descales of q, k and v, "
+                f"not {_short(plan)}"
+            )
         descales = tuple(_row(d, key, batch, n_kv, q.device) for key, d in zip("qkv", plan))
-        words, scale = None, q.shape[3] ** -0.5
+        words, scale, layer = None, q.shape[3] ** -0.5, _calls.NONE
         backend, fallback = how.backend or "auto", how.fallback
     if q.dtype == E4M3 and (descales is None or backend == "cudnn"):
         raise UnsupportedError(
@@ -252,7 +294,14 @@ def _resolve(q, k, v, plan, softmax_scale, how):
         raise ArgumentError(f"backend {backend!r} is not one of {', '.join(_backends.NAMES)}")
     if how.accumulator is not None and backend in ("fa3", "cudnn", "torch"):
         raise ArgumentError(f"backend {backend!r} has an accumulator of its own: leave accumulator out")
-    return _Resolved(descales, words, float(scale), backend, fallback)
+    # The descales of a plan alone say where the call would be counted.
+    may_be_bf16 = backend == "auto" and layer != _calls.NONE and not plan.remembers
+    return _Resolved(descales, words, float(scale), backend, fallback, layer, may_be_bf16)
+
+
+def typed(out, q):
+    """The output in the type of ``q``; BF16 where that is E4M3, which has no room for it without a descale."""
+    return out.to(torch.bfloat16 if q.dtype == E4M3 else q.dtype)
 
 
 def _lowered(*tensors):
@@ -282,12 +331,18 @@ def _check(q, k, v, sequences):
             raise ArgumentError(f"{name} is on {x.device} and q on {q.device}: move them to one device")
         if x.dtype != q.dtype:
             raise ArgumentError(f"{name} has type {x.dtype} and q {q.dtype}: cast them to one type")
-    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise MismatchError(
-            f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}, which do not fit"
-        )
+    shapes = [("batch", q, "q", k, "k", 0), ("batch", k, "k", v, "v", 0), ("length", k, "k", v, "v", 1)]
+    shapes += [("number of heads", k, "k", v, "v", 2), ("d_head", q, "q", k, "k", 3)]
+    for what, x, first, y, second, axis in shapes:
+        if x.shape[axis] != y.shape[axis]:
+            raise MismatchError(
+                f"{first} and {second} must have the same {what}, not {x.shape[axis]} and {y.shape[axis]}: they are "
+                f"(batch, seq, heads, d_head), here {tuple(x.shape)} and {tuple(y.shape)}"
+            )
     if q.shape[2] % k.shape[2]:
-        raise MismatchError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} KV heads")
+        raise MismatchError(
+            f"{q.shape[2]} query heads are no multiple of {k.shape[2]} KV heads: each KV head serves as many"
+        )
     for x in () if sequences is None else sequences.places:
         if x.dtype != torch.int32 or x.device != q.device or x.dim() != 1 or x.shape != sequences.q_starts.shape:
             raise ArgumentError(
@@ -345,6 +400,8 @@ def scaled_dot_product_attention(
             raise ArgumentError(f"{name} must be (batch, heads, seq, d_head), not {shape}")
     if key.shape[1] != query.shape[1] and not enable_gqa:
         raise ArgumentError(f"{query.shape[1]} query and {key.shape[1]} key heads: set enable_gqa=True")
+    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+        raise TypeError(f"attn_mask must be a tensor, (batch, heads, queries, keys), not {type(attn_mask).__name__}")
     if is_causal and attn_mask is not None:
         raise ArgumentError("give attn_mask or is_causal, not both")
     if is_causal and query.shape[2] != key.shape[2]:
@@ -360,4 +417,4 @@ def scaled_dot_product_attention(
         dropout=dropout_p,
         how=How(backend, accumulator, fallback),
     )
-    return out.transpose(1, 2).to(query.dtype)
+    return typed(out.transpose(1, 2), query)

@@ -75,6 +75,29 @@ def choose(name, q, v, terms):
     return backend(kernel or "emulated")
 
 
+def measured(q, v):
+    """Whether a call is of the kind that was timed beside BF16: on Hopper, from 16 bits a value."""
+    return q.is_cuda and q.element_size() == 2 and q.shape[3] == v.shape[3] and _on_hopper(q.device)
+
+
+# A constant of compiled code.
+@torch.compiler.assume_constant_result
+def _on_hopper(device):
+    return Native.on_hopper(device)
+
+
+@functools.cache
+def reason(asked, name, d_head, cuda):
+    """Why this backend ran a call for which ``asked`` was given."""
+    if asked != "auto":
+        return f"backend={asked!r}"
+    if name == "native":
+        return "this package's kernels take it" if cuda else "on the CPU the crate's own attention runs"
+    if name == "fa3":
+        return f"this package's kernels do not take d_head {d_head}, and FlashAttention-3 does"
+    return f"no FP8 kernel takes d_head {d_head} here"
+
+
 @functools.cache
 def _warn_of_emulation(d_head, capability):
     warnings.warn(

@@ -26,6 +26,11 @@ def fp8_cache(runtime, max_cache_len=None):
     plans.pop(None, None)
     if model is None or not plans:
         raise ArgumentError("the runtime is not that of a Hugging Face decoder: its attention modules have no layer_idx")
+    if any(plan.latent for plan in plans.values()):
+        raise UnsupportedError(
+            "latent attention (MLA) caches latents, which are no keys and values: leave past_key_values out, and the "
+            "cache is BF16"
+        )
     if any(plan.per_call for plan in plans.values()):
         raise UnsupportedError("policy='current' has no descales that an E4M3 cache could keep: take another policy")
     config = model.config.get_text_config(decoder=True)
@@ -54,8 +59,9 @@ def _in_e4m3(kind):
 def cast_heads(x, plan, name):
     """``(batch, heads, seq, d_head)`` of q, k or v in E4M3 by a plan, with its telemetry."""
     n_q, n_kv = plan.n_q_heads, plan.n_kv_heads
-    rows = dict(zip("qkv", plan.words[n_q:].split([n_q, n_kv, n_kv])))
+    words = plan.reported
+    rows = {} if words is None else dict(zip("qkv", words[n_q:].split([n_q, n_kv, n_kv])))
     descale = plan.descales(x.shape[0])["qkv".index(name)]
     # Compiled code fuses the plain one.
     one = plain_cast if torch.compiler.is_compiling() else cast
-    return one(x.transpose(1, 2), descale, rows[name]).transpose(1, 2)
+    return one(x.transpose(1, 2), descale, rows.get(name)).transpose(1, 2)

@@ -9,10 +9,10 @@ class TrainerMonitor:
     >>> runtime = sigmascale.torch.attach(model, bound="certain")
     >>> trainer = transformers.Trainer(model, ..., callbacks=[sigmascale.torch.TrainerMonitor(runtime, "run.jsonl")])
 
-    Every optimizer step is a step of the record, numbered as the Trainer numbers it. The Trainer hands out loss and gradient norm where
-    it logs (``logging_steps``), the loss as the mean since the last log; other steps have a rate alone. ``refresh``: also calls
-    ``runtime.refresh()`` after each step, which has to be done once. ``options`` are those of :class:`Monitor`. Only the first process
-    of a distributed run records.
+    Every optimizer step is a step of the record, numbered as the Trainer numbers it. The Trainer hands out loss and
+    gradient norm where it logs (``logging_steps``), the loss as the mean since the last log; other steps have a rate
+    alone. ``refresh``: also calls ``runtime.refresh()`` after each step, which has to be done once. ``options`` are
+    those of :class:`Monitor`. Only the first process of a distributed run records.
     """
 
     def __init__(self, runtime, path="run.jsonl", every=10, *, refresh=True, **options):

@@ -1,38 +1,60 @@
-"""Which backend ran each layer's calls, counted on the host, who looks at these calls, and what is said once of those that left FP8."""
+"""Which backend ran each layer's calls and why, counted on the host, who looks at these calls, and what is said once
+of those that left FP8.
+
+Layers are told apart by a number that operators take as an argument: inside compiled code a layer's tensors may be
+copies.
+"""
 
 import collections
+import itertools
 import warnings
 
 import torch
 
-# By the address of the telemetry words of a layer, which stays the same and tells calls apart inside operators.
-_COUNTERS = {}
+# No layer: descales that were given, and exported programs.
+NONE = -1
+_NUMBERS = itertools.count()
+# By layer: calls by what ran them, and by that and why.
+_COUNTERS, _REASONS = {}, {}
 _SAID = set()
-# Functions that are told of each call, by the same address; and of the backward of one call, by the address of its log-sum-exp.
+# Functions that are told of each call, by layer; and of the backward of one call, by the address of its log-sum-exp.
 _OBSERVERS, _BACKWARDS = {}, {}
 
 
-def watch(words):
-    """The counter of the layer with these words."""
-    counter = _COUNTERS[words.data_ptr()] = collections.Counter()
-    return counter
+def watch():
+    """A number for a layer, whose calls are counted from now on."""
+    number = next(_NUMBERS)
+    _COUNTERS[number], _REASONS[number] = collections.Counter(), collections.Counter()
+    return number
 
 
-def forget(addresses):
+def counted(layer):
+    """The calls of a layer since its last :func:`clear`: counters by what ran them, and by that and why."""
+    return _COUNTERS[layer], _REASONS[layer]
+
+
+def clear(layer):
+    """Counts anew."""
+    for counter in counted(layer):
+        counter.clear()
+
+
+def forget(layers):
     """Drops counters and observers."""
-    for address in addresses:
-        _COUNTERS.pop(address, None)
-        _OBSERVERS.pop(address, None)
+    for layer in layers:
+        for held in (_COUNTERS, _REASONS, _OBSERVERS):
+            held.pop(layer, None)
 
 
-def observe(words, observer):
-    """Tells ``observer`` of each call of the layer with these words: q, k and v, the log-sum-exp, and whether a backward follows."""
-    _OBSERVERS.setdefault(words.data_ptr(), []).append(observer)
+def observe(layer, observer):
+    """Tells ``observer`` of each call of a layer: q, k and v, the log-sum-exp, whether a backward follows, and
+    whether the call reports its statistics."""
+    _OBSERVERS.setdefault(layer, []).append(observer)
 
 
-def unobserve(words, observer):
+def unobserve(layer, observer):
     """Ends that."""
-    observers = _OBSERVERS.get(words.data_ptr(), [])
+    observers = _OBSERVERS.get(layer, [])
     if observer in observers:
         observers.remove(observer)
 
@@ -48,10 +70,10 @@ def unobserve_backwards(observers):
         del _BACKWARDS[address]
 
 
-def saw(words, *call):
+def saw(layer, *call):
     """Tells who looks at the layer's calls of one."""
-    if words is not None and _OBSERVERS:
-        for observer in tuple(_OBSERVERS.get(words.data_ptr(), ())):
+    if _OBSERVERS:
+        for observer in tuple(_OBSERVERS.get(layer, ())):
             observer(*call)
 
 
@@ -62,18 +84,20 @@ def saw_backward(lse, *call):
         observer(*call)
 
 
-def count(words, name):
-    """Adds a call, where the layer is watched."""
-    counter = None if words is None else _COUNTERS.get(words.data_ptr())
+def count(layer, name, reason):
+    """Adds a call that ``name`` ran, where the layer is watched."""
+    counter = _COUNTERS.get(layer)
     if counter is not None:
         counter[name] += 1
+        _REASONS[layer][name, reason] += 1
 
 
-def count_fallback(words, reason):
+def count_plain(layer, reason, say=True):
     """Adds a call that PyTorch's own attention takes, and says why once."""
-    _say(reason)
-    if words is not None and not torch.compiler.is_compiling():
-        count(words, "bf16")
+    if say:
+        _say(reason)
+    if not torch.compiler.is_compiling():
+        count(layer, "bf16", reason)
 
 
 # Compiled code runs this while it is compiled.

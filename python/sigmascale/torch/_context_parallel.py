@@ -131,7 +131,7 @@ class _Call:
                     f"the call has {keys} keys, and queries of {plan.name} grow with the position: its descales are bounds for "
                     f"{plan.positions}"
                 )
-            rows, self.words, self.scale = plan._descales[:3], plan.words, plan.softmax_scale
+            rows, self.words, self.scale = plan._descales[:3], plan.reported, plan.softmax_scale
         else:
             rows, self.words, self.scale = plan, None, q.shape[3] ** -0.5
         self.descales = tuple(row.expand(batch, n_kv) for row in rows)

@@ -6,8 +6,10 @@ the projections multiply. Nothing here communicates.
 """
 
 import contextlib
+import functools
 import sys
 import typing
+import weakref
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -35,16 +37,32 @@ def is_unit(module):
     return isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule")) or _is_wrapper(module)
 
 
+def _is_leaf(module):
+    """Whether ZeRO-3 gathers the parameters of a module and of all below it together."""
+    return getattr(module, "_z3_leaf", False)
+
+
+def is_partitioned(tensor):
+    """Whether ZeRO-3 keeps a slice of a parameter, in another place, and the parameter itself empty."""
+    return hasattr(tensor, "ds_shape")
+
+
+def _is_gathered(module):
+    """Whether ZeRO-3 gathers parameters for the forward of this module."""
+    return any(map(is_partitioned, module.parameters(recurse=_is_leaf(module))))
+
+
 def _is_wrapper(module):
     return isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
 
 
 def unwrapped(model):
-    """The model inside what torch.compile and DistributedDataParallel return."""
+    """The model inside what torch.compile, DistributedDataParallel and deepspeed.initialize return."""
+    wrappers = ("torch.nn.parallel", "DistributedDataParallel"), ("deepspeed.runtime.engine", "DeepSpeedEngine")
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
-        elif isinstance(model, _loaded("torch.nn.parallel", "DistributedDataParallel")):
+        elif any(isinstance(model, _loaded(*wrapper)) for wrapper in wrappers):
             model = model.module
         else:
             return model
@@ -61,7 +79,8 @@ def recomputing():
 
 
 class Units:
-    """The FSDP units of a model: above each module, from the nearest outwards, and what FullyShardedDataParallel flattened."""
+    """The units of a model, each of which makes its parameters whole for its forward (FSDP, ZeRO-3): above each module, from
+    the nearest outwards, and what FullyShardedDataParallel flattened."""
 
     def __init__(self, model):
         self._above, self._flat = {}, {}
@@ -70,7 +89,7 @@ class Units:
     def _walk(self, module, above):
         if module in self._above:
             return
-        if is_unit(module):
+        if is_unit(module) or (_is_gathered(module) and not any(map(_is_leaf, above))):
             above = (module, *above)
             handle = getattr(module, "_handle", None) if _is_wrapper(module) else None
             if handle is not None:
@@ -101,6 +120,8 @@ class Units:
                 for parameter in unit.parameters():
                     if is_dtensor(parameter):
                         return _compute_device(parameter)
+                    if is_partitioned(parameter):
+                        return parameter.device
         return None
 
 
@@ -134,9 +155,16 @@ class View:
                 f"{type(owner).__name__}.{name} is a property that gathers its parameter at every read: use fully_shard, or take "
                 "the scales inside the model's own forward"
             )
+        if getattr(owner, "_is_fsdp_managed_module", False) and not self._units.above(owner):
+            raise UnsupportedError(
+                f"{type(owner).__name__}.{name} is sharded by FSDP in a unit above the given module: attach to the model that "
+                "was given to fully_shard or FullyShardedDataParallel"
+            )
         if self._at_rest and (flat := self._units.flattened(owner).get(name)):
             shape, dtype = flat
             return torch.empty(shape, dtype=dtype, device="meta"), 1, 0, True
+        if self._at_rest and is_partitioned(tensor):
+            return torch.empty(tensor.ds_shape, dtype=tensor.dtype, device="meta"), 1, 0, True
         if not is_dtensor(tensor):
             return tensor, 1, 0, False
         sliced = self._at_rest and bool(self._units.above(owner))
@@ -238,51 +266,68 @@ def hooked(layers, compute):
         computing.setdefault(unit, []).append(index)
         for other, places in others.items():
             keeping.setdefault(other, []).extend(places)
-    handles = [inner(unit).register_forward_pre_hook(_keep(places, kept)) for unit, places in keeping.items()]
+    handles = [_hook(unit, functools.partial(_keep, places, kept)) for unit, places in keeping.items()]
     for unit, indices in computing.items():
-        handles.append(inner(unit).register_forward_pre_hook(_run(layers, indices, kept, compute)))
+        handles.append(_hook(unit, functools.partial(_run, layers, indices, kept, compute)))
     return handles
 
 
-def _run(layers, indices, kept, compute):
+def _hook(unit, work):
+    """Runs ``work`` before every forward of a unit that is not a recompute. A copy of the unit keeps the hook, which does
+    nothing there."""
+    module = inner(unit)
+    own = weakref.ref(module)
+
     # FSDP's own hook comes first, whichever was registered before the other.
     @torch.compiler.disable
-    def hook(*_):
-        function = compute()
-        if function is not None and not recomputing():
-            function(layers, indices, kept)
+    def hook(called, *_):
+        if called is own() and not recomputing():
+            work()
 
-    return hook
+    return module.register_forward_pre_hook(hook)
+
+
+def _run(layers, indices, kept, compute):
+    function = compute()
+    if function is not None:
+        function(layers, indices, kept)
 
 
 def _keep(places, kept):
     """Copies vectors while they are whole: their unit is sharded again before the weights that they go with are whole."""
-
-    @torch.compiler.disable
-    def hook(*_):
-        if not recomputing():
-            for owner, name in places:
-                kept[owner, name] = local(getattr(owner, name)).detach().clone()
-
-    return hook
+    for owner, name in places:
+        kept[owner, name] = local(getattr(owner, name)).detach().clone()
 
 
 def compute_now(layers, compute):
     """Makes one unit after the other whole, and computes its layers."""
     for index in sorted(layers.sliced):
         unit, others = layers.unit(index)
-        if _is_wrapper(unit):
-            raise UnsupportedError(
-                "refresh(now=True) is for fully_shard: under FullyShardedDataParallel scales are computed in the next forward"
-            )
         kept = {}
         for other, places in others.items():
-            other.unshard()
-            _keep(places, kept)()
-            other.reshard()
+            with _whole(other):
+                _keep(places, kept)
+        with _whole(unit):
+            compute(layers, [index], kept, always=True)
+
+
+@contextlib.contextmanager
+def _whole(unit):
+    """Makes a unit whole for a block; a collective."""
+    if isinstance(unit, _loaded("torch.distributed.fsdp", "FSDPModule")):
         unit.unshard()
-        compute(layers, [index], kept, always=True)
-        unit.reshard()
+        try:
+            yield
+        finally:
+            unit.reshard()
+    elif _is_gathered(unit):
+        parameters = list(unit.parameters(recurse=_is_leaf(unit)))
+        with _loaded("deepspeed.runtime.zero.partition_parameters", "GatheredParameters")(parameters):
+            yield
+    else:
+        raise UnsupportedError(
+            "refresh(now=True) is for fully_shard and ZeRO-3: elsewhere scales are computed in the next forward"
+        )
 
 
 def reduce_maxima(words, group):

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 
 from .. import _native
+from .._errors import UnsupportedError
 from . import _distributed, _host, _layers, _results
 
 
@@ -12,9 +13,16 @@ class Engine:
     """The native engine over a model's layers, and where its results go."""
 
     def __init__(self, found, targets, runtime, indices):
-        entries = [_layers.entries(layer) for layer in found]
+        latent = [layer.latent is not None for layer in found]
+        if any(latent) and not all(latent):
+            raise UnsupportedError(
+                "some layers have latent attention (MLA) and some have not: attach a runtime for each kind"
+            )
+        entries = [[None] if any(latent) else _layers.entries(layer) for layer in found]
         rows = [row for each in entries for row in each]
-        if runtime.device.type == "cpu":
+        if any(latent):
+            self._engine = _host.LatentEngine(found, "bounds" in targets, runtime.tail.eta, runtime.device)
+        elif runtime.device.type == "cpu":
             tail = dataclasses.asdict(runtime.tail)
             self._engine = _host.ScaleEngine(rows, "bounds" in targets, tail, runtime._q_heads)
         else:

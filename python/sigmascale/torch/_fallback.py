@@ -16,7 +16,9 @@ def attend(q, k, v, terms, *, mask=None, dropout=0.0, return_lse=False):
     logits in memory.
     """
     scale, softcap, sinks = terms.scale, terms.soft_cap, terms.sinks
-    causal = terms.causal and terms.dense and mask is None and q.shape[1] == k.shape[1]
+    # Branches, since compiled code would make symbols of these, which PyTorch's attention does not take.
+    grouped = True if q.shape[2] != k.shape[2] else False
+    causal = True if terms.causal and terms.dense and mask is None and q.shape[1] == k.shape[1] else False
     visible = None if causal else terms.visible(q.shape[0], q.shape[1], k.shape[1], q.device)
     if visible is not None and mask is not None:
         visible = visible & mask if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
@@ -39,7 +41,7 @@ def attend(q, k, v, terms, *, mask=None, dropout=0.0, return_lse=False):
             dropout_p=dropout,
             is_causal=causal,
             scale=scale,
-            enable_gqa=q.shape[2] != k.shape[2],
+            enable_gqa=grouped,
         )
         return heads(out if rows is None else out.masked_fill(~rows, 0.0)), None
     group = q.shape[2] // k.shape[2]

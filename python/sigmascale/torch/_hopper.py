@@ -18,11 +18,16 @@ class Native:
         self._engines, self._bytes = {}, {}
 
     @staticmethod
+    def on_hopper(device):
+        """Whether a device has kernels."""
+        return device.type == "cuda" and _capability(device) == (9, 0)
+
+    @staticmethod
     def takes(q, v, terms):
         """Whether the kernels, or on the CPU the crate, offer this call."""
         if q.is_cpu:
             return all(d % 8 == 0 and 16 <= d <= 576 for d in (q.shape[3], v.shape[3]))
-        if not q.is_cuda or _capability(q.device) != (9, 0):
+        if not Native.on_hopper(q.device):
             return False
         window, soft_cap = terms.window != (-1, -1), terms.soft_cap is not None
         given = terms.causal, window, soft_cap, terms.sinks is not None, terms.sequences is not None

@@ -5,8 +5,10 @@ import json
 import torch
 
 from .. import _native
+from .._errors import UnsupportedError
 
 _WORDS = 8
+_STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def _rows(layers, key):
@@ -24,7 +26,8 @@ class ScaleEngine:
             self._results["bounds"] = torch.zeros(_WORDS * n_q)
 
     def results(self):
-        """The tensors that a launch writes, by the names that a device's engine has; weights that are not finite raise there."""
+        """The tensors that a launch writes, by the names that a device's engine has; weights that are not finite
+        raise there."""
         return self._results | {"status": torch.zeros(1, dtype=torch.int32)}
 
     def launch(self, _):
@@ -32,6 +35,42 @@ class ScaleEngine:
         values = _native.host_scales(self._layers, self._logits, self._tail, self._q_heads)
         for tensor, row in zip(self._results.values(), values):
             tensor.copy_(torch.tensor(row))
+
+
+class LatentEngine:
+    """The same of layers with latent attention, which the crate computes on the host wherever they lie: a launch
+    waits for their device, reads them, and cannot be captured in a CUDA graph."""
+
+    def __init__(self, layers, logits, eta, device):
+        self._layers, self._eta, self._device = layers, eta, device
+        heads = sum(layer.n_q_heads for layer in layers)
+        make = lambda count: torch.ones(count, device=device)
+        self._results = {"heads": make(4 * heads), "operands": make(3 * heads)}
+        if logits:
+            self._results["bounds"] = make(_WORDS * heads)
+
+    def results(self):
+        """As :meth:`ScaleEngine.results`."""
+        return self._results | {"status": torch.zeros(1, dtype=torch.int32)}
+
+    def launch(self, _):
+        """Computes everything."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "scales of latent attention (MLA) are computed on the host: call refresh() outside of the CUDA graph"
+            )
+        rows = [self._scales(layer) for layer in self._layers]
+        for tensor, values in zip(self._results.values(), zip(*rows)):
+            tensor.copy_(torch.tensor([value for row in values for value in row]))
+
+    def _scales(self, layer):
+        latent = layer.latent
+        held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in latent.tensors.items()}
+        given = [
+            (name, _STORED[x.dtype], list(x.shape), x.data_ptr(), x.numel() * x.element_size()) for name, x in held.items()
+        ]
+        about = latent.config, latent.model, latent.names, latent.index
+        return _native.latent_scales(*about, given, "bounds" in self._results, self._eta)
 
 
 class Policy:

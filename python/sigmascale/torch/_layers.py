@@ -1,6 +1,7 @@
 """Finds the attention layers of a model and reads addresses, shapes and strides off their tensors."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -8,12 +9,25 @@ import torch
 
 from .. import _native
 from .._arguments import positive, real, whole
-from .._errors import ArgumentError, UnsupportedError
+from .._errors import ArgumentError, SigmascaleError, UnsupportedError
 from . import _distributed
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 # Parts of names that wrappers (torch.compile, data parallelism, FSDP, activation checkpoints) put in.
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+@dataclasses.dataclass(eq=False)
+class Latent:
+    """What a layer with multi-head latent attention (MLA) has beside: the model's config, the names of all of its
+    tensors, the layer's place among those with attention, and the layer's tensors by their names in the model, its
+    projections among them."""
+
+    config: str
+    model: str
+    names: list
+    index: int
+    tensors: dict
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -30,7 +44,10 @@ class Layer:
     ``number`` is the layer's number in the model, by default its place among those given, and ``model_q_heads`` the query heads
     of all layers of the model, where the process has only some of them (pipeline stages): ``geometry-c-star`` counts them.
 
-    Heads are the model's. Where ``q``, ``k`` and ``v`` are sharded by rows (tensor parallelism), a process has its share.
+    Heads are the model's. Where ``q``, ``k`` and ``v`` are DTensors sharded by rows (tensor parallelism), a process has its share.
+    Where they are a process's own rows as plain tensors, heads are those of the process, and ``first_kv_head`` is the number of its
+    first KV head in the layer. ``unit`` is the module in whose forward the tensors are whole, where a wrapper other than FSDP and
+    ZeRO-3 gathers them: scales are computed before that forward.
     """
 
     q: torch.Tensor
@@ -64,6 +81,10 @@ class Layer:
     sources: list = dataclasses.field(default_factory=list)
     number: int | None = None
     model_q_heads: int | None = None
+    first_kv_head: int = 0
+    unit: torch.nn.Module | None = None
+    # Of layers that the family table finds; q, k and v then are the projections from the latents.
+    latent: Latent | None = None
 
     @property
     def d_head(self):
@@ -76,7 +97,8 @@ class Layer:
     def tensors(self):
         """Every tensor that the scales depend on, by name."""
         fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        return {f"{self.name}.{name}": value for name, value in fields if isinstance(value, torch.Tensor)}
+        named = {f"{self.name}.{name}": value for name, value in fields if isinstance(value, torch.Tensor)}
+        return named if self.latent is None else named | self.latent.tensors
 
 
 def check(layers):
@@ -111,6 +133,9 @@ def check_form(layer):
                 "cast the model to one of them" if tensor.dtype == torch.float64 else "attach to the unquantised model"
             )
             raise UnsupportedError(f"{name} has type {tensor.dtype}: bfloat16, float16 and float32 are read; {remedy}")
+    if layer.latent is not None:
+        # The crate holds them against the config.
+        return
     weights = {f"{layer.name}.{key}": getattr(layer, key) for key in "qkv"}
     if len({tensor.dtype for tensor in weights.values()}) > 1:
         kinds = ", ".join(f"{name} {tensor.dtype}" for name, tensor in weights.items())
@@ -289,7 +314,7 @@ class Layers:
             whole.append(read(view, None))
             layer = _share(whole[-1], view)
             places = [view.origin(tensor) for tensor in layer.tensors().values()]
-            if any(place is not None and place.sliced for place in places):
+            if layer.unit is not None or any(place is not None and place.sliced for place in places):
                 self.sliced.add(index)
                 check_form(layer)
             self.at_rest.append(layer)
@@ -308,14 +333,15 @@ class Layers:
         rows = []
         for index, layer in enumerate(self.at_rest):
             origin = self._views[index].origin(layer.k)
-            first = layer.n_kv_heads * (origin.rank if origin else 0)
+            first = layer.first_kv_head + layer.n_kv_heads * (origin.rank if origin else 0)
             rows.append([index if layer.number is None else layer.number, first, layer.n_kv_heads, layer.n_q_heads])
         return rows
 
     def device(self):
         """Where everything is computed."""
-        device = check([self.at_rest[index] for index in self.resident])
-        unit = self.units.device() if self.sliced else device
+        shapes = {index for index in self.sliced if any(x.is_meta for x in self.at_rest[index].tensors().values())}
+        device = check([layer for index, layer in enumerate(self.at_rest) if index not in shapes])
+        unit = self.units.device() if shapes else device
         if device is not None and unit != device:
             raise ArgumentError(
                 f"some layers are on {device} and sharded ones compute on {unit}: attach a runtime for each"
@@ -335,12 +361,15 @@ class Layers:
         """The unit in whose forward a sliced layer's weights are whole, and units of other parameters that are cut up again
         by then, each with their owners and names."""
         layer, places = self.at_rest[index], self._places(index)
+        if layer.unit is not None:
+            return layer.unit, {}
         weights = [key for key in "qkv" if key in places and places[key].sliced]
         found = {self.units.above(places[key].owner) for key in weights or places if places[key].sliced}
         if len({above[0] for above in found}) != 1:
             raise UnsupportedError(
                 f"{layer.name}: the q, k and v projections are in different FSDP units, so they are never whole together: shard "
-                "their attention module or their block with fully_shard, not each projection"
+                "their attention module or their block with fully_shard, not each projection; under ZeRO-3 make the attention module "
+                "a leaf (set_z3_leaf_modules)"
             )
         above, others = found.pop(), {}
         for place in places.values():
@@ -349,9 +378,22 @@ class Layers:
                 others.setdefault(own[0], []).append((place.owner, place.name))
         return above[0], others
 
+    def replaced(self, index):
+        """Whether a module that a sliced layer was read from has been replaced by another, as adapters do."""
+        return any(
+            holder.get(key) is not held
+            for holder, key, held in self.at_rest[index].sources
+            if isinstance(held, torch.nn.Module)
+        )
+
     def whole(self, index, kept):
         """A sliced layer as it is inside its unit's forward; ``kept``: copies by owner and name."""
         before = self.at_rest[index]
+        if self.replaced(index):
+            raise SigmascaleError(
+                f"{before.name}: a projection or norm was replaced by another module since attach(): call refresh() before the "
+                "forward"
+            )
         view = _distributed.View(self.units, at_rest=False, kept=kept)
         owners = {place.owner for place in self._places(index).values()}
         layer = _share(self._readers[index](view, owners), view)
@@ -359,7 +401,8 @@ class Layers:
             if tensor.shape != expected.shape or tensor.untyped_storage().nbytes() == 0:
                 raise UnsupportedError(
                     f"{name} is still sharded in the forward of its FSDP unit: shape {tuple(tensor.shape)} in place of "
-                    f"{tuple(expected.shape)}. Call the module that fully_shard was given, not a part of it"
+                    f"{tuple(expected.shape)}. Call the module that fully_shard was given, not a part of it; with DeepSpeed attach after "
+                    "deepspeed.initialize()"
                 )
         check([layer])
         return layer
@@ -390,6 +433,7 @@ def _share(layer, view):
         )
     if layer.heads is not None or layer.qk_norm_joint:
         what = "one weight for q, k and v" if layer.heads is not None else "a norm over all heads of q or k"
+        what = what if layer.latent is None else "latent attention (MLA)"
         raise UnsupportedError(f"{layer.name}: {what} is not read under tensor parallelism")
     return dataclasses.replace(layer, n_q_heads=layer.n_q_heads // q, n_kv_heads=layer.n_kv_heads // q)
 
@@ -407,13 +451,14 @@ def _given(model, units, entries):
             changed = {}
             for field in dataclasses.fields(layer):
                 tensor = getattr(layer, field.name)
-                if not _distributed.is_dtensor(tensor):
+                partitioned = _distributed.is_partitioned(tensor)
+                if not (partitioned or _distributed.is_dtensor(tensor)):
                     continue
                 owner, name = owners.get(id(tensor), (None, field.name))
-                if units.above(owner) or (owner is None and units):
+                if partitioned or units.above(owner) or (owner is None and units):
                     raise UnsupportedError(
-                        f"{layer.name}.{field.name} is sharded by FSDP and is whole in a forward alone: give a function that "
-                        "returns the Layer in place of the Layer"
+                        f"{layer.name}.{field.name} is sharded by {'ZeRO-3' if partitioned else 'FSDP'} and is whole in a "
+                        "forward alone: give a function that returns the Layer in place of the Layer"
                     )
                 changed[field.name] = view(owner, name, tensor)
             return dataclasses.replace(layer, **changed) if changed else layer
@@ -472,6 +517,9 @@ def _table(model, units):
                 "attention layers with layers=[sigmascale.torch.Layer(...), ...]"
             )
         (prefix,) = found
+    if spec.get("multipliers") or spec.get("v_norm"):
+        raise UnsupportedError(f"family {spec['family']} has factors beside its weights, which are not read here")
+    about = text, type(model).__name__, list(parameters)
     heads = sum(names["n_q_heads"] for names in layout["layers"])
     # A pipeline stage has some of the layers; one that has any tensor of a layer has them all.
     own = [f"{names[key]['name']}.weight" for names in layout["layers"] for key in "qkv"]
@@ -479,7 +527,8 @@ def _table(model, units):
 
     def reader(index, names):
         def read(view, _):
-            layer = _layer(spec, names, index, prefix, parameters, modules, view)
+            one = _layer if names["latent"] is None else functools.partial(_latent, about)
+            layer = one(spec, names, index, prefix, parameters, modules, view)
             return dataclasses.replace(layer, model_q_heads=heads)
 
         return read
@@ -501,8 +550,8 @@ def _plain(name):
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _layer(spec, names, index, prefix, parameters, modules, view):
-    sources = []
+def _getter(prefix, parameters, modules, view, sources):
+    """What reads a parameter by its name, and notes where it was read in ``sources``."""
 
     def get(name, wanted=True):
         owner, attribute = parameters.get(prefix + name, (None, None))
@@ -517,6 +566,37 @@ def _layer(spec, names, index, prefix, parameters, modules, view):
             sources.append((modules[above]._modules, place, modules[above]._modules[place]))
         return view(owner, attribute, getattr(owner, attribute, None) if held is None else held)
 
+    return get
+
+
+def _latent(about, spec, names, index, prefix, parameters, modules, view):
+    """A layer with latent attention: the tensors that its scales depend on, by name."""
+    sources, tensors = [], {}
+    get = _getter(prefix, parameters, modules, view, sources)
+    for alternatives in names["latent"]:
+        name = next((name for name in alternatives if prefix + name in parameters), alternatives[0])
+        tensors[prefix + name] = get(name)
+    growth = (spec.get("temperature") or {index: None})[index]
+    return Layer(
+        **{key: tensors[f"{prefix}{names[key]['name']}.weight"] for key in "qkv"},
+        n_q_heads=names["n_q_heads"],
+        n_kv_heads=names["n_q_heads"],
+        softmax_scale=spec["softmax_scale"][index],
+        query_factor=_largest_factor(growth) if growth else 1.0,
+        positions=growth["positions"] if growth else None,
+        module=modules.get((prefix + names["q"]["name"]).rpartition(".")[0]),
+        name=f"layer {names['number']}",
+        number=names["number"],
+        heads=tuple(names[key]["heads"] for key in "qkv"),
+        fused_d_head=names["d_head"],
+        sources=sources,
+        latent=Latent(*about, index, tensors),
+    )
+
+
+def _layer(spec, names, index, prefix, parameters, modules, view):
+    sources = []
+    get = _getter(prefix, parameters, modules, view, sources)
     norm = spec["norm"]
     kind = {"layer-norm": "layer", "rms-norm": "rms", "none": None}[norm["kind"]]
     weights, biases, heads = {}, {}, {}

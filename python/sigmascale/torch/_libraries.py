@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 
 import torch
 
@@ -112,11 +113,16 @@ class Cudnn:
             raise UnsupportedError("cuDNN's front end is not installed: pip install nvidia-cudnn-frontend") from error
         self._cudnn = cudnn
         self._graph = functools.lru_cache(maxsize=64)(self._build)
+        self._handle = functools.cache(lambda device: cudnn.create_handle())
+        # A handle has one stream at a time.
+        self._lock = threading.Lock()
 
     def _build(self, shapes, strides, causal, scale, device):
         cudnn = self._cudnn
         fp8, f32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
-        graph = cudnn.pygraph(io_data_type=fp8, intermediate_data_type=f32, compute_data_type=f32)
+        graph = cudnn.pygraph(
+            io_data_type=fp8, intermediate_data_type=f32, compute_data_type=f32, handle=self._handle(device)
+        )
         operands = [graph.tensor(dim=list(d), stride=list(s), data_type=fp8) for d, s in zip(shapes, strides)]
         names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
         scalars = {name: graph.tensor(dim=[1] * 4, stride=[1] * 4, data_type=f32) for name in names}
@@ -152,12 +158,11 @@ class Cudnn:
             raise UnsupportedError(
                 f"cuDNN does not offer this FP8 attention (q {shapes[0]}, k {shapes[1]}): {error}"
             ) from error
-        space = torch.empty(max(1, graph.get_workspace_size()), device=device, dtype=torch.uint8)
         # P's scale and its inverse.
         fixed = [
             torch.full((1, 1, 1, 1), value, device=device, dtype=torch.float32) for value in (P_SCALE, 1 / P_SCALE)
         ]
-        return graph, operands, scalars, (out, stats, amax_s, amax_o), fixed, space
+        return graph, operands, scalars, (out, stats, amax_s, amax_o), fixed
 
     def forward(self, q, k, v, descales, terms, words=None, accumulator=None, save=False):
         causal, scale = terms.causal, terms.scale
@@ -170,7 +175,8 @@ class Cudnn:
         operands = cast_all(q, k, v, descales, words)
         q8, k8, v8 = (x.transpose(1, 2) for x in operands)
         shapes, strides = (tuple(tuple(f(x)) for x in (q8, k8, v8)) for f in (lambda x: x.shape, lambda x: x.stride()))
-        graph, places, scalars, outputs, fixed, space = self._graph(shapes, strides, causal, float(scale), q.device)
+        with torch.cuda.device(q.device), self._lock:
+            graph, places, scalars, outputs, fixed = self._graph(shapes, strides, causal, float(scale), q.device)
         one = lambda d: d.reshape(-1)[:1].contiguous().view(1, 1, 1, 1)
         o_descale = one(descales[3]) if len(descales) > 3 else one(descales[2]) * 2
         values = {
@@ -188,7 +194,11 @@ class Cudnn:
         pack = (
             dict(zip(places, (q8, k8, v8))) | {scalars[n]: x for n, x in values.items()} | dict(zip(outputs, results))
         )
-        graph.execute(pack, space)
+        space = torch.empty(max(1, graph.get_workspace_size()), device=q.device, dtype=torch.uint8)
+        with torch.cuda.device(q.device), self._lock:
+            handle, stream = self._handle(q.device), torch.cuda.current_stream(q.device).cuda_stream
+            self._cudnn.set_stream(handle=handle, stream=stream)
+            graph.execute(pack, space, handle=handle)
         return (out.transpose(1, 2).float() * o_descale).to(torch.bfloat16), stats.squeeze(3), operands
 
 

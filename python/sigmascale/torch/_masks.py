@@ -130,7 +130,7 @@ class _Group:
         if self.places == whole:
             return causal, window, None
         places = torch.tensor(self.places, dtype=torch.int32).reshape(-1, 4).t().contiguous().to(device)
-        longest = [max((ends[i][1] - ends[i][0] for ends in self.places), default=0) for i in (0, 1)]
+        longest = [max((ends[i][1] - ends[i][0] for ends in self.places)) for i in (0, 1)]
         return causal, window, Sequences(*places, *longest)
 
 
@@ -141,7 +141,8 @@ def _grouped(pieces, len_q, len_k):
             q, k = ((n * sequence + a, n * sequence + b) for n, (a, b) in ((len_q, piece.rows), (len_k, piece.keys)))
             if not any(group.add(q, k, piece) for group in groups):
                 groups.append(_Group([(q, k)], piece.left, piece.right))
-    return groups or [_Group([], _Bound(None, 0), _Bound(None, 0))]
+    # A mask that shows nothing is one empty sequence: a list needs an entry.
+    return groups or [_Group([((0, 0), (0, 0))], _Bound(None, 0), _Bound(None, 0))]
 
 
 def _pieces(start, stop, whole):

@@ -28,30 +28,36 @@ class Monitor:
     ...     ...                                     # forward, backward, optimizer.step(), runtime.refresh()
     ...     monitor.step(loss=loss, grad_norm=norm, lr=rate)
 
-    Every step gives a ``step`` line, and every ``every``-th step a ``layer`` line for each layer, with one value a query head:
+    Every step gives a ``step`` line, and every ``every``-th step a ``layer`` line for each layer, with one value a
+    query head:
 
-    - ``sigma``, ``bound``: the certified norm of W_Q^T W_K without the softmax scale, and the certified bound on |logit|, with
-      rounding, both of the weights of the last refresh; with ``attach(.., bound="certain")``.
-    - ``w_q``: certified spectral norm of the head's own W_Q, at most 0.1 % too large, of the weights now. Left out for layers that
-      FSDP shards.
-    - ``logit_max``, ``utilization``, ``saturated``: the largest |logit|, the largest amax / (448 descale) of q, k and v, and the share
-      of their values with |x / descale| > 448, of all calls since the last layer line.
-    - ``repeated``, ``repeated_in_tile``, ``delta_bias``, ``entropy``: of ``rows`` queries of one entry of the batch, in the step of the
-      line: the share whose largest logit occurs more than once (at all; within 128 keys), the bias of delta, and the entropy of the
-      attention weights in nats. Logits are those of the E4M3 operands. They are read in the backward of the layer's first call.
+    - ``sigma``, ``bound``: the certified norm of W_Q^T W_K without the softmax scale, and the certified bound on
+      |logit|, with rounding, both of the weights of the last refresh; with ``attach(.., bound="certain")``.
+    - ``w_q``: certified spectral norm of the head's own W_Q, at most 0.1 % too large, of the weights now. Left out for
+      layers that FSDP shards.
+    - ``logit_max``, ``utilization``, ``saturated``: the largest |logit|, the largest amax / (448 descale) of q, k and
+      v, and the share of their values with |x / descale| > 448, of all calls since the last layer line.
+    - ``repeated``, ``repeated_in_tile``, ``delta_bias``, ``entropy``: of ``rows`` queries of one entry of the batch, in
+      the step of the line: the share whose largest logit occurs more than once (at all; within 128 keys), the bias of
+      delta, and the entropy of the attention weights in nats. Logits are those of the E4M3 operands. They are read in
+      the backward of the layer's first call.
 
-    What was not measured is left out: the last two groups need calls through this package, and steps that are replayed from a CUDA
-    graph have neither sampled rows nor ``saturated``, nor has compiled code that copies its telemetry. ``rows=0`` samples nothing.
+    What was not measured is left out: the last two groups need calls through this package, and steps that are replayed
+    from a CUDA graph have neither sampled rows nor ``saturated``, nor has compiled code that copies its telemetry.
+    ``rows=0`` samples nothing.
 
-    The device is waited for in every ``every``-th step alone, in one copy; step lines with values on a device are written then.
-    ``sinks``: also a TensorBoard ``SummaryWriter``, a run of Weights & Biases, or ``"tensorboard"``, which makes a writer beside the
-    file; they get the largest value over a layer's heads (of ``entropy`` the smallest). ``path=None`` writes no file.
+    The device is waited for in every ``every``-th step alone, in one copy; step lines with values on a device are
+    written then. ``sinks``: also a TensorBoard ``SummaryWriter``, a run of Weights & Biases, or ``"tensorboard"``,
+    which makes a writer beside the file; they get the largest value over a layer's heads (of ``entropy`` the smallest).
+    ``path=None`` writes no file.
 
-    ``alarms``: those that are raised now, as the dicts of the file's ``event`` lines. ``on_alarm`` is called with each that is raised or
-    cleared. ``resume=True`` appends to a file of the same layers, and ``first_step`` is the number of the first step.
+    ``alarms``: those that are raised now, as the dicts of the file's ``event`` lines. ``on_alarm`` is called with each
+    that is raised or cleared. ``thresholds``: a dict of the options of :func:`sigmascale.diagnose`, for others than its
+    own. ``diagnosis()`` says what to do. ``resume=True`` appends to a file of the same layers, and ``first_step`` is
+    the number of the first step.
 
-    A process of a distributed run records the layers and heads that it has. Where ranks hold the same ones (data parallelism), let
-    rank 0 alone make a monitor; under tensor or pipeline parallelism give each its own file.
+    A process of a distributed run records the layers and heads that it has. Where ranks hold the same ones (data
+    parallelism), let rank 0 alone make a monitor; under tensor or pipeline parallelism give each its own file.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Monitor:
         on_alarm=None,
         resume=False,
         first_step=0,
+        thresholds=None,
     ):
         if not isinstance(runtime, Runtime):
             raise TypeError(f"runtime must be what sigmascale.torch.attach returned, not {type(runtime).__name__}")
@@ -75,8 +82,10 @@ class Monitor:
         self.rows, self.next_step = whole("rows", rows), whole("first_step", first_step)
         self.path, self.on_alarm, self.alarms = path, on_alarm, []
         self.latest = {}
+        widths = {index: {"width": layer.q.shape[1]} for index, layer in zip(runtime._resident, runtime._tensors)}
         layers = [
             {"layer": number, "heads": plan.n_q_heads, "kv_heads": plan.n_kv_heads, "head_dim": plan.d_head}
+            | widths.get(plan.index, {})
             for (number, *_), plan in zip(runtime._places, runtime.layers)
         ]
         if runtime.logits is None:
@@ -89,16 +98,16 @@ class Monitor:
         run |= {} if name is None else {"name": str(name)}
         run |= {"version": _native.__version__, "layers": layers}
         self._sinks = _sinks.opened(sinks, None if path is None else os.fspath(path))
-        self._watch = _alarms.Alarms(run, {}) if hasattr(_native, "Alarms") else None
+        self._watch = _alarms.Alarms(run, thresholds)
         self._lines = _Lines(_record.Record(path, run, resume))
         self._window, self._samples, self._awaited = _window.Window(runtime), {}, set()
         self._sampling = False
         watched = []
         if self.rows:
             reference = weakref.ref(self)
-            watched = [(plan.words, functools.partial(_saw, reference, plan.index)) for plan in runtime.layers]
-        for words, observer in watched:
-            _calls.observe(words, observer)
+            watched = [(plan.key, functools.partial(_saw, reference, plan.index)) for plan in runtime.layers]
+        for layer, observer in watched:
+            _calls.observe(layer, observer)
         self._end = weakref.finalize(self, _close, self._lines, self._window, watched, self._sinks)
         self._prepare()
 
@@ -126,8 +135,9 @@ class Monitor:
     def step(self, loss=None, grad_norm=None, lr=None, loss_scale=None, skipped=False):
         """Records a step; call it once a step, behind the backward, before or after ``refresh()``.
 
-        All arguments are numbers or tensors of one value and may be left out. ``skipped``: whether the optimizer left the weights as
-        they were. Raises :class:`ArgumentError` for other values, :class:`SigmascaleError` after ``close()``.
+        All arguments are numbers or tensors of one value and may be left out. ``skipped``: whether the optimizer left
+        the weights as they were. Raises :class:`ArgumentError` for other values, :class:`SigmascaleError` after
+        ``close()``.
         """
         self._check_open()
         row = {"kind": "step", "step": self.next_step}
@@ -182,11 +192,16 @@ class Monitor:
         for sink in self._sinks if layers else ():
             sink.write(row, layers)
         rows = [*self._lines.told(), *layers]
-        for event in self._watch.add(rows) if self._watch is not None and rows else ():
+        for event in self._watch.add(rows) if rows else ():
             self._lines.record.write(event)
             self.alarms = self._watch.up()
             if self.on_alarm is not None:
                 self.on_alarm(event)
+
+    def diagnosis(self):
+        """The alarms so far: a dict of ``up`` (those that are raised now), ``first`` (that of the head that was out of
+        order first, or None) and ``advice`` (what to do), as :func:`sigmascale.diagnose` has them."""
+        return self._watch.state()
 
     def event(self, name, message="", layer=None, head=None):
         """Writes an ``event`` line of the current step."""
@@ -241,7 +256,7 @@ class _Lines:
         return told
 
 
-def _saw(reference, index, q, k, v, lse, saves):
+def _saw(reference, index, q, k, v, lse, saves, reports):
     monitor = reference()
     if monitor is not None:
         monitor._call(index, lse, saves)
@@ -254,8 +269,8 @@ def _saw_backward(reference, index, *call):
 
 
 def _close(lines, window, watched, sinks):
-    for words, observer in watched:
-        _calls.unobserve(words, observer)
+    for layer, observer in watched:
+        _calls.unobserve(layer, observer)
     window.close()
     try:
         lines.flush()
@@ -282,13 +297,14 @@ def _written(name, values):
 
 
 def max_logit_bound(runtime):
-    """The certified bound on the largest |logit| of each query head, rounding included: a dict of NumPy arrays ``(n_q_heads,)`` by the
-    layer's number in the model, of the weights of the last refresh. Waits for the device.
+    """The certified bound on the largest |logit| of each query head, rounding included: a dict of NumPy arrays
+    ``(n_q_heads,)`` by the layer's number in the model, of the weights of the last refresh. Waits for the device.
 
-    QK-clip (Kimi K2, arXiv:2507.20534, section 2.1) rescales W_Q and W_K of a head after a step in which its largest logit S_max passed
-    a threshold tau, by gamma^alpha and gamma^(1 - alpha) with gamma = min(1, tau / S_max). Kernels that keep logits on chip report no
-    S_max. The bound is at least S_max for every normalized input: while it is below tau no head needs a clip, and tau / bound is at
-    most the gamma of any batch. It is not S_max, and clipping by it clips heads that no batch has driven past tau.
+    QK-clip (Kimi K2, arXiv:2507.20534, section 2.1) rescales W_Q and W_K of a head after a step in which its largest
+    logit S_max passed a threshold tau, by gamma^alpha and gamma^(1 - alpha) with gamma = min(1, tau / S_max). Kernels
+    that keep logits on chip report no S_max. The bound is at least S_max for every normalized input: while it is below
+    tau no head needs a clip, and tau / bound is at most the gamma of any batch. It is not S_max, and clipping by it
+    clips heads that no batch has driven past tau.
 
     Raises :class:`UnsupportedError` for a runtime without ``bound="certain"``.
     """

@@ -10,13 +10,13 @@ _BYTES = 64 << 20
 
 @torch.no_grad()
 def query_norms(layer):
-    """Certified upper bounds on the spectral norms of W_Q of each head ``(d_head, d_model)``: f64 ``(n_q_heads,)`` on the weight's
-    device, without waiting for it.
+    """Certified upper bounds on the spectral norms of W_Q of each head ``(d_head, d_model)``: f64 ``(n_q_heads,)`` on
+    the weight's device, without waiting for it.
 
-    With G = W W^T, G_0 = G / |G|_F and G_{i+1} = (G_i / |G_i|_F)^2, the largest eigenvalue of G is at most
-    |G|_F prod_i |G_i|_F^(2^-i). After n squarings of a matrix of r rows, its root is at most r^(2^-(n+2)) times the norm: less than
-    0.1 % more. Rounding: the product of d columns errs by at most d u |W|_F^2 <= d r u lambda, a squaring by 2 r^2 u, and the
-    2^-i-th root shrinks that of G_i. All of it is added.
+    With G = W W^T, G_0 = G / |G|_F and G_{i+1} = (G_i / |G_i|_F)^2, the largest eigenvalue of G is at most |G|_F prod_i
+    |G_i|_F^(2^-i). After n squarings of a matrix of r rows, its root is at most r^(2^-(n+2)) times the norm: less than
+    0.1 % more. Rounding: the product of d columns errs by at most d u |W|_F^2 <= d r u lambda, a squaring by 2 r^2 u,
+    and the 2^-i-th root shrinks that of G_i. All of it is added.
     """
     weight, d = layer.q.detach(), layer.d_head
     starts = range(0, layer.n_q_heads * d, d) if layer.heads is None else layer.heads[0]

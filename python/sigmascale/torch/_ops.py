@@ -7,6 +7,7 @@ PyTorch lacks some operations on float8. Gradients pass through the casts unchan
 empty where there are none.
 
 Windows are -1 where there is none, ``soft_cap`` 0.0; of starts and ends of sequences there are all four or none.
+``layer`` is whose call it is (:mod:`_calls`).
 """
 
 import contextlib
@@ -21,7 +22,8 @@ from ._terms import Sequences, Terms
 _DESCALES = "Tensor q_descale, Tensor k_descale, Tensor v_descale"
 _TERMS = (
     "Tensor? sinks, Tensor? q_starts, Tensor? q_ends, Tensor? k_starts, Tensor? k_ends, SymInt max_len_q, SymInt max_len_k, "
-    "bool causal, int window_left, int window_right, float scale, float soft_cap, str backend, str accumulator"
+    "bool causal, int window_left, int window_right, float scale, float soft_cap, str backend, str accumulator, "
+    "int layer"
 )
 
 # Kept for the life of the process: the operators go with it.
@@ -38,12 +40,13 @@ _LIBRARY.define(
 )
 
 
-def arguments(terms, backend, accumulator):
+def arguments(terms, backend, accumulator, layer=_calls.NONE):
     """``terms`` as the operators take them."""
     sequences, where = terms.sequences, (None, None, None, None, 0, 0)
     if sequences is not None:
         where = (*sequences.places, sequences.max_len_q, sequences.max_len_k)
-    return (terms.sinks, *where, terms.causal, *terms.window, terms.scale, terms.soft_cap or 0.0, backend, accumulator)
+    how = terms.causal, *terms.window, terms.scale, terms.soft_cap or 0.0, backend, accumulator, layer
+    return (terms.sinks, *where, *how)
 
 
 def _terms(sinks, q_starts, q_ends, k_starts, k_ends, max_len_q, max_len_k, causal, left, right, scale, soft_cap):
@@ -63,7 +66,7 @@ def _of_backend(chosen, descales):
 
 
 def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how):
-    *terms, backend, accumulator, save = how
+    *terms, backend, accumulator, layer, save = how
     terms = _terms(*terms)
     chosen = _backends.choose(backend, q, v, terms)
     given = (q_descale, k_descale, v_descale) + (() if o_descale is None else (o_descale,))
@@ -71,8 +74,8 @@ def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how):
         descales = _of_backend(chosen, given)
         out, lse, operands = chosen.forward(q, k, v, descales, terms, words, accumulator, save)
     out, lse = out.contiguous(), lse.contiguous()
-    _calls.count(words, chosen.name)
-    _calls.saw(words, q, k, v, lse, save)
+    _calls.count(layer, chosen.name, _backends.reason(backend, chosen.name, q.shape[3], q.is_cuda))
+    _calls.saw(layer, q, k, v, lse, save, words is not None)
     saved = (x.contiguous().view(torch.uint8) if save else x.new_empty(0, dtype=torch.uint8) for x in operands)
     return (out, lse, *saved)
 
@@ -84,7 +87,7 @@ def _forward_shapes(q, k, v, q_descale, k_descale, v_descale, o_descale, words, 
 
 
 def _backward(grad, q8, k8, v8, q_descale, k_descale, v_descale, out, lse, *how):
-    *terms, backend, accumulator = how
+    *terms, backend, accumulator, _ = how
     terms, operands = _terms(*terms), [x.view(E4M3) for x in (q8, k8, v8)]
     chosen = _backends.choose(backend, operands[0], operands[2], terms)
     with _in_full(chosen, grad.device):

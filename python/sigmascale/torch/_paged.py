@@ -10,10 +10,11 @@ import os
 import torch
 
 from .. import _native
-from .._errors import ArgumentError, MismatchError, UnsupportedError
+from .._errors import ArgumentError, UnsupportedError
 from . import _calls
 from ._casts import E4M3
 from ._hopper import _aligned
+from ._plan import LayerPlan
 
 _ENGINES = {}
 # Lengths and block tables are checked before each call, which then waits for the device.
@@ -23,7 +24,7 @@ _LIBRARY = torch.library.Library("sigmascale", "FRAGMENT")
 _LIBRARY.define(
     "paged_attention(Tensor q, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths, Tensor? k, Tensor? v, "
     "Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor? cosine, Tensor? sine, bool interleaved, Tensor(c!)? words, "
-    "bool causal, float scale) -> (Tensor out, Tensor lse)",
+    "bool causal, float scale, int layer=-1) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -47,7 +48,23 @@ def takes(q, k_cache, block_table):
 
 
 def _attend(
-    q, k_pages, v_pages, block_table, lengths, k, v, q_descale, k_descale, v_descale, cosine, sine, interleaved, words, causal, scale
+    q,
+    k_pages,
+    v_pages,
+    block_table,
+    lengths,
+    k,
+    v,
+    q_descale,
+    k_descale,
+    v_descale,
+    cosine,
+    sine,
+    interleaved,
+    words,
+    causal,
+    scale,
+    layer=_calls.NONE,
 ):
     device = q.device
     engine = _ENGINES.get(device)
@@ -63,7 +80,7 @@ def _attend(
     space = torch.empty(engine.bytes(call), device=device, dtype=torch.uint8)
     check = _CHECK and not torch.cuda.is_current_stream_capturing()
     engine.forward(call, space, check, torch.cuda.current_stream(device).cuda_stream)
-    _calls.count(words, "native")
+    _calls.count(layer, "native", "these kernels read the pages where they lie")
     return out, lse
 
 
@@ -77,18 +94,11 @@ torch.library.register_fake("sigmascale::paged_attention", _shapes, lib=_LIBRARY
 paged_attention = torch.ops.sigmascale.paged_attention.default
 
 
-def attend(q, k_cache, v_cache, k, v, rotary, interleaved, cache_seqlens, block_table, scale, causal, plan):
+def attend(q, k_cache, v_cache, k, v, rotary, interleaved, lengths, block_table, scale, causal, plan):
     """A call of ``flash_attn_with_kvcache`` on E4M3 pages: the output and the log-sum-exp."""
     if getattr(plan, "per_call", False):
         raise UnsupportedError("policy='current' has no descales that an E4M3 cache could keep: take another policy")
-    if (k is None) != (v is None):
-        raise ArgumentError("k and v are given together or not at all")
     new, room = 0 if k is None else k.shape[1], block_table.shape[1] * k_cache.shape[1]
-    if cache_seqlens is None and new:
-        raise ArgumentError("new keys and values need cache_seqlens, the number of keys in front of them")
-    lengths = room if cache_seqlens is None else cache_seqlens
-    if not isinstance(lengths, torch.Tensor) and not 0 <= lengths <= room - new:
-        raise MismatchError(f"{new} keys behind {lengths} do not fit a cache of {room}")
     batch, rows = q.shape[:2]
     given = plan.descales(batch) if hasattr(plan, "descales") else [d.expand(batch, -1) for d in plan]
     cosine, sine = rotary
@@ -100,10 +110,9 @@ def attend(q, k_cache, v_cache, k, v, rotary, interleaved, cache_seqlens, block_
         lengths = torch.full((batch,), int(lengths), dtype=torch.int32, device=q.device)
     lengths, block_table = (x if x.dtype == torch.int32 else x.to(torch.int32) for x in (lengths, block_table))
     scale = getattr(plan, "softmax_scale", q.shape[3] ** -0.5) if scale is None else float(scale)
-    words = getattr(plan, "words", None)
-    return paged_attention(
-        q, k_cache, v_cache, block_table, lengths, k, v, *given[:3], cosine, sine, bool(interleaved), words, bool(causal), scale
-    )
+    words, layer = (plan.reported, plan.key) if isinstance(plan, LayerPlan) else (None, _calls.NONE)
+    how = bool(interleaved), words, bool(causal), scale, layer
+    return paged_attention(q, k_cache, v_cache, block_table, lengths, k, v, *given[:3], cosine, sine, *how)
 
 
 def _table(x, room):

@@ -3,6 +3,7 @@
 import weakref
 
 from .._errors import ArgumentError, SigmascaleError
+from . import _calls
 from ._policies import FROM_BOUNDS
 
 
@@ -14,16 +15,26 @@ class LayerPlan:
         self._runtime = weakref.ref(runtime)
         self.index, self.name = index, layer.name
         self.n_q_heads, self.n_kv_heads, self.d_head = layer.n_q_heads, layer.n_kv_heads, layer.d_head
-        self.per_call = runtime._policy.per_call
+        self.per_call, self.remembers = runtime._policy.per_call, runtime._policy.remembers
         self.softmax_scale = self.d_head**-0.5 if layer.softmax_scale is None else layer.softmax_scale
+        # Whether k and v are made from a cached latent.
+        self.latent = layer.latent is not None
         # Keys up to which the descales are bounds; None: any number, or a policy without bounds.
         self.positions = layer.positions if runtime.policy in FROM_BOUNDS else None
         # Whether the weights have changed since these scales: a layer sharded by FSDP, between a refresh and its forward.
         self.stale = False
         self._rows = runtime.descales[index, :, : self.n_kv_heads]
         self.words = runtime.words[index, : 2 * (self.n_q_heads + self.n_kv_heads)]
+        # Whose calls these are, in counters and to those who look at calls.
+        self.key = _calls.watch()
+        weakref.finalize(self, _calls.forget, [self.key])
         logits = runtime.logit_descales
         self.logit_descale = None if logits is None else logits[index, : self.n_q_heads]
+
+    @property
+    def reported(self):
+        """What calls write their statistics into, or None in a step without telemetry."""
+        return self.words if self.runtime.reporting else None
 
     @property
     def _descales(self):

@@ -1,4 +1,4 @@
-"""Where descales come from: the certain bounds, this call's own maxima, or a native policy with memory on the device."""
+"""Where descales come from: the worst-case bounds, this call's own maxima, or a native policy with memory on the device."""
 
 import json
 import math
@@ -17,7 +17,7 @@ FROM_BOUNDS = ("geometry", "geometry-c-star", "auto-c")
 
 
 class Geometry:
-    """Descales are the engine's certain bounds; nothing is remembered."""
+    """Descales are those of the engine's worst-case bounds; nothing is stored."""
 
     # Whether each call makes its own descales, the policy has a memory, and it has descales for logits.
     per_call, remembers, has_logits = False, False, False
@@ -186,11 +186,16 @@ def check_layers(policy, found):
         raise UnsupportedError(
             "there is no norm in front of the projections, so v has no bound: take policy='delayed-te' or 'current'"
         )
+    if policy in ("geometry-c-star", "auto-c") and any(layer.latent is not None for layer in found):
+        raise UnsupportedError(
+            f"policy={policy!r} bounds the logits of projections from one input, and latent attention (MLA) has two: take "
+            "policy='geometry', whose operand descales are the same"
+        )
     if policy != "geometry-c-star":
         return
     if any(layer.q_norm is not None for layer in found):
         raise UnsupportedError(
-            "q and k are normalised after the projection, and c_star bounds the logits of projections: take "
+            "q and k are normalized after the projection, and c_star bounds the logits of projections: take "
             "policy='geometry', whose operand descales are the same"
         )
     counts = [(layer.n_q_heads, layer.n_kv_heads) for layer in found]

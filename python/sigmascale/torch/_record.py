@@ -10,8 +10,8 @@ FORMAT = 1
 
 
 class Record:
-    """Appends lines to a file. ``path`` None: to none. ``first`` is the first line; a file that goes on (``resume``) must have one
-    of the same layers, and a last line that was cut short is taken off."""
+    """Appends lines to a file. ``path`` None: to none. ``first`` is the first line; a file that goes on (``resume``)
+    must have one of the same layers, and a last line that was cut short is taken off."""
 
     def __init__(self, path, first, resume):
         self.path, self._file = path, None

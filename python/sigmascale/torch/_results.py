@@ -158,10 +158,13 @@ def _extremes(words, heads):
     return extremes(ordered)
 
 
-def stats(words, heads, descales, calls):
-    """What ``Runtime.stats`` returns. ``descales``: what was multiplied with, or None; ``calls``: a counter of each layer."""
+def stats(words, heads, descales, counted, reported):
+    """What ``Runtime.stats`` returns. ``descales``: what was multiplied with, or None; ``counted``: counters of each
+    layer's calls by what ran them, and by that and why."""
     amax, counts = observed(words, heads)
-    logits = _extremes(words, heads)
+    logits, why = _extremes(words, heads), {}
+    for (name, reason), row in _by_layer([reasons for _, reasons in counted]).items():
+        why.setdefault(name, {})[reason] = row
     return {
         "amax": amax.numpy(),
         "overflow": counts[..., 0].numpy(),
@@ -170,8 +173,15 @@ def stats(words, heads, descales, calls):
         "peak": np.full(amax.shape, np.nan, np.float32) if descales is None else (amax / descales[:, :3]).numpy(),
         "logit_max": logits[..., 0].numpy(),
         "logit_min": logits[..., 1].numpy(),
-        "calls": {name: np.array([counter[name] for counter in calls]) for name in sorted(set().union(*calls))},
+        "calls": _by_layer([calls for calls, _ in counted]),
+        "why": why,
+        "reported": reported,
     }
+
+
+def _by_layer(counters):
+    """Counts ``(layers,)`` by what was counted."""
+    return {key: np.array([counter[key] for counter in counters]) for key in sorted(set().union(*counters))}
 
 
 class Memory:

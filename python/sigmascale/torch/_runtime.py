@@ -9,7 +9,7 @@ import weakref
 import torch
 
 from .. import _native
-from .._errors import ArgumentError, CudaError, NonFiniteError, SigmascaleError
+from .._errors import ArgumentError, CudaError, NonFiniteError, SigmascaleError, UnsupportedError
 from .._parameters import Tail, named
 from . import _backends, _calls, _distributed, _engine, _layers, _results, _saved
 from ._plan import LayerPlan, give_plan, refuse_copies
@@ -35,7 +35,7 @@ class Runtime:
 
     # Tensors that a runtime writes in place must not be inference tensors, which may not be.
     @torch.inference_mode(False)
-    def __init__(self, model, policy, bound, layers, backend, tail, fallback=None, group=None):
+    def __init__(self, model, policy, bound, layers, backend, tail, fallback=None, group=None, telemetry="full"):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         policy, parameters = named(policy)
@@ -83,6 +83,7 @@ class Runtime:
             # A policy counts the query heads that it is told of.
             share = sum(layer.n_q_heads for layer in found) / self._q_heads
             self._policy = make_policy(policy, config, counted | {"delta": counted["delta"] * share})
+            self._steps, self.telemetry = 0, telemetry
             has_logits = bound or self._policy.has_logits
             self.logit_descales = self._heads.pad(make(count, n_q) + 1, 0) if has_logits else None
         self.n_q_heads, self.n_kv_heads = n_q, n_kv
@@ -91,11 +92,11 @@ class Runtime:
         self._hooks = []
         weakref.finalize(self, _remove, self._hooks)
         self._bind(layers)
-        self._calls = [_calls.watch(plan.words) for plan in self.layers]
-        weakref.finalize(self, _calls.forget, [plan.words.data_ptr() for plan in self.layers])
         self._register(found)
         weakref.finalize(model, _release, weakref.ref(self))
         self.refresh()
+        # That was no step.
+        self._steps = 0
 
     def __len__(self):
         return len(self.layers)
@@ -112,6 +113,32 @@ class Runtime:
             if layer.module is not None:
                 self._modules[layer.module] = plan
                 give_plan(layer.module, plan)
+
+    @property
+    def telemetry(self):
+        """Whose statistics are kept: ``"full"``, of every step, ``n``, of every n-th step from the first on, or
+        ``"off"``. Steps are counted by ``refresh()`` where Python calls it, which a replay of a CUDA graph does not.
+        Compiled code has a version with and one without telemetry. May be set."""
+        return self._telemetry
+
+    @telemetry.setter
+    def telemetry(self, telemetry):
+        every = {"full": 1, "off": 0}.get(telemetry, telemetry) if isinstance(telemetry, str | int) else telemetry
+        if isinstance(every, bool) or not isinstance(every, int) or (every < 1 and telemetry != "off"):
+            raise ArgumentError(
+                f"telemetry {telemetry!r} must be 'full', 'off' or a number n >= 1, for every n-th step"
+            )
+        if every != 1 and self._policy.remembers:
+            raise UnsupportedError(
+                f"policy {self.policy!r} plans from the statistics of every step: leave telemetry at 'full', or take "
+                "policy='geometry'"
+            )
+        self._telemetry, self._every = telemetry, every
+
+    @property
+    def reporting(self):
+        """Whether the calls of this step report their statistics."""
+        return self._every > 0 and self._steps % self._every == 0
 
     def plan_of(self, module):
         """The plan of an attention module."""
@@ -193,10 +220,14 @@ class Runtime:
             return
         self._captured.append((self._engine, [x.detach() for layer in self._tensors for x in layer.tensors().values()]))
 
+    def _replaced(self):
+        layers = self._layers()
+        return layers is not None and any(map(layers.replaced, self._sliced))
+
     def _check(self):
         if self._model() is None or self._tensors is None:
             raise SigmascaleError("the model was deleted: attach to the model that is in use")
-        if self._sources is not None and self._sources.unchanged():
+        if self._sources is not None and self._sources.unchanged() and not self._replaced():
             return
         if self._capturing():
             raise SigmascaleError("weights have moved since the last refresh(): call refresh() once before the capture")
@@ -255,8 +286,9 @@ class Runtime:
                 from_weights = self.policy in FROM_BOUNDS
                 self._policy.update(self, stream, self._resident if from_weights else None)
                 self.words.zero_()
-                for counter in self._calls:
-                    counter.clear()
+                for plan in self.layers:
+                    _calls.clear(plan.key)
+                self._steps += 1
                 if self._targets and self._sliced:
                     self._due |= self._sliced
                     for index in self._sliced:
@@ -282,10 +314,13 @@ class Runtime:
         ``non_finite`` likewise; ``peak``: the largest |x / descale| (NaN under ``current``, whose descales are gone);
         ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN. Past a layer's own heads
         there is nothing: zeros, and NaN for logits. ``calls``: a dict of counts ``(layers,)`` by what ran them: a backend, or
-        ``bf16`` for PyTorch's own attention. Counted where Python launches them: a replay of a CUDA graph is not, nor is a
-        fallback in compiled code.
+        ``bf16`` for PyTorch's own attention. ``why``: of each of these a dict of counts ``(layers,)`` by the reason.
+        Counted where Python launches them: a replay of a CUDA graph is not, nor is a fallback in compiled code.
+        ``reported``: whether this step's calls report; without, all but ``calls`` and ``why`` is zero.
         """
-        return _results.stats(self.words.cpu(), self._heads, None if self._policy.per_call else self.descales.cpu(), self._calls)
+        counted = [_calls.counted(plan.key) for plan in self.layers]
+        descales = None if self._policy.per_call else self.descales.cpu()
+        return _results.stats(self.words.cpu(), self._heads, descales, counted, self.reporting)
 
     def slack(self):
         """How far the certain bounds lay above what ``auto-c`` has observed in its burn-in: for ``logit``, ``q``, ``k`` and

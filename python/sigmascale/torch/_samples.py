@@ -1,7 +1,7 @@
 """What a few rows of an attention call show, from its backward: repeated maxima, the bias of delta, entropy.
 
-Logits are those of the E4M3 operands: their product is exact in f64 and rounded to f32 once, so two keys tie where their
-products do. The exact output is the softmax of these logits times the E4M3 values, in f64.
+Logits are those of the E4M3 operands: their product is exact in f64 and rounded to f32 once, so two keys tie where
+their products do. The exact output is the softmax of these logits times the E4M3 values, in f64.
 
     delta_bias = sum_rows (rowsum(dO * O) - rowsum(dO * O_exact)) / sum_rows |rowsum(dO * O_exact)|
 
@@ -23,9 +23,9 @@ NAMES = ("repeated", "repeated_in_tile", "delta_bias", "entropy", "logit_max")
 
 @torch.no_grad()
 def sample(grad, operands, descales, out, terms, rows, turn):
-    """f64 ``(len(NAMES), n_q_heads)``, on the operands' device and without waiting for it. ``operands``: q, k and v in E4M3;
-    ``grad``: that of ``out``. ``rows`` queries of entry ``turn`` of the batch are read, spread over its length. NaN where none of
-    them sees a key."""
+    """f64 ``(len(NAMES), n_q_heads)``, on the operands' device and without waiting for it. ``operands``: q, k and v in
+    E4M3; ``grad``: that of ``out``. ``rows`` queries of entry ``turn`` of the batch are read, spread over its length.
+    NaN where none of them sees a key."""
     q, k, v = operands
     (batch, len_q, n_q, _), (len_k, n_kv) = q.shape, k.shape[1:3]
     entry, count = turn % batch, min(rows, len_q)

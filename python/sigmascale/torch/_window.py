@@ -6,15 +6,20 @@ import weakref
 import numpy as np
 import torch
 
+from .._errors import ArgumentError
 from . import _calls, _results
 from ._casts import MAX
 
 
 class Window:
-    """Maxima and counts of the calls since the last :meth:`take`, over any number of refreshes. Nothing is read by the host before
-    that."""
+    """Maxima and counts of the calls since the last :meth:`take`, over any number of refreshes. Nothing is read by the
+    host before that."""
 
     def __init__(self, runtime):
+        if runtime.telemetry == "off":
+            raise ArgumentError(
+                "statistics of calls are needed, and the runtime has telemetry='off': attach with 'full' or a number"
+            )
         self._runtime = weakref.ref(runtime)
         words = runtime.words
         make = lambda dtype: torch.zeros(words.shape, device=words.device, dtype=dtype)
@@ -28,9 +33,9 @@ class Window:
         fold = weakref.WeakMethod(self._refreshed)
         self._hook = lambda runtime: fold()(runtime) if fold() else None
         runtime.before_refresh.append(self._hook)
-        watched = [(plan.words, _observer(self._values[plan.index])) for plan in runtime.layers]
-        for words, observer in watched:
-            _calls.observe(words, observer)
+        watched = [(plan.key, _observer(self._values[plan.index])) for plan in runtime.layers]
+        for layer, observer in watched:
+            _calls.observe(layer, observer)
         self.close = weakref.finalize(self, _close, self._runtime, self._hook, watched)
 
     def _refreshed(self, runtime):
@@ -56,11 +61,11 @@ class Window:
 
     @torch.no_grad()
     def take(self, *others):
-        """A dict of NumPy arrays ``(n_q_heads,)`` for each layer, and the values of ``others``, device tensors, all in one copy to the
-        host. Then the window is empty.
+        """A dict of NumPy arrays ``(n_q_heads,)`` for each layer, and the values of ``others``, device tensors, all in
+        one copy to the host. Then the window is empty.
 
-        ``logit_max``: the largest |logit|. ``utilization``: the largest amax / (448 descale) of q, k and v. ``saturated``: the share
-        of their values with |x / descale| > 448. What was not reported is left out.
+        ``logit_max``: the largest |logit|. ``utilization``: the largest amax / (448 descale) of q, k and v.
+        ``saturated``: the share of their values with |x / descale| > 448. What was not reported is left out.
         """
         runtime = self._runtime()
         with torch.inference_mode(False):
@@ -117,8 +122,8 @@ def _observer(values):
     return functools.partial(_count, values)
 
 
-def _count(values, q, k, v, *_):
-    for place, x in enumerate((q, k, v)):
+def _count(values, q, k, v, lse, saves, reports):
+    for place, x in enumerate((q, k, v) if reports else ()):
         values[place] += x.numel() // x.shape[2]
 
 
@@ -126,5 +131,5 @@ def _close(runtime, hook, watched):
     runtime = runtime()
     if runtime is not None and hook in runtime.before_refresh:
         runtime.before_refresh.remove(hook)
-    for words, observer in watched:
-        _calls.unobserve(words, observer)
+    for layer, observer in watched:
+        _calls.unobserve(layer, observer)

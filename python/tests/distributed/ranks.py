@@ -56,7 +56,7 @@ def _run(ranks, module, name, arguments):
                 failed.append(f"rank {rank}: {error}")
     if failed:
         # The others may wait for one that has failed.
-        _stop()
+        stop()
         pytest.fail("\n".join(failed), pytrace=False)
 
 
@@ -70,12 +70,21 @@ def _start():
 
 
 @atexit.register
-def _stop():
+def stop():
+    """Ends the processes; the next test starts others."""
     while _running:
         process, pipe = _running.pop()
         pipe.close()
         process.kill()
         process.join()
+
+
+@pytest.fixture
+def processes_of_their_own():
+    """For what remembers process groups longer than they are there, as DeepSpeed and the caches of DTensor do."""
+    stop()
+    yield
+    stop()
 
 
 def _serve(pipe, folder):

@@ -73,6 +73,53 @@ def test_ulysses_with_repeated_heads(heads):
     check(fp8.ulysses_attention, heads, True, False, 4)
 
 
+def against_attention(function, heads, length, ranks):
+    """A model's own plan, and `fp8.attention` over the whole sequence: outputs and gradients."""
+    group, zigzag = torch.distributed.group.WORLD, function is fp8.ring_attention
+    model = Plain(width=16 * heads[0], heads=heads[0], kv_heads=heads[1])
+    runtime = attach(model)
+    tensors = [x.requires_grad_(True) for x in operands(heads, length=length * ranks)]
+    out = fp8.attention(*tensors, runtime.layers[0])
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    expected = out, *torch.autograd.grad(out, tensors, grad)
+    part = lambda x: cp.shard_sequence(x, group, zigzag=zigzag)
+    own = [part(x.detach()).requires_grad_(True) for x in tensors]
+    out = function(*own, runtime.layers[0], group)
+    for a, b in zip((out, *torch.autograd.grad(out, own, part(grad))), expected):
+        b = part(b).float()
+        # The emulation rounds P to E4M3, in the forward and in the backward.
+        assert (a.float() - b).norm() < 0.05 * b.norm()
+
+
+BOTH = {"ring": fp8.ring_attention, "ulysses": fp8.ulysses_attention}
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("length", [2, 22])
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1)])
+@distributed(2)
+def test_two_ranks_attend_as_one(kind, length, heads):
+    against_attention(BOTH[kind], heads, length, 2)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("heads", [(8, 4), (4, 2), (4, 1)])
+@distributed(4)
+def test_four_ranks_attend_as_one(kind, heads):
+    """KV heads as many as ranks, and fewer."""
+    against_attention(BOTH[kind], heads, 14, 4)
+
+
+@distributed(4)
+def test_kv_heads_that_four_ranks_cannot_share_are_refused():
+    q, k, v = operands(heads=(12, 3))
+    with pytest.raises(
+        sigmascale.UnsupportedError, match="4 ranks do not share 12 query and 3 KV heads evenly: use ring"
+    ):
+        fp8.ulysses_attention(q, k, v, rows(3), torch.distributed.group.WORLD)
+    against_attention(fp8.ring_attention, (12, 3), 4, 4)
+
+
 @distributed(2)
 def test_keys_and_values_travel_in_one_byte():
     group = torch.distributed.group.WORLD

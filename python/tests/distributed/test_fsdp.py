@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 from models import BF16, Plain, attach, blocks, expected, inputs, llama, mesh_of, run, shard, torch
-from ranks import distributed
+from ranks import distributed, processes_of_their_own  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -76,12 +76,42 @@ def test_uneven_and_empty_shards(ranks, heads, rows):
     rank, mesh = torch.distributed.get_rank(), DeviceMesh("cpu", list(range(ranks)))
     if rank >= ranks:
         return
-    make = functools.partial(Plain, width=16 * heads, heads=heads, kv_heads=heads, fused=False)
-    model = shard(make(), mesh)
-    assert blocks(model)[0].attention.q.weight.to_local().shape[0] == rows[rank]
-    runtime = attach(model)
-    run(model, inputs(model))
-    assert torch.equal(runtime.descales, expected(make()).descales)
+
+    def wrap(model):
+        shard(model, mesh)
+        assert blocks(model)[0].attention.q.weight.to_local().shape[0] == rows[rank]
+        return model
+
+    check(functools.partial(Plain, width=16 * heads, heads=heads, kv_heads=heads, fused=False), wrap)
+
+
+@pytest.mark.usefixtures("processes_of_their_own")
+@distributed(3)
+def test_training_on_uneven_shards_is_that_of_one_process():
+    """Losses, scales and weights of four steps, bit for bit. One rank has all tokens, so that sums over ranks round nothing."""
+    make = functools.partial(Plain, width=80, heads=5, kv_heads=5, fused=False)
+    rank, model, whole = torch.distributed.get_rank(), shard(make(), mesh_of(3), mp=MixedPrecisionPolicy()), make()
+    assert blocks(model)[0].attention.q.weight.to_local().shape[0] == [27, 27, 26][rank]
+    for unit in (*blocks(model), model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    runs = [(one, attach(one), torch.optim.AdamW(one.parameters(), lr=0.01)) for one in (model, whole)]
+    seen = []
+    for step in range(4):
+        losses = []
+        for one, *_ in runs:
+            loss = run(one, inputs(whole, step))
+            (loss * (rank == 0 or one is whole)).backward()
+            losses.append(loss.detach())
+        assert torch.equal(*losses) and torch.equal(*(runtime.descales for _, runtime, _ in runs))
+        seen.append(runs[0][1].descales.clone())
+        for _, runtime, optimizer in runs:
+            optimizer.step()
+            optimizer.zero_grad()
+            runtime.refresh()
+    state = whole.state_dict()
+    assert all(torch.equal(x, state[name]) for name, x in full(model).items())
+    assert not torch.equal(seen[0], seen[-1])
 
 
 @pytest.mark.parametrize("reshard", [True, False, 2])
@@ -158,6 +188,14 @@ def test_fsdp_over_tensor_parallel():
     mesh = mesh_of(2, 2, names=("dp", "tp"))
     rank = mesh.get_local_rank("tp")
     wrap = lambda model: shard(tensor_parallel(model, mesh["tp"]), mesh["dp"])
+    check(functools.partial(llama, heads=(8, 4)), wrap, own=lambda x: x[..., 2 * rank : 2 * rank + 2])
+
+
+@distributed(8)
+def test_replicas_of_shards_over_tensor_parallelism():
+    mesh = mesh_of(2, 2, 2, names=("replicate", "shard", "tp"))
+    rank = mesh.get_local_rank("tp")
+    wrap = lambda model: shard(tensor_parallel(model, mesh["tp"]), mesh["replicate", "shard"])
     check(functools.partial(llama, heads=(8, 4)), wrap, own=lambda x: x[..., 2 * rank : 2 * rank + 2])
 
 

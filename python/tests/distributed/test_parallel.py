@@ -4,10 +4,12 @@ import dataclasses
 import functools
 
 import pytest
-from models import Plain, attach, blocks, describe, expected, inputs, llama, mesh_of, run, torch
+from models import Plain, attach, blocks, describe, expected, inputs, llama, mesh_of, run, shard, torch
 from ranks import distributed
 from test_fsdp import tensor_parallel
+from test_steps import Counted
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sigmascale
@@ -150,6 +152,40 @@ def test_stages_with_several_microbatches_in_flight():
     schedule.step(*([x] if rank == 0 else []), **({} if rank == 0 else {"target": target}))
     for a, b in zip(model.blocks[0].parameters(), whole.blocks[rank].parameters()):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+@distributed(4)
+def test_stages_that_are_sharded():
+    """Two stages of two ranks each, four microbatches in flight: one computation a refresh, and gradients of one process."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    mesh = mesh_of(2, 2, names=("pp", "dp"))
+    place, whole = mesh.get_local_rank("pp"), Plain(layers=2)
+    x = inputs(whole).repeat(4, 1, 1)
+
+    def loss(y, target):
+        return (y.float() - target).square().mean()
+
+    target = torch.zeros_like(x)
+    reference = attach(whole)
+    for part in x.chunk(4):
+        (loss(whole(part), target[: len(part)]) / 4).backward()
+    model = Plain(layers=2)
+    model.blocks = model.blocks[place : place + 1]
+    shard(model, mesh["dp"], mp=MixedPrecisionPolicy())
+    layers = [lambda: dataclasses.replace(describe(model.blocks[0]), number=place, model_q_heads=12)]
+    runtime = fp8.attach(model, layers=layers, backend="emulated")
+    model.blocks[0].attention.plan = runtime.layers[0]
+    stage = PipelineStage(model, place, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss)
+    with Counted() as counted:
+        for step in range(2):
+            model.zero_grad()
+            schedule.step(*([] if place else [x]), **({"target": target} if place else {}))
+            assert counted.count == step + 1 and torch.equal(runtime.descales[0], reference.descales[place])
+            runtime.refresh()
+    for a, b in zip(model.blocks[0].parameters(), whole.blocks[place].parameters()):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad)
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -175,6 +175,37 @@ def test_policies_without_a_memory_resume_at_any_size():
         assert torch.equal(runtime.descales, expected(llama()).descales)
 
 
+@pytest.mark.parametrize("policy", OBSERVING)
+@distributed(4)
+def test_a_state_of_two_shards_goes_on_in_one_and_in_four(policy):
+    rank = torch.distributed.get_rank()
+
+    def trained(ranks, steps, state=None):
+        """Scales and state after some steps on so many ranks, all with the same tokens; None on the others."""
+        mesh = torch.distributed.device_mesh.DeviceMesh("cpu", list(range(ranks)))
+        if rank >= ranks:
+            return None
+        model = shard(llama(), mesh)
+        runtime = attach(model, policy=policy)
+        if state is not None:
+            runtime.load_state_dict(state)
+        for step in range(steps):
+            run(model, inputs(None, step)).backward()
+            runtime.refresh()
+        run(model, inputs(None))
+        return runtime.descales.clone(), runtime.state_dict()
+
+    saved = [trained(2, 3)]
+    torch.distributed.broadcast_object_list(saved)
+    descales, state = saved[0]
+    went_on = [trained(ranks, 2, state) for ranks in (1, 2, 4)]
+    torch.distributed.broadcast_object_list(went_on)
+    assert all(torch.equal(went_on[0][0], other[0]) for other in went_on[1:])
+    assert all(went_on[0][1]["state"] == other[1]["state"] for other in went_on[1:])
+    # What it remembers counts: without it the same steps end elsewhere.
+    assert went_on[0][1]["state"] != (trained(4, 2))[1]["state"]
+
+
 @distributed(2)
 def test_a_distributed_checkpoint_holds_the_merged_state():
     import torch.distributed.checkpoint as dcp

@@ -47,25 +47,33 @@ def check(folder, said):
             assert found[layer["layer"]][operand] == [numpy.float32(entry["scale"]) for entry in layer[operand]]
 
 
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
+def test_the_scales_of_a_trained_model_arrive(name, per_head, tmp_path):
+    check(tmp_path / "out", sigmascale.export(models.trained(name), tmp_path / "out", "vllm", per_head=per_head))
+
+
 @pytest.mark.parametrize("family", [family for family in models.CONFIGS if family != "jamba"])
 def test_every_scale_arrives(family, tmp_path):
     model = models.write(family, tmp_path / family)
     check(tmp_path / "out", sigmascale.export(model, tmp_path / "out", "vllm"))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "gemma3_text", "mixtral", "gpt_oss", "phi3"])
 def test_per_head_scales_arrive(family, tmp_path):
     model = models.write(family, tmp_path / family)
     check(tmp_path / "out", sigmascale.export(model, tmp_path / "out", "vllm", per_head=True))
 
 
-@pytest.mark.parametrize("method", ["fp8", "compressed-tensors", "modelopt"])
-def test_scales_beside_fp8_weights_arrive(method, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "per_head"), [("fp8", False), ("compressed-tensors", False), ("compressed-tensors", True), ("modelopt", False)]
+)
+def test_scales_beside_fp8_weights_arrive(method, per_head, tmp_path, monkeypatch):
     models.skip_without_kernel(method)
     monkeypatch.setitem(models.SIZES, "hidden_size", 256)
     monkeypatch.setitem(models.SIZES, "intermediate_size", 256)
     model = models.quantized(models.write("llama", tmp_path / "model"), method)
-    check(tmp_path / "out", sigmascale.export(model, tmp_path / "out", "vllm"))
+    check(tmp_path / "out", sigmascale.export(model, tmp_path / "out", "vllm", per_head=per_head))
 
 
 # vLLM builds Jamba's attention, and all latent attention, without scales to load.

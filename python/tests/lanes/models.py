@@ -1,6 +1,7 @@
 """Small models of the families that the engines' lanes load, written by Hugging Face transformers."""
 
 import json
+import os
 import pathlib
 
 import pytest
@@ -71,6 +72,15 @@ def write(family, folder):
             torch.nn.init.normal_(weight, std=0.2)
     model.save_pretrained(folder)
     return pathlib.Path(folder)
+
+
+def trained(name):
+    """A trained checkpoint: that of this repository, or another in the folder `SIGMASCALE_CHECKPOINTS`."""
+    own = pathlib.Path(__file__).resolve().parents[3] / "data" / name
+    others = os.environ.get("SIGMASCALE_CHECKPOINTS")
+    if own.is_dir() or others is None:
+        return own if own.is_dir() else pytest.skip(f"{name} is not in this repository: SIGMASCALE_CHECKPOINTS names its folder")
+    return pathlib.Path(others) / name
 
 
 def within(used, needed, place):

@@ -18,24 +18,36 @@ use rayon::prelude::*;
 
 /// The attention kernel and its casts
 ///
-/// Each figure is the median of --reps event-timed replays of a CUDA graph with one launch for each of --sets inputs, after
-/// --warmup, so that launching from the host costs nothing (--no-graph times single launches). FLOPs = 2 B Hq (D + Dv) for each
-/// pair of a query and a key that it sees. Kernels: `fp8` is the attention alone, on E4M3 operands with V in the kernel's own layout;
-/// `fp8+reorder` starts from row-major E4M3 operands, V's reordering included. `+telemetry` adds maximum and minimum of the
-/// logits and amax of the output, `+o8` writes E4M3, `+logits8` passes the logits through E4M3. `cast` and `cast+rope` are the
-/// cast alone from BF16; `e2e` is cast and attention from BF16, `+rope` with the rotation in the cast, `+serial` without the
-/// overlap of the two, `+whole` without splitting calls that have few queries. `+window-N` lets a query see its own key and the
-/// N - 1 before it, `+sink` and `+cap` add sinks and a soft-cap of 50. `+packed` takes the sequences as one packed batch, `+tail`
-/// sequences of half of all rows, a quarter, and so on.
+/// Each figure is the median of --reps event-timed replays of a CUDA graph with one launch for each of --sets
+/// inputs, after --warmup, so that launching from the host costs nothing (--no-graph times single launches).
+/// FLOPs = 2 B Hq (D + Dv) for each pair of a query and a key that it sees.
 ///
-/// With --backward: forward, backward and both of a training step, one row each. `fp8` starts from what a cast left, `e2e` from
-/// BF16. FLOPs of the backward count 2.5 times. peak_mib is memory beside q, k, v and dO: output, log-sum-exp, saved operands,
-/// gradients, and the larger of the two workspaces.
+/// Kernels:
+///   fp8           only the attention, on E4M3 operands with V in the layout of the kernel
+///   cast          only the cast, from BF16
+///   e2e           cast and attention, from BF16
+///
+/// Suffixes of kernels:
+///   +reorder      start from row-major E4M3 operands, V's reordering included
+///   +rope         with the rotation in the cast
+///   +telemetry    with maximum and minimum of the logits and amax of the output
+///   +o8           write E4M3
+///   +logits8      round the logits to E4M3
+///   +serial       without overlapping cast and attention
+///   +whole        without splitting calls that have few queries
+///   +window-N     a query sees its own key and the N - 1 before it
+///   +sink, +cap   with sinks, with a soft-cap of 50
+///   +packed       all sequences as one packed batch
+///   +tail         sequences of half of all rows, a quarter, and so on
+///
+/// With --backward: forward, backward and both of a training step, one row each. fp8 starts from operands that
+/// were cast before, e2e from BF16. FLOPs of the backward count 2.5 times. peak_mib is memory without q, k, v and
+/// dO: output, log-sum-exp, saved operands, gradients, and the larger of the two workspaces.
 #[derive(clap::Args)]
-#[command(allow_negative_numbers = true)]
+#[command(allow_negative_numbers = true, verbatim_doc_comment)]
 pub struct Args {
-    /// heads_q x heads_kv x head_dim, and x head_dim of v where it is another (64x64x192x128), comma separated
-    #[arg(long, default_value = "64x8x128,32x32x64", value_delimiter = ',', value_parser = parse_shape)]
+    /// Shapes, comma-separated; 64x64x192x128 has values of 128 channels
+    #[arg(long, value_name = "Q_HEADSxKV_HEADSxHEAD_DIM[xV_HEAD_DIM]", default_value = "64x8x128,32x32x64", value_delimiter = ',', value_parser = parse_shape)]
     shapes: Vec<[usize; 4]>,
     /// Lengths of keys, and of queries unless --queries says otherwise
     #[arg(long, default_value = "1024,2048,4096,8192,16384", value_delimiter = ',', value_parser = count)]
@@ -72,7 +84,7 @@ pub struct Args {
     /// Time single launches instead of replays of a CUDA graph
     #[arg(long)]
     no_graph: bool,
-    /// Sets of inputs
+    /// Distinct sets of inputs per graph, so that they do not stay in the L2 cache
     #[arg(long, default_value_t = 3, value_parser = count)]
     sets: usize,
     #[command(flatten)]

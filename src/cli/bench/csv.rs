@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::cli::output::write_file;
-use crate::file::{check_not_read, check_target};
+use crate::file::{check_not_of_model, check_not_read, check_target};
 use clap::ValueEnum;
 use std::io::Write;
 use std::path::PathBuf;
@@ -36,6 +36,7 @@ impl Csv {
         let Format::Csv = args.format;
         if let Some(file) = &args.file {
             check_target(file)?;
+            check_not_of_model("-o", file)?;
             check_not_read("-o", file, read)?;
         }
         Ok(Self { file: args.file, text: String::new() })

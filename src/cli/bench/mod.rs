@@ -18,6 +18,7 @@ pub struct Args {
 #[derive(Subcommand)]
 enum What {
     Attention(attention::Args),
+    #[command(visible_alias = "scales")]
     Spectral(spectral::Args),
 }
 

@@ -11,7 +11,7 @@ use report::{Cache, Cpu, Report};
 use std::fmt::Write;
 use std::path::PathBuf;
 
-/// Show what this machine has for the GPU half, what is missing and what to do
+/// Check the GPU, its driver and NVRTC, and say what is missing and what to do
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
@@ -104,9 +104,9 @@ fn table(report: &Report) -> String {
                 format!("{}, {} kernels, {} KiB{closed}", folder.display(), cache.entries, cache.bytes.div_ceil(1024))
             }
             (Some(folder), false) if folder.symlink_metadata().is_ok() => {
-                format!("{} is no folder: kernels are compiled anew in every process", folder.display())
+                format!("{} is not a folder: kernels are compiled again in every process", folder.display())
             }
-            (Some(folder), false) => format!("{} (not made yet)", folder.display()),
+            (Some(folder), false) => format!("{} (not created yet)", folder.display()),
             (None, _) => "no folder: set SIGMASCALE_CACHE, XDG_CACHE_HOME or HOME".to_owned(),
         },
     );

@@ -15,7 +15,7 @@ use std::path::PathBuf;
 /// Show which layers and heads have large logits: sigma, stable rank, RoPE ratio and logit bound
 #[derive(clap::Args)]
 pub struct Args {
-    /// Checkpoint folder, or .safetensors file with its config beside it
+    /// Checkpoint folder, or .safetensors file with its config.json in the same folder
     checkpoint: String,
     /// Also write the result as an HTML page with figures to FILE
     #[arg(long, value_name = "FILE")]
@@ -68,8 +68,8 @@ fn table(inspection: &Inspection) -> String {
         "stable rank",
         "RoPE ratio",
         "sigma_sum",
-        "certain bound",
-        "worst case",
+        "exact bound",
+        "worst-case bound",
     ]);
     let span = |s: Option<Statistics>| range(s.iter().flat_map(|s| [s.min, s.max]));
     for layer in &inspection.layers {

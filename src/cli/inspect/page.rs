@@ -7,9 +7,9 @@ use crate::cli::svg::{Axis, extremes, label, open_svg};
 use crate::cli::table::short;
 use std::fmt::Write;
 
-/// What tells the two certain bounds apart.
-pub const BOUNDS: &str = "certain bound: largest |logit| of any normalized input, in exact arithmetic; worst case: the \
-                          same including rounding, which logit descales cover.";
+/// What tells the two bounds apart.
+pub const BOUNDS: &str = "exact bound: largest |logit| of any normalized input in exact arithmetic. worst-case bound: the \
+                          same with the rounding of a forward pass; logit descales come from it.";
 
 /// The profile in a few sentences.
 pub fn summary(inspection: &Inspection) -> String {
@@ -24,13 +24,13 @@ pub fn summary(inspection: &Inspection) -> String {
         let bound = largest(|head| head.bound_certain).map(place).unwrap_or_default();
         if inspection.model.mla.is_some() {
             return format!(
-                "Latent attention (MLA): the logits of {count} heads are bounded through both projections of a head at once. The \
-                 certain bound is at most {bound}."
+                "Latent attention (MLA): the logits of {count} heads are bounded through both projections of a head at once. In \
+                 exact arithmetic the bound is at most {bound}."
             );
         }
         return format!(
             "q and k of all {count} heads are normalized after the projection, so the norms of the weights do not bound \
-             the logits. The gains do: the certain bound is at most {bound}."
+             the logits. The gains do: in exact arithmetic the bound is at most {bound}."
         );
     };
     let sigmas: Vec<f64> = heads().filter_map(|(_, head)| head.sigma).collect();
@@ -111,17 +111,15 @@ pub fn render(inspection: &Inspection, made: &Made) -> String {
     } else {
         page.figures(&[
             Figure {
-                title: "Certain bound by layer".to_owned(),
+                title: "Bound in exact arithmetic by layer".to_owned(),
                 caption: match inspection.model.mla {
-                    Some(_) => "Each head, in exact arithmetic. Bar: mean.".to_owned(),
-                    None => {
-                        "Each head, from the gains of its q and k norms, in exact arithmetic. Bar: mean.".to_owned()
-                    }
+                    Some(_) => "Each head. Bar: mean.".to_owned(),
+                    None => "Each head, from the gains of its q and k norms. Bar: mean.".to_owned(),
                 },
                 content: strip(layers, |head| head.bound_certain, |_| None),
             },
             Figure {
-                title: "Certain bound by layer and head".to_owned(),
+                title: "Bound in exact arithmetic by layer and head".to_owned(),
                 caption: "Darker in the light theme, brighter in the dark one, is larger.".to_owned(),
                 content: heat_map(layers, |head| head.bound_certain),
             },
@@ -145,8 +143,8 @@ fn numbers(layers: &[Layer]) -> String {
         "stable rank mean",
         "RoPE ratio max",
         "sigma_sum",
-        "certain bound",
-        "worst case",
+        "exact bound",
+        "worst-case bound",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     rows.extend(layers.iter().map(|layer| {
@@ -174,8 +172,8 @@ fn details(layer: &Layer, head: &Head) -> String {
         ("raw", head.sigma_raw),
         ("over rotations", head.sigma_rope),
         ("stable rank", head.stable_rank),
-        ("certain bound", head.bound_certain),
-        ("worst case", head.bound_rounded),
+        ("exact bound", head.bound_certain),
+        ("worst-case bound", head.bound_rounded),
     ] {
         if let Some(value) = value {
             let _ = write!(out, "\n{name} {value:.6}");

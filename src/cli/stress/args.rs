@@ -19,19 +19,19 @@ pub struct Args {
     /// Preset name or config.json (synthetic weights), .safetensors file or checkpoint folder; not for replay
     #[arg(long)]
     pub model: Option<String>,
-    /// What is cast to E4M3
+    /// What is cast to E4M3; to learn what a fused kernel would do, use operands
     #[arg(long, value_enum, default_value = "logit")]
     pub mode: Cast,
-    /// Run the first N layers [default: all; 4 of synthetic weights in runs of several steps]
+    /// Run the first N layers [default: all; with synthetic weights 4 in runs of several steps]
     #[arg(long, value_name = "N", value_parser = count)]
     pub layers: Option<usize>,
-    /// Tokens per sequence [default: 256; for resume and lr-spike 64, which is the most]
+    /// Tokens per sequence, at most 16384 [default: 256; 64 for resume and lr-spike, at most 64]
     #[arg(long, value_name = "N", value_parser = count)]
     pub seq_len: Option<usize>,
     /// Steps [default: 1 for checkpoint-load, 330 for resume, 150 for lr-spike, otherwise 30]
     #[arg(long, value_name = "N", value_parser = count)]
     pub steps: Option<usize>,
-    /// Run this text through the whole model instead of generated tokens, by the tokenizer.json beside the weights;
+    /// Run this text through the whole model instead of generated tokens, using the tokenizer.json of the checkpoint;
     /// FILE.json is a JSON list of token ids
     #[arg(long, value_name = "FILE")]
     pub tokens: Option<PathBuf>,
@@ -78,9 +78,9 @@ pub enum Choice {
     Refit,
     /// Recorded maxima, through the policies that need no weights
     Replay,
-    /// Training stops and resumes (feature `train`)
+    /// Training stops and resumes (only in builds with `--features train`)
     Resume,
-    /// Training under a learning-rate spike (feature `train`)
+    /// Training under a learning-rate spike (only in builds with `--features train`)
     LrSpike,
     /// Every scenario that this build and the arguments allow
     All,
@@ -88,7 +88,7 @@ pub enum Choice {
 
 #[derive(Clone, Copy, ValueEnum)]
 pub enum Cast {
-    /// The logits only, as in the paper
+    /// Only the logits, as in the paper
     Logit,
     /// q, k, v and P, as fused kernels do
     Operands,

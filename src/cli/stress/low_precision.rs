@@ -1,6 +1,6 @@
 //! `sigmascale stress low-precision`: the failure of BF16 flash attention, and what averts it.
 
-use super::chart::{Curve, Frame, Line, curves, legend};
+use super::chart::{Curve, Frame, Label, curves, legend};
 use crate::cli::html::{Figure, Made, Page, Tone};
 use crate::cli::numbers::{count, real, whole};
 use crate::cli::output::{OutputArgs, write_file};
@@ -264,7 +264,7 @@ fn table(results: &Results) -> String {
     out
 }
 
-impl Line for Remedy {
+impl Label for Remedy {
     fn name(self) -> String {
         Remedy::name(self).to_owned()
     }
@@ -278,7 +278,7 @@ impl Line for Remedy {
 #[derive(Clone, Copy)]
 struct HeadLine(usize);
 
-impl Line for HeadLine {
+impl Label for HeadLine {
     fn name(self) -> String {
         format!("head {}", self.0)
     }
@@ -345,11 +345,11 @@ fn page(results: &Results, made: &Made) -> String {
     page.render(made)
 }
 
-fn figure<L: Line>(title: &str, caption: &str, all: &[Curve<L>], positive: bool) -> Figure {
+fn figure<L: Label>(title: &str, caption: &str, all: &[Curve<L>], positive: bool) -> Figure {
     let values = || all.iter().flat_map(|(_, points)| points).map(|point| point.1);
     let last = all.iter().filter_map(|(_, points)| points.last()).map(|point| point.0).max().unwrap_or(1).max(1);
     let axis = if positive { Axis::new(values(), None) } else { Axis::linear(values()) };
-    let frame = Frame { axis, last, over: "step", limit: None, mark: None };
+    let frame = Frame { axis, first: 0, last, over: "step", limit: None, mark: None };
     Figure { title: title.to_owned(), caption: caption.to_owned(), content: curves(all, &frame) }
 }
 

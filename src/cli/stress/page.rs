@@ -150,7 +150,7 @@ fn lines(
     let over = if run.steps > 1 { "step" } else { "layer" };
     let values = all.iter().flat_map(|(_, points)| points).map(|point| point.1).chain(limit);
     let axis = Axis::new(values, Some(0.0));
-    curves(&all, &Frame { axis, last, over, limit, mark })
+    curves(&all, &Frame { axis, first: 0, last, over, limit, mark })
 }
 
 /// One cell a layer and policy: the largest overshoot where something overflowed.

@@ -11,7 +11,7 @@ use clap::ValueEnum;
 #[derive(clap::Args)]
 #[command(next_help_heading = "Policy parameters")]
 pub struct PolicyArgs {
-    /// Policies to run, comma-separated; delayed stands for delayed-paper and delayed-te [default: all six]
+    /// Policies to run, comma-separated; delayed means delayed-paper and delayed-te [default: all six]
     #[arg(long, value_name = "A,B,..")]
     policies: Option<String>,
     /// Steps of the burn-in, after which the ratio is fixed [default: 100; a quarter of the steps in runs of at most 100]
@@ -24,7 +24,7 @@ pub struct PolicyArgs {
     #[arg(long, value_name = "K", value_parser = real)]
     auto_c_kappa: Option<f64>,
     /// Which heads share a ratio [default: layer]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, value_name = "POOLING")]
     auto_c_pooling: Option<Pool>,
     /// Length of the amax history in steps [default: 16]
     #[arg(long, value_name = "N", value_parser = count)]
@@ -36,7 +36,7 @@ pub struct PolicyArgs {
     #[arg(long, value_name = "N", value_parser = count)]
     delayed_te_history: Option<usize>,
     /// How the amax history is reduced [default: max]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, value_name = "ALGORITHM")]
     delayed_te_algorithm: Option<Algorithm>,
     /// The amax is mapped onto 448 / 2^M [default: 0]
     #[arg(long, value_name = "M")]

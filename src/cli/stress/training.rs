@@ -165,6 +165,7 @@ fn loss_figures(run: &StressResult, training: &Training, casts: Casts) -> Vec<Fi
         let values = curves_of.iter().flat_map(|(_, points)| points).map(|point| point.1).chain(limit);
         let frame = Frame {
             axis: Axis::linear(values),
+            first: 0,
             last: run.steps.saturating_sub(1).max(1),
             over: "step",
             limit,
@@ -207,6 +208,7 @@ fn overflow_figure(run: &StressResult, training: &Training) -> Figure {
     let most = all.iter().filter_map(|(_, points)| points.last()).map(|point| point.1).fold(1.0, f64::max);
     let frame = Frame {
         axis: Axis::linear([0.0, most].into_iter()),
+        first: 0,
         last: run.steps.saturating_sub(1).max(1),
         over: "step",
         limit: None,
@@ -246,8 +248,8 @@ fn sentences(run: &StressResult, training: &Training) -> Vec<String> {
             training.spike_steps.unwrap_or(0)
         ),
         None => format!(
-            "Own runs, {} parameters, {} sequences a step, rate {}. Each stops at step {} and goes on in four ways; \
-             the table above counts the one with the weights alone.",
+            "Own runs, {} parameters, {} sequences per step, rate {}. Each stops at step {} and continues in four ways; \
+             the table above counts the one with only the weights.",
             training.parameters,
             training.batch,
             brief(training.rate),
@@ -333,7 +335,7 @@ fn peaks(training: &Training) -> Option<String> {
     };
     let all: Vec<String> = Tensor::ALL.into_iter().filter_map(one).collect();
     Some(format!(
-        "Largest |x / descale| under the certain bound in all runs, of 448 (logits: of 358, where the bound lies): {}.",
+        "Largest |x / descale| under the worst-case bound in all runs, of 448 (logits: of 358, where the bound lies): {}.",
         all.join(", ")
     ))
 }

@@ -340,7 +340,7 @@ fn range_and_cost(run: &StressResult) -> Option<String> {
     {
         text.push_str(&format!(
             " Their SQNR is {a:.1} and {b:.1} dB, their KL {} and {}. E4M3 is a floating-point format with the same \
-             relative precision from 448 down to 1/64, so the used share of the range alone says little about accuracy.",
+             relative precision from 448 down to 1/64, so the used share of the range says little about accuracy.",
             brief(c),
             brief(d)
         ));
@@ -376,7 +376,7 @@ fn burn_in(run: &StressResult) -> Option<String> {
     if !auto.slack.is_empty() {
         let all: Vec<String> = auto.slack.iter().map(slack).collect();
         text.push_str(&format!(
-            " Slack in the burn-in (certain bound / observed maximum of a head), min / mean / max: {}.",
+            " Slack in the burn-in (worst-case bound / observed maximum of a head), min / mean / max: {}.",
             all.join(", ")
         ));
     }

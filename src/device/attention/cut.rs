@@ -8,7 +8,9 @@ use crate::attention::{AttentionShape, PvAccumulator};
 /// Bytes of one entry of the list of tiles, and of what stands in front of it.
 const ENTRY: usize = 64;
 /// Keys of a tile of values: with sequences of unequal length, each begins one.
-const VALUE_TILE: usize = 128;
+pub(super) const VALUE_TILE: usize = 128;
+/// Sequences whose parts one launch can join.
+const JOINED_SEQUENCES: usize = 65_535;
 
 /// Tiles, parts of keys and the order of both.
 #[derive(Clone, Copy, Debug)]
@@ -93,6 +95,10 @@ fn split_of(terms: &Terms, sizes: &AttentionShape, logits_e4m3: bool) -> Option<
     if terms.sequences.is_none() {
         return Some(split);
     }
+    // The kernel that joins parts counts sequences in a grid's third dimension, which has 16 bits.
+    if longest.batch > JOINED_SEQUENCES {
+        return Some(Split { parts: 1, ..split });
+    }
     // The longest sequence may stand alone among short ones.
     let alone = AttentionShape { batch: 1, ..longest };
     let parts = Split::of(&alone, logits_e4m3).map_or(1, |alone| alone.parts).max(split.parts);
@@ -120,4 +126,35 @@ pub(super) fn regions(terms: &Terms, sizes: &AttentionShape, regions: &mut Regio
     let parts = |split: &Split| (rows / (split.positions * split.consumers) + sequences.count()) * split.parts;
     let capacity = splits.iter().flatten().map(parts).max().unwrap_or(0).max(rows / ROWS + sequences.count());
     [partial, regions.add(ENTRY * (1 + capacity)), regions.add(4 * sequences.count())]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::Mask;
+    use crate::cuda::{DevicePtr, Element, View};
+
+    #[test]
+    fn a_launch_joins_as_many_sequences_as_a_grid_counts() {
+        for (count, max_len_k) in [(1, 8192), (300, 8192), (65_535, 1 << 20), (65_536, 1 << 20), (200_000, 1024)] {
+            // SAFETY: nothing is launched.
+            let list = unsafe { View::dense(DevicePtr(1 << 20), Element::I32, [count]) };
+            let lists =
+                Sequences { q_starts: list, q_ends: list, k_starts: list, k_ends: list, max_len_q: 1, max_len_k };
+            let terms = Terms { sequences: Some(lists), ..Terms::plain(Mask::CAUSAL, 0.1) };
+            let sizes = AttentionShape {
+                batch: 1,
+                n_q_heads: 1,
+                n_kv_heads: 1,
+                len_q: count,
+                len_k: 1 << 20,
+                d_head: 64,
+                d_v: 64,
+            };
+            let split = Cut::of(&terms, &sizes, PvAccumulator::default(), false, true, 132).split.expect("few rows");
+            let [_, _, sequences] = split.joining_grid(&terms.longest(&sizes));
+            assert!(split.parts == 1 || sequences <= JOINED_SEQUENCES, "{count} sequences in {split:?}");
+            assert!(count > 1 || split.parts > 1, "{split:?}");
+        }
+    }
 }

@@ -300,7 +300,7 @@ impl AttentionEngine {
             rotary: t.rope.map_or(0, |r| r.rotary() as i32),
             q_start: sizes.len_k as i32 - sizes.len_q as i32,
             v_f16: (t.accumulator == PvAccumulator::F16).into(),
-            unused: 0,
+            table_rows: t.rope.map_or(0, |r| r.cosine.extents()[0] as i32),
         };
         let blocks = heads_q.div_ceil(CAST_HEADS) + 2 * heads_kv.div_ceil(CAST_HEADS);
         let mut groups = sizes.len_q.max(sizes.len_k).div_ceil(CAST_ROWS);

@@ -60,4 +60,4 @@ pub use paged_call::{NewTokens, PagedCache, PagedRope, PagedTensors, PagedWorksp
 pub use sizes::HeadDims;
 pub use terms::{Sequences, Terms};
 pub use tile::{Schedule, Split, Tile};
-pub use variant::{attention_variants, cast_variants};
+pub use variant::{attention_variants, cast_variants, spilling_variants};

@@ -205,9 +205,9 @@ impl PagedRope {
             return Err(Error::argument("E4M3 operands cannot be rotated: RoPE comes before the cast"));
         }
         let (rotary, rows) = (self.rotary(), self.cosine.extents()[0]);
-        if rotary == 0 || !rotary.is_multiple_of(16) || rotary > sizes.d_head {
+        if rotary == 0 || !rotary.is_multiple_of(8) || rotary > sizes.d_head {
             return Err(Error::argument(format_args!(
-                "rotary dimension {rotary} must be a multiple of 16 up to the head dimension {}",
+                "rotary dimension {rotary} must be a multiple of 8 up to the head dimension {}",
                 sizes.d_head
             )));
         }

@@ -200,7 +200,7 @@ pub(super) struct Cast {
     pub rotary: i32,
     pub q_start: i32,
     pub v_f16: i32,
-    pub unused: i32,
+    pub table_rows: i32,
 }
 const _: () = assert!(size_of::<Cast>() == 296, "the kernel asserts the same");
 

@@ -1,5 +1,6 @@
 //! What one call computes, beside its tensors: [`AttentionCall`] with its lists in device memory.
 
+use super::cut::VALUE_TILE;
 use crate::attention::{AttentionCall, AttentionShape, Mask};
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
@@ -26,7 +27,8 @@ pub struct Terms {
 ///
 /// Rows count over the axis `batch * len`: row `r` is `(r / len, r % len)`. Sequences come in order, share no rows, and none
 /// has rows of two entries of the batch. What lies on the device is not checked: lists that break these rules give wrong
-/// rows, but no access outside of the tensors.
+/// rows, but no access outside of the tensors, nor outside of the tables of a rotation. A deterministic backward may wait
+/// forever for sequences that are out of order.
 ///
 /// | batch | starts, ends |
 /// |---|---|
@@ -76,9 +78,11 @@ impl Terms {
     pub(super) fn check(&self, sizes: &AttentionShape) -> Result<()> {
         for (name, value) in [("softmax scale", Some(self.softmax_scale)), ("soft-cap", self.soft_cap)] {
             if let Some(value) = value
-                && !(value.is_finite() && value > 0.0)
+                && !(value > 0.0 && value <= LARGEST_SCALE)
             {
-                return Err(Error::argument(format_args!("{name} {value} must be finite and greater than zero")));
+                return Err(Error::argument(format_args!(
+                    "{name} {value} must be greater than zero and at most {LARGEST_SCALE:e}"
+                )));
             }
         }
         if let Some(sinks) = &self.sinks {
@@ -111,6 +115,9 @@ impl Features {
 
 /// A window without limit: `kNoWindow` of `kernels/attention/mask.cuh`.
 const NO_WINDOW: i32 = 1 << 28;
+/// Largest multiplier of logits: times log2(e) and the 1e30 that stands for the maximum of no logit (`kLowest` of
+/// `kernels/attention/config.cuh`), it stays in f32.
+const LARGEST_SCALE: f32 = 2e8;
 
 impl Terms {
     /// How many keys before and after its position a row sees.
@@ -158,6 +165,9 @@ impl Sequences {
 
     fn check(&self, sizes: &AttentionShape) -> Result<()> {
         let count = [self.count()];
+        if count == [0] {
+            return Err(Error::argument("q_starts has no entry: give at least one sequence, which may be empty"));
+        }
         let lists = [
             ("q_starts", &self.q_starts),
             ("q_ends", &self.q_ends),
@@ -173,6 +183,18 @@ impl Sequences {
             if longest == 0 || longest > rows {
                 return Err(Error::argument(format_args!(
                     "{name} {longest} must be from 1 to the {rows} rows that an entry of the batch has"
+                )));
+            }
+        }
+        // Kernels count rows over the whole axis in 31 bits, each sequence of values from a tile of its own, and so the
+        // blocks of a cast.
+        let rows = |len: usize| (sizes.batch as u128) * len as u128 + (VALUE_TILE * self.count()) as u128;
+        let heads = (sizes.n_q_heads + 2 * sizes.n_kv_heads) as u128;
+        for (name, len) in [("queries", sizes.len_q), ("keys", sizes.len_k)] {
+            let (rows, most) = (rows(len), (1u128 << 31).min((1 << 34) / heads) - 1);
+            if rows > most {
+                return Err(Error::unsupported(format_args!(
+                    "{rows} {name} of all sequences, each begun at a tile of {VALUE_TILE}, are more than the GPU takes: {most}"
                 )));
             }
         }
@@ -233,6 +255,9 @@ mod tests {
         assert!(plain.check(&SIZES).is_ok());
         assert!(message(Terms { softmax_scale: f32::NAN, ..plain }).contains("softmax scale NaN"));
         assert!(message(Terms { soft_cap: Some(0.0), ..plain }).contains("soft-cap 0"));
+        assert!(message(Terms { soft_cap: Some(3e8), ..plain }).contains("soft-cap 300000000 must"));
+        assert!(message(Terms { softmax_scale: f32::INFINITY, ..plain }).contains("at most 2e8"));
+        assert!(Terms { soft_cap: Some(2e8), softmax_scale: 2e8, ..plain }.check(&SIZES).is_ok());
         assert!(message(Terms { sinks: Some(list(Element::F32, 3)), ..plain }).contains("sinks has shape"));
         assert!(message(Terms { sequences: Some(sequences(41, 1)), ..plain }).contains("max_len_q 41"));
         assert!(message(Terms { sequences: Some(sequences(1, 0)), ..plain }).contains("max_len_k 0"));
@@ -240,7 +265,24 @@ mod tests {
         assert!(message(Terms { sequences: Some(short), ..plain }).contains("k_ends has shape"));
         let wide = Sequences { q_ends: list(Element::F32, 3), ..sequences(1, 1) };
         assert!(message(Terms { sequences: Some(wide), ..plain }).contains("q_ends is"));
+        let none = list(Element::I32, 0);
+        let empty = Sequences { q_starts: none, q_ends: none, k_starts: none, k_ends: none, ..sequences(1, 1) };
+        assert!(message(Terms { sequences: Some(empty), ..plain }).contains("q_starts has no entry"));
         let call = AttentionCall { sinks: Some(&[0.0; 4]), ..AttentionCall::causal(SIZES) };
         assert!(Terms::of(&call).unwrap_err().is_unsupported());
+    }
+
+    #[test]
+    fn rows_of_all_sequences_stay_below_two_to_the_31() {
+        let one = Sequences { max_len_q: 1, max_len_k: 1, ..sequences(1, 1) };
+        let plain = Terms { sequences: Some(one), ..Terms::plain(Mask::CAUSAL, 0.1) };
+        let of = |batch: usize, len_k: usize, n_kv_heads: usize| {
+            let sizes = AttentionShape { batch, n_q_heads: n_kv_heads, n_kv_heads, len_q: 1, len_k, ..SIZES };
+            plain.check(&sizes)
+        };
+        assert!(of(127, 1 << 24, 1).is_ok());
+        let error = of(128, 1 << 24, 1).unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains("keys of all sequences"), "{error}");
+        assert!(of(16, 1 << 24, 64).unwrap_err().is_unsupported(), "blocks of the cast");
     }
 }

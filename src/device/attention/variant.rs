@@ -273,6 +273,43 @@ fn whole(dims: HeadDims, tile: Tile, accumulator: PvAccumulator, how: [bool; 4],
     Variant::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features }
 }
 
+/// Variants whose registers are too few, with the bytes that they may spill: parts of calls with sequences, where telemetry leaves room
+/// for one set of logits beside O and the sums of a tile, or every feature is there at once.
+pub fn spilling_variants() -> Vec<(Request, u32)> {
+    let varlen = Features { varlen: true, ..Features::default() };
+    let sink = Features { sink: true, ..varlen };
+    let every = Features { window: true, soft_cap: true, ..sink };
+    let (fp8, f16) = (PvAccumulator::default(), PvAccumulator::F16);
+    // Columns of q and v, features, accumulator, telemetry and logits in E4M3, bytes.
+    let all = [
+        (64, 128, varlen, fp8, [true, false], 184),
+        (128, 128, varlen, fp8, [true, false], 168),
+        (192, 128, varlen, fp8, [true, false], 176),
+        (256, 128, varlen, fp8, [true, false], 152),
+        (192, 64, varlen, fp8, [true, false], 8),
+        (192, 96, varlen, fp8, [true, false], 8),
+        (192, 64, sink, fp8, [true, false], 8),
+        (192, 96, sink, fp8, [true, false], 8),
+        (192, 128, sink, fp8, [true, false], 8),
+        (192, 128, every, fp8, [false, false], 16),
+        (192, 128, every, fp8, [true, false], 16),
+        (192, 128, every, fp8, [true, true], 16),
+        (192, 128, every, f16, [false, false], 8),
+        (192, 128, every, f16, [true, false], 8),
+        (192, 96, every, fp8, [false, false], 16),
+        (192, 96, every, fp8, [true, false], 16),
+        (192, 96, every, fp8, [true, true], 16),
+        (192, 96, every, f16, [false, false], 8),
+        (192, 96, every, f16, [true, false], 8),
+    ];
+    type Row = (usize, usize, Features, PvAccumulator, [bool; 2], u32);
+    let of = |(qk, v, features, accumulator, [telemetry, logits_e4m3], spills): Row| {
+        let dims = HeadDims { qk, v, padded: false };
+        (parts(dims, accumulator, [telemetry, logits_e4m3, false], features).request(), spills)
+    };
+    all.into_iter().map(of).collect()
+}
+
 /// Windows, sequences of unequal length, soft-caps and sinks, alone and together.
 fn featured(dims: HeadDims) -> Vec<Variant> {
     let none = Features::default();

@@ -795,3 +795,93 @@ fn absent_sizes_are_those_of_the_reference() {
         assert_eq!((layer.n_kv_heads, layer.d_head), (n_kv, d_head), "{model}");
     }
 }
+
+#[test]
+fn a_norm_is_what_the_keys_make_it() {
+    let cohere = |extra: &str| {
+        spec(&format!(
+            r#"{{"model_type":"cohere2_moe","hidden_size":256,"num_hidden_layers":4,"num_attention_heads":4,"head_dim":64{extra}}}"#
+        ))
+        .unwrap()
+    };
+    for (extra, kind) in [
+        ("", NormKind::LayerNorm),
+        (r#","rms_norm_eps":null"#, NormKind::LayerNorm),
+        (r#","rms_norm_eps":1e-5"#, NormKind::RmsNorm),
+    ] {
+        assert_eq!(cohere(extra).norm.kind, kind, "{extra}");
+        // Full layers may be rotated.
+        assert!(cohere(extra).layers.iter().all(|layer| layer.rope.is_some()));
+    }
+}
+
+#[test]
+fn the_first_of_a_pattern_can_be_the_full_one() {
+    let decoder = |extra: &str| {
+        spec(&format!(
+            r#"{{"model_type":"modernbert-decoder","hidden_size":256,"num_hidden_layers":4,"num_attention_heads":4{extra}}}"#
+        ))
+    };
+    let bases = |extra: &str| -> Vec<f64> {
+        let angle = |layer: &LayerSpec| layer.rope.as_ref().unwrap().inv_freq.as_ref().unwrap()[16];
+        decoder(extra).unwrap().layers.iter().map(|layer| angle(layer).powi(-2).round()).collect()
+    };
+    assert_eq!(bases(""), [160_000.0, 10_000.0, 10_000.0, 160_000.0]);
+    assert_eq!(bases(r#","global_attn_every_n_layers":2,"global_rope_theta":4e4"#), [4e4, 1e4, 4e4, 1e4]);
+    for (extra, why) in
+        [(r#","norm_bias":true"#, "norm_bias"), (r#","rope_scaling":{"type":"linear"}"#, "rope_scaling")]
+    {
+        let error = decoder(extra).unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains(why), "{error}");
+    }
+}
+
+#[test]
+fn kinds_of_layers_are_those_of_the_family() {
+    let kinds = |model_type: &str, kinds: &str| {
+        spec(&format!(
+            r#"{{"model_type":"{model_type}","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":4,"head_dim":64{kinds}}}"#
+        ))
+    };
+    let numbers = |spec: AttentionSpec| spec.layers.iter().map(|layer| layer.number).collect::<Vec<_>>();
+    assert_eq!(numbers(kinds("lfm3", r#","layer_types":["conv","sliding_attention"]"#).unwrap()), [1]);
+    let error = kinds("lfm3", "").unwrap_err();
+    assert!(error.is_format() && error.to_string().contains("`layer_types` is missing"), "{error}");
+    // A model all of whose layers have attention has no other kind.
+    let error = kinds("qwen3", r#","layer_types":["conv","full_attention"]"#).unwrap_err();
+    assert!(error.is_unsupported() && error.to_string().contains("\"conv\""), "{error}");
+    let sparse = r#","layer_types":["full_attention","minimax_m3_sparse"]"#;
+    assert_eq!(numbers(kinds("minimax_m3_vl_text", sparse).unwrap()), [0, 1]);
+    for (model_type, why) in [("qwen4_exp_text", "residual streams"), ("gemma4_assistant", "drafts for")] {
+        let error = kinds(model_type, "").unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains(why), "{error}");
+    }
+    let packed = r#","quantization_config":{"quant_method":"bitnet","quantization_mode":"online"}"#;
+    assert!(kinds("bitnet", packed).unwrap_err().to_string().contains("bitnet"));
+}
+
+#[test]
+fn heads_of_full_layers_are_those_of_either_release() {
+    let heads = |extra: &str| {
+        let json = format!(
+            r#"{{"model_type":"gemma4_text","hidden_size":64,"num_hidden_layers":2,"num_attention_heads":4,"num_key_value_heads":2,
+                "head_dim":16,"layer_types":["sliding_attention","full_attention"]{extra}}}"#
+        );
+        spec(&json).map(|spec| spec.layers.iter().map(|own| (own.n_kv_heads, own.d_head)).collect::<Vec<_>>())
+    };
+    for (extra, of_full) in [
+        ("", (2, 512)),
+        (r#","global_head_dim":16"#, (2, 16)),
+        (r#","per_layer_config":{}"#, (2, 16)),
+        (r#","per_layer_config":{"1":{"head_dim":32}}"#, (2, 32)),
+        (r#","per_layer_config":{"1":{"num_key_value_heads":1}},"attention_k_eq_v":true"#, (1, 16)),
+    ] {
+        assert_eq!(heads(extra).unwrap(), [(2, 16), of_full], "{extra}");
+    }
+    for extra in
+        [r#"{"0":{"head_dim":32}}"#, r#"{"1":{"head_dim":32},"2":{"head_dim":32}}"#, r#"{"full":{"head_dim":32}}"#]
+    {
+        let error = heads(&format!(r#","per_layer_config":{extra}"#)).unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains("`per_layer_config`"), "{error}");
+    }
+}

@@ -3,7 +3,7 @@
 use super::parts::*;
 use super::schema::{
     Count, Family, Flag, HeadDim, LayerHeads, NormTensor, Otherwise, QkNormRule, QkvTensors, RopeLayers, RopeRule,
-    RotaryShare, ScaleRule, Sizes,
+    RotaryShare, ScaleRule, Sizes, WindowLayers, WindowRule,
 };
 use crate::model::spec::{GainForm, InputNorm, NormKind, RopeLayout};
 
@@ -43,6 +43,19 @@ pub(super) static FAMILIES: &[Family] = &[
             k: "layers.{i}.self_attn.k_layernorm",
             ..head_rms(GainForm::Plain)
         }),
+        ..LLAMA
+    },
+    Family {
+        name: "lfm3",
+        model_types: &["lfm3"],
+        sizes: Sizes {
+            layer_heads: LayerHeads::Hybrid { keys: KINDS, otherwise: Otherwise::Listed },
+            ..llama_sizes(kv(Some(4)), HeadDim::Key(Some(128)))
+        },
+        norm_tensor: NormTensor::Own("layers.{i}.operator_norm"),
+        rope: gemma_rope(4),
+        qk_norm: Some(head_rms(GainForm::Plain)),
+        window: Some(WindowRule { absent: Some(256), switch: None, layers: WindowLayers::Types }),
         ..LLAMA
     },
     Family {

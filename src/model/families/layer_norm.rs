@@ -2,8 +2,8 @@
 
 use super::parts::*;
 use super::schema::{
-    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkNormStored, QkvTensors, Refusal,
-    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes,
+    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, Pattern, QkNormRule, QkNormStored, QkvTensors,
+    Refusal, RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes,
 };
 use crate::model::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
@@ -141,6 +141,54 @@ pub(super) static FAMILIES: &[Family] = &[
         rope: sliding_only(RopeLayout::Interleaved, PATTERN, false),
         window: all_but_every(4096, PATTERN, 4),
         ..LLAMA
+    },
+    Family {
+        name: "cohere2_moe",
+        model_types: &["cohere2_moe"],
+        sizes: llama_sizes(kv(None), HeadDim::Key(Some(128))),
+        norm: InputNorm { kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: false },
+        rms_key: Some("rms_norm_eps"),
+        // Full layers are rotated where they are dense and `prefix_dense_sliding_window_pattern` is 1. What holds under
+        // any rotation holds without one.
+        rope: interleaved(10_000.0, RotaryShare::Whole),
+        window: all_but_every(4096, PATTERN, 4),
+        ..LLAMA
+    },
+    Family {
+        name: "modernbert-decoder",
+        model_types: &["modernbert-decoder"],
+        sizes: llama_sizes(KvHeads::SameAsQuery, HeadDim::Derived),
+        norm: InputNorm { kind: NormKind::LayerNorm, gain: GainForm::Plain, shift: false },
+        norm_tensor: NormTensor::FirstApart { first: "embeddings.norm", rest: "layers.{i}.attn_norm" },
+        rope: RopeRule::Rotary {
+            layout: RopeLayout::HalfSplit,
+            theta_keys: &["global_rope_theta"],
+            theta: Some(160_000.0),
+            share: RotaryShare::Whole,
+            layers: RopeLayers::ByType {
+                pattern: Pattern { keys: &["global_attn_every_n_layers"], every: 3, first: true },
+                local_theta: Some(("local_rope_theta", 10_000.0)),
+            },
+            longrope_names: &[],
+        },
+        qkv: QkvTensors::Separate {
+            q: "layers.{i}.attn.q_proj",
+            k: "layers.{i}.attn.k_proj",
+            v: "layers.{i}.attn.v_proj",
+        },
+        // Its window (`local_attention`) is not read: no bound depends on it.
+        refusals: &[
+            Refusal { key: "norm_bias", unless: Setting::False, why: "only its norm without a shift is known" },
+            Refusal { key: "rope_scaling", unless: Setting::False, why: "it scales both kinds of layers alike" },
+        ],
+        ..LLAMA
+    },
+    Family {
+        name: "roberta-prelayernorm",
+        model_types: &["roberta-prelayernorm"],
+        prefixes: &["roberta_prelayernorm.", ""],
+        norm_tensor: NormTensor::Own("encoder.layer.{i}.attention.LayerNorm"),
+        ..BERT
     },
     Family {
         name: "nemotron",

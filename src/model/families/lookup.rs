@@ -7,7 +7,7 @@ use super::{hybrids, latent, layer_norm, rms_norm};
 use serde::Serialize;
 
 /// Families whose tokens also see the ones behind them, unless the config makes the model a decoder.
-pub(crate) const BIDIRECTIONAL: &[&str] = &["bert", "roberta"];
+pub(crate) const BIDIRECTIONAL: &[&str] = &["bert", "roberta", "roberta-prelayernorm"];
 
 /// A `model_type` that configs name, and what becomes of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -1,8 +1,9 @@
 //! What rows of the table share.
 
 use super::schema::{
-    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, Otherwise, QkNormRule, QkNormStored, QkvTensors,
-    Refusal, RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule, WindowLayers, WindowRule,
+    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, Otherwise, Pattern, QkNormRule, QkNormStored,
+    QkvTensors, Refusal, RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule, WindowLayers,
+    WindowRule,
 };
 use crate::model::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
@@ -111,7 +112,7 @@ pub(super) const fn sliding_only(layout: RopeLayout, pattern: &'static [&'static
         theta_keys: &[],
         theta: Some(10_000.0),
         share: RotaryShare::Whole,
-        layers: RopeLayers::Sliding { pattern: (pattern, 4), or_all },
+        layers: RopeLayers::Sliding { pattern: Pattern { keys: pattern, every: 4, first: false }, or_all },
         longrope_names: &[],
     }
 }
@@ -151,7 +152,11 @@ pub(super) const fn gemma_rope(pattern: usize) -> RopeRule {
         theta: Some(1e6),
         share: RotaryShare::Whole,
         layers: RopeLayers::ByType {
-            pattern: (&["sliding_window_pattern", "_sliding_window_pattern"], pattern),
+            pattern: Pattern {
+                keys: &["sliding_window_pattern", "_sliding_window_pattern"],
+                every: pattern,
+                first: false,
+            },
             local_theta: Some(("rope_local_base_freq", 10_000.0)),
         },
         longrope_names: &[],
@@ -195,6 +200,7 @@ pub(super) const LLAMA: Family = Family {
     prefixes: DECODER_PREFIXES,
     sizes: llama_sizes(kv(None), HeadDim::Key(None)),
     norm: RMS,
+    rms_key: None,
     norm_tensor: OWN_NORM,
     bias: Flag::Key("attention_bias", false),
     rope: HALF,
@@ -220,6 +226,24 @@ pub(super) const MISTRAL: Family = Family {
     sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
     bias: Flag::Never,
     window: Some(WindowRule { absent: Some(4096), switch: None, layers: WindowLayers::Types }),
+    ..LLAMA
+};
+
+pub(super) const PHI3: Family = Family {
+    name: "phi3",
+    model_types: &["phi3"],
+    bias: Flag::Never,
+    rope: RopeRule::Rotary {
+        layout: RopeLayout::HalfSplit,
+        theta_keys: &[],
+        theta: Some(10_000.0),
+        share: RotaryShare::Part(PARTIAL, 1.0),
+        layers: RopeLayers::Same,
+        // Older configs wrote these two for what is LongRoPE here.
+        longrope_names: &["su", "yarn"],
+    },
+    qkv: QkvTensors::Concat { name: "layers.{i}.self_attn.qkv_proj", conv1d: false },
+    window: in_every_layer(None),
     ..LLAMA
 };
 
@@ -287,7 +311,7 @@ pub(super) const BERT: Family = Family {
     prefixes: &["bert.", ""],
     sizes: llama_sizes(KvHeads::SameAsQuery, HeadDim::Derived),
     norm: LAYER_NORM,
-    norm_tensor: NormTensor::Previous { first: "embeddings.LayerNorm", rest: "encoder.layer.{j}.output.LayerNorm" },
+    norm_tensor: NormTensor::FirstApart { first: "embeddings.LayerNorm", rest: "encoder.layer.{j}.output.LayerNorm" },
     bias: Flag::Always,
     rope: RopeRule::None,
     qkv: QkvTensors::Separate {

@@ -2,8 +2,8 @@
 
 use super::parts::*;
 use super::schema::{
-    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, QkNormRule, QkvTensors, Refusal, RopeLayers,
-    RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule, WindowLayers, WindowRule,
+    Count, Family, Flag, HeadDim, KvHeads, LayerHeads, NormTensor, Pattern, QkNormRule, QkvTensors, Refusal,
+    RopeLayers, RopeRule, RotaryShare, ScaleRule, Setting, Sizes, TemperatureRule, WindowLayers, WindowRule,
 };
 use crate::model::spec::{GainForm, InputNorm, NormKind, QkNorm, QkNormScope, RopeLayout};
 
@@ -102,7 +102,7 @@ pub(super) static FAMILIES: &[Family] = &[
     },
     Family {
         name: "gemma4_text",
-        model_types: &["gemma4_text"],
+        model_types: &["gemma4_text", "gemma4_unified_text"],
         sizes: llama_sizes(kv(Some(4)), HeadDim::Key(Some(256))),
         rope: gemma_rope(6),
         qk_norm: Some(head_rms(GainForm::Plain)),
@@ -130,28 +130,25 @@ pub(super) static FAMILIES: &[Family] = &[
             theta_keys: &[],
             theta: Some(500_000.0),
             share: RotaryShare::Whole,
-            layers: RopeLayers::ByType { pattern: (&[], 4), local_theta: None },
+            layers: RopeLayers::ByType { pattern: Pattern { keys: &[], every: 4, first: false }, local_theta: None },
             longrope_names: &[],
         },
         qk_norm: Some(JOINT_RMS),
         window: all_but_every(4096, &[], 4),
         ..LLAMA
     },
+    PHI3,
     Family {
-        name: "phi3",
-        model_types: &["phi3"],
-        bias: Flag::Never,
-        rope: RopeRule::Rotary {
-            layout: RopeLayout::HalfSplit,
-            theta_keys: &[],
-            theta: Some(10_000.0),
-            share: RotaryShare::Part(&["partial_rotary_factor"], 1.0),
-            layers: RopeLayers::Same,
-            // Older configs wrote these two for what is LongRoPE here.
-            longrope_names: &["su", "yarn"],
-        },
-        qkv: QkvTensors::Concat { name: "layers.{i}.self_attn.qkv_proj", conv1d: false },
-        window: in_every_layer(None),
+        name: "phi4_multimodal",
+        model_types: &["phi4_multimodal"],
+        sizes: llama_sizes(kv(Some(8)), HeadDim::Key(None)),
+        ..PHI3
+    },
+    Family {
+        name: "bitnet",
+        model_types: &["bitnet"],
+        sizes: llama_sizes(kv(Some(5)), HeadDim::Key(None)),
+        rope: half_split(500_000.0),
         ..LLAMA
     },
     Family {
@@ -213,6 +210,16 @@ pub(super) static FAMILIES: &[Family] = &[
         bias: Flag::Never,
         rope: rotary(5e6, RotaryShare::ChannelsOrShare("rotary_dim")),
         qk_norm: Some(JOINT_RMS),
+        ..LLAMA
+    },
+    Family {
+        name: "minimax_m3",
+        model_types: &["minimax_m3_vl_text"],
+        sizes: llama_sizes(kv(Some(4)), HeadDim::Key(Some(128))),
+        norm: RMS_ONE_PLUS,
+        bias: Flag::Never,
+        rope: rotary(5e6, RotaryShare::ChannelsOrShare("rotary_dim")),
+        qk_norm: Some(head_rms(GainForm::OnePlus)),
         ..LLAMA
     },
     Family { name: "olmoe", model_types: &["olmoe"], qk_norm: Some(JOINT_RMS), refusals: CLIP, ..LLAMA },

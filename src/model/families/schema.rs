@@ -14,6 +14,8 @@ pub(crate) struct Family {
     pub sizes: Sizes,
     /// Normalisation in front of the projections.
     pub norm: InputNorm,
+    /// A key that makes it an RMSNorm where it is there and not null.
+    pub rms_key: Option<&'static str>,
     /// Its tensors.
     pub norm_tensor: NormTensor,
     /// Biases of the q, k and v projections (all three or none).
@@ -105,6 +107,8 @@ pub(crate) enum LayerHeads {
 pub(crate) enum Otherwise {
     /// The last of every so many.
     LastOf(Count),
+    /// A config without the list is refused.
+    Listed,
     /// Those whose number leaves `offset` when divided by `period`; keys with what they are when absent.
     Period { period: (&'static str, usize), offset: (&'static str, usize) },
     /// Every second layer, from the first on: nothing in the config says otherwise.
@@ -184,20 +188,29 @@ pub(crate) enum RotaryShare {
 pub(crate) enum RopeLayers {
     /// Not at all.
     Same,
-    /// Full and sliding layers have their own parameters. `pattern` keys: every n-th layer is full when `layer_types`
-    /// is absent. Releases differ on the keys behind the first, and on settings that are not set apart by the kind of layer:
-    /// the largest factor counts. `local_theta`: key and default of the sliding layers' base; without one they take the common base.
-    /// Scaling in the old generation of keys belongs to the full layers alone.
-    ByType { pattern: (&'static [&'static str], usize), local_theta: Option<(&'static str, f64)> },
+    /// Full and sliding layers have their own parameters. `pattern`: which layers are full when `layer_types` is absent.
+    /// Releases differ on the keys behind the first, and on settings that are not set apart by the kind of layer: the
+    /// largest factor counts. `local_theta`: key and default of the sliding layers' base; without one they take the
+    /// common base. Scaling in the old generation of keys belongs to the full layers alone.
+    ByType { pattern: Pattern, local_theta: Option<(&'static str, f64)> },
     /// The same in all if this key has this value, else none.
     If(&'static str, &'static str),
     /// A list of bases, one a layer, 0 for a layer that is not rotated; absent or null: the common base in all.
     Bases(&'static str),
     /// `no_rope_layers` (1: rotated, 0: not), else every n-th layer has none.
     NoRope { interval: (&'static str, usize) },
-    /// Only sliding layers are rotated; every n-th layer is full when `layer_types` is absent. With `or_all`, every layer
-    /// is rotated where `sliding_window` is null.
-    Sliding { pattern: (&'static [&'static str], usize), or_all: bool },
+    /// Only sliding layers are rotated; `pattern` says which are full when `layer_types` is absent. With `or_all`, every
+    /// layer is rotated where `sliding_window` is null.
+    Sliding { pattern: Pattern, or_all: bool },
+}
+
+/// One full layer of so many: the last, or the `first`.
+#[derive(Clone, Copy)]
+pub(crate) struct Pattern {
+    pub keys: &'static [&'static str],
+    /// Where no key is there.
+    pub every: usize,
+    pub first: bool,
 }
 
 /// Normalisation of q and k.
@@ -261,8 +274,9 @@ pub(crate) enum NormTensor {
     Own(&'static str),
     /// No norm at all.
     None,
-    /// Post-norm: what leaves the norm after the previous layer enters this one; `{j}` is the layer before.
-    Previous { first: &'static str, rest: &'static str },
+    /// The first layer reads another norm than the rest. Post-norm: what leaves the norm after the previous layer enters
+    /// this one; `{j}` is the layer before.
+    FirstApart { first: &'static str, rest: &'static str },
     /// Falcon: `ln_attn` with the new decoder architecture and two norms (the default there), else `input_layernorm`.
     Falcon { two: &'static str, one: &'static str },
 }

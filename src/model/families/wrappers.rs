@@ -12,6 +12,8 @@ pub(crate) static WRAPPERS: &[Wrapper] = &[
     Wrapper { model_type: "gemma3", text: "gemma3_text", flat: false, prefixes: OUTSIDE },
     Wrapper { model_type: "gemma3n", text: "gemma3n_text", flat: false, prefixes: INSIDE },
     Wrapper { model_type: "gemma4", text: "gemma4_text", flat: false, prefixes: INSIDE },
+    Wrapper { model_type: "gemma4_unified", text: "gemma4_unified_text", flat: false, prefixes: INSIDE },
+    Wrapper { model_type: "minimax_m3_vl", text: "minimax_m3_vl_text", flat: false, prefixes: INSIDE },
     Wrapper { model_type: "mistral3", text: "mistral", flat: false, prefixes: OUTSIDE },
     Wrapper { model_type: "qwen2_vl", text: "qwen2_vl_text", flat: true, prefixes: &[] },
     Wrapper { model_type: "qwen2_5_vl", text: "qwen2_5_vl_text", flat: true, prefixes: &[] },

@@ -140,7 +140,8 @@ pub fn low_precision(options: &LowPrecisionOptions, mut progress: impl FnMut(u64
     let mut heads: Vec<Head> = (0..options.heads).map(|index| Head::new(index, options, &mut rng)).collect();
     let start: Vec<Weights> = heads.iter().map(|head| head.weights[0].clone()).collect();
     let mut moments: Vec<[Projections; 2]> = heads.iter().map(|_| [zeros(), zeros()]).collect();
-    let info = LayerInfo { layer: 0, heads: options.heads, kv_heads: options.heads, head_dim: D };
+    let (layer, count) = (0, options.heads);
+    let info = LayerInfo { layer, heads: count, kv_heads: count, head_dim: D, width: Some(FEATURES) };
     let name = serde_json::to_string(options).ok();
     let run = RunInfo { format: FORMAT, source: "lab".into(), name, version: None, layers: vec![info] };
     let mut history = History { run, ..History::default() };

@@ -61,7 +61,7 @@ struct Case {
 
 impl Case {
     fn draw(rng: &mut StdRng) -> Self {
-        const DIMS: [usize; 13] = [16, 32, 80, 96, 112, 144, 160, 176, 192, 208, 224, 240, 256];
+        const DIMS: [usize; 14] = [16, 32, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256];
         let any = |rng: &mut StdRng| DIMS[rng.random_range(0..DIMS.len())];
         let (d_head, d_v) = match rng.random_range(0..8) {
             0..2 => (64, 64),
@@ -226,20 +226,26 @@ impl Bench {
         // Some heads' logits pass 448 of these.
         descales[48..].iter_mut().for_each(|x| *x *= 0.01);
         if case.cast.is_some() {
-            // Codes are the values then, exactly.
-            descales[..36].fill(1.0);
+            // Powers of two: a code times its descale is exact in BF16, and what the cast makes of it is the code.
+            descales[..36].fill_with(|| 2f32.powi(rng.random_range(-3..=1)));
         }
         let sinks: Vec<f32> = (0..24).map(|_| rng.random_range(-6.0..12.0)).collect();
         self.sinks.write(&sinks).unwrap();
         let visible = Visible::of(case);
         let operands = visible.operands(case, &self.codes);
         let plain = operands.each_ref().map(|codes| device().upload(codes).unwrap());
-        let wide = |codes: &Vec<u8>| -> Buffer<u8> {
-            let bytes: Vec<u8> =
-                codes.iter().flat_map(|&x| bf16::from_f32(Format::E4m3.decode(x)).to_le_bytes()).collect();
-            device().upload(&bytes).unwrap()
+        // Operand `i` in BF16, by the descales of its batch entries and KV heads.
+        let wide = |i: usize| -> Buffer<u8> {
+            let (len, heads, d) =
+                [(len_q, n_q_heads, d_head), (len_k, n_kv_heads, d_head), (len_k, n_kv_heads, d_v)][i];
+            let per_kv = heads / n_kv_heads;
+            let value = |(at, &x): (usize, &u8)| {
+                let (b, kv) = (at / (len * heads * d), at / d % heads / per_kv);
+                bf16::from_f32(Format::E4m3.decode(x) * descales[12 * i + b * n_kv_heads + kv]).to_le_bytes()
+            };
+            device().upload(&operands[i].iter().enumerate().flat_map(value).collect::<Vec<u8>>()).unwrap()
         };
-        let cast = case.cast.map(|_| operands.each_ref().map(wide));
+        let cast = case.cast.map(|_| [0, 1, 2].map(wide));
         let saved = operands.each_ref().map(|codes| device().upload(&vec![0x55u8; codes.len()]).unwrap());
         self.descales.write(&descales).unwrap();
         self.stats.write(&vec![0; self.stats.len()]).unwrap();

@@ -1,0 +1,254 @@
+"""The functions of ``flash_attn``, argument by argument: same order, same defaults, same results; every argument is
+taken or refused."""
+
+import inspect
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import sigmascale  # noqa: E402
+import sigmascale.torch as fp8  # noqa: E402
+
+# Of flash_attn 2 (flash_attn/flash_attn_interface.py at 005300258a22). REQUIRED: no default.
+REQUIRED = inspect.Parameter.empty
+COMMON = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
+SIGNATURES = {
+    "flash_attn_func": dict.fromkeys("qkv", REQUIRED) | COMMON,
+    "flash_attn_varlen_func": dict.fromkeys(
+        ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"], REQUIRED
+    )
+    | COMMON
+    | {"block_table": None},
+    "flash_attn_with_kvcache": {
+        "q": REQUIRED,
+        "k_cache": REQUIRED,
+        "v_cache": REQUIRED,
+        "k": None,
+        "v": None,
+        "rotary_cos": None,
+        "rotary_sin": None,
+        "cache_seqlens": None,
+        "cache_batch_idx": None,
+        "cache_leftpad": None,
+        "block_table": None,
+        "softmax_scale": None,
+        "causal": False,
+        "window_size": (-1, -1),
+        "softcap": 0.0,
+        "rotary_interleaved": True,
+        "alibi_slopes": None,
+        "num_splits": 0,
+        "return_softmax_lse": False,
+    },
+}
+# Keywords of FlashAttention-3 (hopper/flash_attn_interface.py at 01afd16d248c) that the functions above do not have.
+OTHERS = {
+    "flash_attn_func": {"qv": 1, "q_descale": 1, "k_descale": 1, "v_descale": 1, "attention_chunk": 4},
+    "flash_attn_varlen_func": {
+        "seqused_q": 1,
+        "qv": 1,
+        "q_descale": 1,
+        "k_descale": 1,
+        "v_descale": 1,
+        "attention_chunk": 4,
+    },
+    "flash_attn_with_kvcache": {
+        "qv": 1,
+        "cu_seqlens_q": 1,
+        "cu_seqlens_k_new": 1,
+        "max_seqlen_q": 4,
+        "rotary_seqlens": 1,
+        "q_descale": 1,
+        "k_descale": 1,
+        "v_descale": 1,
+        "attention_chunk": 4,
+    },
+}
+SCHEDULES = {"num_splits": 3, "pack_gqa": True, "sm_margin": 8}
+
+
+def make(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+PLAN = [torch.full((2,), 0.02) for _ in range(3)]
+CU = torch.tensor([0, 5, 12], dtype=torch.int32)
+
+
+def given(function):
+    """Arguments of a call with new keys, by name."""
+    if function == "flash_attn_func":
+        return {"q": make(2, 12, 4, 32), "k": make(2, 12, 2, 32, seed=1), "v": make(2, 12, 2, 32, seed=2)}
+    if function == "flash_attn_varlen_func":
+        places = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 7, "max_seqlen_k": 7}
+        return {"q": make(12, 4, 32), "k": make(12, 2, 32, seed=1), "v": make(12, 2, 32, seed=2)} | places
+    caches = {"k_cache": make(2, 16, 2, 32, seed=1), "v_cache": make(2, 16, 2, 32, seed=2)}
+    fresh = {"k": make(2, 3, 2, 32, seed=3), "v": make(2, 3, 2, 32, seed=4)}
+    return {"q": make(2, 3, 4, 32)} | caches | fresh | {"cache_seqlens": torch.tensor([7, 9], dtype=torch.int32)}
+
+
+def run(function, **changed):
+    copied = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in (given(function) | changed).items()}
+    return getattr(fp8, function)(**copied, plan=PLAN)
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_positions_and_defaults_are_those_of_the_package(function):
+    parameters = inspect.signature(getattr(fp8, function)).parameters.values()
+    positional = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+    assert list(positional.items()) == list(SIGNATURES[function].items())
+    # All that is added is by keyword.
+    added = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert added == {"plan", "sinks", "backend", "accumulator", "fallback"} | (
+        {"seqused_k"} if function == "flash_attn_varlen_func" else set()
+    )
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_positional_calls_are_those_by_name(function):
+    arguments = given(function)
+    values = [arguments.get(name, default) for name, default in SIGNATURES[function].items()]
+    copied = [x.clone() if isinstance(x, torch.Tensor) else x for x in values]
+    assert torch.equal(getattr(fp8, function)(*copied, plan=PLAN), run(function))
+
+
+# What to change each argument to, and what that must do: change the result, leave it, or be refused by name.
+CHANGES = {
+    "dropout_p": (0.1, "refused"),
+    "softmax_scale": (0.5, "changed"),
+    "causal": (True, "changed"),
+    "window_size": ((2, 0), "changed"),
+    "softcap": (0.5, "changed"),
+    "alibi_slopes": (torch.ones(4), "refused"),
+    "deterministic": (True, "refused"),
+    "block_table": (torch.zeros(2, 1, dtype=torch.int32), "refused"),
+    "cache_batch_idx": (torch.tensor([1, 0], dtype=torch.int32), "changed"),
+    "cache_leftpad": (torch.tensor([2, 3], dtype=torch.int32), "changed"),
+    "num_splits": (4, "same"),
+    "rotary_interleaved": (False, "same"),
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_every_argument_is_taken_or_refused_by_name(function):
+    plain = run(function)
+    for name in SIGNATURES[function]:
+        if name not in CHANGES or (function == "flash_attn_with_kvcache" and name == "block_table"):
+            continue
+        value, effect = CHANGES[name]
+        if effect == "refused":
+            with pytest.raises(sigmascale.UnsupportedError, match=name.removesuffix("_p")):
+                run(function, **{name: value})
+        else:
+            assert torch.equal(run(function, **{name: value}), plain) == (effect == "same"), name
+    left = set(SIGNATURES[function]) - set(CHANGES) - set(given(function))
+    assert left <= {"rotary_cos", "rotary_sin", "return_attn_probs", "return_softmax_lse"}, left
+
+
+@pytest.mark.parametrize("function", OTHERS)
+def test_keywords_of_flash_attention_3_are_refused_unless_they_ask_for_nothing(function):
+    plain = run(function)
+    for name, value in OTHERS[function].items():
+        nothing = 0 if name == "attention_chunk" else None
+        assert torch.equal(run(function, **{name: nothing}), plain)
+        with pytest.raises(sigmascale.UnsupportedError, match=name):
+            run(function, **{name: value})
+    assert torch.equal(run(function, **SCHEDULES), plain)
+    with pytest.raises(TypeError, match="'page_size'"):
+        run(function, page_size=16)
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_results_have_the_types_of_the_package(function):
+    out = run(function)
+    assert isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16 and out.shape == given(function)["q"].shape
+    asked = {"return_softmax_lse": True} if function == "flash_attn_with_kvcache" else {"return_attn_probs": True}
+    results = run(function, **asked)
+    assert isinstance(results, tuple) and torch.equal(results[0], out)
+    q = out.shape
+    lse = (q[1], q[0]) if function == "flash_attn_varlen_func" else (q[0], q[2], q[1])
+    assert results[1].shape == lse and results[1].dtype == torch.float32
+    # The probabilities are not kept.
+    assert results[2:] == (() if function == "flash_attn_with_kvcache" else (None,))
+
+
+def test_operands_in_e4m3_give_an_output_in_bf16():
+    from sigmascale.torch import _casts
+
+    eight = lambda x: _casts.cast(x[None], PLAN[0].expand(1, -1))[0]
+    arguments = given("flash_attn_varlen_func")
+    plain = run("flash_attn_varlen_func")
+    out = run("flash_attn_varlen_func", **{name: eight(arguments[name]) for name in "qkv"})
+    assert out.dtype == torch.bfloat16 and torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_rotation_is_by_the_position_behind_the_cache(interleaved, causal):
+    angles = torch.outer(torch.arange(20.0), torch.tensor([1.0, 0.3, 0.1, 0.01]))
+    arguments = given("flash_attn_with_kvcache")
+    lengths = arguments["cache_seqlens"].tolist()
+
+    def turned(x, place):
+        """By complex numbers."""
+        x = x.float()
+        width = 8
+        pairs = (
+            x[..., :width].reshape(*x.shape[:-1], 4, 2)
+            if interleaved
+            else torch.stack(x[..., :width].chunk(2, dim=-1), dim=-1)
+        )
+        z = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(4), angles[place])
+        z = torch.view_as_real(z)
+        z = z.flatten(-2) if interleaved else torch.cat([z[..., 0], z[..., 1]], dim=-1)
+        return torch.cat([z, x[..., width:]], dim=-1).bfloat16()
+
+    rotated = {"q": arguments["q"].clone(), "k": arguments["k"].clone()}
+    for i, length in enumerate(lengths):
+        for row in range(3):
+            rotated["k"][i, row] = turned(arguments["k"][i, row], length + row)
+            # Without a causal mask all queries stand at the first new key.
+            rotated["q"][i, row] = turned(arguments["q"][i, row], length + (row if causal else 0))
+    tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": interleaved}
+    ours = run("flash_attn_with_kvcache", causal=causal, **tables)
+    theirs = run("flash_attn_with_kvcache", causal=causal, **rotated)
+    assert float((ours - theirs).float().norm() / theirs.float().norm()) < 0.01
+
+
+def test_a_cache_may_have_other_rows_than_the_batch():
+    arguments = given("flash_attn_with_kvcache")
+    wide = [torch.cat([x, x.flip(0)]) for x in (arguments["k_cache"], arguments["v_cache"])]
+    order = torch.tensor([3, 1], dtype=torch.int32)
+    caches = [x.clone() for x in wide]
+    out = fp8.flash_attn_with_kvcache(
+        arguments["q"], *caches, arguments["k"], arguments["v"], cache_seqlens=arguments["cache_seqlens"], cache_batch_idx=order,
+        plan=PLAN,
+    )  # fmt: skip
+    plain = [x[order.long()].contiguous() for x in wide]
+    expected = run("flash_attn_with_kvcache", k_cache=plain[0], v_cache=plain[1])
+    assert torch.equal(out, expected)
+    # New keys are in the rows that were named, and in no others.
+    assert torch.equal(caches[0][3, 7:10], arguments["k"][0]) and torch.equal(caches[0][[0, 2]], wide[0][[0, 2]])
+    # FlashAttention-3's name for the table of pages.
+    pages = {"k_cache": wide[0], "v_cache": wide[1]}
+    table = torch.tensor([[2], [1]], dtype=torch.int32)
+    by_name = [run("flash_attn_with_kvcache", **pages, **{name: table}) for name in ("block_table", "page_table")]
+    assert torch.equal(*by_name)
+
+
+def test_entries_of_a_block_table_behind_a_sequence_may_hold_anything():
+    arguments = given("flash_attn_with_kvcache")
+    table = torch.tensor([[0, 1_000_000], [1, -7]], dtype=torch.int32)
+    out = run("flash_attn_with_kvcache", block_table=table)
+    assert torch.equal(out, run("flash_attn_with_kvcache")) and not torch.isnan(out).any()
+    assert arguments["k_cache"].shape[1] == 16
