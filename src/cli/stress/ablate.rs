@@ -1,5 +1,6 @@
 //! `sigmascale stress ablate`: the paper's parameters, one at a time.
 
+use super::open::open;
 use super::words;
 use crate::cli::model::{Model, files};
 use crate::cli::numbers::{count, whole};
@@ -92,7 +93,7 @@ pub fn run(args: Args) -> Result<()> {
         seed: args.seed,
         ..StressOptions::default()
     };
-    let model = super::open(&args.model, &[], args.seed)?;
+    let model = open(&args.model, &[], args.seed)?;
     let bar = progress::bar(0, "ablate: run {pos}/{len}", "");
     let rows = ablate(&model, &options, all, |done, total| {
         bar.set_length(total as u64);
@@ -153,7 +154,7 @@ fn table(results: &Results) -> String {
     out.push('\n');
     for remark in [
         "constant: what the worst-case bound is multiplied by; 1 is the worst case, c_star assumes isotropic tokens, and that \
-         of auto-c is the largest of all layers.",
+         of auto-c is the largest of all layers at the end, which is 1 again after an overflow.",
         "Rows of quantile have kappa 1. The weights do not move: a transient is what the other scenarios are for.",
     ] {
         out.push_str(&wrapped(remark, "- ", 118));

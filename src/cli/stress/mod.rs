@@ -4,6 +4,7 @@ mod ablate;
 mod args;
 mod chart;
 mod low_precision;
+mod open;
 mod outcome;
 pub mod page;
 mod policies;
@@ -15,15 +16,15 @@ mod words;
 pub use outcome::Results;
 
 use super::html::Made;
-use super::model::Model;
 use super::output::write_file;
 use super::progress;
-use crate::stress::{Mode, Progress, Scenario, StressModel, StressOptions, Trace, replay, run_with_progress};
+use crate::stress::{Mode, Progress, Scenario, StressOptions, Trace, replay, run_with_progress};
 use crate::{Error, Result};
 use args::{Choice, NEEDS_TRAIN};
 use indicatif::ProgressBar;
+use open::open;
 use outcome::{LeftOut, Run};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Run six scaling policies side by side through a change of the weights, and report which overflow; or study a failure
 #[derive(clap::Args)]
@@ -134,27 +135,6 @@ fn left_out(args: &args::Args) -> Vec<LeftOut> {
         left_out.insert(0, LeftOut { scenario: "replay", reason: "it needs --trace FILE" });
     }
     left_out
-}
-
-/// Weights of a checkpoint as they are; random ones where there is a config alone.
-fn open(name: &str, path: &[PathBuf], seed: u64) -> Result<StressModel> {
-    if let Some(missing) = path.iter().find(|place| !place.exists()) {
-        let rule = std::io::Error::new(
-            std::io::ErrorKind::NotFound,
-            "no such path: --path lists folders of later checkpoints of --model, comma-separated",
-        );
-        return Err(Error::io(missing, "open", rule));
-    }
-    match Model::open(name)? {
-        Model::Config(_) if !path.is_empty() => {
-            Err(Error::argument(format_args!("--path needs a checkpoint as --model, but {name} has no weights")))
-        }
-        Model::Config(spec) => StressModel::synthetic(&spec, seed),
-        Model::Checkpoint(_) => {
-            let first = [PathBuf::from(name)];
-            StressModel::open_path(&first.iter().chain(path).collect::<Vec<_>>())
-        }
-    }
 }
 
 /// The name of a trace: that of its file.

@@ -1,6 +1,7 @@
 //! The heads of the construction: planted weights, tokens, and one pass of the layer forwards and backwards.
 
-use super::LowPrecisionOptions;
+use super::casts::Casts;
+use super::options::LowPrecisionOptions;
 use crate::attention::{
     Attention, AttentionCall, AttentionOutput, AttentionShape, Cpu, Inputs, Mask, Saved, backward, reference,
 };
@@ -121,7 +122,7 @@ impl Head {
         tokens: &Tokens,
         look: bool,
     ) -> Result<(f64, Projections, Option<Seen>)> {
-        let casts = options.remedy.casts(self.index, options);
+        let casts = Casts::of(self.index, options);
         let rounded = [casts.query, casts.others, casts.others];
         let x: [Vec<f32>; 3] = std::array::from_fn(|i| Self::project(&self.weights[i], tokens, rounded[i]));
         let inputs = Inputs { q: &x[0], k: &x[1], v: &x[2] };

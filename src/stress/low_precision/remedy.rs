@@ -1,9 +1,5 @@
 //! What is done against the failure.
 
-use super::LowPrecisionOptions;
-use crate::attention::{
-    BackwardPrecision, Cast, Delta, Precision, Probabilities, PvAccumulator, ShiftLimit, Stabilised,
-};
 use serde::Serialize;
 
 /// What is done against the failure. Each but [`Remedy::None`] changes one thing.
@@ -31,17 +27,6 @@ pub enum Remedy {
     F32WQ,
     /// Everything in f32.
     F32,
-}
-
-/// What one head rounds.
-pub(super) struct Casts {
-    /// W_Q and q.
-    pub query: bool,
-    /// W_K, W_V, k and v.
-    pub others: bool,
-    pub precision: Precision,
-    pub backward: BackwardPrecision,
-    pub stabilised: Option<Stabilised>,
 }
 
 impl Remedy {
@@ -78,35 +63,5 @@ impl Remedy {
     /// Whether the paper says that it averts the failure.
     pub fn is_of_the_paper(self) -> bool {
         matches!(self, Self::F32Output | Self::F32Pv | Self::DeltaFromP | Self::Stabilised | Self::F32Head | Self::F32)
-    }
-
-    pub(super) fn casts(self, head: usize, options: &LowPrecisionOptions) -> Casts {
-        // Projections are rounded before the call: its operands have BF16 values.
-        let pv_accumulator = PvAccumulator::Bf16 { tile: options.tile };
-        let low = Precision { operands: Cast::F32, pv_accumulator, ..Precision::BF16 };
-        let f32_output = Precision { pv_accumulator: PvAccumulator::F32, output: Cast::F32, ..low };
-        let chosen = head == options.f32_head;
-        let limit = match self {
-            Self::Stabilised => Some(ShiftLimit::Wrapped),
-            Self::StabilisedFixed => Some(ShiftLimit::Fixed(Stabilised::MAX_SHIFT)),
-            Self::StabilisedPower => Some(ShiftLimit::Fixed(57.0 * std::f32::consts::LN_2)),
-            _ => None,
-        };
-        Casts {
-            query: !(self == Self::F32 || self == Self::F32WQ && chosen),
-            others: self != Self::F32,
-            precision: match self {
-                Self::F32Pv => Precision { pv_accumulator: PvAccumulator::F32, ..low },
-                Self::F32Output => f32_output,
-                Self::F32Head if chosen => f32_output,
-                Self::F32 => Precision { probabilities: Probabilities::F32, ..f32_output },
-                _ => low,
-            },
-            backward: BackwardPrecision {
-                delta: if self == Self::DeltaFromP { Delta::Probabilities } else { Delta::Output },
-                ..BackwardPrecision::default()
-            },
-            stabilised: limit.map(|limit| Stabilised { beta: options.beta, epsilon: options.epsilon, limit }),
-        }
     }
 }
