@@ -108,8 +108,8 @@ impl Sum {
 impl Signs {
     /// Adds an observation; sums are kept at most at `most`, so that a change of sign shows at once.
     pub fn push(&mut self, step: u64, value: f64, most: f64) {
-        // No sign, no evidence.
-        if value > 0.0 || value < 0.0 {
+        // No sign, no evidence; NaN has none.
+        if value.abs() > 0.0 {
             self.positive.add(step, value > 0.0, most);
             self.negative.add(step, value < 0.0, most);
         }

@@ -840,7 +840,8 @@ fn the_first_of_a_pattern_can_be_the_full_one() {
 fn kinds_of_layers_are_those_of_the_family() {
     let kinds = |model_type: &str, kinds: &str| {
         spec(&format!(
-            r#"{{"model_type":"{model_type}","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":4,"head_dim":64{kinds}}}"#
+            r#"{{"model_type":"{model_type}","hidden_size":256,"num_hidden_layers":2,"num_attention_heads":4,
+                "num_key_value_heads":4,"head_dim":64{kinds}}}"#
         ))
     };
     let numbers = |spec: AttentionSpec| spec.layers.iter().map(|layer| layer.number).collect::<Vec<_>>();

@@ -383,8 +383,11 @@ impl Bench {
             }
         }
         let (error2, reference2) = (f32::from_bits(verdict[4]), f32::from_bits(verdict[5]));
-        // Rounding errors of single keys average out; what is left of a systematic error does not.
-        if !case.logits_e4m3 && error2.sqrt() > 4.5e-2 * reference2.sqrt() + 1e-20 {
+        // Rounding errors of P average out over many rows; what is left of a systematic error does not. The rows of a small call may
+        // all have the largest, of P and of an output in E4M3.
+        let rows = case.shape.batch * n_q_heads * case.shape.len_q;
+        let most = if rows >= 64 { 4.5e-2 } else { 2f32.powi(-4) * if case.out_e4m3 { 2.0 } else { 1.0 } };
+        if !case.logits_e4m3 && error2.sqrt() > most * reference2.sqrt() + 1e-20 {
             complaints.push(format!("relative RMS error {:.3e}", (error2 / reference2).sqrt()));
         }
         if case.telemetry {
