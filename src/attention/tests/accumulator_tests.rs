@@ -88,9 +88,15 @@ fn accumulators_have_names() {
         assert_eq!(accumulator.to_string().parse::<PvAccumulator>().unwrap(), accumulator);
     }
     assert_eq!(PvAccumulator::Fp8 { promote_every: 256 }.to_string(), "fp8-256");
-    for name in ["", "fp8", "fp8-", "fp8-x", "bf16", "FP8-64"] {
+    for name in ["", "fp8", "fp8-", "fp8-x", "bf16", "bf16-", "FP8-64"] {
         let error = name.parse::<PvAccumulator>().unwrap_err();
-        assert!(error.is_argument() && error.to_string().contains("expected f32, f16 or fp8-N"), "{error}");
+        assert!(error.is_argument() && error.to_string().contains("expected f32, f16, fp8-N or bf16-N"), "{error}");
+    }
+    assert_eq!(PvAccumulator::Bf16 { tile: 16 }.to_string(), "bf16-16");
+    assert_eq!("bf16-16".parse::<PvAccumulator>().unwrap(), PvAccumulator::Bf16 { tile: 16 });
+    for name in ["bf16-0", "bf16-48"] {
+        let error = name.parse::<PvAccumulator>().unwrap_err();
+        assert!(error.to_string().ends_with("expected a divisor of 64"), "{error}");
     }
     for name in ["fp8-0", "fp8-100"] {
         let error = name.parse::<PvAccumulator>().unwrap_err();

@@ -193,10 +193,9 @@ impl Head {
             let keys = inputs.k[i / n * n * D..][..n * D].chunks_exact(D);
             let dot = |k: &[f32]| q.iter().zip(k).map(|(q, k)| q * k).sum::<f32>() * call.softmax_scale as f32;
             let logits: Vec<f32> = keys.map(dot).collect();
-            let repeats = |s: &[f32]| {
-                let max = s.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-                f64::from(u8::from(s.iter().filter(|&&s| max - s <= options.epsilon).count() > 1))
-            };
+            let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let repeats =
+                |s: &[f32]| f64::from(u8::from(s.iter().filter(|&&s| max - s <= options.epsilon).count() > 1));
             seen.repeated += repeats(&logits) / rows;
             seen.repeated_in_tile += logits.chunks(options.tile).map(repeats).fold(0.0, f64::max) / rows;
             let p = |s: &f32| f64::from(s - output.lse[i]);

@@ -39,7 +39,6 @@ use nalgebra::DMatrix;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rayon::prelude::*;
-use serde::Serialize;
 
 /// A run.
 #[derive(Clone, Debug, PartialEq)]
