@@ -1,14 +1,13 @@
 //! How one call is cut into tiles: of its sizes where all sequences are alike, of its longest sequence otherwise.
 
 use super::regions::Regions;
+use super::sizes::VALUE_TILE;
 use super::terms::{Sequences, Terms};
 use super::tile::{ITEM, JOIN, PARTS_BYTES, ROWS, Schedule, Split, Tile};
 use crate::attention::{AttentionShape, PvAccumulator};
 
 /// Bytes of one entry of the list of tiles, and of what stands in front of it.
 const ENTRY: usize = 64;
-/// Keys of a tile of values: with sequences of unequal length, each begins one.
-pub(super) const VALUE_TILE: usize = 128;
 /// Sequences whose parts one launch can join.
 const JOINED_SEQUENCES: usize = 65_535;
 

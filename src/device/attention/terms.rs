@@ -1,6 +1,6 @@
 //! What one call computes, beside its tensors: [`AttentionCall`] with its lists in device memory.
 
-use super::cut::VALUE_TILE;
+use super::sizes::VALUE_TILE;
 use crate::attention::{AttentionCall, AttentionShape, Mask};
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
