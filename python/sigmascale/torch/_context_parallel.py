@@ -55,8 +55,8 @@ PLAIN = plain_forward, plain_backward
 
 
 def shard_sequence(x, group, dim=1, zigzag=False):
-    """This rank's part of a sequence: the rank's chunk of as many as there are ranks; or with ``zigzag``, which gives all ranks
-    as much work under a causal mask, chunks r and 2n - 1 - r of twice as many."""
+    """This rank's chunk of the sequence, split into ``world_size`` chunks. With ``zigzag``, chunks r and 2n - 1 - r of 2n, which
+    gives all n ranks the same work under a causal mask."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     chunks = ranks * (2 if zigzag else 1)
     if x.shape[dim] % chunks:
@@ -68,7 +68,7 @@ def shard_sequence(x, group, dim=1, zigzag=False):
 
 
 def gather_sequence(x, group, dim=1, zigzag=False):
-    """The whole sequence from the ranks' parts, on all ranks; without gradients."""
+    """Inverse of :func:`shard_sequence`: the full sequence on all ranks, without gradients."""
     ranks = dist.get_world_size(group)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
     dist.all_gather(parts, x.detach().contiguous(), group=group)
@@ -93,8 +93,8 @@ def ring_attention(q, k, v, plan, group, *, causal=True, softmax_scale=None, ker
 
 
 def ulysses_attention(q, k, v, plan, group, *, causal=True, softmax_scale=None, kernels=None):
-    """The same by an exchange of heads for the sequence: each rank holds the chunk of its rank, as ``shard_sequence`` gives it.
-    Query heads must be a multiple of the ranks; KV heads that are fewer than the ranks are repeated."""
+    """The same by an exchange of heads for the sequence: rank r holds chunk r, as ``shard_sequence`` returns it. The number of query
+    heads must be a multiple of the number of ranks. If there are fewer KV heads than ranks, they are repeated."""
     call = _Call(q, k, v, plan, group, softmax_scale, kernels)
     n_q, n_kv = q.shape[2], k.shape[2]
     if n_q % call.ranks or (n_kv % call.ranks and call.ranks % n_kv):

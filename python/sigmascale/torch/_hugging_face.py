@@ -68,17 +68,17 @@ def register(name="sigmascale_fp8", *, padding=None):
 
     Then ``model.set_attn_implementation(name)`` sends every attention layer of an attached model through FP8: training with
     padding on either side, packed sequences, sliding windows, soft-caps and sinks, generation with growing and static caches,
-    encoders and cross-attention. Padding and lengths stay on the device. What no FP8 kernel takes (dropout, masks of other
-    kinds) is refused, or goes to PyTorch's own attention after ``attach(..., fallback="bf16")``.
+    encoders and cross-attention. Padding and lengths stay on the device. Calls that no FP8 kernel supports (dropout, other
+    masks) are refused, or run in PyTorch's attention after ``attach(..., fallback="bf16")``.
 
-    Rows of padding are zero. Where the values of a mask cannot be read, inside compiled code and while a CUDA graph is captured,
-    padding must lie on one side of each text; a text with padding inside becomes NaN there.
+    Padding rows are zero. Under ``torch.compile`` and CUDA graph capture the values of a mask cannot be read: padding must then be
+    on one side of each sequence, and a sequence with interior padding becomes NaN.
 
-    ``padding="right"`` says that all batches of whole sequences are padded on the right, if at all, and that none is packed: then
-    no mask is read for them, rows of padding attend as if they were text, and no row of text reads what they give. Models under
-    ``torch.compile`` need it to train without a mask, since transformers then has to assume packed sequences.
+    ``padding="right"`` states that batches of full sequences are padded on the right, if at all, and never packed. Their masks
+    are then not read. Padding rows attend like other rows, but no other row reads their results. Models under ``torch.compile``
+    need it to train without a mask, since transformers then has to assume packed sequences.
 
-    Raises :class:`UnsupportedError` if transformers is not there or too old.
+    Raises :class:`UnsupportedError` if transformers is missing or too old.
     """
     if padding not in (None, "right"):
         raise ArgumentError(f"padding {padding!r} must be 'right' or None")
