@@ -17,16 +17,18 @@ def export(model, to, engine, *, per_head=False, copy=False):
     """Writes a checkpoint folder that ``engine`` loads with these scales: the JSON of ``sigmascale export`` as a dict.
 
     ``model`` is a checkpoint folder, ``to`` a new or an empty one; ``engine`` is ``vllm``, ``sglang``, ``trtllm`` or
-    ``mistralrs``. Weights are hard links (copies with ``copy``, and where links cannot be made), scales a file of their own, index
-    and configs merged. ``per_head``: one scale a head, which vLLM alone reads, and which it cannot update. What the engine casts
-    at 1.0 has a certificate in place of a scale; it is in ``sigmascale.json`` too. The folder appears whole or not at all.
+    ``mistralrs``. Weights are hard links (copies with ``copy``, and where links cannot be made), scales a file of their
+    own, index and configs merged. ``per_head``: one scale per head, which only vLLM reads, and which it cannot update.
+    Operands that the engine casts at 1.0 are checked against their bounds; ``sigmascale.json`` has the result. The
+    folder is written completely or not at all.
     """
     arguments = (_path("model", model), _path("to", to), text("engine", engine))
     return Export(json.loads(_native.export(*arguments, flag("per_head", per_head), flag("copy", copy))))
 
 
 def verify(folder, engine=None):
-    """Which scales an engine would use, beside those that the weights need: the JSON of ``sigmascale verify`` as a dict.
+    """Which scales an engine would use, compared with those that the weights need: the JSON of ``sigmascale verify`` as
+    a dict.
 
     Without ``engine``: the one that the folder was exported for, else vLLM, and the others under ``others``.
     """
@@ -40,17 +42,20 @@ def verify(folder, engine=None):
 class ScaleStream:
     """Scales of a model while its weights arrive, in any order: those of a layer as soon as it is complete.
 
-    ``config`` is a ``config.json``, its folder, a dict or a config of Hugging Face transformers. ``names`` are those of all tensors
-    to come; they are needed only for biases that the config does not mention. ``ranks``: the tensors are those of one
-    of so many tensor-parallel ranks, with its own heads. Where tensors come layer by layer, those of one layer are held.
+    ``config`` is a ``config.json``, its folder, a dict or a config of Hugging Face transformers. ``names`` are those of
+    all tensors to come; they are needed only for biases that the config does not mention. ``ranks``: the tensors are
+    those of one of so many tensor-parallel ranks, with its own heads. Where tensors come layer by layer, those of one
+    layer are held.
 
-    The first tensor of a pass decides where its scales are computed. On the host they are the bits of :func:`calibrate`, whatever
-    the order. CUDA tensors are copied and computed on their device, on its current stream: scales are then at least those of
-    :func:`calibrate` and at most 1e-5 above. ``host=True`` computes on the host wherever tensors are; what a device does not compute
-    (latent attention, FP8 weights, one rank of several) is computed there anyway.
+    The first tensor of a pass decides where its scales are computed. On the host they are the bits of
+    :func:`calibrate`, whatever the order. CUDA tensors are copied and computed on their device, on its current stream:
+    scales are then at least those of :func:`calibrate` and at most 1e-5 above. ``host=True`` computes on the host
+    wherever tensors are; what a device does not compute (latent attention, FP8 weights, one rank of several) is
+    computed there anyway.
 
-    A layer is a dict: ``layer`` (the model's own number), ``module``, ``q``, ``k`` and ``v`` (the descale of each KV head; v is None
-    without a bound), ``scale`` (one a tensor, rounded up to BF16, as engines take it) and ``names`` of it by engine.
+    A layer is a dict: ``layer`` (the model's own number), ``module``, ``q``, ``k`` and ``v`` (the descale of each KV
+    head; v is None without a bound), ``scale`` (one a tensor, rounded up to BF16, as engines take it) and ``names`` of
+    it by engine.
     """
 
     def __init__(self, config, *, names=(), ranks=1, host=False):
@@ -102,8 +107,8 @@ class ScaleStream:
         self.finish(part=part)
 
     def finish(self, *, part=False):
-        """Ends a pass and begins the next; gives the layers by number. A :class:`MismatchError` if tensors did not come. With
-        ``part`` layers of which nothing came may be missing: those of other pipeline stages.
+        """Ends a pass and begins the next; gives the layers by number. A :class:`MismatchError` if tensors did not
+        come. With ``part`` layers of which nothing came may be missing: those of other pipeline stages.
         """
         self._native.finish(flag("part", part))
         self._started = False

@@ -8,8 +8,9 @@
 | slime, miles | chunks of ``(name, tensor)`` into SGLang | :func:`chunks_with_scales`, or the plugin |
 | others, into vLLM's layerwise update | an iterator of pairs | :func:`with_scales` |
 
-No forward runs over data, and no rank has to agree with another: equal weights give equal scales. Shards are gathered first, as
-the sync does; a tensor-parallel rank that has its own heads only needs the largest of all ranks where a scale is one a tensor.
+No forward runs over data, and no rank has to agree with another: equal weights give equal scales. Shards are gathered
+first, as the sync does; a tensor-parallel rank that has its own heads only needs the largest of all ranks where a scale
+is one a tensor.
 """
 
 import json
@@ -22,11 +23,12 @@ __all__ = ["chunks_with_scales", "fill_sglang", "fill_vllm", "must_flush", "nemo
 
 
 def nemo_rl(weights, config, *, include_q=True):
-    """The result of NeMo-RL's ``calibrate_qkv_fp8_scales`` without its forward: ``{"layers": {name: float}}``, by vLLM's names.
+    """The result of NeMo-RL's ``calibrate_qkv_fp8_scales`` without its forward: ``{"layers": {name: float}}``, by
+    vLLM's names.
 
-    ``weights`` are pairs of a name and a full tensor, as ``megatron_bridge.export_hf_weights`` of a policy worker gives them; all
-    ranks iterate, since that gathers. NeMo-RL looks for ``model.layers.N.self_attn`` whatever the model is and sends 1.0 for a name
-    that is missing, so models with other names are an :class:`UnsupportedError`.
+    ``weights`` are pairs of a name and a full tensor, as ``megatron_bridge.export_hf_weights`` of a policy worker gives
+    them; all ranks iterate, since that gathers. NeMo-RL looks for ``model.layers.N.self_attn`` whatever the model is
+    and sends 1.0 for a name that is missing, so models with other names are an :class:`UnsupportedError`.
     """
     stream = ScaleStream(config)
     for name, tensor in weights:
@@ -47,11 +49,11 @@ def nemo_rl(weights, config, *, include_q=True):
 
 
 class skyrl:
-    """A SkyRL weight extractor whose syncs bring the scales, too, in one more chunk behind the weights.
+    """A SkyRL weight extractor that also sends the scales, in one more chunk after the weights.
 
-    SkyRL announces names, types and shapes before it sends, and packs a chunk in the type of the model. So the scales are announced
-    behind the weights, in the order of layers, and sent in the same type. As values of BF16 they lose no digit in ``bfloat16`` and
-    ``float32``; a sync in ``float16`` that would round one raises :class:`NonFiniteError`.
+    SkyRL announces names, types and shapes before it sends, and packs a chunk in the type of the model. So the scales
+    are announced after the weights, in the order of layers, and sent in the same type. As values of BF16 they lose no
+    digit in ``bfloat16`` and ``float32``; a sync in ``float16`` that would round one raises :class:`NonFiniteError`.
     """
 
     def __init__(self, extractor, config):
@@ -114,9 +116,9 @@ def _tensors(layer, engine, like):
 
 
 def with_scales(weights, config, *, engine="vllm"):
-    """The weights of a sync, and behind each layer's last tensor its scales: for updates that load scales (vLLM's
-    ``start_weight_update`` to ``finish_weight_update``) and take names as they come. All layers' scales have to be in an update: vLLM
-    sets those that are not to 1.0.
+    """The weights of a weight sync, and after each layer's last tensor its scales: for updates that load scales (vLLM's
+    ``start_weight_update`` to ``finish_weight_update``) and take names as they come. All layers' scales have to be in
+    an update: vLLM sets those that are not to 1.0.
     """
     stream = ScaleStream(config)
     for name, tensor in weights:
@@ -127,8 +129,8 @@ def with_scales(weights, config, *, engine="vllm"):
 
 
 def chunks_with_scales(chunks, config, *, engine="sglang", part=False):
-    """The same of an iterator of chunks, each a list of pairs: slime's and miles' ``get_hf_weight_chunks``. With ``part`` the chunks
-    are those of one pipeline stage, as their distributed updates send them.
+    """The same of an iterator of chunks, each a list of pairs: slime's and miles' ``get_hf_weight_chunks``. With
+    ``part`` the chunks are those of one pipeline stage, as their distributed updates send them.
     """
     stream = ScaleStream(config)
     for chunk in chunks:
@@ -158,8 +160,8 @@ def _modules(model, layers, attribute):
 def fill_vllm(model, layers):
     """Sets the scales of a loaded vLLM model in place, the host's copies too: after ``process_weights_after_loading``.
 
-    ``layers`` is what :meth:`ScaleStream.finish` gives. Addresses stay, so that captured graphs read the new values. Where graphs
-    hold the host's floats (FlashInfer), capture them again.
+    ``layers`` is what :meth:`ScaleStream.finish` gives. Addresses stay, so that captured graphs read the new values.
+    Where graphs hold the host's floats (FlashInfer), capture them again.
     """
     for module, scale in _modules(model, layers, "_k_scale"):
         for operand, value in scale.items():
@@ -172,8 +174,8 @@ def fill_vllm(model, layers):
 
 
 def fill_sglang(model, layers):
-    """Sets the scales of k and v of a loaded SGLang model in place, and the floats that it keeps beside them: an update of weights
-    alone leaves those at their old values. q is cast at 1.0 there.
+    """Sets the scales of k and v of a loaded SGLang model in place, and the float copies that it keeps: an update of
+    the weights does not change those. q is cast at 1.0 there.
     """
     for module, scale in _modules(model, layers, "k_scale_float"):
         for operand in ("k", "v"):
@@ -182,10 +184,11 @@ def fill_sglang(model, layers):
 
 
 def must_flush(in_use, new):
-    """Whether a cache that is kept across a sync has to go: a bound of ``new`` is larger than the scale in ``in_use``.
+    """Whether a cache that is kept across a weight sync must be flushed: a bound of ``new`` is larger than the scale in
+    ``in_use``.
 
-    Both are what :meth:`ScaleStream.finish` gives. While it is False, keep casting with the scales ``in_use`` of k and v: a smaller one
-    would misread what is cached. The scale of q may change at any time, since queries are not cached.
+    Both are what :meth:`ScaleStream.finish` gives. While it is False, keep casting with the scales ``in_use`` of k and
+    v: a smaller one would misread what is cached. The scale of q may change at any time, since queries are not cached.
     """
 
     def rows(layers, exact):

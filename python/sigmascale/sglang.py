@@ -1,9 +1,9 @@
 """SGLang plugin: FP8 attention scales from the loaded weights, without a file.
 
-SGLang loads it by itself (entry point ``sglang.srt.plugins``). Where a server runs with ``--kv-cache-dtype fp8_e4m3``, the scales of k
-and v are computed from the weights of each rank after every load and weight update, for families whose attention SGLang builds
-without scales, too. q is cast at 1.0 there: a warning tells where its bound does not allow it. Latent attention is left alone: its
-cache is written without a scale. ``SIGMASCALE_PLUGIN=0`` turns the plugin off.
+SGLang loads it by itself (entry point ``sglang.srt.plugins``). Where a server runs with ``--kv-cache-dtype fp8_e4m3``,
+the scales of k and v are computed from the weights of each rank after every load and weight update, for families whose
+attention SGLang builds without scales, too. q is cast at 1.0: a warning names layers whose bound exceeds 448. Latent
+attention is not changed: its cache is written without a scale. ``SIGMASCALE_PLUGIN=0`` turns the plugin off.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """vLLM plugin: FP8 attention scales from the loaded weights, without a file.
 
-vLLM loads it by itself (entry point ``vllm.general_plugins``). Where a model runs with ``--kv-cache-dtype fp8``, the scales of q, k and
-v are computed from the weights of each rank after every load, reload and weight update, and set in place, with the host's copies.
-``SIGMASCALE_PLUGIN=0`` turns it off.
+vLLM loads it by itself (entry point ``vllm.general_plugins``). Where a model runs with ``--kv-cache-dtype fp8``, the
+scales of q, k and v are computed from the weights of each rank after every load, reload and weight update, and set in
+place (device tensors and host-side copies). ``SIGMASCALE_PLUGIN=0`` turns it off.
 """
 
 import os
@@ -37,7 +37,8 @@ def register():
 
 
 def refresh(model):
-    """Computes and sets the scales of a model whose weights were changed by other ways than vLLM's: for ``LLM.apply_model``."""
+    """Computes and sets the scales of a model whose weights were changed by other ways than vLLM's: for
+    ``LLM.apply_model``."""
     for followed in {id(x): x for x in map(_of, model.modules()) if x is not None}.values():
         followed.refresh()
 

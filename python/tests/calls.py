@@ -1,8 +1,10 @@
 """Attention calls as people make them, on small models with random weights: what runs them, and their error against
 PyTorch's attention beside that of descales from exact maxima.
 
-    python calls.py        # on a Hopper GPU, the table of docs/attention-calls.md; on the CPU by the crate's own
-    attention python calls.py TEXT   # the calls with TEXT in their name; -x raises the first exception
+    python calls.py          # prints the table of docs/attention-calls.md, which was printed on a CPU
+    python calls.py TEXT     # the calls with TEXT in their name; -x raises the first exception
+
+Native calls run in the kernels on a Hopper GPU, and in the crate's CPU implementation on a CPU.
 """
 
 import contextlib

@@ -78,6 +78,15 @@ def test_command_lines(folder):
     assert len(commands) >= 5
 
 
+@pytest.mark.skipif(not BINARY.exists(), reason=f"the command is not built at {BINARY}")
+def test_sample_of_verify_is_what_it_prints(folder):
+    export = [BINARY, "export", "data/tiny-llama", "--to", "audited", "--for", "vllm"]
+    subprocess.run(export, capture_output=True, check=True)
+    printed = subprocess.run([BINARY, "verify", "audited"], capture_output=True, text=True, check=True).stdout
+    (sample,) = (block for block in blocks("text") if block.startswith("audited\n"))
+    assert set(sample.splitlines()) <= set(printed.splitlines())
+
+
 def test_pictures_are_those_of_their_records(tmp_path):
     drawn = {path: path.read_bytes() for path in (ROOT / "docs" / "figures").glob("*.svg")}
     for script in (ROOT / "docs" / "figures").glob("*.py"):

@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// read (`certain`, `rounded`, `isotropic`), and zeros elsewhere.
 ///
 /// # Errors
-/// `is_mismatch` if a layer is missing or has other heads, `is_unsupported` if a head lacks the certain bound or that of `kind`.
+/// `is_mismatch` if a layer is missing or has other heads, `is_unsupported` if a head lacks the worst-case bound or that of `kind`.
 pub(crate) fn to_device(
     spec: &AttentionSpec,
     layers: &[LayerBounds],

@@ -88,7 +88,7 @@ pub struct LayerCertificate {
 pub struct OperandCertificate {
     /// What the engine casts with: one entry, or one a head.
     pub scale: Vec<f32>,
-    /// The certain bound with rounding over 448, the largest of what shares an entry.
+    /// The worst-case bound over 448, the largest of what shares an entry.
     pub needed: Vec<f32>,
     /// Whether the scale is 1.0 because the engine reads none.
     pub cast_at_one: bool,

@@ -1,7 +1,7 @@
 //! Scales where serving engines read them: checkpoints that load with them ([`export`]), an audit of checkpoints that have some
 //! ([`verify`]), and scales of weights that arrive tensor by tensor ([`ScaleStream`]).
 //!
-//! A stored scale is the certain bound with rounding over 448, rounded up to BF16 and stored in f32, so that a loader that rounds
+//! A stored scale is the worst-case bound over 448, rounded up to BF16 and stored in f32, so that a loader that rounds
 //! scales to BF16 keeps it. An engine that casts an operand at 1.0 gets a certificate in place of a scale: whether 1.0 covers the
 //! bound, or by how much it does not.
 //!

@@ -12,7 +12,7 @@ use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-/// What the operands of one layer need: the certain bounds with rounding over 448, one entry a KV head.
+/// What the operands of one layer need: the worst-case bounds over 448, one entry per KV head.
 ///
 /// With latent attention they are those of the absorbed form, which an FP8 cache holds: k and v are the cached row `[latent, k_pe]`,
 /// of one entry, and q is the absorbed query, of one entry a head.

@@ -39,7 +39,7 @@ pub enum Verdict {
     Invalid,
     /// Stored, and never loaded by this engine: the index, the name, the shape or the config is not what it reads.
     NotLoaded,
-    /// The operand has no bound, so that no scale is certain.
+    /// The operand has no bound, so no scale can be guaranteed.
     Unbounded,
 }
 
@@ -65,7 +65,7 @@ impl Verdict {
 pub struct AuditEntry {
     /// What the engine casts with; NaN, null in JSON, where that is stored.
     pub scale: f32,
-    /// The certain bound with rounding over 448; null without one.
+    /// The worst-case bound over 448; null without one.
     pub needed: Option<f32>,
     /// What is said of it.
     pub verdict: Verdict,

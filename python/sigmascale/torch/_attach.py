@@ -1,4 +1,4 @@
-"""`attach`, where everything begins."""
+"""Entry point: attach a runtime to a model."""
 
 from ._runtime import Runtime
 
@@ -19,17 +19,20 @@ def attach(
 
     ``model`` is a Hugging Face model (its layers are found by the family table) or any ``nn.Module`` with ``layers``, a
     list of :class:`Layer`, or of functions that return one each. No weight is copied. The model may be sharded by
-    ``fully_shard``, FullyShardedDataParallel or ``parallelize_module``, wrapped in DistributedDataParallel, or a pipeline stage;
-    nothing here communicates, but where ``group`` is given: the process group of data and context parallel ranks, over which
-    ``refresh()`` reduces the maxima that ``auto-c``, ``delayed-te`` and ``delayed-paper`` observe.
+    ``fully_shard``, FullyShardedDataParallel or ``parallelize_module``, wrapped in DistributedDataParallel, or a
+    pipeline stage; nothing here communicates unless ``group`` is given: the process group of data and context parallel
+    ranks, over which ``refresh()`` reduces the maxima that ``auto-c``, ``delayed-te`` and ``delayed-paper`` observe.
 
-    ``policy`` says where descales come from: ``geometry`` (the certain bounds: no token can overflow them),
-    ``geometry-c-star``, ``auto-c``, ``delayed-te``, ``delayed-paper`` or ``current``; or :class:`sigmascale.AutoC`, :class:`sigmascale.DelayedPaper` or :class:`sigmascale.DelayedTe` with their parameters.
-    ``bound="certain"`` adds certified logit bounds (``runtime.logits``). ``tail``, a :class:`sigmascale.Tail`, is what the
-    failure probability of ``geometry-c-star`` counts, by default one sequence of 1024 tokens, and the share of E4M3 that
-    logit descales map onto. ``backend`` is the attention call behind the wrappers: ``auto``, ``native``, ``fa3``, ``cudnn``,
-    ``torch`` or ``emulated``. ``fallback="bf16"`` sends the calls that no FP8 kernel takes (masks of other kinds than causal and
-    padding, windows, soft-caps, sinks, dropout) to PyTorch's own attention, says so once, and counts them in ``stats()``; by
+    ``policy`` says where descales come from: ``geometry`` (the worst-case bounds, which no normalized input exceeds),
+    ``geometry-c-star``, ``auto-c``, ``delayed-te``, ``delayed-paper`` or ``current``; or :class:`sigmascale.AutoC`,
+    :class:`sigmascale.DelayedPaper` or :class:`sigmascale.DelayedTe` with their parameters. ``bound="certain"`` adds
+    exact and worst-case logit bounds (``runtime.logits``). ``tail``, a :class:`sigmascale.Tail`, is what the failure
+    probability of ``geometry-c-star`` counts, by default one sequence of 1024 tokens, and the share of E4M3 that logit
+    descales map onto.
+
+    ``backend`` runs the attention calls: ``auto``, ``native``, ``fa3``, ``cudnn``, ``torch`` or ``emulated``. With
+    ``fallback="bf16"`` PyTorch's attention runs the calls that no FP8 kernel supports (dropout, masks per head, and
+    masks that are not causal, a window, padding or packing); a warning says so once, and ``stats()`` counts them. By
     default they are refused.
 
     ``telemetry``: ``"full"`` (every call reports maxima and overflows), ``n`` (those of every n-th step, counted by

@@ -1,8 +1,8 @@
 """FP8 attention by a plan, with gradients.
 
 Forward: q, k, v are cast to E4M3 by the plan's descales and go through the chosen backend. Backward: from the same E4M3
-operands, with the forward's log-sum-exp, so that ``exp(S - LSE)`` is the softmax that the forward had and its rows sum to one;
-gradients pass through the casts unchanged (straight-through).
+operands, with the forward's log-sum-exp, so that ``exp(S - LSE)`` is the softmax that the forward had and its rows sum
+to one; gradients pass through the casts unchanged (straight-through).
 """
 
 import dataclasses
@@ -41,27 +41,28 @@ def attention(
 ):
     """FP8 attention of one layer: ``(batch, seq, heads, d_head)`` in and out, differentiable.
 
-    ``q``, ``k``, ``v``: bfloat16, float16 or float32, of one type (autocast makes them so), any strides with channels
-    together; query heads a multiple of KV heads. float8_e4m3fn is taken as divided by the descales already, without gradients. ``plan`` is a layer of a :class:`Runtime`, or three descales f32
-    ``(batch, n_kv_heads)`` or ``(n_kv_heads,)`` of q, k, v. Causal masks are aligned to the last query and the last key.
-    ``softmax_scale``: by default the plan's, or ``d_head ** -0.5``. ``backend``: by default the runtime's.
+    ``q``, ``k``, ``v``: bfloat16, float16 or float32, of one type (autocast makes them so), any strides with contiguous
+    channels; query heads a multiple of KV heads. float8_e4m3fn tensors must be divided by the descales already, and get
+    no gradients. ``plan`` is a layer of a :class:`Runtime`, or three descales f32 ``(batch, n_kv_heads)`` or
+    ``(n_kv_heads,)`` of q, k, v. Causal masks are aligned to the last query and the last key. ``softmax_scale``: by
+    default the plan's, or ``d_head ** -0.5``. ``backend``: by default the runtime's.
 
     ``accumulator``: how this package's kernel sums P V: ``"f16"`` (unbiased, the default where gradients are needed) or
-    ``"fp8-N"``, promoted to f32 every N keys or more often (the default is ``"fp8-256"`` where no gradients are needed). ``fallback``: by
-    default the runtime's; ``"bf16"`` sends what no FP8 kernel takes to PyTorch's own attention, and ``None`` refuses it or
-    emulates it.
+    ``"fp8-N"``, promoted to f32 every N keys or more often (the default is ``"fp8-256"`` where no gradients are
+    needed). ``fallback``: by default the runtime's; ``"bf16"`` uses PyTorch's attention for calls that no FP8 kernel
+    supports, and ``None`` refuses or emulates them.
 
-    ``window``: how many keys before its own and after it a query sees (-1: all). ``softcap``: logits become ``softcap * tanh(S /
-    softcap)``. ``sinks``: a logit ``(n_q_heads,)`` that joins the row sum of its head, differentiable too. The heads of ``v`` may
-    have another dimension than those of ``q`` and ``k``.
+    ``window``: how many keys before its own and after it a query sees (-1: all). ``softcap``: logits become ``softcap *
+    tanh(S / softcap)``. ``sinks``: a logit ``(n_q_heads,)`` that joins the row sum of its head, differentiable too. The
+    heads of ``v`` may have another dimension than those of ``q`` and ``k``.
 
-    Returns the output in bfloat16, and with ``return_lse`` also the log-sum-exp of each row's logits, f32
-    ``(batch, n_q_heads, seq)`` in nats, not differentiable. Raises :class:`ArgumentError` and :class:`MismatchError` for
-    operands that do not fit, :class:`UnsupportedError` for what the backend does not offer.
+    Returns the output in bfloat16, and with ``return_lse`` also the log-sum-exp of each row's logits, f32 ``(batch,
+    n_q_heads, seq)`` in nats, not differentiable. Raises :class:`ArgumentError` and :class:`MismatchError` for operands
+    that do not fit, :class:`UnsupportedError` for what the backend does not offer.
 
     ``q`` is what the model multiplies with ``k``: rotated, normalised, and with its factor where queries grow with the
-    position (Llama 4, Ministral 3), which Hugging Face's modules apply ahead of their attention call. Such layers take as many
-    keys as the config has positions.
+    position (Llama 4, Ministral 3), which Hugging Face's modules apply ahead of their attention call. Such layers take
+    as many keys as the config has positions.
     """
     out, lse = attend(
         q,
@@ -135,11 +136,12 @@ def attend(
     return_lse=False,
     how=How(),
 ):
-    """Output and LSE of one call as models make them: in FP8 where a kernel takes it, else refused or sent to PyTorch's own,
-    whose output has the operands' type and which may have no LSE.
+    """Output and LSE of one call as models make them: in FP8 where a kernel takes it, else refused or sent to PyTorch's
+    own, whose output has the operands' type and which may have no LSE.
 
-    ``mask`` is what ``F.scaled_dot_product_attention`` takes, and says all that ``causal`` and ``window`` would. ``window``: the
-    keys that a query sees before its own and after it (-1: all). ``sequences``: :class:`Sequences` in place of ``mask``.
+    ``mask`` is what ``F.scaled_dot_product_attention`` takes, and says all that ``causal`` and ``window`` would.
+    ``window``: the keys that a query sees before its own and after it (-1: all). ``sequences``: :class:`Sequences` in
+    place of ``mask``.
     """
     q, k, v = _lowered(q, k, v)
     _check(q, k, v, sequences)
@@ -387,12 +389,12 @@ def scaled_dot_product_attention(
     accumulator=None,
     fallback=None,
 ):
-    """``torch.nn.functional.scaled_dot_product_attention`` in FP8: its arguments and layout ``(batch, heads, seq, d_head)``,
-    and a ``plan`` and options as for :func:`attention`. The output has the type of ``query``.
+    """``torch.nn.functional.scaled_dot_product_attention`` in FP8: its arguments and layout ``(batch, heads, seq,
+    d_head)``, and a ``plan`` and options as for :func:`attention`. The output has the type of ``query``.
 
-    Masks that are causal, windows, padding, or packed sequences are recognised as such. For that the values of a mask are read
-    once, which waits for the device. Other masks and dropout are refused by an :class:`UnsupportedError`, or go to PyTorch's own
-    attention by ``fallback="bf16"``.
+    Masks that are causal, windows, padding, or packed sequences are recognised as such. For that the values of a mask
+    are read once, which waits for the device. Other masks and dropout are refused by an :class:`UnsupportedError`, or
+    go to PyTorch's own attention by ``fallback="bf16"``.
     """
     for name, x in [("query", query), ("key", key), ("value", value)]:
         if not isinstance(x, torch.Tensor) or x.dim() != 4:

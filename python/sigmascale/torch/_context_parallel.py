@@ -1,10 +1,11 @@
 """Attention over a sequence that the ranks of a process group share (context parallelism).
 
-All ranks have the same weights and hence the same scales, so q, k and v are cast before they travel and E4M3 crosses the network,
-half the bytes of BF16. Ring: keys and values go round, and what each rank gets from one block is merged by its log-sum-exp.
-Ulysses: heads are exchanged for the sequence, and each rank runs its heads over all of it.
+All ranks have the same weights and hence the same scales, so q, k and v are cast before they travel and E4M3 crosses
+the network, half the bytes of BF16. Ring: keys and values go round, and what each rank gets from one block is merged by
+its log-sum-exp. Ulysses: heads are exchanged for the sequence, and each rank runs its heads over all of it.
 
-Both are written over two functions on operands in E4M3, ``(batch, seq, heads, d_head)`` with descales ``(batch, n_kv)``:
+Both are written over two functions on operands in E4M3, ``(batch, seq, heads, d_head)`` with descales ``(batch,
+n_kv)``:
 
     forward(q8, k8, v8, descales, causal, scale) -> out, lse (batch, n_q, seq) in nats
     backward(grad, q8, k8, v8, descales, out, lse, causal, scale) -> dq, dk, dv
@@ -55,8 +56,8 @@ PLAIN = plain_forward, plain_backward
 
 
 def shard_sequence(x, group, dim=1, zigzag=False):
-    """This rank's part of a sequence: the rank's chunk of as many as there are ranks; or with ``zigzag``, which gives all ranks
-    as much work under a causal mask, chunks r and 2n - 1 - r of twice as many."""
+    """This rank's chunk of the sequence, split into ``world_size`` chunks. With ``zigzag``, chunks r and 2n - 1 - r of
+    2n, which gives all n ranks the same work under a causal mask."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     chunks = ranks * (2 if zigzag else 1)
     if x.shape[dim] % chunks:
@@ -68,7 +69,7 @@ def shard_sequence(x, group, dim=1, zigzag=False):
 
 
 def gather_sequence(x, group, dim=1, zigzag=False):
-    """The whole sequence from the ranks' parts, on all ranks; without gradients."""
+    """Inverse of :func:`shard_sequence`: the full sequence on all ranks, without gradients."""
     ranks = dist.get_world_size(group)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
     dist.all_gather(parts, x.detach().contiguous(), group=group)
@@ -79,10 +80,12 @@ def gather_sequence(x, group, dim=1, zigzag=False):
 
 
 def ring_attention(q, k, v, plan, group, *, causal=True, softmax_scale=None, kernels=None):
-    """FP8 attention of this rank's queries to the keys of all ranks: ``(batch, seq / ranks, heads, d_head)``, differentiable.
+    """FP8 attention of this rank's queries to the keys of all ranks: ``(batch, seq / ranks, heads, d_head)``,
+    differentiable.
 
-    ``plan``: a layer of a :class:`Runtime`, or descales of q, k, v f32 ``(n_kv_heads,)``. With ``causal`` each rank holds chunks r
-    and 2n - 1 - r of the sequence, as ``shard_sequence(..., zigzag=True)`` gives them; otherwise any part. The output is BF16.
+    ``plan``: a layer of a :class:`Runtime`, or descales of q, k, v f32 ``(n_kv_heads,)``. With ``causal`` each rank
+    holds chunks r and 2n - 1 - r of the sequence, as ``shard_sequence(..., zigzag=True)`` gives them; otherwise any
+    part. The output is BF16.
     """
     call = _Call(q, k, v, plan, group, softmax_scale, kernels)
     if causal and q.shape[1] % 2:
@@ -93,8 +96,9 @@ def ring_attention(q, k, v, plan, group, *, causal=True, softmax_scale=None, ker
 
 
 def ulysses_attention(q, k, v, plan, group, *, causal=True, softmax_scale=None, kernels=None):
-    """The same by an exchange of heads for the sequence: each rank holds the chunk of its rank, as ``shard_sequence`` gives it.
-    Query heads must be a multiple of the ranks; KV heads that are fewer than the ranks are repeated."""
+    """The same by an exchange of heads for the sequence: rank r holds chunk r, as ``shard_sequence`` returns it. The
+    number of query heads must be a multiple of the number of ranks. If there are fewer KV heads than ranks, they are
+    repeated."""
     call = _Call(q, k, v, plan, group, softmax_scale, kernels)
     n_q, n_kv = q.shape[2], k.shape[2]
     if n_q % call.ranks or (n_kv % call.ranks and call.ranks % n_kv):
@@ -145,7 +149,8 @@ class _Call:
         return tuple(x.contiguous() for x in operands)
 
     def next(self, tensor):
-        """Starts to send a tensor to the next rank and to receive the previous one's; wait for the works before it is read."""
+        """Starts to send a tensor to the next rank and to receive the previous one's; wait for the works before it is
+        read."""
         received = torch.empty_like(tensor)
         to, source = ((self.rank + step) % self.ranks for step in (1, -1))
         peers = [dist.get_global_rank(self.group, peer) if self.group else peer for peer in (to, source)]
@@ -174,8 +179,8 @@ def _kernels(q):
 def _blocks(rank, source, length, causal):
     """Queries and keys of a block that see each other, and whether under a mask; None where none do.
 
-    Under a causal mask a rank has chunks r and 2n - 1 - r. Of an earlier rank's keys all queries see the first chunk and none
-    the second; of a later one's, the second chunk of queries sees both.
+    Under a causal mask a rank has chunks r and 2n - 1 - r. Of an earlier rank's keys all queries see the first chunk
+    and none the second; of a later one's, the second chunk of queries sees both.
     """
     whole, half = slice(None), length // 2
     if not causal or source == rank:

@@ -221,15 +221,15 @@ def flash_attn_with_kvcache(
     fallback=None,
     **others,
 ):
-    """``flash_attn.flash_attn_with_kvcache`` in FP8: new keys and values are written behind the first
+    """``flash_attn.flash_attn_with_kvcache`` in FP8: new keys and values are written after the first
     ``cache_seqlens`` in place, then attended to with the rest. No gradients.
 
-    The caches may be E4M3: new keys and values are cast by the plan, old ones are not cast again. ``cache_seqlens``
-    is an int, or a tensor that stays on the device: one call for the whole batch, whatever the lengths, and on a GPU
-    nothing checks them. Pages (``block_table``) of 16 to 256 tokens in E4M3 are read where they lie; values may also
-    be as :func:`value_pages` makes them. New keys are rotated there where ``rotary_cos`` is given. Other caches in
-    pages are gathered into a copy first. ``num_splits`` is chosen by the kernel. Elsewhere new keys and queries are
-    rotated in PyTorch first.
+    The caches may be E4M3: new keys and values are cast by the plan, old ones are not cast again. ``cache_seqlens`` is
+    an int, or a tensor that stays on the device: one call for the whole batch, whatever the lengths. On a GPU they are
+    not validated. Pages (``block_table``) of 16 to 256 tokens in E4M3 are read in place; values may also have the
+    layout of :func:`value_pages`. If ``rotary_cos`` is given, the kernel rotates new keys for such pages, and PyTorch
+    rotates new keys and queries in all other cases. Other paged caches are first gathered into a copy. The kernel
+    chooses ``num_splits``.
     """
     known = _refuse("flash_attn_with_kvcache", others, alibi_slopes=alibi_slopes)
     block_table = known.get("page_table") if block_table is None else block_table

@@ -66,19 +66,19 @@ def _placed(query, key, value, mask):
 def register(name="sigmascale_fp8", *, padding=None):
     """Makes ``attn_implementation=name`` known to Hugging Face transformers, and returns the name.
 
-    Then ``model.set_attn_implementation(name)`` sends every attention layer of an attached model through FP8: training with
-    padding on either side, packed sequences, sliding windows, soft-caps and sinks, generation with growing and static caches,
-    encoders and cross-attention. Padding and lengths stay on the device. What no FP8 kernel takes (dropout, masks of other
-    kinds) is refused, or goes to PyTorch's own attention after ``attach(..., fallback="bf16")``.
+    Then ``model.set_attn_implementation(name)`` sends every attention layer of an attached model through FP8: training
+    with padding on either side, packed sequences, sliding windows, soft-caps and sinks, generation with growing and
+    static caches, encoders and cross-attention. Padding and lengths stay on the device. Calls that no FP8 kernel
+    supports (dropout, other masks) are refused, or run in PyTorch's attention after ``attach(..., fallback="bf16")``.
 
-    Rows of padding are zero. Where the values of a mask cannot be read, inside compiled code and while a CUDA graph is captured,
-    padding must lie on one side of each text; a text with padding inside becomes NaN there.
+    Padding rows are zero. Under ``torch.compile`` and CUDA graph capture the values of a mask cannot be read: padding
+    must then be on one side of each sequence, and a sequence with interior padding becomes NaN.
 
-    ``padding="right"`` says that all batches of whole sequences are padded on the right, if at all, and that none is packed: then
-    no mask is read for them, rows of padding attend as if they were text, and no row of text reads what they give. Models under
-    ``torch.compile`` need it to train without a mask, since transformers then has to assume packed sequences.
+    ``padding="right"`` states that batches of full sequences are padded on the right, if at all, and never packed.
+    Their masks are then not read. Padding rows attend like other rows, but no other row reads their results. Models
+    under ``torch.compile`` need it to train without a mask, since transformers then has to assume packed sequences.
 
-    Raises :class:`UnsupportedError` if transformers is not there or too old.
+    Raises :class:`UnsupportedError` if transformers is missing or too old.
     """
     if padding not in (None, "right"):
         raise ArgumentError(f"padding {padding!r} must be 'right' or None")
@@ -116,11 +116,13 @@ def _mask(
     device=None,
     **others,
 ):
-    """Whether a mask of transformers is one of sequences that are causal, windowed or whole, and then what stands for it: None
-    for a call without padding, else int32 ``(5, sequences, 1, 1)``, starts and ends of queries, starts and ends of keys, and whether
-    a text has no padding inside; transformers hands on what has four dimensions. ``right``: padding is on the right, and nothing is packed.
+    """Whether a mask of transformers is one of sequences that are causal, windowed or whole, and then what stands for
+    it: None for a call without padding, else int32 ``(5, sequences, 1, 1)``, starts and ends of queries, starts and
+    ends of keys, and whether a text has no padding inside; transformers hands on what has four dimensions. ``right``:
+    padding is on the right, and nothing is packed.
 
-    ``local_size`` is a window's width, or a chunk's. Packed sequences and functions of a model's own are composed by ``and_masks``.
+    ``local_size`` is a window's width, or a chunk's. Packed sequences and functions of a model's own are composed by
+    ``and_masks``.
     """
     other, named = (False, None), getattr(mask_function, "__name__", None)
     # transformers says of masks without causality alone that they may be left out.
@@ -171,7 +173,8 @@ def _mask(
 
 
 def _gathered(kept, q_length, end):
-    """Keys with padding between, as behind a prompt that is padded on the right: those that count are gathered in front."""
+    """Keys with padding between, as behind a prompt that is padded on the right: those that count are gathered in
+    front."""
     if not isinstance(end, int):
         end = end.item()
     if not bool(kept[:, end - q_length : end].all()):
@@ -184,7 +187,8 @@ def _gathered(kept, q_length, end):
 
 
 def _documents(function):
-    """Which of several packed sequences each token is of, ``(batch, seq)``, if ``function`` was composed for packed sequences."""
+    """Which of several packed sequences each token is of, ``(batch, seq)``, if ``function`` was composed for packed
+    sequences."""
     for cell in function.__closure__ or ():
         for part in cell.cell_contents if isinstance(cell.cell_contents, tuple) else ():
             if getattr(part, "__qualname__", "").startswith("packed_sequence_mask_function."):

@@ -19,7 +19,7 @@ _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 @dataclasses.dataclass(eq=False)
 class Latent:
-    """What a layer with multi-head latent attention (MLA) has beside: the model's config, the names of all of its
+    """What a layer with multi-head latent attention (MLA) also has: the model's config, the names of all of its
     tensors, the layer's place among those with attention, and the layer's tensors by their names in the model, its
     projections among them."""
 
@@ -32,22 +32,24 @@ class Latent:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Layer:
-    """One attention layer, for models that are found by no table. Tensors are the model's own, or views of them.
+    """One attention layer, for models that are not in the family table. Tensors are the model's, or views of them.
 
     ``q``, ``k``, ``v``: weights ``(n_heads * d_head, d_model)``, any strides (a slice or ``.t()`` of a fused one is
-    fine). ``norm`` is what stands in front of the projections: ``"rms"``, ``"layer"`` or ``None`` where there is none,
-    which leaves q and k with a bound only if they are normalised themselves (``q_norm``, ``k_norm``: gains of RMS norms
-    over ``d_head`` values, per head).
-    ``gain_offset`` is 1 for norms that multiply by ``1 + gain``. ``rotary`` is the number of rotated channels of a head.
-    ``query_factor`` is the largest factor that the model multiplies q by behind rotation and norms, where one grows with the
-    position (Llama 4, Ministral 3), and ``positions`` how many positions that covers: bounds hold for as many keys.
-    ``number`` is the layer's number in the model, by default its place among those given, and ``model_q_heads`` the query heads
-    of all layers of the model, where the process has only some of them (pipeline stages): ``geometry-c-star`` counts them.
+    fine). ``norm`` is the norm in front of the projections: ``"rms"``, ``"layer"`` or ``None``. Without one, q and k
+    have a bound only if they are normalized themselves (``q_norm``, ``k_norm``: gains of RMS norms over ``d_head``
+    values, per head).
 
-    Heads are the model's. Where ``q``, ``k`` and ``v`` are DTensors sharded by rows (tensor parallelism), a process has its share.
-    Where they are a process's own rows as plain tensors, heads are those of the process, and ``first_kv_head`` is the number of its
-    first KV head in the layer. ``unit`` is the module in whose forward the tensors are whole, where a wrapper other than FSDP and
-    ZeRO-3 gathers them: scales are computed before that forward.
+    ``gain_offset`` is 1 for norms that multiply by ``1 + gain``. ``rotary`` is the number of rotated channels of a
+    head. ``query_factor`` is the largest factor that the model multiplies q by after rotation and norms, if one grows
+    with the position (Llama 4, Ministral 3), and ``positions`` how many positions that covers: bounds hold for as many
+    keys. ``number`` is the layer's number in the model, by default its index in ``layers``. ``model_q_heads`` is the
+    number of query heads of all layers of the model, if the process has only some of them (pipeline stages):
+    ``geometry-c-star`` counts them.
+
+    Head counts are those of the whole model if ``q``, ``k`` and ``v`` are DTensors sharded by rows (tensor
+    parallelism). If they are a process's rows as plain tensors, head counts are those of the process, and
+    ``first_kv_head`` is the number of its first KV head in the layer. ``unit`` is the module in whose forward the
+    tensors are gathered, if a wrapper other than FSDP and ZeRO-3 gathers them: scales are computed before that forward.
     """
 
     q: torch.Tensor
@@ -102,8 +104,8 @@ class Layer:
 
 
 def check(layers):
-    """Raises an exception that says what to do if the layers cannot be read where they lie. Returns their device; None without
-    layers."""
+    """Raises an exception that says what to do if the layers' tensors cannot be read. Returns their device; None
+    without layers."""
     device, where = None, None
     for layer in layers:
         _check_values(layer)
@@ -125,7 +127,7 @@ def check(layers):
 
 
 def check_form(layer):
-    """The same of types and shapes alone, which tensors without values have too."""
+    """The same of types and shapes only, which tensors without values have too."""
     _check_values(layer)
     for name, tensor in layer.tensors().items():
         if tensor.dtype not in _DTYPES:
@@ -299,8 +301,8 @@ class _Projection:
 class Layers:
     """The attention layers of a model, and how to read them again: at rest, or inside the forward of an FSDP unit.
 
-    ``given``: what :func:`attach` takes as ``layers``, or None for those of the family table. ``at_rest`` are the layers as
-    they lie now; those in ``sliced`` are cut up by FSDP, and their tensors have shapes and no values.
+    ``given``: what :func:`attach` takes as ``layers``, or None for those of the family table. ``at_rest`` are the
+    layers as they lie now; those in ``sliced`` are cut up by FSDP, and their tensors have shapes and no values.
     """
 
     def __init__(self, model, given=None):
@@ -358,8 +360,8 @@ class Layers:
         return places
 
     def unit(self, index):
-        """The unit in whose forward a sliced layer's weights are whole, and units of other parameters that are cut up again
-        by then, each with their owners and names."""
+        """The unit in whose forward a sliced layer's weights are whole, and units of other parameters that are cut up
+        again by then, each with their owners and names."""
         layer, places = self.at_rest[index], self._places(index)
         if layer.unit is not None:
             return layer.unit, {}
@@ -479,8 +481,8 @@ def _given(model, units, entries):
 def find(model):
     """The layers of a Hugging Face model, by the family table: what ``attach`` takes where it is given none.
 
-    Returns a list of :class:`Layer`, one for each attention layer in order; of a pipeline stage, those that it has. Raises
-    :class:`UnsupportedError` if the model or a tensor of it is not understood.
+    Returns a list of :class:`Layer`, one for each attention layer in order; of a pipeline stage, those that it has.
+    Raises :class:`UnsupportedError` if the model or a tensor of it is not understood.
     """
     layers = Layers(_distributed.unwrapped(model))
     if layers.sliced:

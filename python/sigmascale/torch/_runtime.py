@@ -20,17 +20,24 @@ _ENGINES_A_LAYER = 2
 
 
 class Runtime:
-    """Plans of a model's attention layers; made by :func:`attach`, which see.
+    """Plans of a model's attention layers. Created by :func:`attach`.
 
-    ``layers``: a :class:`LayerPlan` for each layer. ``descales`` f32 ``(layers, [q, k, v, o], n_kv_heads)``: what a plan's
-    rows are views of; a value is divided by its descale before the cast. ``logits`` f32 ``(layers, n_q_heads, [sigma,
-    certain bound, bound with rounding, descale])`` or None. ``logit_descales`` f32 ``(layers, n_q_heads)``: what maps the
-    policy's logit bound onto ``tail.eta`` of E4M3, or None where there is none. ``tail``: the :class:`sigmascale.Tail` in
-    force. ``before_refresh`` and ``after_refresh``: functions that are called with the runtime before every refresh, while the
-    statistics of its calls are there, and at its end, on its stream. All tensors keep their addresses.
+    Attributes, whose tensors keep their addresses:
 
-    Layers may have unequal heads. Then the tensors have room for the most, ``n_q_heads`` and ``n_kv_heads``, and what lies
-    past a layer's own heads is the smallest normal float, which no maximum takes; a plan's views end at its own heads.
+    - ``layers``: a :class:`LayerPlan` per layer.
+    - ``descales``: f32 ``(layers, [q, k, v, o], n_kv_heads)``, of which the plans hold views. A value is divided by its
+      descale before the cast.
+    - ``logits``: f32 ``(layers, n_q_heads, [sigma, exact bound, worst-case bound, descale])``, or None without
+      ``bound``.
+    - ``logit_descales``: f32 ``(layers, n_q_heads)``, which map the policy's logit bound onto ``tail.eta`` of E4M3, or
+      None if the policy has no logit bound.
+    - ``tail``: the :class:`sigmascale.Tail` in use.
+    - ``before_refresh``, ``after_refresh``: lists of functions that are called with the runtime, before each refresh,
+      while the statistics of its calls are still there, and at its end, on its stream.
+
+    If layers have different numbers of heads, the tensors have the largest ``n_q_heads`` and ``n_kv_heads``. Entries
+    past a layer's heads are the smallest normal float, which changes no maximum; the views of a plan end at its layer's
+    heads.
     """
 
     # Tensors that a runtime writes in place must not be inference tensors, which may not be.
@@ -257,14 +264,15 @@ class Runtime:
     def refresh(self, now=False):
         """Recomputes every plan from the weights as they are, on the current stream.
 
-        Layers sharded by FSDP are marked stale, and each computes its scales in its next forward, when its weights are whole; no
-        rank waits for another. ``now=True`` makes them whole here (``fully_shard`` alone): all ranks must call it.
+        Layers sharded by FSDP are marked stale, and each computes its scales in its next forward, when its weights are
+        gathered; no rank waits for another. ``now=True`` unshards them here (``fully_shard`` only): all ranks must call
+        it.
 
-        Call it after an optimizer step or a weight refit, not between a forward and its backward. No host synchronisation
-        and no allocation by the driver once the first call is done, so it can be captured in a CUDA graph and replayed.
-        Weights that have moved are found again; a graph from before goes on with the old ones, which are kept for it, and a
-        RuntimeWarning says so. Raises :class:`SigmascaleError` if the model is gone, its weights were
-        replaced, or another thread is in here; :class:`ArgumentError` if they have left the device.
+        Call it after an optimizer step or a weight sync, not between a forward and its backward. After the first call
+        it neither synchronizes the host nor allocates device memory, so it can be captured in a CUDA graph and
+        replayed. Weights that have moved are found again. Graphs captured earlier keep using the old weights, which
+        stay allocated for them, and a RuntimeWarning says so. Raises :class:`SigmascaleError` if the model is gone, its
+        weights were replaced, or another thread is in here; :class:`ArgumentError` if they have left the device.
         """
         if not self._lock.acquire(blocking=False):
             raise SigmascaleError("refresh() is running in another thread: call it from one thread at a time")
@@ -312,21 +320,21 @@ class Runtime:
 
         ``amax`` ``(layers, 3, n_kv)`` of q, k and v; ``overflow`` (values past 448 descales), ``beyond`` (past 464) and
         ``non_finite`` likewise; ``peak``: the largest |x / descale| (NaN under ``current``, whose descales are gone);
-        ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN. Past a layer's own heads
-        there is nothing: zeros, and NaN for logits. ``calls``: a dict of counts ``(layers,)`` by what ran them: a backend, or
-        ``bf16`` for PyTorch's own attention. ``why``: of each of these a dict of counts ``(layers,)`` by the reason.
-        Counted where Python launches them: a replay of a CUDA graph is not, nor is a fallback in compiled code.
-        ``reported``: whether this step's calls report; without, all but ``calls`` and ``why`` is zero.
+        ``logit_max`` and ``logit_min`` ``(layers, n_q)`` where the kernel reports them, else NaN. Past a layer's own
+        heads there is nothing: zeros, and NaN for logits. ``calls``: a dict of counts ``(layers,)`` by what ran them: a
+        backend, or ``bf16`` for PyTorch's own attention. ``why``: of each of these a dict of counts ``(layers,)`` by
+        the reason. Counted where Python launches them: a replay of a CUDA graph is not, nor is a fallback in compiled
+        code. ``reported``: whether this step's calls report; without, all but ``calls`` and ``why`` is zero.
         """
         counted = [_calls.counted(plan.key) for plan in self.layers]
         descales = None if self._policy.per_call else self.descales.cpu()
         return _results.stats(self.words.cpu(), self._heads, descales, counted, self.reporting)
 
     def slack(self):
-        """How far the certain bounds lay above what ``auto-c`` has observed in its burn-in: for ``logit``, ``q``, ``k`` and
-        ``v`` a dict of NumPy arrays ``(layers,)``, the ``min``, ``mean`` and ``max`` of bound over amax over the layer's heads
-        and steps, and their ``count``. NaN where nothing was seen: logits are reported by the native kernel alone. Waits for the
-        device; it begins anew with ``load_state_dict``. Raises :class:`UnsupportedError` under another policy."""
+        """Worst-case bound / observed maximum in the burn-in of ``auto-c``: for ``logit``, ``q``, ``k`` and ``v`` a
+        dict of NumPy arrays ``(layers,)``, the ``min``, ``mean`` and ``max`` over the layer's heads and steps, and
+        their ``count``. NaN if nothing was observed: only the native kernel reports logits. Waits for the device; reset
+        by ``load_state_dict``. Raises :class:`UnsupportedError` under another policy."""
         return self._policy.slack(len(self))
 
     def check(self):
@@ -341,14 +349,14 @@ class Runtime:
     def state_dict(self):
         """All that later plans depend on, apart from the weights: a dict of plain values and one tensor.
 
-        Empty of both for the policies that remember nothing (``geometry``, ``geometry-c-star``, ``current``). Waits for the
+        It has neither for the policies without state (``geometry``, ``geometry-c-star``, ``current``). Waits for the
         device.
         """
         return _saved.state(self)
 
     def load_state_dict(self, state):
-        """Goes on from a saved state. Raises :class:`MismatchError`, and changes nothing, if it is damaged or of another
-        policy, version or shape. Descales of policies that remember nothing stay those of the present weights.
+        """Resumes from a saved state. Raises :class:`MismatchError`, and changes nothing, if it is damaged or of
+        another policy, version or shape. Descales of policies without state stay those of the current weights.
 
         Of a state with more layers or heads (:func:`merge_states`) it takes those that this process has."""
         part = _saved.part(self, state)
@@ -383,7 +391,8 @@ def _remove(hooks):
 
 @contextlib.contextmanager
 def _unnoticed(tensors):
-    """Writes to these tensors in a block that autograd does not see: plans of other layers lie in them, which backwards need."""
+    """Writes to these tensors in a block that autograd does not see: plans of other layers lie in them, which backwards
+    need."""
     with contextlib.ExitStack() as stack:
         for tensor in tensors:
             stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))

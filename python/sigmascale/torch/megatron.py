@@ -3,13 +3,14 @@
 >>> runtime = sigmascale.torch.megatron.attach(model)   # a GPTModel, bare or as Megatron wraps it
 >>> runtime.refresh()                                   # after every optimizer.step()
 
-``linear_qkv`` interleaves by KV group: the query heads of the group, its gates if there are any, its key head, its value
-head. Under tensor parallelism a rank holds whole groups. ``attach`` replaces each layer's ``core_attention``, whose inputs
-are projected, normalised and rotated already; checkpoints are unchanged, since neither module has parameters.
+``linear_qkv`` interleaves by KV group: the query heads of the group, its gates if there are any, its key head, its
+value head. Under tensor parallelism a rank holds whole groups. ``attach`` replaces each layer's ``core_attention``,
+whose inputs are projected, normalised and rotated already; checkpoints are unchanged, since neither module has
+parameters.
 
-Tested with the GPTModel of Megatron-Core 0.16 on the CPU: its local layers, tensor, sequence and context parallelism over
-gloo. Layers of TransformerEngine have the same names, which tests imitate. **It was never run with TransformerEngine or on
-a GPU.**
+Tested with the GPTModel of Megatron-Core 0.16 on the CPU: its local layers, tensor, sequence and context parallelism
+over gloo. Layers of TransformerEngine have the same names, which tests imitate. **It was never run with
+TransformerEngine or on a GPU.**
 """
 
 import torch
@@ -25,9 +26,9 @@ _MASKS = {"causal": True, "no_mask": False}
 
 
 class CoreAttention(torch.nn.Module):
-    """FP8 attention by a plan, in place of a ``core_attention``: ``(seq, batch, heads, d_head)`` in, ``(seq, batch, heads *
-    d_head)`` out. With context parallelism it is a ring over ``group``, whose ranks hold two chunks of the sequence each, as
-    Megatron cuts it."""
+    """FP8 attention by a plan, in place of a ``core_attention``: ``(seq, batch, heads, d_head)`` in, ``(seq, batch,
+    heads * d_head)`` out. With context parallelism it is a ring over ``group``, whose ranks hold two chunks of the
+    sequence each, as Megatron cuts it."""
 
     def __init__(self, mask, group=None):
         super().__init__()
@@ -60,11 +61,12 @@ class CoreAttention(torch.nn.Module):
 
 
 def attach(model, policy="geometry", bound=None, **options):
-    """As :func:`sigmascale.torch.attach`, for one model chunk: plans for its layers, which its ``core_attention`` then takes.
+    """As :func:`sigmascale.torch.attach`, for one model chunk: plans for its layers, which its ``core_attention`` then
+    takes.
 
-    Where Megatron's DistributedDataParallel overlaps the gather of parameters with the forward, they are whole in a layer's
-    own forward alone: scales are computed there, before its attention. Otherwise ``refresh()`` computes them. Raises
-    :class:`UnsupportedError`, and leaves the model as it was, for what has no FP8 attention or no bound.
+    Where Megatron's DistributedDataParallel overlaps the gather of parameters with the forward, they are gathered only
+    in that layer's forward: scales are computed there, before its attention. Otherwise ``refresh()`` computes them.
+    Raises :class:`UnsupportedError`, and leaves the model as it was, for what has no FP8 attention or no bound.
     """
     inner, overlapped = _unwrapped(model)
     cores = {layer: CoreAttention(layer.attn_mask_type.name, _context(layer)) for _, layer in _attentions(inner)}

@@ -1,7 +1,8 @@
 //! How one call is cut into tiles: of its sizes where all sequences are alike, of its longest sequence otherwise.
 
 use super::regions::Regions;
-use super::terms::{Sequences, Terms, VALUE_TILE};
+use super::sizes::VALUE_TILE;
+use super::terms::{Sequences, Terms};
 use super::tile::{ITEM, JOIN, PARTS_BYTES, ROWS, Schedule, Split, Tile};
 use crate::attention::{AttentionShape, PvAccumulator};
 

@@ -6,6 +6,9 @@ use crate::error::{Error, Result};
 /// Head dimensions that kernels are compiled for; others read as the next larger one, filled up with zeros.
 const NATIVE: [usize; 5] = [64, 96, 128, 192, 256];
 
+/// Keys of a tile of values: with sequences of unequal length, each begins one.
+pub(super) const VALUE_TILE: usize = 128;
+
 /// The head dimension of the kernel that takes `d`, at most 256.
 pub(super) fn native(d: usize) -> usize {
     NATIVE.into_iter().find(|&native| d <= native).unwrap_or(d)

@@ -1,11 +1,9 @@
 //! What one call computes, beside its tensors: [`AttentionCall`] with its lists in device memory.
 
+use super::sizes::VALUE_TILE;
 use crate::attention::{AttentionCall, AttentionShape, Mask};
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
-
-/// Keys of a tile of values: with sequences of unequal length, each begins one.
-pub(super) const VALUE_TILE: usize = 128;
 
 /// What one call computes, forward or backward. Sizes are those of the tensors.
 ///

@@ -422,7 +422,7 @@ impl PolicyEngine {
         self.spec.layers.iter().enumerate().map(layer).collect()
     }
 
-    /// auto-c: certain bound over observed amax since the burn-in began here, one entry a layer, of logits, q, k and v. `None`
+    /// auto-c: worst-case bound over observed amax since the burn-in began here, one entry a layer, of logits, q, k and v. `None`
     /// where nothing but zeros was observed; no entries under the other policies. Not part of the state. Waits for the device.
     ///
     /// # Errors

@@ -26,7 +26,7 @@ pub mod status {
     pub const OVERFLOW: u32 = 1;
     /// A value was NaN or infinite.
     pub const NON_FINITE: u32 = 2;
-    /// A value passed its certain bound: the bounds are of other weights.
+    /// A value exceeded its worst-case bound: the bounds are of other weights.
     pub const BEYOND_BOUND: u32 = 4;
     /// auto-c: a constant was given up.
     pub const FELL_BACK: u32 = 8;
