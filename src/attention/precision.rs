@@ -178,7 +178,7 @@ impl PvAccumulator {
                     "an FP8 accumulator promoted every {promote_every} keys: expected a multiple of {TILE} above zero"
                 )))
             }
-            Self::Bf16 { tile } if tile == 0 || TILE % tile != 0 => {
+            Self::Bf16 { tile } if !TILE.is_multiple_of(tile) => {
                 Err(Error::argument(format_args!("an output rounded every {tile} keys: expected a divisor of {TILE}")))
             }
             _ => Ok(()),

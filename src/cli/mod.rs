@@ -60,7 +60,7 @@ enum Command {
     Export(export::Args),
     Verify(verify::Args),
     Diagnose(diagnose::Args),
-    Stress(stress::Args),
+    Stress(Box<stress::Args>),
     #[cfg(feature = "cuda")]
     Bench(bench::Args),
     Doctor(doctor::Args),
@@ -117,7 +117,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
             Ok(false) => return 1,
             calm => calm.map(|_| ()),
         },
-        Command::Stress(args) => stress::run(args, &made),
+        Command::Stress(args) => stress::run(*args, &made),
         #[cfg(feature = "cuda")]
         Command::Bench(args) => bench::run(args),
         Command::Doctor(args) => doctor::run(args),

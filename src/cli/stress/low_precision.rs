@@ -305,7 +305,8 @@ fn page(results: &Results, made: &Made) -> String {
     let Some(seed) = results.runs.first().map(|run| run.options.seed) else { return page.render(made) };
     let of_seed = || results.runs.iter().zip(&results.histories).filter(|(run, _)| run.options.seed == seed);
     let head = |run: &LowPrecisionSummary| run.options.head.unwrap_or(run.fastest_head().0);
-    let by_remedy = |points: &dyn Fn(&History, usize) -> Vec<(usize, f64)>| -> Vec<Curve<Remedy>> {
+    type Points<'a> = &'a dyn Fn(&History, usize) -> Vec<(usize, f64)>;
+    let by_remedy = |points: Points| -> Vec<Curve<Remedy>> {
         of_seed().map(|(run, history)| (run.options.remedy, points(history, head(run)))).collect()
     };
     page.section(&format!("Seed {seed}"));

@@ -14,7 +14,7 @@ pub enum Remedy {
     F32Pv,
     /// delta = rowsum(P o dP).
     DeltaFromP,
-    /// The row maximum of Algorithm 3, with the limit of [`ShiftLimit::Wrapped`].
+    /// The row maximum of Algorithm 3, with the limit of [`ShiftLimit::Wrapped`](crate::attention::ShiftLimit::Wrapped).
     Stabilised,
     /// The same with a limit of 40 nats for every row, the fixed offset of which the paper's appendix C warns.
     StabilisedFixed,

@@ -39,8 +39,10 @@ impl LowPrecisionSummary {
             |steps: &[StepRecord]| steps.iter().filter_map(|step| step.loss).sum::<f64>() / steps.len().max(1) as f64;
         let window = history.steps.len().min(WINDOW);
         let loss_start = mean(&history.steps[..window]);
-        // Not "at least twice": NaN has failed, too.
-        let failed = history.steps.windows(window.max(1)).find(|steps| !(mean(steps) < 2.0 * loss_start));
+        let failed = history.steps.windows(window.max(1)).find(|steps| {
+            let loss = mean(steps);
+            loss.is_nan() || loss >= 2.0 * loss_start
+        });
         let sum = |column: fn(&LayerRecord) -> &[f64]| {
             let of = |head: usize| history.layers.iter().map(|record| column(record)[head]).sum::<f64>();
             (0..options.heads).map(of).collect::<Vec<f64>>()
