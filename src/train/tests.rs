@@ -337,9 +337,11 @@ fn format_and_rounding_are_those_of_the_run() {
     let e5m2 = TrainOptions { operands: Cast::E5m2, ..options };
     let e4m3_240 = TrainOptions { operands: Cast::E4m3Ieee, ..options };
     let stochastic = TrainOptions { stochastic: true, ..options };
-    for other in [e5m2, e4m3_240, stochastic] {
+    for other in [e5m2, stochastic] {
         assert_ne!(run(other).0[0], plain.0[0], "{other:?}");
     }
+    // E4M3 up to 240 holds half the value under half the scale: the same codes, but for the subnormal ones.
+    assert_ne!(run(e4m3_240), plain);
     assert_eq!(run(stochastic), run(stochastic));
     assert_ne!(run(TrainOptions { rate: 1e-12, ..stochastic }).0[1], run(TrainOptions { rate: 1e-12, ..options }).0[1]);
     for step in 0..3 {
