@@ -63,7 +63,7 @@ constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kWideners = 3;   // warps
 constexpr bool kRemake = kFeatures || DETERMINISTIC;  // variants that are short of registers make addresses anew in each tile
 constexpr int kArrivals = EVERY_LANE ? 32 : 1;  // of a warp
-constexpr int kStages = 2;
+constexpr int kStages = kWide ? 1 : 2;
 constexpr int kSplits = SPLITS;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
@@ -73,6 +73,9 @@ constexpr int kRun = 128;                         // bytes of a swizzled row
 constexpr int kKeyRun = kKeys * kRun;             // 64 columns of K or V in BF16
 constexpr int kRowRun = kRows * kRun;             // 64 columns of Q or dO in BF16
 constexpr int kRuns = kDim / 64;
+constexpr int kRow8 = kDim < kRun ? kDim : kRun;  // bytes of an E4M3 row in shared memory; wide ones lie in runs of 128 columns
+constexpr int kRuns8 = kDim / kRow8;
+constexpr int kOwn = kWide ? 128 : kColumns;      // columns of dK and dV that a consumer adds up
 constexpr int kPieces = kDim / 16;                // of 16 columns, of a row
 constexpr int kScoreBytes = 2 * kKeys * kRows;    // dS^T in BF16: rows are keys, runs of 64 queries
 constexpr int kScoreStages = 2;
@@ -89,7 +92,7 @@ constexpr int kOffsetScores = kOffsetStages + kStages * kStageBytes;
 constexpr int kOffsetK8 = kOffsetScores + kScoreStages * kScoreBytes;
 constexpr int kOffsetTerms = kOffsetK8 + kKeys * kDim;
 constexpr int kOffsetSums = kOffsetTerms + kStages * kTermFloats * 4;
-constexpr int kOffsetBarriers = kOffsetSums + 4 * kSumFloats;
+constexpr int kOffsetBarriers = kOffsetSums + 4096 * 4 * kConsumers;
 // 1024 bytes of slack align the swizzle atoms. The host reads this value as SHARED_BYTES below.
 constexpr int kFullQ8 = 0, kFullDOut = 1, kFullQ16 = 2, kRings = 3;  // barriers: kRings x stages full, as many empty
 constexpr int kSharedBytes = kOffsetBarriers + 16 * kRings * kStages + 1024;
@@ -98,9 +101,9 @@ static_assert(kSplits == 1 || (kDim == 128 && !DETERMINISTIC), "tiles of 128 que
 
 using LogitMma = ptx::Wgmma<ptx::Operand::E4m3, kRows>;
 using GradMma = ptx::Wgmma<ptx::Operand::Bf16, kRows>;
-using KeyMma = ptx::Wgmma<ptx::Operand::Bf16, kColumns>;
+using KeyMma = ptx::Wgmma<ptx::Operand::Bf16, kOwn>;
 using QueryMma = ptx::Wgmma<ptx::Operand::Bf16, 64>;
-constexpr ptx::Swizzle kSwizzle8 = kDim == 128 ? ptx::Swizzle::B128 : ptx::Swizzle::B64;
+constexpr ptx::Swizzle kSwizzle8 = kRow8 == 128 ? ptx::Swizzle::B128 : ptx::Swizzle::B64;
 
 // What a block owns.
 struct Work {
@@ -195,8 +198,16 @@ __device__ __forceinline__ u64 operand(u32 address, u32 run) { return ptx::wgmma
 __device__ __forceinline__ u64 columns(u64 descriptor, int i, int run) { return ptx::wgmma_advance(descriptor, i / 4 * run + i % 4 * 32); }
 __device__ __forceinline__ u64 rows(u64 descriptor, int i) { return ptx::wgmma_advance(descriptor, 16 * kRun * i); }
 
-// Where 16 columns of an E4M3 row lie.
-__device__ __forceinline__ int swizzled8(int row, int piece) { return kDim == 128 ? piece ^ row % 8 : piece ^ row / 2 % 4; }
+// Of E4M3 operands, step `i` of 32 columns; and where 16 columns of a row lie, in a tile of `rows`.
+__device__ __forceinline__ u64 columns8(u64 descriptor, int i, int rows) {
+  return ptx::wgmma_advance(descriptor, i / 4 * rows * kRun + i % 4 * 32);
+}
+__device__ __forceinline__ int offset8(int row, int piece, int rows) {
+  const int run = kRuns8 > 1 ? piece / 8 : 0, in_run = piece - 8 * run;
+  return run * rows * kRun + row * kRow8 + 16 * (kRow8 == 128 ? in_run ^ row % 8 : in_run ^ row / 2 % 4);
+}
+// The key of its block that a thread's first accumulators of S^T belong to; the second ones' is 8 further.
+__device__ __forceinline__ int key_row(u32 thread) { return (kWide ? thread % 128 : thread) / 32 * 16 + thread % 32 / 4; }
 
 // Eight E4M3 values to BF16, by integer arithmetic and an exact product. Of NaN comes a number.
 __device__ __forceinline__ u32 widened(u32 pair) {
@@ -236,7 +247,7 @@ __device__ __forceinline__ void load_keys(const Backward& p, const Work& work, u
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     const int at = i * 128 * kConsumers + threadIdx.x, row = at / kPieces, piece = at % kPieces;
-    *reinterpret_cast<uint4*>(shared + kOffsetK8 + row * kDim + 16 * swizzled8(row, piece)) = k[i];
+    *reinterpret_cast<uint4*>(shared + kOffsetK8 + offset8(row, piece, kKeys)) = k[i];
     u8* wide = shared + piece / 4 * kKeyRun + row * kRun;
     const int low = 16 * (piece % 4 * 2 ^ row % 8), high = 16 * ((piece % 4 * 2 + 1) ^ row % 8);
     *reinterpret_cast<uint4*>(wide + kOffsetK16 + low) = bf16x8_from_e4m3x8(make_uint2(k[i].x, k[i].y));
@@ -293,9 +304,10 @@ __device__ __forceinline__ float dk_scale(const Backward& p, const Work& work) {
   return p.softmax_scale * descale_of(p.q_descale, p.q_descale_strides, work.sequence.batch_q, work.kv_head) *
          descale_of(p.v_descale, p.v_descale_strides, work.sequence.batch_k, work.kv_head);
 }
-// Stores run `c` of 32 columns of dK or dV from a thread's 16 accumulators of it.
+// Stores run `c` of a consumer's 32 columns of dK or dV from a thread's 16 accumulators of it.
 __device__ __forceinline__ void store(const Backward& p, const Work& work, bool is_dk, int c, const float (&x)[16], float scale) {
-  const int quad = threadIdx.x % 4, first_key = work.key_tile * kKeys + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+  const int quad = threadIdx.x % 4, first_key = work.key_tile * kKeys + key_row(threadIdx.x);
+  const int column = (kWide ? threadIdx.x / 128 * kOwn : 0) + 32 * c + 8 * quad;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int key = first_key + 8 * r;
@@ -316,7 +328,7 @@ __device__ __forceinline__ void store(const Backward& p, const Work& work, bool 
 #else
     const int keys = p.len_k;
 #endif
-    if (key < keys && !(FILL && 32 * c + 8 * quad >= (is_dk ? p.d : p.d_v))) *reinterpret_cast<uint4*>(out + 32 * c + 8 * quad) = make_uint4(a[0], a[1], a[2], a[3]);
+    if (key < keys && !(FILL && column >= (is_dk ? p.d : p.d_v))) *reinterpret_cast<uint4*>(out + column) = make_uint4(a[0], a[1], a[2], a[3]);
   }
 }
 
@@ -374,7 +386,10 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
           return at;
         };
         const u32 for_q8 = acquire(kFullQ8, kRows * kDim);
-        ptx::tma_load_4d(to + kStageQ8, &map_q8, for_q8, 0, first_head + place.head, q_row + place.m * kRows, batch);
+#pragma unroll
+        for (int run = 0; run < kRuns8; run++)
+          ptx::tma_load_4d(to + kStageQ8 + run * kRows * kRun, &map_q8, for_q8, 128 * run, first_head + place.head,
+                            q_row + place.m * kRows, batch);
         const u32 for_d_out = acquire(kFullDOut, 2 * kRows * kDim + kTermFloats * 4);
         ptx::bulk_load(base + kOffsetTerms + ring.index * kTermFloats * 4,
                        p.terms + tile_index(p, work.q_batch, first_head + place.head, work.q_slot + place.m) * kTermFloats, kTermFloats * 4,
@@ -397,7 +412,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         ptx::mbarrier_wait(bar(kFullQ16, index) + kToEmpty, parity ^ 1);
 #pragma unroll 1
         for (u32 row = thread / kPieces; row < kRows; row += 32 * kWideners / kPieces) {
-          const uint4 x = ptx::ld_shared_v4(stage + kStageQ8 + row * kDim + 16 * swizzled8(row, thread % kPieces));
+          const uint4 x = ptx::ld_shared_v4(stage + kStageQ8 + offset8(row, thread % kPieces, kRows));
           const u32 to = stage + kStageQ16 + thread % kPieces / 4 * kRowRun + row * kRun + 16 * (thread % 4 * 2 ^ row % 8);
           const uint4 low = widened(x.x, x.y);
           ptx::st_shared_v4(to, low.x, low.y, low.z, low.w);
@@ -426,16 +441,17 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     ptx::named_barrier_sync<1, 128 * kConsumers>();
 
     const u32 uniform_base = __shfl_sync(~0u, base, 0);
-    const u64 k8 = ptx::wgmma_descriptor(uniform_base + kOffsetK8 + group * 64 * kDim, 16, 8 * kDim, kSwizzle8);
-    const u64 v16 = operand(uniform_base + kOffsetV16 + group * 64 * kRun, 16);
+    const int keys_of = kWide ? 0 : 64 * group, columns_of = kWide ? 2 * group * kRowRun : 0;
+    const u64 k8 = ptx::wgmma_descriptor(uniform_base + kOffsetK8 + keys_of * kRow8, 16, 8 * kRow8, kSwizzle8);
+    const u64 v16 = operand(uniform_base + kOffsetV16 + keys_of * kRun, 16);
     // dQ: consumers share the columns of a tile of 64 queries, or the queries of one of 128
     const u64 k16 = operand(uniform_base + kOffsetK16 + (kRows == 64 ? group * kKeyRun : 0), kKeyRun);
     const u64 scores = operand(uniform_base + kOffsetScores + (kRows == 64 ? 0 : group * kKeyRun), kKeyRun);
-    const u64 q8 = ptx::wgmma_descriptor(uniform_base + kOffsetStages + kStageQ8, 16, 8 * kDim, kSwizzle8);
+    const u64 q8 = ptx::wgmma_descriptor(uniform_base + kOffsetStages + kStageQ8, 16, 8 * kRow8, kSwizzle8);
     const u64 q16 = operand(uniform_base + kOffsetStages + kStageQ16, kRowRun);
     const u64 d_out = operand(uniform_base + kOffsetStages + kStageDOut, kRowRun);
     // Row j of 8 x 8 matrix i of a `stmatrix` is named by lane 8 i + j
-    auto row_address = [&](u32 thread) { return base + kOffsetScores + (thread / 32 * 16 + thread % 16) * kRun; };
+    auto row_address = [&](u32 thread) { return base + kOffsetScores + ((kWide ? thread % 128 : thread) / 32 * 16 + thread % 16) * kRun; };
     const u32 kept_row = row_address(threadIdx.x);
 
     const Sequence& sequence = work.sequence;
@@ -447,9 +463,9 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     const float scale = logit * kLog2e;
 #endif
 
-    float dk[kColumns / 2], dv[kColumns / 2], s[kRows / 2];
+    float dk[kOwn / 2], dv[kOwn / 2], s[kRows / 2];
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; i++) dk[i] = dv[i] = 0.0f;
+    for (int i = 0; i < kOwn / 2; i++) dk[i] = dv[i] = 0.0f;
 
     auto release = [&](int what, u32 stage) {
       if (EVERY_LANE || leader) ptx::mbarrier_arrive(bar(what, stage) + kToEmpty);
@@ -459,7 +475,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       ptx::wgmma_fence();
       LogitMma::ss_overwrite(s, k8, queries);
 #pragma unroll
-      for (int i = 1; i < kColumns / 32; i++) LogitMma::ss(s, ptx::wgmma_advance(k8, 32 * i), ptx::wgmma_advance(queries, 32 * i), 1);
+      for (int i = 1; i < kColumns / 32; i++) LogitMma::ss(s, columns8(k8, i, kKeys), columns8(queries, i, kRows), 1);
       ptx::wgmma_commit();
     };
 
@@ -473,7 +489,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       Seen seen;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const int key = work.key_tile * kKeys + index / 32 * 16 + index % 32 / 4 + 8 * r, at = key - sequence.diagonal;
+        const int key = work.key_tile * kKeys + key_row(index) + 8 * r, at = key - sequence.diagonal;
         const bool is_key = key >= first_key && key < sequence.len_k;
         seen.from[r] = is_key ? (CAUSAL || WINDOW ? at - p.window_right : 0) - column : 1 << 30;
         seen.to[r] = (WINDOW ? min(at + p.window_left + 1, sequence.len_q) : sequence.len_q) - column;
@@ -482,7 +498,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     };
 #else
     auto first_seen = [&](u32 thread, int r) {
-      const int key = work.key_tile * kKeys + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
+      const int key = work.key_tile * kKeys + key_row(thread) + 8 * r;
       return key >= p.len_k ? 1 << 30 : (CAUSAL ? key - p.diagonal : -(1 << 30)) - 2 * (int)(thread % 4);
     };
     const int kept[2] = {first_seen(threadIdx.x, 0), first_seen(threadIdx.x, 1)};
@@ -494,7 +510,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     };
 #endif
     // Tiles from this one on are seen whole by this warpgroup's keys
-    const int last_key = work.key_tile * kKeys + 64 * group + 63;
+    const int last_key = work.key_tile * kKeys + keys_of + 63;
 #if VARLEN || WINDOW
     const bool all_keys = last_key < sequence.len_k && last_key - 63 >= first_key;
     const int whole_from = CAUSAL || WINDOW ? ceil_div(max(0, last_key - sequence.diagonal - p.window_right), kRows) : 0;
@@ -589,7 +605,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       for (int i = 0; i < kRows / 16; i++) pack(&p16[4 * i], &s[8 * i]);
 #endif
       {
-        const u64 b = ptx::wgmma_advance(d_out, at);
+        const u64 b = ptx::wgmma_advance(d_out, at + columns_of);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kRows / 16; i++) KeyMma::rs<true>(dv, &p16[4 * i], rows(b, i), 1);
@@ -614,12 +630,13 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       for (int i = 0; i < kRows / 16; i++) {
         pack(&ds16[4 * i], &dp[8 * i]);
         const u32 run = i / 4 * kKeyRun, chunk = 16 * ((i % 4 * 2 + lane / 16) ^ lane % 8);
-        ptx::stmatrix<false>(score_row + buffer + run + chunk, ds16[4 * i], ds16[4 * i + 1], ds16[4 * i + 2], ds16[4 * i + 3]);
+        if (!kWide || i / (kRows / 32) == group)  // both consumers have it
+          ptx::stmatrix<false>(score_row + buffer + run + chunk, ds16[4 * i], ds16[4 * i + 1], ds16[4 * i + 2], ds16[4 * i + 3]);
       }
       ptx::fence_proxy_async();
       ptx::mbarrier_wait_uniform(bar(kFullQ16, ring.index), ring.parity);
       {
-        const u64 b = ptx::wgmma_advance(q16, at);
+        const u64 b = ptx::wgmma_advance(q16, at + columns_of);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kRows / 16; i++) KeyMma::rs<true>(dk, &ds16[4 * i], rows(b, i), 1);
@@ -632,49 +649,57 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
 
       // dQ, once both consumers have stored dS^T. NOTES: a buffer is written again after the next barrier, when both have read it.
       ptx::named_barrier_sync<1, 128 * kConsumers>();
-      float dq[32];
-      {
-        const u64 a = ptx::wgmma_advance(scores, buffer);
-        ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kKeys / 16; i++) QueryMma::ss<true, true>(dq, rows(a, i), rows(k16, i), i != 0);
-        ptx::wgmma_commit();
-      }
-
-      // S^T of the next tile, in the registers of P. NOTES: where there is none the tensor cores go through stale memory and nobody
-      // looks.
-      ptx::mbarrier_wait_uniform(bar(kFullQ8, next.index), next.parity, it + 1 == total);
-      issue_logits(next.index);
-
-      ptx::wgmma_wait<1>();
-      ptx::keep(dq);
-      ptx::keep(dk);
-      release(kFullQ16, ring.index);
-
-      // Add dQ
-      // NOTES: the copy before had the time of a tile; in turn, the next block of keys may add once it is through.
-      if (leader) {
-        if (DETERMINISTIC) hand_on(it > 0);
-        else ptx::bulk_wait_read<0>();
-      }
-      __syncwarp();
-      const u32 thread = kRemake ? ptx::thread_index() : threadIdx.x, part = base + kOffsetSums + 4096 * (thread / 32);
+      for (int part = 0; part < kParts; part++) {
+        float dq[32];
+        {
+          const u64 a = ptx::wgmma_advance(scores, buffer), b = ptx::wgmma_advance(k16, 2 * part * kKeyRun);
+          ptx::wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const u32* x = reinterpret_cast<const u32*>(dq + 4 * i);
-        ptx::st_shared_v4(part + 512 * i + 16 * (thread % 32), x[0], x[1], x[2], x[3]);
-      }
-      ptx::fence_proxy_async();
-      __syncwarp();
-      if (leader) {
-        const i64 tile = tile_index(p, work.q_batch, first_head + place.head, work.q_slot + place.m);
-        if (DETERMINISTIC) {
-          turn = (u32)tile;
-          while (ptx::ld_acquire(word_of(turn)) != (u32)(work.key_tile - first_key_tile(p, sequence, place.m))) {}
-          ptx::fence_proxy_async_global();
+          for (int i = 0; i < kKeys / 16; i++) QueryMma::ss<true, true>(dq, rows(a, i), rows(b, i), i != 0);
+          ptx::wgmma_commit();
         }
-        ptx::bulk_reduce_add(p.dq_sum + tile * kSumFloats + 1024 * (thread / 32), part, 4096);
-        ptx::bulk_commit();
+        const bool is_last = part == kParts - 1;
+        if (is_last) {
+          // S^T of the next tile, in the registers of P. NOTES: where there is none the tensor cores go through stale memory and
+          // nobody looks.
+          ptx::mbarrier_wait_uniform(bar(kFullQ8, next.index), next.parity, it + 1 == total);
+          issue_logits(next.index);
+          ptx::wgmma_wait<1>();
+        } else {
+          ptx::wgmma_wait<0>();
+        }
+        ptx::keep(dq);
+        if (part == 0) {
+          ptx::keep(dk);
+          release(kFullQ16, ring.index);
+        }
+
+        // Add dQ
+        // NOTES: the copy before had the time of a tile; in turn, the next block of keys may add once it is through.
+        if (leader) {
+          if (DETERMINISTIC && part == 0) hand_on(it > 0);
+          else ptx::bulk_wait_read<0>();
+        }
+        __syncwarp();
+        const u32 thread = kRemake ? ptx::thread_index() : threadIdx.x, sums = base + kOffsetSums + 4096 * (thread / 32);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const u32* x = reinterpret_cast<const u32*>(dq + 4 * i);
+          ptx::st_shared_v4(sums + 512 * i + 16 * (thread % 32), x[0], x[1], x[2], x[3]);
+        }
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (leader) {
+          const i64 tile = tile_index(p, work.q_batch, first_head + place.head, work.q_slot + place.m);
+          if (DETERMINISTIC && part == 0) {
+            turn = (u32)tile;
+            while (ptx::ld_acquire(word_of(turn)) != (u32)(work.key_tile - first_key_tile(p, sequence, place.m))) {}
+            ptx::fence_proxy_async_global();
+          }
+          ptx::bulk_reduce_add(p.dq_sum + tile * kSumFloats + 8192 * part + 1024 * (thread / 32), sums, 4096);
+          ptx::bulk_commit();
+        }
       }
       ptx::wgmma_wait<0>();
       ptx::keep(s);
@@ -723,7 +748,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     ptx::cluster_sync();
 #else
 #pragma unroll
-    for (int c = 0; c < kColumns / 32; c++) {
+    for (int c = 0; c < kOwn / 32; c++) {
       float x[16], y[16];
 #pragma unroll
       for (int i = 0; i < 16; i++) x[i] = dv[16 * c + i], y[i] = dk[16 * c + i];

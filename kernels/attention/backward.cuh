@@ -7,7 +7,7 @@
 // Between them lie, in the workspace, one tile of kRows queries of one head after the other ([batch, heads_q, q_tiles]):
 //   terms    [2][kRows] f32: the log-sum-exp to the base 2, plus infinity where a row sees no key or is none; then delta in
 //            units of V's descale
-//   dq_sum   [8][8][32][4] f32: lane l of consumer warp w adds its accumulators 4 i to 4 i + 3 at [w][i][l]
+//   dq_sum   [kParts][8][8][32][4] f32: lane l of consumer warp w adds its accumulators 4 i to 4 i + 3 of a part at [part][w][i][l]
 //
 // VARLEN: tiles are those of sequences, as sequences.cuh numbers them, and the batch of these layouts is one.
 #pragma once
@@ -80,12 +80,13 @@ namespace {
 
 constexpr int kDim = HEAD_DIM;
 constexpr int kColumns = COLUMNS;
-constexpr int kKeys = 128;                       // of a block
-constexpr int kRows = kDim == 128 ? 64 : 128;    // queries of a tile
+constexpr bool kWide = kDim == 256;              // consumers share the columns of 64 keys; else each has 64 keys
+constexpr int kKeys = kWide ? 64 : 128;          // of a block
+constexpr int kRows = kDim == 64 ? 128 : 64;     // queries of a tile
 constexpr int kTermFloats = 2 * kRows;
 constexpr int kSumFloats = kRows * kDim;
-static_assert(kDim == 64 || kDim == 128, "a tile of dQ is one 64 x 64 accumulator for each of two consumers");
-static_assert(kSumFloats == 2 * 64 * 64, "dq_sum's layout");
+constexpr int kParts = kSumFloats / (2 * 64 * 64);  // 64 x 64 accumulators of a tile of dQ, for each of two consumers
+static_assert(kDim == 64 || kDim == 128 || kDim == 256, "the layouts below");
 
 constexpr bool kFeatures = VARLEN || WINDOW;     // tiles may hold rows of other sequences, and rows that see no key
 

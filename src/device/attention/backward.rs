@@ -146,7 +146,7 @@ impl super::kernels::Variant for Variant {
 /// Variants of the backward's kernels: every one of dense calls, and of the others one for each kind of what they add.
 pub fn backward_variants() -> Vec<Request> {
     let mut all = Vec::new();
-    for columns in [64, 128] {
+    for columns in [64, 128, 256] {
         let plain = BackwardForm {
             columns,
             used: columns,
@@ -160,11 +160,16 @@ pub fn backward_variants() -> Vec<Request> {
         for causal in [false, true] {
             let form = BackwardForm { causal, ..plain };
             all.extend(Variant::all(form, true, 1));
-            let splits: &[usize] = if columns == 64 { &[1] } else { &[1, 2, 4] };
+            let splits: &[usize] = if columns == 128 { &[1, 2, 4] } else { &[1] };
             all.extend(splits.iter().map(|&splits| Variant::Backward { form, deterministic: false, splits }));
         }
         for form in [
-            BackwardForm { causal: true, fill: true, used: columns.min(96), ..plain },
+            BackwardForm {
+                causal: true,
+                fill: true,
+                used: if columns == 256 { 192 } else { columns.min(96) },
+                ..plain
+            },
             BackwardForm { causal: true, soft_cap: true, ..plain },
             BackwardForm { causal: true, varlen: true, ..plain },
             BackwardForm { window: true, sink: true, ..plain },
@@ -263,7 +268,7 @@ impl BackwardEngine {
         params.sink_parts = at(place.sinks);
         // A thread of an autograd engine may have done nothing on the device so far.
         stream.bind()?;
-        let runs = [(&tensors.q, form.columns), (&tensors.d_out, 64)];
+        let runs = [(&tensors.q, form.columns.min(128)), (&tensors.d_out, 64)];
         let [q8, d_out] = runs.map(|(x, columns)| run_map(x, columns, 1, form.rows()));
 
         let tiles =

@@ -7,8 +7,8 @@ use crate::attention::AttentionShape;
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 
-/// Keys of one block.
-pub(super) const KEYS: usize = 128;
+/// The largest head dimension that is offered. Kernels of 256 columns compile, and have not run on a GPU yet.
+const WIDEST: usize = 128;
 
 /// Where delta, `sum_j P_ij dP_ij` of each query row, comes from.
 #[derive(Clone, Copy, Debug)]
@@ -99,9 +99,9 @@ impl BackwardTensors {
 fn check_dims(sizes: &AttentionShape) -> Result<()> {
     let AttentionShape { d_head, d_v, .. } = *sizes;
     for (name, d) in [("d_head", d_head), ("d_v", d_v)] {
-        if d % 8 != 0 || !(16..=128).contains(&d) {
+        if d % 8 != 0 || !(16..=WIDEST).contains(&d) {
             return Err(Error::unsupported(format_args!(
-                "a backward with {name} {d} is not offered on the GPU: it takes multiples of 8 from 16 to 128"
+                "a backward with {name} {d} is not offered on the GPU: it takes multiples of 8 from 16 to {WIDEST}"
             )));
         }
     }
@@ -111,7 +111,7 @@ fn check_dims(sizes: &AttentionShape) -> Result<()> {
 /// What the kernels are compiled for, and how they cut a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct BackwardForm {
-    /// Columns of a tile: the smaller of 64 and 128 that holds d_head and d_v.
+    /// Columns of a tile: the smallest of 64, 128 and 256 that holds d_head and d_v.
     pub columns: usize,
     /// Columns of it that are multiplied.
     pub used: usize,
@@ -137,37 +137,50 @@ impl BackwardForm {
     pub fn of(sizes: &AttentionShape, terms: &Terms) -> Result<Self> {
         check_dims(sizes)?;
         terms.check(sizes)?;
+        Ok(Self::of_checked(sizes, terms))
+    }
+
+    fn of_checked(sizes: &AttentionShape, terms: &Terms) -> Self {
         let (causal, features) = terms.features(sizes);
         let widest = sizes.d_head.max(sizes.d_v);
-        let columns = if widest <= 64 { 64 } else { 128 };
+        let columns = [64, 128].into_iter().find(|&columns| widest <= columns).unwrap_or(256);
         // Rows that see no key are for the kernel with windows to keep apart.
         let blind = !features.varlen && causal && sizes.len_q > sizes.len_k;
         let window = features.window || blind;
-        Ok(Self {
+        Self {
             columns,
-            used: if (65..=96).contains(&widest) { 96 } else { columns },
+            used: match widest {
+                65..=96 => 96,
+                129..=192 => 192,
+                _ => columns,
+            },
             fill: sizes.d_head != columns || sizes.d_v != columns,
             causal: causal && !window,
             window,
             varlen: features.varlen,
             soft_cap: features.soft_cap,
             sink: features.sink,
-        })
+        }
     }
 
     /// Queries of a tile.
     pub fn rows(&self) -> usize {
-        if self.columns == 128 { 64 } else { 128 }
+        if self.columns == 64 { 128 } else { 64 }
+    }
+
+    /// Keys of a block.
+    pub fn keys(&self) -> usize {
+        if self.columns == 256 { 64 } else { 128 }
     }
 
     /// Sequences that tiles are counted in, and tiles of queries and of keys that each has: those of the batch, or all in one, where
     /// every sequence takes whole tiles.
     pub fn tiles(&self, sizes: &AttentionShape, terms: &Terms) -> [usize; 3] {
         match &terms.sequences {
-            None => [sizes.batch, sizes.len_q.div_ceil(self.rows()), sizes.len_k.div_ceil(KEYS)],
+            None => [sizes.batch, sizes.len_q.div_ceil(self.rows()), sizes.len_k.div_ceil(self.keys())],
             Some(sequences) => {
                 let slots = |rows: usize, size: usize| sizes.batch * rows / size + sequences.count() + 1;
-                [1, slots(sizes.len_q, self.rows()), slots(sizes.len_k, KEYS)]
+                [1, slots(sizes.len_q, self.rows()), slots(sizes.len_k, self.keys())]
             }
         }
     }
@@ -245,7 +258,7 @@ impl BackwardSchedule {
         let [entries, _, key_tiles] = form.tiles(sizes, terms);
         let units = entries * sizes.n_kv_heads;
         let len_q = terms.sequences.map_or(sizes.len_q, |sequences| sequences.max_len_q);
-        let width = terms.window(sizes).map(|keys| keys as usize).iter().sum::<usize>() + KEYS + form.rows();
+        let width = terms.window(sizes).map(|keys| keys as usize).iter().sum::<usize>() + form.keys() + form.rows();
         let at_a_time = (processors + key_tiles / 2) / key_tiles;
         let section = units.div_ceil(units.div_ceil(at_a_time.clamp(1, units)));
 
@@ -258,7 +271,7 @@ impl BackwardSchedule {
             let tiles = if form.causal { share.max(blocks * longest / (2 * processors)) } else { waves * share };
             tiles + waves * Self::BLOCK_COST + if splits > 1 { Self::CLUSTER_COST } else { 0 }
         };
-        let choices: &[usize] = if deterministic || form.columns == 64 { &[1] } else { &[1, 2, 4] };
+        let choices: &[usize] = if deterministic || form.columns != 128 { &[1] } else { &[1, 2, 4] };
         let splits = choices.iter().copied().min_by_key(|&n| time(n)).unwrap_or(1);
         Self { section, splits, grid: blocks * splits }
     }
@@ -371,6 +384,11 @@ mod tests {
         assert_eq!((phi.columns, phi.used), (128, 96));
         assert_eq!(form(&AttentionShape { d_head: 40, d_v: 64, ..sizes }, &causal()).columns, 64);
 
+        let wide = |d_head, d_v| BackwardForm::of_checked(&AttentionShape { d_head, d_v, ..sizes }, &causal());
+        assert_eq!((wide(256, 256).columns, wide(256, 256).used, wide(256, 256).fill), (256, 256, false));
+        assert_eq!((wide(192, 128).columns, wide(192, 128).used, wide(192, 128).fill), (256, 192, true));
+        assert_eq!((wide(136, 64).rows(), wide(136, 64).keys()), (64, 64));
+
         let packed = Terms { sequences: lists(5, 100, 100), ..causal() };
         let of = form(&sizes, &packed);
         assert!(of.varlen && of.causal);
@@ -409,7 +427,7 @@ mod tests {
         for len in [1, 100, 5000, 1 << 20] {
             let all = sizes(3, 6, 2, len);
             let schedule = of(all, true);
-            assert!((1..=6).contains(&schedule.section) && schedule.grid >= 6 * len.div_ceil(KEYS), "{schedule:?}");
+            assert!((1..=6).contains(&schedule.section) && schedule.grid >= 6 * len.div_ceil(128), "{schedule:?}");
         }
     }
 }
