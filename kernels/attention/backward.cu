@@ -23,6 +23,7 @@
 // key tile's block of queries; other heads and sequences are not touched.
 #include "attention/backward.cuh"
 #include "attention/backward_convert.cuh"
+#include "attention/backward_dq.cuh"
 #include "attention/ring.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"
@@ -97,6 +98,7 @@ constexpr int kOffsetBarriers = kOffsetSums + 4096 * 4 * kConsumers;
 constexpr int kFullQ8 = 0, kFullDOut = 1, kFullQ16 = 2, kRings = 3;  // barriers: kRings x stages full, as many empty
 constexpr int kSharedBytes = kOffsetBarriers + 16 * kRings * kStages + 1024;
 static_assert(kSharedBytes <= 232448, "shared memory of one multiprocessor");
+static_assert(!RING || !(VARLEN || DETERMINISTIC), "units are KV heads of dense calls, and add in the order of arrival");
 static_assert(kSplits == 1 || (kDim == 128 && !DETERMINISTIC), "tiles of 128 queries leave no registers for it");
 
 using LogitMma = ptx::Wgmma<ptx::Operand::E4m3, kRows>;
@@ -115,6 +117,9 @@ struct Work {
   bool by_rows;      // the heads of the group in turn, tile by tile of queries
   bool backwards;    // from the last queries on
   int first_head;    // of the group, at each tile
+#if RING
+  int unit, slot;    // number of the KV head, and where its sums are
+#endif
 #if VARLEN
   int k_rows;        // to the next sequence
 #endif
@@ -142,6 +147,9 @@ __device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
   w.kv_head = unit - batch * p.heads_kv;
   w.sequence = sequence_of(p, batch);
   w.q_batch = batch, w.q_slot = 0;
+#endif
+#if RING
+  w.unit = unit, w.slot = unit % p.ring;
 #endif
   const int key = w.key_tile * kKeys;
 #if VARLEN || WINDOW
@@ -332,6 +340,35 @@ __device__ __forceinline__ void store(const Backward& p, const Work& work, bool 
   }
 }
 
+#if RING
+// dQ of a KV head by the consumers of its last block: sums to BF16, then zero where another KV head takes their place.
+__device__ __forceinline__ void finish(const Backward& p, const Work& w) {
+  const int tiles = p.heads_q / p.heads_kv * p.q_tiles, first_head = w.kv_head * (p.heads_q / p.heads_kv);
+  const bool again = w.unit + p.ring < p.batch * p.heads_kv;
+  const float scale = dq_scale(p, w.sequence, w.kv_head);
+  float* sums = p.dq_sum + (i64)w.slot * tiles * kSumFloats;
+  float4 next[8];
+  auto load = [&](int i) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) next[j] = __ldcg(dq_sums(sums + (i64)(i / kParts) * kSumFloats, i % kParts) + 32 * j);
+  };
+  load(0);
+#pragma unroll 1
+  for (int i = 0; i < tiles * kParts; i++) {
+    float4 sum[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum[j] = next[j];
+    if (i + 1 < tiles * kParts) load(i + 1);
+    const int head = i / kParts / p.q_tiles, tile = i / kParts - head * p.q_tiles;
+    store_dq(p, w.sequence, first_head + head, tile, p.len_q, i % kParts, sum, scale);
+    if (!again) continue;
+    float4* from = dq_sums(sums + (i64)(i / kParts) * kSumFloats, i % kParts);
+#pragma unroll
+    for (int j = 0; j < 8; j++) from[32 * j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}
+#endif
+
 }  // namespace
 
 extern "C" __constant__ int SHARED_BYTES = kSharedBytes;
@@ -520,6 +557,9 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     const int whole_from = last_key >= p.len_k ? p.q_tiles : CAUSAL ? ceil_div(max(0, last_key - p.diagonal), kRows) : 0;
 #endif
 
+#if RING
+    const u32 blocks = ceil_div(p.len_k, kKeys) * kSplits;  // of a KV head
+#endif
     Place place(p, work);
     u32 turn = 0;  // the tile that this warp's last part was added to
     auto word_of = [&](u32 tile) { return p.turns + 8 * (i64)tile + ptx::thread_index() / 32; };
@@ -691,7 +731,18 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         ptx::fence_proxy_async();
         __syncwarp();
         if (leader) {
+#if RING
+          const i64 tile = ((i64)work.slot * (p.heads_q / p.heads_kv) + place.head) * p.q_tiles + place.m;
+#else
           const i64 tile = tile_index(p, work.q_batch, first_head + place.head, work.q_slot + place.m);
+#endif
+#if RING
+          // The KV head that these sums were before is through
+          if (it == 0 && part == 0 && work.unit >= p.ring) {
+            while (ptx::ld_acquire(p.turns + work.unit - p.ring) != blocks + 1) {}
+            ptx::fence_proxy_async_global();
+          }
+#endif
           if (DETERMINISTIC && part == 0) {
             turn = (u32)tile;
             while (ptx::ld_acquire(word_of(turn)) != (u32)(work.key_tile - first_key_tile(p, sequence, place.m))) {}
@@ -754,6 +805,21 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       for (int i = 0; i < 16; i++) x[i] = dv[16 * c + i], y[i] = dk[16 * c + i];
       store(p, end, false, c, x, 1.0f);
       store(p, end, true, c, y, dk_scale(p, end));
+    }
+#endif
+#if RING
+    // Arrive; the last block of the KV head finishes its dQ. NOTES: each leader waited for its sums above.
+    if (leader) ptx::fence_proxy_async_global();
+    ptx::named_barrier_sync<1, 128 * kConsumers>();
+    u32* word = p.turns + end.unit;
+    volatile int* is_last = reinterpret_cast<volatile int*>(aligned + kOffsetSums);
+    if (ptx::thread_index() == 0) *is_last = ptx::atom_add_acq_rel(word, 1) == (u32)(ceil_div(p.len_k, kKeys) * kSplits - 1);
+    ptx::named_barrier_sync<1, 128 * kConsumers>();
+    if (*is_last) {
+      finish(p, end);
+      ptx::fence_proxy_async_global();
+      ptx::named_barrier_sync<1, 128 * kConsumers>();
+      if (ptx::thread_index() == 0) ptx::red_add_release(word, 1);
     }
 #endif
   }

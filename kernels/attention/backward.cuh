@@ -9,6 +9,9 @@
 //            units of V's descale
 //   dq_sum   [kParts][8][8][32][4] f32: lane l of consumer warp w adds its accumulators 4 i to 4 i + 3 of a part at [part][w][i][l]
 //
+// RING: dq_sum has the tiles of `ring` KV heads at a time, [ring, group, q_tiles]. The last block of a KV head makes dQ of its tiles
+// and clears them for the KV head that is `ring` further, whose blocks wait for it. So the sums stay in the L2 cache.
+//
 // VARLEN: tiles are those of sequences, as sequences.cuh numbers them, and the batch of these layouts is one.
 #pragma once
 #include "attention/mask.cuh"
@@ -40,6 +43,11 @@
 #define SINK 0
 #endif
 
+// 1: dq_sum is a ring. Not with VARLEN.
+#ifndef RING
+#define RING 0
+#endif
+
 // Written by the host byte for byte; strides count elements: batch, row, head.
 struct Backward {
   const u8* q;                   // E4M3, [batch, len_q, heads_q, d]
@@ -54,7 +62,8 @@ struct Backward {
   u16* dv;
   float* dq_sum;
   float* terms;
-  u32* turns;                    // [batch, heads_q, q_tiles, 8], deterministic only: key tiles that each consumer warp's part has
+  u32* turns;                    // deterministic: [batch, heads_q, q_tiles, 8], key tiles that each consumer warp's part has;
+                                 // RING: [batch, heads_kv], blocks that have ended, and 1 once the tiles are free; else null
   const float* q_descale;        // [batch, heads_kv]
   const float* k_descale;
   const float* v_descale;
@@ -73,8 +82,9 @@ struct Backward {
   float soft_cap;
   int window_left, window_right; // keys that a query sees before and after its position; causal: 0 after; kNoWindow: all
   int d_v;                       // columns of a head of v and the output
+  int ring, unused;              // RING: KV heads whose tiles dq_sum has, at most batch heads_kv
 };
-static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4 + 40 + 3 * 8 + 4 * 4, "the host writes this layout");
+static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4 + 40 + 3 * 8 + 6 * 4, "the host writes this layout");
 
 namespace {
 
