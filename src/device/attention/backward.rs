@@ -84,8 +84,10 @@ struct Params {
     window_left: i32,
     window_right: i32,
     d_v: i32,
+    ring: i32,
+    unused_ring: i32,
 }
-const _: () = assert!(size_of::<Params>() == 488, "the kernels assert the same");
+const _: () = assert!(size_of::<Params>() == 496, "the kernels assert the same");
 
 /// Compiled form of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -118,6 +120,7 @@ impl super::kernels::Variant for Variant {
                 ("SINK", form.sink),
                 ("CAUSAL", form.causal),
                 ("SOFT_CAP", form.soft_cap),
+                ("RING", form.ring),
             ];
             flags.into_iter().filter(|(_, given)| *given).fold(request, |request, (name, _)| request.define(name, 1))
         };
@@ -156,10 +159,12 @@ pub fn backward_variants() -> Vec<Request> {
             varlen: false,
             soft_cap: false,
             sink: false,
+            ring: false,
         };
         for causal in [false, true] {
             let form = BackwardForm { causal, ..plain };
             all.extend(Variant::all(form, true, 1));
+            all.extend(Variant::all(BackwardForm { ring: true, ..form }, false, 1));
             let splits: &[usize] = if columns == 128 { &[1, 2, 4] } else { &[1] };
             all.extend(splits.iter().map(|&splits| Variant::Backward { form, deterministic: false, splits }));
         }
@@ -173,6 +178,7 @@ pub fn backward_variants() -> Vec<Request> {
             BackwardForm { causal: true, soft_cap: true, ..plain },
             BackwardForm { causal: true, varlen: true, ..plain },
             BackwardForm { window: true, sink: true, ..plain },
+            BackwardForm { window: true, sink: true, ring: true, ..plain },
             BackwardForm { window: true, varlen: true, soft_cap: true, sink: true, ..plain },
         ] {
             all.extend(Variant::all(form, false, 1));
@@ -192,6 +198,7 @@ pub fn backward_variants() -> Vec<Request> {
 pub struct BackwardEngine {
     kernels: Kernels<Variant>,
     deterministic: bool,
+    ring: bool,
 }
 
 impl BackwardEngine {
@@ -200,12 +207,19 @@ impl BackwardEngine {
     /// # Errors
     /// If the device is not of compute capability 9.0 (`is_unsupported`), or the driver fails.
     pub fn new(device: &Device) -> Result<Self> {
-        Ok(Self { kernels: Kernels::new(device, "the attention backward")?, deterministic: false })
+        Ok(Self { kernels: Kernels::new(device, "the attention backward")?, deterministic: false, ring: false })
     }
 
     /// Whether dQ, too, has the same bits in every run; off by default, since it is slower.
     pub fn with_deterministic(mut self, deterministic: bool) -> Self {
         self.deterministic = deterministic;
+        self
+    }
+
+    /// Whether the sums of dQ are kept for a few KV heads at a time, in the L2 cache, in place of all of them; for dense calls whose KV
+    /// heads are short enough. Off by default: it has not run on a GPU yet.
+    pub fn with_ring(mut self, ring: bool) -> Self {
+        self.ring = ring;
         self
     }
 
@@ -219,7 +233,9 @@ impl BackwardEngine {
     /// # Errors
     /// If the call is not offered.
     pub fn workspace_bytes(&self, sizes: &AttentionShape, terms: &Terms) -> Result<usize> {
-        Ok(BackwardWorkspace::of(sizes, terms, self.deterministic)?.bytes)
+        let form = BackwardForm::of(sizes, terms)?;
+        let ring = self.ring_of(sizes, &form, &self.schedule(sizes, terms, &form));
+        Ok(BackwardWorkspace::of(sizes, terms, self.deterministic, ring)?.bytes)
     }
 
     /// Compiles and loads what this call needs, which otherwise its first launch does. A capture needs this before it.
@@ -227,9 +243,12 @@ impl BackwardEngine {
     /// # Errors
     /// If the call is not offered, or a kernel does not compile or load.
     pub fn prepare(&self, sizes: &AttentionShape, terms: &Terms) -> Result<()> {
-        let form = BackwardForm::of(sizes, terms)?;
-        let splits = self.schedule(sizes, terms, &form).splits;
-        Variant::all(form, self.deterministic, splits).into_iter().try_for_each(|v| self.kernels.load(v).map(drop))
+        let mut form = BackwardForm::of(sizes, terms)?;
+        let schedule = self.schedule(sizes, terms, &form);
+        form.ring = self.ring_of(sizes, &form, &schedule).is_some();
+        Variant::all(form, self.deterministic, schedule.splits)
+            .into_iter()
+            .try_for_each(|v| self.kernels.load(v).map(drop))
     }
 
     /// Puts one call on `stream`: gradients of `softmax(softmax_scale q k^T) v` with respect to q, k and v, for d_out.
@@ -248,13 +267,15 @@ impl BackwardEngine {
         workspace: &View<1>,
     ) -> Result<()> {
         let sizes = tensors.check()?;
-        let place = BackwardWorkspace::of(&sizes, terms, self.deterministic)?;
+        let mut form = BackwardForm::of(&sizes, terms)?;
+        let schedule = self.schedule(&sizes, terms, &form);
+        let ring = self.ring_of(&sizes, &form, &schedule);
+        form.ring = ring.is_some();
+        let place = BackwardWorkspace::of(&sizes, terms, self.deterministic, ring)?;
         place.check(workspace)?;
         if terms.sinks.is_some() != tensors.d_sinks.is_some() {
             return Err(Error::argument("d_sinks is for calls with sinks, and they need it"));
         }
-        let form = BackwardForm::of(&sizes, terms)?;
-        let schedule = self.schedule(&sizes, terms, &form);
         let [prepare, backward, finish] =
             Variant::all(form, self.deterministic, schedule.splits).map(|variant| self.kernels.load(variant));
         let (prepare, backward, finish) = (prepare?, backward?, finish?);
@@ -264,7 +285,8 @@ impl BackwardEngine {
         (params.q_tiles, params.section) = (query_tiles as i32, schedule.section as i32);
         let at = |offset: usize| workspace.ptr().offset(offset as u64).0;
         (params.terms, params.dq_sum) = (at(place.terms), at(place.dq_sum));
-        params.turns = if self.deterministic { at(place.turns) } else { 0 };
+        params.turns = if self.deterministic || form.ring { at(place.turns) } else { 0 };
+        params.ring = ring.unwrap_or(0) as i32;
         params.sink_parts = at(place.sinks);
         // A thread of an autograd engine may have done nothing on the device so far.
         stream.bind()?;
@@ -273,6 +295,7 @@ impl BackwardEngine {
 
         let tiles =
             Launch { grid: ((query_tiles * sizes.n_q_heads) as u32, units as u32, 1), block: ROWS_BLOCK, shared: 0 };
+        let heads = Launch::linear(sizes.n_q_heads, ROWS_BLOCK, 0);
         let keys = Launch::linear(schedule.grid, BLOCK, backward.shared);
         let mut maps = [q8?, d_out?];
         let [q8, d_out] = maps.each_mut().map(|map| (&raw mut *map).cast());
@@ -282,8 +305,17 @@ impl BackwardEngine {
         unsafe {
             prepare.kernel.launch_parameters(stream, tiles, &mut [params], false)?;
             backward.kernel.launch_parameters(stream, keys, &mut [q8, d_out, params], true)?;
-            finish.kernel.launch_parameters(stream, tiles, &mut [params], true)
+            match ring {
+                None => finish.kernel.launch_parameters(stream, tiles, &mut [params], true),
+                Some(_) if form.sink => finish.kernel.launch_parameters(stream, heads, &mut [params], true),
+                Some(_) => Ok(()),
+            }
         }
+    }
+
+    /// KV heads whose sums are kept at a time, if not those of all.
+    fn ring_of(&self, sizes: &AttentionShape, form: &BackwardForm, schedule: &BackwardSchedule) -> Option<usize> {
+        if self.ring { schedule.ring(sizes, form, self.deterministic) } else { None }
     }
 
     fn schedule(&self, sizes: &AttentionShape, terms: &Terms, form: &BackwardForm) -> BackwardSchedule {

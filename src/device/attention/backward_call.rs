@@ -127,6 +127,8 @@ pub(super) struct BackwardForm {
     pub soft_cap: bool,
     /// The call has sinks.
     pub sink: bool,
+    /// The sums of dQ are a ring of KV heads.
+    pub ring: bool,
 }
 
 impl BackwardForm {
@@ -160,6 +162,7 @@ impl BackwardForm {
             varlen: features.varlen,
             soft_cap: features.soft_cap,
             sink: features.sink,
+            ring: false,
         }
     }
 
@@ -194,7 +197,7 @@ pub struct BackwardWorkspace {
     pub terms: usize,
     /// Sums of dQ in f32, by tiles.
     pub dq_sum: usize,
-    /// Whose turn it is to add to a tile; for deterministic calls.
+    /// Whose turn it is to add to a tile, for deterministic calls; which KV heads have ended, for sums in a ring.
     pub turns: usize,
     /// Parts of the sinks' gradients, by tiles; for calls with sinks.
     pub sinks: usize,
@@ -203,11 +206,11 @@ pub struct BackwardWorkspace {
 }
 
 impl BackwardWorkspace {
-    /// The workspace of a call.
+    /// The workspace of a call. `ring`: of how many KV heads the sums of dQ are kept, or of all.
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn of(sizes: &AttentionShape, terms: &Terms, deterministic: bool) -> Result<Self> {
+    pub fn of(sizes: &AttentionShape, terms: &Terms, deterministic: bool, ring: Option<usize>) -> Result<Self> {
         let form = BackwardForm::of(sizes, terms)?;
         let [units, query_tiles, key_tiles] = form.tiles(sizes, terms);
         // Kernels count both in 31 bits.
@@ -221,8 +224,13 @@ impl BackwardWorkspace {
         let mut regions = Regions::default();
         let mut words = |count: usize| regions.add(count * size_of::<f32>());
         let of_terms = words(tiles * 2 * rows);
-        let dq_sum = words(tiles * rows * form.columns);
-        let turns = words(if deterministic { tiles * 8 } else { 0 });
+        let summed = ring.map_or(tiles, |kv_heads| kv_heads * sizes.group() * query_tiles);
+        let dq_sum = words(summed * rows * form.columns);
+        let turns = words(match ring {
+            Some(_) => units * sizes.n_kv_heads,
+            None if deterministic => tiles * 8,
+            None => 0,
+        });
         let sinks = words(if form.sink { tiles } else { 0 });
         Ok(Self { terms: of_terms, dq_sum, turns, sinks, bytes: regions.bytes() })
     }
@@ -274,6 +282,17 @@ impl BackwardSchedule {
         let choices: &[usize] = if deterministic || form.columns != 128 { &[1] } else { &[1, 2, 4] };
         let splits = choices.iter().copied().min_by_key(|&n| time(n)).unwrap_or(1);
         Self { section, splits, grid: blocks * splits }
+    }
+
+    /// KV heads in a ring of the sums of dQ: those that run at a time and as many that end, so that blocks seldom wait. None where the
+    /// last block of a KV head would take too long for its dQ, and for calls whose tiles are not those of KV heads.
+    pub fn ring(&self, sizes: &AttentionShape, form: &BackwardForm, deterministic: bool) -> Option<usize> {
+        /// Bytes of the sums of one KV head.
+        const LARGEST: usize = 16 << 20;
+        let tiles = sizes.group() * sizes.len_q.div_ceil(form.rows());
+        let fits = tiles * form.rows() * form.columns * size_of::<f32>() <= LARGEST;
+        let (ring, units) = ((2 * self.section).max(3), sizes.batch * sizes.n_kv_heads);
+        (fits && !form.varlen && !deterministic && ring < units).then_some(ring)
     }
 }
 
@@ -355,12 +374,12 @@ mod tests {
             let sinks = Terms { sinks: Some(dense(Element::F32, [6])), ..causal() };
             let form = BackwardForm::of(&sizes, &sinks).unwrap();
             let rows = 113usize.next_multiple_of(form.rows());
-            let w = BackwardWorkspace::of(&sizes, &sinks, true).unwrap();
+            let w = BackwardWorkspace::of(&sizes, &sinks, true, None).unwrap();
             assert!([w.terms, w.dq_sum, w.turns, w.sinks].iter().all(|at| at.is_multiple_of(256)));
             assert!(w.dq_sum >= 3 * 6 * rows * 8 && w.turns - w.dq_sum >= 3 * 6 * rows * d_head * 4);
             let tiles = 3 * 6 * rows / form.rows();
             assert!(w.sinks - w.turns >= tiles * 32 && w.bytes - w.sinks >= tiles * 4);
-            assert!(BackwardWorkspace::of(&sizes, &causal(), false).unwrap().bytes < w.bytes);
+            assert!(BackwardWorkspace::of(&sizes, &causal(), false, None).unwrap().bytes < w.bytes);
             let short = dense(Element::U8, [w.bytes - 1]);
             assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
         }
@@ -424,6 +443,16 @@ mod tests {
         assert_eq!(of(sizes(2, 32, 8, 8192), true), BackwardSchedule { section: 2, splits: 1, grid: 1024 });
         assert_eq!(schedule(&sizes(1, 32, 8, 1024), &causal(), true).splits, 1);
         assert_eq!(of(AttentionShape { d_head: 64, d_v: 64, ..sizes(1, 32, 8, 1024) }, true).splits, 1);
+        let ring = |sizes: AttentionShape, deterministic| {
+            let form = BackwardForm::of(&sizes, &causal()).unwrap();
+            schedule(&sizes, &causal(), deterministic).ring(&sizes, &form, deterministic)
+        };
+        assert_eq!(ring(sizes(8, 32, 32, 2048), false), Some(16), "of 256 KV heads");
+        assert_eq!(ring(sizes(1, 32, 32, 16384), false), Some(3), "8 MiB each");
+        assert_eq!(ring(sizes(1, 64, 8, 16384), false), None, "64 MiB each");
+        assert_eq!((ring(sizes(1, 8, 8, 2048), false), ring(sizes(8, 32, 32, 2048), true)), (None, None));
+        let bytes = |ring| BackwardWorkspace::of(&sizes(8, 32, 32, 2048), &causal(), false, ring).unwrap().bytes;
+        assert!(bytes(Some(16)) < bytes(None) / 8);
         for len in [1, 100, 5000, 1 << 20] {
             let all = sizes(3, 6, 2, len);
             let schedule = of(all, true);

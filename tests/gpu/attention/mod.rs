@@ -15,7 +15,7 @@ use accumulators::{operands_are_saved_for_a_backward, the_output_is_not_biased};
 use backward::{
     a_training_step_is_as_good_as_with_the_exact_output, deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
     gradients_are_the_cpus, nan_stays_in_its_row_and_head, random_calls_agree_with_the_cpu,
-    rows_that_see_nothing_have_zero_gradients,
+    rows_that_see_nothing_have_zero_gradients, sums_in_a_ring_are_those_of_all,
 };
 use backward_calls::{random_backward_calls, sequences_may_change_between_replays};
 use calls::{
@@ -75,6 +75,7 @@ tests![
     rows_that_see_nothing_have_zero_gradients,
     nan_stays_in_its_row_and_head,
     deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
+    sums_in_a_ring_are_those_of_all,
     random_calls_agree_with_the_cpu,
     random_backward_calls,
     sequences_may_change_between_replays,
