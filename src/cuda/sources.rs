@@ -82,6 +82,7 @@ macro_rules! headers {
 headers! {
     "attention/backward.cuh",
     "attention/backward_convert.cuh",
+    "attention/backward_dq.cuh",
     "attention/cast.cuh",
     "attention/cast_rows.cuh",
     "attention/config.cuh",
