@@ -98,11 +98,16 @@ enum Variant {
 }
 
 impl Variant {
-    /// The kernels of a call. Forms are without what a kernel does not look at, so that calls share it.
-    fn all(form: BackwardForm, deterministic: bool, splits: usize) -> [Self; 3] {
+    /// The kernels of a call, in their order; the last one where it has something left to do. Forms are without what a kernel does not
+    /// look at, so that calls share it.
+    fn all(form: BackwardForm, deterministic: bool, splits: usize) -> Vec<Self> {
         let rows = BackwardForm { used: form.columns, causal: false, soft_cap: false, ..form };
         let backward = Self::Backward { form: BackwardForm { sink: false, ..form }, deterministic, splits };
-        [Self::Prepare(rows), backward, Self::Finish(rows)]
+        let mut all = vec![Self::Prepare(rows), backward];
+        if !form.ring || form.sink {
+            all.push(Self::Finish(rows));
+        }
+        all
     }
 }
 
@@ -278,9 +283,9 @@ impl BackwardEngine {
         if terms.sinks.is_some() != tensors.d_sinks.is_some() {
             return Err(Error::argument("d_sinks is for calls with sinks, and they need it"));
         }
-        let [prepare, backward, finish] =
-            Variant::all(form, self.deterministic, schedule.splits).map(|variant| self.kernels.load(variant));
-        let (prepare, backward, finish) = (prepare?, backward?, finish?);
+        let variants = Variant::all(form, self.deterministic, schedule.splits);
+        let kernels = variants.into_iter().map(|variant| self.kernels.load(variant)).collect::<Result<Vec<_>>>()?;
+        let (prepare, backward) = (&kernels[0], &kernels[1]);
 
         let [units, query_tiles, _] = form.tiles(&sizes, terms);
         let mut params = self.params(tensors, &sizes, terms);
@@ -307,10 +312,12 @@ impl BackwardEngine {
         unsafe {
             prepare.kernel.launch_parameters(stream, tiles, &mut [params], false)?;
             backward.kernel.launch_parameters(stream, keys, &mut [q8, d_out, params], true)?;
-            match ring {
-                None => finish.kernel.launch_parameters(stream, tiles, &mut [params], true),
-                Some(_) if form.sink => finish.kernel.launch_parameters(stream, heads, &mut [params], true),
-                Some(_) => Ok(()),
+            match kernels.get(2) {
+                Some(finish) => {
+                    let grid = if form.ring { heads } else { tiles };
+                    finish.kernel.launch_parameters(stream, grid, &mut [params], true)
+                }
+                None => Ok(()),
             }
         }
     }
