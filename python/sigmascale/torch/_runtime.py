@@ -64,7 +64,8 @@ class Runtime:
         # What torch.compile returns may be gone while the model that it wraps is in use.
         model = _distributed.unwrapped(model)
         self.policy, self.bound, self.backend, self.tail, self.fallback = policy, bound, backend, tail, fallback
-        self._given, self._group = None if layers is None else list(layers), group
+        # Nothing is reduced before the first call: attach() communicates nothing.
+        self._given, self._group = None if layers is None else list(layers), None
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
         # What finishes the reduction that is under way.
@@ -105,7 +106,7 @@ class Runtime:
         weakref.finalize(model, _release, weakref.ref(self))
         self.refresh()
         # That was no step.
-        self._steps = 0
+        self._steps, self._group = 0, group
 
     def __len__(self):
         return len(self.layers)

@@ -257,7 +257,9 @@ def test_policies_that_observe_nothing_do_not_communicate():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         runtime.refresh()
     assert not any(event.name.startswith("c10d") for event in profile.events())
-    other = attach(model, policy="delayed-te", group=torch.distributed.group.WORLD)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        other = attach(model, policy="delayed-te", group=torch.distributed.group.WORLD)
+    assert not any(event.name.startswith("c10d") for event in profile.events())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         other.refresh()
     assert sum(event.name.startswith("c10d::allreduce") for event in profile.events()) == 1
