@@ -4,19 +4,21 @@
     torchrun --nproc-per-node 2 benches/sharded.py scales addresses collectives graph overhead ring
     torchrun --nproc-per-node 1 benches/sharded.py overhead
 
-    scales       after three AdamW steps, FSDP and tensor parallelism: descales equal to one device's, bit for bit; sigma within
-                 1 % of the host's in f64, and not below the norm of W_Q^T W_K without rotation
-    addresses    how often weights were gathered at a new address in 50 steps; a digest of all scales of ten steps in which the
-                 all-gathers are delayed, to be compared with that of a run under CUDA_LAUNCH_BLOCKING=1
-    collectives  collective calls of a training step without a runtime, with one, and with delayed scaling's all-reduce; on
-                 which stream scales are computed, and between which kernels
-    graph        forward and backward in one CUDA graph, replayed over three optimizer steps: descales equal to one device's
-    overhead     time of a BF16 training step with and without refresh(), which computes all scales; and with an all-reduce of
-                 3 KB per microbatch
-    ring         attention over a sequence on all ranks: keys and values in E4M3, beside PyTorch's ring in BF16: time and error
+    scales       after three AdamW steps, FSDP and tensor parallelism: descales equal to one device's, bit for bit;
+                 sigma within 1 % of the host's in f64, and not below the norm of W_Q^T W_K without rotation
+    addresses    how often weights were gathered at a new address in 50 steps; a digest of all scales of ten steps
+                 whose all-gathers are delayed, to be compared with that of a run under CUDA_LAUNCH_BLOCKING=1
+    collectives  collective calls of a training step without a runtime, with one, and with delayed scaling's
+                 all-reduce; on which stream scales are computed, and between which kernels
+    graph        forward and backward in one CUDA graph, replayed over three optimizer steps: descales equal to one
+                 device's
+    overhead     time of a BF16 training step with and without refresh(), which computes all scales; and with an
+                 all-reduce of 3 KB per microbatch
+    ring         attention over a sequence on all ranks: keys and values in E4M3, beside PyTorch's ring in BF16: time
+                 and error
 
-On GPUs over NCCL; without one on the CPU over gloo, with small sizes, which tries the script and measures nothing. Each test
-prints a line of JSON, and fails with an error where something is not equal.
+On GPUs over NCCL; without one on the CPU over gloo, with small sizes, which tries the script and measures nothing.
+Each test prints a line of JSON, and fails with an error where something is not equal.
 """
 
 import argparse
@@ -121,8 +123,8 @@ def equal(a, b, what):
 
 
 def norms_in_f64(whole):
-    """Largest singular value of W_Q^T W_K of each head without rotation, gains included, in f64: no bound for all rotations is
-    smaller."""
+    """Largest singular value of W_Q^T W_K of each head without rotation, gains included, in f64: no bound for all
+    rotations is smaller."""
     rows = []
     for layer in whole.model.layers:
         a, gain = layer.self_attn, layer.input_layernorm.weight.double()
@@ -164,7 +166,9 @@ def test_scales():
         host = attach(whole.cpu(), bound="certain").logits[:, own, 0].double()
         beside_host = (sigma.cpu() / host - 1).abs().max().item()
         if beside_host > 0.01 or not (sigma >= least).all():
-            raise SystemExit(f"{kind}: sigma is off the host's by {beside_host:.2e}; over its least {(sigma / least).min():.6f}")
+            raise SystemExit(
+                f"{kind}: sigma is off the host's by {beside_host:.2e}; over its least {(sigma / least).min():.6f}"
+            )
         found[kind] = {
             "descales": runtime.descales.numel(),
             "equal": True,
@@ -176,7 +180,7 @@ def test_scales():
 
 
 def delayed(model):
-    """Hooks that hold the stream of the all-gathers up ahead of each unit, so that what does not wait for them is wrong."""
+    """Hooks that hold the all-gathers' stream up ahead of each unit, so that what does not wait for them is wrong."""
     shared = model._get_fsdp_state()._comm_ctx
 
     def hold(*_):
@@ -252,7 +256,11 @@ def collectives(policy):
         copied = max((i for i, name in enumerate(same[:at]) if "split_with_sizes_copy" in name), default=None)
         attended = next((i for i, name in enumerate(same[at:], at) if "attention" in name), None)
         between = None not in (copied, attended) and copied < at < attended
-    return {"calls": {name: names.count(name) for name in sorted(set(names))}, "nccl_kernels": nccl, "in_order": between}
+    return {
+        "calls": {name: names.count(name) for name in sorted(set(names))},
+        "nccl_kernels": nccl,
+        "in_order": between,
+    }
 
 
 def test_collectives():
@@ -380,7 +388,9 @@ def pytorchs_ring(parts, heads, grad):
     # Within the context buffers are shared out in place: a dummy is, the parts are this rank's already.
     for repeated in (False, True):
         try:
-            with context_parallel(mesh(), buffers=[torch.zeros(4 * dist.get_world_size(), device=device())], buffer_seq_dims=[0]):
+            with context_parallel(
+                mesh(), buffers=[torch.zeros(4 * dist.get_world_size(), device=device())], buffer_seq_dims=[0]
+            ):
                 run(True, repeated)
                 forward = median_of({"forward": lambda: run(False, repeated)}, 10)
                 both = median_of({"both": lambda: run(True, repeated)}, 10)
@@ -429,9 +439,7 @@ def test_ring():
     return found
 
 
-TESTS = {
-    name.removeprefix("test_"): function for name, function in list(globals().items()) if name.startswith("test_")
-}
+TESTS = {name.removeprefix("test_"): function for name, function in list(globals().items()) if name.startswith("test_")}
 
 
 def main():

@@ -4,12 +4,12 @@
     python diagnose_runs.py --text DIR --to FOLDER > runs.csv      # on the CPU, FP8 attention emulated
     python diagnose_runs.py --text DIR --to FOLDER --only lab
 
-Makes the records of FOLDER, of runs of `sigmascale stress low-precision` and of small trainings by `train_gpt.py --monitor`, and
-prints a line for each. A record that is there already is not made again. Thresholds were chosen on the trainings marked
-`tuning`; none was changed for the others.
+Makes the records of FOLDER, of runs of `sigmascale stress low-precision` and of small trainings by `train_gpt.py
+--monitor`, and prints a line for each. A record that is there already is not made again. Thresholds were chosen on the
+trainings marked `tuning`; none was changed for the others.
 
-`loss_shows`: first step at which the mean of the last 50 losses is 10 % above the smallest such mean before; `lead`: steps to
-it from the first alarm of the head that is named.
+`loss_shows`: first step at which the mean of the last 50 losses is 10 % above the smallest such mean before; `lead`:
+steps to it from the first alarm of the head that is named.
 """
 
 import argparse
@@ -69,7 +69,18 @@ def lab(folder):
         records = {seed: place / f"{remedy}-seed{seed}.jsonl" for seed in seeds}
         missing = ",".join(str(seed) for seed, record in records.items() if not record.exists())
         if missing:
-            command = "stress", "low-precision", "--seeds", missing, "--remedies", remedy, "--rate", rate, "--record", place
+            command = (
+                "stress",
+                "low-precision",
+                "--seeds",
+                missing,
+                "--remedies",
+                remedy,
+                "--rate",
+                rate,
+                "--record",
+                place,
+            )
             line = [sys.executable, "-m", "sigmascale", *map(str, command), *options]
             subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
         for record in records.values():

@@ -372,6 +372,8 @@ def train(args):
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = clip(model.parameters(), 1.0)
+        if runtime:
+            runtime.start_reduction()
         if watched.allows(loss, norm):
             optimizer.step()
         if runtime:

@@ -185,6 +185,6 @@ def test_pytorchs_context_parallel_is_refused():
     q, k, v = operands(heads=(6, 3))
     before = fp8.attention(q, k, v, runtime.layers[0])
     with context_parallel(mesh, buffers=[q.clone()], buffer_seq_dims=[1]):
-        with pytest.raises(sigmascale.UnsupportedError, match="keys of its own rank only: call sigmascale.torch.ring_attention"):
+        with pytest.raises(sigmascale.UnsupportedError, match="keys of its own rank only: call sigmascale.torch.ring"):
             fp8.attention(q, k, v, runtime.layers[0])
     assert torch.equal(fp8.attention(q, k, v, runtime.layers[0]), before)

@@ -188,7 +188,8 @@ impl Head {
             let products = |row: &[f32], with: &[f32]| -> Vec<f32> {
                 with.chunks_exact(D).map(|other| row.iter().zip(other).map(|(a, b)| a * b).sum()).collect()
             };
-            let logits: Vec<f32> = products(q, &inputs.k[sequence.clone()]).iter().map(|s| s * call.softmax_scale as f32).collect();
+            let logits: Vec<f32> =
+                products(q, &inputs.k[sequence.clone()]).iter().map(|s| s * call.softmax_scale as f32).collect();
             let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let repeats =
                 |s: &[f32]| f64::from(u8::from(s.iter().filter(|&&s| max - s <= options.epsilon).count() > 1));
