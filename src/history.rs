@@ -75,6 +75,34 @@ pub struct LayerInfo {
     /// Channels of the layer's input: the columns of W_Q. The growth of W_Q cannot be judged without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub width: Option<usize>,
+    /// Format of Q and K in Q K^T; FP8 or BF16 where it is not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub operands: Option<Operands>,
+}
+
+/// Format of Q and K in Q K^T.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Operands {
+    /// E4M3 or E5M2.
+    Fp8,
+    /// 8 significant bits.
+    Bf16,
+    /// 11 significant bits.
+    F16,
+    /// 24 significant bits.
+    F32,
+}
+
+impl Operands {
+    /// How much finer than BF16 logits of one size are resolved. FP8 counts as BF16: see `docs/diagnose.md`.
+    pub fn resolution(self) -> f64 {
+        match self {
+            Self::Fp8 | Self::Bf16 => 1.0,
+            Self::F16 => 8.0,
+            Self::F32 => 65536.0,
+        }
+    }
 }
 
 /// What the optimizer saw in one step.
@@ -341,7 +369,7 @@ mod tests {
     use super::*;
 
     fn info() -> RunInfo {
-        let layer = LayerInfo { layer: 3, heads: 2, kv_heads: 1, head_dim: 8, width: None };
+        let layer = LayerInfo { layer: 3, heads: 2, kv_heads: 1, head_dim: 8, width: None, operands: None };
         RunInfo { format: FORMAT, source: "lab".into(), layers: vec![layer], ..RunInfo::default() }
     }
 

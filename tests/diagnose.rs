@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// A record in which the logits of layer 5, head 1 pass 1000 at step 500 and the loss rises at step 700; or a calm one.
 fn record(file: &Path, fails: bool) {
-    let layer = LayerInfo { layer: 5, heads: 2, kv_heads: 2, head_dim: 8, width: Some(16) };
+    let layer = LayerInfo { layer: 5, heads: 2, kv_heads: 2, head_dim: 8, width: Some(16), operands: None };
     let run = RunInfo { format: FORMAT, source: "lab".into(), layers: vec![layer], ..RunInfo::default() };
     let mut writer = Writer::create(file, run).unwrap();
     for step in 0..1000 {
@@ -43,7 +43,7 @@ fn a_run_that_fails_is_named_by_its_head_with_exit_1() {
     assert!(page.contains("layer 5, head 1 goes wrong first") && page.contains("Largest logit"));
     assert!(!page.contains("NaN") && !page.contains("<script"));
     let table = String::from_utf8(sigmascale(&["diagnose", text(&file)]).stdout).unwrap();
-    assert!(table.contains("ALARM: layer 5, head 1") && table.contains("184 steps after the alarm"), "{table}");
+    assert!(table.contains("ALARM: layer 5, head 1") && table.contains("184 steps after its first alarm"), "{table}");
     assert!(table.lines().all(|line| line.chars().count() <= 160), "{table}");
 }
 

@@ -22,6 +22,7 @@ from the tenth step on, and the most memory that PyTorch held at a time.
 
 import argparse
 import functools
+import gc
 import itertools
 import json
 import math
@@ -372,6 +373,8 @@ def train(args):
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = clip(model.parameters(), 1.0)
+        if runtime:
+            runtime.start_reduction()
         if watched.allows(loss, norm):
             optimizer.step()
         if runtime:
@@ -493,7 +496,9 @@ def main():
     if args.attention == "bf16":
         args.policy = "bf16"
     del args.logs, args.plot, args.table, args.attention
-    return train(args)
+    train(args)
+    # A process group that is left to the end of the interpreter can abort it: its threads hold tensors.
+    gc.collect()
 
 
 if __name__ == "__main__":

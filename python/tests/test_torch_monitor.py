@@ -449,5 +449,6 @@ def test_the_training_example_records_its_run(tmp_path):
     assert [row["step"] for row in lines(record, "layer")] == [0, 2, 4, 6]
     found = sigmascale.diagnose(record)
     assert found["verdict"] == "calm" and len(found["heads"]) == 2 and found["heads"][0]["w_q"]["last"] > 0
-    refused = subprocess.run([*script, "--policy", "bf16", "--monitor", "x"], capture_output=True, text=True)
+    control = [*script, "--device", "cpu", "--policy", "bf16", "--monitor", "x"]
+    refused = subprocess.run(control, capture_output=True, text=True)
     assert refused.returncode == 1 and "for FP8 attention" in refused.stderr

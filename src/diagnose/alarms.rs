@@ -8,7 +8,7 @@ use super::options::Options;
 use super::training::Training;
 use super::trend::{Signs, Turn};
 use crate::error::{Error, Result};
-use crate::history::{Event, FORMAT, LayerRecord, Record, RunInfo, StepRecord};
+use crate::history::{Event, FORMAT, LayerRecord, Operands, Record, RunInfo, StepRecord};
 
 /// Fewest points of the growth of W_Q.
 const POINTS: usize = 6;
@@ -115,6 +115,11 @@ impl Alarms {
         &self.options
     }
 
+    /// Largest |logit| that is still normal in a layer, by its place in the run.
+    pub(super) fn logit_limit(&self, layer: usize) -> f64 {
+        self.options.logit_limit * self.run.layers[layer].operands.map_or(1.0, Operands::resolution)
+    }
+
     /// The watch of a head, by the layer's place in the run.
     pub(super) fn head(&self, layer: usize, head: usize) -> &Head {
         &self.heads[layer][head]
@@ -157,8 +162,14 @@ impl Alarms {
         let info = &self.run.layers[at];
         let reach = info.width.map(|width| (info.head_dim as f64 * width as f64).sqrt()).filter(|reach| *reach > 0.0);
         let evidence = Signs::limit(self.heads.iter().map(Vec::len).sum(), self.options.false_alarms);
-        let context =
-            Context { training: self.training.done(), reach, evidence, points: self.trend.0, spacing: self.trend.1 };
+        let context = Context {
+            training: self.training.done(),
+            reach,
+            evidence,
+            points: self.trend.0,
+            spacing: self.trend.1,
+            logit_limit: self.logit_limit(at),
+        };
         let mut events = Vec::new();
         for head in 0..self.heads[at].len() {
             for (kind, turn, finding) in self.heads[at][head].observe(record, head, context, &self.options) {

@@ -52,6 +52,7 @@ pub fn read_checkpoints<P: AsRef<Path>>(
                     kv_heads: own.n_kv_heads,
                     head_dim: own.d_head,
                     width: Some(spec.d_model),
+                    operands: None,
                 })
             })
             .collect::<Result<_>>()?;

@@ -36,7 +36,7 @@ pub struct Diagnosis {
     /// First step at which the loss shows a failure: it is not finite, or the mean of the last 50 losses is at least 10
     /// % above the smallest such mean before.
     pub loss_shows: Option<u64>,
-    /// Steps from the first alarm to that.
+    /// Steps to that from the first alarm that was raised for the head named in `first`.
     pub lead: Option<i64>,
     /// The thresholds.
     pub options: Options,
@@ -136,14 +136,17 @@ impl Diagnosis {
         });
         let loss_shows = loss_shows(losses);
         let first = alarms.first().cloned();
-        let lead =
-            first.as_ref().zip(loss_shows).map(|(alarm, shows)| (shows as i64).saturating_sub(alarm.raised as i64));
+        let lead = first.as_ref().zip(loss_shows).map(|(first, shows)| {
+            let same = alarms.raised().iter().filter(|alarm| (alarm.layer, alarm.head) == (first.layer, first.head));
+            let raised = same.map(|alarm| alarm.raised).min().unwrap_or(first.raised);
+            (shows as i64).saturating_sub(raised as i64)
+        });
         let run = alarms.run();
         let reports = heads.into_iter().enumerate().flat_map(|(at, heads)| {
             let (alarms, layer) = (&alarms, run.layers[at].layer);
             heads.into_iter().enumerate().map(move |(head, gathered)| {
                 let watch = alarms.head(at, head);
-                let (growth, reaches_limit) = (watch.growth(), watch.reaches(options.logit_limit));
+                let (growth, reaches_limit) = (watch.growth(), watch.reaches(alarms.logit_limit(at)));
                 HeadReport { layer, head, growth, reaches_limit, ..gathered.report() }
             })
         });

@@ -39,6 +39,8 @@ pub struct Context {
     pub points: usize,
     /// Least steps between two of them.
     pub spacing: u64,
+    /// Largest |logit| that is still normal in the layer's format.
+    pub logit_limit: f64,
 }
 
 /// The watch.
@@ -140,9 +142,9 @@ impl Head {
         let (logit, bound) = (of(&record.logit_max), of(&record.bound));
         self.logits.push(step as f64, logit.or(bound).unwrap_or(f64::NAN).sqrt(), window);
         if let Some(logit) = logit {
-            let low = logit < CLEAR * options.logit_limit;
-            gate(AlarmKind::LogitLimit, logit, options.logit_limit, low, hold, &|| {
-                format!("the largest logit is {logit:.1}, above the limit of {}", options.logit_limit)
+            let limit = context.logit_limit;
+            gate(AlarmKind::LogitLimit, logit, limit, logit < CLEAR * limit, hold, &|| {
+                format!("the largest logit is {logit:.1}, above the limit of {limit}")
             });
             if let Some(bound) = bound.filter(|bound| bound.is_finite()) {
                 let limit = bound * (1.0 + 1e-6);

@@ -1,14 +1,14 @@
 //! Planted failures: each kind is raised on one record and not on its calm twin; and what holds for any record.
 
 use super::*;
-use crate::history::{FORMAT, LayerInfo, LayerRecord, Record, RunInfo, StepRecord};
+use crate::history::{FORMAT, LayerInfo, LayerRecord, Operands, Record, RunInfo, StepRecord};
 use proptest::prelude::*;
 
 const HEADS: usize = 2;
 const LR: f64 = 1e-3;
 
 fn run() -> RunInfo {
-    let layer = |layer| LayerInfo { layer, heads: HEADS, kv_heads: 1, head_dim: 16, width: Some(64) };
+    let layer = |layer| LayerInfo { layer, heads: HEADS, kv_heads: 1, head_dim: 16, width: Some(64), operands: None };
     RunInfo { format: FORMAT, source: "lab".into(), layers: vec![layer(1), layer(3)], ..RunInfo::default() }
 }
 
@@ -140,6 +140,43 @@ fn the_first_head_is_the_one_that_was_out_of_order_first() {
         diagnosis.heads.iter().map(|head| (head.layer, head.head)).collect::<Vec<_>>(),
         [(1, 0), (1, 1), (3, 0), (3, 1)]
     );
+}
+
+#[test]
+fn the_lead_counts_from_the_first_alarm_of_the_head() {
+    // Delta is biased from the start, which takes many records to see; logits pass the limit before that.
+    let layer = |step: u64| LayerRecord {
+        logit_max: beside(10.0, if step >= 100 { 2000.0 } else { 10.0 }),
+        delta_bias: vec![if step % 20 == 0 { 1e-9 } else { -1e-9 }, 1e-3],
+        ..LayerRecord::default()
+    };
+    let step = |step: u64| StepRecord { loss: Some(if step >= 700 { 9.0 } else { 2.0 }), ..StepRecord::default() };
+    let diagnosis = Diagnosis::new(run(), &record(1000, step, layer), Options::default()).unwrap();
+    let first = diagnosis.first.unwrap();
+    let limit = diagnosis.alarms.iter().find(|alarm| alarm.kind == AlarmKind::LogitLimit).unwrap();
+    assert_eq!((first.kind, first.since, limit.raised), (AlarmKind::DeltaBias, 0, 120));
+    assert!(first.raised > 300);
+    assert_eq!((diagnosis.loss_shows, diagnosis.lead), (Some(701), Some(701 - 120)));
+}
+
+#[test]
+fn the_limit_of_logits_is_that_of_their_format() {
+    for (operands, limit) in [
+        (None, 1000.0),
+        (Some(Operands::Fp8), 1000.0),
+        (Some(Operands::Bf16), 1000.0),
+        (Some(Operands::F16), 8000.0),
+        (Some(Operands::F32), 65_536_000.0),
+    ] {
+        let mut run = run();
+        run.layers.iter_mut().for_each(|layer| layer.operands = operands);
+        let of = |logit: f64| {
+            let layer = |_| LayerRecord { logit_max: beside(logit, logit), ..LayerRecord::default() };
+            Diagnosis::new(run.clone(), &record(100, calm_step, layer), Options::default()).unwrap()
+        };
+        assert_eq!(of(0.99 * limit).verdict, Verdict::Calm, "{operands:?}");
+        assert_eq!(of(limit).first.unwrap().limit, limit, "{operands:?}");
+    }
 }
 
 #[test]

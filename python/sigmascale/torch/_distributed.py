@@ -330,9 +330,27 @@ def _whole(unit):
         )
 
 
-def reduce_maxima(words, group):
-    """The largest of each word of all ranks, in place: maxima, and of counts that of the rank that has most. Words are unsigned,
-    so their order as int32 is that with the first bit flipped."""
-    words.bitwise_xor_(-(2**31))
-    torch.distributed.all_reduce(words, op=torch.distributed.ReduceOp.MAX, group=group)
-    words.bitwise_xor_(-(2**31))
+def start_maxima(words, group):
+    """Starts to reduce to the largest of each word of all ranks: maxima, and of counts that of the rank that has most.
+    Returns a function that waits for it and writes it. Words are unsigned, so their order as int32 is that with the
+    first bit flipped."""
+    sent = words ^ -(2**31)
+    work = torch.distributed.all_reduce(sent, op=torch.distributed.ReduceOp.MAX, group=group, async_op=True)
+
+    def finish():
+        work.wait()
+        words.copy_(sent ^ -(2**31))
+
+    return finish
+
+
+def refuse_context_parallel():
+    """Raises an exception inside of PyTorch's ``context_parallel``, which gives each rank a part of the sequence and
+    makes only PyTorch's own attention exchange keys."""
+    replaced = _loaded("torch.distributed.tensor.experimental._context_parallel._attention", "_replaced_functions")
+    if replaced and torch.nn.functional.scaled_dot_product_attention in replaced:
+        raise UnsupportedError(
+            "torch.distributed.tensor.experimental.context_parallel shares the sequence out and replaces PyTorch's "
+            "attention alone, so this call would see the keys of its own rank only: call "
+            "sigmascale.torch.ring_attention or ulysses_attention, outside of context_parallel"
+        )

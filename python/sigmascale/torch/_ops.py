@@ -15,7 +15,7 @@ import contextlib
 import torch
 from torch.autograd.function import once_differentiable
 
-from . import _backends, _calls
+from . import _backends, _calls, _distributed
 from ._casts import E4M3
 from ._terms import Sequences, Terms
 
@@ -67,6 +67,7 @@ def _of_backend(chosen, descales):
 
 def _forward(q, k, v, q_descale, k_descale, v_descale, o_descale, words, *how):
     *terms, backend, accumulator, layer, save = how
+    _distributed.refuse_context_parallel()
     terms = _terms(*terms)
     chosen = _backends.choose(backend, q, v, terms)
     given = (q_descale, k_descale, v_descale) + (() if o_descale is None else (o_descale,))

@@ -64,9 +64,12 @@ class Runtime:
         # What torch.compile returns may be gone while the model that it wraps is in use.
         model = _distributed.unwrapped(model)
         self.policy, self.bound, self.backend, self.tail, self.fallback = policy, bound, backend, tail, fallback
-        self._given, self._group = None if layers is None else list(layers), group
+        # Nothing is reduced before the first call: attach() communicates nothing.
+        self._given, self._group = None if layers is None else list(layers), None
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
+        # What finishes the reduction that is under way.
+        self._reduction = None
         # Engines whose launches are in somebody's CUDA graph, with the weights that they read: a replay reaches both.
         self._captured = []
         # How often a sliced layer was whole at addresses that no engine knew.
@@ -103,7 +106,7 @@ class Runtime:
         weakref.finalize(model, _release, weakref.ref(self))
         self.refresh()
         # That was no step.
-        self._steps = 0
+        self._steps, self._group = 0, group
 
     def __len__(self):
         return len(self.layers)
@@ -284,8 +287,10 @@ class Runtime:
                 stream = self._stream()
                 if self._capturing():
                     self._keep_for_replays()
-                if self._group is not None and self._policy.remembers:
-                    _distributed.reduce_maxima(self.words, self._group)
+                self.start_reduction()
+                if self._reduction is not None:
+                    finish, self._reduction = self._reduction, None
+                    finish()
                 self._policy.observe(self, stream)
                 if self._engine is not None:
                     self._engine.run(stream)
@@ -309,6 +314,16 @@ class Runtime:
                     work(self)
         finally:
             self._lock.release()
+
+    def start_reduction(self):
+        """Starts the all-reduce of a policy that observes, for which :meth:`refresh` waits; without this call it starts
+        there. Called after the last backward of a step and before ``optimizer.step()``, it runs beside the optimizer.
+        Does nothing without a group, under the policies that observe nothing, and while a reduction is under way. What
+        calls report between this and :meth:`refresh` is not planned from."""
+        if self._group is None or not self._policy.remembers or self._reduction is not None:
+            return
+        with torch.inference_mode(False), torch.no_grad(), self._on_device():
+            self._reduction = _distributed.start_maxima(self.words, self._group)
 
     def observed(self):
         """The same as :meth:`stats` without waiting, as device tensors: amax ``(layers, 3, n_kv)`` of q, k and v, and

@@ -172,3 +172,19 @@ def test_calls_that_cannot_be_are_refused():
     runtime = fp8.attach(model, policy="current", layers=layers)
     with pytest.raises(sigmascale.UnsupportedError, match="'current'"):
         fp8.ring_attention(q, k, v, runtime.layers[0], group)
+
+
+@distributed(2)
+def test_pytorchs_context_parallel_is_refused():
+    """It would give a call the keys of one rank; afterwards calls are as before."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    model = Plain()
+    runtime = attach(model)
+    q, k, v = operands(heads=(6, 3))
+    before = fp8.attention(q, k, v, runtime.layers[0])
+    with context_parallel(mesh, buffers=[q.clone()], buffer_seq_dims=[1]):
+        with pytest.raises(sigmascale.UnsupportedError, match="keys of its own rank only: call sigmascale.torch.ring"):
+            fp8.attention(q, k, v, runtime.layers[0])
+    assert torch.equal(fp8.attention(q, k, v, runtime.layers[0]), before)

@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map
 
 import sigmascale
 import sigmascale.torch as fp8
+from sigmascale.torch import _layers
 
 MODELS = {"llama": llama, "plain": Plain}
 
@@ -59,6 +61,104 @@ def full(model):
 def test_two_ranks(kind, before):
     mesh = mesh_of(2)
     check(MODELS[kind], lambda model: shard(model, mesh), before)
+
+
+@distributed(4)
+def test_what_the_hook_reads():
+    """Plain tensors of the type that is multiplied, in memory, with all rows of the rank's heads and the whole gain."""
+    mesh, seen = mesh_of(2, 2, names=("dp", "tp")), []
+    original = _layers.Layers.whole
+
+    def whole(*arguments):
+        layer = original(*arguments)
+        tensors = {name.rpartition(".")[2]: x for name, x in layer.tensors().items()}
+        assert all(x.data_ptr() and x.untyped_storage().nbytes() for x in tensors.values())
+        seen.append(tensors)
+        return layer
+
+    _layers.Layers.whole = whole
+    try:
+        for make, wrap, rows in (
+            (functools.partial(llama, heads=(8, 4)), lambda model: shard(model, mesh["dp"]), (128, 64, 64)),
+            (
+                functools.partial(llama, heads=(8, 4)),
+                lambda model: shard(tensor_parallel(model, mesh["tp"]), mesh["dp"]),
+                (64, 32, 32),
+            ),
+        ):
+            model = wrap(make())
+            runtime = attach(model)
+            run(model, inputs(None)).backward()
+            assert len(seen) == len(runtime) == 2
+            for tensors in seen:
+                assert {type(x) for x in tensors.values()} <= {torch.Tensor, torch.nn.Parameter}
+                assert {x.dtype for x in tensors.values()} == {torch.bfloat16}
+                assert tuple(tensors[name].shape for name in "qkv") == tuple((n, 128) for n in rows)
+                assert tensors["gain"].shape == (128,)
+                # They had memory while the hook ran; FSDP has taken it back since.
+                assert all(x.untyped_storage().nbytes() == 0 for x in (tensors[name] for name in "qkv"))
+            seen.clear()
+    finally:
+        _layers.Layers.whole = original
+
+
+class Eight(torch.Tensor):
+    """A weight of 32 bits that FSDP gathers in E4M3, by the extensions of its all-gather that float8 training uses."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            dtype=held.dtype,
+            device=held.device,
+            requires_grad=held.requires_grad,
+        )
+
+    def __init__(self, held):
+        self.held = held
+
+    def __tensor_flatten__(self):
+        return ["held"], None
+
+    @staticmethod
+    def __tensor_unflatten__(held, *_):
+        return Eight(held["held"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), named=None):
+        plain = lambda x: x.held if isinstance(x, Eight) else x
+        result = function(*tree_map(plain, arguments), **tree_map(plain, named or {}))
+        kept = torch.ops.aten.split.Tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default
+        kept += torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.new_zeros.default
+        kept += torch.ops.aten.as_strided.default, torch.ops.aten._to_copy.default
+        if function is torch.ops.aten.copy_.default:
+            return arguments[0]
+        wrap = lambda x: Eight(x) if isinstance(x, torch.Tensor) else x
+        return tree_map(wrap, result) if function in kept else result
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.held.to(torch.float8_e4m3fn),), None
+
+    def fsdp_post_all_gather(self, gathered, metadata, dtype, *, out=None):
+        if out is None:
+            whole = Eight(gathered[0].to(dtype))
+            return whole, gathered
+        out.held.copy_(gathered[0])
+
+
+@distributed(2)
+def test_weights_that_are_gathered_in_float8_are_refused():
+    mesh, model = mesh_of(2), llama()
+    for block in blocks(model):
+        weight = block.self_attn.k_proj.weight.detach()
+        block.self_attn.k_proj.weight = torch.nn.Parameter(Eight(weight))
+    shard(model, mesh, mp=MixedPrecisionPolicy())
+    with pytest.raises(sigmascale.UnsupportedError, match="layer 0.k is a Eight.*projections out of float8 training"):
+        runtime = attach(model)
+        run(model, inputs(None))
+    assert all(plan.stale for plan in runtime.layers)
 
 
 @pytest.mark.parametrize("kind", MODELS)

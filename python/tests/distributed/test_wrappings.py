@@ -343,6 +343,54 @@ def test_a_whole_model_compiled(early):
         runtime.refresh()
 
 
+def flattened(model):
+    """FullyShardedDataParallel around each block and the whole."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(blocks(model)[0])}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+
+
+@pytest.mark.parametrize("wrapper", ["tensor parallel", "data parallel", "flattened"])
+@distributed(2)
+def test_other_wrappers_compiled(wrapper):
+    torch.compiler.reset()
+    mesh, rank, x = mesh_of(2), torch.distributed.get_rank(), inputs(None)
+    model, own, dtype = llama(heads=(8, 4)), slice(None), torch.float32
+    if wrapper == "tensor parallel":
+        model, own = tensor_parallel(model, mesh), slice(2 * rank, 2 * rank + 2)
+    elif wrapper == "data parallel":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        model, dtype = flattened(model), torch.bfloat16
+    compiled = torch.compile(model, backend="aot_eager")
+    runtime = attach(compiled)
+    for _ in range(2):
+        # The compiler cannot read gradients of FullyShardedDataParallel, whose type is not that of the weights.
+        model.zero_grad()
+        run(compiled, x).backward()
+        assert torch.equal(runtime.descales, expected(llama(heads=(8, 4)), dtype).descales[..., own])
+        assert not any(plan.stale for plan in runtime.layers) and (runtime.stats()["amax"] > 0).all()
+        runtime.refresh()
+
+
+@distributed(2)
+def test_flattened_after_attach():
+    model = llama()
+    runtime = attach(model)
+    whole = flattened(model)
+    runtime.refresh()
+    assert all(plan.stale for plan in runtime.layers)
+    run(whole, inputs(None)).backward()
+    assert torch.equal(runtime.descales, expected(llama()).descales)
+
+
 @distributed(2)
 def test_units_that_the_user_gathers():
     mesh = mesh_of(2)

@@ -47,7 +47,7 @@ pub fn verdict(diagnosis: &Diagnosis) -> String {
                 _ => "the run goes wrong, and no single head does".to_owned(),
             };
             let lead = match diagnosis.lead {
-                Some(lead @ 1..) => format!(", {lead} steps after the alarm."),
+                Some(lead @ 1..) => format!(", {lead} steps after its first alarm."),
                 _ => ".".to_owned(),
             };
             let shows =

@@ -244,7 +244,7 @@ fn remarks() -> Vec<String> {
          norm of W_Q grew most; rank one is the share of W_Q's squared change in one singular direction."
             .to_owned(),
         "delta's bias is the sum over the rows of delta as computed minus delta of an exact output, in units of the sum of \
-         |delta|; summed over every tenth step. delta-from-p shows the bias of the output, but does not use it."
+         |delta|; summed over every tenth step."
             .to_owned(),
         "The weights are planted so that maxima repeat from the first step. Where this comes from in a training run is \
          not shown here: docs/low-precision-failure.md."

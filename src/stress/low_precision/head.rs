@@ -3,7 +3,7 @@
 use super::casts::Casts;
 use super::options::LowPrecisionOptions;
 use crate::attention::{
-    Attention, AttentionCall, AttentionOutput, AttentionShape, Cpu, Inputs, Mask, Saved, backward, reference,
+    Attention, AttentionCall, AttentionOutput, AttentionShape, Cpu, Delta, Inputs, Mask, Saved, backward, reference,
 };
 use crate::error::Result;
 use crate::plan::{OperandDescales, ScalePlan};
@@ -68,7 +68,7 @@ pub struct Seen {
     pub logit: f64,
     pub repeated: f64,
     pub repeated_in_tile: f64,
-    /// Sum of delta's error over that of |delta|.
+    /// Sum of the error of the delta that the backward uses, over that of |delta|.
     pub bias: f64,
     pub entropy: f64,
 }
@@ -176,23 +176,20 @@ impl Head {
         output: &AttentionOutput,
         d_out: &[f32],
     ) -> Result<Seen> {
+        let delta_from = Casts::of(self.index, options).backward.delta;
         let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
         let exact = reference(call, &wide(inputs.q), &wide(inputs.k), &wide(inputs.v))?;
-        let (mut error, mut size) = (0.0, 0.0);
-        for (row, d_out) in d_out.chunks_exact(D).enumerate() {
-            let delta =
-                |out: &dyn Fn(usize) -> f64| -> f64 { (0..D).map(|a| f64::from(d_out[a]) * out(row * D + a)).sum() };
-            let high = delta(&|at| exact.out[at]);
-            error += delta(&|at| f64::from(output.out[at])) - high;
-            size += high.abs();
-        }
         let n = call.shape.len_k;
         let rows = (BATCH * n) as f64;
-        let mut seen = Seen { logit: output.stats.logits[0].amax().into(), bias: error / size, ..Seen::default() };
-        for (i, q) in inputs.q.chunks_exact(D).enumerate() {
-            let keys = inputs.k[i / n * n * D..][..n * D].chunks_exact(D);
-            let dot = |k: &[f32]| q.iter().zip(k).map(|(q, k)| q * k).sum::<f32>() * call.softmax_scale as f32;
-            let logits: Vec<f32> = keys.map(dot).collect();
+        let mut seen = Seen { logit: output.stats.logits[0].amax().into(), ..Seen::default() };
+        let (mut error, mut size) = (0.0, 0.0);
+        for (i, (q, d_out)) in inputs.q.chunks_exact(D).zip(d_out.chunks_exact(D)).enumerate() {
+            let sequence = i / n * n * D..(i / n + 1) * n * D;
+            let products = |row: &[f32], with: &[f32]| -> Vec<f32> {
+                with.chunks_exact(D).map(|other| row.iter().zip(other).map(|(a, b)| a * b).sum()).collect()
+            };
+            let logits: Vec<f32> =
+                products(q, &inputs.k[sequence.clone()]).iter().map(|s| s * call.softmax_scale as f32).collect();
             let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let repeats =
                 |s: &[f32]| f64::from(u8::from(s.iter().filter(|&&s| max - s <= options.epsilon).count() > 1));
@@ -200,8 +197,21 @@ impl Head {
             seen.repeated_in_tile += logits.chunks(options.tile).map(repeats).fold(0.0, f64::max) / rows;
             let p = |s: &f32| f64::from(s - output.lse[i]);
             seen.entropy -= logits.iter().map(|s| p(s).exp() * p(s)).sum::<f64>() / rows;
+
+            let high: f64 = d_out.iter().zip(&exact.out[i * D..]).map(|(d, o)| f64::from(*d) * o).sum();
+            let used: f64 = match delta_from {
+                Delta::Output => {
+                    d_out.iter().zip(&output.out[i * D..]).map(|(d, o)| f64::from(*d) * f64::from(*o)).sum()
+                }
+                Delta::Probabilities => {
+                    let weights = logits.iter().map(|s| (s - output.lse[i]).exp());
+                    weights.zip(products(d_out, &inputs.v[sequence])).map(|(p, dp)| p * dp).sum::<f32>().into()
+                }
+            };
+            error += used - high;
+            size += high.abs();
         }
-        Ok(seen)
+        Ok(Seen { bias: error / size, ..seen })
     }
 }
 

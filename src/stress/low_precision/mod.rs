@@ -32,7 +32,7 @@ pub use remedy::Remedy;
 pub use summary::{LowPrecisionSummary, Verdict, verdicts};
 
 use crate::error::Result;
-use crate::history::{FORMAT, History, LayerInfo, LayerRecord, RunInfo, StepRecord};
+use crate::history::{FORMAT, History, LayerInfo, LayerRecord, Operands, RunInfo, StepRecord};
 use crate::spectral::largest_eigenvalue;
 use head::{D, FEATURES, Head, NORM_SQUARED, Projections, Seen, Tokens, Weights, zeros};
 use nalgebra::DMatrix;
@@ -62,7 +62,8 @@ pub fn low_precision(options: &LowPrecisionOptions, mut progress: impl FnMut(u64
     let start: Vec<Weights> = heads.iter().map(|head| head.weights[0].clone()).collect();
     let mut moments: Vec<[Projections; 2]> = heads.iter().map(|_| [zeros(), zeros()]).collect();
     let (layer, count) = (0, options.heads);
-    let info = LayerInfo { layer, heads: count, kv_heads: count, head_dim: D, width: Some(FEATURES) };
+    let operands = Some(if options.remedy == Remedy::F32 { Operands::F32 } else { Operands::Bf16 });
+    let info = LayerInfo { layer, heads: count, kv_heads: count, head_dim: D, width: Some(FEATURES), operands };
     let name = serde_json::to_string(options).ok();
     let run = RunInfo { format: FORMAT, source: "lab".into(), name, version: None, layers: vec![info] };
     let mut history = History { run, ..History::default() };
