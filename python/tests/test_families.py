@@ -121,7 +121,7 @@ EXTRA = {
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": LATENT | {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"]},
+    "kimi_linear": LATENT | {"layer_types": ["full_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["sliding_attention", "full_attention"]},

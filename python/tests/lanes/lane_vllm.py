@@ -85,7 +85,7 @@ def test_scales_beside_fp8_weights_arrive(method, per_head, tmp_path, monkeypatc
         ("llama", "modelopt", ["k_proj.k_scale", "v_proj.v_scale"]),
         ("llama", "modelopt", ["kv_scale"]),
         ("llama", "compressed-tensors", ["k_scale", "v_scale"]),
-        ("hy_v3", "compressed-tensors", ["q.scale", "k_cache.scale", "v_cache.scale"]),
+        ("hy_v3", "cache alone", ["q.scale", "k_cache.scale", "v_cache.scale"]),
     ],
 )
 def test_the_audit_of_other_tools_says_what_the_loader_does(family, method, names, tmp_path, monkeypatch):

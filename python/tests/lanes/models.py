@@ -52,6 +52,7 @@ LATENT_SIZES = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 32,
     "first_k_dense_replace": 2,
+    "moe_layer_freq": 1,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
@@ -113,7 +114,7 @@ def quantized(folder, method):
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")
-    for name in [name for name in weights if name.endswith("_proj.weight")]:
+    for name in [name for name in weights if name.endswith("_proj.weight") and method != "cache alone"]:
         if method == "fp8":
             rows, columns = weights[name].shape
             weights[name + "_scale_inv"] = torch.full((-(-rows // 128), -(-columns // 128)), 0.01)
@@ -132,6 +133,7 @@ def quantized(folder, method):
         "weights": arguments | {"strategy": "channel", "dynamic": False},
         "input_activations": arguments | {"strategy": "token", "dynamic": True},
     }
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
     tensor = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
     channels = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False}
     inputs = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 1, "is_dynamic": True}
@@ -153,6 +155,7 @@ def quantized(folder, method):
             "ignore": ["lm_head"],
         },
         "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+        "cache alone": {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": cache},
     }[method]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
