@@ -164,6 +164,8 @@ def known():
 FAMILIES = [name for name in known() if name not in ABSENT and not is_wrapper(name)]
 # Their attention reads the norm behind the layer before: only the input of the first is free.
 POST_NORM = {"bert", "roberta", "xlm-roberta"}
+# Their classes multiply q by the softmax scale, and call attention with a scale of 1.
+SCALED = {"opt"}
 # Their first layer reads the norm of the embeddings.
 EMBEDDING_NORM = {"modernbert-decoder"}
 
@@ -283,6 +285,8 @@ def attacked(config, folder):
     assert len(rows) == len(profile)
     ratios = {"q": [], "k": [], "v": [], "logit": [], "bf16": []}
     for layer, found, again in zip(profile, rows, rounded):
+        if config.model_type in SCALED:
+            found[0], again[0] = (x * (config.hidden_size // config.num_attention_heads) ** 0.5 for x in (found[0], again[0]))
         for kind, name in enumerate("qkv"):
             if layer[f"{name}_descale"] is None:
                 continue
@@ -306,3 +310,26 @@ def test_no_input_passes_a_bound(model_type, tmp_path, monkeypatch):
         assert max(reached, default=0.0) <= 1.0 + 1e-4, (name, reached)
         # Ascent comes close, so the bounds are of this model.
         assert not reached or max(reached) >= (0.5 if name == "logit" else 0.75), (name, reached)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_stream_has_the_scales_of_calibrate(model_type, tmp_path):
+    from safetensors.torch import load_file
+
+    random_model(config_of(model_type)).bfloat16().save_pretrained(tmp_path)
+    weights = [pair for file in sorted(tmp_path.glob("*.safetensors")) for pair in load_file(file).items()]
+    layers = sigmascale.calibrate(tmp_path)["layers"]
+    stream = sigmascale.ScaleStream(tmp_path, names=[name for name, _ in weights])
+    for seed in range(2):
+        order = torch.randperm(len(weights), generator=torch.Generator().manual_seed(seed)).tolist()
+        for place in order:
+            stream.push(*weights[place])
+        found = stream.finish()
+        assert stream.held_bytes == 0 and len(found) == len(layers)
+        # In the order of the layers with attention.
+        for layer, one in zip(layers, found.values()):
+            if "mla" in layer:
+                row = [layer["mla"]["cache_descale"]]
+                assert (one["q"], one["k"], one["v"]) == (layer["mla"]["absorbed_q_descale"], row, row)
+            else:
+                assert all(one[operand] == layer[f"{operand}_descale"] for operand in "qkv")

@@ -7,6 +7,7 @@ engine and one copy of its descales to the host. Copies and engines are kept: la
 import contextlib
 import dataclasses
 import json
+import math
 import types
 
 import torch
@@ -158,8 +159,8 @@ class _Engine:
         self._native.launch(torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0)
         # One copy to the host for both.
         values = torch.cat([self._heads, self._status.view(torch.float32)]).cpu()
-        rows = values[:-1].view(self._parts, 4, -1).transpose(0, 1).reshape(4, self._n_kv_heads)
-        if int(values[-1:].view(torch.int32)) & 3 or not bool(torch.isfinite(rows).all()):
+        rows = values[:-1].view(self._parts, 4, -1).transpose(0, 1).reshape(4, self._n_kv_heads).tolist()
+        if int(values[-1:].view(torch.int32)) & 3 or not all(math.isfinite(value) for row in rows for value in row):
             raise NonFiniteError(f"layer {number}: weights or bounds are not finite")
-        q, k, v, _ = rows.tolist()
+        q, k, v, _ = rows
         return q, k, v if self._has_v else None

