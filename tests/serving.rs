@@ -539,6 +539,122 @@ fn an_export_that_fails_leaves_nothing() {
     assert_eq!(left, ["tiny-llama"]);
 }
 
+/// What a folder may be like, and what may happen on the way.
+#[cfg(unix)]
+mod mishaps {
+    use super::*;
+    use std::os::unix::fs::{MetadataExt, symlink};
+    use std::process::{Command, Stdio};
+
+    fn names(folder: &Path) -> Vec<String> {
+        let mut names: Vec<String> = std::fs::read_dir(folder)
+            .unwrap()
+            .flatten()
+            .map(|e| e.file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort_unstable();
+        names
+    }
+
+    fn start(model: &Path, to: &Path) -> std::process::Child {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sigmascale"));
+        command.args(["export", text(model), "--to", text(to), "--for", "vllm", "--copy"]);
+        command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+
+    #[test]
+    fn links_that_lead_back_are_refused() {
+        let (_model, model) = run::copy_of_tiny_llama();
+        std::fs::create_dir(model.join("extra")).unwrap();
+        let to = model.with_file_name("out");
+        for (link, leads) in [("extra/back", ".."), ("extra/self", "."), ("self", ".")] {
+            symlink(leads, model.join(link)).unwrap();
+            let (code, log) = failure(&["export", text(&model), "--to", text(&to), "--for", "vllm"]);
+            assert!(code == 2 && log.contains(link) && log.contains("remove the link"), "{log}");
+            assert_eq!(names(model.parent().unwrap()), ["tiny-llama"]);
+            std::fs::remove_file(model.join(link)).unwrap();
+        }
+        // A link to another folder is followed.
+        let other = model.with_file_name("other");
+        std::fs::create_dir(&other).unwrap();
+        std::fs::write(other.join("template.jinja"), "x").unwrap();
+        symlink(&other, model.join("extra/templates")).unwrap();
+        let done = sigmascale(&["export", text(&model), "--to", text(&to), "--for", "vllm"]);
+        assert!(done.status.success() && to.join("extra/templates/template.jinja").is_file());
+    }
+
+    #[test]
+    fn of_two_exports_to_one_folder_one_is_whole() {
+        let (_model, model) = run::copy_of_tiny_llama();
+        let to = model.with_file_name("out");
+        let both = [start(&model, &to), start(&model, &to)].map(|child| child.wait_with_output().unwrap());
+        assert!(both.iter().any(|done| done.status.success()), "{both:?}");
+        for failed in both.iter().filter(|done| !done.status.success()) {
+            let log = String::from_utf8_lossy(&failed.stderr);
+            assert!(log.contains("out"), "{log}");
+        }
+        assert!(sigmascale(&["verify", text(&to)]).status.success());
+        assert_eq!(names(model.parent().unwrap()), ["out", "tiny-llama"]);
+    }
+
+    #[test]
+    fn an_export_that_is_killed_leaves_no_folder() {
+        let (_model, model) = run::copy_of_tiny_llama();
+        let to = model.with_file_name("out");
+        let mut killed = 0;
+        for _ in 0..5 {
+            let mut child = start(&model, &to);
+            // While its files are written.
+            while child.try_wait().unwrap().is_none() {
+                if names(model.parent().unwrap()).iter().any(|name| name.starts_with(".sigmascale-")) {
+                    child.kill().unwrap();
+                    child.wait().unwrap();
+                    killed += 1;
+                    break;
+                }
+            }
+            if to.exists() {
+                // It was done before.
+                assert!(sigmascale(&["verify", text(&to)]).status.success());
+                std::fs::remove_dir_all(&to).unwrap();
+            }
+        }
+        assert!(killed > 0);
+        // What is left of those is no obstacle.
+        assert!(sigmascale(&["export", text(&model), "--to", text(&to), "--for", "vllm"]).status.success());
+    }
+
+    #[test]
+    fn another_file_system_gets_copies() {
+        let (_model, model) = run::copy_of_tiny_llama();
+        let shared = Path::new("/dev/shm");
+        let device = |path: &Path| std::fs::metadata(path).map(|found| found.dev()).ok();
+        let Ok(elsewhere) = tempfile::tempdir_in(shared) else { return };
+        if device(shared) == device(&model) {
+            return;
+        }
+        let to = elsewhere.path().join("out");
+        let said = json(&["export", text(&model), "--to", text(&to), "--for", "vllm", "--format", "json"]);
+        assert!(said["linked"] == 0 && said["copied"].as_u64() >= Some(2), "{said}");
+        assert!(sigmascale(&["verify", text(&to)]).status.success());
+        // Where nothing can be written, the folder is named.
+        let (code, log) = failure(&["export", text(&model), "--to", "/proc/out", "--for", "vllm"]);
+        assert!(code == 1 && log.contains("/proc/out"), "{log}");
+    }
+
+    #[test]
+    fn a_checkpoint_in_part_is_refused_by_the_file_that_is_missing() {
+        let (_model, model) = run::copy_of_tiny_llama();
+        std::fs::remove_file(model.join("model-00002-of-00002.safetensors")).unwrap();
+        let to = model.with_file_name("out");
+        let (code, log) = failure(&["export", text(&model), "--to", text(&to), "--for", "vllm"]);
+        assert!(code == 1 && log.contains("model-00002-of-00002.safetensors"), "{log}");
+        let (code, log) = failure(&["verify", text(&model)]);
+        assert!(code == 3 && log.contains("model-00002-of-00002.safetensors"), "{log}");
+        assert_eq!(names(model.parent().unwrap()), ["tiny-llama"]);
+    }
+}
+
 mod audits {
     //! Planted faults, one a test.
 

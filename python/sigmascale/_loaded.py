@@ -31,6 +31,8 @@ class Loaded:
         for key in ("quantization_config", "compression_config"):
             for holder in (self._config, self._config.get("text_config") or {}):
                 holder.pop(key, None)
+        for holder in (self._config, self._config.get("text_config") or {}):
+            _restore_rotation(holder)
         places = json.loads(ScaleStream(self._config)._native.places())
         self._prefix = places["prefixes"][0]
         # Attention modules with the layer of each; what stands in front of the checkpoint's names here, and other names of modules.
@@ -218,6 +220,14 @@ class Loaded:
         if layer["q"]["conv1d"] and kind == "weight":
             tensors = [(name, tensor.t()) for name, tensor in tensors]
         return tensors
+
+
+def _restore_rotation(config):
+    """Puts back the name of YaRN, which vLLM replaces in the configs of models with latent attention."""
+    for rope in (config.get("rope_parameters"), config.get("rope_scaling")):
+        for key in ("rope_type", "type"):
+            if isinstance(rope, dict) and rope.get(key) in ("deepseek_yarn", "deepseek_llama_scaling"):
+                rope[key] = "yarn"
 
 
 def _numbers(layer):

@@ -2,7 +2,15 @@
 
 Each layer's input is free. Gradient ascent through the class's own norm, projections, rotation and QK-norm looks for the inputs with
 the largest q, k, v and logits, and none may exceed the bounds of `calibrate`. What comes close shows that the bounds are of this model.
+The same inputs then go through a BF16 forward, whose q, k and v the descales must cover, too.
+
+`pytest -s` prints a row a family: the largest q, k, v and logit over their bounds, and the largest of q, k and v in BF16.
 """
+
+import functools
+import json
+import subprocess
+import sys
 
 import pytest
 
@@ -24,7 +32,8 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = {
+# What else classes are made of, where their defaults are those of a large model.
+PARTS = {
     "num_local_experts": 2,
     "num_experts": 2,
     "n_routed_experts": 2,
@@ -32,6 +41,38 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "n_group": 1,
     "topk_group": 1,
+    "n_shared_experts": 1,
+    "zero_expert_num": 1,
+    "shared_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "dense_intermediate_size": 64,
+    "intermediate_size_mlp": 64,
+    "ffn_dim": 64,
+    "expert_ffn_hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "first_k_dense_replace": 2,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 8,
+    "ssm_state_size": 8,
+    "mamba_chunk_size": 8,
+    "chunk_size": 8,
+    "mamba_n_groups": 1,
+    "n_groups": 1,
+    "linear_head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 8,
+    "index_block_size": 8,
+    "block_size": 8,
 }
 STEPS, TOKENS, TRIES = 60, 8, 16
 
@@ -39,7 +80,7 @@ STEPS, TOKENS, TRIES = 60, 8, 16
 class Recorder:
     """Takes the place of the attention function."""
 
-    calls = {}
+    calls, current = {}, None
 
     @classmethod
     def attention(cls, module, query, key, value, mask=None, scaling=None, **arguments):
@@ -50,13 +91,26 @@ class Recorder:
         return value[:, :, :length].transpose(1, 2).contiguous(), None
 
 
+    @classmethod
+    def of_sdpa(cls, query, key, value, **arguments):
+        return cls.attention(cls.current, query, key, value, scaling=arguments.get("scale"))[0].transpose(1, 2)
+
+    @classmethod
+    def of_gptj(cls, module, query, key, value, mask=None):
+        return cls.attention(module, query, key, value, scaling=1.0 / float(module.scale_attn))[0].transpose(1, 2), None
+
+
 transformers.AttentionInterface.register("recorded", Recorder.attention)
-transformers.AttentionMaskInterface.register("recorded", lambda *arguments, **more: None)
+transformers.AttentionMaskInterface.register(
+    "recorded", lambda batch_size, q_length, kv_length, **more: torch.zeros(batch_size, 1, q_length, kv_length)
+)
 
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4}
+AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 # What a family needs beside the sizes.
 EXTRA = {
+    "bailing_hybrid": LATENT | {"q_lora_rank": None, "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"]},
     "bamba": {"attn_layer_indices": [1]},
     "cohere2_moe": {"layer_types": ["sliding_attention", "full_attention"]},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
@@ -64,8 +118,10 @@ EXTRA = {
     "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 32, "layer_types": ["sliding_attention", "full_attention"]},
     # Equal heads in all layers.
     "gemma4_unified_text": {"global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": LATENT | {"layer_types": ["full_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["sliding_attention", "full_attention"]},
@@ -80,32 +136,36 @@ EXTRA = {
         "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 2, "num_attention_heads": 2}
         | {"ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32},
     },
+    "qwen2_5_vl_text": AXES,
+    "qwen2_vl_text": AXES,
     "qwen3_next": HYBRID,
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID,
 }
 # Latent attention, by sizes of its own.
-for name in ("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear"):
+for name in ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "minicpm3", "mistral4", "youtu"):
     EXTRA[name] = LATENT
-for name in ("longcat_flash", "minicpm3", "mistral4", "youtu"):
-    EXTRA[name] = LATENT
-# Not every family of the guide: those whose small models were attacked so far.
-FAMILIES = [
-    "afmoe",
-    "apertus",
-    "arcee",
-    "axk1",
-    "bitnet",
-    "cohere2_moe",
-    "gemma3n_text",
-    "lfm3",
-    "minimax_m3_vl_text",
-    "modernbert-decoder",
-    "phi4_multimodal",
-    "roberta-prelayernorm",
-]
+EXTRA["longcat_flash"] = LATENT | {"num_layers": 2, "num_experts_per_tok": 2}
+# No class in transformers, or a wrapper of a text model that is in the list itself.
+ABSENT = {"deci", "kimi_k2", "kimi_vl", "nemotron-nas", "openelm"}
+
+
+def is_wrapper(model_type):
+    return "text_config" in (getattr(transformers.CONFIG_MAPPING[model_type], "sub_configs", None) or {})
+
+
+def known():
+    """Every model type that has bounds."""
+    command = [sys.executable, "-m", "sigmascale", "families", "--format", "json"]
+    rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["families"]
+    return [row["model_type"] for row in rows if "family" in row]
+
+
+FAMILIES = [name for name in known() if name not in ABSENT and not is_wrapper(name)]
 # Their attention reads the norm behind the layer before: only the input of the first is free.
 POST_NORM = {"bert", "roberta", "xlm-roberta"}
+# Their classes multiply q by the softmax scale, and call attention with a scale of 1.
+SCALED = {"opt"}
 # Their first layer reads the norm of the embeddings.
 EMBEDDING_NORM = {"modernbert-decoder"}
 
@@ -114,24 +174,28 @@ def config_of(model_type, **more):
     """A small config; keys that its class does not have are left out."""
     kind = transformers.CONFIG_MAPPING[model_type]
     known = set(kind.__dataclass_fields__) | set(kind.attribute_map)
-    sizes = {key: value for key, value in (SIZES | EXPERTS).items() if key in known}
+    sizes = {key: value for key, value in (SIZES | PARTS).items() if key in known}
     return kind(**(sizes | EXTRA.get(model_type, {}) | more))
 
 
 def random_model(config):
     torch.manual_seed(0)
-    config._attn_implementation = "recorded"
+    config._attn_implementation = {"falcon": "sdpa", "gptj": "eager"}.get(config.model_type, "recorded")
     try:
         model = transformers.AutoModelForCausalLM.from_config(config)
     except ValueError:
         model = transformers.AutoModel.from_config(config)
     model = model.eval().float()
+    for module in model.modules():
+        # These classes call no attention function of the interface.
+        if type(module).__name__ == "FalconAttention":
+            module.register_forward_pre_hook(lambda module, _: setattr(Recorder, "current", module))
+        elif type(module).__name__ == "GPTJAttention":
+            module._attn = functools.partial(Recorder.of_gptj, module)
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.ndim == 1:
-                weight += 0.3 * torch.randn_like(weight)
-            else:
-                weight.copy_(0.2 * torch.randn_like(weight))
+            values = weight + 0.3 * torch.randn_like(weight) if weight.ndim == 1 else 0.2 * torch.randn_like(weight)
+            weight.copy_(values.bfloat16())
     return model
 
 
@@ -165,7 +229,7 @@ class Attack:
         given = args[0] if args else kwargs["hidden_states"]
         if layer not in self.inputs:
             self.inputs[layer] = torch.randn_like(given).requires_grad_(True)
-        mine = self.inputs[layer]
+        mine = self.inputs[layer].to(given.dtype)
         return (mine, *args[1:]) if args else (), kwargs if args else kwargs | {"hidden_states": mine}
 
     def run(self, embeds):
@@ -176,7 +240,7 @@ class Attack:
     def largest(self):
         """The largest q, k, v and logits that ascent finds: a row of heads for each, by layer."""
         torch.manual_seed(1)
-        embeds = torch.randn(TRIES, TOKENS, self.width, requires_grad=True)
+        self.embeds = embeds = torch.randn(TRIES, TOKENS, self.width, requires_grad=True)
         self.run(embeds)
         leaves = [embeds, *self.inputs.values()]
         best, optimizer = None, torch.optim.Adam(leaves, lr=0.1)
@@ -196,6 +260,13 @@ class Attack:
             optimizer.step()
         return best
 
+    @torch.no_grad()
+    def rounded(self):
+        """The largest q, k and v of the same inputs in a BF16 forward."""
+        self.model.bfloat16()
+        found = [measures(*(x.float() for x in call[:3]), 1.0)[:3] for call in self.run(self.embeds.bfloat16())]
+        return [[value.amax(0) for value in values] for values in found]
+
 
 def measures(query, key, value, scaling):
     """The largest of each head: ``(tries, heads)``."""
@@ -205,29 +276,60 @@ def measures(query, key, value, scaling):
 
 
 def attacked(config, folder):
-    """What ascent reached over the bound: ``{"q": [a row a layer], ...}``."""
+    """What ascent reached over the bound, the same inputs in a BF16 forward among it: ``{"q": [a row a layer], ...}``."""
     model = random_model(config)
-    model.save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     profile = sigmascale.calibrate(folder)["layers"]
-    rows = Attack(model, config.model_type not in POST_NORM).largest()
+    attack = Attack(model.float(), config.model_type not in POST_NORM)
+    rows, rounded = attack.largest(), attack.rounded()
     assert len(rows) == len(profile)
-    ratios = {"q": [], "k": [], "v": [], "logit": []}
-    for layer, found in zip(profile, rows):
-        for name, row in zip("qkv", found):
+    ratios = {"q": [], "k": [], "v": [], "logit": [], "bf16": []}
+    for layer, found, again in zip(profile, rows, rounded):
+        if config.model_type in SCALED:
+            found[0], again[0] = (x * (config.hidden_size // config.num_attention_heads) ** 0.5 for x in (found[0], again[0]))
+        for kind, name in enumerate("qkv"):
             if layer[f"{name}_descale"] is None:
                 continue
             bound = 448 * torch.tensor(layer[f"{name}_descale"])
             # Query heads that share a KV head share an entry; so may all heads of latent attention.
-            ratios[name].append(row.view(len(bound), -1).amax(1) / bound)
+            for row, ratio in ((found[kind], ratios[name]), (again[kind], ratios["bf16"])):
+                ratio.append(row.view(len(bound), -1).amax(1) / bound)
         ratios["logit"].append(found[3] / torch.tensor([head["bound_certain"] for head in layer["heads"]]))
     return ratios
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_no_input_passes_a_bound(model_type, tmp_path):
+def test_no_input_passes_a_bound(model_type, tmp_path, monkeypatch):
+    if model_type == "falcon":
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", Recorder.of_sdpa)
     ratios = attacked(config_of(model_type), tmp_path)
+    row = [f"{max(r.max().item() for r in rows):.2f}" if rows else "-" for rows in ratios.values()]
+    print(f"\n| `{model_type}` | {' | '.join(row)} |")
     for name, rows in ratios.items():
         reached = [row.max().item() for row in rows]
         assert max(reached, default=0.0) <= 1.0 + 1e-4, (name, reached)
         # Ascent comes close, so the bounds are of this model.
         assert not reached or max(reached) >= (0.5 if name == "logit" else 0.75), (name, reached)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_stream_has_the_scales_of_calibrate(model_type, tmp_path):
+    from safetensors.torch import load_file
+
+    random_model(config_of(model_type)).bfloat16().save_pretrained(tmp_path)
+    weights = [pair for file in sorted(tmp_path.glob("*.safetensors")) for pair in load_file(file).items()]
+    layers = sigmascale.calibrate(tmp_path)["layers"]
+    stream = sigmascale.ScaleStream(tmp_path, names=[name for name, _ in weights])
+    for seed in range(2):
+        order = torch.randperm(len(weights), generator=torch.Generator().manual_seed(seed)).tolist()
+        for place in order:
+            stream.push(*weights[place])
+        found = stream.finish()
+        assert stream.held_bytes == 0 and len(found) == len(layers)
+        # In the order of the layers with attention.
+        for layer, one in zip(layers, found.values()):
+            if "mla" in layer:
+                row = [layer["mla"]["cache_descale"]]
+                assert (one["q"], one["k"], one["v"]) == (layer["mla"]["absorbed_q_descale"], row, row)
+            else:
+                assert all(one[operand] == layer[f"{operand}_descale"] for operand in "qkv")

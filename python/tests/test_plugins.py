@@ -211,6 +211,20 @@ def test_a_model_that_cannot_be_bounded_is_left_alone(change, why):
     assert level == logging.WARNING and why in line and "Engine" in line and not filled
 
 
+@pytest.mark.parametrize("named", ["deepseek_yarn", "deepseek_llama_scaling"])
+def test_a_rotation_that_vllm_renamed_is_yarn(named):
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    config = json.loads((MODEL / "config.json").read_text()) | {"rope_parameters": rope}
+    rows = sigmascale.calibrate(config, weights=dict(weights(1.0)))["layers"]
+    engine = Engine()
+    followed, filled, log = follow(engine, config=config | {"rope_parameters": rope | {"rope_type": named}})
+    engine.load_weights(weights())
+    engine.process()
+    followed.refresh()
+    assert list(filled.values()) == [{o: up_to_bf16(max(row[f"{o}_descale"])) for o in "qkv"} for row in rows], log.lines
+    assert list(filled.values()) != expected()
+
+
 class QuantizesOnline:
     """Keeps a BF16 weight until it has quantized it; how it rounds its inputs is not known."""
 

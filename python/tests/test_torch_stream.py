@@ -89,7 +89,7 @@ def test_layers_in_order_share_one_copy_and_one_engine(tmp_path, on_device):
         stream.finish()
         check(stream, tmp_path)
     ((slot,),) = stream._device._free.values()
-    assert slot._engine is not None
+    assert slot.engine is not None
     # Projections of one layer, and its gain in float32.
     assert most <= (64 + 32 + 32) * 64 * 2 + 64 * 4
 

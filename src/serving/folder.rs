@@ -20,7 +20,28 @@ pub(super) struct Moved {
 }
 
 /// Puts every file of `from` into `to`, but hidden ones and those that `skip` names.
+///
+/// # Errors
+/// `is_argument` if a link leads to a folder that holds it; `is_io`.
 pub(super) fn bring(from: &Path, to: &Path, copy: bool, skip: &dyn Fn(&str) -> bool, moved: &mut Moved) -> Result<()> {
+    bring_below(&mut vec![], from, to, copy, skip, moved)
+}
+
+/// `above` are the folders that are being brought.
+fn bring_below(
+    above: &mut Vec<PathBuf>,
+    from: &Path,
+    to: &Path,
+    copy: bool,
+    skip: &dyn Fn(&str) -> bool,
+    moved: &mut Moved,
+) -> Result<()> {
+    let place = from.canonicalize().map_err(|e| Error::io(from, "open", e))?;
+    if above.contains(&place) {
+        let rule = "is a link to a folder that holds it: remove the link";
+        return Err(Error::argument(format_args!("{} {rule}", from.display())));
+    }
+    above.push(place);
     let entries = std::fs::read_dir(from).map_err(|e| Error::io(from, "open", e))?;
     let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
     names.sort_unstable();
@@ -34,11 +55,12 @@ pub(super) fn bring(from: &Path, to: &Path, copy: bool, skip: &dyn Fn(&str) -> b
         if metadata.is_dir() {
             std::fs::create_dir(&target).map_err(|e| Error::io(&target, "create", e))?;
             // What is skipped stands at the top.
-            bring(&source, &target, copy, &|_| false, moved)?;
+            bring_below(above, &source, &target, copy, &|_| false, moved)?;
         } else if metadata.is_file() {
             bring_file(&source, &target, copy || metadata.len() < LINK_FROM, moved)?;
         }
     }
+    above.pop();
     Ok(())
 }
 

@@ -80,6 +80,7 @@ class Layer:
     model_q_heads: int | None = None
     first_kv_head: int = 0
     unit: torch.nn.Module | None = None
+    dropout: torch.nn.Module | None = None
     latent: Any = None
     def __init__(
         self,
@@ -114,6 +115,7 @@ class Layer:
         model_q_heads: int | None = None,
         first_kv_head: int = 0,
         unit: torch.nn.Module | None = None,
+        dropout: torch.nn.Module | None = None,
         latent: Any = None,
     ) -> None: ...
     @property

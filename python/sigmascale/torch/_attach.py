@@ -38,6 +38,9 @@ def attach(
     ``telemetry``: ``"full"`` (every call reports maxima and overflows), ``n`` (those of every n-th step, counted by
     ``refresh()``) or ``"off"``. Policies that plan from statistics need ``"full"``. See :attr:`Runtime.telemetry`.
 
+    Bounds do not cover a dropout between a norm and the projections (the first layer of BERT, RoBERTa and ModernBERT's
+    decoder): a RuntimeWarning says so while one is active.
+
     Returns a :class:`Runtime`: call ``refresh()`` after every optimizer step or weight refit.
     """
     return Runtime(model, policy, bound, layers, backend, tail, fallback, group, telemetry)

@@ -50,6 +50,8 @@ class Layer:
     parallelism). If they are a process's rows as plain tensors, head counts are those of the process, and
     ``first_kv_head`` is the number of its first KV head in the layer. ``unit`` is the module in whose forward the
     tensors are gathered, if a wrapper other than FSDP and ZeRO-3 gathers them: scales are computed before that forward.
+    ``dropout`` is an ``nn.Dropout`` between the norm and the projections, if there is one: while it is active the layer's
+    bounds do not hold, and a warning says so.
     """
 
     q: torch.Tensor
@@ -85,6 +87,7 @@ class Layer:
     model_q_heads: int | None = None
     first_kv_head: int = 0
     unit: torch.nn.Module | None = None
+    dropout: torch.nn.Module | None = None
     # Of layers that the family table finds; q, k and v then are the projections from the latents.
     latent: Latent | None = None
 
@@ -660,4 +663,13 @@ def _layer(spec, names, index, prefix, parameters, modules, view):
         heads=(heads["q"], heads["k"], heads["v"]) if fused else None,
         fused_d_head=names["d_head"],
         sources=sources,
+        dropout=_embedding_dropout(prefix, names, modules),
     )
+
+
+def _embedding_dropout(prefix, names, modules):
+    """The dropout behind the norm of the embeddings, where the first layer reads that norm (BERT, ModernBERT)."""
+    parent, _, _ = (prefix + (names["norm"] or "")).rpartition(".")
+    if not parent.endswith("embeddings") or parent not in modules:
+        return None
+    return next((child for child in modules[parent].children() if isinstance(child, torch.nn.Dropout)), None)

@@ -75,6 +75,7 @@ class Runtime:
         # How often a sliced layer was whole at addresses that no engine knew.
         self.misses = 0
         self.before_refresh, self.after_refresh = [], []
+        self._warned_of_dropout = False
         layers = _layers.Layers(model, self._given)
         found = layers.at_rest
         self.device, self._q_heads = layers.device(), layers.q_heads
@@ -192,6 +193,7 @@ class Runtime:
         self._places, self._resident, self._sliced = layers.places(), layers.resident, layers.sliced
         self._sources = _engine.Sources(resident, None if self._given is None else self._model())
         self._owned = self._sources.owned
+        self._dropouts = [(layer.name, layer.dropout) for layer in layers.at_rest if layer.dropout is not None]
 
     def _compute(self, layers, indices, kept, always=False):
         """Scales of sliced layers whose tensors are whole, on the current stream."""
@@ -219,6 +221,21 @@ class Runtime:
                 self._policy.update(self, self._stream(), [index])
                 self._due.discard(index)
                 self.layers[index].stale = False
+
+    def _warn_of_dropout(self):
+        """Says once that a dropout behind a norm is active: what it keeps is larger than anything the norm gives."""
+        if self._warned_of_dropout or self.policy not in FROM_BOUNDS:
+            return
+        for name, dropout in self._dropouts:
+            if dropout.training and dropout.p > 0:
+                self._warned_of_dropout = True
+                warnings.warn(
+                    f"{name}: a dropout of {dropout.p} is active between the norm and the q, k and v projections, so values "
+                    "can exceed the worst-case bounds: set it to 0 in the model's config, or call model.eval()",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+                return
 
     def _written(self):
         """The tensors that plans are made in."""
@@ -282,6 +299,7 @@ class Runtime:
         try:
             with torch.inference_mode(False), torch.no_grad(), self._on_device():
                 self._check()
+                self._warn_of_dropout()
                 for work in self.before_refresh:
                     work(self)
                 stream = self._stream()

@@ -7,6 +7,7 @@ engine and one copy of its descales to the host. Copies and engines are kept: la
 import contextlib
 import dataclasses
 import json
+import math
 import types
 
 import torch
@@ -33,6 +34,7 @@ class DeviceStream:
             for place, names in enumerate(layer["needs"]):
                 for name in names:
                     self._readers.setdefault(name, []).append((index, place, names[0]))
+        self._kinds = [self._kind(index) for index in range(len(self._names))]
         self._open, self._free = {}, {}
 
     @property
@@ -57,7 +59,7 @@ class DeviceStream:
         with torch.inference_mode(False), torch.no_grad():
             for index, place, own in self._readers.get(name[len(prefix) :], ()):
                 if index not in self._open:
-                    free = self._free.setdefault(self._kind(index), [])
+                    free = self._free.setdefault(self._kinds[index], [])
                     self._open[index] = free.pop() if free else _Slot(self.device)
                 self._open[index].take(place, own, tensor.detach())
             return [self._compute(index) for index in due]
@@ -74,16 +76,25 @@ class DeviceStream:
     def _release(self, index):
         slot = self._open.pop(index)
         slot.here.clear()
-        self._free.setdefault(self._kind(index), []).append(slot)
+        self._free.setdefault(self._kinds[index], []).append(slot)
 
     def _compute(self, index):
         slot = self._open[index]
-        layer = _layers._layer(self._spec, self._names[index], index, "", slot.parameters(), {}, _As)
         try:
-            q, k, v = slot.descales(layer)
+            if slot.engine is None:
+                # Layers of one kind differ in nothing else, so those that come later find it.
+                layer = _layers._layer(self._spec, self._names[index], index, "", slot.parameters(), {}, _As)
+                _layers.check([layer])
+                with self._on_device():
+                    slot.engine = _Engine(layer, self.device)
+            with self._on_device():
+                q, k, v = slot.engine.run(self._names[index]["number"])
         finally:
             self._release(index)
-        return json.loads(self._native.computed(index, q, k, None if layer.norm is None else v))
+        return json.loads(self._native.computed(index, q, k, v))
+
+    def _on_device(self):
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
 
 class _As:
@@ -101,7 +112,7 @@ class _Slot:
     """Copies of one layer's tensors, at addresses that stay, and the engine over them."""
 
     def __init__(self, device):
-        self._device, self._engine = device, None
+        self._device, self.engine = device, None
         # By place; and the names of those that belong to the layer that is being held.
         self.tensors, self.here = {}, {}
 
@@ -111,7 +122,7 @@ class _Slot:
         dtype = tensor.dtype if tensor.dim() == 2 else torch.float32
         kept = self.tensors.get(place)
         if kept is None or kept.shape != tensor.shape or kept.dtype != dtype:
-            self._engine = None
+            self.engine = None
             self.tensors[place] = kept = torch.empty(tensor.shape, dtype=dtype, device=self._device)
         kept.copy_(tensor)
         self.here[name] = place
@@ -123,22 +134,14 @@ class _Slot:
             for name, place in self.here.items()
         }
 
-    def descales(self, layer):
-        """Rows of q, k and v, one descale a KV head. Waits for the device."""
-        _layers.check([layer])
-        on_cuda = self._device.type == "cuda"
-        with torch.cuda.device(self._device) if on_cuda else contextlib.nullcontext():
-            if self._engine is None:
-                self._engine = _Engine(layer, self._device)
-            return self._engine.run(layer, torch.cuda.current_stream(self._device).cuda_stream if on_cuda else 0)
-
 
 class _Engine:
     """The scale engine over one layer's tensors."""
 
     def __init__(self, layer, device):
         rows = _layers.entries(layer)
-        self._parts = len(rows)
+        self._parts, self._n_kv_heads, self._has_v = len(rows), layer.n_kv_heads, layer.norm is not None
+        self._device = device
         if device.type == "cpu":
             self._native = _host.ScaleEngine(rows, False, dataclasses.asdict(Tail()), layer.n_q_heads)
         else:
@@ -151,11 +154,13 @@ class _Engine:
         )
         self._heads, self._status = of(results["heads"], "<f4"), of(results["status"], "<i4")
 
-    def run(self, layer, stream):
-        self._native.launch(stream)
+    def run(self, number):
+        """Rows of q, k and v, one descale a KV head; v is None without a bound. Waits for the device."""
+        self._native.launch(torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0)
         # One copy to the host for both.
         values = torch.cat([self._heads, self._status.view(torch.float32)]).cpu()
-        rows = values[:-1].view(self._parts, 4, -1).transpose(0, 1).reshape(4, layer.n_kv_heads)
-        if int(values[-1:].view(torch.int32)) & 3 or not bool(torch.isfinite(rows).all()):
-            raise NonFiniteError(f"{layer.name}: weights or bounds are not finite")
-        return rows[:3].tolist()
+        rows = values[:-1].view(self._parts, 4, -1).transpose(0, 1).reshape(4, self._n_kv_heads).tolist()
+        if int(values[-1:].view(torch.int32)) & 3 or not all(math.isfinite(value) for row in rows for value in row):
+            raise NonFiniteError(f"layer {number}: weights or bounds are not finite")
+        q, k, v, _ = rows
+        return q, k, v if self._has_v else None

@@ -13,6 +13,19 @@ os.dup2(2, 1)
 from sglang.srt.plugins import load_plugins
 
 load_plugins()  # As each process of a server does.
+import torch
+from sglang.kernels.ops.quantization import fp8_kernel
+
+
+def quantize(weight, out, scale, is_static):
+    # One kernel that requantizes weights while they are loaded.
+    assert is_static
+    out.copy_((weight.float() / scale).clamp(-448, 448))
+
+
+# What layers of FP8 weights ask of a GPU before they can be built; no attention scale depends on it.
+torch.cuda.get_device_capability = lambda *device: (9, 0)
+fp8_kernel.sgl_per_tensor_quant_fp8 = quantize
 from sglang.srt import runtime_context
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
@@ -23,7 +36,7 @@ from sglang.srt.model_loader import get_model
 from sglang.srt.server_args import ServerArgs
 
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu", kv_cache_dtype="fp8_e4m3", skip_tokenizer_init=True,
-                       dtype="bfloat16", context_length=128, attention_backend="torch_native", disable_cuda_graph=True)
+                       dtype="bfloat16", context_length=128, attention_backend=os.environ["BACKEND"], disable_cuda_graph=True)
 arguments.resolve_once()
 runtime_context.publish(arguments, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=0))
 with socket.socket() as probe:
@@ -59,10 +72,10 @@ os._exit(0)
 """
 
 
-def load(folder, update=None, *, plugin=True):
+def load(folder, update=None, *, plugin=True, backend="torch_native"):
     """``{layer: {"k", "v"}}`` of a folder, after the weights of another were loaded too, and what was logged."""
     command = [sys.executable, "-c", LOAD, str(folder), *([str(update)] if update else [])]
-    environment = os.environ | {"SIGMASCALE_PLUGIN": "1" if plugin else "0"}
+    environment = os.environ | {"SIGMASCALE_PLUGIN": "1" if plugin else "0", "BACKEND": backend}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     results = [{int(number): scales for number, scales in found.items()} for found in json.loads(done.stdout)]

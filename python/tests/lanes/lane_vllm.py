@@ -76,6 +76,30 @@ def test_scales_beside_fp8_weights_arrive(method, per_head, tmp_path, monkeypatc
     check(tmp_path / "out", sigmascale.export(model, tmp_path / "out", "vllm", per_head=per_head))
 
 
+# Names that other tools write: what `verify` says of them is what the loader makes of them.
+@pytest.mark.parametrize(
+    ("family", "method", "names"),
+    [
+        ("llama", "quark", ["k_proj.output_scale", "v_proj.output_scale"]),
+        ("llama", "quark", ["q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale"]),
+        ("llama", "modelopt", ["k_proj.k_scale", "v_proj.v_scale"]),
+        ("llama", "modelopt", ["kv_scale"]),
+        ("llama", "compressed-tensors", ["k_scale", "v_scale"]),
+        ("hy_v3", "cache alone", ["q.scale", "k_cache.scale", "v_cache.scale"]),
+    ],
+)
+def test_the_audit_of_other_tools_says_what_the_loader_does(family, method, names, tmp_path, monkeypatch):
+    monkeypatch.setitem(models.SIZES, "hidden_size", 256)
+    monkeypatch.setitem(models.SIZES, "intermediate_size", 256)
+    model = models.with_scales(models.quantized(models.write(family, tmp_path / "model"), method), names)
+    found = loaded(model)
+    for layer in sigmascale.verify(model, "vllm")["layers"]:
+        for operand in "qkv":
+            (entry,) = layer[operand]
+            assert found[layer["layer"]][operand] == [numpy.float32(entry["scale"])], (layer["layer"], operand, entry)
+    assert any(scale != 1.0 for layer in found.values() for scale in layer["k"])
+
+
 # vLLM builds Jamba's attention, and all latent attention, without scales to load.
 @pytest.mark.parametrize("family", [*models.LATENT, "jamba"])
 def test_what_has_no_scales_has_a_certificate_at_one(family, tmp_path):

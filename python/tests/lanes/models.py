@@ -39,6 +39,7 @@ CONFIGS = {
         mamba_head_dim=16,
         ssm_state_size=16,
     ),
+    "hy_v3": lambda t: t.HYV3Config(**SIZES, **EXPERTS, head_dim=16, num_experts=4, moe_intermediate_size=64, expert_hidden_dim=64, route_norm=True, qk_norm=True, first_k_dense_replace=1),
     "jamba": lambda t: t.JambaConfig(**SIZES, attn_layer_period=2, attn_layer_offset=1, num_experts=4, num_experts_per_tok=2),
 }
 
@@ -51,9 +52,21 @@ LATENT_SIZES = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 32,
     "first_k_dense_replace": 2,
+    "moe_layer_freq": 1,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
+    # SGLang's CPU build rotates these models with YaRN only.
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
 }
 LATENT = {
     "deepseek_v2": lambda t: t.DeepseekV2Config(**LATENT_SIZES, q_lora_rank=None, head_dim=32),
@@ -101,13 +114,15 @@ def quantized(folder, method):
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")
-    for name in [name for name in weights if name.endswith("_proj.weight")]:
+    for name in [name for name in weights if name.endswith("_proj.weight") and method != "cache alone"]:
         if method == "fp8":
             rows, columns = weights[name].shape
             weights[name + "_scale_inv"] = torch.full((-(-rows // 128), -(-columns // 128)), 0.01)
         elif method == "modelopt":
             weights[name + "_scale"] = torch.tensor(0.01)
             weights[name.removesuffix("weight") + "input_scale"] = torch.tensor(0.02)
+        elif method == "quark":
+            weights[name + "_scale"] = torch.full((weights[name].shape[0],), 0.01)
         else:
             weights[name + "_scale"] = torch.full((weights[name].shape[0], 1), 0.01)
         weights[name] = (weights[name].float() / 0.01).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -118,7 +133,20 @@ def quantized(folder, method):
         "weights": arguments | {"strategy": "channel", "dynamic": False},
         "input_activations": arguments | {"strategy": "token", "dynamic": True},
     }
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    tensor = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+    channels = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False}
+    inputs = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 1, "is_dynamic": True}
+    plain = {"weight": channels, "input_tensors": inputs, "output_tensors": None, "bias": None}
     said = {
+        "quark": {
+            "quant_method": "quark",
+            "exclude": ["lm_head"],
+            "global_quant_config": plain,
+            "layer_type_quant_config": {},
+            "layer_quant_config": {name: plain | {"output_tensors": tensor} for name in ("*k_proj", "*v_proj")},
+            "export": {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder"},
+        },
         "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"},
         "compressed-tensors": {
             "quant_method": "compressed-tensors",
@@ -127,7 +155,20 @@ def quantized(folder, method):
             "ignore": ["lm_head"],
         },
         "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+        "cache alone": {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": cache},
     }[method]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    return folder
+
+
+def with_scales(folder, names):
+    """Adds scales of the cache under the names of another tool: f32 scalars, other ones in each layer."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(SIZES["num_hidden_layers"]):
+        for place, name in enumerate(names):
+            weights[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(0.0371 * (layer + 1) * (place + 1))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
