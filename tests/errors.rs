@@ -82,10 +82,7 @@ fn folders_without_the_weights_that_are_read() {
 #[test]
 fn folders_without_all_shards() {
     let (_keep, no_index) = folder(&[INDEX, SHARDS[1]], &[]);
-    names(
-        &no_index,
-        &["found model-00001-of-00002.safetensors, but no model.safetensors.index.json", "all 2 shards"],
-    );
+    names(&no_index, &["found model-00001-of-00002.safetensors, but no model.safetensors.index.json", "all 2 shards"]);
     let (_keep, one) = folder(&[SHARDS[1]], &[]);
     names(&one, &[INDEX, "1 of the 2 shards", "download model-00002-of-00002.safetensors"]);
 }
@@ -165,7 +162,10 @@ fn an_unknown_family_lists_the_known_ones() {
     let config = folder.join("config.json");
     let text = std::fs::read_to_string(&config).unwrap().replace("\"llama\"", "\"alibi-net\"");
     std::fs::write(&config, text).unwrap();
-    names(&folder, &["config.json", "unknown model type `alibi-net`", "`sigmascale families` lists the supported types"]);
+    names(
+        &folder,
+        &["config.json", "unknown model type `alibi-net`", "`sigmascale families` lists the supported types"],
+    );
     let text = std::fs::read_to_string(&config).unwrap().replace("\"alibi-net\"", "\"qwen3_mo\"");
     std::fs::write(&config, text).unwrap();
     names(&folder, &["nearest: qwen3_moe"]);

@@ -114,11 +114,7 @@ impl Checkpoint {
             let tensor = format!("{}{}.weight", checkpoint.prefix(), at(family.qkv.first(), number));
             if checkpoint.has_tensor(&tensor) {
                 // Layers for multi-token prediction lie behind the model's own; a config that leaves some out looks the same.
-                tracing::warn!(
-                    tensor,
-                    "{}: ignored: weights of a layer that the config does not list",
-                    path.display()
-                );
+                tracing::warn!(tensor, "{}: ignored: weights of a layer that the config does not list", path.display());
             }
         }
         checkpoint.warn_of_unread();

@@ -235,7 +235,10 @@ impl<'a> Keys<'a> {
                     if self.get(key).is_some_and(|v| v.as_bool() != Some(false)) {
                         return Err(refuse(
                             file,
-                            format_args!("`{key}` is set, but no norm of q and k is known for family `{}`", family.name),
+                            format_args!(
+                                "`{key}` is set, but no norm of q and k is known for family `{}`",
+                                family.name
+                            ),
                         ));
                     }
                 }
@@ -462,7 +465,13 @@ fn check_dtype(keys: Keys<'_>) -> Result<()> {
         let Some(name) = keys.text(key)? else { continue };
         let name = name.strip_prefix("torch.").unwrap_or(name);
         if !["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "auto"].contains(&name) {
-            return Err(refuse(keys.file, format_args!("`{key}` = `{}`: expected float64, float32, float16, bfloat16, float8_e4m3fn or auto", shorten(name))));
+            return Err(refuse(
+                keys.file,
+                format_args!(
+                    "`{key}` = `{}`: expected float64, float32, float16, bfloat16, float8_e4m3fn or auto",
+                    shorten(name)
+                ),
+            ));
         }
     }
     Ok(())

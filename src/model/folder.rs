@@ -33,10 +33,15 @@ pub(super) fn without_config(folder: &Path) -> Error {
     }
     let what = match of("safetensors") {
         Some(weights) => {
-            format!("found {weights}, but no config.json: copy config.json from the model's repository into this folder")
+            format!(
+                "found {weights}, but no config.json: copy config.json from the model's repository into this folder"
+            )
         }
         None if names.is_empty() => "the folder is empty: expected config.json and safetensors files".to_owned(),
-        None => format!("not a checkpoint folder: expected config.json and safetensors files, found only {}", some_of(&names)),
+        None => format!(
+            "not a checkpoint folder: expected config.json and safetensors files, found only {}",
+            some_of(&names)
+        ),
     };
     Error::format(folder, what)
 }

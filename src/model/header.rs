@@ -42,10 +42,7 @@ fn broken(info: &Value) -> Option<String> {
         let list = info.get(key).ok_or_else(|| format!("has no `{key}`"))?;
         let of = |list: &Vec<Value>| list.iter().map(Value::as_u64).collect::<Option<Vec<u64>>>();
         let wrong = || {
-            format!(
-                "has `{key}` {}, expected a list of non-negative integers",
-                super::keys::shorten(&list.to_string())
-            )
+            format!("has `{key}` {}, expected a list of non-negative integers", super::keys::shorten(&list.to_string()))
         };
         list.as_array().and_then(of).ok_or_else(wrong)
     };

@@ -80,7 +80,8 @@ impl Keys<'_> {
             match attention.count("n_heads_in_group", MAX_HEADS)? {
                 Some(group) if n_q.is_multiple_of(group) => Ok(Some(n_q / group)),
                 Some(group) => {
-                    let rule = format_args!("block {number}: {n_q} query heads are not a multiple of the group size {group}");
+                    let rule =
+                        format_args!("block {number}: {n_q} query heads are not a multiple of the group size {group}");
                     Err(Error::format(self.file, rule))
                 }
                 None => Err(Error::format(self.file, format_args!("block {number}: `n_heads_in_group` is missing"))),
@@ -131,7 +132,9 @@ impl Keys<'_> {
                 match stated {
                     Some(n) if n != derived => Err(Error::format(
                         self.file,
-                        format_args!("`head_dim`: expected {derived} (hidden size / heads, which this family uses), got {n}"),
+                        format_args!(
+                            "`head_dim`: expected {derived} (hidden size / heads, which this family uses), got {n}"
+                        ),
                     )),
                     _ => Ok(derived),
                 }

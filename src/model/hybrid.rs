@@ -69,7 +69,9 @@ impl Keys<'_> {
                 let mut has = vec![false; layers];
                 for value in list {
                     let layer = value.as_u64().and_then(|n| has.get_mut(usize::try_from(n).ok()?));
-                    *layer.ok_or_else(|| self.wrong(key, &format!("a list of layer numbers below {layers}"), value))? = true;
+                    *layer
+                        .ok_or_else(|| self.wrong(key, &format!("a list of layer numbers below {layers}"), value))? =
+                        true;
                 }
                 Ok(has)
             }
@@ -83,8 +85,9 @@ impl Keys<'_> {
                 let mut has = vec![false; layers];
                 for value in settings.array(key)?.ok_or_else(missing)? {
                     let layer = value.as_u64().and_then(|n| has.get_mut(usize::try_from(n).ok()?.checked_sub(1)?));
-                    *layer.ok_or_else(|| self.wrong(key, &format!("a list of layer numbers from 1 to {layers}"), value))? =
-                        true;
+                    *layer.ok_or_else(|| {
+                        self.wrong(key, &format!("a list of layer numbers from 1 to {layers}"), value)
+                    })? = true;
                 }
                 Ok(has)
             }

@@ -21,7 +21,8 @@ pub(super) const LFS_POINTER: &[u8] = b"version https://git-lfs";
 
 pub(super) fn lfs_pointer(file: &Path) -> Error {
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let rule = format_args!("this is a Git LFS pointer, not the file itself: run `git lfs pull` in {}", folder.display());
+    let rule =
+        format_args!("this is a Git LFS pointer, not the file itself: run `git lfs pull` in {}", folder.display());
     Error::format(file, rule)
 }
 

@@ -65,7 +65,10 @@ impl Stored {
         if !known {
             return Err(refuse(
                 settings.file,
-                format_args!("weights quantized by `{}` are refused: only scaled FP8 (E4M3) is supported", shorten(method)),
+                format_args!(
+                    "weights quantized by `{}` are refused: only scaled FP8 (E4M3) is supported",
+                    shorten(method)
+                ),
             ));
         }
         if settings.object("transform_config")?.is_some_and(|transforms| transforms.values().any(has_content)) {

@@ -64,7 +64,8 @@ impl<'a> Keys<'a> {
                 if let Some(stated) = self.count(key, MAX_D_MODEL)?
                     && stated != rotary_dim
                 {
-                    let rule = format_args!("`{key}` is {stated}, but the other keys give {rotary_dim} rotated channels");
+                    let rule =
+                        format_args!("`{key}` is {stated}, but the other keys give {rotary_dim} rotated channels");
                     return Err(Error::format(self.file, rule));
                 }
             }
@@ -94,15 +95,11 @@ impl<'a> Keys<'a> {
                 inv_freq = inv_freq.filter(|angles| other.as_ref() == Some(angles));
             }
             if attention_factor != 1.0 && dims.len() > 1 {
-                let rule =
-                    "a scaled rotation is refused if keys disagree on the number of rotated channels";
+                let rule = "a scaled rotation is refused if keys disagree on the number of rotated channels";
                 return Err(refuse(self.file, rule));
             }
             if inv_freq.iter().flatten().any(|angle| !angle.is_finite()) {
-                return Err(Error::format(
-                    self.file,
-                    "the RoPE base and factors give angles that are not finite",
-                ));
+                return Err(Error::format(self.file, "the RoPE base and factors give angles that are not finite"));
             }
             Ok(Rope { rotary_dim, other_dims: dims[1..].to_vec(), layout: *layout, attention_factor, inv_freq })
         };
@@ -145,7 +142,10 @@ impl<'a> Keys<'a> {
                     Error::format(self.file, "`rope_parameters` differ by layer type, but `layer_types` is missing")
                 })?;
                 if !matches!(rule, RopeLayers::Same) {
-                    return Err(refuse(self.file, "`rope_parameters` by layer type are refused in a model that also has layers without rotation"));
+                    return Err(refuse(
+                        self.file,
+                        "`rope_parameters` by layer type are refused in a model that also has layers without rotation",
+                    ));
                 }
                 Ok(by_type(make(nested_sets.0, common_base)?, make(nested_sets.1, common_base)?, &types))
             }

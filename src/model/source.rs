@@ -29,9 +29,7 @@ impl ModelSource {
         }
         if let Some(spec) = preset(argument) {
             if Path::new(argument).exists() {
-                tracing::warn!(
-                    "{argument}: using the preset of this name; write ./{argument} for the file or folder"
-                );
+                tracing::warn!("{argument}: using the preset of this name; write ./{argument} for the file or folder");
             }
             return Ok(Self::Config(Box::new(spec)));
         }

@@ -114,9 +114,7 @@ impl Temperature {
 
     fn check(&self) -> std::result::Result<(), String> {
         if self.period == 0 || self.positions == 0 || !(self.strength.is_finite() && self.strength >= 0.0) {
-            return Err(format!(
-                "`temperature` needs a period, positions and a strength of at least 0, got {self:?}"
-            ));
+            return Err(format!("`temperature` needs a period, positions and a strength of at least 0, got {self:?}"));
         }
         Ok(())
     }

@@ -120,7 +120,10 @@ pub fn export(
 ) -> Result<Export> {
     let from = folder_of(checkpoint.path())?;
     if place_of(to).starts_with(place_of(&from)) {
-        return Err(Error::argument(format_args!("{} is in the folder of the model: choose a new folder elsewhere", to.display())));
+        return Err(Error::argument(format_args!(
+            "{} is in the folder of the model: choose a new folder elsewhere",
+            to.display()
+        )));
     }
     let mut config = Settings::read(&from.join("config.json"))?;
     let aside = Settings::read_if_present(&from.join(HF_QUANT))?;

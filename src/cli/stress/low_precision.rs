@@ -90,7 +90,9 @@ fn about(remedy: Remedy) -> &'static str {
         Remedy::F32Output => "The output in f32 from P V on",
         Remedy::F32Pv => "P V in f32, the output in BF16",
         Remedy::DeltaFromP => "delta = rowsum(P dP)",
-        Remedy::Stabilised => "Repeated maxima are exceeded by the factor beta, by at most 40 nats",
+        Remedy::Stabilised => {
+            "The stabilized softmax: rows whose maximum repeats are shifted to beta times it, by at most 40 nats more"
+        }
         Remedy::StabilisedFixed => "The same, with one shift of 40 nats for all larger maxima",
         Remedy::StabilisedPower => "The same, with one shift of 57 ln 2 nats, so that P is a power of two",
         Remedy::F32Head => "The output of one head in f32",

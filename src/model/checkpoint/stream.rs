@@ -185,7 +185,10 @@ impl LayerStream {
         if wanted != Some(bytes.len()) && self.wants(name) {
             return Err(Error::format(
                 &self.checkpoint.path,
-                format_args!("tensor `{name}` has {} bytes, which does not fit {dtype:?} of shape {shape:?}", bytes.len()),
+                format_args!(
+                    "tensor `{name}` has {} bytes, which does not fit {dtype:?} of shape {shape:?}",
+                    bytes.len()
+                ),
             ));
         }
         self.enter(name, dtype, shape, bytes)

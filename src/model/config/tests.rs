@@ -433,7 +433,8 @@ fn hybrid_models_name_the_layers_that_have_attention() {
     );
     assert!(refused("bamba", r#","num_hidden_layers":8"#).contains("no layer has attention"));
     assert!(
-        refused("bamba", r#","num_hidden_layers":2,"attn_layer_indices":[2]"#).contains("a list of layer numbers below 2")
+        refused("bamba", r#","num_hidden_layers":2,"attn_layer_indices":[2]"#)
+            .contains("a list of layer numbers below 2")
     );
     assert!(refused("jamba", r#","num_hidden_layers":8,"attn_layer_offset":8"#).contains("an integer below 8"));
     assert!(refused("lfm2", r#","num_hidden_layers":1,"layer_types":["retention"]"#).contains("retention"));

@@ -33,8 +33,7 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
 
 const GATED_LATENT: &str = "its queries also read the query latent without its norm, which has no bound";
 const OTHER_LATENT: &str = "its latent attention differs from the forms of MLA that are supported";
-const NORMED_KEY: &str =
-    "its latent attention also normalizes the shared rotated key, and its layers differ in size";
+const NORMED_KEY: &str = "its latent attention also normalizes the shared rotated key, and its layers differ in size";
 const SHARED_LATENT: &str = "some of its layers read the cached latents of earlier layers";
 const ALIBI: &str = "ALiBi adds a position bias to the logits";
 const NARROW_VALUES: &str = "its values and keys differ in width; only one width per head is supported";
@@ -57,12 +56,12 @@ pub(crate) static COMMON_REFUSALS: &[Refusal] = &[
 
 /// Settings of one DeciLM block's attention that no bound here covers.
 pub(crate) static BLOCK_REFUSALS: &[Refusal] = &[
-    Refusal { key: "sparsify", unless: Setting::False, why: "it leaves out parts of the projections, which is not supported" },
     Refusal {
-        key: "mamba",
+        key: "sparsify",
         unless: Setting::False,
-        why: "a state-space block in place of attention is not supported",
+        why: "it leaves out parts of the projections, which is not supported",
     },
+    Refusal { key: "mamba", unless: Setting::False, why: "a state-space block in place of attention is not supported" },
     Refusal {
         key: "llama4",
         unless: Setting::False,

@@ -289,7 +289,11 @@ pub(super) static FAMILIES: &[Family] = &[
         refusals: &[
             Refusal { key: "use_qk_norm", unless: Setting::True, why: "without the norm, its gains bound nothing" },
             Refusal { key: "qk_norm", unless: Setting::True, why: "without the norm, its gains bound nothing" },
-            Refusal { key: "use_cla", unless: Setting::False, why: "some layers use the keys and values of another layer" },
+            Refusal {
+                key: "use_cla",
+                unless: Setting::False,
+                why: "some layers use the keys and values of another layer",
+            },
         ],
         ..LLAMA
     },
