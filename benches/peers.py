@@ -465,7 +465,7 @@ def exact_output(q, k, v):
 
 
 def cudnn_output(q, k, v):
-    """cuDNN's FP8 output, which this package dequantises."""
+    """cuDNN's FP8 output, which this package dequantizes."""
     from sigmascale.torch import attention
 
     one = torch.ones(k.shape[0], k.shape[2], device="cuda")

@@ -40,7 +40,7 @@ def find(rows, **wanted):
 def markdown(header, rows):
     lines = [header, ["---"] * len(header), *rows]
     text = "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-    return text.replace("|  |", "| |").replace("| --- |", "|---|").replace(" --- |", "---|") + "\n"
+    return re.sub(r"\|  (?=\|)", "| ", text).replace("| --- |", "|---|").replace(" --- |", "---|") + "\n"
 
 
 def three(value):
@@ -51,7 +51,7 @@ def three(value):
 
 def heads(row):
     q, kv, d = row
-    return f"{q} query, {kv} KV, of {d}"
+    return f"{q} query, {kv} KV, d = {d}"
 
 
 def weight_spike():
@@ -68,7 +68,7 @@ def weight_spike():
         sqnr = [f"{float(row[column]):.1f} dB" for column in ("sqnr_db", "sqnr_worst_step_db")]
         table.append([name, needs, *steps, f"{float(row['max_utilization']):.2f}", *sqnr])
     header = ["scaling policy", "needs", "steps with overflow", "with clipping", "largest utilization", "output SQNR, median"]
-    return markdown([*header, "in the worst step"], table)
+    return markdown([*header, "output SQNR, worst step"], table)
 
 
 def scale_pass():
@@ -184,7 +184,8 @@ def summary():
     for shape in (("64", "8", "128", "16384"), ("32", "32", "128", "2048")):
         of = lambda kernel: find(steps, kernel=kernel, causal=1, **dict(zip(SHAPE, shape)))
         ours, other = of("sigmascale"), of("cudnn-bf16")
-        name = f"training step of attention, {heads(shape[:3])}, {ours['batch']} x {shape[3]}, causal"
+        q, kv, d, keys = shape
+        name = f"training step of attention, {q} query and {kv} KV heads of {d}, {ours['batch']} x {keys} tokens, causal"
         table.append([f"{name}, ms", spread(ours), "–", "–", spread(other)])
         table.append(["memory of it, MiB", ours["mib"], "–", "–", other["mib"]])
     header = ["one H200", "Sigmascale `f16`", "FlashAttention-3 FP8", "cuDNN FP8", "cuDNN BF16"]
@@ -230,9 +231,114 @@ def training_step():
     return markdown(["", "FP8, tokens per second", "BF16", "FP8, peak GiB", "BF16"], table)
 
 
+def ablations():
+    rows = record("2026-11-23-ablations.csv")
+    paper = {("eta", "0.8"), ("delta", "1e-6"), ("kappa", "1"), ("quantile", "0.9999")}
+    table = []
+    for row in rows:
+        name, value = row["parameter"], row["value"]
+        value = f"1e-{round(-math.log10(float(value)))}" if name == "delta" else value
+        shown = value + " (paper)" * ((name, value) in paper)
+        over = row["values_overflowed"].replace("%", " %")
+        cells = [row["constant"], over, row["largest_of_448"], f"{row['used_percent_median']} %", row["sqnr_db"]]
+        table.append([f"`{name}`", shown, f"`{row['policy']}`", *cells])
+    heads = ["constant", "values overflowed", "largest / 448", "used, median", "SQNR, dB"]
+    return markdown(["parameter", "value", "policy", *heads], table)
+
+
+def low_precision():
+    rows = record("2026-11-23-low-precision.csv")
+    heads = range(sum(key.startswith("w_q_end_") for key in rows[0]))
+
+    def span(values):
+        low, high = min(values, key=float), max(values, key=float)
+        return low if low == high else f"{low} to {high}"
+
+    table = []
+    for remedy in dict.fromkeys(row["remedy"] for row in rows):
+        runs = [row for row in rows if row["remedy"] == remedy]
+        doubled = [row["loss_doubled_at"] for row in runs if row["loss_doubled_at"] != "-"]
+        count = f"{len(doubled)} of {len(runs)}"
+        others = [[row[f"w_q_end_{head}"] for head in heads if head != 2] for row in runs]
+        table.append(
+            [
+                f"`{remedy}`",
+                f"**{count}**, at step {', '.join(doubled)}" if doubled else count,
+                span([row["loss_end"] for row in runs]),
+                span([row["w_q_end_2"] for row in runs]),
+                span([max(norms, key=float) for norms in others]),
+                span([row["logit_end_2"] for row in runs]),
+            ]
+        )
+    of_2 = ["norm of W_Q of head 2 at the end", "largest of the other heads", "largest \\|logit\\| of head 2"]
+    return markdown(["remedy", "loss doubled", "loss at the end", *of_2], table)
+
+
+def latent():
+    rows = record("2026-11-23-latent-bounds.csv")
+    names = {
+        "random": "random",
+        "spike": "rank-one spike in every projection",
+        "power law": "power-law spectra",
+        "uneven pairs": "rotation pairs uneven by 10^3",
+        "copied key": "k_pe rows copied from the latent's, q_pe from q_nope",
+        "orthogonal key": "k_pe orthogonal to the latent's rows",
+    }
+    table = []
+    for key, name in names.items():
+        row = find(rows, kind="logit", of=key)
+        cells = [f"{row[f'{part}_median']} ({row[f'{part}_max']})" for part in ("with_query_latent", "without")]
+        table.append([name, *cells])
+    return markdown(["weights", "attained / exact bound, median (max), with a query latent", "without"], table)
+
+
+def backward_order():
+    rows = record("2026-11-23-attention-backward-walk-h200.csv")
+    shapes = [(2, 2048), (8, 2048), (4, 4096), (2, 8192), (1, 16384)]
+    of = lambda shape: find(rows, heads_q=64, heads_kv=8, sequences=shape[0], length=shape[1], causal=1)
+    names = {"head by head": "before", "same tiles": "by_rows"}
+    table = [[name, *(three(of(shape)[key]) for shape in shapes)] for name, key in names.items()]
+    return markdown(["", *(f"{batch} x {length}" for batch, length in shapes)], table)
+
+
+def scale_out():
+    rows = record("2026-11-23-scale-out-model.csv")
+    parts = ("gpus", "tp", "pp", "cp", "dp", "seq_len")
+    table, last = [], None
+    for row in rows:
+        layout = tuple(row[part] for part in parts)
+        policy = row["policy"]
+        first = layout == tuple(rows[0][part] for part in parts)
+        if policy == "geometry, logit bounds" or (not first and policy in ("geometry, FSDP", "delayed-te")):
+            continue
+        name = policy if policy == "DelayedScaling" else "`" + policy.replace(",", "`,") + "`" * ("," not in policy)
+        left = [*layout, three(float(row["step_ms"]) / 1000)] if layout != last else [""] * 7
+        shown = [f"{float(row[key]):.3g}" for key in ("network_ms", "kernels_ms", "percent_of_step")]
+        table.append([*left, name, row["collective_calls"], *shown])
+        last = layout
+    layout = ["GPUs", "TP", "PP", "CP", "DP", "tokens per sequence", "step, s"]
+    return markdown([*layout, "policy", "calls", "network, ms", "kernels, ms", "% of the step"], table)
+
+
 TABLES = {
     f.__name__.replace("_", "-"): f
-    for f in (weight_spike, scale_pass, forward, from_bf16, training, bias, summary, attention_calls, refresh, training_step)
+    for f in (
+        weight_spike,
+        scale_pass,
+        forward,
+        from_bf16,
+        training,
+        bias,
+        summary,
+        attention_calls,
+        refresh,
+        training_step,
+        ablations,
+        low_precision,
+        latent,
+        backward_order,
+        scale_out,
+    )
 }
 
 

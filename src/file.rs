@@ -144,7 +144,7 @@ fn behind_links(path: &Path) -> Result<PathBuf> {
             Err(_) => return Ok(target),
         }
     }
-    Err(Error::io(path, "write", std::io::Error::other("its links go round")))
+    Err(Error::io(path, "write", std::io::Error::other("its symbolic links form a cycle")))
 }
 
 /// A new file with a name of its own in the target's folder.

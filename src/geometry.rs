@@ -196,7 +196,7 @@ impl<'a> LayerGeometry<'a> {
         }
         if spec.norm.kind == NormKind::None && spec.qk_norm_of(own).is_none() {
             return Err(Error::unsupported(format_args!(
-                "{}: attention input without a norm, and q and k without one, have no bound",
+                "{}: there is no norm before attention and none of q and k, so they have no bound",
                 place()
             )));
         }
@@ -204,7 +204,7 @@ impl<'a> LayerGeometry<'a> {
             match vector {
                 None if wanted => Err(Error::mismatch(format_args!("{}: input norm {what} is missing", place()))),
                 Some(values) if values.len() != spec.d_model => Err(Error::mismatch(format_args!(
-                    "{}: input norm {what} has {} values, not d_model = {}",
+                    "{}: input norm {what} has {} values, expected d_model = {}",
                     place(),
                     values.len(),
                     spec.d_model
@@ -547,7 +547,7 @@ impl<'a> HeadOperator<'a> {
                 || (out.spread[c] > 0.0 && out.spread[c].powi(2) < LEAST_SQUARE)
             {
                 return Err(Error::unsupported(format_args!(
-                    "{} channel {c} is not zero, and too small for its square to keep its digits in f64",
+                    "{} channel {c} is not zero, but its square underflows in f64",
                     self.label
                 )));
             }

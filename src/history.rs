@@ -234,7 +234,12 @@ pub fn read_records(path: &Path) -> Result<(RunInfo, Vec<Record>)> {
         let record = match serde_json::from_str::<Record>(&line) {
             Ok(record) => record,
             Err(_) if !line.ends_with('\n') && run.is_some() => break,
-            Err(e) => return Err(Error::format(path, format_args!("line {number} is not a record of a run: {e}"))),
+            Err(e) => {
+                return Err(Error::format(
+                    path,
+                    format_args!("line {number} is not a record of a run (JSON Lines, as Monitor writes it): {e}"),
+                ));
+            }
         };
         match (&run, record) {
             (None, Record::Run(first)) if first.format == FORMAT => run = Some(first),

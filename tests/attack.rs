@@ -186,7 +186,7 @@ fn a_spec_that_breaks_a_rule_is_refused() {
     type Break = fn(&mut Planted);
     let cases: [(&str, Break); 22] = [
         ("layers", |p| p.spec.layers.clear()),
-        ("layer 0 stands in front of layer 0", |p| p.spec.layers.push(p.spec.layers[0].clone())),
+        ("layer 0 comes before layer 0", |p| p.spec.layers.push(p.spec.layers[0].clone())),
         ("softmax_scale", |p| p.spec.layers[0].softmax_scale = f64::NAN),
         ("softmax_scale", |p| p.spec.layers[0].softmax_scale = -0.25),
         ("soft_cap", |p| p.spec.soft_cap = Some(f64::NAN)),

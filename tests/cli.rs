@@ -429,7 +429,7 @@ fn usage_errors_exit_2() {
         (&["calibrate", "mistral-7b", "--delta", "0"], "delta 0 must be greater than 0 and less than 1"),
         (&["calibrate", "mistral-7b", "--delta", "nan"], "delta"),
         (&["calibrate", "mistral-7b", "--eta", "1.5"], "eta 1.5"),
-        (&["calibrate", "mistral-7b", "--seq-len", "0"], "expected a whole number of at least 1"),
+        (&["calibrate", "mistral-7b", "--seq-len", "0"], "expected an integer of at least 1"),
         (&["calibrate", "mistral-7b", "--c", "0.1"], "--c needs --as-paper"),
         (&["calibrate", "mistral-7b", "--bound", "tight"], "possible values"),
         (&["calibrate", "mistral-7b", "--export-scales", "x.safetensors"], "needs weights"),

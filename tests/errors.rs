@@ -66,7 +66,7 @@ fn folders_without_the_weights_that_are_read() {
     );
     let (_keep, config) = folder(&weights, &[]);
     let json = config.join("config.json");
-    names(&config, &["no weights are here: download model.safetensors", text(&json)]);
+    names(&config, &["found no weights: download model.safetensors", text(&json)]);
     let (_keep, gguf) = folder(&weights, &["model-Q4_K_M.gguf"]);
     names(&gguf, &["model-Q4_K_M.gguf is GGUF", "use the safetensors checkpoint"]);
     names(&gguf.join("model-Q4_K_M.gguf"), &["is GGUF", "use the safetensors checkpoint"]);
@@ -82,10 +82,7 @@ fn folders_without_the_weights_that_are_read() {
 #[test]
 fn folders_without_all_shards() {
     let (_keep, no_index) = folder(&[INDEX, SHARDS[1]], &[]);
-    names(
-        &no_index,
-        &["model-00001-of-00002.safetensors is here and model.safetensors.index.json is not", "all 2 shards"],
-    );
+    names(&no_index, &["found model-00001-of-00002.safetensors, but no model.safetensors.index.json", "all 2 shards"]);
     let (_keep, one) = folder(&[SHARDS[1]], &[]);
     names(&one, &[INDEX, "1 of the 2 shards", "download model-00002-of-00002.safetensors"]);
 }
@@ -93,7 +90,7 @@ fn folders_without_all_shards() {
 #[test]
 fn folders_without_a_config() {
     let (_keep, no_config) = folder(&["config.json"], &[]);
-    names(&no_config, &["model-00001-of-00002.safetensors is here and config.json is not", "copy it from"]);
+    names(&no_config, &["found model-00001-of-00002.safetensors, but no config.json", "copy config.json from"]);
     names(&no_config.join(SHARDS[0]), &["config.json is not", "copy it from"]);
     let bin = tempfile::tempdir().unwrap();
     std::fs::write(bin.path().join("pytorch_model.bin"), b"").unwrap();
@@ -115,7 +112,7 @@ fn folders_without_a_config() {
 fn one_shard_of_several() {
     let (_keep, whole) = folder(&[], &[]);
     let shard = whole.join(SHARDS[0]);
-    names(&shard, &[text(&shard), "it is shard 1 of 2: pass the folder", text(&whole)]);
+    names(&shard, &[text(&shard), "this is shard 1 of 2: pass the folder", text(&whole)]);
 }
 
 #[test]
@@ -165,7 +162,10 @@ fn an_unknown_family_lists_the_known_ones() {
     let config = folder.join("config.json");
     let text = std::fs::read_to_string(&config).unwrap().replace("\"llama\"", "\"alibi-net\"");
     std::fs::write(&config, text).unwrap();
-    names(&folder, &["config.json", "`alibi-net` is not known", "known are afmoe", ", llama, ", "xlm-roberta"]);
+    names(
+        &folder,
+        &["config.json", "unknown model type `alibi-net`", "`sigmascale families` lists the supported types"],
+    );
     let text = std::fs::read_to_string(&config).unwrap().replace("\"alibi-net\"", "\"qwen3_mo\"");
     std::fs::write(&config, text).unwrap();
     names(&folder, &["nearest: qwen3_moe"]);
@@ -177,14 +177,14 @@ fn one_kind_of_mistake_has_one_exit_code() {
     let stress = |options: &[&'static str]| [&["stress", "weight-spike", "--model", TINY_LLAMA][..], options].concat();
     let model = |options: &[&'static str]| [&["calibrate", "mistral-7b"][..], options].concat();
     let bench = |options: &[&'static str]| [&["bench", "attention"][..], options].concat();
-    let whole = "expected a whole number of at least 1";
+    let whole = "expected an integer of at least 1";
     let usage: Vec<(Vec<&str>, &str)> = vec![
         // Values that are no numbers, or of the wrong sign.
         (stress(&["--steps", "-3"]), whole),
         (stress(&["--steps", "0"]), whole),
         (stress(&["--layers", "-1"]), whole),
         (stress(&["--seq-len", "-8"]), whole),
-        (stress(&["--seed", "-1"]), "expected a whole number of at least 0"),
+        (stress(&["--seed", "-1"]), "expected an integer of at least 0"),
         (stress(&["--delta", "-1"]), "delta -1 must be greater than 0 and less than 1"),
         (stress(&["--delayed-te-margin", "-40"]), "delayed-te: margin -40 must lie between -32 and 32"),
         (model(&["--seq-len", "-1"]), whole),
@@ -197,7 +197,7 @@ fn one_kind_of_mistake_has_one_exit_code() {
         (bench(&["--shapes", "64x8"]), "a shape is"),
         (vec!["bench", "spectral", "--layers", "-2"], "-2 is not in 1..=1024"),
         // Options that contradict each other, or the scenario.
-        (model(&["--bound", "certain", "--estimator", "power"]), "bound certain needs estimator gram"),
+        (model(&["--bound", "worst-case", "--estimator", "power"]), "bound worst-case needs estimator gram"),
         (model(&["--export-scales", "x.safetensors"]), "needs weights"),
         (vec!["inspect", "mistral-7b"], "needs weights"),
         (stress(&["--trace", "x.json"]), "remove --trace"),

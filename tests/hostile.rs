@@ -146,7 +146,7 @@ fn offsets_that_overlap_leave_gaps_run_backwards_or_lie() {
         (r#""a":{"dtype":"F32","data_offsets":[0,16]}"#.to_owned(), "tensor `a` has no `shape`"),
         (
             r#""a":{"dtype":"F31","shape":[4],"data_offsets":[0,16]}"#.to_owned(),
-            "tensor `a` has the unknown type \"F31\"",
+            "tensor `a` has an unknown type, \"F31\"",
         ),
         ("\"a\":7".to_owned(), "tensor `a`"),
     ];
@@ -159,7 +159,7 @@ fn offsets_that_overlap_leave_gaps_run_backwards_or_lie() {
     write_raw(&weights(&folder), "{not json", &[]);
     says(&refused(folder.path()), &["JSON"]);
     write_raw(&weights(&folder), "{}", &[]);
-    says(&refused(folder.path()), &["no tensor is named `layers.0.self_attn.q_proj.weight`", "llama"]);
+    says(&refused(folder.path()), &["found no tensor `layers.0.self_attn.q_proj.weight`", "llama"]);
 }
 
 #[test]
@@ -212,7 +212,7 @@ fn vectors_must_be_finite_and_complete() {
     let mut denied = config();
     (denied["model_type"], denied["use_bias"]) = (json!("starcoder2"), json!(false));
     write_checkpoint(folder.path(), &denied, &half, Dtype::F32, 1);
-    says(&refused(folder.path()), &["model.layers.0.self_attn.q_proj.bias", "the config says that there is no bias"]);
+    says(&refused(folder.path()), &["model.layers.0.self_attn.q_proj.bias", "the config says that there is none"]);
     let folder = sound(1);
     let mut promised = config();
     promised["attention_bias"] = json!(true);
@@ -252,13 +252,13 @@ fn configs_that_make_no_sense() {
         AttentionSpec::from_config_json(config.to_string().as_bytes(), "some/config.json".as_ref()).unwrap_err()
     };
     let cases = [
-        (json!({"num_attention_heads": 3}), "32 does not divide by 3 heads"),
-        (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "2 query heads do not divide by 3"),
+        (json!({"num_attention_heads": 3}), "32 is not a multiple of 3 heads"),
+        (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "2 query heads are not a multiple of 3"),
         (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "(`num_attention_heads`, `num_key_value_heads`)"),
         (json!({"head_dim": 12}), "`head_dim`"),
         (json!({"rope_theta": -1e300}), "not -1e300"),
-        (json!({"rope_scaling": {"rope_type": "spiral"}}), "`rope_type` `spiral` is not known"),
-        (json!({"num_hidden_layers": 0}), "`num_hidden_layers` must be a whole number from 1"),
+        (json!({"rope_scaling": {"rope_type": "spiral"}}), "unknown `rope_type` `spiral`"),
+        (json!({"num_hidden_layers": 0}), "`num_hidden_layers`: expected an integer from 1"),
         (json!({"num_hidden_layers": 10_001}), "`num_hidden_layers`"),
         (json!({"num_hidden_layers": -1}), "`num_hidden_layers`"),
         (json!({"num_hidden_layers": 2.5}), "`num_hidden_layers`"),
@@ -272,7 +272,7 @@ fn configs_that_make_no_sense() {
         (json!({"rope_theta": "big"}), "`rope_theta` must be a finite number"),
         (json!({"rope_scaling": {"rope_type": "linear"}}), "`factor` is missing"),
         (json!({"rope_scaling": {"rope_type": "linear", "factor": -2}}), "`factor` must be greater"),
-        (json!({"rope_scaling": {"rope_type": "spiral", "factor": 2}}), "`spiral` is not known"),
+        (json!({"rope_scaling": {"rope_type": "spiral", "factor": 2}}), "unknown `rope_type` `spiral`"),
         (json!({"rope_scaling": 3}), "`rope_scaling` must be an object"),
         (json!({"partial_rotary_factor": 0.5}), "rotate a share"),
         (json!({"layer_types": ["full_attention"]}), "1 entries for 2 layers"),

@@ -333,7 +333,7 @@ def train(args):
         model = Gpt(args.style, args.seq_len, **size)
     parameters = sum(p.numel() for p in model.parameters())
     ranks.shard(model, args.load)
-    bound = "certain" if args.monitor else None
+    bound = "worst-case" if args.monitor else None
     runtime = attach(model, args.policy, ranks.maxima(), bound)
     run = torch.compile(model) if args.compile else model
     watch = Watch(runtime) if runtime else None

@@ -93,7 +93,7 @@ class _Config(Protocol):
 _Model = _Path | Mapping[str, Any] | _Config
 # NumPy arrays or PyTorch tensors.
 _Weights = Mapping[str, Any] | None
-_Bound = Literal["certain", "rank-aware", "spectrum"]
+_Bound = Literal["worst-case", "rank-aware", "spectrum", "certain"]
 
 def calibrate(
     model: _Model,
@@ -104,7 +104,7 @@ def calibrate(
     batch: int = 1,
     steps: int = 1,
     eta: float = 0.8,
-    bound: _Bound = "certain",
+    bound: _Bound = "worst-case",
     granularity: Literal["head", "layer"] = "head",
     estimator: Literal["gram", "power"] = "gram",
     as_paper: bool = False,
@@ -121,7 +121,7 @@ def export_scales(
     batch: int = 1,
     steps: int = 1,
     eta: float = 0.8,
-    bound: _Bound = "certain",
+    bound: _Bound = "worst-case",
     granularity: Literal["head", "layer"] = "head",
     estimator: Literal["gram", "power"] = "gram",
     as_paper: bool = False,

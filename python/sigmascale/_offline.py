@@ -23,7 +23,7 @@ _OPTIONS = {
     "batch": (1, count),
     "steps": (1, count),
     "eta": (0.8, real),
-    "bound": ("certain", text),
+    "bound": ("worst-case", text),
     "granularity": ("head", text),
     "estimator": ("gram", text),
     "as_paper": (False, flag),
@@ -122,7 +122,7 @@ def calibrate(model, *, weights=None, **options):
 
     - ``delta`` (1e-6), ``seq_len`` (1024), ``batch`` (1), ``steps`` (1): parameters of the paper's c_star, which are its failure
       probability and the tokens per sequence, sequences per step and steps that it covers.
-    - ``bound``: ``certain`` (the worst-case bound), ``rank-aware`` or ``spectrum``; the logit descale is bound / (eta 448).
+    - ``bound``: ``worst-case``, ``rank-aware`` or ``spectrum``; the logit descale is bound / (eta 448).
     - ``eta`` (0.8): share of the E4M3 range that the logit bound is mapped onto.
     - ``granularity``: a scale per ``head``, or one per ``layer``. ``estimator``: ``gram`` (exact) or ``power``.
     - ``as_paper``: compute everything as the paper does; ``c`` then replaces c_star.

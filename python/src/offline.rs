@@ -77,12 +77,17 @@ fn word<T: Copy>(what: &str, given: &str, known: &[(&str, T)]) -> Result<T> {
 
 impl CalibrateOptions {
     fn check(&self) -> Result<Options> {
-        let bounds =
-            [("certain", BoundKind::Certain), ("rank-aware", BoundKind::RankAware), ("spectrum", BoundKind::Spectrum)];
+        let bounds = [
+            ("worst-case", BoundKind::Certain),
+            ("rank-aware", BoundKind::RankAware),
+            ("spectrum", BoundKind::Spectrum),
+        ];
+        // The name in 0.1.0.
+        let bound = if self.bound == "certain" { "worst-case" } else { &self.bound };
         let options = Options {
             tail: Tail { delta: self.delta, seq_len: self.seq_len, batch: self.batch, steps: self.steps },
             eta: self.eta,
-            bound: word("bound", &self.bound, &bounds)?,
+            bound: word("bound", bound, &bounds)?,
             granularity: word(
                 "granularity",
                 &self.granularity,

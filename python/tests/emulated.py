@@ -4,7 +4,7 @@ import numpy as np
 
 
 def attention(q, k, v, q_descale, k_descale, v_descale, causal=False):
-    """f64 attention of dequantised operands, ``(batch, seq, heads, d)``."""
+    """f64 attention of dequantized operands, ``(batch, seq, heads, d)``."""
     group = q.shape[2] // k.shape[2]
     heads = lambda descale: np.repeat(descale, group, axis=1)[:, None, :, None]
     q = q.astype(np.float64) * heads(q_descale)

@@ -1,4 +1,4 @@
-"""Models whose layers are not alike: other heads, no rotation, f32 among bf16, normalised q and k."""
+"""Models whose layers are not alike: other heads, no rotation, f32 among bf16, normalized q and k."""
 
 import pytest
 from gpu import tensors, torch

@@ -3,7 +3,6 @@
 import pytest
 from gpu import MODEL, SMALL, F, random_model, relative, tensors, torch, transformers
 
-import sigmascale
 import sigmascale.torch as fp8
 
 

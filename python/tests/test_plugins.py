@@ -194,7 +194,7 @@ def test_captured_graphs_keep_their_scales():
     ("change", "why"),
     [
         ({"model_type": "bloom"}, "ALiBi"),
-        ({"model_type": "unheard-of"}, "not known"),
+        ({"model_type": "unheard-of"}, "unknown model type"),
         ({"model_type": "gpt2", "n_embd": 256, "n_head": 4, "n_layer": 6}, "no layer of the config"),
         ({"attention_bias": True}, "bias"),
         ({"hidden_size": 128, "head_dim": 64}, "shape"),

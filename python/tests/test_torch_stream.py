@@ -34,7 +34,7 @@ def written(family, folder, seed=0):
     torch.manual_seed(seed)
     config = MODELS[family](transformers)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    for name, weight in model.named_parameters():
+    for weight in model.parameters():
         torch.nn.init.normal_(weight, 0.0 if weight.ndim > 1 else 1.0, 0.2)
     model.save_pretrained(folder)
     from safetensors.torch import load_file

@@ -94,7 +94,7 @@ impl AttentionCall<'_> {
     }
 
     /// Pairs of a query and a key that it sees, of one head.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn pairs(&self) -> u64 {
         let of = |s: &Sequence| (0..s.q.len()).map(|row| self.visible(s, row).len() as u64).sum::<u64>();
         self.all_sequences().iter().map(of).sum()

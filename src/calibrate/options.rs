@@ -67,7 +67,7 @@ impl Options {
             match self.bound {
                 BoundKind::Certain => {
                     return Err(Error::argument(
-                        "bound certain needs estimator gram, since power iteration gives a lower bound, which cannot certify; with \
+                        "bound worst-case needs estimator gram, since power iteration gives a lower bound, which cannot certify; with \
                          estimator power use bound rank-aware",
                     ));
                 }

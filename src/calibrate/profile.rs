@@ -46,8 +46,9 @@ impl Profile {
             )));
         }
         let scales = |(layer, operands): (&LayerProfile, OperandDescales)| {
-            let module = attention_module(family, prefix, layer.number)
-                .ok_or_else(|| Error::unsupported(format_args!("family `{family}` has no names for its layers")))?;
+            let module = attention_module(family, prefix, layer.number).ok_or_else(|| {
+                Error::unsupported(format_args!("the attention module names of family `{family}` are unknown"))
+            })?;
             let n_q_heads = layer.logit_descales.len();
             let OperandDescales { q, k, v, .. } = operands;
             Ok(LayerScales { layer: layer.number, module, q, k, v, expanded: None, n_q_heads })

@@ -22,7 +22,7 @@ pub struct Args {
     /// Preset name, config.json, .safetensors file (config.json in the same folder) or checkpoint folder
     model: String,
     /// Failure probability of the probabilistic bounds, over --seq-len tokens, --batch sequences and --steps steps
-    #[arg(long, default_value_t = 1e-6, value_parser = real)]
+    #[arg(long, default_value = "1e-6", value_parser = real)]
     delta: f64,
     /// Tokens per sequence in the union bound
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = count)]
@@ -36,7 +36,7 @@ pub struct Args {
     /// Share of the E4M3 range that the logit bound is mapped onto
     #[arg(long, default_value_t = 0.8, value_parser = real)]
     eta: f64,
-    /// Logit bound from which logit descales are computed [default: certain, the worst-case bound]
+    /// Logit bound from which logit descales are computed [default: worst-case]
     #[arg(long, value_enum)]
     bound: Option<Bound>,
     /// One scale per head or per layer [default: head]
@@ -60,8 +60,9 @@ pub struct Args {
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Bound {
-    /// Worst-case bound: no normalized input exceeds it, rounding included
-    Certain,
+    /// No normalized input exceeds it, rounding included
+    #[value(alias = "certain")]
+    WorstCase,
     /// The paper's probabilistic bound, assumes isotropic tokens
     RankAware,
     /// A sharper probabilistic bound, assumes isotropic tokens
@@ -89,7 +90,7 @@ impl Args {
         if self.c.is_some() && !self.as_paper {
             return Err(Error::argument("--c needs --as-paper: it replaces c_star in the paper's bound"));
         }
-        if self.as_paper && matches!(self.bound, Some(Bound::Certain | Bound::Spectrum)) {
+        if self.as_paper && matches!(self.bound, Some(Bound::WorstCase | Bound::Spectrum)) {
             return Err(Error::argument("--as-paper uses the paper's bound: remove --bound"));
         }
         if self.as_paper && matches!(self.granularity, Some(Grain::Head)) {
@@ -98,8 +99,8 @@ impl Args {
         let options = Options {
             tail: Tail { delta: self.delta, seq_len: self.seq_len, batch: self.batch, steps: self.steps },
             eta: self.eta,
-            bound: match self.bound.unwrap_or(Bound::Certain) {
-                Bound::Certain => BoundKind::Certain,
+            bound: match self.bound.unwrap_or(Bound::WorstCase) {
+                Bound::WorstCase => BoundKind::Certain,
                 Bound::RankAware => BoundKind::RankAware,
                 Bound::Spectrum => BoundKind::Spectrum,
             },

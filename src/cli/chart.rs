@@ -38,12 +38,15 @@ pub struct Frame {
 pub fn lines(all: &[Line], frame: &Frame) -> String {
     let Frame { axis, first, last, over, limit, mark } = frame;
     let (first, last) = (*first, *last);
-    let (left, top, right, height) = (46.0, 20.0, WIDTH - 10.0, 190.0);
+    let labels: Vec<_> = axis.ticks().into_iter().map(|tick| (tick, label(tick))).collect();
+    let longest = labels.iter().map(|(_, text)| text.len()).max().unwrap_or(0);
+    let left = f64::max(46.0, 6.5 * longest as f64 + 8.0);
+    let (top, right, height) = (20.0, WIDTH - 10.0, 190.0);
     let width = (last - first).max(1) as f64;
     let x = |at: usize| left + 6.0 + (right - left - 12.0) * (at as f64 - first as f64) / width;
     let y = |value: f64| top + height * (1.0 - axis.place(value));
     let mut svg = open_svg(WIDTH, top + height + 36.0, &format!("Line chart by {over}"));
-    for tick in axis.ticks() {
+    for (tick, text) in labels {
         let _ = write!(
             svg,
             "<line class=\"grid\" x1=\"{left}\" x2=\"{right}\" y1=\"{0:.1}\" y2=\"{0:.1}\"/>\
@@ -51,7 +54,7 @@ pub fn lines(all: &[Line], frame: &Frame) -> String {
             y(tick),
             left - 6.0,
             y(tick) + 4.0,
-            label(tick)
+            text
         );
     }
     if let Some(limit) = limit {

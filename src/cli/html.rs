@@ -12,7 +12,7 @@ const STYLE: &str = "
 body{margin:0 auto;padding:20px 16px 40px;max-width:1240px;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}
 h1{font-size:22px;line-height:1.25;margin:0 0 4px;overflow-wrap:anywhere}
 h2{font-size:16px;margin:0 0 2px}
-p{margin:0 0 10px;max-width:76ch}
+p{margin:0 0 10px;max-width:76ch;overflow-wrap:anywhere}
 .dim,figcaption{color:var(--dim);font-size:13px}
 .lead{font-size:16px;margin-bottom:20px}
 .row{display:flex;flex-wrap:wrap;gap:28px 40px;align-items:flex-start}

@@ -7,7 +7,7 @@ pub fn count(text: &str) -> Result<usize, String> {
     match text.parse::<usize>() {
         Ok(count @ 1..) => Ok(count),
         Err(error) if *error.kind() == IntErrorKind::PosOverflow => Err(format!("expected at most {}", usize::MAX)),
-        _ => Err("expected a whole number of at least 1".to_owned()),
+        _ => Err("expected an integer of at least 1".to_owned()),
     }
 }
 
@@ -15,7 +15,7 @@ pub fn count(text: &str) -> Result<usize, String> {
 pub fn whole(text: &str) -> Result<u64, String> {
     text.parse().map_err(|error: ParseIntError| match error.kind() {
         IntErrorKind::PosOverflow => format!("expected at most {}", u64::MAX),
-        _ => "expected a whole number of at least 0".to_owned(),
+        _ => "expected an integer of at least 0".to_owned(),
     })
 }
 

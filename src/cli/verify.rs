@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 /// Audit the FP8 attention scales of a checkpoint: can they overflow, and does the engine load them?
 ///
-/// Exit codes: 0 safe, 1 not safe, 3 the checkpoint cannot be read or bounded.
+/// Exit codes: 0 safe, 1 not safe, 2 wrong usage, 3 the checkpoint cannot be read or bounded.
 #[derive(clap::Args)]
 pub struct Args {
     /// Checkpoint folder

@@ -28,7 +28,9 @@ pub fn read_checkpoints<P: AsRef<Path>>(
     each: &mut dyn FnMut() -> Result<()>,
 ) -> Result<(RunInfo, Vec<Record>)> {
     if paths.len() < LEAST {
-        return Err(Error::argument("a series needs at least two checkpoints: one has no growth"));
+        return Err(Error::argument(
+            "one checkpoint shows no growth: pass two or more checkpoints of one run, or the record of a run",
+        ));
     }
     if let Some(lr) = lr.filter(|lr| !(*lr > 0.0 && lr.is_finite())) {
         return Err(Error::argument(format_args!("lr {lr} must be finite and greater than 0")));

@@ -76,7 +76,7 @@ pub struct HeadReport {
     pub w_q: Option<Span>,
     /// Certified norm of W_Q^T W_K, without the softmax scale.
     pub sigma: Option<Span>,
-    /// Growth of the norm of W_Q at the end, as a part of the most that the learning rate allows.
+    /// Growth of the norm of W_Q at the end, relative to the largest growth that the learning rate allows.
     pub growth: Option<f64>,
     /// Last certified bound on |logit|.
     pub bound: Option<f64>,

@@ -49,7 +49,10 @@ impl Tokens {
     pub fn from_rows(spec: &AttentionSpec, values: &[f32]) -> Result<Self> {
         let d = spec.d_model;
         if values.is_empty() || !values.len().is_multiple_of(d) {
-            return Err(Error::argument(format_args!("{} values are not whole tokens of {d}", values.len())));
+            return Err(Error::argument(format_args!(
+                "{} values are not a multiple of the hidden size {d}",
+                values.len()
+            )));
         }
         if values.iter().any(|x| !x.is_finite()) {
             return Err(Error::non_finite("a token has a NaN or an infinity"));
@@ -122,17 +125,20 @@ pub fn project(spec: &AttentionSpec, weights: &LayerWeights<'_>, tokens: &Tokens
     let layer = weights.layer;
     let own = spec.layer(layer)?;
     if tokens.d_model != spec.d_model {
-        return Err(Error::mismatch(format_args!("{} layer {layer}: weights and tokens do not fit it", spec.name)));
+        return Err(Error::mismatch(format_args!(
+            "{} layer {layer}: weights and tokens do not fit this layer",
+            spec.name
+        )));
     }
     if let Some(source) = own.kv_source {
         return Err(Error::unsupported(format_args!(
-            "{} layer {}: its keys and values are those of layer {source}, made of other tokens",
+            "{} layer {}: its keys and values are those of layer {source}, which were computed from other tokens",
             spec.name, own.number
         )));
     }
     if own.mla.is_some() {
         return Err(Error::unsupported(format_args!(
-            "{} layer {layer}: tokens are not run through latent attention (MLA)",
+            "{} layer {layer}: there is no forward pass for latent attention (MLA)",
             spec.name
         )));
     }

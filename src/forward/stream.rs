@@ -37,12 +37,12 @@ impl Stream {
         }
         if let Some((longest, what)) = body.longest.filter(|(longest, _)| ids.len() > *longest) {
             let (name, count) = (&spec.name, ids.len());
-            return Err(Error::argument(format_args!("{name}: {count} tokens are more than the {longest} {what}")));
+            return Err(Error::argument(format_args!("{name}: {count} tokens exceed the {longest} {what}")));
         }
         if let Some(id) = ids.iter().find(|id| **id as usize >= vocabulary) {
             let name = &spec.name;
             return Err(Error::argument(format_args!(
-                "token id {id} is not below {vocabulary}, the vocabulary of {name}"
+                "token id {id} is outside the vocabulary of {name} ({vocabulary} ids)"
             )));
         }
         let mut hidden = DMatrix::zeros(d, ids.len());

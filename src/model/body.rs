@@ -171,7 +171,7 @@ impl Checkpoint {
         let Some(layout) = LAYOUTS.iter().find(|layout| layout.families.contains(&spec.family.as_str())) else {
             let known: Vec<&str> = LAYOUTS.iter().flat_map(|layout| layout.families).copied().collect();
             return Err(Error::unsupported(format_args!(
-                "{}: the whole forward of family `{}` is not known here, only that of {}",
+                "{}: there is no forward pass for family `{}`, only for {}",
                 self.path().display(),
                 spec.family,
                 known.join(", ")
@@ -181,7 +181,7 @@ impl Checkpoint {
         let keys = Keys { map: self.settings(), file: if self.path().is_dir() { &file } else { self.path() } };
         let activation = keys.text(layout.activation.0)?.unwrap_or(layout.activation.1);
         let activation = Activation::named(activation).ok_or_else(|| {
-            Error::unsupported(format_args!("{}: activation `{activation}` is not known here", keys.file.display()))
+            Error::unsupported(format_args!("{}: activation `{activation}` is not supported", keys.file.display()))
         })?;
         let table = |name: &str| -> Result<MatrixView<'_>> {
             let name = self.named(name, &["weight"]);
@@ -190,7 +190,7 @@ impl Checkpoint {
                 [rows, d] if rows > 0 && d == spec.d_model => Ok(stored.view),
                 _ => Err(Error::format(
                     self.path(),
-                    format_args!("tensor `{name}` has shape {:?}, not rows of {}", stored.shape, spec.d_model),
+                    format_args!("tensor `{name}` has shape {:?}, expected rows of {}", stored.shape, spec.d_model),
                 )),
             }
         };

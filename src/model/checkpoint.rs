@@ -114,11 +114,7 @@ impl Checkpoint {
             let tensor = format!("{}{}.weight", checkpoint.prefix(), at(family.qkv.first(), number));
             if checkpoint.has_tensor(&tensor) {
                 // Layers for multi-token prediction lie behind the model's own; a config that leaves some out looks the same.
-                tracing::warn!(
-                    tensor,
-                    "{}: weights of a layer that the config does not name are not read",
-                    path.display()
-                );
+                tracing::warn!(tensor, "{}: ignored: weights of a layer that the config does not list", path.display());
             }
         }
         checkpoint.warn_of_unread();
@@ -133,7 +129,7 @@ impl Checkpoint {
             norm || name.contains(".lora_")
         };
         if let Some(tensor) = self.tensors.keys().filter(strange).min() {
-            tracing::warn!(tensor, "{}: not read, since the config does not name it", self.path.display());
+            tracing::warn!(tensor, "{}: ignored, since the config does not list it", self.path.display());
         }
     }
 
@@ -256,7 +252,7 @@ impl Checkpoint {
         let fits = |prefix: &&str| self.tensors.contains_key(&format!("{prefix}{probe}"));
         self.config.prefixes.iter().copied().find(fits).ok_or_else(|| {
             let family = self.config.family.name;
-            Error::format(&self.path, format_args!("no tensor is named `{probe}`, as family `{family}` has it"))
+            Error::format(&self.path, format_args!("found no tensor `{probe}` (with any known prefix), which family `{family}` needs: check that the weights belong to this config"))
         })
     }
 
@@ -277,7 +273,7 @@ impl Checkpoint {
             }
             QkvTensors::Latent { q, q_b, kv_b, .. } => {
                 if let Some(name) = [q, q_b, kv_b].into_iter().find_map(stored) {
-                    let rule = format_args!("tensor `{name}` is stored, and latent attention has no bias there");
+                    let rule = format_args!("tensor `{name}` is a bias where latent attention has none");
                     return Err(Error::format(&self.path, rule));
                 }
                 return Ok(());
@@ -287,7 +283,7 @@ impl Checkpoint {
         for (flag, stored) in [(&mut spec.bias.q, q), (&mut spec.bias.k, k), (&mut spec.bias.v, v)] {
             let Some(name) = stored else { continue };
             if !*flag && spec.norm.shift {
-                let rule = format_args!("tensor `{name}` is stored, and the config says that there is no bias");
+                let rule = format_args!("tensor `{name}` is a bias, but the config says that there is none");
                 return Err(Error::format(&self.path, rule));
             }
             *flag = true;
@@ -333,7 +329,7 @@ impl Checkpoint {
             let Some(entry) = self.tensors.get(&name) else { continue };
             if norm.kind == NormKind::LayerNorm {
                 let rule =
-                    format_args!("tensor `{name}` is a static input scale, which has no bound behind a LayerNorm");
+                    format_args!("tensor `{name}` is a static input scale, which is not supported after a LayerNorm");
                 return Err(refuse(&self.shards[entry.shard].path, rule));
             }
             for scale in self.read(&name, entry)? {
@@ -413,7 +409,7 @@ impl Checkpoint {
             return Ok(None);
         }
         if !self.tensors.contains_key(&name) {
-            let rule = format_args!("tensor `{name}` is missing, and the config or another layer has this bias");
+            let rule = format_args!("tensor `{name}` is missing, although the config or another layer has this bias");
             return Err(Error::format(&self.path, rule));
         }
         self.vector(&name, rows).map(Some)
@@ -449,7 +445,7 @@ impl Checkpoint {
             return Err(self.broken(
                 name,
                 entry,
-                format_args!("has shape {:?}, and the config needs [{}, {}]", entry.shape, stored.0, stored.1),
+                format_args!("has shape {:?}, but the config needs [{}, {}]", entry.shape, stored.0, stored.1),
             ));
         }
         let view = self.view(name, entry, stored.0, stored.1)?;
@@ -467,16 +463,16 @@ impl Checkpoint {
             return Err(self.broken(
                 name,
                 entry,
-                format_args!("has shape {:?}, and the config needs {shape:?}", entry.shape),
+                format_args!("has shape {:?}, but the config needs {shape:?}", entry.shape),
             ));
         }
         if entry.dtype == safetensors::Dtype::F8_E4M3 {
-            return Err(self.broken(name, entry, "is a vector, and those are not read from FP8"));
+            return Err(self.broken(name, entry, "is a vector in FP8, which is not supported"));
         }
         let values = self.read(name, entry)?;
         if values.iter().any(|x| !x.is_finite()) {
             return Err(Error::non_finite(format_args!(
-                "{}: tensor `{name}` holds a value that is not finite",
+                "{}: tensor `{name}` contains NaN or infinity",
                 self.shards[entry.shard].path.display()
             )));
         }
@@ -500,7 +496,7 @@ impl Checkpoint {
             safetensors::Dtype::BF16 => Dtype::Bf16,
             safetensors::Dtype::F8_E4M3 => Dtype::E4m3,
             other => {
-                let rule = format_args!("has type {other:?}, and only F64, F32, F16, BF16 and F8_E4M3 are read");
+                let rule = format_args!("has type {other:?}, but only F64, F32, F16, BF16 and F8_E4M3 are supported");
                 return Err(self.broken(name, entry, rule));
             }
         };
@@ -519,16 +515,16 @@ impl Checkpoint {
         let names = [format!("{base}weight_scale_inv"), format!("{base}weight_scale")];
         let mut stored = names.iter().filter_map(|name| Some((name, self.tensors.get(name)?)));
         let Some((scale_name, scale)) = stored.next() else {
-            return Err(self.broken(name, entry, "is E4M3 and has no `weight_scale` or `weight_scale_inv` beside it"));
+            return Err(self.broken(name, entry, "is E4M3, but has neither `weight_scale` nor `weight_scale_inv`"));
         };
         if let Some((other, again)) = stored.next()
             && self.read(other, again)? != self.read(scale_name, scale)?
         {
-            let rule = format_args!("has two scales that differ, `{scale_name}` and `{other}`: remove the wrong one");
+            let rule = format_args!("has two different scales, `{scale_name}` and `{other}`: remove the wrong one");
             return Err(self.broken(name, entry, rule));
         }
         let needs = |what: &str| {
-            self.broken(scale_name, scale, format_args!("has shape {:?}, and {what} for `{name}`", scale.shape))
+            self.broken(scale_name, scale, format_args!("has shape {:?}, but {what} for `{name}`", scale.shape))
         };
         let (grid, block) = match scale.shape.as_slice() {
             // A side of zero would divide by zero below.
@@ -536,26 +532,26 @@ impl Checkpoint {
             [n] | [n, 1] if *n == rows => ((rows, 1), (1, cols.max(1))),
             [grid_rows, grid_cols] => {
                 let tile = self.config.fp8_tile;
-                let block = tile.ok_or_else(|| needs("the config does not say which tile each value scales"))?;
+                let block = tile.ok_or_else(|| needs("the config has no `weight_block_size`"))?;
                 if (rows.div_ceil(block.0), cols.div_ceil(block.1)) != (*grid_rows, *grid_cols) {
-                    return Err(needs(&format!("tiles of {} x {} need another", block.0, block.1)));
+                    return Err(needs(&format!("tiles of {} x {} need another shape", block.0, block.1)));
                 }
                 ((*grid_rows, *grid_cols), block)
             }
-            _ => return Err(needs("a scalar, one value a row or one a tile is needed")),
+            _ => return Err(needs("expected one value, one per row or one per tile")),
         };
         if scale.dtype == safetensors::Dtype::F8_E4M3 {
-            return Err(self.broken(scale_name, scale, "is a scale, and those are not read from FP8"));
+            return Err(self.broken(scale_name, scale, "is a scale in FP8, which is not supported"));
         }
         let values: Arc<[f32]> = self.read(scale_name, scale)?.into_iter().map(|x| x as f32).collect();
         if values.iter().any(|x| !x.is_finite()) {
             return Err(Error::non_finite(format_args!(
-                "{}: tensor `{scale_name}` holds a value that is not finite",
+                "{}: tensor `{scale_name}` contains NaN or infinity",
                 self.shards[scale.shard].path.display()
             )));
         }
         if let Some(negative) = values.iter().find(|x| **x < 0.0) {
-            let rule = format_args!("holds {negative}: a scale of weights must not be negative");
+            let rule = format_args!("contains {negative}: a weight scale must not be negative");
             return Err(self.broken(scale_name, scale, rule));
         }
         debug_assert_eq!(values.len(), grid.0 * grid.1);

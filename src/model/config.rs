@@ -117,9 +117,9 @@ impl Config {
             return Err(too_large(file, bytes.len() as u64, MAX_CONFIG_BYTES, "a config"));
         }
         let value: Value = serde_json::from_slice(&quoted_non_finite(bytes, ""))
-            .map_err(|e| Error::format(file, format_args!("the config is no JSON: {e}")))?;
+            .map_err(|e| Error::format(file, format_args!("invalid JSON: {e}")))?;
         let Value::Object(map) = value else {
-            return Err(Error::format(file, "the config is no JSON object"));
+            return Err(Error::format(file, "expected a JSON object"));
         };
         let top = Keys { map: &map, file };
         let model_type = top.text("model_type")?.ok_or_else(|| Error::format(file, "`model_type` is missing"))?;
@@ -235,7 +235,10 @@ impl<'a> Keys<'a> {
                     if self.get(key).is_some_and(|v| v.as_bool() != Some(false)) {
                         return Err(refuse(
                             file,
-                            format_args!("`{key}` is set, and family `{}` is not known to have one", family.name),
+                            format_args!(
+                                "`{key}` is set, but no norm of q and k is known for family `{}`",
+                                family.name
+                            ),
                         ));
                     }
                 }
@@ -323,7 +326,7 @@ impl<'a> Keys<'a> {
         };
         if let Some(layer) = spec.layers.iter().find(|layer| !layer.n_q_heads.is_multiple_of(layer.n_kv_heads)) {
             let (number, n_q, n_kv) = (layer.number, layer.n_q_heads, layer.n_kv_heads);
-            let rule = format_args!("layer {number}: {n_q} query heads do not divide by {n_kv} key/value heads");
+            let rule = format_args!("layer {number}: {n_q} query heads are not a multiple of {n_kv} KV heads");
             return Err(Error::format(file, rule));
         }
         let keys_as_values =
@@ -391,7 +394,7 @@ impl<'a> Keys<'a> {
                     [Some(a), Some(b)] => match [said(a)?, said(b)?] {
                         [a, b] if a == b => Ok(a),
                         _ => {
-                            let rule = "`rope_parameters` and `rope_scaling` differ in how queries grow";
+                            let rule = "`rope_parameters` and `rope_scaling` disagree on the factor by which queries grow with the position";
                             Err(Error::format(self.file, rule))
                         }
                     },
@@ -405,7 +408,7 @@ impl<'a> Keys<'a> {
     fn not_negative(&self, key: &str) -> Result<Option<f64>> {
         match self.number(key)? {
             Some(x) if x < 0.0 => {
-                Err(Error::format(self.file, format_args!("`{key}` must not be negative, but is {}", plain(x))))
+                Err(Error::format(self.file, format_args!("`{key}` must not be negative, got {}", plain(x))))
             }
             other => Ok(other),
         }
@@ -415,7 +418,7 @@ impl<'a> Keys<'a> {
     fn whole(&self, key: &str) -> Result<Option<usize>> {
         match self.positive(key)? {
             Some(x) if x.fract() == 0.0 && x <= MAX_POSITIONS as f64 => Ok(Some(x as usize)),
-            Some(x) => Err(Error::format(self.file, format_args!("`{key}` must be a whole number, not {}", plain(x)))),
+            Some(x) => Err(Error::format(self.file, format_args!("`{key}`: expected an integer, got {}", plain(x)))),
             None => Ok(None),
         }
     }
@@ -445,11 +448,15 @@ impl<'a> Keys<'a> {
 
 fn unknown_family(file: &Path, model_type: &str) -> Error {
     let read = known_families().into_iter().filter(|known| matches!(known.support, Support::Family(_)));
-    let read: Vec<&str> = read.map(|known| known.model_type).collect();
-    let near = nearest(model_type, read.iter().copied());
+    let near = nearest(model_type, read.map(|known| known.model_type));
     let near = if near.is_empty() { String::new() } else { format!("; nearest: {}", near.join(", ")) };
-    let (model_type, read) = (shorten(model_type), read.join(", "));
-    refuse(file, format_args!("model type `{model_type}` is not known, so it has no bounds{near}; known are {read}"))
+    let model_type = shorten(model_type);
+    refuse(
+        file,
+        format_args!(
+            "unknown model type `{model_type}`, so it cannot be bounded{near}; `sigmascale families` lists the supported types"
+        ),
+    )
 }
 
 /// Refuses a config whose stored type is no floating type.
@@ -458,14 +465,20 @@ fn check_dtype(keys: Keys<'_>) -> Result<()> {
         let Some(name) = keys.text(key)? else { continue };
         let name = name.strip_prefix("torch.").unwrap_or(name);
         if !["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "auto"].contains(&name) {
-            return Err(refuse(keys.file, format_args!("`{key}` = `{}` is no floating type read here", shorten(name))));
+            return Err(refuse(
+                keys.file,
+                format_args!(
+                    "`{key}` = `{}`: expected float64, float32, float16, bfloat16, float8_e4m3fn or auto",
+                    shorten(name)
+                ),
+            ));
         }
     }
     Ok(())
 }
 
 fn unknown_kind(file: &Path, kind: &Value) -> Error {
-    refuse(file, format_args!("layer type {} is not known to be softmax attention", shorten(&kind.to_string())))
+    refuse(file, format_args!("unknown layer type {}: it may not be softmax attention", shorten(&kind.to_string())))
 }
 
 /// A name for people from the path of a config.

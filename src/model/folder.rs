@@ -33,10 +33,15 @@ pub(super) fn without_config(folder: &Path) -> Error {
     }
     let what = match of("safetensors") {
         Some(weights) => {
-            format!("{weights} is here and config.json is not: copy it from the model's repository into this folder")
+            format!(
+                "found {weights}, but no config.json: copy config.json from the model's repository into this folder"
+            )
         }
         None if names.is_empty() => "the folder is empty: expected config.json and safetensors files".to_owned(),
-        None => format!("found neither config.json nor safetensors files, only {}", some_of(&names)),
+        None => format!(
+            "not a checkpoint folder: expected config.json and safetensors files, found only {}",
+            some_of(&names)
+        ),
     };
     Error::format(folder, what)
 }
@@ -50,7 +55,7 @@ pub(super) fn without_weights(folder: &Path) -> Error {
     let safetensors = all(&["safetensors"]);
     let sharded = safetensors.iter().find_map(|name| Some((name, shards(name)?)));
     let what = if let Some((shard, count)) = sharded {
-        format!("{shard} is here and {INDEX} is not: download the index and all {count} shards into this folder")
+        format!("found {shard}, but no {INDEX}: download the index and all {count} shards into this folder")
     } else if let Some(file) = safetensors.first() {
         format!("expected {SINGLE} or {INDEX}, found {file}: pass {} to read that file", folder.join(file).display())
     } else if let Some(pickled) = all(&["bin", "pt", "pth"]).first() {
@@ -59,7 +64,7 @@ pub(super) fn without_weights(folder: &Path) -> Error {
         format!("{gguf} {GGUF}")
     } else {
         let config = folder.join("config.json");
-        format!("no weights are here: download {SINGLE}, or pass {} to use the config alone", config.display())
+        format!("found no weights: download {SINGLE}, or pass {} to use only the config", config.display())
     };
     Error::format(folder, what)
 }
@@ -75,7 +80,7 @@ pub(super) fn one_shard(file: &Path) -> Option<Error> {
     let count = shards(&name).filter(|count| *count > 1)?;
     let number: usize = name.rsplit_once("-of-")?.0.rsplit_once('-')?.1.parse().ok()?;
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let rule = format_args!("it is shard {number} of {count}: pass the folder {}", folder.display());
+    let rule = format_args!("this is shard {number} of {count}: pass the folder {}", folder.display());
     Some(Error::format(file, rule))
 }
 

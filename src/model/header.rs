@@ -5,7 +5,7 @@ use serde_json::Value;
 pub(super) const PICKLED: &str = "is a pickled PyTorch checkpoint, and only safetensors are read: load it in transformers and call \
                        `save_pretrained(folder, safe_serialization=True)`";
 pub(super) const GGUF: &str =
-    "is GGUF, whose weights are already quantised: use the safetensors checkpoint that it was made from";
+    "is GGUF, whose weights are already quantized: use the safetensors checkpoint that it was made from";
 
 const ZIP: &[u8] = b"PK\x03\x04";
 
@@ -31,7 +31,7 @@ pub(super) fn other_content(bytes: &[u8]) -> Option<String> {
 /// The rule that the first tensor in a header breaks, and which tensor that is; `None` if each is sound alone.
 pub(super) fn broken_tensor(header: &[u8]) -> Option<String> {
     let Value::Object(tensors) = serde_json::from_slice(header).ok()? else {
-        return Some("the header is no JSON object".to_owned());
+        return Some("the header is not a JSON object".to_owned());
     };
     let named = tensors.iter().filter(|(name, _)| *name != "__metadata__");
     named.filter_map(|(name, info)| Some(format!("tensor `{name}` {}", broken(info)?))).next()
@@ -42,10 +42,7 @@ fn broken(info: &Value) -> Option<String> {
         let list = info.get(key).ok_or_else(|| format!("has no `{key}`"))?;
         let of = |list: &Vec<Value>| list.iter().map(Value::as_u64).collect::<Option<Vec<u64>>>();
         let wrong = || {
-            format!(
-                "has `{key}` {}, which is no list of whole numbers from 0 on",
-                super::keys::shorten(&list.to_string())
-            )
+            format!("has `{key}` {}, expected a list of non-negative integers", super::keys::shorten(&list.to_string()))
         };
         list.as_array().and_then(of).ok_or_else(wrong)
     };
@@ -53,7 +50,7 @@ fn broken(info: &Value) -> Option<String> {
         let (shape, offsets) = (numbers("shape")?, numbers("data_offsets")?);
         let dtype = info.get("dtype").ok_or("has no `dtype`")?;
         let known: safetensors::Dtype = serde_json::from_value(dtype.clone())
-            .map_err(|_| format!("has the unknown type {}", super::keys::shorten(&dtype.to_string())))?;
+            .map_err(|_| format!("has an unknown type, {}", super::keys::shorten(&dtype.to_string())))?;
         let [start, end] = offsets[..] else { return Err(format!("has {} `data_offsets`, not 2", offsets.len())) };
         let elements = shape.iter().try_fold(1u64, |all, side| all.checked_mul(*side));
         let bits = elements.and_then(|all| all.checked_mul(known.bitsize() as u64));
@@ -64,7 +61,7 @@ fn broken(info: &Value) -> Option<String> {
         let bytes = end - start;
         Ok((bits.div_ceil(8) != bytes).then(|| {
             format!(
-                "has shape {shape:?} of type {known:?}, which is {} bytes, and its offsets span {bytes}",
+                "has shape {shape:?} of type {known:?}, which is {} bytes, but its offsets span {bytes}",
                 bits.div_ceil(8)
             )
         }))

@@ -34,7 +34,7 @@ impl Keys<'_> {
         let unequal = |heads: &Option<(usize, usize)>| heads.is_some_and(|(n_q, n_kv)| n_q % n_kv != 0);
         if let Some((number, Some((n_q, n_kv)))) = heads.iter().enumerate().find(|(_, heads)| unequal(heads)) {
             let rule = format_args!(
-                "layer {number}: {n_q} query heads do not divide by {n_kv} key/value heads (`{}`{})",
+                "layer {number}: {n_q} query heads are not a multiple of {n_kv} KV heads (`{}`{})",
                 sizes.q_heads.keys[0],
                 match &sizes.kv_heads {
                     KvHeads::Key(count) => format!(", `{}`", count.keys[0]),
@@ -52,7 +52,7 @@ impl Keys<'_> {
         let Some(blocks) = self.array("block_configs")? else {
             let key = "num_key_value_heads_per_layer";
             let counts = self.counts(key, layers, MAX_HEADS)?;
-            let missing = || Error::format(self.file, format_args!("neither `block_configs` nor `{key}` is there"));
+            let missing = || Error::format(self.file, format_args!("`block_configs` and `{key}` are both missing"));
             return Ok(counts.ok_or_else(missing)?.into_iter().map(Some).collect());
         };
         if blocks.len() != layers {
@@ -64,7 +64,7 @@ impl Keys<'_> {
                 return Err(Error::format(self.file, format_args!("block {number}: `attention` must be an object")));
             };
             if block.get("parallel_blocks").is_some_and(|inner| !inner.is_null()) {
-                return Err(refuse(self.file, format_args!("block {number}: `parallel_blocks` are not known")));
+                return Err(refuse(self.file, format_args!("block {number}: `parallel_blocks` are not supported")));
             }
             let place = PathBuf::from(format!("{}, block {number}", self.file.display()));
             let attention = Keys { map, file: &place };
@@ -80,7 +80,8 @@ impl Keys<'_> {
             match attention.count("n_heads_in_group", MAX_HEADS)? {
                 Some(group) if n_q.is_multiple_of(group) => Ok(Some(n_q / group)),
                 Some(group) => {
-                    let rule = format_args!("block {number}: {n_q} query heads do not divide into groups of {group}");
+                    let rule =
+                        format_args!("block {number}: {n_q} query heads are not a multiple of the group size {group}");
                     Err(Error::format(self.file, rule))
                 }
                 None => Err(Error::format(self.file, format_args!("block {number}: `n_heads_in_group` is missing"))),
@@ -117,7 +118,7 @@ impl Keys<'_> {
             Err(Error::format(
                 self.file,
                 format_args!(
-                    "model dimension {d_model} does not divide by {n_q_heads} heads, and `head_dim` is not there"
+                    "the hidden size {d_model} is not a multiple of {n_q_heads} heads, and `head_dim` is missing"
                 ),
             ))
         };
@@ -131,7 +132,9 @@ impl Keys<'_> {
                 match stated {
                     Some(n) if n != derived => Err(Error::format(
                         self.file,
-                        format_args!("`head_dim` is {n}, and this family takes {derived} = model dimension / heads"),
+                        format_args!(
+                            "`head_dim`: expected {derived} (hidden size / heads, which this family uses), got {n}"
+                        ),
                     )),
                     _ => Ok(derived),
                 }

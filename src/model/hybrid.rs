@@ -40,7 +40,7 @@ impl Keys<'_> {
             let has = |kind: &Value| match kind.as_str() {
                 Some(name) if ATTENTION.contains(&name) => Ok(true),
                 Some(name) if OTHER_KINDS.contains(&name) => Ok(false),
-                _ => Err(refuse(self.file, format_args!("layer type {} is not known", shorten(&kind.to_string())))),
+                _ => Err(refuse(self.file, format_args!("unknown layer type {}", shorten(&kind.to_string())))),
             };
             return kinds.iter().map(has).collect();
         }
@@ -55,7 +55,7 @@ impl Keys<'_> {
                     Some(value) => value
                         .as_u64()
                         .filter(|n| *n < period as u64)
-                        .ok_or_else(|| self.wrong(offset_key, &format!("a whole number under {period}"), value))?,
+                        .ok_or_else(|| self.wrong(offset_key, &format!("an integer below {period}"), value))?,
                     None => *offset as u64,
                 };
                 Ok((0..layers).map(|layer| (layer % period) as u64 == offset).collect())
@@ -69,7 +69,9 @@ impl Keys<'_> {
                 let mut has = vec![false; layers];
                 for value in list {
                     let layer = value.as_u64().and_then(|n| has.get_mut(usize::try_from(n).ok()?));
-                    *layer.ok_or_else(|| self.wrong(key, &format!("a list of layers under {layers}"), value))? = true;
+                    *layer
+                        .ok_or_else(|| self.wrong(key, &format!("a list of layer numbers below {layers}"), value))? =
+                        true;
                 }
                 Ok(has)
             }
@@ -83,8 +85,9 @@ impl Keys<'_> {
                 let mut has = vec![false; layers];
                 for value in settings.array(key)?.ok_or_else(missing)? {
                     let layer = value.as_u64().and_then(|n| has.get_mut(usize::try_from(n).ok()?.checked_sub(1)?));
-                    *layer.ok_or_else(|| self.wrong(key, &format!("a list of layers from 1 to {layers}"), value))? =
-                        true;
+                    *layer.ok_or_else(|| {
+                        self.wrong(key, &format!("a list of layer numbers from 1 to {layers}"), value)
+                    })? = true;
                 }
                 Ok(has)
             }

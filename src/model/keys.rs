@@ -21,7 +21,8 @@ pub(super) const LFS_POINTER: &[u8] = b"version https://git-lfs";
 
 pub(super) fn lfs_pointer(file: &Path) -> Error {
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let rule = format_args!("it is a Git LFS pointer, not the file itself: run `git lfs pull` in {}", folder.display());
+    let rule =
+        format_args!("this is a Git LFS pointer, not the file itself: run `git lfs pull` in {}", folder.display());
     Error::format(file, rule)
 }
 
@@ -49,7 +50,7 @@ pub(super) fn read_capped(path: &Path, cap: u64, what: &str) -> Result<Vec<u8>> 
 }
 
 pub(super) fn too_large(file: &Path, bytes: u64, cap: u64, what: &str) -> Error {
-    Error::format(file, format_args!("{what} may have at most {cap} bytes, and this has {bytes}"))
+    Error::format(file, format_args!("{what} may have at most {cap} bytes, got {bytes}"))
 }
 
 pub(super) fn refuse(file: &Path, what: impl std::fmt::Display) -> Error {
@@ -94,7 +95,7 @@ impl<'a> Keys<'a> {
 
     pub fn wrong(&self, key: &str, want: &str, found: &Value) -> Error {
         let found = shorten(&found.to_string());
-        Error::format(self.file, format_args!("`{key}` must be {want}, and is {found}"))
+        Error::format(self.file, format_args!("`{key}`: expected {want}, got {found}"))
     }
 
     pub fn text(&self, key: &str) -> Result<Option<&'a str>> {
@@ -124,7 +125,7 @@ impl<'a> Keys<'a> {
     pub fn positive(&self, key: &str) -> Result<Option<f64>> {
         match self.number(key)? {
             Some(x) if x <= 0.0 => {
-                Err(Error::format(self.file, format_args!("`{key}` must be greater than zero, not {}", plain(x))))
+                Err(Error::format(self.file, format_args!("`{key}` must be greater than 0, got {}", plain(x))))
             }
             other => Ok(other),
         }
@@ -135,7 +136,7 @@ impl<'a> Keys<'a> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
             Some(n) if (1..=max).contains(&n) => Ok(Some(n)),
-            _ => Err(self.wrong(key, &format!("a whole number from 1 to {max}"), value)),
+            _ => Err(self.wrong(key, &format!("an integer from 1 to {max}"), value)),
         }
     }
 
@@ -150,7 +151,7 @@ impl<'a> Keys<'a> {
         }
         let one = |value: &Value| match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
             Some(n) if (1..=max).contains(&n) => Ok(n),
-            _ => Err(self.wrong(key, &format!("a list of whole numbers from 1 to {max}"), value)),
+            _ => Err(self.wrong(key, &format!("a list of integers from 1 to {max}"), value)),
         };
         list.iter().map(one).collect::<Result<_>>().map(Some)
     }

@@ -28,7 +28,9 @@ impl Keys<'_> {
         let width = mla.d_nope + mla.d_rope;
         match self.count("qk_head_dim", MAX_D_MODEL)? {
             Some(stated) if stated != width => {
-                let rule = format_args!("`qk_head_dim` is {stated}, and its parts are {width} channels");
+                let rule = format_args!(
+                    "`qk_head_dim`: expected {width} (`qk_nope_head_dim` + `qk_rope_head_dim`), got {stated}"
+                );
                 Err(Error::format(self.file, rule))
             }
             _ => Ok(mla),
@@ -40,7 +42,9 @@ impl Keys<'_> {
         match self.flag("rope_interleave")? {
             Some(false) if rule.may_split => Ok(RopeLayout::HalfSplit),
             Some(stated) if stated != (layout == RopeLayout::Interleaved) => {
-                let rule = format_args!("`rope_interleave` = {stated} is refused: this family is not known to read it");
+                let rule = format_args!(
+                    "`rope_interleave` = {stated} is refused: it is unknown whether this family reads the key"
+                );
                 Err(refuse(self.file, rule))
             }
             _ => Ok(layout),
@@ -58,7 +62,8 @@ impl Keys<'_> {
             if all == 0.0 || kind.is_none_or(|kind| kind == "default") {
                 continue;
             }
-            let missing = || Error::format(self.file, format_args!("`factor` is missing beside `mscale_all_dim`"));
+            let missing =
+                || Error::format(self.file, format_args!("`factor` is missing, which `mscale_all_dim` needs"));
             let factor = settings.positive("factor")?.ok_or_else(missing)?;
             // Where both generations of keys are there, the larger covers both.
             largest = largest.max((0.1 * all * factor.ln() + 1.0).powi(2));

@@ -46,7 +46,7 @@ impl Mla {
             return Err(format!("`d_rope` {} must be even", self.d_rope));
         }
         match [self.q_factor, self.kv_factor].into_iter().find(|factor| !(factor.is_finite() && *factor > 0.0)) {
-            Some(factor) => Err(format!("the latents' factor {factor} must be finite and greater than zero")),
+            Some(factor) => Err(format!("the latents' factor must be finite and greater than 0, got {factor}")),
             None => Ok(()),
         }
     }

@@ -40,7 +40,7 @@ impl Stored {
                 let stored = Self::of_one(Keys { map, file: keys.file }, key)?;
                 if found.is_some_and(|other| other != stored) {
                     let rule =
-                        format_args!("`{key}` and another description of the stored weights say different things");
+                        format_args!("`{key}` contradicts another description of the stored weights in this config");
                     return Err(refuse(keys.file, rule));
                 }
                 found = Some(stored);
@@ -65,7 +65,10 @@ impl Stored {
         if !known {
             return Err(refuse(
                 settings.file,
-                format_args!("weights quantised by `{}` are refused: only scaled FP8 (E4M3) is read", shorten(method)),
+                format_args!(
+                    "weights quantized by `{}` are refused: only scaled FP8 (E4M3) is supported",
+                    shorten(method)
+                ),
             ));
         }
         if settings.object("transform_config")?.is_some_and(|transforms| transforms.values().any(has_content)) {
@@ -113,7 +116,7 @@ impl Keys<'_> {
             Some(&[rows, cols]) if [rows, cols].iter().all(|n| (1..=MAX_D_MODEL as u64).contains(n)) => {
                 Ok((rows as usize, cols as usize))
             }
-            _ => Err(Error::format(self.file, format_args!("`{key}` must be two whole numbers above zero"))),
+            _ => Err(Error::format(self.file, format_args!("`{key}`: expected two positive integers"))),
         }
     }
 

@@ -44,7 +44,7 @@ impl PerLayer {
             Self::Same(count) => Ok(vec![*count; layers]),
             Self::Each(counts) if counts.len() == layers => Ok(counts.clone()),
             Self::Each(counts) => {
-                Err(Error::mismatch(format_args!("a list of {} counts stands beside {layers} layers", counts.len())))
+                Err(Error::mismatch(format_args!("a list of {} counts for {layers} layers", counts.len())))
             }
         }
     }

@@ -38,7 +38,7 @@ impl<'a> Keys<'a> {
             if settings.get(beta).is_some_and(|beta| !beta.is_null())
                 && family.temperature != TemperatureRule::Ministral3
             {
-                let rule = format_args!("`{beta}` is refused: this family is not known to scale its queries");
+                let rule = format_args!("`{beta}` is refused: no query scaling is known for this family");
                 return Err(refuse(self.file, rule));
             }
             Ok(())
@@ -55,7 +55,7 @@ impl<'a> Keys<'a> {
                 if dim == 0 || !dim.is_multiple_of(2) || dim > d_head {
                     return Err(Error::format(
                         self.file,
-                        format_args!("{dim} of {d_head} channels are no even number of rotated channels"),
+                        format_args!("the number of rotated channels must be even and from 2 to {d_head}, got {dim}"),
                     ));
                 }
             }
@@ -64,7 +64,8 @@ impl<'a> Keys<'a> {
                 if let Some(stated) = self.count(key, MAX_D_MODEL)?
                     && stated != rotary_dim
                 {
-                    let rule = format_args!("`{key}` is {stated}, and the other keys say {rotary_dim}");
+                    let rule =
+                        format_args!("`{key}` is {stated}, but the other keys give {rotary_dim} rotated channels");
                     return Err(Error::format(self.file, rule));
                 }
             }
@@ -83,7 +84,7 @@ impl<'a> Keys<'a> {
                 let dims_of_other = self.rotated(Some(other), share, d_head)?;
                 if dims_of_other != dims {
                     let rule = format_args!(
-                        "`rope_parameters` says that {rotary_dim} channels are rotated, and `rope_scaling` {}",
+                        "`rope_parameters` rotates {rotary_dim} channels, but `rope_scaling` {}",
                         dims_of_other[0]
                     );
                     return Err(Error::format(self.file, rule));
@@ -94,15 +95,11 @@ impl<'a> Keys<'a> {
                 inv_freq = inv_freq.filter(|angles| other.as_ref() == Some(angles));
             }
             if attention_factor != 1.0 && dims.len() > 1 {
-                let rule =
-                    "a scaled rotation is refused beside keys that say differently how many channels are rotated";
+                let rule = "a scaled rotation is refused if keys disagree on the number of rotated channels";
                 return Err(refuse(self.file, rule));
             }
             if inv_freq.iter().flatten().any(|angle| !angle.is_finite()) {
-                return Err(Error::format(
-                    self.file,
-                    "the rotation's base and factors give angles that are not finite",
-                ));
+                return Err(Error::format(self.file, "the RoPE base and factors give angles that are not finite"));
             }
             Ok(Rope { rotary_dim, other_dims: dims[1..].to_vec(), layout: *layout, attention_factor, inv_freq })
         };
@@ -142,10 +139,13 @@ impl<'a> Keys<'a> {
             }
             _ if is_nested => {
                 let types = self.layer_types(layers)?.ok_or_else(|| {
-                    Error::format(self.file, "`rope_parameters` differ by layer type, and `layer_types` is missing")
+                    Error::format(self.file, "`rope_parameters` differ by layer type, but `layer_types` is missing")
                 })?;
                 if !matches!(rule, RopeLayers::Same) {
-                    return Err(refuse(self.file, "`rope_parameters` by layer type beside layers without rotation"));
+                    return Err(refuse(
+                        self.file,
+                        "`rope_parameters` by layer type are refused in a model that also has layers without rotation",
+                    ));
                 }
                 Ok(by_type(make(nested_sets.0, common_base)?, make(nested_sets.1, common_base)?, &types))
             }
@@ -160,7 +160,7 @@ impl<'a> Keys<'a> {
                 let rope = |base: &Value| match base.as_f64() {
                     Some(0.0) => Ok(None),
                     Some(base) if base > 0.0 => with_base(common, Some(base), d_head).map(Some),
-                    _ => Err(self.wrong(key, "a list of numbers from 0 on", base)),
+                    _ => Err(self.wrong(key, "a list of non-negative numbers", base)),
                 };
                 list.iter().map(rope).collect()
             }
@@ -228,7 +228,7 @@ impl<'a> Keys<'a> {
                 let count = self.count(key, MAX_D_MODEL)?.unwrap_or(default);
                 if count > d_head {
                     let rule =
-                        format_args!("`{key}` is {count} ({default} by default), and a head has {d_head} channels");
+                        format_args!("`{key}` is {count} ({default} by default), but a head has {d_head} channels");
                     return Err(Error::format(self.file, rule));
                 }
                 let nested = settings.map_or(Ok(None), |settings| settings.positive(COMMON))?;
@@ -256,7 +256,7 @@ impl<'a> Keys<'a> {
         if let (RotaryShare::Part([], _), Some(stated)) = (rule, self.positive(COMMON)?)
             && stated != share.unwrap_or(default)
         {
-            let rule = format_args!("`{COMMON}` is {stated}, and this family rotates {default} of a head");
+            let rule = format_args!("`{COMMON}`: expected {default} (fixed in this family), got {stated}");
             return Err(refuse(self.file, rule));
         }
         let mut shares = vec![share.unwrap_or(default)];
@@ -266,7 +266,7 @@ impl<'a> Keys<'a> {
         if let Some(share) = shares.iter().find(|share| **share > 1.0) {
             return Err(Error::format(
                 self.file,
-                format_args!("the rotated share {share} is more than the whole head"),
+                format_args!("the rotated share of a head must be at most 1, got {share}"),
             ));
         }
         if matches!(rule, RotaryShare::Whole)
@@ -274,7 +274,7 @@ impl<'a> Keys<'a> {
         {
             return Err(refuse(
                 self.file,
-                format_args!("this family is not known to rotate a share of {share} of a head"),
+                format_args!("the rotated share of a head must be 1 in this family, got {share}"),
             ));
         }
         // Truncated towards zero, as the reference implementation does.
@@ -385,7 +385,13 @@ impl Angles {
             "llama3" => Ok((1.0, self.llama3(settings, config)?)),
             "yarn" => self.yarn(settings, config),
             "longrope" => Ok((self.longrope_factor(settings, config)?, None)),
-            other => Err(refuse(settings.file, format_args!("`rope_type` `{}` is not known", shorten(other)))),
+            other => {
+                let rule = format_args!(
+                    "unknown `rope_type` `{}`: expected default, linear, proportional, dynamic, llama3, yarn, longrope or mrope",
+                    shorten(other)
+                );
+                Err(refuse(settings.file, rule))
+            }
         }
     }
 
@@ -427,7 +433,7 @@ impl Angles {
         // Releases differ on whether `factor` or the ratio of the lengths counts: the largest covers all.
         let factors: Vec<f64> = stated.into_iter().chain(originals.iter().filter_map(ratio)).collect();
         let Some(&factor) = factors.first() else {
-            return Err(Error::format(settings.file, "`factor` is missing from the YaRN rotation"));
+            return Err(Error::format(settings.file, "`factor` is missing from the YaRN settings"));
         };
         let magnitude = |factor: f64, m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
         // Zero switches these off, as absence does.
@@ -475,7 +481,7 @@ impl Angles {
             return Ok(factor);
         }
         let Some(max) = self.max_positions else {
-            return Err(Error::format(settings.file, "`max_position_embeddings` is missing beside LongRoPE"));
+            return Err(Error::format(settings.file, "`max_position_embeddings` is missing, which LongRoPE needs"));
         };
         let mut originals = self.originals(settings, config)?;
         let stated =
@@ -506,12 +512,12 @@ fn checked(settings: Keys<'_>, factor: f64) -> Result<f64> {
     if factor.is_finite() && factor > 0.0 {
         return Ok(factor);
     }
-    let rule = format_args!("the rotation's attention factor is {factor}, and must be above zero");
+    let rule = format_args!("the attention factor of RoPE must be finite and greater than 0, got {factor}");
     Err(Error::format(settings.file, rule))
 }
 
 fn required(settings: Keys<'_>, key: &str) -> Result<f64> {
     settings
         .positive(key)?
-        .ok_or_else(|| Error::format(settings.file, format_args!("`{key}` is missing from the rotation's settings")))
+        .ok_or_else(|| Error::format(settings.file, format_args!("`{key}` is missing from the RoPE settings")))
 }

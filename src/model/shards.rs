@@ -109,7 +109,7 @@ pub(super) fn open_sharded(folder: &Path) -> Result<Opened> {
         let (number, entries) = &seen[file.as_str()];
         let entry = entries.get(tensor).cloned().ok_or_else(|| {
             let path = &shards[*number].path;
-            Error::format(path, format_args!("tensor `{tensor}` is missing, and the index says it is here"))
+            Error::format(path, format_args!("tensor `{tensor}` is missing, although the index lists it here"))
         })?;
         tensors.insert(tensor.clone(), entry);
     }

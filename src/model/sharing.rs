@@ -72,14 +72,17 @@ impl Keys<'_> {
         };
         let first = full.len().checked_sub(shared).filter(|first| *first > 0);
         let Some(first) = first else {
-            let rule = format_args!("`{key}` is {shared} of {} layers: none is left with keys of its own", full.len());
+            let rule =
+                format_args!("`{key}` is {shared} of {} layers: at least one layer must have its own keys", full.len());
             return Err(Error::format(self.file, rule));
         };
         let source = |number: usize| match full[..first].iter().rposition(|kind| *kind == full[number]) {
             _ if number < first => Ok(None),
             Some(source) => Ok(Some(source)),
             None => {
-                let rule = format_args!("layer {number} takes keys and values, and no layer of its kind has its own");
+                let rule = format_args!(
+                    "layer {number} shares the keys and values of an earlier layer of its kind, but there is none"
+                );
                 Err(Error::format(self.file, rule))
             }
         };
@@ -102,9 +105,7 @@ impl Keys<'_> {
         match self.get(key).and_then(Value::as_str) {
             Some("all") => Ok(true),
             Some("vision") => Ok(false),
-            Some(other) => {
-                Err(refuse(self.file, format_args!("`{key}` = `{}` is not known", super::keys::shorten(other))))
-            }
+            Some(other) => Err(refuse(self.file, format_args!("unknown `{key}` = `{}`", super::keys::shorten(other)))),
             None => Ok(self.flag(key)?.unwrap_or(false)),
         }
     }

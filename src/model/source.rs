@@ -29,9 +29,7 @@ impl ModelSource {
         }
         if let Some(spec) = preset(argument) {
             if Path::new(argument).exists() {
-                tracing::warn!(
-                    "{argument} is taken for the preset of this name; write ./{argument} for what lies here"
-                );
+                tracing::warn!("{argument}: using the preset of this name; write ./{argument} for the file or folder");
             }
             return Ok(Self::Config(Box::new(spec)));
         }
@@ -62,9 +60,9 @@ fn unknown(argument: &str) -> String {
                  `hf download {argument} --local-dir {name}`, then pass the folder {name}{presets}"
             )
         }
-        (None, true) => format!("no such path, and no preset of this name; the presets are {known}"),
+        (None, true) => format!("no such path or preset; the presets are {known}"),
         (None, false) => {
-            format!("no such path, and no preset of this name; nearest: {}; the presets are {known}", near.join(", "))
+            format!("no such path or preset; nearest: {}; the presets are {known}", near.join(", "))
         }
     }
 }

@@ -114,9 +114,7 @@ impl Temperature {
 
     fn check(&self) -> std::result::Result<(), String> {
         if self.period == 0 || self.positions == 0 || !(self.strength.is_finite() && self.strength >= 0.0) {
-            return Err(format!(
-                "`temperature` needs a period, positions and a strength of 0 or more, and is {self:?}"
-            ));
+            return Err(format!("`temperature` needs a period, positions and a strength of at least 0, got {self:?}"));
         }
         Ok(())
     }
@@ -146,7 +144,7 @@ impl LayerSpec {
             }
         }
         if !self.n_q_heads.is_multiple_of(self.n_kv_heads) {
-            return Err(format!("`n_kv_heads` {} does not divide {}", self.n_kv_heads, self.n_q_heads));
+            return Err(format!("`n_kv_heads` {} does not divide `n_q_heads` {}", self.n_kv_heads, self.n_q_heads));
         }
         if !is_positive(self.softmax_scale) {
             return Err(format!("`softmax_scale` {} must be finite and greater than zero", self.softmax_scale));
@@ -207,7 +205,7 @@ impl AttentionSpec {
             }
         }
         if let Some(pair) = self.layers.windows(2).find(|pair| pair[0].number >= pair[1].number) {
-            return broken(format_args!("layer {} stands in front of layer {}", pair[0].number, pair[1].number));
+            return broken(format_args!("layer {} comes before layer {}", pair[0].number, pair[1].number));
         }
         if let Some(cap) = self.soft_cap.filter(|cap| !is_positive(*cap)) {
             return broken(format_args!("`soft_cap` {cap} must be finite and greater than zero"));
@@ -218,16 +216,16 @@ impl AttentionSpec {
         if let Some(factors) = &self.multipliers
             && ![factors.input, factors.key].iter().all(|factor| factor.is_finite())
         {
-            return broken(format_args!("`multipliers` must be finite, and are {factors:?}"));
+            return broken(format_args!("`multipliers` must be finite, got {factors:?}"));
         }
         if let Some(layer) = self.layers.iter().find(|layer| layer.kv_source.is_some())
             && (self.qk_norm_of(layer).is_none() || !self.v_norm)
         {
-            let rule = "keys and values of another layer are bounded by norms alone, and it has none";
+            let rule = "shared keys and values need `qk_norm` to be bounded, but it is missing";
             return broken(format_args!("layer {}: {rule}", layer.number));
         }
         if self.has_mla() && (self.qk_norm.is_some() || self.norm.kind != NormKind::RmsNorm || self.norm.shift) {
-            return broken(format_args!("`mla` needs an RMSNorm in front of it and no `qk_norm`"));
+            return broken(format_args!("`mla` needs an RMSNorm before it and no `qk_norm`"));
         }
         Ok(())
     }

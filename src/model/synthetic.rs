@@ -89,7 +89,7 @@ impl SyntheticModel {
     pub fn new(spec: &AttentionSpec, seed: u64, options: SyntheticOptions) -> Result<Self> {
         if spec.has_mla() {
             return Err(Error::unsupported(format_args!(
-                "{}: random weights are not drawn for latent attention (MLA): pass a checkpoint",
+                "{}: synthetic weights are not available for latent attention (MLA): pass a checkpoint",
                 spec.name
             )));
         }

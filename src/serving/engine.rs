@@ -230,7 +230,9 @@ impl Engine {
                 scaled: [false, true, true],
                 why: Some("SGLang has no scale for q: it is cast at 1.0 where a backend computes in FP8"),
             },
-            Self::Trtllm => none("TensorRT-LLM keeps the scale of an FP8 cache at 1.0, whatever the checkpoint says"),
+            Self::Trtllm => {
+                none("TensorRT-LLM keeps the scale of an FP8 cache at 1.0 and ignores the scales of a checkpoint")
+            }
             // The Qwen3.5 models are the only ones whose loaders ask for scales.
             Self::Mistralrs if model_type.starts_with("qwen3_5") => Reads { scaled: [true; 3], why: None },
             Self::Mistralrs => none("mistral.rs reads attention scales of Qwen3.5 models only"),

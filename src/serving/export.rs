@@ -120,7 +120,10 @@ pub fn export(
 ) -> Result<Export> {
     let from = folder_of(checkpoint.path())?;
     if place_of(to).starts_with(place_of(&from)) {
-        return Err(Error::argument(format_args!("{} lies in the model's own folder: name another", to.display())));
+        return Err(Error::argument(format_args!(
+            "{} is in the folder of the model: choose a new folder elsewhere",
+            to.display()
+        )));
     }
     let mut config = Settings::read(&from.join("config.json"))?;
     let aside = Settings::read_if_present(&from.join(HF_QUANT))?;
@@ -211,17 +214,17 @@ impl ExportOptions {
         }
         let rule =
             if self.engine != Engine::Vllm || !reads.any() {
-                "per-head scales are read by vLLM alone"
+                "only vLLM reads per-head scales"
             } else if !matches!(method, Method::Plain | Method::CompressedTensors) {
-                "vLLM reads per-head scales beside compressed-tensors and unquantised weights only"
+                "vLLM reads per-head scales only with compressed-tensors or unquantized weights"
             } else if !spec.layers.iter().all(|layer| {
                 (layer.n_q_heads, layer.n_kv_heads) == (spec.layers[0].n_q_heads, spec.layers[0].n_kv_heads)
             }) {
-                "vLLM takes one pair of head counts for all layers, and the layers of this model differ"
+                "vLLM takes one pair of head counts for all layers, but the layers of this model differ"
             } else {
                 return Ok(());
             };
-        Err(Error::argument(format_args!("{rule}: export one scale a tensor")))
+        Err(Error::argument(format_args!("{rule}: export one scale per tensor")))
     }
 }
 
@@ -325,7 +328,7 @@ fn notes(layers: &[LayerCertificate], options: &ExportOptions, reads: Reads, met
             None => {}
         }
         if layers.iter().any(|layer| part(layer).is_none()) {
-            notes.push(format!("{name} has no bound here: no norm stands in front of its projection."));
+            notes.push(format!("{name} has no bound: there is no norm before its projection."));
         }
     }
     if options.per_head {

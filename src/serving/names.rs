@@ -12,8 +12,9 @@ pub(super) struct ScaleNames {
 impl ScaleNames {
     pub fn new(spec: &AttentionSpec) -> Result<Self> {
         let module = |layer: &LayerSpec| {
-            attention_module(&spec.family, &spec.prefix, layer.number)
-                .ok_or_else(|| Error::unsupported(format_args!("family `{}` has no names for its layers", spec.family)))
+            attention_module(&spec.family, &spec.prefix, layer.number).ok_or_else(|| {
+                Error::unsupported(format_args!("the attention module names of family `{}` are unknown", spec.family))
+            })
         };
         Ok(Self { modules: spec.layers.iter().map(module).collect::<Result<_>>()? })
     }

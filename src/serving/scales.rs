@@ -44,8 +44,9 @@ impl LayerScales {
     pub fn new(spec: &AttentionSpec, weights: LayerWeights<'_>) -> Result<Self> {
         let index = weights.layer;
         let own = spec.layer(index)?;
-        let module = attention_module(&spec.family, &spec.prefix, own.number)
-            .ok_or_else(|| Error::unsupported(format_args!("family `{}` has no names for its layers", spec.family)))?;
+        let module = attention_module(&spec.family, &spec.prefix, own.number).ok_or_else(|| {
+            Error::unsupported(format_args!("the attention module names of family `{}` are unknown", spec.family))
+        })?;
         let within = |error: Error| error.within(spec.place(index));
         let (layer, n_q_heads) = (own.number, own.n_q_heads);
         let descales = |bounds: &LayerBounds| OperandDescales::from_bounds(bounds, Granularity::Head).map_err(within);
@@ -88,8 +89,9 @@ impl LayerScales {
                 spec.place(index)
             )));
         }
-        let module = attention_module(&spec.family, &spec.prefix, own.number)
-            .ok_or_else(|| Error::unsupported(format_args!("family `{}` has no names for its layers", spec.family)))?;
+        let module = attention_module(&spec.family, &spec.prefix, own.number).ok_or_else(|| {
+            Error::unsupported(format_args!("the attention module names of family `{}` are unknown", spec.family))
+        })?;
         let bounded = spec.norm.kind != NormKind::None;
         let rows = [Some(&q), Some(&k), v.as_ref()];
         if v.is_some() != bounded || rows.into_iter().flatten().any(|row| row.len() != own.n_kv_heads) {
@@ -120,7 +122,7 @@ impl LayerScales {
     pub fn stored(&self, operand: Operand, per_head: bool) -> Result<Vec<Descale>> {
         let row = self.row(operand).ok_or_else(|| {
             Error::unsupported(format_args!(
-                "{}: v has no bound (no norm in front of its projection), so there is no v_scale to export",
+                "{}: v has no bound (no norm before its projection), so there is no v_scale to export",
                 self.module
             ))
         })?;

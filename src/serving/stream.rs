@@ -96,7 +96,7 @@ impl ScaleStream {
         v: Option<Vec<Descale>>,
     ) -> Result<LayerScales> {
         if !self.stream.is_due(layer) {
-            return Err(Error::argument(format_args!("layer {layer} has no scales due: its tensors are not complete")));
+            return Err(Error::argument(format_args!("layer {layer} has no scales yet: its tensors are incomplete")));
         }
         let scales = LayerScales::from_descales(self.stream.spec(), layer, q, k, v)?;
         self.stream.release(layer);
@@ -113,13 +113,13 @@ impl ScaleStream {
         if !missing.is_empty() {
             let first: Vec<&str> = missing.iter().take(3).map(String::as_str).collect();
             return Err(Error::mismatch(format_args!(
-                "{} tensors did not come, among them {}",
+                "{} tensors are missing, among them {}",
                 missing.len(),
                 first.join(", ")
             )));
         }
         if !self.stream.started() {
-            return Err(Error::mismatch("no tensor of an attention layer came"));
+            return Err(Error::mismatch("no tensor of an attention layer was passed"));
         }
         self.stream.reset();
         Ok(())
@@ -157,7 +157,7 @@ impl Refit {
 pub fn refit(in_use: &[LayerScales], new: &[LayerScales]) -> Result<Refit> {
     let shape = |layer: &LayerScales| (layer.layer, layer.k.len(), layer.v.as_ref().map(Vec::len));
     if !in_use.iter().map(shape).eq(new.iter().map(shape)) {
-        return Err(Error::mismatch("the scales in use are of other layers or heads than the new ones"));
+        return Err(Error::mismatch("the scales in use and the new ones have different layers or heads"));
     }
     let larger = |old: &[Descale], new: &[Descale]| old.iter().zip(new).any(|(old, new)| new > old);
     let grew = |old: &LayerScales, new: &LayerScales| {

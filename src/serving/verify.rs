@@ -277,7 +277,7 @@ impl Found {
         let of = |map: &'_ BTreeMap<String, Stored>| -> Option<String> {
             map.keys().find(|name| self.names.meant(name) == Some((index, operand))).cloned()
         };
-        let listed = of(&self.listed).map(|name| (&self.listed[&name], "not a name that it reads"));
+        let listed = of(&self.listed).map(|name| (&self.listed[&name], "not a name that the engine reads"));
         let unlisted =
             || of(&self.unlisted).map(|name| (&self.unlisted[&name], "in a file that the index does not name"));
         listed.or_else(unlisted)
@@ -299,7 +299,7 @@ struct Case<'a> {
 impl Case<'_> {
     fn row(&self, operand: Operand, blocked: Option<&str>) -> Vec<AuditEntry> {
         let Some(row) = self.layer.row(operand) else {
-            let why = "no norm stands in front of its projection, so it has no bound".to_owned();
+            let why = "there is no norm before its projection, so it has no bound".to_owned();
             let stored = self.own[operand as usize].as_ref().and_then(|s| s.values.first().copied());
             return vec![AuditEntry {
                 scale: stored.unwrap_or(1.0),
@@ -414,7 +414,7 @@ impl Case<'_> {
 fn verdict(stored: f32, used: f32, needed: f32) -> (Verdict, String) {
     let over = needed / used;
     if !(used.is_finite() && used > 0.0) {
-        return (Verdict::Invalid, format!("{used} is no scale: it must be finite and above 0"));
+        return (Verdict::Invalid, format!("{used} is not a valid scale: expected a finite number greater than 0"));
     }
     if used >= needed {
         return if used <= FOREIGN_FROM * needed {

@@ -70,7 +70,7 @@ impl TokenFile {
             match serde_json::from_slice(&content) {
                 Ok(Ids::List(ids) | Ids::Encoded { input_ids: ids }) => Content::Ids(ids),
                 Err(_) => {
-                    let rule = "token ids are a JSON list of whole numbers, or an object with one as `input_ids`";
+                    let rule = "token ids are a JSON list of integers, or an object with one as `input_ids`";
                     return Err(Error::format(path, rule));
                 }
             }
@@ -131,7 +131,7 @@ impl TokenFile {
             }
         };
         if let Some(id) = ids.iter().find(|id| **id as usize >= vocabulary) {
-            let rule = format_args!("token id {id} is not below {vocabulary}, the vocabulary of {}", spec.name);
+            let rule = format_args!("token id {id} is outside the vocabulary of {} ({vocabulary} ids)", spec.name);
             return Err(Error::format(&source, rule));
         }
         let count = ids.len();

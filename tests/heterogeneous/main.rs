@@ -353,7 +353,7 @@ fn specs_survive_json_and_plain_ones_look_as_before() {
         let error = serde_json::from_value::<AttentionSpec>(broken).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     };
-    refused("n_kv_heads", json!([4, 4]), "`n_kv_heads`: a list of 2 counts stands beside 36 layers");
+    refused("n_kv_heads", json!([4, 4]), "`n_kv_heads`: a list of 2 counts for 36 layers");
     refused("numbers", json!([0, 1]), "`numbers`: a list of 2 counts");
     refused("layers", json!(u64::MAX), "`rope` has 36 entries");
     refused("softmax_scale", json!([1.0]), "`softmax_scale` has 1 entries for 36 layers");
@@ -400,8 +400,8 @@ fn what_does_not_fit_is_named() {
         config
     };
     says(with(openelm(), "num_kv_heads", json!([2, 3])), "`num_kv_heads` has 2 entries for 3 layers");
-    says(with(openelm(), "num_kv_heads", json!([2, 4, 1])), "layer 1: 6 query heads do not divide by 4");
-    says(with(openelm(), "num_query_heads", json!([4, 0, 3])), "a list of whole numbers from 1");
+    says(with(openelm(), "num_kv_heads", json!([2, 4, 1])), "layer 1: 6 query heads are not a multiple of 4");
+    says(with(openelm(), "num_query_heads", json!([4, 0, 3])), "a list of integers from 1");
     says(with(openelm(), "num_query_heads", Value::Null), "`num_query_heads` is missing");
     says(with(openelm(), "normalization_layer_name", json!("layer_norm")), "only its RMS norm is known");
     let block = |edit: &dyn Fn(&mut Value)| {

@@ -185,7 +185,7 @@ fn the_text_of_a_state_is_short_and_checked() {
         let error = serde_json::from_str::<PolicyState>(&text.replace(from, to)).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     };
-    refused(r#""n_q_heads":4"#, r#""n_q_heads":[4]"#, "`n_q_heads`: a list of 1 counts stands beside 2 layers");
+    refused(r#""n_q_heads":4"#, r#""n_q_heads":[4]"#, "`n_q_heads`: a list of 1 counts for 2 layers");
     refused(r#""layers":2"#, r#""layers":99999999999999"#, "more than 65536");
     refused(r#""n_q_heads":4"#, r#""n_q_heads":18446744073709551615"#, "2^32");
 }

@@ -154,7 +154,7 @@ class LayerPlan:
 
 class Runtime:
     policy: _Policy
-    bound: Literal["certain"] | None
+    bound: Literal["worst-case"] | None
     backend: _Backend
     fallback: _Fallback
     tail: Tail
@@ -173,7 +173,7 @@ class Runtime:
         self,
         model: torch.nn.Module,
         policy: _Policy | AutoC | DelayedPaper | DelayedTe,
-        bound: Literal["certain"] | None,
+        bound: Literal["worst-case", "certain"] | None,
         layers: Sequence[Layer | Callable[[], Layer]] | None,
         backend: _Backend,
         tail: Tail | None,
@@ -204,7 +204,7 @@ def find_layers(model: torch.nn.Module) -> list[Layer]: ...
 def attach(
     model: torch.nn.Module,
     policy: _Policy | AutoC | DelayedPaper | DelayedTe = "geometry",
-    bound: Literal["certain"] | None = None,
+    bound: Literal["worst-case", "certain"] | None = None,
     *,
     layers: Sequence[Layer | Callable[[], Layer]] | None = None,
     backend: _Backend = "auto",

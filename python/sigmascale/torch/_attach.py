@@ -25,7 +25,7 @@ def attach(
 
     ``policy`` says where descales come from: ``geometry`` (the worst-case bounds, which no normalized input exceeds),
     ``geometry-c-star``, ``auto-c``, ``delayed-te``, ``delayed-paper`` or ``current``; or :class:`sigmascale.AutoC`,
-    :class:`sigmascale.DelayedPaper` or :class:`sigmascale.DelayedTe` with their parameters. ``bound="certain"`` adds
+    :class:`sigmascale.DelayedPaper` or :class:`sigmascale.DelayedTe` with their parameters. ``bound="worst-case"`` adds
     exact and worst-case logit bounds (``runtime.logits``). ``tail``, a :class:`sigmascale.Tail`, is what the failure
     probability of ``geometry-c-star`` counts, by default one sequence of 1024 tokens, and the share of E4M3 that logit
     descales map onto.

@@ -149,7 +149,7 @@ def attend(
     lengths = (q.shape[1], k.shape[1]) if sequences is None else (sequences.max_len_q, sequences.max_len_k)
     window = _window(window, causal, *lengths)
     terms = Terms(causal, call.scale, window, _softcap(softcap), _sinks(sinks, q), sequences)
-    calls, reason = [terms], f"dropout {dropout} is not offered in FP8" if dropout else None
+    calls, reason = [terms], f"dropout {dropout} is not supported in FP8" if dropout else None
     if reason is None and mask is not None:
         found = _masks.recognise(mask, q.shape[0], q.shape[1], k.shape[1])
         if isinstance(found, str):

@@ -28,7 +28,7 @@ def fp8_cache(runtime, max_cache_len=None):
         raise ArgumentError("the runtime is not that of a Hugging Face decoder: its attention modules have no layer_idx")
     if any(plan.latent for plan in plans.values()):
         raise UnsupportedError(
-            "latent attention (MLA) caches latents, which are no keys and values: leave past_key_values out, and the "
+            "latent attention (MLA) caches latents instead of keys and values: leave past_key_values out, and the "
             "cache is BF16"
         )
     if any(plan.per_call for plan in plans.values()):

@@ -6,7 +6,7 @@ from ._monitor import Monitor
 class TrainerMonitor:
     """A ``TrainerCallback`` that records a run of the Trainer, see :class:`Monitor`.
 
-    >>> runtime = sigmascale.torch.attach(model, bound="certain")
+    >>> runtime = sigmascale.torch.attach(model, bound="worst-case")
     >>> trainer = transformers.Trainer(model, ..., callbacks=[sigmascale.torch.TrainerMonitor(runtime, "run.jsonl")])
 
     Every optimizer step is a step of the record, numbered as the Trainer numbers it. The Trainer hands out loss and

@@ -485,7 +485,7 @@ def _refuse(function, others, **given):
             continue
         nothing, remedy = _ELSEWHERE[name]
         if value is not nothing and not (isinstance(value, int) and value == nothing):
-            raise UnsupportedError(f"{name} is not offered in FP8 by {function}: {remedy}")
+            raise UnsupportedError(f"{name} is not supported in FP8 by {function}: {remedy}")
     return taken
 
 

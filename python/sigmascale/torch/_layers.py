@@ -135,7 +135,7 @@ def check_form(layer):
     for name, tensor in layer.tensors().items():
         if tensor.dtype not in _DTYPES:
             remedy = (
-                "cast the model to one of them" if tensor.dtype == torch.float64 else "attach to the unquantised model"
+                "cast the model to one of them" if tensor.dtype == torch.float64 else "attach to the unquantized model"
             )
             raise UnsupportedError(f"{name} has type {tensor.dtype}: bfloat16, float16 and float32 are read; {remedy}")
     if layer.latent is not None:
@@ -201,7 +201,7 @@ def _check_shapes(layer):
     if layer.norm not in ("rms", "layer", None):
         raise ArgumentError(f"{layer.name}: norm {layer.norm!r} is not 'rms', 'layer' or None")
     if layer.norm is None and layer.q_norm is None:
-        raise UnsupportedError(f"{layer.name}: attention input without a norm, and q and k without one, have no bound")
+        raise UnsupportedError(f"{layer.name}: there is no norm before attention and none of q and k, so they have no bound")
     if layer.n_q_heads % layer.n_kv_heads:
         raise ArgumentError(
             f"{layer.name}: {layer.n_q_heads} query heads are no multiple of {layer.n_kv_heads} KV heads"
@@ -221,7 +221,7 @@ def _check_shapes(layer):
         vector = getattr(layer, key)
         if vector is not None and vector.shape != (length,):
             raise ArgumentError(
-                f"{layer.name}.{key} has shape {tuple(vector.shape)}, and the model dimension is {length}"
+                f"{layer.name}.{key} has shape {tuple(vector.shape)}, expected ({length},)"
             )
     for key in "qkv":
         bias, weight = getattr(layer, f"{key}_bias"), getattr(layer, key)
@@ -518,12 +518,12 @@ def _table(model, units):
         found = {name[: -len(probe)] for probe in probes for name in parameters if name.endswith("." + probe)}
         if len(found) != 1:
             raise UnsupportedError(
-                f"no parameter of {type(model).__name__} is named {probes[0]}, as family {spec['family']} has it. Name the "
+                f"no parameter of {type(model).__name__} is named {probes[0]}, which family {spec['family']} needs. Pass the "
                 "attention layers with layers=[sigmascale.torch.Layer(...), ...]"
             )
         (prefix,) = found
     if spec.get("multipliers") or spec.get("v_norm"):
-        raise UnsupportedError(f"family {spec['family']} has factors beside its weights, which are not read here")
+        raise UnsupportedError(f"family {spec['family']} multiplies its projections by factors, which is not supported")
     about = text, type(model).__name__, list(parameters)
     heads = sum(names["n_q_heads"] for names in layout["layers"])
     # A pipeline stage has some of the layers; one that has any tensor of a layer has them all.
@@ -615,7 +615,7 @@ def _layer(spec, names, index, prefix, parameters, modules, view):
         shape = (place["channels"] // ranks, spec["d_model"])
         if tuple(weight.shape) != shape:
             raise UnsupportedError(
-                f"{prefix + place['name']}.weight has shape {tuple(weight.shape)}, and the config needs {shape}"
+                f"{prefix + place['name']}.weight has shape {tuple(weight.shape)}, but the config needs {shape}"
             )
         weights[key], biases[key], heads[key] = weight, bias, place["heads"]
     growth = (spec.get("temperature") or {index: None})[index]

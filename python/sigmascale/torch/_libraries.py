@@ -1,4 +1,4 @@
-"""FP8 attention of other libraries, forward: FlashAttention-3, PyTorch's quantised SDPA, cuDNN."""
+"""FP8 attention of other libraries, forward: FlashAttention-3, PyTorch's quantized SDPA, cuDNN."""
 
 import contextlib
 import functools
@@ -54,7 +54,7 @@ class TorchQuantised:
         self._function = _first_import(
             ["torch.nn.attention.experimental._scaled_dot_product_attention_quantized"],
             "_scaled_dot_product_attention_quantized",
-            f"PyTorch {torch.__version__} has no quantised SDPA",
+            f"PyTorch {torch.__version__} has no quantized SDPA",
         )
         import torch.nn.attention as switch
 
@@ -84,7 +84,7 @@ class TorchQuantised:
         q8, k8, v8 = operands = cast_all(q, k, v, descales, words)
         if causal and q.shape[1] != k.shape[1]:
             raise UnsupportedError(
-                "PyTorch's quantised SDPA aligns a causal mask of unequal lengths otherwise: use fa3"
+                "PyTorch's quantized SDPA aligns a causal mask of unequal lengths otherwise: use fa3"
             )
         q_descale, k_descale, v_descale = (d.contiguous() for d in descales[:3])
         with self._active():

@@ -52,7 +52,7 @@ def _read(mask, batch, len_q, len_k):
         return f"an attention mask of shape {tuple(mask.shape)} is not (batch, heads, queries, keys)"
     mask = mask[(None,) * (4 - mask.dim())]
     if mask.shape[1] > 1 and mask.stride(1) != 0:
-        return "an attention mask with its own values for each head is not offered in FP8"
+        return "an attention mask with its own values for each head is not supported in FP8"
     try:
         mask = mask[:, 0].expand(mask.shape[0], len_q, len_k)
     except RuntimeError:
@@ -60,7 +60,7 @@ def _read(mask, batch, len_q, len_k):
     seen, known = mask, torch.ones((), dtype=torch.bool, device=mask.device)
     if mask.dtype != torch.bool:
         if not mask.is_floating_point():
-            return f"an attention mask of type {mask.dtype} is not offered in FP8: give it as bool"
+            return f"an attention mask of type {mask.dtype} is not supported in FP8: give it as bool"
         seen = mask == 0
         known = (seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()
     bits = seen.to(torch.uint8)
@@ -76,7 +76,7 @@ def _read(mask, batch, len_q, len_k):
         groups = _grouped(pieces * (batch // mask.shape[0]), len_q, len_k)
         if len(groups) <= _CALLS and all(len(each) <= max(8, len_q // _ROWS) for each in pieces):
             return [group.call(batch, len_q, len_k, mask.device) for group in groups]
-    return "an attention mask of another kind than causal, window, padding or packed sequences is not offered in FP8"
+    return "an attention mask of another kind than causal, window, padding or packed sequences is not supported in FP8"
 
 
 @dataclasses.dataclass
@@ -130,7 +130,7 @@ class _Group:
         if self.places == whole:
             return causal, window, None
         places = torch.tensor(self.places, dtype=torch.int32).reshape(-1, 4).t().contiguous().to(device)
-        longest = [max((ends[i][1] - ends[i][0] for ends in self.places)) for i in (0, 1)]
+        longest = [max(ends[i][1] - ends[i][0] for ends in self.places) for i in (0, 1)]
         return causal, window, Sequences(*places, *longest)
 
 

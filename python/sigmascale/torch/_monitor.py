@@ -22,7 +22,7 @@ _DIGITS = 7
 class Monitor:
     """Writes what each layer's attention does over a training run to a file that ``sigmascale diagnose`` reads.
 
-    >>> runtime = sigmascale.torch.attach(model, bound="certain")
+    >>> runtime = sigmascale.torch.attach(model, bound="worst-case")
     >>> monitor = sigmascale.torch.Monitor(runtime, "run.jsonl")
     >>> for batch in data:
     ...     ...                                     # forward, backward, optimizer.step(), runtime.refresh()
@@ -32,7 +32,7 @@ class Monitor:
     query head:
 
     - ``sigma``, ``bound``: the certified norm of W_Q^T W_K without the softmax scale, and the certified bound on
-      |logit|, with rounding, both of the weights of the last refresh; with ``attach(.., bound="certain")``.
+      |logit|, with rounding, both of the weights of the last refresh; with ``attach(.., bound="worst-case")``.
     - ``w_q``: certified spectral norm of the head's own W_Q, at most 0.1 % too large, of the weights now. Left out for
       layers that FSDP shards.
     - ``logit_max``, ``utilization``, ``saturated``: the largest |logit|, the largest amax / (448 descale) of q, k and
@@ -90,7 +90,7 @@ class Monitor:
         ]
         if runtime.logits is None:
             message = (
-                "this runtime computes no logit bounds, so sigma and bound are left out: attach(model, bound='certain')"
+                "this runtime computes no logit bounds, so sigma and bound are left out: attach(model, bound='worst-case')"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._numbers = [layer["layer"] for layer in layers]
@@ -306,9 +306,9 @@ def max_logit_bound(runtime):
     tau no head needs a clip, and tau / bound is at most the gamma of any batch. It is not S_max, and clipping by it
     clips heads that no batch has driven past tau.
 
-    Raises :class:`UnsupportedError` for a runtime without ``bound="certain"``.
+    Raises :class:`UnsupportedError` for a runtime without ``bound="worst-case"``.
     """
     if runtime.logits is None:
-        raise UnsupportedError("this runtime computes no logit bounds: attach(model, bound='certain')")
+        raise UnsupportedError("this runtime computes no logit bounds: attach(model, bound='worst-case')")
     values = runtime.logits[..., 2].double().cpu().numpy()
     return {number: values[plan.index, : plan.n_q_heads] for (number, *_), plan in zip(runtime._places, runtime.layers)}

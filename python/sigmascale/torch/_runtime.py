@@ -53,10 +53,10 @@ class Runtime:
             raise TypeError(f"tail must be a sigmascale.Tail, not {tail!r}")
         counted = dataclasses.asdict(tail)
         config = _native.policy(policy, parameters, counted)
-        if bound not in (None, "certain"):
-            raise ArgumentError(
-                f"bound {bound!r}: a runtime computes the certain logit bound ('certain') or none (None)"
-            )
+        if bound == "certain":  # the name in 0.1.0
+            bound = "worst-case"
+        if bound not in (None, "worst-case"):
+            raise ArgumentError(f"bound {bound!r}: expected 'worst-case' or None")
         if backend != "auto":
             _backends.backend(backend)
         if fallback not in (None, "bf16"):

@@ -17,7 +17,7 @@ def _opened(sink, path):
     if isinstance(sink, str):
         if sink != "tensorboard":
             raise TypeError(
-                f"sink {sink!r} is not known: give a SummaryWriter, a run of Weights & Biases, or 'tensorboard'"
+                f"unknown sink {sink!r}: expected a SummaryWriter, a run of Weights & Biases, or 'tensorboard'"
             )
         try:
             from torch.utils.tensorboard import SummaryWriter

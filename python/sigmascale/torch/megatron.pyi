@@ -26,7 +26,7 @@ class CoreAttention(torch.nn.Module):
 def attach(
     model: torch.nn.Module,
     policy: str | AutoC | DelayedPaper | DelayedTe = "geometry",
-    bound: Literal["certain"] | None = None,
+    bound: Literal["worst-case", "certain"] | None = None,
     **options: Any,
 ) -> Runtime: ...
 def layers(

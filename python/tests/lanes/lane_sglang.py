@@ -17,6 +17,7 @@ import models  # noqa: E402
 
 import sigmascale  # noqa: E402
 
+
 def check(model, out):
     """Exports a model and compares what SGLang resolves with what its weights need."""
     said = sigmascale.export(model, out, "sglang")

@@ -61,7 +61,7 @@ pub struct Args {
     /// Only causal calls
     #[arg(long)]
     causal: bool,
-    /// Which kernels
+    /// Kernels to time, comma-separated
     #[arg(
         long,
         default_value = "fp8,fp8+reorder,fp8+telemetry,fp8+o8,fp8+logits8,cast,cast+rope,e2e,e2e+rope,e2e+telemetry,e2e+serial",
@@ -75,10 +75,10 @@ pub struct Args {
     /// Training steps instead of --kernels: forward and backward; P V in f16 unless --accumulator says otherwise
     #[arg(long)]
     backward: bool,
-    /// Launches before the first that counts
+    /// Untimed warm-up launches
     #[arg(long, default_value_t = 5, value_parser = whole)]
     warmup: u64,
-    /// Launches that count
+    /// Timed launches
     #[arg(long, default_value_t = 20, value_parser = count)]
     reps: usize,
     /// Time single launches instead of replays of a CUDA graph

@@ -1,4 +1,4 @@
-//! `sigmascale bench spectral`: scales from weights, against one read of the weights.
+//! `sigmascale bench spectral`: scales from weights, relative to one read of the weights.
 //!
 //! Every method runs over all layers of the model at once, captured in a CUDA graph; the median replay is divided by the
 //! layer count. Weights are random BF16 in memory of their own for each layer, so that the L2 cache does not serve them.
@@ -20,7 +20,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use std::sync::Arc;
 
-/// Scales from weights in device memory, against one read of the weights
+/// Time scales from weights in device memory, relative to one read of the weights
 #[derive(clap::Args)]
 #[command(allow_negative_numbers = true)]
 pub struct Args {

@@ -18,29 +18,30 @@ const SHOWN: usize = 12;
 
 /// Find the head that goes wrong first in a training run, and what to do
 ///
-/// Reads the record that sigmascale.torch.Monitor writes, or two checkpoints or more of one run. Alarms, thresholds and
-/// their evidence: docs/diagnose.md.
+/// Reads the record that sigmascale.torch.Monitor writes, or two or more checkpoints of one run. docs/diagnose.md
+/// describes the alarms and their thresholds.
 ///
 /// Exit codes: 0 calm, 1 an alarm was raised, 2 wrong usage, 3 the record or a checkpoint cannot be read.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Record of a run (JSON Lines), or checkpoints of a series: folders or .safetensors files, ordered by the number
-    /// at the end of their names
+    /// Record of a run (JSON Lines), or checkpoints of one run: folders or .safetensors files, sorted by the number at
+    /// the end of their names
     #[arg(required = true, value_name = "RUN|CHECKPOINTS")]
     paths: Vec<PathBuf>,
-    /// Largest |logit| that is normal
+    /// |logit| at which the alarm logit-limit is raised [default: 1000]
     #[arg(long, value_name = "LOGIT", value_parser = real, allow_negative_numbers = true)]
     logit_limit: Option<f64>,
-    /// Growth of a head's W_Q that raises an alarm, as a part of the most that the learning rate allows
-    #[arg(long, value_name = "PART", value_parser = real, allow_negative_numbers = true)]
+    /// Growth of the norm of a head's W_Q that raises an alarm, as a fraction of the largest growth that the learning
+    /// rate allows [default: 0.3]
+    #[arg(long, value_name = "FRACTION", value_parser = real, allow_negative_numbers = true)]
     growth: Option<f64>,
-    /// Records of a layer over which growth is estimated
+    /// Number of records over which growth is estimated [default: 24]
     #[arg(long, value_name = "RECORDS", value_parser = count)]
     window: Option<usize>,
-    /// Learning rate between the checkpoints, without which their growth is not judged
+    /// Learning rate between the checkpoints; without it, their growth raises no alarm
     #[arg(long, value_name = "RATE", value_parser = real, allow_negative_numbers = true)]
     lr: Option<f64>,
-    /// Print JSON, as --format json
+    /// Same as --format json
     #[arg(long)]
     json: bool,
     /// Also write the result as an HTML page with the run's history to FILE

@@ -19,12 +19,11 @@ type Column = fn(&LayerRecord) -> &[f64];
 
 /// The page.
 pub fn render(diagnosis: &Diagnosis, history: &History, made: &Made) -> String {
-    let name = diagnosis.name.as_deref().unwrap_or("a run");
     let mut page = Page::new(
-        &format!("Diagnosis of {name}"),
+        "Diagnosis of a training run",
         &words::headline(diagnosis),
-        "Alarms are raised on what each head's attention did, before the loss shows it. A calm record proves nothing \
-         of what was not recorded.",
+        "Alarms are raised on what each head's attention did, before the loss shows it. A record without alarms proves \
+         nothing about what was not recorded.",
     );
     let tone = if diagnosis.verdict == Verdict::Calm { Tone::Good } else { Tone::Bad };
     page.verdict(tone, &words::verdict(diagnosis));

@@ -21,10 +21,21 @@ pub const HEADS: [&str; 12] = [
     "entropy",
 ];
 
+/// The name of the run. The stress lab names a run by its settings, a JSON object.
+pub fn name(diagnosis: &Diagnosis) -> String {
+    let Some(name) = &diagnosis.name else { return "run".to_owned() };
+    let Ok(settings) = serde_json::from_str::<serde_json::Map<_, _>>(name) else { return name.clone() };
+    let setting = |(key, value): (&String, &serde_json::Value)| match value.as_str() {
+        Some(text) => format!("{key} {text}"),
+        None => format!("{key} {value}"),
+    };
+    settings.iter().map(setting).collect::<Vec<_>>().join(", ")
+}
+
 /// What was read.
 pub fn headline(diagnosis: &Diagnosis) -> String {
     let layers = diagnosis.heads.iter().map(|head| head.layer).collect::<std::collections::BTreeSet<_>>().len();
-    let name = diagnosis.name.as_deref().unwrap_or("run");
+    let name = name(diagnosis);
     let steps = match (diagnosis.first_step, diagnosis.last_step) {
         (Some(first), Some(last)) => format!("steps {first} to {last}"),
         _ => "no records".to_owned(),
@@ -165,9 +176,9 @@ fn limit(head: &HeadReport, diagnosis: &Diagnosis) -> String {
 /// What the columns are.
 pub fn legend(diagnosis: &Diagnosis) -> String {
     format!(
-        "growth: of the norm of W_Q, as a part of the most that the learning rate allows; bound: worst case on \
-         |logit|, including rounding; limit at step: where the largest logit (without logits: its bound) reaches {} \
-         at the present rate; -: not recorded, or no growth",
+        "growth: growth of the norm of W_Q relative to the largest that the learning rate allows; bound: worst-case bound \
+         on |logit|, including rounding; limit at step: step at which the largest logit (without logits: its bound) \
+         reaches {} if it grows on at this rate; -: not recorded, or no growth",
         diagnosis.options.logit_limit
     )
 }

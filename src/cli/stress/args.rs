@@ -62,7 +62,7 @@ pub struct Args {
     #[command(flatten)]
     pub policies: PolicyArgs,
     /// Failure probability of geometry-c-star over all layers, tokens and steps of the run
-    #[arg(long, default_value_t = 1e-6, value_parser = real, help_heading = "Policy parameters")]
+    #[arg(long, default_value = "1e-6", value_parser = real, help_heading = "Policy parameters")]
     pub delta: f64,
     #[command(flatten)]
     pub output: OutputArgs,

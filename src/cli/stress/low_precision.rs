@@ -30,25 +30,25 @@ pub struct Args {
     /// Remedies to run, comma-separated [default: all]
     #[arg(long, value_name = "LIST", value_enum, value_delimiter = ',')]
     remedies: Vec<Remedy>,
-    /// How far the stabilised softmax exceeds a repeated maximum: m = beta max
+    /// Shift of the stabilized softmax on rows whose maximum repeats: m = beta max
     #[arg(long, default_value_t = 2.0, value_parser = real)]
     beta: f64,
-    /// Logits this close to the maximum repeat it, in nats
+    /// Logits within this distance of the maximum count as repeating it, in nats
     #[arg(long, default_value_t = 1e-3, value_parser = real)]
     epsilon: f64,
-    /// Keys per tile, after which the output is rounded: a divisor of 64, which holds a whole sequence
+    /// Keys per tile; the output is rounded after each. A divisor of 64, the length of a sequence
     #[arg(long, value_name = "KEYS", default_value_t = 64, value_parser = count)]
     tile: usize,
     /// Heads of the layer
     #[arg(long, value_name = "N", default_value_t = LowPrecisionOptions::default().heads, value_parser = count)]
     heads: usize,
-    /// Head whose V has columns of one sign, the one that fails; or `none`
+    /// Head whose values have one sign (the one that fails), or `none`
     #[arg(long, value_name = "HEAD", default_value = "2", value_parser = head)]
     head: Head,
     /// Head that the remedies f32-head and f32-w-q compute in f32 [default: that of --head, or 0]
     #[arg(long, value_name = "HEAD", value_parser = whole)]
     f32_head: Option<u64>,
-    /// How often a repeated token occurs; 1, 2 and 4 leave no tie to round
+    /// How often a repeated token occurs; with 1, 2 or 4 the sums of P V have no rounding ties
     #[arg(long, value_name = "N", default_value_t = LowPrecisionOptions::default().copies, value_parser = count)]
     copies: usize,
     /// Learning rate, after 100 steps of warm-up
@@ -90,7 +90,9 @@ fn about(remedy: Remedy) -> &'static str {
         Remedy::F32Output => "The output in f32 from P V on",
         Remedy::F32Pv => "P V in f32, the output in BF16",
         Remedy::DeltaFromP => "delta = rowsum(P dP)",
-        Remedy::Stabilised => "Repeated maxima are exceeded by the factor beta, by at most 40 nats",
+        Remedy::Stabilised => {
+            "The stabilized softmax: rows whose maximum repeats are shifted to beta times it, by at most 40 nats more"
+        }
         Remedy::StabilisedFixed => "The same, with one shift of 40 nats for all larger maxima",
         Remedy::StabilisedPower => "The same, with one shift of 57 ln 2 nats, so that P is a power of two",
         Remedy::F32Head => "The output of one head in f32",
@@ -246,7 +248,7 @@ fn remarks() -> Vec<String> {
         "delta's bias is the sum over the rows of delta as computed minus delta of an exact output, in units of the sum of \
          |delta|; summed over every tenth step."
             .to_owned(),
-        "The weights are planted so that maxima repeat from the first step. Where this comes from in a training run is \
+        "The weights are chosen so that maxima repeat from the first step. Where this comes from in a training run is \
          not shown here: docs/low-precision-failure.md."
             .to_owned(),
     ]

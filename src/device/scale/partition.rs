@@ -83,7 +83,7 @@ impl Partition {
         check(layers)?;
         if let Some(layer) = layers.iter().position(|l| l.qk_norm.is_some()) {
             return Err(Error::argument(format_args!(
-                "layer {layer}: q and k are normalised after the projection, so their bounds need no norm of a projection"
+                "layer {layer}: q and k are normalized after the projection, so their bounds need no norm of a projection"
             )));
         }
         let plain = |l: &LayerInput| canonical(&LayerInput { rotary: 0, v: None, ..*l });
@@ -260,7 +260,7 @@ mod tests {
         assert_eq!(kinds(with(|l| l.mean_removed = true)), 2);
         assert_eq!(kinds(with(|l| l.k.weight.dtype = Dtype::F32)), 2);
         let refused = |bad: LayerInput| Partition::of_power(&[layer(), bad]).unwrap_err().to_string();
-        assert!(refused(normalised()).starts_with("layer 1: q and k are normalised after the projection"));
+        assert!(refused(normalised()).starts_with("layer 1: q and k are normalized after the projection"));
         assert!(refused(with(|l| l.rotary = 3)).starts_with("layer 1: the rotated channels must be even"));
     }
 }

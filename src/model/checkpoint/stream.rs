@@ -185,7 +185,10 @@ impl LayerStream {
         if wanted != Some(bytes.len()) && self.wants(name) {
             return Err(Error::format(
                 &self.checkpoint.path,
-                format_args!("tensor `{name}` has {} bytes, which {dtype:?} of shape {shape:?} has not", bytes.len()),
+                format_args!(
+                    "tensor `{name}` has {} bytes, which does not fit {dtype:?} of shape {shape:?}",
+                    bytes.len()
+                ),
             ));
         }
         self.enter(name, dtype, shape, bytes)
@@ -209,22 +212,22 @@ impl LayerStream {
         let Some(&prefix) = prefixes.iter().find(fits) else {
             return match prefixes.iter().find_map(|prefix| self.bias_of(name.strip_prefix(prefix)?)) {
                 Some(weight) => broken(format_args!(
-                    "is a bias of `{weight}` that the config does not tell of: name all tensors when the stream is made"
+                    "is a bias of `{weight}` that the config does not mention: pass all tensor names when the stream is created"
                 )),
                 None => Ok(vec![]),
             };
         };
         if self.prefix.is_some_and(|other| other != prefix) {
             return broken(format_args!(
-                "and others have different prefixes: which of them is the text model is not known"
+                "has another prefix than tensors before it, so the text model cannot be identified"
             ));
         }
         let rest = &name[prefix.len()..];
         if self.readers[rest].iter().all(|layer| self.layers[*layer].read) || self.checkpoint.has_tensor(name) {
-            return broken(format_args!("came before: begin a new stream for new weights"));
+            return broken(format_args!("was already passed: create a new stream for new weights"));
         }
         if dtype == Dtype::F8_E4M3 && !self.spec().fp8_inputs {
-            return broken(format_args!("is E4M3, and the config has no `quantization_config` that says so"));
+            return broken(format_args!("is E4M3, but the config has no FP8 `quantization_config`"));
         }
         let end = bytes.len();
         self.prefix = Some(prefix);

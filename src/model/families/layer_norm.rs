@@ -178,8 +178,12 @@ pub(super) static FAMILIES: &[Family] = &[
         },
         // Its window (`local_attention`) is not read: no bound depends on it.
         refusals: &[
-            Refusal { key: "norm_bias", unless: Setting::False, why: "only its norm without a shift is known" },
-            Refusal { key: "rope_scaling", unless: Setting::False, why: "it scales both kinds of layers alike" },
+            Refusal { key: "norm_bias", unless: Setting::False, why: "only its norm without a shift is supported" },
+            Refusal {
+                key: "rope_scaling",
+                unless: Setting::False,
+                why: "it would scale both kinds of layers, which is not supported",
+            },
         ],
         ..LLAMA
     },
@@ -224,7 +228,7 @@ pub(super) static FAMILIES: &[Family] = &[
             Refusal {
                 key: "do_layer_norm_before",
                 unless: Setting::True,
-                why: "the norm behind attention is not known",
+                why: "the norm after attention is not supported",
             },
             Refusal { key: "layer_norm_elementwise_affine", unless: Setting::True, why: "it has no norm weights" },
         ],
@@ -253,7 +257,11 @@ pub(super) static FAMILIES: &[Family] = &[
         rope: RopeRule::None,
         scale: ScaleRule::Gpt,
         qkv: QkvTensors::Concat { name: "h.{i}.attn.c_attn", conv1d: false },
-        refusals: &[Refusal { key: "multi_query", unless: Setting::True, why: "only its multi-query form is known" }],
+        refusals: &[Refusal {
+            key: "multi_query",
+            unless: Setting::True,
+            why: "only its multi-query form is supported",
+        }],
         ..LLAMA
     },
     Family {

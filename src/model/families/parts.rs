@@ -166,7 +166,7 @@ pub(super) const fn gemma_rope(pattern: usize) -> RopeRule {
 pub(super) const CLIP: &[Refusal] = &[Refusal {
     key: "clip_qkv",
     unless: Setting::False,
-    why: "clipped queries and keys are no linear function of the token, and clipping can raise a logit",
+    why: "clipped queries and keys are not linear in the token, and clipping can raise a logit",
 }];
 
 /// A LayerNorm of each head without a shift, ahead of the rotation.

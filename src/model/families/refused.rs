@@ -32,15 +32,14 @@ pub(crate) static REFUSED: &[(&str, &str)] = &[
 ];
 
 const GATED_LATENT: &str = "its queries also read the query latent without its norm, which has no bound";
-const OTHER_LATENT: &str = "its layers are not the latent attention (MLA) that is known here";
-const NORMED_KEY: &str =
-    "its latent attention also normalizes the shared rotated key, and its layers differ in their sizes";
-const SHARED_LATENT: &str = "some of its layers take the cached latents of earlier ones";
+const OTHER_LATENT: &str = "its latent attention differs from the forms of MLA that are supported";
+const NORMED_KEY: &str = "its latent attention also normalizes the shared rotated key, and its layers differ in size";
+const SHARED_LATENT: &str = "some of its layers read the cached latents of earlier layers";
 const ALIBI: &str = "ALiBi adds a position bias to the logits";
 const NARROW_VALUES: &str = "its values and keys differ in width; only one width per head is supported";
 const TURNED_LAYERS: &str = "its layers differ in RoPE base and rotated share; only one of each per model is supported";
-const GATED_STREAMS: &str = "its attention reads a gated mix of several residual streams, which is not known here";
-const OTHER_MODEL: &str = "it takes the keys and values of the model that it drafts for";
+const GATED_STREAMS: &str = "its attention reads a gated mix of several residual streams, which is not supported";
+const OTHER_MODEL: &str = "it reads the keys and values of the model that it drafts for";
 const RELATIVE: &str = "relative position terms are added to the logits";
 
 /// Settings refused in every family.
@@ -52,17 +51,17 @@ pub(crate) static COMMON_REFUSALS: &[Refusal] = &[
         unless: Setting::False,
         why: "the query is multiplied by a factor that grows with the position",
     },
-    Refusal { key: "use_mrope", unless: Setting::False, why: "rotation by several position axes is not known" },
+    Refusal { key: "use_mrope", unless: Setting::False, why: "rotation by several position axes is not supported" },
 ];
 
 /// Settings of one DeciLM block's attention that no bound here covers.
 pub(crate) static BLOCK_REFUSALS: &[Refusal] = &[
-    Refusal { key: "sparsify", unless: Setting::False, why: "what it leaves out of the projections is not known" },
     Refusal {
-        key: "mamba",
+        key: "sparsify",
         unless: Setting::False,
-        why: "a block with a state space in attention's place is not known",
+        why: "it leaves out parts of the projections, which is not supported",
     },
+    Refusal { key: "mamba", unless: Setting::False, why: "a state-space block in place of attention is not supported" },
     Refusal {
         key: "llama4",
         unless: Setting::False,

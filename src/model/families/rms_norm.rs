@@ -289,7 +289,11 @@ pub(super) static FAMILIES: &[Family] = &[
         refusals: &[
             Refusal { key: "use_qk_norm", unless: Setting::True, why: "without the norm, its gains bound nothing" },
             Refusal { key: "qk_norm", unless: Setting::True, why: "without the norm, its gains bound nothing" },
-            Refusal { key: "use_cla", unless: Setting::False, why: "some layers take another layer's keys and values" },
+            Refusal {
+                key: "use_cla",
+                unless: Setting::False,
+                why: "some layers use the keys and values of another layer",
+            },
         ],
         ..LLAMA
     },
@@ -359,7 +363,7 @@ pub(super) static FAMILIES: &[Family] = &[
         refusals: &[Refusal {
             key: "normalization_layer_name",
             unless: Setting::Text("rms_norm"),
-            why: "only its RMS norm is known",
+            why: "only its RMSNorm is supported",
         }],
         ..LLAMA
     },
@@ -370,7 +374,7 @@ pub(super) static FAMILIES: &[Family] = &[
         refusals: &[Refusal {
             key: "position_embedding_type",
             unless: Setting::Text("rope"),
-            why: "other kinds turn other pairs or none",
+            why: "other kinds rotate other pairs or none",
         }],
         ..LLAMA
     },
