@@ -15,10 +15,18 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // The same of global memory.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Before the first copy by a tensor map that the host may have rewritten since the multiprocessor cached it. By the thread
-// that copies, or before a block barrier.
+// Before the first copy by a tensor map that the host or a kernel may have rewritten since the multiprocessor cached it. By
+// the thread that copies, or before a block barrier.
 __device__ __forceinline__ void fence_tensormap_acquire(const void* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"((u64)map) : "memory");
+}
+
+// After plain stores of tensor maps, for kernels whose copies by them come after `fence_tensormap_acquire`. No effect before
+// Hopper, which has no copy engine to tell.
+__device__ __forceinline__ void fence_tensormap_release() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.tensormap::generic.release.gpu;" ::: "memory");
+#endif
 }
 
 // Keeps a value in its register: the compiler can neither recompute it nor move memory accesses across this point.

@@ -21,6 +21,8 @@ macro_rules! sources {
     };
 }
 sources! {
+    /// Addresses of weights that move, into tables.
+    ADDRESSES = "scale/addresses";
     /// Prepared gains.
     GAINS = "scale/gains";
     /// Channel statistics of 16-bit weights, by Hopper's copy engine.

@@ -23,6 +23,7 @@ mod policies;
 mod power;
 mod products;
 mod qk_norm;
+mod shapes;
 mod small;
 mod weights;
 
@@ -49,6 +50,7 @@ fn main() -> ExitCode {
         power::tests(),
         products::tests(),
         qk_norm::tests(),
+        shapes::tests(),
         lost::tests(),
     ];
     let cases = cases.into_iter().flatten().collect();

@@ -7,7 +7,7 @@ use super::partition::Partition;
 use super::results::Results;
 use super::tables::{ChannelStats, LayerInput};
 use crate::bound::{HeadBound, HeadFrobenius};
-use crate::cuda::{Buffer, Device, Stream};
+use crate::cuda::{Buffer, Device, DevicePtr, Stream};
 use crate::error::{Error, Result};
 use crate::model::HeadOffsets;
 use std::sync::Arc;
@@ -60,6 +60,14 @@ impl ScaleEngine {
         })?;
         let bounded = with_grams || layers.iter().all(|l| l.qk_norm.is_some());
         Ok(Self { partition, groups, results, side: device.urgent_stream()?, bounded, bytes, weights: None })
+    }
+
+    /// Where the tables hold what depends on the addresses of these layers, and what that is. Nothing else differs from those
+    /// that the engine was made with.
+    pub(super) fn places(&self, layers: &[LayerInput]) -> Result<Vec<(DevicePtr, Vec<u64>)>> {
+        let of = |(group, members): (&Group, &[usize])| group.places(&self.partition.pick(layers, members).0);
+        let all = self.groups.iter().zip(self.partition.groups()).map(of).collect::<Result<Vec<_>>>()?;
+        Ok(all.concat())
     }
 
     /// The same over weights that are kept alive with the engine.

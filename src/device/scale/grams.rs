@@ -3,7 +3,7 @@
 use super::layout::Tables;
 use super::shares::{Shares, Unit};
 use super::storage::Storage;
-use super::tables::{Dtype, HeadGram, LayerInput, NO_ROW, Segment, StatTile, has_sums, tensor_maps};
+use super::tables::{Dtype, HeadGram, LayerInput, NO_ROW, Segment, StatTile, TensorMaps, has_sums};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;
@@ -61,7 +61,7 @@ struct Pass {
     gain_kernel: Kernel,
     gains: Buffer<u8>,
     scales: Buffer<[f32; 2]>,
-    maps: Buffer<u64>,
+    maps: TensorMaps,
     /// Of 128 input channels.
     gain_tiles: u32,
     /// Of the gains (`kernels/scale/gains.cu`).
@@ -177,7 +177,7 @@ impl Grams {
                     gain_kernel: device.module(sources::GAINS, &[])?.overlapping_kernel("scale_gains")?,
                     gains: device.zeros(gain_bytes * projections)?,
                     scales: device.zeros(projections)?,
-                    maps: tensor_maps(device, &built.projections, false, &boxes)?,
+                    maps: TensorMaps::new(device, &built.projections, false, boxes)?,
                     gain_tiles: d.div_ceil(128) as u32,
                     form: u32::from(split) + u32::from(sums),
                     channel_parts: device.zeros(cut.stat_parts as usize * 128 * 8)?,
@@ -230,6 +230,11 @@ impl Grams {
         // SAFETY: 1. the arguments are the kernel's of this route; 2. the tables are the engine's and reach the promised
         // weights; 3. every segment writes its own slots, and statistics that no other writes.
         unsafe { self.kernel.launch_early(stream, self.launch, &args, self.pass.is_some()) }
+    }
+
+    /// The tensor maps that it reads weights by, if any.
+    pub fn maps(&self) -> Option<&TensorMaps> {
+        self.pass.as_ref().map(|pass| &pass.maps)
     }
 
     /// One side of the products was rounded, not both.

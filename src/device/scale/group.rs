@@ -2,7 +2,7 @@
 
 use super::bounds::Bounds;
 use super::grams::{GramRoute, Grams};
-use super::layout::Tables;
+use super::layout::{self, Tables};
 use super::norms::Norms;
 use super::qk_norm::QkNorm;
 use super::results::Results;
@@ -16,6 +16,8 @@ use crate::error::{Error, Result};
 pub(super) struct Group {
     layers: Vec<LayerInput>,
     projections: Buffer<tables::Projection>,
+    /// What the table held when it was made.
+    made: Vec<tables::Projection>,
     stats: Buffer<ChannelStats>,
     layer_table: Buffer<tables::Layer>,
     norms: Norms,
@@ -58,8 +60,25 @@ impl Group {
             // Without projections to read there is no kernel before the descales, but a fill.
             pdl: device.arch().compute >= 90 && !built.projections.is_empty(),
             projections: device.upload(&built.projections)?,
+            made: built.projections,
             layers,
         })
+    }
+
+    /// Where the tables hold what depends on the addresses of these layers, and what that is. They are as those that the group
+    /// was made with, but for addresses.
+    pub fn places(&self, layers: &[LayerInput]) -> Result<Vec<(DevicePtr, Vec<u64>)>> {
+        let maps = [self.norms.maps(), self.certified.as_ref().and_then(|c| c.grams.maps())];
+        let mut all = vec![];
+        for (index, (at, made)) in layout::places(layers).zip(&self.made).enumerate() {
+            all.push((self.projections.at(index), bytemuck::cast::<_, [u64; 4]>(at).to_vec()));
+            let moved = tables::Projection { at, ..*made };
+            for maps in maps.into_iter().flatten() {
+                all.extend(maps.of(index, &moved)?);
+            }
+        }
+        all.extend(self.qk_norm.as_ref().map(|norm| norm.places(layers)).unwrap_or_default());
+        Ok(all)
     }
 
     /// Operand descales; with normalized q and k the logit bounds too. `clear`: the status has to be cleared first.

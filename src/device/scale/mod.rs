@@ -7,10 +7,14 @@
 //! Layers may differ: those that share shape, rotation, norm and storage share their launches, and all write their results
 //! into one set of buffers, layer after layer ([`ScaleEngine::heads`]). So do those of the power iterations.
 //!
+//! [`ShapeEngine`] is the same for weights that move, such as those that FSDP gathers anew for each forward: it is set up for the
+//! shapes of layers, and each launch brings the addresses as a kernel parameter.
+//!
 //! What it computes: what the CPU engine does, per channel `B = sqrt(d) ||w_c|| + |c_c|`, descale `(B + share A) / 448`; and
 //! per head Grams, certified norms made of them by shifted squarings on tensor cores, and logit bounds. There is no state
 //! between calls: the same weights give the same bits.
 
+mod addresses;
 mod bounds;
 mod engine;
 mod grams;
@@ -23,6 +27,7 @@ mod power;
 mod products;
 mod qk_norm;
 mod results;
+mod shape;
 mod shares;
 mod storage;
 mod tables;
@@ -31,5 +36,6 @@ pub use engine::ScaleEngine;
 pub use grams::GramRoute;
 pub use host::DeviceWeights;
 pub use power::{PowerEngine, PowerIteration, SummedPowerEngine};
+pub use shape::ShapeEngine;
 pub(crate) use tables::above;
 pub use tables::{ChannelStats, DeviceMatrix, Dtype, HeadGram, LayerInput, ProjectionInput, QkNormInput, QkNormSide};

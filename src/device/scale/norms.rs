@@ -2,7 +2,7 @@
 
 use super::layout::Tables;
 use super::storage::Storage;
-use super::tables::{DeviceMatrix, Dtype, HeadPlace, LayerInput, NO_ROW, has_sums, tensor_maps};
+use super::tables::{DeviceMatrix, Dtype, HeadPlace, LayerInput, NO_ROW, TensorMaps, has_sums};
 use crate::cuda::sources;
 use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;
@@ -15,7 +15,8 @@ pub(super) struct Norms {
     /// Heads of every projection, those of V last.
     heads: Buffer<HeadPlace>,
     first_value: usize,
-    maps: Buffer<u64>,
+    /// Where the copy engine brings the weights.
+    maps: Option<TensorMaps>,
     d_model: u32,
 }
 
@@ -59,7 +60,7 @@ impl Norms {
             None => {
                 let kernel = device.module(sources::NORMS_GENERIC, &[])?.kernel("scale_norms_generic")?;
                 let launch = |heads| Launch::linear(heads, 256, 0);
-                ((kernel.clone(), launch(all)), (kernel, launch(of_v)), device.zeros(0)?)
+                ((kernel.clone(), launch(all)), (kernel, launch(of_v)), None)
             }
             Some(Storage { dtype, columns, .. }) => {
                 let sums = has_sums(layers);
@@ -83,11 +84,8 @@ impl Norms {
                 };
                 // With sums it is bound by instructions, and needs every warp that fits.
                 let values = kernel(false, !sums, of_v)?;
-                (
-                    kernel(turns, false, all)?,
-                    values,
-                    tensor_maps(device, &built.projections, true, &[if columns { 64 } else { r }])?,
-                )
+                let maps = TensorMaps::new(device, &built.projections, true, vec![if columns { 64 } else { r }])?;
+                (kernel(turns, false, all)?, values, Some(maps))
             }
         };
         let heads = device.upload(&heads)?;
@@ -97,6 +95,11 @@ impl Norms {
     /// Puts the statistics of every channel on `stream`.
     pub fn every(&self, stream: &Stream, projections: DevicePtr, stats: DevicePtr) -> Result<()> {
         self.launch(stream, &self.every, 0, projections, stats)
+    }
+
+    /// The tensor maps that it reads weights by, if any.
+    pub fn maps(&self) -> Option<&TensorMaps> {
+        self.maps.as_ref()
     }
 
     /// Those of V. False if there is nothing to launch.
@@ -119,7 +122,8 @@ impl Norms {
         if launch.grid.0 == 0 {
             return Ok(());
         }
-        let (heads, maps) = (Arg::Ptr(self.heads.at(first)), Arg::Ptr(self.maps.ptr()));
+        let maps = Arg::Ptr(self.maps.as_ref().map_or(DevicePtr::NULL, TensorMaps::ptr));
+        let heads = Arg::Ptr(self.heads.at(first));
         let args = [Arg::Ptr(projections), heads, maps, Arg::U32(self.d_model), Arg::Ptr(stats)];
         // SAFETY: 1. the arguments are the kernels'; 2. the tables are the group's and reach the weights and vectors that the
         // engine's maker's caller promised; 3. every head has its own rows.

@@ -3,8 +3,9 @@
 use super::results::Results;
 use super::tables::{LayerInput, Place, QkLayer, QkNormInput, QkNormSide, QkSide};
 use crate::cuda::sources;
-use crate::cuda::{Arg, Buffer, Device, Kernel, Launch, Stream};
+use crate::cuda::{Arg, Buffer, Device, DevicePtr, Kernel, Launch, Stream};
 use crate::error::Result;
+use std::mem::offset_of;
 
 /// One launch for all layers, over vectors in device memory.
 #[derive(Debug)]
@@ -29,6 +30,16 @@ impl QkNorm {
             eta: 0.8,
             shape: [first.n_q as u32, first.n_kv as u32, first.d_head as u32],
         })
+    }
+
+    /// Where the tables hold the addresses of these layers' vectors, and what they are.
+    pub fn places(&self, layers: &[LayerInput]) -> Vec<(DevicePtr, Vec<u64>)> {
+        let of = |(index, norm): (usize, QkNormInput)| {
+            let table = self.layers.at(index).0;
+            let side = |at: usize, side: &QkNormSide| (DevicePtr(table + at as u64), vec![side.gain.0, side.shift.0]);
+            [side(offset_of!(QkLayer, q), &norm.q), side(offset_of!(QkLayer, k), &norm.k)]
+        };
+        layers.iter().filter_map(|layer| layer.qk_norm).enumerate().flat_map(of).collect()
     }
 
     /// Descales and bounds of q and k, and the logit bounds, of every layer.
@@ -56,8 +67,7 @@ impl QkNorm {
 
 fn entry(layer: &LayerInput, norm: &QkNormInput, place: &Place) -> QkLayer {
     let side = |side: &QkNormSide| QkSide {
-        gain: side.gain.0,
-        shift: side.shift.0,
+        at: [side.gain.0, side.shift.0],
         stride: if side.per_head { layer.d_head as u32 } else { 0 },
         channels: side.channels,
     };

@@ -143,6 +143,32 @@ impl LayerInput {
         }
     }
 
+    /// The layer with stand-ins for its addresses. Which kernels run depends on whether a vector is there and on whether an
+    /// address is a multiple of 16 bytes, so these stay. Layers whose stand-ins are equal are one [`ShapeEngine`]'s.
+    ///
+    /// [`ShapeEngine`]: super::ShapeEngine
+    pub fn without_places(&self) -> Self {
+        let place = |ptr: DevicePtr| match ptr {
+            DevicePtr::NULL => ptr,
+            DevicePtr(address) if address.is_multiple_of(16) => DevicePtr(16),
+            _ => DevicePtr(1),
+        };
+        let projection = |p: &ProjectionInput| ProjectionInput {
+            weight: DeviceMatrix { ptr: place(p.weight.ptr), ..p.weight },
+            bias: place(p.bias),
+        };
+        let side = |s: &QkNormSide| QkNormSide { gain: place(s.gain), shift: place(s.shift), ..*s };
+        Self {
+            q: projection(&self.q),
+            k: projection(&self.k),
+            v: self.v.as_ref().map(projection),
+            gain: place(self.gain),
+            shift: place(self.shift),
+            qk_norm: self.qk_norm.map(|norm| QkNormInput { q: side(&norm.q), k: side(&norm.k), ..norm }),
+            ..*self
+        }
+    }
+
     /// No weights, sizes of zero, no rotation: for filling in what a layer has.
     pub fn without_addresses() -> Self {
         let weight = DeviceMatrix { ptr: DevicePtr::NULL, dtype: Dtype::F32, row_stride: 0, col_stride: 0 };
@@ -190,13 +216,20 @@ pub(super) struct Growth {
     pub kv: u32,
 }
 
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+/// Where a projection's weight and vectors lie: the part of a [`Projection`] that changes when weights move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct Projection {
+pub(super) struct Addresses {
     pub weight: u64,
     pub gain: u64,
     pub shift: u64,
     pub bias: u64,
+}
+
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Projection {
+    pub at: Addresses,
     pub row_stride: i64,
     pub col_stride: i64,
     pub rows: u32,
@@ -248,8 +281,8 @@ const _: () = assert!(size_of::<Layer>() == 68);
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct QkSide {
-    pub gain: u64,
-    pub shift: u64,
+    /// Gain and shift.
+    pub at: [u64; 2],
     pub stride: u32,
     pub channels: u32,
 }
@@ -374,26 +407,51 @@ pub(super) fn has_sums(layers: &[LayerInput]) -> bool {
     layers.iter().any(|l| l.mean_removed || l.shift != DevicePtr::NULL)
 }
 
-/// Tensor maps of every projection, but of V only with `values`, one for each size of box: so many channels by 128 bytes of
-/// inputs of weights stored `[out, in]`, so many inputs by 128 bytes of channels of others. A dry run, whose weights need not be
-/// there, makes none.
-pub(super) fn tensor_maps(
-    device: &Device,
-    projections: &[Projection],
+/// Tensor maps of a table of projections in device memory, one for each size of box: so many channels by 128 bytes of inputs of
+/// weights stored `[out, in]`, so many inputs by 128 bytes of channels of others.
+#[derive(Debug)]
+pub(super) struct TensorMaps {
+    maps: Buffer<u64>,
+    boxes: Vec<u32>,
+    /// V has maps too.
     values: bool,
-    boxes: &[u32],
-) -> Result<Buffer<u64>> {
-    let maps = projections.iter().flat_map(|p| {
-        let (channels, inputs) = (u64::from(p.rows), u64::from(p.d_model));
-        let (inner, outer, stride) = match p.col_stride {
-            1 => (inputs, channels, p.row_stride),
-            _ => (channels, inputs, p.col_stride),
+}
+
+/// 64-bit words of a tensor map.
+pub(super) const MAP_WORDS: usize = 16;
+
+impl TensorMaps {
+    /// A dry run, whose weights need not be there, makes none.
+    pub fn new(device: &Device, projections: &[Projection], values: bool, boxes: Vec<u32>) -> Result<Self> {
+        let of = |p: &Projection| match values || p.first_head != NO_ROW {
+            true if !device.is_dry() => tensor_maps(p, &boxes),
+            _ => Ok(vec![0; MAP_WORDS * boxes.len()]),
         };
-        let is_f32 = p.dtype == Dtype::F32 as u32;
-        boxes.iter().map(move |&rows| match (values || p.first_head != NO_ROW) && !device.is_dry() {
-            true => tensor_map::tensor_map_rows(p.weight, is_f32, inner, outer, stride as u64, rows),
-            false => Ok([0; 16]),
-        })
-    });
-    device.upload(&maps.collect::<Result<Vec<_>>>()?.concat())
+        let maps = projections.iter().map(of).collect::<Result<Vec<_>>>()?.concat();
+        Ok(Self { maps: device.upload(&maps)?, boxes, values })
+    }
+
+    pub fn ptr(&self) -> DevicePtr {
+        self.maps.ptr()
+    }
+
+    /// Where the maps of the projection with this number lie, and what they are; `None` if it has none.
+    pub fn of(&self, index: usize, projection: &Projection) -> Result<Option<(DevicePtr, Vec<u64>)>> {
+        if !self.values && projection.first_head == NO_ROW {
+            return Ok(None);
+        }
+        let place = self.maps.at(MAP_WORDS * self.boxes.len() * index);
+        Ok(Some((place, tensor_maps(projection, &self.boxes)?)))
+    }
+}
+
+fn tensor_maps(p: &Projection, boxes: &[u32]) -> Result<Vec<u64>> {
+    let (channels, inputs) = (u64::from(p.rows), u64::from(p.d_model));
+    let (inner, outer, stride) = match p.col_stride {
+        1 => (inputs, channels, p.row_stride),
+        _ => (channels, inputs, p.col_stride),
+    };
+    let is_f32 = p.dtype == Dtype::F32 as u32;
+    let map = |&rows: &u32| tensor_map::tensor_map_rows(p.at.weight, is_f32, inner, outer, stride as u64, rows);
+    Ok(boxes.iter().map(map).collect::<Result<Vec<_>>>()?.concat())
 }
