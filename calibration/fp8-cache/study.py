@@ -188,15 +188,17 @@ def tables(record):
             if kind in ("values", "keys"):
                 # From the smallest range to the largest.
                 planted.sort(key=lambda name: int(name.rpartition("^")[2]))
-            lines += [f"**{model}, {kind}**", ""]
-            lines.append("| planted | largest key / value | loss in BF16 | KL at 1.0 | per tensor | per head | exact amax | clipped at 1.0 |")
+            lines += [f"{model}, {kind}:", ""]
+            lines.append("| planted | largest key / value | loss: BF16, 1.0, per tensor | KL: 1.0 | per tensor | per head | amax | clipped at 1.0 |")
             lines.append("|---|---|---|---|---|---|---|---|")
             for name in planted:
                 found = {row["scales"]: row for row in own if row["planted"] == name}
                 one = found["1.0"]
-                numbers = [f"{float(found[kind]['kl']):.4f}" for kind in KINDS]
+                losses = one["bf16_loss"], one["loss"], found["certain, per tensor"]["loss"]
+                largest = f"{one['largest_key']} / {one['largest_value']}"
+                divergence = [f"{float(found[kind]['kl']):.4f}" for kind in KINDS]
                 clipped = f"{100 * float(one['clipped_share']):.2g} %"
-                cells = [name, f"{one['largest_key']} / {one['largest_value']}", f"{float(one['bf16_loss']):.3f}", *numbers, clipped]
+                cells = [name, largest, ", ".join(f"{float(loss):.3f}" for loss in losses), *divergence, clipped]
                 lines.append(f"| {' | '.join(cells)} |")
             lines.append("")
     return "\n".join(lines)

@@ -121,3 +121,15 @@ def test_links_lead_somewhere():
             assert file.exists(), f"{page.name} links to {target}, which does not exist"
             if anchor and file.suffix == ".md":
                 assert anchor in anchors(file), f"{page.name} links to {target}#{anchor}, which is no heading"
+
+
+def test_the_tables_of_the_cache_study_are_those_of_its_record():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    study = ROOT / "calibration" / "fp8-cache"
+    (record,) = study.glob("*.csv")
+    command = [sys.executable, study / "study.py", "--tables", record]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in printed.splitlines() if line.startswith("| ")]
+    page = (study / "README.md").read_text().splitlines()
+    assert len(lines) >= 46 and [line for line in lines if line not in page] == []
