@@ -274,6 +274,25 @@ def low_precision():
     return markdown(["remedy", "loss doubled", "loss at the end", *of_2], table)
 
 
+def low_precision_settings():
+    rows = record("2026-11-23-low-precision-settings.csv")
+    names = {
+        "plain": ("as above: one tile, three copies, V of one sign", ""),
+        "tile32": ("tiles of 32 keys", "`--tile 32`"),
+        "tile16": ("tiles of 16 keys", "`--tile 16`"),
+        "copies2": ("two copies, whose sums have no tie", "`--copies 2`"),
+        "none": ("V of both signs, no shared part of K", "`--head none`"),
+        "beta8": ("stabilized, beta 8 instead of 2", "`--remedies stabilised --beta 8`"),
+    }
+    table = []
+    for key, name in names.items():
+        row = find(rows, setting=key)
+        doubled = "no" if row["loss_doubled_at"] == "-" else f"at step {row['loss_doubled_at']}"
+        table.append([*name, doubled, row["w_q_end"]])
+    start = find(rows, setting="plain")["w_q_start"]
+    return markdown(["setting", "option", "loss doubled", f"norm of W_Q at the end ({start} at the start)"], table)
+
+
 def latent():
     rows = record("2026-11-23-latent-bounds.csv")
     names = {
@@ -335,6 +354,7 @@ TABLES = {
         training_step,
         ablations,
         low_precision,
+        low_precision_settings,
         latent,
         backward_order,
         scale_out,
