@@ -140,7 +140,7 @@ def test_scales():
     make, found = functools.partial(llama, *SMALL), {}
     for kind, wrap, dtype in (("fsdp", shard, torch.bfloat16), ("tp", split, torch.float32)):
         model = wrap(make())
-        runtime = attach(model, bound="certain")
+        runtime = attach(model, bound="worst-case")
         optimizer, batch = adamw(model), tokens(2, 128, dist.get_rank() if kind == "fsdp" else 0)
         for _ in range(3):
             with torch.autocast(device().type, torch.bfloat16, enabled=kind == "tp"):
@@ -151,7 +151,7 @@ def test_scales():
         with torch.autocast(device().type, torch.bfloat16, enabled=kind == "tp"):
             backward(model, batch)
         whole = whole_of(model, make, dtype)
-        alone = attach(whole, bound="certain")
+        alone = attach(whole, bound="worst-case")
         heads = runtime.n_kv_heads
         place = dist.get_rank() if kind == "tp" else 0
         own = slice(place * heads, (place + 1) * heads)
@@ -163,7 +163,7 @@ def test_scales():
         own = slice(place * runtime.n_q_heads, (place + 1) * runtime.n_q_heads)
         sigma, least = runtime.logits[..., 0].double(), norms_in_f64(whole)[:, own]
         beside_one = (runtime.logits / alone.logits[:, own] - 1).abs().max().item()
-        host = attach(whole.cpu(), bound="certain").logits[:, own, 0].double()
+        host = attach(whole.cpu(), bound="worst-case").logits[:, own, 0].double()
         beside_host = (sigma.cpu() / host - 1).abs().max().item()
         if beside_host > 0.01 or not (sigma >= least).all():
             raise SystemExit(

@@ -269,7 +269,7 @@ def table(logs):
                 sys.exit(f"{log}: {scenario} did not come to its end")
             taken, end = own[:-1], own[-1]
             branch = taken[-(head["branch"] or len(taken)) :]
-            last = [row["loss"] for row in taken[-50:]]
+            last = [row["loss"] for row in taken[-min(50, head["branch"] or 50) :]]
             found.setdefault((head["policy"], scenario), {})[head["seed"]] = {
                 "loss": sum(last) / len(last),
                 "held": end["held_out_loss"],
