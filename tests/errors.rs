@@ -91,7 +91,7 @@ fn folders_without_all_shards() {
 fn folders_without_a_config() {
     let (_keep, no_config) = folder(&["config.json"], &[]);
     names(&no_config, &["found model-00001-of-00002.safetensors, but no config.json", "copy config.json from"]);
-    names(&no_config.join(SHARDS[0]), &["config.json is not", "copy it from"]);
+    names(&no_config.join(SHARDS[0]), &["but no config.json", "copy config.json from"]);
     let bin = tempfile::tempdir().unwrap();
     std::fs::write(bin.path().join("pytorch_model.bin"), b"").unwrap();
     names(bin.path(), &["pytorch_model.bin is a pickled PyTorch checkpoint", "save_pretrained"]);
@@ -152,7 +152,7 @@ fn git_lfs_pointers() {
     for name in ["config.json", INDEX, SHARDS[0]] {
         let (_keep, folder) = folder(&[], &[]);
         std::fs::write(folder.join(name), POINTER).unwrap();
-        names(&folder, &[name, "it is a Git LFS pointer", "`git lfs pull` in", text(&folder)]);
+        names(&folder, &[name, "this is a Git LFS pointer", "`git lfs pull` in", text(&folder)]);
     }
 }
 

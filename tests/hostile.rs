@@ -52,9 +52,7 @@ fn refused(path: &Path) -> Error {
 #[track_caller]
 fn says(error: &Error, parts: &[&str]) {
     let message = error.to_string();
-    // The list of known families is long.
-    let longest = if message.contains("known are") { 2000 } else { 600 };
-    assert!(!message.contains('\n') && message.len() < longest, "one sentence: {message}");
+    assert!(!message.contains('\n') && message.len() < 600, "one sentence: {message}");
     for part in parts {
         assert!(message.contains(part), "`{part}` in: {message}");
     }
@@ -199,7 +197,7 @@ fn vectors_must_be_finite_and_complete() {
         write_safetensors(&weights(&folder), &broken.0, Dtype::F32);
         let error = refused(folder.path());
         assert!(error.is_non_finite(), "{error}");
-        says(&error, &["model.safetensors", name, "not finite"]);
+        says(&error, &["model.safetensors", name, "NaN or infinity"]);
     }
     // A bias in one layer and not in the other, or promised and absent.
     let folder = sound(1);
@@ -239,7 +237,7 @@ fn an_index_may_only_name_files_of_its_folder_that_are_there() {
         says(&refused(folder.path()), &["index.json", "weight_map"]);
     }
     std::fs::remove_file(&index).unwrap();
-    says(&refused(folder.path()), &["model.safetensors.index.json is not", "all 2 shards"]);
+    says(&refused(folder.path()), &["but no model.safetensors.index.json", "all 2 shards"]);
 }
 
 #[test]
@@ -256,7 +254,7 @@ fn configs_that_make_no_sense() {
         (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "2 query heads are not a multiple of 3"),
         (json!({"num_attention_heads": 2, "num_key_value_heads": 3}), "(`num_attention_heads`, `num_key_value_heads`)"),
         (json!({"head_dim": 12}), "`head_dim`"),
-        (json!({"rope_theta": -1e300}), "not -1e300"),
+        (json!({"rope_theta": -1e300}), "got -1e300"),
         (json!({"rope_scaling": {"rope_type": "spiral"}}), "unknown `rope_type` `spiral`"),
         (json!({"num_hidden_layers": 0}), "`num_hidden_layers`: expected an integer from 1"),
         (json!({"num_hidden_layers": 10_001}), "`num_hidden_layers`"),
@@ -268,13 +266,13 @@ fn configs_that_make_no_sense() {
         (json!({"num_attention_heads": 0}), "`num_attention_heads`"),
         (json!({"head_dim": 12}), "multiple of 8 from 16 to 256"),
         (json!({"head_dim": 512}), "multiple of 8 from 16 to 256"),
-        (json!({"rope_theta": 0}), "`rope_theta` must be greater than zero"),
-        (json!({"rope_theta": "big"}), "`rope_theta` must be a finite number"),
+        (json!({"rope_theta": 0}), "`rope_theta` must be greater than 0"),
+        (json!({"rope_theta": "big"}), "`rope_theta`: expected a finite number"),
         (json!({"rope_scaling": {"rope_type": "linear"}}), "`factor` is missing"),
         (json!({"rope_scaling": {"rope_type": "linear", "factor": -2}}), "`factor` must be greater"),
         (json!({"rope_scaling": {"rope_type": "spiral", "factor": 2}}), "unknown `rope_type` `spiral`"),
-        (json!({"rope_scaling": 3}), "`rope_scaling` must be an object"),
-        (json!({"partial_rotary_factor": 0.5}), "rotate a share"),
+        (json!({"rope_scaling": 3}), "`rope_scaling`: expected an object"),
+        (json!({"partial_rotary_factor": 0.5}), "the rotated share of a head must be 1"),
         (json!({"layer_types": ["full_attention"]}), "1 entries for 2 layers"),
         (json!({"layer_types": ["full_attention", "linear_attention"]}), "linear_attention"),
         (json!({"torch_dtype": "int8"}), "`int8`"),
@@ -283,7 +281,7 @@ fn configs_that_make_no_sense() {
         (json!({"model_type": "hunyuan_v1_moe", "use_cla": true}), "`use_cla`"),
         (json!({"model_type": "phi", "hidden_size": 64, "qk_layernorm": true}), "`qk_layernorm` is set"),
         (json!({"model_type": "phi", "hidden_size": 64, "rotary_dim": 8}), "`rotary_dim` is 8"),
-        (json!({"model_type": 3}), "`model_type` must be a string"),
+        (json!({"model_type": 3}), "`model_type`: expected a string"),
         (json!({"model_type": null}), "`model_type` is missing"),
         (json!({"model_type": "gemma3"}), "`text_config` is missing"),
         (json!({"quantization_config": {"quant_method": "awq"}}), "`awq`"),

@@ -992,7 +992,7 @@ fn checkpoints_that_contradict_their_config_are_refused() {
     let bias = "model.layers.0.self_attn.kv_b_proj.bias";
     let mut t = f.draw(1);
     t.0.insert(bias.into(), (vec![HEADS * (NOPE + VALUE)], vec![1.0; HEADS * (NOPE + VALUE)]));
-    says(&t, "has no bias there");
+    says(&t, "is a bias where latent attention has none");
     let mut t = f.draw(1);
     t.0.remove("model.layers.0.self_attn.kv_a_layernorm.weight");
     says(&t, "kv_a_layernorm.weight` is missing");

@@ -165,7 +165,7 @@ fn per_head_scales_have_the_entries_that_vllm_takes() {
     for engine in ["sglang", "trtllm", "mistralrs"] {
         let to = folder.with_file_name(engine);
         let (code, log) = failure(&["export", TINY_LLAMA, "--to", text(&to), "--for", engine, "--per-head"]);
-        assert!(code == 2 && log.contains("vLLM alone"), "{log}");
+        assert!(code == 2 && log.contains("only vLLM reads"), "{log}");
         assert!(!to.exists());
     }
 }
@@ -525,7 +525,7 @@ fn an_export_that_fails_leaves_nothing() {
     assert!(code == 2 && log.contains("needs weights"), "{log}");
     let (_model, model) = run::copy_of_tiny_llama();
     let (code, log) = failure(&["export", text(&model), "--to", text(&model.join("inside")), "--for", "vllm"]);
-    assert!(code == 2 && log.contains("model's own folder"), "{log}");
+    assert!(code == 2 && log.contains("is in the folder of the model"), "{log}");
     // A weight that is not finite is found after half of the layers.
     let file = model.join("model-00002-of-00002.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
@@ -991,7 +991,7 @@ mod streams {
         let error = stream.push(name, *dtype, shape, bytes.clone()).unwrap_err();
         assert!(error.to_string().contains("came before"), "{error}");
         let error = stream.finish(false).unwrap_err();
-        assert!(error.is_mismatch() && error.to_string().contains("did not come"), "{error}");
+        assert!(error.is_mismatch() && error.to_string().contains("are missing"), "{error}");
         // A bias that nobody told of: with its layer's scales out already it would be too late.
         let error = stream.push("model.layers.0.self_attn.k_proj.bias", Dtype::F32, &[32], vec![0; 128]).unwrap_err();
         assert!(error.to_string().contains("does not tell of"), "{error}");

@@ -549,7 +549,7 @@ fn usage_errors_exit_2_and_write_nothing() {
         (&["replay", "--trace", TRACE, "--seq-len", "7"], 2, "remove --seq-len"),
         (&["replay", "--trace", TRACE, "--policies", "current,,delayed"], 2, "empty name"),
         (&["replay", "--trace", TRACE, "--policies", "geometry,auto-c"], 2, "name one of the policies delayed-paper"),
-        (&["checkpoint-load", "--model", "mistral-8b"], 1, "no preset of this name"),
+        (&["checkpoint-load", "--model", "mistral-8b"], 1, "no such path or preset"),
         (&["replay", "--trace", "/no/such/trace.json"], 1, "/no/such/trace.json"),
         (&["replay", "--trace", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")], 1, "no trace"),
     ];

@@ -45,7 +45,7 @@ def test_wrong_calls_say_what_is_wrong(tmp_path):
         sigmascale.diagnose(run, growth=0)
     with pytest.raises(sigmascale.ArgumentError, match="lr is for checkpoints"):
         sigmascale.diagnose(run, lr=1e-3)
-    with pytest.raises(sigmascale.ArgumentError, match="at least two checkpoints"):
+    with pytest.raises(sigmascale.ArgumentError, match="pass two or more checkpoints"):
         sigmascale.diagnose([run])
     with pytest.raises(FileNotFoundError):
         sigmascale.diagnose(tmp_path / "absent.jsonl")

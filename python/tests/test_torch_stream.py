@@ -113,7 +113,7 @@ def test_a_tensor_that_comes_twice_is_refused_and_a_new_pass_begins_clean(tmp_pa
     stream.push(*first)
     with pytest.raises(sigmascale.FormatError, match="came before"):
         stream.push(*first)
-    with pytest.raises(sigmascale.MismatchError, match="did not come"):
+    with pytest.raises(sigmascale.MismatchError, match="are missing"):
         stream.finish()
 
 

@@ -403,7 +403,7 @@ fn what_does_not_fit_is_named() {
     says(with(openelm(), "num_kv_heads", json!([2, 4, 1])), "layer 1: 6 query heads are not a multiple of 4");
     says(with(openelm(), "num_query_heads", json!([4, 0, 3])), "a list of integers from 1");
     says(with(openelm(), "num_query_heads", Value::Null), "`num_query_heads` is missing");
-    says(with(openelm(), "normalization_layer_name", json!("layer_norm")), "only its RMS norm is known");
+    says(with(openelm(), "normalization_layer_name", json!("layer_norm")), "only its RMSNorm is supported");
     let block = |edit: &dyn Fn(&mut Value)| {
         let mut config = decilm();
         edit(&mut config["block_configs"]);
@@ -411,7 +411,7 @@ fn what_does_not_fit_is_named() {
     };
     says(block(&|b| drop(b.as_array_mut().unwrap().pop())), "`block_configs` has 4 entries for 5 layers");
     says(block(&|b| b[2] = json!({})), "block 2: `attention` must be an object");
-    says(block(&|b| b[2]["attention"]["n_heads_in_group"] = json!(3)), "block 2: 4 query heads do not divide");
+    says(block(&|b| b[2]["attention"]["n_heads_in_group"] = json!(3)), "block 2: 4 query heads are not a multiple");
     says(block(&|b| b[2]["attention"]["n_heads_in_group"] = json!("x")), "config.json, block 2: `n_heads_in_group`");
     says(block(&|b| b[2]["attention"]["n_heads_in_group"] = Value::Null), "block 2: `n_heads_in_group` is missing");
     says(block(&|b| b[2]["attention"]["no_op"] = json!("yes")), "block 2");
@@ -429,9 +429,9 @@ fn what_does_not_fit_is_named() {
         config.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
         config
     };
-    says(gemma(json!({})), "`num_kv_shared_layers` is 15 of 4 layers: none is left");
+    says(gemma(json!({})), "`num_kv_shared_layers` is 15 of 4 layers: at least one layer must have");
     let kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"];
-    says(gemma(json!({"num_kv_shared_layers": 1, "layer_types": kinds})), "no layer of its kind has its own");
+    says(gemma(json!({"num_kv_shared_layers": 1, "layer_types": kinds})), "an earlier layer of its kind, but there is none");
     says(gemma(json!({"head_dim": 512})), "head dimension 512");
     says(json!({"model_type": "mimo_v2_flash"}), "differ in width");
     // A missing tensor is named by the model's own number.

@@ -390,7 +390,7 @@ fn a_layer_can_have_a_base_of_its_own() {
     assert_eq!(bases(own), [Some(10_000.0), None, Some(500_000.0)]);
     let refused = |extra: &str| granite(extra).unwrap_err().to_string();
     assert!(refused(r#","layer_rope_theta":[1.0,2.0]"#).contains("2 entries for 3 layers"));
-    assert!(refused(r#","layer_rope_theta":[1.0,2.0,-1.0]"#).contains("from 0 on"));
+    assert!(refused(r#","layer_rope_theta":[1.0,2.0,-1.0]"#).contains("non-negative numbers"));
 }
 
 #[test]
@@ -592,7 +592,7 @@ fn refusals_name_what_is_refused() {
         assert!(error.to_string().contains(part), "{error}");
     };
     says(r#"{"model_type":"axk2"}"#, "query latent without its norm");
-    says(r#"{"model_type":"mistral_large4"}"#, "cached latents of earlier ones");
+    says(r#"{"model_type":"mistral_large4"}"#, "cached latents of earlier layers");
     says(r#"{"model_type":"mamba"}"#, "unknown model type `mamba`");
     says(
         r#"{"model_type":"falcon","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,"alibi":true}"#,
@@ -615,7 +615,7 @@ fn refusals_name_what_is_refused() {
     says(
         r#"{"model_type":"opt","hidden_size":256,"num_hidden_layers":1,"num_attention_heads":4,
            "do_layer_norm_before":false}"#,
-        "behind attention",
+        "after attention",
     );
     says(r#"{"model_type":"gpt_bigcode","n_embd":256,"n_layer":1,"n_head":4,"multi_query":false}"#, "multi-query");
     says(
@@ -716,7 +716,7 @@ fn every_description_of_the_stored_weights_is_read() {
     assert!(hidden(format!(r#","quantization_config":{turned}"#)).contains("transform_config"));
     assert!(hidden(format!(r#","compression_config":{turned}"#)).contains("transform_config"));
     assert!(hidden(r#","quantization_config":{"quant_method":"gptq"}"#.to_owned()).contains("gptq"));
-    assert!(hidden(r#","quantization_config":{"quant_method":"fp8"}"#.to_owned()).contains("different things"));
+    assert!(hidden(r#","quantization_config":{"quant_method":"fp8"}"#.to_owned()).contains("contradicts another description"));
     let top = llama(&format!(r#","compression_config":{turned}"#)).unwrap_err().to_string();
     assert!(top.contains("transform_config"), "{top}");
 }
