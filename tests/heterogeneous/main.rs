@@ -431,7 +431,10 @@ fn what_does_not_fit_is_named() {
     };
     says(gemma(json!({})), "`num_kv_shared_layers` is 15 of 4 layers: at least one layer must have");
     let kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"];
-    says(gemma(json!({"num_kv_shared_layers": 1, "layer_types": kinds})), "an earlier layer of its kind, but there is none");
+    says(
+        gemma(json!({"num_kv_shared_layers": 1, "layer_types": kinds})),
+        "an earlier layer of its kind, but there is none",
+    );
     says(gemma(json!({"head_dim": 512})), "head dimension 512");
     says(json!({"model_type": "mimo_v2_flash"}), "differ in width");
     // A missing tensor is named by the model's own number.

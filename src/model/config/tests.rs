@@ -716,7 +716,10 @@ fn every_description_of_the_stored_weights_is_read() {
     assert!(hidden(format!(r#","quantization_config":{turned}"#)).contains("transform_config"));
     assert!(hidden(format!(r#","compression_config":{turned}"#)).contains("transform_config"));
     assert!(hidden(r#","quantization_config":{"quant_method":"gptq"}"#.to_owned()).contains("gptq"));
-    assert!(hidden(r#","quantization_config":{"quant_method":"fp8"}"#.to_owned()).contains("contradicts another description"));
+    assert!(
+        hidden(r#","quantization_config":{"quant_method":"fp8"}"#.to_owned())
+            .contains("contradicts another description")
+    );
     let top = llama(&format!(r#","compression_config":{turned}"#)).unwrap_err().to_string();
     assert!(top.contains("transform_config"), "{top}");
 }
