@@ -72,7 +72,8 @@ pub struct Layer {
     pub qk_norm: Option<QkNorm>,
 }
 
-fn dtype(name: &str) -> Result<Dtype> {
+/// A type by PyTorch's name.
+pub fn dtype(name: &str) -> Result<Dtype> {
     match name {
         "bfloat16" => Ok(Dtype::Bf16),
         "float16" => Ok(Dtype::F16),
@@ -205,7 +206,7 @@ impl ScaleEngine {
 /// Addresses and lengths of the results: `heads` f32 `[layer][q, k, v, o][n_kv]`, `operands` f32 `[layer][q, k, v][n_kv]`,
 /// `bounds` f32 `[layer][n_q][sigma, certain, rounded, descale, ..]` (absent without logits), `status` one u32. Each layer has
 /// its own heads, without padding.
-fn results<'py>(
+pub fn results<'py>(
     py: Python<'py>,
     heads: &Buffer<f32>,
     operands: &Buffer<f32>,

@@ -44,5 +44,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<host::HostPolicy>()?;
     module.add_class::<device::ScaleEngine>()?;
     module.add_class::<device::ShapeEngine>()?;
+    module.add_class::<latent::LatentEngine>()?;
     module.add_class::<policy::DevicePolicy>()
 }

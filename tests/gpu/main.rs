@@ -16,6 +16,7 @@ macro_rules! tests {
 mod attention;
 mod engine;
 mod frobenius;
+mod latent;
 mod lost;
 mod mixed;
 mod norms;
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
         small::tests(),
         engine::tests(),
         frobenius::tests(),
+        latent::tests(),
         norms::tests(),
         mixed::tests(),
         policies::tests(),

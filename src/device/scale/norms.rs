@@ -33,6 +33,42 @@ fn copied(device: &Device, layers: &[LayerInput]) -> Option<Storage> {
     (fits && storage.dtype != Dtype::F32).then_some(storage)
 }
 
+/// What `scale_norms` is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Form {
+    pub d_head: u32,
+    /// Stored `[in, out]`.
+    pub columns: bool,
+    pub sums: bool,
+    /// With the products of rotation pairs.
+    pub turns: bool,
+    pub f16: bool,
+    pub vectors: Dtype,
+    /// One block a multiprocessor, beside other kernels.
+    pub beside: bool,
+}
+
+impl Form {
+    /// The kernel, and its launch over so many heads.
+    pub fn kernel(self, device: &Device, heads: usize) -> Result<(Kernel, Launch)> {
+        let defines = [
+            ("D_HEAD", self.d_head.to_string()),
+            ("ALONG_CHANNELS", u32::from(self.columns).to_string()),
+            ("SUMS", u32::from(self.sums).to_string()),
+            ("TURNS", u32::from(self.turns).to_string()),
+            ("F16", u32::from(self.f16).to_string()),
+            ("VECTORS", (self.vectors as u32).to_string()),
+            ("BESIDE", u32::from(self.beside).to_string()),
+        ];
+        let module = device.module(sources::NORMS, &defines)?;
+        let kernel = module.overlapping_kernel("scale_norms")?;
+        let number = |name| module.constant(name).map(|value| value as u32);
+        let (threads, shared) = (number("BLOCK_THREADS")?, number("SHARED_BYTES")?);
+        kernel.allow_shared(shared)?;
+        Ok((kernel, Launch::linear(heads, threads, shared)))
+    }
+}
+
 /// Roundings that the sums of `scale_norms` over `d_model` inputs are deep.
 pub(super) fn depth(d_model: usize) -> usize {
     let tiles = d_model.div_ceil(64);
@@ -65,23 +101,9 @@ impl Norms {
             Some(Storage { dtype, columns, .. }) => {
                 let sums = has_sums(layers);
                 let turns = built.projections.iter().any(|p| p.rotary > 0);
-                let kernel = |turns: bool, beside: bool, heads| -> Result<(Kernel, Launch)> {
-                    let defines = [
-                        ("D_HEAD", r.to_string()),
-                        ("ALONG_CHANNELS", u32::from(columns).to_string()),
-                        ("SUMS", u32::from(sums).to_string()),
-                        ("TURNS", u32::from(turns).to_string()),
-                        ("F16", u32::from(dtype == Dtype::F16).to_string()),
-                        ("VECTORS", (layers[0].vector_dtype as u32).to_string()),
-                        ("BESIDE", u32::from(beside).to_string()),
-                    ];
-                    let module = device.module(sources::NORMS, &defines)?;
-                    let kernel = module.overlapping_kernel("scale_norms")?;
-                    let number = |name| module.constant(name).map(|value| value as u32);
-                    let (threads, shared) = (number("BLOCK_THREADS")?, number("SHARED_BYTES")?);
-                    kernel.allow_shared(shared)?;
-                    Ok((kernel, Launch::linear(heads, threads, shared)))
-                };
+                let vectors = layers[0].vector_dtype;
+                let form = Form { d_head: r, columns, sums, turns, f16: dtype == Dtype::F16, vectors, beside: false };
+                let kernel = |turns: bool, beside: bool, heads| Form { turns, beside, ..form }.kernel(device, heads);
                 // With sums it is bound by instructions, and needs every warp that fits.
                 let values = kernel(false, !sums, of_v)?;
                 let maps = TensorMaps::new(device, &built.projections, true, vec![if columns { 64 } else { r }])?;
