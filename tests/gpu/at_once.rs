@@ -90,22 +90,9 @@ fn the_time_of_whole_models() {
         ("llama-3-8b", (4096, 128), (32, 8), 32),
     ] {
         let case = Case::new(name, (d, r), heads);
-        let held: Vec<Layer> = (0..4).map(|seed| Layer::new(&case, 60 + seed)).collect();
+        let layer = Layer::new(&case, 60);
         // Copies of their own, so that the cache holds no layer twice.
-        let copies: Vec<Vec<_>> = (0..layers)
-            .map(|i| {
-                let bytes = |which: usize| device().upload(&held[i % 4].memory[which].read().unwrap()).unwrap();
-                (0..3).map(bytes).collect()
-            })
-            .collect();
-        let place = |i: usize| {
-            let mut input = held[i % 4].input;
-            input.q.weight.ptr = copies[i][0].ptr();
-            input.k.weight.ptr = copies[i][1].ptr();
-            input.v.as_mut().unwrap().weight.ptr = copies[i][2].ptr();
-            input
-        };
-        let inputs: Vec<LayerInput> = (0..layers).map(place).collect();
+        let (inputs, copies): (Vec<LayerInput>, Vec<_>) = (0..layers).map(|_| layer.copied()).unzip();
         let engines = both(&inputs);
         let bytes: usize = copies.iter().flatten().map(|buffer| buffer.len()).sum();
         let (source, mut target) = (device().zeros::<u8>(bytes).unwrap(), device().zeros::<u8>(bytes).unwrap());
@@ -113,7 +100,8 @@ fn the_time_of_whole_models() {
         let mut times = [vec![], vec![], vec![]];
         for _ in 0..21 {
             for (graph, times) in graphs.iter().zip(&mut times) {
-                graph.launch().unwrap();
+                // The cache is full of something else.
+                target.copy_from(&source, &stream).unwrap();
                 let start = stream.record().unwrap();
                 graph.launch().unwrap();
                 times.push(1e3 * start.milliseconds_to(&stream.record().unwrap()).unwrap());
