@@ -31,6 +31,8 @@ sources! {
     NORMS_GENERIC = "scale/norms_generic";
     /// Operand descales from channel statistics.
     DESCALES = "scale/operand_descales";
+    /// The same of latent attention.
+    LATENT_DESCALES = "scale/latent_descales";
     /// Grams of any head, without tensor cores.
     GRAMS_GENERIC = "scale/grams_generic";
     /// Grams on Hopper's tensor cores, the weights rounded once.
@@ -130,6 +132,7 @@ headers! {
     "scale/gram_pass.cuh",
     "scale/lift.cuh",
     "scale/matrices.cuh",
+    "scale/operand_bounds.cuh",
     "scale/pair_sums.cuh",
     "scale/ring.cuh",
     "scale/segments.cuh",

@@ -13,9 +13,11 @@ macro_rules! tests {
     };
 }
 
+mod at_once;
 mod attention;
 mod engine;
 mod frobenius;
+mod latent;
 mod lost;
 mod mixed;
 mod norms;
@@ -40,10 +42,12 @@ fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(1);
     let cases = [
+        at_once::tests(),
         attention::tests(),
         small::tests(),
         engine::tests(),
         frobenius::tests(),
+        latent::tests(),
         norms::tests(),
         mixed::tests(),
         policies::tests(),

@@ -402,6 +402,18 @@ impl Layer {
     }
 
     /// The same weights as the CPU engine takes them.
+    /// The same layer, its three matrices in memory of their own.
+    pub fn copied(&self) -> (LayerInput, Vec<Buffer<u8>>) {
+        assert_eq!(self.case.layout, Layout::Apart);
+        let copy = |which: usize| device().upload(&self.memory[which].read().unwrap()).unwrap();
+        let (memory, mut input) = ((0..3).map(copy).collect::<Vec<_>>(), self.input);
+        let weights = [Some(&mut input.q), Some(&mut input.k), input.v.as_mut()];
+        for (projection, buffer) in weights.into_iter().flatten().zip(&memory) {
+            projection.weight.ptr = buffer.ptr();
+        }
+        (input, memory)
+    }
+
     pub fn weights(&self) -> LayerWeights<'_> {
         let case = &self.case;
         let dtype = match case.dtype {

@@ -7,6 +7,10 @@ use crate::bound::HeadBound;
 use crate::cuda::{Buffer, Device, Stream};
 use crate::error::{Error, Result};
 
+/// What an engine says of layers that it does not fit.
+pub(super) const OTHER_SHAPE: &str = "these layers have other shapes, types, strides or alignments than those that the engine was \
+                                      made with: make another engine for them";
+
 /// A [`ScaleEngine`] for weights that move. It is set up for the shapes of layers, and each launch is given where they lie.
 ///
 /// The addresses, and the tensor maps made of them, are a kernel parameter of at most 1152 bytes: `scale_addresses` writes them
@@ -77,10 +81,7 @@ impl ShapeEngine {
 
     fn place(&self, stream: &Stream, layers: &[LayerInput]) -> Result<()> {
         if !self.fits(layers) {
-            return Err(Error::argument(
-                "these layers have other shapes, types, strides or alignments than those that the engine was made with: make \
-                 another engine for them",
-            ));
+            return Err(Error::argument(OTHER_SHAPE));
         }
         stream.bind()?;
         // SAFETY: 1. the places are rows of the engine's tables; 2. an engine's work is ordered, and the first launch behind this

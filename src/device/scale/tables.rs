@@ -148,11 +148,7 @@ impl LayerInput {
     ///
     /// [`ShapeEngine`]: super::ShapeEngine
     pub fn without_places(&self) -> Self {
-        let place = |ptr: DevicePtr| match ptr {
-            DevicePtr::NULL => ptr,
-            DevicePtr(address) if address.is_multiple_of(16) => DevicePtr(16),
-            _ => DevicePtr(1),
-        };
+        let place = stand_in;
         let projection = |p: &ProjectionInput| ProjectionInput {
             weight: DeviceMatrix { ptr: place(p.weight.ptr), ..p.weight },
             bias: place(p.bias),
@@ -194,6 +190,15 @@ impl LayerInput {
             rounding_share: RoundingShare::default(),
             qk_norm: None,
         }
+    }
+}
+
+/// In place of an address: NULL, or one that is or is not a multiple of 16 bytes as it.
+pub(super) fn stand_in(ptr: DevicePtr) -> DevicePtr {
+    match ptr {
+        DevicePtr::NULL => ptr,
+        DevicePtr(address) if address.is_multiple_of(16) => DevicePtr(16),
+        _ => DevicePtr(1),
     }
 }
 
