@@ -96,7 +96,7 @@ fn the_time_of_whole_models() {
         let engines = both(&inputs);
         let bytes: usize = copies.iter().flatten().map(|buffer| buffer.len()).sum();
         let (source, mut target) = (device().zeros::<u8>(bytes).unwrap(), device().zeros::<u8>(bytes).unwrap());
-        let graphs = [0, 1].map(|i| stream.capture(|s| engines[i].descales(s)).unwrap());
+        let graphs = engines.each_ref().map(|engine| stream.capture(move |s| engine.descales(s)).unwrap());
         let mut times = [vec![], vec![], vec![]];
         for _ in 0..21 {
             for (graph, times) in graphs.iter().zip(&mut times) {
