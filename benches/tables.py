@@ -293,6 +293,11 @@ def low_precision_settings():
     return markdown(["setting", "option", "loss doubled", f"norm of W_Q at the end ({start} at the start)"], table)
 
 
+def bias_emulation():
+    rows = record("2026-11-23-attention-bias-emulation.csv")
+    return markdown(["keys", "mean of V", *list(rows[0])[2:]], [list(row.values()) for row in rows])
+
+
 def latent():
     rows = record("2026-11-23-latent-bounds.csv")
     names = {
@@ -355,6 +360,7 @@ TABLES = {
         ablations,
         low_precision,
         low_precision_settings,
+        bias_emulation,
         latent,
         backward_order,
         scale_out,

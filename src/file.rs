@@ -226,7 +226,7 @@ mod tests {
         assert_eq!(std::fs::metadata(at("secret")).unwrap().permissions().mode() & 0o777, 0o600);
         assert!(at("link").is_symlink() && at("dangling").is_symlink());
         let error = write_atomically(&at("round"), b"x").unwrap_err();
-        assert!(error.is_io() && error.to_string().contains("go round"), "{error}");
+        assert!(error.is_io() && error.to_string().contains("form a cycle"), "{error}");
     }
 
     #[test]

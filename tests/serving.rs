@@ -989,12 +989,12 @@ mod streams {
         assert!(error.is_format() && error.to_string().contains("bytes"), "{error}");
         stream.push(name, *dtype, shape, bytes.clone()).unwrap();
         let error = stream.push(name, *dtype, shape, bytes.clone()).unwrap_err();
-        assert!(error.to_string().contains("came before"), "{error}");
+        assert!(error.to_string().contains("was already passed"), "{error}");
         let error = stream.finish(false).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("are missing"), "{error}");
         // A bias that nobody told of: with its layer's scales out already it would be too late.
         let error = stream.push("model.layers.0.self_attn.k_proj.bias", Dtype::F32, &[32], vec![0; 128]).unwrap_err();
-        assert!(error.to_string().contains("does not tell of"), "{error}");
+        assert!(error.to_string().contains("does not mention"), "{error}");
         let error = stream
             .push("model.layers.1.self_attn.k_proj.weight", Dtype::F8_E4M3, &[32, 48], vec![0; 1536])
             .unwrap_err();

@@ -155,7 +155,7 @@ MISTAKES = [
     ("mask that is no tensor", lambda: drop_in(attn_mask="causal"), TypeError, "attn_mask must be a tensor"),
     ("grouped heads", lambda: drop_in(enable_gqa=False), Argument, "set enable_gqa=True"),
     ("dropout", lambda: drop_in(dropout_p=0.1), Unsupported, "dropout 0.1.*fallback='bf16'"),
-    ("alibi", lambda: flash(alibi_slopes=torch.ones(4)), Unsupported, "alibi_slopes is not offered.*mask"),
+    ("alibi", lambda: flash(alibi_slopes=torch.ones(4)), Unsupported, "alibi_slopes is not supported.*mask"),
     ("descales of FlashAttention-3", lambda: flash(q_descale=torch.ones(2, 2)), Unsupported, "q_descale.*plan"),
     ("unknown keyword", lambda: flash(softmax=1.0), TypeError, "flash_attn_func.*'softmax'"),
     ("window_size", lambda: flash(window_size=None), Argument, "window_size None must be two whole numbers"),

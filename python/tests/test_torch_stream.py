@@ -111,7 +111,7 @@ def test_a_tensor_that_comes_twice_is_refused_and_a_new_pass_begins_clean(tmp_pa
     stream = sigmascale.ScaleStream(tmp_path)
     first = next(pair for pair in weights if pair[0].endswith("q_proj.weight"))
     stream.push(*first)
-    with pytest.raises(sigmascale.FormatError, match="came before"):
+    with pytest.raises(sigmascale.FormatError, match="was already passed"):
         stream.push(*first)
     with pytest.raises(sigmascale.MismatchError, match="are missing"):
         stream.finish()

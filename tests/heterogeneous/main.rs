@@ -416,7 +416,7 @@ fn what_does_not_fit_is_named() {
     says(block(&|b| b[2]["attention"]["n_heads_in_group"] = Value::Null), "block 2: `n_heads_in_group` is missing");
     says(block(&|b| b[2]["attention"]["no_op"] = json!("yes")), "block 2");
     says(block(&|b| b[4]["attention"]["sparsify"] = json!(["q"])), "block 4");
-    says(block(&|b| b[4]["attention"]["mamba"] = json!({"state_dim": 8})), "state space");
+    says(block(&|b| b[4]["attention"]["mamba"] = json!({"state_dim": 8})), "state-space block");
     says(block(&|b| b[3]["parallel_blocks"] = json!([{}])), "block 3: `parallel_blocks`");
     says(with(decilm(), "position_embedding_type", json!("rope_llama4")), "`position_embedding_type`");
     let none = |b: &mut Value| b.as_array_mut().unwrap().iter_mut().for_each(|b| b["attention"]["no_op"] = json!(true));
