@@ -82,7 +82,7 @@ def split(model):
 
 
 def attach(model, **options):
-    runtime = fp8.attach(model, backend="auto" if model.device.type == "cuda" else "emulated", **options)
+    runtime = fp8.attach(model, backend="native" if model.device.type == "cuda" else "emulated", **options)
     model.set_attn_implementation(fp8.register())
     return runtime
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the tables of the guides from the dated records in benches/records, with the standard library alone.
 
-    tables.py            rewrites every table between `<!-- table: NAME -->` and `<!-- end of table -->` in README.md and docs/*.md
+    tables.py            rewrites every table between `<!-- table: NAME -->` and `<!-- end of table -->` in README.md and docs/**/*.md
     tables.py --check    changes nothing; exits with 1 and names the tables that do not agree with their records
 
 Pictures are drawn by the scripts in docs/figures.
@@ -344,6 +344,38 @@ def scale_out():
     return markdown([*layout, "policy", "calls", "network, ms", "kernels, ms", "% of the step"], table)
 
 
+def low_precision_long():
+    rows = record("2026-11-23-low-precision-long.csv")
+    heads = range(sum(key.startswith("w_q_end_") for key in rows[0]))
+    table = []
+    for rate, remedy in dict.fromkeys((row["rate"], row["remedy"]) for row in rows):
+        runs = [row for row in rows if (row["rate"], row["remedy"]) == (rate, remedy)]
+        doubled = [row["loss_doubled_at"] for row in runs if row["loss_doubled_at"] != "-"]
+        count = f"{len(doubled)} of {len(runs)}"
+        largest = lambda column: ", ".join(
+            max((row[f"{column}_{head}"] for head in heads), key=float) for row in runs
+        )
+        count = f"**{count}**, at step {', '.join(doubled)}" if doubled else count
+        table.append([f"`{remedy}`", rate, count, largest("w_q_end"), largest("logit_end")])
+    header = "remedy", "rate", "loss doubled", "largest norm of W_Q of any head at the end", "largest \\|logit\\| at the end"
+    return markdown(header, table)
+
+
+def training_formats():
+    rows = record("2026-11-23-training-formats.csv")
+    table = []
+    for key in dict.fromkeys((row["fp8"], row["rounding"], row["policy"]) for row in rows):
+        runs = [row for row in rows if (row["fp8"], row["rounding"], row["policy"]) == key]
+        column = lambda name: [row[name] for row in runs]
+        span = lambda name: " to ".join(dict.fromkeys(sorted(column(name), key=float)[:: max(len(runs) - 1, 1)]))
+        table.append(
+            [*key[:2], f"`{key[2]}`", len(runs), ", ".join(column("overflow_steps")), span("loss_minus_f32")]
+            + [span("sqnr_db"), span("softmax_kl")]
+        )
+    header = "format", "rounding", "policy", "seeds", "steps with overflow, of 150", "loss minus f32's", "output SQNR, dB"
+    return markdown([*header, "softmax KL"], table)
+
+
 TABLES = {
     f.__name__.replace("_", "-"): f
     for f in (
@@ -361,6 +393,8 @@ TABLES = {
         low_precision,
         low_precision_settings,
         bias_emulation,
+        low_precision_long,
+        training_formats,
         latent,
         backward_order,
         scale_out,
@@ -370,7 +404,7 @@ TABLES = {
 
 def main():
     check, seen, stale = "--check" in sys.argv[1:], set(), []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text()
 
         def table(match):

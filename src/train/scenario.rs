@@ -323,9 +323,10 @@ pub fn run_with_progress(
     let jobs: Vec<Option<PolicyConfig>> =
         std::iter::once(None).chain(options.policies.iter().copied().map(Some)).collect();
     let total = course.all_steps(jobs.len(), options.casts.len());
+    // Options that are refused are so before anything is trained.
+    let parameters = Trainer::new(TrainOptions { mode: options.mode, ..options.train })?.parameters();
     let meter = Meter { done: AtomicUsize::new(0), total, progress };
     let done = in_parallel(jobs.len(), |at| follow(&course, options, jobs[at], &meter))?;
-    let parameters = Trainer::new(options.train)?.parameters();
     Ok(gather(&course, options, parameters, done))
 }
 

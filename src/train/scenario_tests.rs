@@ -2,6 +2,7 @@
 
 use super::scenario::{WINDOW, run};
 use super::*;
+use crate::attention::Cast;
 use crate::policy::{PolicyConfig, PolicyKind, Tensor};
 use crate::stress::{Mode, Scenario};
 
@@ -99,4 +100,22 @@ fn lists_are_neither_empty_nor_name_a_thing_twice() {
     refused(short(&[PolicyKind::Current, PolicyKind::Current]), "policy current is named twice");
     refused(LabOptions { casts: vec![], ..short(&[PolicyKind::Current]) }, "at least one kind of casts");
     refused(LabOptions { casts: vec![Casts::Nan; 2], ..short(&[PolicyKind::Current]) }, "kind of casts NaN");
+}
+
+#[test]
+fn formats_and_rounding_reach_the_runs() {
+    let base = short(&[PolicyKind::Geometry]);
+    let of = |operands, stochastic| {
+        let train = TrainOptions { operands, stochastic, ..base.train };
+        let options = LabOptions { train, casts: vec![Casts::Saturating], ..base.clone() };
+        let result = run(Scenario::LrSpike, &options).unwrap().training;
+        assert_eq!((result.operands, result.stochastic), (operands.name(), stochastic));
+        result.runs.iter().find(|run| run.policy.is_some()).unwrap().losses.clone()
+    };
+    let plain = of(Cast::E4m3, false);
+    assert!([of(Cast::E5m2, false), of(Cast::E4m3, true)].iter().all(|losses| *losses != plain));
+    // What the mode does not take is refused before a run.
+    let train = TrainOptions { stochastic: true, ..base.train };
+    let refused = run(Scenario::LrSpike, &LabOptions { train, mode: Mode::Logit, ..base });
+    assert!(refused.err().unwrap().is_argument());
 }
