@@ -151,6 +151,8 @@ ABSENT = {"deci", "kimi_k2", "kimi_vl", "nemotron-nas", "openelm"}
 
 
 def is_wrapper(model_type):
+    if model_type not in transformers.CONFIG_MAPPING:
+        return False
     return "text_config" in (getattr(transformers.CONFIG_MAPPING[model_type], "sub_configs", None) or {})
 
 
@@ -172,6 +174,8 @@ EMBEDDING_NORM = {"modernbert-decoder"}
 
 def config_of(model_type, **more):
     """A small config; keys that its class does not have are left out."""
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no class for {model_type}")
     kind = transformers.CONFIG_MAPPING[model_type]
     known = set(kind.__dataclass_fields__) | set(kind.attribute_map)
     sizes = {key: value for key, value in (SIZES | PARTS).items() if key in known}
