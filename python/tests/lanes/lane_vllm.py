@@ -2,8 +2,8 @@
 
     SIGMASCALE_PLUGIN=0 pytest python/tests/lanes/lane_vllm.py
 
-needs vLLM 0.32 (its CPU build is enough), transformers and this package. No forward pass is made: a kernel that does not read a
-scale is not found here. One engine per process: run the lanes of two engines apart.
+needs vLLM 0.32 (its CPU build is enough), transformers and this package. No forward pass is made: a kernel that does not
+read a scale is not found here. One engine per process: run the lanes of two engines apart.
 """
 
 import os
@@ -66,7 +66,8 @@ def test_per_head_scales_arrive(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "per_head"), [("fp8", False), ("compressed-tensors", False), ("compressed-tensors", True), ("modelopt", False)]
+    ("method", "per_head"),
+    [("fp8", False), ("compressed-tensors", False), ("compressed-tensors", True), ("modelopt", False)],
 )
 def test_scales_beside_fp8_weights_arrive(method, per_head, tmp_path, monkeypatch):
     models.skip_without_kernel(method)
