@@ -77,6 +77,11 @@ def test_scales_beside_fp8_weights_arrive(method, per_head, tmp_path, monkeypatc
     check(tmp_path / "out", sigmascale.export(model, tmp_path / "out", "vllm", per_head=per_head))
 
 
+def test_the_scales_of_a_multimodal_model_arrive(tmp_path):
+    model = models.write_multimodal(tmp_path / "model")
+    check(tmp_path / "out", sigmascale.export(model, tmp_path / "out", "vllm"))
+
+
 # Names that other tools write: what `verify` says of them is what the loader makes of them.
 @pytest.mark.parametrize(
     ("family", "method", "names"),

@@ -193,3 +193,28 @@ def with_scales(folder, names):
             weights[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(0.0371 * (layer + 1) * (place + 1))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def write_multimodal(folder):
+    """Gemma 3 with its vision tower, under the names of its published checkpoints."""
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(0)
+    text = SIZES | {"head_dim": 16, "vocab_size": 300}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299
+    )
+    config.dtype = torch.bfloat16
+    model = transformers.Gemma3ForConditionalGeneration(config).to(torch.bfloat16)
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and "embed" not in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(folder)
+    file = pathlib.Path(folder) / "model.safetensors"
+    own = lambda name: (
+        name if "vision_model" in name else name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+    )
+    save_file({own(name): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return pathlib.Path(folder)
