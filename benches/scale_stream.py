@@ -1,11 +1,11 @@
-"""Time of a weight sync's scales on the host: the attention weights of a 7B-shaped model with 8 KV heads, layer by layer.
+"""Time of a weight sync's scales: the attention weights of a 7B-shaped model with 8 KV heads, layer by layer.
 
     RAYON_NUM_THREADS=1 python benches/scale_stream.py [LAYERS]
     python benches/scale_stream.py bookkeeping
 
-Prints CSV. Needs NumPy, ml_dtypes and the package, built with ``maturin build --release``. ``bookkeeping`` needs PyTorch: it measures
-what Python and the crate do on the host for the 291 tensors of a 7B model whose scales are computed on a device. Tensors are small,
-and the launch of the scale engine is left out.
+Prints CSV. Needs NumPy, ml_dtypes and the package, built with ``maturin build --release``. ``bookkeeping`` needs PyTorch:
+it measures what Python and the crate do on the host for the 291 tensors of a 7B model whose scales are computed on a
+device. Tensors are small, and the launch of the scale engine is left out.
 """
 
 import sys
@@ -17,7 +17,6 @@ import numpy as np
 import sigmascale
 
 
-
 def bookkeeping():
     import torch
 
@@ -27,13 +26,23 @@ def bookkeeping():
     torch.set_num_threads(1)
     _serving._DEVICES = ("cpu",)
     d, layers = 64, 32
-    config = {"model_type": "llama", "hidden_size": d, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {
+        "model_type": "llama",
+        "hidden_size": d,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     names = ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj"]
     shapes = dict.fromkeys(names, (d, d)) | {"self_attn.k_proj": (d // 2, d), "self_attn.v_proj": (d // 2, d)}
     shapes |= {"input_layernorm": (d,), "post_attention_layernorm": (d,)}
-    of_layer = lambda i: [(f"model.layers.{i}.{name}.weight", torch.randn(shape).bfloat16()) for name, shape in shapes.items()]
+    of_layer = lambda i: [
+        (f"model.layers.{i}.{name}.weight", torch.randn(shape).bfloat16()) for name, shape in shapes.items()
+    ]
     weights = [pair for i in range(layers) for pair in of_layer(i)]
-    weights += [(f"{name}.weight", torch.randn(8, d).bfloat16()) for name in ("model.embed_tokens", "model.norm", "lm_head")]
+    weights += [
+        (f"{name}.weight", torch.randn(8, d).bfloat16()) for name in ("model.embed_tokens", "model.norm", "lm_head")
+    ]
     stream = sigmascale.ScaleStream(config)
     list(stream.through(weights))
     # The first pass made the engine.

@@ -3,13 +3,13 @@
     python calibration/fp8-cache/study.py data/tiny-llama [MODEL ...] > calibration/fp8-cache/DATE.csv
     python calibration/fp8-cache/study.py --tables calibration/fp8-cache/DATE.csv
 
-needs PyTorch, Hugging Face transformers and this package. Models are folders of Llama or GPT-2 checkpoints on bytes; the text is
-`data/sample.py`, which they were not trained on. The forward is the model's own in BF16; keys and values go through E4M3 as a cache
-holds them, queries stay in BF16. Every row compares with BF16 weights of the same planting:
+needs PyTorch, Hugging Face transformers and this package. Models are folders of Llama or GPT-2 checkpoints on bytes; the
+text is `data/sample.py`, which they were not trained on. The forward is the model's own in BF16; keys and values go
+through E4M3 as a cache holds them, queries stay in BF16. Every row compares with BF16 weights of the same planting:
 
-- `bias B`: a key bias of B in four channels of each KV head: with rotation the two pairs that turn least, which changes the model
-  (the column `bf16_loss`); without rotation any channels, which changes no probability, since a softmax forgets what all of its
-  logits share.
+- `bias B`: a key bias of B in four channels of each KV head: with rotation the two pairs that turn least, which changes
+  the model (the column `bf16_loss`); without rotation any channels, which changes no probability, since a softmax forgets
+  what all of its logits share.
 - `unread bias B`: the same, where the rows of W_Q of these channels are zero, so that no logit depends on them.
 - `values 2^J`: W_V times 2^J and W_O times 2^-J. The model is the same, in BF16 too.
 - `keys 2^J`: W_K times 2^J and W_Q times 2^-J, the same.
@@ -130,7 +130,11 @@ def windows():
 def certain(model, config, per_head):
     """Scales from the weights alone, as `export` writes them."""
     config = config.to_dict()
-    config = {key: value for key, value in config.items() if key not in ("dtype", "attn_implementation", "_attn_implementation_internal")}
+    config = {
+        key: value
+        for key, value in config.items()
+        if key not in ("dtype", "attn_implementation", "_attn_implementation_internal")
+    }
     profile = sigmascale.calibrate(config | {"dtype": "bfloat16"}, weights=model.state_dict())
     scales = {}
     for layer in profile["layers"]:
@@ -158,7 +162,9 @@ def measure(folder, out):
             "1.0": dict.fromkeys(amax, 1.0),
             "certain, per tensor": certain(model, config, False),
             "certain, per head": certain(model, config, True),
-            "exact amax, per tensor": {place: max(value, 1e-30) * (1 + 2**-20) / E4M3_MAX for place, value in amax.items()},
+            "exact amax, per tensor": {
+                place: max(value, 1e-30) * (1 + 2**-20) / E4M3_MAX for place, value in amax.items()
+            },
         }
         for name, scales in kinds.items():
             Cache.use(scales)
@@ -189,7 +195,10 @@ def tables(record):
                 # From the smallest range to the largest.
                 planted.sort(key=lambda name: int(name.rpartition("^")[2]))
             lines += [f"{model}, {kind}:", ""]
-            lines.append("| planted | largest key / value | loss: BF16, 1.0, per tensor | KL: 1.0 | per tensor | per head | amax | clipped at 1.0 |")
+            lines.append(
+                "| planted | largest key / value | loss: BF16, 1.0, per tensor | KL: 1.0 | per tensor | per head | amax "
+                "| clipped at 1.0 |"
+            )
             lines.append("|---|---|---|---|---|---|---|---|")
             for name in planted:
                 found = {row["scales"]: row for row in own if row["planted"] == name}

