@@ -97,7 +97,8 @@ pub fn operands_are_saved_for_a_backward() {
                 let strides = [length * heads * row, heads * row, row, 1];
                 View::new(saved[i].ptr(), Element::E4m3, like.extents(), strides)
             };
-            let views = SavedOperands { q: rows(0, &tensors.q), k: rows(1, &tensors.k), v: rows(2, &tensors.v) };
+            let views =
+                SavedOperands { q: rows(0, &tensors.q), k: rows(1, &tensors.k), v: rows(2, &tensors.v), row_max: None };
             (views, View::dense(workspace.ptr(), Element::U8, [bytes]))
         };
         tensors.saved = Some(views);

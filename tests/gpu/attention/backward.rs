@@ -158,6 +158,7 @@ impl Memory {
             dq: wide(dq, of_q),
             dk: wide(dk, of_kv),
             dv: wide(dv, of_kv),
+            bounds: None,
             d_sinks: None,
         }
     }

@@ -253,6 +253,7 @@ impl Memory {
             dq,
             dk,
             dv,
+            bounds: None,
             d_sinks,
         };
 
