@@ -255,12 +255,6 @@ impl BackwardEngine {
         self
     }
 
-    /// How calls run.
-    pub fn with_options(mut self, options: BackwardOptions) -> Self {
-        self.options = options;
-        self
-    }
-
     /// [`BackwardOptions::ring`].
     pub fn with_ring(mut self, ring: bool) -> Self {
         self.options.ring = ring;
@@ -270,13 +264,6 @@ impl BackwardEngine {
     /// How calls run.
     pub fn with_options(mut self, options: BackwardOptions) -> Self {
         self.options = options;
-        self
-    }
-
-    /// Whether the sums of dQ are kept for a few KV heads at a time, in the L2 cache, in place of all of them; for dense calls whose KV
-    /// heads are short enough. Off by default: it has not run on a GPU yet.
-    pub fn with_ring(mut self, ring: bool) -> Self {
-        self.ring = ring;
         self
     }
 

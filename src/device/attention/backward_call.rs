@@ -335,12 +335,7 @@ impl BackwardWorkspace {
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn of(
-        sizes: &AttentionShape,
-        terms: &Terms,
-        options: &BackwardOptions,
-        ring: Option<usize>,
-    ) -> Result<Self> {
+    pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions, ring: Option<usize>) -> Result<Self> {
         let form = BackwardForm::of(sizes, terms, options)?;
         let limit = options.sums_limit.filter(|_| ring.is_none());
         let sizes = &Parts::of(sizes, terms, &form, limit).largest(sizes);
@@ -458,7 +453,8 @@ mod tests {
         }
     }
 
-    const PLAIN: BackwardOptions = BackwardOptions { deterministic: false, sums_limit: None, ring: false, dq_fp8: false };
+    const PLAIN: BackwardOptions =
+        BackwardOptions { deterministic: false, sums_limit: None, ring: false, dq_fp8: false };
     const DETERMINISTIC: BackwardOptions = BackwardOptions { deterministic: true, ..PLAIN };
 
     fn cut(sums_limit: Option<usize>) -> BackwardOptions {
