@@ -680,14 +680,14 @@ mod tests {
         assert_eq!(schedule(&sizes(1, 32, 8, 1024), &causal(), true).splits, 1);
         assert_eq!(of(AttentionShape { d_head: 64, d_v: 64, ..sizes(1, 32, 8, 1024) }, true).splits, 1);
         let ring = |sizes: AttentionShape, deterministic| {
-            let form = BackwardForm::of(&sizes, &causal()).unwrap();
+            let form = BackwardForm::of(&sizes, &causal(), &PLAIN).unwrap();
             schedule(&sizes, &causal(), deterministic).ring(&sizes, &form, deterministic)
         };
         assert_eq!(ring(sizes(8, 32, 32, 2048), false), Some(16), "of 256 KV heads");
         assert_eq!(ring(sizes(1, 32, 32, 16384), false), Some(3), "8 MiB each");
         assert_eq!(ring(sizes(1, 64, 8, 16384), false), None, "64 MiB each");
         assert_eq!((ring(sizes(1, 8, 8, 2048), false), ring(sizes(8, 32, 32, 2048), true)), (None, None));
-        let bytes = |ring| BackwardWorkspace::of(&sizes(8, 32, 32, 2048), &causal(), false, ring).unwrap().bytes;
+        let bytes = |ring| BackwardWorkspace::of(&sizes(8, 32, 32, 2048), &causal(), &PLAIN, ring).unwrap().bytes;
         assert!(bytes(Some(16)) < bytes(None) / 8);
         for len in [1, 100, 5000, 1 << 20] {
             let all = sizes(3, 6, 2, len);
