@@ -425,6 +425,7 @@ impl BackwardSchedule {
 
 #[cfg(test)]
 mod tests {
+    use super::super::call::Workspace;
     use super::*;
     use crate::attention::{Mask, PvAccumulator};
     use crate::cuda::DevicePtr;
@@ -592,8 +593,8 @@ mod tests {
         assert!(all.part(0..2, 1..2).check().is_err(), "the log-sum-exp of some heads of two entries has gaps");
     }
 
-    /// The table of memory in docs/attention-backward.md: MiB of a forward and backward of 16384 tokens beside q, k, v and dO, in
-    /// one part and with sums of at most 32 MiB.
+    /// The table of memory in docs/attention-backward.md: MiB of a forward and backward of 16384 tokens beside q, k, v and dO, in one
+    /// part, with sums of at most 32 MiB, and in a ring.
     #[test]
     fn the_memory_of_a_step_is_that_of_the_documentation() {
         let page = include_str!("../../../docs/attention-backward.md");
@@ -602,20 +603,18 @@ mod tests {
         {
             for (batch, len) in [(8, 2048), (4, 4096), (2, 8192), (1, 16384)] {
                 let s = AttentionShape { batch, n_q_heads, n_kv_heads, len_q: len, len_k: len, d_head: d, d_v: d };
-                let mib = |limit: Option<usize>| {
-                    let saved =
-                        2 * s.out_elements() + 4 * s.lse_elements() + s.q_elements() + s.k_elements() + s.v_elements();
-                    let grads = 2 * (s.q_elements() + s.k_elements() + s.v_elements());
-                    let backward = BackwardWorkspace::of(&s, &causal(), &cut(limit), None).unwrap().bytes;
-                    let forward =
-                        crate::device::attention::Workspace::of(&s, &causal(), Element::Bf16, PvAccumulator::F16, true);
-                    (saved + forward.bytes.max(grads + backward)) as f64 / f64::from(1 << 20)
+                let operands = s.q_elements() + s.k_elements() + s.v_elements();
+                let saved = 2 * s.out_elements() + 4 * s.lse_elements() + operands;
+                let forward = Workspace::of(&s, &causal(), Element::Bf16, PvAccumulator::F16, true).bytes;
+                let mib = |limit: Option<usize>, ring: Option<usize>| {
+                    let backward = BackwardWorkspace::of(&s, &causal(), &cut(limit), ring).unwrap().bytes;
+                    (saved + forward.max(2 * operands + backward)) as f64 / f64::from(1 << 20)
                 };
-                let [one, cut] = [None, Some(32 << 20)].map(mib);
-                let row = format!(
-                    "| {n_q_heads} query, {n_kv_heads} KV, of {d} | {batch} x {len} | {one:.0} | {cut:.0} | {cudnn} | {:.2} |",
-                    cut / f64::from(cudnn)
-                );
+                let form = BackwardForm::of(&s, &causal(), &PLAIN).unwrap();
+                let ring = BackwardSchedule::of(&s, &causal(), &form, false, 132).ring(&s, &form, false);
+                let [one, cut, ring] = [mib(None, None), mib(Some(32 << 20), None), mib(None, ring)];
+                let heads = format!("{n_q_heads} query, {n_kv_heads} KV, of {d}");
+                let row = format!("| {heads} | {batch} x {len} | {one:.0} | {cut:.0} | {ring:.0} | {cudnn} |");
                 assert!(page.contains(&row), "docs/attention-backward.md lacks the row\n{row}");
             }
         }
