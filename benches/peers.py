@@ -284,16 +284,15 @@ def _casts():
     return {f.__name__: torch.compile(f, dynamic=False) for f in (cast, current)}
 
 
-def our_training(case, sets, sums_mib=None):
-    """Forward and backward of `sigmascale.torch.attention` through autograd. `sums_mib`: in parts whose sums of dQ take at most so
-    much."""
+def our_training(case, sets, sums_limit=None, ring=False):
+    """Forward and backward of `sigmascale.torch.attention` through autograd. The sums of dQ in parts of so many bytes, or in a ring."""
     from sigmascale.torch import _hopper, attention
 
     leaves = [tuple(x.requires_grad_() for x in s) for s in case.operands(sets)]
     grads, plan = [case.tensor(case.heads_q) for _ in range(sets)], (case.ones(),) * 3
 
     def launch(i):
-        _hopper.SUMS_LIMIT = sums_mib and sums_mib << 20
+        _hopper.SUMS.update(sums_limit=sums_limit, ring=ring)
         out = attention(*leaves[i], plan, causal=case.causal)
         return torch.autograd.grad(out, leaves[i], grads[i])
 
@@ -315,8 +314,9 @@ def contenders(table):
         cast = {f"{name}+{how}": cast_then(peer, how) for name, peer in peers.items() for how in ("cast", "current")}
         bf16 = lambda case, sets: CudnnBf16(case, sets, False).run_forward
         return {"sigmascale": functools.partial(ours, dtype=torch.bfloat16), **cast, "cudnn-bf16": bf16}
-    parts = {f"sigmascale+parts{mib}": functools.partial(our_training, sums_mib=mib) for mib in PARTS}
-    return {"sigmascale": our_training, **parts, "cudnn-bf16": lambda case, sets: CudnnBf16(case, sets, True).run_both}
+    others = {f"sigmascale+parts{mib}": functools.partial(our_training, sums_limit=mib << 20) for mib in PARTS}
+    others["sigmascale+ring"] = functools.partial(our_training, ring=True)
+    return {"sigmascale": our_training, **others, "cudnn-bf16": lambda case, sets: CudnnBf16(case, sets, True).run_both}
 
 
 # Timing.
@@ -392,7 +392,7 @@ def compare(table, case, options, smi):
     """Rows of one case: every contender, taking turns."""
     graphs, reasons, memory = {}, {}, {}
     for name, maker in contenders(table).items():
-        if name not in options.kernels if options.kernels else "+parts" in name:
+        if name not in options.kernels if options.kernels else name.startswith(("sigmascale+parts", "sigmascale+ring")):
             continue
         try:
             launch = maker(case, options.sets)

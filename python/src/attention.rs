@@ -171,6 +171,7 @@ pub struct Backward {
     d_sinks: Option<Array>,
     deterministic: bool,
     sums_limit: Option<usize>,
+    ring: bool,
 }
 
 impl Backward {
@@ -183,6 +184,7 @@ impl Backward {
         let options = BackwardOptions {
             deterministic: self.deterministic,
             sums_limit: self.sums_limit,
+            ring: self.ring,
             ..BackwardOptions::default()
         };
         engine.clone().with_options(options)

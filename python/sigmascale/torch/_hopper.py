@@ -9,8 +9,9 @@ from . import _cpu
 from ._casts import E4M3
 
 
-# Most bytes of f32 sums of dQ: calls that have more run in parts, which saves memory. None: all calls in one part.
-SUMS_LIMIT = None
+# How the backward keeps the f32 sums of dQ, to save memory. Both are off: neither has been measured. ``sums_limit``: most bytes; calls
+# that have more run in parts. ``ring``: of a few KV heads at a time.
+SUMS = {"sums_limit": None, "ring": False}
 
 
 class Native:
@@ -85,9 +86,9 @@ class Native:
             "dv": dv,
             "d_sinks": d_sinks,
             "deterministic": deterministic,
-            "sums_limit": SUMS_LIMIT,
+            **SUMS,
         }
-        self._run("backward", call, device, _key(terms, q, k, v), deterministic, SUMS_LIMIT)
+        self._run("backward", call, device, _key(terms, q, k, v), deterministic, *SUMS.values())
         return dq, dk, dv, d_sinks
 
     def _run(self, direction, call, device, *key):
