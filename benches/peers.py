@@ -39,6 +39,9 @@ DEFAULTS = {
     "bias": ("8x8x128", "1024,4096,16384,65536"),
 }
 
+# MiB of sums of dQ, for contenders that run where --kernels names them.
+PARTS = (16, 32, 64)
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -281,14 +284,15 @@ def _casts():
     return {f.__name__: torch.compile(f, dynamic=False) for f in (cast, current)}
 
 
-def our_training(case, sets):
-    """Forward and backward of `sigmascale.torch.attention` through autograd."""
-    from sigmascale.torch import attention
+def our_training(case, sets, sums_limit=None, ring=False):
+    """Forward and backward of `sigmascale.torch.attention` through autograd. The sums of dQ in parts of so many bytes, or in a ring."""
+    from sigmascale.torch import _hopper, attention
 
     leaves = [tuple(x.requires_grad_() for x in s) for s in case.operands(sets)]
     grads, plan = [case.tensor(case.heads_q) for _ in range(sets)], (case.ones(),) * 3
 
     def launch(i):
+        _hopper.SUMS.update(sums_limit=sums_limit, ring=ring)
         out = attention(*leaves[i], plan, causal=case.causal)
         return torch.autograd.grad(out, leaves[i], grads[i])
 
@@ -310,7 +314,9 @@ def contenders(table):
         cast = {f"{name}+{how}": cast_then(peer, how) for name, peer in peers.items() for how in ("cast", "current")}
         bf16 = lambda case, sets: CudnnBf16(case, sets, False).run_forward
         return {"sigmascale": functools.partial(ours, dtype=torch.bfloat16), **cast, "cudnn-bf16": bf16}
-    return {"sigmascale": our_training, "cudnn-bf16": lambda case, sets: CudnnBf16(case, sets, True).run_both}
+    others = {f"sigmascale+parts{mib}": functools.partial(our_training, sums_limit=mib << 20) for mib in PARTS}
+    others["sigmascale+ring"] = functools.partial(our_training, ring=True)
+    return {"sigmascale": our_training, **others, "cudnn-bf16": lambda case, sets: CudnnBf16(case, sets, True).run_both}
 
 
 # Timing.
@@ -386,7 +392,7 @@ def compare(table, case, options, smi):
     """Rows of one case: every contender, taking turns."""
     graphs, reasons, memory = {}, {}, {}
     for name, maker in contenders(table).items():
-        if options.kernels and name not in options.kernels:
+        if name not in options.kernels if options.kernels else name.startswith(("sigmascale+parts", "sigmascale+ring")):
             continue
         try:
             launch = maker(case, options.sets)

@@ -49,7 +49,8 @@ attention_backward_finish(const __grid_constant__ Backward p) {
     float4 sum[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) sum[i] = from[32 * i];
-    store_dq(p, sequence, head, slot.tile, rows, part, sum, scale);
+    const float* quant = p.terms + tile_index(p, blockIdx.y, head, number) * kTermFloats + kQuantTerm * kRows;
+    store_dq(p, sequence, head, slot.tile, rows, part, sum, scale, quant);
   }
 #endif
 }

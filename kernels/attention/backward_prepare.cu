@@ -20,6 +20,14 @@ __device__ __forceinline__ float dot(u32 a, u32 b, float sum) {
   return fmaf(ptx::bf16_high(a), ptx::bf16_high(b), sum);
 }
 
+// The largest power of two by which what `bound` and the root of `square` bound together stays within E4M3; NaN, so that every code is,
+// where the square is not finite.
+__device__ __forceinline__ float row_scale(float bound, float square) {
+  const float exponent = floorf(8.807355f - ptx::log2_approx(bound) - 0.5f * ptx::log2_approx(square));  // log2 of 448
+  const float scale = __int_as_float(((int)fminf(fmaxf(exponent, -100.0f), 100.0f) + 127) << 23);
+  return square < __int_as_float(0x7f800000) ? scale : __int_as_float(0x7fffffff);
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -45,8 +53,9 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
 #pragma unroll
   for (int i = 0; i < kRows / kPass; i++) {
     const int row = tile * kRows + i * kPass + threadIdx.x / kLanes;
-    if (!is_live(row) || p.delta != nullptr || !has_v) continue;
-    o[i] = *reinterpret_cast<const uint4*>(row_of(p.o, p.o_strides, batch, sequence.q_row + row, head) + 8 * piece);
+    if (!is_live(row) || (p.delta != nullptr && !DQ8) || !has_v) continue;
+    if (p.delta == nullptr)
+      o[i] = *reinterpret_cast<const uint4*>(row_of(p.o, p.o_strides, batch, sequence.q_row + row, head) + 8 * piece);
     d_out[i] = *reinterpret_cast<const uint4*>(row_of(p.d_out, p.d_out_strides, batch, sequence.q_row + row, head) + 8 * piece);
   }
 
@@ -65,6 +74,12 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
 #endif
 
   const float from_delta = 1.0f / descale_of(p.v_descale, p.v_descale_strides, sequence.batch_k, kv_head);
+#if DQ8
+  // In units of V's descale, in which no element passes 448
+  const float v_norm = p.v_norm == nullptr
+                           ? 448.0f * sqrtf((float)p.d_v)
+                           : descale_of(p.v_norm, p.v_norm_strides, sequence.batch_k, kv_head) * from_delta;
+#endif
 #if SINK
   float sink_sum = 0.0f;
 #endif
@@ -72,6 +87,15 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
 #pragma unroll
   for (int i = 0; i < kRows / kPass; i++) {
     const int in_tile = i * kPass + threadIdx.x / kLanes, row = tile * kRows + in_tile;
+#if DQ8
+    auto sum_of_row = [&](float x) {
+#pragma unroll
+      for (int lanes = 1; lanes < kLanes; lanes *= 2) x += ptx::shuffle_xor(x, lanes);
+      return x;
+    };
+    auto squares = [&](const uint4& x) { return dot(x.x, x.x, dot(x.y, x.y, dot(x.z, x.z, dot(x.w, x.w, 0.0f)))); };
+    const float d_out_square = sum_of_row(squares(d_out[i]));
+#endif
     float delta = dot(o[i].x, d_out[i].x, dot(o[i].y, d_out[i].y, dot(o[i].z, d_out[i].z, dot(o[i].w, d_out[i].w, 0.0f))));
 #pragma unroll
     for (int lanes = 1; lanes < kLanes; lanes *= 2) delta += ptx::shuffle_xor(delta, lanes);
@@ -83,6 +107,13 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
       const bool empty = lse == -infinity;
       terms[in_tile] = empty ? infinity : lse * kLog2e;
       terms[kRows + in_tile] = empty ? 0.0f : delta * from_delta;
+#if DQ8
+      // |dS_ij| <= P_ij (1 - P_ij) max_k |dP_ij - dP_ik|, where P is the largest, the rest or less; and P_ij times what the rounding
+      // of O does to delta
+      const float largest = empty ? 1.0f : ptx::exp2_approx(p.row_max[at]);
+      const float share = 2.0f * fminf(fminf(largest, 1.0f - largest), 0.25f) + largest / 256.0f;
+      terms[kQuantTerm * kRows + in_tile] = row_scale(share * v_norm, d_out_square);
+#endif
 #if SINK
       if (!empty) sink_sum = fmaf(ptx::exp2_approx((p.sinks[head] - lse) * kLog2e), delta, sink_sum);
 #endif

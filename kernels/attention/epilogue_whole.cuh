@@ -69,6 +69,11 @@ __device__ __forceinline__ void epilogue(Consumer& c) {
     const int row = t.row + my_row + 8 * r;
     if (p.lse != nullptr && quad == 0 && row < lengths(p, item).q)
       p.lse[((i64)t.batch * p.heads_q + t.head) * p.len_q + item.q_row + row] = log2_sum(sum, offset) * kLn2;
+#if ROW_MAX
+    if (quad == 0 && row < lengths(p, item).q)
+      p.row_max[((i64)t.batch * p.heads_q + t.head) * p.len_q + item.q_row + row] =
+          fmaf(c.rows.row_max[r], c.scale, -log2_sum(sum, offset));
+#endif
   }
   scale_rows(c.o, factor);
   if constexpr (kTelemetry) report(p, item, c.rows, c.o, my_row, known);

@@ -4,6 +4,11 @@
 #include "common/step_stats.cuh"
 #include "common/types.cuh"
 
+// 1: the largest P of each row is kept, for a backward whose dQ is in FP8.
+#ifndef ROW_MAX
+#define ROW_MAX 0
+#endif
+
 // Extreme logits of one row in one split, in the form of `LogitWords`.
 struct alignas(8) Extremes {
   u32 max, min;
@@ -46,8 +51,12 @@ struct Params {
   int window_left, window_right; // kNoWindow: no limit; causal is 0 to the right
   float soft_cap;
   int columns;                   // of the output, where the kernel has more (PADDED)
+#if ROW_MAX
+  float* row_max;                // as lse: log2 of the row's largest P
+#endif
 };
-static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4 + 2 * 8 + 8 * 4 + 8 + 2 * 8 + 4 * 4, "the host writes this layout");
+static_assert(sizeof(Params) == 9 * 8 + 11 * 8 + 10 * 4 + 2 * 8 + 8 * 4 + 8 + 2 * 8 + 4 * 4 + (ROW_MAX ? 8 : 0),
+              "the host writes this layout");
 
 struct CombineParams {
   void* o;

@@ -13,6 +13,7 @@ and runs in the package's kernels, forward and backward; `--attention bf16` is t
 the model. `--spike 200:8:15` multiplies the learning rate by 8 from step 200
 for 15 steps; `--resume 300` drops the policy's memory at step 300, as a resume from weights alone does
 (`--resume 300:state` keeps it).
+`--profile FILE` writes what the GPU did in five steps after the warm-up, by kernel, and the time that the host took for them.
 `--monitor run.jsonl` records the run for `sigmascale diagnose`; `--guard` skips steps that are not finite and restores a run that fails.
 
 Each logged step is a line of JSON: loss, learning rate, and since the last line the number of values that overflowed
@@ -44,6 +45,8 @@ SIZES = {
 }
 # Steps before time is taken: kernels are compiled and memory is found.
 WARM = 10
+# Steps that are profiled.
+PROFILED = 5
 SUFFIXES = {".txt", ".md", ".py", ".rs", ".rst", ".c", ".h", ".html", ".json", ".toml"}
 
 
@@ -307,6 +310,37 @@ class Watched:
                 held.close()
 
 
+class Profile:
+    """Kernels of some steps, by the time that each took on the GPU, and the host's time to launch them."""
+
+    def __init__(self, file, first):
+        self.file, self.first, self.profiler, self.host = file, first, None, 0.0
+
+    def step(self, step):
+        """At the beginning of each step."""
+        if not self.file or step not in (self.first, self.first + PROFILED):
+            return
+        if step == self.first:
+            torch.cuda.synchronize()
+            activities = torch.profiler.ProfilerActivity
+            self.profiler = torch.profiler.profile(activities=[activities.CPU, activities.CUDA])
+            self.profiler.start()
+            self.host = time.time()
+            return
+        launched = time.time() - self.host
+        torch.cuda.synchronize()
+        whole = time.time() - self.host
+        self.profiler.stop()
+        rows = [(e.self_device_time_total / 1e3, e.count, e.key) for e in self.profiler.key_averages()]
+        rows = sorted((row for row in rows if row[0] > 0), reverse=True)
+        with open(self.file, "w", encoding="utf-8") as out:
+            print(f"# {PROFILED} steps: {1e3 * whole:.1f} ms, launched in {1e3 * launched:.1f} ms, "
+                  f"kernels {sum(row[0] for row in rows):.1f} ms", file=out)  # fmt: skip
+            print("ms_a_step,launches_a_step,kernel", file=out)
+            for ms, count, name in rows:
+                print(f"{ms / PROFILED:.4f},{count / PROFILED:g},{name!r}", file=out)
+
+
 def learning_rate(args, step):
     warm = min(1.0, (step + 1) / args.warmup)
     rate = args.lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * step / args.steps)))
@@ -356,7 +390,9 @@ def train(args):
     start = warm = time.time()
     last = min(args.steps, args.stop or args.steps)
     windows = itertools.islice(batches(text, args.batch, args.seq_len, args.seed, device), first, None)
+    profile = Profile(args.profile, first + 2 * WARM)
     for step, window in zip(range(first, last), windows):
+        profile.step(step)
         if step == resume_at and runtime:
             state = runtime.state_dict() if with_state else None
             runtime = attach(model, args.policy, ranks.maxima(), bound)
@@ -482,6 +518,7 @@ def main():
     parser.add_argument("--every", type=positive, default=10, help="steps between lines of the log")
     parser.add_argument("--log", metavar="FILE", help="where the lines go; stdout without it")
     parser.add_argument("--monitor", metavar="FILE", help="record the run for `sigmascale diagnose`: the first rank's layers and heads")
+    parser.add_argument("--profile", metavar="FILE", help="write the kernels of five steps and their times; needs a GPU")
     parser.add_argument("--guard", action="store_true", help="skip steps that are not finite, restore a run that fails")
     parser.add_argument("--plot", metavar="FILE", help="draw the logs that follow, and train nothing")
     parser.add_argument("--table", action="store_true", help="print the logs that follow as a table, and train nothing")

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use sigmascale::attention::{AttentionShape, Mask, PvAccumulator};
 use sigmascale::cuda::{Device, DevicePtr};
 use sigmascale::device::attention::{
-    BackwardEngine, BackwardTensors, Cuda, Delta, Descales, Element, SavedOperands, Sequences, Tensors, Terms, View,
+    BackwardEngine, BackwardOptions, BackwardTensors, Cuda, Delta, Descales, Element, SavedOperands, Sequences, Tensors, Terms, View,
 };
 use sigmascale::{Error, Result};
 use std::sync::{Mutex, PoisonError};
@@ -126,7 +126,7 @@ impl Forward {
 
     fn saved(&self) -> Result<Option<SavedOperands>> {
         let saved = |[q, k, v]: &[Array; 3]| {
-            Ok(SavedOperands { q: view("saved q", q)?, k: view("saved k", k)?, v: view("saved v", v)? })
+            Ok(SavedOperands { q: view("saved q", q)?, k: view("saved k", k)?, v: view("saved v", v)?, row_max: None })
         };
         self.saved.as_ref().map(saved).transpose()
     }
@@ -170,11 +170,24 @@ pub struct Backward {
     dv: Array,
     d_sinks: Option<Array>,
     deterministic: bool,
+    sums_limit: Option<usize>,
+    ring: bool,
 }
 
 impl Backward {
     fn shape(&self) -> Result<AttentionShape> {
         shape(&self.q, &self.k, &self.v)
+    }
+
+    /// The engine as this call wants it.
+    fn engine(&self, engine: &BackwardEngine) -> BackwardEngine {
+        let options = BackwardOptions {
+            deterministic: self.deterministic,
+            sums_limit: self.sums_limit,
+            ring: self.ring,
+            ..BackwardOptions::default()
+        };
+        engine.clone().with_options(options)
     }
 
     fn tensors(&self) -> Result<BackwardTensors> {
@@ -189,6 +202,7 @@ impl Backward {
             dq: view("dq", &self.dq)?,
             dk: view("dk", &self.dk)?,
             dv: view("dv", &self.dv)?,
+            bounds: None,
             d_sinks: optional("d_sinks", &self.d_sinks)?,
         })
     }
@@ -198,8 +212,7 @@ impl Backward {
 #[pyclass(frozen)]
 pub struct Attention {
     cuda: OnDevice<Cuda>,
-    /// Without and with a fixed order of the sums of dQ.
-    backward: [OnDevice<BackwardEngine>; 2],
+    backward: OnDevice<BackwardEngine>,
     /// The kernels of one call begin before the one in front of them has ended, and rely on it being their own: those of two
     /// threads must not mix on one stream.
     launching: Mutex<()>,
@@ -211,10 +224,7 @@ impl Attention {
     fn new(py: Python<'_>, device: usize) -> PyResult<Self> {
         on_device(py, || {
             let device = Device::open(device)?;
-            let engine = |deterministic| {
-                BackwardEngine::new(&device).map(|engine| OnDevice::new(engine.with_deterministic(deterministic)))
-            };
-            let (cuda, backward) = (OnDevice::new(Cuda::new(&device)?), [engine(false)?, engine(true)?]);
+            let (cuda, backward) = (OnDevice::new(Cuda::new(&device)?), OnDevice::new(BackwardEngine::new(&device)?));
             Ok(Self { cuda, backward, launching: Mutex::new(()) })
         })
     }
@@ -281,7 +291,7 @@ impl Attention {
 
     /// Bytes of workspace of a backward.
     fn backward_bytes(&self, py: Python<'_>, call: Backward) -> PyResult<usize> {
-        let engine = &self.backward[usize::from(call.deterministic)];
+        let engine = call.engine(&self.backward);
         let bytes = |terms| engine.workspace_bytes(&call.shape()?, &terms);
         terms(&call.terms).and_then(bytes).map_err(|error| raise(py, &error))
     }
@@ -289,7 +299,7 @@ impl Attention {
     /// Puts a backward on the stream.
     fn backward(&self, py: Python<'_>, call: Backward, workspace: Array, stream: u64) -> PyResult<()> {
         on_device(py, || {
-            let engine = &self.backward[usize::from(call.deterministic)];
+            let engine = call.engine(&self.backward);
             let (terms, tensors, workspace) = (terms(&call.terms)?, call.tensors()?, view("workspace", &workspace)?);
             let stream = self::stream(self.cuda.device(), stream);
             engine.prepare(&call.shape()?, &terms)?;

@@ -9,6 +9,11 @@ from . import _cpu
 from ._casts import E4M3
 
 
+# How the backward keeps the f32 sums of dQ, to save memory. Both are off: neither has been measured. ``sums_limit``: most bytes; calls
+# that have more run in parts. ``ring``: of a few KV heads at a time.
+SUMS = {"sums_limit": None, "ring": False}
+
+
 class Native:
     """Forward in two launches with telemetry, backward in three; workspaces are PyTorch's memory."""
 
@@ -81,8 +86,9 @@ class Native:
             "dv": dv,
             "d_sinks": d_sinks,
             "deterministic": deterministic,
+            **SUMS,
         }
-        self._run("backward", call, device, _key(terms, q, k, v), deterministic)
+        self._run("backward", call, device, _key(terms, q, k, v), deterministic, *SUMS.values())
         return dq, dk, dv, d_sinks
 
     def _run(self, direction, call, device, *key):

@@ -106,6 +106,47 @@ fn gradients_are_the_references_for_every_mask_and_length() {
     }
 }
 
+/// Products in FP8 by scales of rows: no code overflows, so every row is off by the rounding alone, whatever its size; and what is not
+/// in FP8 has the bits of BF16 products.
+#[test]
+fn fp8_products_are_off_by_their_rounding() {
+    let fp8 = |dq, dp, value_slack| GradientProducts::Fp8(Fp8Products { dq, dp, value_slack });
+    for (seed, call) in calls().enumerate() {
+        let data = Data::new(&call.shape, seed as u64);
+        let (plan, d) = (data.plan(&call), call.shape.d_head);
+        let mut d_out = Data::new(&call.shape, 77).q;
+        // Rows of dO of every size, and one without a gradient.
+        for (i, row) in d_out.chunks_exact_mut(d).enumerate() {
+            let size = if i == 1 { 0.0 } else { 2f32.powi((i % 41) as i32 - 20) };
+            row.iter_mut().for_each(|x| *x = half::bf16::from_f32(*x * size).to_f32());
+        }
+        let output = Cpu.forward(&call, &data.inputs(), &plan, &Precision::TRAINING).unwrap();
+        let saved = Saved { out: &output.out, lse: &output.lse };
+        let of = |products| {
+            let how = BackwardPrecision { delta: Delta::Output, products };
+            backward(&call, &data.inputs(), &plan, &Precision::TRAINING, &how, &saved, &d_out).unwrap()
+        };
+        let bf16 = of(GradientProducts::Bf16);
+        assert_eq!(of(fp8(false, false, 1)), bf16);
+        let [dq, both] = [fp8(true, false, 1), fp8(true, true, 1)].map(of);
+        assert_eq!((&dq.dk, &dq.dv), (&bf16.dk, &bf16.dv), "{call:?}");
+        assert_eq!(both.dv, bf16.dv, "{call:?}");
+        // A row has at most so much: the norm of its dS against the keys' size.
+        let keys = data.k.iter().fold(0f32, |top, k| top.max(k.abs())) * (d as f32).sqrt();
+        let values = data.v.iter().fold(0f32, |top, v| top.max(v.abs())) * (d as f32).sqrt();
+        for (row, ((have, want), d_out)) in
+            dq.dq.chunks_exact(d).zip(bf16.dq.chunks_exact(d)).zip(d_out.chunks_exact(d)).enumerate()
+        {
+            let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>().sqrt();
+            let size = call.softmax_scale as f32 * norm(&mut d_out.iter().copied()) * keys * values;
+            let error = norm(&mut have.iter().zip(want).map(|(a, b)| a - b));
+            assert!(error <= 0.04 * size, "row {row}: {error:e} of {size:e}, {call:?}");
+            assert!(have.iter().all(|x| x.is_finite()));
+        }
+        assert!(both.dq.iter().chain(&both.dk).all(|x| x.is_finite()));
+    }
+}
+
 #[test]
 fn gradients_of_rows_without_keys_are_zero() {
     let call = AttentionCall::causal(shape(2, 1, 6, 2, 16));

@@ -6,7 +6,7 @@ use crate::attention::{AttentionCall, AttentionShape, Mask, PvAccumulator, Seque
 use crate::cli::numbers::{count, whole};
 use crate::cuda::Stream;
 use crate::device::attention::{
-    AttentionEngine, BackwardEngine, Element, Resident, ResidentBackward, RopeTables, Setup,
+    AttentionEngine, BackwardEngine, BackwardOptions, Element, Resident, ResidentBackward, RopeTables, Setup,
 };
 use crate::fp8::{Format, OnOverflow};
 use crate::{Error, Result};
@@ -75,6 +75,15 @@ pub struct Args {
     /// Training steps instead of --kernels: forward and backward; P V in f16 unless --accumulator says otherwise
     #[arg(long)]
     backward: bool,
+    /// With --backward: dQ in FP8, by a scale of each row
+    #[arg(long, requires = "backward")]
+    dq_fp8: bool,
+    /// With --backward: keep the sums of dQ of a few KV heads at a time
+    #[arg(long, requires = "backward")]
+    ring: bool,
+    /// With --backward: run it in parts whose f32 sums of dQ take at most so many MiB, to save memory
+    #[arg(long, value_name = "MIB", requires = "backward")]
+    sums: Option<usize>,
     /// Untimed warm-up launches
     #[arg(long, default_value_t = 5, value_parser = whole)]
     warmup: u64,
@@ -214,6 +223,12 @@ pub fn run(args: Args) -> Result<()> {
     let stream = device.stream()?;
     let Args { shapes, seqlens, queries, tokens, kernels, backward, sets, .. } = args;
     let accumulator = args.accumulator.unwrap_or(if backward { PvAccumulator::F16 } else { PvAccumulator::default() });
+    let options = BackwardOptions {
+        sums_limit: args.sums.map(|mib| mib.saturating_mul(1 << 20)),
+        ring: args.ring,
+        dq_fp8: args.dq_fp8,
+        ..BackwardOptions::default()
+    };
     let timing = Timing { stream, warmup: args.warmup, reps: args.reps, sets, graph: !args.no_graph };
     let mut csv = Csv::new(args.output, [])?;
     csv.line(&format!("# {}, P V in {accumulator}", device.name()?));
@@ -245,7 +260,7 @@ pub fn run(args: Args) -> Result<()> {
                 };
                 if backward {
                     let engine = AttentionEngine::new(&device)?;
-                    for row in training_step(&timing, &engine, &operands, &sizes, causal, accumulator)? {
+                    for row in training_step(&timing, &engine, &operands, &sizes, causal, (accumulator, options))? {
                         let (name, ms) = (row.name, row.ms);
                         csv.line(&format!(
                             "{name},{shape},{ms:.4},{},{:.1}",
@@ -258,7 +273,7 @@ pub fn run(args: Args) -> Result<()> {
                 for timed in &kernels {
                     let engine = &AttentionEngine::new(&device)?.with_overlap(!timed.serial).with_split(!timed.whole);
                     let sets = (0..sets)
-                        .map(|_| operands.call(engine, timed, &sizes, causal, accumulator, false))
+                        .map(|_| operands.call(engine, timed, &sizes, causal, accumulator, [false; 2]))
                         .collect::<Result<Vec<_>>>()?;
                     // The attention alone reads what one cast left.
                     sets.iter().try_for_each(|call| call.launch(engine, &timing.stream))?;
@@ -293,12 +308,13 @@ fn training_step(
     operands: &Operands,
     sizes: &AttentionShape,
     causal: bool,
-    accumulator: PvAccumulator,
+    (accumulator, options): (PvAccumulator, BackwardOptions),
 ) -> Result<Vec<Pass>> {
-    let backward = &BackwardEngine::new(engine.device())?;
+    let backward = &BackwardEngine::new(engine.device())?.with_options(options);
+    let keeps = [true, options.dq_fp8];
     let sets = (0..timing.sets)
         .map(|_| {
-            let forward = operands.call(engine, &Timed::default(), sizes, causal, accumulator, true)?;
+            let forward = operands.call(engine, &Timed::default(), sizes, causal, accumulator, keeps)?;
             forward.launch(engine, &timing.stream)?;
             let gradients = ResidentBackward::new(backward, &forward, &operands.d_out)?;
             gradients.launch(backward, &timing.stream)?;
@@ -381,7 +397,7 @@ impl Operands {
         sizes: &AttentionShape,
         causal: bool,
         accumulator: PvAccumulator,
-        saved: bool,
+        [saved, row_max]: [bool; 2],
     ) -> Result<Resident> {
         // As the scripts of the peers: descales of 1, logits within a tenth of the range.
         let (ones, logit) = (vec![1.0; sizes.n_kv_heads], vec![0.1; sizes.n_q_heads]);
@@ -405,6 +421,7 @@ impl Operands {
             stats: timed.telemetry,
             accumulator,
             saved,
+            row_max,
         };
         let mut call = Resident::new(engine, &setup)?;
         if timed.reorder {

@@ -17,7 +17,9 @@
 //!
 //! **Not offered**, and refused by name: head dimensions past 128, and logits in E4M3.
 
-use super::backward_call::{BackwardForm, BackwardSchedule, BackwardTensors, BackwardWorkspace, Delta};
+use super::backward_call::{
+    BackwardForm, BackwardOptions, BackwardSchedule, BackwardTensors, BackwardWorkspace, Delta, Parts,
+};
 use super::kernels::{Kernels, Variant as _, run_map};
 use super::params::outer_strides;
 use super::terms::{Sequences, Terms};
@@ -25,6 +27,7 @@ use crate::attention::AttentionShape;
 use crate::cuda::{Arch, Device, Launch, Request, Stream, View, sources};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
+use std::sync::Arc;
 
 /// Threads of a block, of the backward and of the other two.
 const BLOCK: u32 = 384;
@@ -89,6 +92,22 @@ struct Params {
 }
 const _: () = assert!(size_of::<Params>() == 496, "the kernels assert the same");
 
+/// What follows them where dQ is in FP8.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct BoundParams {
+    row_max: u64,
+    value_norm: u64,
+    value_norm_strides: [i64; 2],
+}
+
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+struct Fp8Params {
+    params: Params,
+    bounds: BoundParams,
+}
+
 /// Compiled form of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Variant {
@@ -126,6 +145,7 @@ impl super::kernels::Variant for Variant {
                 ("CAUSAL", form.causal),
                 ("SOFT_CAP", form.soft_cap),
                 ("RING", form.ring),
+                ("DQ8", form.dq_fp8),
             ];
             flags.into_iter().filter(|(_, given)| *given).fold(request, |request, (name, _)| request.define(name, 1))
         };
@@ -165,6 +185,7 @@ pub fn backward_variants() -> Vec<Request> {
             soft_cap: false,
             sink: false,
             ring: false,
+            dq_fp8: false,
         };
         for causal in [false, true] {
             let form = BackwardForm { causal, ..plain };
@@ -190,6 +211,17 @@ pub fn backward_variants() -> Vec<Request> {
         ] {
             all.extend(Variant::all(form, false, 1));
         }
+        if columns == 256 {
+            continue;
+        }
+        for form in [
+            BackwardForm { causal: true, ..plain },
+            BackwardForm { fill: true, used: columns.min(96), ..plain },
+            BackwardForm { window: true, varlen: true, soft_cap: true, sink: true, ..plain },
+        ] {
+            let form = BackwardForm { dq_fp8: true, ..form };
+            all.extend(Variant::all(form, false, 1).into_iter().chain(Variant::all(form, true, 1)));
+        }
     }
     let mut requests: Vec<Request> = Vec::new();
     for request in all.into_iter().map(|variant| variant.request()) {
@@ -200,12 +232,11 @@ pub fn backward_variants() -> Vec<Request> {
     requests
 }
 
-/// The backward's kernels of one device, loaded as calls need them.
-#[derive(Debug)]
+/// The backward's kernels of one device, loaded as calls need them, and how calls run. Clones share the kernels.
+#[derive(Clone, Debug)]
 pub struct BackwardEngine {
-    kernels: Kernels<Variant>,
-    deterministic: bool,
-    ring: bool,
+    kernels: Arc<Kernels<Variant>>,
+    options: BackwardOptions,
 }
 
 impl BackwardEngine {
@@ -214,19 +245,25 @@ impl BackwardEngine {
     /// # Errors
     /// If the device is not of compute capability 9.0 (`is_unsupported`), or the driver fails.
     pub fn new(device: &Device) -> Result<Self> {
-        Ok(Self { kernels: Kernels::new(device, "the attention backward")?, deterministic: false, ring: false })
+        let kernels = Arc::new(Kernels::new(device, "the attention backward")?);
+        Ok(Self { kernels, options: BackwardOptions::default() })
     }
 
     /// Whether dQ, too, has the same bits in every run; off by default, since it is slower.
     pub fn with_deterministic(mut self, deterministic: bool) -> Self {
-        self.deterministic = deterministic;
+        self.options.deterministic = deterministic;
         self
     }
 
-    /// Whether the sums of dQ are kept for a few KV heads at a time, in the L2 cache, in place of all of them; for dense calls whose KV
-    /// heads are short enough. Off by default: it has not run on a GPU yet.
+    /// [`BackwardOptions::ring`].
     pub fn with_ring(mut self, ring: bool) -> Self {
-        self.ring = ring;
+        self.options.ring = ring;
+        self
+    }
+
+    /// How calls run.
+    pub fn with_options(mut self, options: BackwardOptions) -> Self {
+        self.options = options;
         self
     }
 
@@ -240,9 +277,9 @@ impl BackwardEngine {
     /// # Errors
     /// If the call is not offered.
     pub fn workspace_bytes(&self, sizes: &AttentionShape, terms: &Terms) -> Result<usize> {
-        let form = BackwardForm::of(sizes, terms)?;
+        let form = BackwardForm::of(sizes, terms, &self.options)?;
         let ring = self.ring_of(sizes, &form, &self.schedule(sizes, terms, &form));
-        Ok(BackwardWorkspace::of(sizes, terms, self.deterministic, ring)?.bytes)
+        Ok(BackwardWorkspace::of(sizes, terms, &self.options, ring)?.bytes)
     }
 
     /// Compiles and loads what this call needs, which otherwise its first launch does. A capture needs this before it.
@@ -250,12 +287,17 @@ impl BackwardEngine {
     /// # Errors
     /// If the call is not offered, or a kernel does not compile or load.
     pub fn prepare(&self, sizes: &AttentionShape, terms: &Terms) -> Result<()> {
-        let mut form = BackwardForm::of(sizes, terms)?;
-        let schedule = self.schedule(sizes, terms, &form);
-        form.ring = self.ring_of(sizes, &form, &schedule).is_some();
-        Variant::all(form, self.deterministic, schedule.splits)
-            .into_iter()
-            .try_for_each(|v| self.kernels.load(v).map(drop))
+        let form = self.form(sizes, terms)?.0;
+        let mut variants = Vec::new();
+        for [entries, kv_heads] in self.parts(sizes, terms, &form).all(sizes) {
+            let part = Parts { entries: entries.len(), kv_heads: kv_heads.len() }.largest(sizes);
+            for variant in Variant::all(form, self.options.deterministic, self.schedule(&part, terms, &form).splits) {
+                if !variants.contains(&variant) {
+                    variants.push(variant);
+                }
+            }
+        }
+        variants.into_iter().try_for_each(|variant| self.kernels.load(variant).map(drop))
     }
 
     /// Puts one call on `stream`: gradients of `softmax(softmax_scale q k^T) v` with respect to q, k and v, for d_out.
@@ -274,16 +316,36 @@ impl BackwardEngine {
         workspace: &View<1>,
     ) -> Result<()> {
         let sizes = tensors.check()?;
-        let mut form = BackwardForm::of(&sizes, terms)?;
-        let schedule = self.schedule(&sizes, terms, &form);
-        let ring = self.ring_of(&sizes, &form, &schedule);
-        form.ring = ring.is_some();
-        let place = BackwardWorkspace::of(&sizes, terms, self.deterministic, ring)?;
+        let (form, ring) = self.form(&sizes, terms)?;
+        let place = BackwardWorkspace::of(&sizes, terms, &self.options, ring)?;
         place.check(workspace)?;
         if terms.sinks.is_some() != tensors.d_sinks.is_some() {
             return Err(Error::argument("d_sinks is for calls with sinks, and they need it"));
         }
-        let variants = Variant::all(form, self.deterministic, schedule.splits);
+        if self.options.dq_fp8 != tensors.bounds.is_some() {
+            return Err(Error::argument("bounds are for dQ in FP8, which needs them"));
+        }
+        // A thread of an autograd engine may have done nothing on the device so far.
+        stream.bind()?;
+        let parts = self.parts(&sizes, terms, &form).all(&sizes);
+        parts.enumerate().try_for_each(|(index, [entries, kv_heads])| {
+            self.launch(stream, terms, (&form, ring), &tensors.part(entries, kv_heads), (&place, workspace), index > 0)
+        })
+    }
+
+    /// Launches the kernels of a part. `follows`: another part of the same call, in the same workspace.
+    fn launch(
+        &self,
+        stream: &Stream,
+        terms: &Terms,
+        (form, ring): (&BackwardForm, Option<usize>),
+        tensors: &BackwardTensors,
+        (place, workspace): (&BackwardWorkspace, &View<1>),
+        follows: bool,
+    ) -> Result<()> {
+        let (form, sizes) = (*form, tensors.check()?);
+        let schedule = self.schedule(&sizes, terms, &form);
+        let variants = Variant::all(form, self.options.deterministic, schedule.splits);
         let kernels = variants.into_iter().map(|variant| self.kernels.load(variant)).collect::<Result<Vec<_>>>()?;
         let (prepare, backward) = (&kernels[0], &kernels[1]);
 
@@ -292,11 +354,9 @@ impl BackwardEngine {
         (params.q_tiles, params.section) = (query_tiles as i32, schedule.section as i32);
         let at = |offset: usize| workspace.ptr().offset(offset as u64).0;
         (params.terms, params.dq_sum) = (at(place.terms), at(place.dq_sum));
-        params.turns = if self.deterministic || form.ring { at(place.turns) } else { 0 };
+        params.turns = if self.options.deterministic || form.ring { at(place.turns) } else { 0 };
         params.ring = ring.unwrap_or(0) as i32;
         params.sink_parts = at(place.sinks);
-        // A thread of an autograd engine may have done nothing on the device so far.
-        stream.bind()?;
         let runs = [(&tensors.q, form.columns.min(128)), (&tensors.d_out, 64)];
         let [q8, d_out] = runs.map(|(x, columns)| run_map(x, columns, 1, form.rows()));
 
@@ -306,11 +366,13 @@ impl BackwardEngine {
         let keys = Launch::linear(schedule.grid, BLOCK, backward.shared);
         let mut maps = [q8?, d_out?];
         let [q8, d_out] = maps.each_mut().map(|map| (&raw mut *map).cast());
-        let params = (&raw mut params).cast();
+        let mut with_bounds = Fp8Params { params, bounds: self.bounds(tensors) };
+        let params = if form.dq_fp8 { (&raw mut with_bounds).cast() } else { (&raw mut params).cast() };
         // SAFETY: 1. the struct, and two maps before it, are the kernels' parameters; 2. and 3. every address comes from a view
-        // whose shape was checked, or lies in the workspace; each kernel waits for the one in front of it before it reads.
+        // whose shape was checked, or lies in the workspace; each kernel waits for the one in front of it before it reads
+        // or writes.
         unsafe {
-            prepare.kernel.launch_parameters(stream, tiles, &mut [params], false)?;
+            prepare.kernel.launch_parameters(stream, tiles, &mut [params], follows)?;
             backward.kernel.launch_parameters(stream, keys, &mut [q8, d_out, params], true)?;
             match kernels.get(2) {
                 Some(finish) => {
@@ -322,13 +384,32 @@ impl BackwardEngine {
         }
     }
 
-    /// KV heads whose sums are kept at a time, if not those of all.
+    /// The form of a call, and how many KV heads' sums are kept at a time, if not those of all.
+    fn form(&self, sizes: &AttentionShape, terms: &Terms) -> Result<(BackwardForm, Option<usize>)> {
+        let form = BackwardForm::of(sizes, terms, &self.options)?;
+        let ring = self.ring_of(sizes, &form, &self.schedule(sizes, terms, &form));
+        Ok((BackwardForm { ring: ring.is_some(), ..form }, ring))
+    }
+
     fn ring_of(&self, sizes: &AttentionShape, form: &BackwardForm, schedule: &BackwardSchedule) -> Option<usize> {
-        if self.ring { schedule.ring(sizes, form, self.deterministic) } else { None }
+        let offered = self.options.ring && !form.dq_fp8;
+        if offered { schedule.ring(sizes, form, self.options.deterministic) } else { None }
+    }
+
+    fn parts(&self, sizes: &AttentionShape, terms: &Terms, form: &BackwardForm) -> Parts {
+        Parts::of(sizes, terms, form, self.options.sums_limit.filter(|_| !form.ring))
+    }
+
+    fn bounds(&self, tensors: &BackwardTensors) -> BoundParams {
+        tensors.bounds.as_ref().map_or_else(BoundParams::zeroed, |bounds| BoundParams {
+            row_max: bounds.row_max.ptr().0,
+            value_norm: bounds.value_norm.map_or(0, |x| x.ptr().0),
+            value_norm_strides: bounds.value_norm.map_or([0; 2], |x| x.strides()),
+        })
     }
 
     fn schedule(&self, sizes: &AttentionShape, terms: &Terms, form: &BackwardForm) -> BackwardSchedule {
-        BackwardSchedule::of(sizes, terms, form, self.deterministic, self.kernels.device.processors())
+        BackwardSchedule::of(sizes, terms, form, self.options.deterministic, self.kernels.device.processors())
     }
 
     fn params(&self, t: &BackwardTensors, sizes: &AttentionShape, terms: &Terms) -> Params {

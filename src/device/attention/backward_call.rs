@@ -6,6 +6,7 @@ use super::terms::Terms;
 use crate::attention::AttentionShape;
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
+use std::ops::Range;
 
 /// The largest head dimension that is offered. Kernels of 256 columns compile, and have not run on a GPU yet.
 const WIDEST: usize = 128;
@@ -18,6 +19,31 @@ pub enum Delta {
     Output(View<4>),
     /// Given, f32, `(batch, heads_q, len_q)` without gaps.
     Given(View<3>),
+}
+
+/// How a [`BackwardEngine`](super::BackwardEngine) runs its calls.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BackwardOptions {
+    /// dQ, too, has the same bits in every run; slower.
+    pub deterministic: bool,
+    /// Most bytes of f32 sums of dQ, 4 for each element of q: calls that have more run in parts, entries of the batch or KV heads, one
+    /// after the other in one workspace. Calls with sequences or sinks are in one part.
+    pub sums_limit: Option<usize>,
+    /// The sums of dQ are kept for a few KV heads at a time, in the L2 cache, in place of all of them; for dense calls whose KV heads
+    /// are short enough. It has not run on a GPU yet.
+    pub ring: bool,
+    /// dQ of E4M3 codes of dS; see [`Fp8Products`](crate::attention::Fp8Products). Calls need [`BackwardTensors::bounds`].
+    pub dq_fp8: bool,
+}
+
+/// What the scales of dS come from.
+#[derive(Clone, Copy, Debug)]
+pub struct RowBounds {
+    /// The base-2 logarithm of the largest P of each row, as a forward with [`SavedOperands::row_max`](super::SavedOperands::row_max)
+    /// leaves it: f32, `(batch, heads_q, len_q)` without gaps.
+    pub row_max: View<3>,
+    /// A bound on |v_j| of each KV head, f32, `(batch, heads_kv)`; `None`: what the range of E4M3 says, 448 sqrt(d_v) descales.
+    pub value_norm: Option<View<2>>,
 }
 
 /// What one backward call reads and writes.
@@ -44,6 +70,8 @@ pub struct BackwardTensors {
     pub dk: View<4>,
     /// Gradient of the values, BF16, shaped as v, likewise.
     pub dv: View<4>,
+    /// For dQ in FP8, and for no other.
+    pub bounds: Option<RowBounds>,
     /// Gradient of the sinks, f32, `(heads_q)` without gaps; for calls with sinks, and for no others.
     pub d_sinks: Option<View<1>>,
 }
@@ -85,6 +113,13 @@ impl BackwardTensors {
                 x.expect_aligned(name, 4, 1)?;
             }
         }
+        if let Some(bounds) = &self.bounds {
+            bounds.row_max.expect_dense("row_max", Element::F32, sizes.lse_shape())?;
+            if let Some(x) = &bounds.value_norm {
+                x.expect("value_norm", &[Element::F32], [batch, n_kv_heads])?;
+                x.expect_aligned("value_norm", 4, 1)?;
+            }
+        }
         if let Some(d_sinks) = &self.d_sinks {
             d_sinks.expect_dense("d_sinks", Element::F32, [n_q_heads])?;
         }
@@ -92,6 +127,38 @@ impl BackwardTensors {
             return Err(Error::unsupported("gradients through logits in E4M3 are not offered on the GPU"));
         }
         Ok(sizes)
+    }
+}
+
+impl BackwardTensors {
+    /// Of some entries of the batch, or of some KV heads of one entry with the query heads that read them.
+    pub(super) fn part(&self, entries: Range<usize>, kv_heads: Range<usize>) -> Self {
+        let group = self.q.extents()[2] / self.k.extents()[2];
+        let heads = kv_heads.start * group..kv_heads.end * group;
+        let of_q = |x: &View<4>| x.narrow(0, entries.clone()).narrow(2, heads.clone());
+        let of_k = |x: &View<4>| x.narrow(0, entries.clone()).narrow(2, kv_heads.clone());
+        let of_rows = |x: &View<3>| x.narrow(0, entries.clone()).narrow(1, heads.clone());
+        let descale = |x: Option<View<2>>| x.map(|x| x.narrow(0, entries.clone()).narrow(1, kv_heads.clone()));
+        let Descales { q, k, v, .. } = self.descales;
+        Self {
+            q: of_q(&self.q),
+            k: of_k(&self.k),
+            v: of_k(&self.v),
+            descales: Descales { q: descale(q), k: descale(k), v: descale(v), ..self.descales },
+            lse: of_rows(&self.lse),
+            delta: match &self.delta {
+                Delta::Output(out) => Delta::Output(of_q(out)),
+                Delta::Given(delta) => Delta::Given(of_rows(delta)),
+            },
+            d_out: of_q(&self.d_out),
+            dq: of_q(&self.dq),
+            dk: of_k(&self.dk),
+            dv: of_k(&self.dv),
+            bounds: self
+                .bounds
+                .map(|bounds| RowBounds { row_max: of_rows(&bounds.row_max), value_norm: descale(bounds.value_norm) }),
+            d_sinks: self.d_sinks,
+        }
     }
 }
 
@@ -129,6 +196,8 @@ pub(super) struct BackwardForm {
     pub sink: bool,
     /// The sums of dQ are a ring of KV heads.
     pub ring: bool,
+    /// dQ of E4M3 codes of dS.
+    pub dq_fp8: bool,
 }
 
 impl BackwardForm {
@@ -136,10 +205,10 @@ impl BackwardForm {
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn of(sizes: &AttentionShape, terms: &Terms) -> Result<Self> {
+    pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions) -> Result<Self> {
         check_dims(sizes)?;
         terms.check(sizes)?;
-        Ok(Self::of_checked(sizes, terms))
+        Ok(Self { dq_fp8: options.dq_fp8, ..Self::of_checked(sizes, terms) })
     }
 
     fn of_checked(sizes: &AttentionShape, terms: &Terms) -> Self {
@@ -163,6 +232,7 @@ impl BackwardForm {
             soft_cap: features.soft_cap,
             sink: features.sink,
             ring: false,
+            dq_fp8: false,
         }
     }
 
@@ -176,6 +246,16 @@ impl BackwardForm {
         if self.columns == 256 { 64 } else { 128 }
     }
 
+    /// Numbers of each query that the kernels pass on.
+    pub fn terms(&self) -> usize {
+        2 + usize::from(self.dq_fp8)
+    }
+
+    /// Bytes of the f32 sums of dQ of one tile of queries.
+    pub fn sum_bytes(&self) -> usize {
+        self.rows() * self.columns * size_of::<f32>()
+    }
+
     /// Sequences that tiles are counted in, and tiles of queries and of keys that each has: those of the batch, or all in one, where
     /// every sequence takes whole tiles.
     pub fn tiles(&self, sizes: &AttentionShape, terms: &Terms) -> [usize; 3] {
@@ -186,6 +266,51 @@ impl BackwardForm {
                 [1, slots(sizes.len_q, self.rows()), slots(sizes.len_k, self.keys())]
             }
         }
+    }
+}
+
+/// How a call is cut into parts that run one after the other in one workspace, so that the f32 sums of dQ of a part stay within a
+/// limit. A part has whole entries of the batch, or some KV heads of one entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Parts {
+    /// Entries of the batch, of the largest part.
+    pub entries: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+}
+
+impl Parts {
+    /// As few parts as the limit allows, of about one size; a part of one KV head may pass it. Calls with sequences, whose rows are
+    /// one axis, and with sinks, whose gradient is a sum over the batch, are in one part.
+    pub fn of(sizes: &AttentionShape, terms: &Terms, form: &BackwardForm, sums_limit: Option<usize>) -> Self {
+        let whole = Self { entries: sizes.batch, kv_heads: sizes.n_kv_heads };
+        let Some(limit) = sums_limit.filter(|_| terms.sequences.is_none() && terms.sinks.is_none()) else {
+            return whole;
+        };
+        let [_, query_tiles, _] = form.tiles(sizes, terms);
+        let of_a_head = sizes.group() * query_tiles * form.sum_bytes();
+        let fit = (limit / of_a_head).max(1);
+        let even = |all: usize, most: usize| all.div_ceil(all.div_ceil(most.min(all)));
+        match fit / sizes.n_kv_heads {
+            0 => Self { entries: 1, kv_heads: even(sizes.n_kv_heads, fit) },
+            entries => Self { entries: even(sizes.batch, entries), ..whole },
+        }
+    }
+
+    /// Sizes of the largest part.
+    pub fn largest(&self, sizes: &AttentionShape) -> AttentionShape {
+        let n_q_heads = self.kv_heads * sizes.group();
+        AttentionShape { batch: self.entries, n_q_heads, n_kv_heads: self.kv_heads, ..*sizes }
+    }
+
+    /// Entries of the batch and KV heads of every part.
+    pub fn all(self, sizes: &AttentionShape) -> impl Iterator<Item = [Range<usize>; 2]> + use<> {
+        let (batch, heads) = (sizes.batch, sizes.n_kv_heads);
+        let entries = (0..batch).step_by(self.entries).map(move |at| at..batch.min(at + self.entries));
+        entries.flat_map(move |entries| {
+            let heads = (0..heads).step_by(self.kv_heads).map(move |at| at..heads.min(at + self.kv_heads));
+            heads.map(move |heads| [entries.clone(), heads])
+        })
     }
 }
 
@@ -210,8 +335,10 @@ impl BackwardWorkspace {
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn of(sizes: &AttentionShape, terms: &Terms, deterministic: bool, ring: Option<usize>) -> Result<Self> {
-        let form = BackwardForm::of(sizes, terms)?;
+    pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions, ring: Option<usize>) -> Result<Self> {
+        let form = BackwardForm::of(sizes, terms, options)?;
+        let limit = options.sums_limit.filter(|_| ring.is_none());
+        let sizes = &Parts::of(sizes, terms, &form, limit).largest(sizes);
         let [units, query_tiles, key_tiles] = form.tiles(sizes, terms);
         // Kernels count both in 31 bits.
         const TILES: usize = 1 << 30;
@@ -223,12 +350,12 @@ impl BackwardWorkspace {
         let (tiles, rows) = (units * sizes.n_q_heads * query_tiles, form.rows());
         let mut regions = Regions::default();
         let mut words = |count: usize| regions.add(count * size_of::<f32>());
-        let of_terms = words(tiles * 2 * rows);
+        let of_terms = words(tiles * form.terms() * rows);
         let summed = ring.map_or(tiles, |kv_heads| kv_heads * sizes.group() * query_tiles);
-        let dq_sum = words(summed * rows * form.columns);
+        let dq_sum = words(summed * form.sum_bytes() / size_of::<f32>());
         let turns = words(match ring {
             Some(_) => units * sizes.n_kv_heads,
-            None if deterministic => tiles * 8,
+            None if options.deterministic => tiles * 8,
             None => 0,
         });
         let sinks = words(if form.sink { tiles } else { 0 });
@@ -298,8 +425,9 @@ impl BackwardSchedule {
 
 #[cfg(test)]
 mod tests {
+    use super::super::call::Workspace;
     use super::*;
-    use crate::attention::Mask;
+    use crate::attention::{Mask, PvAccumulator};
     use crate::cuda::DevicePtr;
     use crate::device::attention::Sequences;
 
@@ -321,8 +449,22 @@ mod tests {
             dq: dense(Element::Bf16, q),
             dk: dense(Element::Bf16, kv),
             dv: dense(Element::Bf16, kv),
+            bounds: None,
             d_sinks: None,
         }
+    }
+
+    const PLAIN: BackwardOptions =
+        BackwardOptions { deterministic: false, sums_limit: None, ring: false, dq_fp8: false };
+    const DETERMINISTIC: BackwardOptions = BackwardOptions { deterministic: true, ..PLAIN };
+
+    fn cut(sums_limit: Option<usize>) -> BackwardOptions {
+        BackwardOptions { sums_limit, ..PLAIN }
+    }
+
+    fn descales() -> Descales {
+        let one = Some(dense(Element::F32, [2, 2]));
+        Descales { q: one, k: one, v: one, ..Descales::default() }
     }
 
     #[test]
@@ -372,16 +514,109 @@ mod tests {
             let sizes =
                 AttentionShape { batch: 3, n_q_heads: 6, n_kv_heads: 2, len_q: 113, len_k: 203, d_head, d_v: d_head };
             let sinks = Terms { sinks: Some(dense(Element::F32, [6])), ..causal() };
-            let form = BackwardForm::of(&sizes, &sinks).unwrap();
+            let form = BackwardForm::of(&sizes, &sinks, &PLAIN).unwrap();
             let rows = 113usize.next_multiple_of(form.rows());
-            let w = BackwardWorkspace::of(&sizes, &sinks, true, None).unwrap();
+            let w = BackwardWorkspace::of(&sizes, &sinks, &DETERMINISTIC, None).unwrap();
             assert!([w.terms, w.dq_sum, w.turns, w.sinks].iter().all(|at| at.is_multiple_of(256)));
             assert!(w.dq_sum >= 3 * 6 * rows * 8 && w.turns - w.dq_sum >= 3 * 6 * rows * d_head * 4);
             let tiles = 3 * 6 * rows / form.rows();
             assert!(w.sinks - w.turns >= tiles * 32 && w.bytes - w.sinks >= tiles * 4);
-            assert!(BackwardWorkspace::of(&sizes, &causal(), false, None).unwrap().bytes < w.bytes);
+            assert!(BackwardWorkspace::of(&sizes, &causal(), &PLAIN, None).unwrap().bytes < w.bytes);
             let short = dense(Element::U8, [w.bytes - 1]);
             assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
+        }
+    }
+
+    #[test]
+    fn a_limit_of_the_sums_cuts_a_call_into_parts() {
+        let sizes = |batch, n_q_heads, n_kv_heads, len| AttentionShape {
+            batch,
+            n_q_heads,
+            n_kv_heads,
+            len_q: len,
+            len_k: len,
+            d_head: 128,
+            d_v: 128,
+        };
+        let parts = |sizes: &AttentionShape, terms: &Terms, limit| {
+            Parts::of(sizes, terms, &BackwardForm::of(sizes, terms, &PLAIN).unwrap(), limit)
+        };
+        const MIB: usize = 1 << 20;
+        for (shape, limit, want) in [
+            // 32 MiB of sums an entry, then 8 or 64 a KV head.
+            (sizes(8, 32, 32, 2048), None, (8, 32)),
+            (sizes(8, 32, 32, 2048), Some(256 * MIB), (8, 32)),
+            (sizes(8, 32, 32, 2048), Some(255 * MIB), (4, 32)),
+            (sizes(8, 32, 32, 2048), Some(100 * MIB), (3, 32)),
+            (sizes(8, 32, 32, 2048), Some(32 * MIB), (1, 32)),
+            (sizes(8, 32, 32, 2048), Some(31 * MIB), (1, 16)),
+            (sizes(1, 32, 32, 16384), Some(32 * MIB), (1, 4)),
+            (sizes(1, 64, 8, 16384), Some(32 * MIB), (1, 1)),
+            (sizes(3, 4, 1, 100), Some(1), (1, 1)),
+        ] {
+            let found = parts(&shape, &causal(), limit);
+            assert_eq!((found.entries, found.kv_heads), want, "{shape:?} {limit:?}");
+            let bytes = |limit| BackwardWorkspace::of(&shape, &causal(), &cut(limit), None).unwrap().bytes;
+            let of_a_head = bytes(Some(1));
+            assert!(limit.is_none_or(|limit| bytes(Some(limit)) <= (limit + limit / 50).max(of_a_head)));
+            assert!(bytes(limit) <= bytes(None));
+            // Every entry's every head is in one part.
+            let mut seen = vec![0; shape.batch * shape.n_kv_heads];
+            for [entries, heads] in found.all(&shape) {
+                assert!(entries.len() <= found.entries && heads.len() <= found.kv_heads);
+                entries.flat_map(|b| heads.clone().map(move |h| (b, h))).for_each(|(b, h)| {
+                    seen[b * shape.n_kv_heads + h] += 1;
+                });
+            }
+            assert!(seen.iter().all(|&count| count == 1));
+        }
+        let shape = sizes(8, 32, 32, 2048);
+        let sinks = Terms { sinks: Some(dense(Element::F32, [32])), ..causal() };
+        let packed = Terms { sequences: lists(5, 100, 100), ..causal() };
+        assert!([sinks, packed].iter().all(|terms| parts(&shape, terms, Some(1)).entries == 8));
+    }
+
+    /// A part is a call of its own: its tensors begin at its first entry and head, and keep every rule.
+    #[test]
+    fn a_part_has_the_tensors_of_its_entries_and_heads() {
+        let all = BackwardTensors { descales: descales(), ..tensors() };
+        let part = all.part(1..2, 1..2);
+        let sizes = part.check().unwrap();
+        assert_eq!((sizes.batch, sizes.n_q_heads, sizes.n_kv_heads), (1, 2, 1));
+        let at = |x: DevicePtr| x.0 - (1 << 20);
+        assert_eq!(at(part.q.ptr()), (40 * 4 + 2) * 128);
+        assert_eq!(at(part.dk.ptr()), 2 * (50 * 2 + 1) * 128);
+        assert_eq!(at(part.lse.ptr()), 4 * (4 + 2) * 40);
+        assert_eq!(at(part.descales.k.unwrap().ptr()), 4 * 3);
+        let whole = all.part(0..2, 0..2);
+        assert_eq!((whole.q, whole.dv, whole.lse), (all.q, all.dv, all.lse));
+        assert!(all.part(0..2, 1..2).check().is_err(), "the log-sum-exp of some heads of two entries has gaps");
+    }
+
+    /// The table of memory in docs/attention-backward.md: MiB of a forward and backward of 16384 tokens beside q, k, v and dO, in one
+    /// part, with sums of at most 32 MiB, and in a ring.
+    #[test]
+    fn the_memory_of_a_step_is_that_of_the_documentation() {
+        let page = include_str!("../../../docs/attention-backward.md");
+        for (n_q_heads, n_kv_heads, d, cudnn) in
+            [(64, 8, 128, 1608), (32, 8, 128, 836), (32, 32, 128, 772), (32, 32, 64, 388)]
+        {
+            for (batch, len) in [(8, 2048), (4, 4096), (2, 8192), (1, 16384)] {
+                let s = AttentionShape { batch, n_q_heads, n_kv_heads, len_q: len, len_k: len, d_head: d, d_v: d };
+                let operands = s.q_elements() + s.k_elements() + s.v_elements();
+                let saved = 2 * s.out_elements() + 4 * s.lse_elements() + operands;
+                let forward = Workspace::of(&s, &causal(), Element::Bf16, PvAccumulator::F16, true).bytes;
+                let mib = |limit: Option<usize>, ring: Option<usize>| {
+                    let backward = BackwardWorkspace::of(&s, &causal(), &cut(limit), ring).unwrap().bytes;
+                    (saved + forward.max(2 * operands + backward)) as f64 / f64::from(1 << 20)
+                };
+                let form = BackwardForm::of(&s, &causal(), &PLAIN).unwrap();
+                let ring = BackwardSchedule::of(&s, &causal(), &form, false, 132).ring(&s, &form, false);
+                let [one, cut, ring] = [mib(None, None), mib(Some(32 << 20), None), mib(None, ring)];
+                let heads = format!("{n_q_heads} query, {n_kv_heads} KV, of {d}");
+                let row = format!("| {heads} | {batch} x {len} | {one:.0} | {cut:.0} | {ring:.0} | {cudnn} |");
+                assert!(page.contains(&row), "docs/attention-backward.md lacks the row\n{row}");
+            }
         }
     }
 
@@ -389,7 +624,7 @@ mod tests {
     fn a_call_gets_the_kernel_of_its_terms() {
         let sizes =
             AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 300, len_k: 300, d_head: 128, d_v: 128 };
-        let form = |sizes: &AttentionShape, terms: &Terms| BackwardForm::of(sizes, terms).unwrap();
+        let form = |sizes: &AttentionShape, terms: &Terms| BackwardForm::of(sizes, terms, &PLAIN).unwrap();
         let dense = form(&sizes, &causal());
         assert!(dense.causal && !(dense.window || dense.fill || dense.varlen || dense.soft_cap || dense.sink));
         let sliding = |left| Terms { mask: Mask { window_left: Some(left), ..Mask::CAUSAL }, ..causal() };
@@ -414,7 +649,7 @@ mod tests {
         // Whole tiles of every sequence and of the gaps: rows / size + sequences + 1.
         assert_eq!(of.tiles(&sizes, &packed), [1, 600 / 64 + 6, 600 / 128 + 6]);
         assert_eq!(dense.tiles(&sizes, &causal()), [2, 5, 3]);
-        let error = BackwardForm::of(&AttentionShape { d_v: 192, ..sizes }, &causal()).unwrap_err();
+        let error = BackwardForm::of(&AttentionShape { d_v: 192, ..sizes }, &causal(), &PLAIN).unwrap_err();
         assert!(error.is_unsupported() && error.to_string().contains("d_v 192"), "{error}");
     }
 
@@ -430,7 +665,7 @@ mod tests {
             d_v: 128,
         };
         let schedule = |sizes: &AttentionShape, terms: &Terms, deterministic| {
-            BackwardSchedule::of(sizes, terms, &BackwardForm::of(sizes, terms).unwrap(), deterministic, 132)
+            BackwardSchedule::of(sizes, terms, &BackwardForm::of(sizes, terms, &PLAIN).unwrap(), deterministic, 132)
         };
         let of = |sizes: AttentionShape, is_causal: bool| {
             let mask = if is_causal { Mask::CAUSAL } else { Mask::NONE };
@@ -444,14 +679,14 @@ mod tests {
         assert_eq!(schedule(&sizes(1, 32, 8, 1024), &causal(), true).splits, 1);
         assert_eq!(of(AttentionShape { d_head: 64, d_v: 64, ..sizes(1, 32, 8, 1024) }, true).splits, 1);
         let ring = |sizes: AttentionShape, deterministic| {
-            let form = BackwardForm::of(&sizes, &causal()).unwrap();
+            let form = BackwardForm::of(&sizes, &causal(), &PLAIN).unwrap();
             schedule(&sizes, &causal(), deterministic).ring(&sizes, &form, deterministic)
         };
         assert_eq!(ring(sizes(8, 32, 32, 2048), false), Some(16), "of 256 KV heads");
         assert_eq!(ring(sizes(1, 32, 32, 16384), false), Some(3), "8 MiB each");
         assert_eq!(ring(sizes(1, 64, 8, 16384), false), None, "64 MiB each");
         assert_eq!((ring(sizes(1, 8, 8, 2048), false), ring(sizes(8, 32, 32, 2048), true)), (None, None));
-        let bytes = |ring| BackwardWorkspace::of(&sizes(8, 32, 32, 2048), &causal(), false, ring).unwrap().bytes;
+        let bytes = |ring| BackwardWorkspace::of(&sizes(8, 32, 32, 2048), &causal(), &PLAIN, ring).unwrap().bytes;
         assert!(bytes(Some(16)) < bytes(None) / 8);
         for len in [1, 100, 5000, 1 << 20] {
             let all = sizes(3, 6, 2, len);

@@ -84,6 +84,10 @@ pub struct SavedOperands {
     pub k: View<4>,
     /// Values: rows, as the keys'.
     pub v: View<4>,
+    /// The base-2 logarithm of the largest P of each row, f32, `(batch, heads_q, len_q)` without gaps, for
+    /// [`BackwardOptions::dq_fp8`](super::BackwardOptions::dq_fp8). Not in calls whose keys are split; of a row that sees no key it is
+    /// not written.
+    pub row_max: Option<View<3>>,
 }
 
 impl Tensors {
@@ -149,9 +153,20 @@ impl Tensors {
                 }
                 x.expect_aligned(&format!("saved {name}"), 16, 16)?;
             }
+            if let Some(x) = &saved.row_max {
+                x.expect_dense("row_max", Element::F32, sizes.lse_shape())?;
+                if self.lse.is_none() {
+                    return Err(Error::argument("row_max comes with the log-sum-exp: lse is needed, too"));
+                }
+            }
         }
         self.check_accumulator()?;
         Ok(sizes)
+    }
+
+    /// Whether the largest P of each row is to be kept.
+    pub(super) fn has_row_max(&self) -> bool {
+        self.saved.is_some_and(|saved| saved.row_max.is_some())
     }
 
     fn check_accumulator(&self) -> Result<()> {
@@ -316,7 +331,7 @@ mod tests {
 
     fn saved(v: [usize; 4]) -> SavedOperands {
         let [q, k, v] = [[2, 40, 4, 128], [2, 50, 2, 128], v].map(|shape| dense(Element::E4m3, shape));
-        SavedOperands { q, k, v }
+        SavedOperands { q, k, v, row_max: None }
     }
 
     #[test]

@@ -128,7 +128,8 @@ impl AttentionEngine {
     }
 
     fn cut(&self, terms: &Terms, tensors: &Tensors, sizes: &AttentionShape) -> Cut {
-        Cut::of(terms, sizes, tensors.accumulator, tensors.descales.logit.is_some(), self.split, self.processors)
+        let split = self.split && !tensors.has_row_max();
+        Cut::of(terms, sizes, tensors.accumulator, tensors.descales.logit.is_some(), split, self.processors)
     }
 
     /// Puts one call on `stream`: `out = softmax(softmax_scale q k^T) v` over the keys that the mask shows, as
@@ -212,7 +213,10 @@ impl AttentionEngine {
             }
             _ => values_map(at_v, &values, tile.keys)?,
         };
-        let parameters = &mut [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut params).cast()];
+        let row_max = tensors.saved.and_then(|saved| saved.row_max).map_or(0, |x| x.ptr().0);
+        // Kernels that keep no row_max have no place for it: theirs are the bytes in front.
+        let mut given = params::ForwardWithRowMax { forward: params, row_max };
+        let parameters = &mut [(&raw mut q).cast(), (&raw mut k).cast(), (&raw mut v).cast(), (&raw mut given).cast()];
         // SAFETY: 1. three maps and the struct are the kernel's parameters; 2. and 3. every address comes from a view whose
         // shape was checked, or lies in the workspace; the kernel waits for the one in front of it before it reads.
         unsafe { forward.kernel.launch_parameters(stream, launch, parameters, overlap) }?;

@@ -1,7 +1,7 @@
 //! A call with device memory of its own, for tests, tools and timings.
 
 use super::backward::BackwardEngine;
-use super::backward_call::{BackwardTensors, Delta};
+use super::backward_call::{BackwardTensors, Delta, RowBounds};
 use super::call::{Descales, Rope, SavedOperands, Tensors, Workspace};
 use super::engine::AttentionEngine;
 use super::sizes::{row_strides, rows_bytes};
@@ -35,6 +35,8 @@ pub struct Setup<'a> {
     pub accumulator: PvAccumulator,
     /// Whether the cast leaves its operands for a [`ResidentBackward`].
     pub saved: bool,
+    /// And the attention the largest P of each row, for one with dQ in FP8.
+    pub row_max: bool,
 }
 
 /// Tables of a [`Rope`] in host memory, `(len_k, rotary / 2)` each.
@@ -75,6 +77,7 @@ struct Memory {
     lse: Buffer<f32>,
     stats: Option<Buffer<u32>>,
     saved: Vec<Buffer<u8>>,
+    row_max: Option<Buffer<f32>>,
     _scratch: Buffer<u8>,
     _rows: Vec<Buffer<f32>>,
     _sequences: Vec<Buffer<i32>>,
@@ -165,8 +168,10 @@ impl Resident {
             saved.push(buffer);
             Ok::<_, Error>(view)
         };
+        let of_rows = |_| array::<f32, 3>(device, Element::F32, sizes.lse_shape());
+        let (row_maxima, row_max) = setup.row_max.then_some(()).map(of_rows).transpose()?.unzip();
         let saved_views = match setup.saved {
-            true => Some(SavedOperands { q: save(q_shape)?, k: save(k_shape)?, v: save(v_shape)? }),
+            true => Some(SavedOperands { q: save(q_shape)?, k: save(k_shape)?, v: save(v_shape)?, row_max }),
             false => None,
         };
         let sinks = match call.sinks {
@@ -202,6 +207,7 @@ impl Resident {
             lse,
             stats,
             saved,
+            row_max: row_maxima,
             _scratch: scratch,
             _rows: kept,
             _sequences: lists.unwrap_or_default(),
@@ -260,7 +266,8 @@ impl Resident {
     /// Bytes that stay between the forward and the backward beside q, k and v, and bytes of the workspace.
     pub fn bytes(&self) -> [usize; 2] {
         let saved: usize = self.memory.saved.iter().map(Buffer::len).sum();
-        [self.memory.out.len() + 4 * self.memory.lse.len() + saved, self.workspace.extents()[0]]
+        let rows = self.memory.lse.len() + self.memory.row_max.as_ref().map_or(0, Buffer::len);
+        [self.memory.out.len() + 4 * rows + saved, self.workspace.extents()[0]]
     }
 }
 
@@ -307,6 +314,7 @@ impl ResidentBackward {
             dq: dq_view,
             dk: dk_view,
             dv: dv_view,
+            bounds: saved.row_max.map(|row_max| RowBounds { row_max, value_norm: None }),
             d_sinks: d_sinks_view,
         };
         tensors.check()?;

@@ -51,7 +51,7 @@ mod variant;
 pub use crate::cuda::{Element, View};
 pub use backend::{Cuda, step_stats};
 pub use backward::{BackwardEngine, backward_variants};
-pub use backward_call::{BackwardTensors, BackwardWorkspace, Delta};
+pub use backward_call::{BackwardOptions, BackwardTensors, BackwardWorkspace, Delta, RowBounds};
 pub use call::{Descales, Rope, SavedOperands, Tensors, Workspace};
 pub use engine::AttentionEngine;
 pub use host::{HostOutput, Resident, ResidentBackward, RopeTables, Setup};

@@ -52,6 +52,14 @@ pub(super) struct Forward {
 }
 const _: () = assert!(size_of::<Forward>() == 288, "the kernel asserts the same");
 
+/// The same where the kernel keeps each row's largest P.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct ForwardWithRowMax {
+    pub forward: Forward,
+    pub row_max: u64,
+}
+
 /// `CombineParams` of `kernels/attention/combine.cu`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]

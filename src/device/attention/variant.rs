@@ -67,6 +67,8 @@ pub(super) enum Variant {
         telemetry: bool,
         logits_e4m3: bool,
         out_e4m3: bool,
+        /// The largest P of each row is kept.
+        row_max: bool,
         features: Features,
     },
     /// Parts of a split call, masked or not. `rolled`: of few tiles.
@@ -111,9 +113,9 @@ impl kernels::Variant for Variant {
         let arch = Arch::SM90A;
         match self {
             Self::Parts { dims, tile, pv, telemetry, logits_e4m3, rolled, features } => {
-                let out_e4m3 = false;
+                let (causal, out_e4m3, row_max) = (true, false, false);
                 let forward =
-                    Self::Forward { dims, causal: true, tile, pv, telemetry, logits_e4m3, out_e4m3, features };
+                    Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max, features };
                 forward.request().define("SPLIT_KV", 1).define("ROLLED", u8::from(rolled))
             }
             Self::Combine { columns, padded, features } => {
@@ -122,15 +124,19 @@ impl kernels::Variant for Variant {
                 let request = if features.varlen { request.define("CAUSAL", 1) } else { request };
                 features.define(request)
             }
-            Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features } => features
-                .define(pv.define(define_dims(Request::new(sources::ATTENTION, arch), dims.qk, dims.v, dims.padded)))
-                .define("BLOCK_N", tile.keys)
-                .define("CONSUMERS", tile.consumers)
-                .define("KV_STAGES", tile.stages)
-                .define("CAUSAL", u8::from(causal || features.windowed()))
-                .define("TELEMETRY", u8::from(telemetry))
-                .define("LOGITS_E4M3", u8::from(logits_e4m3))
-                .define("OUT_E4M3", u8::from(out_e4m3)),
+            Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max, features } => {
+                let request = define_dims(Request::new(sources::ATTENTION, arch), dims.qk, dims.v, dims.padded);
+                let request = features
+                    .define(pv.define(request))
+                    .define("BLOCK_N", tile.keys)
+                    .define("CONSUMERS", tile.consumers)
+                    .define("KV_STAGES", tile.stages)
+                    .define("CAUSAL", u8::from(causal || features.windowed()))
+                    .define("TELEMETRY", u8::from(telemetry))
+                    .define("LOGITS_E4M3", u8::from(logits_e4m3))
+                    .define("OUT_E4M3", u8::from(out_e4m3));
+                if row_max { request.define("ROW_MAX", 1) } else { request }
+            }
             Self::Cast { d_head, d_v, input, rope, features } => {
                 let request = define_dims(Request::new(sources::CAST, arch), d_head, d_v, false);
                 features.define(request.define("INPUT", input).define("ROPE", rope))
@@ -189,7 +195,8 @@ impl Variant {
             return Self::Parts { dims, tile, pv, telemetry, logits_e4m3, rolled, features };
         }
         let pv = pv(Some(tile));
-        Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features }
+        let row_max = tensors.has_row_max();
+        Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max, features }
     }
 
     /// What joins the parts of a split call.
@@ -240,6 +247,7 @@ pub fn attention_variants() -> Vec<Request> {
             }
         }
         all.extend(featured(dims));
+        all.extend(with_row_max(dims));
     }
     for (qk, v, padded) in [(96, 96, false), (192, 128, false), (256, 256, true)] {
         let dims = HeadDims { qk, v, padded };
@@ -270,7 +278,24 @@ fn parts(dims: HeadDims, accumulator: PvAccumulator, how: [bool; 3], features: F
 fn whole(dims: HeadDims, tile: Tile, accumulator: PvAccumulator, how: [bool; 4], features: Features) -> Variant {
     let [causal, telemetry, logits_e4m3, out_e4m3] = how;
     let pv = Pv::of(accumulator, [telemetry, logits_e4m3, out_e4m3], features.soft_cap, dims, Some(tile));
-    Variant::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features }
+    Variant::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, row_max: false, features }
+}
+
+/// The forwards in F16 that keep each row's largest P.
+fn with_row_max(dims: HeadDims) -> Vec<Variant> {
+    let mut variants = Vec::new();
+    for (telemetry, features) in
+        [(false, Features::default()), (true, Features { window: true, varlen: true, soft_cap: true, sink: true })]
+    {
+        for tile in Tile::all(dims, false, PvAccumulator::F16) {
+            let mut variant = whole(dims, tile, PvAccumulator::F16, [true, telemetry, false, false], features);
+            if let Variant::Forward { row_max, .. } = &mut variant {
+                *row_max = true;
+            }
+            variants.push(variant);
+        }
+    }
+    variants
 }
 
 /// Variants whose registers are too few, with the bytes that they may spill: parts of calls with sequences, where telemetry leaves room

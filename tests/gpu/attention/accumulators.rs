@@ -97,7 +97,8 @@ pub fn operands_are_saved_for_a_backward() {
                 let strides = [length * heads * row, heads * row, row, 1];
                 View::new(saved[i].ptr(), Element::E4m3, like.extents(), strides)
             };
-            let views = SavedOperands { q: rows(0, &tensors.q), k: rows(1, &tensors.k), v: rows(2, &tensors.v) };
+            let views =
+                SavedOperands { q: rows(0, &tensors.q), k: rows(1, &tensors.k), v: rows(2, &tensors.v), row_max: None };
             (views, View::dense(workspace.ptr(), Element::U8, [bytes]))
         };
         tensors.saved = Some(views);
@@ -113,6 +114,59 @@ pub fn operands_are_saved_for_a_backward() {
             let (have, between): (Vec<_>, Vec<_>) = saved.chunks_exact(row).map(|row| row.split_at(d_head)).unzip();
             assert!(have.concat() == x.iter().map(encode).collect::<Vec<u8>>(), "d {d_head}, {accumulator}");
             assert!(between.concat().iter().all(|&b| b == 0x7f), "d {d_head}, {accumulator}: bytes between rows");
+        }
+    }
+}
+
+/// With the log-sum-exp, a forward for a backward whose dQ is in FP8 keeps each row's largest P. Calls that would be split are not.
+pub fn the_largest_p_of_each_row_is_kept() {
+    let stream = stream();
+    for (d_head, [batch, n_q_heads, n_kv_heads, len_q, len_k]) in
+        [64, 128].into_iter().flat_map(|d| [[2, 4, 2, 300, 411], [1, 8, 1, 5, 700], [1, 3, 3, 130, 64]].map(|s| (d, s)))
+    {
+        let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head };
+        let call = AttentionCall::causal(shape);
+        let data = Data::new(&shape, 32);
+        let descales = [0.02, 0.03, 0.04];
+        let inputs = [&data.q, &data.k, &data.v].map(|x| bf16_bytes(x));
+        let memory = Memory::new(&call, [&inputs[0], &inputs[1], &inputs[2]], &descales);
+        let (mut tensors, workspace) = memory.tensors(&call, Element::Bf16);
+        tensors.accumulator = PvAccumulator::F16;
+        let saved = [&tensors.q, &tensors.k, &tensors.v]
+            .map(|x| device().upload(&vec![0u8; x.extents().iter().product()]).unwrap());
+        let row_max = device().upload(&vec![f32::NAN; shape.lse_elements()]).unwrap();
+        // SAFETY: the buffers have the bytes of the views and outlive the work, which reading them waits for.
+        tensors.saved = Some(unsafe {
+            SavedOperands {
+                q: View::dense(saved[0].ptr(), Element::E4m3, tensors.q.extents()),
+                k: View::dense(saved[1].ptr(), Element::E4m3, tensors.k.extents()),
+                v: View::dense(saved[2].ptr(), Element::E4m3, tensors.v.extents()),
+                row_max: Some(View::dense(row_max.ptr(), Element::F32, [batch, n_q_heads, len_q])),
+            }
+        });
+        cuda().launch(&stream, &terms(&call), &tensors, &workspace).unwrap();
+        stream.synchronize().unwrap();
+        let codes =
+            saved.map(|x| x.read().unwrap().iter().map(|&x| f64::from(Format::E4m3.decode(x))).collect::<Vec<_>>());
+        let have = row_max.read().unwrap();
+        let factor = call.softmax_scale * f64::from(descales[0]) * f64::from(descales[1]);
+        for (at, have) in have.into_iter().enumerate() {
+            let (row, head, entry) = (at % len_q, at / len_q % n_q_heads, at / len_q / n_q_heads);
+            let seen = (row + 1 + len_k).saturating_sub(len_q);
+            if seen == 0 {
+                continue;
+            }
+            let q = &codes[0][((entry * len_q + row) * n_q_heads + head) * d_head..][..d_head];
+            let kv = head * n_kv_heads / n_q_heads;
+            let logits: Vec<f64> = (0..seen)
+                .map(|j| {
+                    let k = &codes[1][((entry * len_k + j) * n_kv_heads + kv) * d_head..][..d_head];
+                    factor * q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>()
+                })
+                .collect();
+            let top = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let want = -logits.iter().map(|s| (s - top).exp()).sum::<f64>().log2();
+            assert!((f64::from(have) - want).abs() <= 0.02, "{shape:?} row {row}: {have}, {want}");
         }
     }
 }

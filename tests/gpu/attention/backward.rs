@@ -8,12 +8,13 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::Descale;
 use sigmascale::attention::{
-    AttentionCall, AttentionShape, BackwardPrecision, Gradients, Inputs, Mask, Precision, PvAccumulator, Saved,
-    backward, dequantised, reference, reference_backward,
+    AttentionCall, AttentionShape, BackwardPrecision, Dequantised, Fp8Products, GradientProducts, Gradients, Inputs,
+    Mask, Precision, PvAccumulator, Saved, backward, dequantised, reference, reference_backward,
 };
 use sigmascale::cuda::{Buffer, Stream};
 use sigmascale::device::attention::{
-    BackwardEngine, BackwardTensors, Cuda, Delta, Descales, Element, Tensors, View, Workspace,
+    BackwardEngine, BackwardOptions, BackwardTensors, Cuda, Delta, Descales, Element, RowBounds, Tensors, View,
+    Workspace,
 };
 use sigmascale::fp8::{Format, OnOverflow};
 use sigmascale::plan::ScalePlan;
@@ -158,6 +159,7 @@ impl Memory {
             dq: wide(dq, of_q),
             dk: wide(dk, of_kv),
             dv: wide(dv, of_kv),
+            bounds: None,
             d_sinks: None,
         }
     }
@@ -363,6 +365,113 @@ pub(super) fn sums_in_a_ring_are_those_of_all() {
             }
         }
     }
+}
+
+/// A call in parts is so many calls: the same gradients, but for the order of sums.
+pub(super) fn parts_have_the_gradients_of_the_whole_call() {
+    for (batch, n_q_heads, n_kv_heads, limit) in [(5, 4, 2, 1 << 20), (1, 12, 6, 1 << 19), (2, 6, 3, 1)] {
+        for (d_head, deterministic) in [(64, false), (128, false), (128, true)] {
+            let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q: 300, len_k: 411, d_head, d_v: d_head };
+            let call = AttentionCall::causal(shape);
+            let options = BackwardOptions { deterministic, ..BackwardOptions::default() };
+            let [whole, cut] =
+                [None, Some(limit)].map(|sums_limit| engine().with_options(BackwardOptions { sums_limit, ..options }));
+            let bytes = [&whole, &cut].map(|engine| engine.workspace_bytes(&shape, &terms(&call)).unwrap());
+            assert!(bytes[1] < bytes[0], "{shape:?} is cut");
+            let data = Data::new(&shape, 14);
+            let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 15));
+            let memory = Memory::new(&whole, &call, &data, &plan, &d_out);
+            let tensors = memory.tensors(&call);
+            memory.launch(&whole, &stream(), &call, &tensors);
+            let want = memory.read();
+            for _ in 0..5 {
+                memory.launch(&cut, &stream(), &call, &tensors);
+                for (have, want) in memory.read().iter().zip(&want) {
+                    let error = distance(&floats(have), &wide(&floats(want)));
+                    assert!(error <= 1e-3, "{shape:?} {options:?}: {error:.2e}");
+                }
+            }
+        }
+    }
+}
+
+/// dQ of E4M3 codes of dS is the CPU's, whose specification it is, and dK and dV are what they are without.
+pub(super) fn dq_in_fp8_is_the_cpus() {
+    let fp8 = engine().with_options(BackwardOptions { dq_fp8: true, ..BackwardOptions::default() });
+    for (seed, call) in cases().enumerate() {
+        let data = Data::new(&call.shape, 100 + seed as u64);
+        let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 2000 + seed as u64));
+        let x = dequantised(&call, &data.inputs(), &plan, OnOverflow::Saturate).unwrap();
+        let exact = reference(&call, &wide(&x.q), &wide(&x.k), &wide(&x.v)).unwrap();
+        let slopes = reference_backward(&call, &wide(&x.q), &wide(&x.k), &wide(&x.v), &wide(&d_out)).unwrap();
+        let lse: Vec<f32> = exact.lse.iter().map(|&x| x as f32).collect();
+        let out: Vec<f32> = exact.out.iter().map(|&x| bf16::from_f64(x).to_f32()).collect();
+        let products = GradientProducts::Fp8(Fp8Products { dq: true, dp: false, value_slack: 1 });
+        let how = BackwardPrecision { delta: sigmascale::attention::Delta::Output, products };
+        let saved = Saved { out: &out, lse: &lse };
+        let want = backward(&call, &data.inputs(), &plan, &Precision::KERNEL, &how, &saved, &d_out).unwrap();
+
+        let memory = Memory::new(&fp8, &call, &data, &plan, &d_out);
+        let plain = memory.tensors(&call);
+        memory.launch(&engine(), &stream(), &call, &plain);
+        let [_, dk, dv] = memory.read();
+        let (rows, norms) = (largest_p(&call, &x, &exact.lse), value_norms(&call, &x));
+        let [rows, norms] = [rows, norms].map(|x| device().upload(&x).unwrap());
+        let AttentionShape { batch, n_kv_heads, .. } = call.shape;
+        // SAFETY: as in `descales`.
+        let bounds = unsafe {
+            RowBounds {
+                row_max: View::dense(rows.ptr(), Element::F32, Memory::shapes(&call).2),
+                value_norm: Some(View::dense(norms.ptr(), Element::F32, [batch, n_kv_heads])),
+            }
+        };
+        memory.launch(&fp8, &stream(), &call, &BackwardTensors { bounds: Some(bounds), ..plain });
+        let have = memory.read();
+        assert!(have[1] == dk && have[2] == dv, "{call:?}");
+        let (have, own) = (floats(&have[0]), distance(&want.dq, &slopes.dq));
+        let (error, apart) = (distance(&have, &slopes.dq), distance(&have, &wide(&want.dq)));
+        // Rows of few keys have dS of the rounding alone.
+        let few = call.shape.len_k <= 3;
+        assert!(few || (0.7 * own..1.4 * own).contains(&error), "{call:?}: {error:.2e}, the CPU {own:.2e}");
+        assert!(few || apart <= 0.6 * own + ROUNDING, "{call:?}: {apart:.2e} from the CPU, whose error is {own:.2e}");
+        // Without a bound on v the codes use less of their range.
+        memory.launch(
+            &fp8,
+            &stream(),
+            &call,
+            &BackwardTensors { bounds: Some(RowBounds { value_norm: None, ..bounds }), ..plain },
+        );
+        let loose = distance(&floats(&memory.read()[0]), &slopes.dq);
+        assert!(few || loose <= 3.0 * own + ROUNDING, "{call:?}: {loose:.2e} without a bound on v");
+    }
+}
+
+/// The base-2 logarithm of each row's largest P, `(batch, heads_q, len_q)`.
+fn largest_p(call: &AttentionCall, x: &Dequantised, lse: &[f64]) -> Vec<f32> {
+    let AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, .. } = call.shape;
+    let dot = |q: &[f32], k: &[f32]| q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum::<f64>();
+    let mut all = Vec::new();
+    for (b, head) in (0..batch).flat_map(|b| (0..n_q_heads).map(move |head| (b, head))) {
+        for row in 0..len_q {
+            let q = &x.q[((b * len_q + row) * n_q_heads + head) * d_head..][..d_head];
+            let seen = if call.mask.causal { (row + 1 + len_k).saturating_sub(len_q).min(len_k) } else { len_k };
+            let kv = head * n_kv_heads / n_q_heads;
+            let key = |j: usize| &x.k[((b * len_k + j) * n_kv_heads + kv) * d_head..][..d_head];
+            let top = (0..seen).map(|j| call.softmax_scale * dot(q, key(j))).fold(f64::NEG_INFINITY, f64::max);
+            all.push(((top - lse[all.len()]) * std::f64::consts::LOG2_E) as f32);
+        }
+    }
+    all
+}
+
+/// The largest |v_j| of each KV head, `(batch, heads_kv)`.
+fn value_norms(call: &AttentionCall, x: &Dequantised) -> Vec<f32> {
+    let AttentionShape { batch, n_kv_heads, len_k, d_v, .. } = call.shape;
+    let norm = |v: &[f32]| v.iter().map(|v| v * v).sum::<f32>().sqrt();
+    let of = |b: usize, head: usize| {
+        (0..len_k).map(|j| norm(&x.v[((b * len_k + j) * n_kv_heads + head) * d_v..][..d_v])).fold(0.0, f32::max)
+    };
+    (0..batch).flat_map(|b| (0..n_kv_heads).map(move |head| (b, head))).map(|(b, head)| of(b, head)).collect()
 }
 
 pub(super) fn random_calls_agree_with_the_cpu() {

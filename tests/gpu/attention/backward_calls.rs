@@ -253,6 +253,7 @@ impl Memory {
             dq,
             dk,
             dv,
+            bounds: None,
             d_sinks,
         };
 
@@ -353,5 +354,45 @@ pub(super) fn sequences_may_change_between_replays() {
     memory.floats.iter().zip(&other.floats).for_each(|(to, from)| to.write(&from.read().unwrap()).unwrap());
     graph.launch().unwrap();
     stream.synchronize().unwrap();
+    assert!(memory.read() == want);
+}
+
+/// Sequences that break their rule have no gradients that mean anything, but no block waits for keys that none has.
+pub(super) fn sequences_out_of_order_end() {
+    let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 600, len_k: 600, d_head: 128, d_v: 128 };
+    let packed = |cu_seqlens: &[usize]| Random {
+        call: AttentionCall::causal(shape),
+        sequences: Some(Sequence::packed(cu_seqlens, cu_seqlens, None).unwrap()),
+        sinks: None,
+        seed: 3,
+    };
+    let engine = BackwardEngine::new(device()).unwrap().with_deterministic(true);
+    let random = packed(&[0, 200, 500, 600]);
+    let (memory, _) = Memory::new(&engine, &random);
+    memory.launch(&engine, &stream());
+    let want = memory.read();
+    let lists: Vec<Vec<i32>> = memory.lists.iter().map(|list| list.read().unwrap()).collect();
+    let changes: [fn(&mut Vec<i32>); 4] = [
+        |list| list.reverse(),
+        |list| list.swap(0, 1),
+        |list| list.fill(500),
+        |list| list.iter_mut().for_each(|at| *at = -*at - 7),
+    ];
+    for change in changes {
+        for lists_changed in [0..4, 0..2, 2..4, 0..1, 3..4] {
+            for (i, (to, from)) in memory.lists.iter().zip(&lists).enumerate() {
+                let mut list = from.clone();
+                if lists_changed.contains(&i) {
+                    change(&mut list);
+                }
+                to.write(&list).unwrap();
+            }
+            memory.launch(&engine, &stream());
+            device().synchronize().unwrap();
+        }
+    }
+    // And in order again, they have theirs.
+    memory.lists.iter().zip(&lists).for_each(|(to, from)| to.write(from).unwrap());
+    memory.launch(&engine, &stream());
     assert!(memory.read() == want);
 }

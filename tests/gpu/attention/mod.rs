@@ -11,13 +11,14 @@ mod random;
 mod split;
 
 use crate::device;
-use accumulators::{operands_are_saved_for_a_backward, the_output_is_not_biased};
+use accumulators::{operands_are_saved_for_a_backward, the_largest_p_of_each_row_is_kept, the_output_is_not_biased};
 use backward::{
     a_training_step_is_as_good_as_with_the_exact_output, deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
-    gradients_are_the_cpus, nan_stays_in_its_row_and_head, random_calls_agree_with_the_cpu,
+    dq_in_fp8_is_the_cpus, gradients_are_the_cpus, nan_stays_in_its_row_and_head,
+    parts_have_the_gradients_of_the_whole_call, random_calls_agree_with_the_cpu,
     rows_that_see_nothing_have_zero_gradients, sums_in_a_ring_are_those_of_all,
 };
-use backward_calls::{random_backward_calls, sequences_may_change_between_replays};
+use backward_calls::{random_backward_calls, sequences_may_change_between_replays, sequences_out_of_order_end};
 use calls::{
     a_graph_follows_the_lengths, casts_of_sequences_count_by_the_descale_of_their_entry,
     every_kind_of_call_agrees_with_the_cpu,
@@ -76,12 +77,16 @@ tests![
     nan_stays_in_its_row_and_head,
     deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
     sums_in_a_ring_are_those_of_all,
+    parts_have_the_gradients_of_the_whole_call,
+    dq_in_fp8_is_the_cpus,
     random_calls_agree_with_the_cpu,
     random_backward_calls,
     sequences_may_change_between_replays,
+    sequences_out_of_order_end,
     a_training_step_is_as_good_as_with_the_exact_output,
     the_output_is_not_biased,
     operands_are_saved_for_a_backward,
+    the_largest_p_of_each_row_is_kept,
     head_dimensions_agree_with_the_cpu,
     head_dimensions_take_e4m3_logits_and_outputs,
     head_dimensions_of_e4m3_operands,
