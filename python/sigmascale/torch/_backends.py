@@ -14,7 +14,7 @@ import warnings
 import torch
 
 from .._errors import ArgumentError, UnsupportedError
-from ._casts import dequantized
+from ._casts import dequantised
 from ._emulation import Emulated
 from ._hopper import Native
 from ._libraries import Cudnn, Fa3, TorchQuantised
@@ -135,7 +135,7 @@ def backward(grad, operands, descales, out, lse, terms, chosen, accumulator):
 
 def _flash_backward(grad, operands, descales, causal, scale):
     """FlashAttention-2 in BF16 as PyTorch carries it, forward and backward, on the dequantized operands."""
-    q, k, v = (dequantized(x, d) for x, d in zip(operands, descales))
+    q, k, v = (dequantised(x, d) for x, d in zip(operands, descales))
     group = q.shape[2] // k.shape[2]
     heads = lambda x: x.transpose(1, 2)
     q, k, v = heads(q), *(heads(x.repeat_interleave(group, dim=2)) for x in (k, v))
