@@ -147,7 +147,7 @@ fn the_lead_counts_from_the_first_alarm_of_the_head() {
     // Delta is biased from the start, which takes many records to see; logits pass the limit before that.
     let layer = |step: u64| LayerRecord {
         logit_max: beside(10.0, if step >= 100 { 2000.0 } else { 10.0 }),
-        delta_bias: vec![if step % 20 == 0 { 1e-9 } else { -1e-9 }, 1e-3],
+        delta_bias: vec![if step.is_multiple_of(20) { 1e-9 } else { -1e-9 }, 1e-3],
         ..LayerRecord::default()
     };
     let step = |step: u64| StepRecord { loss: Some(if step >= 700 { 9.0 } else { 2.0 }), ..StepRecord::default() };
