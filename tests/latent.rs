@@ -1005,7 +1005,7 @@ fn checkpoints_that_contradict_their_config_are_refused() {
     };
     assert!(config(json!({"qk_rope_head_dim": 15})).contains("must be even"));
     assert!(config(json!({"qk_nope_head_dim": 244})).contains("head dimension 260"));
-    assert!(config(json!({"qk_head_dim": 64})).contains("`qk_head_dim` is 64"));
+    assert!(config(json!({"qk_head_dim": 64})).contains("`qk_head_dim`: expected 32"));
     assert!(config(json!({"model_type": "deepseek_v32", "rope_interleave": false})).contains("rope_interleave"));
     assert!(config(json!({"rope_scaling": {"type": "yarn", "mscale_all_dim": 1.0}})).contains("`factor` is missing"));
 }
