@@ -136,7 +136,7 @@ fn ids_in_json_are_the_bytes_of_the_text() {
     std::fs::write(&ids, "[1, 256, 3]").unwrap();
     let args = ["stress", "checkpoint-load", "--model", TINY_LLAMA, "--seq-len", "2", "--tokens", text(&ids)];
     let (code, log) = failure(&args);
-    assert!(code == 1 && log.contains("token id 256 is not below 256"), "{log}");
+    assert!(code == 1 && log.contains("token id 256 is outside the vocabulary"), "{log}");
 }
 
 /// A model with a tokenizer reads text: the run is the one on the ids that the tokenizer gives.
@@ -179,7 +179,7 @@ fn text_is_read_by_the_models_tokenizer() {
     let other = std::fs::read_to_string("tests/data/tokenizer.json").unwrap();
     let other = other.replace(r#""<s>":0"#, r#""<s>":300"#).replace(r#""id":0"#, r#""id":300"#);
     std::fs::write(&tokenizer, other.replace(r#""ids":[0]"#, r#""ids":[300]"#)).unwrap();
-    refused(b"some text", &["tokenizer.json", "token id 300 is not below 256"]);
+    refused(b"some text", &["tokenizer.json", "token id 300 is outside the vocabulary"]);
     std::fs::rename(&tokenizer, model.join("tokenizer.model")).unwrap();
     refused(b"text", &["words.txt", "only a tokenizer.model", ".json"]);
 }
@@ -533,7 +533,7 @@ fn usage_errors_exit_2_and_write_nothing() {
         (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", "/dev/null"], 1, "regular file"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", TRACE], 1, "token ids are a JSON list"),
         (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--seq-len", "9000"], 2, "are fewer than one"),
-        (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--seq-len", "1025"], 2, "more than the 1024"),
+        (&["checkpoint-load", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--seq-len", "1025"], 2, "exceed the 1024"),
         (&["weight-spike", "--model", TINY_LLAMA, "--tokens", SAMPLE, "--steps", "99999"], 2, "take fewer of either"),
         (&["replay", "--trace", TRACE, "--tokens", SAMPLE], 2, "remove --tokens"),
         (&["weight-spike", "--model", TINY_LLAMA, "--path", TINY_LLAMA], 2, "remove --path, which is for refit"),

@@ -421,7 +421,10 @@ fn what_does_not_fit_is_named() {
     says(with(decilm(), "position_embedding_type", json!("rope_llama4")), "`position_embedding_type`");
     let none = |b: &mut Value| b.as_array_mut().unwrap().iter_mut().for_each(|b| b["attention"]["no_op"] = json!(true));
     says(block(&none), "no layer has attention");
-    says(with(decilm(), "block_configs", Value::Null), "`block_configs` and `num_key_value_heads_per_layer` are both missing");
+    says(
+        with(decilm(), "block_configs", Value::Null),
+        "`block_configs` and `num_key_value_heads_per_layer` are both missing",
+    );
     // Known, and beyond what can be bounded here.
     let gemma = |extra: Value| {
         let mut config = json!({"model_type": "gemma3n_text", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
