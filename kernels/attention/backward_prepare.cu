@@ -20,6 +20,7 @@ __device__ __forceinline__ float dot(u32 a, u32 b, float sum) {
   return fmaf(ptx::bf16_high(a), ptx::bf16_high(b), sum);
 }
 
+#if DQ8
 // The largest power of two by which what `bound` and the root of `square` bound together stays within E4M3; NaN, so that every code is,
 // where the square is not finite.
 __device__ __forceinline__ float row_scale(float bound, float square) {
@@ -27,6 +28,7 @@ __device__ __forceinline__ float row_scale(float bound, float square) {
   const float scale = __int_as_float(((int)fminf(fmaxf(exponent, -100.0f), 100.0f) + 127) << 23);
   return square < __int_as_float(0x7f800000) ? scale : __int_as_float(0x7fffffff);
 }
+#endif
 
 }  // namespace
 
@@ -54,7 +56,7 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
   for (int i = 0; i < kRows / kPass; i++) {
     const int row = tile * kRows + i * kPass + threadIdx.x / kLanes;
     if (!is_live(row) || (p.delta != nullptr && !DQ8) || !has_v) continue;
-    if (p.delta == nullptr)
+    if (!DQ8 || p.delta == nullptr)
       o[i] = *reinterpret_cast<const uint4*>(row_of(p.o, p.o_strides, batch, sequence.q_row + row, head) + 8 * piece);
     d_out[i] = *reinterpret_cast<const uint4*>(row_of(p.d_out, p.d_out_strides, batch, sequence.q_row + row, head) + 8 * piece);
   }

@@ -220,7 +220,11 @@ pub fn backward_variants() -> Vec<Request> {
             BackwardForm { window: true, varlen: true, soft_cap: true, sink: true, ..plain },
         ] {
             let form = BackwardForm { dq_fp8: true, ..form };
-            all.extend(Variant::all(form, false, 1).into_iter().chain(Variant::all(form, true, 1)));
+            all.extend(Variant::all(form, false, 1));
+            // Of 64 columns, deterministic calls have no registers for it, and are refused.
+            if columns == 128 {
+                all.extend(Variant::all(form, true, 1));
+            }
         }
     }
     let mut requests: Vec<Request> = Vec::new();

@@ -208,7 +208,13 @@ impl BackwardForm {
     pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions) -> Result<Self> {
         check_dims(sizes)?;
         terms.check(sizes)?;
-        Ok(Self { dq_fp8: options.dq_fp8, ..Self::of_checked(sizes, terms) })
+        let form = Self { dq_fp8: options.dq_fp8, ..Self::of_checked(sizes, terms) };
+        if form.dq_fp8 && options.deterministic && form.columns == 64 {
+            return Err(Error::unsupported(
+                "a deterministic dQ in FP8 is not offered on the GPU for heads of at most 64: leave out one of the two",
+            ));
+        }
+        Ok(form)
     }
 
     fn of_checked(sizes: &AttentionShape, terms: &Terms) -> Self {
