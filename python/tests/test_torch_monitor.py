@@ -327,7 +327,7 @@ def test_wrong_arguments_are_named(run):
     monitor = fp8.Monitor(runtime, path)
     with pytest.raises(sigmascale.ArgumentError, match="loss has shape"):
         monitor.step(loss=torch.zeros(2))
-    with pytest.raises(sigmascale.UnsupportedError, match="bound='certain'"):
+    with pytest.raises(sigmascale.UnsupportedError, match="bound='worst-case'"):
         fp8.max_logit_bound(fp8.attach(made))
 
 
