@@ -6,6 +6,7 @@ use sigmascale::cuda::{self, Arch, Request, sources};
 use sigmascale::device::attention::{
     attention_variants, backward_variants, cast_variants, paged_variants, spilling_variants,
 };
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -194,6 +195,29 @@ fn instructions(variant: &Request) -> &'static [&'static str] {
     }
 }
 
+/// Innermost loops with products on tensor cores whose descriptors come from vector registers (`R2UR`): there the assembler does not
+/// know that the warps of the loop stay together, and every product waits for moves.
+fn divergent_mainloops(text: &str) -> usize {
+    /// Waits whose slow path lies at the end of a kernel look like loops over all that is between.
+    const LONGEST: usize = 1500;
+    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    let labels: HashMap<&str, usize> =
+        lines.iter().enumerate().filter_map(|(i, line)| Some((line.strip_suffix(':')?, i))).collect();
+    // From the label that a branch goes back to.
+    let first =
+        |line: &str| labels.get(line.split_once("BRA")?.1.split('`').nth(1)?.split(['(', ')']).nth(1)?).copied();
+    let loops: Vec<(usize, usize)> = lines
+        .iter()
+        .enumerate()
+        .filter_map(|(i, line)| Some((first(line)?, i)))
+        .filter(|(from, to)| from < to && to - from < LONGEST)
+        .collect();
+    let holds = |(from, to): (usize, usize), word: &str| lines[from..to].iter().any(|line| line.contains(word));
+    let innermost =
+        |&(from, to): &(usize, usize)| !loops.iter().any(|&(a, b)| (a, b) != (from, to) && from <= a && b <= to);
+    loops.iter().filter(|l| innermost(l) && holds(**l, "GMMA") && holds(**l, "R2UR")).count()
+}
+
 /// What is wrong with one variant, which may spill so many bytes.
 fn complaints(variant: &Request, spills: u32, disassembler: Option<&Path>) -> Vec<String> {
     let name = label(variant);
@@ -223,6 +247,8 @@ fn complaints(variant: &Request, spills: u32, disassembler: Option<&Path>) -> Ve
         let text = disassembly(disassembler, &compiled.cubin);
         let missing = expected.iter().filter(|instruction| !text.contains(**instruction));
         complaints.extend(missing.map(|instruction| format!("{name}: no {instruction} in the disassembly")));
+        let divergent = divergent_mainloops(&text);
+        complaints.extend((divergent > 0).then(|| format!("{name}: {divergent} mainloops that are not uniform")));
     }
     // Same options, same bytes: what the cache relies on.
     if variant.source == sources::GAINS {

@@ -70,64 +70,64 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
   bool begun = false;
   while (tile.key_tiles >= 0) {
     c.begin();
+    // NOTES: with an epilogue of its own here, and a second way back, the assembler does not know the loops below uniform.
     if (tile.key_tiles == 0) {
       c.clear_o();
-      epilogue(c);
-      tile = c.acquire(c.item);
-      continue;
-    }
-    const int key_tiles = tile.key_tiles;
-    const u32 stop = c.kv + key_tiles - (begun ? 1 : 0);
-    Unmasked open = c.unmasked_tiles(tile);
-    u32 ready = 0;
-    auto step = [&](bool masked) {
+      tile = c.acquire(c.item + 1);
+    } else {
+      const int key_tiles = tile.key_tiles;
+      const u32 stop = c.kv + key_tiles - (begun ? 1 : 0);
+      Unmasked open = c.unmasked_tiles(tile);
+      u32 ready = 0;
+      auto step = [&](bool masked) {
+        const u32 t = c.kv;
+        const int n = stop - t - 1;
+        masked = masked && open.hides(n);
+        c.kv = t + 1;
+        float part[kValueDim / 2];
+        softmax_pv(c, s, part, t - 1, true, {tile, open, t, n, masked, true, ready}, top, low);
+        ready = ptx::mbarrier_try_wait(c.k_full(t + 1), c.parity(t + 1));
+        const float rescale[2] = {c.rows.rescale[0], c.rows.rescale[1]};
+        const bool moved = update_row_max(s, top, low, c.rows, c.scale, tile.to_caps, masked);
+        wait_pv(c, part, rescale, t - 1, true);
+        if (kPv != Pv::Promote && moved) scale_rows(c.o, c.rows.rescale);
+      };
+
+      // First logits, where the item before did not bring them
+      if (!begun) {
+        ptx::mbarrier_wait_uniform(c.k_full(c.kv), c.parity(c.kv));
+        issue_qk(s, tile.q, c.k(c.kv));
+        ptx::wgmma_wait<0>();
+        ptx::keep(s);
+        c.release_k(c.kv);
+        c.kv++;
+        c.mask_and_scan(tile, open, s, key_tiles - 1, open.hides(key_tiles - 1), top, low);
+      }
+      update_row_max(s, top, low, c.rows, c.scale, tile.to_caps, open.hides(key_tiles - 1));
+
+      // Masked tiles, then the others, with a flush where one is due
+      c.kv = uniform(c.kv);
+      int left = c.count(stop - c.kv), masked_left = c.count(max(0, left - open.end));
+      int open_left = c.count(max(0, min(left, open.end) - open.first));
+      while (left > 0) {
+        int run = kPv == Pv::Flush ? min(left, kFlushTiles) : left;
+        left -= run;
+        for (; run > 0 && masked_left > 0; run--, masked_left--) step(true);
+        for (; run > 0 && (!kWindow || open_left > 0); run--, open_left--) step(false);
+        for (; kWindow && run > 0; run--) step(true);
+        if (kPv == Pv::Flush && left > 0) c.flush_o();
+      }
+
+      // The last product, and the next item's first logits
       const u32 t = c.kv;
-      const int n = stop - t - 1;
-      masked = masked && open.hides(n);
-      c.kv = t + 1;
+      tile = c.acquire(c.item + 1);
+      if constexpr (kCausal) open = c.unmasked_tiles(tile);
+      begun = tile.key_tiles > 0;
       float part[kValueDim / 2];
-      softmax_pv(c, s, part, t - 1, true, {tile, open, t, n, masked, true, ready}, top, low);
-      ready = ptx::mbarrier_try_wait(c.k_full(t + 1), c.parity(t + 1));
-      const float rescale[2] = {c.rows.rescale[0], c.rows.rescale[1]};
-      const bool moved = update_row_max(s, top, low, c.rows, c.scale, tile.to_caps, masked);
-      wait_pv(c, part, rescale, t - 1, true);
-      if (kPv != Pv::Promote && moved) scale_rows(c.o, c.rows.rescale);
-    };
-
-    // First logits, where the item before did not bring them
-    if (!begun) {
-      ptx::mbarrier_wait_uniform(c.k_full(c.kv), c.parity(c.kv));
-      issue_qk(s, tile.q, c.k(c.kv));
-      ptx::wgmma_wait<0>();
-      ptx::keep(s);
-      c.release_k(c.kv);
-      c.kv++;
-      c.mask_and_scan(tile, open, s, key_tiles - 1, open.hides(key_tiles - 1), top, low);
+      softmax_pv(c, s, part, t - 1, true, {tile, open, t, tile.key_tiles - 1, open.hides(tile.key_tiles - 1), begun, begun ? ready : 1}, top, low);
+      wait_pv(c, part, c.rows.rescale, t - 1, true);
+      c.kv = uniform(begun ? t + 1 : t);
     }
-    update_row_max(s, top, low, c.rows, c.scale, tile.to_caps, open.hides(key_tiles - 1));
-
-    // Masked tiles, then the others, with a flush where one is due
-    c.kv = uniform(c.kv);
-    int left = c.count(stop - c.kv), masked_left = c.count(max(0, left - open.end));
-    int open_left = c.count(max(0, min(left, open.end) - open.first));
-    while (left > 0) {
-      int run = kPv == Pv::Flush ? min(left, kFlushTiles) : left;
-      left -= run;
-      for (; run > 0 && masked_left > 0; run--, masked_left--) step(true);
-      for (; run > 0 && (!kWindow || open_left > 0); run--, open_left--) step(false);
-      for (; kWindow && run > 0; run--) step(true);
-      if (kPv == Pv::Flush && left > 0) c.flush_o();
-    }
-
-    // The last product, and the next item's first logits
-    const u32 t = c.kv;
-    tile = c.acquire(c.item + 1);
-    if constexpr (kCausal) open = c.unmasked_tiles(tile);
-    begun = tile.key_tiles > 0;
-    float part[kValueDim / 2];
-    softmax_pv(c, s, part, t - 1, true, {tile, open, t, tile.key_tiles - 1, open.hides(tile.key_tiles - 1), begun, begun ? ready : 1}, top, low);
-    wait_pv(c, part, c.rows.rescale, t - 1, true);
-    c.kv = uniform(begun ? t + 1 : t);
     epilogue(c);
   }
 }
