@@ -67,6 +67,11 @@
 #ifndef V_ROWS
 #define V_ROWS 0
 #endif
+// Options, each 0 unless a build asks for it.
+// 1: the tensor cores sum up the rows of P, as a product with ones.
+#ifndef ROW_SUMS
+#define ROW_SUMS 0
+#endif
 
 namespace {
 
@@ -112,6 +117,9 @@ constexpr bool kDoubleLogits = kConsumers == 2 && kBlockN <= 128 && !kLogitsE4m3
 // beside O. Of 64 columns the logits' registers hold two slices.
 constexpr bool kSliced = kPv == Pv::Promote && (kValueDim > 128 || (kConsumers > 2 && kValueDim > 64));
 constexpr int kSlice = kValueDim == 192 ? 64 : kValueDim == 256 ? 128 : kValueDim;
+
+constexpr bool kRowSums = ROW_SUMS;
+static_assert(!kRowSums || (kDoubleLogits && kPv == Pv::Promote && !SPLIT_KV), "the form in which row sums are products");
 
 constexpr int kRows = 64;  // query rows of a consumer
 constexpr int kThreads = 128 * (kConsumers + 1);
@@ -175,8 +183,11 @@ constexpr int kOffsetWork = kOffsetBarriers + ceil_div(8 * kBarriers, 16) * 16;
 constexpr int kTransposeWarps = 3;
 constexpr int kOffsetStaging = ceil_div(kOffsetWork + kWorkBytes * kQStages * kConsumers, 1024) * 1024;
 constexpr int kOffsetStagingBarriers = kOffsetStaging + kStagingStages * kTileBytes;
+// 32 keys of 8 columns of ones, as V.
+constexpr int kOffsetOnes = ceil_div(kOffsetWork + kWorkBytes * kQStages * kConsumers, 16) * 16;
 constexpr int kSharedBytes =
-    (kVRows ? kOffsetStagingBarriers + 24 * kStagingStages : kOffsetWork + kWorkBytes * kQStages * kConsumers) + kSlackBytes;
+    (kVRows ? kOffsetStagingBarriers + 24 * kStagingStages : kRowSums ? kOffsetOnes + 256 : kOffsetWork + kWorkBytes * kQStages * kConsumers) +
+    kSlackBytes;
 static_assert(kSharedBytes <= kMaxSharedBytes && kKvStages > 1, "shared memory of one multiprocessor");
 static_assert(!kDoubleLogits || kQStages == 2, "the last product of a work item runs beside the first of the next");
 static_assert(!kPaged || (kRuns == 1 && kValueDim == kDim && !kPadded), "paged kernels are compiled for equal head dimensions of 64 or 128");

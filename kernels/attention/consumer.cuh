@@ -31,9 +31,20 @@ __device__ __forceinline__ void issue_qk(float (&s)[kBlockN / 2], u64 q, u64 k) 
   }
   ptx::wgmma_commit();
 }
-// Issues O += P V, or O = P V where `fresh`.
+// Issues sums = P 1, in the group of products that `issue_pv` begins.
+__device__ __forceinline__ void issue_row_sums(float (&sums)[4], const u32 (&p)[kPRegisters], u64 ones) {
+  using Mma = ptx::Wgmma<ptx::Operand::E4m3, 8>;
+#pragma unroll
+  for (int i = 0; i < kBlockN / kPvStep; i++) {
+    if (i == 0) Mma::rs_overwrite(sums, p, ones);
+    else Mma::rs(sums, &p[4 * i], ones, 1);
+  }
+}
+
+// Issues O += P V, or O = P V where `fresh`, and the row sums, where they are products.
 template <Pv Mode = kPv>
-__device__ __forceinline__ void issue_pv(float (&o)[kValueDim / 2], const u32 (&p)[kPRegisters], u64 v, bool fresh) {
+__device__ __forceinline__ void issue_pv(float (&o)[kValueDim / 2], const u32 (&p)[kPRegisters], u64 v, bool fresh,
+                                         float (&sums)[4], u64 ones) {
   using Mma = ptx::Wgmma<Mode == Pv::F16 ? ptx::Operand::F16 : ptx::Operand::E4m3, kValueDim>;
   ptx::wgmma_fence();
 #pragma unroll
@@ -43,6 +54,7 @@ __device__ __forceinline__ void issue_pv(float (&o)[kValueDim / 2], const u32 (&
     else if (Mode == Pv::Promote && i == 0) Mma::rs_overwrite(o, p, keys);
     else Mma::rs(o, &p[4 * i], keys, i != 0 || !fresh);
   }
+  if constexpr (kRowSums) issue_row_sums(sums, p, ones);
   ptx::wgmma_commit();
 }
 
@@ -81,7 +93,7 @@ struct Consumer {
   const WorkItem* work;
   const bool leader;     // of the warp
   u32 item, kv;          // work items and key tiles consumed so far: the places in the rings
-  u64 desc_k, desc_v;
+  u64 desc_k, desc_v, desc_ones;
   // The accumulation of one work item. NOTES: arrays are references, since the compiler takes a struct that holds arrays apart
   // only after it has unrolled the loops over them.
   float (&o)[kValueDim / 2];
@@ -101,6 +113,7 @@ struct Consumer {
     // product takes transposed
     desc_v = kPv == Pv::F16 ? ptx::wgmma_descriptor(base + kOffsetV, kValueRun, 8 * 128, ptx::Swizzle::B128)
                             : ptx::wgmma_descriptor(base + kOffsetV, 16 * kValueDim, 128, ptx::Swizzle::None);
+    desc_ones = ptx::wgmma_descriptor(base + kOffsetOnes, 128, 128, ptx::Swizzle::None);
   }
 
   // NOTES: read anew at each use, as `place` is.

@@ -63,7 +63,7 @@ __device__ __forceinline__ void epilogue(Consumer& c) {
   float factor[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float sum = quad_sum(c.rows.row_sum[r]), offset = fmaf(c.rows.row_max[r], c.scale, -kPLog2Scale), owed = item.v_descale;
+    float sum = kRowSums ? c.rows.row_sum[r] : quad_sum(c.rows.row_sum[r]), offset = fmaf(c.rows.row_max[r], c.scale, -kPLog2Scale), owed = item.v_descale;
     if constexpr (kSink) owed *= join_sink(sum, offset, p.sinks[t.head]);
     factor[r] = normalisation(sum, owed);
     const int row = t.row + my_row + 8 * r;

@@ -38,6 +38,10 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     ptx::prefetch_tensormap(&map_v);
     pipeline.init(consumers);
   }
+  if (kRowSums && threadIdx.x < 64) {
+    reinterpret_cast<u32*>(shared + kOffsetOnes)[threadIdx.x] = 0x38383838;
+    ptx::fence_proxy_async();
+  }
   __syncthreads();
   ptx::griddepcontrol_wait();
   // The blocks that combine splits start as soon as there is room, and wait for the last split

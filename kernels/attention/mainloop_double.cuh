@@ -24,7 +24,7 @@ struct NextLogits {
 
 // Makes P of the logits `s` and issues O += P V of tile t (Promote: part = P V); under it `next` goes to `s`, and `top` and `low` become
 // what can be known of it. Not `held`: there is no tile t.
-__device__ __forceinline__ void softmax_pv(Consumer& c, float (&s)[kBlockN / 2], float (&part)[kValueDim / 2], u32 t, bool held,
+__device__ __forceinline__ void softmax_pv(Consumer& c, float (&s)[kBlockN / 2], float (&part)[kValueDim / 2], float (&sums)[4], u32 t, bool held,
                                            const NextLogits& next, float (&top)[2], float (&low)[2]) {
   float x[kBlockN / 2], shift[2], sum[4] = {};
   exponent_shift(c.rows, c.scale, shift);
@@ -33,33 +33,38 @@ __device__ __forceinline__ void softmax_pv(Consumer& c, float (&s)[kBlockN / 2],
   ptx::mbarrier_wait_uniform(c.k_full(next.t), c.parity(next.t), next.ready);
   issue_qk(s, next.tile.q, c.k(next.t));
   // NOTES: the search for the maxima of S fills the gaps between the exponentials of X.
-  exponentiate<0, kBlockN / 4>(x, sum);
+  exponentiate<0, kBlockN / 4, !kRowSums>(x, sum);
   ptx::wgmma_wait<0>();
   ptx::keep(s);
   if (next.real) c.release_k(next.t);
   c.mask_and_scan(next.tile, next.open, s, next.n, next.masked, top, low);
-  exponentiate<kBlockN / 4, kBlockN / 2>(x, sum);
-  add_row_sum(c.rows, sum);
+  exponentiate<kBlockN / 4, kBlockN / 2, !kRowSums>(x, sum);
+  if constexpr (!kRowSums) add_row_sum(c.rows, sum);
 #pragma unroll
   for (int i = 0; i < kBlockN / 16; i++) pack_p(c.p, x, i);
   ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t), !held);
   c.clear_tail(t);
   if constexpr (kPv == Pv::Promote) {
-    issue_pv(part, c.p, c.v(t), true);
+    issue_pv(part, c.p, c.v(t), true, sums, c.desc_ones);
   } else {
     ptx::keep(c.o);
-    issue_pv(c.o, c.p, c.v(t), c.fresh);
+    issue_pv(c.o, c.p, c.v(t), c.fresh, sums, c.desc_ones);
   }
   c.fresh = false;
 }
 
 // Waits for P V of tile t. Promote: adds it to O, which is owed `rescale`.
-__device__ __forceinline__ void wait_pv(Consumer& c, float (&part)[kValueDim / 2], const float (&rescale)[2], u32 t, bool held) {
+__device__ __forceinline__ void wait_pv(Consumer& c, float (&part)[kValueDim / 2], float (&sums)[4], const float (&rescale)[2], u32 t, bool held) {
   ptx::wgmma_wait<0>();
   if constexpr (kPv == Pv::Promote) ptx::keep(part);
   else ptx::keep(c.o);
   if (held) c.release_v(t);
   if constexpr (kPv == Pv::Promote) promote(c.o, part, rescale);
+  if constexpr (kRowSums) {
+    ptx::keep(sums);
+#pragma unroll
+    for (int r = 0; r < 2; r++) c.rows.row_sum[r] = fmaf(c.rows.row_sum[r], rescale[r], sums[2 * r]);
+  }
 }
 
 __device__ __forceinline__ void mainloop_double(Consumer& c) {
@@ -84,12 +89,12 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
         const int n = stop - t - 1;
         masked = masked && open.hides(n);
         c.kv = t + 1;
-        float part[kValueDim / 2];
-        softmax_pv(c, s, part, t - 1, true, {tile, open, t, n, masked, true, ready}, top, low);
+        float part[kValueDim / 2], sums[4];
+        softmax_pv(c, s, part, sums, t - 1, true, {tile, open, t, n, masked, true, ready}, top, low);
         ready = ptx::mbarrier_try_wait(c.k_full(t + 1), c.parity(t + 1));
         const float rescale[2] = {c.rows.rescale[0], c.rows.rescale[1]};
         const bool moved = update_row_max(s, top, low, c.rows, c.scale, tile.to_caps, masked);
-        wait_pv(c, part, rescale, t - 1, true);
+        wait_pv(c, part, sums, rescale, t - 1, true);
         if (kPv != Pv::Promote && moved) scale_rows(c.o, c.rows.rescale);
       };
 
@@ -123,9 +128,9 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
       tile = c.acquire(c.item + 1);
       if constexpr (kCausal) open = c.unmasked_tiles(tile);
       begun = tile.key_tiles > 0;
-      float part[kValueDim / 2];
-      softmax_pv(c, s, part, t - 1, true, {tile, open, t, tile.key_tiles - 1, open.hides(tile.key_tiles - 1), begun, begun ? ready : 1}, top, low);
-      wait_pv(c, part, c.rows.rescale, t - 1, true);
+      float part[kValueDim / 2], sums[4];
+      softmax_pv(c, s, part, sums, t - 1, true, {tile, open, t, tile.key_tiles - 1, open.hides(tile.key_tiles - 1), begun, begun ? ready : 1}, top, low);
+      wait_pv(c, part, sums, c.rows.rescale, t - 1, true);
       c.kv = uniform(begun ? t + 1 : t);
     }
     epilogue(c);

@@ -21,9 +21,9 @@ __device__ __forceinline__ void mainloop_rolled(Consumer& c) {
     }
     const bool real = left > 0, masked = open.hides(left - 1);
     const u32 t = c.kv;
-    float part[kValueDim / 2];
-    softmax_pv(c, s, part, t - 1, held, {tile, open, t, left - 1, masked, real, !real}, top, low);
-    wait_pv(c, part, c.rows.rescale, t - 1, held);
+    float part[kValueDim / 2], sums[4];
+    softmax_pv(c, s, part, sums, t - 1, held, {tile, open, t, left - 1, masked, real, !real}, top, low);
+    wait_pv(c, part, sums, c.rows.rescale, t - 1, held);
     if (crossing && begun) {
       // An item without keys ends before it begins
       bool empty = tile.key_tiles == 0;

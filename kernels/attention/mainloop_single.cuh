@@ -35,11 +35,11 @@ __device__ __forceinline__ void mainloop_single(Consumer& c) {
       for (int i = 0; i < kBlockN / 16; i++) pack_p(c.p, s, i);
     };
     // O += P V of tile t. Promote: into `part`, to be added to O, which is owed `rescale`.
-    float part[kValueDim / 2];
+    float part[kValueDim / 2], sums[4];
     auto issue = [&](u32 t) {
       ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t));
       if constexpr (kPv != Pv::Promote) ptx::keep(c.o);
-      issue_pv(kPv == Pv::Promote ? part : c.o, c.p, c.v(t), c.fresh);
+      issue_pv(kPv == Pv::Promote ? part : c.o, c.p, c.v(t), c.fresh, sums, 0);
       c.fresh = false;
     };
     auto wait = [&](u32 t, const float (&rescale)[2]) {

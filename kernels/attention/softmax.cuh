@@ -156,7 +156,7 @@ __device__ __forceinline__ bool update_row_max(const float (&s)[kBlockN / 2], fl
       const float m = fmaxf(rows.row_max[r], top[r]);
       rows.rescale[r] = ptx::exp2_approx((rows.row_max[r] - m) * scale);
       rows.row_max[r] = m;
-      rows.row_sum[r] *= rows.rescale[r];
+      if (!kRowSums) rows.row_sum[r] *= rows.rescale[r];  // else as P V, which is added when it is there
       if (kPv == Pv::Flush) rows.flush_rescale[r] *= rows.rescale[r];
     }
   }
@@ -173,11 +173,11 @@ template <int N> __device__ __forceinline__ void exponents(float (&x)[N], const 
   for (int i = 0; i < N; i++) x[i] = fmaf(s[i], scale, -shift[(i >> 1) & 1]);
 }
 // P of the exponents [First, Last), in place, and the sums of its columns: `sum[2 r]` and `sum[2 r + 1]` of row r.
-template <int First, int Last, int N> __device__ __forceinline__ void exponentiate(float (&x)[N], float (&sum)[4]) {
+template <int First, int Last, bool Sum = true, int N> __device__ __forceinline__ void exponentiate(float (&x)[N], float (&sum)[4]) {
 #pragma unroll
   for (int i = First; i < Last; i++) {
     x[i] = ptx::exp2_approx(x[i]);
-    sum[i & 3] = i < 4 ? x[i] : sum[i & 3] + x[i];
+    if (Sum) sum[i & 3] = i < 4 ? x[i] : sum[i & 3] + x[i];
   }
 }
 __device__ __forceinline__ void add_row_sum(RowState& rows, const float (&sum)[4]) {

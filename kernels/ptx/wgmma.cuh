@@ -98,6 +98,7 @@ template <Operand Type, int N> struct Wgmma;
     }                                                                                                                     \
   };
 
+WGMMA_E4M3(8, REGS4, LIST(IO4("+f")), LIST(IO4("=f")), 4, 5, 6, 7, 8, 9)
 WGMMA_E4M3(64, REGS32, LIST(IO32("+f", 0)), LIST(IO32("=f", 0)), 32, 33, 34, 35, 36, 37)
 WGMMA_E4M3(96, REGS48, LIST(IO48("+f")), LIST(IO48("=f")), 48, 49, 50, 51, 52, 53)
 WGMMA_E4M3(128, REGS64, LIST(IO64("+f")), LIST(IO64("=f")), 64, 65, 66, 67, 68, 69)
