@@ -72,6 +72,10 @@
 #ifndef ROW_SUMS
 #define ROW_SUMS 0
 #endif
+// 1: Q K^T is summed in F16, for calls whose products are certified to fit it (mainloop_narrow.cuh). With ROW_SUMS.
+#ifndef NARROW
+#define NARROW 0
+#endif
 
 namespace {
 
@@ -120,6 +124,9 @@ constexpr int kSlice = kValueDim == 192 ? 64 : kValueDim == 256 ? 128 : kValueDi
 
 constexpr bool kRowSums = ROW_SUMS;
 static_assert(!kRowSums || (kDoubleLogits && kPv == Pv::Promote && !SPLIT_KV), "the form in which row sums are products");
+
+constexpr bool kNarrow = NARROW;
+static_assert(!kNarrow || (kRowSums && kDim == 128 && kBlockN == 128 && !TELEMETRY && !WINDOW), "the form in which narrow logits are compiled");
 
 constexpr int kRows = 64;  // query rows of a consumer
 constexpr int kThreads = 128 * (kConsumers + 1);

@@ -11,6 +11,9 @@
 //
 // The algorithm is FlashAttention-2's (Dao 2023) with the warp specialisation of FlashAttention-3 (Shah et al. 2024).
 #include "attention/mainloop_double.cuh"
+#if NARROW
+#include "attention/mainloop_narrow.cuh"
+#endif
 #include "attention/mainloop_rolled.cuh"
 #include "attention/mainloop_single.cuh"
 #include "attention/mainloop_sliced.cuh"
@@ -58,6 +61,10 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     u32 p_operand[kPRegisters];
     RowState rows;
     Consumer c(p, pipeline, shared, work, o, p_operand, rows);
+#if NARROW
+    mainloop_narrow(c);
+    return;
+#endif
     if constexpr (kRolled) mainloop_rolled(c);
     else if constexpr (kDoubleLogits) mainloop_double(c);
     else if constexpr (kSliced) mainloop_sliced(c);
