@@ -76,6 +76,10 @@
 #ifndef NARROW
 #define NARROW 0
 #endif
+// 1: exponentials in place of the logits (mainloop_in_place.cuh); 2: the consumers take turns at issuing products. With ROW_SUMS.
+#ifndef IN_PLACE
+#define IN_PLACE 0
+#endif
 
 namespace {
 

@@ -13,6 +13,8 @@
 #include "attention/mainloop_double.cuh"
 #if NARROW
 #include "attention/mainloop_narrow.cuh"
+#elif IN_PLACE
+#include "attention/mainloop_in_place.cuh"
 #endif
 #include "attention/mainloop_rolled.cuh"
 #include "attention/mainloop_single.cuh"
@@ -63,6 +65,9 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     Consumer c(p, pipeline, shared, work, o, p_operand, rows);
 #if NARROW
     mainloop_narrow(c);
+    return;
+#elif IN_PLACE
+    mainloop_in_place(c);
     return;
 #endif
     if constexpr (kRolled) mainloop_rolled(c);

@@ -70,4 +70,9 @@ template <int Id, int Threads> __device__ __forceinline__ void named_barrier_syn
   asm volatile("bar.sync %0, %1;" ::"n"(Id), "n"(Threads) : "memory");
 }
 
+// Arrives without waiting.
+template <int Id, int Threads> __device__ __forceinline__ void named_barrier_arrive() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(Id), "n"(Threads) : "memory");
+}
+
 }  // namespace ptx

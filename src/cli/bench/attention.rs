@@ -6,7 +6,7 @@ use crate::attention::{AttentionCall, AttentionShape, Mask, PvAccumulator, Seque
 use crate::cli::numbers::{count, whole};
 use crate::cuda::Stream;
 use crate::device::attention::{
-    AttentionEngine, BackwardEngine, Element, Resident, ResidentBackward, RopeTables, Setup,
+    AttentionEngine, BackwardEngine, Element, KernelOption, Resident, ResidentBackward, RopeTables, Setup,
 };
 use crate::fp8::{Format, OnOverflow};
 use crate::{Error, Result};
@@ -119,6 +119,7 @@ struct Timed {
     cap: bool,
     packed: bool,
     tail: bool,
+    option: KernelOption,
 }
 
 impl Timed {
@@ -153,6 +154,7 @@ impl Timed {
                     timed.window =
                         Some(part["window-".len()..].parse().map_err(|_| format!("{text}: {part} has no number"))?);
                 }
+                _ if KernelOption::parse(part).is_ok() => timed.option = KernelOption::parse(part).unwrap_or_default(),
                 _ => {
                     return Err(format!(
                         "{text}: unknown part {part}: reorder, rope, telemetry, o8, logits8, serial, whole, window-N, sink, cap, packed or tail"
@@ -256,6 +258,7 @@ pub fn run(args: Args) -> Result<()> {
                     continue;
                 }
                 for timed in &kernels {
+                    timed.option.choose();
                     let engine = &AttentionEngine::new(&device)?.with_overlap(!timed.serial).with_split(!timed.whole);
                     let sets = (0..sets)
                         .map(|_| operands.call(engine, timed, &sizes, causal, accumulator, false))

@@ -4,6 +4,7 @@
 use super::call::{Rope, Tensors};
 use super::cut::Cut;
 use super::kernels::{self, Variant as _};
+use super::options::{self, KernelOption};
 use super::params;
 use super::sizes::HeadDims;
 use super::terms::{Features, Terms};
@@ -68,6 +69,7 @@ pub(super) enum Variant {
         logits_e4m3: bool,
         out_e4m3: bool,
         features: Features,
+        option: KernelOption,
     },
     /// Parts of a split call, masked or not. `rolled`: of few tiles.
     Parts {
@@ -112,8 +114,9 @@ impl kernels::Variant for Variant {
         match self {
             Self::Parts { dims, tile, pv, telemetry, logits_e4m3, rolled, features } => {
                 let out_e4m3 = false;
+                let option = KernelOption::default();
                 let forward =
-                    Self::Forward { dims, causal: true, tile, pv, telemetry, logits_e4m3, out_e4m3, features };
+                    Self::Forward { dims, causal: true, tile, pv, telemetry, logits_e4m3, out_e4m3, features, option };
                 forward.request().define("SPLIT_KV", 1).define("ROLLED", u8::from(rolled))
             }
             Self::Combine { columns, padded, features } => {
@@ -122,8 +125,8 @@ impl kernels::Variant for Variant {
                 let request = if features.varlen { request.define("CAUSAL", 1) } else { request };
                 features.define(request)
             }
-            Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features } => features
-                .define(pv.define(define_dims(Request::new(sources::ATTENTION, arch), dims.qk, dims.v, dims.padded)))
+            Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features, option } => option
+                .define(features.define(pv.define(define_dims(Request::new(sources::ATTENTION, arch), dims.qk, dims.v, dims.padded))))
                 .define("BLOCK_N", tile.keys)
                 .define("CONSUMERS", tile.consumers)
                 .define("KV_STAGES", tile.stages)
@@ -189,7 +192,9 @@ impl Variant {
             return Self::Parts { dims, tile, pv, telemetry, logits_e4m3, rolled, features };
         }
         let pv = pv(Some(tile));
-        Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features }
+        let plain = (dims.qk, dims.v) == (128, 128) && !telemetry && features == Features::default() && !logits_e4m3;
+        let option = KernelOption::of(plain, pv);
+        Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features, option }
     }
 
     /// What joins the parts of a split call.
@@ -256,7 +261,12 @@ pub fn attention_variants() -> Vec<Request> {
     }
     let mut known = HashSet::new();
     all.retain(|variant| known.insert(*variant));
-    all.into_iter().map(|variant| variant.request()).collect()
+    let dims = HeadDims { qk: 128, v: 128, padded: false };
+    let options = options::option_variants(|option| {
+        let of = |causal| whole(dims, Tile::TWO, inference, [causal, false, false, false], none).request();
+        [false, true].map(|causal| option.define(of(causal))).into()
+    });
+    all.into_iter().map(|variant| variant.request()).chain(options).collect()
 }
 
 /// `[telemetry, logits_e4m3, rolled]`.
@@ -270,7 +280,8 @@ fn parts(dims: HeadDims, accumulator: PvAccumulator, how: [bool; 3], features: F
 fn whole(dims: HeadDims, tile: Tile, accumulator: PvAccumulator, how: [bool; 4], features: Features) -> Variant {
     let [causal, telemetry, logits_e4m3, out_e4m3] = how;
     let pv = Pv::of(accumulator, [telemetry, logits_e4m3, out_e4m3], features.soft_cap, dims, Some(tile));
-    Variant::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features }
+    let option = KernelOption::default();
+    Variant::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features, option }
 }
 
 /// Variants whose registers are too few, with the bytes that they may spill: parts of calls with sequences, where telemetry leaves room
