@@ -81,6 +81,13 @@
 #define IN_PLACE 0
 #endif
 
+// Kernels that measure parts of the mainloop and compute nothing: products and their copies and waits, without exponentials and maxima
+// (1), and P V summed in the tensor core (2); as 2 without copies (3), without barriers of K and V (4), with the second consumer
+// 300 clocks after the first (5), of one consumer (6). 7: the whole kernel with the second consumer after the first.
+#ifndef PROBE
+#define PROBE 0
+#endif
+
 namespace {
 
 constexpr int kDim = HEAD_DIM;        // of Q and K
@@ -126,6 +133,8 @@ constexpr bool kDoubleLogits = kConsumers == 2 && kBlockN <= 128 && !kLogitsE4m3
 constexpr bool kSliced = kPv == Pv::Promote && (kValueDim > 128 || (kConsumers > 2 && kValueDim > 64));
 constexpr int kSlice = kValueDim == 192 ? 64 : kValueDim == 256 ? 128 : kValueDim;
 
+constexpr bool kProducts = PROBE >= 1 && PROBE <= 6, kProbeSums = PROBE >= 2 && PROBE <= 6;
+constexpr bool kCopies = PROBE != 3 && PROBE != 4, kBarred = PROBE != 4, kBehind = PROBE == 5 || PROBE == 7;
 constexpr bool kRowSums = ROW_SUMS;
 static_assert(!kRowSums || (kDoubleLogits && kPv == Pv::Promote && !SPLIT_KV), "the form in which row sums are products");
 
@@ -209,6 +218,6 @@ constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumers + 1) * kLaunchRegisters, "register file");
 // The producer keeps one ring for K and V and no quotient in registers, where it would spill otherwise.
-constexpr bool kShortProducer = (kLogitsE4m3 && kDim == 128 && kConsumers == 3) || kWindow || kRuns > 1 || (kConsumers == 3 && kValueMatrices);
+constexpr bool kShortProducer = !kCopies || (kLogitsE4m3 && kDim == 128 && kConsumers == 3) || kWindow || kRuns > 1 || (kConsumers == 3 && kValueMatrices);
 
 }  // namespace

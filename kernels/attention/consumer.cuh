@@ -128,10 +128,10 @@ struct Consumer {
   __device__ __forceinline__ u32 v_full(u32 t) const { return pipeline.v_full(t % kKvStages); }
   __device__ __forceinline__ u32 parity(u32 t) const { return t / kKvStages & 1; }
   __device__ __forceinline__ void release_k(u32 t) const {
-    if (leader) ptx::mbarrier_arrive(pipeline.k_empty(t % kKvStages));
+    if (kBarred && leader) ptx::mbarrier_arrive(pipeline.k_empty(t % kKvStages));
   }
   __device__ __forceinline__ void release_v(u32 t) const {
-    if (leader) ptx::mbarrier_arrive(pipeline.v_empty(t % kKvStages));
+    if (kBarred && leader) ptx::mbarrier_arrive(pipeline.v_empty(t % kKvStages));
   }
   __device__ __forceinline__ u64 k(u32 t) const { return ptx::wgmma_advance(desc_k, t % kKvStages * kTileBytes); }
   __device__ __forceinline__ u64 v(u32 t) const { return ptx::wgmma_advance(desc_v, t % kKvStages * kValueBytes); }

@@ -34,7 +34,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
   WorkItem* work = reinterpret_cast<WorkItem*>(shared + kOffsetWork);
   const Pipeline pipeline(base);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  const int consumers = kSplitKv ? p.active_consumers : kConsumers;
+  const int consumers = kSplitKv ? p.active_consumers : PROBE == 6 ? 1 : kConsumers;
 
   // Initialise barriers
   if (threadIdx.x == 0) {
@@ -56,7 +56,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     // Producer: one thread issues every copy
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == kConsumers * 128) produce(p, pipeline, work, map_q, map_k, map_v, consumers);
-  } else if (!kSplitKv || warpgroup < consumers) {
+  } else if (!(kSplitKv || PROBE == 6) || warpgroup < consumers) {
     // Consumers
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     float o[kValueDim / 2];

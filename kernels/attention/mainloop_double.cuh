@@ -22,10 +22,30 @@ struct NextLogits {
   u32 ready;
 };
 
+// What is left of `softmax_pv` without a softmax.
+__device__ __forceinline__ void products(Consumer& c, float (&s)[kBlockN / 2], float (&part)[kValueDim / 2], float (&sums)[4], u32 t,
+                                         const NextLogits& next) {
+  if (kBarred) ptx::mbarrier_wait_uniform(c.k_full(next.t), c.parity(next.t), next.ready);
+  issue_qk(s, next.tile.q, c.k(next.t));
+  ptx::wgmma_wait<0>();
+  ptx::keep(s);
+  c.rows.row_sum[0] += s[0];  // NOTES: the assembler drops products of which nothing is read
+  if (next.real) c.release_k(next.t);
+  if (kBarred) ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t));
+  if constexpr (!kProbeSums) {
+    issue_pv(part, c.p, c.v(t), true, sums, c.desc_ones);
+  } else {
+    ptx::keep(c.o);
+    issue_pv<Pv::Flush>(c.o, c.p, c.v(t), c.fresh, sums, c.desc_ones);
+  }
+  c.fresh = false;
+}
+
 // Makes P of the logits `s` and issues O += P V of tile t (Promote: part = P V); under it `next` goes to `s`, and `top` and `low` become
 // what can be known of it. Not `held`: there is no tile t.
 __device__ __forceinline__ void softmax_pv(Consumer& c, float (&s)[kBlockN / 2], float (&part)[kValueDim / 2], float (&sums)[4], u32 t, bool held,
                                            const NextLogits& next, float (&top)[2], float (&low)[2]) {
+  if constexpr (kProducts) return products(c, s, part, sums, t, next);
   float x[kBlockN / 2], shift[2], sum[4] = {};
   exponent_shift(c.rows, c.scale, shift);
   exponents(x, s, c.scale, shift);
@@ -56,10 +76,10 @@ __device__ __forceinline__ void softmax_pv(Consumer& c, float (&s)[kBlockN / 2],
 // Waits for P V of tile t. Promote: adds it to O, which is owed `rescale`.
 __device__ __forceinline__ void wait_pv(Consumer& c, float (&part)[kValueDim / 2], float (&sums)[4], const float (&rescale)[2], u32 t, bool held) {
   ptx::wgmma_wait<0>();
-  if constexpr (kPv == Pv::Promote) ptx::keep(part);
+  if constexpr (kPv == Pv::Promote && !kProbeSums) ptx::keep(part);
   else ptx::keep(c.o);
   if (held) c.release_v(t);
-  if constexpr (kPv == Pv::Promote) promote(c.o, part, rescale);
+  if constexpr (kPv == Pv::Promote && !kProbeSums) promote(c.o, part, rescale);
   if constexpr (kRowSums) {
     ptx::keep(sums);
 #pragma unroll
@@ -73,6 +93,8 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
   // `mask_and_scan` found in them.
   float s[kBlockN / 2], top[2], low[2];
   bool begun = false;
+#pragma unroll
+  for (int i = 0; kProducts && i < kPRegisters; i++) c.p[i] = 0x38383838 + ptx::thread_index();
   while (tile.key_tiles >= 0) {
     c.begin();
     // NOTES: with an epilogue of its own here, and a second way back, the assembler does not know the loops below uniform.
@@ -91,16 +113,19 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
         c.kv = t + 1;
         float part[kValueDim / 2], sums[4];
         softmax_pv(c, s, part, sums, t - 1, true, {tile, open, t, n, masked, true, ready}, top, low);
-        ready = ptx::mbarrier_try_wait(c.k_full(t + 1), c.parity(t + 1));
+        if (kBarred) ready = ptx::mbarrier_try_wait(c.k_full(t + 1), c.parity(t + 1));
         const float rescale[2] = {c.rows.rescale[0], c.rows.rescale[1]};
-        const bool moved = update_row_max(s, top, low, c.rows, c.scale, tile.to_caps, masked);
+        bool moved = false;
+        if (kProducts) c.rows.rescale[0] = c.rows.rescale[1] = 1.0f;
+        else moved = update_row_max(s, top, low, c.rows, c.scale, tile.to_caps, masked);
         wait_pv(c, part, sums, rescale, t - 1, true);
         if (kPv != Pv::Promote && moved) scale_rows(c.o, c.rows.rescale);
       };
 
       // First logits, where the item before did not bring them
       if (!begun) {
-        ptx::mbarrier_wait_uniform(c.k_full(c.kv), c.parity(c.kv));
+        if (kBarred) ptx::mbarrier_wait_uniform(c.k_full(c.kv), c.parity(c.kv));
+        if (kBehind && c.warpgroup() == 1) ptx::spend_clocks(300);
         issue_qk(s, tile.q, c.k(c.kv));
         ptx::wgmma_wait<0>();
         ptx::keep(s);

@@ -54,6 +54,14 @@ __device__ __forceinline__ void load_kv(const Pipeline& pipeline, const TensorMa
                                         const OwnRows& rows) {
   int first_key = n * kBlockN, value_key = first_key;
   if constexpr (kVarlen) first_key += rows.k_row, value_key += 128 * rows.value_tile;
+  if constexpr (!kCopies) {
+    ptx::mbarrier_wait_uniform(pipeline.k_empty(k.index), k.parity ^ 1);
+    ptx::mbarrier_arrive(pipeline.k_full(k.index));
+    ptx::mbarrier_wait_uniform(pipeline.v_empty(k.index), k.parity ^ 1);
+    ptx::mbarrier_arrive(pipeline.v_full(k.index));
+    k.advance();
+    return;
+  }
   ptx::mbarrier_wait_uniform(pipeline.k_empty(k.index), k.parity ^ 1);
   ptx::mbarrier_arrive_expect_tx(pipeline.k_full(k.index), kTileBytes);
 #pragma unroll (kRuns < 3 || kConsumers > 2 ? 4 : 1)  // NOTES: as it costs the producer no register too many

@@ -92,7 +92,7 @@ __device__ __forceinline__ void produce(const Params& p, const Pipeline& pipelin
                                    p.k_descale[t.batch * p.k_descale_batch + head * p.k_descale_head]);
     item.v_descale = p.v_descale[t.batch * p.v_descale_batch + head * p.v_descale_head];
     if constexpr (kOutE4m3) item.o_quant_scale = 1.0f / p.o_descale[t.batch * p.o_descale_batch + head * p.o_descale_head];
-    for (int w = 0; w < kConsumers; w++) {
+    for (int w = 0; w < (PROBE == 6 ? 1 : kConsumers); w++) {
       ptx::mbarrier_wait_uniform(pipeline.q_empty(q.index, w), q.parity ^ 1);
       work[q.index * kConsumers + w] = item;
       if (alive) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void produce(const Params& p, const Pipeline& pipelin
     if (!alive) break;
     q.advance();
 
-    for (int n = first + t.key_tiles - 1; n >= first; n--)
+    for (int n = first + t.key_tiles - 1; kBarred && n >= first; n--)
       load_kv(pipeline, map_k, map_v, k, v, n, head, t.batch, p.heads_kv, own);
     index = next;
   }

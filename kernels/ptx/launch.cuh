@@ -40,6 +40,14 @@ __device__ __forceinline__ u32 block_index() {
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
   return x;
 }
+// Waits for so many clocks.
+__device__ __forceinline__ void spend_clocks(u32 clocks) {
+  u32 first, now;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(first)::"memory");
+  do {
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory");
+  } while (now - first < clocks);
+}
 // A zero that the compiler does not know to be one. NOTES: of a plain zero the assembler keeps a copy, and spills it.
 __device__ __forceinline__ int opaque_zero() {
   int x;
