@@ -18,7 +18,7 @@ struct Sizes {
   int batch, heads_q, heads_kv, len_q, len_k, d, d_v;
   int window_left, window_right;  // kNoWindow: no limit
   float softmax_scale, soft_cap;  // 0: no cap
-  int flags;                      // 1: logits in E4M3, 2: P in F16
+  int flags;                      // 1: logits in E4M3, 2: P in F16, 4: row sums of rounded P, logits of few bits
 };
 static_assert(sizeof(Sizes) == 48, "the host writes this layout");
 
@@ -98,7 +98,7 @@ attention_reference(const u8* q, const u8* k, const u8* v, const float* q_descal
       mass += fabsf(term);
     }
     x *= scale;
-    float e = kAccumulator * mass * scale;
+    float e = ((s.flags & 4) ? 5 * kAccumulator : kAccumulator) * mass * scale;
     top = fmaxf(top, x);
     low = fminf(low, x);
     error = fmaxf(error, e);
@@ -144,7 +144,7 @@ attention_reference(const u8* q, const u8* k, const u8* v, const float* q_descal
   if (threadIdx.x == 0) {
     const i64 to = ((i64)batch * s.heads_q + head) * s.len_q + row;
     lse[to] = keys > 0 ? largest + logf(sum) : sink;
-    lse_room[to] = loose;
+    lse_room[to] = (s.flags & 4) ? loose + 1.0f / 14 : loose;
   }
 
   // Values
@@ -157,7 +157,9 @@ attention_reference(const u8* q, const u8* k, const u8* v, const float* q_descal
     }
     const i64 to = (((i64)batch * s.len_q + row) * s.heads_q + head) * s.d_v + i;
     o = keys > 0 ? o / sum : 0.0f;
+    if (s.flags & 4) loose += 1.0f / 16;
     r = keys > 0 ? r / sum + fabsf(o) * loose : 0.0f;
+    if (s.flags & 4) loose -= 1.0f / 16;
     out[to] = o;
     room[to] = r;
     atomicMax(&extremes[head].amax_o, __float_as_uint(fabsf(o)));

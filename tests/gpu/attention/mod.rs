@@ -34,7 +34,7 @@ use paged::{
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
-use random::random_shapes;
+use random::{random_dense_128, random_shapes};
 use sigmascale::Descale;
 use sigmascale::attention::{
     Attention, AttentionCall, AttentionShape, Cast, Cpu, Inputs, LogitCast, Mask, Precision, PvAccumulator,
@@ -71,6 +71,7 @@ tests![
     a_graph_follows_the_lengths,
     casts_of_sequences_count_by_the_descale_of_their_entry,
     random_shapes,
+    random_dense_128,
     gradients_are_the_cpus,
     rows_that_see_nothing_have_zero_gradients,
     nan_stays_in_its_row_and_head,

@@ -323,7 +323,9 @@ impl Bench {
             if case.mask.causal { 0 } else { case.mask.window_right.map_or(NO_WINDOW, |w| w as u32) },
             case.softmax_scale.to_bits(),
             case.soft_cap.unwrap_or(0.0).to_bits(),
-            u32::from(case.logits_e4m3) | u32::from(case.accumulator == PvAccumulator::F16) << 1,
+            u32::from(case.logits_e4m3)
+                | u32::from(case.accumulator == PvAccumulator::F16) << 1
+                | u32::from(std::env::var_os("SIGMASCALE_KERNEL_OPTION").is_some_and(|name| !name.is_empty())) << 2,
         ]);
         let ptr = |buffer: &Buffer<f32>| Arg::Ptr(buffer.ptr());
         let descale = |i: usize| Arg::Ptr(self.descales.at(i));
@@ -503,13 +505,33 @@ fn telemetry_differs(stats: &[u32], plain: &[u32], case: &Case) -> Option<String
 
 /// Output, LSE and telemetry of random calls; outputs are poisoned before, and guarded behind.
 pub fn random_shapes() {
+    random(Case::draw);
+}
+
+/// Whole calls of heads of 128 with nothing that asks for another kernel, as those that options are compiled for
+/// (`SIGMASCALE_KERNEL_OPTION`).
+pub fn random_dense_128() {
+    random(|rng| {
+        let case = Case::draw(rng);
+        let shape = AttentionShape { d_head: 128, d_v: 128, ..case.shape };
+        let shrink = |n: usize, heads: usize| n.min(ELEMENTS / (shape.batch * heads * 128)).max(1);
+        let (len_q, len_k) = (shrink(shape.len_q, shape.n_q_heads), shrink(shape.len_k, shape.n_kv_heads));
+        let (logits_e4m3, telemetry, split, soft_cap, sequences) = (false, false, false, None, None);
+        let mask = Mask { causal: case.mask.causal, ..Mask::NONE };
+        let accumulator = PvAccumulator::default();
+        let shape = AttentionShape { len_q, len_k, ..shape };
+        Case { shape, mask, accumulator, logits_e4m3, telemetry, split, soft_cap, sequences, ..case }
+    });
+}
+
+fn random(draw: impl Fn(&mut StdRng) -> Case) {
     let seed = setting("SIGMASCALE_RANDOM_SEED", 1);
     let mut rng = StdRng::seed_from_u64(seed);
     let mut bench = Bench::new(&mut rng);
     let mut failures = Vec::new();
     let count = setting("SIGMASCALE_RANDOM_SHAPES", 200);
     for index in 0..count {
-        let case = Case::draw(&mut rng);
+        let case = draw(&mut rng);
         let complaints = bench.check(&case, &mut rng);
         if !complaints.is_empty() {
             let failure = format!("{index}: {case:?}: {}", complaints.join("; "));
