@@ -157,6 +157,7 @@ struct Narrow {
     // The least positive number for a scale that underflows, since minus infinity times zero is NaN
     const float above = c.scale < 5.9604645e-8f ? 5.9604645e-8f : c.scale;
     scale = ptx::f16x2(above, above);
+    c.scale = ptx::f32_low(scale);
     rows = {0xfbfffbffu, 0, 0};  // the least number, so that no difference of two maxima is NaN
     const float least = fmaf(-65504.0f, c.scale, -kPLog2Scale);
     rows.neg_shift = ptx::negated_above(least, least);

@@ -126,7 +126,12 @@ impl kernels::Variant for Variant {
                 features.define(request)
             }
             Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features, option } => option
-                .define(features.define(pv.define(define_dims(Request::new(sources::ATTENTION, arch), dims.qk, dims.v, dims.padded))))
+                .define(features.define(pv.define(define_dims(
+                    Request::new(sources::ATTENTION, arch),
+                    dims.qk,
+                    dims.v,
+                    dims.padded,
+                ))))
                 .define("BLOCK_N", tile.keys)
                 .define("CONSUMERS", tile.consumers)
                 .define("KV_STAGES", tile.stages)
