@@ -81,6 +81,10 @@
 #define IN_PLACE 0
 #endif
 
+// 1: O leaves by rows of shared memory, which the copy engine writes.
+#ifndef BULK_STORE
+#define BULK_STORE 0
+#endif
 // Kernels that measure parts of the mainloop and compute nothing: products and their copies and waits, without exponentials and maxima
 // (1), and P V summed in the tensor core (2); as 2 without copies (3), without barriers of K and V (4), with the second consumer
 // 300 clocks after the first (5), of one consumer (6). 7: the whole kernel with the second consumer after the first.
@@ -205,8 +209,16 @@ constexpr int kOffsetStaging = ceil_div(kOffsetWork + kWorkBytes * kQStages * kC
 constexpr int kOffsetStagingBarriers = kOffsetStaging + kStagingStages * kTileBytes;
 // 32 keys of 8 columns of ones, as V.
 constexpr int kOffsetOnes = ceil_div(kOffsetWork + kWorkBytes * kQStages * kConsumers, 16) * 16;
+// Rows of the output on their way, 16 of each consumer warp.
+// NOTES: 16 bytes longer than they are, which spreads a column of them over the banks.
+constexpr bool kBulkStore = BULK_STORE;
+static_assert(!kBulkStore || !(OUT_E4M3 || SPLIT_KV || PADDED), "the form in which the output leaves by bulk copies");
+constexpr int kOutRow = 2 * kValueDim + 16;
+constexpr int kOffsetOut = ceil_div(kOffsetOnes + (kRowSums ? 256 : 0), 16) * 16;
 constexpr int kSharedBytes =
-    (kVRows ? kOffsetStagingBarriers + 24 * kStagingStages : kRowSums ? kOffsetOnes + 256 : kOffsetWork + kWorkBytes * kQStages * kConsumers) +
+    (kVRows ? kOffsetStagingBarriers + 24 * kStagingStages
+            : kBulkStore ? kOffsetOut + kConsumers * kRows * kOutRow
+                         : kRowSums ? kOffsetOnes + 256 : kOffsetWork + kWorkBytes * kQStages * kConsumers) +
     kSlackBytes;
 static_assert(kSharedBytes <= kMaxSharedBytes && kKvStages > 1, "shared memory of one multiprocessor");
 static_assert(!kDoubleLogits || kQStages == 2, "the last product of a work item runs beside the first of the next");

@@ -65,14 +65,17 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     Consumer c(p, pipeline, shared, work, o, p_operand, rows);
 #if NARROW
     mainloop_narrow(c);
-    return;
 #elif IN_PLACE
     mainloop_in_place(c);
-    return;
-#endif
+#else
     if constexpr (kRolled) mainloop_rolled(c);
     else if constexpr (kDoubleLogits) mainloop_double(c);
     else if constexpr (kSliced) mainloop_sliced(c);
     else mainloop_single(c);
+#endif
+#if BULK_STORE
+    // Shared memory stays until the copy engine has read it
+    ptx::bulk_wait_read<0>();
+#endif
   }
 }

@@ -7,10 +7,12 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Names and the macros that they stand for.
-const NAMES: [(&str, &[(&str, u32)]); 4] = [
+const NAMES: [(&str, &[(&str, u32)]); 6] = [
     ("sums", &[("ROW_SUMS", 1)]),
     ("narrow", &[("ROW_SUMS", 1), ("NARROW", 1)]),
     ("inplace", &[("ROW_SUMS", 1), ("IN_PLACE", 1)]),
+    ("bulk", &[("BULK_STORE", 1)]),
+    ("narrow-bulk", &[("ROW_SUMS", 1), ("NARROW", 1), ("BULK_STORE", 1)]),
     ("turns", &[("ROW_SUMS", 1), ("IN_PLACE", 2)]),
 ];
 /// The options of kernels to come, one more than their number.
