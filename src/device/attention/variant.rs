@@ -197,7 +197,9 @@ impl Variant {
             return Self::Parts { dims, tile, pv, telemetry, logits_e4m3, rolled, features };
         }
         let pv = pv(Some(tile));
-        let plain = (dims.qk, dims.v) == (128, 128) && !telemetry && features == Features::default() && !logits_e4m3;
+        let plain = dims == HeadDims { qk: 128, v: 128, padded: false }
+            && features == Features::default()
+            && !(telemetry || logits_e4m3 || out_e4m3);
         let option = KernelOption::of(plain, pv);
         Self::Forward { dims, causal, tile, pv, telemetry, logits_e4m3, out_e4m3, features, option }
     }

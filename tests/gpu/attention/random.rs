@@ -516,11 +516,12 @@ pub fn random_dense_128() {
         let shape = AttentionShape { d_head: 128, d_v: 128, ..case.shape };
         let shrink = |n: usize, heads: usize| n.min(ELEMENTS / (shape.batch * heads * 128)).max(1);
         let (len_q, len_k) = (shrink(shape.len_q, shape.n_q_heads), shrink(shape.len_k, shape.n_kv_heads));
-        let (logits_e4m3, telemetry, split, soft_cap, sequences) = (false, false, false, None, None);
+        let (logits_e4m3, out_e4m3, telemetry, split) = (false, false, false, false);
+        let (soft_cap, sequences) = (None, None);
         let mask = Mask { causal: case.mask.causal, ..Mask::NONE };
         let accumulator = PvAccumulator::default();
         let shape = AttentionShape { len_q, len_k, ..shape };
-        Case { shape, mask, accumulator, logits_e4m3, telemetry, split, soft_cap, sequences, ..case }
+        Case { shape, mask, accumulator, logits_e4m3, out_e4m3, telemetry, split, soft_cap, sequences, ..case }
     });
 }
 
