@@ -1,7 +1,9 @@
-//! The tables of `docs/attention-numerics.md`: `cargo run --release --example attention_bias -- output|gradients [KEYS..]`.
+//! The tables of `docs/attention-numerics.md`:
+//! `cargo run --release --example attention_bias -- output|gradients|fp8-gradients [KEYS..]`.
 //!
 //! `output` prints the bias of the attention output for each way to sum P V, by default with 1k, 4k, 16k and 64k keys;
-//! `gradients` prints errors of dQ and dK for each source of delta, by default with 2048 tokens.
+//! `gradients` prints errors of dQ, dK and dV for each source of delta, by default with 2048 tokens; `fp8-gradients` with products of
+//! the backward in FP8.
 
 mod measure;
 
@@ -21,8 +23,33 @@ fn main() -> Result<()> {
     };
     match args.first().map_or("output", String::as_str) {
         "output" => output(&keys(&[1 << 10, 1 << 12, 1 << 14, 1 << 16])?),
-        "gradients" => gradients(&keys(&[2048])?),
-        other => Err(Error::argument(format_args!("{other}: the tables are output and gradients"))),
+        "gradients" => {
+            let ways = [
+                Way::PROMOTE_2048,
+                Way::PROMOTE_2048_IN_F32,
+                Way::INFERENCE,
+                Way::TRAINING,
+                Way::EXACT_OUTPUT,
+                Way::PROBABILITIES,
+                Way::KERNEL,
+                Way::BASELINE,
+            ];
+            gradients(&ways, &keys(&[2048])?)
+        }
+        "fp8-gradients" => {
+            let ways = [
+                Way::BASELINE,
+                Way::KERNEL,
+                Way::FP8_DQ,
+                Way::FP8_DQ_8,
+                Way::FP8_DQ_64,
+                Way::FP8_DP,
+                Way::FP8_DQ_DP,
+                Way::FP8_DQ_DP_8,
+            ];
+            gradients(&ways, &keys(&[1024, 2048, 4096, 8192])?)
+        }
+        other => Err(Error::argument(format_args!("{other}: the tables are output, gradients and fp8-gradients"))),
     }
 }
 
@@ -47,17 +74,7 @@ fn output(keys: &[usize]) -> Result<()> {
     Ok(())
 }
 
-fn gradients(keys: &[usize]) -> Result<()> {
-    let ways = [
-        Way::PROMOTE_2048,
-        Way::PROMOTE_2048_IN_F32,
-        Way::INFERENCE,
-        Way::TRAINING,
-        Way::EXACT_OUTPUT,
-        Way::PROBABILITIES,
-        Way::KERNEL,
-        Way::BASELINE,
-    ];
+fn gradients(ways: &[Way], keys: &[usize]) -> Result<()> {
     for &len in keys {
         println!(
             "Relative error / bias factor, {len} tokens, causal, d_head 128 (all bias: {:.0})\n",
@@ -70,7 +87,7 @@ fn gradients(keys: &[usize]) -> Result<()> {
         println!("|---|---|{}", "---|".repeat(Kind::ALL.len()));
         let cases = Kind::ALL.into_iter().map(|kind| Case::of(kind, len, 128, 1)).collect::<Result<Vec<_>>>()?;
         let exact = cases.iter().map(Case::exact_gradients).collect::<Result<Vec<_>>>()?;
-        for way in &ways {
+        for way in ways {
             let all = cases.iter().zip(&exact);
             let errors = all.map(|(case, exact)| case.gradients(way, exact)).collect::<Result<Vec<_>>>()?;
             for (gradient, name) in ["dQ", "dK", "dV"].into_iter().enumerate() {

@@ -5,8 +5,8 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, LogNormal, StandardNormal, StudentT};
 use sigmascale::attention::{
-    Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Delta, Dequantised, GradientProducts, Inputs,
-    Mask, Precision, PvAccumulator, QkAccumulator, ReferenceGradients, Saved, backward, dequantised, measure,
+    Attention, AttentionCall, AttentionShape, BackwardPrecision, Cpu, Delta, Dequantised, Fp8Products, GradientProducts,
+    Inputs, Mask, Precision, PvAccumulator, QkAccumulator, ReferenceGradients, Saved, backward, dequantised, measure,
     reference, reference_backward,
 };
 use sigmascale::fp8::OnOverflow;
@@ -218,10 +218,25 @@ impl Way {
         Self { name, backward: BackwardPrecision { products: GradientProducts::Bf16, ..self.backward }, ..self }
     }
 
+    /// The same with some products in FP8.
+    const fn in_fp8(self, name: &'static str, dq: bool, dp: bool, value_slack: u32) -> Self {
+        let products = GradientProducts::Fp8(Fp8Products { dq, dp, value_slack });
+        Self { name, backward: BackwardPrecision { products, ..self.backward }, ..self }
+    }
+
     /// [`Way::TRAINING`] as a fused kernel computes it.
     pub const KERNEL: Self = Self::TRAINING.in_bf16("training default, BF16 products");
     /// [`Way::EXACT_OUTPUT`] with BF16 products: FlashAttention-2's backward, given the exact output.
     pub const BASELINE: Self = Self::EXACT_OUTPUT.in_bf16("exact O and lse, BF16 products");
+    /// [`Way::KERNEL`] with dQ in FP8: R_V as it is, eight times that, and as loose as the range of E4M3 makes it.
+    pub const FP8_DQ: Self = Self::TRAINING.in_fp8("dQ in FP8", true, false, 1);
+    pub const FP8_DQ_8: Self = Self::TRAINING.in_fp8("dQ in FP8, R_V x 8", true, false, 8);
+    pub const FP8_DQ_64: Self = Self::TRAINING.in_fp8("dQ in FP8, R_V x 64", true, false, 64);
+    /// With dP in FP8.
+    pub const FP8_DP: Self = Self::TRAINING.in_fp8("dP in FP8", false, true, 1);
+    /// With both.
+    pub const FP8_DQ_DP: Self = Self::TRAINING.in_fp8("dQ and dP in FP8", true, true, 1);
+    pub const FP8_DQ_DP_8: Self = Self::TRAINING.in_fp8("dQ and dP in FP8, R_V x 8", true, true, 8);
 }
 
 /// How far a gradient is off.

@@ -170,11 +170,17 @@ pub struct Backward {
     dv: Array,
     d_sinks: Option<Array>,
     deterministic: bool,
+    sums_limit: Option<usize>,
 }
 
 impl Backward {
     fn shape(&self) -> Result<AttentionShape> {
         shape(&self.q, &self.k, &self.v)
+    }
+
+    /// The engine as this call wants it.
+    fn engine(&self, engine: &BackwardEngine) -> BackwardEngine {
+        engine.clone().with_deterministic(self.deterministic).with_sums_limit(self.sums_limit)
     }
 
     fn tensors(&self) -> Result<BackwardTensors> {
@@ -198,8 +204,7 @@ impl Backward {
 #[pyclass(frozen)]
 pub struct Attention {
     cuda: OnDevice<Cuda>,
-    /// Without and with a fixed order of the sums of dQ.
-    backward: [OnDevice<BackwardEngine>; 2],
+    backward: OnDevice<BackwardEngine>,
     /// The kernels of one call begin before the one in front of them has ended, and rely on it being their own: those of two
     /// threads must not mix on one stream.
     launching: Mutex<()>,
@@ -211,10 +216,7 @@ impl Attention {
     fn new(py: Python<'_>, device: usize) -> PyResult<Self> {
         on_device(py, || {
             let device = Device::open(device)?;
-            let engine = |deterministic| {
-                BackwardEngine::new(&device).map(|engine| OnDevice::new(engine.with_deterministic(deterministic)))
-            };
-            let (cuda, backward) = (OnDevice::new(Cuda::new(&device)?), [engine(false)?, engine(true)?]);
+            let (cuda, backward) = (OnDevice::new(Cuda::new(&device)?), OnDevice::new(BackwardEngine::new(&device)?));
             Ok(Self { cuda, backward, launching: Mutex::new(()) })
         })
     }
@@ -281,7 +283,7 @@ impl Attention {
 
     /// Bytes of workspace of a backward.
     fn backward_bytes(&self, py: Python<'_>, call: Backward) -> PyResult<usize> {
-        let engine = &self.backward[usize::from(call.deterministic)];
+        let engine = call.engine(&self.backward);
         let bytes = |terms| engine.workspace_bytes(&call.shape()?, &terms);
         terms(&call.terms).and_then(bytes).map_err(|error| raise(py, &error))
     }
@@ -289,7 +291,7 @@ impl Attention {
     /// Puts a backward on the stream.
     fn backward(&self, py: Python<'_>, call: Backward, workspace: Array, stream: u64) -> PyResult<()> {
         on_device(py, || {
-            let engine = &self.backward[usize::from(call.deterministic)];
+            let engine = call.engine(&self.backward);
             let (terms, tensors, workspace) = (terms(&call.terms)?, call.tensors()?, view("workspace", &workspace)?);
             let stream = self::stream(self.cuda.device(), stream);
             engine.prepare(&call.shape()?, &terms)?;

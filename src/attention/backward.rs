@@ -23,6 +23,19 @@
 //! E4M3 codes, which BF16 holds exactly; descales multiply sums. delta comes from the same rounded dO as dP. Sums are f32:
 //! the 16-bit accumulator keeps 25 bits, which changes nothing at this precision.
 //!
+//! **FP8 products** ([`Fp8Products`]). Off by default. dQ is taken of E4M3 codes of dS, dP of E4M3 codes of dO, each row by a power of
+//! two that no code can pass 448 under, known before the product:
+//!
+//! ```text
+//! t_i = 2^floor(log2(448 / |dO_i|))                                       dO8_i = e4m3(t_i dO_i)
+//! s_i = 2^floor(log2(448 / (33/32 min(2 Pmax_i, 1/2) |dO_i| R_V)))        dS8_i = e4m3(s_i dS_i)
+//! ```
+//!
+//! since `|dP_ij| <= |dO_i| |v_j|` and `|dS_ij| <= P_ij (1 - P_ij) max_k |dP_ij - dP_ik|`. `R_V` bounds `|v_j|`, all in units of V's
+//! descale; `Pmax_i` is the row's largest P, from the forward's row maximum; 1/32 covers the rounding of the output in delta. dK takes
+//! dS in BF16. Where dP is in FP8, delta and `|dO_i|` are those of the rounded dO. Both products have the accumulator of [`FP8`]: dP
+//! sums d_v channels, dQ 128 keys, and f32 holds the sum over those.
+//!
 //! Source: flash-attention paper, Algorithm 2 and section 3.3, Equation 1.
 
 use super::accumulator;
@@ -59,6 +72,19 @@ pub enum GradientProducts {
     F32,
     /// BF16 operands, f32 sums.
     Bf16,
+    /// BF16, but some in FP8 by scales of rows; for operands in E4M3.
+    Fp8(Fp8Products),
+}
+
+/// Which products of a backward pass are in FP8, and how loose the bound is that their scales come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fp8Products {
+    /// dQ = tau dS K.
+    pub dq: bool,
+    /// dP = dO V^T.
+    pub dp: bool,
+    /// R_V as a multiple of the largest |v_j| of the head: what a bound from the weights gives away. At least 1.
+    pub value_slack: u32,
 }
 
 /// How a backward pass computes; the default is the most exact.
@@ -192,6 +218,8 @@ struct Packed {
     key_rows: Factor,
     /// `(tiles, stride_v, TILE)`, for dP.
     values: Vec<f32>,
+    /// The largest |v_j|, in units of V's descale.
+    value_norm: f32,
 }
 
 impl Engine<'_> {
@@ -205,11 +233,12 @@ impl Engine<'_> {
         let (shape, stride, stride_v) = (self.operands.call.shape, self.operands.stride(), self.operands.stride_v());
         let (len_q, len_k) = (sequence.q.len(), sequence.k.len());
         let keys = self.operands.keys(kv_head, sequence.k.clone())?;
-        let values = self.operands.values(kv_head, sequence.k.clone())?;
+        let values = self.factor(self.operands.values(kv_head, sequence.k.clone())?).rows;
         let packed = Packed {
             keys: keys.transposed(stride),
             key_rows: self.factor(keys),
-            values: self.factor(values).rows.transposed(stride_v),
+            value_norm: values.values.chunks_exact(stride_v).map(norm).fold(0.0, f32::max),
+            values: values.transposed(stride_v),
         };
         let mut head = Head {
             dq: vec![0.0; shape.group() * len_q * stride],
@@ -248,20 +277,21 @@ impl Engine<'_> {
         let rows = sequence.q.start + first..sequence.q.start + first + count;
         let queries = self.operands.queries(q_head, rows.clone())?;
         let visible: Vec<Range<usize>> = (first..first + count).map(|row| call.visible(sequence, row)).collect();
+        let stride_v = self.operands.stride_v();
         let d_out = self.factor(self.operands.out_rows(self.d_out, q_head, rows.clone()));
+        let seen = self.how.products.seen(&d_out.rows.values, stride_v);
         let delta = match self.how.delta {
             Delta::Probabilities => None,
             Delta::Output => {
-                let stride_v = self.operands.stride_v();
                 let out = self.operands.out_rows(self.saved.out, q_head, rows.clone());
-                let rows = d_out.rows.values.chunks_exact(stride_v).zip(out.values.chunks_exact(stride_v));
-                Some(rows.map(|(d_out, out)| lanes::dot(d_out, out)).collect())
+                let rows = seen.rows.chunks_exact(stride_v).zip(out.values.chunks_exact(stride_v)).zip(&seen.scales);
+                Some(rows.map(|((d_out, out), scale)| lanes::dot(d_out, out) / scale).collect())
             }
         };
         let scales = self.operands.scales(q_head);
         let kernel = Kernel {
             stride,
-            stride_v: self.operands.stride_v(),
+            stride_v,
             packed,
             lse: rows.map(|row| self.saved.lse[shape.lse_at(row, q_head)]).collect(),
             logit_factor: self.operands.logit_factor(&scales),
@@ -276,6 +306,7 @@ impl Engine<'_> {
             query_rows: self.factor(Rows { values: queries.values.clone(), ..queries }),
             queries: queries.values,
             d_out,
+            seen,
             dq: &mut head.dq[(member * sequence.q.len() + first) * stride..][..count * stride],
             dk: &mut head.dk,
             dv: &mut head.dv,
@@ -289,10 +320,43 @@ impl Engine<'_> {
 impl GradientProducts {
     #[inline(always)]
     fn round(self, x: &mut [f32]) {
-        if self == Self::Bf16 {
+        if self != Self::F32 {
             lanes::round_bf16(x);
         }
     }
+
+    fn fp8(self) -> Option<Fp8Products> {
+        if let Self::Fp8(products) = self { Some(products) } else { None }
+    }
+
+    /// Rows of dO as dP and delta take them.
+    fn seen(self, d_out: &[f32], stride: usize) -> Seen {
+        let (mut rows, mut scales) = (d_out.to_vec(), vec![1.0; d_out.len() / stride]);
+        if self.fp8().is_some_and(|products| products.dp) {
+            for (row, scale) in rows.chunks_exact_mut(stride).zip(&mut scales) {
+                *scale = row_scale(norm(row));
+                row.iter_mut().for_each(|x| *x = fp8::round_e4m3(*x * *scale, true));
+            }
+        }
+        Seen { rows, scales }
+    }
+}
+
+/// Rows of dO times their scales: E4M3 codes where dP is in FP8, else as they are.
+struct Seen {
+    rows: Vec<f32>,
+    scales: Vec<f32>,
+}
+
+fn norm(row: &[f32]) -> f32 {
+    lanes::dot(row, row).sqrt()
+}
+
+/// The largest power of two by which what `bound` bounds stays within E4M3.
+fn row_scale(bound: f32) -> f32 {
+    // Powers of two past 2^99 and a row without a gradient are no matter.
+    let ratio = 448.0 / bound.max(1e-30);
+    f32::from_bits(ratio.to_bits() & 0x7f80_0000)
 }
 
 /// One tile of queries against all its keys, compiled once for each vector width.
@@ -314,7 +378,9 @@ struct Kernel<'a> {
     /// As the forward multiplied them, and as the gradients' products do.
     queries: Vec<f32>,
     query_rows: Factor,
+    /// dO as dV takes it, and as dP does.
     d_out: Factor,
+    seen: Seen,
     dq: &'a mut [f32],
     dk: &'a mut [f32],
     dv: &'a mut [f32],
@@ -368,6 +434,9 @@ impl NullaryFnOnce for Kernel<'_> {
                     block.ds[at] = block.p[at] * (block.ds[at] - delta[row]) * slope;
                 }
             }
+        }
+        self.add_queries(&blocks);
+        for block in &mut blocks {
             self.products.round(&mut block.p[..]);
             self.products.round(&mut block.ds[..]);
             self.add(block);
@@ -392,7 +461,12 @@ impl Kernel<'_> {
                 accumulator::FP8.logits(&self.queries, tile_keys, self.stride, rows, columns, &mut p[..]);
             }
         }
-        lanes::logits(&self.d_out.rows.values, tile_values, self.stride_v, rows, columns, &mut dp[..]);
+        match self.products.fp8() {
+            Some(products) if products.dp => {
+                accumulator::FP8.logits(&self.seen.rows, tile_values, self.stride_v, rows, columns, &mut dp[..]);
+            }
+            _ => lanes::logits(&self.seen.rows, tile_values, self.stride_v, rows, columns, &mut dp[..]),
+        }
         let mut slope = self.soft_cap.map(|_| square());
         let mut spans = [(TILE, 0); TILE];
         for (row, visible) in self.visible.iter().enumerate() {
@@ -411,7 +485,8 @@ impl Kernel<'_> {
                 dp[unseen].fill(0.0);
             }
             self.probabilities(row, &mut p[from..to], slope.as_mut().map(|slope| &mut slope[row_of][from..to]));
-            dp[from..to].iter_mut().for_each(|dp| *dp *= self.value_factor);
+            let factor = self.value_factor / self.seen.scales[row];
+            dp[from..to].iter_mut().for_each(|dp| *dp *= factor);
         }
         Block { tile, spans, p, ds: dp, slope }
     }
@@ -440,13 +515,58 @@ impl Kernel<'_> {
         }
     }
 
-    /// dQ, dK and dV of one tile of keys.
+    /// dQ of all keys.
+    #[inline(always)]
+    fn add_queries(&mut self, blocks: &[Block]) {
+        let (rows, stride) = (self.visible.len(), self.stride);
+        let Some(products) = self.products.fp8().filter(|products| products.dq) else {
+            for block in blocks {
+                let mut ds = block.ds.clone();
+                self.products.round(&mut ds[..]);
+                let spans = &block.spans[..rows];
+                add_product(&ds[..], spans, &self.packed.key_rows, block.tile * TILE * stride, stride, self.dq);
+            }
+            return;
+        };
+        let bound = products.value_slack.max(1) as f32 * self.packed.value_norm;
+        let scales: Vec<f32> = (0..rows)
+            .map(|row| {
+                let largest = |block: &Block| lanes::max(&block.p[row * TILE..(row + 1) * TILE]);
+                let p = blocks.iter().map(largest).fold(0.0, f32::max);
+                let d_out = norm(&self.seen.rows[row * self.stride_v..][..self.stride_v]) / self.seen.scales[row];
+                row_scale((2.0 * p).min(0.5) * (33.0 / 32.0) * d_out * bound)
+            })
+            .collect();
+        let mut sums = vec![0.0; rows * stride];
+        for (place, block) in blocks.iter().enumerate() {
+            let mut codes = block.ds.clone();
+            for (row, scale) in scales.iter().enumerate() {
+                let (from, to) = block.spans[row];
+                for ds in &mut codes[row * TILE + from.min(to)..row * TILE + to] {
+                    *ds = fp8::round_e4m3(*ds / self.value_factor * scale, true);
+                }
+                let keys = &self.packed.key_rows.rows.values[block.tile * TILE * stride..];
+                accumulator::FP8.values(&codes[..], keys, stride, (row, 1), (from.min(to), to), &mut sums);
+            }
+            // The kernel's blocks have 128 keys.
+            if block.tile % 2 == 1 || place + 1 == blocks.len() {
+                for ((dq, sum), scale) in
+                    self.dq.chunks_exact_mut(stride).zip(sums.chunks_exact_mut(stride)).zip(&scales)
+                {
+                    for (dq, sum) in dq.iter_mut().zip(sum) {
+                        *dq += std::mem::take(sum) / scale * self.value_factor;
+                    }
+                }
+            }
+        }
+    }
+
+    /// dK and dV of one tile of keys.
     #[inline(always)]
     fn add(&mut self, block: &Block) {
         let rows = self.visible.len();
         let (at, at_v) = (block.tile * TILE * self.stride, block.tile * TILE * self.stride_v);
         let spans = &block.spans[..rows];
-        add_product(&block.ds[..], spans, &self.packed.key_rows, at, self.stride, self.dq);
         // Rows that see a key are neighbors, since both ends of what a row sees grow.
         let mut columns = [(TILE, 0); TILE];
         for (row, &(from, to)) in spans.iter().enumerate() {

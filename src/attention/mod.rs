@@ -55,7 +55,7 @@ mod tests;
 #[cfg(feature = "cuda")]
 pub(crate) use backend::check;
 pub use backend::{Attention, AttentionOutput, Dequantised, dequantised};
-pub use backward::{BackwardPrecision, Delta, GradientProducts, Gradients, Saved, backward};
+pub use backward::{BackwardPrecision, Delta, Fp8Products, GradientProducts, Gradients, Saved, backward};
 pub use call::{AttentionCall, Inputs, Mask};
 pub use cpu::{Cpu, measure};
 pub use paged::{Appended, BlockTable, Gathered, NewTokens, PageShape, PagedKv};

@@ -2,6 +2,7 @@
 
 use super::pointer::DevicePtr;
 use crate::error::{Error, Result};
+use std::ops::Range;
 
 /// Type of the elements of a [`View`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -95,6 +96,15 @@ impl<const R: usize> View<R> {
         std::array::from_fn(|d| if self.extents[d] == 1 { dense[d] } else { self.strides[d] })
     }
 
+    /// The elements of `range` along dimension `d`.
+    pub(crate) fn narrow(&self, d: usize, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.extents[d], "{range:?} lies in {:?}", self.extents);
+        let first = range.start as i64 * self.strides[d] * self.element.size() as i64;
+        let mut part = Self { ptr: DevicePtr(self.ptr.0.wrapping_add_signed(first)), ..*self };
+        part.extents[d] = range.len();
+        part
+    }
+
     /// Checks type and extents; `name` is the argument's, for the message.
     pub(crate) fn expect(&self, name: &str, elements: &[Element], extents: [usize; R]) -> Result<()> {
         if !elements.contains(&self.element) {
@@ -168,6 +178,13 @@ mod tests {
         assert!(view([2, 5, 8], [7, 16, 1]).expect_aligned("x", 16, 8).is_err());
         assert!(view([2, 5, 8], [8, 16, 2]).expect_aligned("x", 16, 8).is_err());
         assert!(view([2, 5, 8], [-8, 16, 1]).expect_aligned("x", 16, 8).is_err());
+    }
+
+    #[test]
+    fn a_part_begins_where_its_first_element_lies() {
+        let part = view([2, 5, 8], [40, 8, 1]).narrow(0, 1..2).narrow(1, 2..5);
+        assert_eq!((part.ptr(), part.extents(), part.strides()), (DevicePtr(256 + 2 * 56), [1, 3, 8], [40, 8, 1]));
+        assert!(part.is_dense() && !view([2, 5, 8], [40, 8, 1]).narrow(1, 2..5).is_dense());
     }
 
     #[test]

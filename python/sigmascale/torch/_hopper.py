@@ -9,6 +9,10 @@ from . import _cpu
 from ._casts import E4M3
 
 
+# Most bytes of f32 sums of dQ: calls that have more run in parts, which saves memory. None: all calls in one part.
+SUMS_LIMIT = None
+
+
 class Native:
     """Forward in two launches with telemetry, backward in three; workspaces are PyTorch's memory."""
 
@@ -81,8 +85,9 @@ class Native:
             "dv": dv,
             "d_sinks": d_sinks,
             "deterministic": deterministic,
+            "sums_limit": SUMS_LIMIT,
         }
-        self._run("backward", call, device, _key(terms, q, k, v), deterministic)
+        self._run("backward", call, device, _key(terms, q, k, v), deterministic, SUMS_LIMIT)
         return dq, dk, dv, d_sinks
 
     def _run(self, direction, call, device, *key):

@@ -17,7 +17,7 @@
 //!
 //! **Not offered**, and refused by name: head dimensions past 128, and logits in E4M3.
 
-use super::backward_call::{BackwardForm, BackwardSchedule, BackwardTensors, BackwardWorkspace, Delta};
+use super::backward_call::{BackwardForm, BackwardSchedule, BackwardTensors, BackwardWorkspace, Delta, Parts};
 use super::kernels::{Kernels, Variant as _, run_map};
 use super::params::outer_strides;
 use super::terms::{Sequences, Terms};
@@ -25,6 +25,7 @@ use crate::attention::AttentionShape;
 use crate::cuda::{Arch, Device, Launch, Request, Stream, View, sources};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
+use std::sync::Arc;
 
 /// Threads of a block, of the backward and of the other two.
 const BLOCK: u32 = 384;
@@ -187,11 +188,12 @@ pub fn backward_variants() -> Vec<Request> {
     requests
 }
 
-/// The backward's kernels of one device, loaded as calls need them.
-#[derive(Debug)]
+/// The backward's kernels of one device, loaded as calls need them, and how calls run. Clones share the kernels.
+#[derive(Clone, Debug)]
 pub struct BackwardEngine {
-    kernels: Kernels<Variant>,
+    kernels: Arc<Kernels<Variant>>,
     deterministic: bool,
+    sums_limit: Option<usize>,
 }
 
 impl BackwardEngine {
@@ -200,12 +202,20 @@ impl BackwardEngine {
     /// # Errors
     /// If the device is not of compute capability 9.0 (`is_unsupported`), or the driver fails.
     pub fn new(device: &Device) -> Result<Self> {
-        Ok(Self { kernels: Kernels::new(device, "the attention backward")?, deterministic: false })
+        let kernels = Arc::new(Kernels::new(device, "the attention backward")?);
+        Ok(Self { kernels, deterministic: false, sums_limit: None })
     }
 
     /// Whether dQ, too, has the same bits in every run; off by default, since it is slower.
     pub fn with_deterministic(mut self, deterministic: bool) -> Self {
         self.deterministic = deterministic;
+        self
+    }
+
+    /// Most bytes of f32 sums of dQ, 4 for each element of q: calls that have more run in parts, entries of the batch or KV heads,
+    /// one after the other in one workspace. No limit by default. Calls with sequences or sinks are in one part.
+    pub fn with_sums_limit(mut self, bytes: Option<usize>) -> Self {
+        self.sums_limit = bytes;
         self
     }
 
@@ -219,7 +229,7 @@ impl BackwardEngine {
     /// # Errors
     /// If the call is not offered.
     pub fn workspace_bytes(&self, sizes: &AttentionShape, terms: &Terms) -> Result<usize> {
-        Ok(BackwardWorkspace::of(sizes, terms, self.deterministic)?.bytes)
+        Ok(BackwardWorkspace::of(sizes, terms, self.deterministic, self.sums_limit)?.bytes)
     }
 
     /// Compiles and loads what this call needs, which otherwise its first launch does. A capture needs this before it.
@@ -228,8 +238,17 @@ impl BackwardEngine {
     /// If the call is not offered, or a kernel does not compile or load.
     pub fn prepare(&self, sizes: &AttentionShape, terms: &Terms) -> Result<()> {
         let form = BackwardForm::of(sizes, terms)?;
-        let splits = self.schedule(sizes, terms, &form).splits;
-        Variant::all(form, self.deterministic, splits).into_iter().try_for_each(|v| self.kernels.load(v).map(drop))
+        let parts = Parts::of(sizes, terms, &form, self.sums_limit);
+        let mut variants = Vec::new();
+        for [entries, kv_heads] in parts.all(sizes) {
+            let part = Parts { entries: entries.len(), kv_heads: kv_heads.len() }.largest(sizes);
+            for variant in Variant::all(form, self.deterministic, self.schedule(&part, terms, &form).splits) {
+                if !variants.contains(&variant) {
+                    variants.push(variant);
+                }
+            }
+        }
+        variants.into_iter().try_for_each(|variant| self.kernels.load(variant).map(drop))
     }
 
     /// Puts one call on `stream`: gradients of `softmax(softmax_scale q k^T) v` with respect to q, k and v, for d_out.
@@ -248,12 +267,31 @@ impl BackwardEngine {
         workspace: &View<1>,
     ) -> Result<()> {
         let sizes = tensors.check()?;
-        let place = BackwardWorkspace::of(&sizes, terms, self.deterministic)?;
+        let place = BackwardWorkspace::of(&sizes, terms, self.deterministic, self.sums_limit)?;
         place.check(workspace)?;
         if terms.sinks.is_some() != tensors.d_sinks.is_some() {
             return Err(Error::argument("d_sinks is for calls with sinks, and they need it"));
         }
         let form = BackwardForm::of(&sizes, terms)?;
+        // A thread of an autograd engine may have done nothing on the device so far.
+        stream.bind()?;
+        let parts = Parts::of(&sizes, terms, &form, self.sums_limit).all(&sizes);
+        parts.enumerate().try_for_each(|(index, [entries, kv_heads])| {
+            self.launch(stream, terms, &form, &tensors.part(entries, kv_heads), (&place, workspace), index > 0)
+        })
+    }
+
+    /// Launches the three kernels of a part. `follows`: another part of the same call, in the same workspace.
+    fn launch(
+        &self,
+        stream: &Stream,
+        terms: &Terms,
+        form: &BackwardForm,
+        tensors: &BackwardTensors,
+        (place, workspace): (&BackwardWorkspace, &View<1>),
+        follows: bool,
+    ) -> Result<()> {
+        let (form, sizes) = (*form, tensors.check()?);
         let schedule = self.schedule(&sizes, terms, &form);
         let [prepare, backward, finish] =
             Variant::all(form, self.deterministic, schedule.splits).map(|variant| self.kernels.load(variant));
@@ -266,8 +304,6 @@ impl BackwardEngine {
         (params.terms, params.dq_sum) = (at(place.terms), at(place.dq_sum));
         params.turns = if self.deterministic { at(place.turns) } else { 0 };
         params.sink_parts = at(place.sinks);
-        // A thread of an autograd engine may have done nothing on the device so far.
-        stream.bind()?;
         let runs = [(&tensors.q, form.columns.min(128)), (&tensors.d_out, 64)];
         let [q8, d_out] = runs.map(|(x, columns)| run_map(x, columns, 1, form.rows()));
 
@@ -278,9 +314,10 @@ impl BackwardEngine {
         let [q8, d_out] = maps.each_mut().map(|map| (&raw mut *map).cast());
         let params = (&raw mut params).cast();
         // SAFETY: 1. the struct, and two maps before it, are the kernels' parameters; 2. and 3. every address comes from a view
-        // whose shape was checked, or lies in the workspace; each kernel waits for the one in front of it before it reads.
+        // whose shape was checked, or lies in the workspace; each kernel waits for the one in front of it before it reads
+        // or writes.
         unsafe {
-            prepare.kernel.launch_parameters(stream, tiles, &mut [params], false)?;
+            prepare.kernel.launch_parameters(stream, tiles, &mut [params], follows)?;
             backward.kernel.launch_parameters(stream, keys, &mut [q8, d_out, params], true)?;
             finish.kernel.launch_parameters(stream, tiles, &mut [params], true)
         }

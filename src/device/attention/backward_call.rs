@@ -6,6 +6,7 @@ use super::terms::Terms;
 use crate::attention::AttentionShape;
 use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
+use std::ops::Range;
 
 /// The largest head dimension that is offered. Kernels of 256 columns compile, and have not run on a GPU yet.
 const WIDEST: usize = 128;
@@ -95,6 +96,36 @@ impl BackwardTensors {
     }
 }
 
+impl BackwardTensors {
+    /// Of some entries of the batch, or of some KV heads of one entry with the query heads that read them.
+    pub(super) fn part(&self, entries: Range<usize>, kv_heads: Range<usize>) -> Self {
+        let group = self.q.extents()[2] / self.k.extents()[2];
+        let heads = kv_heads.start * group..kv_heads.end * group;
+        let of_q = |x: &View<4>| x.narrow(0, entries.clone()).narrow(2, heads.clone());
+        let of_k = |x: &View<4>| x.narrow(0, entries.clone()).narrow(2, kv_heads.clone());
+        let of_rows = |x: &View<3>| x.narrow(0, entries.clone()).narrow(1, heads.clone());
+        let descale =
+            |x: Option<View<2>>| x.map(|x| x.narrow(0, entries.clone()).narrow(1, kv_heads.clone()));
+        let Descales { q, k, v, .. } = self.descales;
+        Self {
+            q: of_q(&self.q),
+            k: of_k(&self.k),
+            v: of_k(&self.v),
+            descales: Descales { q: descale(q), k: descale(k), v: descale(v), ..self.descales },
+            lse: of_rows(&self.lse),
+            delta: match &self.delta {
+                Delta::Output(out) => Delta::Output(of_q(out)),
+                Delta::Given(delta) => Delta::Given(of_rows(delta)),
+            },
+            d_out: of_q(&self.d_out),
+            dq: of_q(&self.dq),
+            dk: of_k(&self.dk),
+            dv: of_k(&self.dv),
+            d_sinks: self.d_sinks,
+        }
+    }
+}
+
 /// Refuses head dimensions that the backward does not take.
 fn check_dims(sizes: &AttentionShape) -> Result<()> {
     let AttentionShape { d_head, d_v, .. } = *sizes;
@@ -173,6 +204,11 @@ impl BackwardForm {
         if self.columns == 256 { 64 } else { 128 }
     }
 
+    /// Bytes of the f32 sums of dQ of one tile of queries.
+    pub fn sum_bytes(&self) -> usize {
+        self.rows() * self.columns * size_of::<f32>()
+    }
+
     /// Sequences that tiles are counted in, and tiles of queries and of keys that each has: those of the batch, or all in one, where
     /// every sequence takes whole tiles.
     pub fn tiles(&self, sizes: &AttentionShape, terms: &Terms) -> [usize; 3] {
@@ -183,6 +219,51 @@ impl BackwardForm {
                 [1, slots(sizes.len_q, self.rows()), slots(sizes.len_k, self.keys())]
             }
         }
+    }
+}
+
+/// How a call is cut into parts that run one after the other in one workspace, so that the f32 sums of dQ of a part stay within a
+/// limit. A part has whole entries of the batch, or some KV heads of one entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Parts {
+    /// Entries of the batch, of the largest part.
+    pub entries: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+}
+
+impl Parts {
+    /// As few parts as the limit allows, of about one size; a part of one KV head may pass it. Calls with sequences, whose rows are
+    /// one axis, and with sinks, whose gradient is a sum over the batch, are in one part.
+    pub fn of(sizes: &AttentionShape, terms: &Terms, form: &BackwardForm, sums_limit: Option<usize>) -> Self {
+        let whole = Self { entries: sizes.batch, kv_heads: sizes.n_kv_heads };
+        let Some(limit) = sums_limit.filter(|_| terms.sequences.is_none() && terms.sinks.is_none()) else {
+            return whole;
+        };
+        let [_, query_tiles, _] = form.tiles(sizes, terms);
+        let of_a_head = sizes.group() * query_tiles * form.sum_bytes();
+        let fit = (limit / of_a_head).max(1);
+        let even = |all: usize, most: usize| all.div_ceil(all.div_ceil(most.min(all)));
+        match fit / sizes.n_kv_heads {
+            0 => Self { entries: 1, kv_heads: even(sizes.n_kv_heads, fit) },
+            entries => Self { entries: even(sizes.batch, entries), ..whole },
+        }
+    }
+
+    /// Sizes of the largest part.
+    pub fn largest(&self, sizes: &AttentionShape) -> AttentionShape {
+        let n_q_heads = self.kv_heads * sizes.group();
+        AttentionShape { batch: self.entries, n_q_heads, n_kv_heads: self.kv_heads, ..*sizes }
+    }
+
+    /// Entries of the batch and KV heads of every part.
+    pub fn all(self, sizes: &AttentionShape) -> impl Iterator<Item = [Range<usize>; 2]> + use<> {
+        let (batch, heads) = (sizes.batch, sizes.n_kv_heads);
+        let entries = (0..batch).step_by(self.entries).map(move |at| at..batch.min(at + self.entries));
+        entries.flat_map(move |entries| {
+            let heads = (0..heads).step_by(self.kv_heads).map(move |at| at..heads.min(at + self.kv_heads));
+            heads.map(move |heads| [entries.clone(), heads])
+        })
     }
 }
 
@@ -203,12 +284,18 @@ pub struct BackwardWorkspace {
 }
 
 impl BackwardWorkspace {
-    /// The workspace of a call.
+    /// The workspace of a call whose sums of dQ stay within `sums_limit` bytes where it can be cut for that.
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn of(sizes: &AttentionShape, terms: &Terms, deterministic: bool) -> Result<Self> {
+    pub fn of(
+        sizes: &AttentionShape,
+        terms: &Terms,
+        deterministic: bool,
+        sums_limit: Option<usize>,
+    ) -> Result<Self> {
         let form = BackwardForm::of(sizes, terms)?;
+        let sizes = &Parts::of(sizes, terms, &form, sums_limit).largest(sizes);
         let [units, query_tiles, key_tiles] = form.tiles(sizes, terms);
         // Kernels count both in 31 bits.
         const TILES: usize = 1 << 30;
@@ -221,7 +308,7 @@ impl BackwardWorkspace {
         let mut regions = Regions::default();
         let mut words = |count: usize| regions.add(count * size_of::<f32>());
         let of_terms = words(tiles * 2 * rows);
-        let dq_sum = words(tiles * rows * form.columns);
+        let dq_sum = words(tiles * form.sum_bytes() / size_of::<f32>());
         let turns = words(if deterministic { tiles * 8 } else { 0 });
         let sinks = words(if form.sink { tiles } else { 0 });
         Ok(Self { terms: of_terms, dq_sum, turns, sinks, bytes: regions.bytes() })
@@ -280,7 +367,7 @@ impl BackwardSchedule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::Mask;
+    use crate::attention::{Mask, PvAccumulator};
     use crate::cuda::DevicePtr;
     use crate::device::attention::Sequences;
 
@@ -304,6 +391,11 @@ mod tests {
             dv: dense(Element::Bf16, kv),
             d_sinks: None,
         }
+    }
+
+    fn descales() -> Descales {
+        let one = Some(dense(Element::F32, [2, 2]));
+        Descales { q: one, k: one, v: one, ..Descales::default() }
     }
 
     #[test]
@@ -355,14 +447,113 @@ mod tests {
             let sinks = Terms { sinks: Some(dense(Element::F32, [6])), ..causal() };
             let form = BackwardForm::of(&sizes, &sinks).unwrap();
             let rows = 113usize.next_multiple_of(form.rows());
-            let w = BackwardWorkspace::of(&sizes, &sinks, true).unwrap();
+            let w = BackwardWorkspace::of(&sizes, &sinks, true, None).unwrap();
             assert!([w.terms, w.dq_sum, w.turns, w.sinks].iter().all(|at| at.is_multiple_of(256)));
             assert!(w.dq_sum >= 3 * 6 * rows * 8 && w.turns - w.dq_sum >= 3 * 6 * rows * d_head * 4);
             let tiles = 3 * 6 * rows / form.rows();
             assert!(w.sinks - w.turns >= tiles * 32 && w.bytes - w.sinks >= tiles * 4);
-            assert!(BackwardWorkspace::of(&sizes, &causal(), false).unwrap().bytes < w.bytes);
+            assert!(BackwardWorkspace::of(&sizes, &causal(), false, None).unwrap().bytes < w.bytes);
             let short = dense(Element::U8, [w.bytes - 1]);
             assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
+        }
+    }
+
+    #[test]
+    fn a_limit_of_the_sums_cuts_a_call_into_parts() {
+        let sizes = |batch, n_q_heads, n_kv_heads, len| AttentionShape {
+            batch,
+            n_q_heads,
+            n_kv_heads,
+            len_q: len,
+            len_k: len,
+            d_head: 128,
+            d_v: 128,
+        };
+        let parts = |sizes: &AttentionShape, terms: &Terms, limit| {
+            Parts::of(sizes, terms, &BackwardForm::of(sizes, terms).unwrap(), limit)
+        };
+        const MIB: usize = 1 << 20;
+        for (shape, limit, want) in [
+            // 32 MiB of sums an entry, then 8 or 64 a KV head.
+            (sizes(8, 32, 32, 2048), None, (8, 32)),
+            (sizes(8, 32, 32, 2048), Some(256 * MIB), (8, 32)),
+            (sizes(8, 32, 32, 2048), Some(255 * MIB), (4, 32)),
+            (sizes(8, 32, 32, 2048), Some(100 * MIB), (3, 32)),
+            (sizes(8, 32, 32, 2048), Some(32 * MIB), (1, 32)),
+            (sizes(8, 32, 32, 2048), Some(31 * MIB), (1, 16)),
+            (sizes(1, 32, 32, 16384), Some(32 * MIB), (1, 4)),
+            (sizes(1, 64, 8, 16384), Some(32 * MIB), (1, 1)),
+            (sizes(3, 4, 1, 100), Some(1), (1, 1)),
+        ] {
+            let found = parts(&shape, &causal(), limit);
+            assert_eq!((found.entries, found.kv_heads), want, "{shape:?} {limit:?}");
+            let bytes = |limit| BackwardWorkspace::of(&shape, &causal(), false, limit).unwrap().bytes;
+            let of_a_head = bytes(Some(1));
+            assert!(limit.is_none_or(|limit| bytes(Some(limit)) <= (limit + limit / 50).max(of_a_head)));
+            assert!(bytes(limit) <= bytes(None));
+            // Every entry's every head is in one part.
+            let mut seen = vec![0; shape.batch * shape.n_kv_heads];
+            for [entries, heads] in found.all(&shape) {
+                assert!(entries.len() <= found.entries && heads.len() <= found.kv_heads);
+                entries.flat_map(|b| heads.clone().map(move |h| (b, h))).for_each(|(b, h)| {
+                    seen[b * shape.n_kv_heads + h] += 1;
+                });
+            }
+            assert!(seen.iter().all(|&count| count == 1));
+        }
+        let shape = sizes(8, 32, 32, 2048);
+        let sinks = Terms { sinks: Some(dense(Element::F32, [32])), ..causal() };
+        let packed = Terms { sequences: lists(5, 100, 100), ..causal() };
+        assert!([sinks, packed].iter().all(|terms| parts(&shape, terms, Some(1)).entries == 8));
+    }
+
+    /// A part is a call of its own: its tensors begin at its first entry and head, and keep every rule.
+    #[test]
+    fn a_part_has_the_tensors_of_its_entries_and_heads() {
+        let all = BackwardTensors { descales: descales(), ..tensors() };
+        let part = all.part(1..2, 1..2);
+        let sizes = part.check().unwrap();
+        assert_eq!((sizes.batch, sizes.n_q_heads, sizes.n_kv_heads), (1, 2, 1));
+        let at = |x: DevicePtr| x.0 - (1 << 20);
+        assert_eq!(at(part.q.ptr()), (40 * 4 + 2) * 128);
+        assert_eq!(at(part.dk.ptr()), 2 * (50 * 2 + 1) * 128);
+        assert_eq!(at(part.lse.ptr()), 4 * (4 + 2) * 40);
+        assert_eq!(at(part.descales.k.unwrap().ptr()), 4 * 3);
+        let whole = all.part(0..2, 0..2);
+        assert_eq!((whole.q, whole.dv, whole.lse), (all.q, all.dv, all.lse));
+        assert!(all.part(0..2, 1..2).check().is_err(), "the log-sum-exp of some heads of two entries has gaps");
+    }
+
+    /// The table of memory in docs/attention-backward.md: MiB of a forward and backward of 16384 tokens beside q, k, v and dO, in
+    /// one part and with sums of at most 32 MiB.
+    #[test]
+    fn the_memory_of_a_step_is_that_of_the_documentation() {
+        let page = include_str!("../../../docs/attention-backward.md");
+        for (n_q_heads, n_kv_heads, d, cudnn) in
+            [(64, 8, 128, 1608), (32, 8, 128, 836), (32, 32, 128, 772), (32, 32, 64, 388)]
+        {
+            for (batch, len) in [(8, 2048), (4, 4096), (2, 8192), (1, 16384)] {
+                let s =
+                    AttentionShape { batch, n_q_heads, n_kv_heads, len_q: len, len_k: len, d_head: d, d_v: d };
+                let mib = |limit: Option<usize>| {
+                    let saved = 2 * s.out_elements()
+                        + 4 * s.lse_elements()
+                        + s.q_elements()
+                        + s.k_elements()
+                        + s.v_elements();
+                    let grads = 2 * (s.q_elements() + s.k_elements() + s.v_elements());
+                    let backward = BackwardWorkspace::of(&s, &causal(), false, limit).unwrap().bytes;
+                    let forward =
+                        crate::device::attention::Workspace::of(&s, &causal(), Element::Bf16, PvAccumulator::F16, true);
+                    (saved + forward.bytes.max(grads + backward)) as f64 / f64::from(1 << 20)
+                };
+                let [one, cut] = [None, Some(32 << 20)].map(mib);
+                let row = format!(
+                    "| {n_q_heads} query, {n_kv_heads} KV, of {d} | {batch} x {len} | {one:.0} | {cut:.0} | {cudnn} | {:.2} |",
+                    cut / f64::from(cudnn)
+                );
+                assert!(page.contains(&row), "docs/attention-backward.md lacks the row\n{row}");
+            }
         }
     }
 
