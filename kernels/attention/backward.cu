@@ -19,6 +19,10 @@
 // are not walked. Rows of a tile that lie outside the sequence, or see no key, are zero in shared memory before anything is
 // multiplied by them.
 //
+// DQ8: dS goes to shared memory as E4M3 codes, query by query, with the 16 keys of a warp in the order in which `stmatrix` leaves pairs
+// of 8-bit values: byte 2 r + e is key r + 8 e. K lies there as K^T in the same order of keys. The scales of rows stay in dq_sum until
+// the last kernel. DP8: dO comes in E4M3 too, and dP^T = V dO^T is an FP8 product.
+//
 // NaN in a row of q or dO reaches dK and dV of the key tiles that its query tile sees, and NaN in k or v all rows that see the
 // key tile's block of queries; other heads and sequences are not touched.
 #include "attention/backward.cuh"
@@ -61,7 +65,8 @@ namespace {
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kWideners = 3;   // warps
-constexpr bool kRemake = kFeatures || DETERMINISTIC;  // variants that are short of registers make addresses anew in each tile
+// Variants that are short of registers make addresses anew in each tile.
+constexpr bool kRemake = kFeatures || DETERMINISTIC || (DP8 && kDim == 64);
 constexpr int kArrivals = EVERY_LANE ? 32 : 1;  // of a warp
 constexpr int kStages = kWide ? 1 : 2;
 constexpr int kSplits = SPLITS;
@@ -77,17 +82,18 @@ constexpr int kRow8 = kDim < kRun ? kDim : kRun;  // bytes of an E4M3 row in sha
 constexpr int kRuns8 = kDim / kRow8;
 constexpr int kOwn = kWide ? 128 : kColumns;      // columns of dK and dV that a consumer adds up
 constexpr int kPieces = kDim / 16;                // of 16 columns, of a row
-constexpr int kScoreBytes = 2 * kKeys * kRows;    // dS^T in BF16: rows are keys, runs of 64 queries
+constexpr int kScoreBytes = (DQ8 ? 1 : 2) * kKeys * kRows;  // dS^T in BF16: rows are keys, runs of 64 queries; or dS in E4M3
 constexpr int kScoreStages = 2;
 
 constexpr int kStageQ8 = 0;
 constexpr int kStageQ16 = kRows * kDim;
 constexpr int kStageDOut = kStageQ16 + 2 * kRows * kDim;
-constexpr int kStageBytes = kStageDOut + 2 * kRows * kDim;
+constexpr int kStageDOut8 = kStageDOut + 2 * kRows * kDim;
+constexpr int kStageBytes = kStageDOut8 + (DP8 ? kRows * kDim : 0);
 
-constexpr int kOffsetK16 = 0;
-constexpr int kOffsetV16 = kRuns * kKeyRun;
-constexpr int kOffsetStages = 2 * kRuns * kKeyRun;
+constexpr int kOffsetK16 = 0;  // DQ8: K^T in E4M3
+constexpr int kOffsetV16 = kOffsetK16 + (DQ8 ? kKeys * kDim : kRuns * kKeyRun);  // DP8: V in E4M3
+constexpr int kOffsetStages = kOffsetV16 + (DP8 ? kKeys * kDim : kRuns * kKeyRun);
 constexpr int kOffsetScores = kOffsetStages + kStages * kStageBytes;
 constexpr int kOffsetK8 = kOffsetScores + kScoreStages * kScoreBytes;
 constexpr int kOffsetTerms = kOffsetK8 + kKeys * kDim;
@@ -95,7 +101,9 @@ constexpr int kOffsetSums = kOffsetTerms + kStages * kTermFloats * 4;
 constexpr int kOffsetBarriers = kOffsetSums + 4096 * 4 * kConsumers;
 // 1024 bytes of slack align the swizzle atoms. The host reads this value as SHARED_BYTES below.
 constexpr int kFullQ8 = 0, kFullDOut = 1, kFullQ16 = 2, kRings = 3;  // barriers: kRings x stages full, as many empty
-constexpr int kSharedBytes = kOffsetBarriers + 16 * kRings * kStages + 1024;
+constexpr int kOffsetOrder = kOffsetBarriers + 16 * kRings * kStages;
+constexpr bool kChecksOrder = DETERMINISTIC && VARLEN;
+constexpr int kSharedBytes = kOffsetOrder + (kChecksOrder ? 64 : 0) + 1024;
 static_assert(kSharedBytes <= 232448, "shared memory of one multiprocessor");
 static_assert(kSplits == 1 || (kDim == 128 && !DETERMINISTIC), "tiles of 128 queries leave no registers for it");
 
@@ -103,6 +111,7 @@ using LogitMma = ptx::Wgmma<ptx::Operand::E4m3, kRows>;
 using GradMma = ptx::Wgmma<ptx::Operand::Bf16, kRows>;
 using KeyMma = ptx::Wgmma<ptx::Operand::Bf16, kOwn>;
 using QueryMma = ptx::Wgmma<ptx::Operand::Bf16, 64>;
+using QueryMma8 = ptx::Wgmma<ptx::Operand::E4m3, 64>;
 constexpr ptx::Swizzle kSwizzle8 = kRow8 == 128 ? ptx::Swizzle::B128 : ptx::Swizzle::B64;
 
 // What a block owns.
@@ -167,6 +176,21 @@ __device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
   w.total = all / kSplits + (rank < all % kSplits);
   return w;
 }
+
+#if DETERMINISTIC && VARLEN
+// Whether sequences lie in order and share no rows. Of others there may be keys that no block has, for which all would wait.
+__device__ __forceinline__ bool in_order(const Backward& p) {
+  const Sequences& s = p.sequences;
+  bool fine = true;
+  for (int i = threadIdx.x; i < s.count; i += kThreads) {
+    auto fits = [&](const int* starts, const int* ends, int rows) {
+      return starts[i] >= 0 && starts[i] <= ends[i] && ends[i] <= (i + 1 < s.count ? starts[i + 1] : rows);
+    };
+    fine = fine && fits(s.q_starts, s.q_ends, p.batch * p.len_q) && fits(s.k_starts, s.k_ends, p.batch * p.len_k);
+  }
+  return __syncthreads_and(fine);
+}
+#endif
 
 // The first block of keys that a tile of queries sees.
 __device__ __forceinline__ int first_key_tile(const Backward& p, const Sequence& s, int m) {
@@ -248,14 +272,40 @@ __device__ __forceinline__ void load_keys(const Backward& p, const Work& work, u
   for (int i = 0; i < kEach; i++) {
     const int at = i * 128 * kConsumers + threadIdx.x, row = at / kPieces, piece = at % kPieces;
     *reinterpret_cast<uint4*>(shared + kOffsetK8 + offset8(row, piece, kKeys)) = k[i];
-    u8* wide = shared + piece / 4 * kKeyRun + row * kRun;
-    const int low = 16 * (piece % 4 * 2 ^ row % 8), high = 16 * ((piece % 4 * 2 + 1) ^ row % 8);
+    [[maybe_unused]] u8* wide = shared + piece / 4 * kKeyRun + row * kRun;
+    [[maybe_unused]] const int low = 16 * (piece % 4 * 2 ^ row % 8), high = 16 * ((piece % 4 * 2 + 1) ^ row % 8);
+#if !DQ8
     *reinterpret_cast<uint4*>(wide + kOffsetK16 + low) = bf16x8_from_e4m3x8(make_uint2(k[i].x, k[i].y));
     *reinterpret_cast<uint4*>(wide + kOffsetK16 + high) = bf16x8_from_e4m3x8(make_uint2(k[i].z, k[i].w));
+#endif
+#if DP8
+    *reinterpret_cast<uint4*>(shared + kOffsetV16 + offset8(row, piece, kKeys)) = v[i];
+#else
     *reinterpret_cast<uint4*>(wide + kOffsetV16 + low) = bf16x8_from_e4m3x8(make_uint2(v[i].x, v[i].y));
     *reinterpret_cast<uint4*>(wide + kOffsetV16 + high) = bf16x8_from_e4m3x8(make_uint2(v[i].z, v[i].w));
+#endif
   }
 }
+#if DQ8
+// K^T of the keys in shared memory: a row of 128 keys for each channel. A warp has 16 keys, which are 16 bytes of every row, and a lane
+// four channels of them.
+__device__ __forceinline__ void transpose_keys(u32 base) {
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (lane >= kDim / 4) return;
+  u32 x[16];
+#pragma unroll
+  for (int r = 0; r < 16; r++) x[r] = ptx::ld_shared_u32(base + kOffsetK8 + offset8(16 * warp + r, lane / 4, kKeys) + 4 * (lane % 4));
+#pragma unroll
+  for (u32 c = 0; c < 4; c++) {
+    const u32 pick = c | (4 + c) << 4, channel = 4 * lane + c;
+    u32 word[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      word[j] = __byte_perm(__byte_perm(x[2 * j], x[2 * j + 8], pick), __byte_perm(x[2 * j + 1], x[2 * j + 9], pick), 0x5410);
+    ptx::st_shared_v4(base + kOffsetK16 + channel * kKeys + 16 * (warp ^ channel % 8), word[0], word[1], word[2], word[3]);
+  }
+}
+#endif
 
 // Operand registers of 16 queries from their eight accumulators.
 __device__ __forceinline__ void pack(u32* a, const float* x) {
@@ -365,6 +415,11 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
   }
   __syncthreads();
   ptx::griddepcontrol_wait();
+#if DETERMINISTIC && VARLEN
+  // NOTES: in shared memory, a word for each warp, since registers are short.
+  const bool ordered = in_order(p);
+  if (threadIdx.x % 32 == 0) ptx::st_shared_u32(base + kOffsetOrder + threadIdx.x / 8, ordered);
+#endif
 
   const Work work = decode(p, blockIdx.x / kSplits, blockIdx.x % kSplits);
   const int first_head = work.kv_head * (p.heads_q / p.heads_kv);
@@ -390,10 +445,15 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         for (int run = 0; run < kRuns8; run++)
           ptx::tma_load_4d(to + kStageQ8 + run * kRows * kRun, &map_q8, for_q8, 128 * run, first_head + place.head,
                             q_row + place.m * kRows, batch);
-        const u32 for_d_out = acquire(kFullDOut, 2 * kRows * kDim + kTermFloats * 4);
+        const u32 for_d_out = acquire(kFullDOut, (DP8 ? 3 : 2) * kRows * kDim + kTermFloats * 4);
         ptx::bulk_load(base + kOffsetTerms + ring.index * kTermFloats * 4,
                        p.terms + tile_index(p, work.q_batch, first_head + place.head, work.q_slot + place.m) * kTermFloats, kTermFloats * 4,
                        for_d_out);
+#if DP8
+        ptx::bulk_load(to + kStageDOut8,
+                       p.d_out8 + tile_index(p, work.q_batch, first_head + place.head, work.q_slot + place.m) * (kRows * kDim),
+                       kRows * kDim, for_d_out);
+#endif
 #pragma unroll
         for (int run = 0; run < kRuns; run++)
           ptx::tma_load_4d(to + kStageDOut + run * kRowRun, &map_d_out, for_d_out, 64 * run, first_head + place.head,
@@ -437,21 +497,35 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     const int lane = threadIdx.x % 32, quad = lane % 4;
 
     load_keys(p, work, aligned);
+#if DQ8
+    ptx::named_barrier_sync<1, 128 * kConsumers>();
+    transpose_keys(base);
+#endif
     ptx::fence_proxy_async();
     ptx::named_barrier_sync<1, 128 * kConsumers>();
 
     const u32 uniform_base = __shfl_sync(~0u, base, 0);
     const int keys_of = kWide ? 0 : 64 * group, columns_of = kWide ? 2 * group * kRowRun : 0;
     const u64 k8 = ptx::wgmma_descriptor(uniform_base + kOffsetK8 + keys_of * kRow8, 16, 8 * kRow8, kSwizzle8);
+#if DP8
+    const u64 v8 = ptx::wgmma_descriptor(uniform_base + kOffsetV16 + keys_of * kRow8, 16, 8 * kRow8, kSwizzle8);
+    const u64 d_out8 = ptx::wgmma_descriptor(uniform_base + kOffsetStages + kStageDOut8, 16, 8 * kRow8, kSwizzle8);
+#else
     const u64 v16 = operand(uniform_base + kOffsetV16 + keys_of * kRun, 16);
+#endif
     // dQ: consumers share the columns of a tile of 64 queries, or the queries of one of 128
-    const u64 k16 = operand(uniform_base + kOffsetK16 + (kRows == 64 ? group * kKeyRun : 0), kKeyRun);
-    const u64 scores = operand(uniform_base + kOffsetScores + (kRows == 64 ? 0 : group * kKeyRun), kKeyRun);
+    constexpr u32 kShare = DQ8 ? 64 * kKeys : kKeyRun;
+    const u64 k16 = operand(uniform_base + kOffsetK16 + (kRows == 64 ? group * kShare : 0), DQ8 ? 16 : kKeyRun);
+    const u64 scores = operand(uniform_base + kOffsetScores + (kRows == 64 ? 0 : group * kShare), DQ8 ? 16 : kKeyRun);
     const u64 q8 = ptx::wgmma_descriptor(uniform_base + kOffsetStages + kStageQ8, 16, 8 * kRow8, kSwizzle8);
     const u64 q16 = operand(uniform_base + kOffsetStages + kStageQ16, kRowRun);
     const u64 d_out = operand(uniform_base + kOffsetStages + kStageDOut, kRowRun);
     // Row j of 8 x 8 matrix i of a `stmatrix` is named by lane 8 i + j
-    auto row_address = [&](u32 thread) { return base + kOffsetScores + ((kWide ? thread % 128 : thread) / 32 * 16 + thread % 16) * kRun; };
+    auto row_address = [&](u32 thread) {
+      // DQ8: queries are rows, and a warp's keys 16 bytes of each
+      if (DQ8) return base + kOffsetScores + thread % 32 * kKeys + 16 * (thread / 32 ^ thread % 8);
+      return base + kOffsetScores + ((kWide ? thread % 128 : thread) / 32 * 16 + thread % 16) * kRun;
+    };
     const u32 kept_row = row_address(threadIdx.x);
 
     const Sequence& sequence = work.sequence;
@@ -560,11 +634,19 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       float dp[kRows / 2];
       ptx::mbarrier_wait_uniform(bar(kFullDOut, ring.index), ring.parity);
       {
+#if DP8
+        const u64 b = ptx::wgmma_advance(d_out8, at);
+        ptx::wgmma_fence();
+        LogitMma::ss_overwrite(dp, v8, b);
+#pragma unroll
+        for (int i = 1; i < kColumns / 32; i++) LogitMma::ss(dp, columns8(v8, i, kKeys), columns8(b, i, kRows), 1);
+#else
         const u64 b = ptx::wgmma_advance(d_out, at);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kColumns / 16; i++)
           GradMma::ss<false, false>(dp, columns(v16, i, kKeyRun), columns(b, i, kRowRun), i != 0);
+#endif
         ptx::wgmma_commit();
       }
 
@@ -618,10 +700,18 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
 #pragma unroll
       for (int c = 0; c < kRows / 8; c++) {
         const float2 delta = terms[kRows / 2 + 4 * c];
+#if DP8
+        const float2 undo = terms[kCodeTerm * kRows / 2 + 4 * c];
+        dp[4 * c] = s[4 * c] * fmaf(dp[4 * c], undo.x, -delta.x);
+        dp[4 * c + 1] = s[4 * c + 1] * fmaf(dp[4 * c + 1], undo.y, -delta.y);
+        dp[4 * c + 2] = s[4 * c + 2] * fmaf(dp[4 * c + 2], undo.x, -delta.x);
+        dp[4 * c + 3] = s[4 * c + 3] * fmaf(dp[4 * c + 3], undo.y, -delta.y);
+#else
         dp[4 * c] = s[4 * c] * (dp[4 * c] - delta.x);
         dp[4 * c + 1] = s[4 * c + 1] * (dp[4 * c + 1] - delta.y);
         dp[4 * c + 2] = s[4 * c + 2] * (dp[4 * c + 2] - delta.x);
         dp[4 * c + 3] = s[4 * c + 3] * (dp[4 * c + 3] - delta.y);
+#endif
       }
       if (masked) mask(dp, seen_of(place.m));
       u32 ds16[kRows / 4];
@@ -629,10 +719,25 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
 #pragma unroll
       for (int i = 0; i < kRows / 16; i++) {
         pack(&ds16[4 * i], &dp[8 * i]);
+#if !DQ8
         const u32 run = i / 4 * kKeyRun, chunk = 16 * ((i % 4 * 2 + lane / 16) ^ lane % 8);
         if (!kWide || i / (kRows / 32) == group)  // both consumers have it
           ptx::stmatrix<false>(score_row + buffer + run + chunk, ds16[4 * i], ds16[4 * i + 1], ds16[4 * i + 2], ds16[4 * i + 3]);
+#endif
       }
+#if DQ8
+#pragma unroll
+      for (int i = 0; i < kRows / 32; i++) {
+        u32 codes[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const float* x = &dp[16 * i + 4 * j];
+          const float2 quant = terms[kQuantTerm * kRows / 2 + 16 * i + 4 * j];
+          codes[j] = ptx::e4m3x4_merged(x[0] * quant.x, x[2] * quant.x, x[1] * quant.y, x[3] * quant.y);
+        }
+        ptx::stmatrix<true>(score_row + buffer + i * 32 * kKeys, codes[0], codes[1], codes[2], codes[3]);
+      }
+#endif
       ptx::fence_proxy_async();
       ptx::mbarrier_wait_uniform(bar(kFullQ16, ring.index), ring.parity);
       {
@@ -655,8 +760,14 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         {
           const u64 a = ptx::wgmma_advance(scores, buffer), b = ptx::wgmma_advance(k16, 2 * part * kKeyRun);
           ptx::wgmma_fence();
+#if DQ8
+          QueryMma8::ss_overwrite(dq, a, b);
+#pragma unroll
+          for (int i = 1; i < kKeys / 32; i++) QueryMma8::ss(dq, ptx::wgmma_advance(a, 32 * i), ptx::wgmma_advance(b, 32 * i), 1);
+#else
 #pragma unroll
           for (int i = 0; i < kKeys / 16; i++) QueryMma::ss<true, true>(dq, rows(a, i), rows(b, i), i != 0);
+#endif
           ptx::wgmma_commit();
         }
         const bool is_last = part == kParts - 1;
@@ -694,7 +805,9 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
           const i64 tile = tile_index(p, work.q_batch, first_head + place.head, work.q_slot + place.m);
           if (DETERMINISTIC && part == 0) {
             turn = (u32)tile;
-            while (ptx::ld_acquire(word_of(turn)) != (u32)(work.key_tile - first_key_tile(p, sequence, place.m))) {}
+            // Sequences out of order have wrong gradients, but nobody waits for ever
+            const bool waits = !kChecksOrder || ptx::ld_shared_u32(base + kOffsetOrder + ptx::thread_index() / 8);
+            while (waits && ptx::ld_acquire(word_of(turn)) != (u32)(work.key_tile - first_key_tile(p, sequence, place.m))) {}
             ptx::fence_proxy_async_global();
           }
           ptx::bulk_reduce_add(p.dq_sum + tile * kSumFloats + 8192 * part + 1024 * (thread / 32), sums, 4096);

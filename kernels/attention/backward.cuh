@@ -5,8 +5,9 @@
 //   backward_finish    dQ to BF16
 //
 // Between them lie, in the workspace, one tile of kRows queries of one head after the other ([batch, heads_q, q_tiles]):
-//   terms    [2][kRows] f32: the log-sum-exp to the base 2, plus infinity where a row sees no key or is none; then delta in
-//            units of V's descale
+//   terms    [kTerms][kRows] f32: the log-sum-exp to the base 2, plus infinity where a row sees no key or is none; delta in
+//            units of V's descale; with DQ8 what dS is multiplied by before its cast, with DP8 what products of dO's codes are
+//   d_out8   [kRows][kDim] with DP8: dO in E4M3, in the order in which shared memory holds a tile for `wgmma`
 //   dq_sum   [kParts][8][8][32][4] f32: lane l of consumer warp w adds its accumulators 4 i to 4 i + 3 of a part at [part][w][i][l]
 //
 // VARLEN: tiles are those of sequences, as sequences.cuh numbers them, and the batch of these layouts is one.
@@ -34,6 +35,15 @@
 // 1: a window to the left, to the right or both; the right one of causal calls is 0.
 #ifndef WINDOW
 #define WINDOW 0
+#endif
+// 1: dQ of E4M3 codes of dS, which have a scale a row: a power of two that certainly fits, from |dO|, a bound on |v| and the row's
+// largest P.
+#ifndef DQ8
+#define DQ8 0
+#endif
+// 1: dP of E4M3 codes of dO, likewise, from |dO|; delta is that of the same codes.
+#ifndef DP8
+#define DP8 0
 #endif
 // 1: a logit a query head joins the row sum.
 #ifndef SINK
@@ -73,8 +83,15 @@ struct Backward {
   float soft_cap;
   int window_left, window_right; // keys that a query sees before and after its position; causal: 0 after; kNoWindow: all
   int d_v;                       // columns of a head of v and the output
+#if DQ8 || DP8
+  const float* row_max;          // [batch, heads_q, len_q]: log2 of the row's largest P
+  const float* v_norm;           // [batch, heads_kv]: bound on |v|, or null: what the range of E4M3 says
+  i64 v_norm_strides[2];
+  u8* d_out8;
+#endif
 };
-static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4 + 40 + 3 * 8 + 4 * 4, "the host writes this layout");
+static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4 + 40 + 3 * 8 + 4 * 4 + (DQ8 || DP8 ? 5 * 8 : 0),
+              "the host writes this layout");
 
 namespace {
 
@@ -83,10 +100,11 @@ constexpr int kColumns = COLUMNS;
 constexpr bool kWide = kDim == 256;              // consumers share the columns of 64 keys; else each has 64 keys
 constexpr int kKeys = kWide ? 64 : 128;          // of a block
 constexpr int kRows = kDim == 64 ? 128 : 64;     // queries of a tile
-constexpr int kTermFloats = 2 * kRows;
+constexpr int kTerms = 2 + DQ8 + DP8, kQuantTerm = 2, kCodeTerm = 2 + DQ8;
+constexpr int kTermFloats = kTerms * kRows;
 constexpr int kSumFloats = kRows * kDim;
 constexpr int kParts = kSumFloats / (2 * 64 * 64);  // 64 x 64 accumulators of a tile of dQ, for each of two consumers
-static_assert(kDim == 64 || kDim == 128 || kDim == 256, "the layouts below");
+static_assert(kDim == 64 || kDim == 128 || (kDim == 256 && !DQ8 && !DP8), "the layouts below");
 
 constexpr bool kFeatures = VARLEN || WINDOW;     // tiles may hold rows of other sequences, and rows that see no key
 

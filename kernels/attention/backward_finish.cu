@@ -43,8 +43,8 @@ attention_backward_finish(const __grid_constant__ Backward p) {
   const Sequence sequence = sequence_of(p, slot.sequence);
   const int tile = slot.tile, batch = sequence.batch_q, first_query = kFeatures ? sequence.first_query(p) : 0;
   const int consumer = threadIdx.x / 128, thread = threadIdx.x % 128, quad = thread % 4;
-  const float scale = p.softmax_scale * descale_of(p.k_descale, p.k_descale_strides, sequence.batch_k, kv_head) *
-                      descale_of(p.v_descale, p.v_descale_strides, sequence.batch_k, kv_head);
+  const float unscaled = p.softmax_scale * descale_of(p.k_descale, p.k_descale_strides, sequence.batch_k, kv_head) *
+                         descale_of(p.v_descale, p.v_descale_strides, sequence.batch_k, kv_head);
 
   const float* from_tile = p.dq_sum + tile_index(p, blockIdx.y, head, number) * kSumFloats;
 #pragma unroll
@@ -59,6 +59,13 @@ attention_backward_finish(const __grid_constant__ Backward p) {
     const int row = tile * kRows + (kRows == 64 ? 0 : 64 * consumer) + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
+#if DQ8
+      // The exact inverse of a power of two
+      const float* quant = p.terms + tile_index(p, blockIdx.y, head, number) * kTermFloats + kQuantTerm * kRows;
+      const float scale = unscaled * __int_as_float(0x7f000000 - __float_as_int(quant[row + 8 * r - tile * kRows]));
+#else
+      const float scale = unscaled;
+#endif
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         u32 a[4];

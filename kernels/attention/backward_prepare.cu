@@ -4,6 +4,7 @@
 //
 // Of rows that see no key, or are in no sequence, nothing is read.
 #include "attention/backward.cuh"
+#include "attention/backward_convert.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/math.cuh"
@@ -18,6 +19,23 @@ constexpr float kLog2e = 1.4426950408889634f;
 __device__ __forceinline__ float dot(u32 a, u32 b, float sum) {
   sum = fmaf(ptx::bf16_low(a), ptx::bf16_low(b), sum);
   return fmaf(ptx::bf16_high(a), ptx::bf16_high(b), sum);
+}
+
+// The largest power of two by which what `bound` bounds stays within E4M3. NOTES: no bound is below 1e-30, so that no scale is infinite.
+__device__ __forceinline__ float row_scale(float bound) {
+  return __int_as_float(__float_as_int(448.0f / fmaxf(bound, 1e-30f)) & 0x7f800000);
+}
+// Where eight columns of a row lie in a tile of codes, as a tensor map would swizzle them.
+__device__ __forceinline__ int code_offset(int row, int piece) {
+  const int by = kDim == 128 ? row % 8 : row / 2 % 4;
+  return row * kDim + 16 * (piece / 2 ^ by) + 8 * (piece % 2);
+}
+// Eight BF16 values times `scale` in E4M3.
+__device__ __forceinline__ uint2 codes_of(const uint4& x, float scale) {
+  auto four = [&](u32 a, u32 b) {
+    return ptx::e4m3x4(ptx::bf16_low(a) * scale, ptx::bf16_high(a) * scale, ptx::bf16_low(b) * scale, ptx::bf16_high(b) * scale);
+  };
+  return make_uint2(four(x.x, x.y), four(x.z, x.w));
 }
 
 }  // namespace
@@ -45,8 +63,9 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
 #pragma unroll
   for (int i = 0; i < kRows / kPass; i++) {
     const int row = tile * kRows + i * kPass + threadIdx.x / kLanes;
-    if (!is_live(row) || p.delta != nullptr || !has_v) continue;
-    o[i] = *reinterpret_cast<const uint4*>(row_of(p.o, p.o_strides, batch, sequence.q_row + row, head) + 8 * piece);
+    if (!is_live(row) || (p.delta != nullptr && !(DQ8 || DP8)) || !has_v) continue;
+    if (p.delta == nullptr)
+      o[i] = *reinterpret_cast<const uint4*>(row_of(p.o, p.o_strides, batch, sequence.q_row + row, head) + 8 * piece);
     d_out[i] = *reinterpret_cast<const uint4*>(row_of(p.d_out, p.d_out_strides, batch, sequence.q_row + row, head) + 8 * piece);
   }
 
@@ -57,6 +76,12 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
   if (p.turns != nullptr && threadIdx.x < 8) p.turns[8 * index + threadIdx.x] = 0;
 
   const float from_delta = 1.0f / descale_of(p.v_descale, p.v_descale_strides, sequence.batch_k, kv_head);
+#if DQ8
+  // In units of V's descale, in which no element passes 448
+  const float v_norm = p.v_norm == nullptr
+                           ? 448.0f * sqrtf((float)p.d_v)
+                           : descale_of(p.v_norm, p.v_norm_strides, sequence.batch_k, kv_head) * from_delta;
+#endif
 #if SINK
   float sink_sum = 0.0f;
 #endif
@@ -64,9 +89,29 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
 #pragma unroll
   for (int i = 0; i < kRows / kPass; i++) {
     const int in_tile = i * kPass + threadIdx.x / kLanes, row = tile * kRows + in_tile;
+#if DQ8 || DP8
+    auto sum_of_row = [&](float x) {
+#pragma unroll
+      for (int lanes = 1; lanes < kLanes; lanes *= 2) x += ptx::shuffle_xor(x, lanes);
+      return x;
+    };
+    auto squares = [&](const uint4& x) { return dot(x.x, x.x, dot(x.y, x.y, dot(x.z, x.z, dot(x.w, x.w, 0.0f)))); };
+    float d_out_norm = sqrtf(sum_of_row(squares(d_out[i])));
+#endif
+#if DP8
+    const float code_scale = row_scale(d_out_norm), undo = __int_as_float(0x7f000000 - __float_as_int(code_scale));
+    const uint2 codes = codes_of(d_out[i], code_scale);
+    *reinterpret_cast<uint2*>(p.d_out8 + index * (kRows * kDim) + code_offset(in_tile, piece)) = codes;
+    // From here on dO is what its codes stand for: they are BF16 numbers, and so they are times a power of two
+    d_out[i] = bf16x8_from_e4m3x8(codes);
+    d_out_norm = sqrtf(sum_of_row(squares(d_out[i]))) * undo;
+#endif
     float delta = dot(o[i].x, d_out[i].x, dot(o[i].y, d_out[i].y, dot(o[i].z, d_out[i].z, dot(o[i].w, d_out[i].w, 0.0f))));
 #pragma unroll
     for (int lanes = 1; lanes < kLanes; lanes *= 2) delta += ptx::shuffle_xor(delta, lanes);
+#if DP8
+    delta *= undo;
+#endif
     const bool live = is_live(row);
     if (piece == 0) {
       const i64 at = ((i64)batch * p.heads_q + head) * p.len_q + sequence.q_row + row;
@@ -75,6 +120,14 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
       const bool empty = lse == -infinity;
       terms[in_tile] = empty ? infinity : lse * kLog2e;
       terms[kRows + in_tile] = empty ? 0.0f : delta * from_delta;
+#if DQ8
+      // |dS_ij| <= P_ij (1 - P_ij) max_k |dP_ij - dP_ik|, and a little for the rounding of O in delta
+      const float largest = empty ? 1.0f : ptx::exp2_approx(p.row_max[at]);
+      terms[kQuantTerm * kRows + in_tile] = row_scale(fminf(2.0f * largest, 0.5f) * (33.0f / 32.0f) * d_out_norm * v_norm);
+#endif
+#if DP8
+      terms[kCodeTerm * kRows + in_tile] = undo;
+#endif
 #if SINK
       if (!empty) sink_sum = fmaf(ptx::exp2_approx((p.sinks[head] - lse) * kLog2e), delta, sink_sum);
 #endif

@@ -27,8 +27,8 @@ pub struct Terms {
 ///
 /// Rows count over the axis `batch * len`: row `r` is `(r / len, r % len)`. Sequences come in order, share no rows, and none
 /// has rows of two entries of the batch. What lies on the device is not checked: lists that break these rules give wrong
-/// rows, but no access outside of the tensors, nor outside of the tables of a rotation. A deterministic backward may wait
-/// forever for sequences that are out of order.
+/// rows, but no access outside of the tensors, nor outside of the tables of a rotation. A deterministic backward looks at
+/// them on the device, and keeps no order of its sums where they are out of order.
 ///
 /// | batch | starts, ends |
 /// |---|---|
