@@ -219,7 +219,7 @@ struct Place {
 // Operands in 128-byte rows. `Along`: the product sums over the rows; runs of 64 columns lie `run` bytes apart.
 __device__ __forceinline__ u64 operand(u32 address, u32 run) { return ptx::wgmma_descriptor(address, run, 8 * kRun, ptx::Swizzle::B128); }
 // Step `i` of 16 columns, or of 16 rows.
-__device__ __forceinline__ u64 columns(u64 descriptor, int i, int run) { return ptx::wgmma_advance(descriptor, i / 4 * run + i % 4 * 32); }
+[[maybe_unused]] __device__ __forceinline__ u64 columns(u64 descriptor, int i, int run) { return ptx::wgmma_advance(descriptor, i / 4 * run + i % 4 * 32); }
 __device__ __forceinline__ u64 rows(u64 descriptor, int i) { return ptx::wgmma_advance(descriptor, 16 * kRun * i); }
 
 // Of E4M3 operands, step `i` of 32 columns; and where 16 columns of a row lie, in a tile of `rows`.
