@@ -108,7 +108,7 @@ class ScaleStream:
 
     def finish(self, *, part=False):
         """Ends a pass and begins the next; gives the layers by number. A :class:`MismatchError` if tensors did not
-        come. With ``part`` layers of which nothing came may be missing: those of other pipeline stages.
+        come. With ``part``, whole layers may be missing: those of other pipeline stages.
         """
         self._native.finish(flag("part", part))
         self._started = False

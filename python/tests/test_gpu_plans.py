@@ -35,7 +35,7 @@ def test_logit_bounds_are_certified_and_close(tmp_path, llama):
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "falcon", "qwen3", "smollm3", "ministral3", "llama4_text"])
 def test_logit_bounds_of_every_layout_are_those_of_the_cpu(kind, tmp_path):
-    """Interleaved fused weights, normalized q and k, layers of which some rotate."""
+    """Interleaved fused weights, normalized q and k, layers with and without rotation."""
     model = random_model(kind)
     runtime = fp8.attach(model, bound="certain")
     for _ in range(4):

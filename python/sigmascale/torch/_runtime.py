@@ -25,8 +25,8 @@ class Runtime:
     Attributes, whose tensors keep their addresses:
 
     - ``layers``: a :class:`LayerPlan` per layer.
-    - ``descales``: f32 ``(layers, [q, k, v, o], n_kv_heads)``, of which the plans hold views. A value is divided by its
-      descale before the cast.
+    - ``descales``: f32 ``(layers, [q, k, v, o], n_kv_heads)``. A value is divided by its descale before the cast. Plans
+      hold views of this tensor.
     - ``logits``: f32 ``(layers, n_q_heads, [sigma, exact bound, worst-case bound, descale])``, or None without
       ``bound``.
     - ``logit_descales``: f32 ``(layers, n_q_heads)``, which map the policy's logit bound onto ``tail.eta`` of E4M3, or

@@ -259,12 +259,6 @@ impl BackwardEngine {
         self
     }
 
-    /// [`BackwardOptions::ring`].
-    pub fn with_ring(mut self, ring: bool) -> Self {
-        self.options.ring = ring;
-        self
-    }
-
     /// How calls run.
     pub fn with_options(mut self, options: BackwardOptions) -> Self {
         self.options = options;

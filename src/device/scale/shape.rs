@@ -49,8 +49,8 @@ impl ShapeEngine {
         Ok(self)
     }
 
-    /// Whether the engine can take these layers: all is as in those that it was made with, but for their addresses, of which
-    /// the same ones are NULL and the same ones are multiples of 16 bytes.
+    /// Whether the engine can take these layers. They may differ from those that it was made with in their addresses only, and
+    /// an address must be NULL, or a multiple of 16 bytes, where theirs was.
     pub fn fits(&self, layers: &[LayerInput]) -> bool {
         self.shapes.iter().copied().eq(layers.iter().map(LayerInput::without_places))
     }

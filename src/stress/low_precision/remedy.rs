@@ -16,7 +16,7 @@ pub enum Remedy {
     DeltaFromP,
     /// The row maximum of Algorithm 3, with the limit of [`ShiftLimit::Wrapped`](crate::attention::ShiftLimit::Wrapped).
     Stabilised,
-    /// The same with a limit of 40 nats for every row, the fixed offset of which the paper's appendix C warns.
+    /// The same with a limit of 40 nats for every row: a fixed offset, which the paper's appendix C warns against.
     StabilisedFixed,
     /// The same with a limit of 57 ln 2 nats, so that P is a power of two.
     StabilisedPower,

@@ -345,7 +345,8 @@ pub(super) fn sums_in_a_ring_are_those_of_all() {
         for (d_head, mask) in [(64, Mask::CAUSAL), (64, Mask::NONE), (128, Mask::CAUSAL), (128, Mask::NONE)] {
             let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head };
             let call = AttentionCall { mask, ..AttentionCall::causal(shape) };
-            let [all, ring] = [false, true].map(|ring| engine().with_ring(ring));
+            let [all, ring] =
+                [false, true].map(|ring| engine().with_options(BackwardOptions { ring, ..BackwardOptions::default() }));
             let bytes = [&all, &ring].map(|engine| engine.workspace_bytes(&shape, &terms(&call)).unwrap());
             assert!(bytes[1] < bytes[0], "{shape:?} has a ring");
             let data = Data::new(&shape, 12);

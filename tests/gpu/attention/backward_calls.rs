@@ -322,22 +322,26 @@ pub(super) fn random_backward_calls() {
     }
 }
 
-/// A graph finds the lists of sequences as they are when it runs.
-pub(super) fn sequences_may_change_between_replays() {
-    let engine = BackwardEngine::new(device()).unwrap().with_deterministic(true);
+/// A packed batch of 600 rows.
+fn packed(cu_seqlens: &[usize]) -> Random {
     let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 600, len_k: 600, d_head: 128, d_v: 128 };
-    let packed = |cu_seqlens: &[usize]| Random {
+    Random {
         call: AttentionCall::causal(shape),
         sequences: Some(Sequence::packed(cu_seqlens, cu_seqlens, None).unwrap()),
         sinks: None,
         seed: 3,
-    };
+    }
+}
+
+/// A graph finds the lists of sequences as they are when it runs.
+pub(super) fn sequences_may_change_between_replays() {
+    let engine = BackwardEngine::new(device()).unwrap().with_deterministic(true);
     let [first, second] = [packed(&[0, 200, 500, 600]), packed(&[0, 400, 401, 590])];
     let (memory, _) = Memory::new(&engine, &first);
     let (other, _) = Memory::new(&engine, &second);
     other.launch(&engine, &stream());
     let want = other.read();
-    engine.prepare(&shape, &memory.terms).unwrap();
+    engine.prepare(&first.call.shape, &memory.terms).unwrap();
     let stream = stream();
     let graph = stream
         .capture(|stream| {
@@ -359,13 +363,6 @@ pub(super) fn sequences_may_change_between_replays() {
 
 /// Sequences that break their rule have no gradients that mean anything, but no block waits for keys that none has.
 pub(super) fn sequences_out_of_order_end() {
-    let shape = AttentionShape { batch: 1, n_q_heads: 4, n_kv_heads: 2, len_q: 600, len_k: 600, d_head: 128, d_v: 128 };
-    let packed = |cu_seqlens: &[usize]| Random {
-        call: AttentionCall::causal(shape),
-        sequences: Some(Sequence::packed(cu_seqlens, cu_seqlens, None).unwrap()),
-        sinks: None,
-        seed: 3,
-    };
     let engine = BackwardEngine::new(device()).unwrap().with_deterministic(true);
     let random = packed(&[0, 200, 500, 600]);
     let (memory, _) = Memory::new(&engine, &random);
