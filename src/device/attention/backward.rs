@@ -17,9 +17,8 @@
 //!
 //! **Not offered**, and refused by name: head dimensions past 128, and logits in E4M3.
 
-use super::backward_call::{
-    BackwardForm, BackwardOptions, BackwardSchedule, BackwardTensors, BackwardWorkspace, Delta, Parts,
-};
+use super::backward_call::{BackwardOptions, BackwardTensors, Delta};
+use super::backward_cut::{BackwardForm, BackwardSchedule, BackwardWorkspace, Parts};
 use super::kernels::{Kernels, Variant as _, run_map};
 use super::params::outer_strides;
 use super::terms::{Sequences, Terms};

@@ -33,6 +33,7 @@
 mod backend;
 mod backward;
 mod backward_call;
+mod backward_cut;
 mod call;
 mod cut;
 mod engine;
@@ -51,7 +52,8 @@ mod variant;
 pub use crate::cuda::{Element, View};
 pub use backend::{Cuda, step_stats};
 pub use backward::{BackwardEngine, backward_variants};
-pub use backward_call::{BackwardOptions, BackwardTensors, BackwardWorkspace, Delta, RowBounds};
+pub use backward_call::{BackwardOptions, BackwardTensors, Delta, RowBounds};
+pub use backward_cut::BackwardWorkspace;
 pub use call::{Descales, Rope, SavedOperands, Tensors, Workspace};
 pub use engine::AttentionEngine;
 pub use host::{HostOutput, Resident, ResidentBackward, RopeTables, Setup};

@@ -1,0 +1,460 @@
+//! How a backward call is cut: into parts, tiles and blocks, and what its workspace holds.
+
+use super::backward_call::{BackwardOptions, check_dims};
+use super::regions::{Regions, check_workspace};
+use super::terms::Terms;
+use crate::attention::AttentionShape;
+use crate::cuda::View;
+use crate::error::{Error, Result};
+use std::ops::Range;
+
+/// What the kernels are compiled for, and how they cut a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct BackwardForm {
+    /// Columns of a tile: the smallest of 64, 128 and 256 that holds d_head and d_v.
+    pub columns: usize,
+    /// Columns of it that are multiplied.
+    pub used: usize,
+    /// Whether one of them is smaller than the tile.
+    pub fill: bool,
+    /// Without a window: keys behind the query's position are not seen.
+    pub causal: bool,
+    /// Either end of what a query sees is bounded, as an end of a window is.
+    pub window: bool,
+    /// Sequences lie where lists in device memory say.
+    pub varlen: bool,
+    /// Logits are capped.
+    pub soft_cap: bool,
+    /// The call has sinks.
+    pub sink: bool,
+    /// The sums of dQ are a ring of KV heads.
+    pub ring: bool,
+    /// dQ of E4M3 codes of dS.
+    pub dq_fp8: bool,
+}
+
+impl BackwardForm {
+    /// The form of a call, its terms checked.
+    ///
+    /// # Errors
+    /// If the call is not offered.
+    pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions) -> Result<Self> {
+        check_dims(sizes)?;
+        terms.check(sizes)?;
+        let form = Self { dq_fp8: options.dq_fp8, ..Self::of_checked(sizes, terms) };
+        if form.dq_fp8 && options.deterministic && form.columns == 64 {
+            return Err(Error::unsupported(
+                "a deterministic dQ in FP8 is not offered on the GPU for heads of at most 64: leave out one of the two",
+            ));
+        }
+        Ok(form)
+    }
+
+    fn of_checked(sizes: &AttentionShape, terms: &Terms) -> Self {
+        let (causal, features) = terms.features(sizes);
+        let widest = sizes.d_head.max(sizes.d_v);
+        let columns = [64, 128].into_iter().find(|&columns| widest <= columns).unwrap_or(256);
+        // Rows that see no key are for the kernel with windows to keep apart.
+        let blind = !features.varlen && causal && sizes.len_q > sizes.len_k;
+        let window = features.window || blind;
+        Self {
+            columns,
+            used: match widest {
+                65..=96 => 96,
+                129..=192 => 192,
+                _ => columns,
+            },
+            fill: sizes.d_head != columns || sizes.d_v != columns,
+            causal: causal && !window,
+            window,
+            varlen: features.varlen,
+            soft_cap: features.soft_cap,
+            sink: features.sink,
+            ring: false,
+            dq_fp8: false,
+        }
+    }
+
+    /// Queries of a tile.
+    pub fn rows(&self) -> usize {
+        if self.columns == 64 { 128 } else { 64 }
+    }
+
+    /// Keys of a block.
+    pub fn keys(&self) -> usize {
+        if self.columns == 256 { 64 } else { 128 }
+    }
+
+    /// Numbers of each query that the kernels pass on.
+    pub fn terms(&self) -> usize {
+        2 + usize::from(self.dq_fp8)
+    }
+
+    /// Bytes of the f32 sums of dQ of one tile of queries.
+    pub fn sum_bytes(&self) -> usize {
+        self.rows() * self.columns * size_of::<f32>()
+    }
+
+    /// Sequences that tiles are counted in, and tiles of queries and of keys that each has: those of the batch, or all in one, where
+    /// every sequence takes whole tiles.
+    pub fn tiles(&self, sizes: &AttentionShape, terms: &Terms) -> [usize; 3] {
+        match &terms.sequences {
+            None => [sizes.batch, sizes.len_q.div_ceil(self.rows()), sizes.len_k.div_ceil(self.keys())],
+            Some(sequences) => {
+                let slots = |rows: usize, size: usize| sizes.batch * rows / size + sequences.count() + 1;
+                [1, slots(sizes.len_q, self.rows()), slots(sizes.len_k, self.keys())]
+            }
+        }
+    }
+}
+
+/// How a call is cut into parts that run one after the other in one workspace, so that the f32 sums of dQ of a part stay within a
+/// limit. A part has whole entries of the batch, or some KV heads of one entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Parts {
+    /// Entries of the batch, of the largest part.
+    pub entries: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+}
+
+impl Parts {
+    /// As few parts as the limit allows, of about one size; a part of one KV head may pass it. Calls with sequences, whose rows are
+    /// one axis, and with sinks, whose gradient is a sum over the batch, are in one part.
+    pub fn of(sizes: &AttentionShape, terms: &Terms, form: &BackwardForm, sums_limit: Option<usize>) -> Self {
+        let whole = Self { entries: sizes.batch, kv_heads: sizes.n_kv_heads };
+        let Some(limit) = sums_limit.filter(|_| terms.sequences.is_none() && terms.sinks.is_none()) else {
+            return whole;
+        };
+        let [_, query_tiles, _] = form.tiles(sizes, terms);
+        let of_a_head = sizes.group() * query_tiles * form.sum_bytes();
+        let fit = (limit / of_a_head).max(1);
+        let even = |all: usize, most: usize| all.div_ceil(all.div_ceil(most.min(all)));
+        match fit / sizes.n_kv_heads {
+            0 => Self { entries: 1, kv_heads: even(sizes.n_kv_heads, fit) },
+            entries => Self { entries: even(sizes.batch, entries), ..whole },
+        }
+    }
+
+    /// Sizes of the largest part.
+    pub fn largest(&self, sizes: &AttentionShape) -> AttentionShape {
+        let n_q_heads = self.kv_heads * sizes.group();
+        AttentionShape { batch: self.entries, n_q_heads, n_kv_heads: self.kv_heads, ..*sizes }
+    }
+
+    /// Entries of the batch and KV heads of every part.
+    pub fn all(self, sizes: &AttentionShape) -> impl Iterator<Item = [Range<usize>; 2]> + use<> {
+        let (batch, heads) = (sizes.batch, sizes.n_kv_heads);
+        let entries = (0..batch).step_by(self.entries).map(move |at| at..batch.min(at + self.entries));
+        entries.flat_map(move |entries| {
+            let heads = (0..heads).step_by(self.kv_heads).map(move |at| at..heads.min(at + self.kv_heads));
+            heads.map(move |heads| [entries.clone(), heads])
+        })
+    }
+}
+
+/// Where a backward call keeps what passes between its kernels, in bytes from the start of the workspace. Nothing in it needs to be
+/// set beforehand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardWorkspace {
+    /// Log-sum-exp and delta, by tiles of queries.
+    pub terms: usize,
+    /// Sums of dQ in f32, by tiles.
+    pub dq_sum: usize,
+    /// Whose turn it is to add to a tile, for deterministic calls; which KV heads have ended, for sums in a ring.
+    pub turns: usize,
+    /// Parts of the sinks' gradients, by tiles; for calls with sinks.
+    pub sinks: usize,
+    /// Size of it all.
+    pub bytes: usize,
+}
+
+impl BackwardWorkspace {
+    /// The workspace of a call. `ring`: of how many KV heads the sums of dQ are kept, or of all.
+    ///
+    /// # Errors
+    /// If the call is not offered.
+    pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions, ring: Option<usize>) -> Result<Self> {
+        let form = BackwardForm::of(sizes, terms, options)?;
+        let limit = options.sums_limit.filter(|_| ring.is_none());
+        let sizes = &Parts::of(sizes, terms, &form, limit).largest(sizes);
+        let [units, query_tiles, key_tiles] = form.tiles(sizes, terms);
+        // Kernels count both in 31 bits.
+        const TILES: usize = 1 << 30;
+        if units * sizes.n_q_heads * query_tiles.max(key_tiles) > TILES {
+            return Err(Error::unsupported(
+                "more tiles than the GPU takes: fewer sequences, heads or rows in one call",
+            ));
+        }
+        let (tiles, rows) = (units * sizes.n_q_heads * query_tiles, form.rows());
+        let mut regions = Regions::default();
+        let mut words = |count: usize| regions.add(count * size_of::<f32>());
+        let of_terms = words(tiles * form.terms() * rows);
+        let summed = ring.map_or(tiles, |kv_heads| kv_heads * sizes.group() * query_tiles);
+        let dq_sum = words(summed * form.sum_bytes() / size_of::<f32>());
+        let turns = words(match ring {
+            Some(_) => units * sizes.n_kv_heads,
+            None if options.deterministic => tiles * 8,
+            None => 0,
+        });
+        let sinks = words(if form.sink { tiles } else { 0 });
+        Ok(Self { terms: of_terms, dq_sum, turns, sinks, bytes: regions.bytes() })
+    }
+
+    pub(super) fn check(&self, workspace: &View<1>) -> Result<()> {
+        check_workspace(workspace, self.bytes)
+    }
+}
+
+/// How the blocks of one backward call are laid out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct BackwardSchedule {
+    /// KV heads whose blocks run at a time: all blocks of one walk the same queries together, and share them in the L2 cache.
+    pub section: usize,
+    /// Blocks that share the query tiles of one block of keys.
+    pub splits: usize,
+    /// Blocks.
+    pub grid: usize,
+}
+
+impl BackwardSchedule {
+    /// Query tiles that beginning and ending a block costs as much as, and adding up over a cluster.
+    const BLOCK_COST: usize = 4;
+    const CLUSTER_COST: usize = 6;
+
+    pub fn of(
+        sizes: &AttentionShape,
+        terms: &Terms,
+        form: &BackwardForm,
+        deterministic: bool,
+        processors: usize,
+    ) -> Self {
+        let [entries, _, key_tiles] = form.tiles(sizes, terms);
+        let units = entries * sizes.n_kv_heads;
+        let len_q = terms.sequences.map_or(sizes.len_q, |sequences| sequences.max_len_q);
+        let width = terms.window(sizes).map(|keys| keys as usize).iter().sum::<usize>() + form.keys() + form.rows();
+        let at_a_time = (processors + key_tiles / 2) / key_tiles;
+        let section = units.div_ceil(units.div_ceil(at_a_time.clamp(1, units)));
+
+        let blocks = units * key_tiles;
+        let longest = sizes.n_q_heads / sizes.n_kv_heads * len_q.min(width).div_ceil(form.rows());
+        let time = |splits: usize| {
+            let (parts, share) = (blocks * splits, longest.div_ceil(splits));
+            let waves = parts.div_ceil(processors);
+            // Causal blocks get shorter and fill the gaps: about half of all tiles are seen.
+            let tiles = if form.causal { share.max(blocks * longest / (2 * processors)) } else { waves * share };
+            tiles + waves * Self::BLOCK_COST + if splits > 1 { Self::CLUSTER_COST } else { 0 }
+        };
+        let choices: &[usize] = if deterministic || form.columns != 128 { &[1] } else { &[1, 2, 4] };
+        let splits = choices.iter().copied().min_by_key(|&n| time(n)).unwrap_or(1);
+        Self { section, splits, grid: blocks * splits }
+    }
+
+    /// KV heads in a ring of the sums of dQ: those that run at a time and as many that end, so that blocks seldom wait. None where the
+    /// last block of a KV head would take too long for its dQ, and for calls whose tiles are not those of KV heads.
+    pub fn ring(&self, sizes: &AttentionShape, form: &BackwardForm, deterministic: bool) -> Option<usize> {
+        /// Bytes of the sums of one KV head.
+        const LARGEST: usize = 16 << 20;
+        let tiles = sizes.group() * sizes.len_q.div_ceil(form.rows());
+        let fits = tiles * form.rows() * form.columns * size_of::<f32>() <= LARGEST;
+        let (ring, units) = ((2 * self.section).max(3), sizes.batch * sizes.n_kv_heads);
+        (fits && !form.varlen && !deterministic && ring < units).then_some(ring)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::call::Workspace;
+    use super::*;
+    use crate::attention::{Mask, PvAccumulator};
+    use crate::cuda::Element;
+    use crate::device::attention::Sequences;
+    use crate::device::attention::backward_call::tests::dense;
+
+    const PLAIN: BackwardOptions =
+        BackwardOptions { deterministic: false, sums_limit: None, ring: false, dq_fp8: false };
+    const DETERMINISTIC: BackwardOptions = BackwardOptions { deterministic: true, ..PLAIN };
+
+    fn cut(sums_limit: Option<usize>) -> BackwardOptions {
+        BackwardOptions { sums_limit, ..PLAIN }
+    }
+
+    fn causal() -> Terms {
+        Terms::plain(Mask::CAUSAL, 0.1)
+    }
+
+    fn lists(count: usize, max_len_q: usize, max_len_k: usize) -> Option<Sequences> {
+        let [q_starts, q_ends, k_starts, k_ends] = [dense(Element::I32, [count]); 4];
+        Some(Sequences { q_starts, q_ends, k_starts, k_ends, max_len_q, max_len_k })
+    }
+
+    #[test]
+    fn regions_of_the_workspace_do_not_overlap() {
+        for d_head in [64, 128] {
+            let sizes =
+                AttentionShape { batch: 3, n_q_heads: 6, n_kv_heads: 2, len_q: 113, len_k: 203, d_head, d_v: d_head };
+            let sinks = Terms { sinks: Some(dense(Element::F32, [6])), ..causal() };
+            let form = BackwardForm::of(&sizes, &sinks, &PLAIN).unwrap();
+            let rows = 113usize.next_multiple_of(form.rows());
+            let w = BackwardWorkspace::of(&sizes, &sinks, &DETERMINISTIC, None).unwrap();
+            assert!([w.terms, w.dq_sum, w.turns, w.sinks].iter().all(|at| at.is_multiple_of(256)));
+            assert!(w.dq_sum >= 3 * 6 * rows * 8 && w.turns - w.dq_sum >= 3 * 6 * rows * d_head * 4);
+            let tiles = 3 * 6 * rows / form.rows();
+            assert!(w.sinks - w.turns >= tiles * 32 && w.bytes - w.sinks >= tiles * 4);
+            assert!(BackwardWorkspace::of(&sizes, &causal(), &PLAIN, None).unwrap().bytes < w.bytes);
+            let short = dense(Element::U8, [w.bytes - 1]);
+            assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
+        }
+    }
+
+    #[test]
+    fn a_limit_of_the_sums_cuts_a_call_into_parts() {
+        let sizes = |batch, n_q_heads, n_kv_heads, len| AttentionShape {
+            batch,
+            n_q_heads,
+            n_kv_heads,
+            len_q: len,
+            len_k: len,
+            d_head: 128,
+            d_v: 128,
+        };
+        let parts = |sizes: &AttentionShape, terms: &Terms, limit| {
+            Parts::of(sizes, terms, &BackwardForm::of(sizes, terms, &PLAIN).unwrap(), limit)
+        };
+        const MIB: usize = 1 << 20;
+        for (shape, limit, want) in [
+            // 32 MiB of sums an entry, then 8 or 64 a KV head.
+            (sizes(8, 32, 32, 2048), None, (8, 32)),
+            (sizes(8, 32, 32, 2048), Some(256 * MIB), (8, 32)),
+            (sizes(8, 32, 32, 2048), Some(255 * MIB), (4, 32)),
+            (sizes(8, 32, 32, 2048), Some(100 * MIB), (3, 32)),
+            (sizes(8, 32, 32, 2048), Some(32 * MIB), (1, 32)),
+            (sizes(8, 32, 32, 2048), Some(31 * MIB), (1, 16)),
+            (sizes(1, 32, 32, 16384), Some(32 * MIB), (1, 4)),
+            (sizes(1, 64, 8, 16384), Some(32 * MIB), (1, 1)),
+            (sizes(3, 4, 1, 100), Some(1), (1, 1)),
+        ] {
+            let found = parts(&shape, &causal(), limit);
+            assert_eq!((found.entries, found.kv_heads), want, "{shape:?} {limit:?}");
+            let bytes = |limit| BackwardWorkspace::of(&shape, &causal(), &cut(limit), None).unwrap().bytes;
+            let of_a_head = bytes(Some(1));
+            assert!(limit.is_none_or(|limit| bytes(Some(limit)) <= (limit + limit / 50).max(of_a_head)));
+            assert!(bytes(limit) <= bytes(None));
+            // Every entry's every head is in one part.
+            let mut seen = vec![0; shape.batch * shape.n_kv_heads];
+            for [entries, heads] in found.all(&shape) {
+                assert!(entries.len() <= found.entries && heads.len() <= found.kv_heads);
+                entries.flat_map(|b| heads.clone().map(move |h| (b, h))).for_each(|(b, h)| {
+                    seen[b * shape.n_kv_heads + h] += 1;
+                });
+            }
+            assert!(seen.iter().all(|&count| count == 1));
+        }
+        let shape = sizes(8, 32, 32, 2048);
+        let sinks = Terms { sinks: Some(dense(Element::F32, [32])), ..causal() };
+        let packed = Terms { sequences: lists(5, 100, 100), ..causal() };
+        assert!([sinks, packed].iter().all(|terms| parts(&shape, terms, Some(1)).entries == 8));
+    }
+
+    /// The table of memory in docs/attention-backward.md: MiB of a forward and backward of 16384 tokens beside q, k, v and dO, in one
+    /// part, with sums of at most 32 MiB, and in a ring.
+    #[test]
+    fn the_memory_of_a_step_is_that_of_the_documentation() {
+        let page = include_str!("../../../docs/attention-backward.md");
+        for (n_q_heads, n_kv_heads, d, cudnn) in
+            [(64, 8, 128, 1608), (32, 8, 128, 836), (32, 32, 128, 772), (32, 32, 64, 388)]
+        {
+            for (batch, len) in [(8, 2048), (4, 4096), (2, 8192), (1, 16384)] {
+                let s = AttentionShape { batch, n_q_heads, n_kv_heads, len_q: len, len_k: len, d_head: d, d_v: d };
+                let operands = s.q_elements() + s.k_elements() + s.v_elements();
+                let saved = 2 * s.out_elements() + 4 * s.lse_elements() + operands;
+                let forward = Workspace::of(&s, &causal(), Element::Bf16, PvAccumulator::F16, true).bytes;
+                let mib = |limit: Option<usize>, ring: Option<usize>| {
+                    let backward = BackwardWorkspace::of(&s, &causal(), &cut(limit), ring).unwrap().bytes;
+                    (saved + forward.max(2 * operands + backward)) as f64 / f64::from(1 << 20)
+                };
+                let form = BackwardForm::of(&s, &causal(), &PLAIN).unwrap();
+                let ring = BackwardSchedule::of(&s, &causal(), &form, false, 132).ring(&s, &form, false);
+                let [one, cut, ring] = [mib(None, None), mib(Some(32 << 20), None), mib(None, ring)];
+                let heads = format!("{n_q_heads} query, {n_kv_heads} KV, of {d}");
+                let row = format!("| {heads} | {batch} x {len} | {one:.0} | {cut:.0} | {ring:.0} | {cudnn} |");
+                assert!(page.contains(&row), "docs/attention-backward.md lacks the row\n{row}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_call_gets_the_kernel_of_its_terms() {
+        let sizes =
+            AttentionShape { batch: 2, n_q_heads: 4, n_kv_heads: 2, len_q: 300, len_k: 300, d_head: 128, d_v: 128 };
+        let form = |sizes: &AttentionShape, terms: &Terms| BackwardForm::of(sizes, terms, &PLAIN).unwrap();
+        let dense = form(&sizes, &causal());
+        assert!(dense.causal && !(dense.window || dense.fill || dense.varlen || dense.soft_cap || dense.sink));
+        let sliding = |left| Terms { mask: Mask { window_left: Some(left), ..Mask::CAUSAL }, ..causal() };
+        let windowed = form(&sizes, &sliding(299));
+        assert!(windowed.window && !windowed.causal);
+        assert_eq!(form(&sizes, &sliding(300)), dense, "a window of all keys is none");
+        assert!(form(&AttentionShape { len_k: 299, ..sizes }, &causal()).window, "a row that sees no key");
+        let fill = form(&AttentionShape { d_v: 72, ..sizes }, &causal());
+        assert!(fill.fill && (fill.columns, fill.used) == (128, 128));
+        let phi = form(&AttentionShape { d_head: 96, d_v: 80, ..sizes }, &causal());
+        assert_eq!((phi.columns, phi.used), (128, 96));
+        assert_eq!(form(&AttentionShape { d_head: 40, d_v: 64, ..sizes }, &causal()).columns, 64);
+
+        let wide = |d_head, d_v| BackwardForm::of_checked(&AttentionShape { d_head, d_v, ..sizes }, &causal());
+        assert_eq!((wide(256, 256).columns, wide(256, 256).used, wide(256, 256).fill), (256, 256, false));
+        assert_eq!((wide(192, 128).columns, wide(192, 128).used, wide(192, 128).fill), (256, 192, true));
+        assert_eq!((wide(136, 64).rows(), wide(136, 64).keys()), (64, 64));
+
+        let packed = Terms { sequences: lists(5, 100, 100), ..causal() };
+        let of = form(&sizes, &packed);
+        assert!(of.varlen && of.causal);
+        // Whole tiles of every sequence and of the gaps: rows / size + sequences + 1.
+        assert_eq!(of.tiles(&sizes, &packed), [1, 600 / 64 + 6, 600 / 128 + 6]);
+        assert_eq!(dense.tiles(&sizes, &causal()), [2, 5, 3]);
+        let error = BackwardForm::of(&AttentionShape { d_v: 192, ..sizes }, &causal(), &PLAIN).unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains("d_v 192"), "{error}");
+    }
+
+    #[test]
+    fn few_blocks_are_split_and_many_are_not() {
+        let sizes = |batch, heads_q, heads_kv, len| AttentionShape {
+            batch,
+            n_q_heads: heads_q,
+            n_kv_heads: heads_kv,
+            len_q: len,
+            len_k: len,
+            d_head: 128,
+            d_v: 128,
+        };
+        let schedule = |sizes: &AttentionShape, terms: &Terms, deterministic| {
+            BackwardSchedule::of(sizes, terms, &BackwardForm::of(sizes, terms, &PLAIN).unwrap(), deterministic, 132)
+        };
+        let of = |sizes: AttentionShape, is_causal: bool| {
+            let mask = if is_causal { Mask::CAUSAL } else { Mask::NONE };
+            schedule(&sizes, &Terms::plain(mask, 0.1), false)
+        };
+        assert_eq!(of(sizes(1, 32, 8, 2048), true), BackwardSchedule { section: 8, splits: 2, grid: 256 });
+        assert_eq!(of(sizes(1, 32, 8, 2048), false).splits, 1, "128 blocks of one length fill 132 multiprocessors");
+        assert_eq!(of(sizes(1, 32, 8, 1024), true).splits, 4);
+        assert_eq!(of(sizes(2, 32, 8, 2048), true).splits, 1);
+        assert_eq!(of(sizes(2, 32, 8, 8192), true), BackwardSchedule { section: 2, splits: 1, grid: 1024 });
+        assert_eq!(schedule(&sizes(1, 32, 8, 1024), &causal(), true).splits, 1);
+        assert_eq!(of(AttentionShape { d_head: 64, d_v: 64, ..sizes(1, 32, 8, 1024) }, true).splits, 1);
+        let ring = |sizes: AttentionShape, deterministic| {
+            let form = BackwardForm::of(&sizes, &causal(), &PLAIN).unwrap();
+            schedule(&sizes, &causal(), deterministic).ring(&sizes, &form, deterministic)
+        };
+        assert_eq!(ring(sizes(8, 32, 32, 2048), false), Some(16), "of 256 KV heads");
+        assert_eq!(ring(sizes(1, 32, 32, 16384), false), Some(3), "8 MiB each");
+        assert_eq!(ring(sizes(1, 64, 8, 16384), false), None, "64 MiB each");
+        assert_eq!((ring(sizes(1, 8, 8, 2048), false), ring(sizes(8, 32, 32, 2048), true)), (None, None));
+        let bytes = |ring| BackwardWorkspace::of(&sizes(8, 32, 32, 2048), &causal(), &PLAIN, ring).unwrap().bytes;
+        assert!(bytes(Some(16)) < bytes(None) / 8);
+        for len in [1, 100, 5000, 1 << 20] {
+            let all = sizes(3, 6, 2, len);
+            let schedule = of(all, true);
+            assert!((1..=6).contains(&schedule.section) && schedule.grid >= 6 * len.div_ceil(128), "{schedule:?}");
+        }
+    }
+}
