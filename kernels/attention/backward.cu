@@ -7,12 +7,12 @@
 //   dK += dS^T Q
 //   dQ += dS K             each consumer makes one 64 x 64 part; the copy engine adds it to global memory, a warp's 4 KB at a time
 //
-// A block owns 128 keys of one KV head, and walks the query tiles of every head of its group: dK and dV stay in registers, no
-// query head is expanded. Two consumer warpgroups own 64 keys each; one producer warp brings queries and dO by TMA, three widen
-// the queries to BF16. Blocks come
-// longest first. S^T of the next tile runs while dQ of this one leaves.
+// A block owns 128 keys of one KV head, and walks the query tiles of every head of its group (backward_walk.cuh): dK and dV stay in
+// registers, no query head is expanded. Two consumer warpgroups own 64 keys each; in wide heads, 128 columns each of the block's 64
+// keys. One producer warp brings queries and dO by TMA, three widen the queries to BF16. Blocks come longest first. S^T of the next
+// tile runs while dQ of this one leaves.
 //
-// Layouts: backward.cuh. Shared memory holds 16-bit tiles as runs of 64 columns, rows of 128 bytes, 128-byte swizzle; so rows
+// Layouts: backward.cuh, backward_tiles.cuh. Shared memory holds 16-bit tiles as runs of 64 columns, rows of 128 bytes, 128-byte swizzle; so rows
 // and columns can both be the side that a product sums over, and nothing is transposed.
 //
 // Key tiles begin at a sequence's first key, query tiles at its first query; queries that no window joins with the keys of a block
@@ -26,8 +26,8 @@
 // NaN in a row of q or dO reaches dK and dV of the key tiles that its query tile sees, and NaN in k or v all rows that see the
 // key tile's block of queries; other heads and sequences are not touched.
 #include "attention/backward.cuh"
-#include "attention/backward_convert.cuh"
 #include "attention/backward_dq.cuh"
+#include "attention/backward_tiles.cuh"
 #include "attention/ring.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"
@@ -41,17 +41,6 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
-#ifndef CAUSAL
-#define CAUSAL 0
-#endif
-// 1: key tiles add to dQ in their order, so that every run gives the same bits.
-#ifndef DETERMINISTIC
-#define DETERMINISTIC 0
-#endif
-// Blocks of a cluster that share the query tiles of one block of keys, and add up dK and dV at the end: for calls of few blocks.
-#ifndef SPLITS
-#define SPLITS 1
-#endif
 // 1: all lanes of a warp arrive where one does, for racecheck, which follows an arrival by the arriving thread alone.
 #ifndef EVERY_LANE
 #define EVERY_LANE 0
@@ -63,125 +52,13 @@
 
 namespace {
 
-constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kWideners = 3;   // warps
 constexpr bool kRemake = kFeatures || DETERMINISTIC;  // variants that are short of registers make addresses anew in each tile
 constexpr int kArrivals = EVERY_LANE ? 32 : 1;  // of a warp
-constexpr int kStages = kWide ? 1 : 2;
-constexpr int kSplits = SPLITS;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 constexpr float kLog2e = 1.4426950408889634f;
-
-constexpr int kRun = 128;                         // bytes of a swizzled row
-constexpr int kKeyRun = kKeys * kRun;             // 64 columns of K or V in BF16
-constexpr int kRowRun = kRows * kRun;             // 64 columns of Q or dO in BF16
-constexpr int kRuns = kDim / 64;
-constexpr int kRow8 = kDim < kRun ? kDim : kRun;  // bytes of an E4M3 row in shared memory; wide ones lie in runs of 128 columns
-constexpr int kRuns8 = kDim / kRow8;
-constexpr int kOwn = kWide ? 128 : kColumns;      // columns of dK and dV that a consumer adds up
-constexpr int kPieces = kDim / 16;                // of 16 columns, of a row
-constexpr int kScoreBytes = (DQ8 ? 1 : 2) * kKeys * kRows;  // dS^T in BF16: rows are keys, runs of 64 queries; or dS in E4M3
-constexpr int kScoreStages = 2;
-
-constexpr int kStageQ8 = 0;
-constexpr int kStageQ16 = kRows * kDim;
-constexpr int kStageDOut = kStageQ16 + 2 * kRows * kDim;
-constexpr int kStageBytes = kStageDOut + 2 * kRows * kDim;
-
-constexpr int kOffsetK16 = 0;  // DQ8: K^T in E4M3
-constexpr int kOffsetV16 = kOffsetK16 + (DQ8 ? kKeys * kDim : kRuns * kKeyRun);
-constexpr int kOffsetStages = kOffsetV16 + kRuns * kKeyRun;
-constexpr int kOffsetScores = kOffsetStages + kStages * kStageBytes;
-constexpr int kOffsetK8 = kOffsetScores + kScoreStages * kScoreBytes;
-constexpr int kOffsetTerms = kOffsetK8 + kKeys * kDim;
-constexpr int kOffsetSums = kOffsetTerms + kStages * kTermFloats * 4;
-constexpr int kOffsetBarriers = kOffsetSums + 4096 * 4 * kConsumers;
-// 1024 bytes of slack align the swizzle atoms. The host reads this value as SHARED_BYTES below.
-constexpr int kFullQ8 = 0, kFullDOut = 1, kFullQ16 = 2, kRings = 3;  // barriers: kRings x stages full, as many empty
-constexpr int kOffsetOrder = kOffsetBarriers + 16 * kRings * kStages;
-constexpr bool kChecksOrder = DETERMINISTIC && VARLEN;
-constexpr int kSharedBytes = kOffsetOrder + (kChecksOrder ? 64 : 0) + 1024;
-static_assert(kSharedBytes <= 232448, "shared memory of one multiprocessor");
-static_assert(!RING || !(VARLEN || DETERMINISTIC || DQ8), "units are KV heads of dense calls, and add in the order of arrival");
-static_assert(kSplits == 1 || (kDim == 128 && !DETERMINISTIC), "tiles of 128 queries leave no registers for it");
-
-using LogitMma = ptx::Wgmma<ptx::Operand::E4m3, kRows>;
-using GradMma = ptx::Wgmma<ptx::Operand::Bf16, kRows>;
-using KeyMma = ptx::Wgmma<ptx::Operand::Bf16, kOwn>;
-using QueryMma = ptx::Wgmma<ptx::Operand::Bf16, 64>;
-using QueryMma8 = ptx::Wgmma<ptx::Operand::E4m3, 64>;
-constexpr ptx::Swizzle kSwizzle8 = kRow8 == 128 ? ptx::Swizzle::B128 : ptx::Swizzle::B64;
-
-// What a block owns.
-struct Work {
-  Sequence sequence;
-  int kv_head, key_tile;
-  int q_batch, q_slot;  // of `tile_index`: where the sequence's query tiles are
-  int first, tiles;  // query tiles that see its keys, for each head of the group
-  int begin, total;  // of all heads' tiles, those that this block walks
-  bool by_rows;      // the heads of the group in turn, tile by tile of queries
-  bool backwards;    // from the last queries on
-  int first_head;    // of the group, at each tile
-#if RING
-  int unit, slot;    // number of the KV head, and where its sums are
-#endif
-#if VARLEN
-  int k_rows;        // to the next sequence
-#endif
-};
-// One of `kSplits` parts of what block `index` of keys has to do. Sections of KV heads; in a section the longest first, heads innermost.
-__device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
-  Work w;
-#if VARLEN
-  const int number = __shfl_sync(~0u, index / p.heads_kv, 0);
-  w.kv_head = index - number * p.heads_kv;
-  const Slot slot = slot_at(p.sequences.k_starts, p.sequences.count, p.batch * p.len_k, kKeys, number);
-  const int run = slot.sequence;
-  w.key_tile = slot.tile;
-  w.sequence = sequence_of(p, slot.sequence);
-  w.k_rows = rows_to_next(p.sequences.k_starts, p.sequences.count, p.batch * p.len_k, slot.sequence);
-  w.q_batch = 0, w.q_slot = first_slot(p.sequences.q_starts, p.batch * p.len_q, slot.sequence, kRows);
-#else
-  const int key_tiles = ceil_div(p.len_k, kKeys), units = p.batch * p.heads_kv;
-  const int per_section = p.section * key_tiles, s = index / per_section, run = s;
-  index -= s * per_section;
-  const int width = min(p.section, units - s * p.section);
-  // NOTES: through a shuffle the assembler knows it uniform.
-  w.key_tile = __shfl_sync(~0u, index / width, 0);
-  const int unit = s * p.section + index - w.key_tile * width, batch = unit / p.heads_kv;
-  w.kv_head = unit - batch * p.heads_kv;
-  w.sequence = sequence_of(p, batch);
-  w.q_batch = batch, w.q_slot = 0;
-#endif
-#if RING
-  w.unit = unit, w.slot = unit % p.ring;
-#endif
-  const int key = w.key_tile * kKeys;
-#if VARLEN || WINDOW
-  const Sequence& q = w.sequence;
-  const int sees_last = WINDOW ? min(key + kKeys, q.len_k) - 1 - q.diagonal + p.window_left : q.len_q - 1;
-  const int end = key < q.len_k && sees_last >= 0 ? min(ceil_div(q.len_q, kRows), sees_last / kRows + 1) : 0;
-  w.first = max(0, key - q.diagonal - p.window_right) / kRows;
-  w.tiles = max(0, end - w.first);
-#else
-  w.first = CAUSAL ? max(0, key - p.diagonal) / kRows : 0;
-  w.tiles = max(0, p.q_tiles - w.first);
-#endif
-  // Blocks of a large group's KV head would each be at another head, and what they add to and read would not fit the L2 cache. So
-  // they meet at the same queries, heads in turn: where they begin together, from the last queries back; where they begin as others
-  // end, from the first on; in causal calls these take turns. Each begins with another head, so that few add to one tile of dQ at a
-  // time. Deterministic calls add in the order of the keys.
-  const int heads = p.heads_q / p.heads_kv;
-  w.by_rows = DETERMINISTIC || (CAUSAL && heads >= 8);
-  w.backwards = DETERMINISTIC || run % 2 == 0;
-  w.first_head = DETERMINISTIC ? 0 : w.key_tile % heads;
-  const int all = w.tiles * (p.heads_q / p.heads_kv);
-  w.begin = all / kSplits * rank + min(rank, all % kSplits);
-  w.total = all / kSplits + (rank < all % kSplits);
-  return w;
-}
 
 #if DETERMINISTIC && VARLEN
 // Whether sequences lie in order and share no rows. Of others there may be keys that no block has, for which all would wait.
@@ -195,117 +72,6 @@ __device__ __forceinline__ bool in_order(const Backward& p) {
     fine = fine && fits(s.q_starts, s.q_ends, p.batch * p.len_q) && fits(s.k_starts, s.k_ends, p.batch * p.len_k);
   }
   return __syncthreads_and(fine);
-}
-#endif
-
-// The first block of keys that a tile of queries sees.
-__device__ __forceinline__ int first_key_tile(const Backward& p, const Sequence& s, int m) {
-  return WINDOW ? max(0, m * kRows + s.diagonal - p.window_left) / kKeys : 0;
-}
-__device__ __forceinline__ int tile_end(const Backward& p, const Work& w) { return kFeatures ? w.first + w.tiles : p.q_tiles; }
-
-// A walk over a block's tiles: head by head, from the first queries that see its keys on, or `by_rows`.
-struct Place {
-  int m, head;  // of the group
-  __device__ __forceinline__ Place(const Backward& p, const Work& w) {
-    const int inner = w.by_rows ? p.heads_q / p.heads_kv : max(1, w.tiles), outer = w.begin / inner, at = w.begin - outer * inner;
-    if (w.by_rows) head = (at + w.first_head) % inner, m = w.backwards ? tile_end(p, w) - 1 - outer : w.first + outer;
-    else head = outer, m = w.first + at;
-  }
-  __device__ __forceinline__ void advance(const Backward& p, const Work& w) {
-    if (w.by_rows) {
-      if (++head == p.heads_q / p.heads_kv) head = 0;
-      if (head == w.first_head) m += w.backwards ? -1 : 1;
-    } else if (++m == tile_end(p, w)) {
-      m = w.first, head++;
-    }
-  }
-};
-
-// Operands in 128-byte rows. `Along`: the product sums over the rows; runs of 64 columns lie `run` bytes apart.
-__device__ __forceinline__ u64 operand(u32 address, u32 run) { return ptx::wgmma_descriptor(address, run, 8 * kRun, ptx::Swizzle::B128); }
-// Step `i` of 16 columns, or of 16 rows.
-__device__ __forceinline__ u64 columns(u64 descriptor, int i, int run) { return ptx::wgmma_advance(descriptor, i / 4 * run + i % 4 * 32); }
-__device__ __forceinline__ u64 rows(u64 descriptor, int i) { return ptx::wgmma_advance(descriptor, 16 * kRun * i); }
-
-// Of E4M3 operands, step `i` of 32 columns; and where 16 columns of a row lie, in a tile of `rows`.
-__device__ __forceinline__ u64 columns8(u64 descriptor, int i, int rows) {
-  return ptx::wgmma_advance(descriptor, i / 4 * rows * kRun + i % 4 * 32);
-}
-__device__ __forceinline__ int offset8(int row, int piece, int rows) {
-  const int run = kRuns8 > 1 ? piece / 8 : 0, in_run = piece - 8 * run;
-  return run * rows * kRun + row * kRow8 + 16 * (kRow8 == 128 ? in_run ^ row % 8 : in_run ^ row / 2 % 4);
-}
-// The key of its block that a thread's first accumulators of S^T belong to; the second ones' is 8 further.
-__device__ __forceinline__ int key_row(u32 thread) { return (kWide ? thread % 128 : thread) / 32 * 16 + thread % 32 / 4; }
-
-// Eight E4M3 values to BF16, by integer arithmetic and an exact product. Of NaN comes a number.
-__device__ __forceinline__ u32 widened(u32 pair) {
-  return ptx::mul_x2<false>((pair << 4 & 0x07f007f0u) | (pair << 8 & 0x80008000u), 0x7b807b80u);
-}
-__device__ __forceinline__ uint4 widened(u32 x, u32 y) {
-  return make_uint4(widened(__byte_perm(x, 0, 0x4140)), widened(__byte_perm(x, 0, 0x4342)), widened(__byte_perm(y, 0, 0x4140)),
-                    widened(__byte_perm(y, 0, 0x4342)));
-}
-
-// 16 columns of a row, or the 8 that it has.
-__device__ __forceinline__ uint4 load_piece(const u8* at, int piece, int d) {
-#if FILL
-  if (16 * piece >= d) return make_uint4(0, 0, 0, 0);
-  if (16 * piece + 16 > d) {
-    const uint2 x = *reinterpret_cast<const uint2*>(at);
-    return make_uint4(x.x, x.y, 0, 0);
-  }
-#endif
-  return *reinterpret_cast<const uint4*>(at);
-}
-// This block's keys and values to shared memory: K as it is and in BF16, V in BF16. What is no key is zero.
-__device__ __forceinline__ void load_keys(const Backward& p, const Work& work, u8* shared) {
-  constexpr int kEach = kKeys * kPieces / (128 * kConsumers);
-  uint4 k[kEach] = {}, v[kEach] = {};
-  const Sequence& from = work.sequence;
-  const int first_key = kFeatures ? from.first_key(p) : 0;
-#pragma unroll
-  for (int i = 0; i < kEach; i++) {
-    const int at = i * 128 * kConsumers + threadIdx.x, row = at / kPieces, piece = at % kPieces, key = work.key_tile * kKeys + row;
-    if (key >= from.len_k || (kFeatures && key < first_key) ) continue;
-    const u8* k_row = row_of(p.k, p.k_strides, from.batch_k, from.k_row + key, work.kv_head) + 16 * piece;
-    const u8* v_row = row_of(p.v, p.v_strides, from.batch_k, from.k_row + key, work.kv_head) + 16 * piece;
-    k[i] = load_piece(k_row, piece, p.d);
-    v[i] = load_piece(v_row, piece, p.d_v);
-  }
-#pragma unroll
-  for (int i = 0; i < kEach; i++) {
-    const int at = i * 128 * kConsumers + threadIdx.x, row = at / kPieces, piece = at % kPieces;
-    *reinterpret_cast<uint4*>(shared + kOffsetK8 + offset8(row, piece, kKeys)) = k[i];
-    [[maybe_unused]] u8* wide = shared + piece / 4 * kKeyRun + row * kRun;
-    [[maybe_unused]] const int low = 16 * (piece % 4 * 2 ^ row % 8), high = 16 * ((piece % 4 * 2 + 1) ^ row % 8);
-#if !DQ8
-    *reinterpret_cast<uint4*>(wide + kOffsetK16 + low) = bf16x8_from_e4m3x8(make_uint2(k[i].x, k[i].y));
-    *reinterpret_cast<uint4*>(wide + kOffsetK16 + high) = bf16x8_from_e4m3x8(make_uint2(k[i].z, k[i].w));
-#endif
-    *reinterpret_cast<uint4*>(wide + kOffsetV16 + low) = bf16x8_from_e4m3x8(make_uint2(v[i].x, v[i].y));
-    *reinterpret_cast<uint4*>(wide + kOffsetV16 + high) = bf16x8_from_e4m3x8(make_uint2(v[i].z, v[i].w));
-  }
-}
-#if DQ8
-// K^T of the keys in shared memory: a row of 128 keys for each channel. A warp has 16 keys, which are 16 bytes of every row, and a lane
-// four channels of them.
-__device__ __forceinline__ void transpose_keys(u32 base) {
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (lane >= kDim / 4) return;
-  u32 x[16];
-#pragma unroll
-  for (int r = 0; r < 16; r++) x[r] = ptx::ld_shared_u32(base + kOffsetK8 + offset8(16 * warp + r, lane / 4, kKeys) + 4 * (lane % 4));
-#pragma unroll
-  for (u32 c = 0; c < 4; c++) {
-    const u32 pick = c | (4 + c) << 4, channel = 4 * lane + c;
-    u32 word[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      word[j] = __byte_perm(__byte_perm(x[2 * j], x[2 * j + 8], pick), __byte_perm(x[2 * j + 1], x[2 * j + 9], pick), 0x5410);
-    ptx::st_shared_v4(base + kOffsetK16 + channel * kKeys + 16 * (warp ^ channel % 8), word[0], word[1], word[2], word[3]);
-  }
 }
 #endif
 

@@ -87,6 +87,8 @@ headers! {
     "attention/backward.cuh",
     "attention/backward_convert.cuh",
     "attention/backward_dq.cuh",
+    "attention/backward_tiles.cuh",
+    "attention/backward_walk.cuh",
     "attention/cast.cuh",
     "attention/cast_rows.cuh",
     "attention/config.cuh",
