@@ -431,6 +431,45 @@ fn configs_are_merged() {
     assert_eq!(read(&folder.0.join("config.json")), case.config);
 }
 
+/// ModelOpt's own config is not replaced where it cannot be merged: the export ends and leaves no folder.
+#[test]
+fn a_quantization_that_is_no_object_is_named() {
+    let case = grouped("llama", "llama", json!({}));
+    let model = written(&case, &draw(&case, 2));
+    let file = model.path().join("hf_quant_config.json");
+    for value in [json!("FP8"), json!(["FP8"])] {
+        write(&file, &json!({ "quantization": value }));
+        let to = model.path().with_extension("out");
+        let checkpoint = Checkpoint::open(model.path()).unwrap();
+        let error = export(
+            &checkpoint,
+            &to,
+            &ExportOptions { engine: Engine::Trtllm, per_head: false, copy: false },
+            &mut || Ok(()),
+        )
+        .unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            format!("{}: `quantization` is not a JSON object: mend or remove it", file.display())
+        );
+        assert!(!to.exists());
+    }
+}
+
+/// A text part's `quantization_config` is the one in use where the outer one is no object.
+#[test]
+fn an_outer_quantization_that_is_no_object_is_passed_over() {
+    let inner = json!({"quant_method": "compressed-tensors", "config_groups": {}});
+    let mut settings = grouped("llama", "llama", json!({"quantization_config": "none"}));
+    settings.config["text_config"] = json!({"quantization_config": inner});
+    let model = written(&settings, &draw(&settings, 2));
+    let made = export_of(model.path(), Engine::Vllm, false);
+    let folder = Gone(made.folder);
+    let config = read(&folder.0.join("config.json"));
+    assert_eq!(config["text_config"]["quantization_config"]["kv_cache_scheme"], scheme("tensor"));
+    assert_eq!(config["quantization_config"], "none");
+}
+
 /// What Python writes bare stays as it is.
 #[test]
 fn numbers_that_are_none_stay_in_the_config() {

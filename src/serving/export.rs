@@ -155,7 +155,7 @@ pub fn export(
     let mut left_out: Vec<String> = present().filter(|name| foreign(name)).map(str::to_owned).collect();
     left_out.sort_unstable();
     let index_file = Settings::read_if_present(&from.join(INDEX))?;
-    let quantized = hf_quant_config(options.engine, method, aside);
+    let quantized = hf_quant_config(&from, options.engine, method, aside)?;
     if reads.any() {
         config.ask_for_fp8(options.engine, method, options.per_head);
     }

@@ -43,10 +43,10 @@ impl Settings {
 
     /// The object that holds `key`: the top, or the text model's part where only that has it.
     fn holder(&mut self, key: &str) -> &mut Map<String, Value> {
-        let outside = self.value.get(key).is_some_and(|value| !value.is_null());
-        let inside = self.value.get("text_config").and_then(|text| text.get(key)).is_some_and(|value| !value.is_null());
-        if inside && !outside && self.value["text_config"].is_object() {
-            return self.value["text_config"].as_object_mut().expect("checked");
+        let outside = self.value.get(key).is_some_and(Value::is_object);
+        let inside = self.value.get("text_config").and_then(|text| text.get(key)).is_some_and(Value::is_object);
+        if inside && !outside {
+            return self.value["text_config"].as_object_mut().expect("it has a key");
         }
         &mut self.value
     }
@@ -125,20 +125,34 @@ impl Settings {
 }
 
 /// ModelOpt's own config with an FP8 cache: merged where there is one, made for TensorRT-LLM where nothing else says how weights are
-/// stored.
-pub(super) fn hf_quant_config(engine: Engine, method: Method, found: Option<Settings>) -> Option<Settings> {
+/// stored. Fails where `quantization` in `from`'s is no object.
+pub(super) fn hf_quant_config(
+    from: &Path,
+    engine: Engine,
+    method: Method,
+    found: Option<Settings>,
+) -> Result<Option<Settings>> {
     match (found, method) {
         (Some(mut settings), _) => {
             let quantization = settings.value.entry("quantization").or_insert_with(|| json!({}));
-            quantization.as_object_mut()?.insert("kv_cache_quant_algo".to_owned(), json!("FP8"));
-            Some(settings)
+            if quantization.is_null() {
+                *quantization = json!({});
+            }
+            let Some(quantization) = quantization.as_object_mut() else {
+                return Err(Error::format(
+                    &from.join(HF_QUANT),
+                    "`quantization` is not a JSON object: mend or remove it",
+                ));
+            };
+            quantization.insert("kv_cache_quant_algo".to_owned(), json!("FP8"));
+            Ok(Some(settings))
         }
         (None, Method::Plain) if engine == Engine::Trtllm => {
-            let value = json!({"producer": {"name": "sigmascale", "version": env!("CARGO_PKG_VERSION")},
-                "quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}});
-            let Value::Object(value) = value else { return None };
-            Some(Settings { value })
+            let mut value = Map::new();
+            value.insert("producer".to_owned(), json!({"name": "sigmascale", "version": env!("CARGO_PKG_VERSION")}));
+            value.insert("quantization".to_owned(), json!({"quant_algo": null, "kv_cache_quant_algo": "FP8"}));
+            Ok(Some(Settings { value }))
         }
-        _ => None,
+        _ => Ok(None),
     }
 }
