@@ -456,20 +456,6 @@ fn a_quantization_that_is_no_object_is_named() {
     }
 }
 
-/// A text part's `quantization_config` is the one in use where the outer one is no object.
-#[test]
-fn an_outer_quantization_that_is_no_object_is_passed_over() {
-    let inner = json!({"quant_method": "compressed-tensors", "config_groups": {}});
-    let mut settings = grouped("llama", "llama", json!({"quantization_config": "none"}));
-    settings.config["text_config"] = json!({"quantization_config": inner});
-    let model = written(&settings, &draw(&settings, 2));
-    let made = export_of(model.path(), Engine::Vllm, false);
-    let folder = Gone(made.folder);
-    let config = read(&folder.0.join("config.json"));
-    assert_eq!(config["text_config"]["quantization_config"]["kv_cache_scheme"], scheme("tensor"));
-    assert_eq!(config["quantization_config"], "none");
-}
-
 /// What Python writes bare stays as it is.
 #[test]
 fn numbers_that_are_none_stay_in_the_config() {
