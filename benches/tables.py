@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes the tables of the guides from the dated records in benches/records, with the standard library alone.
 
-    tables.py            rewrites every table between `<!-- table: NAME -->` and `<!-- end of table -->` in README.md and docs/**/*.md
+    tables.py            rewrites every table between `<!-- table: NAME -->` and `<!-- end of table -->` in README.md
+                         and docs/**/*.md
     tables.py --check    changes nothing; exits with 1 and names the tables that do not agree with their records
 
 Pictures are drawn by the scripts in docs/figures.
@@ -185,7 +186,8 @@ def summary():
         of = lambda kernel: find(steps, kernel=kernel, causal=1, **dict(zip(SHAPE, shape)))
         ours, other = of("sigmascale"), of("cudnn-bf16")
         q, kv, d, keys = shape
-        name = f"training step of attention, {q} query and {kv} KV heads of {d}, {ours['batch']} x {keys} tokens, causal"
+        call = f"{q} query and {kv} KV heads of {d}, {ours['batch']} x {keys} tokens"
+        name = f"training step of attention, {call}, causal"
         table.append([f"{name}, ms", spread(ours), "–", "–", spread(other)])
         table.append(["memory of it, MiB", ours["mib"], "–", "–", other["mib"]])
     header = ["one H200", "Sigmascale `f16`", "FlashAttention-3 FP8", "cuDNN FP8", "cuDNN BF16"]
@@ -270,7 +272,7 @@ def low_precision():
                 span([row["logit_end_2"] for row in runs]),
             ]
         )
-    of_2 = ["norm of W_Q of head 2 at the end", "largest of the other heads", "largest \\|logit\\| of head 2"]
+    of_2 = ["norm of W_Q of head 2 at the end", "largest of the other heads", "largest \\|logit\\| of head 2 at the end"]
     return markdown(["remedy", "loss doubled", "loss at the end", *of_2], table)
 
 
@@ -357,8 +359,8 @@ def low_precision_long():
         )
         count = f"**{count}**, at step {', '.join(doubled)}" if doubled else count
         table.append([f"`{remedy}`", rate, count, largest("w_q_end"), largest("logit_end")])
-    header = "remedy", "rate", "loss doubled", "largest norm of W_Q of any head at the end", "largest \\|logit\\| at the end"
-    return markdown(header, table)
+    ends = ["largest norm of W_Q of any head at the end", "largest \\|logit\\| at the end"]
+    return markdown(["remedy", "rate", "loss doubled", *ends], table)
 
 
 def training_formats():
@@ -372,8 +374,8 @@ def training_formats():
             [*key[:2], f"`{key[2]}`", len(runs), ", ".join(column("overflow_steps")), span("loss_minus_f32")]
             + [span("sqnr_db"), span("softmax_kl")]
         )
-    header = "format", "rounding", "policy", "seeds", "steps with overflow, of 150", "loss minus f32's", "output SQNR, dB"
-    return markdown([*header, "softmax KL"], table)
+    header = ["format", "rounding", "policy", "seeds", "steps with overflow, of 150", "loss minus f32's"]
+    return markdown([*header, "output SQNR, dB", "softmax KL"], table)
 
 
 TABLES = {
