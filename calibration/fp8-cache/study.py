@@ -1,15 +1,16 @@
-"""What the scales of an E4M3 KV cache cost: loss and KL on text, under scales of 1.0, certain ones and the exact amax.
+"""What the scales of an E4M3 KV cache cost: loss and KL on text, under scales of 1.0, worst-case ones and the exact
+amax.
 
     python calibration/fp8-cache/study.py data/tiny-llama [MODEL ...] > calibration/fp8-cache/DATE.csv
     python calibration/fp8-cache/study.py --tables calibration/fp8-cache/DATE.csv
 
-needs PyTorch, Hugging Face transformers and this package. Models are folders of Llama or GPT-2 checkpoints on bytes; the
-text is `data/sample.py`, which they were not trained on. The forward is the model's own in BF16; keys and values go
+needs PyTorch, Hugging Face transformers and this package. Models are folders of Llama or GPT-2 checkpoints on bytes;
+the text is `data/sample.py`, which they were not trained on. The forward is the model's own in BF16; keys and values go
 through E4M3 as a cache holds them, queries stay in BF16. Every row compares with BF16 weights of the same planting:
 
 - `bias B`: a key bias of B in four channels of each KV head: with rotation the two pairs that turn least, which changes
-  the model (the column `bf16_loss`); without rotation any channels, which changes no probability, since a softmax forgets
-  what all of its logits share.
+  the model (the column `bf16_loss`); without rotation any channels, which changes no probability, since a softmax
+  forgets what all of its logits share.
 - `unread bias B`: the same, where the rows of W_Q of these channels are zero, so that no logit depends on them.
 - `values 2^J`: W_V times 2^J and W_O times 2^-J. The model is the same, in BF16 too.
 - `keys 2^J`: W_K times 2^J and W_Q times 2^-J, the same.
@@ -178,6 +179,7 @@ def measure(folder, out):
             assert math.isfinite(kl)
 
 
+# Names in the record. Certain: the worst-case scales.
 COLUMNS = ["model", "planted", "largest_key", "largest_value", "bf16_loss", "scales", "loss", "kl", "clipped_share"]
 KINDS = ["1.0", "certain, per tensor", "certain, per head", "exact amax, per tensor"]
 
@@ -196,8 +198,8 @@ def tables(record):
                 planted.sort(key=lambda name: int(name.rpartition("^")[2]))
             lines += [f"{model}, {kind}:", ""]
             lines.append(
-                "| planted | largest key / value | loss: BF16, 1.0, per tensor | KL: 1.0 | per tensor | per head | amax "
-                "| clipped at 1.0 |"
+                "| planted | largest key / value | loss: BF16, 1.0, per tensor | KL: 1.0 | per tensor | per head "
+                "| amax | clipped at 1.0 |"
             )
             lines.append("|---|---|---|---|---|---|---|---|")
             for name in planted:
