@@ -285,7 +285,8 @@ def _casts():
 
 
 def our_training(case, sets, sums_limit=None, ring=False):
-    """Forward and backward of `sigmascale.torch.attention` through autograd. The sums of dQ in parts of so many bytes, or in a ring."""
+    """Forward and backward of `sigmascale.torch.attention` through autograd. The sums of dQ in parts of at most
+    `sums_limit` bytes, or in a ring."""
     from sigmascale.torch import _hopper, attention
 
     leaves = [tuple(x.requires_grad_() for x in s) for s in case.operands(sets)]
