@@ -3,9 +3,9 @@
     RAYON_NUM_THREADS=1 python benches/scale_stream.py [LAYERS]
     python benches/scale_stream.py bookkeeping
 
-Prints CSV. Needs NumPy, ml_dtypes and the package, built with ``maturin build --release``. ``bookkeeping`` needs PyTorch:
-it measures what Python and the crate do on the host for the 291 tensors of a 7B model whose scales are computed on a
-device. Tensors are small, and the launch of the scale engine is left out.
+Prints CSV. Needs NumPy, ml_dtypes and the package, built with ``maturin build --release``. ``bookkeeping`` needs
+PyTorch: it measures what Python and the crate do on the host for the 291 tensors of a 7B model whose scales are
+computed on a device. Tensors are small, and the launch of the scale engine is left out.
 """
 
 import sys

@@ -272,8 +272,9 @@ def low_precision():
                 span([row["logit_end_2"] for row in runs]),
             ]
         )
-    of_2 = ["norm of W_Q of head 2 at the end", "largest of the other heads", "largest \\|logit\\| of head 2 at the end"]
-    return markdown(["remedy", "loss doubled", "loss at the end", *of_2], table)
+    norms = ["norm of W_Q of head 2 at the end", "largest of the other heads"]
+    header = ["remedy", "loss doubled", "loss at the end", *norms, "largest \\|logit\\| of head 2 at the end"]
+    return markdown(header, table)
 
 
 def low_precision_settings():
