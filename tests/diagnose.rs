@@ -5,7 +5,7 @@ mod run;
 use run::{TINY_LLAMA, copy_of_tiny_llama, failure, json, sigmascale, text};
 use serde_json::Value;
 use sigmascale::diagnose::Diagnosis;
-use sigmascale::history::{FORMAT, LayerInfo, LayerRecord, Record, RunInfo, StepRecord, Writer};
+use sigmascale::history::{FORMAT, LayerInfo, LayerRecord, Operands, Record, RunInfo, StepRecord, Writer};
 use std::path::{Path, PathBuf};
 
 /// A record in which the logits of layer 5, head 1 pass 1000 at step 500 and the loss rises at step 700; or a calm one.
@@ -45,6 +45,30 @@ fn a_run_that_fails_is_named_by_its_head_with_exit_1() {
     let table = String::from_utf8(sigmascale(&["diagnose", text(&file)]).stdout).unwrap();
     assert!(table.contains("ALARM: layer 5, head 1") && table.contains("184 steps after its first alarm"), "{table}");
     assert!(table.lines().all(|line| line.chars().count() <= 160), "{table}");
+}
+
+/// Logits of 3992 have passed the limit of BF16, and not that of f32.
+#[test]
+fn the_limit_shown_is_that_of_the_layers_format() {
+    for (operands, limit, state) in [(Operands::Bf16, "1000", "passed"), (Operands::F32, "65536000", "-")] {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, page) = (folder.path().join("run.jsonl"), folder.path().join("run.html"));
+        let layer =
+            LayerInfo { layer: 5, heads: 1, kv_heads: 1, head_dim: 8, width: Some(16), operands: Some(operands) };
+        let run = RunInfo { format: FORMAT, source: "lab".into(), layers: vec![layer], ..RunInfo::default() };
+        let mut writer = Writer::create(&file, run).unwrap();
+        for step in 0..100 {
+            let layer = LayerRecord { step, layer: 5, logit_max: vec![3992.0], ..LayerRecord::default() };
+            writer.write(&Record::Layer(layer)).unwrap();
+        }
+        drop(writer);
+        let table = String::from_utf8(sigmascale(&["diagnose", text(&file), "--html", text(&page)]).stdout).unwrap();
+        let words = table.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(words.contains(&format!("reaches {limit} if it grows on")), "{table}");
+        let row = table.lines().rfind(|line| line.contains("3992")).unwrap();
+        assert!(row.split_whitespace().any(|cell| cell == state), "{row}");
+        assert!(std::fs::read_to_string(&page).unwrap().contains(&format!("Limit: {limit};")));
+    }
 }
 
 #[test]

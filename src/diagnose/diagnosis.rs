@@ -82,6 +82,8 @@ pub struct HeadReport {
     pub bound: Option<f64>,
     /// Largest |logit| seen.
     pub logit_max: Option<f64>,
+    /// Largest |logit| that is still normal in the format of its layer's Q and K.
+    pub logit_limit: f64,
     /// Step at which the largest logit reaches the limit at the present rate, or its bound where no logits are
     /// recorded; null where it does not grow or has passed the limit.
     pub reaches_limit: Option<u64>,
@@ -106,6 +108,14 @@ struct Gathered {
 }
 
 impl Diagnosis {
+    /// The limits of logits of all heads, each once, smallest first: layers in finer formats have larger ones.
+    pub fn logit_limits(&self) -> Vec<f64> {
+        let mut limits: Vec<f64> = self.heads.iter().map(|head| head.logit_limit).collect();
+        limits.sort_by(f64::total_cmp);
+        limits.dedup();
+        limits
+    }
+
     /// Of a run and its records in the order in which they were written.
     ///
     /// # Errors
@@ -145,9 +155,9 @@ impl Diagnosis {
         let reports = heads.into_iter().enumerate().flat_map(|(at, heads)| {
             let (alarms, layer) = (&alarms, run.layers[at].layer);
             heads.into_iter().enumerate().map(move |(head, gathered)| {
-                let watch = alarms.head(at, head);
-                let (growth, reaches_limit) = (watch.growth(), watch.reaches(alarms.logit_limit(at)));
-                HeadReport { layer, head, growth, reaches_limit, ..gathered.report() }
+                let (watch, logit_limit) = (alarms.head(at, head), alarms.logit_limit(at));
+                let (growth, reaches_limit) = (watch.growth(), watch.reaches(logit_limit));
+                HeadReport { layer, head, growth, logit_limit, reaches_limit, ..gathered.report() }
             })
         });
         Ok(Self {

@@ -176,6 +176,7 @@ fn the_limit_of_logits_is_that_of_their_format() {
         };
         assert_eq!(of(0.99 * limit).verdict, Verdict::Calm, "{operands:?}");
         assert_eq!(of(limit).first.unwrap().limit, limit, "{operands:?}");
+        assert!(of(1.0).heads.iter().all(|head| head.logit_limit == limit), "{operands:?}");
     }
 }
 

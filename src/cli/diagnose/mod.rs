@@ -129,7 +129,7 @@ fn table(diagnosis: &Diagnosis) -> String {
         out.push('\n');
         let mut table = Table::new(words::HEADS);
         let heads = words::worst(diagnosis);
-        heads.iter().take(SHOWN).for_each(|head| table.row(words::head(head, diagnosis)));
+        heads.iter().take(SHOWN).for_each(|head| table.row(words::head(head)));
         out.push_str(&table.render());
         if heads.len() > SHOWN {
             out.push_str(&format!("{} more heads: --json or --html\n", heads.len() - SHOWN));

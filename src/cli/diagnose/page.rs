@@ -47,7 +47,7 @@ pub fn render(diagnosis: &Diagnosis, history: &History, made: &Made) -> String {
         page.section("Heads");
         page.paragraph(&words::legend(diagnosis));
         let rows = words::worst(diagnosis);
-        page.table("", &table(&words::HEADS, rows.iter().map(|head| words::head(head, diagnosis).to_vec())));
+        page.table("", &table(&words::HEADS, rows.iter().map(|head| words::head(head).to_vec())));
         page.end_section();
     }
     page.render(made)
@@ -84,9 +84,9 @@ fn figures(diagnosis: &Diagnosis, history: &History) -> Vec<Figure> {
         ("sigma", "Certified norm of W_Q^T W_K, without the softmax scale.".to_owned(), |layer| &layer.sigma, None),
         (
             "Largest logit",
-            format!("Absolute value. Dotted: the limit of {}.", diagnosis.options.logit_limit),
+            format!("Absolute value. Limit: {}; dotted: the smallest.", words::limits(diagnosis)),
             |layer| &layer.logit_max,
-            Some(diagnosis.options.logit_limit),
+            diagnosis.logit_limits().first().copied(),
         ),
         ("Certified logit bound", "Worst case, including rounding.".to_owned(), |layer| &layer.bound, None),
         (

@@ -143,7 +143,7 @@ pub fn worst(diagnosis: &Diagnosis) -> Vec<HeadReport> {
 }
 
 /// Cells of a head.
-pub fn head(head: &HeadReport, diagnosis: &Diagnosis) -> [String; 12] {
+pub fn head(head: &HeadReport) -> [String; 12] {
     let ends = |span: Option<Span>| (short(span.map(|span| span.first)), short(span.map(|span| span.last)));
     let ((w_first, w_last), (s_first, s_last)) = (ends(head.w_q), ends(head.sigma));
     [
@@ -156,19 +156,17 @@ pub fn head(head: &HeadReport, diagnosis: &Diagnosis) -> [String; 12] {
         head.growth.map_or("-".to_owned(), |part| format!("{:.0} %", 100.0 * part)),
         short(head.bound),
         short(head.logit_max),
-        limit(head, diagnosis),
+        limit(head),
         short(head.delta_bias),
         short(head.entropy),
     ]
 }
 
 /// When the limit is reached.
-fn limit(head: &HeadReport, diagnosis: &Diagnosis) -> String {
+fn limit(head: &HeadReport) -> String {
     match head.reaches_limit {
         Some(step) => step.to_string(),
-        None if head.logit_max.or(head.bound).is_some_and(|logit| logit >= diagnosis.options.logit_limit) => {
-            "passed".to_owned()
-        }
+        None if head.logit_max.or(head.bound).is_some_and(|logit| logit >= head.logit_limit) => "passed".to_owned(),
         None => "-".to_owned(),
     }
 }
@@ -179,6 +177,12 @@ pub fn legend(diagnosis: &Diagnosis) -> String {
         "growth: growth of the norm of W_Q relative to the largest that the learning rate allows; bound: worst-case bound \
          on |logit|, including rounding; limit at step: step at which the largest logit (without logits: its bound) \
          reaches {} if it grows on at this rate; -: not recorded, or no growth",
-        diagnosis.options.logit_limit
+        limits(diagnosis)
     )
+}
+
+/// The limits of logits of all layers.
+pub fn limits(diagnosis: &Diagnosis) -> String {
+    let limits: Vec<String> = diagnosis.logit_limits().iter().map(f64::to_string).collect();
+    limits.join(" or ") + if limits.len() > 1 { " (by the format of Q and K)" } else { "" }
 }
