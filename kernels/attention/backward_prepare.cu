@@ -21,12 +21,15 @@ __device__ __forceinline__ float dot(u32 a, u32 b, float sum) {
 }
 
 #if DQ8
-// The largest power of two by which what `bound` and the root of `square` bound together stays within E4M3; NaN, so that every code is,
-// where the square is not finite.
+// The largest power of two by which what `bound` and the root of `square` bound together stays within E4M3; NaN, so that
+// every code is, where one of them bounds nothing. A square that is no normal number may have lost terms, and counts as the
+// smallest that is one.
 __device__ __forceinline__ float row_scale(float bound, float square) {
-  const float exponent = floorf(8.807355f - ptx::log2_approx(bound) - 0.5f * ptx::log2_approx(square));  // log2 of 448
+  const float root = 0.5f * ptx::log2_approx(fmaxf(square, 1.17549435e-38f));
+  const float exponent = floorf(8.807355f - ptx::log2_approx(bound) - root);  // log2 of 448
   const float scale = __int_as_float(((int)fminf(fmaxf(exponent, -100.0f), 100.0f) + 127) << 23);
-  return square < __int_as_float(0x7f800000) ? scale : __int_as_float(0x7fffffff);
+  const float infinity = __int_as_float(0x7f800000);
+  return bound >= 0.0f && bound < infinity && square < infinity ? scale : __int_as_float(0x7fffffff);
 }
 #endif
 
@@ -111,9 +114,9 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
       terms[kRows + in_tile] = empty ? 0.0f : delta * from_delta;
 #if DQ8
       // |dS_ij| <= P_ij (1 - P_ij) max_k |dP_ij - dP_ik|, where P is the largest, the rest or less; and P_ij times what the rounding
-      // of O does to delta
+      // of O does to delta. Where logits are large, rounding may take the largest past one
       const float largest = empty ? 1.0f : ptx::exp2_approx(p.row_max[at]);
-      const float share = 2.0f * fminf(fminf(largest, 1.0f - largest), 0.25f) + largest / 256.0f;
+      const float share = 2.0f * fminf(fminf(largest, fmaxf(1.0f - largest, 0.0f)), 0.25f) + largest / 256.0f;
       terms[kQuantTerm * kRows + in_tile] = row_scale(share * v_norm, d_out_square);
 #endif
 #if SINK

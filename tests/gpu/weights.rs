@@ -401,7 +401,6 @@ impl Layer {
         (self.memory, self.input) = (memory, input);
     }
 
-    /// The same weights as the CPU engine takes them.
     /// The same layer, its three matrices in memory of their own.
     pub fn copied(&self) -> (LayerInput, Vec<Buffer<u8>>) {
         assert_eq!(self.case.layout, Layout::Apart);
@@ -414,6 +413,7 @@ impl Layer {
         (input, memory)
     }
 
+    /// The same weights as the CPU engine takes them.
     pub fn weights(&self) -> LayerWeights<'_> {
         let case = &self.case;
         let dtype = match case.dtype {

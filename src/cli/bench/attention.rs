@@ -79,7 +79,7 @@ pub struct Args {
     #[arg(long, requires = "backward")]
     dq_fp8: bool,
     /// With --backward: keep the sums of dQ of a few KV heads at a time
-    #[arg(long, requires = "backward")]
+    #[arg(long, requires = "backward", conflicts_with = "dq_fp8")]
     ring: bool,
     /// With --backward: run it in parts whose f32 sums of dQ take at most so many MiB, to save memory
     #[arg(long, value_name = "MIB", requires = "backward")]

@@ -193,7 +193,13 @@ pub fn backward_variants() -> Vec<Request> {
                 all.extend(Variant::all(BackwardForm { ring: true, ..form }, false, 1));
             }
             let splits: &[usize] = if columns == 128 { &[1, 2, 4] } else { &[1] };
-            all.extend(splits.iter().map(|&splits| Variant::Backward { form, deterministic: false, splits }));
+            for &splits in splits {
+                let dense = |form| Variant::Backward { form, deterministic: false, splits };
+                all.push(dense(form));
+                if columns == 128 {
+                    all.extend([BackwardForm { ring: true, ..form }, BackwardForm { dq_fp8: true, ..form }].map(dense));
+                }
+            }
         }
         for form in [
             BackwardForm {

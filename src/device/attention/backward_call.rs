@@ -27,8 +27,9 @@ pub struct BackwardOptions {
     /// Most bytes of f32 sums of dQ, 4 for each element of q: calls that have more run in parts, entries of the batch or KV heads, one
     /// after the other in one workspace. Calls with sequences or sinks are in one part.
     pub sums_limit: Option<usize>,
-    /// The sums of dQ are kept for a few KV heads at a time, in the L2 cache, in place of all of them; for dense calls whose KV heads
-    /// are short enough. It has not run on a GPU yet.
+    /// The sums of dQ are kept for a few KV heads at a time, in the L2 cache, in place of all of them; `sums_limit` then
+    /// cuts nothing. For dense calls whose KV heads are short enough, but not with `deterministic` or `dq_fp8`: others run
+    /// as without it. It has not run on a GPU yet.
     pub ring: bool,
     /// dQ of E4M3 codes of dS; see [`Fp8Products`](crate::attention::Fp8Products). Calls need [`BackwardTensors::bounds`].
     pub dq_fp8: bool,
@@ -40,7 +41,9 @@ pub struct RowBounds {
     /// The base-2 logarithm of the largest P of each row, as a forward with [`SavedOperands::row_max`](super::SavedOperands::row_max)
     /// leaves it: f32, `(batch, heads_q, len_q)` without gaps.
     pub row_max: View<3>,
-    /// A bound on |v_j| of each KV head, f32, `(batch, heads_kv)`; `None`: what the range of E4M3 says, 448 sqrt(d_v) descales.
+    /// A bound on |v_j| of each KV head, of the E4M3 values that are read, f32, `(batch, heads_kv)`; `None`: what the
+    /// range of E4M3 says, 448 sqrt(d_v) descales. One that is negative or not finite
+    /// makes dQ NaN.
     pub value_norm: Option<View<2>>,
 }
 

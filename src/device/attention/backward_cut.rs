@@ -449,6 +449,8 @@ mod tests {
         assert_eq!(ring(sizes(1, 32, 32, 16384), false), Some(3), "8 MiB each");
         assert_eq!(ring(sizes(1, 64, 8, 16384), false), None, "64 MiB each");
         assert_eq!((ring(sizes(1, 8, 8, 2048), false), ring(sizes(8, 32, 32, 2048), true)), (None, None));
+        let both = AttentionShape { len_q: 65, ..sizes(17, 16, 1, 2048) };
+        assert_eq!((of(both, false).splits, ring(both, false)), (2, Some(12)), "a ring and clusters");
         let bytes = |ring| BackwardWorkspace::of(&sizes(8, 32, 32, 2048), &causal(), &PLAIN, ring).unwrap().bytes;
         assert!(bytes(Some(16)) < bytes(None) / 8);
         for len in [1, 100, 5000, 1 << 20] {

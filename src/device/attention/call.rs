@@ -85,8 +85,8 @@ pub struct SavedOperands {
     /// Values: rows, as the keys'.
     pub v: View<4>,
     /// The base-2 logarithm of the largest P of each row, f32, `(batch, heads_q, len_q)` without gaps, for
-    /// [`BackwardOptions::dq_fp8`](super::BackwardOptions::dq_fp8). Not in calls whose keys are split; of a row that sees no key it is
-    /// not written.
+    /// [`BackwardOptions::dq_fp8`](super::BackwardOptions::dq_fp8). Keys of such calls are not split; of a row that sees no
+    /// key it says nothing.
     pub row_max: Option<View<3>>,
 }
 
