@@ -306,9 +306,7 @@ class Runtime:
                 if self._capturing():
                     self._keep_for_replays()
                 self.start_reduction()
-                if self._reduction is not None:
-                    finish, self._reduction = self._reduction, None
-                    finish()
+                self._finish_reduction()
                 self._policy.observe(self, stream)
                 if self._engine is not None:
                     self._engine.run(stream)
@@ -342,6 +340,14 @@ class Runtime:
             return
         with torch.inference_mode(False), torch.no_grad(), self._on_device():
             self._reduction = _distributed.start_maxima(self.words, self._group)
+
+    def _finish_reduction(self):
+        """Waits for the reduction that is under way, if there is one, and puts its result in ``words``."""
+        if self._reduction is None:
+            return
+        finish, self._reduction = self._reduction, None
+        with torch.inference_mode(False), torch.no_grad(), self._on_device():
+            finish()
 
     def observed(self):
         """The same as :meth:`stats` without waiting, as device tensors: amax ``(layers, 3, n_kv)`` of q, k and v, and
