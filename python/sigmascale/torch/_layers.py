@@ -174,6 +174,8 @@ def _check_values(layer):
         vector = getattr(layer, key)
         if vector is not None and not isinstance(vector, torch.Tensor):
             raise TypeError(f"{layer.name}.{key} must be a tensor or None, not {type(vector).__name__}")
+    if layer.dropout is not None and not isinstance(layer.dropout, torch.nn.Dropout):
+        raise TypeError(f"{layer.name}.dropout must be an nn.Dropout or None, not {type(layer.dropout).__name__}")
     if (layer.q_norm is None) != (layer.k_norm is None):
         raise ArgumentError(f"{layer.name}: q_norm and k_norm are given together or not at all")
     for key in ("n_q_heads", "n_kv_heads"):

@@ -224,7 +224,7 @@ class Runtime:
 
     def _warn_of_dropout(self):
         """Says once that a dropout behind a norm is active: what it keeps is larger than anything the norm gives."""
-        if self._warned_of_dropout or self.policy not in FROM_BOUNDS:
+        if self._warned_of_dropout or (self.policy not in FROM_BOUNDS and self.logits is None):
             return
         for name, dropout in self._dropouts:
             if dropout.training and dropout.p > 0:
@@ -233,7 +233,7 @@ class Runtime:
                     f"{name}: a dropout of {dropout.p} is active between the norm and the q, k and v projections, so values "
                     "can exceed the worst-case bounds: set it to 0 in the model's config, or call model.eval()",
                     RuntimeWarning,
-                    stacklevel=4,
+                    stacklevel=3,
                 )
                 return
 
