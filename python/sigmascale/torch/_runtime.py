@@ -397,6 +397,9 @@ class Runtime:
         """Resumes from a saved state. Raises :class:`MismatchError`, and changes nothing, if it is damaged or of
         another policy, version or shape. Descales of policies without state stay those of the current weights.
 
+        Load weights first, call :meth:`refresh`, then this: a refresh before any attention call is a step with maxima
+        of zero, which ``delayed-paper`` and ``delayed-te`` put in their histories.
+
         Of a state with more layers or heads (:func:`merge_states`) it takes those that this process has."""
         part = _saved.part(self, state)
         if part is not None:
