@@ -230,8 +230,8 @@ class Runtime:
             if dropout.training and dropout.p > 0:
                 self._warned_of_dropout = True
                 warnings.warn(
-                    f"{name}: a dropout of {dropout.p} is active between the norm and the q, k and v projections, so values "
-                    "can exceed the worst-case bounds: set it to 0 in the model's config, or call model.eval()",
+                    f"{name}: a dropout of {dropout.p} is active between the norm and the q, k and v projections, so "
+                    "values can exceed the worst-case bounds: set it to 0 in the model's config, or call model.eval()",
                     RuntimeWarning,
                     stacklevel=3,
                 )
