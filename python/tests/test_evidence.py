@@ -74,10 +74,12 @@ def test_a_branch_begins_where_the_calm_run_was(policy, monkeypatch):
 
 
 def test_a_checkpoint_is_fine_tuned(tmp_path):
-    words = "--device cpu --steps 4 --branch 0 --batch 1 --seq-len 16 --policies bf16,auto-c --lr 1e-5".split()
+    words = "--device cpu --steps 4 --branch 2 --batch 1 --seq-len 16 --policies bf16,auto-c --lr 1e-5".split()
     given = "--text", ROOT / "docs", "--to", tmp_path, "--finetune", ROOT / "data" / "tiny-llama"
     run("evidence.py", *given, *words)
     for log in tmp_path.iterdir():
         head, *rows, end = [json.loads(line) for line in log.read_text().splitlines()]
         assert len(rows) == 4 and end["held_out_loss"] < 4 and head["bytes"][0] > 1e5
         assert ("slack" in end) == (head["policy"] == "auto-c")
+    # Of all steps: nothing branches from a fine-tune.
+    assert run("evidence.py", "--table", *tmp_path.iterdir()).count(" of 4 ") == 2
