@@ -104,6 +104,12 @@ def test_numbers_and_arrays_of_numpy_are_taken_as_they_are():
     assert sigmascale.calibrate(config, weights=apart)["layers"] == layers
 
 
+def test_the_worst_case_bound_keeps_its_name_of_before():
+    assert sigmascale.calibrate(MODEL, bound="worst-case") == sigmascale.calibrate(MODEL, bound="certain")
+    assert sigmascale.calibrate(MODEL) == sigmascale.calibrate(MODEL, bound="worst-case")
+    assert sigmascale.calibrate(MODEL) != sigmascale.calibrate(MODEL, bound="rank-aware")
+
+
 def test_descales_are_arrays():
     profile = sigmascale.calibrate(MODEL)
     rows = sigmascale.descales(profile)
