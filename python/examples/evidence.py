@@ -74,8 +74,8 @@ class Run:
     def put_back(self, kept):
         self.put_weights(kept)
         if self.runtime:
+            # Last: a refresh in which no call reported would be a step of zeros in the histories.
             self.runtime.load_state_dict(kept[2])
-            self.runtime.refresh()
 
     def put_weights(self, kept):
         self.model.load_state_dict(kept[0])
@@ -330,10 +330,14 @@ def main():
     args = parser.parse_args()
     if args.table:
         return table(args.logs)
+    if args.finetune:
+        # Nothing branches from it: the table counts all of its steps.
+        args.branch = 0
     unknown = [name for name in args.scenarios if name not in SCENARIOS]
-    if not args.text or not args.to or args.logs or unknown or args.branch >= args.steps:
+    if not args.text or not args.to or args.logs or unknown or not 0 <= args.branch < args.steps:
         parser.error(
-            f"--text and --to are needed, logs are for --table, --branch is below --steps, scenarios are {SCENARIOS}"
+            "--text and --to are needed, logs are for --table, --branch is from 0 to below --steps, scenarios are "
+            + ", ".join(SCENARIOS)
         )
     if args.biases and args.style != "gpt2":
         parser.error("--biases is for --style gpt2: the other has none")

@@ -125,8 +125,9 @@ class Ranks:
         dcp.load(state, checkpoint_id=present(folder), no_dist=self.mesh is None)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if runtime:
-            runtime.load_state_dict(torch.load(io.BytesIO(state["scales"])))
             runtime.refresh()
+            # Last: a refresh in which no call reported would be a step of zeros in the histories.
+            runtime.load_state_dict(torch.load(io.BytesIO(state["scales"])))
         return state["step"]
 
     def _state(self, step, model, optimizer, runtime):

@@ -13,7 +13,8 @@ and runs in the package's kernels, forward and backward; `--attention bf16` is t
 the model. `--spike 200:8:15` multiplies the learning rate by 8 from step 200
 for 15 steps; `--resume 300` drops the policy's memory at step 300, as a resume from weights alone does
 (`--resume 300:state` keeps it).
-`--profile FILE` writes what the GPU did in five steps after the warm-up, by kernel, and the time that the host took for them.
+`--profile FILE` writes what the GPU did in five steps after the warm-up, by kernel, and the time that the host took
+for them, of the first rank.
 `--monitor run.jsonl` records the run for `sigmascale diagnose`; `--guard` skips steps that are not finite and restores a run that fails.
 
 Each logged step is a line of JSON: loss, learning rate, and since the last line the number of values that overflowed
@@ -376,6 +377,9 @@ def train(args):
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     first = ranks.load(args.load, model, optimizer, runtime) if args.load else 0
+    last = min(args.steps, args.stop or args.steps)
+    if args.profile and (not cuda or last - first <= 2 * WARM + PROFILED):
+        sys.exit(f"--profile needs --device cuda and more than {2 * WARM + PROFILED} steps to take")
     watched = Watched(args, ranks)
     if runtime:
         watched.begin(runtime, optimizer, first)
@@ -388,9 +392,8 @@ def train(args):
         | {"torch": torch.__version__}
     )
     start = warm = time.time()
-    last = min(args.steps, args.stop or args.steps)
     windows = itertools.islice(batches(text, args.batch, args.seq_len, args.seed, device), first, None)
-    profile = Profile(args.profile, first + 2 * WARM)
+    profile = Profile(args.profile if ranks.first else None, first + 2 * WARM)
     for step, window in zip(range(first, last), windows):
         profile.step(step)
         if step == resume_at and runtime:
@@ -518,7 +521,7 @@ def main():
     parser.add_argument("--every", type=positive, default=10, help="steps between lines of the log")
     parser.add_argument("--log", metavar="FILE", help="where the lines go; stdout without it")
     parser.add_argument("--monitor", metavar="FILE", help="record the run for `sigmascale diagnose`: the first rank's layers and heads")
-    parser.add_argument("--profile", metavar="FILE", help="write the kernels of five steps and their times; needs a GPU")
+    parser.add_argument("--profile", metavar="FILE", help="write kernels of five steps and their times; needs a GPU")
     parser.add_argument("--guard", action="store_true", help="skip steps that are not finite, restore a run that fails")
     parser.add_argument("--plot", metavar="FILE", help="draw the logs that follow, and train nothing")
     parser.add_argument("--table", action="store_true", help="print the logs that follow as a table, and train nothing")

@@ -3,15 +3,16 @@
 
     python train_seeds.py --text DIR --out DIR2 --seeds 0,1,2 --steps 300 --size 125m --seq-len 4096 --batch 4
 
-Runs train_gpt.py once for each way, text and seed, in processes of their own, and prints the mean loss of the last 50 steps:
+Runs train_gpt.py once for each way, text and seed, in processes of their own, and prints the mean loss of the last 50
+steps:
 
-    bf16    PyTorch's attention
-    fp8     this package's: P V in F16, delta from that output
-    fp8-2048   as version 0.1.0: P V in FP8 promoted every 2048 keys, and delta from that output, which is too small where V has a
-            mean (docs/attention-numerics.md). For comparison alone.
+    bf16      PyTorch's attention
+    fp8       this package's: P V in F16, delta from that output
+    fp8-2048  as version 0.1.0: P V in FP8 promoted every 2048 keys, and delta from that output, which is too small
+              where V has a mean (docs/attention-numerics.md). For comparison only.
 
-The second text has one line of it again and again, with a byte in twenty changed: tokens repeat, so values have a common part.
-Runs whose log is there already are not repeated.
+The second text has one line of it again and again, with a byte in twenty changed: tokens repeat, so values have a
+common part. Runs whose log is there already are not repeated.
 """
 
 import argparse
@@ -87,8 +88,8 @@ def main():
             for way in args.ways.split(","):
                 log = args.out / f"{text}-{way}-{seed}.jsonl"
                 if not (log.exists() and "held_out_loss" in log.read_text()):
-                    command = [sys.executable, __file__, "run", way, "--text", texts[text], "--seed", seed, "--steps", args.steps]
-                    command += ["--every", "1", "--log", str(log), *rest]
+                    command = [sys.executable, __file__, "run", way, "--text", texts[text], "--seed", seed]
+                    command += ["--steps", args.steps, "--every", "1", "--log", str(log), *rest]
                     if subprocess.run(command).returncode:
                         print(f"# {log.name} failed", flush=True)
                         continue

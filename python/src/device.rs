@@ -203,9 +203,9 @@ impl ScaleEngine {
     }
 }
 
-/// Addresses and lengths of the results: `heads` f32 `[layer][q, k, v, o][n_kv]`, `operands` f32 `[layer][q, k, v][n_kv]`,
-/// `bounds` f32 `[layer][n_q][sigma, certain, rounded, descale, ..]` (absent without logits), `status` one u32. Each layer has
-/// its own heads, without padding.
+/// Addresses and lengths of the results: `heads` f32 `[layer][q, k, v, o][n_kv]`, `operands` f32
+/// `[layer][q, k, v][n_kv]`, `bounds` f32 `[layer][n_q][sigma, certain, rounded, descale, ..]` (absent without logits),
+/// `status` one u32. Each layer has its own heads, without padding.
 pub fn results<'py>(
     py: Python<'py>,
     heads: &Buffer<f32>,
@@ -255,8 +255,8 @@ impl ShapeEngine {
         on_device(py, || {
             let engine = self.engine.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             let (stream, layers) = (self::stream(&self.device, stream), inputs(&layers)?);
-            // SAFETY: the package reads addresses, shapes and strides off live tensors of this device, launches on the stream on
-            // which they are used and freed, and keeps the memory of a capture for its replays.
+            // SAFETY: the package reads addresses, shapes and strides off live tensors of this device, launches on the
+            // stream on which they are used and freed, and keeps the memory of a capture for its replays.
             unsafe { if self.logits { engine.plan(&stream, &layers) } else { engine.descales(&stream, &layers) } }
         })
     }

@@ -83,8 +83,8 @@ fn scales(bounds: &MlaBounds, heads: usize, eta: f64) -> Result<Scales> {
     Ok((descales, operands, (!logits.is_empty()).then_some(logits)))
 }
 
-/// A layer on a device: the model's config and name, the layer's place among those with attention, and its tensors: name, type,
-/// shape, strides in values, address.
+/// A layer on a device: the model's config and name, the layer's place among those with attention, and its tensors:
+/// name, type, shape, strides in values, address.
 type DeviceLayer = (String, String, usize, Vec<(String, String, Vec<usize>, Vec<i64>, u64)>);
 
 /// Operand descales of layers with latent attention, from weights on a device.
@@ -103,8 +103,8 @@ impl LatentEngine {
         on_device(py, || {
             let device = Device::open(device)?;
             let inputs = layers.iter().map(input).collect::<Result<Vec<_>, Error>>()?;
-            // SAFETY: 1. the package reads addresses, shapes and strides off live tensors of this device; 2. it checks at every
-            // launch that they still lie where they did, and orders launches on streams.
+            // SAFETY: 1. the package reads addresses, shapes and strides off live tensors of this device; 2. it checks
+            // at every launch that they still lie where they did, and orders launches on streams.
             let engine = unsafe { scale::LatentEngine::new(&device, &inputs)? };
             Ok(Self { engine: OnDevice::new(Mutex::new(engine)), device: OnDevice::new(device) })
         })
@@ -118,8 +118,8 @@ impl LatentEngine {
         })
     }
 
-    /// Puts the work on a stream (its handle as an integer): of the layers that it was made with, or of others in place of
-    /// these from now on.
+    /// Puts the work on a stream (its handle as an integer): of the layers that it was made with, or of others in place
+    /// of these from now on.
     #[pyo3(signature = (stream, layers = None))]
     fn launch(&self, py: Python<'_>, stream: u64, layers: Option<Vec<DeviceLayer>>) -> PyResult<()> {
         on_device(py, || {
@@ -127,8 +127,8 @@ impl LatentEngine {
             let stream = self::stream(&self.device, stream);
             if let Some(layers) = layers {
                 let layers = layers.iter().map(input).collect::<Result<Vec<_>, Error>>()?;
-                // SAFETY: the package reads addresses off live tensors of this device, gives layers with every launch once it has
-                // given any, and keeps the memory of a capture for its replays.
+                // SAFETY: the package reads addresses off live tensors of this device, gives layers with every launch
+                // once it has given any, and keeps the memory of a capture for its replays.
                 unsafe { engine.place(&stream, &layers)? };
             }
             engine.descales(&stream)

@@ -1,4 +1,4 @@
-"""Makes the `fa3-fwd` wheel known to PyTorch under the name that it looks for, so that its quantized SDPA can be tested."""
+"""Makes the `fa3-fwd` wheel known to PyTorch under the name that it looks for, to test its quantized SDPA."""
 
 import importlib.machinery
 import importlib.util

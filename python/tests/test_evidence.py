@@ -1,5 +1,6 @@
 """The scripts of `docs/evidence` on the CPU, in sizes of seconds."""
 
+import argparse
 import json
 import pathlib
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "python" / "examples"
@@ -47,11 +48,38 @@ def test_scenarios_branch_from_one_calm_run(tmp_path):
     assert table.count("\n") == 2 + 3 + 3 + 4 * 2 and "| nan | geometry | 1 |" in table
 
 
+@pytest.mark.parametrize("policy", ["geometry", "delayed-te", "delayed-paper", "auto-c"])
+def test_a_branch_begins_where_the_calm_run_was(policy, monkeypatch):
+    """Also after the held-out loss, whose calls a policy that observes would take in."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import evidence
+
+    args = argparse.Namespace(device="cpu", style="llama", size="5m", biases=0.0, batch=1, seq_len=16, lr=1e-3)
+    args.steps, args.dimensions = 40, {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1}
+    tokens = torch.randint(0, 256, (4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    run = evidence.Run(args, policy, 0)
+
+    def taken(first, last):
+        stream = evidence.train_gpt.batches(tokens, 1, 16, first, torch.device("cpu"))
+        rows = evidence.steps(run, stream, first, last, lambda step: 1e-2)
+        return rows, run.runtime.state_dict()["state"], run.runtime.descales.clone()
+
+    taken(0, 12)
+    kept = run.keep()
+    *calm, descales = taken(12, 20)
+    run.held_out(tokens)
+    run.put_back(kept)
+    *again, others = taken(12, 20)
+    assert calm == again and torch.equal(descales, others)
+
+
 def test_a_checkpoint_is_fine_tuned(tmp_path):
-    words = "--device cpu --steps 4 --branch 0 --batch 1 --seq-len 16 --policies bf16,auto-c --lr 1e-5".split()
+    words = "--device cpu --steps 4 --branch 2 --batch 1 --seq-len 16 --policies bf16,auto-c --lr 1e-5".split()
     given = "--text", ROOT / "docs", "--to", tmp_path, "--finetune", ROOT / "data" / "tiny-llama"
     run("evidence.py", *given, *words)
     for log in tmp_path.iterdir():
         head, *rows, end = [json.loads(line) for line in log.read_text().splitlines()]
         assert len(rows) == 4 and end["held_out_loss"] < 4 and head["bytes"][0] > 1e5
         assert ("slack" in end) == (head["policy"] == "auto-c")
+    # Of all steps: nothing branches from a fine-tune.
+    assert run("evidence.py", "--table", *tmp_path.iterdir()).count(" of 4 ") == 2

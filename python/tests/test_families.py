@@ -1,8 +1,9 @@
 """Bounds against the classes of Hugging Face transformers: small models, attacked at their own attention call.
 
-Each layer's input is free. Gradient ascent through the class's own norm, projections, rotation and QK-norm looks for the
-inputs with the largest q, k, v and logits, and none may exceed the bounds of `calibrate`. What comes close shows that the
-bounds are of this model. The same inputs then go through a BF16 forward, whose q, k and v the descales must cover, too.
+Each layer's input is free. Gradient ascent through the class's own norm, projections, rotation and QK-norm looks for
+the inputs with the largest q, k, v and logits, and none may exceed the bounds of `calibrate`. What comes close shows
+that the bounds are of this model. The same inputs then go through a BF16 forward, whose q, k and v the descales must
+cover, too.
 
 `pytest -s` prints a row per family: the largest q, k, v and logit over their bounds, and the largest of q, k and v in
 BF16.

@@ -104,6 +104,12 @@ def test_numbers_and_arrays_of_numpy_are_taken_as_they_are():
     assert sigmascale.calibrate(config, weights=apart)["layers"] == layers
 
 
+def test_the_worst_case_bound_keeps_its_name_of_before():
+    assert sigmascale.calibrate(MODEL, bound="worst-case") == sigmascale.calibrate(MODEL, bound="certain")
+    assert sigmascale.calibrate(MODEL) == sigmascale.calibrate(MODEL, bound="worst-case")
+    assert sigmascale.calibrate(MODEL) != sigmascale.calibrate(MODEL, bound="rank-aware")
+
+
 def test_descales_are_arrays():
     profile = sigmascale.calibrate(MODEL)
     rows = sigmascale.descales(profile)
@@ -365,6 +371,8 @@ print(os.waitpid(child, 0)[1])
 def test_an_interrupt_ends_the_wait():
     code = """
 import os, signal, sigmascale, threading, time
+# Shells start what is in the background with the signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 start = time.monotonic()
 try:

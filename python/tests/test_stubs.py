@@ -28,6 +28,11 @@ def test_stubs_agree_with_the_package(name):
             names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             if not any(p.kind is p.VAR_KEYWORD for p in given):
                 assert names == [p.name for p in given], key
+        elif not issubclass(getattr(module, key), dict):
+            own = {name for name, value in vars(getattr(module, key)).items() if inspect.isroutine(value)}
+            told = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            # What the Trainer calls is no user's to call.
+            assert {name for name in own if not name.startswith(("_", "on_"))} <= told, key
 
 
 USE = """

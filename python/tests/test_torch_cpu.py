@@ -478,7 +478,9 @@ def test_weights_on_the_cpu_get_the_scales_of_their_checkpoint(tmp_path):
         model = small(kind, **options).bfloat16()
         model.save_pretrained(tmp_path / kind)
         rows = sigmascale.descales(sigmascale.calibrate(tmp_path / kind))
-        runtime = fp8.attach(model, bound="certain")
+        runtime = fp8.attach(model, bound="worst-case")
+        before = fp8.attach(model, bound="certain")  # its name in 0.1.0
+        assert runtime.bound == before.bound == "worst-case" and torch.equal(runtime.logits, before.logits)
         for place, name in enumerate("qkvo"):
             assert runtime.descales[:, place].tolist() == rows[name].tolist()
         assert runtime.logit_descales.tolist() == rows["logit"].tolist()

@@ -75,8 +75,9 @@ def test_dropout_behind_the_norm_of_the_embeddings_is_named(make):
         runtime.refresh()
         assert max(largest(model, runtime, projections)) <= 1.0
     model.train()
-    with pytest.warns(RuntimeWarning, match=r"layer 0: a dropout of 0\.1 .* model\.eval\(\)"):
+    with pytest.warns(RuntimeWarning, match=r"layer 0: a dropout of 0\.1 .* model\.eval\(\)") as said:
         runtime.refresh()
+    assert said[0].filename == __file__
     # 1 / (1 - p) of the bound without its share for rounding, in the first layer alone.
     first, second = largest(model, runtime, projections)
     assert 1.0 < first <= 1.0 / (1.0 - P) and second <= 1.0
@@ -100,3 +101,14 @@ def test_policies_that_observe_need_no_warning():
         warnings.simplefilter("error")
         model, _, _ = bert(P)
         fp8.attach(model.train(), policy="delayed-te")
+    with pytest.warns(RuntimeWarning, match="layer 0: a dropout"):
+        fp8.attach(model, policy="delayed-te", bound="worst-case")
+
+
+def test_dropout_of_a_layer_that_is_named():
+    model, _, _ = bert(P)
+    (layer, *_) = fp8.find_layers(model)
+    assert isinstance(layer.dropout, torch.nn.Dropout)
+    layer.dropout = P
+    with pytest.raises(TypeError, match="layer 0.dropout must be an nn.Dropout or None, not float"):
+        fp8.attach(model, layers=[layer])

@@ -18,7 +18,8 @@ import sigmascale  # noqa: E402
 from sigmascale import _serving, rl  # noqa: E402
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 32}
-# Plain, biased, normed q and k, gains of 1 + g, LayerNorm with fused and transposed projections, interleaved heads.
+# Plain, biased, normed q and k, gains of 1 + g, LayerNorm with fused and transposed projections, interleaved heads, and
+# layers of equal shapes of which some grow their queries and others rotate.
 MODELS = {
     "llama": lambda t: t.LlamaConfig(**SIZES, num_key_value_heads=2),
     "qwen2": lambda t: t.Qwen2Config(**SIZES, num_key_value_heads=2),
@@ -27,6 +28,20 @@ MODELS = {
     "olmo2": lambda t: t.Olmo2Config(**SIZES, num_key_value_heads=2),
     "gpt2": lambda t: t.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=32, n_positions=64),
     "gpt_neox": lambda t: t.GPTNeoXConfig(**SIZES),
+    "llama4_text": lambda t: t.Llama4TextConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        intermediate_size_mlp=64,
+        moe_layers=[],
+        use_qk_norm=False,
+        no_rope_layer_interval=2,
+        attn_temperature_tuning=True,
+        attn_scale=0.5,
+        floor_scale=13,
+        pad_token_id=0,
+    ),
 }
 
 

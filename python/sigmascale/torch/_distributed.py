@@ -344,11 +344,18 @@ def start_maxima(words, group):
     return finish
 
 
+# Where PyTorch keeps what `context_parallel` replaces; older releases have no folder of it.
+_REPLACING = (
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+    "torch.distributed.tensor.experimental._attention",
+)
+
+
 def refuse_context_parallel():
     """Raises an exception inside of PyTorch's ``context_parallel``, which gives each rank a part of the sequence and
     makes only PyTorch's own attention exchange keys."""
-    replaced = _loaded("torch.distributed.tensor.experimental._context_parallel._attention", "_replaced_functions")
-    if replaced and torch.nn.functional.scaled_dot_product_attention in replaced:
+    function = torch.nn.functional.scaled_dot_product_attention
+    if any(function in _loaded(module, "_replaced_functions") for module in _REPLACING):
         raise UnsupportedError(
             "torch.distributed.tensor.experimental.context_parallel shares the sequence out and replaces PyTorch's "
             "attention alone, so this call would see the keys of its own rank only: call "

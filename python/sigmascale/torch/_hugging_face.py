@@ -17,7 +17,9 @@ def hugging_face(module, query, key, value, attention_mask, scaling=None, dropou
     plan = plan_of_module(module)
     for setting in ("position_bias", "cache"):
         if kwargs.get(setting) is not None:
-            raise UnsupportedError(f"{setting} is not supported in FP8: load the model with another attn_implementation")
+            raise UnsupportedError(
+                f"{setting} is not supported in FP8: load the model with another attn_implementation"
+            )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     given, window = query.dtype, kwargs.get("sliding_window")
     sinks, sequences = kwargs.get("s_aux"), None

@@ -50,8 +50,8 @@ class Layer:
     parallelism). If they are a process's rows as plain tensors, head counts are those of the process, and
     ``first_kv_head`` is the number of its first KV head in the layer. ``unit`` is the module in whose forward the
     tensors are gathered, if a wrapper other than FSDP and ZeRO-3 gathers them: scales are computed before that forward.
-    ``dropout`` is an ``nn.Dropout`` between the norm and the projections, if there is one: while it is active the layer's
-    bounds do not hold, and a warning says so.
+    ``dropout`` is an ``nn.Dropout`` between the norm and the projections, if there is one: while it is active the
+    layer's bounds do not hold, and a warning says so.
     """
 
     q: torch.Tensor
@@ -174,6 +174,8 @@ def _check_values(layer):
         vector = getattr(layer, key)
         if vector is not None and not isinstance(vector, torch.Tensor):
             raise TypeError(f"{layer.name}.{key} must be a tensor or None, not {type(vector).__name__}")
+    if layer.dropout is not None and not isinstance(layer.dropout, torch.nn.Dropout):
+        raise TypeError(f"{layer.name}.dropout must be an nn.Dropout or None, not {type(layer.dropout).__name__}")
     if (layer.q_norm is None) != (layer.k_norm is None):
         raise ArgumentError(f"{layer.name}: q_norm and k_norm are given together or not at all")
     for key in ("n_q_heads", "n_kv_heads"):
@@ -201,7 +203,9 @@ def _check_shapes(layer):
     if layer.norm not in ("rms", "layer", None):
         raise ArgumentError(f"{layer.name}: norm {layer.norm!r} is not 'rms', 'layer' or None")
     if layer.norm is None and layer.q_norm is None:
-        raise UnsupportedError(f"{layer.name}: there is no norm before attention and none of q and k, so they have no bound")
+        raise UnsupportedError(
+            f"{layer.name}: there is no norm before attention and none of q and k, so they have no bound"
+        )
     if layer.n_q_heads % layer.n_kv_heads:
         raise ArgumentError(
             f"{layer.name}: {layer.n_q_heads} query heads are no multiple of {layer.n_kv_heads} KV heads"
@@ -220,9 +224,7 @@ def _check_shapes(layer):
     for key, length in [("gain", layer.q.shape[1]), ("shift", layer.q.shape[1])]:
         vector = getattr(layer, key)
         if vector is not None and vector.shape != (length,):
-            raise ArgumentError(
-                f"{layer.name}.{key} has shape {tuple(vector.shape)}, expected ({length},)"
-            )
+            raise ArgumentError(f"{layer.name}.{key} has shape {tuple(vector.shape)}, expected ({length},)")
     for key in "qkv":
         bias, weight = getattr(layer, f"{key}_bias"), getattr(layer, key)
         if bias is not None and bias.shape[0] != weight.shape[0]:
@@ -518,8 +520,8 @@ def _table(model, units):
         found = {name[: -len(probe)] for probe in probes for name in parameters if name.endswith("." + probe)}
         if len(found) != 1:
             raise UnsupportedError(
-                f"no parameter of {type(model).__name__} is named {probes[0]}, which family {spec['family']} needs. Pass the "
-                "attention layers with layers=[sigmascale.torch.Layer(...), ...]"
+                f"no parameter of {type(model).__name__} is named {probes[0]}, which family {spec['family']} needs. "
+                "Pass the attention layers with layers=[sigmascale.torch.Layer(...), ...]"
             )
         (prefix,) = found
     if spec.get("multipliers") or spec.get("v_norm"):

@@ -90,7 +90,8 @@ class Monitor:
         ]
         if runtime.logits is None:
             message = (
-                "this runtime computes no logit bounds, so sigma and bound are left out: attach(model, bound='worst-case')"
+                "this runtime computes no logit bounds, so sigma and bound are left out: "
+                "attach(model, bound='worst-case')"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._numbers = [layer["layer"] for layer in layers]

@@ -37,6 +37,8 @@ class Point:
         if self._policy is not None:
             runtime._policy.load(self._policy)
         with torch.inference_mode(False):
+            # A reduction of the step that failed would end in the words that are put back.
+            runtime._finish_reduction()
             for tensor, saved in zip(tensors, self._runtime):
                 _put(tensor, saved)
         if self._store is not None:

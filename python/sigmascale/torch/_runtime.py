@@ -224,16 +224,16 @@ class Runtime:
 
     def _warn_of_dropout(self):
         """Says once that a dropout behind a norm is active: what it keeps is larger than anything the norm gives."""
-        if self._warned_of_dropout or self.policy not in FROM_BOUNDS:
+        if self._warned_of_dropout or (self.policy not in FROM_BOUNDS and self.logits is None):
             return
         for name, dropout in self._dropouts:
             if dropout.training and dropout.p > 0:
                 self._warned_of_dropout = True
                 warnings.warn(
-                    f"{name}: a dropout of {dropout.p} is active between the norm and the q, k and v projections, so values "
-                    "can exceed the worst-case bounds: set it to 0 in the model's config, or call model.eval()",
+                    f"{name}: a dropout of {dropout.p} is active between the norm and the q, k and v projections, so "
+                    "values can exceed the worst-case bounds: set it to 0 in the model's config, or call model.eval()",
                     RuntimeWarning,
-                    stacklevel=4,
+                    stacklevel=3,
                 )
                 return
 
@@ -306,9 +306,7 @@ class Runtime:
                 if self._capturing():
                     self._keep_for_replays()
                 self.start_reduction()
-                if self._reduction is not None:
-                    finish, self._reduction = self._reduction, None
-                    finish()
+                self._finish_reduction()
                 self._policy.observe(self, stream)
                 if self._engine is not None:
                     self._engine.run(stream)
@@ -342,6 +340,14 @@ class Runtime:
             return
         with torch.inference_mode(False), torch.no_grad(), self._on_device():
             self._reduction = _distributed.start_maxima(self.words, self._group)
+
+    def _finish_reduction(self):
+        """Waits for the reduction that is under way, if there is one, and puts its result in ``words``."""
+        if self._reduction is None:
+            return
+        finish, self._reduction = self._reduction, None
+        with torch.inference_mode(False), torch.no_grad(), self._on_device():
+            finish()
 
     def observed(self):
         """The same as :meth:`stats` without waiting, as device tensors: amax ``(layers, 3, n_kv)`` of q, k and v, and
@@ -390,6 +396,9 @@ class Runtime:
     def load_state_dict(self, state):
         """Resumes from a saved state. Raises :class:`MismatchError`, and changes nothing, if it is damaged or of
         another policy, version or shape. Descales of policies without state stay those of the current weights.
+
+        Load weights first, call :meth:`refresh`, then this: a refresh before any attention call is a step with maxima
+        of zero, which ``delayed-paper`` and ``delayed-te`` put in their histories.
 
         Of a state with more layers or heads (:func:`merge_states`) it takes those that this process has."""
         part = _saved.part(self, state)

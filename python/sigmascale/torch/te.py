@@ -24,7 +24,8 @@ _OUTPUT = ".dpa_output"
 
 
 class Scales:
-    """Quantization scales f32 ``(layers, [qkv, s, o])``, one over the descale, that follow every ``refresh()`` in place."""
+    """Quantization scales f32 ``(layers, [qkv, s, o])``, one over the descale, that follow every ``refresh()`` in
+    place."""
 
     def __init__(self, runtime):
         self.scales = torch.ones(len(runtime), 3, device=runtime.device, dtype=torch.float32)

@@ -1,6 +1,8 @@
 """Ring and Ulysses attention are attention over the whole sequence."""
 
 import functools
+import sys
+import types
 
 import pytest
 from models import Plain, attach, describe, torch
@@ -9,6 +11,7 @@ from ranks import distributed
 import sigmascale
 import sigmascale.torch as fp8
 from sigmascale.torch import _context_parallel as cp
+from sigmascale.torch import _distributed
 
 
 def operands(heads=(4, 2), length=48, d=16, batch=2):
@@ -188,3 +191,14 @@ def test_pytorchs_context_parallel_is_refused():
         with pytest.raises(sigmascale.UnsupportedError, match="keys of its own rank only: call sigmascale.torch.ring"):
             fp8.attention(q, k, v, runtime.layers[0])
     assert torch.equal(fp8.attention(q, k, v, runtime.layers[0]), before)
+
+
+def test_the_context_parallel_of_older_releases_is_refused(monkeypatch):
+    """They keep what they replace in another module."""
+    older = types.ModuleType("torch.distributed.tensor.experimental._attention")
+    older._replaced_functions = {}
+    monkeypatch.setitem(sys.modules, older.__name__, older)
+    _distributed.refuse_context_parallel()
+    older._replaced_functions[torch.nn.functional.scaled_dot_product_attention] = "scaled_dot_product_attention", None
+    with pytest.raises(sigmascale.UnsupportedError, match="outside of context_parallel"):
+        _distributed.refuse_context_parallel()

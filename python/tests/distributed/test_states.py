@@ -289,3 +289,23 @@ def test_a_reduction_beside_the_optimizer_step(policy):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         other.start_reduction()
     assert not any(event.name.startswith("c10d") for event in profile.events())
+
+
+@pytest.mark.parametrize("policy", OBSERVING)
+@distributed(2)
+def test_a_restore_drops_a_reduction_that_is_under_way(policy):
+    """It is of the step that failed: the next plan is that of a run without it."""
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    late, early = (attach(llama().bfloat16(), policy=policy, group=group) for _ in range(2))
+    part = torch.randn(1, 16, 6, 16, generator=torch.Generator().manual_seed(3 + rank))
+    for one in (late, early):
+        guard = fp8.Guard(one, torch.optim.SGD(one.model.parameters(), lr=0.1), group=group)
+        fp8.attention(part, part[:, :, :3], part[:, :, :3], one.layers[0])
+        assert guard.step(1.0, 1.0)  # takes a restore point
+        one.refresh()
+        fp8.attention(100 * part, 100 * part[:, :, :3], part[:, :, :3], one.layers[0])
+        if one is early:
+            one.start_reduction()
+        guard.restore()
+        one.refresh()
+    assert torch.equal(late.descales, early.descales) and late.state_dict()["state"] == early.state_dict()["state"]

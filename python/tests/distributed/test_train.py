@@ -55,6 +55,15 @@ def test_a_run_goes_on_at_another_size(policy, tmp_path):
         assert failed.returncode and "resume with the same tensor-parallel degree" in failed.stderr
 
 
+def test_a_run_that_goes_on_has_the_same_bits(tmp_path):
+    """The history of 16 steps reaches back across the end of the first part."""
+    options = ["--policy", "delayed-paper", "--steps", 20]
+    whole = losses(1, *options)
+    losses(1, *options, "--stop", 12, "--save", tmp_path / "part")
+    rest = losses(1, *options, "--load", tmp_path / "part")
+    assert rest == {step: loss for step, loss in whole.items() if step not in range(12)}
+
+
 def test_every_mesh_has_the_losses_of_one_process():
     close(losses(4, "--steps", 4, "--tp", 2, "--cp", 2), losses(1, "--steps", 4))
 

@@ -36,7 +36,8 @@ from sglang.srt.model_loader import get_model
 from sglang.srt.server_args import ServerArgs
 
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu", kv_cache_dtype="fp8_e4m3", skip_tokenizer_init=True,
-                       dtype="bfloat16", context_length=128, attention_backend=os.environ["BACKEND"], disable_cuda_graph=True)
+                       dtype="bfloat16", context_length=128, attention_backend=os.environ["BACKEND"],
+                       disable_cuda_graph=True)
 arguments.resolve_once()
 runtime_context.publish(arguments, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=0))
 with socket.socket() as probe:

@@ -2,8 +2,8 @@
 
     SIGMASCALE_PLUGIN=0 pytest python/tests/lanes/lane_vllm.py
 
-needs vLLM 0.32 (its CPU build is enough), transformers and this package. No forward pass is made: a kernel that does not
-read a scale is not found here. One engine per process: run the lanes of two engines apart.
+needs vLLM 0.32 (its CPU build is enough), transformers and this package. No forward pass is made: a kernel that does
+not read a scale is not found here. One engine per process: run the lanes of two engines apart.
 """
 
 import os

@@ -18,6 +18,13 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def without(*keys):
+    """The sizes without some that a class does not have."""
+    return {key: value for key, value in SIZES.items() if key not in keys}
+
+
 CONFIGS = {
     "llama": lambda t: t.LlamaConfig(**SIZES),
     "gpt2": lambda t: t.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256, n_positions=256),
@@ -28,16 +35,13 @@ CONFIGS = {
     "gpt_oss": lambda t: t.GptOssConfig(**SIZES, head_dim=16, **EXPERTS),
     "phi3": lambda t: t.Phi3Config(**SIZES, pad_token_id=0),
     "falcon": lambda t: t.FalconConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=256,
+        **without("num_key_value_heads", "intermediate_size", "max_position_embeddings"),
         new_decoder_architecture=True,
         num_kv_heads=2,
     ),
-    "gpt_neox": lambda t: t.GPTNeoXConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}),
+    "gpt_neox": lambda t: t.GPTNeoXConfig(**without("num_key_value_heads")),
     "nemotron_h": lambda t: t.NemotronHConfig(
-        **{k: v for k, v in SIZES.items() if k != "num_hidden_layers"},
+        **without("num_hidden_layers"),
         head_dim=16,
         layers_block_type=["mamba", "attention"],
         mamba_num_heads=8,
@@ -96,24 +100,27 @@ def write(family, folder):
     torch.manual_seed(0)
     config = (CONFIGS | LATENT)[family](transformers)
     config.dtype = torch.bfloat16
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    _save(transformers.AutoModelForCausalLM.from_config(config), folder)
+    return pathlib.Path(folder)
+
+
+def _save(model, folder):
+    """In BF16, with projections of a size that makes scales differ."""
+    model.to(torch.bfloat16)
     for name, weight in model.named_parameters():
         if weight.ndim > 1 and "embed" not in name:
             torch.nn.init.normal_(weight, std=0.2)
     model.save_pretrained(folder)
-    return pathlib.Path(folder)
 
 
 def trained(name):
     """A trained checkpoint: that of this repository, or another in the folder `SIGMASCALE_CHECKPOINTS`."""
     own = pathlib.Path(__file__).resolve().parents[3] / "data" / name
     others = os.environ.get("SIGMASCALE_CHECKPOINTS")
-    if own.is_dir() or others is None:
-        return (
-            own
-            if own.is_dir()
-            else pytest.skip(f"{name} is not in this repository: SIGMASCALE_CHECKPOINTS names its folder")
-        )
+    if own.is_dir():
+        return own
+    if others is None:
+        pytest.skip(f"{name} is not in this repository: SIGMASCALE_CHECKPOINTS names its folder")
     return pathlib.Path(others) / name
 
 
@@ -207,11 +214,7 @@ def write_multimodal(folder):
         text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299
     )
     config.dtype = torch.bfloat16
-    model = transformers.Gemma3ForConditionalGeneration(config).to(torch.bfloat16)
-    for name, weight in model.named_parameters():
-        if weight.ndim > 1 and "embed" not in name:
-            torch.nn.init.normal_(weight, std=0.2)
-    model.save_pretrained(folder)
+    _save(transformers.Gemma3ForConditionalGeneration(config), folder)
     file = pathlib.Path(folder) / "model.safetensors"
     own = lambda name: (
         name if "vision_model" in name else name.replace("vision_tower.", "vision_tower.vision_model.", 1)
