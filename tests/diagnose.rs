@@ -5,7 +5,7 @@ mod run;
 use run::{TINY_LLAMA, copy_of_tiny_llama, failure, json, sigmascale, text};
 use serde_json::Value;
 use sigmascale::diagnose::Diagnosis;
-use sigmascale::history::{FORMAT, LayerInfo, LayerRecord, Record, RunInfo, StepRecord, Writer};
+use sigmascale::history::{FORMAT, LayerInfo, LayerRecord, Operands, Record, RunInfo, StepRecord, Writer};
 use std::path::{Path, PathBuf};
 
 /// A record in which the logits of layer 5, head 1 pass 1000 at step 500 and the loss rises at step 700; or a calm one.
@@ -45,6 +45,30 @@ fn a_run_that_fails_is_named_by_its_head_with_exit_1() {
     let table = String::from_utf8(sigmascale(&["diagnose", text(&file)]).stdout).unwrap();
     assert!(table.contains("ALARM: layer 5, head 1") && table.contains("184 steps after its first alarm"), "{table}");
     assert!(table.lines().all(|line| line.chars().count() <= 160), "{table}");
+}
+
+/// The stress lab names a run by its settings, and the limit of its logits is that of their format.
+#[test]
+fn a_run_in_f16_named_by_its_settings() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, page) = (folder.path().join("run.jsonl"), folder.path().join("run.html"));
+    let operands = Some(Operands::F16);
+    let layer = LayerInfo { layer: 5, heads: 1, kv_heads: 1, head_dim: 8, width: Some(16), operands };
+    let name = Some(r#"{"remedy":"none","seed":3}"#.to_owned());
+    let run = RunInfo { format: FORMAT, source: "lab".into(), name, layers: vec![layer], ..RunInfo::default() };
+    let mut writer = Writer::create(&file, run).unwrap();
+    for step in 0..100 {
+        let layer = LayerRecord { step, layer: 5, logit_max: vec![2000.0], ..LayerRecord::default() };
+        writer.write(&Record::Layer(layer)).unwrap();
+    }
+    drop(writer);
+    let output = sigmascale(&["diagnose", text(&file), "--html", text(&page)]);
+    let table = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{table}");
+    assert!(table.starts_with("remedy none, seed 3: 1 layer, 1 query head, steps 0 to 99"), "{table}");
+    assert!(table.contains("reaches 8000") && !table.contains("passed"), "{table}");
+    let page = std::fs::read_to_string(&page).unwrap();
+    assert!(page.contains("remedy none, seed 3") && page.contains("Dotted: the limit of 8000."));
 }
 
 #[test]

@@ -354,6 +354,7 @@ class HeadReport(TypedDict):
     growth: float | None
     bound: float | None
     logit_max: float | None
+    logit_limit: float
     reaches_limit: int | None
     repeated: float | None
     delta_bias: float | None

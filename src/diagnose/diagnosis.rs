@@ -82,7 +82,9 @@ pub struct HeadReport {
     pub bound: Option<f64>,
     /// Largest |logit| seen.
     pub logit_max: Option<f64>,
-    /// Step at which the largest logit reaches the limit at the present rate, or its bound where no logits are
+    /// Largest |logit| that is still normal in the format of the layer's Q and K.
+    pub logit_limit: f64,
+    /// Step at which the largest logit reaches that limit at the present rate, or its bound where no logits are
     /// recorded; null where it does not grow or has passed the limit.
     pub reaches_limit: Option<u64>,
     /// Last share of rows whose maximum repeats.
@@ -146,8 +148,9 @@ impl Diagnosis {
             let (alarms, layer) = (&alarms, run.layers[at].layer);
             heads.into_iter().enumerate().map(move |(head, gathered)| {
                 let watch = alarms.head(at, head);
-                let (growth, reaches_limit) = (watch.growth(), watch.reaches(alarms.logit_limit(at)));
-                HeadReport { layer, head, growth, reaches_limit, ..gathered.report() }
+                let (growth, logit_limit) = (watch.growth(), alarms.logit_limit(at));
+                let reaches_limit = watch.reaches(logit_limit);
+                HeadReport { layer, head, growth, logit_limit, reaches_limit, ..gathered.report() }
             })
         });
         Ok(Self {

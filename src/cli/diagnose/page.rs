@@ -47,7 +47,7 @@ pub fn render(diagnosis: &Diagnosis, history: &History, made: &Made) -> String {
         page.section("Heads");
         page.paragraph(&words::legend(diagnosis));
         let rows = words::worst(diagnosis);
-        page.table("", &table(&words::HEADS, rows.iter().map(|head| words::head(head, diagnosis).to_vec())));
+        page.table("", &table(&words::HEADS, rows.iter().map(|head| words::head(head).to_vec())));
         page.end_section();
     }
     page.render(made)
@@ -71,6 +71,13 @@ fn curves_of(diagnosis: &Diagnosis) -> String {
 }
 
 fn figures(diagnosis: &Diagnosis, history: &History) -> Vec<Figure> {
+    let shown = words::worst(diagnosis);
+    let limits = words::logit_limits(&shown[..shown.len().min(1 + OTHERS)]);
+    // One line cannot show several limits.
+    let (limit, limit_caption) = match limits[..] {
+        [limit] => (Some(limit), format!("Absolute value. Dotted: the limit of {limit}.")),
+        _ => (None, "Absolute value. The layers have different limits, by the format of Q and K.".to_owned()),
+    };
     let mut figures = Vec::new();
     let losses = history.steps.iter().filter_map(|step| Some((step.step, step.loss?))).collect();
     figures.extend(figure(
@@ -82,12 +89,7 @@ fn figures(diagnosis: &Diagnosis, history: &History) -> Vec<Figure> {
     let quantities: [(&str, String, Column, Option<f64>); 8] = [
         ("Norm of W_Q", "Certified spectral norm.".to_owned(), |layer| &layer.w_q, None),
         ("sigma", "Certified norm of W_Q^T W_K, without the softmax scale.".to_owned(), |layer| &layer.sigma, None),
-        (
-            "Largest logit",
-            format!("Absolute value. Dotted: the limit of {}.", diagnosis.options.logit_limit),
-            |layer| &layer.logit_max,
-            Some(diagnosis.options.logit_limit),
-        ),
+        ("Largest logit", limit_caption, |layer| &layer.logit_max, limit),
         ("Certified logit bound", "Worst case, including rounding.".to_owned(), |layer| &layer.bound, None),
         (
             "Repeated maxima",

@@ -143,7 +143,7 @@ pub fn worst(diagnosis: &Diagnosis) -> Vec<HeadReport> {
 }
 
 /// Cells of a head.
-pub fn head(head: &HeadReport, diagnosis: &Diagnosis) -> [String; 12] {
+pub fn head(head: &HeadReport) -> [String; 12] {
     let ends = |span: Option<Span>| (short(span.map(|span| span.first)), short(span.map(|span| span.last)));
     let ((w_first, w_last), (s_first, s_last)) = (ends(head.w_q), ends(head.sigma));
     [
@@ -156,29 +156,37 @@ pub fn head(head: &HeadReport, diagnosis: &Diagnosis) -> [String; 12] {
         head.growth.map_or("-".to_owned(), |part| format!("{:.0} %", 100.0 * part)),
         short(head.bound),
         short(head.logit_max),
-        limit(head, diagnosis),
+        limit(head),
         short(head.delta_bias),
         short(head.entropy),
     ]
 }
 
 /// When the limit is reached.
-fn limit(head: &HeadReport, diagnosis: &Diagnosis) -> String {
+fn limit(head: &HeadReport) -> String {
     match head.reaches_limit {
         Some(step) => step.to_string(),
-        None if head.logit_max.or(head.bound).is_some_and(|logit| logit >= diagnosis.options.logit_limit) => {
-            "passed".to_owned()
-        }
+        None if head.logit_max.or(head.bound).is_some_and(|logit| logit >= head.logit_limit) => "passed".to_owned(),
         None => "-".to_owned(),
     }
 }
 
+/// Limits of logits, ascending: layers have different ones where Q and K differ in format.
+pub fn logit_limits(heads: &[HeadReport]) -> Vec<f64> {
+    let mut limits: Vec<f64> = heads.iter().map(|head| head.logit_limit).collect();
+    limits.sort_by(f64::total_cmp);
+    limits.dedup();
+    limits
+}
+
 /// What the columns are.
 pub fn legend(diagnosis: &Diagnosis) -> String {
+    let limits: Vec<String> = logit_limits(&diagnosis.heads).iter().map(f64::to_string).collect();
+    let by_format = if limits.len() > 1 { " (by the format of Q and K)" } else { "" };
     format!(
-        "growth: growth of the norm of W_Q relative to the largest that the learning rate allows; bound: worst-case bound \
-         on |logit|, including rounding; limit at step: step at which the largest logit (without logits: its bound) \
-         reaches {} if it grows on at this rate; -: not recorded, or no growth",
-        diagnosis.options.logit_limit
+        "growth: growth of the norm of W_Q relative to the largest that the learning rate allows; bound: worst-case \
+         bound on |logit|, including rounding; limit at step: step at which the largest logit (without logits: its \
+         bound) reaches {}{by_format} if it grows on at this rate; -: not recorded, or no growth",
+        limits.join(" or ")
     )
 }
