@@ -639,7 +639,7 @@ mod fp8 {
             let folder = tempfile::tempdir().unwrap();
             write(folder.path(), Some(("scale_inv", &[2, 3], &[1.0; 6])), config.clone());
             let error = Checkpoint::open(folder.path()).unwrap().layer(0).unwrap_err().to_string();
-            assert!(error.contains("the config has no `weight_block_size`"), "{config}: {error}");
+            assert!(error.contains("the config has no tile size"), "{config}: {error}");
         }
         let two = |rows: usize| json!({"weights": {"block_structure": [rows, 128]}});
         let case = grouped("llama", "llama", compressed(json!({"a": two(128), "b": two(64)})));
@@ -733,7 +733,7 @@ mod fp8 {
         };
         says(None, "neither `weight_scale`");
         says(Some(("scale", &[3], &[1.0; 3])), "has shape [3]");
-        says(Some(("scale_inv", &[5, 1], &[1.0; 5])), "no `weight_block_size`");
+        says(Some(("scale_inv", &[5, 1], &[1.0; 5])), "no tile size (`weight_block_size`");
         says(Some(("scale", &[1], &[f32::NAN])), "NaN or infinity");
         says(Some(("scale", &[1], &[-0.5])), "must not be negative");
     }
