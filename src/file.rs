@@ -203,7 +203,16 @@ mod tests {
         std::fs::create_dir(parent.path().join("empty")).unwrap();
         write_folder(&parent.path().join("empty"), fill).unwrap();
         assert!(write_folder(&parent.path().join("no/such"), fill).unwrap_err().is_io());
-        assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 2);
+        // Of two that write at once, the first to finish has the folder.
+        let raced = parent.path().join("raced");
+        let error = write_folder(&raced, |place| {
+            write_folder(&raced, fill)?;
+            write_atomically(&place.join("b"), b"two")
+        })
+        .unwrap_err();
+        assert!(error.is_io() && error.to_string().contains("raced"), "{error}");
+        assert!(raced.join("a").is_file() && !raced.join("b").exists());
+        assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 3);
     }
 
     #[cfg(unix)]

@@ -47,28 +47,28 @@ fn a_run_that_fails_is_named_by_its_head_with_exit_1() {
     assert!(table.lines().all(|line| line.chars().count() <= 160), "{table}");
 }
 
-/// Logits of 3992 have passed the limit of BF16, and not that of f32.
+/// The stress lab names a run by its settings, and the limit of its logits is that of their format.
 #[test]
-fn the_limit_shown_is_that_of_the_layers_format() {
-    for (operands, limit, state) in [(Operands::Bf16, "1000", "passed"), (Operands::F32, "65536000", "-")] {
-        let folder = tempfile::tempdir().unwrap();
-        let (file, page) = (folder.path().join("run.jsonl"), folder.path().join("run.html"));
-        let layer =
-            LayerInfo { layer: 5, heads: 1, kv_heads: 1, head_dim: 8, width: Some(16), operands: Some(operands) };
-        let run = RunInfo { format: FORMAT, source: "lab".into(), layers: vec![layer], ..RunInfo::default() };
-        let mut writer = Writer::create(&file, run).unwrap();
-        for step in 0..100 {
-            let layer = LayerRecord { step, layer: 5, logit_max: vec![3992.0], ..LayerRecord::default() };
-            writer.write(&Record::Layer(layer)).unwrap();
-        }
-        drop(writer);
-        let table = String::from_utf8(sigmascale(&["diagnose", text(&file), "--html", text(&page)]).stdout).unwrap();
-        let words = table.split_whitespace().collect::<Vec<_>>().join(" ");
-        assert!(words.contains(&format!("reaches {limit} if it grows on")), "{table}");
-        let row = table.lines().rfind(|line| line.contains("3992")).unwrap();
-        assert!(row.split_whitespace().any(|cell| cell == state), "{row}");
-        assert!(std::fs::read_to_string(&page).unwrap().contains(&format!("Limit: {limit};")));
+fn a_run_in_f16_named_by_its_settings() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, page) = (folder.path().join("run.jsonl"), folder.path().join("run.html"));
+    let operands = Some(Operands::F16);
+    let layer = LayerInfo { layer: 5, heads: 1, kv_heads: 1, head_dim: 8, width: Some(16), operands };
+    let name = Some(r#"{"remedy":"none","seed":3}"#.to_owned());
+    let run = RunInfo { format: FORMAT, source: "lab".into(), name, layers: vec![layer], ..RunInfo::default() };
+    let mut writer = Writer::create(&file, run).unwrap();
+    for step in 0..100 {
+        let layer = LayerRecord { step, layer: 5, logit_max: vec![2000.0], ..LayerRecord::default() };
+        writer.write(&Record::Layer(layer)).unwrap();
     }
+    drop(writer);
+    let output = sigmascale(&["diagnose", text(&file), "--html", text(&page)]);
+    let table = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{table}");
+    assert!(table.starts_with("remedy none, seed 3: 1 layer, 1 query head, steps 0 to 99"), "{table}");
+    assert!(table.contains("reaches 8000") && !table.contains("passed"), "{table}");
+    let page = std::fs::read_to_string(&page).unwrap();
+    assert!(page.contains("remedy none, seed 3") && page.contains("Dotted: the limit of 8000."));
 }
 
 #[test]

@@ -454,6 +454,10 @@ fn a_quantization_that_is_no_object_is_named() {
         );
         assert!(!to.exists());
     }
+    // Null is how none is written.
+    write(&file, &json!({ "quantization": null }));
+    let made = Gone(export_of(model.path(), Engine::Trtllm, false).folder);
+    assert_eq!(read(&made.0.join("hf_quant_config.json")), json!({"quantization": {"kv_cache_quant_algo": "FP8"}}));
 }
 
 /// What Python writes bare stays as it is.
@@ -603,9 +607,15 @@ mod mishaps {
         let other = model.with_file_name("other");
         std::fs::create_dir(&other).unwrap();
         std::fs::write(other.join("template.jinja"), "x").unwrap();
-        symlink(&other, model.join("extra/templates")).unwrap();
+        // Twice, which is no cycle.
+        for link in ["extra/again", "extra/templates"] {
+            symlink(&other, model.join(link)).unwrap();
+        }
         let done = sigmascale(&["export", text(&model), "--to", text(&to), "--for", "vllm"]);
-        assert!(done.status.success() && to.join("extra/templates/template.jinja").is_file());
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        for link in ["extra/again", "extra/templates"] {
+            assert!(to.join(link).join("template.jinja").is_file(), "{link}");
+        }
     }
 
     #[test]
@@ -654,16 +664,21 @@ mod mishaps {
         let (_model, model) = run::copy_of_tiny_llama();
         let shared = Path::new("/dev/shm");
         let device = |path: &Path| std::fs::metadata(path).map(|found| found.dev()).ok();
-        let Ok(elsewhere) = tempfile::tempdir_in(shared) else { return };
-        if device(shared) == device(&model) {
+        let elsewhere = tempfile::tempdir_in(shared).ok().filter(|_| device(shared) != device(&model));
+        let Some(elsewhere) = elsewhere else {
+            eprintln!("skipped another_file_system_gets_copies: {} is no other file system", shared.display());
             return;
-        }
+        };
         let to = elsewhere.path().join("out");
         let said = json(&["export", text(&model), "--to", text(&to), "--for", "vllm", "--format", "json"]);
         assert!(said["linked"] == 0 && said["copied"].as_u64() >= Some(2), "{said}");
         assert!(sigmascale(&["verify", text(&to)]).status.success());
-        // Where nothing can be written, the folder is named.
-        let (code, log) = failure(&["export", text(&model), "--to", "/proc/out", "--for", "vllm"]);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_folder_that_cannot_be_written_is_named() {
+        let (code, log) = failure(&["export", TINY_LLAMA, "--to", "/proc/out", "--for", "vllm"]);
         assert!(code == 1 && log.contains("/proc/out"), "{log}");
     }
 

@@ -23,8 +23,8 @@
 //! E4M3 codes, which BF16 holds exactly; descales multiply sums. delta comes from the same rounded dO as dP. Sums are f32:
 //! the 16-bit accumulator keeps 25 bits, which changes nothing at this precision.
 //!
-//! **FP8 products** ([`Fp8Products`]). Off by default. dQ is taken of E4M3 codes of dS, dP of E4M3 codes of dO, each row by a power of
-//! two that no code can pass 448 under, known before the product:
+//! **FP8 products** ([`Fp8Products`]). Off by default. dQ is taken of E4M3 codes of dS, dP of E4M3 codes of dO, each row
+//! by a power of two that no code can pass 448 under, known before the product:
 //!
 //! ```text
 //! t_i = 2^floor(log2(448 / |dO_i|))                                       dO8_i = e4m3(t_i dO_i)
@@ -32,10 +32,11 @@
 //! b_i = 2 min(Pmax_i, 1 - Pmax_i, 1/4) + Pmax_i / 256
 //! ```
 //!
-//! since `|dP_ij| <= |dO_i| |v_j|` and `|dS_ij| <= P_ij (1 - P_ij) max_k |dP_ij - dP_ik|`, and every P but the largest is at most
-//! `1 - Pmax_i`. `R_V` bounds `|v_j|`, all in units of V's descale; `Pmax_i` is the row's largest P, from the forward's row maximum;
-//! 1/256 covers the rounding of the output in delta. dK takes dS in BF16. Where dP is in FP8, delta and `|dO_i|` are those of the rounded dO. Both products have the accumulator of [`FP8`]: dP
-//! sums d_v channels, dQ 128 keys, and f32 holds the sum over those.
+//! since `|dP_ij| <= |dO_i| |v_j|` and `|dS_ij| <= P_ij (1 - P_ij) max_k |dP_ij - dP_ik|`, and every P but the largest is
+//! at most `1 - Pmax_i`. `R_V` bounds `|v_j|`, all in units of V's descale; `Pmax_i` is the row's largest P, from the
+//! forward's row maximum; 1/256 covers the rounding of the output in delta. dK takes dS in BF16. Where dP is in FP8,
+//! delta and `|dO_i|` are those of the rounded dO. Both products have the accumulator of [`FP8`]: dP sums d_v channels,
+//! dQ 128 keys, and f32 holds the sum over those.
 //!
 //! Source: flash-attention paper, Algorithm 2 and section 3.3, Equation 1.
 

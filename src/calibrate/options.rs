@@ -67,8 +67,8 @@ impl Options {
             match self.bound {
                 BoundKind::Certain => {
                     return Err(Error::argument(
-                        "bound worst-case needs estimator gram, since power iteration gives a lower bound, which cannot certify; with \
-                         estimator power use bound rank-aware",
+                        "bound worst-case needs estimator gram, since power iteration gives a lower bound, which \
+                         cannot certify; with estimator power use bound rank-aware",
                     ));
                 }
                 BoundKind::Spectrum => {

@@ -4,7 +4,9 @@ use super::options::Options;
 use crate::bound::{BoundKind, CStar, HeadBounds, MlaBounds, Tail};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
-use crate::model::{AttentionSpec, Mla, NormKind, PerLayer, QkNormScope, QkvBias, RopeLayout, attention_module};
+use crate::model::{
+    AttentionSpec, Mla, NormKind, PerLayer, QkNormScope, QkvBias, RopeLayout, require_attention_module,
+};
 use crate::plan::{Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use crate::serving::{Engine, LayerScales, Operand, scale_file};
@@ -46,9 +48,7 @@ impl Profile {
             )));
         }
         let scales = |(layer, operands): (&LayerProfile, OperandDescales)| {
-            let module = attention_module(family, prefix, layer.number).ok_or_else(|| {
-                Error::unsupported(format_args!("the attention module names of family `{family}` are unknown"))
-            })?;
+            let module = require_attention_module(family, prefix, layer.number)?;
             let n_q_heads = layer.logit_descales.len();
             let OperandDescales { q, k, v, .. } = operands;
             Ok(LayerScales { layer: layer.number, module, q, k, v, expanded: None, n_q_heads })

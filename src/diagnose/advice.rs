@@ -26,8 +26,8 @@ fn actions(kind: AlarmKind) -> &'static [(&'static str, &'static str)] {
         AlarmKind::DeltaBias => &[
             ("keep P V and the output in f32 until delta is computed, or take delta from rowsum(P o dP)", OUTPUT),
             (
-                "where row maxima repeat: the stabilized softmax (attention::Stabilised), with its default limit, which \
-                 moves with the maximum",
+                "where row maxima repeat: the stabilized softmax (attention::Stabilised), with its default limit, \
+                 which moves with the maximum",
                 "\"Why Low-Precision Transformer Training Fails\", section 4; docs/low-precision-failure.md",
             ),
         ],

@@ -82,9 +82,9 @@ pub struct HeadReport {
     pub bound: Option<f64>,
     /// Largest |logit| seen.
     pub logit_max: Option<f64>,
-    /// Largest |logit| that is still normal in the format of its layer's Q and K.
+    /// Largest |logit| that is still normal in the format of the layer's Q and K.
     pub logit_limit: f64,
-    /// Step at which the largest logit reaches the limit at the present rate, or its bound where no logits are
+    /// Step at which the largest logit reaches that limit at the present rate, or its bound where no logits are
     /// recorded; null where it does not grow or has passed the limit.
     pub reaches_limit: Option<u64>,
     /// Last share of rows whose maximum repeats.
@@ -108,14 +108,6 @@ struct Gathered {
 }
 
 impl Diagnosis {
-    /// The limits of logits of all heads, each once, smallest first: layers in finer formats have larger ones.
-    pub fn logit_limits(&self) -> Vec<f64> {
-        let mut limits: Vec<f64> = self.heads.iter().map(|head| head.logit_limit).collect();
-        limits.sort_by(f64::total_cmp);
-        limits.dedup();
-        limits
-    }
-
     /// Of a run and its records in the order in which they were written.
     ///
     /// # Errors
@@ -155,8 +147,9 @@ impl Diagnosis {
         let reports = heads.into_iter().enumerate().flat_map(|(at, heads)| {
             let (alarms, layer) = (&alarms, run.layers[at].layer);
             heads.into_iter().enumerate().map(move |(head, gathered)| {
-                let (watch, logit_limit) = (alarms.head(at, head), alarms.logit_limit(at));
-                let (growth, reaches_limit) = (watch.growth(), watch.reaches(logit_limit));
+                let watch = alarms.head(at, head);
+                let (growth, logit_limit) = (watch.growth(), alarms.logit_limit(at));
+                let reaches_limit = watch.reaches(logit_limit);
                 HeadReport { layer, head, growth, logit_limit, reaches_limit, ..gathered.report() }
             })
         });

@@ -132,8 +132,8 @@ impl Head {
             if let Some(share) = self.growth {
                 gate(AlarmKind::Growth, share, options.growth, share < CLEAR * options.growth, hold, &|| {
                     format!(
-                        "the norm of W_Q grows at {:.0} % of the largest rate that the learning rate allows: the updates \
-                         point in one direction",
+                        "the norm of W_Q grows at {:.0} % of the largest rate that the learning rate allows: the \
+                         updates point in one direction",
                         100.0 * share
                     )
                 });

@@ -176,7 +176,12 @@ fn the_limit_of_logits_is_that_of_their_format() {
         };
         assert_eq!(of(0.99 * limit).verdict, Verdict::Calm, "{operands:?}");
         assert_eq!(of(limit).first.unwrap().limit, limit, "{operands:?}");
-        assert!(of(1.0).heads.iter().all(|head| head.logit_limit == limit), "{operands:?}");
+        // The same root of the logit, as a share of the limit, is reached at the same step.
+        let grows = |step: u64| limit * (step as f64 / 200.0).powi(2);
+        let layer = |step| LayerRecord { logit_max: beside(0.0, grows(step)), ..LayerRecord::default() };
+        let diagnosis = Diagnosis::new(run.clone(), &record(100, calm_step, layer), Options::default()).unwrap();
+        let head = &diagnosis.heads[3];
+        assert_eq!((head.logit_limit, head.reaches_limit), (limit, Some(200)), "{operands:?}");
     }
 }
 

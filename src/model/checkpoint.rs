@@ -252,7 +252,11 @@ impl Checkpoint {
         let fits = |prefix: &&str| self.tensors.contains_key(&format!("{prefix}{probe}"));
         self.config.prefixes.iter().copied().find(fits).ok_or_else(|| {
             let family = self.config.family.name;
-            Error::format(&self.path, format_args!("found no tensor `{probe}` (with any known prefix), which family `{family}` needs: check that the weights belong to this config"))
+            let rule = format_args!(
+                "found no tensor `{probe}` (with any known prefix), which family `{family}` needs: check that the \
+                 weights belong to this config"
+            );
+            Error::format(&self.path, rule)
         })
     }
 
@@ -532,9 +536,12 @@ impl Checkpoint {
             [n] | [n, 1] if *n == rows => ((rows, 1), (1, cols.max(1))),
             [grid_rows, grid_cols] => {
                 let tile = self.config.fp8_tile;
-                let block = tile.ok_or_else(|| needs("the config has no `weight_block_size`"))?;
-                if (rows.div_ceil(block.0), cols.div_ceil(block.1)) != (*grid_rows, *grid_cols) {
-                    return Err(needs(&format!("tiles of {} x {} need another shape", block.0, block.1)));
+                let block = tile
+                    .ok_or_else(|| needs("the config has no tile size (`weight_block_size` or `block_structure`)"))?;
+                let grid = (rows.div_ceil(block.0), cols.div_ceil(block.1));
+                if grid != (*grid_rows, *grid_cols) {
+                    let rule = format!("tiles of {} x {} need [{}, {}]", block.0, block.1, grid.0, grid.1);
+                    return Err(needs(&rule));
                 }
                 ((*grid_rows, *grid_cols), block)
             }

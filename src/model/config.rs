@@ -394,7 +394,8 @@ impl<'a> Keys<'a> {
                     [Some(a), Some(b)] => match [said(a)?, said(b)?] {
                         [a, b] if a == b => Ok(a),
                         _ => {
-                            let rule = "`rope_parameters` and `rope_scaling` disagree on the factor by which queries grow with the position";
+                            let rule = "`rope_parameters` and `rope_scaling` disagree on the factor by which queries \
+                                        grow with the position";
                             Err(Error::format(self.file, rule))
                         }
                     },
@@ -454,7 +455,8 @@ fn unknown_family(file: &Path, model_type: &str) -> Error {
     refuse(
         file,
         format_args!(
-            "unknown model type `{model_type}`, so it cannot be bounded{near}; `sigmascale families` lists the supported types"
+            "unknown model type `{model_type}`, so it cannot be bounded{near}; `sigmascale families` lists the \
+             supported types"
         ),
     )
 }

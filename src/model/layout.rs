@@ -6,7 +6,7 @@
 use super::config::Config;
 use super::families::{self, NormTensor, QkNormStored, QkvTensors};
 use super::spec::{AttentionSpec, LayerSpec};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use std::path::Path;
 
 /// Names and places of a model's attention tensors.
@@ -109,6 +109,15 @@ pub fn attention_module(family: &str, prefix: &str, number: usize) -> Option<Str
     let projection = at(families::family_named(family)?.qkv.first(), number);
     let (module, _) = projection.rsplit_once('.')?;
     Some(format!("{prefix}{module}"))
+}
+
+/// As [`attention_module`].
+///
+/// # Errors
+/// `is_unsupported` if there is no such family.
+pub(crate) fn require_attention_module(family: &str, prefix: &str, number: usize) -> Result<String> {
+    attention_module(family, prefix, number)
+        .ok_or_else(|| Error::unsupported(format_args!("the attention module names of family `{family}` are unknown")))
 }
 
 impl Config {

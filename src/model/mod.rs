@@ -36,6 +36,7 @@ pub use checkpoint::{Checkpoint, LayerStream, StoredTensor};
 pub use families::{KnownFamily, Support, known_families};
 pub use files::{RawTensor, WeightFiles};
 pub use head_offsets::HeadOffsets;
+pub(crate) use layout::require_attention_module;
 pub use layout::{LayerNames, Layout, MlaNames, ProjectionName, attention_module};
 pub use mla::Mla;
 pub use preset::{paper_sigma_profile, preset, preset_names};

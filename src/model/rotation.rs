@@ -387,7 +387,8 @@ impl Angles {
             "longrope" => Ok((self.longrope_factor(settings, config)?, None)),
             other => {
                 let rule = format_args!(
-                    "unknown `rope_type` `{}`: expected default, linear, proportional, dynamic, llama3, yarn, longrope or mrope",
+                    "unknown `rope_type` `{}`: expected default, linear, proportional, dynamic, llama3, yarn, longrope, \
+                     or mrope with `mrope_section`",
                     shorten(other)
                 );
                 Err(refuse(settings.file, rule))

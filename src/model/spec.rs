@@ -221,7 +221,7 @@ impl AttentionSpec {
         if let Some(layer) = self.layers.iter().find(|layer| layer.kv_source.is_some())
             && (self.qk_norm_of(layer).is_none() || !self.v_norm)
         {
-            let rule = "shared keys and values need `qk_norm` to be bounded, but it is missing";
+            let rule = "shared keys and values have no bound without both `qk_norm` and `v_norm`";
             return broken(format_args!("layer {}: {rule}", layer.number));
         }
         if self.has_mla() && (self.qk_norm.is_some() || self.norm.kind != NormKind::RmsNorm || self.norm.shift) {

@@ -1,8 +1,8 @@
 //! Names of attention scales as they are found in checkpoints, whoever wrote them; those that are written: [`super::engine`].
 
 use super::engine::Operand;
-use crate::error::{Error, Result};
-use crate::model::{AttentionSpec, LayerSpec, attention_module};
+use crate::error::Result;
+use crate::model::{AttentionSpec, LayerSpec, require_attention_module};
 
 /// Every name under which some loader looks for an attention scale of a model.
 pub(super) struct ScaleNames {
@@ -11,11 +11,7 @@ pub(super) struct ScaleNames {
 
 impl ScaleNames {
     pub fn new(spec: &AttentionSpec) -> Result<Self> {
-        let module = |layer: &LayerSpec| {
-            attention_module(&spec.family, &spec.prefix, layer.number).ok_or_else(|| {
-                Error::unsupported(format_args!("the attention module names of family `{}` are unknown", spec.family))
-            })
-        };
+        let module = |layer: &LayerSpec| require_attention_module(&spec.family, &spec.prefix, layer.number);
         Ok(Self { modules: spec.layers.iter().map(module).collect::<Result<_>>()? })
     }
 

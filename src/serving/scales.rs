@@ -4,7 +4,7 @@ use super::engine::{Engine, Operand};
 use crate::bound::{LayerBounds, MlaBounds};
 use crate::error::{Error, Result};
 use crate::geometry::LayerGeometry;
-use crate::model::{AttentionSpec, LayerWeights, NormKind, attention_module};
+use crate::model::{AttentionSpec, LayerWeights, NormKind, require_attention_module};
 use crate::plan::{Granularity, OperandDescales, ScalePlan};
 use crate::scale::Descale;
 use safetensors::tensor::{Dtype, TensorView};
@@ -44,9 +44,7 @@ impl LayerScales {
     pub fn new(spec: &AttentionSpec, weights: LayerWeights<'_>) -> Result<Self> {
         let index = weights.layer;
         let own = spec.layer(index)?;
-        let module = attention_module(&spec.family, &spec.prefix, own.number).ok_or_else(|| {
-            Error::unsupported(format_args!("the attention module names of family `{}` are unknown", spec.family))
-        })?;
+        let module = require_attention_module(&spec.family, &spec.prefix, own.number)?;
         let within = |error: Error| error.within(spec.place(index));
         let (layer, n_q_heads) = (own.number, own.n_q_heads);
         let descales = |bounds: &LayerBounds| OperandDescales::from_bounds(bounds, Granularity::Head).map_err(within);
@@ -89,9 +87,7 @@ impl LayerScales {
                 spec.place(index)
             )));
         }
-        let module = attention_module(&spec.family, &spec.prefix, own.number).ok_or_else(|| {
-            Error::unsupported(format_args!("the attention module names of family `{}` are unknown", spec.family))
-        })?;
+        let module = require_attention_module(&spec.family, &spec.prefix, own.number)?;
         let bounded = spec.norm.kind != NormKind::None;
         let rows = [Some(&q), Some(&k), v.as_ref()];
         if v.is_some() != bounded || rows.into_iter().flatten().any(|row| row.len() != own.n_kv_heads) {

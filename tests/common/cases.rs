@@ -7,6 +7,23 @@ use serde_json::{Value, json};
 pub const LAYERS: usize = 4;
 pub const R: usize = 16;
 
+/// Families of latent attention, whose cases are those of `latent`.
+pub const LATENT: [&str; 13] = [
+    "axk1",
+    "bailing_hybrid",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "hy_v4",
+    "kimi_linear",
+    "longcat_flash",
+    "minicpm3",
+    "mistral4",
+    "youtu",
+];
+
 /// One checkpoint to write: its family's layout by `kind`.
 pub struct Case {
     pub name: &'static str,

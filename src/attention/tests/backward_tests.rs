@@ -106,8 +106,8 @@ fn gradients_are_the_references_for_every_mask_and_length() {
     }
 }
 
-/// Products in FP8 by scales of rows: no code overflows, so every row is off by the rounding alone, whatever its size; and what is not
-/// in FP8 has the bits of BF16 products.
+/// Products in FP8 by scales of rows: every row is off by the rounding alone, whatever its size; and what is not in FP8
+/// has the bits of BF16 products.
 #[test]
 fn fp8_products_are_off_by_their_rounding() {
     let fp8 = |dq, dp, value_slack| GradientProducts::Fp8(Fp8Products { dq, dp, value_slack });
@@ -144,6 +144,28 @@ fn fp8_products_are_off_by_their_rounding() {
             assert!(have.iter().all(|x| x.is_finite()));
         }
         assert!(both.dq.iter().chain(&both.dk).all(|x| x.is_finite()));
+    }
+}
+
+/// Rows whose dS attains its bound: two keys with opposite values along dO. A code past 448 would saturate.
+#[test]
+fn no_code_of_ds_overflows_at_its_bound() {
+    let (d, rows) = (16, 128);
+    let call = AttentionCall { mask: Mask::NONE, ..AttentionCall::causal(shape(1, 1, rows, 2, d)) };
+    let ends = [1.0, -1.0].map(|x| [x; 16]).concat();
+    // Both keys have P from 0.5 to 0.95 and its rest; dO takes 16 places between two powers of two.
+    let of_rows = |x: &dyn Fn(usize) -> f32| (0..rows).flat_map(|row| [x(row); 16]).collect::<Vec<f32>>();
+    let data = Data { q: of_rows(&|row| 0.05 * (row / 16) as f32), k: ends.clone(), v: ends };
+    let d_out = of_rows(&|row| 1.0 + (row % 16) as f32 / 16.0);
+    let of = |products| {
+        let how = BackwardPrecision { delta: Delta::Output, products };
+        gradients(&call, &data, &Precision::TRAINING, &how, &d_out).dq
+    };
+    let bf16 = of(GradientProducts::Bf16);
+    let fp8 = of(GradientProducts::Fp8(Fp8Products { dq: true, dp: false, value_slack: 1 }));
+    for (row, (have, want)) in fp8.chunks_exact(d).zip(bf16.chunks_exact(d)).enumerate() {
+        let off = (have[0] - want[0]).abs() / want[0].abs();
+        assert!(off <= 0.07, "row {row}: {} is off by {off:e} of {}", have[0], want[0]);
     }
 }
 

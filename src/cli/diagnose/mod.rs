@@ -28,7 +28,8 @@ pub struct Args {
     /// the end of their names
     #[arg(required = true, value_name = "RUN|CHECKPOINTS")]
     paths: Vec<PathBuf>,
-    /// |logit| at which the alarm logit-limit is raised [default: 1000]
+    /// |logit| at which the alarm logit-limit is raised where Q and K are in BF16 or FP8; in F16 8 times, in f32 65536
+    /// times as large [default: 1000]
     #[arg(long, value_name = "LOGIT", value_parser = real, allow_negative_numbers = true)]
     logit_limit: Option<f64>,
     /// Growth of the norm of a head's W_Q that raises an alarm, as a fraction of the largest growth that the learning

@@ -71,6 +71,13 @@ fn curves_of(diagnosis: &Diagnosis) -> String {
 }
 
 fn figures(diagnosis: &Diagnosis, history: &History) -> Vec<Figure> {
+    let shown = words::worst(diagnosis);
+    let limits = words::logit_limits(&shown[..shown.len().min(1 + OTHERS)]);
+    // One line cannot show several limits.
+    let (limit, limit_caption) = match limits[..] {
+        [limit] => (Some(limit), format!("Absolute value. Dotted: the limit of {limit}.")),
+        _ => (None, "Absolute value. The layers have different limits, by the format of Q and K.".to_owned()),
+    };
     let mut figures = Vec::new();
     let losses = history.steps.iter().filter_map(|step| Some((step.step, step.loss?))).collect();
     figures.extend(figure(
@@ -82,12 +89,7 @@ fn figures(diagnosis: &Diagnosis, history: &History) -> Vec<Figure> {
     let quantities: [(&str, String, Column, Option<f64>); 8] = [
         ("Norm of W_Q", "Certified spectral norm.".to_owned(), |layer| &layer.w_q, None),
         ("sigma", "Certified norm of W_Q^T W_K, without the softmax scale.".to_owned(), |layer| &layer.sigma, None),
-        (
-            "Largest logit",
-            format!("Absolute value. Limit: {}; dotted: the smallest.", words::limits(diagnosis)),
-            |layer| &layer.logit_max,
-            diagnosis.logit_limits().first().copied(),
-        ),
+        ("Largest logit", limit_caption, |layer| &layer.logit_max, limit),
         ("Certified logit bound", "Worst case, including rounding.".to_owned(), |layer| &layer.bound, None),
         (
             "Repeated maxima",

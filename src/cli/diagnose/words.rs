@@ -171,18 +171,22 @@ fn limit(head: &HeadReport) -> String {
     }
 }
 
-/// What the columns are.
-pub fn legend(diagnosis: &Diagnosis) -> String {
-    format!(
-        "growth: growth of the norm of W_Q relative to the largest that the learning rate allows; bound: worst-case bound \
-         on |logit|, including rounding; limit at step: step at which the largest logit (without logits: its bound) \
-         reaches {} if it grows on at this rate; -: not recorded, or no growth",
-        limits(diagnosis)
-    )
+/// Limits of logits, ascending: layers have different ones where Q and K differ in format.
+pub fn logit_limits(heads: &[HeadReport]) -> Vec<f64> {
+    let mut limits: Vec<f64> = heads.iter().map(|head| head.logit_limit).collect();
+    limits.sort_by(f64::total_cmp);
+    limits.dedup();
+    limits
 }
 
-/// The limits of logits of all layers.
-pub fn limits(diagnosis: &Diagnosis) -> String {
-    let limits: Vec<String> = diagnosis.logit_limits().iter().map(f64::to_string).collect();
-    limits.join(" or ") + if limits.len() > 1 { " (by the format of Q and K)" } else { "" }
+/// What the columns are.
+pub fn legend(diagnosis: &Diagnosis) -> String {
+    let limits: Vec<String> = logit_limits(&diagnosis.heads).iter().map(f64::to_string).collect();
+    let by_format = if limits.len() > 1 { " (by the format of Q and K)" } else { "" };
+    format!(
+        "growth: growth of the norm of W_Q relative to the largest that the learning rate allows; bound: worst-case \
+         bound on |logit|, including rounding; limit at step: step at which the largest logit (without logits: its \
+         bound) reaches {}{by_format} if it grows on at this rate; -: not recorded, or no growth",
+        limits.join(" or ")
+    )
 }

@@ -189,9 +189,9 @@ fn meaning(run: &StressResult) -> String {
         );
     } else {
         out.push_str(
-            " Shares of the two modes cannot be compared. The overshoot is the largest |x / descale| / 448 of a layer and \
-             step that overflowed. SQNR of the output and KL of the softmax, both against f32, say what it cost: medians \
-             over all layers and steps, and in the last column over those that overflowed.",
+            " Shares of the two modes cannot be compared. The overshoot is the largest |x / descale| / 448 of a layer \
+             and step that overflowed. SQNR of the output and KL of the softmax, both against f32, say what it cost: \
+             medians over all layers and steps, and in the last column over those that overflowed.",
         );
     }
     out

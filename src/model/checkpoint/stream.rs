@@ -212,7 +212,8 @@ impl LayerStream {
         let Some(&prefix) = prefixes.iter().find(fits) else {
             return match prefixes.iter().find_map(|prefix| self.bias_of(name.strip_prefix(prefix)?)) {
                 Some(weight) => broken(format_args!(
-                    "is a bias of `{weight}` that the config does not mention: pass all tensor names when the stream is created"
+                    "is a bias of `{weight}` that the config does not mention: pass all tensor names when the stream \
+                     is created"
                 )),
                 None => Ok(vec![]),
             };
