@@ -23,9 +23,9 @@ struct NextLogits {
 };
 
 // Makes P of the logits `s` and issues O += P V of tile t (Promote: part = P V); under it `next` goes to `s`, and `top` and `low` become
-// what can be known of it. Not `held`: there is no tile t.
+// what can be known of it. Not `held`: there is no tile t. `first`: tile t may be the first of its item.
 __device__ __forceinline__ void softmax_pv(Consumer& c, float (&s)[kBlockN / 2], float (&part)[kValueDim / 2], u32 t, bool held,
-                                           const NextLogits& next, float (&top)[2], float (&low)[2]) {
+                                           const NextLogits& next, float (&top)[2], float (&low)[2], bool first = true) {
   float x[kBlockN / 2], shift[2], sum[4] = {};
   exponent_shift(c.rows, c.scale, shift);
   exponents(x, s, c.scale, shift);
@@ -43,7 +43,7 @@ __device__ __forceinline__ void softmax_pv(Consumer& c, float (&s)[kBlockN / 2],
 #pragma unroll
   for (int i = 0; i < kBlockN / 16; i++) pack_p(c.p, x, i);
   ptx::mbarrier_wait_uniform(c.v_full(t), c.parity(t), !held);
-  c.clear_tail(t);
+  if (first) c.clear_tail(t);
   if constexpr (kPv == Pv::Promote) {
     issue_pv(part, c.p, c.v(t), true);
   } else {
@@ -82,10 +82,11 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
       auto step = [&](bool masked) {
         const u32 t = c.kv;
         const int n = stop - t - 1;
+        const bool first = masked;  // NOTES: a literal, so that the loop of other tiles has no code for tails
         masked = masked && open.hides(n);
         c.kv = t + 1;
         float part[kValueDim / 2];
-        softmax_pv(c, s, part, t - 1, true, {tile, open, t, n, masked, true, ready}, top, low);
+        softmax_pv(c, s, part, t - 1, true, {tile, open, t, n, masked, true, ready}, top, low, first);
         ready = ptx::mbarrier_try_wait(c.k_full(t + 1), c.parity(t + 1));
         const float rescale[2] = {c.rows.rescale[0], c.rows.rescale[1]};
         const bool moved = update_row_max(s, top, low, c.rows, c.scale, tile.to_caps, masked);
@@ -108,6 +109,7 @@ __device__ __forceinline__ void mainloop_double(Consumer& c) {
       // Masked tiles, then the others, with a flush where one is due
       c.kv = uniform(c.kv);
       int left = c.count(stop - c.kv), masked_left = c.count(max(0, left - open.end));
+      if (kPaged && c.tail < kBlockN) masked_left = max(masked_left, 1);
       int open_left = c.count(max(0, min(left, open.end) - open.first));
       while (left > 0) {
         int run = kPv == Pv::Flush ? min(left, kFlushTiles) : left;
