@@ -175,8 +175,13 @@ constexpr int kOffsetWork = kOffsetBarriers + ceil_div(8 * kBarriers, 16) * 16;
 constexpr int kTransposeWarps = 3;
 constexpr int kOffsetStaging = ceil_div(kOffsetWork + kWorkBytes * kQStages * kConsumers, 1024) * 1024;
 constexpr int kOffsetStagingBarriers = kOffsetStaging + kStagingStages * kTileBytes;
-constexpr int kSharedBytes =
-    (kVRows ? kOffsetStagingBarriers + 24 * kStagingStages : kOffsetWork + kWorkBytes * kQStages * kConsumers) + kSlackBytes;
+// Rows of the output on their way, 16 of each consumer warp, where there is room for them: the copy engine writes them.
+// NOTES: 16 bytes longer than they are, which spreads a column of them over the banks.
+constexpr int kOutRow = 2 * kValueDim + 16;
+constexpr int kOffsetOut = kVRows ? kOffsetStagingBarriers + 24 * kStagingStages : ceil_div(kOffsetWork + kWorkBytes * kQStages * kConsumers, 16) * 16;
+constexpr int kOutBytes = kConsumers * kRows * kOutRow;
+constexpr bool kBulkStore = !(kOutE4m3 || kSplitKv || kPadded) && kOffsetOut + kOutBytes + kSlackBytes <= kMaxSharedBytes;
+constexpr int kSharedBytes = kOffsetOut + (kBulkStore ? kOutBytes : 0) + kSlackBytes;
 static_assert(kSharedBytes <= kMaxSharedBytes && kKvStages > 1, "shared memory of one multiprocessor");
 static_assert(!kDoubleLogits || kQStages == 2, "the last product of a work item runs beside the first of the next");
 static_assert(!kPaged || (kRuns == 1 && kValueDim == kDim && !kPadded), "paged kernels are compiled for equal head dimensions of 64 or 128");

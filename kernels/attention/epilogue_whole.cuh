@@ -1,6 +1,8 @@
 // Epilogue of a whole tile: 64 rows of one head.
 #pragma once
 #include "attention/epilogue.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/reduce.cuh"
 
 namespace {
 
@@ -45,6 +47,29 @@ __device__ __forceinline__ void store(const Params& p, const WorkItem& item, con
   }
 }
 
+// The same of a warp's 16 rows, by the copy engine, which may read them until the next call. NOTES: a lane waits for the copies that it began.
+__device__ __forceinline__ void store_bulk(const Consumer& c, const WorkItem& item, const float (&o)[kValueDim / 2]) {
+  const Params& p = c.params;
+  const u32 lane = ptx::thread_index() % 32, warp = ptx::thread_index() / 32;
+  const u32 base = c.pipeline.base + kOffsetOut + warp * 16 * kOutRow;
+  ptx::bulk_wait_read<0>();
+  __syncwarp();
+  // Matrix m: rows 8 (m % 2) and on, columns 8 (m / 2) and on of 16
+  const u32 at = base + (lane % 16) * kOutRow + lane / 16 * 16;
+#pragma unroll
+  for (int i = 0; i < kValueDim / 16; i++)
+    ptx::stmatrix<false>(at + 32 * i, ptx::bf16x2(o[8 * i], o[8 * i + 1]), ptx::bf16x2(o[8 * i + 2], o[8 * i + 3]),
+                         ptx::bf16x2(o[8 * i + 4], o[8 * i + 5]), ptx::bf16x2(o[8 * i + 6], o[8 * i + 7]));
+  ptx::fence_proxy_async();
+  __syncwarp();
+  const int row = item.tile.row + warp % 4 * 16 + lane;
+  if (lane < 16 && row < lengths(p, item).q) {
+    u16* out = reinterpret_cast<u16*>(p.o) + item.tile.batch * p.o_stride_batch + item.tile.head * p.o_stride_head;
+    ptx::bulk_store(out + (item.q_row + row) * p.o_stride_row, base + lane * kOutRow, 2 * kValueDim);
+  }
+  ptx::bulk_commit();
+}
+
 __device__ __forceinline__ void epilogue(Consumer& c) {
   const Params& p = c.params;
   if (kPv == Pv::Flush && c.flushed) flush<false>(c.o, c.flushed_o(), c.rows.flush_rescale, false);
@@ -77,7 +102,8 @@ __device__ __forceinline__ void epilogue(Consumer& c) {
   }
   scale_rows(c.o, factor);
   if constexpr (kTelemetry) report(p, item, c.rows, c.o, my_row, known);
-  store(p, item, c.o, my_row, quad);
+  if constexpr (kBulkStore) store_bulk(c, item, c.o);
+  else store(p, item, c.o, my_row, quad);
 }
 
 }  // namespace

@@ -58,5 +58,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     else if constexpr (kDoubleLogits) mainloop_double(c);
     else if constexpr (kSliced) mainloop_sliced(c);
     else mainloop_single(c);
+    // Shared memory stays until the copy engine has read it
+    if constexpr (kBulkStore) ptx::bulk_wait_read<0>();
   }
 }

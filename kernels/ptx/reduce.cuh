@@ -1,4 +1,4 @@
-// Reductions into global memory that return nothing, and the order between blocks that take turns at them.
+// Copies and reductions into global memory that return nothing, and the order between blocks that take turns at them.
 #pragma once
 #include "common/types.cuh"
 
@@ -9,6 +9,10 @@ namespace ptx {
 __device__ __forceinline__ void bulk_reduce_add(float* to, u32 from, u32 bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
+}
+// Writes `bytes` of shared memory, a multiple of 16, to global memory likewise.
+__device__ __forceinline__ void bulk_store(void* to, u32 from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until at most `Pending` of this thread's groups are in flight; `_read`: until what they read may be overwritten.
