@@ -14,6 +14,7 @@
 #include "attention/mainloop_rolled.cuh"
 #include "attention/mainloop_single.cuh"
 #include "attention/mainloop_sliced.cuh"
+#include "ptx/reduce.cuh"
 
 // The host reads it.
 extern "C" __constant__ int SHARED_BYTES = kSharedBytes;
