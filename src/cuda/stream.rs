@@ -52,6 +52,20 @@ impl Stream {
         self.inner.join(&other.inner).map_err(failed("ordering two streams"))
     }
 
+    /// What tells it from other streams.
+    pub(crate) fn address(&self) -> usize {
+        self.inner.cu_stream() as usize
+    }
+
+    /// Whether its work goes to a graph that is being captured, or to one whose capture failed and has not ended.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub(crate) fn is_capturing(&self) -> Result<bool> {
+        let status = self.inner.capture_status().map_err(failed("asking whether a stream is captured"))?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
     /// Records what `work` puts on this stream as a graph; nothing runs yet. The graph keeps `work`, so the engines that it borrows
     /// cannot go before the graph does.
     ///
