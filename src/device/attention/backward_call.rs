@@ -27,10 +27,6 @@ pub struct BackwardOptions {
     /// Most bytes of f32 sums of dQ, 4 for each element of q: calls that have more run in parts, entries of the batch or KV heads, one
     /// after the other in one workspace. Calls with sequences or sinks are in one part.
     pub sums_limit: Option<usize>,
-    /// The sums of dQ are kept for a few KV heads at a time, in the L2 cache, in place of all of them; `sums_limit` then
-    /// cuts nothing. For dense calls whose KV heads are short enough, but not with `deterministic` or `dq_fp8`: others run
-    /// as without it. It has not run on a GPU yet.
-    pub ring: bool,
     /// dQ of E4M3 codes of dS; see [`Fp8Products`](crate::attention::Fp8Products). Calls need [`BackwardTensors::bounds`].
     pub dq_fp8: bool,
 }

@@ -27,8 +27,6 @@ pub(super) struct BackwardForm {
     pub soft_cap: bool,
     /// The call has sinks.
     pub sink: bool,
-    /// The sums of dQ are a ring of KV heads.
-    pub ring: bool,
     /// dQ of E4M3 codes of dS.
     pub dq_fp8: bool,
 }
@@ -70,7 +68,6 @@ impl BackwardForm {
             varlen: features.varlen,
             soft_cap: features.soft_cap,
             sink: features.sink,
-            ring: false,
             dq_fp8: false,
         }
     }
@@ -161,7 +158,7 @@ pub struct BackwardWorkspace {
     pub terms: usize,
     /// Sums of dQ in f32, by tiles.
     pub dq_sum: usize,
-    /// Whose turn it is to add to a tile, for deterministic calls; which KV heads have ended, for sums in a ring.
+    /// Whose turn it is to add to a tile, for deterministic calls.
     pub turns: usize,
     /// Parts of the sinks' gradients, by tiles; for calls with sinks.
     pub sinks: usize,
@@ -170,14 +167,13 @@ pub struct BackwardWorkspace {
 }
 
 impl BackwardWorkspace {
-    /// The workspace of a call. `ring`: of how many KV heads the sums of dQ are kept, or of all.
+    /// The workspace of a call.
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions, ring: Option<usize>) -> Result<Self> {
+    pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions) -> Result<Self> {
         let form = BackwardForm::of(sizes, terms, options)?;
-        let limit = options.sums_limit.filter(|_| ring.is_none());
-        let sizes = &Parts::of(sizes, terms, &form, limit).largest(sizes);
+        let sizes = &Parts::of(sizes, terms, &form, options.sums_limit).largest(sizes);
         let [units, query_tiles, key_tiles] = form.tiles(sizes, terms);
         // Kernels count both in 31 bits.
         const TILES: usize = 1 << 30;
@@ -190,13 +186,8 @@ impl BackwardWorkspace {
         let mut regions = Regions::default();
         let mut words = |count: usize| regions.add(count * size_of::<f32>());
         let of_terms = words(tiles * form.terms() * rows);
-        let summed = ring.map_or(tiles, |kv_heads| kv_heads * sizes.group() * query_tiles);
-        let dq_sum = words(summed * form.sum_bytes() / size_of::<f32>());
-        let turns = words(match ring {
-            Some(_) => units * sizes.n_kv_heads,
-            None if options.deterministic => tiles * 8,
-            None => 0,
-        });
+        let dq_sum = words(tiles * form.sum_bytes() / size_of::<f32>());
+        let turns = words(if options.deterministic { tiles * 8 } else { 0 });
         let sinks = words(if form.sink { tiles } else { 0 });
         Ok(Self { terms: of_terms, dq_sum, turns, sinks, bytes: regions.bytes() })
     }
@@ -249,17 +240,6 @@ impl BackwardSchedule {
         let splits = choices.iter().copied().min_by_key(|&n| time(n)).unwrap_or(1);
         Self { section, splits, grid: blocks * splits }
     }
-
-    /// KV heads in a ring of the sums of dQ: those that run at a time and as many that end, so that blocks seldom wait. None where the
-    /// last block of a KV head would take too long for its dQ, and for calls whose tiles are not those of KV heads.
-    pub fn ring(&self, sizes: &AttentionShape, form: &BackwardForm, deterministic: bool) -> Option<usize> {
-        /// Bytes of the sums of one KV head.
-        const LARGEST: usize = 16 << 20;
-        let tiles = sizes.group() * sizes.len_q.div_ceil(form.rows());
-        let fits = tiles * form.rows() * form.columns * size_of::<f32>() <= LARGEST;
-        let (ring, units) = ((2 * self.section).max(3), sizes.batch * sizes.n_kv_heads);
-        (fits && !form.varlen && !deterministic && ring < units).then_some(ring)
-    }
 }
 
 #[cfg(test)]
@@ -271,8 +251,7 @@ mod tests {
     use crate::device::attention::Sequences;
     use crate::device::attention::backward_call::tests::dense;
 
-    const PLAIN: BackwardOptions =
-        BackwardOptions { deterministic: false, sums_limit: None, ring: false, dq_fp8: false };
+    const PLAIN: BackwardOptions = BackwardOptions { deterministic: false, sums_limit: None, dq_fp8: false };
     const DETERMINISTIC: BackwardOptions = BackwardOptions { deterministic: true, ..PLAIN };
 
     fn cut(sums_limit: Option<usize>) -> BackwardOptions {
@@ -296,12 +275,12 @@ mod tests {
             let sinks = Terms { sinks: Some(dense(Element::F32, [6])), ..causal() };
             let form = BackwardForm::of(&sizes, &sinks, &PLAIN).unwrap();
             let rows = 113usize.next_multiple_of(form.rows());
-            let w = BackwardWorkspace::of(&sizes, &sinks, &DETERMINISTIC, None).unwrap();
+            let w = BackwardWorkspace::of(&sizes, &sinks, &DETERMINISTIC).unwrap();
             assert!([w.terms, w.dq_sum, w.turns, w.sinks].iter().all(|at| at.is_multiple_of(256)));
             assert!(w.dq_sum >= 3 * 6 * rows * 8 && w.turns - w.dq_sum >= 3 * 6 * rows * d_head * 4);
             let tiles = 3 * 6 * rows / form.rows();
             assert!(w.sinks - w.turns >= tiles * 32 && w.bytes - w.sinks >= tiles * 4);
-            assert!(BackwardWorkspace::of(&sizes, &causal(), &PLAIN, None).unwrap().bytes < w.bytes);
+            assert!(BackwardWorkspace::of(&sizes, &causal(), &PLAIN).unwrap().bytes < w.bytes);
             let short = dense(Element::U8, [w.bytes - 1]);
             assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
         }
@@ -336,7 +315,7 @@ mod tests {
         ] {
             let found = parts(&shape, &causal(), limit);
             assert_eq!((found.entries, found.kv_heads), want, "{shape:?} {limit:?}");
-            let bytes = |limit| BackwardWorkspace::of(&shape, &causal(), &cut(limit), None).unwrap().bytes;
+            let bytes = |limit| BackwardWorkspace::of(&shape, &causal(), &cut(limit)).unwrap().bytes;
             let of_a_head = bytes(Some(1));
             assert!(limit.is_none_or(|limit| bytes(Some(limit)) <= (limit + limit / 50).max(of_a_head)));
             assert!(bytes(limit) <= bytes(None));
@@ -357,7 +336,7 @@ mod tests {
     }
 
     /// The table of memory in docs/attention-backward.md: MiB of a forward and backward of 16384 tokens beside q, k, v and dO, in one
-    /// part, with sums of at most 32 MiB, and in a ring.
+    /// part, and with sums of at most 32 MiB.
     #[test]
     fn the_memory_of_a_step_is_that_of_the_documentation() {
         let page = include_str!("../../../docs/attention-backward.md");
@@ -369,15 +348,13 @@ mod tests {
                 let operands = s.q_elements() + s.k_elements() + s.v_elements();
                 let saved = 2 * s.out_elements() + 4 * s.lse_elements() + operands;
                 let forward = Workspace::of(&s, &causal(), Element::Bf16, PvAccumulator::F16, true).bytes;
-                let mib = |limit: Option<usize>, ring: Option<usize>| {
-                    let backward = BackwardWorkspace::of(&s, &causal(), &cut(limit), ring).unwrap().bytes;
+                let mib = |limit: Option<usize>| {
+                    let backward = BackwardWorkspace::of(&s, &causal(), &cut(limit)).unwrap().bytes;
                     (saved + forward.max(2 * operands + backward)) as f64 / f64::from(1 << 20)
                 };
-                let form = BackwardForm::of(&s, &causal(), &PLAIN).unwrap();
-                let ring = BackwardSchedule::of(&s, &causal(), &form, false, 132).ring(&s, &form, false);
-                let [one, cut, ring] = [mib(None, None), mib(Some(32 << 20), None), mib(None, ring)];
+                let [one, cut] = [None, Some(32 << 20)].map(mib);
                 let heads = format!("{n_q_heads} query, {n_kv_heads} KV, of {d}");
-                let row = format!("| {heads} | {batch} x {len} | {one:.0} | {cut:.0} | {ring:.0} | {cudnn} |");
+                let row = format!("| {heads} | {batch} x {len} | {one:.0} | {cut:.0} | {cudnn} |");
                 assert!(page.contains(&row), "docs/attention-backward.md lacks the row\n{row}");
             }
         }
@@ -441,18 +418,6 @@ mod tests {
         assert_eq!(of(sizes(2, 32, 8, 8192), true), BackwardSchedule { section: 2, splits: 1, grid: 1024 });
         assert_eq!(schedule(&sizes(1, 32, 8, 1024), &causal(), true).splits, 1);
         assert_eq!(of(AttentionShape { d_head: 64, d_v: 64, ..sizes(1, 32, 8, 1024) }, true).splits, 1);
-        let ring = |sizes: AttentionShape, deterministic| {
-            let form = BackwardForm::of(&sizes, &causal(), &PLAIN).unwrap();
-            schedule(&sizes, &causal(), deterministic).ring(&sizes, &form, deterministic)
-        };
-        assert_eq!(ring(sizes(8, 32, 32, 2048), false), Some(16), "of 256 KV heads");
-        assert_eq!(ring(sizes(1, 32, 32, 16384), false), Some(3), "8 MiB each");
-        assert_eq!(ring(sizes(1, 64, 8, 16384), false), None, "64 MiB each");
-        assert_eq!((ring(sizes(1, 8, 8, 2048), false), ring(sizes(8, 32, 32, 2048), true)), (None, None));
-        let both = AttentionShape { len_q: 65, ..sizes(17, 16, 1, 2048) };
-        assert_eq!((of(both, false).splits, ring(both, false)), (2, Some(12)), "a ring and clusters");
-        let bytes = |ring| BackwardWorkspace::of(&sizes(8, 32, 32, 2048), &causal(), &PLAIN, ring).unwrap().bytes;
-        assert!(bytes(Some(16)) < bytes(None) / 8);
         for len in [1, 100, 5000, 1 << 20] {
             let all = sizes(3, 6, 2, len);
             let schedule = of(all, true);

@@ -340,42 +340,6 @@ pub(super) fn deterministic_calls_repeat_bit_for_bit_also_from_a_graph() {
     }
 }
 
-/// Many KV heads, whose sums of dQ take turns in a ring: the same blocks add to them, so dK and dV have the same bits.
-pub(super) fn sums_in_a_ring_are_those_of_all() {
-    // The last two: queries that see no key, and query tiles that a cluster shares.
-    for (batch, n_q_heads, n_kv_heads, len_q, len_k) in [
-        (8, 16, 16, 300, 300),
-        (100, 4, 2, 100, 333),
-        (150, 2, 2, 65, 129),
-        (150, 4, 2, 333, 100),
-        (17, 16, 1, 65, 2048),
-    ] {
-        for (d_head, mask) in [(64, Mask::CAUSAL), (64, Mask::NONE), (128, Mask::CAUSAL), (128, Mask::NONE)] {
-            let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head };
-            let call = AttentionCall { mask, ..AttentionCall::causal(shape) };
-            let [all, ring] =
-                [false, true].map(|ring| engine().with_options(BackwardOptions { ring, ..BackwardOptions::default() }));
-            let bytes = [&all, &ring].map(|engine| engine.workspace_bytes(&shape, &terms(&call)).unwrap());
-            assert!(bytes[1] < bytes[0], "{shape:?} has a ring");
-            let data = Data::new(&shape, 12);
-            let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 13));
-            let memory = Memory::new(&all, &call, &data, &plan, &d_out);
-            let tensors = memory.tensors(&call);
-            memory.launch(&all, &stream(), &call, &tensors);
-            let want = memory.read();
-            for _ in 0..20 {
-                memory.launch(&ring, &stream(), &call, &tensors);
-                let have = memory.read();
-                assert!(have[1] == want[1] && have[2] == want[2], "{shape:?} {mask:?}");
-                // Sums in another order, rounded to BF16.
-                let error =
-                    distance(&floats(&have[0]), &floats(&want[0]).iter().map(|&x| f64::from(x)).collect::<Vec<_>>());
-                assert!(error <= 1e-3, "{shape:?} {mask:?}: dq {error:.2e}");
-            }
-        }
-    }
-}
-
 /// A call in parts is so many calls: the same gradients, but for the order of sums.
 pub(super) fn parts_have_the_gradients_of_the_whole_call() {
     for (batch, n_q_heads, n_kv_heads, limit) in [(5, 4, 2, 1 << 20), (1, 12, 6, 1 << 19), (2, 6, 3, 1)] {
