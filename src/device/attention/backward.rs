@@ -13,9 +13,9 @@
 //!
 //! Nothing is allocated and nothing waited for once the kernels are loaded ([`BackwardEngine::prepare`]), so a call can be captured.
 //!
-//! Windows, sequences, sinks, soft-caps and head dimensions from 16 to 128 are macros of the kernels, compiled when a call asks for them.
+//! Windows, sequences, sinks, soft-caps and head dimensions from 16 to 256 are macros of the kernels, compiled when a call asks for them.
 //!
-//! **Not offered**, and refused by name: head dimensions past 128, and logits in E4M3.
+//! **Not offered**, and refused by name: logits in E4M3, and dQ in FP8 for heads of more than 128.
 
 use super::backward_call::{BackwardOptions, BackwardTensors, Delta};
 use super::backward_cut::{BackwardForm, BackwardSchedule, BackwardWorkspace, Parts};

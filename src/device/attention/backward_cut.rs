@@ -1,6 +1,6 @@
 //! How a backward call is cut: into parts, tiles and blocks, and what its workspace holds.
 
-use super::backward_call::{BackwardOptions, check_dims};
+use super::backward_call::BackwardOptions;
 use super::regions::{Regions, check_workspace};
 use super::terms::Terms;
 use crate::attention::AttentionShape;
@@ -37,25 +37,26 @@ impl BackwardForm {
     /// # Errors
     /// If the call is not offered.
     pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions) -> Result<Self> {
-        check_dims(sizes)?;
+        sizes.check_on_gpu()?;
         terms.check(sizes)?;
-        let form = Self { dq_fp8: options.dq_fp8, ..Self::of_checked(sizes, terms) };
-        if form.dq_fp8 && options.deterministic && form.columns == 64 {
-            return Err(Error::unsupported(
-                "a deterministic dQ in FP8 is not offered on the GPU for heads of at most 64: leave out one of the two",
-            ));
-        }
-        Ok(form)
-    }
-
-    fn of_checked(sizes: &AttentionShape, terms: &Terms) -> Self {
         let (causal, features) = terms.features(sizes);
         let widest = sizes.d_head.max(sizes.d_v);
         let columns = [64, 128].into_iter().find(|&columns| widest <= columns).unwrap_or(256);
         // Rows that see no key are for the kernel with windows to keep apart.
         let blind = !features.varlen && causal && sizes.len_q > sizes.len_k;
         let window = features.window || blind;
-        Self {
+        let BackwardOptions { deterministic, dq_fp8, .. } = *options;
+        if dq_fp8 && columns == 256 {
+            return Err(Error::unsupported(format_args!(
+                "dQ in FP8 is not offered on the GPU for heads of {widest}, above 128: leave out dq_fp8"
+            )));
+        }
+        if dq_fp8 && deterministic && columns == 64 {
+            return Err(Error::unsupported(
+                "a deterministic dQ in FP8 is not offered on the GPU for heads of at most 64: leave out one of the two",
+            ));
+        }
+        Ok(Self {
             columns,
             used: match widest {
                 65..=96 => 96,
@@ -68,8 +69,8 @@ impl BackwardForm {
             varlen: features.varlen,
             soft_cap: features.soft_cap,
             sink: features.sink,
-            dq_fp8: false,
-        }
+            dq_fp8,
+        })
     }
 
     /// Queries of a tile.
@@ -378,7 +379,7 @@ mod tests {
         assert_eq!((phi.columns, phi.used), (128, 96));
         assert_eq!(form(&AttentionShape { d_head: 40, d_v: 64, ..sizes }, &causal()).columns, 64);
 
-        let wide = |d_head, d_v| BackwardForm::of_checked(&AttentionShape { d_head, d_v, ..sizes }, &causal());
+        let wide = |d_head, d_v| form(&AttentionShape { d_head, d_v, ..sizes }, &causal());
         assert_eq!((wide(256, 256).columns, wide(256, 256).used, wide(256, 256).fill), (256, 256, false));
         assert_eq!((wide(192, 128).columns, wide(192, 128).used, wide(192, 128).fill), (256, 192, true));
         assert_eq!((wide(136, 64).rows(), wide(136, 64).keys()), (64, 64));
@@ -389,8 +390,30 @@ mod tests {
         // Whole tiles of every sequence and of the gaps: rows / size + sequences + 1.
         assert_eq!(of.tiles(&sizes, &packed), [1, 600 / 64 + 6, 600 / 128 + 6]);
         assert_eq!(dense.tiles(&sizes, &causal()), [2, 5, 3]);
-        let error = BackwardForm::of(&AttentionShape { d_v: 192, ..sizes }, &causal(), &PLAIN).unwrap_err();
-        assert!(error.is_unsupported() && error.to_string().contains("d_v 192"), "{error}");
+    }
+
+    #[test]
+    fn what_is_not_offered_is_named() {
+        let fp8 = BackwardOptions { dq_fp8: true, ..PLAIN };
+        let both = BackwardOptions { deterministic: true, ..fp8 };
+        for (d_head, d_v, options, message) in [
+            (128, 264, PLAIN, Some("d_v 264 is not offered")),
+            (192, 128, PLAIN, None),
+            (192, 128, fp8, Some("dQ in FP8 is not offered on the GPU for heads of 192")),
+            (64, 136, both, Some("dQ in FP8 is not offered on the GPU for heads of 136")),
+            (128, 64, both, None),
+            (64, 40, both, Some("a deterministic dQ in FP8")),
+            (64, 40, fp8, None),
+        ] {
+            let sizes = AttentionShape { batch: 1, n_q_heads: 1, n_kv_heads: 1, len_q: 9, len_k: 9, d_head, d_v };
+            match (BackwardForm::of(&sizes, &causal(), &options), message) {
+                (Ok(form), None) => assert_eq!(form.dq_fp8, options.dq_fp8),
+                (Err(error), Some(message)) => {
+                    assert!(error.is_unsupported() && error.to_string().contains(message), "{error}");
+                }
+                (found, _) => panic!("{d_head} {d_v} {options:?}: {found:?}"),
+            }
+        }
     }
 
     #[test]

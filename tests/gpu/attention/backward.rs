@@ -1,5 +1,6 @@
 //! The backward against the CPU's, and against itself.
 
+use super::backward_calls::{gradient_sizes, norm};
 use super::{Data, bf16_bytes, cuda, distance, stream, terms, wide};
 use crate::device;
 use half::bf16;
@@ -8,7 +9,7 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::Descale;
 use sigmascale::attention::{
-    AttentionCall, AttentionShape, BackwardPrecision, Dequantised, Fp8Products, GradientProducts, Gradients, Inputs,
+    AttentionCall, AttentionShape, BackwardPrecision, Dequantised, Fp8Products, GradientProducts, Gradients,
     Mask, Precision, PvAccumulator, Saved, backward, dequantised, reference, reference_backward,
 };
 use sigmascale::cuda::{Buffer, Stream};
@@ -34,7 +35,7 @@ const SHAPES: [(usize, usize, usize, usize, usize); 9] = [
 
 fn cases() -> impl Iterator<Item = AttentionCall<'static>> {
     SHAPES.into_iter().flat_map(|(batch, n_q_heads, n_kv_heads, len_q, len_k)| {
-        [64, 128].into_iter().flat_map(move |d_head| {
+        [64, 128, 192, 256].into_iter().flat_map(move |d_head| {
             let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head };
             [Mask::CAUSAL, Mask::NONE].map(|mask| AttentionCall { mask, ..AttentionCall::causal(shape) })
         })
@@ -196,26 +197,34 @@ fn engine() -> BackwardEngine {
     BackwardEngine::new(device()).unwrap()
 }
 
-/// Gradients by the CPU, in f32 from the same E4M3 operands and the exact log-sum-exp.
-fn expected(call: &AttentionCall, data: &Data, plan: &ScalePlan, d_out: &[f32]) -> Gradients {
+/// Gradients by the CPU, in f32 from the same E4M3 operands and the exact log-sum-exp, and how far those of the GPU may be.
+fn expected(call: &AttentionCall, data: &Data, plan: &ScalePlan, d_out: &[f32]) -> (Gradients, [f64; 3]) {
     let x = dequantised(call, &data.inputs(), plan, OnOverflow::Saturate).unwrap();
-    let lse: Vec<f32> =
-        reference(call, &wide(&x.q), &wide(&x.k), &wide(&x.v)).unwrap().lse.iter().map(|&x| x as f32).collect();
-    let inputs: Inputs<'_> = data.inputs();
-    backward(
-        call,
-        &inputs,
-        plan,
-        &Precision::KERNEL,
-        &BackwardPrecision::default(),
-        &Saved { out: &[], lse: &lse },
-        d_out,
-    )
-    .unwrap()
+    let [q, k, v] = [wide(&x.q), wide(&x.k), wide(&x.v)];
+    let lse: Vec<f32> = reference(call, &q, &k, &v).unwrap().lse.iter().map(|&x| x as f32).collect();
+    let (how, saved) = (BackwardPrecision::default(), Saved { out: &[], lse: &lse });
+    let want = backward(call, &data.inputs(), plan, &Precision::KERNEL, &how, &saved, d_out).unwrap();
+    let AttentionShape { batch, n_q_heads, len_q, len_k, .. } = call.shape;
+    let rows = if call.mask.causal { len_q.min(len_k) } else { len_q };
+    let [dq, dk, _, _] = gradient_sizes(call, batch * n_q_heads * rows, [&q, &k, &v]);
+    let spread = (len_k as f64).sqrt();
+    let of = |want: &[f32], size: f64| ROUNDING * norm(wide(want).into_iter()) + OF_SIZE * size / spread;
+    let allowed = [of(&want.dq, dq), of(&want.dk, dk), of(&want.dv, 0.0)];
+    (want, allowed)
+}
+
+fn check(call: &AttentionCall, have: &[Vec<u16>; 3], (want, allowed): &(Gradients, [f64; 3])) {
+    for (i, (name, want)) in [("dq", &want.dq), ("dk", &want.dk), ("dv", &want.dv)].into_iter().enumerate() {
+        let error = norm(floats(&have[i]).iter().zip(want).map(|(&a, &b)| f64::from(a) - f64::from(b)));
+        assert!(error <= allowed[i], "{call:?} {name} is off by {error:.3e} of {:.3e}", allowed[i]);
+    }
 }
 
 /// Products in BF16, sums in f32, gradients rounded to BF16; and what the tensor core's FP8 sums do to logits.
 const ROUNDING: f64 = 8e-3;
+/// The rounding of the output that delta comes from, of what dQ and dK would be without cancellation: all that they are
+/// where a row sees one key. It shrinks as P spreads over more.
+const OF_SIZE: f64 = 3e-3;
 
 pub(super) fn gradients_are_the_cpus() {
     let engines = [false, true].map(|deterministic| engine().with_deterministic(deterministic));
@@ -231,13 +240,7 @@ pub(super) fn gradients_are_the_cpus() {
             };
             for tensors in [memory.tensors(&call), given] {
                 memory.launch(engine, &stream(), &call, &tensors);
-                let have = memory.read();
-                for (name, have, want) in
-                    [("dq", &have[0], &want.dq), ("dk", &have[1], &want.dk), ("dv", &have[2], &want.dv)]
-                {
-                    let error = distance(&floats(have), &wide(want));
-                    assert!(error <= ROUNDING, "{call:?} {name}: {error:.3e}");
-                }
+                check(&call, &memory.read(), &want);
             }
         }
     }
@@ -371,7 +374,7 @@ pub(super) fn parts_have_the_gradients_of_the_whole_call() {
 /// dQ of E4M3 codes of dS is the CPU's, whose specification it is, and dK and dV are what they are without.
 pub(super) fn dq_in_fp8_is_the_cpus() {
     let fp8 = engine().with_options(BackwardOptions { dq_fp8: true, ..BackwardOptions::default() });
-    for (seed, call) in cases().enumerate() {
+    for (seed, call) in cases().filter(|call| call.shape.d_head <= 128).enumerate() {
         let data = Data::new(&call.shape, 100 + seed as u64);
         let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 2000 + seed as u64));
         let x = dequantised(&call, &data.inputs(), &plan, OnOverflow::Saturate).unwrap();
@@ -463,10 +466,6 @@ pub(super) fn random_calls_agree_with_the_cpu() {
         let want = expected(&call, &data, &plan, &d_out);
         let memory = Memory::new(&engine, &call, &data, &plan, &d_out);
         memory.launch(&engine, &stream(), &call, &memory.tensors(&call));
-        let have = memory.read();
-        for (name, have, want) in [("dq", &have[0], &want.dq), ("dk", &have[1], &want.dk), ("dv", &have[2], &want.dv)] {
-            let error = distance(&floats(have), &wide(want));
-            assert!(error <= ROUNDING, "{call:?} {name}: {error:.3e}");
-        }
+        check(&call, &memory.read(), &want);
     }
 }
