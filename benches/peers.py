@@ -39,8 +39,8 @@ DEFAULTS = {
     "bias": ("8x8x128", "1024,4096,16384,65536"),
 }
 
-# MiB of sums of dQ, for contenders that run where --kernels names them.
-PARTS = (16, 32, 64)
+# Most bytes of the sums of dQ, for contenders that run where --kernels names them.
+PARTS = {"sigmascale+whole": sys.maxsize, "sigmascale+parts32": 32 << 20}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,8 +285,8 @@ def _casts():
 
 
 def our_training(case, sets, sums_limit=None):
-    """Forward and backward of `sigmascale.torch.attention` through autograd; in parts whose sums of dQ take at most
-    `sums_limit` bytes."""
+    """Forward and backward of `sigmascale.torch.attention` through autograd, in parts whose sums of dQ take at most
+    `sums_limit` bytes, or by default."""
     from sigmascale.torch import _hopper, attention
 
     leaves = [tuple(x.requires_grad_() for x in s) for s in case.operands(sets)]
@@ -315,7 +315,7 @@ def contenders(table):
         cast = {f"{name}+{how}": cast_then(peer, how) for name, peer in peers.items() for how in ("cast", "current")}
         bf16 = lambda case, sets: CudnnBf16(case, sets, False).run_forward
         return {"sigmascale": functools.partial(ours, dtype=torch.bfloat16), **cast, "cudnn-bf16": bf16}
-    others = {f"sigmascale+parts{mib}": functools.partial(our_training, sums_limit=mib << 20) for mib in PARTS}
+    others = {name: functools.partial(our_training, sums_limit=limit) for name, limit in PARTS.items()}
     return {"sigmascale": our_training, **others, "cudnn-bf16": lambda case, sets: CudnnBf16(case, sets, True).run_both}
 
 
@@ -392,7 +392,7 @@ def compare(table, case, options, smi):
     """Rows of one case: every contender, taking turns."""
     graphs, reasons, memory = {}, {}, {}
     for name, maker in contenders(table).items():
-        if name not in options.kernels if options.kernels else name.startswith("sigmascale+parts"):
+        if name not in options.kernels if options.kernels else name in PARTS:
             continue
         try:
             launch = maker(case, options.sets)

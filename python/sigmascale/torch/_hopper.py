@@ -9,7 +9,7 @@ from . import _cpu
 from ._casts import E4M3
 
 
-# Most bytes of the backward's f32 sums of dQ: calls that have more run in parts, to save memory.
+# Most bytes of the backward's f32 sums of dQ: calls that have more run in parts, to save memory. None: as the crate decides.
 SUMS = {"sums_limit": None}
 
 

@@ -78,7 +78,7 @@ pub struct Args {
     /// With --backward: dQ in FP8, by a scale of each row
     #[arg(long, requires = "backward")]
     dq_fp8: bool,
-    /// With --backward: run it in parts whose f32 sums of dQ take at most so many MiB, to save memory
+    /// With --backward: run it in parts whose f32 sums of dQ take at most so many MiB [default: parts that make the memory of the step that of BF16's]
     #[arg(long, value_name = "MIB", requires = "backward")]
     sums: Option<usize>,
     /// Untimed warm-up launches

@@ -267,7 +267,7 @@ impl BackwardEngine {
     /// # Errors
     /// If the call is not offered.
     pub fn workspace_bytes(&self, sizes: &AttentionShape, terms: &Terms) -> Result<usize> {
-        Ok(BackwardWorkspace::of(sizes, terms, &self.options)?.bytes)
+        Ok(BackwardWorkspace::of(sizes, terms, &self.options, self.processors())?.bytes)
     }
 
     /// Compiles and loads what this call needs, which otherwise its first launch does. A capture needs this before it.
@@ -305,7 +305,7 @@ impl BackwardEngine {
     ) -> Result<()> {
         let sizes = tensors.check()?;
         let form = BackwardForm::of(&sizes, terms, &self.options)?;
-        let place = BackwardWorkspace::of(&sizes, terms, &self.options)?;
+        let place = BackwardWorkspace::of(&sizes, terms, &self.options, self.processors())?;
         place.check(workspace)?;
         if terms.sinks.is_some() != tensors.d_sinks.is_some() {
             return Err(Error::argument("d_sinks is for calls with sinks, and they need it"));
@@ -365,7 +365,7 @@ impl BackwardEngine {
     }
 
     fn parts(&self, sizes: &AttentionShape, terms: &Terms, form: &BackwardForm) -> Parts {
-        Parts::of(sizes, terms, form, self.options.sums_limit)
+        Parts::of(sizes, terms, form, self.options.sums_limit, self.processors())
     }
 
     fn bounds(&self, tensors: &BackwardTensors) -> BoundParams {
@@ -377,7 +377,11 @@ impl BackwardEngine {
     }
 
     fn schedule(&self, sizes: &AttentionShape, terms: &Terms, form: &BackwardForm) -> BackwardSchedule {
-        BackwardSchedule::of(sizes, terms, form, self.options.deterministic, self.kernels.device.processors())
+        BackwardSchedule::of(sizes, terms, form, self.options.deterministic, self.processors())
+    }
+
+    fn processors(&self) -> usize {
+        self.kernels.device.processors()
     }
 
     fn params(&self, t: &BackwardTensors, sizes: &AttentionShape, terms: &Terms) -> Params {

@@ -119,14 +119,29 @@ pub(super) struct Parts {
 impl Parts {
     /// As few parts as the limit allows, of about one size; a part of one KV head may pass it. Calls with sequences, whose rows are
     /// one axis, and with sinks, whose gradient is a sum over the batch, are in one part.
-    pub fn of(sizes: &AttentionShape, terms: &Terms, form: &BackwardForm, sums_limit: Option<usize>) -> Self {
+    pub fn of(
+        sizes: &AttentionShape,
+        terms: &Terms,
+        form: &BackwardForm,
+        sums_limit: Option<usize>,
+        processors: usize,
+    ) -> Self {
         let whole = Self { entries: sizes.batch, kv_heads: sizes.n_kv_heads };
-        let Some(limit) = sums_limit.filter(|_| terms.sequences.is_none() && terms.sinks.is_none()) else {
+        if terms.sequences.is_some() || terms.sinks.is_some() {
             return whole;
+        }
+        let [_, query_tiles, key_tiles] = form.tiles(sizes, terms);
+        let fit = match sums_limit {
+            Some(limit) => limit / (sizes.group() * query_tiles * form.sum_bytes()),
+            // With r KV heads a query head, a step takes 9 + 6 r + 12 / d bytes an element of q, and BF16's in cuDNN 8 + 4 r + 8 / d,
+            // or 4 more where r < 1: ours is more at r = 1 alone, and with a quarter of the sums, 12 + 6 / d, less. Two waves of blocks
+            // fill the device.
+            None if sizes.group() == 1 => {
+                (sizes.batch * sizes.n_kv_heads / 4).max((2 * processors).div_ceil(key_tiles))
+            }
+            None => return whole,
         };
-        let [_, query_tiles, _] = form.tiles(sizes, terms);
-        let of_a_head = sizes.group() * query_tiles * form.sum_bytes();
-        let fit = (limit / of_a_head).max(1);
+        let fit = fit.max(1);
         let even = |all: usize, most: usize| all.div_ceil(all.div_ceil(most.min(all)));
         match fit / sizes.n_kv_heads {
             0 => Self { entries: 1, kv_heads: even(sizes.n_kv_heads, fit) },
@@ -154,7 +169,7 @@ impl Parts {
 /// Where a backward call keeps what passes between its kernels, in bytes from the start of the workspace. Nothing in it needs to be
 /// set beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BackwardWorkspace {
+pub(super) struct BackwardWorkspace {
     /// Log-sum-exp and delta, by tiles of queries.
     pub terms: usize,
     /// Sums of dQ in f32, by tiles.
@@ -168,13 +183,13 @@ pub struct BackwardWorkspace {
 }
 
 impl BackwardWorkspace {
-    /// The workspace of a call.
+    /// The workspace of a call on a device of so many multiprocessors.
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions) -> Result<Self> {
+    pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions, processors: usize) -> Result<Self> {
         let form = BackwardForm::of(sizes, terms, options)?;
-        let sizes = &Parts::of(sizes, terms, &form, options.sums_limit).largest(sizes);
+        let sizes = &Parts::of(sizes, terms, &form, options.sums_limit, processors).largest(sizes);
         let [units, query_tiles, key_tiles] = form.tiles(sizes, terms);
         // Kernels count both in 31 bits.
         const TILES: usize = 1 << 30;
@@ -254,6 +269,7 @@ mod tests {
 
     const PLAIN: BackwardOptions = BackwardOptions { deterministic: false, sums_limit: None, dq_fp8: false };
     const DETERMINISTIC: BackwardOptions = BackwardOptions { deterministic: true, ..PLAIN };
+    const PROCESSORS: usize = 132;
 
     fn cut(sums_limit: Option<usize>) -> BackwardOptions {
         BackwardOptions { sums_limit, ..PLAIN }
@@ -276,12 +292,12 @@ mod tests {
             let sinks = Terms { sinks: Some(dense(Element::F32, [6])), ..causal() };
             let form = BackwardForm::of(&sizes, &sinks, &PLAIN).unwrap();
             let rows = 113usize.next_multiple_of(form.rows());
-            let w = BackwardWorkspace::of(&sizes, &sinks, &DETERMINISTIC).unwrap();
+            let w = BackwardWorkspace::of(&sizes, &sinks, &DETERMINISTIC, PROCESSORS).unwrap();
             assert!([w.terms, w.dq_sum, w.turns, w.sinks].iter().all(|at| at.is_multiple_of(256)));
             assert!(w.dq_sum >= 3 * 6 * rows * 8 && w.turns - w.dq_sum >= 3 * 6 * rows * d_head * 4);
             let tiles = 3 * 6 * rows / form.rows();
             assert!(w.sinks - w.turns >= tiles * 32 && w.bytes - w.sinks >= tiles * 4);
-            assert!(BackwardWorkspace::of(&sizes, &causal(), &PLAIN).unwrap().bytes < w.bytes);
+            assert!(BackwardWorkspace::of(&sizes, &causal(), &PLAIN, PROCESSORS).unwrap().bytes < w.bytes);
             let short = dense(Element::U8, [w.bytes - 1]);
             assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
         }
@@ -299,12 +315,18 @@ mod tests {
             d_v: 128,
         };
         let parts = |sizes: &AttentionShape, terms: &Terms, limit| {
-            Parts::of(sizes, terms, &BackwardForm::of(sizes, terms, &PLAIN).unwrap(), limit)
+            Parts::of(sizes, terms, &BackwardForm::of(sizes, terms, &PLAIN).unwrap(), limit, PROCESSORS)
         };
         const MIB: usize = 1 << 20;
         for (shape, limit, want) in [
-            // 32 MiB of sums an entry, then 8 or 64 a KV head.
-            (sizes(8, 32, 32, 2048), None, (8, 32)),
+            // 32 MiB of sums an entry, then 8 or 64 a KV head. Without a limit a quarter of the call where no query heads share keys.
+            (sizes(8, 32, 32, 2048), None, (2, 32)),
+            (sizes(1, 32, 32, 16384), None, (1, 8)),
+            (sizes(1, 32, 32, 16384), Some(usize::MAX), (1, 32)),
+            (sizes(3, 5, 5, 2048), None, (3, 5)),
+            (sizes(3, 10, 10, 2048), None, (1, 10)),
+            (sizes(100, 16, 16, 100), None, (25, 16)),
+            (sizes(8, 32, 8, 2048), None, (8, 8)),
             (sizes(8, 32, 32, 2048), Some(256 * MIB), (8, 32)),
             (sizes(8, 32, 32, 2048), Some(255 * MIB), (4, 32)),
             (sizes(8, 32, 32, 2048), Some(100 * MIB), (3, 32)),
@@ -316,10 +338,10 @@ mod tests {
         ] {
             let found = parts(&shape, &causal(), limit);
             assert_eq!((found.entries, found.kv_heads), want, "{shape:?} {limit:?}");
-            let bytes = |limit| BackwardWorkspace::of(&shape, &causal(), &cut(limit)).unwrap().bytes;
+            let bytes = |limit| BackwardWorkspace::of(&shape, &causal(), &cut(limit), PROCESSORS).unwrap().bytes;
             let of_a_head = bytes(Some(1));
-            assert!(limit.is_none_or(|limit| bytes(Some(limit)) <= (limit + limit / 50).max(of_a_head)));
-            assert!(bytes(limit) <= bytes(None));
+            assert!(limit.is_none_or(|limit| bytes(Some(limit)) <= limit.saturating_add(limit / 50).max(of_a_head)));
+            assert!(bytes(limit) <= bytes(Some(usize::MAX)));
             // Every entry's every head is in one part.
             let mut seen = vec![0; shape.batch * shape.n_kv_heads];
             for [entries, heads] in found.all(&shape) {
@@ -337,7 +359,7 @@ mod tests {
     }
 
     /// The table of memory in docs/attention-backward.md: MiB of a forward and backward of 16384 tokens beside q, k, v and dO, in one
-    /// part, and with sums of at most 32 MiB.
+    /// part, as it is cut by default, and with sums of at most 32 MiB. By default it is at most cuDNN's.
     #[test]
     fn the_memory_of_a_step_is_that_of_the_documentation() {
         let page = include_str!("../../../docs/attention-backward.md");
@@ -350,12 +372,13 @@ mod tests {
                 let saved = 2 * s.out_elements() + 4 * s.lse_elements() + operands;
                 let forward = Workspace::of(&s, &causal(), Element::Bf16, PvAccumulator::F16, true).bytes;
                 let mib = |limit: Option<usize>| {
-                    let backward = BackwardWorkspace::of(&s, &causal(), &cut(limit)).unwrap().bytes;
+                    let backward = BackwardWorkspace::of(&s, &causal(), &cut(limit), PROCESSORS).unwrap().bytes;
                     (saved + forward.max(2 * operands + backward)) as f64 / f64::from(1 << 20)
                 };
-                let [one, cut] = [None, Some(32 << 20)].map(mib);
+                let [one, ours, cut] = [Some(usize::MAX), None, Some(32 << 20)].map(mib);
+                assert!(ours < f64::from(cudnn), "{ours} MiB");
                 let heads = format!("{n_q_heads} query, {n_kv_heads} KV, of {d}");
-                let row = format!("| {heads} | {batch} x {len} | {one:.0} | {cut:.0} | {cudnn} |");
+                let row = format!("| {heads} | {batch} x {len} | {one:.0} | {ours:.0} | {cut:.0} | {cudnn} |");
                 assert!(page.contains(&row), "docs/attention-backward.md lacks the row\n{row}");
             }
         }

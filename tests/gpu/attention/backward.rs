@@ -9,8 +9,8 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::Descale;
 use sigmascale::attention::{
-    AttentionCall, AttentionShape, BackwardPrecision, Dequantised, Fp8Products, GradientProducts, Gradients,
-    Mask, Precision, PvAccumulator, Saved, backward, dequantised, reference, reference_backward,
+    AttentionCall, AttentionShape, BackwardPrecision, Dequantised, Fp8Products, GradientProducts, Gradients, Mask,
+    Precision, PvAccumulator, Saved, backward, dequantised, reference, reference_backward,
 };
 use sigmascale::cuda::{Buffer, Stream};
 use sigmascale::device::attention::{
@@ -345,13 +345,15 @@ pub(super) fn deterministic_calls_repeat_bit_for_bit_also_from_a_graph() {
 
 /// A call in parts is so many calls: the same gradients, but for the order of sums.
 pub(super) fn parts_have_the_gradients_of_the_whole_call() {
-    for (batch, n_q_heads, n_kv_heads, limit) in [(5, 4, 2, 1 << 20), (1, 12, 6, 1 << 19), (2, 6, 3, 1)] {
+    // The last is cut without being told.
+    let limits = [(5, 4, 2, Some(1 << 20)), (1, 12, 6, Some(1 << 19)), (2, 6, 3, Some(1)), (40, 4, 4, None)];
+    for (batch, n_q_heads, n_kv_heads, limit) in limits {
         for (d_head, deterministic) in [(64, false), (128, false), (128, true)] {
             let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q: 300, len_k: 411, d_head, d_v: d_head };
             let call = AttentionCall::causal(shape);
             let options = BackwardOptions { deterministic, ..BackwardOptions::default() };
-            let [whole, cut] =
-                [None, Some(limit)].map(|sums_limit| engine().with_options(BackwardOptions { sums_limit, ..options }));
+            let [whole, cut] = [Some(usize::MAX), limit]
+                .map(|sums_limit| engine().with_options(BackwardOptions { sums_limit, ..options }));
             let bytes = [&whole, &cut].map(|engine| engine.workspace_bytes(&shape, &terms(&call)).unwrap());
             assert!(bytes[1] < bytes[0], "{shape:?} is cut");
             let data = Data::new(&shape, 14);
