@@ -39,8 +39,8 @@ DEFAULTS = {
     "bias": ("8x8x128", "1024,4096,16384,65536"),
 }
 
-# MiB of sums of dQ, for contenders that run where --kernels names them.
-PARTS = (16, 32, 64)
+# Most bytes of the sums of dQ, for contenders that run where --kernels names them.
+PARTS = {"sigmascale+whole": sys.maxsize, "sigmascale+parts32": 32 << 20}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,16 +284,16 @@ def _casts():
     return {f.__name__: torch.compile(f, dynamic=False) for f in (cast, current)}
 
 
-def our_training(case, sets, sums_limit=None, ring=False):
-    """Forward and backward of `sigmascale.torch.attention` through autograd. The sums of dQ in parts of at most
-    `sums_limit` bytes, or in a ring."""
+def our_training(case, sets, sums_limit=None):
+    """Forward and backward of `sigmascale.torch.attention` through autograd, in parts whose sums of dQ take at most
+    `sums_limit` bytes, or by default."""
     from sigmascale.torch import _hopper, attention
 
     leaves = [tuple(x.requires_grad_() for x in s) for s in case.operands(sets)]
     grads, plan = [case.tensor(case.heads_q) for _ in range(sets)], (case.ones(),) * 3
 
     def launch(i):
-        _hopper.SUMS.update(sums_limit=sums_limit, ring=ring)
+        _hopper.SUMS.update(sums_limit=sums_limit)
         out = attention(*leaves[i], plan, causal=case.causal)
         return torch.autograd.grad(out, leaves[i], grads[i])
 
@@ -315,8 +315,7 @@ def contenders(table):
         cast = {f"{name}+{how}": cast_then(peer, how) for name, peer in peers.items() for how in ("cast", "current")}
         bf16 = lambda case, sets: CudnnBf16(case, sets, False).run_forward
         return {"sigmascale": functools.partial(ours, dtype=torch.bfloat16), **cast, "cudnn-bf16": bf16}
-    others = {f"sigmascale+parts{mib}": functools.partial(our_training, sums_limit=mib << 20) for mib in PARTS}
-    others["sigmascale+ring"] = functools.partial(our_training, ring=True)
+    others = {name: functools.partial(our_training, sums_limit=limit) for name, limit in PARTS.items()}
     return {"sigmascale": our_training, **others, "cudnn-bf16": lambda case, sets: CudnnBf16(case, sets, True).run_both}
 
 
@@ -393,7 +392,7 @@ def compare(table, case, options, smi):
     """Rows of one case: every contender, taking turns."""
     graphs, reasons, memory = {}, {}, {}
     for name, maker in contenders(table).items():
-        if name not in options.kernels if options.kernels else name.startswith(("sigmascale+parts", "sigmascale+ring")):
+        if name not in options.kernels if options.kernels else name in PARTS:
             continue
         try:
             launch = maker(case, options.sets)

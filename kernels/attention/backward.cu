@@ -26,7 +26,6 @@
 // NaN in a row of q or dO reaches dK and dV of the key tiles that its query tile sees, and NaN in k or v all rows that see the
 // key tile's block of queries; other heads and sequences are not touched.
 #include "attention/backward.cuh"
-#include "attention/backward_dq.cuh"
 #include "attention/backward_tiles.cuh"
 #include "attention/ring.cuh"
 #include "ptx/cluster.cuh"
@@ -150,34 +149,6 @@ __device__ __forceinline__ void store(const Backward& p, const Work& work, bool 
   }
 }
 
-#if RING
-// dQ of a KV head by the consumers of its last block: sums to BF16, then zero where another KV head takes their place.
-__device__ __forceinline__ void finish(const Backward& p, const Work& w) {
-  const int tiles = p.heads_q / p.heads_kv * p.q_tiles, first_head = w.kv_head * (p.heads_q / p.heads_kv);
-  const bool again = w.unit + p.ring < p.batch * p.heads_kv;
-  const float scale = dq_scale(p, w.sequence, w.kv_head);
-  float* sums = p.dq_sum + (i64)w.slot * tiles * kSumFloats;
-  float4 next[8];
-  auto load = [&](int i) {
-#pragma unroll
-    for (int j = 0; j < 8; j++) next[j] = __ldcg(dq_sums(sums + (i64)(i / kParts) * kSumFloats, i % kParts) + 32 * j);
-  };
-  load(0);
-#pragma unroll 1
-  for (int i = 0; i < tiles * kParts; i++) {
-    float4 sum[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) sum[j] = next[j];
-    if (i + 1 < tiles * kParts) load(i + 1);
-    const int head = i / kParts / p.q_tiles, tile = i / kParts - head * p.q_tiles;
-    store_dq(p, w.sequence, first_head + head, tile, p.len_q, i % kParts, sum, scale);
-    if (!again) continue;
-    float4* from = dq_sums(sums + (i64)(i / kParts) * kSumFloats, i % kParts);
-#pragma unroll
-    for (int j = 0; j < 8; j++) from[32 * j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
-}
-#endif
 
 }  // namespace
 
@@ -381,9 +352,6 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
     const int whole_from = last_key >= p.len_k ? p.q_tiles : CAUSAL ? ceil_div(max(0, last_key - p.diagonal), kRows) : 0;
 #endif
 
-#if RING
-    const u32 blocks = ceil_div(p.len_k, kKeys) * kSplits;  // of a KV head
-#endif
     Place place(p, work);
     u32 turn = 0;  // the tile that this warp's last part was added to
     auto word_of = [&](u32 tile) { return p.turns + 8 * (i64)tile + ptx::thread_index() / 32; };
@@ -576,18 +544,7 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
         ptx::fence_proxy_async();
         __syncwarp();
         if (leader) {
-#if RING
-          const i64 tile = ((i64)work.slot * (p.heads_q / p.heads_kv) + place.head) * p.q_tiles + place.m;
-#else
           const i64 tile = tile_index(p, work.q_batch, first_head + place.head, work.q_slot + place.m);
-#endif
-#if RING
-          // The KV head that these sums were before is through
-          if (it == 0 && part == 0 && work.unit >= p.ring) {
-            while (ptx::ld_acquire(p.turns + work.unit - p.ring) != blocks + 1) {}
-            ptx::fence_proxy_async_global();
-          }
-#endif
           if (DETERMINISTIC && part == 0) {
             turn = (u32)tile;
             // Sequences out of order have wrong gradients, but nobody waits for ever
@@ -652,21 +609,6 @@ attention_backward(const __grid_constant__ TensorMap map_q8, const __grid_consta
       for (int i = 0; i < 16; i++) x[i] = dv[16 * c + i], y[i] = dk[16 * c + i];
       store(p, end, false, c, x, 1.0f);
       store(p, end, true, c, y, dk_scale(p, end));
-    }
-#endif
-#if RING
-    // Arrive; the last block of the KV head finishes its dQ. NOTES: each leader waited for its sums above.
-    if (leader) ptx::fence_proxy_async_global();
-    ptx::named_barrier_sync<1, 128 * kConsumers>();
-    u32* word = p.turns + end.unit;
-    volatile int* is_last = reinterpret_cast<volatile int*>(aligned + kOffsetSums);
-    if (ptx::thread_index() == 0) *is_last = ptx::atom_add_acq_rel(word, 1) == (u32)(ceil_div(p.len_k, kKeys) * kSplits - 1);
-    ptx::named_barrier_sync<1, 128 * kConsumers>();
-    if (*is_last) {
-      finish(p, end);
-      ptx::fence_proxy_async_global();
-      ptx::named_barrier_sync<1, 128 * kConsumers>();
-      if (ptx::thread_index() == 0) ptx::red_add_release(word, 1);
     }
 #endif
   }

@@ -9,9 +9,6 @@
 //            units of V's descale; with DQ8 what dS is multiplied by before its cast
 //   dq_sum   [kParts][8][8][32][4] f32: lane l of consumer warp w adds its accumulators 4 i to 4 i + 3 of a part at [part][w][i][l]
 //
-// RING: dq_sum has the tiles of `ring` KV heads at a time, [ring, group, q_tiles]. The last block of a KV head makes dQ of its tiles
-// and clears them for the KV head that is `ring` further, whose blocks wait for it. So the sums stay in the L2 cache.
-//
 // VARLEN: tiles are those of sequences, as sequences.cuh numbers them, and the batch of these layouts is one.
 #pragma once
 #include "attention/mask.cuh"
@@ -48,11 +45,6 @@
 #define SINK 0
 #endif
 
-// 1: dq_sum is a ring. Not with VARLEN.
-#ifndef RING
-#define RING 0
-#endif
-
 // Written by the host byte for byte; strides count elements: batch, row, head.
 struct Backward {
   const u8* q;                   // E4M3, [batch, len_q, heads_q, d]
@@ -67,8 +59,7 @@ struct Backward {
   u16* dv;
   float* dq_sum;
   float* terms;
-  u32* turns;                    // deterministic: [batch, heads_q, q_tiles, 8], key tiles that each consumer warp's part has;
-                                 // RING: [batch, heads_kv], blocks that have ended, and 1 once the tiles are free; else null
+  u32* turns;                    // [batch, heads_q, q_tiles, 8], deterministic only: key tiles that each consumer warp's part has
   const float* q_descale;        // [batch, heads_kv]
   const float* k_descale;
   const float* v_descale;
@@ -87,14 +78,13 @@ struct Backward {
   float soft_cap;
   int window_left, window_right; // keys that a query sees before and after its position; causal: 0 after; kNoWindow: all
   int d_v;                       // columns of a head of v and the output
-  int ring, unused;              // RING: KV heads whose tiles dq_sum has, at most batch heads_kv
 #if DQ8
   const float* row_max;          // [batch, heads_q, len_q]: log2 of the row's largest P
   const float* v_norm;           // [batch, heads_kv]: bound on |v|, or null: what the range of E4M3 says
   i64 v_norm_strides[2];
 #endif
 };
-static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4 + 40 + 3 * 8 + 6 * 4 + (DQ8 ? 4 * 8 : 0),
+static_assert(sizeof(Backward) == 16 * 8 + 24 * 8 + 6 * 8 + 10 * 4 + 40 + 3 * 8 + 4 * 4 + (DQ8 ? 4 * 8 : 0),
               "the host writes this layout");
 
 namespace {

@@ -65,18 +65,10 @@ attention_backward_prepare(const __grid_constant__ Backward p) {
   }
 
   // Clear what dQ is added up in
-#if RING
-  if (threadIdx.x == 0 && index < p.batch * p.heads_kv) p.turns[index] = 0;
-  if (index < (i64)p.ring * (p.heads_q / p.heads_kv) * p.q_tiles)
-#endif
-  {
-    float4* sum = reinterpret_cast<float4*>(p.dq_sum + index * kSumFloats);
+  float4* sum = reinterpret_cast<float4*>(p.dq_sum + index * kSumFloats);
 #pragma unroll
-    for (int i = 0; i < kSumFloats / 4 / kThreads; i++) sum[i * kThreads + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
-#if !RING
+  for (int i = 0; i < kSumFloats / 4 / kThreads; i++) sum[i * kThreads + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (p.turns != nullptr && threadIdx.x < 8) p.turns[8 * index + threadIdx.x] = 0;
-#endif
 
   const float from_delta = 1.0f / descale_of(p.v_descale, p.v_descale_strides, sequence.batch_k, kv_head);
 #if DQ8

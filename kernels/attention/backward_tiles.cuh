@@ -41,7 +41,6 @@ constexpr int kOffsetOrder = kOffsetBarriers + 16 * kRings * kStages;
 constexpr bool kChecksOrder = DETERMINISTIC && VARLEN;
 constexpr int kSharedBytes = kOffsetOrder + (kChecksOrder ? 64 : 0) + 1024;
 static_assert(kSharedBytes <= 232448, "shared memory of one multiprocessor");
-static_assert(!RING || !(VARLEN || DETERMINISTIC || DQ8), "units are KV heads of dense calls, and add in the order of arrival");
 static_assert(kSplits == 1 || (kDim == 128 && !DETERMINISTIC), "tiles of 128 queries leave no registers for it");
 
 using LogitMma = ptx::Wgmma<ptx::Operand::E4m3, kRows>;

@@ -28,9 +28,6 @@ struct Work {
   bool by_rows;      // the heads of the group in turn, tile by tile of queries
   bool backwards;    // from the last queries on
   int first_head;    // of the group, at each tile
-#if RING
-  int unit, slot;    // number of the KV head, and where its sums are
-#endif
 #if VARLEN
   int k_rows;        // to the next sequence
 #endif
@@ -58,9 +55,6 @@ __device__ __forceinline__ Work decode(const Backward& p, int index, int rank) {
   w.kv_head = unit - batch * p.heads_kv;
   w.sequence = sequence_of(p, batch);
   w.q_batch = batch, w.q_slot = 0;
-#endif
-#if RING
-  w.unit = unit, w.slot = unit % p.ring;
 #endif
   const int key = w.key_tile * kKeys;
 #if VARLEN || WINDOW

@@ -32,11 +32,5 @@ __device__ __forceinline__ u32 ld_acquire(const u32* at) {
 __device__ __forceinline__ void red_add_release(u32* at, u32 x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
 }
-// Both, and what the word was.
-__device__ __forceinline__ u32 atom_add_acq_rel(u32* at, u32 x) {
-  u32 old;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(at), "r"(x) : "memory");
-  return old;
-}
 
 }  // namespace ptx

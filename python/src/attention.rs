@@ -172,7 +172,6 @@ pub struct Backward {
     d_sinks: Option<Array>,
     deterministic: bool,
     sums_limit: Option<usize>,
-    ring: bool,
 }
 
 impl Backward {
@@ -185,7 +184,6 @@ impl Backward {
         let options = BackwardOptions {
             deterministic: self.deterministic,
             sums_limit: self.sums_limit,
-            ring: self.ring,
             ..BackwardOptions::default()
         };
         engine.clone().with_options(options)

@@ -46,6 +46,8 @@ def leaves(*given):
         ((6, 2), 64, 100, 257),
         ((4, 1), 128, 1, 129),
         ((2, 2), 128, 65, 40),
+        ((4, 2), 256, 200, 300),
+        ((2, 2), 192, 333, 333),
     ],
 )
 def test_gradients_are_those_of_f64(heads, d, length, keys, causal):

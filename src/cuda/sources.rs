@@ -86,7 +86,6 @@ macro_rules! headers {
 headers! {
     "attention/backward.cuh",
     "attention/backward_convert.cuh",
-    "attention/backward_dq.cuh",
     "attention/backward_tiles.cuh",
     "attention/backward_walk.cuh",
     "attention/cast.cuh",

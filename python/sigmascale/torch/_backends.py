@@ -7,7 +7,6 @@ those that have a choice; ``operands`` are q, k, v in E4M3, if ``save``. Operand
 taken as they are.
 """
 
-import contextlib
 import functools
 import warnings
 
@@ -121,9 +120,7 @@ def backward(grad, operands, descales, out, lse, terms, chosen, accumulator):
         native = backend("native")
         if (chosen.name, accumulator) != ("native", "f16"):
             out, lse, _ = native.forward(*operands, descales, terms, accumulator="f16")
-        with contextlib.suppress(UnsupportedError):
-            # Fewer head dimensions have a backward.
-            return native.backward(grad, operands, descales, out, lse, terms)
+        return native.backward(grad, operands, descales, out, lse, terms)
     plain = terms.dense and q.shape[3] == v.shape[3]
     if not plain or (terms.causal and q.shape[1] != k.shape[1]):
         # PyTorch's kernels align such a mask to the first key.

@@ -9,9 +9,8 @@ from . import _cpu
 from ._casts import E4M3
 
 
-# How the backward keeps the f32 sums of dQ, to save memory. Both are off: neither was run on a GPU. ``sums_limit``:
-# most bytes; calls that have more run in parts. ``ring``: of a few KV heads at a time.
-SUMS = {"sums_limit": None, "ring": False}
+# Most bytes of the backward's f32 sums of dQ: calls that have more run in parts, to save memory. None: as the crate decides.
+SUMS = {"sums_limit": None}
 
 
 class Native:

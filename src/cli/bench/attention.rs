@@ -78,10 +78,7 @@ pub struct Args {
     /// With --backward: dQ in FP8, by a scale of each row
     #[arg(long, requires = "backward")]
     dq_fp8: bool,
-    /// With --backward: keep the sums of dQ of a few KV heads at a time
-    #[arg(long, requires = "backward", conflicts_with = "dq_fp8")]
-    ring: bool,
-    /// With --backward: run it in parts whose f32 sums of dQ take at most so many MiB, to save memory
+    /// With --backward: run it in parts whose f32 sums of dQ take at most so many MiB [default: parts that make the memory of the step that of BF16's]
     #[arg(long, value_name = "MIB", requires = "backward")]
     sums: Option<usize>,
     /// Untimed warm-up launches
@@ -225,7 +222,6 @@ pub fn run(args: Args) -> Result<()> {
     let accumulator = args.accumulator.unwrap_or(if backward { PvAccumulator::F16 } else { PvAccumulator::default() });
     let options = BackwardOptions {
         sums_limit: args.sums.map(|mib| mib.saturating_mul(1 << 20)),
-        ring: args.ring,
         dq_fp8: args.dq_fp8,
         ..BackwardOptions::default()
     };

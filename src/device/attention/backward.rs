@@ -13,9 +13,9 @@
 //!
 //! Nothing is allocated and nothing waited for once the kernels are loaded ([`BackwardEngine::prepare`]), so a call can be captured.
 //!
-//! Windows, sequences, sinks, soft-caps and head dimensions from 16 to 128 are macros of the kernels, compiled when a call asks for them.
+//! Windows, sequences, sinks, soft-caps and head dimensions from 16 to 256 are macros of the kernels, compiled when a call asks for them.
 //!
-//! **Not offered**, and refused by name: head dimensions past 128, and logits in E4M3.
+//! **Not offered**, and refused by name: logits in E4M3, and dQ in FP8 for heads of more than 128.
 
 use super::backward_call::{BackwardOptions, BackwardTensors, Delta};
 use super::backward_cut::{BackwardForm, BackwardSchedule, BackwardWorkspace, Parts};
@@ -86,10 +86,8 @@ struct Params {
     window_left: i32,
     window_right: i32,
     d_v: i32,
-    ring: i32,
-    unused_ring: i32,
 }
-const _: () = assert!(size_of::<Params>() == 496, "the kernels assert the same");
+const _: () = assert!(size_of::<Params>() == 488, "the kernels assert the same");
 
 /// What follows them where dQ is in FP8.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -116,16 +114,11 @@ enum Variant {
 }
 
 impl Variant {
-    /// The kernels of a call, in their order; the last one where it has something left to do. Forms are without what a kernel does not
-    /// look at, so that calls share it.
-    fn all(form: BackwardForm, deterministic: bool, splits: usize) -> Vec<Self> {
+    /// The kernels of a call, in their order. Forms are without what a kernel does not look at, so that calls share it.
+    fn all(form: BackwardForm, deterministic: bool, splits: usize) -> [Self; 3] {
         let rows = BackwardForm { used: form.columns, causal: false, soft_cap: false, ..form };
         let backward = Self::Backward { form: BackwardForm { sink: false, ..form }, deterministic, splits };
-        let mut all = vec![Self::Prepare(rows), backward];
-        if !form.ring || form.sink {
-            all.push(Self::Finish(rows));
-        }
-        all
+        [Self::Prepare(rows), backward, Self::Finish(rows)]
     }
 }
 
@@ -143,7 +136,6 @@ impl super::kernels::Variant for Variant {
                 ("SINK", form.sink),
                 ("CAUSAL", form.causal),
                 ("SOFT_CAP", form.soft_cap),
-                ("RING", form.ring),
                 ("DQ8", form.dq_fp8),
             ];
             flags.into_iter().filter(|(_, given)| *given).fold(request, |request, (name, _)| request.define(name, 1))
@@ -183,21 +175,17 @@ pub fn backward_variants() -> Vec<Request> {
             varlen: false,
             soft_cap: false,
             sink: false,
-            ring: false,
             dq_fp8: false,
         };
         for causal in [false, true] {
             let form = BackwardForm { causal, ..plain };
             all.extend(Variant::all(form, true, 1));
-            if causal {
-                all.extend(Variant::all(BackwardForm { ring: true, ..form }, false, 1));
-            }
             let splits: &[usize] = if columns == 128 { &[1, 2, 4] } else { &[1] };
             for &splits in splits {
                 let dense = |form| Variant::Backward { form, deterministic: false, splits };
                 all.push(dense(form));
                 if columns == 128 {
-                    all.extend([BackwardForm { ring: true, ..form }, BackwardForm { dq_fp8: true, ..form }].map(dense));
+                    all.push(dense(BackwardForm { dq_fp8: true, ..form }));
                 }
             }
         }
@@ -211,7 +199,6 @@ pub fn backward_variants() -> Vec<Request> {
             BackwardForm { causal: true, soft_cap: true, ..plain },
             BackwardForm { causal: true, varlen: true, ..plain },
             BackwardForm { window: true, sink: true, ..plain },
-            BackwardForm { window: true, sink: true, ring: true, ..plain },
             BackwardForm { window: true, varlen: true, soft_cap: true, sink: true, ..plain },
         ] {
             all.extend(Variant::all(form, false, 1));
@@ -280,9 +267,7 @@ impl BackwardEngine {
     /// # Errors
     /// If the call is not offered.
     pub fn workspace_bytes(&self, sizes: &AttentionShape, terms: &Terms) -> Result<usize> {
-        let form = BackwardForm::of(sizes, terms, &self.options)?;
-        let ring = self.ring_of(sizes, &form, &self.schedule(sizes, terms, &form));
-        Ok(BackwardWorkspace::of(sizes, terms, &self.options, ring)?.bytes)
+        Ok(BackwardWorkspace::of(sizes, terms, &self.options, self.processors())?.bytes)
     }
 
     /// Compiles and loads what this call needs, which otherwise its first launch does. A capture needs this before it.
@@ -290,7 +275,7 @@ impl BackwardEngine {
     /// # Errors
     /// If the call is not offered, or a kernel does not compile or load.
     pub fn prepare(&self, sizes: &AttentionShape, terms: &Terms) -> Result<()> {
-        let form = self.form(sizes, terms)?.0;
+        let form = BackwardForm::of(sizes, terms, &self.options)?;
         let mut variants = Vec::new();
         for [entries, kv_heads] in self.parts(sizes, terms, &form).all(sizes) {
             let part = Parts { entries: entries.len(), kv_heads: kv_heads.len() }.largest(sizes);
@@ -319,8 +304,8 @@ impl BackwardEngine {
         workspace: &View<1>,
     ) -> Result<()> {
         let sizes = tensors.check()?;
-        let (form, ring) = self.form(&sizes, terms)?;
-        let place = BackwardWorkspace::of(&sizes, terms, &self.options, ring)?;
+        let form = BackwardForm::of(&sizes, terms, &self.options)?;
+        let place = BackwardWorkspace::of(&sizes, terms, &self.options, self.processors())?;
         place.check(workspace)?;
         if terms.sinks.is_some() != tensors.d_sinks.is_some() {
             return Err(Error::argument("d_sinks is for calls with sinks, and they need it"));
@@ -332,7 +317,7 @@ impl BackwardEngine {
         stream.bind()?;
         let parts = self.parts(&sizes, terms, &form).all(&sizes);
         parts.enumerate().try_for_each(|(index, [entries, kv_heads])| {
-            self.launch(stream, terms, (&form, ring), &tensors.part(entries, kv_heads), (&place, workspace), index > 0)
+            self.launch(stream, terms, form, &tensors.part(entries, kv_heads), (&place, workspace), index > 0)
         })
     }
 
@@ -341,31 +326,29 @@ impl BackwardEngine {
         &self,
         stream: &Stream,
         terms: &Terms,
-        (form, ring): (&BackwardForm, Option<usize>),
+        form: BackwardForm,
         tensors: &BackwardTensors,
         (place, workspace): (&BackwardWorkspace, &View<1>),
         follows: bool,
     ) -> Result<()> {
-        let (form, sizes) = (*form, tensors.check()?);
+        let sizes = tensors.check()?;
         let schedule = self.schedule(&sizes, terms, &form);
         let variants = Variant::all(form, self.options.deterministic, schedule.splits);
-        let kernels = variants.into_iter().map(|variant| self.kernels.load(variant)).collect::<Result<Vec<_>>>()?;
-        let (prepare, backward) = (&kernels[0], &kernels[1]);
+        let [prepare, backward, finish] = variants.map(|variant| self.kernels.load(variant));
+        let (prepare, backward, finish) = (prepare?, backward?, finish?);
 
         let [units, query_tiles, _] = form.tiles(&sizes, terms);
         let mut params = self.params(tensors, &sizes, terms);
         (params.q_tiles, params.section) = (query_tiles as i32, schedule.section as i32);
         let at = |offset: usize| workspace.ptr().offset(offset as u64).0;
         (params.terms, params.dq_sum) = (at(place.terms), at(place.dq_sum));
-        params.turns = if self.options.deterministic || form.ring { at(place.turns) } else { 0 };
-        params.ring = ring.unwrap_or(0) as i32;
+        params.turns = if self.options.deterministic { at(place.turns) } else { 0 };
         params.sink_parts = at(place.sinks);
         let runs = [(&tensors.q, form.columns.min(128)), (&tensors.d_out, 64)];
         let [q8, d_out] = runs.map(|(x, columns)| run_map(x, columns, 1, form.rows()));
 
         let tiles =
             Launch { grid: ((query_tiles * sizes.n_q_heads) as u32, units as u32, 1), block: ROWS_BLOCK, shared: 0 };
-        let heads = Launch::linear(sizes.n_q_heads, ROWS_BLOCK, 0);
         let keys = Launch::linear(schedule.grid, BLOCK, backward.shared);
         let mut maps = [q8?, d_out?];
         let [q8, d_out] = maps.each_mut().map(|map| (&raw mut *map).cast());
@@ -377,30 +360,12 @@ impl BackwardEngine {
         unsafe {
             prepare.kernel.launch_parameters(stream, tiles, &mut [params], follows)?;
             backward.kernel.launch_parameters(stream, keys, &mut [q8, d_out, params], true)?;
-            match kernels.get(2) {
-                Some(finish) => {
-                    let grid = if form.ring { heads } else { tiles };
-                    finish.kernel.launch_parameters(stream, grid, &mut [params], true)
-                }
-                None => Ok(()),
-            }
+            finish.kernel.launch_parameters(stream, tiles, &mut [params], true)
         }
     }
 
-    /// The form of a call, and how many KV heads' sums are kept at a time, if not those of all.
-    fn form(&self, sizes: &AttentionShape, terms: &Terms) -> Result<(BackwardForm, Option<usize>)> {
-        let form = BackwardForm::of(sizes, terms, &self.options)?;
-        let ring = self.ring_of(sizes, &form, &self.schedule(sizes, terms, &form));
-        Ok((BackwardForm { ring: ring.is_some(), ..form }, ring))
-    }
-
-    fn ring_of(&self, sizes: &AttentionShape, form: &BackwardForm, schedule: &BackwardSchedule) -> Option<usize> {
-        let offered = self.options.ring && !form.dq_fp8;
-        if offered { schedule.ring(sizes, form, self.options.deterministic) } else { None }
-    }
-
     fn parts(&self, sizes: &AttentionShape, terms: &Terms, form: &BackwardForm) -> Parts {
-        Parts::of(sizes, terms, form, self.options.sums_limit.filter(|_| !form.ring))
+        Parts::of(sizes, terms, form, self.options.sums_limit, self.processors())
     }
 
     fn bounds(&self, tensors: &BackwardTensors) -> BoundParams {
@@ -412,7 +377,11 @@ impl BackwardEngine {
     }
 
     fn schedule(&self, sizes: &AttentionShape, terms: &Terms, form: &BackwardForm) -> BackwardSchedule {
-        BackwardSchedule::of(sizes, terms, form, self.options.deterministic, self.kernels.device.processors())
+        BackwardSchedule::of(sizes, terms, form, self.options.deterministic, self.processors())
+    }
+
+    fn processors(&self) -> usize {
+        self.kernels.device.processors()
     }
 
     fn params(&self, t: &BackwardTensors, sizes: &AttentionShape, terms: &Terms) -> Params {

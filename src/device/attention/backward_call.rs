@@ -6,9 +6,6 @@ use crate::cuda::{Element, View};
 use crate::error::{Error, Result};
 use std::ops::Range;
 
-/// The largest head dimension that is offered. Kernels of 256 columns compile, and have not run on a GPU yet.
-const WIDEST: usize = 128;
-
 /// Where delta, `sum_j P_ij dP_ij` of each query row, comes from.
 #[derive(Clone, Copy, Debug)]
 pub enum Delta {
@@ -25,13 +22,12 @@ pub struct BackwardOptions {
     /// dQ, too, has the same bits in every run; slower.
     pub deterministic: bool,
     /// Most bytes of f32 sums of dQ, 4 for each element of q: calls that have more run in parts, entries of the batch or KV heads, one
-    /// after the other in one workspace. Calls with sequences or sinks are in one part.
+    /// after the other in one workspace. `None`: a quarter of the call's where each query head has a KV head of its own, which makes
+    /// the peak memory of a training step that of BF16's, but enough to fill the device; no limit elsewhere. `Some(usize::MAX)`: one
+    /// part. Calls with sequences or sinks are in one part.
     pub sums_limit: Option<usize>,
-    /// The sums of dQ are kept for a few KV heads at a time, in the L2 cache, in place of all of them; `sums_limit` then
-    /// cuts nothing. For dense calls whose KV heads are short enough, but not with `deterministic` or `dq_fp8`: others run
-    /// as without it. It has not run on a GPU yet.
-    pub ring: bool,
-    /// dQ of E4M3 codes of dS; see [`Fp8Products`](crate::attention::Fp8Products). Calls need [`BackwardTensors::bounds`].
+    /// dQ of E4M3 codes of dS; see [`Fp8Products`](crate::attention::Fp8Products). Calls need [`BackwardTensors::bounds`]. For heads of
+    /// at most 128; with `deterministic` of more than 64.
     pub dq_fp8: bool,
 }
 
@@ -87,7 +83,7 @@ impl BackwardTensors {
         let [_, len_k, n_kv_heads, _] = self.k.extents();
         let d_v = self.v.extents()[3];
         let sizes = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v };
-        check_dims(&sizes)?;
+        sizes.check_on_gpu()?;
         let (of_q, of_out) = ([batch, len_q, n_q_heads, d_head], [batch, len_q, n_q_heads, d_v]);
         let (of_k, of_v) = ([batch, len_k, n_kv_heads, d_head], [batch, len_k, n_kv_heads, d_v]);
         for (name, x, shape) in [("q", &self.q, of_q), ("k", &self.k, of_k), ("v", &self.v, of_v)] {
@@ -163,19 +159,6 @@ impl BackwardTensors {
     }
 }
 
-/// Refuses head dimensions that the backward does not take.
-pub(super) fn check_dims(sizes: &AttentionShape) -> Result<()> {
-    let AttentionShape { d_head, d_v, .. } = *sizes;
-    for (name, d) in [("d_head", d_head), ("d_v", d_v)] {
-        if d % 8 != 0 || !(16..=WIDEST).contains(&d) {
-            return Err(Error::unsupported(format_args!(
-                "a backward with {name} {d} is not offered on the GPU: it takes multiples of 8 from 16 to {WIDEST}"
-            )));
-        }
-    }
-    sizes.check_on_gpu()
-}
-
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
@@ -218,7 +201,7 @@ pub(super) mod tests {
         );
         type Change = fn(&mut BackwardTensors);
         let cases: [(&str, Change); 11] = [
-            ("d_head 256 is not offered", |t| t.q = dense(Element::E4m3, [2, 40, 4, 256])),
+            ("d_head 264 is not offered", |t| t.q = dense(Element::E4m3, [2, 40, 4, 264])),
             ("q is Bf16", |t| t.q = dense(Element::Bf16, [2, 40, 4, 128])),
             ("v has shape", |t| t.v = dense(Element::E4m3, [2, 51, 2, 128])),
             ("d_out is F32", |t| t.d_out = dense(Element::F32, [2, 40, 4, 128])),

@@ -1,6 +1,6 @@
 //! How a backward call is cut: into parts, tiles and blocks, and what its workspace holds.
 
-use super::backward_call::{BackwardOptions, check_dims};
+use super::backward_call::BackwardOptions;
 use super::regions::{Regions, check_workspace};
 use super::terms::Terms;
 use crate::attention::AttentionShape;
@@ -27,8 +27,6 @@ pub(super) struct BackwardForm {
     pub soft_cap: bool,
     /// The call has sinks.
     pub sink: bool,
-    /// The sums of dQ are a ring of KV heads.
-    pub ring: bool,
     /// dQ of E4M3 codes of dS.
     pub dq_fp8: bool,
 }
@@ -39,25 +37,26 @@ impl BackwardForm {
     /// # Errors
     /// If the call is not offered.
     pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions) -> Result<Self> {
-        check_dims(sizes)?;
+        sizes.check_on_gpu()?;
         terms.check(sizes)?;
-        let form = Self { dq_fp8: options.dq_fp8, ..Self::of_checked(sizes, terms) };
-        if form.dq_fp8 && options.deterministic && form.columns == 64 {
-            return Err(Error::unsupported(
-                "a deterministic dQ in FP8 is not offered on the GPU for heads of at most 64: leave out one of the two",
-            ));
-        }
-        Ok(form)
-    }
-
-    fn of_checked(sizes: &AttentionShape, terms: &Terms) -> Self {
         let (causal, features) = terms.features(sizes);
         let widest = sizes.d_head.max(sizes.d_v);
         let columns = [64, 128].into_iter().find(|&columns| widest <= columns).unwrap_or(256);
         // Rows that see no key are for the kernel with windows to keep apart.
         let blind = !features.varlen && causal && sizes.len_q > sizes.len_k;
         let window = features.window || blind;
-        Self {
+        let BackwardOptions { deterministic, dq_fp8, .. } = *options;
+        if dq_fp8 && columns == 256 {
+            return Err(Error::unsupported(format_args!(
+                "dQ in FP8 is not offered on the GPU for heads of {widest}, above 128: leave out dq_fp8"
+            )));
+        }
+        if dq_fp8 && deterministic && columns == 64 {
+            return Err(Error::unsupported(
+                "a deterministic dQ in FP8 is not offered on the GPU for heads of at most 64: leave out one of the two",
+            ));
+        }
+        Ok(Self {
             columns,
             used: match widest {
                 65..=96 => 96,
@@ -70,9 +69,8 @@ impl BackwardForm {
             varlen: features.varlen,
             soft_cap: features.soft_cap,
             sink: features.sink,
-            ring: false,
-            dq_fp8: false,
-        }
+            dq_fp8,
+        })
     }
 
     /// Queries of a tile.
@@ -121,14 +119,29 @@ pub(super) struct Parts {
 impl Parts {
     /// As few parts as the limit allows, of about one size; a part of one KV head may pass it. Calls with sequences, whose rows are
     /// one axis, and with sinks, whose gradient is a sum over the batch, are in one part.
-    pub fn of(sizes: &AttentionShape, terms: &Terms, form: &BackwardForm, sums_limit: Option<usize>) -> Self {
+    pub fn of(
+        sizes: &AttentionShape,
+        terms: &Terms,
+        form: &BackwardForm,
+        sums_limit: Option<usize>,
+        processors: usize,
+    ) -> Self {
         let whole = Self { entries: sizes.batch, kv_heads: sizes.n_kv_heads };
-        let Some(limit) = sums_limit.filter(|_| terms.sequences.is_none() && terms.sinks.is_none()) else {
+        if terms.sequences.is_some() || terms.sinks.is_some() {
             return whole;
+        }
+        let [_, query_tiles, key_tiles] = form.tiles(sizes, terms);
+        let fit = match sums_limit {
+            Some(limit) => limit / (sizes.group() * query_tiles * form.sum_bytes()),
+            // With r KV heads a query head, a step takes 9 + 6 r + 12 / d bytes an element of q, and BF16's in cuDNN 8 + 4 r + 8 / d,
+            // or 4 more where r < 1: ours is more at r = 1 alone, and with a quarter of the sums, 12 + 6 / d, less. Two waves of blocks
+            // fill the device.
+            None if sizes.group() == 1 => {
+                (sizes.batch * sizes.n_kv_heads / 4).max((2 * processors).div_ceil(key_tiles))
+            }
+            None => return whole,
         };
-        let [_, query_tiles, _] = form.tiles(sizes, terms);
-        let of_a_head = sizes.group() * query_tiles * form.sum_bytes();
-        let fit = (limit / of_a_head).max(1);
+        let fit = fit.max(1);
         let even = |all: usize, most: usize| all.div_ceil(all.div_ceil(most.min(all)));
         match fit / sizes.n_kv_heads {
             0 => Self { entries: 1, kv_heads: even(sizes.n_kv_heads, fit) },
@@ -156,12 +169,12 @@ impl Parts {
 /// Where a backward call keeps what passes between its kernels, in bytes from the start of the workspace. Nothing in it needs to be
 /// set beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BackwardWorkspace {
+pub(super) struct BackwardWorkspace {
     /// Log-sum-exp and delta, by tiles of queries.
     pub terms: usize,
     /// Sums of dQ in f32, by tiles.
     pub dq_sum: usize,
-    /// Whose turn it is to add to a tile, for deterministic calls; which KV heads have ended, for sums in a ring.
+    /// Whose turn it is to add to a tile, for deterministic calls.
     pub turns: usize,
     /// Parts of the sinks' gradients, by tiles; for calls with sinks.
     pub sinks: usize,
@@ -170,14 +183,13 @@ pub struct BackwardWorkspace {
 }
 
 impl BackwardWorkspace {
-    /// The workspace of a call. `ring`: of how many KV heads the sums of dQ are kept, or of all.
+    /// The workspace of a call on a device of so many multiprocessors.
     ///
     /// # Errors
     /// If the call is not offered.
-    pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions, ring: Option<usize>) -> Result<Self> {
+    pub fn of(sizes: &AttentionShape, terms: &Terms, options: &BackwardOptions, processors: usize) -> Result<Self> {
         let form = BackwardForm::of(sizes, terms, options)?;
-        let limit = options.sums_limit.filter(|_| ring.is_none());
-        let sizes = &Parts::of(sizes, terms, &form, limit).largest(sizes);
+        let sizes = &Parts::of(sizes, terms, &form, options.sums_limit, processors).largest(sizes);
         let [units, query_tiles, key_tiles] = form.tiles(sizes, terms);
         // Kernels count both in 31 bits.
         const TILES: usize = 1 << 30;
@@ -190,13 +202,8 @@ impl BackwardWorkspace {
         let mut regions = Regions::default();
         let mut words = |count: usize| regions.add(count * size_of::<f32>());
         let of_terms = words(tiles * form.terms() * rows);
-        let summed = ring.map_or(tiles, |kv_heads| kv_heads * sizes.group() * query_tiles);
-        let dq_sum = words(summed * form.sum_bytes() / size_of::<f32>());
-        let turns = words(match ring {
-            Some(_) => units * sizes.n_kv_heads,
-            None if options.deterministic => tiles * 8,
-            None => 0,
-        });
+        let dq_sum = words(tiles * form.sum_bytes() / size_of::<f32>());
+        let turns = words(if options.deterministic { tiles * 8 } else { 0 });
         let sinks = words(if form.sink { tiles } else { 0 });
         Ok(Self { terms: of_terms, dq_sum, turns, sinks, bytes: regions.bytes() })
     }
@@ -249,17 +256,6 @@ impl BackwardSchedule {
         let splits = choices.iter().copied().min_by_key(|&n| time(n)).unwrap_or(1);
         Self { section, splits, grid: blocks * splits }
     }
-
-    /// KV heads in a ring of the sums of dQ: those that run at a time and as many that end, so that blocks seldom wait. None where the
-    /// last block of a KV head would take too long for its dQ, and for calls whose tiles are not those of KV heads.
-    pub fn ring(&self, sizes: &AttentionShape, form: &BackwardForm, deterministic: bool) -> Option<usize> {
-        /// Bytes of the sums of one KV head.
-        const LARGEST: usize = 16 << 20;
-        let tiles = sizes.group() * sizes.len_q.div_ceil(form.rows());
-        let fits = tiles * form.rows() * form.columns * size_of::<f32>() <= LARGEST;
-        let (ring, units) = ((2 * self.section).max(3), sizes.batch * sizes.n_kv_heads);
-        (fits && !form.varlen && !deterministic && ring < units).then_some(ring)
-    }
 }
 
 #[cfg(test)]
@@ -271,9 +267,9 @@ mod tests {
     use crate::device::attention::Sequences;
     use crate::device::attention::backward_call::tests::dense;
 
-    const PLAIN: BackwardOptions =
-        BackwardOptions { deterministic: false, sums_limit: None, ring: false, dq_fp8: false };
+    const PLAIN: BackwardOptions = BackwardOptions { deterministic: false, sums_limit: None, dq_fp8: false };
     const DETERMINISTIC: BackwardOptions = BackwardOptions { deterministic: true, ..PLAIN };
+    const PROCESSORS: usize = 132;
 
     fn cut(sums_limit: Option<usize>) -> BackwardOptions {
         BackwardOptions { sums_limit, ..PLAIN }
@@ -296,12 +292,12 @@ mod tests {
             let sinks = Terms { sinks: Some(dense(Element::F32, [6])), ..causal() };
             let form = BackwardForm::of(&sizes, &sinks, &PLAIN).unwrap();
             let rows = 113usize.next_multiple_of(form.rows());
-            let w = BackwardWorkspace::of(&sizes, &sinks, &DETERMINISTIC, None).unwrap();
+            let w = BackwardWorkspace::of(&sizes, &sinks, &DETERMINISTIC, PROCESSORS).unwrap();
             assert!([w.terms, w.dq_sum, w.turns, w.sinks].iter().all(|at| at.is_multiple_of(256)));
             assert!(w.dq_sum >= 3 * 6 * rows * 8 && w.turns - w.dq_sum >= 3 * 6 * rows * d_head * 4);
             let tiles = 3 * 6 * rows / form.rows();
             assert!(w.sinks - w.turns >= tiles * 32 && w.bytes - w.sinks >= tiles * 4);
-            assert!(BackwardWorkspace::of(&sizes, &causal(), &PLAIN, None).unwrap().bytes < w.bytes);
+            assert!(BackwardWorkspace::of(&sizes, &causal(), &PLAIN, PROCESSORS).unwrap().bytes < w.bytes);
             let short = dense(Element::U8, [w.bytes - 1]);
             assert!(w.check(&short).unwrap_err().to_string().contains("the workspace has"));
         }
@@ -319,12 +315,18 @@ mod tests {
             d_v: 128,
         };
         let parts = |sizes: &AttentionShape, terms: &Terms, limit| {
-            Parts::of(sizes, terms, &BackwardForm::of(sizes, terms, &PLAIN).unwrap(), limit)
+            Parts::of(sizes, terms, &BackwardForm::of(sizes, terms, &PLAIN).unwrap(), limit, PROCESSORS)
         };
         const MIB: usize = 1 << 20;
         for (shape, limit, want) in [
-            // 32 MiB of sums an entry, then 8 or 64 a KV head.
-            (sizes(8, 32, 32, 2048), None, (8, 32)),
+            // 32 MiB of sums an entry, then 8 or 64 a KV head. Without a limit a quarter of the call where no query heads share keys.
+            (sizes(8, 32, 32, 2048), None, (2, 32)),
+            (sizes(1, 32, 32, 16384), None, (1, 8)),
+            (sizes(1, 32, 32, 16384), Some(usize::MAX), (1, 32)),
+            (sizes(3, 5, 5, 2048), None, (3, 5)),
+            (sizes(3, 10, 10, 2048), None, (1, 10)),
+            (sizes(100, 16, 16, 100), None, (25, 16)),
+            (sizes(8, 32, 8, 2048), None, (8, 8)),
             (sizes(8, 32, 32, 2048), Some(256 * MIB), (8, 32)),
             (sizes(8, 32, 32, 2048), Some(255 * MIB), (4, 32)),
             (sizes(8, 32, 32, 2048), Some(100 * MIB), (3, 32)),
@@ -336,10 +338,10 @@ mod tests {
         ] {
             let found = parts(&shape, &causal(), limit);
             assert_eq!((found.entries, found.kv_heads), want, "{shape:?} {limit:?}");
-            let bytes = |limit| BackwardWorkspace::of(&shape, &causal(), &cut(limit), None).unwrap().bytes;
+            let bytes = |limit| BackwardWorkspace::of(&shape, &causal(), &cut(limit), PROCESSORS).unwrap().bytes;
             let of_a_head = bytes(Some(1));
-            assert!(limit.is_none_or(|limit| bytes(Some(limit)) <= (limit + limit / 50).max(of_a_head)));
-            assert!(bytes(limit) <= bytes(None));
+            assert!(limit.is_none_or(|limit| bytes(Some(limit)) <= limit.saturating_add(limit / 50).max(of_a_head)));
+            assert!(bytes(limit) <= bytes(Some(usize::MAX)));
             // Every entry's every head is in one part.
             let mut seen = vec![0; shape.batch * shape.n_kv_heads];
             for [entries, heads] in found.all(&shape) {
@@ -357,7 +359,7 @@ mod tests {
     }
 
     /// The table of memory in docs/attention-backward.md: MiB of a forward and backward of 16384 tokens beside q, k, v and dO, in one
-    /// part, with sums of at most 32 MiB, and in a ring.
+    /// part, as it is cut by default, and with sums of at most 32 MiB. By default it is at most cuDNN's.
     #[test]
     fn the_memory_of_a_step_is_that_of_the_documentation() {
         let page = include_str!("../../../docs/attention-backward.md");
@@ -369,15 +371,14 @@ mod tests {
                 let operands = s.q_elements() + s.k_elements() + s.v_elements();
                 let saved = 2 * s.out_elements() + 4 * s.lse_elements() + operands;
                 let forward = Workspace::of(&s, &causal(), Element::Bf16, PvAccumulator::F16, true).bytes;
-                let mib = |limit: Option<usize>, ring: Option<usize>| {
-                    let backward = BackwardWorkspace::of(&s, &causal(), &cut(limit), ring).unwrap().bytes;
+                let mib = |limit: Option<usize>| {
+                    let backward = BackwardWorkspace::of(&s, &causal(), &cut(limit), PROCESSORS).unwrap().bytes;
                     (saved + forward.max(2 * operands + backward)) as f64 / f64::from(1 << 20)
                 };
-                let form = BackwardForm::of(&s, &causal(), &PLAIN).unwrap();
-                let ring = BackwardSchedule::of(&s, &causal(), &form, false, 132).ring(&s, &form, false);
-                let [one, cut, ring] = [mib(None, None), mib(Some(32 << 20), None), mib(None, ring)];
+                let [one, ours, cut] = [Some(usize::MAX), None, Some(32 << 20)].map(mib);
+                assert!(ours < f64::from(cudnn), "{ours} MiB");
                 let heads = format!("{n_q_heads} query, {n_kv_heads} KV, of {d}");
-                let row = format!("| {heads} | {batch} x {len} | {one:.0} | {cut:.0} | {ring:.0} | {cudnn} |");
+                let row = format!("| {heads} | {batch} x {len} | {one:.0} | {ours:.0} | {cut:.0} | {cudnn} |");
                 assert!(page.contains(&row), "docs/attention-backward.md lacks the row\n{row}");
             }
         }
@@ -401,7 +402,7 @@ mod tests {
         assert_eq!((phi.columns, phi.used), (128, 96));
         assert_eq!(form(&AttentionShape { d_head: 40, d_v: 64, ..sizes }, &causal()).columns, 64);
 
-        let wide = |d_head, d_v| BackwardForm::of_checked(&AttentionShape { d_head, d_v, ..sizes }, &causal());
+        let wide = |d_head, d_v| form(&AttentionShape { d_head, d_v, ..sizes }, &causal());
         assert_eq!((wide(256, 256).columns, wide(256, 256).used, wide(256, 256).fill), (256, 256, false));
         assert_eq!((wide(192, 128).columns, wide(192, 128).used, wide(192, 128).fill), (256, 192, true));
         assert_eq!((wide(136, 64).rows(), wide(136, 64).keys()), (64, 64));
@@ -412,8 +413,30 @@ mod tests {
         // Whole tiles of every sequence and of the gaps: rows / size + sequences + 1.
         assert_eq!(of.tiles(&sizes, &packed), [1, 600 / 64 + 6, 600 / 128 + 6]);
         assert_eq!(dense.tiles(&sizes, &causal()), [2, 5, 3]);
-        let error = BackwardForm::of(&AttentionShape { d_v: 192, ..sizes }, &causal(), &PLAIN).unwrap_err();
-        assert!(error.is_unsupported() && error.to_string().contains("d_v 192"), "{error}");
+    }
+
+    #[test]
+    fn what_is_not_offered_is_named() {
+        let fp8 = BackwardOptions { dq_fp8: true, ..PLAIN };
+        let both = BackwardOptions { deterministic: true, ..fp8 };
+        for (d_head, d_v, options, message) in [
+            (128, 264, PLAIN, Some("d_v 264 is not offered")),
+            (192, 128, PLAIN, None),
+            (192, 128, fp8, Some("dQ in FP8 is not offered on the GPU for heads of 192")),
+            (64, 136, both, Some("dQ in FP8 is not offered on the GPU for heads of 136")),
+            (128, 64, both, None),
+            (64, 40, both, Some("a deterministic dQ in FP8")),
+            (64, 40, fp8, None),
+        ] {
+            let sizes = AttentionShape { batch: 1, n_q_heads: 1, n_kv_heads: 1, len_q: 9, len_k: 9, d_head, d_v };
+            match (BackwardForm::of(&sizes, &causal(), &options), message) {
+                (Ok(form), None) => assert_eq!(form.dq_fp8, options.dq_fp8),
+                (Err(error), Some(message)) => {
+                    assert!(error.is_unsupported() && error.to_string().contains(message), "{error}");
+                }
+                (found, _) => panic!("{d_head} {d_v} {options:?}: {found:?}"),
+            }
+        }
     }
 
     #[test]
@@ -441,18 +464,6 @@ mod tests {
         assert_eq!(of(sizes(2, 32, 8, 8192), true), BackwardSchedule { section: 2, splits: 1, grid: 1024 });
         assert_eq!(schedule(&sizes(1, 32, 8, 1024), &causal(), true).splits, 1);
         assert_eq!(of(AttentionShape { d_head: 64, d_v: 64, ..sizes(1, 32, 8, 1024) }, true).splits, 1);
-        let ring = |sizes: AttentionShape, deterministic| {
-            let form = BackwardForm::of(&sizes, &causal(), &PLAIN).unwrap();
-            schedule(&sizes, &causal(), deterministic).ring(&sizes, &form, deterministic)
-        };
-        assert_eq!(ring(sizes(8, 32, 32, 2048), false), Some(16), "of 256 KV heads");
-        assert_eq!(ring(sizes(1, 32, 32, 16384), false), Some(3), "8 MiB each");
-        assert_eq!(ring(sizes(1, 64, 8, 16384), false), None, "64 MiB each");
-        assert_eq!((ring(sizes(1, 8, 8, 2048), false), ring(sizes(8, 32, 32, 2048), true)), (None, None));
-        let both = AttentionShape { len_q: 65, ..sizes(17, 16, 1, 2048) };
-        assert_eq!((of(both, false).splits, ring(both, false)), (2, Some(12)), "a ring and clusters");
-        let bytes = |ring| BackwardWorkspace::of(&sizes(8, 32, 32, 2048), &causal(), &PLAIN, ring).unwrap().bytes;
-        assert!(bytes(Some(16)) < bytes(None) / 8);
         for len in [1, 100, 5000, 1 << 20] {
             let all = sizes(3, 6, 2, len);
             let schedule = of(all, true);

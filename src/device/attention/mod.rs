@@ -53,7 +53,6 @@ pub use crate::cuda::{Element, View};
 pub use backend::{Cuda, step_stats};
 pub use backward::{BackwardEngine, backward_variants};
 pub use backward_call::{BackwardOptions, BackwardTensors, Delta, RowBounds};
-pub use backward_cut::BackwardWorkspace;
 pub use call::{Descales, Rope, SavedOperands, Tensors, Workspace};
 pub use engine::AttentionEngine;
 pub use host::{HostOutput, Resident, ResidentBackward, RopeTables, Setup};

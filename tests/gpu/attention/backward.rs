@@ -1,5 +1,6 @@
 //! The backward against the CPU's, and against itself.
 
+use super::backward_calls::{gradient_sizes, norm};
 use super::{Data, bf16_bytes, cuda, distance, stream, terms, wide};
 use crate::device;
 use half::bf16;
@@ -8,8 +9,8 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use sigmascale::Descale;
 use sigmascale::attention::{
-    AttentionCall, AttentionShape, BackwardPrecision, Dequantised, Fp8Products, GradientProducts, Gradients, Inputs,
-    Mask, Precision, PvAccumulator, Saved, backward, dequantised, reference, reference_backward,
+    AttentionCall, AttentionShape, BackwardPrecision, Dequantised, Fp8Products, GradientProducts, Gradients, Mask,
+    Precision, PvAccumulator, Saved, backward, dequantised, reference, reference_backward,
 };
 use sigmascale::cuda::{Buffer, Stream};
 use sigmascale::device::attention::{
@@ -34,7 +35,7 @@ const SHAPES: [(usize, usize, usize, usize, usize); 9] = [
 
 fn cases() -> impl Iterator<Item = AttentionCall<'static>> {
     SHAPES.into_iter().flat_map(|(batch, n_q_heads, n_kv_heads, len_q, len_k)| {
-        [64, 128].into_iter().flat_map(move |d_head| {
+        [64, 128, 192, 256].into_iter().flat_map(move |d_head| {
             let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head };
             [Mask::CAUSAL, Mask::NONE].map(|mask| AttentionCall { mask, ..AttentionCall::causal(shape) })
         })
@@ -196,26 +197,34 @@ fn engine() -> BackwardEngine {
     BackwardEngine::new(device()).unwrap()
 }
 
-/// Gradients by the CPU, in f32 from the same E4M3 operands and the exact log-sum-exp.
-fn expected(call: &AttentionCall, data: &Data, plan: &ScalePlan, d_out: &[f32]) -> Gradients {
+/// Gradients by the CPU, in f32 from the same E4M3 operands and the exact log-sum-exp, and how far those of the GPU may be.
+fn expected(call: &AttentionCall, data: &Data, plan: &ScalePlan, d_out: &[f32]) -> (Gradients, [f64; 3]) {
     let x = dequantised(call, &data.inputs(), plan, OnOverflow::Saturate).unwrap();
-    let lse: Vec<f32> =
-        reference(call, &wide(&x.q), &wide(&x.k), &wide(&x.v)).unwrap().lse.iter().map(|&x| x as f32).collect();
-    let inputs: Inputs<'_> = data.inputs();
-    backward(
-        call,
-        &inputs,
-        plan,
-        &Precision::KERNEL,
-        &BackwardPrecision::default(),
-        &Saved { out: &[], lse: &lse },
-        d_out,
-    )
-    .unwrap()
+    let [q, k, v] = [wide(&x.q), wide(&x.k), wide(&x.v)];
+    let lse: Vec<f32> = reference(call, &q, &k, &v).unwrap().lse.iter().map(|&x| x as f32).collect();
+    let (how, saved) = (BackwardPrecision::default(), Saved { out: &[], lse: &lse });
+    let want = backward(call, &data.inputs(), plan, &Precision::KERNEL, &how, &saved, d_out).unwrap();
+    let AttentionShape { batch, n_q_heads, len_q, len_k, .. } = call.shape;
+    let rows = if call.mask.causal { len_q.min(len_k) } else { len_q };
+    let [dq, dk, _, _] = gradient_sizes(call, batch * n_q_heads * rows, [&q, &k, &v]);
+    let spread = (len_k as f64).sqrt();
+    let of = |want: &[f32], size: f64| ROUNDING * norm(wide(want).into_iter()) + OF_SIZE * size / spread;
+    let allowed = [of(&want.dq, dq), of(&want.dk, dk), of(&want.dv, 0.0)];
+    (want, allowed)
+}
+
+fn check(call: &AttentionCall, have: &[Vec<u16>; 3], (want, allowed): &(Gradients, [f64; 3])) {
+    for (i, (name, want)) in [("dq", &want.dq), ("dk", &want.dk), ("dv", &want.dv)].into_iter().enumerate() {
+        let error = norm(floats(&have[i]).iter().zip(want).map(|(&a, &b)| f64::from(a) - f64::from(b)));
+        assert!(error <= allowed[i], "{call:?} {name} is off by {error:.3e} of {:.3e}", allowed[i]);
+    }
 }
 
 /// Products in BF16, sums in f32, gradients rounded to BF16; and what the tensor core's FP8 sums do to logits.
 const ROUNDING: f64 = 8e-3;
+/// The rounding of the output that delta comes from, of what dQ and dK would be without cancellation: all that they are
+/// where a row sees one key. It shrinks as P spreads over more.
+const OF_SIZE: f64 = 3e-3;
 
 pub(super) fn gradients_are_the_cpus() {
     let engines = [false, true].map(|deterministic| engine().with_deterministic(deterministic));
@@ -231,13 +240,7 @@ pub(super) fn gradients_are_the_cpus() {
             };
             for tensors in [memory.tensors(&call), given] {
                 memory.launch(engine, &stream(), &call, &tensors);
-                let have = memory.read();
-                for (name, have, want) in
-                    [("dq", &have[0], &want.dq), ("dk", &have[1], &want.dk), ("dv", &have[2], &want.dv)]
-                {
-                    let error = distance(&floats(have), &wide(want));
-                    assert!(error <= ROUNDING, "{call:?} {name}: {error:.3e}");
-                }
+                check(&call, &memory.read(), &want);
             }
         }
     }
@@ -340,51 +343,17 @@ pub(super) fn deterministic_calls_repeat_bit_for_bit_also_from_a_graph() {
     }
 }
 
-/// Many KV heads, whose sums of dQ take turns in a ring: the same blocks add to them, so dK and dV have the same bits.
-pub(super) fn sums_in_a_ring_are_those_of_all() {
-    // The last two: queries that see no key, and query tiles that a cluster shares.
-    for (batch, n_q_heads, n_kv_heads, len_q, len_k) in [
-        (8, 16, 16, 300, 300),
-        (100, 4, 2, 100, 333),
-        (150, 2, 2, 65, 129),
-        (150, 4, 2, 333, 100),
-        (17, 16, 1, 65, 2048),
-    ] {
-        for (d_head, mask) in [(64, Mask::CAUSAL), (64, Mask::NONE), (128, Mask::CAUSAL), (128, Mask::NONE)] {
-            let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q, len_k, d_head, d_v: d_head };
-            let call = AttentionCall { mask, ..AttentionCall::causal(shape) };
-            let [all, ring] =
-                [false, true].map(|ring| engine().with_options(BackwardOptions { ring, ..BackwardOptions::default() }));
-            let bytes = [&all, &ring].map(|engine| engine.workspace_bytes(&shape, &terms(&call)).unwrap());
-            assert!(bytes[1] < bytes[0], "{shape:?} has a ring");
-            let data = Data::new(&shape, 12);
-            let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 13));
-            let memory = Memory::new(&all, &call, &data, &plan, &d_out);
-            let tensors = memory.tensors(&call);
-            memory.launch(&all, &stream(), &call, &tensors);
-            let want = memory.read();
-            for _ in 0..20 {
-                memory.launch(&ring, &stream(), &call, &tensors);
-                let have = memory.read();
-                assert!(have[1] == want[1] && have[2] == want[2], "{shape:?} {mask:?}");
-                // Sums in another order, rounded to BF16.
-                let error =
-                    distance(&floats(&have[0]), &floats(&want[0]).iter().map(|&x| f64::from(x)).collect::<Vec<_>>());
-                assert!(error <= 1e-3, "{shape:?} {mask:?}: dq {error:.2e}");
-            }
-        }
-    }
-}
-
 /// A call in parts is so many calls: the same gradients, but for the order of sums.
 pub(super) fn parts_have_the_gradients_of_the_whole_call() {
-    for (batch, n_q_heads, n_kv_heads, limit) in [(5, 4, 2, 1 << 20), (1, 12, 6, 1 << 19), (2, 6, 3, 1)] {
+    // The last is cut without being told.
+    let limits = [(5, 4, 2, Some(1 << 20)), (1, 12, 6, Some(1 << 19)), (2, 6, 3, Some(1)), (40, 4, 4, None)];
+    for (batch, n_q_heads, n_kv_heads, limit) in limits {
         for (d_head, deterministic) in [(64, false), (128, false), (128, true)] {
             let shape = AttentionShape { batch, n_q_heads, n_kv_heads, len_q: 300, len_k: 411, d_head, d_v: d_head };
             let call = AttentionCall::causal(shape);
             let options = BackwardOptions { deterministic, ..BackwardOptions::default() };
-            let [whole, cut] =
-                [None, Some(limit)].map(|sums_limit| engine().with_options(BackwardOptions { sums_limit, ..options }));
+            let [whole, cut] = [Some(usize::MAX), limit]
+                .map(|sums_limit| engine().with_options(BackwardOptions { sums_limit, ..options }));
             let bytes = [&whole, &cut].map(|engine| engine.workspace_bytes(&shape, &terms(&call)).unwrap());
             assert!(bytes[1] < bytes[0], "{shape:?} is cut");
             let data = Data::new(&shape, 14);
@@ -407,7 +376,7 @@ pub(super) fn parts_have_the_gradients_of_the_whole_call() {
 /// dQ of E4M3 codes of dS is the CPU's, whose specification it is, and dK and dV are what they are without.
 pub(super) fn dq_in_fp8_is_the_cpus() {
     let fp8 = engine().with_options(BackwardOptions { dq_fp8: true, ..BackwardOptions::default() });
-    for (seed, call) in cases().enumerate() {
+    for (seed, call) in cases().filter(|call| call.shape.d_head <= 128).enumerate() {
         let data = Data::new(&call.shape, 100 + seed as u64);
         let (plan, d_out) = (data.plan(&call, 1.0), output_gradient(&call, 2000 + seed as u64));
         let x = dequantised(&call, &data.inputs(), &plan, OnOverflow::Saturate).unwrap();
@@ -499,10 +468,6 @@ pub(super) fn random_calls_agree_with_the_cpu() {
         let want = expected(&call, &data, &plan, &d_out);
         let memory = Memory::new(&engine, &call, &data, &plan, &d_out);
         memory.launch(&engine, &stream(), &call, &memory.tensors(&call));
-        let have = memory.read();
-        for (name, have, want) in [("dq", &have[0], &want.dq), ("dk", &have[1], &want.dk), ("dv", &have[2], &want.dv)] {
-            let error = distance(&floats(have), &wide(want));
-            assert!(error <= ROUNDING, "{call:?} {name}: {error:.3e}");
-        }
+        check(&call, &memory.read(), &want);
     }
 }

@@ -41,10 +41,12 @@ impl Random {
             2 => [64, 128][rng.random_range(0..2)],
             _ => rng.random_range(0..=most),
         };
-        let dim = |rng: &mut StdRng| 8 * rng.random_range(2..=16);
-        let (d_head, d_v) = match rng.random_range(0..4) {
-            0 => (dim(rng), dim(rng)),
-            1 => (64, 64),
+        let dim = |rng: &mut StdRng, most: usize| 8 * rng.random_range(2..=most / 8);
+        let (d_head, d_v) = match rng.random_range(0..8) {
+            0 => (dim(rng, 128), dim(rng, 128)),
+            1 => (dim(rng, 256), dim(rng, 256)),
+            2 => [(192, 128), (192, 192), (256, 256)][rng.random_range(0..3)],
+            3 | 4 => (64, 64),
             _ => (128, 128),
         };
         let some = |rng: &mut StdRng, share: f64, most: usize| {
@@ -149,8 +151,18 @@ struct Result {
     size: [f64; 4],
 }
 
-fn norm(x: impl Iterator<Item = f64>) -> f64 {
+pub(super) fn norm(x: impl Iterator<Item = f64>) -> f64 {
     x.map(|x| x * x).sum::<f64>().sqrt()
+}
+
+/// What the gradients of so many rows would be if nothing averaged out: products of typical operands over as many elements; a row of P
+/// sums to one at most.
+pub(super) fn gradient_sizes(call: &AttentionCall, rows: usize, [q, k, v]: [&[f64]; 3]) -> [f64; 4] {
+    let rms = |x: &[f64]| norm(x.iter().copied()) / (x.len() as f64).sqrt();
+    let AttentionShape { d_head, d_v, .. } = call.shape;
+    let (rows, of_dp) = (rows as f64, rms(v) * (d_v as f64).sqrt());
+    let of_ds = call.softmax_scale * of_dp * (rows * d_head as f64).sqrt();
+    [of_ds * rms(k), of_ds * rms(q), 0.0, rows.sqrt() * of_dp]
 }
 
 impl Memory {
@@ -257,11 +269,7 @@ impl Memory {
             d_sinks,
         };
 
-        // Products of typical operands over as many elements; a row of P sums to one at most.
-        let rms = |x: &[f64]| norm(x.iter().copied()) / (x.len() as f64).sqrt();
-        let (rows, of_dp) = ((live_q.iter().filter(|x| **x).count() * n_q_heads) as f64, rms(&v) * (d_v as f64).sqrt());
-        let of_ds = call.softmax_scale * of_dp * (rows * d_head as f64).sqrt();
-        let size = [of_ds * rms(&k), of_ds * rms(&q), 0.0, rows.sqrt() * of_dp];
+        let size = gradient_sizes(&call, live_q.iter().filter(|x| **x).count() * n_q_heads, [&q, &k, &v]);
         let want = [want.dq, want.dk, want.dv, want.d_sinks];
         let result = Result { have: [const { Vec::new() }; 4], want, size };
         (Self { tensors, terms, workspace, bytes, floats, lists }, result)

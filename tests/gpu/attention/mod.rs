@@ -16,7 +16,7 @@ use backward::{
     a_training_step_is_as_good_as_with_the_exact_output, deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
     dq_in_fp8_is_the_cpus, gradients_are_the_cpus, nan_stays_in_its_row_and_head,
     parts_have_the_gradients_of_the_whole_call, random_calls_agree_with_the_cpu,
-    rows_that_see_nothing_have_zero_gradients, sums_in_a_ring_are_those_of_all,
+    rows_that_see_nothing_have_zero_gradients,
 };
 use backward_calls::{random_backward_calls, sequences_may_change_between_replays, sequences_out_of_order_end};
 use calls::{
@@ -76,7 +76,6 @@ tests![
     rows_that_see_nothing_have_zero_gradients,
     nan_stays_in_its_row_and_head,
     deterministic_calls_repeat_bit_for_bit_also_from_a_graph,
-    sums_in_a_ring_are_those_of_all,
     parts_have_the_gradients_of_the_whole_call,
     dq_in_fp8_is_the_cpus,
     random_calls_agree_with_the_cpu,
