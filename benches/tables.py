@@ -157,6 +157,27 @@ def training():
     return markdown([*header, "W, MHz: full; causal"], table)
 
 
+def calls():
+    """Of the latest record. A contender that refuses a call has a row without times."""
+    record_of = max(RECORDS.glob("*-peers-calls-*.csv"), default=None)
+    if record_of is None:
+        return "Not measured yet.\n"
+    rows, table, last = record(record_of.name), [], None
+    for ours in (row for row in rows if row["kernel"] == "sigmascale"):
+        same = {key: ours[key] for key in ("call", *SHAPE, "batch", "causal")}
+        of = lambda kernel: find(rows, kernel=kernel, **same)
+        speed = lambda a, b: ratio(of(a), of(b)) if of(a)["ms"] and of(b)["ms"] else "–"
+        pairs = [("sigmascale", "fa3"), ("sigmascale+reorder", "fa3"), ("sigmascale", "fa3-bf16")]
+        call = same["call"] if same["call"] != last else ""
+        shape = f"{ours['batch']} x {ours['seqlen']}, {('full', 'causal')[int(ours['causal'])]}"
+        ms = spread(ours) if ours["ms"] else "–"
+        cells = [speed(a, b) for a, b in pairs]
+        table.append([call, f"{ours['heads_q']}, {ours['heads_kv']}", shape, ms, *cells, f"{ours['watts']}, {ours['mhz']}"])
+        last = same["call"]
+    header = ["call", "query, KV heads", "tokens", "ms", "speed (FlashAttention-3 = 1)", "with reordering"]
+    return markdown([*header, "speed (FlashAttention-3 BF16 = 1)", "W, MHz"], table)
+
+
 BIAS = {"sigmascale f16": "`f16`", "sigmascale fp8-256": "`fp8-256`", "fa3": "FlashAttention-3 FP8", "cudnn": "cuDNN FP8"}
 
 
@@ -386,6 +407,7 @@ TABLES = {
         scale_pass,
         forward,
         from_bf16,
+        calls,
         training,
         bias,
         summary,
