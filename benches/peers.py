@@ -566,6 +566,11 @@ def shapes(text):
     return [tuple(int(n) for n in shape.split("x")) for shape in text.split(",")]
 
 
+def header(table):
+    named = "call," if table == "calls" else ""
+    return f"kernel,{named}heads_q,heads_kv,head_dim,seqlen,batch,causal,ms,low,high,tflops,watts,mhz,mib"
+
+
 def version(package):
     try:
         return importlib.metadata.version(package)
@@ -598,8 +603,7 @@ def main():
     if options.table == "bias":
         return bias(options)
     torch.manual_seed(0)
-    named = "call," if options.table == "calls" else ""
-    print(f"kernel,{named}heads_q,heads_kv,head_dim,seqlen,batch,causal,ms,low,high,tflops,watts,mhz,mib")
+    print(header(options.table))
     smi = Smi()
     for case in calls(options) if options.table == "calls" else dense(options):
         if options.calls and case.call not in options.calls:

@@ -170,9 +170,9 @@ def calls():
         pairs = [("sigmascale", "fa3"), ("sigmascale+reorder", "fa3"), ("sigmascale", "fa3-bf16")]
         call = same["call"] if same["call"] != last else ""
         shape = f"{ours['batch']} x {ours['seqlen']}, {('full', 'causal')[int(ours['causal'])]}"
-        ms = spread(ours) if ours["ms"] else "–"
-        cells = [speed(a, b) for a, b in pairs]
-        table.append([call, f"{ours['heads_q']}, {ours['heads_kv']}", shape, ms, *cells, f"{ours['watts']}, {ours['mhz']}"])
+        cells = [f"{ours['heads_q']}, {ours['heads_kv']}", shape, spread(ours) if ours["ms"] else "–"]
+        cells += [speed(a, b) for a, b in pairs]
+        table.append([call, *cells, f"{ours['watts']}, {ours['mhz']}"])
         last = same["call"]
     header = ["call", "query, KV heads", "tokens", "ms", "speed (FlashAttention-3 = 1)", "with reordering"]
     return markdown([*header, "speed (FlashAttention-3 BF16 = 1)", "W, MHz"], table)
