@@ -7,8 +7,9 @@ graphs.
 
 Rows are decoding, four drafted queries, and chunks of a prefill. ``tiled`` has values in the order that the tensor
 cores take, ``rows`` in FlashAttention-3's layout; both include the kernel that plans a call. ``fa3`` reads the same
-keys without pages, which is less work; ``fa3_paged`` reads the same pages, and is empty where its build does not
-support them. ``error`` is the relative RMS difference of the tiled output from FlashAttention-3's.
+keys without pages, which is less work. ``fa3_paged`` reads the same pages: FlashAttention-3 as vLLM builds it, if
+fa3-fwd is built without pages; empty if vLLM is not installed. ``error`` is the relative RMS difference of the tiled
+output from FlashAttention-3's.
 
 --llama times a decode step of Llama-3-8B's shape with random weights: pages in E4M3 by this package beside pages in
 BF16 by FlashAttention-3, both with rotation and append. A build of FlashAttention-3 without pages attends to caches
@@ -79,6 +80,8 @@ def supports_pages(call):
     """Whether this build of FlashAttention-3 reads pages."""
     try:
         call()
+    except ImportError:
+        return False
     except RuntimeError as problem:
         if "paged KV" not in str(problem):
             raise
@@ -105,7 +108,7 @@ def attention_rows(options):
             table = torch.randperm(count, device="cuda").to(torch.int32).view(sequences, per)
             lengths = torch.full((sequences,), keys, device="cuda", dtype=torch.int32)
             one = torch.ones(sequences, hkv, device="cuda")
-            scale = d**-0.5
+            scale, cu_seqlens = d**-0.5, torch.arange(sequences + 1, device="cuda", dtype=torch.int32) * queries
 
             def ours(values):
                 given = None, None, one, one, one, None, None, False, None, True, scale
@@ -118,14 +121,24 @@ def attention_rows(options):
                     softmax_scale=scale, q_descale=one, k_descale=one, v_descale=one,
                 )  # fmt: skip
 
+            def theirs_of_vllm():
+                from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+                out = flash_attn_varlen_func(
+                    q.flatten(0, 1), k, v, max_seqlen_q=queries, cu_seqlens_q=cu_seqlens, max_seqlen_k=keys,
+                    seqused_k=lengths, block_table=table, causal=True, softmax_scale=scale,
+                    q_descale=one, k_descale=one, v_descale=one, fa_version=3,
+                )  # fmt: skip
+                return out.view(q.shape)
+
             tiled = tile(v)
             ours_ms, rows_ms = graph_ms(lambda: ours(tiled), options.reps), graph_ms(lambda: ours(v), options.reps)
             fa3_ms = graph_ms(lambda: theirs(False), options.reps)
-            paged = supports_pages(lambda: theirs(True))
-            paged_us = f"{1e3 * graph_ms(lambda: theirs(True), options.reps):.1f}" if paged else ""
+            builds = [paged for paged in (lambda: theirs(True), theirs_of_vllm) if supports_pages(paged)]
+            paged_us = f"{1e3 * graph_ms(builds[0], options.reps):.1f}" if builds else ""
             # Pages in order are the cache without pages.
             table.copy_(torch.arange(count, device="cuda").view(sequences, per))
-            want = theirs(False).float()
+            want = (builds[0] if builds else lambda: theirs(False))().float()
             error = ((ours(tiled).float() - want).norm() / want.norm()).item()
             times = f"{ours_ms * 1e3:.1f},{rows_ms * 1e3:.1f},{fa3_ms * 1e3:.1f},{paged_us}"
             ratios = f"{fa3_ms / ours_ms:.3f},{fa3_ms / rows_ms:.3f}"

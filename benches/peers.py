@@ -7,8 +7,9 @@
     peers.py calls       as forward, FlashAttention-3 alone: packed sequences, windows, head dimensions 96, 192/128, 256
     peers.py bias        mean signed error of the output where V has a mean
 
-Needs a Hopper GPU, the wheel of this package, and for the peers `pip install nvidia-cudnn-frontend fa3-fwd`. A peer that is not
-installed or does not take a shape is a row with its reason.
+Needs a Hopper GPU, the wheel of this package, and for the peers `pip install nvidia-cudnn-frontend fa3-fwd`, for
+windows also vLLM, whose build of FlashAttention-3 has them. A peer that is not installed or does not take a shape is a
+row with its reason.
 
 How times are taken: each contender is captured in a CUDA graph with one launch per set of inputs, so that launches from Python
 cost nothing and inputs do not stay in the L2 cache. In a round every contender replays its graph for --milliseconds; every second
@@ -91,16 +92,20 @@ class Case:
         return f"{self.call},{sizes}" if self.call else sizes
 
     @property
+    def sequences(self):
+        return self.lengths or (self.seqlen,) * self.batch
+
+    @property
     def sides(self):
         """Keys that a query sees before its own and after it; -1: all."""
         return (self.window - 1, 0) if self.window else (-1, -1)
 
     def flops(self):
         """Of the forward; half of a square counts where the call is causal."""
-        seen = sum(n**2 for n in self.lengths or (self.seqlen,)) / (2 if self.causal else 1)
+        seen = sum(n**2 for n in self.sequences) / (2 if self.causal else 1)
         if self.window:
-            seen = self.window * (self.seqlen - self.window / 2)
-        return 2 * self.batch * self.heads_q * (self.dim + (self.dim_v or self.dim)) * seen
+            seen = self.batch * self.window * (self.seqlen - self.window / 2)
+        return 2 * self.heads_q * (self.dim + (self.dim_v or self.dim)) * seen
 
     def tensor(self, heads, dtype=torch.bfloat16, dim=None):
         shape = self.batch, self.seqlen, heads, dim or self.dim
@@ -115,7 +120,7 @@ class Case:
         return torch.ones(count or self.batch, self.heads_kv, device="cuda")
 
     def cu_seqlens(self):
-        return torch.tensor([0, *itertools.accumulate(self.lengths)], device="cuda", dtype=torch.int32)
+        return torch.tensor([0, *itertools.accumulate(self.sequences)], device="cuda", dtype=torch.int32)
 
 
 def dense(options):
@@ -274,9 +279,23 @@ def fa3(case, sets, dtype=E4M3):
         how |= dict.fromkeys(("q_descale", "k_descale", "v_descale"), case.ones(len(case.lengths)))
     if not case.lengths:
         return lambda i: library.flash_attn_func(*inputs[i], **how)
-    packed, cu_seqlens, longest = [[x[0] for x in s] for s in inputs], case.cu_seqlens(), max(case.lengths)
-    where = cu_seqlens, cu_seqlens, longest, longest
-    return lambda i: library.flash_attn_varlen_func(*packed[i], *where, **how)
+    return _varlen(case, library.flash_attn_varlen_func, inputs, how)
+
+
+def fa3_vllm(case, sets):
+    """The same as vLLM builds it, with windows and packed sequences alone."""
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    how = {"causal": case.causal, "window_size": case.sides, "num_splits": 1, "fa_version": 3}
+    how |= dict.fromkeys(("q_descale", "k_descale", "v_descale"), case.ones(len(case.sequences)))
+    return _varlen(case, flash_attn_varlen_func, case.operands(sets, E4M3), how)
+
+
+def _varlen(case, attend, inputs, how):
+    packed, cu_seqlens, longest = [[x.flatten(0, 1) for x in s] for s in inputs], case.cu_seqlens(), max(case.sequences)
+    how = how | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens)
+    how |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest)
+    return lambda i: attend(*packed[i], **how)
 
 
 def _fa3():
@@ -388,6 +407,7 @@ def contenders(table):
             "sigmascale": functools.partial(ours, dtype=E4M3, alone=True),
             "sigmascale+reorder": functools.partial(ours, dtype=E4M3),
             "fa3": fa3,
+            "fa3-vllm": fa3_vllm,
             "fa3-bf16": functools.partial(fa3, dtype=torch.bfloat16),
         }
     if table == "from-bf16":
@@ -597,7 +617,7 @@ def main():
     if not torch.cuda.is_available():
         sys.exit("peers.py needs a CUDA device: PyTorch finds none")
     torch.cuda.set_stream(torch.cuda.Stream())
-    packages = ", ".join(f"{p} {version(p)}" for p in ("sigmascale", "nvidia-cudnn-frontend", "fa3-fwd"))
+    packages = ", ".join(f"{p} {version(p)}" for p in ("sigmascale", "nvidia-cudnn-frontend", "fa3-fwd", "vllm"))
     print(f"# {torch.cuda.get_device_name()}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {packages}")
     print(f"# Command: benches/peers.py {' '.join(sys.argv[1:])}")
     if options.table == "bias":
