@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""Attention over paged KV caches in E4M3, beside FlashAttention-3 (package fa3-fwd) on the same operands, in CUDA graphs.
+"""Attention over paged KV caches in E4M3, beside FlashAttention-3 (package fa3-fwd) on the same operands, in CUDA
+graphs.
 
     paged_attention.py [--rows NAME ...] [--heads 64,8] [--dim 128] [--reps 20]
     paged_attention.py --llama [--sequences 64] [--length 8192] [--layers 32]
 
-Rows are decoding, four drafted queries, and chunks of a prefill. ``tiled`` has values in the order that the tensor cores take,
-``rows`` in FlashAttention-3's layout; both include the kernel that plans a call. ``error`` is the relative RMS difference of the
-tiled output from FlashAttention-3's.
+Rows are decoding, four drafted queries, and chunks of a prefill. ``tiled`` has values in the order that the tensor
+cores take, ``rows`` in FlashAttention-3's layout; both include the kernel that plans a call. ``fa3`` reads the same
+keys without pages, which is less work. ``fa3_paged`` reads the same pages: FlashAttention-3 as vLLM builds it, if
+fa3-fwd is built without pages; empty if vLLM is not installed. ``error`` is the relative RMS difference of the tiled
+output from FlashAttention-3's.
 
---llama times a decode step of Llama-3-8B's shape with random weights: pages in E4M3 by this package beside pages in BF16 by
-FlashAttention-3, both with rotation and append. A build of FlashAttention-3 without pages attends to caches without pages, and
-leaves rotation and append out.
+--llama times a decode step of Llama-3-8B's shape with random weights: pages in E4M3 by this package beside pages in
+BF16 by FlashAttention-3, both with rotation and append. A build of FlashAttention-3 without pages attends to caches
+without pages, and leaves rotation and append out.
 
 Output: CSV on stdout.
 """
@@ -74,9 +77,11 @@ def tile(v):
 
 
 def supports_pages(call):
-    """Builds of FlashAttention-3 without pages are timed on caches without pages, which is less work."""
+    """Whether this build of FlashAttention-3 reads pages."""
     try:
         call()
+    except ImportError:
+        return False
     except RuntimeError as problem:
         if "paged KV" not in str(problem):
             raise
@@ -90,7 +95,8 @@ def attention_rows(options):
 
     hq, hkv = (int(x) for x in options.heads.split(","))
     d = options.dim
-    print("row,page,heads_q,heads_kv,head_dim,tiled_us,rows_us,fa3_us,tiled_ratio,rows_ratio,tbps,error", flush=True)
+    times = "tiled_us,rows_us,fa3_us,fa3_paged_us"
+    print(f"row,page,heads_q,heads_kv,head_dim,{times},tiled_ratio,rows_ratio,tbps,error", flush=True)
     for name in options.rows or ROWS:
         sequences, keys, queries = ROWS[name]
         for page in (64, 256):
@@ -102,32 +108,42 @@ def attention_rows(options):
             table = torch.randperm(count, device="cuda").to(torch.int32).view(sequences, per)
             lengths = torch.full((sequences,), keys, device="cuda", dtype=torch.int32)
             one = torch.ones(sequences, hkv, device="cuda")
-            scale = d**-0.5
+            scale, cu_seqlens = d**-0.5, torch.arange(sequences + 1, device="cuda", dtype=torch.int32) * queries
 
             def ours(values):
-                return paged_attention(q, k, values, table, lengths, None, None, one, one, one, None, None, False, None, True, scale)[0]
+                given = None, None, one, one, one, None, None, False, None, True, scale
+                return paged_attention(q, k, values, table, lengths, *given)[0]
 
             def theirs(paged):
                 given = (k, v) if paged else (x.view(sequences, keys, hkv, d) for x in (k, v))
                 return flash_attn_with_kvcache(
-                    q, *given, cache_seqlens=lengths, page_table=table if paged else None, causal=True, softmax_scale=scale,
-                    q_descale=one, k_descale=one, v_descale=one,
-                )
+                    q, *given, cache_seqlens=lengths, page_table=table if paged else None, causal=True,
+                    softmax_scale=scale, q_descale=one, k_descale=one, v_descale=one,
+                )  # fmt: skip
+
+            def theirs_of_vllm():
+                from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+                out = flash_attn_varlen_func(
+                    q.flatten(0, 1), k, v, max_seqlen_q=queries, cu_seqlens_q=cu_seqlens, max_seqlen_k=keys,
+                    seqused_k=lengths, block_table=table, causal=True, softmax_scale=scale,
+                    q_descale=one, k_descale=one, v_descale=one, fa_version=3,
+                )  # fmt: skip
+                return out.view(q.shape)
 
             tiled = tile(v)
             ours_ms, rows_ms = graph_ms(lambda: ours(tiled), options.reps), graph_ms(lambda: ours(v), options.reps)
-            paged = supports_pages(lambda: theirs(True))
-            fa3_ms = graph_ms(lambda: theirs(paged), options.reps)
-            if not paged:
-                table.copy_(torch.arange(count, device="cuda").view(sequences, per))
-            want = theirs(paged).float()
+            fa3_ms = graph_ms(lambda: theirs(False), options.reps)
+            builds = [paged for paged in (lambda: theirs(True), theirs_of_vllm) if supports_pages(paged)]
+            paged_us = f"{1e3 * graph_ms(builds[0], options.reps):.1f}" if builds else ""
+            # Pages in order are the cache without pages.
+            table.copy_(torch.arange(count, device="cuda").view(sequences, per))
+            want = (builds[0] if builds else lambda: theirs(False))().float()
             error = ((ours(tiled).float() - want).norm() / want.norm()).item()
-            bytes_read = sequences * keys * hkv * d * 2
-            print(
-                f"{name},{page},{hq},{hkv},{d},{ours_ms * 1e3:.1f},{rows_ms * 1e3:.1f},{fa3_ms * 1e3:.1f},{fa3_ms / ours_ms:.3f},"
-                f"{fa3_ms / rows_ms:.3f},{bytes_read / ours_ms / 1e9:.2f},{error:.4f}",
-                flush=True,
-            )
+            times = f"{ours_ms * 1e3:.1f},{rows_ms * 1e3:.1f},{fa3_ms * 1e3:.1f},{paged_us}"
+            ratios = f"{fa3_ms / ours_ms:.3f},{fa3_ms / rows_ms:.3f}"
+            tbps = sequences * keys * hkv * d * 2 / ours_ms / 1e9
+            print(f"{name},{page},{hq},{hkv},{d},{times},{ratios},{tbps:.2f},{error:.4f}", flush=True)
             del k, v, tiled, q
 
 

@@ -4,10 +4,12 @@
     peers.py forward     E4M3 operands in, attention alone
     peers.py from-bf16   BF16 operands in, casts included
     peers.py training    BF16 operands in, forward and backward; peak memory
+    peers.py calls       as forward, FlashAttention-3 alone: packed sequences, windows, head dimensions 96, 192/128, 256
     peers.py bias        mean signed error of the output where V has a mean
 
-Needs a Hopper GPU, the wheel of this package, and for the peers `pip install nvidia-cudnn-frontend fa3-fwd`. A peer that is not
-installed or does not take a shape is a row with its reason.
+Needs a Hopper GPU, the wheel of this package, and for the peers `pip install nvidia-cudnn-frontend fa3-fwd`, for
+windows also vLLM, whose build of FlashAttention-3 has them. A peer that is not installed or does not take a shape is a
+row with its reason.
 
 How times are taken: each contender is captured in a CUDA graph with one launch per set of inputs, so that launches from Python
 cost nothing and inputs do not stay in the L2 cache. In a round every contender replays its graph for --milliseconds; every second
@@ -22,7 +24,9 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import importlib
 import importlib.metadata
+import itertools
 import math
 import statistics
 import subprocess
@@ -37,15 +41,35 @@ DEFAULTS = {
     "from-bf16": ("64x8x128,32x8x128,32x32x128,32x32x64", "2048,4096,8192,16384"),
     "training": ("64x8x128,32x8x128,32x32x128,32x32x64", "2048,4096,8192,16384"),
     "bias": ("8x8x128", "1024,4096,16384,65536"),
+    # Lengths of the dense calls; shapes are those of `calls`.
+    "calls": ("", "2048,16384"),
 }
 
 # Most bytes of the sums of dQ, for contenders that run where --kernels names them.
 PARTS = {"sigmascale+whole": sys.maxsize, "sigmascale+parts32": 32 << 20}
 
+# Lengths of 16384 packed tokens by the name of the call.
+PACKED = {
+    "packed-8x2048": (2048,) * 8,
+    "packed-long-tail": (8192, 4096, 2048, 1024, 512, 256, 128, 64, 64),
+}
+WINDOWS = (1024, 4096)
+# Query and KV heads by the dimensions of a head of q and k, and of v. 192/128 is latent attention in its expanded
+# form, with a KV head for each query head.
+DIMS = {
+    (96, 96): ((32, 8), (64, 8)),
+    (256, 256): ((32, 8), (64, 8)),
+    (192, 128): ((16, 16), (128, 128)),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Self-attention of one shape."""
+    """Self-attention of one shape.
+
+    `call`: its name, if it is one of `calls`. `dim_v`: the dimension of V's heads, if not that of q and k. `lengths`:
+    of packed sequences, with `seqlen` tokens in all. `window`: how many keys a query sees, its own included.
+    """
 
     heads_q: int
     heads_kv: int
@@ -53,6 +77,10 @@ class Case:
     seqlen: int
     batch: int
     causal: bool
+    call: str = ""
+    dim_v: int | None = None
+    lengths: tuple[int, ...] = ()
+    window: int | None = None
 
     @property
     def scale(self):
@@ -60,22 +88,63 @@ class Case:
 
     @property
     def row(self):
-        return f"{self.heads_q},{self.heads_kv},{self.dim},{self.seqlen},{self.batch},{int(self.causal)}"
+        sizes = f"{self.heads_q},{self.heads_kv},{self.dim},{self.seqlen},{self.batch},{int(self.causal)}"
+        return f"{self.call},{sizes}" if self.call else sizes
+
+    @property
+    def sequences(self):
+        return self.lengths or (self.seqlen,) * self.batch
+
+    @property
+    def sides(self):
+        """Keys that a query sees before its own and after it; -1: all."""
+        return (self.window - 1, 0) if self.window else (-1, -1)
 
     def flops(self):
         """Of the forward; half of a square counts where the call is causal."""
-        return 4 * self.batch * self.heads_q * self.dim * self.seqlen**2 / (2 if self.causal else 1)
+        seen = sum(n**2 for n in self.sequences) / (2 if self.causal else 1)
+        if self.window:
+            seen = self.batch * self.window * (self.seqlen - self.window / 2)
+        return 2 * self.heads_q * (self.dim + (self.dim_v or self.dim)) * seen
 
-    def tensor(self, heads, dtype=torch.bfloat16):
-        return torch.randn(self.batch, self.seqlen, heads, self.dim, device="cuda", dtype=torch.bfloat16).to(dtype)
+    def tensor(self, heads, dtype=torch.bfloat16, dim=None):
+        shape = self.batch, self.seqlen, heads, dim or self.dim
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype)
 
     def operands(self, sets, dtype=torch.bfloat16):
-        heads = self.heads_q, self.heads_kv, self.heads_kv
-        return [tuple(self.tensor(h, dtype) for h in heads) for _ in range(sets)]
+        shapes = (self.heads_q, None), (self.heads_kv, None), (self.heads_kv, self.dim_v)
+        return [tuple(self.tensor(heads, dtype, dim) for heads, dim in shapes) for _ in range(sets)]
 
-    def ones(self):
-        """Unit descales."""
-        return torch.ones(self.batch, self.heads_kv, device="cuda")
+    def ones(self, count=None):
+        """Unit descales, of each entry of the batch or of `count` sequences."""
+        return torch.ones(count or self.batch, self.heads_kv, device="cuda")
+
+    def cu_seqlens(self):
+        return torch.tensor([0, *itertools.accumulate(self.sequences)], device="cuda", dtype=torch.int32)
+
+
+def dense(options):
+    """The cases of --shapes and --seqlens."""
+    for heads_q, heads_kv, dim in shapes(options.shapes):
+        for seqlen in options.seqlens:
+            for causal in options.causal:
+                yield Case(heads_q, heads_kv, dim, seqlen, max(1, options.tokens // seqlen), causal)
+
+
+def calls(options):
+    """Calls that are not dense, and head dimensions other than 64 and 128. Windows are causal."""
+    for heads in ((32, 8), (64, 8)):
+        for name, lengths in PACKED.items():
+            for causal in options.causal:
+                yield Case(*heads, 128, sum(lengths), 1, causal, name, lengths=lengths)
+        for window in WINDOWS:
+            yield Case(*heads, 128, 32768, 1, True, f"window-{window}", window=window)
+    for (dim, dim_v), sizes in DIMS.items():
+        name = f"d-{dim}" if dim == dim_v else f"d-{dim}/{dim_v}"
+        for heads in sizes:
+            for seqlen in options.seqlens:
+                for causal in options.causal:
+                    yield Case(*heads, dim, seqlen, max(1, options.tokens // seqlen), causal, name, dim_v)
 
 
 # Contenders. A maker takes a case and a number of sets and returns `launch(i)` for set i.
@@ -84,7 +153,7 @@ class Case:
 def ours(case, sets, *, dtype, alone=False, telemetry=False):
     """This package's forward. `alone`: without the cast or, for E4M3 operands, the reordering of V, done beforehand."""
     from sigmascale import _native
-    from sigmascale.torch._hopper import Native
+    from sigmascale.torch._hopper import Native, _conditions
 
     if not alone:
         native, plan = Native(), (case.ones(),) * 3
@@ -98,8 +167,8 @@ def ours(case, sets, *, dtype, alone=False, telemetry=False):
             "k": k,
             "v": v,
             "descales": (case.ones(),) * 3,
-            "terms": (case.causal, None, None, case.scale, None, None, None),
-            "out": torch.empty(q.shape, device="cuda", dtype=torch.bfloat16),
+            "terms": _conditions(_terms(case), q, k),
+            "out": torch.empty(*q.shape[:3], v.shape[3], device="cuda", dtype=torch.bfloat16),
             "lse": torch.empty(case.batch, case.heads_q, case.seqlen, device="cuda"),
             "stats": None,
             "saved": None,
@@ -112,9 +181,14 @@ def ours(case, sets, *, dtype, alone=False, telemetry=False):
 
 
 def _terms(case):
+    from sigmascale.torch._flash import packed
     from sigmascale.torch._terms import Terms
 
-    return Terms(case.causal, case.scale)
+    sequences = None
+    if case.lengths:
+        cu_seqlens, longest = case.cu_seqlens(), max(case.lengths)
+        sequences = packed(cu_seqlens, cu_seqlens, longest, longest)
+    return Terms(case.causal, case.scale, (case.sides[0], -1), sequences=sequences)
 
 
 class CudnnGraph:
@@ -197,19 +271,37 @@ def cudnn_fp8(case, sets):
     return lambda i: g.launch(packs[i])
 
 
-def fa3_fp8(case, sets):
-    """FlashAttention-3's FP8 forward."""
-    attend = _fa3()
-    inputs, one = case.operands(sets, E4M3), case.ones()
-    return lambda i: attend(*inputs[i], causal=case.causal, q_descale=one, k_descale=one, v_descale=one)
+def fa3(case, sets, dtype=E4M3):
+    """FlashAttention-3's forward."""
+    library, inputs = _fa3(), case.operands(sets, dtype)
+    how = {"causal": case.causal, "window_size": case.sides}
+    if dtype == E4M3:
+        how |= dict.fromkeys(("q_descale", "k_descale", "v_descale"), case.ones(len(case.lengths)))
+    if not case.lengths:
+        return lambda i: library.flash_attn_func(*inputs[i], **how)
+    return _varlen(case, library.flash_attn_varlen_func, inputs, how)
+
+
+def fa3_vllm(case, sets):
+    """The same as vLLM builds it, with windows and packed sequences alone."""
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    how = {"causal": case.causal, "window_size": case.sides, "num_splits": 1, "fa_version": 3}
+    how |= dict.fromkeys(("q_descale", "k_descale", "v_descale"), case.ones(len(case.sequences)))
+    return _varlen(case, flash_attn_varlen_func, case.operands(sets, E4M3), how)
+
+
+def _varlen(case, attend, inputs, how):
+    packed, cu_seqlens, longest = [[x.flatten(0, 1) for x in s] for s in inputs], case.cu_seqlens(), max(case.sequences)
+    how = how | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens)
+    how |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest)
+    return lambda i: attend(*packed[i], **how)
 
 
 def _fa3():
-    try:
-        from flash_attn_interface import flash_attn_func
-    except ImportError:
-        from fa3_fwd_interface import flash_attn_func
-    return flash_attn_func
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("flash_attn_interface")
+    return importlib.import_module("fa3_fwd_interface")
 
 
 class CudnnBf16:
@@ -308,10 +400,18 @@ def contenders(table):
             "sigmascale+reorder": functools.partial(ours, dtype=E4M3),
             "sigmascale+reorder+telemetry": functools.partial(ours, dtype=E4M3, telemetry=True),
             "cudnn": cudnn_fp8,
-            "fa3": fa3_fp8,
+            "fa3": fa3,
+        }
+    if table == "calls":
+        return {
+            "sigmascale": functools.partial(ours, dtype=E4M3, alone=True),
+            "sigmascale+reorder": functools.partial(ours, dtype=E4M3),
+            "fa3": fa3,
+            "fa3-vllm": fa3_vllm,
+            "fa3-bf16": functools.partial(fa3, dtype=torch.bfloat16),
         }
     if table == "from-bf16":
-        peers = {"cudnn": cudnn_fp8, "fa3": fa3_fp8}
+        peers = {"cudnn": cudnn_fp8, "fa3": fa3}
         cast = {f"{name}+{how}": cast_then(peer, how) for name, peer in peers.items() for how in ("cast", "current")}
         bf16 = lambda case, sets: CudnnBf16(case, sets, False).run_forward
         return {"sigmascale": functools.partial(ours, dtype=torch.bfloat16), **cast, "cudnn-bf16": bf16}
@@ -452,7 +552,7 @@ def bias(options):
                 given = {"q_descale": one, "k_descale": one, "v_descale": one}
                 kernels = {f"sigmascale {a}": functools.partial(attention, plan=(one,) * 3, causal=False, accumulator=a)
                            for a in ("f16", "fp8-256", "fp8-2048")}  # fmt: skip
-                kernels["fa3"] = lambda q, k, v: _fa3()(q, k, v, **given)
+                kernels["fa3"] = lambda q, k, v: _fa3().flash_attn_func(q, k, v, **given)
                 kernels["cudnn"] = cudnn_output
                 for name, kernel in kernels.items():
                     try:
@@ -485,6 +585,11 @@ def shapes(text):
     return [tuple(int(n) for n in shape.split("x")) for shape in text.split(",")]
 
 
+def header(table):
+    named = "call," if table == "calls" else ""
+    return f"kernel,{named}heads_q,heads_kv,head_dim,seqlen,batch,causal,ms,low,high,tflops,watts,mhz,mib"
+
+
 def version(package):
     try:
         return importlib.metadata.version(package)
@@ -495,7 +600,8 @@ def version(package):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=DEFAULTS)
-    parser.add_argument("--shapes", help="heads_q x heads_kv x head_dim, comma separated")
+    parser.add_argument("--shapes", help="heads_q x heads_kv x head_dim, comma separated; not of calls")
+    parser.add_argument("--calls", nargs="*", help="these alone: packed-8x2048, window-1024, d-96, ..")
     parser.add_argument("--seqlens", help="comma separated")
     parser.add_argument("--tokens", type=int, default=16384, help="batch = max(1, tokens / seqlen)")
     parser.add_argument("--causal", default="0,1", help="0: full, 1: causal")
@@ -506,25 +612,25 @@ def main():
     options = parser.parse_args()
     options.shapes, seqlens = options.shapes or DEFAULTS[options.table][0], options.seqlens or DEFAULTS[options.table][1]
     options.seqlens = [int(n) for n in seqlens.split(",")]
+    options.causal = [causal == "1" for causal in options.causal.split(",")]
     if not torch.cuda.is_available():
         sys.exit("peers.py needs a CUDA device: PyTorch finds none")
     torch.cuda.set_stream(torch.cuda.Stream())
-    packages = ", ".join(f"{p} {version(p)}" for p in ("sigmascale", "nvidia-cudnn-frontend", "fa3-fwd"))
+    packages = ", ".join(f"{p} {version(p)}" for p in ("sigmascale", "nvidia-cudnn-frontend", "fa3-fwd", "vllm"))
     print(f"# {torch.cuda.get_device_name()}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {packages}")
     print(f"# Command: benches/peers.py {' '.join(sys.argv[1:])}")
     if options.table == "bias":
         return bias(options)
     torch.manual_seed(0)
-    print("kernel,heads_q,heads_kv,head_dim,seqlen,batch,causal,ms,low,high,tflops,watts,mhz,mib")
+    print(header(options.table))
     smi = Smi()
-    for heads_q, heads_kv, dim in shapes(options.shapes):
-        for seqlen in options.seqlens:
-            for causal in options.causal.split(","):
-                case = Case(heads_q, heads_kv, dim, seqlen, max(1, options.tokens // seqlen), causal == "1")
-                compare(options.table, case, options, smi)
-                # Old graphs must not be destroyed while a new one is captured.
-                gc.collect()
-                torch.cuda.empty_cache()
+    for case in calls(options) if options.table == "calls" else dense(options):
+        if options.calls and case.call not in options.calls:
+            continue
+        compare(options.table, case, options, smi)
+        # Old graphs must not be destroyed while a new one is captured.
+        gc.collect()
+        torch.cuda.empty_cache()
     smi.close()
 
 

@@ -157,6 +157,29 @@ def training():
     return markdown([*header, "W, MHz: full; causal"], table)
 
 
+def calls():
+    """Of the latest record. A contender that refuses a call has a row without times."""
+    record_of = max(RECORDS.glob("*-peers-calls-*.csv"), default=None)
+    if record_of is None:
+        return "Not measured yet.\n"
+    rows, table, last = record(record_of.name), [], None
+    for ours in (row for row in rows if row["kernel"] == "sigmascale"):
+        same = {key: ours[key] for key in ("call", *SHAPE, "batch", "causal")}
+        alike = {row["kernel"]: row for row in rows if row["ms"] and same.items() <= row.items()}
+        # Of two builds of FlashAttention-3 the faster.
+        builds = [alike[key] for key in ("fa3", "fa3-vllm") if key in alike]
+        fa3 = min(builds, key=lambda row: float(row["ms"]), default=None)
+        pairs = [("sigmascale", fa3), ("sigmascale+reorder", fa3), ("sigmascale", alike.get("fa3-bf16"))]
+        call = same["call"] if same["call"] != last else ""
+        shape = f"{ours['batch']} x {ours['seqlen']}, {('full', 'causal')[int(ours['causal'])]}"
+        cells = [f"{ours['heads_q']}, {ours['heads_kv']}", shape, spread(ours) if ours["ms"] else "–"]
+        cells += [ratio(alike[name], other) if name in alike and other else "–" for name, other in pairs]
+        table.append([call, *cells, f"{ours['watts']}, {ours['mhz']}"])
+        last = same["call"]
+    header = ["call", "query, KV heads", "tokens", "ms", "speed (FlashAttention-3 = 1)", "with reordering"]
+    return markdown([*header, "speed (FlashAttention-3 BF16 = 1)", "W, MHz"], table)
+
+
 BIAS = {"sigmascale f16": "`f16`", "sigmascale fp8-256": "`fp8-256`", "fa3": "FlashAttention-3 FP8", "cudnn": "cuDNN FP8"}
 
 
@@ -386,6 +409,7 @@ TABLES = {
         scale_pass,
         forward,
         from_bf16,
+        calls,
         training,
         bias,
         summary,
