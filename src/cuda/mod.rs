@@ -23,6 +23,7 @@ mod nvrtc;
 pub(crate) mod per_key;
 mod pointer;
 mod probe;
+mod side;
 pub mod sources;
 mod stream;
 pub(crate) mod tensor_map;
@@ -36,5 +37,6 @@ pub use nvrtc::{
 };
 pub use pointer::DevicePtr;
 pub use probe::{Probe, is_available, probe, require};
+pub(crate) use side::SideStreams;
 pub use stream::{Event, Graph, Stream};
 pub use view::{Element, View};

@@ -23,7 +23,7 @@ use super::kernels::{Kernels, Variant as _, run_map};
 use super::params::outer_strides;
 use super::terms::{Sequences, Terms};
 use crate::attention::AttentionShape;
-use crate::cuda::{Arch, Device, Launch, Request, Stream, View, sources};
+use crate::cuda::{Arch, Device, Launch, Request, SideStreams, Stream, View, sources};
 use crate::error::{Error, Result};
 use bytemuck::{Pod, Zeroable};
 use std::sync::Arc;
@@ -232,6 +232,7 @@ pub fn backward_variants() -> Vec<Request> {
 #[derive(Clone, Debug)]
 pub struct BackwardEngine {
     kernels: Arc<Kernels<Variant>>,
+    sides: Arc<SideStreams>,
     options: BackwardOptions,
 }
 
@@ -242,7 +243,7 @@ impl BackwardEngine {
     /// If the device is not of compute capability 9.0 (`is_unsupported`), or the driver fails.
     pub fn new(device: &Device) -> Result<Self> {
         let kernels = Arc::new(Kernels::new(device, "the attention backward")?);
-        Ok(Self { kernels, options: BackwardOptions::default() })
+        Ok(Self { kernels, sides: Arc::default(), options: BackwardOptions::default() })
     }
 
     /// Whether dQ, too, has the same bits in every run; off by default, since it is slower.
@@ -315,20 +316,32 @@ impl BackwardEngine {
         }
         // A thread of an autograd engine may have done nothing on the device so far.
         stream.bind()?;
-        let parts = self.parts(&sizes, terms, &form).all(&sizes);
-        parts.enumerate().try_for_each(|(index, [entries, kv_heads])| {
-            self.launch(stream, terms, form, &tensors.part(entries, kv_heads), (&place, workspace), index > 0)
-        })
+        // Blocks of one lane take the multiprocessors that the last blocks of the other leave idle.
+        let mut lanes = vec![stream.clone()];
+        if place.lanes > 1 {
+            let side = self.sides.beside(stream, self.device())?;
+            side.wait_for(stream)?;
+            lanes.push(side);
+        }
+        let mut parts = self.parts(&sizes, terms, &form).all(&sizes).enumerate();
+        let launched = parts.try_for_each(|(index, [entries, kv_heads])| {
+            let (lane, follows) = (index % lanes.len(), index >= lanes.len());
+            let start = workspace.ptr().offset((lane * place.lane) as u64).0;
+            self.launch(&lanes[lane], terms, form, &tensors.part(entries, kv_heads), (&place, start), follows)
+        });
+        lanes[1..].iter().try_for_each(|side| stream.wait_for(side))?;
+        launched
     }
 
-    /// Launches the kernels of a part. `follows`: another part of the same call, in the same workspace.
+    /// Launches the kernels of a part, whose workspace starts at an address. `follows`: another part of the same call, in that
+    /// workspace.
     fn launch(
         &self,
         stream: &Stream,
         terms: &Terms,
         form: BackwardForm,
         tensors: &BackwardTensors,
-        (place, workspace): (&BackwardWorkspace, &View<1>),
+        (place, start): (&BackwardWorkspace, u64),
         follows: bool,
     ) -> Result<()> {
         let sizes = tensors.check()?;
@@ -340,7 +353,7 @@ impl BackwardEngine {
         let [units, query_tiles, _] = form.tiles(&sizes, terms);
         let mut params = self.params(tensors, &sizes, terms);
         (params.q_tiles, params.section) = (query_tiles as i32, schedule.section as i32);
-        let at = |offset: usize| workspace.ptr().offset(offset as u64).0;
+        let at = |offset: usize| start + offset as u64;
         (params.terms, params.dq_sum) = (at(place.terms), at(place.dq_sum));
         params.turns = if self.options.deterministic { at(place.turns) } else { 0 };
         params.sink_parts = at(place.sinks);

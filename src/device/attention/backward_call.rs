@@ -21,8 +21,8 @@ pub enum Delta {
 pub struct BackwardOptions {
     /// dQ, too, has the same bits in every run; slower.
     pub deterministic: bool,
-    /// Most bytes of f32 sums of dQ, 4 for each element of q: calls that have more run in parts, entries of the batch or KV heads, one
-    /// after the other in one workspace. `None`: a quarter of the call's where each query head has a KV head of its own, which makes
+    /// Most bytes of f32 sums of dQ, 4 for each element of q: calls that have more run in parts, entries of the batch or KV heads, in
+    /// two lanes that share the limit. `None`: a quarter of the call's where each query head has a KV head of its own, which makes
     /// the peak memory of a training step that of BF16's, but enough to fill the device; no limit elsewhere. `Some(usize::MAX)`: one
     /// part. Calls with sequences or sinks are in one part.
     pub sums_limit: Option<usize>,
