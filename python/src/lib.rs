@@ -43,5 +43,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(specification::host_backward, module)?)?;
     module.add_class::<host::HostPolicy>()?;
     module.add_class::<device::ScaleEngine>()?;
+    module.add_class::<device::ShapeEngine>()?;
+    module.add_class::<latent::LatentEngine>()?;
     module.add_class::<policy::DevicePolicy>()
 }
