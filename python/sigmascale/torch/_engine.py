@@ -1,5 +1,6 @@
 """An engine over layers in memory: what it reads, whether that still lies there, and where its results go."""
 
+import contextlib
 import dataclasses
 
 import torch
@@ -22,7 +23,7 @@ class Engine:
         rows = [row for each in entries for row in each]
         logits = "bounds" in targets
         if any(latent):
-            self._engine = _host.LatentEngine(found, logits, runtime.tail.eta, runtime.device)
+            self._engine = _latent(found, logits, runtime)
         elif runtime.device.type == "cpu":
             self._engine = _host.ScaleEngine(rows, logits, dataclasses.asdict(runtime.tail), runtime._q_heads)
         else:
@@ -39,6 +40,38 @@ class Engine:
         return int(self._results.word.item())
 
 
+def _latent(found, logits, runtime):
+    """The engine of latent attention: of the device for descales, and of the host for bounds of logits, for weights whose config
+    says FP8, and for shapes that no kernel takes."""
+    if runtime.device.type == "cuda" and not logits:
+        with contextlib.suppress(UnsupportedError):
+            return _DeviceLatent(found, runtime.device)
+    return _host.LatentEngine(found, logits, runtime.tail.eta, runtime.device)
+
+
+class _DeviceLatent:
+    """The native engine of latent attention, with the interface of that of the host."""
+
+    def __init__(self, found, device):
+        self._native = _native.LatentEngine(device.index, self._places(found))
+        self.results = self._native.results
+
+    def fits(self, layers):
+        with contextlib.suppress(UnsupportedError):
+            return self._native.fits(self._places(layers))
+        return False
+
+    def launch(self, stream, layers=None):
+        self._native.launch(stream, None if layers is None else self._places(layers))
+
+    @staticmethod
+    def _places(found):
+        kind = lambda tensor: str(tensor.dtype).removeprefix("torch.")
+        place = lambda name, x: (name, kind(x), list(x.shape), list(x.stride()), x.data_ptr())
+        latent = [layer.latent for layer in found]
+        return [(x.config, x.model, x.index, [place(*named) for named in x.tensors.items()]) for x in latent]
+
+
 class ShapeEngine:
     """The native engine of one shape of layers, which takes the addresses of a layer's tensors at each launch, and where the
     results of each layer go. Layers that share it are computed one after another."""
@@ -47,7 +80,7 @@ class ShapeEngine:
         self._latent = layer.latent is not None
         entries, logits = _entries(layer), "bounds" in targets
         if self._latent:
-            self._engine = _host.LatentEngine([layer], logits, runtime.tail.eta, runtime.device)
+            self._engine = _latent([layer], logits, runtime)
         elif runtime.device.type == "cpu":
             self._engine = _host.ScaleEngine(entries, logits, dataclasses.asdict(runtime.tail), runtime._q_heads)
         else:
