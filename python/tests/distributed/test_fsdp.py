@@ -227,6 +227,16 @@ def test_replicas_of_shards():
     check(llama, lambda model: shard(model, mesh))
 
 
+@distributed(2)
+def test_layers_of_one_shape_share_an_engine():
+    model = shard(llama(), mesh_of(2))
+    runtime, rank = attach(model), torch.distributed.get_rank()
+    for _ in range(3):
+        run(model, inputs(model, rank))
+        runtime.refresh()
+    assert len(runtime) > 1 and len(runtime._shape_engines) == 1
+
+
 @distributed(1)
 def test_one_rank():
     mesh = mesh_of(1)
