@@ -50,7 +50,9 @@ def test_a_sharded_model_has_the_scales_of_the_whole_one(kind, policy, bound):
         handle = blocks[0].register_forward_pre_hook(lambda block, _: places.add(next(block.parameters()).data_ptr()))
         run(model, tokens)
         handle.remove()
-        close = torch.equal if bound is None else lambda x, y: torch.allclose(x, y, rtol=2e-3)
+        # A plan with bounds of logits is cut over the layers of its engine, and its sums round otherwise.
+        same_cut = bound is None and policy == "geometry"
+        close = torch.equal if same_cut else lambda x, y: torch.allclose(x, y, rtol=2e-3)
         assert close(runtime.descales, expected.descales), step
         if bound:
             assert torch.allclose(runtime.logits[..., 2], expected.logits[..., 2], rtol=0.02)
@@ -84,7 +86,7 @@ def test_a_capture_of_moving_weights_uploads_nothing():
         graph.replay()
         torch.cuda.synchronize()
     assert not [event.name for event in profile.events() if "HtoD" in event.name or "DtoH" in event.name]
-    for model, row in zip(models, kept):
-        runtime = fp8.attach(model, bound="certain")
+    for model, layer, row in zip(models, layers, kept):
+        runtime = fp8.attach(model, bound="certain", layers=[layer])
         assert torch.equal(row, runtime.descales[0].flatten())
     assert not torch.equal(kept[0], kept[1])
