@@ -28,15 +28,6 @@ def gpu() -> tuple[bool, str]: ...
 def host_scales(
     layers: list[dict[str, Any]], logits: bool, tail: dict[str, Any], q_heads: int
 ) -> tuple[list[float], list[float], list[float] | None]: ...
-def latent_scales(
-    config: str,
-    name: str,
-    names: list[str],
-    layer: int,
-    tensors: list[tuple[str, str, list[int], int, int]],
-    logits: bool,
-    eta: float,
-) -> tuple[list[float], list[float], list[float] | None]: ...
 def host_forward(call: dict[str, Any]) -> list[list[int]]: ...
 def host_backward(call: dict[str, Any]) -> list[float]: ...
 
@@ -76,7 +67,14 @@ class ShapeEngine:
     @property
     def workspace_bytes(self) -> int: ...
 
-_LatentLayer = tuple[str, str, int, list[tuple[str, str, list[int], list[int], int]]]
+@final
+class LatentModel:
+    def __new__(cls, config: str, name: str, names: list[str]) -> Self: ...
+    def scales(
+        self, layer: int, tensors: list[tuple[str, str, list[int], int, int]], logits: bool, eta: float
+    ) -> tuple[list[float], list[float], list[float] | None]: ...
+
+_LatentLayer = tuple[LatentModel, int, list[tuple[str, str, list[int], list[int], int]]]
 
 @final
 class LatentEngine:

@@ -4,6 +4,7 @@
 //! Attention runs on the expanded form: q and k of `d_nope + d_rope` and v of `d_value` channels for each head.
 
 use crate::device::{dtype, results, stream};
+use crate::errors::raise;
 use crate::host::{Scales, above};
 use crate::work::{OnDevice, beside, on_device};
 use pyo3::prelude::*;
@@ -27,41 +28,48 @@ pub fn needs(config: &str, name: &str) -> Result<Vec<serde_json::Value>> {
     Ok((0..stream.spec().layers.len()).map(|layer| json!(stream.wanted(layer))).collect())
 }
 
-/// Scales of one layer of the model of this config, as [`host_scales`](crate::host::host_scales) has them. `names` are those of
-/// all of the model's tensors; the caller keeps those given alive and unchanged until this returns.
-#[pyfunction]
-#[allow(clippy::too_many_arguments)]
-pub fn latent_scales(
-    py: Python<'_>,
-    config: &str,
-    name: &str,
+/// A model with latent attention: its config, parsed once for all of its layers, and the names of all of its tensors.
+#[pyclass(frozen)]
+pub struct LatentModel {
+    layout: Layout,
+    config: String,
+    name: String,
     names: Vec<String>,
-    layer: usize,
-    tensors: Vec<Tensor>,
-    logits: bool,
-    eta: f64,
-) -> PyResult<Scales> {
-    beside(py, || {
-        let mut stream = LayerStream::new(config.as_bytes(), Path::new(name), &names)?;
-        for (tensor, kind, shape, address, size) in tensors {
-            let dtype = serde_json::from_value(json!(kind))
-                .map_err(|_| Error::argument(format_args!("{tensor} has type {kind}, which is not read")))?;
-            // SAFETY: 1. the package passes address and size of a contiguous tensor of the host; 2. it holds the tensor, and
-            // nobody writes it, until the call returns.
-            let bytes = unsafe { std::slice::from_raw_parts(address as *const u8, size) };
-            stream.push(&tensor, dtype, &shape, bytes.to_vec())?;
-        }
-        if !stream.is_due(layer) {
-            let missing = stream.wanted(layer).iter().map(|names| names[0].as_str()).collect::<Vec<_>>().join(", ");
-            return Err(Error::argument(format_args!("layer {layer} needs all of {missing}")));
-        }
-        let bounds = if logits {
-            MlaBounds::new(stream.spec(), stream.layer(layer)?)?
-        } else {
-            MlaBounds::operands(stream.spec(), stream.layer(layer)?)?
-        };
-        scales(&bounds, stream.spec().layers[layer].n_q_heads, eta)
-    })
+}
+
+#[pymethods]
+impl LatentModel {
+    #[new]
+    fn new(py: Python<'_>, config: String, name: String, names: Vec<String>) -> PyResult<Self> {
+        let layout = Layout::from_config_json(config.as_bytes(), Path::new(&name)).map_err(|error| raise(py, &error))?;
+        Ok(Self { layout, config, name, names })
+    }
+
+    /// Scales of one layer on the host, as [`host_scales`](crate::host::host_scales) has them. The caller keeps the tensors given
+    /// alive and unchanged until this returns.
+    fn scales(&self, py: Python<'_>, layer: usize, tensors: Vec<Tensor>, logits: bool, eta: f64) -> PyResult<Scales> {
+        beside(py, || {
+            let mut stream = LayerStream::new(self.config.as_bytes(), Path::new(&self.name), &self.names)?;
+            for (tensor, kind, shape, address, size) in tensors {
+                let dtype = serde_json::from_value(json!(kind))
+                    .map_err(|_| Error::argument(format_args!("{tensor} has type {kind}, which is not read")))?;
+                // SAFETY: 1. the package passes address and size of a contiguous tensor of the host; 2. it holds the tensor,
+                // and nobody writes it, until the call returns.
+                let bytes = unsafe { std::slice::from_raw_parts(address as *const u8, size) };
+                stream.push(&tensor, dtype, &shape, bytes.to_vec())?;
+            }
+            if !stream.is_due(layer) {
+                let missing = stream.wanted(layer).iter().map(|names| names[0].as_str()).collect::<Vec<_>>().join(", ");
+                return Err(Error::argument(format_args!("layer {layer} needs all of {missing}")));
+            }
+            let bounds = if logits {
+                MlaBounds::new(stream.spec(), stream.layer(layer)?)?
+            } else {
+                MlaBounds::operands(stream.spec(), stream.layer(layer)?)?
+            };
+            scales(&bounds, stream.spec().layers[layer].n_q_heads, eta)
+        })
+    }
 }
 
 fn scales(bounds: &MlaBounds, heads: usize, eta: f64) -> Result<Scales> {
@@ -83,9 +91,9 @@ fn scales(bounds: &MlaBounds, heads: usize, eta: f64) -> Result<Scales> {
     Ok((descales, operands, (!logits.is_empty()).then_some(logits)))
 }
 
-/// A layer on a device: the model's config and name, the layer's place among those with attention, and its tensors:
-/// name, type, shape, strides in values, address.
-type DeviceLayer = (String, String, usize, Vec<(String, String, Vec<usize>, Vec<i64>, u64)>);
+/// A layer on a device: its model, its place among the layers with attention, and its tensors: name, type, shape, strides in
+/// values, address.
+type DeviceLayer = (Py<LatentModel>, usize, Vec<(String, String, Vec<usize>, Vec<i64>, u64)>);
 
 /// Operand descales of layers with latent attention, from weights on a device.
 ///
@@ -125,7 +133,7 @@ impl LatentEngine {
         on_device(py, || {
             let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
             let stream = self::stream(&self.device, stream);
-            if let Some(layers) = layers {
+            if let Some(layers) = &layers {
                 let layers = layers.iter().map(input).collect::<Result<Vec<_>, Error>>()?;
                 // SAFETY: the package reads addresses off live tensors of this device, gives layers with every launch
                 // once it has given any, and keeps the memory of a capture for its replays.
@@ -142,8 +150,7 @@ impl LatentEngine {
     }
 }
 
-fn input((config, name, layer, tensors): &DeviceLayer) -> Result<LatentInput, Error> {
-    let layout = Layout::from_config_json(config.as_bytes(), Path::new(name))?;
+fn input((model, layer, tensors): &DeviceLayer) -> Result<LatentInput, Error> {
     let mut found = Vec::with_capacity(tensors.len());
     for (name, kind, shape, strides, address) in tensors {
         let (ptr, dtype) = (DevicePtr(*address), dtype(kind)?);
@@ -155,5 +162,5 @@ fn input((config, name, layer, tensors): &DeviceLayer) -> Result<LatentInput, Er
             |name: &str| name.strip_suffix(wanted).is_some_and(|before| before.is_empty() || before.ends_with('.'));
         found.iter().find(|(name, _)| is(name)).map(|(_, tensor)| tensor.clone())
     };
-    LatentInput::new(&layout, *layer, find)
+    LatentInput::new(&model.get().layout, *layer, find)
 }

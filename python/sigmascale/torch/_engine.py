@@ -69,7 +69,7 @@ class _DeviceLatent:
         kind = lambda tensor: str(tensor.dtype).removeprefix("torch.")
         place = lambda name, x: (name, kind(x), list(x.shape), list(x.stride()), x.data_ptr())
         latent = [layer.latent for layer in found]
-        return [(x.config, x.model, x.index, [place(*named) for named in x.tensors.items()]) for x in latent]
+        return [(x.model, x.index, [place(*named) for named in x.tensors.items()]) for x in latent]
 
 
 class ShapeEngine:

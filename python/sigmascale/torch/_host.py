@@ -79,8 +79,7 @@ class LatentEngine:
         given = [
             (name, _STORED[x.dtype], list(x.shape), x.data_ptr(), x.numel() * x.element_size()) for name, x in held.items()
         ]
-        about = latent.config, latent.model, latent.names, latent.index
-        return _native.latent_scales(*about, given, "bounds" in self._results, self._eta)
+        return latent.model.scales(latent.index, given, "bounds" in self._results, self._eta)
 
 
 class Policy:
