@@ -41,7 +41,8 @@ pub struct LatentModel {
 impl LatentModel {
     #[new]
     fn new(py: Python<'_>, config: String, name: String, names: Vec<String>) -> PyResult<Self> {
-        let layout = Layout::from_config_json(config.as_bytes(), Path::new(&name)).map_err(|error| raise(py, &error))?;
+        let layout =
+            Layout::from_config_json(config.as_bytes(), Path::new(&name)).map_err(|error| raise(py, &error))?;
         Ok(Self { layout, config, name, names })
     }
 
