@@ -5,7 +5,7 @@ import gc
 import weakref
 
 import pytest
-from models import BF16, Plain, attach, blocks, expected, inputs, llama, mesh_of, run, shard, torch
+from models import BF16, Plain, attach, blocks, expected, inputs, latent, llama, mesh_of, run, shard, torch
 from ranks import distributed, processes_of_their_own  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -17,7 +17,7 @@ import sigmascale
 import sigmascale.torch as fp8
 from sigmascale.torch import _layers
 
-MODELS = {"llama": llama, "plain": Plain}
+MODELS = {"llama": llama, "plain": Plain, "latent": latent}
 
 
 def check(make, wrap, before=False, dtype=torch.bfloat16, own=lambda x: x):
